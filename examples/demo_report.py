@@ -1,0 +1,292 @@
+"""What `make demo` says about its two runs: a table per step, report.json, report.png and a verdict.
+
+Input is what verl's own `file` logger wrote, one JSON object `{"step": int, "data": {metric: number}}` per line.
+Nothing here imports verl, and nothing is read from a log except its last lines when an arm failed.
+"""
+
+import importlib.metadata
+import json
+import os
+import platform
+import statistics
+import subprocess
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+SCHEMA = "verl_prefix.demo/1"
+Metrics = dict[str, float | None]
+
+# Column title -> verl's metric.
+CURVES = {"reward": "critic/rewards/mean", "loss": "actor/loss", "grad_norm": "actor/grad_norm"}
+TIMINGS = {
+    "update_actor": "timing_s/update_actor",
+    "old_log_prob": "timing_s/old_log_prob",
+    "ref": "timing_s/ref",
+    "rollout": "timing_s/gen",
+    "step": "timing_s/step",
+}
+PREFIX = ("prefix/reuse_fraction", "prefix/tokens_saved", "prefix/groups", "prefix/stock_rows")
+# Both arms sampled the same responses if all of these are equal.
+ROLLOUTS = tuple(
+    f"{name}/{kind}"
+    for name in ("critic/rewards", "response_length", "prompt_length")
+    for kind in ("mean", "max", "min")
+)
+# Relative tolerance of step 1 in fp32. The floor keeps a loss that is zero but for rounding from counting as different.
+TOLERANCE = {"actor/grad_norm": 1e-3, "actor/loss": 1e-3, "actor/entropy": 1e-3, "actor/pg_loss": 1e-3}
+FLOOR = 1e-6
+COLORS = {"stock": "#8a8a8a", "prefix": "#d1495b"}
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One finished run of `verl.trainer.main_ppo`.
+
+    Attributes:
+        error: why it counts as failed, in words; None if it exited with 0 in time.
+        seconds: wall time of the whole process.
+    """
+
+    name: str
+    metrics_path: Path
+    log_path: Path
+    error: str | None
+    seconds: float
+
+    def steps(self) -> list[dict[str, Any]]:
+        """Return the logged training steps, `{"step": int, "data": Metrics}`, in order; [] if there are none."""
+        if not self.metrics_path.exists():
+            return []
+        lines = [json.loads(line) for line in self.metrics_path.read_text().splitlines() if line.endswith("}")]
+        return [line for line in lines if TIMINGS["step"] in line["data"]]
+
+
+def find(metrics: Metrics, suffix: str) -> float | None:
+    """Return the metric named `suffix`, or `<anything>/suffix` where verl routes it under its own name, else None."""
+    return next((v for k, v in metrics.items() if k == suffix or k.endswith(f"/{suffix}")), None)
+
+
+def build(stock: Arm, prefix: Arm, num_steps: int, config: dict[str, Any]) -> dict[str, Any]:
+    """Return the report of both arms; its `problems` lists in words everything that makes the demo fail."""
+    arms = {arm.name: {**_describe(arm), "steps": arm.steps()} for arm in (stock, prefix)}
+    first_step = _compare_first_step(*(arm["steps"] for arm in arms.values()))
+    report = {
+        "schema": SCHEMA,
+        "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "versions": _versions(),
+        "device": _device(),
+        "git": _git(),
+        "config": config,
+        "arms": arms,
+        "first_step": first_step,
+        "ratios": _ratios(*(arm["steps"] for arm in arms.values())),
+    }
+    report["problems"] = _problems(stock, prefix, num_steps, first_step)
+    return report
+
+
+def _describe(arm: Arm) -> dict[str, Any]:
+    return {"error": arm.error, "seconds": round(arm.seconds, 1), "log": str(arm.log_path)}
+
+
+def _compare_first_step(stock: list[dict[str, Any]], prefix: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """Compare step 1, which starts from the same weights in both arms; None if an arm has no step."""
+    if not stock or not prefix:
+        return None
+    ours, theirs = prefix[0]["data"], stock[0]["data"]
+    rollouts = {name: {"stock": theirs.get(name), "prefix": ours.get(name)} for name in ROLLOUTS}
+    metrics = {}
+    for name, tolerance in TOLERANCE.items():
+        a, b = theirs.get(name), ours.get(name)
+        difference = None if a is None or b is None else abs(a - b) / max(abs(a), abs(b), FLOOR / tolerance)
+        agree = difference is not None and difference <= tolerance
+        metrics[name] = {
+            "stock": a,
+            "prefix": b,
+            "relative_difference": difference,
+            "tolerance": tolerance,
+            "agree": agree,
+        }
+    same = all(_close(pair["stock"], pair["prefix"]) for pair in rollouts.values())
+    return {"same_rollouts": same, "rollouts": rollouts, "metrics": metrics}
+
+
+def _close(a: float | None, b: float | None) -> bool:
+    # The means of equal rewards differ by an ulp where the rows come in another order.
+    return a is not None and b is not None and abs(a - b) <= 1e-6 * max(abs(a), abs(b))
+
+
+def _ratios(stock: list[dict[str, Any]], prefix: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
+    """Return the median seconds over the steps of both arms and stock/prefix, for each timing that both logged."""
+    ratios = {}
+    for title, name in TIMINGS.items():
+        stock_s, prefix_s = ([s["data"][name] for s in steps if s["data"].get(name)] for steps in (stock, prefix))
+        if stock_s and prefix_s:
+            a, b = statistics.median(stock_s), statistics.median(prefix_s)
+            ratios[title] = {"stock_s": a, "prefix_s": b, "ratio": a / b}
+    return ratios
+
+
+def _problems(stock: Arm, prefix: Arm, num_steps: int, first_step: dict[str, Any] | None) -> list[str]:
+    problems = []
+    for arm in (stock, prefix):
+        if arm.error:
+            problems.append(f"the {arm.name} arm failed: {arm.error}; its log is {arm.log_path}")
+        elif len(arm.steps()) != num_steps:
+            problems.append(
+                f"the {arm.name} arm logged {len(arm.steps())} of {num_steps} steps; its log is {arm.log_path}"
+            )
+    if not prefix.error and not any(find(step["data"], PREFIX[0]) for step in prefix.steps()):
+        problems.append(
+            f"the prefix arm shared nothing: {PREFIX[0]} is 0 or missing in every step; "
+            f"run `verl-prefix doctor` and read {prefix.log_path}"
+        )
+    if first_step and not first_step["same_rollouts"]:
+        rows = [
+            f"{k} {v['stock']} / {v['prefix']}" for k, v in first_step["rollouts"].items() if not _close(**_pair(v))
+        ]
+        problems.append(
+            f"step 1 is not comparable, the arms sampled other responses (stock / prefix): {', '.join(rows)}"
+        )
+    elif first_step:
+        for name, row in first_step["metrics"].items():
+            if not row["agree"]:
+                problems.append(
+                    f"step 1 differs in {name}: stock {row['stock']}, prefix {row['prefix']}, "
+                    f"relative difference {_number(row['relative_difference'])} > {row['tolerance']:g}"
+                )
+    return problems
+
+
+def _pair(row: dict[str, float | None]) -> dict[str, float | None]:
+    return {"a": row["stock"], "b": row["prefix"]}
+
+
+def show(report: dict[str, Any], console: Console) -> None:
+    """Print one table row per arm and step, the medians' ratios and step 1's agreement."""
+    table = Table(title="step by step (times in seconds)")
+    titles = [*CURVES, *(t for t in TIMINGS if t != "step"), *(name.removeprefix("prefix/") for name in PREFIX)]
+    for title in ("arm", "step", *titles):
+        table.add_column(title, justify="left" if title == "arm" else "right")
+    for name, arm in report["arms"].items():
+        for step in arm["steps"]:
+            data = step["data"]
+            values = [data.get(m) for m in CURVES.values()]
+            values += [data.get(m) for t, m in TIMINGS.items() if t != "step"]
+            values += [find(data, m) for m in PREFIX]
+            table.add_row(name, str(step["step"]), *(_number(v) for v in values))
+        table.add_section()
+    console.print(table)
+    for title, row in report["ratios"].items():
+        console.print(
+            f"{title:>14}: {row['stock_s']:8.2f} s stock {row['prefix_s']:8.2f} s prefix {row['ratio']:6.2f}x"
+        )
+    if report["first_step"]:
+        for name, row in report["first_step"]["metrics"].items():
+            console.print(
+                f"{name:>15} at step 1: stock {_number(row['stock'], 7)} prefix {_number(row['prefix'], 7)} "
+                f"relative difference {_number(row['relative_difference'], 2)}"
+            )
+
+
+def _number(value: float | None, digits: int = 4) -> str:
+    return "-" if value is None else f"{value:.{digits}g}"
+
+
+def save(report: dict[str, Any], output: Path) -> None:
+    """Write report.json, and report.png if both arms logged a step."""
+    (output / "report.json").write_text(json.dumps(report, indent=1) + "\n")
+    if all(arm["steps"] for arm in report["arms"].values()):
+        draw(report, output / "report.png")
+
+
+def draw(report: dict[str, Any], path: Path) -> None:
+    """Draw reward, loss and gradient norm of both arms over each other, and the median seconds side by side."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+    from matplotlib.ticker import MaxNLocator
+
+    figure, axes = plt.subplots(2, 2, figsize=(11, 7.5), layout="constrained")
+    config = report["config"]
+    figure.suptitle(f"verl GRPO, stock actor and shared prefix: {config['model']}, {config['workload']}")
+    titles = ("Mean reward", "Loss", "Gradient norm")
+    for ax, title, metric in zip(axes.flat, titles, CURVES.values(), strict=False):
+        # Equal curves must both stay visible: stock is wide and pale underneath, ours thin and dashed on top.
+        for name, style in (("stock", {"lw": 6, "alpha": 0.5}), ("prefix", {"lw": 1.5, "ls": "--", "marker": "o"})):
+            steps = report["arms"][name]["steps"]
+            ys = [step["data"].get(metric) for step in steps]
+            ax.plot(
+                [s["step"] for s in steps],
+                [float("nan") if y is None else y for y in ys],
+                color=COLORS[name],
+                label=name,
+                **style,
+            )
+        ax.set(title=title, xlabel="training step", ylabel=metric)
+        ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+        ax.grid(alpha=0.3)
+        ax.legend()
+    ax = axes[1, 1]
+    for shift, name in ((-0.2, "stock"), (0.2, "prefix")):
+        heights = [row[f"{name}_s"] for row in report["ratios"].values()]
+        ax.bar([i + shift for i in range(len(heights))], heights, width=0.4, color=COLORS[name], label=name)
+    for i, row in enumerate(report["ratios"].values()):
+        top = max(row["stock_s"], row["prefix_s"])
+        ax.text(i, top, f"{row['ratio']:.2f}x", ha="center", va="bottom")
+    ax.set_xticks(range(len(report["ratios"])), list(report["ratios"]))
+    ax.set(title="Median time per step, and stock / prefix", ylabel="seconds")
+    ax.margins(y=0.12)
+    ax.grid(axis="y", alpha=0.3)
+    ax.set_axisbelow(True)
+    ax.legend()
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def finish(report: dict[str, Any], output: Path, console: Console) -> int:
+    """Print and write the report; return the demo's exit status, 1 with every problem in words if there is one."""
+    show(report, console)
+    save(report, output)
+    console.print(f"report: {output / 'report.json'} and report.png")
+    for arm in report["arms"].values():
+        log = Path(arm["log"])
+        if arm["error"] and log.exists():
+            console.print(f"last lines of {log}:", style="bold")
+            tail = log.read_text(errors="replace").splitlines()[-25:]
+            console.print("\n".join(tail), markup=False, highlight=False)
+    for problem in report["problems"]:
+        console.print(f"FAILED: {problem}", style="bold red", highlight=False, soft_wrap=True, markup=False)
+    if not report["problems"]:
+        console.print("OK: both arms trained, step 1 agrees, and the prefix was shared", style="bold green")
+    return 1 if report["problems"] else 0
+
+
+def _versions() -> dict[str, str]:
+    names = ("verl-prefix", "verl", "torch", "transformers", "ray", "tensordict", "TransferQueue")
+    found = {dist.name.lower(): dist.version for dist in importlib.metadata.distributions() if dist.name}
+    return {"python": platform.python_version()} | {n: found.get(n.lower(), "not installed") for n in names}
+
+
+def _device() -> dict[str, Any]:
+    import torch
+
+    name = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine()
+    return {"name": name, "cuda": torch.version.cuda, "cpus": os.cpu_count(), "load_average": os.getloadavg()[0]}
+
+
+def _git() -> dict[str, Any]:
+    """Return commit and dirty flag of the checkout that this file is in; None for both outside of git."""
+
+    def git(*args: str) -> str | None:
+        result = subprocess.run(["git", *args], cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
+        return result.stdout.strip() if result.returncode == 0 else None
+
+    changed = git("status", "--porcelain")
+    return {"commit": git("rev-parse", "HEAD"), "dirty": None if changed is None else bool(changed)}

@@ -1,0 +1,145 @@
+"""Rows -> groups -> packed row, and the plans that every rank must agree on."""
+
+import hypothesis
+import hypothesis.strategies as st
+import pytest
+import torch
+
+from verl_prefix.groups import Group, group_rows
+from verl_prefix.layout import build_layout, pass_order, prefix_layout
+from verl_prefix.waves import agree, make_plan, make_waves
+
+SHAPES = st.lists(
+    st.tuples(st.integers(1, 30), st.lists(st.integers(0, 20), min_size=1, max_size=6)), min_size=1, max_size=6
+)
+
+
+def prompts(*rows):
+    return [torch.tensor(row) for row in rows]
+
+
+def groups_of(shape):
+    groups, row = [], 0
+    for prompt_len, suffix_lens in shape:
+        groups.append(Group(tuple(range(row, row + len(suffix_lens))), prompt_len - 1, tuple(suffix_lens)))
+        row += len(suffix_lens)
+    return groups
+
+
+def offsets_of(groups):
+    lens = [group.prefix_len + 1 + n for group in groups for n in group.suffix_lens]
+    return [0, *torch.tensor(lens).cumsum(0).tolist()]
+
+
+def test_rows_of_one_uid_with_equal_prompts_form_a_group():
+    groups, split = group_rows(prompts([1, 2, 3], [4, 5], [1, 2, 3]), [2, 1, 4], ["a", "b", "a"])
+    assert groups == [Group((0, 2), 2, (2, 4)), Group((1,), 1, (1,))]
+    assert split == 0
+
+
+def test_a_uid_whose_prompts_differ_is_split_and_counted():
+    groups, split = group_rows(prompts([1, 2], [1, 3], [1, 2]), [1, 1, 1], ["a", "a", "a"])
+    assert [group.rows for group in groups] == [(0, 2), (1,)]
+    assert split == 1
+
+
+def test_a_prompt_that_begins_like_another_does_not_share():
+    groups, _ = group_rows(prompts([1, 2], [1, 2, 3]), [1, 1], ["a", "a"])
+    assert len(groups) == 2
+
+
+def test_rows_of_different_uids_do_not_share_and_tokens_decide_without_uids():
+    assert len(group_rows(prompts([1, 2], [1, 2]), [1, 1], ["a", "b"])[0]) == 2
+    assert len(group_rows(prompts([1, 2], [1, 2]), [1, 1])[0]) == 1
+
+
+def test_equal_tokens_at_different_positions_do_not_share():
+    positions = [torch.tensor([0, 1]), torch.tensor([5, 6])]
+    assert len(group_rows(prompts([1, 2], [1, 2]), [1, 1], None, positions)[0]) == 2
+
+
+def test_empty_prompt_is_refused():
+    with pytest.raises(ValueError, match="row 1 has an empty prompt"):
+        group_rows([torch.tensor([1]), torch.tensor([], dtype=torch.int64)], [1, 1])
+
+
+@hypothesis.given(SHAPES)
+def test_layout_holds_each_prefix_once_and_every_suffix_at_its_original_place(shape):
+    groups = pass_order(groups_of(shape))
+    hypothesis.assume(groups)
+    offsets = offsets_of(groups_of(shape))
+    layout = build_layout(groups, offsets)
+    assert layout.num_prefix == sum(g.prefix_len for g in groups)
+    assert layout.num_tokens == sum(g.num_physical_tokens for g in groups) == layout.causal.q[-1]
+    expected = [
+        offsets[row] + group.prefix_len + i
+        for group in groups
+        for row, n in zip(group.rows, group.suffix_lens, strict=True)
+        for i in range(n)
+    ]
+    assert layout.suffix_index.tolist() == expected
+    sharing = [group for group in groups if group.prefix_len]
+    if sharing:
+        assert [b - a for a, b in zip(layout.cross.k, layout.cross.k[1:], strict=False)] == [
+            g.prefix_len for g in sharing
+        ]
+        assert [b - a for a, b in zip(layout.cross.q, layout.cross.q[1:], strict=False)] == [
+            g.num_suffix_tokens for g in sharing
+        ]
+        assert prefix_layout(groups, offsets).index.tolist() == layout.index[: layout.num_prefix].tolist()
+    else:
+        assert layout.cross is None
+
+
+@hypothesis.given(SHAPES, st.integers(1, 60))
+def test_waves_hold_every_suffix_once_in_order_within_the_budget(shape, wave_tokens):
+    groups = pass_order(groups_of(shape))
+    waves = make_waves(groups, wave_tokens)
+    seen = [(i, row) for wave in waves for i, piece in wave for row in piece.rows]
+    assert seen == [(i, row) for i, group in enumerate(groups) for row in group.rows]
+    starts = [sum(group.prefix_len for group in groups[:i]) for i in range(len(groups))]
+    for wave in waves:
+        lens = [n for _, piece in wave for n in piece.suffix_lens]
+        assert sum(lens) <= wave_tokens or sum(n > 0 for n in lens) == 1
+        layout = build_layout([piece for _, piece in wave], offsets_of(groups_of(shape)), [starts[i] for i, _ in wave])
+        assert layout.num_prefix == 0 and layout.num_tokens == sum(lens)
+        first = next((i for i, piece in wave if piece.num_suffix_tokens and piece.prefix_len), None)
+        assert layout.cross_start == (0 if first is None else starts[first])
+
+
+@hypothesis.given(SHAPES, st.integers(1, 200), st.sampled_from(["packed", "phased", "auto"]))
+def test_plan_computes_every_live_row_once_within_the_budget(shape, budget, schedule):
+    groups = groups_of(shape)
+    plan = make_plan(groups, budget, schedule)
+    rows = sorted(row for work in plan.works for group in work.groups for row in group.rows)
+    idle = [row for group in plan.idle_rows for row in group.rows]
+    assert sorted(rows + idle) == list(range(sum(len(g.rows) for g in groups)))
+    for work in plan.works:
+        if work.waves is None:
+            tokens = sum(group.num_physical_tokens for group in work.groups)
+            assert tokens <= budget or sum(n > 0 for group in work.groups for n in group.suffix_lens) == 1
+    if schedule == "auto":
+        assert plan.split_groups == 0, "auto runs what does not fit in phases, and never computes a prefix twice"
+
+
+@hypothesis.given(st.lists(SHAPES, min_size=2, max_size=4), st.integers(5, 100), st.sampled_from(["packed", "auto"]))
+def test_every_rank_runs_the_same_passes_and_waves(shapes, budget, schedule):
+    plans = [make_plan(groups_of(shape), budget, schedule) for shape in shapes]
+    # The collective: what every rank would contribute, call by call.
+    counts: list[list[list[int]]] = []
+    for plan in plans:
+        calls: list[list[int]] = []
+        agree(plan, lambda values, calls=calls: calls.append(values) or values)
+        counts.append(calls[:1])
+    first = [max(column) for column in zip(*(calls[0] for calls in counts), strict=True)]
+
+    second: list[list[int]] = []
+    for plan in plans:
+        answers = iter([first])
+        agree(plan, lambda values, answers=answers: next(answers, None) or second.append(values) or values)
+    agreed = []
+    for plan in plans:
+        answers = iter([first, [max(column) for column in zip(*second, strict=True)] if second else []])
+        agreed.append(agree(plan, lambda values, answers=answers: next(answers)))
+    forms = {tuple(None if work.waves is None else len(work.waves) for work in plan.works) for plan in agreed}
+    assert len(forms) == 1 and forms != {()}

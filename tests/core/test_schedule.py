@@ -1,0 +1,205 @@
+"""Packed and phased against the repeated-prefix model (HF's own forward, row by row): an identity, so tested as one.
+
+float64 and 1e-9 relative on log-probs, every gradient and the weights after an AdamW step. HF's RMSNorm computes in
+fp32 whatever its input is, which alone sets a floor of about 6e-8 on gradients: the models here use a float64 norm.
+Kernels: torch's CPU flash attention and the dense reference. Does not exercise FSDP (tests/core/test_fsdp.py).
+"""
+
+import dataclasses
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers.models.llama import modeling_llama
+from transformers.models.qwen3 import modeling_qwen3
+
+from verl_prefix import attention, layout, prefix_cache
+from verl_prefix.kernels import Spans, cpu
+from verl_prefix.testing import random_rollouts, run_shared, run_stock
+
+TOLERANCE = 1e-9
+FIELDS = dict(
+    vocab_size=97, hidden_size=48, intermediate_size=80, num_hidden_layers=3, num_attention_heads=6,
+    num_key_value_heads=2, head_dim=16, initializer_range=0.1, attn_implementation="sdpa",
+)  # fmt: skip
+MODELS = {"llama": (LlamaForCausalLM, LlamaConfig), "qwen3": (Qwen3ForCausalLM, Qwen3Config)}
+# Ragged groups, a group of one, 1-token prompts, a 1-token response, a 2-token prompt (prefix of one).
+SHAPE = [(23, [9, 17, 5]), (1, [6, 4]), (41, [3, 1, 11, 7, 2]), (7, [13]), (2, [8, 3])]
+SCHEDULES = {
+    "packed": dict(schedule="packed"),
+    "packed_in_pieces": dict(schedule="packed", budget=50),
+    "phased": dict(schedule="phased"),
+    "phased_row_by_row": dict(schedule="phased", wave_tokens=1),
+    "phased_some_rows": dict(schedule="phased", wave_tokens=19),
+    "phased_many_phase_a": dict(schedule="phased", budget=30, wave_tokens=19),
+    "auto": dict(schedule="auto", budget=60),
+}
+
+
+@pytest.fixture(autouse=True)
+def float64_norms(monkeypatch):
+    def forward(self, hidden_states):
+        scale = torch.rsqrt(hidden_states.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+        return self.weight * hidden_states * scale
+
+    monkeypatch.setattr(modeling_llama.LlamaRMSNorm, "forward", forward)
+    monkeypatch.setattr(modeling_qwen3.Qwen3RMSNorm, "forward", forward)
+
+
+def build(family: str = "llama", **overrides):
+    torch.manual_seed(0)
+    model_class, config_class = MODELS[family]
+    return model_class(config_class(**FIELDS | overrides)).double()
+
+
+def measure(model, run) -> dict:
+    """Log-probs, gradients, and weights after one AdamW step of a run on `model`, whose weights it restores."""
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+    log_probs = torch.cat(run())
+    grads = {name: p.grad.clone() for name, p in model.named_parameters()}
+    torch.optim.AdamW(model.parameters(), lr=1e-3).step()
+    after = {name: p.detach().clone() for name, p in model.named_parameters()}
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            p.copy_(before[name])
+    return {"log_probs": log_probs, "grads": grads, "weights": after}
+
+
+def errors(ours: dict, truth: dict) -> dict[str, float]:
+    def relative(a, b):
+        return ((a - b).norm() / b.norm()).item()
+
+    return {
+        "log_probs": relative(ours["log_probs"], truth["log_probs"]),
+        **{key: max(relative(ours[key][n], truth[key][n]) for n in truth[key]) for key in ("grads", "weights")},
+    }
+
+
+@pytest.mark.parametrize("options", SCHEDULES.values(), ids=SCHEDULES)
+@pytest.mark.parametrize("kernel", ["cpu", "reference"])
+@pytest.mark.parametrize("family", MODELS)
+def test_schedule_equals_repeated_prefix(family, kernel, options):
+    model, rollouts = build(family), random_rollouts(SHAPE, 97)
+    truth = measure(model, lambda: run_stock(model, rollouts))
+    ours = measure(model, lambda: run_shared(model, rollouts, kernel=kernel, **options))
+    assert max(errors(ours, truth).values()) < TOLERANCE
+
+
+@pytest.mark.parametrize("heads", [(4, 4), (4, 1)], ids=["mha", "mqa"])
+def test_head_layouts_equal_repeated_prefix(heads):
+    model = build(num_attention_heads=heads[0], num_key_value_heads=heads[1], hidden_size=64)
+    rollouts = random_rollouts(SHAPE, 97)
+    truth = measure(model, lambda: run_stock(model, rollouts))
+    for schedule in ("packed", "phased"):
+        ours = measure(model, lambda schedule=schedule: run_shared(model, rollouts, schedule))
+        assert max(errors(ours, truth).values()) < TOLERANCE
+
+
+@pytest.mark.parametrize("options", SCHEDULES.values(), ids=SCHEDULES)
+def test_gradient_checkpointing_changes_nothing(options):
+    model, rollouts = build(), random_rollouts(SHAPE, 97)
+    truth = measure(model, lambda: run_stock(model, rollouts))
+    model.train()
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    ours = measure(model, lambda: run_shared(model, rollouts, **options))
+    assert max(errors(ours, truth).values()) < TOLERANCE
+
+
+@pytest.mark.parametrize("options", SCHEDULES.values(), ids=SCHEDULES)
+def test_log_probs_of_update_and_forward_only_pass_are_the_same_bits(options):
+    model, rollouts = build().float(), random_rollouts(SHAPE, 97)
+    update, old = (torch.cat(run_shared(model, rollouts, train=train, **options)) for train in (True, False))
+    assert torch.equal(update, old)
+
+
+def test_model_keeps_its_attention_implementation():
+    model, rollouts = build(), random_rollouts(SHAPE, 97)
+    run_shared(model, rollouts, "packed")
+    assert model.config._attn_implementation == "sdpa"
+    with pytest.raises(IndexError):
+        run_shared(model, dataclasses.replace(rollouts, prompts=[p + 97 for p in rollouts.prompts]), "packed")
+    assert model.config._attn_implementation == "sdpa"
+
+
+# Wrong on purpose: each must miss by 100 tolerances at least, or the tests above prove nothing.
+
+
+def broken(monkeypatch, name: str) -> dict:
+    """Breaks the maths and returns the `run_shared` options under which it shows."""
+    if name == "positions_restarted":
+
+        def edit(tokens, plan):
+            positions = tokens.position_ids.clone()
+            for work in plan.works:
+                for group in work.groups:
+                    for row in group.rows:
+                        start, end = tokens.offsets[row] + group.prefix_len, tokens.offsets[row + 1]
+                        positions[start:end] -= group.prefix_len
+            return dataclasses.replace(tokens, position_ids=positions)
+
+        return dict(schedule="packed", edit=edit)
+    if name == "prefix_detached":
+        monkeypatch.setattr(prefix_cache.PrefixCache, "add_grad", lambda *args: None)
+        return dict(schedule="phased")
+    if name == "grad_cache_counted_twice":
+        add_grad = prefix_cache.PrefixCache.add_grad
+
+        def twice(self, *args):
+            add_grad(self, *args)
+            add_grad(self, *args)
+
+        monkeypatch.setattr(prefix_cache.PrefixCache, "add_grad", twice)
+        return dict(schedule="phased")
+    if name == "suffixes_see_each_other":
+        make = layout.build_layout
+
+        def one_block(groups, *args):
+            right = make(groups, *args)
+            bounds = [b for b in right.causal.q if b <= right.num_prefix]
+            for group in groups:
+                bounds.append(bounds[-1] + group.num_suffix_tokens)
+            return dataclasses.replace(right, causal=Spans(tuple(bounds), tuple(bounds)))
+
+        monkeypatch.setattr("verl_prefix.schedule.build_layout", one_block)
+        return dict(schedule="packed")
+    if name == "last_prefix_token_hidden":
+        make = layout.build_layout
+
+        def shorter(groups, *args):
+            right = make([g for g in groups if g.prefix_len > 2][:1], *args)
+            keys = (*right.cross.k[:-1], right.cross.k[-1] - 1)
+            return dataclasses.replace(right, cross=Spans(right.cross.q, keys))
+
+        monkeypatch.setattr("verl_prefix.schedule.build_layout", shorter)
+        return dict(schedule="packed")
+    if name == "suffix_share_of_prefix_gradient_lost":
+        backward = cpu.backward
+
+        def lossy(dout, q, k, v, out, lse, spans, causal, scale):
+            dq, dk, dv = backward(dout, q, k, v, out, lse, spans, causal, scale)
+            return (dq, dk, dv) if causal else (dq, dk * 0, dv * 0)
+
+        monkeypatch.setattr(cpu, "backward", lossy)
+        return dict(schedule="packed")
+    if name == "partial_lse_in_backward":
+        monkeypatch.setattr(attention, "merge", lambda out, lse, *rest: (merge(out, lse, *rest)[0], lse))
+        return dict(schedule="packed")
+    raise AssertionError(name)
+
+
+merge = attention.merge
+BROKEN = [
+    "positions_restarted", "prefix_detached", "grad_cache_counted_twice", "suffixes_see_each_other",
+    "last_prefix_token_hidden", "suffix_share_of_prefix_gradient_lost", "partial_lse_in_backward",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_broken_maths_is_far_off(monkeypatch, name):
+    shape = [(23, [9, 17, 5])] if name == "last_prefix_token_hidden" else SHAPE
+    model, rollouts = build(), random_rollouts(shape, 97)
+    truth = measure(model, lambda: run_stock(model, rollouts))
+    options = broken(monkeypatch, name)
+    ours = measure(model, lambda: run_shared(model, rollouts, kernel="cpu", **options))
+    assert max(errors(ours, truth).values()) > 100 * 5e-6, "a broken schedule passes even the fp32 tolerance"

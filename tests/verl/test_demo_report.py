@@ -1,0 +1,148 @@
+"""`make demo` ends with 0 only if both arms trained, agree at step 1, and ours shared something."""
+
+import hashlib
+import io
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from verl_prefix.testing import write_tiny_model
+
+ROOT = Path(__file__).resolve().parents[2]
+REUSE = {"actor/prefix/reuse_fraction": 0.8, "actor/prefix/tokens_saved": 9000.0, "actor/prefix/groups": 3.0}
+Edit = dict[str, float | None]
+
+
+@pytest.fixture
+def demo_report(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    import demo_report
+
+    return demo_report
+
+
+@pytest.fixture
+def run(demo_report: ModuleType, tmp_path: Path) -> Callable[..., tuple[int, str, dict[str, Any]]]:
+    """Write both metric files, changed at step 1 by `stock` and `prefix`; return exit status, text and report."""
+
+    def metrics(name: str, step: int, edit: Edit) -> Edit:
+        data = {key: 0.25 * step for key in demo_report.ROLLOUTS} | {"actor/pg_loss": 0.0, "actor/entropy": 2.5}
+        data |= {"critic/rewards/mean": 0.1 * step, "actor/loss": -0.0025 * step, "actor/grad_norm": 0.4 / step}
+        data |= {key: (4.0 if name == "stock" else 1.0) * step for key in demo_report.TIMINGS.values()}
+        data |= REUSE if name == "prefix" else {}
+        return {k: v for k, v in (data | edit).items() if v is not None}
+
+    def run(
+        stock: Edit | None = None,
+        prefix: Edit | None = None,
+        error: str | None = None,
+        steps: int = 3,
+        reuse: bool = True,
+    ) -> tuple[int, str, dict[str, Any]]:
+        arms = []
+        for name, edit in (("stock", stock), ("prefix", prefix)):
+            rows = [{"step": 0, "data": {"val-core/acc": 0.0}}]
+            for step in range(1, (3 if name == "stock" else steps) + 1):
+                drop = dict.fromkeys(REUSE) if not reuse else {}
+                rows.append({"step": step, "data": metrics(name, step, drop | ((edit or {}) if step == 1 else {}))})
+            path, log = tmp_path / f"{name}.jsonl", tmp_path / f"{name}.log"
+            path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+            log.write_text("".join(f"{name} line {i}\n" for i in range(99)))
+            arms.append(demo_report.Arm(name, path, log, error if name == "prefix" else None, 60.0))
+        text = io.StringIO()
+        config = {"model": "none", "workload": "synthetic"}
+        report = demo_report.build(*arms, num_steps=3, config=config)
+        status = demo_report.finish(report, tmp_path, Console(file=text, width=200))
+        return status, text.getvalue(), json.loads((tmp_path / "report.json").read_text())
+
+    return run
+
+
+def test_equal_arms_pass_and_leave_a_report_and_a_picture(run: Callable, tmp_path: Path) -> None:
+    status, text, report = run()
+    assert status == 0 and "FAILED" not in text and report["problems"] == []
+    assert report["schema"] == "verl_prefix.demo/1"
+    assert {"versions", "device", "git", "config", "arms", "ratios"} <= report.keys()
+    assert [step["step"] for step in report["arms"]["prefix"]["steps"]] == [1, 2, 3]
+    assert report["ratios"]["update_actor"] == {"stock_s": 8.0, "prefix_s": 2.0, "ratio": 4.0}
+    assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_rounding_noise_and_a_loss_of_zero_pass(run: Callable) -> None:
+    assert run(prefix={"actor/grad_norm": 0.4 * (1 + 9e-4), "actor/pg_loss": 3e-8})[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("metric", "value"), [("actor/grad_norm", 0.4 * (1 + 2e-3)), ("actor/loss", -0.0026), ("actor/entropy", 2.51)]
+)
+def test_another_number_at_step_one_fails_and_names_both(run: Callable, metric: str, value: float) -> None:
+    status, text, report = run(prefix={metric: value})
+    assert status == 1 and f"step 1 differs in {metric}" in text and str(value) in text
+    assert not report["first_step"]["metrics"][metric]["agree"]
+
+
+@pytest.mark.parametrize("metric", ["actor/grad_norm", "actor/loss"])
+def test_a_number_that_is_not_there_is_not_agreement(run: Callable, metric: str) -> None:
+    status, text, _ = run(stock={metric: None}, prefix={metric: None})
+    assert status == 1 and f"step 1 differs in {metric}" in text
+
+
+def test_other_rollouts_at_step_one_are_not_comparable_and_fail(run: Callable) -> None:
+    status, text, report = run(prefix={"response_length/mean": 0.5, "actor/grad_norm": 9.0})
+    assert status == 1 and "not comparable" in text and "response_length/mean 0.25 / 0.5" in text
+    assert "differs in" not in text and not report["first_step"]["same_rollouts"]
+
+
+@pytest.mark.parametrize("prefix", [{}, {"actor/prefix/reuse_fraction": 0.0}])
+def test_an_arm_that_shares_nothing_fails(run: Callable, prefix: Edit) -> None:
+    status, text, _ = run(prefix=prefix, reuse=False)
+    assert status == 1 and "shared nothing" in text and "verl-prefix doctor" in text
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+def test_a_failed_arm_shows_the_end_of_its_log(run: Callable, tmp_path: Path, steps: int) -> None:
+    status, text, report = run(error="verl exited with status 1", steps=steps)
+    assert status == 1 and "the prefix arm failed: verl exited with status 1" in text
+    assert str(tmp_path / "prefix.log") in text and "prefix line 98" in text and "prefix line 9\n" not in text
+    assert len(report["arms"]["prefix"]["steps"]) == steps
+
+
+def test_an_arm_that_stops_early_without_an_error_fails(run: Callable) -> None:
+    status, text, _ = run(steps=2)
+    assert status == 1 and "the prefix arm logged 2 of 3 steps" in text
+
+
+@pytest.mark.parametrize("family", ["qwen3", "llama"])
+def test_tiny_models_load_with_grouped_heads_and_chat_markup(tmp_path: Path, family: str) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    path = write_tiny_model(tmp_path / family, family=family, num_hidden_layers=3)
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(path), AutoTokenizer.from_pretrained(path)
+    config = model.config
+    assert config.model_type == family and config.num_hidden_layers == 3 and config.max_position_embeddings == 8192
+    assert config.num_attention_heads >= 2 * config.num_key_value_heads
+    assert (tokenizer.eos_token, config.eos_token_id) == ("<|im_end|>", tokenizer.convert_tokens_to_ids("<|im_end|>"))
+    assert tokenizer.pad_token_id == config.pad_token_id != tokenizer.eos_token_id
+    messages = [{"role": "user", "content": "h\u00e9llo 1987"}]
+    text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    assert text == "<|im_start|>user\nh\u00e9llo 1987<|im_end|>\n<|im_start|>assistant\n"
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_tiny_models_are_the_same_bytes_for_the_same_seed(tmp_path: Path) -> None:
+    def digest(name: str, seed: int) -> dict[str, str]:
+        path = Path(write_tiny_model(tmp_path / name, seed=seed, texts=["one two three", "two three four"]))
+        return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in path.iterdir()}
+
+    first, again, other = digest("first", 3), digest("again", 3), digest("other", 4)
+    assert first == again and first["model.safetensors"] != other["model.safetensors"]
+
+
+def test_unknown_tiny_family_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="family='gpt2' is unknown"):
+        write_tiny_model(tmp_path, family="gpt2")

@@ -1,0 +1,263 @@
+"""PrefixFSDPEngine against verl's stock fsdp2 engine: same weights, same TensorDict, 1 and 2 gloo ranks, fp32.
+
+One pair of processes runs every case (starting them costs more than the cases); the tests read what came back. Does not
+exercise CUDA, NCCL or bf16.
+"""
+
+import functools
+import os
+
+import pytest
+import torch
+import torch.multiprocessing as mp
+
+from verl_prefix.testing import write_tiny_model
+
+TOLERANCE = 5e-6  # fp32, relative, of design.md
+
+# What differs from the default case: keys of `_batch`, `_engines` or `_loss`.
+CASES = {
+    "default": {},
+    "packed": {"schedule": "packed"},
+    "phased": {"schedule": "phased"},
+    "phased_waves_of_one_row": {"schedule": "phased", "wave_tokens": 1},
+    "phased_waves_of_some_rows": {"schedule": "phased", "wave_tokens": 40},
+    "packed_small_budget_cuts_groups": {"schedule": "packed", "budget": 90},
+    "auto_small_budget": {"budget": 90},
+    "reference_attention": {"attention": "reference"},
+    "static_batch_size": {"use_dynamic_bsz": False, "micro_batch_size_per_gpu": 2},
+    "static_batch_size_of_one": {"use_dynamic_bsz": False, "micro_batch_size_per_gpu": 1},
+    "padded_model_inputs": {"use_remove_padding": False},
+    "no_entropy": {"calculate_entropy": False, "entropy_coeff": 0.0},
+    "entropy_chunked_and_checkpointed": {"entropy_from_logits_with_chunking": True, "entropy_checkpointing": True},
+    "kl_loss": {"use_kl_loss": True},
+    "temperature": {"temperature": 0.7},
+    "temperature_per_row": {"temperature": "per_row"},
+    **{
+        f"loss_{mode}": {"loss_agg_mode": mode}
+        for mode in ("token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+    },
+    "gradient_checkpointing": {"gradient_checkpointing": True},
+    "gradient_checkpointing_phased": {"gradient_checkpointing": True, "schedule": "phased", "wave_tokens": 40},
+    "sync_every_pass": {"use_no_sync": False, "budget": 90},
+    "reshard_off": {"reshard_after_forward": False, "schedule": "phased", "wave_tokens": 40},
+    "no_uid": {"uid": False},
+    "llama": {"family": "llama"},
+    "schedule_stock": {"schedule": "stock"},
+}
+
+
+def _lens(rank: int) -> list[tuple[str, int, list[int], str]]:
+    """(uid, prompt length, response lengths, kind) per group: ranks hold different numbers of groups, equal rows."""
+    groups = {
+        0: [("a", 23, [9, 17, 5], ""), ("b", 41, [3, 11, 1, 7], ""), ("c", 1, [6, 8], ""), ("d", 17, [13], "")],
+        1: [("e", 37, [5, 12, 19, 2, 8, 4, 10, 3], ""), ("pad0", 15, [1], "pad"), ("f", 29, [12], "holes")],
+    }
+    return groups[rank]
+
+
+def _batch(rank: int, vocab: int, options: dict):
+    """Ragged random rows in verl's jagged form; rows of a group are not neighbours."""
+    from verl.utils import tensordict_utils as tu
+
+    generator = torch.Generator().manual_seed(100 + rank)
+    rows = []
+    for uid, prompt_len, response_lens, kind in _lens(rank):
+        prompt = torch.randint(3, vocab, (prompt_len,), generator=generator)
+        for length in response_lens:
+            response = torch.randint(3, vocab, (length,), generator=generator)
+            mask = torch.ones(length, dtype=torch.int64)
+            if kind == "pad":
+                mask[:] = 0
+            if kind == "holes":
+                mask[3:7] = 0
+            rows.append((uid, prompt, response, mask))
+    if rank == 0:  # a uid whose prompts differ, as after a tool call that rewrote the prompt: must not share
+        other = torch.randint(3, vocab, (23,), generator=generator)
+        rows[1] = ("a", other, *rows[1][2:])
+    order = torch.randperm(len(rows), generator=generator).tolist()
+    rows = [rows[i] for i in order]
+
+    def nested(tensors):
+        return torch.nested.as_nested_tensor(list(tensors), layout=torch.jagged)
+
+    def noise(scale, shift=0.0):
+        return nested(torch.randn(len(r[2]), generator=generator) * scale + shift for r in rows)
+
+    fields = {
+        "prompts": nested(r[1] for r in rows),
+        "responses": nested(r[2] for r in rows),
+        "input_ids": nested(torch.cat([r[1], r[2]]) for r in rows),
+        "position_ids": nested(torch.arange(len(r[1]) + len(r[2])) for r in rows),
+        "loss_mask": nested(r[3] for r in rows),
+        "response_mask": nested(r[3] for r in rows),
+        # Not centred: a loss near zero is a difference of large terms, whose relative error says nothing.
+        "advantages": noise(1.0, 1.0),
+        "old_log_probs": noise(0.3, -6.0),
+        "ref_log_prob": noise(0.3, -6.0),
+    }
+    if options.get("uid", True):
+        fields["uid"] = [r[0] for r in rows]
+    if options.get("temperature") == "per_row":
+        fields["temperature"] = torch.rand(len(rows), generator=generator) + 0.5
+    flags = {
+        "use_dynamic_bsz": options.get("use_dynamic_bsz", True),
+        "max_token_len_per_gpu": options.get("budget", 400),
+        "micro_batch_size_per_gpu": options.get("micro_batch_size_per_gpu", 2),
+        "use_remove_padding": options.get("use_remove_padding", True),
+        "calculate_entropy": options.get("calculate_entropy", True),
+        "global_batch_size": 20,
+    }
+    if "temperature" not in fields:
+        flags["temperature"] = options.get("temperature", 1.0)
+    return tu.get_tensordict(fields, flags)
+
+
+def _engine(backend: str, model_path: str, options: dict, forward_only: bool = False):
+    import verl  # noqa: F401
+    from verl.trainer.config import CheckpointConfig
+    from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
+    from verl.workers.engine import EngineRegistry
+
+    from verl_prefix.config import PrefixConfig, PrefixEngineConfig
+
+    torch.manual_seed(0)
+    model_config = HFModelConfig(
+        path=model_path,
+        use_remove_padding=options.get("use_remove_padding", True),
+        override_config={"attn_implementation": "sdpa"},
+        enable_gradient_checkpointing=options.get("gradient_checkpointing", False),
+    )
+    shared = dict(
+        forward_only=forward_only,
+        use_torch_compile=False,
+        mixed_precision={"param_dtype": "fp32", "reduce_dtype": "fp32"},
+        model_dtype="fp32",
+        use_no_sync_for_gradient_accumulation=options.get("use_no_sync", True),
+        reshard_after_forward=options.get("reshard_after_forward", True),
+        entropy_from_logits_with_chunking=options.get("entropy_from_logits_with_chunking", False),
+        entropy_checkpointing=options.get("entropy_checkpointing", False),
+    )
+    if backend == "prefix":
+        prefix = {key: options[key] for key in ("schedule", "wave_tokens", "attention") if key in options}
+        engine_config = PrefixEngineConfig(**shared, prefix=PrefixConfig(**prefix))
+    else:
+        engine_config = FSDPEngineConfig(**shared, strategy="fsdp2")
+    engine = EngineRegistry.new(
+        model_type="language_model",
+        backend=backend,
+        model_config=model_config,
+        engine_config=engine_config,
+        # AdamW turns round-off into lr-sized steps where the true gradient is zero, so lr must be far above round-off
+        # and far below the weights; a wrong gradient moves the weights by 5e-4 relative.
+        optimizer_config=FSDPOptimizerConfig(lr=1e-5, weight_decay=0.01, clip_grad=1.0),
+        checkpoint_config=CheckpointConfig(),
+    )
+    engine.initialize()
+    return engine
+
+
+def _loss(options: dict):
+    from verl.workers.config import ActorConfig
+    from verl.workers.utils.losses import ppo_loss
+
+    config = ActorConfig(
+        strategy="fsdp2",
+        rollout_n=4,
+        use_dynamic_bsz=True,
+        entropy_coeff=options.get("entropy_coeff", 0.01),
+        use_kl_loss=options.get("use_kl_loss", False),
+        kl_loss_coef=0.1,
+        loss_agg_mode=options.get("loss_agg_mode", "token-mean"),
+        loss_scale_factor=32,
+    )
+    return functools.partial(ppo_loss, config=config)
+
+
+def _full(tensor: torch.Tensor) -> torch.Tensor:
+    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().clone()
+
+
+def _responses(nested: torch.Tensor, data) -> list[torch.Tensor]:
+    """The part of a full-length output that verl reads: the response's log-probs."""
+    lens = data["responses"].offsets().diff().tolist()
+    return [row[len(row) - n - 1 : len(row) - 1] for row, n in zip(nested.unbind(), lens, strict=True)]
+
+
+def _measure(backend: str, model_path: str, rank: int, options: dict) -> dict:
+    engine = _engine(backend, model_path, options)
+    data = _batch(rank, engine.model_config.hf_config.vocab_size, options)
+    with engine.eval_mode(disable_auto_offload=True):
+        inferred = engine.infer_batch(data.copy())
+    result = {name: torch.cat(_responses(x, data)) for name, x in inferred["model_output"].items()}
+    result["lens"] = inferred["model_output"]["log_probs"].offsets().diff()
+    with engine.train_mode(disable_auto_offload=True):
+        engine.optimizer_zero_grad()
+        output = engine.forward_backward_batch(data.copy(), _loss(options))
+        result["grads"] = {name: _full(p.grad) for name, p in engine.module.named_parameters()}
+        result["grad_norm"] = engine.optimizer_step()
+    result["loss"] = sum(output["loss"])
+    result["metrics"] = output["metrics"]
+    result["params"] = {name: _full(p) for name, p in engine.module.named_parameters()}
+    return result
+
+
+def _relative(ours: torch.Tensor, stock: torch.Tensor) -> float:
+    return ((ours - stock).double().norm() / stock.double().norm().clamp(min=1e-30)).item()
+
+
+def _compare(ours: dict, stock: dict) -> dict:
+    errors = {
+        name: _relative(ours[name], stock[name]) for name in ("log_probs", "entropy") if name in stock and name in ours
+    }
+    errors["outputs"] = float(set(stock) ^ set(ours) != set())
+    errors["lens"] = float((ours["lens"] != stock["lens"]).any())
+    for name in ("loss", "grad_norm"):
+        errors[name] = abs(ours[name] - stock[name]) / max(abs(stock[name]), 1e-30)
+    errors["grads"] = max(_relative(ours["grads"][name], grad) for name, grad in stock["grads"].items())
+    errors["params"] = max(_relative(ours["params"][name], p) for name, p in stock["params"].items())
+    prefix = {k: v for k, v in ours["metrics"].items() if k.startswith(("prefix/", "timing_s/"))}
+    return {"errors": errors, "metrics": prefix}
+
+
+def _worker(rank: int, world: int, rendezvous: str, models: dict, cases: dict, out: str) -> None:
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), VERL_PLATFORM="cpu")
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world)
+    results, stock_cache = {}, {}
+    for name, options in cases.items():
+        path = models[options.get("family", "qwen3")]
+        stock_options = {k: v for k, v in options.items() if k not in ("schedule", "wave_tokens", "attention")}
+        key = repr(sorted(stock_options.items()))
+        if key not in stock_cache:
+            stock_cache[key] = _measure("fsdp2", path, rank, stock_options)
+        results[name] = _compare(_measure("prefix", path, rank, options), stock_cache[key])
+    torch.save(results, f"{out}.{rank}")
+    torch.distributed.destroy_process_group()
+
+
+@pytest.fixture(scope="module", params=[1, 2], ids=["1rank", "2ranks"])
+def results(request, tmp_path_factory):
+    tmp = tmp_path_factory.mktemp("engine")
+    models = {family: write_tiny_model(tmp / family, family=family) for family in ("qwen3", "llama")}
+    world = request.param
+    mp.spawn(_worker, args=(world, str(tmp / "rendezvous"), models, CASES, str(tmp / "out")), nprocs=world)
+    return [torch.load(f"{tmp / 'out'}.{rank}") for rank in range(world)]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_engine_computes_what_the_stock_engine_computes(results, case):
+    for rank, result in enumerate(results):
+        worst = {name: error for name, error in result[case]["errors"].items() if not error <= TOLERANCE}
+        assert not worst, f"rank {rank}: relative errors over {TOLERANCE}: {worst}"
+
+
+def test_sharing_happens_where_it_should(results):
+    for result in results:
+        for case in ("default", "packed", "phased", "no_uid"):
+            assert result[case]["metrics"]["prefix/reuse_fraction"][0] > 0.3, case
+        assert result["schedule_stock"]["metrics"]["prefix/reuse_fraction"] == [0.0]
+        assert result["phased"]["metrics"]["prefix/waves"][0] >= 1
+        assert result["packed"]["metrics"]["prefix/waves"] == [0.0]
+    assert results[0]["default"]["metrics"]["prefix/split_uids"] == [1.0]
+    assert results[0]["packed_small_budget_cuts_groups"]["metrics"]["prefix/recomputed_groups"][0] >= 1

@@ -1,0 +1,87 @@
+"""The wheel holds what a user needs and nothing that shadows a package of theirs."""
+
+import configparser
+import email
+import os
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+FREE = {"torch", "vllm", "transformers", "ray", "flash-attn"}
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
+    """A wheel of a copy of the checkout: pip builds in the source tree and would leave build/ behind."""
+    source = tmp_path_factory.mktemp("source")
+    out = tmp_path_factory.mktemp("wheel")
+    for name in ("setup.py", "README.md"):
+        shutil.copy(ROOT / name, source)
+    for name in ("verl_prefix", "recipes", "examples", "tests"):
+        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
+    result = subprocess.run(
+        [*command, "--wheel-dir", str(out), str(source)],
+        env=os.environ | {"PIP_DISABLE_PIP_VERSION_CHECK": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    (path,) = out.glob("*.whl")
+    return zipfile.ZipFile(path)
+
+
+def _metadata(wheel: zipfile.ZipFile, name: str) -> str:
+    (path,) = (n for n in wheel.namelist() if n.endswith(f".dist-info/{name}"))
+    return wheel.read(path).decode()
+
+
+def _requirements(wheel: zipfile.ZipFile) -> list[str]:
+    return email.message_from_string(_metadata(wheel, "METADATA")).get_all("Requires-Dist")
+
+
+def test_wheel_ships_every_module_and_every_yaml_file(wheel: zipfile.ZipFile) -> None:
+    shipped = {n for n in wheel.namelist() if n.startswith("verl_prefix/")}
+    sources = {str(p.relative_to(ROOT)) for kind in ("py", "yaml") for p in (ROOT / "verl_prefix").rglob(f"*.{kind}")}
+    assert any(name.endswith(".yaml") for name in sources)
+    assert shipped == sources
+
+
+def test_wheel_has_no_other_top_level_package(wheel: zipfile.ZipFile) -> None:
+    tops = {name.split("/")[0] for name in wheel.namelist()}
+    assert {top for top in tops if not top.endswith(".dist-info")} == {"verl_prefix"}
+
+
+def test_verl_finds_the_plugin_and_the_shell_finds_the_command(wheel: zipfile.ZipFile) -> None:
+    entry_points = configparser.ConfigParser()
+    entry_points.read_string(_metadata(wheel, "entry_points.txt"))
+    assert dict(entry_points["verl.plugins"]) == {"prefix": "verl_prefix.plugin"}
+    assert dict(entry_points["console_scripts"]) == {"verl-prefix": "verl_prefix.cli:main"}
+
+
+def test_no_requirement_moves_the_users_torch_vllm_transformers_or_ray(wheel: zipfile.ZipFile) -> None:
+    for requirement in _requirements(wheel):
+        text = requirement.split(";")[0].strip()
+        name = re.match(r"[A-Za-z0-9._-]+", text)[0]
+        # verl's own extras pin all of them.
+        assert not text.startswith("verl["), requirement
+        assert name.lower() not in FREE or text == name, requirement
+
+
+def test_what_verls_trainer_imports_comes_with_the_package(wheel: zipfile.ZipFile) -> None:
+    required = {re.match(r"[A-Za-z0-9._-]+", r)[0].lower() for r in _requirements(wheel) if "extra ==" not in r}
+    assert {"verl", "transferqueue", "pyzmq", "msgspec", "fastapi", "uvicorn", "cachetools"} <= required
+
+
+def test_constraints_pin_torch_and_verl_to_one_release_without_a_local_version() -> None:
+    lines = (ROOT / "requirements-cpu.txt").read_text().splitlines()
+    pins = [line for line in lines if line and not line.startswith("#")]
+    assert "torch==2.13.0" in pins and any(pin.startswith("verl==0.9.") for pin in pins)
+    assert all(re.fullmatch(r"[A-Za-z0-9._-]+==[A-Za-z0-9.]+( ; python_version >= \"3\.11\")?", pin) for pin in pins)

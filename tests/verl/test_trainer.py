@@ -1,0 +1,235 @@
+"""The trainer's row order without Ray.
+
+`PrefixPPOTrainerSync.__init__` needs a Ray cluster, so `build_trainer` skips it and gives `_balance_batch` mocks of the
+two things that it asks workers for: the dispatch info of a worker group and, for padding rows, one row of the transfer
+queue. Batches are real KVBatchMeta, the padding and the cutting into ranks and mini-batches are verl's own code.
+"""
+
+import inspect
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+from tensordict import TensorDict
+from transfer_queue import BatchMeta, KVBatchMeta
+from verl.protocol import BatchData
+from verl.trainer.ppo import padding_utils
+from verl.trainer.ppo.v1 import get_trainer_cls
+from verl.trainer.ppo.v1.trainer_base import PPOTrainer, register_trainer
+from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
+from verl.utils.seqlen_balancing import calculate_workload, log_seqlen_unbalance
+from verl.utils.tensordict_utils import make_iterator
+
+from verl_prefix.placement import LINEAR_COST
+from verl_prefix.trainer import PrefixPPOTrainerSync
+
+STOCK_METRICS = {"min", "max", "minmax_diff", "balanced_min", "balanced_max", "mean"}
+
+
+def build_trainer(mini_batch_size: int, rollout_n: int, dp_rank_of_worker: list[int]) -> PrefixPPOTrainerSync:
+    trainer = object.__new__(PrefixPPOTrainerSync)
+    trainer.config = OmegaConf.create(
+        {
+            "actor_rollout_ref": {"actor": {"ppo_mini_batch_size": mini_batch_size}, "rollout": {"n": rollout_n}},
+            "trainer": {"critic_warmup": 0},
+        }
+    )
+    trainer.use_critic, trainer.global_steps = False, 1
+    trainer.tokenizer = SimpleNamespace(eos_token_id=2)
+    trainer.actor_rollout_wg = SimpleNamespace(_dispatch_info={}, _query_dispatch_info=lambda role: dp_rank_of_worker)
+    return trainer
+
+
+def build_batch(sizes: list[int]) -> KVBatchMeta:
+    """Groups in the order in which rollouts finish: session by session, not group by group."""
+    keys, tags = [], []
+    for session in range(max(sizes)):
+        for group, size in enumerate(sizes):
+            if session < size:
+                prompt_len, response_len = 40 + 17 * group % 300, 1 + 31 * (session + group) % 200
+                keys.append(f"uid{group}_{session}_0")
+                tags.append(
+                    {"prompt_len": prompt_len, "response_len": response_len, "seq_len": prompt_len + response_len}
+                )
+    return KVBatchMeta(keys=keys, tags=tags, partition_id="train", extra_info={"temperature": 1.0})
+
+
+def uid(key: str) -> str:
+    return key.split("_")[0]
+
+
+def rows_per_rank(batch: KVBatchMeta, dp_size: int) -> list[list[int]]:
+    """Row indices per rank as verl's dispatch function cuts them."""
+    rows = BatchMeta(global_indexes=range(len(batch)), partition_ids=["train"] * len(batch))
+    return [chunk.global_indexes for chunk in BatchData(rows).chunk(dp_size)]
+
+
+def mini_batches(batch: KVBatchMeta, dp_size: int, mini_batch_size: int) -> list[list[str]]:
+    """Keys of each (rank, mini-batch) as verl's dispatch function and `train_mini_batch` cut them."""
+    cut = []
+    for rows in rows_per_rank(batch, dp_size):
+        data = TensorDict({"row": torch.tensor(rows)}, batch_size=len(rows))
+        for mini_batch in make_iterator(
+            data, mini_batch_size // dp_size, epochs=1, dataloader_kwargs={"shuffle": False}
+        ):
+            cut.append([batch.keys[row] for row in mini_batch["row"].tolist()])
+    return cut
+
+
+@pytest.fixture
+def transfer_queue(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """A mock of the two queue calls that padding makes; returns the keys of the padding rows."""
+    put = []
+    row = {"prompts": torch.tensor([5, 6]), "responses": torch.tensor([7]), "uid": "uid0", "session_id": 0}
+    monkeypatch.setattr(padding_utils.tq, "kv_batch_get", lambda keys, partition_id: [row])
+    monkeypatch.setattr(padding_utils.tq, "kv_batch_put", lambda keys, **_: put.extend(keys))
+    return put
+
+
+def test_every_mini_batch_of_every_rank_holds_whole_groups():
+    trainer, batch = build_trainer(4, 5, [0, 1]), build_batch([5] * 12)
+    keys = list(batch.keys)
+    tag_of = dict(zip(batch.keys, batch.tags, strict=True))
+    metrics = {}
+    balanced = trainer._balance_batch(batch, metrics)
+    cut = mini_batches(balanced, dp_size=2, mini_batch_size=20)
+    assert [len(rows) for rows in cut] == [10] * 6
+    assert all(sum(uid(key) == group for key in rows) == 5 for rows in cut for group in {uid(key) for key in rows})
+    assert sorted(balanced.keys) == sorted(keys)
+    assert [tag_of[key] for key in balanced.keys] == balanced.tags
+    assert metrics["prefix/split_groups"] == 0
+
+
+def test_verls_own_trainer_splits_the_same_groups():
+    trainer, batch = build_trainer(4, 5, [0, 1]), build_batch([5] * 12)
+    PPOTrainerSync._balance_batch(trainer, batch, {})
+    cut = mini_batches(batch, dp_size=2, mini_batch_size=20)
+    assert any(sum(uid(key) == group for key in rows) != 5 for rows in cut for group in {uid(key) for key in rows})
+
+
+def test_workers_of_one_dp_rank_count_once():
+    trainer, batch = build_trainer(4, 4, [0, 0, 1, 1]), build_batch([4] * 4)
+    metrics = {}
+    trainer._balance_batch(batch, metrics)
+    first, second = ({uid(batch.keys[row]) for row in rows} for rows in rows_per_rank(batch, 2))
+    assert not first & second and metrics["prefix/split_groups"] == 0
+
+
+def test_failed_rollouts_are_padded_and_groups_stay_whole(transfer_queue):
+    sizes = [6, 6, 5, 6, 4, 6, 6, 1]
+    trainer, batch = build_trainer(4, 6, [0, 1]), build_batch(sizes)
+    keys = list(batch.keys)
+    metrics = {}
+    balanced = trainer._balance_batch(batch, metrics)
+    assert len(transfer_queue) == 8
+    assert sorted(balanced.keys) == sorted(keys + transfer_queue)
+    cut = mini_batches(balanced, dp_size=2, mini_batch_size=24)
+    for group, size in enumerate(sizes):
+        assert sorted(sum(uid(key) == f"uid{group}" for key in rows) for rows in cut)[-1] == size
+    assert metrics["prefix/split_groups"] == 0
+
+
+def test_groups_that_equal_row_counts_tear_apart_are_counted():
+    metrics = {}
+    build_trainer(3, 4, [0, 1])._balance_batch(build_batch([4] * 3), metrics)
+    assert metrics["prefix/split_groups"] == 1
+
+
+def test_a_session_with_another_prompt_is_another_group():
+    batch = build_batch([2, 2])
+    for key, tag in zip(batch.keys, batch.tags, strict=True):
+        if key.startswith("uid0"):
+            tag["prompt_len"] += int(key.split("_")[1])
+    metrics = {}
+    build_trainer(1, 4, [0, 1, 2, 3])._balance_batch(batch, metrics)
+    assert metrics["prefix/split_groups"] == 1
+
+
+def test_metrics_are_verls_balance_plus_two_of_ours():
+    trainer, stock_metrics, metrics = build_trainer(4, 5, [0, 1]), {}, {}
+    PPOTrainerSync._balance_batch(trainer, build_batch([5] * 12), stock_metrics, "seqlen")
+    balanced = trainer._balance_batch(build_batch([5] * 12), metrics, "seqlen")
+    verls = {f"seqlen/{name}" for name in STOCK_METRICS}
+    assert set(metrics) == verls | {"prefix/split_groups", "prefix/placement_imbalance"}
+    assert 1.0 <= metrics["prefix/placement_imbalance"] < 1.5
+    seqlens = [sum(balanced.tags[row]["seq_len"] for row in rows) for rows in rows_per_rank(balanced, 2)]
+    assert (metrics["seqlen/balanced_min"], metrics["seqlen/balanced_max"]) == (min(seqlens), max(seqlens))
+    for name in STOCK_METRICS - {"balanced_min", "balanced_max"}:
+        assert metrics[f"seqlen/{name}"] == stock_metrics[f"seqlen/{name}"]
+
+
+def test_a_batch_without_actor_update_is_one_mini_batch():
+    trainer = build_trainer(4, 5, [0, 1])
+    trainer.config.trainer.critic_warmup = 10
+    assert trainer._get_required_batch_multiple(2) == 2
+    assert trainer._num_mini_batches(num_rows=30, dp_size=2) == 1
+    assert trainer._num_mini_batches(num_rows=60, dp_size=2) == 3
+
+
+def test_rows_without_length_tags_are_refused_by_name():
+    batch = build_batch([2, 2])
+    del batch.tags[1]["prompt_len"]
+    with pytest.raises(RuntimeError, match=r"uid1_0_0 carries the tags \['response_len', 'seq_len'\]"):
+        build_trainer(2, 2, [0])._balance_batch(batch, {})
+
+
+def config(shuffle: bool = False, **modes: object) -> object:
+    created = OmegaConf.create(
+        {
+            "actor_rollout_ref": {"actor": {"shuffle": shuffle}},
+            "trainer": {"v1": {"trainer_mode": "prefix_sync", "sync": {}, **modes}},
+        }
+    )
+    OmegaConf.set_struct(created, True)
+    OmegaConf.set_readonly(created, True)
+    return created
+
+
+def test_verl_sees_its_own_mode_name(monkeypatch):
+    seen = []
+    monkeypatch.setattr(PPOTrainerSync, "__init__", lambda self, config: seen.append(config.trainer.v1.trainer_mode))
+    frozen = config()
+    get_trainer_cls("prefix_sync")(config=frozen)
+    assert seen == ["sync"] and OmegaConf.is_readonly(frozen.trainer.v1) and OmegaConf.is_struct(frozen.trainer.v1)
+
+
+def test_shuffle_is_refused():
+    with pytest.raises(ValueError, match="set actor_rollout_ref.actor.shuffle=False"):
+        PrefixPPOTrainerSync(config(shuffle=True))
+
+
+def test_options_that_nobody_would_read_are_refused():
+    with pytest.raises(ValueError, match="set them under trainer.v1.sync"):
+        PrefixPPOTrainerSync(config(prefix_sync={"parameter_sync_step": 2}))
+
+
+def test_the_cost_of_a_token_is_verls():
+    lens = torch.tensor([1, 777, 40_000])
+    ours = [LINEAR_COST * length + length**2 for length in lens.tolist()]
+    assert calculate_workload(lens).tolist() == ours, "verl.utils.seqlen_balancing.calculate_workload changed"
+
+
+@pytest.mark.parametrize(
+    ("symbol", "parameters"),
+    [
+        (PPOTrainer.__init__, ["self", "config"]),
+        (PPOTrainer._balance_batch, ["self", "batch", "metrics", "logging_prefix", "keep_minibatch"]),
+        (PPOTrainer._get_required_batch_multiple, ["self", "dp_size"]),
+        (padding_utils.upsample_batch_to_divisible_size, ["batch", "batch_multiple", "eos_token_id"]),
+        (register_trainer, ["name"]),
+        (log_seqlen_unbalance, ["seqlen_list", "partitions", "prefix"]),
+        (make_iterator, ["tensordict", "mini_batch_size", "epochs", "seed", "dataloader_kwargs"]),
+    ],
+)
+def test_verl_still_has_the_signature_we_build_on(symbol, parameters):
+    found = list(inspect.signature(symbol).parameters)
+    assert found == parameters, f"{symbol.__module__}.{symbol.__qualname__} changed: {found}, we rely on {parameters}"
+
+
+def test_verl_still_pads_to_whole_mini_batches():
+    trainer = build_trainer(6, 5, [0, 1, 2, 3])
+    assert trainer._get_required_batch_multiple(4) == math.lcm(4, 30), (
+        "verl.trainer.ppo.v1.trainer_base.PPOTrainer._get_required_batch_multiple changed"
+    )

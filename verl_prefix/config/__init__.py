@@ -1,0 +1,160 @@
+"""Options of the prefix actor as verl config dataclasses; `config/*/*.yaml` are their Hydra side.
+
+Everything that cannot work is refused in the driver, before a worker starts: verl's `validate_config` builds
+`PrefixActorConfig` and calls `validate` there.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from verl.base_config import BaseConfig
+from verl.workers.config import FSDPActorConfig, FSDPEngineConfig
+
+SCHEDULES = ("auto", "packed", "phased", "stock")
+ATTENTION = ("auto", "cpu", "cuda", "reference")
+
+
+@dataclass
+class PrefixConfig(BaseConfig):
+    """`actor_rollout_ref.actor.prefix.*`; the keys are documented in config/actor/prefix_actor.yaml.
+
+    Raises:
+        ValueError: a value is not one of those listed.
+    """
+
+    schedule: str = "auto"
+    wave_tokens: int | None = None
+    attention: str = "auto"
+
+    def __post_init__(self) -> None:
+        for key, value, allowed in (("schedule", self.schedule, SCHEDULES), ("attention", self.attention, ATTENTION)):
+            if value not in allowed:
+                raise ValueError(f"actor_rollout_ref.actor.prefix.{key}={value!r}: set one of {', '.join(allowed)}")
+        if self.wave_tokens is not None and (not isinstance(self.wave_tokens, int) or self.wave_tokens < 1):
+            raise ValueError(
+                f"actor_rollout_ref.actor.prefix.wave_tokens={self.wave_tokens!r}: set a number of tokens >= 1, or null"
+            )
+
+
+def _refuse(conditions: dict[str, bool]) -> None:
+    for message, found in conditions.items():
+        if found:
+            raise ValueError(message)
+
+
+@dataclass
+class PrefixEngineConfig(FSDPEngineConfig):
+    """verl's FSDP2 engine config plus `prefix`; its strategy is the registry's backend name, always "prefix".
+
+    Raises:
+        ValueError: an FSDP option that the shared-prefix path cannot honour.
+    """
+
+    strategy: str = "prefix"
+    prefix: PrefixConfig = field(default_factory=PrefixConfig)
+
+    def __post_init__(self) -> None:
+        _refuse(
+            {
+                f"strategy={self.strategy!r}: the prefix engine shards with FSDP2 only; set strategy to prefix or "
+                "fsdp2": self.strategy not in ("prefix", "fsdp2"),
+                f"ulysses_sequence_parallel_size={self.ulysses_sequence_parallel_size}: the prefix engine does not "
+                "split sequences over ranks; set actor_rollout_ref.actor.ulysses_sequence_parallel_size=1 or "
+                "model_engine=dp": self.ulysses_sequence_parallel_size > 1,
+                "pad_to_length=True: the prefix engine packs without padding; set "
+                "actor_rollout_ref.actor.pad_to_length=False": self.pad_to_length,
+            }
+        )
+        # verl's own check knows only its own names (verl/workers/config/engine.py).
+        object.__setattr__(self, "strategy", "fsdp2")
+        super().__post_init__()
+        object.__setattr__(self, "strategy", "prefix")
+        if not isinstance(self.prefix, PrefixConfig):
+            object.__setattr__(self, "prefix", PrefixConfig(**self.prefix))
+
+
+@dataclass
+class PrefixActorConfig(FSDPActorConfig):
+    """verl's FSDP actor config plus `prefix`, which it hands to the engine: the engine sees nothing else of it.
+
+    Raises:
+        ValueError: an actor option that would silently undo sharing.
+    """
+
+    strategy: str = "fsdp2"
+    prefix: PrefixConfig = field(default_factory=PrefixConfig)
+    fsdp_config: PrefixEngineConfig = field(default_factory=PrefixEngineConfig)
+
+    def __post_init__(self) -> None:
+        if self.strategy not in ("prefix", "fsdp2"):
+            raise ValueError(
+                f"actor_rollout_ref.actor.strategy={self.strategy!r}: model_engine=prefix shards with FSDP2; remove "
+                "the override or set actor_rollout_ref.actor.strategy=fsdp2"
+            )
+        _refuse(
+            {
+                "actor_rollout_ref.actor.shuffle=True tears groups apart at mini-batch edges; set "
+                "actor_rollout_ref.actor.shuffle=False": self.shuffle,
+                f"actor_rollout_ref.actor.ulysses_sequence_parallel_size={self.ulysses_sequence_parallel_size}: the "
+                "prefix engine does not split sequences over ranks; set it to 1 or model_engine=dp": (
+                    self.ulysses_sequence_parallel_size > 1
+                ),
+                "actor_rollout_ref.actor.use_prefix_grouper=True does nothing in verl 0.9; remove it": (
+                    self.use_prefix_grouper
+                ),
+            }
+        )
+        super().__post_init__()
+        object.__setattr__(self.engine, "strategy", "prefix")
+        object.__setattr__(self.engine, "prefix", self.prefix)
+
+    def validate(self, n_gpus: int, train_batch_size: int, model_config: Any = None) -> None:
+        """The checks that need the model's config; verl calls this in the driver.
+
+        Raises:
+            ValueError: a model family, checkpointing or kernel option that the shared-prefix path does not support.
+        """
+        super().validate(n_gpus, train_batch_size, model_config)
+        if model_config is None or self.prefix.schedule == "stock":
+            return
+        check_model_options(model_config)
+        check_model_family(model_config)
+
+
+def check_model_options(model_config: Any) -> None:
+    """Refuses `actor_rollout_ref.model` options (DictConfig or HFModelConfig) that the shared-prefix path ignores.
+
+    Raises:
+        ValueError: naming the key and what to set.
+    """
+    key = "actor_rollout_ref.model"
+    _refuse(
+        {
+            f"{key}.enable_activation_offload=True with {key}.enable_gradient_checkpointing=True checkpoints "
+            "reentrantly (verl/utils/activation_offload.py), which loses the prefix gradient; set one of them to False": bool(
+                model_config.get("enable_activation_offload") and model_config.get("enable_gradient_checkpointing")
+            ),
+            f"{key}.use_fused_kernels=True computes log-probs for every token, prefixes too; set "
+            f"{key}.use_fused_kernels=False": bool(model_config.get("use_fused_kernels")),
+        }
+    )
+
+
+def check_model_family(model_config: Any) -> None:
+    """Reads the model's HF config where this machine can see it; the worker checks again either way.
+
+    Raises:
+        ValueError: the model has layers that the shared-prefix path does not compute.
+    """
+    from transformers import AutoConfig
+
+    from verl_prefix.models import check_supported
+
+    try:
+        hf_config = AutoConfig.from_pretrained(
+            model_config.get("hf_config_path") or model_config["path"],
+            trust_remote_code=bool(model_config.get("trust_remote_code")),
+        )
+    except OSError:  # an HDFS path, or a hub that only the workers reach
+        return
+    check_supported(hf_config)

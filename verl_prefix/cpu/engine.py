@@ -1,0 +1,48 @@
+"""verl's FSDP2 engine on CPU: a mixin with what differs, and the stock language-model engine with it."""
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from verl.utils.device import get_device_name
+from verl.workers.engine.base import EngineRegistry
+from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
+
+# Before any engine sets it: an actor and its ref model live in one process.
+_HOST_THREADS = torch.get_num_threads()
+
+
+class CPUEngineMixin:
+    """Comes before an ``FSDPEngine`` class and changes it where the platform is cpu, nowhere else."""
+
+    def initialize(self) -> None:
+        """Share the machine's cores among the ranks, then build the model."""
+        if get_device_name() == "cpu":
+            torch.set_num_threads(max(1, _HOST_THREADS // dist.get_world_size()))
+        super().initialize()
+
+    def _build_fsdp_module(self, module: nn.Module) -> nn.Module:
+        """Build without ``CPUOffloadPolicy(pin_memory=True)``, which needs an accelerator.
+
+        Raises:
+            ValueError: the user asks for that policy.
+        """
+        config = self.engine_config
+        if get_device_name() != "cpu":
+            return super()._build_fsdp_module(module)
+        if config.offload_policy:
+            raise ValueError(
+                "fsdp_config.offload_policy=True moves parameters from an accelerator to the host, and the platform is "
+                "cpu; set fsdp_config.offload_policy=False"
+            )
+        forward_only = config.forward_only
+        # The engine config is frozen, and the stock method offloads whatever is forward-only (the ref model).
+        object.__setattr__(config, "forward_only", False)
+        try:
+            return super()._build_fsdp_module(module)
+        finally:
+            object.__setattr__(config, "forward_only", forward_only)
+
+
+@EngineRegistry.register(model_type="language_model", backend="fsdp2", device="cpu")
+class CPUFSDPEngine(CPUEngineMixin, FSDPEngineWithLMHead):
+    """``model_engine=dp actor_rollout_ref.actor.strategy=fsdp2`` on CPU: the stock engine."""

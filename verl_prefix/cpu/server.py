@@ -1,0 +1,310 @@
+"""transformers' `generate` as a server of single requests: batches, shared prefixes, reproducible samples.
+
+Waiting requests run as batches: every distinct prefix goes through the model once, left-padded, and its KV cache is
+copied to the samples of its prompt before `generate` decodes.
+
+Sampling is reproducible. The k-th request for a prompt under one weight version and one set of sampling parameters
+draws from a generator that is seeded with (rollout.seed, weight version, parameters, prompt, k). What it draws depends
+neither on other requests nor on the batch it lands in; logits do to rounding (1e-6), so a token changes only when a
+draw falls on such an edge. Requests for one prompt are numbered as they arrive, so arrival order can permute them.
+
+Log-probs are those of verl's vLLM rollout with `logprobs_mode=processed_logprobs`: of the distribution that was sampled
+from, after temperature, top-k and top-p; of the plain softmax where temperature is 0 (greedy).
+"""
+
+import asyncio
+import hashlib
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from omegaconf import DictConfig
+from transformers import (
+    AutoModelForCausalLM,
+    DynamicCache,
+    GenerationConfig,
+    LogitsProcessorList,
+    StoppingCriteriaList,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+from verl.utils import normalize_token_ids
+from verl.utils.config import omega_conf_to_dataclass
+from verl.utils.torch_dtypes import PrecisionType
+from verl.workers.config import HFModelConfig, RolloutConfig
+from verl.workers.rollout.replica import TokenOutput
+
+# How long the queue must be quiet before a batch starts: a group arrives as n calls.
+SETTLE_SECONDS = 0.02
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """What the requests of one batch share."""
+
+    temperature: float
+    top_p: float
+    top_k: int
+    stop_ids: tuple[int, ...]
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the most likely token is taken; vLLM draws the line at the same temperature."""
+        return self.temperature < 1e-5
+
+
+@dataclass(frozen=True, eq=False)
+class Request:
+    """One sample of one prompt; ``future`` takes its ``(token_ids, log_probs)``."""
+
+    prompt: tuple[int, ...]
+    max_tokens: int
+    sampling: Sampling
+    seed: int
+    future: asyncio.Future
+
+
+class Sampler:
+    """Chooses one token per row by inverting the CDF at the row's own uniform number, and records its log-prob.
+
+    `generate` runs in greedy mode and takes the only finite score, because `torch.multinomial` has one generator for
+    the whole batch.
+    """
+
+    def __init__(self, requests: list[Request], input_len: int) -> None:
+        sampling = requests[0].sampling
+        self.greedy = sampling.greedy
+        self.warpers = LogitsProcessorList()  # in vLLM's order
+        if not self.greedy and sampling.temperature != 1.0:
+            self.warpers.append(TemperatureLogitsWarper(sampling.temperature))
+        if not self.greedy and sampling.top_k > 0:
+            self.warpers.append(TopKLogitsWarper(sampling.top_k))
+        if not self.greedy and sampling.top_p < 1.0:
+            self.warpers.append(TopPLogitsWarper(sampling.top_p))
+        self.input_len = input_len
+        self.max_tokens = torch.tensor([request.max_tokens for request in requests])
+        self.uniforms = torch.zeros(len(requests), int(self.max_tokens.max()), dtype=torch.float64)
+        for row, request in zip(self.uniforms, requests, strict=True):
+            generator = torch.Generator().manual_seed(request.seed)
+            row[: request.max_tokens] = torch.rand(request.max_tokens, generator=generator, dtype=torch.float64)
+        self.log_probs: list[torch.Tensor] = []
+
+    def choose(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """Return scores [B, V] that are 0 at the chosen token and -inf elsewhere."""
+        log_probs = self.warpers(input_ids, scores).log_softmax(dim=-1)
+        if self.greedy:
+            tokens = log_probs.argmax(dim=-1, keepdim=True)
+        else:
+            cdf = log_probs.double().exp().cumsum(dim=-1)
+            u = self.uniforms[:, input_ids.shape[1] - self.input_len, None] * cdf[:, -1:]
+            tokens = torch.searchsorted(cdf, u, right=True)
+        self.log_probs.append(log_probs.gather(1, tokens))
+        return torch.full_like(scores, -torch.inf).scatter_(1, tokens, 0.0)
+
+    def done(self, input_ids: torch.Tensor, _scores: None) -> torch.Tensor:
+        """Return for each row [B] whether it has its max_tokens."""
+        return input_ids.shape[1] - self.input_len >= self.max_tokens
+
+
+def _token_ids(*ids: int | Iterable[int] | None) -> tuple[int, ...]:
+    """Return the union of token ids, sorted."""
+    union: set[int] = set()
+    for item in ids:
+        union |= set() if item is None else {item} if isinstance(item, int) else set(item)
+    return tuple(sorted(union))
+
+
+class HFServer:
+    """A plain class, so that tests need no Ray; `HFReplica` makes it a Ray actor."""
+
+    def __init__(self, config: RolloutConfig, model_config: DictConfig | HFModelConfig) -> None:
+        """Load the model from ``model_config.local_path`` in ``config.dtype``."""
+        model_config = omega_conf_to_dataclass(model_config)
+        self.config = config
+        self.model = AutoModelForCausalLM.from_pretrained(
+            model_config.local_path,
+            config=model_config.hf_config,
+            dtype=PrecisionType.to_dtype(config.dtype),
+            trust_remote_code=model_config.trust_remote_code,
+        ).eval()
+        self.eos_ids = _token_ids(model_config.tokenizer.eos_token_id, self.model.generation_config.eos_token_id)
+        # generate() fills what it is not told from here: a checkpoint's repetition_penalty must not reach training.
+        self.model.generation_config = GenerationConfig()
+        limits = (config.max_model_len, self.model.config.get_text_config().max_position_embeddings)
+        self.max_model_len = min(limit for limit in limits if limit is not None)
+        self.version: int | None = None
+        self.seen: Counter[tuple[tuple[int, ...], Sampling]] = Counter()
+        self.waiting: list[Request] = []
+        self.worker: asyncio.Task | None = None
+        self.idle = asyncio.Lock()
+        # Names that the weight update under way has not brought yet; None between updates.
+        self.missing: set[str] | None = None
+
+    def ping(self) -> None:
+        """Return once the actor is up; what its constructor raises comes back here."""
+
+    async def generate(
+        self,
+        prompt_ids: list[int],
+        sampling_params: dict[str, Any],
+        request_id: str,
+        image_data: list[Any] | None = None,
+        video_data: list[Any] | None = None,
+        **kwargs: Any,
+    ) -> TokenOutput:
+        """Sample one response, as verl's vLLM server does (vllm_rollout/vllm_async_server.py).
+
+        Raises:
+            ValueError: prompt and response do not fit the model, or a parameter is not supported.
+        """
+        unsupported = {"image_data": image_data, "video_data": video_data, **kwargs}
+        if names := [name for name, value in unsupported.items() if value]:
+            raise ValueError(f"rollout.name=hf samples from text prompts only, and the request has {names}")
+        prompt = tuple(normalize_token_ids(prompt_ids))
+        params = dict(sampling_params)
+        with_log_probs = params.pop("logprobs", False)
+        max_tokens, sampling = self._parse(params, len(prompt))
+        k = self.seen[prompt, sampling]
+        self.seen[prompt, sampling] += 1
+        key = repr((self.config.seed, self.version, sampling, prompt, k)).encode()
+        seed = int.from_bytes(hashlib.blake2b(key, digest_size=7).digest(), "big")
+        request = Request(prompt, max_tokens, sampling, seed, asyncio.get_running_loop().create_future())
+        self.waiting.append(request)
+        if self.worker is None or self.worker.done():
+            self.worker = asyncio.create_task(self._work())
+        token_ids, log_probs = await request.future
+        return TokenOutput(
+            token_ids=token_ids,
+            log_probs=log_probs if with_log_probs else None,
+            stop_reason="completed",
+            extra_fields={"global_steps": self.version},
+        )
+
+    def _parse(self, params: dict[str, Any], prompt_len: int) -> tuple[int, Sampling]:
+        """Return max_tokens and the sampling parameters, which ``params`` is emptied of."""
+        config = self.config
+        default = min(config.response_length, config.prompt_length + config.response_length - prompt_len)
+        max_tokens = params.pop("max_tokens", params.pop("max_new_tokens", default))
+        if prompt_len == 0 or max_tokens < 1 or prompt_len + max_tokens > self.max_model_len:
+            raise ValueError(
+                f"a prompt of {prompt_len} tokens and a response of {max_tokens} do not fit the model's "
+                f"{self.max_model_len} positions (both must be at least 1 token); lower data.max_prompt_length or "
+                "data.max_response_length"
+            )
+        stop_ids = _token_ids(params.pop("stop_token_ids", None))
+        if not params.pop("ignore_eos", config.ignore_eos):
+            stop_ids = _token_ids(stop_ids, self.eos_ids)
+        temperature = float(params.pop("temperature", 1.0))
+        top_p, top_k = float(params.pop("top_p", 1.0)), int(params.pop("top_k", -1))
+        if params.pop("repetition_penalty", 1.0) != 1.0 or params:
+            raise ValueError(
+                f"sampling parameters {sorted(params) or 'repetition_penalty'} are not supported by rollout.name=hf; "
+                "use temperature, top_p, top_k, max_tokens, stop_token_ids and ignore_eos"
+            )
+        return max_tokens, Sampling(temperature, top_p, top_k, stop_ids)
+
+    async def _work(self) -> None:
+        """Run batches until nobody waits; what a batch raises goes to its own requests."""
+        while self.waiting:
+            arrived = 0
+            while arrived < len(self.waiting) < self.config.max_num_seqs:
+                arrived = len(self.waiting)
+                await asyncio.sleep(SETTLE_SECONDS)
+            async with self.idle:
+                batch = self._take()
+                (result,) = await asyncio.gather(asyncio.to_thread(self._generate, batch), return_exceptions=True)
+            for i, request in enumerate(batch):
+                if request.future.cancelled():
+                    continue
+                if isinstance(result, BaseException):
+                    request.future.set_exception(result)
+                else:
+                    request.future.set_result(result[i])
+
+    def _take(self) -> list[Request]:
+        """Take at most max_num_seqs requests with one set of sampling parameters, whole groups where they fit."""
+        sampling, limit = self.waiting[0].sampling, self.config.max_num_seqs
+        order = {prompt: i for i, prompt in enumerate(dict.fromkeys(request.prompt for request in self.waiting))}
+        ready = [request for request in self.waiting if request.sampling == sampling]
+        ready.sort(key=lambda request: order[request.prompt])
+        batch = ready[:limit]
+        cut = batch[-1].prompt
+        if len(ready) > limit and ready[limit].prompt == cut != batch[0].prompt:
+            batch = [request for request in batch if request.prompt != cut]
+        self.waiting = [request for request in self.waiting if request not in batch]
+        return batch
+
+    @torch.inference_mode()
+    def _generate(self, batch: list[Request]) -> list[tuple[list[int], list[float]]]:
+        """Decode a batch to its (token_ids, log_probs): all but the last prompt token once per distinct prompt."""
+        prompts = list(dict.fromkeys(request.prompt for request in batch))
+        input_len = max(map(len, prompts))
+        pads = torch.tensor([input_len - len(prompt) for prompt in prompts])
+        mask = (torch.arange(input_len) >= pads[:, None]).long()
+        ids = torch.tensor([(0,) * (input_len - len(prompt)) + prompt for prompt in prompts])
+        cache = DynamicCache(config=self.model.config)
+        rows = torch.tensor([prompts.index(request.prompt) for request in batch])
+        if input_len > 1:
+            positions = (mask.cumsum(dim=-1) - 1).clamp(min=0)[:, :-1]
+            self.model(
+                ids[:, :-1],
+                attention_mask=mask[:, :-1],
+                position_ids=positions,
+                past_key_values=cache,
+                logits_to_keep=1,
+            )
+            cache.batch_select_indices(rows)
+        sampler = Sampler(batch, input_len)
+        stop_ids = batch[0].sampling.stop_ids
+        output = self.model.generate(
+            ids[rows],
+            attention_mask=mask[rows],
+            past_key_values=cache,
+            logits_processor=LogitsProcessorList([sampler.choose]),
+            stopping_criteria=StoppingCriteriaList([sampler.done]),
+            generation_config=GenerationConfig(
+                do_sample=False,
+                max_new_tokens=int(sampler.max_tokens.max()),
+                eos_token_id=list(stop_ids) or None,
+                pad_token_id=0,
+            ),
+        )[:, input_len:].tolist()
+        log_probs = torch.cat(sampler.log_probs, dim=1).tolist()
+        results = []
+        for tokens, row_log_probs, request in zip(output, log_probs, batch, strict=True):
+            ends = [i + 1 for i, token in enumerate(tokens) if token in stop_ids]
+            length = min([request.max_tokens, *ends])
+            results.append((tokens[:length], row_log_probs[:length]))
+        return results
+
+    async def update_weights(self, bucket: list[tuple[str, torch.Tensor]], last: bool, version: int | None) -> None:
+        """Copy some parameters; from the first to the last bucket no batch runs, nor after an error.
+
+        Args:
+            bucket: full tensors under the names of the model's state dict.
+            version: the weight version (verl's global_steps) that holds after the last bucket.
+
+        Raises:
+            RuntimeError: a name is not in the model, a shape differs, or, at the last bucket, a parameter is missing.
+        """
+        own = self.model.state_dict(keep_vars=True)
+        if self.missing is None:
+            await self.idle.acquire()
+            self.missing = set(own)
+        if unexpected := [name for name, _ in bucket if name not in own]:
+            raise RuntimeError(f"the actor sent parameters that the rollout model does not have: {unexpected}")
+        self.model.load_state_dict(dict(bucket), strict=False)
+        # A tied lm_head is one tensor with two names: either name loads it.
+        loaded = {id(own[name]) for name, _ in bucket}
+        self.missing -= {name for name, tensor in own.items() if id(tensor) in loaded}
+        if not last:
+            return
+        if self.missing:
+            raise RuntimeError(f"the actor did not send these parameters of the rollout model: {sorted(self.missing)}")
+        self.missing = None
+        self.version = version
+        self.seen.clear()
+        self.idle.release()

@@ -1,0 +1,84 @@
+"""Varlen attention kernels that return (out, lse) and take the merged out and lse back in backward.
+
+A backward that is handed the output and log-sum-exp of the whole softmax, of which its own keys are a part, gives this
+part's exact gradients. That is what lets two stock kernel calls make one attention (see `attention`).
+
+Shapes: q [Tq, H, D], k and v [Tk, K, D] with H a multiple of K, lse [H, Tq] in fp32 (fp64 for fp64 inputs).
+"""
+
+import functools
+import logging
+from dataclasses import dataclass
+from types import ModuleType
+
+import torch
+
+from verl_prefix.kernels import cpu, cuda, reference
+
+logger = logging.getLogger(__name__)
+
+KERNELS: dict[str, ModuleType] = {"cpu": cpu, "cuda": cuda, "reference": reference}
+
+
+@dataclass(frozen=True)
+class Spans:
+    """Pairs of a query segment and the key segment that it reads, as cumulative bounds from the first token on.
+
+    `q` and `k` hold n + 1 increasing ints for n pairs; no segment is empty, since an empty one kills the CPU kernel.
+    """
+
+    q: tuple[int, ...]
+    k: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        assert len(self.q) == len(self.k), (self.q, self.k)
+        for bounds in (self.q, self.k):
+            assert all(b > a for a, b in zip(bounds, bounds[1:], strict=False)), f"empty segment in {bounds}"
+
+    def __iter__(self):
+        return zip(self.q, self.q[1:], self.k, self.k[1:], strict=False)
+
+    @functools.cached_property
+    def max_q(self) -> int:
+        return max(b - a for a, b in zip(self.q, self.q[1:], strict=False))
+
+    @functools.cached_property
+    def max_k(self) -> int:
+        return max(b - a for a, b in zip(self.k, self.k[1:], strict=False))
+
+    def cu_seqlens(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """int32 [n + 1] on `device`, built once for all layers."""
+        cache = self.__dict__.setdefault("_cu_seqlens", {})
+        if device not in cache:
+            cache[device] = tuple(torch.tensor(b, dtype=torch.int32, device=device) for b in (self.q, self.k))
+        return cache[device]
+
+
+def available_kernels() -> dict[str, str]:
+    """Kernel name -> "ok", or why it cannot run on this machine."""
+    return {name: kernel.unavailable() or "ok" for name, kernel in KERNELS.items()}
+
+
+@functools.cache
+def choose_kernel(name: str, device_type: str, dtype: torch.dtype, head_dim: int) -> ModuleType:
+    """The kernel for `prefix.attention`.
+
+    Args:
+        name: "auto", or a key of `KERNELS`.
+
+    Raises:
+        ValueError: unknown name, or the kernel that was asked for cannot run these inputs.
+    """
+    if name == "auto":
+        for candidate in (cpu, cuda):
+            if candidate.unavailable() is None and candidate.unsupported(device_type, dtype, head_dim) is None:
+                return candidate
+        logger.warning("prefix.attention=auto: no fast kernel for %s %s D=%d; reference", device_type, dtype, head_dim)
+        return reference
+    if name not in KERNELS:
+        raise ValueError(f"prefix.attention={name!r} is unknown; set one of {['auto', *KERNELS]}")
+    kernel = KERNELS[name]
+    reason = kernel.unavailable() or kernel.unsupported(device_type, dtype, head_dim)
+    if reason:
+        raise ValueError(f"prefix.attention={name!r} cannot run here: {reason}; set prefix.attention=auto")
+    return kernel

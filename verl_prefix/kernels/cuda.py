@@ -1,0 +1,61 @@
+"""torch's own CUDA varlen flash attention (aten), torch 2.11 to 2.13. bf16 and fp16, head dim up to 256.
+
+The ops are private: their argument names are checked, so that a torch that moved them is named instead of miscalled.
+"""
+
+import torch
+
+_FORWARD_ARGS = (
+    "query key value cum_seq_q cum_seq_k max_q max_k dropout_p is_causal return_debug_mask scale window_size_left "
+    "window_size_right seqused_k alibi_slopes"
+).split()
+_BACKWARD_ARGS = (
+    "grad_out query key value out logsumexp cum_seq_q cum_seq_k max_q max_k dropout_p is_causal rng_state unused scale "
+    "window_size_left window_size_right"
+).split()
+
+
+def schema_error() -> str | None:
+    """What differs from the op schemas that this file calls, or None. Runs on any machine."""
+    for name, wanted in (("_flash_attention_forward", _FORWARD_ARGS), ("_flash_attention_backward", _BACKWARD_ARGS)):
+        op = getattr(torch.ops.aten, name, None)
+        if op is None:
+            return f"torch {torch.__version__} has no aten::{name}"
+        args = [a.name for a in op.default._schema.arguments]
+        if args[: len(wanted)] != wanted:
+            return f"torch {torch.__version__} has aten::{name}({', '.join(args)}), not ({', '.join(wanted)})"
+    return None
+
+
+def unavailable() -> str | None:
+    return schema_error() or (None if torch.cuda.is_available() else "torch.cuda.is_available() is False")
+
+
+def unsupported(device_type: str, dtype: torch.dtype, head_dim: int) -> str | None:
+    if device_type != "cuda":
+        return f"device is {device_type}, not cuda"
+    if dtype not in (torch.bfloat16, torch.float16):
+        return f"dtype is {dtype}, not bfloat16 or float16"
+    if head_dim % 8 or head_dim > 256:
+        return f"head dim is {head_dim}, not a multiple of 8 up to 256"
+    return None
+
+
+def forward(q, k, v, spans, causal: bool, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `verl_prefix.kernels`."""
+    cu_q, cu_k = spans.cu_seqlens(q.device)
+    out, lse, *_ = torch.ops.aten._flash_attention_forward(
+        q, k, v, cu_q, cu_k, spans.max_q, spans.max_k, 0.0, causal, False, scale=scale
+    )
+    return out, lse
+
+
+def backward(dout, q, k, v, out, lse, spans, causal: bool, scale: float) -> tuple[torch.Tensor, ...]:
+    """dq, dk, dv like q, k, v, given the merged `out` and `lse`."""
+    cu_q, cu_k = spans.cu_seqlens(q.device)
+    # No dropout: the kernel does not read the random state.
+    rng_state, unused = (torch.zeros(2, dtype=torch.uint64, device=q.device) for _ in range(2))
+    return torch.ops.aten._flash_attention_backward(
+        dout, q, k, v, out, lse.contiguous(), cu_q, cu_k, spans.max_q, spans.max_k, 0.0, causal, rng_state, unused,
+        scale=scale,
+    )  # fmt: skip

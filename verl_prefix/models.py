@@ -1,0 +1,134 @@
+"""The only file that knows transformers: attention hook-up, and which models are refused.
+
+Our attention is registered with transformers' AttentionInterface, and a pass selects it only for its own duration, so
+verl's own paths keep the implementation that the user chose.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
+
+from verl_prefix.attention import AttentionPass, GroupedAttention
+from verl_prefix.kernels import choose_kernel
+
+ATTENTION_NAME = "verl_prefix"
+
+# Config attributes of layers that carry state from token to token other than by attention over K/V.
+_STATEFUL = ("mamba_d_state", "mamba_d_ssm", "ssm_state_size", "state_size", "linear_conv_kernel_dim", "conv_L_cache")
+
+
+def unsupported_reasons(config: PretrainedConfig) -> list[str]:
+    """What of this model the shared-prefix path cannot compute, as `attribute=value` phrases; empty if all is well."""
+    text = config.get_text_config()
+    reasons = []
+    layer_types = set(getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None) or ())
+    if layer_types - {"full_attention"}:
+        reasons.append(f"layer_types has {sorted(layer_types - {'full_attention'})}")
+    elif not layer_types and getattr(text, "sliding_window", None) and getattr(text, "use_sliding_window", True):
+        reasons.append(f"sliding_window={text.sliding_window}")
+    for name in (*_STATEFUL, "attention_chunk_size", "attn_logit_softcapping", "num_kv_shared_layers"):
+        if getattr(text, name, None):
+            reasons.append(f"{name}={getattr(text, name)}")
+    if getattr(text, "qk_nope_head_dim", None) or getattr(text, "kv_lora_rank", None):
+        reasons.append("multi-head latent attention (kv_lora_rank)")
+    if getattr(text, "attention_dropout", 0.0):
+        reasons.append(f"attention_dropout={text.attention_dropout}")
+    if getattr(config, "is_encoder_decoder", False):
+        reasons.append("is_encoder_decoder=True")
+    if getattr(config, "vision_config", None) is not None or getattr(config, "audio_config", None) is not None:
+        reasons.append("a vision or audio tower")
+    return reasons
+
+
+def check_supported(config: PretrainedConfig) -> None:
+    """Raises ValueError where the shared-prefix path would not compute what the stock path computes."""
+    if reasons := unsupported_reasons(config):
+        raise ValueError(
+            f"shared-prefix training does not support this {config.model_type} model: {'; '.join(reasons)}. "
+            "Set model_engine=dp, or actor_rollout_ref.actor.prefix.schedule=stock"
+        )
+
+
+def grouped_attention_forward(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    prefix_pass: AttentionPass | None = None,
+    **kwargs: object,
+) -> tuple[torch.Tensor, None]:
+    """transformers' attention interface: query [1, H, T, D], key and value [1, K, T, D] -> [1, T, H, D].
+
+    Raises:
+        RuntimeError: the model asks for something that `unsupported_reasons` did not foresee.
+    """
+    extras = {name: x for name, x in kwargs.items() if name in ("sliding_window", "softcap", "s_aux") and x is not None}
+    if prefix_pass is None or attention_mask is not None or dropout or extras or query.shape[0] != 1:
+        raise RuntimeError(
+            f"{type(module).__name__} layer {getattr(module, 'layer_idx', None)} called the shared-prefix attention "
+            f"with prefix_pass={prefix_pass is not None}, attention_mask={attention_mask is not None}, "
+            f"dropout={dropout}, {extras}, batch {query.shape[0]}; set model_engine=dp and report this model"
+        )
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    if torch.is_autocast_enabled(q.device.type):  # as SDPA does: norms may have left fp32 queries beside bf16 values
+        q, k, v = (x.to(torch.get_autocast_dtype(q.device.type)) for x in (q, k, v))
+    kernel = choose_kernel(prefix_pass.kernel, q.device.type, q.dtype, q.shape[-1])
+    scale = q.shape[-1] ** -0.5 if scaling is None else scaling
+    prefix_pass.num_calls += 1
+    if prefix_pass.capture is not None:
+        prefix_pass.capture.capture(module.layer_idx, k, v)
+    out = GroupedAttention.apply(q, k, v, prefix_pass.layout, kernel, scale, prefix_pass.cache, module.layer_idx)
+    return out.unsqueeze(0), None
+
+
+AttentionInterface.register(ATTENTION_NAME, torch.compiler.disable(grouped_attention_forward))
+
+
+def _text_config(model: torch.nn.Module) -> PretrainedConfig:
+    return model.config.get_text_config()
+
+
+@contextmanager
+def grouped_attention(model: PreTrainedModel) -> Iterator[None]:
+    """Selects our attention for a forward and its backward (gradient checkpointing calls the layers again there)."""
+    config = _text_config(model)
+    chosen = config._attn_implementation
+    config._attn_implementation = ATTENTION_NAME
+    try:
+        yield
+    finally:
+        config._attn_implementation = chosen
+
+
+def kept_logits(
+    model: PreTrainedModel, input_ids: torch.Tensor, position_ids: torch.Tensor, keep: torch.Tensor, job: AttentionPass
+) -> torch.Tensor:
+    """Logits [len(keep), vocabulary] of one packed row; call it inside `grouped_attention`.
+
+    Args:
+        input_ids: [T] int64. position_ids: [T] int64. keep: [n] int64, the tokens that go through lm_head.
+
+    Raises:
+        RuntimeError: some attention layer did not go through our attention.
+    """
+    calls = job.num_calls
+    output = model(
+        input_ids=input_ids.unsqueeze(0),
+        position_ids=position_ids.unsqueeze(0),
+        attention_mask=None,
+        use_cache=False,
+        logits_to_keep=keep,
+        prefix_pass=job,
+    )
+    layers = _text_config(model).num_hidden_layers
+    if job.num_calls - calls != layers:
+        raise RuntimeError(
+            f"{job.num_calls - calls} of {layers} layers of {type(model).__name__} used the shared-prefix attention; "
+            "its code bypasses transformers' attention interface: set model_engine=dp"
+        )
+    return output.logits[0]

@@ -1,0 +1,62 @@
+"""Prefix cache (detached K/V that suffixes read) and grad cache (gradients that suffixes send back), with a lifetime.
+
+Schedule-level shared-prefix reuse: phase A fills the cache, phase B reads it and adds to the grad cache, phase C runs
+one prefix backward on what was accumulated. Leaving the context frees all of it, also after an exception.
+"""
+
+import torch
+
+
+class PrefixCache:
+    """Keys and values of a prefix row, per attention layer: [P, K, D] each.
+
+    The grad cache is fp32 whatever the model's dtype is (fp64 for fp64), since every wave adds to it.
+    """
+
+    def __init__(self) -> None:
+        self._live: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._leaf: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._grad: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def __enter__(self) -> "PrefixCache":
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        for store in (self._live, self._leaf, self._grad):
+            store.clear()
+
+    def capture(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Phase A. Recomputation under gradient checkpointing calls it again, which must change nothing."""
+        if layer in self._leaf:
+            return
+        self._leaf[layer] = k.detach(), v.detach()
+        if k.requires_grad:
+            self._live[layer] = k, v
+
+    def read(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._leaf[layer]
+
+    def add_grad(self, layer: int, tokens: slice, dk: torch.Tensor, dv: torch.Tensor) -> None:
+        """Phase B: a wave's gradients of the prefix tokens that it read."""
+        if layer not in self._grad:
+            self._grad[layer] = tuple(
+                torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32)) for x in self._leaf[layer]
+            )
+        for total, part in zip(self._grad[layer], (dk, dv), strict=True):
+            total[tokens] += part
+
+    def backward(self, root: torch.Tensor) -> None:
+        """Phase C: one backward through the prefix graph, from every layer's live K/V at once.
+
+        Args:
+            root: the FSDP root's output of phase A. It enters with a zero gradient: FSDP2 unshards parameters for
+                backward only along a path from the root's output.
+        """
+        roots, grads = [root], [torch.zeros_like(root)]
+        for layer, live in self._live.items():
+            if layer in self._grad:
+                roots += live
+                grads += [grad.to(x.dtype) for x, grad in zip(live, self._grad[layer], strict=True)]
+        self._live.clear()
+        self._grad.clear()
+        torch.autograd.backward(roots, grads)

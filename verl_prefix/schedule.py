@@ -1,0 +1,127 @@
+"""THE IDEA: a group's prefix is computed once, forward and backward.
+
+    packed   one graph      [ P | S S S S ]                          loss over all suffixes, one backward
+    phased   A              [ P ]            forward, keep the graph; its K/V become detached leaves: the prefix cache
+             B  wave by wave    [ S S ] [ S S ]  forward and backward; gradients of the cache add up: the grad cache
+             C              [ P ]            one backward of the prefix graph from the grad cache
+
+packed is Prefix Grouper (arXiv 2506.05433) with merged attention; phased is schedule-level reuse, for groups that do
+not fit one pass: B needs the memory of one wave, and A and C happen once however many waves there are. The stock actor
+computes P once per suffix instead. Knows neither verl nor losses: a pass's logits go to `step`.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+
+from verl_prefix.attention import AttentionPass
+from verl_prefix.groups import Group
+from verl_prefix.layout import Layout, build_layout, dummy_layout, prefix_layout
+from verl_prefix.models import grouped_attention, kept_logits
+from verl_prefix.prefix_cache import PrefixCache
+from verl_prefix.waves import Plan, Work
+
+# (rows, layout, logits [suffix tokens, vocabulary]) -> loss of these rows
+Step = Callable[[Sequence[Group], Layout, torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class TokenBatch:
+    """Flat tokens of a batch's rows: `input_ids` and `position_ids` [N] int64, `offsets` of the rows' first tokens."""
+
+    input_ids: torch.Tensor
+    position_ids: torch.Tensor
+    offsets: Sequence[int]
+
+
+class Schedule:
+    """Runs a plan on one model.
+
+    Args:
+        model: HF causal LM (may be the FSDP2 root: every forward enters through it, so that its hooks run).
+        step: gets each pass's rows, layout and logits, keeps what it needs and returns the loss.
+        backward: what to do with a loss; None for a forward-only run, which the caller wraps in `torch.no_grad`.
+        forward_context: context of one forward and its loss, not of backward (autocast).
+        gradient_sync: context of one backward, given whether it is the run's last (verl's `_gradient_sync_context`).
+        kernel: name for `kernels.choose_kernel`.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        step: Step,
+        backward: Callable[[torch.Tensor], None] | None,
+        gradient_sync: Callable[[bool], AbstractContextManager] = lambda last: nullcontext(),
+        forward_context: Callable[[], AbstractContextManager] = nullcontext,
+        kernel: str = "auto",
+    ) -> None:
+        self.model = model
+        self.step = step
+        self.backward = backward
+        self.gradient_sync = gradient_sync
+        self.forward_context = forward_context
+        self.kernel = kernel
+        self.seconds: dict[str, float] = {}
+
+    def run(self, tokens: TokenBatch, plan: Plan) -> None:
+        """All passes of `plan`, in its order, which must be the same on every rank."""
+        with grouped_attention(self.model):
+            for i, work in enumerate(plan.works):
+                last = i == len(plan.works) - 1
+                if work.waves is None:
+                    self._packed(tokens, work, last)
+                else:
+                    self._phased(tokens, work, last)
+
+    def _packed(self, tokens: TokenBatch, work: Work, last: bool) -> None:
+        layout = build_layout(work.groups, tokens.offsets) if work.groups else dummy_layout()
+        with self._timed("packed"), self.gradient_sync(last):
+            self._suffixes(tokens, work.groups, layout, cache=None)
+
+    def _phased(self, tokens: TokenBatch, work: Work, last: bool) -> None:
+        starts = (0, *accumulate(group.prefix_len for group in work.groups))
+        with PrefixCache() as cache:
+            with self._timed("phase_a"):
+                root = self._prefixes(tokens, work.groups, cache)
+            for wave in work.waves:
+                groups = [piece for _, piece in wave]
+                layout = build_layout(groups, tokens.offsets, [starts[i] for i, _ in wave]) if wave else dummy_layout()
+                with self._timed("phase_b"), self.gradient_sync(False):
+                    self._suffixes(tokens, groups, layout, cache)
+            if self.backward is not None:
+                with self._timed("phase_c"), self.gradient_sync(last):
+                    cache.backward(root)
+
+    def _prefixes(self, tokens: TokenBatch, groups: Sequence[Group], cache: PrefixCache) -> torch.Tensor:
+        """Phase A; one token goes through lm_head, since FSDP2 needs the root's output to start phase C from."""
+        shared = any(group.prefix_len for group in groups)
+        layout = prefix_layout(groups, tokens.offsets) if shared else dummy_layout()
+        job = AttentionPass(layout, self.kernel, capture=cache)
+        with self.forward_context():
+            return self._logits(tokens, layout, slice(-1, None), job)
+
+    def _suffixes(self, tokens: TokenBatch, groups: Sequence[Group], layout: Layout, cache: PrefixCache | None) -> None:
+        job = AttentionPass(layout, self.kernel, cache=cache)
+        with self.forward_context():
+            logits = self._logits(tokens, layout, slice(layout.num_prefix, None), job)
+            loss = self.step(groups, layout, logits) if groups else logits.sum() * 0.0
+        if self.backward is not None:
+            self.backward(loss)
+
+    def _logits(self, tokens: TokenBatch, layout: Layout, keep: slice, job: AttentionPass) -> torch.Tensor:
+        device = tokens.input_ids.device
+        index = layout.index.to(device)
+        kept = torch.arange(layout.num_tokens, device=device)[keep]
+        return kept_logits(self.model, tokens.input_ids[index], tokens.position_ids[index], kept, job)
+
+    @contextmanager
+    def _timed(self, phase: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - start

@@ -1,0 +1,177 @@
+"""What tests, benchmarks and the demo share: tiny models that are written on the spot instead of downloaded."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from verl_prefix.groups import Group, group_rows
+from verl_prefix.layout import Layout
+from verl_prefix.schedule import Schedule, TokenBatch
+from verl_prefix.waves import Plan, agree, make_plan
+
+__all__ = ["CHAT_TEMPLATE", "Rollouts", "random_rollouts", "run_shared", "run_stock", "write_tiny_model"]
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+_TEXTS = (
+    "system user assistant: read the paragraphs and answer the question with a short phrase.",
+    "The river rises in the north, flows through the old town and reaches the sea near the harbour.",
+    "Who wrote the book that the film of 1987 is based on? In which country was its author born?",
+    "0 1 2 3 4 5 6 7 8 9 10 12 25 100 1900 1987 2024, Answer: yes. Answer: no.",
+)
+
+
+def write_tiny_model(
+    path: str | Path,
+    *,
+    texts: list[str] | None = None,
+    family: str = "qwen3",
+    seed: int = 0,
+    vocab_size: int = 512,
+    **overrides: Any,
+) -> str:
+    """Write a random Hugging Face causal LM and its tokenizer to ``path`` and return ``str(path)``.
+
+    Two layers, 4 query and 2 kv heads of size 32, about 0.4M fp32 parameters in safetensors, 8192 positions. The
+    tokenizer is a byte-level BPE trained on ``texts``, with ``<|im_start|>``/``<|im_end|>`` chat markup, eos
+    ``<|im_end|>`` and pad ``<|endoftext|>``. The same arguments write the same bytes.
+
+    Args:
+        texts: what the tokenizer is trained on; a few built-in sentences if None.
+        family: ``"qwen3"`` (normalised queries and keys) or ``"llama"``.
+        vocab_size: upper bound of the vocabulary, at least 259 (256 bytes and 3 special tokens).
+        overrides: fields of the model's configuration, such as ``num_hidden_layers=3``.
+
+    Raises:
+        ValueError: ``family`` is unknown or ``vocab_size`` is below 259.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast, Qwen3Config
+
+    configs = {"qwen3": Qwen3Config, "llama": LlamaConfig}
+    if family not in configs:
+        raise ValueError(f"family={family!r} is unknown; use one of {sorted(configs)}")
+    if vocab_size < 259:
+        raise ValueError(f"vocab_size={vocab_size} cannot hold 256 bytes and 3 special tokens; use 259 or more")
+
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    bpe.train_from_iterator(_TEXTS if texts is None else texts, trainer)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=bpe, eos_token="<|im_end|>", pad_token="<|endoftext|>", chat_template=CHAT_TEMPLATE
+    )
+    fields = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "max_position_embeddings": 8192,
+        "tie_word_embeddings": False,
+        "bos_token_id": None,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(configs[family](**fields | overrides), dtype=torch.float32)
+    tokenizer.save_pretrained(path)
+    model.save_pretrained(path)
+    return str(path)
+
+
+@dataclass(frozen=True)
+class Rollouts:
+    """Rows of a batch: int64 prompt and response tokens, and a weight per response token.
+
+    The loss of both runners below is the weighted sum of response log-probs: any policy gradient at fixed weights.
+    """
+
+    prompts: list[torch.Tensor]
+    responses: list[torch.Tensor]
+    weights: list[torch.Tensor]
+
+
+def random_rollouts(
+    shape: Sequence[tuple[int, Sequence[int]]], vocab_size: int, seed: int = 0, dtype: torch.dtype = torch.float64
+) -> Rollouts:
+    """One group per (prompt length, response lengths), rows in random order."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = []
+    for prompt_len, response_lens in shape:
+        prompt = torch.randint(vocab_size, (prompt_len,), generator=generator)
+        rows += [
+            (
+                prompt,
+                torch.randint(vocab_size, (length,), generator=generator),
+                torch.randn(length, generator=generator, dtype=dtype),
+            )
+            for length in response_lens
+        ]
+    order = torch.randperm(len(rows), generator=generator).tolist()
+    return Rollouts(*(list(column) for column in zip(*(rows[i] for i in order), strict=True)))
+
+
+def run_stock(model: torch.nn.Module, rollouts: Rollouts, train: bool = True) -> list[torch.Tensor]:
+    """The truth: HF's own forward of every whole row by itself. Response log-probs per row; `.grad` if `train`."""
+    log_probs = []
+    for prompt, response, weight in zip(rollouts.prompts, rollouts.responses, rollouts.weights, strict=True):
+        ids = torch.cat([prompt, response]).unsqueeze(0)
+        with torch.set_grad_enabled(train):
+            logits = model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1]
+            row = logits.log_softmax(-1).gather(-1, response.unsqueeze(-1)).squeeze(-1)
+        if train:
+            (row * weight.to(row.dtype)).sum().backward()
+        log_probs.append(row.detach())
+    return log_probs
+
+
+def run_shared(
+    model: torch.nn.Module,
+    rollouts: Rollouts,
+    schedule: str,
+    budget: int = 10**6,
+    wave_tokens: int | None = None,
+    kernel: str = "auto",
+    train: bool = True,
+    reduce_max: Callable[[list[int]], list[int]] = lambda counts: counts,
+    edit: Callable[[TokenBatch, Plan], TokenBatch] = lambda tokens, plan: tokens,
+    **schedule_args: Any,
+) -> list[torch.Tensor]:
+    """The same by `schedule.Schedule`. `edit` changes the tokens before they run: tests break the maths with it."""
+    rows = [torch.cat(pair) for pair in zip(rollouts.prompts, rollouts.responses, strict=True)]
+    offsets = [0, *torch.tensor([len(row) for row in rows]).cumsum(0).tolist()]
+    tokens = TokenBatch(torch.cat(rows), torch.cat([torch.arange(len(row)) for row in rows]), offsets)
+    groups, _ = group_rows(rollouts.prompts, [len(response) for response in rollouts.responses])
+    plan = agree(make_plan(groups, budget, schedule, wave_tokens), reduce_max)
+    weights = torch.cat([torch.cat([torch.zeros(len(p)), w]) for p, w in zip(rollouts.prompts, rollouts.weights)])  # noqa: B905
+    log_probs = torch.zeros(len(tokens.input_ids), dtype=next(model.parameters()).dtype)
+
+    def step(groups: Sequence[Group], layout: Layout, logits: torch.Tensor) -> torch.Tensor:
+        place = layout.suffix_index + 1
+        found = logits.log_softmax(-1).gather(-1, tokens.input_ids[place].unsqueeze(-1)).squeeze(-1)
+        log_probs[place] = found.detach().to(log_probs.dtype)
+        return (found * weights[place].to(found.dtype)).sum()
+
+    runner = Schedule(model, step, torch.Tensor.backward if train else None, kernel=kernel, **schedule_args)
+    with torch.set_grad_enabled(train):
+        runner.run(edit(tokens, plan), plan)
+    return [
+        log_probs[start + len(prompt) : end]
+        for prompt, start, end in zip(rollouts.prompts, offsets, offsets[1:], strict=False)
+    ]

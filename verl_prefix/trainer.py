@@ -1,0 +1,102 @@
+"""The v1 trainer that keeps groups whole: `trainer.v1.trainer_mode=prefix_sync`.
+
+Everything but the row order is verl's synchronous trainer. verl balances by sequence length and spreads a group over DP
+ranks and mini-batches; a rank can then share a prefix only among the rows that it happens to hold.
+"""
+
+from omegaconf import DictConfig, read_write
+from transfer_queue import KVBatchMeta
+from verl.trainer.ppo.v1.trainer_base import register_trainer
+from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
+from verl.utils.seqlen_balancing import log_seqlen_unbalance
+
+from verl_prefix.placement import place
+
+TRAINER_MODE = "prefix_sync"
+
+
+@register_trainer(TRAINER_MODE)
+class PrefixPPOTrainerSync(PPOTrainerSync):
+    """verl's `sync` trainer with whole groups on DP ranks and in mini-batches (verl/trainer/ppo/v1/trainer_sync.py).
+
+    Raises:
+        ValueError: `actor.shuffle` is on, or options are given under `trainer.v1.prefix_sync`.
+    """
+
+    def __init__(self, config: DictConfig) -> None:
+        if config.actor_rollout_ref.actor.shuffle:
+            raise ValueError(
+                "actor_rollout_ref.actor.shuffle=True reorders rows after placement and splits groups over "
+                f"mini-batches; set actor_rollout_ref.actor.shuffle=False, or trainer.v1.trainer_mode=sync instead of "
+                f"{TRAINER_MODE}"
+            )
+        if config.trainer.v1.get(TRAINER_MODE):
+            raise ValueError(
+                f"trainer.v1.{TRAINER_MODE}={config.trainer.v1[TRAINER_MODE]} would be ignored; "
+                f"{TRAINER_MODE} reads the options of verl's synchronous trainer: set them under trainer.v1.sync"
+            )
+        # verl compares the mode with the literal "sync" (replay buffer, dataloader, checkpoints) and reads
+        # `trainer.v1.<mode>`; the agent loop reads the same config object, so a copy would not do.
+        with read_write(config.trainer.v1):
+            config.trainer.v1.trainer_mode = "sync"
+        super().__init__(config)
+
+    def _balance_batch(
+        self,
+        batch: KVBatchMeta,
+        metrics: dict[str, float],
+        logging_prefix: str = "global_seqlen",
+        keep_minibatch: bool = False,
+    ) -> KVBatchMeta:
+        """Pads the batch as verl does and reorders it by whole groups.
+
+        Adds `prefix/split_groups` and `prefix/placement_imbalance` to `metrics`; of verl's own balance metrics only
+        those that describe the balanced order change.
+        """
+        batch = super()._balance_batch(batch, metrics, logging_prefix, keep_minibatch)
+        dp_size = max(self.actor_rollout_wg._dispatch_info["actor"]) + 1
+        keys, prefix_lens, suffix_lens = _describe_rows(batch)
+        placement = place(keys, prefix_lens, suffix_lens, dp_size, self._num_mini_batches(len(batch), dp_size))
+
+        seqlens = [tag["seq_len"] for tag in batch.tags]
+        rows_per_rank = len(batch) // dp_size
+        ranks = [placement.order[r * rows_per_rank : (r + 1) * rows_per_rank] for r in range(dp_size)]
+        stats = log_seqlen_unbalance(seqlen_list=seqlens, partitions=ranks, prefix=logging_prefix)
+        for name in (f"{logging_prefix}/balanced_min", f"{logging_prefix}/balanced_max"):
+            metrics[name] = stats[name]
+        metrics["prefix/split_groups"] = placement.split_groups
+        metrics["prefix/placement_imbalance"] = placement.imbalance
+        batch.reorder(placement.order)
+        return batch
+
+    def _num_mini_batches(self, num_rows: int, dp_size: int) -> int:
+        """Mini-batches per rank that `train_mini_batch` (verl/workers/engine_workers.py) makes of `num_rows` rows."""
+        actor, rollout = self.config.actor_rollout_ref.actor, self.config.actor_rollout_ref.rollout
+        mini_batch_size = actor.ppo_mini_batch_size * rollout.n
+        # Only batches that update the actor are padded to whole mini-batches (trainer.critic_warmup).
+        if num_rows % mini_batch_size or mini_batch_size % dp_size:
+            return 1
+        return num_rows // mini_batch_size
+
+
+def _describe_rows(batch: KVBatchMeta) -> tuple[list[str | None], list[int], list[int]]:
+    """Group key (None for padding rows), prefix length and suffix length of each row, from keys and tags alone.
+
+    Keys are `{uid}_{session}_{index}` (verl/trainer/ppo/v1/agent_loop_tq.py). A prompt's last token is in the suffix.
+
+    Raises:
+        RuntimeError: a row has no `prompt_len` or `response_len` tag.
+    """
+    keys: list[str | None] = []
+    prefix_lens: list[int] = []
+    suffix_lens: list[int] = []
+    for key, tag in zip(batch.keys, batch.tags, strict=True):
+        if "prompt_len" not in tag or "response_len" not in tag:
+            raise RuntimeError(
+                f"row {key} carries the tags {sorted(tag)}, but placement needs prompt_len and response_len; let the "
+                "agent loop write them as verl's AgentLoopWorkerTQ does, or set trainer.v1.trainer_mode=sync"
+            )
+        keys.append(None if tag.get("is_padding", False) else key.rsplit("_", 2)[0])
+        prefix_lens.append(max(tag["prompt_len"] - 1, 0))
+        suffix_lens.append(tag["response_len"])
+    return keys, prefix_lens, suffix_lens
