@@ -1,0 +1,104 @@
+"""Options: what composes, what is refused, and that it is refused in the driver, where verl's main_ppo validates."""
+
+import pytest
+import verl  # noqa: F401
+from hydra import compose, initialize_config_module
+from hydra.errors import ConfigCompositionException, InstantiationException
+from omegaconf import OmegaConf
+from verl.utils.config import omega_conf_to_dataclass, validate_config
+
+from verl_prefix.config import PrefixActorConfig, PrefixConfig, PrefixEngineConfig
+from verl_prefix.testing import write_tiny_model
+
+ACTOR = "actor_rollout_ref.actor"
+
+
+def composed(*overrides: str, config_name: str = "ppo_trainer"):
+    engine = [] if config_name == "prefix_grpo" else ["model_engine=prefix"]
+    with initialize_config_module("verl.trainer.config", version_base=None):
+        return compose(config_name, overrides=[*engine, f"{ACTOR}.use_dynamic_bsz=true", *overrides])
+
+
+def validate(model_path: str, *overrides: str) -> None:
+    config = composed(f"actor_rollout_ref.model.path={model_path}", "actor_rollout_ref.rollout.n=4", *overrides)
+    validate_config(config, use_reference_policy=True, use_critic=False)
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory) -> str:
+    return write_tiny_model(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.mark.parametrize("config_name", ["ppo_trainer", "prefix_grpo"])
+def test_model_engine_swaps_actor_and_ref_and_nothing_else(config_name):
+    config = composed("actor_rollout_ref.rollout.n=4", f"{ACTOR}.prefix.schedule=packed", config_name=config_name)
+    OmegaConf.set_struct(config, False)
+    for key in [key for key in config.actor_rollout_ref.ref if key.startswith("log_prob_")]:
+        config.actor_rollout_ref.ref.pop(key)  # as ActorRolloutRefWorker.init_model does
+    config.actor_rollout_ref.ref.use_dynamic_bsz = True
+    for role in (config.actor_rollout_ref.actor, config.actor_rollout_ref.ref):
+        actor = omega_conf_to_dataclass(role)
+        assert isinstance(actor, PrefixActorConfig) and isinstance(actor.engine, PrefixEngineConfig)
+        assert actor.engine.strategy == "prefix" and actor.engine.prefix.schedule == "packed"
+    assert omega_conf_to_dataclass(config.actor_rollout_ref.ref).engine.forward_only
+    assert config.critic._target_ == "verl.workers.config.FSDPCriticConfig"
+    assert (config.trainer.v1.trainer_mode == "prefix_sync") == (config_name == "prefix_grpo")
+    assert (config.algorithm.adv_estimator == "grpo") == (config_name == "prefix_grpo")
+
+
+def test_verl_scripts_that_say_fsdp2_still_get_the_prefix_engine():
+    actor = omega_conf_to_dataclass(composed(f"{ACTOR}.strategy=fsdp2").actor_rollout_ref.actor)
+    assert actor.engine.strategy == "prefix"
+
+
+def test_good_config_passes_the_driver_checks(model_path):
+    validate(model_path)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        (f"{ACTOR}.shuffle=True", r"shuffle=False"),
+        (f"{ACTOR}.strategy=fsdp", r"strategy=fsdp2"),
+        (f"{ACTOR}.ulysses_sequence_parallel_size=2", r"ulysses_sequence_parallel_size=2.*set it to 1"),
+        (f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size=2", r"ulysses_sequence_parallel_size=2"),
+        (f"{ACTOR}.pad_to_length=True", r"pad_to_length=False"),
+        (f"{ACTOR}.use_prefix_grouper=True", r"use_prefix_grouper=True does nothing"),
+        (f"{ACTOR}.prefix.schedule=tree", r"prefix.schedule='tree': set one of auto, packed, phased, stock"),
+        (f"{ACTOR}.prefix.attention=magi", r"prefix.attention='magi': set one of"),
+        (f"{ACTOR}.prefix.wave_tokens=0", r"prefix.wave_tokens=0: set a number of tokens >= 1"),
+        ("actor_rollout_ref.model.use_fused_kernels=True", r"use_fused_kernels=False"),
+        ("actor_rollout_ref.model.enable_activation_offload=True", r"reentrantly.*set one of them to False"),
+    ],
+)
+def test_bad_option_is_refused_in_the_driver_with_what_to_type(model_path, override, message):
+    with pytest.raises((ValueError, InstantiationException), match=message):
+        validate(model_path, override)
+
+
+def test_misspelt_prefix_key_is_named():
+    with pytest.raises(ConfigCompositionException, match="shedule"):
+        composed(f"{ACTOR}.prefix.shedule=packed")
+    with pytest.raises(TypeError, match="shedule"):
+        PrefixConfig(shedule="packed")
+
+
+@pytest.mark.parametrize(
+    ("fields", "found"),
+    [
+        ({"sliding_window": 16, "use_sliding_window": True, "max_window_layers": 1}, "sliding_attention"),
+        ({"attention_dropout": 0.1}, "attention_dropout=0.1"),
+    ],
+)
+def test_unsupported_model_is_refused_in_the_driver(tmp_path, fields, found):
+    path = write_tiny_model(tmp_path, **fields)
+    with pytest.raises(ValueError, match=f"{found}.*model_engine=dp"):
+        validate(path)
+    validate(path, f"{ACTOR}.prefix.schedule=stock")
+
+
+def test_engine_config_in_code():
+    config = PrefixEngineConfig(prefix=PrefixConfig(schedule="phased", wave_tokens=64))
+    assert (config.strategy, config.prefix.wave_tokens) == ("prefix", 64)
+    with pytest.raises(ValueError, match="set strategy to prefix or fsdp2"):
+        PrefixEngineConfig(strategy="fsdp")
