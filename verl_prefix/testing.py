@@ -124,7 +124,7 @@ def random_rollouts(
             for length in response_lens
         ]
     order = torch.randperm(len(rows), generator=generator).tolist()
-    return Rollouts(*(list(column) for column in zip(*(rows[i] for i in order), strict=True)))
+    return Rollouts(*([rows[i][column] for i in order] for column in range(3)))
 
 
 def run_stock(model: torch.nn.Module, rollouts: Rollouts, train: bool = True) -> list[torch.Tensor]:
@@ -156,10 +156,14 @@ def run_shared(
     """The same by `schedule.Schedule`. `edit` changes the tokens before they run: tests break the maths with it."""
     rows = [torch.cat(pair) for pair in zip(rollouts.prompts, rollouts.responses, strict=True)]
     offsets = [0, *torch.tensor([len(row) for row in rows]).cumsum(0).tolist()]
-    tokens = TokenBatch(torch.cat(rows), torch.cat([torch.arange(len(row)) for row in rows]), offsets)
+    # A rank without rows still runs dummies, which need a token.
+    flat = torch.cat([*rows, *([] if rows else [torch.zeros(1, dtype=torch.int64)])])
+    tokens = TokenBatch(flat, torch.cat([torch.arange(len(row)) for row in rows or [flat]]), offsets)
     groups, _ = group_rows(rollouts.prompts, [len(response) for response in rollouts.responses])
     plan = agree(make_plan(groups, budget, schedule, wave_tokens), reduce_max)
-    weights = torch.cat([torch.cat([torch.zeros(len(p)), w]) for p, w in zip(rollouts.prompts, rollouts.weights)])  # noqa: B905
+    weights = torch.zeros(len(flat), dtype=torch.float64)
+    for prompt, weight, start in zip(rollouts.prompts, rollouts.weights, offsets, strict=False):
+        weights[start + len(prompt) : start + len(prompt) + len(weight)] = weight
     log_probs = torch.zeros(len(tokens.input_ids), dtype=next(model.parameters()).dtype)
 
     def step(groups: Sequence[Group], layout: Layout, logits: torch.Tensor) -> torch.Tensor:
