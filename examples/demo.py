@@ -63,6 +63,7 @@ def overrides(model: str, data: Path, rollout: str, size: Size) -> list[str]:
     actor, sampler = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
     return [
         "+platform=cpu",
+        "+ray_kwargs.ray_init.address=local",
         "trainer.v1.trainer_mode=prefix_sync",
         "algorithm.adv_estimator=grpo",
         f"data.train_files={data / 'train.parquet'}",
@@ -71,6 +72,7 @@ def overrides(model: str, data: Path, rollout: str, size: Size) -> list[str]:
         f"data.max_prompt_length={size.prompt_tokens}",
         f"data.max_response_length={size.response_tokens}",
         "data.shuffle=false",
+        "data.dataloader_num_workers=0",
         f"data.seed={SEED}",
         f"actor_rollout_ref.model.path={model}",
         "actor_rollout_ref.model.use_remove_padding=true",

@@ -240,12 +240,12 @@ def draw(report: dict[str, Any], path: Path) -> None:
     for i, row in enumerate(report["ratios"].values()):
         top = max(row["stock_s"], row["prefix_s"])
         ax.text(i, top, f"{row['ratio']:.2f}x", ha="center", va="bottom")
-    ax.set_xticks(range(len(report["ratios"])), list(report["ratios"]))
+    ax.set_xticks(range(len(report["ratios"])), [title.replace("_", "\n", 1) for title in report["ratios"]])
     ax.set(title="Median time per step, and stock / prefix", ylabel="seconds")
-    ax.margins(y=0.12)
+    ax.margins(y=0.25)
     ax.grid(axis="y", alpha=0.3)
     ax.set_axisbelow(True)
-    ax.legend()
+    ax.legend(loc="upper center", ncols=2)
     figure.savefig(path, dpi=120)
     plt.close(figure)
 

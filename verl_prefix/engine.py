@@ -6,6 +6,7 @@ with verl's own functions, on suffix tokens only. Source: verl/workers/engine/fs
 """
 
 import copy
+import functools
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -77,6 +78,7 @@ class PrefixFSDPEngine(FSDPEngineWithLMHead):
         job = _Batch(self, data, loss_function, forward_only)
         schedule = Schedule(
             self.module,
+            outputs=job.token_outputs,
             step=job.step,
             backward=None if forward_only else self._backward,
             gradient_sync=lambda last: (
@@ -84,6 +86,7 @@ class PrefixFSDPEngine(FSDPEngineWithLMHead):
             ),
             forward_context=self._autocast,
             kernel=self.prefix_config.attention,
+            logits_chunk=self.prefix_config.logits_chunk,
         )
         with torch.no_grad() if forward_only else nullcontext():
             schedule.run(job.tokens, plan)
@@ -126,7 +129,7 @@ class PrefixFSDPEngine(FSDPEngineWithLMHead):
 
 
 class _Batch:
-    """One mini-batch on its way through the schedule: turns each pass's logits into verl's outputs, rows and loss."""
+    """One mini-batch on its way through the schedule: logits -> verl's per-token outputs -> loss, rows and outputs."""
 
     def __init__(self, engine: PrefixFSDPEngine, data: TensorDict, loss_function: Callable | None, forward_only: bool):
         self.engine = engine
@@ -138,16 +141,45 @@ class _Batch:
         self.tokens = TokenBatch(
             input_ids.values().to(device), position_ids.values().to(device), input_ids.offsets().tolist()
         )
+        temperature = torch.as_tensor(data["temperature"], dtype=torch.float32, device=device).expand(len(data))
+        self._token_temperature = temperature.repeat_interleave(input_ids.offsets().diff().to(device))
+        flags = ("calculate_entropy", "calculate_sum_pi_squared")
+        self._flags = {flag: tu.get_non_tensor_data(data, flag, False) for flag in flags}
+        self._offsets: dict[int, torch.Tensor] = {}
+        self.names: list[str] = []
         self._outputs: list[dict] = []
         self._rows: list[list[int]] = []
 
-    def step(self, groups: Sequence[Group], layout: Layout, logits: torch.Tensor) -> torch.Tensor:
-        """Stands for FSDPEngineWithLMHead.forward_step from the logits on. logits [suffix tokens, vocabulary]."""
+    def token_outputs(self, place: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        """verl's prepare_model_outputs on suffix tokens: [n, k], one column per name in `self.names`.
+
+        Args:
+            place: [n] places of the tokens in the batch's flat values. logits: [n, vocabulary].
+        """
+        temperature = self.data["temperature"]
+        output_args = {
+            "temperature_is_one": not isinstance(temperature, torch.Tensor) and float(temperature) == 1.0,
+            "temperature_rmpad": self._token_temperature[place],
+            # A suffix token's label is the next token of its own row, which a roll of the packed row would not give.
+            "input_ids_rmpad_rolled": self.tokens.input_ids[place + 1],
+            "pad_size": 0,
+        }
+        # One offsets tensor per length: a recomputed jagged tensor is the same size only if its offsets are the same.
+        offsets = self._offsets.setdefault(len(place), torch.tensor([0, len(place)], device=place.device))
+        one_row = torch.nested.nested_tensor_from_jagged(self.tokens.input_ids[place], offsets)
+        tokens = tu.get_tensordict({"input_ids": one_row}, self._flags)
+        outputs = self.engine.prepare_model_outputs(_Logits(logits.unsqueeze(0)), output_args, tokens, None)
+        self.names = list(outputs)
+        dtype = functools.reduce(torch.promote_types, (x.dtype for x in outputs.values()))
+        return torch.stack([x.values().to(dtype) for x in outputs.values()], dim=-1)
+
+    def step(self, groups: Sequence[Group], layout: Layout, outputs: torch.Tensor) -> torch.Tensor:
+        """Stands for FSDPEngineWithLMHead.forward_step behind the model; outputs [suffix tokens, k]."""
         rows = [row for group in groups for row in group.rows]
         micro_batch = tu.index_select_tensor_dict(self.data, rows).to(get_device_id())
-        model_output = self._model_output(groups, layout, logits, micro_batch)
+        model_output = self._model_output(groups, layout, outputs, micro_batch["input_ids"].offsets())
         if self.loss_function is None:
-            loss, metrics = torch.ones((), device=logits.device), {}
+            loss, metrics = torch.ones((), device=outputs.device), {}
         else:
             loss, metrics = self.loss_function(
                 model_output=model_output, data=micro_batch, dp_group=self.engine.get_data_parallel_group()
@@ -160,38 +192,17 @@ class _Batch:
         return loss
 
     def _model_output(
-        self, groups: Sequence[Group], layout: Layout, logits: torch.Tensor, micro_batch: TensorDict
+        self, groups: Sequence[Group], layout: Layout, outputs: torch.Tensor, offsets: torch.Tensor
     ) -> dict[str, torch.Tensor]:
-        """verl's prepare_model_outputs on the suffixes alone, then every suffix token back at its place in its row."""
-        suffix_index = layout.suffix_index.to(logits.device)
-        suffix_lens = torch.tensor([length for group in groups for length in group.suffix_lens], device=logits.device)
-        suffix_offsets = torch.nn.functional.pad(suffix_lens.cumsum(0), (1, 0))
-
-        temperature = micro_batch["temperature"]
-        per_row = torch.as_tensor(temperature, dtype=torch.float32, device=logits.device).expand(len(suffix_lens))
-        suffixes = micro_batch.copy()
-        suffixes["input_ids"] = torch.nested.nested_tensor_from_jagged(
-            self.tokens.input_ids[suffix_index], suffix_offsets
-        )
-        tu.assign_non_tensor(suffixes, use_remove_padding=True)
-        output_args = {
-            "temperature_is_one": not isinstance(temperature, torch.Tensor) and float(temperature) == 1.0,
-            "temperature_rmpad": per_row.repeat_interleave(suffix_lens),
-            # A suffix token's label is the next token of its own row, which a roll of the packed row would not give.
-            "input_ids_rmpad_rolled": self.tokens.input_ids[suffix_index + 1],
-            "pad_size": 0,
-        }
-        outputs = self.engine.prepare_model_outputs(_Logits(logits.unsqueeze(0)), output_args, suffixes, None)
-
-        offsets = micro_batch["input_ids"].offsets()
-        starts = [self.tokens.offsets[row] for group in groups for row in group.rows]
-        shift = offsets[:-1] - torch.tensor(starts, device=offsets.device)
-        place = suffix_index + shift.repeat_interleave(suffix_lens)
+        """Every suffix token's outputs at its place in its row, zeros in the prompt: verl's nested full-length form."""
+        rows = [row for group in groups for row in group.rows]
+        suffix_lens = torch.tensor([n for group in groups for n in group.suffix_lens], device=offsets.device)
+        starts = torch.tensor([self.tokens.offsets[row] for row in rows], device=offsets.device)
+        place = layout.suffix_index.to(offsets.device) + (offsets[:-1] - starts).repeat_interleave(suffix_lens)
+        full = outputs.new_zeros(int(offsets[-1]), outputs.shape[-1]).index_copy(0, place, outputs)
         return {
-            name: torch.nested.nested_tensor_from_jagged(
-                x.values().new_zeros(int(offsets[-1])).index_copy(0, place, x.values()), offsets
-            )
-            for name, x in outputs.items()
+            name: torch.nested.nested_tensor_from_jagged(column, offsets)
+            for name, column in zip(self.names, full.unbind(-1), strict=True)
         }
 
     def outputs(self, plan: waves.Plan) -> tuple[list[dict], list[list[int]]]:

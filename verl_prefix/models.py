@@ -4,10 +4,11 @@ Our attention is registered with transformers' AttentionInterface, and a pass se
 verl's own paths keep the implementation that the user chose.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 
 import torch
+from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 
 from verl_prefix.attention import AttentionPass, GroupedAttention
@@ -17,6 +18,9 @@ ATTENTION_NAME = "verl_prefix"
 
 # Config attributes of layers that carry state from token to token other than by attention over K/V.
 _STATEFUL = ("mamba_d_state", "mamba_d_ssm", "ssm_state_size", "state_size", "linear_conv_kernel_dim", "conv_L_cache")
+
+# Config attributes by which a model changes logits behind lm_head: there the outputs need all logits at once.
+_AFTER_LM_HEAD = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
 
 
 def unsupported_reasons(config: PretrainedConfig) -> list[str]:
@@ -105,30 +109,63 @@ def grouped_attention(model: PreTrainedModel) -> Iterator[None]:
         config._attn_implementation = chosen
 
 
-def kept_logits(
-    model: PreTrainedModel, input_ids: torch.Tensor, position_ids: torch.Tensor, keep: torch.Tensor, job: AttentionPass
+def token_outputs(
+    model: PreTrainedModel,
+    input_ids: torch.Tensor,
+    position_ids: torch.Tensor,
+    keep: torch.Tensor,
+    job: AttentionPass,
+    outputs: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    chunk_tokens: int,
 ) -> torch.Tensor:
-    """Logits [len(keep), vocabulary] of one packed row; call it inside `grouped_attention`.
+    """What `outputs` makes of the logits of one packed row, [n, k]; call it inside `grouped_attention`.
+
+    lm_head runs inside the model's forward, so that FSDP2 has its weight unsharded, on at most `chunk_tokens` tokens at
+    a time; more than one chunk is checkpointed, so that never more than chunk_tokens x vocabulary logits exist.
 
     Args:
         input_ids: [T] int64. position_ids: [T] int64. keep: [n] int64, the tokens that go through lm_head.
+        outputs: (rows of `keep` [m] int64, their logits [m, vocabulary]) -> [m, k].
 
     Raises:
         RuntimeError: some attention layer did not go through our attention.
     """
     calls = job.num_calls
-    output = model(
-        input_ids=input_ids.unsqueeze(0),
-        position_ids=position_ids.unsqueeze(0),
-        attention_mask=None,
-        use_cache=False,
-        logits_to_keep=keep,
-        prefix_pass=job,
-    )
+    lm_head = model.get_output_embeddings()
+    rows = torch.arange(len(keep), device=keep.device)
+
+    def chunked(hidden: torch.Tensor) -> torch.Tensor:
+        def chunk(rows_chunk: torch.Tensor, hidden_chunk: torch.Tensor) -> torch.Tensor:
+            return outputs(rows_chunk, type(lm_head).forward(lm_head, hidden_chunk))
+
+        pieces = list(zip(rows.split(chunk_tokens), hidden[0].split(chunk_tokens), strict=True))
+        if len(pieces) == 1:
+            return chunk(*pieces[0]).unsqueeze(0)
+        return torch.cat([checkpoint(chunk, *piece, use_reentrant=False) for piece in pieces]).unsqueeze(0)
+
+    whole = [name for name in _AFTER_LM_HEAD if getattr(_text_config(model), name, None) not in (None, 1, 1.0)]
+    with nullcontext() if whole else _forward_replaced(lm_head, chunked):
+        logits = model(
+            input_ids=input_ids.unsqueeze(0),
+            position_ids=position_ids.unsqueeze(0),
+            attention_mask=None,
+            use_cache=False,
+            logits_to_keep=keep,
+            prefix_pass=job,
+        ).logits[0]
     layers = _text_config(model).num_hidden_layers
     if job.num_calls - calls != layers:
         raise RuntimeError(
             f"{job.num_calls - calls} of {layers} layers of {type(model).__name__} used the shared-prefix attention; "
             "its code bypasses transformers' attention interface: set model_engine=dp"
         )
-    return output.logits[0]
+    return outputs(rows, logits) if whole else logits
+
+
+@contextmanager
+def _forward_replaced(module: torch.nn.Module, forward: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
+    module.forward = forward
+    try:
+        yield
+    finally:
+        del module.forward

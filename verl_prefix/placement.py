@@ -211,12 +211,10 @@ def _fullest_bin_first(pieces: list[_Piece], bins: list[_Bin], piece_of: _PieceO
 
 
 def _split(piece: _Piece, bins: list[_Bin], piece_of: _PieceOf) -> None:
+    """Cuts a piece over the emptiest bins: filling the largest rooms takes the fewest."""
     rows = piece.rows
     while rows:
-        # Emptying the largest rooms takes the fewest bins; the last part takes the tightest room that holds it.
         target = max(bins, key=lambda b: (b.room, -b.cost))
-        if target.room >= len(rows):
-            target = min((b for b in bins if b.room >= len(rows)), key=lambda b: (b.room, b.cost))
         part, rows = rows[: target.room], rows[target.room :]
         target.add(piece_of(part, piece.group))
 

@@ -7,7 +7,7 @@
 
 packed is Prefix Grouper (arXiv 2506.05433) with merged attention; phased is schedule-level reuse, for groups that do
 not fit one pass: B needs the memory of one wave, and A and C happen once however many waves there are. The stock actor
-computes P once per suffix instead. Knows neither verl nor losses: a pass's logits go to `step`.
+computes P once per suffix instead. Knows neither verl nor losses: logits go to `outputs`, what that returns to `step`.
 """
 
 import time
@@ -21,11 +21,13 @@ import torch
 from verl_prefix.attention import AttentionPass
 from verl_prefix.groups import Group
 from verl_prefix.layout import Layout, build_layout, dummy_layout, prefix_layout
-from verl_prefix.models import grouped_attention, kept_logits
+from verl_prefix.models import grouped_attention, token_outputs
 from verl_prefix.prefix_cache import PrefixCache
 from verl_prefix.waves import Plan, Work
 
-# (rows, layout, logits [suffix tokens, vocabulary]) -> loss of these rows
+# (suffix tokens' places in the batch's flat values [n], their logits [n, vocabulary]) -> what the loss needs [n, k]
+Outputs = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+# (groups, layout, outputs of all suffix tokens [n, k]) -> loss of these rows
 Step = Callable[[Sequence[Group], Layout, torch.Tensor], torch.Tensor]
 
 
@@ -43,7 +45,8 @@ class Schedule:
 
     Args:
         model: HF causal LM (may be the FSDP2 root: every forward enters through it, so that its hooks run).
-        step: gets each pass's rows, layout and logits, keeps what it needs and returns the loss.
+        outputs: what to keep of logits, per token (log-prob, entropy); gets at most `logits_chunk` tokens at a time.
+        step: gets each pass's groups, layout and outputs, keeps what it needs and returns the loss.
         backward: what to do with a loss; None for a forward-only run, which the caller wraps in `torch.no_grad`.
         forward_context: context of one forward and its loss, not of backward (autocast).
         gradient_sync: context of one backward, given whether it is the run's last (verl's `_gradient_sync_context`).
@@ -53,18 +56,22 @@ class Schedule:
     def __init__(
         self,
         model: torch.nn.Module,
+        outputs: Outputs,
         step: Step,
         backward: Callable[[torch.Tensor], None] | None,
         gradient_sync: Callable[[bool], AbstractContextManager] = lambda last: nullcontext(),
         forward_context: Callable[[], AbstractContextManager] = nullcontext,
         kernel: str = "auto",
+        logits_chunk: int = 4096,
     ) -> None:
         self.model = model
+        self.outputs = outputs
         self.step = step
         self.backward = backward
         self.gradient_sync = gradient_sync
         self.forward_context = forward_context
         self.kernel = kernel
+        self.logits_chunk = logits_chunk
         self.seconds: dict[str, float] = {}
 
     def run(self, tokens: TokenBatch, plan: Plan) -> None:
@@ -102,21 +109,29 @@ class Schedule:
         layout = prefix_layout(groups, tokens.offsets) if shared else dummy_layout()
         job = AttentionPass(layout, self.kernel, capture=cache)
         with self.forward_context():
-            return self._logits(tokens, layout, slice(-1, None), job)
+            return self._forward(tokens, layout, slice(-1, None), job, _sum_logits)
 
     def _suffixes(self, tokens: TokenBatch, groups: Sequence[Group], layout: Layout, cache: PrefixCache | None) -> None:
         job = AttentionPass(layout, self.kernel, cache=cache)
         with self.forward_context():
-            logits = self._logits(tokens, layout, slice(layout.num_prefix, None), job)
-            loss = self.step(groups, layout, logits) if groups else logits.sum() * 0.0
+            outputs = self._forward(
+                tokens, layout, slice(layout.num_prefix, None), job, self.outputs if groups else _sum_logits
+            )
+            loss = self.step(groups, layout, outputs) if groups else outputs.sum() * 0.0
         if self.backward is not None:
             self.backward(loss)
 
-    def _logits(self, tokens: TokenBatch, layout: Layout, keep: slice, job: AttentionPass) -> torch.Tensor:
+    def _forward(
+        self, tokens: TokenBatch, layout: Layout, keep: slice, job: AttentionPass, outputs: Outputs
+    ) -> torch.Tensor:
         device = tokens.input_ids.device
         index = layout.index.to(device)
         kept = torch.arange(layout.num_tokens, device=device)[keep]
-        return kept_logits(self.model, tokens.input_ids[index], tokens.position_ids[index], kept, job)
+        place = index[kept]
+        return token_outputs(
+            self.model, tokens.input_ids[index], tokens.position_ids[index], kept, job,
+            lambda rows, logits: outputs(place[rows], logits), self.logits_chunk,
+        )  # fmt: skip
 
     @contextmanager
     def _timed(self, phase: str) -> Iterator[None]:
@@ -125,3 +140,8 @@ class Schedule:
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - start
+
+
+def _sum_logits(place: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+    """Outputs of a pass that nobody reads: something to start a backward from."""
+    return logits.sum(-1, keepdim=True)

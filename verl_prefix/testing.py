@@ -166,13 +166,15 @@ def run_shared(
         weights[start + len(prompt) : start + len(prompt) + len(weight)] = weight
     log_probs = torch.zeros(len(tokens.input_ids), dtype=next(model.parameters()).dtype)
 
-    def step(groups: Sequence[Group], layout: Layout, logits: torch.Tensor) -> torch.Tensor:
-        place = layout.suffix_index + 1
-        found = logits.log_softmax(-1).gather(-1, tokens.input_ids[place].unsqueeze(-1)).squeeze(-1)
-        log_probs[place] = found.detach().to(log_probs.dtype)
-        return (found * weights[place].to(found.dtype)).sum()
+    def outputs(place: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        return logits.log_softmax(-1).gather(-1, flat[place + 1].unsqueeze(-1))
 
-    runner = Schedule(model, step, torch.Tensor.backward if train else None, kernel=kernel, **schedule_args)
+    def step(groups: Sequence[Group], layout: Layout, found: torch.Tensor) -> torch.Tensor:
+        place = layout.suffix_index + 1
+        log_probs[place] = found[:, 0].detach().to(log_probs.dtype)
+        return (found[:, 0] * weights[place].to(found.dtype)).sum()
+
+    runner = Schedule(model, outputs, step, torch.Tensor.backward if train else None, kernel=kernel, **schedule_args)
     with torch.set_grad_enabled(train):
         runner.run(edit(tokens, plan), plan)
     return [

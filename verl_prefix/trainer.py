@@ -27,7 +27,7 @@ class PrefixPPOTrainerSync(PPOTrainerSync):
         if config.actor_rollout_ref.actor.shuffle:
             raise ValueError(
                 "actor_rollout_ref.actor.shuffle=True reorders rows after placement and splits groups over "
-                f"mini-batches; set actor_rollout_ref.actor.shuffle=False, or trainer.v1.trainer_mode=sync instead of "
+                "mini-batches; set actor_rollout_ref.actor.shuffle=False, or trainer.v1.trainer_mode=sync instead of "
                 f"{TRAINER_MODE}"
             )
         if config.trainer.v1.get(TRAINER_MODE):

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verl_prefix.placement import LINEAR_COST, Placement, place, shared_workload
+from verl_prefix.placement import LINEAR_COST, Placement, _Bin, _Piece, _swap, place, shared_workload
 
 
 @st.composite
@@ -107,6 +107,14 @@ def test_no_more_groups_are_split_than_must_be(sizes, dp_size, num_mini_batches,
     assert placement.split_groups == split
 
 
+def test_a_group_is_split_over_as_few_bins_as_possible():
+    sizes = [7, 6, 5, 5, 5]
+    keys = [group for group, size in enumerate(sizes) for _ in range(size)] + [None] * 4
+    placement = place(keys, [100] * 32, [50] * 32, dp_size=4)
+    bins = [{keys[row] for row in rows} for rows in bins_of(placement, 4, 1)]
+    assert sorted(sum(group in b for b in bins) for group in range(5)) == [1, 1, 1, 1, 2]
+
+
 def test_a_group_longer_than_a_bin_fills_whole_bins():
     keys = ["giant"] * 8 + ["a"] * 2 + ["b"] * 2 + ["c"] * 2 + ["d"] * 2
     placement = place(keys, [100] * 16, [50] * 16, dp_size=4)
@@ -156,6 +164,34 @@ def test_ranks_of_one_mini_batch_finish_together():
     placement = place(keys, [prefixes[key] for key in keys], [7] * 12, dp_size=2, num_mini_batches=2)
     assert placement.imbalance == 1.0
     assert sorted(rank[0] for rank in placement.bin_costs) != sorted(rank[1] for rank in placement.bin_costs)
+
+
+def test_ranks_have_similar_totals_for_the_log_prob_passes():
+    suffixes = [1000, 800, 600, 400]
+    placement = place(list(range(4)), [0] * 4, suffixes, dp_size=2, num_mini_batches=2, linear_cost=1)
+    costs = sorted(sum(rank) for rank in placement.bin_costs)
+    assert costs == sorted(length + length**2 + other + other**2 for length, other in ((1000, 400), (800, 600)))
+
+
+def test_a_mini_batch_of_long_groups_is_not_always_the_first():
+    placement = place(list(range(4)), [10, 10, 900, 900], [5] * 4, dp_size=2, num_mini_batches=2)
+    assert sorted(placement.order[::2]) == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("costly", "cheap"),
+    [
+        (
+            [_Piece((0, 1), 100, group=0), _Piece((5, 6, 7), 50, group=2)],
+            [_Piece((2,), 10, group=0), _Piece((3, 4), 40, group=1)],
+        ),
+        ([_Piece((0, 1), 100, group=1), _Piece((2,), 10, group=0)], [_Piece((3, 4), 10, group=0)]),
+    ],
+)
+def test_swaps_never_bring_two_pieces_of_a_split_group_into_one_bin(costly, cheap):
+    bins = [_Bin(0, sum(piece.cost for piece in pieces), list(pieces)) for pieces in (costly, cheap)]
+    _swap(bins)
+    assert [b.pieces for b in bins] == [costly, cheap]
 
 
 @pytest.mark.parametrize("smallest", [8, 5])

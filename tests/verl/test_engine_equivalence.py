@@ -15,6 +15,7 @@ from verl_prefix.testing import write_tiny_model
 
 TOLERANCE = 5e-6  # fp32, relative, of design.md
 
+OURS = ("schedule", "wave_tokens", "logits_chunk", "attention")  # options of the prefix engine alone
 # What differs from the default case: keys of `_batch`, `_engines` or `_loss`.
 CASES = {
     "default": {},
@@ -39,6 +40,10 @@ CASES = {
     },
     "gradient_checkpointing": {"gradient_checkpointing": True},
     "gradient_checkpointing_phased": {"gradient_checkpointing": True, "schedule": "phased", "wave_tokens": 40},
+    "logits_in_chunks": {"logits_chunk": 7},
+    "logits_in_chunks_with_entropy_checkpointing": {"logits_chunk": 7, "entropy_checkpointing": True},
+    "logits_in_chunks_phased_checkpointed": {"logits_chunk": 7, "schedule": "phased", "gradient_checkpointing": True},
+    "sum_pi_squared": {"calculate_sum_pi_squared": True, "logits_chunk": 7},
     "sync_every_pass": {"use_no_sync": False, "budget": 90},
     "reshard_off": {"reshard_after_forward": False, "schedule": "phased", "wave_tokens": 40},
     "no_uid": {"uid": False},
@@ -106,6 +111,7 @@ def _batch(rank: int, vocab: int, options: dict):
         "micro_batch_size_per_gpu": options.get("micro_batch_size_per_gpu", 2),
         "use_remove_padding": options.get("use_remove_padding", True),
         "calculate_entropy": options.get("calculate_entropy", True),
+        "calculate_sum_pi_squared": options.get("calculate_sum_pi_squared", False),
         "global_batch_size": 20,
     }
     if "temperature" not in fields:
@@ -139,7 +145,7 @@ def _engine(backend: str, model_path: str, options: dict, forward_only: bool = F
         entropy_checkpointing=options.get("entropy_checkpointing", False),
     )
     if backend == "prefix":
-        prefix = {key: options[key] for key in ("schedule", "wave_tokens", "attention") if key in options}
+        prefix = {key: options[key] for key in OURS if key in options}
         engine_config = PrefixEngineConfig(**shared, prefix=PrefixConfig(**prefix))
     else:
         engine_config = FSDPEngineConfig(**shared, strategy="fsdp2")
@@ -208,7 +214,9 @@ def _relative(ours: torch.Tensor, stock: torch.Tensor) -> float:
 
 def _compare(ours: dict, stock: dict) -> dict:
     errors = {
-        name: _relative(ours[name], stock[name]) for name in ("log_probs", "entropy") if name in stock and name in ours
+        name: _relative(ours[name], stock[name])
+        for name in ("log_probs", "entropy", "sum_pi_squared")
+        if name in stock and name in ours
     }
     errors["outputs"] = float(set(stock) ^ set(ours) != set())
     errors["lens"] = float((ours["lens"] != stock["lens"]).any())
@@ -227,7 +235,7 @@ def _worker(rank: int, world: int, rendezvous: str, models: dict, cases: dict, o
     results, stock_cache = {}, {}
     for name, options in cases.items():
         path = models[options.get("family", "qwen3")]
-        stock_options = {k: v for k, v in options.items() if k not in ("schedule", "wave_tokens", "attention")}
+        stock_options = {k: v for k, v in options.items() if k not in OURS}
         key = repr(sorted(stock_options.items()))
         if key not in stock_cache:
             stock_cache[key] = _measure("fsdp2", path, rank, stock_options)

@@ -23,7 +23,7 @@ from verl.utils.seqlen_balancing import calculate_workload, log_seqlen_unbalance
 from verl.utils.tensordict_utils import make_iterator
 
 from verl_prefix.placement import LINEAR_COST
-from verl_prefix.trainer import PrefixPPOTrainerSync
+from verl_prefix.trainer import PrefixPPOTrainerSync, _describe_rows
 
 STOCK_METRICS = {"min", "max", "minmax_diff", "balanced_min", "balanced_max", "mean"}
 
@@ -131,6 +131,13 @@ def test_failed_rollouts_are_padded_and_groups_stay_whole(transfer_queue):
     assert metrics["prefix/split_groups"] == 0
 
 
+def test_padding_rows_are_no_group_that_could_be_split(transfer_queue):
+    metrics = {}
+    balanced = build_trainer(4, 8, [0, 1])._balance_batch(build_batch([7] * 4), metrics)
+    per_rank = [sum(balanced.keys[row] in transfer_queue for row in rows) for rows in rows_per_rank(balanced, 2)]
+    assert (per_rank, metrics["prefix/split_groups"]) == ([2, 2], 0)
+
+
 def test_groups_that_equal_row_counts_tear_apart_are_counted():
     metrics = {}
     build_trainer(3, 4, [0, 1])._balance_batch(build_batch([4] * 3), metrics)
@@ -164,8 +171,14 @@ def test_a_batch_without_actor_update_is_one_mini_batch():
     trainer = build_trainer(4, 5, [0, 1])
     trainer.config.trainer.critic_warmup = 10
     assert trainer._get_required_batch_multiple(2) == 2
-    assert trainer._num_mini_batches(num_rows=30, dp_size=2) == 1
+    assert trainer._num_mini_batches(num_rows=50, dp_size=2) == 1
     assert trainer._num_mini_batches(num_rows=60, dp_size=2) == 3
+
+
+def test_rows_are_described_by_keys_and_tags_alone():
+    tags = [{"prompt_len": 40, "response_len": 7}, {"prompt_len": 127, "response_len": 1, "is_padding": True}]
+    batch = KVBatchMeta(keys=["a-b_3_0", "pad1f_0_0"], tags=tags, partition_id="train")
+    assert _describe_rows(batch) == (["a-b", None], [39, 126], [7, 1])
 
 
 def test_rows_without_length_tags_are_refused_by_name():

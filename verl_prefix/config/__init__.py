@@ -24,22 +24,24 @@ class PrefixConfig(BaseConfig):
 
     schedule: str = "auto"
     wave_tokens: int | None = None
+    logits_chunk: int = 4096
     attention: str = "auto"
 
     def __post_init__(self) -> None:
         for key, value, allowed in (("schedule", self.schedule, SCHEDULES), ("attention", self.attention, ATTENTION)):
             if value not in allowed:
                 raise ValueError(f"actor_rollout_ref.actor.prefix.{key}={value!r}: set one of {', '.join(allowed)}")
-        if self.wave_tokens is not None and (not isinstance(self.wave_tokens, int) or self.wave_tokens < 1):
-            raise ValueError(
-                f"actor_rollout_ref.actor.prefix.wave_tokens={self.wave_tokens!r}: set a number of tokens >= 1, or null"
-            )
+        for key, value in (
+            ("wave_tokens", 1 if self.wave_tokens is None else self.wave_tokens),
+            ("logits_chunk", self.logits_chunk),
+        ):
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"actor_rollout_ref.actor.prefix.{key}={value!r}: set a number of tokens >= 1")
 
 
-def _refuse(conditions: dict[str, bool]) -> None:
-    for message, found in conditions.items():
-        if found:
-            raise ValueError(message)
+def _refuse(found: object, message: str) -> None:
+    if found:
+        raise ValueError(message)
 
 
 @dataclass
@@ -55,22 +57,27 @@ class PrefixEngineConfig(FSDPEngineConfig):
 
     def __post_init__(self) -> None:
         _refuse(
-            {
-                f"strategy={self.strategy!r}: the prefix engine shards with FSDP2 only; set strategy to prefix or "
-                "fsdp2": self.strategy not in ("prefix", "fsdp2"),
-                f"ulysses_sequence_parallel_size={self.ulysses_sequence_parallel_size}: the prefix engine does not "
-                "split sequences over ranks; set actor_rollout_ref.actor.ulysses_sequence_parallel_size=1 or "
-                "model_engine=dp": self.ulysses_sequence_parallel_size > 1,
-                "pad_to_length=True: the prefix engine packs without padding; set "
-                "actor_rollout_ref.actor.pad_to_length=False": self.pad_to_length,
-            }
+            self.strategy not in ("prefix", "fsdp2"),
+            f"strategy={self.strategy!r}: the prefix engine shards with FSDP2 only; set strategy to prefix or fsdp2",
+        )
+        _refuse_sequence_parallel("fsdp_config", self.ulysses_sequence_parallel_size)
+        _refuse(
+            self.pad_to_length,
+            "pad_to_length=True: the prefix engine packs without padding; set "
+            "actor_rollout_ref.actor.pad_to_length=False",
         )
         # verl's own check knows only its own names (verl/workers/config/engine.py).
         object.__setattr__(self, "strategy", "fsdp2")
         super().__post_init__()
         object.__setattr__(self, "strategy", "prefix")
-        if not isinstance(self.prefix, PrefixConfig):
-            object.__setattr__(self, "prefix", PrefixConfig(**self.prefix))
+
+
+def _refuse_sequence_parallel(section: str, size: int) -> None:
+    _refuse(
+        size > 1,
+        f"{section}.ulysses_sequence_parallel_size={size}: the prefix engine does not split sequences over ranks; set "
+        "it to 1, or model_engine=dp",
+    )
 
 
 @dataclass
@@ -86,24 +93,15 @@ class PrefixActorConfig(FSDPActorConfig):
     fsdp_config: PrefixEngineConfig = field(default_factory=PrefixEngineConfig)
 
     def __post_init__(self) -> None:
-        if self.strategy not in ("prefix", "fsdp2"):
-            raise ValueError(
-                f"actor_rollout_ref.actor.strategy={self.strategy!r}: model_engine=prefix shards with FSDP2; remove "
-                "the override or set actor_rollout_ref.actor.strategy=fsdp2"
-            )
+        key = "actor_rollout_ref.actor"
         _refuse(
-            {
-                "actor_rollout_ref.actor.shuffle=True tears groups apart at mini-batch edges; set "
-                "actor_rollout_ref.actor.shuffle=False": self.shuffle,
-                f"actor_rollout_ref.actor.ulysses_sequence_parallel_size={self.ulysses_sequence_parallel_size}: the "
-                "prefix engine does not split sequences over ranks; set it to 1 or model_engine=dp": (
-                    self.ulysses_sequence_parallel_size > 1
-                ),
-                "actor_rollout_ref.actor.use_prefix_grouper=True does nothing in verl 0.9; remove it": (
-                    self.use_prefix_grouper
-                ),
-            }
+            self.strategy not in ("prefix", "fsdp2"),
+            f"{key}.strategy={self.strategy!r}: model_engine=prefix shards with FSDP2; remove the override or set "
+            f"{key}.strategy=fsdp2",
         )
+        _refuse(self.shuffle, f"{key}.shuffle=True tears groups apart at mini-batch edges; set {key}.shuffle=False")
+        _refuse(self.use_prefix_grouper, f"{key}.use_prefix_grouper=True does nothing in verl 0.9; remove it")
+        _refuse_sequence_parallel(key, self.ulysses_sequence_parallel_size)
         super().__post_init__()
         object.__setattr__(self.engine, "strategy", "prefix")
         object.__setattr__(self.engine, "prefix", self.prefix)
@@ -115,10 +113,9 @@ class PrefixActorConfig(FSDPActorConfig):
             ValueError: a model family, checkpointing or kernel option that the shared-prefix path does not support.
         """
         super().validate(n_gpus, train_batch_size, model_config)
-        if model_config is None or self.prefix.schedule == "stock":
-            return
-        check_model_options(model_config)
-        check_model_family(model_config)
+        if model_config is not None and self.prefix.schedule != "stock":
+            check_model_options(model_config)
+            check_model_family(model_config)
 
 
 def check_model_options(model_config: Any) -> None:
@@ -129,14 +126,14 @@ def check_model_options(model_config: Any) -> None:
     """
     key = "actor_rollout_ref.model"
     _refuse(
-        {
-            f"{key}.enable_activation_offload=True with {key}.enable_gradient_checkpointing=True checkpoints "
-            "reentrantly (verl/utils/activation_offload.py), which loses the prefix gradient; set one of them to False": bool(
-                model_config.get("enable_activation_offload") and model_config.get("enable_gradient_checkpointing")
-            ),
-            f"{key}.use_fused_kernels=True computes log-probs for every token, prefixes too; set "
-            f"{key}.use_fused_kernels=False": bool(model_config.get("use_fused_kernels")),
-        }
+        model_config.get("enable_activation_offload") and model_config.get("enable_gradient_checkpointing"),
+        f"{key}.enable_activation_offload=True with {key}.enable_gradient_checkpointing=True checkpoints reentrantly "
+        "(verl/utils/activation_offload.py), which loses the prefix gradient; set one of them to False",
+    )
+    _refuse(
+        model_config.get("use_fused_kernels"),
+        f"{key}.use_fused_kernels=True computes log-probs of every token, prefixes too; set {key}.use_fused_kernels="
+        "False (actor.prefix.logits_chunk bounds the memory of logits)",
     )
 
 

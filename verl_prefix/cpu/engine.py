@@ -7,6 +7,8 @@ from verl.utils.device import get_device_name
 from verl.workers.engine.base import EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
+from verl_prefix.cpu.platform import is_selected
+
 # Before any engine sets it: an actor and its ref model live in one process.
 _HOST_THREADS = torch.get_num_threads()
 
@@ -43,6 +45,9 @@ class CPUEngineMixin:
             object.__setattr__(config, "forward_only", forward_only)
 
 
-@EngineRegistry.register(model_type="language_model", backend="fsdp2", device="cpu")
 class CPUFSDPEngine(CPUEngineMixin, FSDPEngineWithLMHead):
     """``model_engine=dp actor_rollout_ref.actor.strategy=fsdp2`` on CPU: the stock engine."""
+
+
+if is_selected():
+    EngineRegistry.register(model_type="language_model", backend="fsdp2", device="cpu")(CPUFSDPEngine)

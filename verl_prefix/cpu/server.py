@@ -121,7 +121,7 @@ class HFServer:
     """A plain class, so that tests need no Ray; `HFReplica` makes it a Ray actor."""
 
     def __init__(self, config: RolloutConfig, model_config: DictConfig | HFModelConfig) -> None:
-        """Load the model from ``model_config.local_path`` in ``config.dtype``."""
+        """Load the model from ``model_config.local_path`` in ``config.dtype``; threads are OMP_NUM_THREADS."""
         model_config = omega_conf_to_dataclass(model_config)
         self.config = config
         self.model = AutoModelForCausalLM.from_pretrained(
