@@ -261,16 +261,20 @@ def _swap(bins: list[_Bin]) -> None:
 
 
 def _arrange(bins: list[_Bin], dp_size: int) -> list[list[_Bin]]:
-    """Assigns bins to `[rank][k]`: bins of similar cost run at the same time, ranks get similar totals.
+    """Assigns bins to `[rank][k]` so that ranks get similar totals.
 
-    Mini-batches then follow the order of their first rows, so that long groups are not always trained first.
+    Mini-batches follow the order of their first rows and not the cost: bins are balanced already, and mini-batches of
+    similarly long groups would train on short and long prompts by turns.
     """
-    costly_first = sorted(bins, key=lambda b: -b.cost)
-    mini_batches = [costly_first[start : start + dp_size] for start in range(0, len(bins), dp_size)]
-    mini_batches.sort(key=lambda mini_batch: min((p.rows for b in mini_batch for p in b.pieces), default=()))
+    in_order = sorted(bins, key=lambda b: min((piece.rows for piece in b.pieces), default=()))
+    mini_batches = [in_order[start : start + dp_size] for start in range(0, len(bins), dp_size)]
     grid: list[list[_Bin]] = [[] for _ in range(dp_size)]
     for mini_batch in mini_batches:
         # The log-prob passes run a rank's mini-batches as one batch: totals matter there.
-        for rank, b in zip(sorted(grid, key=lambda rank: sum(b.cost for b in rank)), mini_batch, strict=True):
+        for rank, b in zip(
+            sorted(grid, key=lambda rank: sum(b.cost for b in rank)),
+            sorted(mini_batch, key=lambda b: -b.cost),
+            strict=True,
+        ):
             rank.append(b)
     return grid

@@ -69,6 +69,13 @@ class PrefixPPOTrainerSync(PPOTrainerSync):
         batch.reorder(placement.order)
         return batch
 
+    def _update_actor(self, batch: KVBatchMeta, metrics: dict[str, float]) -> KVBatchMeta:
+        """verl's update; it files the engine's metrics under `actor/`, ours go back to `prefix/` and `timing_s/`."""
+        batch = super()._update_actor(batch, metrics)
+        for name in [name for name in metrics if name.startswith(("actor/prefix/", "actor/timing_s/prefix_"))]:
+            metrics[name.removeprefix("actor/")] = metrics.pop(name)
+        return batch
+
     def _num_mini_batches(self, num_rows: int, dp_size: int) -> int:
         """Mini-batches per rank that `train_mini_batch` (verl/workers/engine_workers.py) makes of `num_rows` rows."""
         actor, rollout = self.config.actor_rollout_ref.actor, self.config.actor_rollout_ref.rollout

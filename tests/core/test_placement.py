@@ -158,12 +158,12 @@ def test_long_prefixes_are_spread_over_ranks():
     assert placement.imbalance == 1.0
 
 
-def test_ranks_of_one_mini_batch_finish_together():
+def test_mini_batches_do_not_sort_groups_by_length():
     prefixes = [9000, 100, 9000, 100]
     keys = [group for group in range(4) for _ in range(3)]
     placement = place(keys, [prefixes[key] for key in keys], [7] * 12, dp_size=2, num_mini_batches=2)
-    assert placement.imbalance == 1.0
-    assert sorted(rank[0] for rank in placement.bin_costs) != sorted(rank[1] for rank in placement.bin_costs)
+    for k in range(2):
+        assert len({rank[k] for rank in placement.bin_costs}) == 2, "one long and one short group per mini-batch"
 
 
 def test_ranks_have_similar_totals_for_the_log_prob_passes():
@@ -217,7 +217,7 @@ def test_balance_beats_rows_in_their_given_order(smallest):
     ]
     naive = sum(max(in_order[k::2]) for k in range(2)) * 8 / sum(in_order)
     assert placement.split_groups == 0
-    assert placement.imbalance < 1.05 < naive
+    assert placement.imbalance - 1 < (naive - 1) / 2
 
 
 def test_ten_thousand_rows_over_a_thousand_bins_are_placed():
