@@ -1,0 +1,95 @@
+"""The prefix graph lives for one set of groups: after phase C, or an exception before it, nothing of it is left."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from verl_prefix import prefix_cache, schedule
+from verl_prefix.testing import random_rollouts, run_shared
+
+SHAPE = [(41, [9, 17, 5]), (23, [3, 11])]
+
+
+def build():
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, attn_implementation="sdpa",
+    )  # fmt: skip
+    return LlamaForCausalLM(config)
+
+
+@pytest.fixture
+def tracked(monkeypatch):
+    """Weak references to every captured K/V (live and leaf), every grad cache and every phase A output."""
+    refs: list[weakref.ref] = []
+    capture, add_grad = prefix_cache.PrefixCache.capture, prefix_cache.PrefixCache.add_grad
+    prefixes = schedule.Schedule._prefixes
+
+    def spy_capture(self, layer, k, v):
+        capture(self, layer, k, v)
+        refs.extend(weakref.ref(x) for x in (k, v, *self.read(layer)))
+
+    def spy_add_grad(self, layer, *args):
+        add_grad(self, layer, *args)
+        refs.extend(weakref.ref(x) for x in self._grad[layer])
+
+    def spy_prefixes(self, *args):
+        root = prefixes(self, *args)
+        refs.append(weakref.ref(root))
+        return root
+
+    monkeypatch.setattr(prefix_cache.PrefixCache, "capture", spy_capture)
+    monkeypatch.setattr(prefix_cache.PrefixCache, "add_grad", spy_add_grad)
+    monkeypatch.setattr(schedule.Schedule, "_prefixes", spy_prefixes)
+    return refs
+
+
+def left(refs: list[weakref.ref]) -> int:
+    gc.collect()
+    return sum(ref() is not None for ref in refs)
+
+
+def test_nothing_is_left_after_phase_c(tracked):
+    run_shared(build(), random_rollouts(SHAPE, 61), "phased", wave_tokens=12)
+    assert len(tracked) > 10 and left(tracked) == 0
+
+
+@pytest.mark.parametrize("where", ["first wave", "last wave", "phase C"])
+def test_nothing_is_left_after_an_exception_between_a_and_c(tracked, monkeypatch, where):
+    if where == "phase C":
+        monkeypatch.setattr(torch.autograd, "backward", lambda *args: (_ for _ in ()).throw(FloatingPointError(where)))
+        backward = lambda loss: None  # noqa: E731
+    else:
+        countdown = iter([False, False, True] if where == "last wave" else [True])
+
+        def backward(loss):
+            if next(countdown, False):
+                raise FloatingPointError(where)
+
+    model, rollouts = build(), random_rollouts(SHAPE, 61)
+    real = schedule.Schedule.__init__
+    monkeypatch.setattr(
+        schedule.Schedule, "__init__", lambda self, m, o, s, b, **kw: real(self, m, o, s, backward, **kw)
+    )
+    with pytest.raises(FloatingPointError, match=where):
+        run_shared(model, rollouts, "phased", wave_tokens=20)
+    assert model.config._attn_implementation == "sdpa"
+    assert "forward" not in vars(model.lm_head)
+    assert len(tracked) > 5 and left(tracked) == 0
+
+
+def test_fifty_steps_leave_no_tensor_behind():
+    model, rollouts = build(), random_rollouts(SHAPE, 61)
+
+    def count_after(steps: int) -> int:
+        for _ in range(steps):
+            model.zero_grad()
+            run_shared(model, rollouts, "phased", wave_tokens=12)
+        gc.collect()
+        return sum(isinstance(x, torch.Tensor) for x in gc.get_objects())
+
+    assert count_after(3) == count_after(50)
