@@ -4,7 +4,10 @@ Everything but the row order is verl's synchronous trainer. verl balances by seq
 ranks and mini-batches; a rank can then share a prefix only among the rows that it happens to hold.
 """
 
+import copy
+
 from omegaconf import DictConfig, read_write
+from torch.utils.data import Dataset
 from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.v1.trainer_base import register_trainer
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
@@ -40,6 +43,10 @@ class PrefixPPOTrainerSync(PPOTrainerSync):
         with read_write(config.trainer.v1):
             config.trainer.v1.trainer_mode = "sync"
         super().__init__(config)
+
+    def _init_dataloader(self) -> None:
+        super()._init_dataloader()
+        _refuse_overlong_prompts(self.train_dataset)
 
     def _balance_batch(
         self,
@@ -84,6 +91,25 @@ class PrefixPPOTrainerSync(PPOTrainerSync):
         if num_rows % mini_batch_size or mini_batch_size % dp_size:
             return 1
         return num_rows // mini_batch_size
+
+
+def _refuse_overlong_prompts(dataset: Dataset) -> None:
+    """verl 0.9's v1 trainer reads neither `data.truncation` nor a prompt's length, and fails in the rollout, late.
+
+    Raises:
+        ValueError: prompts are neither filtered nor truncated, and some are longer than `data.max_prompt_length`.
+    """
+    if getattr(dataset, "filter_overlong_prompts", True) or dataset.truncation != "error":
+        return
+    probe = copy.copy(dataset)
+    probe.filter_overlong_prompts = True
+    num_rows = len(dataset.dataframe)
+    num_overlong = num_rows - len(probe.maybe_filter_out_long_prompts(dataset.dataframe))
+    if num_overlong:
+        raise ValueError(
+            f"{num_overlong} of {num_rows} training prompts are longer than data.max_prompt_length="
+            f"{dataset.max_prompt_length} tokens; raise it, or set data.filter_overlong_prompts=True to skip them"
+        )
 
 
 def _describe_rows(batch: KVBatchMeta) -> tuple[list[str | None], list[int], list[int]]:

@@ -25,191 +25,96 @@ WORDS = (60, 110)
 
 @dataclass(frozen=True)
 class Relation:
-    """One relation of a kind of entity. `noun` refers to the value, `ask` asks for it, `told` states it in text.
+    """A relation: its name, the kind of its value, a noun phrase and a question for the value, two sentences with it.
 
-    `target` is the kind of the value, or None where it is text that has no paragraph and ends a chain.
+    `target` is empty where the value is plain text without a paragraph, which ends a chain.
     """
 
     name: str
-    target: str | None
+    target: str
     noun: str
-    ask: str
-    told: tuple[str, ...]
+    question: str
+    told: tuple[str, str]
 
 
-RELATIONS = {
-    "novel": (
-        Relation(
-            "author", "person", "the author of {}", "Who wrote {}?", ("{s} was written by {o}.", "{o} wrote {s}.")
-        ),
-        Relation(
-            "publisher",
-            "company",
-            "the publisher of {}",
-            "Which company published {}?",
-            ("{s} was published by {o}.", "The publisher of {s} is {o}."),
-        ),
-        Relation(
-            "publication year",
-            None,
-            "",
-            "In which year did {} first appear?",
-            ("{s} first appeared in {o}.", "The first edition of {s} is dated {o}."),
-        ),
-    ),
-    "person": (
-        Relation(
-            "place of birth",
-            "town",
-            "the birthplace of {}",
-            "In which town was {} born?",
-            ("{s} was born in {o}.", "The birthplace of {s} is {o}."),
-        ),
-        Relation(
-            "employer",
-            "company",
-            "the employer of {}",
-            "Which company employs {}?",
-            ("{s} works for {o}.", "The employer of {s} is {o}."),
-        ),
-        Relation(
-            "teacher",
-            "person",
-            "the teacher of {}",
-            "Who taught {}?",
-            ("{s} was taught by {o}.", "The teacher of {s} was {o}."),
-        ),
-    ),
-    "company": (
-        Relation(
-            "founder",
-            "person",
-            "the founder of {}",
-            "Who founded {}?",
-            ("{s} was founded by {o}.", "The founder of {s} is {o}."),
-        ),
-        Relation(
-            "headquarters",
-            "town",
-            "the town where {} has its headquarters",
-            "In which town does {} have its headquarters?",
-            ("{s} has its headquarters in {o}.", "The headquarters of {s} are in {o}."),
-        ),
-        Relation(
-            "year of foundation",
-            None,
-            "",
-            "In which year was {} registered?",
-            ("{s} was registered in {o}.", "The register lists {s} since {o}."),
-        ),
-    ),
-    "town": (
-        Relation(
-            "river",
-            "river",
-            "the river that runs through {}",
-            "Which river runs through {}?",
-            ("{s} lies on the banks of the {o}.", "The {o} runs through {s}."),
-        ),
-        Relation(
-            "twin town",
-            "town",
-            "the twin town of {}",
-            "What is the twin town of {}?",
-            ("{s} is twinned with {o}.", "The twin town of {s} is {o}."),
-        ),
-        Relation(
-            "mayor",
-            "person",
-            "the mayor of {}",
-            "Who is the mayor of {}?",
-            ("The mayor of {s} is {o}.", "{s} is governed by its mayor, {o}."),
-        ),
-    ),
-    "river": (
-        Relation(
-            "mouth",
-            "lake",
-            "the lake that {} flows into",
-            "Which lake does {} flow into?",
-            ("The {s} flows into {o}.", "The mouth of the {s} is at {o}."),
-        ),
-        Relation(
-            "length",
-            None,
-            "",
-            "How long is {}?",
-            ("The {s} is {o} long.", "From spring to mouth the {s} measures {o}."),
-        ),
-    ),
-    "lake": (
-        Relation(
-            "largest island",
-            None,
-            "",
-            "What is the largest island in {}?",
-            ("The largest island in {s} is {o}.", "{o} is the largest island in {s}."),
-        ),
-        Relation(
-            "greatest depth",
-            None,
-            "",
-            "How deep is {} at its deepest point?",
-            ("{s} is {o} deep at its deepest point.", "At its deepest point {s} reaches {o}."),
-        ),
-    ),
-}
+def _relations(table: str) -> dict[str, list[Relation]]:
+    relations: dict[str, list[Relation]] = {}
+    for line in table.strip().splitlines():
+        kind, name, target, noun, question, *told = (cell.strip() for cell in line.split("|"))
+        relations.setdefault(kind, []).append(Relation(name, target, noun, question, tuple(told)))
+    return relations
 
-# Sentences that state no relation; {x} is filled with one of the words behind the bar.
+
+# kind | relation | target | noun | question | two ways to tell it
+RELATIONS = _relations("""
+novel|author|person|the author of {s}|Who wrote {s}?|{s} was written by {o}.|The author of {s} is {o}.
+novel|publisher|company|the publisher of {s}|Which company published {s}?|{o} published {s}.|{s} was published by {o}.
+novel|publication year|||In which year did {s} first appear?|{s} first appeared in {o}.|The first edition of {s} is of {o}.
+person|place of birth|town|the birthplace of {s}|In which town was {s} born?|{s} was born in {o}.|{s} is a native of {o}.
+person|employer|company|the employer of {s}|Which company employs {s}?|{s} works for {o}.|{o} employs {s}.
+person|teacher|person|the teacher of {s}|Who taught {s}?|{s} was taught by {o}.|The teacher of {s} was {o}.
+company|founder|person|the founder of {s}|Who founded {s}?|{s} was founded by {o}.|The founder of {s} is {o}.
+company|headquarters|town|the town where {s} is based|In which town is {s} based?|{s} is based in {o}.|{o} is where {s} is.
+company|year of foundation|||In which year was {s} founded?|{s} dates from {o}.|The register lists {s} since {o}.
+town|river|river|the river that runs through {s}|Which river runs through {s}?|{s} lies on the {o}.|The {o} crosses {s}.
+town|twin town|town|the twin town of {s}|What is the twin town of {s}?|{s} is twinned with {o}.|The twin of {s} is {o}.
+town|mayor|person|the mayor of {s}|Who is the mayor of {s}?|The mayor of {s} is {o}.|{s} is governed by its mayor, {o}.
+river|mouth|lake|the lake that {s} flows into|Which lake does {s} flow into?|The {s} flows into {o}.|The {s} ends in {o}.
+river|length|||How long is {s}?|The {s} is {o} long.|From spring to mouth the {s} measures {o}.
+lake|largest island|||What is the largest island in {s}?|{o} is the largest island in {s}.|No island in {s} is larger than {o}.
+lake|greatest depth|||What is the greatest depth of {s}?|The greatest depth of {s} is {o}.|{s} is up to {o} deep.
+""")
+
+# Sentences that state no relation, with the words that can fill {x}.
 FILLERS = {
-    "novel": (
-        "The story follows {x} through one long winter and ends where it began.|two sisters,a retired clerk,a ferryman",
-        "Critics of the time called the book {x} and argued about its last chapter for years.|slow,daring,plain,generous",
-        "A later edition restored {x} that the first printer had left out for lack of paper.|a preface,two maps,a poem",
-        "It has been read aloud on the radio and is still taught in schools as an example of {x}.|irony,patience,dialect",
-        "The manuscript was kept for decades in {x} before anybody thought of copying it.|a bakery,an attic,a bank vault",
-        "The opening scene, set at {x}, is the part that most readers remember and quote.|a market,a funeral,a ferry landing",
-    ),
-    "person": (
-        "Colleagues remember a careful worker who liked {x} and answered every letter by hand.|chess,long walks,old clocks",
-        "A collection of {x} was left to the public and can be seen by appointment.|letters,pressed flowers,tools,sketches",
-        "For some years illness made travel impossible, and most of the work was done from {x}.|a garden house,a small flat",
-        "Interviews were rare, and the few that exist are mostly about {x}.|gardening,the weather,food,music",
-        "A portrait painted late in life shows a tired face beside {x}.|an open window,a brown dog,a globe,a lamp",
-        "An early success with {x} brought a modest income and many visitors.|translations,lectures,a patent,radio talks",
-    ),
-    "company": (
-        "The firm began with {x} and a loan that was paid back within a few years.|one lathe,two rooms,a single press",
-        "At its height it kept several hundred people busy and ran {x} for their families.|a school,a bakery,an orchestra",
-        "A fire in the {x} destroyed most of the early records, and the rest are incomplete.|paint shop,warehouse,archive",
-        "Its products are known for {x} and are sold mainly through small shops.|plain design,low weight,bright colours",
-        "A merger was discussed more than once, but the {x} always voted against it.|owners,workers,board",
-        "Visitors can see {x} of the old works on two afternoons a month.|the boiler house,a model,the drawing office",
-    ),
-    "town": (
-        "The old quarter is known for {x} and for narrow streets that are closed to traffic.|timber houses,brick towers",
-        "A fair in {x} draws visitors from the whole district and fills every inn.|early spring,late autumn,midsummer",
-        "The railway came late, and the station still has its first {x}.|roof,clock,waiting room",
-        "Much of the work today is in {x}, while the old trades have almost gone.|health care,repair shops,printing",
-        "After a flood the lower streets were raised by {x} and paved again.|a metre,half a storey,two steps",
-        "The council building holds a small museum of {x} that opens on request.|weights and measures,bells,ceramics",
-    ),
-    "river": (
-        "Its upper course is steep and cold, and {x} are common below the falls.|trout,herons,otters,alders",
-        "Barges carried {x} on the lower stretch until the road was widened.|salt,timber,slate,grain",
-        "The water is {x} for most of the year and rises quickly after rain.|clear,brown,shallow,green",
-        "Three weirs were built to drive {x}, and one of them still turns.|saw mills,hammer mills,paper mills",
-        "A path for walkers follows the left bank, with {x} at regular intervals.|benches,shelters,stone markers",
-        "Old maps draw it too far to the {x}, an error that lasted for a century.|north,south,east,west",
-    ),
-    "lake": (
-        "In cold winters the surface freezes, and people cross it {x} to save the long way round.|on skates,on foot,by sledge",
-        "The shore is mostly {x}, with a few sandy bays where bathing is allowed.|reeds,rock,meadow,forest",
-        "Fishing is limited to {x}, and licences are drawn by lot each spring.|small boats,the western bay,four weeks",
-        "It was formed by {x}, and its outline has hardly changed since the first survey.|a glacier,a landslide,an old crater",
-        "A mail boat used to call at {x} twice a day and now runs only in summer.|five piers,seven villages,the old customs house",
-        "Divers have found {x} in the mud near the outflow, all of them well preserved.|dugout boats,coins,stone tools",
-    ),
+    "novel": {
+        "The story follows {x} through one long winter and ends where it began.": "two sisters, a retired clerk",
+        "Critics of the time called the book {x} and argued about its last chapter for years.": "slow, daring, plain",
+        "A later edition restored {x} that the first printer had left out for lack of paper.": "a preface, two maps",
+        "It has been read aloud on the radio and is still taught in schools as a model of {x}.": "irony, patience",
+        "The manuscript was kept for decades in {x} before anybody thought of copying it.": "a bakery, an attic",
+        "The opening scene, set at {x}, is the part that most readers remember and quote.": "a market, a funeral",
+    },
+    "person": {
+        "Colleagues remember a careful worker who liked {x} and answered every letter by hand.": "chess, old clocks",
+        "A collection of {x} was left to the public and can be seen by appointment.": "letters, tools, sketches",
+        "For some years illness made travel impossible, and most of the work was done from {x}.": "a barn, a flat",
+        "Interviews were rare, and the few that exist are mostly about {x}.": "gardening, the weather, food, music",
+        "A portrait painted late in life shows a tired face beside {x}.": "an open window, a brown dog, a lamp",
+        "An early success with {x} brought a modest income and many visitors.": "translations, lectures, a patent",
+    },
+    "company": {
+        "The firm began with {x} and a loan that was paid back within a few years.": "one lathe, two rooms, a cart",
+        "At its height it kept several hundred people busy and ran {x} for their families.": "a school, a choir",
+        "A fire in the {x} destroyed most of the early records, and the rest are incomplete.": "paint shop, archive",
+        "Its products are known for {x} and are sold mainly through small shops.": "plain design, low weight",
+        "A merger was discussed more than once, but the {x} always voted against it.": "owners, workers, board",
+        "Visitors can see {x} of the old works on two afternoons a month.": "the boiler house, a model, the yard",
+    },
+    "town": {
+        "The old quarter is known for {x} and for narrow streets that are closed to traffic.": "timber houses, arcades",
+        "A fair in {x} draws visitors from the whole district and fills every inn.": "early spring, late autumn, June",
+        "The railway came late, and the station still has its first {x}.": "roof, clock, waiting room, signal box",
+        "Much of the work today is in {x}, while the old trades have almost gone.": "health care, repair shops, law",
+        "After a flood the lower streets were raised by {x} and paved again.": "a metre, half a storey, two steps",
+        "The council building holds a small museum of {x} that opens on request.": "weights, bells, ceramics, locks",
+    },
+    "river": {
+        "Its upper course is steep and cold, and {x} are common below the falls.": "trout, herons, otters, alders",
+        "Barges carried {x} on the lower stretch until the road was widened.": "salt, timber, slate, grain",
+        "The water is {x} for most of the year and rises quickly after rain.": "clear, brown, shallow, green",
+        "Three weirs were built to drive {x}, and one of them still turns.": "saw mills, hammer mills, paper mills",
+        "A path for walkers follows the left bank, with {x} at regular intervals.": "benches, shelters, stone markers",
+        "Old maps draw it too far to the {x}, an error that lasted for a century.": "north, south, east, west",
+    },
+    "lake": {
+        "In cold winters the surface freezes, and people cross it {x} to save the long way.": "on skates, by sledge",
+        "The shore is mostly {x}, with a few sandy bays where bathing is allowed.": "reeds, rock, meadow, forest",
+        "Fishing is limited to {x}, and licences are drawn by lot each spring.": "small boats, four weeks",
+        "It was formed by {x}, and its outline has hardly changed since the first survey.": "a glacier, a landslide",
+        "A mail boat used to call at {x} twice a day and runs only in summer these days.": "five piers, ten hamlets",
+        "Divers have found {x} in the mud near the outflow, all of them well preserved.": "dugout boats, coins, tools",
+    },
 }
 
 
@@ -262,9 +167,15 @@ class World:
             return Entity(kind, f"Lake {word}", (word,), number)
         return Entity(kind, word, (), number)
 
+    def _other(self, kind: str, excluded: list[Entity]) -> Entity:
+        while True:
+            entity = self.rng.choice(self.kinds[kind])
+            if entity not in excluded:
+                return entity
+
     def _value(self, entity: Entity, relation: Relation) -> Entity:
         if relation.target:
-            return self.rng.choice([other for other in self.kinds[relation.target] if other != entity])
+            return self._other(relation.target, [entity])
         if relation.name == "largest island":
             return Entity("text", self._word(), (), -1)
         if relation.name == "length":
@@ -282,14 +193,12 @@ class World:
             for relation in RELATIONS[entity.kind]
         ]
         enough = self.rng.randint(*WORDS)
-        for filler in self.rng.sample(FILLERS[entity.kind], len(FILLERS[entity.kind])):
+        for filler in self.rng.sample(list(FILLERS[entity.kind]), len(FILLERS[entity.kind])):
             if len(" ".join(told).split()) >= enough:
                 break
-            sentence, _, choices = filler.partition("|")
-            told.append(sentence.format(x=self.rng.choice(choices.split(","))))
+            told.append(filler.format(x=self.rng.choice(FILLERS[entity.kind][filler].split(", "))))
         self.rng.shuffle(told)
-        text = " ".join(told)
-        return text[0].upper() + text[1:]
+        return " ".join(told)
 
     def chain(self, hops: int) -> tuple[list[Entity], list[Relation]]:
         """Return hops + 1 different entities and the relations that lead from each to the next."""
@@ -310,7 +219,7 @@ class World:
         for kind in cycle([entity.kind for entity in reversed(support)]):
             if len(chosen) == paragraphs:
                 break
-            chosen.append(self.rng.choice([other for other in self.kinds[kind] if other not in chosen]))
+            chosen.append(self._other(kind, chosen))
         self.rng.shuffle(chosen)
 
         subject = support[0].name
@@ -325,14 +234,14 @@ class World:
                 }
             )
         for relation in relations[:-1]:
-            subject = relation.noun.format(subject)
+            subject = relation.noun.format(s=subject)
         return {
             "id": f"{len(steps)}hop__" + "_".join(str(step["id"]) for step in steps),
             "paragraphs": [
                 {"idx": i, "title": e.name, "paragraph_text": self.texts[e.name], "is_supporting": e in support}
                 for i, e in enumerate(chosen)
             ],
-            "question": relations[-1].ask.format(subject),
+            "question": relations[-1].question.format(s=subject),
             "question_decomposition": steps,
             "answer": answer.name,
             "answer_aliases": list(answer.aliases),

@@ -9,6 +9,7 @@ import inspect
 import math
 from types import SimpleNamespace
 
+import datasets
 import pytest
 import torch
 from omegaconf import OmegaConf
@@ -19,11 +20,14 @@ from verl.trainer.ppo import padding_utils
 from verl.trainer.ppo.v1 import get_trainer_cls
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer, register_trainer
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
+from verl.utils import hf_tokenizer
+from verl.utils.dataset.rl_dataset import RLHFDataset
 from verl.utils.seqlen_balancing import calculate_workload, log_seqlen_unbalance
 from verl.utils.tensordict_utils import make_iterator
 
 from verl_prefix.placement import LINEAR_COST
-from verl_prefix.trainer import PrefixPPOTrainerSync, _describe_rows
+from verl_prefix.testing import write_tiny_model
+from verl_prefix.trainer import PrefixPPOTrainerSync, _describe_rows, _refuse_overlong_prompts
 
 STOCK_METRICS = {"min", "max", "minmax_diff", "balanced_min", "balanced_max", "mean"}
 
@@ -246,3 +250,36 @@ def test_verl_still_pads_to_whole_mini_batches():
     assert trainer._get_required_batch_multiple(4) == math.lcm(4, 30), (
         "verl.trainer.ppo.v1.trainer_base.PPOTrainer._get_required_batch_multiple changed"
     )
+
+
+def test_prompts_longer_than_the_limit_are_refused_or_filtered(tmp_path):
+    tokenizer = hf_tokenizer(write_tiny_model(tmp_path / "model"))
+    rows = [{"prompt": [{"role": "user", "content": "a b " * n}]} for n in (2, 300, 3)]
+    datasets.Dataset.from_list(rows).to_parquet(tmp_path / "train.parquet")
+
+    def dataset(**options):
+        config = OmegaConf.create({"max_prompt_length": 64, "filter_overlong_prompts": False, **options})
+        return RLHFDataset(str(tmp_path / "train.parquet"), tokenizer, config)
+
+    with pytest.raises(
+        ValueError, match=r"1 of 3 training prompts .* data.max_prompt_length=64 .*filter_overlong_prompts"
+    ):
+        _refuse_overlong_prompts(dataset())
+    _refuse_overlong_prompts(dataset(max_prompt_length=4096))
+    _refuse_overlong_prompts(dataset(truncation="left"))
+    filtered = dataset(filter_overlong_prompts=True, filter_overlong_prompts_workers=1)
+    _refuse_overlong_prompts(filtered)
+    assert len(filtered) == 2
+
+
+def test_engine_metrics_keep_the_names_of_the_design(monkeypatch):
+    trainer = object.__new__(PrefixPPOTrainerSync)
+
+    def update(self, batch, metrics):
+        metrics.update({"actor/prefix/groups": 2.0, "actor/timing_s/prefix_phase_a": 0.1, "actor/grad_norm": 1.0})
+        return batch
+
+    monkeypatch.setattr(PPOTrainerSync, "_update_actor", update)
+    metrics = {}
+    trainer._update_actor(None, metrics)
+    assert metrics == {"prefix/groups": 2.0, "timing_s/prefix_phase_a": 0.1, "actor/grad_norm": 1.0}
