@@ -13,7 +13,7 @@ parameters against the truth: stock in float64 (HF's RMSNorm stays fp32), so tha
   repeats K/V (4 layers, hidden 256, rows of 640: 2.6 s row by row, 9.0 s with 8 rows packed), so that there row by row
   is both the faster and the smaller baseline.
 - packed, phased: `schedule.Schedule`, one group per packed pass; phased in waves of `--wave-rows` suffixes.
-- +checkpoint: gradient checkpointing of decoder layers. +offload: dormant prefix activations wait in pinned host memory.
+- +checkpoint: gradient checkpointing of decoder layers. +offload: dormant prefix activations wait in host memory.
 
 All arms run lm_head on response tokens only (what `logits_to_keep` does) and bound logits in the same way: at most
 `--logits-chunk` tokens at a time, checkpointed beyond one chunk. Speed-up is over the fastest stock arm with the same
@@ -22,21 +22,26 @@ checkpointing. Its ceiling is the ratio of FLOPs (`update_flops`). Not measured:
 
 import argparse
 import copy
-import importlib.metadata
 import importlib.util
 import inspect
 import json
+import os
 import platform
+import re
 import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from datetime import datetime, timezone
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
@@ -54,43 +59,20 @@ RESET_PEAK = Path("/proc/self/clear_refs")
 TINY = {"prefix": 8, "suffix": 4, "group": 2, "groups_count": 1}
 
 
-@dataclass(frozen=True)
-class Arm:
-    """What an arm runs: `path` is a schedule, "stock" or "stock_packed"."""
-
-    path: str
-    checkpoint: bool = False
-    offload: bool = False
-
-    @property
-    def stock(self) -> bool:
-        return self.path.startswith("stock")
-
-
-ARMS = {
-    "stock": Arm("stock"),
-    "stock_packed": Arm("stock_packed"),
-    "packed": Arm("packed"),
-    "phased": Arm("phased"),
-    "phased+offload": Arm("phased", offload=True),
-    "stock+checkpoint": Arm("stock", checkpoint=True),
-    "phased+checkpoint": Arm("phased", checkpoint=True),
-}
+# A path, "stock" or a schedule, and at most one thing added to it.
+ARMS = ("stock", "stock_packed", "packed", "phased", "phased+offload", "stock+checkpoint", "phased+checkpoint")
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Equal groups of G rows: P prefix tokens, one more prompt token, S response tokens.
+    """Rows of one length: P prefix tokens, one more prompt token, S response tokens.
 
-    `weights` [N] stand at the response tokens of the flat `tokens`. `budget` is the packed tokens of one group, P + G S.
+    `weights` [N] stand at the response tokens of the flat `tokens`.
     """
 
     tokens: TokenBatch
     weights: torch.Tensor
     groups: list[Group]
-    prefix_len: int
-    row_len: int
-    budget: int
 
     def log_probs(self, place: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
         """Log-probs [n, 1] of the successors of tokens `place` [n], in fp32 at least."""
@@ -106,15 +88,10 @@ def build_model(options: argparse.Namespace) -> PreTrainedModel:
     """A random Llama in `--dtype` on `--device`, its intermediate size 8/3 of hidden, with zero gradients in place."""
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=options.vocab,
-        hidden_size=options.hidden,
-        intermediate_size=-(-options.hidden * 8 // 3 // 32) * 32,
-        num_hidden_layers=options.layers,
-        num_attention_heads=options.heads,
-        num_key_value_heads=options.kv_heads,
+        vocab_size=options.vocab, hidden_size=options.hidden, intermediate_size=-(-options.hidden * 8 // 3 // 32) * 32,
+        num_hidden_layers=options.layers, num_attention_heads=options.heads, num_key_value_heads=options.kv_heads,
         max_position_embeddings=options.prefix + options.suffix + 1,
-        tie_word_embeddings=False,
-    )
+    )  # fmt: skip
     with torch.device(options.device):
         model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, options.dtype)).train()
     for parameter in model.parameters():
@@ -122,44 +99,37 @@ def build_model(options: argparse.Namespace) -> PreTrainedModel:
     return model
 
 
-def build_batch(options: argparse.Namespace) -> Batch:
-    """The rows that `options.prefix, suffix, group, groups_count` ask for, in random order."""
-    rollouts = random_rollouts(
-        [(options.prefix + 1, [options.suffix] * options.group)] * options.groups_count, options.vocab
-    )
-    rows = [torch.cat(pair) for pair in zip(rollouts.prompts, rollouts.responses, strict=True)]
-    row_len = options.prefix + 1 + options.suffix
-    positions = torch.arange(row_len).repeat(len(rows))
-    tokens = TokenBatch(
-        torch.cat(rows).to(options.device), positions.to(options.device), range(0, len(positions) + 1, row_len)
-    )
-    weights = [torch.cat([torch.zeros(options.prefix + 1), weight.float()]) for weight in rollouts.weights]
-    groups, _ = group_rows(rollouts.prompts, [options.suffix] * len(rows))
-    budget = options.prefix + options.group * options.suffix
-    return Batch(tokens, torch.cat(weights).to(options.device), groups, options.prefix, row_len, budget)
+def build_batch(options: argparse.Namespace, **size: int) -> Batch:
+    """The rows that `options.prefix, suffix, group, groups_count` or `size` ask for, in random order."""
+    prefix, suffix, group, count = ({**vars(options), **size}[name] for name in TINY)
+    rollouts = random_rollouts([(prefix + 1, [suffix] * group)] * count, options.vocab)
+    flat = torch.stack([torch.cat(pair) for pair in zip(rollouts.prompts, rollouts.responses, strict=True)])
+    weights = torch.nn.functional.pad(torch.stack(rollouts.weights).float(), (prefix + 1, 0))
+    positions = torch.arange(flat.shape[1]).expand_as(flat)
+    flat, weights, positions = (x.flatten().to(options.device) for x in (flat, weights, positions))
+    tokens = TokenBatch(flat, positions, range(0, len(flat) + 1, prefix + 1 + suffix))
+    groups, _ = group_rows(rollouts.prompts, [suffix] * group * count)
+    return Batch(tokens, weights, groups)
 
 
 def run_stock(model: PreTrainedModel, batch: Batch, rows_per_pass: int, logits_chunk: int) -> None:
     """Forward and backward of whole rows, several of them packed into one if `rows_per_pass` > 1."""
+
+    def loss(place: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        return batch.loss(place, batch.log_probs(place, model.lm_head(hidden)))
+
     ids, positions = batch.tokens.input_ids, batch.tokens.position_ids
-    for start in range(0, len(ids), rows_per_pass * batch.row_len):
-        packed = slice(start, start + rows_per_pass * batch.row_len)
-        # Outputs of the last prompt token up to the last response token but one.
-        kept = (positions[packed] >= batch.prefix_len) & (positions[packed] < batch.row_len - 1)
-        kept = kept.nonzero().squeeze(-1)
-        decoded = model.base_model(input_ids=ids[None, packed], position_ids=positions[None, packed], use_cache=False)
-        pieces = list(
-            zip((kept + start).split(logits_chunk), decoded.last_hidden_state[0, kept].split(logits_chunk), strict=True)
-        )
-
-        def piece_loss(place: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-            return batch.loss(place, batch.log_probs(place, model.lm_head(hidden)))
-
+    prefix_len, row_len = batch.groups[0].prefix_len, batch.tokens.offsets[1]
+    for place in torch.arange(len(ids), device=ids.device).split(rows_per_pass * row_len):
+        decoded = model.base_model(input_ids=ids[None, place], position_ids=positions[None, place], use_cache=False)
+        # The last prompt token up to the last response token but one: their outputs are the responses' log-probs.
+        kept = place[(positions[place] >= prefix_len) & (positions[place] < row_len - 1)]
+        hidden = decoded.last_hidden_state[0, kept - place[0]]
+        pieces = list(zip(kept.split(logits_chunk), hidden.split(logits_chunk), strict=True))
         if len(pieces) == 1:
-            loss = piece_loss(*pieces[0])
+            loss(*pieces[0]).backward()
         else:
-            loss = sum(checkpoint(piece_loss, *piece, use_reentrant=False) for piece in pieces)
-        loss.backward()
+            sum(checkpoint(loss, *piece, use_reentrant=False) for piece in pieces).backward()
 
 
 def run_shared(model: PreTrainedModel, batch: Batch, schedule: str, wave_tokens: int, **options: Any) -> None:
@@ -168,35 +138,34 @@ def run_shared(model: PreTrainedModel, batch: Batch, schedule: str, wave_tokens:
     def step(groups: list[Group], layout: Layout, log_probs: torch.Tensor) -> torch.Tensor:
         return batch.loss(layout.suffix_index.to(log_probs.device), log_probs)
 
-    plan = make_plan(batch.groups, batch.budget, schedule, wave_tokens)
+    plan = make_plan(batch.groups, batch.groups[0].num_physical_tokens, schedule, wave_tokens)
     Schedule(model, batch.log_probs, step, torch.Tensor.backward, **options).run(batch.tokens, plan)
 
 
-def run_arm(model: PreTrainedModel, arm: Arm, batch: Batch, options: argparse.Namespace) -> float:
+def run_arm(model: PreTrainedModel, arm: str, batch: Batch, options: argparse.Namespace) -> float:
     """Run one update on zeroed gradients and return its seconds."""
-    model.set_attn_implementation("flash_attention_2" if arm.path == "stock_packed" else "sdpa")
-    if arm.checkpoint:
+    path, _, added = arm.partition("+")
+    model.set_attn_implementation("flash_attention_2" if path == "stock_packed" else "sdpa")
+    model.gradient_checkpointing_disable()
+    if added == "checkpoint":
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    else:
-        model.gradient_checkpointing_disable()
     model.zero_grad(set_to_none=False)
-    cuda = batch.tokens.input_ids.is_cuda
-    if cuda:
-        torch.cuda.synchronize()
+    synchronize = torch.cuda.synchronize if options.device == "cuda" else lambda: None
+    synchronize()
     start = time.perf_counter()
-    if arm.stock:
-        rows_per_pass = max(1, batch.budget // batch.row_len) if arm.path == "stock_packed" else 1
-        run_stock(model, batch, rows_per_pass, options.logits_chunk)
+    group = batch.groups[0]
+    if path.startswith("stock"):
+        fit = group.num_physical_tokens // batch.tokens.offsets[1]
+        run_stock(model, batch, max(1, fit) if path == "stock_packed" else 1, options.logits_chunk)
     else:
-        extra = {"offload": True} if arm.offload else {}
-        wave_tokens = options.wave_rows * (batch.row_len - batch.prefix_len - 1)
-        run_shared(model, batch, arm.path, wave_tokens, logits_chunk=options.logits_chunk, **extra)
-    if cuda:
-        torch.cuda.synchronize()
+        extra = {"offload": True} if added == "offload" else {}
+        wave_tokens = options.wave_rows * group.suffix_lens[0]
+        run_shared(model, batch, path, wave_tokens, logits_chunk=options.logits_chunk, **extra)
+    synchronize()
     return time.perf_counter() - start
 
 
-def update_flops(model: PreTrainedModel, arm: Arm, options: argparse.Namespace) -> float:
+def update_flops(model: PreTrainedModel, arm: str, options: argparse.Namespace) -> float:
     """FLOPs of one update in matmuls: linear layers, causal attention, lm_head.
 
     Forward, per layer: 2 FLOPs per weight and token, and 4 H D per (query, key) pair; lm_head: 2 per weight and
@@ -205,7 +174,7 @@ def update_flops(model: PreTrainedModel, arm: Arm, options: argparse.Namespace) 
     """
     prefix, suffix, group = options.prefix, options.suffix, options.group
     row = prefix + 1 + suffix
-    if arm.stock:
+    if arm.startswith("stock"):
         tokens, pairs = group * row, group * row * (row + 1) / 2
     else:
         tokens = prefix + group * suffix
@@ -213,11 +182,7 @@ def update_flops(model: PreTrainedModel, arm: Arm, options: argparse.Namespace) 
     linear = sum(m.weight.numel() for m in model.base_model.modules() if isinstance(m, torch.nn.Linear))
     layers = 2 * linear * tokens + model.config.num_hidden_layers * 4 * options.hidden * pairs
     head = 2 * model.lm_head.weight.numel() * group * suffix
-    return options.groups_count * ((4 if arm.checkpoint else 3) * layers + 3 * head)
-
-
-def gradients(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    return options.groups_count * ((4 if "checkpoint" in arm else 3) * layers + 3 * head)
 
 
 def gradient_error(model: PreTrainedModel, truth: dict[str, torch.Tensor]) -> float:
@@ -228,80 +193,87 @@ def gradient_error(model: PreTrainedModel, truth: dict[str, torch.Tensor]) -> fl
     )
 
 
-def added_peak(options: argparse.Namespace, name: str) -> int:
-    """Bytes that one update adds at its peak to model, gradients, inputs and what a tiny update leaves behind."""
-    arm, model, batch = ARMS[name], build_model(options), build_batch(options)
-    run_arm(model, arm, build_batch(argparse.Namespace(**vars(options) | TINY)), options)
+def added_peak_mib(options: argparse.Namespace, arm: str) -> float:
+    """MiB that one update adds at its peak to model, gradients, inputs and what a tiny update leaves behind.
+
+    Call it in a fresh process: freed memory that the process still holds would hide a part.
+    """
+    torch.set_num_threads(options.threads)
+    model, batch = build_model(options), build_batch(options)
+    run_arm(model, arm, build_batch(options, **TINY), options)
     if options.device == "cuda":
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         run_arm(model, arm, batch, options)
-        return torch.cuda.max_memory_allocated() - before
-    RESET_PEAK.write_text("5")  # proc(5): sets VmHWM back to the current VmRSS, so that building does not hide the peak
-    before = _resident("VmRSS")
+        return (torch.cuda.max_memory_allocated() - before) / 2**20
+
+    def resident_kib(field: str) -> int:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(int(line.split()[1]) for line in lines if line.startswith(field))
+
+    RESET_PEAK.write_text("5")  # proc(5): sets VmHWM back to VmRSS, so that building does not hide the peak
+    before = resident_kib("VmRSS")
     run_arm(model, arm, batch, options)
-    return _resident("VmHWM") - before
+    return (resident_kib("VmHWM") - before) / 2**10
 
 
-def _resident(field: str) -> int:
-    line = next(x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith(field))
-    return int(line.split()[1]) * 1024
+def in_fresh_process(run: Callable[..., float], *args: Any) -> float:
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        return pool.submit(run, *args).result()
 
 
-def measure(options: argparse.Namespace, argv: list[str], console: Console) -> dict[str, Any]:
+def measure(options: argparse.Namespace, console: Console) -> dict[str, Any]:
     """Run everything that was asked for; returns the report's `truth` and `arms`."""
     model, batch = build_model(options), build_batch(options)
-    costs = {name: update_flops(model, ARMS[name], options) for name in options.arms}
-    arms: dict[str, Any] = {name: {"seconds": [], "grad_error": 0.0, "flops": costs[name]} for name in options.arms}
-    truth_cost = (2 if options.truth == "float64" else 1) * update_flops(model, ARMS["stock"], options)
-    rounds = options.repeats + (not options.no_memory)
+    costs = {name: update_flops(model, name, options) for name in ARMS}
+    truth_cost = (2 if options.truth == "float64" else 1) * costs["stock"]
+    total = truth_cost + (options.repeats + (not options.no_memory)) * sum(costs[name] for name in options.arms)
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TextColumn("ETA"))
-    # Steps take minutes, and progress counts FLOPs: speed is estimated over the whole run.
+    # Progress counts FLOPs, and one step may take minutes: its speed is estimated over the whole run.
     with Progress(*columns, TimeRemainingColumn(), console=console, speed_estimate_period=1e6) as progress:
-        task = progress.add_task("warm-up", total=truth_cost + rounds * sum(costs.values()))
-        tiny = build_batch(argparse.Namespace(**vars(options) | TINY))
+        task = progress.add_task("warm-up", total=total)
+
+        def step(text: str, cost: float, run: Callable[..., float], *args: Any) -> float:
+            progress.update(task, description=text)
+            value = run(*args)
+            progress.console.print(f"{text}: {value:.2f}")
+            progress.advance(task, cost)
+            return value
+
         for name in options.arms:
-            run_arm(model, ARMS[name], tiny, options)
-        progress.update(task, description=f"truth: stock in {options.truth_dtype}")
-        double = copy.deepcopy(model).double() if options.truth == "float64" else model
-        progress.console.print(
-            f"truth in {options.truth_dtype}: {run_arm(double, ARMS['stock'], batch, options):.2f} s"
-        )
-        truth = gradients(double)
-        del double
-        progress.advance(task, truth_cost)
-        for turn in range(options.repeats):
+            run_arm(model, name, build_batch(options, **TINY), options)
+        report: dict[str, Any] = {"truth": f"stock in {'float64' if options.truth == 'float64' else options.dtype}"}
+        reference = copy.deepcopy(model).double() if options.truth == "float64" else model
+        step(f"truth: {report['truth']}, seconds", truth_cost, run_arm, reference, "stock", batch, options)
+        truth = {name: parameter.grad.clone() for name, parameter in reference.named_parameters()}
+        arms = report["arms"] = {
+            name: {"seconds": [], "grad_error": 0.0, "flops": costs[name]} for name in options.arms
+        }
+        for turn in range(1, options.repeats + 1):
             for name, arm in arms.items():
-                progress.update(task, description=f"round {turn + 1}/{options.repeats} {name}")
-                arm["seconds"].append(run_arm(model, ARMS[name], batch, options))
+                text = f"round {turn}/{options.repeats} {name}, seconds"
+                arm["seconds"].append(step(text, costs[name], run_arm, model, name, batch, options))
                 arm["grad_error"] = max(arm["grad_error"], gradient_error(model, truth))
-                progress.console.print(f"round {turn + 1} {name}: {arm['seconds'][-1]:.2f} s")
-                progress.advance(task, costs[name])
-        del model, truth
+        del model, reference, truth
         if options.device == "cuda":
             torch.cuda.empty_cache()
         for name, arm in {} if options.no_memory else arms.items():
-            progress.update(task, description=f"memory {name}")
-            command = [sys.executable, str(Path(__file__).resolve()), *argv, "--memory-of", name]
-            child = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
-            arm["added_peak_bytes"] = int(child.stdout.split()[-1])
-            progress.console.print(f"memory {name}: {arm['added_peak_bytes'] / 2**20:.0f} MiB")
-            progress.advance(task, costs[name])
-    return {"truth": f"stock in {options.truth_dtype}", "arms": compare(arms)}
+            text = f"added memory of {name}, MiB"
+            arm["added_peak_mib"] = step(text, costs[name], in_fresh_process, added_peak_mib, options, name)
+    return report
 
 
-def compare(arms: dict[str, Any]) -> dict[str, Any]:
-    """Adds median, speed-up, ceiling and their ratio to every arm; None where no stock arm to compare with ran."""
+def compare(arms: dict[str, Any]) -> None:
+    """Adds median, speed-up, ceiling and their ratio to every arm that ran together with its stock arm."""
     for arm in arms.values():
         arm["median_s"] = statistics.median(arm["seconds"])
     for name, arm in arms.items():
-        rivals = [n for n in arms if ARMS[n].stock and ARMS[n].checkpoint == ARMS[name].checkpoint]
-        baseline = min(rivals, key=lambda n: arms[n]["median_s"], default=None)
-        speedup = arms[baseline]["median_s"] / arm["median_s"] if baseline else None
-        ceiling = arms[baseline]["flops"] / arm["flops"] if baseline else None
-        of_ceiling = speedup / ceiling if baseline else None
-        arm |= {"baseline": baseline, "speedup": speedup, "ceiling": ceiling, "of_ceiling": of_ceiling}
-    return arms
+        rivals = [other for other in arms if "stock" in other and ("checkpoint" in other) == ("checkpoint" in name)]
+        if rivals:
+            arm["baseline"] = min(rivals, key=lambda other: arms[other]["median_s"])
+            arm["speedup"] = arms[arm["baseline"]]["median_s"] / arm["median_s"]
+            arm["ceiling"] = arms[arm["baseline"]]["flops"] / arm["flops"]
+            arm["of_ceiling"] = arm["speedup"] / arm["ceiling"]
 
 
 def show(report: dict[str, Any], console: Console) -> None:
@@ -309,21 +281,17 @@ def show(report: dict[str, Any], console: Console) -> None:
     size = report["config"]
     table = Table(title=f"P={size['prefix']} S={size['suffix']} G={size['group']} x {size['groups_count']}")
     for title in ("arm", "seconds, median (min-max)", "speed-up", "ceiling", "of it", "added MiB", "gradient error"):
-        table.add_column(title, justify="left" if title == "arm" else "right")
+        table.add_column(title, justify="left" if title == "arm" else "right", no_wrap=True)
     for name, arm in report["arms"].items():
         seconds = f"{arm['median_s']:.2f} ({min(arm['seconds']):.2f}-{max(arm['seconds']):.2f})"
-        ratios = [f"{arm[key]:.2f}" if arm["baseline"] else "-" for key in ("speedup", "ceiling", "of_ceiling")]
-        memory = f"{arm['added_peak_bytes'] / 2**20:.0f}" if "added_peak_bytes" in arm else "-"
-        table.add_row(name, seconds, *ratios, memory, f"{arm['grad_error']:.1e}")
+        others = [f"{arm[k]:.2f}" if k in arm else "-" for k in ("speedup", "ceiling", "of_ceiling", "added_peak_mib")]
+        table.add_row(name, seconds, *others, f"{arm['grad_error']:.1e}")
     console.print(table)
-    console.print(f"gradient error: largest relative over parameters, against {report['truth']}; {report['device']}")
+    console.print(f"gradient error: largest relative one of a parameter, against {report['truth']}")
 
 
 def git_state() -> tuple[str | None, bool]:
-    """Commit, and whether tracked or new files differ from it (earlier results, *.json, do not count).
-
-    (None, True) outside of a git checkout.
-    """
+    """Commit, and whether files other than *.json (earlier results) differ from it; (None, True) outside of git."""
     git = ["git", "-C", str(Path(__file__).parent)]
     commit = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True)
     status = subprocess.run([*git, "status", "--porcelain", "--", ":/", ":(exclude,top)*.json"], capture_output=True)
@@ -333,11 +301,8 @@ def git_state() -> tuple[str | None, bool]:
 def device_name(device: str) -> str:
     if device == "cuda":
         return torch.cuda.get_device_name()
-    info = Path("/proc/cpuinfo")
-    names = (
-        [x.split(":")[1].strip() for x in info.read_text().splitlines() if "model name" in x] if info.exists() else []
-    )
-    return names[0] if names else platform.processor()
+    names = re.findall(r"model name\s*: (.*)", info.read_text()) if (info := Path("/proc/cpuinfo")).exists() else []
+    return names[0] if names else platform.machine()
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -356,13 +321,11 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=None, help="write a JSON report there")
     parser.add_argument("--allow-dirty", action="store_true", help="write it from uncommitted files too")
     parser.add_argument("--no-memory", action="store_true", help="time and gradient error only")
-    parser.add_argument("--memory-of", default=None, help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
     for name in (*numbers, "threads"):
         if (value := getattr(options, name.replace("-", "_"))) < 1:
             parser.error(f"--{name}={value}: use 1 or more")
     options.dtype = options.dtype or ("bfloat16" if options.device == "cuda" else "float32")
-    options.truth_dtype = "float64" if options.truth == "float64" else options.dtype
     impossible = {}
     if options.device != "cuda" or options.dtype == "float32" or not importlib.util.find_spec("flash_attn"):
         impossible["stock_packed"] = "it needs flash_attn, --device cuda and --dtype bfloat16 or float16"
@@ -380,25 +343,23 @@ def parse(argv: list[str]) -> argparse.Namespace:
 def main(argv: list[str]) -> int:
     options = parse(argv)
     torch.set_num_threads(options.threads)
-    if options.memory_of:
-        print(added_peak(options, options.memory_of))
-        return 0
     commit, dirty = git_state()
     if options.out and dirty and not options.allow_dirty:
         print("the git tree has uncommitted files: commit them, or add --allow-dirty", file=sys.stderr)
         return 2
-    console = Console()
+    console = Console(width=None if sys.stdout.isatty() else 120)
     report = {
         "schema": SCHEMA,
         "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "commit": commit,
         "dirty": dirty,
         "device": device_name(options.device),
-        "versions": {"python": platform.python_version()}
-        | {p: importlib.metadata.version(p) for p in ("torch", "transformers")},
-        "config": {key: value for key, value in vars(options).items() if key not in ("out", "memory_of")},
-        **measure(options, argv, console),
+        "load_average": os.getloadavg()[0],
+        "versions": {"python": platform.python_version()} | {m.__name__: m.__version__ for m in (torch, transformers)},
+        "config": {key: value for key, value in vars(options).items() if key != "out"},
+        **measure(options, console),
     }
+    compare(report["arms"])
     show(report, console)
     if options.out:
         options.out.write_text(json.dumps(report, indent=1) + "\n")

@@ -40,7 +40,7 @@ class PrefixFSDPEngine(FSDPEngineWithLMHead):
     def __init__(self, model_config, engine_config: PrefixEngineConfig, optimizer_config, checkpoint_config) -> None:
         self.prefix_config = engine_config.prefix
         if self.prefix_config.schedule != "stock":
-            check_model_options(model_config)
+            check_model_options(model_config, self.prefix_config)
             models.check_supported(model_config.hf_config)
         # The base class branches on its own strategy names (_build_fsdp_module); the caller's config stays as it is.
         engine_config = copy.copy(engine_config)
@@ -87,6 +87,7 @@ class PrefixFSDPEngine(FSDPEngineWithLMHead):
             forward_context=self._autocast,
             kernel=self.prefix_config.attention,
             logits_chunk=self.prefix_config.logits_chunk,
+            offload=self.prefix_config.offload,
         )
         with torch.no_grad() if forward_only else nullcontext():
             schedule.run(job.tokens, plan)
@@ -94,7 +95,7 @@ class PrefixFSDPEngine(FSDPEngineWithLMHead):
         output = postprocess_batch_func(*job.outputs(plan), data=data)
         num_passes = sum(1 if work.waves is None else len(work.waves) for work in plan.works)
         _even_out(output["metrics"], num_passes)
-        output["metrics"].update(_metrics(groups, plan, split_uids, schedule.seconds))
+        output["metrics"].update(_metrics(groups, plan, split_uids, schedule))
         return output
 
     def _stock_reason(self, data: TensorDict) -> str | None:
@@ -244,9 +245,7 @@ def _even_out(metrics: dict[str, object], num_passes: int) -> None:
             metric.extend([filler] * (num_passes - len(metric.values)))
 
 
-def _metrics(
-    groups: Sequence[Group], plan: waves.Plan, split_uids: int, seconds: dict[str, float]
-) -> dict[str, list[float]]:
+def _metrics(groups: Sequence[Group], plan: waves.Plan, split_uids: int, schedule: Schedule) -> dict[str, list[float]]:
     """This rank's prefix/* metrics of one mini-batch; verl averages them over ranks and mini-batches."""
     logical = sum(group.num_logical_tokens for group in groups)
     sharing = [group for group in groups if len(group.rows) > 1 and group.prefix_len]
@@ -260,7 +259,8 @@ def _metrics(
         "prefix/split_uids": split_uids,
         "prefix/packed_passes": sum(work.waves is None for work in plan.works),
         "prefix/waves": sum(len(work.waves or ()) for work in plan.works),
-        **{f"timing_s/prefix_{phase}": value for phase, value in seconds.items()},
+        "prefix/offloaded_gib": schedule.transfers["offloaded_bytes"] / 2**30,
+        **{f"timing_s/prefix_{phase}": value for phase, value in schedule.seconds.items()},
     }
     return {name: [float(value)] for name, value in values.items()}
 

@@ -30,8 +30,7 @@ class PrefixCache:
         if layer in self._leaf:
             return
         self._leaf[layer] = k.detach(), v.detach()
-        if k.requires_grad:
-            self._live[layer] = k, v
+        self._live[layer] = k, v
 
     def read(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         return self._leaf[layer]
@@ -52,11 +51,11 @@ class PrefixCache:
             root: the FSDP root's output of phase A. It enters with a zero gradient: FSDP2 unshards parameters for
                 backward only along a path from the root's output.
         """
-        roots, grads = [root], [torch.zeros_like(root)]
-        for layer, live in self._live.items():
-            if layer in self._grad:
-                roots += live
-                grads += [grad.to(x.dtype) for x, grad in zip(live, self._grad[layer], strict=True)]
+        pairs = [(root, torch.zeros_like(root))]
+        for layer, grads in self._grad.items():
+            pairs += [(x, grad.to(x.dtype)) for x, grad in zip(self._live[layer], grads, strict=True)]
         self._live.clear()
         self._grad.clear()
-        torch.autograd.backward(roots, grads)
+        # LoRA on other projections leaves keys or values of the first layers without a graph.
+        roots, root_grads = zip(*((x, grad) for x, grad in pairs if x.requires_grad), strict=True)
+        torch.autograd.backward(roots, root_grads)

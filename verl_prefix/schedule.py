@@ -11,6 +11,7 @@ computes P once per suffix instead. Knows neither verl nor losses: logits go to 
 """
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from verl_prefix.attention import AttentionPass
 from verl_prefix.groups import Group
 from verl_prefix.layout import Layout, build_layout, dummy_layout, prefix_layout
 from verl_prefix.models import grouped_attention, token_outputs
+from verl_prefix.offload import OffloadedPrefixCache
 from verl_prefix.prefix_cache import PrefixCache
 from verl_prefix.waves import Plan, Work
 
@@ -51,6 +53,7 @@ class Schedule:
         forward_context: context of one forward and its loss, not of backward (autocast).
         gradient_sync: context of one backward, given whether it is the run's last (verl's `_gradient_sync_context`).
         kernel: name for `kernels.choose_kernel`.
+        offload: phased only, what phase A saves for phase C waits in host memory; `transfers` counts it.
     """
 
     def __init__(
@@ -63,6 +66,7 @@ class Schedule:
         forward_context: Callable[[], AbstractContextManager] = nullcontext,
         kernel: str = "auto",
         logits_chunk: int = 4096,
+        offload: bool = False,
     ) -> None:
         self.model = model
         self.outputs = outputs
@@ -72,7 +76,9 @@ class Schedule:
         self.forward_context = forward_context
         self.kernel = kernel
         self.logits_chunk = logits_chunk
+        self.offload = offload
         self.seconds: dict[str, float] = {}
+        self.transfers: Counter[str] = Counter()
 
     def run(self, tokens: TokenBatch, plan: Plan) -> None:
         """All passes of `plan`, in its order, which must be the same on every rank."""
@@ -91,8 +97,9 @@ class Schedule:
 
     def _phased(self, tokens: TokenBatch, work: Work, last: bool) -> None:
         starts = (0, *accumulate(group.prefix_len for group in work.groups))
-        with PrefixCache() as cache:
-            with self._timed("phase_a"):
+        device = tokens.input_ids.device
+        with OffloadedPrefixCache(device, self.transfers) if self.offload else PrefixCache() as cache:
+            with self._timed("phase_a"), cache.saving() if self.offload else nullcontext():
                 root = self._prefixes(tokens, work.groups, cache)
             for wave in work.waves:
                 groups = [piece for _, piece in wave]

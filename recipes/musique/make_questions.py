@@ -25,44 +25,43 @@ WORDS = (60, 110)
 
 @dataclass(frozen=True)
 class Relation:
-    """A relation: its name, the kind of its value, a noun phrase and a question for the value, two sentences with it.
+    """A relation: its name, the kind of its value, how a question asks for the value, and two sentences that tell it.
 
     `target` is empty where the value is plain text without a paragraph, which ends a chain.
     """
 
     name: str
     target: str
-    noun: str
-    question: str
-    told: tuple[str, str]
+    ask: str
+    told: tuple[str, ...]
 
 
 def _relations(table: str) -> dict[str, list[Relation]]:
     relations: dict[str, list[Relation]] = {}
     for line in table.strip().splitlines():
-        kind, name, target, noun, question, *told = (cell.strip() for cell in line.split("|"))
-        relations.setdefault(kind, []).append(Relation(name, target, noun, question, tuple(told)))
+        kind, name, target, ask, *told = (cell.strip() for cell in line.split("|"))
+        relations.setdefault(kind, []).append(Relation(name, target, ask, tuple(told)))
     return relations
 
 
-# kind | relation | target | noun | question | two ways to tell it
+# The relations of each kind of entity: {s} has the value {o}.
 RELATIONS = _relations("""
-novel|author|person|the author of {s}|Who wrote {s}?|{s} was written by {o}.|The author of {s} is {o}.
-novel|publisher|company|the publisher of {s}|Which company published {s}?|{o} published {s}.|{s} was published by {o}.
-novel|publication year|||In which year did {s} first appear?|{s} first appeared in {o}.|The first edition of {s} is of {o}.
-person|place of birth|town|the birthplace of {s}|In which town was {s} born?|{s} was born in {o}.|{s} is a native of {o}.
-person|employer|company|the employer of {s}|Which company employs {s}?|{s} works for {o}.|{o} employs {s}.
-person|teacher|person|the teacher of {s}|Who taught {s}?|{s} was taught by {o}.|The teacher of {s} was {o}.
-company|founder|person|the founder of {s}|Who founded {s}?|{s} was founded by {o}.|The founder of {s} is {o}.
-company|headquarters|town|the town where {s} is based|In which town is {s} based?|{s} is based in {o}.|{o} is where {s} is.
-company|year of foundation|||In which year was {s} founded?|{s} dates from {o}.|The register lists {s} since {o}.
-town|river|river|the river that runs through {s}|Which river runs through {s}?|{s} lies on the {o}.|The {o} crosses {s}.
-town|twin town|town|the twin town of {s}|What is the twin town of {s}?|{s} is twinned with {o}.|The twin of {s} is {o}.
-town|mayor|person|the mayor of {s}|Who is the mayor of {s}?|The mayor of {s} is {o}.|{s} is governed by its mayor, {o}.
-river|mouth|lake|the lake that {s} flows into|Which lake does {s} flow into?|The {s} flows into {o}.|The {s} ends in {o}.
-river|length|||How long is {s}?|The {s} is {o} long.|From spring to mouth the {s} measures {o}.
-lake|largest island|||What is the largest island in {s}?|{o} is the largest island in {s}.|No island in {s} is larger than {o}.
-lake|greatest depth|||What is the greatest depth of {s}?|The greatest depth of {s} is {o}.|{s} is up to {o} deep.
+novel   | author           | person  | Who        | {s} was written by {o}.        | The author of {s} is {o}.
+novel   | publisher        | company | What       | {s} was published by {o}.      | The publisher of {s} is {o}.
+novel   | publication year |         | What       | {s} first appeared in {o}.     | The first edition of {s} is of {o}.
+person  | birthplace       | town    | Which town | {s} was born in {o}.           | {s} is a native of {o}.
+person  | employer         | company | What       | {s} works for {o}.             | The employer of {s} is {o}.
+person  | teacher          | person  | Who        | {s} was taught by {o}.         | The teacher of {s} was {o}.
+company | founder          | person  | Who        | {s} was founded by {o}.        | The founder of {s} is {o}.
+company | home town        | town    | Which town | {s} is based in {o}.           | The home town of {s} is {o}.
+company | foundation year  |         | What       | {s} was founded in {o}.        | The register lists {s} since {o}.
+town    | river            | river   | What       | {s} lies on the {o}.           | The {o} runs through {s}.
+town    | district seat    | town    | Which town | {s} is in the district of {o}. | The district seat of {s} is {o}.
+town    | mayor            | person  | Who        | The mayor of {s} is {o}.       | {s} is governed by its mayor, {o}.
+river   | mouth            | lake    | Which lake | The {s} flows into {o}.        | The mouth of the {s} is at {o}.
+river   | length           |         | What       | The {s} is {o} long.           | The length of the {s} is {o}.
+lake    | largest island   |         | What       | No island in {s} beats {o}.    | The largest island in {s} is {o}.
+lake    | greatest depth   |         | What       | {s} is up to {o} deep.         | The greatest depth of {s} is {o}.
 """)
 
 # Sentences that state no relation, with the words that can fill {x}.
@@ -234,14 +233,14 @@ class World:
                 }
             )
         for relation in relations[:-1]:
-            subject = relation.noun.format(s=subject)
+            subject = f"the {relation.name} of {subject}"
         return {
             "id": f"{len(steps)}hop__" + "_".join(str(step["id"]) for step in steps),
             "paragraphs": [
                 {"idx": i, "title": e.name, "paragraph_text": self.texts[e.name], "is_supporting": e in support}
                 for i, e in enumerate(chosen)
             ],
-            "question": relations[-1].question.format(s=subject),
+            "question": f"{relations[-1].ask} is the {relations[-1].name} of {subject}?",
             "question_decomposition": steps,
             "answer": answer.name,
             "answer_aliases": list(answer.aliases),

@@ -19,8 +19,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 INSTRUCTION = (
-    "Answer the question from the paragraphs below. It takes facts from several of them: find these facts first, in a few "
-    "sentences. Then write the answer alone, in as few words as possible, between <answer> and </answer>."
+    "Answer the question from the paragraphs below. It takes facts from several of them: find these facts first, in a "
+    "few sentences. Then write the answer alone, in as few words as possible, between <answer> and </answer>."
 )
 TEXTS = pa.list_(pa.string())
 SCHEMA = pa.schema(

@@ -1,4 +1,4 @@
-"""Reward of the MuSiQue recipe: exact match and F1 of the last `<answer>...</answer>`, as MuSiQue's evaluation has them.
+"""Reward of the MuSiQue recipe: exact match and F1 of the last `<answer>...</answer>`, as MuSiQue evaluates answers.
 
 Exact match and F1 follow `metrics/answer.py` of StonyBrookNLP/musique (SQuAD's): lower case, no ASCII punctuation, no
 articles, single spaces; the best value over the accepted answers counts.

@@ -18,7 +18,7 @@ MAY_IMPORT = {
     "transformers": ("models.py", "testing.py", "cli.py", "config/", "cpu/"),
     "vllm": ("cpu/",),
 }
-LAYERS = ["groups", "kernels", "layout", "prefix_cache", "attention", "waves", "models", "schedule"]
+LAYERS = ["groups", "kernels", "layout", "prefix_cache", "offload", "attention", "waves", "models", "schedule"]
 
 
 def imports(path: Path) -> set[str]:

@@ -69,11 +69,16 @@ def test_good_config_passes_the_driver_checks(model_path):
         (f"{ACTOR}.prefix.wave_tokens=0", r"prefix.wave_tokens=0: set a number of tokens >= 1"),
         ("actor_rollout_ref.model.use_fused_kernels=True", r"use_fused_kernels=False"),
         ("actor_rollout_ref.model.enable_activation_offload=True", r"reentrantly.*set one of them to False"),
+        (
+            "actor_rollout_ref.model.enable_activation_offload=True "
+            "actor_rollout_ref.model.enable_gradient_checkpointing=False",
+            r"prefix.schedule=packed",
+        ),
     ],
 )
 def test_bad_option_is_refused_in_the_driver_with_what_to_type(model_path, override, message):
     with pytest.raises((ValueError, InstantiationException), match=message):
-        validate(model_path, override)
+        validate(model_path, *override.split())
 
 
 def test_misspelt_prefix_key_is_named():

@@ -25,6 +25,7 @@ class PrefixConfig(BaseConfig):
     schedule: str = "auto"
     wave_tokens: int | None = None
     logits_chunk: int = 4096
+    offload: bool = False
     attention: str = "auto"
 
     def __post_init__(self) -> None:
@@ -37,6 +38,13 @@ class PrefixConfig(BaseConfig):
         ):
             if not isinstance(value, int) or value < 1:
                 raise ValueError(f"actor_rollout_ref.actor.prefix.{key}={value!r}: set a number of tokens >= 1")
+        if not isinstance(self.offload, bool):
+            raise ValueError(f"actor_rollout_ref.actor.prefix.offload={self.offload!r}: set true or false")
+        if self.offload and self.schedule in ("packed", "stock"):
+            raise ValueError(
+                f"actor_rollout_ref.actor.prefix.offload=True moves nothing with prefix.schedule={self.schedule!r}; "
+                "set prefix.schedule to auto or phased, or prefix.offload=False"
+            )
 
 
 def _refuse(found: object, message: str) -> None:
@@ -114,11 +122,11 @@ class PrefixActorConfig(FSDPActorConfig):
         """
         super().validate(n_gpus, train_batch_size, model_config)
         if model_config is not None and self.prefix.schedule != "stock":
-            check_model_options(model_config)
+            check_model_options(model_config, self.prefix)
             check_model_family(model_config)
 
 
-def check_model_options(model_config: Any) -> None:
+def check_model_options(model_config: Any, prefix: PrefixConfig) -> None:
     """Refuses `actor_rollout_ref.model` options (DictConfig or HFModelConfig) that the shared-prefix path ignores.
 
     Raises:
@@ -129,6 +137,11 @@ def check_model_options(model_config: Any) -> None:
         model_config.get("enable_activation_offload") and model_config.get("enable_gradient_checkpointing"),
         f"{key}.enable_activation_offload=True with {key}.enable_gradient_checkpointing=True checkpoints reentrantly "
         "(verl/utils/activation_offload.py), which loses the prefix gradient; set one of them to False",
+    )
+    _refuse(
+        model_config.get("enable_activation_offload") and prefix.schedule != "packed",
+        f"{key}.enable_activation_offload=True counts on every forward being followed by its backward, and waves run "
+        "between the prefix's; set it to False, or actor_rollout_ref.actor.prefix.schedule=packed",
     )
     _refuse(
         model_config.get("use_fused_kernels"),
