@@ -2,18 +2,18 @@
 
     python examples/bench_update.py --prefix 2048 --suffix 256 --group 8 --out bench.json
 
-An update is forward and backward of the weighted sum of all response log-probs, accumulated over the batch, on a random
-HF Llama. Every arm is measured three times over: seconds (`--repeats` rounds of all arms in turn, in one process), peak
-memory above model, gradients and inputs (one fresh process per arm), and the largest relative gradient error over
-parameters against the truth: stock in float64 (HF's RMSNorm stays fp32), so that speed never stands without it.
+An update is forward and backward of the weighted sum of all response log-probs of a random HF Llama. Measured per arm:
+seconds (`--repeats` rounds of all arms in turn, one process), peak memory above model, gradients and inputs (one fresh
+process per arm), and the largest relative gradient error of a parameter against the truth: stock in float64 (HF's
+RMSNorm stays fp32). P prefix tokens, one more prompt token, S response tokens per row, G rows per group.
 
 - stock: HF's own forward with sdpa on one whole row at a time. No stock run needs less memory.
 - stock_packed: rows packed up to the tokens of one group's packed pass, as verl's remove-padding path does. Only where
-  flash_attn runs: under sdpa, HF turns such position ids into a dense T x T mask, which forgoes the flash kernel and
-  repeats K/V (4 layers, hidden 256, rows of 640: 2.6 s row by row, 9.0 s with 8 rows packed), so that there row by row
-  is both the faster and the smaller baseline.
+  flash_attn runs: under sdpa, HF turns such position ids into a dense T x T mask and repeats K/V (4 layers, hidden 256,
+  8 rows of 640 tokens on one core: 2.6 s row by row, 9.0 s packed), so that row by row is the stronger baseline.
 - packed, phased: `schedule.Schedule`, one group per packed pass; phased in waves of `--wave-rows` suffixes.
-- +checkpoint: gradient checkpointing of decoder layers. +offload: dormant prefix activations wait in host memory.
+- +checkpoint: gradient checkpointing of decoder layers. +offload: dormant prefix activations wait in host memory (on
+  CPU that is the same memory, and only its cost shows).
 
 All arms run lm_head on response tokens only (what `logits_to_keep` does) and bound logits in the same way: at most
 `--logits-chunk` tokens at a time, checkpointed beyond one chunk. Speed-up is over the fastest stock arm with the same
@@ -23,7 +23,6 @@ checkpointing. Its ceiling is the ratio of FLOPs (`update_flops`). Not measured:
 import argparse
 import copy
 import importlib.util
-import inspect
 import json
 import os
 import platform
@@ -35,7 +34,6 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
-from datetime import datetime, timezone
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -57,18 +55,13 @@ from verl_prefix.waves import make_plan
 SCHEMA = "verl_prefix.bench_update/1"
 RESET_PEAK = Path("/proc/self/clear_refs")
 TINY = {"prefix": 8, "suffix": 4, "group": 2, "groups_count": 1}
-
-
 # A path, "stock" or a schedule, and at most one thing added to it.
 ARMS = ("stock", "stock_packed", "packed", "phased", "phased+offload", "stock+checkpoint", "phased+checkpoint")
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Rows of one length: P prefix tokens, one more prompt token, S response tokens.
-
-    `weights` [N] stand at the response tokens of the flat `tokens`.
-    """
+    """Rows of one length; `weights` [N] of log-probs stand at the response tokens of the flat `tokens`."""
 
     tokens: TokenBatch
     weights: torch.Tensor
@@ -123,13 +116,11 @@ def run_stock(model: PreTrainedModel, batch: Batch, rows_per_pass: int, logits_c
     for place in torch.arange(len(ids), device=ids.device).split(rows_per_pass * row_len):
         decoded = model.base_model(input_ids=ids[None, place], position_ids=positions[None, place], use_cache=False)
         # The last prompt token up to the last response token but one: their outputs are the responses' log-probs.
-        kept = place[(positions[place] >= prefix_len) & (positions[place] < row_len - 1)]
+        kept = place.view(-1, row_len)[:, prefix_len:-1].flatten()
         hidden = decoded.last_hidden_state[0, kept - place[0]]
         pieces = list(zip(kept.split(logits_chunk), hidden.split(logits_chunk), strict=True))
-        if len(pieces) == 1:
-            loss(*pieces[0]).backward()
-        else:
-            sum(checkpoint(loss, *piece, use_reentrant=False) for piece in pieces).backward()
+        whole = len(pieces) == 1
+        sum(loss(*p) if whole else checkpoint(loss, *p, use_reentrant=False) for p in pieces).backward()
 
 
 def run_shared(model: PreTrainedModel, batch: Batch, schedule: str, wave_tokens: int, **options: Any) -> None:
@@ -148,19 +139,18 @@ def run_arm(model: PreTrainedModel, arm: str, batch: Batch, options: argparse.Na
     model.set_attn_implementation("flash_attention_2" if path == "stock_packed" else "sdpa")
     model.gradient_checkpointing_disable()
     if added == "checkpoint":
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model.gradient_checkpointing_enable({"use_reentrant": False})
     model.zero_grad(set_to_none=False)
     synchronize = torch.cuda.synchronize if options.device == "cuda" else lambda: None
     synchronize()
     start = time.perf_counter()
     group = batch.groups[0]
     if path.startswith("stock"):
-        fit = group.num_physical_tokens // batch.tokens.offsets[1]
-        run_stock(model, batch, max(1, fit) if path == "stock_packed" else 1, options.logits_chunk)
+        rows_per_pass = group.num_physical_tokens // batch.tokens.offsets[1] if path == "stock_packed" else 1
+        run_stock(model, batch, max(1, rows_per_pass), options.logits_chunk)
     else:
-        extra = {"offload": True} if added == "offload" else {}
-        wave_tokens = options.wave_rows * group.suffix_lens[0]
-        run_shared(model, batch, path, wave_tokens, logits_chunk=options.logits_chunk, **extra)
+        extra = {"logits_chunk": options.logits_chunk} | ({"offload": True} if added == "offload" else {})
+        run_shared(model, batch, path, wave_tokens=options.wave_rows * group.suffix_lens[0], **extra)
     synchronize()
     return time.perf_counter() - start
 
@@ -187,39 +177,33 @@ def update_flops(model: PreTrainedModel, arm: str, options: argparse.Namespace) 
 
 def gradient_error(model: PreTrainedModel, truth: dict[str, torch.Tensor]) -> float:
     """The largest ||g - truth|| / ||truth|| over parameters, in float64."""
-    return max(
-        ((parameter.grad.double() - truth[name].double()).norm() / truth[name].double().norm()).item()
-        for name, parameter in model.named_parameters()
-    )
+    grads = {name: parameter.grad.double() for name, parameter in model.named_parameters()}
+    return max(((grads[name] - truth[name].double()).norm() / truth[name].double().norm()).item() for name in truth)
 
 
 def added_peak_mib(options: argparse.Namespace, arm: str) -> float:
     """MiB that one update adds at its peak to model, gradients, inputs and what a tiny update leaves behind.
 
-    Call it in a fresh process: freed memory that the process still holds would hide a part.
+    To be called in a fresh process: memory that an earlier run freed and the process still holds would hide a part.
     """
     torch.set_num_threads(options.threads)
     model, batch = build_model(options), build_batch(options)
     run_arm(model, arm, build_batch(options, **TINY), options)
     if options.device == "cuda":
         torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        run_arm(model, arm, batch, options)
-        return (torch.cuda.max_memory_allocated() - before) / 2**20
-
-    def resident_kib(field: str) -> int:
-        lines = Path("/proc/self/status").read_text().splitlines()
-        return next(int(line.split()[1]) for line in lines if line.startswith(field))
-
-    RESET_PEAK.write_text("5")  # proc(5): sets VmHWM back to VmRSS, so that building does not hide the peak
-    before = resident_kib("VmRSS")
+    else:
+        RESET_PEAK.write_text("5")  # proc(5): sets VmHWM back to VmRSS, so that building does not hide the peak
+    before, _ = _memory_mib(options.device)
     run_arm(model, arm, batch, options)
-    return (resident_kib("VmHWM") - before) / 2**10
+    return _memory_mib(options.device)[1] - before
 
 
-def in_fresh_process(run: Callable[..., float], *args: Any) -> float:
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-        return pool.submit(run, *args).result()
+def _memory_mib(device: str) -> list[float]:
+    """Now, and at the peak."""
+    if device == "cuda":
+        return [torch.cuda.memory_allocated() / 2**20, torch.cuda.max_memory_allocated() / 2**20]
+    status = Path("/proc/self/status").read_text()
+    return [int(re.search(rf"{field}:\s+(\d+) kB", status)[1]) / 2**10 for field in ("VmRSS", "VmHWM")]
 
 
 def measure(options: argparse.Namespace, console: Console) -> dict[str, Any]:
@@ -240,15 +224,14 @@ def measure(options: argparse.Namespace, console: Console) -> dict[str, Any]:
             progress.advance(task, cost)
             return value
 
+        tiny = build_batch(options, **TINY)
         for name in options.arms:
-            run_arm(model, name, build_batch(options, **TINY), options)
-        report: dict[str, Any] = {"truth": f"stock in {'float64' if options.truth == 'float64' else options.dtype}"}
+            run_arm(model, name, tiny, options)
+        truth_name = f"stock in {'float64' if options.truth == 'float64' else options.dtype}"
         reference = copy.deepcopy(model).double() if options.truth == "float64" else model
-        step(f"truth: {report['truth']}, seconds", truth_cost, run_arm, reference, "stock", batch, options)
+        step(f"truth: {truth_name}, seconds", truth_cost, run_arm, reference, "stock", batch, options)
         truth = {name: parameter.grad.clone() for name, parameter in reference.named_parameters()}
-        arms = report["arms"] = {
-            name: {"seconds": [], "grad_error": 0.0, "flops": costs[name]} for name in options.arms
-        }
+        arms = {name: {"seconds": [], "grad_error": 0.0, "flops": costs[name]} for name in options.arms}
         for turn in range(1, options.repeats + 1):
             for name, arm in arms.items():
                 text = f"round {turn}/{options.repeats} {name}, seconds"
@@ -258,9 +241,10 @@ def measure(options: argparse.Namespace, console: Console) -> dict[str, Any]:
         if options.device == "cuda":
             torch.cuda.empty_cache()
         for name, arm in {} if options.no_memory else arms.items():
-            text = f"added memory of {name}, MiB"
-            arm["added_peak_mib"] = step(text, costs[name], in_fresh_process, added_peak_mib, options, name)
-    return report
+            with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as fresh:
+                result = fresh.submit(added_peak_mib, options, name).result
+                arm["added_peak_mib"] = step(f"added memory of {name}, MiB", costs[name], result)
+    return {"truth": truth_name, "arms": arms}
 
 
 def compare(arms: dict[str, Any]) -> None:
@@ -271,8 +255,7 @@ def compare(arms: dict[str, Any]) -> None:
         rivals = [other for other in arms if "stock" in other and ("checkpoint" in other) == ("checkpoint" in name)]
         if rivals:
             arm["baseline"] = min(rivals, key=lambda other: arms[other]["median_s"])
-            arm["speedup"] = arms[arm["baseline"]]["median_s"] / arm["median_s"]
-            arm["ceiling"] = arms[arm["baseline"]]["flops"] / arm["flops"]
+            arm["speedup"], arm["ceiling"] = (arms[arm["baseline"]][key] / arm[key] for key in ("median_s", "flops"))
             arm["of_ceiling"] = arm["speedup"] / arm["ceiling"]
 
 
@@ -290,19 +273,17 @@ def show(report: dict[str, Any], console: Console) -> None:
     console.print(f"gradient error: largest relative one of a parameter, against {report['truth']}")
 
 
-def git_state() -> tuple[str | None, bool]:
-    """Commit, and whether files other than *.json (earlier results) differ from it; (None, True) outside of git."""
+def git_state() -> dict[str, Any]:
+    """Commit, and whether files other than *.json (earlier results) differ from it; None and True outside of git."""
     git = ["git", "-C", str(Path(__file__).parent)]
     commit = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True)
     status = subprocess.run([*git, "status", "--porcelain", "--", ":/", ":(exclude,top)*.json"], capture_output=True)
-    return commit.stdout.strip() or None, bool(status.returncode or status.stdout)
+    return {"commit": commit.stdout.strip() or None, "dirty": bool(status.returncode or status.stdout)}
 
 
 def device_name(device: str) -> str:
-    if device == "cuda":
-        return torch.cuda.get_device_name()
-    names = re.findall(r"model name\s*: (.*)", info.read_text()) if (info := Path("/proc/cpuinfo")).exists() else []
-    return names[0] if names else platform.machine()
+    cpu = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else "")
+    return torch.cuda.get_device_name() if device == "cuda" else cpu[1] if cpu else platform.machine()
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -312,8 +293,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     numbers |= {"kv-heads": 2, "vocab": 32000, "wave-rows": 2, "logits-chunk": 4096, "repeats": 3}
     for name, default in numbers.items():
         parser.add_argument(f"--{name}", type=int, default=default, help=f"{default} by default")
-    cuda = torch.cuda.is_available()
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if cuda else "cpu")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], default=None)
     parser.add_argument("--truth", choices=["float64", "stock"], default="float64")
     parser.add_argument("--arms", default=None, help=f"comma-separated, of {', '.join(ARMS)}; all that run by default")
@@ -329,12 +309,12 @@ def parse(argv: list[str]) -> argparse.Namespace:
     impossible = {}
     if options.device != "cuda" or options.dtype == "float32" or not importlib.util.find_spec("flash_attn"):
         impossible["stock_packed"] = "it needs flash_attn, --device cuda and --dtype bfloat16 or float16"
-    if "offload" not in inspect.signature(Schedule).parameters:
-        impossible["phased+offload"] = "this version's Schedule has no offload"
     options.arms = options.arms.split(",") if options.arms else [name for name in ARMS if name not in impossible]
     for name in options.arms:
         if name not in ARMS or name in impossible:
             parser.error(f"--arms: {name!r} cannot run: {impossible.get(name, f'use some of {list(ARMS)}')}")
+    if options.out and not options.out.parent.is_dir():
+        parser.error(f"--out={options.out}: no directory {options.out.parent}; create it")
     if not options.no_memory and options.device == "cpu" and not RESET_PEAK.exists():
         parser.error(f"peak memory on CPU is read from {RESET_PEAK}, which this system lacks: add --no-memory")
     return options
@@ -343,16 +323,15 @@ def parse(argv: list[str]) -> argparse.Namespace:
 def main(argv: list[str]) -> int:
     options = parse(argv)
     torch.set_num_threads(options.threads)
-    commit, dirty = git_state()
-    if options.out and dirty and not options.allow_dirty:
+    git = git_state()
+    if options.out and git["dirty"] and not options.allow_dirty:
         print("the git tree has uncommitted files: commit them, or add --allow-dirty", file=sys.stderr)
         return 2
     console = Console(width=None if sys.stdout.isatty() else 120)
     report = {
         "schema": SCHEMA,
-        "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "commit": commit,
-        "dirty": dirty,
+        "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        **git,
         "device": device_name(options.device),
         "load_average": os.getloadavg()[0],
         "versions": {"python": platform.python_version()} | {m.__name__: m.__version__ for m in (torch, transformers)},
@@ -363,7 +342,6 @@ def main(argv: list[str]) -> int:
     show(report, console)
     if options.out:
         options.out.write_text(json.dumps(report, indent=1) + "\n")
-        console.print(f"wrote {options.out}")
     return 0
 
 

@@ -73,7 +73,8 @@ def build_layout(groups: Sequence[Group], offsets: Sequence[int], prefix_starts:
     if sharing:
         cross_q = (0, *accumulate(groups[i].num_suffix_tokens for i in sharing))
         cross_k = (0, *accumulate(groups[i].prefix_len for i in sharing))
-        cross = Spans(cross_q, cross_k)
+        rows = (n for i in sharing for n in groups[i].suffix_lens if n)
+        cross = Spans(cross_q, cross_k, q_parts=(0, *accumulate(rows)))
         if prefix_starts is not None:
             cross_start = prefix_starts[sharing[0]]
             assert [prefix_starts[i] - cross_start for i in sharing] == list(cross_k[:-1]), "gap between prefixes"

@@ -50,8 +50,8 @@ def device_room(device: torch.device) -> int:
 class HostPages:
     """A device's host memory, in pages of PAGE_BYTES (uint8; pinned for CUDA), and the stream of all its copies.
 
-    Grows to the largest set of groups seen while `host_room` allows, and never shrinks: pinning costs more than copying.
-    One stream orders all copies, so a page that is given back and taken again needs no event.
+    Grows to the largest set of groups seen while `host_room` allows, and never shrinks: pinning costs more than a
+    copy. One stream orders all copies, so a page that is given back and taken again needs no event.
     """
 
     def __init__(self, device: torch.device) -> None:

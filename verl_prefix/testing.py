@@ -12,7 +12,15 @@ from verl_prefix.layout import Layout
 from verl_prefix.schedule import Schedule, TokenBatch
 from verl_prefix.waves import Plan, agree, make_plan
 
-__all__ = ["CHAT_TEMPLATE", "Rollouts", "random_rollouts", "run_shared", "run_stock", "write_tiny_model"]
+__all__ = [
+    "CHAT_TEMPLATE",
+    "Rollouts",
+    "letter_share",
+    "random_rollouts",
+    "run_shared",
+    "run_stock",
+    "write_tiny_model",
+]
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
@@ -93,6 +101,11 @@ def write_tiny_model(
     tokenizer.save_pretrained(path)
     model.save_pretrained(path)
     return str(path)
+
+
+def letter_share(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None, **_: Any) -> float:
+    """Return the share of letters in a response: a verl reward that differs within a group of a random model."""
+    return sum(char.isalpha() for char in solution_str) / max(len(solution_str), 1)
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ import argparse
 import hashlib
 import json
 import os
+import re
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -41,6 +42,7 @@ SCHEMA = pa.schema(
         ),
     }
 )
+SURROGATE = re.compile("[\ud800-\udfff]")
 TYPE_NAMES = {str: "text", list: "a list", dict: "an object", int: "an integer", bool: "true or false"}
 
 
@@ -65,41 +67,49 @@ class Question:
 
 
 class Line:
-    """One JSON object of the input, or an object inside it, that names the file, the line and the key in its errors."""
+    """One JSON object of the input, or an object inside it; its errors name file, line, key and the value seen."""
 
     def __init__(self, where: str, value: object, key: str = "") -> None:
         self.where, self.key = where, key
         self.value = self._typed(value, dict, key or "the line")
 
-    def error(self, key: str, message: str) -> ValueError:
-        return ValueError(f"{self.where}: {self._path(key)}: {message}")
+    def error(self, path: str, message: str) -> ValueError:
+        return ValueError(f"{self.where}: {path}: {message}")
+
+    def path(self, key: str) -> str:
+        return f"{self.key}.{key}" if self.key else key
 
     def get(self, key: str, kind: type) -> object:
-        """Return the value of `key`, of this type exactly; texts can be encoded and are not blank."""
+        """Return the value of `key`, of exactly this type."""
         if key not in self.value:
-            raise self.error(key, f"missing; the object has {', '.join(map(repr, self.value)) or 'no keys'}")
-        return self._typed(self.value[key], kind, self._path(key))
+            raise self.error(self.path(key), f"missing; the object has {_shown(list(self.value))}")
+        return self._typed(self.value[key], kind, self.path(key))
+
+    def text(self, key: str) -> str:
+        """Return the text at `key`, which is not blank."""
+        text = self.get(key, str)
+        if not text.strip():
+            raise self.error(self.path(key), f"expected a text, found the empty {_shown(text)}")
+        return text
 
     def items(self, key: str, kind: type) -> list:
         """Return the list at `key`, whose items are of this type; objects come back as `Line`."""
-        values = self.get(key, list)
+        items = [(value, f"{self.path(key)}[{i}]") for i, value in enumerate(self.get(key, list))]
         if kind is dict:
-            return [Line(self.where, value, f"{self._path(key)}[{i}]") for i, value in enumerate(values)]
-        return [self._typed(value, kind, f"{self._path(key)}[{i}]") for i, value in enumerate(values)]
-
-    def _path(self, key: str) -> str:
-        return f"{self.key}.{key}" if self.key else key
+            return [Line(self.where, value, path) for value, path in items]
+        return [self._typed(value, kind, path) for value, path in items]
 
     def _typed(self, value: object, kind: type, path: str) -> object:
-        seen = json.dumps(value, ensure_ascii=True)
-        seen = seen if len(seen) <= 80 else f"{seen[:77]}..."
-        if type(value) is not kind:  # bool is an int to isinstance
-            raise ValueError(f"{self.where}: {path}: expected {TYPE_NAMES[kind]}, found {seen}")
-        if kind is str and not value.strip():
-            raise ValueError(f"{self.where}: {path}: expected text, found the empty text {seen}")
-        if kind is str and any("\ud800" <= char <= "\udfff" for char in value):
-            raise ValueError(f"{self.where}: {path}: half of a surrogate pair in {seen}")
+        if type(value) is not kind:  # isinstance would take true for an integer
+            raise self.error(path, f"expected {TYPE_NAMES[kind]}, found {_shown(value)}")
+        if kind is str and SURROGATE.search(value):
+            raise self.error(path, f"half of a surrogate pair in {_shown(value)}")
         return value
+
+
+def _shown(value: object) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def read_questions(path: Path) -> Iterator[Question | None]:
@@ -108,7 +118,7 @@ def read_questions(path: Path) -> Iterator[Question | None]:
     Raises:
         ValueError: naming file, line, key and value: no such file, no question in it, or a malformed line.
     """
-    if not path.is_file():
+    if not path.exists():
         raise ValueError(f"{path}: no such file; give --input the jsonl of MuSiQue-Ans v1.0 or of make_questions.py")
     seen: dict[str, int] = {}
     number = 0
@@ -130,31 +140,34 @@ def read_questions(path: Path) -> Iterator[Question | None]:
 
 
 def parse(line: Line) -> Question:
-    """Return the question of one line; ValueError where it is not in the official format."""
-    answer = line.get("answer", str)
-    aliases = [alias for alias in line.items("answer_aliases", str)]
+    """Return the question of one line, without blank aliases; ValueError where the line is not in the format."""
     paragraphs = line.items("paragraphs", dict)
     places: dict[int, int] = {}
     for place, paragraph in enumerate(paragraphs):
         idx = paragraph.get("idx", int)
         if places.setdefault(idx, place) != place:
-            raise paragraph.error("idx", f"{idx} is the idx of another paragraph too")
+            raise line.error(paragraph.path("idx"), f"{idx} is the idx of another paragraph too")
     hops = line.items("question_decomposition", dict)
     if not hops:
         raise line.error("question_decomposition", "expected at least one hop, found []")
-    supports = set()
+    supporting = set()
     for hop in hops:
         idx = hop.get("paragraph_support_idx", int)
         if idx not in places:
-            raise hop.error("paragraph_support_idx", f"no paragraph has idx {idx}; there are {sorted(places)}")
-        supports.add(places[idx])
+            raise line.error(
+                hop.path("paragraph_support_idx"), f"{idx} is out of range; paragraphs has {_shown(list(places))}"
+            )
+        supporting.add(places[idx])
+    aliases = [alias for alias in line.items("answer_aliases", str) if alias.strip()]
     return Question(
-        id=line.get("id", str),
-        text=line.get("question", str),
+        id=line.text("id"),
+        text=line.text("question"),
         hops=len(hops),
-        answers=list(dict.fromkeys([answer, *aliases])),
+        answers=list(dict.fromkeys([line.text("answer"), *aliases])),
         paragraphs=[
-            Paragraph(p.get("title", str), p.get("paragraph_text", str), p.get("is_supporting", bool) or i in supports)
+            Paragraph(
+                p.get("title", str), p.get("paragraph_text", str), p.get("is_supporting", bool) or i in supporting
+            )
             for i, p in enumerate(paragraphs)
         ],
     )
@@ -217,19 +230,14 @@ def prepare(source: Path, output: Path, max_paragraphs: int | None = None, val_s
     elif (stale := output / "val.parquet").exists():
         raise ValueError(f"{stale}: from an earlier run and not apart from this one's training rows; delete it")
 
-    rows = {
-        split: [row(q, limit(q.paragraphs, max_paragraphs), split, i) for i, q in enumerate(chosen)]
-        for split, chosen in splits.items()
-    }
+    kept = {q.id: limit(q.paragraphs, max_paragraphs) for q in questions}
+    rows = {split: [row(q, kept[q.id], split, i) for i, q in enumerate(chosen)] for split, chosen in splits.items()}
     write(output, {f"{split}.parquet": pa.Table.from_pylist(rows[split], SCHEMA) for split in rows})
-    crowded = sum(sum(p.supporting for p in q.paragraphs) > (max_paragraphs or len(q.paragraphs)) for q in questions)
-    return "\n".join(
-        [*summary(rows), f"skipped    {len(read) - len(questions)} unanswerable"]
-        + [
-            f"over limit {crowded} questions have more than {max_paragraphs} supporting paragraphs; all of these are kept"
-        ]
-        * bool(crowded)
-    )
+    lines = [*summary(rows), f"skipped    {len(read) - len(questions)} unanswerable"]
+    if max_paragraphs is not None:
+        over = sum(len(paragraphs) > max_paragraphs for paragraphs in kept.values())
+        lines.append(f"over limit {over} with more than {max_paragraphs} supporting paragraphs, all of which are kept")
+    return "\n".join(lines)
 
 
 def write(output: Path, tables: dict[str, pa.Table]) -> None:

@@ -3,10 +3,11 @@
 Exact match and F1 follow `metrics/answer.py` of StonyBrookNLP/musique (SQuAD's): lower case, no ASCII punctuation, no
 articles, single spaces; the best value over the accepted answers counts.
 
-    score = 0.9 * f1 + 0.1 * format
+    score = 0.9 * f1 + 0.1 * format          with a block
+    score = 0.1 * F1 of the whole response   without one
 
-F1 and not exact match, so that a partly right answer ranks above a wrong one within a group; the format share is what a
-model that is never right can learn first, and too small to beat one shared word in most answers.
+F1 and not exact match, so that a partly right answer ranks above a wrong one within a group. A small model that writes
+no block yet still gets unequal scores in a group, and any well-formed block ranks at least as high as none.
 """
 
 import re
@@ -41,7 +42,12 @@ def compute_score(
     response = solution_str if isinstance(solution_str, str) else ""
     blocks = BLOCK.findall(response)
     if not blocks:
-        return {"score": 0.0, "em": 0.0, "f1": 0.0, "format": 0.0}
+        return {
+            "score": FORMAT_SHARE * max(f1(response, gold) for gold in accepted),
+            "em": 0.0,
+            "f1": 0.0,
+            "format": 0.0,
+        }
     answer = blocks[-1]
     well_formed = float(response.count(OPEN) == response.count(CLOSE) == 1 and bool(answer.strip()))
     best_f1 = max(f1(answer, gold) for gold in accepted)

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from verl_prefix.offload import OffloadedPrefixCache
 from verl_prefix.testing import random_rollouts, run_shared, run_stock
 
 WORLD = 2
@@ -34,6 +35,7 @@ CASES = st.fixed_dictionaries(
         "defer_sync": st.booleans(),
         "mesh": st.sampled_from(["shard", "shard_keep", "replicate"]),
         "checkpoint": st.booleans(),
+        "offload": st.booleans(),
         "seed": st.integers(0, 10**6),
     }
 )
@@ -75,6 +77,23 @@ def gradient_sync(model, defer: bool, last: bool):
     model.set_requires_gradient_sync(True)
 
 
+@contextmanager
+def moved_parameters(model):
+    """Names of parameters, as they are while their layer runs, whose storage goes to the host."""
+    pack, moved = OffloadedPrefixCache._pack, set()
+
+    def spy(self, tensor):
+        saved = pack(self, tensor)
+        if not isinstance(saved, torch.Tensor):
+            gathered = [(n, p) for n, p in model.named_parameters() if type(p) is torch.nn.Parameter]
+            moved.update(n for n, p in gathered if p.untyped_storage()._cdata == tensor.untyped_storage()._cdata)
+        return saved
+
+    OffloadedPrefixCache._pack = spy
+    yield moved
+    OffloadedPrefixCache._pack = pack
+
+
 def run_case(rank: int, truth_model, models: dict, case: dict) -> dict:
     model = models[case["mesh"]]
     rollouts = random_rollouts(case["shapes"][rank], VOCAB, seed=case["seed"] + rank)
@@ -90,13 +109,15 @@ def run_case(rank: int, truth_model, models: dict, case: dict) -> dict:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     else:
         model.gradient_checkpointing_disable()
-    ours = run_shared(
-        model, rollouts, case["schedule"], case["budget"], case["wave_tokens"], reduce_max=reduce_max,
-        gradient_sync=functools.partial(gradient_sync, model, case["defer_sync"]),
-    )  # fmt: skip
+    with moved_parameters(model) as moved:
+        ours = run_shared(
+            model, rollouts, case["schedule"], case["budget"], case["wave_tokens"], reduce_max=reduce_max,
+            gradient_sync=functools.partial(gradient_sync, model, case["defer_sync"]), offload=case["offload"],
+        )  # fmt: skip
     grads = {name: p.grad.full_tensor() for name, p in model.named_parameters()}
     scale = max(p.grad.norm() for p in truth_model.parameters()).clamp(min=1e-6)
     return {
+        "moved_parameters": moved,
         "rows": [len(row) for row in ours] == [len(row) for row in truth],
         "log_probs": max((float((a - b).abs().max()) for a, b in zip(ours, truth, strict=True) if len(a)), default=0.0),
         "grads": max(float((grads[n] - p.grad).norm() / scale) for n, p in truth_model.named_parameters()),
@@ -141,11 +162,11 @@ def ranks(tmp_path_factory):
 # One rank has no group at all, waves of one row on the other; both empty; a group of many rows against one of one.
 @hypothesis.example(
     dict(shapes=([], [(9, [3, 4, 5])]), schedule="phased", budget=50, wave_tokens=1, defer_sync=True, mesh="shard",
-         checkpoint=True, seed=0)
+         checkpoint=True, offload=True, seed=0)
 )  # fmt: skip
 @hypothesis.example(
     dict(shapes=([], []), schedule="auto", budget=50, wave_tokens=None, defer_sync=False, mesh="replicate",
-         checkpoint=False, seed=0)
+         checkpoint=False, offload=True, seed=0)
 )  # fmt: skip
 @hypothesis.given(CASES)
 @hypothesis.settings(
@@ -154,4 +175,5 @@ def ranks(tmp_path_factory):
 def test_random_batches_finish_agree_with_stock_and_keep_their_rows(ranks, case):
     for rank, result in enumerate(ranks(case)):
         assert result["rows"], f"rank {rank} lost rows"
+        assert not result["moved_parameters"], f"rank {rank}"
         assert result["log_probs"] < TOLERANCE and result["grads"] < TOLERANCE, f"rank {rank}: {result}"

@@ -107,10 +107,13 @@ def test_gradient_checkpointing_changes_nothing(options):
 
 
 @pytest.mark.parametrize("options", SCHEDULES.values(), ids=SCHEDULES)
-def test_log_probs_of_update_and_forward_only_pass_are_the_same_bits(options):
-    model, rollouts = build().float(), random_rollouts(SHAPE, 97)
-    update, old = (torch.cat(run_shared(model, rollouts, train=train, **options)) for train in (True, False))
-    assert torch.equal(update, old)
+def test_log_probs_are_the_same_bits_in_every_schedule_and_pass(options):
+    # From 4 rows on, a row of a CPU matrix product does not depend on the number of rows: suffixes of 4 tokens or more.
+    shape = [(prompt_len, [n + 3 for n in lens]) for prompt_len, lens in SHAPE if prompt_len > 4]
+    model, rollouts = build().float(), random_rollouts(shape, 97)
+    packed = torch.cat(run_shared(model, rollouts, "packed", kernel="cpu", train=False))
+    for train in (True, False):
+        assert torch.equal(torch.cat(run_shared(model, rollouts, kernel="cpu", train=train, **options)), packed)
 
 
 def test_model_keeps_its_attention_implementation():

@@ -41,12 +41,7 @@ CASES = {
     "gradient_checkpointing": {"gradient_checkpointing": True},
     "gradient_checkpointing_phased": {"gradient_checkpointing": True, "schedule": "phased", "wave_tokens": 40},
     "offload": {"schedule": "phased", "wave_tokens": 40, "offload": True},
-    "offload_checkpointed": {
-        "schedule": "phased",
-        "wave_tokens": 40,
-        "offload": True,
-        "gradient_checkpointing": True,
-    },  # fmt: skip
+    "offload_checkpointed": dict(schedule="phased", wave_tokens=40, offload=True, gradient_checkpointing=True),
     "logits_in_chunks": {"logits_chunk": 7},
     "logits_in_chunks_with_entropy_checkpointing": {"logits_chunk": 7, "entropy_checkpointing": True},
     "logits_in_chunks_phased_checkpointed": {"logits_chunk": 7, "schedule": "phased", "gradient_checkpointing": True},

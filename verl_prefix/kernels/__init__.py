@@ -8,6 +8,7 @@ Shapes: q [Tq, H, D], k and v [Tk, K, D] with H a multiple of K, lse [H, Tq] in 
 
 import functools
 import logging
+from collections.abc import Iterator
 from dataclasses import dataclass
 from types import ModuleType
 
@@ -25,18 +26,31 @@ class Spans:
     """Pairs of a query segment and the key segment that it reads, as cumulative bounds from the first token on.
 
     `q` and `k` hold n + 1 increasing ints for n pairs; no segment is empty, since an empty one kills the CPU kernel.
+    `q_parts` refines `q` where a query segment is made of several rows: a kernel that goes part by part computes each
+    row alike whatever rows stand beside it, to the bit.
     """
 
     q: tuple[int, ...]
     k: tuple[int, ...]
+    q_parts: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         assert len(self.q) == len(self.k), (self.q, self.k)
         for bounds in (self.q, self.k):
             assert all(b > a for a, b in zip(bounds, bounds[1:], strict=False)), f"empty segment in {bounds}"
 
-    def __iter__(self):
+    def __iter__(self) -> Iterator[tuple[int, int, int, int]]:
         return zip(self.q, self.q[1:], self.k, self.k[1:], strict=False)
+
+    def parts(self) -> Iterator[tuple[int, int, int, int]]:
+        """As iteration, but by `q_parts`: (query start, query end, key start, key end)."""
+        if not self.q_parts:
+            yield from self
+            return
+        pair = 0
+        for start, end in zip(self.q_parts, self.q_parts[1:], strict=False):
+            pair += start == self.q[pair + 1]
+            yield start, end, self.k[pair], self.k[pair + 1]
 
     @functools.cached_property
     def max_q(self) -> int:

@@ -21,7 +21,7 @@ def forward(q, k, v, spans, causal: bool, scale: float) -> tuple[torch.Tensor, t
     """See `verl_prefix.kernels`; `spans` pairs query and key segments."""
     out = torch.empty_like(q)
     lse = q.new_empty((q.shape[1], q.shape[0]), dtype=torch.promote_types(q.dtype, torch.float32))
-    for q0, q1, k0, k1 in spans:
+    for q0, q1, k0, k1 in spans.parts():
         o, m = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             _heads_first(q[q0:q1]), _heads_first(k[k0:k1]), _heads_first(v[k0:k1]), 0.0, causal, scale=scale
         )

@@ -1,0 +1,96 @@
+"""examples/bench_update.py at tiny size: what it reports, and that its arms and its FLOP count are what they claim."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from torch.utils.flop_counter import FlopCounterMode
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+SIZE = (
+    "--device cpu --prefix 37 --suffix 11 --group 3 --groups-count 2 --hidden 64 --layers 2 --heads 4 --kv-heads 2 "
+    "--vocab 997 --threads 1 --repeats 2"
+).split()
+
+
+@pytest.fixture
+def bench(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    import bench_update
+
+    return bench_update
+
+
+def test_report_has_time_memory_and_error_of_every_arm_and_needs_no_verl(tmp_path: Path) -> None:
+    out = tmp_path / "report.json"
+    argv = [*SIZE, "--arms", "stock,packed", "--allow-dirty", "--out", str(out)]
+    script = (
+        f"import sys; sys.path.insert(0, {str(EXAMPLES)!r}); import bench_update\n"
+        f"assert bench_update.main({argv!r}) == 0\n"
+        "assert not {'verl', 'ray', 'hydra'} & set(sys.modules)\n"
+    )
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    assert run.returncode == 0, run.stderr
+    assert "gradient error" in run.stdout
+    report = json.loads(out.read_text())
+    assert report["schema"] == "verl_prefix.bench_update/1"
+    assert report["truth"] == "stock in float64"
+    assert {"commit", "dirty", "created", "device", "versions", "config"} <= set(report)
+    assert list(report["arms"]) == ["stock", "packed"]
+    wave_logits_mib = 2 * 11 * 997 * 4 / 2**20
+    for arm in report["arms"].values():
+        assert len(arm["seconds"]) == 2
+        assert 0 < arm["grad_error"] < 5e-6
+        assert arm["added_peak_mib"] > wave_logits_mib / 2
+        assert arm["of_ceiling"] == pytest.approx(arm["speedup"] / arm["ceiling"])
+    assert report["arms"]["packed"]["baseline"] == "stock"
+    assert report["arms"]["packed"]["ceiling"] > 1.5
+
+
+@pytest.mark.parametrize("change", [[], ["--logits-chunk", "5"], ["--wave-rows", "1"]], ids=" ".join)
+def test_every_arm_has_the_gradients_of_stock(bench: ModuleType, change: list[str]) -> None:
+    options = bench.parse([*SIZE, *change])
+    model, batch = bench.build_model(options), bench.build_batch(options)
+    bench.run_stock(model, batch, rows_per_pass=1, logits_chunk=4096)
+    truth = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    for arm in options.arms:
+        bench.run_arm(model, arm, batch, options)
+        assert bench.gradient_error(model, truth) < 5e-6, arm
+    model.zero_grad(set_to_none=False)
+    bench.run_stock(model, batch, rows_per_pass=4, logits_chunk=options.logits_chunk)
+    assert bench.gradient_error(model, truth) < 5e-6
+    model.lm_head.weight.grad[0] += 1e-3
+    assert bench.gradient_error(model, truth) > 1e-4
+
+
+@pytest.mark.parametrize("arm", ["stock", "packed"])
+def test_flops_are_those_of_the_matmuls_that_run(bench: ModuleType, arm: str) -> None:
+    options = bench.parse(SIZE)
+    model, batch = bench.build_model(options), bench.build_batch(options)
+    with FlopCounterMode(display=False) as counter:
+        bench.run_arm(model, arm, batch, options)
+    # torch does not count the CPU attention kernels: query-key pairs of P=37, S=11, G=3 and two groups by hand.
+    pairs = {"stock": 3 * 49 * 50 / 2, "packed": 37 * 38 / 2 + 3 * (11 * 37 + 11 * 12 / 2)}[arm]
+    attention = 2 * 3 * 2 * 4 * 64 * pairs
+    assert bench.update_flops(model, arm, options) == counter.get_total_flops() + attention
+
+
+def test_dirty_tree_writes_no_report(
+    bench: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(bench, "git_state", lambda: {"commit": "0" * 40, "dirty": True})
+    assert bench.main([*SIZE, "--out", str(tmp_path / "report.json")]) == 2
+    assert "--allow-dirty" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "argv", [["--arms", "stocks"], ["--arms", "stock_packed"], ["--prefix", "0"], ["--out", "missing/report.json"]]
+)
+def test_wrong_options_say_what_to_type(bench: ModuleType, argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        bench.parse([*SIZE, *argv])
+    assert argv[0] in capsys.readouterr().err.splitlines()[-1]

@@ -1,0 +1,359 @@
+"""Dormant offload changes where bytes wait, never a bit of a result; what must stay stays; leaving frees everything.
+
+All on CPU, where the copies are synchronous: streams, events and pinned memory are tests/gpu/test_offload_cuda.py's,
+parameters that two FSDP2 ranks gather and free are tests/core/test_fsdp.py's.
+"""
+
+import gc
+import weakref
+from collections import Counter
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from verl_prefix import offload, schedule
+from verl_prefix.offload import OffloadedPrefixCache, host_pages
+from verl_prefix.testing import random_rollouts, run_shared
+
+CPU = torch.device("cpu")
+LAYERS, PREFIX = 3, 22 + 40 + 6  # tokens of phase A
+SHAPE = [(23, [9, 17, 5]), (41, [3, 1, 11, 7, 2]), (7, [13])]
+
+
+@pytest.fixture(autouse=True)
+def pages():
+    """A page pool of the test's own."""
+    host_pages.cache_clear()
+    yield host_pages(CPU)
+    host_pages.cache_clear()
+
+
+@pytest.fixture
+def counts(monkeypatch) -> Counter:
+    """Transfers of all schedules of the test."""
+    total = Counter()
+    monkeypatch.setattr(schedule, "Counter", lambda: total)
+    return total
+
+
+def build(dtype=torch.float64, checkpoint: bool = False):
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=97, hidden_size=48, intermediate_size=80, num_hidden_layers=LAYERS, num_attention_heads=6,
+        num_key_value_heads=2, head_dim=16, initializer_range=0.1, attn_implementation="sdpa",
+    )  # fmt: skip
+    model = LlamaForCausalLM(config).to(dtype).train()
+    if checkpoint:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return model
+
+
+def measure(model, **options) -> list[torch.Tensor]:
+    """Log-probs and all gradients of one phased run."""
+    model.zero_grad()
+    log_probs = run_shared(model, random_rollouts(SHAPE, 97), "phased", wave_tokens=19, **options)
+    return [*log_probs, *(p.grad for p in model.parameters())]
+
+
+def same_bits(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
+    return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+@pytest.fixture
+def packed(monkeypatch) -> list[tuple[torch.Tensor, int, bool]]:
+    """(shape, address of the storage, whether it moved) of every tensor that phase A saves."""
+    seen = []
+    pack = OffloadedPrefixCache._pack
+
+    def spy(self, tensor):
+        saved = pack(self, tensor)
+        seen.append((tuple(tensor.shape), tensor.untyped_storage()._cdata, not isinstance(saved, torch.Tensor)))
+        return saved
+
+    monkeypatch.setattr(OffloadedPrefixCache, "_pack", spy)
+    return seen
+
+
+@pytest.mark.parametrize("room", [10**9, 70_000, 0], ids=["prefetched", "some_prefetched", "on_demand"])
+@pytest.mark.parametrize("checkpoint", [False, True], ids=["", "checkpointed"])
+@pytest.mark.parametrize("kernel", ["cpu", "reference"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
+def test_results_are_the_same_bits_with_and_without_offload(monkeypatch, counts, dtype, kernel, checkpoint, room):
+    monkeypatch.setattr(offload, "device_room", lambda device: room)
+    model = build(dtype, checkpoint)
+    without = measure(model, kernel=kernel)
+    assert not counts
+    assert same_bits(measure(model, kernel=kernel, offload=True), without)
+    assert counts["offloaded_bytes"] > PREFIX * 48 * LAYERS * dtype.itemsize
+    if room >= counts["offloaded_bytes"]:
+        assert counts["prefetched_bytes"] == counts["offloaded_bytes"] and not counts["demand_loads"]
+    elif room == 0:
+        assert counts["demand_loads"] and not counts["prefetched_bytes"]
+    else:
+        assert 0 < counts["prefetched_bytes"] <= counts["offloaded_bytes"]
+
+
+def test_storages_may_span_pages(monkeypatch, pages):
+    monkeypatch.setattr(offload, "PAGE_BYTES", 7 * 512 + 3)
+    model = build()
+    assert same_bits(measure(model, offload=True), measure(model))
+    assert pages.num_pages > 50
+
+
+def test_wrong_bytes_from_the_host_show(monkeypatch):
+    """The tests above can fail: one byte of one storage is enough."""
+    model, copy_in = build(), OffloadedPrefixCache._copy_in
+
+    def flip(self, dormant):
+        copy_in(self, dormant)
+        if dormant is next(iter(self._dormant.values())):
+            dormant.on_device[:8] = 7
+
+    without = measure(model)
+    monkeypatch.setattr(OffloadedPrefixCache, "_copy_in", flip)
+    assert not same_bits(measure(model, offload=True), without)
+
+
+@pytest.mark.parametrize("moves", [True, False], ids=["offloaded", "control_without_moving"])
+@pytest.mark.parametrize("checkpoint", [False, True], ids=["", "checkpointed"])
+def test_device_storages_are_freed_between_phase_a_and_phase_c(monkeypatch, counts, checkpoint, moves):
+    model, sources, live = build(checkpoint=checkpoint), [], {}
+    parameters = {p.untyped_storage()._cdata for p in model.parameters()}
+    pack, stays = OffloadedPrefixCache._pack, OffloadedPrefixCache._stays
+
+    def spy(self, tensor):
+        if not stays(self, tensor):
+            sources.append((StorageWeakRef(tensor.untyped_storage()), tensor.untyped_storage().nbytes()))
+        return pack(self, tensor)
+
+    @contextmanager
+    def look(last):
+        if "wave" not in live:
+            live["wave"] = sum({ref.cdata: nbytes for ref, nbytes in sources if not ref.expired()}.values())
+        yield
+
+    monkeypatch.setattr(OffloadedPrefixCache, "_pack", spy)
+    if not moves:
+        monkeypatch.setattr(OffloadedPrefixCache, "_stays", lambda self, tensor: True)
+    measure(model, offload=True, gradient_sync=look)
+    dormant = sum({ref.cdata: nbytes for ref, nbytes in sources}.values())
+    assert dormant > PREFIX * 48 * LAYERS * 8 and not {ref.cdata for ref, _ in sources} & parameters
+    assert live["wave"] == (0 if moves else dormant)
+    assert counts["offloaded_bytes"] == (dormant if moves else 0)
+
+
+def test_storages_return_in_reverse_within_the_room_and_go_again(monkeypatch, counts):
+    """A device whose room is what the storages that came back leave of 150 kB: a fifth of all of them."""
+    model, alive, order, peak = build(), [], [], 0
+    copy_in = OffloadedPrefixCache._copy_in
+
+    def taken() -> int:
+        return sum(nbytes for ref, nbytes in alive if not ref.expired())
+
+    def spy(self, dormant):
+        nonlocal peak
+        copy_in(self, dormant)
+        alive.append((StorageWeakRef(dormant.on_device.untyped_storage()), dormant.nbytes))
+        order.append(list(self._dormant.values()).index(dormant))
+        peak = max(peak, taken())
+
+    monkeypatch.setattr(OffloadedPrefixCache, "_copy_in", spy)
+    monkeypatch.setattr(offload, "device_room", lambda device: 150_000 - taken())
+    measure(model, offload=True)
+    assert counts["prefetched_bytes"] == counts["offloaded_bytes"] > 600_000 and not counts["demand_loads"]
+    assert order == sorted(order, reverse=True) and peak <= 150_000
+
+
+@pytest.mark.parametrize("checkpoint", [False, True], ids=["", "checkpointed"])
+def test_parameters_and_hot_kv_never_move(monkeypatch, packed, checkpoint):
+    model, hot = build(checkpoint=checkpoint), set()
+    capture = OffloadedPrefixCache.capture
+
+    def spy(self, layer, k, v):
+        hot.update((k.untyped_storage()._cdata, v.untyped_storage()._cdata))
+        capture(self, layer, k, v)
+
+    monkeypatch.setattr(OffloadedPrefixCache, "capture", spy)
+    monkeypatch.setattr(offload, "TINY_BYTES", 1)
+    measure(model, offload=True)
+    parameters = {p.untyped_storage()._cdata for p in model.parameters()}
+    moved = {storage for _, storage, moved in packed if moved}
+    stayed = {storage for _, storage, moved in packed if not moved}
+    # A checkpointed layer saves nothing of its inside, so only what is outside of layers can be seen staying.
+    assert moved and len(stayed & parameters) >= (2 if checkpoint else 7 * LAYERS)
+    assert checkpoint or len(stayed & hot) == 2 * LAYERS
+    assert not moved & (parameters | hot)
+
+
+def test_checkpointed_layers_leave_their_inputs_and_nothing_else(packed):
+    """torch's checkpoint saves a layer's inputs under our hooks, and all inside under its own."""
+    measure(build(checkpoint=True), offload=True)
+    shapes = [shape for shape, _, moved in packed if moved]
+    assert shapes.count((1, PREFIX, 48)) >= LAYERS
+    assert not [shape for shape in shapes if shape[-1] in (16, 80)], "attention's or the MLP's own tensors moved"
+
+
+def test_a_storage_moves_once_and_its_views_come_back_as_views(counts):
+    base = torch.randn(40, 30, dtype=torch.float64)
+    views = [base, base.t(), base[3:7], base[:, 5], base.view(torch.float32)[::3, 4:8]]
+    with OffloadedPrefixCache(CPU, counts) as cache:
+        saved = [cache._pack(view) for view in views]
+        back = [cache._unpack(x) for x in saved]
+        assert counts == {"offloaded_bytes": base.nbytes, "demand_loads": 1}
+        for view, copy in zip(views, back, strict=True):
+            assert torch.equal(view, copy) and view.dtype == copy.dtype
+            assert (view.stride(), view.storage_offset()) == (copy.stride(), copy.storage_offset())
+        assert len({x.untyped_storage()._cdata for x in back}) == 1
+        assert back[0].untyped_storage()._cdata != base.untyped_storage()._cdata
+        assert torch.equal(cache._unpack(saved[1]), views[1]), "a second use loads again"
+
+
+def test_a_small_view_takes_its_whole_storage_along(counts):
+    base = torch.randn(4000)
+    with OffloadedPrefixCache(CPU, counts) as cache:
+        saved = cache._pack(base[7:9])
+        source, wanted = StorageWeakRef(base.untyped_storage()), base[7:9].clone()
+        del base
+        assert source.expired() and torch.equal(cache._unpack(saved), wanted)
+
+
+def test_a_storage_written_to_between_two_saves_is_copied_again(counts):
+    with OffloadedPrefixCache(CPU, counts) as cache:
+        x = torch.zeros(2000)
+        first = cache._pack(x)
+        x += 1
+        second = cache._pack(x)
+        assert (cache._unpack(first).sum(), cache._unpack(second).sum()) == (0, 2000)
+
+
+def test_an_address_that_another_storage_gets_is_not_taken_for_the_old_one(counts):
+    """The allocator hands freed memory out again at once."""
+    with OffloadedPrefixCache(CPU, counts) as cache:
+        saved = [cache._pack(torch.full((2000,), float(i))) for i in range(50)]
+        assert [float(cache._unpack(x)[-1]) for x in saved] == list(range(50))
+
+
+def test_what_is_tiny_or_whole_numbers_or_elsewhere_stays(counts):
+    with OffloadedPrefixCache(CPU, counts) as cache:
+        for stays in (torch.ones(9), torch.ones(3000, dtype=torch.int64), torch.ones(3000, device="meta")):
+            assert isinstance(cache._pack(stays), torch.Tensor)
+    assert not counts
+
+
+def test_without_room_on_the_host_tensors_stay(monkeypatch, counts):
+    model = build()
+    without = measure(model)
+    monkeypatch.setattr(offload, "host_room", lambda: offload.PAGE_BYTES - 1)
+    assert same_bits(measure(model, offload=True), without)
+    assert not counts
+
+
+def test_prefetch_out_of_device_memory_is_left_to_demand(monkeypatch, counts):
+    model, copy_in = build(), OffloadedPrefixCache._copy_in
+    prefetch = OffloadedPrefixCache._prefetch
+
+    def full(self, dormant):
+        raise torch.OutOfMemoryError("as the allocator says it")
+
+    def prefetch_in_full_memory(self):
+        monkeypatch.setattr(OffloadedPrefixCache, "_copy_in", full)
+        prefetch(self)
+        monkeypatch.setattr(OffloadedPrefixCache, "_copy_in", copy_in)
+
+    without = measure(model)
+    monkeypatch.setattr(OffloadedPrefixCache, "_prefetch", prefetch_in_full_memory)
+    assert same_bits(measure(model, offload=True), without)
+    assert counts["demand_loads"] and not counts["prefetched_bytes"]
+
+
+def num_tensors() -> int:
+    gc.collect()
+    return sum(isinstance(x, torch.Tensor) for x in gc.get_objects())
+
+
+@pytest.mark.parametrize("when", ["phase_a", "phase_b", "phase_c", "in_backward"])
+def test_an_exception_leaves_nothing_behind(monkeypatch, pages, when):
+    model, refs = build(), []
+    measure(model, offload=True)
+    before, num_pages = num_tensors(), pages.num_pages
+    pack, copy_in, calls = OffloadedPrefixCache._pack, OffloadedPrefixCache._copy_in, Counter()
+
+    def spy(self, tensor):
+        calls["pack"] += 1
+        refs.append(weakref.ref(self))
+        refs.append(weakref.ref(tensor)) if tensor.grad_fn is not None else None
+        if when == "phase_a" and calls["pack"] == 60:
+            raise KeyError("on purpose")
+        return pack(self, tensor)
+
+    def broken_copy(self, dormant):
+        calls["copy"] += 1
+        if when == "in_backward" and calls["copy"] == 9:
+            raise KeyError("on purpose")
+        copy_in(self, dormant)
+
+    @contextmanager
+    def sync(last):
+        calls["backward"] += 1
+        if (when, last) in (("phase_b", False), ("phase_c", True)) and calls["backward"] > 1:
+            raise KeyError("on purpose")
+        yield
+
+    monkeypatch.setattr(OffloadedPrefixCache, "_pack", spy)
+    monkeypatch.setattr(OffloadedPrefixCache, "_copy_in", broken_copy)
+    monkeypatch.setattr(offload, "device_room", lambda device: 0)
+    try:
+        measure(model, offload=True, gradient_sync=sync)
+    except KeyError:
+        pass
+    else:
+        raise AssertionError("no exception, nothing tested")
+    assert len(pages.free) == pages.num_pages == num_pages, "host pages in use"
+    gc.collect()
+    assert len(refs) > 60 and not [ref for ref in refs if ref() is not None], "graph, activation or cache alive"
+    num_calls = calls["pack"]
+    (torch.randn(5000, requires_grad=True).exp() * 2).sum()
+    assert calls["pack"] == num_calls, "hooks are still on"
+    model.zero_grad()
+    measure(model, offload=True)
+    assert num_tensors() <= before
+
+
+def test_backward_after_leaving_is_refused(pages, counts):
+    with OffloadedPrefixCache(CPU, counts) as cache:
+        x = torch.randn(3000, requires_grad=True)
+        with cache.saving():
+            y = (x * 2).exp().sum()
+    assert len(pages.free) == pages.num_pages == 1
+    with pytest.raises(RuntimeError, match="was left before"):
+        y.backward()
+
+
+def test_fifty_steps_grow_neither_pages_nor_tensors(pages, counts):
+    model = build()
+
+    def step(i: int) -> None:
+        run_shared(model, random_rollouts(SHAPE[i % 2 :], 97, seed=i), "phased", wave_tokens=19, offload=True)
+
+    for i in range(3):
+        step(i)
+    before, num_pages = num_tensors(), pages.num_pages
+    for i in range(50):
+        step(i)
+    assert (num_tensors(), pages.num_pages, len(pages.free)) == (before, num_pages, num_pages)
+
+
+def test_host_room_leaves_an_eighth_of_machine_and_container(monkeypatch, tmp_path):
+    (tmp_path / "meminfo").write_text("MemTotal: 8000 kB\nMemFree: 10 kB\nMemAvailable: 5000 kB\nHugePages_Total: 0\n")
+    monkeypatch.setattr(offload, "MEMINFO", tmp_path / "meminfo")
+    monkeypatch.setattr(offload, "CGROUP", tmp_path)
+    assert offload.host_room() == 4000 << 10
+    (tmp_path / "memory.max").write_text("max\n")
+    assert offload.host_room() == 4000 << 10
+    (tmp_path / "memory.max").write_text("800\n")
+    (tmp_path / "memory.current").write_text("500\n")
+    (tmp_path / "memory.stat").write_text("anon 1\ninactive_file 100\n")
+    assert offload.host_room() == 300
