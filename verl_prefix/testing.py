@@ -167,23 +167,26 @@ def run_shared(
     **schedule_args: Any,
 ) -> list[torch.Tensor]:
     """The same by `schedule.Schedule`. `edit` changes the tokens before they run: tests break the maths with it."""
+    parameter = next(model.parameters())
+    device = parameter.device
     rows = [torch.cat(pair) for pair in zip(rollouts.prompts, rollouts.responses, strict=True)]
     offsets = [0, *torch.tensor([len(row) for row in rows]).cumsum(0).tolist()]
     # A rank without rows still runs dummies, which need a token.
-    flat = torch.cat([*rows, *([] if rows else [torch.zeros(1, dtype=torch.int64)])])
-    tokens = TokenBatch(flat, torch.cat([torch.arange(len(row)) for row in rows or [flat]]), offsets)
+    flat = torch.cat(rows or [torch.zeros(1, dtype=torch.int64)]).to(device)
+    positions = torch.cat([torch.arange(len(row), device=device) for row in rows or [flat]])
+    tokens = TokenBatch(flat, positions, offsets)
     groups, _ = group_rows(rollouts.prompts, [len(response) for response in rollouts.responses])
     plan = agree(make_plan(groups, budget, schedule, wave_tokens), reduce_max)
-    weights = torch.zeros(len(flat), dtype=torch.float64)
+    weights = torch.zeros(len(flat), dtype=torch.float64, device=device)
     for prompt, weight, start in zip(rollouts.prompts, rollouts.weights, offsets, strict=False):
-        weights[start + len(prompt) : start + len(prompt) + len(weight)] = weight
-    log_probs = torch.zeros(len(tokens.input_ids), dtype=next(model.parameters()).dtype)
+        weights[start + len(prompt) : start + len(prompt) + len(weight)] = weight.to(device)
+    log_probs = torch.zeros(len(flat), dtype=parameter.dtype, device=device)
 
     def outputs(place: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
         return logits.log_softmax(-1).gather(-1, flat[place + 1].unsqueeze(-1))
 
     def step(groups: Sequence[Group], layout: Layout, found: torch.Tensor) -> torch.Tensor:
-        place = layout.suffix_index + 1
+        place = layout.suffix_index.to(device) + 1
         log_probs[place] = found[:, 0].detach().to(log_probs.dtype)
         return (found[:, 0] * weights[place].to(found.dtype)).sum()
 

@@ -1,0 +1,72 @@
+"""Kernels against autograd on the dense formula, in float64, and what is said where one cannot run."""
+
+import pytest
+import torch
+
+from verl_prefix.attention import merge
+from verl_prefix.kernels import Spans, available_kernels, choose_kernel, cpu, cuda, reference
+
+SPANS = {
+    True: Spans((0, 5, 6, 23), (0, 5, 6, 23)),
+    False: Spans((0, 5, 6, 23), (0, 9, 10, 17), q_parts=(0, 2, 5, 6, 23)),
+}
+
+
+def dense(q, k, v, spans, causal, scale):
+    """[T, H, D] by torch's own softmax attention, segment by segment, with repeated kv heads."""
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    outs = []
+    for q0, q1, k0, k1 in spans:
+        mask = torch.ones(q1 - q0, k1 - k0, dtype=torch.bool)
+        scores = torch.einsum("qhd,khd->hqk", q[q0:q1], k[k0:k1]) * scale
+        scores = scores.masked_fill(~mask.tril() if causal else ~mask, float("-inf"))
+        outs.append(torch.einsum("hqk,khd->qhd", scores.softmax(-1), v[k0:k1]))
+    return torch.cat(outs)
+
+
+@pytest.mark.parametrize("kernel", [cpu, reference], ids=["cpu", "reference"])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("heads", [(6, 6), (6, 2), (6, 1)], ids=["mha", "gqa", "mqa"])
+@pytest.mark.parametrize("head_dim", [8, 17, 96])
+def test_kernel_equals_dense_attention(kernel, causal, heads, head_dim):
+    torch.manual_seed(0)
+    spans = SPANS[causal]
+    q = torch.randn(spans.q[-1], heads[0], head_dim, dtype=torch.float64, requires_grad=True)
+    k, v = (torch.randn(spans.k[-1], heads[1], head_dim, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    truth = dense(q, k, v, spans, causal, 0.3)
+    dout = torch.randn_like(truth)
+    grads = torch.autograd.grad(truth, (q, k, v), dout)
+    with torch.no_grad():
+        out, lse = kernel.forward(q, k, v, spans, causal, 0.3)
+        found = kernel.backward(dout, q, k, v, out, lse, spans, causal, 0.3)
+    torch.testing.assert_close(out, truth.detach(), rtol=1e-9, atol=1e-12)
+    for ours, true in zip(found, grads, strict=True):
+        torch.testing.assert_close(ours, true, rtol=1e-9, atol=1e-12)
+
+
+def test_merge_of_two_key_sets_is_attention_over_both():
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(7, 2, 8, dtype=torch.float64) for _ in range(3))
+    parts = [reference.forward(q, k[a:b], v[a:b], Spans((0, 7), (0, b - a)), False, 0.3) for a, b in ((0, 3), (3, 7))]
+    out, lse = merge(*parts[0], *parts[1])
+    true_out, true_lse = reference.forward(q, k, v, Spans((0, 7), (0, 7)), False, 0.3)
+    torch.testing.assert_close((out, lse), (true_out, true_lse), rtol=1e-12, atol=1e-12)
+
+
+def test_empty_segments_never_reach_a_kernel():
+    with pytest.raises(AssertionError, match="empty segment"):
+        Spans((0, 3, 3), (0, 3, 5))
+
+
+def test_installed_torch_has_the_cuda_op_schemas_that_we_call():
+    assert cuda.schema_error() is None
+
+
+def test_kernel_choice_says_what_is_wrong():
+    assert choose_kernel("auto", "cpu", torch.float32, 64) is cpu
+    assert available_kernels()["cpu"] == "ok"
+    assert cuda.unsupported("cuda", torch.float32, 64) == "dtype is torch.float32, not bfloat16 or float16"
+    with pytest.raises(ValueError, match="prefix.attention='magi' is unknown; set one of"):
+        choose_kernel("magi", "cpu", torch.float32, 64)
+    with pytest.raises(ValueError, match="prefix.attention='cuda' cannot run here: .*; set prefix.attention=auto"):
+        choose_kernel("cuda", "cpu", torch.float32, 64)

@@ -1,0 +1,69 @@
+"""torch's CUDA varlen flash attention under the merge: against the dense float64 reference, by the noise floor.
+
+Needs torch and transformers alone: `PYTHONPATH=. python -m pytest tests/core tests/gpu` on a machine with a GPU.
+"""
+
+import copy
+
+import pytest
+import torch
+
+from verl_prefix.kernels import Spans, cuda, reference
+from verl_prefix.testing import random_rollouts, run_shared, run_stock
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device: torch.cuda.is_available() is False"),
+]
+
+
+@pytest.mark.parametrize("heads", [(8, 8), (8, 2), (4, 1)], ids=["mha", "gqa", "mqa"])
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
+@pytest.mark.parametrize("causal", [True, False])
+def test_forward_and_backward_miss_float64_like_a_bf16_reference(heads, head_dim, causal):
+    torch.manual_seed(0)
+    spans = Spans((0, 123, 140, 401), (0, 123, 140, 401) if causal else (0, 57, 260, 300))
+    num_q, num_k = spans.q[-1], spans.k[-1]
+    q = torch.randn(num_q, heads[0], head_dim, device="cuda", dtype=torch.bfloat16)
+    k, v = (torch.randn(num_k, heads[1], head_dim, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    dout = torch.randn_like(q)
+    scale = head_dim**-0.5
+
+    def run(kernel, dtype):
+        inputs = [x.to(dtype) for x in (q, k, v)]
+        out, lse = kernel.forward(*inputs, spans, causal, scale)
+        return out, lse, *kernel.backward(dout.to(dtype), *inputs, out, lse, spans, causal, scale)
+
+    truth, floor, ours = run(reference, torch.float64), run(reference, torch.bfloat16), run(cuda, torch.bfloat16)
+    for name, true, low, found in zip(("out", "lse", "dq", "dk", "dv"), truth, floor, ours, strict=True):
+        assert found.shape == true.shape, name
+        error, noise = ((x.double() - true).norm() / true.norm() for x in (found, low))
+        # The dense reference computes in fp32 and rounds once; a flash kernel also rounds its probabilities to bf16.
+        assert error <= 2 * noise + 2**-9, f"{name}: {error:.2e} against {noise:.2e}"
+
+
+@pytest.mark.parametrize("options", [dict(schedule="packed"), dict(schedule="phased", wave_tokens=64)], ids=str)
+def test_schedules_miss_float64_like_stock_bf16(options):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=127, hidden_size=256, intermediate_size=512, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=64, attn_implementation="sdpa",
+    )  # fmt: skip
+    model = LlamaForCausalLM(config).double()
+    rollouts = random_rollouts([(161, [19, 37, 5, 23]), (33, [9, 14, 27])], 127)
+
+    def measure(device_model, run):
+        device_model.zero_grad()
+        log_probs = torch.cat(run()).double().cpu()
+        return log_probs, torch.cat([p.grad.double().flatten().cpu() for p in device_model.parameters()])
+
+    truth = measure(model, lambda: run_stock(model, rollouts))
+    low = copy.deepcopy(model).bfloat16().cuda()
+    on_cuda = type(rollouts)(*([x.cuda() for x in column] for column in vars(rollouts).values()))
+    stock = measure(low, lambda: run_stock(low, on_cuda))
+    ours = measure(low, lambda: run_shared(low, on_cuda, kernel="cuda", **options))
+    for name, true, floor, found in zip(("log_probs", "gradients"), truth, stock, ours, strict=True):
+        error, noise = ((x - true).norm() / true.norm() for x in (found, floor))
+        assert error <= 1.3 * noise, f"{name}: {error:.2e} against stock's {noise:.2e}"
