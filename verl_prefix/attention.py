@@ -41,8 +41,8 @@ class AttentionPass:
 
 def merge(out, lse, out_2, lse_2) -> tuple[torch.Tensor, torch.Tensor]:
     """Two partial attentions of the same queries: out [T, H, D], lse [H, T]."""
-    # Not torch.logaddexp, and not on strided input: their last bits depend on an element's place in the tensor, and with
-    # it on the schedule.
+    # Not torch.logaddexp, and not on strided input: there the last bits depend on an element's place in the tensor, and
+    # with it on the schedule.
     lse = lse.contiguous()
     total = torch.maximum(lse, lse_2) + torch.log1p(torch.exp(-(lse - lse_2).abs()))
     weight, weight_2 = ((x - total).exp().transpose(0, 1).unsqueeze(-1) for x in (lse, lse_2))

@@ -39,6 +39,7 @@ class PrefixFSDPEngine(FSDPEngineWithLMHead):
 
     def __init__(self, model_config, engine_config: PrefixEngineConfig, optimizer_config, checkpoint_config) -> None:
         self.prefix_config = engine_config.prefix
+        self._phase_b_peak: int | None = None
         if self.prefix_config.schedule != "stock":
             check_model_options(model_config, self.prefix_config)
             models.check_supported(model_config.hf_config)
@@ -88,6 +89,7 @@ class PrefixFSDPEngine(FSDPEngineWithLMHead):
             kernel=self.prefix_config.attention,
             logits_chunk=self.prefix_config.logits_chunk,
             offload=self.prefix_config.offload,
+            measure_peak=self._measures_phase_b_peak(forward_only),
         )
         with torch.no_grad() if forward_only else nullcontext():
             schedule.run(job.tokens, plan)
@@ -95,8 +97,15 @@ class PrefixFSDPEngine(FSDPEngineWithLMHead):
         output = postprocess_batch_func(*job.outputs(plan), data=data)
         num_passes = sum(1 if work.waves is None else len(work.waves) for work in plan.works)
         _even_out(output["metrics"], num_passes)
+        self._phase_b_peak = self._phase_b_peak or schedule.phase_b_peak
         output["metrics"].update(_metrics(groups, plan, split_uids, schedule))
+        if self._phase_b_peak and not forward_only:
+            output["metrics"]["prefix/phase_b_peak_gib"] = [self._phase_b_peak / 2**30]
         return output
+
+    def _measures_phase_b_peak(self, forward_only: bool) -> bool:
+        """In the first update alone: it resets the peak that verl logs as perf/max_memory_allocated_gb."""
+        return get_device_name() == "cuda" and not forward_only and self._phase_b_peak is None
 
     def _stock_reason(self, data: TensorDict) -> str | None:
         """Why this batch goes to verl's own path, or None."""

@@ -54,6 +54,8 @@ class Schedule:
         gradient_sync: context of one backward, given whether it is the run's last (verl's `_gradient_sync_context`).
         kernel: name for `kernels.choose_kernel`.
         offload: phased only, what phase A saves for phase C waits in host memory; `transfers` counts it.
+        measure_peak: phased on CUDA only, `phase_b_peak` becomes the most bytes allocated during phase B. It resets the
+            device's peak statistics, which other code may read.
     """
 
     def __init__(
@@ -67,6 +69,7 @@ class Schedule:
         kernel: str = "auto",
         logits_chunk: int = 4096,
         offload: bool = False,
+        measure_peak: bool = False,
     ) -> None:
         self.model = model
         self.outputs = outputs
@@ -77,8 +80,10 @@ class Schedule:
         self.kernel = kernel
         self.logits_chunk = logits_chunk
         self.offload = offload
+        self.measure_peak = measure_peak
         self.seconds: dict[str, float] = {}
         self.transfers: Counter[str] = Counter()
+        self.phase_b_peak: int | None = None
 
     def run(self, tokens: TokenBatch, plan: Plan) -> None:
         """All passes of `plan`, in its order, which must be the same on every rank."""
@@ -101,11 +106,15 @@ class Schedule:
         with OffloadedPrefixCache(device, self.transfers) if self.offload else PrefixCache() as cache:
             with self._timed("phase_a"), cache.saving() if self.offload else nullcontext():
                 root = self._prefixes(tokens, work.groups, cache)
+            if self.measure_peak:
+                torch.cuda.reset_peak_memory_stats(device)
             for wave in work.waves:
                 groups = [piece for _, piece in wave]
                 layout = build_layout(groups, tokens.offsets, [starts[i] for i, _ in wave]) if wave else dummy_layout()
                 with self._timed("phase_b"), self.gradient_sync(False):
                     self._suffixes(tokens, groups, layout, cache)
+            if self.measure_peak:
+                self.phase_b_peak = max(self.phase_b_peak or 0, torch.cuda.max_memory_allocated(device))
             if self.backward is not None:
                 with self._timed("phase_c"), self.gradient_sync(last):
                     cache.backward(root)
