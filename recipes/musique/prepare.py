@@ -133,7 +133,7 @@ def read_questions(path: Path) -> Iterator[Question | None]:
                 raise ValueError(f"{where}: not JSON: {error}; it starts with {raw[:60]!r}") from error
             question = parse(line) if line.get("answerable", bool) else None
             if question and seen.setdefault(question.id, number) != number:
-                raise line.error("id", f"{question.id!r} is on line {seen[question.id]} too")
+                raise line.error("id", f"{_shown(question.id)} is on line {seen[question.id]} too")
             yield question
     if not seen:
         raise ValueError(f"{path}: no answerable question in {number} lines")

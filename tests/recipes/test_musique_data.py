@@ -208,6 +208,17 @@ def test_the_limit_keeps_supporting_paragraphs_and_fills_up_in_order(source, tmp
     assert f"{crowded} with more than {most} supporting paragraphs" in summary
 
 
+def test_a_paragraph_that_a_hop_names_is_supporting_even_if_it_is_not_marked(tmp_path):
+    question = generated(num=1)[0]
+    for paragraph in question["paragraphs"]:
+        paragraph["is_supporting"] = False
+    prepare.prepare(write(tmp_path / "q.jsonl", [question]), tmp_path, max_paragraphs=1)
+    content = read(tmp_path / "train.parquet")[0]["prompt"][0]["content"]
+    titles = [p["title"] for p in question["paragraphs"]]
+    named = sorted(hop["paragraph_support_idx"] for hop in question["question_decomposition"])
+    assert re.findall(r"^\[\d+\] (.*)$", content, re.MULTILINE) == [titles[idx] for idx in named]
+
+
 def test_the_split_depends_on_ids_alone_and_is_complete(source, tmp_path):
     lines = source.read_text().splitlines()
     (tmp_path / "reversed.jsonl").write_text("\n".join(reversed(lines)) + "\n\n")
@@ -301,22 +312,35 @@ def test_a_bad_line_is_named_and_leaves_no_file(tmp_path, capsys, line, key, see
     assert not (tmp_path / "out").exists()
 
 
-def test_the_command_ends_with_one_line_and_a_status_where_it_cannot_work(tmp_path):
-    (tmp_path / "empty.jsonl").touch()
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["absent.jsonl"], "no such file"),
+        (["empty.jsonl"], "no answerable question in 0 lines"),
+        (["."], "Is a directory"),
+        (["good.jsonl", "--val-size", "3"], "set fewer than the 3"),
+        (["good.jsonl", "--val-size", "-1"], "set 0 or more"),
+        (["good.jsonl", "--max-paragraphs", "0"], "set at least 1"),
+        (["good.jsonl", "--output", "good.jsonl"], "File exists"),
+    ],
+)
+def test_the_command_ends_with_one_line_where_it_cannot_work(tmp_path, monkeypatch, capsys, args, message):
+    monkeypatch.chdir(tmp_path)
+    Path("empty.jsonl").touch()
+    write(Path("good.jsonl"), generated(num=3))
+    assert prepare.main(["--output", "out", "--input", *args]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("prepare: ") and message in line
+    assert not Path("out").exists()
+
+
+def test_the_command_works_outside_this_process(tmp_path):
     good = write(tmp_path / "good.jsonl", generated(num=3))
-    for args, message in (
-        ([tmp_path / "absent.jsonl"], "no such file"),
-        ([tmp_path / "empty.jsonl"], "no answerable question in 0 lines"),
-        ([tmp_path], "Is a directory"),
-        ([good, "--val-size", "3"], "set fewer than the 3"),
-        ([good, "--val-size", "-1"], "set 0 or more"),
-        ([good, "--max-paragraphs", "0"], "set at least 1"),
-    ):
-        command = [sys.executable, RECIPE / "prepare.py", "--output", tmp_path / "out", "--input", *args]
-        result = subprocess.run(command, capture_output=True, text=True)
-        assert result.returncode == 1 and len(result.stderr.splitlines()) == 1
-        assert result.stderr.startswith("prepare: ") and message in result.stderr
-    assert not (tmp_path / "out").exists()
+    command = [sys.executable, RECIPE / "prepare.py", "--output", tmp_path / "out", "--input"]
+    done = subprocess.run([*command, good], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "") and "train 3" in done.stdout
+    failed = subprocess.run([*command, tmp_path / "absent"], capture_output=True, text=True)
+    assert (failed.returncode, failed.stdout) == (1, "") and len(failed.stderr.splitlines()) == 1
 
 
 def test_a_failing_write_keeps_the_old_files_and_leaves_no_part(tmp_path, monkeypatch):

@@ -136,7 +136,7 @@ def test_broken_ground_truth_is_named(ground_truth):
     assert repr(ground_truth) in str(error.value)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(answer=WORDS, accepted=st.lists(WORDS, min_size=1, max_size=3))
 @example(answer="the", accepted=["Red", "a"])
 def test_em_and_f1_equal_a_second_implementation(answer, accepted):
@@ -145,7 +145,7 @@ def test_em_and_f1_equal_a_second_implementation(answer, accepted):
     assert result["em"] == max(reference_tokens(answer) == reference_tokens(gold) for gold in accepted)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(response=st.one_of(RESPONSES, st.text()), accepted=st.lists(st.text(), min_size=1, max_size=3))
 def test_any_response_is_scored_within_bounds(response, accepted):
     result = scored(response, *accepted)
