@@ -1,13 +1,14 @@
 """examples/bench_update.py at tiny size: what it reports, and that its arms and its FLOP count are what they claim."""
 
+import ast
 import json
-import subprocess
-import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 from torch.utils.flop_counter import FlopCounterMode
+
+import verl_prefix.testing
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 SIZE = (
@@ -24,30 +25,39 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return bench_update
 
 
-def test_report_has_time_memory_and_error_of_every_arm_and_needs_no_verl(tmp_path: Path) -> None:
+def test_report_has_time_error_and_ceiling_of_every_arm(bench: ModuleType, tmp_path: Path) -> None:
     out = tmp_path / "report.json"
-    argv = [*SIZE, "--arms", "stock,packed", "--allow-dirty", "--out", str(out)]
-    script = (
-        f"import sys; sys.path.insert(0, {str(EXAMPLES)!r}); import bench_update\n"
-        f"assert bench_update.main({argv!r}) == 0\n"
-        "assert not {'verl', 'ray', 'hydra'} & set(sys.modules)\n"
-    )
-    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
-    assert run.returncode == 0, run.stderr
-    assert "gradient error" in run.stdout
+    assert bench.main([*SIZE, "--arms", "stock,packed", "--no-memory", "--allow-dirty", "--out", str(out)]) == 0
     report = json.loads(out.read_text())
     assert report["schema"] == "verl_prefix.bench_update/1"
     assert report["truth"] == "stock in float64"
     assert {"commit", "dirty", "created", "device", "versions", "config"} <= set(report)
     assert list(report["arms"]) == ["stock", "packed"]
-    wave_logits_mib = 2 * 11 * 997 * 4 / 2**20
     for arm in report["arms"].values():
         assert len(arm["seconds"]) == 2
         assert 0 < arm["grad_error"] < 5e-6
-        assert arm["added_peak_mib"] > wave_logits_mib / 2
         assert arm["of_ceiling"] == pytest.approx(arm["speedup"] / arm["ceiling"])
     assert report["arms"]["packed"]["baseline"] == "stock"
     assert report["arms"]["packed"]["ceiling"] > 1.5
+
+
+def test_added_memory_holds_the_logits_at_least(bench: ModuleType, tmp_path: Path) -> None:
+    out = tmp_path / "report.json"
+    # G=3 times S=11 tokens: 33 x 20000 fp32 logits and their gradients.
+    argv = ["--arms", "packed", "--vocab", "20000", "--truth", "stock", "--repeats", "1"]
+    assert bench.main([*SIZE, *argv, "--allow-dirty", "--out", str(out)]) == 0
+    added = json.loads(out.read_text())["arms"]["packed"]["added_peak_mib"]
+    assert 2 * 33 * 20000 * 4 / 2**20 < added < 60
+
+
+def test_needs_neither_verl_nor_ray() -> None:
+    # tests/core/test_borders.py holds the same of all that verl_prefix.testing imports.
+    for path in (EXAMPLES / "bench_update.py", Path(verl_prefix.testing.__file__)):
+        nodes = list(ast.walk(ast.parse(path.read_text())))
+        names = [node.module for node in nodes if isinstance(node, ast.ImportFrom)]
+        names += [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+        assert "torch" in names
+        assert not {"verl", "ray", "hydra", "omegaconf", "tensordict"} & {name.split(".")[0] for name in names}
 
 
 @pytest.mark.parametrize("change", [[], ["--logits-chunk", "5"], ["--wave-rows", "1"]], ids=" ".join)
@@ -75,7 +85,8 @@ def test_flops_are_those_of_the_matmuls_that_run(bench: ModuleType, arm: str) ->
     # torch does not count the CPU attention kernels: query-key pairs of P=37, S=11, G=3 and two groups by hand.
     pairs = {"stock": 3 * 49 * 50 / 2, "packed": 37 * 38 / 2 + 3 * (11 * 37 + 11 * 12 / 2)}[arm]
     attention = 2 * 3 * 2 * 4 * 64 * pairs
-    assert bench.update_flops(model, arm, options) == counter.get_total_flops() + attention
+    # Rotary angles are a small matmul too, which the model leaves out.
+    assert bench.update_flops(model, arm, options) == pytest.approx(counter.get_total_flops() + attention, rel=1e-4)
 
 
 def test_dirty_tree_writes_no_report(

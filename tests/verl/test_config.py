@@ -67,6 +67,9 @@ def test_good_config_passes_the_driver_checks(model_path):
         (f"{ACTOR}.prefix.schedule=tree", r"prefix.schedule='tree': set one of auto, packed, phased, stock"),
         (f"{ACTOR}.prefix.attention=magi", r"prefix.attention='magi': set one of"),
         (f"{ACTOR}.prefix.wave_tokens=0", r"prefix.wave_tokens=0: set a number of tokens >= 1"),
+        (f"{ACTOR}.prefix.logits_chunk=0", r"prefix.logits_chunk=0: set a number of tokens >= 1"),
+        (f"{ACTOR}.prefix.offload=maybe", r"prefix.offload='maybe': set true or false"),
+        (f"{ACTOR}.prefix.offload=True {ACTOR}.prefix.schedule=packed", r"moves nothing with prefix.schedule='packed'"),
         ("actor_rollout_ref.model.use_fused_kernels=True", r"use_fused_kernels=False"),
         ("actor_rollout_ref.model.enable_activation_offload=True", r"reentrantly.*set one of them to False"),
         (

@@ -3,11 +3,15 @@
 import hashlib
 import io
 import json
+import os
+import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import psutil
 import pytest
 from rich.console import Console
 
@@ -42,14 +46,21 @@ def run(demo_report: ModuleType, tmp_path: Path) -> Callable[..., tuple[int, str
         prefix: Edit | None = None,
         error: str | None = None,
         steps: int = 3,
-        reuse: bool = True,
+        reuse: float = 0.8,
     ) -> tuple[int, str, dict[str, Any]]:
         arms = []
         for name, edit in (("stock", stock), ("prefix", prefix)):
             rows = [{"step": 0, "data": {"val-core/acc": 0.0}}]
             for step in range(1, (3 if name == "stock" else steps) + 1):
-                drop = dict.fromkeys(REUSE) if not reuse else {}
-                rows.append({"step": step, "data": metrics(name, step, drop | ((edit or {}) if step == 1 else {}))})
+                drop = {"actor/prefix/reuse_fraction": reuse} if reuse else dict.fromkeys(REUSE)
+                rows.append(
+                    {
+                        "step": step,
+                        "data": metrics(
+                            name, step, (drop if name == "prefix" else {}) | ((edit or {}) if step == 1 else {})
+                        ),
+                    }
+                )
             path, log = tmp_path / f"{name}.jsonl", tmp_path / f"{name}.log"
             path.write_text("".join(json.dumps(row) + "\n" for row in rows))
             log.write_text("".join(f"{name} line {i}\n" for i in range(99)))
@@ -100,7 +111,7 @@ def test_other_rollouts_at_step_one_are_not_comparable_and_fail(run: Callable) -
 
 @pytest.mark.parametrize("prefix", [{}, {"actor/prefix/reuse_fraction": 0.0}])
 def test_an_arm_that_shares_nothing_fails(run: Callable, prefix: Edit) -> None:
-    status, text, _ = run(prefix=prefix, reuse=False)
+    status, text, _ = run(prefix=prefix, reuse=0.0)
     assert status == 1 and "shared nothing" in text and "verl-prefix doctor" in text
 
 
@@ -115,6 +126,42 @@ def test_a_failed_arm_shows_the_end_of_its_log(run: Callable, tmp_path: Path, st
 def test_an_arm_that_stops_early_without_an_error_fails(run: Callable) -> None:
     status, text, _ = run(steps=2)
     assert status == 1 and "the prefix arm logged 2 of 3 steps" in text
+
+
+def test_a_ratio_beyond_the_saved_tokens_is_flagged(run: Callable) -> None:
+    _, text, report = run()
+    assert report["token_ratio"] == pytest.approx(5.0) and not any("is not sharing" in n for n in report["notes"])
+    _, text, report = run(reuse=0.5)
+    assert report["token_ratio"] == pytest.approx(2.0)
+    assert "4.0x faster with 2.0x fewer tokens: the rest is not sharing" in text
+
+
+def test_leaving_a_run_ends_what_it_started_in_other_process_groups(demo_report: ModuleType, tmp_path: Path) -> None:
+    import demo
+
+    child = "import os, time; os.setpgid(0, 0); print(os.getpid(), flush=True); time.sleep(60)"
+    command = [sys.executable, "-c", f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"]
+    log = tmp_path / "log"
+    with demo.process_group(command, dict(os.environ), log) as process:
+        deadline = time.monotonic() + 20
+        while not log.read_text().strip() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        pid = int(log.read_text())
+        assert psutil.pid_exists(pid) and process.poll() is None
+        left = time.monotonic()
+    # Ended, not waited for.
+    assert process.poll() is not None and time.monotonic() - left < 40
+    assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
+def test_arms_differ_in_the_engine_alone(demo_report: ModuleType, tmp_path: Path) -> None:
+    import demo
+
+    shared = demo.overrides("model", tmp_path, "hf", demo.SIZES["tiny"])
+    keys = [override.lstrip("+").split("=")[0] for override in shared]
+    assert len(keys) == len(set(keys))
+    own = {override.split("=")[0] for arm in demo.ARMS.values() for override in arm}
+    assert own == {"model_engine", "actor_rollout_ref.actor.strategy"} and not own & set(keys)
 
 
 @pytest.mark.parametrize("family", ["qwen3", "llama"])
