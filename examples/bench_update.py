@@ -17,7 +17,7 @@ RMSNorm stays fp32). P prefix tokens, one more prompt token, S response tokens p
 
 All arms run lm_head on response tokens only (what `logits_to_keep` does) and bound logits in the same way: at most
 `--logits-chunk` tokens at a time, checkpointed beyond one chunk. Speed-up is over the fastest stock arm with the same
-checkpointing. Its ceiling is the ratio of FLOPs (`update_flops`). Not measured: optimizer, FSDP, planning (below 1 ms).
+checkpointing. Its ceiling is the ratio of FLOPs (`update_flops`). Not measured: optimizer, FSDP, grouping of rows.
 """
 
 import argparse
@@ -160,7 +160,7 @@ def update_flops(model: PreTrainedModel, arm: str, options: argparse.Namespace) 
 
     Forward, per layer: 2 FLOPs per weight and token, and 4 H D per (query, key) pair; lm_head: 2 per weight and
     response token. Backward counts as two forwards; checkpointing adds a third of the layers, not of lm_head. Left out:
-    norms, softmax, what flash backward recomputes, and lm_head forwards repeated beyond one logits chunk.
+    norms, softmax, rotary angles, what flash backward recomputes, lm_head forwards repeated beyond one logits chunk.
     """
     prefix, suffix, group = options.prefix, options.suffix, options.group
     row = prefix + 1 + suffix
@@ -224,9 +224,8 @@ def measure(options: argparse.Namespace, console: Console) -> dict[str, Any]:
             progress.advance(task, cost)
             return value
 
-        tiny = build_batch(options, **TINY)
         for name in options.arms:
-            run_arm(model, name, tiny, options)
+            run_arm(model, name, build_batch(options, **TINY), options)
         truth_name = f"stock in {'float64' if options.truth == 'float64' else options.dtype}"
         reference = copy.deepcopy(model).double() if options.truth == "float64" else model
         step(f"truth: {truth_name}, seconds", truth_cost, run_arm, reference, "stock", batch, options)
@@ -240,6 +239,7 @@ def measure(options: argparse.Namespace, console: Console) -> dict[str, Any]:
         del model, reference, truth
         if options.device == "cuda":
             torch.cuda.empty_cache()
+        os.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"  # glibc in the fresh processes gives freed memory back at once
         for name, arm in {} if options.no_memory else arms.items():
             with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as fresh:
                 result = fresh.submit(added_peak_mib, options, name).result

@@ -12,9 +12,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import demo_report
@@ -53,18 +53,18 @@ class Size:
 
 
 SIZES = {
-    "smollm2": Size(2, 8, 3, 1024, 32, 1e-5, f"{RECIPE / 'reward.py'}:compute_score", 480),
+    "smollm2": Size(2, 8, 3, 1024, 32, 1e-5, f"{RECIPE / 'reward.py'}:compute_score", 900),
     # A random model never answers: what it writes is graded by its letters, so that a group's rewards differ.
-    "tiny": Size(2, 8, 5, 4096, 24, 1e-3, "pkg://verl_prefix.testing:letter_share", 240),
+    "tiny": Size(2, 8, 5, 4096, 24, 1e-3, "pkg://verl_prefix.testing:letter_share", 300),
 }
 
 
 def overrides(model: str, data: Path, rollout: str, size: Size) -> list[str]:
     """Return the Hydra overrides that both arms share.
 
-    One row per micro-batch is what the stock actor is fastest with on a CPU: sdpa has no varlen kernel there, so it pays
-    a dense mask over all the rows that share a micro-batch (1.4x for 2 rows of SmolLM2, 3.8x for 6 of the tiny model).
-    Larger ones would credit that to the shared prefix. Checkpointing would only cost both arms time.
+    One row per micro-batch is what the stock actor is fastest with on a CPU: sdpa has no varlen kernel there and pays
+    a dense mask over all rows of a micro-batch (1.4x for 2 rows of SmolLM2, 3.8x for 6 of the tiny model, in CPU
+    seconds). Larger ones would credit that to the shared prefix. Checkpointing would only cost both arms time.
     """
     actor, sampler = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
     reward_path, reward_name = size.reward.rsplit(":", 1)
@@ -78,6 +78,7 @@ def overrides(model: str, data: Path, rollout: str, size: Size) -> list[str]:
         f"data.train_batch_size={size.prompts}",
         f"data.max_prompt_length={size.prompt_tokens}",
         f"data.max_response_length={size.response_tokens}",
+        "data.filter_overlong_prompts=true",
         "data.shuffle=false",
         "data.dataloader_num_workers=0",
         f"data.seed={SEED}",
@@ -163,7 +164,9 @@ def prepare(output: Path, source: Path | None, size: Size) -> tuple[Path, Path]:
 
 def _recipe(script: str, **options: object) -> None:
     args = [text for key, value in options.items() for text in (f"--{key.replace('_', '-')}", str(value))]
-    subprocess.run([sys.executable, str(RECIPE / script), *args], check=True, stdout=subprocess.DEVNULL)
+    command = [sys.executable, str(RECIPE / script), *args]
+    if subprocess.run(command, check=False, stdout=subprocess.DEVNULL).returncode:
+        raise SystemExit(f"recipes/musique/{script} failed with the message above; it ran as: {' '.join(command)}")
 
 
 @contextmanager
@@ -193,7 +196,7 @@ def _session(process: psutil.Process) -> int | None:
         return None
 
 
-def _ignore_gone(action: object) -> None:
+def _ignore_gone(action: Callable[[], None]) -> None:
     try:
         action()
     except psutil.NoSuchProcess:
@@ -203,7 +206,6 @@ def _ignore_gone(action: object) -> None:
 def run_arm(name: str, shared: list[str], output: Path, size: Size, progress: Progress) -> demo_report.Arm:
     """Train one arm and return what became of it; every second, show its phase and step."""
     log_path, metrics_path = output / f"{name}.log", output / f"{name}.jsonl"
-    metrics_path.unlink(missing_ok=True)
     env = os.environ | {
         "VERL_PLATFORM": "cpu",
         "VERL_FILE_LOGGER_PATH": str(metrics_path),
@@ -255,6 +257,9 @@ def main() -> int:
     console = Console()
     output, size = args.output.resolve(), SIZES[args.model]
     output.mkdir(parents=True, exist_ok=True)
+    for name in ARMS:  # of an earlier run
+        for kind in ("log", "jsonl"):
+            (output / f"{name}.{kind}").unlink(missing_ok=True)
     if args.data and not args.data.is_file():
         parser.error(f"--data {args.data}: no such file")
 
@@ -264,12 +269,21 @@ def main() -> int:
 
         model = write_tiny_model(output / "tiny", texts=questions.read_text().splitlines())
     else:
-        model = smollm2(ROOT / "outputs" / "models" / "smollm2-135m")
+        try:
+            model = smollm2(ROOT / "outputs" / "models" / "smollm2-135m")
+        except ValueError as error:
+            raise SystemExit(str(error)) from error
 
     shared = overrides(model, data, args.rollout, size)
     columns = [TextColumn("{task.description:>7}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()]
     with Progress(*columns, TextColumn("{task.fields[phase]}"), console=console) as progress:
-        stock, prefix = (run_arm(name, shared, output, size, progress) for name in ARMS)
+        stock = run_arm("stock", shared, output, size, progress)
+        if stock.error:
+            skipped = {"name": "prefix", "error": "not started, because the stock arm failed", "seconds": 0.0}
+            paths = {"metrics_path": output / "prefix.jsonl", "log_path": output / "prefix.log"}
+            prefix = replace(stock, **skipped, **paths)
+        else:
+            prefix = run_arm("prefix", shared, output, size, progress)
     workload = f"{size.prompts} prompts x {size.rollouts} rollouts"
     config = {"model": args.model, "workload": workload, "seed": SEED, "size": asdict(size)}
     config |= {"shared": shared, "arms": ARMS}

@@ -40,6 +40,8 @@ ROLLOUTS = tuple(
 # Relative tolerance of step 1 in fp32. The floor keeps a loss that is zero but for rounding from counting as different.
 TOLERANCE = {"actor/grad_norm": 1e-3, "actor/loss": 1e-3, "actor/entropy": 1e-3, "actor/pg_loss": 1e-3}
 FLOOR = 1e-6
+# Above tokens saved, lm_head (not run on prefixes) and attention explain a part, about this much on small models.
+SUSPICIOUS = 1.5
 COLORS = {"stock": "#8a8a8a", "prefix": "#d1495b"}
 
 
@@ -85,7 +87,9 @@ def build(stock: Arm, prefix: Arm, num_steps: int, config: dict[str, Any]) -> di
         "arms": arms,
         "first_step": first_step,
         "ratios": _ratios(*(arm["steps"] for arm in arms.values())),
+        "token_ratio": _token_ratio(arms["prefix"]["steps"]),
     }
+    report["notes"] = _notes(report)
     report["problems"] = _problems(stock, prefix, num_steps, first_step)
     return report
 
@@ -132,6 +136,32 @@ def _ratios(stock: list[dict[str, Any]], prefix: list[dict[str, Any]]) -> dict[s
     return ratios
 
 
+def _token_ratio(prefix: list[dict[str, Any]]) -> float | None:
+    """Return logical tokens / computed tokens of the prefix arm, what a time ratio has to be read against."""
+    shares = [share for step in prefix if (share := find(step["data"], PREFIX[0]))]
+    return 1 / (1 - statistics.median(shares)) if shares else None
+
+
+def _notes(report: dict[str, Any]) -> list[str]:
+    """Return what a reader must know before quoting the ratios: times that the saved tokens or the steps don't bear."""
+    notes = []
+    tokens, update = report["token_ratio"], report["ratios"].get("update_actor")
+    if tokens and update and update["ratio"] > SUSPICIOUS * tokens:
+        notes.append(
+            f"update_actor is {update['ratio']:.1f}x faster with {tokens:.1f}x fewer tokens: the rest is not sharing, "
+            "but other load on this machine or a slow stock path"
+        )
+    for name, arm in report["arms"].items():
+        # Step 1 warms up.
+        times = [seconds for step in arm["steps"][1:] if (seconds := step["data"].get(TIMINGS["update_actor"]))]
+        if times and max(times) > SUSPICIOUS * min(times):
+            notes.append(
+                f"update_actor of the {name} arm takes {min(times):.2f} to {max(times):.2f} s: too uneven for a "
+                "ratio that can be quoted; run again on an idle machine"
+            )
+    return notes
+
+
 def _problems(stock: Arm, prefix: Arm, num_steps: int, first_step: dict[str, Any] | None) -> list[str]:
     problems = []
     for arm in (stock, prefix):
@@ -168,34 +198,41 @@ def _pair(row: dict[str, float | None]) -> dict[str, float | None]:
 
 
 def show(report: dict[str, Any], console: Console) -> None:
-    """Print one table row per arm and step, the medians' ratios and step 1's agreement."""
-    table = Table(title="step by step (times in seconds)")
-    titles = [*CURVES, *(t for t in TIMINGS if t != "step"), *(name.removeprefix("prefix/") for name in PREFIX)]
-    for title in ("arm", "step", *titles):
-        table.add_column(title, justify="left" if title == "arm" else "right")
-    for name, arm in report["arms"].items():
-        for step in arm["steps"]:
-            data = step["data"]
-            values = [data.get(m) for m in CURVES.values()]
-            values += [data.get(m) for t, m in TIMINGS.items() if t != "step"]
-            values += [find(data, m) for m in PREFIX]
-            table.add_row(name, str(step["step"]), *(_number(v) for v in values))
-        table.add_section()
+    """Print both arms' metrics step by step, the ratios of the medians, and step 1 of both arms."""
+    table = Table(title="step by step, times in seconds")
+    table.add_column("", no_wrap=True)
+    steps = {name: arm["steps"] for name, arm in report["arms"].items()}
+    for name, arm in steps.items():
+        for step in arm:
+            table.add_column(f"{name}\nstep {step['step']}", justify="right", no_wrap=True)
+    rows = CURVES | TIMINGS | {name.removeprefix("prefix/"): name for name in PREFIX}
+    for title, name in rows.items():
+        table.add_row(title, *(_number(find(step["data"], name), 3) for arm in steps.values() for step in arm))
     console.print(table)
+
+    medians = Table("median of the steps", title="stock / prefix")
+    for title in ("stock", "prefix", "ratio"):
+        medians.add_column(title, justify="right")
     for title, row in report["ratios"].items():
-        console.print(
-            f"{title:>14}: {row['stock_s']:8.2f} s stock {row['prefix_s']:8.2f} s prefix {row['ratio']:6.2f}x"
-        )
+        medians.add_row(title, f"{row['stock_s']:.2f} s", f"{row['prefix_s']:.2f} s", f"{row['ratio']:.2f}x")
+    if report["token_ratio"]:
+        medians.add_row("tokens computed", "", "", f"{report['token_ratio']:.2f}x")
+    console.print(medians)
+
     if report["first_step"]:
+        first = Table("step 1", title="same weights, same responses")
+        for title in ("stock", "prefix", "relative difference"):
+            first.add_column(title, justify="right")
         for name, row in report["first_step"]["metrics"].items():
-            console.print(
-                f"{name:>15} at step 1: stock {_number(row['stock'], 7)} prefix {_number(row['prefix'], 7)} "
-                f"relative difference {_number(row['relative_difference'], 2)}"
-            )
+            values = (_number(row["stock"], 7), _number(row["prefix"], 7), _number(row["relative_difference"], 2))
+            first.add_row(name, *values)
+        console.print(first)
+    for note in report["notes"]:
+        console.print(f"note: {note}", highlight=False, soft_wrap=True, markup=False)
 
 
 def _number(value: float | None, digits: int = 4) -> str:
-    return "-" if value is None else f"{value:.{digits}g}"
+    return "-" if value is None else str(round(value)) if value >= 1000 else f"{value:.{digits}g}"
 
 
 def save(report: dict[str, Any], output: Path) -> None:
