@@ -6,6 +6,7 @@ that shared nothing make the exit status 1.
 """
 
 import argparse
+import fcntl
 import importlib.util
 import os
 import subprocess
@@ -257,14 +258,23 @@ def main() -> int:
     console = Console()
     output, size = args.output.resolve(), SIZES[args.model]
     output.mkdir(parents=True, exist_ok=True)
+    if args.data and not args.data.is_file():
+        parser.error(f"--data {args.data}: no such file")
+    with (output / ".lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            parser.error(f"another demo is writing to {output}; wait for it, or give another --output")
+        return demonstrate(args.model, args.rollout, args.data, output, size, console)
+
+
+def demonstrate(model_name: str, rollout: str, source: Path | None, output: Path, size: Size, console: Console) -> int:
+    """Prepare model and data, train both arms one after the other, report; return the exit status."""
     for name in ARMS:  # of an earlier run
         for kind in ("log", "jsonl"):
             (output / f"{name}.{kind}").unlink(missing_ok=True)
-    if args.data and not args.data.is_file():
-        parser.error(f"--data {args.data}: no such file")
-
-    questions, data = prepare(output, args.data, size)
-    if args.model == "tiny":
+    questions, data = prepare(output, source, size)
+    if model_name == "tiny":
         from verl_prefix.testing import write_tiny_model
 
         model = write_tiny_model(output / "tiny", texts=questions.read_text().splitlines())
@@ -274,7 +284,7 @@ def main() -> int:
         except ValueError as error:
             raise SystemExit(str(error)) from error
 
-    shared = overrides(model, data, args.rollout, size)
+    shared = overrides(model, data, rollout, size)
     columns = [TextColumn("{task.description:>7}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()]
     with Progress(*columns, TextColumn("{task.fields[phase]}"), console=console) as progress:
         stock = run_arm("stock", shared, output, size, progress)
@@ -285,7 +295,7 @@ def main() -> int:
         else:
             prefix = run_arm("prefix", shared, output, size, progress)
     workload = f"{size.prompts} prompts x {size.rollouts} rollouts"
-    config = {"model": args.model, "workload": workload, "seed": SEED, "size": asdict(size)}
+    config = {"model": model_name, "workload": workload, "seed": SEED, "size": asdict(size)}
     config |= {"shared": shared, "arms": ARMS}
     return demo_report.finish(demo_report.build(stock, prefix, NUM_STEPS, config), output, console)
 

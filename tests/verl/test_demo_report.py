@@ -1,5 +1,6 @@
 """`make demo` ends with 0 only if both arms trained, agree at step 1, and ours shared something."""
 
+import fcntl
 import hashlib
 import io
 import json
@@ -154,14 +155,29 @@ def test_leaving_a_run_ends_what_it_started_in_other_process_groups(demo_report:
     assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
+def test_a_second_demo_in_the_same_folder_is_refused(
+    demo_report: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import demo
+
+    monkeypatch.setattr(demo, "demonstrate", lambda *_: 0)
+    monkeypatch.setattr(sys, "argv", ["demo.py", "--output", str(tmp_path)])
+    assert demo.main() == 0
+    with (tmp_path / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(SystemExit) as refused:
+            demo.main()
+    assert refused.value.code == 2 and "another demo is writing to" in capsys.readouterr().err
+
+
 def test_arms_differ_in_the_engine_alone(demo_report: ModuleType, tmp_path: Path) -> None:
     import demo
 
     shared = demo.overrides("model", tmp_path, "hf", demo.SIZES["tiny"])
     keys = [override.lstrip("+").split("=")[0] for override in shared]
     assert len(keys) == len(set(keys))
-    own = {override.split("=")[0] for arm in demo.ARMS.values() for override in arm}
-    assert own == {"model_engine", "actor_rollout_ref.actor.strategy"} and not own & set(keys)
+    assert set(demo.ARMS["stock"]) ^ set(demo.ARMS["prefix"]) == {"model_engine=dp", "model_engine=prefix"}
+    assert not {override.split("=")[0] for arm in demo.ARMS.values() for override in arm} & set(keys)
 
 
 @pytest.mark.parametrize("family", ["qwen3", "llama"])
