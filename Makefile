@@ -44,7 +44,7 @@ test: setup
 demo: setup $(if $(filter smollm2,$(MODEL)),$(SMOLLM2))
 	$(BIN)/python examples/demo.py --model $(MODEL) --rollout $(ROLLOUT) $(if $(DATA),--data '$(DATA)')
 
-BENCH = $(BIN)/python examples/bench_update.py --group 8 --hidden 512 --layers 8 --vocab 32000 --repeats 2
+BENCH = $(BIN)/python examples/bench_update.py --group 8 --hidden 512 --layers 8 --vocab 32000 --wave-rows 1 --repeats 2
 bench: setup
 	mkdir -p outputs/bench
 	$(BENCH) --prefix 2048 --suffix 256 --out outputs/bench/update_cpu_2048_256_8.json

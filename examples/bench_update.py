@@ -7,7 +7,8 @@ seconds (`--repeats` rounds of all arms in turn, one process), peak memory above
 process per arm), and the largest relative gradient error of a parameter against the truth: stock in float64 (HF's
 RMSNorm stays fp32). P prefix tokens, one more prompt token, S response tokens per row, G rows per group.
 
-- stock: HF's own forward with sdpa on one whole row at a time. No stock run needs less memory.
+- stock: HF's own forward with sdpa on one whole row at a time, lm_head on every token, as verl's FSDP engine runs it.
+- stock_lean: the same, with lm_head on response tokens only, as ours. No stock run is faster or needs less memory.
 - stock_packed: rows packed up to the tokens of one group's packed pass, as verl's remove-padding path does. Only where
   flash_attn runs: under sdpa, HF turns such position ids into a dense T x T mask and repeats K/V (4 layers, hidden 256,
   8 rows of 640 tokens on one core: 2.6 s row by row, 9.0 s packed), so that row by row is the stronger baseline.
@@ -15,9 +16,9 @@ RMSNorm stays fp32). P prefix tokens, one more prompt token, S response tokens p
 - +checkpoint: gradient checkpointing of decoder layers. +offload: dormant prefix activations wait in host memory (on
   CPU that is the same memory, and only its cost shows).
 
-All arms run lm_head on response tokens only (what `logits_to_keep` does) and bound logits in the same way: at most
-`--logits-chunk` tokens at a time, checkpointed beyond one chunk. Speed-up is over the fastest stock arm with the same
-checkpointing. Its ceiling is the ratio of FLOPs (`update_flops`). Not measured: optimizer, FSDP, grouping of rows.
+All arms but `stock` run lm_head on response tokens only (what `logits_to_keep` does) and bound logits in the same way:
+at most `--logits-chunk` tokens at a time, checkpointed beyond one chunk. Speed-up: over the fastest stock arm with the
+same checkpointing. Its ceiling is the ratio of FLOPs (`update_flops`). Not measured: optimizer, FSDP, grouping of rows.
 """
 
 import argparse
@@ -56,7 +57,10 @@ SCHEMA = "verl_prefix.bench_update/1"
 RESET_PEAK = Path("/proc/self/clear_refs")
 TINY = {"prefix": 8, "suffix": 4, "group": 2, "groups_count": 1}
 # A path, "stock" or a schedule, and at most one thing added to it.
-ARMS = ("stock", "stock_packed", "packed", "phased", "phased+offload", "stock+checkpoint", "phased+checkpoint")
+ARMS = (
+    "stock", "stock_lean", "stock_packed", "packed", "phased", "phased+offload",
+    "stock+checkpoint", "stock_lean+checkpoint", "phased+checkpoint",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -105,8 +109,9 @@ def build_batch(options: argparse.Namespace, **size: int) -> Batch:
     return Batch(tokens, weights, groups)
 
 
-def run_stock(model: PreTrainedModel, batch: Batch, rows_per_pass: int, logits_chunk: int) -> None:
-    """Forward and backward of whole rows, several of them packed into one if `rows_per_pass` > 1."""
+def run_stock(model: PreTrainedModel, batch: Batch, rows_per_pass: int, logits_chunk: int | None) -> None:
+    """Forward and backward of whole rows, several of them packed into one if `rows_per_pass` > 1; `logits_chunk` None:
+    logits of all tokens at once."""
 
     def loss(place: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
         return batch.loss(place, batch.log_probs(place, model.lm_head(hidden)))
@@ -115,6 +120,10 @@ def run_stock(model: PreTrainedModel, batch: Batch, rows_per_pass: int, logits_c
     prefix_len, row_len = batch.groups[0].prefix_len, batch.tokens.offsets[1]
     for place in torch.arange(len(ids), device=ids.device).split(rows_per_pass * row_len):
         decoded = model.base_model(input_ids=ids[None, place], position_ids=positions[None, place], use_cache=False)
+        if logits_chunk is None:
+            logits = model.lm_head(decoded.last_hidden_state[0, :-1])
+            (batch.log_probs(place[:-1], logits)[:, 0] * batch.weights[place[1:]]).sum().backward()
+            continue
         # The last prompt token up to the last response token but one: their outputs are the responses' log-probs.
         kept = place.view(-1, row_len)[:, prefix_len:-1].flatten()
         hidden = decoded.last_hidden_state[0, kept - place[0]]
@@ -147,7 +156,7 @@ def run_arm(model: PreTrainedModel, arm: str, batch: Batch, options: argparse.Na
     group = batch.groups[0]
     if path.startswith("stock"):
         rows_per_pass = group.num_physical_tokens // batch.tokens.offsets[1] if path == "stock_packed" else 1
-        run_stock(model, batch, max(1, rows_per_pass), options.logits_chunk)
+        run_stock(model, batch, max(1, rows_per_pass), None if path == "stock" else options.logits_chunk)
     else:
         extra = {"logits_chunk": options.logits_chunk} | ({"offload": True} if added == "offload" else {})
         run_shared(model, batch, path, wave_tokens=options.wave_rows * group.suffix_lens[0], **extra)
@@ -158,8 +167,8 @@ def run_arm(model: PreTrainedModel, arm: str, batch: Batch, options: argparse.Na
 def update_flops(model: PreTrainedModel, arm: str, options: argparse.Namespace) -> float:
     """FLOPs of one update in matmuls: linear layers, causal attention, lm_head.
 
-    Forward, per layer: 2 FLOPs per weight and token, and 4 H D per (query, key) pair; lm_head: 2 per weight and
-    response token. Backward counts as two forwards; checkpointing adds a third of the layers, not of lm_head. Left out:
+    Forward, per layer: 2 FLOPs per weight and token, and 4 H D per (query, key) pair; lm_head: 2 per weight and token
+    that it sees. Backward counts as two forwards; checkpointing adds a third of the layers, not of lm_head. Left out:
     norms, softmax, rotary angles, what flash backward recomputes, lm_head forwards repeated beyond one logits chunk.
     """
     prefix, suffix, group = options.prefix, options.suffix, options.group
@@ -171,7 +180,7 @@ def update_flops(model: PreTrainedModel, arm: str, options: argparse.Namespace) 
         pairs = prefix * (prefix + 1) / 2 + group * suffix * (prefix + (suffix + 1) / 2)
     linear = sum(m.weight.numel() for m in model.base_model.modules() if isinstance(m, torch.nn.Linear))
     layers = 2 * linear * tokens + model.config.num_hidden_layers * 4 * options.hidden * pairs
-    head = 2 * model.lm_head.weight.numel() * group * suffix
+    head = 2 * model.lm_head.weight.numel() * group * (row - 1 if arm.partition("+")[0] == "stock" else suffix)
     return options.groups_count * ((4 if "checkpoint" in arm else 3) * layers + 3 * head)
 
 

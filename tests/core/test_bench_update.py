@@ -76,14 +76,15 @@ def test_every_arm_has_the_gradients_of_stock(bench: ModuleType, change: list[st
     assert bench.gradient_error(model, truth) > 1e-4
 
 
-@pytest.mark.parametrize("arm", ["stock", "packed"])
+@pytest.mark.parametrize("arm", ["stock", "stock_lean", "packed"])
 def test_flops_are_those_of_the_matmuls_that_run(bench: ModuleType, arm: str) -> None:
     options = bench.parse(SIZE)
     model, batch = bench.build_model(options), bench.build_batch(options)
     with FlopCounterMode(display=False) as counter:
         bench.run_arm(model, arm, batch, options)
     # torch does not count the CPU attention kernels: query-key pairs of P=37, S=11, G=3 and two groups by hand.
-    pairs = {"stock": 3 * 49 * 50 / 2, "packed": 37 * 38 / 2 + 3 * (11 * 37 + 11 * 12 / 2)}[arm]
+    whole, shared = 3 * 49 * 50 / 2, 37 * 38 / 2 + 3 * (11 * 37 + 11 * 12 / 2)
+    pairs = shared if arm == "packed" else whole
     attention = 2 * 3 * 2 * 4 * 64 * pairs
     # Rotary angles are a small matmul too, which the model leaves out.
     assert bench.update_flops(model, arm, options) == pytest.approx(counter.get_total_flops() + attention, rel=1e-4)
