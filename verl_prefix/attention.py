@@ -10,11 +10,12 @@ prefix's keys and values are never repeated per suffix (Prefix Grouper, arXiv 25
 """
 
 from types import ModuleType
+from typing import NamedTuple
 
 import torch
 
 from verl_prefix.layout import Layout
-from verl_prefix.prefix_cache import PrefixCache
+from verl_prefix.prefix_cache import PrefixCache, add_at
 
 
 class AttentionPass:
@@ -41,56 +42,92 @@ class AttentionPass:
 
 def merge(out, lse, out_2, lse_2) -> tuple[torch.Tensor, torch.Tensor]:
     """Two partial attentions of the same queries: out [T, H, D], lse [H, T]."""
-    # Not torch.logaddexp, and not on strided input: there the last bits depend on an element's place in the tensor, and
-    # with it on the schedule.
+    # Strided input would take another vector path, and the last bits would depend on the schedule.
     lse = lse.contiguous()
-    total = torch.maximum(lse, lse_2) + torch.log1p(torch.exp(-(lse - lse_2).abs()))
+    total = _logaddexp(lse, lse_2)
     weight, weight_2 = ((x - total).exp().transpose(0, 1).unsqueeze(-1) for x in (lse, lse_2))
     return (out * weight + out_2 * weight_2).to(out.dtype), total
 
 
-class GroupedAttention(torch.autograd.Function):
-    """q [T, H, D], k and v [T, K, D] -> out [T, H, D].
+def _logaddexp(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    # Not torch.logaddexp: its last bits depend on an element's place in the tensor, and with it on the schedule.
+    return torch.maximum(a, b) + torch.log1p(torch.exp(-(a - b).abs()))
 
-    Cross keys are this row's own prefixes, or the prefix cache's, whose gradients then go to its grad cache instead of
-    through autograd.
+
+class Scores(NamedTuple):
+    """How a layer turns queries and keys into attention scores, besides causality.
+
+    `window`: tokens that a query sees, itself included. `softcap`: scores become softcap * tanh(scores / softcap).
+    """
+
+    scale: float
+    window: int | None = None
+    softcap: float | None = None
+
+
+class GroupedAttention(torch.autograd.Function):
+    """q [T, H, D], k and v [T, K, D], sinks [H] or None -> out [T, H, D].
+
+    Prefix keys are this row's own, or the prefix cache's, whose gradients then go to its grad cache instead of through
+    autograd. A sink is one more score per head that has no value (gpt-oss): it joins the log-sum-exp.
     """
 
     @staticmethod
-    def forward(ctx, q, k, v, layout: Layout, kernel: ModuleType, scale: float, cache: PrefixCache | None, layer: int):
-        out, lse = kernel.forward(q, k, v, layout.causal, True, scale)
-        if layout.cross is not None:
-            queries, keys = _cross_slices(layout)
-            prefix_k, prefix_v = (k, v) if cache is None else cache.read(layer)
-            out_2, lse_2 = kernel.forward(q[queries], prefix_k[keys], prefix_v[keys], layout.cross, False, scale)
+    def forward(
+        ctx, q, k, v, sinks: torch.Tensor | None,
+        layout: Layout, kernel: ModuleType, scores: Scores, cache: PrefixCache | None, layer: int,
+    ):  # fmt: skip
+        reads = layout.reads(scores.window, q.device)
+        prefix_k, prefix_v = (k, v) if cache is None or not reads.shares else cache.read(layer)
+        args = scores.scale, reads.window, scores.softcap
+        out, lse = kernel.forward(
+            q, reads.own_keys(k, prefix_k), reads.own_keys(v, prefix_v), reads.causal, True, *args
+        )
+        if reads.cross is not None:
+            queries, keys = reads.queries, reads.keys
+            out_2, lse_2 = kernel.forward(
+                q[queries], prefix_k[keys], prefix_v[keys], reads.cross, False, scores.scale, None, scores.softcap
+            )
             out[queries], lse[:, queries] = merge(out[queries], lse[:, queries], out_2, lse_2)
-        ctx.save_for_backward(q, k, v, out, lse)
-        ctx.args = layout, kernel, scale, cache, layer
+        if sinks is not None:
+            total = _logaddexp(lse, sinks.to(lse.dtype).unsqueeze(-1))
+            out *= (lse - total).exp().transpose(0, 1).unsqueeze(-1)
+            lse = total
+        ctx.save_for_backward(q, k, v, sinks, out, lse)
+        ctx.args = layout, kernel, scores, cache, layer
         return out
 
     @staticmethod
     def backward(ctx, dout):
-        q, k, v, out, lse = ctx.saved_tensors
-        layout, kernel, scale, cache, layer = ctx.args
+        q, k, v, sinks, out, lse = ctx.saved_tensors
+        layout, kernel, scores, cache, layer = ctx.args
+        reads = layout.reads(scores.window, q.device)
+        prefix_k, prefix_v = (k, v) if cache is None or not reads.shares else cache.read(layer)
+        own_k, own_v = reads.own_keys(k, prefix_k), reads.own_keys(v, prefix_v)
         dout = dout.contiguous()
-        dq, dk, dv = kernel.backward(dout, q, k, v, out, lse, layout.causal, True, scale)
-        if layout.cross is not None:
-            queries, keys = _cross_slices(layout)
-            prefix_k, prefix_v = (k, v) if cache is None else cache.read(layer)
-            dq_2, dk_2, dv_2 = kernel.backward(
+        dq, *own_grads = kernel.backward(
+            dout, q, own_k, own_v, out, lse, reads.causal, True, scores.scale, reads.window, scores.softcap
+        )
+        (dk, dv), prefix_grads = own_grads, []
+        if reads.tails is not None:
+            prefix_grads.append((reads.tails.tokens, *(grad[reads.tails.places] for grad in own_grads)))
+            dk, dv = (grad[reads.tails.own] for grad in own_grads)
+        if reads.cross is not None:
+            queries, keys = reads.queries, reads.keys
+            dq_2, *grads = kernel.backward(
                 dout[queries], q[queries], prefix_k[keys], prefix_v[keys], out[queries], lse[:, queries],
-                layout.cross, False, scale,
+                reads.cross, False, scores.scale, None, scores.softcap,
             )  # fmt: skip
             dq[queries] += dq_2
+            prefix_grads.append((keys, *grads))
+        for tokens, *grads in prefix_grads:
             if cache is None:
-                dk[keys] += dk_2
-                dv[keys] += dv_2
+                add_at(dk, tokens, grads[0])
+                add_at(dv, tokens, grads[1])
             else:
-                cache.add_grad(layer, keys, dk_2, dv_2)
-        return dq, dk, dv, None, None, None, None, None
-
-
-def _cross_slices(layout: Layout) -> tuple[slice, slice]:
-    cross = layout.cross
-    queries = slice(layout.num_prefix, layout.num_prefix + cross.q[-1])
-    return queries, slice(layout.cross_start, layout.cross_start + cross.k[-1])
+                cache.add_grad(layer, tokens, *grads)
+        dsinks = None
+        if sinks is not None:
+            share = (sinks.to(lse.dtype).unsqueeze(-1) - lse).exp()
+            dsinks = -(share * (dout * out).sum(-1, dtype=lse.dtype).transpose(0, 1)).sum(-1).to(sinks.dtype)
+        return dq, dk, dv, dsinks, None, None, None, None, None

@@ -41,7 +41,7 @@ class PrefixFSDPEngine(FSDPEngineWithLMHead):
         self.prefix_config = engine_config.prefix
         self._phase_b_peak: int | None = None
         if self.prefix_config.schedule != "stock":
-            check_model_options(model_config, self.prefix_config)
+            check_model_options(model_config)
             models.check_supported(model_config.hf_config)
         # The base class branches on its own strategy names (_build_fsdp_module); the caller's config stays as it is.
         engine_config = copy.copy(engine_config)
@@ -73,7 +73,8 @@ class PrefixFSDPEngine(FSDPEngineWithLMHead):
             use_dynamic_bsz=True,
         )
         groups, split_uids = _group(data)
-        plan = waves.make_plan(groups, budget, self.prefix_config.schedule, self.prefix_config.wave_tokens)
+        options = self.prefix_config
+        plan = waves.make_plan(groups, budget, options.schedule, options.wave_tokens, options.offload)
         plan = waves.agree(plan, self._reduce_max)
 
         job = _Batch(self, data, loss_function, forward_only)
@@ -113,6 +114,8 @@ class PrefixFSDPEngine(FSDPEngineWithLMHead):
             return "prefix.schedule=stock"
         if "prompts" not in data.keys() or "responses" not in data.keys():
             return "the batch has no prompts and responses (not an RL batch)"
+        if tu.get_non_tensor_data(data, "force_group_size", 1) > 1:
+            return "force_group_size keeps rows together by their order"
         if tu.get_non_tensor_data(data, "distillation_use_topk", False):
             return "top-k distillation needs logits of every token"
         return None
@@ -154,14 +157,16 @@ class _Batch:
         temperature = torch.as_tensor(data["temperature"], dtype=torch.float32, device=device).expand(len(data))
         self._token_temperature = temperature.repeat_interleave(input_ids.offsets().diff().to(device))
         flags = ("calculate_entropy", "calculate_sum_pi_squared")
+        self._keeps_model_output = forward_only or tu.get_non_tensor_data(data, "return_model_output", False)
         self._flags = {flag: tu.get_non_tensor_data(data, flag, False) for flag in flags}
         self._offsets: dict[int, torch.Tensor] = {}
         self.names: list[str] = []
+        self.dtype = torch.float32
         self._outputs: list[dict] = []
         self._rows: list[list[int]] = []
 
     def token_outputs(self, place: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-        """verl's prepare_model_outputs on suffix tokens: [n, k], one column per name in `self.names`.
+        """verl's prepare_model_outputs on suffix tokens: [n, k] of `self.dtype`, one column per name in `self.names`.
 
         Args:
             place: [n] places of the tokens in the batch's flat values. logits: [n, vocabulary].
@@ -180,8 +185,8 @@ class _Batch:
         tokens = tu.get_tensordict({"input_ids": one_row}, self._flags)
         outputs = self.engine.prepare_model_outputs(_Logits(logits.unsqueeze(0)), output_args, tokens, None)
         self.names = list(outputs)
-        dtype = functools.reduce(torch.promote_types, (x.dtype for x in outputs.values()))
-        return torch.stack([x.values().to(dtype) for x in outputs.values()], dim=-1)
+        self.dtype = functools.reduce(torch.promote_types, (x.dtype for x in outputs.values()))
+        return torch.stack([x.values().to(self.dtype) for x in outputs.values()], dim=-1)
 
     def step(self, groups: Sequence[Group], layout: Layout, outputs: torch.Tensor) -> torch.Tensor:
         """Stands for FSDPEngineWithLMHead.forward_step behind the model; outputs [suffix tokens, k]."""
@@ -195,7 +200,7 @@ class _Batch:
                 model_output=model_output, data=micro_batch, dp_group=self.engine.get_data_parallel_group()
             )
         output = {"loss": loss.detach().item(), "metrics": metrics}
-        if self.forward_only or tu.get_non_tensor_data(self.data, "return_model_output", False):
+        if self._keeps_model_output:
             output["model_output"] = detach_tree(model_output)
         self._outputs.append(output)
         self._rows.append(rows)
@@ -216,18 +221,17 @@ class _Batch:
         }
 
     def outputs(self, plan: waves.Plan) -> tuple[list[dict], list[list[int]]]:
-        """The passes' outputs and their rows; rows with an empty response, which no pass had, as zeros."""
-        idle = [row for group in plan.idle_rows for row in group.rows]
-        if idle and self.forward_only:
-            lens = [self.tokens.offsets[row + 1] - self.tokens.offsets[row] for row in idle]
-            names = self._outputs[0]["model_output"] if self._outputs else {"log_probs": None}
-            zeros = {
-                name: torch.nested.as_nested_tensor(
-                    [torch.zeros(n, device=get_device_id()) for n in lens], layout=torch.jagged
-                )
-                for name in names
-            }
-            return [*self._outputs, {"model_output": zeros}], [*self._rows, idle]
+        """The passes' outputs and their rows. Rows with an empty response, which no pass had, follow where their
+        outputs are wanted, or where a rank has no other row: the metrics of all ranks need the same keys."""
+        if plan.idle_rows and (self._keeps_model_output or not self._outputs):
+            device = self.tokens.input_ids.device
+            if not self._outputs:  # names and dtype are those that any one token gets
+                vocab_size = self.engine.module.config.get_text_config().vocab_size
+                logits = torch.zeros((1, vocab_size), dtype=self.engine._autocast_dtype, device=device)
+                self.token_outputs(torch.tensor([-1], device=device), logits)
+            with torch.no_grad():
+                nothing = torch.zeros((0, len(self.names)), dtype=self.dtype, device=device)
+                self.step(plan.idle_rows, Layout(torch.zeros(0, dtype=torch.int64), 0, ()), nothing)
         return self._outputs, self._rows
 
 

@@ -11,7 +11,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 
-from verl_prefix.attention import AttentionPass, GroupedAttention
+from verl_prefix.attention import AttentionPass, GroupedAttention, Scores
 from verl_prefix.kernels import choose_kernel
 
 ATTENTION_NAME = "verl_prefix"
@@ -28,13 +28,13 @@ def unsupported_reasons(config: PretrainedConfig) -> list[str]:
     text = config.get_text_config()
     reasons = []
     layer_types = set(getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None) or ())
-    if layer_types - {"full_attention"}:
-        reasons.append(f"layer_types has {sorted(layer_types - {'full_attention'})}")
-    elif not layer_types and getattr(text, "sliding_window", None) and getattr(text, "use_sliding_window", True):
-        reasons.append(f"sliding_window={text.sliding_window}")
-    for name in (*_STATEFUL, "attention_chunk_size", "attn_logit_softcapping", "num_kv_shared_layers"):
+    if others := layer_types - {"full_attention", "sliding_attention"}:
+        reasons.append(f"layer_types has {sorted(others)}")
+    for name in (*_STATEFUL, "attention_chunk_size", "num_kv_shared_layers", "use_bidirectional_attention"):
         if getattr(text, name, None):
             reasons.append(f"{name}={getattr(text, name)}")
+    if rope_types := _rope_types(text) & {"dynamic", "longrope"}:
+        reasons.append(f"rope_type={rope_types.pop()}, whose angles depend on the longest row of a pass")
     if getattr(text, "qk_nope_head_dim", None) or getattr(text, "kv_lora_rank", None):
         reasons.append("multi-head latent attention (kv_lora_rank)")
     if getattr(text, "attention_dropout", 0.0):
@@ -44,6 +44,19 @@ def unsupported_reasons(config: PretrainedConfig) -> list[str]:
     if getattr(config, "vision_config", None) is not None or getattr(config, "audio_config", None) is not None:
         reasons.append("a vision or audio tower")
     return reasons
+
+
+def _rope_types(text: PretrainedConfig) -> set[str]:
+    rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
+    by_layer_type = [value for value in rope.values() if isinstance(value, dict)]
+    return {str(x.get("rope_type", x.get("type", "default"))) for x in by_layer_type or [rope]}
+
+
+def _window(text: PretrainedConfig, layer: int) -> int | None:
+    """The sliding window that the config gives this layer."""
+    if layer_types := getattr(text, "layer_types", None):
+        return text.sliding_window if layer_types[layer] == "sliding_attention" else None
+    return getattr(text, "sliding_window", None) if getattr(text, "use_sliding_window", True) else None
 
 
 def check_supported(config: PretrainedConfig) -> None:
@@ -63,30 +76,39 @@ def grouped_attention_forward(
     attention_mask: torch.Tensor | None,
     scaling: float | None = None,
     dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
     prefix_pass: AttentionPass | None = None,
     **kwargs: object,
 ) -> tuple[torch.Tensor, None]:
-    """transformers' attention interface: query [1, H, T, D], key and value [1, K, T, D] -> [1, T, H, D].
+    """transformers' attention interface: query [1, H, T, D], key and value [1, K, T, D], s_aux (sinks) [H]
+    -> [1, T, H, D].
 
     Raises:
         RuntimeError: the model asks for something that `unsupported_reasons` did not foresee.
     """
-    extras = {name: x for name, x in kwargs.items() if name in ("sliding_window", "softcap", "s_aux") and x is not None}
-    if prefix_pass is None or attention_mask is not None or dropout or extras or query.shape[0] != 1:
+    wanted = _window(module.config.get_text_config(), module.layer_idx)
+    if (
+        prefix_pass is None or attention_mask is not None or dropout or sliding_window != wanted or query.shape[0] != 1
+    ):  # fmt: skip
         raise RuntimeError(
-            f"{type(module).__name__} layer {getattr(module, 'layer_idx', None)} called the shared-prefix attention "
-            f"with prefix_pass={prefix_pass is not None}, attention_mask={attention_mask is not None}, "
-            f"dropout={dropout}, {extras}, batch {query.shape[0]}; set model_engine=dp and report this model"
+            f"{type(module).__name__} layer {module.layer_idx} called the shared-prefix attention with "
+            f"prefix_pass={prefix_pass is not None}, attention_mask={attention_mask is not None}, dropout={dropout}, "
+            f"sliding_window={sliding_window} (its config says {wanted}), batch {query.shape[0]}; "
+            "set model_engine=dp and report this model"
         )
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     if torch.is_autocast_enabled(q.device.type):  # as SDPA does: norms may have left fp32 queries beside bf16 values
         q, k, v = (x.to(torch.get_autocast_dtype(q.device.type)) for x in (q, k, v))
-    kernel = choose_kernel(prefix_pass.kernel, q.device.type, q.dtype, q.shape[-1])
-    scale = q.shape[-1] ** -0.5 if scaling is None else scaling
+    kernel = choose_kernel(prefix_pass.kernel, q.device.type, q.dtype, q.shape[-1], softcap is not None)
+    scores = Scores(q.shape[-1] ** -0.5 if scaling is None else scaling, sliding_window, softcap)
     prefix_pass.num_calls += 1
     if prefix_pass.capture is not None:
         prefix_pass.capture.capture(module.layer_idx, k, v)
-    out = GroupedAttention.apply(q, k, v, prefix_pass.layout, kernel, scale, prefix_pass.cache, module.layer_idx)
+    out = GroupedAttention.apply(
+        q, k, v, s_aux, prefix_pass.layout, kernel, scores, prefix_pass.cache, module.layer_idx
+    )
     return out.unsqueeze(0), None
 
 
@@ -164,8 +186,12 @@ def token_outputs(
 
 @contextmanager
 def _forward_replaced(module: torch.nn.Module, forward: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
+    patched = vars(module).get("forward")  # by accelerate, or whoever else patches instances
     module.forward = forward
     try:
         yield
     finally:
-        del module.forward
+        if patched is None:
+            del module.forward
+        else:
+            module.forward = patched

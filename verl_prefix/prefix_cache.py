@@ -35,14 +35,14 @@ class PrefixCache:
     def read(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         return self._leaf[layer]
 
-    def add_grad(self, layer: int, tokens: slice, dk: torch.Tensor, dv: torch.Tensor) -> None:
+    def add_grad(self, layer: int, tokens: slice | torch.Tensor, dk: torch.Tensor, dv: torch.Tensor) -> None:
         """Phase B: a wave's gradients of the prefix tokens that it read."""
         if layer not in self._grad:
             self._grad[layer] = tuple(
                 torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32)) for x in self._leaf[layer]
             )
         for total, part in zip(self._grad[layer], (dk, dv), strict=True):
-            total[tokens] += part
+            add_at(total, tokens, part)
 
     def backward(self, root: torch.Tensor) -> None:
         """Phase C: one backward through the prefix graph, from every layer's live K/V at once.
@@ -59,3 +59,12 @@ class PrefixCache:
         # LoRA on other projections leaves keys or values of the first layers without a graph.
         roots, root_grads = zip(*((x, grad) for x, grad in pairs if x.requires_grad), strict=True)
         torch.autograd.backward(roots, root_grads)
+
+
+def add_at(total: torch.Tensor, tokens: slice | torch.Tensor, part: torch.Tensor) -> None:
+    """total[tokens] += part, where int64 indices may repeat."""
+    if isinstance(tokens, slice):
+        total[tokens] += part
+    else:
+        wide = total.to(torch.promote_types(total.dtype, torch.float32))
+        total.copy_(wide.index_add(0, tokens, part.to(wide.dtype)))

@@ -78,14 +78,18 @@ def make_waves(groups: Sequence[Group], wave_tokens: int) -> tuple[tuple[tuple[i
     return tuple(tuple(wave) for wave in waves)
 
 
-def make_plan(groups: Sequence[Group], budget: int, schedule: str, wave_tokens: int | None = None) -> Plan:
-    """One rank's plan.
+def make_plan(
+    groups: Sequence[Group], budget: int, schedule: str, wave_tokens: int | None = None, offload: bool = False
+) -> Plan:
+    """One rank's plan. What is alive at once fits the budget, unless one row alone exceeds it.
 
     Args:
         budget: physical tokens of one pass (verl's ppo_max_token_len_per_gpu).
         schedule: "packed": every group in as few packed passes as its pieces need. "phased": phase A, waves, phase C
             for all. "auto": packed where the whole group fits the budget, phased where it does not.
-        wave_tokens: suffix tokens of one wave; None: the budget.
+        wave_tokens: suffix tokens of one wave; None: what the prefixes of phase A, whose graph stays alive, leave of
+            the budget.
+        offload: during the waves the prefixes wait in host memory, and count for nothing.
     """
     live = pass_order(groups)
     fits = [schedule == "packed" or (schedule == "auto" and g.num_physical_tokens <= budget) for g in live]
@@ -93,9 +97,11 @@ def make_plan(groups: Sequence[Group], budget: int, schedule: str, wave_tokens: 
     packed = _first_fit([p for cut in pieces for p in cut], lambda group: group.num_physical_tokens, budget)
     phased = [group for group, fit in zip(live, fits, strict=True) if not fit]
     works = [Work(tuple(pass_order(members))) for members in packed]
-    for members in _first_fit(phased, lambda group: group.prefix_len, budget):
+    room = budget if offload else budget - wave_tokens if wave_tokens else budget // 2
+    for members in _first_fit(phased, lambda group: group.prefix_len, room):
         ordered = tuple(pass_order(members))
-        works.append(Work(ordered, make_waves(ordered, wave_tokens or budget)))
+        resident = 0 if offload else sum(group.prefix_len for group in ordered)
+        works.append(Work(ordered, make_waves(ordered, wave_tokens or budget - resident)))
     return Plan(
         tuple(works),
         split_groups=sum(len(cut) > 1 for cut in pieces),

@@ -9,6 +9,7 @@ from verl_prefix.groups import Group, group_rows
 from verl_prefix.layout import build_layout, pass_order, prefix_layout
 from verl_prefix.waves import agree, make_plan, make_waves
 
+CPU = torch.device("cpu")
 SHAPES = st.lists(
     st.tuples(st.integers(1, 30), st.lists(st.integers(0, 20), min_size=1, max_size=6)), min_size=1, max_size=6
 )
@@ -29,6 +30,11 @@ def groups_of(shape):
 def offsets_of(groups):
     lens = [group.prefix_len + 1 + n for group in groups for n in group.suffix_lens]
     return [0, *torch.tensor(lens).cumsum(0).tolist()]
+
+
+def positions_of(places):
+    """A slice or indices as a list."""
+    return list(range(places.start or 0, places.stop)) if isinstance(places, slice) else places.tolist()
 
 
 def test_rows_of_one_uid_with_equal_prompts_form_a_group():
@@ -70,7 +76,7 @@ def test_layout_holds_each_prefix_once_and_every_suffix_at_its_original_place(sh
     offsets = offsets_of(groups_of(shape))
     layout = build_layout(groups, offsets)
     assert layout.num_prefix == sum(g.prefix_len for g in groups)
-    assert layout.num_tokens == sum(g.num_physical_tokens for g in groups) == layout.causal.q[-1]
+    assert layout.num_tokens == sum(g.num_physical_tokens for g in groups) == layout.reads(None, CPU).causal.q[-1]
     expected = [
         offsets[row] + group.prefix_len + i
         for group in groups
@@ -79,16 +85,13 @@ def test_layout_holds_each_prefix_once_and_every_suffix_at_its_original_place(sh
     ]
     assert layout.suffix_index.tolist() == expected
     sharing = [group for group in groups if group.prefix_len]
+    cross = layout.reads(None, CPU).cross
     if sharing:
-        assert [b - a for a, b in zip(layout.cross.k, layout.cross.k[1:], strict=False)] == [
-            g.prefix_len for g in sharing
-        ]
-        assert [b - a for a, b in zip(layout.cross.q, layout.cross.q[1:], strict=False)] == [
-            g.num_suffix_tokens for g in sharing
-        ]
+        assert [b - a for a, b in zip(cross.k, cross.k[1:], strict=False)] == [g.prefix_len for g in sharing]
+        assert [b - a for a, b in zip(cross.q, cross.q[1:], strict=False)] == [g.num_suffix_tokens for g in sharing]
         assert prefix_layout(groups, offsets).index.tolist() == layout.index[: layout.num_prefix].tolist()
     else:
-        assert layout.cross is None
+        assert cross is None
 
 
 @hypothesis.given(SHAPES, st.integers(1, 60))
@@ -103,8 +106,64 @@ def test_waves_hold_every_suffix_once_in_order_within_the_budget(shape, wave_tok
         assert sum(lens) <= wave_tokens or sum(n > 0 for n in lens) == 1
         layout = build_layout([piece for _, piece in wave], offsets_of(groups_of(shape)), [starts[i] for i, _ in wave])
         assert layout.num_prefix == 0 and layout.num_tokens == sum(lens)
-        first = next((i for i, piece in wave if piece.num_suffix_tokens and piece.prefix_len), None)
-        assert layout.cross_start == (0 if first is None else starts[first])
+        sharing = [i for i, piece in wave if piece.num_suffix_tokens and piece.prefix_len]
+        keys = [starts[i] + token for i in sharing for token in range(groups[i].prefix_len)]
+        assert positions_of(layout.reads(None, CPU).keys) == keys
+
+
+def keys_read(layout, window, prefix_place):
+    """{query: sorted places in the batch of the keys that it reads}; prefix_place: of each prefix source token."""
+    reads = layout.reads(window, CPU)
+    own = torch.full((reads.causal.k[-1],), -1)
+    if reads.tails is None:
+        own[:] = layout.index
+    else:
+        own[reads.tails.own] = layout.index
+        own[reads.tails.places] = prefix_place[reads.tails.tokens]
+    assert (own >= 0).all()
+    found = {}
+    for q0, q1, k0, k1 in reads.causal:
+        for query in range(q0, q1):
+            end = k1 - (q1 - 1 - query)
+            start = k0 if reads.window is None else max(k0, end - reads.window)
+            found[query] = own[start:end].tolist()
+    if reads.cross is not None:
+        queries, keys = positions_of(reads.queries), prefix_place[reads.keys]
+        for q0, q1, k0, k1 in reads.cross.parts():
+            for query in queries[q0:q1]:
+                found[query] = keys[k0:k1].tolist() + found[query]
+    return [found[query] for query in range(layout.num_tokens)]
+
+
+@hypothesis.given(SHAPES, st.one_of(st.none(), st.integers(1, 40)), st.integers(1, 60))
+def test_every_query_reads_the_last_window_tokens_of_its_own_row(shape, window, wave_tokens):
+    groups = pass_order(groups_of(shape))
+    hypothesis.assume(groups)
+    offsets = offsets_of(groups_of(shape))
+    first = {place: g for g in groups for place in range(offsets[g.rows[0]], offsets[g.rows[0]] + g.prefix_len)}
+
+    def expected(place):
+        """The row's tokens up to `place`, where a shared prefix lies in the group's first row."""
+        row = next(row for row in range(len(offsets) - 1) if offsets[row] <= place < offsets[row + 1])
+        group = next(g for g in groups if row in g.rows)
+        start = offsets[group.rows[0]]
+        if place in first:
+            tokens = list(range(start, place + 1))
+        else:
+            suffix_start = offsets[row] + group.prefix_len
+            tokens = [*range(start, start + group.prefix_len), *range(suffix_start, place + 1)]
+        return tokens if window is None else tokens[-window:]
+
+    packed = build_layout(groups, offsets)
+    assert keys_read(packed, window, packed.index) == [expected(place) for place in packed.index.tolist()]
+    if not any(group.prefix_len for group in groups):
+        return
+    prefixes = prefix_layout(groups, offsets)
+    assert keys_read(prefixes, window, prefixes.index) == [expected(place) for place in prefixes.index.tolist()]
+    starts = [sum(group.prefix_len for group in groups[:i]) for i in range(len(groups))]
+    for wave in make_waves(groups, wave_tokens):
+        layout = build_layout([piece for _, piece in wave], offsets, [starts[i] for i, _ in wave])
+        assert keys_read(layout, window, prefixes.index) == [expected(place) for place in layout.index.tolist()]
 
 
 @hypothesis.given(SHAPES, st.integers(1, 200), st.sampled_from(["packed", "phased", "auto"]))
@@ -118,6 +177,12 @@ def test_plan_computes_every_live_row_once_within_the_budget(shape, budget, sche
         if work.waves is None:
             tokens = sum(group.num_physical_tokens for group in work.groups)
             assert tokens <= budget or sum(n > 0 for group in work.groups for n in group.suffix_lens) == 1
+            continue
+        prefixes = sum(group.prefix_len for group in work.groups)
+        assert prefixes <= budget // 2 or len(work.groups) == 1
+        for wave in work.waves:
+            lens = [n for _, piece in wave for n in piece.suffix_lens if n]
+            assert prefixes + sum(lens) <= budget or len(lens) == 1
     if schedule == "auto":
         assert plan.split_groups == 0, "auto runs what does not fit in phases, and never computes a prefix twice"
 

@@ -12,16 +12,35 @@ SPANS = {
 }
 
 
-def dense(q, k, v, spans, causal, scale):
+def dense(q, k, v, spans, causal, scale, window=None, softcap=None):
     """[T, H, D] by torch's own softmax attention, segment by segment, with repeated kv heads."""
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     outs = []
     for q0, q1, k0, k1 in spans:
-        mask = torch.ones(q1 - q0, k1 - k0, dtype=torch.bool)
+        last = torch.arange(k1 - k0 - (q1 - q0), k1 - k0)  # the key at which each query stands
+        behind = last.unsqueeze(1) - torch.arange(k1 - k0)
         scores = torch.einsum("qhd,khd->hqk", q[q0:q1], k[k0:k1]) * scale
-        scores = scores.masked_fill(~mask.tril() if causal else ~mask, float("-inf"))
+        if softcap:
+            scores = softcap * torch.tanh(scores / softcap)
+        if causal:
+            scores = scores.masked_fill((behind < 0) | (behind >= (window or 10**6)), float("-inf"))
         outs.append(torch.einsum("hqk,khd->qhd", scores.softmax(-1), v[k0:k1]))
     return torch.cat(outs)
+
+
+def check(kernel, spans, causal, heads=(6, 2), head_dim=8, **options):
+    torch.manual_seed(0)
+    q = torch.randn(spans.q[-1], heads[0], head_dim, dtype=torch.float64, requires_grad=True)
+    k, v = (torch.randn(spans.k[-1], heads[1], head_dim, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    truth = dense(q, k, v, spans, causal, 0.3, **options)
+    dout = torch.randn_like(truth)
+    grads = torch.autograd.grad(truth, (q, k, v), dout)
+    with torch.no_grad():
+        out, lse = kernel.forward(q, k, v, spans, causal, 0.3, **options)
+        found = kernel.backward(dout, q, k, v, out, lse, spans, causal, 0.3, **options)
+    torch.testing.assert_close(out, truth.detach(), rtol=1e-9, atol=1e-12)
+    for ours, true in zip(found, grads, strict=True):
+        torch.testing.assert_close(ours, true, rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize("kernel", [cpu, reference], ids=["cpu", "reference"])
@@ -29,19 +48,21 @@ def dense(q, k, v, spans, causal, scale):
 @pytest.mark.parametrize("heads", [(6, 6), (6, 2), (6, 1)], ids=["mha", "gqa", "mqa"])
 @pytest.mark.parametrize("head_dim", [8, 17, 96])
 def test_kernel_equals_dense_attention(kernel, causal, heads, head_dim):
-    torch.manual_seed(0)
-    spans = SPANS[causal]
-    q = torch.randn(spans.q[-1], heads[0], head_dim, dtype=torch.float64, requires_grad=True)
-    k, v = (torch.randn(spans.k[-1], heads[1], head_dim, dtype=torch.float64, requires_grad=True) for _ in range(2))
-    truth = dense(q, k, v, spans, causal, 0.3)
-    dout = torch.randn_like(truth)
-    grads = torch.autograd.grad(truth, (q, k, v), dout)
-    with torch.no_grad():
-        out, lse = kernel.forward(q, k, v, spans, causal, 0.3)
-        found = kernel.backward(dout, q, k, v, out, lse, spans, causal, 0.3)
-    torch.testing.assert_close(out, truth.detach(), rtol=1e-9, atol=1e-12)
-    for ours, true in zip(found, grads, strict=True):
-        torch.testing.assert_close(ours, true, rtol=1e-9, atol=1e-12)
+    check(kernel, SPANS[causal], causal, heads, head_dim)
+
+
+@pytest.mark.parametrize("kernel", [cpu, reference], ids=["cpu", "reference"])
+@pytest.mark.parametrize("window", [1, 2, 7, 16, 17, 40])
+def test_a_window_counts_back_from_the_last_key(kernel, window, monkeypatch):
+    monkeypatch.setattr(cpu, "_BLOCK", 5)
+    monkeypatch.setattr(reference, "_MAX_SCORES", 100)
+    # Segments that read themselves, and segments behind a tail of keys.
+    check(kernel, Spans((0, 5, 6, 23, 31), (0, 5, 12, 29, 52)), True, window=window)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_softcap(causal):
+    check(reference, SPANS[causal], causal, softcap=0.7)
 
 
 def test_merge_of_two_key_sets_is_attention_over_both():
@@ -68,5 +89,8 @@ def test_kernel_choice_says_what_is_wrong():
     assert cuda.unsupported("cuda", torch.float32, 64) == "dtype is torch.float32, not bfloat16 or float16"
     with pytest.raises(ValueError, match="prefix.attention='magi' is unknown; set one of"):
         choose_kernel("magi", "cpu", torch.float32, 64)
+    assert choose_kernel("auto", "cpu", torch.float32, 64, softcap=True) is reference
+    with pytest.raises(ValueError, match="prefix.attention='cpu' cannot run here: it has no softcap"):
+        choose_kernel("cpu", "cpu", torch.float32, 64, softcap=True)
     with pytest.raises(ValueError, match="prefix.attention='cuda' cannot run here: .*; set prefix.attention=auto"):
         choose_kernel("cuda", "cpu", torch.float32, 64)

@@ -6,6 +6,7 @@ Kernels: torch's CPU flash attention and the dense reference. Does not exercise 
 """
 
 import dataclasses
+import itertools
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from transformers.models.llama import modeling_llama
 from transformers.models.qwen3 import modeling_qwen3
 
 from verl_prefix import attention, layout, prefix_cache
-from verl_prefix.kernels import Spans, cpu
+from verl_prefix.kernels import cpu
 from verl_prefix.testing import random_rollouts, run_shared, run_stock
 
 TOLERANCE = 1e-9
@@ -159,10 +160,11 @@ def broken(monkeypatch, name: str) -> dict:
 
         def one_block(groups, *args):
             right = make(groups, *args)
-            bounds = [b for b in right.causal.q if b <= right.num_prefix]
-            for group in groups:
-                bounds.append(bounds[-1] + group.num_suffix_tokens)
-            return dataclasses.replace(right, causal=Spans(tuple(bounds), tuple(bounds)))
+            prefixes = [segment for segment in right.segments if not segment.prefix_len]
+            suffixes = [segment for segment in right.segments if segment.prefix_len]
+            blocks = [list(rows) for _, rows in itertools.groupby(suffixes, key=lambda segment: segment[1:])]
+            one = [rows[0]._replace(length=sum(segment.length for segment in rows)) for rows in blocks]
+            return dataclasses.replace(right, segments=(*prefixes, *one))
 
         monkeypatch.setattr("verl_prefix.schedule.build_layout", one_block)
         return dict(schedule="packed")
@@ -170,17 +172,17 @@ def broken(monkeypatch, name: str) -> dict:
         make = layout.build_layout
 
         def shorter(groups, *args):
-            right = make([g for g in groups if g.prefix_len > 2][:1], *args)
-            keys = (*right.cross.k[:-1], right.cross.k[-1] - 1)
-            return dataclasses.replace(right, cross=Spans(right.cross.q, keys))
+            right = make(groups, *args)
+            segments = tuple(s._replace(prefix_len=max(0, s.prefix_len - 1)) for s in right.segments)
+            return dataclasses.replace(right, segments=segments)
 
         monkeypatch.setattr("verl_prefix.schedule.build_layout", shorter)
         return dict(schedule="packed")
     if name == "suffix_share_of_prefix_gradient_lost":
         backward = cpu.backward
 
-        def lossy(dout, q, k, v, out, lse, spans, causal, scale):
-            dq, dk, dv = backward(dout, q, k, v, out, lse, spans, causal, scale)
+        def lossy(dout, q, k, v, out, lse, spans, causal, *args):
+            dq, dk, dv = backward(dout, q, k, v, out, lse, spans, causal, *args)
             return (dq, dk, dv) if causal else (dq, dk * 0, dv * 0)
 
         monkeypatch.setattr(cpu, "backward", lossy)
@@ -200,8 +202,7 @@ BROKEN = [
 
 @pytest.mark.parametrize("name", BROKEN)
 def test_broken_maths_is_far_off(monkeypatch, name):
-    shape = [(23, [9, 17, 5])] if name == "last_prefix_token_hidden" else SHAPE
-    model, rollouts = build(), random_rollouts(shape, 97)
+    model, rollouts = build(), random_rollouts(SHAPE, 97)
     truth = measure(model, lambda: run_stock(model, rollouts))
     options = broken(monkeypatch, name)
     ours = measure(model, lambda: run_shared(model, rollouts, kernel="cpu", **options))

@@ -71,12 +71,8 @@ def test_good_config_passes_the_driver_checks(model_path):
         (f"{ACTOR}.prefix.offload=maybe", r"prefix.offload='maybe': set true or false"),
         (f"{ACTOR}.prefix.offload=True {ACTOR}.prefix.schedule=packed", r"moves nothing with prefix.schedule='packed'"),
         ("actor_rollout_ref.model.use_fused_kernels=True", r"use_fused_kernels=False"),
-        ("actor_rollout_ref.model.enable_activation_offload=True", r"reentrantly.*set one of them to False"),
-        (
-            "actor_rollout_ref.model.enable_activation_offload=True "
-            "actor_rollout_ref.model.enable_gradient_checkpointing=False",
-            r"prefix.schedule=packed",
-        ),
+        ("actor_rollout_ref.model.enable_activation_offload=True", r"set .*enable_activation_offload=False"),
+        (f"{ACTOR}.loss_agg_mode=seq-mean-token-sum-norm", r"set actor_rollout_ref.actor.loss_scale_factor"),
     ],
 )
 def test_bad_option_is_refused_in_the_driver_with_what_to_type(model_path, override, message):
@@ -94,8 +90,9 @@ def test_misspelt_prefix_key_is_named():
 @pytest.mark.parametrize(
     ("fields", "found"),
     [
-        ({"sliding_window": 16, "use_sliding_window": True, "max_window_layers": 1}, "sliding_attention"),
         ({"attention_dropout": 0.1}, "attention_dropout=0.1"),
+        ({"layer_types": ["chunked_attention", "full_attention"]}, "chunked_attention"),
+        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "rope_type=dynamic"),
     ],
 )
 def test_unsupported_model_is_refused_in_the_driver(tmp_path, fields, found):
@@ -103,6 +100,10 @@ def test_unsupported_model_is_refused_in_the_driver(tmp_path, fields, found):
     with pytest.raises(ValueError, match=f"{found}.*model_engine=dp"):
         validate(path)
     validate(path, f"{ACTOR}.prefix.schedule=stock")
+
+
+def test_a_sliding_window_is_accepted(tmp_path):
+    validate(write_tiny_model(tmp_path, sliding_window=16, use_sliding_window=True, max_window_layers=1))
 
 
 def test_engine_config_in_code():

@@ -1,11 +1,12 @@
 """PrefixFSDPEngine against verl's stock fsdp2 engine: same weights, same TensorDict, 1 and 2 gloo ranks, fp32.
 
 One pair of processes runs every case (starting them costs more than the cases); the tests read what came back. Does not
-exercise CUDA, NCCL or bf16.
+exercise CUDA or NCCL.
 """
 
 import functools
 import os
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -55,17 +56,22 @@ CASES = {
     "lora_phased": {"lora_targets": "all-linear", "schedule": "phased", "wave_tokens": 40},
     "lora_on_queries_alone": {"lora_targets": ["q_proj"], "schedule": "phased", "wave_tokens": 40},
     "llama": {"family": "llama"},
+    "sliding_window": {"family": "window"},
+    "sliding_window_phased": {"family": "window", "schedule": "phased", "wave_tokens": 40},
+    "empty_responses": {"empty": "ce"},
+    "empty_responses_phased": {"empty": "ce", "schedule": "phased", "wave_tokens": 40},
+    "rank_of_empty_responses": {"empty": ("e", "pad0", "f")},
     "schedule_stock": {"schedule": "stock"},
 }
 
 
-def _lens(rank: int) -> list[tuple[str, int, list[int], str]]:
+def _lens(rank: int, empty: Sequence[str]) -> list[tuple[str, int, list[int], str]]:
     """(uid, prompt length, response lengths, kind) per group: ranks hold different numbers of groups, equal rows."""
     groups = {
         0: [("a", 23, [9, 17, 5], ""), ("b", 41, [3, 11, 1, 7], ""), ("c", 1, [6, 8], ""), ("d", 17, [13], "")],
         1: [("e", 37, [5, 12, 19, 2, 8, 4, 10, 3], ""), ("pad0", 15, [1], "pad"), ("f", 29, [12], "holes")],
     }
-    return groups[rank]
+    return [(uid, n, [0] * len(lens) if uid in empty else lens, kind) for uid, n, lens, kind in groups[rank]]
 
 
 def _batch(rank: int, vocab: int, options: dict):
@@ -74,7 +80,7 @@ def _batch(rank: int, vocab: int, options: dict):
 
     generator = torch.Generator().manual_seed(100 + rank)
     rows = []
-    for uid, prompt_len, response_lens, kind in _lens(rank):
+    for uid, prompt_len, response_lens, kind in _lens(rank, options.get("empty", ())):
         prompt = torch.randint(3, vocab, (prompt_len,), generator=generator)
         for length in response_lens:
             response = torch.randint(3, vocab, (length,), generator=generator)
@@ -231,6 +237,8 @@ def _compare(ours: dict, stock: dict) -> dict:
         if name in stock and name in ours
     }
     errors["outputs"] = float(set(stock) ^ set(ours) != set())
+    errors["metric names"] = float(bool(set(stock["metrics"]) - set(ours["metrics"])))
+    errors["dtypes"] = float(stock["log_probs"].dtype != ours["log_probs"].dtype)
     errors["lens"] = float((ours["lens"] != stock["lens"]).any())
     for name in ("loss", "grad_norm"):
         errors[name] = abs(ours[name] - stock[name]) / max(abs(stock[name]), 1e-30)
@@ -268,6 +276,9 @@ def _worker(rank: int, world: int, rendezvous: str, models: dict, cases: dict, o
             options = {"param_dtype": dtype, "schedule": schedule, "wave_tokens": 40}
             ours = _half_errors(_measure("prefix", models["qwen3"], rank, options), truth)
             results[f"{dtype} {schedule}"] = {"ours": ours, "stock": stock}
+    options = {"param_dtype": "bf16", "empty": CASES["rank_of_empty_responses"]["empty"] + ("c",)}
+    measured = [_measure(backend, models["qwen3"], rank, options) for backend in ("prefix", "fsdp2")]
+    results["bf16 empty responses"] = _compare(*measured)
     torch.save(results, f"{out}.{rank}")
     torch.distributed.destroy_process_group()
 
@@ -276,6 +287,9 @@ def _worker(rank: int, world: int, rendezvous: str, models: dict, cases: dict, o
 def results(request, tmp_path_factory):
     tmp = tmp_path_factory.mktemp("engine")
     models = {family: write_tiny_model(tmp / family, family=family) for family in ("qwen3", "llama")}
+    # Shorter than some prefixes, and ending inside the suffixes of others.
+    window = dict(use_sliding_window=True, sliding_window=25, max_window_layers=1)
+    models["window"] = write_tiny_model(tmp / "window", **window)
     world = request.param
     mp.spawn(_worker, args=(world, str(tmp / "rendezvous"), models, CASES, str(tmp / "out")), nprocs=world)
     return [torch.load(f"{tmp / 'out'}.{rank}") for rank in range(world)]
@@ -294,6 +308,12 @@ def test_half_precision_misses_fp32_by_no_more_than_stock_does(results, case):
         for name, error in result[case]["ours"].items():
             stock = result[case]["stock"][name]
             assert error <= 1.3 * stock, f"{name}: {error:.2e} against stock's {stock:.2e}"
+
+
+def test_outputs_of_empty_responses_have_the_form_of_the_others_in_bf16(results):
+    for result in results:
+        errors = result["bf16 empty responses"]["errors"]
+        assert not any(errors[name] for name in ("outputs", "metric names", "dtypes", "lens"))
 
 
 def test_sharing_happens_where_it_should(results):

@@ -103,13 +103,21 @@ class PrefixActorConfig(FSDPActorConfig):
     def __post_init__(self) -> None:
         key = "actor_rollout_ref.actor"
         _refuse(
-            self.strategy not in ("prefix", "fsdp2"),
+            self.strategy != "fsdp2",
             f"{key}.strategy={self.strategy!r}: model_engine=prefix shards with FSDP2; remove the override or set "
             f"{key}.strategy=fsdp2",
         )
         _refuse(self.shuffle, f"{key}.shuffle=True tears groups apart at mini-batch edges; set {key}.shuffle=False")
         _refuse(self.use_prefix_grouper, f"{key}.use_prefix_grouper=True does nothing in verl 0.9; remove it")
         _refuse_sequence_parallel(key, self.ulysses_sequence_parallel_size)
+        _refuse(
+            self.loss_agg_mode == "seq-mean-token-sum-norm"
+            and self.loss_scale_factor is None
+            and self.prefix.schedule != "stock",
+            f"{key}.loss_agg_mode=seq-mean-token-sum-norm with {key}.loss_scale_factor=null divides by the longest row "
+            f"of a pass, so that the loss follows the token budget; set {key}.loss_scale_factor to "
+            "data.max_response_length",
+        )
         super().__post_init__()
         object.__setattr__(self.engine, "strategy", "prefix")
         object.__setattr__(self.engine, "prefix", self.prefix)
@@ -122,11 +130,11 @@ class PrefixActorConfig(FSDPActorConfig):
         """
         super().validate(n_gpus, train_batch_size, model_config)
         if model_config is not None and self.prefix.schedule != "stock":
-            check_model_options(model_config, self.prefix)
+            check_model_options(model_config)
             check_model_family(model_config)
 
 
-def check_model_options(model_config: Any, prefix: PrefixConfig) -> None:
+def check_model_options(model_config: Any) -> None:
     """Refuses `actor_rollout_ref.model` options (DictConfig or HFModelConfig) that the shared-prefix path ignores.
 
     Raises:
@@ -134,14 +142,10 @@ def check_model_options(model_config: Any, prefix: PrefixConfig) -> None:
     """
     key = "actor_rollout_ref.model"
     _refuse(
-        model_config.get("enable_activation_offload") and model_config.get("enable_gradient_checkpointing"),
-        f"{key}.enable_activation_offload=True with {key}.enable_gradient_checkpointing=True checkpoints reentrantly "
-        "(verl/utils/activation_offload.py), which loses the prefix gradient; set one of them to False",
-    )
-    _refuse(
-        model_config.get("enable_activation_offload") and prefix.schedule != "packed",
-        f"{key}.enable_activation_offload=True counts on every forward being followed by its backward, and waves run "
-        "between the prefix's; set it to False, or actor_rollout_ref.actor.prefix.schedule=packed",
+        model_config.get("enable_activation_offload"),
+        f"{key}.enable_activation_offload=True counts forwards of modules (verl/utils/activation_offload.py), which "
+        f"prefixes, waves and logits chunks change; set {key}.enable_activation_offload=False "
+        "(actor.prefix.offload=True moves the prefix's activations)",
     )
     _refuse(
         model_config.get("use_fused_kernels"),

@@ -3,7 +3,14 @@
 A backward that is handed the output and log-sum-exp of the whole softmax, of which its own keys are a part, gives this
 part's exact gradients. That is what lets two stock kernel calls make one attention (see `attention`).
 
-Shapes: q [Tq, H, D], k and v [Tk, K, D] with H a multiple of K, lse [H, Tq] in fp32 (fp64 for fp64 inputs).
+Every kernel module has
+
+    forward(q, k, v, spans, causal, scale, window, softcap) -> out, lse
+    backward(dout, q, k, v, out, lse, spans, causal, scale, window, softcap) -> dq, dk, dv
+
+with q [Tq, H, D], k and v [Tk, K, D], H a multiple of K, and lse [H, Tq] in fp32 (fp64 for fp64 inputs). Causal: a
+segment's last query reads up to its last key, the one before it up to the one before, and so on; a window (causal only)
+leaves each query that many keys. softcap: scores become softcap * tanh(scores / softcap).
 """
 
 import functools
@@ -74,7 +81,7 @@ def available_kernels() -> dict[str, str]:
 
 
 @functools.cache
-def choose_kernel(name: str, device_type: str, dtype: torch.dtype, head_dim: int) -> ModuleType:
+def choose_kernel(name: str, device_type: str, dtype: torch.dtype, head_dim: int, softcap: bool = False) -> ModuleType:
     """The kernel for `prefix.attention`.
 
     Args:
@@ -85,14 +92,15 @@ def choose_kernel(name: str, device_type: str, dtype: torch.dtype, head_dim: int
     """
     if name == "auto":
         for candidate in (cpu, cuda):
-            if candidate.unavailable() is None and candidate.unsupported(device_type, dtype, head_dim) is None:
+            if candidate.unavailable() is None and candidate.unsupported(device_type, dtype, head_dim, softcap) is None:
                 return candidate
-        logger.warning("prefix.attention=auto: no fast kernel for %s %s D=%d; reference", device_type, dtype, head_dim)
+        what = f"{device_type} {dtype} D={head_dim}{' with softcap' if softcap else ''}"
+        logger.warning("prefix.attention=auto: no fast kernel for %s; the dense reference runs, which is slow", what)
         return reference
     if name not in KERNELS:
         raise ValueError(f"prefix.attention={name!r} is unknown; set one of {['auto', *KERNELS]}")
     kernel = KERNELS[name]
-    reason = kernel.unavailable() or kernel.unsupported(device_type, dtype, head_dim)
+    reason = kernel.unavailable() or kernel.unsupported(device_type, dtype, head_dim, softcap)
     if reason:
         raise ValueError(f"prefix.attention={name!r} cannot run here: {reason}; set prefix.attention=auto")
     return kernel

@@ -31,7 +31,9 @@ def unavailable() -> str | None:
     return schema_error() or (None if torch.cuda.is_available() else "torch.cuda.is_available() is False")
 
 
-def unsupported(device_type: str, dtype: torch.dtype, head_dim: int) -> str | None:
+def unsupported(device_type: str, dtype: torch.dtype, head_dim: int, softcap: bool = False) -> str | None:
+    if softcap:
+        return "it has no softcap"
     if device_type != "cuda":
         return f"device is {device_type}, not cuda"
     if dtype not in (torch.bfloat16, torch.float16):
@@ -41,21 +43,27 @@ def unsupported(device_type: str, dtype: torch.dtype, head_dim: int) -> str | No
     return None
 
 
-def forward(q, k, v, spans, causal: bool, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+def _window_args(window: int | None) -> dict[str, int]:
+    return {} if window is None else {"window_size_left": window - 1, "window_size_right": 0}
+
+
+def forward(q, k, v, spans, causal: bool, scale: float, window=None, softcap=None) -> tuple[torch.Tensor, torch.Tensor]:
     """See `verl_prefix.kernels`."""
     cu_q, cu_k = spans.cu_seqlens(q.device)
     out, lse, *_ = torch.ops.aten._flash_attention_forward(
-        q, k, v, cu_q, cu_k, spans.max_q, spans.max_k, 0.0, causal, False, scale=scale
+        q, k, v, cu_q, cu_k, spans.max_q, spans.max_k, 0.0, causal, False, scale=scale, **_window_args(window)
     )
     return out, lse
 
 
-def backward(dout, q, k, v, out, lse, spans, causal: bool, scale: float) -> tuple[torch.Tensor, ...]:
+def backward(
+    dout, q, k, v, out, lse, spans, causal: bool, scale: float, window=None, softcap=None
+) -> tuple[torch.Tensor, ...]:
     """dq, dk, dv like q, k, v, given the merged `out` and `lse`."""
     cu_q, cu_k = spans.cu_seqlens(q.device)
     # No dropout: the kernel does not read the random state.
     rng_state, unused = (torch.zeros(2, dtype=torch.uint64, device=q.device) for _ in range(2))
     return torch.ops.aten._flash_attention_backward(
         dout, q, k, v, out, lse.contiguous(), cu_q, cu_k, spans.max_q, spans.max_k, 0.0, causal, rng_state, unused,
-        scale=scale,
+        scale=scale, **_window_args(window),
     )  # fmt: skip

@@ -1,0 +1,240 @@
+"""Every supported model family against HF's own forward of every whole row: log-probs and all gradients.
+
+Tiny random models of the real classes, packed and phased. Truth is HF in float64: 1e-9 in float64, 5e-6 in fp32, and in
+bf16 1.3 times HF's own error over the batches of four seeds (where rounding flips an expert, errors are few and large).
+"""
+
+import copy
+import dataclasses
+import functools
+import os
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from verl_prefix.attention import GroupedAttention
+from verl_prefix.kernels import cpu, reference
+from verl_prefix.layout import Layout
+from verl_prefix.models import check_supported
+from verl_prefix.testing import random_rollouts, run_shared, run_stock
+
+COMMON = dict(
+    vocab_size=128, hidden_size=48, intermediate_size=64, num_hidden_layers=4, num_attention_heads=4,
+    num_key_value_heads=2, head_dim=16, max_position_embeddings=512, initializer_range=0.1, attention_dropout=0.0,
+    bos_token_id=0, eos_token_id=1, pad_token_id=2,
+)  # fmt: skip
+# Prefixes of 22, 40, 6 and 0 tokens: windows below are shorter than all of a prefix, longer, or end inside a suffix.
+SHAPE = [(23, [9, 17, 5]), (41, [3, 1, 11]), (7, [13, 4]), (1, [6, 30])]
+MOE = dict(num_experts_per_tok=2, num_local_experts=4)
+LLAMA3_ROPE = dict(
+    rope_type="llama3", rope_theta=5e5, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
+    original_max_position_embeddings=64,
+)  # fmt: skip
+QWEN2_WINDOW = dict(use_sliding_window=True, sliding_window=7, max_window_layers=2)
+QWEN3_MOE = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
+GEMMA3 = dict(query_pre_attn_scalar=24, layer_types=["sliding_attention"] * 3 + ["full_attention"])
+GEMMA2 = dict(attn_logit_softcapping=2.0, final_logit_softcapping=5.0, query_pre_attn_scalar=24)
+# name -> (config class, what it adds, feature, core). Layers alternate where the family's do.
+FAMILIES = {
+    "llama3": ("LlamaConfig", dict(rope_parameters=LLAMA3_ROPE), "rope llama3", "merged"),
+    "smollm2": ("LlamaConfig", dict(num_key_value_heads=4, tie_word_embeddings=True), "MHA, tied", "merged"),
+    "qwen2.5": ("Qwen2Config", {}, "biases", "merged"),
+    "qwen2-window-7": ("Qwen2Config", QWEN2_WINDOW, "window < P", "merged"),
+    "qwen3": ("Qwen3Config", {}, "qk norm", "merged"),
+    "mistral-window-8": ("MistralConfig", dict(sliding_window=8), "window < P", "merged"),
+    "mistral-window-26": ("MistralConfig", dict(sliding_window=26), "window ends in a suffix", "merged"),
+    "mistral-window-300": ("MistralConfig", dict(sliding_window=300), "window > row", "merged"),
+    "mistral-mqa": ("MistralConfig", dict(sliding_window=None, num_key_value_heads=1), "MQA", "merged"),
+    "mixtral": ("MixtralConfig", MOE | dict(sliding_window=None), "MoE", "merged"),
+    "qwen3-moe": ("Qwen3MoeConfig", QWEN3_MOE, "MoE", "merged"),
+    "phi3": ("Phi3Config", dict(sliding_window=None), "fused qkv", "merged"),
+    "phi3-window-9": ("Phi3Config", dict(sliding_window=9), "window < P", "merged"),
+    "glm4": ("Glm4Config", dict(partial_rotary_factor=0.5), "partial rope", "merged"),
+    "olmo2": ("Olmo2Config", {}, "post-norm", "merged"),
+    "gemma2-window-9": ("Gemma2Config", GEMMA2 | dict(sliding_window=9), "softcap, alternating window", "reference"),
+    "gemma3-window-9": ("Gemma3TextConfig", GEMMA3 | dict(sliding_window=9), "alternating window", "merged"),
+    "gpt-oss-window-9": ("GptOssConfig", MOE | dict(sliding_window=9), "sinks, alternating window, MoE", "merged"),
+    "head-dim-64": ("Qwen3Config", dict(head_dim=64), "D=64", "merged"),
+    "head-dim-96": ("Qwen3Config", dict(head_dim=96), "D=96", "merged"),
+    "head-dim-128": ("Qwen3Config", dict(head_dim=128), "D=128", "merged"),
+    "head-dim-256": ("Qwen3Config", dict(head_dim=256), "D=256", "merged"),
+}  # fmt: skip
+SCHEDULES = {
+    "packed": dict(schedule="packed"),
+    "phased": dict(schedule="phased", wave_tokens=19),
+}
+
+
+def build(family: str, dtype: torch.dtype = torch.float32):
+    config_class, fields, _, core = FAMILIES[family]
+    torch.manual_seed(0)
+    config = getattr(transformers, config_class)(**COMMON | fields)
+    check_supported(config)
+    attention = "eager" if core == "reference" or config.model_type == "gpt_oss" else "sdpa"
+    config._experts_implementation = "eager"  # grouped_mm has no float64
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention)
+    for name, parameter in model.named_parameters():
+        if name.endswith("sinks"):
+            torch.nn.init.normal_(parameter, std=2.0)
+    return model.to(dtype).train()
+
+
+@pytest.fixture
+def float64_inside(monkeypatch):
+    """HF computes norms, softmax and router scores in fp32 whatever the model's dtype is: here in float64."""
+
+    class Float64Torch:
+        float32 = float = torch.float64
+
+        def __getattr__(self, name):
+            return getattr(torch, name)
+
+    def use(model):
+        monkeypatch.setattr(sys.modules[type(model).__module__], "torch", Float64Torch())
+        monkeypatch.setattr(torch.Tensor, "float", lambda self: self.double())
+
+    yield use
+
+
+@pytest.fixture(scope="module")
+def table():
+    """Rows of the coverage table; written as Markdown to the file that VERL_PREFIX_COVERAGE names (`make coverage`)."""
+    rows = []
+    yield rows
+    if out := os.environ.get("VERL_PREFIX_COVERAGE"):
+        titles = (
+            "family", "config", "feature", "core", "schedule", "float64 error", "fp32 error", "HF's fp32 error",
+            "bf16 error / HF's",
+        )  # fmt: skip
+        cells = [[f"{x:.2g}" if isinstance(x, float) else x for x in row] for row in rows]
+        lines = [" | ".join(row) for row in (titles, ["---"] * len(titles), *cells)]
+        Path(out).write_text(
+            "# Model families: shared prefix against HF's own forward of every whole row\n\n"
+            "Written by `make coverage` (tests/core/test_families.py): largest relative error of log-probs and of the\n"
+            "gradient of each kind of parameter; truth is HF in float64. Tolerances: 1e-9 in float64, 5e-6 in fp32,\n"
+            "in bf16 1.3 times HF's own error. merged: two flash calls joined by log-sum-exp. reference: dense.\n"
+            f"CPU, torch {torch.__version__}, transformers {transformers.__version__}.\n\n"
+            + "".join(f"| {line} |\n" for line in lines)
+        )
+
+
+def measure(model, run) -> dict[str, torch.Tensor]:
+    """Log-probs, and the gradients of each kind of parameter (the same in every layer) as one vector."""
+    model.zero_grad()
+    found = {"log_probs": [torch.cat(run()).double()]}
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            found.setdefault(re.sub(r"\d+", "N", name), []).append(parameter.grad.double().flatten())
+    return {name: torch.cat(parts) for name, parts in found.items()}
+
+
+def errors(ours: dict, truth: dict) -> dict[str, float]:
+    assert ours.keys() == truth.keys()
+    return {name: ((ours[name] - x).norm() / x.norm()).item() for name, x in truth.items()}
+
+
+def both(found: dict) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probs, and the whole gradient as one vector."""
+    return found["log_probs"], torch.cat([x for name, x in found.items() if name != "log_probs"])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_family_equals_hf(family, float64_inside, table):
+    model = build(family)
+    double, half = copy.deepcopy(model).double(), copy.deepcopy(model).bfloat16()
+    half_truth = copy.deepcopy(half).double()
+    batches = [random_rollouts(SHAPE, 128, seed=seed) for seed in range(4)]
+    runs = {"stock": run_stock} | {
+        name: functools.partial(run_shared, **options) for name, options in SCHEDULES.items()
+    }
+    single = {name: measure(model, lambda run=run: run(model, batches[0])) for name, run in runs.items()}
+    halves = {
+        name: [both(measure(half, lambda run=run, batch=batch: run(half, batch))) for batch in batches]
+        for name, run in runs.items()
+    }
+    float64_inside(model)
+    exact = {name: measure(double, lambda run=run: run(double, batches[0])) for name, run in runs.items()}
+    half_truths = [both(measure(half_truth, lambda batch=batch: run_stock(half_truth, batch))) for batch in batches]
+
+    def half_error(name: str, which: int) -> float:
+        return sum(
+            (ours[which] - true[which]).norm() ** 2 for ours, true in zip(halves[name], half_truths, strict=True)
+        )
+
+    config_class, _, feature, core = FAMILIES[family]
+    for name in SCHEDULES:
+        in_float64 = max(errors(exact[name], exact["stock"]).values())
+        in_fp32, hf_in_fp32 = (max(errors(single[x], exact["stock"]).values()) for x in (name, "stock"))
+        in_bf16 = max((half_error(name, i) / half_error("stock", i)).sqrt().item() for i in (0, 1))
+        table.append([family, config_class, feature, core, name, in_float64, in_fp32, hf_in_fp32, in_bf16])
+        assert in_float64 < 1e-9
+        assert in_fp32 < 5e-6
+        assert in_bf16 < 1.3
+
+
+def window_one_longer(monkeypatch):
+    reads = Layout.reads
+    monkeypatch.setattr(Layout, "reads", lambda self, window, device: reads(self, window and window + 1, device))
+
+
+def window_ignored(monkeypatch):
+    reads = Layout.reads
+    monkeypatch.setattr(Layout, "reads", lambda self, window, device: reads(self, None, device))
+
+
+def tails_shifted(monkeypatch):
+    made = Layout._tails
+    monkeypatch.setattr(
+        Layout,
+        "_tails",
+        lambda self, *args: dataclasses.replace(t := made(self, *args), tokens=(t.tokens - 1).clamp(0)),
+    )
+
+
+def sinks_ignored(monkeypatch):
+    apply = GroupedAttention.apply
+    monkeypatch.setattr(GroupedAttention, "apply", lambda q, k, v, sinks, *args: apply(q, k, v, sinks * 0 - 1e4, *args))
+
+
+def sinks_detached(monkeypatch):
+    apply = GroupedAttention.apply
+    monkeypatch.setattr(GroupedAttention, "apply", lambda q, k, v, sinks, *args: apply(q, k, v, sinks.detach(), *args))
+
+
+def softcap_ignored(monkeypatch):
+    scores = reference._scores
+    monkeypatch.setattr(reference, "_scores", lambda q, k, hidden, scale, softcap: scores(q, k, hidden, scale, None))
+
+
+def softcap_without_its_slope(monkeypatch):
+    scores = reference._scores
+    monkeypatch.setattr(reference, "_scores", lambda *args: (scores(*args)[0], 1.0))
+
+
+def kv_heads_in_wrong_order(monkeypatch):
+    forward = cpu.forward
+    monkeypatch.setattr(cpu, "forward", lambda q, k, v, *args: forward(q, k.flip(1), v.flip(1), *args))
+
+
+@pytest.mark.parametrize(
+    ("family", "sabotage"),
+    [
+        ("mistral-window-8", window_one_longer), ("mistral-window-26", window_one_longer),
+        ("mistral-window-26", window_ignored), ("gemma2-window-9", window_ignored), ("gemma3-window-9", tails_shifted),
+        ("gpt-oss-window-9", sinks_ignored), ("gpt-oss-window-9", sinks_detached),
+        ("gemma2-window-9", softcap_ignored), ("gemma2-window-9", softcap_without_its_slope),
+        ("llama3", kv_heads_in_wrong_order),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_broken_maths_is_far_off(family, sabotage, schedule, monkeypatch):
+    model, batch = build(family), random_rollouts(SHAPE, 128)
+    truth = measure(model, lambda: run_stock(model, batch))
+    sabotage(monkeypatch)
+    model.zero_grad()
+    ours = measure(model, lambda: run_shared(model, batch, **SCHEDULES[schedule]))
+    assert truth.keys() - ours.keys() or max(errors(ours, truth).values()) > 100 * 5e-6
