@@ -48,6 +48,11 @@ class PrefixFSDPEngine(FSDPEngineWithLMHead):
         object.__setattr__(engine_config, "strategy", "fsdp2")
         super().__init__(model_config, engine_config, optimizer_config, checkpoint_config)
 
+    def initialize(self) -> None:
+        super().initialize()
+        if self.prefix_config.schedule != "stock":
+            models.check_dropout(self.module)
+
     def forward_backward_batch(
         self, data: TensorDict, loss_function: Callable | None, forward_only: bool = False
     ) -> dict[str, object]:

@@ -46,6 +46,16 @@ def unsupported_reasons(config: PretrainedConfig) -> list[str]:
     return reasons
 
 
+def check_dropout(model: torch.nn.Module) -> None:
+    """Raises ValueError where a dropout mask would be drawn once for a group instead of once per row."""
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.Dropout) and module.p > 0:
+            raise ValueError(
+                f"{name} drops out with p={module.p}, and rows of a group would share its mask; set it to 0 in "
+                "the model's config or LoRA adapter, or model_engine=dp"
+            )
+
+
 def _rope_types(text: PretrainedConfig) -> set[str]:
     rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
     by_layer_type = [value for value in rope.values() if isinstance(value, dict)]

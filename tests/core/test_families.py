@@ -19,7 +19,7 @@ import transformers
 from verl_prefix.attention import GroupedAttention
 from verl_prefix.kernels import cpu, reference
 from verl_prefix.layout import Layout
-from verl_prefix.models import check_supported
+from verl_prefix.models import check_dropout, check_supported
 from verl_prefix.testing import random_rollouts, run_shared, run_stock
 
 COMMON = dict(
@@ -238,3 +238,45 @@ def test_broken_maths_is_far_off(family, sabotage, schedule, monkeypatch):
     model.zero_grad()
     ours = measure(model, lambda: run_shared(model, batch, **SCHEDULES[schedule]))
     assert truth.keys() - ours.keys() or max(errors(ours, truth).values()) > 100 * 5e-6
+
+
+@pytest.mark.parametrize(
+    ("config_class", "fields", "found"),
+    [
+        ("DeepseekV3Config", {}, "multi-head latent attention"),
+        ("MambaConfig", {}, "state_size"),
+        ("JambaConfig", {}, "mamba"),
+        ("FalconH1Config", {}, "mamba"),
+        ("Qwen3NextConfig", {}, "linear_attention"),
+        ("Lfm2Config", {}, "conv"),
+        ("Llama4TextConfig", {}, "chunked_attention"),
+        ("Gemma3nTextConfig", {}, "num_kv_shared_layers"),
+        ("T5Config", {}, "is_encoder_decoder"),
+        ("Phi3Config", dict(rope_parameters={"rope_type": "longrope"}), "rope_type=longrope"),
+        ("LlamaConfig", dict(attention_dropout=0.1), "attention_dropout=0.1"),
+        ("Qwen2_5_VLConfig", {}, "vision"),
+    ],
+)
+def test_what_would_be_wrong_is_refused_by_config(config_class, fields, found):
+    config = getattr(transformers, config_class)()
+    for name, value in fields.items():
+        setattr(config, name, value)
+    with pytest.raises(ValueError, match=f"{found}.*[sS]et model_engine=dp"):
+        check_supported(config)
+
+
+def test_dropout_inside_the_model_is_refused():
+    model = build("llama3")
+    check_dropout(model)
+    model.model.layers[1].mlp.act_fn = torch.nn.Sequential(model.model.layers[1].mlp.act_fn, torch.nn.Dropout(0.1))
+    with pytest.raises(ValueError, match=r"layers.1.mlp.act_fn.1 drops out with p=0.1"):
+        check_dropout(model)
+
+
+def test_a_model_that_bypasses_the_attention_interface_is_noticed(monkeypatch):
+    model, batch = build("llama3"), random_rollouts(SHAPE, 128)
+    attention = model.model.layers[2].self_attn
+    monkeypatch.setattr(attention, "o_proj", torch.nn.Linear(48, 48))
+    monkeypatch.setattr(attention, "forward", lambda hidden_states, **kwargs: (attention.o_proj(hidden_states), None))
+    with pytest.raises(RuntimeError, match="3 of 4 layers of LlamaForCausalLM used the shared-prefix attention"):
+        run_shared(model, batch, "packed")

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from verl_prefix.attention import merge
-from verl_prefix.kernels import Spans, available_kernels, choose_kernel, cpu, cuda, reference
+from verl_prefix.kernels import Spans, aten, available_kernels, choose_kernel, cpu, reference
 
 SPANS = {
     True: Spans((0, 5, 6, 23), (0, 5, 6, 23)),
@@ -80,17 +80,17 @@ def test_empty_segments_never_reach_a_kernel():
 
 
 def test_installed_torch_has_the_cuda_op_schemas_that_we_call():
-    assert cuda.schema_error() is None
+    assert aten.schema_error() is None
 
 
 def test_kernel_choice_says_what_is_wrong():
     assert choose_kernel("auto", "cpu", torch.float32, 64) is cpu
     assert available_kernels()["cpu"] == "ok"
-    assert cuda.unsupported("cuda", torch.float32, 64) == "dtype is torch.float32, not bfloat16 or float16"
+    assert aten.unsupported("cuda", torch.float32, 64) == "dtype is torch.float32, not bfloat16 or float16"
     with pytest.raises(ValueError, match="prefix.attention='magi' is unknown; set one of"):
         choose_kernel("magi", "cpu", torch.float32, 64)
     assert choose_kernel("auto", "cpu", torch.float32, 64, softcap=True) is reference
     with pytest.raises(ValueError, match="prefix.attention='cpu' cannot run here: it has no softcap"):
         choose_kernel("cpu", "cpu", torch.float32, 64, softcap=True)
-    with pytest.raises(ValueError, match="prefix.attention='cuda' cannot run here: .*; set prefix.attention=auto"):
-        choose_kernel("cuda", "cpu", torch.float32, 64)
+    with pytest.raises(ValueError, match="prefix.attention='aten' cannot run here: .*; set prefix.attention=auto"):
+        choose_kernel("aten", "cpu", torch.float32, 64)

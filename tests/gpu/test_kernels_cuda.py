@@ -1,4 +1,4 @@
-"""torch's CUDA varlen flash attention under the merge: against the dense float64 reference, by the noise floor.
+"""The CUDA kernels under the merge: against the dense float64 reference, by the noise floor.
 
 Needs torch and transformers alone: `PYTHONPATH=. python -m pytest tests/core tests/gpu` on a machine with a GPU.
 """
@@ -8,7 +8,7 @@ import copy
 import pytest
 import torch
 
-from verl_prefix.kernels import Spans, cuda, reference
+from verl_prefix.kernels import Spans, aten, flash_attn, reference
 from verl_prefix.testing import random_rollouts, run_shared, run_stock
 
 pytestmark = [
@@ -19,10 +19,15 @@ pytestmark = [
 
 @pytest.mark.parametrize("heads", [(8, 8), (8, 2), (4, 1)], ids=["mha", "gqa", "mqa"])
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
-@pytest.mark.parametrize("causal", [True, False])
-def test_forward_and_backward_miss_float64_like_a_bf16_reference(heads, head_dim, causal):
+@pytest.mark.parametrize(("causal", "window"), [(True, None), (True, 31), (False, None)])
+@pytest.mark.parametrize("kernel", [aten, flash_attn], ids=["aten", "flash_attn"])
+def test_forward_and_backward_miss_float64_like_a_bf16_reference(kernel, heads, head_dim, causal, window):
+    if kernel.unavailable():
+        pytest.skip(kernel.unavailable())
     torch.manual_seed(0)
-    spans = Spans((0, 123, 140, 401), (0, 123, 140, 401) if causal else (0, 57, 260, 300))
+    # Under a window the last segment's queries stand behind a tail of keys.
+    keys = (0, 123, 140, 431 if window else 401) if causal else (0, 57, 260, 300)
+    spans = Spans((0, 123, 140, 401), keys)
     num_q, num_k = spans.q[-1], spans.k[-1]
     q = torch.randn(num_q, heads[0], head_dim, device="cuda", dtype=torch.bfloat16)
     k, v = (torch.randn(num_k, heads[1], head_dim, device="cuda", dtype=torch.bfloat16) for _ in range(2))
@@ -31,10 +36,10 @@ def test_forward_and_backward_miss_float64_like_a_bf16_reference(heads, head_dim
 
     def run(kernel, dtype):
         inputs = [x.to(dtype) for x in (q, k, v)]
-        out, lse = kernel.forward(*inputs, spans, causal, scale)
-        return out, lse, *kernel.backward(dout.to(dtype), *inputs, out, lse, spans, causal, scale)
+        out, lse = kernel.forward(*inputs, spans, causal, scale, window)
+        return out, lse, *kernel.backward(dout.to(dtype), *inputs, out, lse, spans, causal, scale, window)
 
-    truth, floor, ours = run(reference, torch.float64), run(reference, torch.bfloat16), run(cuda, torch.bfloat16)
+    truth, floor, ours = run(reference, torch.float64), run(reference, torch.bfloat16), run(kernel, torch.bfloat16)
     for name, true, low, found in zip(("out", "lse", "dq", "dk", "dv"), truth, floor, ours, strict=True):
         assert found.shape == true.shape, name
         error, noise = ((x.double() - true).norm() / true.norm() for x in (found, low))
@@ -63,7 +68,7 @@ def test_schedules_miss_float64_like_stock_bf16(options):
     low = copy.deepcopy(model).bfloat16().cuda()
     on_cuda = type(rollouts)(*([x.cuda() for x in column] for column in vars(rollouts).values()))
     stock = measure(low, lambda: run_stock(low, on_cuda))
-    ours = measure(low, lambda: run_shared(low, on_cuda, kernel="cuda", **options))
+    ours = measure(low, lambda: run_shared(low, on_cuda, kernel="aten", **options))
     for name, true, floor, found in zip(("log_probs", "gradients"), truth, stock, ours, strict=True):
         error, noise = ((x - true).norm() / true.norm() for x in (found, floor))
         assert error <= 1.3 * noise, f"{name}: {error:.2e} against stock's {noise:.2e}"

@@ -11,7 +11,7 @@ from verl.base_config import BaseConfig
 from verl.workers.config import FSDPActorConfig, FSDPEngineConfig
 
 SCHEDULES = ("auto", "packed", "phased", "stock")
-ATTENTION = ("auto", "cpu", "cuda", "reference")
+ATTENTION = ("auto", "cpu", "flash_attn", "aten", "reference")
 
 
 @dataclass

@@ -21,11 +21,11 @@ from types import ModuleType
 
 import torch
 
-from verl_prefix.kernels import cpu, cuda, reference
+from verl_prefix.kernels import aten, cpu, flash_attn, reference
 
 logger = logging.getLogger(__name__)
 
-KERNELS: dict[str, ModuleType] = {"cpu": cpu, "cuda": cuda, "reference": reference}
+KERNELS: dict[str, ModuleType] = {"cpu": cpu, "flash_attn": flash_attn, "aten": aten, "reference": reference}
 
 
 @dataclass(frozen=True)
@@ -91,10 +91,21 @@ def choose_kernel(name: str, device_type: str, dtype: torch.dtype, head_dim: int
         ValueError: unknown name, or the kernel that was asked for cannot run these inputs.
     """
     if name == "auto":
-        for candidate in (cpu, cuda):
+        for candidate in (cpu, flash_attn, aten):
             if candidate.unavailable() is None and candidate.unsupported(device_type, dtype, head_dim, softcap) is None:
+                logger.info("prefix.attention=auto: %s", candidate.__name__)
                 return candidate
-        what = f"{device_type} {dtype} D={head_dim}{' with softcap' if softcap else ''}"
+        what = f"{device_type}, {dtype}, head dim {head_dim}{', softcap' if softcap else ''}"
+        if device_type == "cuda":
+            reasons = "; ".join(
+                f"{other}: {kernel.unavailable() or kernel.unsupported(device_type, dtype, head_dim, softcap)}"
+                for other, kernel in (("flash_attn", flash_attn), ("aten", aten))
+            )
+            raise ValueError(
+                f"prefix.attention=auto: no fast kernel for {what} ({reasons}); set "
+                "actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype=bf16, install flash-attn, or set "
+                "prefix.attention=reference, which is dense and slow"
+            )
         logger.warning("prefix.attention=auto: no fast kernel for %s; the dense reference runs, which is slow", what)
         return reference
     if name not in KERNELS:

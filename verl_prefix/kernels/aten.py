@@ -3,6 +3,9 @@
 The ops are private: their argument names are checked, so that a torch that moved them is named instead of miscalled.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 
 _FORWARD_ARGS = (
@@ -28,7 +31,14 @@ def schema_error() -> str | None:
 
 
 def unavailable() -> str | None:
-    return schema_error() or (None if torch.cuda.is_available() else "torch.cuda.is_available() is False")
+    if not torch.cuda.is_available():
+        return schema_error() or "torch.cuda.is_available() is False"
+    if torch.version.hip or not torch.backends.cuda.is_flash_attention_available():
+        return "this torch was built without CUDA flash attention"
+    capability = torch.cuda.get_device_capability()
+    return schema_error() or (
+        f"the GPU is sm_{capability[0]}{capability[1]}, older than sm_80" if capability < (8, 0) else None
+    )
 
 
 def unsupported(device_type: str, dtype: torch.dtype, head_dim: int, softcap: bool = False) -> str | None:
@@ -61,9 +71,24 @@ def backward(
 ) -> tuple[torch.Tensor, ...]:
     """dq, dk, dv like q, k, v, given the merged `out` and `lse`."""
     cu_q, cu_k = spans.cu_seqlens(q.device)
-    # No dropout: the kernel does not read the random state.
-    rng_state, unused = (torch.zeros(2, dtype=torch.uint64, device=q.device) for _ in range(2))
-    return torch.ops.aten._flash_attention_backward(
-        dout, q, k, v, out, lse.contiguous(), cu_q, cu_k, spans.max_q, spans.max_k, 0.0, causal, rng_state, unused,
-        scale=scale, **_window_args(window),
-    )  # fmt: skip
+    unread = torch.empty(2, dtype=torch.uint64, device=q.device)  # random state: there is no dropout
+    with _deterministic_as_asked():
+        return torch.ops.aten._flash_attention_backward(
+            dout, q, k, v, out, lse.contiguous(), cu_q, cu_k, spans.max_q, spans.max_k, 0.0, causal, unread, unread,
+            scale=scale, **_window_args(window),
+        )  # fmt: skip
+
+
+@contextmanager
+def _deterministic_as_asked() -> Iterator[None]:
+    """verl's full_determinism only warns where an op has no deterministic form; then aten's flash backward, which has
+    one, takes the other."""
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    if not (torch.are_deterministic_algorithms_enabled() and warn_only):
+        yield
+        return
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(True, warn_only=True)
