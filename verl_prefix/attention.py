@@ -9,6 +9,7 @@ In backward each call gets the merged out and lse, and so returns its own keys' 
 prefix's keys and values are never repeated per suffix (Prefix Grouper, arXiv 2506.05433, repeats them).
 """
 
+from collections.abc import Callable
 from types import ModuleType
 from typing import NamedTuple
 
@@ -28,15 +29,22 @@ class AttentionPass:
         kernel: name for `kernels.choose_kernel`.
         capture: phase A, the layers hand their keys and values to it.
         cache: a wave, suffixes read their prefixes from it.
+        inspect: called by every layer with (layer, layout, q, k, v, sinks, scores, out) of `GroupedAttention`.
     """
 
     def __init__(
-        self, layout: Layout, kernel: str, capture: PrefixCache | None = None, cache: PrefixCache | None = None
+        self,
+        layout: Layout,
+        kernel: str,
+        capture: PrefixCache | None = None,
+        cache: PrefixCache | None = None,
+        inspect: Callable[..., None] | None = None,
     ) -> None:
         self.layout = layout
         self.kernel = kernel
         self.capture = capture
         self.cache = cache
+        self.inspect = inspect
         self.num_calls = 0  # attention layers seen, so that a model that bypasses us is noticed
 
 

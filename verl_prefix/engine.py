@@ -10,22 +10,24 @@ import functools
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 
 import torch
 from tensordict import TensorDict
 from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_id, get_device_name
-from verl.utils.metric import AggregationType, Metric
 from verl.workers.engine import EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
-from verl.workers.engine.utils import detach_tree, postprocess_batch_func
+from verl.workers.engine.utils import postprocess_batch_func
 
 from verl_prefix import models, waves
 from verl_prefix.config import PrefixEngineConfig, check_model_options
 from verl_prefix.cpu.engine import CPUEngineMixin
-from verl_prefix.groups import Group, group_rows
-from verl_prefix.layout import Layout
-from verl_prefix.schedule import Schedule, TokenBatch
+from verl_prefix.gate import Gate
+from verl_prefix.groups import Group
+from verl_prefix.mini_batch import MiniBatch, even_out, group_batch
+from verl_prefix.schedule import Schedule
+from verl_prefix.verify import Verdict, check
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +42,10 @@ class PrefixFSDPEngine(FSDPEngineWithLMHead):
     def __init__(self, model_config, engine_config: PrefixEngineConfig, optimizer_config, checkpoint_config) -> None:
         self.prefix_config = engine_config.prefix
         self._phase_b_peak: int | None = None
+        self._gate: Gate | None = None
+        self._updates = 0
+        self._fallback_reason: str | None = None
+        self._reasons: set[str] = set()
         if self.prefix_config.schedule != "stock":
             check_model_options(model_config)
             models.check_supported(model_config.hf_config)
@@ -52,23 +58,63 @@ class PrefixFSDPEngine(FSDPEngineWithLMHead):
         super().initialize()
         if self.prefix_config.schedule != "stock":
             models.check_dropout(self.module)
+        if self.prefix_config.schedule == "auto":
+            self._gate = Gate(
+                models.model_shape(self.module, self._autocast_dtype),
+                dense_mask="flash" not in self.module.config._attn_implementation,
+                min_speedup=self.prefix_config.min_speedup,
+                profile_path=self.prefix_config.cost_profile,
+                writes_profile=torch.distributed.get_rank() == 0,
+                reduce_max=self._reduce_max,
+                schedule=self._schedule,
+            )
 
     def forward_backward_batch(
         self, data: TensorDict, loss_function: Callable | None, forward_only: bool = False
     ) -> dict[str, object]:
         """A rank's mini-batch: same contract as FSDPEngine.forward_backward_batch, rows in the order they came."""
-        if reason := self._stock_reason(data):
-            logger.info("prefix: stock path, %s", reason)
+        reason = self._stock_reason(data)
+        if reason is None:
+            groups, split_uids = group_batch(data)
+            plan = self._plan(groups, self._budget(data), forward_only)
+            if plan is None:
+                reason = f"predicted speed-up below prefix.min_speedup={self.prefix_config.min_speedup}"
+        if reason is not None:
+            if reason not in self._reasons:
+                logger.warning("prefix: stock path, %s", reason)
+                self._reasons.add(reason)
             output = super().forward_backward_batch(data, loss_function, forward_only)
             output["metrics"]["prefix/stock_rows"] = [float(len(data))]
             output["metrics"]["prefix/reuse_fraction"] = [0.0]
+            if self._gate is not None and self._gate.speedup:
+                output["metrics"]["prefix/predicted_speedup"] = [self._gate.speedup]
             return output
 
-        budget = self._budget(data)
+        data = self._prepared(data)
+        verdict = None if forward_only else self._verify(data, groups)
+        if self._fallback_reason:
+            return self.forward_backward_batch(data, loss_function, forward_only)
+        plan = waves.agree(plan, self._reduce_max)
+        job, schedule = self._run(data, plan, loss_function, forward_only)
+        output = postprocess_batch_func(*job.outputs(plan), data=data)
+        num_passes = sum(1 if work.waves is None else len(work.waves) for work in plan.works)
+        even_out(output["metrics"], num_passes)
+        self._phase_b_peak = self._phase_b_peak or schedule.phase_b_peak
+        output["metrics"].update(_metrics(groups, plan, split_uids, schedule))
+        if self._phase_b_peak and not forward_only:
+            output["metrics"]["prefix/phase_b_peak_gib"] = [self._phase_b_peak / 2**30]
+        if self._gate is not None and self._gate.speedup:
+            output["metrics"]["prefix/predicted_speedup"] = [self._gate.speedup]
+        if verdict is not None:
+            output["metrics"]["prefix/verify_log_probs"] = [verdict.log_probs]
+            output["metrics"]["prefix/verify_attention"] = [verdict.attention]
+        return output
+
+    def _prepared(self, data: TensorDict) -> TensorDict:
+        """A copy with what FSDPEngine.forward_backward_batch adds for the loss."""
         data = data.copy()
-        group = self.get_data_parallel_group()
         batch_num_tokens = data["loss_mask"].sum().to(get_device_id())
-        torch.distributed.all_reduce(batch_num_tokens, group=group)
+        torch.distributed.all_reduce(batch_num_tokens, group=self.get_data_parallel_group())
         tu.assign_non_tensor(
             data,
             sp_size=1,
@@ -77,37 +123,93 @@ class PrefixFSDPEngine(FSDPEngineWithLMHead):
             # Our passes are row lists whatever this was: verl restores the row order only under dynamic batch size.
             use_dynamic_bsz=True,
         )
-        groups, split_uids = _group(data)
-        options = self.prefix_config
-        plan = waves.make_plan(groups, budget, options.schedule, options.wave_tokens, options.offload)
-        plan = waves.agree(plan, self._reduce_max)
+        return data
 
-        job = _Batch(self, data, loss_function, forward_only)
-        schedule = Schedule(
+    def _plan(self, groups: Sequence[Group], budget: int, forward_only: bool) -> waves.Plan | None:
+        """This rank's plan; None: the stock path is as cheap."""
+        options = self.prefix_config
+        if self._gate is None:
+            return waves.make_plan(groups, budget, options.schedule, options.wave_tokens, options.offload)
+        device = torch.device(get_device_name())
+        return self._gate.choose(groups, budget, options.wave_tokens, options.offload, device, forward_only)
+
+    def _schedule(self, outputs: Callable, step: Callable, backward: Callable | None, **options: object) -> Schedule:
+        return Schedule(
             self.module,
-            outputs=job.token_outputs,
-            step=job.step,
-            backward=None if forward_only else self._backward,
+            outputs=outputs,
+            step=step,
+            backward=backward,
             gradient_sync=lambda last: (
-                nullcontext() if forward_only else self._gradient_sync_context(is_last_micro_batch=last)
+                nullcontext() if backward is None else self._gradient_sync_context(is_last_micro_batch=last)
             ),
             forward_context=self._autocast,
             kernel=self.prefix_config.attention,
             logits_chunk=self.prefix_config.logits_chunk,
+            **options,
+        )
+
+    def _run(
+        self, data: TensorDict, plan: waves.Plan, loss_function: Callable | None, forward_only: bool,
+        inspect: Callable | None = None,
+    ) -> tuple[MiniBatch, Schedule]:  # fmt: skip
+        job = MiniBatch(self, data, loss_function, forward_only)
+        schedule = self._schedule(
+            job.token_outputs,
+            job.step,
+            None if forward_only else self._backward,
             offload=self.prefix_config.offload,
             measure_peak=self._measures_phase_b_peak(forward_only),
+            inspect=inspect,
         )
         with torch.no_grad() if forward_only else nullcontext():
             schedule.run(job.tokens, plan)
+        return job, schedule
 
-        output = postprocess_batch_func(*job.outputs(plan), data=data)
-        num_passes = sum(1 if work.waves is None else len(work.waves) for work in plan.works)
-        _even_out(output["metrics"], num_passes)
-        self._phase_b_peak = self._phase_b_peak or schedule.phase_b_peak
-        output["metrics"].update(_metrics(groups, plan, split_uids, schedule))
-        if self._phase_b_peak and not forward_only:
-            output["metrics"]["prefix/phase_b_peak_gib"] = [self._phase_b_peak / 2**30]
-        return output
+    def _verify(self, data: TensorDict, groups: Sequence[Group]) -> Verdict | None:
+        """The self-check where it is due: two rows of the smallest group, on every rank at once.
+
+        Raises:
+            RuntimeError: ours is off by more than rounding, and prefix.verify_action is raise.
+        """
+        self._updates += 1
+        verify = self.prefix_config.verify
+        due = {"first_step": self._updates == 1, "off": False}
+        if not (due[verify] if verify in due else self._updates % verify == 1 % verify):
+            return None
+        live = [group for group in groups if group.num_suffix_tokens]
+        shared = [group for group in live if len(group.rows) > 1 and group.prefix_len]
+        piece = min(shared or live or groups, key=lambda group: group.num_physical_tokens).piece(0, 2)
+        rows = tu.index_select_tensor_dict(data, list(piece.rows))
+        one_pass = dict(max_token_len_per_gpu=2**30, calculate_entropy=False, calculate_sum_pi_squared=False)
+        tu.assign_non_tensor(rows, **one_pass)
+        group = replace(piece, rows=tuple(range(len(piece.rows))))
+
+        def responses(output: dict) -> torch.Tensor:
+            log_probs = output["model_output"]["log_probs"].unbind()
+            lens = rows["responses"].offsets().diff().tolist()
+            return torch.cat([row[len(row) - n - 1 : len(row) - 1] for row, n in zip(log_probs, lens, strict=True)])
+
+        def stock() -> torch.Tensor:
+            return responses(FSDPEngineWithLMHead.forward_backward_batch(self, rows.copy(), None, forward_only=True))
+
+        def ours(schedule: str, inspect: Callable | None) -> torch.Tensor:
+            plan = waves.agree(waves.make_plan([group], 2**62, schedule), self._reduce_max)
+            job, _ = self._run(rows, plan, None, True, inspect)
+            return responses(postprocess_batch_func(*job.outputs(plan), data=rows))
+
+        noise = functools.partial(models.rounding_noise, self.module, self._autocast_dtype)
+        verdict = check(stock, ours, noise)
+        log_probs, attention = self._reduce_max([round(1e3 * min(x, 1e12)) if x == x else 10**15 for x in verdict[:2]])
+        verdict = Verdict(log_probs / 1e3, attention / 1e3, verdict.layer)
+        if verdict.missed:
+            message = f"prefix.verify, update {self._updates}: {verdict}"
+            if self.prefix_config.verify_action == "raise":
+                raise RuntimeError(
+                    f"{message}. The shared-prefix path is wrong for this model; set model_engine=dp and report it, or "
+                    "actor_rollout_ref.actor.prefix.verify_action=fallback to go on with the stock path"
+                )
+            self._fallback_reason = f"the self-check missed: {message}"
+        return verdict
 
     def _measures_phase_b_peak(self, forward_only: bool) -> bool:
         """In the first update alone: it resets the peak that verl logs as perf/max_memory_allocated_gb."""
@@ -117,6 +219,8 @@ class PrefixFSDPEngine(FSDPEngineWithLMHead):
         """Why this batch goes to verl's own path, or None."""
         if self.prefix_config.schedule == "stock":
             return "prefix.schedule=stock"
+        if self._fallback_reason:
+            return self._fallback_reason
         if "prompts" not in data.keys() or "responses" not in data.keys():
             return "the batch has no prompts and responses (not an RL batch)"
         if tu.get_non_tensor_data(data, "force_group_size", 1) > 1:
@@ -144,123 +248,6 @@ class PrefixFSDPEngine(FSDPEngineWithLMHead):
         if self._autocast_dtype == torch.float32:
             return nullcontext()
         return torch.autocast(device_type=get_device_name(), dtype=self._autocast_dtype)
-
-
-class _Batch:
-    """One mini-batch on its way through the schedule: logits -> verl's per-token outputs -> loss, rows and outputs."""
-
-    def __init__(self, engine: PrefixFSDPEngine, data: TensorDict, loss_function: Callable | None, forward_only: bool):
-        self.engine = engine
-        self.data = data
-        self.loss_function = loss_function
-        self.forward_only = forward_only
-        device = get_device_id()
-        input_ids, position_ids = data["input_ids"], data["position_ids"]
-        self.tokens = TokenBatch(
-            input_ids.values().to(device), position_ids.values().to(device), input_ids.offsets().tolist()
-        )
-        temperature = torch.as_tensor(data["temperature"], dtype=torch.float32, device=device).expand(len(data))
-        self._token_temperature = temperature.repeat_interleave(input_ids.offsets().diff().to(device))
-        flags = ("calculate_entropy", "calculate_sum_pi_squared")
-        self._keeps_model_output = forward_only or tu.get_non_tensor_data(data, "return_model_output", False)
-        self._flags = {flag: tu.get_non_tensor_data(data, flag, False) for flag in flags}
-        self._offsets: dict[int, torch.Tensor] = {}
-        self.names: list[str] = []
-        self.dtype = torch.float32
-        self._outputs: list[dict] = []
-        self._rows: list[list[int]] = []
-
-    def token_outputs(self, place: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-        """verl's prepare_model_outputs on suffix tokens: [n, k] of `self.dtype`, one column per name in `self.names`.
-
-        Args:
-            place: [n] places of the tokens in the batch's flat values. logits: [n, vocabulary].
-        """
-        temperature = self.data["temperature"]
-        output_args = {
-            "temperature_is_one": not isinstance(temperature, torch.Tensor) and float(temperature) == 1.0,
-            "temperature_rmpad": self._token_temperature[place],
-            # A suffix token's label is the next token of its own row, which a roll of the packed row would not give.
-            "input_ids_rmpad_rolled": self.tokens.input_ids[place + 1],
-            "pad_size": 0,
-        }
-        # One offsets tensor per length: a recomputed jagged tensor is the same size only if its offsets are the same.
-        offsets = self._offsets.setdefault(len(place), torch.tensor([0, len(place)], device=place.device))
-        one_row = torch.nested.nested_tensor_from_jagged(self.tokens.input_ids[place], offsets)
-        tokens = tu.get_tensordict({"input_ids": one_row}, self._flags)
-        outputs = self.engine.prepare_model_outputs(_Logits(logits.unsqueeze(0)), output_args, tokens, None)
-        self.names = list(outputs)
-        self.dtype = functools.reduce(torch.promote_types, (x.dtype for x in outputs.values()))
-        return torch.stack([x.values().to(self.dtype) for x in outputs.values()], dim=-1)
-
-    def step(self, groups: Sequence[Group], layout: Layout, outputs: torch.Tensor) -> torch.Tensor:
-        """Stands for FSDPEngineWithLMHead.forward_step behind the model; outputs [suffix tokens, k]."""
-        rows = [row for group in groups for row in group.rows]
-        micro_batch = tu.index_select_tensor_dict(self.data, rows).to(get_device_id())
-        model_output = self._model_output(groups, layout, outputs, micro_batch["input_ids"].offsets())
-        if self.loss_function is None:
-            loss, metrics = torch.ones((), device=outputs.device), {}
-        else:
-            loss, metrics = self.loss_function(
-                model_output=model_output, data=micro_batch, dp_group=self.engine.get_data_parallel_group()
-            )
-        output = {"loss": loss.detach().item(), "metrics": metrics}
-        if self._keeps_model_output:
-            output["model_output"] = detach_tree(model_output)
-        self._outputs.append(output)
-        self._rows.append(rows)
-        return loss
-
-    def _model_output(
-        self, groups: Sequence[Group], layout: Layout, outputs: torch.Tensor, offsets: torch.Tensor
-    ) -> dict[str, torch.Tensor]:
-        """Every suffix token's outputs at its place in its row, zeros in the prompt: verl's nested full-length form."""
-        rows = [row for group in groups for row in group.rows]
-        suffix_lens = torch.tensor([n for group in groups for n in group.suffix_lens], device=offsets.device)
-        starts = torch.tensor([self.tokens.offsets[row] for row in rows], device=offsets.device)
-        place = layout.suffix_index.to(offsets.device) + (offsets[:-1] - starts).repeat_interleave(suffix_lens)
-        full = outputs.new_zeros(int(offsets[-1]), outputs.shape[-1]).index_copy(0, place, outputs)
-        return {
-            name: torch.nested.nested_tensor_from_jagged(column, offsets)
-            for name, column in zip(self.names, full.unbind(-1), strict=True)
-        }
-
-    def outputs(self, plan: waves.Plan) -> tuple[list[dict], list[list[int]]]:
-        """The passes' outputs and their rows. Rows with an empty response, which no pass had, follow where their
-        outputs are wanted, or where a rank has no other row: the metrics of all ranks need the same keys."""
-        if plan.idle_rows and (self._keeps_model_output or not self._outputs):
-            device = self.tokens.input_ids.device
-            if not self._outputs:  # names and dtype are those that any one token gets
-                vocab_size = self.engine.module.config.get_text_config().vocab_size
-                logits = torch.zeros((1, vocab_size), dtype=self.engine._autocast_dtype, device=device)
-                self.token_outputs(torch.tensor([-1], device=device), logits)
-            with torch.no_grad():
-                nothing = torch.zeros((0, len(self.names)), dtype=self.dtype, device=device)
-                self.step(plan.idle_rows, Layout(torch.zeros(0, dtype=torch.int64), 0, ()), nothing)
-        return self._outputs, self._rows
-
-
-class _Logits:
-    """What prepare_model_outputs reads of a HF output."""
-
-    def __init__(self, logits: torch.Tensor) -> None:
-        self.logits = logits
-
-
-def _group(data: TensorDict) -> tuple[list[Group], int]:
-    prompts = data["prompts"].unbind()
-    positions = [row[..., : len(prompt)] for row, prompt in zip(data["position_ids"].unbind(), prompts, strict=True)]
-    uids = [str(uid) for uid in tu.get(data, "uid")] if "uid" in data.keys() else None
-    return group_rows(prompts, data["responses"].offsets().diff().tolist(), uids, positions)
-
-
-def _even_out(metrics: dict[str, object], num_passes: int) -> None:
-    """Gives every `Metric` one value per pass: verl averages them over ranks by position (Metric.aggregate_dp), and a
-    rank's dummy passes have none. A dummy adds 0 to a sum and the rank's own mean to anything else."""
-    for metric in metrics.values():
-        if isinstance(metric, Metric) and metric.values:
-            filler = 0.0 if metric.aggregation == AggregationType.SUM else sum(metric.values) / len(metric.values)
-            metric.extend([filler] * (num_passes - len(metric.values)))
 
 
 def _metrics(groups: Sequence[Group], plan: waves.Plan, split_uids: int, schedule: Schedule) -> dict[str, list[float]]:

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 
 from verl_prefix.attention import AttentionPass, GroupedAttention, Scores
+from verl_prefix.cost import ModelShape
 from verl_prefix.kernels import choose_kernel
 
 ATTENTION_NAME = "verl_prefix"
@@ -78,6 +79,36 @@ def check_supported(config: PretrainedConfig) -> None:
         )
 
 
+def model_shape(model: PreTrainedModel, dtype: torch.dtype) -> ModelShape:
+    """FLOPs and bytes per token, from the modules (also on the meta device, also sharded by FSDP2).
+
+    Args:
+        dtype: what activations are computed in.
+    """
+    text = _text_config(model)
+    lm_head = model.get_output_embeddings()
+    weights = sum(m.weight.numel() for m in model.modules() if isinstance(m, torch.nn.Linear) and m is not lm_head)
+    # Experts are [experts, in, out] parameters, of which a token meets `num_experts_per_tok`.
+    chosen = getattr(text, "num_experts_per_tok", None) or 0
+    weights += sum(p.numel() / p.shape[0] * chosen for p in model.parameters() if p.dim() == 3)
+    layers, heads = text.num_hidden_layers, text.num_attention_heads
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
+    kv_heads = getattr(text, "num_key_value_heads", None) or heads
+    # Kept per token and layer: inputs of norms, residuals and projections, q, k, v twice (rotated), out, and the MLP's.
+    mlp = (weights / layers / text.hidden_size - 2 * (heads + kv_heads) * head_dim) / 3
+    kept = 6 * text.hidden_size + 2 * (heads + 2 * kv_heads) * head_dim + 4 * max(mlp, 0)
+    return ModelShape(
+        linear=2.0 * weights,
+        head=2.0 * lm_head.weight.numel(),
+        pair=4.0 * heads * head_dim,
+        windows=tuple(_window(text, layer) for layer in range(layers)),
+        activations=kept * dtype.itemsize,
+        boundary=text.hidden_size * dtype.itemsize,
+        kv=2.0 * layers * kv_heads * head_dim * dtype.itemsize,
+        vocab_size=text.vocab_size,
+    )
+
+
 def grouped_attention_forward(
     module: torch.nn.Module,
     query: torch.Tensor,
@@ -119,6 +150,8 @@ def grouped_attention_forward(
     out = GroupedAttention.apply(
         q, k, v, s_aux, prefix_pass.layout, kernel, scores, prefix_pass.cache, module.layer_idx
     )
+    if prefix_pass.inspect is not None:
+        prefix_pass.inspect(module.layer_idx, prefix_pass.layout, q, k, v, s_aux, scores, out)
     return out.unsqueeze(0), None
 
 
@@ -139,6 +172,25 @@ def grouped_attention(model: PreTrainedModel) -> Iterator[None]:
         yield
     finally:
         config._attn_implementation = chosen
+
+
+@contextmanager
+def rounding_noise(model: PreTrainedModel, dtype: torch.dtype) -> Iterator[None]:
+    """While open, every attention output is off by up to one rounding step of `dtype`, differently each time."""
+    eps = torch.finfo(dtype).eps
+
+    def disturb(module: torch.nn.Module, args: tuple, output: tuple) -> tuple:
+        out = output[0]
+        factor = 1 + eps * (2 * torch.rand(out.shape, device=out.device) - 1)
+        return (out * factor).to(out.dtype), *output[1:]
+
+    attention = [m for m in model.modules() if hasattr(m, "layer_idx") and hasattr(m, "is_causal")]
+    handles = [module.register_forward_hook(disturb) for module in attention]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def token_outputs(

@@ -56,6 +56,7 @@ class Schedule:
         offload: phased only, what phase A saves for phase C waits in host memory; `transfers` counts it.
         measure_peak: phased on CUDA only, `phase_b_peak` becomes the most bytes allocated during phase B. It resets the
             device's peak statistics, which other code may read.
+        inspect: see `AttentionPass`; packed passes only.
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class Schedule:
         logits_chunk: int = 4096,
         offload: bool = False,
         measure_peak: bool = False,
+        inspect: Callable[..., None] | None = None,
     ) -> None:
         self.model = model
         self.outputs = outputs
@@ -81,19 +83,17 @@ class Schedule:
         self.logits_chunk = logits_chunk
         self.offload = offload
         self.measure_peak = measure_peak
+        self.inspect = inspect
         self.seconds: dict[str, float] = {}
         self.transfers: Counter[str] = Counter()
         self.phase_b_peak: int | None = None
 
-    def run(self, tokens: TokenBatch, plan: Plan) -> None:
-        """All passes of `plan`, in its order, which must be the same on every rank."""
+    def run(self, tokens: TokenBatch, plan: Plan, last: bool = True) -> None:
+        """All passes of `plan`, in its order, which must be the same on every rank; `last`: no backward follows."""
         with grouped_attention(self.model):
-            for i, work in enumerate(plan.works):
-                last = i == len(plan.works) - 1
-                if work.waves is None:
-                    self._packed(tokens, work, last)
-                else:
-                    self._phased(tokens, work, last)
+            for i, work in enumerate(plan.works, start=1):
+                run = self._packed if work.waves is None else self._phased
+                run(tokens, work, last and i == len(plan.works))
 
     def _packed(self, tokens: TokenBatch, work: Work, last: bool) -> None:
         layout = build_layout(work.groups, tokens.offsets) if work.groups else dummy_layout()
@@ -128,7 +128,7 @@ class Schedule:
             return self._forward(tokens, layout, slice(-1, None), job, _sum_logits)
 
     def _suffixes(self, tokens: TokenBatch, groups: Sequence[Group], layout: Layout, cache: PrefixCache | None) -> None:
-        job = AttentionPass(layout, self.kernel, cache=cache)
+        job = AttentionPass(layout, self.kernel, cache=cache, inspect=None if cache else self.inspect)
         with self.forward_context():
             outputs = self._forward(
                 tokens, layout, slice(layout.num_prefix, None), job, self.outputs if groups else _sum_logits

@@ -8,7 +8,7 @@ import pytest
 import verl_prefix
 
 PACKAGE = Path(verl_prefix.__file__).parent
-EDGES = ("plugin.py", "engine.py", "trainer.py", "cli.py", "testing.py", "config/", "cpu/")
+EDGES = ("plugin.py", "engine.py", "mini_batch.py", "trainer.py", "cli.py", "testing.py", "config/", "cpu/")
 MAY_IMPORT = {
     "verl": EDGES,
     "ray": EDGES,
@@ -18,7 +18,10 @@ MAY_IMPORT = {
     "transformers": ("models.py", "testing.py", "cli.py", "config/", "cpu/"),
     "vllm": ("cpu/",),
 }
-LAYERS = ["groups", "kernels", "layout", "prefix_cache", "offload", "attention", "waves", "models", "schedule"]
+LAYERS = [
+    "groups", "kernels", "layout", "prefix_cache", "offload", "attention", "waves", "cost", "models", "schedule",
+    "verify", "gate",
+]  # fmt: skip
 
 
 def imports(path: Path) -> set[str]:

@@ -12,11 +12,13 @@ import pytest
 import torch
 import torch.multiprocessing as mp
 
+from verl_prefix.kernels import cpu
 from verl_prefix.testing import write_tiny_model
 
 TOLERANCE = 5e-6  # fp32, relative, of design.md
 
-OURS = ("schedule", "wave_tokens", "logits_chunk", "offload", "attention")  # options of the prefix engine alone
+# Options of the prefix engine alone.
+OURS = ("schedule", "wave_tokens", "logits_chunk", "offload", "attention", "min_speedup", "verify", "verify_action")
 # What differs from the default case: keys of `_batch`, `_engines` or `_loss`.
 CASES = {
     "default": {},
@@ -62,6 +64,10 @@ CASES = {
     "empty_responses_phased": {"empty": "ce", "schedule": "phased", "wave_tokens": 40},
     "rank_of_empty_responses": {"empty": ("e", "pad0", "f")},
     "schedule_stock": {"schedule": "stock"},
+    "gate_open": {"min_speedup": 1e-6},
+    "gate_open_hsdp_sync_every_pass": {"min_speedup": 1e-6, "fsdp_size": 1, "use_no_sync": False},
+    "gate_shut": {"min_speedup": 1e6},
+    "verify_off": {"verify": "off"},
 }
 
 
@@ -163,7 +169,7 @@ def _engine(backend: str, model_path: str, options: dict, forward_only: bool = F
         entropy_checkpointing=options.get("entropy_checkpointing", False),
     )
     if backend == "prefix":
-        prefix = {key: options[key] for key in OURS if key in options}
+        prefix = {"min_speedup": 0} | {key: options[key] for key in OURS if key in options}
         engine_config = PrefixEngineConfig(**shared, prefix=PrefixConfig(**prefix))
     else:
         engine_config = FSDPEngineConfig(**shared, strategy="fsdp2")
@@ -279,6 +285,15 @@ def _worker(rank: int, world: int, rendezvous: str, models: dict, cases: dict, o
     options = {"param_dtype": "bf16", "empty": CASES["rank_of_empty_responses"]["empty"] + ("c",)}
     measured = [_measure(backend, models["qwen3"], rank, options) for backend in ("prefix", "fsdp2")]
     results["bf16 empty responses"] = _compare(*measured)
+    # A kernel that is wrong on the last rank alone: every rank must see the self-check miss.
+    forward = cpu.forward
+    if rank == world - 1:
+        cpu.forward = lambda *args: (lambda out, lse: (out * 1.01, lse))(*forward(*args))
+    for dtype in ("fp32", "bf16"):
+        with pytest.raises(RuntimeError, match="prefix.verify, update 1: .*verify_action=fallback"):
+            _measure("prefix", models["qwen3"], rank, {"param_dtype": dtype})
+    fallen_back = _measure("prefix", models["qwen3"], rank, {"verify_action": "fallback"})
+    results["verify fallback"] = _compare(fallen_back, stock_cache["[]"])
     torch.save(results, f"{out}.{rank}")
     torch.distributed.destroy_process_group()
 
@@ -316,6 +331,13 @@ def test_outputs_of_empty_responses_have_the_form_of_the_others_in_bf16(results)
         assert not any(errors[name] for name in ("outputs", "metric names", "dtypes", "lens"))
 
 
+def test_a_missed_self_check_raises_or_falls_back_to_the_stock_path(results):
+    for result in results:  # that it raises is asserted in the workers
+        errors = result["verify fallback"]["errors"]
+        assert max(errors[name] for name in ("loss", "grad_norm", "grads", "params")) == 0
+        assert result["verify fallback"]["metrics"]["prefix/reuse_fraction"] == [0.0]
+
+
 def test_sharing_happens_where_it_should(results):
     for result in results:
         for case in ("default", "packed", "phased", "no_uid"):
@@ -325,6 +347,13 @@ def test_sharing_happens_where_it_should(results):
         assert result["packed"]["metrics"]["prefix/waves"] == [0.0]
         assert result["phased"]["metrics"]["prefix/offloaded_gib"] == [0.0]
         assert result["offload"]["metrics"]["prefix/offloaded_gib"][0] > 0
+    for result in results:
+        assert result["gate_open"]["metrics"]["prefix/predicted_speedup"][0] > 0
+        assert result["gate_shut"]["metrics"]["prefix/stock_rows"][0] > 5
+        assert "prefix/predicted_speedup" not in result["default"]["metrics"]
+        assert 0 < result["default"]["metrics"]["prefix/verify_attention"][0] <= 2
+        assert 0 < result["default"]["metrics"]["prefix/verify_log_probs"][0] <= 3
+        assert "prefix/verify_attention" not in result["verify_off"]["metrics"]
     # Without dynamic batch size, micro-batches of one row leave room for one longest row's tokens, not for a group.
     assert results[0]["static_batch_size_of_one"]["metrics"]["prefix/waves"][0] >= 1
     assert results[0]["default"]["metrics"]["prefix/split_uids"] == [1.0]

@@ -27,9 +27,17 @@ class PrefixConfig(BaseConfig):
     logits_chunk: int = 4096
     offload: bool = False
     attention: str = "auto"
+    min_speedup: float = 1.05
+    cost_profile: str | None = None
+    verify: str | int = "first_step"
+    verify_action: str = "raise"
 
     def __post_init__(self) -> None:
-        for key, value, allowed in (("schedule", self.schedule, SCHEDULES), ("attention", self.attention, ATTENTION)):
+        for key, value, allowed in (
+            ("schedule", self.schedule, SCHEDULES),
+            ("attention", self.attention, ATTENTION),
+            ("verify_action", self.verify_action, ("raise", "fallback")),
+        ):
             if value not in allowed:
                 raise ValueError(f"actor_rollout_ref.actor.prefix.{key}={value!r}: set one of {', '.join(allowed)}")
         for key, value in (
@@ -38,6 +46,20 @@ class PrefixConfig(BaseConfig):
         ):
             if not isinstance(value, int) or value < 1:
                 raise ValueError(f"actor_rollout_ref.actor.prefix.{key}={value!r}: set a number of tokens >= 1")
+        if self.verify not in ("first_step", "off") and (type(self.verify) is not int or self.verify < 1):
+            raise ValueError(
+                f"actor_rollout_ref.actor.prefix.verify={self.verify!r}: set first_step, off, or a number n >= 1 for "
+                "every n updates"
+            )
+        if not isinstance(self.min_speedup, int | float) or self.min_speedup < 0:
+            raise ValueError(
+                f"actor_rollout_ref.actor.prefix.min_speedup={self.min_speedup!r}: set a number >= 0 (0: always share)"
+            )
+        if self.schedule != "auto" and self.cost_profile is not None:
+            raise ValueError(
+                f"actor_rollout_ref.actor.prefix.cost_profile is read by prefix.schedule=auto alone, not by "
+                f"{self.schedule!r}; remove it"
+            )
         if not isinstance(self.offload, bool):
             raise ValueError(f"actor_rollout_ref.actor.prefix.offload={self.offload!r}: set true or false")
         if self.offload and self.schedule in ("packed", "stock"):

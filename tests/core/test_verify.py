@@ -1,0 +1,101 @@
+"""The self-check: rounding passes over 100 seeds; kernels that are wrong on purpose are caught, in bf16 too."""
+
+import dataclasses
+
+import pytest
+import torch
+import transformers
+
+from verl_prefix import models, verify
+from verl_prefix.kernels import cpu
+from verl_prefix.layout import Layout
+from verl_prefix.testing import random_rollouts, run_shared, run_stock
+
+CONFIGS = {
+    "qwen3": ("Qwen3Config", {}),
+    "gpt-oss": ("GptOssConfig", dict(num_local_experts=2, num_experts_per_tok=2, sliding_window=9)),
+    "gemma2": ("Gemma2Config", dict(attn_logit_softcapping=2.0, sliding_window=9)),
+}
+
+
+def verdict(seed: int, dtype: torch.dtype, family: str = "qwen3", broken=None) -> verify.Verdict:
+    name, fields = CONFIGS[family]
+    config = getattr(transformers, name)(
+        vocab_size=256, hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, pad_token_id=0, attention_dropout=0.0, initializer_range=0.1, **fields,
+    )  # fmt: skip
+    torch.manual_seed(seed)
+    attention = "sdpa" if family == "qwen3" else "eager"
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
+    batch = random_rollouts([(40 + seed % 7, [20 + seed % 5, 11])], 256, seed)
+
+    def ours(schedule, inspect):
+        with pytest.MonkeyPatch.context() as patch:
+            if broken:
+                broken(patch)
+            return torch.cat(run_shared(model, batch, schedule, train=False, inspect=inspect))
+
+    with torch.no_grad():
+        return verify.check(
+            lambda: torch.cat(run_stock(model, batch, train=False)), ours, lambda: models.rounding_noise(model, dtype)
+        )
+
+
+def scaled_kernel(patch):
+    forward = cpu.forward
+    patch.setattr(cpu, "forward", lambda *args: (lambda out, lse: (out * 1.01, lse))(*forward(*args)))
+
+
+def last_prefix_token_dropped(patch):
+    made = Layout._reads_of
+
+    def shorter(self, *args):
+        segments = tuple(s._replace(prefix_len=max(0, s.prefix_len - 1)) for s in self.segments)
+        return made(dataclasses.replace(self, segments=segments), *args)
+
+    patch.setattr(Layout, "_reads_of", shorter)
+
+
+def window_ignored(patch):
+    reads = Layout.reads
+    patch.setattr(Layout, "reads", lambda self, window, device: reads(self, None, device))
+
+
+def positions_restarted(patch):
+    token_outputs = models.token_outputs
+    patch.setattr(
+        "verl_prefix.schedule.token_outputs",
+        lambda model, ids, positions, *args: token_outputs(model, ids, positions.clamp(max=30), *args),
+    )
+
+
+def test_bf16_rounding_passes_over_100_seeds():
+    verdicts = [verdict(seed, torch.bfloat16) for seed in range(100)]
+    assert not [v for v in verdicts if v.missed], [str(v) for v in verdicts if v.missed]
+    assert max(v.attention for v in verdicts) > 0.5, "the figure measures something"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("family", CONFIGS)
+def test_rounding_passes_in_every_dtype_and_core(family, dtype):
+    for seed in range(5):
+        assert not verdict(seed, dtype, family).missed, str(verdict(seed, dtype, family))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("broken", [scaled_kernel, last_prefix_token_dropped])
+def test_a_wrong_kernel_is_caught(broken, dtype):
+    for seed in range(5):
+        found = verdict(seed, dtype, broken=broken)
+        assert found.missed and found.attention > 1.5 * verify.MAX_ATTENTION, str(found)
+
+
+def test_a_window_that_is_ignored_is_caught():
+    found = verdict(0, torch.bfloat16, "gpt-oss", broken=window_ignored)
+    assert found.attention > 10 * verify.MAX_ATTENTION and "attention of layer" in str(found)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_wrong_positions_are_caught_by_log_probs(dtype):
+    found = verdict(0, dtype, broken=positions_restarted)
+    assert found.attention <= verify.MAX_ATTENTION < verify.MAX_LOG_PROBS < found.log_probs, str(found)

@@ -1,0 +1,140 @@
+"""One mini-batch on its way through the schedule, in verl's terms: rows in, per-token outputs, loss and metrics out.
+
+All of it is verl's own: `prepare_model_outputs` of the engine and the loss function, on suffix tokens instead of rows.
+Source: verl/workers/engine/fsdp/transformer_impl.py, FSDPEngineWithLMHead.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+
+import torch
+from tensordict import TensorDict
+from verl.utils import tensordict_utils as tu
+from verl.utils.device import get_device_id
+from verl.utils.metric import AggregationType, Metric
+from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
+from verl.workers.engine.utils import detach_tree
+
+from verl_prefix.groups import Group, group_rows
+from verl_prefix.layout import Layout
+from verl_prefix.schedule import TokenBatch
+from verl_prefix.waves import Plan
+
+
+class MiniBatch:
+    """One mini-batch on its way through the schedule: logits -> verl's per-token outputs -> loss, rows and outputs."""
+
+    def __init__(
+        self, engine: FSDPEngineWithLMHead, data: TensorDict, loss_function: Callable | None, forward_only: bool
+    ):
+        self.engine = engine
+        self.data = data
+        self.loss_function = loss_function
+        self.forward_only = forward_only
+        device = get_device_id()
+        input_ids, position_ids = data["input_ids"], data["position_ids"]
+        self.tokens = TokenBatch(
+            input_ids.values().to(device), position_ids.values().to(device), input_ids.offsets().tolist()
+        )
+        temperature = torch.as_tensor(data["temperature"], dtype=torch.float32, device=device).expand(len(data))
+        self._token_temperature = temperature.repeat_interleave(input_ids.offsets().diff().to(device))
+        flags = ("calculate_entropy", "calculate_sum_pi_squared")
+        self._keeps_model_output = forward_only or tu.get_non_tensor_data(data, "return_model_output", False)
+        self._flags = {flag: tu.get_non_tensor_data(data, flag, False) for flag in flags}
+        self._offsets: dict[int, torch.Tensor] = {}
+        self.names: list[str] = []
+        self.dtype = torch.float32
+        self._outputs: list[dict] = []
+        self._rows: list[list[int]] = []
+
+    def token_outputs(self, place: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        """verl's prepare_model_outputs on suffix tokens: [n, k] of `self.dtype`, one column per name in `self.names`.
+
+        Args:
+            place: [n] places of the tokens in the batch's flat values. logits: [n, vocabulary].
+        """
+        temperature = self.data["temperature"]
+        output_args = {
+            "temperature_is_one": not isinstance(temperature, torch.Tensor) and float(temperature) == 1.0,
+            "temperature_rmpad": self._token_temperature[place],
+            # A suffix token's label is the next token of its own row, which a roll of the packed row would not give.
+            "input_ids_rmpad_rolled": self.tokens.input_ids[place + 1],
+            "pad_size": 0,
+        }
+        # One offsets tensor per length: a recomputed jagged tensor is the same size only if its offsets are the same.
+        offsets = self._offsets.setdefault(len(place), torch.tensor([0, len(place)], device=place.device))
+        one_row = torch.nested.nested_tensor_from_jagged(self.tokens.input_ids[place], offsets)
+        tokens = tu.get_tensordict({"input_ids": one_row}, self._flags)
+        outputs = self.engine.prepare_model_outputs(_Logits(logits.unsqueeze(0)), output_args, tokens, None)
+        self.names = list(outputs)
+        self.dtype = functools.reduce(torch.promote_types, (x.dtype for x in outputs.values()))
+        return torch.stack([x.values().to(self.dtype) for x in outputs.values()], dim=-1)
+
+    def step(self, groups: Sequence[Group], layout: Layout, outputs: torch.Tensor) -> torch.Tensor:
+        """Stands for FSDPEngineWithLMHead.forward_step behind the model; outputs [suffix tokens, k]."""
+        rows = [row for group in groups for row in group.rows]
+        micro_batch = tu.index_select_tensor_dict(self.data, rows).to(get_device_id())
+        model_output = self._model_output(groups, layout, outputs, micro_batch["input_ids"].offsets())
+        if self.loss_function is None:
+            loss, metrics = torch.ones((), device=outputs.device), {}
+        else:
+            loss, metrics = self.loss_function(
+                model_output=model_output, data=micro_batch, dp_group=self.engine.get_data_parallel_group()
+            )
+        output = {"loss": loss.detach().item(), "metrics": metrics}
+        if self._keeps_model_output:
+            output["model_output"] = detach_tree(model_output)
+        self._outputs.append(output)
+        self._rows.append(rows)
+        return loss
+
+    def _model_output(
+        self, groups: Sequence[Group], layout: Layout, outputs: torch.Tensor, offsets: torch.Tensor
+    ) -> dict[str, torch.Tensor]:
+        """Every suffix token's outputs at its place in its row, zeros in the prompt: verl's nested full-length form."""
+        rows = [row for group in groups for row in group.rows]
+        suffix_lens = torch.tensor([n for group in groups for n in group.suffix_lens], device=offsets.device)
+        starts = torch.tensor([self.tokens.offsets[row] for row in rows], device=offsets.device)
+        place = layout.suffix_index.to(offsets.device) + (offsets[:-1] - starts).repeat_interleave(suffix_lens)
+        full = outputs.new_zeros(int(offsets[-1]), outputs.shape[-1]).index_copy(0, place, outputs)
+        return {
+            name: torch.nested.nested_tensor_from_jagged(column, offsets)
+            for name, column in zip(self.names, full.unbind(-1), strict=True)
+        }
+
+    def outputs(self, plan: Plan) -> tuple[list[dict], list[list[int]]]:
+        """The passes' outputs and their rows. Rows with an empty response, which no pass had, follow where their
+        outputs are wanted, or where a rank has no other row: the metrics of all ranks need the same keys."""
+        if plan.idle_rows and (self._keeps_model_output or not self._outputs):
+            device = self.tokens.input_ids.device
+            if not self._outputs:  # names and dtype are those that any one token gets
+                vocab_size = self.engine.module.config.get_text_config().vocab_size
+                logits = torch.zeros((1, vocab_size), dtype=self.engine._autocast_dtype, device=device)
+                self.token_outputs(torch.tensor([-1], device=device), logits)
+            with torch.no_grad():
+                nothing = torch.zeros((0, len(self.names)), dtype=self.dtype, device=device)
+                self.step(plan.idle_rows, Layout(torch.zeros(0, dtype=torch.int64), 0, ()), nothing)
+        return self._outputs, self._rows
+
+
+class _Logits:
+    """What prepare_model_outputs reads of a HF output."""
+
+    def __init__(self, logits: torch.Tensor) -> None:
+        self.logits = logits
+
+
+def group_batch(data: TensorDict) -> tuple[list[Group], int]:
+    prompts = data["prompts"].unbind()
+    positions = [row[..., : len(prompt)] for row, prompt in zip(data["position_ids"].unbind(), prompts, strict=True)]
+    uids = [str(uid) for uid in tu.get(data, "uid")] if "uid" in data.keys() else None
+    return group_rows(prompts, data["responses"].offsets().diff().tolist(), uids, positions)
+
+
+def even_out(metrics: dict[str, object], num_passes: int) -> None:
+    """Gives every `Metric` one value per pass: verl averages them over ranks by position (Metric.aggregate_dp), and a
+    rank's dummy passes have none. A dummy adds 0 to a sum and the rank's own mean to anything else."""
+    for metric in metrics.values():
+        if isinstance(metric, Metric) and metric.values:
+            filler = 0.0 if metric.aggregation == AggregationType.SUM else sum(metric.values) / len(metric.values)
+            metric.extend([filler] * (num_passes - len(metric.values)))
