@@ -1,11 +1,13 @@
 # make setup | lint | test | demo | bench | clean. Each target installs what it needs into .venv, once.
-#   make demo MODEL=smollm2|tiny DATA=questions.jsonl ROLLOUT=hf
+#   make demo MODEL=smollm2|tiny DATA=questions.jsonl ROLLOUT=hf RANKS=1|2 SCHEDULE=auto|packed|phased
 #   make bench    one actor update at two shapes, about 20 minutes on 2 cores; rewrites examples/results/*.json
 #   make coverage rewrites examples/results/coverage.md, the errors of every model family
 #   make test-gpu on a machine with a GPU, torch and transformers (PYTHON=...), nothing installed
 PYTHON ?= python3
 MODEL ?= smollm2
 ROLLOUT ?= hf
+RANKS ?= 1
+SCHEDULE ?= auto
 DATA ?=
 PYTEST_ARGS ?=
 
@@ -43,7 +45,7 @@ test: setup
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
 demo: setup $(if $(filter smollm2,$(MODEL)),$(SMOLLM2))
-	$(BIN)/python examples/demo.py --model $(MODEL) --rollout $(ROLLOUT) $(if $(DATA),--data '$(DATA)')
+	$(BIN)/python examples/demo.py --model $(MODEL) --rollout $(ROLLOUT) --ranks $(RANKS) --schedule $(SCHEDULE) $(if $(DATA),--data '$(DATA)')
 
 BENCH = $(BIN)/python examples/bench_update.py --group 8 --hidden 512 --layers 8 --vocab 32000 --wave-rows 1 --repeats 2
 bench: setup

@@ -290,6 +290,19 @@ def git_state() -> dict[str, Any]:
     return {"commit": commit.stdout.strip() or None, "dirty": bool(status.returncode or status.stdout)}
 
 
+def header(schema: str, options: argparse.Namespace, git: dict[str, Any]) -> dict[str, Any]:
+    """What every report says first: code, machine and sizes."""
+    return {
+        "schema": schema,
+        "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        **git,
+        "device": device_name(options.device),
+        "load_average": os.getloadavg()[0],
+        "versions": {"python": platform.python_version()} | {m.__name__: m.__version__ for m in (torch, transformers)},
+        "config": {key: value for key, value in vars(options).items() if key != "out"},
+    }
+
+
 def device_name(device: str) -> str:
     cpu = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else "")
     return torch.cuda.get_device_name() if device == "cuda" else cpu[1] if cpu else platform.machine()
@@ -337,16 +350,7 @@ def main(argv: list[str]) -> int:
         print("the git tree has uncommitted files: commit them, or add --allow-dirty", file=sys.stderr)
         return 2
     console = Console(width=None if sys.stdout.isatty() else 120)
-    report = {
-        "schema": SCHEMA,
-        "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        **git,
-        "device": device_name(options.device),
-        "load_average": os.getloadavg()[0],
-        "versions": {"python": platform.python_version()} | {m.__name__: m.__version__ for m in (torch, transformers)},
-        "config": {key: value for key, value in vars(options).items() if key != "out"},
-        **measure(options, console),
-    }
+    report = header(SCHEMA, options, git) | measure(options, console)
     compare(report["arms"])
     show(report, console)
     if options.out:

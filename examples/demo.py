@@ -60,7 +60,7 @@ SIZES = {
 }
 
 
-def overrides(model: str, data: Path, rollout: str, size: Size) -> list[str]:
+def overrides(model: str, data: Path, rollout: str, ranks: int, size: Size) -> list[str]:
     """Return the Hydra overrides that both arms share.
 
     One row per micro-batch is what the stock actor is fastest with on a CPU: sdpa has no varlen kernel there and pays
@@ -101,6 +101,7 @@ def overrides(model: str, data: Path, rollout: str, size: Size) -> list[str]:
         f"reward.custom_reward_function.path={reward_path}",
         f"reward.custom_reward_function.name={reward_name}",
         "trainer.logger=[console,file]",
+        f"trainer.n_gpus_per_node={ranks}",
         f"trainer.total_training_steps={NUM_STEPS}",
         "trainer.val_before_train=false",
         "trainer.test_freq=-1",
@@ -204,7 +205,7 @@ def _ignore_gone(action: Callable[[], None]) -> None:
         pass
 
 
-def run_arm(name: str, shared: list[str], output: Path, size: Size, progress: Progress) -> demo_report.Arm:
+def run_arm(name: str, arguments: list[str], output: Path, size: Size, progress: Progress) -> demo_report.Arm:
     """Train one arm and return what became of it; every second, show its phase and step."""
     log_path, metrics_path = output / f"{name}.log", output / f"{name}.jsonl"
     env = os.environ | {
@@ -218,7 +219,7 @@ def run_arm(name: str, shared: list[str], output: Path, size: Size, progress: Pr
         "TOKENIZERS_PARALLELISM": "false",
     }
     env.pop("RAY_ADDRESS", None)
-    command = [sys.executable, "-m", "verl.trainer.main_ppo", *shared, *ARMS[name]]
+    command = [sys.executable, "-m", "verl.trainer.main_ppo", *arguments]
     command.append(f"hydra.run.dir={output / 'hydra' / name}")
     arm = demo_report.Arm(name, metrics_path, log_path, None, 0.0)
     task = progress.add_task(name, total=NUM_STEPS, phase="starting")
@@ -252,6 +253,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", choices=SIZES, default="smollm2")
     parser.add_argument("--rollout", choices=["hf"], default="hf", help="what generates the responses")
+    parser.add_argument("--ranks", type=int, choices=[1, 2], default=1, help="data-parallel ranks")
+    parser.add_argument("--schedule", choices=["auto", "packed", "phased"], default="auto", help="of the prefix arm")
     parser.add_argument("--data", type=Path, help="a MuSiQue JSON-lines file instead of made-up questions")
     parser.add_argument("--output", type=Path, default=ROOT / "outputs" / "demo")
     args = parser.parse_args()
@@ -265,16 +268,16 @@ def main() -> int:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             parser.error(f"another demo is writing to {output}; wait for it, or give another --output")
-        return demonstrate(args.model, args.rollout, args.data, output, size, console)
+        return demonstrate(args, output, size, console)
 
 
-def demonstrate(model_name: str, rollout: str, source: Path | None, output: Path, size: Size, console: Console) -> int:
+def demonstrate(args: argparse.Namespace, output: Path, size: Size, console: Console) -> int:
     """Prepare model and data, train both arms one after the other, report; return the exit status."""
     for name in ARMS:  # of an earlier run
         for kind in ("log", "jsonl"):
             (output / f"{name}.{kind}").unlink(missing_ok=True)
-    questions, data = prepare(output, source, size)
-    if model_name == "tiny":
+    questions, data = prepare(output, args.data, size)
+    if args.model == "tiny":
         from verl_prefix.testing import write_tiny_model
 
         model = write_tiny_model(output / "tiny", texts=questions.read_text().splitlines())
@@ -284,19 +287,23 @@ def demonstrate(model_name: str, rollout: str, source: Path | None, output: Path
         except ValueError as error:
             raise SystemExit(str(error)) from error
 
-    shared = overrides(model, data, rollout, size)
+    shared = overrides(model, data, args.rollout, args.ranks, size)
+    arms = {
+        "stock": ARMS["stock"],
+        "prefix": [*ARMS["prefix"], f"actor_rollout_ref.actor.prefix.schedule={args.schedule}"],
+    }
     columns = [TextColumn("{task.description:>7}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()]
     with Progress(*columns, TextColumn("{task.fields[phase]}"), console=console) as progress:
-        stock = run_arm("stock", shared, output, size, progress)
+        stock = run_arm("stock", [*shared, *arms["stock"]], output, size, progress)
         if stock.error:
             skipped = {"name": "prefix", "error": "not started, because the stock arm failed", "seconds": 0.0}
             paths = {"metrics_path": output / "prefix.jsonl", "log_path": output / "prefix.log"}
             prefix = replace(stock, **skipped, **paths)
         else:
-            prefix = run_arm("prefix", shared, output, size, progress)
+            prefix = run_arm("prefix", [*shared, *arms["prefix"]], output, size, progress)
     workload = f"{size.prompts} prompts x {size.rollouts} rollouts"
-    config = {"model": model_name, "workload": workload, "seed": SEED, "size": asdict(size)}
-    config |= {"shared": shared, "arms": ARMS}
+    config = {"model": args.model, "ranks": args.ranks, "workload": workload, "seed": SEED, "size": asdict(size)}
+    config |= {"shared": shared, "arms": arms}
     return demo_report.finish(demo_report.build(stock, prefix, NUM_STEPS, config), output, console)
 
 

@@ -106,3 +106,18 @@ def test_wrong_options_say_what_to_type(bench: ModuleType, argv: list[str], caps
     with pytest.raises(SystemExit):
         bench.parse([*SIZE, *argv])
     assert argv[0] in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_gate_bench_predicts_and_measures_each_row(
+    bench: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import bench_gate
+
+    monkeypatch.setattr(bench_gate, "ROWS", ((60, 5, 4), (3, 20, 2)))
+    out = tmp_path / "gate.json"
+    assert bench_gate.main([*SIZE, "--allow-dirty", "--out", str(out)]) == 0
+    report = json.loads(out.read_text())
+    assert report["schema"] == "verl_prefix.bench_gate/1" and "commit" in report
+    for row in report["rows"]:
+        assert row["predicted"] > 0 and len(row["seconds"]["packed"]) == 2
+        assert row["choice"] == ("packed" if row["predicted"] >= 1.05 else "stock")

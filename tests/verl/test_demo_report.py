@@ -173,7 +173,7 @@ def test_a_second_demo_in_the_same_folder_is_refused(
 def test_arms_differ_in_the_engine_alone(demo_report: ModuleType, tmp_path: Path) -> None:
     import demo
 
-    shared = demo.overrides("model", tmp_path, "hf", demo.SIZES["tiny"])
+    shared = demo.overrides("model", tmp_path, "hf", 1, demo.SIZES["tiny"])
     keys = [override.lstrip("+").split("=")[0] for override in shared]
     assert len(keys) == len(set(keys))
     assert set(demo.ARMS["stock"]) ^ set(demo.ARMS["prefix"]) == {"model_engine=dp", "model_engine=prefix"}
