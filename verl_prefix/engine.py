@@ -8,6 +8,7 @@ with verl's own functions, on suffix tokens only. Source: verl/workers/engine/fs
 import copy
 import functools
 import logging
+import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -91,7 +92,9 @@ class PrefixFSDPEngine(FSDPEngineWithLMHead):
             return output
 
         data = self._prepared(data)
+        start = time.perf_counter()
         verdict = None if forward_only else self._verify(data, groups)
+        verify_seconds = time.perf_counter() - start
         if self._fallback_reason:
             return self.forward_backward_batch(data, loss_function, forward_only)
         plan = waves.agree(plan, self._reduce_max)
@@ -108,6 +111,7 @@ class PrefixFSDPEngine(FSDPEngineWithLMHead):
         if verdict is not None:
             output["metrics"]["prefix/verify_log_probs"] = [verdict.log_probs]
             output["metrics"]["prefix/verify_attention"] = [verdict.attention]
+            output["metrics"]["timing_s/prefix_verify"] = [verify_seconds]
         return output
 
     def _prepared(self, data: TensorDict) -> TensorDict:
