@@ -8,7 +8,10 @@ import pytest
 import verl_prefix
 
 PACKAGE = Path(verl_prefix.__file__).parent
-EDGES = ("plugin.py", "engine.py", "mini_batch.py", "trainer.py", "doctor.py", "testing.py", "config/", "cpu/")
+EDGES = (
+    "plugin.py", "engine.py", "mini_batch.py", "trainer.py", "trace.py", "replay.py", "ab.py", "plan.py", "doctor.py",
+    "testing.py", "config/", "cpu/",
+)  # fmt: skip
 MAY_IMPORT = {
     "verl": EDGES,
     "ray": EDGES,
