@@ -1,9 +1,61 @@
 """The `verl-prefix` command: reads the command line, nothing else; each subcommand has a module of its own."""
 
 import argparse
+import os
 import sys
+from pathlib import Path
 
 from verl_prefix import doctor
+
+
+def _ab(arguments: argparse.Namespace) -> int:
+    import torch
+
+    if not torch.cuda.is_available():  # before verl is imported, here and in the ranks
+        os.environ["VERL_PLATFORM"] = "cpu"
+    from verl_prefix import ab
+    from verl_prefix.trace import TraceError
+
+    options = {
+        name: getattr(arguments, name) for name in ("trace", "synthetic", "model", "steps", "ranks", "dtype", "lr")
+    }
+    try:
+        chosen = ab.Options(**options, arms=arguments.arms, truth_steps=arguments.truth_steps)
+        return ab.run(chosen, arguments.out, arguments.force)
+    except TraceError as error:
+        print(f"verl-prefix ab: {error}", file=sys.stderr)
+        return 2
+
+
+def _numbers(text: str) -> tuple[int, int, int, int]:
+    values = tuple(int(x) for x in text.split(","))
+    if len(values) not in (3, 4):
+        raise argparse.ArgumentTypeError(f"{text!r}: write P,S,G or P,S,G,N")
+    return (*values, 1)[:4]
+
+
+def _add_ab(commands: argparse._SubParsersAction) -> None:
+    command = commands.add_parser("ab", help="replay a run's updates through the stock engine and ours, and compare")
+    command.set_defaults(run=_ab)
+    source = command.add_mutually_exclusive_group(required=True)
+    source.add_argument("--trace", metavar="DIR", help="what actor_rollout_ref.actor.prefix.trace_dir recorded")
+    source.add_argument(
+        "--synthetic", type=_numbers, metavar="P,S,G[,N]", help="random rows: prompt and response tokens, rows, groups"
+    )
+    command.add_argument("--model", help="the model's folder, where it is not the recorded path")
+    command.add_argument(
+        "--arms", type=lambda text: tuple(text.split(",")), default=("auto",),
+        help="of auto, packed, phased, stock_reordered (stock's run-to-run envelope); default auto",
+    )  # fmt: skip
+    command.add_argument("--steps", type=int, help="steps to replay; default all that were recorded, or 5")
+    command.add_argument("--ranks", type=int, help="ranks to replay on, a divisor of the recorded ones")
+    command.add_argument("--dtype", choices=("fp32", "bf16"), help="of forward and backward; default as recorded")
+    command.add_argument("--lr", type=float, help="learning rate; default as recorded")
+    command.add_argument("--truth-steps", type=int, default=3, help="first steps that the truth takes too; default 3")
+    command.add_argument(
+        "--out", type=Path, default=Path("outputs/ab"), help="folder of the report; default outputs/ab"
+    )
+    command.add_argument("--force", action="store_true", help="replace a report that is there")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -12,6 +64,7 @@ def main(argv: list[str] | None = None) -> int:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     command = commands.add_parser("doctor", help="say whether verl will use this package, and if not, why")
     command.set_defaults(run=lambda _: doctor.doctor())
+    _add_ab(commands)
     arguments = parser.parse_args(argv)
     return arguments.run(arguments)
 
