@@ -28,13 +28,12 @@ from verl.utils import tensordict_utils as tu
 SCHEMA = "verl_prefix.trace/1"
 MANIFEST = "manifest.json"
 PACKAGES = ("verl-prefix", "verl", "torch", "transformers", "tensordict", "ray")
-# Fields that a step must have, and whether they hold integers; any other tensor of the mini-batch is kept as well.
+# Tensors that an update reads, and whether they hold integers; the optional ones are recorded where a step has them.
 FIELDS = {
     "prompts": True, "responses": True, "input_ids": True, "position_ids": True, "loss_mask": True,
     "response_mask": True, "old_log_probs": False, "advantages": False,
 }  # fmt: skip
-# What a mini-batch carries beside its tensors that neither engine reads in an update.
-_NOT_RECORDED = {"global_token_num", "images_seqlens", "dp_size", "batch_num_tokens", "sp_size"}
+OPTIONAL = ("ref_log_prob", "rollout_is_weights", "rollout_log_probs", "temperature")
 logger = logging.getLogger(__name__)
 
 
@@ -226,19 +225,21 @@ def _describe_loss(loss: Callable) -> dict[str, Any]:
 
 def _take_apart(data: TensorDict) -> tuple[dict[str, torch.Tensor], list[str] | None, dict[str, Any]]:
     """Jagged fields as flat values and `NAME/lengths` [rows] int64, row-wise tensors as they are; uids; scalars."""
-    if "multi_modal_inputs" in data.keys():
+    if "multi_modal_inputs" in data.keys() and any(tu.get(data, "multi_modal_inputs")):
         raise TraceError("actor_rollout_ref.actor.prefix.trace_dir does not record images; remove it")
     tensors, flags = {}, {}
     for name in data.keys():
         value = data.get(name)
-        if isinstance(value, torch.Tensor) and value.is_nested:
+        if isinstance(value, NonTensorData) and (
+            value.data is None or isinstance(value.data, bool | int | float | str)
+        ):
+            flags[name] = value.data
+        elif name in (*FIELDS, *OPTIONAL) and value.is_nested:
             tensors[name] = value.values().detach().cpu().contiguous()
             tensors[f"{name}/lengths"] = value.offsets().diff().cpu()
-        elif isinstance(value, torch.Tensor):
+        elif name in OPTIONAL:
             tensors[name] = value.detach().cpu().contiguous()
-        elif isinstance(value, NonTensorData) and name not in (*_NOT_RECORDED, "uid"):
-            if value.data is None or isinstance(value.data, bool | int | float | str):
-                flags[name] = value.data
+    flags.pop("uid", None)
     uids = [str(uid) for uid in tu.get(data, "uid")] if "uid" in data.keys() else None
     return tensors, uids, flags
 
