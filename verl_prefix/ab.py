@@ -6,7 +6,6 @@ Starts one process per rank itself, or runs as a rank under torchrun. `report` h
 import dataclasses
 import json
 import os
-import socket
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from verl.utils.device import get_device_id
 from verl.workers.config import ActorConfig, FSDPEngineConfig, FSDPOptimizerConfig
 
 from verl_prefix import report
@@ -282,10 +280,12 @@ def run(options: Options, output: Path, force: bool) -> int:
             arguments = (source.ranks, f"{scratch}/rendezvous", source, options, str(result))
             mp.spawn(_worker, args=arguments, nprocs=source.ranks)
         measured = json.loads(result.read_text())
+    model = source.manifest["model"]
     described = {
-        "options": dataclasses.asdict(options),
-        "manifest": source.manifest,
+        # Names, not paths: a report is for others to read.
+        "options": {k: Path(v).name if k in ("trace", "model") and v else v for k, v in vars(options).items()},
+        "model": {"name": Path(model["path"]).name, **{k: model.get(k) for k in ("revision", "fingerprint")}},
+        "recorded": {k: source.manifest[k] for k in ("optimizer", "loss")},
         "ranks": source.ranks,
-        "host": {"device": str(get_device_id()), "name": socket.gethostname()},
     }
     return report.finish(measured, described, output)

@@ -181,7 +181,7 @@ def markdown(report: dict[str, Any]) -> str:
         f"# A/B against the stock actor: {verdict}",
         "",
         f"{len(steps)} steps, {report['ranks']} ranks, {dtype}, {report['device']}, commit {report['git']['commit']}; "
-        f"model {report['manifest']['model']['path']}.",
+        f"model {report['model']['name']}.",
         "",
         *_table(
             ("arm", "tolerance", "worst value", "limit", "step", "holds"),
@@ -212,6 +212,11 @@ def markdown(report: dict[str, Any]) -> str:
     drift = [(arm, *(f"{row[key]:.2e}" for key in keys)) for arm, row in distances.items()]
     lines += [f"Weights after step {len(steps)}, difference from stock (every arm with its own optimizer state):", ""]
     lines += _table(("arm", "max", "mean", "RMSE", "max after bf16 rounding", "RMSE after bf16 rounding"), drift)
+    lines += [
+        "What the steps report, stock's last value and every arm's largest difference from stock at any step:",
+        "",
+    ]
+    lines += _table(("metric", "stock", *distances), _metric_rows(steps, list(distances)))
     errors = [step["truth_errors"] for step in steps if step["truth_errors"]]
     if errors:
         above = "float64" if dtype == "fp32" else "fp32"
@@ -222,6 +227,26 @@ def markdown(report: dict[str, Any]) -> str:
             [(arm, *(f"{row[k]:.2e}" for k in ("log_probs", "grads", "params"))) for arm, row in means.items()],
         )
     return "\n".join(lines)
+
+
+def _metric_rows(steps: list[dict[str, Any]], arms: list[str]) -> list[tuple[str, ...]]:
+    rows = []
+    for name, last in steps[-1]["arms"]["stock"]["values"].items():
+        cells = []
+        for arm in arms:
+            values = [(s["arms"][arm]["values"].get(name), s["arms"]["stock"]["values"][name]) for s in steps]
+            cells.append("-" if None in (a for a, _ in values) else f"{max(abs(a - b) for a, b in values):.1e}")
+        rows.append((name, f"{last:.6g}", *cells))
+    return rows
+
+
+def _short(value: Any) -> Any:
+    """Floats with six digits: a report of many steps is for reading."""
+    if isinstance(value, dict):
+        return {k: _short(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_short(v) for v in value]
+    return float(f"{value:.6g}") if isinstance(value, float) else value
 
 
 def _yes(holds: bool) -> str:
@@ -271,7 +296,7 @@ def finish(measured: dict[str, Any], described: dict[str, Any], output: Path) ->
     """Writes and prints the report; returns the exit code."""
     report = build(measured, described)
     output.mkdir(parents=True, exist_ok=True)
-    (output / "report.json").write_text(json.dumps(report, indent=1) + "\n")
+    (output / "report.json").write_text(json.dumps(_short(report), indent=1) + "\n")
     text = markdown(report)
     (output / "report.md").write_text(text)
     draw(report, output / "report.png")
