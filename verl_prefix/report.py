@@ -2,7 +2,7 @@
 
 The tolerances are the project's: fp32 log-probs, gradients and loss within 5e-6 relative of stock's from the same
 weights, at every step; other precisions within 1.3 times stock's own error against a truth one precision above; the
-weights within 1.3 times stock's own distance from the truth. Nothing here imports verl.
+weights within 1.3 times stock's own distance from the truth.
 """
 
 import importlib.metadata

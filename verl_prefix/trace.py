@@ -218,7 +218,7 @@ def _describe_loss(loss: Callable) -> dict[str, Any]:
             f"{name or loss!r}; remove trace_dir"
         )
     config = loss.keywords["config"]
-    owners = ("model_config", "engine", "optim", "checkpoint", "profiler", "fsdp_config", "global_batch_info")
+    owners = ("model_config", "engine", "optim", "checkpoint", "profiler", "fsdp_config", "prefix", "global_batch_info")
     fields = {f.name: getattr(config, f.name) for f in dataclasses.fields(config) if f.name not in owners}
     return plain(fields)
 

@@ -49,9 +49,8 @@ if __name__ == "__main__":
 
 
 def run(command: list, timeout: int, **env: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [str(word) for word in command], cwd=ROOT, env=ENVIRONMENT | env, capture_output=True, text=True, timeout=timeout
-    )  # fmt: skip
+    words = [str(word) for word in command]
+    return subprocess.run(words, cwd=ROOT, env=ENVIRONMENT | env, capture_output=True, text=True, timeout=timeout)
 
 
 def ab(*words: object, script: Path | None = None) -> subprocess.CompletedProcess[str]:
@@ -61,7 +60,7 @@ def ab(*words: object, script: Path | None = None) -> subprocess.CompletedProces
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory) -> Path:
-    """5 training steps of 2 mini-batches each, so that half of the 10 optimizer steps are off-policy; and the report."""
+    """5 training steps of 2 mini-batches: half of the 10 optimizer steps are off-policy. The trace and the report."""
     out = tmp_path_factory.mktemp("ab")
     words = "--arms packed,phased,stock_reordered --truth-steps 10"
     done = run([ROOT / "examples" / "ab_grpo.sh", "trace"], 600, OUT=str(out), AB_ARGS=words, PYTHON=sys.executable)
