@@ -13,13 +13,15 @@ def _ab(arguments: argparse.Namespace) -> int:
 
     if not torch.cuda.is_available():  # before verl is imported, here and in the ranks
         os.environ["VERL_PLATFORM"] = "cpu"
-    from verl_prefix import ab
+    from verl_prefix import ab, runs
     from verl_prefix.trace import TraceError
 
     options = {
         name: getattr(arguments, name) for name in ("trace", "synthetic", "model", "steps", "ranks", "dtype", "lr")
     }
     try:
+        if arguments.runs:
+            return runs.compare(arguments.runs, arguments.out, arguments.force)
         chosen = ab.Options(**options, arms=arguments.arms, truth_steps=arguments.truth_steps)
         return ab.run(chosen, arguments.out, arguments.force)
     except TraceError as error:
@@ -41,6 +43,12 @@ def _add_ab(commands: argparse._SubParsersAction) -> None:
     source.add_argument("--trace", metavar="DIR", help="what actor_rollout_ref.actor.prefix.trace_dir recorded")
     source.add_argument(
         "--synthetic", type=_numbers, metavar="P,S,G[,N]", help="random rows: prompt and response tokens, rows, groups"
+    )
+    source.add_argument(
+        "--runs",
+        nargs=2,
+        metavar=("A", "B"),
+        help="two finished runs: JSON lines of verl's file logger, or event files",
     )
     command.add_argument("--model", help="the model's folder, where it is not the recorded path")
     command.add_argument(

@@ -12,6 +12,7 @@ import platform
 import statistics
 import subprocess
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -183,7 +184,7 @@ def markdown(report: dict[str, Any]) -> str:
         f"{len(steps)} steps, {report['ranks']} ranks, {dtype}, {report['device']}, commit {report['git']['commit']}; "
         f"model {report['model']['name']}.",
         "",
-        *_table(
+        *table(
             ("arm", "tolerance", "worst value", "limit", "step", "holds"),
             [
                 (t["arm"], t["name"], f"{t['value']:.2e}", f"{t['limit']:.2e}", t["step"] or "all", _yes(t["holds"]))
@@ -198,7 +199,7 @@ def markdown(report: dict[str, Any]) -> str:
             "",
         ]
     lines += [f"Note: {note}.\n" for note in report["notes"]]
-    lines += _table(
+    lines += table(
         ("arm", "pass", "median s", "min to max", "speed-up", "added GiB"),
         [
             (arm, name, f"{row['median_s']:.3f}", f"{row['min_s']:.3f} to {row['max_s']:.3f}", f"{row['speedup']:.2f}",
@@ -211,18 +212,18 @@ def markdown(report: dict[str, Any]) -> str:
     distances = {arm: result["own_weights"]["params"] for arm, result in last.items() if arm != "stock"}
     drift = [(arm, *(f"{row[key]:.2e}" for key in keys)) for arm, row in distances.items()]
     lines += [f"Weights after step {len(steps)}, difference from stock (every arm with its own optimizer state):", ""]
-    lines += _table(("arm", "max", "mean", "RMSE", "max after bf16 rounding", "RMSE after bf16 rounding"), drift)
+    lines += table(("arm", "max", "mean", "RMSE", "max after bf16 rounding", "RMSE after bf16 rounding"), drift)
     lines += [
         "What the steps report, stock's last value and every arm's largest difference from stock at any step:",
         "",
     ]
-    lines += _table(("metric", "stock", *distances), _metric_rows(steps, list(distances)))
+    lines += table(("metric", "stock", *distances), _metric_rows(steps, list(distances)))
     errors = [step["truth_errors"] for step in steps if step["truth_errors"]]
     if errors:
         above = "float64" if dtype == "fp32" else "fp32"
         lines += [f"Mean relative error against a {above} truth over the first {len(errors)} steps:", ""]
         means = {arm: {k: statistics.fmean(e[arm][k] for e in errors) for k in errors[0][arm]} for arm in errors[0]}
-        lines += _table(
+        lines += table(
             ("arm", "log-probs", "gradients", "weights"),
             [(arm, *(f"{row[k]:.2e}" for k in ("log_probs", "grads", "params"))) for arm, row in means.items()],
         )
@@ -253,7 +254,8 @@ def _yes(holds: bool) -> str:
     return "yes" if holds else "**no**"
 
 
-def _table(head: tuple[str, ...], rows: list[tuple]) -> list[str]:
+def table(head: tuple[str, ...], rows: list[tuple]) -> list[str]:
+    """Lines of a Markdown table."""
     return [f"| {' | '.join(map(str, row))} |" for row in (head, ("---",) * len(head), *rows)] + [""]
 
 
@@ -295,19 +297,23 @@ def draw(report: dict[str, Any], path: Path) -> None:
 def finish(measured: dict[str, Any], described: dict[str, Any], output: Path) -> int:
     """Writes and prints the report; returns the exit code."""
     report = build(measured, described)
+    return write(report, markdown(report), draw, output)
+
+
+def write(report: dict[str, Any], text: str, plot: Callable[[dict[str, Any], Path], None], output: Path) -> int:
+    """Writes report.json, report.md and report.png and prints what failed; 0 where everything holds, else 1."""
     output.mkdir(parents=True, exist_ok=True)
     (output / "report.json").write_text(json.dumps(_short(report), indent=1) + "\n")
-    text = markdown(report)
     (output / "report.md").write_text(text)
-    draw(report, output / "report.png")
-    console = Console(soft_wrap=True)
-    console.print(text, markup=False, highlight=False)
+    plot(report, output / "report.png")
+    console = Console(soft_wrap=True, markup=False, highlight=False)
+    console.print(text)
     for row in report["tolerances"]:
         if not row["holds"]:
+            where = f" at step {row['step']}" if row.get("step") else ""
+            arm = f"{row['arm']}, " if "arm" in row else ""
             console.print(
-                f"FAILED: {row['arm']}, {row['name']}: {row['value']:.3e} > {row['limit']:.3e}"
-                + (f" at step {row['step']}" if row["step"] else ""),
-                markup=False, highlight=False, style="bold red",
-            )  # fmt: skip
-    console.print(f"report: {output / 'report.json'}, report.md and report.png", markup=False, highlight=False)
+                f"FAILED: {arm}{row['name']}: {row['value']:.3e} > {row['limit']:.3e}{where}", style="bold red"
+            )
+    console.print(f"report: {output / 'report.json'}, report.md and report.png")
     return 0 if report["holds"] else 1
