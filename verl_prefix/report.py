@@ -77,7 +77,9 @@ def _passes(steps: list[dict[str, Any]], arm: str) -> dict[str, Any]:
     """Medians with spread per pass, stock's median over ours, and the most memory that a pass added."""
     found = {}
     for name in PASSES:
-        seconds, stock = ([step["arms"][a]["seconds"][name] for step in steps] for a in (arm, "stock"))
+        # An optimizer's first step allocates its state.
+        counted = steps[1:] if name == "optimizer" and len(steps) > 1 else steps
+        seconds, stock = ([step["arms"][a]["seconds"][name] for step in counted] for a in (arm, "stock"))
         median = statistics.median(seconds)
         added = [step["arms"][arm]["added_gib"].get(name) for step in steps]
         found[name] = {
