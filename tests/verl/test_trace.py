@@ -1,6 +1,6 @@
 """Traces: what is written is what is read, recording ends where it should, and whatever is damaged is named.
 
-No engine runs here; tests/verl/test_ab.py records a real run.
+tests/verl/test_ab.py records a run of real verl; here an engine trains at most, by itself.
 """
 
 import functools
@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.multiprocessing as mp
 from safetensors.torch import load_file, save_file
 
 os.environ.setdefault("VERL_PLATFORM", "cpu")
@@ -101,6 +102,52 @@ def test_a_killed_run_leaves_the_steps_that_all_ranks_finished(folder):
     tensors = step.with_suffix(".safetensors")
     tensors.rename(tensors.with_name(f"{tensors.name}.part"))
     assert trace.Trace(folder).num_steps == 2
+
+
+def _train(rank: int, scratch: Path, model: str) -> None:
+    """Two steps of one batch by the prefix engine, recorded, on its own path and on verl's."""
+    from verl.trainer.config import CheckpointConfig
+    from verl.workers.config import FSDPOptimizerConfig, HFModelConfig
+    from verl.workers.engine import EngineRegistry
+
+    from verl_prefix.config import PrefixConfig, PrefixEngineConfig
+
+    os.environ.update(RANK=str(rank), WORLD_SIZE="1")
+    torch.distributed.init_process_group("gloo", init_method=f"file://{scratch / 'rendezvous'}", rank=0, world_size=1)
+    for schedule in ("auto", "stock"):
+        options = PrefixConfig(schedule=schedule, trace_dir=str(scratch / schedule), trace_max_steps=2)
+        parts = dict(
+            model_config=HFModelConfig(path=model, override_config={"attn_implementation": "sdpa"}),
+            optimizer_config=FSDPOptimizerConfig(lr=1e-4),
+            checkpoint_config=CheckpointConfig(),
+        )
+        for forward_only in (False, True):  # a ref engine beside it records nothing, and does not mind the folder
+            config = PrefixEngineConfig(
+                prefix=options, forward_only=forward_only, use_torch_compile=False,
+                mixed_precision={"param_dtype": "fp32", "reduce_dtype": "fp32"},
+            )  # fmt: skip
+            engine = EngineRegistry.new("language_model", "prefix", engine_config=config, **parts)
+            engine.initialize()
+            with engine.eval_mode(disable_auto_offload=True):
+                engine.infer_batch(rows(0, 0).tensordict())
+            for step in range(0 if forward_only else 3):
+                with engine.train_mode(disable_auto_offload=True):
+                    engine.train_batch(rows(step, 0).tensordict(), LOSS)
+    torch.distributed.destroy_process_group()
+
+
+def test_an_engine_records_its_updates_alone_whatever_its_schedule(tmp_path, model):
+    mp.spawn(_train, args=(tmp_path, model))
+    for schedule in ("auto", "stock"):
+        recorded = trace.Trace(tmp_path / schedule)
+        recorded.check_model(model)
+        assert recorded.num_steps == 2 and recorded.manifest["engine"]["prefix"]["schedule"] == schedule
+        assert recorded.manifest["optimizer"]["lr"] == 1e-4 and recorded.manifest["loss"]["clip_ratio"] == 0.2
+        for step in range(2):
+            found, wanted = recorded.read(step, 0), rows(step, 0)
+            assert found.uids == wanted.uids and found.flags == wanted.flags
+            for name, pair in wanted.jagged.items():
+                assert all(torch.equal(a, b) for a, b in zip(found.jagged[name], pair, strict=True)), name
 
 
 def truncate(folder: Path) -> None:
