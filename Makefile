@@ -62,8 +62,8 @@ AB_RUN = PYTHON=$(abspath $(BIN))/python examples/ab_grpo.sh trace
 AB_REPLAY = $(BIN)/python -m verl_prefix.cli ab
 ab-100: setup $(SMOLLM2)
 	rm -rf $(AB)
-	OUT=$(AB)/tiny STEPS=50 AB_ARGS='--arms packed,phased,stock_reordered --truth-steps 100' $(AB_RUN)
-	$(AB_REPLAY) --trace $(AB)/tiny/trace --dtype bf16 --truth-steps 100 --arms packed,phased,stock_reordered --out $(AB)/bf16
+	OUT=$(AB)/tiny STEPS=50 AB_ARGS='--arms packed,phased,stock_repacked --truth-steps 100' $(AB_RUN)
+	$(AB_REPLAY) --trace $(AB)/tiny/trace --dtype bf16 --truth-steps 100 --arms packed,phased,stock_repacked --out $(AB)/bf16
 	$(BIN)/python -c 'import sys; sys.path.insert(0, "examples"); import demo; demo.smollm2(demo.ROOT / "outputs/models/smollm2-135m")'
 	OUT=$(AB)/smollm2 MODEL=smollm2 DATA='$(DATA)' NGPUS=1 STEPS=5 PROMPTS=2 MINI_BATCH=2 ROLLOUTS=6 RESPONSE=32 LR=1e-6 AB_ARGS='--arms auto --truth-steps 2' $(AB_RUN)
 	for run in tiny/report bf16 smollm2/report; do \

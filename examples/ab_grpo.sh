@@ -21,7 +21,7 @@ ROLLOUTS=${ROLLOUTS:-4}
 PARAGRAPHS=${PARAGRAPHS:-3}
 RESPONSE=${RESPONSE:-16}
 LR=${LR:-1e-4}
-AB_ARGS=${AB_ARGS:---arms packed,phased,stock_reordered}
+AB_ARGS=${AB_ARGS:---arms packed,phased,stock_repacked}
 # ---- end user-adjustable ----
 
 MODE=${1:-}

@@ -18,7 +18,7 @@ from verl.workers.config import ActorConfig, FSDPEngineConfig, FSDPOptimizerConf
 from verl_prefix import report
 from verl_prefix.config import SCHEDULES
 from verl_prefix.replay import (
-    REORDERED,
+    REPACKED,
     STOCK,
     TRUTH,
     Arm,
@@ -51,7 +51,7 @@ class Options:
     lr: float | None
 
     def __post_init__(self) -> None:
-        known = (*(name for name in SCHEDULES if name != STOCK), REORDERED)
+        known = (*(name for name in SCHEDULES if name != STOCK), REPACKED)
         for name in self.arms:
             if name not in known or self.arms.count(name) > 1:
                 raise TraceError(f"--arms {','.join(self.arms)}: name each of {', '.join(known)} at most once")
@@ -176,7 +176,7 @@ def replay(source: Source, options: Options, rank: int, display: Any) -> dict[st
             same = _same_weights(arm, stock, rows)
             against_truth = _truth_errors(arm, truth) if at_truth and number == 0 else None
             failed = report.same_weights_fail(same, dtype, against_truth, errors.get(STOCK))
-            if arm.name != REORDERED and arm.name not in diagnoses and failed:
+            if arm.name != REPACKED and arm.name not in diagnoses and failed:
                 diagnoses[arm.name] = {"step": number + 1} | first_diverging(arm, stock, rows, start, dtype)
             result = arm.step(rows)
             own = {

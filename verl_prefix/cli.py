@@ -53,7 +53,8 @@ def _add_ab(commands: argparse._SubParsersAction) -> None:
     command.add_argument("--model", help="the model's folder, where it is not the recorded path")
     command.add_argument(
         "--arms", type=lambda text: tuple(text.split(",")), default=("auto",),
-        help="of auto, packed, phased, stock_reordered (stock's run-to-run envelope); default auto",
+        help="of auto, packed, phased, and stock_repacked (stock again, its rows reversed and micro-batches twice as "
+        "large: the run-to-run envelope); default auto",
     )  # fmt: skip
     command.add_argument("--steps", type=int, help="steps to replay; default all that were recorded, or 5")
     command.add_argument("--ranks", type=int, help="ranks to replay on, a divisor of the recorded ones")

@@ -34,7 +34,7 @@ from verl.workers.utils.losses import ppo_loss
 from verl_prefix.config import PrefixConfig, PrefixEngineConfig
 from verl_prefix.trace import StepRows
 
-STOCK, REORDERED, TRUTH = "stock", "stock_reordered", "truth"
+STOCK, REPACKED, TRUTH = "stock", "stock_repacked", "truth"
 MODEL_KEYS = (
     "use_remove_padding", "override_config", "trust_remote_code", "enable_gradient_checkpointing",
     "enable_activation_offload", "lora_rank", "lora_alpha", "target_modules", "exclude_modules", "use_fused_kernels",
@@ -62,12 +62,12 @@ def precision(manifest: dict[str, Any]) -> str:
 
 
 def build_engine(name: str, manifest: dict[str, Any]) -> Any:
-    """verl's fsdp2 engine for stock, stock_reordered and truth, ours for a schedule's name; initialised weights.
+    """verl's fsdp2 engine for stock, stock_repacked and truth, ours for a schedule's name; initialised weights.
 
     Raises:
         ValueError: the recorded options do not go with the shared-prefix path.
     """
-    ours = name not in (STOCK, REORDERED, TRUTH)
+    ours = name not in (STOCK, REPACKED, TRUTH)
     model = {key: manifest["model"][key] for key in MODEL_KEYS if key in manifest["model"]}
     engine = _fields(FSDPEngineConfig, manifest["engine"]) | {"strategy": "prefix" if ours else "fsdp2"}
     double = False
@@ -189,10 +189,16 @@ class Arm:
                 mine.copy_(other)
 
     def _data(self, rows: StepRows, **flags: Any):
-        # The truth and the reordered arm are stock runs that verl counts as equal: other micro-batches, other order.
+        flags = rows.flags | flags
+        order = None
         if self.name == TRUTH:
             flags |= {"use_dynamic_bsz": False, "micro_batch_size_per_gpu": 1}
-        order = list(reversed(range(rows.num_rows))) if self.name == REORDERED else None
+        if self.name == REPACKED:  # a stock run too, for whoever wrote the config: only rounding can differ
+            longest = int(rows.jagged["input_ids"][1].max())
+            budget = flags["max_token_len_per_gpu"] if flags["use_dynamic_bsz"] else 0
+            budget = budget or flags["micro_batch_size_per_gpu"] * longest
+            flags |= {"use_dynamic_bsz": True, "max_token_len_per_gpu": 2 * budget}
+            order = list(reversed(range(rows.num_rows)))
         return rows.tensordict(order, **flags)
 
     def infer(self, rows: StepRows, **flags: Any) -> dict[str, torch.Tensor]:
@@ -206,7 +212,7 @@ class Arm:
         return self.engine.forward_backward_batch(self._data(rows, return_model_output=True), self.loss)
 
     def _keep(self, output: dict[str, Any], rows: StepRows) -> None:
-        log_probs = response_part(output["model_output"]["log_probs"], rows, self.name == REORDERED)
+        log_probs = response_part(output["model_output"]["log_probs"], rows, self.name == REPACKED)
         self.log_probs = torch.cat(log_probs).cpu()
         parameters = (p for p in self.engine.module.parameters() if p.requires_grad)
         self.grads = [torch.zeros_like(_local(p)) if p.grad is None else _local(p.grad).clone() for p in parameters]

@@ -28,7 +28,7 @@ SCHEMA = "verl_prefix.ab/1"
 RELATIVE = 5e-6
 FACTOR = 1.3
 PASSES = ("log_probs", "update", "optimizer")
-ENVELOPE = "stock_reordered"  # a stock run too: its difference from stock is the run-to-run envelope, and not judged
+ENVELOPE = "stock_repacked"  # a stock run too: its difference from stock is the run-to-run envelope, and not judged
 
 
 def refuse_overwrite(output: Path, force: bool) -> None:
@@ -209,7 +209,7 @@ def markdown(report: dict[str, Any]) -> str:
             for arm, passes in report["passes"].items() for name, row in passes.items()
         ],
     )  # fmt: skip
-    last = steps[-1]["arms"]
+    last = {arm: steps[-1]["arms"][arm] for arm in report["passes"]}
     keys = ("max_fp32", "mean_fp32", "rmse_fp32", "max_bf16", "rmse_bf16")
     distances = {arm: result["own_weights"]["params"] for arm, result in last.items() if arm != "stock"}
     drift = [(arm, *(f"{row[key]:.2e}" for key in keys)) for arm, row in distances.items()]
