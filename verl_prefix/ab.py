@@ -55,11 +55,13 @@ class Options:
         for name in self.arms:
             if name not in known or self.arms.count(name) > 1:
                 raise TraceError(f"--arms {','.join(self.arms)}: name each of {', '.join(known)} at most once")
+        if self.arms == (REPACKED,):
+            raise TraceError(f"--arms {REPACKED} is stock again; add one of {', '.join(known[:-1])} to compare")
         for option, value in (("steps", self.steps), ("ranks", self.ranks)):
             if value is not None and value < 1:
                 raise TraceError(f"--{option} {value}: give 1 or more")
-        if self.truth_steps < 0 or (self.dtype == "bf16" and not self.truth_steps):
-            raise TraceError(f"--truth-steps {self.truth_steps}: bf16 is judged against a truth; give 1 or more")
+        if self.truth_steps < 0:
+            raise TraceError(f"--truth-steps {self.truth_steps}: give 0 or more")
         if self.synthetic and (self.model is None or min(self.synthetic) < 1):
             raise TraceError("--synthetic P,S,G,N needs four numbers of 1 or more, and --model with a model's folder")
 
@@ -94,6 +96,8 @@ class Source:
         if options.dtype:
             mixed = dict(param_dtype=options.dtype, reduce_dtype="fp32", buffer_dtype="fp32")
             self.manifest["engine"] = self.manifest["engine"] | {"mixed_precision": mixed}
+        if precision(self.manifest) != "fp32" and not options.truth_steps:
+            raise TraceError(f"--truth-steps 0: {precision(self.manifest)} is judged against a truth; give 1 or more")
         if options.lr is not None:
             self.manifest["optimizer"] = self.manifest["optimizer"] | {"lr": options.lr}
 
@@ -152,6 +156,7 @@ def replay(source: Source, options: Options, rank: int, display: Any) -> dict[st
     """Runs all steps on this rank; every rank returns the same figures (schema of `report.build`)."""
     memory = Memory()
     dtype = precision(source.manifest)
+    judged = [name for name in options.arms if name != REPACKED]
     stock, *others = [Arm(name, source.manifest, memory) for name in (STOCK, *options.arms)]
     truth = Arm(TRUTH, source.manifest, memory) if options.truth_steps else None
     vocab_size = stock.engine.model_config.hf_config.get_text_config().vocab_size
@@ -176,7 +181,7 @@ def replay(source: Source, options: Options, rank: int, display: Any) -> dict[st
             same = _same_weights(arm, stock, rows)
             against_truth = _truth_errors(arm, truth) if at_truth and number == 0 else None
             failed = report.same_weights_fail(same, dtype, against_truth, errors.get(STOCK))
-            if arm.name != REPACKED and arm.name not in diagnoses and failed:
+            if failed and arm.name in judged and arm.name not in diagnoses:
                 diagnoses[arm.name] = {"step": number + 1} | first_diverging(arm, stock, rows, start, dtype)
             result = arm.step(rows)
             own = {
@@ -193,7 +198,13 @@ def replay(source: Source, options: Options, rank: int, display: Any) -> dict[st
                 errors[arm.name]["params"] = relative_error(pairs)
         steps.append({"step": number + 1, "arms": arms, "truth_errors": errors})
         display.step(steps[-1])
-    return {"dtype": dtype, "recorded_log_prob_gap": gap, "steps": steps, "first_diverging": diagnoses}
+    return {
+        "dtype": dtype,
+        "judged": judged,
+        "recorded_log_prob_gap": gap,
+        "steps": steps,
+        "first_diverging": diagnoses,
+    }
 
 
 def _warm_up(arms: list[Arm], rows: StepRows) -> float | None:

@@ -122,6 +122,8 @@ def test_a_report_is_not_overwritten_and_a_damaged_trace_is_an_error(recorded, t
     assert code(recorded / "report") == 2
     assert code(tmp_path, "--ranks", 3) == 2
     assert code(tmp_path, "--arms", "packed,nonsense") == 2
+    assert code(tmp_path, "--arms", "stock_repacked") == 2
+    assert code(tmp_path, "--dtype", "bf16", "--truth-steps", 0) == 2
     assert code(tmp_path, "--model", tmp_path) == 2
     path = recorded / "trace" / "rank_00000" / "step_00004.safetensors"
     content = path.read_bytes()
@@ -131,6 +133,33 @@ def test_a_report_is_not_overwritten_and_a_damaged_trace_is_an_error(recorded, t
     finally:
         path.write_bytes(content)
     assert not (tmp_path / "report.json").exists()
+
+
+def measured(dtype: str, ours: float, same: float = 1e-7, loss: float = 0.1) -> dict:
+    """Two steps; stock's error against the truth is 1e-4 everywhere."""
+    arms = {"phased": {"same_weights": dict.fromkeys(("log_probs", "grads", "loss"), same), "values": {"loss": loss}}}
+    names = ("log_probs", "grads", "params")
+    errors = {"stock": dict.fromkeys(names, 1e-4), "phased": dict.fromkeys(names, ours)}
+    steps = [{"step": n, "arms": arms, "truth_errors": errors} for n in (1, 2)]
+    return {"dtype": dtype, "judged": ["phased"], "steps": steps}
+
+
+@pytest.mark.parametrize(
+    ("case", "failing"),
+    [
+        (measured("fp32", 1.29e-4, 4.9e-6), set()),
+        (measured("fp32", 1.31e-4), {"error against the truth: params"}),
+        (measured("fp32", 1e-4, 5.1e-6), {f"same weights: {name}" for name in ("log_probs", "grads", "loss")}),
+        (measured("fp32", 1e-4, float("nan")), {f"same weights: {name}" for name in ("log_probs", "grads", "loss")}),
+        (measured("bf16", 1.29e-4, 1e-2), set()),
+        (measured("bf16", 1.31e-4), {f"error against the truth: {name}" for name in ("log_probs", "grads", "params")}),
+        (measured("bf16", 1e-4, loss=float("inf")), {"losses that are not finite"}),
+    ],
+)
+def test_tolerances_are_those_of_the_project(case, failing):
+    from verl_prefix import report
+
+    assert {row["name"] for row in report.tolerances(case) if not row["holds"]} == failing
 
 
 @pytest.mark.parametrize("words", ["--synthetic 1,2", "--synthetic 8,8,2 --trace x", "--dtype fp64 --trace x", ""])
