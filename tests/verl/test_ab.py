@@ -27,10 +27,9 @@ forward, add_grad = schedule.Schedule._forward, prefix_cache.PrefixCache.add_gra
 
 
 def one_off(self, tokens, layout, *args):
-    if layout.cross is not None:
-        positions = tokens.position_ids.clone()
-        positions[layout.suffix_index] += 1
-        tokens = dataclasses.replace(tokens, position_ids=positions)
+    positions = tokens.position_ids.clone()
+    positions[layout.suffix_index] += 1
+    tokens = dataclasses.replace(tokens, position_ids=positions)
     return forward(self, tokens, layout, *args)
 
 
@@ -99,11 +98,13 @@ def test_ten_real_steps_replay_within_the_tolerances(recorded):
 def test_a_broken_engine_fails_and_the_first_divergence_is_named(recorded, tmp_path, kind, diverging, quantity):
     script = tmp_path / "sabotage.py"
     script.write_text(SABOTAGE.format(kind=kind))
-    # Both recorded ranks on one: what an 8-GPU trace on a single GPU does.
-    words = ("--trace", recorded / "trace", "--ranks", 1, "--steps", 1, "--arms", "phased", "--truth-steps", 0)
-    done = ab(*words, "--out", tmp_path, script=script)
+    # Both recorded ranks on one, as an 8-GPU trace on a single GPU; and no trace at all.
+    source = ("--trace", recorded / "trace", "--ranks", 1)
+    if kind == "grads":
+        source = ("--synthetic", "48,12,3,2", "--model", recorded / "model")
+    done = ab(*source, "--steps", 1, "--arms", "phased", "--truth-steps", 0, "--out", tmp_path, script=script)
     assert done.returncode == 1, done.stdout + done.stderr
-    assert "FAILED: phased, same weights: grads" in done.stdout
+    assert "FAILED: phased, same weights: grads" in done.stdout, done.stdout + done.stderr
     found = json.loads((tmp_path / "report.json").read_text())["first_diverging"]["phased"]
     assert found["step"] == 1 and found["quantity"] == quantity and diverging in found["layer"], found
     assert found["layer"] in done.stdout
