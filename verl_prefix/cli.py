@@ -1,160 +1,70 @@
-"""The `verl-prefix` command. `verl-prefix doctor` says whether verl will use this package, and if not, why.
-
-verl logs a plugin that fails to load at DEBUG and goes on without it (the end of verl/__init__.py). A failure here is
-an exit code: 0 only when everything that a run needs is registered and composes.
-"""
+"""The `verl-prefix` command: reads the command line, nothing else; each subcommand has a module of its own."""
 
 import argparse
-import importlib
-import importlib.metadata
 import os
 import sys
-from collections.abc import Iterator
-from contextlib import AbstractContextManager
-from types import TracebackType
+from pathlib import Path
 
-from packaging.requirements import Requirement
-
-PACKAGE = "verl-prefix"
-PLUGIN = "prefix"
-VERSIONS = ("verl-prefix", "verl", "torch", "transformers", "ray", "TransferQueue", "vllm", "flash-attn")
-# (problem or None, line): what a check found, and what to do where it is a problem.
-Finding = tuple[str | None, str]
+from verl_prefix import doctor
 
 
-class _Explain(AbstractContextManager):
-    """Prints `headline` before the traceback of whatever is raised inside, which then ends the command with code 1."""
+def _ab(arguments: argparse.Namespace) -> int:
+    import torch
 
-    def __init__(self, headline: str) -> None:
-        self.headline = headline
+    if not torch.cuda.is_available():  # before verl is imported, here and in the ranks
+        os.environ["VERL_PLATFORM"] = "cpu"
+    from verl_prefix import ab, runs
+    from verl_prefix.trace import TraceError
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        if error is not None:
-            print(f"FAIL {self.headline}: {kind.__name__}: {error}", flush=True)
-
-
-def _version(distribution: str) -> str | None:
+    options = {
+        name: getattr(arguments, name) for name in ("trace", "synthetic", "model", "steps", "ranks", "dtype", "lr")
+    }
     try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return None
+        if arguments.runs:
+            return runs.compare(arguments.runs, arguments.out, arguments.force)
+        chosen = ab.Options(**options, arms=arguments.arms, truth_steps=arguments.truth_steps)
+        return ab.run(chosen, arguments.out, arguments.force)
+    except TraceError as error:
+        print(f"verl-prefix ab: {error}", file=sys.stderr)
+        return 2
 
 
-def _check_versions() -> Iterator[Finding]:
-    ranges: dict[str, Requirement] = {}
-    if _version(PACKAGE):
-        for line in importlib.metadata.requires(PACKAGE) or []:
-            requirement = Requirement(line)
-            if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
-                ranges[requirement.name.lower()] = requirement
-    others = [r.name for r in ranges.values() if r.name.lower() not in {name.lower() for name in VERSIONS}]
-    for name in (*VERSIONS, *others):
-        version, requirement = _version(name), ranges.get(name.lower())
-        wanted = f" (supported: {requirement.specifier})" if requirement and requirement.specifier else ""
-        problem = None
-        if version is None and (requirement or name == PACKAGE):
-            problem = f"install {requirement or name}"
-        elif version and requirement and not requirement.specifier.contains(version, prereleases=True):
-            problem = f"install {requirement}"
-        yield problem, f"{name} {version or 'not installed'}{wanted}"
+def _numbers(text: str) -> tuple[int, int, int, int]:
+    values = tuple(int(x) for x in text.split(","))
+    if len(values) not in (3, 4):
+        raise argparse.ArgumentTypeError(f"{text!r}: write P,S,G or P,S,G,N")
+    return (*values, 1)[:4]
 
 
-def _policy() -> tuple[str, bool]:
-    """VERL_USE_EXTERNAL_PLUGINS as verl/__init__.py reads it, and whether it lets this plugin in."""
-    policy = os.environ.get("VERL_USE_EXTERNAL_PLUGINS", "auto").strip().lower()
-    return policy, policy == "auto" or PLUGIN in {name.strip() for name in policy.split(",")}
-
-
-def _check_policy() -> Iterator[Finding]:
-    found = [ep.value for ep in importlib.metadata.entry_points(group="verl.plugins") if ep.name == PLUGIN]
-    yield None if found else f"pip install {PACKAGE}", f"entry point verl.plugins: {found or 'none named ' + PLUGIN}"
-    policy, allowed = _policy()
-    advice = f"verl does not load this plugin: unset VERL_USE_EXTERNAL_PLUGINS, or add {PLUGIN} to its names"
-    yield None if allowed else advice, f"VERL_USE_EXTERNAL_PLUGINS={policy}"
-
-
-def _check_plugin() -> Iterator[Finding]:
-    with _Explain("import verl"):
-        verl = importlib.import_module("verl")
-    loaded_by_verl = "verl_prefix.plugin" in sys.modules
-    with _Explain("the plugin does not load and verl goes on without it"):
-        importlib.import_module("verl_prefix.plugin")
-    if _policy()[1]:
-        hidden = (
-            "verl could not load it; its error: python -c 'import logging; logging.basicConfig(level=10); import verl'"
-        )
-        yield None if loaded_by_verl else hidden, f"plugin loaded by {verl.__file__}: {loaded_by_verl}"
-
-
-def _check_registered() -> Iterator[Finding]:
-    from verl.plugin.platform import get_platform
-    from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY
-    from verl.workers.engine.base import EngineRegistry
-    from verl.workers.rollout.replica import RolloutReplicaRegistry
-
-    platform = get_platform()
-    device, asked = platform.device_name, os.environ.get("VERL_PLATFORM") or "unset"
-    usable = (
-        "available" if platform.is_available() else "not available here; for a run without a GPU: VERL_PLATFORM=cpu"
+def _add_ab(commands: argparse._SubParsersAction) -> None:
+    command = commands.add_parser("ab", help="replay a run's updates through the stock engine and ours, and compare")
+    command.set_defaults(run=_ab)
+    source = command.add_mutually_exclusive_group(required=True)
+    source.add_argument("--trace", metavar="DIR", help="what actor_rollout_ref.actor.prefix.trace_dir recorded")
+    source.add_argument(
+        "--synthetic", type=_numbers, metavar="P,S,G[,N]", help="random rows: prompt and response tokens, rows, groups"
     )
-    yield None, f"platform {type(platform).__name__} device={device} VERL_PLATFORM={asked}, {usable}"
-
-    engines = EngineRegistry._engines.get("language_model", {}).get(PLUGIN, {})
-    listed = ", ".join(f"{key}: {engine.__name__}" for key, engine in engines.items())
-    missing = None if device in engines else f"verl_prefix.engine registers no engine for device {device}"
-    yield missing, f"engine {PLUGIN!r} {{{listed}}}"
-
-    trainer = TRAINER_REGISTRY.get("prefix_sync")
-    missing = None if trainer else "verl_prefix.trainer registers no trainer prefix_sync"
-    yield missing, f"trainer 'prefix_sync' {trainer.__name__ if trainer else 'missing'}"
-
-    ours = [
-        name for name, load in RolloutReplicaRegistry._registry.items() if load.__module__.startswith("verl_prefix")
-    ]
-    missing = "verl_prefix.cpu registers no rollout" if device == "cpu" and not ours else None
-    yield missing, f"rollouts of this package: {', '.join(ours) or 'none (they belong to VERL_PLATFORM=cpu)'}"
-
-
-def _check_kernels() -> Iterator[Finding]:
-    from verl_prefix.kernels import available_kernels
-
-    kernels = available_kernels()
-    for name, state in kernels.items():
-        yield None, f"attention kernel {name}: {state}"
-    if "ok" not in kernels.values():
-        yield "no attention kernel runs on this machine; see the reasons above", "attention kernels"
-
-
-def _check_config() -> Iterator[Finding]:
-    from hydra import compose, initialize_config_module
-    from hydra.errors import HydraException
-
-    try:
-        with initialize_config_module("verl.trainer.config", version_base=None):
-            config = compose("ppo_trainer", overrides=[f"model_engine={PLUGIN}"], return_hydra_config=True)
-    except HydraException as error:
-        yield str(error), f"model_engine={PLUGIN} does not compose"
-        return
-    sources = [source.path for source in config.hydra.runtime.config_sources if source.provider == "verl_prefix"]
-    yield (
-        None if sources else "verl_prefix.plugin adds no entry",
-        f"Hydra search path: {', '.join(sources) or 'missing'}",
+    source.add_argument(
+        "--runs",
+        nargs=2,
+        metavar=("A", "B"),
+        help="two finished runs: JSON lines of verl's file logger, or event files",
     )
-    for role in ("actor", "ref"):
-        target = config.actor_rollout_ref[role]._target_
-        problem = None if target.startswith("verl_prefix.") else f"another package provides model_engine={PLUGIN}"
-        yield problem, f"model_engine={PLUGIN} composes {role}: {target}"
-
-
-def doctor(_: argparse.Namespace) -> int:
-    """Prints one line per check and returns the exit code: 0, or 1 with what to do for each problem."""
-    problems = 0
-    for check in (_check_versions, _check_policy, _check_plugin, _check_registered, _check_kernels, _check_config):
-        for problem, line in check():
-            problems += problem is not None
-            print(f"FAIL {line}\n     -> {problem}" if problem else f"ok   {line}", flush=True)
-    print(f"{problems} problem(s)" if problems else f"all fine: model_engine={PLUGIN} will be used")
-    return 1 if problems else 0
+    command.add_argument("--model", help="the model's folder, where it is not the recorded path")
+    command.add_argument(
+        "--arms", type=lambda text: tuple(text.split(",")), default=("auto",),
+        help="of auto, packed, phased, and stock_repacked (stock again, its rows reversed and micro-batches twice as "
+        "large: the run-to-run envelope); default auto",
+    )  # fmt: skip
+    command.add_argument("--steps", type=int, help="steps to replay; default all that were recorded, or 5")
+    command.add_argument("--ranks", type=int, help="ranks to replay on, a divisor of the recorded ones")
+    command.add_argument("--dtype", choices=("fp32", "bf16"), help="of forward and backward; default as recorded")
+    command.add_argument("--lr", type=float, help="learning rate; default as recorded")
+    command.add_argument("--truth-steps", type=int, default=3, help="first steps that the truth takes too; default 3")
+    command.add_argument(
+        "--out", type=Path, default=Path("outputs/ab"), help="folder of the report; default outputs/ab"
+    )
+    command.add_argument("--force", action="store_true", help="replace a report that is there")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -162,7 +72,8 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="verl-prefix", description="Shared-prefix GRPO for verl's FSDP actor.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     command = commands.add_parser("doctor", help="say whether verl will use this package, and if not, why")
-    command.set_defaults(run=doctor)
+    command.set_defaults(run=lambda _: doctor.doctor())
+    _add_ab(commands)
     arguments = parser.parse_args(argv)
     return arguments.run(arguments)
 

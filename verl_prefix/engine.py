@@ -28,6 +28,7 @@ from verl_prefix.gate import Gate
 from verl_prefix.groups import Group
 from verl_prefix.mini_batch import MiniBatch, even_out, group_batch
 from verl_prefix.schedule import Schedule
+from verl_prefix.trace import open_trace
 from verl_prefix.verify import Verdict, check
 
 logger = logging.getLogger(__name__)
@@ -54,6 +55,7 @@ class PrefixFSDPEngine(FSDPEngineWithLMHead):
         engine_config = copy.copy(engine_config)
         object.__setattr__(engine_config, "strategy", "fsdp2")
         super().__init__(model_config, engine_config, optimizer_config, checkpoint_config)
+        self._trace = open_trace(self)
 
     def initialize(self) -> None:
         super().initialize()
@@ -69,6 +71,12 @@ class PrefixFSDPEngine(FSDPEngineWithLMHead):
                 reduce_max=self._reduce_max,
                 schedule=self._schedule,
             )
+
+    def train_batch(self, data: TensorDict, loss_function: Callable) -> dict[str, object]:
+        """One optimizer step, as verl's; recorded first where `prefix.trace_dir` says so."""
+        if self._trace is not None:
+            self._trace.record(data, loss_function, self._reduce_max)
+        return super().train_batch(data, loss_function)
 
     def forward_backward_batch(
         self, data: TensorDict, loss_function: Callable | None, forward_only: bool = False

@@ -8,14 +8,17 @@ import pytest
 import verl_prefix
 
 PACKAGE = Path(verl_prefix.__file__).parent
-EDGES = ("plugin.py", "engine.py", "mini_batch.py", "trainer.py", "cli.py", "testing.py", "config/", "cpu/")
+EDGES = (
+    "plugin.py", "engine.py", "mini_batch.py", "trainer.py", "trace.py", "replay.py", "ab.py", "plan.py", "doctor.py",
+    "testing.py", "config/", "cpu/",
+)  # fmt: skip
 MAY_IMPORT = {
     "verl": EDGES,
     "ray": EDGES,
     "hydra": EDGES,
     "omegaconf": EDGES,
     "tensordict": EDGES,
-    "transformers": ("models.py", "testing.py", "cli.py", "config/", "cpu/"),
+    "transformers": ("models.py", "testing.py", "config/", "cpu/"),
     "vllm": ("cpu/",),
 }
 LAYERS = [

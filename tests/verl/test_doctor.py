@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import verl_prefix
-from verl_prefix import cli
+from verl_prefix import doctor
 
 
 def run_doctor(cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
@@ -68,19 +68,19 @@ def test_doctor_says_which_variable_keeps_the_plugin_out(tmp_path):
 )
 def test_the_plugin_policy_is_read_as_verl_reads_it(monkeypatch, policy, allowed):
     monkeypatch.setenv("VERL_USE_EXTERNAL_PLUGINS", policy)
-    assert cli._policy()[1] is allowed
+    assert doctor._policy()[1] is allowed
 
 
 @pytest.mark.parametrize("verl_version", ["0.8.0", "0.10.0", None])
 def test_a_verl_outside_the_supported_range_is_a_problem(monkeypatch, verl_version):
-    monkeypatch.setattr(cli, "_version", lambda name: verl_version if name == "verl" else "1.0")
-    problems = {line.split()[0]: problem for problem, line in cli._check_versions()}
+    monkeypatch.setattr(doctor, "_version", lambda name: verl_version if name == "verl" else "1.0")
+    problems = {line.split()[0]: problem for problem, line in doctor._check_versions()}
     assert problems["verl"].startswith("install verl")
 
 
 def test_versions_that_are_optional_may_be_absent(monkeypatch):
-    installed = cli._version
-    monkeypatch.setattr(cli, "_version", lambda name: None if name in ("vllm", "flash-attn") else installed(name))
-    findings = list(cli._check_versions())
+    installed = doctor._version
+    monkeypatch.setattr(doctor, "_version", lambda name: None if name in ("vllm", "flash-attn") else installed(name))
+    findings = list(doctor._check_versions())
     assert (None, "vllm not installed") in findings and (None, "flash-attn not installed") in findings
     assert all(problem is None for problem, _ in findings)

@@ -31,6 +31,9 @@ class PrefixConfig(BaseConfig):
     cost_profile: str | None = None
     verify: str | int = "first_step"
     verify_action: str = "raise"
+    trace_dir: str | None = None
+    trace_max_steps: int = 100
+    trace_max_gib: float = 8.0
 
     def __post_init__(self) -> None:
         for key, value, allowed in (
@@ -59,6 +62,11 @@ class PrefixConfig(BaseConfig):
             raise ValueError(
                 f"actor_rollout_ref.actor.prefix.cost_profile is read by prefix.schedule=auto alone, not by "
                 f"{self.schedule!r}; remove it"
+            )
+        if not isinstance(self.trace_max_steps, int) or self.trace_max_steps < 1 or self.trace_max_gib <= 0:
+            raise ValueError(
+                f"actor_rollout_ref.actor.prefix.trace_max_steps={self.trace_max_steps!r}, trace_max_gib="
+                f"{self.trace_max_gib!r}: set at least 1 step and more than 0 GiB, or trace_dir=null for no trace"
             )
         if not isinstance(self.offload, bool):
             raise ValueError(f"actor_rollout_ref.actor.prefix.offload={self.offload!r}: set true or false")

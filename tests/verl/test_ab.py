@@ -1,0 +1,172 @@
+"""`verl-prefix ab` end to end: 10 optimizer steps recorded by real verl (Ray, FSDP2 on 2 gloo ranks, HF rollout) and
+replayed through stock, packed and phased; engines that are broken on purpose; damaged input.
+
+`make ab-100` is the same with 100 steps. Does not exercise CUDA or NCCL.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+ENVIRONMENT = os.environ | {"VERL_PLATFORM": "cpu", "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
+ENVIRONMENT.pop("RAY_ADDRESS", None)
+
+# Patches at import, so that the ranks that ab spawns are broken as well.
+SABOTAGE = """
+import dataclasses
+import sys
+
+from verl_prefix import cli, prefix_cache, schedule
+
+forward, add_grad = schedule.Schedule._forward, prefix_cache.PrefixCache.add_grad
+
+
+def one_off(self, tokens, layout, *args):
+    positions = tokens.position_ids.clone()
+    positions[layout.suffix_index] += 1
+    tokens = dataclasses.replace(tokens, position_ids=positions)
+    return forward(self, tokens, layout, *args)
+
+
+def dropped(self, layer, *args):
+    if layer != 1:
+        add_grad(self, layer, *args)
+
+
+if {kind!r} == "positions":
+    schedule.Schedule._forward = one_off
+else:
+    prefix_cache.PrefixCache.add_grad = dropped
+if __name__ == "__main__":
+    sys.exit(cli.main(sys.argv[1:]))
+"""
+
+
+def run(command: list, timeout: int, **env: str) -> subprocess.CompletedProcess[str]:
+    words = [str(word) for word in command]
+    return subprocess.run(words, cwd=ROOT, env=ENVIRONMENT | env, capture_output=True, text=True, timeout=timeout)
+
+
+def ab(*words: object, script: Path | None = None) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, script] if script else [sys.executable, "-m", "verl_prefix.cli"]
+    return run([*command, "ab", *words], timeout=300)
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory) -> Path:
+    """5 training steps of 2 mini-batches: half of the 10 optimizer steps are off-policy. The trace and the report."""
+    out = tmp_path_factory.mktemp("ab")
+    words = "--arms packed,phased,stock_repacked --truth-steps 10"
+    done = run([ROOT / "examples" / "ab_grpo.sh", "trace"], 600, OUT=str(out), AB_ARGS=words, PYTHON=sys.executable)
+    (out / "output").write_text(f"{done.returncode}\n{done.stdout}\n{done.stderr}")
+    return out
+
+
+@pytest.mark.ray
+def test_ten_real_steps_replay_within_the_tolerances(recorded):
+    output = (recorded / "output").read_text()
+    assert output.startswith("0\n"), output[-4000:]
+    report = json.loads((recorded / "report" / "report.json").read_text())
+    assert report["holds"] and report["ranks"] == 2 and len(report["steps"]) == 10 and report["dtype"] == "fp32"
+    # On-policy first step: the engine's log-probs are the recorded ones.
+    assert report["recorded_log_prob_gap"] < 1e-5
+    judged = {(row["arm"], row["name"]) for row in report["tolerances"]}
+    for arm in ("packed", "phased"):
+        assert {(arm, f"same weights: {name}") for name in ("log_probs", "grads", "loss")} <= judged
+        assert (arm, "error against the truth: params") in judged
+        assert all(step["arms"][arm]["values"]["grad_norm"] > 0 for step in report["steps"])
+        # Off-policy steps: another policy than the one that sampled.
+        assert any(abs(step["arms"][arm]["values"]["actor/ppo_kl"]) > 1e-6 for step in report["steps"])
+    assert report["steps"][0]["arms"]["phased"]["values"]["prefix/reuse_fraction"] > 0.5
+    assert report["steps"][9]["arms"]["phased"]["own_weights"]["params"]["max_fp32"] > 0, "weights never differ at all?"
+    assert (recorded / "report" / "report.png").stat().st_size > 10_000
+    assert "every tolerance holds" in (recorded / "report" / "report.md").read_text()
+    paths = json.dumps(report)
+    assert str(recorded) not in paths and str(ROOT) not in paths
+
+
+@pytest.mark.ray
+@pytest.mark.parametrize(
+    ("kind", "diverging", "quantity"),
+    [("positions", "layers.0", "layer output"), ("grads", "layers.1.self_attn.", "gradient")],
+)
+def test_a_broken_engine_fails_and_the_first_divergence_is_named(recorded, tmp_path, kind, diverging, quantity):
+    script = tmp_path / "sabotage.py"
+    script.write_text(SABOTAGE.format(kind=kind))
+    # Both recorded ranks on one, as an 8-GPU trace on a single GPU; and no trace at all.
+    source = ("--trace", recorded / "trace", "--ranks", 1)
+    if kind == "grads":
+        source = ("--synthetic", "48,12,3,2", "--model", recorded / "model")
+    done = ab(*source, "--steps", 1, "--arms", "phased", "--truth-steps", 0, "--out", tmp_path, script=script)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "FAILED: phased, same weights: grads" in done.stdout, done.stdout + done.stderr
+    found = json.loads((tmp_path / "report.json").read_text())["first_diverging"]["phased"]
+    assert found["step"] == 1 and found["quantity"] == quantity and diverging in found["layer"], found
+    assert found["layer"] in done.stdout
+    # The log-probs are forward's: a gradient that is dropped leaves them alone.
+    assert ("FAILED: phased, same weights: log_probs" in done.stdout) == (kind == "positions")
+
+
+@pytest.mark.ray
+def test_a_report_is_not_overwritten_and_a_damaged_trace_is_an_error(recorded, tmp_path):
+    words = ("ab", "--trace", recorded / "trace", "--out")
+    from verl_prefix import cli
+
+    def code(*more: object) -> int:
+        return cli.main([str(word) for word in (*words, *more)])
+
+    assert code(recorded / "report") == 2
+    assert code(tmp_path, "--ranks", 3) == 2
+    assert code(tmp_path, "--arms", "packed,nonsense") == 2
+    assert code(tmp_path, "--arms", "stock_repacked") == 2
+    assert code(tmp_path, "--dtype", "bf16", "--truth-steps", 0) == 2
+    assert code(tmp_path, "--model", tmp_path) == 2
+    path = recorded / "trace" / "rank_00000" / "step_00004.safetensors"
+    content = path.read_bytes()
+    path.write_bytes(content[:-1])
+    try:
+        assert code(tmp_path) == 2
+    finally:
+        path.write_bytes(content)
+    assert not (tmp_path / "report.json").exists()
+
+
+def measured(dtype: str, ours: float, same: float = 1e-7, loss: float = 0.1) -> dict:
+    """Two steps; stock's error against the truth is 1e-4 everywhere."""
+    arms = {"phased": {"same_weights": dict.fromkeys(("log_probs", "grads", "loss"), same), "values": {"loss": loss}}}
+    names = ("log_probs", "grads", "params")
+    errors = {"stock": dict.fromkeys(names, 1e-4), "phased": dict.fromkeys(names, ours)}
+    steps = [{"step": n, "arms": arms, "truth_errors": errors} for n in (1, 2)]
+    return {"dtype": dtype, "judged": ["phased"], "steps": steps}
+
+
+@pytest.mark.parametrize(
+    ("case", "failing"),
+    [
+        (measured("fp32", 1.29e-4, 4.9e-6), set()),
+        (measured("fp32", 1.31e-4), {"error against the truth: params"}),
+        (measured("fp32", 1e-4, 5.1e-6), {f"same weights: {name}" for name in ("log_probs", "grads", "loss")}),
+        (measured("fp32", 1e-4, float("nan")), {f"same weights: {name}" for name in ("log_probs", "grads", "loss")}),
+        (measured("bf16", 1.29e-4, 1e-2), set()),
+        (measured("bf16", 1.31e-4), {f"error against the truth: {name}" for name in ("log_probs", "grads", "params")}),
+        (measured("bf16", 1e-4, loss=float("inf")), {"losses that are not finite"}),
+    ],
+)
+def test_tolerances_are_those_of_the_project(case, failing):
+    from verl_prefix import report
+
+    assert {row["name"] for row in report.tolerances(case) if not row["holds"]} == failing
+
+
+@pytest.mark.parametrize("words", ["--synthetic 1,2", "--synthetic 8,8,2 --trace x", "--dtype fp64 --trace x", ""])
+def test_the_command_line_is_checked(words):
+    from verl_prefix import cli
+
+    with pytest.raises(SystemExit) as error:
+        cli.main(["ab", *words.split()])
+    assert error.value.code == 2

@@ -1,0 +1,85 @@
+"""`verl-prefix ab --runs`: what verl's loggers write is read; the verdict depends on the first step. No training."""
+
+import json
+
+import pytest
+
+from verl_prefix import cli, runs
+from verl_prefix.trace import TraceError
+
+STEP = {
+    "timing_s/step": 9.0, "timing_s/update_actor": 4.0, "actor/grad_norm": 1.5, "actor/entropy": 6.0,
+    "actor/pg_loss": -0.2, "response_length/mean": 20.0, "prompt_length/mean": 400.0, "critic/score/mean": 0.5,
+}  # fmt: skip
+
+
+def write(path, steps: dict[int, dict]) -> str:
+    lines = [{"step": 0, "data": {"val/score": 0.1}}]  # validation alone is no training step
+    lines += [{"step": step, "data": STEP | values} for step, values in steps.items()]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return str(path)
+
+
+def compare(tmp_path, a: dict, b: dict) -> tuple[int, dict]:
+    paths = [write(tmp_path / "stock.jsonl", a), write(tmp_path / "ours.jsonl", b)]
+    code = cli.main(["ab", "--runs", *paths, "--out", str(tmp_path / "out")])
+    return code, json.loads((tmp_path / "out" / "report.json").read_text())
+
+
+def test_equal_first_steps_hold_and_times_are_compared(tmp_path):
+    later = {"actor/grad_norm": 1.9, "timing_s/update_actor": 2.0}
+    code, report = compare(tmp_path, {1: {}, 2: {}, 3: {}}, {1: {"timing_s/update_actor": 1.0}, 2: later})
+    assert code == 0 and report["holds"] and report["common_steps"] == [1, 2]
+    assert report["timings"]["timing_s/update_actor"]["speedup"] == pytest.approx(4.0 / 1.5, rel=1e-5)
+    assert (tmp_path / "out" / "report.png").stat().st_size > 10_000
+
+
+def test_another_first_step_from_the_same_rollouts_fails_by_name(tmp_path, capsys):
+    code, report = compare(tmp_path, {1: {}}, {1: {"actor/grad_norm": 1.51}})
+    assert code == 1 and not report["holds"]
+    assert "FAILED: step 1: actor/grad_norm" in capsys.readouterr().out
+
+
+def test_other_rollouts_are_not_judged_but_must_be_finite(tmp_path):
+    other = {"response_length/mean": 21.0, "actor/grad_norm": 1.9}
+    code, report = compare(tmp_path, {1: {}}, {1: other})
+    assert code == 0 and not report["same_rollouts_in_first_step"]
+    assert cli.main(["ab", "--runs", "x", "y", "--out", str(tmp_path / "out")]) == 2, "the report is there already"
+    paths = [write(tmp_path / "a.jsonl", {1: {}}), write(tmp_path / "b.jsonl", {1: other | {"actor/grad_norm": 1e999}})]
+    assert cli.main(["ab", "--runs", *paths, "--out", str(tmp_path / "out"), "--force"]) == 1
+
+
+def test_tensorboard_events_are_read(tmp_path):
+    from torch.utils.tensorboard import SummaryWriter
+
+    with SummaryWriter(tmp_path / "events") as writer:
+        for step in (1, 2):
+            for name, value in STEP.items():
+                writer.add_scalar(name, value * step, step)
+    found = runs.read_run(str(tmp_path / "events"))
+    assert list(found) == [1, 2] and found[2]["actor/grad_norm"] == pytest.approx(3.0)
+    same = runs.read_run(write(tmp_path / "run.jsonl", {1: {}}))
+    assert runs.build(["a", "b"], [found, same])["holds"]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('{"step": 1, "data": {"timing_s/step": 1}}\n{"step": 2', "line 2 is not what verl's file logger writes"),
+        ('{"step": 0, "data": {"val/score": 0.1}}\n', "no training step"),
+        ("[1]\n", "line 1 is not"),
+        (None, "no JSON-lines file and no TensorBoard events"),
+    ],
+)
+def test_what_cannot_be_read_is_named(tmp_path, content, message):
+    path = tmp_path / "run.jsonl"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(TraceError, match=message):
+        runs.read_run(str(path))
+
+
+def test_runs_without_a_common_step_are_an_error(tmp_path):
+    a, b = (runs.read_run(write(tmp_path / f"{step}.jsonl", {step: {}})) for step in (1, 2))
+    with pytest.raises(TraceError, match="none in common"):
+        runs.build(["a", "b"], [a, b])

@@ -1,0 +1,239 @@
+"""Traces: what is written is what is read, recording ends where it should, and whatever is damaged is named.
+
+tests/verl/test_ab.py records a run of real verl; here an engine trains at most, by itself.
+"""
+
+import functools
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+import torch.multiprocessing as mp
+from safetensors.torch import load_file, save_file
+
+os.environ.setdefault("VERL_PLATFORM", "cpu")
+
+from verl.workers.config import ActorConfig  # noqa: E402
+from verl.workers.utils.losses import ppo_loss, sft_loss  # noqa: E402
+
+from verl_prefix import trace  # noqa: E402
+from verl_prefix.ab import synthetic_rows  # noqa: E402
+from verl_prefix.testing import write_tiny_model  # noqa: E402
+
+CONFIG = ActorConfig(strategy="fsdp2", rollout_n=3, ppo_micro_batch_size_per_gpu=1)
+LOSS = functools.partial(ppo_loss, config=CONFIG)
+
+
+def rows(step: int, rank: int) -> trace.StepRows:
+    made = synthetic_rows(9, 4 + step, 3, 2, vocab_size=50, seed=10 * step + rank)
+    made.jagged["old_log_probs"] = made.jagged["advantages"]
+    return made
+
+
+def writers(folder: Path, model: str, max_steps: int = 100, max_gib: float = 1.0) -> list[trace.TraceWriter]:
+    described = {"model": {"path": model, "fingerprint": trace.model_fingerprint(model)}}
+    return [trace.TraceWriter(str(folder), rank, 2, max_steps, max_gib, lambda: described) for rank in range(2)]
+
+
+def record(ranks: list[trace.TraceWriter], steps: int) -> None:
+    for step in range(steps):
+        for writer in ranks:
+            writer.record(rows(step, writer.rank).tensordict(), LOSS, lambda counts: counts)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> str:
+    return write_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def folder(tmp_path, model) -> Path:
+    record(writers(tmp_path / "trace", model), steps=3)
+    return tmp_path / "trace"
+
+
+def test_what_is_written_is_what_is_read(folder, model):
+    recorded = trace.Trace(folder)
+    recorded.check_model(model)
+    assert recorded.num_steps == 3 and list(recorded.check()) == [(s, r) for s in range(3) for r in range(2)]
+    for step in range(3):
+        for rank in range(2):
+            found, wanted = recorded.read(step, rank), rows(step, rank)
+            assert found.uids == wanted.uids and found.flags == wanted.flags
+            assert set(found.jagged) == set(wanted.jagged)
+            for name, pair in wanted.jagged.items():
+                assert all(torch.equal(a, b) for a, b in zip(found.jagged[name], pair, strict=True)), name
+
+
+def test_ranks_join_in_order(folder):
+    joined = trace.join_rows([trace.Trace(folder).read(1, rank) for rank in range(2)])
+    assert joined.num_rows == 12 and joined.uids == rows(1, 0).uids + rows(1, 1).uids
+    last = joined.tensordict(order=[11])["input_ids"].unbind()[0]
+    assert torch.equal(last, rows(1, 1).jagged["input_ids"][0][-14:])
+
+
+def test_recording_ends_at_its_bounds_on_every_rank(tmp_path, model):
+    record(writers(tmp_path / "steps", model, max_steps=2), steps=5)
+    assert trace.Trace(tmp_path / "steps").num_steps == 2
+    small = writers(tmp_path / "gib", model, max_gib=1e-5)  # 5 KiB a rank
+    record(small, steps=5)
+    assert 0 < trace.Trace(tmp_path / "gib").num_steps < 5
+    assert sum(f.stat().st_size for f in (tmp_path / "gib").rglob("*.safetensors")) <= 1e-5 * 2**30
+    # A rank stops where another one is full, though it has room itself.
+    (roomy, _) = writers(tmp_path / "other", model)
+    roomy.record(rows(0, 0).tensordict(), LOSS, lambda counts: [1])
+    assert roomy.full and not (tmp_path / "other").exists()
+
+
+def test_a_folder_with_a_trace_and_a_foreign_loss_are_refused(folder, tmp_path, model):
+    with pytest.raises(trace.TraceError, match="already holds a trace"):
+        writers(folder, model)
+    writer = writers(tmp_path / "sft", model)[0]
+    with pytest.raises(trace.TraceError, match="ppo_loss.*sft_loss"):
+        writer.record(rows(0, 0).tensordict(), functools.partial(sft_loss, config=CONFIG), lambda counts: counts)
+
+
+def test_a_killed_run_leaves_the_steps_that_all_ranks_finished(folder):
+    # Rank 1 was killed in its third step: its tensors are half written beside their name, its JSON is not there.
+    step = folder / "rank_00001" / "step_00002.json"
+    step.unlink()
+    tensors = step.with_suffix(".safetensors")
+    tensors.rename(tensors.with_name(f"{tensors.name}.part"))
+    assert trace.Trace(folder).num_steps == 2
+
+
+def _train(rank: int, scratch: Path, model: str) -> None:
+    """Two steps of one batch by the prefix engine, recorded, on its own path and on verl's."""
+    from verl.trainer.config import CheckpointConfig
+    from verl.workers.config import FSDPOptimizerConfig, HFModelConfig
+    from verl.workers.engine import EngineRegistry
+
+    from verl_prefix.config import PrefixConfig, PrefixEngineConfig
+
+    os.environ.update(RANK=str(rank), WORLD_SIZE="1")
+    torch.distributed.init_process_group("gloo", init_method=f"file://{scratch / 'rendezvous'}", rank=0, world_size=1)
+    for schedule in ("auto", "stock"):
+        options = PrefixConfig(schedule=schedule, trace_dir=str(scratch / schedule), trace_max_steps=2)
+        parts = dict(
+            model_config=HFModelConfig(path=model, override_config={"attn_implementation": "sdpa"}),
+            optimizer_config=FSDPOptimizerConfig(lr=1e-4),
+            checkpoint_config=CheckpointConfig(),
+        )
+        for forward_only in (False, True):  # a ref engine beside it records nothing, and does not mind the folder
+            config = PrefixEngineConfig(
+                prefix=options, forward_only=forward_only, use_torch_compile=False,
+                mixed_precision={"param_dtype": "fp32", "reduce_dtype": "fp32"},
+            )  # fmt: skip
+            engine = EngineRegistry.new("language_model", "prefix", engine_config=config, **parts)
+            engine.initialize()
+            with engine.eval_mode(disable_auto_offload=True):
+                engine.infer_batch(rows(0, 0).tensordict())
+            for step in range(0 if forward_only else 3):
+                with engine.train_mode(disable_auto_offload=True):
+                    engine.train_batch(rows(step, 0).tensordict(), LOSS)
+    torch.distributed.destroy_process_group()
+
+
+def test_an_engine_records_its_updates_alone_whatever_its_schedule(tmp_path, model):
+    mp.spawn(_train, args=(tmp_path, model))
+    for schedule in ("auto", "stock"):
+        recorded = trace.Trace(tmp_path / schedule)
+        recorded.check_model(model)
+        assert recorded.num_steps == 2 and recorded.manifest["engine"]["prefix"]["schedule"] == schedule
+        assert recorded.manifest["optimizer"]["lr"] == 1e-4 and recorded.manifest["loss"]["clip_ratio"] == 0.2
+        for step in range(2):
+            found, wanted = recorded.read(step, 0), rows(step, 0)
+            assert found.uids == wanted.uids and found.flags == wanted.flags
+            for name, pair in wanted.jagged.items():
+                assert all(torch.equal(a, b) for a, b in zip(found.jagged[name], pair, strict=True)), name
+
+
+def truncate(folder: Path) -> None:
+    path = folder / "rank_00001" / "step_00001.safetensors"
+    path.write_bytes(path.read_bytes()[:-7])
+
+
+def flip(name: str):
+    def damage(folder: Path) -> None:
+        path = folder / name
+        content = bytearray(path.read_bytes())
+        content[len(content) // 2] ^= 1
+        path.write_bytes(bytes(content))
+
+    return damage
+
+
+def rewrite(edit):
+    """Changes a step's tensors and makes its checksums fit again: what a faulty writer would leave."""
+
+    def damage(folder: Path) -> None:
+        path = folder / "rank_00000" / "step_00001.json"
+        tensors = load_file(path.with_suffix(".safetensors"))
+        edit(tensors)
+        save_file(tensors, path.with_suffix(".safetensors"))
+        body = trace._read_json(path)
+        content = path.with_suffix(".safetensors").read_bytes()
+        trace._write_json(path, body | {"sha256_tensors": trace.hashlib.sha256(content).hexdigest()})
+
+    return damage
+
+
+def other_schema(folder: Path) -> None:
+    body = trace._read_json(folder / "manifest.json")
+    trace._write_json(folder / "manifest.json", body | {"schema": "verl_prefix.trace/99"})
+
+
+def moved(folder: Path) -> None:
+    for suffix in ("json", "safetensors"):
+        (folder / "rank_00000" / f"step_00002.{suffix}").replace(folder / "rank_00000" / f"step_00001.{suffix}")
+        (folder / "rank_00001" / f"step_00002.{suffix}").unlink()
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (truncate, r"rank_00001/step_00001.safetensors is damaged: its \d+ bytes do not match the sha256"),
+        (flip("rank_00000/step_00002.safetensors"), "rank_00000/step_00002.safetensors is damaged"),
+        (flip("rank_00000/step_00002.json"), "rank_00000/step_00002.json is damaged"),
+        (flip("manifest.json"), "manifest.json is damaged"),
+        (lambda folder: (folder / "manifest.json").unlink(), "manifest.json is missing"),
+        (lambda folder: (folder / "manifest.json").write_text("[1]"), "manifest.json is damaged: it is not JSON"),
+        (other_schema, "schema 'verl_prefix.trace/99'.*reads 'verl_prefix.trace/1'"),
+        (lambda folder: (folder / "rank_00001/step_00001.json").unlink(), "rank_00001/step_00001.json is missing"),
+        (lambda folder: (folder / "rank_00001/step_00001.safetensors").unlink(), "step_00001.safetensors is missing"),
+        (moved, "step_00001.json says it is step 2 of rank 0"),
+        (rewrite(lambda t: t.update(input_ids=t["input_ids"].float())), "input_ids is torch.float32.*not integers"),
+        (rewrite(lambda t: t.update(advantages=t["advantages"].long())), "advantages is torch.int64.*floating point"),
+        (rewrite(lambda t: t.pop("loss_mask")), "has no tensor loss_mask"),
+        (rewrite(lambda t: t.update({"responses/lengths": t["responses/lengths"] + 1})), "does not fit the rows"),
+        (rewrite(lambda t: t.update(prompts=t["prompts"][:-1])), "prompts/lengths does not fit the rows"),
+    ],
+)  # fmt: skip
+def test_damage_is_named(folder, damage, message):
+    damage(folder)
+    with pytest.raises(trace.TraceError, match=message):
+        for _ in trace.Trace(folder).check():
+            pass
+
+
+def test_another_model_is_named(folder, tmp_path, model):
+    recorded = trace.Trace(folder)
+    other = write_tiny_model(tmp_path / "other", seed=1)
+    with pytest.raises(trace.TraceError, match="other is another model than the trace was recorded with"):
+        recorded.check_model(other)
+    config = Path(write_tiny_model(tmp_path / "config")) / "config.json"
+    recorded.check_model(config.parent)
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"rms_norm_eps": 1e-5}))
+    with pytest.raises(trace.TraceError, match="another model"):
+        recorded.check_model(config.parent)
+    with pytest.raises(trace.TraceError, match="has no config.json"):
+        recorded.check_model(tmp_path)
+
+
+def test_an_empty_folder_is_no_trace(tmp_path):
+    with pytest.raises(trace.TraceError, match="is not a folder"):
+        trace.Trace(tmp_path / "nothing")
+    with pytest.raises(trace.TraceError, match="manifest.json is missing"):
+        trace.Trace(tmp_path)

@@ -1,0 +1,302 @@
+"""`verl-prefix ab`: replays a trace, or made-up rows, through the stock engine and ours, and writes the report.
+
+Starts one process per rank itself, or runs as a rank under torchrun. `report` holds the tolerances and the verdict.
+"""
+
+import dataclasses
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from verl.workers.config import ActorConfig, FSDPEngineConfig, FSDPOptimizerConfig
+
+from verl_prefix import report
+from verl_prefix.config import SCHEDULES
+from verl_prefix.replay import (
+    REPACKED,
+    STOCK,
+    TRUTH,
+    Arm,
+    Memory,
+    first_diverging,
+    parameter_distance,
+    precision,
+    relative_error,
+    response_part,
+)
+from verl_prefix.trace import StepRows, Trace, TraceError, join_rows, model_fingerprint, plain
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What the command line asks for; None leaves a value to the trace.
+
+    Raises:
+        TraceError: an option cannot be, or does not go with the trace.
+    """
+
+    trace: str | None
+    synthetic: tuple[int, int, int, int] | None
+    model: str | None
+    arms: tuple[str, ...]
+    steps: int | None
+    ranks: int | None
+    dtype: str | None
+    truth_steps: int
+    lr: float | None
+
+    def __post_init__(self) -> None:
+        known = (*(name for name in SCHEDULES if name != STOCK), REPACKED)
+        for name in self.arms:
+            if name not in known or self.arms.count(name) > 1:
+                raise TraceError(f"--arms {','.join(self.arms)}: name each of {', '.join(known)} at most once")
+        if self.arms == (REPACKED,):
+            raise TraceError(f"--arms {REPACKED} is stock again; add one of {', '.join(known[:-1])} to compare")
+        for option, value in (("steps", self.steps), ("ranks", self.ranks)):
+            if value is not None and value < 1:
+                raise TraceError(f"--{option} {value}: give 1 or more")
+        if self.truth_steps < 0:
+            raise TraceError(f"--truth-steps {self.truth_steps}: give 0 or more")
+        if self.synthetic and (self.model is None or min(self.synthetic) < 1):
+            raise TraceError("--synthetic P,S,G,N needs four numbers of 1 or more, and --model with a model's folder")
+
+
+class Source:
+    """Steps to replay, the same for every arm: those of a trace, its ranks joined if fewer run here, or made-up ones.
+
+    Attributes:
+        manifest: what `build_engine` reads, with the command line's model and dtype. num_steps, ranks: ints.
+    """
+
+    def __init__(self, options: Options) -> None:
+        self.synthetic, self.trace = options.synthetic, None
+        if options.trace:
+            self.trace = Trace(options.trace)
+            recorded = self.trace.world_size
+            self.manifest = self.trace.manifest
+            self.num_steps = min(options.steps or self.trace.num_steps, self.trace.num_steps)
+            self.ranks = options.ranks or recorded
+            if recorded % self.ranks:
+                raise TraceError(f"--ranks {self.ranks} does not divide the trace's {recorded} ranks")
+            model = options.model or self.manifest["model"]["local_path"] or self.manifest["model"]["path"]
+            self.trace.check_model(model)
+            for _ in self.trace.check():
+                pass
+        else:
+            self.manifest = _synthetic_manifest(options.synthetic)
+            self.num_steps, self.ranks, model = options.steps or 5, options.ranks or 1, options.model
+            if model_fingerprint(model) is None:
+                raise TraceError(f"--model {model} has no config.json")
+        self.manifest = self.manifest | {"model": self.manifest["model"] | {"path": str(model)}}
+        if options.dtype:
+            mixed = dict(param_dtype=options.dtype, reduce_dtype="fp32", buffer_dtype="fp32")
+            self.manifest["engine"] = self.manifest["engine"] | {"mixed_precision": mixed}
+        if precision(self.manifest) != "fp32" and not options.truth_steps:
+            raise TraceError(f"--truth-steps 0: {precision(self.manifest)} is judged against a truth; give 1 or more")
+        if options.lr is not None:
+            self.manifest["optimizer"] = self.manifest["optimizer"] | {"lr": options.lr}
+
+    def rows(self, step: int, rank: int, vocab_size: int) -> StepRows:
+        """What `rank` of this replay trains on in `step`."""
+        if self.trace is None:
+            return synthetic_rows(*self.synthetic, vocab_size, seed=1000 * step + rank, ranks=self.ranks)
+        joined = self.trace.world_size // self.ranks
+        return join_rows([self.trace.read(step, rank * joined + i) for i in range(joined)])
+
+
+def synthetic_rows(prompt: int, response: int, group: int, count: int, vocab_size: int, seed: int, ranks: int = 1):
+    """`count` groups of `group` rows, random tokens; group-relative advantages; `old_log_probs` left to stock."""
+    generator = torch.Generator().manual_seed(seed)
+    num_rows = count * group
+    prompts = torch.randint(vocab_size, (count, prompt), generator=generator).repeat_interleave(group, 0)
+    responses = torch.randint(vocab_size, (num_rows, response), generator=generator)
+    rewards = torch.randn(count, group, generator=generator)
+    advantages = ((rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-6)).nan_to_num()
+    whole = torch.cat([prompts, responses], 1)
+    fields = {
+        "prompts": prompts,
+        "responses": responses,
+        "input_ids": whole,
+        "position_ids": torch.arange(prompt + response).expand_as(whole),
+        "loss_mask": torch.ones_like(responses),
+        "response_mask": torch.ones_like(responses),
+        "advantages": advantages.flatten().unsqueeze(1).expand(num_rows, response),
+    }
+    jagged = {name: (x.flatten().contiguous(), torch.full((num_rows,), x.shape[1])) for name, x in fields.items()}
+    flags = {
+        "use_dynamic_bsz": False, "micro_batch_size_per_gpu": 1, "use_remove_padding": True, "temperature": 1.0,
+        "calculate_entropy": False, "global_batch_size": num_rows * ranks,
+    }  # fmt: skip
+    return StepRows(jagged, {}, [f"{seed}-{i // group}" for i in range(num_rows)], flags)
+
+
+def _synthetic_manifest(shape: tuple[int, int, int, int]) -> dict[str, Any]:
+    """fp32 and sdpa on a CPU, verl's defaults on a GPU; lr 1e-6, no KL, one row per stock micro-batch."""
+    cpu = not torch.cuda.is_available()
+    dtype = "fp32" if cpu else "bf16"
+    mixed = dict(param_dtype=dtype, reduce_dtype="fp32", buffer_dtype="fp32")
+    loss = ActorConfig(strategy="fsdp2", rollout_n=shape[2], ppo_micro_batch_size_per_gpu=1)
+    engine = FSDPEngineConfig(strategy="fsdp2", use_torch_compile=not cpu, mixed_precision=mixed)
+    return {
+        "seed": 0,
+        "model": {"enable_gradient_checkpointing": False}
+        | ({"override_config": {"attn_implementation": "sdpa"}} if cpu else {}),
+        "engine": plain(engine),
+        "optimizer": plain(FSDPOptimizerConfig(lr=1e-6)),
+        "loss": {k: v for k, v in plain(loss).items() if k not in ("engine", "model_config", "checkpoint", "optim")},
+    }
+
+
+def replay(source: Source, options: Options, rank: int, display: Any) -> dict[str, Any]:
+    """Runs all steps on this rank; every rank returns the same figures (schema of `report.build`)."""
+    memory = Memory()
+    dtype = precision(source.manifest)
+    judged = [name for name in options.arms if name != REPACKED]
+    stock, *others = [Arm(name, source.manifest, memory) for name in (STOCK, *options.arms)]
+    truth = Arm(TRUTH, source.manifest, memory) if options.truth_steps else None
+    vocab_size = stock.engine.model_config.hf_config.get_text_config().vocab_size
+    steps, diagnoses, gap = [], {}, None
+    for number in range(source.num_steps):
+        rows = source.rows(number, rank, vocab_size)
+        if "old_log_probs" not in rows.jagged:
+            found = response_part(stock.infer(rows)["log_probs"], rows)
+            rows.jagged["old_log_probs"] = torch.cat(found).float().cpu(), rows.jagged["responses"][1]
+        if number == 0:
+            gap = _warm_up([stock, *others], rows)
+        start = [w.clone() for w in stock.weights()]
+        at_truth = truth is not None and number < options.truth_steps
+        if at_truth:
+            truth.step(rows)
+        arms = {STOCK: stock.step(rows) | {"values": stock.values}}
+        errors = {STOCK: _truth_errors(stock, truth)} if at_truth else {}
+        turn = number % len(others) if others else 0  # who comes first changes from step to step
+        for arm in others[turn:] + others[:turn]:
+            with arm.at(start):
+                arm.probe(rows)
+            same = _same_weights(arm, stock, rows)
+            against_truth = _truth_errors(arm, truth) if at_truth and number == 0 else None
+            failed = report.same_weights_fail(same, dtype, against_truth, errors.get(STOCK))
+            if failed and arm.name in judged and arm.name not in diagnoses:
+                diagnoses[arm.name] = {"step": number + 1} | first_diverging(arm, stock, rows, start, dtype)
+            result = arm.step(rows)
+            own = {
+                "log_probs_max": _max_difference(arm, stock),
+                "grads": relative_error(list(zip(arm.grads, stock.grads, strict=True))),
+                "params": parameter_distance(arm, stock),
+            }
+            arms[arm.name] = result | {"values": arm.values, "same_weights": same, "own_weights": own}
+            if at_truth:
+                errors[arm.name] = _truth_errors(arm, truth)
+        if at_truth:
+            for arm in (stock, *others):
+                pairs = list(zip(arm.weights(), truth.weights(), strict=True))
+                errors[arm.name]["params"] = relative_error(pairs)
+        steps.append({"step": number + 1, "arms": arms, "truth_errors": errors})
+        display.step(steps[-1])
+    return {
+        "dtype": dtype,
+        "judged": judged,
+        "recorded_log_prob_gap": gap,
+        "steps": steps,
+        "first_diverging": diagnoses,
+    }
+
+
+def _warm_up(arms: list[Arm], rows: StepRows) -> float | None:
+    """One of each pass per arm; returns how far stock's log-probs are from the recorded old ones, at most."""
+    for arm in arms:
+        arm.infer(rows)
+        arm.probe(rows)
+    old, lengths = rows.jagged["old_log_probs"]
+    if not torch.equal(lengths, rows.jagged["responses"][1]):
+        return None
+    mask = rows.jagged["response_mask"][0].bool()
+    difference = (arms[0].log_probs.float() - old).abs()[mask]
+    return _max_over_ranks(float(difference.max()) if len(difference) else 0.0)
+
+
+def _max_over_ranks(value: float) -> float:
+    top = torch.tensor(value, dtype=torch.float64)
+    dist.all_reduce(top, op=dist.ReduceOp.MAX)
+    return float(top)
+
+
+def _max_difference(arm: Arm, other: Arm) -> float:
+    difference = (arm.log_probs.double() - other.log_probs.double()).abs()
+    return _max_over_ranks(float(difference.max()) if len(difference) else 0.0)
+
+
+def _same_weights(arm: Arm, stock: Arm, rows: StepRows) -> dict[str, float]:
+    """Relative errors against stock; the loss relative to the mean size of the advantages that it averages."""
+    advantages = rows.jagged["advantages"][0].abs()
+    scale = _max_over_ranks(float(advantages.mean()) if len(advantages) else 0.0)
+    return {
+        "log_probs": relative_error([(arm.log_probs, stock.log_probs)]),
+        "grads": relative_error(list(zip(arm.grads, stock.grads, strict=True))),
+        "loss": abs(arm.values["loss"] - stock.values["loss"]) / max(scale, abs(stock.values["loss"]), 1e-300),
+    }
+
+
+def _truth_errors(arm: Arm, truth: Arm) -> dict[str, float]:
+    return {
+        "log_probs": relative_error([(arm.log_probs, truth.log_probs)]),
+        "grads": relative_error(list(zip(arm.grads, truth.grads, strict=True))),
+    }
+
+
+def _worker(rank: int, ranks: int, rendezvous: str, source: Source, options: Options, result: str) -> None:
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks))
+    _run_rank(rank, ranks, f"file://{rendezvous}", source, options, result)
+
+
+def _run_rank(rank: int, ranks: int, init_method: str, source: Source, options: Options, result: str) -> None:
+    cuda = torch.cuda.is_available()
+    if cuda:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", init_method, rank=rank, world_size=ranks)
+    try:
+        with report.Display(source.num_steps, options.arms, shown=rank == 0) as display:
+            measured = replay(source, options, rank, display)
+        if rank == 0:
+            Path(result).write_text(json.dumps(measured))
+    finally:
+        dist.destroy_process_group()
+
+
+def run(options: Options, output: Path, force: bool) -> int:
+    """The command; returns its exit code: 0 only if every tolerance holds.
+
+    Raises:
+        TraceError: the trace, the model or an option is not usable, or `output` holds a report.
+    """
+    report.refuse_overwrite(output, force)
+    source = Source(options)
+    under_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
+    with tempfile.TemporaryDirectory() as scratch:
+        result = Path(scratch) / "measured.json"
+        if under_torchrun:
+            rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+            if ranks != source.ranks:
+                raise TraceError(f"torchrun started {ranks} ranks, the replay has {source.ranks}: add --ranks {ranks}")
+            _run_rank(rank, ranks, "env://", source, options, str(result))
+            if rank:
+                return 0
+        else:
+            os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # ranks that spin at barriers slow each other down
+            arguments = (source.ranks, f"{scratch}/rendezvous", source, options, str(result))
+            mp.spawn(_worker, args=arguments, nprocs=source.ranks)
+        measured = json.loads(result.read_text())
+    model = source.manifest["model"]
+    described = {
+        # Names, not paths: a report is for others to read.
+        "options": {k: Path(v).name if k in ("trace", "model") and v else v for k, v in vars(options).items()},
+        "model": {"name": Path(model["path"]).name, **{k: model.get(k) for k in ("revision", "fingerprint")}},
+        "recorded": {k: source.manifest[k] for k in ("optimizer", "loss")},
+        "ranks": source.ranks,
+    }
+    return report.finish(measured, described, output)

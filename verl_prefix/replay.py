@@ -1,0 +1,356 @@
+"""Replay: the same optimizer steps through verl's stock engine and through ours, in one process per rank, in turn.
+
+Three questions per step, each with its own pair of weights:
+- same weights: both engines compute the step from stock's weights. What differs is what ours computes differently.
+- own weights: every engine goes on from its own weights with its own optimizer. What differs is what a run would see.
+- truth: the stock engine one precision above (float64 for fp32, fp32 for bf16) takes the first steps as well; an
+  engine's distance from it is that engine's own error.
+
+Every rank holds its shards; differences are sums over shards, reduced over ranks, so every rank knows every result.
+"""
+
+import ctypes
+import dataclasses
+import functools
+import re
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import chain
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from verl.trainer.config import CheckpointConfig
+from verl.utils.metric import Metric
+from verl.utils.torch_dtypes import PrecisionType
+from verl.workers.config import ActorConfig, FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
+from verl.workers.config.actor import PolicyLossConfig
+from verl.workers.engine import EngineRegistry
+from verl.workers.utils.losses import ppo_loss
+
+from verl_prefix.config import PrefixConfig, PrefixEngineConfig
+from verl_prefix.trace import StepRows
+
+STOCK, REPACKED, TRUTH = "stock", "stock_repacked", "truth"
+MODEL_KEYS = (
+    "use_remove_padding", "override_config", "trust_remote_code", "enable_gradient_checkpointing",
+    "enable_activation_offload", "lora_rank", "lora_alpha", "target_modules", "exclude_modules", "use_fused_kernels",
+)  # fmt: skip
+# ||difference|| / ||stock's|| of a layer's outputs or of a parameter's gradient above which a diagnosis names it.
+DIVERGED = {"fp32": 5e-6, "bf16": 6e-2, "fp16": 8e-3}
+
+
+def _fields(cls: type, values: dict[str, Any]) -> dict[str, Any]:
+    """What of a manifest's section the config class takes; nested sections that are dataclasses stay at defaults."""
+    simple = {f.name for f in dataclasses.fields(cls) if f.init and not dataclasses.is_dataclass(f.default_factory)}
+    return {k: v for k, v in values.items() if k in simple and k != "_target_"}
+
+
+def loss_function(manifest: dict[str, Any]) -> Callable:
+    """verl's ppo_loss with the recorded options."""
+    options = _fields(ActorConfig, manifest["loss"]) | {"strategy": "fsdp2"}
+    policy_loss = PolicyLossConfig(**_fields(PolicyLossConfig, manifest["loss"]["policy_loss"]))
+    return functools.partial(ppo_loss, config=ActorConfig(**options | {"policy_loss": policy_loss}))
+
+
+def precision(manifest: dict[str, Any]) -> str:
+    """Name of the dtype that forward and backward run in."""
+    return (manifest["engine"].get("mixed_precision") or {}).get("param_dtype", "bf16")
+
+
+def build_engine(name: str, manifest: dict[str, Any]) -> Any:
+    """verl's fsdp2 engine for stock, stock_repacked and truth, ours for a schedule's name; initialised weights.
+
+    Raises:
+        ValueError: the recorded options do not go with the shared-prefix path.
+    """
+    ours = name not in (STOCK, REPACKED, TRUTH)
+    model = {key: manifest["model"][key] for key in MODEL_KEYS if key in manifest["model"]}
+    engine = _fields(FSDPEngineConfig, manifest["engine"]) | {"strategy": "prefix" if ours else "fsdp2"}
+    double = False
+    if name == TRUTH:
+        double = precision(manifest) == "fp32"
+        engine["mixed_precision"] = dict.fromkeys(("param_dtype", "reduce_dtype", "buffer_dtype"), "fp32")
+        model["override_config"] = (model.get("override_config") or {}) | {"attn_implementation": "sdpa"}
+    if ours:
+        recorded = manifest["engine"].get("prefix") or {}
+        options = {k: recorded[k] for k in ("wave_tokens", "logits_chunk", "attention") if k in recorded}
+        offload = bool(recorded.get("offload")) and name != "packed"
+        engine_config = PrefixEngineConfig(**engine, prefix=PrefixConfig(**options, schedule=name, offload=offload))
+    else:
+        engine_config = FSDPEngineConfig(**engine)
+    torch.manual_seed(manifest["seed"])  # LoRA matrices are drawn
+    built = EngineRegistry.new(
+        model_type="language_model",
+        backend=engine_config.strategy,
+        model_config=HFModelConfig(path=manifest["model"]["path"], **model),
+        engine_config=engine_config,
+        optimizer_config=FSDPOptimizerConfig(**_fields(FSDPOptimizerConfig, manifest["optimizer"])),
+        checkpoint_config=CheckpointConfig(),
+    )
+    with _float64() if double else nullcontext():
+        built.initialize()
+    if double:
+        built._autocast_dtype = torch.float32  # verl's word for no autocast
+    return built
+
+
+def _float64() -> AbstractContextManager:
+    """verl's dtype names stop at fp32; inside, all of them mean float64. HF's RMSNorm stays fp32 either way."""
+    return mock.patch.object(PrecisionType, "to_dtype", staticmethod(lambda _: torch.float64))
+
+
+class Memory:
+    """Peak bytes that a pass adds: allocated on CUDA, resident on Linux, None elsewhere."""
+
+    _reset, _status = Path("/proc/self/clear_refs"), Path("/proc/self/status")
+
+    @contextmanager
+    def measured(self, result: dict[str, float | None], key: str) -> Iterator[None]:
+        result[key] = None
+        if torch.cuda.is_available():
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            yield
+            result[key] = (torch.cuda.max_memory_allocated() - before) / 2**30
+        elif self._reset.exists():
+            ctypes.CDLL(None).malloc_trim(0)  # what an earlier pass freed must not hide what this one takes
+            self._reset.write_text("5")  # proc(5): VmHWM starts again from VmRSS
+            before = self._kib("VmRSS")
+            yield
+            result[key] = (self._kib("VmHWM") - before) / 2**20
+        else:
+            yield
+
+    def _kib(self, field: str) -> int:
+        return int(re.search(rf"{field}:\s+(\d+) kB", self._status.read_text())[1])
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return (tensor.to_local() if hasattr(tensor, "to_local") else tensor).detach()
+
+
+def _reduced(values: list[float], op: dist.ReduceOp = dist.ReduceOp.SUM) -> list[float]:
+    total = torch.tensor(values, dtype=torch.float64)
+    dist.all_reduce(total, op=op)  # a gloo group serves host tensors beside NCCL
+    return total.tolist()
+
+
+def _relative(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[list[float], list[float]]:
+    """Per pair (found, reference) the norms of difference and of reference, over all ranks."""
+    sums = [float((a.double() - b.double()).square().sum()) for a, b in pairs]
+    sums += [float(b.double().square().sum()) for _, b in pairs]
+    norms = [x**0.5 for x in _reduced(sums)]
+    return norms[: len(pairs)], norms[len(pairs) :]
+
+
+def relative_error(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> float:
+    """||found - reference|| / ||reference|| with all pairs as one vector; 0 where both are zero."""
+    difference, reference = (sum(x * x for x in norms) ** 0.5 for norms in _relative(pairs))
+    return difference / reference if reference else (float("inf") if difference else 0.0)
+
+
+class Arm:
+    """One engine on its way through the steps.
+
+    Attributes of the last pass: `grads` and `log_probs`, this rank's, before clipping; `values` over all ranks.
+    """
+
+    def __init__(self, name: str, manifest: dict[str, Any], memory: Memory) -> None:
+        self.name, self.memory = name, memory
+        self.engine = build_engine(name, manifest)
+        self.loss = loss_function(manifest)
+        self._infer_flags = {
+            flag: manifest["engine"][f"infer_{flag}"]
+            for flag in ("max_token_len_per_gpu", "micro_batch_size_per_gpu")
+            if manifest["engine"].get(f"infer_{flag}")
+        }
+        self.names = [name for name, p in self.engine.module.named_parameters() if p.requires_grad]
+        self.grads: list[torch.Tensor] = []
+        self.log_probs = torch.empty(0)
+
+    def weights(self) -> list[torch.Tensor]:
+        """This rank's shards of the trained parameters, not copied."""
+        return [_local(p) for p in self.engine.module.parameters() if p.requires_grad]
+
+    @contextmanager
+    def at(self, weights: list[torch.Tensor]) -> Iterator[None]:
+        """Other weights for a while."""
+        own = [w.clone() for w in self.weights()]
+        for mine, other in zip(self.weights(), weights, strict=True):
+            mine.copy_(other)
+        try:
+            yield
+        finally:
+            for mine, other in zip(self.weights(), own, strict=True):
+                mine.copy_(other)
+
+    def _data(self, rows: StepRows, **flags: Any):
+        flags = rows.flags | flags
+        order = None
+        if self.name == TRUTH:
+            flags |= {"use_dynamic_bsz": False, "micro_batch_size_per_gpu": 1}
+        if self.name == REPACKED:  # a stock run too, for whoever wrote the config: only rounding can differ
+            longest = int(rows.jagged["input_ids"][1].max())
+            budget = flags["max_token_len_per_gpu"] if flags["use_dynamic_bsz"] else 0
+            budget = budget or flags["micro_batch_size_per_gpu"] * longest
+            flags |= {"use_dynamic_bsz": True, "max_token_len_per_gpu": 2 * budget}
+            order = list(reversed(range(rows.num_rows)))
+        return rows.tensordict(order, **flags)
+
+    def infer(self, rows: StepRows, **flags: Any) -> dict[str, torch.Tensor]:
+        """The pass behind old and ref log-probs: verl's nested outputs per row."""
+        with self.engine.eval_mode():
+            output = self.engine.infer_batch(self._data(rows, **self._infer_flags | flags))
+        return output["model_output"]
+
+    def _forward_backward(self, rows: StepRows) -> dict[str, Any]:
+        self.engine.optimizer_zero_grad()
+        return self.engine.forward_backward_batch(self._data(rows, return_model_output=True), self.loss)
+
+    def _keep(self, output: dict[str, Any], rows: StepRows) -> None:
+        log_probs = response_part(output["model_output"]["log_probs"], rows, self.name == REPACKED)
+        self.log_probs = torch.cat(log_probs).cpu()
+        parameters = (p for p in self.engine.module.parameters() if p.requires_grad)
+        self.grads = [torch.zeros_like(_local(p)) if p.grad is None else _local(p.grad).clone() for p in parameters]
+        self.values = {"loss": _reduced([sum(output["loss"])])[0] / dist.get_world_size()}
+        self.values |= _gathered(output["metrics"])
+
+    def probe(self, rows: StepRows) -> None:
+        """Forward and backward without a step; also the warm-up."""
+        with self.engine.train_mode():
+            self._keep(self._forward_backward(rows), rows)
+
+    def step(self, rows: StepRows) -> dict[str, Any]:
+        """One optimizer step; returns seconds (the slowest rank's) and added GiB (the fullest rank's) of its passes."""
+        seconds, memory = {}, {}
+        if self.name != TRUTH:
+            with self.memory.measured(memory, "log_probs"), self._timed(seconds, "log_probs"):
+                self.infer(rows)
+        with self.engine.train_mode():
+            with self.memory.measured(memory, "update"), self._timed(seconds, "update"):
+                output = self._forward_backward(rows)
+            self._keep(output, rows)
+            with self._timed(seconds, "optimizer"):
+                self.values["grad_norm"] = self.engine.optimizer_step()
+                if rows.flags.get("update_lr_scheduler"):
+                    self.engine.lr_scheduler_step()
+        top = _reduced([*seconds.values(), *(x or 0.0 for x in memory.values())], dist.ReduceOp.MAX)
+        known = dict(zip((*seconds, *(f"{k} GiB" for k in memory)), top, strict=True))
+        return {
+            "seconds": {name: known[name] for name in seconds},
+            "added_gib": {name: None if x is None else known[f"{name} GiB"] for name, x in memory.items()},
+        }
+
+    @contextmanager
+    def _timed(self, seconds: dict[str, float], key: str) -> Iterator[None]:
+        synchronize = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
+        synchronize()
+        dist.barrier()
+        start = time.perf_counter()
+        yield
+        synchronize()
+        seconds[key] = time.perf_counter() - start
+
+
+def response_part(nested: torch.Tensor, rows: StepRows, reverse: bool = False) -> list[torch.Tensor]:
+    """A full-length output's values that verl reads, per row in the recorded order."""
+    outputs = list(nested.unbind())
+    if reverse:
+        outputs.reverse()
+    lengths = rows.jagged["responses"][1].tolist()
+    return [x[len(x) - n - 1 : len(x) - 1].detach() for x, n in zip(outputs, lengths, strict=True)]
+
+
+def _gathered(metrics: dict[str, Any]) -> dict[str, float]:
+    """Metrics of all ranks as verl reduces them (TrainingWorker.train_mini_batch, then reduce_metrics)."""
+    ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(ranks, metrics)
+    found = {}
+    for name in sorted(set.intersection(*(set(rank) for rank in ranks))):
+        values = [rank[name] for rank in ranks]
+        if isinstance(values[0], Metric):
+            found[name] = float(Metric.aggregate_dp(values))
+        else:
+            flat = list(chain.from_iterable(x if isinstance(x, list) else [x] for x in values))
+            found[name] = float(sum(flat) / len(flat))
+    return found
+
+
+def parameter_distance(arm: Arm, stock: Arm) -> dict[str, float]:
+    """max, mean and RMSE of the weights' absolute difference, as they are and after rounding both to bf16."""
+    sums, tops = [0.0] * 4, [0.0] * 2
+    count = 0
+    for mine, theirs in zip(arm.weights(), stock.weights(), strict=True):
+        for i, cast in enumerate((torch.Tensor.double, lambda x: x.bfloat16().double())):
+            difference = (cast(mine) - cast(theirs)).abs()
+            sums[2 * i] += float(difference.sum())
+            sums[2 * i + 1] += float(difference.square().sum())
+            tops[i] = max(tops[i], float(difference.max()) if len(difference) else 0.0)
+        count += mine.numel()
+    *sums, count = _reduced([*sums, count])
+    tops = _reduced(tops, dist.ReduceOp.MAX)
+    found = {}
+    for i, name in enumerate(("fp32", "bf16")):
+        found |= {f"max_{name}": tops[i], f"mean_{name}": sums[2 * i] / count}
+        found[f"rmse_{name}"] = (sums[2 * i + 1] / count) ** 0.5
+    return found
+
+
+def _depth(name: str) -> float:
+    """When backward reaches a module: what follows the decoder layers first, then the layers from the last one."""
+    layer = re.search(r"(?:^|\.)layers\.(\d+)(?:\.|$)", name)
+    return float(layer[1]) if layer else -1.0 if "embed" in name else float("inf")
+
+
+def _layer_outputs(arm: Arm, rows: StepRows, start: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Every decoder layer's output at the batch's flat tokens, [N, hidden]; NaN where the engine computed none."""
+    num_tokens = len(rows.jagged["input_ids"][0])
+    layers = {n: m for n, m in arm.engine.module.named_modules() if re.search(r"(?:^|\.)layers\.\d+$", n)}
+    found: dict[str, torch.Tensor] = {}
+    cursors = dict.fromkeys(layers, 0)
+
+    def keep(name: str, _module, _args, kwargs: dict[str, Any], output: Any) -> None:
+        hidden = (output[0] if isinstance(output, tuple) else output).detach()[0].double().cpu()
+        job = kwargs.get("prefix_pass")
+        place = torch.arange(cursors[name], cursors[name] + len(hidden)) if job is None else job.layout.index.cpu()
+        cursors[name] += len(hidden)
+        found.setdefault(name, torch.full((num_tokens, hidden.shape[-1]), float("nan"), dtype=torch.float64))
+        found[name][place] = hidden
+
+    hooks = [m.register_forward_hook(functools.partial(keep, n), with_kwargs=True) for n, m in layers.items()]
+    try:
+        with arm.at(start):  # one row per micro-batch: stock then computes the flat tokens in their order
+            arm.infer(rows, use_dynamic_bsz=False, micro_batch_size_per_gpu=1)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return found
+
+
+def first_diverging(arm: Arm, stock: Arm, rows: StepRows, start: list[torch.Tensor], dtype: str) -> dict[str, Any]:
+    """Where an arm leaves stock first, in the order in which a step is computed: layer outputs, log-probs, gradients.
+
+    Call it right after both arms computed `rows` from the weights `start`.
+    """
+    limit = DIVERGED[dtype]
+    grads, log_probs = list(zip(arm.grads, stock.grads, strict=True)), [(arm.log_probs, stock.log_probs)]
+    ours, theirs = (_layer_outputs(engine, rows, start) for engine in (arm, stock))
+    for layer, reference in theirs.items():
+        both = ~(ours[layer].isnan().any(-1) | reference.isnan().any(-1))
+        if (error := relative_error([(ours[layer][both], reference[both])])) > limit:
+            return {"quantity": "layer output", "layer": layer, "error": error}
+    if (error := relative_error(log_probs)) > limit:
+        return {"quantity": "log_probs", "layer": "lm_head", "error": error}
+    differences, references = _relative(grads)
+    # A parameter whose gradient is small beside the others' is as noisy as they are.
+    floor = sum(x * x for x in references) ** 0.5 / len(references) ** 0.5
+    errors = [d / max(r, floor, 1e-300) for d, r in zip(differences, references, strict=True)]
+    diverged = [(_depth(name), error, name) for name, error in zip(arm.names, errors, strict=True) if error > limit]
+    if not diverged:
+        return {"quantity": "none above the limit", "layer": "none", "error": max(errors)}
+    _, error, name = max(diverged)
+    return {"quantity": "gradient", "layer": name, "error": error}

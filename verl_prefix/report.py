@@ -1,0 +1,319 @@
+"""What `verl-prefix ab` says: tolerances and verdict, a table while it runs, report.json, report.md and report.png.
+
+The tolerances are the project's: fp32 log-probs, gradients and loss within 5e-6 relative of stock's from the same
+weights, at every step; other precisions within 1.3 times stock's own error against a truth one precision above; the
+weights within 1.3 times stock's own distance from the truth.
+"""
+
+import importlib.metadata
+import json
+import math
+import platform
+import statistics
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+from verl_prefix.trace import PACKAGES, TraceError
+
+SCHEMA = "verl_prefix.ab/1"
+RELATIVE = 5e-6
+FACTOR = 1.3
+PASSES = ("log_probs", "update", "optimizer")
+
+
+def refuse_overwrite(output: Path, force: bool) -> None:
+    """Raises TraceError where `output` holds a report."""
+    if (output / "report.json").exists() and not force:
+        raise TraceError(f"{output / 'report.json'} exists; add --force to replace it, or give another --out")
+
+
+def same_weights_fail(
+    same: dict[str, float], dtype: str, truth: dict[str, float] | None, stock_truth: dict[str, float] | None
+) -> bool:
+    """Whether one step's figures from stock's weights are outside the tolerances, so that a diagnosis is worth it."""
+    if dtype == "fp32":
+        return any(not value <= RELATIVE for value in same.values())
+    return truth is not None and any(not truth[name] <= FACTOR * stock_truth[name] for name in truth)
+
+
+def tolerances(measured: dict[str, Any]) -> list[dict[str, Any]]:
+    """Every tolerance that was checked: arm, name, limit, value, the step of the worst value or None, and `holds`."""
+    found = []
+
+    def check(arm: str, name: str, value: float, limit: float, step: int | None) -> None:
+        found.append(dict(arm=arm, name=name, value=value, limit=limit, step=step, holds=value <= limit))
+
+    steps = measured["steps"]
+    for arm in measured["judged"]:
+        if measured["dtype"] == "fp32":
+            for name in ("log_probs", "grads", "loss"):
+                worst = max(steps, key=lambda step: _rank(step["arms"][arm]["same_weights"][name]))
+                check(arm, f"same weights: {name}", worst["arms"][arm]["same_weights"][name], RELATIVE, worst["step"])
+        errors = [step["truth_errors"] for step in steps if step["truth_errors"]]
+        judged = ("params",) if measured["dtype"] == "fp32" else ("log_probs", "grads", "params")
+        for name in judged if errors else ():
+            ours, stock = (statistics.fmean(e[a][name] for e in errors) for a in (arm, "stock"))
+            check(arm, f"error against the truth: {name}", ours, FACTOR * stock, None)
+        losses = [step["arms"][arm]["values"]["loss"] for step in steps]
+        check(arm, "losses that are not finite", float(sum(not math.isfinite(x) for x in losses)), 0.0, None)
+    return found
+
+
+def _rank(value: float) -> float:
+    return math.inf if math.isnan(value) else value
+
+
+def _passes(steps: list[dict[str, Any]], arm: str) -> dict[str, Any]:
+    """Medians with spread per pass, stock's median over ours, and the most memory that a pass added."""
+    found = {}
+    for name in PASSES:
+        # An optimizer's first step allocates its state.
+        counted = steps[1:] if name == "optimizer" and len(steps) > 1 else steps
+        seconds, stock = ([step["arms"][a]["seconds"][name] for step in counted] for a in (arm, "stock"))
+        median = statistics.median(seconds)
+        added = [step["arms"][arm]["added_gib"].get(name) for step in steps]
+        found[name] = {
+            "median_s": median,
+            "min_s": min(seconds),
+            "max_s": max(seconds),
+            "speedup": statistics.median(stock) / median,
+            "added_gib": None if None in added else max(added),
+        }
+    return found
+
+
+def build(measured: dict[str, Any], described: dict[str, Any]) -> dict[str, Any]:
+    """The report; `holds` is the verdict."""
+    steps = measured["steps"]
+    checked = tolerances(measured)
+    notes = []
+    gap = measured["recorded_log_prob_gap"] or 0.0
+    if gap > 0.1:
+        notes.append(
+            f"stock's log-probs of step 1 are up to {gap:.3g} from the recorded old ones: the trace was recorded from "
+            "other weights (a resumed run), or its first update was not on-policy"
+        )
+    return {
+        "schema": SCHEMA,
+        "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        **provenance(),
+        **described,
+        "dtype": measured["dtype"],
+        "notes": notes,
+        "holds": bool(checked) and all(row["holds"] for row in checked),
+        "tolerances": checked,
+        "first_diverging": measured["first_diverging"],
+        "passes": {name: _passes(steps, name) for name in steps[0]["arms"]},
+        "recorded_log_prob_gap": measured["recorded_log_prob_gap"],
+        "steps": steps,
+    }
+
+
+def provenance() -> dict[str, Any]:
+    """Versions, device, and the commit of the checkout that this file is in (None outside of git)."""
+
+    def git(*args: str) -> str | None:
+        done = subprocess.run(["git", *args], cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
+        return done.stdout.strip() if done.returncode == 0 else None
+
+    installed = {dist.name: dist.version for dist in importlib.metadata.distributions() if dist.name in PACKAGES}
+    changed = git("status", "--porcelain")
+    return {
+        "versions": {"python": platform.python_version()} | installed,
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else f"cpu {platform.machine()}",
+        "git": {"commit": git("rev-parse", "HEAD"), "dirty": None if changed is None else bool(changed)},
+    }
+
+
+class Display:
+    """A table and a progress bar with ETA while the steps run; one line per step where there is no terminal."""
+
+    def __init__(self, num_steps: int, arms: tuple[str, ...], shown: bool) -> None:
+        self.arms, self.shown = arms, shown
+        columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("ETA"), TimeRemainingColumn())
+        self.progress = Progress(TextColumn("step"), *columns)
+        self.task = self.progress.add_task("", total=num_steps)
+        self.table = Table("step", "arm", "grads, same weights", "log-probs, same weights", "weights, max", "update")
+        self.live = Live(Group(self.table, self.progress), transient=False)
+
+    def __enter__(self) -> "Display":
+        if self.shown and self.live.console.is_terminal:
+            self.live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.live.stop()
+
+    def step(self, record: dict[str, Any]) -> None:
+        """Shows a step's figures: differences from stock, seconds of the update and stock's over them."""
+        stock = record["arms"]["stock"]["seconds"]["update"]
+        rows = []
+        for name in self.arms:
+            arm = record["arms"][name]
+            same, update = arm["same_weights"], arm["seconds"]["update"]
+            errors = (
+                f"{same['grads']:.1e}",
+                f"{same['log_probs']:.1e}",
+                f"{arm['own_weights']['params']['max_fp32']:.1e}",
+            )
+            rows.append((str(record["step"]), name, *errors, f"{update:.2f} s, {stock / update:.2f}x"))
+        for row in rows:
+            self.table.add_row(*row)
+        self.progress.advance(self.task)
+        if self.shown and not self.live.console.is_terminal:
+            for row in rows:
+                print("step {} {}: grads {}, log-probs {}, weights {}, update {}".format(*row), flush=True)
+
+
+def markdown(report: dict[str, Any]) -> str:
+    """report.md."""
+    steps, dtype = report["steps"], report["dtype"]
+    verdict = "every tolerance holds" if report["holds"] else "NOT every tolerance holds"
+    lines = [
+        f"# A/B against the stock actor: {verdict}",
+        "",
+        f"{len(steps)} steps, {report['ranks']} ranks, {dtype}, {report['device']}, commit {report['git']['commit']}; "
+        f"model {report['model']['name']}.",
+        "",
+        *table(
+            ("arm", "tolerance", "worst value", "limit", "step", "holds"),
+            [
+                (t["arm"], t["name"], f"{t['value']:.2e}", f"{t['limit']:.2e}", t["step"] or "all", _yes(t["holds"]))
+                for t in report["tolerances"]
+            ],
+        ),
+    ]
+    for arm, place in report["first_diverging"].items():
+        lines += [
+            f"First divergence of {arm}: step {place['step']}, {place['quantity']} of {place['layer']}, relative error "
+            f"{place['error']:.2e}.",
+            "",
+        ]
+    lines += [f"Note: {note}.\n" for note in report["notes"]]
+    lines += table(
+        ("arm", "pass", "median s", "min to max", "speed-up", "added GiB"),
+        [
+            (arm, name, f"{row['median_s']:.3f}", f"{row['min_s']:.3f} to {row['max_s']:.3f}", f"{row['speedup']:.2f}",
+             "-" if row["added_gib"] is None else f"{row['added_gib']:.3f}")
+            for arm, passes in report["passes"].items() for name, row in passes.items()
+        ],
+    )  # fmt: skip
+    last = {arm: steps[-1]["arms"][arm] for arm in report["passes"]}
+    keys = ("max_fp32", "mean_fp32", "rmse_fp32", "max_bf16", "rmse_bf16")
+    distances = {arm: result["own_weights"]["params"] for arm, result in last.items() if arm != "stock"}
+    drift = [(arm, *(f"{row[key]:.2e}" for key in keys)) for arm, row in distances.items()]
+    lines += [f"Weights after step {len(steps)}, difference from stock (every arm with its own optimizer state):", ""]
+    lines += table(("arm", "max", "mean", "RMSE", "max after bf16 rounding", "RMSE after bf16 rounding"), drift)
+    lines += [
+        "What the steps report, stock's last value and every arm's largest difference from stock at any step:",
+        "",
+    ]
+    lines += table(("metric", "stock", *distances), _metric_rows(steps, list(distances)))
+    errors = [step["truth_errors"] for step in steps if step["truth_errors"]]
+    if errors:
+        above = "float64" if dtype == "fp32" else "fp32"
+        lines += [f"Mean relative error against a {above} truth over the first {len(errors)} steps:", ""]
+        means = {arm: {k: statistics.fmean(e[arm][k] for e in errors) for k in errors[0][arm]} for arm in errors[0]}
+        lines += table(
+            ("arm", "log-probs", "gradients", "weights"),
+            [(arm, *(f"{row[k]:.2e}" for k in ("log_probs", "grads", "params"))) for arm, row in means.items()],
+        )
+    return "\n".join(lines)
+
+
+def _metric_rows(steps: list[dict[str, Any]], arms: list[str]) -> list[tuple[str, ...]]:
+    rows = []
+    for name, last in steps[-1]["arms"]["stock"]["values"].items():
+        cells = []
+        for arm in arms:
+            values = [(s["arms"][arm]["values"].get(name), s["arms"]["stock"]["values"][name]) for s in steps]
+            cells.append("-" if None in (a for a, _ in values) else f"{max(abs(a - b) for a, b in values):.1e}")
+        rows.append((name, f"{last:.6g}", *cells))
+    return rows
+
+
+def _short(value: Any) -> Any:
+    """Floats with six digits: a report of many steps is for reading."""
+    if isinstance(value, dict):
+        return {k: _short(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_short(v) for v in value]
+    return float(f"{value:.6g}") if isinstance(value, float) else value
+
+
+def _yes(holds: bool) -> str:
+    return "yes" if holds else "**no**"
+
+
+def table(head: tuple[str, ...], rows: list[tuple]) -> list[str]:
+    """Lines of a Markdown table."""
+    return [f"| {' | '.join(map(str, row))} |" for row in (head, ("---",) * len(head), *rows)] + [""]
+
+
+def draw(report: dict[str, Any], path: Path) -> None:
+    """Drift of the weights, errors against the truth, seconds and memory of each pass."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, ((drift, truth), (seconds, memory)) = plt.subplots(2, 2, figsize=(11, 7.5), layout="constrained")
+    steps, arms = report["steps"], list(report["passes"])
+    colors = {arm: f"C{i}" for i, arm in enumerate(arms)}
+    for arm in arms[1:]:
+        for key, style in (("max_fp32", "-"), ("rmse_fp32", "--")):
+            ys = [step["arms"][arm]["own_weights"]["params"][key] for step in steps]
+            drift.plot([s["step"] for s in steps], ys, style, color=colors[arm], label=f"{arm}, {key.split('_')[0]}")
+    drift.set(title="Weights: difference from stock", xlabel="step", yscale="log")
+    known = [step for step in steps if step["truth_errors"]]
+    for arm in arms if known else ():
+        ys = [step["truth_errors"][arm]["params"] for step in known]
+        truth.plot([s["step"] for s in known], ys, color=colors[arm], label=arm)
+    truth.set(title="Weights: relative error against the truth", xlabel="step", yscale="log")
+    for axes, key, title in ((seconds, "median_s", "Seconds per pass (median)"), (memory, "added_gib", "Added GiB")):
+        for i, arm in enumerate(arms):
+            heights = [report["passes"][arm][name][key] or 0.0 for name in PASSES]
+            places = [x + (i - (len(arms) - 1) / 2) * 0.8 / len(arms) for x in range(len(PASSES))]
+            axes.bar(places, heights, 0.8 / len(arms), color=colors[arm], label=arm)
+        axes.set_xticks(range(len(PASSES)), PASSES)
+        axes.set(title=title)
+    for axes in (drift, truth, seconds, memory):
+        axes.grid(alpha=0.3)
+        if axes.get_legend_handles_labels()[0]:
+            axes.legend(fontsize="small")
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def finish(measured: dict[str, Any], described: dict[str, Any], output: Path) -> int:
+    """Writes and prints the report; returns the exit code."""
+    report = build(measured, described)
+    return write(report, markdown(report), draw, output)
+
+
+def write(report: dict[str, Any], text: str, plot: Callable[[dict[str, Any], Path], None], output: Path) -> int:
+    """Writes report.json, report.md and report.png and prints what failed; 0 where everything holds, else 1."""
+    output.mkdir(parents=True, exist_ok=True)
+    (output / "report.json").write_text(json.dumps(_short(report), indent=1) + "\n")
+    (output / "report.md").write_text(text)
+    plot(report, output / "report.png")
+    console = Console(soft_wrap=True, markup=False, highlight=False)
+    console.print(text)
+    for row in report["tolerances"]:
+        if not row["holds"]:
+            where = f" at step {row['step']}" if row.get("step") else ""
+            arm = f"{row['arm']}, " if "arm" in row else ""
+            console.print(
+                f"FAILED: {arm}{row['name']}: {row['value']:.3e} > {row['limit']:.3e}{where}", style="bold red"
+            )
+    console.print(f"report: {output / 'report.json'}, report.md and report.png")
+    return 0 if report["holds"] else 1

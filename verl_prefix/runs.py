@@ -1,0 +1,182 @@
+"""`verl-prefix ab --runs A B`: two training runs' own metrics over each other, A the stock one.
+
+Reads what verl logs: its `file` logger's JSON lines, or a folder of TensorBoard event files. Sampling multiplies one
+rounding into another rollout, so only the first step of runs that sampled the same responses is judged.
+"""
+
+import json
+import math
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+from verl_prefix.report import provenance, refuse_overwrite, table, write
+from verl_prefix.trace import TraceError
+
+SCHEMA = "verl_prefix.runs/1"
+# The runs sampled the same responses in step 1 if these agree; then the others must, within a relative tolerance.
+ROLLOUTS = ("response_length/mean", "prompt_length/mean", "critic/score/mean")
+JUDGED = ("actor/grad_norm", "actor/entropy", "actor/kl_loss", "actor/pg_loss")
+TOLERANCE, FLOOR = 1e-3, 1e-6
+CURVES = ("critic/score/mean", "actor/grad_norm", "actor/entropy", "response_length/mean")
+Steps = dict[int, dict[str, float]]
+
+
+def read_run(path: str) -> Steps:
+    """Metrics per training step, from a JSON-lines file, or from the newest of these or event files in a folder.
+
+    Raises:
+        TraceError: there is nothing to read, or it is not what verl writes.
+    """
+    place = Path(path)
+    if place.is_dir() and any(place.rglob("*tfevents*")):
+        return _read_events(place)
+    files = sorted(place.glob("*.jsonl"), key=lambda f: f.stat().st_mtime) if place.is_dir() else [place]
+    if not files or not files[-1].is_file():
+        raise TraceError(f"{path}: no JSON-lines file and no TensorBoard events; set trainer.logger=[console,file]")
+    steps: Steps = {}
+    for number, line in enumerate(files[-1].read_text().splitlines(), 1):
+        try:
+            record = json.loads(line)
+            found = {k: float(v) for k, v in record["data"].items() if isinstance(v, int | float)}
+            steps.setdefault(int(record["step"]), {}).update(found)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise TraceError(
+                f"{files[-1]}, line {number} is not what verl's file logger writes: {type(error).__name__}: {error}"
+            ) from None
+    return _training_steps(steps, path)
+
+
+def _read_events(folder: Path) -> Steps:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    steps: Steps = {}
+    for part in sorted({file.parent for file in folder.rglob("*tfevents*")}):
+        events = EventAccumulator(str(part), size_guidance={"scalars": 0})
+        events.Reload()
+        for name in events.Tags()["scalars"]:
+            for event in events.Scalars(name):
+                steps.setdefault(event.step, {})[name] = event.value
+    return _training_steps(steps, str(folder))
+
+
+def _training_steps(steps: Steps, path: str) -> Steps:
+    training = {step: values for step, values in sorted(steps.items()) if "timing_s/step" in values}
+    if not training:
+        raise TraceError(f"{path} has no training step (no timing_s/step)")
+    return training
+
+
+def _close(a: float, b: float, tolerance: float) -> bool:
+    return abs(a - b) <= tolerance * max(abs(a), abs(b), FLOOR / tolerance)
+
+
+def build(paths: list[str], runs: list[Steps]) -> dict[str, Any]:
+    """The report; `holds` is the verdict."""
+    common = sorted(set(runs[0]) & set(runs[1]))
+    if not common:
+        raise TraceError(f"{paths[0]} has steps {list(runs[0])}, {paths[1]} has {list(runs[1])}: none in common")
+    first = [run[common[0]] for run in runs]
+    same = all(name in first[0] and _close(first[0][name], first[1].get(name, math.nan), 1e-6) for name in ROLLOUTS)
+    checked = []
+    for name in JUDGED if same else ():
+        if name in first[0] and name in first[1]:
+            a, b = (values[name] for values in first)
+            error = abs(a - b) / max(abs(a), abs(b), FLOOR / TOLERANCE)
+            checked.append(
+                dict(name=f"step {common[0]}: {name}", value=error, limit=TOLERANCE, holds=error <= TOLERANCE)
+            )
+    bad = sum(not math.isfinite(run[step].get("actor/grad_norm", math.nan)) for run in runs for step in common)
+    checked.append(dict(name="steps without a finite actor/grad_norm", value=float(bad), limit=0.0, holds=not bad))
+    timings = {}
+    for name in sorted(n for n in runs[0][common[-1]] if n.startswith("timing_s/") and n in runs[1][common[-1]]):
+        seconds = [[run[step][name] for step in common if name in run[step]] for run in runs]
+        medians = [statistics.median(x) for x in seconds]
+        if all(medians):
+            timings[name] = {
+                "stock_s": medians[0],
+                "ours_s": medians[1],
+                "speedup": medians[0] / medians[1],
+                "ranges_s": [[min(x), max(x)] for x in seconds],
+            }
+    return {
+        "schema": SCHEMA,
+        "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        **provenance(),
+        "runs": [Path(path).name for path in paths],
+        "common_steps": common,
+        "same_rollouts_in_first_step": same,
+        "holds": all(row["holds"] for row in checked),
+        "tolerances": checked,
+        "timings": timings,
+        "metrics": [{str(step): run[step] for step in common} for run in runs],
+    }
+
+
+def markdown(report: dict[str, Any]) -> str:
+    """report.md."""
+    a, b = report["runs"]
+    common = report["common_steps"]
+    lines = [
+        f"# {a} against {b}: {'every tolerance holds' if report['holds'] else 'NOT every tolerance holds'}",
+        "",
+        f"{len(common)} steps in common ({common[0]} to {common[-1]}), {report['device']}.",
+        "The runs sampled the same responses in their first step: its metrics are judged."
+        if report["same_rollouts_in_first_step"]
+        else "The runs sampled different responses in their first step: nothing but finiteness is judged.",
+        "",
+        *table(
+            ("tolerance", "value", "limit", "holds"),
+            [(t["name"], f"{t['value']:.2e}", f"{t['limit']:.2e}", t["holds"]) for t in report["tolerances"]],
+        ),
+        *table(
+            ("median seconds", a, b, "speed-up"),
+            [
+                (name, f"{row['stock_s']:.3f}", f"{row['ours_s']:.3f}", f"{row['speedup']:.2f}")
+                for name, row in report["timings"].items()
+            ],
+        ),
+    ]
+    first, last = str(common[0]), str(common[-1])
+    names = [name for name in (*CURVES, *JUDGED) if all(name in run[last] for run in report["metrics"])]
+    lines += table(
+        ("metric", f"{a}, step {first}", f"{b}, step {first}", f"{a}, step {last}", f"{b}, step {last}"),
+        [
+            (name, *(f"{run[step].get(name, math.nan):.6g}" for step in (first, last) for run in report["metrics"]))
+            for name in dict.fromkeys(names)
+        ],
+    )
+    return "\n".join(lines)
+
+
+def draw(report: dict[str, Any], path: Path) -> None:
+    """Four metrics of both runs over each other, and the seconds of update, old log-probs and step."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(2, 3, figsize=(13, 7), layout="constrained")
+    for ax, name in zip(axes.flat, (*CURVES, "timing_s/update_actor", "timing_s/step"), strict=True):
+        # Equal curves must both stay visible.
+        for run, label, style in zip(
+            report["metrics"], report["runs"], (dict(lw=5, alpha=0.4), dict(lw=1.5, ls="--")), strict=True
+        ):
+            ax.plot(report["common_steps"], [x.get(name, math.nan) for x in run.values()], label=label, **style)
+        ax.set(title=name, xlabel="training step")
+        ax.grid(alpha=0.3)
+        ax.legend(fontsize="small")
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def compare(paths: list[str], output: Path, force: bool) -> int:
+    """The command; returns its exit code: 0 only if every tolerance holds.
+
+    Raises:
+        TraceError: a run cannot be read, or `output` holds a report.
+    """
+    refuse_overwrite(output, force)
+    report = build(paths, [read_run(path) for path in paths])
+    return write(report, markdown(report), draw, output)
