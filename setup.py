@@ -33,7 +33,7 @@ setup(
         "vllm": ["vllm"],
         "flash": ["flash-attn"],
         "cpu": ["gguf", "matplotlib", "psutil", "rich"],
-        "test": ["hypothesis", "pytest", "ruff"],
+        "test": ["hypothesis", "prefix-grouper", "pytest", "ruff"],
     },
     entry_points={
         "verl.plugins": ["prefix = verl_prefix.plugin"],
