@@ -1,7 +1,7 @@
 """One GRPO step of a Hugging Face model both ways, without verl: every row by itself, and with shared prompts.
 
     python examples/shared_prefix_step.py                           # a random small Llama on the CPU
-    python examples/shared_prefix_step.py --model Qwen/Qwen2.5-0.5B --device cuda --dtype bfloat16
+    python examples/shared_prefix_step.py --model Qwen/Qwen2.5-0.5B --device cuda  # in bf16
 
 Random prompts and responses, the reward is the share of even tokens. Prints for one packed graph and for waves the
 largest relative difference of a parameter's gradient to HF's own forward row by row, and the ratio of times.
@@ -33,26 +33,23 @@ def main(argv: list[str] | None = None) -> None:
     for name, default in {"prompts": 2, "group": 8, "prompt-len": 1024, "response-len": 64, "wave-tokens": 128}.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     args = parser.parse_args(argv)
     torch.manual_seed(0)
-    small = LlamaConfig(
-        vocab_size=4096, hidden_size=256, intermediate_size=704, num_hidden_layers=4, num_attention_heads=8
-    )
-    auto, dtype = AutoModelForCausalLM, getattr(torch, args.dtype)
-    model = auto.from_pretrained(args.model, dtype=dtype) if args.model else auto.from_config(small, dtype=dtype)
-    model = model.to(args.device).eval()
+    sizes = dict(vocab_size=4096, hidden_size=256, intermediate_size=704, num_hidden_layers=4, num_attention_heads=8)
+    auto, dtype = AutoModelForCausalLM, torch.float32 if args.device == "cpu" else torch.bfloat16
+    model = auto.from_pretrained(args.model) if args.model else auto.from_config(LlamaConfig(**sizes))
+    model = model.to(args.device, dtype).eval()
     vocab_size = model.get_input_embeddings().weight.shape[0]
     prompts = torch.randint(vocab_size, (args.prompts, args.prompt_len)).repeat_interleave(args.group, 0).unbind()
     responses = [torch.randint(vocab_size, (args.response_len - i % 3,)) for i in range(len(prompts))]
     rewards = torch.tensor([(x % 2 == 0).float().mean() for x in responses]).view(args.prompts, args.group)
     advantages = ((rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-4)).flatten()
-    num_tokens = sum(len(x) for x in responses)  # of the batch: each row or wave gives its share of one mean
 
     def loss(rows: list[int], log_probs: list[torch.Tensor]) -> torch.Tensor:
-        """GRPO on-policy, token mean: the ratio is 1, its gradient is not."""
+        """These rows' share of the batch's token mean. GRPO on-policy: the ratio is 1, its gradient is not 0."""
         ratios = [(x - x.detach()).exp() for x in log_probs]
-        return -sum(ratio.sum() * advantages[row] for row, ratio in zip(rows, ratios, strict=True)) / num_tokens
+        objective = sum(ratio.sum() * advantages[row] for row, ratio in zip(rows, ratios, strict=True))
+        return -objective / sum(len(x) for x in responses)
 
     def stock() -> None:
         for row, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
