@@ -35,7 +35,7 @@ setup(
         "flash": ["flash-attn"],
         "ab": ["matplotlib", "rich"],
         "cpu": ["gguf", "matplotlib", "psutil", "rich"],
-        "test": ["hypothesis", "pytest", "ruff"],
+        "test": ["hypothesis", "prefix-grouper", "pytest", "ruff"],
     },
     entry_points={
         "verl.plugins": ["prefix = verl_prefix.plugin"],

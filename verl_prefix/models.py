@@ -57,6 +57,17 @@ def check_dropout(model: torch.nn.Module) -> None:
             )
 
 
+def checkpointing(model: torch.nn.Module) -> bool | None:
+    """None: layers are not checkpointed. False: they are, and their forward runs again in backward. True: the same by
+    reentrant checkpointing, where what a wave reads of the prefix cache would get no gradient."""
+    funcs = [
+        module._gradient_checkpointing_func
+        for module in model.modules()
+        if module.training and getattr(module, "gradient_checkpointing", False)
+    ]
+    return any(getattr(func, "keywords", {}).get("use_reentrant", True) for func in funcs) if funcs else None
+
+
 def _rope_types(text: PretrainedConfig) -> set[str]:
     rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
     by_layer_type = [value for value in rope.values() if isinstance(value, dict)]

@@ -33,6 +33,11 @@ class PrefixCache:
         self._live[layer] = k, v
 
     def read(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        if layer not in self._leaf:
+            raise RuntimeError(
+                f"the prefix cache has no layer {layer}: backward of a wave came after phase C, which frees the cache; "
+                "call backward on each wave's loss before the next wave"
+            )
         return self._leaf[layer]
 
     def add_grad(self, layer: int, tokens: slice | torch.Tensor, dk: torch.Tensor, dv: torch.Tensor) -> None:

@@ -7,13 +7,14 @@
 
 packed is Prefix Grouper (arXiv 2506.05433) with merged attention; phased is schedule-level reuse, for groups that do
 not fit one pass: B needs the memory of one wave, and A and C happen once however many waves there are. The stock actor
-computes P once per suffix instead. Knows neither verl nor losses: logits go to `outputs`, what that returns to `step`.
+computes P once per suffix instead. Knows neither verl nor losses: logits go to `outputs`, what that returns to `step`
+(`run`, a whole plan), or to whoever iterates over `passes` and calls backward himself (`api`).
 """
 
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -31,6 +32,8 @@ from verl_prefix.waves import Plan, Work
 Outputs = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 # (groups, layout, outputs of all suffix tokens [n, k]) -> loss of these rows
 Step = Callable[[Sequence[Group], Layout, torch.Tensor], torch.Tensor]
+# What a Step gets: a packed pass or a wave after its forward. Without groups it is a dummy, whose loss is zero.
+Pass = tuple[Sequence[Group], Layout, torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -48,7 +51,7 @@ class Schedule:
     Args:
         model: HF causal LM (may be the FSDP2 root: every forward enters through it, so that its hooks run).
         outputs: what to keep of logits, per token (log-prob, entropy); gets at most `logits_chunk` tokens at a time.
-        step: gets each pass's groups, layout and outputs, keeps what it needs and returns the loss.
+        step: gets each pass's groups, layout and outputs, keeps what it needs and returns the loss; only for `run`.
         backward: what to do with a loss; None for a forward-only run, which the caller wraps in `torch.no_grad`.
         forward_context: context of one forward and its loss, not of backward (autocast).
         gradient_sync: context of one backward, given whether it is the run's last (verl's `_gradient_sync_context`).
@@ -63,8 +66,8 @@ class Schedule:
         self,
         model: torch.nn.Module,
         outputs: Outputs,
-        step: Step,
-        backward: Callable[[torch.Tensor], None] | None,
+        step: Step | None = None,
+        backward: Callable[[torch.Tensor], None] | None = None,
         gradient_sync: Callable[[bool], AbstractContextManager] = lambda last: nullcontext(),
         forward_context: Callable[[], AbstractContextManager] = nullcontext,
         kernel: str = "auto",
@@ -91,33 +94,52 @@ class Schedule:
     def run(self, tokens: TokenBatch, plan: Plan, last: bool = True) -> None:
         """All passes of `plan`, in its order, which must be the same on every rank; `last`: no backward follows."""
         with grouped_attention(self.model):
-            for i, work in enumerate(plan.works, start=1):
-                run = self._packed if work.waves is None else self._phased
-                run(tokens, work, last and i == len(plan.works))
+            for i, work in enumerate(plan.works):
+                with self.passes(tokens, work, last=last and i == len(plan.works) - 1) as passes:
+                    for groups, layout, outputs in passes:
+                        with self.forward_context():
+                            loss = self.step(groups, layout, outputs) if groups else outputs.sum() * 0.0
+                        if self.backward is not None:
+                            self.backward(loss)
 
-    def _packed(self, tokens: TokenBatch, work: Work, last: bool) -> None:
-        layout = build_layout(work.groups, tokens.offsets) if work.groups else dummy_layout()
-        with self._timed("packed"), self.gradient_sync(last):
-            self._suffixes(tokens, work.groups, layout, cache=None)
+    @contextmanager
+    def passes(self, tokens: TokenBatch, work: Work, last: bool = True) -> Iterator[Iterator[Pass]]:
+        """One work, inside `grouped_attention`: phase A on entering, forwards by iterating, phase C on leaving.
 
-    def _phased(self, tokens: TokenBatch, work: Work, last: bool) -> None:
-        starts = (0, *accumulate(group.prefix_len for group in work.groups))
+        Backward of a pass comes before the next is asked for. After an exception there is no phase C; in any case
+        nothing of the prefix is left. Without gradients (`torch.no_grad`) there is no phase C either.
+        """
+        if work.waves is None:
+            with closing(self._packed(tokens, work, last)) as packed:
+                yield packed
+            return
         device = tokens.input_ids.device
         with OffloadedPrefixCache(device, self.transfers) if self.offload else PrefixCache() as cache:
             with self._timed("phase_a"), cache.saving() if self.offload else nullcontext():
                 root = self._prefixes(tokens, work.groups, cache)
-            if self.measure_peak:
-                torch.cuda.reset_peak_memory_stats(device)
-            for wave in work.waves:
-                groups = [piece for _, piece in wave]
-                layout = build_layout(groups, tokens.offsets, [starts[i] for i, _ in wave]) if wave else dummy_layout()
-                with self._timed("phase_b"), self.gradient_sync(False):
-                    self._suffixes(tokens, groups, layout, cache)
-            if self.measure_peak:
-                self.phase_b_peak = max(self.phase_b_peak or 0, torch.cuda.max_memory_allocated(device))
-            if self.backward is not None:
+            with closing(self._waves(tokens, work, cache)) as waves:
+                yield waves
+            if torch.is_grad_enabled():
                 with self._timed("phase_c"), self.gradient_sync(last):
                     cache.backward(root)
+
+    def _packed(self, tokens: TokenBatch, work: Work, last: bool) -> Iterator[Pass]:
+        layout = build_layout(work.groups, tokens.offsets) if work.groups else dummy_layout()
+        with self._timed("packed"), self.gradient_sync(last):
+            yield self._suffixes(tokens, work.groups, layout, cache=None)
+
+    def _waves(self, tokens: TokenBatch, work: Work, cache: PrefixCache) -> Iterator[Pass]:
+        starts = (0, *accumulate(group.prefix_len for group in work.groups))
+        device = tokens.input_ids.device
+        if self.measure_peak:
+            torch.cuda.reset_peak_memory_stats(device)
+        for wave in work.waves:
+            groups = [piece for _, piece in wave]
+            layout = build_layout(groups, tokens.offsets, [starts[i] for i, _ in wave]) if wave else dummy_layout()
+            with self._timed("phase_b"), self.gradient_sync(False):
+                yield self._suffixes(tokens, groups, layout, cache)
+        if self.measure_peak:
+            self.phase_b_peak = max(self.phase_b_peak or 0, torch.cuda.max_memory_allocated(device))
 
     def _prefixes(self, tokens: TokenBatch, groups: Sequence[Group], cache: PrefixCache) -> torch.Tensor:
         """Phase A; one token goes through lm_head, since FSDP2 needs the root's output to start phase C from."""
@@ -127,15 +149,11 @@ class Schedule:
         with self.forward_context():
             return self._forward(tokens, layout, slice(-1, None), job, _sum_logits)
 
-    def _suffixes(self, tokens: TokenBatch, groups: Sequence[Group], layout: Layout, cache: PrefixCache | None) -> None:
+    def _suffixes(self, tokens: TokenBatch, groups: Sequence[Group], layout: Layout, cache: PrefixCache | None) -> Pass:
         job = AttentionPass(layout, self.kernel, cache=cache, inspect=None if cache else self.inspect)
+        keep = slice(layout.num_prefix, None)
         with self.forward_context():
-            outputs = self._forward(
-                tokens, layout, slice(layout.num_prefix, None), job, self.outputs if groups else _sum_logits
-            )
-            loss = self.step(groups, layout, outputs) if groups else outputs.sum() * 0.0
-        if self.backward is not None:
-            self.backward(loss)
+            return groups, layout, self._forward(tokens, layout, keep, job, self.outputs if groups else _sum_logits)
 
     def _forward(
         self, tokens: TokenBatch, layout: Layout, keep: slice, job: AttentionPass, outputs: Outputs

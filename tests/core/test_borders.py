@@ -23,7 +23,7 @@ MAY_IMPORT = {
 }
 LAYERS = [
     "groups", "kernels", "layout", "prefix_cache", "offload", "attention", "waves", "cost", "models", "schedule",
-    "verify", "gate",
+    "verify", "gate", "api",
 ]  # fmt: skip
 
 

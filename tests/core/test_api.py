@@ -1,0 +1,398 @@
+"""`verl_prefix.response_log_probs` and `phased_update` against HF's own forward of every whole row, without verl.
+
+float64 1e-9 (HF's fp32 norm is replaced, as in test_schedule) and fp32 5e-6, relative, on log-probs, entropy and every
+gradient. Also against the prefix-grouper package on the same padded inputs. The loss weighs log-probs and entropies.
+"""
+
+import dataclasses
+import warnings
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.models.llama import modeling_llama
+
+from verl_prefix import api, phased_update, prefix_cache, response_log_probs, schedule
+from verl_prefix.kernels import cpu
+from verl_prefix.testing import random_rollouts
+
+VOCAB = 97
+# Ragged groups, a group of one, 1-token prompts, a prefix of one token, an empty response.
+SHAPE = [(23, [9, 17, 5]), (1, [6, 4]), (41, [3, 1, 11, 0, 2]), (7, [13]), (2, [8, 3])]
+TEMPERATURE = 0.7
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 5e-6}
+# Neither fits the batch's 140 or so tokens: several sets of groups, waves of a few rows, logits in chunks.
+BOUNDS = {
+    "unbounded": {},
+    "waves": dict(wave_tokens=12),
+    "row_by_row": dict(wave_tokens=1),
+    "sets_of_groups": dict(max_tokens=60, wave_tokens=19),
+    "one_group_a_set": dict(max_tokens=20, logits_chunk=7),
+    "offload": dict(wave_tokens=12, offload=True),
+}
+
+
+@pytest.fixture(autouse=True)
+def float64_norm(monkeypatch):
+    def forward(self, x):
+        return self.weight * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+
+    monkeypatch.setattr(modeling_llama.LlamaRMSNorm, "forward", forward)
+
+
+def build(dtype: torch.dtype = torch.float64, **overrides):
+    torch.manual_seed(0)
+    fields = dict(
+        vocab_size=VOCAB, hidden_size=48, intermediate_size=80, num_hidden_layers=2, num_attention_heads=6,
+        num_key_value_heads=2, head_dim=16, initializer_range=0.1, attn_implementation="sdpa",
+    )  # fmt: skip
+    return LlamaForCausalLM(LlamaConfig(**fields | overrides)).to(dtype)
+
+
+def batch(shape=SHAPE):
+    """Rows in random order, with a weight per response token for log-probs, and its square for entropies."""
+    return random_rollouts(shape, VOCAB, seed=3)
+
+
+def weighted(log_probs, entropy, weights) -> torch.Tensor:
+    return sum(
+        (a * w.to(a.dtype) + b * w.to(b.dtype) ** 2).sum() for a, b, w in zip(log_probs, entropy, weights, strict=True)
+    )
+
+
+def grads(model) -> dict[str, torch.Tensor]:
+    found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    return found
+
+
+def by_hf(model, rows) -> tuple[list, list, dict]:
+    """Log-probs, entropies and gradients of HF's forward of every whole row."""
+    found = []
+    for prompt, response, weight in zip(rows.prompts, rows.responses, rows.weights, strict=True):
+        logits = model(torch.cat([prompt, response])[None]).logits[0, len(prompt) - 1 : -1] / TEMPERATURE
+        every = logits.log_softmax(-1)
+        row = every.gather(-1, response[:, None])[:, 0], -(every.exp() * every).sum(-1)
+        weighted(*([x] for x in row), [weight]).backward()
+        found.append([x.detach() for x in row])
+    return *map(list, zip(*found, strict=True)), grads(model)
+
+
+def error(ours: tuple, truth: tuple) -> float:
+    """The largest relative error: of all log-probs, of all entropies, of the gradient of a parameter."""
+
+    def relative(a, b):
+        return ((a - b).norm() / b.norm()).item()
+
+    assert ours[2].keys() == truth[2].keys() and [len(x) for x in ours[0]] == [len(x) for x in truth[0]]
+    values = [relative(torch.cat(ours[i]), torch.cat(truth[i])) for i in (0, 1)]
+    return max(*values, *(relative(ours[2][name], x) for name, x in truth[2].items()))
+
+
+def padded(rows, left: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """As TRL has them: prompts padded left, completions right; what lies in the padding must not matter."""
+    width = max(len(row) for row in rows) + 2
+    ids, mask = torch.full((len(rows), width), -100), torch.zeros(len(rows), width, dtype=torch.int64)
+    for i, row in enumerate(rows):
+        place = slice(width - len(row), width) if left else slice(0, len(row))
+        ids[i, place], mask[i, place] = row, 1
+    return ids, mask
+
+
+FORMS = ["tensors", "ints", "padded", "groups"]
+
+
+def inputs(form: str, rows) -> dict:
+    if form == "tensors":
+        return dict(prompts=rows.prompts, responses=rows.responses)
+    if form == "ints":
+        return dict(prompts=[x.tolist() for x in rows.prompts], responses=[x.tolist() for x in rows.responses])
+    if form == "padded":
+        (prompts, prompt_mask), (responses, response_mask) = padded(rows.prompts, True), padded(rows.responses, False)
+        return dict(prompts=prompts, responses=responses, prompt_mask=prompt_mask, response_mask=response_mask)
+    different = sorted({tuple(x.tolist()) for x in rows.prompts})
+    groups = [different.index(tuple(x.tolist())) for x in rows.prompts]
+    return dict(prompts=different, responses=rows.responses, groups=groups)
+
+
+def unpadded(values, rows) -> list[torch.Tensor]:
+    """Rows of a result; where it is padded, its padding is zero."""
+    if isinstance(values, list):
+        return values
+    for row, response in zip(values, rows, strict=True):
+        assert not row[len(response) :].any()
+    return [row[: len(response)] for row, response in zip(values, rows, strict=True)]
+
+
+def run_packed(model, rows, form="tensors", **options):
+    found = response_log_probs(model, **inputs(form, rows), temperature=TEMPERATURE, return_entropy=True, **options)
+    log_probs, entropy = (unpadded(x, rows.responses) for x in found)
+    weighted(log_probs, entropy, rows.weights).backward()
+    return [x.detach() for x in log_probs], [x.detach() for x in entropy], grads(model)
+
+
+def run_phased(model, rows, form="tensors", **options):
+    found = [[x.new_zeros(0) for x in rows.weights] for _ in range(2)]
+    seen = []
+    with phased_update(model, **inputs(form, rows), temperature=TEMPERATURE, return_entropy=True, **options) as waves:
+        for wave in waves:
+            responses = [rows.responses[i] for i in wave.rows]
+            log_probs, entropy = unpadded(wave.log_probs, responses), unpadded(wave.entropy, responses)
+            weighted(log_probs, entropy, [rows.weights[i] for i in wave.rows]).backward()
+            for row, *values in zip(wave.rows, log_probs, entropy, strict=True):
+                found[0][row], found[1][row] = (x.detach() for x in values)
+            seen += wave.rows
+    assert sorted(seen) == [i for i, x in enumerate(rows.responses) if len(x)]
+    return *([x.to(log_probs[0].dtype) for x in column] for column in found), grads(model)
+
+
+RUNS = {"packed": run_packed, "phased": run_phased}
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("run", RUNS.values(), ids=RUNS)
+def test_equals_hf_in_every_form(run, form, dtype):
+    rows = batch()
+    truth = by_hf(build(), rows)
+    ours = run(build(dtype), rows, form, **(dict(wave_tokens=12) if run is run_phased else {}))
+    assert ours[0][0].dtype == dtype
+    assert error(ours, truth) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("bounds", BOUNDS.values(), ids=BOUNDS)
+def test_memory_bounds_change_nothing(bounds):
+    model, rows = build(), batch()
+    assert error(run_phased(model, rows, "padded", **bounds), by_hf(model, rows)) < 1e-9
+
+
+def test_logits_in_chunks_change_nothing():
+    model, rows = build(), batch()
+    assert error(run_packed(model, rows, logits_chunk=7), by_hf(model, rows)) < 1e-9
+
+
+def test_gradient_checkpointing_changes_nothing_in_waves_and_is_refused_in_one_graph():
+    model, rows = build().train(), batch()
+    truth = by_hf(model, rows)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    assert error(run_phased(model, rows, wave_tokens=12), truth) < 1e-9
+    with pytest.raises(ValueError, match="use phased_update, or call model.gradient_checkpointing_disable"):
+        run_packed(model, rows)
+    with torch.no_grad():
+        assert torch.equal(response_log_probs(model, rows.prompts, rows.responses)[0], model_log_probs(model, rows)[0])
+    model.gradient_checkpointing_enable({"use_reentrant": True})
+    with pytest.raises(ValueError, match="'use_reentrant': False"):
+        run_phased(model, rows)
+
+
+@pytest.mark.parametrize("run", RUNS.values(), ids=RUNS)
+def test_lora_equals_hf(run):
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+    model, rows = peft.get_peft_model(build(), config).double().train(), batch()
+    truth = by_hf(model, rows)
+    assert truth[2] and all("lora" in name for name in truth[2])
+    assert error(run(model, rows), truth) < 1e-9
+
+
+def model_log_probs(model, rows) -> list[torch.Tensor]:
+    with phased_update(model, rows.prompts, rows.responses) as waves:
+        (wave,) = waves
+    found = dict(zip(wave.rows, wave.log_probs, strict=True))
+    return [found.get(i) for i in range(len(rows.responses))]
+
+
+@pytest.mark.parametrize("max_tokens", [None, 60, 20])
+def test_forward_only_is_the_same_numbers_in_bounded_passes(max_tokens, monkeypatch):
+    model, rows = build(), batch()
+    truth = torch.cat(by_hf(model, rows)[0])
+    sizes = []
+    suffixes = schedule.Schedule._suffixes
+
+    def spy(self, tokens, groups, layout, cache):
+        sizes.append(layout.num_tokens)
+        return suffixes(self, tokens, groups, layout, cache)
+
+    monkeypatch.setattr(schedule.Schedule, "_suffixes", spy)
+    with torch.no_grad():
+        args = dict(**inputs("tensors", rows), temperature=TEMPERATURE, max_tokens=max_tokens)
+        packed = torch.cat(response_log_probs(model, **args))
+        with phased_update(model, **args) as waves:
+            phased = {row: x for wave in waves for row, x in zip(wave.rows, wave.log_probs, strict=True)}
+    # A single row may exceed the bound: 17 response tokens, of which the longest row alone makes a pass.
+    assert max(sizes) <= (max_tokens or 1000)
+    assert not packed.requires_grad and all(p.grad is None for p in model.parameters())
+    for ours in (packed, torch.cat([phased[i] for i in sorted(phased)])):
+        assert (ours - truth).norm() / truth.norm() < 1e-9
+
+
+def test_rows_of_different_groups_do_not_share(monkeypatch):
+    model, rows = build(), batch([(23, [4, 5])])
+    counted = []
+    forward = schedule.token_outputs
+    monkeypatch.setattr(
+        schedule, "token_outputs", lambda m, ids, *args: counted.append(len(ids)) or forward(m, ids, *args)
+    )
+    shared = response_log_probs(model, rows.prompts, rows.responses)
+    apart = response_log_probs(model, rows.prompts, rows.responses, groups=[0, 1])
+    assert counted == [22 + 9, 2 * 22 + 9]
+    assert (torch.cat(shared) - torch.cat(apart)).abs().max() < 1e-12
+
+
+def test_nothing_shared_is_said():
+    model = build()
+    with pytest.warns(UserWarning, match="no two of 2 rows have the same prompt"):
+        response_log_probs(model, [[1, 2], [1, 3]], [[4], [5]])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        response_log_probs(model, [[1, 2], [1, 2]], [[4], [5]])
+
+
+def test_no_response_token_at_all():
+    model = build()
+    ids, mask = torch.ones(2, 3, dtype=torch.int64), torch.zeros(2, 3)
+    assert [len(x) for x in response_log_probs(model, [[1, 2]] * 2, [[], []])] == [0, 0]
+    whole = response_log_probs(model, [[1, 2]] * 2, ids, response_mask=mask)
+    assert whole.shape == (2, 3) and not whole.any()
+    with phased_update(model, [[1, 2]] * 2, [[], []]) as waves:
+        assert list(waves) == []
+
+
+# Wrong on purpose: each must miss by 100 fp32 tolerances at least, or the tests above prove nothing.
+
+
+def prefix_detached(monkeypatch):
+    monkeypatch.setattr(prefix_cache.PrefixCache, "add_grad", lambda *args: None)
+
+
+def no_phase_c(monkeypatch):
+    monkeypatch.setattr(prefix_cache.PrefixCache, "backward", lambda *args: None)
+
+
+def suffix_share_of_prefix_gradient_lost(monkeypatch):
+    backward = cpu.backward
+
+    def lossy(dout, q, k, v, out, lse, spans, causal, *args):
+        dq, dk, dv = backward(dout, q, k, v, out, lse, spans, causal, *args)
+        return (dq, dk, dv) if causal else (dq, dk * 0, dv * 0)
+
+    monkeypatch.setattr(cpu, "backward", lossy)
+
+
+def positions_restarted(monkeypatch):
+    make = api._Batch.__init__
+
+    def restart(self, *args):
+        make(self, *args)
+        positions = self.tokens.position_ids.clone()
+        for group in self.groups:
+            for row in group.rows:
+                positions[self.tokens.offsets[row] + group.prefix_len : self.tokens.offsets[row + 1]] -= (
+                    group.prefix_len
+                )
+        self.tokens = dataclasses.replace(self.tokens, position_ids=positions)
+
+    monkeypatch.setattr(api._Batch, "__init__", restart)
+
+
+def rows_swapped(monkeypatch):
+    by_row = api._Batch.by_row
+
+    def swapped(self, done):
+        found = by_row(self, done)
+        twins = [row for row in found if len(found[row]) == 3]
+        return found | dict(zip(twins, [found[row] for row in reversed(twins)], strict=True))
+
+    monkeypatch.setattr(api._Batch, "by_row", swapped)
+
+
+def labels_one_late(monkeypatch):
+    outputs = api._Batch.outputs
+    monkeypatch.setattr(api._Batch, "outputs", lambda self, place, logits: outputs(self, (place - 1).clamp(0), logits))
+
+
+def temperature_forgotten(monkeypatch):
+    make = api._Batch.__init__
+
+    def at_one(self, *args):
+        make(self, *args)
+        self.temperature = 1.0
+
+    monkeypatch.setattr(api._Batch, "__init__", at_one)
+
+
+@pytest.mark.parametrize(
+    ("sabotage", "names"),
+    [
+        (prefix_detached, ["phased"]), (no_phase_c, ["phased"]), (suffix_share_of_prefix_gradient_lost, RUNS),
+        (positions_restarted, RUNS), (rows_swapped, RUNS), (labels_one_late, RUNS), (temperature_forgotten, RUNS),
+    ],
+)  # fmt: skip
+def test_broken_maths_is_far_off(sabotage, names, monkeypatch):
+    model, rows = build(), batch([(23, [9, 3, 5]), (41, [3, 1, 11])])
+    truth = by_hf(model, rows)
+    sabotage(monkeypatch)
+    for name in names:
+        assert error(RUNS[name](model, rows, attention="cpu"), truth) > 100 * 5e-6
+
+
+# The package of the paper's authors on the same padded inputs.
+
+
+def causal_sdpa(q, k, v, mask, *, scaling, **_):
+    """What prefix-grouper asks of flash attention: queries are the last keys, `mask` [rows, keys] hides padding."""
+    queries, keys = q.shape[2], k.shape[2]
+    allowed = torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries) & mask[:, None, None]
+    # A padding query sees itself, so that nothing is NaN.
+    allowed = allowed | torch.eye(queries, keys, dtype=torch.bool).roll(keys - queries, 1)
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v, allowed, scale=scaling).transpose(1, 2)
+
+
+def test_equals_the_prefix_grouper_package(monkeypatch):
+    prefix_grouper = pytest.importorskip("prefix_grouper")
+    from transformers import AttentionInterface
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    def attention(module, query, key, value, attention_mask, prefix_grouper, scaling, **_):
+        return prefix_grouper.forward(causal_sdpa, query, key, value, scaling=scaling), None
+
+    AttentionInterface.register("prefix_grouper_sdpa", attention)
+    try:
+        shape = [(23, [9, 17, 5]), (41, [3, 1, 11, 2]), (7, [13])]
+        generator = torch.Generator().manual_seed(0)
+
+        def draw(n):
+            return torch.randint(VOCAB, (n,), generator=generator)
+
+        prompts = [draw(n) for n, _ in shape]
+        responses = [draw(n) for _, lens in shape for n in lens]
+        weights = [torch.randn(len(x), generator=generator, dtype=torch.float64) for x in responses]
+        sizes = [len(lens) for _, lens in shape]
+        (prompt_ids, prompt_mask), (ids, mask) = padded(prompts, True), padded(responses, False)
+
+        model = build(attn_implementation="prefix_grouper_sdpa")
+        grouper = prefix_grouper.PrefixGrouper.from_ungrouped_masks(prompt_mask, mask, sizes, padding_mode="right")
+        positions = torch.zeros(grouper.padding_mask.shape, dtype=torch.int64)
+        for row, (prompt_len, lens) in zip(positions, shape, strict=True):
+            pieces = [torch.arange(prompt_len), *(torch.arange(prompt_len, prompt_len + n) for n in lens)]
+            row[: prompt_len + sum(lens)] = torch.cat(pieces)
+        flat = grouper.concat_input(prompt_ids, prompt_mask, ids, mask)
+        logits = model(flat, position_ids=positions, prefix_grouper=grouper, use_cache=False).logits
+        _, _, logits, _ = grouper.split_output(logits, include_prefix_last=1)
+        theirs = [
+            row[: len(x)].log_softmax(-1).gather(-1, x[:, None])[:, 0] for row, x in zip(logits, responses, strict=True)
+        ]
+        sum((x * w).sum() for x, w in zip(theirs, weights, strict=True)).backward()
+        their_grads = grads(model)
+
+        groups = [i for i, size in enumerate(sizes) for _ in range(size)]
+        ours = response_log_probs(model, prompt_ids, ids, prompt_mask=prompt_mask, response_mask=mask, groups=groups)
+        ours = unpadded(ours, responses)
+        sum((x * w).sum() for x, w in zip(ours, weights, strict=True)).backward()
+        our_grads = grads(model)
+    finally:
+        del ALL_ATTENTION_FUNCTIONS._global_mapping["prefix_grouper_sdpa"]
+    assert (torch.cat(ours) - torch.cat(theirs)).norm() / torch.cat(theirs).norm() < 1e-9
+    for name, grad in their_grads.items():
+        assert (our_grads[name] - grad).norm() / grad.norm() < 1e-9, name
