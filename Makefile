@@ -60,18 +60,19 @@ coverage: setup
 	VERL_PREFIX_COVERAGE=examples/results/coverage.md $(BIN)/python -m pytest -q tests/core/test_families.py
 
 AB := outputs/ab_100
-AB_RUN = PYTHON=$(abspath $(BIN))/python examples/ab_grpo.sh trace
-AB_REPLAY = $(BIN)/python -m verl_prefix.cli ab
+AB_RUN = PYTHON=$(abspath $(BIN))/python examples/ab_grpo.sh
+AB_SMOLLM2 = OUT=$(AB)/smollm2 MODEL=smollm2 DATA='$(DATA)' NGPUS=1 PROMPTS=2 ROLLOUTS=6 RESPONSE=32 LR=1e-6
 ab-100: setup $(SMOLLM2)
 	rm -rf $(AB)
-	OUT=$(AB)/tiny STEPS=50 AB_ARGS='--arms packed,phased,stock_repacked --truth-steps 100' $(AB_RUN)
-	$(AB_REPLAY) --trace $(AB)/tiny/trace --dtype bf16 --truth-steps 100 --arms packed,phased,stock_repacked --out $(AB)/bf16
+	OUT=$(AB)/tiny STEPS=50 AB_ARGS='--arms packed,phased,stock_repacked --truth-steps 100' $(AB_RUN) trace
+	$(BIN)/python -m verl_prefix.cli ab --trace $(AB)/tiny/trace --out $(AB)/bf16/report \
+		--dtype bf16 --arms packed,phased,stock_repacked --truth-steps 100
 	$(BIN)/python -c 'import sys; sys.path.insert(0, "examples"); import demo; demo.smollm2(demo.ROOT / "outputs/models/smollm2-135m")'
-	OUT=$(AB)/smollm2 MODEL=smollm2 DATA='$(DATA)' NGPUS=1 STEPS=5 PROMPTS=2 MINI_BATCH=2 ROLLOUTS=6 RESPONSE=32 LR=1e-6 AB_ARGS='--arms auto --truth-steps 2' $(AB_RUN)
-	for run in tiny/report bf16 smollm2/report; do \
-		name=$$(echo $$run | cut -d / -f 1); \
-		for kind in json png; do cp $(AB)/$$run/report.$$kind examples/results/ab_$${name}_cpu.$$kind; done; \
-	done
+	$(AB_SMOLLM2) PLAN_ARGS='--out examples/results/plan_smollm2_cpu.json' $(AB_RUN) plan
+	$(AB_SMOLLM2) AB_ARGS='--arms auto --truth-steps 1' $(AB_RUN) trace
+	for run in tiny bf16 smollm2; do for kind in json png; do \
+		cp $(AB)/$$run/report/report.$$kind examples/results/ab_$${run}_cpu.$$kind; \
+	done; done
 
 test-gpu:
 	PYTHONPATH=. $(PYTHON) -m pytest tests/core tests/gpu

@@ -29,6 +29,19 @@ def _ab(arguments: argparse.Namespace) -> int:
         return 2
 
 
+def _plan(arguments: argparse.Namespace) -> int:
+    os.environ.setdefault("VERL_PLATFORM", "cpu")  # nothing runs: any machine will do
+    from verl_prefix import plan
+
+    try:
+        return plan.run(
+            arguments.config_name, arguments.overrides, arguments.response_lengths, arguments.shares, arguments.out
+        )
+    except ValueError as error:
+        print(f"verl-prefix plan: {error}", file=sys.stderr)
+        return 2
+
+
 def _numbers(text: str) -> tuple[int, int, int, int]:
     values = tuple(int(x) for x in text.split(","))
     if len(values) not in (3, 4):
@@ -67,6 +80,21 @@ def _add_ab(commands: argparse._SubParsersAction) -> None:
     command.add_argument("--force", action="store_true", help="replace a report that is there")
 
 
+def _add_plan(commands: argparse._SubParsersAction) -> None:
+    command = commands.add_parser("plan", help="say what sharing would gain a training command, from its own overrides")
+    command.set_defaults(run=_plan)
+    command.add_argument("overrides", nargs="*", help="the training command's Hydra overrides")
+    command.add_argument("--config-name", default="ppo_trainer", help="as on the training command")
+    command.add_argument(
+        "--response-lengths", metavar="SPEC",
+        help="TOKENS, MEAN,STD, or a folder of trainer.rollout_data_dir; default data.max_response_length",
+    )  # fmt: skip
+    command.add_argument(
+        "--shares", metavar="SPEC", help="a stock step's shares, update=0.5,old=0.1,ref=0.1, or that run's JSON lines"
+    )
+    command.add_argument("--out", type=Path, help="also write the plan there, as JSON")
+
+
 def main(argv: list[str] | None = None) -> int:
     """Entry point of `verl-prefix`; the return value is the exit code."""
     parser = argparse.ArgumentParser(prog="verl-prefix", description="Shared-prefix GRPO for verl's FSDP actor.")
@@ -74,6 +102,7 @@ def main(argv: list[str] | None = None) -> int:
     command = commands.add_parser("doctor", help="say whether verl will use this package, and if not, why")
     command.set_defaults(run=lambda _: doctor.doctor())
     _add_ab(commands)
+    _add_plan(commands)
     arguments = parser.parse_args(argv)
     return arguments.run(arguments)
 

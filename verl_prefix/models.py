@@ -9,7 +9,7 @@ from contextlib import contextmanager, nullcontext
 
 import torch
 from torch.utils.checkpoint import checkpoint
-from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from verl_prefix.attention import AttentionPass, GroupedAttention, Scores
 from verl_prefix.cost import ModelShape
@@ -88,6 +88,13 @@ def check_supported(config: PretrainedConfig) -> None:
             f"shared-prefix training does not support this {config.model_type} model: {'; '.join(reasons)}. "
             "Set model_engine=dp, or actor_rollout_ref.actor.prefix.schedule=stock"
         )
+
+
+def empty_model(path: str, trust_remote_code: bool = False) -> PreTrainedModel:
+    """The model of a config on torch's meta device: shapes without weights."""
+    config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
 
 
 def model_shape(model: PreTrainedModel, dtype: torch.dtype) -> ModelShape:

@@ -77,9 +77,10 @@ def build_engine(name: str, manifest: dict[str, Any]) -> Any:
         model["override_config"] = (model.get("override_config") or {}) | {"attn_implementation": "sdpa"}
     if ours:
         recorded = manifest["engine"].get("prefix") or {}
-        options = {k: recorded[k] for k in ("wave_tokens", "logits_chunk", "attention") if k in recorded}
-        offload = bool(recorded.get("offload")) and name != "packed"
-        engine_config = PrefixEngineConfig(**engine, prefix=PrefixConfig(**options, schedule=name, offload=offload))
+        options = {k: recorded[k] for k in ("wave_tokens", "logits_chunk", "attention", "min_speedup") if k in recorded}
+        # Off: this replay is the check, and a wrong engine is to be measured, not stopped.
+        options |= {"schedule": name, "offload": bool(recorded.get("offload")) and name != "packed", "verify": "off"}
+        engine_config = PrefixEngineConfig(**engine, prefix=PrefixConfig(**options))
     else:
         engine_config = FSDPEngineConfig(**engine)
     torch.manual_seed(manifest["seed"])  # LoRA matrices are drawn

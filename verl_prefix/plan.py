@@ -1,0 +1,268 @@
+"""`verl-prefix plan`: from a training command's own overrides, what sharing the prefix would do to it.
+
+Composes the same Hydra config as the command, reads its train parquet with its tokenizer, draws response lengths,
+places groups on ranks as the trainer does, and prices every pass with `cost`. No GPU, no Ray, no weights: the model
+exists on torch's meta device alone. Not modelled: communication, rollout, reward, optimizer, what is idle between them.
+"""
+
+import json
+import statistics
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import torch
+from hydra import compose, initialize_config_module
+from hydra.errors import HydraException, InstantiationException
+from omegaconf import DictConfig
+from rich.console import Console
+from rich.table import Table
+from verl.utils import hf_tokenizer
+from verl.utils.config import omega_conf_to_dataclass
+from verl.workers.config import FSDPActorConfig
+
+from verl_prefix import models
+from verl_prefix.predict import PATHS, SEED, Sizes, predict
+from verl_prefix.runs import read_run
+
+MAX_PROMPTS = 2000  # of the train file, evenly spread; their lengths stand for all
+# verl's timing -> the pass that it holds.
+TIMINGS = {"timing_s/update_actor": "update", "timing_s/old_log_prob": "old", "timing_s/ref": "ref"}
+
+
+class PlanError(ValueError):
+    """The command cannot be planned; the message says what to change."""
+
+
+def compose_config(config_name: str, overrides: list[str]) -> DictConfig:
+    """What `python -m verl.trainer.main_ppo --config-name=... overrides...` composes, with the prefix engine."""
+    kept = [word for word in overrides if not word.lstrip("+").startswith("model_engine=")]
+    try:
+        with initialize_config_module("verl.trainer.config", version_base=None):
+            return compose(config_name, overrides=[*kept, "model_engine=prefix"])
+    except HydraException as error:
+        raise PlanError(f"the overrides do not compose: {error}") from error
+
+
+def refusals(config: DictConfig, num_ranks: int) -> list[str]:
+    """What the driver would refuse, in its own words; empty if the run would start."""
+    try:
+        actor: FSDPActorConfig = omega_conf_to_dataclass(config.actor_rollout_ref.actor)
+        actor.validate(num_ranks, config.data.train_batch_size, config.actor_rollout_ref.model)
+    except InstantiationException as error:  # hydra's wrapper of what a config class raised
+        return [str(error.__cause__ or error)]
+    except (ValueError, AssertionError) as error:
+        return [str(error)]
+    return []
+
+
+def prompt_lengths(config: DictConfig, tokenizer: Any) -> tuple[list[int], int]:
+    """Tokens per training prompt after the chat template, and how many prompts are longer than the limit.
+
+    Raises:
+        PlanError: the train file is missing or has no prompt column, or its prompts hold images or videos.
+    """
+    import pyarrow.parquet as pq
+
+    data = config.data
+    files = data.train_files if not isinstance(data.train_files, str) else [data.train_files]
+    messages: list[Any] = []
+    for file in files:
+        path = Path(str(file)).expanduser()
+        if not path.is_file():
+            raise PlanError(f"data.train_files: {file} is not a file here; copy the parquet to this machine")
+        table = pq.read_table(path)
+        if data.prompt_key not in table.column_names:
+            raise PlanError(f"{file} has columns {table.column_names}; set data.prompt_key to one of them")
+        for key in (data.image_key, data.video_key):
+            if key in table.column_names and any(table[key].to_pylist()):
+                raise PlanError(f"{file} has {key}: how many tokens they take is not known without the processor")
+        messages += table[data.prompt_key].to_pylist()
+    chosen = messages[:: max(1, -(-len(messages) // MAX_PROMPTS))]
+    options = dict(data.get("apply_chat_template_kwargs") or {}) | {"add_generation_prompt": True, "tokenize": False}
+    lengths = [
+        len(tokenizer(tokenizer.apply_chat_template(x, **options), add_special_tokens=False).input_ids) for x in chosen
+    ]
+    fitting = [n for n in lengths if n <= data.max_prompt_length]
+    if not fitting:
+        raise PlanError(f"every prompt is longer than data.max_prompt_length={data.max_prompt_length}: raise it")
+    return fitting, len(lengths) - len(fitting)
+
+
+def response_lengths(spec: str | None, longest: int, tokenizer: Any) -> Iterator[int]:
+    """Endless draws: of a constant, a normal distribution "MEAN,STD", or the outputs in verl's rollout dumps.
+
+    Raises:
+        PlanError: the specification is none of these.
+    """
+    draw = Random(SEED)
+    if spec and Path(spec).exists():
+        files = sorted(Path(spec).glob("*.jsonl")) if Path(spec).is_dir() else [Path(spec)]
+        try:
+            texts = [json.loads(line)["output"] for file in files for line in file.read_text().splitlines()]
+        except (ValueError, KeyError, TypeError) as error:
+            raise PlanError(
+                f"{spec} is not what trainer.rollout_data_dir writes ({type(error).__name__}: {error})"
+            ) from None
+        # A finished response also has its end token.
+        found = (
+            [min(len(ids) + 1, longest) for ids in tokenizer(texts, add_special_tokens=False).input_ids]
+            if texts
+            else []
+        )
+        if not found:
+            raise PlanError(f"{spec} holds no rollouts")
+        while True:
+            yield draw.choice(found)
+    try:
+        mean, spread = (
+            float(x) for x in (f"{spec},0" if spec and "," not in spec else spec or f"{longest},0").split(",")
+        )
+    except ValueError:
+        raise PlanError(f"--response-lengths {spec!r}: write TOKENS, MEAN,STD, or a folder of rollout dumps") from None
+    while True:
+        yield min(longest, max(1, round(draw.gauss(mean, spread))))
+
+
+def sizes(config: DictConfig) -> Sizes:
+    """Raises PlanError where the batch sizes do not divide."""
+    actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
+    prompts, mini, ranks = config.data.train_batch_size, actor.ppo_mini_batch_size, config.trainer.n_gpus_per_node
+    ranks *= config.trainer.nnodes
+    if prompts % mini or mini * rollout.n % ranks:
+        raise PlanError(
+            f"data.train_batch_size={prompts}, actor.ppo_mini_batch_size={mini}, rollout.n={rollout.n}, {ranks} ranks: "
+            "make the batch a multiple of the mini-batch, and mini-batch times n one of the ranks"
+        )
+    infer_dynamic = rollout.log_prob_use_dynamic_bsz
+    return Sizes(
+        prompts, rollout.n, prompts // mini, ranks,
+        actor.ppo_max_token_len_per_gpu if actor.use_dynamic_bsz else None,
+        rollout.log_prob_max_token_len_per_gpu if infer_dynamic else None,
+        actor.ppo_micro_batch_size_per_gpu or 1,
+        rollout.log_prob_micro_batch_size_per_gpu or 1,
+    )  # fmt: skip
+
+
+def shares(spec: str | None) -> dict[str, float]:
+    """Share of a stock step that each pass takes: from "update=0.5,old=0.1,ref=0.1", or from a stock run's metrics.
+
+    Raises:
+        PlanError, or runs' TraceError: neither of these.
+    """
+    if spec is None:
+        return {}
+    if "=" not in spec:
+        steps = list(read_run(spec).values())
+        whole = statistics.median(step["timing_s/step"] for step in steps)
+        return {
+            name: statistics.median(step.get(timing, 0.0) for step in steps) / whole for timing, name in TIMINGS.items()
+        }
+    try:
+        found = {name: float(value) for name, value in (pair.split("=") for pair in spec.split(","))}
+    except ValueError:
+        found = {}
+    if not found or set(found) - set(TIMINGS.values()) or sum(found.values()) > 1:
+        raise PlanError(
+            f"--shares {spec!r}: write update=0.5,old=0.1,ref=0.1 (at most 1 together), or a stock run's file"
+        )
+    return found
+
+
+def percentiles(values: list[float]) -> dict[str, float]:
+    """p5, p50, p95 and mean."""
+    cuts = statistics.quantiles(values, n=20, method="inclusive") if len(values) > 1 else values * 19
+    return {"p5": cuts[0], "p50": statistics.median(values), "p95": cuts[18], "mean": statistics.fmean(values)}
+
+
+def build(config_name: str, overrides: list[str], responses: str | None, share_spec: str | None) -> dict[str, Any]:
+    """The plan, as JSON can hold it.
+
+    Raises:
+        PlanError: something that the plan needs is missing or does not fit.
+    """
+    config = compose_config(config_name, overrides)
+    model = config.actor_rollout_ref.model
+    size = sizes(config)
+    tokenizer = hf_tokenizer(model.tokenizer_path or model.path, trust_remote_code=model.trust_remote_code)
+    lengths, overlong = prompt_lengths(config, tokenizer)
+    draws = response_lengths(responses, config.data.max_response_length, tokenizer)
+    sample = list(islice(draws, 2000))
+    reasons = refusals(config, size.ranks)
+    mixed = (config.actor_rollout_ref.actor.fsdp_config.mixed_precision or {}).get("param_dtype", "bf16")
+    empty = models.empty_model(model.path, model.trust_remote_code)
+    num_parameters = sum(parameter.numel() for parameter in empty.parameters())
+    shape = models.model_shape(empty, torch.float32 if mixed == "fp32" else torch.bfloat16)
+    predicted = predict(config.actor_rollout_ref, size, shape, lengths, draws)
+    used = config.actor_rollout_ref.actor.prefix.schedule
+    stock = predicted.seconds["stock"]
+    gains = {path: {name: stock[name] / found[name] for name in stock} for path, found in predicted.seconds.items()}
+    taken = shares(share_spec)
+    step = 1.0 / (1.0 - sum(taken.values()) + sum(share / gains[used][name] for name, share in taken.items()))
+    ratio = [p / (p + s) for p, s in zip(lengths, sample, strict=False)]
+    return {
+        "unsupported": reasons,
+        "prompt_tokens": percentiles([float(x) for x in lengths]) | {"count": len(lengths), "overlong": overlong},
+        "response_tokens": percentiles([float(x) for x in sample]),
+        "prefix_share_of_a_row": percentiles(ratio),
+        "groups_per_rank_and_mini_batch": percentiles(predicted.bins),
+        "tokens": {
+            "logical": predicted.logical,
+            "physical": predicted.physical,
+            "ratio": predicted.logical / predicted.physical,
+        },
+        "schedule": used,
+        "packed_groups": predicted.packed,
+        "phased_groups": predicted.phased,
+        "rates": "measured" if predicted.measured else "FLOPs",
+        "speedup": gains[used] | ({"step": step} if taken else {}),
+        "speedup_by_schedule": {schedule: gains[schedule] for schedule in PATHS},
+        # fp32 weights, gradients and two AdamW moments, over the ranks.
+        "resident_gib": 16 * num_parameters / size.ranks / 2**30,
+        "added_gib": {name: value / 2**30 for name, value in predicted.peaks.items()},
+    }
+
+
+def show(plan: dict[str, Any], console: Console) -> None:
+    """Prints a plan."""
+    lengths = Table("tokens", "p5", "median", "p95", "mean", title="lengths")
+    rows = {"prompt": "prompt_tokens", "response": "response_tokens", "prompt share of a row": "prefix_share_of_a_row",
+            "groups per rank and mini-batch": "groups_per_rank_and_mini_batch"}  # fmt: skip
+    for title, key in rows.items():
+        lengths.add_row(title, *(f"{plan[key][column]:.4g}" for column in ("p5", "p50", "p95", "mean")))
+    console.print(lengths)
+    title = f"{plan['rates']} of verl's path over ours; the slowest rank counts"
+    gains = Table("expected speed-up", *PATHS, title=title)
+    for name in TIMINGS.values():
+        gains.add_row(name, *(f"{plan['speedup_by_schedule'][s][name]:.2f}" for s in PATHS))
+    console.print(gains)
+    memory = Table(
+        "GiB per rank", *plan["added_gib"], title="weights, gradients, AdamW; what an update adds at its peak"
+    )
+    memory.add_row("added", *(f"{value:.2f}" for value in plan["added_gib"].values()))
+    memory.add_row("resident", *(f"{plan['resident_gib']:.2f}" for _ in plan["added_gib"]))
+    console.print(memory)
+    tokens = plan["tokens"]
+    lines = [
+        f"tokens: {tokens['logical']} logical, {tokens['physical']} computed, {tokens['ratio']:.2f} to 1",
+        f"schedule {plan['schedule']}: {plan['packed_groups']} groups packed, {plan['phased_groups']} in phases"
+        + ("" if plan["packed_groups"] + plan["phased_groups"] else "; verl's own path, sharing would not pay"),
+    ]
+    if "step" in plan["speedup"]:
+        lines.append(f"whole step: {plan['speedup']['step']:.2f}x")
+    if plan["prompt_tokens"]["overlong"]:
+        lines.append(f"{plan['prompt_tokens']['overlong']} prompts are over data.max_prompt_length and not counted")
+    lines += [f"unsupported: {reason}" for reason in plan["unsupported"]]
+    for line in lines:
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def run(config_name: str, overrides: list[str], responses: str | None, share_spec: str | None, out: Path | None) -> int:
+    """The command; returns 0, or 1 where the run would be refused."""
+    plan = build(config_name, overrides, responses, share_spec)
+    show(plan, Console())
+    if out:
+        out.write_text(json.dumps(plan, indent=1) + "\n")
+    return 1 if plan["unsupported"] else 0
