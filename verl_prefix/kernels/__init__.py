@@ -93,7 +93,7 @@ def choose_kernel(name: str, device_type: str, dtype: torch.dtype, head_dim: int
     if name == "auto":
         for candidate in (cpu, flash_attn, aten):
             if candidate.unavailable() is None and candidate.unsupported(device_type, dtype, head_dim, softcap) is None:
-                logger.info("prefix.attention=auto: %s", candidate.__name__)
+                logger.warning("prefix.attention=auto: %s", candidate.__name__)  # a level that workers print, once
                 return candidate
         what = f"{device_type}, {dtype}, head dim {head_dim}{', softcap' if softcap else ''}"
         if device_type == "cuda":
