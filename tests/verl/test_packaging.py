@@ -39,7 +39,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
 
 
 def _metadata(wheel: zipfile.ZipFile, name: str) -> str:
-    (path,) = (n for n in wheel.namelist() if n.endswith(f".dist-info/{name}"))
+    (path,) = (n for n in wheel.namelist() if n.count("/") == 1 and n.endswith(f".dist-info/{name}"))
     return wheel.read(path).decode()
 
 
@@ -49,8 +49,9 @@ def _requirements(wheel: zipfile.ZipFile) -> list[str]:
 
 def test_wheel_ships_every_module_and_every_yaml_file(wheel: zipfile.ZipFile) -> None:
     shipped = {n for n in wheel.namelist() if n.startswith("verl_prefix/")}
-    sources = {str(p.relative_to(ROOT)) for kind in ("py", "yaml") for p in (ROOT / "verl_prefix").rglob(f"*.{kind}")}
-    assert any(name.endswith(".yaml") for name in sources)
+    kinds = ("*.py", "*.yaml", "METADATA")
+    sources = {str(p.relative_to(ROOT)) for kind in kinds for p in (ROOT / "verl_prefix").rglob(kind)}
+    assert any(name.endswith(".yaml") for name in sources) and any(name.endswith("METADATA") for name in sources)
     assert shipped == sources
 
 

