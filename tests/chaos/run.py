@@ -1,12 +1,14 @@
 """`make chaos`: real verl jobs of a tiny model that are killed or broken at one point, and what was lost.
 
-Resume: a job is killed (SIGKILL, all of it) in step 3 during rollout, update or checkpoint save, then started again with
-resume_mode=auto. Its step 3 must be that of a job that was never interrupted. Both engines, and each from the other's
-checkpoint. Faults: each must end the job within LIMIT seconds, with an error that says what to look for, leaving no
-process. Results: one JSON file, what was tried and what was found. Exit status 1 if anything was not as expected.
+Resume: a job is killed (SIGKILL, all of it) in step 3 during rollout, update or checkpoint save, then started again
+with resume_mode=auto. Its step 3 must be that of a job that was never interrupted. Both engines, and each from the
+other's checkpoint. Faults: each must end the job within LIMIT seconds, with an error that says what to look for,
+leaving no process. Results: a JSON file, rewritten after every case: what was tried, what was found, and whether that
+is as it should be; the exit status is 1 if something is not.
 """
 
 import argparse
+import functools
 import importlib.metadata
 import json
 import math
@@ -109,8 +111,9 @@ def job(folder: Path, run: Path, arm: str, ranks: int = 1, chaos: str | None = N
     run.mkdir(parents=True, exist_ok=True)
     (run / "hit").unlink(missing_ok=True)
     env = os.environ | {
-        "VERL_PLATFORM": "cpu", "HF_HUB_OFFLINE": "1", "RAY_USAGE_STATS_ENABLED": "0", "TOKENIZERS_PARALLELISM": "false",
-        "OMP_WAIT_POLICY": "passive", "HYDRA_FULL_ERROR": "1", "VERL_FILE_LOGGER_PATH": str(run / "metrics.jsonl"),
+        "VERL_PLATFORM": "cpu", "HF_HUB_OFFLINE": "1", "RAY_USAGE_STATS_ENABLED": "0",
+        "TOKENIZERS_PARALLELISM": "false", "OMP_WAIT_POLICY": "passive", "HYDRA_FULL_ERROR": "1",
+        "VERL_FILE_LOGGER_PATH": str(run / "metrics.jsonl"),
         "PYTHONPATH": os.pathsep.join([str(ROOT), *([str(folder / "plugin")] if chaos else [])]),
     }  # fmt: skip
     env.pop("RAY_ADDRESS", None)
@@ -186,15 +189,41 @@ def resumed_from(run: Path) -> int | None:
     return int(lines[-1].rsplit(" ", 1)[-1]) if lines else None
 
 
-def copy_checkpoint(source: Path, run: Path, step: int) -> None:
+def start_from(source: Path, run: Path, step: int | None) -> None:
+    """An empty run folder, with another run's checkpoint of a step as its latest."""
+    shutil.rmtree(run, ignore_errors=True)
+    if step is None:
+        return
     name = f"global_step_{step}"
     shutil.copytree(source / "checkpoints" / name, run / "checkpoints" / name)
     (run / "checkpoints" / "latest_checkpointed_iteration.txt").write_text(str(step))
 
 
-def resume_case(folder: Path, arm: str, point: str, results: list[dict]) -> None:
+class Report:
+    """The cases so far, in `path` too, from where earlier ones come."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.cases: list[dict] = json.loads(path.read_text())["cases"] if path.exists() else []
+        path.parent.mkdir(parents=True, exist_ok=True)
+
+    def add(self, found: dict) -> None:
+        """A case that is run again takes the place of its last result."""
+        self.cases = [case for case in self.cases if (case["case"], case["arm"]) != (found["case"], found["arm"])]
+        self.cases.append({"ok": False} | found)
+        print(json.dumps(self.cases[-1]), flush=True)
+        versions = {name: importlib.metadata.version(name) for name in ("verl", "torch", "transformers", "ray")}
+        summary = {"schema": "verl_prefix.chaos/1", "tried": len(self.cases), "failed": self.failed}
+        self.path.write_text(json.dumps(summary | {"versions": versions, "cases": self.cases}, indent=1) + "\n")
+
+    @property
+    def failed(self) -> list[str]:
+        return [f"{case['case']} ({case['arm']})" for case in self.cases if not case["ok"]]
+
+
+def resume_case(folder: Path, arm: str, point: str, results: Report) -> None:
     run = folder / f"{arm}-{point}"
-    copy_checkpoint(folder / arm, run, BROKEN - 1)
+    start_from(folder / arm, run, BROKEN - 1)
     broken = job(folder, run, arm, chaos=f"{point}:{BROKEN}:block")
     again = job(folder, run, arm)
     found = {"case": f"kill -9 in step {BROKEN}: {point}", "arm": arm, "broken": broken, "again": again}
@@ -202,26 +231,25 @@ def resume_case(folder: Path, arm: str, point: str, results: list[dict]) -> None
         found |= {"resumed_from": resumed_from(run), "difference": difference(run, folder / arm)}
         found["steps_lost"] = BROKEN - 1 - found["resumed_from"]
         found["ok"] = broken["fault_reached"] and found["steps_lost"] == 0 and same(found["difference"])
-    report(found, results)
+    results.add(found)
 
 
-def crossed_case(folder: Path, source: str, arm: str, results: list[dict]) -> None:
+def crossed_case(folder: Path, source: str, arm: str, results: Report) -> None:
     run = folder / f"{source}-to-{arm}"
-    copy_checkpoint(folder / source, run, BROKEN - 1)
+    start_from(folder / source, run, BROKEN - 1)
     again = job(folder, run, arm)
     found = {"case": f"checkpoint of {source}, resumed by {arm}", "arm": arm, "again": again}
     if again["exit"] == 0:
         found |= {"resumed_from": resumed_from(run), "difference": difference(run, folder / arm)}
         found["across_uninterrupted_arms"] = difference(folder / source, folder / arm)
         found["ok"] = found["resumed_from"] == BROKEN - 1
-    report(found, results)
+    results.add(found)
 
 
-def fault_case(folder: Path, name: str, results: list[dict]) -> None:
+def fault_case(folder: Path, name: str, results: Report) -> None:
     arm, ranks, chaos, send, wanted = FAULTS[name]
     run = folder / name.replace(" ", "-").replace(",", "")
-    if chaos.split(":")[1] == str(BROKEN):
-        copy_checkpoint(folder / arm, run, BROKEN - 1)
+    start_from(folder / arm, run, BROKEN - 1 if chaos.split(":")[1] == str(BROKEN) else None)
     ended = job(folder, run, arm, ranks, chaos, send)
     log = (run / "log").read_text(errors="replace")
     said = [line.strip()[-300:] for line in log.splitlines() if wanted and wanted in line]
@@ -234,7 +262,7 @@ def fault_case(folder: Path, name: str, results: list[dict]) -> None:
         found["again"] = again
         found["resumed_from"] = resumed_from(run)
         found["ok"] = found["ok"] and again["exit"] == 0 and found["resumed_from"] == BROKEN - 1
-    report(found, results)
+    results.add(found)
 
 
 def same(difference: dict[str, float]) -> bool:
@@ -242,42 +270,58 @@ def same(difference: dict[str, float]) -> bool:
     return all(value <= 5e-6 and not math.isnan(value) for value in difference.values())
 
 
-def report(found: dict, results: list[dict]) -> None:
-    found.setdefault("ok", False)
-    results.append(found)
-    print(json.dumps(found), flush=True)
+class Report:
+    """The cases so far, in `path` too, from where earlier ones come."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.cases: list[dict] = json.loads(path.read_text())["cases"] if path.exists() else []
+        path.parent.mkdir(parents=True, exist_ok=True)
+
+    def add(self, found: dict) -> None:
+        """A case that is run again takes the place of its last result."""
+        self.cases = [case for case in self.cases if (case["case"], case["arm"]) != (found["case"], found["arm"])]
+        self.cases.append({"ok": False} | found)
+        print(json.dumps(self.cases[-1]), flush=True)
+        versions = {name: importlib.metadata.version(name) for name in ("verl", "torch", "transformers", "ray")}
+        summary = {"schema": "verl_prefix.chaos/1", "tried": len(self.cases), "failed": self.failed}
+        self.path.write_text(json.dumps(summary | {"versions": versions, "cases": self.cases}, indent=1) + "\n")
+
+    @property
+    def failed(self) -> list[str]:
+        return [f"{case['case']} ({case['arm']})" for case in self.cases if not case["ok"]]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--folder", type=Path, required=True, help="work folder; must not exist")
-    parser.add_argument("--out", type=Path, required=True, help="JSON file of the results")
-    parser.add_argument("--only", choices=["resume", "faults"])
+    parser.add_argument("--folder", type=Path, required=True, help="work folder; finished uninterrupted runs are kept")
+    parser.add_argument("--out", type=Path, required=True, help="JSON file of the results; cases that are there stay")
+    parser.add_argument("--only", default="", help="run the cases whose name has this in it")
     args = parser.parse_args()
-    folder, results = args.folder.resolve(), []
-    folder.mkdir(parents=True)
-    prepare(folder)
+    folder, results = args.folder.resolve(), Report(args.out.resolve())
+    if not folder.exists():
+        folder.mkdir(parents=True)
+        prepare(folder)
     for arm in ARMS:
-        found = {"case": "uninterrupted", "arm": arm, "again": job(folder, folder / arm, arm)}
-        report(found | {"ok": found["again"]["exit"] == 0}, results)
-        if not results[-1]["ok"]:
-            print((folder / arm / "log").read_text(errors="replace")[-4000:])
-            return 1
-    if args.only != "faults":
-        for arm, point in ((arm, point) for point in ("save", "update", "rollout") for arm in reversed(ARMS)):
-            resume_case(folder, arm, point, results)
-        crossed_case(folder, "stock", "prefix", results)
-        crossed_case(folder, "prefix", "stock", results)
-    if args.only != "resume":
-        for name in FAULTS:
-            fault_case(folder, name, results)
-    failed = [found["case"] for found in results if not found["ok"]]
-    versions = {name: importlib.metadata.version(name) for name in ("verl", "torch", "transformers", "ray")}
-    summary = {"schema": "verl_prefix.chaos/1", "tried": len(results), "failed": failed, "versions": versions}
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(json.dumps(summary | {"cases": results}, indent=1) + "\n")
-    print(f"{len(results)} tried, {len(failed)} not as expected: {failed}")
-    return 1 if failed else 0
+        if not (folder / arm / "finished").exists():
+            shutil.rmtree(folder / arm, ignore_errors=True)
+            found = {"case": "uninterrupted", "arm": arm, "again": job(folder, folder / arm, arm)}
+            results.add(found | {"ok": found["again"]["exit"] == 0})
+            if found["again"]["exit"] != 0:
+                print((folder / arm / "log").read_text(errors="replace")[-4000:])
+                return 1
+            (folder / arm / "finished").touch()
+    cases = {name: functools.partial(fault_case, folder, name) for name in FAULTS}
+    for point in ("save", "update", "rollout"):
+        for arm in ARMS:
+            cases[f"kill -9 in step {BROKEN}: {point} {arm}"] = functools.partial(resume_case, folder, arm, point)
+    for source, arm in (tuple(ARMS), tuple(reversed(ARMS))):
+        cases[f"checkpoint of {source}, resumed by {arm}"] = functools.partial(crossed_case, folder, source, arm)
+    for name, case in cases.items():
+        if args.only in name:
+            case(results)
+    print(f"{len(results.cases)} tried, {len(results.failed)} not as expected: {results.failed}")
+    return 1 if results.failed else 0
 
 
 if __name__ == "__main__":

@@ -182,7 +182,7 @@ def _engine(backend: str, model_path: str, options: dict, forward_only: bool = F
         # AdamW turns round-off into lr-sized steps where the true gradient is zero, so lr must be far above round-off
         # and far below the weights; a wrong gradient moves the weights by 5e-4 relative.
         optimizer_config=FSDPOptimizerConfig(lr=1e-5, weight_decay=0.01, clip_grad=1.0),
-        checkpoint_config=CheckpointConfig(),
+        checkpoint_config=CheckpointConfig(**options.get("checkpoint", {})),
     )
     engine.initialize()
     return engine
