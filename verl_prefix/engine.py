@@ -21,7 +21,7 @@ from verl.workers.engine import EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 from verl.workers.engine.utils import postprocess_batch_func
 
-from verl_prefix import models, waves
+from verl_prefix import faults, models, waves
 from verl_prefix.config import PrefixEngineConfig, check_model_options
 from verl_prefix.cpu.engine import CPUEngineMixin
 from verl_prefix.gate import Gate
@@ -106,12 +106,17 @@ class PrefixFSDPEngine(FSDPEngineWithLMHead):
         if self._fallback_reason:
             return self.forward_backward_batch(data, loss_function, forward_only)
         plan = waves.agree(plan, self._reduce_max)
-        job, schedule = self._run(data, plan, loss_function, forward_only)
+        (job, schedule), plan, retries = faults.run_or_halve(
+            lambda plan: self._run(data, plan, loss_function, forward_only),
+            plan, self.module, torch.distributed.get_world_size(),
+        )  # fmt: skip
         output = postprocess_batch_func(*job.outputs(plan), data=data)
         num_passes = sum(1 if work.waves is None else len(work.waves) for work in plan.works)
         even_out(output["metrics"], num_passes)
         self._phase_b_peak = self._phase_b_peak or schedule.phase_b_peak
         output["metrics"].update(_metrics(groups, plan, split_uids, schedule))
+        output["metrics"]["prefix/oom_retries"] = [float(retries)]
+        output["metrics"]["prefix/nonfinite_passes"] = [float(job.num_not_finite)]
         if self._phase_b_peak and not forward_only:
             output["metrics"]["prefix/phase_b_peak_gib"] = [self._phase_b_peak / 2**30]
         if self._gate is not None and self._gate.speedup:

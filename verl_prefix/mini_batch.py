@@ -5,6 +5,7 @@ Source: verl/workers/engine/fsdp/transformer_impl.py, FSDPEngineWithLMHead.
 """
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -13,8 +14,8 @@ from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_id
 from verl.utils.metric import AggregationType, Metric
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
-from verl.workers.engine.utils import detach_tree
 
+from verl_prefix import faults
 from verl_prefix.groups import Group, group_rows
 from verl_prefix.layout import Layout
 from verl_prefix.schedule import TokenBatch
@@ -46,6 +47,7 @@ class MiniBatch:
         self.dtype = torch.float32
         self._outputs: list[dict] = []
         self._rows: list[list[int]] = []
+        self.num_not_finite = 0
 
     def token_outputs(self, place: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
         """verl's prepare_model_outputs on suffix tokens: [n, k] of `self.dtype`, one column per name in `self.names`.
@@ -82,11 +84,26 @@ class MiniBatch:
                 model_output=model_output, data=micro_batch, dp_group=self.engine.get_data_parallel_group()
             )
         output = {"loss": loss.detach().item(), "metrics": metrics}
+        self._check_finite(output["loss"], outputs, model_output, micro_batch, rows)
         if self._keeps_model_output:
-            output["model_output"] = detach_tree(model_output)
+            output["model_output"] = {name: values.detach() for name, values in model_output.items()}
         self._outputs.append(output)
         self._rows.append(rows)
         return loss
+
+    def _check_finite(
+        self, loss: float, outputs: torch.Tensor, model_output: dict, micro_batch: TensorDict, rows: list[int]
+    ) -> None:
+        """Counts a pass that is not finite, and names the first one's rows. A NaN that the loss masks counts too: its
+        gradient is NaN times zero."""
+        inputs = {name: x for name, x in micro_batch.items() if isinstance(x, torch.Tensor) and x.is_floating_point()}
+        if math.isfinite(loss) and faults.all_finite([outputs, *(x.values() for x in inputs.values() if x.is_nested)]):
+            return
+        self.num_not_finite += 1
+        if self.num_not_finite == 1:
+            uids = tu.get(micro_batch, "uid") if "uid" in micro_batch.keys() else [None] * len(rows)
+            bad = {name: faults.rows_not_finite(x.unbind()) for name, x in (model_output | inputs).items()}
+            faults.say_not_finite(loss, bad, [f"{row} (uid {uid})" for row, uid in zip(rows, uids, strict=True)])
 
     def _model_output(
         self, groups: Sequence[Group], layout: Layout, outputs: torch.Tensor, offsets: torch.Tensor

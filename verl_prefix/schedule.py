@@ -21,6 +21,7 @@ from itertools import accumulate
 import torch
 
 from verl_prefix.attention import AttentionPass
+from verl_prefix.faults import during, noted
 from verl_prefix.groups import Group
 from verl_prefix.layout import Layout, build_layout, dummy_layout, prefix_layout
 from verl_prefix.models import grouped_attention, token_outputs
@@ -110,22 +111,22 @@ class Schedule:
         nothing of the prefix is left. Without gradients (`torch.no_grad`) there is no phase C either.
         """
         if work.waves is None:
-            with closing(self._packed(tokens, work, last)) as packed:
+            with closing(self._packed(tokens, work, last)) as packed, noted():
                 yield packed
             return
         device = tokens.input_ids.device
         with OffloadedPrefixCache(device, self.transfers) if self.offload else PrefixCache() as cache:
-            with self._timed("phase_a"), cache.saving() if self.offload else nullcontext():
+            with self._timed("phase_a", work.groups), cache.saving() if self.offload else nullcontext():
                 root = self._prefixes(tokens, work.groups, cache)
-            with closing(self._waves(tokens, work, cache)) as waves:
+            with closing(self._waves(tokens, work, cache)) as waves, noted():
                 yield waves
             if torch.is_grad_enabled():
-                with self._timed("phase_c"), self.gradient_sync(last):
+                with self._timed("phase_c", work.groups), self.gradient_sync(last):
                     cache.backward(root)
 
     def _packed(self, tokens: TokenBatch, work: Work, last: bool) -> Iterator[Pass]:
         layout = build_layout(work.groups, tokens.offsets) if work.groups else dummy_layout()
-        with self._timed("packed"), self.gradient_sync(last):
+        with self._timed("packed", work.groups), self.gradient_sync(last):
             yield self._suffixes(tokens, work.groups, layout, cache=None)
 
     def _waves(self, tokens: TokenBatch, work: Work, cache: PrefixCache) -> Iterator[Pass]:
@@ -133,10 +134,10 @@ class Schedule:
         device = tokens.input_ids.device
         if self.measure_peak:
             torch.cuda.reset_peak_memory_stats(device)
-        for wave in work.waves:
+        for number, wave in enumerate(work.waves, start=1):
             groups = [piece for _, piece in wave]
             layout = build_layout(groups, tokens.offsets, [starts[i] for i, _ in wave]) if wave else dummy_layout()
-            with self._timed("phase_b"), self.gradient_sync(False):
+            with self._timed("phase_b", groups, f"wave {number} of {len(work.waves)}"), self.gradient_sync(False):
                 yield self._suffixes(tokens, groups, layout, cache)
         if self.measure_peak:
             self.phase_b_peak = max(self.phase_b_peak or 0, torch.cuda.max_memory_allocated(device))
@@ -168,11 +169,12 @@ class Schedule:
         )  # fmt: skip
 
     @contextmanager
-    def _timed(self, phase: str) -> Iterator[None]:
+    def _timed(self, phase: str, groups: Sequence[Group], part: str = "") -> Iterator[None]:
         start = time.perf_counter()
-        yield
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
+        with during(phase, groups, part):
+            yield
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
         self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - start
 
 

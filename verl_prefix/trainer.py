@@ -13,6 +13,7 @@ from verl.trainer.ppo.v1.trainer_base import register_trainer
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 from verl.utils.seqlen_balancing import log_seqlen_unbalance
 
+from verl_prefix.compat import check_verl_version
 from verl_prefix.placement import place
 
 TRAINER_MODE = "prefix_sync"
@@ -24,9 +25,11 @@ class PrefixPPOTrainerSync(PPOTrainerSync):
 
     Raises:
         ValueError: `actor.shuffle` is on, or options are given under `trainer.v1.prefix_sync`.
+        ImportError: this verl was never tested (see `compat`).
     """
 
     def __init__(self, config: DictConfig) -> None:
+        check_verl_version()
         if config.actor_rollout_ref.actor.shuffle:
             raise ValueError(
                 "actor_rollout_ref.actor.shuffle=True reorders rows after placement and splits groups over "

@@ -1,54 +1,217 @@
-"""verl's names and signatures that we call or override. Read a failure here first after an upgrade of verl."""
+"""verl's names and signatures that we import, override or call. After an upgrade of verl read the first failure here.
 
+Everything is looked up by name inside a test, so that one symbol that is gone is one failure that says which. Two tests
+at the end hold the table complete: what the package imports or overrides must be in it.
+"""
+
+import ast
+import importlib
 import inspect
+import textwrap
+from pathlib import Path
 
 import pytest
 import verl  # noqa: F401
-from verl.utils import tensordict_utils
-from verl.utils.metric import AggregationType, Metric
-from verl.workers.config import FSDPActorConfig, FSDPEngineConfig
-from verl.workers.engine import EngineRegistry
-from verl.workers.engine import utils as engine_utils
-from verl.workers.engine.fsdp.transformer_impl import FSDPEngine, FSDPEngineWithLMHead
-from verl.workers.utils import losses
 
-SIGNATURES = {
-    FSDPEngine.__init__: "self model_config engine_config optimizer_config checkpoint_config",
-    FSDPEngine.forward_backward_batch: "self data loss_function forward_only",
-    FSDPEngine._gradient_sync_context: "self is_last_micro_batch",
-    FSDPEngine._build_fsdp_module: "self module",
-    FSDPEngine.get_data_parallel_group: "self",
-    FSDPEngineWithLMHead.prepare_model_outputs: "self output output_args micro_batch logits_processor_func",
-    FSDPEngineWithLMHead.forward_step: "self micro_batch loss_function forward_only",
-    EngineRegistry.register: "model_type backend device vendor",
-    engine_utils.postprocess_batch_func: "output_lst indices data",
-    engine_utils.detach_tree: "obj",
-    tensordict_utils.index_select_tensor_dict: "batch indices",
-    tensordict_utils.get_non_tensor_data: "data key default",
-    losses.ppo_loss: "config model_output data dp_group",
-    FSDPActorConfig.validate: "self n_gpus train_batch_size model_config",
-    Metric.aggregate_dp: "metric_lists",
+import verl_prefix
+
+PACKAGE = Path(verl_prefix.__file__).parent
+TI = "verl.workers.engine.fsdp.transformer_impl"
+V1 = "verl.trainer.ppo.v1"
+
+# Parameters, or None where only the name is ours to rely on (registries, base classes, enumerations).
+CONTRACT = {
+    "verl.base_config:BaseConfig": None,
+    "verl.plugin.platform:PlatformBase": None,
+    "verl.plugin.platform:PlatformBase.is_available": "self",
+    "verl.plugin.platform:PlatformBase.is_platform_available": "self use_smi_check",
+    "verl.plugin.platform:PlatformBase.current_device": "self",
+    "verl.plugin.platform:PlatformBase.device_count": "self",
+    "verl.plugin.platform:PlatformBase.manual_seed": "self seed",
+    "verl.plugin.platform:PlatformBase.manual_seed_all": "self seed",
+    "verl.plugin.platform:PlatformBase.set_device": "self device_index",
+    "verl.plugin.platform:PlatformBase.synchronize": "self device_index",
+    "verl.plugin.platform:PlatformBase.set_allocator_settings": "self settings",
+    "verl.plugin.platform:PlatformBase.empty_cache": "self",
+    "verl.plugin.platform:PlatformBase.profiler_start": "self",
+    "verl.plugin.platform:PlatformBase.profiler_stop": "self",
+    "verl.plugin.platform:PlatformBase.cudart": "self",
+    "verl.plugin.platform:PlatformBase.get_device_capability": "self device_index",
+    "verl.plugin.platform:PlatformBase.communication_backend_name": "self",
+    "verl.plugin.platform:PlatformBase.visible_devices_envvar": "self",
+    "verl.plugin.platform:PlatformBase.nvtx_range": "self msg",
+    "verl.plugin.platform:PlatformBase.ray_resource_name": "self",
+    "verl.plugin.platform:PlatformBase.ray_noset_envvars": "self",
+    "verl.plugin.platform:PlatformBase.is_ipc_supported": "self",
+    "verl.plugin.platform:PlatformBase.device_name": None,
+    "verl.plugin.platform:PlatformBase.vendor_name": None,
+    "verl.plugin.platform:PlatformBase.device_module": None,
+    "verl.plugin.platform:PlatformRegistry.register": "platform",
+    "verl.plugin.platform:get_platform": "",
+    f"{V1}.trainer_base:TRAINER_REGISTRY": None,
+    f"{V1}.trainer_base:register_trainer": "name",
+    f"{V1}.trainer_sync:PPOTrainerSync": None,
+    f"{V1}.trainer_sync:PPOTrainerSync.__init__": "self config",
+    f"{V1}.trainer_sync:PPOTrainerSync._init_dataloader": "self",
+    f"{V1}.trainer_sync:PPOTrainerSync._update_actor": "self batch metrics",
+    f"{V1}.trainer_sync:PPOTrainerSync._balance_batch": "self batch metrics logging_prefix keep_minibatch",
+    f"{V1}.trainer_sync:PPOTrainerSync._get_required_batch_multiple": "self dp_size",
+    "verl.utils:normalize_token_ids": "tokenized_output",
+    "verl.utils.config:omega_conf_to_dataclass": "config dataclass_type",
+    "verl.utils.dataset.rl_dataset:RLHFDataset.maybe_filter_out_long_prompts": "self dataframe",
+    "verl.utils.device:get_device_id": "",
+    "verl.utils.device:get_device_name": "",
+    "verl.utils.metric:AggregationType": None,
+    "verl.utils.metric:Metric.extend": "self values",
+    "verl.utils.metric:Metric.aggregate_dp": "metric_lists",
+    "verl.utils.seqlen_balancing:log_seqlen_unbalance": "seqlen_list partitions prefix",
+    "verl.utils.tensordict_utils:assign_non_tensor": "tensor_dict kwargs",
+    "verl.utils.tensordict_utils:get": "tensordict key default",
+    "verl.utils.tensordict_utils:get_non_tensor_data": "data key default",
+    "verl.utils.tensordict_utils:get_tensordict": "tensor_dict non_tensor_dict",
+    "verl.utils.tensordict_utils:index_select_tensor_dict": "batch indices",
+    "verl.utils.torch_dtypes:PrecisionType.to_dtype": "precision",
+    "verl.workers.config:FSDPActorConfig.__post_init__": "self",
+    "verl.workers.config:FSDPActorConfig.validate": "self n_gpus train_batch_size model_config",
+    "verl.workers.config:FSDPEngineConfig.__post_init__": "self",
+    "verl.workers.config:HFModelConfig": None,
+    "verl.workers.config:RolloutConfig": None,
+    "verl.workers.engine:EngineRegistry": None,
+    "verl.workers.engine.base:EngineRegistry.register": "model_type backend device vendor",
+    "verl.workers.engine.base:EngineRegistry._engines": None,
+    f"{TI}:FSDPEngineWithLMHead": None,
+    f"{TI}:FSDPEngineWithLMHead.__init__": "self model_config engine_config optimizer_config checkpoint_config",
+    f"{TI}:FSDPEngineWithLMHead.initialize": "self",
+    f"{TI}:FSDPEngineWithLMHead.forward_backward_batch": "self data loss_function forward_only",
+    f"{TI}:FSDPEngineWithLMHead.forward_step": "self micro_batch loss_function forward_only",
+    f"{TI}:FSDPEngineWithLMHead.optimizer_step": "self",
+    f"{TI}:FSDPEngineWithLMHead.prepare_model_outputs": "self output output_args micro_batch logits_processor_func",
+    f"{TI}:FSDPEngineWithLMHead._build_fsdp_module": "self module",
+    f"{TI}:FSDPEngineWithLMHead._gradient_sync_context": "self is_last_micro_batch",
+    f"{TI}:FSDPEngineWithLMHead.get_data_parallel_group": "self",
+    f"{TI}:FSDPEngineWithLMHead.get_data_parallel_size": "self",
+    "verl.workers.engine.utils:postprocess_batch_func": "output_lst indices data",
+    "verl.workers.rollout.base:_ROLLOUT_REGISTRY": None,
+    "verl.workers.rollout.base:BaseRollout.resume": "self tags",
+    "verl.workers.rollout.base:BaseRollout.release": "self",
+    "verl.workers.rollout.base:BaseRollout.update_weights": "self weights wire_format kwargs",
+    "verl.workers.rollout.replica:RolloutMode.HYBRID": None,
+    "verl.workers.rollout.replica:RolloutReplica": None,
+    "verl.workers.rollout.replica:RolloutReplica.launch_servers": "self",
+    "verl.workers.rollout.replica:RolloutReplicaRegistry._registry": None,
+    "verl.workers.rollout.replica:RolloutReplicaRegistry.register": "name loader",
+    "verl.workers.rollout.replica:TokenOutput": None,
+    "verl.workers.utils.losses:ppo_loss": "config model_output data dp_group",
+    "transfer_queue:KVBatchMeta.reorder": "self indexes",
 }
 
 
-@pytest.mark.parametrize("function", SIGNATURES, ids=lambda function: function.__qualname__)
-def test_verl_signature(function):
-    found = " ".join(inspect.signature(function).parameters)
-    assert found == SIGNATURES[function], f"verl changed {function.__module__}.{function.__qualname__}({found})"
+def look_up(symbol: str) -> object:
+    module, _, path = symbol.partition(":")
+    found = importlib.import_module(module)
+    for name in path.split("."):
+        annotations = getattr(found, "__annotations__", {})
+        assert hasattr(found, name) or name in annotations, f"verl has no {symbol} any more: {found} lacks {name}"
+        found = getattr(found, name, None)
+    return found
 
 
-@pytest.mark.parametrize("name", ["input_ids_rmpad_rolled", "temperature_rmpad", "pad_size", "temperature_is_one"])
+@pytest.mark.parametrize("symbol", CONTRACT)
+def test_verl_still_has(symbol):
+    found, expected = look_up(symbol), CONTRACT[symbol]
+    if expected is not None:
+        parameters = " ".join(inspect.signature(inspect.unwrap(found)).parameters)
+        assert parameters == expected, f"verl changed {symbol}({parameters}); we rely on ({expected})"
+
+
+@pytest.mark.parametrize("name", ["input_ids_rmpad_rolled", "temperature_rmpad", "pad_size"])
 def test_prepare_model_outputs_reads_the_arguments_that_we_hand_it(name):
-    source = inspect.getsource(FSDPEngineWithLMHead.prepare_model_outputs)
+    source = inspect.getsource(look_up(f"{TI}:FSDPEngineWithLMHead.prepare_model_outputs"))
     assert f'output_args["{name}"]' in source or f'output_args.get("{name}"' in source
 
 
+def test_prepare_model_outputs_reads_no_argument_that_we_do_not_know():
+    """Under remove-padding and without fused kernels: another key would be a KeyError in the middle of a step."""
+    source = inspect.getsource(look_up(f"{TI}:FSDPEngineWithLMHead.prepare_model_outputs"))
+    read = {
+        node.slice.value
+        for node in ast.walk(ast.parse(textwrap.dedent(source)))
+        if isinstance(node, ast.Subscript) and getattr(node.value, "id", "") == "output_args"
+    }
+    ours = {"input_ids_rmpad_rolled", "temperature_rmpad", "pad_size"}
+    assert read <= ours | {"temperature"}, f"prepare_model_outputs reads {sorted(read - ours)}"
+
+
 def test_base_engine_knows_fsdp2_and_verl_checks_its_own_names():
-    assert 'self.engine_config.strategy == "fsdp2"' in inspect.getsource(FSDPEngine._build_fsdp_module)
+    from verl.workers.config import FSDPEngineConfig
+
+    source = inspect.getsource(look_up(f"{TI}:FSDPEngineWithLMHead._build_fsdp_module"))
+    assert 'self.engine_config.strategy == "fsdp2"' in source
     assert '"fsdp2"' in inspect.getsource(FSDPEngineConfig.__post_init__)
 
 
+def test_an_update_with_a_gradient_that_is_not_finite_is_skipped():
+    """We inherit it; our warning says that the update is skipped."""
+    source = inspect.getsource(look_up(f"{TI}:FSDPEngineWithLMHead.optimizer_step"))
+    assert "if not torch.isfinite(grad_norm):" in source and "self.optimizer.zero_grad()" in source
+
+
 def test_metric_has_values_and_aggregation():
+    from verl.utils.metric import AggregationType, Metric
+
     metric = Metric(AggregationType.SUM, 1.0)
     metric.extend([2.0])
     assert metric.values == [1.0, 2.0] and metric.aggregation == AggregationType.SUM
+
+
+def classes() -> list[type]:
+    import verl_prefix.config
+    import verl_prefix.cpu.engine
+    import verl_prefix.cpu.platform
+    import verl_prefix.cpu.rollout
+    import verl_prefix.engine
+    import verl_prefix.trainer
+
+    modules = [
+        verl_prefix.config, verl_prefix.engine, verl_prefix.trainer,
+        verl_prefix.cpu.engine, verl_prefix.cpu.platform, verl_prefix.cpu.rollout,
+    ]  # fmt: skip
+    found = [x for module in modules for x in vars(module).values() if inspect.isclass(x)]
+    return [x for x in found if x.__module__.startswith("verl_prefix.")]
+
+
+def covered(module: str, name: str) -> bool:
+    """Whether the table has `module:name` itself or something inside it, wherever verl re-exports it from."""
+    target = getattr(importlib.import_module(module), name)
+    heads = {":".join((s.partition(":")[0], s.partition(":")[2].split(".")[0])) for s in CONTRACT}
+    return any(look_up(head) is target for head in heads)
+
+
+def test_the_table_has_everything_that_we_import():
+    missing = set()
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "verl":
+                for alias in node.names:
+                    try:
+                        importlib.import_module(f"{node.module}.{alias.name}")
+                    except ModuleNotFoundError:
+                        if not covered(node.module, alias.name):
+                            missing.add(f"{node.module}:{alias.name}")
+    assert not missing, f"add to CONTRACT: {sorted(missing)}"
+
+
+def test_the_table_has_everything_that_we_override():
+    pairs = [symbol.rpartition(".") for symbol in CONTRACT if "." in symbol.partition(":")[2]]
+    table = {(look_up(owner), name) for owner, _, name in pairs}
+    missing = set()
+    for ours in classes():
+        bases = [base for base in ours.__mro__[1:] if base.__module__.startswith("verl.")]
+        fields = getattr(ours, "__dataclass_fields__", {})
+        for name in {name for base in bases for name in vars(base)} & set(vars(ours)) - set(fields):
+            by_python = name == "_abc_impl" or (name.startswith("__") and name not in ("__init__", "__post_init__"))
+            if by_python or (fields and name == "__init__"):
+                continue
+            if not any((base, name) in table for base in bases):
+                missing.add(f"{bases[0].__module__}:{bases[0].__qualname__}.{name}")
+    assert not missing, f"add to CONTRACT: {sorted(missing)}"

@@ -163,11 +163,12 @@ def _engine(backend: str, model_path: str, options: dict, forward_only: bool = F
         use_torch_compile=False,
         mixed_precision={"param_dtype": options.get("param_dtype", "fp32"), "reduce_dtype": "fp32"},
         model_dtype="fp32",
-        use_no_sync_for_gradient_accumulation=options.get("use_no_sync", True),
         reshard_after_forward=options.get("reshard_after_forward", True),
         entropy_from_logits_with_chunking=options.get("entropy_from_logits_with_chunking", False),
         entropy_checkpointing=options.get("entropy_checkpointing", False),
     )
+    if "use_no_sync" in options:  # verl 0.9.0 has no such key
+        shared["use_no_sync_for_gradient_accumulation"] = options["use_no_sync"]
     if backend == "prefix":
         prefix = {"min_speedup": 0} | {key: options[key] for key in OURS if key in options}
         engine_config = PrefixEngineConfig(**shared, prefix=PrefixConfig(**prefix))
@@ -181,7 +182,7 @@ def _engine(backend: str, model_path: str, options: dict, forward_only: bool = F
         # AdamW turns round-off into lr-sized steps where the true gradient is zero, so lr must be far above round-off
         # and far below the weights; a wrong gradient moves the weights by 5e-4 relative.
         optimizer_config=FSDPOptimizerConfig(lr=1e-5, weight_decay=0.01, clip_grad=1.0),
-        checkpoint_config=CheckpointConfig(),
+        checkpoint_config=CheckpointConfig(**options.get("checkpoint", {})),
     )
     engine.initialize()
     return engine

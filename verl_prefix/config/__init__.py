@@ -10,6 +10,8 @@ from typing import Any
 from verl.base_config import BaseConfig
 from verl.workers.config import FSDPActorConfig, FSDPEngineConfig
 
+from verl_prefix.compat import check_verl_version
+
 SCHEDULES = ("auto", "packed", "phased", "stock")
 ATTENTION = ("auto", "cpu", "flash_attn", "aten", "reference")
 
@@ -88,12 +90,14 @@ class PrefixEngineConfig(FSDPEngineConfig):
 
     Raises:
         ValueError: an FSDP option that the shared-prefix path cannot honour.
+        ImportError: this verl was never tested (see `compat`).
     """
 
     strategy: str = "prefix"
     prefix: PrefixConfig = field(default_factory=PrefixConfig)
 
     def __post_init__(self) -> None:
+        check_verl_version()
         _refuse(
             self.strategy not in ("prefix", "fsdp2"),
             f"strategy={self.strategy!r}: the prefix engine shards with FSDP2 only; set strategy to prefix or fsdp2",

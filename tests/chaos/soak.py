@@ -1,0 +1,182 @@
+"""`make soak`: hundreds of updates on two gloo ranks with random ragged batches; nothing may grow after the warm-up.
+
+Every update draws its own groups, lengths and schedule's waves. Watched, per rank: resident memory, tensors that Python
+still knows, open file descriptors, threads; at the end: processes. Writes a JSON file; the exit status is 1 if
+something grew.
+"""
+
+import argparse
+import functools
+import gc
+import importlib.metadata
+import json
+import os
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+import psutil
+import torch
+import torch.multiprocessing as mp
+from torch.nested import as_nested_tensor
+
+from verl_prefix.testing import write_tiny_model
+
+WARM_UP = 0.2  # share of the updates
+# Growth after the warm-up that counts as a leak: MiB of resident memory per 100 updates (a prefix graph of the largest
+# batch is about 3 MiB), and nothing at all of what can be counted.
+MAX_RSS_SLOPE = 2.0
+
+
+def random_batch(rng: np.random.Generator, vocab: int, budget: int):
+    from verl.utils import tensordict_utils as tu
+
+    rows = []
+    for group in range(int(rng.integers(1, 5))):
+        prompt = torch.from_numpy(rng.integers(3, vocab, int(rng.integers(1, 160))))
+        for _ in range(int(rng.integers(1, 9))):
+            rows.append((f"g{group}", prompt, torch.from_numpy(rng.integers(3, vocab, int(rng.integers(1, 40))))))
+    rows = [rows[i] for i in rng.permutation(len(rows))]
+
+    def nested(tensors):
+        return as_nested_tensor(list(tensors), layout=torch.jagged)
+
+    def noise(shift: float):
+        return nested(torch.from_numpy(rng.normal(shift, 0.3, len(row[2]))).float() for row in rows)
+
+    fields = {
+        "prompts": nested(row[1] for row in rows),
+        "responses": nested(row[2] for row in rows),
+        "input_ids": nested(torch.cat(row[1:]) for row in rows),
+        "position_ids": nested(torch.arange(len(row[1]) + len(row[2])) for row in rows),
+        "loss_mask": nested(torch.ones_like(row[2]) for row in rows),
+        "response_mask": nested(torch.ones_like(row[2]) for row in rows),
+        "advantages": noise(0.0),
+        "old_log_probs": noise(-6.0),
+        "uid": [row[0] for row in rows],
+    }
+    flags = {
+        "use_dynamic_bsz": True, "max_token_len_per_gpu": budget, "use_remove_padding": True, "temperature": 1.0,
+        "calculate_entropy": True, "global_batch_size": 2 * len(rows),
+    }  # fmt: skip
+    return tu.get_tensordict(fields, flags)
+
+
+def build_engine(model: str):
+    import verl  # noqa: F401
+    from verl.trainer.config import CheckpointConfig
+    from verl.workers.config import FSDPOptimizerConfig, HFModelConfig
+    from verl.workers.engine import EngineRegistry
+
+    from verl_prefix.config import PrefixConfig, PrefixEngineConfig
+
+    engine = EngineRegistry.new(
+        model_type="language_model",
+        backend="prefix",
+        model_config=HFModelConfig(
+            path=model, use_remove_padding=True, override_config={"attn_implementation": "sdpa"},
+            enable_gradient_checkpointing=False,
+        ),
+        engine_config=PrefixEngineConfig(
+            use_torch_compile=False, model_dtype="fp32", prefix=PrefixConfig(min_speedup=0.0, offload=False),
+            mixed_precision={"param_dtype": "fp32", "reduce_dtype": "fp32"},
+        ),
+        optimizer_config=FSDPOptimizerConfig(lr=1e-5, weight_decay=0.01, clip_grad=1.0),
+        checkpoint_config=CheckpointConfig(),
+    )  # fmt: skip
+    engine.initialize()
+    return engine
+
+
+def worker(rank: int, rendezvous: str, model: str, updates: int, out: str) -> None:
+    os.environ.update(RANK=str(rank), WORLD_SIZE="2", VERL_PLATFORM="cpu")
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2)
+    from verl.workers.config import ActorConfig
+    from verl.workers.utils.losses import ppo_loss
+
+    engine = build_engine(model)
+    config = ActorConfig(strategy="fsdp2", rollout_n=4, use_dynamic_bsz=True, entropy_coeff=0.01)
+    loss = functools.partial(ppo_loss, config=config)
+    rng, process = np.random.default_rng(rank), psutil.Process()
+    samples, seen = [], {"packed_passes": 0.0, "waves": 0.0, "groups": 0.0}
+    for update in range(updates):
+        # Small budgets make waves, large ones packed passes; both ranks need the same.
+        data = random_batch(rng, engine.model_config.hf_config.vocab_size, (120, 400, 4000)[update % 3])
+        with engine.train_mode(disable_auto_offload=True):
+            output = engine.train_batch(data, loss)
+        assert np.isfinite(output["metrics"]["grad_norm"]), output["metrics"]
+        for name in seen:
+            seen[name] += output["metrics"].get(f"prefix/{name}", [0.0])[0]
+        del output, data
+        if update % 10 == 9:
+            gc.collect()
+            samples.append(
+                {
+                    "update": update + 1,
+                    "rss_mib": round(process.memory_info().rss / 2**20, 1),
+                    "tensors": sum(isinstance(x, torch.Tensor) for x in gc.get_objects()),
+                    "files": process.num_fds(),
+                    "threads": process.num_threads(),
+                    "children": len(process.children(recursive=True)),
+                }
+            )
+    Path(f"{out}.{rank}").write_text(json.dumps({"samples": samples, "seen": seen}))
+    torch.distributed.destroy_process_group()
+
+
+def judge(samples: list[dict], updates: int) -> dict:
+    """Slopes and growth after the warm-up."""
+    after = [s for s in samples if s["update"] > WARM_UP * updates]
+    at = np.array([s["update"] for s in after], dtype=float)
+    slope = 100 * np.polyfit(at, [s["rss_mib"] for s in after], 1)[0]
+    half = len(after) // 2
+    grew = {
+        name: max(s[name] for s in after[half:]) - max(s[name] for s in after[:half])
+        for name in ("tensors", "files", "threads", "children")
+    }
+    ok = slope <= MAX_RSS_SLOPE and all(value <= 0 for value in grew.values())
+    return {"rss_mib_per_100_updates": round(float(slope), 3), "grew": grew, "ok": bool(ok)}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--updates", type=int, default=300)
+    parser.add_argument("--out", type=Path, required=True, help="JSON file of the results")
+    args = parser.parse_args()
+    before = {p.pid for p in psutil.Process().children(recursive=True)}
+    start = time.time()
+    with tempfile.TemporaryDirectory() as tmp:
+        model = write_tiny_model(f"{tmp}/model")
+        mp.spawn(worker, args=(f"{tmp}/rendezvous", model, args.updates, f"{tmp}/out"), nprocs=2)
+        ranks = [json.loads(Path(f"{tmp}/out.{rank}").read_text()) for rank in range(2)]
+    left = [
+        p.name()
+        for p in psutil.Process().children(recursive=True)
+        if p.pid not in before and "resource_tracker" not in " ".join(p.cmdline())
+    ]
+    for rank in ranks:
+        rank |= judge(rank["samples"], args.updates)
+    result = {
+        "schema": "verl_prefix.soak/1",
+        "updates": args.updates,
+        "seconds": round(time.time() - start),
+        "ok": all(rank["ok"] for rank in ranks) and not left,
+        "processes_left": left,
+        "versions": {name: importlib.metadata.version(name) for name in ("verl", "torch", "transformers")},
+        "ranks": ranks,
+    }
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    args.out.write_text(json.dumps(result, indent=1) + "\n")
+    for number, rank in enumerate(ranks):
+        print(
+            f"rank {number}: {rank['rss_mib_per_100_updates']} MiB per 100 updates, grew {rank['grew']}, {rank['seen']}"
+        )
+    print("ok" if result["ok"] else "something grew", f"after {args.updates} updates; {args.out}")
+    return 0 if result["ok"] else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,230 @@
+"""OOM, losses that are not finite and other errors inside a pass, in the real engine on 1 and 2 gloo ranks.
+
+An OOM is a torch.OutOfMemoryError that a hook raises in a layer's forward or backward: no memory runs out here.
+"""
+
+import functools
+import logging
+import os
+import traceback
+
+import pytest
+import torch
+import torch.multiprocessing as mp
+from test_engine_equivalence import TOLERANCE, _batch, _engine, _full, _loss, _relative
+
+from verl_prefix import faults
+from verl_prefix.testing import write_tiny_model
+
+PHASED = {"schedule": "phased", "wave_tokens": 40, "verify": "off"}
+# (call of layer 1 that fails, counted from 1: phase A is the first; whether in its backward)
+POINTS = {"first wave": (2, False), "third wave": (4, False), "first backward": (2, True), "third backward": (4, True)}
+
+
+def _break(engine, call: int, in_backward: bool, times: int = 1):
+    """Makes the `call`-th forward of the first layer's MLP, or the backward through it, run out of memory."""
+    seen = {"calls": 0, "left": times}
+
+    def fail(*_):
+        if seen["left"]:
+            seen["left"] -= 1
+            seen["calls"] = 0
+            raise torch.OutOfMemoryError("injected: out of memory")
+
+    def hook(module, args, output):
+        seen["calls"] += 1
+        if seen["calls"] == call:
+            if in_backward:
+                output.register_hook(fail)
+            else:
+                fail()
+
+    return engine.module.model.layers[1].mlp.register_forward_hook(hook)
+
+
+def _update(engine, rank: int, options: dict, change=lambda data: data) -> dict:
+    data = change(_batch(rank, engine.model_config.hf_config.vocab_size, options))
+    with engine.train_mode(disable_auto_offload=True):
+        engine.optimizer_zero_grad()
+        output = engine.forward_backward_batch(data, _loss(options))
+        grads = torch.cat([_full(p.grad).flatten() for p in engine.module.parameters()])
+        grad_norm = engine.optimizer_step()
+    params = torch.cat([_full(p).flatten() for p in engine.module.parameters()])
+    metrics = {name: value for name, value in output["metrics"].items() if name.startswith("prefix/")}
+    return {"grads": grads, "params": params, "metrics": metrics, "grad_norm": grad_norm}
+
+
+def _two_updates(path: str, options: dict, point: tuple[int, bool] | None) -> list[dict]:
+    engine = _engine("prefix", path, options)
+    handle = _break(engine, *point) if point else None
+    updates = [_update(engine, 0, options)]
+    if handle:
+        handle.remove()
+    return [*updates, _update(engine, 0, options)]
+
+
+def _note(path: str, options: dict, call: int, times: int) -> str:
+    engine = _engine("prefix", path, options)
+    _break(engine, call, False, times)
+    with pytest.raises(torch.OutOfMemoryError) as raised:
+        _update(engine, 0, options)
+    return "".join(traceback.format_exception(raised.value))
+
+
+def _nan_advantages(data, masked: bool):
+    place = int((data["response_mask"].values() == (0 if masked else 1)).nonzero()[3])
+    data["advantages"].values()[place] = float("nan")
+    return data
+
+
+def _nan_weights(path: str) -> None:
+    engine = _engine("prefix", path, PHASED)
+    with torch.no_grad():
+        next(engine.module.parameters()).fill_(float("inf"))
+    data = _batch(0, engine.model_config.hf_config.vocab_size, {})
+    with engine.eval_mode(disable_auto_offload=True):
+        engine.infer_batch(data)
+
+
+def _start(rank: int, world: int, rendezvous: str) -> list[str]:
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), VERL_PLATFORM="cpu")
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world)
+    logged = []
+    handler = logging.Handler()
+    handler.emit = lambda record: logged.append(record.getMessage())
+    logging.getLogger("verl_prefix.faults").addHandler(handler)
+    return logged
+
+
+def _alone(rank: int, rendezvous: str, path: str, out: str) -> None:
+    logged = _start(rank, 1, rendezvous)
+    results = {"undisturbed": _two_updates(path, PHASED, None)}
+    for name, point in POINTS.items():
+        results[name] = _two_updates(path, PHASED, point)
+    results["logged"], logged[:] = list(logged), []
+    half = PHASED | {"param_dtype": "bf16"}
+    for name in ("first wave", "third backward"):
+        results[f"bf16 {name}"] = _two_updates(path, half, POINTS[name])
+    results["twice"] = _note(path, PHASED, 2, times=2)
+    results["phase A"] = _note(path, PHASED, 1, times=1)
+    results["packed"] = _note(path, {"schedule": "packed", "verify": "off"}, 1, times=1)
+    results["one row"] = _note(path, PHASED | {"wave_tokens": 1}, 2, times=1)
+    logged.clear()
+    _nan_weights(path)
+    results["weights"] = list(logged)
+    torch.save(results, out)
+
+
+def _pair(rank: int, rendezvous: str, path: str, out: str) -> None:
+    logged = _start(rank, 2, rendezvous)
+    results = {}
+    for masked in (False, True):
+        for backend in ("fsdp2", "prefix"):
+            engine = _engine(backend, path, PHASED if backend == "prefix" else {})
+            before = torch.cat([_full(p).flatten() for p in engine.module.parameters()])
+            change = functools.partial(_nan_advantages, masked=masked) if rank == 1 else lambda data: data
+            results[backend, masked] = {"before": before, **_update(engine, rank, {}, change)}
+        results["logged", masked], logged[:] = list(logged), []
+    torch.save(results, f"{out}.{rank}")
+    engine = _engine("prefix", path, PHASED)
+    if rank == 1:
+        _break(engine, 3, False)
+    _update(engine, rank, PHASED)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return write_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def alone(model, tmp_path_factory):
+    tmp = tmp_path_factory.mktemp("alone")
+    mp.spawn(_alone, args=(str(tmp / "rendezvous"), model, str(tmp / "out")), nprocs=1)
+    return torch.load(tmp / "out")
+
+
+@pytest.fixture(scope="module")
+def pair(model, tmp_path_factory):
+    tmp = tmp_path_factory.mktemp("pair")
+    with pytest.raises(mp.ProcessRaisedException) as raised:
+        mp.spawn(_pair, args=(str(tmp / "rendezvous"), model, str(tmp / "out")), nprocs=2)
+    return [torch.load(f"{tmp / 'out'}.{rank}") for rank in range(2)], str(raised.value)
+
+
+@pytest.mark.parametrize("point", POINTS)
+def test_an_update_after_an_oom_is_the_undisturbed_one(alone, point):
+    for ours, undisturbed, retries in zip(alone[point], alone["undisturbed"], ([1.0], [0.0]), strict=True):
+        assert ours["metrics"]["prefix/oom_retries"] == retries
+        assert undisturbed["metrics"]["prefix/oom_retries"] == [0.0]
+        for name in ("grads", "params"):
+            assert _relative(ours[name], undisturbed[name]) < TOLERANCE, name
+    assert alone[point][0]["metrics"]["prefix/waves"][0] > alone["undisturbed"][0]["metrics"]["prefix/waves"][0]
+
+
+def test_what_was_accumulated_before_an_oom_leaves_no_bit_behind(alone):
+    """The same smaller waves run second, whatever ran before them."""
+    for first, second in (("first wave", "third backward"), ("bf16 first wave", "bf16 third backward")):
+        for a, b in zip(alone[first], alone[second], strict=True):
+            assert torch.equal(a["grads"], b["grads"]) and torch.equal(a["params"], b["params"])
+
+
+def test_an_oom_is_logged_with_the_key_to_set(alone):
+    assert len(alone["logged"]) == len(POINTS)
+    assert all("prefix.wave_tokens=" in line and "injected: out of memory" in line for line in alone["logged"])
+
+
+@pytest.mark.parametrize(
+    ("case", "told"),
+    [
+        ("twice", ["verl_prefix was in phase_b, wave 1 of ", "rank 0: "]),
+        ("phase A", ["verl_prefix was in phase_a, rank 0: 5 groups of rows [0, 3, 8, 9], ", "prefix.offload=True"]),
+        ("packed", ["verl_prefix was in packed, rank 0: ", "prefix.schedule=phased"]),
+        ("one row", ["verl_prefix was in phase_b", "the largest wave is one row already"]),
+    ],
+)
+def test_an_oom_that_cannot_be_repaired_says_where_and_what_to_set(alone, case, told):
+    assert "OutOfMemoryError: injected" in alone[case]
+    assert all(text in alone[case] for text in told), alone[case]
+
+
+def test_weights_that_are_not_finite_are_named_by_what_came_out(alone):
+    (line,) = alone["weights"]
+    assert "not finite in phase_b, wave 1 of " in line and "log_probs of rows " in line and "(uid " in line
+
+
+@pytest.mark.parametrize("masked", [False, True], ids=["in the loss", "masked"])
+def test_an_update_that_is_not_finite_is_skipped_as_by_stock_and_named(pair, masked):
+    results, _ = pair
+    for result in results:
+        for backend in ("fsdp2", "prefix"):
+            update = result[backend, masked]
+            assert update["grad_norm"] != update["grad_norm"]
+            assert torch.equal(update["before"], update["params"])
+    counts = [result["prefix", masked]["metrics"]["prefix/nonfinite_passes"] for result in results]
+    assert counts == [[0.0], [1.0]] and not results[0]["logged", masked]
+    (line,) = results[1]["logged", masked]
+    assert "not finite in phase_b, wave " in line and ", rank 1: " in line
+    assert "advantages of rows " in line and "(uid " in line and ("loss nan" in line) != masked
+
+
+def test_an_oom_on_one_of_two_ranks_fails_with_the_key_to_set(pair):
+    _, error = pair
+    assert "Process 1 terminated" in error and "OutOfMemoryError: injected" in error
+    assert "verl_prefix was in phase_b, wave 2 of " in error
+    assert "not repeated with smaller waves: 2 ranks run together" in error and "prefix.wave_tokens=" in error
+
+
+def test_a_note_without_add_note():
+    """Python 3.10."""
+
+    class Old(Exception):
+        def __getattribute__(self, name):
+            if name == "add_note":
+                raise AttributeError(name)
+            return super().__getattribute__(name)
+
+    error = Old("broken", 3)
+    faults.add_note(error, "here")
+    assert error.args == ("broken\nhere", 3)
