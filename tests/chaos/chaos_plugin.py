@@ -70,6 +70,8 @@ def break_wave(self, tokens, groups, layout, cache) -> None:
 
 
 def install() -> None:
+    import verl_prefix.plugin  # noqa: F401, I001  registers the platform, and comes after us otherwise
+
     from verl.trainer.ppo.v1.trainer_base import PPOTrainer
     from verl.workers.engine.fsdp.transformer_impl import FSDPEngine
 
