@@ -42,13 +42,13 @@ def before(owner: type, name: str, breaks) -> None:
     method = getattr(owner, name)
 
     def patched(self, *args, **kwargs):
-        breaks(self, *args)
+        breaks(self, *args, **kwargs)
         return method(self, *args, **kwargs)
 
     setattr(owner, name, patched)
 
 
-def write_step(trainer, *_) -> None:
+def write_step(trainer, **_) -> None:
     (FOLDER / "step").write_text(str(trainer.global_steps))
 
 
@@ -64,12 +64,14 @@ def break_save(save):
     return patched
 
 
-def break_wave(self, tokens, groups, layout, cache) -> None:
+def break_wave(self, tokens, groups, layout, cache=None) -> None:
     if cache is not None and self.backward is not None and at("wave") and last_rank():
         act()
 
 
 def install() -> None:
+    import verl_prefix.plugin  # noqa: F401, I001  registers the platform, and comes after us otherwise
+
     from verl.trainer.ppo.v1.trainer_base import PPOTrainer
     from verl.workers.engine.fsdp.transformer_impl import FSDPEngine
 
@@ -77,9 +79,9 @@ def install() -> None:
     from verl_prefix.schedule import Schedule
 
     before(PPOTrainer, "step", write_step)
-    before(FSDPEngine, "optimizer_step", lambda *_: at("update") and last_rank() and act())
-    before(HFServer, "__init__", lambda *_: at("server") and act())
-    before(HFServer, "_generate", lambda *_: at("rollout") and act())
+    before(FSDPEngine, "optimizer_step", lambda *_, **__: at("update") and last_rank() and act())
+    before(HFServer, "__init__", lambda *_, **__: at("server") and act())
+    before(HFServer, "_generate", lambda *_, **__: at("rollout") and act())
     before(Schedule, "_suffixes", break_wave)
     torch.save = break_save(torch.save)
 

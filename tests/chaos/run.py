@@ -39,21 +39,21 @@ ARMS = {
 METRICS = ("critic/rewards/mean", "response_length/mean", "actor/loss", "actor/grad_norm", "actor/ppo_kl")
 # name -> (arm, ranks, CHAOS, signal to the driver, what the log must say)
 FAULTS = {
-    "disk full while saving a checkpoint": ("prefix", 1, "save:3:full", None, "No space left on device"),
-    "SIGTERM to the driver during an update": ("prefix", 1, "update:3:block", signal.SIGTERM, ""),
-    "one of two workers killed in an update": ("prefix", 2, "update:1:die", None, "ActorDiedError"),
-    "the same, stock": ("stock", 2, "update:1:die", None, "ActorDiedError"),
     "rollout server fails at start": ("prefix", 1, "server:start:raise", None, "injected: server"),
     "OOM in a wave on one of two ranks": (
         "prefix", 2, "wave:1:oom", None, "not repeated with smaller waves: 2 ranks run together",
     ),
+    "one of two workers killed in an update": ("prefix", 2, "update:1:die", None, "ActorDiedError"),
+    "one of two workers killed in an update, stock": ("stock", 2, "update:1:die", None, "ActorDiedError"),
+    "disk full while saving a checkpoint": ("prefix", 1, "save:3:full", None, "No space left on device"),
+    "SIGTERM to the driver during an update": ("prefix", 1, "update:3:block", signal.SIGTERM, ""),
 }  # fmt: skip
 
 
 def prepare(folder: Path) -> None:
     plugin = folder / "plugin"
     info = plugin / "chaos-0.0.dist-info"
-    info.mkdir(parents=True)
+    info.mkdir(parents=True, exist_ok=True)
     shutil.copy(Path(__file__).with_name("chaos_plugin.py"), plugin)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: chaos\nVersion: 0.0\n")
     (info / "entry_points.txt").write_text("[verl.plugins]\nchaos = chaos_plugin\n")
@@ -299,9 +299,7 @@ def main() -> int:
     parser.add_argument("--only", default="", help="run the cases whose name has this in it")
     args = parser.parse_args()
     folder, results = args.folder.resolve(), Report(args.out.resolve())
-    if not folder.exists():
-        folder.mkdir(parents=True)
-        prepare(folder)
+    prepare(folder)
     for arm in ARMS:
         if not (folder / arm / "finished").exists():
             shutil.rmtree(folder / arm, ignore_errors=True)

@@ -111,6 +111,8 @@ def worker(rank: int, rendezvous: str, model: str, updates: int, out: str) -> No
         for name in seen:
             seen[name] += output["metrics"].get(f"prefix/{name}", [0.0])[0]
         del output, data
+        if rank == 0 and update % 50 == 49:
+            print(f"{update + 1} of {updates} updates", flush=True)
         if update % 10 == 9:
             gc.collect()
             samples.append(
