@@ -303,7 +303,7 @@ def finish(measured: dict[str, Any], described: dict[str, Any], output: Path) ->
 def write(report: dict[str, Any], text: str, plot: Callable[[dict[str, Any], Path], None], output: Path) -> int:
     """Writes report.json, report.md and report.png and prints what failed; 0 where everything holds, else 1."""
     output.mkdir(parents=True, exist_ok=True)
-    (output / "report.json").write_text(json.dumps(_short(report), indent=1) + "\n")
+    (output / "report.json").write_text(json.dumps(_short(report)) + "\n")
     (output / "report.md").write_text(text)
     plot(report, output / "report.png")
     console = Console(soft_wrap=True, markup=False, highlight=False)
