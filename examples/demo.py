@@ -1,8 +1,8 @@
 """`make demo`: GRPO on a machine without a GPU, first with verl's stock actor, then with the shared-prefix actor.
 
 Both arms are `python -m verl.trainer.main_ppo` with the same model, data, seed and trainer. They differ in what `ARMS`
-lists: the actor's engine. `demo_report` compares what verl logged; any failure, different numbers at step 1, or a run
-that shared nothing make the exit status 1.
+lists: the actor's engine. `demo_report` compares what verl logged; any failure, different numbers at step 1, a rollout
+that has not the actor's weights, or a run that shared nothing make the exit status 1.
 """
 
 import argparse
@@ -56,7 +56,7 @@ class Size:
 SIZES = {
     "smollm2": Size(2, 6, 3, 1024, 32, 1e-6, f"{RECIPE / 'reward.py'}:compute_score", 900),
     # A random model never answers: what it writes is graded by its letters, so that a group's rewards differ.
-    "tiny": Size(2, 8, 5, 4096, 24, 1e-3, "pkg://verl_prefix.testing:letter_share", 300),
+    "tiny": Size(2, 8, 5, 4096, 24, 1e-3, "pkg://verl_prefix.testing:letter_share", 600),
 }
 
 
@@ -302,7 +302,14 @@ def demonstrate(args: argparse.Namespace, output: Path, size: Size, console: Con
         else:
             prefix = run_arm("prefix", [*shared, *arms["prefix"]], output, size, progress)
     workload = f"{size.prompts} prompts x {size.rollouts} rollouts"
-    config = {"model": args.model, "ranks": args.ranks, "workload": workload, "seed": SEED, "size": asdict(size)}
+    config = {
+        "model": args.model,
+        "rollout": args.rollout,
+        "ranks": args.ranks,
+        "workload": workload,
+        "seed": SEED,
+        "size": asdict(size),
+    }
     config |= {"shared": shared, "arms": arms}
     return demo_report.finish(demo_report.build(stock, prefix, NUM_STEPS, config), output, console)
 

@@ -5,7 +5,10 @@ ranks and mini-batches; a rank can then share a prefix only among the rows that 
 """
 
 import copy
+from collections.abc import Callable
+from typing import Any
 
+import ray
 from omegaconf import DictConfig, read_write
 from torch.utils.data import Dataset
 from transfer_queue import KVBatchMeta
@@ -15,6 +18,7 @@ from verl.utils.seqlen_balancing import log_seqlen_unbalance
 
 from verl_prefix.compat import check_verl_version
 from verl_prefix.placement import place
+from verl_prefix.watchdog import Watchdog, stall_minutes
 
 TRAINER_MODE = "prefix_sync"
 
@@ -46,6 +50,34 @@ class PrefixPPOTrainerSync(PPOTrainerSync):
         with read_write(config.trainer.v1):
             config.trainer.v1.trainer_mode = "sync"
         super().__init__(config)
+
+    def init(self) -> None:
+        """verl's, under a watchdog: see `watchdog`."""
+        self._watchdog = Watchdog(stall_minutes() * 60)
+        self._watchdog.enter("the start of workers and rollout servers")
+        super().init()
+
+    def fit(self, agent_loop_manager: Any) -> None:
+        self._watchdog.lost = _lost(getattr(agent_loop_manager, "agent_loop_workers", []))
+        self._watchdog.enter("validation before training")
+        super().fit(agent_loop_manager)
+
+    def on_step_begin(self) -> None:
+        self._watchdog.enter(f"the rollout of step {self.global_steps}")
+        super().on_step_begin()
+
+    def on_sample_end(self) -> None:
+        super().on_sample_end()
+        self._watchdog.enter(f"log-probs and update of step {self.global_steps}")
+
+    def _save_checkpoint(self) -> None:
+        self._watchdog.enter(f"the checkpoint of step {self.global_steps}")
+        super()._save_checkpoint()
+
+    def on_step_end(self) -> None:
+        self._watchdog.enter(f"the weight update after step {self.global_steps}")
+        super().on_step_end()
+        self._watchdog.enter(f"validation and logging of step {self.global_steps}")
 
     def _init_dataloader(self) -> None:
         super()._init_dataloader()
@@ -94,6 +126,24 @@ class PrefixPPOTrainerSync(PPOTrainerSync):
         if num_rows % mini_batch_size or mini_batch_size % dp_size:
             return 1
         return num_rows // mini_batch_size
+
+
+def _lost(workers: list[ray.actor.ActorHandle]) -> Callable[[], str | None]:
+    """A function that names the first of `workers` that is dead, without waiting for a busy one."""
+    pings = [worker.__ray_ready__.remote() for worker in workers]
+
+    def lost() -> str | None:
+        for i, worker in enumerate(workers):
+            if not ray.wait([pings[i]], timeout=0)[0]:
+                continue
+            try:
+                ray.get(pings[i])
+            except ray.exceptions.RayActorError as error:
+                return f"agent loop worker {i} of {len(workers)} died ({error})"
+            pings[i] = worker.__ray_ready__.remote()
+        return None
+
+    return lost
 
 
 def _refuse_overlong_prompts(dataset: Dataset) -> None:

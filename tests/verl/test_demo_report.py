@@ -39,6 +39,7 @@ def run(demo_report: ModuleType, tmp_path: Path) -> Callable[..., tuple[int, str
         data = {key: 0.25 * step for key in demo_report.ROLLOUTS} | {"actor/pg_loss": 0.0, "actor/entropy": 2.5}
         data |= {"critic/rewards/mean": 0.1 * step, "actor/loss": -0.0025 * step, "actor/grad_norm": 0.4 / step}
         data |= {key: (4.0 if name == "stock" else 1.0) * step for key in demo_report.TIMINGS.values()}
+        data |= {"training/rollout_probs_diff_max": 3e-9}
         data |= REUSE if name == "prefix" else {}
         return {k: v for k, v in (data | edit).items() if v is not None}
 
@@ -48,6 +49,7 @@ def run(demo_report: ModuleType, tmp_path: Path) -> Callable[..., tuple[int, str
         error: str | None = None,
         steps: int = 3,
         reuse: float = 0.8,
+        rollout: str = "hf",
     ) -> tuple[int, str, dict[str, Any]]:
         arms = []
         for name, edit in (("stock", stock), ("prefix", prefix)):
@@ -67,7 +69,7 @@ def run(demo_report: ModuleType, tmp_path: Path) -> Callable[..., tuple[int, str
             log.write_text("".join(f"{name} line {i}\n" for i in range(99)))
             arms.append(demo_report.Arm(name, path, log, error if name == "prefix" else None, 60.0))
         text = io.StringIO()
-        config = {"model": "none", "workload": "synthetic"}
+        config = {"model": "none", "workload": "synthetic", "rollout": rollout}
         report = demo_report.build(*arms, num_steps=3, config=config)
         status = demo_report.finish(report, tmp_path, Console(file=text, width=200))
         return status, text.getvalue(), json.loads((tmp_path / "report.json").read_text())
@@ -108,6 +110,19 @@ def test_other_rollouts_at_step_one_are_not_comparable_and_fail(run: Callable) -
     status, text, report = run(prefix={"response_length/mean": 0.5, "actor/grad_norm": 9.0})
     assert status == 1 and "not comparable" in text and "response_length/mean 0.25 / 0.5" in text
     assert "differs in" not in text and not report["first_step"]["same_rollouts"]
+
+
+def test_vllm_may_sample_other_responses_and_then_nothing_is_compared(run: Callable) -> None:
+    status, text, _ = run(prefix={"response_length/mean": 0.5, "actor/grad_norm": 9.0}, rollout="vllm")
+    assert status == 0 and "note: the arms sampled other responses" in text and "step 1 agrees" not in text
+    assert run(prefix={"actor/grad_norm": 9.0}, rollout="vllm")[0] == 1
+
+
+@pytest.mark.parametrize("rollout", ["hf", "vllm"])
+@pytest.mark.parametrize("difference", [2e-4, float("nan"), None])
+def test_a_rollout_with_other_weights_than_the_actor_fails(run: Callable, rollout: str, difference: float) -> None:
+    status, text, _ = run(stock={"training/rollout_probs_diff_max": difference}, rollout=rollout)
+    assert status == 1 and "step 1 of the stock arm: rollout and actor disagree" in text
 
 
 @pytest.mark.parametrize("prefix", [{}, {"actor/prefix/reuse_fraction": 0.0}])

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import datasets
 import pytest
+import ray
 import torch
 from omegaconf import OmegaConf
 from tensordict import TensorDict
@@ -27,7 +28,7 @@ from verl.utils.tensordict_utils import make_iterator
 
 from verl_prefix.placement import LINEAR_COST
 from verl_prefix.testing import write_tiny_model
-from verl_prefix.trainer import PrefixPPOTrainerSync, _describe_rows, _refuse_overlong_prompts
+from verl_prefix.trainer import PrefixPPOTrainerSync, _describe_rows, _lost, _refuse_overlong_prompts
 
 STOCK_METRICS = {"min", "max", "minmax_diff", "balanced_min", "balanced_max", "mean"}
 
@@ -283,3 +284,39 @@ def test_engine_metrics_keep_the_names_of_the_design(monkeypatch):
     metrics = {}
     trainer._update_actor(None, metrics)
     assert metrics == {"prefix/groups": 2.0, "timing_s/prefix_phase_a": 0.1, "actor/grad_norm": 1.0}
+
+
+def test_the_watchdog_hears_of_every_phase_of_a_step(monkeypatch):
+    heard = []
+    trainer = object.__new__(PrefixPPOTrainerSync)
+    trainer.global_steps = 4
+    trainer._watchdog = SimpleNamespace(enter=heard.append)
+    # In verl's order (PPOTrainer.fit); a hook that verl no longer calls would leave its phase out.
+    fit = inspect.getsource(PPOTrainer.fit) + inspect.getsource(PPOTrainer._step_once)
+    for hook in ("on_step_begin", "on_sample_end", "_save_checkpoint", "on_step_end"):
+        assert f"self.{hook}()" in fit
+        monkeypatch.setattr(PPOTrainerSync, hook, lambda self, hook=hook: heard.append(hook))
+        getattr(trainer, hook)()
+    assert heard == [
+        "the rollout of step 4", "on_step_begin",
+        "on_sample_end", "log-probs and update of step 4",
+        "the checkpoint of step 4", "_save_checkpoint",
+        "the weight update after step 4", "on_step_end", "validation and logging of step 4",
+    ]  # fmt: skip
+
+
+def test_a_dead_agent_loop_worker_is_named_and_a_busy_one_is_left_alone(monkeypatch):
+    died = ray.exceptions.RayActorError()
+    states = {"first": None, "second": "busy"}
+    monkeypatch.setattr(ray, "wait", lambda refs, timeout: ([r for r in refs if states[r] != "busy"], []))
+
+    def get(ref):
+        if states[ref] is died:
+            raise died
+
+    monkeypatch.setattr(ray, "get", get)
+    ready = [SimpleNamespace(remote=lambda name=name: name) for name in states]
+    lost = _lost([SimpleNamespace(__ray_ready__=remote) for remote in ready])
+    assert lost() is None and lost() is None
+    states["second"] = died
+    assert lost().startswith("agent loop worker 1 of 2 died (")

@@ -1,0 +1,76 @@
+"""Ends a trainer that waits for something that will never come.
+
+verl waits without a limit for rollouts (verl/trainer/ppo/v1/replay_buffer.py polls until every prompt is done, even if
+the agent loop worker that had them is dead) and for a weight update that a rollout server lost. The process that waits
+cannot notice, so a thread of it does: it says what was waited for, prints all stacks and exits; the job ends with it.
+"""
+
+import faulthandler
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+
+logger = logging.getLogger(__name__)
+
+VARIABLE = "VERL_PREFIX_STALL_MINUTES"
+DEFAULT_MINUTES = 360.0
+POLL_SECONDS = 15.0
+
+
+def stall_minutes() -> float:
+    """How long one phase of a step may take; 0: for ever.
+
+    Raises:
+        ValueError: the environment variable is not a number of minutes.
+    """
+    text = os.environ.get(VARIABLE, str(DEFAULT_MINUTES))
+    try:
+        minutes = float(text)
+    except ValueError:
+        minutes = -1.0
+    if not 0 <= minutes < float("inf"):
+        raise ValueError(f"{VARIABLE}={text!r}: set a number of minutes, or 0 to wait for ever")
+    return minutes
+
+
+def _exit() -> None:
+    faulthandler.dump_traceback(file=2, all_threads=True)  # Ray replaces sys.stderr, not the descriptor
+    os._exit(1)
+
+
+class Watchdog:
+    """A thread that calls `end` once a phase took longer than `limit_s`, or `lost` names something that is gone.
+
+    Args:
+        limit_s: seconds; 0: no limit.
+        poll_s: seconds between two looks.
+        end: what ends the process.
+    """
+
+    def __init__(self, limit_s: float, poll_s: float = POLL_SECONDS, end: Callable[[], None] = _exit) -> None:
+        self.limit_s = limit_s
+        self.poll_s = poll_s
+        self.end = end
+        self.lost: Callable[[], str | None] = lambda: None
+        self._phase, self._since = "start", time.monotonic()
+        threading.Thread(target=self._watch, name="verl_prefix watchdog", daemon=True).start()
+
+    def enter(self, phase: str) -> None:
+        """The trainer got as far as `phase`."""
+        self._phase, self._since = phase, time.monotonic()
+
+    def _watch(self) -> None:
+        while (problem := self._problem()) is None:
+            time.sleep(self.poll_s)
+        logger.error("prefix: %s; ending this job, which can go on from its last checkpoint", problem)
+        self.end()
+
+    def _problem(self) -> str | None:
+        phase, waited = self._phase, time.monotonic() - self._since
+        if lost := self.lost():
+            return f"{lost} during {phase}"
+        if self.limit_s and waited > self.limit_s:
+            return f"{phase} takes longer than {waited / 60:.1f} minutes ({VARIABLE} is the limit)"
+        return None
