@@ -39,10 +39,11 @@ def measure(argv: list[str], progress: Progress) -> list[dict[str, Any]]:
     shape = model_shape(model, model.dtype)
     device = model.device
     gate = Gate(
-        shape, False, MIN_SPEEDUP, None, False, lambda values: values,
-        lambda outputs, step, backward: Schedule(model, outputs, step, backward),
+        shape, False, MIN_SPEEDUP, None, False, "", lambda values: values,
+        lambda outputs, step, backward: Schedule(model, outputs, step, backward), model.zero_grad,
     )  # fmt: skip
-    rates = gate._rates(False, longest * 8, device)
+    gate._know(False, longest * 8, device)
+    rates = gate.profile.update
     results = []
     for prefix, suffix, group in ROWS:
         options.prefix, options.suffix, options.group = prefix, suffix, group

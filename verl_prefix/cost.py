@@ -135,18 +135,23 @@ class Rates:
 
 @dataclass(frozen=True)
 class Profile:
-    """Measured rates of a model on a device; None: not measured yet."""
+    """Measured rates of a model on a device (`measured_on`, in words); None: not measured yet."""
 
     forward: Rates | None = None
     update: Rates | None = None
+    measured_on: str = ""
 
     @classmethod
     def read(cls, path: str | Path) -> "Profile":
         """Raises ValueError where the file is not one that `write` wrote."""
         try:
             fields = json.loads(Path(path).read_text())
-            return cls(**{name: Rates(**rates) if rates else None for name, rates in fields.items()})
-        except (json.JSONDecodeError, TypeError, AttributeError) as error:
+            rates = {name: fields[name] and Rates(**fields[name]) for name in ("forward", "update")}
+            for value in (x for one in rates.values() if one for x in dataclasses.astuple(one)):
+                if not (isinstance(value, float) and 0 <= value < float("inf")):
+                    raise ValueError(f"a rate is {value!r}")
+            return cls(**rates, measured_on=fields["measured_on"])
+        except (ValueError, TypeError, KeyError) as error:
             raise ValueError(f"{path} is not a cost profile ({error}); delete it, and it is measured anew") from error
 
     def write(self, path: str | Path) -> None:

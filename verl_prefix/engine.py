@@ -68,8 +68,11 @@ class PrefixFSDPEngine(FSDPEngineWithLMHead):
                 min_speedup=self.prefix_config.min_speedup,
                 profile_path=self.prefix_config.cost_profile,
                 writes_profile=torch.distributed.get_rank() == 0,
+                measured_on=f"{self._device_name()}, {self._autocast_dtype}, {self.module.config.model_type}, "
+                f"{sum(parameter.numel() for parameter in self.module.parameters())} parameters",
                 reduce_max=self._reduce_max,
                 schedule=self._schedule,
+                zero_grad=self.optimizer_zero_grad,
             )
 
     def train_batch(self, data: TensorDict, loss_function: Callable) -> dict[str, object]:
@@ -87,7 +90,9 @@ class PrefixFSDPEngine(FSDPEngineWithLMHead):
             groups, split_uids = group_batch(data)
             plan = self._plan(groups, self._budget(data), forward_only)
             if plan is None:
-                reason = f"predicted speed-up below prefix.min_speedup={self.prefix_config.min_speedup}"
+                reason = (
+                    f"prefix.min_speedup={self.prefix_config.min_speedup} is more than sharing is predicted to gain"
+                )
         if reason is not None:
             if reason not in self._reasons:
                 logger.warning("prefix: stock path, %s", reason)
@@ -99,12 +104,13 @@ class PrefixFSDPEngine(FSDPEngineWithLMHead):
                 output["metrics"]["prefix/predicted_speedup"] = [self._gate.speedup]
             return output
 
-        data = self._prepared(data)
         start = time.perf_counter()
-        verdict = None if forward_only else self._verify(data, groups)
+        prepared = self._prepared(data)
+        verdict = None if forward_only else self._verify(prepared, groups)
         verify_seconds = time.perf_counter() - start
         if self._fallback_reason:
             return self.forward_backward_batch(data, loss_function, forward_only)
+        data = prepared
         plan = waves.agree(plan, self._reduce_max)
         (job, schedule), plan, retries = faults.run_or_halve(
             lambda plan: self._run(data, plan, loss_function, forward_only),
@@ -193,13 +199,11 @@ class PrefixFSDPEngine(FSDPEngineWithLMHead):
         due = {"first_step": self._updates == 1, "off": False}
         if not (due[verify] if verify in due else self._updates % verify == 1 % verify):
             return None
-        live = [group for group in groups if group.num_suffix_tokens]
-        shared = [group for group in live if len(group.rows) > 1 and group.prefix_len]
-        piece = min(shared or live or groups, key=lambda group: group.num_physical_tokens).piece(0, 2)
-        rows = tu.index_select_tensor_dict(data, list(piece.rows))
+        group = _sample([group for group in groups if group.num_suffix_tokens] or groups)
+        rows = tu.index_select_tensor_dict(data, list(group.rows))
         one_pass = dict(max_token_len_per_gpu=2**30, calculate_entropy=False, calculate_sum_pi_squared=False)
         tu.assign_non_tensor(rows, **one_pass)
-        group = replace(piece, rows=tuple(range(len(piece.rows))))
+        group = replace(group, rows=tuple(range(len(group.rows))))
 
         def responses(output: dict) -> torch.Tensor:
             log_probs = output["model_output"]["log_probs"].unbind()
@@ -215,9 +219,10 @@ class PrefixFSDPEngine(FSDPEngineWithLMHead):
             return responses(postprocess_batch_func(*job.outputs(plan), data=rows))
 
         noise = functools.partial(models.rounding_noise, self.module, self._autocast_dtype)
-        verdict = check(stock, ours, noise)
-        log_probs, attention = self._reduce_max([round(1e3 * min(x, 1e12)) if x == x else 10**15 for x in verdict[:2]])
-        verdict = Verdict(log_probs / 1e3, attention / 1e3, verdict.layer)
+        verdict = check(stock, ours, noise, self._reduce_sum)
+        attention = min(verdict.attention, 1e12) if verdict.attention == verdict.attention else 1e12
+        attention = self._reduce_max([round(1e3 * attention)])[0] / 1e3
+        verdict = verdict._replace(attention=attention)
         if verdict.missed:
             message = f"prefix.verify, update {self._updates}: {verdict}"
             if self.prefix_config.verify_action == "raise":
@@ -257,6 +262,14 @@ class PrefixFSDPEngine(FSDPEngineWithLMHead):
         torch.distributed.all_reduce(counts, op=torch.distributed.ReduceOp.MAX, group=self.get_data_parallel_group())
         return counts.tolist()
 
+    def _reduce_sum(self, values: list[float]) -> list[float]:
+        sums = torch.tensor(values, dtype=torch.float64, device=get_device_id())
+        torch.distributed.all_reduce(sums, group=self.get_data_parallel_group())
+        return sums.tolist()
+
+    def _device_name(self) -> str:
+        return torch.cuda.get_device_name() if get_device_name() == "cuda" else get_device_name()
+
     def _backward(self, loss: torch.Tensor) -> None:
         loss = loss if self.scaler is None else self.scaler.scale(loss)
         loss.backward()
@@ -265,6 +278,21 @@ class PrefixFSDPEngine(FSDPEngineWithLMHead):
         if self._autocast_dtype == torch.float32:
             return nullcontext()
         return torch.autocast(device_type=get_device_name(), dtype=self._autocast_dtype)
+
+
+def _sample(groups: Sequence[Group]) -> Group:
+    """Rows for the self-check: of the cheapest group whose longest rows have enough response tokens to compare."""
+    enough, most = 32, 8
+
+    def longest(group: Group) -> Group:
+        order = sorted(range(len(group.rows)), key=lambda i: -group.suffix_lens[i])
+        count = next((n for n in range(2, most) if sum(group.suffix_lens[i] for i in order[:n]) >= enough), most)
+        rows, lens = zip(*((group.rows[i], group.suffix_lens[i]) for i in order[:count]), strict=True)
+        return Group(rows, group.prefix_len, lens)
+
+    sampled = [longest(group) for group in groups]
+    shared = [group for group in sampled if len(group.rows) > 1 and group.prefix_len] or sampled
+    return min(shared, key=lambda group: (-min(group.num_suffix_tokens, enough), group.num_physical_tokens))
 
 
 def _metrics(groups: Sequence[Group], plan: waves.Plan, split_uids: int, schedule: Schedule) -> dict[str, list[float]]:

@@ -31,8 +31,13 @@ class Gate:
         min_speedup: predicted stock seconds over ours below which a batch goes to the stock path; 0: it never does, and
             nothing is measured.
         profile_path: file of measured rates: read if it is there, else written by the rank with `writes_profile`.
+        measured_on: model and device in words; a profile of others is refused.
         reduce_max: element-wise maximum over ranks.
         schedule: makes a `Schedule` of this run's kind from (outputs, step, backward or None).
+        zero_grad: drops what measuring leaves in `.grad`.
+
+    Raises:
+        ValueError: the profile is damaged or of another model or device, or its folder does not exist.
     """
 
     def __init__(
@@ -42,8 +47,10 @@ class Gate:
         min_speedup: float,
         profile_path: str | None,
         writes_profile: bool,
+        measured_on: str,
         reduce_max: Callable[[list[int]], list[int]],
         schedule: Callable[..., Schedule],
+        zero_grad: Callable[[], None],
     ) -> None:
         self.shape = shape
         self.dense_mask = dense_mask
@@ -52,7 +59,10 @@ class Gate:
         self.writes_profile = writes_profile
         self.reduce_max = reduce_max
         self.schedule = schedule
-        self.profile = Profile.read(profile_path) if profile_path and Path(profile_path).exists() else Profile()
+        self.zero_grad = zero_grad
+        self.profile = Profile(measured_on=measured_on)
+        if profile_path:
+            self.profile = self._read(Path(profile_path), measured_on)
         self.speedup: float | None = None  # predicted for the last batch
         self._stock_forward: bool | None = None
 
@@ -67,13 +77,16 @@ class Gate:
         mixed = make_plan(groups, budget, "auto", wave_tokens, offload)
         if not self.min_speedup:
             return mixed
-        rates = self._rates(forward_only, budget, device)
+        self._know(forward_only, budget, device)
+        # One decision for log-probs and update, by the cost of both where both are known.
+        rates = [rates for rates in (self.profile.forward, self.profile.update) if rates is not None]
         plans = [mixed]
         if any(work.waves is not None for work in mixed.works):
             plans.append(make_plan(groups, budget, "packed", wave_tokens, offload))
         # Every rank compares the same candidates, whatever its own groups need.
-        seconds = [rates.seconds(self.shape, stock_passes(self.shape, groups, budget, self.dense_mask))]
-        seconds += [rates.seconds(self.shape, plan_passes(self.shape, plan)) for plan in (plans * 2)[:2]]
+        passes = [stock_passes(self.shape, groups, budget, self.dense_mask)]
+        passes += [plan_passes(self.shape, plan) for plan in (plans * 2)[:2]]
+        seconds = [sum(one.seconds(self.shape, candidate) for one in rates) for candidate in passes]
         stock, *ours = (x / 1e6 for x in self.reduce_max([round(x * 1e6) for x in seconds]))
         best = min(range(2), key=lambda i: ours[i])
         self.speedup = stock / max(ours[best], 1e-9)
@@ -84,15 +97,32 @@ class Gate:
             takes_stock = self._stock_forward
         return None if takes_stock else (plans * 2)[:2][best]
 
-    def _rates(self, forward_only: bool, budget: int, device: torch.device) -> Rates:
-        rates = self.profile.forward if forward_only else self.profile.update
-        if rates is None:
-            rates = self._measure(forward_only, budget, device)
-            logger.info("prefix: measured %s", rates)
-            self.profile = dataclasses.replace(self.profile, **{"forward" if forward_only else "update": rates})
-            if self.profile_path and self.writes_profile:
+    def _read(self, path: Path, measured_on: str) -> Profile:
+        if not path.parent.is_dir():
+            raise ValueError(f"prefix.cost_profile={path}: create the folder {path.parent} on every node")
+        profile = Profile.read(path) if path.exists() else Profile(measured_on=measured_on)
+        if profile.measured_on != measured_on:
+            raise ValueError(
+                f"prefix.cost_profile={path} was measured on {profile.measured_on!r}, and this is {measured_on!r}; "
+                "delete the file or name another"
+            )
+        # All ranks measure what one of them lacks: measuring runs collectives.
+        missing = self.reduce_max([profile.forward is None, profile.update is None])
+        lacks = {name: None for name, is_missing in zip(("forward", "update"), missing, strict=True) if is_missing}
+        return dataclasses.replace(profile, **lacks)
+
+    def _know(self, forward_only: bool, budget: int, device: torch.device) -> None:
+        """Measures the rates of this kind of batch if they are not known."""
+        kind = "forward" if forward_only else "update"
+        if getattr(self.profile, kind) is not None:
+            return
+        rates = self._measure(forward_only, budget, device)
+        self.profile = dataclasses.replace(self.profile, **{kind: rates})
+        if self.profile_path and self.writes_profile:
+            try:
                 self.profile.write(self.profile_path)
-        return rates
+            except OSError as error:
+                logger.warning("prefix.cost_profile is not written: %s", error)
 
     def _measure(self, forward_only: bool, budget: int, device: torch.device) -> Rates:
         """Packed passes over made-up rows, whose loss and gradients are zero."""
@@ -108,10 +138,12 @@ class Gate:
         )
 
         def run(groups: Sequence[Group]) -> None:
-            # Not the last pass: gradients stay where they are until the batch's own last backward.
-            schedule.run(tokens, Plan((Work(tuple(groups)),)), last=False)
+            schedule.run(tokens, Plan((Work(tuple(groups)),)))
             if device.type == "cuda":
                 torch.cuda.synchronize()
 
         with torch.no_grad() if forward_only else torch.enable_grad():
-            return calibrate(self.shape, run, max_tokens, unit)
+            rates = calibrate(self.shape, run, max_tokens, unit)
+        if not forward_only:
+            self.zero_grad()
+        return rates

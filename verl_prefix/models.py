@@ -196,10 +196,12 @@ def grouped_attention(model: PreTrainedModel) -> Iterator[None]:
 def rounding_noise(model: PreTrainedModel, dtype: torch.dtype) -> Iterator[None]:
     """While open, every attention output is off by up to one rounding step of `dtype`, differently each time."""
     eps = torch.finfo(dtype).eps
+    device = next(model.parameters()).device
+    generator = torch.Generator(device).manual_seed(0)  # the run's own random state stays as it is
 
     def disturb(module: torch.nn.Module, args: tuple, output: tuple) -> tuple:
         out = output[0]
-        factor = 1 + eps * (2 * torch.rand(out.shape, device=out.device) - 1)
+        factor = 1 + eps * (2 * torch.rand(out.shape, device=device, generator=generator) - 1)
         return (out * factor).to(out.dtype), *output[1:]
 
     attention = [m for m in model.modules() if hasattr(m, "layer_idx") and hasattr(m, "is_causal")]

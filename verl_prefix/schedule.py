@@ -92,11 +92,11 @@ class Schedule:
         self.transfers: Counter[str] = Counter()
         self.phase_b_peak: int | None = None
 
-    def run(self, tokens: TokenBatch, plan: Plan, last: bool = True) -> None:
-        """All passes of `plan`, in its order, which must be the same on every rank; `last`: no backward follows."""
+    def run(self, tokens: TokenBatch, plan: Plan) -> None:
+        """All passes of `plan`, in its order, which must be the same on every rank."""
         with grouped_attention(self.model):
             for i, work in enumerate(plan.works):
-                with self.passes(tokens, work, last=last and i == len(plan.works) - 1) as passes:
+                with self.passes(tokens, work, last=i == len(plan.works) - 1) as passes:
                     for groups, layout, outputs in passes:
                         with self.forward_context():
                             loss = self.step(groups, layout, outputs) if groups else outputs.sum() * 0.0

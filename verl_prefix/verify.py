@@ -23,7 +23,8 @@ MAX_LOG_PROBS = 3.0
 # Two partial outputs and their sum are rounded where a single call rounds once: sqrt(3).
 MAX_ATTENTION = 2.0
 
-_QUERIES = 16  # of each end of a suffix, and of the prefix's end
+_QUERIES = 16  # of each end of a segment
+_PERTURBED = 3
 
 
 class Verdict(NamedTuple):
@@ -76,56 +77,54 @@ class AttentionCheck:
 
 def _dense(q, k, v, sinks, scores: Scores, position: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of queries at `position` among the keys, [n, H, D]: in float64, and with probabilities and output
-    rounded to q's dtype."""
-    results = []
-    for compute in (torch.float64, torch.promote_types(q.dtype, torch.float32)):
-        repeat = q.shape[1] // k.shape[1]
-        heads = [
-            x.to(compute).transpose(0, 1) for x in (q, k.repeat_interleave(repeat, 1), v.repeat_interleave(repeat, 1))
-        ]
-        logits = heads[0] @ heads[1].transpose(-1, -2) * scores.scale
-        if scores.softcap is not None:
-            logits = scores.softcap * torch.tanh(logits / scores.softcap)
-        behind = position.unsqueeze(1) - torch.arange(k.shape[0], device=q.device)
-        hidden = behind < 0 if scores.window is None else (behind < 0) | (behind >= scores.window)
-        logits = logits.masked_fill(hidden, float("-inf"))
-        if sinks is not None:
-            column = sinks.to(compute)[:, None, None].expand(-1, logits.shape[1], 1)
-            logits = torch.cat([logits, column], -1)
-        probs = logits.softmax(-1)[..., : k.shape[0]]
-        if compute != torch.float64:
-            probs = probs.to(q.dtype).to(compute)
-        out = (probs @ heads[2]).transpose(0, 1)
-        results.append(out.to(q.dtype) if compute != torch.float64 else out)
-    return results[0], results[1]
+    rounded to q's dtype. One key head at a time, since keys may be many."""
+    behind = position.unsqueeze(1) - torch.arange(k.shape[0], device=q.device)
+    hidden = behind < 0 if scores.window is None else (behind < 0) | (behind >= scores.window)
+    per_key_head = q.shape[1] // k.shape[1]
+    truth, rounded = torch.empty_like(q, dtype=torch.float64), torch.empty_like(q)
+    for head in range(q.shape[1]):
+        for out in (truth, rounded):
+            compute = torch.promote_types(out.dtype, torch.float32)
+            keys, values = (x[:, head // per_key_head].to(compute) for x in (k, v))
+            logits = q[:, head].to(compute) @ keys.T * scores.scale
+            if scores.softcap is not None:
+                logits = scores.softcap * torch.tanh(logits / scores.softcap)
+            logits = logits.masked_fill(hidden, float("-inf"))
+            if sinks is not None:
+                logits = torch.cat([logits, sinks[head].to(compute).expand(len(q), 1)], -1)
+            probs = logits.softmax(-1)[:, : k.shape[0]].to(out.dtype).to(compute)
+            out[:, head] = (probs @ values).to(out.dtype)
+    return truth, rounded
 
 
 def check(
     stock: Callable[[], torch.Tensor],
     ours: Callable[[str, AttentionCheck | None], torch.Tensor],
     rounding_noise: Callable[[], AbstractContextManager],
+    reduce_sum: Callable[[list[float]], list[float]] = lambda values: values,
 ) -> Verdict:
-    """Compares one group's response log-probs.
+    """Compares one group's response log-probs; those of all ranks together, since few tokens say little.
 
     Args:
         stock: [n] log-probs by the stock path, without gradients.
         ours: the same by schedule "packed" or "phased", whose attention passes get the check to inspect.
         rounding_noise: while open, attention outputs are rounded differently each time (`models.rounding_noise`).
+        reduce_sum: element-wise sum over ranks.
     """
     attention = AttentionCheck()
     found = [ours("packed", attention), ours("phased", None)]
     truth = stock()
     with rounding_noise():
-        perturbed = [stock(), stock()]
+        perturbed = [stock() for _ in range(_PERTURBED)]
 
-    if not truth.numel():  # only empty responses
-        return Verdict(0.0, attention.worst, attention.layer)
-
-    def mean_square(x: torch.Tensor) -> float:
-        return x.double().square().mean().item()
+    def sum_of_squares(x: torch.Tensor) -> float:
+        return x.double().square().sum().item()
 
     # Log-probs of low precision have a grid, on which small noise may change nothing.
-    grid = torch.finfo(truth.dtype).eps ** 2 * mean_square(truth)
-    noise = sum(mean_square(x.double() - truth) for x in perturbed) / len(perturbed) + grid
-    worst = max(mean_square(x.double() - truth) for x in found)
-    return Verdict((worst / noise) ** 0.5, attention.worst, attention.layer)
+    grid = torch.finfo(truth.dtype).eps ** 2 * sum_of_squares(truth)
+    noise = sum(sum_of_squares(x.double() - truth) for x in perturbed) / len(perturbed) + grid
+    *errors, noise = reduce_sum([*(sum_of_squares(x.double() - truth) for x in found), noise])
+    # A NaN must not get lost in max().
+    worst = max(errors) if all(error == error for error in errors) else float("nan")
+    log_probs = (worst / noise) ** 0.5 if noise else 0.0  # no noise: empty responses on every rank
+    return Verdict(log_probs, attention.worst, attention.layer)

@@ -79,18 +79,39 @@ def test_calibration_finds_the_rates_of_a_device(linear, attention, head, fixed)
 
 
 def test_profile_survives_the_disk_and_says_what_is_wrong(tmp_path):
-    profile = Profile(update=Rates(1e-3, 1e-12, 2e-12, 3e-12))
+    profile = Profile(update=Rates(1e-3, 1e-12, 2e-12, 3e-12), measured_on="here")
     profile.write(tmp_path / "profile.json")
     assert Profile.read(tmp_path / "profile.json") == profile
-    (tmp_path / "profile.json").write_text('{"update": {"speed": 1}}')
-    with pytest.raises(ValueError, match="profile.json is not a cost profile .*; delete it"):
-        Profile.read(tmp_path / "profile.json")
+    for damaged in (
+        '{"update": {"speed": 1}}',
+        "[]",
+        "{",
+        (tmp_path / "profile.json").read_text().replace("0.001", "NaN"),
+    ):
+        (tmp_path / "profile.json").write_text(damaged)
+        with pytest.raises(ValueError, match="profile.json is not a cost profile .*; delete it"):
+            Profile.read(tmp_path / "profile.json")
 
 
 def make_gate(profile, reduce_max=lambda values: values, min_speedup=1.05):
-    made = gate.Gate(SHAPE, False, min_speedup, None, False, reduce_max, schedule=None)
+    made = gate.Gate(SHAPE, False, min_speedup, None, False, "here", reduce_max, schedule=None, zero_grad=None)
     made.profile = profile
     return made
+
+
+def test_a_profile_of_another_device_is_refused_and_ranks_measure_what_one_lacks(tmp_path):
+    path = tmp_path / "profile.json"
+    Profile(forward=Rates(), update=Rates(), measured_on="there").write(path)
+
+    def read(measured_on, reduce_max=lambda values: values, path=path):
+        return gate.Gate(SHAPE, False, 1.05, str(path), True, measured_on, reduce_max, None, None).profile
+
+    assert read("there") == FLOPS.__class__(Rates(), Rates(), "there")
+    assert read("there", lambda missing: [0, 1]).update is None
+    with pytest.raises(ValueError, match="was measured on 'there', and this is 'here'; delete the file"):
+        read("here")
+    with pytest.raises(ValueError, match="create the folder"):
+        read("here", path=tmp_path / "missing" / "profile.json")
 
 
 LONG, SHORT = [Group(tuple(range(8)), 400, (50,) * 8)], [Group((0, 1), 4, (300, 300))]
@@ -114,13 +135,14 @@ def test_what_does_not_fit_is_cut_or_phased_by_cost():
         assert any(work.waves is not None for work in chosen.works) == phased
 
 
-def test_update_follows_the_old_log_probs():
-    dear = Profile(forward=Rates(), update=Rates(fixed=1e9))
-    made = make_gate(dear)
+def test_update_follows_the_old_log_probs_and_both_are_decided_by_the_cost_of_both():
+    made = make_gate(FLOPS)
     assert made.choose(LONG, 4000, None, False, CPU, forward_only=True) is not None
     assert made.choose(SHORT, 4000, None, False, CPU, forward_only=False) is not None
     assert made.choose(SHORT, 4000, None, False, CPU, forward_only=True) is None
     assert made.choose(LONG, 4000, None, False, CPU, forward_only=False) is None
+    only_passes_cost = Rates(fixed=1.0, linear=0.0, attention=0.0, head=0.0)
+    assert make_gate(Profile(Rates(), only_passes_cost)).choose(LONG, 4000, None, False, CPU, True) is None
 
 
 def test_ranks_decide_alike():

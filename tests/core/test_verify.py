@@ -1,5 +1,6 @@
 """The self-check: rounding passes over 100 seeds; kernels that are wrong on purpose are caught, in bf16 too."""
 
+import contextlib
 import dataclasses
 
 import pytest
@@ -99,3 +100,17 @@ def test_a_window_that_is_ignored_is_caught():
 def test_wrong_positions_are_caught_by_log_probs(dtype):
     found = verdict(0, dtype, broken=positions_restarted)
     assert found.attention <= verify.MAX_ATTENTION < verify.MAX_LOG_PROBS < found.log_probs, str(found)
+
+
+def test_few_tokens_of_one_rank_are_judged_together_with_those_of_the_others():
+    def found(reduce_sum=lambda values: values, ours=(5.0, 0.0)):
+        stock = iter([[0.0, 0.0], *[[1.0, 0.0]] * 3])  # the truth, then perturbed
+        return verify.check(
+            lambda: torch.tensor(next(stock)), lambda *args: torch.tensor(ours), contextlib.nullcontext, reduce_sum
+        )
+
+    assert found().log_probs == pytest.approx(5) and found().missed
+    seven_others = found(lambda values: [values[0] + 7, values[1] + 7, values[2] + 7])
+    assert seven_others.log_probs == pytest.approx(2) and not seven_others.missed
+    assert found(ours=(float("nan"), 0.0)).missed
+    assert not verify.check(lambda: torch.ones(0), lambda *args: torch.ones(0), contextlib.nullcontext).missed

@@ -293,8 +293,9 @@ def _worker(rank: int, world: int, rendezvous: str, models: dict, cases: dict, o
     for dtype in ("fp32", "bf16"):
         with pytest.raises(RuntimeError, match="prefix.verify, update 1: .*verify_action=fallback"):
             _measure("prefix", models["qwen3"], rank, {"param_dtype": dtype})
-    fallen_back = _measure("prefix", models["qwen3"], rank, {"verify_action": "fallback"})
-    results["verify fallback"] = _compare(fallen_back, stock_cache["[]"])
+    static = CASES["static_batch_size_of_one"]
+    fallen_back = _measure("prefix", models["qwen3"], rank, static | {"verify_action": "fallback"})
+    results["verify fallback"] = _compare(fallen_back, stock_cache[repr(sorted(static.items()))])
     torch.save(results, f"{out}.{rank}")
     torch.distributed.destroy_process_group()
 

@@ -49,22 +49,29 @@ class PrefixConfig(BaseConfig):
             ("wave_tokens", 1 if self.wave_tokens is None else self.wave_tokens),
             ("logits_chunk", self.logits_chunk),
         ):
-            if not isinstance(value, int) or value < 1:
+            if type(value) is not int or value < 1:
                 raise ValueError(f"actor_rollout_ref.actor.prefix.{key}={value!r}: set a number of tokens >= 1")
         if self.verify not in ("first_step", "off") and (type(self.verify) is not int or self.verify < 1):
             raise ValueError(
                 f"actor_rollout_ref.actor.prefix.verify={self.verify!r}: set first_step, off, or a number n >= 1 for "
                 "every n updates"
             )
-        if not isinstance(self.min_speedup, int | float) or self.min_speedup < 0:
+        if type(self.min_speedup) not in (int, float) or not 0 <= self.min_speedup < float("inf"):
             raise ValueError(
                 f"actor_rollout_ref.actor.prefix.min_speedup={self.min_speedup!r}: set a number >= 0 (0: always share)"
             )
-        if self.schedule != "auto" and self.cost_profile is not None:
+        if self.cost_profile is not None and (self.schedule != "auto" or not self.min_speedup):
             raise ValueError(
-                f"actor_rollout_ref.actor.prefix.cost_profile is read by prefix.schedule=auto alone, not by "
-                f"{self.schedule!r}; remove it"
+                f"actor_rollout_ref.actor.prefix.cost_profile={self.cost_profile!r} is read with prefix.schedule=auto "
+                f"and prefix.min_speedup above 0, not with {self.schedule!r} and {self.min_speedup}; remove it"
             )
+        if self.wave_tokens is not None and self.schedule in ("packed", "stock"):
+            raise ValueError(
+                f"actor_rollout_ref.actor.prefix.wave_tokens={self.wave_tokens} sets nothing with prefix.schedule="
+                f"{self.schedule!r}; remove it, or set prefix.schedule to auto or phased"
+            )
+        if self.verify == "off" and self.verify_action == "fallback":
+            raise ValueError("actor_rollout_ref.actor.prefix.verify_action=fallback needs prefix.verify, which is off")
         if not isinstance(self.trace_max_steps, int) or self.trace_max_steps < 1 or self.trace_max_gib <= 0:
             raise ValueError(
                 f"actor_rollout_ref.actor.prefix.trace_max_steps={self.trace_max_steps!r}, trace_max_gib="
