@@ -270,28 +270,6 @@ def same(difference: dict[str, float]) -> bool:
     return all(value <= 5e-6 and not math.isnan(value) for value in difference.values())
 
 
-class Report:
-    """The cases so far, in `path` too, from where earlier ones come."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.cases: list[dict] = json.loads(path.read_text())["cases"] if path.exists() else []
-        path.parent.mkdir(parents=True, exist_ok=True)
-
-    def add(self, found: dict) -> None:
-        """A case that is run again takes the place of its last result."""
-        self.cases = [case for case in self.cases if (case["case"], case["arm"]) != (found["case"], found["arm"])]
-        self.cases.append({"ok": False} | found)
-        print(json.dumps(self.cases[-1]), flush=True)
-        versions = {name: importlib.metadata.version(name) for name in ("verl", "torch", "transformers", "ray")}
-        summary = {"schema": "verl_prefix.chaos/1", "tried": len(self.cases), "failed": self.failed}
-        self.path.write_text(json.dumps(summary | {"versions": versions, "cases": self.cases}, indent=1) + "\n")
-
-    @property
-    def failed(self) -> list[str]:
-        return [f"{case['case']} ({case['arm']})" for case in self.cases if not case["ok"]]
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--folder", type=Path, required=True, help="work folder; finished uninterrupted runs are kept")
