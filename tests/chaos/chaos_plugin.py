@@ -48,7 +48,7 @@ def before(owner: type, name: str, breaks) -> None:
     setattr(owner, name, patched)
 
 
-def write_step(trainer, **_) -> None:
+def write_step(trainer, *_, **__) -> None:
     (FOLDER / "step").write_text(str(trainer.global_steps))
 
 

@@ -81,6 +81,7 @@ def hook(event, args):
 sys.addaudithook(hook)
 import verl_prefix
 names = [module.name for module in pkgutil.walk_packages(verl_prefix.__path__, "verl_prefix.")]
+names.remove("verl_prefix.cpu.vllm_worker")  # vLLM's own process imports it, and only vLLM's installation can
 for name in names if sys.argv[1:] != ["probe"] else []:
     importlib.import_module(name)
 print(len(names), "modules")
