@@ -66,6 +66,10 @@ class Options:
             raise TraceError("--synthetic P,S,G,N needs four numbers of 1 or more, and --model with a model's folder")
 
 
+# Modules that a trace may name as optimizer_impl: verl imports what stands there.
+OPTIMIZERS = ("torch.optim", "torchao.optim", "bitsandbytes.optim")
+
+
 class Source:
     """Steps to replay, the same for every arm: those of a trace, its ranks joined if fewer run here, or made-up ones.
 
@@ -85,6 +89,9 @@ class Source:
                 raise TraceError(f"--ranks {self.ranks} does not divide the trace's {recorded} ranks")
             model = options.model or self.manifest["model"]["local_path"] or self.manifest["model"]["path"]
             self.trace.check_model(model)
+            module = self.manifest["optimizer"].get("optimizer_impl") or "torch.optim"
+            if module not in OPTIMIZERS:
+                raise TraceError(f"optimizer_impl={module!r} in the trace: verl would import it; known: {OPTIMIZERS}")
             for _ in self.trace.check():
                 pass
         else:

@@ -35,9 +35,10 @@ from verl_prefix.config import PrefixConfig, PrefixEngineConfig
 from verl_prefix.trace import StepRows
 
 STOCK, REPACKED, TRUTH = "stock", "stock_repacked", "truth"
+# Not trust_remote_code: a trace is data, and must not bring code along.
 MODEL_KEYS = (
-    "use_remove_padding", "override_config", "trust_remote_code", "enable_gradient_checkpointing",
-    "enable_activation_offload", "lora_rank", "lora_alpha", "target_modules", "exclude_modules", "use_fused_kernels",
+    "use_remove_padding", "override_config", "enable_gradient_checkpointing", "enable_activation_offload",
+    "lora_rank", "lora_alpha", "target_modules", "exclude_modules", "use_fused_kernels",
 )  # fmt: skip
 # ||difference|| / ||stock's|| of a layer's outputs or of a parameter's gradient above which a diagnosis names it.
 DIVERGED = {"fp32": 5e-6, "bf16": 6e-2, "fp16": 8e-3}
@@ -77,7 +78,9 @@ def build_engine(name: str, manifest: dict[str, Any]) -> Any:
         model["override_config"] = (model.get("override_config") or {}) | {"attn_implementation": "sdpa"}
     if ours:
         recorded = manifest["engine"].get("prefix") or {}
-        options = {k: recorded[k] for k in ("wave_tokens", "logits_chunk", "attention", "min_speedup") if k in recorded}
+        kept = ("logits_chunk", "attention", *(() if name == "packed" else ("wave_tokens",)))
+        # min_speedup 0: to compare stock with stock would hold, and say nothing.
+        options = {key: recorded[key] for key in kept if key in recorded} | {"min_speedup": 0}
         # Off: this replay is the check, and a wrong engine is to be measured, not stopped.
         options |= {"schedule": name, "offload": bool(recorded.get("offload")) and name != "packed", "verify": "off"}
         engine_config = PrefixEngineConfig(**engine, prefix=PrefixConfig(**options))

@@ -63,8 +63,15 @@ def tolerances(measured: dict[str, Any]) -> list[dict[str, Any]]:
         for name in judged if errors else ():
             ours, stock = (statistics.fmean(e[a][name] for e in errors) for a in (arm, "stock"))
             check(arm, f"error against the truth: {name}", ours, FACTOR * stock, None)
-        losses = [step["arms"][arm]["values"]["loss"] for step in steps]
-        check(arm, "losses that are not finite", float(sum(not math.isfinite(x) for x in losses)), 0.0, None)
+        figures = [
+            [
+                *step["arms"][arm]["same_weights"].values(),
+                *(step["arms"][arm]["values"][k] for k in ("loss", "grad_norm")),
+            ]
+            for step in steps
+        ]
+        bad = sum(not all(math.isfinite(x) for x in row) for row in figures)
+        check(arm, "steps with figures that are not finite", float(bad), 0.0, None)
     return found
 
 

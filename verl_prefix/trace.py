@@ -320,9 +320,9 @@ class Trace:
     def check_model(self, path: str | Path) -> None:
         """Raises TraceError where `path` is not the model that was recorded."""
         recorded, found = self.manifest["model"]["fingerprint"], model_fingerprint(path)
-        if found is None and recorded is not None:
+        if found is None:
             raise TraceError(f"{path} has no config.json; name the recorded model's folder with --model")
-        if found != recorded:
+        if recorded is not None and found != recorded:
             raise TraceError(
                 f"{path} is another model than the trace was recorded with ({self.manifest['model']['path']}): its "
                 "config.json or weights differ; name the right one with --model"

@@ -136,12 +136,20 @@ def test_a_report_is_not_overwritten_and_a_damaged_trace_is_an_error(recorded, t
     assert not (tmp_path / "report.json").exists()
 
 
-def measured(dtype: str, ours: float, same: float = 1e-7, loss: float = 0.1) -> dict:
-    """Two steps; stock's error against the truth is 1e-4 everywhere."""
-    arms = {"phased": {"same_weights": dict.fromkeys(("log_probs", "grads", "loss"), same), "values": {"loss": loss}}}
+NOT_FINITE = "steps with figures that are not finite"
+
+
+def measured(dtype: str, ours: float, same: float = 1e-7, loss: float = 0.1, late_norm: float = 1.0) -> dict:
+    """Three steps, the first two of them with a truth, from which stock's error is 1e-4 everywhere."""
     names = ("log_probs", "grads", "params")
     errors = {"stock": dict.fromkeys(names, 1e-4), "phased": dict.fromkeys(names, ours)}
-    steps = [{"step": n, "arms": arms, "truth_errors": errors} for n in (1, 2)]
+
+    def step(n: int) -> dict:
+        values = {"loss": loss, "grad_norm": late_norm if n == 3 else 1.0}
+        arm = {"same_weights": dict.fromkeys(("log_probs", "grads", "loss"), same), "values": values}
+        return {"step": n, "arms": {"phased": arm}, "truth_errors": errors if n < 3 else None}
+
+    steps = [step(n) for n in (1, 2, 3)]
     return {"dtype": dtype, "judged": ["phased"], "steps": steps}
 
 
@@ -151,10 +159,14 @@ def measured(dtype: str, ours: float, same: float = 1e-7, loss: float = 0.1) -> 
         (measured("fp32", 1.29e-4, 4.9e-6), set()),
         (measured("fp32", 1.31e-4), {"error against the truth: params"}),
         (measured("fp32", 1e-4, 5.1e-6), {f"same weights: {name}" for name in ("log_probs", "grads", "loss")}),
-        (measured("fp32", 1e-4, float("nan")), {f"same weights: {name}" for name in ("log_probs", "grads", "loss")}),
+        (
+            measured("fp32", 1e-4, float("nan")),
+            {NOT_FINITE, *(f"same weights: {name}" for name in ("log_probs", "grads", "loss"))},
+        ),
         (measured("bf16", 1.29e-4, 1e-2), set()),
         (measured("bf16", 1.31e-4), {f"error against the truth: {name}" for name in ("log_probs", "grads", "params")}),
-        (measured("bf16", 1e-4, loss=float("inf")), {"losses that are not finite"}),
+        (measured("bf16", 1e-4, loss=float("inf")), {NOT_FINITE}),
+        (measured("bf16", 1e-4, late_norm=float("nan")), {NOT_FINITE}),
     ],
 )
 def test_tolerances_are_those_of_the_project(case, failing):

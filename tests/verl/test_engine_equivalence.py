@@ -279,8 +279,8 @@ def _worker(rank: int, world: int, rendezvous: str, models: dict, cases: dict, o
     truth = stock_cache["[]"]
     for dtype in ("bf16", "fp16"):
         stock = _half_errors(_measure("fsdp2", models["qwen3"], rank, {"param_dtype": dtype}), truth)
-        for schedule in ("packed", "phased"):
-            options = {"param_dtype": dtype, "schedule": schedule, "wave_tokens": 40}
+        for schedule, waves in (("packed", {}), ("phased", {"wave_tokens": 40})):
+            options = {"param_dtype": dtype, "schedule": schedule} | waves
             ours = _half_errors(_measure("prefix", models["qwen3"], rank, options), truth)
             results[f"{dtype} {schedule}"] = {"ours": ours, "stock": stock}
     options = {"param_dtype": "bf16", "empty": CASES["rank_of_empty_responses"]["empty"] + ("c",)}

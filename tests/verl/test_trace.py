@@ -237,3 +237,11 @@ def test_an_empty_folder_is_no_trace(tmp_path):
         trace.Trace(tmp_path / "nothing")
     with pytest.raises(trace.TraceError, match="manifest.json is missing"):
         trace.Trace(tmp_path)
+
+
+def test_a_trace_brings_no_code_along():
+    """What a manifest may decide is data: no remote code, no module of its choice as optimizer."""
+    from verl_prefix import ab, replay
+
+    assert "trust_remote_code" not in replay.MODEL_KEYS
+    assert ab.OPTIMIZERS == ("torch.optim", "torchao.optim", "bitsandbytes.optim")
