@@ -2,14 +2,15 @@
 
     python examples/bench_gate.py --out gate.json
 
-One update per row of P/S/G (prefix tokens, response tokens, rows of a group), stock and packed interleaved, `--repeats`
-rounds, medians. Rates are measured once (`cost.calibrate`, as the engine does at its first batch). The model, the stock
-arm (one whole row at a time, lm_head on every token) and its FLOPs are those of bench_update.py.
+One update per row of P/S/G (prefix tokens, response tokens, rows of a group), stock and ours interleaved, `--repeats`
+rounds, medians. Both have the same token budget, one whole row: the stock arm (lm_head on every token) is that of
+bench_update.py, ours is the plan that the gate chose. Rates are measured once, as the engine does at its first batch.
 """
 
 import json
 import statistics
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,14 @@ import torch
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
+from transformers import PreTrainedModel
 
-from verl_prefix import cost
 from verl_prefix.gate import Gate
+from verl_prefix.groups import Group
+from verl_prefix.layout import Layout
 from verl_prefix.models import model_shape
 from verl_prefix.schedule import Schedule
-from verl_prefix.waves import make_plan
+from verl_prefix.waves import Plan, make_plan
 
 SCHEMA = "verl_prefix.bench_gate/1"
 ROWS = ((2048, 256, 8), (512, 512, 8), (100, 600, 8), (64, 64, 2))
@@ -39,36 +42,52 @@ def measure(argv: list[str], progress: Progress) -> list[dict[str, Any]]:
     shape = model_shape(model, model.dtype)
     device = model.device
     gate = Gate(
-        shape, False, MIN_SPEEDUP, None, False, "", lambda values: values,
+        shape, False, options.logits_chunk, MIN_SPEEDUP, None, False, "", lambda values: values,
         lambda outputs, step, backward: Schedule(model, outputs, step, backward), model.zero_grad,
     )  # fmt: skip
     gate._know(False, longest * 8, device)
-    rates = gate.profile.update
     results = []
     for prefix, suffix, group in ROWS:
         options.prefix, options.suffix, options.group = prefix, suffix, group
         batch = bench_update.build_batch(options)
-        seconds: dict[str, list[float]] = {"stock": [], "packed": []}
-        for arm in seconds:
-            bench_update.run_arm(model, arm, batch, options)
+        budget = prefix + 1 + suffix
+        chosen = gate.choose(batch.groups, budget, None, False, device, forward_only=False)
+        plan = chosen or make_plan(batch.groups, budget, "auto")
+        arms = {
+            "stock": lambda batch=batch: bench_update.run_arm(model, "stock", batch, options),
+            "ours": lambda batch=batch, plan=plan: run_plan(model, batch, plan, options.logits_chunk),
+        }
+        seconds: dict[str, list[float]] = {arm: [] for arm in arms}
+        for run in arms.values():
+            run()
         task = progress.add_task(f"P={prefix} S={suffix} G={group}", total=options.repeats)
         for _ in range(options.repeats):
-            for arm, found in seconds.items():
-                found.append(bench_update.run_arm(model, arm, batch, options))
+            for arm, run in arms.items():
+                seconds[arm].append(run())
             progress.advance(task)
-        # The stock arm takes one row per pass, so its budget is a row.
-        budget = prefix + 1 + suffix
-        predicted = rates.seconds(shape, cost.stock_passes(shape, batch.groups, budget, False)) / rates.seconds(
-            shape, cost.plan_passes(shape, make_plan(batch.groups, 10**9, "packed"))
-        )
         medians = {arm: statistics.median(found) for arm, found in seconds.items()}
-        measured = medians["stock"] / medians["packed"]
-        choice = "packed" if predicted >= MIN_SPEEDUP else "stock"
+        measured = medians["stock"] / medians["ours"]
+        phased = any(work.waves is not None for work in plan.works)
+        choice = "stock" if chosen is None else "phased" if phased else "packed"
         results.append(
-            dict(prefix=prefix, suffix=suffix, group=group, seconds=seconds, predicted=predicted, measured=measured,
-                 choice=choice, of_stock=measured if choice == "packed" else 1.0)
+            dict(prefix=prefix, suffix=suffix, group=group, seconds=seconds, predicted=gate.speedup, measured=measured,
+                 choice=choice, of_stock=measured if chosen else 1.0)
         )  # fmt: skip
     return results
+
+
+def run_plan(model: PreTrainedModel, batch: bench_update.Batch, plan: Plan, logits_chunk: int) -> float:
+    """Seconds of one update by this plan, on zeroed gradients."""
+
+    def step(groups: list[Group], layout: Layout, log_probs: torch.Tensor) -> torch.Tensor:
+        return batch.loss(layout.suffix_index.to(log_probs.device), log_probs)
+
+    model.zero_grad(set_to_none=False)
+    start = time.perf_counter()
+    Schedule(model, batch.log_probs, step, torch.Tensor.backward, logits_chunk=logits_chunk).run(batch.tokens, plan)
+    if model.device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
 
 
 def main(argv: list[str]) -> int:

@@ -74,8 +74,12 @@ def _group_pass(shape: ModelShape, groups: Iterable[Group], prefixes: bool, suff
     return Pass(tokens, head, pairs)
 
 
-def plan_passes(shape: ModelShape, plan: Plan) -> list[Pass]:
-    """What a plan of `waves.make_plan` computes."""
+def plan_passes(shape: ModelShape, plan: Plan, logits_chunk: int | None = None) -> list[Pass]:
+    """What a plan of `waves.make_plan` computes.
+
+    Args:
+        logits_chunk: of an update; a pass with more tokens for lm_head runs it again in backward.
+    """
     passes = []
     for work in plan.works:
         if work.waves is None:
@@ -83,7 +87,10 @@ def plan_passes(shape: ModelShape, plan: Plan) -> list[Pass]:
         else:
             passes.append(_group_pass(shape, work.groups, prefixes=True, suffixes=False))
             passes += [_group_pass(shape, (g for _, g in wave), prefixes=False, suffixes=True) for wave in work.waves]
-    return passes
+    if logits_chunk is None:
+        return passes
+    # One forward more, of three that forward and backward cost.
+    return [p if p.head_tokens <= logits_chunk else p._replace(head_tokens=p.head_tokens * 4 // 3) for p in passes]
 
 
 def stock_passes(shape: ModelShape, groups: Sequence[Group], budget: int, dense_mask: bool) -> list[Pass]:

@@ -65,6 +65,7 @@ class PrefixFSDPEngine(FSDPEngineWithLMHead):
             self._gate = Gate(
                 models.model_shape(self.module, self._autocast_dtype),
                 dense_mask="flash" not in self.module.config._attn_implementation,
+                logits_chunk=self.prefix_config.logits_chunk,
                 min_speedup=self.prefix_config.min_speedup,
                 profile_path=self.prefix_config.cost_profile,
                 writes_profile=torch.distributed.get_rank() == 0,

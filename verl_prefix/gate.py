@@ -27,7 +27,7 @@ class Gate:
     """Chooses a batch's plan.
 
     Args:
-        shape: see `models.model_shape`. dense_mask: see `cost.stock_passes`.
+        shape: see `models.model_shape`. dense_mask: see `cost.stock_passes`. logits_chunk: see `cost.plan_passes`.
         min_speedup: predicted stock seconds over ours below which a batch goes to the stock path; 0: it never does, and
             nothing is measured.
         profile_path: file of measured rates: read if it is there, else written by the rank with `writes_profile`.
@@ -44,6 +44,7 @@ class Gate:
         self,
         shape: ModelShape,
         dense_mask: bool,
+        logits_chunk: int,
         min_speedup: float,
         profile_path: str | None,
         writes_profile: bool,
@@ -54,6 +55,7 @@ class Gate:
     ) -> None:
         self.shape = shape
         self.dense_mask = dense_mask
+        self.logits_chunk = logits_chunk
         self.min_speedup = min_speedup
         self.profile_path = profile_path
         self.writes_profile = writes_profile
@@ -79,14 +81,17 @@ class Gate:
             return mixed
         self._know(forward_only, budget, device)
         # One decision for log-probs and update, by the cost of both where both are known.
-        rates = [rates for rates in (self.profile.forward, self.profile.update) if rates is not None]
+        rates = {None: self.profile.forward, self.logits_chunk: self.profile.update}
         plans = [mixed]
         if any(work.waves is not None for work in mixed.works):
             plans.append(make_plan(groups, budget, "packed", wave_tokens, offload))
         # Every rank compares the same candidates, whatever its own groups need.
-        passes = [stock_passes(self.shape, groups, budget, self.dense_mask)]
-        passes += [plan_passes(self.shape, plan) for plan in (plans * 2)[:2]]
-        seconds = [sum(one.seconds(self.shape, candidate) for one in rates) for candidate in passes]
+        seconds = [0.0] * 3
+        for chunk, known in rates.items():
+            passes = [stock_passes(self.shape, groups, budget, self.dense_mask)]
+            passes += [plan_passes(self.shape, plan, chunk) for plan in (plans * 2)[:2]]
+            if known is not None:
+                seconds = [x + known.seconds(self.shape, p) for x, p in zip(seconds, passes, strict=True)]
         stock, *ours = (x / 1e6 for x in self.reduce_max([round(x * 1e6) for x in seconds]))
         best = min(range(2), key=lambda i: ours[i])
         self.speedup = stock / max(ours[best], 1e-9)

@@ -119,5 +119,5 @@ def test_gate_bench_predicts_and_measures_each_row(
     report = json.loads(out.read_text())
     assert report["schema"] == "verl_prefix.bench_gate/1" and "commit" in report
     for row in report["rows"]:
-        assert row["predicted"] > 0 and len(row["seconds"]["packed"]) == 2
-        assert row["choice"] == ("packed" if row["predicted"] >= 1.05 else "stock")
+        assert row["predicted"] > 0 and len(row["seconds"]["ours"]) == 2
+        assert (row["choice"] == "stock") == (row["predicted"] < 1.05)

@@ -34,6 +34,8 @@ def test_passes_of_a_plan_count_each_token_once():
     phased = cost.plan_passes(SHAPE, make_plan(groups, 10**6, "phased", wave_tokens=11))
     assert sum(p.tokens for p in phased) == 52 and sum(p.head_tokens for p in phased) == 22
     assert sum(p.pairs for p in phased) == packed[0].pairs
+    twice = cost.plan_passes(SHAPE, make_plan(groups, 10**6, "packed"), logits_chunk=21)
+    assert [(p.tokens, p.head_tokens) for p in twice] == [(52, 22 * 4 // 3)]
     stock = cost.stock_passes(SHAPE, groups, budget=60, dense_mask=False)
     assert sum(p.tokens for p in stock) == 3 * 21 + 18 + 11 + 4 and len(stock) == 2
     assert sum(p.pairs for p in cost.stock_passes(SHAPE, groups, 60, dense_mask=True)) > sum(p.pairs for p in stock)
@@ -94,7 +96,7 @@ def test_profile_survives_the_disk_and_says_what_is_wrong(tmp_path):
 
 
 def make_gate(profile, reduce_max=lambda values: values, min_speedup=1.05):
-    made = gate.Gate(SHAPE, False, min_speedup, None, False, "here", reduce_max, schedule=None, zero_grad=None)
+    made = gate.Gate(SHAPE, False, 4096, min_speedup, None, False, "here", reduce_max, schedule=None, zero_grad=None)
     made.profile = profile
     return made
 
@@ -104,7 +106,7 @@ def test_a_profile_of_another_device_is_refused_and_ranks_measure_what_one_lacks
     Profile(forward=Rates(), update=Rates(), measured_on="there").write(path)
 
     def read(measured_on, reduce_max=lambda values: values, path=path):
-        return gate.Gate(SHAPE, False, 1.05, str(path), True, measured_on, reduce_max, None, None).profile
+        return gate.Gate(SHAPE, False, 4096, 1.05, str(path), True, measured_on, reduce_max, None, None).profile
 
     assert read("there") == FLOPS.__class__(Rates(), Rates(), "there")
     assert read("there", lambda missing: [0, 1]).update is None
