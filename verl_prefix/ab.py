@@ -23,6 +23,7 @@ from verl_prefix.replay import (
     TRUTH,
     Arm,
     Memory,
+    errors_by_parameter,
     first_diverging,
     parameter_distance,
     precision,
@@ -40,15 +41,15 @@ class Options:
         TraceError: an option cannot be, or does not go with the trace.
     """
 
-    trace: str | None
-    synthetic: tuple[int, int, int, int] | None
-    model: str | None
-    arms: tuple[str, ...]
-    steps: int | None
-    ranks: int | None
-    dtype: str | None
-    truth_steps: int
-    lr: float | None
+    trace: str | None = None
+    synthetic: tuple[int, int, int, int] | None = None
+    model: str | None = None
+    arms: tuple[str, ...] = ("auto",)
+    steps: int | None = None
+    ranks: int | None = None
+    dtype: str | None = None
+    truth_steps: int = 3
+    lr: float | None = None
 
     def __post_init__(self) -> None:
         known = (*(name for name in SCHEDULES if name != STOCK), REPACKED)
@@ -64,6 +65,8 @@ class Options:
             raise TraceError(f"--truth-steps {self.truth_steps}: give 0 or more")
         if self.synthetic and (self.model is None or min(self.synthetic) < 1):
             raise TraceError("--synthetic P,S,G,N needs four numbers of 1 or more, and --model with a model's folder")
+        if self.synthetic and self.synthetic[2] == 1:
+            raise TraceError("--synthetic with groups of one row has advantages of zero; give G of 2 or more")
 
 
 # Modules that a trace may name as optimizer_impl: verl imports what stands there.
@@ -239,12 +242,14 @@ def _max_difference(arm: Arm, other: Arm) -> float:
 
 
 def _same_weights(arm: Arm, stock: Arm, rows: StepRows) -> dict[str, float]:
-    """Relative errors against stock; the loss relative to the mean size of the advantages that it averages."""
+    """Relative errors against stock, of all gradients and of the worst parameter's; the loss relative to the mean size
+    of the advantages that it averages."""
     advantages = rows.jagged["advantages"][0].abs()
     scale = _max_over_ranks(float(advantages.mean()) if len(advantages) else 0.0)
     return {
         "log_probs": relative_error([(arm.log_probs, stock.log_probs)]),
         "grads": relative_error(list(zip(arm.grads, stock.grads, strict=True))),
+        "worst_grad": max(errors_by_parameter(arm, stock)),
         "loss": abs(arm.values["loss"] - stock.values["loss"]) / max(scale, abs(stock.values["loss"]), 1e-300),
     }
 
@@ -296,7 +301,10 @@ def run(options: Options, output: Path, force: bool) -> int:
         else:
             os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # ranks that spin at barriers slow each other down
             arguments = (source.ranks, f"{scratch}/rendezvous", source, options, str(result))
-            mp.spawn(_worker, args=arguments, nprocs=source.ranks)
+            try:
+                mp.spawn(_worker, args=arguments, nprocs=source.ranks)
+            except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
+                raise TraceError(f"the replay failed: {error}") from error
         measured = json.loads(result.read_text())
     model = source.manifest["model"]
     described = {

@@ -7,6 +7,8 @@ from pathlib import Path
 
 from verl_prefix import doctor
 
+REPLAY_OPTIONS = ("trace", "synthetic", "model", "arms", "steps", "ranks", "dtype", "lr", "truth_steps")
+
 
 def _ab(arguments: argparse.Namespace) -> int:
     import torch
@@ -16,15 +18,15 @@ def _ab(arguments: argparse.Namespace) -> int:
     from verl_prefix import ab, runs
     from verl_prefix.trace import TraceError
 
-    options = {
-        name: getattr(arguments, name) for name in ("trace", "synthetic", "model", "steps", "ranks", "dtype", "lr")
-    }
+    given = {name: value for name in REPLAY_OPTIONS if (value := getattr(arguments, name)) is not None}
     try:
+        if arguments.runs and given:
+            named = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+            raise TraceError(f"--runs compares finished runs, {named} is for a replay; remove it")
         if arguments.runs:
             return runs.compare(arguments.runs, arguments.out, arguments.force)
-        chosen = ab.Options(**options, arms=arguments.arms, truth_steps=arguments.truth_steps)
-        return ab.run(chosen, arguments.out, arguments.force)
-    except TraceError as error:
+        return ab.run(ab.Options(**given), arguments.out, arguments.force)
+    except (ValueError, OSError) as error:  # 1 is for a tolerance that does not hold
         print(f"verl-prefix ab: {error}", file=sys.stderr)
         return 2
 
@@ -65,7 +67,7 @@ def _add_ab(commands: argparse._SubParsersAction) -> None:
     )
     command.add_argument("--model", help="the model's folder, where it is not the recorded path")
     command.add_argument(
-        "--arms", type=lambda text: tuple(text.split(",")), default=("auto",),
+        "--arms", type=lambda text: tuple(text.split(",")),
         help="of auto, packed, phased, and stock_repacked (stock again, its rows reversed and micro-batches twice as "
         "large: the run-to-run envelope); default auto",
     )  # fmt: skip
@@ -73,7 +75,7 @@ def _add_ab(commands: argparse._SubParsersAction) -> None:
     command.add_argument("--ranks", type=int, help="ranks to replay on, a divisor of the recorded ones")
     command.add_argument("--dtype", choices=("fp32", "bf16"), help="of forward and backward; default as recorded")
     command.add_argument("--lr", type=float, help="learning rate; default as recorded")
-    command.add_argument("--truth-steps", type=int, default=3, help="first steps that the truth takes too; default 3")
+    command.add_argument("--truth-steps", type=int, help="first steps that the truth takes too; default 3")
     command.add_argument(
         "--out", type=Path, default=Path("outputs/ab"), help="folder of the report; default outputs/ab"
     )

@@ -28,7 +28,7 @@ from verl_prefix.gate import Gate
 from verl_prefix.groups import Group
 from verl_prefix.mini_batch import MiniBatch, even_out, group_batch
 from verl_prefix.schedule import Schedule
-from verl_prefix.trace import open_trace
+from verl_prefix.trace_writer import open_trace
 from verl_prefix.verify import Verdict, check
 
 logger = logging.getLogger(__name__)
@@ -81,6 +81,12 @@ class PrefixFSDPEngine(FSDPEngineWithLMHead):
         if self._trace is not None:
             self._trace.record(data, loss_function, self._reduce_max)
         return super().train_batch(data, loss_function)
+
+    def load_checkpoint(self, *args, **kwargs) -> None:
+        """As verl's."""
+        super().load_checkpoint(*args, **kwargs)
+        if self._trace is not None:
+            self._trace.resumed = True
 
     def forward_backward_batch(
         self, data: TensorDict, loss_function: Callable | None, forward_only: bool = False

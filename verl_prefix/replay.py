@@ -27,7 +27,6 @@ from verl.trainer.config import CheckpointConfig
 from verl.utils.metric import Metric
 from verl.utils.torch_dtypes import PrecisionType
 from verl.workers.config import ActorConfig, FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
-from verl.workers.config.actor import PolicyLossConfig
 from verl.workers.engine import EngineRegistry
 from verl.workers.utils.losses import ppo_loss
 
@@ -45,21 +44,28 @@ DIVERGED = {"fp32": 5e-6, "bf16": 6e-2, "fp16": 8e-3}
 
 
 def _fields(cls: type, values: dict[str, Any]) -> dict[str, Any]:
-    """What of a manifest's section the config class takes; nested sections that are dataclasses stay at defaults."""
-    simple = {f.name for f in dataclasses.fields(cls) if f.init and not dataclasses.is_dataclass(f.default_factory)}
-    return {k: v for k, v in values.items() if k in simple and k != "_target_"}
+    """What of a manifest's section the config class takes; sections within it become their own config classes."""
+    found = {}
+    for field in dataclasses.fields(cls):
+        if field.init and field.name in values and field.name != "_target_":
+            value, nested = values[field.name], field.default_factory
+            if dataclasses.is_dataclass(nested) and value:
+                value = nested(**_fields(nested, value))
+            found[field.name] = value
+    return found
 
 
 def loss_function(manifest: dict[str, Any]) -> Callable:
     """verl's ppo_loss with the recorded options."""
-    options = _fields(ActorConfig, manifest["loss"]) | {"strategy": "fsdp2"}
-    policy_loss = PolicyLossConfig(**_fields(PolicyLossConfig, manifest["loss"]["policy_loss"]))
-    return functools.partial(ppo_loss, config=ActorConfig(**options | {"policy_loss": policy_loss}))
+    config = ActorConfig(**_fields(ActorConfig, manifest["loss"]) | {"strategy": "fsdp2"})
+    return functools.partial(ppo_loss, config=config)
 
 
 def precision(manifest: dict[str, Any]) -> str:
-    """Name of the dtype that forward and backward run in."""
-    return (manifest["engine"].get("mixed_precision") or {}).get("param_dtype", "bf16")
+    """Name of the dtype that forward and backward run in: fp32, bf16 or fp16."""
+    name = (manifest["engine"].get("mixed_precision") or {}).get("param_dtype", "bf16")
+    names = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+    return names[PrecisionType.to_dtype(name)]
 
 
 def build_engine(name: str, manifest: dict[str, Any]) -> Any:
@@ -143,7 +149,7 @@ def _reduced(values: list[float], op: dist.ReduceOp = dist.ReduceOp.SUM) -> list
     return total.tolist()
 
 
-def _relative(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[list[float], list[float]]:
+def _norms(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[list[float], list[float]]:
     """Per pair (found, reference) the norms of difference and of reference, over all ranks."""
     sums = [float((a.double() - b.double()).square().sum()) for a, b in pairs]
     sums += [float(b.double().square().sum()) for _, b in pairs]
@@ -153,8 +159,18 @@ def _relative(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[list[floa
 
 def relative_error(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> float:
     """||found - reference|| / ||reference|| with all pairs as one vector; 0 where both are zero."""
-    difference, reference = (sum(x * x for x in norms) ** 0.5 for norms in _relative(pairs))
+    difference, reference = (sum(x * x for x in norms) ** 0.5 for norms in _norms(pairs))
     return difference / reference if reference else (float("inf") if difference else 0.0)
+
+
+def errors_by_parameter(arm: "Arm", stock: "Arm") -> list[float]:
+    """||found - stock's|| / ||stock's|| of every parameter's gradient.
+
+    A parameter whose gradient is small beside the others' is as noisy as they are: its norm counts as theirs, in RMS.
+    """
+    differences, references = _norms(list(zip(arm.grads, stock.grads, strict=True)))
+    floor = sum(x * x for x in references) ** 0.5 / len(references) ** 0.5
+    return [d / max(r, floor, 1e-300) for d, r in zip(differences, references, strict=True)]
 
 
 class Arm:
@@ -341,7 +357,7 @@ def first_diverging(arm: Arm, stock: Arm, rows: StepRows, start: list[torch.Tens
     Call it right after both arms computed `rows` from the weights `start`.
     """
     limit = DIVERGED[dtype]
-    grads, log_probs = list(zip(arm.grads, stock.grads, strict=True)), [(arm.log_probs, stock.log_probs)]
+    log_probs = [(arm.log_probs, stock.log_probs)]
     ours, theirs = (_layer_outputs(engine, rows, start) for engine in (arm, stock))
     for layer, reference in theirs.items():
         both = ~(ours[layer].isnan().any(-1) | reference.isnan().any(-1))
@@ -349,10 +365,7 @@ def first_diverging(arm: Arm, stock: Arm, rows: StepRows, start: list[torch.Tens
             return {"quantity": "layer output", "layer": layer, "error": error}
     if (error := relative_error(log_probs)) > limit:
         return {"quantity": "log_probs", "layer": "lm_head", "error": error}
-    differences, references = _relative(grads)
-    # A parameter whose gradient is small beside the others' is as noisy as they are.
-    floor = sum(x * x for x in references) ** 0.5 / len(references) ** 0.5
-    errors = [d / max(r, floor, 1e-300) for d, r in zip(differences, references, strict=True)]
+    errors = errors_by_parameter(arm, stock)
     diverged = [(_depth(name), error, name) for name, error in zip(arm.names, errors, strict=True) if error > limit]
     if not diverged:
         return {"quantity": "none above the limit", "layer": "none", "error": max(errors)}

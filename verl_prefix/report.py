@@ -1,8 +1,8 @@
 """What `verl-prefix ab` says: tolerances and verdict, a table while it runs, report.json, report.md and report.png.
 
-The tolerances are the project's: fp32 log-probs, gradients and loss within 5e-6 relative of stock's from the same
-weights, at every step; other precisions within 1.3 times stock's own error against a truth one precision above; the
-weights within 1.3 times stock's own distance from the truth.
+The tolerances are the project's: fp32 log-probs, gradients (all of them, and the worst parameter's) and loss within
+5e-6 relative of stock's from the same weights, at every step; other precisions within 1.3 times stock's own error
+against a truth one precision above; the weights within 1.3 times stock's own distance from the truth.
 """
 
 import importlib.metadata
@@ -50,12 +50,12 @@ def tolerances(measured: dict[str, Any]) -> list[dict[str, Any]]:
     found = []
 
     def check(arm: str, name: str, value: float, limit: float, step: int | None) -> None:
-        found.append(dict(arm=arm, name=name, value=value, limit=limit, step=step, holds=value <= limit))
+        found.append(dict(arm=arm, name=name, value=value, limit=limit, step=step, holds=value <= limit < math.inf))
 
     steps = measured["steps"]
     for arm in measured["judged"]:
         if measured["dtype"] == "fp32":
-            for name in ("log_probs", "grads", "loss"):
+            for name in ("log_probs", "grads", "worst_grad", "loss"):
                 worst = max(steps, key=lambda step: _rank(step["arms"][arm]["same_weights"][name]))
                 check(arm, f"same weights: {name}", worst["arms"][arm]["same_weights"][name], RELATIVE, worst["step"])
         errors = [step["truth_errors"] for step in steps if step["truth_errors"]]
@@ -72,6 +72,11 @@ def tolerances(measured: dict[str, Any]) -> list[dict[str, Any]]:
         ]
         bad = sum(not all(math.isfinite(x) for x in row) for row in figures)
         check(arm, "steps with figures that are not finite", float(bad), 0.0, None)
+        # What compares nothing shows nothing.
+        values = [(step["arms"]["stock"]["values"]["grad_norm"], step["arms"][arm]["values"]) for step in steps]
+        check(arm, "no step has a gradient", float(not any(norm for norm, _ in values)), 0.0, None)
+        shared = any(ours.get("prefix/reuse_fraction") for _, ours in values)
+        check(arm, "no step shares a prefix", float(not shared), 0.0, None)
     return found
 
 
@@ -242,8 +247,8 @@ def _metric_rows(steps: list[dict[str, Any]], arms: list[str]) -> list[tuple[str
     for name, last in steps[-1]["arms"]["stock"]["values"].items():
         cells = []
         for arm in arms:
-            values = [(s["arms"][arm]["values"].get(name), s["arms"]["stock"]["values"][name]) for s in steps]
-            cells.append("-" if None in (a for a, _ in values) else f"{max(abs(a - b) for a, b in values):.1e}")
+            values = [[s["arms"][a]["values"].get(name) for a in (arm, "stock")] for s in steps]
+            cells.append("-" if any(None in pair for pair in values) else f"{max(abs(a - b) for a, b in values):.1e}")
         rows.append((name, f"{last:.6g}", *cells))
     return rows
 
@@ -304,13 +309,16 @@ def draw(report: dict[str, Any], path: Path) -> None:
 def finish(measured: dict[str, Any], described: dict[str, Any], output: Path) -> int:
     """Writes and prints the report; returns the exit code."""
     report = build(measured, described)
-    return write(report, markdown(report), draw, output)
+    return write(report, markdown, draw, output)
 
 
-def write(report: dict[str, Any], text: str, plot: Callable[[dict[str, Any], Path], None], output: Path) -> int:
+def write(
+    report: dict[str, Any], words: Callable[[dict], str], plot: Callable[[dict, Path], None], output: Path
+) -> int:
     """Writes report.json, report.md and report.png and prints what failed; 0 where everything holds, else 1."""
     output.mkdir(parents=True, exist_ok=True)
-    (output / "report.json").write_text(json.dumps(_short(report)) + "\n")
+    (output / "report.json").write_text(json.dumps(_short(report)) + "\n")  # first: it is the measurement
+    text = words(report)
     (output / "report.md").write_text(text)
     plot(report, output / "report.png")
     console = Console(soft_wrap=True, markup=False, highlight=False)

@@ -78,8 +78,13 @@ def build(paths: list[str], runs: list[Steps]) -> dict[str, Any]:
     if not common:
         raise TraceError(f"{paths[0]} has steps {list(runs[0])}, {paths[1]} has {list(runs[1])}: none in common")
     first = [run[common[0]] for run in runs]
-    same = all(name in first[0] and _close(first[0][name], first[1].get(name, math.nan), 1e-6) for name in ROLLOUTS)
     checked = []
+    for name in ROLLOUTS:  # without them nobody knows whether there is anything to judge
+        missing = sum(not math.isfinite(values.get(name, math.nan)) for values in first)
+        if missing:
+            named = f"step {common[0]}: runs without a finite {name}"
+            checked.append(dict(name=named, value=float(missing), limit=0.0, holds=False))
+    same = not checked and all(_close(first[0][name], first[1][name], 1e-6) for name in ROLLOUTS)
     for name in JUDGED if same else ():
         if name in first[0] and name in first[1]:
             a, b = (values[name] for values in first)
@@ -172,11 +177,16 @@ def draw(report: dict[str, Any], path: Path) -> None:
 
 
 def compare(paths: list[str], output: Path, force: bool) -> int:
-    """The command; returns its exit code: 0 only if every tolerance holds.
+    """The command; returns its exit code: 0 only if every tolerance holds, 3 if the runs sampled different responses
+    from the start, so that there was nothing to judge.
 
     Raises:
         TraceError: a run cannot be read, or `output` holds a report.
     """
     refuse_overwrite(output, force)
     report = build(paths, [read_run(path) for path in paths])
-    return write(report, markdown(report), draw, output)
+    failed = write(report, markdown, draw, output)
+    if failed or report["same_rollouts_in_first_step"]:
+        return failed
+    print(f"nothing was judged: the runs sampled different responses in step {report['common_steps'][0]}")
+    return 3

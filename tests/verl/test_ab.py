@@ -77,12 +77,12 @@ def test_ten_real_steps_replay_within_the_tolerances(recorded):
     assert report["recorded_log_prob_gap"] < 1e-5
     judged = {(row["arm"], row["name"]) for row in report["tolerances"]}
     for arm in ("packed", "phased"):
-        assert {(arm, f"same weights: {name}") for name in ("log_probs", "grads", "loss")} <= judged
+        assert {(arm, f"same weights: {name}") for name in SAME} <= judged
         assert (arm, "error against the truth: params") in judged
+        assert all(step["arms"][arm]["values"]["prefix/reuse_fraction"] > 0.5 for step in report["steps"])
         assert all(step["arms"][arm]["values"]["grad_norm"] > 0 for step in report["steps"])
         # Off-policy steps: another policy than the one that sampled.
         assert any(abs(step["arms"][arm]["values"]["actor/ppo_kl"]) > 1e-6 for step in report["steps"])
-    assert report["steps"][0]["arms"]["phased"]["values"]["prefix/reuse_fraction"] > 0.5
     assert report["steps"][9]["arms"]["phased"]["own_weights"]["params"]["max_fp32"] > 0, "weights never differ at all?"
     assert (recorded / "report" / "report.png").stat().st_size > 10_000
     assert "every tolerance holds" in (recorded / "report" / "report.md").read_text()
@@ -137,17 +137,22 @@ def test_a_report_is_not_overwritten_and_a_damaged_trace_is_an_error(recorded, t
 
 
 NOT_FINITE = "steps with figures that are not finite"
+SAME = ("log_probs", "grads", "worst_grad", "loss")
 
 
-def measured(dtype: str, ours: float, same: float = 1e-7, loss: float = 0.1, late_norm: float = 1.0) -> dict:
+def measured(
+    dtype: str, ours: float, same: float = 1e-7, loss: float = 0.1, late_norm: float = 1.0, stock: float = 1e-4,
+    norm: float = 1.0, reuse: float = 0.5,
+) -> dict:  # fmt: skip
     """Three steps, the first two of them with a truth, from which stock's error is 1e-4 everywhere."""
     names = ("log_probs", "grads", "params")
-    errors = {"stock": dict.fromkeys(names, 1e-4), "phased": dict.fromkeys(names, ours)}
+    errors = {"stock": dict.fromkeys(names, stock), "phased": dict.fromkeys(names, ours)}
 
     def step(n: int) -> dict:
-        values = {"loss": loss, "grad_norm": late_norm if n == 3 else 1.0}
-        arm = {"same_weights": dict.fromkeys(("log_probs", "grads", "loss"), same), "values": values}
-        return {"step": n, "arms": {"phased": arm}, "truth_errors": errors if n < 3 else None}
+        values = {"loss": loss, "grad_norm": late_norm if n == 3 else 1.0, "prefix/reuse_fraction": reuse}
+        arm = {"same_weights": dict.fromkeys(SAME, same), "values": values}
+        arms = {"phased": arm, "stock": {"values": {"grad_norm": norm}}}
+        return {"step": n, "arms": arms, "truth_errors": errors if n < 3 else None}
 
     steps = [step(n) for n in (1, 2, 3)]
     return {"dtype": dtype, "judged": ["phased"], "steps": steps}
@@ -158,11 +163,11 @@ def measured(dtype: str, ours: float, same: float = 1e-7, loss: float = 0.1, lat
     [
         (measured("fp32", 1.29e-4, 4.9e-6), set()),
         (measured("fp32", 1.31e-4), {"error against the truth: params"}),
-        (measured("fp32", 1e-4, 5.1e-6), {f"same weights: {name}" for name in ("log_probs", "grads", "loss")}),
-        (
-            measured("fp32", 1e-4, float("nan")),
-            {NOT_FINITE, *(f"same weights: {name}" for name in ("log_probs", "grads", "loss"))},
-        ),
+        (measured("fp32", 1e-4, 5.1e-6), {f"same weights: {name}" for name in SAME}),
+        (measured("fp32", 1e-4, float("nan")), {NOT_FINITE, *(f"same weights: {name}" for name in SAME)}),
+        (measured("fp32", 1e-4, norm=0.0), {"no step has a gradient"}),
+        (measured("fp32", 1e-4, reuse=0.0), {"no step shares a prefix"}),
+        (measured("fp32", float("inf"), stock=float("inf")), {"error against the truth: params"}),
         (measured("bf16", 1.29e-4, 1e-2), set()),
         (measured("bf16", 1.31e-4), {f"error against the truth: {name}" for name in ("log_probs", "grads", "params")}),
         (measured("bf16", 1e-4, loss=float("inf")), {NOT_FINITE}),
@@ -173,6 +178,23 @@ def test_tolerances_are_those_of_the_project(case, failing):
     from verl_prefix import report
 
     assert {row["name"] for row in report.tolerances(case) if not row["holds"]} == failing
+
+
+def test_every_recorded_option_of_the_loss_is_replayed():
+    from verl.trainer.config.algorithm import RolloutCorrectionConfig
+    from verl.workers.config import ActorConfig
+    from verl.workers.config.actor import PolicyLossConfig
+
+    from verl_prefix import replay
+    from verl_prefix.trace import plain
+
+    correction = RolloutCorrectionConfig(rollout_is="token", rollout_is_threshold=3.5, bypass_mode=True)
+    policy_loss = PolicyLossConfig(loss_mode="gspo", rollout_correction=correction)
+    config = ActorConfig(strategy="fsdp2", rollout_n=4, ppo_micro_batch_size_per_gpu=1, policy_loss=policy_loss)
+    kept = ("clip_ratio", "rollout_n", "ppo_micro_batch_size_per_gpu", "policy_loss")
+    loss = replay.loss_function({"loss": {name: plain(getattr(config, name)) for name in kept}})
+    found = loss.keywords["config"]
+    assert found.policy_loss == policy_loss and type(found.policy_loss.rollout_correction) is RolloutCorrectionConfig
 
 
 @pytest.mark.parametrize("words", ["--synthetic 1,2", "--synthetic 8,8,2 --trace x", "--dtype fp64 --trace x", ""])

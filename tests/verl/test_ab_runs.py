@@ -1,6 +1,7 @@
 """`verl-prefix ab --runs`: what verl's loggers write is read; the verdict depends on the first step. No training."""
 
 import json
+import math
 
 import pytest
 
@@ -43,10 +44,22 @@ def test_another_first_step_from_the_same_rollouts_fails_by_name(tmp_path, capsy
 def test_other_rollouts_are_not_judged_but_must_be_finite(tmp_path):
     other = {"response_length/mean": 21.0, "actor/grad_norm": 1.9}
     code, report = compare(tmp_path, {1: {}}, {1: other})
-    assert code == 0 and not report["same_rollouts_in_first_step"]
+    assert code == 3 and report["holds"] and not report["same_rollouts_in_first_step"], "nothing was judged"
     assert cli.main(["ab", "--runs", "x", "y", "--out", str(tmp_path / "out")]) == 2, "the report is there already"
     paths = [write(tmp_path / "a.jsonl", {1: {}}), write(tmp_path / "b.jsonl", {1: other | {"actor/grad_norm": 1e999}})]
     assert cli.main(["ab", "--runs", *paths, "--out", str(tmp_path / "out"), "--force"]) == 1
+
+
+@pytest.mark.parametrize("metric", runs.ROLLOUTS)
+def test_without_what_tells_rollouts_apart_nothing_holds(tmp_path, capsys, metric):
+    """A NaN there must not switch the judging off."""
+    code, _ = compare(tmp_path, {1: {metric: math.nan}}, {1: {metric: math.nan, "actor/grad_norm": 99.0}})
+    assert code == 1 and f"runs without a finite {metric}" in capsys.readouterr().out
+
+
+def test_options_of_a_replay_are_refused(tmp_path, capsys):
+    assert cli.main(["ab", "--runs", "a", "b", "--steps", "3", "--truth-steps", "1", "--out", str(tmp_path)]) == 2
+    assert "--steps, --truth-steps is for a replay" in capsys.readouterr().err
 
 
 def test_tensorboard_events_are_read(tmp_path):

@@ -3,22 +3,26 @@
 tests/verl/test_ab.py records a run of real verl; here an engine trains at most, by itself.
 """
 
+import errno
 import functools
 import json
 import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 import torch.multiprocessing as mp
 from safetensors.torch import load_file, save_file
+from tensordict import NonTensorStack
 
 os.environ.setdefault("VERL_PLATFORM", "cpu")
 
 from verl.workers.config import ActorConfig  # noqa: E402
 from verl.workers.utils.losses import ppo_loss, sft_loss  # noqa: E402
 
-from verl_prefix import trace  # noqa: E402
+from verl_prefix import trace, trace_writer  # noqa: E402
 from verl_prefix.ab import synthetic_rows  # noqa: E402
 from verl_prefix.testing import write_tiny_model  # noqa: E402
 
@@ -32,15 +36,30 @@ def rows(step: int, rank: int) -> trace.StepRows:
     return made
 
 
-def writers(folder: Path, model: str, max_steps: int = 100, max_gib: float = 1.0) -> list[trace.TraceWriter]:
-    described = {"model": {"path": model, "fingerprint": trace.model_fingerprint(model)}}
-    return [trace.TraceWriter(str(folder), rank, 2, max_steps, max_gib, lambda: described) for rank in range(2)]
+def writers(folder: Path, model: str, max_steps: int = 100, max_gib: float = 1.0) -> list[trace_writer.TraceWriter]:
+    described = {"model": {"path": model, "fingerprint": trace.model_fingerprint(model)}, "engine": {}, "optimizer": {}}
+    return [trace_writer.TraceWriter(str(folder), rank, 2, max_steps, max_gib, lambda: described) for rank in range(2)]
 
 
-def record(ranks: list[trace.TraceWriter], steps: int) -> None:
-    for step in range(steps):
-        for writer in ranks:
-            writer.record(rows(step, writer.rank).tensordict(), LOSS, lambda counts: counts)
+def record(ranks: list[trace_writer.TraceWriter], steps: int, make=rows, loss=LOSS) -> None:
+    """All ranks at once, in threads: a rank that reduces less often than the others breaks the barrier."""
+    barrier, asked = threading.Barrier(len(ranks), timeout=30), {}
+
+    def run(writer: trace_writer.TraceWriter) -> None:
+        def reduce_max(counts: list[int]) -> list[int]:
+            asked[writer.rank] = counts
+            barrier.wait()
+            found = [max(column) for column in zip(*asked.values(), strict=True)]
+            barrier.wait()
+            return found
+
+        for step in range(steps):
+            writer.record(make(step, writer.rank).tensordict(), loss, reduce_max)
+
+    with ThreadPoolExecutor(len(ranks)) as pool:
+        futures = [pool.submit(run, writer) for writer in ranks]
+    for future in futures:
+        future.result()
 
 
 @pytest.fixture(scope="module")
@@ -82,17 +101,61 @@ def test_recording_ends_at_its_bounds_on_every_rank(tmp_path, model):
     assert 0 < trace.Trace(tmp_path / "gib").num_steps < 5
     assert sum(f.stat().st_size for f in (tmp_path / "gib").rglob("*.safetensors")) <= 1e-5 * 2**30
     # A rank stops where another one is full, though it has room itself.
-    (roomy, _) = writers(tmp_path / "other", model)
-    roomy.record(rows(0, 0).tensordict(), LOSS, lambda counts: [1])
-    assert roomy.full and not (tmp_path / "other").exists()
+    ranks = writers(tmp_path / "other", model)
+    ranks[1].max_bytes = 10
+    record(ranks, steps=2)
+    assert ranks[0].ended and not (tmp_path / "other").exists()
 
 
 def test_a_folder_with_a_trace_and_a_foreign_loss_are_refused(folder, tmp_path, model):
     with pytest.raises(trace.TraceError, match="already holds a trace"):
-        writers(folder, model)
-    writer = writers(tmp_path / "sft", model)[0]
+        record(writers(folder, model), steps=1)
     with pytest.raises(trace.TraceError, match="ppo_loss.*sft_loss"):
-        writer.record(rows(0, 0).tensordict(), functools.partial(sft_loss, config=CONFIG), lambda counts: counts)
+        record(writers(tmp_path / "sft", model), steps=1, loss=functools.partial(sft_loss, config=CONFIG))
+
+
+def test_a_run_that_goes_on_from_a_checkpoint_leaves_its_trace_as_it_is(folder, model):
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    ranks = writers(folder, model)
+    for writer in ranks:
+        writer.resumed = True
+    record(ranks, steps=2)
+    assert all(writer.ended for writer in ranks)
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+
+
+@pytest.mark.parametrize("broken", [0, 1])
+def test_a_disk_that_is_full_on_one_rank_ends_the_recording_on_all(tmp_path, model, monkeypatch, broken):
+    """A write that fails with ENOSPC at the edge that no test machine has: rank `broken`'s disk, in the third step."""
+    ranks = writers(tmp_path / "trace", model)
+    record(ranks, steps=2)
+    replace = trace_writer._replace
+
+    def full_disk(path: Path, content: bytes) -> None:
+        if path.parent.name == f"rank_{broken:05d}":
+            raise OSError(errno.ENOSPC, "No space left on device")
+        replace(path, content)
+
+    monkeypatch.setattr(trace_writer, "_replace", full_disk)
+    record(ranks, steps=2, make=lambda step, rank: rows(step + 2, rank))
+    assert all(writer.ended for writer in ranks) and trace.Trace(tmp_path / "trace").num_steps == 2
+
+
+def test_one_ranks_images_end_the_run_on_all(tmp_path, model):
+    class Pictures:
+        def __init__(self, step: int, rank: int) -> None:
+            self.step, self.rank = step, rank
+
+        def tensordict(self):
+            data = rows(self.step, self.rank).tensordict()
+            pictures = [{"pixel_values": torch.zeros(2, 3)} if self.rank else {} for _ in range(len(data))]
+            data["multi_modal_inputs"] = NonTensorStack.from_list(pictures)
+            return data
+
+    ranks = writers(tmp_path / "trace", model)
+    with pytest.raises(trace.TraceError, match="another rank cannot record"):
+        record(ranks, steps=1, make=Pictures)
+    assert not (tmp_path / "trace").exists()
 
 
 def test_a_killed_run_leaves_the_steps_that_all_ranks_finished(folder):
@@ -175,14 +238,16 @@ def rewrite(edit):
         save_file(tensors, path.with_suffix(".safetensors"))
         body = trace._read_json(path)
         content = path.with_suffix(".safetensors").read_bytes()
-        trace._write_json(path, body | {"sha256_tensors": trace.hashlib.sha256(content).hexdigest()})
+        trace_writer._write_json(path, body | {"sha256_tensors": trace.hashlib.sha256(content).hexdigest()})
 
     return damage
 
 
-def other_schema(folder: Path) -> None:
-    body = trace._read_json(folder / "manifest.json")
-    trace._write_json(folder / "manifest.json", body | {"schema": "verl_prefix.trace/99"})
+def edit_json(name: str, **changes):
+    def damage(folder: Path) -> None:
+        trace_writer._write_json(folder / name, trace._read_json(folder / name) | changes)
+
+    return damage
 
 
 def moved(folder: Path) -> None:
@@ -200,7 +265,7 @@ def moved(folder: Path) -> None:
         (flip("manifest.json"), "manifest.json is damaged"),
         (lambda folder: (folder / "manifest.json").unlink(), "manifest.json is missing"),
         (lambda folder: (folder / "manifest.json").write_text("[1]"), "manifest.json is damaged: it is not JSON"),
-        (other_schema, "schema 'verl_prefix.trace/99'.*reads 'verl_prefix.trace/1'"),
+        (edit_json("manifest.json", schema="trace/99"), "schema 'trace/99'.*reads 'verl_prefix.trace/1'"),
         (lambda folder: (folder / "rank_00001/step_00001.json").unlink(), "rank_00001/step_00001.json is missing"),
         (lambda folder: (folder / "rank_00001/step_00001.safetensors").unlink(), "step_00001.safetensors is missing"),
         (moved, "step_00001.json says it is step 2 of rank 0"),
@@ -209,6 +274,13 @@ def moved(folder: Path) -> None:
         (rewrite(lambda t: t.pop("loss_mask")), "has no tensor loss_mask"),
         (rewrite(lambda t: t.update({"responses/lengths": t["responses/lengths"] + 1})), "does not fit the rows"),
         (rewrite(lambda t: t.update(prompts=t["prompts"][:-1])), "prompts/lengths does not fit the rows"),
+        (rewrite(lambda t: t.update({"x/lengths": t["prompts/lengths"].clone()})), r"x/lengths has shape \[6\]"),
+        (rewrite(lambda t: t.update(temperature=torch.tensor(1.0))), r"temperature has shape \[\]"),
+        (rewrite(lambda t: t.update({"prompts/lengths": -t["prompts/lengths"]})), r"prompts/lengths has shape \[6\]"),
+        (edit_json("rank_00001/step_00000.json", flags=[1]), "has flags list"),
+        (edit_json("rank_00001/step_00000.json", run=5), "of run 5, and the manifest is of run"),
+        (edit_json("manifest.json", world_size="2"), "has world_size '2'"),
+        (edit_json("manifest.json", loss=None), r"lacks \['loss'\]"),
     ],
 )  # fmt: skip
 def test_damage_is_named(folder, damage, message):

@@ -72,10 +72,16 @@ class PrefixConfig(BaseConfig):
             )
         if self.verify == "off" and self.verify_action == "fallback":
             raise ValueError("actor_rollout_ref.actor.prefix.verify_action=fallback needs prefix.verify, which is off")
-        if not isinstance(self.trace_max_steps, int) or self.trace_max_steps < 1 or self.trace_max_gib <= 0:
+        steps, gib = self.trace_max_steps, self.trace_max_gib
+        if type(steps) is not int or steps < 1 or type(gib) not in (int, float) or not gib > 0:
             raise ValueError(
-                f"actor_rollout_ref.actor.prefix.trace_max_steps={self.trace_max_steps!r}, trace_max_gib="
-                f"{self.trace_max_gib!r}: set at least 1 step and more than 0 GiB, or trace_dir=null for no trace"
+                f"actor_rollout_ref.actor.prefix.trace_max_steps={steps!r}, trace_max_gib={gib!r}: set at least 1 step "
+                "and more than 0 GiB, or trace_dir=null for no trace"
+            )
+        if self.trace_dir is None and (steps, gib) != (type(self).trace_max_steps, type(self).trace_max_gib):
+            raise ValueError(
+                f"actor_rollout_ref.actor.prefix.trace_max_steps={steps}, trace_max_gib={gib} bound a trace, and "
+                "trace_dir is null; remove them, or set trace_dir"
             )
         if not isinstance(self.offload, bool):
             raise ValueError(f"actor_rollout_ref.actor.prefix.offload={self.offload!r}: set true or false")

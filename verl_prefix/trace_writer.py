@@ -1,0 +1,200 @@
+"""Recording: the writer behind `actor_rollout_ref.actor.prefix.trace_dir`. The format is `trace`'s.
+
+Every file is written beside its name and renamed; a step's JSON comes last. A disk that is full ends the recording, not
+the run.
+"""
+
+import dataclasses
+import functools
+import hashlib
+import importlib.metadata
+import json
+import logging
+import os
+import secrets
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save
+from tensordict import NonTensorData, TensorDict
+from verl.utils import tensordict_utils as tu
+
+from verl_prefix.trace import (
+    FIELDS,
+    MANIFEST,
+    OPTIONAL,
+    PACKAGES,
+    SCHEMA,
+    TraceError,
+    digest,
+    model_fingerprint,
+    plain,
+    step_path,
+)  # fmt: skip
+
+logger = logging.getLogger(__name__)
+
+
+def _replace(path: Path, content: bytes) -> None:
+    """Writes a file whole or not at all."""
+    part = path.with_name(f"{path.name}.part")
+    try:
+        with part.open("wb") as out:
+            out.write(content)
+            out.flush()
+            os.fsync(out.fileno())
+        part.replace(path)
+    except OSError:
+        part.unlink(missing_ok=True)
+        raise
+
+
+def _write_json(path: Path, body: dict[str, Any]) -> None:
+    _replace(path, json.dumps(body | {"sha256": digest(body)}, indent=1).encode())
+
+
+class TraceWriter:
+    """Records a rank's optimizer steps; every rank has one and calls `record` at every step.
+
+    Args:
+        max_steps, max_gib: recording ends, on every rank at the same step, before either is exceeded; GiB of all ranks.
+        describe: the manifest's part that the engine knows; called once, by rank 0.
+
+    Attributes:
+        resumed: the weights are a checkpoint's. A trace that is there already is then the same run's, and is left as it
+            is: what follows cannot be replayed from the initial weights.
+    """
+
+    def __init__(
+        self, folder: str, rank: int, world_size: int, max_steps: int, max_gib: float,
+        describe: Callable[[], dict[str, Any]],
+    ) -> None:  # fmt: skip
+        self.folder, self.rank, self.world_size, self.describe = Path(folder), rank, world_size, describe
+        self.max_steps, self.max_bytes = max_steps, max_gib * 2**30 / world_size
+        self.step, self.num_bytes, self.ended, self.resumed, self.run = 0, 0, False, False, 0
+
+    def record(self, data: TensorDict, loss: Callable, reduce_max: Callable[[list[int]], list[int]]) -> None:
+        """Writes this rank's rows of one optimizer step, before they are computed.
+
+        Args:
+            data: verl's mini-batch; its jagged or row-wise tensors, `uid` and scalars are kept.
+            loss: verl's loss function, a partial of `ppo_loss` with its config.
+            reduce_max: element-wise maximum over ranks of a list of ints.
+
+        Raises:
+            TraceError: on every rank, where any has images or a loss other than `ppo_loss`, or where the folder holds
+                another run's trace.
+        """
+        if self.ended:
+            return
+        content, error = b"", None
+        try:
+            loss_options = _describe_loss(loss)
+            tensors, uids, flags = _take_apart(data)
+            content = save(tensors)
+        except TraceError as found:
+            error = found
+        full = self.step >= self.max_steps or self.num_bytes + len(content) > self.max_bytes
+        exists = self.step == 0 and (self.folder / MANIFEST).exists()
+        drawn = secrets.randbits(62) if self.rank == 0 and self.step == 0 else self.run
+        # Whatever one rank sees, all do next.
+        refused, full, exists, self.run = reduce_max([int(error is not None), int(full), int(exists), drawn])
+        if refused:
+            raise error or TraceError("actor_rollout_ref.actor.prefix.trace_dir: another rank cannot record its rows")
+        if exists and not self.resumed:
+            raise TraceError(
+                f"actor_rollout_ref.actor.prefix.trace_dir={self.folder} already holds a trace; name another folder or "
+                "remove it"
+            )
+        if full or exists:
+            reason = (
+                f"trace_max_steps={self.max_steps}, {self.num_bytes / 2**30:.2f} of {self.max_bytes / 2**30:.2f} GiB"
+            )
+            return self._end("the run was resumed, and its trace is there already" if exists else reason)
+        problem = None
+        try:
+            if self.rank == 0 and self.step == 0:
+                self.folder.mkdir(parents=True, exist_ok=True)
+                manifest = {"schema": SCHEMA, "run": self.run, "world_size": self.world_size, "loss": loss_options}
+                _write_json(self.folder / MANIFEST, manifest | _environment() | self.describe())
+            self._write_step(content, uids, flags)
+        except OSError as found:
+            problem = found
+        if reduce_max([int(problem is not None)])[0]:
+            return self._end(problem or "another rank could not write its rows")
+        self.step += 1
+        self.num_bytes += len(content)
+
+    def _end(self, reason: object) -> None:
+        self.ended = True
+        logger.warning("prefix: the trace in %s ends after %d steps: %s", self.folder, self.step, reason)
+
+    def _write_step(self, content: bytes, uids: list[str] | None, flags: dict[str, Any]) -> None:
+        path = step_path(self.folder, self.rank, self.step)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _replace(path.with_suffix(".safetensors"), content)
+        head = {"schema": SCHEMA, "run": self.run, "rank": self.rank, "step": self.step}
+        checksum = hashlib.sha256(content).hexdigest()
+        _write_json(path, head | {"sha256_tensors": checksum, "uids": uids, "flags": flags})
+
+
+def open_trace(engine: Any) -> TraceWriter | None:
+    """The writer that `prefix.trace_dir` asks for, for a `PrefixFSDPEngine` that trains; else None."""
+    options = engine.prefix_config
+    if not options.trace_dir or engine.engine_config.forward_only:
+        return None
+
+    def describe() -> dict[str, Any]:
+        model = engine.model_config
+        local_path = model.local_path or model.path
+        return {
+            "model": {name: value for name, value in plain(model).items() if name != "hf_config"}
+            | {"revision": model.hf_config._commit_hash, "fingerprint": model_fingerprint(local_path)},
+            "engine": plain(engine.engine_config),
+            "optimizer": plain(engine.optimizer_config),
+        }
+
+    rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    return TraceWriter(options.trace_dir, rank, world_size, options.trace_max_steps, options.trace_max_gib, describe)
+
+
+def _environment() -> dict[str, Any]:
+    found = {dist.name: dist.version for dist in importlib.metadata.distributions() if dist.name in PACKAGES}
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+    return {"versions": found, "device": device, "seed": torch.initial_seed()}
+
+
+def _describe_loss(loss: Callable) -> dict[str, Any]:
+    name = getattr(loss.func, "__name__", "") if isinstance(loss, functools.partial) else getattr(loss, "__name__", "")
+    if name != "ppo_loss":
+        raise TraceError(
+            f"actor_rollout_ref.actor.prefix.trace_dir records runs with verl's ppo_loss, and this one trains with "
+            f"{name or loss!r}; remove trace_dir"
+        )
+    config = loss.keywords["config"]
+    owners = ("model_config", "engine", "optim", "checkpoint", "profiler", "fsdp_config", "prefix", "global_batch_info")
+    fields = {f.name: getattr(config, f.name) for f in dataclasses.fields(config) if f.name not in owners}
+    return plain(fields)
+
+
+def _take_apart(data: TensorDict) -> tuple[dict[str, torch.Tensor], list[str] | None, dict[str, Any]]:
+    """Jagged fields as flat values and `NAME/lengths` [rows] int64, row-wise tensors as they are; uids; scalars."""
+    if "multi_modal_inputs" in data.keys() and any(tu.get(data, "multi_modal_inputs")):
+        raise TraceError("actor_rollout_ref.actor.prefix.trace_dir does not record images; remove it")
+    tensors, flags = {}, {}
+    for name in data.keys():
+        value = data.get(name)
+        if isinstance(value, NonTensorData) and (
+            value.data is None or isinstance(value.data, bool | int | float | str)
+        ):
+            flags[name] = value.data
+        elif name in (*FIELDS, *OPTIONAL) and value.is_nested:
+            tensors[name] = value.values().detach().cpu().clone()  # safetensors refuses aliases
+            tensors[f"{name}/lengths"] = value.offsets().diff().cpu()
+        elif name in OPTIONAL:
+            tensors[name] = value.detach().cpu().clone()
+    flags.pop("uid", None)
+    uids = [str(uid) for uid in tu.get(data, "uid")] if "uid" in data.keys() else None
+    return tensors, uids, flags
