@@ -87,8 +87,9 @@ ab-100: setup $(SMOLLM2)
 	$(BIN)/python -m verl_prefix.cli ab --trace $(AB)/tiny/trace --out $(AB)/bf16/report \
 		--dtype bf16 --arms packed,phased,stock_repacked --truth-steps 100
 	$(BIN)/python -c 'import sys; sys.path.insert(0, "examples"); import demo; demo.smollm2(demo.ROOT / "outputs/models/smollm2-135m")'
-	$(AB_SMOLLM2) PLAN_ARGS='--out examples/results/plan_smollm2_cpu.json' $(AB_RUN) plan
+	$(AB_SMOLLM2) PLAN_ARGS='--out $(AB)/plan.json' $(AB_RUN) plan
 	$(AB_SMOLLM2) AB_ARGS='--arms auto --truth-steps 1' $(AB_RUN) trace
+	cp $(AB)/plan.json examples/results/plan_smollm2_cpu.json
 	for run in tiny bf16 smollm2; do for kind in json png; do \
 		cp $(AB)/$$run/report/report.$$kind examples/results/ab_$${run}_cpu.$$kind; \
 	done; done
