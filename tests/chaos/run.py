@@ -9,7 +9,6 @@ is as it should be; the exit status is 1 if something is not.
 
 import argparse
 import functools
-import importlib.metadata
 import json
 import math
 import os
@@ -25,6 +24,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
+from verl_prefix.report import provenance
 from verl_prefix.testing import write_tiny_model
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -203,7 +203,7 @@ class Report:
     """The cases so far, in `path` too, from where earlier ones come."""
 
     def __init__(self, path: Path) -> None:
-        self.path = path
+        self.path, self.provenance = path, provenance()
         self.cases: list[dict] = json.loads(path.read_text())["cases"] if path.exists() else []
         path.parent.mkdir(parents=True, exist_ok=True)
 
@@ -212,9 +212,8 @@ class Report:
         self.cases = [case for case in self.cases if (case["case"], case["arm"]) != (found["case"], found["arm"])]
         self.cases.append({"ok": False} | found)
         print(json.dumps(self.cases[-1]), flush=True)
-        versions = {name: importlib.metadata.version(name) for name in ("verl", "torch", "transformers", "ray")}
         summary = {"schema": "verl_prefix.chaos/1", "tried": len(self.cases), "failed": self.failed}
-        self.path.write_text(json.dumps(summary | {"versions": versions, "cases": self.cases}, indent=1) + "\n")
+        self.path.write_text(json.dumps(summary | self.provenance | {"cases": self.cases}, indent=1) + "\n")
 
     @property
     def failed(self) -> list[str]:

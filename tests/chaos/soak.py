@@ -6,9 +6,9 @@ something grew.
 """
 
 import argparse
+import ctypes
 import functools
 import gc
-import importlib.metadata
 import json
 import os
 import sys
@@ -101,7 +101,7 @@ def worker(rank: int, rendezvous: str, model: str, updates: int, out: str) -> No
     config = ActorConfig(strategy="fsdp2", rollout_n=4, use_dynamic_bsz=True, entropy_coeff=0.01)
     loss = functools.partial(ppo_loss, config=config)
     rng, process = np.random.default_rng(rank), psutil.Process()
-    samples, seen = [], {"packed_passes": 0.0, "waves": 0.0, "groups": 0.0}
+    libc, samples, seen = ctypes.CDLL(None), [], {"packed_passes": 0.0, "waves": 0.0, "groups": 0.0}
     for update in range(updates):
         # Small budgets make waves, large ones packed passes; both ranks need the same.
         data = random_batch(rng, engine.model_config.hf_config.vocab_size, (120, 400, 4000)[update % 3])
@@ -115,6 +115,7 @@ def worker(rank: int, rendezvous: str, model: str, updates: int, out: str) -> No
             print(f"{update + 1} of {updates} updates", flush=True)
         if update % 10 == 9:
             gc.collect()
+            libc.malloc_trim(0)  # resident is then what is allocated, not what the allocator keeps for later
             samples.append(
                 {
                     "update": update + 1,
@@ -148,6 +149,8 @@ def main() -> int:
     parser.add_argument("--updates", type=int, default=300)
     parser.add_argument("--out", type=Path, required=True, help="JSON file of the results")
     args = parser.parse_args()
+    from verl_prefix.report import provenance  # behind the workers' environment: it imports verl
+
     before = {p.pid for p in psutil.Process().children(recursive=True)}
     start = time.time()
     with tempfile.TemporaryDirectory() as tmp:
@@ -167,7 +170,7 @@ def main() -> int:
         "seconds": round(time.time() - start),
         "ok": all(rank["ok"] for rank in ranks) and not left,
         "processes_left": left,
-        "versions": {name: importlib.metadata.version(name) for name in ("verl", "torch", "transformers")},
+        **provenance(),
         "ranks": ranks,
     }
     args.out.parent.mkdir(parents=True, exist_ok=True)
