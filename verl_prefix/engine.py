@@ -44,6 +44,7 @@ class PrefixFSDPEngine(FSDPEngineWithLMHead):
     def __init__(self, model_config, engine_config: PrefixEngineConfig, optimizer_config, checkpoint_config) -> None:
         self.prefix_config = engine_config.prefix
         self._phase_b_peak: int | None = None
+        self._wave_limit: int | None = None  # suffix tokens of a wave, since one ran out of memory
         self._gate: Gate | None = None
         self._updates = 0
         self._fallback_reason: str | None = None
@@ -118,11 +119,15 @@ class PrefixFSDPEngine(FSDPEngineWithLMHead):
         if self._fallback_reason:
             return self.forward_backward_batch(data, loss_function, forward_only)
         data = prepared
+        if self._wave_limit is not None:
+            plan = faults.limit_waves(plan, self._wave_limit)
         plan = waves.agree(plan, self._reduce_max)
         (job, schedule), plan, retries = faults.run_or_halve(
             lambda plan: self._run(data, plan, loss_function, forward_only),
             plan, self.module, torch.distributed.get_world_size(),
         )  # fmt: skip
+        if retries:
+            self._wave_limit = faults.largest_wave(plan)
         output = postprocess_batch_func(*job.outputs(plan), data=data)
         num_passes = sum(1 if work.waves is None else len(work.waves) for work in plan.works)
         even_out(output["metrics"], num_passes)

@@ -2,8 +2,9 @@
 
     any exception    leaves with a note that says where it was
     not finite       counted and logged once per mini-batch; verl then skips the update, as it does for the stock actor
-    OOM in a wave    one rank alone: waves half as large, once; several ranks: fails with what to set. A rank that left
-                     the middle of FSDP's collectives cannot join them again, and the others wait in them.
+    OOM in a wave    one rank alone: waves half as large from then on, once a mini-batch; several ranks: fails with what
+                     to set. A rank that left the middle of FSDP's collectives cannot join them again, and the others
+                     wait in them.
 
 Knows neither verl nor losses.
 """
@@ -170,16 +171,23 @@ def run_or_halve(run: Callable[[Plan], T], plan: Plan, model: torch.nn.Module, n
 
 def _halve(plan: Plan) -> tuple[int, Plan | None]:
     """Suffix tokens of the largest wave, and the plan with waves of half that; None where no wave becomes smaller."""
-    largest = _largest_wave(plan)
+    largest = largest_wave(plan)
+    smaller = limit_waves(plan, largest // 2)
+    return largest, smaller if largest_wave(smaller) < largest else None
+
+
+def limit_waves(plan: Plan, tokens: int) -> Plan:
+    """The plan with waves of at most `tokens` suffix tokens, or one row; as it is where none is larger."""
+    if largest_wave(plan) <= tokens:
+        return plan
     works = (
-        work if work.waves is None else replace(work, waves=make_waves(work.groups, largest // 2))
-        for work in plan.works
+        work if work.waves is None else replace(work, waves=make_waves(work.groups, tokens)) for work in plan.works
     )
-    smaller = replace(plan, works=tuple(works))
-    return largest, smaller if _largest_wave(smaller) < largest else None
+    return replace(plan, works=tuple(works))
 
 
-def _largest_wave(plan: Plan) -> int:
+def largest_wave(plan: Plan) -> int:
+    """Suffix tokens of the plan's largest wave; 0 without waves."""
     waves = [wave for work in plan.works for wave in work.waves or ()]
     return max((sum(piece.num_suffix_tokens for _, piece in wave) for wave in waves), default=0)
 

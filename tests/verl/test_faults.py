@@ -160,7 +160,8 @@ def test_an_update_after_an_oom_is_the_undisturbed_one(alone, point):
         assert undisturbed["metrics"]["prefix/oom_retries"] == [0.0]
         for name in ("grads", "params"):
             assert _relative(ours[name], undisturbed[name]) < TOLERANCE, name
-    assert alone[point][0]["metrics"]["prefix/waves"][0] > alone["undisturbed"][0]["metrics"]["prefix/waves"][0]
+        # The smaller waves stay: the next update would run out of memory in the same place.
+        assert ours["metrics"]["prefix/waves"] > undisturbed["metrics"]["prefix/waves"]
 
 
 def test_what_was_accumulated_before_an_oom_leaves_no_bit_behind(alone):
