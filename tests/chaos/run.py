@@ -250,7 +250,7 @@ def fault_case(folder: Path, name: str, results: Report) -> None:
     run = folder / name.replace(" ", "-").replace(",", "")
     start_from(folder / arm, run, BROKEN - 1 if chaos.split(":")[1] == str(BROKEN) else None)
     ended = job(folder, run, arm, ranks, chaos, send)
-    log = (run / "log").read_text(errors="replace")
+    log = (run / "log").read_text(errors="replace").replace(f"{folder}/", "")
     said = [line.strip()[-300:] for line in log.splitlines() if wanted and wanted in line]
     found = {"case": name, "arm": arm, "ranks": ranks, **ended, "said": said[-1] if said else None}
     took = ended["seconds_from_fault_to_end"]
