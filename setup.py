@@ -28,6 +28,7 @@ setup(
         "pyzmq",
         "safetensors",
         "uvicorn",
+        "xxhash",
     ],
     extras_require={
         # Not verl[vllm]: that extra pins torch, vllm and transformers.

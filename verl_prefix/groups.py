@@ -48,6 +48,7 @@ def group_rows(
     response_lens: Sequence[int],
     uids: Sequence[object] | None = None,
     positions: Sequence[torch.Tensor] | None = None,
+    pixels: Sequence[bytes] | None = None,
 ) -> tuple[list[Group], int]:
     """Groups the rows of a batch.
 
@@ -56,6 +57,7 @@ def group_rows(
         response_lens: number of response tokens per row.
         uids: verl's prompt ids; rows of different uids never share. None: tokens alone decide.
         positions: position ids [..., prompt_len] per row; None where they follow from the tokens.
+        pixels: digest of what each row's visual tokens show; rows that show different things never share.
 
     Returns:
         groups in order of their first row, and how many uids had rows whose prompts differ (such a uid is split).
@@ -71,6 +73,7 @@ def group_rows(
             None if uids is None else uids[row],
             prompt.cpu().numpy().tobytes(),
             b"" if positions is None else positions[row].cpu().contiguous().numpy().tobytes(),
+            b"" if pixels is None else pixels[row],
         )
         members.setdefault(key, []).append(row)
     groups = [

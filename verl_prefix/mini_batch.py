@@ -19,6 +19,7 @@ from verl_prefix import faults
 from verl_prefix.groups import Group, group_rows
 from verl_prefix.layout import Layout
 from verl_prefix.schedule import TokenBatch
+from verl_prefix.vision import PixelBatch, is_vision_config, share_pixels
 from verl_prefix.waves import Plan
 
 
@@ -34,9 +35,12 @@ class MiniBatch:
         self.forward_only = forward_only
         device = get_device_id()
         input_ids, position_ids = data["input_ids"], data["position_ids"]
-        self.tokens = TokenBatch(
-            input_ids.values().to(device), position_ids.values().to(device), input_ids.offsets().tolist()
-        )
+        offsets = input_ids.offsets().tolist()
+        config = engine.module.config
+        pixels = None
+        if "multi_modal_inputs" in data.keys() and is_vision_config(config):
+            pixels = PixelBatch(tu.get(data, "multi_modal_inputs"), input_ids.values().cpu(), offsets, config)
+        self.tokens = TokenBatch(input_ids.values().to(device), position_ids.values().to(device), offsets, pixels)
         temperature = torch.as_tensor(data["temperature"], dtype=torch.float32, device=device).expand(len(data))
         self._token_temperature = temperature.repeat_interleave(input_ids.offsets().diff().to(device))
         flags = ("calculate_entropy", "calculate_sum_pi_squared")
@@ -142,10 +146,12 @@ class _Logits:
 
 
 def group_batch(data: TensorDict) -> tuple[list[Group], int]:
+    """`groups.group_rows` of a batch; rows of a group then hold one pixel tensor (`vision.share_pixels`)."""
     prompts = data["prompts"].unbind()
     positions = [row[..., : len(prompt)] for row, prompt in zip(data["position_ids"].unbind(), prompts, strict=True)]
     uids = [str(uid) for uid in tu.get(data, "uid")] if "uid" in data.keys() else None
-    return group_rows(prompts, data["responses"].offsets().diff().tolist(), uids, positions)
+    pixels = share_pixels(tu.get(data, "multi_modal_inputs")) if "multi_modal_inputs" in data.keys() else None
+    return group_rows(prompts, data["responses"].offsets().diff().tolist(), uids, positions, pixels)
 
 
 def even_out(metrics: dict[str, object], num_passes: int) -> None:

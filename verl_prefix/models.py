@@ -4,13 +4,16 @@ Our attention is registered with transformers' AttentionInterface, and a pass se
 verl's own paths keep the implementation that the user chose.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import Any
 
 import torch
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
+from verl_prefix import vision
 from verl_prefix.attention import AttentionPass, GroupedAttention, Scores
 from verl_prefix.cost import ModelShape
 from verl_prefix.kernels import choose_kernel
@@ -42,8 +45,9 @@ def unsupported_reasons(config: PretrainedConfig) -> list[str]:
         reasons.append(f"attention_dropout={text.attention_dropout}")
     if getattr(config, "is_encoder_decoder", False):
         reasons.append("is_encoder_decoder=True")
-    if getattr(config, "vision_config", None) is not None or getattr(config, "audio_config", None) is not None:
-        reasons.append("a vision or audio tower")
+    towers = [name for name in ("vision_config", "audio_config") if getattr(config, name, None) is not None]
+    if towers and not vision.is_vision_config(config):
+        reasons.append(f"a vision or audio tower; those of {', '.join(vision.MODEL_TYPES)} are supported")
     return reasons
 
 
@@ -98,17 +102,19 @@ def empty_model(path: str, trust_remote_code: bool = False) -> PreTrainedModel:
 
 
 def model_shape(model: PreTrainedModel, dtype: torch.dtype) -> ModelShape:
-    """FLOPs and bytes per token, from the modules (also on the meta device, also sharded by FSDP2).
+    """FLOPs and bytes per token, from the modules (also on the meta device, also sharded by FSDP2). Those of a vision
+    tower, which sharing saves too, do not count.
 
     Args:
         dtype: what activations are computed in.
     """
     text = _text_config(model)
     lm_head = model.get_output_embeddings()
-    weights = sum(m.weight.numel() for m in model.modules() if isinstance(m, torch.nn.Linear) and m is not lm_head)
+    body = model if (seeing := vision.vision_model(model)) is None else seeing.model.language_model
+    weights = sum(m.weight.numel() for m in body.modules() if isinstance(m, torch.nn.Linear) and m is not lm_head)
     # Experts are [experts, in, out] parameters, of which a token meets `num_experts_per_tok`.
     chosen = getattr(text, "num_experts_per_tok", None) or 0
-    weights += sum(p.numel() / p.shape[0] * chosen for p in model.parameters() if p.dim() == 3)
+    weights += sum(p.numel() / p.shape[0] * chosen for p in body.parameters() if p.dim() == 3)
     layers, heads = text.num_hidden_layers, text.num_attention_heads
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
     kv_heads = getattr(text, "num_key_value_heads", None) or heads
@@ -187,7 +193,8 @@ def grouped_attention(model: PreTrainedModel) -> Iterator[None]:
     chosen = config._attn_implementation
     config._attn_implementation = ATTENTION_NAME
     try:
-        yield
+        with nullcontext() if vision.vision_model(model) is None else vision.own_attention(model):
+            yield
     finally:
         config._attn_implementation = chosen
 
@@ -221,6 +228,7 @@ def token_outputs(
     job: AttentionPass,
     outputs: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
     chunk_tokens: int,
+    pixels: Mapping[str, torch.Tensor],
 ) -> torch.Tensor:
     """What `outputs` makes of the logits of one packed row, [n, k]; call it inside `grouped_attention`.
 
@@ -228,8 +236,9 @@ def token_outputs(
     a time; more than one chunk is checkpointed, so that never more than chunk_tokens x vocabulary logits exist.
 
     Args:
-        input_ids: [T] int64. position_ids: [T] int64. keep: [n] int64, the tokens that go through lm_head.
+        input_ids: [T] int64. position_ids: [T] or [4, T] int64. keep: [n] int64, the tokens that go through lm_head.
         outputs: (rows of `keep` [m] int64, their logits [m, vocabulary]) -> [m, k].
+        pixels: of a vision model, `PixelBatch.of` this row.
 
     Raises:
         RuntimeError: some attention layer did not go through our attention.
@@ -248,15 +257,22 @@ def token_outputs(
         return torch.cat([checkpoint(chunk, *piece, use_reentrant=False) for piece in pieces]).unsqueeze(0)
 
     whole = [name for name in _AFTER_LM_HEAD if getattr(_text_config(model), name, None) not in (None, 1, 1.0)]
-    with nullcontext() if whole else _forward_replaced(lm_head, chunked):
-        logits = model(
-            input_ids=input_ids.unsqueeze(0),
-            position_ids=position_ids.unsqueeze(0),
-            attention_mask=None,
-            use_cache=False,
-            logits_to_keep=keep,
-            prefix_pass=job,
-        ).logits[0]
+    inputs = dict(
+        input_ids=input_ids.unsqueeze(0),
+        position_ids=position_ids.unsqueeze(-2),
+        attention_mask=None,
+        use_cache=False,
+        prefix_pass=job,
+    )
+    with ExitStack() as replaced:
+        if not whole:
+            replaced.enter_context(_forward_replaced(lm_head, chunked))
+        if (seeing := vision.vision_model(model)) is None:
+            inputs["logits_to_keep"] = keep
+        else:
+            replaced.enter_context(_forward_replaced(seeing, functools.partial(vision.forward, seeing)))
+            inputs |= dict(keep=keep, tower=job.cache is None, **pixels)
+        logits = model(**inputs).logits[0]
     layers = _text_config(model).num_hidden_layers
     if job.num_calls - calls != layers:
         raise RuntimeError(
@@ -267,7 +283,7 @@ def token_outputs(
 
 
 @contextmanager
-def _forward_replaced(module: torch.nn.Module, forward: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
+def _forward_replaced(module: torch.nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
     patched = vars(module).get("forward")  # by accelerate, or whoever else patches instances
     module.forward = forward
     try:

@@ -27,6 +27,7 @@ from verl_prefix.layout import Layout, build_layout, dummy_layout, prefix_layout
 from verl_prefix.models import grouped_attention, token_outputs
 from verl_prefix.offload import OffloadedPrefixCache
 from verl_prefix.prefix_cache import PrefixCache
+from verl_prefix.vision import PixelBatch
 from verl_prefix.waves import Plan, Work
 
 # (suffix tokens' places in the batch's flat values [n], their logits [n, vocabulary]) -> what the loss needs [n, k]
@@ -39,11 +40,13 @@ Pass = tuple[Sequence[Group], Layout, torch.Tensor]
 
 @dataclass(frozen=True)
 class TokenBatch:
-    """Flat tokens of a batch's rows: `input_ids` and `position_ids` [N] int64, `offsets` of the rows' first tokens."""
+    """Flat tokens of a batch's rows: `input_ids` [N] int64, `position_ids` [N] or [4, N] (text, time, height, width)
+    int64, `offsets` of the rows' first tokens, and the `pixels` of a vision model's rows."""
 
     input_ids: torch.Tensor
     position_ids: torch.Tensor
     offsets: Sequence[int]
+    pixels: PixelBatch | None = None
 
 
 class Schedule:
@@ -148,24 +151,28 @@ class Schedule:
         layout = prefix_layout(groups, tokens.offsets) if shared else dummy_layout()
         job = AttentionPass(layout, self.kernel, capture=cache)
         with self.forward_context():
-            return self._forward(tokens, layout, slice(-1, None), job, _sum_logits)
+            return self._forward(tokens, layout, slice(-1, None), job, _sum_logits, groups)
 
     def _suffixes(self, tokens: TokenBatch, groups: Sequence[Group], layout: Layout, cache: PrefixCache | None) -> Pass:
         job = AttentionPass(layout, self.kernel, cache=cache, inspect=None if cache else self.inspect)
         keep = slice(layout.num_prefix, None)
         with self.forward_context():
-            return groups, layout, self._forward(tokens, layout, keep, job, self.outputs if groups else _sum_logits)
+            outputs = self.outputs if groups else _sum_logits
+            return groups, layout, self._forward(tokens, layout, keep, job, outputs, groups if cache is None else ())
 
     def _forward(
-        self, tokens: TokenBatch, layout: Layout, keep: slice, job: AttentionPass, outputs: Outputs
-    ) -> torch.Tensor:
+        self, tokens: TokenBatch, layout: Layout, keep: slice, job: AttentionPass, outputs: Outputs,
+        prefixes: Sequence[Group],
+    ) -> torch.Tensor:  # fmt: skip
+        """The model on one packed row, which begins with the prefixes of `prefixes`."""
         device = tokens.input_ids.device
         index = layout.index.to(device)
         kept = torch.arange(layout.num_tokens, device=device)[keep]
         place = index[kept]
         return token_outputs(
-            self.model, tokens.input_ids[index], tokens.position_ids[index], kept, job,
+            self.model, tokens.input_ids[index], tokens.position_ids[..., index], kept, job,
             lambda rows, logits: outputs(place[rows], logits), self.logits_chunk,
+            {} if tokens.pixels is None else tokens.pixels.of(prefixes, device),
         )  # fmt: skip
 
     @contextmanager

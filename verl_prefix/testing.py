@@ -27,6 +27,22 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
+_FAMILIES = {
+    "qwen3": "Qwen3Config",
+    "llama": "LlamaConfig",
+    "qwen2_5_vl": "Qwen2_5_VLConfig",
+    "qwen3_vl": "Qwen3VLConfig",
+}
+_TOWERS = {
+    "qwen2_5_vl": {"window_size": 16, "fullatt_block_indexes": [1]},
+    "qwen3_vl": {"num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1]},
+}
+_VISION_TOKENS = {
+    "<|vision_start|>": "vision_start_token_id",
+    "<|vision_end|>": "vision_end_token_id",
+    "<|image_pad|>": "image_token_id",
+    "<|video_pad|>": "video_token_id",
+}
 _TEXTS = (
     "system user assistant: read the paragraphs and answer the question with a short phrase.",
     "The river rises in the north, flows through the old town and reaches the sea near the harbour.",
@@ -52,7 +68,9 @@ def write_tiny_model(
 
     Args:
         texts: what the tokenizer is trained on; a few built-in sentences if None.
-        family: ``"qwen3"`` (normalised queries and keys) or ``"llama"``.
+        family: ``"qwen3"`` (normalised queries and keys), ``"llama"``, or with a vision tower of two blocks
+            ``"qwen2_5_vl"`` or ``"qwen3_vl"`` (deepstack); those have the text layers of ``overrides`` and, in their
+            tokenizer, the special tokens of images and videos.
         vocab_size: upper bound of the vocabulary, at least 259 (256 bytes and 3 special tokens).
         overrides: fields of the model's configuration, such as ``num_hidden_layers=3``.
 
@@ -60,11 +78,10 @@ def write_tiny_model(
         ValueError: ``family`` is unknown or ``vocab_size`` is below 259.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast, Qwen3Config
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedTokenizerFast
 
-    configs = {"qwen3": Qwen3Config, "llama": LlamaConfig}
-    if family not in configs:
-        raise ValueError(f"family={family!r} is unknown; use one of {sorted(configs)}")
+    if family not in _FAMILIES:
+        raise ValueError(f"family={family!r} is unknown; use one of {sorted(_FAMILIES)}")
     if vocab_size < 259:
         raise ValueError(f"vocab_size={vocab_size} cannot hold 256 bytes and 3 special tokens; use 259 or more")
 
@@ -73,7 +90,7 @@ def write_tiny_model(
     bpe.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
-        special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
+        special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>", *(_VISION_TOKENS if family in _TOWERS else ())],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
@@ -95,12 +112,30 @@ def write_tiny_model(
         "eos_token_id": tokenizer.eos_token_id,
         "pad_token_id": tokenizer.pad_token_id,
     }
+    config = _config(family, fields | overrides, tokenizer)
+    auto_class = AutoModelForImageTextToText if family in _TOWERS else AutoModelForCausalLM
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(configs[family](**fields | overrides), dtype=torch.float32)
+        model = auto_class.from_config(config, dtype=torch.float32)
     tokenizer.save_pretrained(path)
     model.save_pretrained(path)
     return str(path)
+
+
+def _config(family: str, fields: dict[str, Any], tokenizer: Any) -> Any:
+    import transformers
+
+    config_class = getattr(transformers, _FAMILIES[family])
+    if family not in _TOWERS:
+        return config_class(**fields)
+    # Rotary angles of time, height and width, for head_dim 32.
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 6, 6]}
+    ids = dict(zip(_VISION_TOKENS.values(), tokenizer.convert_tokens_to_ids(list(_VISION_TOKENS)), strict=True))
+    tower = dict(depth=2, hidden_size=32, intermediate_size=48, num_heads=2, patch_size=4)
+    tower |= dict(out_hidden_size=fields["hidden_size"], **_TOWERS[family])
+    return config_class(
+        text_config=fields | {"rope_parameters": rope}, vision_config=tower, tie_word_embeddings=False, **ids
+    )
 
 
 def letter_share(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None, **_: Any) -> float:

@@ -22,8 +22,8 @@ MAY_IMPORT = {
     "vllm": ("cpu/",),
 }
 LAYERS = [
-    "groups", "kernels", "layout", "prefix_cache", "offload", "attention", "waves", "faults", "cost", "models",
-    "schedule", "verify", "gate", "api",
+    "groups", "kernels", "layout", "prefix_cache", "offload", "attention", "waves", "faults", "cost", "vision",
+    "models", "schedule", "verify", "gate", "api",
 ]  # fmt: skip
 
 

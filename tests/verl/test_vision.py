@@ -1,0 +1,303 @@
+"""GRPO batches with images and video through PrefixFSDPEngine, against verl's stock fsdp2 engine on the same rows.
+
+Tiny random Qwen2.5-VL and Qwen3-VL (deepstack), pixels and grids made by hand, positions by the model's own
+`get_rope_index`, in the form that verl's agent loop gives them. 1 and 2 gloo ranks, fp32. Does not exercise a processor,
+a rollout or CUDA.
+"""
+
+import contextlib
+import copy
+import functools
+import os
+from collections import Counter
+from unittest import mock
+
+import pytest
+import torch
+import torch.multiprocessing as mp
+from test_engine_equivalence import OURS, TOLERANCE, _compare, _engine, _full, _loss, _responses
+
+from verl_prefix import vision
+from verl_prefix.testing import write_tiny_model
+
+FAMILIES = ("qwen2_5_vl", "qwen3_vl")
+PATCH = 3 * 2 * 4 * 4  # channels, frames, height and width of a patch
+# Every prompt as (what it consists of, response lengths, uid): numbers are text tokens, pairs and triples are the grids
+# of an image (height, width) and a video (frames, height, width) in patches, of which four make a token.
+IMAGE = ([5, (4, 8), 7], [9, 4, 6, 11], "image")
+VIDEO = ([3, (3, 4, 4), 6], [5, 12, 3], "video")
+BOTH = ([4, (4, 4), 2, (2, 4, 8), 3, (8, 4), 5], [7, 2, 8], "both")
+TEXT = ([21], [6, 3, 10], "text")
+BATCHES = {
+    "mixed": {0: [IMAGE, TEXT, VIDEO, BOTH], 1: [VIDEO, BOTH, ([17], [8, 5], "other text"), ([6, (4, 4), 2], [3], "one")]},
+    # verl runs the tower once for images and once for videos: ranks that differ in that would wait for each other.
+    "text_rank": {0: [IMAGE, TEXT], 1: [TEXT, ([13], [4, 9], "other text")]},
+}  # fmt: skip
+CASES = {
+    "default": {},
+    "packed": {"schedule": "packed"},
+    "phased": {"schedule": "phased"},
+    "phased_row_by_row": {"schedule": "phased", "wave_tokens": 1, "budget": 60},
+    "small_budget": {"budget": 70},
+    "groups_cut": {"schedule": "packed", "budget": 40},
+    "offload": {"schedule": "phased", "wave_tokens": 20, "offload": True},
+    "checkpointed": {"schedule": "phased", "wave_tokens": 20, "gradient_checkpointing": True},
+    "frozen_tower": {"frozen": True},
+    "frozen_tower_phased": {"frozen": True, "schedule": "phased", "wave_tokens": 20},
+    "lora_on_text": {"lora_targets": r".*language_model.*\.(q|k|v|o)_proj", "schedule": "phased"},
+    "text_rank": {"batch": "text_rank"},
+    "text_rank_phased": {"batch": "text_rank", "schedule": "phased", "wave_tokens": 20},
+}
+
+
+def _nested(tensors):
+    return torch.nested.as_nested_tensor(list(tensors), layout=torch.jagged)
+
+
+def _prompt(parts, config, generator) -> tuple[torch.Tensor, dict]:
+    """Tokens of a prompt and its pixels, as the processors expand them; Qwen3-VL marks each frame of a video."""
+    start, end = config.vision_start_token_id, config.vision_end_token_id
+    frames_apart = config.model_type == "qwen3_vl"
+    tokens, found = [], {}
+    for part in parts:
+        if isinstance(part, int):
+            tokens += torch.randint(7, config.text_config.vocab_size, (part,), generator=generator).tolist()
+            continue
+        *frames, height, width = part
+        kind, values = ("video", "pixel_values_videos") if frames else ("image", "pixel_values")
+        num_frames, per_frame = (frames or [1])[0], height * width // 4
+        runs = [per_frame] * num_frames if frames_apart else [per_frame * num_frames]
+        for count in runs:
+            tokens += [start, *[getattr(config, f"{kind}_token_id")] * count, end]
+        found.setdefault(values, []).append(torch.randn(num_frames * height * width, PATCH, generator=generator))
+        found.setdefault(f"{kind}_grid_thw", []).append(torch.tensor([[num_frames, height, width]]))
+    return torch.tensor(tokens), {name: torch.cat(pieces) for name, pieces in found.items()}
+
+
+@functools.cache
+def _rope(config_class, path):
+    from transformers import AutoConfig, AutoModelForImageTextToText
+
+    with torch.device("meta"):
+        return AutoModelForImageTextToText.from_config(AutoConfig.from_pretrained(path)).model.get_rope_index
+
+
+def _positions(ids, pixels, config, path) -> torch.Tensor:
+    """[4, length]: text, time, height and width (verl/experimental/agent_loop/agent_loop.py)."""
+    kinds = (ids == config.image_token_id).int() + 2 * (ids == config.video_token_id).int()
+    grids = {name: value for name, value in pixels.items() if name.endswith("grid_thw")}
+    axes, _ = _rope(type(config), path)(ids.unsqueeze(0), mm_token_type_ids=kinds.unsqueeze(0), **grids)
+    return torch.cat([torch.arange(len(ids)).unsqueeze(0), axes[:, 0]])
+
+
+def _batch(rank: int, config, path: str, options: dict):
+    """Rows in verl's jagged form, not sorted by group; every row has its own copy of the pixels, as verl delivers."""
+    from verl.utils import tensordict_utils as tu
+
+    generator = torch.Generator().manual_seed(100 + rank)
+    rows = []
+    for parts, lens, uid in BATCHES[options.get("batch", "mixed")][rank]:
+        prompt, pixels = _prompt(parts, config, generator)
+        for length in lens:
+            response = torch.randint(7, config.text_config.vocab_size, (length,), generator=generator)
+            rows.append((uid, prompt, response, copy.deepcopy(pixels)))
+    # Same prompt and same tokens as `image`, another picture: the last row of the group is alone.
+    if rank == 0:
+        rows[3] = (*rows[3][:3], rows[3][3] | {"pixel_values": torch.randn(32, PATCH, generator=generator)})
+    order = torch.randperm(len(rows), generator=generator).tolist()
+    rows = [rows[i] for i in order]
+
+    def noise(scale, shift):
+        return _nested(torch.randn(len(r[2]), generator=generator) * scale + shift for r in rows)
+
+    ids = [torch.cat([r[1], r[2]]) for r in rows]
+    masks = _nested(torch.ones(len(r[2]), dtype=torch.int64) for r in rows)
+    fields = {
+        "prompts": _nested(r[1] for r in rows),
+        "responses": _nested(r[2] for r in rows),
+        "input_ids": _nested(ids),
+        "position_ids": _nested(_positions(x, r[3], config, path) for x, r in zip(ids, rows, strict=True)),
+        "loss_mask": masks,
+        "response_mask": masks,
+        "advantages": noise(1.0, 1.0),
+        "old_log_probs": noise(0.3, -6.0),
+        "uid": [r[0] for r in rows],
+        "multi_modal_inputs": [r[3] for r in rows],
+    }
+    flags = {
+        "use_dynamic_bsz": True,
+        "max_token_len_per_gpu": options.get("budget", 4000),
+        "use_remove_padding": options.get("use_remove_padding", True),
+        "calculate_entropy": True,
+        "temperature": 1.0,
+        "global_batch_size": 20,
+    }
+    return tu.get_tensordict(fields, flags)
+
+
+class _Seen:
+    """What the tower of an engine's model did."""
+
+    def __init__(self, engine) -> None:
+        self.count = Counter()
+        model = vision.vision_model(engine.module)
+        self.tower = model.model.visual
+
+    def __enter__(self) -> Counter:
+        self.handle = self.tower.register_forward_hook(self.forward, with_kwargs=True)
+        return self.count
+
+    def __exit__(self, *exc_info) -> None:
+        self.handle.remove()
+
+    def forward(self, module, args, kwargs, output) -> None:
+        self.count["calls"] += 1
+        self.count["patches"] += int(kwargs["grid_thw"].prod(-1).sum())
+        if output.pooler_output.requires_grad:
+            output.pooler_output.register_hook(self.backward)
+
+    def backward(self, grad) -> None:
+        self.count["backwards"] += 1
+
+
+@contextlib.contextmanager
+def _frozen(frozen: bool):
+    from verl.workers.engine.fsdp.transformer_impl import FSDPEngine
+
+    build = FSDPEngine._build_module
+
+    def built(self):
+        module = build(self)
+        module.model.visual.requires_grad_(not frozen)
+        return module
+
+    with mock.patch.object(FSDPEngine, "_build_module", built):
+        yield
+
+
+def _measure(backend: str, path: str, rank: int, options: dict, sabotage=lambda engine: None) -> dict:
+    with _frozen(options.get("frozen", False)):
+        engine = _engine(backend, path, options)
+    sabotage(engine)
+    data = _batch(rank, engine.model_config.hf_config, path, options)
+    result = {}
+    with engine.eval_mode(disable_auto_offload=True), _Seen(engine) as result["inferred"]:
+        inferred = engine.infer_batch(data.copy())
+    result |= {name: torch.cat(_responses(x, data)) for name, x in inferred["model_output"].items()}
+    result["lens"] = inferred["model_output"]["log_probs"].offsets().diff()
+    with engine.train_mode(disable_auto_offload=True):
+        engine.optimizer_zero_grad()
+        first = engine.forward_backward_batch(data.copy(), _loss(options))  # with the self-check, which has own passes
+        engine.optimizer_zero_grad()
+        with _Seen(engine) as result["updated"]:
+            output = engine.forward_backward_batch(data.copy(), _loss(options))
+        trained = {name: p for name, p in engine.module.named_parameters() if p.requires_grad}
+        result["grads"] = {n: _full(p if p.grad is None else p.grad) * (p.grad is not None) for n, p in trained.items()}
+        result["grad_norm"] = engine.optimizer_step()
+    result["loss"] = sum(output["loss"])
+    result["metrics"] = first["metrics"]
+    result["params"] = {name: _full(p) for name, p in engine.module.named_parameters()}
+    return result
+
+
+def _others_pixels(engine) -> None:
+    """Rows with the same prompt share the first one's picture."""
+    from verl_prefix import mini_batch
+
+    mini_batch.share_pixels = lambda rows: [b""] * len(rows)
+
+
+def _positions_restarted(engine) -> None:
+    """Suffixes count from 0 again, on every axis."""
+    import verl_prefix.engine
+    from verl_prefix import mini_batch
+
+    class Restarted(mini_batch.MiniBatch):
+        def __init__(self, engine, data, *args):
+            super().__init__(engine, data, *args)
+            starts, lens = self.tokens.offsets, data["prompts"].offsets().diff().tolist()
+            for start, end, length in zip(starts, starts[1:], lens, strict=False):
+                suffix = self.tokens.position_ids[:, start + length - 1 : end]
+                suffix -= suffix[:, :1].clone()
+
+    verl_prefix.engine.MiniBatch = Restarted
+
+
+def _deepstack_dropped(engine) -> None:
+    def drop(module, args, output):
+        output.deepstack_features = None
+        return output
+
+    vision.vision_model(engine.module).model.visual.register_forward_hook(drop)
+
+
+def _gradient_of_pixels_lost(engine) -> None:
+    def detach(module, args, output):
+        output.pooler_output = output.pooler_output.detach()
+        return output
+
+    vision.vision_model(engine.module).model.visual.register_forward_hook(detach)
+
+
+SABOTAGES = {
+    x.__name__: x for x in (_others_pixels, _positions_restarted, _deepstack_dropped, _gradient_of_pixels_lost)
+}
+
+
+def _worker(rank: int, world: int, rendezvous: str, paths: dict, out: str) -> None:
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), VERL_PLATFORM="cpu")
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world)
+    import verl_prefix.engine
+    from verl_prefix import mini_batch
+
+    results = {}
+    for family, path in paths.items():
+        # Under remove-padding verl's Qwen2.5-VL needs flash attention, and padding is the only stock path on a CPU.
+        default = {"use_remove_padding": family == "qwen3_vl"}
+        stock = {}
+
+        def truth(options, stock=stock, path=path):
+            options = {k: v for k, v in options.items() if k not in OURS}
+            key = repr(sorted(options.items()))
+            if key not in stock:
+                stock[key] = _measure("fsdp2", path, rank, options)
+            return stock[key]
+
+        for name, options in CASES.items():
+            ours = _measure("prefix", path, rank, default | options)
+            found = truth(default | options)
+            results[family, name] = _compare(ours, found) | {
+                "tower": {kind: ours["grads"][kind] for kind in ()},
+                "ours": {name: dict(ours[name]) for name in ("inferred", "updated")},
+                "stock": {name: dict(found[name]) for name in ("inferred", "updated")},
+            }
+        if world == 1:
+            for name, sabotage in SABOTAGES.items():
+                with mock.patch.multiple(mini_batch, share_pixels=mini_batch.share_pixels):
+                    with mock.patch.multiple(verl_prefix.engine, MiniBatch=mini_batch.MiniBatch):
+                        for schedule in ("packed", "phased"):
+                            options = default | {"schedule": schedule, "verify": "off"}
+                            broken = _measure("prefix", path, rank, options, sabotage)
+                            results[family, schedule, name] = _compare(broken, truth(default))
+        # Last, because verl changes classes for good: ours undoes that where it needs to.
+        patched = _measure("prefix", path, rank, {"use_remove_padding": True, "verify": "off"})
+        results[family, "attention that verl replaced"] = _compare(patched, truth(default))
+    torch.save(results, f"{out}.{rank}")
+    torch.distributed.destroy_process_group()
+
+
+@pytest.fixture(scope="module", params=[1, 2], ids=["1rank", "2ranks"])
+def results(request, tmp_path_factory):
+    tmp, world = tmp_path_factory.mktemp("vision"), request.param
+    paths = {family: write_tiny_model(tmp / family, family=family) for family in FAMILIES}
+    mp.spawn(_worker, args=(world, str(tmp / "rendezvous"), paths, str(tmp / "out")), nprocs=world)
+    return [torch.load(f"{tmp / 'out'}.{rank}") for rank in range(world)]
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_engine_computes_what_the_stock_engine_computes(results, family, case):
+    for rank, result in enumerate(results):
+        worst = {name: error for name, error in result[family, case]["errors"].items() if not error <= TOLERANCE}
+        assert not worst, f"rank {rank}: relative errors over {TOLERANCE}: {worst}"
