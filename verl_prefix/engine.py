@@ -21,7 +21,7 @@ from verl.workers.engine import EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 from verl.workers.engine.utils import postprocess_batch_func
 
-from verl_prefix import faults, models, waves
+from verl_prefix import faults, models, vision, waves
 from verl_prefix.config import PrefixEngineConfig, check_model_options
 from verl_prefix.cpu.engine import CPUEngineMixin
 from verl_prefix.gate import Gate
@@ -211,7 +211,12 @@ class PrefixFSDPEngine(FSDPEngineWithLMHead):
         due = {"first_step": self._updates == 1, "off": False}
         if not (due[verify] if verify in due else self._updates % verify == 1 % verify):
             return None
-        group = _sample([group for group in groups if group.num_suffix_tokens] or groups)
+        candidates = self._checkable(data, [group for group in groups if group.num_suffix_tokens] or groups)
+        if not candidates:
+            logger.warning("prefix.verify waits for a batch in which every rank has a prompt with pixels")
+            self._updates -= 1
+            return None
+        group = _sample(candidates)
         rows = tu.index_select_tensor_dict(data, list(group.rows))
         one_pass = dict(max_token_len_per_gpu=2**30, calculate_entropy=False, calculate_sum_pi_squared=False)
         tu.assign_non_tensor(rows, **one_pass)
@@ -244,6 +249,16 @@ class PrefixFSDPEngine(FSDPEngineWithLMHead):
                 )
             self._fallback_reason = f"the self-check missed: {message}"
         return verdict
+
+    def _checkable(self, data: TensorDict, groups: Sequence[Group]) -> Sequence[Group]:
+        """Groups for the self-check, whose stock pass must run a vision tower equally often on every rank: verl's runs
+        once for images and once for videos."""
+        if not vision.is_vision_config(self.module.config):
+            return groups
+        rows = tu.get(data, "multi_modal_inputs") or [None] * len(data)
+        found = {n: [group for group in groups if vision.num_kinds(rows[group.rows[0]]) == n] for n in (1, 2)}
+        lacking = self._reduce_max([int(not chosen) for chosen in found.values()])
+        return next((chosen for chosen, lacks in zip(found.values(), lacking, strict=True) if not lacks), [])
 
     def _measures_phase_b_peak(self, forward_only: bool) -> bool:
         """In the first update alone: it resets the peak that verl logs as perf/max_memory_allocated_gb."""

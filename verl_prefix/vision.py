@@ -77,6 +77,11 @@ def share_pixels(rows: Sequence[Row]) -> list[bytes]:
     return digests
 
 
+def num_kinds(row: Row) -> int:
+    """Of images and videos, how many kinds the row has: as often verl's own forward runs the tower on it."""
+    return sum((row or {}).get(values) is not None for _, values, _ in _PIXELS)
+
+
 class PixelBatch:
     """Pixels of a batch's rows, and which of its tokens they are.
 
@@ -171,7 +176,8 @@ def forward(
             if deepstack:  # the text model adds them by a mask, and so in the order of the row
                 kwargs["visual_pos_masks"] = torch.zeros_like(input_ids, dtype=torch.bool).index_fill(1, places, True)
                 kwargs["deepstack_visual_embeds"] = [x[places.argsort()] for x in deepstack]
-    hidden = model.model.language_model(input_ids=None, inputs_embeds=embeds, **kwargs).last_hidden_state
+    kwargs |= dict(input_ids=None, inputs_embeds=embeds)  # PEFT passes them too
+    hidden = model.model.language_model(**kwargs).last_hidden_state
     return Output(model.lm_head(hidden[:, keep]))
 
 
