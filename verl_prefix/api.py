@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
-from verl_prefix import models
+from verl_prefix import models, vision
 from verl_prefix.groups import group_rows
 from verl_prefix.schedule import Pass, Schedule, TokenBatch
 from verl_prefix.waves import Plan, make_plan
@@ -283,7 +283,10 @@ def _check_model(model: torch.nn.Module) -> None:
             f"model is a {name}, not a Hugging Face causal LM; pass the model itself, such as accelerator.unwrap_model("
             "model) or ddp.module (and average .grad over ranks before optimizer.step)"
         )
-    if reasons := models.unsupported_reasons(model.config):
+    reasons = models.unsupported_reasons(model.config)
+    if vision.is_vision_config(model.config):
+        reasons.append("a vision tower, whose pixels only the verl plugin takes")
+    if reasons:
         raise ValueError(
             f"shared prefixes are not supported for this {model.config.model_type} model: {'; '.join(reasons)}. Call "
             "the model on whole rows instead"

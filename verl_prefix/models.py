@@ -95,8 +95,14 @@ def check_supported(config: PretrainedConfig) -> None:
 
 
 def empty_model(path: str, trust_remote_code: bool = False) -> PreTrainedModel:
-    """The model of a config on torch's meta device: shapes without weights."""
+    """The model of a config on torch's meta device: shapes without weights.
+
+    Raises:
+        ValueError: it has a vision tower, and what is planned with it are tokens of text.
+    """
     config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+    if vision.is_vision_config(config):
+        raise ValueError(f"{path} is a {config.model_type}, and a plan counts prompts by their text, without pixels")
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
 

@@ -19,6 +19,8 @@ __all__ = [
     "random_rollouts",
     "run_shared",
     "run_stock",
+    "visual_positions",
+    "visual_prompt",
     "write_tiny_model",
 ]
 
@@ -136,6 +138,45 @@ def _config(family: str, fields: dict[str, Any], tokenizer: Any) -> Any:
     return config_class(
         text_config=fields | {"rope_parameters": rope}, vision_config=tower, tie_word_embeddings=False, **ids
     )
+
+
+def visual_prompt(
+    parts: Sequence[int | tuple[int, ...]], config: Any, generator: torch.Generator
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Tokens of a prompt with images and videos, and random pixels, as the processors of Qwen2.5-VL and Qwen3-VL expand
+    them (which mark each frame of a video).
+
+    Args:
+        parts: what the prompt consists of: a number of random text tokens, an image's (height, width), or a video's
+            (frames, height, width), in patches, of which a square of four makes a token.
+
+    Returns:
+        tokens [length] int64, and the fields of verl's `multi_modal_inputs`.
+    """
+    tower, tokens, found = config.vision_config, [], {}
+    patch = tower.in_channels * tower.temporal_patch_size * tower.patch_size**2
+    for part in parts:
+        if isinstance(part, int):
+            tokens += torch.randint(7, config.text_config.vocab_size, (part,), generator=generator).tolist()
+            continue
+        *frames, height, width = part
+        kind, values = ("video", "pixel_values_videos") if frames else ("image", "pixel_values")
+        num_frames, per_frame = (frames or [1])[0], height * width // tower.spatial_merge_size**2
+        for count in [per_frame] * num_frames if config.model_type == "qwen3_vl" else [per_frame * num_frames]:
+            pads = [getattr(config, f"{kind}_token_id")] * count
+            tokens += [config.vision_start_token_id, *pads, config.vision_end_token_id]
+        found.setdefault(values, []).append(torch.randn(num_frames * height * width, patch, generator=generator))
+        found.setdefault(f"{kind}_grid_thw", []).append(torch.tensor([[num_frames, height, width]]))
+    return torch.tensor(tokens), {name: torch.cat(pieces) for name, pieces in found.items()}
+
+
+def visual_positions(model: torch.nn.Module, ids: torch.Tensor, pixels: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Position ids [4, length] (text, time, height, width) of a row [length], by the model's own `get_rope_index`, in
+    the form of verl's agent loop (verl/experimental/agent_loop/agent_loop.py)."""
+    kinds = (ids == model.config.image_token_id).int() + 2 * (ids == model.config.video_token_id).int()
+    grids = {name: value for name, value in pixels.items() if name.endswith("grid_thw")}
+    axes, _ = model.model.get_rope_index(ids.unsqueeze(0), mm_token_type_ids=kinds.unsqueeze(0), **grids)
+    return torch.cat([torch.arange(len(ids)).unsqueeze(0), axes[:, 0]])
 
 
 def letter_share(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None, **_: Any) -> float:

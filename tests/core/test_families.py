@@ -254,7 +254,8 @@ def test_broken_maths_is_far_off(family, sabotage, schedule, monkeypatch):
         ("T5Config", {}, "is_encoder_decoder"),
         ("Phi3Config", dict(rope_parameters={"rope_type": "longrope"}), "rope_type=longrope"),
         ("LlamaConfig", dict(attention_dropout=0.1), "attention_dropout=0.1"),
-        ("Qwen2_5_VLConfig", {}, "vision"),
+        ("Qwen2VLConfig", {}, "vision"),
+        ("Gemma3Config", {}, "vision"),
     ],
 )
 def test_what_would_be_wrong_is_refused_by_config(config_class, fields, found):

@@ -1,0 +1,207 @@
+"""Packed and phased with images and video against HF's own forward of every whole row, on one process without verl.
+
+Tiny random Qwen2.5-VL and Qwen3-VL (deepstack); HF computes positions itself, ours slices them from those. float64 and
+1e-9 relative on log-probs and every gradient, of tower, merger and text layers.
+"""
+
+import copy
+import dataclasses
+from unittest import mock
+
+import pytest
+import torch
+from test_families import float64_inside  # noqa: F401
+from test_schedule import errors, measure
+from transformers import AutoModelForImageTextToText
+
+from verl_prefix import models, vision
+from verl_prefix.api import response_log_probs
+from verl_prefix.groups import Group, group_rows
+from verl_prefix.testing import Rollouts, run_shared, visual_positions, visual_prompt, write_tiny_model
+
+FAMILIES = ("qwen2_5_vl", "qwen3_vl")
+# (what the prompt consists of, response lengths), see `visual_prompt`.
+SHAPE = [
+    ([5, (4, 8), 7], [9, 4, 6]),
+    ([3, (3, 4, 4), 6], [5, 12]),
+    ([4, (4, 4), 2, (2, 4, 8), 3, (8, 4), 5], [7, 2, 8]),
+    ([21], [6, 3]),
+]
+SCHEDULES = {
+    "packed": dict(schedule="packed"),
+    "packed_in_pieces": dict(schedule="packed", budget=50),
+    "phased": dict(schedule="phased"),
+    "phased_many_phase_a": dict(schedule="phased", budget=60, wave_tokens=19),
+}
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory):
+    tmp = tmp_path_factory.mktemp("models")
+    return {family: write_tiny_model(tmp / family, family=family, initializer_range=0.1) for family in FAMILIES}
+
+
+class Case:
+    """A model, rows with pixels, and both ways to compute them."""
+
+    def __init__(self, path: str, dtype: torch.dtype = torch.float64) -> None:
+        self.model = AutoModelForImageTextToText.from_pretrained(path, dtype=dtype, attn_implementation="sdpa").train()
+        generator = torch.Generator().manual_seed(0)
+        vocab_size = self.model.config.text_config.vocab_size
+        rows = []
+        for parts, lens in SHAPE:
+            prompt, pixels = visual_prompt(parts, self.model.config, generator)
+            for n in lens:
+                response = torch.randint(7, vocab_size, (n,), generator=generator)
+                weight = torch.randn(n, generator=generator, dtype=torch.float64)
+                rows.append((prompt, response, weight, copy.deepcopy(pixels)))
+        rows = [rows[i] for i in torch.randperm(len(rows), generator=generator).tolist()]
+        self.pixels = [row[3] for row in rows]
+        self.rollouts = Rollouts(*([row[i] for row in rows] for i in range(3)))
+        self.ids = [torch.cat([row[0], row[1]]) for row in rows]
+
+    def truth(self) -> list[torch.Tensor]:
+        found = []
+        for ids, pixels, response, weight in zip(
+            self.ids, self.pixels, self.rollouts.responses, self.rollouts.weights, strict=True
+        ):
+            kinds = (ids == self.model.config.image_token_id) + 2 * (ids == self.model.config.video_token_id)
+            logits = self.model(input_ids=ids[None], mm_token_type_ids=kinds[None], use_cache=False, **pixels).logits
+            log_probs = logits[0, -len(response) - 1 : -1].log_softmax(-1).gather(-1, response[:, None])[:, 0]
+            (log_probs * weight).sum().backward()
+            found.append(log_probs.detach())
+        return found
+
+    def ours(self, edit=lambda tokens: tokens, **options) -> list[torch.Tensor]:
+        def with_pixels(tokens, plan):
+            positions = [visual_positions(self.model, *row) for row in zip(self.ids, self.pixels, strict=True)]
+            batch = vision.PixelBatch(self.pixels, tokens.input_ids, tokens.offsets, self.model.config)
+            return edit(dataclasses.replace(tokens, position_ids=torch.cat(positions, dim=1), pixels=batch))
+
+        return run_shared(self.model, self.rollouts, edit=with_pixels, **options)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_equals_the_models_own_forward(family, paths, float64_inside):  # noqa: F811
+    case = Case(paths[family])
+    float64_inside(case.model)
+    truth = measure(case.model, case.truth)
+    for name, options in SCHEDULES.items():
+        ours = measure(case.model, lambda options=options: case.ours(**options))
+        assert max(errors(ours, truth).values()) < 1e-9, name
+
+
+def other_pixels(case, monkeypatch):
+    """Images show something else of the same size."""
+    other = [p | {"pixel_values": p["pixel_values"].flip(0)} if "pixel_values" in p else p for p in case.pixels]
+    monkeypatch.setattr(case, "pixels", other)
+
+
+def positions_restarted(case, monkeypatch):
+    """Suffixes count from 0 again, on every axis."""
+    ours = case.ours
+
+    def edit(tokens):
+        positions = tokens.position_ids.clone()
+        lens = [len(prompt) for prompt in case.rollouts.prompts]
+        for start, end, length in zip(tokens.offsets, tokens.offsets[1:], lens, strict=False):
+            positions[:, start + length - 1 : end] -= positions[:, start + length - 1, None]
+        return dataclasses.replace(tokens, position_ids=positions)
+
+    monkeypatch.setattr(case, "ours", lambda **options: ours(edit, **options))
+
+
+def one_axis_of_positions(case, monkeypatch):
+    """Height and width as if they were time."""
+    ours = case.ours
+    edit = lambda tokens: dataclasses.replace(tokens, position_ids=tokens.position_ids[[0, 1, 1, 1]])  # noqa: E731
+    monkeypatch.setattr(case, "ours", lambda **options: ours(edit, **options))
+
+
+def hook_the_tower(case, monkeypatch, change):
+    run = vision.forward
+
+    def changed(model, *args, **kwargs):
+        handle = model.model.visual.register_forward_hook(change)
+        try:
+            return run(model, *args, **kwargs)
+        finally:
+            handle.remove()
+
+    monkeypatch.setattr(vision, "forward", changed)
+
+
+def deepstack_dropped(case, monkeypatch):
+    def change(module, args, output):
+        output.deepstack_features = [x * 0.0 for x in output.deepstack_features]
+
+    hook_the_tower(case, monkeypatch, change)
+
+
+def tower_gradient_lost(case, monkeypatch):
+    def change(module, args, output):
+        output.pooler_output = output.pooler_output.detach() + output.pooler_output * 0.0
+
+    hook_the_tower(case, monkeypatch, change)
+
+
+def features_in_the_batchs_order(case, monkeypatch):
+    """Images first, then videos: not as they stand in the prompts."""
+    of = vision.PixelBatch.of
+
+    def sorted_places(self, *args):
+        found = of(self, *args)
+        return found | {"places": found["places"].sort().values} if found else found
+
+    monkeypatch.setattr(vision.PixelBatch, "of", sorted_places)
+
+
+SABOTAGES = (
+    other_pixels, positions_restarted, one_axis_of_positions, deepstack_dropped, tower_gradient_lost,
+    features_in_the_batchs_order,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("sabotage", SABOTAGES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_broken_on_purpose_is_far_off(family, sabotage, paths, monkeypatch):
+    if (family, sabotage) == ("qwen2_5_vl", deepstack_dropped):
+        return
+    case = Case(paths[family], torch.float32)
+    truth = measure(case.model, case.truth)
+    sabotage(case, monkeypatch)
+    for schedule in ("packed", "phased"):
+        ours = measure(case.model, lambda schedule=schedule: case.ours(schedule=schedule))
+        assert max(errors(ours, truth).values()) > 100 * 5e-6
+
+
+def test_shared_pixels_are_one_tensor_and_digests_see_every_bit():
+    pixels, grid = torch.randn(16, 96), torch.tensor([[1, 4, 4]])
+    rows = [{"pixel_values": pixels.clone(), "image_grid_thw": grid.clone()} for _ in range(3)] + [{}, None]
+    rows[2]["pixel_values"][15, -1] += 1e-6
+    digests = vision.share_pixels(rows)
+    assert digests[0] == digests[1] != digests[2] and digests[3:] == [b"", b""]
+    assert rows[0]["pixel_values"] is rows[1]["pixel_values"] is not rows[2]["pixel_values"]
+    assert rows[0]["image_grid_thw"] is rows[2]["image_grid_thw"]
+    video = {"pixel_values_videos": pixels.clone(), "video_grid_thw": grid.clone()}
+    other_grid = rows[0] | {"image_grid_thw": torch.tensor([[1, 2, 8]])}
+    assert len({*vision.share_pixels([rows[0], video, other_grid])}) == 3
+    # Equal tokens with different pixels never share.
+    groups, num_split = group_rows([torch.arange(5)] * 3, [2] * 3, ["a"] * 3, pixels=digests[:3])
+    assert [group.rows for group in groups] == [(0, 1), (2,)] and num_split == 1
+
+
+@pytest.mark.parametrize("held", [False, True])
+def test_visual_tokens_without_their_features_name_the_row(held):
+    config = mock.Mock(image_token_id=5, video_token_id=6, vision_config=mock.Mock(spatial_merge_size=2))
+    pixels = {"pixel_values": torch.zeros(16, 96), "image_grid_thw": torch.tensor([[1, 4, 4]])} if held else {}
+    batch = vision.PixelBatch([{}, pixels], torch.tensor([1, 2, 3, 5, 5, 5, 4]), [0, 3, 7], config)
+    with pytest.raises(ValueError, match=f"row 1: its prompt has 3 image tokens .* make {4 * held} features"):
+        batch.of([Group((1,), 3, (1,))], torch.device("cpu"))
+
+
+def test_what_takes_no_pixels_refuses_vision_models(paths):
+    with pytest.raises(ValueError, match="qwen3_vl model: a vision tower, whose pixels only the verl plugin takes"):
+        response_log_probs(AutoModelForImageTextToText.from_pretrained(paths["qwen3_vl"]), [[1, 2]], [[3]])
+    with pytest.raises(ValueError, match="counts prompts by their text, without pixels"):
+        models.empty_model(paths["qwen2_5_vl"])
