@@ -198,17 +198,22 @@ def added_peak_mib(options: argparse.Namespace, arm: str) -> float:
     torch.set_num_threads(options.threads)
     model, batch = build_model(options), build_batch(options)
     run_arm(model, arm, build_batch(options, **TINY), options)
-    if options.device == "cuda":
+    before = reset_peak_mib(options.device)
+    run_arm(model, arm, batch, options)
+    return memory_mib(options.device)[1] - before
+
+
+def reset_peak_mib(device: str) -> float:
+    """Forgets the peak; returns MiB in use now."""
+    if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
     else:
         RESET_PEAK.write_text("5")  # proc(5): sets VmHWM back to VmRSS, so that building does not hide the peak
-    before, _ = _memory_mib(options.device)
-    run_arm(model, arm, batch, options)
-    return _memory_mib(options.device)[1] - before
+    return memory_mib(device)[0]
 
 
-def _memory_mib(device: str) -> list[float]:
-    """Now, and at the peak."""
+def memory_mib(device: str) -> list[float]:
+    """In use now, and at the peak."""
     if device == "cuda":
         return [torch.cuda.memory_allocated() / 2**20, torch.cuda.max_memory_allocated() / 2**20]
     status = Path("/proc/self/status").read_text()

@@ -1,4 +1,4 @@
-"""Rows -> groups: rollouts whose prompts are the same, token for token and position for position.
+"""Rows -> groups: rollouts whose prompts are the same, token for token, position for position and pixel for pixel.
 
 A row is one rollout. Its prompt gives the prefix (all prompt tokens but the last); its suffix is the last prompt token
 and the response but its last token, so that the first response token's log-prob already comes from the suffix and the

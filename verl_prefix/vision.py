@@ -13,7 +13,7 @@ made of.
 
 import importlib.util
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -30,7 +30,7 @@ MODEL_TYPES = ("qwen2_5_vl", "qwen3_vl")
 _PIXELS = (("image", "pixel_values", "image_grid_thw"), ("video", "pixel_values_videos", "video_grid_thw"))
 _NAMES = tuple(name for _, *names in _PIXELS for name in names)
 
-Row = Mapping[str, Any] | None
+Row = dict[str, Any] | None
 
 _digests = WeakIdKeyDictionary()  # of tensors that are still alive: rows of a group share them from the first call on
 
