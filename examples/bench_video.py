@@ -4,8 +4,8 @@
 
 G rows ask about one random video; the update is forward and backward of the weighted sum of their response log-probs,
 through text layers, merger and vision tower of a random Qwen2.5-VL or Qwen3-VL. The prompt stays the same and the
-length of the responses varies, so that the prompt's share of a row is what differs. Measured per arm: seconds (rounds of
-all arms in turn), peak memory above model, gradients and rows (a fresh process per arm), and the largest relative
+length of the responses varies, so that the prompt's share of a row is what differs. Measured per arm: seconds (rounds
+of all arms in turn), peak memory above model, gradients and rows (a fresh process per arm), and the largest relative
 gradient error of a parameter against stock. Also what the rows' pixels take in host memory as verl delivers them, each
 row with its own copy, and after `vision.share_pixels`.
 
