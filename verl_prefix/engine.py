@@ -77,6 +77,21 @@ class PrefixFSDPEngine(FSDPEngineWithLMHead):
                 zero_grad=self.optimizer_zero_grad,
             )
 
+    def _build_module(self) -> torch.nn.Module:
+        module = super()._build_module()
+        if self.engine_config.freeze_vision_tower:
+            vision.tower(module).requires_grad_(False)
+        return module
+
+    def _build_lora_module(self, module: torch.nn.Module) -> torch.nn.Module:
+        module = super()._build_lora_module(module)
+        if self.engine_config.freeze_vision_tower and any(p.requires_grad for p in vision.tower(module).parameters()):
+            raise ValueError(
+                "actor_rollout_ref.actor.freeze_vision_tower=True, and LoRA adapts the tower; set "
+                "actor_rollout_ref.model.exclude_modules='.*visual.*'"
+            )
+        return module
+
     def train_batch(self, data: TensorDict, loss_function: Callable) -> dict[str, object]:
         """One optimizer step, as verl's; recorded first where `prefix.trace_dir` says so."""
         if self._trace is not None:

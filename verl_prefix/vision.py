@@ -47,6 +47,17 @@ def vision_model(model: torch.nn.Module) -> torch.nn.Module | None:
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
+def tower(model: torch.nn.Module) -> torch.nn.Module:
+    """The vision tower and its merger.
+
+    Raises:
+        ValueError: this model has none that we know.
+    """
+    if (seeing := vision_model(model)) is None:
+        raise ValueError(f"freeze_vision_tower=True, and a {model.config.model_type} model has none; remove it")
+    return seeing.model.visual
+
+
 def _digest(tensor: torch.Tensor) -> bytes:
     import xxhash  # of verl's dependency `datasets`
 

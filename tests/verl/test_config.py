@@ -78,6 +78,7 @@ def test_good_config_passes_the_driver_checks(model_path):
         ("actor_rollout_ref.model.use_fused_kernels=True", r"use_fused_kernels=False"),
         ("actor_rollout_ref.model.enable_activation_offload=True", r"set .*enable_activation_offload=False"),
         (f"{ACTOR}.loss_agg_mode=seq-mean-token-sum-norm", r"set actor_rollout_ref.actor.loss_scale_factor"),
+        (f"{ACTOR}.freeze_vision_tower=True", r"a qwen3 model has no tower; remove it"),
     ],
 )
 def test_bad_option_is_refused_in_the_driver_with_what_to_type(model_path, override, message):
@@ -109,6 +110,14 @@ def test_unsupported_model_is_refused_in_the_driver(tmp_path, fields, found):
 
 def test_a_sliding_window_is_accepted(tmp_path):
     validate(write_tiny_model(tmp_path, sliding_window=16, use_sliding_window=True, max_window_layers=1))
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+def test_a_vision_tower_is_accepted_and_frozen_on_demand(tmp_path, family):
+    validate(write_tiny_model(tmp_path, family=family), f"{ACTOR}.freeze_vision_tower=True")
+    for frozen in (False, True):
+        actor = omega_conf_to_dataclass(composed(f"{ACTOR}.freeze_vision_tower={frozen}").actor_rollout_ref.actor)
+        assert actor.engine.freeze_vision_tower is frozen
 
 
 def test_engine_config_in_code():

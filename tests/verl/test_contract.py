@@ -102,6 +102,8 @@ CONTRACT = {
     f"{TI}:FSDPEngineWithLMHead.train_batch": "self data loss_function",
     f"{TI}:FSDPEngineWithLMHead.prepare_model_outputs": "self output output_args micro_batch logits_processor_func",
     f"{TI}:FSDPEngineWithLMHead._build_fsdp_module": "self module",
+    f"{TI}:FSDPEngineWithLMHead._build_lora_module": "self module",
+    f"{TI}:FSDPEngineWithLMHead._build_module": "self",
     f"{TI}:FSDPEngineWithLMHead._gradient_sync_context": "self is_last_micro_batch",
     f"{TI}:FSDPEngineWithLMHead.get_data_parallel_group": "self",
     f"{TI}:FSDPEngineWithLMHead.get_data_parallel_size": "self",

@@ -171,7 +171,8 @@ def _engine(backend: str, model_path: str, options: dict, forward_only: bool = F
         shared["use_no_sync_for_gradient_accumulation"] = options["use_no_sync"]
     if backend == "prefix":
         prefix = {"min_speedup": 0} | {key: options[key] for key in OURS if key in options}
-        engine_config = PrefixEngineConfig(**shared, prefix=PrefixConfig(**prefix))
+        frozen = options.get("frozen_tower", False)
+        engine_config = PrefixEngineConfig(**shared, prefix=PrefixConfig(**prefix), freeze_vision_tower=frozen)
     else:
         engine_config = FSDPEngineConfig(**shared, strategy="fsdp2")
     engine = EngineRegistry.new(

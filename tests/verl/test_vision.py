@@ -5,7 +5,6 @@ Tiny random Qwen2.5-VL and Qwen3-VL (deepstack), pixels and grids made by hand, 
 processor, a rollout or CUDA.
 """
 
-import contextlib
 import copy
 import functools
 import os
@@ -43,7 +42,7 @@ CASES = {
     "groups_cut": {"schedule": "packed", "budget": 40},
     "offload": {"schedule": "phased", "wave_tokens": 20, "offload": True},
     "checkpointed": {"schedule": "phased", "wave_tokens": 20, "gradient_checkpointing": True},
-    "frozen_tower": {"frozen": True, "schedule": "phased", "wave_tokens": 20},
+    "frozen_tower": {"frozen_tower": True, "schedule": "phased", "wave_tokens": 20},
     "lora_on_text": {"lora_targets": r".*language_model.*\.(q|k|v|o)_proj", "schedule": "phased"},
     "text_rank": {"batch": "text_rank"},
     "text_rank_phased": {"batch": "text_rank", "schedule": "phased", "wave_tokens": 20},
@@ -132,24 +131,24 @@ class _Seen:
         self.count["backwards"] += 1
 
 
-@contextlib.contextmanager
-def _frozen(frozen: bool):
+def _engine_of(backend: str, path: str, options: dict):
+    if backend == "prefix" or not options.get("frozen_tower"):
+        return _engine(backend, path, options)
     from verl.workers.engine.fsdp.transformer_impl import FSDPEngine
 
-    build = FSDPEngine._build_module
+    build = FSDPEngine._build_module  # verl's FSDP engine has no key for it
 
     def built(self):
         module = build(self)
-        module.model.visual.requires_grad_(not frozen)
+        module.model.visual.requires_grad_(False)
         return module
 
     with mock.patch.object(FSDPEngine, "_build_module", built):
-        yield
+        return _engine(backend, path, options)
 
 
 def _measure(backend: str, path: str, rank: int, options: dict) -> dict:
-    with _frozen(options.get("frozen", False)):
-        engine = _engine(backend, path, options)
+    engine = _engine_of(backend, path, options)
     data = _batch(rank, engine.model_config.hf_config, path, options)
     result = {}
     with engine.eval_mode(disable_auto_offload=True), _Seen(engine) as result["inferred"]:

@@ -99,7 +99,8 @@ def _refuse(found: object, message: str) -> None:
 
 @dataclass
 class PrefixEngineConfig(FSDPEngineConfig):
-    """verl's FSDP2 engine config plus `prefix`; its strategy is the registry's backend name, always "prefix".
+    """verl's FSDP2 engine config plus `prefix` and the actor's `freeze_vision_tower`, which verl's own FSDP ignores;
+    its strategy is the registry's backend name, always "prefix".
 
     Raises:
         ValueError: an FSDP option that the shared-prefix path cannot honour.
@@ -108,6 +109,7 @@ class PrefixEngineConfig(FSDPEngineConfig):
 
     strategy: str = "prefix"
     prefix: PrefixConfig = field(default_factory=PrefixConfig)
+    freeze_vision_tower: bool = False
 
     def __post_init__(self) -> None:
         check_verl_version()
@@ -168,6 +170,7 @@ class PrefixActorConfig(FSDPActorConfig):
         super().__post_init__()
         object.__setattr__(self.engine, "strategy", "prefix")
         object.__setattr__(self.engine, "prefix", self.prefix)
+        object.__setattr__(self.engine, "freeze_vision_tower", self.freeze_vision_tower)
 
     def validate(self, n_gpus: int, train_batch_size: int, model_config: Any = None) -> None:
         """The checks that need the model's config; verl calls this in the driver.
@@ -178,7 +181,7 @@ class PrefixActorConfig(FSDPActorConfig):
         super().validate(n_gpus, train_batch_size, model_config)
         if model_config is not None and self.prefix.schedule != "stock":
             check_model_options(model_config)
-            check_model_family(model_config)
+            check_model_family(model_config, self.freeze_vision_tower)
 
 
 def check_model_options(model_config: Any) -> None:
@@ -201,15 +204,16 @@ def check_model_options(model_config: Any) -> None:
     )
 
 
-def check_model_family(model_config: Any) -> None:
+def check_model_family(model_config: Any, freeze_vision_tower: bool) -> None:
     """Reads the model's HF config where this machine can see it; the worker checks again either way.
 
     Raises:
-        ValueError: the model has layers that the shared-prefix path does not compute.
+        ValueError: the model has layers that the shared-prefix path does not compute, or no tower to freeze.
     """
     from transformers import AutoConfig
 
     from verl_prefix.models import check_supported
+    from verl_prefix.vision import is_vision_config
 
     try:
         hf_config = AutoConfig.from_pretrained(
@@ -219,3 +223,7 @@ def check_model_family(model_config: Any) -> None:
     except OSError:  # an HDFS path, or a hub that only the workers reach
         return
     check_supported(hf_config)
+    _refuse(
+        freeze_vision_tower and not is_vision_config(hf_config),
+        f"actor_rollout_ref.actor.freeze_vision_tower=True, and a {hf_config.model_type} model has no tower; remove it",
+    )
