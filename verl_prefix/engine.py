@@ -48,7 +48,7 @@ class PrefixFSDPEngine(FSDPEngineWithLMHead):
         self._gate: Gate | None = None
         self._updates = 0
         self._fallback_reason: str | None = None
-        self._reasons: set[str] = set()
+        self._said: set[str] = set()
         if self.prefix_config.schedule != "stock":
             check_model_options(model_config)
             models.check_supported(model_config.hf_config)
@@ -117,9 +117,7 @@ class PrefixFSDPEngine(FSDPEngineWithLMHead):
                     f"prefix.min_speedup={self.prefix_config.min_speedup} is more than sharing is predicted to gain"
                 )
         if reason is not None:
-            if reason not in self._reasons:
-                logger.warning("prefix: stock path, %s", reason)
-                self._reasons.add(reason)
+            self._say_once(f"prefix: stock path, {reason}")
             output = super().forward_backward_batch(data, loss_function, forward_only)
             output["metrics"]["prefix/stock_rows"] = [float(len(data))]
             output["metrics"]["prefix/reuse_fraction"] = [0.0]
@@ -159,6 +157,11 @@ class PrefixFSDPEngine(FSDPEngineWithLMHead):
             output["metrics"]["prefix/verify_attention"] = [verdict.attention]
             output["metrics"]["timing_s/prefix_verify"] = [verify_seconds]
         return output
+
+    def _say_once(self, text: str) -> None:
+        if text not in self._said:
+            logger.warning(text)
+            self._said.add(text)
 
     def _prepared(self, data: TensorDict) -> TensorDict:
         """A copy with what FSDPEngine.forward_backward_batch adds for the loss."""
@@ -228,7 +231,7 @@ class PrefixFSDPEngine(FSDPEngineWithLMHead):
             return None
         candidates = self._checkable(data, [group for group in groups if group.num_suffix_tokens] or groups)
         if not candidates:
-            logger.warning("prefix.verify waits for a batch in which every rank has a prompt with pixels")
+            self._say_once("prefix.verify waits for a batch in which every rank has a prompt with pixels")
             self._updates -= 1
             return None
         group = _sample(candidates)

@@ -19,6 +19,7 @@ from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
+from torch.distributed.fsdp import FSDPModule
 from torch.utils.weak import WeakIdKeyDictionary
 
 from verl_prefix.groups import Group
@@ -130,7 +131,8 @@ class PixelBatch:
                 if len(where) != num_features:
                     raise ValueError(
                         f"row {row}: its prompt has {len(where)} {kind} tokens before the last one, and its {values} "
-                        f"make {num_features} features; a prompt ends in text, and its processor must expand it"
+                        f"make {num_features} features. A processor expands prompts, which end in text; where tools "
+                        "answer with pictures, set model_engine=dp"
                     )
                 if held:
                     patches.append(inputs[values])
@@ -187,9 +189,21 @@ def forward(
             if deepstack:  # the text model adds them by a mask, and so in the order of the row
                 kwargs["visual_pos_masks"] = torch.zeros_like(input_ids, dtype=torch.bool).index_fill(1, places, True)
                 kwargs["deepstack_visual_embeds"] = [x[places.argsort()] for x in deepstack]
+    elif torch.is_grad_enabled():
+        # FSDP2 adds up gradients in another dtype until it reduces them, and reduces one dtype at once: what the tower
+        # shards together with text layers gets a gradient (of zero) in waves too, like those.
+        embeds = embeds + sum(0.0 * p.flatten()[0] for p in _in_parents_shard(model.model.visual) if p.requires_grad)
     kwargs |= dict(input_ids=None, inputs_embeds=embeds)  # PEFT passes them too
     hidden = model.model.language_model(**kwargs).last_hidden_state
     return Output(model.lm_head(hidden[:, keep]))
+
+
+def _in_parents_shard(module: torch.nn.Module) -> list[torch.nn.Parameter]:
+    """Parameters of a module that has FSDP2 modules in it, but of none of those."""
+    if not any(isinstance(m, FSDPModule) for m in module.modules()):
+        return []
+    inside = {id(p) for m in module.modules() if isinstance(m, FSDPModule) for p in m.parameters()}
+    return [p for p in module.parameters() if id(p) not in inside]
 
 
 def _nothing(config: Any, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
