@@ -80,12 +80,12 @@ class PrefixFSDPEngine(FSDPEngineWithLMHead):
     def _build_module(self) -> torch.nn.Module:
         module = super()._build_module()
         if self.engine_config.freeze_vision_tower:
-            vision.tower(module).requires_grad_(False)
+            vision.tower_of(module).requires_grad_(False)
         return module
 
     def _build_lora_module(self, module: torch.nn.Module) -> torch.nn.Module:
         module = super()._build_lora_module(module)
-        if self.engine_config.freeze_vision_tower and any(p.requires_grad for p in vision.tower(module).parameters()):
+        if self.engine_config.freeze_vision_tower and any(p.requires_grad for p in vision.tower_of(module).parameters()):
             raise ValueError(
                 "actor_rollout_ref.actor.freeze_vision_tower=True, and LoRA adapts the tower; set "
                 "actor_rollout_ref.model.exclude_modules='.*visual.*'"

@@ -48,7 +48,7 @@ def vision_model(model: torch.nn.Module) -> torch.nn.Module | None:
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
-def tower(model: torch.nn.Module) -> torch.nn.Module:
+def tower_of(model: torch.nn.Module) -> torch.nn.Module:
     """The vision tower and its merger.
 
     Raises:
