@@ -85,7 +85,8 @@ class PrefixFSDPEngine(FSDPEngineWithLMHead):
 
     def _build_lora_module(self, module: torch.nn.Module) -> torch.nn.Module:
         module = super()._build_lora_module(module)
-        if self.engine_config.freeze_vision_tower and any(p.requires_grad for p in vision.tower_of(module).parameters()):
+        frozen = vision.tower_of(module).parameters() if self.engine_config.freeze_vision_tower else ()
+        if any(parameter.requires_grad for parameter in frozen):
             raise ValueError(
                 "actor_rollout_ref.actor.freeze_vision_tower=True, and LoRA adapts the tower; set "
                 "actor_rollout_ref.model.exclude_modules='.*visual.*'"
