@@ -36,7 +36,10 @@ $(STAMP):
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(PIP) torch==2.13.0  # first and alone: what follows must find this build, not choose one
 	$(PIP) setuptools
-	$(PIP) --no-build-isolation --editable '.[cpu,test]'
+	$(PIP) --no-build-isolation --editable '.[cpu,test,video]'
+	# Its wheel is built for CUDA. Beside torch's CPU build its operators are absent, which its other registrations heed.
+	$(BIN)/python -c 'import torchvision' 2>/dev/null || sed -i 's/@torch.library.register_fake("torchvision::\(.*\)")/@register_meta("\1")/' \
+		$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/torchvision/_meta_registrations.py
 	rm -f .venv/setup-*
 	touch $@
 

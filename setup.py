@@ -36,6 +36,15 @@ setup(
         "flash": ["flash-attn"],
         "ab": ["matplotlib", "rich"],
         "cpu": ["gguf", "matplotlib", "psutil", "rich"],
+        # For recipes/video_rlvr; qwen-vl-utils, torchvision and decord are what verl decodes video with.
+        "video": [
+            "av",
+            "decord ; platform_machine == 'x86_64'",
+            "jiwer",
+            "qwen-vl-utils",
+            "rouge-score",
+            "torchvision",
+        ],
         "test": ["hypothesis", "prefix-grouper", "pytest", "ruff"],
     },
     entry_points={
