@@ -31,13 +31,14 @@ export HF_HUB_OFFLINE := 1
 
 setup: $(STAMP)
 
+# torchvision's wheel is built for CUDA: beside torch's CPU build it has no operators. All but two of its registrations
+# ask for them first; those two are made to ask as well.
 $(STAMP):
 	@$(PYTHON) -c 'import sys; v = sys.version_info; (3, 10) <= v < (3, 13) or sys.exit("verl 0.9 needs Python 3.10 to 3.12, $(PYTHON) is %d.%d: make setup PYTHON=python3.11" % v[:2])'
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(PIP) torch==2.13.0  # first and alone: what follows must find this build, not choose one
 	$(PIP) setuptools
 	$(PIP) --no-build-isolation --editable '.[cpu,test,video]'
-	# Its wheel is built for CUDA. Beside torch's CPU build its operators are absent, which its other registrations heed.
 	$(BIN)/python -c 'import torchvision' 2>/dev/null || sed -i 's/@torch.library.register_fake("torchvision::\(.*\)")/@register_meta("\1")/' \
 		$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/torchvision/_meta_registrations.py
 	rm -f .venv/setup-*
