@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 ROOT = Path(__file__).resolve().parents[1]
-RECIPE = ROOT / "recipes" / "musique"
+RECIPES = ROOT / "recipes"
 NUM_STEPS = 3
 SEED = 7
 ARMS = {
@@ -45,19 +45,24 @@ class Size:
 
     prompts: int
     rollouts: int
-    paragraphs: int
+    paragraphs: int | None
     prompt_tokens: int
     response_tokens: int
     lr: float
     reward: str
     limit_s: int
+    # verl's Qwen2.5-VL without padding needs flash attention, which a CPU has not.
+    remove_padding: bool = True
 
 
 SIZES = {
-    "smollm2": Size(2, 6, 3, 1024, 32, 1e-6, f"{RECIPE / 'reward.py'}:compute_score", 900),
+    "smollm2": Size(2, 6, 3, 1024, 32, 1e-6, f"{RECIPES / 'musique' / 'reward.py'}:compute_score", 900),
     # A random model never answers: what it writes is graded by its letters, so that a group's rewards differ.
     "tiny": Size(2, 8, 5, 4096, 24, 1e-3, "pkg://verl_prefix.testing:letter_share", 600),
+    "qwen2_5_vl": Size(2, 8, None, 2048, 24, 1e-3, "pkg://verl_prefix.testing:letter_share", 600, remove_padding=False),
+    "qwen3_vl": Size(2, 8, None, 2048, 24, 1e-3, "pkg://verl_prefix.testing:letter_share", 600),
 }
+VISION = ("qwen2_5_vl", "qwen3_vl")
 
 
 def overrides(model: str, data: Path, rollout: str, ranks: int, size: Size) -> list[str]:
@@ -84,7 +89,7 @@ def overrides(model: str, data: Path, rollout: str, ranks: int, size: Size) -> l
         "data.dataloader_num_workers=0",
         f"data.seed={SEED}",
         f"actor_rollout_ref.model.path={model}",
-        "actor_rollout_ref.model.use_remove_padding=true",
+        f"actor_rollout_ref.model.use_remove_padding={str(size.remove_padding).lower()}",
         "actor_rollout_ref.model.enable_gradient_checkpointing=false",
         f"{actor}.ppo_mini_batch_size={size.prompts}",
         f"{actor}.ppo_micro_batch_size_per_gpu=1",
@@ -155,20 +160,30 @@ def smollm2(path: Path) -> str:
 
 
 def prepare(output: Path, source: Path | None, size: Size) -> tuple[Path, Path]:
-    """Return the questions' JSON-lines file, made up unless `source` names one, and the folder of verl's parquet."""
-    questions, data = source or output / "questions.jsonl", output / "data"
-    if source is None:
-        count = size.prompts * NUM_STEPS + 2
-        _recipe("make_questions.py", output=questions, num=count, seed=SEED)
-    _recipe("prepare.py", input=questions, output=data, max_paragraphs=size.paragraphs, val_size=2)
+    """Return the questions' file, made up unless `source` names one, and the folder of verl's parquet.
+
+    They are MuSiQue's questions, or, where the size has no paragraphs, questions about clips.
+    """
+    data, count = output / "data", size.prompts * NUM_STEPS + 2
+    if size.paragraphs is None:
+        questions = source or output / "clips" / "questions.json"
+        if source is None:
+            _recipe("video_rlvr/make_clips.py", output=questions.parent, clips=count // 5 + 1, seed=SEED, size=112)
+        pixels = {"min_pixels": 64, "max_pixels": 48 * 48}
+        _recipe("video_rlvr/prepare.py", input=questions, output=data, val_size=1, **pixels)
+    else:
+        questions = source or output / "questions.jsonl"
+        if source is None:
+            _recipe("musique/make_questions.py", output=questions, num=count, seed=SEED)
+        _recipe("musique/prepare.py", input=questions, output=data, max_paragraphs=size.paragraphs, val_size=2)
     return questions, data
 
 
 def _recipe(script: str, **options: object) -> None:
     args = [text for key, value in options.items() for text in (f"--{key.replace('_', '-')}", str(value))]
-    command = [sys.executable, str(RECIPE / script), *args]
+    command = [sys.executable, str(RECIPES / script), *args]
     if subprocess.run(command, check=False, stdout=subprocess.DEVNULL).returncode:
-        raise SystemExit(f"recipes/musique/{script} failed with the message above; it ran as: {' '.join(command)}")
+        raise SystemExit(f"recipes/{script} failed with the message above; it ran as: {' '.join(command)}")
 
 
 @contextmanager
@@ -255,7 +270,7 @@ def main() -> int:
     parser.add_argument("--rollout", choices=["hf", "vllm"], default="hf", help="what generates the responses")
     parser.add_argument("--ranks", type=int, choices=[1, 2], default=1, help="data-parallel ranks")
     parser.add_argument("--schedule", choices=["auto", "packed", "phased"], default="auto", help="of the prefix arm")
-    parser.add_argument("--data", type=Path, help="a MuSiQue JSON-lines file instead of made-up questions")
+    parser.add_argument("--data", type=Path, help="a file of MuSiQue, or of Video-R1, instead of made-up questions")
     parser.add_argument("--output", type=Path, default=ROOT / "outputs" / "demo")
     args = parser.parse_args()
     console = Console()
@@ -277,10 +292,14 @@ def demonstrate(args: argparse.Namespace, output: Path, size: Size, console: Con
         for kind in ("log", "jsonl"):
             (output / f"{name}.{kind}").unlink(missing_ok=True)
     questions, data = prepare(output, args.data, size)
-    if args.model == "tiny":
-        from verl_prefix.testing import write_tiny_model
+    if args.model == "tiny" or args.model in VISION:
+        from verl_prefix.testing import write_tiny_model, write_tiny_vlm
 
-        model = write_tiny_model(output / "tiny", texts=questions.read_text().splitlines())
+        texts = questions.read_text().splitlines()
+        if args.model == "tiny":
+            model = write_tiny_model(output / "tiny", texts=texts)
+        else:
+            model = write_tiny_vlm(output / args.model, family=args.model, texts=texts)
     else:
         try:
             model = smollm2(ROOT / "outputs" / "models" / "smollm2-135m")

@@ -22,11 +22,20 @@ __all__ = [
     "visual_positions",
     "visual_prompt",
     "write_tiny_model",
+    "write_tiny_vlm",
 ]
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+# What a message consists of stays in its order, as in Qwen-VL's own templates.
+VISION_CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{% if message['content'] is string %}"
+    "{{ message['content'] }}{% else %}{% for part in message['content'] %}{% if part['type'] == 'text' %}"
+    "{{ part['text'] }}{% else %}<|vision_start|><|{{ part['type'] }}_pad|><|vision_end|>{% endif %}{% endfor %}"
+    "{% endif %}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
 _FAMILIES = {
@@ -177,6 +186,48 @@ def visual_positions(model: torch.nn.Module, ids: torch.Tensor, pixels: dict[str
     grids = {name: value for name, value in pixels.items() if name.endswith("grid_thw")}
     axes, _ = model.model.get_rope_index(ids.unsqueeze(0), mm_token_type_ids=kinds.unsqueeze(0), **grids)
     return torch.cat([torch.arange(len(ids)).unsqueeze(0), axes[:, 0]])
+
+
+def write_tiny_vlm(path: str | Path, *, family: str, **overrides: Any) -> str:
+    """Write a tiny model that reads text, images and videos, with its processor, to ``path``; return ``str(path)``.
+
+    As `write_tiny_model` with a vision family, patches of 4 x 4 pixels. The model never samples a visual token, which
+    verl could not tell from one of the prompt: hidden channel 0 is the same in all text, and pulls those logits down.
+
+    Args:
+        family: ``"qwen2_5_vl"`` or ``"qwen3_vl"``.
+        overrides: arguments of `write_tiny_model`.
+
+    Raises:
+        ImportError: torchvision, which the video processors need, is not installed.
+    """
+    import transformers
+    from transformers import AutoModelForImageTextToText, AutoTokenizer, Qwen2VLImageProcessor
+
+    names = {
+        "qwen2_5_vl": ("Qwen2_5_VLProcessor", "Qwen2VLVideoProcessor"),
+        "qwen3_vl": ("Qwen3VLProcessor", "Qwen3VLVideoProcessor"),
+    }
+    processor_class, video_class = (getattr(transformers, name) for name in names[family])
+    write_tiny_model(path, family=family, **overrides)
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    # The sizes leave the pixels as qwen_vl_utils has scaled them.
+    patches = dict(patch_size=4, temporal_patch_size=2, merge_size=2)
+    patches |= {"size": {"shortest_edge": 64, "longest_edge": 2**24}}
+    processor_class(
+        image_processor=Qwen2VLImageProcessor(**patches),
+        tokenizer=tokenizer,
+        video_processor=video_class(**patches),
+        chat_template=VISION_CHAT_TEMPLATE,
+    ).save_pretrained(path)
+    model = AutoModelForImageTextToText.from_pretrained(path)
+    visual = tokenizer.convert_tokens_to_ids(list(_VISION_TOKENS))
+    with torch.no_grad():
+        model.get_input_embeddings().weight[:, 0] = 1.0
+        model.lm_head.weight[:, 0] = 0.0
+        model.lm_head.weight[visual, 0] = -10.0
+    model.save_pretrained(path)
+    return str(path)
 
 
 def letter_share(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None, **_: Any) -> float:

@@ -18,6 +18,7 @@ from verl.workers.config import CheckpointEngineConfig, HFModelConfig, RolloutCo
 from verl.workers.rollout.replica import RolloutMode, TokenOutput  # noqa: E402
 
 from verl_prefix.cpu import rollout  # noqa: E402
+from verl_prefix.cpu.prompts import Prompt  # noqa: E402
 from verl_prefix.cpu.rollout import HFReplica, HFServerAdapter  # noqa: E402
 from verl_prefix.cpu.server import HFServer, Request, Sampler, Sampling  # noqa: E402
 
@@ -137,7 +138,7 @@ def test_top_k_and_top_p_bound_the_choice_and_renormalise_its_log_prob(
 
 def test_sampler_draws_each_token_as_often_as_its_probability() -> None:
     sampling = Sampling(temperature=1.0, top_p=1.0, top_k=-1, stop_ids=())
-    requests = [Request((1,), 1, sampling, seed, future=None) for seed in range(4000)]
+    requests = [Request(Prompt((1,)), 1, sampling, seed, future=None) for seed in range(4000)]
     sampler = Sampler(requests, input_len=1)
     probs = torch.tensor([0.05, 0.6, 0.0, 0.35])
     chosen = sampler.choose(torch.ones(4000, 1, dtype=torch.long), probs.log().expand(4000, 4)).argmax(-1)

@@ -22,7 +22,6 @@ from typing import Any
 import torch
 from omegaconf import DictConfig
 from transformers import (
-    AutoModelForCausalLM,
     DynamicCache,
     GenerationConfig,
     LogitsProcessorList,
@@ -33,9 +32,12 @@ from transformers import (
 )
 from verl.utils import normalize_token_ids
 from verl.utils.config import omega_conf_to_dataclass
+from verl.utils.model import get_hf_auto_model_class
 from verl.utils.torch_dtypes import PrecisionType
 from verl.workers.config import HFModelConfig, RolloutConfig
 from verl.workers.rollout.replica import TokenOutput
+
+from verl_prefix.cpu.prompts import Prompt, pad_left, read_prompt
 
 # How long the queue must be quiet before a batch starts: a group arrives as n calls.
 SETTLE_SECONDS = 0.02
@@ -60,7 +62,7 @@ class Sampling:
 class Request:
     """One sample of one prompt; ``future`` takes its ``(token_ids, log_probs)``."""
 
-    prompt: tuple[int, ...]
+    prompt: Prompt
     max_tokens: int
     sampling: Sampling
     seed: int
@@ -124,19 +126,24 @@ class HFServer:
         """Load the model from ``model_config.local_path`` in ``config.dtype``; threads are OMP_NUM_THREADS."""
         model_config = omega_conf_to_dataclass(model_config)
         self.config = config
-        self.model = AutoModelForCausalLM.from_pretrained(
-            model_config.local_path,
-            config=model_config.hf_config,
-            dtype=PrecisionType.to_dtype(config.dtype),
-            trust_remote_code=model_config.trust_remote_code,
-        ).eval()
+        self.model = (
+            get_hf_auto_model_class(model_config.hf_config)
+            .from_pretrained(
+                model_config.local_path,
+                config=model_config.hf_config,
+                dtype=PrecisionType.to_dtype(config.dtype),
+                trust_remote_code=model_config.trust_remote_code,
+            )
+            .eval()
+        )
+        self.processor = model_config.processor
         self.eos_ids = _token_ids(model_config.tokenizer.eos_token_id, self.model.generation_config.eos_token_id)
         # generate() fills what it is not told from here: a checkpoint's repetition_penalty must not reach training.
         self.model.generation_config = GenerationConfig()
         limits = (config.max_model_len, self.model.config.get_text_config().max_position_embeddings)
         self.max_model_len = min(limit for limit in limits if limit is not None)
         self.version: int | None = None
-        self.seen: Counter[tuple[tuple[int, ...], Sampling]] = Counter()
+        self.seen: Counter[tuple[Prompt, Sampling]] = Counter()
         self.waiting: list[Request] = []
         self.worker: asyncio.Task | None = None
         self.idle = asyncio.Lock()
@@ -153,24 +160,26 @@ class HFServer:
         request_id: str,
         image_data: list[Any] | None = None,
         video_data: list[Any] | None = None,
+        mm_processor_kwargs: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> TokenOutput:
         """Sample one response, as verl's vLLM server does (vllm_rollout/vllm_async_server.py).
 
         Raises:
-            ValueError: prompt and response do not fit the model, or a parameter is not supported.
+            ValueError: prompt and response do not fit the model, or a parameter or medium is not supported.
         """
-        unsupported = {"image_data": image_data, "video_data": video_data, **kwargs}
-        if names := [name for name, value in unsupported.items() if value]:
-            raise ValueError(f"rollout.name=hf samples from text prompts only, and the request has {names}")
-        prompt = tuple(normalize_token_ids(prompt_ids))
+        if names := [name for name, value in kwargs.items() if value]:
+            raise ValueError(f"rollout.name=hf reads text, images and videos only, and the request has {names}")
+        prompt = read_prompt(
+            normalize_token_ids(prompt_ids), self.processor, image_data, video_data, mm_processor_kwargs
+        )
         params = dict(sampling_params)
         with_log_probs = params.pop("logprobs", False)
         max_tokens, sampling = self._parse(params, len(prompt))
         k = self.seen[prompt, sampling]
         self.seen[prompt, sampling] += 1
-        key = repr((self.config.seed, self.version, sampling, prompt, k)).encode()
-        seed = int.from_bytes(hashlib.blake2b(key, digest_size=7).digest(), "big")
+        key = repr((self.config.seed, self.version, sampling, prompt.tokens, k)).encode()
+        seed = int.from_bytes(hashlib.blake2b(key + prompt.digest, digest_size=7).digest(), "big")
         request = Request(prompt, max_tokens, sampling, seed, asyncio.get_running_loop().create_future())
         self.waiting.append(request)
         if self.worker is None or self.worker.done():
@@ -242,19 +251,23 @@ class HFServer:
         """Decode a batch to its (token_ids, log_probs): all but the last prompt token once per distinct prompt."""
         prompts = list(dict.fromkeys(request.prompt for request in batch))
         input_len = max(map(len, prompts))
-        pads = torch.tensor([input_len - len(prompt) for prompt in prompts])
-        mask = (torch.arange(input_len) >= pads[:, None]).long()
-        ids = torch.tensor([(0,) * (input_len - len(prompt)) + prompt for prompt in prompts])
+        ids = pad_left([torch.tensor(prompt.tokens) for prompt in prompts], input_len)
+        mask = pad_left([torch.ones(len(prompt), dtype=torch.int64) for prompt in prompts], input_len)
+        positions = (mask.cumsum(dim=-1) - 1).clamp(min=0)
+        if prompts[0].positions is not None:
+            positions = pad_left([prompt.positions for prompt in prompts], input_len)
         cache = DynamicCache(config=self.model.config)
         rows = torch.tensor([prompts.index(request.prompt) for request in batch])
         if input_len > 1:
-            positions = (mask.cumsum(dim=-1) - 1).clamp(min=0)[:, :-1]
+            names = dict.fromkeys(name for prompt in prompts for name in prompt.pixels)
+            pixels = {name: torch.cat([p.pixels[name] for p in prompts if name in p.pixels]) for name in names}
             self.model(
                 ids[:, :-1],
                 attention_mask=mask[:, :-1],
-                position_ids=positions,
+                position_ids=positions[..., :-1],
                 past_key_values=cache,
                 logits_to_keep=1,
+                **pixels,
             )
             cache.batch_select_indices(rows)
         sampler = Sampler(batch, input_len)
@@ -262,6 +275,7 @@ class HFServer:
         output = self.model.generate(
             ids[rows],
             attention_mask=mask[rows],
+            position_ids=positions[..., rows, :],
             past_key_values=cache,
             logits_processor=LogitsProcessorList([sampler.choose]),
             stopping_criteria=StoppingCriteriaList([sampler.done]),
