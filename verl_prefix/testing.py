@@ -223,7 +223,7 @@ def write_tiny_vlm(path: str | Path, *, family: str, **overrides: Any) -> str:
     model = AutoModelForImageTextToText.from_pretrained(path)
     visual = tokenizer.convert_tokens_to_ids(list(_VISION_TOKENS))
     with torch.no_grad():
-        model.get_input_embeddings().weight[:, 0] = 0.1
+        model.get_input_embeddings().weight[:, 0] = 0.5
         model.lm_head.weight[:, 0] = 0.0
         model.lm_head.weight[visual, 0] = -10.0
     model.save_pretrained(path)
