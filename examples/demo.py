@@ -85,6 +85,8 @@ def overrides(model: str, data: Path, rollout: str, ranks: int, size: Size) -> l
         f"data.max_prompt_length={size.prompt_tokens}",
         f"data.max_response_length={size.response_tokens}",
         "data.filter_overlong_prompts=true",
+        # Of the tiny vision models. verl measures prompts with this key, and generates with the processor's own size.
+        "data.image_patch_size=4",
         "data.shuffle=false",
         "data.dataloader_num_workers=0",
         f"data.seed={SEED}",
