@@ -112,10 +112,8 @@ def read_rows(source: Path) -> list[object]:
         raise ValueError(f"{source}: no such file; give --input a json of Video-R1 or questions.json of make_clips.py")
     try:
         text = source.read_text(encoding="utf-8")
-        if source.suffix == ".jsonl":
-            rows = [json.loads(line) for line in text.splitlines() if line.strip()]
-        else:
-            rows = json.loads(text)
+        lines = [line for line in text.split("\n") if line.strip()] if source.suffix == ".jsonl" else None
+        rows = json.loads(text) if lines is None else [json.loads(line) for line in lines]
     except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"{source}: not JSON: {error}") from error
     if not isinstance(rows, list) or not rows:
@@ -179,16 +177,21 @@ def probe_video(path: Path) -> float:
             raise ValueError("it has no video stream")
         stream = container.streams.video[0]
         stream.thread_type = "AUTO"
-        if stream.duration is not None:
-            seconds = float(stream.duration * stream.time_base)
+        if stream.frames and stream.average_rate:
+            seconds = float(stream.frames / stream.average_rate)
         elif container.duration is not None:
             seconds = container.duration / av.time_base
         else:
             raise ValueError("its header gives no length")
-        container.seek(max(0, int((seconds - TAIL_SECONDS) * av.time_base)))
-        end = max((frame.time for frame in container.decode(stream) if frame.time is not None), default=None)
-        if end is None or end < seconds - TAIL_SECONDS:
-            raise ValueError(f"its header gives {seconds:.1f} s, and the last frame is at {end or 0:.1f} s")
+        start = float((stream.start_time or 0) * stream.time_base)
+        # From its beginning where a container has no index to find its end by.
+        for begin in (max(0.0, start + seconds - TAIL_SECONDS), 0.0):
+            container.seek(int(begin * av.time_base))
+            if times := [frame.time for frame in container.decode(stream) if frame.time is not None]:
+                break
+        end = max(times, default=start) - start
+        if end < seconds - TAIL_SECONDS or not times:
+            raise ValueError(f"its header gives {seconds:.1f} s, and the last frame is at {end:.1f} s")
         if stream.frames == 1:
             raise ValueError("it has one frame; verl needs two")
         return seconds
@@ -237,12 +240,7 @@ def row(question: Question, sampling: Sampling, split: str, index: int) -> dict[
         **media,
         "ability": "video_qa",
         "reward_model": {"style": "rule", "ground_truth": question.answer},
-        "extra_info": {
-            "split": split,
-            "index": index,
-            "id": question.id,
-            "problem_type": question.problem_type,
-        },
+        "extra_info": {"split": split, "index": index, "id": question.id, "problem_type": question.problem_type},
     }
 
 

@@ -300,6 +300,27 @@ def test_a_truncated_video_is_named(clips, tmp_path, share, faststart):
     assert error.value.reason == "unreadable file"
 
 
+@pytest.mark.parametrize(
+    ("suffix", "codec"), [("avi", "mpeg4"), ("mkv", "libx264"), ("webm", "libvpx"), ("ts", "libx264")]
+)
+def test_other_containers_are_read_to_their_end(tmp_path, suffix, codec):
+    whole, part = tmp_path / f"whole.{suffix}", tmp_path / f"part.{suffix}"
+    noise = np.random.default_rng(0)
+    with av.open(str(whole), "w") as container:
+        stream = container.add_stream(codec, rate=25)
+        stream.width, stream.height, stream.pix_fmt = 64, 64, "yuv420p"
+        for _ in range(100):
+            pixels = noise.integers(0, 255, (64, 64, 3), np.uint8)
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")))
+        container.mux(stream.encode())
+    assert prepare.probe("video", whole) == pytest.approx(4, abs=0.1)
+    part.write_bytes(whole.read_bytes()[: whole.stat().st_size // 2])
+    if suffix == "ts":  # has no length: half of a stream is a shorter stream
+        assert prepare.probe("video", part) == pytest.approx(2, abs=0.2)
+    else:
+        assert prepare.probe("video", part)[0] == "unreadable file"
+
+
 def test_a_truncated_picture_is_named(clips, tmp_path):
     whole = (clips / "stills" / "00000.png").read_bytes()
     (tmp_path / "cut.png").write_bytes(whole[: len(whole) // 2])
@@ -355,9 +376,12 @@ def test_the_command_ends_with_one_line_where_it_cannot_work(clips, tmp_path, mo
 
 def test_a_jsonl_is_read_like_a_json(clips, tmp_path):
     lines = tmp_path / "questions.jsonl"
-    lines.write_text("\n\n".join(json.dumps(row) for row in questions(clips)) + "\n")
+    rows = questions(clips)
+    rows[0]["problem"] += " one\u2028line?"
+    lines.write_text("\n\n".join(json.dumps(row, ensure_ascii=False) for row in rows) + "\n")
+    lines.with_suffix(".json").write_text(json.dumps(rows))
     prepare.prepare(lines, tmp_path / "a", clips)
-    prepare.prepare(clips / "questions.json", tmp_path / "b")
+    prepare.prepare(lines.with_suffix(".json"), tmp_path / "b", clips)
     assert (tmp_path / "a" / "train.parquet").read_bytes() == (tmp_path / "b" / "train.parquet").read_bytes()
 
 
