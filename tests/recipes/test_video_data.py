@@ -114,18 +114,21 @@ def test_the_pixels_agree_with_the_answers(clips):
         assert ink.any(axis=(1, 2)).all()
 
 
-def test_a_touch_changes_the_speed_of_both_and_the_number_of_touches_is_that_of_changes():
-    """Speeds change at touches and walls only; away from walls every change is a touch."""
+def test_touches_are_where_two_shapes_meet_and_part():
+    """Speeds change at touches and walls only, and at each touch the two were a frame's way from touching."""
     for seed in range(20):
         scene = make_clips.make_scene(random.Random(seed), SECONDS * FPS, FPS)
         places = np.array(scene.places)  # [T, things, 2]
-        speed = np.diff(places, axis=0)
-        changed = np.abs(np.diff(speed, axis=0)).max(axis=-1) > 1e-9
+        changed = np.abs(np.diff(places, n=2, axis=0)).max(axis=-1) > 1e-9
         near_wall = (places < 0.2).any(axis=-1) | (places > 0.6).any(axis=-1)
-        free = changed & ~near_wall[1:-1]
-        for frame, thing in zip(*np.nonzero(free), strict=True):
+        for frame, thing in zip(*np.nonzero(changed & ~near_wall[1:-1]), strict=True):
             times = [t * FPS for t, a, b in scene.touches if scene.things[thing] in (a, b)]
             assert any(frame - 1 <= time <= frame + 3 for time in times)
+        for time, a, b in scene.touches:
+            pair = places[:, [scene.things.index(thing) for thing in (a, b)]]
+            gap = np.hypot(*(pair[:, 0] - pair[:, 1]).T) / (2 * make_clips.RADIUS)
+            before = int(time * FPS)
+            assert 0.9 < min(gap[before], gap[before + 1]) < 1.35
 
 
 def test_the_same_seed_gives_the_same_bytes_and_another_seed_does_not(tmp_path):
