@@ -11,7 +11,14 @@ from typing import Any
 
 import torch
 from torch.utils.checkpoint import checkpoint
-from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import (
+    AttentionInterface,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 
 from verl_prefix import vision
 from verl_prefix.attention import AttentionPass, GroupedAttention, Scores
@@ -95,16 +102,11 @@ def check_supported(config: PretrainedConfig) -> None:
 
 
 def empty_model(path: str, trust_remote_code: bool = False) -> PreTrainedModel:
-    """The model of a config on torch's meta device: shapes without weights.
-
-    Raises:
-        ValueError: it has a vision tower, and what is planned with it are tokens of text.
-    """
+    """The model of a config on torch's meta device: shapes without weights."""
     config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
-    if vision.is_vision_config(config):
-        raise ValueError(f"{path} is a {config.model_type}, and a plan counts prompts by their text, without pixels")
+    auto_class = AutoModelForImageTextToText if vision.is_vision_config(config) else AutoModelForCausalLM
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+        return auto_class.from_config(config, trust_remote_code=trust_remote_code)
 
 
 def model_shape(model: PreTrainedModel, dtype: torch.dtype) -> ModelShape:

@@ -3,6 +3,8 @@ examples/results."""
 
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pyarrow as pa
@@ -14,7 +16,7 @@ os.environ.setdefault("VERL_PLATFORM", "cpu")
 import verl  # noqa: E402, F401
 
 from verl_prefix import cli, plan  # noqa: E402
-from verl_prefix.testing import write_tiny_model  # noqa: E402
+from verl_prefix.testing import write_tiny_model, write_tiny_vlm  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -103,3 +105,31 @@ def test_response_lengths_from_rollout_dumps(folder, tmp_path):
 def test_what_is_missing_is_named(folder, more, responses, shares, message):
     with pytest.raises(ValueError, match=message):
         build(folder, *more, responses=responses, shares=shares)
+
+
+def test_prompts_with_clips_are_as_long_as_verl_makes_them(tmp_path):
+    """Every clip and still of the recipe is 40 x 40 pixels in the end: the tokens can be counted by hand."""
+    pytest.importorskip("qwen_vl_utils")
+    recipe = Path(__file__).resolve().parents[2] / "recipes" / "video_rlvr"
+    model = write_tiny_vlm(tmp_path / "model", family="qwen2_5_vl")
+
+    def run(script: str, *words: object) -> None:
+        environment = {"PYTHONPATH": ":".join(sys.path)}
+        subprocess.run([sys.executable, recipe / script, *map(str, words)], check=True, timeout=120, env=environment)
+
+    run("make_clips.py", "--output", tmp_path, "--clips", 2, "--stills", 0, "--size", 80)
+    limits = ("--max-frames", 8, "--long", "sample", "--min-pixels", 64, "--max-pixels", 1600)
+    run("prepare.py", "--input", tmp_path / "questions.json", "--output", tmp_path, "--val-size", 2, *limits)
+    words = overrides(tmp_path, "data.image_patch_size=4", f"actor_rollout_ref.model.path={model}")
+    found = plan.build("ppo_trainer", words, "20", None)
+    text = pq.read_table(tmp_path / "train.parquet")["prompt"].to_pylist()
+    tokenizer = plan.hf_tokenizer(model)
+    asked = [len(tokenizer(row[0]["content"], add_special_tokens=False).input_ids) for row in text]
+    # 8 frames in pairs of 100 patches, four of them one token: 4 x 25 tokens, and the text.
+    assert found["prompt_tokens"]["count"] == len(text)
+    assert min(asked) + 100 <= found["prompt_tokens"]["p5"] <= found["prompt_tokens"]["p95"] <= max(asked) + 120
+    assert found["unsupported"] == [] and found["speedup"]["update"] > 1.5
+    for clip in tmp_path.rglob("*.mp4"):
+        clip.write_bytes(b"")
+    with pytest.raises(plan.PlanError, match="row 0: its images or videos cannot be read"):
+        plan.build("ppo_trainer", words, "20", None)
