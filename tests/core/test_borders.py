@@ -18,7 +18,7 @@ MAY_IMPORT = {
     "hydra": EDGES,
     "omegaconf": EDGES,
     "tensordict": EDGES,
-    "transformers": ("models.py", "testing.py", "config/", "cpu/"),
+    "transformers": ("models.py", "testing.py", "bench/", "config/", "cpu/"),
     "vllm": ("cpu/",),
 }
 LAYERS = [
