@@ -100,11 +100,12 @@ class Forward(NamedTuple):
 
 
 class Done(NamedTuple):
-    """Seconds of all, seconds of forwards with their losses, and the batch's loss."""
+    """Seconds of all and of forwards with their losses; the batch's loss; bytes allocated at phase B's peak."""
 
     seconds: float
     forward: float
     loss: float
+    phase_b: int | None = None
 
 
 def stock_attention(device: str, dtype: torch.dtype) -> str:
@@ -121,8 +122,12 @@ def stock_attention(device: str, dtype: torch.dtype) -> str:
     return "sdpa"
 
 
-def run_arm(job: Job, arm: str, train: bool = True, attention: str | None = None) -> Done:
-    """One update on zeroed gradients, or one log-prob pass. `attention`: another one for stock than the best."""
+def run_arm(job: Job, arm: str, train: bool = True, attention: str | None = None, measure_peak: bool = False) -> Done:
+    """One update on zeroed gradients, or one log-prob pass.
+
+    Args:
+        attention: another one for stock than `stock_attention`. measure_peak: see `Schedule`.
+    """
     model, batch = job.model, job.batch
     path, _, added = arm.partition("+")
     if path == "auto":
@@ -133,7 +138,7 @@ def run_arm(job: Job, arm: str, train: bool = True, attention: str | None = None
     model.zero_grad(set_to_none=False)
     wait = torch.cuda.synchronize if model.device.type == "cuda" else lambda: None
     losses: list[torch.Tensor] = []
-    backward_s = 0.0
+    backward_s, phase_b = 0.0, None
 
     def backward(loss: torch.Tensor) -> None:
         nonlocal backward_s
@@ -156,10 +161,12 @@ def run_arm(job: Job, arm: str, train: bool = True, attention: str | None = None
                 return batch.loss(layout.suffix_index.to(log_probs.device), log_probs)
 
             schedule = Schedule(
-                model, batch.log_probs, step, backward, logits_chunk=job.logits_chunk, offload=added == "offload"
-            )
+                model, batch.log_probs, step, backward,
+                logits_chunk=job.logits_chunk, offload=added == "offload", measure_peak=measure_peak,
+            )  # fmt: skip
             schedule.run(batch.tokens, plan)
             backward_s += schedule.seconds.get("phase_c", 0.0)
+            phase_b = schedule.phase_b_peak
         else:
             name, forwards = _forwards(job, path, attention)
             model.set_attn_implementation(name)
@@ -167,7 +174,7 @@ def run_arm(job: Job, arm: str, train: bool = True, attention: str | None = None
                 _run(job, forward, backward)
     wait()
     seconds = time.perf_counter() - start
-    return Done(seconds, seconds - backward_s, float(sum(losses)))
+    return Done(seconds, seconds - backward_s, float(sum(losses)), phase_b)
 
 
 def make_arm_plan(groups: Sequence[Group], budget: int, schedule: str) -> Plan:
@@ -242,8 +249,9 @@ def block_mask(layout: Layout, device: torch.device) -> BlockMask:
     def allowed(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
         return ((own[kv] == own[q]) | (own[kv] == parent[q])) & (kv <= q)
 
-    tokens = layout.num_tokens
-    return create_block_mask(allowed, None, None, tokens, tokens, device=device.type)
+    # Compiled, it does not build the T x T mask first.
+    build = _compiled(create_block_mask) if device.type == "cuda" else create_block_mask
+    return build(allowed, None, None, layout.num_tokens, layout.num_tokens, device=device.type)
 
 
 def _flex_forward(batch: Batch, groups: Sequence[Group]) -> Forward:
@@ -256,14 +264,17 @@ def _flex_forward(batch: Batch, groups: Sequence[Group]) -> Forward:
 
 
 @functools.cache
-def _compiled_flex() -> Callable[..., torch.Tensor]:
-    return torch.compile(flex_attention)
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compile(function)
 
 
 def _flex_attention(module, query, key, value, attention_mask, scaling=None, prefix_blocks=None, **_):
-    attend = _compiled_flex() if query.is_cuda else flex_attention
+    attend = _compiled(flex_attention) if query.is_cuda else flex_attention
     out = attend(query, key, value, block_mask=prefix_blocks, scale=scaling, enable_gqa=True)
     return out.transpose(1, 2).contiguous(), None
+
+
+_lower_right = functools.cache(causal_lower_right)
 
 
 def _prefix_grouper_attention(model: PreTrainedModel) -> str:
@@ -276,7 +287,7 @@ def _prefix_grouper_attention(model: PreTrainedModel) -> str:
 
     def sdpa(q, k, v, mask, *, scaling, **_):
         # `mask` hides padding, and no row is padded here.
-        causal = causal_lower_right(q.shape[2], k.shape[2])
+        causal = _lower_right(q.shape[2], k.shape[2])
         out = torch.nn.functional.scaled_dot_product_attention(q, k, v, causal, scale=scaling, enable_gqa=True)
         return out.transpose(1, 2)
 

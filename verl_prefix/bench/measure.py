@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from verl_prefix.bench import report as tables
 from verl_prefix.bench.arms import WAVES_PER_BUDGET, Job, build_batch, make_arm_plan, run_arm, stock_attention
-from verl_prefix.bench.memory import added_peak_here, added_peak_mib, capacity, in_fresh_process, warm_up
+from verl_prefix.bench.memory import added_peak, added_peak_here, capacity, in_fresh_process, warm_up
 from verl_prefix.bench.options import STOCK, Options, Size, full_depth, unavailable
 from verl_prefix.cost import ModelShape, Pass, plan_passes
 from verl_prefix.gate import Gate
@@ -29,6 +29,7 @@ from verl_prefix.schedule import Schedule
 from verl_prefix.waves import Plan, make_plan
 
 SCHEMA = "verl_prefix.bench/1"
+COMMIT = "VERL_PREFIX_COMMIT"  # the clean commit of a copy without .git
 PACKAGES = ("torch", "transformers", "prefix-grouper", "flash-attn", "verl")
 MOST_ROUNDS, QUICK_S = 15, 3.0
 MIN_SPEEDUP = 1.05  # the default of actor.prefix.min_speedup
@@ -138,8 +139,8 @@ class Bench:
         done = self._step(text, result["flops"] * counts, run_arm, job, arm)
         result["seconds"]["update"].append(done.seconds)
         result["seconds"]["forward"].append(done.forward)
-        if truth and counts:
-            result["grad_error"] = max(gradient_error(self.model, truth), result.get("grad_error", 0.0))
+        if truth and turn == 0:
+            result["grad_error"] = gradient_error(self.model, truth)
         if "+" not in arm:  # what is added changes nothing without gradients
             done = self._step(text, result["flops"] / 3 * counts, run_arm, job, arm, False)
             result["seconds"]["log_probs"].append(done.seconds)
@@ -167,12 +168,9 @@ class Bench:
             return {}
         text, size = f"{job.batch.size} memory of {arm}", job.batch.size
         if self.options.device == "cpu":
-            args = in_fresh_process, added_peak_mib, self.options, arm, size, self.layers, job.plan
-            return {"added_peak_mib": self._step(text, cost, *args)}
+            return self._step(text, cost, in_fresh_process, added_peak, self.options, arm, size, self.layers, job.plan)
         try:
-            return {
-                "added_peak_mib": self._step(text, cost, added_peak_here, self.options, arm, self.model, size, job.plan)
-            }
+            return self._step(text, cost, added_peak_here, self.options, arm, self.model, size, job.plan)
         except torch.OutOfMemoryError as error:
             reason = f"out of memory: {str(error).splitlines()[0]}"
         self.model.zero_grad(set_to_none=False)
@@ -181,12 +179,14 @@ class Bench:
 
 
 def git_state() -> dict[str, Any]:
-    """Commit, and whether files other than results differ from it; None and True outside of git."""
+    """Commit, and whether files other than results differ from it; outside of git as `COMMIT` says, or None, True."""
     git = ["git", "-C", str(Path(__file__).parent)]
     commit = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True)
     status = subprocess.run(
         [*git, "status", "--porcelain", "--", ":/", ":(exclude,top)examples/results"], capture_output=True
     )
+    if commit.returncode and os.environ.get(COMMIT):
+        return {"commit": os.environ[COMMIT], "dirty": False}
     return {"commit": commit.stdout.strip() or None, "dirty": bool(status.returncode or status.stdout)}
 
 

@@ -27,17 +27,18 @@ def warm_up(options: Options, arm: str, model: PreTrainedModel) -> None:
     run_arm(job, arm, train=False)
 
 
-def added_peak_mib(options: Options, arm: str, size: Size, layers: int, plan: Plan | None = None) -> float:
-    """MiB that one update adds at its peak to model, gradients, inputs and what a tiny update leaves behind.
-
-    On a CPU to be called in a fresh process: memory that an earlier run freed and the process still holds would hide a
-    part.
-    """
+def added_peak(options: Options, arm: str, size: Size, layers: int, plan: Plan | None = None) -> dict[str, float]:
+    """`added_peak_here` of a model of its own, for a fresh process on a CPU: memory that an earlier run freed and the
+    process still holds would hide a part."""
     torch.set_num_threads(options.threads)
     return added_peak_here(options, arm, options.model(layers), size, plan)
 
 
-def added_peak_here(options: Options, arm: str, model: PreTrainedModel, size: Size, plan: Plan | None) -> float:
+def added_peak_here(
+    options: Options, arm: str, model: PreTrainedModel, size: Size, plan: Plan | None
+) -> dict[str, float]:
+    """MiB that one update adds at its peak to model, gradients, inputs and what a tiny update leaves behind; phased on
+    CUDA also at the peak of phase B."""
     job = Job(model, build_batch(size, model.config.vocab_size, options.device), options.budget_of(size), plan=plan)
     warm_up(options, arm, model)
     if options.device == "cuda":
@@ -46,7 +47,10 @@ def added_peak_here(options: Options, arm: str, model: PreTrainedModel, size: Si
         RESET_PEAK.write_text("5")  # proc(5): sets VmHWM back to VmRSS, so that building does not hide the peak
     before, _ = _memory_mib(options.device)
     run_arm(job, arm)
-    return _memory_mib(options.device)[1] - before
+    found = {"added_peak_mib": _memory_mib(options.device)[1] - before}
+    if options.device == "cuda" and arm.startswith("phased"):
+        found["phase_b_peak_mib"] = run_arm(job, arm, measure_peak=True).phase_b / 2**20 - before
+    return found
 
 
 def _memory_mib(device: str) -> list[float]:
@@ -91,9 +95,12 @@ def capacity(options: Options, arm: str, size: Size, layers: int) -> int:
     if options.device == "cpu":
         weights = build_model(options.shape, layers, "meta", options.torch_dtype)
         resident = sum(2 * p.numel() * p.element_size() for p in weights.parameters()) / 2**20
-        return longest_total(
-            lambda total: resident + in_fresh_process(added_peak_mib, options, arm, sized(total), layers) <= gib * 1024
-        )
+
+        def fits(total: int) -> bool:
+            added = in_fresh_process(added_peak, options, arm, sized(total), layers)["added_peak_mib"]
+            return resident + added <= gib * 1024
+
+        return longest_total(fits)
     torch.cuda.empty_cache()
     torch.cuda.set_per_process_memory_fraction(min(1.0, gib * 2**30 / torch.cuda.mem_get_info()[1]))
     model = options.model(layers)
