@@ -13,13 +13,18 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from verl_prefix import cli
 from verl_prefix.bench import arms, measure, memory, report
-from verl_prefix.bench.options import ARMS, SHAPES, Options, Size, build_model, full_depth
+from verl_prefix.bench.options import ARMS, Options, Size, build_model, full_depth
 from verl_prefix.models import ATTENTION_NAME, model_shape
 
 ROOT = Path(__file__).resolve().parents[2]
 SIZE = Size(37, 11, 5)
 RUNNING = [arm for arm in ARMS if arm not in ("flex", "auto")]
 COMMAND = "bench --shape tiny --device cpu --threads 1 --repeats 1 --no-memory --allow-dirty".split()
+
+
+@pytest.fixture(autouse=True)
+def no_more_rounds_than_asked_for(monkeypatch) -> None:
+    monkeypatch.setattr(measure, "QUICK_S", 0.0)
 
 
 @pytest.fixture(scope="module")
@@ -89,6 +94,8 @@ def test_flops_are_those_of_the_matmuls_that_run(truth, arm: str, budget: int) -
     attention = (4 if "checkpoint" in arm else 3) * 2 * 4 * 64 * pairs
     # Rotary angles are a small matmul too, which the model leaves out.
     found = measure.update_flops(model_shape(model, torch.float32), SIZE, arm, budget)
+    if arm == "stock+checkpoint":  # torch stops running a layer again before its last matmul
+        found -= 2 * 2 * 192 * 64 * 5 * SIZE.row
     if arm == "prefix_grouper":  # its suffix reads the last prompt token as a key, not as a query
         assert found == pytest.approx(counter.get_total_flops() + attention, rel=1e-2)
     else:
@@ -97,8 +104,9 @@ def test_flops_are_those_of_the_matmuls_that_run(truth, arm: str, budget: int) -
 
 def test_flops_of_a_split_group_count_its_prefix_again() -> None:
     shape = model_shape(build_model("tiny", 2, "cpu", torch.float32), torch.float32)
-    once, split = (measure.update_flops(shape, SIZE, "packed", budget) for budget in (10**6, 60))
-    assert split > 2 * once
+    once = measure.update_flops(shape, SIZE, "packed", 10**6)
+    pieces = [measure.update_flops(shape, SIZE._replace(group=rows), "packed", 10**6) for rows in (2, 2, 1)]
+    assert measure.update_flops(shape, SIZE, "packed", 60) == pytest.approx(sum(pieces))
     assert measure.update_flops(shape, SIZE, "phased", 60) == pytest.approx(once)
     assert measure.update_flops(shape, SIZE, "ideal", 60) == pytest.approx(once)
 
@@ -220,16 +228,6 @@ def test_every_grid_row_can_be_asked_for() -> None:
         assert sizes and all(min(size) > 0 for size in sizes)
     assert len(report.grid(["cpu", "cpu"])) == len(report.GRIDS["cpu"])
     assert {size.row for size in (Size(*row) for row in report.grid(["paper"]))} == {12288 + 1}
-
-
-def test_added_memory_holds_the_logits_at_least(monkeypatch) -> None:
-    options = Options((SIZE,), shape="tiny", device="cpu", threads=1)
-    fields = SHAPES["tiny"]
-    monkeypatch.setitem(SHAPES, "tiny", (fields[0], (*fields[1][:-1], 20000), fields[2]))
-    # 55 response tokens: 55 x 20000 fp32 logits and their gradients. In this process, whose freed memory may hide some.
-    big = Size(37, 55, 9)
-    added = memory.added_peak_here(options, "packed", options.model(2), big, None)["added_peak_mib"]
-    assert 2 * big.suffix * big.group * 20000 * 4 / 2**20 < added < 6 * big.suffix * big.group * 20000 * 4 / 2**20
 
 
 def test_a_fresh_process_measures_memory() -> None:

@@ -71,10 +71,12 @@ def in_fresh_process(function: Callable[..., Any], *args: Any) -> Any:
 
 
 def longest_total(trains: Callable[[int], bool], step: int = CAPACITY_STEP, most: int = CAPACITY_MOST) -> int:
-    """The largest multiple of `step`, up to `most`, for which `trains(total)` holds (0: none): doubling, bisecting."""
+    """The largest multiple of `step` for which `trains(total)` holds (0: none): doubling up to `most`, bisecting."""
     good, bad = 0, step
-    while bad <= most and trains(bad):
+    while trains(bad):
         good, bad = bad, 2 * bad
+        if bad > most:
+            return good
     while bad - good > step:
         middle = (good + bad) // 2 // step * step
         good, bad = (middle, bad) if trains(middle) else (good, middle)

@@ -136,5 +136,6 @@ class Options:
         return model
 
     def asdict(self) -> dict[str, Any]:
-        """For JSON. Rows may differ between runs that go into one file."""
-        return {k: v for k, v in asdict(self).items() if k != "sizes"} | {"layers": list(self.layers)}
+        """As JSON has it. Rows may differ between runs that go into one file."""
+        fields = {name: value for name, value in asdict(self).items() if name != "sizes"}
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in fields.items()}

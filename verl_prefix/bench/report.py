@@ -137,7 +137,7 @@ def markdown(report: dict[str, Any]) -> str:
             table.append([_size(row, len(config["layers"]) > 1) if i == 0 else "", *_cells(row, name, arm, with_mfu)])
     lines += [f"| {' | '.join(cells)} |" for cells in (table[0], ["---"] * len(table[0]), *table[1:])]
     lines += ["", *_notes(report, rows)]
-    return "\n".join(lines)
+    return "\n".join(lines).rstrip()
 
 
 _ATTENTION = {
