@@ -30,7 +30,7 @@ job() {  # NAME ARGUMENTS...: one JSON file; the most important jobs come first
     for word in "$@"; do
         if [[ -n ${DRY_RUN:-} ]]; then
             case $word in
-                */*/*) word=$(awk -F/ '{ print int($1 / 256) + 1 "/" int($2 / 256) + 1 "/2" }' <<<"$word") ;;
+                */*/*) word=$(awk -F/ '{ print int($1 / 256) + 1 "/" int($2 / 256) + 1 "/" int($3 / 8) + 1 }' <<<"$word") ;;
                 qwen* | llama*) word=tiny ;;
                 float32) word=float64 ;;
                 48) word=0.01 ;;

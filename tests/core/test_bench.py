@@ -2,6 +2,7 @@
 
 import copy
 import json
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -13,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from verl_prefix import cli
 from verl_prefix.bench import arms, measure, memory, report
-from verl_prefix.bench.options import ARMS, Options, Size, build_model, full_depth
+from verl_prefix.bench.options import ARMS, SHAPES, Options, Size, build_model, full_depth
 from verl_prefix.models import ATTENTION_NAME, model_shape
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -227,6 +228,7 @@ def test_every_grid_row_can_be_asked_for() -> None:
         sizes = [Size(*row) for row in report.grid([name])]
         assert sizes and all(min(size) > 0 for size in sizes)
     assert len(report.grid(["cpu", "cpu"])) == len(report.GRIDS["cpu"])
+    assert Options((SIZE, Size(1, 2, 3), SIZE), device="cpu").sizes == (SIZE, Size(1, 2, 3))
     assert {size.row for size in (Size(*row) for row in report.grid(["paper"]))} == {12288 + 1}
 
 
@@ -307,3 +309,45 @@ def test_render_replaces_what_is_between_the_marks(tmp_path: Path, capsys) -> No
     page.write_text("no marks")
     assert cli.main(["bench", "--render", str(out), "--into", str(page)]) == 2
     assert report.MARKS[0] in capsys.readouterr().err
+
+
+def test_the_gpu_script_runs_its_jobs_and_goes_on(tmp_path: Path) -> None:
+    """Tiny model and rows on a CPU; the second call finds the first one's job done."""
+    results, out = tmp_path / "results", tmp_path / "out"
+    out.mkdir()
+    command = ["bash", ROOT / "examples/bench_gpu.sh"]
+    settings = dict(DRY_RUN="1", JOBS="paper", RESULTS=str(results), OUT=str(out), PYTHON=sys.executable)
+    environment = os.environ | settings
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "== paper" in done.stdout and "== small" not in done.stdout
+    found = json.loads((out / "paper.json").read_text())
+    assert [(row["layers"], row["group"]) for row in found["rows"]] == [(2, 2), (2, 3), (2, 5), (4, 2), (4, 3), (4, 5)]
+    again = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert again.returncode == 0 and "== paper" not in again.stdout
+
+
+def test_the_gpu_script_asks_for_what_there_is() -> None:
+    """Every job's options are valid, which DRY_RUN shows of the first alone."""
+    text = (ROOT / "examples/bench_gpu.sh").read_text().replace("\\\n", " ")
+    ours = text.split("OURS=")[1].splitlines()[0]
+    jobs = [line.replace("$OURS", ours).split()[2:] for line in text.splitlines() if line.startswith("job ")]
+    assert len(jobs) == 7 and len({job[1] for job in jobs}) == 2
+    for job in jobs:
+        words = dict(zip(job, job[1:], strict=False))
+        assert words["--shape"] in SHAPES
+        assert set(words["--arms"].split(",")) <= set(ARMS)
+        assert (
+            report.grid([name for option, name in zip(job, job[1:], strict=False) if option == "--grid"])
+            or "--rows" in job
+        )
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_a_copy_without_git_has_the_commit_it_was_told(known: bool, monkeypatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(measure, "__file__", str(tmp_path / "measure.py"))
+    monkeypatch.delenv(measure.COMMIT, raising=False)
+    if known:
+        monkeypatch.setenv(measure.COMMIT, "a" * 40)
+    expected = {"commit": "a" * 40, "dirty": False} if known else {"commit": None, "dirty": True}
+    assert measure.git_state() == expected

@@ -92,6 +92,7 @@ class Options:
     capacity: float | None = None
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "sizes", tuple(dict.fromkeys(self.sizes)))
         if not self.sizes:
             raise ValueError("nothing to measure: give --grid cpu, another grid, or --rows P/S/G")
         for name in ("repeats", "threads", "budget"):
