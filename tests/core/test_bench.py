@@ -263,7 +263,7 @@ def test_capacity_counts_model_gradients_and_what_an_update_adds(monkeypatch) ->
         memory, "in_fresh_process", lambda function, options, arm, size, layers: {"added_peak_mib": size.row / 100}
     )
     weights = 2 * sum(p.numel() * 4 for p in build_model("tiny", 2, "meta", torch.float32).parameters()) / 2**20
-    longest = memory.capacity(options, "packed", SIZE, 2)
+    longest = memory.capacity(options, "packed", SIZE, 2, options.model(2))
     assert longest / 100 <= 20 - weights < (longest + memory.CAPACITY_STEP) / 100
 
 
@@ -337,10 +337,8 @@ def test_the_gpu_script_asks_for_what_there_is() -> None:
         words = dict(zip(job, job[1:], strict=False))
         assert words["--shape"] in SHAPES
         assert set(words["--arms"].split(",")) <= set(ARMS)
-        assert (
-            report.grid([name for option, name in zip(job, job[1:], strict=False) if option == "--grid"])
-            or "--rows" in job
-        )
+        grids = [name for option, name in zip(job, job[1:], strict=False) if option == "--grid"]
+        assert report.grid(grids) or "--rows" in job
 
 
 @pytest.mark.parametrize("known", [True, False])

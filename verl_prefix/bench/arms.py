@@ -29,7 +29,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, PreTrainedModel
 
 from verl_prefix.attention import AttentionPass
-from verl_prefix.bench.options import STOCK, Size
+from verl_prefix.bench.options import RECOMPILE_LIMIT, STOCK, Size
 from verl_prefix.groups import Group, group_rows
 from verl_prefix.kernels import aten
 from verl_prefix.layout import Layout, Segment, build_layout
@@ -265,6 +265,7 @@ def _flex_forward(batch: Batch, groups: Sequence[Group]) -> Forward:
 
 @functools.cache
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    torch._dynamo.config.recompile_limit = RECOMPILE_LIMIT
     return torch.compile(function)
 
 

@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from verl_prefix.bench import report as tables
 from verl_prefix.bench.arms import WAVES_PER_BUDGET, Job, build_batch, make_arm_plan, run_arm, stock_attention
-from verl_prefix.bench.memory import added_peak, added_peak_here, capacity, in_fresh_process, warm_up
+from verl_prefix.bench.memory import added_peak, added_peak_here, capacity, free_memory, in_fresh_process, warm_up
 from verl_prefix.bench.options import STOCK, Options, Size, full_depth, unavailable
 from verl_prefix.cost import ModelShape, Pass, plan_passes
 from verl_prefix.gate import Gate
@@ -173,8 +173,7 @@ class Bench:
             return self._step(text, cost, added_peak_here, self.options, arm, self.model, size, job.plan)
         except torch.OutOfMemoryError as error:
             reason = f"out of memory: {str(error).splitlines()[0]}"
-        self.model.zero_grad(set_to_none=False)
-        torch.cuda.empty_cache()
+        free_memory()
         return {"failed": reason}
 
 
@@ -266,7 +265,7 @@ def run(options: Options, out: Path | None = None, allow_dirty: bool = False) ->
                     row["capacity"] = {}
                     for arm in options.running:
                         progress.set_description(f"{size} capacity of {arm}", refresh=sys.stderr.isatty())
-                        row["capacity"][arm] = capacity(options, arm, size, layers)
+                        row["capacity"][arm] = capacity(options, arm, size, layers, bench.model)
                 report["rows"].append(row)
                 tables.compare(report)
                 if out:

@@ -1,5 +1,6 @@
 """Memory of an arm: what one update adds at its peak, and the longest rows that train within a limit."""
 
+import gc
 import multiprocessing
 import os
 import re
@@ -12,7 +13,7 @@ import torch
 from transformers import PreTrainedModel
 
 from verl_prefix.bench.arms import Job, build_batch, make_arm_plan, run_arm
-from verl_prefix.bench.options import RESET_PEAK, Options, Size, build_model
+from verl_prefix.bench.options import RESET_PEAK, Options, Size
 from verl_prefix.waves import Plan
 
 TINY = Size(8, 4, 2)
@@ -83,41 +84,44 @@ def longest_total(trains: Callable[[int], bool], step: int = CAPACITY_STEP, most
     return good
 
 
-def capacity(options: Options, arm: str, size: Size, layers: int) -> int:
+def capacity(options: Options, arm: str, size: Size, layers: int, model: PreTrainedModel) -> int:
     """Prompt and response tokens, in the proportion of `size`, of the longest row that trains within the limit.
 
     The limit holds model, gradients and all that an update adds: on CUDA as the allocator's limit, on a CPU measured.
     """
-    gib = options.capacity
 
     def sized(total: int) -> Size:
         suffix = max(1, round(total * size.suffix / size.row))
         return Size(total - 1 - suffix, suffix, size.group)
 
     if options.device == "cpu":
-        weights = build_model(options.shape, layers, "meta", options.torch_dtype)
-        resident = sum(2 * p.numel() * p.element_size() for p in weights.parameters()) / 2**20
+        resident = sum(2 * p.numel() * p.element_size() for p in model.parameters()) / 2**20
 
         def fits(total: int) -> bool:
             added = in_fresh_process(added_peak, options, arm, sized(total), layers)["added_peak_mib"]
-            return resident + added <= gib * 1024
+            return resident + added <= options.capacity * 1024
 
         return longest_total(fits)
-    torch.cuda.empty_cache()
-    torch.cuda.set_per_process_memory_fraction(min(1.0, gib * 2**30 / torch.cuda.mem_get_info()[1]))
-    model = options.model(layers)
 
     def trains(total: int) -> bool:
+        batch = build_batch(sized(total), model.config.vocab_size, "cuda")
         try:
-            batch = build_batch(sized(total), model.config.vocab_size, "cuda")
             run_arm(Job(model, batch, options.budget_of(batch.size)), arm)
         except torch.OutOfMemoryError:
             return False
         finally:
-            torch.cuda.empty_cache()
+            free_memory()
         return True
 
+    free_memory()
+    torch.cuda.set_per_process_memory_fraction(min(1.0, options.capacity * 2**30 / torch.cuda.mem_get_info()[1]))
     try:
         return longest_total(trains)
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+def free_memory() -> None:
+    """Gives what nobody holds back to the CUDA device, also what waits in cycles of a broken-off update."""
+    gc.collect()
+    torch.cuda.empty_cache()

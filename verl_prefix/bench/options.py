@@ -13,6 +13,7 @@ ARMS = (
     *STOCK, "prefix_grouper", "flex", "packed", "phased", "auto",
     "phased+offload", "stock+checkpoint", "phased+checkpoint",
 )  # fmt: skip
+RECOMPILE_LIMIT = 128  # every arm has its own attention, gradient mode and shapes; beyond it, eager code runs unseen
 RESET_PEAK = Path("/proc/self/clear_refs")
 LLAMA = dict(rms_norm_eps=1e-5)
 # As published in each model's config.json; `small` is this project's CPU bench, `tiny` is for its tests.
@@ -131,7 +132,7 @@ class Options:
         longest = max(size.row for size in self.sizes)
         model = build_model(self.shape, layers, self.device, self.torch_dtype, max(4096, longest))
         if self.compile:
-            torch._dynamo.config.recompile_limit = 128  # every arm has its own attention and its own gradient mode
+            torch._dynamo.config.recompile_limit = RECOMPILE_LIMIT
             for layer in model.base_model.layers:
                 layer.compile(dynamic=True)
         return model
