@@ -4,9 +4,10 @@
 #
 #   VERL_PREFIX_COMMIT=$(git rev-parse HEAD) OUT=DIR examples/bench_gpu.sh
 #
-# Rows that are measured are in outputs/bench_gpu/*.json, after every row, and are not measured again. At the end of each
-# call, the JSON files go to OUT, if that is set; `verl-prefix bench --render FILE` makes Markdown and PNG of one. By the
-# FLOPs of its rows, at 400 TFLOP/s, all of it takes 950 s and start-up (not yet tried on a GPU).
+# Rows that are measured are in outputs/bench_gpu/*.json, after every row, and are not measured again. At the end of
+# each call, the JSON files go to OUT, if that is set; `verl-prefix bench --render FILE` makes Markdown and PNG of one.
+# By the FLOPs of its rows at 400 TFLOP/s, with start-up, all of it takes 1050 s and the capacity search (not yet tried
+# on a GPU).
 #
 #   VERL_PREFIX_COMMIT   the clean commit that these files are, where no .git came along
 #   LIMIT                seconds of one call; 560 by default
@@ -30,7 +31,7 @@ job() {  # NAME ARGUMENTS...: one JSON file; the most important jobs come first
     for word in "$@"; do
         if [[ -n ${DRY_RUN:-} ]]; then
             case $word in
-                */*/*) word=$(awk -F/ '{ print int($1 / 256) + 1 "/" int($2 / 256) + 1 "/" int($3 / 8) + 1 }' <<<"$word") ;;
+                */*/*) word=$(awk -F/ '{ print int($1 / 256) + 1 FS int($2 / 256) + 1 FS int($3 / 8) + 1 }' <<<"$word") ;;
                 qwen* | llama*) word=tiny ;;
                 float32) word=float64 ;;
                 48) word=0.01 ;;
@@ -50,21 +51,18 @@ job() {  # NAME ARGUMENTS...: one JSON file; the most important jobs come first
     esac
 }
 
-OURS=stock,prefix_grouper,flex,packed,phased,auto,phased+offload
-job paper      --shape qwen3-8b --layers 2,4 --repeats 2 --truth none --arms $OURS \
-               --rows 10240/2048/8 10240/2048/16 10240/2048/32
-job small      --shape qwen3-8b --layers 2,4 --repeats 2 --truth float32 --arms padded,stock_lean,$OURS,stock+checkpoint,phased+checkpoint \
-               --grid verl4368 --grid musique --grid video --grid gsm8k
-job compiled   --shape qwen3-8b --layers 2,4 --repeats 2 --truth none --arms stock,packed,phased --compile \
-               --rows 10240/2048/32
-job capacity   --shape qwen3-8b --layers 8 --repeats 1 --truth none --arms stock,packed,phased,phased+offload \
-               --rows 10240/2048/2 --capacity 48
-job llama      --shape llama3-8b --layers 2,4 --repeats 2 --truth none --arms $OURS \
+ALL=stock,prefix_grouper,flex,packed,phased,auto,phased+offload
+FEW=stock,packed,phased
+job paper      --shape qwen3-8b --layers 2,4 --repeats 2 --truth none --arms $ALL \
                --rows 10240/2048/8 10240/2048/32
-job splits     --shape qwen3-8b --layers 2,4 --repeats 2 --truth none --arms $OURS \
-               --rows 8192/4096/8 6144/6144/8 2048/10240/8
-job dualkv     --shape qwen3-8b --layers 2,4 --repeats 1 --truth none --arms stock,flex,packed,phased,auto \
-               --grid dualkv
+job small      --shape qwen3-8b --layers 2,4 --repeats 2 --truth float32 \
+               --arms padded,stock_lean,$ALL,stock+checkpoint,phased+checkpoint --grid musique --grid video --grid gsm8k
+job compiled   --shape qwen3-8b --layers 2,4 --repeats 1 --truth none --arms stock,phased --compile --rows 10240/2048/32
+job capacity   --shape qwen3-8b --layers 8 --repeats 1 --truth none --arms stock,phased --rows 10240/2048/2 --capacity 48
+job llama      --shape llama3-8b --layers 2,4 --repeats 1 --truth none --arms $FEW --rows 10240/2048/8 10240/2048/32
+job verl4368   --shape qwen3-4b --layers 2,4 --repeats 2 --truth float32 --arms padded,$FEW --grid verl4368
+job splits     --shape qwen3-8b --layers 2,4 --repeats 1 --truth none --arms $FEW --rows 6144/6144/8 2048/10240/8
+job dualkv     --shape qwen3-8b --layers 2,4 --repeats 1 --truth none --arms $FEW --rows 4096/512/28 16384/512/28
 
 [[ -z ${OUT:-} ]] || cp "$RESULTS"/*.json "$OUT"
 exit $failed
