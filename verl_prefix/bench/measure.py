@@ -92,7 +92,7 @@ class Bench:
         batch = build_batch(size, self.model.config.vocab_size, options.device)
         arms, auto, plan = list(options.running), None, None
         if "auto" in arms:
-            plan, auto = self._choose(batch.groups, budget, arms)
+            plan, auto = self._step(f"{size} gate", 0, self._choose, batch.groups, budget, arms)
             if auto["same_as"]:
                 arms.remove("auto")
         job = Job(self.model, batch, budget, plan=plan)

@@ -14,7 +14,7 @@ GRIDS: dict[str, tuple[tuple[int, int, int], ...]] = {
     "musique": tuple((2400, s, 8) for s in (64, 128, 256, 512)),
     "video": ((8192, 256, 8),),
     "gsm8k": ((100, 600, 8),),
-    "cpu": ((2048, 256, 8), (512, 256, 4), (100, 300, 4), (64, 64, 2)),
+    "cpu": ((2048, 256, 8), (512, 256, 4), (100, 300, 2), (64, 64, 2)),
     "tiny": ((37, 11, 3), (20, 30, 2)),
 }
 # Dense bf16 tensor-core FLOP/s, from NVIDIA's data sheets, by a part of the device's name.
