@@ -6,8 +6,8 @@
 #
 # Rows that are measured are in outputs/bench_gpu/*.json, after every row, and are not measured again. At the end of
 # each call, the JSON files go to OUT, if that is set; `verl-prefix bench --render FILE` makes Markdown and PNG of one.
-# By the FLOPs of its rows at 400 TFLOP/s, with start-up, all of it takes 1050 s and the capacity search (not yet tried
-# on a GPU).
+# On a fresh machine put them back there first, and name the same commit. By the FLOPs of its rows at 400 TFLOP/s, with
+# start-up, all of it takes 1050 s and the capacity search (not yet tried on a GPU).
 #
 #   VERL_PREFIX_COMMIT   the clean commit that these files are, where no .git came along
 #   LIMIT                seconds of one call; 560 by default
