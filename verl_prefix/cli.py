@@ -9,6 +9,9 @@ from verl_prefix import doctor
 
 REPLAY_OPTIONS = ("trace", "synthetic", "model", "arms", "steps", "ranks", "dtype", "lr", "truth_steps")
 
+BENCH_OPTIONS = ("shape", "arms", "layers", "repeats", "budget", "truth", "device", "dtype", "threads", "memory",
+                 "compile", "capacity")  # fmt: skip
+
 
 def _ab(arguments: argparse.Namespace) -> int:
     import torch
@@ -42,6 +45,61 @@ def _plan(arguments: argparse.Namespace) -> int:
     except ValueError as error:
         print(f"verl-prefix plan: {error}", file=sys.stderr)
         return 2
+
+
+def _bench(arguments: argparse.Namespace) -> int:
+    from verl_prefix.bench import report
+
+    given = {key: value for key, value in vars(arguments).items() if key in BENCH_OPTIONS and value is not None}
+    try:
+        if arguments.render:
+            return report.render(arguments.render, arguments.into)
+        if arguments.into:
+            raise ValueError("--into is for --render")
+        from verl_prefix.bench import measure, options
+
+        sizes = tuple(options.Size(*size) for size in (*report.grid(arguments.grid), *arguments.rows))
+        return measure.run(options.Options(sizes, **given), arguments.out, arguments.allow_dirty)
+    except (ValueError, OSError) as error:
+        print(f"verl-prefix bench: {error}", file=sys.stderr)
+        return 2
+
+
+def _size(text: str) -> tuple[int, ...]:
+    values = [int(x) for x in text.split("/")]
+    if len(values) != 3 or min(values) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: write P/S/G, three numbers above 0")
+    return tuple(values)
+
+
+def _add_bench(commands: argparse._SubParsersAction) -> None:
+    from verl_prefix.bench.report import GRIDS
+
+    command = commands.add_parser("bench", help="time, memory and error of stock, peers and ours; without verl")
+    command.set_defaults(run=_bench)
+    command.add_argument("--grid", action="append", default=[], help=f"rows by name: {', '.join(GRIDS)}; repeatable")
+    command.add_argument(
+        "--rows", type=_size, nargs="+", default=[], metavar="P/S/G", help="prefix and response tokens, rows per prompt"
+    )
+    command.add_argument("--shape", help="model shape, such as qwen3-8b; default small, that of the grid cpu")
+    command.add_argument("--arms", type=lambda text: tuple(text.split(",")), help="some of all arms, comma-separated")
+    command.add_argument(
+        "--layers", type=lambda text: tuple(int(x) for x in text.split(",")), metavar="N[,M]",
+        help="layers, or two depths to extrapolate from; default all of the shape",
+    )  # fmt: skip
+    command.add_argument("--repeats", type=int, help="rounds of all arms; default 3")
+    command.add_argument("--budget", type=int, help="tokens of a pass in every arm; default twice the row")
+    command.add_argument("--truth", choices=("float64", "float32", "none"), help="of gradients; default float64")
+    command.add_argument("--device", choices=("cpu", "cuda"), help="default cuda where there is one")
+    command.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="default bfloat16 on cuda")
+    command.add_argument("--threads", type=int, help="of torch on a CPU")
+    command.add_argument("--no-memory", action="store_false", dest="memory", default=None, help="no peak memory")
+    command.add_argument("--compile", action="store_true", default=None, help="compile decoder layers, in every arm")
+    command.add_argument("--capacity", type=float, metavar="GIB", help="also: the longest rows that train in this")
+    command.add_argument("--out", type=Path, help="JSON, with .md and .png beside it; goes on where it left off")
+    command.add_argument("--allow-dirty", action="store_true", help="write it from uncommitted files too")
+    command.add_argument("--render", type=Path, metavar="JSON", help="only write a report's .md and .png again")
+    command.add_argument("--into", type=Path, metavar="FILE", help="and its table between the marks in this file")
 
 
 def _numbers(text: str) -> tuple[int, int, int, int]:
@@ -105,6 +163,7 @@ def main(argv: list[str] | None = None) -> int:
     command.set_defaults(run=lambda _: doctor.doctor())
     _add_ab(commands)
     _add_plan(commands)
+    _add_bench(commands)
     arguments = parser.parse_args(argv)
     return arguments.run(arguments)
 

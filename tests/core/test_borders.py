@@ -9,8 +9,8 @@ import verl_prefix
 
 PACKAGE = Path(verl_prefix.__file__).parent
 EDGES = (
-    "plugin.py", "engine.py", "mini_batch.py", "trainer.py", "trace.py", "replay.py", "ab.py", "plan.py", "doctor.py",
-    "testing.py", "config/", "cpu/",
+    "plugin.py", "engine.py", "mini_batch.py", "trainer.py", "trace.py", "trace_writer.py", "replay.py", "ab.py",
+    "plan.py", "doctor.py", "testing.py", "config/", "cpu/",
 )  # fmt: skip
 MAY_IMPORT = {
     "verl": EDGES,
@@ -18,7 +18,7 @@ MAY_IMPORT = {
     "hydra": EDGES,
     "omegaconf": EDGES,
     "tensordict": EDGES,
-    "transformers": ("models.py", "testing.py", "config/", "cpu/"),
+    "transformers": ("models.py", "testing.py", "bench/", "config/", "cpu/"),
     "vllm": ("cpu/",),
 }
 LAYERS = [

@@ -14,7 +14,7 @@ from test_families import float64_inside  # noqa: F401
 from test_schedule import errors, measure
 from transformers import AutoModelForImageTextToText
 
-from verl_prefix import models, vision
+from verl_prefix import vision
 from verl_prefix.api import response_log_probs
 from verl_prefix.groups import Group, group_rows
 from verl_prefix.testing import Rollouts, run_shared, visual_positions, visual_prompt, write_tiny_model
@@ -203,5 +203,3 @@ def test_visual_tokens_without_their_features_name_the_row(held):
 def test_what_takes_no_pixels_refuses_vision_models(paths):
     with pytest.raises(ValueError, match="qwen3_vl model: a vision tower, whose pixels only the verl plugin takes"):
         response_log_probs(AutoModelForImageTextToText.from_pretrained(paths["qwen3_vl"]), [[1, 2]], [[3]])
-    with pytest.raises(ValueError, match="counts prompts by their text, without pixels"):
-        models.empty_model(paths["qwen2_5_vl"])

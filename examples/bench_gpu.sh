@@ -1,0 +1,68 @@
+#!/usr/bin/env bash
+# The GPU grid of `verl-prefix bench` on a bare machine with torch and transformers, nothing installed, in two calls of
+# ten minutes; a third goes on where the second stopped:
+#
+#   VERL_PREFIX_COMMIT=$(git rev-parse HEAD) OUT=DIR examples/bench_gpu.sh
+#
+# Rows that are measured are in outputs/bench_gpu/*.json, after every row, and are not measured again. At the end of
+# each call, the JSON files go to OUT, if that is set; `verl-prefix bench --render FILE` makes Markdown and PNG of one.
+# On a fresh machine put them back there first, and name the same commit. By the FLOPs of its rows at 400 TFLOP/s, with
+# start-up, all of it takes 1050 s and the capacity search (not yet tried on a GPU).
+#
+#   VERL_PREFIX_COMMIT   the clean commit that these files are, where no .git came along
+#   LIMIT                seconds of one call; 560 by default
+#   JOBS                 names of the jobs below to run; all by default
+#   DRY_RUN=1            tiny model and rows on a CPU: the script itself is tried
+#   PYTHONPATH           may name a folder with the package prefix_grouper, for that arm
+set -uo pipefail
+cd "$(dirname "$0")/.."
+export PYTHONPATH=.${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1 PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True
+RESULTS=${RESULTS:-outputs/bench_gpu}
+LIMIT=${LIMIT:-560}
+mkdir -p "$RESULTS"
+failed=0
+
+job() {  # NAME ARGUMENTS...: one JSON file; the most important jobs come first
+    local name=$1 left=$((LIMIT - SECONDS)) arguments=() word
+    shift
+    [[ " ${JOBS:-$name} " == *" $name "* ]] || return 0
+    [[ -e $RESULTS/$name.done ]] && return 0
+    ((left > 20)) || return 0
+    for word in "$@"; do
+        if [[ -n ${DRY_RUN:-} ]]; then
+            case $word in
+                */*/*) word=$(awk -F/ '{ print int($1 / 256) + 1 FS int($2 / 256) + 1 FS int($3 / 8) + 1 }' <<<"$word") ;;
+                qwen* | llama*) word=tiny ;;
+                float32) word=float64 ;;
+                48) word=0.01 ;;
+                musique | video | gsm8k | verl4368 | dualkv) word=tiny ;;
+            esac
+        fi
+        arguments+=("$word")
+    done
+    [[ -n ${DRY_RUN:-} ]] && arguments+=(--device cpu --threads 1 --no-memory)
+    [[ -z ${DRY_RUN:-} && -n $(git rev-parse HEAD 2>/dev/null)${VERL_PREFIX_COMMIT:-} ]] || arguments+=(--allow-dirty)
+    echo "== $name, $left s left: ${arguments[*]}"
+    timeout "$left" "${PYTHON:-python3}" -m verl_prefix.cli bench "${arguments[@]}" --out "$RESULTS/$name.json"
+    case $? in
+        0) touch "$RESULTS/$name.done" ;;
+        124) echo "== $name: out of time; run this again" ;;
+        *) failed=1 ;;
+    esac
+}
+
+ALL=stock,prefix_grouper,flex,packed,phased,auto,phased+offload
+FEW=stock,packed,phased
+job paper      --shape qwen3-8b --layers 2,4 --repeats 2 --truth none --arms $ALL \
+               --rows 10240/2048/8 10240/2048/32
+job small      --shape qwen3-8b --layers 2,4 --repeats 2 --truth float32 \
+               --arms padded,stock_lean,$ALL,stock+checkpoint,phased+checkpoint --grid musique --grid video --grid gsm8k
+job compiled   --shape qwen3-8b --layers 2,4 --repeats 1 --truth none --arms stock,phased --compile --rows 10240/2048/32
+job capacity   --shape qwen3-8b --layers 8 --repeats 1 --truth none --arms stock,phased --rows 10240/2048/2 --capacity 48
+job llama      --shape llama3-8b --layers 2,4 --repeats 1 --truth none --arms $FEW --rows 10240/2048/8 10240/2048/32
+job verl4368   --shape qwen3-4b --layers 2,4 --repeats 2 --truth float32 --arms padded,$FEW --grid verl4368
+job splits     --shape qwen3-8b --layers 2,4 --repeats 1 --truth none --arms $FEW --rows 6144/6144/8 2048/10240/8
+job dualkv     --shape qwen3-8b --layers 2,4 --repeats 1 --truth none --arms $FEW --rows 4096/512/28 16384/512/28
+
+[[ -z ${OUT:-} ]] || cp "$RESULTS"/*.json "$OUT"
+exit $failed
