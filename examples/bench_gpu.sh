@@ -34,7 +34,7 @@ job() {  # NAME ARGUMENTS...: one JSON file; the most important jobs come first
                 */*/*) word=$(awk -F/ '{ print int($1 / 256) + 1 FS int($2 / 256) + 1 FS int($3 / 8) + 1 }' <<<"$word") ;;
                 qwen* | llama*) word=tiny ;;
                 float32) word=float64 ;;
-                48) word=0.01 ;;
+                48) word=0.04 ;;
                 musique | video | gsm8k | verl4368 | dualkv) word=tiny ;;
             esac
         fi
