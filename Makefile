@@ -93,15 +93,16 @@ coverage: setup
 
 AB := outputs/ab_100
 AB_RUN = PYTHON=$(abspath $(BIN))/python examples/ab_grpo.sh
-AB_SMOLLM2 = OUT=$(AB)/smollm2 MODEL=smollm2 DATA='$(DATA)' NGPUS=1 PROMPTS=2 ROLLOUTS=6 RESPONSE=32 LR=1e-6
+AB_SMOLLM2 = OUT=$(AB)/smollm2 MODEL=smollm2 DATA='$(DATA)' NGPUS=1 PROMPTS=2 ROLLOUTS=6 RESPONSE=32 LR=1e-6 MICRO_BATCH=1
+AB_WAVES = actor_rollout_ref.actor.prefix.wave_tokens=192  # a group's responses
 ab-100: setup $(SMOLLM2)
 	rm -rf $(AB)
 	OUT=$(AB)/tiny STEPS=50 AB_ARGS='--arms packed,phased,stock_repacked --truth-steps 100' $(AB_RUN) trace
 	$(BIN)/python -m verl_prefix.cli ab --trace $(AB)/tiny/trace --out $(AB)/bf16/report \
-		--dtype bf16 --arms packed,phased,stock_repacked --truth-steps 100
+		--dtype bf16 --arms packed,phased,stock_repacked --truth-steps 20
 	$(BIN)/python -c 'import sys; sys.path.insert(0, "examples"); import demo; demo.smollm2(demo.ROOT / "outputs/models/smollm2-135m")'
-	$(AB_SMOLLM2) PLAN_ARGS='--out $(AB)/plan.json' $(AB_RUN) plan
-	$(AB_SMOLLM2) AB_ARGS='--arms auto --truth-steps 1' $(AB_RUN) trace
+	$(AB_SMOLLM2) PLAN_ARGS='--out $(AB)/plan.json' $(AB_RUN) plan $(AB_WAVES)
+	$(AB_SMOLLM2) AB_ARGS='--arms auto --truth-steps 1' $(AB_RUN) trace $(AB_WAVES)
 	cp $(AB)/plan.json examples/results/plan_smollm2_cpu.json
 	for run in tiny bf16 smollm2; do for kind in json png; do \
 		cp $(AB)/$$run/report/report.$$kind examples/results/ab_$${run}_cpu.$$kind; \
