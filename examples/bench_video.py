@@ -16,7 +16,6 @@ row with its own copy, and after `vision.share_pixels`.
 
 import argparse
 import json
-import pickle
 import statistics
 import sys
 import time
@@ -84,8 +83,7 @@ class Batch:
         self.weights = torch.randn(group, suffix, generator=generator).to(options.device)
         self.flat = torch.cat(self.ids).to(options.device)
         self.positions = torch.cat(positions, 1).to(options.device)
-        delivered = pickle.dumps(pixels)
-        self.rows = [pickle.loads(delivered) for _ in range(group)]
+        self.rows = [{name: tensor.clone() for name, tensor in pixels.items()} for _ in range(group)]
         self.groups, _ = group_rows([prompt] * group, [suffix] * group)
 
     def share(self) -> None:
