@@ -171,6 +171,7 @@ def replay(source: Source, options: Options, rank: int, display: Any) -> dict[st
     truth = Arm(TRUTH, source.manifest, memory) if options.truth_steps else None
     vocab_size = stock.engine.model_config.hf_config.get_text_config().vocab_size
     steps, diagnoses, gap = [], {}, None
+    stock_error: dict[str, float] = {}
     for number in range(source.num_steps):
         rows = source.rows(number, rank, vocab_size)
         if "old_log_probs" not in rows.jagged:
@@ -184,13 +185,14 @@ def replay(source: Source, options: Options, rank: int, display: Any) -> dict[st
             truth.step(rows)
         arms = {STOCK: stock.step(rows) | {"values": stock.values}}
         errors = {STOCK: _truth_errors(stock, truth)} if at_truth else {}
+        stock_error = errors.get(STOCK, stock_error)
         turn = number % len(others) if others else 0  # who comes first changes from step to step
         for arm in others[turn:] + others[:turn]:
             with arm.at(start):
                 arm.probe(rows)
             same = _same_weights(arm, stock, rows)
             against_truth = _truth_errors(arm, truth) if at_truth and number == 0 else None
-            failed = report.same_weights_fail(same, dtype, against_truth, errors.get(STOCK))
+            failed = report.same_weights_fail(same, dtype, against_truth, stock_error)
             if failed and arm.name in judged and arm.name not in diagnoses:
                 diagnoses[arm.name] = {"step": number + 1} | first_diverging(arm, stock, rows, start, dtype)
             result = arm.step(rows)
@@ -258,6 +260,7 @@ def _truth_errors(arm: Arm, truth: Arm) -> dict[str, float]:
     return {
         "log_probs": relative_error([(arm.log_probs, truth.log_probs)]),
         "grads": relative_error(list(zip(arm.grads, truth.grads, strict=True))),
+        "worst_grad": max(errors_by_parameter(arm, truth)),
     }
 
 
