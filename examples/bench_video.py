@@ -28,10 +28,11 @@ from rich.console import Console
 from rich.table import Table
 from transformers import AutoModelForImageTextToText, PreTrainedModel
 
-from verl_prefix.bench.measure import git_state, gradient_error, provenance
-from verl_prefix.bench.memory import in_fresh_process, memory_mib, reset_peak_mib
+from verl_prefix.bench.measure import gradient_error, provenance
+from verl_prefix.bench.memory import in_fresh_process
 from verl_prefix.groups import group_rows
 from verl_prefix.layout import Layout
+from verl_prefix.machine import git_state, memory_mib, reset_peak_mib
 from verl_prefix.schedule import Schedule, TokenBatch
 from verl_prefix.testing import visual_positions, visual_prompt
 from verl_prefix.vision import PixelBatch, share_pixels

@@ -4,12 +4,9 @@ Input is what verl's own `file` logger wrote, one JSON object `{"step": int, "da
 Nothing here imports verl, and nothing is read from a log except its last lines when an arm failed.
 """
 
-import importlib.metadata
 import json
 import os
-import platform
 import statistics
-import subprocess
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -17,6 +14,8 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+
+from verl_prefix.machine import device_name, git_state, versions
 
 SCHEMA = "verl_prefix.demo/1"
 Metrics = dict[str, float | None]
@@ -46,6 +45,9 @@ ROLLOUT_NOISE = 1e-4
 # Above tokens saved, lm_head (not run on prefixes) and attention explain a part, about this much on small models.
 SUSPICIOUS = 1.5
 COLORS = {"stock": "#8a8a8a", "prefix": "#d1495b"}
+
+
+PACKAGES = ("verl-prefix", "verl", "torch", "transformers", "ray", "tensordict", "TransferQueue")
 
 
 @dataclass(frozen=True)
@@ -83,9 +85,9 @@ def build(stock: Arm, prefix: Arm, num_steps: int, config: dict[str, Any]) -> di
     report = {
         "schema": SCHEMA,
         "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "versions": _versions(),
+        "versions": versions(PACKAGES),
         "device": _device(),
-        "git": _git(),
+        "git": git_state(),
         "config": config,
         "arms": arms,
         "first_step": first_step,
@@ -328,25 +330,8 @@ def finish(report: dict[str, Any], output: Path, console: Console) -> int:
     return 1 if report["problems"] else 0
 
 
-def _versions() -> dict[str, str]:
-    names = ("verl-prefix", "verl", "torch", "transformers", "ray", "tensordict", "TransferQueue")
-    found = {dist.name.lower(): dist.version for dist in importlib.metadata.distributions() if dist.name}
-    return {"python": platform.python_version()} | {n: found.get(n.lower(), "not installed") for n in names}
-
-
 def _device() -> dict[str, Any]:
     import torch
 
-    name = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine()
+    name = device_name("cuda" if torch.cuda.is_available() else "cpu")
     return {"name": name, "cuda": torch.version.cuda, "cpus": os.cpu_count(), "load_average": os.getloadavg()[0]}
-
-
-def _git() -> dict[str, Any]:
-    """Return commit and dirty flag of the checkout that this file is in; None for both outside of git."""
-
-    def git(*args: str) -> str | None:
-        result = subprocess.run(["git", *args], cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
-        return result.stdout.strip() if result.returncode == 0 else None
-
-    changed = git("status", "--porcelain")
-    return {"commit": git("rev-parse", "HEAD"), "dirty": None if changed is None else bool(changed)}

@@ -13,24 +13,23 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from verl.workers.config import ActorConfig, FSDPEngineConfig, FSDPOptimizerConfig
 
 from verl_prefix import report
 from verl_prefix.config import SCHEDULES
-from verl_prefix.replay import (
+from verl_prefix.engine.replay import (
     REPACKED,
     STOCK,
     TRUTH,
     Arm,
-    Memory,
     errors_by_parameter,
     first_diverging,
     parameter_distance,
     precision,
     relative_error,
     response_part,
+    synthetic_manifest,
 )
-from verl_prefix.trace import StepRows, Trace, TraceError, join_rows, model_fingerprint, plain
+from verl_prefix.trace import StepRows, Trace, TraceError, join_rows, model_fingerprint
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,7 +97,7 @@ class Source:
             for _ in self.trace.check():
                 pass
         else:
-            self.manifest = _synthetic_manifest(options.synthetic)
+            self.manifest = synthetic_manifest(options.synthetic)
             self.num_steps, self.ranks, model = options.steps or 5, options.ranks or 1, options.model
             if model_fingerprint(model) is None:
                 raise TraceError(f"--model {model} has no config.json")
@@ -145,30 +144,12 @@ def synthetic_rows(prompt: int, response: int, group: int, count: int, vocab_siz
     return StepRows(jagged, {}, [f"{seed}-{i // group}" for i in range(num_rows)], flags)
 
 
-def _synthetic_manifest(shape: tuple[int, int, int, int]) -> dict[str, Any]:
-    """fp32 and sdpa on a CPU, verl's defaults on a GPU; lr 1e-6, no KL, one row per stock micro-batch."""
-    cpu = not torch.cuda.is_available()
-    dtype = "fp32" if cpu else "bf16"
-    mixed = dict(param_dtype=dtype, reduce_dtype="fp32", buffer_dtype="fp32")
-    loss = ActorConfig(strategy="fsdp2", rollout_n=shape[2], ppo_micro_batch_size_per_gpu=1)
-    engine = FSDPEngineConfig(strategy="fsdp2", use_torch_compile=not cpu, mixed_precision=mixed)
-    return {
-        "seed": 0,
-        "model": {"enable_gradient_checkpointing": False}
-        | ({"override_config": {"attn_implementation": "sdpa"}} if cpu else {}),
-        "engine": plain(engine),
-        "optimizer": plain(FSDPOptimizerConfig(lr=1e-6)),
-        "loss": {k: v for k, v in plain(loss).items() if k not in ("engine", "model_config", "checkpoint", "optim")},
-    }
-
-
 def replay(source: Source, options: Options, rank: int, display: Any) -> dict[str, Any]:
     """Runs all steps on this rank; every rank returns the same figures (schema of `report.build`)."""
-    memory = Memory()
     dtype = precision(source.manifest)
     judged = [name for name in options.arms if name != REPACKED]
-    stock, *others = [Arm(name, source.manifest, memory) for name in (STOCK, *options.arms)]
-    truth = Arm(TRUTH, source.manifest, memory) if options.truth_steps else None
+    stock, *others = [Arm(name, source.manifest) for name in (STOCK, *options.arms)]
+    truth = Arm(TRUTH, source.manifest) if options.truth_steps else None
     vocab_size = stock.engine.model_config.hf_config.get_text_config().vocab_size
     steps, diagnoses, gap = [], {}, None
     stock_error: dict[str, float] = {}

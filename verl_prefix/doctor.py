@@ -90,30 +90,20 @@ def _check_plugin() -> Iterator[Finding]:
 
 
 def _check_registered() -> Iterator[Finding]:
-    from verl.plugin.platform import get_platform
-    from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY
-    from verl.workers.engine.base import EngineRegistry
-    from verl.workers.rollout.replica import RolloutReplicaRegistry
-
-    platform = get_platform()
+    platform, engines, trainer, ours = importlib.import_module("verl_prefix.plugin").registered()
     device, asked = platform.device_name, os.environ.get("VERL_PLATFORM") or "unset"
     usable = (
         "available" if platform.is_available() else "not available here; for a run without a GPU: VERL_PLATFORM=cpu"
     )
     yield None, f"platform {type(platform).__name__} device={device} VERL_PLATFORM={asked}, {usable}"
 
-    engines = EngineRegistry._engines.get("language_model", {}).get(PLUGIN, {})
     listed = ", ".join(f"{key}: {engine.__name__}" for key, engine in engines.items())
     missing = None if device in engines else f"verl_prefix.engine registers no engine for device {device}"
     yield missing, f"engine {PLUGIN!r} {{{listed}}}"
 
-    trainer = TRAINER_REGISTRY.get("prefix_sync")
     missing = None if trainer else "verl_prefix.trainer registers no trainer prefix_sync"
     yield missing, f"trainer 'prefix_sync' {trainer.__name__ if trainer else 'missing'}"
 
-    ours = [
-        name for name, load in RolloutReplicaRegistry._registry.items() if load.__module__.startswith("verl_prefix")
-    ]
     missing = "verl_prefix.cpu registers no rollout" if device == "cpu" and not ours else None
     yield missing, f"rollouts of this package: {', '.join(ours) or 'none (they belong to VERL_PLATFORM=cpu)'}"
 
@@ -129,22 +119,18 @@ def _check_kernels() -> Iterator[Finding]:
 
 
 def _check_config() -> Iterator[Finding]:
-    from hydra import compose, initialize_config_module
-    from hydra.errors import HydraException
+    from verl_prefix.config.command import PlanError, prefix_engine_sources
 
     try:
-        with initialize_config_module("verl.trainer.config", version_base=None):
-            config = compose("ppo_trainer", overrides=[f"model_engine={PLUGIN}"], return_hydra_config=True)
-    except HydraException as error:
+        sources, targets = prefix_engine_sources()
+    except PlanError as error:
         yield str(error), f"model_engine={PLUGIN} does not compose"
         return
-    sources = [source.path for source in config.hydra.runtime.config_sources if source.provider == "verl_prefix"]
     yield (
         None if sources else "verl_prefix.plugin adds no entry",
         f"Hydra search path: {', '.join(sources) or 'missing'}",
     )
-    for role in ("actor", "ref"):
-        target = config.actor_rollout_ref[role]._target_
+    for role, target in targets.items():
         problem = None if target.startswith("verl_prefix.") else f"another package provides model_engine={PLUGIN}"
         yield problem, f"model_engine={PLUGIN} composes {role}: {target}"
 

@@ -6,12 +6,9 @@ relative of stock's from the same weights, at every step; or within 2.3 times st
 engines that keep the first rule can be that far apart.
 """
 
-import importlib.metadata
 import json
 import math
-import platform
 import statistics
-import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +20,7 @@ from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
+from verl_prefix.machine import device_name, git_state, versions
 from verl_prefix.trace import PACKAGES, TraceError
 
 SCHEMA = "verl_prefix.ab/1"
@@ -139,18 +137,11 @@ def build(measured: dict[str, Any], described: dict[str, Any]) -> dict[str, Any]
 
 
 def provenance() -> dict[str, Any]:
-    """Versions, device, and the commit of the checkout that this file is in (None outside of git)."""
-
-    def git(*args: str) -> str | None:
-        done = subprocess.run(["git", *args], cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
-        return done.stdout.strip() if done.returncode == 0 else None
-
-    installed = {dist.name: dist.version for dist in importlib.metadata.distributions() if dist.name in PACKAGES}
-    changed = git("status", "--porcelain")
+    """Versions, device, and the commit of the checkout that this file is in."""
     return {
-        "versions": {"python": platform.python_version()} | installed,
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else f"cpu {platform.machine()}",
-        "git": {"commit": git("rev-parse", "HEAD"), "dirty": None if changed is None else bool(changed)},
+        "versions": versions(PACKAGES),
+        "device": device_name("cuda" if torch.cuda.is_available() else "cpu"),
+        "git": git_state(),
     }
 
 

@@ -5,13 +5,12 @@
     DIR/rank_00000/step_00000.json          its uids, flags and checksum; written last: it exists for whole steps only
 
 JSON files carry the sha256 of their own content, and nothing is pickled. A run that was killed leaves the steps that
-all its ranks finished; those are what `Trace` reads. `trace_writer` writes.
+all its ranks finished; those are what `Trace` reads. `engine.trace_writer` writes.
 """
 
 import dataclasses
 import hashlib
 import json
-import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,8 +18,6 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load
-from tensordict import TensorDict
-from verl.utils import tensordict_utils as tu
 
 SCHEMA = "verl_prefix.trace/1"
 MANIFEST = "manifest.json"
@@ -31,7 +28,6 @@ FIELDS = {
     "response_mask": True, "old_log_probs": False, "advantages": False,
 }  # fmt: skip
 OPTIONAL = ("ref_log_prob", "rollout_is_weights", "rollout_log_probs", "temperature")
-logger = logging.getLogger(__name__)
 
 
 class TraceError(ValueError):
@@ -110,18 +106,6 @@ class StepRows:
     @property
     def num_rows(self) -> int:
         return len(self.jagged["input_ids"][1])
-
-    def tensordict(self, order: list[int] | None = None, **flags: Any) -> TensorDict:
-        """verl's mini-batch of these rows, in `order` if given, with `flags` over the recorded ones."""
-        order = list(range(self.num_rows)) if order is None else order
-        fields: dict[str, Any] = {}
-        for name, (values, lengths) in self.jagged.items():
-            rows = values.split(lengths.tolist())
-            fields[name] = torch.nested.as_nested_tensor([rows[i] for i in order], layout=torch.jagged)
-        fields |= {name: tensor[order] for name, tensor in self.dense.items()}
-        if self.uids is not None:
-            fields["uid"] = [self.uids[i] for i in order]
-        return tu.get_tensordict(fields, self.flags | flags)
 
 
 def join_rows(parts: list[StepRows]) -> StepRows:

@@ -22,6 +22,7 @@ import torch
 import torch.multiprocessing as mp
 from torch.nested import as_nested_tensor
 
+from verl_prefix.report import provenance
 from verl_prefix.testing import write_tiny_model
 
 WARM_UP = 0.2  # share of the updates
@@ -149,7 +150,6 @@ def main() -> int:
     parser.add_argument("--updates", type=int, default=300)
     parser.add_argument("--out", type=Path, required=True, help="JSON file of the results")
     args = parser.parse_args()
-    from verl_prefix.report import provenance  # behind the workers' environment: it imports verl
 
     before = {p.pid for p in psutil.Process().children(recursive=True)}
     start = time.time()

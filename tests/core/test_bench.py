@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from verl_prefix import cli
+from verl_prefix import cli, machine
 from verl_prefix.bench import arms, measure, memory, report
 from verl_prefix.bench.options import ARMS, SHAPES, Options, Size, build_model, full_depth
 from verl_prefix.models import ATTENTION_NAME, model_shape
@@ -345,9 +345,9 @@ def test_the_gpu_script_asks_for_what_there_is() -> None:
 
 @pytest.mark.parametrize("known", [True, False])
 def test_a_copy_without_git_has_the_commit_it_was_told(known: bool, monkeypatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(measure, "__file__", str(tmp_path / "measure.py"))
-    monkeypatch.delenv(measure.COMMIT, raising=False)
+    monkeypatch.setattr(machine, "__file__", str(tmp_path / "machine.py"))
+    monkeypatch.delenv(machine.COMMIT, raising=False)
     if known:
-        monkeypatch.setenv(measure.COMMIT, "a" * 40)
+        monkeypatch.setenv(machine.COMMIT, "a" * 40)
     expected = {"commit": "a" * 40, "dirty": False} if known else {"commit": None, "dirty": True}
-    assert measure.git_state() == expected
+    assert machine.git_state() == expected

@@ -8,10 +8,7 @@ import pytest
 import verl_prefix
 
 PACKAGE = Path(verl_prefix.__file__).parent
-EDGES = (
-    "plugin.py", "engine.py", "mini_batch.py", "trainer.py", "trace.py", "trace_writer.py", "replay.py", "ab.py",
-    "plan.py", "doctor.py", "testing.py", "config/", "cpu/",
-)  # fmt: skip
+EDGES = ("plugin.py", "engine/", "trainer.py", "config/", "cpu/")
 MAY_IMPORT = {
     "verl": EDGES,
     "ray": EDGES,

@@ -189,7 +189,7 @@ def test_every_recorded_option_of_the_loss_is_replayed():
     from verl.workers.config import ActorConfig
     from verl.workers.config.actor import PolicyLossConfig
 
-    from verl_prefix import replay
+    from verl_prefix.engine import replay
     from verl_prefix.trace import plain
 
     correction = RolloutCorrectionConfig(rollout_is="token", rollout_is_threshold=3.5, bypass_mode=True)

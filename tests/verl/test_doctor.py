@@ -47,11 +47,11 @@ def test_doctor_names_everything_that_is_registered(tmp_path):
 def test_doctor_shows_the_error_that_verl_hides(tmp_path):
     package = Path(verl_prefix.__file__).parent
     shutil.copytree(package, tmp_path / "verl_prefix", ignore=shutil.ignore_patterns("__pycache__"))
-    (tmp_path / "verl_prefix" / "engine.py").write_text('raise KeyError("broken on purpose")\n')
+    (tmp_path / "verl_prefix" / "engine" / "__init__.py").write_text('raise KeyError("broken on purpose")\n')
     result = run_doctor(tmp_path)
     assert result.returncode == 1
     assert "FAIL the plugin does not load and verl goes on without it: KeyError: 'broken on purpose'" in result.stdout
-    assert "Traceback" in result.stderr and str(tmp_path / "verl_prefix" / "engine.py") in result.stderr
+    assert "Traceback" in result.stderr and str(tmp_path / "verl_prefix" / "engine" / "__init__.py") in result.stderr
 
 
 def test_doctor_says_which_variable_keeps_the_plugin_out(tmp_path):

@@ -14,6 +14,7 @@ import pytest
 os.environ.setdefault("VERL_PLATFORM", "cpu")
 
 import verl  # noqa: E402, F401
+from verl.utils import hf_tokenizer  # noqa: E402
 
 from verl_prefix import cli, plan  # noqa: E402
 from verl_prefix.testing import write_tiny_model, write_tiny_vlm  # noqa: E402
@@ -123,7 +124,7 @@ def test_prompts_with_clips_are_as_long_as_verl_makes_them(tmp_path):
     words = overrides(tmp_path, "data.image_patch_size=4", f"actor_rollout_ref.model.path={model}")
     found = plan.build("ppo_trainer", words, "20", None)
     text = pq.read_table(tmp_path / "train.parquet")["prompt"].to_pylist()
-    tokenizer = plan.hf_tokenizer(model)
+    tokenizer = hf_tokenizer(model)
     asked = [len(tokenizer(row[0]["content"], add_special_tokens=False).input_ids) for row in text]
     # 8 frames in pairs of 100 patches, four of them one token: 4 x 25 tokens, and the text.
     assert found["prompt_tokens"]["count"] == len(text)

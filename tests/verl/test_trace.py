@@ -15,15 +15,17 @@ import pytest
 import torch
 import torch.multiprocessing as mp
 from safetensors.torch import load_file, save_file
-from tensordict import NonTensorStack
+from tensordict import NonTensorStack, TensorDict
 
 os.environ.setdefault("VERL_PLATFORM", "cpu")
 
 from verl.workers.config import ActorConfig  # noqa: E402
 from verl.workers.utils.losses import ppo_loss, sft_loss  # noqa: E402
 
-from verl_prefix import trace, trace_writer  # noqa: E402
+from verl_prefix import trace  # noqa: E402
 from verl_prefix.ab import synthetic_rows  # noqa: E402
+from verl_prefix.engine import trace_writer  # noqa: E402
+from verl_prefix.engine.replay import to_tensordict  # noqa: E402
 from verl_prefix.testing import write_tiny_model  # noqa: E402
 
 CONFIG = ActorConfig(strategy="fsdp2", rollout_n=3, ppo_micro_batch_size_per_gpu=1)
@@ -41,7 +43,11 @@ def writers(folder: Path, model: str, max_steps: int = 100, max_gib: float = 1.0
     return [trace_writer.TraceWriter(str(folder), rank, 2, max_steps, max_gib, lambda: described) for rank in range(2)]
 
 
-def record(ranks: list[trace_writer.TraceWriter], steps: int, make=rows, loss=LOSS) -> None:
+def mini_batch(step: int, rank: int) -> TensorDict:
+    return to_tensordict(rows(step, rank))
+
+
+def record(ranks: list[trace_writer.TraceWriter], steps: int, make=mini_batch, loss=LOSS) -> None:
     """All ranks at once, in threads: a rank that reduces less often than the others breaks the barrier."""
     barrier, asked = threading.Barrier(len(ranks), timeout=30), {}
 
@@ -54,7 +60,7 @@ def record(ranks: list[trace_writer.TraceWriter], steps: int, make=rows, loss=LO
             return found
 
         for step in range(steps):
-            writer.record(make(step, writer.rank).tensordict(), loss, reduce_max)
+            writer.record(make(step, writer.rank), loss, reduce_max)
 
     with ThreadPoolExecutor(len(ranks)) as pool:
         futures = [pool.submit(run, writer) for writer in ranks]
@@ -89,7 +95,7 @@ def test_what_is_written_is_what_is_read(folder, model):
 def test_ranks_join_in_order(folder):
     joined = trace.join_rows([trace.Trace(folder).read(1, rank) for rank in range(2)])
     assert joined.num_rows == 12 and joined.uids == rows(1, 0).uids + rows(1, 1).uids
-    last = joined.tensordict(order=[11])["input_ids"].unbind()[0]
+    last = to_tensordict(joined, order=[11])["input_ids"].unbind()[0]
     assert torch.equal(last, rows(1, 1).jagged["input_ids"][0][-14:])
 
 
@@ -137,24 +143,20 @@ def test_a_disk_that_is_full_on_one_rank_ends_the_recording_on_all(tmp_path, mod
         replace(path, content)
 
     monkeypatch.setattr(trace_writer, "_replace", full_disk)
-    record(ranks, steps=2, make=lambda step, rank: rows(step + 2, rank))
+    record(ranks, steps=2, make=lambda step, rank: to_tensordict(rows(step + 2, rank)))
     assert all(writer.ended for writer in ranks) and trace.Trace(tmp_path / "trace").num_steps == 2
 
 
 def test_one_ranks_images_end_the_run_on_all(tmp_path, model):
-    class Pictures:
-        def __init__(self, step: int, rank: int) -> None:
-            self.step, self.rank = step, rank
-
-        def tensordict(self):
-            data = rows(self.step, self.rank).tensordict()
-            pictures = [{"pixel_values": torch.zeros(2, 3)} if self.rank else {} for _ in range(len(data))]
-            data["multi_modal_inputs"] = NonTensorStack.from_list(pictures)
-            return data
+    def with_pictures(step: int, rank: int):
+        data = to_tensordict(rows(step, rank))
+        pictures = [{"pixel_values": torch.zeros(2, 3)} if rank else {} for _ in range(len(data))]
+        data["multi_modal_inputs"] = NonTensorStack.from_list(pictures)
+        return data
 
     ranks = writers(tmp_path / "trace", model)
     with pytest.raises(trace.TraceError, match="another rank cannot record"):
-        record(ranks, steps=1, make=Pictures)
+        record(ranks, steps=1, make=with_pictures)
     assert not (tmp_path / "trace").exists()
 
 
@@ -192,10 +194,10 @@ def _train(rank: int, scratch: Path, model: str) -> None:
             engine = EngineRegistry.new("language_model", "prefix", engine_config=config, **parts)
             engine.initialize()
             with engine.eval_mode(disable_auto_offload=True):
-                engine.infer_batch(rows(0, 0).tensordict())
+                engine.infer_batch(to_tensordict(rows(0, 0)))
             for step in range(0 if forward_only else 3):
                 with engine.train_mode(disable_auto_offload=True):
-                    engine.train_batch(rows(step, 0).tensordict(), LOSS)
+                    engine.train_batch(to_tensordict(rows(step, 0)), LOSS)
     torch.distributed.destroy_process_group()
 
 
@@ -313,7 +315,8 @@ def test_an_empty_folder_is_no_trace(tmp_path):
 
 def test_a_trace_brings_no_code_along():
     """What a manifest may decide is data: no remote code, no module of its choice as optimizer."""
-    from verl_prefix import ab, replay
+    from verl_prefix import ab
+    from verl_prefix.engine import replay
 
     assert "trust_remote_code" not in replay.MODEL_KEYS
     assert ab.OPTIMIZERS == ("torch.optim", "torchao.optim", "bitsandbytes.optim")

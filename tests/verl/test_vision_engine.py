@@ -179,7 +179,7 @@ def _worker(rank: int, world: int, rendezvous: str, paths: dict, out: str) -> No
     import verl  # noqa: F401  # first: it imports its plugin, ours
     from transformers.modeling_outputs import BaseModelOutputWithPooling
 
-    from verl_prefix import mini_batch
+    from verl_prefix.engine import mini_batch
 
     # verl 0.9.1's Qwen2.5-VL takes the tower's output for a tensor where a micro-batch has no pixels.
     BaseModelOutputWithPooling.mean = lambda output: output.pooler_output.mean()

@@ -4,13 +4,9 @@ import copy
 import functools
 import json
 import os
-import platform
-import re
-import subprocess
 import sys
 import time
 from collections.abc import Callable
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +20,12 @@ from verl_prefix.bench.options import STOCK, Options, Size, full_depth, unavaila
 from verl_prefix.cost import ModelShape, Pass, plan_passes
 from verl_prefix.gate import Gate
 from verl_prefix.groups import Group
+from verl_prefix.machine import device_name, git_state, versions
 from verl_prefix.models import model_shape
 from verl_prefix.schedule import Schedule
 from verl_prefix.waves import Plan, make_plan
 
 SCHEMA = "verl_prefix.bench/1"
-COMMIT = "VERL_PREFIX_COMMIT"  # the clean commit of a copy without .git
 PACKAGES = ("torch", "transformers", "prefix-grouper", "flash-attn", "verl")
 MOST_ROUNDS, QUICK_S = 15, 3.0
 MIN_SPEEDUP = 1.05  # the default of actor.prefix.min_speedup
@@ -177,33 +173,15 @@ class Bench:
         return {"failed": reason}
 
 
-def git_state() -> dict[str, Any]:
-    """Commit, and whether files other than results differ from it; outside of git as `COMMIT` says, or None, True."""
-    git = ["git", "-C", str(Path(__file__).parent)]
-    commit = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True)
-    status = subprocess.run(
-        [*git, "status", "--porcelain", "--", ":/", ":(exclude,top)examples/results"], capture_output=True
-    )
-    if commit.returncode and os.environ.get(COMMIT):
-        return {"commit": os.environ[COMMIT], "dirty": False}
-    return {"commit": commit.stdout.strip() or None, "dirty": bool(status.returncode or status.stdout)}
-
-
 def provenance(schema: str, device: str, git: dict[str, Any]) -> dict[str, Any]:
     """What every report says first: code and machine."""
-    versions = {"python": platform.python_version()}
-    for name in PACKAGES:
-        try:
-            versions[name] = version(name)
-        except PackageNotFoundError:
-            versions[name] = None
     return {
         "schema": schema,
         "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         **git,
-        "device": _device_name(device),
+        "device": device_name(device),
         "load_average": os.getloadavg()[0],
-        "versions": versions,
+        "versions": versions(PACKAGES),
     }
 
 
@@ -216,11 +194,6 @@ def header(options: Options, git: dict[str, Any]) -> dict[str, Any]:
         "cannot_run": {arm: why for arm in options.arms if (why := unavailable(arm, options.device))},
         "rows": [],
     }
-
-
-def _device_name(device: str) -> str:
-    cpu = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else "")
-    return torch.cuda.get_device_name() if device == "cuda" else cpu[1] if cpu else platform.machine()
 
 
 def resume(fresh: dict[str, Any], out: Path | None) -> dict[str, Any]:

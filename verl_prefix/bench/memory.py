@@ -3,17 +3,16 @@
 import gc
 import multiprocessing
 import os
-import re
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
 from verl_prefix.bench.arms import Job, build_batch, make_arm_plan, run_arm
-from verl_prefix.bench.options import RESET_PEAK, Options, Size
+from verl_prefix.bench.options import Options, Size
+from verl_prefix.machine import memory_mib, reset_peak_mib
 from verl_prefix.waves import Plan
 
 TINY = Size(8, 4, 2)
@@ -48,23 +47,6 @@ def added_peak_here(
     if options.device == "cuda" and arm.startswith("phased"):
         found["phase_b_peak_mib"] = run_arm(job, arm, measure_peak=True).phase_b / 2**20 - before
     return found
-
-
-def reset_peak_mib(device: str) -> float:
-    """Forgets the peak; returns MiB in use now."""
-    if device == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-    else:
-        RESET_PEAK.write_text("5")  # proc(5): sets VmHWM back to VmRSS, so that building does not hide the peak
-    return memory_mib(device)[0]
-
-
-def memory_mib(device: str) -> list[float]:
-    """In use now, and at the peak."""
-    if device == "cuda":
-        return [torch.cuda.memory_allocated() / 2**20, torch.cuda.max_memory_allocated() / 2**20]
-    status = Path("/proc/self/status").read_text()
-    return [int(re.search(rf"{field}:\s+(\d+) kB", status)[1]) / 2**10 for field in ("VmRSS", "VmHWM")]
 
 
 def in_fresh_process(function: Callable[..., Any], *args: Any) -> Any:

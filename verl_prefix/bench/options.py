@@ -2,11 +2,12 @@
 
 import importlib.util
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen3Config
+
+from verl_prefix.machine import RESET_PEAK
 
 STOCK = ("padded", "stock", "stock_lean")
 ARMS = (
@@ -14,7 +15,6 @@ ARMS = (
     "phased+offload", "stock+checkpoint", "phased+checkpoint",
 )  # fmt: skip
 RECOMPILE_LIMIT = 128  # every arm has its own attention, gradient mode and shapes; beyond it, eager code runs unseen
-RESET_PEAK = Path("/proc/self/clear_refs")
 LLAMA = dict(rms_norm_eps=1e-5)
 # As published in each model's config.json; `small` is this project's CPU bench, `tiny` is for its tests.
 # hidden, intermediate, layers, heads, kv heads, head dim, vocabulary, tied embeddings

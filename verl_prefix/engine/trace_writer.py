@@ -7,7 +7,6 @@ the run.
 import dataclasses
 import functools
 import hashlib
-import importlib.metadata
 import json
 import logging
 import os
@@ -21,6 +20,7 @@ from safetensors.torch import save
 from tensordict import NonTensorData, TensorDict
 from verl.utils import tensordict_utils as tu
 
+from verl_prefix.machine import device_name, versions
 from verl_prefix.trace import (
     FIELDS,
     MANIFEST,
@@ -161,9 +161,8 @@ def open_trace(engine: Any) -> TraceWriter | None:
 
 
 def _environment() -> dict[str, Any]:
-    found = {dist.name: dist.version for dist in importlib.metadata.distributions() if dist.name in PACKAGES}
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-    return {"versions": found, "device": device, "seed": torch.initial_seed()}
+    device = device_name("cuda" if torch.cuda.is_available() else "cpu")
+    return {"versions": versions(PACKAGES), "device": device, "seed": torch.initial_seed()}
 
 
 def _describe_loss(loss: Callable) -> dict[str, Any]:

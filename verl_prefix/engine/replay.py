@@ -9,7 +9,6 @@ Three questions per step, each with its own pair of weights:
 Every rank holds its shards; differences are sums over shards, reduced over ranks, so every rank knows every result.
 """
 
-import ctypes
 import dataclasses
 import functools
 import re
@@ -17,13 +16,14 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import chain
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
+from tensordict import TensorDict
 from verl.trainer.config import CheckpointConfig
+from verl.utils import tensordict_utils as tu
 from verl.utils.metric import Metric
 from verl.utils.torch_dtypes import PrecisionType
 from verl.workers.config import ActorConfig, FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
@@ -31,7 +31,8 @@ from verl.workers.engine import EngineRegistry
 from verl.workers.utils.losses import ppo_loss
 
 from verl_prefix.config import PrefixConfig, PrefixEngineConfig
-from verl_prefix.trace import StepRows
+from verl_prefix.machine import RESET_PEAK, memory_mib, reset_peak_mib
+from verl_prefix.trace import StepRows, plain
 
 STOCK, REPACKED, TRUTH = "stock", "stock_repacked", "truth"
 # Not trust_remote_code: a trace is data, and must not bring code along.
@@ -66,6 +67,37 @@ def precision(manifest: dict[str, Any]) -> str:
     name = (manifest["engine"].get("mixed_precision") or {}).get("param_dtype", "bf16")
     names = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
     return names[PrecisionType.to_dtype(name)]
+
+
+def synthetic_manifest(shape: tuple[int, int, int, int]) -> dict[str, Any]:
+    """What a trace would say of made-up rows, (P, S, G, ...): lr 1e-6, no KL, stock micro-batches of one row; fp32 and
+    sdpa on a CPU, verl's defaults on a GPU."""
+    cpu = not torch.cuda.is_available()
+    dtype = "fp32" if cpu else "bf16"
+    mixed = dict(param_dtype=dtype, reduce_dtype="fp32", buffer_dtype="fp32")
+    loss = ActorConfig(strategy="fsdp2", rollout_n=shape[2], ppo_micro_batch_size_per_gpu=1)
+    engine = FSDPEngineConfig(strategy="fsdp2", use_torch_compile=not cpu, mixed_precision=mixed)
+    return {
+        "seed": 0,
+        "model": {"enable_gradient_checkpointing": False}
+        | ({"override_config": {"attn_implementation": "sdpa"}} if cpu else {}),
+        "engine": plain(engine),
+        "optimizer": plain(FSDPOptimizerConfig(lr=1e-6)),
+        "loss": {k: v for k, v in plain(loss).items() if k not in ("engine", "model_config", "checkpoint", "optim")},
+    }
+
+
+def to_tensordict(rows: StepRows, order: list[int] | None = None, **flags: Any) -> TensorDict:
+    """verl's mini-batch of these rows, in `order` if given, with `flags` over the recorded ones."""
+    order = list(range(rows.num_rows)) if order is None else order
+    fields: dict[str, Any] = {}
+    for name, (values, lengths) in rows.jagged.items():
+        pieces = values.split(lengths.tolist())
+        fields[name] = torch.nested.as_nested_tensor([pieces[i] for i in order], layout=torch.jagged)
+    fields |= {name: tensor[order] for name, tensor in rows.dense.items()}
+    if rows.uids is not None:
+        fields["uid"] = [rows.uids[i] for i in order]
+    return tu.get_tensordict(fields, rows.flags | flags)
 
 
 def build_engine(name: str, manifest: dict[str, Any]) -> Any:
@@ -113,30 +145,17 @@ def _float64() -> AbstractContextManager:
     return mock.patch.object(PrecisionType, "to_dtype", staticmethod(lambda _: torch.float64))
 
 
-class Memory:
-    """Peak bytes that a pass adds: allocated on CUDA, resident on Linux, None elsewhere."""
-
-    _reset, _status = Path("/proc/self/clear_refs"), Path("/proc/self/status")
-
-    @contextmanager
-    def measured(self, result: dict[str, float | None], key: str) -> Iterator[None]:
-        result[key] = None
-        if torch.cuda.is_available():
-            torch.cuda.reset_peak_memory_stats()
-            before = torch.cuda.memory_allocated()
-            yield
-            result[key] = (torch.cuda.max_memory_allocated() - before) / 2**30
-        elif self._reset.exists():
-            ctypes.CDLL(None).malloc_trim(0)  # what an earlier pass freed must not hide what this one takes
-            self._reset.write_text("5")  # proc(5): VmHWM starts again from VmRSS
-            before = self._kib("VmRSS")
-            yield
-            result[key] = (self._kib("VmHWM") - before) / 2**20
-        else:
-            yield
-
-    def _kib(self, field: str) -> int:
-        return int(re.search(rf"{field}:\s+(\d+) kB", self._status.read_text())[1])
+@contextmanager
+def _peak(added_gib: dict[str, float | None], key: str) -> Iterator[None]:
+    """Peak GiB that a pass adds; None where it cannot be measured."""
+    added_gib[key] = None
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cpu" and not RESET_PEAK.exists():
+        yield
+        return
+    before = reset_peak_mib(device)
+    yield
+    added_gib[key] = (memory_mib(device)[1] - before) / 2**10
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
@@ -179,8 +198,8 @@ class Arm:
     Attributes of the last pass: `grads` and `log_probs`, this rank's, before clipping; `values` over all ranks.
     """
 
-    def __init__(self, name: str, manifest: dict[str, Any], memory: Memory) -> None:
-        self.name, self.memory = name, memory
+    def __init__(self, name: str, manifest: dict[str, Any]) -> None:
+        self.name = name
         self.engine = build_engine(name, manifest)
         self.loss = loss_function(manifest)
         self._infer_flags = {
@@ -219,7 +238,7 @@ class Arm:
             budget = budget or flags["micro_batch_size_per_gpu"] * longest
             flags |= {"use_dynamic_bsz": True, "max_token_len_per_gpu": 2 * budget}
             order = list(reversed(range(rows.num_rows)))
-        return rows.tensordict(order, **flags)
+        return to_tensordict(rows, order, **flags)
 
     def infer(self, rows: StepRows, **flags: Any) -> dict[str, torch.Tensor]:
         """The pass behind old and ref log-probs: verl's nested outputs per row."""
@@ -248,10 +267,10 @@ class Arm:
         """One optimizer step; returns seconds (the slowest rank's) and added GiB (the fullest rank's) of its passes."""
         seconds, memory = {}, {}
         if self.name != TRUTH:
-            with self.memory.measured(memory, "log_probs"), self._timed(seconds, "log_probs"):
+            with _peak(memory, "log_probs"), self._timed(seconds, "log_probs"):
                 self.infer(rows)
         with self.engine.train_mode():
-            with self.memory.measured(memory, "update"), self._timed(seconds, "update"):
+            with _peak(memory, "update"), self._timed(seconds, "update"):
                 output = self._forward_backward(rows)
             self._keep(output, rows)
             with self._timed(seconds, "optimizer"):

@@ -24,11 +24,11 @@ from verl.workers.engine.utils import postprocess_batch_func
 from verl_prefix import faults, models, vision, waves
 from verl_prefix.config import PrefixEngineConfig, check_model_options
 from verl_prefix.cpu.engine import CPUEngineMixin
+from verl_prefix.engine.mini_batch import MiniBatch, even_out, group_batch
+from verl_prefix.engine.trace_writer import open_trace
 from verl_prefix.gate import Gate
 from verl_prefix.groups import Group
-from verl_prefix.mini_batch import MiniBatch, even_out, group_batch
 from verl_prefix.schedule import Schedule
-from verl_prefix.trace_writer import open_trace
 from verl_prefix.verify import Verdict, check
 
 logger = logging.getLogger(__name__)
