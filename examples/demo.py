@@ -25,11 +25,17 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 ROOT = Path(__file__).resolve().parents[1]
 RECIPES = ROOT / "recipes"
-NUM_STEPS = 3
+NUM_STEPS = 3  # of which the sizes' time limits are
 SEED = 7
 ARMS = {
     "stock": ["model_engine=dp", "actor_rollout_ref.actor.strategy=fsdp2"],
     "prefix": ["model_engine=prefix", "actor_rollout_ref.actor.strategy=fsdp2"],
+}
+# What Ray calls the processes whose memory is measured, in the stock arm or in ours.
+ROLES = {
+    "training ranks": ("ray::WorkerDict",),
+    "TransferQueue": ("ray::SimpleStorageUnit",),
+    "agent loop": ("ray::AgentLoopWorkerTQ", "ray::SharedPixelsWorker"),
 }
 # Printed by verl as it goes: what the arm does from that line on.
 PHASES = {
@@ -41,7 +47,10 @@ PHASES = {
 
 @dataclass(frozen=True)
 class Size:
-    """What a model's demo runs: prompts per step, rollouts per prompt, lengths in tokens, an arm's time limit."""
+    """What a model's demo runs: prompts per step, rollouts per prompt, lengths in tokens, an arm's time limit.
+
+    Of vision models also the pixels of a video's frame, at most.
+    """
 
     prompts: int
     rollouts: int
@@ -53,14 +62,16 @@ class Size:
     limit_s: int
     # verl's Qwen2.5-VL without padding needs flash attention, which a CPU has not.
     remove_padding: bool = True
+    steps: int = NUM_STEPS
+    frame_pixels: int = 48 * 48
 
 
 SIZES = {
     "smollm2": Size(2, 6, 3, 1024, 32, 1e-6, f"{RECIPES / 'musique' / 'reward.py'}:compute_score", 900),
     # A random model never answers: what it writes is graded by its letters, so that a group's rewards differ.
     "tiny": Size(2, 8, 5, 4096, 24, 1e-3, "pkg://verl_prefix.testing:letter_share", 600),
-    "qwen2_5_vl": Size(2, 8, None, 2048, 24, 1e-4, "pkg://verl_prefix.testing:letter_share", 600, remove_padding=False),
-    "qwen3_vl": Size(2, 8, None, 2048, 24, 1e-4, "pkg://verl_prefix.testing:letter_share", 600),
+    "qwen2_5_vl": Size(2, 8, None, 4096, 24, 1e-4, "pkg://verl_prefix.testing:letter_share", 600, remove_padding=False),
+    "qwen3_vl": Size(2, 8, None, 4096, 24, 1e-4, "pkg://verl_prefix.testing:letter_share", 600),
 }
 VISION = ("qwen2_5_vl", "qwen3_vl")
 
@@ -109,7 +120,7 @@ def overrides(model: str, data: Path, rollout: str, ranks: int, size: Size) -> l
         f"reward.custom_reward_function.name={reward_name}",
         "trainer.logger=[console,file]",
         f"trainer.n_gpus_per_node={ranks}",
-        f"trainer.total_training_steps={NUM_STEPS}",
+        f"trainer.total_training_steps={size.steps}",
         "trainer.val_before_train=false",
         "trainer.test_freq=-1",
         "trainer.save_freq=-1",
@@ -166,12 +177,13 @@ def prepare(output: Path, source: Path | None, size: Size) -> tuple[Path, Path]:
 
     They are MuSiQue's questions, or, where the size has no paragraphs, questions about clips.
     """
-    data, count = output / "data", size.prompts * NUM_STEPS + 2
+    data, count = output / "data", size.prompts * size.steps + 2
     if size.paragraphs is None:
         questions = source or output / "clips" / "questions.json"
         if source is None:
-            _recipe("video_rlvr/make_clips.py", output=questions.parent, clips=count // 5 + 1, seed=SEED, size=112)
-        pixels = {"min_pixels": 64, "max_pixels": 48 * 48}
+            side = max(112, round(size.frame_pixels**0.5))
+            _recipe("video_rlvr/make_clips.py", output=questions.parent, clips=count // 5 + 1, seed=SEED, size=side)
+        pixels = {"min_pixels": 64, "max_pixels": size.frame_pixels}
         _recipe("video_rlvr/prepare.py", input=questions, output=data, val_size=1, **pixels)
     else:
         questions = source or output / "questions.jsonl"
@@ -222,6 +234,17 @@ def _ignore_gone(action: Callable[[], None]) -> None:
         pass
 
 
+def memory_mib(session: int) -> dict[str, float]:
+    """MiB in use now by each of `ROLES` in a session; of the ranks, the largest's."""
+    found = dict.fromkeys(ROLES, 0.0)
+    for process in psutil.process_iter(["cmdline", "memory_info"]):
+        title, used = " ".join(process.info["cmdline"] or ()), process.info["memory_info"]
+        for role, names in ROLES.items():
+            if used and title.startswith(names) and _session(process) == session:
+                found[role] = max(found[role], used.rss / 2**20)
+    return found
+
+
 def run_arm(name: str, arguments: list[str], output: Path, size: Size, progress: Progress) -> demo_report.Arm:
     """Train one arm and return what became of it; every second, show its phase and step."""
     log_path, metrics_path = output / f"{name}.log", output / f"{name}.jsonl"
@@ -239,26 +262,28 @@ def run_arm(name: str, arguments: list[str], output: Path, size: Size, progress:
     command = [sys.executable, "-m", "verl.trainer.main_ppo", *arguments]
     command.append(f"hydra.run.dir={output / 'hydra' / name}")
     arm = demo_report.Arm(name, metrics_path, log_path, None, 0.0)
-    task = progress.add_task(name, total=NUM_STEPS, phase="starting")
+    task = progress.add_task(name, total=size.steps, phase="starting")
+    limit_s, memory = size.limit_s * max(1.0, size.steps / NUM_STEPS), dict.fromkeys(ROLES, 0.0)
     start, shown, error = time.monotonic(), "", None
     with process_group(command, env, log_path) as process:
         while process.poll() is None:
             seconds = time.monotonic() - start
             done = len(arm.steps())
-            phase = f"step {done + 1}" if 0 < done < NUM_STEPS else _phase(log_path) if not done else "shutting down"
+            phase = f"step {done + 1}" if 0 < done < size.steps else _phase(log_path) if not done else "shutting down"
             progress.update(task, completed=done, phase=phase)
             if phase != shown and not progress.console.is_terminal:
-                progress.console.print(f"{name}: {phase}, {done}/{NUM_STEPS} steps done after {seconds:.0f} s")
+                progress.console.print(f"{name}: {phase}, {done}/{size.steps} steps done after {seconds:.0f} s")
             shown = phase
-            if seconds > size.limit_s:
-                error = f"still running after {size.limit_s} s, at {phase!r}"
+            if seconds > limit_s:
+                error = f"still running after {limit_s:.0f} s, at {phase!r}"
                 break
+            memory = {role: max(used, memory[role]) for role, used in memory_mib(process.pid).items()}
             time.sleep(1)
     if error is None and process.returncode:
         error = f"verl exited with status {process.returncode} at {shown!r}"
     progress.update(task, completed=len(arm.steps()), phase="failed" if error else "done")
     progress.stop_task(task)
-    return demo_report.Arm(name, metrics_path, log_path, error, time.monotonic() - start)
+    return demo_report.Arm(name, metrics_path, log_path, error, time.monotonic() - start, memory)
 
 
 def _phase(log_path: Path) -> str:
@@ -272,11 +297,19 @@ def main() -> int:
     parser.add_argument("--rollout", choices=["hf", "vllm"], default="hf", help="what generates the responses")
     parser.add_argument("--ranks", type=int, choices=[1, 2], default=1, help="data-parallel ranks")
     parser.add_argument("--schedule", choices=["auto", "packed", "phased"], default="auto", help="of the prefix arm")
+    parser.add_argument("--steps", type=int, default=NUM_STEPS, help="training steps of each arm")
+    parser.add_argument("--frame-pixels", type=int, help="of a video's frame, at most; vision models")
     parser.add_argument("--data", type=Path, help="a file of MuSiQue, or of Video-R1, instead of made-up questions")
     parser.add_argument("--output", type=Path, default=ROOT / "outputs" / "demo")
     args = parser.parse_args()
     console = Console()
-    output, size = args.output.resolve(), SIZES[args.model]
+    if args.steps < 1:
+        parser.error(f"--steps {args.steps}: train at least one step")
+    output, size = args.output.resolve(), replace(SIZES[args.model], steps=args.steps)
+    if args.frame_pixels is not None:
+        if args.model not in VISION or args.frame_pixels < 64:
+            parser.error(f"--frame-pixels {args.frame_pixels}: of {' or '.join(VISION)}, 64 or more")
+        size = replace(size, frame_pixels=args.frame_pixels)
     output.mkdir(parents=True, exist_ok=True)
     if args.data and not args.data.is_file():
         parser.error(f"--data {args.data}: no such file")
@@ -332,7 +365,7 @@ def demonstrate(args: argparse.Namespace, output: Path, size: Size, console: Con
         "size": asdict(size),
     }
     config |= {"shared": shared, "arms": arms}
-    return demo_report.finish(demo_report.build(stock, prefix, NUM_STEPS, config), output, console)
+    return demo_report.finish(demo_report.build(stock, prefix, size.steps, config), output, console)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ Nothing here imports verl, and nothing is read from a log except its last lines 
 import json
 import os
 import statistics
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -45,8 +45,6 @@ ROLLOUT_NOISE = 1e-4
 # Above tokens saved, lm_head (not run on prefixes) and attention explain a part, about this much on small models.
 SUSPICIOUS = 1.5
 COLORS = {"stock": "#8a8a8a", "prefix": "#d1495b"}
-
-
 PACKAGES = ("verl-prefix", "verl", "torch", "transformers", "ray", "tensordict", "TransferQueue")
 
 
@@ -57,6 +55,7 @@ class Arm:
     Attributes:
         error: why it counts as failed, in words; None if it exited with 0 in time.
         seconds: wall time of the whole process.
+        memory_mib: the most RSS by role of a process, looked at once a second; of the ranks, the largest's.
     """
 
     name: str
@@ -64,6 +63,7 @@ class Arm:
     log_path: Path
     error: str | None
     seconds: float
+    memory_mib: dict[str, float] = field(default_factory=dict)
 
     def steps(self) -> list[dict[str, Any]]:
         """Return the logged training steps, `{"step": int, "data": Metrics}`, in order; [] if there are none."""
@@ -100,7 +100,8 @@ def build(stock: Arm, prefix: Arm, num_steps: int, config: dict[str, Any]) -> di
 
 
 def _describe(arm: Arm) -> dict[str, Any]:
-    return {"error": arm.error, "seconds": round(arm.seconds, 1), "log": str(arm.log_path)}
+    memory = {role: round(mib) for role, mib in arm.memory_mib.items()}
+    return {"error": arm.error, "seconds": round(arm.seconds, 1), "log": str(arm.log_path), "peak_rss_mib": memory}
 
 
 def _compare_first_step(stock: list[dict[str, Any]], prefix: list[dict[str, Any]]) -> dict[str, Any] | None:
@@ -239,6 +240,9 @@ def show(report: dict[str, Any], console: Console) -> None:
         medians.add_column(title, justify="right")
     for title, row in report["ratios"].items():
         medians.add_row(title, f"{row['stock_s']:.2f} s", f"{row['prefix_s']:.2f} s", f"{row['ratio']:.2f}x")
+    memory = {name: arm["peak_rss_mib"] for name, arm in report["arms"].items()}
+    for role in [role for role in memory["stock"] if role in memory["prefix"]]:
+        medians.add_row(f"{role}, most RSS", *(f"{memory[name][role]} MiB" for name in ("stock", "prefix")), "")
     if report["token_ratio"]:
         medians.add_row("tokens computed", "", "", f"{report['token_ratio']:.2f}x")
     console.print(medians)

@@ -9,13 +9,15 @@ from collections.abc import Callable
 from typing import Any
 
 import ray
-from omegaconf import DictConfig, read_write
+from omegaconf import DictConfig, OmegaConf, read_write
 from torch.utils.data import Dataset
 from transfer_queue import KVBatchMeta
+from verl.trainer.ppo.utils import need_critic
 from verl.trainer.ppo.v1.trainer_base import register_trainer
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 from verl.utils.seqlen_balancing import log_seqlen_unbalance
 
+from verl_prefix.agent_loop import MANAGER
 from verl_prefix.compat import check_verl_version
 from verl_prefix.placement import place
 from verl_prefix.watchdog import Watchdog, stall_minutes
@@ -49,6 +51,9 @@ class PrefixPPOTrainerSync(PPOTrainerSync):
         # `trainer.v1.<mode>`; the agent loop reads the same config object, so a copy would not do.
         with read_write(config.trainer.v1):
             config.trainer.v1.trainer_mode = "sync"
+        key = "actor_rollout_ref.rollout.agent.agent_loop_manager_class"
+        if OmegaConf.select(config, key) is None and _only_we_read_pixels(config):
+            OmegaConf.update(config, key, MANAGER, force_add=True)
         super().__init__(config)
 
     def init(self) -> None:
@@ -126,6 +131,11 @@ class PrefixPPOTrainerSync(PPOTrainerSync):
         if num_rows % mini_batch_size or mini_batch_size % dp_size:
             return 1
         return num_rows // mini_batch_size
+
+
+def _only_we_read_pixels(config: DictConfig) -> bool:
+    """Whether actor, old and ref log-probs go through our engine, and no critic reads the rows."""
+    return config.get("model_engine") == "prefix" and not need_critic(config)
 
 
 def _lost(workers: list[ray.actor.ActorHandle]) -> Callable[[], str | None]:

@@ -18,6 +18,7 @@ import verl_prefix
 PACKAGE = Path(verl_prefix.__file__).parent
 TI = "verl.workers.engine.fsdp.transformer_impl"
 V1 = "verl.trainer.ppo.v1"
+WORKER = f"{V1}:AgentLoopWorkerTQ.__ray_metadata__.modified_class"  # Ray gives its methods one more parameter
 
 # verl imports these only where vLLM is installed; `make test-vllm` runs what we build on them.
 BESIDE_VLLM = "verl.workers.rollout.vllm_rollout"
@@ -65,6 +66,14 @@ CONTRACT = {
     f"{V1}.trainer_sync:PPOTrainerSync._update_actor": "self batch metrics",
     f"{V1}.trainer_sync:PPOTrainerSync._balance_batch": "self batch metrics logging_prefix keep_minibatch",
     f"{V1}.trainer_sync:PPOTrainerSync._get_required_batch_multiple": "self dp_size",
+    "verl.trainer.ppo.utils:need_critic": "config",
+    f"{V1}:AgentLoopManagerTQ.__init__": "self args kwargs",
+    f"{V1}:AgentLoopWorkerTQ": None,
+    f"{WORKER}._run_prompt": "self prompt sampling_params trajectory trace _ray_trace_ctx",
+    f"{WORKER}._agent_loop_postprocess": "self output validate _ray_trace_ctx kwargs",
+    f"{WORKER}._compute_score": "self outputs kwargs _ray_trace_ctx",
+    f"{WORKER}._compute_position_ids": "self input_ids attention_mask multi_modal_inputs mm_processor_kwargs "
+    "_ray_trace_ctx",
     "verl.utils:normalize_token_ids": "tokenized_output",
     "verl.utils.config:omega_conf_to_dataclass": "config dataclass_type",
     "verl.utils.dataset.rl_dataset:RLHFDataset.maybe_filter_out_long_prompts": "self dataframe",

@@ -62,6 +62,7 @@ def test_clips_train_through_verl_with_the_pixels_that_the_rollout_saw(tmp_path)
         code = subprocess.run(command, cwd=tmp_path, env=environment, stdout=out, stderr=out, timeout=400).returncode
     assert code == 0, "\n".join(log.read_text(errors="replace").splitlines()[-40:])
 
+    assert "(SharedPixelsWorker pid=" in log.read_text(errors="replace")
     steps = [json.loads(line) for line in metrics.read_text().splitlines()]
     steps = [step["data"] for step in steps if "actor/grad_norm" in step["data"]]
     assert len(steps) == 2

@@ -22,6 +22,7 @@ from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 from verl.workers.engine.utils import postprocess_batch_func
 
 from verl_prefix import faults, models, vision, waves
+from verl_prefix.agent_loop import receive_pixels
 from verl_prefix.config import PrefixEngineConfig, check_model_options
 from verl_prefix.cpu.engine import CPUEngineMixin
 from verl_prefix.engine.mini_batch import MiniBatch, even_out, group_batch
@@ -109,6 +110,8 @@ class PrefixFSDPEngine(FSDPEngineWithLMHead):
         self, data: TensorDict, loss_function: Callable | None, forward_only: bool = False
     ) -> dict[str, object]:
         """A rank's mini-batch: same contract as FSDPEngine.forward_backward_batch, rows in the order they came."""
+        if "multi_modal_inputs" in data.keys():
+            receive_pixels(tu.get(data, "multi_modal_inputs"))
         reason = self._stock_reason(data)
         if reason is None:
             groups, split_uids = group_batch(data)

@@ -1,0 +1,175 @@
+"""Pixels that one row carries for its group: verl's own agent loop and TransferQueue, with an answer made by hand.
+
+The rollout server is a stub that says the same every time (tests/verl/test_cpu_rollout_video.py has the real
+one); tests/verl/test_video_run.py trains on rows that came this way.
+"""
+
+import asyncio
+import itertools
+import os
+import pickle
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+pytest.importorskip("torchvision")
+
+os.environ.setdefault("VERL_PLATFORM", "cpu")
+
+import ray  # noqa: E402
+import transfer_queue as tq  # noqa: E402
+from omegaconf import DictConfig, OmegaConf  # noqa: E402
+from PIL import Image  # noqa: E402
+from verl.trainer.ppo.v1 import AgentLoopWorkerTQ  # noqa: E402
+from verl.workers.rollout.replica import TokenOutput  # noqa: E402
+
+from verl_prefix.agent_loop import (  # noqa: E402
+    CARRIED_BY,
+    CARRIES,
+    MANAGER,
+    SharedPixelsManager,
+    SharedPixelsWorker,
+    receive_pixels,
+)
+from verl_prefix.config.command import compose_config  # noqa: E402
+from verl_prefix.testing import write_tiny_vlm  # noqa: E402
+from verl_prefix.trainer import PrefixPPOTrainerSync  # noqa: E402
+
+G = 4
+StockWorker = AgentLoopWorkerTQ.__ray_metadata__.modified_class
+
+
+class Client:
+    async def generate(self, **_: object) -> TokenOutput:
+        return TokenOutput(token_ids=[90, 91], log_probs=[-1.0, -1.0], num_preempted=0, extra_fields={})
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DictConfig]:
+    model = write_tiny_vlm(tmp_path_factory.mktemp("model"), family="qwen3_vl")
+    composed = compose_config(
+        "ppo_trainer",
+        ["model_engine=prefix", "+platform=cpu", f"actor_rollout_ref.model.path={model}", "data.image_patch_size=4",
+         f"actor_rollout_ref.rollout.n={G}", "trainer.v1.trainer_mode=prefix_sync", "algorithm.adv_estimator=grpo"]
+    )  # fmt: skip
+    OmegaConf.resolve(composed)
+    ray.init(address="local", num_cpus=4, include_dashboard=False)
+    composed.transfer_queue.enable = True
+    tq.init(composed.transfer_queue)
+    yield composed
+    tq.close()
+    ray.shutdown()
+
+
+def picture(seed: int) -> Image.Image:
+    values = torch.randint(256, (32, 32, 3), generator=torch.Generator().manual_seed(seed), dtype=torch.uint8)
+    return Image.fromarray(values.numpy())
+
+
+def roll_out(worker_class: type, config: DictConfig, uid: str, *media: Image.Image | None) -> dict[str, dict]:
+    """All rows of a prompt as TransferQueue has them, by key; session n sees the n-th of `media`, or the only one."""
+    worker = worker_class(config, Client())
+    pictures = itertools.cycle(media)
+    run_session = worker._run_agent_loop
+
+    async def session(*args: object, **kwargs: object) -> None:
+        image = next(pictures)
+        content = [{"type": "text", "text": "What is it?"}]
+        content += [] if image is None else [{"type": "image", "image": image}]
+        await run_session(*args, **kwargs | {"raw_prompt": [{"role": "user", "content": content}]})
+
+    worker._run_agent_loop = session
+    prompt = {"uid": uid, "agent_name": "single_turn_agent", "index": 0, "global_steps": 1}
+    trajectory = {"step": 1, "sample_index": 0, "rollout_n": 0, "validate": False}
+    asyncio.run(worker._run_prompt(prompt, {}, trajectory))
+    assert tq.kv_list("train")["train"][uid]["status"] == "finished"
+    keys = [f"{uid}_{session}_0" for session in range(G)]
+    found = tq.kv_batch_get(keys=keys, partition_id="train")
+    return {
+        key: {name: found[name][i] for name in ("position_ids", "multi_modal_inputs")} for i, key in enumerate(keys)
+    }
+
+
+def inputs(rows: dict[str, dict]) -> list[dict]:
+    return [row["multi_modal_inputs"] for row in rows.values()]
+
+
+def size(rows: dict[str, dict]) -> int:
+    return sum(len(pickle.dumps(x)) for x in inputs(rows))
+
+
+def check(rows: list[dict], expected: list[dict]) -> None:
+    for row, other in zip(rows, expected, strict=True):
+        assert row.keys() == other.keys()
+        assert all(torch.equal(row[name], other[name]) for name in row)
+
+
+def test_one_row_carries_the_pixels_of_all_and_each_gets_them_back(config):
+    stock = roll_out(StockWorker, config, "stock", picture(1))
+    shared = roll_out(SharedPixelsWorker, config, "shared", picture(1))
+    assert sum("pixel_values" in row for row in inputs(stock)) == G
+    assert sum("pixel_values" in row for row in inputs(shared)) == 1
+    assert size(shared) < size(stock) / G + 100 * G  # a key is shorter than 100 bytes
+    for key, other in zip(shared, stock, strict=True):
+        assert torch.equal(shared[key]["position_ids"], stock[other]["position_ids"])
+    rows = inputs(shared)
+    receive_pixels(rows)
+    check(rows, inputs(stock))
+    assert len({row["pixel_values"].data_ptr() for row in rows}) == 1
+    receive_pixels(rows)  # the next pass over the same rows
+    check(rows, inputs(stock))
+
+
+def test_sessions_that_see_something_else_carry_their_own(config):
+    media = picture(1), picture(2), picture(1), picture(2)
+    stock = roll_out(StockWorker, config, "stock2", *media)
+    rows = inputs(roll_out(SharedPixelsWorker, config, "shared2", *media))
+    assert sum("pixel_values" in row for row in rows) == 2
+    receive_pixels(rows)
+    check(rows, inputs(stock))
+    assert not torch.equal(rows[0]["pixel_values"], rows[1]["pixel_values"])
+
+
+def test_text_stays_as_it_is(config):
+    assert inputs(roll_out(SharedPixelsWorker, config, "text", None)) == inputs(
+        roll_out(StockWorker, config, "t", None)
+    )
+
+
+def test_a_carrier_in_another_mini_batch_is_fetched(config):
+    stock = inputs(roll_out(StockWorker, config, "stock3", picture(3)))
+    rows = inputs(roll_out(SharedPixelsWorker, config, "shared3", picture(3)))
+    (carrier,) = (row for row in rows if CARRIES in row)
+    others = [row for row in rows if CARRIED_BY in row]
+    receive_pixels([*others, {}, None])
+    check(others, stock[1:])
+    key = carrier[CARRIES]
+    receive_pixels([carrier])
+    check([carrier], stock[:1])
+
+    tq.kv_clear(keys=[key], partition_id="train")
+    with pytest.raises(RuntimeError, match=f"{key}.*agent_loop_manager_class=verl.trainer.ppo.v1.AgentLoopManagerTQ"):
+        receive_pixels([{CARRIED_BY: key}])
+
+
+def test_the_trainer_asks_for_it_where_our_engine_alone_reads_pixels(config, monkeypatch):
+    class Stop(Exception):
+        pass
+
+    def stop(self: object, config: DictConfig) -> None:
+        raise Stop
+
+    def chosen(**changes: object) -> str | None:
+        found = config.copy()
+        for key, value in changes.items():
+            OmegaConf.update(found, key.replace("__", "."), value, force_add=True)
+        with pytest.raises(Stop):
+            PrefixPPOTrainerSync(found)
+        return OmegaConf.select(found, "actor_rollout_ref.rollout.agent.agent_loop_manager_class")
+
+    monkeypatch.setattr(PrefixPPOTrainerSync.__base__, "__init__", stop)
+    assert chosen() == MANAGER and SharedPixelsManager.__name__ in MANAGER
+    assert chosen(model_engine="dp") is None
+    assert chosen(critic__enable=True) is None
+    assert chosen(actor_rollout_ref__rollout__agent__agent_loop_manager_class="my.Manager") == "my.Manager"
