@@ -13,7 +13,7 @@
 #   LIMIT                seconds of one call; 560 by default
 #   JOBS                 names of the jobs below to run; all by default
 #   DRY_RUN=1            tiny model and rows on a CPU: the script itself is tried
-#   PYTHONPATH           may name a folder with the package prefix_grouper, for that arm
+#   PYTHONPATH           may name a folder with the package prefix_grouper, for that arm, and with verl, for its engines
 set -uo pipefail
 cd "$(dirname "$0")/.."
 export PYTHONPATH=.${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1 PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True
@@ -62,6 +62,8 @@ job capacity   --shape qwen3-8b --layers 8 --repeats 1 --truth none --arms stock
 job llama      --shape llama3-8b --layers 2,4 --repeats 1 --truth none --arms $FEW --rows 10240/2048/8 10240/2048/32
 job verl4368   --shape qwen3-4b --layers 2,4 --repeats 2 --truth float32 --arms padded,$FEW --grid verl4368
 job splits     --shape qwen3-8b --layers 2,4 --repeats 1 --truth none --arms $FEW --rows 6144/6144/8 2048/10240/8
+job verl       --shape qwen3-8b --layers 2,4 --repeats 2 --truth none --rows 2400/256/8 \
+               --arms stock,packed,phased,verl_stock,verl_packed,verl_phased
 job dualkv     --shape qwen3-8b --layers 2,4 --repeats 1 --truth none --arms $FEW --rows 4096/512/28 16384/512/28
 
 [[ -z ${OUT:-} ]] || cp "$RESULTS"/*.json "$OUT"

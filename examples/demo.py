@@ -181,7 +181,7 @@ def prepare(output: Path, source: Path | None, size: Size) -> tuple[Path, Path]:
     if size.paragraphs is None:
         questions = source or output / "clips" / "questions.json"
         if source is None:
-            side = max(112, round(size.frame_pixels**0.5))
+            side = max(112, 2 * round(size.frame_pixels**0.5 / 2))
             _recipe("video_rlvr/make_clips.py", output=questions.parent, clips=count // 5 + 1, seed=SEED, size=side)
         pixels = {"min_pixels": 64, "max_pixels": size.frame_pixels}
         _recipe("video_rlvr/prepare.py", input=questions, output=data, val_size=1, **pixels)
@@ -306,6 +306,9 @@ def main() -> int:
     if args.steps < 1:
         parser.error(f"--steps {args.steps}: train at least one step")
     output, size = args.output.resolve(), replace(SIZES[args.model], steps=args.steps)
+    if args.model in VISION:
+        # Of two prompts at least on every rank: verl 0.9.1 cannot cut mini-batches of visual rows of one length.
+        size = replace(size, prompts=size.prompts * args.ranks)
     if args.frame_pixels is not None:
         if args.model not in VISION or args.frame_pixels < 64:
             parser.error(f"--frame-pixels {args.frame_pixels}: of {' or '.join(VISION)}, 64 or more")
@@ -346,11 +349,21 @@ def demonstrate(args: argparse.Namespace, output: Path, size: Size, console: Con
         "stock": ARMS["stock"],
         "prefix": [*ARMS["prefix"], f"actor_rollout_ref.actor.prefix.schedule={args.schedule}"],
     }
+    if args.schedule != "packed":
+        # A group's responses: the budget of stock's micro-batches, one row, would make every row a wave of its own, and
+        # each backward touches all weights.
+        waves = size.rollouts * size.response_tokens
+        arms["prefix"].append(f"actor_rollout_ref.actor.prefix.wave_tokens={waves}")
     columns = [TextColumn("{task.description:>7}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()]
     with Progress(*columns, TextColumn("{task.fields[phase]}"), console=console) as progress:
         stock = run_arm("stock", [*shared, *arms["stock"]], output, size, progress)
         if stock.error:
-            skipped = {"name": "prefix", "error": "not started, because the stock arm failed", "seconds": 0.0}
+            skipped = {
+                "name": "prefix",
+                "error": "not started, because the stock arm failed",
+                "seconds": 0.0,
+                "memory_mib": {},
+            }
             paths = {"metrics_path": output / "prefix.jsonl", "log_path": output / "prefix.log"}
             prefix = replace(stock, **skipped, **paths)
         else:

@@ -17,12 +17,12 @@ from verl.trainer.ppo.v1.trainer_base import register_trainer
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 from verl.utils.seqlen_balancing import log_seqlen_unbalance
 
-from verl_prefix.agent_loop import MANAGER
 from verl_prefix.compat import check_verl_version
 from verl_prefix.placement import place
 from verl_prefix.watchdog import Watchdog, stall_minutes
 
 TRAINER_MODE = "prefix_sync"
+MANAGER = "verl_prefix.agent_loop.SharedPixelsManager"
 
 
 @register_trainer(TRAINER_MODE)
@@ -134,8 +134,13 @@ class PrefixPPOTrainerSync(PPOTrainerSync):
 
 
 def _only_we_read_pixels(config: DictConfig) -> bool:
-    """Whether actor, old and ref log-probs go through our engine, and no critic reads the rows."""
-    return config.get("model_engine") == "prefix" and not need_critic(config)
+    """Whether actor, old and ref log-probs go through our engine, and nobody else reads, dumps or drops rows."""
+    return (
+        config.get("model_engine") == "prefix"
+        and not need_critic(config)
+        and not OmegaConf.select(config, "skip.rollout_tq.enable")
+        and not OmegaConf.select(config, "trainer.v1.sampler.custom_sampler.path")
+    )
 
 
 def _lost(workers: list[ray.actor.ActorHandle]) -> Callable[[], str | None]:

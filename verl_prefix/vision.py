@@ -30,7 +30,7 @@ MODEL_TYPES = ("qwen2_5_vl", "qwen3_vl")
 # A row's pixels, as verl's agent loop makes them with the model's processor: patches [n, patch size] and the grid
 # [m, 3] of images, then of videos. What else is in the row (timestamps) is in its position ids already.
 _PIXELS = (("image", "pixel_values", "image_grid_thw"), ("video", "pixel_values_videos", "video_grid_thw"))
-_NAMES = tuple(name for _, *names in _PIXELS for name in names)
+PIXEL_NAMES = tuple(name for _, *names in _PIXELS for name in names)
 
 Row = dict[str, Any] | None
 
@@ -83,7 +83,7 @@ def share_pixels(rows: Sequence[Row]) -> list[bytes]:
     held: dict[bytes, torch.Tensor] = {}
     digests = []
     for row in rows:
-        found = {name: _digest(row[name]) for name in _NAMES if row and row.get(name) is not None}
+        found = {name: _digest(row[name]) for name in PIXEL_NAMES if row and torch.is_tensor(row.get(name))}
         for name, digest in found.items():
             row[name] = held.setdefault(digest, row[name])
         digests.append(b"".join(name.encode() + digest for name, digest in found.items()))

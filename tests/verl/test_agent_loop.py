@@ -8,6 +8,8 @@ import asyncio
 import itertools
 import os
 import pickle
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -21,20 +23,17 @@ import ray  # noqa: E402
 import transfer_queue as tq  # noqa: E402
 from omegaconf import DictConfig, OmegaConf  # noqa: E402
 from PIL import Image  # noqa: E402
+from verl.experimental.agent_loop.agent_loop import AgentLoopOutput  # noqa: E402
 from verl.trainer.ppo.v1 import AgentLoopWorkerTQ  # noqa: E402
+from verl.utils.import_utils import load_class_from_fqn  # noqa: E402
 from verl.workers.rollout.replica import TokenOutput  # noqa: E402
 
-from verl_prefix.agent_loop import (  # noqa: E402
-    CARRIED_BY,
-    CARRIES,
-    MANAGER,
-    SharedPixelsManager,
-    SharedPixelsWorker,
-    receive_pixels,
-)
+from verl_prefix.agent_loop import SharedPixelsManager, SharedPixelsWorker  # noqa: E402
 from verl_prefix.config.command import compose_config  # noqa: E402
+from verl_prefix.engine.pixels import CARRIED_BY, CARRIES, receive_pixels  # noqa: E402
 from verl_prefix.testing import write_tiny_vlm  # noqa: E402
-from verl_prefix.trainer import PrefixPPOTrainerSync  # noqa: E402
+from verl_prefix.trainer import MANAGER, PrefixPPOTrainerSync  # noqa: E402
+from verl_prefix.vision import PIXEL_NAMES  # noqa: E402
 
 G = 4
 StockWorker = AgentLoopWorkerTQ.__ray_metadata__.modified_class
@@ -67,7 +66,9 @@ def picture(seed: int) -> Image.Image:
     return Image.fromarray(values.numpy())
 
 
-def roll_out(worker_class: type, config: DictConfig, uid: str, *media: Image.Image | None) -> dict[str, dict]:
+def roll_out(
+    worker_class: type, config: DictConfig, uid: str, *media: Image.Image | None, status: str = "finished"
+) -> dict[str, dict]:
     """All rows of a prompt as TransferQueue has them, by key; session n sees the n-th of `media`, or the only one."""
     worker = worker_class(config, Client())
     pictures = itertools.cycle(media)
@@ -83,8 +84,9 @@ def roll_out(worker_class: type, config: DictConfig, uid: str, *media: Image.Ima
     prompt = {"uid": uid, "agent_name": "single_turn_agent", "index": 0, "global_steps": 1}
     trajectory = {"step": 1, "sample_index": 0, "rollout_n": 0, "validate": False}
     asyncio.run(worker._run_prompt(prompt, {}, trajectory))
-    assert tq.kv_list("train")["train"][uid]["status"] == "finished"
-    keys = [f"{uid}_{session}_0" for session in range(G)]
+    listed = tq.kv_list("train")["train"]
+    assert listed[uid]["status"] == status
+    keys = [key for session in range(G) if (key := f"{uid}_{session}_0") in listed]
     found = tq.kv_batch_get(keys=keys, partition_id="train")
     return {
         key: {name: found[name][i] for name in ("position_ids", "multi_modal_inputs")} for i, key in enumerate(keys)
@@ -96,7 +98,7 @@ def inputs(rows: dict[str, dict]) -> list[dict]:
 
 
 def size(rows: dict[str, dict]) -> int:
-    return sum(len(pickle.dumps(x)) for x in inputs(rows))
+    return sum(len(pickle.dumps({name: x.get(name) for name in PIXEL_NAMES})) for x in inputs(rows))
 
 
 def check(rows: list[dict], expected: list[dict]) -> None:
@@ -110,7 +112,7 @@ def test_one_row_carries_the_pixels_of_all_and_each_gets_them_back(config):
     shared = roll_out(SharedPixelsWorker, config, "shared", picture(1))
     assert sum("pixel_values" in row for row in inputs(stock)) == G
     assert sum("pixel_values" in row for row in inputs(shared)) == 1
-    assert size(shared) < size(stock) / G + 100 * G  # a key is shorter than 100 bytes
+    assert size(shared) < size(stock) / G + 200 * G  # what pickle needs for nothing
     for key, other in zip(shared, stock, strict=True):
         assert torch.equal(shared[key]["position_ids"], stock[other]["position_ids"])
     rows = inputs(shared)
@@ -149,8 +151,33 @@ def test_a_carrier_in_another_mini_batch_is_fetched(config):
     check([carrier], stock[:1])
 
     tq.kv_clear(keys=[key], partition_id="train")
-    with pytest.raises(RuntimeError, match=f"{key}.*agent_loop_manager_class=verl.trainer.ppo.v1.AgentLoopManagerTQ"):
+    error = f"{key}.*agent_loop_manager_class=verl.trainer.ppo.v1.AgentLoopManagerTQ"
+    with pytest.raises(RuntimeError, match=error):
         receive_pixels([{CARRIED_BY: key}])
+    with pytest.raises(RuntimeError, match=error):  # one of two is gone
+        receive_pixels([{CARRIED_BY: key}, {CARRIED_BY: "stock3_0_0"}])
+
+
+def test_a_session_that_fails_carries_nothing_for_the_others(config, monkeypatch):
+    """verl trains on the rows of the sessions that ended, whatever became of the first."""
+    real, calls = AgentLoopOutput.as_dict, itertools.count()
+
+    def first_fails(output: AgentLoopOutput) -> dict:
+        if next(calls) == 0:
+            raise IndexError("index -1 is out of bounds")
+        return real(output)
+
+    monkeypatch.setattr(AgentLoopOutput, "as_dict", first_fails)
+    rows = inputs(roll_out(SharedPixelsWorker, config, "failing", picture(4), status="failure"))
+    assert len(rows) == G - 1 and sum("pixel_values" in row for row in rows) == 1
+    receive_pixels(rows)
+    assert all(torch.equal(row["pixel_values"], rows[0]["pixel_values"]) for row in rows)
+
+
+def test_a_worker_that_starts_with_the_agent_loop_has_the_whole_plugin():
+    """Ray unpickles the worker's class before anything else has imported verl."""
+    code = "import verl_prefix.agent_loop, sys; sys.exit('verl_prefix.trainer' not in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_the_trainer_asks_for_it_where_our_engine_alone_reads_pixels(config, monkeypatch):
@@ -169,7 +196,9 @@ def test_the_trainer_asks_for_it_where_our_engine_alone_reads_pixels(config, mon
         return OmegaConf.select(found, "actor_rollout_ref.rollout.agent.agent_loop_manager_class")
 
     monkeypatch.setattr(PrefixPPOTrainerSync.__base__, "__init__", stop)
-    assert chosen() == MANAGER and SharedPixelsManager.__name__ in MANAGER
+    assert chosen() == MANAGER and load_class_from_fqn(MANAGER) is SharedPixelsManager
     assert chosen(model_engine="dp") is None
     assert chosen(critic__enable=True) is None
+    assert chosen(skip__rollout_tq__enable=True) is None
+    assert chosen(trainer__v1__sampler__custom_sampler__path="sampler.py") is None
     assert chosen(actor_rollout_ref__rollout__agent__agent_loop_manager_class="my.Manager") == "my.Manager"

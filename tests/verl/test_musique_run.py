@@ -6,7 +6,6 @@ exercise vLLM or CUDA.
 
 import importlib.util
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -34,7 +33,7 @@ def compute_score(*args):
 
 @pytest.mark.ray
 @pytest.mark.parametrize(("schedule", "ranks"), [("auto", 1), ("phased", 2)])
-def test_two_training_steps_on_musique(tmp_path, schedule, ranks):
+def test_two_training_steps_on_musique(tmp_path, schedule, ranks, train):
     questions = SAMPLE
     if not SAMPLE.exists():
         questions = tmp_path / "questions.jsonl"
@@ -43,36 +42,11 @@ def test_two_training_steps_on_musique(tmp_path, schedule, ranks):
     rows = pq.read_table(tmp_path / "train.parquet").to_pylist()
     texts = [row["prompt"][0]["content"] for row in rows]
     model = write_tiny_model(tmp_path / "model", texts=texts, vocab_size=2048)
-    metrics = tmp_path / "metrics.jsonl"
-    command = [
-        sys.executable, "-m", "verl.trainer.main_ppo", "--config-name=prefix_grpo", "+platform=cpu",
-        "+ray_kwargs.ray_init.address=local",
-        f"actor_rollout_ref.model.path={model}",
-        f"data.train_files={tmp_path / 'train.parquet'}", f"data.val_files={tmp_path / 'val.parquet'}",
-        "data.train_batch_size=4", "data.max_prompt_length=3072", "data.max_response_length=16",
-        "data.filter_overlong_prompts=true", "data.dataloader_num_workers=0",
-        f"reward.custom_reward_function.path={RECIPE / 'reward.py'}",
-        "actor_rollout_ref.rollout.n=3", "actor_rollout_ref.actor.ppo_mini_batch_size=4",
-        "actor_rollout_ref.actor.use_dynamic_bsz=true", "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=6144",
+    steps, _ = train(
+        RECIPE, model, "data.max_prompt_length=3072", "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=6144",
         "actor_rollout_ref.actor.use_kl_loss=true", "actor_rollout_ref.actor.optim.lr=1e-3",
         f"actor_rollout_ref.actor.prefix.schedule={schedule}", f"trainer.n_gpus_per_node={ranks}",
-        "trainer.logger=[console,file]", "trainer.total_training_steps=2", "trainer.val_before_train=false",
-        "trainer.test_freq=-1", "trainer.save_freq=-1", "trainer.resume_mode=disable",
-        f"trainer.rollout_data_dir={tmp_path / 'rollouts'}",
-    ]  # fmt: skip
-    environment = os.environ | {
-        "VERL_PLATFORM": "cpu", "HF_HUB_OFFLINE": "1", "VERL_FILE_LOGGER_PATH": str(metrics),
-        "RAY_USAGE_STATS_ENABLED": "0", "TOKENIZERS_PARALLELISM": "false",
-    }  # fmt: skip
-    environment.pop("RAY_ADDRESS", None)
-    log = tmp_path / "run.log"
-    with log.open("w") as out:
-        code = subprocess.run(command, cwd=tmp_path, env=environment, stdout=out, stderr=out, timeout=400).returncode
-    assert code == 0, "\n".join(log.read_text(errors="replace").splitlines()[-40:])
-
-    steps = [json.loads(line) for line in metrics.read_text().splitlines()]
-    steps = [step["data"] for step in steps if "actor/grad_norm" in step["data"]]
-    assert len(steps) == 2
+    )  # fmt: skip
     for step in steps:
         assert step["prefix/reuse_fraction"] > 0.5 and step["prefix/split_groups"] == 0
         assert step["training/rollout_probs_diff_max"] < 1e-5

@@ -5,7 +5,6 @@ and stock beside it. Does not exercise vLLM or CUDA.
 """
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -25,7 +24,7 @@ def recipe(script: str, *args: object) -> None:
     subprocess.run([sys.executable, RECIPE / script, *map(str, args)], check=True, timeout=120, env=environment)
 
 
-def test_clips_train_through_verl_with_the_pixels_that_the_rollout_saw(tmp_path):
+def test_clips_train_through_verl_with_the_pixels_that_the_rollout_saw(tmp_path, train):
     recipe("make_clips.py", "--output", tmp_path, "--clips", 2, "--stills", 3, "--size", 112)
     recipe(
         "prepare.py", "--input", tmp_path / "questions.json", "--output", tmp_path, "--val-size", 5,
@@ -34,38 +33,14 @@ def test_clips_train_through_verl_with_the_pixels_that_the_rollout_saw(tmp_path)
     model = write_tiny_vlm(
         tmp_path / "model", family="qwen3_vl", texts=(tmp_path / "questions.json").read_text().split("\n")
     )
-    metrics = tmp_path / "metrics.jsonl"
-    command = [
-        sys.executable, "-m", "verl.trainer.main_ppo", "--config-name=prefix_grpo", "+platform=cpu",
-        "+ray_kwargs.ray_init.address=local",
-        f"actor_rollout_ref.model.path={model}",
-        f"data.train_files={tmp_path / 'train.parquet'}", f"data.val_files={tmp_path / 'val.parquet'}",
-        "data.train_batch_size=4", "data.max_prompt_length=1024", "data.max_response_length=16",
-        "data.filter_overlong_prompts=true", "data.dataloader_num_workers=0", "data.image_patch_size=4",
-        f"reward.custom_reward_function.path={RECIPE / 'reward.py'}",
-        "actor_rollout_ref.rollout.n=3", "actor_rollout_ref.actor.ppo_mini_batch_size=4",
-        "actor_rollout_ref.actor.use_dynamic_bsz=true", "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=2048",
+    steps, log = train(
+        RECIPE, model, "data.max_prompt_length=1024", "data.image_patch_size=4",
+        "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=2048",
         # A random model earns nothing: the entropy alone gives a gradient.
         "actor_rollout_ref.actor.entropy_coeff=0.01", "actor_rollout_ref.actor.optim.lr=1e-4",
         "actor_rollout_ref.actor.prefix.schedule=packed", "trainer.n_gpus_per_node=2",
-        "trainer.logger=[console,file]", "trainer.total_training_steps=2", "trainer.val_before_train=false",
-        "trainer.test_freq=-1", "trainer.save_freq=-1", "trainer.resume_mode=disable",
-        f"trainer.rollout_data_dir={tmp_path / 'rollouts'}",
-    ]  # fmt: skip
-    environment = os.environ | {
-        "VERL_PLATFORM": "cpu", "HF_HUB_OFFLINE": "1", "VERL_FILE_LOGGER_PATH": str(metrics),
-        "RAY_USAGE_STATS_ENABLED": "0", "TOKENIZERS_PARALLELISM": "false",
-    }  # fmt: skip
-    environment.pop("RAY_ADDRESS", None)
-    log = tmp_path / "run.log"
-    with log.open("w") as out:
-        code = subprocess.run(command, cwd=tmp_path, env=environment, stdout=out, stderr=out, timeout=400).returncode
-    assert code == 0, "\n".join(log.read_text(errors="replace").splitlines()[-40:])
-
-    assert "(SharedPixelsWorker pid=" in log.read_text(errors="replace")
-    steps = [json.loads(line) for line in metrics.read_text().splitlines()]
-    steps = [step["data"] for step in steps if "actor/grad_norm" in step["data"]]
-    assert len(steps) == 2
+    )  # fmt: skip
+    assert "(SharedPixelsWorker pid=" in log
     for step in steps:
         assert step["actor/grad_norm"] > 0 and step["critic/score/mean"] >= 0
         assert step["prefix/reuse_fraction"] > 0.5 and step["prefix/split_groups"] == 0

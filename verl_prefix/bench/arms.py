@@ -7,6 +7,7 @@
     flex             FlexAttention with a shared-prefix block mask over our packed row; needs CUDA
     packed, phased   `schedule.Schedule`; phased with waves of at most an eighth of the budget
     auto             the plan that `gate.Gate` chooses, in waves that fill the budget (the plugin's defaults)
+    verl_*           whole engines on one rank, where verl is installed: its fsdp2 (stock), ours (packed, phased)
     +checkpoint      gradient checkpointing of decoder layers
     +offload         phased: dormant prefix activations wait in host memory (on a CPU only its cost shows)
 
@@ -15,11 +16,14 @@ least). All but padded, stock and prefix_grouper bound logits at `logits_chunk` 
 """
 
 import functools
+import importlib
 import importlib.util
+import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -39,6 +43,7 @@ from verl_prefix.testing import random_rollouts
 from verl_prefix.waves import Plan, make_plan
 
 WAVES_PER_BUDGET = 8
+VERL = "verl_"  # engines, which `verl_prefix.engine.bench` runs: it alone knows verl
 
 
 @dataclass(frozen=True)
@@ -100,10 +105,11 @@ class Forward(NamedTuple):
 
 
 class Done(NamedTuple):
-    """Seconds of all and of forwards with their losses; the batch's loss; bytes allocated at phase B's peak."""
+    """Seconds of all, and of forwards with their losses (None: not known); the batch's loss; bytes allocated at phase
+    B's peak."""
 
     seconds: float
-    forward: float
+    forward: float | None
     loss: float
     phase_b: int | None = None
 
@@ -130,6 +136,10 @@ def run_arm(job: Job, arm: str, train: bool = True, attention: str | None = None
     """
     model, batch = job.model, job.batch
     path, _, added = arm.partition("+")
+    if path.startswith(VERL):
+        if model.device.type == "cpu":
+            os.environ.setdefault("VERL_PLATFORM", "cpu")
+        return verl_engines().run(job, path.removeprefix(VERL), train)
     if path == "auto":
         path = "stock" if job.plan is None else "plan"
     model.gradient_checkpointing_disable()
@@ -175,6 +185,11 @@ def run_arm(job: Job, arm: str, train: bool = True, attention: str | None = None
     wait()
     seconds = time.perf_counter() - start
     return Done(seconds, seconds - backward_s, float(sum(losses)), phase_b)
+
+
+def verl_engines() -> ModuleType:
+    """`verl_prefix.engine.bench`, which imports verl."""
+    return importlib.import_module("verl_prefix.engine.bench")
 
 
 def make_arm_plan(groups: Sequence[Group], budget: int, schedule: str) -> Plan:

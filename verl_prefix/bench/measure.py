@@ -14,7 +14,16 @@ import torch
 from tqdm import tqdm
 
 from verl_prefix.bench import report as tables
-from verl_prefix.bench.arms import WAVES_PER_BUDGET, Job, build_batch, make_arm_plan, run_arm, stock_attention
+from verl_prefix.bench.arms import (
+    VERL,
+    WAVES_PER_BUDGET,
+    Job,
+    build_batch,
+    make_arm_plan,
+    run_arm,
+    stock_attention,
+    verl_engines,
+)
 from verl_prefix.bench.memory import added_peak, added_peak_here, capacity, free_memory, in_fresh_process, warm_up
 from verl_prefix.bench.options import STOCK, Options, Size, full_depth, unavailable
 from verl_prefix.cost import ModelShape, Pass, plan_passes
@@ -41,7 +50,7 @@ def update_flops(shape: ModelShape, size: Size, arm: str, budget: int, plan: Pla
     Args:
         arm: of `ARMS`, or "ideal": every token once, lm_head on responses alone. plan: of auto.
     """
-    path, _, added = arm.partition("+")
+    path, _, added = arm.removeprefix(VERL).partition("+")
     group = Group(tuple(range(size.group)), size.prefix, (size.suffix,) * size.group)
     if path == "auto" and plan is None:
         path = "stock"
@@ -134,7 +143,8 @@ class Bench:
         text, counts = f"{job.batch.size} round {turn + 1} {arm}", turn < self.options.repeats
         done = self._step(text, result["flops"] * counts, run_arm, job, arm)
         result["seconds"]["update"].append(done.seconds)
-        result["seconds"]["forward"].append(done.forward)
+        if done.forward is not None:
+            result["seconds"]["forward"].append(done.forward)
         if truth and turn == 0:
             result["grad_error"] = gradient_error(self.model, truth)
         if "+" not in arm:  # what is added changes nothing without gradients
@@ -191,7 +201,7 @@ def header(options: Options, git: dict[str, Any]) -> dict[str, Any]:
         "config": options.asdict(),
         "full_depth": full_depth(options.shape),
         "stock_attention": stock_attention(options.device, options.torch_dtype),
-        "cannot_run": {arm: why for arm in options.arms if (why := unavailable(arm, options.device))},
+        "cannot_run": {arm: why for arm in options.arms if (why := unavailable(arm, options.device, options.dtype))},
         "rows": [],
     }
 
@@ -242,6 +252,8 @@ def run(options: Options, out: Path | None = None, allow_dirty: bool = False) ->
                 row = bench.row(size)
                 if options.capacity and layers == options.layers[-1]:
                     row["capacity"] = {}
+                    if any(arm.startswith(VERL) for arm in options.running):
+                        verl_engines().forget(bench.model)  # the limit is not for them
                     for arm in options.running:
                         progress.set_description(f"{size} capacity of {arm}", refresh=sys.stderr.isatty())
                         row["capacity"][arm] = capacity(options, arm, size, layers, bench.model)

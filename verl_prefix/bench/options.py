@@ -7,12 +7,13 @@ from typing import Any, NamedTuple
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen3Config
 
+from verl_prefix.compat import untested_verl
 from verl_prefix.machine import RESET_PEAK
 
 STOCK = ("padded", "stock", "stock_lean")
 ARMS = (
     *STOCK, "prefix_grouper", "flex", "packed", "phased", "auto",
-    "phased+offload", "stock+checkpoint", "phased+checkpoint",
+    "phased+offload", "stock+checkpoint", "phased+checkpoint", "verl_stock", "verl_packed", "verl_phased",
 )  # fmt: skip
 RECOMPILE_LIMIT = 128  # every arm has its own attention, gradient mode and shapes; beyond it, eager code runs unseen
 LLAMA = dict(rms_norm_eps=1e-5)
@@ -64,11 +65,17 @@ class Size(NamedTuple):
         return "/".join(map(str, self))
 
 
-def unavailable(arm: str, device: str) -> str | None:
+def unavailable(arm: str, device: str, dtype: str = "float32") -> str | None:
     """Why this arm cannot run here, or None."""
     name = arm.partition("+")[0]
     if name == "prefix_grouper" and not importlib.util.find_spec("prefix_grouper"):
         return "the package prefix-grouper is not installed (pip install prefix-grouper==0.0.1.post1)"
+    if name.startswith("verl_"):
+        if not importlib.util.find_spec("verl"):
+            return "verl is not installed"
+        if dtype not in ("float32", "bfloat16"):
+            return f"verl scales the loss in {dtype}"
+        return untested_verl()
     if name == "flex" and device != "cuda":
         return "FlexAttention has a backward on CUDA alone"
     return None
@@ -112,8 +119,9 @@ class Options:
             raise ValueError(f"--layers {','.join(map(str, self.layers))}: give one depth, or two as in 2,4")
         if not self.dtype:
             object.__setattr__(self, "dtype", "bfloat16" if self.device == "cuda" else "float32")
-        if all(unavailable(arm, self.device) for arm in self.arms):
-            raise ValueError(f"none of --arms {','.join(self.arms)} can run: {unavailable(self.arms[0], self.device)}")
+        if not self.running:
+            reason = unavailable(self.arms[0], self.device, self.dtype)
+            raise ValueError(f"none of --arms {','.join(self.arms)} can run: {reason}")
         if (self.memory or self.capacity) and self.device == "cpu" and not RESET_PEAK.exists():
             raise ValueError(f"peak memory on a CPU is read from {RESET_PEAK}, which is not there: add --no-memory")
 
@@ -123,7 +131,7 @@ class Options:
 
     @property
     def running(self) -> tuple[str, ...]:
-        return tuple(arm for arm in self.arms if not unavailable(arm, self.device))
+        return tuple(arm for arm in self.arms if not unavailable(arm, self.device, self.dtype))
 
     def budget_of(self, size: Size) -> int:
         return self.budget or max(2 * size.row, 16384 if self.device == "cuda" else 0)

@@ -80,18 +80,19 @@ def _extrapolate(low: dict[str, Any], high: dict[str, Any], layers: int) -> dict
 
 
 def _ratios(row: dict[str, Any], peak: float | None) -> None:
-    """Speed-ups over stock with the same checkpointing; of sharing arms, the share of what FLOPs allow."""
+    """Speed-ups over stock with the same checkpointing, verl's engines over verl's; of sharing arms, the share of what
+    FLOPs allow."""
     for name, arm in row["arms"].items():
         added = "+checkpoint" if "+checkpoint" in name else ""
         if peak and "update" in arm:
             arm["mfu"] = arm["flops"] / arm["update"]["p50"] / peak
-        stock = row["arms"].get(f"stock{added}", {})
+        stock = row["arms"].get("verl_stock" if name.startswith("verl_") else f"stock{added}", {})
         if "update" not in arm or "update" not in stock:
             continue
         arm["speedup"] = stock["update"]["p50"] / arm["update"]["p50"]
         if "log_probs" in arm and "log_probs" in stock:
             arm["log_probs_speedup"] = stock["log_probs"]["p50"] / arm["log_probs"]["p50"]
-        if name.partition("+")[0] not in ("padded", "stock", "stock_lean"):
+        if name.partition("+")[0] not in ("padded", "stock", "stock_lean", "verl_stock"):
             arm["ceiling"] = stock["flops"] / row["ideal_flops"][added]
             arm["of_ceiling"] = arm["speedup"] / arm["ceiling"]
 
@@ -118,13 +119,14 @@ def markdown(report: dict[str, Any]) -> str:
     attention = _ATTENTION[report["stock_attention"]]
     changed = ", uncommitted files" if report["dirty"] else ""
     compiled = ", decoder layers compiled" if config["compile"] else ""
+    engines = "; those of whole engines over verl's" if any("verl_" in arm for arm in config["arms"]) else ""
     lines = [
         f"{report['device']}, {config['dtype']}, {installed}; commit {(report['commit'] or 'unknown')[:12]}{changed}. "
         f"Model shape {config['shape']} with random weights, {layers} of {report['full_depth']} layers{compiled}. "
         "Seconds are p50 (p20 to p80) of rounds of all arms in turn; speed-ups are over stock with the same "
-        f"checkpointing (attention: {attention}). The ceiling is the ratio of FLOPs, stock's over those of computing "
-        "every token once, lm_head on responses alone. MiB are what one update adds to model and gradients at its "
-        f"peak. Gradient error: {truth}.",
+        f"checkpointing (attention: {attention}){engines}. The ceiling is the ratio of FLOPs, stock's over those of "
+        "computing every token once, lm_head on responses alone. MiB are what one update adds to model and gradients "
+        f"at its peak. Gradient error: {truth}.",
         "",
     ]
     rows = [*report["rows"], *report["extrapolated"]]

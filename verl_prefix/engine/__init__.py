@@ -22,10 +22,10 @@ from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 from verl.workers.engine.utils import postprocess_batch_func
 
 from verl_prefix import faults, models, vision, waves
-from verl_prefix.agent_loop import receive_pixels
 from verl_prefix.config import PrefixEngineConfig, check_model_options
 from verl_prefix.cpu.engine import CPUEngineMixin
 from verl_prefix.engine.mini_batch import MiniBatch, even_out, group_batch
+from verl_prefix.engine.pixels import receive_pixels
 from verl_prefix.engine.trace_writer import open_trace
 from verl_prefix.gate import Gate
 from verl_prefix.groups import Group

@@ -38,7 +38,7 @@ STOCK, REPACKED, TRUTH = "stock", "stock_repacked", "truth"
 # Not trust_remote_code: a trace is data, and must not bring code along.
 MODEL_KEYS = (
     "use_remove_padding", "override_config", "enable_gradient_checkpointing", "enable_activation_offload",
-    "lora_rank", "lora_alpha", "target_modules", "exclude_modules", "use_fused_kernels",
+    "lora_rank", "lora_alpha", "target_modules", "exclude_modules", "use_fused_kernels", "load_tokenizer",
 )  # fmt: skip
 # ||difference|| / ||stock's|| of a layer's outputs or of a parameter's gradient above which a diagnosis names it.
 DIVERGED = {"fp32": 5e-6, "bf16": 6e-2, "fp16": 8e-3}

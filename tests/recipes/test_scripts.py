@@ -1,4 +1,4 @@
-"""The launch script's overrides, as bash expands them, compose in verl's config and pass the driver's checks."""
+"""Each launch script's overrides, as bash expands them, compose in verl's config and pass the driver's checks."""
 
 import os
 import subprocess
@@ -12,18 +12,19 @@ from verl.utils.import_utils import load_extern_object
 
 from verl_prefix.testing import write_tiny_model
 
-RECIPE = Path(__file__).resolve().parents[2] / "recipes" / "video_rlvr"
-SCRIPT = RECIPE / "run_qwen2_5_vl_7b_fsdp2.sh"
+RECIPES = Path(__file__).resolve().parents[2] / "recipes"
+MUSIQUE, VIDEO = "musique/run_qwen3_8b_fsdp2.sh", "video_rlvr/run_qwen2_5_vl_7b_fsdp2.sh"
+both = pytest.mark.parametrize("script", [MUSIQUE, VIDEO])
 
 
-def launched(tmp_path: Path, *args: str, **knobs: str) -> list[str]:
+def launched(script: str, tmp_path: Path, *args: str, **knobs: str) -> list[str]:
     """Run the script with a python3 that writes its arguments down; return those that follow the module's name."""
     fake = tmp_path / "bin" / "python3"
     fake.parent.mkdir(exist_ok=True)
     fake.write_text(f"#!/bin/sh\nprintf '%s\\0' \"$@\" > '{tmp_path}/args'\n")
     fake.chmod(0o755)
     env = {"PATH": f"{fake.parent}:{os.environ['PATH']}", "HOME": str(tmp_path), **knobs}
-    subprocess.run(["bash", SCRIPT, *args], check=True, env=env, capture_output=True, cwd=tmp_path)
+    subprocess.run(["bash", RECIPES / script, *args], check=True, env=env, capture_output=True, cwd=tmp_path)
     flags, module, *overrides = (tmp_path / "args").read_text().removesuffix("\0").split("\0")
     assert (flags, module) == ("-m", "verl.trainer.main_ppo")
     return overrides
@@ -34,11 +35,15 @@ def composed(overrides: list[str]) -> DictConfig:
         return compose("ppo_trainer", overrides=overrides)
 
 
+@both
 @pytest.mark.parametrize("engine", ["prefix", "dp"])
-def test_every_override_exists_and_the_driver_accepts_the_config(tmp_path, engine):
+def test_every_override_exists_and_the_driver_accepts_the_config(tmp_path, script, engine):
     model = write_tiny_model(tmp_path / "model")
-    overrides = launched(tmp_path, f"actor_rollout_ref.model.path={model}", MODEL_ENGINE=engine)
-    assert not [o for o in overrides if o.startswith("+")]  # "+" would add a misspelt key as well
+    overrides = launched(script, tmp_path, f"actor_rollout_ref.model.path={model}", MODEL_ENGINE=engine)
+    # "+" would add a misspelt key as well; verl leaves chat template arguments open.
+    added = {MUSIQUE: ["+data.apply_chat_template_kwargs.enable_thinking=False"], VIDEO: []}
+    assert [o for o in overrides if o.startswith("+")] == added[script]
+    assert overrides[-1] == f"actor_rollout_ref.model.path={model}"
     keys = [override.split("=")[0] for override in overrides[:-1]]
     assert len(keys) == len(set(keys))
 
@@ -49,31 +54,38 @@ def test_every_override_exists_and_the_driver_accepts_the_config(tmp_path, engin
     assert (actor._target_ == "verl_prefix.config.PrefixActorConfig") == (engine == "prefix")
     assert config.trainer.v1.trainer_mode == {"prefix": "prefix_sync", "dp": "sync"}[engine]
     assert (rollout.name, rollout.n, rollout.tensor_model_parallel_size) == ("vllm", 8, 2)
-    assert (config.data.max_prompt_length, config.data.max_response_length) == (2048, 512)
-    assert (config.data.image_key, config.data.video_key) == ("images", "videos")  # what prepare.py writes
-    assert rollout.max_model_len == 2560 and actor.use_dynamic_bsz and actor.use_kl_loss
+    lengths = config.data.max_prompt_length, config.data.max_response_length
+    assert lengths == {MUSIQUE: (4096, 512), VIDEO: (2048, 512)}[script]
+    assert rollout.max_model_len == sum(lengths) and actor.use_dynamic_bsz and actor.use_kl_loss
     score = load_extern_object(config.reward.custom_reward_function.path, config.reward.custom_reward_function.name)
-    response = "<think>x</think><answer>B</answer>"
-    assert score("video_rlvr", response, "B", {"problem_type": "multiple choice"})["score"] == 1
+    if script == MUSIQUE:
+        assert score("musique", "<answer>Rome</answer>", ["Rome"])["score"] == 1
+    else:
+        assert (config.data.image_key, config.data.video_key) == ("images", "videos")  # what prepare.py writes
+        response = "<think>x</think><answer>B</answer>"
+        assert score("video_rlvr", response, "B", {"problem_type": "multiple choice"})["score"] == 1
 
 
-def test_engine_and_placement_are_all_that_differs(tmp_path):
-    prefix, dp = (launched(tmp_path, MODEL_ENGINE=engine) for engine in ("prefix", "dp"))
+@both
+def test_engine_and_placement_are_all_that_differs(tmp_path, script):
+    name = Path(script).stem.removeprefix("run_")
+    prefix, dp = (launched(script, tmp_path, MODEL_ENGINE=engine) for engine in ("prefix", "dp"))
     assert set(prefix) ^ set(dp) == {
         "model_engine=prefix",
         "model_engine=dp",
         "actor_rollout_ref.actor.strategy=fsdp2",
         "trainer.v1.trainer_mode=prefix_sync",
         "trainer.v1.trainer_mode=sync",
-        "trainer.experiment_name=qwen2_5_vl_7b_fsdp2_prefix",
-        "trainer.experiment_name=qwen2_5_vl_7b_fsdp2_dp",
+        f"trainer.experiment_name={name}_prefix",
+        f"trainer.experiment_name={name}_dp",
     }
 
 
-def test_knobs_reach_the_config_and_the_command_line_has_the_last_word(tmp_path):
+@both
+def test_knobs_reach_the_config_and_the_command_line_has_the_last_word(tmp_path, script):
     data = tmp_path / "my data"
     overrides = launched(
-        tmp_path, "trainer.total_epochs=3", DATA_DIR=str(data), ROLLOUT_N="5", MAX_PROMPT_LENGTH="1000"
+        script, tmp_path, "trainer.total_epochs=3", DATA_DIR=str(data), ROLLOUT_N="5", MAX_PROMPT_LENGTH="1000"
     )
     config = composed(overrides)
     assert config.data.train_files == str(data / "train.parquet")
@@ -81,7 +93,8 @@ def test_knobs_reach_the_config_and_the_command_line_has_the_last_word(tmp_path)
     assert config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu == 4 * 1512
 
 
-def test_an_unknown_engine_is_refused(tmp_path):
+@both
+def test_an_unknown_engine_is_refused(tmp_path, script):
     with pytest.raises(subprocess.CalledProcessError) as error:
-        launched(tmp_path, MODEL_ENGINE="megatron")
+        launched(script, tmp_path, MODEL_ENGINE="megatron")
     assert b"Expected 'prefix' or 'dp'" in error.value.stderr

@@ -1,0 +1,51 @@
+"""A recipe's data, trained on by real verl (Ray, v1 trainer, FSDP2 on gloo, HF rollout) in a process of its own."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+@pytest.fixture
+def train(tmp_path: Path) -> Callable[..., tuple[list[dict[str, Any]], str]]:
+    """Two training steps on the recipe's parquet in `tmp_path`; returns the steps' metrics and verl's log."""
+
+    def run(recipe: Path, model: str, *overrides: str) -> tuple[list[dict[str, Any]], str]:
+        metrics, log = tmp_path / "metrics.jsonl", tmp_path / "run.log"
+        command = [
+            sys.executable, "-m", "verl.trainer.main_ppo", "--config-name=prefix_grpo", "+platform=cpu",
+            "+ray_kwargs.ray_init.address=local",
+            f"actor_rollout_ref.model.path={model}",
+            f"data.train_files={tmp_path / 'train.parquet'}", f"data.val_files={tmp_path / 'val.parquet'}",
+            "data.train_batch_size=4", "data.max_response_length=16",
+            "data.filter_overlong_prompts=true", "data.dataloader_num_workers=0",
+            f"reward.custom_reward_function.path={recipe / 'reward.py'}",
+            "actor_rollout_ref.rollout.n=3", "actor_rollout_ref.actor.ppo_mini_batch_size=4",
+            "actor_rollout_ref.actor.use_dynamic_bsz=true",
+            "trainer.logger=[console,file]", "trainer.total_training_steps=2", "trainer.val_before_train=false",
+            "trainer.test_freq=-1", "trainer.save_freq=-1", "trainer.resume_mode=disable",
+            f"trainer.rollout_data_dir={tmp_path / 'rollouts'}",
+            *overrides,
+        ]  # fmt: skip
+        environment = os.environ | {
+            "VERL_PLATFORM": "cpu", "HF_HUB_OFFLINE": "1", "VERL_FILE_LOGGER_PATH": str(metrics),
+            "RAY_USAGE_STATS_ENABLED": "0", "TOKENIZERS_PARALLELISM": "false",
+        }  # fmt: skip
+        environment.pop("RAY_ADDRESS", None)
+        with log.open("w") as out:
+            code = subprocess.run(
+                command, cwd=tmp_path, env=environment, stdout=out, stderr=out, timeout=400
+            ).returncode
+        text = log.read_text(errors="replace")
+        assert code == 0, "\n".join(text.splitlines()[-40:])
+        steps = [json.loads(line) for line in metrics.read_text().splitlines()]
+        steps = [step["data"] for step in steps if "actor/grad_norm" in step["data"]]
+        assert len(steps) == 2
+        return steps, text
+
+    return run
