@@ -5,8 +5,8 @@ Two comparisons, both by the noise floor: what ours misses is measured in units 
 - log-probs, which see everything (positions, layout, hook-up), against the stock path; the unit is how far the stock
   path moves when every attention output is rounded differently.
 - every layer's attention output against dense float64 attention on the same queries, keys and values; the unit is what
-  the rounding of probabilities and output to the model's dtype does. In bf16 this sees errors of one percent in the
-  kernel, which log-probs of a bf16 model hide.
+  the rounding of probabilities and output to the model's dtype does, and of a log-sum-exp to fp32. In bf16 this sees
+  errors of one percent in the kernel, which log-probs of a bf16 model hide.
 """
 
 from collections.abc import Callable
@@ -92,7 +92,8 @@ def _dense(q, k, v, sinks, scores: Scores, position: torch.Tensor) -> tuple[torc
             logits = logits.masked_fill(hidden, float("-inf"))
             if sinks is not None:
                 logits = torch.cat([logits, sinks[head].to(compute).expand(len(q), 1)], -1)
-            probs = logits.softmax(-1)[:, : k.shape[0]].to(out.dtype).to(compute)
+            # As kernels do: by a log-sum-exp of fp32 at most, whose rounding counts in fp32, the more the larger it is.
+            probs = (logits - logits.logsumexp(-1, keepdim=True)).exp()[:, : k.shape[0]].to(out.dtype).to(compute)
             out[:, head] = (probs @ values).to(out.dtype)
     return truth, rounded
 

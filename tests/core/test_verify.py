@@ -8,8 +8,10 @@ import torch
 import transformers
 
 from verl_prefix import models, verify
+from verl_prefix.attention import GroupedAttention, Scores
+from verl_prefix.groups import Group
 from verl_prefix.kernels import cpu
-from verl_prefix.layout import Layout
+from verl_prefix.layout import Layout, build_layout
 from verl_prefix.testing import random_rollouts, run_shared, run_stock
 
 CONFIGS = {
@@ -81,6 +83,23 @@ def test_bf16_rounding_passes_over_100_seeds():
 def test_rounding_passes_in_every_dtype_and_core(family, dtype):
     for seed in range(5):
         assert not verdict(seed, dtype, family).missed, str(verdict(seed, dtype, family))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize(("prefix_len", "mean"), [(64, 0.0), (2048, 1.0), (4096, 1.0)])
+def test_long_prefixes_round_as_short_ones(prefix_len, mean, dtype):
+    """In fp32 the rounding of log-sum-exps is the larger part where many values have a mean."""
+    torch.manual_seed(0)
+    group = Group((0, 1), prefix_len, (24, 24))
+    layout = build_layout([group], [0, prefix_len + 24])
+    q, k = (torch.randn(layout.num_tokens, heads, 16).to(dtype) for heads in (4, 2))
+    v = (torch.randn(layout.num_tokens, 2, 16) + mean).to(dtype)
+    scores = Scores(0.25)
+    out = GroupedAttention.apply(q, k, v, None, layout, cpu, scores, None, 0)
+    found = [verify.AttentionCheck() for _ in range(2)]
+    found[0](0, layout, q, k, v, None, scores, out)
+    found[1](0, layout, q, k, v, None, scores, out * (1 + 1e-2))
+    assert found[0].worst < 1.5 and found[1].worst > verify.MAX_ATTENTION
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
