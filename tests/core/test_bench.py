@@ -19,8 +19,11 @@ from verl_prefix.models import ATTENTION_NAME, model_shape
 
 ROOT = Path(__file__).resolve().parents[2]
 SIZE = Size(37, 11, 5)
-RUNNING = [arm for arm in ARMS if arm != "auto" and not unavailable(arm, "cpu")]
 ENGINES = [arm for arm in ARMS if arm.startswith("verl_")]
+RUNNING = [arm for arm in ARMS if arm not in ("auto", *ENGINES) and not unavailable(arm, "cpu")]
+# Everything in one pass; a group in several pieces or waves, and more than one chunk of logits; one row at a time.
+BUDGETS = [(10**6, 4096), (110, 7), (50, 5)]
+Truth = tuple[torch.nn.Module, arms.Batch, dict[str, torch.Tensor], float]
 COMMAND = "bench --shape tiny --device cpu --threads 1 --repeats 1 --no-memory --allow-dirty".split()
 
 
@@ -29,8 +32,7 @@ def no_more_rounds_than_asked_for(monkeypatch) -> None:
     monkeypatch.setattr(measure, "QUICK_S", 0.0)
 
 
-@pytest.fixture(scope="module")
-def truth() -> tuple[torch.nn.Module, arms.Batch, dict[str, torch.Tensor], float]:
+def build_truth() -> Truth:
     """A fp32 model, a batch, and the gradients and loss of a float64 copy in HF's own forward, row by row."""
     model, batch = build_model("tiny", 2, "cpu", torch.float32), arms.build_batch(SIZE, 997, "cpu")
     wide = copy.deepcopy(model).double()
@@ -46,10 +48,16 @@ def truth() -> tuple[torch.nn.Module, arms.Batch, dict[str, torch.Tensor], float
     return model, batch, {name: p.grad for name, p in wide.named_parameters()}, loss
 
 
-# Everything in one pass; a group in several pieces or waves, and more than one chunk of logits; one row at a time.
-@pytest.mark.parametrize(("budget", "chunk"), [(10**6, 4096), (110, 7), (50, 5)])
+truth = pytest.fixture(scope="module")(build_truth)
+
+
+@pytest.mark.parametrize(("budget", "chunk"), BUDGETS)
 @pytest.mark.parametrize("arm", RUNNING)
 def test_every_arm_has_the_gradients_and_log_probs_of_stock(truth, arm: str, budget: int, chunk: int) -> None:
+    check_arm(truth, arm, budget, chunk)
+
+
+def check_arm(truth: Truth, arm: str, budget: int, chunk: int) -> None:
     model, batch, grads, loss = truth
     job = arms.Job(model, batch, budget, chunk)
     done = arms.run_arm(job, arm)
@@ -60,6 +68,32 @@ def test_every_arm_has_the_gradients_and_log_probs_of_stock(truth, arm: str, bud
     # The same error is found where there is one.
     model.lm_head.weight.grad[0] += 1e-3
     assert measure.gradient_error(model, grads) > 1e-4
+
+
+def check_engines() -> None:
+    truth = build_truth()
+    for arm in ENGINES:
+        for budget, chunk in BUDGETS:
+            check_arm(truth, arm, budget, chunk)
+
+
+def test_verl_s_engine_and_ours_have_them_too() -> None:
+    pytest.importorskip("verl")
+    memory.in_fresh_process(check_engines)  # here verl may be loaded already, for another platform
+
+
+def test_report_compares_our_engine_with_verl_s(tmp_path: Path) -> None:
+    pytest.importorskip("verl")
+    out = tmp_path / "bench.json"
+    command = [sys.executable, "-m", "verl_prefix.cli", *COMMAND, "--rows", "37/11/3", "--out", str(out)]
+    subprocess.run([*command, "--arms", ",".join(("stock", *ENGINES))], check=True, cwd=ROOT, capture_output=True)
+    (row,) = json.loads(out.read_text())["rows"]
+    for name in ENGINES:
+        arm, stock = row["arms"][name], row["arms"]["verl_stock"]
+        assert 0 < arm["grad_error"] < 5e-6 and "forward" not in arm
+        assert arm["speedup"] == pytest.approx(stock["update"]["p50"] / arm["update"]["p50"])
+        assert ("ceiling" in arm) == (name != "verl_stock")
+    assert "those of whole engines over verl's" in out.with_suffix(".md").read_text()
 
 
 @pytest.mark.parametrize("arm", ["stock", "stock_lean"])
@@ -123,11 +157,13 @@ def test_shapes_are_the_published_ones(shape: str, millions: float) -> None:
 
 def test_report_has_time_error_and_ceiling_of_every_arm(tmp_path: Path) -> None:
     out = tmp_path / "bench.json"
-    assert cli.main([*COMMAND, "--grid", "tiny", "--layers", "1,2", "--out", str(out)]) == 0
+    here = ",".join(arm for arm in ARMS if arm not in ENGINES)
+    assert cli.main([*COMMAND, "--arms", here, "--grid", "tiny", "--layers", "1,2", "--out", str(out)]) == 0
     found = json.loads(out.read_text())
     assert found["schema"] == "verl_prefix.bench/1"
     assert {"commit", "dirty", "created", "device", "versions", "config"} <= set(found)
-    assert set(found["cannot_run"]) == set(ARMS) - set(RUNNING) - {"auto"} and "flex" in found["cannot_run"]
+    assert set(found["cannot_run"]) == set(here.split(",")) - set(RUNNING) - {"auto"}
+    assert "flex" in found["cannot_run"]
     assert [(row["layers"], row["prefix"]) for row in found["rows"]] == [(1, 37), (1, 20), (2, 37), (2, 20)]
     for row in found["rows"]:
         assert set(RUNNING) <= set(row["arms"])
@@ -137,11 +173,9 @@ def test_report_has_time_error_and_ceiling_of_every_arm(tmp_path: Path) -> None:
         for name, arm in row["arms"].items():
             assert 0 < arm["grad_error"] < 5e-6
             assert 0 < arm["update"]["p20"] <= arm["update"]["p50"] <= arm["update"]["p80"]
-            if name not in ENGINES:
-                assert arm["forward"]["p50"] < arm["update"]["p50"]
+            assert arm["forward"]["p50"] < arm["update"]["p50"]
             assert ("log_probs" in arm) == ("+" not in name)
-            with_same = "verl_stock" if name in ENGINES else "stock+checkpoint" if "+checkpoint" in name else "stock"
-            stock = row["arms"][with_same]
+            stock = row["arms"]["stock+checkpoint" if "+checkpoint" in name else "stock"]
             assert arm["speedup"] == pytest.approx(stock["update"]["p50"] / arm["update"]["p50"])
         assert row["arms"]["packed"]["ceiling"] > 1.3
         assert row["arms"]["packed"]["of_ceiling"] == pytest.approx(
@@ -282,17 +316,10 @@ def test_runs_where_nothing_but_torch_and_transformers_is_installed() -> None:
     assert "| 9/4/2 | stock |" in done.stdout
 
 
-def test_readme_shows_the_committed_results(tmp_path: Path) -> None:
-    results = ROOT / "examples/results"
-    source, words = results / "bench_cpu.json", (ROOT / "README.md").read_text()
-    # Until `make bench-cpu` has run here, README shows what the tool before this one measured, and its JSON is kept.
-    old = list(results.glob("update_cpu_*.json")) + list(results.glob("gate_cpu.json"))
-    assert source.exists() != bool(old), "delete update_cpu_*.json and gate_cpu.json: make bench-cpu replaces them"
+def test_readme_shows_the_committed_results() -> None:
+    source, words = ROOT / "examples/results/bench_cpu.json", (ROOT / "README.md").read_text()
     start, end = report.MARKS
     shown = words.split(start)[1].split(end)[0].strip()
-    if old:
-        assert "37.5" in shown
-        return
     found = json.loads(source.read_text())
     assert found["dirty"] is False
     assert shown == report.markdown(found).strip()
