@@ -66,7 +66,8 @@ class AttentionCheck:
             own = torch.arange(segment.length, device=q.device)
             query = torch.cat([own[:_QUERIES], own[_QUERIES:][-_QUERIES:]])
             keys, values = (torch.cat([x[:behind], x[start : start + segment.length]]) for x in (k, v))
-            truth, rounded = _dense(q[start + query], keys, values, sinks, scores, query + behind)
+            with torch.autocast(q.device.type, enabled=False):  # which would round the scores as well
+                truth, rounded = _dense(q[start + query], keys, values, sinks, scores, query + behind)
             error += (out[start + query] - truth).square().sum().item()
             noise += (rounded - truth).square().sum().item()
             start += segment.length
