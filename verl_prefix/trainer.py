@@ -22,7 +22,7 @@ from verl_prefix.placement import place
 from verl_prefix.watchdog import Watchdog, stall_minutes
 
 TRAINER_MODE = "prefix_sync"
-MANAGER = "verl_prefix.agent_loop.SharedPixelsManager"
+MANAGER = "verl_prefix.engine.agent_loop.SharedPixelsManager"
 
 
 @register_trainer(TRAINER_MODE)

@@ -1,6 +1,6 @@
 """Vision: a group's pixels are held, moved and seen by the vision tower once, with its prefix.
 
-    rollouts -> `agent_loop` one row of a prompt carries the pixels to the actor
+    rollouts -> `engine.agent_loop` one row of a prompt carries the pixels to the actor
     rows -> `share_pixels`   rows with the same pixels hold the same tensors; their digest is part of the group key
     pass -> `PixelBatch.of`  the pixels of the pass's groups, and where their tokens stand in the packed row
     pass -> `forward`        the tower once per packed pass or phase A, on the pixels of all its groups at once

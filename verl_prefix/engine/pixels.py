@@ -1,4 +1,4 @@
-"""Pixels that one row carries for its prompt's rows (`verl_prefix.agent_loop`), back in all of them."""
+"""Pixels that one row carries for its prompt's rows (`verl_prefix.engine.agent_loop`), back in all of them."""
 
 from collections.abc import Sequence
 from typing import Any
