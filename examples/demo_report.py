@@ -337,5 +337,9 @@ def finish(report: dict[str, Any], output: Path, console: Console) -> int:
 def _device() -> dict[str, Any]:
     import torch
 
-    name = device_name("cuda" if torch.cuda.is_available() else "cpu")
-    return {"name": name, "cuda": torch.version.cuda, "cpus": os.cpu_count(), "load_average": os.getloadavg()[0]}
+    return {
+        "name": device_name(),
+        "cuda": torch.version.cuda,
+        "cpus": os.cpu_count(),
+        "load_average": os.getloadavg()[0],
+    }

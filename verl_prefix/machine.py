@@ -39,9 +39,9 @@ def versions(packages: Iterable[str]) -> dict[str, str | None]:
     return found
 
 
-def device_name(device: str) -> str:
-    """The GPU's name, or the processor's."""
-    if device == "cuda":
+def device_name(device: str | None = None) -> str:
+    """The GPU's name, or the processor's; None: of what there is."""
+    if device == "cuda" or (device is None and torch.cuda.is_available()):
         return torch.cuda.get_device_name()
     info = Path("/proc/cpuinfo")
     cpu = re.search(r"model name\s*: (.*)", info.read_text() if info.exists() else "")

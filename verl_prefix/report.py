@@ -14,7 +14,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console, Group
 from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -140,7 +139,7 @@ def provenance() -> dict[str, Any]:
     """Versions, device, and the commit of the checkout that this file is in."""
     return {
         "versions": versions(PACKAGES),
-        "device": device_name("cuda" if torch.cuda.is_available() else "cpu"),
+        "device": device_name(),
         "git": git_state(),
     }
 

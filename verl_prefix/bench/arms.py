@@ -33,7 +33,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, PreTrainedModel
 
 from verl_prefix.attention import AttentionPass
-from verl_prefix.bench.options import RECOMPILE_LIMIT, STOCK, Size
+from verl_prefix.bench.options import RECOMPILE_LIMIT, STOCK, VERL, Size
 from verl_prefix.groups import Group, group_rows
 from verl_prefix.kernels import aten
 from verl_prefix.layout import Layout, Segment, build_layout
@@ -43,7 +43,6 @@ from verl_prefix.testing import random_rollouts
 from verl_prefix.waves import Plan, make_plan
 
 WAVES_PER_BUDGET = 8
-VERL = "verl_"  # engines, which `verl_prefix.engine.bench` runs: it alone knows verl
 
 
 @dataclass(frozen=True)

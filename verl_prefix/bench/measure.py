@@ -15,7 +15,6 @@ from tqdm import tqdm
 
 from verl_prefix.bench import report as tables
 from verl_prefix.bench.arms import (
-    VERL,
     WAVES_PER_BUDGET,
     Job,
     build_batch,
@@ -25,7 +24,7 @@ from verl_prefix.bench.arms import (
     verl_engines,
 )
 from verl_prefix.bench.memory import added_peak, added_peak_here, capacity, free_memory, in_fresh_process, warm_up
-from verl_prefix.bench.options import STOCK, Options, Size, full_depth, unavailable
+from verl_prefix.bench.options import STOCK, VERL, Options, Size, full_depth, unavailable
 from verl_prefix.cost import ModelShape, Pass, plan_passes
 from verl_prefix.gate import Gate
 from verl_prefix.groups import Group

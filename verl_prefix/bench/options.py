@@ -11,6 +11,7 @@ from verl_prefix.compat import untested_verl
 from verl_prefix.machine import RESET_PEAK
 
 STOCK = ("padded", "stock", "stock_lean")
+VERL = "verl_"  # whole engines, which `verl_prefix.engine.bench` runs: it alone knows verl
 ARMS = (
     *STOCK, "prefix_grouper", "flex", "packed", "phased", "auto",
     "phased+offload", "stock+checkpoint", "phased+checkpoint", "verl_stock", "verl_packed", "verl_phased",
@@ -70,7 +71,7 @@ def unavailable(arm: str, device: str, dtype: str = "float32") -> str | None:
     name = arm.partition("+")[0]
     if name == "prefix_grouper" and not importlib.util.find_spec("prefix_grouper"):
         return "the package prefix-grouper is not installed (pip install prefix-grouper==0.0.1.post1)"
-    if name.startswith("verl_"):
+    if name.startswith(VERL):
         if not importlib.util.find_spec("verl"):
             return "verl is not installed"
         if dtype not in ("float32", "bfloat16"):

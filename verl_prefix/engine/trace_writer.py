@@ -161,8 +161,7 @@ def open_trace(engine: Any) -> TraceWriter | None:
 
 
 def _environment() -> dict[str, Any]:
-    device = device_name("cuda" if torch.cuda.is_available() else "cpu")
-    return {"versions": versions(PACKAGES), "device": device, "seed": torch.initial_seed()}
+    return {"versions": versions(PACKAGES), "device": device_name(), "seed": torch.initial_seed()}
 
 
 def _describe_loss(loss: Callable) -> dict[str, Any]:
