@@ -54,8 +54,7 @@ class SharedPixelsWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
         """verl's; it reads a row's pixels last, and the row is put with what is left in `inputs`."""
         positions = super()._compute_position_ids(input_ids, attention_mask, inputs, *rest)
         key = next(_keys.get(iter(())), None)
-        digest = share_pixels([inputs])[0]
-        if key is not None and digest:
+        if key is not None and (digest := share_pixels([inputs])[0]):
             carrier = _carriers.get({}).setdefault(digest, key)
             inputs[CARRIES if carrier == key else CARRIED_BY] = carrier
             if carrier != key:
