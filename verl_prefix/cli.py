@@ -42,7 +42,7 @@ def _plan(arguments: argparse.Namespace) -> int:
         return plan.run(
             arguments.config_name, arguments.overrides, arguments.response_lengths, arguments.shares, arguments.out
         )
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         print(f"verl-prefix plan: {error}", file=sys.stderr)
         return 2
 

@@ -1,13 +1,14 @@
 """`verl-prefix plan`: from a training command's own overrides, what sharing the prefix would do to it.
 
 Composes the same Hydra config as the command, reads its train parquet with its tokenizer, draws response lengths,
-places groups on ranks as the trainer does, and prices every pass with `cost`. No GPU, no Ray, no weights: the model
-exists on torch's meta device alone. Prompts with images or videos are decoded and counted by verl's own dataset and the
-model's processor. Not modelled: a vision tower (ours runs it once per group: the gain is larger than said),
-communication, rollout, reward, optimizer, what is idle between them.
+places groups on ranks as the `prefix_sync` trainer does, and prices every pass with `cost`. No GPU, no Ray, no weights:
+the model exists on torch's meta device alone. Prompts with images or videos are decoded and counted by verl's own
+dataset and the model's processor. Not modelled: a vision tower (ours runs it once per group: the gain is larger than
+said), communication, rollout, reward, optimizer, what is idle between them.
 """
 
 import json
+import math
 import statistics
 from collections.abc import Iterator
 from itertools import islice
@@ -19,10 +20,20 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+import verl_prefix.plugin  # noqa: F401  first: whatever imports verl imports it, and must not find us half imported
 from verl_prefix import models
-from verl_prefix.config.command import PlanError, compose_config, prompt_lengths, read_tokenizer, refusals
-from verl_prefix.predict import PATHS, SEED, Sizes, predict
+from verl_prefix.config.command import (
+    PlanError,
+    compose_config,
+    micro_batches,
+    prompt_lengths,
+    read_model,
+    read_tokenizer,
+    refusals,
+)
+from verl_prefix.predict import PATHS, SEED, MicroBatch, Sizes, predict
 from verl_prefix.runs import read_run
+from verl_prefix.trainer import TRAINER_MODE
 
 # verl's timing -> the pass that it holds.
 TIMINGS = {"timing_s/update_actor": "update", "timing_s/old_log_prob": "old", "timing_s/ref": "ref"}
@@ -32,7 +43,7 @@ def response_lengths(spec: str | None, longest: int, tokenizer: Any) -> Iterator
     """Endless draws: of a constant, a normal distribution "MEAN,STD", or the outputs in verl's rollout dumps.
 
     Raises:
-        PlanError: the specification is none of these.
+        PlanError: the specification is none of these, or its mean is no length that the run allows.
     """
     draw = Random(SEED)
     if spec and Path(spec).exists():
@@ -59,8 +70,13 @@ def response_lengths(spec: str | None, longest: int, tokenizer: Any) -> Iterator
         )
     except ValueError:
         raise PlanError(f"--response-lengths {spec!r}: write TOKENS, MEAN,STD, or a folder of rollout dumps") from None
-    while True:
-        yield min(longest, max(1, round(draw.gauss(mean, spread))))
+    if not (1 <= mean <= longest and 0 <= spread < math.inf):
+        raise PlanError(
+            f"--response-lengths {spec!r}: write a mean of 1 to {longest} tokens (data.max_response_length; raise it "
+            "for more) and a finite STD of at least 0"
+        )
+    while True:  # a draw may be infinite where STD is huge
+        yield round(min(longest, max(1, draw.gauss(mean, spread))))
 
 
 def sizes(config: Any) -> Sizes:
@@ -73,14 +89,22 @@ def sizes(config: Any) -> Sizes:
             f"data.train_batch_size={prompts}, actor.ppo_mini_batch_size={mini}, rollout.n={rollout.n}, {ranks} ranks: "
             "make the batch a multiple of the mini-batch, and mini-batch times n one of the ranks"
         )
-    infer_dynamic = rollout.log_prob_use_dynamic_bsz
-    return Sizes(
-        prompts, rollout.n, prompts // mini, ranks,
-        actor.ppo_max_token_len_per_gpu if actor.use_dynamic_bsz else None,
-        rollout.log_prob_max_token_len_per_gpu if infer_dynamic else None,
-        actor.ppo_micro_batch_size_per_gpu or 1,
-        rollout.log_prob_micro_batch_size_per_gpu or 1,
-    )  # fmt: skip
+    passes = {
+        name: MicroBatch(value) if counts_tokens else MicroBatch(None, value or 1)
+        for name, (_, value, counts_tokens) in micro_batches(config).items()
+    }
+    return Sizes(prompts, rollout.n, prompts // mini, ranks, passes)
+
+
+def notes(config: Any, num_ranks: int) -> list[str]:
+    """What the run must have for the figures to hold, and has not."""
+    mode = config.trainer.v1.trainer_mode
+    if mode == TRAINER_MODE or num_ranks == 1:
+        return []
+    return [
+        f"trainer.v1.trainer_mode={mode} spreads a prompt's rows over {num_ranks} ranks, and each shares only what it "
+        f"holds; these figures hold with trainer.v1.trainer_mode={TRAINER_MODE}"
+    ]
 
 
 def shares(spec: str | None) -> dict[str, float]:
@@ -101,9 +125,11 @@ def shares(spec: str | None) -> dict[str, float]:
         found = {name: float(value) for name, value in (pair.split("=") for pair in spec.split(","))}
     except ValueError:
         found = {}
-    if not found or set(found) - set(TIMINGS.values()) or sum(found.values()) > 1:
+    fit = all(0 <= share <= 1 for share in found.values()) and sum(found.values()) <= 1
+    if not found or set(found) - set(TIMINGS.values()) or not fit:
         raise PlanError(
-            f"--shares {spec!r}: write update=0.5,old=0.1,ref=0.1 (at most 1 together), or a stock run's file"
+            f"--shares {spec!r}: write update=0.5,old=0.1,ref=0.1 (0 to 1 each, at most 1 together), or a stock run's "
+            "file"
         )
     return found
 
@@ -120,27 +146,27 @@ def build(config_name: str, overrides: list[str], responses: str | None, share_s
     Raises:
         PlanError: something that the plan needs is missing or does not fit.
     """
+    taken = shares(share_spec)
     config = compose_config(config_name, overrides)
-    model = config.actor_rollout_ref.model
     size = sizes(config)
     tokenizer = read_tokenizer(config)
-    lengths, overlong = prompt_lengths(config, tokenizer)
     draws = response_lengths(responses, config.data.max_response_length, tokenizer)
     sample = list(islice(draws, 2000))
+    lengths, overlong = prompt_lengths(config, tokenizer)
     reasons = refusals(config, size.ranks)
     mixed = (config.actor_rollout_ref.actor.fsdp_config.mixed_precision or {}).get("param_dtype", "bf16")
-    empty = models.empty_model(model.path, model.trust_remote_code)
+    empty = read_model(config)
     num_parameters = sum(parameter.numel() for parameter in empty.parameters())
     shape = models.model_shape(empty, torch.float32 if mixed == "fp32" else torch.bfloat16)
     predicted = predict(config.actor_rollout_ref, size, shape, lengths, draws)
     used = config.actor_rollout_ref.actor.prefix.schedule
     stock = predicted.seconds["stock"]
     gains = {path: {name: stock[name] / found[name] for name in stock} for path, found in predicted.seconds.items()}
-    taken = shares(share_spec)
     step = 1.0 / (1.0 - sum(taken.values()) + sum(share / gains[used][name] for name, share in taken.items()))
     ratio = [p / (p + s) for p, s in zip(lengths, sample, strict=False)]
     return {
         "unsupported": reasons,
+        "notes": notes(config, size.ranks),
         "prompt_tokens": percentiles([float(x) for x in lengths]) | {"count": len(lengths), "overlong": overlong},
         "response_tokens": percentiles([float(x) for x in sample]),
         "prefix_share_of_a_row": percentiles(ratio),
@@ -191,13 +217,21 @@ def show(plan: dict[str, Any], console: Console) -> None:
         lines.append(f"whole step: {plan['speedup']['step']:.2f}x")
     if plan["prompt_tokens"]["overlong"]:
         lines.append(f"{plan['prompt_tokens']['overlong']} prompts are over data.max_prompt_length and not counted")
+    lines += [f"note: {note}" for note in plan["notes"]]
     lines += [f"unsupported: {reason}" for reason in plan["unsupported"]]
     for line in lines:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 def run(config_name: str, overrides: list[str], responses: str | None, share_spec: str | None, out: Path | None) -> int:
-    """The command; returns 0, or 1 where the run would be refused."""
+    """The command; returns 0, or 1 where the run would be refused.
+
+    Raises:
+        PlanError: see `build`; or `out` is no place for a file.
+    """
+    if out and (out.is_dir() or not out.parent.is_dir()):
+        wrong = "is a folder" if out.is_dir() else f"is in {out.parent}, which is no folder here"
+        raise PlanError(f"--out {out} {wrong}; write the name of a file in a folder that exists")
     plan = build(config_name, overrides, responses, share_spec)
     show(plan, Console())
     if out:

@@ -1,6 +1,7 @@
 """Prices training steps: rows -> groups on ranks and in mini-batches, as `trainer` places them -> passes -> seconds.
 
-What `plan` shows. Pure functions of lengths; the config is read, not built.
+What `plan` shows; under a trainer other than `prefix_sync` a rank holds less of a group, and shares less. Pure
+functions of lengths; the config is read, not built.
 """
 
 from collections.abc import Iterator
@@ -21,20 +22,26 @@ PATHS = ("auto", "packed", "phased")
 
 
 @dataclass(frozen=True)
-class Sizes:
-    """What the config says about one training step.
+class MicroBatch:
+    """What one pass of verl's holds: so many tokens, or, where they are None, so many rows."""
 
-    `update_budget` and `infer_budget`: tokens of a pass, None where micro-batches hold `*_rows` rows instead.
-    """
+    tokens: int | None
+    rows: int = 1
+
+    def budget(self, groups: list[Group]) -> int:
+        """Tokens of a pass over rows of `groups`."""
+        return self.tokens or self.rows * max(g.prefix_len + 1 + max(g.suffix_lens) for g in groups)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What the config says about one training step; `micro_batches`: those of update, old and ref."""
 
     prompts: int
     rollouts: int
     mini_batches: int
     ranks: int
-    update_budget: int | None
-    infer_budget: int | None
-    update_rows: int
-    infer_rows: int
+    micro_batches: dict[str, MicroBatch]
 
 
 def _bins(size: Sizes, prompts: list[int], suffixes: list[int]) -> list[list[list[Group]]]:
@@ -55,10 +62,6 @@ def _bins(size: Sizes, prompts: list[int], suffixes: list[int]) -> list[list[lis
             found.append([])
         found[-1].append(groups)
     return found
-
-
-def _budget(tokens: int | None, rows: int, groups: list[Group]) -> int:
-    return tokens or rows * max(g.prefix_len + 1 + max(g.suffix_lens) for g in groups)
 
 
 @dataclass(frozen=True)
@@ -120,11 +123,10 @@ class Predictor:
     def _stock(self, groups: list[Group], budget: int) -> list[Pass]:
         return stock_passes(self.shape, groups, budget, self.dense)
 
-    def infer(self, ranks: list[list[Group]], budgets: list[int]) -> None:
-        """Old and ref log-probs of a training step's rows."""
-        for name in ("old", "ref"):
-            for path, priced in self._paths(name, ranks, budgets).items():
-                self.seconds[path][name] += priced.seconds
+    def infer(self, name: str, ranks: list[list[Group]], budgets: list[int]) -> None:
+        """Log-probs of a training step's rows: "old" or "ref"."""
+        for path, priced in self._paths(name, ranks, budgets).items():
+            self.seconds[path][name] += priced.seconds
 
     def update(self, ranks: list[list[Group]], budgets: list[int]) -> None:
         """One mini-batch."""
@@ -154,7 +156,8 @@ def predict(config: Any, size: Sizes, shape: ModelShape, lengths: list[int], res
         bins = _bins(size, prompts, list(islice(responses, size.prompts * size.rollouts)))
         for k in range(size.mini_batches):
             ranks = [rank[k] for rank in bins]
-            found.update(ranks, [_budget(size.update_budget, size.update_rows, groups) for groups in ranks])
+            found.update(ranks, [size.micro_batches["update"].budget(groups) for groups in ranks])
         whole = [[group for groups in rank for group in groups] for rank in bins]
-        found.infer(whole, [_budget(size.infer_budget, size.infer_rows, groups) for groups in whole])
+        for name in ("old", "ref"):
+            found.infer(name, whole, [size.micro_batches[name].budget(groups) for groups in whole])
     return found

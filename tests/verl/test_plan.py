@@ -3,6 +3,7 @@ examples/results."""
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -84,10 +85,98 @@ def test_what_the_driver_refuses_is_said_and_is_the_exit_code(folder, capsys, tm
     assert cli.main(["plan", *overrides(folder)]) == 0
 
 
+def test_figures_of_whole_groups_are_not_promised_under_another_trainer(folder, capsys):
+    key = "trainer.v1.trainer_mode=prefix_sync"
+    assert cli.main(["plan", "--response-lengths", "20", *overrides(folder)]) == 0
+    line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("note: "))
+    assert "trainer.v1.trainer_mode=sync" in line and line.endswith(key)
+    spread, whole = build(folder), build(folder, key)
+    assert [f"note: {note}" for note in spread.pop("notes")] == [line] and whole.pop("notes") == []
+    assert spread == whole
+    assert build(folder, "trainer.n_gpus_per_node=1")["notes"] == []
+
+
+def test_ref_is_priced_with_its_own_micro_batches(folder):
+    ref = "actor_rollout_ref.ref.log_prob"
+
+    def gains(*more: str) -> dict:
+        return build(folder, *more)["speedup_by_schedule"]["packed"]
+
+    tokens = gains(f"{ref}_max_token_len_per_gpu=200")
+    assert tokens["ref"] < tokens["old"] == gains()["old"] == gains()["ref"]
+    rows = gains(f"{ref}_use_dynamic_bsz=false", f"{ref}_micro_batch_size_per_gpu=1")
+    assert rows["ref"] < rows["old"] == tokens["old"]
+    # With LoRA the actor computes ref too.
+    adapter = gains("actor_rollout_ref.model.lora_rank=8", f"{ref}_max_token_len_per_gpu=200")
+    assert adapter["ref"] == adapter["old"]
+
+
+def test_a_missing_micro_batch_is_refused_where_its_pass_runs(folder):
+    rows = ("actor_rollout_ref.ref.log_prob_use_dynamic_bsz=false",)
+    assert build(folder, *rows)["unsupported"] == []  # no KL, no ref
+    for more in (rows, ("actor_rollout_ref.ref.log_prob_max_token_len_per_gpu=null",)):
+        (reason,) = build(folder, "actor_rollout_ref.actor.use_kl_loss=true", *more)["unsupported"]
+        unit = "micro_batch_size" if more is rows else "max_token_len"
+        assert reason.startswith(f"actor_rollout_ref.ref.log_prob_{unit}_per_gpu=null")
+
+
+TOOLS = """
+from verl.tools.function_tool import function_tool
+
+@function_tool
+def {name}(city: str) -> str:
+    \"\"\"Tells how high the water of a river is.
+
+    Args:
+        city: Where it is measured.
+    \"\"\"
+    return city
+"""
+SCHEMA = """
+tools:
+  - class_name: verl.tools.base_tool.BaseTool
+    config: {type: native}
+    tool_schema:
+      type: function
+      function:
+        name: tides
+        description: Tells when the sea is highest.
+        parameters: {type: object, properties: {}, required: []}
+"""
+
+
+def show_tools(model: Path) -> None:
+    """Makes the model's chat template print its tools first."""
+    template = model / "chat_template.jinja"
+    template.write_text("{% if tools %}{{ tools | tojson }}{% endif %}" + template.read_text())
+
+
+def test_prompts_hold_the_schemas_of_their_tools(folder, tmp_path):
+    shutil.copytree(folder / "model", tmp_path / "model")
+    show_tools(tmp_path / "model")
+    (tmp_path / "tools.py").write_text(TOOLS.format(name="water_level"))
+    (tmp_path / "tools.yaml").write_text(SCHEMA)
+    model = f"actor_rollout_ref.model.path={tmp_path / 'model'}"
+    alone = build(folder, model)["prompt_tokens"]["p50"]
+    assert alone == build(folder)["prompt_tokens"]["p50"]
+    turns = "actor_rollout_ref.rollout.multi_turn"
+    native, function = f"{turns}.tool_config_path={tmp_path}/tools.yaml", f"data.function_tool_path={tmp_path}/tools.py"
+    one, other, both = (
+        build(folder, model, *keys)["prompt_tokens"]["p50"] - alone
+        for keys in ((native,), (function,), (native, function))
+    )
+    # Two lists become one: their brackets and a comma make the difference.
+    assert one > 20 and other > 20 and abs(both - one - other) <= 3
+    with pytest.raises(plan.PlanError, match="data.function_tool_path=/nowhere.py: these tools cannot be loaded"):
+        build(folder, model, "data.function_tool_path=/nowhere.py")
+
+
 def test_response_lengths_from_rollout_dumps(folder, tmp_path):
     (tmp_path / "1.jsonl").write_text(json.dumps({"output": "a"}) + "\n")
     assert build(folder, responses=str(tmp_path))["response_tokens"]["mean"] == 2  # the letter and the end token
     assert 3 < build(folder, responses="10,3")["response_tokens"]["p5"] < 10
+    wide = build(folder, responses="31,1e308")["response_tokens"]
+    assert (wide["p5"], wide["p95"]) == (1, 32)
 
 
 @pytest.mark.parametrize(
@@ -96,6 +185,16 @@ def test_response_lengths_from_rollout_dumps(folder, tmp_path):
         ((), "many", None, "--response-lengths 'many': write TOKENS"),
         ((), "20", "update=0.9,old=0.9", "at most 1 together"),
         ((), "20", "gen=0.5", "write update=0.5"),
+        ((), "20", "update=-0.5", "--shares 'update=-0.5': write update=0.5"),
+        ((), "20", "update=nan", "--shares 'update=nan': write update=0.5"),
+        ((), "0", None, "--response-lengths '0': write a mean of 1 to 32 tokens"),
+        ((), "-5", None, "--response-lengths '-5': write a mean"),
+        ((), "inf", None, "--response-lengths 'inf': write a mean"),
+        ((), "nan", None, "--response-lengths 'nan': write a mean"),
+        ((), "33", None, "--response-lengths '33': .*data.max_response_length"),
+        ((), "20,inf", None, "--response-lengths '20,inf': .* finite STD"),
+        ((), "20,-1", None, "--response-lengths '20,-1': .* finite STD"),
+        (("actor_rollout_ref.model.tokenizer_path=/none",), "20", None, "model.tokenizer_path=/none cannot be read"),
         (("data.train_files=/nowhere.parquet",), "20", None, "is not a file here"),
         (("data.prompt_key=question",), "20", None, "has columns"),
         (("data.max_prompt_length=5",), "20", None, "every prompt is longer"),
@@ -106,6 +205,28 @@ def test_response_lengths_from_rollout_dumps(folder, tmp_path):
 def test_what_is_missing_is_named(folder, more, responses, shares, message):
     with pytest.raises(ValueError, match=message):
         build(folder, *more, responses=responses, shares=shares)
+
+
+def test_a_model_or_an_out_that_is_not_there_is_one_line_and_exit_code_2(folder, tmp_path, capsys, monkeypatch):
+    def refused(*words: str) -> str:
+        capsys.readouterr()
+        assert cli.main(["plan", *words]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        return line
+
+    missing = [*overrides(folder), f"actor_rollout_ref.model.path={tmp_path}/none"]
+    assert f"actor_rollout_ref.model.path={tmp_path}/none cannot be read here" in refused(*missing)
+    shutil.copytree(folder / "model", tmp_path / "model")
+    (tmp_path / "model" / "config.json").write_text("{}")
+    tokenizer = f"actor_rollout_ref.model.tokenizer_path={folder / 'model'}"
+    broken = [*overrides(folder), tokenizer, f"actor_rollout_ref.model.path={tmp_path}/model"]
+    assert f"actor_rollout_ref.model.path={tmp_path}/model cannot be read here" in refused(*broken)
+    monkeypatch.setattr(plan, "build", lambda *_: pytest.fail("the work is done before --out is looked at"))
+    for out, wrong in (
+        (tmp_path / "none" / "plan.json", f"is in {tmp_path}/none, which is no folder"),
+        (tmp_path, "is a folder"),
+    ):
+        assert f"--out {out} {wrong}" in refused("--out", str(out), *overrides(folder))
 
 
 def test_prompts_with_clips_are_as_long_as_verl_makes_them(tmp_path):
@@ -130,6 +251,10 @@ def test_prompts_with_clips_are_as_long_as_verl_makes_them(tmp_path):
     assert found["prompt_tokens"]["count"] == len(text)
     assert min(asked) + 100 <= found["prompt_tokens"]["p5"] <= found["prompt_tokens"]["p95"] <= max(asked) + 120
     assert found["unsupported"] == [] and found["speedup"]["update"] > 1.5
+    show_tools(Path(model))
+    (tmp_path / "tools.py").write_text(TOOLS.format(name="river_depth"))
+    shown = plan.build("ppo_trainer", [*words, f"data.function_tool_path={tmp_path}/tools.py"], "20", None)
+    assert shown["prompt_tokens"]["p50"] > found["prompt_tokens"]["p50"] + 20
     for clip in tmp_path.rglob("*.mp4"):
         clip.write_bytes(b"")
     with pytest.raises(plan.PlanError, match="row 0: its images or videos cannot be read"):
