@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import try_to_load_from_cache
+from huggingface_hub.errors import HFValidationError
 from safetensors import SafetensorError
 from safetensors.torch import load
 
@@ -71,16 +73,22 @@ def plain(config: Any) -> Any:
 
 
 def model_fingerprint(path: str | Path) -> str | None:
-    """sha256 over a local model's config.json and the name, size, first and last MiB of each of its safetensors files.
+    """sha256 over a model's config.json and the name, size, first and last MiB of each of its weight files.
 
     Returns:
-        None where `path` is not a local folder (a hub name).
+        None where `path` is neither a model's folder nor the hub name of one that is in the hub's cache.
     """
     folder, digest = Path(path), hashlib.sha256()
     if not (folder / "config.json").is_file():
-        return None
+        try:
+            cached = try_to_load_from_cache(str(path), "config.json")
+        except HFValidationError:  # not a hub name
+            cached = None
+        if not isinstance(cached, str):
+            return None
+        folder = Path(cached).parent
     digest.update((folder / "config.json").read_bytes())
-    for file in sorted(folder.glob("*.safetensors")):
+    for file in sorted([*folder.glob("*.safetensors"), *folder.glob("*.bin")]):
         size = file.stat().st_size
         digest.update(f"{file.name} {size}".encode())
         with file.open("rb") as weights:
@@ -167,7 +175,10 @@ class Trace:
         """Raises TraceError where `path` is not the model that was recorded."""
         recorded, found = self.manifest["model"].get("fingerprint"), model_fingerprint(path)
         if found is None:
-            raise TraceError(f"{path} has no config.json; name the recorded model's folder with --model")
+            raise TraceError(
+                f"{path} has no config.json, and the hub's cache no model of that name; name the recorded model's "
+                "folder with --model"
+            )
         if recorded is not None and found != recorded:
             raise TraceError(
                 f"{path} is another model than the trace was recorded with ({self.manifest['model'].get('path')}): its "

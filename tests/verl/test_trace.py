@@ -120,14 +120,16 @@ def test_a_folder_with_a_trace_and_a_foreign_loss_are_refused(folder, tmp_path, 
         record(writers(tmp_path / "sft", model), steps=1, loss=functools.partial(sft_loss, config=CONFIG))
 
 
-def test_a_run_that_goes_on_from_a_checkpoint_leaves_its_trace_as_it_is(folder, model):
+def test_a_run_that_goes_on_from_a_checkpoint_leaves_its_trace_as_it_is_and_starts_none(folder, tmp_path, model):
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-    ranks = writers(folder, model)
-    for writer in ranks:
-        writer.resumed = True
-    record(ranks, steps=2)
-    assert all(writer.ended for writer in ranks)
+    for place in (folder, tmp_path / "other"):
+        ranks = writers(place, model)
+        for writer in ranks:
+            writer.resumed = True
+        record(ranks, steps=2)
+        assert all(writer.ended for writer in ranks)
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+    assert not (tmp_path / "other").exists()
 
 
 @pytest.mark.parametrize("broken", [0, 1])
@@ -147,17 +149,35 @@ def test_a_disk_that_is_full_on_one_rank_ends_the_recording_on_all(tmp_path, mod
     assert all(writer.ended for writer in ranks) and trace.Trace(tmp_path / "trace").num_steps == 2
 
 
-def test_one_ranks_images_end_the_run_on_all(tmp_path, model):
+@pytest.mark.parametrize("first", [0, 1])
+def test_one_ranks_images_end_the_run_on_all_and_later_on_only_the_recording(tmp_path, model, first):
     def with_pictures(step: int, rank: int):
         data = to_tensordict(rows(step, rank))
-        pictures = [{"pixel_values": torch.zeros(2, 3)} if rank else {} for _ in range(len(data))]
+        pictures = [{"pixel_values": torch.zeros(2, 3)} if rank and step >= first else {} for _ in range(len(data))]
         data["multi_modal_inputs"] = NonTensorStack.from_list(pictures)
         return data
 
     ranks = writers(tmp_path / "trace", model)
+    if first:
+        record(ranks, steps=3, make=with_pictures)
+        assert all(writer.ended for writer in ranks) and trace.Trace(tmp_path / "trace").num_steps == 1
+        return
     with pytest.raises(trace.TraceError, match="another rank cannot record"):
         record(ranks, steps=1, make=with_pictures)
     assert not (tmp_path / "trace").exists()
+
+
+def test_positions_of_a_vision_language_model_are_refused(tmp_path, model):
+    """verl gives them to text-only rows too where the processor knows them: [4, tokens] per row."""
+
+    def with_positions(step: int, rank: int):
+        data = to_tensordict(rows(step, rank))
+        positions = [row.expand(4, -1) for row in data["position_ids"].unbind()]
+        data["position_ids"] = torch.nested.as_nested_tensor(positions, layout=torch.jagged)
+        return data
+
+    with pytest.raises(trace.TraceError, match="does not record position_ids of shape"):
+        record(writers(tmp_path / "trace", model), steps=1, make=with_positions)
 
 
 def test_a_killed_run_leaves_the_steps_that_all_ranks_finished(folder):
@@ -304,6 +324,19 @@ def test_another_model_is_named(folder, tmp_path, model):
         recorded.check_model(config.parent)
     with pytest.raises(trace.TraceError, match="has no config.json"):
         recorded.check_model(tmp_path)
+
+
+def test_a_hub_name_is_the_model_in_the_hubs_cache(tmp_path, model, monkeypatch):
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    assert trace.model_fingerprint("someone/model") is None
+    snapshot = tmp_path / "models--someone--model" / "snapshots" / "abc"
+    snapshot.parent.mkdir(parents=True)
+    snapshot.symlink_to(model)
+    (snapshot.parent.parent / "refs").mkdir()
+    (snapshot.parent.parent / "refs" / "main").write_text("abc")
+    assert trace.model_fingerprint("someone/model") == trace.model_fingerprint(model)
 
 
 def test_an_empty_folder_is_no_trace(tmp_path):

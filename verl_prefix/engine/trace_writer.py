@@ -63,8 +63,8 @@ class TraceWriter:
         describe: the manifest's part that the engine knows; called once, by rank 0.
 
     Attributes:
-        resumed: the weights are a checkpoint's. A trace that is there already is then the same run's, and is left as it
-            is: what follows cannot be replayed from the initial weights.
+        resumed: the weights are a checkpoint's. Nothing is recorded then, since it could not be replayed from the
+            initial weights, and a trace that is there already is the same run's and is left as it is.
     """
 
     def __init__(
@@ -84,11 +84,14 @@ class TraceWriter:
             reduce_max: element-wise maximum over ranks of a list of ints.
 
         Raises:
-            TraceError: on every rank, where any has images or a loss other than `ppo_loss`, or where the folder holds
-                another run's trace.
+            TraceError: at the first step, on every rank, where any has images, a vision-language model's positions or a
+                loss other than `ppo_loss`, or where the folder holds another run's trace. Later such rows end the
+                recording.
         """
         if self.ended:
             return
+        if self.resumed:
+            return self._end("the run goes on from a checkpoint, and a trace starts from the initial weights")
         content, error = b"", None
         try:
             loss_options = _describe_loss(loss)
@@ -102,17 +105,18 @@ class TraceWriter:
         # Whatever one rank sees, all do next.
         refused, full, exists, self.run = reduce_max([int(error is not None), int(full), int(exists), drawn])
         if refused:
-            raise error or TraceError("actor_rollout_ref.actor.prefix.trace_dir: another rank cannot record its rows")
-        if exists and not self.resumed:
+            error = error or TraceError("actor_rollout_ref.actor.prefix.trace_dir: another rank cannot record its rows")
+            if self.step:  # a run that trains goes on
+                return self._end(error)
+            raise error
+        if exists:
             raise TraceError(
                 f"actor_rollout_ref.actor.prefix.trace_dir={self.folder} already holds a trace; name another folder or "
                 "remove it"
             )
-        if full or exists:
-            reason = (
-                f"trace_max_steps={self.max_steps}, {self.num_bytes / 2**30:.2f} of {self.max_bytes / 2**30:.2f} GiB"
-            )
-            return self._end("the run was resumed, and its trace is there already" if exists else reason)
+        if full:
+            written, most = self.num_bytes / 2**30, self.max_bytes / 2**30
+            return self._end(f"trace_max_steps={self.max_steps}, {written:.2f} of {most:.2f} GiB")
         problem = None
         try:
             if self.rank == 0 and self.step == 0:
@@ -190,6 +194,11 @@ def _take_apart(data: TensorDict) -> tuple[dict[str, torch.Tensor], list[str] | 
             flags[name] = value.data
         elif name in (*FIELDS, *OPTIONAL) and value.is_nested:
             tensors[name] = value.values().detach().cpu().clone()  # safetensors refuses aliases
+            if tensors[name].ndim > 1:
+                raise TraceError(
+                    f"actor_rollout_ref.actor.prefix.trace_dir does not record {name} of shape {list(value.shape)}, as "
+                    "a vision-language model's processor gives them; remove it"
+                )
             tensors[f"{name}/lengths"] = value.offsets().diff().cpu()
         elif name in OPTIONAL:
             tensors[name] = value.detach().cpu().clone()
