@@ -39,7 +39,9 @@ def read_run(path: str) -> Steps:
     for number, line in enumerate(files[-1].read_text().splitlines(), 1):
         try:
             record = json.loads(line)
-            found = {k: float(v) for k, v in record["data"].items() if isinstance(v, int | float)}
+            # orjson, with which verl writes, has no NaN and no infinity: both become null.
+            found = {k: math.nan if v is None else float(v) for k, v in record["data"].items()
+                     if v is None or isinstance(v, int | float)}  # fmt: skip
             steps.setdefault(int(record["step"]), {}).update(found)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise TraceError(
@@ -52,12 +54,14 @@ def _read_events(folder: Path) -> Steps:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     steps: Steps = {}
-    for part in sorted({file.parent for file in folder.rglob("*tfevents*")}):
-        events = EventAccumulator(str(part), size_guidance={"scalars": 0})
-        events.Reload()
-        for name in events.Tags()["scalars"]:
-            for event in events.Scalars(name):
-                steps.setdefault(event.step, {})[name] = event.value
+    parts = sorted({file.parent for file in folder.rglob("*tfevents*")})
+    if len(parts) > 1:
+        raise TraceError(f"{folder} holds the events of {len(parts)} runs; name one: {', '.join(map(str, parts))}")
+    events = EventAccumulator(str(parts[0]), size_guidance={"scalars": 0})
+    events.Reload()
+    for name in events.Tags()["scalars"]:
+        for event in events.Scalars(name):
+            steps.setdefault(event.step, {})[name] = event.value
     return _training_steps(steps, str(folder))
 
 
@@ -86,17 +90,23 @@ def build(paths: list[str], runs: list[Steps]) -> dict[str, Any]:
             checked.append(dict(name=named, value=float(missing), limit=0.0, holds=False))
     same = not checked and all(_close(first[0][name], first[1][name], 1e-6) for name in ROLLOUTS)
     for name in JUDGED if same else ():
-        if name in first[0] and name in first[1]:
-            a, b = (values[name] for values in first)
+        if any(name in values for values in first):  # a metric that one run lacks is none that agrees
+            a, b = (values.get(name, math.nan) for values in first)
             error = abs(a - b) / max(abs(a), abs(b), FLOOR / TOLERANCE)
             checked.append(
                 dict(name=f"step {common[0]}: {name}", value=error, limit=TOLERANCE, holds=error <= TOLERANCE)
             )
     bad = sum(not math.isfinite(run[step].get("actor/grad_norm", math.nan)) for run in runs for step in common)
     checked.append(dict(name="steps without a finite actor/grad_norm", value=float(bad), limit=0.0, holds=not bad))
+    notes = [
+        f"{Path(path).name} has {len(lonely)} more steps, {lonely[0]} to {lonely[-1]}; the other run has not"
+        for path, run in zip(paths, runs, strict=True)
+        if (lonely := sorted(set(run) - set(common)))
+    ]
+    timed = common[1:] or common  # the first step warms up, measures rates and checks itself
     timings = {}
     for name in sorted(n for n in runs[0][common[-1]] if n.startswith("timing_s/") and n in runs[1][common[-1]]):
-        seconds = [[run[step][name] for step in common if name in run[step]] for run in runs]
+        seconds = [[run[step][name] for step in timed if name in run[step]] for run in runs]
         medians = [statistics.median(x) for x in seconds]
         if all(medians):
             timings[name] = {
@@ -111,6 +121,8 @@ def build(paths: list[str], runs: list[Steps]) -> dict[str, Any]:
         **provenance(),
         "runs": [Path(path).name for path in paths],
         "common_steps": common,
+        "timed_steps": timed,
+        "notes": notes,
         "same_rollouts_in_first_step": same,
         "holds": all(row["holds"] for row in checked),
         "tolerances": checked,
@@ -130,13 +142,14 @@ def markdown(report: dict[str, Any]) -> str:
         "The runs sampled the same responses in their first step: its metrics are judged."
         if report["same_rollouts_in_first_step"]
         else "The runs sampled different responses in their first step: nothing but finiteness is judged.",
+        *(f"\nNote: {note}." for note in report["notes"]),
         "",
         *table(
             ("tolerance", "value", "limit", "holds"),
             [(t["name"], f"{t['value']:.2e}", f"{t['limit']:.2e}", t["holds"]) for t in report["tolerances"]],
         ),
         *table(
-            ("median seconds", a, b, "speed-up"),
+            (f"median seconds, step {report['timed_steps'][0]} on", a, b, "speed-up"),
             [
                 (name, f"{row['stock_s']:.3f}", f"{row['ours_s']:.3f}", f"{row['speedup']:.2f}")
                 for name, row in report["timings"].items()
@@ -184,6 +197,8 @@ def compare(paths: list[str], output: Path, force: bool) -> int:
         TraceError: a run cannot be read, or `output` holds a report.
     """
     refuse_overwrite(output, force)
+    if Path(paths[0]).resolve() == Path(paths[1]).resolve():
+        raise TraceError(f"--runs {paths[0]} {paths[1]} is one run twice; name the stock run and the other")
     report = build(paths, [read_run(path) for path in paths])
     failed = write(report, markdown, draw, output)
     if failed or report["same_rollouts_in_first_step"]:

@@ -29,9 +29,13 @@ def compare(tmp_path, a: dict, b: dict) -> tuple[int, dict]:
 
 def test_equal_first_steps_hold_and_times_are_compared(tmp_path):
     later = {"actor/grad_norm": 1.9, "timing_s/update_actor": 2.0}
-    code, report = compare(tmp_path, {1: {}, 2: {}, 3: {}}, {1: {"timing_s/update_actor": 1.0}, 2: later})
-    assert code == 0 and report["holds"] and report["common_steps"] == [1, 2]
-    assert report["timings"]["timing_s/update_actor"]["speedup"] == pytest.approx(4.0 / 1.5, rel=1e-5)
+    ours = {1: {"timing_s/update_actor": 9.0}, 2: later, 3: later}
+    code, report = compare(tmp_path, dict.fromkeys(range(1, 6), {}), ours)
+    assert code == 0 and report["holds"] and report["common_steps"] == [1, 2, 3]
+    # The first step warms up.
+    assert report["timings"]["timing_s/update_actor"]["speedup"] == pytest.approx(4.0 / 2.0, rel=1e-5)
+    assert report["notes"] == ["stock.jsonl has 2 more steps, 4 to 5; the other run has not"]
+    assert report["notes"][0] in (tmp_path / "out" / "report.md").read_text()
     assert (tmp_path / "out" / "report.png").stat().st_size > 10_000
 
 
@@ -39,6 +43,27 @@ def test_another_first_step_from_the_same_rollouts_fails_by_name(tmp_path, capsy
     code, report = compare(tmp_path, {1: {}}, {1: {"actor/grad_norm": 1.51}})
     assert code == 1 and not report["holds"]
     assert "FAILED: step 1: actor/grad_norm" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("metric", ["actor/kl_loss", "actor/pg_loss"])
+@pytest.mark.parametrize("value", [None, math.nan])
+def test_a_metric_of_one_run_alone_or_not_finite_fails(tmp_path, capsys, metric, value):
+    """None: NaN as verl's file logger writes it. STEP has pg_loss and no kl_loss: one run lacks it."""
+    paths = [write(tmp_path / f"{name}.jsonl", {1: values}) for name, values in (("a", {}), ("b", {metric: value}))]
+    assert cli.main(["ab", "--runs", *paths, "--out", str(tmp_path / "out")]) == 1
+    assert f"FAILED: step 1: {metric}: nan" in capsys.readouterr().out
+    assert json.loads((tmp_path / "out" / "report.json").read_text(), parse_constant=pytest.fail)
+
+
+def test_a_run_against_itself_and_the_events_of_two_runs_are_refused(tmp_path, capsys):
+    path = write(tmp_path / "a.jsonl", {1: {}})
+    assert cli.main(["ab", "--runs", path, f"{tmp_path}/./a.jsonl", "--out", str(tmp_path / "out")]) == 2
+    assert "is one run twice" in capsys.readouterr().err
+    for name in ("stock", "prefix"):
+        (tmp_path / "events" / name).mkdir(parents=True)
+        (tmp_path / "events" / name / "events.out.tfevents.1").touch()
+    with pytest.raises(TraceError, match="holds the events of 2 runs; name one: .*prefix, .*stock"):
+        runs.read_run(str(tmp_path / "events"))
 
 
 def test_other_rollouts_are_not_judged_but_must_be_finite(tmp_path):
