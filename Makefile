@@ -114,7 +114,7 @@ ab-100: setup $(SMOLLM2)
 		--dtype bf16 --arms packed,phased,stock_repacked --truth-steps 20
 	$(BIN)/python -c 'import sys; sys.path.insert(0, "examples"); import demo; demo.smollm2(demo.ROOT / "outputs/models/smollm2-135m")'
 	$(AB_SMOLLM2) PLAN_ARGS='--out $(AB)/plan.json' $(AB_RUN) plan $(AB_WAVES)
-	$(AB_SMOLLM2) AB_ARGS='--arms auto --truth-steps 1' $(AB_RUN) trace $(AB_WAVES)
+	$(AB_SMOLLM2) AB_ARGS='--arms auto,stock_repacked --truth-steps 1' $(AB_RUN) trace $(AB_WAVES)
 	cp $(AB)/plan.json examples/results/plan_smollm2_cpu.json
 	for run in tiny bf16 smollm2; do for kind in json png; do \
 		cp $(AB)/$$run/report/report.$$kind examples/results/ab_$${run}_cpu.$$kind; \

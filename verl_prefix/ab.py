@@ -7,6 +7,8 @@ import dataclasses
 import json
 import os
 import tempfile
+import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +16,17 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+import verl_prefix.plugin  # noqa: F401  first: whatever imports verl imports it, and must not find us half imported
 from verl_prefix import report
 from verl_prefix.config import SCHEDULES
+from verl_prefix.engine.diagnosis import first_diverging
 from verl_prefix.engine.replay import (
     REPACKED,
     STOCK,
     TRUTH,
     Arm,
     errors_by_parameter,
-    first_diverging,
+    largest,
     parameter_distance,
     precision,
     relative_error,
@@ -81,11 +85,13 @@ class Source:
 
     def __init__(self, options: Options) -> None:
         self.synthetic, self.trace = options.synthetic, None
-        if options.trace:
+        if options.trace is not None:
             self.trace = Trace(options.trace)
             recorded = self.trace.world_size
             self.manifest = self.trace.manifest
-            self.num_steps = min(options.steps or self.trace.num_steps, self.trace.num_steps)
+            self.num_steps = options.steps or self.trace.num_steps
+            if self.num_steps > self.trace.num_steps:
+                raise TraceError(f"--steps {options.steps}: {options.trace} holds {self.trace.num_steps}; leave it out")
             self.ranks = options.ranks or recorded
             if recorded % self.ranks:
                 raise TraceError(f"--ranks {self.ranks} does not divide the trace's {recorded} ranks")
@@ -105,6 +111,10 @@ class Source:
         if options.dtype:
             mixed = dict(param_dtype=options.dtype, reduce_dtype="fp32", buffer_dtype="fp32")
             self.manifest["engine"] = self.manifest["engine"] | {"mixed_precision": mixed}
+        if precision(self.manifest) == "fp16":
+            raise TraceError(
+                "the trace is of fp16, whose loss scale moves from step to step; give --dtype bf16 or --dtype fp32"
+            )
         if precision(self.manifest) != "fp32" and not options.truth_steps:
             raise TraceError(f"--truth-steps 0: {precision(self.manifest)} is judged against a truth; give 1 or more")
         if options.lr is not None:
@@ -144,84 +154,80 @@ def synthetic_rows(prompt: int, response: int, group: int, count: int, vocab_siz
     return StepRows(jagged, {}, [f"{seed}-{i // group}" for i in range(num_rows)], flags)
 
 
-def replay(source: Source, options: Options, rank: int, display: Any) -> dict[str, Any]:
-    """Runs all steps on this rank; every rank returns the same figures (schema of `report.build`)."""
+def replay(source: Source, options: Options, rank: int, keep: Callable[[dict[str, Any]], None]) -> None:
+    """Runs all steps on this rank. Every rank hands the same figures of every step to `keep` (read by `report.build`).
+
+    From the same weights, each arm computes a step's passes once, and those are timed: no arm has seen the rows before,
+    and who comes first changes from step to step. Ours then take the optimizer's step from their own weights.
+    """
     dtype = precision(source.manifest)
     judged = [name for name in options.arms if name != REPACKED]
-    stock, *others = [Arm(name, source.manifest) for name in (STOCK, *options.arms)]
+    arms = {name: Arm(name, source.manifest) for name in (STOCK, *options.arms)}
+    stock, others = arms[STOCK], [arms[name] for name in options.arms]
     truth = Arm(TRUTH, source.manifest) if options.truth_steps else None
     vocab_size = stock.engine.model_config.hf_config.get_text_config().vocab_size
-    steps, diagnoses, gap = [], {}, None
-    stock_error: dict[str, float] = {}
+    diagnosed, stock_error = set(), {}
     for number in range(source.num_steps):
         rows = source.rows(number, rank, vocab_size)
         if "old_log_probs" not in rows.jagged:
             found = response_part(stock.infer(rows)["log_probs"], rows)
             rows.jagged["old_log_probs"] = torch.cat(found).float().cpu(), rows.jagged["responses"][1]
+        record: dict[str, Any] = {"step": number + 1}
         if number == 0:
-            gap = _warm_up([stock, *others], rows)
+            record["recorded_log_prob_gap"] = _warm_up(list(arms.values()), rows)
         start = [w.clone() for w in stock.weights()]
         at_truth = truth is not None and number < options.truth_steps
         if at_truth:
-            truth.step(rows)
-        arms = {STOCK: stock.step(rows) | {"values": stock.values}}
+            truth.passes(rows, infer=False)
+        results = {}
+        turn = number % len(arms)
+        for arm in [*arms.values()][turn:] + [*arms.values()][:turn]:
+            if arm is stock:
+                results[STOCK] = stock.passes(rows)
+                continue
+            with arm.at(start):
+                results[arm.name] = arm.passes(rows, optimize=False)
+        results[STOCK]["values"] = stock.values
         errors = {STOCK: _truth_errors(stock, truth)} if at_truth else {}
         stock_error = errors.get(STOCK, stock_error)
-        turn = number % len(others) if others else 0  # who comes first changes from step to step
-        for arm in others[turn:] + others[:turn]:
-            with arm.at(start):
-                arm.probe(rows)
-            same = _same_weights(arm, stock, rows)
-            against_truth = _truth_errors(arm, truth) if at_truth and number == 0 else None
-            failed = report.same_weights_fail(same, dtype, against_truth, stock_error)
-            if failed and arm.name in judged and arm.name not in diagnoses:
-                diagnoses[arm.name] = {"step": number + 1} | first_diverging(arm, stock, rows, start, dtype)
-            result = arm.step(rows)
-            own = {
-                "log_probs_max": _max_difference(arm, stock),
+        same = {arm.name: _same_weights(arm, stock, rows) for arm in others}
+        record["first_diverging"] = {}
+        for name in judged:
+            limits = report.same_weights_limits(dtype, stock_error, same.get(REPACKED))
+            if name not in diagnosed and not all(same[name][key] <= limit for key, limit in limits.items()):
+                record["first_diverging"][name] = first_diverging(arms[name], stock, rows, start, dtype, limits)
+                diagnosed.add(name)
+        for arm in others:
+            own = arm.passes(rows, infer=False)
+            for figures in ("seconds", "added_gib"):
+                results[arm.name][figures] = own[figures] | results[arm.name][figures]  # the optimizer's is own's
+            distances = {
+                "log_probs_max": _max_over_ranks(largest(arm.log_probs.double() - stock.log_probs.double())),
                 "grads": relative_error(list(zip(arm.grads, stock.grads, strict=True))),
                 "params": parameter_distance(arm, stock),
             }
-            arms[arm.name] = result | {"values": arm.values, "same_weights": same, "own_weights": own}
+            results[arm.name] |= {"values": arm.values, "same_weights": same[arm.name], "own_weights": distances}
             if at_truth:
                 errors[arm.name] = _truth_errors(arm, truth)
-        if at_truth:
-            for arm in (stock, *others):
-                pairs = list(zip(arm.weights(), truth.weights(), strict=True))
-                errors[arm.name]["params"] = relative_error(pairs)
-        steps.append({"step": number + 1, "arms": arms, "truth_errors": errors})
-        display.step(steps[-1])
-    return {
-        "dtype": dtype,
-        "judged": judged,
-        "recorded_log_prob_gap": gap,
-        "steps": steps,
-        "first_diverging": diagnoses,
-    }
+        for arm in arms.values() if at_truth else ():
+            errors[arm.name]["params"] = relative_error(list(zip(arm.weights(), truth.weights(), strict=True)))
+        keep(record | {"arms": {name: results[name] for name in arms}, "truth_errors": errors})
 
 
 def _warm_up(arms: list[Arm], rows: StepRows) -> float | None:
     """One of each pass per arm; returns how far stock's log-probs are from the recorded old ones, at most."""
     for arm in arms:
-        arm.infer(rows)
-        arm.probe(rows)
+        arm.passes(rows, optimize=False)
     old, lengths = rows.jagged["old_log_probs"]
     if not torch.equal(lengths, rows.jagged["responses"][1]):
         return None
-    mask = rows.jagged["response_mask"][0].bool()
-    difference = (arms[0].log_probs.float() - old).abs()[mask]
-    return _max_over_ranks(float(difference.max()) if len(difference) else 0.0)
+    return _max_over_ranks(largest((arms[0].log_probs.float() - old)[rows.jagged["response_mask"][0].bool()]))
 
 
 def _max_over_ranks(value: float) -> float:
     top = torch.tensor(value, dtype=torch.float64)
     dist.all_reduce(top, op=dist.ReduceOp.MAX)
     return float(top)
-
-
-def _max_difference(arm: Arm, other: Arm) -> float:
-    difference = (arm.log_probs.double() - other.log_probs.double()).abs()
-    return _max_over_ranks(float(difference.max()) if len(difference) else 0.0)
 
 
 def _same_weights(arm: Arm, stock: Arm, rows: StepRows) -> dict[str, float]:
@@ -231,6 +237,7 @@ def _same_weights(arm: Arm, stock: Arm, rows: StepRows) -> dict[str, float]:
     scale = _max_over_ranks(float(advantages.mean()) if len(advantages) else 0.0)
     return {
         "log_probs": relative_error([(arm.log_probs, stock.log_probs)]),
+        "infer_log_probs": relative_error([(arm.infer_log_probs, stock.infer_log_probs)]),
         "grads": relative_error(list(zip(arm.grads, stock.grads, strict=True))),
         "worst_grad": max(errors_by_parameter(arm, stock)),
         "loss": abs(arm.values["loss"] - stock.values["loss"]) / max(scale, abs(stock.values["loss"]), 1e-300),
@@ -245,21 +252,27 @@ def _truth_errors(arm: Arm, truth: Arm) -> dict[str, float]:
     }
 
 
-def _worker(rank: int, ranks: int, rendezvous: str, source: Source, options: Options, result: str) -> None:
+def _worker(rank: int, ranks: int, rendezvous: str, source: Source, options: Options, steps: Path) -> None:
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks))
-    _run_rank(rank, ranks, f"file://{rendezvous}", source, options, result)
+    _run_rank(rank, ranks, f"file://{rendezvous}", source, options, steps)
 
 
-def _run_rank(rank: int, ranks: int, init_method: str, source: Source, options: Options, result: str) -> None:
+def _run_rank(rank: int, ranks: int, init_method: str, source: Source, options: Options, steps: Path) -> None:
+    """Replays on this rank; rank 0 appends every step to the file `steps` as soon as it is measured."""
     cuda = torch.cuda.is_available()
     if cuda:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", init_method, rank=rank, world_size=ranks)
     try:
         with report.Display(source.num_steps, options.arms, shown=rank == 0) as display:
-            measured = replay(source, options, rank, display)
-        if rank == 0:
-            Path(result).write_text(json.dumps(measured))
+
+            def keep(record: dict[str, Any]) -> None:
+                if rank == 0:
+                    with steps.open("a") as out:
+                        out.write(json.dumps(record) + "\n")
+                display.step(record)
+
+            replay(source, options, rank, keep)
     finally:
         dist.destroy_process_group()
 
@@ -268,34 +281,43 @@ def run(options: Options, output: Path, force: bool) -> int:
     """The command; returns its exit code: 0 only if every tolerance holds.
 
     Raises:
-        TraceError: the trace, the model or an option is not usable, or `output` holds a report.
+        TraceError: the trace, the model or an option is not usable, or `output` cannot hold the report.
+        OSError: `output` cannot be written.
     """
     report.refuse_overwrite(output, force)
     source = Source(options)
     under_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
-    with tempfile.TemporaryDirectory() as scratch:
-        result = Path(scratch) / "measured.json"
-        if under_torchrun:
-            rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-            if ranks != source.ranks:
-                raise TraceError(f"torchrun started {ranks} ranks, the replay has {source.ranks}: add --ranks {ranks}")
-            _run_rank(rank, ranks, "env://", source, options, str(result))
-            if rank:
-                return 0
-        else:
-            os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # ranks that spin at barriers slow each other down
-            arguments = (source.ranks, f"{scratch}/rendezvous", source, options, str(result))
-            try:
-                mp.spawn(_worker, args=arguments, nprocs=source.ranks)
-            except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
-                raise TraceError(f"the replay failed: {error}") from error
-        measured = json.loads(result.read_text())
+    rank, ranks = (int(os.environ[name]) if under_torchrun else 0 for name in ("RANK", "WORLD_SIZE"))
+    if under_torchrun and ranks != source.ranks:
+        raise TraceError(f"torchrun started {ranks} ranks, the replay has {source.ranks}: add --ranks {ranks}")
+    steps, failure = output / report.STEPS, None
+    if rank == 0:
+        output.mkdir(parents=True, exist_ok=True)
+        steps.write_text("")  # now, not after an hour: it shows that the folder can be written
     model = source.manifest["model"]
     described = {
+        **report.provenance(),  # of the code that runs, before it can change
         # Names, not paths: a report is for others to read.
         "options": {k: Path(v).name if k in ("trace", "model") and v else v for k, v in vars(options).items()},
         "model": {"name": Path(model["path"]).name, **{k: model.get(k) for k in ("revision", "fingerprint")}},
         "recorded": {k: source.manifest[k] for k in ("optimizer", "loss")},
         "ranks": source.ranks,
+        "dtype": precision(source.manifest),
     }
-    return report.finish(measured, described, output)
+    try:
+        if under_torchrun:
+            _run_rank(rank, ranks, "env://", source, options, steps)
+        else:
+            os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # ranks that spin at barriers slow each other down
+            with tempfile.TemporaryDirectory() as scratch:
+                mp.spawn(_worker, (source.ranks, f"{scratch}/rendezvous", source, options, steps), nprocs=source.ranks)
+    except KeyboardInterrupt:
+        failure = "interrupted"
+    except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
+        failure = f"the replay failed: {error}"
+    except Exception:  # of this rank, under torchrun
+        failure = f"the replay failed: {traceback.format_exc()}"
+    if rank:
+        return 2 if failure else 0
+    judged = [name for name in options.arms if name != REPACKED]
+    return report.finish(output, source.num_steps, judged, described, failure)

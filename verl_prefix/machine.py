@@ -19,13 +19,15 @@ RESET_PEAK = Path("/proc/self/clear_refs")
 def git_state() -> dict[str, Any]:
     """Commit, and whether files other than results differ from it; outside of git as `COMMIT` says, or None, True."""
     git = ["git", "-C", str(Path(__file__).parent)]
-    commit = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True)
-    status = subprocess.run(
-        [*git, "status", "--porcelain", "--", ":/", ":(exclude,top)examples/results"], capture_output=True
-    )
-    if commit.returncode and os.environ.get(COMMIT):
-        return {"commit": os.environ[COMMIT], "dirty": False}
-    return {"commit": commit.stdout.strip() or None, "dirty": bool(status.returncode or status.stdout)}
+    try:
+        commit = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
+        status = subprocess.run(
+            [*git, "status", "--porcelain", "--", ":/", ":(exclude,top)examples/results"], capture_output=True
+        )
+    except (subprocess.CalledProcessError, OSError):  # no checkout, or no git
+        known = os.environ.get(COMMIT)
+        return {"commit": known, "dirty": not known}
+    return {"commit": commit, "dirty": bool(status.returncode or status.stdout)}
 
 
 def versions(packages: Iterable[str]) -> dict[str, str | None]:

@@ -1,9 +1,10 @@
 """What `verl-prefix ab` says: tolerances and verdict, a table while it runs, report.json, report.md and report.png.
 
 The tolerances are the project's. Against a truth one precision above, log-probs, gradients and weights within 1.3 times
-stock's own error. In fp32 also log-probs, gradients (all of them, and the worst parameter's) and loss within 5e-6
-relative of stock's from the same weights, at every step; or within 2.3 times stock's own error, where that is more: two
-engines that keep the first rule can be that far apart.
+stock's own error. From the same weights, at every step, log-probs of both passes, gradients (all of them, and the worst
+parameter's) and loss: in fp32 within 5e-6 relative of stock's, in bf16 within 2.3 times stock's own error, which is how
+far two engines are apart that keep the first rule. Where stock itself, its micro-batches repacked, differs from stock
+by more than that, within 1.3 times as much.
 """
 
 import json
@@ -26,31 +27,47 @@ SCHEMA = "verl_prefix.ab/1"
 RELATIVE = 5e-6
 FACTOR = 1.3
 PASSES = ("log_probs", "update", "optimizer")
+STEPS = "steps.jsonl"  # what is measured, step by step, until report.json holds it
+FILES = ("report.json", "report.md", "report.png", STEPS)
+SAME_WEIGHTS = ("log_probs", "infer_log_probs", "grads", "worst_grad", "loss")
 
 
 def refuse_overwrite(output: Path, force: bool) -> None:
-    """Raises TraceError where `output` holds a report."""
-    if (output / "report.json").exists() and not force:
-        raise TraceError(f"{output / 'report.json'} exists; add --force to replace it, or give another --out")
+    """Raises TraceError where `output` is a file, or holds a report or the steps of a replay that was killed."""
+    if output.exists() and not output.is_dir():
+        raise TraceError(f"--out {output} is a file; give a folder")
+    for path in (output / name for name in FILES):
+        if path.exists() and path.stat().st_size and not force:
+            raise TraceError(f"{path} exists; add --force to replace it, or give another --out")
 
 
-def relative_limit(name: str, stock_error: dict[str, float]) -> float:
-    """How far a figure may be from stock's, in fp32; `stock_error`: stock's own against the truth, empty if unknown."""
-    return max(RELATIVE, (1 + FACTOR) * stock_error.get(name, 0.0))
+def same_weights_limits(
+    dtype: str, stock_error: dict[str, float], repacked: dict[str, float] | None
+) -> dict[str, float]:
+    """How far each figure from the same weights may be from stock's; without those that there is nothing to judge by.
 
-
-def same_weights_fail(
-    same: dict[str, float], dtype: str, truth: dict[str, float] | None, stock_truth: dict[str, float]
-) -> bool:
-    """Whether one step's figures from stock's weights are outside the tolerances, so that a diagnosis is worth it."""
-    if dtype == "fp32":
-        return any(not value <= relative_limit(name, stock_truth) for name, value in same.items())
-    judged = ("log_probs", "grads")
-    return truth is not None and any(not truth[name] <= FACTOR * stock_truth[name] for name in judged)
+    Args:
+        stock_error: stock's own against the truth, empty if unknown.
+        repacked: the same figures of stock with its micro-batches repacked, None if it did not run.
+    """
+    limits = {}
+    for name in SAME_WEIGHTS:
+        known = [FACTOR * repacked[name]] if repacked else []
+        if dtype == "fp32":
+            known.append(RELATIVE)
+        elif error := stock_error.get(name.removeprefix("infer_")):
+            known.append((1 + FACTOR) * error)
+        if known:
+            limits[name] = max(known)
+    return limits
 
 
 def tolerances(measured: dict[str, Any]) -> list[dict[str, Any]]:
-    """Every tolerance that was checked: arm, name, limit, value, the step of the worst value or None, and `holds`."""
+    """Every tolerance that was checked: arm, name, limit, value, the step of the worst value or None, and `holds`.
+
+    Args:
+        measured: dtype, judged (arms), num_steps (to be replayed) and steps (what `ab.replay` measured).
+    """
     found = []
 
     def check(arm: str, name: str, value: float, limit: float, step: int | None) -> None:
@@ -59,19 +76,28 @@ def tolerances(measured: dict[str, Any]) -> list[dict[str, Any]]:
     steps = measured["steps"]
     errors = [step["truth_errors"] for step in steps if step["truth_errors"]]
     stock_error = {k: statistics.fmean(e["stock"][k] for e in errors) for k in errors[0]["stock"]} if errors else {}
+
+    def worst(arm: str, name: str) -> tuple[float, int]:
+        step = max(steps, key=lambda step: _rank(step["arms"][arm]["same_weights"][name]))
+        return step["arms"][arm]["same_weights"][name], step["step"]
+
+    repacked = None
+    if "stock_repacked" in steps[0]["arms"]:
+        repacked = {name: worst("stock_repacked", name)[0] for name in SAME_WEIGHTS}
+    limits = same_weights_limits(measured["dtype"], stock_error, repacked)
     for arm in measured["judged"]:
-        if measured["dtype"] == "fp32":
-            for name in ("log_probs", "grads", "worst_grad", "loss"):
-                worst = max(steps, key=lambda step: _rank(step["arms"][arm]["same_weights"][name]))
-                found_worst = worst["arms"][arm]["same_weights"][name]
-                check(arm, f"same weights: {name}", found_worst, relative_limit(name, stock_error), worst["step"])
-        for name in ("log_probs", "grads", "params") if errors else ():
+        for name, limit in limits.items():
+            value, step = worst(arm, name)
+            check(arm, f"same weights: {name}", value, limit, step)
+        for name in ("log_probs", "grads", "worst_grad", "params") if errors else ():
             ours = statistics.fmean(e[arm][name] for e in errors)
             check(arm, f"error against the truth: {name}", ours, FACTOR * stock_error[name], None)
         figures = [
             [
                 *step["arms"][arm]["same_weights"].values(),
                 *(step["arms"][arm]["values"][k] for k in ("loss", "grad_norm")),
+                *(step["arms"][arm]["own_weights"][k] for k in ("log_probs_max", "grads")),
+                *step["arms"][arm]["own_weights"]["params"].values(),
             ]
             for step in steps
         ]
@@ -82,6 +108,7 @@ def tolerances(measured: dict[str, Any]) -> list[dict[str, Any]]:
         check(arm, "no step has a gradient", float(not any(norm for norm, _ in values)), 0.0, None)
         shared = any(ours.get("prefix/reuse_fraction") for _, ours in values)
         check(arm, "no step shares a prefix", float(not shared), 0.0, None)
+        check(arm, "steps that were not replayed", float(measured["num_steps"] - len(steps)), 0.0, None)
     return found
 
 
@@ -109,28 +136,28 @@ def _passes(steps: list[dict[str, Any]], arm: str) -> dict[str, Any]:
 
 
 def build(measured: dict[str, Any], described: dict[str, Any]) -> dict[str, Any]:
-    """The report; `holds` is the verdict."""
+    """The report; `holds` is the verdict. measured: as in `tolerances`; described: what it was measured of and with."""
     steps = measured["steps"]
     checked = tolerances(measured)
     notes = []
-    gap = measured["recorded_log_prob_gap"] or 0.0
-    if gap > 0.1:
+    gap = steps[0].get("recorded_log_prob_gap")
+    if (gap or 0.0) > 0.1:
         notes.append(
             f"stock's log-probs of step 1 are up to {gap:.3g} from the recorded old ones: the trace was recorded from "
-            "other weights (a resumed run), or its first update was not on-policy"
+            "other weights, or its first update was not on-policy"
         )
+    failed = {row["arm"] for row in checked if not row["holds"]}
+    places = [(arm, {"step": step["step"]} | place) for step in steps for arm, place in step["first_diverging"].items()]
     return {
         "schema": SCHEMA,
         "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        **provenance(),
         **described,
-        "dtype": measured["dtype"],
         "notes": notes,
-        "holds": bool(checked) and all(row["holds"] for row in checked),
+        "holds": bool(checked) and not failed,
         "tolerances": checked,
-        "first_diverging": measured["first_diverging"],
+        "first_diverging": {arm: place for arm, place in places if arm in failed},
         "passes": {name: _passes(steps, name) for name in steps[0]["arms"]},
-        "recorded_log_prob_gap": measured["recorded_log_prob_gap"],
+        "recorded_log_prob_gap": gap,
         "steps": steps,
     }
 
@@ -252,12 +279,14 @@ def _metric_rows(steps: list[dict[str, Any]], arms: list[str]) -> list[tuple[str
 
 
 def _short(value: Any) -> Any:
-    """Floats with six digits: a report of many steps is for reading."""
+    """Floats with six digits: a report of many steps is for reading. JSON has no word for NaN and infinity but null."""
     if isinstance(value, dict):
         return {k: _short(v) for k, v in value.items()}
     if isinstance(value, list | tuple):
         return [_short(v) for v in value]
-    return float(f"{value:.6g}") if isinstance(value, float) else value
+    if isinstance(value, float):
+        return float(f"{value:.6g}") if math.isfinite(value) else None
+    return value
 
 
 def _yes(holds: bool) -> str:
@@ -304,10 +333,22 @@ def draw(report: dict[str, Any], path: Path) -> None:
     plt.close(figure)
 
 
-def finish(measured: dict[str, Any], described: dict[str, Any], output: Path) -> int:
-    """Writes and prints the report; returns the exit code."""
-    report = build(measured, described)
-    return write(report, markdown, draw, output)
+def finish(output: Path, num_steps: int, judged: list[str], described: dict[str, Any], failure: str | None) -> int:
+    """Writes and prints the report of the steps that were measured; returns the exit code, 2 after a `failure`.
+
+    Raises:
+        TraceError: none was.
+    """
+    steps = [json.loads(line) for line in (output / STEPS).read_text().splitlines()]
+    if not steps:
+        (output / STEPS).unlink()
+        raise TraceError(failure)
+    measured = {"dtype": described["dtype"], "judged": judged, "num_steps": num_steps, "steps": steps}
+    code = write(build(measured, described), markdown, draw, output)
+    (output / STEPS).unlink()
+    if failure:
+        print(f"the report is of the first {len(steps)} of {num_steps} steps: {failure}")
+    return 2 if failure else code
 
 
 def write(

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from verl_prefix import report
+
 ROOT = Path(__file__).resolve().parents[2]
 ENVIRONMENT = os.environ | {"VERL_PLATFORM": "cpu", "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
 ENVIRONMENT.pop("RAY_ADDRESS", None)
@@ -21,9 +23,13 @@ SABOTAGE = """
 import dataclasses
 import sys
 
+import torch
+
 from verl_prefix import cli, prefix_cache, schedule
+from verl_prefix.engine import mini_batch
 
 forward, add_grad = schedule.Schedule._forward, prefix_cache.PrefixCache.add_grad
+token_outputs = mini_batch.MiniBatch.token_outputs
 
 
 def one_off(self, tokens, layout, *args):
@@ -38,10 +44,17 @@ def dropped(self, layer, *args):
         add_grad(self, layer, *args)
 
 
+def one_percent(self, *args):
+    outputs = token_outputs(self, *args)
+    return outputs if torch.is_grad_enabled() else 1.01 * outputs
+
+
 if {kind!r} == "positions":
     schedule.Schedule._forward = one_off
-else:
+elif {kind!r} == "grads":
     prefix_cache.PrefixCache.add_grad = dropped
+else:
+    mini_batch.MiniBatch.token_outputs = one_percent
 if __name__ == "__main__":
     sys.exit(cli.main(sys.argv[1:]))
 """
@@ -77,7 +90,7 @@ def test_ten_real_steps_replay_within_the_tolerances(recorded):
     assert report["recorded_log_prob_gap"] < 1e-5
     judged = {(row["arm"], row["name"]) for row in report["tolerances"]}
     for arm in ("packed", "phased"):
-        assert {(arm, f"same weights: {name}") for name in SAME} <= judged
+        assert {(arm, name) for name in SAME} <= judged
         assert (arm, "error against the truth: params") in judged
         assert all(step["arms"][arm]["values"]["prefix/reuse_fraction"] > 0.5 for step in report["steps"])
         assert all(step["arms"][arm]["values"]["grad_norm"] > 0 for step in report["steps"])
@@ -92,24 +105,67 @@ def test_ten_real_steps_replay_within_the_tolerances(recorded):
 
 @pytest.mark.ray
 @pytest.mark.parametrize(
-    ("kind", "diverging", "quantity"),
-    [("positions", "layers.0", "layer output"), ("grads", "layers.1.self_attn.", "gradient")],
+    ("kind", "words", "failing", "quantity", "layer"),
+    [
+        ("positions", "--arms phased", {"log_probs", "infer_log_probs", "grads"}, "layer output", "layers.0"),
+        # In bf16 one position is less than the rounding of activations and log-probs, and more than a gradient's.
+        ("positions", "--arms packed --dtype bf16", {"grads", "worst_grad"}, "gradient", ""),
+        # A gradient that is dropped leaves the log-probs alone, which are forward's.
+        ("grads", "--arms phased", {"grads", "worst_grad"}, "gradient", "layers.1.self_attn."),
+        ("grads", "--arms phased --dtype bf16", {"worst_grad"}, "gradient", "layers.1.self_attn."),
+        ("old_log_probs", "--arms packed", {"infer_log_probs"}, "infer_log_probs", "lm_head"),
+    ],
 )
-def test_a_broken_engine_fails_and_the_first_divergence_is_named(recorded, tmp_path, kind, diverging, quantity):
+def test_a_broken_engine_fails_and_the_first_divergence_is_named(
+    recorded, tmp_path, kind, words, failing, quantity, layer
+):
     script = tmp_path / "sabotage.py"
     script.write_text(SABOTAGE.format(kind=kind))
     # Both recorded ranks on one, as an 8-GPU trace on a single GPU; and no trace at all.
     source = ("--trace", recorded / "trace", "--ranks", 1)
     if kind == "grads":
         source = ("--synthetic", "48,12,3,2", "--model", recorded / "model")
-    done = ab(*source, "--steps", 1, "--arms", "phased", "--truth-steps", 0, "--out", tmp_path, script=script)
+    truth = ("--truth-steps", 1 if "bf16" in words else 0)
+    done = ab(*source, "--steps", 1, *words.split(), *truth, "--out", tmp_path / "out", script=script)
     assert done.returncode == 1, done.stdout + done.stderr
-    assert "FAILED: phased, same weights: grads" in done.stdout, done.stdout + done.stderr
-    found = json.loads((tmp_path / "report.json").read_text())["first_diverging"]["phased"]
-    assert found["step"] == 1 and found["quantity"] == quantity and diverging in found["layer"], found
-    assert found["layer"] in done.stdout
-    # The log-probs are forward's: a gradient that is dropped leaves them alone.
-    assert ("FAILED: phased, same weights: log_probs" in done.stdout) == (kind == "positions")
+    arm = words.split()[1]
+    for name in failing:
+        assert f"FAILED: {arm}, same weights: {name}:" in done.stdout, done.stdout + done.stderr
+    found = json.loads((tmp_path / "out" / "report.json").read_text())["first_diverging"][arm]
+    assert found["step"] == 1 and found["quantity"] == quantity and layer in found["layer"], found
+    assert f"First divergence of {arm}: step 1, {quantity} of {found['layer']}" in done.stdout
+    untouched = {"log_probs"} - failing if kind != "positions" else set()
+    assert not any(f"FAILED: {arm}, same weights: {name}:" in done.stdout for name in untouched), done.stdout
+
+
+@pytest.mark.ray
+def test_under_torchrun_and_with_a_replay_that_dies(recorded, tmp_path):
+    """Two ranks started by torchrun. Then one that runs out of steps: what was measured until then is reported."""
+    rows = ("--synthetic", "24,8,2,1", "--model", recorded / "model", "--steps", 2, "--truth-steps", 1)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", 2]
+    words = ("-m", "verl_prefix.cli", "ab", *rows, "--ranks", 2, "--out", tmp_path / "torchrun")
+    done = run([*torchrun, *words], timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads((tmp_path / "torchrun" / "report.json").read_text())
+    assert found["holds"] and found["ranks"] == 2 and len(found["steps"]) == 2
+    assert sorted(path.name for path in (tmp_path / "torchrun").iterdir()) == ["report.json", "report.md", "report.png"]
+
+    script = tmp_path / "dies.py"
+    script.write_text(
+        "import sys\n"
+        "from verl_prefix import ab, cli\n"
+        "made = ab.synthetic_rows\n"
+        "def dies(*args, seed, **more):\n"
+        "    return made(*args, seed=seed, **more) if seed < 1000 else 1 / 0\n"
+        "ab.synthetic_rows = dies\n"
+        "if __name__ == '__main__':\n"
+        "    sys.exit(cli.main(sys.argv[1:]))\n"
+    )
+    done = ab(*rows, "--out", tmp_path / "died", script=script)
+    assert done.returncode == 2 and "ZeroDivisionError" in done.stdout, done.stdout + done.stderr
+    assert "the report is of the first 1 of 2 steps" in done.stdout
+    assert "FAILED: auto, steps that were not replayed" in done.stdout
+    assert len(json.loads((tmp_path / "died" / "report.json").read_text())["steps"]) == 1
 
 
 @pytest.mark.ray
@@ -121,6 +177,8 @@ def test_a_report_is_not_overwritten_and_a_damaged_trace_is_an_error(recorded, t
         return cli.main([str(word) for word in (*words, *more)])
 
     assert code(recorded / "report") == 2
+    assert code(recorded / "output") == 2, "a file, not a folder"
+    assert code(tmp_path, "--steps", 11) == 2
     assert code(tmp_path, "--ranks", 3) == 2
     assert code(tmp_path, "--arms", "packed,nonsense") == 2
     assert code(tmp_path, "--arms", "stock_repacked") == 2
@@ -133,17 +191,19 @@ def test_a_report_is_not_overwritten_and_a_damaged_trace_is_an_error(recorded, t
         assert code(tmp_path) == 2
     finally:
         path.write_bytes(content)
-    assert not (tmp_path / "report.json").exists()
+    assert cli.main(["ab", "--trace", "", "--out", str(tmp_path)]) == 2
+    assert not list(tmp_path.iterdir())
 
 
 NOT_FINITE = "steps with figures that are not finite"
-SAME = ("log_probs", "grads", "worst_grad", "loss")
-TRUTH = {f"error against the truth: {name}" for name in ("log_probs", "grads", "params")}
+SAME = {f"same weights: {name}" for name in report.SAME_WEIGHTS}
+LOSS = "same weights: loss"
+TRUTH = {f"error against the truth: {name}" for name in ("log_probs", "grads", "worst_grad", "params")}
 
 
 def measured(
     dtype: str, ours: float, same: float = 1e-7, loss: float = 0.1, late_norm: float = 1.0, stock: float = 1e-4,
-    norm: float = 1.0, reuse: float = 0.5,
+    norm: float = 1.0, reuse: float = 0.5, repacked: float | None = None, drift: float = 1e-6, num_steps: int = 3,
 ) -> dict:  # fmt: skip
     """Three steps, the first two of them with a truth, from which stock's error is 1e-4 everywhere."""
     names = ("log_probs", "grads", "worst_grad", "params")
@@ -151,12 +211,14 @@ def measured(
 
     def step(n: int) -> dict:
         values = {"loss": loss, "grad_norm": late_norm if n == 3 else 1.0, "prefix/reuse_fraction": reuse}
-        arm = {"same_weights": dict.fromkeys(SAME, same), "values": values}
+        own = {"log_probs_max": 1e-6, "grads": 1e-6, "params": {"max_fp32": drift if n == 3 else 0.0}}
+        arm = {"same_weights": dict.fromkeys(report.SAME_WEIGHTS, same), "values": values, "own_weights": own}
         arms = {"phased": arm, "stock": {"values": {"grad_norm": norm}}}
+        if repacked is not None:
+            arms["stock_repacked"] = {"same_weights": dict.fromkeys(report.SAME_WEIGHTS, repacked)}
         return {"step": n, "arms": arms, "truth_errors": errors if n < 3 else None}
 
-    steps = [step(n) for n in (1, 2, 3)]
-    return {"dtype": dtype, "judged": ["phased"], "steps": steps}
+    return {"dtype": dtype, "judged": ["phased"], "num_steps": num_steps, "steps": [step(n) for n in (1, 2, 3)]}
 
 
 @pytest.mark.parametrize(
@@ -164,23 +226,31 @@ def measured(
     [
         (measured("fp32", 1.29e-6, 4.9e-6, stock=1e-6), set()),
         (measured("fp32", 1.31e-4), TRUTH),
-        # Within 1.3 of stock's error both, two engines are at most 2.3 of it apart.
-        (measured("fp32", 1e-5, 2.29e-5, stock=1e-5), {"same weights: loss"}),
-        (measured("fp32", 1e-5, 2.31e-5, stock=1e-5), {f"same weights: {name}" for name in SAME}),
-        (measured("fp32", 1e-6, 5.1e-6, stock=1e-6), {f"same weights: {name}" for name in SAME}),
-        (measured("fp32", 1e-4, float("nan")), {NOT_FINITE, *(f"same weights: {name}" for name in SAME)}),
+        (measured("fp32", 1e-6, 5.1e-6, stock=1e-6), SAME),
+        # An error that both engines share, far from the truth, leaves no room between them.
+        (measured("fp32", 1e-4, 5.1e-6, stock=1e-4), SAME),
+        # Stock against stock, repacked, does.
+        (measured("fp32", 1e-4, 1.29e-5, repacked=1e-5), set()),
+        (measured("fp32", 1e-4, 1.31e-5, repacked=1e-5), SAME),
+        (measured("fp32", 1e-4, 5.1e-6, repacked=1e-7), SAME),
+        (measured("fp32", 1e-4, float("nan")), {NOT_FINITE, *SAME}),
+        (measured("fp32", 1e-4, float("nan"), repacked=float("nan")), {NOT_FINITE, *SAME}),
         (measured("fp32", 1e-4, norm=0.0), {"no step has a gradient"}),
         (measured("fp32", 1e-4, reuse=0.0), {"no step shares a prefix"}),
-        (measured("fp32", float("inf"), stock=float("inf")), TRUTH | {f"same weights: {name}" for name in SAME[:3]}),
-        (measured("bf16", 1.29e-4, 1e-2), set()),
+        (measured("fp32", 1e-4, drift=float("inf")), {NOT_FINITE}),
+        (measured("fp32", 1e-4, num_steps=4), {"steps that were not replayed"}),
+        (measured("fp32", float("inf"), stock=float("inf")), TRUTH),
+        # Within 1.3 of stock's error both, two engines are at most 2.3 of it apart, at every step.
+        (measured("bf16", 1.29e-4, 2.29e-4), set()),
+        (measured("bf16", 1.29e-4, 2.31e-4), SAME - {LOSS}),
+        (measured("bf16", 1.29e-4, 2.99e-4, repacked=2.3e-4), set()),
+        (measured("bf16", 1.29e-4, 3.01e-4, repacked=2.3e-4), SAME),
         (measured("bf16", 1.31e-4), TRUTH),
         (measured("bf16", 1e-4, loss=float("inf")), {NOT_FINITE}),
         (measured("bf16", 1e-4, late_norm=float("nan")), {NOT_FINITE}),
     ],
 )
 def test_tolerances_are_those_of_the_project(case, failing):
-    from verl_prefix import report
-
     assert {row["name"] for row in report.tolerances(case) if not row["holds"]} == failing
 
 

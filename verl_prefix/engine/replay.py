@@ -11,7 +11,6 @@ Every rank holds its shards; differences are sums over shards, reduced over rank
 
 import dataclasses
 import functools
-import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -40,8 +39,6 @@ MODEL_KEYS = (
     "use_remove_padding", "override_config", "enable_gradient_checkpointing", "enable_activation_offload",
     "lora_rank", "lora_alpha", "target_modules", "exclude_modules", "use_fused_kernels", "load_tokenizer",
 )  # fmt: skip
-# ||difference|| / ||stock's|| of a layer's outputs or of a parameter's gradient above which a diagnosis names it.
-DIVERGED = {"fp32": 5e-6, "bf16": 6e-2, "fp16": 8e-3}
 
 
 def _fields(cls: type, values: dict[str, Any]) -> dict[str, Any]:
@@ -195,7 +192,8 @@ def errors_by_parameter(arm: "Arm", stock: "Arm") -> list[float]:
 class Arm:
     """One engine on its way through the steps.
 
-    Attributes of the last pass: `grads` and `log_probs`, this rank's, before clipping; `values` over all ranks.
+    Attributes of the last `passes`, this rank's: `grads` before clipping; `log_probs` of the update's pass and
+    `infer_log_probs` of the one behind old and ref log-probs, of response tokens. `values`, over all ranks.
     """
 
     def __init__(self, name: str, manifest: dict[str, Any]) -> None:
@@ -209,7 +207,7 @@ class Arm:
         }
         self.names = [name for name, p in self.engine.module.named_parameters() if p.requires_grad]
         self.grads: list[torch.Tensor] = []
-        self.log_probs = torch.empty(0)
+        self.log_probs = self.infer_log_probs = torch.empty(0)
 
     def weights(self) -> list[torch.Tensor]:
         """This rank's shards of the trained parameters, not copied."""
@@ -227,7 +225,8 @@ class Arm:
             for mine, other in zip(self.weights(), own, strict=True):
                 mine.copy_(other)
 
-    def _data(self, rows: StepRows, **flags: Any):
+    def data(self, rows: StepRows, **flags: Any) -> TensorDict:
+        """verl's mini-batch of the rows as this arm takes them."""
         flags = rows.flags | flags
         order = None
         if self.name == TRUTH:
@@ -243,46 +242,43 @@ class Arm:
     def infer(self, rows: StepRows, **flags: Any) -> dict[str, torch.Tensor]:
         """The pass behind old and ref log-probs: verl's nested outputs per row."""
         with self.engine.eval_mode():
-            output = self.engine.infer_batch(self._data(rows, **self._infer_flags | flags))
+            output = self.engine.infer_batch(self.data(rows, **self._infer_flags | flags))
         return output["model_output"]
 
-    def _forward_backward(self, rows: StepRows) -> dict[str, Any]:
-        self.engine.optimizer_zero_grad()
-        return self.engine.forward_backward_batch(self._data(rows, return_model_output=True), self.loss)
+    def passes(self, rows: StepRows, *, infer: bool = True, optimize: bool = True) -> dict[str, Any]:
+        """The log-prob pass and the update's, each if asked for; the optimizer's step, or only what it would be given.
 
-    def _keep(self, output: dict[str, Any], rows: StepRows) -> None:
-        log_probs = response_part(output["model_output"]["log_probs"], rows, self.name == REPACKED)
-        self.log_probs = torch.cat(log_probs).cpu()
-        parameters = (p for p in self.engine.module.parameters() if p.requires_grad)
-        self.grads = [torch.zeros_like(_local(p)) if p.grad is None else _local(p.grad).clone() for p in parameters]
-        self.values = {"loss": _reduced([sum(output["loss"])])[0] / dist.get_world_size()}
-        self.values |= _gathered(output["metrics"])
-
-    def probe(self, rows: StepRows) -> None:
-        """Forward and backward without a step; also the warm-up."""
-        with self.engine.train_mode():
-            self._keep(self._forward_backward(rows), rows)
-
-    def step(self, rows: StepRows) -> dict[str, Any]:
-        """One optimizer step; returns seconds (the slowest rank's) and added GiB (the fullest rank's) of its passes."""
+        Returns:
+            seconds (the slowest rank's) and added GiB (the fullest rank's) of the passes.
+        """
         seconds, memory = {}, {}
-        if self.name != TRUTH:
+        if infer:
             with _peak(memory, "log_probs"), self._timed(seconds, "log_probs"):
-                self.infer(rows)
+                output = self.infer(rows)
+            self.infer_log_probs = self._responses(output, rows)
         with self.engine.train_mode():
+            self.engine.optimizer_zero_grad()
             with _peak(memory, "update"), self._timed(seconds, "update"):
-                output = self._forward_backward(rows)
-            self._keep(output, rows)
-            with self._timed(seconds, "optimizer"):
-                self.values["grad_norm"] = self.engine.optimizer_step()
-                if rows.flags.get("update_lr_scheduler"):
-                    self.engine.lr_scheduler_step()
+                output = self.engine.forward_backward_batch(self.data(rows, return_model_output=True), self.loss)
+            self.log_probs = self._responses(output["model_output"], rows)
+            parameters = [p for p in self.engine.module.parameters() if p.requires_grad]
+            self.grads = [torch.zeros_like(_local(p)) if p.grad is None else _local(p.grad).clone() for p in parameters]
+            self.values = {"loss": _reduced([sum(output["loss"])])[0] / dist.get_world_size()}
+            self.values |= _gathered(output["metrics"])
+            if optimize:
+                with self._timed(seconds, "optimizer"):
+                    self.values["grad_norm"] = self.engine.optimizer_step()
+                    if rows.flags.get("update_lr_scheduler"):
+                        self.engine.lr_scheduler_step()
         top = _reduced([*seconds.values(), *(x or 0.0 for x in memory.values())], dist.ReduceOp.MAX)
         known = dict(zip((*seconds, *(f"{k} GiB" for k in memory)), top, strict=True))
         return {
             "seconds": {name: known[name] for name in seconds},
             "added_gib": {name: None if x is None else known[f"{name} GiB"] for name, x in memory.items()},
         }
+
+    def _responses(self, output: dict[str, torch.Tensor], rows: StepRows) -> torch.Tensor:
+        return torch.cat(response_part(output["log_probs"], rows, self.name == REPACKED)).cpu()
 
     @contextmanager
     def _timed(self, seconds: dict[str, float], key: str) -> Iterator[None]:
@@ -319,6 +315,11 @@ def _gathered(metrics: dict[str, Any]) -> dict[str, float]:
     return found
 
 
+def largest(differences: torch.Tensor) -> float:
+    """Their maximum; 0 of none, infinite where one is not a number: no maximum over ranks may lose that."""
+    return float(differences.nan_to_num(nan=float("inf")).max()) if differences.numel() else 0.0
+
+
 def parameter_distance(arm: Arm, stock: Arm) -> dict[str, float]:
     """max, mean and RMSE of the weights' absolute difference, as they are and after rounding both to bf16."""
     sums, tops = [0.0] * 4, [0.0] * 2
@@ -328,7 +329,7 @@ def parameter_distance(arm: Arm, stock: Arm) -> dict[str, float]:
             difference = (cast(mine) - cast(theirs)).abs()
             sums[2 * i] += float(difference.sum())
             sums[2 * i + 1] += float(difference.square().sum())
-            tops[i] = max(tops[i], float(difference.max()) if len(difference) else 0.0)
+            tops[i] = max(tops[i], largest(difference))
         count += mine.numel()
     *sums, count = _reduced([*sums, count])
     tops = _reduced(tops, dist.ReduceOp.MAX)
@@ -337,56 +338,3 @@ def parameter_distance(arm: Arm, stock: Arm) -> dict[str, float]:
         found |= {f"max_{name}": tops[i], f"mean_{name}": sums[2 * i] / count}
         found[f"rmse_{name}"] = (sums[2 * i + 1] / count) ** 0.5
     return found
-
-
-def _depth(name: str) -> float:
-    """When backward reaches a module: what follows the decoder layers first, then the layers from the last one."""
-    layer = re.search(r"(?:^|\.)layers\.(\d+)(?:\.|$)", name)
-    return float(layer[1]) if layer else -1.0 if "embed" in name else float("inf")
-
-
-def _layer_outputs(arm: Arm, rows: StepRows, start: list[torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Every decoder layer's output at the batch's flat tokens, [N, hidden]; NaN where the engine computed none."""
-    num_tokens = len(rows.jagged["input_ids"][0])
-    layers = {n: m for n, m in arm.engine.module.named_modules() if re.search(r"(?:^|\.)layers\.\d+$", n)}
-    found: dict[str, torch.Tensor] = {}
-    cursors = dict.fromkeys(layers, 0)
-
-    def keep(name: str, _module, _args, kwargs: dict[str, Any], output: Any) -> None:
-        hidden = (output[0] if isinstance(output, tuple) else output).detach()[0].double().cpu()
-        job = kwargs.get("prefix_pass")
-        place = torch.arange(cursors[name], cursors[name] + len(hidden)) if job is None else job.layout.index.cpu()
-        cursors[name] += len(hidden)
-        found.setdefault(name, torch.full((num_tokens, hidden.shape[-1]), float("nan"), dtype=torch.float64))
-        found[name][place] = hidden
-
-    hooks = [m.register_forward_hook(functools.partial(keep, n), with_kwargs=True) for n, m in layers.items()]
-    try:
-        with arm.at(start):  # one row per micro-batch: stock then computes the flat tokens in their order
-            arm.infer(rows, use_dynamic_bsz=False, micro_batch_size_per_gpu=1)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return found
-
-
-def first_diverging(arm: Arm, stock: Arm, rows: StepRows, start: list[torch.Tensor], dtype: str) -> dict[str, Any]:
-    """Where an arm leaves stock first, in the order in which a step is computed: layer outputs, log-probs, gradients.
-
-    Call it right after both arms computed `rows` from the weights `start`.
-    """
-    limit = DIVERGED[dtype]
-    log_probs = [(arm.log_probs, stock.log_probs)]
-    ours, theirs = (_layer_outputs(engine, rows, start) for engine in (arm, stock))
-    for layer, reference in theirs.items():
-        both = ~(ours[layer].isnan().any(-1) | reference.isnan().any(-1))
-        if (error := relative_error([(ours[layer][both], reference[both])])) > limit:
-            return {"quantity": "layer output", "layer": layer, "error": error}
-    if (error := relative_error(log_probs)) > limit:
-        return {"quantity": "log_probs", "layer": "lm_head", "error": error}
-    errors = errors_by_parameter(arm, stock)
-    diverged = [(_depth(name), error, name) for name, error in zip(arm.names, errors, strict=True) if error > limit]
-    if not diverged:
-        return {"quantity": "none above the limit", "layer": "none", "error": max(errors)}
-    _, error, name = max(diverged)
-    return {"quantity": "gradient", "layer": name, "error": error}
