@@ -6,6 +6,7 @@ Starts one process per rank itself, or runs as a rank under torchrun. `report` h
 import dataclasses
 import json
 import os
+import sys
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -106,7 +107,7 @@ class Source:
             self.manifest = synthetic_manifest(options.synthetic)
             self.num_steps, self.ranks, model = options.steps or 5, options.ranks or 1, options.model
             if model_fingerprint(model) is None:
-                raise TraceError(f"--model {model} has no config.json")
+                raise TraceError(f"--model {model} has no config.json; give a model's folder")
         self.manifest = self.manifest | {"model": self.manifest["model"] | {"path": str(model)}}
         if options.dtype:
             mixed = dict(param_dtype=options.dtype, reduce_dtype="fp32", buffer_dtype="fp32")
@@ -157,8 +158,9 @@ def synthetic_rows(prompt: int, response: int, group: int, count: int, vocab_siz
 def replay(source: Source, options: Options, rank: int, keep: Callable[[dict[str, Any]], None]) -> None:
     """Runs all steps on this rank. Every rank hands the same figures of every step to `keep` (read by `report.build`).
 
-    From the same weights, each arm computes a step's passes once, and those are timed: no arm has seen the rows before,
-    and who comes first changes from step to step. Ours then take the optimizer's step from their own weights.
+    From stock's weights, each arm computes a step's passes once, and those are timed: after step 1, which warms up, no
+    arm has seen a trace's rows before, and who comes first changes from step to step. All but stock then compute the
+    update again from their own weights and take the optimizer's step; `values` are of that.
     """
     dtype = precision(source.manifest)
     judged = [name for name in options.arms if name != REPACKED]
@@ -192,10 +194,12 @@ def replay(source: Source, options: Options, rank: int, keep: Callable[[dict[str
         stock_error = errors.get(STOCK, stock_error)
         same = {arm.name: _same_weights(arm, stock, rows) for arm in others}
         record["first_diverging"] = {}
+        limits = report.same_weights_limits(dtype, stock_error, same.get(REPACKED))
         for name in judged:
-            limits = report.same_weights_limits(dtype, stock_error, same.get(REPACKED))
-            if name not in diagnosed and not all(same[name][key] <= limit for key, limit in limits.items()):
-                record["first_diverging"][name] = first_diverging(arms[name], stock, rows, start, dtype, limits)
+            if name in diagnosed or all(same[name][key] <= limit for key, limit in limits.items()):
+                continue
+            if place := first_diverging(arms[name], stock, rows, start, dtype, limits):
+                record["first_diverging"][name] = place
                 diagnosed.add(name)
         for arm in others:
             own = arm.passes(rows, infer=False)
@@ -318,6 +322,8 @@ def run(options: Options, output: Path, force: bool) -> int:
     except Exception:  # of this rank, under torchrun
         failure = f"the replay failed: {traceback.format_exc()}"
     if rank:
+        if failure:
+            print(f"rank {rank}: {failure}", file=sys.stderr)
         return 2 if failure else 0
     judged = [name for name in options.arms if name != REPACKED]
     return report.finish(output, source.num_steps, judged, described, failure)

@@ -88,7 +88,7 @@ def model_fingerprint(path: str | Path) -> str | None:
             return None
         folder = Path(cached).parent
     digest.update((folder / "config.json").read_bytes())
-    for file in sorted([*folder.glob("*.safetensors"), *folder.glob("*.bin")]):
+    for file in sorted(folder.glob("*.safetensors")) or sorted(folder.glob("*.bin")):
         size = file.stat().st_size
         digest.update(f"{file.name} {size}".encode())
         with file.open("rb") as weights:

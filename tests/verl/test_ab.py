@@ -5,12 +5,14 @@ replayed through stock, packed and phased; engines that are broken on purpose; d
 """
 
 import json
+import math
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from verl_prefix import report
 
@@ -87,7 +89,7 @@ def test_ten_real_steps_replay_within_the_tolerances(recorded):
     report = json.loads((recorded / "report" / "report.json").read_text())
     assert report["holds"] and report["ranks"] == 2 and len(report["steps"]) == 10 and report["dtype"] == "fp32"
     # On-policy first step: the engine's log-probs are the recorded ones.
-    assert report["recorded_log_prob_gap"] < 1e-5
+    assert 0 <= report["recorded_log_prob_gap"] < 1e-5
     judged = {(row["arm"], row["name"]) for row in report["tolerances"]}
     for arm in ("packed", "phased"):
         assert {(arm, name) for name in SAME} <= judged
@@ -109,7 +111,7 @@ def test_ten_real_steps_replay_within_the_tolerances(recorded):
     [
         ("positions", "--arms phased", {"log_probs", "infer_log_probs", "grads"}, "layer output", "layers.0"),
         # In bf16 one position is less than the rounding of activations and log-probs, and more than a gradient's.
-        ("positions", "--arms packed --dtype bf16", {"grads", "worst_grad"}, "gradient", ""),
+        ("positions", "--arms packed --dtype bf16", {"grads", "worst_grad"}, "gradient", ".weight"),
         # A gradient that is dropped leaves the log-probs alone, which are forward's.
         ("grads", "--arms phased", {"grads", "worst_grad"}, "gradient", "layers.1.self_attn."),
         ("grads", "--arms phased --dtype bf16", {"worst_grad"}, "gradient", "layers.1.self_attn."),
@@ -204,19 +206,21 @@ TRUTH = {f"error against the truth: {name}" for name in ("log_probs", "grads", "
 def measured(
     dtype: str, ours: float, same: float = 1e-7, loss: float = 0.1, late_norm: float = 1.0, stock: float = 1e-4,
     norm: float = 1.0, reuse: float = 0.5, repacked: float | None = None, drift: float = 1e-6, num_steps: int = 3,
+    repacked_error: float = 1e-4, truth: bool = True, truth_norm: float = 1.0,
 ) -> dict:  # fmt: skip
     """Three steps, the first two of them with a truth, from which stock's error is 1e-4 everywhere."""
     names = ("log_probs", "grads", "worst_grad", "params")
     errors = {"stock": dict.fromkeys(names, stock), "phased": dict.fromkeys(names, ours)}
+    errors["stock_repacked"] = dict.fromkeys(names, repacked_error)
 
     def step(n: int) -> dict:
         values = {"loss": loss, "grad_norm": late_norm if n == 3 else 1.0, "prefix/reuse_fraction": reuse}
         own = {"log_probs_max": 1e-6, "grads": 1e-6, "params": {"max_fp32": drift if n == 3 else 0.0}}
         arm = {"same_weights": dict.fromkeys(report.SAME_WEIGHTS, same), "values": values, "own_weights": own}
-        arms = {"phased": arm, "stock": {"values": {"grad_norm": norm}}}
+        arms = {"phased": arm, "stock": {"values": {"grad_norm": norm * (truth_norm if n < 3 else 1.0)}}}
         if repacked is not None:
             arms["stock_repacked"] = {"same_weights": dict.fromkeys(report.SAME_WEIGHTS, repacked)}
-        return {"step": n, "arms": arms, "truth_errors": errors if n < 3 else None}
+        return {"step": n, "arms": arms, "truth_errors": errors if n < 3 and truth else None}
 
     return {"dtype": dtype, "judged": ["phased"], "num_steps": num_steps, "steps": [step(n) for n in (1, 2, 3)]}
 
@@ -233,9 +237,12 @@ def measured(
         (measured("fp32", 1e-4, 1.29e-5, repacked=1e-5), set()),
         (measured("fp32", 1e-4, 1.31e-5, repacked=1e-5), SAME),
         (measured("fp32", 1e-4, 5.1e-6, repacked=1e-7), SAME),
+        # But not where it is no stock any more, or where nothing says whether it is.
+        (measured("fp32", 1e-4, 1.29e-5, repacked=1e-5, repacked_error=1.31e-4), SAME),
+        (measured("fp32", 1e-4, 1.29e-5, repacked=1e-5, truth=False), SAME),
         (measured("fp32", 1e-4, float("nan")), {NOT_FINITE, *SAME}),
         (measured("fp32", 1e-4, float("nan"), repacked=float("nan")), {NOT_FINITE, *SAME}),
-        (measured("fp32", 1e-4, norm=0.0), {"no step has a gradient"}),
+        (measured("fp32", 1e-4, norm=0.0), {"no step that is judged has a gradient"}),
         (measured("fp32", 1e-4, reuse=0.0), {"no step shares a prefix"}),
         (measured("fp32", 1e-4, drift=float("inf")), {NOT_FINITE}),
         (measured("fp32", 1e-4, num_steps=4), {"steps that were not replayed"}),
@@ -244,7 +251,8 @@ def measured(
         (measured("bf16", 1.29e-4, 2.29e-4), set()),
         (measured("bf16", 1.29e-4, 2.31e-4), SAME - {LOSS}),
         (measured("bf16", 1.29e-4, 2.99e-4, repacked=2.3e-4), set()),
-        (measured("bf16", 1.29e-4, 3.01e-4, repacked=2.3e-4), SAME),
+        (measured("bf16", 1.29e-4, 3.01e-4, repacked=2.3e-4), SAME - {LOSS}),
+        (measured("bf16", 0.0, 1.0, stock=0.0, truth_norm=0.0), {"no step that is judged has a gradient"}),
         (measured("bf16", 1.31e-4), TRUTH),
         (measured("bf16", 1e-4, loss=float("inf")), {NOT_FINITE}),
         (measured("bf16", 1e-4, late_norm=float("nan")), {NOT_FINITE}),
@@ -252,6 +260,16 @@ def measured(
 )
 def test_tolerances_are_those_of_the_project(case, failing):
     assert {row["name"] for row in report.tolerances(case) if not row["holds"]} == failing
+
+
+@pytest.mark.parametrize(
+    ("values", "found"),
+    [([-3.0, 2.0], 3.0), ([], 0.0), ([1.0, math.nan], math.inf), ([-math.inf], math.inf)],
+)
+def test_the_largest_difference_is_absolute_and_loses_nothing(values, found):
+    from verl_prefix.engine import replay
+
+    assert replay.largest(torch.tensor(values)) == found
 
 
 def test_every_recorded_option_of_the_loss_is_replayed():

@@ -118,6 +118,9 @@ def test_a_missing_micro_batch_is_refused_where_its_pass_runs(folder):
         (reason,) = build(folder, "actor_rollout_ref.actor.use_kl_loss=true", *more)["unsupported"]
         unit = "micro_batch_size" if more is rows else "max_token_len"
         assert reason.startswith(f"actor_rollout_ref.ref.log_prob_{unit}_per_gpu=null")
+    other = ("actor_rollout_ref.rollout.log_prob_use_dynamic_bsz=false",)
+    (reason,) = build(folder, *other, "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=1")["unsupported"]
+    assert reason.startswith("actor_rollout_ref.rollout.log_prob_use_dynamic_bsz=False, and")
 
 
 TOOLS = """

@@ -103,6 +103,12 @@ def refusals(config: DictConfig, num_ranks: int) -> list[str]:
         return [str(error.__cause__ or error)]
     except (ValueError, AssertionError) as error:
         return [str(error)]
+    update, old = actor.use_dynamic_bsz, config.actor_rollout_ref.rollout.log_prob_use_dynamic_bsz
+    if update != old:
+        return [
+            f"actor_rollout_ref.rollout.log_prob_use_dynamic_bsz={old}, and actor_rollout_ref.actor.use_dynamic_bsz="
+            f"{update}: verl's workers take no other than {update} for the first, or {old} for both"
+        ]
     missing = {
         key: f"{key}=null leaves verl's workers without the size of a micro-batch; set a number of "
         + ("tokens" if counts_tokens else "rows")

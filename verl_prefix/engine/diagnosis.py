@@ -49,8 +49,9 @@ def _layer_outputs(arm: Arm, rows: StepRows, start: list[torch.Tensor]) -> dict[
 
 def first_diverging(
     arm: Arm, stock: Arm, rows: StepRows, start: list[torch.Tensor], dtype: str, limits: dict[str, float]
-) -> dict[str, Any]:
-    """Where an arm leaves stock first, in the order in which a step is computed: layer outputs, log-probs, gradients.
+) -> dict[str, Any] | None:
+    """Where an arm leaves stock first, in the order in which a step is computed: layer outputs, log-probs, gradients;
+    None where each is within its limit.
 
     Call it right after both arms computed `rows` from the weights `start`.
 
@@ -67,9 +68,9 @@ def first_diverging(
     for name, pairs in log_probs.items():
         if not (error := relative_error(pairs)) <= limits[name]:
             return {"quantity": name, "layer": "lm_head", "error": error}
-    errors = list(zip(errors_by_parameter(arm, stock), arm.names, strict=True))
+    errors = zip(errors_by_parameter(arm, stock), arm.names, strict=True)
     diverged = [(_depth(name), error, name) for error, name in errors if not error <= limits["worst_grad"]]
     if not diverged:
-        return {"quantity": "none above its limit", "layer": "none", "error": max(errors)[0]}
+        return None
     _, error, name = max(diverged)
     return {"quantity": "gradient", "layer": name, "error": error}

@@ -239,10 +239,10 @@ class Arm:
             order = list(reversed(range(rows.num_rows)))
         return to_tensordict(rows, order, **flags)
 
-    def infer(self, rows: StepRows, **flags: Any) -> dict[str, torch.Tensor]:
+    def infer(self, rows: StepRows) -> dict[str, torch.Tensor]:
         """The pass behind old and ref log-probs: verl's nested outputs per row."""
         with self.engine.eval_mode():
-            output = self.engine.infer_batch(self.data(rows, **self._infer_flags | flags))
+            output = self.engine.infer_batch(self.data(rows, **self._infer_flags))
         return output["model_output"]
 
     def passes(self, rows: StepRows, *, infer: bool = True, optimize: bool = True) -> dict[str, Any]:
@@ -316,8 +316,9 @@ def _gathered(metrics: dict[str, Any]) -> dict[str, float]:
 
 
 def largest(differences: torch.Tensor) -> float:
-    """Their maximum; 0 of none, infinite where one is not a number: no maximum over ranks may lose that."""
-    return float(differences.nan_to_num(nan=float("inf")).max()) if differences.numel() else 0.0
+    """The largest absolute value; 0 of none, infinite where one is not a number: a maximum over ranks would lose it."""
+    infinity = float("inf")
+    return float(differences.abs().nan_to_num(nan=infinity, posinf=infinity).max()) if differences.numel() else 0.0
 
 
 def parameter_distance(arm: Arm, stock: Arm) -> dict[str, float]:
@@ -326,8 +327,8 @@ def parameter_distance(arm: Arm, stock: Arm) -> dict[str, float]:
     count = 0
     for mine, theirs in zip(arm.weights(), stock.weights(), strict=True):
         for i, cast in enumerate((torch.Tensor.double, lambda x: x.bfloat16().double())):
-            difference = (cast(mine) - cast(theirs)).abs()
-            sums[2 * i] += float(difference.sum())
+            difference = cast(mine) - cast(theirs)
+            sums[2 * i] += float(difference.abs().sum())
             sums[2 * i + 1] += float(difference.square().sum())
             tops[i] = max(tops[i], largest(difference))
         count += mine.numel()
