@@ -16,7 +16,7 @@ OUT=${OUT:-outputs/ab_grpo}
 NGPUS=${NGPUS:-2}                        # ranks
 STEPS=${STEPS:-5}                        # training steps
 PROMPTS=${PROMPTS:-4}                    # prompts per training step
-MINI_BATCH=${MINI_BATCH:-2}              # prompts per optimizer step: half of them off-policy
+MINI_BATCH=${MINI_BATCH:-}               # prompts per optimizer step; empty: 2, so that half are off-policy; runs: all
 ROLLOUTS=${ROLLOUTS:-4}
 MICRO_BATCH=${MICRO_BATCH:-2}            # rows of a micro-batch; packed passes hold as many tokens as these
 PARAGRAPHS=${PARAGRAPHS:-3}
@@ -32,6 +32,10 @@ ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 PYTHON=${PYTHON:-$ROOT/.venv/bin/python}
 mkdir -p "$OUT"
 OUT=$(cd "$OUT" && pwd)
+if [ -z "$MINI_BATCH" ]; then
+    MINI_BATCH=2
+    if [ "$MODE" = runs ]; then MINI_BATCH=$PROMPTS; fi  # one update: its metrics can be compared
+fi
 export HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false RAY_USAGE_STATS_ENABLED=0
 PLATFORM=()
 if ! "$PYTHON" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then

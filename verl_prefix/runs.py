@@ -1,7 +1,8 @@
 """`verl-prefix ab --runs A B`: two training runs' own metrics over each other, A the stock one.
 
 Reads what verl logs: its `file` logger's JSON lines, or a folder of TensorBoard event files. Sampling multiplies one
-rounding into another rollout, so only the first step of runs that sampled the same responses is judged.
+rounding into another rollout, so only the first step of runs that sampled the same responses is judged, and only where
+it is one update: which prompts share a mini-batch depends on the order in which rollouts end, in stock too.
 """
 
 import json
@@ -19,6 +20,8 @@ SCHEMA = "verl_prefix.runs/1"
 ROLLOUTS = ("response_length/mean", "prompt_length/mean", "critic/score/mean")
 JUDGED = ("actor/grad_norm", "actor/entropy", "actor/kl_loss", "actor/pg_loss")
 TOLERANCE, FLOOR = 1e-3, 1e-6
+# Of one update of the policy that sampled, this is 0 but for rounding; a second update moves it.
+OFF_POLICY, ROUNDING = "actor/ppo_kl", 1e-6
 CURVES = ("critic/score/mean", "actor/grad_norm", "actor/entropy", "response_length/mean")
 Steps = dict[int, dict[str, float]]
 
@@ -89,7 +92,8 @@ def build(paths: list[str], runs: list[Steps]) -> dict[str, Any]:
             named = f"step {common[0]}: runs without a finite {name}"
             checked.append(dict(name=named, value=float(missing), limit=0.0, holds=False))
     same = not checked and all(_close(first[0][name], first[1][name], 1e-6) for name in ROLLOUTS)
-    for name in JUDGED if same else ():
+    one_update = not any(abs(values.get(OFF_POLICY, 0.0)) > ROUNDING for values in first)  # NaN does not excuse
+    for name in JUDGED if same and one_update else ():
         if any(name in values for values in first):  # a metric that one run lacks is none that agrees
             a, b = (values.get(name, math.nan) for values in first)
             error = abs(a - b) / max(abs(a), abs(b), FLOOR / TOLERANCE)
@@ -124,6 +128,7 @@ def build(paths: list[str], runs: list[Steps]) -> dict[str, Any]:
         "timed_steps": timed,
         "notes": notes,
         "same_rollouts_in_first_step": same,
+        "one_update_in_first_step": one_update,
         "holds": all(row["holds"] for row in checked),
         "tolerances": checked,
         "timings": timings,
@@ -139,9 +144,7 @@ def markdown(report: dict[str, Any]) -> str:
         f"# {a} against {b}: {'every tolerance holds' if report['holds'] else 'NOT every tolerance holds'}",
         "",
         f"{len(common)} steps in common ({common[0]} to {common[-1]}), {report['device']}.",
-        "The runs sampled the same responses in their first step: its metrics are judged."
-        if report["same_rollouts_in_first_step"]
-        else "The runs sampled different responses in their first step: nothing but finiteness is judged.",
+        _unjudged(report) or "The runs sampled the same responses in their first step: its metrics are judged.",
         *(f"\nNote: {note}." for note in report["notes"]),
         "",
         *table(
@@ -168,6 +171,18 @@ def markdown(report: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def _unjudged(report: dict[str, Any]) -> str | None:
+    """Why nothing but finiteness is judged, or None."""
+    if not report["same_rollouts_in_first_step"]:
+        return "Only finiteness was judged: the runs sampled different responses in their first step."
+    if not report["one_update_in_first_step"]:
+        return (
+            f"Only finiteness was judged: the first step has several updates ({OFF_POLICY} is not 0), and prompts come "
+            "to their mini-batches in any order; set ppo_mini_batch_size to data.train_batch_size to compare it."
+        )
+    return None
+
+
 def draw(report: dict[str, Any], path: Path) -> None:
     """Four metrics of both runs over each other, and the seconds of update, old log-probs and step."""
     import matplotlib
@@ -190,8 +205,8 @@ def draw(report: dict[str, Any], path: Path) -> None:
 
 
 def compare(paths: list[str], output: Path, force: bool) -> int:
-    """The command; returns its exit code: 0 only if every tolerance holds, 3 if the runs sampled different responses
-    from the start, so that there was nothing to judge.
+    """The command; returns its exit code: 0 only if every tolerance holds, 3 if there was nothing to judge: different
+    responses from the start, or several updates in the first step.
 
     Raises:
         TraceError: a run cannot be read, or `output` holds a report.
@@ -201,7 +216,4 @@ def compare(paths: list[str], output: Path, force: bool) -> int:
         raise TraceError(f"--runs {paths[0]} {paths[1]} is one run twice; name the stock run and the other")
     report = build(paths, [read_run(path) for path in paths])
     failed = write(report, markdown, draw, output)
-    if failed or report["same_rollouts_in_first_step"]:
-        return failed
-    print(f"nothing was judged: the runs sampled different responses in step {report['common_steps'][0]}")
-    return 3
+    return failed or (3 if _unjudged(report) else 0)

@@ -66,6 +66,17 @@ def test_a_run_against_itself_and_the_events_of_two_runs_are_refused(tmp_path, c
         runs.read_run(str(tmp_path / "events"))
 
 
+def test_several_updates_in_the_first_step_are_not_judged(tmp_path, capsys):
+    """As verl logs two mini-batches of other prompts: one rollout, other gradients."""
+    update = {"actor/ppo_kl": 1.2e-3}
+    code, report = compare(tmp_path, {1: update}, {1: update | {"actor/grad_norm": 1.54}})
+    assert code == 3 and report["holds"] and report["same_rollouts_in_first_step"]
+    assert "set ppo_mini_batch_size to data.train_batch_size" in capsys.readouterr().out
+    paths = [write(tmp_path / f"{name}.jsonl", {1: {"actor/ppo_kl": kl, "actor/grad_norm": norm}})
+             for name, kl, norm in (("a", 1e-8, 1.5), ("b", math.nan, 1.54))]  # fmt: skip
+    assert cli.main(["ab", "--runs", *paths, "--out", str(tmp_path / "out"), "--force"]) == 1
+
+
 def test_other_rollouts_are_not_judged_but_must_be_finite(tmp_path):
     other = {"response_length/mean": 21.0, "actor/grad_norm": 1.9}
     code, report = compare(tmp_path, {1: {}}, {1: other})
