@@ -72,6 +72,11 @@ class Options:
         if self.synthetic and self.synthetic[2] == 1:
             raise TraceError("--synthetic with groups of one row has advantages of zero; give G of 2 or more")
 
+    @property
+    def judged(self) -> list[str]:
+        """The arms that have tolerances to keep: ours."""
+        return [name for name in self.arms if name != REPACKED]
+
 
 # Modules that a trace may name as optimizer_impl: verl imports what stands there.
 OPTIMIZERS = ("torch.optim", "torchao.optim", "bitsandbytes.optim")
@@ -163,9 +168,9 @@ def replay(source: Source, options: Options, rank: int, keep: Callable[[dict[str
     update again from their own weights and take the optimizer's step; `values` are of that.
     """
     dtype = precision(source.manifest)
-    judged = [name for name in options.arms if name != REPACKED]
     arms = {name: Arm(name, source.manifest) for name in (STOCK, *options.arms)}
-    stock, others = arms[STOCK], [arms[name] for name in options.arms]
+    order = list(arms.values())
+    stock, *others = order
     truth = Arm(TRUTH, source.manifest) if options.truth_steps else None
     vocab_size = stock.engine.model_config.hf_config.get_text_config().vocab_size
     diagnosed, stock_error = set(), {}
@@ -176,14 +181,14 @@ def replay(source: Source, options: Options, rank: int, keep: Callable[[dict[str
             rows.jagged["old_log_probs"] = torch.cat(found).float().cpu(), rows.jagged["responses"][1]
         record: dict[str, Any] = {"step": number + 1}
         if number == 0:
-            record["recorded_log_prob_gap"] = _warm_up(list(arms.values()), rows)
+            record["recorded_log_prob_gap"] = _warm_up(order, rows)
         start = [w.clone() for w in stock.weights()]
         at_truth = truth is not None and number < options.truth_steps
         if at_truth:
             truth.passes(rows, infer=False)
-        results = {}
-        turn = number % len(arms)
-        for arm in [*arms.values()][turn:] + [*arms.values()][:turn]:
+        results: dict[str, Any] = dict.fromkeys(arms)
+        turn = number % len(order)
+        for arm in order[turn:] + order[:turn]:
             if arm is stock:
                 results[STOCK] = stock.passes(rows)
                 continue
@@ -195,7 +200,7 @@ def replay(source: Source, options: Options, rank: int, keep: Callable[[dict[str
         same = {arm.name: _same_weights(arm, stock, rows) for arm in others}
         record["first_diverging"] = {}
         limits = report.same_weights_limits(dtype, stock_error, same.get(REPACKED))
-        for name in judged:
+        for name in options.judged:
             if name in diagnosed or all(same[name][key] <= limit for key, limit in limits.items()):
                 continue
             if place := first_diverging(arms[name], stock, rows, start, dtype, limits):
@@ -213,9 +218,9 @@ def replay(source: Source, options: Options, rank: int, keep: Callable[[dict[str
             results[arm.name] |= {"values": arm.values, "same_weights": same[arm.name], "own_weights": distances}
             if at_truth:
                 errors[arm.name] = _truth_errors(arm, truth)
-        for arm in arms.values() if at_truth else ():
+        for arm in order if at_truth else ():
             errors[arm.name]["params"] = relative_error(list(zip(arm.weights(), truth.weights(), strict=True)))
-        keep(record | {"arms": {name: results[name] for name in arms}, "truth_errors": errors})
+        keep(record | {"arms": results, "truth_errors": errors})
 
 
 def _warm_up(arms: list[Arm], rows: StepRows) -> float | None:
@@ -319,11 +324,10 @@ def run(options: Options, output: Path, force: bool) -> int:
         failure = "interrupted"
     except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
         failure = f"the replay failed: {error}"
-    except Exception:  # of this rank, under torchrun
+    except Exception:  # of this rank, under torchrun; mp.spawn catches as much of a rank, to report what was measured
         failure = f"the replay failed: {traceback.format_exc()}"
     if rank:
         if failure:
             print(f"rank {rank}: {failure}", file=sys.stderr)
         return 2 if failure else 0
-    judged = [name for name in options.arms if name != REPACKED]
-    return report.finish(output, source.num_steps, judged, described, failure)
+    return report.finish(output, source.num_steps, options.judged, described, failure)
