@@ -1,6 +1,7 @@
 """Where an engine that is off leaves stock: the first layer's output, log-probs or gradient of a step that differs."""
 
 import functools
+import math
 import re
 from typing import Any
 
@@ -56,7 +57,7 @@ def first_diverging(
     Call it right after both arms computed `rows` from the weights `start`.
 
     Args:
-        limits: of log_probs, infer_log_probs and worst_grad; `report.same_weights_limits`.
+        limits: `report.same_weights_limits`; a figure without one is named only where it is not a number.
     """
     log_probs = {name: [(getattr(arm, name), getattr(stock, name))] for name in ("log_probs", "infer_log_probs")}
     ours, theirs = (_layer_outputs(engine, rows, start) for engine in (arm, stock))
@@ -66,10 +67,11 @@ def first_diverging(
         if not error <= DIVERGED[dtype]:  # NaN is not, either
             return {"quantity": "layer output", "layer": layer, "error": error}
     for name, pairs in log_probs.items():
-        if not (error := relative_error(pairs)) <= limits[name]:
+        if not (error := relative_error(pairs)) <= limits.get(name, math.inf):
             return {"quantity": name, "layer": "lm_head", "error": error}
+    worst = limits.get("worst_grad", math.inf)
     errors = zip(errors_by_parameter(arm, stock), arm.names, strict=True)
-    diverged = [(_depth(name), error, name) for error, name in errors if not error <= limits["worst_grad"]]
+    diverged = [(_depth(name), error, name) for error, name in errors if not error <= worst]
     if not diverged:
         return None
     _, error, name = max(diverged)
