@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -270,6 +271,23 @@ def test_the_largest_difference_is_absolute_and_loses_nothing(values, found):
     from verl_prefix.engine import replay
 
     assert replay.largest(torch.tensor(values)) == found
+
+
+def test_a_figure_without_a_limit_does_not_end_the_diagnosis(monkeypatch):
+    """A low precision whose truth steps had no gradient knows none of gradients. The engines' figures stand in here."""
+    from verl_prefix.engine import diagnosis
+
+    nan = math.nan
+    monkeypatch.setattr(diagnosis, "_layer_outputs", lambda *_: {})
+    monkeypatch.setattr(diagnosis, "relative_error", lambda _: 0.5)
+    arm = SimpleNamespace(log_probs=None, infer_log_probs=None, names=["layers.0.w", "layers.1.w"])
+    for gradients, limit, found in (
+        ([9.0, 9.0], 0.1, {"quantity": "log_probs", "layer": "lm_head", "error": 0.5}),
+        ([9.0, 9.0], 1.0, None),
+        ([nan, 9.0], 1.0, {"quantity": "gradient", "layer": "layers.0.w", "error": pytest.approx(nan, nan_ok=True)}),
+    ):
+        monkeypatch.setattr(diagnosis, "errors_by_parameter", lambda *_, gradients=gradients: gradients)
+        assert diagnosis.first_diverging(arm, arm, None, [], "bf16", {"log_probs": limit}) == found
 
 
 def test_every_recorded_option_of_the_loss_is_replayed():
