@@ -165,7 +165,8 @@ def replay(source: Source, options: Options, rank: int, keep: Callable[[dict[str
 
     From stock's weights, each arm computes a step's passes once, and those are timed: after step 1, which warms up, no
     arm has seen a trace's rows before, and who comes first changes from step to step. All but stock then compute the
-    update again from their own weights and take the optimizer's step; `values` are of that.
+    update again from their own weights and take the optimizer's step; `values` are of that. So does the truth, whose
+    passes from stock's weights tell each arm's own error.
     """
     dtype = precision(source.manifest)
     arms = {name: Arm(name, source.manifest) for name in (STOCK, *options.arms)}
@@ -185,7 +186,8 @@ def replay(source: Source, options: Options, rank: int, keep: Callable[[dict[str
         start = [w.clone() for w in stock.weights()]
         at_truth = truth is not None and number < options.truth_steps
         if at_truth:
-            truth.passes(rows, infer=False)
+            with truth.at(start):
+                truth.passes(rows, infer=False, optimize=False)
         results: dict[str, Any] = dict.fromkeys(arms)
         turn = number % len(order)
         for arm in order[turn:] + order[:turn]:
@@ -195,7 +197,7 @@ def replay(source: Source, options: Options, rank: int, keep: Callable[[dict[str
             with arm.at(start):
                 results[arm.name] = arm.passes(rows, optimize=False)
         results[STOCK]["values"] = stock.values
-        errors = {STOCK: _truth_errors(stock, truth)} if at_truth else {}
+        errors = {arm.name: _truth_errors(arm, truth) for arm in order} if at_truth else {}
         stock_error = errors.get(STOCK, stock_error)
         same = {arm.name: _same_weights(arm, stock, rows) for arm in others}
         record["first_diverging"] = {}
@@ -216,8 +218,8 @@ def replay(source: Source, options: Options, rank: int, keep: Callable[[dict[str
                 "params": parameter_distance(arm, stock),
             }
             results[arm.name] |= {"values": arm.values, "same_weights": same[arm.name], "own_weights": distances}
-            if at_truth:
-                errors[arm.name] = _truth_errors(arm, truth)
+        if at_truth:
+            truth.passes(rows, infer=False)
         for arm in order if at_truth else ():
             errors[arm.name]["params"] = relative_error(list(zip(arm.weights(), truth.weights(), strict=True)))
         keep(record | {"arms": results, "truth_errors": errors})

@@ -1,10 +1,23 @@
 """What `verl-prefix ab` says: tolerances and verdict, a table while it runs, report.json, report.md and report.png.
 
-The tolerances are the project's. Against a truth one precision above, log-probs, gradients and weights within 1.3 times
-stock's own error. From the same weights, at every step, log-probs of both passes, gradients (all of them, and the worst
-parameter's) and loss: in fp32 within 5e-6 relative of stock's, in bf16 within 2.3 times stock's own error, which is how
-far two engines are apart that keep the first rule. Where stock itself, its micro-batches repacked, keeps the first rule
-and differs from stock by more than that, within 1.3 times as much.
+The tolerances are the project's.
+
+1. Against a truth one precision above: log-probs and gradients (all of them, and the worst parameter's) from the same
+   weights, and the weights after steps of their own, within 1.3 times stock's own error, in fp32 or within 5e-6.
+2. Against stock from the same weights, at every step, log-probs of both passes, gradients and loss: in fp32 within
+   5e-6, in bf16 within 2.3 = 1 + 1.3 times stock's own error: stock is 1 from the truth, ours at most 1.3.
+3. Where stock itself, its micro-batches repacked, keeps the first rule and differs from stock by more than the second
+   allows, within 1.3 times as much.
+
+Why the first rule has 5e-6 in fp32: an error is a few roundings there, and how many depends on where a CPU's matmul
+cuts its sums. Stock's lm_head also sums over the prompt's zeros, which cuts the sum over response tokens into more
+pieces: by torch's own matmul alone, the weight's gradient over 8 rows of 16 response tokens is off by 9e-8 with those
+zeros and by 2e-7 without them, as in ours; over 8 rows of 64 tokens 1.5e-7 and 2.4e-7 (AMD EPYC, AVX2, MKL 2024.2).
+
+Why gradients are compared from the same weights: fp32 runs drift apart, since AdamW makes whole steps of gradients that
+are rounding, and then differ by more than an engine does. Over ten recorded steps with each arm on its own weights,
+stock with its micro-batches repacked missed a float64 run by 0.80 to 1.38 times as much as stock did (worst parameter,
+three choices of MKL's and torch's kernels), ours by 0.83 to 1.15 times; from the same weights both by 0.98 to 1.05.
 """
 
 import json
@@ -23,13 +36,14 @@ from rich.table import Table
 from verl_prefix.machine import device_name, git_state, versions
 from verl_prefix.trace import PACKAGES, TraceError
 
-SCHEMA = "verl_prefix.ab/1"
+SCHEMA = "verl_prefix.ab/2"  # 1: truth_errors were of every arm's own weights
 RELATIVE = 5e-6
 FACTOR = 1.3
 PASSES = ("log_probs", "update", "optimizer")
 STEPS = "steps.jsonl"  # what is measured, step by step, until report.json holds it
 FILES = ("report.json", "report.md", "report.png", STEPS)
 SAME_WEIGHTS = ("log_probs", "infer_log_probs", "grads", "worst_grad", "loss")
+TRUTH = ("log_probs", "grads", "worst_grad", "params")
 
 
 def refuse_overwrite(output: Path, force: bool) -> None:
@@ -60,6 +74,12 @@ def same_weights_limits(
     return limits
 
 
+def _truth_limits(dtype: str, stock_error: dict[str, float]) -> dict[str, float]:
+    """How far each figure may be from the truth, by stock's own error."""
+    floor = RELATIVE if dtype == "fp32" else 0.0
+    return {name: max(floor, FACTOR * stock_error[name]) for name in TRUTH if name in stock_error}
+
+
 def tolerances(measured: dict[str, Any]) -> list[dict[str, Any]]:
     """Every tolerance that was checked: arm, name, limit, value, the step of the worst value or None, and `holds`.
 
@@ -82,17 +102,17 @@ def tolerances(measured: dict[str, Any]) -> list[dict[str, Any]]:
     def error(arm: str, name: str) -> float:
         return statistics.fmean(e[arm][name] for e in errors)
 
-    repacked = None
+    repacked, truth_limits = None, _truth_limits(measured["dtype"], stock_error)
     if "stock_repacked" in steps[0]["arms"] and errors:
-        right = all(error("stock_repacked", k) <= FACTOR * stock_error[k] for k in ("log_probs", "grads", "worst_grad"))
+        right = all(error("stock_repacked", name) <= limit for name, limit in truth_limits.items())
         repacked = {name: worst("stock_repacked", name)[0] for name in SAME_WEIGHTS} if right else None
     limits = same_weights_limits(measured["dtype"], stock_error, repacked)
     for arm in measured["judged"]:
         for name, limit in limits.items():
             value, step = worst(arm, name)
             check(arm, f"same weights: {name}", value, limit, step)
-        for name in ("log_probs", "grads", "worst_grad", "params") if errors else ():
-            check(arm, f"error against the truth: {name}", error(arm, name), FACTOR * stock_error[name], None)
+        for name, limit in truth_limits.items():
+            check(arm, f"error against the truth: {name}", error(arm, name), limit, None)
         figures = [
             [
                 *step["arms"][arm]["same_weights"].values(),
@@ -266,7 +286,11 @@ def markdown(report: dict[str, Any]) -> str:
     errors = [step["truth_errors"] for step in steps if step["truth_errors"]]
     if errors:
         above = "float64" if dtype == "fp32" else "fp32"
-        lines += [f"Mean relative error against a {above} truth over the first {len(errors)} steps:", ""]
+        lines += [
+            f"Mean relative error against a {above} truth over the first {len(errors)} steps, log-probs and gradients "
+            "from the same weights, weights of runs of their own:",
+            "",
+        ]
         means = {arm: {k: statistics.fmean(e[arm][k] for e in errors) for k in errors[0][arm]} for arm in errors[0]}
         lines += table(
             ("arm", "log-probs", "gradients", "weights"),
