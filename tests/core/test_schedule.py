@@ -107,14 +107,23 @@ def test_gradient_checkpointing_changes_nothing(options):
     assert max(errors(ours, truth).values()) < TOLERANCE
 
 
+def rows_stand_alone(model) -> bool:
+    """Whether this CPU's matrix products give a row the same bits beside 4 rows or more of any number."""
+    weights = {p.shape: p for p in model.parameters() if p.dim() == 2}.values()
+    inputs = [(w, torch.randn(97, w.shape[1], generator=torch.Generator().manual_seed(0))) for w in weights]
+    return all(torch.equal((x @ w.T)[:n], x[:n] @ w.T) for w, x in inputs for n in range(4, len(x)))
+
+
 @pytest.mark.parametrize("options", SCHEDULES.values(), ids=SCHEDULES)
 def test_log_probs_are_the_same_bits_in_every_schedule_and_pass(options):
-    # From 4 rows on, a row of a CPU matrix product does not depend on the number of rows: suffixes of 4 tokens or more.
+    """To the bit where the CPU's matrix products allow it (MKL's for AVX2 and AVX-512 do, its SSE2 ones do not)."""
     shape = [(prompt_len, [n + 3 for n in lens]) for prompt_len, lens in SHAPE if prompt_len > 4]
     model, rollouts = build().float(), random_rollouts(shape, 97)
     packed = torch.cat(run_shared(model, rollouts, "packed", kernel="cpu", train=False))
+    tolerance = 0.0 if rows_stand_alone(model) else 1e-6
     for train in (True, False):
-        assert torch.equal(torch.cat(run_shared(model, rollouts, kernel="cpu", train=train, **options)), packed)
+        found = torch.cat(run_shared(model, rollouts, kernel="cpu", train=train, **options))
+        assert (found - packed).norm() <= tolerance * packed.norm()
 
 
 def test_model_keeps_its_attention_implementation():
