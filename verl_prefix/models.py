@@ -241,7 +241,8 @@ def token_outputs(
     """What `outputs` makes of the logits of one packed row, [n, k]; call it inside `grouped_attention`.
 
     lm_head runs inside the model's forward, so that FSDP2 has its weight unsharded, on at most `chunk_tokens` tokens at
-    a time; more than one chunk is checkpointed, so that never more than chunk_tokens x vocabulary logits exist.
+    a time; more than one chunk is checkpointed, so that never more than chunk_tokens x vocabulary logits exist. Where
+    the model changes logits behind lm_head, or a forward hook of lm_head may, they exist all at once.
 
     Args:
         input_ids: [T] int64. position_ids: [T] or [4, T] int64. keep: [n] int64, the tokens that go through lm_head.
@@ -253,18 +254,24 @@ def token_outputs(
     """
     calls = job.num_calls
     lm_head = model.get_output_embeddings()
+    head_forward = lm_head.forward  # what `chunked` stands in for: the class's, or one that others put on the instance
     rows = torch.arange(len(keep), device=keep.device)
 
     def chunked(hidden: torch.Tensor) -> torch.Tensor:
         def chunk(rows_chunk: torch.Tensor, hidden_chunk: torch.Tensor) -> torch.Tensor:
-            return outputs(rows_chunk, type(lm_head).forward(lm_head, hidden_chunk))
+            return outputs(rows_chunk, head_forward(hidden_chunk))
 
         pieces = list(zip(rows.split(chunk_tokens), hidden[0].split(chunk_tokens), strict=True))
         if len(pieces) == 1:
             return chunk(*pieces[0]).unsqueeze(0)
         return torch.cat([checkpoint(chunk, *piece, use_reentrant=False) for piece in pieces]).unsqueeze(0)
 
-    whole = [name for name in _AFTER_LM_HEAD if getattr(_text_config(model), name, None) not in (None, 1, 1.0)]
+    scales = (getattr(_text_config(model), name, None) for name in _AFTER_LM_HEAD)
+    # FSDP2's own hooks reshard weights; any other may read or change logits, which `chunked` would hide from it.
+    hooks = (getattr(hook, "__module__", None) or "" for hook in lm_head._forward_hooks.values())
+    whole = any(scale not in (None, 1, 1.0) for scale in scales) or any(
+        not module.startswith("torch.distributed.") for module in hooks
+    )
     inputs = dict(
         input_ids=input_ids.unsqueeze(0),
         position_ids=position_ids.unsqueeze(-2),

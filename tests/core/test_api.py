@@ -195,6 +195,57 @@ def test_lora_equals_hf(run):
     assert error(run(model, rows), truth) < 1e-9
 
 
+def replaced(model):
+    """As scaling adapters and casts to fp32 do it: a forward on the instance."""
+    head = model.lm_head
+    head.forward = lambda hidden: torch.nn.functional.linear(0.5 * hidden, head.weight)
+    return model
+
+
+def pre_hook(model):  # trl, GRPOConfig.cast_lm_head_to_fp32
+    model.lm_head.register_forward_pre_hook(lambda module, args: (0.5 * args[0],))
+    return model
+
+
+def hook(model):
+    model.lm_head.register_forward_hook(lambda module, args, logits: 0.5 * logits)
+    return model
+
+
+def accelerate_hook(model):
+    hooks = pytest.importorskip("accelerate.hooks")
+
+    class Scaling(hooks.ModelHook):
+        def post_forward(self, module, output):
+            return 0.5 * output
+
+    hooks.add_hook_to_module(model.lm_head, Scaling())
+    return model
+
+
+def lora(model):
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "lm_head"], init_lora_weights=False)
+    return peft.get_peft_model(model, config).double()
+
+
+@pytest.mark.parametrize("checkpointed", [False, True], ids=["", "checkpointed"])
+@pytest.mark.parametrize("logits_chunk", [4096, 7])
+@pytest.mark.parametrize("changed", [replaced, pre_hook, hook, accelerate_hook, lora])
+def test_an_lm_head_that_others_changed_runs_as_they_changed_it(changed, logits_chunk, checkpointed):
+    model, rows = changed(build()).train(), batch()
+    head = model.get_output_embeddings()
+    before = dict(vars(head))
+    truth = by_hf(model, rows)
+    plain = by_hf(build(), rows)
+    assert error((truth[0], truth[1], {}), (plain[0], plain[1], {})) > 1e-3
+    if checkpointed:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    run = run_phased if checkpointed else run_packed
+    assert error(run(model, rows, logits_chunk=logits_chunk), truth) < 1e-9
+    assert vars(head).get("forward") is before.get("forward")
+
+
 def model_log_probs(model, rows) -> list[torch.Tensor]:
     with phased_update(model, rows.prompts, rows.responses) as waves:
         (wave,) = waves

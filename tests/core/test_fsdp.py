@@ -177,3 +177,27 @@ def test_random_batches_finish_agree_with_stock_and_keep_their_rows(ranks, case)
         assert result["rows"], f"rank {rank} lost rows"
         assert not result["moved_parameters"], f"rank {rank}"
         assert result["log_probs"] < TOLERANCE and result["grads"] < TOLERANCE, f"rank {rank}: {result}"
+
+
+def test_hooks_of_fsdp2_on_lm_head_leave_logits_in_chunks(tmp_path):
+    from torch.distributed.fsdp import fully_shard
+
+    sizes = []
+    rollouts = random_rollouts([(9, [20, 15])], VOCAB)
+    truth_model = build()
+    truth = run_stock(truth_model, rollouts)
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
+    try:
+        for group in (False, True):  # verl's way, and lm_head together with the last norm
+            model = build()
+            head, forward = model.lm_head, model.lm_head.forward
+            fully_shard([model.model.norm, head] if group else head)
+            fully_shard(model)
+            head.forward = lambda hidden, forward=forward: (sizes.append(hidden.shape[0]), forward(hidden))[1]
+            ours = run_shared(model, rollouts, "packed", logits_chunk=8)
+            assert torch.allclose(torch.cat(ours), torch.cat(truth), atol=TOLERANCE)
+            grads = {name: p.grad.full_tensor() for name, p in model.named_parameters()}
+            assert all(torch.allclose(grads[n], p.grad, atol=TOLERANCE) for n, p in truth_model.named_parameters())
+    finally:
+        dist.destroy_process_group()
+    assert sizes and max(sizes) == 8
