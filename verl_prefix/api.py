@@ -8,6 +8,7 @@ as tokens; the split into prefix and suffix happens here, and rows are grouped b
 (arXiv 2506.05433) for packed, schedule-level reuse for phased; see `schedule`.
 """
 
+import functools
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
@@ -79,6 +80,9 @@ def response_log_probs(
     Raises:
         TypeError: model, tokens or mask have the wrong type. ValueError: a value or a model that cannot be computed.
         The message says which, what was seen, and what to pass.
+
+    Warns:
+        UserWarning: no two rows share; with gradients on several ranks, once, that they are not averaged, and how to.
     """
     batch = _Batch(model, prompts, responses, prompt_mask, response_mask, groups, temperature, return_entropy)
     _check_sizes(max_tokens=max_tokens, logits_chunk=logits_chunk)
@@ -190,6 +194,8 @@ class _Batch:
         self, model, prompts, responses, prompt_mask, response_mask, groups, temperature, return_entropy
     ) -> None:
         _check_model(model)
+        if torch.is_grad_enabled() and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
+            _warn_of_ranks()
         if not (isinstance(temperature, int | float) and temperature > 0):
             raise ValueError(f"temperature={temperature!r}: pass a number above 0 (1.0 leaves logits as they are)")
         prompts = _rows("prompt", prompts, prompt_mask)
@@ -329,6 +335,19 @@ def _check_model(model: torch.nn.Module) -> None:
         )
     if model.training:
         models.check_dropout(model)
+
+
+@functools.cache
+def _warn_of_ranks() -> None:
+    """Once per process: nothing here talks to other ranks."""
+    warnings.warn(
+        f"torch.distributed has {torch.distributed.get_world_size()} ranks, and gradients are of this rank's rows "
+        "alone; where the loss is a mean over them, average before optimizer.step():\n\n"
+        "    for parameter in model.parameters():\n"
+        "        if parameter.grad is not None:\n"
+        "            torch.distributed.all_reduce(parameter.grad.div_(torch.distributed.get_world_size()))\n",
+        stacklevel=4,
+    )
 
 
 def _check_sizes(**sizes: int | None) -> None:

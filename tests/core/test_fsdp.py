@@ -1,4 +1,5 @@
 """Random batches on 2 FSDP2 ranks (gloo), float64: any group sizes, lengths and placements finish, agree, keep order.
+The standalone functions on 2 ranks without FSDP.
 
 Hypothesis draws in this process; two workers, started once, run each case and report. Does not exercise verl, NCCL, or
 more than one node. A hang shows as a timeout of the queue.
@@ -6,6 +7,9 @@ more than one node. A hang shows as a timeout of the queue.
 
 import copy
 import functools
+import re
+import textwrap
+import warnings
 from contextlib import contextmanager
 
 import hypothesis
@@ -15,11 +19,13 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from verl_prefix import phased_update, response_log_probs
 from verl_prefix.offload import OffloadedPrefixCache
 from verl_prefix.testing import random_rollouts, run_shared, run_stock
 
 WORLD = 2
 VOCAB = 61
+STANDALONE = [(9, [7, 5, 6, 3]), (4, [2, 8, 5, 4])]
 # HF's fp32 norms set the floor: 6e-8 on gradients (feasibility: float64 model, fp32 RMSNorm).
 TOLERANCE = 5e-7
 
@@ -124,13 +130,38 @@ def run_case(rank: int, truth_model, models: dict, case: dict) -> dict:
     }
 
 
+def run_standalone(rank: int) -> dict:
+    """Four calls on this rank's rows of eight: their warnings, and gradients after the lines that the warning gives."""
+    model, rollouts = build(), random_rollouts(STANDALONE, VOCAB)
+    mine = dict(prompts=rollouts.prompts[rank::2], responses=rollouts.responses[rank::2])
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        with torch.no_grad():
+            response_log_probs(model, **mine)
+        without_gradients = len(said)
+        torch.cat(response_log_probs(model, **mine)).sum().backward()
+        for _ in range(2):
+            model.zero_grad()
+            with phased_update(model, **mine) as waves:
+                for wave in waves:
+                    (torch.cat(wave.log_probs).sum() / len(mine["prompts"])).backward()
+    messages = [str(warning.message) for warning in said]
+    for lines in re.findall(r"\n\n(    for parameter .*)", "".join(messages), re.DOTALL):
+        exec(textwrap.dedent(lines), {"torch": torch, "model": model})
+    return {
+        "without_gradients": without_gradients,
+        "messages": messages,
+        "grads": {name: p.grad.numpy() for name, p in model.named_parameters()},
+    }
+
+
 def worker(rank: int, rendezvous: str, inbox, outbox) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=WORLD)
     truth_model = build()
     models = {name: sharded(copy.deepcopy(truth_model), name) for name in ("shard", "shard_keep", "replicate")}
     while (case := inbox.get()) is not None:
-        outbox.put(run_case(rank, truth_model, models, case))
+        outbox.put(run_standalone(rank) if case == "standalone" else run_case(rank, truth_model, models, case))
     dist.destroy_process_group()
 
 
@@ -146,7 +177,7 @@ def ranks(tmp_path_factory):
     for process in processes:
         process.start()
 
-    def run(case: dict) -> list[dict]:
+    def run(case: dict | str) -> list[dict]:
         for inbox in inboxes:
             inbox.put(case)
         return [outbox.get(timeout=120) for outbox in outboxes]
@@ -177,6 +208,18 @@ def test_random_batches_finish_agree_with_stock_and_keep_their_rows(ranks, case)
         assert result["rows"], f"rank {rank} lost rows"
         assert not result["moved_parameters"], f"rank {rank}"
         assert result["log_probs"] < TOLERANCE and result["grads"] < TOLERANCE, f"rank {rank}: {result}"
+
+
+def test_ranks_are_told_once_that_gradients_are_not_averaged_and_how_to(ranks):
+    model, rollouts = build(), random_rollouts(STANDALONE, VOCAB)
+    (
+        torch.cat(response_log_probs(model, rollouts.prompts, rollouts.responses)).sum() / len(rollouts.prompts)
+    ).backward()
+    for result in ranks("standalone"):
+        assert result["without_gradients"] == 0
+        assert len(result["messages"]) == 1 and "2 ranks" in result["messages"][0]
+        for name, p in model.named_parameters():
+            assert (torch.from_numpy(result["grads"][name]) - p.grad).norm() / p.grad.norm() < TOLERANCE, name
 
 
 def test_hooks_of_fsdp2_on_lm_head_leave_logits_in_chunks(tmp_path):
