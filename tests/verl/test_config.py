@@ -78,12 +78,33 @@ def test_good_config_passes_the_driver_checks(model_path):
         ("actor_rollout_ref.model.use_fused_kernels=True", r"use_fused_kernels=False"),
         ("actor_rollout_ref.model.enable_activation_offload=True", r"set .*enable_activation_offload=False"),
         (f"{ACTOR}.loss_agg_mode=seq-mean-token-sum-norm", r"set actor_rollout_ref.actor.loss_scale_factor"),
+        (f"{ACTOR}.policy_loss.loss_mode=geo_mean", r"loss_mode=geo_mean averages .*set .*loss_mode to one of vanilla"),
+        (f"{ACTOR}.policy_loss.loss_mode=clip_cov", r"loss_mode=clip_cov drops .*prefix.schedule=stock"),
+        (f"{ACTOR}.policy_loss.loss_mode=kl_cov", r"loss_mode=kl_cov penalises .*prefix.schedule=stock"),
+        (
+            f"{ACTOR}.policy_loss.loss_mode=bypass_mode +{ACTOR}.policy_loss.rollout_correction.rollout_is=token "
+            f"+{ACTOR}.policy_loss.rollout_correction.rollout_is_batch_normalize=True",
+            r"rollout_is_batch_normalize=True divides .*set it to False",
+        ),
         (f"{ACTOR}.freeze_vision_tower=True", r"a qwen3 model has no tower; remove it"),
     ],
 )
 def test_bad_option_is_refused_in_the_driver_with_what_to_type(model_path, override, message):
     with pytest.raises((ValueError, InstantiationException), match=message):
         validate(model_path, *override.split())
+
+
+@pytest.mark.parametrize("loss_mode", ["geo_mean", "clip_cov", "mine"])
+def test_a_loss_of_a_pass_runs_on_the_stock_path_without_a_word(model_path, caplog, loss_mode):
+    validate(model_path, f"{ACTOR}.policy_loss.loss_mode={loss_mode}", f"{ACTOR}.prefix.schedule=stock")
+    assert not [record for record in caplog.records if "loss_mode" in record.message]
+
+
+def test_a_loss_that_is_not_verls_own_is_warned_of_once(model_path, caplog):
+    for mode in ("vanilla", "gspo", "mine", "mine"):
+        validate(model_path, f"{ACTOR}.policy_loss.loss_mode={mode}")
+    (said,) = [record.message for record in caplog.records if "loss_mode" in record.message]
+    assert "loss_mode=mine is not of verl 0.9.1" in said
 
 
 def test_misspelt_prefix_key_is_named():

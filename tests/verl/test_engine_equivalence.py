@@ -5,7 +5,9 @@ exercise CUDA or NCCL.
 """
 
 import functools
+import inspect
 import os
+import re
 from collections.abc import Sequence
 
 import pytest
@@ -19,6 +21,7 @@ TOLERANCE = 5e-6  # fp32, relative, of design.md
 
 # Options of the prefix engine alone.
 OURS = ("schedule", "wave_tokens", "logits_chunk", "offload", "attention", "min_speedup", "verify", "verify_action")
+AGG_MODES = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 # What differs from the default case: keys of `_batch`, `_engines` or `_loss`.
 CASES = {
     "default": {},
@@ -37,10 +40,7 @@ CASES = {
     "kl_loss": {"use_kl_loss": True},
     "temperature": {"temperature": 0.7},
     "temperature_per_row": {"temperature": "per_row"},
-    **{
-        f"loss_{mode}": {"loss_agg_mode": mode}
-        for mode in ("token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
-    },
+    **{f"loss_{mode}": {"loss_agg_mode": mode} for mode in AGG_MODES[1:]},
     "gradient_checkpointing": {"gradient_checkpointing": True},
     "gradient_checkpointing_phased": {"gradient_checkpointing": True, "schedule": "phased", "wave_tokens": 40},
     "offload": {"schedule": "phased", "wave_tokens": 40, "offload": True},
@@ -70,6 +70,33 @@ CASES = {
     "verify_off": {"verify": "off"},
 }
 
+# Options of every loss of verl with which it does what is its own on these rows.
+LOSS_MODES = {
+    "vanilla": {},
+    "dppo_tv": {},
+    "dppo_kl": {},
+    "gspo": {},
+    "sapo": {},
+    "gpg": {},
+    "clip_cov": {"clip_cov_lb": 0.0, "clip_cov_ratio": 0.2},
+    "kl_cov": {"kl_cov_ratio": 0.2},
+    "geo_mean": {},
+    "dro": {"dro_beta": 0.1},
+    "cispo": {},
+    "bypass_mode": {},
+}
+CORRECTION = dict(loss_type="reinforce", rollout_is="sequence", rollout_rs="token_k2", rollout_rs_threshold="0.05")
+LOSSES = {mode: {"policy_loss": {"loss_mode": mode} | options} for mode, options in LOSS_MODES.items()} | {
+    "bypass_mode reinforce": {"policy_loss": {"loss_mode": "bypass_mode", "rollout_correction": CORRECTION}},
+    "bypass_mode normalised": {
+        "policy_loss": {
+            "loss_mode": "bypass_mode",
+            "rollout_correction": CORRECTION | {"rollout_is_batch_normalize": True},
+        }
+    },
+    "seq-mean-token-sum-norm of a pass": {"loss_agg_mode": "seq-mean-token-sum-norm", "loss_scale_factor": None},
+}
+
 
 def _lens(rank: int, empty: Sequence[str]) -> list[tuple[str, int, list[int], str]]:
     """(uid, prompt length, response lengths, kind) per group: ranks hold different numbers of groups, equal rows."""
@@ -91,7 +118,7 @@ def _batch(rank: int, vocab: int, options: dict):
         for length in response_lens:
             response = torch.randint(3, vocab, (length,), generator=generator)
             mask = torch.ones(length, dtype=torch.int64)
-            if kind == "pad":
+            if kind == "pad" and options.get("padding_rows", True):
                 mask[:] = 0
             if kind == "holes":
                 mask[3:7] = 0
@@ -193,7 +220,17 @@ def _loss(options: dict):
     from verl.workers.config import ActorConfig
     from verl.workers.utils.losses import ppo_loss
 
-    config = ActorConfig(
+    return functools.partial(ppo_loss, config=_loss_config(ActorConfig, options))
+
+
+def _loss_config(config_class: type, options: dict):
+    from verl.trainer.config import RolloutCorrectionConfig
+    from verl.workers.config import PolicyLossConfig
+
+    policy_loss = dict(options.get("policy_loss", {}))
+    if "rollout_correction" in policy_loss:
+        policy_loss["rollout_correction"] = RolloutCorrectionConfig(**policy_loss["rollout_correction"])
+    return config_class(
         strategy="fsdp2",
         rollout_n=4,
         use_dynamic_bsz=True,
@@ -201,9 +238,9 @@ def _loss(options: dict):
         use_kl_loss=options.get("use_kl_loss", False),
         kl_loss_coef=0.1,
         loss_agg_mode=options.get("loss_agg_mode", "token-mean"),
-        loss_scale_factor=32,
+        loss_scale_factor=options.get("loss_scale_factor", 32),
+        policy_loss=PolicyLossConfig(**policy_loss),
     )
-    return functools.partial(ppo_loss, config=config)
 
 
 def _full(tensor: torch.Tensor) -> torch.Tensor:
@@ -258,6 +295,32 @@ def _compare(ours: dict, stock: dict) -> dict:
     return {"errors": errors, "metrics": prefix}
 
 
+def _loss_errors(model_path: str, rank: int, world: int) -> dict[str, dict[str, float]]:
+    """Largest relative gradient error of a parameter, by loss and schedule, against stock's micro-batches."""
+    # Passes, in every schedule; verl's bypass_mode raises where one has padding rows alone.
+    several = {"budget": 90, "verify": "off", "padding_rows": False}
+    options = {
+        "fsdp2": several,
+        "packed": several | {"schedule": "packed"},
+        "phased": several | {"schedule": "phased", "wave_tokens": 40},
+    }
+    engines = {name: _engine(name if name == "fsdp2" else "prefix", model_path, x) for name, x in options.items()}
+    grads, errors = {}, {}
+    for loss, loss_options in LOSSES.items():
+        if loss == "bypass_mode normalised" and world > 1:  # its loss waits for the other ranks' passes
+            continue
+        for name, engine in engines.items():
+            data = _batch(rank, engine.model_config.hf_config.vocab_size, several)
+            with engine.train_mode(disable_auto_offload=True):
+                engine.optimizer_zero_grad()
+                engine.forward_backward_batch(data, _loss(loss_options))
+                grads[name] = {n: _full(p.grad) for n, p in engine.module.named_parameters()}
+        errors[loss] = {
+            name: max(_relative(grads[name][n], x) for n, x in grads["fsdp2"].items()) for name in ("packed", "phased")
+        }
+    return errors
+
+
 def _half_errors(result: dict, truth: dict) -> dict[str, float]:
     errors = {name: _relative(result[name].float(), truth[name]) for name in ("log_probs", "entropy")}
     grads, true_grads = (torch.cat([g.flatten().float() for g in x["grads"].values()]) for x in (result, truth))
@@ -276,6 +339,7 @@ def _worker(rank: int, world: int, rendezvous: str, models: dict, cases: dict, o
         if key not in stock_cache:
             stock_cache[key] = _measure("fsdp2", path, rank, stock_options)
         results[name] = _compare(_measure("prefix", path, rank, options), stock_cache[key])
+    results["losses"] = _loss_errors(models["qwen3"], rank, world)
     # Half precision, where fp32 stock is truth enough: what does stock itself miss, and what do we?
     truth = stock_cache["[]"]
     for dtype in ("bf16", "fp16"):
@@ -318,6 +382,31 @@ def test_engine_computes_what_the_stock_engine_computes(results, case):
     for rank, result in enumerate(results):
         worst = {name: error for name, error in result[case]["errors"].items() if not error <= TOLERANCE}
         assert not worst, f"rank {rank}: relative errors over {TOLERANCE}: {worst}"
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_a_loss_that_is_let_through_has_the_gradients_of_stock_and_one_that_is_refused_has_not(results, loss):
+    from verl_prefix.config import PrefixActorConfig
+
+    try:
+        _loss_config(PrefixActorConfig, LOSSES[loss])
+        refused = False
+    except ValueError as error:
+        assert "actor_rollout_ref.actor." in str(error) and "set " in str(error)
+        refused = True
+    if loss == "bypass_mode normalised" and len(results) > 1:
+        assert refused
+        return
+    for result in results:
+        errors = result["losses"][loss].values()
+        assert min(errors) > 1e-3 if refused else max(errors) <= TOLERANCE, f"refused: {refused}, {errors}"
+
+
+def test_every_loss_that_verl_has_is_among_those_tested():
+    from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY, agg_loss
+
+    assert set(LOSS_MODES) == set(POLICY_LOSS_REGISTRY)
+    assert set(AGG_MODES) == set(re.findall(r'"((?:token|seq)-[a-z-]+)"', inspect.getsource(agg_loss)))
 
 
 @pytest.mark.parametrize("case", ["bf16 packed", "bf16 phased", "fp16 packed", "fp16 phased"])

@@ -4,16 +4,30 @@ Everything that cannot work is refused in the driver, before a worker starts: ve
 `PrefixActorConfig` and calls `validate` there.
 """
 
+import functools
+import logging
 from dataclasses import dataclass, field
 from typing import Any
 
 from verl.base_config import BaseConfig
-from verl.workers.config import FSDPActorConfig, FSDPEngineConfig
+from verl.workers.config import FSDPActorConfig, FSDPEngineConfig, PolicyLossConfig
 
 from verl_prefix.compat import check_verl_version
 
+# Losses of verl 0.9.1 (verl/trainer/ppo/core_algos.py) that are sums over rows: compute_policy_loss_<mode> makes a loss
+# of every token from its own row alone, and agg_loss divides their sum by numbers of the whole mini-batch. bypass_mode
+# is vanilla or compute_policy_loss_reinforce, its weights and rejections are those of tokens or rows.
+LOSSES_OF_ROWS = ("vanilla", "dppo_tv", "dppo_kl", "gspo", "sapo", "gpg", "dro", "cispo", "bypass_mode")
+# And those that look at all rows of a pass, so that in stock too the gradient follows how rows fall into micro-batches.
+LOSSES_OF_PASSES = {
+    "geo_mean": "averages over the rows of a pass (torch.mean in compute_policy_loss_geo_mean)",
+    "clip_cov": "drops tokens that it draws from a pass, by their covariance in it (compute_policy_loss_clip_cov)",
+    "kl_cov": "penalises the tokens of a pass that have the largest covariance in it (compute_policy_loss_kl_cov)",
+}
 SCHEDULES = ("auto", "packed", "phased", "stock")
 ATTENTION = ("auto", "cpu", "flash_attn", "aten", "reference")
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -137,6 +151,30 @@ def _refuse_sequence_parallel(section: str, size: int) -> None:
     )
 
 
+def _refuse_losses_of_passes(key: str, policy_loss: PolicyLossConfig) -> None:
+    mode, correction = policy_loss.loss_mode, policy_loss.rollout_correction or {}
+    instead = "or actor_rollout_ref.actor.prefix.schedule=stock (verl's own micro-batches)"
+    _refuse(
+        mode in LOSSES_OF_PASSES,
+        f"{key}.loss_mode={mode} {LOSSES_OF_PASSES.get(mode)}, so that gradients follow prefix.schedule and the token "
+        f"budget; set {key}.loss_mode to one of {', '.join(LOSSES_OF_ROWS)}, {instead}",
+    )
+    _refuse(
+        mode == "bypass_mode" and correction.get("rollout_is") and correction.get("rollout_is_batch_normalize"),
+        f"{key}.rollout_correction.rollout_is_batch_normalize=True divides by a mean over one pass of every rank, and "
+        f"waits for ranks that have fewer passes (compute_rollout_correction_weights); set it to False, {instead}",
+    )
+
+
+@functools.cache
+def _warn_of_unknown_loss(mode: str) -> None:
+    logger.warning(
+        "actor_rollout_ref.actor.policy_loss.loss_mode=%s is not of verl 0.9.1: where it looks at all rows of a "
+        "micro-batch (a mean that is not agg_loss's, say), gradients follow prefix.schedule and the token budget",
+        mode,
+    )
+
+
 @dataclass
 class PrefixActorConfig(FSDPActorConfig):
     """verl's FSDP actor config plus `prefix`, which it hands to the engine: the engine sees nothing else of it.
@@ -167,6 +205,8 @@ class PrefixActorConfig(FSDPActorConfig):
             f"of a pass, so that the loss follows the token budget; set {key}.loss_scale_factor to "
             "data.max_response_length",
         )
+        if self.prefix.schedule != "stock":
+            _refuse_losses_of_passes(f"{key}.policy_loss", self.policy_loss)
         super().__post_init__()
         object.__setattr__(self.engine, "strategy", "prefix")
         object.__setattr__(self.engine, "prefix", self.prefix)
@@ -179,6 +219,8 @@ class PrefixActorConfig(FSDPActorConfig):
             ValueError: a model family, checkpointing or kernel option that the shared-prefix path does not support.
         """
         super().validate(n_gpus, train_batch_size, model_config)
+        if self.prefix.schedule != "stock" and self.policy_loss.loss_mode not in LOSSES_OF_ROWS:
+            _warn_of_unknown_loss(self.policy_loss.loss_mode)
         if model_config is not None and self.prefix.schedule != "stock":
             check_model_options(model_config)
             check_model_family(model_config, self.freeze_vision_tower)
