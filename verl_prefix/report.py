@@ -34,6 +34,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from verl_prefix.machine import device_name, git_state, versions
+from verl_prefix.plots import Bars, Curves, save
 from verl_prefix.trace import PACKAGES, TraceError
 
 SCHEMA = "verl_prefix.ab/2"  # 1: truth_errors were of every arm's own weights
@@ -138,13 +139,16 @@ def _rank(value: float) -> float:
     return math.inf if math.isnan(value) else value
 
 
+def _timed(steps: list[dict[str, Any]], name: str) -> list[dict[str, Any]]:
+    """The steps whose seconds of this pass count: an optimizer's first step allocates its state."""
+    return steps[1:] if name == "optimizer" and len(steps) > 1 else steps
+
+
 def _passes(steps: list[dict[str, Any]], arm: str) -> dict[str, Any]:
     """Medians with spread per pass, stock's median over ours, and the most memory that a pass added."""
     found = {}
     for name in PASSES:
-        # An optimizer's first step allocates its state.
-        counted = steps[1:] if name == "optimizer" and len(steps) > 1 else steps
-        seconds, stock = ([step["arms"][a]["seconds"][name] for step in counted] for a in (arm, "stock"))
+        seconds, stock = ([step["arms"][a]["seconds"][name] for step in _timed(steps, name)] for a in (arm, "stock"))
         median = statistics.median(seconds)
         added = [step["arms"][arm]["added_gib"].get(name) for step in steps]
         found[name] = {
@@ -265,9 +269,10 @@ def markdown(report: dict[str, Any]) -> str:
         ]
     lines += [f"Note: {note}.\n" for note in report["notes"]]
     lines += table(
-        ("arm", "pass", "median s", "min to max", "speed-up", "added GiB"),
+        ("arm", "pass", "n", "median s", "min to max", "speed-up", "added GiB"),
         [
-            (arm, name, f"{row['median_s']:.3f}", f"{row['min_s']:.3f} to {row['max_s']:.3f}", f"{row['speedup']:.2f}",
+            (arm, name, len(_timed(steps, name)), f"{row['median_s']:.3f}",
+             f"{row['min_s']:.3f} to {row['max_s']:.3f}", f"{row['speedup']:.2f}",
              "-" if row["added_gib"] is None else f"{row['added_gib']:.3f}")
             for arm, passes in report["passes"].items() for name, row in passes.items()
         ],
@@ -330,39 +335,33 @@ def table(head: tuple[str, ...], rows: list[tuple]) -> list[str]:
     return [f"| {' | '.join(map(str, row))} |" for row in (head, ("---",) * len(head), *rows)] + [""]
 
 
-def draw(report: dict[str, Any], path: Path) -> None:
-    """Drift of the weights, errors against the truth, seconds and memory of each pass."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, ((drift, truth), (seconds, memory)) = plt.subplots(2, 2, figsize=(11, 7.5), layout="constrained")
+def draw(report: dict[str, Any], path: Path) -> bool:
+    """Drift of the weights, errors against the truth, seconds and memory of each pass; False: see `plots.save`."""
     steps, arms = report["steps"], list(report["passes"])
-    colors = {arm: f"C{i}" for i, arm in enumerate(arms)}
-    for arm in arms[1:]:
-        for key, style in (("max_fp32", "-"), ("rmse_fp32", "--")):
-            ys = [step["arms"][arm]["own_weights"]["params"][key] for step in steps]
-            drift.plot([s["step"] for s in steps], ys, style, color=colors[arm], label=f"{arm}, {key.split('_')[0]}")
-    drift.set(title="Weights: difference from stock", xlabel="step", yscale="log")
     known = [step for step in steps if step["truth_errors"]]
-    for arm in arms if known else ():
-        ys = [step["truth_errors"][arm]["params"] for step in known]
-        truth.plot([s["step"] for s in known], ys, color=colors[arm], label=arm)
-    truth.set(title="Weights: relative error against the truth", xlabel="step", yscale="log")
-    for axes, key, title in ((seconds, "median_s", "Seconds per pass (median)"), (memory, "added_gib", "Added GiB")):
-        for i, arm in enumerate(arms):
-            heights = [report["passes"][arm][name][key] or 0.0 for name in PASSES]
-            places = [x + (i - (len(arms) - 1) / 2) * 0.8 / len(arms) for x in range(len(PASSES))]
-            axes.bar(places, heights, 0.8 / len(arms), color=colors[arm], label=arm)
-        axes.set_xticks(range(len(PASSES)), PASSES)
-        axes.set(title=title)
-    for axes in (drift, truth, seconds, memory):
-        axes.grid(alpha=0.3)
-        if axes.get_legend_handles_labels()[0]:
-            axes.legend(fontsize="small")
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+
+    def drift(key: str, title: str) -> Curves:
+        ys = [(arm, [step["arms"][arm]["own_weights"]["params"][key] for step in steps]) for arm in arms[1:]]
+        return Curves(title, "difference of weights", [s["step"] for s in steps], ys, x="replayed step", log=True)
+
+    def bars(key: str, title: str, unit: str, places: list[str]) -> Bars:
+        heights = {arm: [report["passes"][arm][name][key] for name in PASSES] for arm in arms}
+        return Bars(title, unit, "pass", places, heights)
+
+    truth = [(arm, [step["truth_errors"][arm]["params"] for step in known]) for arm in arms if known]
+    panels = [
+        drift("max_fp32", "Weights: largest difference from stock"),
+        drift("rmse_fp32", "Weights: RMSE from stock"),
+        Curves(
+            "Weights: error against the truth", "relative error", [s["step"] for s in known], truth,
+            x="replayed step", log=True,
+        ),
+        bars("median_s", "Median seconds of a pass", "seconds", [f"{p}, n = {len(_timed(steps, p))}" for p in PASSES]),
+        bars("added_gib", "Memory that a pass adds at its peak", "GiB", list(PASSES)),
+    ]  # fmt: skip
+    where = f"{report['ranks']} rank{'s' * (report['ranks'] > 1)}, {report['dtype']}"
+    title = f"Replayed updates of {report['model']['name']}: {len(steps)} steps, {where}"
+    return save(path, title, panels, columns=3, width=15)
 
 
 def finish(output: Path, num_steps: int, judged: list[str], described: dict[str, Any], failure: str | None) -> int:
@@ -384,14 +383,14 @@ def finish(output: Path, num_steps: int, judged: list[str], described: dict[str,
 
 
 def write(
-    report: dict[str, Any], words: Callable[[dict], str], plot: Callable[[dict, Path], None], output: Path
+    report: dict[str, Any], words: Callable[[dict], str], plot: Callable[[dict, Path], bool], output: Path
 ) -> int:
-    """Writes report.json, report.md and report.png and prints what failed; 0 where everything holds, else 1."""
+    """Writes report.json, report.md and, if it can, report.png, and prints what failed; 0 where all holds, else 1."""
     output.mkdir(parents=True, exist_ok=True)
     (output / "report.json").write_text(json.dumps(_short(report)) + "\n")  # first: it is the measurement
     text = words(report)
     (output / "report.md").write_text(text)
-    plot(report, output / "report.png")
+    drawn = plot(report, output / "report.png")
     console = Console(soft_wrap=True, markup=False, highlight=False)
     console.print(text)
     for row in report["tolerances"]:
@@ -401,5 +400,5 @@ def write(
             console.print(
                 f"FAILED: {arm}{row['name']}: {row['value']:.3e} > {row['limit']:.3e}{where}", style="bold red"
             )
-    console.print(f"report: {output / 'report.json'}, report.md and report.png")
+    console.print(f"report: {output / 'report.json'}, report.md{', report.png' if drawn else ''}")
     return 0 if report["holds"] else 1

@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from verl_prefix.plots import Curves, save
 from verl_prefix.report import provenance, refuse_overwrite, table, write
 from verl_prefix.trace import TraceError
 
@@ -22,7 +23,14 @@ JUDGED = ("actor/grad_norm", "actor/entropy", "actor/kl_loss", "actor/pg_loss")
 TOLERANCE, FLOOR = 1e-3, 1e-6
 # Of one update of the policy that sampled, this is 0 but for rounding; a second update moves it.
 OFF_POLICY, ROUNDING = "actor/ppo_kl", 1e-6
-CURVES = ("critic/score/mean", "actor/grad_norm", "actor/entropy", "response_length/mean")
+CURVES = {  # metric: title and unit
+    "critic/score/mean": ("Score", "mean score"),
+    "actor/grad_norm": ("Gradient norm", "L2 norm"),
+    "actor/entropy": ("Entropy", "nats"),
+    "response_length/mean": ("Response length", "mean tokens"),
+    "timing_s/update_actor": ("Update", "seconds"),
+    "timing_s/step": ("Whole step", "seconds"),
+}
 Steps = dict[int, dict[str, float]]
 
 
@@ -110,10 +118,12 @@ def build(paths: list[str], runs: list[Steps]) -> dict[str, Any]:
     timed = common[1:] or common  # the first step warms up, measures rates and checks itself
     timings = {}
     for name in sorted(n for n in runs[0][common[-1]] if n.startswith("timing_s/") and n in runs[1][common[-1]]):
-        seconds = [[run[step][name] for step in timed if name in run[step]] for run in runs]
+        both = [step for step in timed if all(name in run[step] for run in runs)]
+        seconds = [[run[step][name] for step in both] for run in runs]
         medians = [statistics.median(x) for x in seconds]
         if all(medians):
             timings[name] = {
+                "n": len(both),
                 "stock_s": medians[0],
                 "ours_s": medians[1],
                 "speedup": medians[0] / medians[1],
@@ -152,9 +162,9 @@ def markdown(report: dict[str, Any]) -> str:
             [(t["name"], f"{t['value']:.2e}", f"{t['limit']:.2e}", t["holds"]) for t in report["tolerances"]],
         ),
         *table(
-            (f"median seconds, step {report['timed_steps'][0]} on", a, b, "speed-up"),
+            (f"median seconds, step {report['timed_steps'][0]} on", "n", a, b, "speed-up"),
             [
-                (name, f"{row['stock_s']:.3f}", f"{row['ours_s']:.3f}", f"{row['speedup']:.2f}")
+                (name, row["n"], f"{row['stock_s']:.3f}", f"{row['ours_s']:.3f}", f"{row['speedup']:.2f}")
                 for name, row in report["timings"].items()
             ],
         ),
@@ -183,25 +193,16 @@ def _unjudged(report: dict[str, Any]) -> str | None:
     return None
 
 
-def draw(report: dict[str, Any], path: Path) -> None:
-    """Four metrics of both runs over each other, and the seconds of update, old log-probs and step."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(2, 3, figsize=(13, 7), layout="constrained")
-    for ax, name in zip(axes.flat, (*CURVES, "timing_s/update_actor", "timing_s/step"), strict=True):
-        # Equal curves must both stay visible.
-        for run, label, style in zip(
-            report["metrics"], report["runs"], (dict(lw=5, alpha=0.4), dict(lw=1.5, ls="--")), strict=True
-        ):
-            ax.plot(report["common_steps"], [x.get(name, math.nan) for x in run.values()], label=label, **style)
-        ax.set(title=name, xlabel="training step")
-        ax.grid(alpha=0.3)
-        ax.legend(fontsize="small")
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+def draw(report: dict[str, Any], path: Path) -> bool:
+    """Four metrics of both runs over each other, and the seconds of update and step; False: see `plots.save`."""
+    steps = report["common_steps"]
+    labels = [f"{label}, {name}" for label, name in zip(("stock", "ours"), report["runs"], strict=True)]
+    panels = [
+        Curves(f"{title} ({name})", unit, steps, [(label, [values.get(name) for values in run.values()])
+                                                  for label, run in zip(labels, report["metrics"], strict=True)])
+        for name, (title, unit) in CURVES.items()
+    ]  # fmt: skip
+    return save(path, f"Two training runs, {len(steps)} steps", panels, columns=3, width=15)
 
 
 def compare(paths: list[str], output: Path, force: bool) -> int:

@@ -17,6 +17,7 @@ MAY_IMPORT = {
     "tensordict": EDGES,
     "transformers": ("models.py", "testing.py", "bench/", "config/", "cpu/"),
     "vllm": ("cpu/",),
+    "matplotlib": ("plots.py",),
 }
 LAYERS = [
     "groups", "kernels", "layout", "prefix_cache", "offload", "attention", "waves", "faults", "cost", "vision",

@@ -5,6 +5,8 @@ from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 
+from verl_prefix.plots import Bars, save
+
 # (P prefix tokens, S response tokens per row, G rows of the prompt); verl's prompt is one token longer than P.
 GRIDS: dict[str, tuple[tuple[int, int, int], ...]] = {
     # Prefix Grouper (arXiv 2506.05433): 12288 tokens per row.
@@ -80,8 +82,8 @@ def _extrapolate(low: dict[str, Any], high: dict[str, Any], layers: int) -> dict
 
 
 def _ratios(row: dict[str, Any], peak: float | None) -> None:
-    """Speed-ups over stock with the same checkpointing, verl's engines over verl's; of sharing arms, the share of what
-    FLOPs allow."""
+    """Speed-ups over stock with the same checkpointing, verl's engines over verl's; of sharing arms, the FLOP ratio
+    (`ceiling`) and the speed-up's share of it."""
     for name, arm in row["arms"].items():
         added = "+checkpoint" if "+checkpoint" in name else ""
         if peak and "update" in arm:
@@ -124,14 +126,15 @@ def markdown(report: dict[str, Any]) -> str:
         f"{report['device']}, {config['dtype']}, {installed}; commit {(report['commit'] or 'unknown')[:12]}{changed}. "
         f"Model shape {config['shape']} with random weights, {layers} of {report['full_depth']} layers{compiled}. "
         "Seconds are p50 (p20 to p80) of rounds of all arms in turn; speed-ups are over stock with the same "
-        f"checkpointing (attention: {attention}){engines}. The ceiling is the ratio of FLOPs, stock's over those of "
-        "computing every token once, lm_head on responses alone. MiB are what one update adds to model and gradients "
-        f"at its peak. Gradient error: {truth}.",
+        f"checkpointing (attention: {attention}){engines}. n is the number of rounds; stock_lean runs lm_head on "
+        "responses alone. The FLOP ratio is stock's FLOPs over those of computing every token once, lm_head on "
+        "responses alone. MiB are what one update adds to model and gradients at its peak. Gradient error: "
+        f"{truth}.",
         "",
     ]
     rows = [*report["rows"], *report["extrapolated"]]
-    head = ["P/S/G", "arm", "update s", "speed-up", "of the ceiling", "forward s", "log-probs s", "speed-up",
-            "added MiB", "gradient error"]  # fmt: skip
+    head = ["P/S/G", "arm", "n", "update s", "speed-up", "over stock_lean", "of the FLOP ratio", "forward s",
+            "log-probs s", "speed-up", "added MiB", "gradient error"]  # fmt: skip
     with_mfu = any("mfu" in arm for row in rows for arm in row["arms"].values())
     table = [head + ["MFU"] * with_mfu]
     for row in rows:
@@ -157,12 +160,14 @@ def _size(row: dict[str, Any], with_depth: bool) -> str:
 
 
 def _cells(row: dict[str, Any], name: str, arm: dict[str, Any], with_mfu: bool) -> list[str]:
+    lean = row["arms"].get("stock_lean+checkpoint" if "+checkpoint" in name else "stock_lean", {})
+    with_lean = "update" in lean and "update" in arm and not name.startswith("verl_")
     if name == "auto":
         name = f"auto: {row['auto']['choice']}"
     elif row["auto"] and row["auto"]["same_as"] == name:
         name += " (auto's choice)"
     if "failed" in arm:
-        return [name, arm["failed"], *["-"] * (7 + with_mfu)]
+        return [name, "-", arm["failed"], *["-"] * (8 + with_mfu)]
 
     def number(key: str, form: str) -> str:
         return format(arm[key], form) if key in arm else "-"
@@ -170,9 +175,10 @@ def _cells(row: dict[str, Any], name: str, arm: dict[str, Any], with_mfu: bool) 
     def seconds(key: str) -> str:
         return "{p50:.3g} ({p20:.3g} to {p80:.3g})".format(**arm[key]) if key in arm else "-"
 
-    cells = [name, seconds("update"), number("speedup", ".2f"), number("of_ceiling", ".2f"), seconds("forward"),
-             seconds("log_probs"), number("log_probs_speedup", ".2f"), number("added_peak_mib", ".0f"),
-             number("grad_error", ".1e")]  # fmt: skip
+    cells = [name, str(len(arm["seconds"]["update"])) if "seconds" in arm else "-", seconds("update"),
+             number("speedup", ".2f"), f"{lean['update']['p50'] / arm['update']['p50']:.2f}" if with_lean else "-",
+             number("of_ceiling", ".2f"), seconds("forward"), seconds("log_probs"), number("log_probs_speedup", ".2f"),
+             number("added_peak_mib", ".0f"), number("grad_error", ".1e")]  # fmt: skip
     return cells + [number("mfu", ".2f")] * with_mfu
 
 
@@ -215,35 +221,21 @@ def write(report: dict[str, Any], out: Path) -> None:
 
 
 def draw(report: dict[str, Any], path: Path) -> bool:
-    """Speed-up with its ceiling, and added memory, per row; False where matplotlib is not installed."""
-    try:
-        import matplotlib
-    except ImportError:
-        return False
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
+    """Speed-up with the FLOP ratio, and added memory, per row; False: see `plots.save`."""
     rows = report["extrapolated"] or report["rows"]
-    arms = list(dict.fromkeys(name for row in rows for name in row["arms"]))
-    figure, axes = plt.subplots(2, 1, figsize=(max(7, 1.5 * len(rows) + 4), 8), layout="constrained")
-    titles = {"speedup": "Update: speed-up over stock; lines: FLOP ceiling", "added_peak_mib": "Added MiB"}
-    for panel, (key, title) in zip(axes, titles.items(), strict=True):
-        for i, name in enumerate(arms):
-            places = [x + (i - (len(arms) - 1) / 2) * 0.8 / len(arms) for x in range(len(rows))]
-            heights = [row["arms"].get(name, {}).get(key, 0.0) for row in rows]
-            panel.bar(places, heights, 0.8 / len(arms), color=f"C{i}", label=name)
-            if key == "speedup":
-                ceilings = [row["arms"].get(name, {}).get("ceiling") for row in rows]
-                for place, ceiling in zip(places, ceilings, strict=True):
-                    if ceiling:
-                        panel.hlines(ceiling, place - 0.4 / len(arms), place + 0.4 / len(arms), colors="black")
-        panel.set_xticks(range(len(rows)), [_size(row, False) for row in rows])
-        panel.set(title=title)
-        panel.grid(axis="y", alpha=0.3)
-    axes[0].legend(fontsize="small", ncols=3)
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
-    return True
+    arms = dict.fromkeys(name for row in rows for name in row["arms"])
+
+    def values(key: str) -> dict[str, list[float | None]]:
+        return {name: [row["arms"].get(name, {}).get(key) for row in rows] for name in arms}
+
+    x, places = "P/S/G: prefix tokens / response tokens of a row / rows", [_size(row, False) for row in rows]
+    title = f"Update: speed-up over stock, medians of n = {report['config']['repeats']} rounds"
+    panels = [
+        Bars(title, "times stock", x, places, values("speedup"), lines=("FLOP ratio", values("ceiling"))),
+        Bars("Memory that an update adds at its peak", "MiB", x, places, values("added_peak_mib")),
+    ]
+    title = f"{report['device']}, {report['config']['dtype']}, model shape {report['config']['shape']}"
+    return save(path, title, panels, columns=1, width=max(7, 1.5 * len(rows) + 4))
 
 
 def render(source: Path, into: Path | None = None) -> int:
@@ -258,8 +250,7 @@ def render(source: Path, into: Path | None = None) -> int:
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"--render {source} is not a report of verl-prefix bench ({error!r})") from error
     write(report, source)
-    if not draw(report, source.with_suffix(".png")):
-        print("no PNG: matplotlib is not installed")
+    draw(report, source.with_suffix(".png"))
     if into:
         start, end = MARKS
         words = into.read_text()

@@ -1,0 +1,98 @@
+"""Every plot of the committed results says what it shows: units, titles, whole steps, no empty panel."""
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from matplotlib.figure import Figure
+
+from verl_prefix import plots, report, runs
+from verl_prefix.bench import report as bench
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = {path.name: path for path in (ROOT / "examples" / "results").glob("*.json")}
+
+
+def _load(name: str) -> dict[str, Any]:
+    return json.loads(RESULTS[name].read_text())
+
+
+def _two_runs() -> dict[str, Any]:
+    arms = _load("demo_smollm2_cpu.json")["arms"]
+    steps = [{step["step"]: step["data"] for step in arms[name]["steps"]} for name in ("stock", "prefix")]
+    return runs.build(["stock/metrics.jsonl", "ours/metrics.jsonl"], steps)
+
+
+@pytest.fixture
+def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
+    found: list[Figure] = []
+    monkeypatch.setattr(Figure, "savefig", lambda self, *_, **__: (self.canvas.draw(), found.append(self)))
+    return found
+
+
+def _bar_heights(axes: Any) -> list[float]:
+    return [patch.get_height() for patch in axes.patches]
+
+
+@pytest.mark.parametrize("name", [name for name in RESULTS if name.startswith(("ab_", "bench_"))] + ["runs"])
+def test_every_axis_has_a_unit_every_panel_data_and_a_title(drawn: list[Figure], name: str) -> None:
+    kind = {"ab": report, "bench": bench}.get(name.split("_")[0], runs)
+    found = _two_runs() if kind is runs else _load(name)
+    assert kind.draw(found, Path("unused.png"))
+    (figure,) = drawn
+    check(figure)
+    if kind is bench:
+        assert len(figure.axes) == (2 if found["config"]["memory"] else 1)
+        assert f"n = {found['config']['repeats']} rounds" in figure.axes[0].get_title()
+        assert "FLOP ratio" in [text.get_text() for text in figure.legends[0].get_texts()]
+    if kind is report:
+        counts = {"log_probs": len(found["steps"]), "update": len(found["steps"]), "optimizer": len(found["steps"]) - 1}
+        shown = [text.get_text() for text in figure.axes[3].get_xticklabels()]
+        assert shown == [f"{name}, n = {count}" for name, count in counts.items()]
+        # An optimizer's memory is not known, so it has no place there.
+        assert [text.get_text() for text in figure.axes[4].get_xticklabels()] == ["log_probs", "update"]
+
+
+def check(figure: Figure) -> None:
+    assert figure.get_suptitle() and figure.axes
+    for axes in figure.axes:
+        assert axes.get_title() and axes.get_xlabel() and axes.get_ylabel()
+        assert any(line.get_xydata().size for line in axes.lines) or any(_bar_heights(axes))
+        if "step" in axes.get_xlabel():
+            ticks = axes.get_xticks()
+            assert len(ticks) and all(tick == round(tick) for tick in ticks), ticks
+
+
+def test_panels_without_data_are_left_out(drawn: list[Figure]) -> None:
+    empty = plots.Curves("nothing", "s", [1, 2], [("stock", [None, float("nan")])])
+    curves = plots.Curves("seconds", "s", [1, 2], [("stock", [1.0, None]), ("ours", [None, None])])
+    bars = plots.Bars("bars", "s", "pass", ["a", "b"], {"stock": [None, 1.0], "ours": [None, 2.0]})
+    assert plots.save(Path("unused.png"), "title", [empty, curves, bars])
+    assert [axes.get_title() for axes in drawn[0].axes] == ["seconds", "bars"]
+    assert [text.get_text() for text in drawn[0].axes[1].get_xticklabels()] == ["b"]
+    assert not plots.save(Path("unused.png"), "title", [empty]) and len(drawn) == 1
+
+
+@pytest.mark.parametrize("log", [False, True])
+def test_curves_of_zeros_and_of_one_step_are_seen(drawn: list[Figure], log: bool) -> None:
+    curves = [plots.Curves(f"{y}", "s", [3], [("stock", [y]), ("ours", [y])], log=log) for y in (0.0, 2e-8)]
+    assert plots.save(Path("unused.png"), "title", curves)
+    check(drawn[0])
+    for axes in drawn[0].axes:
+        assert 3 in axes.get_xticks() and [line.get_marker() for line in axes.lines] == ["o", "o"]
+        low, high = axes.get_ylim()
+        assert low < axes.lines[0].get_ydata()[0] < high
+    assert not log or high >= 9.99 * low, "rounding fills the axis"
+
+
+def test_without_matplotlib_it_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    draw: Callable[[dict, Path], bool] = bench.draw
+    assert not draw(_load("bench_cpu.json"), tmp_path / "bench.png") and not list(tmp_path.iterdir())
+    assert "the plot was left out: pip install matplotlib" in capsys.readouterr().out

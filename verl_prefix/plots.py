@@ -1,0 +1,129 @@
+"""The set-up of every plot: panels of curves over whole steps, or of grouped bars, in one PNG.
+
+matplotlib is imported here alone. It is optional: without it a report has no plot.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+Values = Sequence[float | None]  # None and NaN: nothing is drawn there
+
+
+def _known(values: Values) -> bool:
+    return any(value is not None and math.isfinite(value) for value in values)
+
+
+@dataclass(frozen=True)
+class Curves:
+    """Curves over steps, each as (label, its value at every step). `unit` is that of the y axis."""
+
+    title: str
+    unit: str
+    steps: Sequence[int]
+    curves: Sequence[tuple[str, Values]]
+    x: str = "training step"
+    log: bool = False
+
+    def labels(self) -> list[str]:
+        return [label for label, ys in self.curves if _known(ys)]
+
+    def draw(self, axes: Any, colors: dict[str, str]) -> None:
+        from matplotlib.ticker import MaxNLocator
+
+        shown = [(label, [math.nan if y is None else y for y in ys]) for label, ys in self.curves if _known(ys)]
+        for i, (label, ys) in enumerate(shown):
+            # Equal curves must all stay visible: the first is the widest, the last is thin and dashed and on top.
+            width = 1.5 + 1.5 * (len(shown) - 1 - i)
+            style = dict(lw=width, ls="--" if 0 < i == len(shown) - 1 else "-", alpha=0.7)
+            marker = dict(marker="o", markersize=3 + width) if len(ys) < 20 else {}  # one step alone is no line
+            axes.plot(self.steps, ys, label=label, color=colors[label], **style, **marker)
+        if self.log and any(y > 0 for _, ys in shown for y in ys):
+            axes.set_yscale("log")
+            low, high = axes.get_ylim()
+            if high < 10 * low:  # rounding must not fill the axis
+                middle = math.sqrt(low * high)
+                axes.set_ylim(middle / math.sqrt(10), middle * math.sqrt(10))
+        axes.set_xlim(self.steps[0] - 0.5, self.steps[-1] + 0.5)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+        axes.set(xlabel=self.x, ylabel=self.unit)
+        axes.grid(alpha=0.3)
+
+
+@dataclass(frozen=True)
+class Bars:
+    """Bars of several labels side by side at each of `places`; places without any bar are left out.
+
+    Attributes:
+        x: what the places are.
+        bars: label -> height at every place.
+        lines: (name, label -> height of a black line over the bar of that label, at every place).
+        texts: what stands above each place.
+    """
+
+    title: str
+    unit: str
+    x: str
+    places: Sequence[str]
+    bars: dict[str, Values]
+    lines: tuple[str, dict[str, Values]] = ("", {})
+    texts: Sequence[str] = field(default=())
+
+    def labels(self) -> list[str]:
+        return [label for label, heights in self.bars.items() if _known(heights)]
+
+    def draw(self, axes: Any, colors: dict[str, str]) -> None:
+        shown = [i for i in range(len(self.places)) if _known([heights[i] for heights in self.bars.values()])]
+        labels, (name, lines) = self.labels(), self.lines
+        width = 0.8 / len(labels)
+        for j, label in enumerate(labels):
+            places = [x + (j - (len(labels) - 1) / 2) * width for x in range(len(shown))]
+            axes.bar(places, [self.bars[label][i] or 0.0 for i in shown], width, color=colors[label], label=label)
+            for place, i in zip(places, shown, strict=True):
+                if label in lines and lines[label][i] is not None:
+                    axes.hlines(lines[label][i], place - width / 2, place + width / 2, colors="black", label=name)
+                    name = ""  # once in the legend
+        if self.texts:
+            for x, i in enumerate(shown):
+                top = max(heights[i] or 0.0 for heights in self.bars.values())
+                axes.text(x, top, self.texts[i], ha="center", va="bottom")
+        axes.set_xticks(range(len(shown)), [self.places[i] for i in shown])
+        axes.set(xlabel=self.x, ylabel=self.unit)
+        axes.margins(y=0.15)
+        axes.grid(axis="y", alpha=0.3)
+        axes.set_axisbelow(True)
+
+
+def save(path: Path, title: str, panels: Iterable[Curves | Bars], columns: int = 2, width: float = 11.0) -> bool:
+    """Writes the PNG, without panels that have no data; says so where it cannot. Returns whether there is one."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        print("the plot was left out: pip install matplotlib")
+        return False
+
+    panels = [panel for panel in panels if panel.labels()]
+    if not panels:
+        return False
+    colors: dict[str, str] = {}  # a label has one color in all panels, the stock actor is grey
+    for label in (label for panel in panels for label in panel.labels()):
+        colors.setdefault(label, "0.5" if label.split(",")[0] == "stock" else f"C{len(colors)}")
+    rows = [panels[i : i + columns] for i in range(0, len(panels), columns)]
+    figure = Figure(figsize=(width, 3.75 * len(rows)), layout="constrained")
+    figure.suptitle(title)
+    grid, handles = figure.add_gridspec(len(rows), 6), {}  # 6: a row holds one, two or three panels
+    for y, row in enumerate(rows):
+        part = 6 // len(row)
+        for x, panel in enumerate(row):
+            axes = figure.add_subplot(grid[y, x * part : (x + 1) * part])
+            panel.draw(axes, colors)
+            axes.set_title(panel.title)
+            for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
+                handles.setdefault(label, handle)
+    figure.legend(
+        handles.values(), handles.keys(), loc="outside lower center", ncols=min(len(handles), round(width / 1.75))
+    )
+    figure.savefig(path, dpi=110)
+    return True
