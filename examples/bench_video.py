@@ -207,11 +207,13 @@ def show(report: dict[str, Any], console: Console) -> None:
     for name, shape in report["shapes"].items():
         tokens = f"tokens {shape['tokens_stock_over_ours']:.2f} to 1"
         title = f"P={shape['prompt_tokens']} {name} G={report['config']['group']}, {tokens}"
-        table = Table("arm", "seconds", "speed-up", "added MiB", "gradient error", title=title)
+        table = Table("arm", "n", "median s", "speed-up", "over stock_lean", "added MiB", "gradient error", title=title)
         for arm, x in shape["arms"].items():
             cells = (
+                str(len(x["seconds"])),
                 f"{x['median_s']:.2f}",
                 f"{x['speedup']:.2f}",
+                f"{shape['arms']['stock_lean']['median_s'] / x['median_s']:.2f}",
                 f"{x['added_peak_mib']:.0f}",
                 f"{x['grad_error']:.1e}",
             )

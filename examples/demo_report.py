@@ -2,11 +2,14 @@
 
 Input is what verl's own `file` logger wrote, one JSON object `{"step": int, "data": {metric: number}}` per line.
 Nothing here imports verl, and nothing is read from a log except its last lines when an arm failed.
+
+    python examples/demo_report.py examples/results/demo_*.json     derives and draws again what follows from the steps
 """
 
 import json
 import os
 import statistics
+import sys
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
@@ -16,12 +19,15 @@ from rich.console import Console
 from rich.table import Table
 
 from verl_prefix.machine import device_name, git_state, versions
+from verl_prefix.plots import Bars, Curves
+from verl_prefix.plots import save as save_plot
 
-SCHEMA = "verl_prefix.demo/1"
+SCHEMA = "verl_prefix.demo/2"  # 1: ratios were those of medians, the first step's seconds among them
 Metrics = dict[str, float | None]
 
-# Column title -> verl's metric.
-CURVES = {"reward": "critic/rewards/mean", "loss": "actor/loss", "grad_norm": "actor/grad_norm"}
+# Column title -> verl's metric, and its unit.
+CURVES = {"reward": "critic/rewards/mean", "loss": "actor/loss", "gradient norm": "actor/grad_norm"}
+UNITS = {"reward": "mean reward", "loss": "loss", "gradient norm": "L2 norm"}
 TIMINGS = {
     "update_actor": "timing_s/update_actor",
     "old_log_prob": "timing_s/old_log_prob",
@@ -44,7 +50,8 @@ FLOOR = 1e-6
 ROLLOUT_NOISE = 1e-4
 # Above tokens saved, lm_head (not run on prefixes) and attention explain a part, about this much on small models.
 SUSPICIOUS = 1.5
-COLORS = {"stock": "#8a8a8a", "prefix": "#d1495b"}
+# Ratios of steps that are further apart, largest over smallest, have no median that can be quoted.
+UNEVEN = 1.5
 PACKAGES = ("verl-prefix", "verl", "torch", "transformers", "ray", "tensordict", "TransferQueue")
 
 
@@ -91,12 +98,17 @@ def build(stock: Arm, prefix: Arm, num_steps: int, config: dict[str, Any]) -> di
         "config": config,
         "arms": arms,
         "first_step": first_step,
-        "ratios": _ratios(*(arm["steps"] for arm in arms.values())),
-        "token_ratio": _token_ratio(arms["prefix"]["steps"]),
     }
-    report["notes"] = _notes(report)
+    derive(report)
     report["problems"] = _problems(stock, prefix, num_steps, first_step, config.get("rollout") != "vllm")
     return report
+
+
+def derive(report: dict[str, Any]) -> None:
+    """Set in the report what follows from both arms' steps: ratios, token_ratio and notes."""
+    steps = [report["arms"][name]["steps"] for name in ("stock", "prefix")]
+    report |= {"schema": SCHEMA, "ratios": _ratios(*steps), "token_ratio": _token_ratio(steps[1])}
+    report["notes"] = _notes(report)
 
 
 def _describe(arm: Arm) -> dict[str, Any]:
@@ -135,15 +147,30 @@ def _close(a: float | None, b: float | None) -> bool:
     return a is not None and b is not None and abs(a - b) <= 1e-6 * max(abs(a), abs(b))
 
 
-def _ratios(stock: list[dict[str, Any]], prefix: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
-    """Return the median seconds over the steps of both arms and stock/prefix, for each timing that both logged."""
-    ratios = {}
+def _ratios(stock: list[dict[str, Any]], prefix: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Return median seconds and stock/prefix of every step after the first, for each timing that both arms logged.
+
+    The first step warms up, measures rates and checks itself. Seconds follow the length of a step's prompts, so those
+    of an idle machine may be twice as many in one step as in another; but both arms' steps of one number have the same
+    prompts, and what makes their `ratios` uneven is the machine. `ratio` is the median of `ratios`, and None where it
+    cannot be quoted: there is one such step alone, or the largest ratio is more than `UNEVEN` times the smallest.
+    """
+    theirs, ours = ({step["step"]: step["data"] for step in steps} for steps in (stock, prefix))
+    both = [step for step in theirs if step in ours]
+    found = {}
     for title, name in TIMINGS.items():
-        stock_s, prefix_s = ([s["data"][name] for s in steps if s["data"].get(name)] for steps in (stock, prefix))
-        if stock_s and prefix_s:
-            a, b = statistics.median(stock_s), statistics.median(prefix_s)
-            ratios[title] = {"stock_s": a, "prefix_s": b, "ratio": a / b}
-    return ratios
+        pairs = [(theirs[i].get(name), ours[i].get(name)) for i in both[1:]]
+        pairs = [pair for pair in pairs if all(pair)]
+        if pairs:
+            ratios = [a / b for a, b in pairs]
+            even = len(ratios) > 1 and max(ratios) <= UNEVEN * min(ratios)
+            found[title] = {
+                "stock_s": statistics.median(a for a, _ in pairs),
+                "prefix_s": statistics.median(b for _, b in pairs),
+                "ratio": statistics.median(ratios) if even else None,
+                "ratios": ratios,
+            }
+    return found
 
 
 def _token_ratio(prefix: list[dict[str, Any]]) -> float | None:
@@ -159,19 +186,19 @@ def _notes(report: dict[str, Any]) -> list[str]:
         notes.append("the arms sampled other responses: losses and gradients of their steps are not comparable")
     notes += ["steps after the first start from weights that differ by rounding, and sampling multiplies that"]
     tokens, update = report["token_ratio"], report["ratios"].get("update_actor")
-    if tokens and update and update["ratio"] > SUSPICIOUS * tokens:
+    if tokens and update and (faster := statistics.median(update["ratios"])) > SUSPICIOUS * tokens:
         notes.append(
-            f"update_actor is {update['ratio']:.1f}x faster with {tokens:.1f}x fewer tokens: the rest is not sharing, "
-            "but other load on this machine or a slow stock path"
+            f"update_actor is {faster:.1f}x faster with {tokens:.1f}x fewer tokens: the rest is not sharing, but other "
+            "load on this machine or a slow stock path"
         )
-    for name, arm in report["arms"].items():
-        # Step 1 warms up.
-        times = [seconds for step in arm["steps"][1:] if (seconds := step["data"].get(TIMINGS["update_actor"]))]
-        if times and max(times) > SUSPICIOUS * min(times):
-            notes.append(
-                f"update_actor of the {name} arm takes {min(times):.2f} to {max(times):.2f} s: too uneven for a "
-                "ratio that can be quoted; run again on an idle machine"
-            )
+    if all(len(row["ratios"]) == 1 for row in report["ratios"].values()):
+        notes.append("less than two steps after the first were timed: no ratio can be quoted; run three or more")
+    notes += [
+        f"stock / prefix of {title} is {min(row['ratios']):.2f} to {max(row['ratios']):.2f} over the steps: too uneven "
+        "for a ratio that can be quoted; run again on an idle machine"
+        for title, row in report["ratios"].items()
+        if row["ratio"] is None and len(row["ratios"]) > 1
+    ]
     return notes
 
 
@@ -235,16 +262,18 @@ def show(report: dict[str, Any], console: Console) -> None:
         table.add_row(title, *(_number(find(step["data"], name), 3) for arm in steps.values() for step in arm))
     console.print(table)
 
-    medians = Table("median of the steps", title="stock / prefix")
-    for title in ("stock", "prefix", "ratio"):
+    medians = Table("medians, without step 1", title="stock / prefix")
+    for title in ("n", "stock", "prefix", "ratio", "min to max"):
         medians.add_column(title, justify="right")
     for title, row in report["ratios"].items():
-        medians.add_row(title, f"{row['stock_s']:.2f} s", f"{row['prefix_s']:.2f} s", f"{row['ratio']:.2f}x")
+        seconds = (f"{row['stock_s']:.2f} s", f"{row['prefix_s']:.2f} s")
+        spread = f"{min(row['ratios']):.2f} to {max(row['ratios']):.2f}"
+        medians.add_row(title, str(len(row["ratios"])), *seconds, _times(row["ratio"]), spread)
     memory = {name: arm["peak_rss_mib"] for name, arm in report["arms"].items()}
     for role in [role for role in memory["stock"] if role in memory["prefix"]]:
-        medians.add_row(f"{role}, most RSS", *(f"{memory[name][role]} MiB" for name in ("stock", "prefix")), "")
+        medians.add_row(f"{role}, most RSS", "", *(f"{memory[name][role]} MiB" for name in ("stock", "prefix")), "")
     if report["token_ratio"]:
-        medians.add_row("tokens computed", "", "", f"{report['token_ratio']:.2f}x")
+        medians.add_row("tokens computed", "", "", "", _times(report["token_ratio"]))
     console.print(medians)
 
     if report["first_step"] and report["first_step"]["same_rollouts"]:
@@ -263,63 +292,44 @@ def _number(value: float | None, digits: int = 4) -> str:
     return "-" if value is None else str(round(value)) if value >= 1000 else f"{value:.{digits}g}"
 
 
-def save(report: dict[str, Any], output: Path) -> None:
-    """Write report.json, and report.png if both arms logged a step."""
+def _times(ratio: float | None) -> str:
+    return "-" if ratio is None else f"{ratio:.2f}x"
+
+
+def save(report: dict[str, Any], output: Path) -> bool:
+    """Write report.json, and report.png if both arms logged a step; return whether there is one."""
     (output / "report.json").write_text(json.dumps(report, indent=1) + "\n")
-    if all(arm["steps"] for arm in report["arms"].values()):
-        draw(report, output / "report.png")
+    return all(arm["steps"] for arm in report["arms"].values()) and draw(report, output / "report.png")
 
 
-def draw(report: dict[str, Any], path: Path) -> None:
+def draw(report: dict[str, Any], path: Path) -> bool:
     """Draw reward, loss and gradient norm of both arms over each other, and the median seconds side by side."""
-    import matplotlib
+    config, arms = report["config"], report["arms"]
+    steps = sorted({step["step"] for arm in arms.values() for step in arm["steps"]})
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-    from matplotlib.ticker import MaxNLocator
+    def curve(title: str, metric: str) -> Curves:
+        found = {name: {step["step"]: step["data"].get(metric) for step in arm["steps"]} for name, arm in arms.items()}
+        ys = [(name, [values.get(step) for step in steps]) for name, values in found.items()]
+        return Curves(f"{title.capitalize()} ({metric})", UNITS[title], steps, ys)
 
-    figure, axes = plt.subplots(2, 2, figsize=(11, 7.5), layout="constrained")
-    config = report["config"]
-    figure.suptitle(f"verl GRPO, stock actor and shared prefix: {config['model']}, {config['workload']}")
-    titles = ("Mean reward", "Loss", "Gradient norm")
-    for ax, title, metric in zip(axes.flat, titles, CURVES.values(), strict=False):
-        # Equal curves must both stay visible: stock is wide and pale underneath, ours thin and dashed on top.
-        for name, style in (("stock", {"lw": 6, "alpha": 0.5}), ("prefix", {"lw": 1.5, "ls": "--", "marker": "o"})):
-            steps = report["arms"][name]["steps"]
-            ys = [step["data"].get(metric) for step in steps]
-            ax.plot(
-                [s["step"] for s in steps],
-                [float("nan") if y is None else y for y in ys],
-                color=COLORS[name],
-                label=name,
-                **style,
-            )
-        ax.set(title=title, xlabel="training step", ylabel=metric)
-        ax.xaxis.set_major_locator(MaxNLocator(integer=True))
-        ax.grid(alpha=0.3)
-        ax.legend()
-    ax = axes[1, 1]
-    for shift, name in ((-0.2, "stock"), (0.2, "prefix")):
-        heights = [row[f"{name}_s"] for row in report["ratios"].values()]
-        ax.bar([i + shift for i in range(len(heights))], heights, width=0.4, color=COLORS[name], label=name)
-    for i, row in enumerate(report["ratios"].values()):
-        top = max(row["stock_s"], row["prefix_s"])
-        ax.text(i, top, f"{row['ratio']:.2f}x", ha="center", va="bottom")
-    ax.set_xticks(range(len(report["ratios"])), [title.replace("_", "\n", 1) for title in report["ratios"]])
-    ax.set(title="Median time per step, and stock / prefix", ylabel="seconds")
-    ax.margins(y=0.25)
-    ax.grid(axis="y", alpha=0.3)
-    ax.set_axisbelow(True)
-    ax.legend(loc="upper center", ncols=2)
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+    ratios = report["ratios"]
+    seconds = Bars(
+        "Median seconds without step 1, and stock / prefix",
+        "seconds",
+        "timing",
+        [title.replace("_", "\n", 1) + f"\nn = {len(row['ratios'])}" for title, row in ratios.items()],
+        {name: [row[f"{name}_s"] for row in ratios.values()] for name in arms},
+        texts=[_times(row["ratio"]) for row in ratios.values()],
+    )
+    panels = [*(curve(*item) for item in CURVES.items()), seconds]
+    return save_plot(path, f"verl GRPO, stock actor and shared prefix: {config['model']}, {config['workload']}", panels)
 
 
 def finish(report: dict[str, Any], output: Path, console: Console) -> int:
     """Print and write the report; return the demo's exit status, 1 with every problem in words if there is one."""
     show(report, console)
-    save(report, output)
-    console.print(f"report: {output / 'report.json'} and report.png")
+    drawn = save(report, output)
+    console.print(f"report: {output / 'report.json'}{' and report.png' if drawn else ''}")
     for arm in report["arms"].values():
         log = Path(arm["log"])
         if arm["error"] and log.exists():
@@ -343,3 +353,12 @@ def _device() -> dict[str, Any]:
         "cpus": os.cpu_count(),
         "load_average": os.getloadavg()[0],
     }
+
+
+if __name__ == "__main__":
+    for path in map(Path, sys.argv[1:]):
+        found = json.loads(path.read_text())
+        derive(found)
+        path.write_text(json.dumps(found, indent=1) + "\n")
+        if path.with_suffix(".png").exists():
+            draw(found, path.with_suffix(".png"))

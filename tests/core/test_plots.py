@@ -37,9 +37,14 @@ def _bar_heights(axes: Any) -> list[float]:
     return [patch.get_height() for patch in axes.patches]
 
 
-@pytest.mark.parametrize("name", [name for name in RESULTS if name.startswith(("ab_", "bench_"))] + ["runs"])
-def test_every_axis_has_a_unit_every_panel_data_and_a_title(drawn: list[Figure], name: str) -> None:
-    kind = {"ab": report, "bench": bench}.get(name.split("_")[0], runs)
+@pytest.mark.parametrize("name", [name for name in RESULTS if name.startswith(("ab_", "bench_", "demo_"))] + ["runs"])
+def test_every_axis_has_a_unit_every_panel_data_and_a_title(
+    drawn: list[Figure], monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    import demo_report
+
+    kind = {"ab": report, "bench": bench, "demo": demo_report}.get(name.split("_")[0], runs)
     found = _two_runs() if kind is runs else _load(name)
     assert kind.draw(found, Path("unused.png"))
     (figure,) = drawn
@@ -48,6 +53,9 @@ def test_every_axis_has_a_unit_every_panel_data_and_a_title(drawn: list[Figure],
         assert len(figure.axes) == (2 if found["config"]["memory"] else 1)
         assert f"n = {found['config']['repeats']} rounds" in figure.axes[0].get_title()
         assert "FLOP ratio" in [text.get_text() for text in figure.legends[0].get_texts()]
+    if kind is demo_report:
+        counts = [f"n = {len(row['ratios'])}" for row in found["ratios"].values()]
+        assert [text.get_text().split("\n")[-1] for text in figure.axes[-1].get_xticklabels()] == counts
     if kind is report:
         counts = {"log_probs": len(found["steps"]), "update": len(found["steps"]), "optimizer": len(found["steps"]) - 1}
         shown = [text.get_text() for text in figure.axes[3].get_xticklabels()]

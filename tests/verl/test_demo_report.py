@@ -33,12 +33,15 @@ def demo_report(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 @pytest.fixture
 def run(demo_report: ModuleType, tmp_path: Path) -> Callable[..., tuple[int, str, dict[str, Any]]]:
-    """Write both metric files, changed at step 1 by `stock` and `prefix`; return exit status, text and report."""
+    """Write both metric files, changed at step 1 by `stock` and `prefix`, stock's at step 3 by `last_stock`.
+
+    Returns exit status, text and report.
+    """
 
     def metrics(name: str, step: int, edit: Edit) -> Edit:
         data = {key: 0.25 * step for key in demo_report.ROLLOUTS} | {"actor/pg_loss": 0.0, "actor/entropy": 2.5}
         data |= {"critic/rewards/mean": 0.1 * step, "actor/loss": -0.0025 * step, "actor/grad_norm": 0.4 / step}
-        data |= {key: (4.0 if name == "stock" else 1.0) * step for key in demo_report.TIMINGS.values()}
+        data |= {key: (4.0 if name == "stock" else 1.0) * step**2 for key in demo_report.TIMINGS.values()}
         data |= {"training/rollout_probs_diff_max": 3e-9}
         data |= REUSE if name == "prefix" else {}
         return {k: v for k, v in (data | edit).items() if v is not None}
@@ -50,18 +53,17 @@ def run(demo_report: ModuleType, tmp_path: Path) -> Callable[..., tuple[int, str
         steps: int = 3,
         reuse: float = 0.8,
         rollout: str = "hf",
+        last_stock: Edit | None = None,
     ) -> tuple[int, str, dict[str, Any]]:
         arms = []
-        for name, edit in (("stock", stock), ("prefix", prefix)):
+        for name, edits in (("stock", {1: stock, 3: last_stock}), ("prefix", {1: prefix})):
             rows = [{"step": 0, "data": {"val-core/acc": 0.0}}]
             for step in range(1, (3 if name == "stock" else steps) + 1):
                 drop = {"actor/prefix/reuse_fraction": reuse} if reuse else dict.fromkeys(REUSE)
                 rows.append(
                     {
                         "step": step,
-                        "data": metrics(
-                            name, step, (drop if name == "prefix" else {}) | ((edit or {}) if step == 1 else {})
-                        ),
+                        "data": metrics(name, step, (drop if name == "prefix" else {}) | (edits.get(step) or {})),
                     }
                 )
             path, log = tmp_path / f"{name}.jsonl", tmp_path / f"{name}.log"
@@ -80,10 +82,15 @@ def run(demo_report: ModuleType, tmp_path: Path) -> Callable[..., tuple[int, str
 def test_equal_arms_pass_and_leave_a_report_and_a_picture(run: Callable, tmp_path: Path) -> None:
     status, text, report = run()
     assert status == 0 and "FAILED" not in text and report["problems"] == []
-    assert report["schema"] == "verl_prefix.demo/1"
+    assert report["schema"] == "verl_prefix.demo/2"
     assert {"versions", "device", "git", "config", "arms", "ratios"} <= report.keys()
     assert [step["step"] for step in report["arms"]["prefix"]["steps"]] == [1, 2, 3]
-    assert report["ratios"]["update_actor"] == {"stock_s": 8.0, "prefix_s": 2.0, "ratio": 4.0}
+    # Of steps 2 and 3, whose seconds differ and whose ratios do not.
+    found = {"stock_s": 26.0, "prefix_s": 6.5, "ratio": 4.0, "ratios": [4.0, 4.0]}
+    assert report["ratios"]["update_actor"] == found and "too uneven" not in text
+    row = next(line for line in text.splitlines() if "old_log_prob" in line and "4.00x" in line)
+    cells = [cell.strip() for cell in row.split("\u2502")]
+    assert cells[2:-1] == ["2", "26.00 s", "6.50 s", "4.00x", "4.00 to 4.00"]
     assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -150,6 +157,29 @@ def test_a_ratio_beyond_the_saved_tokens_is_flagged(run: Callable) -> None:
     _, text, report = run(reuse=0.5)
     assert report["token_ratio"] == pytest.approx(2.0)
     assert "4.0x faster with 2.0x fewer tokens: the rest is not sharing" in text
+
+
+def test_a_ratio_that_is_uneven_or_of_one_step_is_not_there(run: Callable) -> None:
+    _, text, report = run(steps=2)
+    assert report["ratios"]["step"]["ratio"] is None and report["ratios"]["step"]["ratios"] == [4.0]
+    assert "note: less than two steps after the first were timed" in text and "4.00x" not in text
+    _, text, report = run(steps=1)
+    assert report["ratios"] == {} and "note: less than two steps after the first were timed" in text
+    for last, even in ((5.9, True), (6.1, False)):
+        _, text, report = run(last_stock={"timing_s/update_actor": 9 * last})
+        assert report["ratios"]["update_actor"]["ratios"] == pytest.approx([4.0, last])
+        assert (report["ratios"]["update_actor"]["ratio"] is not None) == even
+        assert ("update_actor is 4.00 to 6.10 over the steps: too uneven for a ratio" in text) == (not even)
+        assert report["ratios"]["ref"]["ratio"] == 4.0
+
+
+def test_committed_reports_hold_what_follows_from_their_steps(demo_report: ModuleType) -> None:
+    found = [path for path in (ROOT / "examples" / "results").glob("*.json") if "demo/" in path.read_text()[:50]]
+    assert len(found) >= 7
+    for path in found:
+        report = json.loads(path.read_text())
+        demo_report.derive(again := json.loads(path.read_text()))
+        assert report == again, f"run python examples/demo_report.py {path.relative_to(ROOT)}"
 
 
 def test_leaving_a_run_ends_what_it_started_in_other_process_groups(demo_report: ModuleType, tmp_path: Path) -> None:
