@@ -145,17 +145,17 @@ def _timed(steps: list[dict[str, Any]], name: str) -> list[dict[str, Any]]:
 
 
 def _passes(steps: list[dict[str, Any]], arm: str) -> dict[str, Any]:
-    """Medians with spread per pass, stock's median over ours, and the most memory that a pass added."""
+    """Medians with spread per pass, the median of stock's seconds over ours step by step (steps have prompts of other
+    lengths), and the most memory that a pass added."""
     found = {}
     for name in PASSES:
         seconds, stock = ([step["arms"][a]["seconds"][name] for step in _timed(steps, name)] for a in (arm, "stock"))
-        median = statistics.median(seconds)
         added = [step["arms"][arm]["added_gib"].get(name) for step in steps]
         found[name] = {
-            "median_s": median,
+            "median_s": statistics.median(seconds),
             "min_s": min(seconds),
             "max_s": max(seconds),
-            "speedup": statistics.median(stock) / median,
+            "speedup": statistics.median(a / b for a, b in zip(stock, seconds, strict=True)),
             "added_gib": None if None in added else max(added),
         }
     return found

@@ -121,12 +121,12 @@ def build(paths: list[str], runs: list[Steps]) -> dict[str, Any]:
         both = [step for step in timed if all(name in run[step] for run in runs)]
         seconds = [[run[step][name] for step in both] for run in runs]
         medians = [statistics.median(x) for x in seconds]
-        if all(medians):
+        if all(seconds[1]) and medians[0]:
             timings[name] = {
                 "n": len(both),
                 "stock_s": medians[0],
                 "ours_s": medians[1],
-                "speedup": medians[0] / medians[1],
+                "speedup": statistics.median(a / b for a, b in zip(*seconds, strict=True)),
                 "ranges_s": [[min(x), max(x)] for x in seconds],
             }
     return {

@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from verl_prefix import cli, runs
+from verl_prefix import cli, report, runs
 from verl_prefix.trace import TraceError
 
 STEP = {
@@ -37,6 +37,23 @@ def test_equal_first_steps_hold_and_times_are_compared(tmp_path):
     assert report["notes"] == ["stock.jsonl has 2 more steps, 4 to 5; the other run has not"]
     assert report["notes"][0] in (tmp_path / "out" / "report.md").read_text()
     assert (tmp_path / "out" / "report.png").stat().st_size > 10_000
+
+
+def test_a_speed_up_is_the_median_over_steps_of_one_number(tmp_path):
+    """Steps have prompts of other lengths: seconds of one step are not to be held against those of another."""
+    seconds = {1: (9, 9), 2: (10, 5), 3: (20, 4), 4: (40, 20)}
+    stock, ours = ({i: {"timing_s/update_actor": float(pair[arm])} for i, pair in seconds.items()} for arm in (0, 1))
+    code, found = compare(tmp_path, stock, ours)
+    assert code == 0 and found["timings"]["timing_s/update_actor"]["n"] == 3
+    assert found["timings"]["timing_s/update_actor"]["speedup"] == 2.0
+    assert "| timing_s/update_actor | 3 | 20.000 | 5.000 | 2.00 |" in (tmp_path / "out" / "report.md").read_text()
+    steps = [
+        {"arms": {arm: {"seconds": dict.fromkeys(report.PASSES, s), "added_gib": {}}
+                  for arm, s in zip(("stock", "ours"), pair, strict=True)}}
+        for pair in seconds.values()
+    ]  # fmt: skip
+    assert report._passes(steps[1:], "ours")["update"]["speedup"] == 2.0
+    assert report._passes(steps, "ours")["optimizer"]["speedup"] == 2.0, "the first step allocates its state"
 
 
 def test_another_first_step_from_the_same_rollouts_fails_by_name(tmp_path, capsys):
