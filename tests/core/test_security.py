@@ -79,14 +79,14 @@ def hook(event, args):
             raise SystemExit(f"network: {event} {args[1:]}")
 
 sys.addaudithook(hook)
+if sys.argv[1:] == ["probe"]:
+    socket.create_connection(("127.0.0.1", 9), timeout=1)
 import verl_prefix
 names = [module.name for module in pkgutil.walk_packages(verl_prefix.__path__, "verl_prefix.")]
 names.remove("verl_prefix.cpu.vllm_worker")  # vLLM's own process imports it, and only vLLM's installation can
-for name in names if sys.argv[1:] != ["probe"] else []:
+for name in names:
     importlib.import_module(name)
 print(len(names), "modules")
-if sys.argv[1:] == ["probe"]:
-    socket.create_connection(("127.0.0.1", 9), timeout=1)
 """
 
 
@@ -95,4 +95,4 @@ def test_importing_opens_no_connection(probe):
     command = [sys.executable, "-c", IMPORT_ALL, *(["probe"] if probe else [])]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
     assert (result.returncode == 0) != probe, result.stdout + result.stderr
-    assert "modules" in result.stdout and ("network: " in result.stderr) == probe
+    assert ("modules" in result.stdout) != probe and ("network: " in result.stderr) == probe

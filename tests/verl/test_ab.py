@@ -4,63 +4,67 @@ replayed through stock, packed and phased; engines that are broken on purpose; d
 `make ab-100` is the same with 100 steps. Does not exercise CUDA or NCCL.
 """
 
+import contextlib
+import dataclasses
+import functools
+import io
 import json
 import math
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from verl_prefix import report
+from verl_prefix import ab, cli, report
 
 ROOT = Path(__file__).resolve().parents[2]
 ENVIRONMENT = os.environ | {"VERL_PLATFORM": "cpu", "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
 ENVIRONMENT.pop("RAY_ADDRESS", None)
 
-# Patches at import, so that the ranks that ab spawns are broken as well.
-SABOTAGE = """
-import dataclasses
-import sys
 
-import torch
+def sabotage(kind: str) -> None:
+    """Breaks the engine of this process, for as long as it lives."""
+    from verl_prefix import prefix_cache, schedule
+    from verl_prefix.engine import mini_batch
 
-from verl_prefix import cli, prefix_cache, schedule
-from verl_prefix.engine import mini_batch
+    forward, add_grad = schedule.Schedule._forward, prefix_cache.PrefixCache.add_grad
+    token_outputs, made = mini_batch.MiniBatch.token_outputs, ab.synthetic_rows
 
-forward, add_grad = schedule.Schedule._forward, prefix_cache.PrefixCache.add_grad
-token_outputs = mini_batch.MiniBatch.token_outputs
+    def one_off(self, tokens, layout, *args):
+        positions = tokens.position_ids.clone()
+        positions[layout.suffix_index] += 1
+        tokens = dataclasses.replace(tokens, position_ids=positions)
+        return forward(self, tokens, layout, *args)
+
+    def dropped(self, layer, *args):
+        if layer != 1:
+            add_grad(self, layer, *args)
+
+    def one_percent(self, *args):
+        outputs = token_outputs(self, *args)
+        return outputs if torch.is_grad_enabled() else 1.01 * outputs
+
+    def dies(*args, seed, **more):
+        return made(*args, seed=seed, **more) if seed < 1000 else 1 / 0
+
+    if kind == "positions":
+        schedule.Schedule._forward = one_off
+    elif kind == "grads":
+        prefix_cache.PrefixCache.add_grad = dropped
+    elif kind == "old_log_probs":
+        mini_batch.MiniBatch.token_outputs = one_percent
+    else:
+        ab.synthetic_rows = dies
 
 
-def one_off(self, tokens, layout, *args):
-    positions = tokens.position_ids.clone()
-    positions[layout.suffix_index] += 1
-    tokens = dataclasses.replace(tokens, position_ids=positions)
-    return forward(self, tokens, layout, *args)
-
-
-def dropped(self, layer, *args):
-    if layer != 1:
-        add_grad(self, layer, *args)
-
-
-def one_percent(self, *args):
-    outputs = token_outputs(self, *args)
-    return outputs if torch.is_grad_enabled() else 1.01 * outputs
-
-
-if {kind!r} == "positions":
-    schedule.Schedule._forward = one_off
-elif {kind!r} == "grads":
-    prefix_cache.PrefixCache.add_grad = dropped
-else:
-    mini_batch.MiniBatch.token_outputs = one_percent
-if __name__ == "__main__":
-    sys.exit(cli.main(sys.argv[1:]))
-"""
+def broken_rank(*args: object, kind: str) -> None:
+    sabotage(kind)
+    ab._worker(*args)
 
 
 def run(command: list, timeout: int, **env: str) -> subprocess.CompletedProcess[str]:
@@ -68,9 +72,19 @@ def run(command: list, timeout: int, **env: str) -> subprocess.CompletedProcess[
     return subprocess.run(words, cwd=ROOT, env=ENVIRONMENT | env, capture_output=True, text=True, timeout=timeout)
 
 
-def ab(*words: object, script: Path | None = None) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, script] if script else [sys.executable, "-m", "verl_prefix.cli"]
-    return run([*command, "ab", *words], timeout=300)
+@pytest.fixture
+def replay(spawn, monkeypatch) -> Callable[..., SimpleNamespace]:
+    """`verl-prefix ab` in this process, its ranks from `spawn`, and broken if `kind` says how."""
+
+    def run_here(*words: object, kind: str | None = None) -> SimpleNamespace:
+        with monkeypatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as printed:
+            patch.setattr(torch.multiprocessing, "spawn", spawn)
+            if kind:
+                patch.setattr(ab, "_worker", functools.partial(broken_rank, kind=kind))
+            code = cli.main(["ab", *map(str, words)])
+        return SimpleNamespace(returncode=code, stdout=printed.getvalue(), stderr="")
+
+    return run_here
 
 
 @pytest.fixture(scope="module")
@@ -120,16 +134,14 @@ def test_ten_real_steps_replay_within_the_tolerances(recorded):
     ],
 )
 def test_a_broken_engine_fails_and_the_first_divergence_is_named(
-    recorded, tmp_path, kind, words, failing, quantity, layer
+    recorded, tmp_path, replay, kind, words, failing, quantity, layer
 ):
-    script = tmp_path / "sabotage.py"
-    script.write_text(SABOTAGE.format(kind=kind))
     # Both recorded ranks on one, as an 8-GPU trace on a single GPU; and no trace at all.
     source = ("--trace", recorded / "trace", "--ranks", 1)
     if kind == "grads":
         source = ("--synthetic", "48,12,3,2", "--model", recorded / "model")
     truth = ("--truth-steps", 1 if "bf16" in words else 0)
-    done = ab(*source, "--steps", 1, *words.split(), *truth, "--out", tmp_path / "out", script=script)
+    done = replay(*source, "--steps", 1, *words.split(), *truth, "--out", tmp_path / "out", kind=kind)
     assert done.returncode == 1, done.stdout + done.stderr
     arm = words.split()[1]
     for name in failing:
@@ -142,7 +154,7 @@ def test_a_broken_engine_fails_and_the_first_divergence_is_named(
 
 
 @pytest.mark.ray
-def test_under_torchrun_and_with_a_replay_that_dies(recorded, tmp_path):
+def test_under_torchrun_and_with_a_replay_that_dies(recorded, tmp_path, replay):
     """Two ranks started by torchrun. Then one that runs out of steps: what was measured until then is reported."""
     rows = ("--synthetic", "24,8,2,1", "--model", recorded / "model", "--steps", 2, "--truth-steps", 1)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", 2]
@@ -153,18 +165,7 @@ def test_under_torchrun_and_with_a_replay_that_dies(recorded, tmp_path):
     assert found["holds"] and found["ranks"] == 2 and len(found["steps"]) == 2
     assert sorted(path.name for path in (tmp_path / "torchrun").iterdir()) == ["report.json", "report.md", "report.png"]
 
-    script = tmp_path / "dies.py"
-    script.write_text(
-        "import sys\n"
-        "from verl_prefix import ab, cli\n"
-        "made = ab.synthetic_rows\n"
-        "def dies(*args, seed, **more):\n"
-        "    return made(*args, seed=seed, **more) if seed < 1000 else 1 / 0\n"
-        "ab.synthetic_rows = dies\n"
-        "if __name__ == '__main__':\n"
-        "    sys.exit(cli.main(sys.argv[1:]))\n"
-    )
-    done = ab(*rows, "--out", tmp_path / "died", script=script)
+    done = replay(*rows, "--out", tmp_path / "died", kind="dies")
     assert done.returncode == 2 and "ZeroDivisionError" in done.stdout, done.stdout + done.stderr
     assert "the report is of the first 1 of 2 steps" in done.stdout
     assert "FAILED: auto, steps that were not replayed" in done.stdout
@@ -174,7 +175,6 @@ def test_under_torchrun_and_with_a_replay_that_dies(recorded, tmp_path):
 @pytest.mark.ray
 def test_a_report_is_not_overwritten_and_a_damaged_trace_is_an_error(recorded, tmp_path):
     words = ("ab", "--trace", recorded / "trace", "--out")
-    from verl_prefix import cli
 
     def code(*more: object) -> int:
         return cli.main([str(word) for word in (*words, *more)])

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-import torch.multiprocessing as mp
 
 from verl_prefix.kernels import cpu
 from verl_prefix.testing import write_tiny_model
@@ -366,14 +365,14 @@ def _worker(rank: int, world: int, rendezvous: str, models: dict, cases: dict, o
 
 
 @pytest.fixture(scope="module", params=[1, 2], ids=["1rank", "2ranks"])
-def results(request, tmp_path_factory):
+def results(request, tmp_path_factory, spawn):
     tmp = tmp_path_factory.mktemp("engine")
     models = {family: write_tiny_model(tmp / family, family=family) for family in ("qwen3", "llama")}
     # Shorter than some prefixes, and ending inside the suffixes of others.
     window = dict(use_sliding_window=True, sliding_window=25, max_window_layers=1)
     models["window"] = write_tiny_model(tmp / "window", **window)
     world = request.param
-    mp.spawn(_worker, args=(world, str(tmp / "rendezvous"), models, CASES, str(tmp / "out")), nprocs=world)
+    spawn(_worker, args=(world, str(tmp / "rendezvous"), models, CASES, str(tmp / "out")), nprocs=world)
     return [torch.load(f"{tmp / 'out'}.{rank}") for rank in range(world)]
 
 

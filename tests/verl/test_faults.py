@@ -139,17 +139,17 @@ def model(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def alone(model, tmp_path_factory):
+def alone(model, tmp_path_factory, spawn):
     tmp = tmp_path_factory.mktemp("alone")
-    mp.spawn(_alone, args=(str(tmp / "rendezvous"), model, str(tmp / "out")), nprocs=1)
+    spawn(_alone, args=(str(tmp / "rendezvous"), model, str(tmp / "out")), nprocs=1)
     return torch.load(tmp / "out")
 
 
 @pytest.fixture(scope="module")
-def pair(model, tmp_path_factory):
+def pair(model, tmp_path_factory, spawn):
     tmp = tmp_path_factory.mktemp("pair")
     with pytest.raises(mp.ProcessRaisedException) as raised:
-        mp.spawn(_pair, args=(str(tmp / "rendezvous"), model, str(tmp / "out")), nprocs=2)
+        spawn(_pair, args=(str(tmp / "rendezvous"), model, str(tmp / "out")), nprocs=2)
     return [torch.load(f"{tmp / 'out'}.{rank}") for rank in range(2)], str(raised.value)
 
 

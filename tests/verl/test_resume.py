@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.multiprocessing as mp
 from test_engine_equivalence import TOLERANCE, _batch, _engine, _full, _loss, _relative
 from transformers import AutoModelForCausalLM
 
@@ -55,9 +54,9 @@ def _worker(rank: int, rendezvous: str, model: str, out: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory):
+def run(tmp_path_factory, spawn):
     tmp = tmp_path_factory.mktemp("resume")
-    mp.spawn(_worker, args=(str(tmp / "rendezvous"), write_tiny_model(tmp / "model"), str(tmp)), nprocs=2)
+    spawn(_worker, args=(str(tmp / "rendezvous"), write_tiny_model(tmp / "model"), str(tmp)), nprocs=2)
     return tmp, [torch.load(tmp / f"results.{rank}") for rank in range(2)]
 
 

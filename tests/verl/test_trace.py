@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.multiprocessing as mp
 from safetensors.torch import load_file, save_file
 from tensordict import NonTensorStack, TensorDict
 
@@ -221,8 +220,8 @@ def _train(rank: int, scratch: Path, model: str) -> None:
     torch.distributed.destroy_process_group()
 
 
-def test_an_engine_records_its_updates_alone_whatever_its_schedule(tmp_path, model):
-    mp.spawn(_train, args=(tmp_path, model))
+def test_an_engine_records_its_updates_alone_whatever_its_schedule(tmp_path, model, spawn):
+    spawn(_train, args=(tmp_path, model))
     for schedule in ("auto", "stock"):
         recorded = trace.Trace(tmp_path / schedule)
         recorded.check_model(model)

@@ -13,7 +13,6 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.multiprocessing as mp
 from test_engine_equivalence import OURS, TOLERANCE, _compare, _engine, _full, _half_errors, _loss, _responses
 
 from verl_prefix import vision
@@ -222,10 +221,10 @@ def _worker(rank: int, world: int, rendezvous: str, paths: dict, out: str) -> No
 
 
 @pytest.fixture(scope="module", params=[1, 2], ids=["1rank", "2ranks"])
-def results(request, tmp_path_factory):
+def results(request, tmp_path_factory, spawn):
     tmp, world = tmp_path_factory.mktemp("vision"), request.param
     paths = {family: write_tiny_model(tmp / family, family=family) for family in FAMILIES}
-    mp.spawn(_worker, args=(world, str(tmp / "rendezvous"), paths, str(tmp / "out")), nprocs=world)
+    spawn(_worker, args=(world, str(tmp / "rendezvous"), paths, str(tmp / "out")), nprocs=world)
     return [torch.load(f"{tmp / 'out'}.{rank}") for rank in range(world)]
 
 
