@@ -92,7 +92,8 @@ def recorded(tmp_path_factory) -> Path:
     """5 training steps of 2 mini-batches: half of the 10 optimizer steps are off-policy. The trace and the report."""
     out = tmp_path_factory.mktemp("ab")
     words = "--arms packed,phased,stock_repacked --truth-steps 10"
-    done = run([ROOT / "examples" / "ab_grpo.sh", "trace"], 900, OUT=str(out), AB_ARGS=words, PYTHON=sys.executable)
+    knobs = dict(OUT=str(out), AB_ARGS=words, PYTHON=sys.executable, PARAGRAPHS="1")
+    done = run([ROOT / "examples" / "ab_grpo.sh", "trace"], 900, **knobs)
     (out / "output").write_text(f"{done.returncode}\n{done.stdout}\n{done.stderr}")
     return out
 

@@ -24,12 +24,13 @@ from verl_prefix.cpu import engine  # noqa: E402
 from verl_prefix.cpu.engine import CPUEngineMixin  # noqa: E402
 
 PROBE = """
-import verl
+import sys, verl
 from verl.plugin.platform import PlatformRegistry, get_platform
 from verl.workers.engine.base import EngineRegistry
 from verl.workers.rollout.replica import RolloutReplicaRegistry
 print("ANSWER", get_platform().device_name, PlatformRegistry.get("cpu").__name__,
-      "hf" in RolloutReplicaRegistry._registry, "cpu" in EngineRegistry._engines["language_model"]["fsdp2"])
+      "hf" in RolloutReplicaRegistry._registry, "cpu" in EngineRegistry._engines["language_model"]["fsdp2"],
+      any("vllm_metadata" in path for path in sys.path))
 """
 PROBE_CPU = """
 import os, verl
@@ -50,9 +51,9 @@ def answer(code: str, **env: str) -> list[str]:
 
 
 def test_without_the_variable_only_the_name_is_registered() -> None:
-    device, platform, has_rollout, has_engine = answer(PROBE)
+    device, platform, *others = answer(PROBE)
     assert device != "cpu"
-    assert (platform, has_rollout, has_engine) == ("CPUPlatform", "False", "False")
+    assert (platform, *others) == ("CPUPlatform", "False", "False", "False")
 
 
 def test_the_variable_selects_engine_rollout_and_threads() -> None:

@@ -32,7 +32,8 @@ def compute_score(*args):
 
 
 @pytest.mark.ray
-@pytest.mark.parametrize(("schedule", "ranks"), [pytest.param("auto", 1, marks=pytest.mark.full), ("phased", 2)])
+@pytest.mark.full
+@pytest.mark.parametrize(("schedule", "ranks"), [("auto", 1), ("phased", 2)])
 def test_two_training_steps_on_musique(tmp_path, schedule, ranks, train):
     questions = SAMPLE
     if not SAMPLE.exists():

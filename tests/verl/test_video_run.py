@@ -38,12 +38,12 @@ def test_clips_train_through_verl_with_the_pixels_that_the_rollout_saw(tmp_path,
         "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=2048",
         # A random model earns nothing: the entropy alone gives a gradient.
         "actor_rollout_ref.actor.entropy_coeff=0.01", "actor_rollout_ref.actor.optim.lr=1e-4",
-        "actor_rollout_ref.actor.prefix.schedule=packed", "trainer.n_gpus_per_node=2",
+        "actor_rollout_ref.actor.prefix.schedule=phased", "trainer.n_gpus_per_node=2",
     )  # fmt: skip
     assert "(SharedPixelsWorker pid=" in log
     for step in steps:
         assert step["actor/grad_norm"] > 0 and step["critic/score/mean"] >= 0
-        assert step["prefix/reuse_fraction"] > 0.5 and step["prefix/split_groups"] == 0
+        assert step["prefix/reuse_fraction"] > 0.5 and step["prefix/split_groups"] == 0 and step["prefix/waves"] > 0
         # Another clip's pixels change these probabilities by 5e-4.
         assert step["training/rollout_probs_diff_max"] < 1e-6
     rollouts = [json.loads(line) for path in (tmp_path / "rollouts").glob("*.jsonl") for line in path.open()]

