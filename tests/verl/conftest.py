@@ -39,7 +39,7 @@ def train(tmp_path: Path) -> Callable[..., tuple[list[dict[str, Any]], str]]:
         environment.pop("RAY_ADDRESS", None)
         with log.open("w") as out:
             code = subprocess.run(
-                command, cwd=tmp_path, env=environment, stdout=out, stderr=out, timeout=400
+                command, cwd=tmp_path, env=environment, stdout=out, stderr=out, timeout=1200
             ).returncode
         text = log.read_text(errors="replace")
         assert code == 0, "\n".join(text.splitlines()[-40:])

@@ -93,7 +93,7 @@ def recorded(tmp_path_factory) -> Path:
     out = tmp_path_factory.mktemp("ab")
     words = "--arms packed,phased,stock_repacked --truth-steps 10"
     knobs = dict(OUT=str(out), AB_ARGS=words, PYTHON=sys.executable, PARAGRAPHS="1")
-    done = run([ROOT / "examples" / "ab_grpo.sh", "trace"], 900, **knobs)
+    done = run([ROOT / "examples" / "ab_grpo.sh", "trace"], 1800, **knobs)
     (out / "output").write_text(f"{done.returncode}\n{done.stdout}\n{done.stderr}")
     return out
 
@@ -160,7 +160,7 @@ def test_under_torchrun_and_with_a_replay_that_dies(recorded, tmp_path, replay):
     rows = ("--synthetic", "24,8,2,1", "--model", recorded / "model", "--steps", 2, "--truth-steps", 1)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", 2]
     words = ("-m", "verl_prefix.cli", "ab", *rows, "--ranks", 2, "--out", tmp_path / "torchrun")
-    done = run([*torchrun, *words], timeout=300)
+    done = run([*torchrun, *words], timeout=900)
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads((tmp_path / "torchrun" / "report.json").read_text())
     assert found["holds"] and found["ranks"] == 2 and len(found["steps"]) == 2

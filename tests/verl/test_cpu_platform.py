@@ -172,7 +172,7 @@ def test_stock_verl_trains_grpo_with_a_ref_policy(tmp_path: Path, ranks: int) ->
         "trainer.resume_mode=disable",
     ]
     env = {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"} | {"VERL_PLATFORM": "cpu"}
-    run = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    run = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=1200)
     assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-3000:]
     metrics = dict(re.findall(r"(\S+):(-?[\d.e+-]+|nan)(?: - |\s)", run.stdout))
     assert float(metrics["training/rollout_probs_diff_max"]) < 1e-6
