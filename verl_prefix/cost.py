@@ -11,6 +11,7 @@ for forward and backward. FLOPs are those of matmuls; norms, rotary angles and t
 import dataclasses
 import json
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +20,7 @@ from typing import NamedTuple
 import torch
 
 from verl_prefix.groups import Group
-from verl_prefix.waves import Plan
+from verl_prefix.waves import Plan, first_fit
 
 
 @dataclass(frozen=True)
@@ -63,14 +64,16 @@ def _pairs(length: int, behind: int, window: int | None) -> float:
 def _group_pass(shape: ModelShape, groups: Iterable[Group], prefixes: bool, suffixes: bool) -> Pass:
     tokens = head = 0
     pairs = 0.0
+    windows = Counter(shape.windows).items()
     for group in groups:
         if prefixes:
             tokens += group.prefix_len
-            pairs += sum(_pairs(group.prefix_len, 0, window) for window in shape.windows)
+            pairs += sum(layers * _pairs(group.prefix_len, 0, window) for window, layers in windows)
         if suffixes:
             tokens += group.num_suffix_tokens
             head += group.num_suffix_tokens
-            pairs += sum(_pairs(n, group.prefix_len, window) for n in group.suffix_lens for window in shape.windows)
+            behind = group.prefix_len
+            pairs += sum(layers * _pairs(n, behind, window) for n in group.suffix_lens for window, layers in windows)
     return Pass(tokens, head, pairs)
 
 
@@ -99,21 +102,15 @@ def stock_passes(shape: ModelShape, groups: Sequence[Group], budget: int, dense_
     Args:
         dense_mask: attention has no varlen form (sdpa, eager): several rows in a micro-batch read a T x T mask.
     """
-    lens = sorted((group.prefix_len + 1 + n for group in groups for n in group.suffix_lens), reverse=True)
-    batches: list[list[int]] = []
-    for length in lens:
-        room = next((batch for batch in batches if sum(batch) + length <= budget), None)
-        if room is None:
-            batches.append([length])
-        else:
-            room.append(length)
+    lens = [group.prefix_len + 1 + n for group in groups for n in group.suffix_lens]
+    windows = Counter(shape.windows).items()
     passes = []
-    for batch in batches:
+    for batch in first_fit(lens, int, budget):
         tokens = sum(batch)
         if dense_mask and len(batch) > 1:
             pairs = tokens**2 * len(shape.windows)
         else:
-            pairs = sum(_pairs(n, 0, window) for n in batch for window in shape.windows)
+            pairs = sum(layers * _pairs(n, 0, window) for n in batch for window, layers in windows)
         passes.append(Pass(tokens, tokens, pairs))
     return passes
 

@@ -7,7 +7,7 @@ how many others share its prefix. Does not decide what runs together: see `waves
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -40,7 +40,7 @@ class Group:
 
     def piece(self, start: int, end: int) -> "Group":
         """The group with its rows [start, end) only."""
-        return replace(self, rows=self.rows[start:end], suffix_lens=self.suffix_lens[start:end])
+        return Group(self.rows[start:end], self.prefix_len, self.suffix_lens[start:end])
 
 
 def group_rows(

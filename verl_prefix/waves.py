@@ -5,9 +5,12 @@ A budget counts physical tokens, those that are computed. Pure functions of leng
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from verl_prefix.groups import Group
 from verl_prefix.layout import pass_order
+
+Item = TypeVar("Item")
 
 
 @dataclass(frozen=True)
@@ -46,18 +49,23 @@ def _pieces(group: Group, budget: int) -> list[Group]:
     return [*pieces, group.piece(start, len(group.rows))]
 
 
-def _first_fit(items: Sequence[Group], size: Callable[[Group], int], budget: int) -> list[list[Group]]:
+def first_fit(items: Sequence[Item], size: Callable[[Item], int], budget: int) -> list[list[Item]]:
     """First-fit decreasing: few bins, each within the budget unless a single item exceeds it."""
-    bins: list[tuple[list[Group], int]] = []
+    bins: list[list[Item]] = []
+    used: list[int] = []
+    num_full = 0  # the first bins, which have no room for the smallest item
+    smallest = min(map(size, items), default=0)
     for item in sorted(items, key=size, reverse=True):
-        for i, (members, used) in enumerate(bins):
-            if used + size(item) <= budget:
-                members.append(item)
-                bins[i] = (members, used + size(item))
-                break
-        else:
-            bins.append(([item], size(item)))
-    return [members for members, _ in bins]
+        needed = size(item)
+        while num_full < len(bins) and used[num_full] + smallest > budget:
+            num_full += 1
+        i = next((i for i in range(num_full, len(bins)) if used[i] + needed <= budget), len(bins))
+        if i == len(bins):
+            bins.append([])
+            used.append(0)
+        bins[i].append(item)
+        used[i] += needed
+    return bins
 
 
 def make_waves(groups: Sequence[Group], wave_tokens: int) -> tuple[tuple[tuple[int, Group], ...], ...]:
@@ -94,11 +102,11 @@ def make_plan(
     live = pass_order(groups)
     fits = [schedule == "packed" or (schedule == "auto" and g.num_physical_tokens <= budget) for g in live]
     pieces = [_pieces(group, budget) for group, fit in zip(live, fits, strict=True) if fit]
-    packed = _first_fit([p for cut in pieces for p in cut], lambda group: group.num_physical_tokens, budget)
+    packed = first_fit([p for cut in pieces for p in cut], lambda group: group.num_physical_tokens, budget)
     phased = [group for group, fit in zip(live, fits, strict=True) if not fit]
     works = [Work(tuple(pass_order(members))) for members in packed]
     room = budget if offload else budget - wave_tokens if wave_tokens else budget // 2
-    for members in _first_fit(phased, lambda group: group.prefix_len, room):
+    for members in first_fit(phased, lambda group: group.prefix_len, room):
         ordered = tuple(pass_order(members))
         resident = 0 if offload else sum(group.prefix_len for group in ordered)
         works.append(Work(ordered, make_waves(ordered, wave_tokens or budget - resident)))
