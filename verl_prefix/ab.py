@@ -5,6 +5,7 @@ Starts one process per rank itself, or runs as a rank under torchrun. `report` h
 
 import dataclasses
 import json
+import math
 import os
 import sys
 import tempfile
@@ -67,6 +68,8 @@ class Options:
                 raise TraceError(f"--{option} {value}: give 1 or more")
         if self.truth_steps < 0:
             raise TraceError(f"--truth-steps {self.truth_steps}: give 0 or more")
+        if self.lr is not None and not 0 <= self.lr < math.inf:
+            raise TraceError(f"--lr {self.lr}: give a learning rate of 0 or more")
         if self.synthetic and (self.model is None or min(self.synthetic) < 1):
             raise TraceError("--synthetic P,S,G,N needs four numbers of 1 or more, and --model with a model's folder")
         if self.synthetic and self.synthetic[2] == 1:

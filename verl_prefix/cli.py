@@ -3,7 +3,10 @@
 import argparse
 import os
 import sys
+import warnings
+from collections.abc import Callable, Container
 from pathlib import Path
+from typing import NoReturn
 
 from verl_prefix import doctor
 
@@ -13,15 +16,31 @@ BENCH_OPTIONS = ("shape", "arms", "layers", "repeats", "budget", "truth", "devic
                  "compile", "capacity")  # fmt: skip
 
 
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line, without the usage above it."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
+
+
+def _quieten_verl() -> None:
+    """Before verl's import: its engines that are not installed and its choice of a platform are no news here."""
+    os.environ.setdefault("VERL_LOGGING_LEVEL", "WARNING")
+    warnings.filterwarnings("ignore", r"\w+ engine is not available", UserWarning)
+
+
 def _ab(arguments: argparse.Namespace) -> int:
     import torch
 
     if not torch.cuda.is_available():  # before verl is imported, here and in the ranks
         os.environ["VERL_PLATFORM"] = "cpu"
+    _quieten_verl()
     from verl_prefix import ab, runs
     from verl_prefix.trace import TraceError
 
     given = {name: value for name in REPLAY_OPTIONS if (value := getattr(arguments, name)) is not None}
+    if "synthetic" in given:
+        given["synthetic"] = (*given["synthetic"], 1)[:4]
     try:
         if arguments.runs and given:
             named = ", ".join(f"--{name.replace('_', '-')}" for name in given)
@@ -36,12 +55,14 @@ def _ab(arguments: argparse.Namespace) -> int:
 
 def _plan(arguments: argparse.Namespace) -> int:
     os.environ.setdefault("VERL_PLATFORM", "cpu")  # nothing runs: any machine will do
+    _quieten_verl()
     from verl_prefix import plan
 
     try:
         return plan.run(
-            arguments.config_name, arguments.overrides, arguments.response_lengths, arguments.shares, arguments.out
-        )
+            arguments.config_path, arguments.config_name, arguments.words, arguments.response_lengths,
+            arguments.shares, arguments.out,
+        )  # fmt: skip
     except (ValueError, OSError) as error:
         print(f"verl-prefix plan: {error}", file=sys.stderr)
         return 2
@@ -65,11 +86,16 @@ def _bench(arguments: argparse.Namespace) -> int:
         return 2
 
 
-def _size(text: str) -> tuple[int, ...]:
-    values = [int(x) for x in text.split("/")]
-    if len(values) != 3 or min(values) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r}: write P/S/G, three numbers above 0")
-    return tuple(values)
+def _numbers(form: str, counts: Container[int]) -> Callable[[str], tuple[int, ...]]:
+    """Reader of so many numbers above 0, divided as in `form`."""
+
+    def read(text: str) -> tuple[int, ...]:
+        values = [int(x) if x.isdecimal() else 0 for x in text.split("/" if "/" in form else ",")]
+        if len(values) not in counts or min(values) < 1:
+            raise argparse.ArgumentTypeError(f"{text!r}: write {form}, numbers above 0")
+        return tuple(values)
+
+    return read
 
 
 def _add_bench(commands: argparse._SubParsersAction) -> None:
@@ -79,12 +105,13 @@ def _add_bench(commands: argparse._SubParsersAction) -> None:
     command.set_defaults(run=_bench)
     command.add_argument("--grid", action="append", default=[], help=f"rows by name: {', '.join(GRIDS)}; repeatable")
     command.add_argument(
-        "--rows", type=_size, nargs="+", default=[], metavar="P/S/G", help="prefix and response tokens, rows per prompt"
-    )
+        "--rows", type=_numbers("P/S/G", (3,)), nargs="+", default=[], metavar="P/S/G",
+        help="prefix and response tokens, rows per prompt",
+    )  # fmt: skip
     command.add_argument("--shape", help="model shape, such as qwen3-8b; default small, that of the grid cpu")
     command.add_argument("--arms", type=lambda text: tuple(text.split(",")), help="some of all arms, comma-separated")
     command.add_argument(
-        "--layers", type=lambda text: tuple(int(x) for x in text.split(",")), metavar="N[,M]",
+        "--layers", type=_numbers("N or N,M", (1, 2)), metavar="N[,M]",
         help="layers, or two depths to extrapolate from; default all of the shape",
     )  # fmt: skip
     command.add_argument("--repeats", type=int, help="rounds of all arms; default 3")
@@ -102,21 +129,15 @@ def _add_bench(commands: argparse._SubParsersAction) -> None:
     command.add_argument("--into", type=Path, metavar="FILE", help="and its table between the marks in this file")
 
 
-def _numbers(text: str) -> tuple[int, int, int, int]:
-    values = tuple(int(x) for x in text.split(","))
-    if len(values) not in (3, 4):
-        raise argparse.ArgumentTypeError(f"{text!r}: write P,S,G or P,S,G,N")
-    return (*values, 1)[:4]
-
-
 def _add_ab(commands: argparse._SubParsersAction) -> None:
     command = commands.add_parser("ab", help="replay a run's updates through the stock engine and ours, and compare")
     command.set_defaults(run=_ab)
     source = command.add_mutually_exclusive_group(required=True)
     source.add_argument("--trace", metavar="DIR", help="what actor_rollout_ref.actor.prefix.trace_dir recorded")
     source.add_argument(
-        "--synthetic", type=_numbers, metavar="P,S,G[,N]", help="random rows: prompt and response tokens, rows, groups"
-    )
+        "--synthetic", type=_numbers("P,S,G or P,S,G,N", (3, 4)), metavar="P,S,G[,N]",
+        help="random rows: prompt and response tokens, rows, groups",
+    )  # fmt: skip
     source.add_argument(
         "--runs",
         nargs=2,
@@ -141,10 +162,15 @@ def _add_ab(commands: argparse._SubParsersAction) -> None:
 
 
 def _add_plan(commands: argparse._SubParsersAction) -> None:
-    command = commands.add_parser("plan", help="say what sharing would gain a training command, from its own overrides")
+    command = commands.add_parser(
+        "plan",
+        help="say what sharing would gain a training command, from its own overrides",
+        usage="%(prog)s [options] OVERRIDE...\n       %(prog)s [options] python3 -m verl.trainer.main_ppo OVERRIDE...",
+        allow_abbrev=False,
+    )
     command.set_defaults(run=_plan)
-    command.add_argument("overrides", nargs="*", help="the training command's Hydra overrides")
-    command.add_argument("--config-name", default="ppo_trainer", help="as on the training command")
+    command.add_argument("--config-path", "-cp", default="config", help="as on the training command")
+    command.add_argument("--config-name", "-cn", default="ppo_trainer", help="as on the training command")
     command.add_argument(
         "--response-lengths", metavar="SPEC",
         help="TOKENS, MEAN,STD, or a folder of trainer.rollout_data_dir; default data.max_response_length",
@@ -157,14 +183,19 @@ def _add_plan(commands: argparse._SubParsersAction) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """Entry point of `verl-prefix`; the return value is the exit code."""
-    parser = argparse.ArgumentParser(prog="verl-prefix", description="Shared-prefix GRPO for verl's FSDP actor.")
+    parser = _Parser(prog="verl-prefix", description="Shared-prefix GRPO for verl's FSDP actor.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     command = commands.add_parser("doctor", help="say whether verl will use this package, and if not, why")
     command.set_defaults(run=lambda _: doctor.doctor())
     _add_ab(commands)
     _add_plan(commands)
     _add_bench(commands)
-    arguments = parser.parse_args(argv)
+    argv = sys.argv[1:] if argv is None else argv
+    arguments, words = parser.parse_known_args([word for word in argv if word != "--"])  # of `ray job submit ... --`
+    if arguments.run is _plan:
+        arguments.words = words
+    elif words:
+        parser.error(f"unrecognized arguments: {' '.join(words)}")
     return arguments.run(arguments)
 
 

@@ -24,10 +24,12 @@ import verl_prefix.plugin  # noqa: F401  first: whatever imports verl imports it
 from verl_prefix import models
 from verl_prefix.config.command import (
     PlanError,
+    check_values,
     compose_config,
     micro_batches,
     prompt_lengths,
     read_model,
+    read_model_config,
     read_tokenizer,
     refusals,
 )
@@ -98,6 +100,8 @@ def sizes(config: Any) -> Sizes:
 
 def notes(config: Any, num_ranks: int) -> list[str]:
     """What the run must have for the figures to hold, and has not."""
+    if config.actor_rollout_ref.rollout.n == 1:
+        return ["actor_rollout_ref.rollout.n=1: a prompt has one response, nothing to share; set 2 or more"]
     mode = config.trainer.v1.trainer_mode
     if mode == TRAINER_MODE or num_ranks == 1:
         return []
@@ -140,22 +144,30 @@ def percentiles(values: list[float]) -> dict[str, float]:
     return {"p5": cuts[0], "p50": statistics.median(values), "p95": cuts[18], "mean": statistics.fmean(values)}
 
 
-def build(config_name: str, overrides: list[str], responses: str | None, share_spec: str | None) -> dict[str, Any]:
-    """The plan, as JSON can hold it.
+def build(
+    config_name: str, words: list[str], responses: str | None, share_spec: str | None, config_path: str = "config"
+) -> dict[str, Any]:
+    """The plan, as JSON can hold it; without figures where the model is refused.
+
+    Args:
+        config_name, words, config_path: see `compose_config`.
 
     Raises:
         PlanError: something that the plan needs is missing or does not fit.
     """
     taken = shares(share_spec)
-    config = compose_config(config_name, overrides)
+    config = compose_config(config_name, words, config_path)
+    check_values(config)
     size = sizes(config)
+    reasons = refusals(config, size.ranks)
+    if reasons and models.unsupported_reasons(read_model_config(config)):
+        return {"unsupported": reasons, "notes": []}
+    empty = read_model(config)
     tokenizer = read_tokenizer(config)
     draws = response_lengths(responses, config.data.max_response_length, tokenizer)
     sample = list(islice(draws, 2000))
     lengths, overlong = prompt_lengths(config, tokenizer)
-    reasons = refusals(config, size.ranks)
-    mixed = (config.actor_rollout_ref.actor.fsdp_config.mixed_precision or {}).get("param_dtype", "bf16")
-    empty = read_model(config)
+    mixed = (config.actor_rollout_ref.actor.fsdp_config.get("mixed_precision") or {}).get("param_dtype", "bf16")
     num_parameters = sum(parameter.numel() for parameter in empty.parameters())
     shape = models.model_shape(empty, torch.float32 if mixed == "fp32" else torch.bfloat16)
     predicted = predict(config.actor_rollout_ref, size, shape, lengths, draws)
@@ -190,6 +202,15 @@ def build(config_name: str, overrides: list[str], responses: str | None, share_s
 
 def show(plan: dict[str, Any], console: Console) -> None:
     """Prints a plan."""
+    if "speedup" in plan:
+        _show_figures(plan, console)
+    lines = [f"warning: {note}" for note in plan["notes"]]
+    lines += [f"unsupported: {reason}" for reason in plan["unsupported"]]
+    for line in lines:
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def _show_figures(plan: dict[str, Any], console: Console) -> None:
     lengths = Table("tokens", "p5", "median", "p95", "mean", title="lengths")
     rows = {"prompt": "prompt_tokens", "response": "response_tokens", "prompt share of a row": "prefix_share_of_a_row",
             "groups per rank and mini-batch": "groups_per_rank_and_mini_batch"}  # fmt: skip
@@ -217,13 +238,18 @@ def show(plan: dict[str, Any], console: Console) -> None:
         lines.append(f"whole step: {plan['speedup']['step']:.2f}x")
     if plan["prompt_tokens"]["overlong"]:
         lines.append(f"{plan['prompt_tokens']['overlong']} prompts are over data.max_prompt_length and not counted")
-    lines += [f"note: {note}" for note in plan["notes"]]
-    lines += [f"unsupported: {reason}" for reason in plan["unsupported"]]
     for line in lines:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
-def run(config_name: str, overrides: list[str], responses: str | None, share_spec: str | None, out: Path | None) -> int:
+def run(
+    config_path: str,
+    config_name: str,
+    words: list[str],
+    responses: str | None,
+    share_spec: str | None,
+    out: Path | None,
+) -> int:
     """The command; returns 0, or 1 where the run would be refused.
 
     Raises:
@@ -232,7 +258,7 @@ def run(config_name: str, overrides: list[str], responses: str | None, share_spe
     if out and (out.is_dir() or not out.parent.is_dir()):
         wrong = "is a folder" if out.is_dir() else f"is in {out.parent}, which is no folder here"
         raise PlanError(f"--out {out} {wrong}; write the name of a file in a folder that exists")
-    plan = build(config_name, overrides, responses, share_spec)
+    plan = build(config_name, words, responses, share_spec, config_path)
     show(plan, Console())
     if out:
         out.write_text(json.dumps(plan, indent=1) + "\n")

@@ -17,7 +17,7 @@ from verl_prefix.groups import Group
 from verl_prefix.placement import place
 
 SEED = 0
-NUM_STEPS = 4  # training steps that are priced
+NUM_STEPS, NUM_ROWS = 4, 4000  # training steps that are priced, fewer where they have as many rows
 PATHS = ("auto", "packed", "phased")
 
 
@@ -149,11 +149,12 @@ class Predictor:
 
 
 def predict(config: Any, size: Sizes, shape: ModelShape, lengths: list[int], responses: Iterator[int]):
-    """The `Predictor` after NUM_STEPS training steps on prompts drawn from `lengths`; config: `actor_rollout_ref`."""
+    """The `Predictor` after some training steps on prompts drawn from `lengths`; config: `actor_rollout_ref`."""
     found, draw = Predictor(config, shape), Random(SEED)
-    for _ in range(NUM_STEPS):
+    num_rows = size.prompts * size.rollouts
+    for _ in range(max(1, min(NUM_STEPS, NUM_ROWS // num_rows))):
         prompts = draw.choices(lengths, k=size.prompts)
-        bins = _bins(size, prompts, list(islice(responses, size.prompts * size.rollouts)))
+        bins = _bins(size, prompts, list(islice(responses, num_rows)))
         for k in range(size.mini_batches):
             ranks = [rank[k] for rank in bins]
             found.update(ranks, [size.micro_batches["update"].budget(groups) for groups in ranks])

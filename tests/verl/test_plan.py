@@ -3,6 +3,7 @@ examples/results."""
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from omegaconf import OmegaConf
 
 os.environ.setdefault("VERL_PLATFORM", "cpu")
 
@@ -18,6 +20,7 @@ import verl  # noqa: E402, F401
 from verl.utils import hf_tokenizer  # noqa: E402
 
 from verl_prefix import cli, plan  # noqa: E402
+from verl_prefix.config import command  # noqa: E402
 from verl_prefix.testing import write_tiny_model, write_tiny_vlm  # noqa: E402
 
 
@@ -34,11 +37,10 @@ def folder(tmp_path_factory) -> Path:
 
 def overrides(folder: Path, *more: str) -> list[str]:
     return [
-        "+platform=cpu", "algorithm.adv_estimator=grpo", f"data.train_files={folder / 'train.parquet'}",
+        "algorithm.adv_estimator=grpo", f"data.train_files={folder / 'train.parquet'}",
         "data.train_batch_size=8", "data.max_prompt_length=3072", "data.max_response_length=32",
         f"actor_rollout_ref.model.path={folder / 'model'}", "actor_rollout_ref.rollout.n=4",
         "actor_rollout_ref.model.enable_gradient_checkpointing=false",
-        "actor_rollout_ref.model.override_config.attn_implementation=flash_attention_2",
         "actor_rollout_ref.actor.ppo_mini_batch_size=4", "actor_rollout_ref.actor.use_dynamic_bsz=true",
         "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=16384", "trainer.n_gpus_per_node=2", *more,
     ]  # fmt: skip
@@ -85,13 +87,71 @@ def test_what_the_driver_refuses_is_said_and_is_the_exit_code(folder, capsys, tm
     assert cli.main(["plan", *overrides(folder)]) == 0
 
 
+def test_every_refusal_is_named_and_a_refused_model_has_no_figures(folder, capsys, tmp_path):
+    shutil.copytree(folder / "model", tmp_path / "model")
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config | {"attention_dropout": 0.1}))
+    words = overrides(
+        folder,
+        f"actor_rollout_ref.model.path={tmp_path}/model",
+        "actor_rollout_ref.model.use_fused_kernels=true",
+        "actor_rollout_ref.actor.ulysses_sequence_parallel_size=2",
+    )
+    assert cli.main(["plan", *words]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 3 and all(line.startswith("unsupported: ") for line in lines)
+    keys = ("ulysses_sequence_parallel_size=2", "use_fused_kernels=True", "attention_dropout=0.1")
+    assert all(key in line for line, key in zip(lines, keys, strict=True))
+    assert build(folder, "actor_rollout_ref.model.use_fused_kernels=true")["speedup"]["update"] > 1.5
+    stock = (f"actor_rollout_ref.model.path={tmp_path}/model", "actor_rollout_ref.actor.prefix.schedule=stock")
+    assert build(folder, *stock)["unsupported"] == []
+
+
+@pytest.mark.parametrize(
+    "start",
+    [
+        "",
+        "python3 -m verl.trainer.main_ppo",
+        "CUDA_VISIBLE_DEVICES=0,1 VERL_LOGGING_LEVEL=DEBUG env python -u -m verl.trainer.main_ppo",
+        "uv run --no-sync python3 -X dev -m verl.trainer.main_ppo",
+        "ray job submit --address=http://localhost:8265 --working-dir . -- python3 -m verl.trainer.main_ppo",
+        "torchrun --nnodes=1 verl/trainer/main_ppo.py",
+    ],
+)
+@pytest.mark.parametrize(
+    ("options", "name"), [("", "ppo_trainer"), ("-cn prefix_grpo", "prefix_grpo"), ("--config-name=x.yaml", "x.yaml")]
+)
+def test_a_whole_command_is_planned_as_its_overrides_are(monkeypatch, start, options, name):
+    found = []
+    monkeypatch.setattr(command, "_compose", lambda *arguments: found.append(arguments))
+    words = [*start.split(), "a.b=1", *options.split(), "+c=[1,2]", "~d", "\\", " ", "$@"]
+    with pytest.raises(AttributeError):  # nothing is composed
+        cli.main(["plan", "--shares", "update=0.5", *words, "--response-lengths", "20"])
+    assert found == [(name, ["a.b=1", "+c=[1,2]", "~d", "model_engine=prefix"], "config")]
+
+
+def test_a_config_of_the_users_own_composes(folder, tmp_path):
+    lines = ("hydra: {searchpath: [pkg://verl.trainer.config]}", "defaults: [ppo_trainer, _self_]",
+             "data: {max_response_length: 24}")  # fmt: skip
+    (tmp_path / "mine.yaml").write_text("\n".join(lines))
+    words = [word for word in overrides(folder) if "max_response" not in word]
+    found = plan.build("mine", words, None, None, config_path=str(tmp_path))
+    assert found["response_tokens"]["mean"] == 24
+
+
+def test_rows_of_one_response_are_a_warning(folder, capsys):
+    assert cli.main(["plan", *overrides(folder, "actor_rollout_ref.rollout.n=1")]) == 0
+    line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("warning: "))
+    assert "rollout.n=1: a prompt has one response, nothing to share; set 2 or more" in line
+
+
 def test_figures_of_whole_groups_are_not_promised_under_another_trainer(folder, capsys):
     key = "trainer.v1.trainer_mode=prefix_sync"
     assert cli.main(["plan", "--response-lengths", "20", *overrides(folder)]) == 0
-    line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("note: "))
+    line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("warning: "))
     assert "trainer.v1.trainer_mode=sync" in line and line.endswith(key)
     spread, whole = build(folder), build(folder, key)
-    assert [f"note: {note}" for note in spread.pop("notes")] == [line] and whole.pop("notes") == []
+    assert [f"warning: {note}" for note in spread.pop("notes")] == [line] and whole.pop("notes") == []
     assert spread == whole
     assert build(folder, "trainer.n_gpus_per_node=1")["notes"] == []
 
@@ -172,6 +232,9 @@ def test_prompts_hold_the_schemas_of_their_tools(folder, tmp_path):
     assert one > 20 and other > 20 and abs(both - one - other) <= 3
     with pytest.raises(plan.PlanError, match="data.function_tool_path=/nowhere.py: these tools cannot be loaded"):
         build(folder, model, "data.function_tool_path=/nowhere.py")
+    (tmp_path / "model" / "chat_template.jinja").write_text("{{ raise_exception('no user here') }}")
+    with pytest.raises(plan.PlanError, match="row 0: the model's chat template fails: TemplateError: no user here"):
+        build(folder, model)
 
 
 def test_response_lengths_from_rollout_dumps(folder, tmp_path):
@@ -182,32 +245,104 @@ def test_response_lengths_from_rollout_dumps(folder, tmp_path):
     assert (wide["p5"], wide["p95"]) == (1, 32)
 
 
+MESSAGE = {"role": "user", "content": "a"}
+
+
+@pytest.fixture(scope="module")
+def data(folder) -> Path:
+    """Train files that are one row, and some that are none."""
+    messages = pa.list_(pa.struct({"role": pa.string(), "content": pa.string()}))
+    for name, prompts, kind in (
+        ("empty", [], messages),
+        ("null", [[MESSAGE], None], messages),
+        ("no_message", [[]], messages),
+        ("text", ["a"], pa.string()),
+    ):
+        pq.write_table(pa.table({"prompt": pa.array(prompts, kind)}), folder / f"{name}.parquet")
+    (folder / "broken.parquet").write_text("PAR")
+    (folder / "broken.jsonl").write_text("{")
+    (folder / "lines.jsonl").write_text(json.dumps({"prompt": [MESSAGE]}) + "\n")
+    (folder / "list.json").write_text(json.dumps([{"prompt": [MESSAGE]}]))
+    return folder
+
+
+def test_train_files_are_json_too(data):
+    lines, whole = (build(data, f"data.train_files={data}/{name}") for name in ("lines.jsonl", "list.json"))
+    assert lines == whole and lines["prompt_tokens"]["count"] == 1
+
+
+ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+
+
 @pytest.mark.parametrize(
-    ("more", "responses", "shares", "message"),
+    ("words", "message"),
     [
-        ((), "many", None, "--response-lengths 'many': write TOKENS"),
-        ((), "20", "update=0.9,old=0.9", "at most 1 together"),
-        ((), "20", "gen=0.5", "write update=0.5"),
-        ((), "20", "update=-0.5", "--shares 'update=-0.5': write update=0.5"),
-        ((), "20", "update=nan", "--shares 'update=nan': write update=0.5"),
-        ((), "0", None, "--response-lengths '0': write a mean of 1 to 32 tokens"),
-        ((), "-5", None, "--response-lengths '-5': write a mean"),
-        ((), "inf", None, "--response-lengths 'inf': write a mean"),
-        ((), "nan", None, "--response-lengths 'nan': write a mean"),
-        ((), "33", None, "--response-lengths '33': .*data.max_response_length"),
-        ((), "20,inf", None, "--response-lengths '20,inf': .* finite STD"),
-        ((), "20,-1", None, "--response-lengths '20,-1': .* finite STD"),
-        (("actor_rollout_ref.model.tokenizer_path=/none",), "20", None, "model.tokenizer_path=/none cannot be read"),
-        (("data.train_files=/nowhere.parquet",), "20", None, "is not a file here"),
-        (("data.prompt_key=question",), "20", None, "has columns"),
-        (("data.max_prompt_length=5",), "20", None, "every prompt is longer"),
-        (("data.train_batch_size=7",), "20", None, "make the batch a multiple"),
-        (("actor_rollout_ref.nonsense=1",), "20", None, "do not compose"),
+        ("--response-lengths many", "--response-lengths 'many': write TOKENS"),
+        ("--shares update=0.9,old=0.9", "at most 1 together"),
+        ("--shares gen=0.5", "write update=0.5"),
+        ("--shares update=-0.5", "--shares 'update=-0.5': write update=0.5"),
+        ("--shares update=nan", "--shares 'update=nan': write update=0.5"),
+        ("--response-lengths 0", "--response-lengths '0': write a mean of 1 to 32 tokens"),
+        ("--response-lengths=-5", "--response-lengths '-5': write a mean"),
+        ("--response-lengths inf", "--response-lengths 'inf': write a mean"),
+        ("--response-lengths nan", "--response-lengths 'nan': write a mean"),
+        ("--response-lengths 33", "(data.max_response_length; raise it"),
+        ("--response-lengths 20,inf", "finite STD"),
+        ("--response-lengths 20,-1", "finite STD"),
+        ("actor_rollout_ref.model.tokenizer_path=/none", "model.tokenizer_path=/none cannot be read"),
+        ("data.train_files=/nowhere.parquet", "/nowhere.parquet is not a file here; copy it"),
+        ("data.train_files=null", "data.train_files=None has no rows; name a file"),
+        ("data.train_files=DATA/empty.parquet", "empty.parquet has no rows; name a file of training prompts"),
+        ("data.train_files=DATA/null.parquet", "null.parquet, row 1: prompt is None; write a list of messages"),
+        ("data.train_files=DATA/no_message.parquet", "no_message.parquet, row 0: prompt is []; write a list"),
+        ("data.train_files=DATA/text.parquet", "text.parquet, row 0: prompt is 'a'; write a list of messages"),
+        ("data.train_files=DATA/broken.parquet", "broken.parquet cannot be read as parquet"),
+        ("data.train_files=DATA/broken.jsonl", "broken.jsonl cannot be read as jsonl"),
+        ("data.prompt_key=question", "has columns ['prompt']; set data.prompt_key"),
+        ("data.max_prompt_length=5", "every prompt is longer"),
+        ("data.train_batch_size=7", "make the batch a multiple"),
+        ("actor_rollout_ref.nonsense=1", "do not compose"),
+        ("actor@actor_rollout_ref.actor=dp_actor", "verl.workers.config.FSDPActorConfig, and model_engine=prefix"),
+        ("--config-name=nope", "Cannot find primary config 'nope'"),
+        ("--config-path=/none", "config directory '/none' exists"),
+        ("python3 -m recipe.dapo.main_dapo", "'python3' is no Hydra override (key=value); give those of the training"),
+        ("--cfg job", "'--cfg' is no Hydra override"),
+        (f"{ACTOR}.prefix.schedule=fast", "prefix.schedule='fast': set one of auto, packed, phased, stock"),
+        (f"{ACTOR}.prefix.attention=best", "prefix.attention='best': set one of auto, cpu"),
+        (f"{ACTOR}.prefix.wave_tokens=-1", "prefix.wave_tokens=-1: set a number of tokens >= 1"),
+        (f"{ACTOR}.prefix.logits_chunk=0", "prefix.logits_chunk=0: set a number of tokens >= 1"),
+        (f"{ACTOR}.prefix.min_speedup=-1", "prefix.min_speedup=-1: set a number >= 0"),
+        ("data.train_batch_size=0", "data.train_batch_size=0: set a number of 1 or more"),
     ],
 )
-def test_what_is_missing_is_named(folder, more, responses, shares, message):
-    with pytest.raises(ValueError, match=message):
-        build(folder, *more, responses=responses, shares=shares)
+def test_bad_input_is_one_line_exit_code_2_and_no_file(data, tmp_path, capsys, words, message):
+    words = words.replace("DATA", str(data)).split()
+    assert cli.main(["plan", *overrides(data), *words, "--out", str(tmp_path / "plan.json")]) == 2
+    captured = capsys.readouterr()
+    (line,) = captured.err.splitlines()
+    assert line.startswith("verl-prefix plan: ") and message in line
+    assert captured.out == "" and list(tmp_path.iterdir()) == []
+
+
+def test_sizes_are_numbers_above_0(folder):
+    config = plan.compose_config("ppo_trainer", overrides(folder))
+    plan.check_values(config)
+    sizes = (
+        "data.train_batch_size", "data.max_prompt_length", "data.max_response_length", f"{ROLLOUT}.n",
+        f"{ACTOR}.ppo_mini_batch_size", f"{ACTOR}.ppo_max_token_len_per_gpu", "trainer.n_gpus_per_node",
+        f"{ROLLOUT}.log_prob_max_token_len_per_gpu", "trainer.nnodes",
+    )  # fmt: skip
+    for key in sizes:
+        right = OmegaConf.select(config, key)
+        for value in (0, -8, 8.5, "many") if key == sizes[0] else (0,):
+            OmegaConf.update(config, key, value)
+            with pytest.raises(plan.PlanError, match=re.escape(f"{key}={value}: set a number of 1 or more")):
+                plan.check_values(config)
+        OmegaConf.update(config, key, right)
+    OmegaConf.update(config, f"{ACTOR}.use_dynamic_bsz", False)
+    OmegaConf.update(config, f"{ACTOR}.ppo_micro_batch_size_per_gpu", 0)
+    with pytest.raises(plan.PlanError, match=re.escape(f"{ACTOR}.ppo_micro_batch_size_per_gpu=0: set a number")):
+        plan.check_values(config)
 
 
 def test_a_model_or_an_out_that_is_not_there_is_one_line_and_exit_code_2(folder, tmp_path, capsys, monkeypatch):

@@ -1,6 +1,7 @@
 """What `verl-prefix bench` is asked for: arms, model shapes, sizes of grid rows, options."""
 
 import importlib.util
+import math
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
@@ -118,6 +119,10 @@ class Options:
             object.__setattr__(self, "layers", (full_depth(self.shape),))
         if min(self.layers) < 1 or len(self.layers) > 2 or list(self.layers) != sorted(set(self.layers)):
             raise ValueError(f"--layers {','.join(map(str, self.layers))}: give one depth, or two as in 2,4")
+        if (deepest := max(self.layers)) > (full := full_depth(self.shape)):
+            raise ValueError(f"--layers {deepest}: {self.shape} has {full}; give at most that, or another --shape")
+        if self.capacity is not None and not 0 < self.capacity < math.inf:
+            raise ValueError(f"--capacity {self.capacity}: give a number of GiB above 0")
         if not self.dtype:
             object.__setattr__(self, "dtype", "bfloat16" if self.device == "cuda" else "float32")
         if not self.running:
