@@ -1,0 +1,208 @@
+"""README's measured numbers are those of the committed reports, and a ratio that its report forbids is not quoted."""
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+README = (ROOT / "README.md").read_text()
+Load = Callable[[str], dict[str, Any]]
+# Numbers of README that no report holds: versions, tolerances, defaults.
+NOT_MEASURED = {
+    "0.9.1", "0.9.0", "2.13.0", "5.10.4", "2.60.0", "3.11", "0.28.0", "1e-9", "5e-6", "1.3", "2.3", "1.05",
+}  # fmt: skip
+
+
+def load(name: str) -> dict[str, Any]:
+    return json.loads((ROOT / "examples" / "results" / f"{name}_cpu.json").read_text())
+
+
+def times(report: dict[str, Any], timing: str) -> tuple[float, float, float]:
+    """Of a demo: the ratio, the least and the largest. Raises ValueError where its report says not to quote it."""
+    row = report["ratios"][timing]
+    if row["ratio"] is None:
+        raise ValueError(f"{timing}: {report['notes']}")
+    return row["ratio"], min(row["ratios"]), max(row["ratios"])
+
+
+def bench_quotes(load: Load) -> Iterator[tuple]:
+    def speedups(arms: dict[str, Any]) -> list[float]:
+        """Of packed and phased over stock, then of both over stock_lean."""
+        seconds = {name: median(arm["seconds"]["update"] if "update" in arm else arm["seconds"])
+                   for name, arm in arms.items()}  # fmt: skip
+        return [seconds[base] / seconds[arm] for base in ("stock", "stock_lean") for arm in ("packed", "phased")]
+
+    for p, s, g in ((2400, 256, 8), (8000, 256, 8), (4000, 1000, 16), (100, 600, 8)):
+        yield "| {} | {} | {} | {:.1f} |", p, s, g, (g * p + g * s) / (p + g * s)
+    bench, whole, video = load("bench"), load("bench_verl"), load("video")
+    big, small = (row["arms"] for row in bench["rows"][:2])
+    stock, lean, packed = (big[arm]["update"]["p50"] for arm in ("stock", "stock_lean", "packed"))
+    yield ("takes {:.1f} s instead of {:.1f} s: {:.1f} times as fast, and {:.1f} times as fast as stock with "
+           "lm_head on responses alone ({:.1f} s; medians of {} rounds)",
+           packed, stock, stock / packed, lean / packed, lean, bench["config"]["repeats"])  # fmt: skip
+    arms = [whole["rows"][0]["arms"][f"verl_{name}"] for name in ("stock", "packed", "phased")]
+    yield ("medians of {} rounds): verl's fsdp2 {:.1f} s, ours {:.1f} (packed) and {:.1f} s (phased), {:.1f} and "
+           "{:.1f} times as fast (bare models, in the table: {:.1f} and {:.1f}, over stock_lean {:.1f} and {:.1f}); "
+           "log-probs {:.2f}, {:.2f} and {:.2f} s",
+           whole["config"]["repeats"], *(arm["update"]["p50"] for arm in arms), *(arm["speedup"] for arm in arms[1:]),
+           *speedups(small), *(arm["log_probs"]["p50"] for arm in arms))  # fmt: skip
+    longest = load("bench_capacity")["rows"][0]["capacity"]
+    yield ("stock {stock} tokens, packed {packed}, phased {phased} ({:.1f} times); stock with lm_head on responses "
+           "alone, one row at a time, {stock_lean}", longest["phased"] / longest["stock"], longest)  # fmt: skip
+    low, high = video["shapes"].values()
+    low_share, high_share = (100 * shape["prompt_share_of_a_row"] for shape in (low, high))
+    low, high = speedups(low["arms"]), speedups(high["arms"])
+    yield ("medians of {} rounds) is {:.1f} (packed) and {:.1f} (phased) times as fast as stock where the prompt is "
+           "{:.0f} % of a row, {:.1f} and {:.1f} times where it is {:.0f} %; {:.1f} and {:.1f}, {:.1f} and {:.1f} "
+           "times as fast as stock with lm_head on responses alone",
+           video["config"]["repeats"], *low[:2], low_share, *high[:2], high_share, *low[2:], *high[2:])  # fmt: skip
+
+
+def demo_quotes(load: Load) -> Iterator[tuple]:
+    found = load("demo_smollm2")
+    pairs = [[step["data"] for step in both]
+             for both in zip(*(found["arms"][name]["steps"] for name in ("stock", "prefix")), strict=True)]  # fmt: skip
+
+    def apart(metric: str) -> list[float]:
+        return [abs(a[metric] - b[metric]) / max(abs(a[metric]), abs(b[metric]), 1e-12) for a, b in pairs]
+
+    norms, losses = apart("actor/grad_norm"), apart("actor/loss")
+    yield "{:.1e} (relative) apart in the gradient norm, {:.1e} in the loss", norms[0], losses[0]
+    assert max(apart("critic/rewards/mean") + apart("response_length/mean")) <= 1e-6
+    yield ("mean rewards and response lengths stay equal",)
+    yield ("gradient norms are {:.1e}, {:.1e}, {:.1e} and {:.1e} apart in steps 2 to 5, losses up to {:.1e} (step "
+           "{})",
+           *norms[1:], max(losses), 1 + losses.index(max(losses)))  # fmt: skip
+    for title, timing, digits in (
+        ("update_actor", "update_actor", 1), ("old log-probs", "old_log_prob", 1), ("ref log-probs", "ref", 1),
+        ("whole step", "step", 0),
+    ):  # fmt: skip
+        seconds = [f"{step[f'timing_s/{timing}']:.{digits}f}" for pair in pairs for step in pair]
+        yield "| {} |" + " {} / {} |" * len(pairs), title, *seconds
+    yield ("takes {:.1f} times as long for the update (median of {} steps' ratios; {:.1f} to {:.1f}), {:.1f} times "
+           "({:.1f} to {:.1f}) and {:.1f} times ({:.1f} to {:.1f}) for old and ref log-probs, {:.1f} times ({:.1f} "
+           "to {:.1f}) for the step",
+           times(found, "update_actor")[0], len(found["ratios"]["update_actor"]["ratios"]),
+           *times(found, "update_actor")[1:], *times(found, "old_log_prob"), *times(found, "ref"),
+           *times(found, "step"))  # fmt: skip
+    yield "The tokens alone give {:.1f};", found["token_ratio"]
+
+    def disagree(*reports: dict[str, Any]) -> float:
+        steps = [step for report in reports for arm in report["arms"].values() for step in arm["steps"]]
+        return max(step["data"]["training/rollout_probs_diff_max"] for step in steps)
+
+    videos = [load("demo_qwen2_5_vl"), load("demo_qwen3_vl")]
+    first = {name: max(video["first_step"]["metrics"][name]["relative_difference"] for video in videos)
+             for name in ("actor/grad_norm", "actor/loss")}  # fmt: skip
+    yield ("gradient norms of step 1 agree to {:.1e}, losses to {:.1e} (relative), and rollout and actor within "
+           "{:.1e} on every token's probability in {} steps",
+           *first.values(), disagree(*videos), len(videos[0]["arms"]["stock"]["steps"]))  # fmt: skip
+    vllm = load("vllm")
+    yield ("probability within {:.1e} in {} steps of both arms; where one weight update is left out, they are off "
+           "by {:.1e}", disagree(vllm), len(vllm["arms"]["stock"]["steps"]),
+           vllm["control"]["training/rollout_probs_diff_max"][-1])  # fmt: skip
+
+    ranks2, plan = [load("demo_qwen2_5_vl_2ranks"), load("demo_qwen3_vl_2ranks")], load("plan_qwen3_vl_2ranks")
+    seconds = [report["arms"][name]["steps"][1]["data"]["timing_s/update_actor"]
+               for report in ranks2 for name in ("stock", "prefix")]  # fmt: skip
+    yield ("takes {:.1f} and {:.1f} s (Qwen2.5-VL) or {:.1f} and {:.1f} s (Qwen3-VL), for {:.1f} times fewer "
+           "tokens; `verl-prefix plan` had said {:.1f} for tokens and {:.1f} for the update",
+           *seconds, fmean(report["token_ratio"] for report in ranks2), plan["tokens"]["ratio"],
+           plan["speedup"]["update"])  # fmt: skip
+    ours, stock = ([report["arms"][name]["peak_rss_mib"] for report in ranks2] for name in ("prefix", "stock"))
+    storage = [max(mib["TransferQueue"] for mib in arm) for arm in (ours, stock)]
+    ranks = [mib["training ranks"] for pair in zip(ours, stock, strict=True) for mib in pair]
+    yield ("storage {} MiB instead of {}; the larger rank {} instead of {} (Qwen2.5-VL), {} instead of {} (Qwen3-VL)",
+           *storage, *ranks)  # fmt: skip
+
+
+def ab_quotes(load: Load) -> Iterator[tuple]:
+    tiny, bf16, smollm2, plan = (load(name) for name in ("ab_tiny", "ab_bf16", "ab_smollm2", "plan_smollm2"))
+
+    def same_weights(report: dict[str, Any], name: str, *arms: str) -> float:
+        return max(step["arms"][arm]["same_weights"][name] for step in report["steps"] for arm in arms)
+
+    def errors(report: dict[str, Any], name: str) -> tuple[float, float]:
+        """Mean of the steps, of the best and the worst arm."""
+        known = [step["truth_errors"] for step in report["steps"] if step["truth_errors"]]
+        means = [fmean(step[arm][name] for step in known) for arm in known[0]]
+        return min(means), max(means)
+
+    def drift(report: dict[str, Any], key: str) -> list[float]:
+        arms = report["steps"][-1]["arms"]
+        return [arms[name]["own_weights"]["params"][key] for name in ("packed", "phased", "stock_repacked")]
+
+    def faster(name: str) -> tuple[float, float, float]:
+        ratios = [s["arms"]["stock"]["seconds"][name] / s["arms"]["auto"]["seconds"][name] for s in smollm2["steps"]]
+        return smollm2["passes"]["auto"][name]["speedup"], min(ratios), max(ratios)
+
+    yield ("gradients differ by at most {:.1e}, log-probs by {:.1e} (relative). After step {} the weights' RMSE "
+           "from stock's is {:.1e} (packed), {:.1e} (phased) and {:.1e} (stock with its micro-batches repacked), "
+           "the largest difference {:.1e}, {:.1e} and {:.1e};",
+           *(same_weights(tiny, name, "packed", "phased") for name in ("grads", "log_probs")), len(tiny["steps"]),
+           *drift(tiny, "rmse_fp32"), *drift(tiny, "max_fp32"))  # fmt: skip
+    yield "From a float64 run the weights are {:.1e} to {:.1e} in all four arms", *errors(tiny, "params")
+    packed, phased, repacked = drift(bf16, "max_fp32")
+    yield ("no weight differs from stock's by more than {:.1e} (packed and phased) or {:.1e} (stock repacked)",
+           max(packed, phased), repacked)  # fmt: skip
+    yield "gradients are off by {:.1e} to {:.1e} in all four arms", *errors(bf16, "grads")
+    yield ("in the median of {} steps {:.1f} times ({:.1f} to {:.1f}) as fast as stock in the update, {:.1f} times "
+           "({:.1f} to {:.1f}) in log-probs; `verl-prefix plan` had said {:.1f} for both",
+           len(smollm2["steps"]), *faster("update"), *faster("log_probs"), plan["speedup"]["update"])  # fmt: skip
+    yield ("Gradients are {:.1e} from a float64 run in stock and in ours, at most {:.1e} from each other; stock "
+           "with its micro-batches repacked is up to {:.1e} from stock",
+           errors(smollm2, "grads")[1], same_weights(smollm2, "grads", "auto"),
+           same_weights(smollm2, "grads", "stock_repacked"))  # fmt: skip
+
+
+def problems(text: str, load: Load) -> list[str]:
+    """Quotes that are not in `text`, and its other numbers that look measured."""
+    text = re.sub(r"<!-- bench -->.*<!-- /bench -->|```.*?```", "", text, flags=re.S)  # test_bench.py has the table
+    text, found = " ".join(text.split()), []
+    for quotes in (bench_quotes, demo_quotes, ab_quotes):
+        for template, *values in quotes(load):
+            names = values.pop() if values and isinstance(values[-1], dict) else {}
+            quote = template.format(*values, **names).replace("e-0", "e-")
+            if quote not in text:
+                found.append(f"README does not say: {quote}")
+            text = text.replace(quote, "")
+    text = re.sub(r"`[^`]*`|\]\([^)]*\)", "", text)
+    numbers = re.findall(r"(?<![\w./-])(?:\d[\d.]*e-?\d+|\d+(?:\.\d+)+|\d+(?= (?:times|MiB|s)\b))", text)
+    return found + [f"README says {number}: of which report?" for number in numbers if number not in NOT_MEASURED]
+
+
+def test_readme_quotes_what_the_reports_hold() -> None:
+    assert "\n".join(problems(README, load)) == ""
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("3.5 times", "3.6 times"),
+        ("62.0 / 11.0", "62.0 / 10.0"),
+        ("No CUDA path", "One step is 6.7 times as fast. No CUDA path"),
+        ("No CUDA path", "Losses differ by 4e-7. No CUDA path"),
+    ],
+)
+def test_another_number_is_found(old: str, new: str) -> None:
+    assert old in README
+    assert problems(README.replace(old, new, 1), load)
+
+
+def test_a_ratio_that_its_report_forbids_cannot_be_quoted() -> None:
+    def uneven(name: str) -> dict[str, Any]:
+        report = load(name)
+        if name == "demo_smollm2":
+            report["ratios"]["step"]["ratio"] = None
+        return report
+
+    with pytest.raises(ValueError, match="step: .*steps after the first"):
+        problems(README, uneven)
+    for name in ("demo_qwen2_5_vl_2ranks", "vllm"):  # one timed step; an uneven machine
+        with pytest.raises(ValueError, match="can be quoted"):
+            times(load(name), "update_actor")
