@@ -25,7 +25,10 @@ setup(
         "cachetools",
         "fastapi",
         "msgspec",
+        "packaging",
+        "psutil",
         "pyzmq",
+        "rich",
         "safetensors",
         "uvicorn",
         "xxhash",
@@ -34,8 +37,8 @@ setup(
         # Not verl[vllm]: that extra pins torch, vllm and transformers.
         "vllm": ["vllm"],
         "flash": ["flash-attn"],
-        "ab": ["matplotlib", "rich"],
-        "cpu": ["gguf", "matplotlib", "psutil", "rich"],
+        "ab": ["matplotlib"],  # its plots, and those of bench
+        "cpu": ["gguf", "matplotlib"],
         # For recipes/video_rlvr; qwen-vl-utils, torchvision and decord are what verl decodes video with.
         "video": [
             "av",

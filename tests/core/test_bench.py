@@ -244,6 +244,10 @@ def test_dirty_tree_writes_no_report(tmp_path: Path, monkeypatch, capsys) -> Non
         ("--grid papers", "--grid papers is unknown; use one of paper, verl4368,"),
         ("--grid tiny --shape gpt", "--shape gpt is unknown; use one of smollm2-135m,"),
         ("--grid tiny --layers 4,2", "--layers 4,2: give one depth, or two as in 2,4"),
+        ("--grid tiny --layers 99", "--layers 99: tiny has 2; give at most that, or another --shape"),
+        ("--grid tiny --layers 1,3", "--layers 3: tiny has 2"),
+        ("--grid tiny --capacity 0", "--capacity 0.0: give a number of GiB above 0"),
+        ("--grid tiny --capacity nan", "--capacity nan: give a number of GiB above 0"),
         ("--grid tiny --repeats 0", "--repeats 0: use 1 or more"),
         ("--grid tiny --out missing/bench.json", "no directory missing; create it"),
         ("", "nothing to measure: give --grid cpu"),
@@ -252,14 +256,23 @@ def test_dirty_tree_writes_no_report(tmp_path: Path, monkeypatch, capsys) -> Non
 )
 def test_wrong_options_say_what_to_type(words: str, says: str, capsys) -> None:
     assert cli.main([*COMMAND, *words.split()]) == 2
-    assert says in capsys.readouterr().err
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("verl-prefix bench: ") and says in line
 
 
-@pytest.mark.parametrize("row", ["1/2", "0/4/2", "1/2/3/4", "a/b/c"])
-def test_rows_are_three_numbers(row: str, capsys) -> None:
-    with pytest.raises(SystemExit):
-        cli.main([*COMMAND, "--rows", row])
-    assert "--rows" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        *((f"--rows {row}", f"--rows: '{row}': write P/S/G") for row in ("1/2", "0/4/2", "1/2/3/4", "a/b/c", "1/-2/3")),
+        *((f"--layers {layers}", f"--layers: '{layers}': write N or N,M") for layers in ("x", "0", "1,2,3", "-1")),
+        ("--truth half", "--truth: invalid choice"),
+    ],
+)
+def test_words_that_are_no_numbers_are_one_line(words: str, says: str, capsys) -> None:
+    with pytest.raises(SystemExit) as error:
+        cli.main([*COMMAND, *words.split()])
+    (line,) = capsys.readouterr().err.splitlines()
+    assert error.value.code == 2 and says in line and line.endswith("see verl-prefix bench --help")
 
 
 def test_every_grid_row_can_be_asked_for() -> None:
@@ -318,6 +331,14 @@ def test_runs_where_nothing_but_torch_and_transformers_is_installed() -> None:
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "| 9/4/2 | stock |" in done.stdout
+
+
+def test_a_report_without_a_plot_says_what_to_install(tmp_path: Path, monkeypatch, capsys) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    out = tmp_path / "bench.json"
+    assert cli.main([*COMMAND, "--rows", "9/4/2", "--arms", "stock", "--out", str(out)]) == 0
+    assert "pip install matplotlib" in capsys.readouterr().out
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["bench.json", "bench.md"]
 
 
 def test_readme_shows_the_committed_results() -> None:

@@ -155,7 +155,7 @@ def test_a_broken_engine_fails_and_the_first_divergence_is_named(
 
 
 @pytest.mark.ray
-def test_under_torchrun_and_with_a_replay_that_dies(recorded, tmp_path, replay):
+def test_under_torchrun_and_with_a_replay_that_dies(recorded, tmp_path, replay, monkeypatch):
     """Two ranks started by torchrun. Then one that runs out of steps: what was measured until then is reported."""
     rows = ("--synthetic", "24,8,2,1", "--model", recorded / "model", "--steps", 2, "--truth-steps", 1)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", 2]
@@ -166,9 +166,12 @@ def test_under_torchrun_and_with_a_replay_that_dies(recorded, tmp_path, replay):
     assert found["holds"] and found["ranks"] == 2 and len(found["steps"]) == 2
     assert sorted(path.name for path in (tmp_path / "torchrun").iterdir()) == ["report.json", "report.md", "report.png"]
 
-    done = replay(*rows, "--out", tmp_path / "died", kind="dies")
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "matplotlib.figure", None)
+        done = replay(*rows, "--out", tmp_path / "died", kind="dies")
     assert done.returncode == 2 and "ZeroDivisionError" in done.stdout, done.stdout + done.stderr
-    assert "the report is of the first 1 of 2 steps" in done.stdout
+    assert "the report is of the first 1 of 2 steps" in done.stdout and "pip install matplotlib" in done.stdout
+    assert sorted(path.name for path in (tmp_path / "died").iterdir()) == ["report.json", "report.md"]
     assert "FAILED: auto, steps that were not replayed" in done.stdout
     assert len(json.loads((tmp_path / "died" / "report.json").read_text())["steps"]) == 1
 
@@ -313,10 +316,30 @@ def test_every_recorded_option_of_the_loss_is_replayed():
     assert found.policy_loss == policy_loss and type(found.policy_loss.rollout_correction) is RolloutCorrectionConfig
 
 
-@pytest.mark.parametrize("words", ["--synthetic 1,2", "--synthetic 8,8,2 --trace x", "--dtype fp64 --trace x", ""])
-def test_the_command_line_is_checked(words):
-    from verl_prefix import cli
-
-    with pytest.raises(SystemExit) as error:
-        cli.main(["ab", *words.split()])
-    assert error.value.code == 2
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("", "one of the arguments --trace --synthetic --runs is required"),
+        ("--synthetic 1,2", "--synthetic: '1,2': write P,S,G or P,S,G,N, numbers above 0"),
+        ("--synthetic a,b,c", "--synthetic: 'a,b,c': write P,S,G or P,S,G,N"),
+        ("--synthetic 8,8,0", "--synthetic: '8,8,0': write P,S,G or P,S,G,N"),
+        ("--synthetic 8,8,2 --trace x", "--trace: not allowed with argument --synthetic"),
+        ("--dtype fp64 --trace x", "--dtype: invalid choice: 'fp64'"),
+        ("--trace x --lr fast", "--lr: invalid float value: 'fast'"),
+        ("--synthetic 8,8,2 --model x --lr=-1", "--lr -1.0: give a learning rate of 0 or more"),
+        ("--synthetic 8,8,2 --model x --lr nan", "--lr nan: give a learning rate of 0 or more"),
+        ("--synthetic 8,8,2 --model x --steps 0", "--steps 0: give 1 or more"),
+        ("--synthetic 8,8,2 --model x --truth-steps -1", "--truth-steps -1: give 0 or more"),
+        ("--synthetic 8,8,1 --model x", "groups of one row has advantages of zero; give G of 2 or more"),
+        ("--synthetic 8,8,2 --model /nowhere", "--model /nowhere has no config.json; give a model's folder"),
+        ("--trace /nowhere", "/nowhere"),
+        ("--trace x --frob", "unrecognized arguments: --frob"),
+    ],
+)
+def test_bad_words_are_one_line_exit_code_2_and_no_report(words, says, tmp_path, capsys):
+    try:
+        code = cli.main(["ab", *words.split(), "--out", str(tmp_path / "out")])
+    except SystemExit as error:
+        code = error.code
+    (line,) = capsys.readouterr().err.splitlines()
+    assert code == 2 and says in line and not (tmp_path / "out").exists()

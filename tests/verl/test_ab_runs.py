@@ -2,6 +2,7 @@
 
 import json
 import math
+import sys
 
 import pytest
 
@@ -54,6 +55,17 @@ def test_a_speed_up_is_the_median_over_steps_of_one_number(tmp_path):
     ]  # fmt: skip
     assert report._passes(steps[1:], "ours")["update"]["speedup"] == 2.0
     assert report._passes(steps, "ours")["optimizer"]["speedup"] == 2.0, "the first step allocates its state"
+
+
+def test_a_report_without_a_plot_says_what_to_install(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "report.png").touch()  # of an older report
+    paths = [write(tmp_path / f"{name}.jsonl", {1: {}}) for name in ("a", "b")]
+    assert cli.main(["ab", "--runs", *paths, "--out", str(tmp_path / "out")]) == 0
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["report.json", "report.md"]
+    out = capsys.readouterr().out
+    assert "the plot was left out: pip install matplotlib" in out and out.endswith("report.json, report.md\n")
 
 
 def test_another_first_step_from_the_same_rollouts_fails_by_name(tmp_path, capsys):

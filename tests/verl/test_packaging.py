@@ -1,7 +1,9 @@
 """The wheel holds what a user needs and nothing that shadows a package of theirs."""
 
+import ast
 import configparser
 import email
+import importlib.metadata
 import os
 import re
 import shutil
@@ -79,6 +81,27 @@ def test_no_requirement_moves_the_users_torch_vllm_transformers_or_ray(wheel: zi
 def test_what_verls_trainer_imports_comes_with_the_package(wheel: zipfile.ZipFile) -> None:
     required = {re.match(r"[A-Za-z0-9._-]+", r)[0].lower() for r in _requirements(wheel) if "extra ==" not in r}
     assert {"verl", "transferqueue", "pyzmq", "msgspec", "fastapi", "uvicorn", "cachetools"} <= required
+
+
+def _names(requirements: list[str]) -> set[str]:
+    found = [re.match(r"[A-Za-z0-9._-]+", line)[0] for line in requirements if "extra ==" not in line]
+    return {re.sub(r"[-_.]+", "-", name).lower() for name in found}
+
+
+def test_what_our_modules_import_comes_with_the_package(wheel: zipfile.ZipFile) -> None:
+    """Imports at the head of a module: declared by us, or by verl, transformers or hydra, which we require."""
+    declared = _names(_requirements(wheel))
+    for package in ("verl", "transformers", "hydra-core"):
+        declared |= {package} | _names(importlib.metadata.requires(package))
+    distributions = importlib.metadata.packages_distributions()
+    for path in (ROOT / "verl_prefix").rglob("*.py"):
+        if path.name == "vllm_worker.py":  # vLLM imports it
+            continue
+        for node in ast.parse(path.read_text()).body:
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module] if isinstance(node, ast.ImportFrom) else []
+            for top in {name.split(".")[0] for name in names} - sys.stdlib_module_names - {"verl_prefix"}:
+                assert _names(distributions[top]) & declared, f"{path} imports {top}, which setup.py does not declare"
 
 
 def test_constraints_pin_torch_and_verl_to_one_release_without_a_local_version() -> None:
