@@ -29,6 +29,11 @@ def _quieten_verl() -> None:
     warnings.filterwarnings("ignore", r"\w+ engine is not available", UserWarning)
 
 
+def _doctor(_: argparse.Namespace) -> int:
+    _quieten_verl()
+    return doctor.doctor()
+
+
 def _ab(arguments: argparse.Namespace) -> int:
     import torch
 
@@ -185,8 +190,8 @@ def main(argv: list[str] | None = None) -> int:
     """Entry point of `verl-prefix`; the return value is the exit code."""
     parser = _Parser(prog="verl-prefix", description="Shared-prefix GRPO for verl's FSDP actor.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    command = commands.add_parser("doctor", help="say whether verl will use this package, and if not, why")
-    command.set_defaults(run=lambda _: doctor.doctor())
+    command = commands.add_parser("doctor", help="say whether verl will use this package and what runs here")
+    command.set_defaults(run=_doctor)
     _add_ab(commands)
     _add_plan(commands)
     _add_bench(commands)

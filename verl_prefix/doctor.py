@@ -1,4 +1,4 @@
-"""`verl-prefix doctor` says whether verl will use this package, and if not, why.
+"""`verl-prefix doctor` says whether verl will use this package, what would run on this machine, and if not, why.
 
 verl logs a plugin that fails to load at DEBUG and goes on without it (the end of verl/__init__.py). A failure here is
 an exit code: 0 only when everything that a run needs is registered and composes.
@@ -6,6 +6,7 @@ an exit code: 0 only when everything that a run needs is registered and composes
 
 import importlib
 import importlib.metadata
+import importlib.util
 import os
 import sys
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ from verl_prefix.compat import untested_verl
 PACKAGE = "verl-prefix"
 PLUGIN = "prefix"
 VERSIONS = ("verl-prefix", "verl", "torch", "transformers", "ray", "TransferQueue", "vllm", "flash-attn")
+HEAD_DIM = 128  # of nearly every model; only for what kernel would be chosen
 # (problem or None, line): what a check found, and what to do where it is a problem.
 Finding = tuple[str | None, str]
 
@@ -62,6 +64,22 @@ def _check_versions() -> Iterator[Finding]:
         yield problem, "verl is a version that this package was run with"
 
 
+def _check_trl() -> Iterator[Finding]:
+    """verl's workers patch a class of trl's wherever trl is installed (verl/models/transformers/monkey_patch.py)."""
+    if not importlib.util.find_spec("trl"):
+        return
+    problem, line = None, f"trl {_version('trl') or 'without metadata'}"
+    try:
+        try:
+            from trl.experimental.ppo import AutoModelForCausalLMWithValueHead  # noqa: F401
+        except ImportError:
+            from trl import AutoModelForCausalLMWithValueHead  # noqa: F401
+    except Exception as error:  # as in the worker, which would end with it
+        problem = "verl's workers import it: pip install 'trl<1.13', or pip uninstall trl"
+        line += f": {type(error).__name__}: {error}"
+    yield problem, line
+
+
 def _policy() -> tuple[str, bool]:
     """VERL_USE_EXTERNAL_PLUGINS as verl/__init__.py reads it, and whether it lets this plugin in."""
     policy = os.environ.get("VERL_USE_EXTERNAL_PLUGINS", "auto").strip().lower()
@@ -92,9 +110,7 @@ def _check_plugin() -> Iterator[Finding]:
 def _check_registered() -> Iterator[Finding]:
     platform, engines, trainer, ours = importlib.import_module("verl_prefix.plugin").registered()
     device, asked = platform.device_name, os.environ.get("VERL_PLATFORM") or "unset"
-    usable = (
-        "available" if platform.is_available() else "not available here; for a run without a GPU: VERL_PLATFORM=cpu"
-    )
+    usable = "available" if platform.is_available() else "not available here"
     yield None, f"platform {type(platform).__name__} device={device} VERL_PLATFORM={asked}, {usable}"
 
     listed = ", ".join(f"{key}: {engine.__name__}" for key, engine in engines.items())
@@ -109,13 +125,23 @@ def _check_registered() -> Iterator[Finding]:
 
 
 def _check_kernels() -> Iterator[Finding]:
-    from verl_prefix.kernels import available_kernels
+    import torch
 
-    kernels = available_kernels()
-    for name, state in kernels.items():
+    from verl_prefix.kernels import available_kernels, choose_kernel
+
+    for name, state in available_kernels().items():
         yield None, f"attention kernel {name}: {state}"
-    if "ok" not in kernels.values():
-        yield "no attention kernel runs on this machine; see the reasons above", "attention kernels"
+    platform = importlib.import_module("verl_prefix.plugin").registered()[0]
+    device, dtype = platform.device_name, torch.bfloat16
+    if device == "cpu" or not platform.is_available():
+        device, dtype = "cpu", torch.float32  # of +platform=cpu
+    line = f"prefix.attention=auto on {device} in {dtype}, head dim {HEAD_DIM}"
+    try:
+        chosen = choose_kernel("auto", device, dtype, HEAD_DIM).__name__
+    except ValueError as error:
+        yield str(error), line
+    else:
+        yield None, f"{line}: {chosen.rpartition('.')[2]}"
 
 
 def _check_config() -> Iterator[Finding]:
@@ -138,9 +164,17 @@ def _check_config() -> Iterator[Finding]:
 def doctor() -> int:
     """Prints one line per check and returns the exit code: 0, or 1 with what to do for each problem."""
     problems = 0
-    for check in (_check_versions, _check_policy, _check_plugin, _check_registered, _check_kernels, _check_config):
+    checks = (_check_versions, _check_policy, _check_plugin, _check_registered, _check_trl, _check_kernels)
+    for check in (*checks, _check_config):
         for problem, line in check():
             problems += problem is not None
             print(f"FAIL {line}\n     -> {problem}" if problem else f"ok   {line}", flush=True)
-    print(f"{problems} problem(s)" if problems else f"all fine: model_engine={PLUGIN} will be used")
+    print(f"{problems} problem(s)" if problems else _verdict())
     return 1 if problems else 0
+
+
+def _verdict() -> str:
+    platform = importlib.import_module("verl_prefix.plugin").registered()[0]
+    if not platform.is_available():
+        return f"registered; not runnable here: no {platform.device_name.upper()} device, set VERL_PLATFORM=cpu"
+    return f"all fine: model_engine={PLUGIN} will be used, on {platform.device_name}"

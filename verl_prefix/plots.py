@@ -97,8 +97,8 @@ class Bars:
 
 
 def save(path: Path, title: str, panels: Iterable[Curves | Bars], columns: int = 2, width: float = 11.0) -> bool:
-    """Writes the PNG, without panels that have no data; says so where it cannot, and leaves no older one. Returns whether
-    there is one."""
+    """Writes the PNG, without panels that have no data; says so where it cannot. Returns whether there is one: an older
+    one is removed."""
     path.unlink(missing_ok=True)
     try:
         from matplotlib.figure import Figure

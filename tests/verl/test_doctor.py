@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import verl_prefix
 from verl_prefix import doctor
@@ -36,12 +37,52 @@ def test_doctor_names_everything_that_is_registered(tmp_path):
         "trainer 'prefix_sync' PrefixPPOTrainerSync",
         "rollouts of this package: hf",
         "attention kernel cpu: ok",
+        "prefix.attention=auto on cpu in torch.float32, head dim 128: cpu",
         "Hydra search path: verl_prefix.config",
         "model_engine=prefix composes actor: verl_prefix.config.",
         "model_engine=prefix composes ref: verl_prefix.config.",
     ):
         assert f"ok   {name}" in result.stdout, result.stdout
     assert "FAIL" not in result.stdout
+    assert result.stdout.endswith("all fine: model_engine=prefix will be used, on cpu\n")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a run would start on this machine's GPU")
+def test_doctor_says_what_a_machine_without_a_gpu_needs(tmp_path):
+    result = run_doctor(tmp_path, VERL_PLATFORM="")
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "ok   platform PlatformCUDA device=cuda VERL_PLATFORM=unset, not available here" in result.stdout
+    last = result.stdout.splitlines()[-1]
+    assert last == "registered; not runnable here: no CUDA device, set VERL_PLATFORM=cpu"
+
+
+OLD = {"trl/__init__.py": "AutoModelForCausalLMWithValueHead = object"}
+NEW = {"trl/__init__.py": "", "trl/experimental/__init__.py": "", "trl/experimental/ppo.py": OLD["trl/__init__.py"]}
+
+
+@pytest.mark.parametrize(
+    ("files", "problem"),
+    [
+        ({}, None),
+        (OLD, None),
+        (NEW, None),
+        ({"trl/__init__.py": ""}, "pip install 'trl<1.13', or pip uninstall trl"),
+        ({"trl/__init__.py": "raise RuntimeError('another transformers')"}, "pip install 'trl<1.13'"),
+    ],
+)
+def test_a_trl_that_ends_verls_workers_is_named(tmp_path, monkeypatch, files, problem):
+    for name in ("trl", "trl.experimental", "trl.experimental.ppo"):
+        monkeypatch.setitem(sys.modules, name, None)  # so that what is imported here goes with the test
+        del sys.modules[name]
+    for name, text in (files | {"trl-1.13.0.dist-info/METADATA": "Name: trl\nVersion: 1.13.0\n"}).items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    findings = list(doctor._check_trl())
+    assert len(findings) == bool(files)
+    for found, line in findings:
+        assert line.startswith("trl 1.13.0") and (found is None) == (problem is None)
+        assert problem is None or (problem in found and "Error: " in line)
 
 
 def test_doctor_shows_the_error_that_verl_hides(tmp_path):
