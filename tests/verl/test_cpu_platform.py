@@ -142,7 +142,8 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kw
 
 
 @pytest.mark.ray
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_stock_verl_trains_grpo_with_a_ref_policy(tmp_path: Path, ranks: int) -> None:
     """Two gloo ranks show sharding and collectives; they do not show more than one node."""
     prompts = [[{"role": "user", "content": "Count the rivers. " * (3 + i)}] for i in range(4)]
