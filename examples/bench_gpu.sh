@@ -33,6 +33,8 @@ job() {  # NAME ARGUMENTS...: one JSON file; the most important jobs come first
             case $word in
                 */*/*) word=$(awk -F/ '{ print int($1 / 256) + 1 FS int($2 / 256) + 1 FS int($3 / 8) + 1 }' <<<"$word") ;;
                 qwen* | llama*) word=tiny ;;
+                2,4) word=1,2 ;; # tiny has two layers
+                8) word=2 ;;
                 float32) word=float64 ;;
                 48) word=0.04 ;;
                 musique | video | gsm8k | verl4368 | dualkv) word=tiny ;;

@@ -375,7 +375,7 @@ def test_the_gpu_script_runs_its_jobs_and_goes_on(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "== paper" in done.stdout and "== small" not in done.stdout
     found = json.loads((out / "paper.json").read_text())
-    assert [(row["layers"], row["group"]) for row in found["rows"]] == [(2, 2), (2, 5), (4, 2), (4, 5)]
+    assert [(row["layers"], row["group"]) for row in found["rows"]] == [(1, 2), (1, 5), (2, 2), (2, 5)]
     again = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert again.returncode == 0 and "== paper" not in again.stdout
 
