@@ -92,8 +92,14 @@ def replay(spawn, monkeypatch) -> Callable[..., SimpleNamespace]:
 def recorded(tmp_path_factory) -> Path:
     """5 training steps of 2 mini-batches: half of the 10 optimizer steps are off-policy. The trace and the report."""
     out = tmp_path_factory.mktemp("ab")
-    words = "--arms packed,phased,stock_repacked --truth-steps 10"
-    knobs = dict(OUT=str(out), AB_ARGS=words, PYTHON=sys.executable, PARAGRAPHS="1")
+    make = [sys.executable, ROOT / "recipes" / "musique" / "make_questions.py", "--num", "64", "--seed", "1"]
+    run([*make, "--output", out / "questions.jsonl"], 300).check_returncode()
+    questions = [json.loads(line) for line in (out / "questions.jsonl").read_text().splitlines()]
+    for paragraph in (paragraph for question in questions for paragraph in question["paragraphs"]):
+        paragraph["paragraph_text"] = paragraph["paragraph_text"][:60]  # what a replay computes is tokens
+    (out / "questions.jsonl").write_text("".join(json.dumps(question) + "\n" for question in questions))
+    words = "--arms packed,phased,stock_repacked --truth-steps 6"
+    knobs = dict(OUT=str(out), DATA=str(out / "questions.jsonl"), AB_ARGS=words, PYTHON=sys.executable, PARAGRAPHS="1")
     done = run([ROOT / "examples" / "ab_grpo.sh", "trace"], 1800, **knobs)
     (out / "output").write_text(f"{done.returncode}\n{done.stdout}\n{done.stderr}")
     return out
