@@ -1,16 +1,28 @@
-"""Each launch script's overrides, as bash expands them, compose in verl's config and pass the driver's checks."""
+"""Each launch script's overrides, as bash expands them, compose in verl's config, pass the driver's checks and have a
+plan; so do the settings of verl's own scripts. Models are folders at their true shape, without weights."""
 
+import io
 import os
+import re
+import shutil
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, NamedTuple
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from hydra import compose, initialize_config_module
 from omegaconf import DictConfig
+from PIL import Image
+from transformers import AutoConfig
 from verl.utils.config import validate_config
 from verl.utils.import_utils import load_extern_object
 
-from verl_prefix.testing import write_tiny_model
+from verl_prefix import plan
+from verl_prefix.models import unsupported_reasons
+from verl_prefix.testing import write_tiny_model, write_tiny_vlm
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 MUSIQUE, VIDEO = "musique/run_qwen3_8b_fsdp2.sh", "video_rlvr/run_qwen2_5_vl_7b_fsdp2.sh"
@@ -98,3 +110,246 @@ def test_an_unknown_engine_is_refused(tmp_path, script):
     with pytest.raises(subprocess.CalledProcessError) as error:
         launched(script, tmp_path, MODEL_ENGINE="megatron")
     assert b"Expected 'prefix' or 'dp'" in error.value.stderr
+
+
+def text(hidden: int, mlp: int, layers: int, heads: int, kv_heads: int, vocab: int, **others: Any) -> dict[str, Any]:
+    sizes = dict(num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=kv_heads, vocab_size=vocab)
+    return dict(hidden_size=hidden, intermediate_size=mlp) | sizes | others
+
+
+def tower(depth: int, hidden: int, mlp: int, out: int) -> dict[str, int]:
+    return dict(depth=depth, hidden_size=hidden, intermediate_size=mlp, num_heads=16, out_hidden_size=out)
+
+
+# transformers' model type, and the shape that the model's config.json publishes; {}: transformers' default is refused.
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "Qwen3-8B": ("qwen3", text(4096, 12288, 36, 32, 8, 151936, head_dim=128)),
+    "Qwen3-4B": ("qwen3", text(2560, 9728, 36, 32, 8, 151936, head_dim=128, tie_word_embeddings=True)),
+    "Llama-3-8B": ("llama", text(4096, 14336, 32, 32, 8, 128256)),
+    "Qwen2.5-7B": ("qwen2", text(3584, 18944, 28, 28, 4, 152064)),
+    "Qwen2.5-32B": ("qwen2", text(5120, 27648, 64, 40, 8, 152064)),
+    "Qwen2.5-72B": ("qwen2", text(8192, 29568, 80, 64, 8, 152064)),
+    "Mistral-Nemo-12B": ("mistral", text(5120, 14336, 40, 32, 8, 131072, head_dim=128, sliding_window=None)),
+    "Qwen3-30B-A3B": (
+        "qwen3_moe",
+        text(2048, 6144, 48, 32, 4, 151936, head_dim=128, moe_intermediate_size=768, num_experts=128,
+             num_experts_per_tok=8),
+    ),
+    "Qwen2.5-VL-7B": (
+        "qwen2_5_vl",
+        dict(text_config=text(3584, 18944, 28, 28, 4, 152064), vision_config=tower(32, 1280, 3420, 3584)),
+    ),
+    "Qwen3-VL-8B": (
+        "qwen3_vl",
+        dict(text_config=text(4096, 12288, 36, 32, 8, 151936, head_dim=128),
+             vision_config=tower(27, 1152, 4304, 4096)),
+    ),
+    "Seed-OSS-36B": ("seed_oss", text(5120, 27648, 64, 80, 8, 155136, head_dim=128, attention_dropout=0.1)),
+    "GLM-4.1V-9B": ("glm4v", {}),
+    "Qwen3-VL-30B-A3B": ("qwen3_vl_moe", {}),
+    "Qwen3.5-27B": ("qwen3_5", {}),
+    "Qwen3-Next-80B-A3B": ("qwen3_next", {}),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Writes the folder of one of MODELS: config.json, a tokenizer, and a processor where the model sees."""
+    tiny, home = {}, tmp_path_factory.mktemp("models")
+
+    def write(name: str) -> Path:
+        kind, fields = MODELS[name]
+        family = kind if kind in ("qwen2_5_vl", "qwen3_vl") else "llama"
+        if family != "llama":
+            pytest.importorskip("qwen_vl_utils")
+        if family not in tiny:
+            tiny[family] = home / family
+            (write_tiny_model if family == "llama" else write_tiny_vlm)(tiny[family], family=family)
+        if not (home / name).exists():
+            shutil.copytree(tiny[family], home / name, ignore=shutil.ignore_patterns("*.safetensors"))
+            AutoConfig.for_model(kind, **fields).save_pretrained(home / name)
+        return home / name
+
+    return write
+
+
+@pytest.fixture(scope="module")
+def train_file(tmp_path_factory: pytest.TempPathFactory) -> Callable[[bool], Path]:
+    """Questions of about 400 tokens, or ones about a picture."""
+    home = tmp_path_factory.mktemp("data")
+
+    def write(pictures: bool) -> Path:
+        path = home / f"{pictures}.parquet"
+        content = ("<image>" if pictures else "") + "the river " * 200
+        columns: dict[str, list] = {"prompt": [[{"role": "user", "content": content}]] * 8}
+        if pictures:
+            png = io.BytesIO()
+            Image.new("RGB", (56, 56)).save(png, "png")
+            columns["images"] = [[{"bytes": png.getvalue()}]] * 8
+        pq.write_table(pa.table(columns), path)
+        return path
+
+    return write
+
+
+def num_parameters(found: dict[str, Any], ranks: int) -> float:
+    """In billions, from the 16 bytes each of weights, gradients and moments."""
+    return found["resident_gib"] * ranks / 16 * 2**30 / 1e9
+
+
+@pytest.mark.parametrize(("script", "name"), [(MUSIQUE, "Qwen3-8B"), (MUSIQUE, "Llama-3-8B"), (VIDEO, "Qwen2.5-VL-7B")])
+def test_a_recipes_command_has_a_plan_without_a_gpu(tmp_path, folder_of, train_file, script, name):
+    data = train_file(script == VIDEO)
+
+    def planned(engine: str) -> dict[str, Any]:
+        model = str(folder_of(name))
+        words = launched(script, tmp_path, MODEL_ENGINE=engine, MODEL_PATH=model, TRAIN_FILE=str(data))
+        return plan.build("ppo_trainer", ["python3", "-m", "verl.trainer.main_ppo", *words], "64", None)
+
+    found = planned("prefix")
+    assert found["unsupported"] == [] == found["notes"]
+    assert num_parameters(found, 8) == pytest.approx({"Qwen3-8B": 8.19, "Llama-3-8B": 8.03}.get(name, 8.29), abs=0.01)
+    assert found["prompt_tokens"]["p50"] > 400 and found["tokens"]["ratio"] > 3 and found["speedup"]["update"] > 2.5
+    stock = planned("dp")
+    assert "trainer.v1.trainer_mode=prefix_sync" in stock.pop("notes")[0]
+    assert stock == {key: value for key, value in found.items() if key != "notes"}
+
+
+class Settings(NamedTuple):
+    """What a script sets, as far as a plan reads it. batch: prompts, prompts per mini-batch, responses per prompt;
+    lengths: tokens of prompt and response; passes: tokens or rows; gpus: per node, nodes; refused: in these words."""
+
+    model: str
+    batch: tuple[int, int, int]
+    lengths: tuple[int, int]
+    passes: str
+    gpus: tuple[int, int] = (8, 1)
+    others: tuple[str, ...] = ()
+    refused: tuple[str, ...] = ()
+
+
+FUSED, LORA, TOWER = "model.use_fused_kernels=True", "model.lora_rank=64", "a vision or audio tower"
+NO_KL, GROUPER = "actor.use_kl_loss=False", "actor.use_prefix_grouper=True"
+LOG_PROB_ROWS = "rollout.log_prob_micro_batch_size_per_gpu"
+ULYSSES = "actor.fsdp_config.ulysses_sequence_parallel_size"
+# verl's FSDP scripts with several responses per prompt: github.com/verl-project/verl, tag v0.9.0, examples/.
+SCRIPTS = {
+    "grpo_trainer/run_qwen3_8b_fsdp": Settings("Qwen3-8B", (1024, 256, 5), (1024, 2048), "24576 tokens"),
+    "grpo_trainer/run_qwen3_4b_fsdp": Settings(
+        "Qwen3-4B", (512, 256, 5), (1024, 1024), "3000 tokens", others=("rollout.log_prob_max_token_len_per_gpu=4096",)
+    ),
+    "grpo_trainer/run_qwen3_30b_a3b_fsdp": Settings("Qwen3-30B-A3B", (512, 128, 8), (2048, 4096), "32768 tokens"),
+    "grpo_trainer/run_qwen2_5_32b_fsdp": Settings(
+        "Qwen2.5-32B", (1024, 128, 5), (1024, 1024), "2 rows", (8, 2), ("model.use_remove_padding=False",)
+    ),
+    "grpo_trainer/run_mistral_nemo_12b_skyworkrm_fsdp": Settings(
+        "Mistral-Nemo-12B", (512, 128, 5), (4096, 2048), "10 rows", others=(NO_KL,)
+    ),
+    "grpo_trainer/run_qwen2_5_vl_7b_fsdp": Settings(
+        "Qwen2.5-VL-7B", (512, 128, 5), (1024, 2048), "24576 tokens", others=(FUSED,), refused=(FUSED,)
+    ),
+    "grpo_trainer/run_qwen3_vl_8b_fsdp": Settings(
+        "Qwen3-VL-8B", (512, 128, 5), (1024, 2048), "24576 tokens", others=(FUSED,), refused=(FUSED,)
+    ),
+    "grpo_trainer/run_qwen3_vl_30b_a3b_fsdp": Settings(
+        "Qwen3-VL-30B-A3B", (512, 128, 5), (1024, 2048), "10 rows",
+        others=(FUSED, f"{ULYSSES}=2", f"{LOG_PROB_ROWS}=2"),
+        refused=("ulysses_sequence_parallel_size=2", FUSED, TOWER),
+    ),
+    "grpo_trainer/run_seed_oss_36b_fsdp": Settings(
+        "Seed-OSS-36B", (64, 8, 2), (512, 1024), "16384 tokens", others=(FUSED,),
+        refused=(FUSED, "attention_dropout=0.1"),
+    ),
+    "grpo_trainer/run_glm4_1v_9b_fsdp": Settings(
+        "GLM-4.1V-9B", (512, 128, 5), (1024, 2048), "10 rows", others=(f"{LOG_PROB_ROWS}=20",), refused=(TOWER,)
+    ),
+    "grpo_trainer/run_qwen3_5_27b_fsdp": Settings(
+        "Qwen3.5-27B", (64, 16, 5), (1024, 2048), "1 rows", others=("actor.fsdp_config.offload_policy=True",),
+        refused=("linear_conv_kernel_dim=4",),
+    ),
+    "grpo_trainer/run_qwen3_next_80b_a3b_fsdp": Settings(
+        "Qwen3-Next-80B-A3B", (16, 8, 16), (2048, 20480), "2816 tokens", (8, 4),
+        (f"{ULYSSES}=8", "model.enable_activation_offload=True",
+         "+actor.fsdp_config.mixed_precision.reduce_dtype=bf16"),
+        ("ulysses_sequence_parallel_size=8", "model.enable_activation_offload=True", "layer_types"),
+    ),
+    "prefix_grouper/run_qwen3_8b_fsdp": Settings(
+        "Qwen3-8B", (1024, 256, 5), (512, 1024), "12288 tokens", others=(GROUPER, "model.use_remove_padding=False"),
+        refused=(GROUPER,),
+    ),
+    "cispo_trainer/run_qwen3_8b_fsdp": Settings(
+        "Qwen3-8B", (1024, 256, 5), (1024, 2048), "24576 tokens", others=("actor.policy_loss.loss_mode=cispo",)
+    ),
+    "gdpo_trainer/run_qwen3_8b_fsdp": Settings("Qwen3-8B", (128, 32, 4), (2048, 2048), "24576 tokens", others=(NO_KL,)),
+    "otb_trainer/run_qwen3_8b_fsdp": Settings(
+        "Qwen3-8B", (128, 128, 8), (1024, 2048), "24576 tokens", others=(NO_KL, "actor.calculate_sum_pi_squared=True")
+    ),
+    "remax_trainer/run_qwen2.5_math_7b_sync_fsdp": Settings(
+        "Qwen2.5-7B", (128, 64, 4), (1024, 2048), "24576 tokens",
+        others=(NO_KL, "actor.ulysses_sequence_parallel_size=2"), refused=("actor.ulysses_sequence_parallel_size=2",),
+    ),
+    "profile/run_qwen2_5_7b_torch_profile": Settings("Qwen2.5-7B", (32, 16, 4), (1024, 1024), "8192 tokens"),
+    "tuning/lora/run_qwen3_8b_fsdp": Settings(
+        "Qwen3-8B", (64, 32, 5), (512, 1024), "12288 tokens", (2, 1), (LORA, "model.lora_alpha=32")
+    ),
+    "tuning/lora/run_qwen2_5_vl_7b_fsdp": Settings(
+        "Qwen2.5-VL-7B", (512, 128, 5), (1024, 2048), "24576 tokens",
+        others=(LORA, "model.target_modules=all-linear", "model.exclude_modules=.*visual.*"),
+    ),
+    "tuning/scaling/run_qwen2_5_72b_fsdp": Settings(
+        "Qwen2.5-72B", (1024, 256, 5), (1024, 2048), "24576 tokens", (8, 4)
+    ),
+}  # fmt: skip
+
+
+def command_of(settings: Settings, model: Path, data: Path) -> list[str]:
+    """The words of a training command with these settings."""
+    (prompts, mini_batch, n), (prompt, response), (gpus, nodes) = settings.batch, settings.lengths, settings.gpus
+    size, unit = settings.passes.split()
+    by_tokens = unit == "tokens"
+    passes = "max_token_len_per_gpu" if by_tokens else "micro_batch_size_per_gpu"
+    actor = (
+        "model.use_remove_padding=True", "model.enable_gradient_checkpointing=True", f"model.path={model}",
+        "actor.strategy=fsdp2", "actor.optim.lr=1e-6", f"actor.ppo_mini_batch_size={mini_batch}",
+        f"actor.use_dynamic_bsz={by_tokens}", f"actor.ppo_{passes}={size}", "actor.use_kl_loss=True",
+        "actor.fsdp_config.param_offload=False", "rollout.name=vllm", f"rollout.n={n}",
+        "rollout.gpu_memory_utilization=0.6", "rollout.tensor_model_parallel_size=2",
+        f"rollout.log_prob_{passes}={size}", f"ref.log_prob_{passes}={size}", "ref.fsdp_config.param_offload=True",
+        *settings.others,
+    )  # fmt: skip
+    return [
+        "python3", "-m", "verl.trainer.main_ppo", "algorithm.adv_estimator=grpo", f"data.train_files={data}",
+        "data.val_files=['/a.parquet', '/b.parquet']", f"data.train_batch_size={prompts}", "data.truncation=error",
+        f"data.max_prompt_length={prompt}", f"data.max_response_length={response}", "data.filter_overlong_prompts=True",
+        *("+" * word.startswith("+") + f"actor_rollout_ref.{word.removeprefix('+')}" for word in actor),
+        'trainer.logger=["console","wandb"]', "trainer.project_name=verl_grpo", "trainer.balance_batch=True",
+        f"trainer.n_gpus_per_node={gpus}", f"trainer.nnodes={nodes}", "trainer.save_freq=20", "$@",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_verls_own_settings_have_a_plan_or_are_refused_by_key(folder_of, train_file, script):
+    settings = SCRIPTS[script]
+    folder = folder_of(settings.model)
+    words = command_of(settings, folder, train_file("VL" in settings.model))
+    found = plan.build("ppo_trainer", words, None, None)
+    assert len(found["unsupported"]) == len(settings.refused)
+    assert all(key in reason for key, reason in zip(settings.refused, found["unsupported"], strict=True))
+    if unsupported_reasons(AutoConfig.from_pretrained(folder)):
+        assert settings.refused and "speedup" not in found
+        return
+    gpus, nodes = settings.gpus
+    # As its name has it; a tower of 0.7 billion is not in a name.
+    named = float(re.search(r"([\d.]+)B", settings.model)[1])
+    assert num_parameters(found, gpus * nodes) == pytest.approx(named, rel=0.2)
+    assert min(found["speedup"].values()) >= 0.99
+
+
+@pytest.mark.parametrize("word", ["+actor_rollout_ref.actor.fsdp_config.model_dtype=bfloat16",
+                                  "+actor_rollout_ref.model.lora.merge=True"])  # fmt: skip
+def test_a_key_that_a_script_adds_twice_is_named(folder_of, train_file, word):
+    """Of grpo_trainer/run_gpt_oss_20b_fsdp and tuning/lora/run_qwen3_8b_merge_fsdp, which verl 0.9 itself refuses."""
+    settings = SCRIPTS["tuning/lora/run_qwen3_8b_fsdp"]
+    key = word.removeprefix("+").partition("=")[0]
+    with pytest.raises(plan.PlanError, match=f"do not compose: Could not append to config.* '{key}'"):
+        plan.build("ppo_trainer", [*command_of(settings, folder_of(settings.model), Path("x")), word], None, None)
