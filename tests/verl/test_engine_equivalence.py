@@ -62,6 +62,10 @@ CASES = {
     "empty_responses": {"empty": "ce"},
     "empty_responses_phased": {"empty": "ce", "schedule": "phased", "wave_tokens": 40},
     "rank_of_empty_responses": {"empty": ("e", "pad0", "f")},
+    "padded": {"padded": True, "use_kl_loss": True},
+    "padded_phased": {"padded": True, "schedule": "phased", "wave_tokens": 40},
+    "padded_static_batch_size": {"padded": True, "use_dynamic_bsz": False, "micro_batch_size_per_gpu": 2},
+    "padded_empty_responses": {"padded": True, "empty": "ce"},
     "schedule_stock": {"schedule": "stock"},
     "gate_open": {"min_speedup": 1e-6},
     "gate_open_hsdp_sync_every_pass": {"min_speedup": 1e-6, "fsdp_size": 1, "use_no_sync": False},
@@ -161,18 +165,45 @@ def _batch(rank: int, vocab: int, options: dict):
     }
     if "temperature" not in fields:
         flags["temperature"] = options.get("temperature", 1.0)
-    return tu.get_tensordict(fields, flags)
+    return _padded(fields, flags) if options.get("padded", False) else tu.get_tensordict(fields, flags)
 
 
-def _engine(backend: str, model_path: str, options: dict, forward_only: bool = False):
-    import verl  # noqa: F401
+def _padded(fields: dict, flags: dict):
+    """The same rows as verl's legacy trainer hands them over, with wider padding than any of them needs."""
+    from verl.utils import tensordict_utils as tu
+    from verl.workers.utils.padding import left_right_2_no_padding
+
+    def pad(rows, left=False):
+        width = max(len(row) for row in rows) + 3
+        sides = [(width - len(row), 0) if left else (0, width - len(row)) for row in rows]
+        return torch.stack([torch.nn.functional.pad(row, side) for row, side in zip(rows, sides, strict=True)])
+
+    prompts, responses = fields["prompts"].unbind(), fields["responses"].unbind()
+    ones = [[torch.ones_like(row) for row in rows] for rows in (prompts, responses)]
+    mask = torch.cat([pad(ones[0], left=True), pad(ones[1])], dim=1)
+    positions = [
+        torch.zeros(*row.shape[:-1], mask.shape[1], dtype=row.dtype) for row in fields["position_ids"].unbind()
+    ]
+    for to, row, row_mask in zip(positions, fields["position_ids"].unbind(), mask.bool(), strict=True):
+        to[..., row_mask] = row
+    dense = {name: x for name, x in fields.items() if not (isinstance(x, torch.Tensor) and x.is_nested)}
+    for name in ("response_mask", "advantages", "old_log_probs", "ref_log_prob"):
+        if name in fields:
+            dense[name] = pad(fields[name].unbind())
+    dense |= {"prompts": pad(prompts, left=True), "responses": pad(responses), "attention_mask": mask}
+    dense |= {
+        "input_ids": torch.cat([dense["prompts"], dense["responses"]], dim=1), "position_ids": torch.stack(positions)
+    }  # fmt: skip
+    return left_right_2_no_padding(tu.get_tensordict(dense, flags))
+
+
+def _configs(backend: str, model_path: str, options: dict, forward_only: bool = False) -> dict:
+    """verl's config objects of an engine, by the name of its argument."""
     from verl.trainer.config import CheckpointConfig
     from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
-    from verl.workers.engine import EngineRegistry
 
     from verl_prefix.config import PrefixConfig, PrefixEngineConfig
 
-    torch.manual_seed(0)
     model_config = HFModelConfig(
         path=model_path,
         use_remove_padding=options.get("use_remove_padding", True),
@@ -201,9 +232,7 @@ def _engine(backend: str, model_path: str, options: dict, forward_only: bool = F
         engine_config = PrefixEngineConfig(**shared, prefix=PrefixConfig(**prefix), freeze_vision_tower=frozen)
     else:
         engine_config = FSDPEngineConfig(**shared, strategy="fsdp2")
-    engine = EngineRegistry.new(
-        model_type="language_model",
-        backend=backend,
+    return dict(
         model_config=model_config,
         engine_config=engine_config,
         # AdamW turns round-off into lr-sized steps where the true gradient is zero, so lr must be far above round-off
@@ -211,6 +240,15 @@ def _engine(backend: str, model_path: str, options: dict, forward_only: bool = F
         optimizer_config=FSDPOptimizerConfig(lr=1e-5, weight_decay=0.01, clip_grad=1.0),
         checkpoint_config=CheckpointConfig(**options.get("checkpoint", {})),
     )
+
+
+def _engine(backend: str, model_path: str, options: dict, forward_only: bool = False):
+    import verl  # noqa: F401
+    from verl.workers.engine import EngineRegistry
+
+    torch.manual_seed(0)
+    configs = _configs(backend, model_path, options, forward_only)
+    engine = EngineRegistry.new(model_type="language_model", backend=backend, **configs)
     engine.initialize()
     return engine
 
@@ -247,9 +285,14 @@ def _full(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _responses(nested: torch.Tensor, data) -> list[torch.Tensor]:
-    """The part of a full-length output that verl reads: the response's log-probs."""
-    lens = data["responses"].offsets().diff().tolist()
-    return [row[len(row) - n - 1 : len(row) - 1] for row, n in zip(nested.unbind(), lens, strict=True)]
+    """What verl reads of a full-length output: values of response tokens, per row."""
+    from verl.workers.utils.padding import no_padding_2_padding
+
+    responses = data["responses"]
+    lens = (
+        responses.offsets().diff() if responses.is_nested else data["attention_mask"][:, -responses.shape[1] :].sum(1)
+    )
+    return [row[:n] for row, n in zip(no_padding_2_padding(nested, data), lens.tolist(), strict=True)]
 
 
 def _measure(backend: str, model_path: str, rank: int, options: dict) -> dict:
@@ -268,6 +311,60 @@ def _measure(backend: str, model_path: str, rank: int, options: dict) -> dict:
     result["metrics"] = output["metrics"]
     result["params"] = {name: _full(p) for name, p in engine.module.named_parameters()}
     return result
+
+
+def _actor_worker(backend: str, model_path: str, rank: int) -> dict:
+    """What verl's tests/models/test_engine.py asks of an engine behind its worker: log-probs of rows that are padded on
+    both sides; an update that loads and offloads by itself, and one whose caller does that."""
+    import verl  # noqa: F401
+    from verl.utils import tensordict_utils as tu
+    from verl.workers.config import TrainingWorkerConfig
+    from verl.workers.engine_workers import TrainingWorker
+    from verl.workers.utils.padding import no_padding_2_padding
+
+    torch.manual_seed(0)
+    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="0")
+    configs = _configs(backend, model_path, {"param_offload": True})
+    engine_config = configs["engine_config"]
+    engine_config.use_dynamic_bsz = True
+    engine_config.max_token_len_per_gpu, engine_config.infer_max_token_len_per_gpu = 90, 180
+    worker = TrainingWorker(TrainingWorkerConfig(model_type="language_model", **configs))
+    worker.reset()
+    data = _batch(rank, worker.model_config.hf_config.vocab_size, {"padded": True})
+    for name in ("use_dynamic_bsz", "max_token_len_per_gpu", "micro_batch_size_per_gpu", "use_remove_padding"):
+        del data[name]  # the worker's own, then
+    tu.assign_non_tensor(data, global_token_num=data["attention_mask"].sum(1).tolist(), compute_loss=False)
+    output = worker.infer_batch(data.copy())
+    result = {"log_probs": no_padding_2_padding(tu.get(output, "log_probs"), data), "data": data}
+    worker.set_loss_fn(_loss({}))
+    result["metrics"] = [tu.get(worker.train_batch(data.copy()), "metrics")]
+    tu.assign_non_tensor(data, disable_auto_offload=True)
+    worker.to("device")
+    result["metrics"].append(tu.get(worker.train_batch(data.copy()), "metrics"))
+    result["params"] = torch.cat([_full(p).flatten() for p in worker.engine.module.parameters()])
+    worker.to("cpu")
+    return result
+
+
+def _compare_workers(model_path: str, rank: int) -> dict[str, float]:
+    """Relative errors of our worker: log-probs against HF's own model on the padded rows, the rest against stock's."""
+    from transformers import AutoModelForCausalLM
+
+    ours, stock = (_actor_worker(backend, model_path, rank) for backend in ("prefix", "fsdp2"))
+    data, width = ours["data"], ours["data"]["responses"].shape[1]
+    mask = data["attention_mask"]
+    model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
+    ids = torch.cat([data["prompts"], data["responses"]], dim=1)
+    with torch.no_grad():
+        logits = model(ids, attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp(min=0)).logits
+    by_hf = logits[:, -width - 1 : -1].log_softmax(-1).gather(-1, data["responses"].unsqueeze(-1)).squeeze(-1)
+    errors = {"log_probs": _relative(ours["log_probs"], by_hf * mask[:, -width:])}
+    for i, (found, wanted) in enumerate(zip(ours["metrics"], stock["metrics"], strict=True)):
+        for name in ("loss", "grad_norm"):
+            errors[f"{name} of update {i + 1}"] = abs(found[name] - wanted[name]) / abs(wanted[name])
+        errors[f"metric names {i + 1}"] = float(bool(set(wanted) - set(found)))
+        errors[f"nothing shared {i + 1}"] = float(torch.tensor(found["prefix/reuse_fraction"]).min() < 0.3)
+    return errors | {"params": _relative(ours["params"], stock["params"])}
 
 
 def _relative(ours: torch.Tensor, stock: torch.Tensor) -> float:
@@ -340,6 +437,7 @@ def _worker(rank: int, world: int, rendezvous: str, models: dict, cases: dict, o
         if world == 1 and name != "default":  # two ranks run the self-check of every case
             options = {"verify": "off"} | options
         results[name] = _compare(_measure("prefix", path, rank, options), stock_cache[key])
+    results["worker"] = _compare_workers(models["qwen3"], rank)
     results["losses"] = _loss_errors(models["qwen3"], rank, world)
     # Half precision, where fp32 stock is truth enough: what does stock itself miss, and what do we?
     truth = stock_cache["[]"]
@@ -383,6 +481,11 @@ def test_engine_computes_what_the_stock_engine_computes(results, case):
     for rank, result in enumerate(results):
         worst = {name: error for name, error in result[case]["errors"].items() if not error <= TOLERANCE}
         assert not worst, f"rank {rank}: relative errors over {TOLERANCE}: {worst}"
+
+
+def test_verls_worker_infers_and_updates_as_hf_and_the_stock_engine_do(results):
+    for result in results:
+        assert max(result["worker"].values()) <= TOLERANCE, result["worker"]
 
 
 @pytest.mark.parametrize("loss", LOSSES)
@@ -433,7 +536,7 @@ def test_a_missed_self_check_raises_or_falls_back_to_the_stock_path(results):
 
 def test_sharing_happens_where_it_should(results):
     for result in results:
-        for case in ("default", "packed", "phased", "no_uid"):
+        for case in ("default", "packed", "phased", "no_uid", "padded"):
             assert result[case]["metrics"]["prefix/reuse_fraction"][0] > 0.3, case
         assert result["schedule_stock"]["metrics"]["prefix/reuse_fraction"] == [0.0]
         assert result["phased"]["metrics"]["prefix/waves"][0] >= 1

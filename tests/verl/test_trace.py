@@ -15,6 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tensordict import NonTensorStack, TensorDict
+from test_engine_equivalence import _batch
 
 os.environ.setdefault("VERL_PLATFORM", "cpu")
 
@@ -89,6 +90,18 @@ def test_what_is_written_is_what_is_read(folder, model):
             assert set(found.jagged) == set(wanted.jagged)
             for name, pair in wanted.jagged.items():
                 assert all(torch.equal(a, b) for a, b in zip(found.jagged[name], pair, strict=True)), name
+
+
+def test_padded_rows_of_the_legacy_trainer_are_recorded_as_jagged_ones(tmp_path, model):
+    for name in ("jagged", "padded"):
+        options = {"padded": name == "padded"}
+        record(writers(tmp_path / name, model), 1, lambda step, rank, options=options: _batch(rank, 50, options))
+    for rank in range(2):
+        jagged, padded = (trace.Trace(tmp_path / name).read(0, rank) for name in ("jagged", "padded"))
+        assert padded.uids == jagged.uids and padded.flags == jagged.flags
+        assert set(padded.jagged) == set(jagged.jagged) and set(padded.dense) == set(jagged.dense)
+        for name, pair in jagged.jagged.items():
+            assert all(torch.equal(a, b) for a, b in zip(padded.jagged[name], pair, strict=True)), name
 
 
 def test_ranks_join_in_order(folder):

@@ -13,7 +13,7 @@ from unittest import mock
 
 import pytest
 import torch
-from test_engine_equivalence import OURS, TOLERANCE, _compare, _engine, _full, _half_errors, _loss, _responses
+from test_engine_equivalence import OURS, TOLERANCE, _compare, _engine, _full, _half_errors, _loss, _padded, _responses
 
 from verl_prefix import vision
 from verl_prefix.testing import visual_positions, visual_prompt, write_tiny_model
@@ -43,6 +43,7 @@ CASES = {
     "checkpointed": {"schedule": "phased", "wave_tokens": 20, "gradient_checkpointing": True},
     "frozen_tower": {"frozen_tower": True, "schedule": "phased", "wave_tokens": 20},
     "lora_on_text": {"lora_targets": r".*language_model.*\.(q|k|v|o)_proj", "schedule": "phased"},
+    "padded": {"padded": True},
     "text_rank": {"batch": "text_rank"},
     "text_rank_phased": {"batch": "text_rank", "schedule": "phased", "wave_tokens": 20},
 }
@@ -102,7 +103,7 @@ def _batch(rank: int, config, path: str, options: dict):
         "temperature": 1.0,
         "global_batch_size": 20,
     }
-    return tu.get_tensordict(fields, flags)
+    return _padded(fields, flags) if options.get("padded") else tu.get_tensordict(fields, flags)
 
 
 class _Seen:

@@ -24,7 +24,7 @@ from verl.workers.engine.utils import postprocess_batch_func
 from verl_prefix import faults, models, vision, waves
 from verl_prefix.config import PrefixEngineConfig, check_model_options
 from verl_prefix.cpu.engine import CPUEngineMixin
-from verl_prefix.engine.mini_batch import MiniBatch, even_out, group_batch
+from verl_prefix.engine.mini_batch import MiniBatch, even_out, group_batch, row_lens
 from verl_prefix.engine.pixels import receive_pixels
 from verl_prefix.engine.trace_writer import open_trace
 from verl_prefix.gate import Gate
@@ -246,7 +246,7 @@ class PrefixFSDPEngine(FSDPEngineWithLMHead):
 
         def responses(output: dict) -> torch.Tensor:
             log_probs = output["model_output"]["log_probs"].unbind()
-            lens = rows["responses"].offsets().diff().tolist()
+            _, lens = row_lens(rows)
             return torch.cat([row[len(row) - n - 1 : len(row) - 1] for row, n in zip(log_probs, lens, strict=True)])
 
         def stock() -> torch.Tensor:

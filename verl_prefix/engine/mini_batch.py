@@ -101,7 +101,8 @@ class MiniBatch:
         """Counts a pass that is not finite, and names the first one's rows. A NaN that the loss masks counts too: its
         gradient is NaN times zero."""
         inputs = {name: x for name, x in micro_batch.items() if isinstance(x, torch.Tensor) and x.is_floating_point()}
-        if math.isfinite(loss) and faults.all_finite([outputs, *(x.values() for x in inputs.values() if x.is_nested)]):
+        values = [x.values() if x.is_nested else x for x in inputs.values()]
+        if math.isfinite(loss) and faults.all_finite([outputs, *values]):
             return
         self.num_not_finite += 1
         if self.num_not_finite == 1:
@@ -145,13 +146,26 @@ class _Logits:
         self.logits = logits
 
 
+def row_lens(data: TensorDict) -> tuple[list[int], list[int]]:
+    """Numbers of tokens of every row's prompt and response, counted as verl does (verl/workers/utils/padding.py): both
+    are jagged (v1 trainer), or prompts padded left and responses right (left_right_2_no_padding of the legacy one)."""
+    prompts, responses = data["prompts"], data["responses"]
+    if prompts.is_nested:
+        return prompts.offsets().diff().tolist(), responses.offsets().diff().tolist()
+    mask = data["attention_mask"].bool().split([prompts.shape[1], responses.shape[1]], dim=1)
+    return mask[0].sum(1).tolist(), mask[1].sum(1).tolist()
+
+
 def group_batch(data: TensorDict) -> tuple[list[Group], int]:
     """`groups.group_rows` of a batch; rows of a group then hold one pixel tensor (`vision.share_pixels`)."""
-    prompts = data["prompts"].unbind()
-    positions = [row[..., : len(prompt)] for row, prompt in zip(data["position_ids"].unbind(), prompts, strict=True)]
+    prompt_lens, response_lens = row_lens(data)
+    prompts, positions = (
+        [row[..., :n] for row, n in zip(data[name].unbind(), prompt_lens, strict=True)]
+        for name in ("input_ids", "position_ids")
+    )
     uids = [str(uid) for uid in tu.get(data, "uid")] if "uid" in data.keys() else None
     pixels = share_pixels(tu.get(data, "multi_modal_inputs")) if "multi_modal_inputs" in data.keys() else None
-    return group_rows(prompts, data["responses"].offsets().diff().tolist(), uids, positions, pixels)
+    return group_rows(prompts, response_lens, uids, positions, pixels)
 
 
 def even_out(metrics: dict[str, object], num_passes: int) -> None:

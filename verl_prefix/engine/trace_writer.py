@@ -20,6 +20,7 @@ from safetensors.torch import save
 from tensordict import NonTensorData, TensorDict
 from verl.utils import tensordict_utils as tu
 
+from verl_prefix.engine.mini_batch import row_lens
 from verl_prefix.machine import device_name, versions
 from verl_prefix.trace import (
     FIELDS,
@@ -181,11 +182,27 @@ def _describe_loss(loss: Callable) -> dict[str, Any]:
     return plain(fields)
 
 
+def _without_padding(data: TensorDict) -> TensorDict:
+    """The batch with every recorded field jagged, where the legacy trainer pads (see `row_lens`)."""
+    if "prompts" not in data.keys() or data["prompts"].is_nested:
+        return data
+    prompt_lens, response_lens = row_lens(data)
+    found = data.exclude("max_seq_len", "max_response_len")  # to which verl would pad log-probs again
+    for name in (*FIELDS, *OPTIONAL):
+        value = data.get(name, None)
+        if isinstance(value, torch.Tensor) and not value.is_nested and value.dim() == 2:
+            rows, lens = (data["input_ids"].unbind(), prompt_lens) if name == "prompts" else (value, response_lens)
+            pieces = [row[:n] for row, n in zip(rows, lens, strict=True)]
+            found[name] = torch.nested.as_nested_tensor(pieces, layout=torch.jagged)
+    return found
+
+
 def _take_apart(data: TensorDict) -> tuple[dict[str, torch.Tensor], list[str] | None, dict[str, Any]]:
     """Jagged fields as flat values and `NAME/lengths` [rows] int64, row-wise tensors as they are; uids; scalars."""
     if "multi_modal_inputs" in data.keys() and any(tu.get(data, "multi_modal_inputs")):
         raise TraceError("actor_rollout_ref.actor.prefix.trace_dir does not record images; remove it")
     tensors, flags = {}, {}
+    data = _without_padding(data)
     for name in data.keys():
         value = data.get(name)
         if isinstance(value, NonTensorData) and (
@@ -199,7 +216,7 @@ def _take_apart(data: TensorDict) -> tuple[dict[str, torch.Tensor], list[str] | 
                     f"actor_rollout_ref.actor.prefix.trace_dir does not record {name} of shape {list(value.shape)}, as "
                     "a vision-language model's processor gives them; remove it"
                 )
-            tensors[f"{name}/lengths"] = value.offsets().diff().cpu()
+            tensors[f"{name}/lengths"] = value.offsets().diff().long().cpu()
         elif name in OPTIONAL:
             tensors[name] = value.detach().cpu().clone()
     flags.pop("uid", None)
