@@ -280,6 +280,10 @@ SCRIPTS = {
     "cispo_trainer/run_qwen3_8b_fsdp": Settings(
         "Qwen3-8B", (1024, 256, 5), (1024, 2048), "24576 tokens", others=("actor.policy_loss.loss_mode=cispo",)
     ),
+    "gmpo_trainer/run_qwen3_8b_fsdp": Settings(
+        "Qwen3-8B", (1024, 256, 5), (1024, 2048), "24576 tokens", others=("actor.policy_loss.loss_mode=geo_mean",),
+        refused=("actor.policy_loss.loss_mode=geo_mean",),
+    ),
     "gdpo_trainer/run_qwen3_8b_fsdp": Settings("Qwen3-8B", (128, 32, 4), (2048, 2048), "24576 tokens", others=(NO_KL,)),
     "otb_trainer/run_qwen3_8b_fsdp": Settings(
         "Qwen3-8B", (128, 128, 8), (1024, 2048), "24576 tokens", others=(NO_KL, "actor.calculate_sum_pi_squared=True")
