@@ -108,6 +108,7 @@ CONTRACT = {
     "verl.workers.config:FSDPActorConfig.validate": "self n_gpus train_batch_size model_config",
     "verl.workers.config:FSDPEngineConfig.__post_init__": "self",
     "verl.workers.config:HFModelConfig": None,
+    "verl.workers.config:PolicyLossConfig": None,
     "verl.workers.config:RolloutConfig": None,
     "verl.workers.engine:EngineRegistry": None,
     "verl.workers.engine.base:EngineRegistry.register": "model_type backend device vendor",
