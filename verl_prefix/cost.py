@@ -9,6 +9,7 @@ for forward and backward. FLOPs are those of matmuls; norms, rotary angles and t
 """
 
 import dataclasses
+import functools
 import json
 import time
 from collections import Counter
@@ -44,6 +45,14 @@ class ModelShape:
     kv: float
     vocab_size: int
 
+    @functools.cached_property
+    def _layers_by_window(self) -> tuple[tuple[int | None, int], ...]:
+        return tuple(Counter(self.windows).items())
+
+    def pairs(self, length: int, behind: int) -> float:
+        """Query-key pairs of all layers, of `length` queries with `behind` keys before them."""
+        return sum(layers * _pairs(length, behind, window) for window, layers in self._layers_by_window)
+
 
 class Pass(NamedTuple):
     """Tokens through the layers, of those through lm_head, and query-key pairs summed over layers."""
@@ -64,16 +73,14 @@ def _pairs(length: int, behind: int, window: int | None) -> float:
 def _group_pass(shape: ModelShape, groups: Iterable[Group], prefixes: bool, suffixes: bool) -> Pass:
     tokens = head = 0
     pairs = 0.0
-    windows = Counter(shape.windows).items()
     for group in groups:
         if prefixes:
             tokens += group.prefix_len
-            pairs += sum(layers * _pairs(group.prefix_len, 0, window) for window, layers in windows)
+            pairs += shape.pairs(group.prefix_len, 0)
         if suffixes:
             tokens += group.num_suffix_tokens
             head += group.num_suffix_tokens
-            behind = group.prefix_len
-            pairs += sum(layers * _pairs(n, behind, window) for n in group.suffix_lens for window, layers in windows)
+            pairs += sum(shape.pairs(n, group.prefix_len) for n in group.suffix_lens)
     return Pass(tokens, head, pairs)
 
 
@@ -103,14 +110,13 @@ def stock_passes(shape: ModelShape, groups: Sequence[Group], budget: int, dense_
         dense_mask: attention has no varlen form (sdpa, eager): several rows in a micro-batch read a T x T mask.
     """
     lens = [group.prefix_len + 1 + n for group in groups for n in group.suffix_lens]
-    windows = Counter(shape.windows).items()
     passes = []
     for batch in first_fit(lens, int, budget):
         tokens = sum(batch)
         if dense_mask and len(batch) > 1:
             pairs = tokens**2 * len(shape.windows)
         else:
-            pairs = sum(layers * _pairs(n, 0, window) for n in batch for window, layers in windows)
+            pairs = sum(shape.pairs(n, 0) for n in batch)
         passes.append(Pass(tokens, tokens, pairs))
     return passes
 
