@@ -107,8 +107,12 @@ def _check_plugin() -> Iterator[Finding]:
         yield None if loaded_by_verl else hidden, f"plugin loaded by {verl.__file__}: {loaded_by_verl}"
 
 
+def _registered() -> tuple:
+    return importlib.import_module("verl_prefix.plugin").registered()
+
+
 def _check_registered() -> Iterator[Finding]:
-    platform, engines, trainer, ours = importlib.import_module("verl_prefix.plugin").registered()
+    platform, engines, trainer, ours = _registered()
     device, asked = platform.device_name, os.environ.get("VERL_PLATFORM") or "unset"
     usable = "available" if platform.is_available() else "not available here"
     yield None, f"platform {type(platform).__name__} device={device} VERL_PLATFORM={asked}, {usable}"
@@ -131,7 +135,7 @@ def _check_kernels() -> Iterator[Finding]:
 
     for name, state in available_kernels().items():
         yield None, f"attention kernel {name}: {state}"
-    platform = importlib.import_module("verl_prefix.plugin").registered()[0]
+    platform = _registered()[0]
     device, dtype = platform.device_name, torch.bfloat16
     if device == "cpu" or not platform.is_available():
         device, dtype = "cpu", torch.float32  # of +platform=cpu
@@ -174,7 +178,7 @@ def doctor() -> int:
 
 
 def _verdict() -> str:
-    platform = importlib.import_module("verl_prefix.plugin").registered()[0]
+    platform = _registered()[0]
     if not platform.is_available():
         return f"registered; not runnable here: no {platform.device_name.upper()} device, set VERL_PLATFORM=cpu"
     return f"all fine: model_engine={PLUGIN} will be used, on {platform.device_name}"
