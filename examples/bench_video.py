@@ -28,15 +28,16 @@ from rich.console import Console
 from rich.table import Table
 from transformers import AutoModelForImageTextToText, PreTrainedModel
 
-from verl_prefix.bench.measure import gradient_error, provenance
-from verl_prefix.bench.memory import in_fresh_process
-from verl_prefix.groups import group_rows
-from verl_prefix.layout import Layout
-from verl_prefix.machine import git_state, memory_mib, reset_peak_mib
-from verl_prefix.schedule import Schedule, TokenBatch
+from verl_prefix.core.groups import group_rows
+from verl_prefix.core.layout import Layout
+from verl_prefix.core.schedule import Schedule, TokenBatch
+from verl_prefix.core.waves import make_plan
+from verl_prefix.models.vision import PixelBatch, share_pixels
 from verl_prefix.testing import visual_positions, visual_prompt
-from verl_prefix.vision import PixelBatch, share_pixels
-from verl_prefix.waves import make_plan
+from verl_prefix.tools.bench.measure import gradient_error, provenance
+from verl_prefix.tools.bench.memory import in_fresh_process
+from verl_prefix.tools.memory import memory_mib, reset_peak_mib
+from verl_prefix.versions import git_state
 
 SCHEMA = "verl_prefix.bench_video/1"
 ARMS = ("stock", "stock_lean", "packed", "phased")

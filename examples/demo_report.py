@@ -18,9 +18,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from verl_prefix.machine import device_name, git_state, versions
-from verl_prefix.plots import Bars, Curves
-from verl_prefix.plots import save as save_plot
+from verl_prefix.tools.plots import Bars, Curves
+from verl_prefix.tools.plots import save as save_plot
+from verl_prefix.versions import device_name, git_state, package_versions
 
 SCHEMA = "verl_prefix.demo/2"  # 1: ratios were those of medians, the first step's seconds among them
 Metrics = dict[str, float | None]
@@ -92,7 +92,7 @@ def build(stock: Arm, prefix: Arm, num_steps: int, config: dict[str, Any]) -> di
     report = {
         "schema": SCHEMA,
         "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "versions": versions(PACKAGES),
+        "versions": package_versions(PACKAGES),
         "device": _device(),
         "git": git_state(),
         "config": config,

@@ -22,7 +22,7 @@ def spawn() -> Callable[..., None]:
     call: what a test sets or patches in its own process does not reach them.
     """
     server = forkserver.ForkServer()
-    server.set_forkserver_preload(["verl.workers.engine_workers", "verl_prefix.engine.replay"])
+    server.set_forkserver_preload(["verl.workers.engine_workers", "verl_prefix.tools.ab.replay"])
 
     def run(fn: Callable[..., None], args: tuple = (), nprocs: int = 1) -> None:
         with (

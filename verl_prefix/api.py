@@ -19,10 +19,11 @@ import torch
 from torch.autograd.function import once_differentiable
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
-from verl_prefix import models, vision
-from verl_prefix.groups import group_rows
-from verl_prefix.schedule import Pass, Schedule, TokenBatch
-from verl_prefix.waves import Plan, make_plan
+from verl_prefix.core.groups import group_rows
+from verl_prefix.core.schedule import Pass, Schedule, TokenBatch
+from verl_prefix.core.waves import Plan, make_plan
+from verl_prefix.models import hookup as models
+from verl_prefix.models import vision
 
 # A padded [rows, length] tensor, which comes with a mask, or one sequence per row: a tensor [length] or a list of ints.
 Tokens = torch.Tensor | Sequence[torch.Tensor] | Sequence[Sequence[int]]
@@ -317,8 +318,8 @@ def _check_model(model: torch.nn.Module) -> None:
     name = type(model).__name__
     if isinstance(model, FSDPModule | FullyShardedDataParallel):
         raise TypeError(
-            f"{name} is sharded by FSDP, whose ranks must run the same passes; use verl_prefix.schedule.Schedule with "
-            "verl_prefix.waves.agree, or the verl plugin"
+            f"{name} is sharded by FSDP, whose ranks must run the same passes; use verl_prefix.core.schedule.Schedule "
+            "with verl_prefix.core.waves.agree, or the verl plugin"
         )
     if not hasattr(model, "get_output_embeddings"):
         raise TypeError(

@@ -8,7 +8,7 @@ from collections.abc import Callable, Container
 from pathlib import Path
 from typing import NoReturn
 
-from verl_prefix import doctor
+from verl_prefix.tools import doctor
 
 REPLAY_OPTIONS = ("trace", "synthetic", "model", "arms", "steps", "ranks", "dtype", "lr", "truth_steps")
 
@@ -40,8 +40,9 @@ def _ab(arguments: argparse.Namespace) -> int:
     if not torch.cuda.is_available():  # before verl is imported, here and in the ranks
         os.environ["VERL_PLATFORM"] = "cpu"
     _quieten_verl()
-    from verl_prefix import ab, runs
-    from verl_prefix.trace import TraceError
+    from verl_prefix.engine.trace import TraceError
+    from verl_prefix.tools.ab import command as ab
+    from verl_prefix.tools.ab import runs
 
     given = {name: value for name in REPLAY_OPTIONS if (value := getattr(arguments, name)) is not None}
     if "synthetic" in given:
@@ -61,7 +62,7 @@ def _ab(arguments: argparse.Namespace) -> int:
 def _plan(arguments: argparse.Namespace) -> int:
     os.environ.setdefault("VERL_PLATFORM", "cpu")  # nothing runs: any machine will do
     _quieten_verl()
-    from verl_prefix import plan
+    from verl_prefix.tools.plan import command as plan
 
     try:
         return plan.run(
@@ -74,7 +75,7 @@ def _plan(arguments: argparse.Namespace) -> int:
 
 
 def _bench(arguments: argparse.Namespace) -> int:
-    from verl_prefix.bench import report
+    from verl_prefix.tools.bench import report
 
     given = {key: value for key, value in vars(arguments).items() if key in BENCH_OPTIONS and value is not None}
     try:
@@ -82,7 +83,7 @@ def _bench(arguments: argparse.Namespace) -> int:
             return report.render(arguments.render, arguments.into)
         if arguments.into:
             raise ValueError("--into is for --render")
-        from verl_prefix.bench import measure, options
+        from verl_prefix.tools.bench import measure, options
 
         sizes = tuple(options.Size(*size) for size in (*report.grid(arguments.grid), *arguments.rows))
         return measure.run(options.Options(sizes, **given), arguments.out, arguments.allow_dirty)
@@ -104,7 +105,7 @@ def _numbers(form: str, counts: Container[int]) -> Callable[[str], tuple[int, ..
 
 
 def _add_bench(commands: argparse._SubParsersAction) -> None:
-    from verl_prefix.bench.report import GRIDS
+    from verl_prefix.tools.bench.report import GRIDS
 
     command = commands.add_parser("bench", help="time, memory and error of stock, peers and ours; without verl")
     command.set_defaults(run=_bench)

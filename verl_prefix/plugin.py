@@ -26,8 +26,8 @@ Plugins.instance().register(PrefixSearchPathPlugin)
 # The platform must be registered before any verl module resolves it at import. `import x.y`, not `from x import y`:
 # when our engine is what triggers `import verl`, it re-enters here half-loaded.
 import verl_prefix.cpu  # noqa: E402, I001
-import verl_prefix.engine  # noqa: E402
-import verl_prefix.trainer  # noqa: E402, F401
+import verl_prefix.engine.prefix_engine  # noqa: E402
+import verl_prefix.trainer.prefix_sync  # noqa: E402, F401
 
 
 def registered() -> tuple[Any, dict[str, type], type | None, list[str]]:

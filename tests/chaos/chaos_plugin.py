@@ -76,7 +76,7 @@ def install() -> None:
     from verl.workers.engine.fsdp.transformer_impl import FSDPEngine
 
     from verl_prefix.cpu.server import HFServer
-    from verl_prefix.schedule import Schedule
+    from verl_prefix.core.schedule import Schedule
 
     before(PPOTrainer, "step", write_step)
     before(FSDPEngine, "optimizer_step", lambda *_, **__: at("update") and last_rank() and act())

@@ -24,8 +24,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
-from verl_prefix.report import provenance
 from verl_prefix.testing import write_tiny_model
+from verl_prefix.tools.ab.report import provenance
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS, BROKEN = 3, 3

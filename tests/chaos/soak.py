@@ -22,8 +22,8 @@ import torch
 import torch.multiprocessing as mp
 from torch.nested import as_nested_tensor
 
-from verl_prefix.report import provenance
 from verl_prefix.testing import write_tiny_model
+from verl_prefix.tools.ab.report import provenance
 
 WARM_UP = 0.2  # share of the updates
 # Growth after the warm-up that counts as a leak: MiB of resident memory per 100 updates (a prefix graph of the largest

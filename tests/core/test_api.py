@@ -13,8 +13,9 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama import modeling_llama
 
-from verl_prefix import api, phased_update, prefix_cache, response_log_probs, schedule
-from verl_prefix.kernels import cpu
+from verl_prefix import api, phased_update, response_log_probs
+from verl_prefix.core import prefix_cache, schedule
+from verl_prefix.core.kernels import cpu
 from verl_prefix.testing import random_rollouts
 
 VOCAB = 97

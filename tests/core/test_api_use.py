@@ -15,7 +15,8 @@ import torch
 from test_api import batch, build, float64_norm, grads, inputs  # noqa: F401
 from torch.distributed.fsdp import FSDPModule
 
-from verl_prefix import phased_update, prefix_cache, response_log_probs, schedule
+from verl_prefix import phased_update, response_log_probs
+from verl_prefix.core import prefix_cache, schedule
 
 # The block's life: what is left after it, and what it says where it is misused.
 

@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from verl_prefix import cli, machine
-from verl_prefix.bench import arms, measure, memory, report
-from verl_prefix.bench.options import ARMS, SHAPES, Options, Size, build_model, full_depth, unavailable
-from verl_prefix.models import ATTENTION_NAME, model_shape
+from verl_prefix import cli, versions
+from verl_prefix.models.hookup import ATTENTION_NAME, model_shape
+from verl_prefix.tools.bench import arms, measure, memory, report
+from verl_prefix.tools.bench.options import ARMS, SHAPES, Options, Size, build_model, full_depth, unavailable
 
 ROOT = Path(__file__).resolve().parents[2]
 SIZE = Size(37, 11, 5)
@@ -164,7 +164,7 @@ def test_report_has_time_error_and_ceiling_of_every_arm(tmp_path: Path) -> None:
     here = ",".join(arm for arm in ARMS if arm not in ENGINES)
     assert cli.main([*COMMAND, "--arms", here, "--grid", "tiny", "--layers", "1,2", "--out", str(out)]) == 0
     found = json.loads(out.read_text())
-    assert found["schema"] == "verl_prefix.bench/1"
+    assert found["schema"] == "verl_prefix.tools.bench/1"
     assert {"commit", "dirty", "created", "device", "versions", "config"} <= set(found)
     assert set(found["cannot_run"]) == set(here.split(",")) - set(RUNNING) - {"auto"}
     assert "flex" in found["cannot_run"]
@@ -398,9 +398,9 @@ def test_the_gpu_script_asks_for_what_there_is() -> None:
 
 @pytest.mark.parametrize("known", [True, False])
 def test_a_copy_without_git_has_the_commit_it_was_told(known: bool, monkeypatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(machine, "__file__", str(tmp_path / "machine.py"))
-    monkeypatch.delenv(machine.COMMIT, raising=False)
+    monkeypatch.setattr(versions, "__file__", str(tmp_path / "versions.py"))
+    monkeypatch.delenv(versions.COMMIT, raising=False)
     if known:
-        monkeypatch.setenv(machine.COMMIT, "a" * 40)
+        monkeypatch.setenv(versions.COMMIT, "a" * 40)
     expected = {"commit": "a" * 40, "dirty": False} if known else {"commit": None, "dirty": True}
-    assert machine.git_state() == expected
+    assert versions.git_state() == expected

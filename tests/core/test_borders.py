@@ -1,6 +1,7 @@
-"""Who may import whom (design: verl, ray and hydra only at the edges, transformers only in `models`)."""
+"""The rooms and who may import whom: `core` knows torch alone, `models` adds transformers, nothing imports `tools`."""
 
 import ast
+import sys
 from pathlib import Path
 
 import pytest
@@ -8,45 +9,111 @@ import pytest
 import verl_prefix
 
 PACKAGE = Path(verl_prefix.__file__).parent
-EDGES = ("plugin.py", "engine/", "trainer.py", "config/", "cpu/")
-MAY_IMPORT = {
-    "verl": EDGES,
-    "ray": EDGES,
-    "hydra": EDGES,
-    "omegaconf": EDGES,
-    "tensordict": EDGES,
-    "transformers": ("models.py", "testing.py", "bench/", "config/", "cpu/"),
-    "vllm": ("cpu/",),
-    "matplotlib": ("plots.py",),
+# Room -> the rooms that it may import, and packages beside torch; a package of a longer path's own stands there.
+ROOMS = {
+    "core": ("models", ""),
+    "models": ("auto core", "transformers xxhash"),
+    "auto": ("core", ""),
+    "config": ("models versions", "verl transformers"),
+    "engine": (
+        "core models auto config cpu versions", "verl ray tensordict transfer_queue huggingface_hub safetensors",
+    ),
+    "trainer": ("config versions", "verl ray omegaconf transfer_queue"),
+    "cpu": ("models", "verl ray psutil omegaconf transformers fastapi uvicorn"),
+    "testing": ("core", "transformers tokenizers"),
+    "tools": ("core models auto config engine trainer versions testing plugin", "verl transformers numpy pyarrow hydra "
+              "omegaconf tensordict rich packaging tensorboard"),
+    "versions": ("", ""),
+    "api": ("core models", ""),
+    "plugin": ("cpu engine trainer", "verl hydra"),
+    "cli": ("tools engine", ""),
+    "__init__": ("api", ""),
+}  # fmt: skip
+# A package that few files know.
+FILES = {
+    "core/kernels/flash_attn.py": "flash_attn flash_attn_interface flash_attn_3 flash_attn_4 packaging",
+    "cpu/vllm_worker.py": "vllm",
+    "cpu/vllm_name.py": "vllm",
+    "tools/plots.py": "matplotlib",
+    "tools/bench/arms.py": "prefix_grouper",
+    "tools/bench/measure.py": "tqdm",
+    "tools/doctor.py": "trl",
 }
-LAYERS = [
-    "groups", "kernels", "layout", "prefix_cache", "offload", "attention", "waves", "faults", "cost", "vision",
-    "models", "schedule", "verify", "gate", "api",
-]  # fmt: skip
-
-
-def imports(path: Path) -> set[str]:
-    found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            found |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
-    return found
-
-
 MODULES = sorted(str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py"))
 
 
+def names(module: str, top_only: bool = False) -> set[str]:
+    """Dotted names that a file imports anywhere, or when it is imported itself."""
+    tree = ast.parse((PACKAGE / module).read_text())
+    found = set()
+    for node in ast.walk(tree) if not top_only else tree.body:
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
+def dotted(module: str) -> str:
+    return "verl_prefix." + module.removesuffix(".py").replace("/", ".").removesuffix(".__init__")
+
+
+def room(module: str) -> str:
+    return module.partition("/")[0].removesuffix(".py")
+
+
+def crossings(module: str, imported: set[str]) -> list[str]:
+    """Imports of a file that leave its room where they may not."""
+    rooms, packages = (words.split() for words in ROOMS[room(module)])
+    packages += ["torch", *sys.stdlib_module_names, *FILES.get(module, "").split()]
+    found = []
+    for name in imported:
+        package, _, rest = name.partition(".")
+        if package == "verl_prefix":
+            inside = rest.partition(".")[0]
+            if inside not in (*rooms, room(module)):
+                found.append(name)
+        elif package not in packages:
+            found.append(name)
+    return sorted(found)
+
+
 @pytest.mark.parametrize("module", MODULES)
-def test_outside_packages_stay_at_the_edges(module):
-    for name in imports(PACKAGE / module):
-        allowed = MAY_IMPORT.get(name.split(".")[0])
-        assert allowed is None or module.startswith(allowed), f"{module} imports {name}"
+def test_imports_stay_inside_the_borders(module):
+    assert not crossings(module, names(module))
 
 
-@pytest.mark.parametrize("layer", LAYERS)
-def test_dependencies_point_one_way(layer):
-    path = PACKAGE / f"{layer}.py" if (PACKAGE / f"{layer}.py").exists() else PACKAGE / layer / "__init__.py"
-    ours = {name.split(".")[1] for name in imports(path) if name.startswith("verl_prefix.")} - {layer}
-    assert ours <= set(LAYERS[: LAYERS.index(layer)]), f"{layer} imports {sorted(ours)}"
+@pytest.mark.parametrize(
+    "module, imported",
+    [
+        ("core/waves.py", "verl_prefix.auto.cost.Rates"),
+        ("core/layout.py", "transformers.AutoConfig"),
+        ("core/kernels/cpu.py", "flash_attn.flash_attn_func"),
+        ("models/vision.py", "verl.utils"),
+        ("engine/prefix_engine.py", "verl_prefix.tools.ab.replay"),
+        ("trainer/prefix_sync.py", "verl_prefix.engine.mini_batch"),
+        ("tools/doctor.py", "matplotlib.pyplot"),
+    ],
+)
+def test_a_wrong_import_is_named(module, imported):
+    assert crossings(module, names(module) | {imported}) == [imported]
+
+
+def test_no_circle():
+    """Of the imports that run when a module is imported."""
+    modules = {dotted(module): module for module in MODULES}
+    graph = {}
+    for name, module in modules.items():
+        candidates = {found for x in names(module, top_only=True) for found in (x, x.rpartition(".")[0])}
+        graph[name] = candidates & set(modules) - {name}
+    done: set[str] = set()
+
+    def visit(name: str, path: tuple[str, ...]) -> None:
+        assert name not in path, " -> ".join((*path, name))
+        if name not in done:
+            for other in graph[name]:
+                visit(other, (*path, name))
+            done.add(name)
+
+    for name in graph:
+        visit(name, ())

@@ -7,12 +7,13 @@ import torch
 import transformers
 from torch.utils.flop_counter import FlopCounterMode
 
-from verl_prefix import cost, gate
-from verl_prefix.cost import ModelShape, Pass, Profile, Rates
-from verl_prefix.groups import Group
-from verl_prefix.models import model_shape
+from verl_prefix.auto import chooser as gate
+from verl_prefix.auto import cost
+from verl_prefix.auto.cost import ModelShape, Pass, Profile, Rates
+from verl_prefix.core.groups import Group
+from verl_prefix.core.waves import make_plan
+from verl_prefix.models.hookup import model_shape
 from verl_prefix.testing import random_rollouts, run_shared
-from verl_prefix.waves import make_plan
 
 SHAPE = ModelShape(
     linear=2e6, head=1e6, pair=500.0, windows=(None, 8), activations=100.0, boundary=10.0, kv=5.0, vocab_size=50

@@ -16,10 +16,10 @@ import pytest
 import torch
 import transformers
 
-from verl_prefix.attention import GroupedAttention
-from verl_prefix.kernels import cpu, reference
-from verl_prefix.layout import Layout
-from verl_prefix.models import check_dropout, check_supported
+from verl_prefix.core.attention import GroupedAttention
+from verl_prefix.core.kernels import cpu, reference
+from verl_prefix.core.layout import Layout
+from verl_prefix.models.hookup import check_dropout, check_supported
 from verl_prefix.testing import random_rollouts, run_shared, run_stock
 
 COMMON = dict(

@@ -9,7 +9,7 @@ import types
 import pytest
 import torch
 
-from verl_prefix.kernels import Spans, choose_kernel, flash_attn, reference
+from verl_prefix.core.kernels import Spans, choose_kernel, flash_attn, reference
 
 
 def spans(cu_q, cu_k, max_q, max_k):

@@ -20,7 +20,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from verl_prefix import phased_update, response_log_probs
-from verl_prefix.offload import OffloadedPrefixCache
+from verl_prefix.core.offload import OffloadedPrefixCache
 from verl_prefix.testing import random_rollouts, run_shared, run_stock
 
 WORLD = 2

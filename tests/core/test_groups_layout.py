@@ -5,9 +5,9 @@ import hypothesis.strategies as st
 import pytest
 import torch
 
-from verl_prefix.groups import Group, group_rows
-from verl_prefix.layout import build_layout, pass_order, prefix_layout
-from verl_prefix.waves import agree, make_plan, make_waves
+from verl_prefix.core.groups import Group, group_rows
+from verl_prefix.core.layout import build_layout, pass_order, prefix_layout
+from verl_prefix.core.waves import agree, make_plan, make_waves
 
 CPU = torch.device("cpu")
 SHAPES = st.lists(

@@ -14,8 +14,8 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from verl_prefix import offload, schedule
-from verl_prefix.offload import OffloadedPrefixCache, host_pages
+from verl_prefix.core import offload, schedule
+from verl_prefix.core.offload import OffloadedPrefixCache, host_pages
 from verl_prefix.testing import random_rollouts, run_shared
 
 CPU = torch.device("cpu")

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verl_prefix.placement import LINEAR_COST, Placement, _Bin, _Piece, _swap, place, shared_workload
+from verl_prefix.trainer.placement import LINEAR_COST, Placement, _Bin, _Piece, _swap, place, shared_workload
 
 
 @st.composite

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 from matplotlib.figure import Figure
 
-from verl_prefix import plots, report, runs
-from verl_prefix.bench import report as bench
+from verl_prefix.tools import plots
+from verl_prefix.tools.ab import report, runs
+from verl_prefix.tools.bench import report as bench
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = {path.name: path for path in (ROOT / "examples" / "results").glob("*.json")}

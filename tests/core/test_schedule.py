@@ -14,8 +14,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCau
 from transformers.models.llama import modeling_llama
 from transformers.models.qwen3 import modeling_qwen3
 
-from verl_prefix import attention, layout, prefix_cache
-from verl_prefix.kernels import cpu
+from verl_prefix.core import attention, layout, prefix_cache
+from verl_prefix.core.kernels import cpu
 from verl_prefix.testing import random_rollouts, run_shared, run_stock
 
 TOLERANCE = 1e-9
@@ -175,7 +175,7 @@ def broken(monkeypatch, name: str) -> dict:
             one = [rows[0]._replace(length=sum(segment.length for segment in rows)) for rows in blocks]
             return dataclasses.replace(right, segments=(*prefixes, *one))
 
-        monkeypatch.setattr("verl_prefix.schedule.build_layout", one_block)
+        monkeypatch.setattr("verl_prefix.core.schedule.build_layout", one_block)
         return dict(schedule="packed")
     if name == "last_prefix_token_hidden":
         make = layout.build_layout
@@ -185,7 +185,7 @@ def broken(monkeypatch, name: str) -> dict:
             segments = tuple(s._replace(prefix_len=max(0, s.prefix_len - 1)) for s in right.segments)
             return dataclasses.replace(right, segments=segments)
 
-        monkeypatch.setattr("verl_prefix.schedule.build_layout", shorter)
+        monkeypatch.setattr("verl_prefix.core.schedule.build_layout", shorter)
         return dict(schedule="packed")
     if name == "suffix_share_of_prefix_gradient_lost":
         backward = cpu.backward

@@ -7,11 +7,12 @@ import pytest
 import torch
 import transformers
 
-from verl_prefix import models, verify
-from verl_prefix.attention import GroupedAttention, Scores
-from verl_prefix.groups import Group
-from verl_prefix.kernels import cpu
-from verl_prefix.layout import Layout, build_layout
+from verl_prefix.core.attention import GroupedAttention, Scores
+from verl_prefix.core.groups import Group
+from verl_prefix.core.kernels import cpu
+from verl_prefix.core.layout import Layout, build_layout
+from verl_prefix.engine import self_check as verify
+from verl_prefix.models import hookup as models
 from verl_prefix.testing import random_rollouts, run_shared, run_stock
 
 CONFIGS = {
@@ -67,7 +68,7 @@ def window_ignored(patch):
 def positions_restarted(patch):
     token_outputs = models.token_outputs
     patch.setattr(
-        "verl_prefix.schedule.token_outputs",
+        "verl_prefix.core.schedule.token_outputs",
         lambda model, ids, positions, *args: token_outputs(model, ids, positions.clamp(max=30), *args),
     )
 

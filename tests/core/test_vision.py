@@ -14,9 +14,9 @@ from test_families import float64_inside  # noqa: F401
 from test_schedule import errors, measure
 from transformers import AutoModelForImageTextToText
 
-from verl_prefix import vision
 from verl_prefix.api import response_log_probs
-from verl_prefix.groups import Group, group_rows
+from verl_prefix.core.groups import Group, group_rows
+from verl_prefix.models import vision
 from verl_prefix.testing import Rollouts, run_shared, visual_positions, visual_prompt, write_tiny_model
 
 FAMILIES = ("qwen2_5_vl", "qwen3_vl")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from verl_prefix.watchdog import VARIABLE, Watchdog, stall_minutes
+from verl_prefix.trainer.watchdog import VARIABLE, Watchdog, stall_minutes
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -48,7 +48,7 @@ def test_a_lost_worker_ends_the_job_at_once(ended, caplog):
 
 def test_it_ends_the_process_with_the_stacks_of_all_threads():
     code = (
-        "import time; from verl_prefix.watchdog import Watchdog\n"
+        "import time; from verl_prefix.trainer.watchdog import Watchdog\n"
         "def waits_for_ever(): time.sleep(600)\n"
         "Watchdog(0.2, poll_s=0.05).enter('the weight update after step 2'); waits_for_ever()"
     )

@@ -11,8 +11,8 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from verl_prefix import offload, schedule
-from verl_prefix.offload import OffloadedPrefixCache, host_pages
+from verl_prefix.core import offload, schedule
+from verl_prefix.core.offload import OffloadedPrefixCache, host_pages
 from verl_prefix.testing import random_rollouts, run_shared
 
 pytestmark = [

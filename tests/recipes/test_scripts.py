@@ -20,9 +20,9 @@ from transformers import AutoConfig
 from verl.utils.config import validate_config
 from verl.utils.import_utils import load_extern_object
 
-from verl_prefix import plan
-from verl_prefix.models import unsupported_reasons
+from verl_prefix.models.hookup import unsupported_reasons
 from verl_prefix.testing import write_tiny_model, write_tiny_vlm
+from verl_prefix.tools.plan import command as plan
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 MUSIQUE, VIDEO = "musique/run_qwen3_8b_fsdp2.sh", "video_rlvr/run_qwen2_5_vl_7b_fsdp2.sh"

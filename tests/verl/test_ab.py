@@ -20,8 +20,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from verl_prefix import ab, cli, report
+from verl_prefix import cli
 from verl_prefix.testing import write_tiny_model
+from verl_prefix.tools.ab import command as ab
+from verl_prefix.tools.ab import report
 
 ROOT = Path(__file__).resolve().parents[2]
 ENVIRONMENT = os.environ | {"VERL_PLATFORM": "cpu", "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
@@ -30,7 +32,7 @@ ENVIRONMENT.pop("RAY_ADDRESS", None)
 
 def sabotage(kind: str) -> None:
     """Breaks the engine of this process, for as long as it lives."""
-    from verl_prefix import prefix_cache, schedule
+    from verl_prefix.core import prefix_cache, schedule
     from verl_prefix.engine import mini_batch
 
     forward, add_grad = schedule.Schedule._forward, prefix_cache.PrefixCache.add_grad
@@ -290,14 +292,14 @@ def test_tolerances_are_those_of_the_project(case, failing):
     [([-3.0, 2.0], 3.0), ([], 0.0), ([1.0, math.nan], math.inf), ([-math.inf], math.inf)],
 )
 def test_the_largest_difference_is_absolute_and_loses_nothing(values, found):
-    from verl_prefix.engine import replay
+    from verl_prefix.tools.ab import replay
 
     assert replay.largest(torch.tensor(values)) == found
 
 
 def test_a_figure_without_a_limit_does_not_end_the_diagnosis(monkeypatch):
     """A low precision whose truth steps had no gradient knows none of gradients. The engines' figures stand in here."""
-    from verl_prefix.engine import diagnosis
+    from verl_prefix.tools.ab import diagnosis
 
     nan = math.nan
     monkeypatch.setattr(diagnosis, "_layer_outputs", lambda *_: {})
@@ -317,8 +319,8 @@ def test_every_recorded_option_of_the_loss_is_replayed():
     from verl.workers.config import ActorConfig
     from verl.workers.config.actor import PolicyLossConfig
 
-    from verl_prefix.engine import replay
-    from verl_prefix.trace import plain
+    from verl_prefix.engine.trace import plain
+    from verl_prefix.tools.ab import replay
 
     correction = RolloutCorrectionConfig(rollout_is="token", rollout_is_threshold=3.5, bypass_mode=True)
     policy_loss = PolicyLossConfig(loss_mode="gspo", rollout_correction=correction)

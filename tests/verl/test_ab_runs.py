@@ -6,8 +6,9 @@ import sys
 
 import pytest
 
-from verl_prefix import cli, report, runs
-from verl_prefix.trace import TraceError
+from verl_prefix import cli
+from verl_prefix.engine.trace import TraceError
+from verl_prefix.tools.ab import report, runs
 
 STEP = {
     "timing_s/step": 9.0, "timing_s/update_actor": 4.0, "actor/grad_norm": 1.5, "actor/entropy": 6.0,

@@ -28,12 +28,17 @@ from verl.trainer.ppo.v1 import AgentLoopWorkerTQ  # noqa: E402
 from verl.utils.import_utils import load_class_from_fqn  # noqa: E402
 from verl.workers.rollout.replica import TokenOutput  # noqa: E402
 
-from verl_prefix.config.command import compose_config  # noqa: E402
-from verl_prefix.engine.agent_loop import SharedPixelsManager, SharedPixelsWorker  # noqa: E402
-from verl_prefix.engine.pixels import CARRIED_BY, CARRIES, receive_pixels  # noqa: E402
+from verl_prefix.engine.shared_pixels import (  # noqa: E402
+    CARRIED_BY,
+    CARRIES,
+    SharedPixelsManager,
+    SharedPixelsWorker,
+    receive_pixels,
+)
+from verl_prefix.models.vision import PIXEL_NAMES  # noqa: E402
 from verl_prefix.testing import write_tiny_vlm  # noqa: E402
-from verl_prefix.trainer import MANAGER, PrefixPPOTrainerSync  # noqa: E402
-from verl_prefix.vision import PIXEL_NAMES  # noqa: E402
+from verl_prefix.tools.plan.training_command import compose_config  # noqa: E402
+from verl_prefix.trainer.prefix_sync import MANAGER, PrefixPPOTrainerSync  # noqa: E402
 
 G = 4
 StockWorker = AgentLoopWorkerTQ.__ray_metadata__.modified_class
@@ -176,7 +181,9 @@ def test_a_session_that_fails_carries_nothing_for_the_others(config, monkeypatch
 
 def test_a_worker_that_starts_with_the_agent_loop_has_the_whole_plugin():
     """Ray unpickles the worker's class before anything else has imported verl."""
-    code = "import verl_prefix.engine.agent_loop, sys; sys.exit('verl_prefix.trainer' not in sys.modules)"
+    code = (
+        "import verl_prefix.engine.shared_pixels, sys; sys.exit('verl_prefix.trainer.prefix_sync' not in sys.modules)"
+    )
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

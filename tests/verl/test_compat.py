@@ -7,9 +7,10 @@ from hydra import compose, initialize_config_module
 from hydra.errors import InstantiationException
 from verl.utils.config import omega_conf_to_dataclass
 
-from verl_prefix import compat, doctor
+from verl_prefix import versions as compat
 from verl_prefix.config import PrefixActorConfig, PrefixEngineConfig
-from verl_prefix.trainer import PrefixPPOTrainerSync
+from verl_prefix.tools import doctor
+from verl_prefix.trainer.prefix_sync import PrefixPPOTrainerSync
 
 
 def pretend(monkeypatch, version, allowed=None):

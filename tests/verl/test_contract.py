@@ -207,11 +207,13 @@ def classes() -> list[type]:
     import verl_prefix.cpu.engine
     import verl_prefix.cpu.platform
     import verl_prefix.cpu.rollout
-    import verl_prefix.engine
-    import verl_prefix.trainer
+    import verl_prefix.engine.prefix_engine
+    import verl_prefix.engine.shared_pixels
+    import verl_prefix.trainer.prefix_sync
 
     modules = [
-        verl_prefix.config, verl_prefix.engine, verl_prefix.trainer,
+        verl_prefix.config, verl_prefix.engine.prefix_engine, verl_prefix.engine.shared_pixels,
+        verl_prefix.trainer.prefix_sync,
         verl_prefix.cpu.engine, verl_prefix.cpu.platform, verl_prefix.cpu.rollout,
     ]  # fmt: skip
     found = [x for module in modules for x in vars(module).values() if inspect.isclass(x)]

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import verl_prefix
-from verl_prefix import doctor
+from verl_prefix.tools import doctor
 
 
 def run_doctor(cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from verl_prefix.kernels import cpu
+from verl_prefix.core.kernels import cpu
 from verl_prefix.testing import write_tiny_model
 
 TOLERANCE = 5e-6  # fp32, relative, of design.md

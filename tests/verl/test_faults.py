@@ -13,7 +13,7 @@ import torch
 import torch.multiprocessing as mp
 from test_engine_equivalence import TOLERANCE, _batch, _engine, _full, _loss, _relative
 
-from verl_prefix import faults
+from verl_prefix.core import faults
 from verl_prefix.testing import write_tiny_model
 
 PHASED = {"schedule": "phased", "wave_tokens": 40, "verify": "off"}
@@ -93,7 +93,7 @@ def _start(rank: int, world: int, rendezvous: str) -> list[str]:
     logged = []
     handler = logging.Handler()
     handler.emit = lambda record: logged.append(record.getMessage())
-    logging.getLogger("verl_prefix.faults").addHandler(handler)
+    logging.getLogger("verl_prefix.core.faults").addHandler(handler)
     return logged
 
 

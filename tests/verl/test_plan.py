@@ -19,9 +19,10 @@ os.environ.setdefault("VERL_PLATFORM", "cpu")
 import verl  # noqa: E402, F401
 from verl.utils import hf_tokenizer  # noqa: E402
 
-from verl_prefix import cli, plan  # noqa: E402
-from verl_prefix.config import command  # noqa: E402
+from verl_prefix import cli  # noqa: E402
 from verl_prefix.testing import write_tiny_model, write_tiny_vlm  # noqa: E402
+from verl_prefix.tools.plan import command as plan  # noqa: E402
+from verl_prefix.tools.plan import training_command  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -123,7 +124,7 @@ def test_every_refusal_is_named_and_a_refused_model_has_no_figures(folder, capsy
 )
 def test_a_whole_command_is_planned_as_its_overrides_are(monkeypatch, start, options, name):
     found = []
-    monkeypatch.setattr(command, "_compose", lambda *arguments: found.append(arguments))
+    monkeypatch.setattr(training_command, "_compose", lambda *arguments: found.append(arguments))
     words = [*start.split(), "a.b=1", *options.split(), "+c=[1,2]", "~d", "\\", " ", "$@"]
     with pytest.raises(AttributeError):  # nothing is composed
         cli.main(["plan", "--shares", "update=0.5", *words, "--response-lengths", "20"])

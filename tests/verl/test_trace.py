@@ -22,11 +22,10 @@ os.environ.setdefault("VERL_PLATFORM", "cpu")
 from verl.workers.config import ActorConfig  # noqa: E402
 from verl.workers.utils.losses import ppo_loss, sft_loss  # noqa: E402
 
-from verl_prefix import trace  # noqa: E402
-from verl_prefix.ab import synthetic_rows  # noqa: E402
-from verl_prefix.engine import trace_writer  # noqa: E402
-from verl_prefix.engine.replay import to_tensordict  # noqa: E402
+from verl_prefix.engine import trace, trace_writer  # noqa: E402
 from verl_prefix.testing import write_tiny_model  # noqa: E402
+from verl_prefix.tools.ab.command import synthetic_rows  # noqa: E402
+from verl_prefix.tools.ab.replay import to_tensordict  # noqa: E402
 
 CONFIG = ActorConfig(strategy="fsdp2", rollout_n=3, ppo_micro_batch_size_per_gpu=1)
 LOSS = functools.partial(ppo_loss, config=CONFIG)
@@ -299,7 +298,7 @@ def moved(folder: Path) -> None:
         (flip("manifest.json"), "manifest.json is damaged"),
         (lambda folder: (folder / "manifest.json").unlink(), "manifest.json is missing"),
         (lambda folder: (folder / "manifest.json").write_text("[1]"), "manifest.json is damaged: it is not JSON"),
-        (edit_json("manifest.json", schema="trace/99"), "schema 'trace/99'.*reads 'verl_prefix.trace/1'"),
+        (edit_json("manifest.json", schema="trace/99"), "schema 'trace/99'.*reads 'verl_prefix.engine.trace/1'"),
         (lambda folder: (folder / "rank_00001/step_00001.json").unlink(), "rank_00001/step_00001.json is missing"),
         (lambda folder: (folder / "rank_00001/step_00001.safetensors").unlink(), "step_00001.safetensors is missing"),
         (moved, "step_00001.json says it is step 2 of rank 0"),
@@ -360,8 +359,8 @@ def test_an_empty_folder_is_no_trace(tmp_path):
 
 def test_a_trace_brings_no_code_along():
     """What a manifest may decide is data: no remote code, no module of its choice as optimizer."""
-    from verl_prefix import ab
-    from verl_prefix.engine import replay
+    from verl_prefix.tools.ab import command as ab
+    from verl_prefix.tools.ab import replay
 
     assert "trust_remote_code" not in replay.MODEL_KEYS
     assert ab.OPTIMIZERS == ("torch.optim", "torchao.optim", "bitsandbytes.optim")

@@ -26,9 +26,9 @@ from verl.utils.dataset.rl_dataset import RLHFDataset
 from verl.utils.seqlen_balancing import calculate_workload, log_seqlen_unbalance
 from verl.utils.tensordict_utils import make_iterator
 
-from verl_prefix.placement import LINEAR_COST
 from verl_prefix.testing import write_tiny_model
-from verl_prefix.trainer import PrefixPPOTrainerSync, _describe_rows, _lost, _refuse_overlong_prompts
+from verl_prefix.trainer.placement import LINEAR_COST
+from verl_prefix.trainer.prefix_sync import PrefixPPOTrainerSync, _describe_rows, _lost, _refuse_overlong_prompts
 
 STOCK_METRICS = {"min", "max", "minmax_diff", "balanced_min", "balanced_max", "mean"}
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 from test_engine_equivalence import OURS, TOLERANCE, _compare, _engine, _full, _half_errors, _loss, _padded, _responses
 
-from verl_prefix import vision
+from verl_prefix.models import vision
 from verl_prefix.testing import visual_positions, visual_prompt, write_tiny_model
 
 FAMILIES = ("qwen2_5_vl", "qwen3_vl")
@@ -248,7 +248,7 @@ def test_bf16_misses_fp32_by_no_more_than_stock_does(results, family):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_layers_go_through_our_attention_where_verl_replaced_theirs(results, family):
-    # A layer that bypasses ours would end the pass (`models.token_outputs` counts them).
+    # A layer that bypasses ours would end the pass (`models.hookup.token_outputs` counts them).
     for result in results:
         assert max(result[family, "attention that verl replaced"]["errors"].values()) <= TOLERANCE
 

@@ -12,7 +12,7 @@ from typing import Any
 from verl.base_config import BaseConfig
 from verl.workers.config import FSDPActorConfig, FSDPEngineConfig, PolicyLossConfig
 
-from verl_prefix.compat import check_verl_version
+from verl_prefix.versions import check_verl_version
 
 # Losses of verl 0.9.1 (verl/trainer/ppo/core_algos.py) that are sums over rows: compute_policy_loss_<mode> makes a loss
 # of every token from its own row alone, and agg_loss divides their sum by numbers of the whole mini-batch. bypass_mode
@@ -118,7 +118,7 @@ class PrefixEngineConfig(FSDPEngineConfig):
 
     Raises:
         ValueError: an FSDP option that the shared-prefix path cannot honour.
-        ImportError: this verl was never tested (see `compat`).
+        ImportError: this verl was never tested (see `versions`).
     """
 
     strategy: str = "prefix"
@@ -254,8 +254,8 @@ def check_model_family(model_config: Any, freeze_vision_tower: bool) -> None:
     """
     from transformers import AutoConfig
 
-    from verl_prefix.models import check_supported
-    from verl_prefix.vision import is_vision_config
+    from verl_prefix.models.hookup import check_supported
+    from verl_prefix.models.vision import is_vision_config
 
     try:
         hf_config = AutoConfig.from_pretrained(

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from verl.utils.tokenizer import build_multimodal_processor_inputs, get_processor_token_id
 
-from verl_prefix.vision import share_pixels
+from verl_prefix.models.vision import share_pixels
 
 # What a model's forward takes of a processor's output, for images and for videos.
 _PIXELS = ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw")

@@ -15,12 +15,12 @@ from verl.utils.device import get_device_id
 from verl.utils.metric import AggregationType, Metric
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
-from verl_prefix import faults
-from verl_prefix.groups import Group, group_rows
-from verl_prefix.layout import Layout
-from verl_prefix.schedule import TokenBatch
-from verl_prefix.vision import PixelBatch, is_vision_config, share_pixels
-from verl_prefix.waves import Plan
+from verl_prefix.core import faults
+from verl_prefix.core.groups import Group, group_rows
+from verl_prefix.core.layout import Layout
+from verl_prefix.core.schedule import TokenBatch
+from verl_prefix.core.waves import Plan
+from verl_prefix.models.vision import PixelBatch, is_vision_config, share_pixels
 
 
 class MiniBatch:

@@ -21,8 +21,7 @@ from tensordict import NonTensorData, TensorDict
 from verl.utils import tensordict_utils as tu
 
 from verl_prefix.engine.mini_batch import row_lens
-from verl_prefix.machine import device_name, versions
-from verl_prefix.trace import (
+from verl_prefix.engine.trace import (
     FIELDS,
     MANIFEST,
     OPTIONAL,
@@ -34,6 +33,7 @@ from verl_prefix.trace import (
     plain,
     step_path,
 )  # fmt: skip
+from verl_prefix.versions import device_name, package_versions
 
 logger = logging.getLogger(__name__)
 
@@ -166,7 +166,7 @@ def open_trace(engine: Any) -> TraceWriter | None:
 
 
 def _environment() -> dict[str, Any]:
-    return {"versions": versions(PACKAGES), "device": device_name(), "seed": torch.initial_seed()}
+    return {"versions": package_versions(PACKAGES), "device": device_name(), "seed": torch.initial_seed()}
 
 
 def _describe_loss(loss: Callable) -> dict[str, Any]:

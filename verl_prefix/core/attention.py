@@ -1,0 +1,141 @@
+"""Grouped attention: one causal call over all segments, one call from suffix blocks to their prefixes, merged by LSE.
+
+A suffix query's softmax runs over two sets of keys, the prefix and the suffix so far. Each kernel call normalises over
+its own set and returns the log-sum-exp of its scores; with both, the outputs combine exactly (the ring-attention rule):
+
+    lse = log(exp(lse_1) + exp(lse_2))      out = out_1 exp(lse_1 - lse) + out_2 exp(lse_2 - lse)
+
+In backward each call gets the merged out and lse, and so returns its own keys' exact share of the gradients. The
+prefix's keys and values are never repeated per suffix (Prefix Grouper, arXiv 2506.05433, repeats them).
+"""
+
+from collections.abc import Callable
+from types import ModuleType
+from typing import NamedTuple
+
+import torch
+
+from verl_prefix.core.layout import Layout
+from verl_prefix.core.prefix_cache import PrefixCache, add_at
+
+
+class AttentionPass:
+    """What every attention layer of one forward needs; travels through the model as one keyword argument, so that
+    recomputation under gradient checkpointing sees the same pass on whatever thread autograd runs it.
+
+    Not a dataclass: FSDP2 rebuilds dataclasses that it finds among a module's inputs, and each layer would count alone.
+
+    Args:
+        kernel: name for `kernels.choose_kernel`.
+        capture: phase A, the layers hand their keys and values to it.
+        cache: a wave, suffixes read their prefixes from it.
+        inspect: called by every layer with (layer, layout, q, k, v, sinks, scores, out) of `GroupedAttention`.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        kernel: str,
+        capture: PrefixCache | None = None,
+        cache: PrefixCache | None = None,
+        inspect: Callable[..., None] | None = None,
+    ) -> None:
+        self.layout = layout
+        self.kernel = kernel
+        self.capture = capture
+        self.cache = cache
+        self.inspect = inspect
+        self.num_calls = 0  # attention layers seen, so that a model that bypasses us is noticed
+
+
+def merge(out, lse, out_2, lse_2) -> tuple[torch.Tensor, torch.Tensor]:
+    """Two partial attentions of the same queries: out [T, H, D], lse [H, T]."""
+    # Strided input would take another vector path, and the last bits would depend on the schedule.
+    lse = lse.contiguous()
+    total = _logaddexp(lse, lse_2)
+    weight, weight_2 = ((x - total).exp().transpose(0, 1).unsqueeze(-1) for x in (lse, lse_2))
+    return (out * weight + out_2 * weight_2).to(out.dtype), total
+
+
+def _logaddexp(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    # Not torch.logaddexp: its last bits depend on an element's place in the tensor, and with it on the schedule.
+    return torch.maximum(a, b) + torch.log1p(torch.exp(-(a - b).abs()))
+
+
+class Scores(NamedTuple):
+    """How a layer turns queries and keys into attention scores, besides causality.
+
+    `window`: tokens that a query sees, itself included. `softcap`: scores become softcap * tanh(scores / softcap).
+    """
+
+    scale: float
+    window: int | None = None
+    softcap: float | None = None
+
+
+class GroupedAttention(torch.autograd.Function):
+    """q [T, H, D], k and v [T, K, D], sinks [H] or None -> out [T, H, D].
+
+    Prefix keys are this row's own, or the prefix cache's, whose gradients then go to its grad cache instead of through
+    autograd. A sink is one more score per head that has no value (gpt-oss): it joins the log-sum-exp.
+    """
+
+    @staticmethod
+    def forward(
+        ctx, q, k, v, sinks: torch.Tensor | None,
+        layout: Layout, kernel: ModuleType, scores: Scores, cache: PrefixCache | None, layer: int,
+    ):  # fmt: skip
+        reads = layout.reads(scores.window, q.device)
+        prefix_k, prefix_v = (k, v) if cache is None or not reads.shares else cache.read(layer)
+        args = scores.scale, reads.window, scores.softcap
+        out, lse = kernel.forward(
+            q, reads.own_keys(k, prefix_k), reads.own_keys(v, prefix_v), reads.causal, True, *args
+        )
+        if reads.cross is not None:
+            queries, keys = reads.queries, reads.keys
+            out_2, lse_2 = kernel.forward(
+                q[queries], prefix_k[keys], prefix_v[keys], reads.cross, False, scores.scale, None, scores.softcap
+            )
+            out[queries], lse[:, queries] = merge(out[queries], lse[:, queries], out_2, lse_2)
+        if sinks is not None:
+            total = _logaddexp(lse, sinks.to(lse.dtype).unsqueeze(-1))
+            out *= (lse - total).exp().transpose(0, 1).unsqueeze(-1)
+            lse = total
+        ctx.save_for_backward(q, k, v, sinks, out, lse)
+        ctx.args = layout, kernel, scores, cache, layer
+        return out
+
+    @staticmethod
+    def backward(ctx, dout):
+        q, k, v, sinks, out, lse = ctx.saved_tensors
+        layout, kernel, scores, cache, layer = ctx.args
+        reads = layout.reads(scores.window, q.device)
+        prefix_k, prefix_v = (k, v) if cache is None or not reads.shares else cache.read(layer)
+        own_k, own_v = reads.own_keys(k, prefix_k), reads.own_keys(v, prefix_v)
+        dout = dout.contiguous()
+        dq, *own_grads = kernel.backward(
+            dout, q, own_k, own_v, out, lse, reads.causal, True, scores.scale, reads.window, scores.softcap
+        )
+        (dk, dv), prefix_grads = own_grads, []
+        if reads.tails is not None:
+            prefix_grads.append((reads.tails.tokens, *(grad[reads.tails.places] for grad in own_grads)))
+            dk, dv = (grad[reads.tails.own] for grad in own_grads)
+        if reads.cross is not None:
+            queries, keys = reads.queries, reads.keys
+            dq_2, *grads = kernel.backward(
+                dout[queries], q[queries], prefix_k[keys], prefix_v[keys], out[queries], lse[:, queries],
+                reads.cross, False, scores.scale, None, scores.softcap,
+            )  # fmt: skip
+            dq[queries] += dq_2
+            prefix_grads.append((keys, *grads))
+        for tokens, *grads in prefix_grads:
+            if cache is None:
+                add_at(dk, tokens, grads[0])
+                add_at(dv, tokens, grads[1])
+            else:
+                cache.add_grad(layer, tokens, *grads)
+        dsinks = None
+        if sinks is not None:
+            share = (sinks.to(lse.dtype).unsqueeze(-1) - lse).exp()
+            dsinks = -(share * (dout * out).sum(-1, dtype=lse.dtype).transpose(0, 1)).sum(-1).to(sinks.dtype)
+        return dq, dk, dv, dsinks, None, None, None, None, None

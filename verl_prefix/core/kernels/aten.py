@@ -1,0 +1,94 @@
+"""torch's own CUDA varlen flash attention (aten), torch 2.11 to 2.13. bf16 and fp16, head dim up to 256.
+
+The ops are private: their argument names are checked, so that a torch that moved them is named instead of miscalled.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+_FORWARD_ARGS = (
+    "query key value cum_seq_q cum_seq_k max_q max_k dropout_p is_causal return_debug_mask scale window_size_left "
+    "window_size_right seqused_k alibi_slopes"
+).split()
+_BACKWARD_ARGS = (
+    "grad_out query key value out logsumexp cum_seq_q cum_seq_k max_q max_k dropout_p is_causal rng_state unused scale "
+    "window_size_left window_size_right"
+).split()
+
+
+def schema_error() -> str | None:
+    """What differs from the op schemas that this file calls, or None. Runs on any machine."""
+    for name, wanted in (("_flash_attention_forward", _FORWARD_ARGS), ("_flash_attention_backward", _BACKWARD_ARGS)):
+        op = getattr(torch.ops.aten, name, None)
+        if op is None:
+            return f"torch {torch.__version__} has no aten::{name}"
+        args = [a.name for a in op.default._schema.arguments]
+        if args[: len(wanted)] != wanted:
+            return f"torch {torch.__version__} has aten::{name}({', '.join(args)}), not ({', '.join(wanted)})"
+    return None
+
+
+def unavailable() -> str | None:
+    if not torch.cuda.is_available():
+        return schema_error() or "torch.cuda.is_available() is False"
+    if torch.version.hip or not torch.backends.cuda.is_flash_attention_available():
+        return "this torch was built without CUDA flash attention"
+    capability = torch.cuda.get_device_capability()
+    return schema_error() or (
+        f"the GPU is sm_{capability[0]}{capability[1]}, older than sm_80" if capability < (8, 0) else None
+    )
+
+
+def unsupported(device_type: str, dtype: torch.dtype, head_dim: int, softcap: bool = False) -> str | None:
+    if softcap:
+        return "it has no softcap"
+    if device_type != "cuda":
+        return f"device is {device_type}, not cuda"
+    if dtype not in (torch.bfloat16, torch.float16):
+        return f"dtype is {dtype}, not bfloat16 or float16"
+    if head_dim % 8 or head_dim > 256:
+        return f"head dim is {head_dim}, not a multiple of 8 up to 256"
+    return None
+
+
+def _window_args(window: int | None) -> dict[str, int]:
+    return {} if window is None else {"window_size_left": window - 1, "window_size_right": 0}
+
+
+def forward(q, k, v, spans, causal: bool, scale: float, window=None, softcap=None) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `verl_prefix.core.kernels`."""
+    cu_q, cu_k = spans.cu_seqlens(q.device)
+    out, lse, *_ = torch.ops.aten._flash_attention_forward(
+        q, k, v, cu_q, cu_k, spans.max_q, spans.max_k, 0.0, causal, False, scale=scale, **_window_args(window)
+    )
+    return out, lse
+
+
+def backward(
+    dout, q, k, v, out, lse, spans, causal: bool, scale: float, window=None, softcap=None
+) -> tuple[torch.Tensor, ...]:
+    """dq, dk, dv like q, k, v, given the merged `out` and `lse`."""
+    cu_q, cu_k = spans.cu_seqlens(q.device)
+    unread = torch.empty(2, dtype=torch.uint64, device=q.device)  # random state: there is no dropout
+    with _deterministic_as_asked():
+        return torch.ops.aten._flash_attention_backward(
+            dout, q, k, v, out, lse.contiguous(), cu_q, cu_k, spans.max_q, spans.max_k, 0.0, causal, unread, unread,
+            scale=scale, **_window_args(window),
+        )  # fmt: skip
+
+
+@contextmanager
+def _deterministic_as_asked() -> Iterator[None]:
+    """verl's full_determinism only warns where an op has no deterministic form; then aten's flash backward, which has
+    one, takes the other."""
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    if not (torch.are_deterministic_algorithms_enabled() and warn_only):
+        yield
+        return
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(True, warn_only=True)

@@ -1,0 +1,107 @@
+"""The flash-attn packages, in the newest interface that the GPU runs: FA4 (flash_attn.cute) from sm_100 on, FA3
+(flash_attn_interface, since its functions take window_size_left) on sm_90, FA2 (flash_attn 2.7.4 or newer) elsewhere.
+bf16 and fp16, head dim up to 256, softcap. Imported where it is called, since importing it takes seconds.
+
+No machine of ours has run this file: its tests stand in for the packages (tests/core/test_flash_attn_package.py).
+"""
+
+import functools
+import importlib
+import inspect
+import logging
+from collections.abc import Callable
+
+import torch
+
+logger = logging.getLogger(__name__)
+
+_FA2, _FA3, _FA4 = "flash_attn.flash_attn_interface", "flash_attn_interface", "flash_attn.cute.interface"
+# module -> forward and backward function, and the compute capabilities for which it is the choice
+_INTERFACES = {
+    _FA4: ("_flash_attn_fwd", "_flash_attn_bwd", (10, 0), (99, 0)),
+    _FA3: ("_flash_attn_forward", "_flash_attn_backward", (9, 0), (10, 0)),
+    _FA2: ("_flash_attn_varlen_forward", "_flash_attn_varlen_backward", (8, 0), (99, 0)),
+}
+_COMMON_ARGS = {"cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "softmax_scale", "softcap"}
+
+
+def _has_arguments(function: object) -> bool:
+    function = getattr(function, "_init_fn", function)  # behind torch.library.custom_op
+    return {*_COMMON_ARGS, "window_size_left", "window_size_right"} <= set(inspect.signature(function).parameters)
+
+
+@functools.cache
+def _interface() -> tuple[str, Callable, Callable] | None:
+    """(module name, forward, backward) of the first interface that this GPU runs and whose arguments we know."""
+    capability = torch.cuda.get_device_capability()
+    for name, (forward_name, backward_name, low, end) in _INTERFACES.items():
+        if not low <= capability < end:
+            continue
+        try:
+            module = importlib.import_module(name)
+        except ImportError as error:  # not installed, or built for another torch
+            logger.info("prefix.attention: %s cannot be imported: %s", name, error)
+            continue
+        functions = [getattr(module, function, None) for function in (forward_name, backward_name)]
+        if all(function is not None and _has_arguments(function) for function in functions):
+            return name, *functions
+        logger.warning("prefix.attention: %s has other arguments than we know and is left out", name)
+    return None
+
+
+def unavailable() -> str | None:
+    if not torch.cuda.is_available():
+        return "torch.cuda.is_available() is False"
+    return None if _interface() else "no flash-attn package that this GPU runs is installed"
+
+
+def unsupported(device_type: str, dtype: torch.dtype, head_dim: int, softcap: bool = False) -> str | None:
+    if device_type != "cuda":
+        return f"device is {device_type}, not cuda"
+    if dtype not in (torch.bfloat16, torch.float16):
+        return f"dtype is {dtype}, not bfloat16 or float16"
+    if head_dim % 8 or head_dim > 256:
+        return f"head dim is {head_dim}, not a multiple of 8 up to 256"
+    return None
+
+
+def forward(q, k, v, spans, causal: bool, scale: float, window=None, softcap=None) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `verl_prefix.core.kernels`."""
+    name, run, _ = _interface()
+    cu_q, cu_k = spans.cu_seqlens(q.device)
+    shared = dict(
+        cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, max_seqlen_q=spans.max_q, max_seqlen_k=spans.max_k, softmax_scale=scale,
+        causal=causal, **_window_args(name, window), softcap=softcap or 0.0,
+    )  # fmt: skip
+    extra = {_FA2: {"dropout_p": 0.0}, _FA3: {}, _FA4: {"return_lse": True}}[name]
+    out, lse, *_ = run(q, k, v, **extra, **shared)
+    return out, lse
+
+
+def backward(
+    dout, q, k, v, out, lse, spans, causal: bool, scale: float, window=None, softcap=None
+) -> tuple[torch.Tensor, ...]:
+    """dq, dk, dv like q, k, v, given the merged `out` and `lse`."""
+    name, _, run = _interface()
+    cu_q, cu_k = spans.cu_seqlens(q.device)
+    lse = lse.contiguous()
+    grads = dict(zip(("dq", "dk", "dv"), map(torch.empty_like, (q, k, v)), strict=True))
+    shared = dict(
+        cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, max_seqlen_q=spans.max_q, max_seqlen_k=spans.max_k, softmax_scale=scale,
+        **_window_args(name, window), softcap=softcap or 0.0,
+        deterministic=torch.are_deterministic_algorithms_enabled(), **grads,
+    )  # fmt: skip
+    if name == _FA2:
+        run(dout, q, k, v, out, lse, dropout_p=0.0, causal=causal, alibi_slopes=None, **shared)
+    elif name == _FA3:
+        run(dout, q, k, v, out, lse, is_causal=causal, **shared)
+    else:
+        run(q, k, v, out, dout, lse, causal=causal, **shared)
+    return tuple(grads.values())
+
+
+def _window_args(name: str, window: int | None) -> dict[str, int | None]:
+    none = None if name == _FA4 else -1
+    if window is None:
+        return {"window_size_left": none, "window_size_right": none}
+    return {"window_size_left": window - 1, "window_size_right": 0}

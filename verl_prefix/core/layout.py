@@ -1,0 +1,185 @@
+"""Groups -> one packed row: every prefix first, all suffix blocks after them; positions; and back to rows.
+
+    row:     [ P of group 0 | P of group 1 | ... | S S S of group 0 | S S of group 1 | ... ]
+    causal:  every segment (prefix or suffix) reads itself
+    cross:   the suffix block of a group reads the group's prefix
+
+With this order the cross call's inputs are plain slices. Nothing is copied but token ids: everything is an index into
+the batch's flat values, so positions continue the original ones and outputs scatter back to where they belong.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, groupby
+from typing import NamedTuple
+
+import torch
+
+from verl_prefix.core.groups import Group
+from verl_prefix.core.kernels import Spans
+
+
+class Segment(NamedTuple):
+    """A prefix, or one row's suffix, which reads `prefix_len` tokens of the prefix source from `prefix_start` on."""
+
+    length: int
+    prefix_start: int = 0
+    prefix_len: int = 0
+
+
+@dataclass(frozen=True)
+class Tails:
+    """Keys of the causal call in a layer with a sliding window: each far suffix behind the last prefix keys it sees.
+
+    `own` [T] are the places of the layout's own keys among them, `places` [n] those of the prefix keys, which are
+    `tokens` [n] of the prefix source.
+    """
+
+    own: torch.Tensor
+    places: torch.Tensor
+    tokens: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Reads:
+    """Who reads what, in two kernel calls: `causal` over all T queries, and `cross`, where queries `queries` read
+    prefix tokens `keys` (a slice, or int64 indices where the tokens have gaps); None where nothing is shared."""
+
+    causal: Spans
+    cross: Spans | None
+    queries: slice | torch.Tensor
+    keys: slice | torch.Tensor
+    window: int | None = None
+    tails: Tails | None = None
+
+    @property
+    def shares(self) -> bool:
+        return self.cross is not None or self.tails is not None
+
+    def own_keys(self, own: torch.Tensor, prefix: torch.Tensor) -> torch.Tensor:
+        """Keys or values of the causal call, from the layout's own [T, K, D] and the prefix source's [P, K, D]."""
+        if self.tails is None:
+            return own
+        keys = own.new_empty(self.causal.k[-1], *own.shape[1:])
+        keys[self.tails.own] = own
+        keys[self.tails.places] = prefix[self.tails.tokens]
+        return keys
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One packed row of T tokens, of which the first `num_prefix` are prefixes.
+
+    `index` [T] (int64) says which token of the batch's flat values each one is. A segment's prefix is counted in the
+    prefix source: this row itself, or for a wave (which has no prefixes) the prefix row of phase A.
+    """
+
+    index: torch.Tensor
+    num_prefix: int
+    segments: tuple[Segment, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.index)
+
+    @property
+    def suffix_index(self) -> torch.Tensor:
+        """[T - num_prefix]: where the suffix tokens, and thus the log-probs of their successors, stand in the batch."""
+        return self.index[self.num_prefix :]
+
+    def reads(self, window: int | None, device: torch.device) -> Reads:
+        """Who reads what where a query sees `window` tokens, itself included (None: all before it); built once.
+
+        A row that the window covers whole is read as without one. The suffix of any other row is far: it reads its
+        last `window - 1` prefix keys in the causal call, behind a copy of them, since no kernel takes a window per row.
+        """
+        made = self.__dict__.setdefault("_reads", {})
+        if (window, device) not in made:
+            made[window, device] = self._reads_of(window, device)
+        return made[window, device]
+
+    def _reads_of(self, window: int | None, device: torch.device) -> Reads:
+        segments = self.segments
+        far = [window is not None and s.prefix_len + s.length > window for s in segments]
+        tail_lens = [min(s.prefix_len, window - 1) if is_far else 0 for s, is_far in zip(segments, far, strict=True)]
+        starts = (0, *accumulate(s.length for s in segments))
+        key_ends = tuple(accumulate(n + s.length for n, s in zip(tail_lens, segments, strict=True)))
+        near = [(starts[i], s) for i, s in enumerate(segments) if s.prefix_len and not far[i]]
+        blocks = [(pair, list(rows)) for pair, rows in groupby(near, key=lambda item: item[1][1:])]
+        pairs = [pair for pair, _ in blocks]
+        cross = None
+        if near:
+            cross = Spans(
+                (0, *accumulate(sum(s.length for _, s in rows) for _, rows in blocks)),
+                (0, *accumulate(prefix_len for _, prefix_len in pairs)),
+                q_parts=(0, *accumulate(s.length for _, s in near)),
+            )
+        return Reads(
+            Spans(starts, (0, *key_ends)),
+            cross,
+            queries=_places([(start, s.length) for start, s in near], device),
+            keys=_places(pairs, device),
+            window=window if any(far) else None,
+            tails=self._tails(tail_lens, key_ends, device) if any(tail_lens) else None,
+        )
+
+    def _tails(self, tail_lens: Sequence[int], key_ends: Sequence[int], device: torch.device) -> Tails:
+        ends = list(zip(self.segments, tail_lens, key_ends, strict=True))
+        return Tails(
+            own=_ranges([(end - s.length, s.length) for s, _, end in ends]).to(device),
+            places=_ranges([(end - s.length - n, n) for s, n, end in ends]).to(device),
+            tokens=_ranges([(s.prefix_start + s.prefix_len - n, n) for s, n, _ in ends]).to(device),
+        )
+
+
+def pass_order(groups: Sequence[Group]) -> list[Group]:
+    """Groups to compute, those without a prefix last, so that the suffix blocks that read a prefix stay one slice."""
+    return sorted((g for g in groups if g.num_suffix_tokens), key=lambda group: group.prefix_len == 0)
+
+
+def build_layout(groups: Sequence[Group], offsets: Sequence[int], prefix_starts: Sequence[int] | None = None) -> Layout:
+    """The packed row of `groups`, best in `pass_order`.
+
+    Args:
+        offsets: first token of each row in the batch's flat values (nested `offsets()`).
+        prefix_starts: None for a row with its prefixes. For a wave: where each group's prefix starts in the prefix
+            row of phase A; the wave then has suffixes only and reads the prefix cache.
+    """
+    prefixes = [group for group in groups if group.prefix_len and prefix_starts is None]
+    num_prefix = sum(group.prefix_len for group in prefixes)
+    if prefix_starts is None:
+        prefix_starts = (0, *accumulate(group.prefix_len for group in groups))
+    suffixes = [
+        (int(offsets[row]) + group.prefix_len, Segment(suffix_len, start, group.prefix_len))
+        for group, start in zip(groups, prefix_starts, strict=False)
+        for row, suffix_len in zip(group.rows, group.suffix_lens, strict=True)
+        if suffix_len
+    ]
+    pieces = [*((int(offsets[g.rows[0]]), Segment(g.prefix_len)) for g in prefixes), *suffixes]
+    return Layout(
+        _ranges([(place, segment.length) for place, segment in pieces]), num_prefix, tuple(s for _, s in pieces)
+    )
+
+
+def prefix_layout(groups: Sequence[Group], offsets: Sequence[int]) -> Layout:
+    """Phase A: the prefixes of `groups`, in this order, and nothing else; at least one group has a prefix."""
+    pieces = [(int(offsets[group.rows[0]]), group.prefix_len) for group in groups if group.prefix_len]
+    index = _ranges(pieces)
+    return Layout(index, len(index), tuple(Segment(length) for _, length in pieces))
+
+
+def dummy_layout() -> Layout:
+    """One token of the batch that reads itself: keeps a rank's collectives in step where it has nothing to compute."""
+    return Layout(torch.zeros(1, dtype=torch.int64), 0, (Segment(1),))
+
+
+def _ranges(pieces: Sequence[tuple[int, int]]) -> torch.Tensor:
+    """int64 indices of (start, length) pieces, one after the other."""
+    return torch.cat([torch.arange(start, start + length) for start, length in pieces])
+
+
+def _places(pieces: Sequence[tuple[int, int]], device: torch.device) -> slice | torch.Tensor:
+    """The same as a slice where there are no gaps, so that nothing is copied."""
+    if all(a + n == b for (a, n), (b, _) in zip(pieces, pieces[1:], strict=False)):
+        return slice(pieces[0][0], sum(pieces[-1])) if pieces else slice(0)
+    return _ranges(pieces).to(device)

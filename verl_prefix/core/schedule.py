@@ -1,0 +1,190 @@
+"""THE IDEA: a group's prefix is computed once, forward and backward.
+
+    packed   one graph      [ P | S S S S ]                          loss over all suffixes, one backward
+    phased   A              [ P ]            forward, keep the graph; its K/V become detached leaves: the prefix cache
+             B  wave by wave    [ S S ] [ S S ]  forward and backward; gradients of the cache add up: the grad cache
+             C              [ P ]            one backward of the prefix graph from the grad cache
+
+packed is Prefix Grouper (arXiv 2506.05433) with merged attention; phased is schedule-level reuse, for groups that do
+not fit one pass: B needs the memory of one wave, and A and C happen once however many waves there are. The stock actor
+computes P once per suffix instead. Knows neither verl nor losses: logits go to `outputs`, what that returns to `step`
+(`run`, a whole plan), or to whoever iterates over `passes` and calls backward himself (`api`).
+"""
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+
+from verl_prefix.core.attention import AttentionPass
+from verl_prefix.core.faults import during, noted
+from verl_prefix.core.groups import Group
+from verl_prefix.core.layout import Layout, build_layout, dummy_layout, prefix_layout
+from verl_prefix.core.offload import OffloadedPrefixCache
+from verl_prefix.core.prefix_cache import PrefixCache
+from verl_prefix.core.waves import Plan, Work
+from verl_prefix.models.hookup import grouped_attention, token_outputs
+from verl_prefix.models.vision import PixelBatch
+
+# (suffix tokens' places in the batch's flat values [n], their logits [n, vocabulary]) -> what the loss needs [n, k]
+Outputs = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+# (groups, layout, outputs of all suffix tokens [n, k]) -> loss of these rows
+Step = Callable[[Sequence[Group], Layout, torch.Tensor], torch.Tensor]
+# What a Step gets: a packed pass or a wave after its forward. Without groups it is a dummy, whose loss is zero.
+Pass = tuple[Sequence[Group], Layout, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class TokenBatch:
+    """Flat tokens of a batch's rows: `input_ids` [N] int64, `position_ids` [N] or [4, N] (text, time, height, width)
+    int64, `offsets` of the rows' first tokens, and the `pixels` of a vision model's rows."""
+
+    input_ids: torch.Tensor
+    position_ids: torch.Tensor
+    offsets: Sequence[int]
+    pixels: PixelBatch | None = None
+
+
+class Schedule:
+    """Runs a plan on one model.
+
+    Args:
+        model: HF causal LM (may be the FSDP2 root: every forward enters through it, so that its hooks run).
+        outputs: what to keep of logits, per token (log-prob, entropy); gets at most `logits_chunk` tokens at a time.
+        step: gets each pass's groups, layout and outputs, keeps what it needs and returns the loss; only for `run`.
+        backward: what to do with a loss; None for a forward-only run, which the caller wraps in `torch.no_grad`.
+        forward_context: context of one forward and its loss, not of backward (autocast).
+        gradient_sync: context of one backward, given whether it is the run's last (verl's `_gradient_sync_context`).
+        kernel: name for `kernels.choose_kernel`.
+        offload: phased only, what phase A saves for phase C waits in host memory; `transfers` counts it.
+        measure_peak: phased on CUDA only, `phase_b_peak` becomes the most bytes allocated during phase B. It resets the
+            device's peak statistics, which other code may read.
+        inspect: see `AttentionPass`; packed passes only.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        outputs: Outputs,
+        step: Step | None = None,
+        backward: Callable[[torch.Tensor], None] | None = None,
+        gradient_sync: Callable[[bool], AbstractContextManager] = lambda last: nullcontext(),
+        forward_context: Callable[[], AbstractContextManager] = nullcontext,
+        kernel: str = "auto",
+        logits_chunk: int = 4096,
+        offload: bool = False,
+        measure_peak: bool = False,
+        inspect: Callable[..., None] | None = None,
+    ) -> None:
+        self.model = model
+        self.outputs = outputs
+        self.step = step
+        self.backward = backward
+        self.gradient_sync = gradient_sync
+        self.forward_context = forward_context
+        self.kernel = kernel
+        self.logits_chunk = logits_chunk
+        self.offload = offload
+        self.measure_peak = measure_peak
+        self.inspect = inspect
+        self.seconds: dict[str, float] = {}
+        self.transfers: Counter[str] = Counter()
+        self.phase_b_peak: int | None = None
+
+    def run(self, tokens: TokenBatch, plan: Plan) -> None:
+        """All passes of `plan`, in its order, which must be the same on every rank."""
+        with grouped_attention(self.model):
+            for i, work in enumerate(plan.works):
+                with self.passes(tokens, work, last=i == len(plan.works) - 1) as passes:
+                    for groups, layout, outputs in passes:
+                        with self.forward_context():
+                            loss = self.step(groups, layout, outputs) if groups else outputs.sum() * 0.0
+                        if self.backward is not None:
+                            self.backward(loss)
+
+    @contextmanager
+    def passes(self, tokens: TokenBatch, work: Work, last: bool = True) -> Iterator[Iterator[Pass]]:
+        """One work, inside `grouped_attention`: phase A on entering, forwards by iterating, phase C on leaving.
+
+        Backward of a pass comes before the next is asked for. After an exception there is no phase C; in any case
+        nothing of the prefix is left. Without gradients (`torch.no_grad`) there is no phase C either.
+        """
+        if work.waves is None:
+            with closing(self._packed(tokens, work, last)) as packed, noted():
+                yield packed
+            return
+        device = tokens.input_ids.device
+        with OffloadedPrefixCache(device, self.transfers) if self.offload else PrefixCache() as cache:
+            with self._timed("phase_a", work.groups), cache.saving() if self.offload else nullcontext():
+                root = self._prefixes(tokens, work.groups, cache)
+            with closing(self._waves(tokens, work, cache)) as waves, noted():
+                yield waves
+            if torch.is_grad_enabled():
+                with self._timed("phase_c", work.groups), self.gradient_sync(last):
+                    cache.backward(root)
+
+    def _packed(self, tokens: TokenBatch, work: Work, last: bool) -> Iterator[Pass]:
+        layout = build_layout(work.groups, tokens.offsets) if work.groups else dummy_layout()
+        with self._timed("packed", work.groups), self.gradient_sync(last):
+            yield self._suffixes(tokens, work.groups, layout, cache=None)
+
+    def _waves(self, tokens: TokenBatch, work: Work, cache: PrefixCache) -> Iterator[Pass]:
+        starts = (0, *accumulate(group.prefix_len for group in work.groups))
+        device = tokens.input_ids.device
+        if self.measure_peak:
+            torch.cuda.reset_peak_memory_stats(device)
+        for number, wave in enumerate(work.waves, start=1):
+            groups = [piece for _, piece in wave]
+            layout = build_layout(groups, tokens.offsets, [starts[i] for i, _ in wave]) if wave else dummy_layout()
+            with self._timed("phase_b", groups, f"wave {number} of {len(work.waves)}"), self.gradient_sync(False):
+                yield self._suffixes(tokens, groups, layout, cache)
+        if self.measure_peak:
+            self.phase_b_peak = max(self.phase_b_peak or 0, torch.cuda.max_memory_allocated(device))
+
+    def _prefixes(self, tokens: TokenBatch, groups: Sequence[Group], cache: PrefixCache) -> torch.Tensor:
+        """Phase A; one token goes through lm_head, since FSDP2 needs the root's output to start phase C from."""
+        shared = any(group.prefix_len for group in groups)
+        layout = prefix_layout(groups, tokens.offsets) if shared else dummy_layout()
+        job = AttentionPass(layout, self.kernel, capture=cache)
+        with self.forward_context():
+            return self._forward(tokens, layout, slice(-1, None), job, _sum_logits, groups)
+
+    def _suffixes(self, tokens: TokenBatch, groups: Sequence[Group], layout: Layout, cache: PrefixCache | None) -> Pass:
+        job = AttentionPass(layout, self.kernel, cache=cache, inspect=None if cache else self.inspect)
+        keep = slice(layout.num_prefix, None)
+        with self.forward_context():
+            outputs = self.outputs if groups else _sum_logits
+            return groups, layout, self._forward(tokens, layout, keep, job, outputs, groups if cache is None else ())
+
+    def _forward(
+        self, tokens: TokenBatch, layout: Layout, keep: slice, job: AttentionPass, outputs: Outputs,
+        prefixes: Sequence[Group],
+    ) -> torch.Tensor:  # fmt: skip
+        """The model on one packed row, which begins with the prefixes of `prefixes`."""
+        device = tokens.input_ids.device
+        index = layout.index.to(device)
+        kept = torch.arange(layout.num_tokens, device=device)[keep]
+        place = index[kept]
+        return token_outputs(
+            self.model, tokens.input_ids[index], tokens.position_ids[..., index], kept, job,
+            lambda rows, logits: outputs(place[rows], logits), self.logits_chunk,
+            {} if tokens.pixels is None else tokens.pixels.of(prefixes, device),
+        )  # fmt: skip
+
+    @contextmanager
+    def _timed(self, phase: str, groups: Sequence[Group], part: str = "") -> Iterator[None]:
+        start = time.perf_counter()
+        with during(phase, groups, part):
+            yield
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - start
+
+
+def _sum_logits(place: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+    """Outputs of a pass that nobody reads: something to start a backward from."""
+    return logits.sum(-1, keepdim=True)

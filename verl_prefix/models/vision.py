@@ -1,0 +1,245 @@
+"""Vision: a group's pixels are held, moved and seen by the vision tower once, with its prefix.
+
+    rollouts -> `engine.shared_pixels` one row of a prompt carries the pixels to the actor
+    rows -> `share_pixels`   rows with the same pixels hold the same tensors; their digest is part of the group key
+    pass -> `PixelBatch.of`  the pixels of the pass's groups, and where their tokens stand in the packed row
+    pass -> `forward`        the tower once per packed pass or phase A, on the pixels of all its groups at once
+
+A wave has no visual tokens, since responses are text, and never runs the tower. Every other pass runs it exactly once,
+on a few zeros where it has no pixels: its FSDP2 collectives are then in step over ranks whatever they hold. verl's own
+forward runs it once for images and once for videos, and on zeros where a micro-batch has neither
+(verl/models/transformers/qwen2_vl.py, qwen3_vl.py). Knows neither verl nor transformers, only what their models are
+made of.
+"""
+
+import importlib.util
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed.fsdp import FSDPModule
+from torch.utils.weak import WeakIdKeyDictionary
+
+from verl_prefix.core.groups import Group
+
+MODEL_TYPES = ("qwen2_5_vl", "qwen3_vl")
+
+# A row's pixels, as verl's agent loop makes them with the model's processor: patches [n, patch size] and the grid
+# [m, 3] of images, then of videos. What else is in the row (timestamps) is in its position ids already.
+_PIXELS = (("image", "pixel_values", "image_grid_thw"), ("video", "pixel_values_videos", "video_grid_thw"))
+PIXEL_NAMES = tuple(name for _, *names in _PIXELS for name in names)
+
+Row = dict[str, Any] | None
+
+_digests = WeakIdKeyDictionary()  # of tensors that are still alive: rows of a group share them from the first call on
+
+
+def is_vision_config(config: Any) -> bool:
+    """Whether this is the config of a model whose tower runs once per group."""
+    return getattr(config, "model_type", None) in MODEL_TYPES
+
+
+def vision_model(model: torch.nn.Module) -> torch.nn.Module | None:
+    """The model with tower and lm_head, without what LoRA puts around it; None for a text model."""
+    if not is_vision_config(model.config):
+        return None
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def tower_of(model: torch.nn.Module) -> torch.nn.Module:
+    """The vision tower and its merger.
+
+    Raises:
+        ValueError: this model has none that we know.
+    """
+    if (seeing := vision_model(model)) is None:
+        raise ValueError(f"freeze_vision_tower=True, and a {model.config.model_type} model has none; remove it")
+    return seeing.model.visual
+
+
+def _digest(tensor: torch.Tensor) -> bytes:
+    import xxhash  # of verl's dependency `datasets`
+
+    if tensor not in _digests:
+        values = tensor.detach().cpu().contiguous()
+        found = xxhash.xxh3_128(f"{values.dtype} {list(values.shape)}".encode())
+        found.update(values.view(torch.uint8).numpy())
+        _digests[tensor] = found.digest()
+    return _digests[tensor]
+
+
+def share_pixels(rows: Sequence[Row]) -> list[bytes]:
+    """Lets rows with the same pixels hold the same tensors, so that the copies are freed; changes the rows' dicts.
+
+    Args:
+        rows: verl's `multi_modal_inputs`: one dict per row, empty or None for text alone.
+
+    Returns:
+        a digest of each row's pixels, empty without pixels. Values are compared with dtype and shape, bit by bit.
+    """
+    held: dict[bytes, torch.Tensor] = {}
+    digests = []
+    for row in rows:
+        found = {name: _digest(row[name]) for name in PIXEL_NAMES if row and torch.is_tensor(row.get(name))}
+        for name, digest in found.items():
+            row[name] = held.setdefault(digest, row[name])
+        digests.append(b"".join(name.encode() + digest for name, digest in found.items()))
+    return digests
+
+
+def num_kinds(row: Row) -> int:
+    """Of images and videos, how many kinds the row has: as often verl's own forward runs the tower on it."""
+    return sum((row or {}).get(values) is not None for _, values, _ in _PIXELS)
+
+
+class PixelBatch:
+    """Pixels of a batch's rows, and which of its tokens they are.
+
+    Args:
+        rows: one per row of the batch, as in `share_pixels`.
+        input_ids: [N] int64, the batch's flat tokens; on the CPU, where places are looked up without waiting.
+        offsets: first token of each row.
+        config: the model's; it names the tokens that images and videos stand for.
+    """
+
+    def __init__(self, rows: Sequence[Row], input_ids: torch.Tensor, offsets: Sequence[int], config: Any) -> None:
+        self.rows = rows
+        self.input_ids = input_ids
+        self.offsets = offsets
+        self.config = config
+
+    def of(self, groups: Sequence[Group], device: torch.device) -> dict[str, torch.Tensor]:
+        """What `forward` needs for a packed row that begins with the prefixes of `groups`: `patches` [n, patch size],
+        `grid` [m, 3], and `places` [k] int64, where in the row the tower's k features belong; nothing without pixels.
+
+        Raises:
+            ValueError: a prefix has more or fewer visual tokens than its pixels make features.
+        """
+        patches, grids, places = [], [], []
+        starts = accumulate((group.prefix_len for group in groups), initial=0)
+        for group, start in zip(groups, starts, strict=False):
+            row = group.rows[0]
+            begin = int(self.offsets[row])
+            prefix = self.input_ids[begin : begin + group.prefix_len]
+            for kind, values, grid in _PIXELS:
+                where = torch.nonzero(prefix == getattr(self.config, f"{kind}_token_id"))[:, 0]
+                inputs = self.rows[row] or {}
+                held = inputs.get(values) is not None
+                num_features = self._num_features(inputs[grid]) if held else 0
+                if len(where) != num_features:
+                    raise ValueError(
+                        f"row {row}: its prompt has {len(where)} {kind} tokens before the last one, and its {values} "
+                        f"make {num_features} features. A processor expands prompts, which end in text; where tools "
+                        "answer with pictures, set model_engine=dp"
+                    )
+                if held:
+                    patches.append(inputs[values])
+                    grids.append(inputs[grid])
+                    places.append(where + start)
+        if not patches:
+            return {}
+        found = {"patches": torch.cat(patches), "grid": torch.cat(grids), "places": torch.cat(places)}
+        return {name: tensor.to(device, non_blocking=True) for name, tensor in found.items()}
+
+    def _num_features(self, grid: torch.Tensor) -> int:
+        return int(grid.prod(-1).sum()) // self.config.vision_config.spatial_merge_size**2
+
+
+class Output(NamedTuple):
+    """What a pass reads of a HF output; a tuple, since FSDP2 looks for tensors in it."""
+
+    logits: torch.Tensor
+
+
+def forward(
+    model: torch.nn.Module,
+    input_ids: torch.Tensor,
+    keep: torch.Tensor,
+    tower: bool,
+    patches: torch.Tensor | None = None,
+    grid: torch.Tensor | None = None,
+    places: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> "Output":
+    """Stands for the model's own forward on one packed row; call it as such, so that FSDP2's hooks run.
+
+    Args:
+        input_ids: [1, T] int64. keep: [n] int64, the tokens that go through lm_head.
+        tower: whether this pass runs the tower; a wave does not.
+        patches, grid, places: see `PixelBatch.of`.
+        kwargs: for the text model: position ids, mask, and what its attention needs.
+
+    Returns:
+        `logits` [1, n, vocabulary], or what lm_head was replaced by.
+    """
+    embeds = model.get_input_embeddings()(input_ids)
+    if tower:
+        visual = model.model.visual
+        seen = patches is not None
+        if not seen:
+            patches, grid = _nothing(model.config.vision_config, embeds)
+        found = visual(patches.type(visual.dtype), grid_thw=grid)
+        features, deepstack = found.pooler_output, getattr(found, "deepstack_features", None)
+        if not seen:
+            embeds = embeds + sum(0.0 * x.mean() for x in (features, *(deepstack or ())))
+        else:
+            embeds = embeds.index_copy(1, places, features.to(embeds.dtype).unsqueeze(0))
+            if deepstack:  # the text model adds them by a mask, and so in the order of the row
+                kwargs["visual_pos_masks"] = torch.zeros_like(input_ids, dtype=torch.bool).index_fill(1, places, True)
+                kwargs["deepstack_visual_embeds"] = [x[places.argsort()] for x in deepstack]
+    elif torch.is_grad_enabled():
+        # FSDP2 adds up gradients in another dtype until it reduces them, and reduces one dtype at once: what the tower
+        # shards together with text layers gets a gradient (of zero) in waves too, like those.
+        embeds = embeds + sum(0.0 * p.flatten()[0] for p in _in_parents_shard(model.model.visual) if p.requires_grad)
+    kwargs |= dict(input_ids=None, inputs_embeds=embeds)  # PEFT passes them too
+    hidden = model.model.language_model(**kwargs).last_hidden_state
+    return Output(model.lm_head(hidden[:, keep]))
+
+
+def _in_parents_shard(module: torch.nn.Module) -> list[torch.nn.Parameter]:
+    """Parameters of a module that has FSDP2 modules in it, but of none of those."""
+    if not any(isinstance(m, FSDPModule) for m in module.modules()):
+        return []
+    inside = {id(p) for m in module.modules() if isinstance(m, FSDPModule) for p in m.parameters()}
+    return [p for p in module.parameters() if id(p) not in inside]
+
+
+def _nothing(config: Any, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Patches and grid of a black image of four tokens."""
+    side = 2 * config.spatial_merge_size
+    patch = config.in_channels * config.temporal_patch_size * config.patch_size**2
+    return like.new_zeros(side**2, patch), torch.tensor([[1, side, side]], device=like.device)
+
+
+@contextmanager
+def own_attention(model: torch.nn.Module) -> Iterator[None]:
+    """While open, text layers have the attention forward of their own library.
+
+    Under remove-padding verl replaces it in the class by one that calls flash attention itself
+    (verl/models/transformers/monkey_patch.py). The original comes from a second copy of its module, because verl may
+    have replaced it before we were there.
+    """
+    classes = {type(m) for m in model.modules() if hasattr(m, "layer_idx") and hasattr(m, "is_causal")}
+    replaced = {cls: cls.forward for cls in classes if cls.forward.__module__ != cls.__module__}
+    for cls in replaced:
+        cls.forward = getattr(_second_copy(cls.__module__), cls.__name__).forward
+    try:
+        yield
+    finally:
+        for cls, forward in replaced.items():
+            cls.forward = forward
+
+
+_copies: dict[str, Any] = {}
+
+
+def _second_copy(module_name: str) -> Any:
+    if module_name not in _copies:
+        spec = importlib.util.spec_from_file_location(module_name, sys.modules[module_name].__file__)
+        copy = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(copy)  # sys.modules keeps the first
+        _copies[module_name] = copy
+    return _copies[module_name]

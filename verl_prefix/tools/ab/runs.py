@@ -1,0 +1,220 @@
+"""`verl-prefix ab --runs A B`: two training runs' own metrics over each other, A the stock one.
+
+Reads what verl logs: its `file` logger's JSON lines, or a folder of TensorBoard event files. Sampling multiplies one
+rounding into another rollout, so only the first step of runs that sampled the same responses is judged, and only where
+it is one update: which prompts share a mini-batch depends on the order in which rollouts end, in stock too.
+"""
+
+import json
+import math
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+from verl_prefix.engine.trace import TraceError
+from verl_prefix.tools.ab.report import provenance, refuse_overwrite, table, write
+from verl_prefix.tools.plots import Curves, save
+
+SCHEMA = "verl_prefix.tools.ab.runs/1"
+# The runs sampled the same responses in step 1 if these agree; then the others must, within a relative tolerance.
+ROLLOUTS = ("response_length/mean", "prompt_length/mean", "critic/score/mean")
+JUDGED = ("actor/grad_norm", "actor/entropy", "actor/kl_loss", "actor/pg_loss")
+TOLERANCE, FLOOR = 1e-3, 1e-6
+# Of one update of the policy that sampled, this is 0 but for rounding; a second update moves it.
+OFF_POLICY, ROUNDING = "actor/ppo_kl", 1e-6
+CURVES = {  # metric: title and unit
+    "critic/score/mean": ("Score", "mean score"),
+    "actor/grad_norm": ("Gradient norm", "L2 norm"),
+    "actor/entropy": ("Entropy", "nats"),
+    "response_length/mean": ("Response length", "mean tokens"),
+    "timing_s/update_actor": ("Update", "seconds"),
+    "timing_s/step": ("Whole step", "seconds"),
+}
+Steps = dict[int, dict[str, float]]
+
+
+def read_run(path: str) -> Steps:
+    """Metrics per training step, from a JSON-lines file, or from the newest of these or event files in a folder.
+
+    Raises:
+        TraceError: there is nothing to read, or it is not what verl writes.
+    """
+    place = Path(path)
+    if place.is_dir() and any(place.rglob("*tfevents*")):
+        return _read_events(place)
+    files = sorted(place.glob("*.jsonl"), key=lambda f: f.stat().st_mtime) if place.is_dir() else [place]
+    if not files or not files[-1].is_file():
+        raise TraceError(f"{path}: no JSON-lines file and no TensorBoard events; set trainer.logger=[console,file]")
+    steps: Steps = {}
+    for number, line in enumerate(files[-1].read_text().splitlines(), 1):
+        try:
+            record = json.loads(line)
+            # orjson, with which verl writes, has no NaN and no infinity: both become null.
+            found = {k: math.nan if v is None else float(v) for k, v in record["data"].items()
+                     if v is None or isinstance(v, int | float)}  # fmt: skip
+            steps.setdefault(int(record["step"]), {}).update(found)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise TraceError(
+                f"{files[-1]}, line {number} is not what verl's file logger writes: {type(error).__name__}: {error}"
+            ) from None
+    return _training_steps(steps, path)
+
+
+def _read_events(folder: Path) -> Steps:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    steps: Steps = {}
+    parts = sorted({file.parent for file in folder.rglob("*tfevents*")})
+    if len(parts) > 1:
+        raise TraceError(f"{folder} holds the events of {len(parts)} runs; name one: {', '.join(map(str, parts))}")
+    events = EventAccumulator(str(parts[0]), size_guidance={"scalars": 0})
+    events.Reload()
+    for name in events.Tags()["scalars"]:
+        for event in events.Scalars(name):
+            steps.setdefault(event.step, {})[name] = event.value
+    return _training_steps(steps, str(folder))
+
+
+def _training_steps(steps: Steps, path: str) -> Steps:
+    training = {step: values for step, values in sorted(steps.items()) if "timing_s/step" in values}
+    if not training:
+        raise TraceError(f"{path} has no training step (no timing_s/step)")
+    return training
+
+
+def _close(a: float, b: float, tolerance: float) -> bool:
+    return abs(a - b) <= tolerance * max(abs(a), abs(b), FLOOR / tolerance)
+
+
+def build(paths: list[str], runs: list[Steps]) -> dict[str, Any]:
+    """The report; `holds` is the verdict."""
+    common = sorted(set(runs[0]) & set(runs[1]))
+    if not common:
+        raise TraceError(f"{paths[0]} has steps {list(runs[0])}, {paths[1]} has {list(runs[1])}: none in common")
+    first = [run[common[0]] for run in runs]
+    checked = []
+    for name in ROLLOUTS:  # without them nobody knows whether there is anything to judge
+        missing = sum(not math.isfinite(values.get(name, math.nan)) for values in first)
+        if missing:
+            named = f"step {common[0]}: runs without a finite {name}"
+            checked.append(dict(name=named, value=float(missing), limit=0.0, holds=False))
+    same = not checked and all(_close(first[0][name], first[1][name], 1e-6) for name in ROLLOUTS)
+    one_update = not any(abs(values.get(OFF_POLICY, 0.0)) > ROUNDING for values in first)  # NaN does not excuse
+    for name in JUDGED if same and one_update else ():
+        if any(name in values for values in first):  # a metric that one run lacks is none that agrees
+            a, b = (values.get(name, math.nan) for values in first)
+            error = abs(a - b) / max(abs(a), abs(b), FLOOR / TOLERANCE)
+            checked.append(
+                dict(name=f"step {common[0]}: {name}", value=error, limit=TOLERANCE, holds=error <= TOLERANCE)
+            )
+    bad = sum(not math.isfinite(run[step].get("actor/grad_norm", math.nan)) for run in runs for step in common)
+    checked.append(dict(name="steps without a finite actor/grad_norm", value=float(bad), limit=0.0, holds=not bad))
+    notes = [
+        f"{Path(path).name} has {len(lonely)} more steps, {lonely[0]} to {lonely[-1]}; the other run has not"
+        for path, run in zip(paths, runs, strict=True)
+        if (lonely := sorted(set(run) - set(common)))
+    ]
+    timed = common[1:] or common  # the first step warms up, measures rates and checks itself
+    timings = {}
+    for name in sorted(n for n in runs[0][common[-1]] if n.startswith("timing_s/") and n in runs[1][common[-1]]):
+        both = [step for step in timed if all(name in run[step] for run in runs)]
+        seconds = [[run[step][name] for step in both] for run in runs]
+        medians = [statistics.median(x) for x in seconds]
+        if all(seconds[1]) and medians[0]:
+            timings[name] = {
+                "n": len(both),
+                "stock_s": medians[0],
+                "ours_s": medians[1],
+                "speedup": statistics.median(a / b for a, b in zip(*seconds, strict=True)),
+                "ranges_s": [[min(x), max(x)] for x in seconds],
+            }
+    return {
+        "schema": SCHEMA,
+        "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        **provenance(),
+        "runs": [Path(path).name for path in paths],
+        "common_steps": common,
+        "timed_steps": timed,
+        "notes": notes,
+        "same_rollouts_in_first_step": same,
+        "one_update_in_first_step": one_update,
+        "holds": all(row["holds"] for row in checked),
+        "tolerances": checked,
+        "timings": timings,
+        "metrics": [{str(step): run[step] for step in common} for run in runs],
+    }
+
+
+def markdown(report: dict[str, Any]) -> str:
+    """report.md."""
+    a, b = report["runs"]
+    common = report["common_steps"]
+    lines = [
+        f"# {a} against {b}: {'every tolerance holds' if report['holds'] else 'NOT every tolerance holds'}",
+        "",
+        f"{len(common)} steps in common ({common[0]} to {common[-1]}), {report['device']}.",
+        _unjudged(report) or "The runs sampled the same responses in their first step: its metrics are judged.",
+        *(f"\nNote: {note}." for note in report["notes"]),
+        "",
+        *table(
+            ("tolerance", "value", "limit", "holds"),
+            [(t["name"], f"{t['value']:.2e}", f"{t['limit']:.2e}", t["holds"]) for t in report["tolerances"]],
+        ),
+        *table(
+            (f"median seconds, step {report['timed_steps'][0]} on", "n", a, b, "speed-up"),
+            [
+                (name, row["n"], f"{row['stock_s']:.3f}", f"{row['ours_s']:.3f}", f"{row['speedup']:.2f}")
+                for name, row in report["timings"].items()
+            ],
+        ),
+    ]
+    first, last = str(common[0]), str(common[-1])
+    names = [name for name in (*CURVES, *JUDGED) if all(name in run[last] for run in report["metrics"])]
+    lines += table(
+        ("metric", f"{a}, step {first}", f"{b}, step {first}", f"{a}, step {last}", f"{b}, step {last}"),
+        [
+            (name, *(f"{run[step].get(name, math.nan):.6g}" for step in (first, last) for run in report["metrics"]))
+            for name in dict.fromkeys(names)
+        ],
+    )
+    return "\n".join(lines)
+
+
+def _unjudged(report: dict[str, Any]) -> str | None:
+    """Why nothing but finiteness is judged, or None."""
+    if not report["same_rollouts_in_first_step"]:
+        return "Only finiteness was judged: the runs sampled different responses in their first step."
+    if not report["one_update_in_first_step"]:
+        return (
+            f"Only finiteness was judged: the first step has several updates ({OFF_POLICY} is not 0), and prompts come "
+            "to their mini-batches in any order; set ppo_mini_batch_size to data.train_batch_size to compare it."
+        )
+    return None
+
+
+def draw(report: dict[str, Any], path: Path) -> bool:
+    """Four metrics of both runs over each other, and the seconds of update and step; False: see `plots.save`."""
+    steps = report["common_steps"]
+    labels = [f"{label}, {name}" for label, name in zip(("stock", "ours"), report["runs"], strict=True)]
+    panels = [
+        Curves(f"{title} ({name})", unit, steps, [(label, [values.get(name) for values in run.values()])
+                                                  for label, run in zip(labels, report["metrics"], strict=True)])
+        for name, (title, unit) in CURVES.items()
+    ]  # fmt: skip
+    return save(path, f"Two training runs, {len(steps)} steps", panels, columns=3, width=15)
+
+
+def compare(paths: list[str], output: Path, force: bool) -> int:
+    """The command; returns its exit code: 0 only if every tolerance holds, 3 if there was nothing to judge: different
+    responses from the start, or several updates in the first step.
+
+    Raises:
+        TraceError: a run cannot be read, or `output` holds a report.
+    """
+    refuse_overwrite(output, force)
+    if Path(paths[0]).resolve() == Path(paths[1]).resolve():
+        raise TraceError(f"--runs {paths[0]} {paths[1]} is one run twice; name the stock run and the other")
+    report = build(paths, [read_run(path) for path in paths])
+    failed = write(report, markdown, draw, output)
+    return failed or (3 if _unjudged(report) else 0)

@@ -1,0 +1,340 @@
+"""Arms of `verl-prefix bench`: one update, or log-prob pass, of the same rows by stock, by peers and by us.
+
+    padded           rows side by side, verl with use_remove_padding=False; no row is shorter, so nothing is wasted here
+    stock            whole rows in one packed row, verl's default: the best attention there is (see `stock_attention`)
+    stock_lean       the same with lm_head on response tokens alone: a stronger baseline than verl has
+    prefix_grouper   the package of that name (0.0.1.post1), as published: lm_head on every token of its packed row
+    flex             FlexAttention with a shared-prefix block mask over our packed row; needs CUDA
+    packed, phased   `schedule.Schedule`; phased with waves of at most an eighth of the budget
+    auto             the plan that `auto.chooser.Gate` chooses, in waves that fill the budget (the plugin's defaults)
+    verl_*           whole engines on one rank, where verl is installed: its fsdp2 (stock), ours (packed, phased)
+    +checkpoint      gradient checkpointing of decoder layers
+    +offload         phased: dormant prefix activations wait in host memory (on a CPU only its cost shows)
+
+All arms run in micro-batches of at most `budget` tokens (verl's ppo_max_token_len_per_gpu, physical tokens; one row at
+least). All but padded, stock and prefix_grouper bound logits at `logits_chunk` tokens, checkpointed beyond that.
+"""
+
+import functools
+import importlib
+import importlib.util
+import os
+import time
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+from torch.nn.attention.bias import causal_lower_right
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+from torch.utils.checkpoint import checkpoint
+from transformers import AttentionInterface, PreTrainedModel
+
+from verl_prefix.core.attention import AttentionPass
+from verl_prefix.core.groups import Group, group_rows
+from verl_prefix.core.kernels import aten
+from verl_prefix.core.layout import Layout, Segment, build_layout
+from verl_prefix.core.schedule import Schedule, TokenBatch
+from verl_prefix.core.waves import Plan, make_plan
+from verl_prefix.models.hookup import ATTENTION_NAME
+from verl_prefix.testing import random_rollouts
+from verl_prefix.tools.bench.options import RECOMPILE_LIMIT, STOCK, VERL, Size
+
+WAVES_PER_BUDGET = 8
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One group of rows of one length; `weights` [N] of log-probs stand at the response tokens of the flat `tokens`."""
+
+    size: Size
+    tokens: TokenBatch
+    weights: torch.Tensor
+    groups: list[Group]
+
+    def log_probs(self, place: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        """Log-probs [n, 1] of the successors of tokens `place` [n], in fp32 at least."""
+        labels = self.tokens.input_ids[(place + 1) % len(self.weights)]
+        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        return -torch.nn.functional.cross_entropy(wide, labels, reduction="none").unsqueeze(-1)
+
+    def loss(self, place: torch.Tensor, log_probs: torch.Tensor) -> torch.Tensor:
+        """Their weighted sum: any policy gradient at fixed weights. After a prompt token or a row's end it is 0."""
+        return (log_probs[:, 0] * self.weights[(place + 1) % len(self.weights)]).sum()
+
+
+def build_batch(size: Size, vocab: int, device: str) -> Batch:
+    """Random rows of this size."""
+    rollouts = random_rollouts([(size.prefix + 1, [size.suffix] * size.group)], vocab)
+    flat = torch.stack([torch.cat(pair) for pair in zip(rollouts.prompts, rollouts.responses, strict=True)])
+    weights = torch.nn.functional.pad(torch.stack(rollouts.weights).float(), (size.prefix + 1, 0))
+    positions = torch.arange(size.row).expand_as(flat)
+    flat, weights, positions = (x.flatten().to(device) for x in (flat, weights, positions))
+    tokens = TokenBatch(flat, positions, range(0, len(flat) + 1, size.row))
+    groups, _ = group_rows(rollouts.prompts, [size.suffix] * size.group)
+    return Batch(size, tokens, weights, groups)
+
+
+@dataclass(frozen=True)
+class Job:
+    """What every arm gets. `plan`: of the arm auto; None where the gate chose stock."""
+
+    model: PreTrainedModel
+    batch: Batch
+    budget: int
+    logits_chunk: int = 4096
+    plan: Plan | None = None
+
+
+class Forward(NamedTuple):
+    """One micro-batch of an arm that is not ours.
+
+    `input_ids`, `position_ids` [B, L]; `place` [n]: the batch's tokens whose log-probs are wanted; `kept` [n]: which of
+    the B * L outputs these are, lm_head runs on them alone; None: lm_head runs on all, and `select` finds the n logits.
+    """
+
+    input_ids: torch.Tensor
+    position_ids: torch.Tensor
+    place: torch.Tensor
+    kept: torch.Tensor | None
+    extra: dict[str, Any]
+    select: Callable[[torch.Tensor], torch.Tensor] = lambda logits: logits.flatten(0, 1)
+
+
+class Done(NamedTuple):
+    """Seconds of all, and of forwards with their losses (None: not known); the batch's loss; bytes allocated at phase
+    B's peak."""
+
+    seconds: float
+    forward: float | None
+    loss: float
+    phase_b: int | None = None
+
+
+def stock_attention(device: str, dtype: torch.dtype) -> str:
+    """What stock runs with: flash-attn; without it torch's own varlen kernel, through our hook with nothing shared.
+
+    On a CPU and in fp32 sdpa row by row, since packed rows become a dense T x T mask there (4 layers, hidden 256,
+    8 rows of 640 tokens on one core: 2.6 s row by row, 9.0 s packed).
+    """
+    if device == "cuda" and dtype in (torch.float16, torch.bfloat16):
+        if importlib.util.find_spec("flash_attn"):
+            return "flash_attention_2"
+        if aten.unavailable() is None:
+            return ATTENTION_NAME
+    return "sdpa"
+
+
+def run_arm(job: Job, arm: str, train: bool = True, attention: str | None = None, measure_peak: bool = False) -> Done:
+    """One update on zeroed gradients, or one log-prob pass.
+
+    Args:
+        attention: another one for stock than `stock_attention`. measure_peak: see `Schedule`.
+    """
+    model, batch = job.model, job.batch
+    path, _, added = arm.partition("+")
+    if path.startswith(VERL):
+        if model.device.type == "cpu":
+            os.environ.setdefault("VERL_PLATFORM", "cpu")
+        return verl_engines().run(job, path.removeprefix(VERL), train)
+    if path == "auto":
+        path = "stock" if job.plan is None else "plan"
+    model.gradient_checkpointing_disable()
+    if added == "checkpoint":
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.zero_grad(set_to_none=False)
+    wait = torch.cuda.synchronize if model.device.type == "cuda" else lambda: None
+    losses: list[torch.Tensor] = []
+    backward_s, phase_b = 0.0, None
+
+    def backward(loss: torch.Tensor) -> None:
+        nonlocal backward_s
+        losses.append(loss.detach())
+        if train:
+            wait()
+            start = time.perf_counter()
+            loss.backward()
+            wait()
+            backward_s += time.perf_counter() - start
+
+    wait()
+    start = time.perf_counter()
+    with nullcontext() if train else torch.no_grad():
+        if path in ("packed", "phased", "plan"):
+            model.set_attn_implementation(ATTENTION_NAME)
+            plan = job.plan if path == "plan" else make_arm_plan(batch.groups, job.budget, path)
+
+            def step(groups: Sequence[Group], layout: Layout, log_probs: torch.Tensor) -> torch.Tensor:
+                return batch.loss(layout.suffix_index.to(log_probs.device), log_probs)
+
+            schedule = Schedule(
+                model, batch.log_probs, step, backward,
+                logits_chunk=job.logits_chunk, offload=added == "offload", measure_peak=measure_peak,
+            )  # fmt: skip
+            schedule.run(batch.tokens, plan)
+            backward_s += schedule.seconds.get("phase_c", 0.0)
+            phase_b = schedule.phase_b_peak
+        else:
+            name, forwards = _forwards(job, path, attention)
+            model.set_attn_implementation(name)
+            for forward in forwards:
+                _run(job, forward, backward)
+    wait()
+    seconds = time.perf_counter() - start
+    return Done(seconds, seconds - backward_s, float(sum(losses)), phase_b)
+
+
+def verl_engines() -> ModuleType:
+    """`verl_prefix.tools.bench.engines`, which imports verl."""
+    return importlib.import_module("verl_prefix.tools.bench.engines")
+
+
+def make_arm_plan(groups: Sequence[Group], budget: int, schedule: str) -> Plan:
+    """The plan of `packed` or `phased`."""
+    wave_tokens = max(1, budget // WAVES_PER_BUDGET) if schedule == "phased" else None
+    return make_plan(groups, budget, schedule, wave_tokens)
+
+
+def _forwards(job: Job, path: str, attention: str | None) -> tuple[str, list[Forward]]:
+    """An arm's attention implementation and its micro-batches."""
+    model, batch = job.model, job.batch
+    device = model.device.type
+    if path in STOCK:
+        name = "sdpa" if path == "padded" else attention or stock_attention(device, model.dtype)
+        rows = max(1, job.budget // batch.size.row) if path == "padded" or name != "sdpa" else 1
+        place = torch.arange(len(batch.weights), device=device).split(rows * batch.size.row)
+        return name, [_whole_rows(batch, path, name, piece) for piece in place]
+    works = make_plan(batch.groups, job.budget, "packed").works
+    if path == "flex":
+        AttentionInterface.register("bench_flex", _flex_attention)
+        return "bench_flex", [_flex_forward(batch, work.groups) for work in works]
+    return _prefix_grouper_attention(model), [_prefix_grouper_forward(batch, work.groups) for work in works]
+
+
+def _run(job: Job, forward: Forward, backward: Callable[[torch.Tensor], None]) -> None:
+    model, batch = job.model, job.batch
+
+    def loss(place: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        return batch.loss(place, batch.log_probs(place, model.lm_head(hidden)))
+
+    hidden = model.base_model(
+        input_ids=forward.input_ids, position_ids=forward.position_ids, use_cache=False, **forward.extra
+    ).last_hidden_state
+    if forward.kept is None:
+        logits = forward.select(model.lm_head(hidden))
+        backward(batch.loss(forward.place, batch.log_probs(forward.place, logits)))
+        return
+    kept = hidden.flatten(0, 1)[forward.kept]
+    pieces = list(zip(forward.place.split(job.logits_chunk), kept.split(job.logits_chunk), strict=True))
+    whole = len(pieces) == 1
+    backward(sum(loss(*p) if whole else checkpoint(loss, *p, use_reentrant=False) for p in pieces))
+
+
+def _whole_rows(batch: Batch, path: str, attention: str, place: torch.Tensor) -> Forward:
+    row = batch.size.row
+    shape = (-1, row) if path == "padded" else (1, -1)
+    ids, positions = (x[place].view(shape) for x in (batch.tokens.input_ids, batch.tokens.position_ids))
+    extra: dict[str, Any] = {}
+    if path == "padded":
+        extra["attention_mask"] = torch.ones_like(ids)
+    elif attention == ATTENTION_NAME:
+        segments = (Segment(row),) * (len(place) // row)
+        extra["prefix_pass"] = AttentionPass(Layout(place, 0, segments), "auto")
+    if path != "stock_lean":
+        return Forward(ids, positions, place, None, extra)
+    # The last prompt token up to the last response token but one: their outputs are the responses' log-probs.
+    kept = place.view(-1, row)[:, batch.size.prefix : -1].flatten()
+    return Forward(ids, positions, kept, kept - place[0], extra)
+
+
+def block_mask(layout: Layout, device: torch.device) -> BlockMask:
+    """Who reads whom in a packed row: a segment itself and what its group's prefix is, causally by place in the row."""
+    segments = layout.segments
+    lens = torch.tensor([s.length for s in segments])
+    starts = torch.cat([torch.zeros(1, dtype=torch.int64), lens.cumsum(0)[:-1]]).tolist()
+    prefixes = {start: i for i, start in enumerate(starts)}
+    # A suffix names where its prefix starts; a prefix has none and reads itself.
+    parents = torch.tensor([prefixes[s.prefix_start] if s.prefix_len else i for i, s in enumerate(segments)])
+    own = torch.arange(len(segments)).repeat_interleave(lens).to(device)
+    parent = parents.repeat_interleave(lens).to(device)
+
+    def allowed(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
+        return ((own[kv] == own[q]) | (own[kv] == parent[q])) & (kv <= q)
+
+    # Compiled, it does not build the T x T mask first.
+    build = _compiled(create_block_mask) if device.type == "cuda" else create_block_mask
+    return build(allowed, None, None, layout.num_tokens, layout.num_tokens, device=device.type)
+
+
+def _flex_forward(batch: Batch, groups: Sequence[Group]) -> Forward:
+    layout = build_layout(groups, batch.tokens.offsets)
+    device = batch.weights.device
+    index = layout.index.to(device)
+    ids, positions = (x[index].unsqueeze(0) for x in (batch.tokens.input_ids, batch.tokens.position_ids))
+    kept = torch.arange(layout.num_prefix, layout.num_tokens, device=device)
+    return Forward(ids, positions, index[kept], kept, {"prefix_blocks": block_mask(layout, device)})
+
+
+@functools.cache
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    torch._dynamo.config.recompile_limit = RECOMPILE_LIMIT
+    return torch.compile(function)
+
+
+def _flex_attention(module, query, key, value, attention_mask, scaling=None, prefix_blocks=None, **_):
+    attend = _compiled(flex_attention) if query.is_cuda else flex_attention
+    out = attend(query, key, value, block_mask=prefix_blocks, scale=scaling, enable_gqa=True)
+    return out.transpose(1, 2).contiguous(), None
+
+
+_lower_right = functools.cache(causal_lower_right)
+
+
+def _prefix_grouper_attention(model: PreTrainedModel) -> str:
+    """What the package registers, on flash-attn; without flash-attn torch's own lower-right causal attention."""
+    from prefix_grouper.utils.register_transformers import register_attention
+
+    if stock_attention(model.device.type, model.dtype) == "flash_attention_2":
+        register_attention()
+        return "prefix_grouper_attention"
+
+    def sdpa(q, k, v, mask, *, scaling, **_):
+        # `mask` hides padding, and no row is padded here.
+        causal = _lower_right(q.shape[2], k.shape[2])
+        out = torch.nn.functional.scaled_dot_product_attention(q, k, v, causal, scale=scaling, enable_gqa=True)
+        return out.transpose(1, 2)
+
+    def attention(module, query, key, value, attention_mask, prefix_grouper, scaling, **_):
+        return prefix_grouper.forward(sdpa, query, key, value, scaling=scaling), None
+
+    AttentionInterface.register("bench_prefix_grouper", attention)
+    return "bench_prefix_grouper"
+
+
+def _prefix_grouper_forward(batch: Batch, groups: Sequence[Group]) -> Forward:
+    """As the package's README does it: its prefix is the whole prompt, where each row's first log-prob comes from."""
+    from prefix_grouper import PrefixGrouper
+
+    prompt, suffix = batch.size.prefix + 1, batch.size.suffix
+    device = batch.weights.device
+    starts = torch.tensor([batch.tokens.offsets[row] for group in groups for row in group.rows], device=device)
+    firsts = torch.tensor([batch.tokens.offsets[group.rows[0]] for group in groups], device=device)
+    prompts = batch.tokens.input_ids[firsts[:, None] + torch.arange(prompt, device=device)]
+    responses = batch.tokens.input_ids[starts[:, None] + prompt + torch.arange(suffix, device=device)]
+    masks = torch.ones_like(prompts), torch.ones_like(responses)
+    sizes = [len(group.rows) for group in groups]
+    grouper = PrefixGrouper.from_ungrouped_masks(*masks, sizes, device=device, padding_mode="right")
+    positions = torch.zeros(grouper.padding_mask.shape, dtype=torch.int64, device=device)
+    for row, rows in zip(positions, sizes, strict=True):
+        pieces = [torch.arange(prompt), *[torch.arange(prompt, prompt + suffix)] * rows]
+        row[: prompt + rows * suffix] = torch.cat(pieces)
+    ids = grouper.concat_input(prompts, masks[0], responses, masks[1])
+    # A row's last output would predict what comes after it.
+    place = (starts[:, None] + prompt - 1 + torch.arange(suffix, device=device)).flatten()
+
+    def select(logits: torch.Tensor) -> torch.Tensor:
+        return grouper.split_output(logits, include_prefix_last=1)[2][:, :suffix].flatten(0, 1)
+
+    return Forward(ids, positions, place, None, {"prefix_grouper": grouper}, select)

@@ -1,0 +1,268 @@
+"""Measures rows of a grid, one after the other, and writes the report after each; what a report has is in `bench`."""
+
+import copy
+import functools
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from verl_prefix.auto.chooser import Gate
+from verl_prefix.auto.cost import ModelShape, Pass, plan_passes
+from verl_prefix.core.groups import Group
+from verl_prefix.core.schedule import Schedule
+from verl_prefix.core.waves import Plan, make_plan
+from verl_prefix.models.hookup import model_shape
+from verl_prefix.tools.bench import report as tables
+from verl_prefix.tools.bench.arms import (
+    WAVES_PER_BUDGET,
+    Job,
+    build_batch,
+    make_arm_plan,
+    run_arm,
+    stock_attention,
+    verl_engines,
+)
+from verl_prefix.tools.bench.memory import added_peak, added_peak_here, capacity, free_memory, in_fresh_process, warm_up
+from verl_prefix.tools.bench.options import STOCK, VERL, Options, Size, full_depth, unavailable
+from verl_prefix.versions import device_name, git_state, package_versions
+
+SCHEMA = "verl_prefix.tools.bench/1"
+PACKAGES = ("torch", "transformers", "prefix-grouper", "flash-attn", "verl")
+MOST_ROUNDS, QUICK_S = 15, 3.0
+MIN_SPEEDUP = 1.05  # the default of actor.prefix.min_speedup
+
+
+def update_flops(shape: ModelShape, size: Size, arm: str, budget: int, plan: Plan | None = None) -> float:
+    """FLOPs of one update in matmuls, of what the arm computes; a log-prob pass has a third of them.
+
+    Forward, per layer: 2 per weight and token, and 4 H D per (query, key) pair; lm_head: 2 per weight and token that it
+    sees. Backward counts as two forwards; checkpointing adds one of the layers. Left out: norms, softmax, rotary
+    angles, what flash backward recomputes, lm_head forwards repeated beyond one logits chunk.
+
+    Args:
+        arm: of `ARMS`, or "ideal": every token once, lm_head on responses alone. plan: of auto.
+    """
+    path, _, added = arm.removeprefix(VERL).partition("+")
+    group = Group(tuple(range(size.group)), size.prefix, (size.suffix,) * size.group)
+    if path == "auto" and plan is None:
+        path = "stock"
+    if path in STOCK:
+        head = size.suffix if path == "stock_lean" else size.row
+        passes = [Pass(size.row, head, len(shape.windows) * size.row * (size.row + 1) / 2)] * size.group
+    elif path == "ideal":
+        passes = plan_passes(shape, make_plan([group], group.num_physical_tokens, "packed"))
+    elif path == "auto":
+        passes = plan_passes(shape, plan)
+    else:
+        passes = plan_passes(shape, make_arm_plan([group], budget, "phased" if path == "phased" else "packed"))
+    if path == "prefix_grouper":  # its prefix holds the last prompt token, too, and lm_head runs on everything
+        passes = [Pass(p.tokens + 1, p.tokens + 1, p.pairs) for p in passes]
+    layers = sum(p.tokens * shape.linear + p.pairs * shape.pair for p in passes)
+    return (4 if added == "checkpoint" else 3) * layers + 3 * shape.head * sum(p.head_tokens for p in passes)
+
+
+def gradient_error(model: torch.nn.Module, truth: dict[str, torch.Tensor]) -> float:
+    """The largest ||g - truth|| / ||truth|| over parameters, in float64."""
+    return max(
+        ((parameter.grad.double() - truth[name].double()).norm() / truth[name].double().norm()).item()
+        for name, parameter in model.named_parameters()
+    )
+
+
+class Bench:
+    """One model at one depth; `row` measures a grid row, `capacity` how long its rows may be."""
+
+    def __init__(self, options: Options, layers: int, progress: tqdm) -> None:
+        self.options, self.layers, self.progress = options, layers, progress
+        self.model = options.model(layers)
+        self.shape = model_shape(self.model, self.model.dtype)
+        self.gate = Gate(
+            self.shape, False, Job.logits_chunk, MIN_SPEEDUP, None, False, "", lambda values: values,
+            functools.partial(Schedule, self.model), functools.partial(self.model.zero_grad, set_to_none=False),
+        )  # fmt: skip
+        for arm in options.running:
+            warm_up(options, arm, self.model)
+
+    def row(self, size: Size) -> dict[str, Any]:
+        """Everything about one row, as it stands in the report."""
+        options, budget = self.options, self.options.budget_of(size)
+        batch = build_batch(size, self.model.config.vocab_size, options.device)
+        arms, auto, plan = list(options.running), None, None
+        if "auto" in arms:
+            plan, auto = self._step(f"{size} gate", 0, self._choose, batch.groups, budget, arms)
+            if auto["same_as"]:
+                arms.remove("auto")
+        job = Job(self.model, batch, budget, plan=plan)
+        truth = self._truth(job) if options.truth != "none" else {}
+        found = {arm: {"flops": update_flops(self.shape, size, arm, budget, plan)} for arm in arms}
+        for arm, result in found.items():
+            result |= self._memory(arm, job, result["flops"])
+            result["seconds"] = {"update": [], "forward": [], "log_probs": []}
+        alive = {arm: result for arm, result in found.items() if "failed" not in result}
+        start = time.perf_counter()
+        for turn in range(MOST_ROUNDS):
+            if turn >= options.repeats and time.perf_counter() - start > QUICK_S:
+                break
+            for arm, result in alive.items():
+                self._measure(arm, job, result, truth, turn)
+        return size._asdict() | {
+            "layers": self.layers, "budget": budget, "wave_tokens": budget // WAVES_PER_BUDGET, "auto": auto,
+            "ideal_flops": {
+                added: update_flops(self.shape, size, f"ideal{added}", budget) for added in ("", "+checkpoint")
+            },
+            "arms": found,
+        }  # fmt: skip
+
+    def cost(self, size: Size) -> float:
+        """FLOPs of `row`, about, for the progress bar."""
+        options, budget = self.options, self.options.budget_of(size)
+        arms = sum(update_flops(self.shape, size, arm, budget) for arm in options.running)
+        truth = self._truth_cost(size) if options.truth != "none" else 0
+        return truth + (4 / 3 * options.repeats + options.memory) * arms
+
+    def _truth_cost(self, size: Size) -> float:
+        # Twice as wide is half as fast; the tensor cores that bf16 runs on are about 8 times as fast as fp32.
+        slower = 2 if self.options.truth == "float64" else 1
+        return update_flops(self.shape, size, "stock_lean", 0) * slower * (8 if self.options.device == "cuda" else 1)
+
+    def _step(self, text: str, cost: float, run: Callable[..., Any], *args: Any) -> Any:
+        self.progress.set_description(text, refresh=sys.stderr.isatty())
+        value = run(*args)
+        self.progress.update(cost)
+        return value
+
+    def _measure(self, arm: str, job: Job, result: dict[str, Any], truth: dict[str, torch.Tensor], turn: int) -> None:
+        text, counts = f"{job.batch.size} round {turn + 1} {arm}", turn < self.options.repeats
+        done = self._step(text, result["flops"] * counts, run_arm, job, arm)
+        result["seconds"]["update"].append(done.seconds)
+        if done.forward is not None:
+            result["seconds"]["forward"].append(done.forward)
+        if truth and turn == 0:
+            result["grad_error"] = gradient_error(self.model, truth)
+        if "+" not in arm:  # what is added changes nothing without gradients
+            done = self._step(text, result["flops"] / 3 * counts, run_arm, job, arm, False)
+            result["seconds"]["log_probs"].append(done.seconds)
+
+    def _choose(self, groups: list[Group], budget: int, arms: list[str]) -> tuple[Plan | None, dict[str, Any]]:
+        plan = self.gate.choose(groups, budget, None, False, self.model.device, forward_only=False)
+        same = {make_arm_plan(groups, budget, name): name for name in ("packed", "phased") if name in arms}
+        if plan is None:
+            choice, same_as = "stock", "stock" if "stock" in arms else None
+        else:
+            choice = "phased" if any(work.waves is not None for work in plan.works) else "packed"
+            same_as = same.get(plan)
+        return plan, {"choice": choice, "predicted": self.gate.speedup, "same_as": same_as}
+
+    def _truth(self, job: Job) -> dict[str, torch.Tensor]:
+        size = job.batch.size
+        model = copy.deepcopy(self.model).to(getattr(torch, self.options.truth))
+        lean = Job(model, job.batch, job.budget)
+        self._step(f"{size} truth", self._truth_cost(size), run_arm, lean, "stock_lean", True, "sdpa")
+        return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+    def _memory(self, arm: str, job: Job, cost: float) -> dict[str, Any]:
+        """On CUDA in this process, which also warms up; an arm that has not enough memory is out."""
+        if not self.options.memory:
+            return {}
+        text, size = f"{job.batch.size} memory of {arm}", job.batch.size
+        if self.options.device == "cpu":
+            return self._step(text, cost, in_fresh_process, added_peak, self.options, arm, size, self.layers, job.plan)
+        try:
+            return self._step(text, cost, added_peak_here, self.options, arm, self.model, size, job.plan)
+        except torch.OutOfMemoryError as error:
+            reason = f"out of memory: {str(error).splitlines()[0]}"
+        free_memory()
+        return {"failed": reason}
+
+
+def provenance(schema: str, device: str, git: dict[str, Any]) -> dict[str, Any]:
+    """What every report says first: code and machine."""
+    return {
+        "schema": schema,
+        "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        **git,
+        "device": device_name(device),
+        "load_average": os.getloadavg()[0],
+        "versions": package_versions(PACKAGES),
+    }
+
+
+def header(options: Options, git: dict[str, Any]) -> dict[str, Any]:
+    """What a report says first: code, machine, model and how it was measured."""
+    return provenance(SCHEMA, options.device, git) | {
+        "config": options.asdict(),
+        "full_depth": full_depth(options.shape),
+        "stock_attention": stock_attention(options.device, options.torch_dtype),
+        "cannot_run": {arm: why for arm in options.arms if (why := unavailable(arm, options.device, options.dtype))},
+        "rows": [],
+    }
+
+
+def resume(fresh: dict[str, Any], out: Path | None) -> dict[str, Any]:
+    """The report in `out`, where there is one of the same run, else `fresh`.
+
+    Raises ValueError where `out` holds anything else.
+    """
+    if out is None or not out.exists():
+        return fresh
+    try:
+        found = json.loads(out.read_text())
+    except ValueError as error:
+        raise ValueError(f"--out {out} is not JSON ({error}); delete it, or name another file") from error
+    for key in ("schema", "commit", "dirty", "device", "versions", "config"):
+        if found.get(key) != fresh[key]:
+            raise ValueError(
+                f"--out {out} is of another run: its {key} is {found.get(key)}, this one's is {fresh[key]}; delete it, "
+                "or name another file"
+            )
+    return found
+
+
+def run(options: Options, out: Path | None = None, allow_dirty: bool = False) -> int:
+    """Measures what is not in `out` yet, writes after every row, and prints the table; returns the exit code.
+
+    Raises ValueError where `out` cannot be written, or holds another run.
+    """
+    if out and not out.parent.is_dir():
+        raise ValueError(f"--out {out}: no directory {out.parent}; create it")
+    git = git_state()
+    if out and git["dirty"] and not allow_dirty:
+        raise ValueError("the git tree has uncommitted files: commit them, or add --allow-dirty")
+    torch.set_num_threads(options.threads)
+    report = resume(header(options, git), out)
+    done = {tuple(row[k] for k in ("layers", *Size._fields)) for row in report["rows"]}
+    # One step may take minutes: its speed is that of the whole run. A log gets a line now and then.
+    every = 0.1 if sys.stderr.isatty() else 20
+    with tqdm(total=0, unit="FLOP", unit_scale=True, smoothing=0, mininterval=every, maxinterval=every) as progress:
+        for layers in options.layers:
+            sizes = [size for size in options.sizes if (layers, *size) not in done]
+            if not sizes:
+                continue
+            bench = Bench(options, layers, progress)
+            progress.total += sum(bench.cost(size) for size in sizes)
+            for size in sizes:
+                row = bench.row(size)
+                if options.capacity and layers == options.layers[-1]:
+                    row["capacity"] = {}
+                    if any(arm.startswith(VERL) for arm in options.running):
+                        verl_engines().forget(bench.model)  # the limit is not for them
+                    for arm in options.running:
+                        progress.set_description(f"{size} capacity of {arm}", refresh=sys.stderr.isatty())
+                        row["capacity"][arm] = capacity(options, arm, size, layers, bench.model)
+                report["rows"].append(row)
+                tables.compare(report)
+                if out:
+                    tables.write(report, out)
+            del bench
+    tables.compare(report)
+    print(tables.markdown(report))
+    if out:
+        tables.draw(report, out.with_suffix(".png"))
+    return 0

@@ -1,0 +1,114 @@
+"""Memory of an arm: what one update adds at its peak, and the longest rows that train within a limit."""
+
+import gc
+import multiprocessing
+import os
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from verl_prefix.core.waves import Plan
+from verl_prefix.tools.bench.arms import Job, build_batch, make_arm_plan, run_arm
+from verl_prefix.tools.bench.options import Options, Size
+from verl_prefix.tools.memory import memory_mib, reset_peak_mib
+
+TINY = Size(8, 4, 2)
+CAPACITY_STEP, CAPACITY_MOST = 512, 1 << 19
+
+
+def warm_up(options: Options, arm: str, model: PreTrainedModel) -> None:
+    tiny = build_batch(TINY, model.config.vocab_size, options.device)
+    plan = make_arm_plan(tiny.groups, TINY.row, "phased")
+    job = Job(model, tiny, options.budget_of(TINY), plan=plan)
+    run_arm(job, arm)
+    run_arm(job, arm, train=False)
+
+
+def added_peak(options: Options, arm: str, size: Size, layers: int, plan: Plan | None = None) -> dict[str, float]:
+    """`added_peak_here` of a model of its own, for a fresh process on a CPU: memory that an earlier run freed and the
+    process still holds would hide a part."""
+    torch.set_num_threads(options.threads)
+    return added_peak_here(options, arm, options.model(layers), size, plan)
+
+
+def added_peak_here(
+    options: Options, arm: str, model: PreTrainedModel, size: Size, plan: Plan | None
+) -> dict[str, float]:
+    """MiB that one update adds at its peak to model, gradients, inputs and what a tiny update leaves behind; phased on
+    CUDA also at the peak of phase B."""
+    job = Job(model, build_batch(size, model.config.vocab_size, options.device), options.budget_of(size), plan=plan)
+    warm_up(options, arm, model)
+    before = reset_peak_mib(options.device)
+    run_arm(job, arm)
+    found = {"added_peak_mib": memory_mib(options.device)[1] - before}
+    if options.device == "cuda" and arm.startswith("phased"):
+        found["phase_b_peak_mib"] = run_arm(job, arm, measure_peak=True).phase_b / 2**20 - before
+    return found
+
+
+def in_fresh_process(function: Callable[..., Any], *args: Any) -> Any:
+    """The result of `function` in a new process, where nothing has run yet; a server keeps imported modules ready."""
+    os.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"  # glibc there gives freed memory back at once
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    with ProcessPoolExecutor(1, mp_context=context) as fresh:
+        return fresh.submit(function, *args).result()
+
+
+def longest_total(trains: Callable[[int], bool], step: int = CAPACITY_STEP, most: int = CAPACITY_MOST) -> int:
+    """The largest multiple of `step` for which `trains(total)` holds (0: none): doubling up to `most`, bisecting."""
+    good, bad = 0, step
+    while trains(bad):
+        good, bad = bad, 2 * bad
+        if bad > most:
+            return good
+    while bad - good > step:
+        middle = (good + bad) // 2 // step * step
+        good, bad = (middle, bad) if trains(middle) else (good, middle)
+    return good
+
+
+def capacity(options: Options, arm: str, size: Size, layers: int, model: PreTrainedModel) -> int:
+    """Prompt and response tokens, in the proportion of `size`, of the longest row that trains within the limit.
+
+    The limit holds model, gradients and all that an update adds: on CUDA as the allocator's limit, on a CPU measured.
+    """
+
+    def sized(total: int) -> Size:
+        suffix = max(1, round(total * size.suffix / size.row))
+        return Size(total - 1 - suffix, suffix, size.group)
+
+    if options.device == "cpu":
+        resident = sum(2 * p.numel() * p.element_size() for p in model.parameters()) / 2**20
+
+        def fits(total: int) -> bool:
+            added = in_fresh_process(added_peak, options, arm, sized(total), layers)["added_peak_mib"]
+            return resident + added <= options.capacity * 1024
+
+        return longest_total(fits)
+
+    def trains(total: int) -> bool:
+        batch = build_batch(sized(total), model.config.vocab_size, "cuda")
+        try:
+            run_arm(Job(model, batch, options.budget_of(batch.size)), arm)
+        except torch.OutOfMemoryError:
+            return False
+        finally:
+            free_memory()
+        return True
+
+    free_memory()
+    torch.cuda.set_per_process_memory_fraction(min(1.0, options.capacity * 2**30 / torch.cuda.mem_get_info()[1]))
+    try:
+        return longest_total(trains)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+def free_memory() -> None:
+    """Gives what nobody holds back to the CUDA device, also what waits in cycles of a broken-off update."""
+    gc.collect()
+    torch.cuda.empty_cache()

@@ -1,0 +1,157 @@
+"""What `verl-prefix bench` is asked for: arms, model shapes, sizes of grid rows, options."""
+
+import importlib.util
+import math
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
+
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen3Config
+
+from verl_prefix.tools.memory import RESET_PEAK
+from verl_prefix.versions import untested_verl
+
+STOCK = ("padded", "stock", "stock_lean")
+VERL = "verl_"  # whole engines, which `verl_prefix.tools.bench.engines` runs: it alone knows verl
+ARMS = (
+    *STOCK, "prefix_grouper", "flex", "packed", "phased", "auto",
+    "phased+offload", "stock+checkpoint", "phased+checkpoint", "verl_stock", "verl_packed", "verl_phased",
+)  # fmt: skip
+RECOMPILE_LIMIT = 128  # every arm has its own attention, gradient mode and shapes; beyond it, eager code runs unseen
+LLAMA = dict(rms_norm_eps=1e-5)
+# As published in each model's config.json; `small` is this project's CPU bench, `tiny` is for its tests.
+# hidden, intermediate, layers, heads, kv heads, head dim, vocabulary, tied embeddings
+SHAPES: dict[str, tuple[type, tuple[int, ...], dict[str, Any]]] = {
+    "smollm2-135m": (LlamaConfig, (576, 1536, 30, 9, 3, 64, 49152), LLAMA | dict(tie_word_embeddings=True)),
+    "qwen3-0.6b": (Qwen3Config, (1024, 3072, 28, 16, 8, 128, 151936), dict(tie_word_embeddings=True)),
+    "qwen3-4b": (Qwen3Config, (2560, 9728, 36, 32, 8, 128, 151936), dict(tie_word_embeddings=True)),
+    "qwen3-8b": (Qwen3Config, (4096, 12288, 36, 32, 8, 128, 151936), {}),
+    "llama3-8b": (LlamaConfig, (4096, 14336, 32, 32, 8, 128, 128256), LLAMA),
+    "small": (LlamaConfig, (512, 1376, 8, 8, 2, 64, 32000), {}),
+    "tiny": (LlamaConfig, (64, 192, 2, 4, 2, 16, 997), {}),
+}
+_FIELDS = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+           "head_dim", "vocab_size")  # fmt: skip
+
+
+def full_depth(shape: str) -> int:
+    """Layers of the published model."""
+    return SHAPES[shape][1][2]
+
+
+def build_model(shape: str, layers: int, device: str, dtype: torch.dtype, positions: int = 4096) -> PreTrainedModel:
+    """A model of this shape with random weights and `layers` layers, with zero gradients in place."""
+    kind, sizes, others = SHAPES[shape]
+    fields = dict(zip(_FIELDS, sizes, strict=True)) | dict(tie_word_embeddings=False) | others
+    config = kind(**fields | dict(num_hidden_layers=layers, max_position_embeddings=positions))
+    torch.manual_seed(0)
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype).train()
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    return model
+
+
+class Size(NamedTuple):
+    """One grid row: P prefix tokens and one more prompt token, S response tokens per row, G rows of one prompt."""
+
+    prefix: int
+    suffix: int
+    group: int
+
+    @property
+    def row(self) -> int:
+        return self.prefix + 1 + self.suffix
+
+    def __str__(self) -> str:
+        return "/".join(map(str, self))
+
+
+def unavailable(arm: str, device: str, dtype: str = "float32") -> str | None:
+    """Why this arm cannot run here, or None."""
+    name = arm.partition("+")[0]
+    if name == "prefix_grouper" and not importlib.util.find_spec("prefix_grouper"):
+        return "the package prefix-grouper is not installed (pip install prefix-grouper==0.0.1.post1)"
+    if name.startswith(VERL):
+        if not importlib.util.find_spec("verl"):
+            return "verl is not installed"
+        if dtype not in ("float32", "bfloat16"):
+            return f"verl scales the loss in {dtype}"
+        return untested_verl()
+    if name == "flex" and device != "cuda":
+        return "FlexAttention has a backward on CUDA alone"
+    return None
+
+
+@dataclass(frozen=True)
+class Options:
+    """The command line. Raises ValueError where a value cannot be run."""
+
+    sizes: tuple[Size, ...]
+    shape: str = "small"
+    arms: tuple[str, ...] = ARMS
+    layers: tuple[int, ...] = ()
+    repeats: int = 3
+    budget: int | None = None
+    truth: str = "float64"
+    device: str = "cuda" if torch.cuda.is_available() else "cpu"
+    dtype: str = ""
+    threads: int = torch.get_num_threads()
+    memory: bool = True
+    compile: bool = False
+    capacity: float | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "sizes", tuple(dict.fromkeys(self.sizes)))
+        if not self.sizes:
+            raise ValueError("nothing to measure: give --grid cpu, another grid, or --rows P/S/G")
+        for name in ("repeats", "threads", "budget"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise ValueError(f"--{name} {value}: use 1 or more")
+        if self.shape not in SHAPES:
+            raise ValueError(f"--shape {self.shape} is unknown; use one of {', '.join(SHAPES)}")
+        for arm in self.arms:
+            if arm not in ARMS:
+                raise ValueError(f"--arms: {arm!r} is unknown; use some of {', '.join(ARMS)}")
+        if self.device == "cuda" and not torch.cuda.is_available():
+            raise ValueError("--device cuda: torch.cuda.is_available() is False; use --device cpu")
+        if not self.layers:
+            object.__setattr__(self, "layers", (full_depth(self.shape),))
+        if min(self.layers) < 1 or len(self.layers) > 2 or list(self.layers) != sorted(set(self.layers)):
+            raise ValueError(f"--layers {','.join(map(str, self.layers))}: give one depth, or two as in 2,4")
+        if (deepest := max(self.layers)) > (full := full_depth(self.shape)):
+            raise ValueError(f"--layers {deepest}: {self.shape} has {full}; give at most that, or another --shape")
+        if self.capacity is not None and not 0 < self.capacity < math.inf:
+            raise ValueError(f"--capacity {self.capacity}: give a number of GiB above 0")
+        if not self.dtype:
+            object.__setattr__(self, "dtype", "bfloat16" if self.device == "cuda" else "float32")
+        if not self.running:
+            reason = unavailable(self.arms[0], self.device, self.dtype)
+            raise ValueError(f"none of --arms {','.join(self.arms)} can run: {reason}")
+        if (self.memory or self.capacity) and self.device == "cpu" and not RESET_PEAK.exists():
+            raise ValueError(f"peak memory on a CPU is read from {RESET_PEAK}, which is not there: add --no-memory")
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return getattr(torch, self.dtype)
+
+    @property
+    def running(self) -> tuple[str, ...]:
+        return tuple(arm for arm in self.arms if not unavailable(arm, self.device, self.dtype))
+
+    def budget_of(self, size: Size) -> int:
+        return self.budget or max(2 * size.row, 16384 if self.device == "cuda" else 0)
+
+    def model(self, layers: int) -> PreTrainedModel:
+        longest = max(size.row for size in self.sizes)
+        model = build_model(self.shape, layers, self.device, self.torch_dtype, max(4096, longest))
+        if self.compile:
+            torch._dynamo.config.recompile_limit = RECOMPILE_LIMIT
+            for layer in model.base_model.layers:
+                layer.compile(dynamic=True)
+        return model
+
+    def asdict(self) -> dict[str, Any]:
+        """As JSON has it. Rows may differ between runs that go into one file."""
+        fields = {name: value for name, value in asdict(self).items() if name != "sizes"}
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in fields.items()}

@@ -1,0 +1,261 @@
+"""Grids by name, and what is made of a report's JSON: speed-ups, extrapolated depths, Markdown, PNG, README."""
+
+import json
+from pathlib import Path
+from statistics import median, quantiles
+from typing import Any
+
+from verl_prefix.tools.plots import Bars, save
+
+# (P prefix tokens, S response tokens per row, G rows of the prompt); verl's prompt is one token longer than P.
+GRIDS: dict[str, tuple[tuple[int, int, int], ...]] = {
+    # Prefix Grouper (arXiv 2506.05433): 12288 tokens per row.
+    "paper": tuple((p, 12288 - p, g) for p in (2048, 6144, 8192, 10240) for g in (4, 8, 16, 32)),
+    "verl4368": ((3072, 1024, 4), (7168, 1024, 4)),  # verl PR 4368: contexts of 4k and 8k, n=4; S is ours
+    "dualkv": tuple((p, 512, 28) for p in (4096, 16384, 32768)),  # its kernel grid names no S; 512 is ours
+    "musique": tuple((2400, s, 8) for s in (64, 128, 256, 512)),
+    "video": ((8192, 256, 8),),
+    "gsm8k": ((100, 600, 8),),
+    "cpu": ((2048, 256, 8), (512, 256, 4), (100, 300, 2), (64, 64, 2)),
+    "tiny": ((37, 11, 3), (20, 30, 2)),
+}
+# Dense bf16 tensor-core FLOP/s, from NVIDIA's data sheets, by a part of the device's name.
+PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "B200": 2250e12}
+NUMBERS = ("flops", "added_peak_mib", "phase_b_peak_mib")
+PASSES = ("update", "forward", "log_probs")
+MARKS = "<!-- bench -->", "<!-- /bench -->"
+# The gate's promise: with auto no row is slower than stock by more than noise.
+LEAST_OF_STOCK = 0.97
+
+
+def grid(names: list[str]) -> list[tuple[int, int, int]]:
+    """The rows of these grids, each once. Raises ValueError where a name is unknown."""
+    if unknown := [name for name in names if name not in GRIDS]:
+        raise ValueError(f"--grid {unknown[0]} is unknown; use one of {', '.join(GRIDS)}, or --rows P/S/G")
+    return list(dict.fromkeys(row for name in names for row in GRIDS[name]))
+
+
+def compare(report: dict[str, Any]) -> None:
+    """Adds to the report what follows from its rows: p20, p50 and p80 of seconds, ratios, and full depth where two
+    depths were measured."""
+    report["extrapolated"] = []
+    for row in report["rows"]:
+        for arm in row["arms"].values():
+            for name, seconds in arm.get("seconds", {}).items():
+                if seconds:
+                    arm[name] = dict(zip(("p20", "p50", "p80"), _quantiles(seconds), strict=True))
+    layers = report["config"]["layers"]
+    if len(layers) == 2:
+        by_size: dict[tuple[int, ...], list[dict[str, Any]]] = {}
+        for row in report["rows"]:
+            by_size.setdefault((row["prefix"], row["suffix"], row["group"]), []).append(row)
+        pairs = [sorted(rows, key=lambda row: row["layers"]) for rows in by_size.values() if len(rows) == 2]
+        report["extrapolated"] = [_extrapolate(low, high, report["full_depth"]) for low, high in pairs]
+    for row in (*report["rows"], *report["extrapolated"]):
+        _ratios(row, _peak_flops(report))
+
+
+def _quantiles(seconds: list[float]) -> tuple[float, float, float]:
+    fifths = quantiles(seconds, n=5, method="inclusive") if len(seconds) > 1 else seconds * 4
+    return fifths[0], median(seconds), fifths[3]
+
+
+def _extrapolate(low: dict[str, Any], high: dict[str, Any], layers: int) -> dict[str, Any]:
+    """The row at another depth: a line through two measured depths, for seconds, MiB and FLOPs."""
+    share = (layers - low["layers"]) / (high["layers"] - low["layers"])
+
+    def line(a: float, b: float) -> float:
+        return a + (b - a) * share
+
+    row = {k: high[k] for k in ("prefix", "suffix", "group", "budget", "wave_tokens", "auto")}
+    row |= {"layers": layers, "extrapolated_from": [low["layers"], high["layers"]], "arms": {}}
+    row["ideal_flops"] = {name: line(low["ideal_flops"][name], value) for name, value in high["ideal_flops"].items()}
+    for name, arm in high["arms"].items():
+        other = low["arms"].get(name)
+        if other is None or "failed" in arm or "failed" in other:
+            continue
+        found = {key: line(other[key], arm[key]) for key in NUMBERS if key in arm and key in other}
+        for key in (key for key in PASSES if key in arm):
+            found[key] = {p: line(other[key][p], value) for p, value in arm[key].items()}
+        row["arms"][name] = found
+    return row
+
+
+def _ratios(row: dict[str, Any], peak: float | None) -> None:
+    """Speed-ups over stock with the same checkpointing, verl's engines over verl's; of sharing arms, the FLOP ratio
+    (`ceiling`) and the speed-up's share of it."""
+    for name, arm in row["arms"].items():
+        added = "+checkpoint" if "+checkpoint" in name else ""
+        if peak and "update" in arm:
+            arm["mfu"] = arm["flops"] / arm["update"]["p50"] / peak
+        stock = row["arms"].get("verl_stock" if name.startswith("verl_") else f"stock{added}", {})
+        if "update" not in arm or "update" not in stock:
+            continue
+        arm["speedup"] = stock["update"]["p50"] / arm["update"]["p50"]
+        if "log_probs" in arm and "log_probs" in stock:
+            arm["log_probs_speedup"] = stock["log_probs"]["p50"] / arm["log_probs"]["p50"]
+        if name.partition("+")[0] not in ("padded", "stock", "stock_lean", "verl_stock"):
+            arm["ceiling"] = stock["flops"] / row["ideal_flops"][added]
+            arm["of_ceiling"] = arm["speedup"] / arm["ceiling"]
+
+
+def _peak_flops(report: dict[str, Any]) -> float | None:
+    if report["config"]["device"] != "cuda" or report["config"]["dtype"] not in ("bfloat16", "float16"):
+        return None
+    return next((peak for name, peak in PEAK_FLOPS.items() if name in report["device"]), None)
+
+
+def auto_speedup(row: dict[str, Any]) -> float | None:
+    """Measured, of the plan that the gate chose; None where it was not measured."""
+    if not row["auto"]:
+        return None
+    return row["arms"].get(row["auto"]["same_as"] or "auto", {}).get("speedup")
+
+
+def markdown(report: dict[str, Any]) -> str:
+    """Conditions, the table, and what the table does not show."""
+    config, versions = report["config"], report["versions"]
+    installed = ", ".join(f"{name} {value}" for name, value in versions.items() if value)
+    truth = "not measured" if config["truth"] == "none" else f"the largest of a parameter, against {config['truth']}"
+    layers = " and ".join(map(str, config["layers"]))
+    attention = _ATTENTION[report["stock_attention"]]
+    changed = ", uncommitted files" if report["dirty"] else ""
+    compiled = ", decoder layers compiled" if config["compile"] else ""
+    engines = "; those of whole engines over verl's" if any("verl_" in arm for arm in config["arms"]) else ""
+    lines = [
+        f"{report['device']}, {config['dtype']}, {installed}; commit {(report['commit'] or 'unknown')[:12]}{changed}. "
+        f"Model shape {config['shape']} with random weights, {layers} of {report['full_depth']} layers{compiled}. "
+        "Seconds are p50 (p20 to p80) of rounds of all arms in turn; speed-ups are over stock with the same "
+        f"checkpointing (attention: {attention}){engines}. n is the number of rounds; stock_lean runs lm_head on "
+        "responses alone. The FLOP ratio is stock's FLOPs over those of computing every token once, lm_head on "
+        "responses alone. MiB are what one update adds to model and gradients at its peak. Gradient error: "
+        f"{truth}.",
+        "",
+    ]
+    rows = [*report["rows"], *report["extrapolated"]]
+    head = ["P/S/G", "arm", "n", "update s", "speed-up", "over stock_lean", "of the FLOP ratio", "forward s",
+            "log-probs s", "speed-up", "added MiB", "gradient error"]  # fmt: skip
+    with_mfu = any("mfu" in arm for row in rows for arm in row["arms"].values())
+    table = [head + ["MFU"] * with_mfu]
+    for row in rows:
+        for i, (name, arm) in enumerate(row["arms"].items()):
+            table.append([_size(row, len(config["layers"]) > 1) if i == 0 else "", *_cells(row, name, arm, with_mfu)])
+    lines += [f"| {' | '.join(cells)} |" for cells in (table[0], ["---"] * len(table[0]), *table[1:])]
+    lines += ["", *_notes(report, rows)]
+    return "\n".join(lines).rstrip()
+
+
+_ATTENTION = {
+    "sdpa": "sdpa row by row",
+    "flash_attention_2": "flash-attn varlen",
+    "verl_prefix": "torch's flash varlen",
+}
+
+
+def _size(row: dict[str, Any], with_depth: bool) -> str:
+    depth = f", {row['layers']} layers" if with_depth else ""
+    return (
+        f"{row['prefix']}/{row['suffix']}/{row['group']}{depth}{', extrapolated' if 'extrapolated_from' in row else ''}"
+    )
+
+
+def _cells(row: dict[str, Any], name: str, arm: dict[str, Any], with_mfu: bool) -> list[str]:
+    lean = row["arms"].get("stock_lean+checkpoint" if "+checkpoint" in name else "stock_lean", {})
+    with_lean = "update" in lean and "update" in arm and not name.startswith("verl_")
+    if name == "auto":
+        name = f"auto: {row['auto']['choice']}"
+    elif row["auto"] and row["auto"]["same_as"] == name:
+        name += " (auto's choice)"
+    if "failed" in arm:
+        return [name, "-", arm["failed"], *["-"] * (8 + with_mfu)]
+
+    def number(key: str, form: str) -> str:
+        return format(arm[key], form) if key in arm else "-"
+
+    def seconds(key: str) -> str:
+        return "{p50:.3g} ({p20:.3g} to {p80:.3g})".format(**arm[key]) if key in arm else "-"
+
+    cells = [name, str(len(arm["seconds"]["update"])) if "seconds" in arm else "-", seconds("update"),
+             number("speedup", ".2f"), f"{lean['update']['p50'] / arm['update']['p50']:.2f}" if with_lean else "-",
+             number("of_ceiling", ".2f"), seconds("forward"), seconds("log_probs"), number("log_probs_speedup", ".2f"),
+             number("added_peak_mib", ".0f"), number("grad_error", ".1e")]  # fmt: skip
+    return cells + [number("mfu", ".2f")] * with_mfu
+
+
+def _notes(report: dict[str, Any], rows: list[dict[str, Any]]) -> list[str]:
+    lines = []
+    gate = [(row, found) for row in rows if (found := auto_speedup(row)) is not None]
+    for row, found in gate:
+        auto = row["auto"]
+        lines.append(
+            f"auto at {_size(row, len(report['config']['layers']) > 1)}: {auto['choice']}, predicted "
+            f"{auto['predicted']:.2f}, measured {found:.2f}."
+        )
+    if gate:
+        row, worst = min(gate, key=lambda pair: pair[1])
+        verdict = "holds" if worst >= LEAST_OF_STOCK else "does NOT hold"
+        lines.append(f"Never below {LEAST_OF_STOCK} of stock with auto: {verdict} (lowest: {worst:.2f}).")
+    for row in rows:
+        for name, arm in row["arms"].items():
+            stock = row["arms"].get("stock+checkpoint" if "+checkpoint" in name else "stock", {})
+            if "phase_b_peak_mib" in arm and "added_peak_mib" in stock:
+                under = 1 - arm["phase_b_peak_mib"] / stock["added_peak_mib"]
+                lines.append(f"Phase B of {name} at {_size(row, True)}: {under:.1%} under stock's added peak.")
+        if found := row.get("capacity"):
+            longest = ", ".join(f"{arm} {total}" for arm, total in found.items())
+            limit = f"{report['config']['capacity']:g} GiB"
+            lines.append(f"Longest rows that train within {limit}, P:S:G as {_size(row, True)}: {longest} tokens.")
+    if report["extrapolated"]:
+        depths = " and ".join(map(str, report["config"]["layers"]))
+        lines.append(f"Rows at {report['full_depth']} layers are lines through {depths} measured layers, not measured.")
+    lines += [f"Not run here: {arm}: {why}." for arm, why in report["cannot_run"].items()]
+    return [line + ("  " if i < len(lines) - 1 else "") for i, line in enumerate(lines)]
+
+
+def write(report: dict[str, Any], out: Path) -> None:
+    """The JSON, whole or not at all, and its Markdown beside it."""
+    unfinished = out.with_name(out.name + ".unfinished")
+    unfinished.write_text(json.dumps(report, indent=1) + "\n")
+    unfinished.rename(out)
+    out.with_suffix(".md").write_text(markdown(report) + "\n")
+
+
+def draw(report: dict[str, Any], path: Path) -> bool:
+    """Speed-up with the FLOP ratio, and added memory, per row; False: see `plots.save`."""
+    rows = report["extrapolated"] or report["rows"]
+    arms = dict.fromkeys(name for row in rows for name in row["arms"])
+
+    def values(key: str) -> dict[str, list[float | None]]:
+        return {name: [row["arms"].get(name, {}).get(key) for row in rows] for name in arms}
+
+    x, places = "P/S/G: prefix tokens / response tokens of a row / rows", [_size(row, False) for row in rows]
+    title = f"Update: speed-up over stock, medians of n = {report['config']['repeats']} rounds"
+    panels = [
+        Bars(title, "times stock", x, places, values("speedup"), lines=("FLOP ratio", values("ceiling"))),
+        Bars("Memory that an update adds at its peak", "MiB", x, places, values("added_peak_mib")),
+    ]
+    title = f"{report['device']}, {report['config']['dtype']}, model shape {report['config']['shape']}"
+    return save(path, title, panels, columns=1, width=max(7, 1.5 * len(rows) + 4))
+
+
+def render(source: Path, into: Path | None = None) -> int:
+    """Markdown and PNG beside a report, and its Markdown between `MARKS` in another file; returns the exit code.
+
+    Raises ValueError where `source` is not a report, or `into` has no marks.
+    """
+    try:
+        report = json.loads(source.read_text())
+        compare(report)
+        text = markdown(report)
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"--render {source} is not a report of verl-prefix bench ({error!r})") from error
+    write(report, source)
+    draw(report, source.with_suffix(".png"))
+    if into:
+        start, end = MARKS
+        words = into.read_text()
+        if start not in words or end not in words:
+            raise ValueError(f"--into {into} has no lines {start} and {end}; add them around what is to be replaced")
+        before, after = words.split(start)[0], words.split(end)[1]
+        into.write_text(f"{before}{start}\n{text}\n{end}{after}")
+    return 0

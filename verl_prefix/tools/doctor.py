@@ -1,0 +1,184 @@
+"""`verl-prefix doctor` says whether verl will use this package, what would run on this machine, and if not, why.
+
+verl logs a plugin that fails to load at DEBUG and goes on without it (the end of verl/__init__.py). A failure here is
+an exit code: 0 only when everything that a run needs is registered and composes.
+"""
+
+import importlib
+import importlib.metadata
+import importlib.util
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from types import TracebackType
+
+from packaging.requirements import Requirement
+
+from verl_prefix.versions import untested_verl
+
+PACKAGE = "verl-prefix"
+PLUGIN = "prefix"
+VERSIONS = ("verl-prefix", "verl", "torch", "transformers", "ray", "TransferQueue", "vllm", "flash-attn")
+HEAD_DIM = 128  # of nearly every model; only for what kernel would be chosen
+# (problem or None, line): what a check found, and what to do where it is a problem.
+Finding = tuple[str | None, str]
+
+
+class _Explain(AbstractContextManager):
+    """Prints `headline` before the traceback of whatever is raised inside, which then ends the command with code 1."""
+
+    def __init__(self, headline: str) -> None:
+        self.headline = headline
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        if error is not None:
+            print(f"FAIL {self.headline}: {kind.__name__}: {error}", flush=True)
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _check_versions() -> Iterator[Finding]:
+    ranges: dict[str, Requirement] = {}
+    if _version(PACKAGE):
+        for line in importlib.metadata.requires(PACKAGE) or []:
+            requirement = Requirement(line)
+            if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
+                ranges[requirement.name.lower()] = requirement
+    others = [r.name for r in ranges.values() if r.name.lower() not in {name.lower() for name in VERSIONS}]
+    for name in (*VERSIONS, *others):
+        version, requirement = _version(name), ranges.get(name.lower())
+        wanted = f" (supported: {requirement.specifier})" if requirement and requirement.specifier else ""
+        problem = None
+        if version is None and (requirement or name == PACKAGE):
+            problem = f"install {requirement or name}"
+        elif version and requirement and not requirement.specifier.contains(version, prereleases=True):
+            problem = f"install {requirement}"
+        yield problem, f"{name} {version or 'not installed'}{wanted}"
+    if problem := untested_verl():
+        yield problem, "verl is a version that this package was run with"
+
+
+def _check_trl() -> Iterator[Finding]:
+    """verl's workers patch a class of trl's wherever trl is installed (verl/models/transformers/monkey_patch.py)."""
+    if not importlib.util.find_spec("trl"):
+        return
+    problem, line = None, f"trl {_version('trl') or 'without metadata'}"
+    try:
+        try:
+            from trl.experimental.ppo import AutoModelForCausalLMWithValueHead  # noqa: F401
+        except ImportError:
+            from trl import AutoModelForCausalLMWithValueHead  # noqa: F401
+    except Exception as error:  # as in the worker, which would end with it
+        problem = "verl's workers import it: pip install 'trl<1.13', or pip uninstall trl"
+        line += f": {type(error).__name__}: {error}"
+    yield problem, line
+
+
+def _policy() -> tuple[str, bool]:
+    """VERL_USE_EXTERNAL_PLUGINS as verl/__init__.py reads it, and whether it lets this plugin in."""
+    policy = os.environ.get("VERL_USE_EXTERNAL_PLUGINS", "auto").strip().lower()
+    return policy, policy == "auto" or PLUGIN in {name.strip() for name in policy.split(",")}
+
+
+def _check_policy() -> Iterator[Finding]:
+    found = [ep.value for ep in importlib.metadata.entry_points(group="verl.plugins") if ep.name == PLUGIN]
+    yield None if found else f"pip install {PACKAGE}", f"entry point verl.plugins: {found or 'none named ' + PLUGIN}"
+    policy, allowed = _policy()
+    advice = f"verl does not load this plugin: unset VERL_USE_EXTERNAL_PLUGINS, or add {PLUGIN} to its names"
+    yield None if allowed else advice, f"VERL_USE_EXTERNAL_PLUGINS={policy}"
+
+
+def _check_plugin() -> Iterator[Finding]:
+    with _Explain("import verl"):
+        verl = importlib.import_module("verl")
+    loaded_by_verl = "verl_prefix.plugin" in sys.modules
+    with _Explain("the plugin does not load and verl goes on without it"):
+        importlib.import_module("verl_prefix.plugin")
+    if _policy()[1]:
+        hidden = (
+            "verl could not load it; its error: python -c 'import logging; logging.basicConfig(level=10); import verl'"
+        )
+        yield None if loaded_by_verl else hidden, f"plugin loaded by {verl.__file__}: {loaded_by_verl}"
+
+
+def _registered() -> tuple:
+    return importlib.import_module("verl_prefix.plugin").registered()
+
+
+def _check_registered() -> Iterator[Finding]:
+    platform, engines, trainer, ours = _registered()
+    device, asked = platform.device_name, os.environ.get("VERL_PLATFORM") or "unset"
+    usable = "available" if platform.is_available() else "not available here"
+    yield None, f"platform {type(platform).__name__} device={device} VERL_PLATFORM={asked}, {usable}"
+
+    listed = ", ".join(f"{key}: {engine.__name__}" for key, engine in engines.items())
+    missing = None if device in engines else f"verl_prefix.engine registers no engine for device {device}"
+    yield missing, f"engine {PLUGIN!r} {{{listed}}}"
+
+    missing = None if trainer else "verl_prefix.trainer registers no trainer prefix_sync"
+    yield missing, f"trainer 'prefix_sync' {trainer.__name__ if trainer else 'missing'}"
+
+    missing = "verl_prefix.cpu registers no rollout" if device == "cpu" and not ours else None
+    yield missing, f"rollouts of this package: {', '.join(ours) or 'none (they belong to VERL_PLATFORM=cpu)'}"
+
+
+def _check_kernels() -> Iterator[Finding]:
+    import torch
+
+    from verl_prefix.core.kernels import available_kernels, choose_kernel
+
+    for name, state in available_kernels().items():
+        yield None, f"attention kernel {name}: {state}"
+    platform = _registered()[0]
+    device, dtype = platform.device_name, torch.bfloat16
+    if device == "cpu" or not platform.is_available():
+        device, dtype = "cpu", torch.float32  # of +platform=cpu
+    line = f"prefix.attention=auto on {device} in {dtype}, head dim {HEAD_DIM}"
+    try:
+        chosen = choose_kernel("auto", device, dtype, HEAD_DIM).__name__
+    except ValueError as error:
+        yield str(error), line
+    else:
+        yield None, f"{line}: {chosen.rpartition('.')[2]}"
+
+
+def _check_config() -> Iterator[Finding]:
+    from verl_prefix.tools.plan.training_command import PlanError, prefix_engine_sources
+
+    try:
+        sources, targets = prefix_engine_sources()
+    except PlanError as error:
+        yield str(error), f"model_engine={PLUGIN} does not compose"
+        return
+    yield (
+        None if sources else "verl_prefix.plugin adds no entry",
+        f"Hydra search path: {', '.join(sources) or 'missing'}",
+    )
+    for role, target in targets.items():
+        problem = None if target.startswith("verl_prefix.") else f"another package provides model_engine={PLUGIN}"
+        yield problem, f"model_engine={PLUGIN} composes {role}: {target}"
+
+
+def doctor() -> int:
+    """Prints one line per check and returns the exit code: 0, or 1 with what to do for each problem."""
+    problems = 0
+    checks = (_check_versions, _check_policy, _check_plugin, _check_registered, _check_trl, _check_kernels)
+    for check in (*checks, _check_config):
+        for problem, line in check():
+            problems += problem is not None
+            print(f"FAIL {line}\n     -> {problem}" if problem else f"ok   {line}", flush=True)
+    print(f"{problems} problem(s)" if problems else _verdict())
+    return 1 if problems else 0
+
+
+def _verdict() -> str:
+    platform = _registered()[0]
+    if not platform.is_available():
+        return f"registered; not runnable here: no {platform.device_name.upper()} device, set VERL_PLATFORM=cpu"
+    return f"all fine: model_engine={PLUGIN} will be used, on {platform.device_name}"

@@ -1,0 +1,27 @@
+"""How memory is measured: allocated on CUDA, resident on Linux."""
+
+import ctypes
+import re
+from pathlib import Path
+
+import torch
+
+RESET_PEAK = Path("/proc/self/clear_refs")
+
+
+def reset_peak_mib(device: str) -> float:
+    """Forgets the peak; returns MiB in use now."""
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    else:
+        ctypes.CDLL(None).malloc_trim(0)  # what was freed before must not hide what comes
+        RESET_PEAK.write_text("5")  # proc(5): sets VmHWM back to VmRSS
+    return memory_mib(device)[0]
+
+
+def memory_mib(device: str) -> list[float]:
+    """In use now, and at the peak."""
+    if device == "cuda":
+        return [torch.cuda.memory_allocated() / 2**20, torch.cuda.max_memory_allocated() / 2**20]
+    status = Path("/proc/self/status").read_text()
+    return [int(re.search(rf"{field}:\s+(\d+) kB", status)[1]) / 2**10 for field in ("VmRSS", "VmHWM")]

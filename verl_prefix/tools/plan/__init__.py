@@ -1,0 +1,1 @@
+"""`verl-prefix plan`: what sharing the prefix would do to a training command."""

@@ -1,0 +1,265 @@
+"""`verl-prefix plan`: from a training command's own overrides, what sharing the prefix would do to it.
+
+Composes the same Hydra config as the command, reads its train parquet with its tokenizer, draws response lengths,
+places groups on ranks as the `prefix_sync` trainer does, and prices every pass with `cost`. No GPU, no Ray, no weights:
+the model exists on torch's meta device alone. Prompts with images or videos are decoded and counted by verl's own
+dataset and the model's processor. Not modelled: a vision tower (ours runs it once per group: the gain is larger than
+said), communication, rollout, reward, optimizer, what is idle between them.
+"""
+
+import json
+import math
+import statistics
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+import verl_prefix.plugin  # noqa: F401  first: whatever imports verl imports it, and must not find us half imported
+from verl_prefix.models import hookup as models
+from verl_prefix.tools.ab.runs import read_run
+from verl_prefix.tools.plan.predict import PATHS, SEED, MicroBatch, Sizes, predict
+from verl_prefix.tools.plan.training_command import (
+    PlanError,
+    check_values,
+    compose_config,
+    micro_batches,
+    prompt_lengths,
+    read_model,
+    read_model_config,
+    read_tokenizer,
+    refusals,
+)
+from verl_prefix.trainer.prefix_sync import TRAINER_MODE
+
+# verl's timing -> the pass that it holds.
+TIMINGS = {"timing_s/update_actor": "update", "timing_s/old_log_prob": "old", "timing_s/ref": "ref"}
+
+
+def response_lengths(spec: str | None, longest: int, tokenizer: Any) -> Iterator[int]:
+    """Endless draws: of a constant, a normal distribution "MEAN,STD", or the outputs in verl's rollout dumps.
+
+    Raises:
+        PlanError: the specification is none of these, or its mean is no length that the run allows.
+    """
+    draw = Random(SEED)
+    if spec and Path(spec).exists():
+        files = sorted(Path(spec).glob("*.jsonl")) if Path(spec).is_dir() else [Path(spec)]
+        try:
+            texts = [json.loads(line)["output"] for file in files for line in file.read_text().splitlines()]
+        except (ValueError, KeyError, TypeError) as error:
+            raise PlanError(
+                f"{spec} is not what trainer.rollout_data_dir writes ({type(error).__name__}: {error})"
+            ) from None
+        # A finished response also has its end token.
+        found = (
+            [min(len(ids) + 1, longest) for ids in tokenizer(texts, add_special_tokens=False).input_ids]
+            if texts
+            else []
+        )
+        if not found:
+            raise PlanError(f"{spec} holds no rollouts")
+        while True:
+            yield draw.choice(found)
+    try:
+        mean, spread = (
+            float(x) for x in (f"{spec},0" if spec and "," not in spec else spec or f"{longest},0").split(",")
+        )
+    except ValueError:
+        raise PlanError(f"--response-lengths {spec!r}: write TOKENS, MEAN,STD, or a folder of rollout dumps") from None
+    if not (1 <= mean <= longest and 0 <= spread < math.inf):
+        raise PlanError(
+            f"--response-lengths {spec!r}: write a mean of 1 to {longest} tokens (data.max_response_length; raise it "
+            "for more) and a finite STD of at least 0"
+        )
+    while True:  # a draw may be infinite where STD is huge
+        yield round(min(longest, max(1, draw.gauss(mean, spread))))
+
+
+def sizes(config: Any) -> Sizes:
+    """Raises PlanError where the batch sizes do not divide."""
+    actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
+    prompts, mini, ranks = config.data.train_batch_size, actor.ppo_mini_batch_size, config.trainer.n_gpus_per_node
+    ranks *= config.trainer.nnodes
+    if prompts % mini or mini * rollout.n % ranks:
+        raise PlanError(
+            f"data.train_batch_size={prompts}, actor.ppo_mini_batch_size={mini}, rollout.n={rollout.n}, {ranks} ranks: "
+            "make the batch a multiple of the mini-batch, and mini-batch times n one of the ranks"
+        )
+    passes = {
+        name: MicroBatch(value) if counts_tokens else MicroBatch(None, value or 1)
+        for name, (_, value, counts_tokens) in micro_batches(config).items()
+    }
+    return Sizes(prompts, rollout.n, prompts // mini, ranks, passes)
+
+
+def notes(config: Any, num_ranks: int) -> list[str]:
+    """What the run must have for the figures to hold, and has not."""
+    if config.actor_rollout_ref.rollout.n == 1:
+        return ["actor_rollout_ref.rollout.n=1: a prompt has one response, nothing to share; set 2 or more"]
+    mode = config.trainer.v1.trainer_mode
+    if mode == TRAINER_MODE or num_ranks == 1:
+        return []
+    return [
+        f"trainer.v1.trainer_mode={mode} spreads a prompt's rows over {num_ranks} ranks, and each shares only what it "
+        f"holds; these figures hold with trainer.v1.trainer_mode={TRAINER_MODE}"
+    ]
+
+
+def shares(spec: str | None) -> dict[str, float]:
+    """Share of a stock step that each pass takes: from "update=0.5,old=0.1,ref=0.1", or from a stock run's metrics.
+
+    Raises:
+        PlanError, or runs' TraceError: neither of these.
+    """
+    if spec is None:
+        return {}
+    if "=" not in spec:
+        steps = list(read_run(spec).values())
+        whole = statistics.median(step["timing_s/step"] for step in steps)
+        return {
+            name: statistics.median(step.get(timing, 0.0) for step in steps) / whole for timing, name in TIMINGS.items()
+        }
+    try:
+        found = {name: float(value) for name, value in (pair.split("=") for pair in spec.split(","))}
+    except ValueError:
+        found = {}
+    fit = all(0 <= share <= 1 for share in found.values()) and sum(found.values()) <= 1
+    if not found or set(found) - set(TIMINGS.values()) or not fit:
+        raise PlanError(
+            f"--shares {spec!r}: write update=0.5,old=0.1,ref=0.1 (0 to 1 each, at most 1 together), or a stock run's "
+            "file"
+        )
+    return found
+
+
+def percentiles(values: list[float]) -> dict[str, float]:
+    """p5, p50, p95 and mean."""
+    cuts = statistics.quantiles(values, n=20, method="inclusive") if len(values) > 1 else values * 19
+    return {"p5": cuts[0], "p50": statistics.median(values), "p95": cuts[18], "mean": statistics.fmean(values)}
+
+
+def build(
+    config_name: str, words: list[str], responses: str | None, share_spec: str | None, config_path: str = "config"
+) -> dict[str, Any]:
+    """The plan, as JSON can hold it; without figures where the model is refused.
+
+    Args:
+        config_name, words, config_path: see `compose_config`.
+
+    Raises:
+        PlanError: something that the plan needs is missing or does not fit.
+    """
+    taken = shares(share_spec)
+    config = compose_config(config_name, words, config_path)
+    check_values(config)
+    size = sizes(config)
+    reasons = refusals(config, size.ranks)
+    if reasons and models.unsupported_reasons(read_model_config(config)):
+        return {"unsupported": reasons, "notes": []}
+    empty = read_model(config)
+    tokenizer = read_tokenizer(config)
+    draws = response_lengths(responses, config.data.max_response_length, tokenizer)
+    sample = list(islice(draws, 2000))
+    lengths, overlong = prompt_lengths(config, tokenizer)
+    mixed = (config.actor_rollout_ref.actor.fsdp_config.get("mixed_precision") or {}).get("param_dtype", "bf16")
+    num_parameters = sum(parameter.numel() for parameter in empty.parameters())
+    shape = models.model_shape(empty, torch.float32 if mixed == "fp32" else torch.bfloat16)
+    predicted = predict(config.actor_rollout_ref, size, shape, lengths, draws)
+    used = config.actor_rollout_ref.actor.prefix.schedule
+    stock = predicted.seconds["stock"]
+    gains = {path: {name: stock[name] / found[name] for name in stock} for path, found in predicted.seconds.items()}
+    step = 1.0 / (1.0 - sum(taken.values()) + sum(share / gains[used][name] for name, share in taken.items()))
+    ratio = [p / (p + s) for p, s in zip(lengths, sample, strict=False)]
+    return {
+        "unsupported": reasons,
+        "notes": notes(config, size.ranks),
+        "prompt_tokens": percentiles([float(x) for x in lengths]) | {"count": len(lengths), "overlong": overlong},
+        "response_tokens": percentiles([float(x) for x in sample]),
+        "prefix_share_of_a_row": percentiles(ratio),
+        "groups_per_rank_and_mini_batch": percentiles(predicted.bins),
+        "tokens": {
+            "logical": predicted.logical,
+            "physical": predicted.physical,
+            "ratio": predicted.logical / predicted.physical,
+        },
+        "schedule": used,
+        "packed_groups": predicted.packed,
+        "phased_groups": predicted.phased,
+        "rates": "measured" if predicted.measured else "FLOPs",
+        "speedup": gains[used] | ({"step": step} if taken else {}),
+        "speedup_by_schedule": {schedule: gains[schedule] for schedule in PATHS},
+        # fp32 weights, gradients and two AdamW moments, over the ranks.
+        "resident_gib": 16 * num_parameters / size.ranks / 2**30,
+        "added_gib": {name: value / 2**30 for name, value in predicted.peaks.items()},
+    }
+
+
+def show(plan: dict[str, Any], console: Console) -> None:
+    """Prints a plan."""
+    if "speedup" in plan:
+        _show_figures(plan, console)
+    lines = [f"warning: {note}" for note in plan["notes"]]
+    lines += [f"unsupported: {reason}" for reason in plan["unsupported"]]
+    for line in lines:
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def _show_figures(plan: dict[str, Any], console: Console) -> None:
+    lengths = Table("tokens", "p5", "median", "p95", "mean", title="lengths")
+    rows = {"prompt": "prompt_tokens", "response": "response_tokens", "prompt share of a row": "prefix_share_of_a_row",
+            "groups per rank and mini-batch": "groups_per_rank_and_mini_batch"}  # fmt: skip
+    for title, key in rows.items():
+        lengths.add_row(title, *(f"{plan[key][column]:.4g}" for column in ("p5", "p50", "p95", "mean")))
+    console.print(lengths)
+    title = f"{plan['rates']} of verl's path over ours; the slowest rank counts"
+    gains = Table("expected speed-up", *PATHS, title=title)
+    for name in TIMINGS.values():
+        gains.add_row(name, *(f"{plan['speedup_by_schedule'][s][name]:.2f}" for s in PATHS))
+    console.print(gains)
+    memory = Table(
+        "GiB per rank", *plan["added_gib"], title="weights, gradients, AdamW; what an update adds at its peak"
+    )
+    memory.add_row("added", *(f"{value:.2f}" for value in plan["added_gib"].values()))
+    memory.add_row("resident", *(f"{plan['resident_gib']:.2f}" for _ in plan["added_gib"]))
+    console.print(memory)
+    tokens = plan["tokens"]
+    lines = [
+        f"tokens: {tokens['logical']} logical, {tokens['physical']} computed, {tokens['ratio']:.2f} to 1",
+        f"schedule {plan['schedule']}: {plan['packed_groups']} groups packed, {plan['phased_groups']} in phases"
+        + ("" if plan["packed_groups"] + plan["phased_groups"] else "; verl's own path, sharing would not pay"),
+    ]
+    if "step" in plan["speedup"]:
+        lines.append(f"whole step: {plan['speedup']['step']:.2f}x")
+    if plan["prompt_tokens"]["overlong"]:
+        lines.append(f"{plan['prompt_tokens']['overlong']} prompts are over data.max_prompt_length and not counted")
+    for line in lines:
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def run(
+    config_path: str,
+    config_name: str,
+    words: list[str],
+    responses: str | None,
+    share_spec: str | None,
+    out: Path | None,
+) -> int:
+    """The command; returns 0, or 1 where the run would be refused.
+
+    Raises:
+        PlanError: see `build`; or `out` is no place for a file.
+    """
+    if out and (out.is_dir() or not out.parent.is_dir()):
+        wrong = "is a folder" if out.is_dir() else f"is in {out.parent}, which is no folder here"
+        raise PlanError(f"--out {out} {wrong}; write the name of a file in a folder that exists")
+    plan = build(config_name, words, responses, share_spec, config_path)
+    show(plan, Console())
+    if out:
+        out.write_text(json.dumps(plan, indent=1) + "\n")
+    return 1 if plan["unsupported"] else 0

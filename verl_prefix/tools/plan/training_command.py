@@ -1,0 +1,302 @@
+"""A training command as verl reads it: its composed config, what the driver would refuse, how long its prompts are."""
+
+import importlib.util
+import json
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+from hydra import compose, initialize_config_dir
+from hydra.errors import HydraException, InstantiationException
+from omegaconf import DictConfig, OmegaConf
+from transformers import AutoConfig, PretrainedConfig
+from verl.tools.tool_registry import load_all_tools
+from verl.trainer.ppo.utils import need_reference_policy
+from verl.utils import hf_processor, hf_tokenizer
+from verl.utils.config import omega_conf_to_dataclass
+from verl.utils.tokenizer import build_multimodal_processor_inputs
+from verl.workers.config import FSDPActorConfig
+
+from verl_prefix.config import check_model_family, check_model_options
+from verl_prefix.models.hookup import empty_model
+
+MAX_PROMPTS = 2000  # of the train file, evenly spread; their lengths stand for all
+MAX_CLIPS = 64  # the same where their images and videos must be decoded
+TARGET = "verl_prefix.config.PrefixActorConfig"
+MAIN = re.compile(r"(.*/)?verl[./]trainer[./]main_ppo\w*(\.py)?")
+LEFTOVERS = ("$@", "${@}", "$*")  # of a script whose last line is pasted
+
+
+class PlanError(ValueError):
+    """The command cannot be planned; the message says what to change."""
+
+
+def _hydra_words(words: list[str]) -> list[str]:
+    """The Hydra overrides among the words of a training command, whatever starts its `verl.trainer.main_ppo`.
+
+    Raises:
+        PlanError: a word is no override.
+    """
+    start = next((i + 1 for i, word in enumerate(words) if MAIN.fullmatch(word)), 0)
+    kept = [word for word in words[start:] if word.strip("\\ \t\n") and word not in LEFTOVERS]
+    for word in kept:
+        if word.startswith("-") or not ("=" in word or word.startswith("~")):
+            raise PlanError(
+                f"{word!r} is no Hydra override (key=value); give those of the training command, or the whole command: "
+                "python3 -m verl.trainer.main_ppo key=value ..."
+            )
+    return kept
+
+
+def compose_config(config_name: str, words: list[str], config_path: str = "config") -> DictConfig:
+    """What `python -m verl.trainer.main_ppo --config-name=... overrides...` composes, with the prefix engine.
+
+    Args:
+        words: of the command, or of its overrides alone.
+        config_path: folder of the config; a relative one starts at verl/trainer, as in Hydra.
+    """
+    kept = [word for word in _hydra_words(words) if not word.lstrip("+").startswith("model_engine=")]
+    config = _compose(config_name, [*kept, "model_engine=prefix"], config_path)
+    if (actor := config.actor_rollout_ref.actor).get("_target_") != TARGET:
+        raise PlanError(
+            f"actor_rollout_ref.actor is of {actor.get('_target_')}, and model_engine=prefix makes it one of {TARGET}; "
+            "remove the override that replaces it"
+        )
+    return config
+
+
+def _compose(config_name: str, overrides: list[str], config_path: str = "config", **options: bool) -> DictConfig:
+    trainer = Path(importlib.util.find_spec("verl.trainer").origin).parent
+    try:
+        with initialize_config_dir(str((trainer / config_path).resolve()), version_base=None):
+            return compose(config_name, overrides=overrides, **options)
+    except HydraException as error:
+        raise PlanError(f"the overrides do not compose: {' '.join(str(error).split())}") from error
+
+
+def prefix_engine_sources() -> tuple[list[str], dict[str, str]]:
+    """Entries of this package on Hydra's search path, and the class that model_engine=prefix gives actor and ref.
+
+    Raises:
+        PlanError: it does not compose.
+    """
+    config = _compose("ppo_trainer", ["model_engine=prefix"], return_hydra_config=True)
+    sources = [source.path for source in config.hydra.runtime.config_sources if source.provider == "verl_prefix"]
+    return sources, {role: config.actor_rollout_ref[role]._target_ for role in ("actor", "ref")}
+
+
+@contextmanager
+def _reading(key: str, path: str) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise PlanError(
+            f"actor_rollout_ref.model.{key}={path} cannot be read here ({reason}); set it to the folder of a Hugging "
+            "Face model, or to a hub name that this machine can load"
+        ) from error
+
+
+def read_tokenizer(config: DictConfig) -> Any:
+    """The tokenizer of the command's model; PlanError where this machine has none."""
+    model = config.actor_rollout_ref.model
+    key = "tokenizer_path" if model.tokenizer_path else "path"
+    with _reading(key, model[key]):
+        return hf_tokenizer(model[key], trust_remote_code=model.trust_remote_code)
+
+
+def read_model_config(config: DictConfig) -> PretrainedConfig:
+    """The config of the command's model; PlanError where this machine has none."""
+    model = config.actor_rollout_ref.model
+    key = "hf_config_path" if model.get("hf_config_path") else "path"
+    with _reading(key, model[key]):
+        return AutoConfig.from_pretrained(model[key], trust_remote_code=model.trust_remote_code)
+
+
+def read_model(config: DictConfig) -> Any:
+    """The command's model without weights; PlanError where this machine has none."""
+    model = config.actor_rollout_ref.model
+    with _reading("path", model.path):
+        return empty_model(model.path, model.trust_remote_code)
+
+
+def micro_batches(config: DictConfig) -> dict[str, tuple[str, int | None, bool]]:
+    """Of update, old and ref: the key that sizes their micro-batches, its value, and whether it counts tokens.
+
+    As verl/workers/engine_workers.py reads them; with LoRA the actor computes ref (`ref_in_actor` of verl's trainer).
+    """
+    model = config.actor_rollout_ref.model
+    lora = (model.get("lora") or {}).get("rank", 0) > 0 or model.get("lora_rank", 0) > 0
+    ref = "rollout" if lora or model.get("lora_adapter_path") else "ref"
+    found = {}
+    for name, role, of_role in (("update", "actor", "ppo"), ("old", "rollout", "log_prob"), ("ref", ref, "log_prob")):
+        section = config.actor_rollout_ref[role]
+        dynamic = section.use_dynamic_bsz if role == "actor" else section.log_prob_use_dynamic_bsz
+        key = f"{of_role}_{'max_token_len' if dynamic else 'micro_batch_size'}_per_gpu"
+        found[name] = (f"actor_rollout_ref.{role}.{key}", section[key], dynamic)
+    return found
+
+
+def check_values(config: DictConfig) -> None:
+    """Raises PlanError where a size is no number of 1 or more, or `actor.prefix` has a value that it cannot have."""
+    role = "actor_rollout_ref"
+    sizes = ("data.train_batch_size", "data.max_prompt_length", "data.max_response_length", f"{role}.rollout.n",
+             f"{role}.actor.ppo_mini_batch_size", "trainer.n_gpus_per_node", "trainer.nnodes")  # fmt: skip
+    values = {key: OmegaConf.select(config, key) for key in sizes}
+    values |= {key: value for key, value, _ in micro_batches(config).values() if value is not None}
+    for key, value in values.items():
+        if type(value) is not int or value < 1:
+            raise PlanError(f"{key}={'null' if value is None else value}: set a number of 1 or more")
+    if reason := _refusal(omega_conf_to_dataclass, config.actor_rollout_ref.actor.prefix):
+        raise PlanError(reason)
+
+
+def _refusal(check: Callable[..., Any], *arguments: Any) -> str | None:
+    """What a config class or check says of values that it refuses, or None."""
+    try:
+        check(*arguments)
+    except InstantiationException as error:  # hydra's wrapper of what a config class raised
+        return str(error.__cause__ or error)
+    except (ValueError, AssertionError) as error:
+        return str(error)
+    return None
+
+
+def refusals(config: DictConfig, num_ranks: int) -> list[str]:
+    """What the driver, in its own words, or a worker would refuse; empty if the run would start."""
+    section, model = config.actor_rollout_ref.actor, config.actor_rollout_ref.model
+
+    def validate() -> None:
+        actor: FSDPActorConfig = omega_conf_to_dataclass(section)
+        actor.validate(num_ranks, config.data.train_batch_size, model)
+
+    found = [_refusal(validate)]  # the driver ends with the first; here all are named
+    if section.prefix.schedule != "stock":
+        found += [
+            _refusal(check_model_options, model),
+            _refusal(check_model_family, model, section.get("freeze_vision_tower", False)),
+        ]
+    update, old = section.use_dynamic_bsz, config.actor_rollout_ref.rollout.log_prob_use_dynamic_bsz
+    if update != old:
+        found.append(
+            f"actor_rollout_ref.rollout.log_prob_use_dynamic_bsz={old}, and actor_rollout_ref.actor.use_dynamic_bsz="
+            f"{update}: verl's workers take no other than {update} for the first, or {old} for both"
+        )
+    found += [
+        f"{key}=null leaves verl's workers without the size of a micro-batch; set a number of "
+        + ("tokens" if counts_tokens else "rows")
+        for name, (key, value, counts_tokens) in micro_batches(config).items()
+        if value is None and (name != "ref" or need_reference_policy(config))
+    ]
+    return [reason for reason in dict.fromkeys(found) if reason]
+
+
+def _tool_schemas(data: DictConfig) -> list[dict[str, Any]] | None:
+    """What verl's dataset shows every prompt's chat template as `tools` (RLHFDataset.__init__), or None.
+
+    Raises:
+        PlanError: the tools cannot be loaded; verl's dataset would go on without them, and count too little.
+    """
+    paths = {key: data.get(key) for key in ("tool_config_path", "function_tool_path")}
+    if not any(paths.values()):
+        return None
+    try:
+        tools = load_all_tools(**paths)
+    except Exception as error:  # they are the user's own code
+        named = ", ".join(f"data.{key}={path}" for key, path in paths.items() if path)
+        raise PlanError(
+            f"{named}: these tools cannot be loaded here ({type(error).__name__}: {error}); make them importable, or "
+            "set the key to null to plan without their schemas"
+        ) from error
+    return [tool.tool_schema.model_dump(exclude_unset=True, exclude_none=True) for tool in tools]
+
+
+def _read_table(path: Path) -> pyarrow.Table:
+    """The rows of a train file of verl's: parquet, or JSON as lines or as a list."""
+    try:
+        if path.suffix not in (".json", ".jsonl"):
+            return pyarrow.parquet.read_table(path)
+        text = path.read_text()
+        if text.lstrip().startswith("["):
+            return pyarrow.Table.from_pylist(json.loads(text))
+        return pyarrow.Table.from_pylist([json.loads(line) for line in text.splitlines() if line.strip()])
+    except (ValueError, AttributeError) as error:  # a row that is no object has no `items`
+        raise PlanError(f"data.train_files: {path} cannot be read as {path.suffix[1:]}: {error}") from error
+
+
+def _as_text(template: Any, where: str, messages: list[dict[str, Any]], options: dict[str, Any]) -> str:
+    """The prompt as the chat template of a tokenizer or processor writes it."""
+    try:
+        return template.apply_chat_template(messages, **options)
+    except Exception as error:  # the template is the model's own code
+        raise PlanError(f"{where}: the model's chat template fails: {type(error).__name__}: {error}") from error
+
+
+def prompt_lengths(config: DictConfig, tokenizer: Any) -> tuple[list[int], int]:
+    """Tokens per training prompt after the chat template, and how many prompts are longer than the limit.
+
+    Raises:
+        PlanError: a train file is missing, broken or empty, or has no prompt column or a prompt that is none; prompts
+            hold images or videos that cannot be read, or come with tools that cannot be loaded.
+    """
+    data = config.data
+    files = [data.train_files] if isinstance(data.train_files, str) else data.train_files or []
+    prompts: list[tuple[str, Any]] = []
+    visual = False
+    for file in files:
+        path = Path(str(file)).expanduser()
+        if not path.is_file():
+            raise PlanError(f"data.train_files: {file} is not a file here; copy it to this machine")
+        table = _read_table(path)
+        if data.prompt_key not in table.column_names:
+            raise PlanError(f"{file} has columns {table.column_names}; set data.prompt_key to one of them")
+        kinds = [key for key in (data.image_key, data.video_key) if key in table.column_names]
+        visual = visual or any(any(table[key].to_pylist()) for key in kinds)
+        prompts += [(f"{file}, row {i}", messages) for i, messages in enumerate(table[data.prompt_key].to_pylist())]
+    if not prompts:
+        raise PlanError(f"data.train_files={data.train_files} has no rows; name a file of training prompts")
+    for where, messages in prompts:
+        if not isinstance(messages, list) or not messages or not all(isinstance(x, dict) for x in messages):
+            shown = repr(messages)[:60]
+            raise PlanError(f"{where}: {data.prompt_key} is {shown}; write a list of messages with role and content")
+    options = dict(data.get("apply_chat_template_kwargs") or {}) | {"add_generation_prompt": True, "tokenize": False}
+    schemas = _tool_schemas(data)
+    if schemas is not None:
+        options["tools"] = schemas
+    if visual:
+        lengths = list(_visual_lengths(config, tokenizer, options))
+    else:
+        chosen = prompts[:: max(1, -(-len(prompts) // MAX_PROMPTS))]
+        texts = [_as_text(tokenizer, *prompt, options) for prompt in chosen]
+        lengths = [len(ids) for ids in tokenizer(texts, add_special_tokens=False).input_ids]
+    fitting = [n for n in lengths if n <= data.max_prompt_length]
+    if not fitting:
+        raise PlanError(f"every prompt is longer than data.max_prompt_length={data.max_prompt_length}: raise it")
+    return fitting, len(lengths) - len(fitting)
+
+
+def _visual_lengths(config: DictConfig, tokenizer: Any, options: dict[str, Any]) -> Iterator[int]:
+    """Tokens of evenly spread prompts with what they show, as verl counts them (RLHFDataset.doc2len)."""
+    from verl.utils.dataset.rl_dataset import get_dataset_class
+
+    model, data = config.actor_rollout_ref.model, OmegaConf.merge(config.data, {"filter_overlong_prompts": False})
+    processor = hf_processor(model.tokenizer_path or model.path, trust_remote_code=model.trust_remote_code)
+    if processor is None:
+        raise PlanError(f"the train file has images or videos, and {model.path} has no processor that reads them")
+    dataset = get_dataset_class(data)(data.train_files, tokenizer, data, processor)
+    for i in range(0, len(dataset), max(1, -(-len(dataset) // MAX_CLIPS))):
+        messages = dataset._build_messages(dict(dataset.dataframe[i]), key=data.prompt_key)
+        text = _as_text(processor, f"data.train_files, row {i}", messages, options)
+        try:
+            images, videos, audio = dataset._process_multi_modal_info(messages, dataset.image_patch_size, data)
+        except (OSError, ValueError, RuntimeError, AttributeError) as error:  # its fallback's torchvision has no reader
+            raise PlanError(f"data.train_files, row {i}: its images or videos cannot be read: {error}") from error
+        inputs = build_multimodal_processor_inputs(
+            processor, text=[text], images=images, videos=videos, audio=audio,
+            mm_processor_kwargs=dataset.mm_processor_kwargs,
+        )  # fmt: skip
+        yield len(inputs["input_ids"][0])

@@ -1,0 +1,1 @@
+"""verl's driver side: the trainer that keeps groups whole on ranks and in mini-batches."""

@@ -1,0 +1,83 @@
+"""Which verl this package was run with, and the refusal of any other; what a report says of code and machine.
+
+verl hides what a plugin raises while it is imported (the end of verl/__init__.py logs it at DEBUG), so the check stands
+in the constructors of our configs and trainer, where its message reaches the user. Imports nothing but the standard
+library: it must work where verl does not.
+"""
+
+import importlib.metadata
+import os
+import platform
+import re
+import subprocess
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+TESTED_VERL = ("0.9.0", "0.9.1")
+OVERRIDE = "VERL_PREFIX_ALLOW_UNTESTED_VERL"
+COMMIT = "VERL_PREFIX_COMMIT"  # the clean commit of a copy without .git
+
+
+def untested_verl() -> str | None:
+    """What is wrong with the installed verl, or None; `OVERRIDE=1` makes everything right."""
+    allowed = os.environ.get(OVERRIDE, "0").strip()
+    if allowed not in ("0", "1"):
+        return f"{OVERRIDE}={allowed!r}: set it to 1, or unset it"
+    try:
+        version = importlib.metadata.version("verl")
+    except importlib.metadata.PackageNotFoundError:
+        version = "unknown (no package metadata)"
+    if version in TESTED_VERL or allowed == "1":
+        return None
+    return (
+        f"verl {version} is not one of those that verl_prefix was tested with ({', '.join(TESTED_VERL)}), and it "
+        f"overrides methods of verl: pip install verl=={TESTED_VERL[-1]}, or set {OVERRIDE}=1 to try this one "
+        "(tests/verl/test_contract.py names what changed)"
+    )
+
+
+def check_verl_version() -> None:
+    """Refuses a verl that this package was not tested with.
+
+    Raises:
+        ImportError: its version is not in `TESTED_VERL` and the environment variable `OVERRIDE` is not 1.
+    """
+    if problem := untested_verl():
+        raise ImportError(problem)
+
+
+def git_state() -> dict[str, Any]:
+    """Commit, and whether files other than results differ from it; outside of git as `COMMIT` says, or None, True."""
+    git = ["git", "-C", str(Path(__file__).parent)]
+    try:
+        commit = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
+        status = subprocess.run(
+            [*git, "status", "--porcelain", "--", ":/", ":(exclude,top)examples/results"], capture_output=True
+        )
+    except (subprocess.CalledProcessError, OSError):  # no checkout, or no git
+        known = os.environ.get(COMMIT)
+        return {"commit": known, "dirty": not known}
+    return {"commit": commit, "dirty": bool(status.returncode or status.stdout)}
+
+
+def package_versions(packages: Iterable[str]) -> dict[str, str | None]:
+    """Versions of Python and of the packages; None for one that is not installed."""
+    found: dict[str, str | None] = {"python": platform.python_version()}
+    for name in packages:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = None
+    return found
+
+
+def device_name(device: str | None = None) -> str:
+    """The GPU's name, or the processor's; None: of what there is."""
+    import torch
+
+    if device == "cuda" or (device is None and torch.cuda.is_available()):
+        return torch.cuda.get_device_name()
+    info = Path("/proc/cpuinfo")
+    cpu = re.search(r"model name\s*: (.*)", info.read_text() if info.exists() else "")
+    return cpu[1] if cpu else platform.machine()
