@@ -32,6 +32,7 @@ from verl_prefix.core.groups import group_rows
 from verl_prefix.core.layout import Layout
 from verl_prefix.core.schedule import Schedule, TokenBatch
 from verl_prefix.core.waves import make_plan
+from verl_prefix.models.hookup import HookedModel
 from verl_prefix.models.vision import PixelBatch, share_pixels
 from verl_prefix.testing import visual_positions, visual_prompt
 from verl_prefix.tools.bench.measure import gradient_error, provenance
@@ -133,7 +134,7 @@ def run_shared(model: PreTrainedModel, batch: Batch, schedule: str) -> None:
     # The wave budget is that of one suffix, the pass's that of the whole group.
     plan = make_plan(batch.groups, batch.groups[0].num_physical_tokens, schedule, batch.suffix)
     tokens = TokenBatch(batch.flat, batch.positions, offsets, pixels)
-    Schedule(model, outputs, step, torch.Tensor.backward).run(tokens, plan)
+    Schedule(HookedModel(model), outputs, step, torch.Tensor.backward).run(tokens, plan)
 
 
 def run_arm(model: PreTrainedModel, arm: str, batch: Batch) -> float:

@@ -10,7 +10,7 @@ as tokens; the split into prefix and suffix happens here, and rows are grouped b
 
 import functools
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -20,10 +20,10 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 from verl_prefix.core.groups import group_rows
-from verl_prefix.core.schedule import Pass, Schedule, TokenBatch
+from verl_prefix.core.schedule import PassOutputs, Schedule, TokenBatch
 from verl_prefix.core.waves import Plan, make_plan
-from verl_prefix.models import hookup as models
-from verl_prefix.models import vision
+from verl_prefix.models import support, vision
+from verl_prefix.models.hookup import HookedModel
 
 # A padded [rows, length] tensor, which comes with a mask, or one sequence per row: a tensor [length] or a list of ints.
 Tokens = torch.Tensor | Sequence[torch.Tensor] | Sequence[Sequence[int]]
@@ -88,7 +88,7 @@ def response_log_probs(
     batch = _Batch(model, prompts, responses, prompt_mask, response_mask, groups, temperature, return_entropy)
     _check_sizes(max_tokens=max_tokens, logits_chunk=logits_chunk)
     if torch.is_grad_enabled():
-        if models.checkpointing(model) is not None:
+        if support.checkpointing(model) is not None:
             raise ValueError(
                 "gradient checkpointing runs layers again in backward, when response_log_probs is long over; use "
                 "phased_update, or call model.gradient_checkpointing_disable()"
@@ -98,15 +98,15 @@ def response_log_probs(
                 f"{batch.num_tokens} tokens are more than max_tokens={max_tokens}, and with gradients they are one "
                 "graph; use phased_update, torch.no_grad(), fewer rows, or a larger max_tokens"
             )
-    schedule = Schedule(model, batch.outputs, kernel=attention, logits_chunk=logits_chunk)
+    schedule = Schedule(HookedModel(model), batch.outputs, kernel=attention, logits_chunk=logits_chunk)
     found: dict[int, torch.Tensor] = {}
-    with models.grouped_attention(model):
-        for work in batch.plan("auto", max_tokens, None).works:
-            with schedule.passes(batch.tokens, work) as passes:
-                for done in passes:
+    with schedule.model.grouped_attention():
+        for planned in batch.plan("auto", max_tokens, None).passes:
+            with schedule.forwards(batch.tokens, planned) as forwards:
+                for done in forwards:
                     found |= batch.by_row(done)
     log_probs, entropy = batch.shaped(list(range(len(batch.responses))), found)
-    return (log_probs, entropy) if return_entropy else log_probs
+    return log_probs if entropy is None else (log_probs, entropy)
 
 
 @contextmanager
@@ -126,7 +126,7 @@ def phased_update(
     offload: bool = False,
     attention: str = "auto",
 ) -> Iterator[Iterator[Wave]]:
-    """The same in bounded memory: the graph of the prefixes and of one wave at a time. Gradients add up in `.grad`.
+    """`response_log_probs` in bounded memory: one wave's graph at a time beside the prefixes'. Fills `.grad`.
 
         with phased_update(model, prompts, responses, max_tokens=16384) as waves:   # phase A
             for wave in waves:
@@ -156,35 +156,36 @@ def phased_update(
             f"wave_tokens={wave_tokens} leaves nothing of max_tokens={max_tokens} for prefixes; pass a smaller "
             "wave_tokens, or None"
         )
-    if torch.is_grad_enabled() and models.checkpointing(model):
+    if torch.is_grad_enabled() and support.checkpointing(model):
         raise ValueError(
             "reentrant gradient checkpointing would lose the prefix's gradients; call "
             "model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={'use_reentrant': False})"
         )
-    schedule = Schedule(model, batch.outputs, kernel=attention, logits_chunk=logits_chunk, offload=offload)
-    works = batch.plan("phased", max_tokens, wave_tokens, offload).works
-    missing = sum(len(work.waves) for work in works)
+    schedule = Schedule(HookedModel(model), batch.outputs, kernel=attention, logits_chunk=logits_chunk, offload=offload)
+    planned = batch.plan("phased", max_tokens, wave_tokens, offload).phased
+    num_waves = sum(len(one.waves) for one in planned)
+    missing = num_waves
 
-    def iterate(phases: ExitStack, passes: Iterator[Pass]) -> Iterator[Wave]:
+    def iterate(phases: ExitStack, forwards: Iterator[PassOutputs]) -> Generator[Wave, None, None]:
         nonlocal missing
-        for i, work in enumerate(works):
+        for i, one in enumerate(planned):
             if i:
                 phases.close()  # phase C of the set before
-                passes = phases.enter_context(schedule.passes(batch.tokens, work))
-            for done in passes:
+                forwards = phases.enter_context(schedule.forwards(batch.tokens, one))
+            for done in forwards:
                 missing -= 1
                 found = batch.by_row(done)
                 rows = sorted(found)
                 yield Wave(rows, *batch.shaped(rows, found))
 
-    with models.grouped_attention(model), ExitStack() as phases:
-        first = phases.enter_context(schedule.passes(batch.tokens, works[0])) if works else iter(())
+    with schedule.model.grouped_attention(), ExitStack() as phases:
+        first = phases.enter_context(schedule.forwards(batch.tokens, planned[0])) if planned else iter(())
         with closing(iterate(phases, first)) as waves:
             yield waves
         if missing:
             raise RuntimeError(
-                f"{missing} of {sum(len(work.waves) for work in works)} waves were not iterated, and .grad lacks their "
-                "rows; go through all waves and zero .grad before the next update"
+                f"{missing} of {num_waves} waves were not iterated, and .grad lacks their rows; go through all waves "
+                "and zero .grad before the next update"
             )
 
 
@@ -256,7 +257,7 @@ class _Batch:
         labels = self.tokens.input_ids[place + 1].unsqueeze(-1)
         return _LogProbs.apply(logits.to(self.dtype), labels, self.temperature, self.return_entropy)
 
-    def by_row(self, done: Pass) -> dict[int, torch.Tensor]:
+    def by_row(self, done: PassOutputs) -> dict[int, torch.Tensor]:
         """[response_len, 1 or 2] of every row of a pass that has a response."""
         groups, _, outputs = done
         lens = {row: n for group in groups for row, n in zip(group.rows, group.suffix_lens, strict=True) if n}
@@ -267,6 +268,7 @@ class _Batch:
         num_columns = 1 + self.return_entropy
         empty = torch.zeros((0, num_columns), dtype=self.dtype, device=self.device)
         parts = [found.get(row, empty) for row in rows]
+        columns: Sequence[PerToken]
         if self.mask is None:
             columns = [[part[:, i] for part in parts] for i in range(num_columns)]
         else:
@@ -314,19 +316,19 @@ class _LogProbs(torch.autograd.Function):
         return found, None, None, None
 
 
-def _check_model(model: torch.nn.Module) -> None:
+def _check_model(model: Any) -> None:
     name = type(model).__name__
     if isinstance(model, FSDPModule | FullyShardedDataParallel):
         raise TypeError(
             f"{name} is sharded by FSDP, whose ranks must run the same passes; use verl_prefix.core.schedule.Schedule "
-            "with verl_prefix.core.waves.agree, or the verl plugin"
+            "with verl_prefix.core.waves.pad_to_same_passes, or the verl plugin"
         )
     if not hasattr(model, "get_output_embeddings"):
         raise TypeError(
             f"model is a {name}, not a Hugging Face causal LM; pass the model itself, such as accelerator.unwrap_model("
             "model) or ddp.module (and average .grad over ranks before optimizer.step)"
         )
-    reasons = models.unsupported_reasons(model.config)
+    reasons = support.unsupported_reasons(model.config)
     if vision.is_vision_config(model.config):
         reasons.append("a vision tower, whose pixels only the verl plugin takes")
     if reasons:
@@ -335,7 +337,7 @@ def _check_model(model: torch.nn.Module) -> None:
             "the model on whole rows instead"
         )
     if model.training:
-        models.check_dropout(model)
+        support.check_dropout(model)
 
 
 @functools.cache

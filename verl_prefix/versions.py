@@ -1,4 +1,4 @@
-"""Which verl this package was run with, and the refusal of any other; what a report says of code and machine.
+"""Versions: the verl that this package was run with and the refusal of any other; code and machine for reports.
 
 verl hides what a plugin raises while it is imported (the end of verl/__init__.py logs it at DEBUG), so the check stands
 in the constructors of our configs and trainer, where its message reaches the user. Imports nothing but the standard
@@ -20,7 +20,7 @@ COMMIT = "VERL_PREFIX_COMMIT"  # the clean commit of a copy without .git
 
 
 def untested_verl() -> str | None:
-    """What is wrong with the installed verl, or None; `OVERRIDE=1` makes everything right."""
+    """The fault of the installed verl in words, or None; `OVERRIDE=1` makes everything right."""
     allowed = os.environ.get(OVERRIDE, "0").strip()
     if allowed not in ("0", "1"):
         return f"{OVERRIDE}={allowed!r}: set it to 1, or unset it"

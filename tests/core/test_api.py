@@ -16,6 +16,7 @@ from transformers.models.llama import modeling_llama
 from verl_prefix import api, phased_update, response_log_probs
 from verl_prefix.core import prefix_cache, schedule
 from verl_prefix.core.kernels import cpu
+from verl_prefix.models.hookup import HookedModel
 from verl_prefix.testing import random_rollouts
 
 VOCAB = 97
@@ -282,9 +283,9 @@ def test_forward_only_is_the_same_numbers_in_bounded_passes(max_tokens, monkeypa
 def test_rows_of_different_groups_do_not_share(monkeypatch):
     model, rows = build(), batch([(23, [4, 5])])
     counted = []
-    forward = schedule.token_outputs
+    forward = HookedModel.token_outputs
     monkeypatch.setattr(
-        schedule, "token_outputs", lambda m, ids, *args: counted.append(len(ids)) or forward(m, ids, *args)
+        HookedModel, "token_outputs", lambda m, ids, *args: counted.append(len(ids)) or forward(m, ids, *args)
     )
     shared = response_log_probs(model, rows.prompts, rows.responses)
     apart = response_log_probs(model, rows.prompts, rows.responses, groups=[0, 1])
@@ -325,8 +326,8 @@ def no_phase_c(monkeypatch):
 def suffix_share_of_prefix_gradient_lost(monkeypatch):
     backward = cpu.backward
 
-    def lossy(dout, q, k, v, out, lse, spans, causal, *args):
-        dq, dk, dv = backward(dout, q, k, v, out, lse, spans, causal, *args)
+    def lossy(*args, causal, **options):
+        dq, dk, dv = backward(*args, causal=causal, **options)
         return (dq, dk, dv) if causal else (dq, dk * 0, dv * 0)
 
     monkeypatch.setattr(cpu, "backward", lossy)

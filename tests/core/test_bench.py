@@ -13,7 +13,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from verl_prefix import cli, versions
-from verl_prefix.models.hookup import ATTENTION_NAME, model_shape
+from verl_prefix.auto.shape import model_shape
+from verl_prefix.models.hookup import ATTENTION_NAME
 from verl_prefix.tools.bench import arms, measure, memory, report
 from verl_prefix.tools.bench.options import ARMS, SHAPES, Options, Size, build_model, full_depth, unavailable
 

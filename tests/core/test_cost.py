@@ -1,4 +1,6 @@
-"""The cost model counts what runs, finds rates that it is given, and the gate takes the cheapest path on every rank."""
+"""The cost model counts what runs, finds rates that it is given, and every rank takes the same cheapest path."""
+
+import types
 
 import hypothesis
 import hypothesis.strategies as st
@@ -7,13 +9,14 @@ import torch
 import transformers
 from torch.utils.flop_counter import FlopCounterMode
 
-from verl_prefix.auto import chooser as gate
-from verl_prefix.auto import cost
-from verl_prefix.auto.cost import ModelShape, Pass, Profile, Rates
+from verl_prefix.auto import calibration, chooser, cost, shape
+from verl_prefix.auto.calibration import Profile
+from verl_prefix.auto.cost import PassCost, Rates
+from verl_prefix.auto.shape import ModelShape, model_shape
 from verl_prefix.core.groups import Group
 from verl_prefix.core.waves import make_plan
-from verl_prefix.models.hookup import model_shape
 from verl_prefix.testing import random_rollouts, run_shared
+from verl_prefix.tools.plan.predict import Predictor
 
 SHAPE = ModelShape(
     linear=2e6, head=1e6, pair=500.0, windows=(None, 8), activations=100.0, boundary=10.0, kv=5.0, vocab_size=50
@@ -25,7 +28,7 @@ def test_pairs_are_those_that_the_mask_leaves(length, behind, window):
     query = torch.arange(behind, behind + length).unsqueeze(1)
     key = torch.arange(behind + length)
     seen = (key <= query) & (key > query - (window or 10**6))
-    assert cost._pairs(length, behind, window) == seen.sum()
+    assert shape.query_key_pairs(length, behind, window) == seen.sum()
 
 
 def test_passes_of_a_plan_count_each_token_once():
@@ -72,12 +75,12 @@ def test_calibration_finds_the_rates_of_a_device(linear, attention, head, fixed)
     true, clock = Rates(fixed, linear, attention, head), [0.0]
 
     def run(groups):
-        clock[0] += true.seconds(SHAPE, [cost._group_pass(SHAPE, groups, prefixes=True, suffixes=True)])
+        clock[0] += true.seconds(SHAPE, [cost.group_pass(SHAPE, groups)])
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cost.time, "perf_counter", lambda: clock[0])
-        found = cost.calibrate(SHAPE, run, max_tokens=512, unit=64)
-    batch = [Pass(2000, 300, 4e5), Pass(100, 100, 5e3)]
+        patch.setattr(calibration.time, "perf_counter", lambda: clock[0])
+        found = calibration.calibrate(SHAPE, run, max_tokens=512, unit=64)
+    batch = [PassCost(2000, 300, 4e5), PassCost(100, 100, 5e3)]
     assert found.seconds(SHAPE, batch) == pytest.approx(true.seconds(SHAPE, batch), rel=0.05)
 
 
@@ -96,10 +99,9 @@ def test_profile_survives_the_disk_and_says_what_is_wrong(tmp_path):
             Profile.read(tmp_path / "profile.json")
 
 
-def make_gate(profile, reduce_max=lambda values: values, min_speedup=1.05):
-    made = gate.Gate(SHAPE, False, 4096, min_speedup, None, False, "here", reduce_max, schedule=None, zero_grad=None)
-    made.profile = profile
-    return made
+def make_chooser(profile, reduce_max=lambda values: values, min_speedup=1.05, wave_tokens=None):
+    costs = chooser.CostModel(SHAPE, False, 4096, wave_tokens, False, min_speedup)
+    return chooser.Chooser(costs, profile, None, None, reduce_max)
 
 
 def test_a_profile_of_another_device_is_refused_and_ranks_measure_what_one_lacks(tmp_path):
@@ -107,10 +109,10 @@ def test_a_profile_of_another_device_is_refused_and_ranks_measure_what_one_lacks
     Profile(forward=Rates(), update=Rates(), measured_on="there").write(path)
 
     def read(measured_on, reduce_max=lambda values: values, path=path):
-        return gate.Gate(SHAPE, False, 4096, 1.05, str(path), True, measured_on, reduce_max, None, None).profile
+        return calibration.read_profile(path, measured_on, reduce_max)
 
-    assert read("there") == FLOPS.__class__(Rates(), Rates(), "there")
-    assert read("there", lambda missing: [0, 1]).update is None
+    assert read("there") == Profile(Rates(), Rates(), "there")
+    assert read("there", lambda missing: [0.0, 1.0]).update is None
     with pytest.raises(ValueError, match="was measured on 'there', and this is 'here'; delete the file"):
         read("here")
     with pytest.raises(ValueError, match="create the folder"):
@@ -118,42 +120,77 @@ def test_a_profile_of_another_device_is_refused_and_ranks_measure_what_one_lacks
 
 
 LONG, SHORT = [Group(tuple(range(8)), 400, (50,) * 8)], [Group((0, 1), 4, (300, 300))]
-CPU = torch.device("cpu")
 FLOPS = Profile(forward=Rates(), update=Rates())
 
 
 def test_long_prefixes_are_shared_and_short_ones_go_to_stock():
-    chosen = make_gate(FLOPS).choose(LONG, 4000, None, False, CPU, forward_only=False)
-    assert [work.waves for work in chosen.works] == [None]
-    assert make_gate(FLOPS).choose(SHORT, 4000, None, False, CPU, forward_only=False) is None
-    always = make_gate(Profile(), min_speedup=0)
-    assert always.choose(SHORT, 4000, None, False, CPU, forward_only=False) is not None
+    chosen = make_chooser(FLOPS).choose(LONG, 4000, forward_only=False)
+    assert len(chosen.passes) == len(chosen.packed) == 1
+    assert make_chooser(FLOPS).choose(SHORT, 4000, forward_only=False) is None
+    always = make_chooser(Profile(), min_speedup=0)
+    assert always.choose(SHORT, 4000, forward_only=False) is not None
 
 
 def test_what_does_not_fit_is_cut_or_phased_by_cost():
     """700 of 800 tokens fit a pass: a second prefix costs less than many waves only where passes cost much."""
     for fixed, phased in ((0.0, True), (1.0, False)):
         rates = Rates(fixed=fixed)
-        chosen = make_gate(Profile(rates, rates)).choose(LONG, 650, 60, False, CPU, forward_only=False)
-        assert any(work.waves is not None for work in chosen.works) == phased
+        chosen = make_chooser(Profile(rates, rates), wave_tokens=60).choose(LONG, 650, forward_only=False)
+        assert bool(chosen.phased) == phased
 
 
 def test_update_follows_the_old_log_probs_and_both_are_decided_by_the_cost_of_both():
-    made = make_gate(FLOPS)
-    assert made.choose(LONG, 4000, None, False, CPU, forward_only=True) is not None
-    assert made.choose(SHORT, 4000, None, False, CPU, forward_only=False) is not None
-    assert made.choose(SHORT, 4000, None, False, CPU, forward_only=True) is None
-    assert made.choose(LONG, 4000, None, False, CPU, forward_only=False) is None
+    made = make_chooser(FLOPS)
+    assert made.choose(LONG, 4000, forward_only=True) is not None
+    assert made.choose(SHORT, 4000, forward_only=False) is not None
+    assert made.choose(SHORT, 4000, forward_only=True) is None
+    assert made.choose(LONG, 4000, forward_only=False) is None
     only_passes_cost = Rates(fixed=1.0, linear=0.0, attention=0.0, head=0.0)
-    assert make_gate(Profile(Rates(), only_passes_cost)).choose(LONG, 4000, None, False, CPU, True) is None
+    assert make_chooser(Profile(Rates(), only_passes_cost)).choose(LONG, 4000, forward_only=True) is None
 
 
 def test_ranks_decide_alike():
     """Rank 0 would gain much, rank 1 nothing: the slowest rank's seconds decide for both."""
     seen = []
     for groups in (LONG, SHORT):
-        make_gate(FLOPS, lambda values: seen.append(values) or values).choose(groups, 650, 60, False, CPU, False)
+        one = make_chooser(FLOPS, lambda values: seen.append(values) or values, wave_tokens=60)
+        one.choose(groups, 650, forward_only=False)
     assert len(seen[0]) == len(seen[1])
     agreed = [max(column) for column in zip(*seen, strict=True)]
-    plans = [make_gate(FLOPS, lambda values: agreed).choose(g, 650, 60, False, CPU, False) for g in (LONG, SHORT)]
+    choosers = [make_chooser(FLOPS, lambda values: agreed, wave_tokens=60) for _ in range(2)]
+    plans = [one.choose(groups, 650, forward_only=False) for one, groups in zip(choosers, (LONG, SHORT), strict=True)]
     assert (plans[0] is None) == (plans[1] is None)
+
+
+LENGTHS = st.tuples(st.integers(1, 800), st.integers(1, 800), st.integers(1, 8))
+RATES = st.builds(Rates, *[st.floats(0.0, 1e-9)] * 4)
+
+
+@hypothesis.given(
+    st.lists(LENGTHS, min_size=1, max_size=4), st.integers(200, 8000), st.tuples(RATES, RATES), st.booleans()
+)
+@hypothesis.example([(60, 700, 8)] * 2, 8000, (Rates(), Rates()), True)
+@hypothesis.settings(deadline=None)
+def test_plan_says_what_the_engine_does(lengths, budget, rates, has_log_probs):
+    """`verl-prefix plan` and the engines of two ranks on the same batches: old log-probs, then the update."""
+    groups = [Group(tuple(range(g)), p, (s,) * g) for p, s, g in lengths]
+    ranks = [groups, groups[: len(groups) // 2 + 1]]
+    prefix = {"schedule": "auto", "logits_chunk": 4096, "wave_tokens": None, "offload": False, "min_speedup": 1.05}
+    model = types.SimpleNamespace(enable_gradient_checkpointing=False, get=lambda key: None)
+    actor = types.SimpleNamespace(prefix=types.SimpleNamespace(**prefix, cost_profile=None))
+    predictor = Predictor(types.SimpleNamespace(actor=actor, model=model), SHAPE)
+    predictor.profile = Profile(*rates)
+    engines, log_probs = [make_chooser(predictor.profile) for _ in ranks], None
+    for forward_only in [True, False] if has_log_probs else [False]:
+        seen = []
+        for groups in ranks:  # what each rank gives to the collective
+            make_chooser(predictor.profile, lambda values, seen=seen: seen.append(values) or values).choose(
+                groups, budget, forward_only
+            )
+        agreed = [max(column) for column in zip(*seen, strict=True)]
+        plans = []
+        for engine, groups in zip(engines, ranks, strict=True):
+            engine.reduce_max = lambda values, agreed=agreed: agreed
+            plans.append(engine.choose(groups, budget, forward_only))
+        log_probs, predicted = predictor.decide(ranks, [budget] * 2, log_probs)
+        assert predicted == plans and {engine.speedup for engine in engines} == {log_probs.speedup}

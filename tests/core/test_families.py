@@ -19,7 +19,7 @@ import transformers
 from verl_prefix.core.attention import GroupedAttention
 from verl_prefix.core.kernels import cpu, reference
 from verl_prefix.core.layout import Layout
-from verl_prefix.models.hookup import check_dropout, check_supported
+from verl_prefix.models.support import check_dropout, check_supported
 from verl_prefix.testing import random_rollouts, run_shared, run_stock
 
 COMMON = dict(
@@ -217,7 +217,9 @@ def softcap_without_its_slope(monkeypatch):
 
 def kv_heads_in_wrong_order(monkeypatch):
     forward = cpu.forward
-    monkeypatch.setattr(cpu, "forward", lambda q, k, v, *args: forward(q, k.flip(1), v.flip(1), *args))
+    monkeypatch.setattr(
+        cpu, "forward", lambda q, k, v, *args, **options: forward(q, k.flip(1), v.flip(1), *args, **options)
+    )
 
 
 @pytest.mark.parametrize(

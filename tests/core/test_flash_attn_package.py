@@ -9,7 +9,8 @@ import types
 import pytest
 import torch
 
-from verl_prefix.core.kernels import Spans, choose_kernel, flash_attn, reference
+from verl_prefix.core.kernels import choose_kernel, flash_attn, reference
+from verl_prefix.core.layout import Spans
 
 
 def spans(cu_q, cu_k, max_q, max_k):

@@ -1,4 +1,4 @@
-"""Rows -> groups -> packed row, and the plans that every rank must agree on."""
+"""Rows -> groups -> packed row, and the plans that every rank must pad_to_same_passes on."""
 
 import hypothesis
 import hypothesis.strategies as st
@@ -7,7 +7,7 @@ import torch
 
 from verl_prefix.core.groups import Group, group_rows
 from verl_prefix.core.layout import build_layout, pass_order, prefix_layout
-from verl_prefix.core.waves import agree, make_plan, make_waves
+from verl_prefix.core.waves import make_plan, make_waves, pad_to_same_passes
 
 CPU = torch.device("cpu")
 SHAPES = st.lists(
@@ -174,17 +174,16 @@ def test_every_query_reads_the_last_window_tokens_of_its_own_row(shape, window, 
 def test_plan_computes_every_live_row_once_within_the_budget(shape, budget, schedule):
     groups = groups_of(shape)
     plan = make_plan(groups, budget, schedule)
-    rows = sorted(row for work in plan.works for group in work.groups for row in group.rows)
+    rows = sorted(row for one in plan.passes for group in one.groups for row in group.rows)
     idle = [row for group in plan.idle_rows for row in group.rows]
     assert sorted(rows + idle) == list(range(sum(len(g.rows) for g in groups)))
-    for work in plan.works:
-        if work.waves is None:
-            tokens = sum(group.num_physical_tokens for group in work.groups)
-            assert tokens <= budget or sum(n > 0 for group in work.groups for n in group.suffix_lens) == 1
-            continue
-        prefixes = sum(group.prefix_len for group in work.groups)
-        assert prefixes <= budget // 2 or len(work.groups) == 1
-        for wave in work.waves:
+    for packed in plan.packed:
+        tokens = sum(group.num_physical_tokens for group in packed.groups)
+        assert tokens <= budget or sum(n > 0 for group in packed.groups for n in group.suffix_lens) == 1
+    for phased in plan.phased:
+        prefixes = sum(group.prefix_len for group in phased.groups)
+        assert prefixes <= budget // 2 or len(phased.groups) == 1
+        for wave in phased.waves:
             lens = [n for _, piece in wave for n in piece.suffix_lens if n]
             assert prefixes + sum(lens) <= budget or len(lens) == 1
     if schedule == "auto":
@@ -199,17 +198,17 @@ def test_every_rank_runs_the_same_passes_and_waves(shapes, budget, schedule):
     counts: list[list[list[int]]] = []
     for plan in plans:
         calls: list[list[int]] = []
-        agree(plan, lambda values, calls=calls: calls.append(values) or values)
+        pad_to_same_passes(plan, lambda values, calls=calls: calls.append(values) or values)
         counts.append(calls[:1])
     first = [max(column) for column in zip(*(calls[0] for calls in counts), strict=True)]
 
     second: list[list[int]] = []
     for plan in plans:
         answers = iter([first])
-        agree(plan, lambda values, answers=answers: next(answers, None) or second.append(values) or values)
+        pad_to_same_passes(plan, lambda values, answers=answers: next(answers, None) or second.append(values) or values)
     agreed = []
     for plan in plans:
         answers = iter([first, [max(column) for column in zip(*second, strict=True)] if second else []])
-        agreed.append(agree(plan, lambda values, answers=answers: next(answers)))
-    forms = {tuple(None if work.waves is None else len(work.waves) for work in plan.works) for plan in agreed}
-    assert len(forms) == 1 and forms != {()}
+        agreed.append(pad_to_same_passes(plan, lambda values, answers=answers: next(answers)))
+    forms = {(len(plan.packed), *(len(one.waves) for one in plan.phased)) for plan in agreed}
+    assert len(forms) == 1 and forms != {(0,)}

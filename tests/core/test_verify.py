@@ -7,12 +7,12 @@ import pytest
 import torch
 import transformers
 
-from verl_prefix.core.attention import GroupedAttention, Scores
+from verl_prefix.core.attention import AttentionParams, GroupedAttention
 from verl_prefix.core.groups import Group
 from verl_prefix.core.kernels import cpu
 from verl_prefix.core.layout import Layout, build_layout
 from verl_prefix.engine import self_check as verify
-from verl_prefix.models import hookup as models
+from verl_prefix.models.hookup import HookedModel
 from verl_prefix.testing import random_rollouts, run_shared, run_stock
 
 CONFIGS = {
@@ -41,13 +41,15 @@ def verdict(seed: int, dtype: torch.dtype, family: str = "qwen3", broken=None) -
 
     with torch.no_grad():
         return verify.check(
-            lambda: torch.cat(run_stock(model, batch, train=False)), ours, lambda: models.rounding_noise(model, dtype)
+            lambda: torch.cat(run_stock(model, batch, train=False)), ours, lambda: verify.rounding_noise(model, dtype)
         )
 
 
 def scaled_kernel(patch):
     forward = cpu.forward
-    patch.setattr(cpu, "forward", lambda *args: (lambda out, lse: (out * 1.01, lse))(*forward(*args)))
+    patch.setattr(
+        cpu, "forward", lambda *args, **options: (lambda out, lse: (out * 1.01, lse))(*forward(*args, **options))
+    )
 
 
 def last_prefix_token_dropped(patch):
@@ -66,11 +68,11 @@ def window_ignored(patch):
 
 
 def positions_restarted(patch):
-    token_outputs = models.token_outputs
+    token_outputs = HookedModel.token_outputs
     patch.setattr(
-        "verl_prefix.core.schedule.token_outputs",
-        lambda model, ids, positions, *args: token_outputs(model, ids, positions.clamp(max=30), *args),
-    )
+        HookedModel, "token_outputs",
+        lambda self, ids, positions, *args: token_outputs(self, ids, positions.clamp(max=30), *args),
+    )  # fmt: skip
 
 
 def test_bf16_rounding_passes_over_100_seeds():
@@ -95,7 +97,7 @@ def test_long_prefixes_round_as_short_ones(prefix_len, mean, dtype):
     layout = build_layout([group], [0, prefix_len + 24])
     q, k = (torch.randn(layout.num_tokens, heads, 16).to(dtype) for heads in (4, 2))
     v = (torch.randn(layout.num_tokens, 2, 16) + mean).to(dtype)
-    scores = Scores(0.25)
+    scores = AttentionParams(0.25)
     out = GroupedAttention.apply(q, k, v, None, layout, cpu, scores, None, 0)
     found = [verify.AttentionCheck() for _ in range(2)]
     found[0](0, layout, q, k, v, None, scores, out)

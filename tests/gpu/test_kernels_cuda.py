@@ -8,7 +8,8 @@ import copy
 import pytest
 import torch
 
-from verl_prefix.core.kernels import Spans, aten, flash_attn, reference
+from verl_prefix.core.kernels import aten, flash_attn, reference
+from verl_prefix.core.layout import Spans
 from verl_prefix.testing import random_rollouts, run_shared, run_stock
 
 pytestmark = [

@@ -453,7 +453,7 @@ def _worker(rank: int, world: int, rendezvous: str, models: dict, cases: dict, o
     # A kernel that is wrong on the last rank alone: every rank must see the self-check miss.
     forward = cpu.forward
     if rank == world - 1:
-        cpu.forward = lambda *args: (lambda out, lse: (out * 1.01, lse))(*forward(*args))
+        cpu.forward = lambda *args, **kw: (lambda out, lse: (out * 1.01, lse))(*forward(*args, **kw))
     for dtype in ("fp32", "bf16"):
         with pytest.raises(RuntimeError, match="prefix.verify, update 1: .*verify_action=fallback"):
             _measure("prefix", models["qwen3"], rank, {"param_dtype": dtype})

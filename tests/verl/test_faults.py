@@ -13,7 +13,7 @@ import torch
 import torch.multiprocessing as mp
 from test_engine_equivalence import TOLERANCE, _batch, _engine, _full, _loss, _relative
 
-from verl_prefix.core import faults
+from verl_prefix.core.errors import add_note
 from verl_prefix.testing import write_tiny_model
 
 PHASED = {"schedule": "phased", "wave_tokens": 40, "verify": "off"}
@@ -93,7 +93,7 @@ def _start(rank: int, world: int, rendezvous: str) -> list[str]:
     logged = []
     handler = logging.Handler()
     handler.emit = lambda record: logged.append(record.getMessage())
-    logging.getLogger("verl_prefix.core.faults").addHandler(handler)
+    logging.getLogger("verl_prefix.engine").addHandler(handler)
     return logged
 
 
@@ -227,5 +227,5 @@ def test_a_note_without_add_note():
             return super().__getattribute__(name)
 
     error = Old("broken", 3)
-    faults.add_note(error, "here")
+    add_note(error, "here")
     assert error.args == ("broken\nhere", 3)

@@ -1,1 +1,1 @@
-"""Which path is the cheapest: what passes cost, and the choice that `plan` and the engine share."""
+"""The cheapest path: costs of passes, and the choice that `plan` and the engine share."""

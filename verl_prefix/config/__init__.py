@@ -121,6 +121,8 @@ class PrefixEngineConfig(FSDPEngineConfig):
         ImportError: this verl was never tested (see `versions`).
     """
 
+    _mutable_fields = FSDPEngineConfig._mutable_fields | {"strategy", "prefix", "freeze_vision_tower"}
+
     strategy: str = "prefix"
     prefix: PrefixConfig = field(default_factory=PrefixConfig)
     freeze_vision_tower: bool = False
@@ -137,10 +139,11 @@ class PrefixEngineConfig(FSDPEngineConfig):
             "pad_to_length=True: the prefix engine packs without padding; set "
             "actor_rollout_ref.actor.pad_to_length=False",
         )
-        # verl's own check knows only its own names (verl/workers/config/engine.py).
-        object.__setattr__(self, "strategy", "fsdp2")
+        # verl's own check knows only its own names (verl/workers/config/engine.py), and so does its engine's base class
+        # (FSDPEngine._build_fsdp_module), which gets a copy that says fsdp2; the registry's backend name is prefix.
+        self.strategy = "fsdp2"
         super().__post_init__()
-        object.__setattr__(self, "strategy", "prefix")
+        self.strategy = "prefix"
 
 
 def _refuse_sequence_parallel(section: str, size: int) -> None:
@@ -208,9 +211,9 @@ class PrefixActorConfig(FSDPActorConfig):
         if self.prefix.schedule != "stock":
             _refuse_losses_of_passes(f"{key}.policy_loss", self.policy_loss)
         super().__post_init__()
-        object.__setattr__(self.engine, "strategy", "prefix")
-        object.__setattr__(self.engine, "prefix", self.prefix)
-        object.__setattr__(self.engine, "freeze_vision_tower", self.freeze_vision_tower)
+        self.engine.strategy = "prefix"
+        self.engine.prefix = self.prefix
+        self.engine.freeze_vision_tower = self.freeze_vision_tower
 
     def validate(self, n_gpus: int, train_batch_size: int, model_config: Any = None) -> None:
         """The checks that need the model's config; verl calls this in the driver.
@@ -254,7 +257,7 @@ def check_model_family(model_config: Any, freeze_vision_tower: bool) -> None:
     """
     from transformers import AutoConfig
 
-    from verl_prefix.models.hookup import check_supported
+    from verl_prefix.models.support import check_supported
     from verl_prefix.models.vision import is_vision_config
 
     try:

@@ -10,26 +10,26 @@ prefix's keys and values are never repeated per suffix (Prefix Grouper, arXiv 25
 """
 
 from collections.abc import Callable
-from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
+from verl_prefix.core.kernels import Kernel
 from verl_prefix.core.layout import Layout
 from verl_prefix.core.prefix_cache import PrefixCache, add_at
 
 
 class AttentionPass:
-    """What every attention layer of one forward needs; travels through the model as one keyword argument, so that
+    """Everything that the attention layers of one forward need; a keyword argument through the model, so that
     recomputation under gradient checkpointing sees the same pass on whatever thread autograd runs it.
 
-    Not a dataclass: FSDP2 rebuilds dataclasses that it finds among a module's inputs, and each layer would count alone.
+    A plain class on purpose: FSDP2 copies dataclass inputs for each layer, and each copy would count its own calls.
 
     Args:
         kernel: name for `kernels.choose_kernel`.
         capture: phase A, the layers hand their keys and values to it.
         cache: a wave, suffixes read their prefixes from it.
-        inspect: called by every layer with (layer, layout, q, k, v, sinks, scores, out) of `GroupedAttention`.
+        inspect: called by every layer with (layer, layout, q, k, v, sinks, params, out) of `GroupedAttention`.
     """
 
     def __init__(
@@ -48,7 +48,9 @@ class AttentionPass:
         self.num_calls = 0  # attention layers seen, so that a model that bypasses us is noticed
 
 
-def merge(out, lse, out_2, lse_2) -> tuple[torch.Tensor, torch.Tensor]:
+def merge(
+    out: torch.Tensor, lse: torch.Tensor, out_2: torch.Tensor, lse_2: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Two partial attentions of the same queries: out [T, H, D], lse [H, T]."""
     # Strided input would take another vector path, and the last bits would depend on the schedule.
     lse = lse.contiguous()
@@ -62,8 +64,8 @@ def _logaddexp(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return torch.maximum(a, b) + torch.log1p(torch.exp(-(a - b).abs()))
 
 
-class Scores(NamedTuple):
-    """How a layer turns queries and keys into attention scores, besides causality.
+class AttentionParams(NamedTuple):
+    """The way of a layer from queries and keys to attention scores, besides causality.
 
     `window`: tokens that a query sees, itself included. `softcap`: scores become softcap * tanh(scores / softcap).
     """
@@ -82,58 +84,61 @@ class GroupedAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx, q, k, v, sinks: torch.Tensor | None,
-        layout: Layout, kernel: ModuleType, scores: Scores, cache: PrefixCache | None, layer: int,
-    ):  # fmt: skip
-        reads = layout.reads(scores.window, q.device)
+        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None,
+        layout: Layout, kernel: Kernel, params: AttentionParams, cache: PrefixCache | None, layer: int,
+    ) -> torch.Tensor:  # fmt: skip
+        reads = layout.reads(params.window, q.device)
         prefix_k, prefix_v = (k, v) if cache is None or not reads.shares else cache.read(layer)
-        args = scores.scale, reads.window, scores.softcap
+        own_k, own_v = reads.own_keys(k, prefix_k), reads.own_keys(v, prefix_v)
         out, lse = kernel.forward(
-            q, reads.own_keys(k, prefix_k), reads.own_keys(v, prefix_v), reads.causal, True, *args
-        )
+            q, own_k, own_v, reads.causal,
+            causal=True, scale=params.scale, window=reads.window, softcap=params.softcap,
+        )  # fmt: skip
         if reads.cross is not None:
             queries, keys = reads.queries, reads.keys
             out_2, lse_2 = kernel.forward(
-                q[queries], prefix_k[keys], prefix_v[keys], reads.cross, False, scores.scale, None, scores.softcap
-            )
+                q[queries], prefix_k[keys], prefix_v[keys], reads.cross,
+                causal=False, scale=params.scale, softcap=params.softcap,
+            )  # fmt: skip
             out[queries], lse[:, queries] = merge(out[queries], lse[:, queries], out_2, lse_2)
         if sinks is not None:
             total = _logaddexp(lse, sinks.to(lse.dtype).unsqueeze(-1))
             out *= (lse - total).exp().transpose(0, 1).unsqueeze(-1)
             lse = total
         ctx.save_for_backward(q, k, v, sinks, out, lse)
-        ctx.args = layout, kernel, scores, cache, layer
+        ctx.args = layout, kernel, params, cache, layer
         return out
 
     @staticmethod
-    def backward(ctx, dout):
+    def backward(ctx: Any, dout: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         q, k, v, sinks, out, lse = ctx.saved_tensors
-        layout, kernel, scores, cache, layer = ctx.args
-        reads = layout.reads(scores.window, q.device)
+        layout, kernel, params, cache, layer = ctx.args
+        reads = layout.reads(params.window, q.device)
         prefix_k, prefix_v = (k, v) if cache is None or not reads.shares else cache.read(layer)
         own_k, own_v = reads.own_keys(k, prefix_k), reads.own_keys(v, prefix_v)
         dout = dout.contiguous()
-        dq, *own_grads = kernel.backward(
-            dout, q, own_k, own_v, out, lse, reads.causal, True, scores.scale, reads.window, scores.softcap
-        )
-        (dk, dv), prefix_grads = own_grads, []
+        dq, dk, dv = kernel.backward(
+            dout, q, own_k, own_v, out, lse, reads.causal,
+            causal=True, scale=params.scale, window=reads.window, softcap=params.softcap,
+        )  # fmt: skip
+        prefix_grads: list[tuple[slice | torch.Tensor, torch.Tensor, torch.Tensor]] = []
         if reads.tails is not None:
-            prefix_grads.append((reads.tails.tokens, *(grad[reads.tails.places] for grad in own_grads)))
-            dk, dv = (grad[reads.tails.own] for grad in own_grads)
+            prefix_grads.append((reads.tails.tokens, dk[reads.tails.places], dv[reads.tails.places]))
+            dk, dv = dk[reads.tails.own], dv[reads.tails.own]
         if reads.cross is not None:
             queries, keys = reads.queries, reads.keys
-            dq_2, *grads = kernel.backward(
-                dout[queries], q[queries], prefix_k[keys], prefix_v[keys], out[queries], lse[:, queries],
-                reads.cross, False, scores.scale, None, scores.softcap,
+            dq_2, dk_2, dv_2 = kernel.backward(
+                dout[queries], q[queries], prefix_k[keys], prefix_v[keys], out[queries], lse[:, queries], reads.cross,
+                causal=False, scale=params.scale, softcap=params.softcap,
             )  # fmt: skip
             dq[queries] += dq_2
-            prefix_grads.append((keys, *grads))
-        for tokens, *grads in prefix_grads:
+            prefix_grads.append((keys, dk_2, dv_2))
+        for tokens, dk_2, dv_2 in prefix_grads:
             if cache is None:
-                add_at(dk, tokens, grads[0])
-                add_at(dv, tokens, grads[1])
+                add_at(dk, tokens, dk_2)
+                add_at(dv, tokens, dv_2)
             else:
-                cache.add_grad(layer, tokens, *grads)
+                cache.add_grad(layer, tokens, dk_2, dv_2)
         dsinks = None
         if sinks is not None:
             share = (sinks.to(lse.dtype).unsqueeze(-1) - lse).exp()

@@ -25,6 +25,11 @@ class Group:
     suffix_lens: tuple[int, ...]
 
     @property
+    def is_shared(self) -> bool:
+        """True where the prefix is computed once for several rows."""
+        return len(self.rows) > 1 and self.prefix_len > 0
+
+    @property
     def num_suffix_tokens(self) -> int:
         return sum(self.suffix_lens)
 
@@ -65,7 +70,7 @@ def group_rows(
     Raises:
         ValueError: a prompt is empty.
     """
-    members: dict[tuple, list[int]] = {}
+    members: dict[tuple[object, bytes, bytes, bytes], list[int]] = {}
     for row, prompt in enumerate(prompts):
         if len(prompt) == 0:
             raise ValueError(f"row {row} has an empty prompt; verl needs at least one prompt token per row")

@@ -8,15 +8,20 @@ With this order the cross call's inputs are plain slices. Nothing is copied but 
 the batch's flat values, so positions continue the original ones and outputs scatter back to where they belong.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import functools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from itertools import accumulate, groupby
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from verl_prefix.core.groups import Group
-from verl_prefix.core.kernels import Spans
+
+
+def _built_once() -> Any:
+    """A field that holds what was made of the others, for all layers of a pass."""
+    return field(default_factory=dict, init=False, repr=False, compare=False)
 
 
 class Segment(NamedTuple):
@@ -25,6 +30,54 @@ class Segment(NamedTuple):
     length: int
     prefix_start: int = 0
     prefix_len: int = 0
+
+
+@dataclass(frozen=True)
+class Spans:
+    """Pairs of a query segment and the key segment that it reads, as cumulative bounds from the first token on.
+
+    `q` and `k` hold n + 1 increasing ints for n pairs; no segment is empty, since an empty one kills the CPU kernel.
+    `q_parts` refines `q` where a query segment is made of several rows: a kernel that goes part by part computes each
+    row alike whatever rows stand beside it, to the bit.
+    """
+
+    q: tuple[int, ...]
+    k: tuple[int, ...]
+    q_parts: tuple[int, ...] = ()
+    _cu_seqlens: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = _built_once()
+
+    def __post_init__(self) -> None:
+        assert len(self.q) == len(self.k), (self.q, self.k)
+        for bounds in (self.q, self.k):
+            assert all(b > a for a, b in zip(bounds, bounds[1:], strict=False)), f"empty segment in {bounds}"
+
+    def __iter__(self) -> Iterator[tuple[int, int, int, int]]:
+        return zip(self.q, self.q[1:], self.k, self.k[1:], strict=False)
+
+    def parts(self) -> Iterator[tuple[int, int, int, int]]:
+        """As iteration, but by `q_parts`: (query start, query end, key start, key end)."""
+        if not self.q_parts:
+            yield from self
+            return
+        pair = 0
+        for start, end in zip(self.q_parts, self.q_parts[1:], strict=False):
+            pair += start == self.q[pair + 1]
+            yield start, end, self.k[pair], self.k[pair + 1]
+
+    @functools.cached_property
+    def max_q(self) -> int:
+        return max(b - a for a, b in zip(self.q, self.q[1:], strict=False))
+
+    @functools.cached_property
+    def max_k(self) -> int:
+        return max(b - a for a, b in zip(self.k, self.k[1:], strict=False))
+
+    def cu_seqlens(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """int32 [n + 1] on `device`, built once for all layers."""
+        if device not in self._cu_seqlens:
+            q, k = (torch.tensor(bounds, dtype=torch.int32, device=device) for bounds in (self.q, self.k))
+            self._cu_seqlens[device] = q, k
+        return self._cu_seqlens[device]
 
 
 @dataclass(frozen=True)
@@ -42,7 +95,7 @@ class Tails:
 
 @dataclass(frozen=True)
 class Reads:
-    """Who reads what, in two kernel calls: `causal` over all T queries, and `cross`, where queries `queries` read
+    """Reads of a pass in two kernel calls: `causal` over all T queries, and `cross`, where queries `queries` read
     prefix tokens `keys` (a slice, or int64 indices where the tokens have gaps); None where nothing is shared."""
 
     causal: Spans
@@ -77,6 +130,7 @@ class Layout:
     index: torch.Tensor
     num_prefix: int
     segments: tuple[Segment, ...]
+    _reads: dict[tuple[int | None, torch.device], Reads] = _built_once()
 
     @property
     def num_tokens(self) -> int:
@@ -88,20 +142,22 @@ class Layout:
         return self.index[self.num_prefix :]
 
     def reads(self, window: int | None, device: torch.device) -> Reads:
-        """Who reads what where a query sees `window` tokens, itself included (None: all before it); built once.
+        """Reads where a query sees `window` tokens, itself included (None: all before it); built once.
 
         A row that the window covers whole is read as without one. The suffix of any other row is far: it reads its
         last `window - 1` prefix keys in the causal call, behind a copy of them, since no kernel takes a window per row.
         """
-        made = self.__dict__.setdefault("_reads", {})
-        if (window, device) not in made:
-            made[window, device] = self._reads_of(window, device)
-        return made[window, device]
+        if (window, device) not in self._reads:
+            self._reads[window, device] = self._reads_of(window, device)
+        return self._reads[window, device]
 
     def _reads_of(self, window: int | None, device: torch.device) -> Reads:
         segments = self.segments
         far = [window is not None and s.prefix_len + s.length > window for s in segments]
-        tail_lens = [min(s.prefix_len, window - 1) if is_far else 0 for s, is_far in zip(segments, far, strict=True)]
+        tail_lens = [
+            min(s.prefix_len, window - 1) if window is not None and is_far else 0
+            for s, is_far in zip(segments, far, strict=True)
+        ]
         starts = (0, *accumulate(s.length for s in segments))
         key_ends = tuple(accumulate(n + s.length for n, s in zip(tail_lens, segments, strict=True)))
         near = [(starts[i], s) for i, s in enumerate(segments) if s.prefix_len and not far[i]]
@@ -117,8 +173,8 @@ class Layout:
         return Reads(
             Spans(starts, (0, *key_ends)),
             cross,
-            queries=_places([(start, s.length) for start, s in near], device),
-            keys=_places(pairs, device),
+            queries=_token_index([(start, s.length) for start, s in near], device),
+            keys=_token_index(pairs, device),
             window=window if any(far) else None,
             tails=self._tails(tail_lens, key_ends, device) if any(tail_lens) else None,
         )
@@ -178,8 +234,8 @@ def _ranges(pieces: Sequence[tuple[int, int]]) -> torch.Tensor:
     return torch.cat([torch.arange(start, start + length) for start, length in pieces])
 
 
-def _places(pieces: Sequence[tuple[int, int]], device: torch.device) -> slice | torch.Tensor:
-    """The same as a slice where there are no gaps, so that nothing is copied."""
+def _token_index(pieces: Sequence[tuple[int, int]], device: torch.device) -> slice | torch.Tensor:
+    """`_ranges` on `device`, or a slice where there are no gaps, so that nothing is copied."""
     if all(a + n == b for (a, n), (b, _) in zip(pieces, pieces[1:], strict=False)):
         return slice(pieces[0][0], sum(pieces[-1])) if pieces else slice(0)
     return _ranges(pieces).to(device)

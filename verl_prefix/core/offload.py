@@ -44,7 +44,7 @@ def device_room(device: torch.device) -> int:
         return sys.maxsize
     free, total = torch.cuda.mem_get_info(device)
     stats = torch.cuda.memory_stats(device)
-    return free + stats["reserved_bytes.all.current"] - stats["active_bytes.all.current"] - total // 8
+    return int(free + stats["reserved_bytes.all.current"] - stats["active_bytes.all.current"] - total // 8)
 
 
 class HostPages:
@@ -146,21 +146,22 @@ class OffloadedPrefixCache(PrefixCache):
         if dormant is None:  # detached: a graph node that holds its own output is a cycle that nothing collects
             return tensor.detach()
         dormant.num_waiting += 1
-        return dormant, tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset()
+        return dormant, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset())
 
     def _unpack(self, saved: Saved) -> torch.Tensor:
         if isinstance(saved, torch.Tensor):
             return saved
         dormant, dtype, size, stride, offset = saved
-        if dormant.on_device is None:
+        on_device = dormant.on_device
+        if on_device is None:
             if not dormant.pieces:
                 raise RuntimeError("backward through a prefix graph whose OffloadedPrefixCache was left before")
-            self._copy_in(dormant)
+            on_device = self._copy_in(dormant)
             self.counts["demand_loads"] += 1
         if dormant.ready is not None:
             torch.cuda.current_stream(self.device).wait_event(dormant.ready)
         tensor = torch.empty(0, dtype=dtype, device=self.device)
-        tensor.set_(dormant.on_device.untyped_storage(), offset, size, stride)
+        tensor.set_(on_device.untyped_storage(), offset, size, stride)
         dormant.num_waiting -= 1
         if dormant.num_waiting <= 0:
             dormant.on_device = None
@@ -212,12 +213,13 @@ class OffloadedPrefixCache(PrefixCache):
         pages = range(start // PAGE_BYTES, -(-end // PAGE_BYTES))
         return [self._pages[i][max(start - i * PAGE_BYTES, 0) : end - i * PAGE_BYTES] for i in pages]
 
-    def _copy_in(self, dormant: Dormant) -> None:
+    def _copy_in(self, dormant: Dormant) -> torch.Tensor:
         # Memory of the current stream, where backward reads and frees it; `_copy` lets that stream's past go first.
         on_device = torch.empty(dormant.nbytes, dtype=torch.uint8, device=self.device)
         self._copy(on_device.split([len(piece) for piece in dormant.pieces]), dormant.pieces)
         dormant.on_device = on_device
-        dormant.ready = self._host.stream and self._host.stream.record_event()
+        dormant.ready = self._host.stream.record_event() if self._host.stream is not None else None
+        return on_device
 
     def _copy(self, into: Iterable[torch.Tensor], source: Iterable[torch.Tensor]) -> None:
         """On the side stream, behind all that the current stream was given so far; on CPU at once."""

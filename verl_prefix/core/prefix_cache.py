@@ -43,9 +43,9 @@ class PrefixCache:
     def add_grad(self, layer: int, tokens: slice | torch.Tensor, dk: torch.Tensor, dv: torch.Tensor) -> None:
         """Phase B: a wave's gradients of the prefix tokens that it read."""
         if layer not in self._grad:
-            self._grad[layer] = tuple(
-                torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32)) for x in self._leaf[layer]
-            )
+            k, v = self._leaf[layer]
+            wide = torch.promote_types(k.dtype, torch.float32)
+            self._grad[layer] = torch.zeros_like(k, dtype=wide), torch.zeros_like(v, dtype=wide)
         for total, part in zip(self._grad[layer], (dk, dv), strict=True):
             add_at(total, tokens, part)
 

@@ -8,34 +8,59 @@
 packed is Prefix Grouper (arXiv 2506.05433) with merged attention; phased is schedule-level reuse, for groups that do
 not fit one pass: B needs the memory of one wave, and A and C happen once however many waves there are. The stock actor
 computes P once per suffix instead. Knows neither verl nor losses: logits go to `outputs`, what that returns to `step`
-(`run`, a whole plan), or to whoever iterates over `passes` and calls backward himself (`api`).
+(`run`, a whole plan), or to whoever iterates over `forwards` and calls backward himself (`api`).
 """
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from verl_prefix.core.attention import AttentionPass
-from verl_prefix.core.faults import during, noted
+from verl_prefix.core.errors import annotate_errors, annotate_loop_body
 from verl_prefix.core.groups import Group
 from verl_prefix.core.layout import Layout, build_layout, dummy_layout, prefix_layout
 from verl_prefix.core.offload import OffloadedPrefixCache
 from verl_prefix.core.prefix_cache import PrefixCache
-from verl_prefix.core.waves import Plan, Work
-from verl_prefix.models.hookup import grouped_attention, token_outputs
-from verl_prefix.models.vision import PixelBatch
+from verl_prefix.core.waves import PackedPass, PhasedPass, Plan
 
 # (suffix tokens' places in the batch's flat values [n], their logits [n, vocabulary]) -> what the loss needs [n, k]
 Outputs = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 # (groups, layout, outputs of all suffix tokens [n, k]) -> loss of these rows
 Step = Callable[[Sequence[Group], Layout, torch.Tensor], torch.Tensor]
-# What a Step gets: a packed pass or a wave after its forward. Without groups it is a dummy, whose loss is zero.
-Pass = tuple[Sequence[Group], Layout, torch.Tensor]
+
+
+class PassOutputs(NamedTuple):
+    """A packed pass or a wave after its forward, as a Step gets it; without groups a dummy, whose loss is zero."""
+
+    groups: Sequence[Group]
+    layout: Layout
+    outputs: torch.Tensor
+
+
+class Pixels(Protocol):
+    """Images and videos of a vision model's rows (`models.vision.PixelBatch`)."""
+
+    def of(self, groups: Sequence[Group], device: torch.device) -> dict[str, torch.Tensor]:
+        """Arguments of the model's forward for a packed row that begins with the prefixes of `groups`."""
+
+
+class Model(Protocol):
+    """A model as a schedule calls it (`models.hookup.HookedModel` for those of Hugging Face)."""
+
+    def grouped_attention(self) -> AbstractContextManager[None]:
+        """While open, attention layers call `GroupedAttention` with the `AttentionPass` of the forward."""
+
+    def token_outputs(
+        self, input_ids: torch.Tensor, position_ids: torch.Tensor, keep: torch.Tensor, attention_pass: AttentionPass,
+        outputs: Outputs, logits_chunk: int, pixels: Mapping[str, torch.Tensor],
+    ) -> torch.Tensor:  # fmt: skip
+        """One forward of a packed row [T]; what `outputs` makes of the logits of tokens `keep` [n]: [n, k]."""
 
 
 @dataclass(frozen=True)
@@ -46,14 +71,14 @@ class TokenBatch:
     input_ids: torch.Tensor
     position_ids: torch.Tensor
     offsets: Sequence[int]
-    pixels: PixelBatch | None = None
+    pixels: Pixels | None = None
 
 
 class Schedule:
     """Runs a plan on one model.
 
     Args:
-        model: HF causal LM (may be the FSDP2 root: every forward enters through it, so that its hooks run).
+        model: hooked up for grouped attention; see `Model`.
         outputs: what to keep of logits, per token (log-prob, entropy); gets at most `logits_chunk` tokens at a time.
         step: gets each pass's groups, layout and outputs, keeps what it needs and returns the loss; only for `run`.
         backward: what to do with a loss; None for a forward-only run, which the caller wraps in `torch.no_grad`.
@@ -68,12 +93,12 @@ class Schedule:
 
     def __init__(
         self,
-        model: torch.nn.Module,
+        model: Model,
         outputs: Outputs,
         step: Step | None = None,
         backward: Callable[[torch.Tensor], None] | None = None,
-        gradient_sync: Callable[[bool], AbstractContextManager] = lambda last: nullcontext(),
-        forward_context: Callable[[], AbstractContextManager] = nullcontext,
+        gradient_sync: Callable[[bool], AbstractContextManager[Any]] = lambda last: nullcontext(),
+        forward_context: Callable[[], AbstractContextManager[Any]] = nullcontext,
         kernel: str = "auto",
         logits_chunk: int = 4096,
         offload: bool = False,
@@ -96,51 +121,55 @@ class Schedule:
         self.phase_b_peak: int | None = None
 
     def run(self, tokens: TokenBatch, plan: Plan) -> None:
-        """All passes of `plan`, in its order, which must be the same on every rank."""
-        with grouped_attention(self.model):
-            for i, work in enumerate(plan.works):
-                with self.passes(tokens, work, last=i == len(plan.works) - 1) as passes:
-                    for groups, layout, outputs in passes:
+        """All passes of `plan`, in its order, which must be the same on every rank; needs `step`."""
+        assert self.step is not None
+        with self.model.grouped_attention():
+            for i, planned in enumerate(plan.passes):
+                with self.forwards(tokens, planned, last=i == len(plan.passes) - 1) as forwards:
+                    for groups, layout, outputs in forwards:
                         with self.forward_context():
                             loss = self.step(groups, layout, outputs) if groups else outputs.sum() * 0.0
                         if self.backward is not None:
                             self.backward(loss)
 
     @contextmanager
-    def passes(self, tokens: TokenBatch, work: Work, last: bool = True) -> Iterator[Iterator[Pass]]:
-        """One work, inside `grouped_attention`: phase A on entering, forwards by iterating, phase C on leaving.
+    def forwards(
+        self, tokens: TokenBatch, planned: PackedPass | PhasedPass, last: bool = True
+    ) -> Iterator[Iterator[PassOutputs]]:
+        """One pass, inside `grouped_attention`: phase A on entering, forwards by iterating, phase C on leaving.
 
-        Backward of a pass comes before the next is asked for. After an exception there is no phase C; in any case
+        Backward of a forward comes before the next is asked for. After an exception there is no phase C; in any case
         nothing of the prefix is left. Without gradients (`torch.no_grad`) there is no phase C either.
         """
-        if work.waves is None:
-            with closing(self._packed(tokens, work, last)) as packed, noted():
+        if isinstance(planned, PackedPass):
+            with closing(self._packed(tokens, planned, last)) as packed, annotate_loop_body():
                 yield packed
             return
         device = tokens.input_ids.device
-        with OffloadedPrefixCache(device, self.transfers) if self.offload else PrefixCache() as cache:
-            with self._timed("phase_a", work.groups), cache.saving() if self.offload else nullcontext():
-                root = self._prefixes(tokens, work.groups, cache)
-            with closing(self._waves(tokens, work, cache)) as waves, noted():
+        offloaded = OffloadedPrefixCache(device, self.transfers) if self.offload else None
+        with offloaded or PrefixCache() as cache:
+            with self._timed("phase_a", planned.groups), offloaded.saving() if offloaded else nullcontext():
+                root = self._prefixes(tokens, planned.groups, cache)
+            with closing(self._waves(tokens, planned, cache)) as waves, annotate_loop_body():
                 yield waves
             if torch.is_grad_enabled():
-                with self._timed("phase_c", work.groups), self.gradient_sync(last):
+                with self._timed("phase_c", planned.groups), self.gradient_sync(last):
                     cache.backward(root)
 
-    def _packed(self, tokens: TokenBatch, work: Work, last: bool) -> Iterator[Pass]:
-        layout = build_layout(work.groups, tokens.offsets) if work.groups else dummy_layout()
-        with self._timed("packed", work.groups), self.gradient_sync(last):
-            yield self._suffixes(tokens, work.groups, layout, cache=None)
+    def _packed(self, tokens: TokenBatch, planned: PackedPass, last: bool) -> Generator[PassOutputs]:
+        layout = build_layout(planned.groups, tokens.offsets) if planned.groups else dummy_layout()
+        with self._timed("packed", planned.groups), self.gradient_sync(last):
+            yield self._suffixes(tokens, planned.groups, layout, cache=None)
 
-    def _waves(self, tokens: TokenBatch, work: Work, cache: PrefixCache) -> Iterator[Pass]:
-        starts = (0, *accumulate(group.prefix_len for group in work.groups))
+    def _waves(self, tokens: TokenBatch, planned: PhasedPass, cache: PrefixCache) -> Generator[PassOutputs]:
+        starts = (0, *accumulate(group.prefix_len for group in planned.groups))
         device = tokens.input_ids.device
         if self.measure_peak:
             torch.cuda.reset_peak_memory_stats(device)
-        for number, wave in enumerate(work.waves, start=1):
+        for number, wave in enumerate(planned.waves, start=1):
             groups = [piece for _, piece in wave]
             layout = build_layout(groups, tokens.offsets, [starts[i] for i, _ in wave]) if wave else dummy_layout()
-            with self._timed("phase_b", groups, f"wave {number} of {len(work.waves)}"), self.gradient_sync(False):
+            with self._timed("phase_b", groups, f"wave {number} of {len(planned.waves)}"), self.gradient_sync(False):
                 yield self._suffixes(tokens, groups, layout, cache)
         if self.measure_peak:
             self.phase_b_peak = max(self.phase_b_peak or 0, torch.cuda.max_memory_allocated(device))
@@ -149,19 +178,22 @@ class Schedule:
         """Phase A; one token goes through lm_head, since FSDP2 needs the root's output to start phase C from."""
         shared = any(group.prefix_len for group in groups)
         layout = prefix_layout(groups, tokens.offsets) if shared else dummy_layout()
-        job = AttentionPass(layout, self.kernel, capture=cache)
+        attention_pass = AttentionPass(layout, self.kernel, capture=cache)
         with self.forward_context():
-            return self._forward(tokens, layout, slice(-1, None), job, _sum_logits, groups)
+            return self._forward(tokens, layout, slice(-1, None), attention_pass, _sum_logits, groups)
 
-    def _suffixes(self, tokens: TokenBatch, groups: Sequence[Group], layout: Layout, cache: PrefixCache | None) -> Pass:
-        job = AttentionPass(layout, self.kernel, cache=cache, inspect=None if cache else self.inspect)
+    def _suffixes(
+        self, tokens: TokenBatch, groups: Sequence[Group], layout: Layout, cache: PrefixCache | None
+    ) -> PassOutputs:
+        attention_pass = AttentionPass(layout, self.kernel, cache=cache, inspect=None if cache else self.inspect)
         keep = slice(layout.num_prefix, None)
         with self.forward_context():
             outputs = self.outputs if groups else _sum_logits
-            return groups, layout, self._forward(tokens, layout, keep, job, outputs, groups if cache is None else ())
+            prefixes = groups if cache is None else ()
+            return PassOutputs(groups, layout, self._forward(tokens, layout, keep, attention_pass, outputs, prefixes))
 
     def _forward(
-        self, tokens: TokenBatch, layout: Layout, keep: slice, job: AttentionPass, outputs: Outputs,
+        self, tokens: TokenBatch, layout: Layout, keep: slice, attention_pass: AttentionPass, outputs: Outputs,
         prefixes: Sequence[Group],
     ) -> torch.Tensor:  # fmt: skip
         """The model on one packed row, which begins with the prefixes of `prefixes`."""
@@ -169,8 +201,8 @@ class Schedule:
         index = layout.index.to(device)
         kept = torch.arange(layout.num_tokens, device=device)[keep]
         place = index[kept]
-        return token_outputs(
-            self.model, tokens.input_ids[index], tokens.position_ids[..., index], kept, job,
+        return self.model.token_outputs(
+            tokens.input_ids[index], tokens.position_ids[..., index], kept, attention_pass,
             lambda rows, logits: outputs(place[rows], logits), self.logits_chunk,
             {} if tokens.pixels is None else tokens.pixels.of(prefixes, device),
         )  # fmt: skip
@@ -178,7 +210,7 @@ class Schedule:
     @contextmanager
     def _timed(self, phase: str, groups: Sequence[Group], part: str = "") -> Iterator[None]:
         start = time.perf_counter()
-        with during(phase, groups, part):
+        with annotate_errors(phase, groups, part):
             yield
             if torch.cuda.is_available():
                 torch.cuda.synchronize()

@@ -1,10 +1,11 @@
 """Budgets: which groups share a pass, how suffixes fall into waves, and the same counts on every rank.
 
-A budget counts physical tokens, those that are computed. Pure functions of lengths; `agree` is the one collective.
+A budget counts physical tokens, those that are computed. Pure functions of lengths; `pad_to_same_passes` is the one
+collective.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from verl_prefix.core.groups import Group
@@ -13,29 +14,51 @@ from verl_prefix.core.layout import pass_order
 Item = TypeVar("Item")
 
 
-@dataclass(frozen=True)
-class Work:
-    """Groups that run together: one packed pass if `waves` is None, else phase A, the waves, and phase C.
+# Of one phase-B micro-batch: (index into the pass's groups, the piece of that group whose suffixes the wave holds).
+Wave = tuple[tuple[int, Group], ...]
 
-    A wave lists (index into `groups`, the piece of that group whose suffixes it holds). Empty `groups`: a dummy with no
-    rows, which keeps this rank's collectives in step.
-    """
+
+@dataclass(frozen=True)
+class PackedPass:
+    """Groups in one graph. Without groups: a dummy without rows, which keeps this rank's collectives in step."""
 
     groups: tuple[Group, ...] = ()
-    waves: tuple[tuple[tuple[int, Group], ...], ...] | None = None
+
+
+@dataclass(frozen=True)
+class PhasedPass:
+    """Groups whose prefixes run together in phases A and C, and the waves between; dummies as in `PackedPass`."""
+
+    groups: tuple[Group, ...] = ()
+    waves: tuple[Wave, ...] = ()
 
 
 @dataclass(frozen=True)
 class Plan:
-    """All passes of one batch, packed ones first. `split_groups` counts groups whose prefix is computed repeatedly."""
+    """All passes of one rank's batch, packed ones first.
 
-    works: tuple[Work, ...]
+    `split_groups` counts groups whose prefix is computed repeatedly; `idle_rows` are groups with empty responses alone.
+    """
+
+    passes: tuple[PackedPass | PhasedPass, ...]
     split_groups: int = 0
-    idle_rows: tuple[Group, ...] = field(default=())
+    idle_rows: tuple[Group, ...] = ()
+
+    @property
+    def packed(self) -> list[PackedPass]:
+        return [one for one in self.passes if isinstance(one, PackedPass)]
+
+    @property
+    def phased(self) -> list[PhasedPass]:
+        return [one for one in self.passes if isinstance(one, PhasedPass)]
+
+    @property
+    def waves(self) -> list[Wave]:
+        return [wave for one in self.phased for wave in one.waves]
 
     @property
     def num_physical_tokens(self) -> int:
-        return sum(group.num_physical_tokens for work in self.works for group in work.groups)
+        return sum(group.num_physical_tokens for one in self.passes for group in one.groups)
 
 
 def _pieces(group: Group, budget: int) -> list[Group]:
@@ -68,7 +91,7 @@ def first_fit(items: Sequence[Item], size: Callable[[Item], int], budget: int) -
     return bins
 
 
-def make_waves(groups: Sequence[Group], wave_tokens: int) -> tuple[tuple[tuple[int, Group], ...], ...]:
+def make_waves(groups: Sequence[Group], wave_tokens: int) -> tuple[Wave, ...]:
     """Suffixes of `groups` in order, in waves of at most `wave_tokens` tokens (one suffix at least)."""
     waves: list[list[tuple[int, Group]]] = [[]] if groups else []
     used = 0
@@ -104,36 +127,48 @@ def make_plan(
     pieces = [_pieces(group, budget) for group, fit in zip(live, fits, strict=True) if fit]
     packed = first_fit([p for cut in pieces for p in cut], lambda group: group.num_physical_tokens, budget)
     phased = [group for group, fit in zip(live, fits, strict=True) if not fit]
-    works = [Work(tuple(pass_order(members))) for members in packed]
+    passes: list[PackedPass | PhasedPass] = [PackedPass(tuple(pass_order(members))) for members in packed]
     room = budget if offload else budget - wave_tokens if wave_tokens else budget // 2
     for members in first_fit(phased, lambda group: group.prefix_len, room):
         ordered = tuple(pass_order(members))
         resident = 0 if offload else sum(group.prefix_len for group in ordered)
-        works.append(Work(ordered, make_waves(ordered, wave_tokens or budget - resident)))
+        passes.append(PhasedPass(ordered, make_waves(ordered, wave_tokens or budget - resident)))
     return Plan(
-        tuple(works),
+        tuple(passes),
         split_groups=sum(len(cut) > 1 for cut in pieces),
         idle_rows=tuple(group for group in groups if not group.num_suffix_tokens),
     )
 
 
-def agree(plan: Plan, reduce_max: Callable[[list[int]], list[int]]) -> Plan:
+def largest_wave(plan: Plan) -> int:
+    """Suffix tokens of the plan's largest wave; 0 without waves."""
+    return max((sum(piece.num_suffix_tokens for _, piece in wave) for wave in plan.waves), default=0)
+
+
+def limit_waves(plan: Plan, tokens: int) -> Plan:
+    """The plan with waves of at most `tokens` suffix tokens, or one row; as it is where none is larger."""
+    if largest_wave(plan) <= tokens:
+        return plan
+    phased = (replace(one, waves=make_waves(one.groups, tokens)) for one in plan.phased)
+    return replace(plan, passes=(*plan.packed, *phased))
+
+
+def pad_to_same_passes(plan: Plan, reduce_max: Callable[[Sequence[float]], Sequence[float]]) -> Plan:
     """The plan with dummies added, so that every rank runs the same passes and waves in the same order.
 
     Args:
-        reduce_max: element-wise maximum over ranks of a list of ints (equally long on every rank).
+        reduce_max: element-wise maximum over ranks of a list, equally long on every rank.
     """
-    packed = [work for work in plan.works if work.waves is None]
-    phased = sorted((work for work in plan.works if work.waves is not None), key=lambda work: -len(work.waves))
-    num_packed, num_phased = reduce_max([len(packed), len(phased)])
-    packed += [Work()] * (num_packed - len(packed))
-    phased += [Work(waves=())] * (num_phased - len(phased))
+    packed, phased = plan.packed, sorted(plan.phased, key=lambda one: -len(one.waves))
+    num_packed, num_phased = map(int, reduce_max([len(packed), len(phased)]))
+    packed += [PackedPass()] * (num_packed - len(packed))
+    phased += [PhasedPass()] * (num_phased - len(phased))
     if phased:
-        num_waves = reduce_max([len(work.waves) for work in phased])
+        num_waves = map(int, reduce_max([len(one.waves) for one in phased]))
         phased = [
-            Work(work.groups, work.waves + ((),) * (count - len(work.waves)))
-            for work, count in zip(phased, num_waves, strict=True)
+            replace(one, waves=one.waves + ((),) * (count - len(one.waves)))
+            for one, count in zip(phased, num_waves, strict=True)
         ]
     if not packed and not phased:
-        packed = [Work()]
-    return Plan((*packed, *phased), plan.split_groups, plan.idle_rows)
+        packed = [PackedPass()]
+    return replace(plan, passes=(*packed, *phased))

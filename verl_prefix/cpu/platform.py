@@ -13,7 +13,7 @@ from verl.plugin.platform import PlatformBase, PlatformRegistry
 
 
 def is_selected() -> bool:
-    """Whether ``VERL_PLATFORM=cpu``, the only way to this platform: a Ray actor without a GPU must not pick it."""
+    """True under ``VERL_PLATFORM=cpu``, the only way to this platform: a Ray actor without a GPU must not pick it."""
     return os.environ.get("VERL_PLATFORM", "").strip().lower() == "cpu"
 
 

@@ -45,7 +45,7 @@ SETTLE_SECONDS = 0.02
 
 @dataclass(frozen=True)
 class Sampling:
-    """What the requests of one batch share."""
+    """Settings that the requests of one batch share."""
 
     temperature: float
     top_p: float
@@ -54,7 +54,7 @@ class Sampling:
 
     @property
     def greedy(self) -> bool:
-        """Whether the most likely token is taken; vLLM draws the line at the same temperature."""
+        """True where the most likely token is taken; vLLM draws the line at the same temperature."""
         return self.temperature < 1e-5
 
 

@@ -1,4 +1,4 @@
-"""What runs inside vLLM's worker process under `rollout.name=vllm` on CPU; imported there and nowhere else."""
+"""Code that runs inside vLLM's worker process under `rollout.name=vllm` on CPU; imported there and nowhere else."""
 
 import vllm._custom_ops
 from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension

@@ -15,11 +15,11 @@ from verl.utils.device import get_device_id
 from verl.utils.metric import AggregationType, Metric
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
-from verl_prefix.core import faults
 from verl_prefix.core.groups import Group, group_rows
 from verl_prefix.core.layout import Layout
 from verl_prefix.core.schedule import TokenBatch
 from verl_prefix.core.waves import Plan
+from verl_prefix.engine.not_finite import all_finite, log_not_finite, rows_not_finite
 from verl_prefix.models.vision import PixelBatch, is_vision_config, share_pixels
 
 
@@ -102,13 +102,13 @@ class MiniBatch:
         gradient is NaN times zero."""
         inputs = {name: x for name, x in micro_batch.items() if isinstance(x, torch.Tensor) and x.is_floating_point()}
         values = [x.values() if x.is_nested else x for x in inputs.values()]
-        if math.isfinite(loss) and faults.all_finite([outputs, *values]):
+        if math.isfinite(loss) and all_finite([outputs, *values]):
             return
         self.num_not_finite += 1
         if self.num_not_finite == 1:
             uids = tu.get(micro_batch, "uid") if "uid" in micro_batch.keys() else [None] * len(rows)
-            bad = {name: faults.rows_not_finite(x.unbind()) for name, x in (model_output | inputs).items()}
-            faults.say_not_finite(loss, bad, [f"{row} (uid {uid})" for row, uid in zip(rows, uids, strict=True)])
+            bad = {name: rows_not_finite(x.unbind()) for name, x in (model_output | inputs).items()}
+            log_not_finite(loss, bad, [f"{row} (uid {uid})" for row, uid in zip(rows, uids, strict=True)])
 
     def _model_output(
         self, groups: Sequence[Group], layout: Layout, outputs: torch.Tensor, offsets: torch.Tensor
@@ -140,7 +140,7 @@ class MiniBatch:
 
 
 class _Logits:
-    """What prepare_model_outputs reads of a HF output."""
+    """A HF output as far as prepare_model_outputs reads it."""
 
     def __init__(self, logits: torch.Tensor) -> None:
         self.logits = logits

@@ -9,13 +9,13 @@ Two comparisons, both by the noise floor: what ours misses is measured in units 
   errors of one percent in the kernel, which log-probs of a bf16 model hide.
 """
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import NamedTuple
 
 import torch
 
-from verl_prefix.core.attention import Scores
+from verl_prefix.core.attention import AttentionParams
 from verl_prefix.core.layout import Layout
 
 # A perturbed pass rounds once per layer differently; ours does at its matmuls, too, whose shapes differ from stock's.
@@ -56,7 +56,7 @@ class AttentionCheck:
     @torch.no_grad()
     def __call__(
         self, layer: int, layout: Layout, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
-        sinks: torch.Tensor | None, scores: Scores, out: torch.Tensor,
+        sinks: torch.Tensor | None, params: AttentionParams, out: torch.Tensor,
     ) -> None:  # fmt: skip
         prefix_len = layout.num_prefix
         error = noise = 0.0
@@ -67,7 +67,7 @@ class AttentionCheck:
             query = torch.cat([own[:_QUERIES], own[_QUERIES:][-_QUERIES:]])
             keys, values = (torch.cat([x[:behind], x[start : start + segment.length]]) for x in (k, v))
             with torch.autocast(q.device.type, enabled=False):  # which would round the scores as well
-                truth, rounded = _dense(q[start + query], keys, values, sinks, scores, query + behind)
+                truth, rounded = _dense(q[start + query], keys, values, sinks, params, query + behind)
             error += (out[start + query] - truth).square().sum().item()
             noise += (rounded - truth).square().sum().item()
             start += segment.length
@@ -76,20 +76,20 @@ class AttentionCheck:
             self.worst, self.layer = ratio, layer
 
 
-def _dense(q, k, v, sinks, scores: Scores, position: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _dense(q, k, v, sinks, params: AttentionParams, position: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of queries at `position` among the keys, [n, H, D]: in float64, and with probabilities and output
     rounded to q's dtype. One key head at a time, since keys may be many."""
     behind = position.unsqueeze(1) - torch.arange(k.shape[0], device=q.device)
-    hidden = behind < 0 if scores.window is None else (behind < 0) | (behind >= scores.window)
+    hidden = behind < 0 if params.window is None else (behind < 0) | (behind >= params.window)
     per_key_head = q.shape[1] // k.shape[1]
     truth, rounded = torch.empty_like(q, dtype=torch.float64), torch.empty_like(q)
     for head in range(q.shape[1]):
         for out in (truth, rounded):
             compute = torch.promote_types(out.dtype, torch.float32)
             keys, values = (x[:, head // per_key_head].to(compute) for x in (k, v))
-            logits = q[:, head].to(compute) @ keys.T * scores.scale
-            if scores.softcap is not None:
-                logits = scores.softcap * torch.tanh(logits / scores.softcap)
+            logits = q[:, head].to(compute) @ keys.T * params.scale
+            if params.softcap is not None:
+                logits = params.softcap * torch.tanh(logits / params.softcap)
             logits = logits.masked_fill(hidden, float("-inf"))
             if sinks is not None:
                 logits = torch.cat([logits, sinks[head].to(compute).expand(len(q), 1)], -1)
@@ -97,6 +97,27 @@ def _dense(q, k, v, sinks, scores: Scores, position: torch.Tensor) -> tuple[torc
             probs = (logits - logits.logsumexp(-1, keepdim=True)).exp()[:, : k.shape[0]].to(out.dtype).to(compute)
             out[:, head] = (probs @ values).to(out.dtype)
     return truth, rounded
+
+
+@contextmanager
+def rounding_noise(model: torch.nn.Module, dtype: torch.dtype) -> Iterator[None]:
+    """While open, every attention output is off by up to one rounding step of `dtype`, differently each time."""
+    eps = torch.finfo(dtype).eps
+    device = next(model.parameters()).device
+    generator = torch.Generator(device).manual_seed(0)  # the run's own random state stays as it is
+
+    def disturb(module: torch.nn.Module, args: tuple, output: tuple) -> tuple:
+        out = output[0]
+        factor = 1 + eps * (2 * torch.rand(out.shape, device=device, generator=generator) - 1)
+        return (out * factor).to(out.dtype), *output[1:]
+
+    attention = [m for m in model.modules() if hasattr(m, "layer_idx") and hasattr(m, "is_causal")]
+    handles = [module.register_forward_hook(disturb) for module in attention]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def check(

@@ -24,6 +24,14 @@ from verl_prefix.models.vision import PIXEL_NAMES, Row, share_pixels
 CARRIES, CARRIED_BY = "verl_prefix.carries", "verl_prefix.carried_by"
 PARTITION = "train"
 
+# The order of verl's calls that this relies on (verl/experimental/agent_loop/agent_loop.py, ppo/v1/agent_loop_tq.py):
+#
+#     _run_prompt(prompt)                      a task for every prompt
+#         _agent_loop_postprocess(output)      a task for every session
+#             _compute_score()                 computes positions of its own, of no row that is put
+#             _compute_position_ids(inputs)    for its rows 0, 1, ... in turn; the last to read a row's pixels
+#             kv_batch_put(rows)
+#
 # Of the asyncio task that runs a prompt: digests of pixels, and the keys of the rows that carry them. Of a session's
 # task within it: the keys of the rows that it still puts.
 _carriers: ContextVar[dict[bytes, str]] = ContextVar("carriers")

@@ -54,7 +54,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def plain(config: Any) -> Any:
-    """What of a config dataclass JSON can hold: fields of other types, such as tokenizers, are left out."""
+    """The part of a config dataclass that JSON can hold: fields of other types, such as tokenizers, are left out."""
     if config is None or isinstance(config, bool | int | float | str):
         return config
     if isinstance(config, list | tuple):

@@ -11,7 +11,7 @@ import json
 import logging
 import os
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -76,13 +76,13 @@ class TraceWriter:
         self.max_steps, self.max_bytes = max_steps, max_gib * 2**30 / world_size
         self.step, self.num_bytes, self.ended, self.resumed, self.run = 0, 0, False, False, 0
 
-    def record(self, data: TensorDict, loss: Callable, reduce_max: Callable[[list[int]], list[int]]) -> None:
+    def record(self, data: TensorDict, loss: Callable, reduce_max: Callable[[Sequence[float]], list[float]]) -> None:
         """Writes this rank's rows of one optimizer step, before they are computed.
 
         Args:
             data: verl's mini-batch; its jagged or row-wise tensors, `uid` and scalars are kept.
             loss: verl's loss function, a partial of `ppo_loss` with its config.
-            reduce_max: element-wise maximum over ranks of a list of ints.
+            reduce_max: element-wise maximum over ranks; exact for integers below 2**53.
 
         Raises:
             TraceError: at the first step, on every rank, where any has images, a vision-language model's positions or a
@@ -96,15 +96,16 @@ class TraceWriter:
         content, error = b"", None
         try:
             loss_options = _describe_loss(loss)
-            tensors, uids, flags = _take_apart(data)
+            tensors, uids, flags = split_fields(data)
             content = save(tensors)
         except TraceError as found:
             error = found
         full = self.step >= self.max_steps or self.num_bytes + len(content) > self.max_bytes
         exists = self.step == 0 and (self.folder / MANIFEST).exists()
-        drawn = secrets.randbits(62) if self.rank == 0 and self.step == 0 else self.run
+        drawn = secrets.randbits(53) if self.rank == 0 and self.step == 0 else self.run
         # Whatever one rank sees, all do next.
-        refused, full, exists, self.run = reduce_max([int(error is not None), int(full), int(exists), drawn])
+        refused, full, exists, run = reduce_max([error is not None, full, exists, drawn])
+        self.run = int(run)
         if refused:
             error = error or TraceError("actor_rollout_ref.actor.prefix.trace_dir: another rank cannot record its rows")
             if self.step:  # a run that trains goes on
@@ -127,7 +128,7 @@ class TraceWriter:
             self._write_step(content, uids, flags)
         except OSError as found:
             problem = found
-        if reduce_max([int(problem is not None)])[0]:
+        if reduce_max([problem is not None])[0]:
             return self._end(problem or "another rank could not write its rows")
         self.step += 1
         self.num_bytes += len(content)
@@ -197,7 +198,7 @@ def _without_padding(data: TensorDict) -> TensorDict:
     return found
 
 
-def _take_apart(data: TensorDict) -> tuple[dict[str, torch.Tensor], list[str] | None, dict[str, Any]]:
+def split_fields(data: TensorDict) -> tuple[dict[str, torch.Tensor], list[str] | None, dict[str, Any]]:
     """Jagged fields as flat values and `NAME/lengths` [rows] int64, row-wise tensors as they are; uids; scalars."""
     if "multi_modal_inputs" in data.keys() and any(tu.get(data, "multi_modal_inputs")):
         raise TraceError("actor_rollout_ref.actor.prefix.trace_dir does not record images; remove it")

@@ -1,1 +1,1 @@
-"""What a Hugging Face model needs: attention hook-up, vision, and which models are refused."""
+"""The Hugging Face side: attention hook-up, vision, and the models that are refused."""

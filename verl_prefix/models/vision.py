@@ -38,7 +38,7 @@ _digests = WeakIdKeyDictionary()  # of tensors that are still alive: rows of a g
 
 
 def is_vision_config(config: Any) -> bool:
-    """Whether this is the config of a model whose tower runs once per group."""
+    """True for the config of a model whose tower runs once per group."""
     return getattr(config, "model_type", None) in MODEL_TYPES
 
 
@@ -91,7 +91,7 @@ def share_pixels(rows: Sequence[Row]) -> list[bytes]:
 
 
 def num_kinds(row: Row) -> int:
-    """Of images and videos, how many kinds the row has: as often verl's own forward runs the tower on it."""
+    """Number of kinds (images, videos) in the row: as often verl's own forward runs the tower on it."""
     return sum((row or {}).get(values) is not None for _, values, _ in _PIXELS)
 
 
@@ -112,7 +112,7 @@ class PixelBatch:
         self.config = config
 
     def of(self, groups: Sequence[Group], device: torch.device) -> dict[str, torch.Tensor]:
-        """What `forward` needs for a packed row that begins with the prefixes of `groups`: `patches` [n, patch size],
+        """Arguments of `forward` for a packed row that begins with the prefixes of `groups`: `patches` [n, patch size],
         `grid` [m, 3], and `places` [k] int64, where in the row the tower's k features belong; nothing without pixels.
 
         Raises:
@@ -149,7 +149,7 @@ class PixelBatch:
 
 
 class Output(NamedTuple):
-    """What a pass reads of a HF output; a tuple, since FSDP2 looks for tensors in it."""
+    """A HF output as far as a pass reads it; a tuple, since FSDP2 looks for tensors in it."""
 
     logits: torch.Tensor
 

@@ -1,1 +1,1 @@
-"""What looks at a run, before or after it; nothing of a training run imports it."""
+"""Tools that look at a run, before or after it; nothing of a training run imports them."""

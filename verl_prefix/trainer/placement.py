@@ -187,7 +187,7 @@ def _fullest_bin_first(pieces: list[_Piece], bins: list[_Bin], piece_of: _PieceO
     sizes = sorted(by_size, reverse=True)
 
     def fill(i: int, room: int, dead_ends: set[tuple[int, int]]) -> dict[int, int] | None:
-        """How many pieces of each of `sizes[i:]` fill `room` rows exactly."""
+        """Counts of pieces of each of `sizes[i:]` that fill `room` rows exactly; None: there are none."""
         if room == 0:
             return {}
         if i == len(sizes) or (i, room) in dead_ends:

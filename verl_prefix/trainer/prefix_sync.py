@@ -134,7 +134,7 @@ class PrefixPPOTrainerSync(PPOTrainerSync):
 
 
 def _only_we_read_pixels(config: DictConfig) -> bool:
-    """Whether actor, old and ref log-probs go through our engine, and nobody else reads, dumps or drops rows."""
+    """True where actor, old and ref log-probs go through our engine, and nobody else reads, dumps or drops rows."""
     return (
         config.get("model_engine") == "prefix"
         and not need_critic(config)

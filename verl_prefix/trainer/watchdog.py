@@ -20,7 +20,7 @@ POLL_SECONDS = 15.0
 
 
 def stall_minutes() -> float:
-    """How long one phase of a step may take; 0: for ever.
+    """Minutes that one phase of a step may take; 0: for ever.
 
     Raises:
         ValueError: the environment variable is not a number of minutes.

@@ -15,64 +15,41 @@ leaves each query that many keys. softcap: scores become softcap * tanh(scores /
 
 import functools
 import logging
-from collections.abc import Iterator
-from dataclasses import dataclass
-from types import ModuleType
+from typing import Protocol
 
 import torch
 
 from verl_prefix.core.kernels import aten, cpu, flash_attn, reference
+from verl_prefix.core.layout import Spans
 
 logger = logging.getLogger(__name__)
 
-KERNELS: dict[str, ModuleType] = {"cpu": cpu, "flash_attn": flash_attn, "aten": aten, "reference": reference}
 
+class Kernel(Protocol):
+    """A module of this package: the two functions above, and why it cannot run, if so.
 
-@dataclass(frozen=True)
-class Spans:
-    """Pairs of a query segment and the key segment that it reads, as cumulative bounds from the first token on.
-
-    `q` and `k` hold n + 1 increasing ints for n pairs; no segment is empty, since an empty one kills the CPU kernel.
-    `q_parts` refines `q` where a query segment is made of several rows: a kernel that goes part by part computes each
-    row alike whatever rows stand beside it, to the bit.
+    `unavailable` is about the machine, `unsupported` about inputs; each returns the reason in words, or None.
     """
 
-    q: tuple[int, ...]
-    k: tuple[int, ...]
-    q_parts: tuple[int, ...] = ()
+    __name__: str
 
-    def __post_init__(self) -> None:
-        assert len(self.q) == len(self.k), (self.q, self.k)
-        for bounds in (self.q, self.k):
-            assert all(b > a for a, b in zip(bounds, bounds[1:], strict=False)), f"empty segment in {bounds}"
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spans: Spans, causal: bool, scale: float,
+        window: int | None = None, softcap: float | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
 
-    def __iter__(self) -> Iterator[tuple[int, int, int, int]]:
-        return zip(self.q, self.q[1:], self.k, self.k[1:], strict=False)
+    def backward(
+        self, dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
+        lse: torch.Tensor, spans: Spans, causal: bool, scale: float, window: int | None = None,
+        softcap: float | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]: ...  # fmt: skip
 
-    def parts(self) -> Iterator[tuple[int, int, int, int]]:
-        """As iteration, but by `q_parts`: (query start, query end, key start, key end)."""
-        if not self.q_parts:
-            yield from self
-            return
-        pair = 0
-        for start, end in zip(self.q_parts, self.q_parts[1:], strict=False):
-            pair += start == self.q[pair + 1]
-            yield start, end, self.k[pair], self.k[pair + 1]
+    def unavailable(self) -> str | None: ...
 
-    @functools.cached_property
-    def max_q(self) -> int:
-        return max(b - a for a, b in zip(self.q, self.q[1:], strict=False))
+    def unsupported(self, device_type: str, dtype: torch.dtype, head_dim: int, softcap: bool = False) -> str | None: ...
 
-    @functools.cached_property
-    def max_k(self) -> int:
-        return max(b - a for a, b in zip(self.k, self.k[1:], strict=False))
 
-    def cu_seqlens(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """int32 [n + 1] on `device`, built once for all layers."""
-        cache = self.__dict__.setdefault("_cu_seqlens", {})
-        if device not in cache:
-            cache[device] = tuple(torch.tensor(b, dtype=torch.int32, device=device) for b in (self.q, self.k))
-        return cache[device]
+KERNELS: dict[str, Kernel] = {"cpu": cpu, "flash_attn": flash_attn, "aten": aten, "reference": reference}
 
 
 def available_kernels() -> dict[str, str]:
@@ -81,7 +58,7 @@ def available_kernels() -> dict[str, str]:
 
 
 @functools.cache
-def choose_kernel(name: str, device_type: str, dtype: torch.dtype, head_dim: int, softcap: bool = False) -> ModuleType:
+def choose_kernel(name: str, device_type: str, dtype: torch.dtype, head_dim: int, softcap: bool = False) -> Kernel:
     """The kernel for `prefix.attention`.
 
     Args:

@@ -8,6 +8,9 @@ from contextlib import contextmanager
 
 import torch
 
+from verl_prefix.core.kernels.flash_attn import unsupported as unsupported_by_flash_attention
+from verl_prefix.core.layout import Spans
+
 _FORWARD_ARGS = (
     "query key value cum_seq_q cum_seq_k max_q max_k dropout_p is_causal return_debug_mask scale window_size_left "
     "window_size_right seqused_k alibi_slopes"
@@ -19,7 +22,7 @@ _BACKWARD_ARGS = (
 
 
 def schema_error() -> str | None:
-    """What differs from the op schemas that this file calls, or None. Runs on any machine."""
+    """The difference from the op schemas that this file calls, in words, or None. Runs on any machine."""
     for name, wanted in (("_flash_attention_forward", _FORWARD_ARGS), ("_flash_attention_backward", _BACKWARD_ARGS)):
         op = getattr(torch.ops.aten, name, None)
         if op is None:
@@ -42,22 +45,17 @@ def unavailable() -> str | None:
 
 
 def unsupported(device_type: str, dtype: torch.dtype, head_dim: int, softcap: bool = False) -> str | None:
-    if softcap:
-        return "it has no softcap"
-    if device_type != "cuda":
-        return f"device is {device_type}, not cuda"
-    if dtype not in (torch.bfloat16, torch.float16):
-        return f"dtype is {dtype}, not bfloat16 or float16"
-    if head_dim % 8 or head_dim > 256:
-        return f"head dim is {head_dim}, not a multiple of 8 up to 256"
-    return None
+    return "it has no softcap" if softcap else unsupported_by_flash_attention(device_type, dtype, head_dim)
 
 
 def _window_args(window: int | None) -> dict[str, int]:
     return {} if window is None else {"window_size_left": window - 1, "window_size_right": 0}
 
 
-def forward(q, k, v, spans, causal: bool, scale: float, window=None, softcap=None) -> tuple[torch.Tensor, torch.Tensor]:
+def forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spans: Spans, causal: bool, scale: float,
+    window: int | None = None, softcap: float | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """See `verl_prefix.core.kernels`."""
     cu_q, cu_k = spans.cu_seqlens(q.device)
     out, lse, *_ = torch.ops.aten._flash_attention_forward(
@@ -67,16 +65,18 @@ def forward(q, k, v, spans, causal: bool, scale: float, window=None, softcap=Non
 
 
 def backward(
-    dout, q, k, v, out, lse, spans, causal: bool, scale: float, window=None, softcap=None
-) -> tuple[torch.Tensor, ...]:
+    dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
+    spans: Spans, causal: bool, scale: float, window: int | None = None, softcap: float | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """dq, dk, dv like q, k, v, given the merged `out` and `lse`."""
     cu_q, cu_k = spans.cu_seqlens(q.device)
     unread = torch.empty(2, dtype=torch.uint64, device=q.device)  # random state: there is no dropout
     with _deterministic_as_asked():
-        return torch.ops.aten._flash_attention_backward(
+        dq, dk, dv = torch.ops.aten._flash_attention_backward(
             dout, q, k, v, out, lse.contiguous(), cu_q, cu_k, spans.max_q, spans.max_k, 0.0, causal, unread, unread,
             scale=scale, **_window_args(window),
         )  # fmt: skip
+    return dq, dk, dv
 
 
 @contextmanager

@@ -1,8 +1,10 @@
 """torch's CPU flash attention, one call per segment. fp64, fp32, bf16 and fp16, any head dim, native GQA."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
+
+from verl_prefix.core.layout import Spans
 
 # Queries of one call under a sliding window: such a call reads at most this many keys more than the window.
 _BLOCK = 256
@@ -24,7 +26,9 @@ def _heads_first(x_THD: torch.Tensor) -> torch.Tensor:
     return x_THD.transpose(0, 1).unsqueeze(0)
 
 
-def _calls(segments, causal: bool, window: int | None, dtype: torch.dtype) -> Iterator[tuple]:
+def _calls(
+    segments: Iterable[tuple[int, int, int, int]], causal: bool, window: int | None, dtype: torch.dtype
+) -> Iterator[tuple[slice, slice, bool, torch.Tensor | None]]:
     """(query slice, key slice, is_causal, mask [q, k] or None) of each call."""
     for q0, q1, k0, k1 in segments:
         q_len, k_len = q1 - q0, k1 - k0
@@ -42,7 +46,10 @@ def _calls(segments, causal: bool, window: int | None, dtype: torch.dtype) -> It
             yield slice(q0 + start, q0 + end), slice(k0 + first_key, k0 + int(last[-1]) + 1), False, mask
 
 
-def forward(q, k, v, spans, causal: bool, scale: float, window=None, softcap=None) -> tuple[torch.Tensor, torch.Tensor]:
+def forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spans: Spans, causal: bool, scale: float,
+    window: int | None = None, softcap: float | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """See `verl_prefix.core.kernels`; `spans` pairs query and key segments."""
     out = torch.empty_like(q)
     lse = q.new_empty((q.shape[1], q.shape[0]), dtype=torch.promote_types(q.dtype, torch.float32))
@@ -57,8 +64,9 @@ def forward(q, k, v, spans, causal: bool, scale: float, window=None, softcap=Non
 
 
 def backward(
-    dout, q, k, v, out, lse, spans, causal: bool, scale: float, window=None, softcap=None
-) -> tuple[torch.Tensor, ...]:
+    dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
+    spans: Spans, causal: bool, scale: float, window: int | None = None, softcap: float | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """dq, dk, dv like q, k, v, given the merged `out` and `lse`."""
     dq = torch.empty_like(q)
     dk, dv = (torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32)) for x in (k, v))

@@ -10,8 +10,11 @@ import importlib
 import inspect
 import logging
 from collections.abc import Callable
+from typing import Any
 
 import torch
+
+from verl_prefix.core.layout import Spans
 
 logger = logging.getLogger(__name__)
 
@@ -25,13 +28,13 @@ _INTERFACES = {
 _COMMON_ARGS = {"cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "softmax_scale", "softcap"}
 
 
-def _has_arguments(function: object) -> bool:
+def _has_arguments(function: Callable[..., Any]) -> bool:
     function = getattr(function, "_init_fn", function)  # behind torch.library.custom_op
     return {*_COMMON_ARGS, "window_size_left", "window_size_right"} <= set(inspect.signature(function).parameters)
 
 
 @functools.cache
-def _interface() -> tuple[str, Callable, Callable] | None:
+def _interface() -> tuple[str, Callable[..., Any], Callable[..., Any]] | None:
     """(module name, forward, backward) of the first interface that this GPU runs and whose arguments we know."""
     capability = torch.cuda.get_device_capability()
     for name, (forward_name, backward_name, low, end) in _INTERFACES.items():
@@ -42,11 +45,17 @@ def _interface() -> tuple[str, Callable, Callable] | None:
         except ImportError as error:  # not installed, or built for another torch
             logger.info("prefix.attention: %s cannot be imported: %s", name, error)
             continue
-        functions = [getattr(module, function, None) for function in (forward_name, backward_name)]
-        if all(function is not None and _has_arguments(function) for function in functions):
-            return name, *functions
+        run, run_backward = (getattr(module, function, None) for function in (forward_name, backward_name))
+        if run is not None and run_backward is not None and _has_arguments(run) and _has_arguments(run_backward):
+            return name, run, run_backward
         logger.warning("prefix.attention: %s has other arguments than we know and is left out", name)
     return None
+
+
+def _chosen_interface() -> tuple[str, Callable[..., Any], Callable[..., Any]]:
+    interface = _interface()
+    assert interface is not None  # `choose_kernel` has asked `unavailable`
+    return interface
 
 
 def unavailable() -> str | None:
@@ -65,31 +74,35 @@ def unsupported(device_type: str, dtype: torch.dtype, head_dim: int, softcap: bo
     return None
 
 
-def forward(q, k, v, spans, causal: bool, scale: float, window=None, softcap=None) -> tuple[torch.Tensor, torch.Tensor]:
+def forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spans: Spans, causal: bool, scale: float,
+    window: int | None = None, softcap: float | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """See `verl_prefix.core.kernels`."""
-    name, run, _ = _interface()
+    name, run, _ = _chosen_interface()
     cu_q, cu_k = spans.cu_seqlens(q.device)
     shared = dict(
         cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, max_seqlen_q=spans.max_q, max_seqlen_k=spans.max_k, softmax_scale=scale,
         causal=causal, **_window_args(name, window), softcap=softcap or 0.0,
     )  # fmt: skip
-    extra = {_FA2: {"dropout_p": 0.0}, _FA3: {}, _FA4: {"return_lse": True}}[name]
-    out, lse, *_ = run(q, k, v, **extra, **shared)
+    extras: dict[str, dict[str, object]] = {_FA2: {"dropout_p": 0.0}, _FA3: {}, _FA4: {"return_lse": True}}
+    out, lse, *_ = run(q, k, v, **extras[name], **shared)
     return out, lse
 
 
 def backward(
-    dout, q, k, v, out, lse, spans, causal: bool, scale: float, window=None, softcap=None
-) -> tuple[torch.Tensor, ...]:
+    dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
+    spans: Spans, causal: bool, scale: float, window: int | None = None, softcap: float | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """dq, dk, dv like q, k, v, given the merged `out` and `lse`."""
-    name, _, run = _interface()
+    name, _, run = _chosen_interface()
     cu_q, cu_k = spans.cu_seqlens(q.device)
     lse = lse.contiguous()
-    grads = dict(zip(("dq", "dk", "dv"), map(torch.empty_like, (q, k, v)), strict=True))
+    dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
     shared = dict(
         cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, max_seqlen_q=spans.max_q, max_seqlen_k=spans.max_k, softmax_scale=scale,
         **_window_args(name, window), softcap=softcap or 0.0,
-        deterministic=torch.are_deterministic_algorithms_enabled(), **grads,
+        deterministic=torch.are_deterministic_algorithms_enabled(), dq=dq, dk=dk, dv=dv,
     )  # fmt: skip
     if name == _FA2:
         run(dout, q, k, v, out, lse, dropout_p=0.0, causal=causal, alibi_slopes=None, **shared)
@@ -97,7 +110,7 @@ def backward(
         run(dout, q, k, v, out, lse, is_causal=causal, **shared)
     else:
         run(q, k, v, out, dout, lse, causal=causal, **shared)
-    return tuple(grads.values())
+    return dq, dk, dv
 
 
 def _window_args(name: str, window: int | None) -> dict[str, int | None]:

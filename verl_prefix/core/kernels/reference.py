@@ -4,6 +4,8 @@ from collections.abc import Iterator
 
 import torch
 
+from verl_prefix.core.layout import Spans
+
 _MAX_SCORES = 2**25  # of one block, over all heads
 
 
@@ -17,10 +19,13 @@ def unsupported(device_type: str, dtype: torch.dtype, head_dim: int, softcap: bo
 
 def _by_kv_head(x_THD: torch.Tensor, num_kv_heads: int, dtype: torch.dtype) -> torch.Tensor:
     """[T, H, D] -> [K, H / K, T, D]"""
-    return x_THD.unflatten(1, (num_kv_heads, -1)).permute(1, 2, 0, 3).to(dtype)
+    by_kv_head: torch.Tensor = x_THD.unflatten(1, (num_kv_heads, -1))
+    return by_kv_head.permute(1, 2, 0, 3).to(dtype)
 
 
-def _calls(spans, q: torch.Tensor, causal: bool, window: int | None) -> Iterator[tuple]:
+def _calls(
+    spans: Spans, q: torch.Tensor, causal: bool, window: int | None
+) -> Iterator[tuple[slice, slice, torch.Tensor | None]]:
     """(query slice, key slice, hidden [q, k] or None) of each block."""
     for q0, q1, k0, k1 in spans.parts():
         step = max(1, _MAX_SCORES // (q.shape[1] * (k1 - k0)))
@@ -34,16 +39,22 @@ def _calls(spans, q: torch.Tensor, causal: bool, window: int | None) -> Iterator
             yield slice(start, end), slice(k0, k1), hidden
 
 
-def _scores(q, k, hidden, scale: float, softcap: float | None) -> tuple[torch.Tensor, torch.Tensor | float]:
+def _scores(
+    q: torch.Tensor, k: torch.Tensor, hidden: torch.Tensor | None, scale: float, softcap: float | None
+) -> tuple[torch.Tensor, torch.Tensor | float]:
     """Scores, and their derivative by the scaled product of q and k."""
-    scores, slope = q @ k.transpose(-1, -2) * scale, 1.0
+    scores = q @ k.transpose(-1, -2) * scale
+    slope: torch.Tensor | float = 1.0
     if softcap is not None:
         bent = torch.tanh(scores / softcap)
         scores, slope = softcap * bent, 1 - bent**2
     return scores if hidden is None else scores.masked_fill(hidden, float("-inf")), slope
 
 
-def forward(q, k, v, spans, causal: bool, scale: float, window=None, softcap=None) -> tuple[torch.Tensor, torch.Tensor]:
+def forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spans: Spans, causal: bool, scale: float,
+    window: int | None = None, softcap: float | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """See `verl_prefix.core.kernels`."""
     compute, num_kv = torch.promote_types(q.dtype, torch.float32), k.shape[1]
     out = torch.empty_like(q)
@@ -59,8 +70,9 @@ def forward(q, k, v, spans, causal: bool, scale: float, window=None, softcap=Non
 
 
 def backward(
-    dout, q, k, v, out, lse, spans, causal: bool, scale: float, window=None, softcap=None
-) -> tuple[torch.Tensor, ...]:
+    dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
+    spans: Spans, causal: bool, scale: float, window: int | None = None, softcap: float | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """dq, dk, dv like q, k, v, given the merged `out` and `lse`."""
     compute, num_kv = torch.promote_types(q.dtype, torch.float32), k.shape[1]
     dq = torch.empty_like(q)

@@ -6,7 +6,7 @@
     prefix_grouper   the package of that name (0.0.1.post1), as published: lm_head on every token of its packed row
     flex             FlexAttention with a shared-prefix block mask over our packed row; needs CUDA
     packed, phased   `schedule.Schedule`; phased with waves of at most an eighth of the budget
-    auto             the plan that `auto.chooser.Gate` chooses, in waves that fill the budget (the plugin's defaults)
+    auto             the plan that `auto.chooser` makes, in waves that fill the budget (the plugin's defaults)
     verl_*           whole engines on one rank, where verl is installed: its fsdp2 (stock), ours (packed, phased)
     +checkpoint      gradient checkpointing of decoder layers
     +offload         phased: dormant prefix activations wait in host memory (on a CPU only its cost shows)
@@ -38,7 +38,7 @@ from verl_prefix.core.kernels import aten
 from verl_prefix.core.layout import Layout, Segment, build_layout
 from verl_prefix.core.schedule import Schedule, TokenBatch
 from verl_prefix.core.waves import Plan, make_plan
-from verl_prefix.models.hookup import ATTENTION_NAME
+from verl_prefix.models.hookup import ATTENTION_NAME, HookedModel
 from verl_prefix.testing import random_rollouts
 from verl_prefix.tools.bench.options import RECOMPILE_LIMIT, STOCK, VERL, Size
 
@@ -170,7 +170,7 @@ def run_arm(job: Job, arm: str, train: bool = True, attention: str | None = None
                 return batch.loss(layout.suffix_index.to(log_probs.device), log_probs)
 
             schedule = Schedule(
-                model, batch.log_probs, step, backward,
+                HookedModel(model), batch.log_probs, step, backward,
                 logits_chunk=job.logits_chunk, offload=added == "offload", measure_peak=measure_peak,
             )  # fmt: skip
             schedule.run(batch.tokens, plan)
@@ -206,11 +206,11 @@ def _forwards(job: Job, path: str, attention: str | None) -> tuple[str, list[For
         rows = max(1, job.budget // batch.size.row) if path == "padded" or name != "sdpa" else 1
         place = torch.arange(len(batch.weights), device=device).split(rows * batch.size.row)
         return name, [_whole_rows(batch, path, name, piece) for piece in place]
-    works = make_plan(batch.groups, job.budget, "packed").works
+    packed = make_plan(batch.groups, job.budget, "packed").packed
     if path == "flex":
         AttentionInterface.register("bench_flex", _flex_attention)
-        return "bench_flex", [_flex_forward(batch, work.groups) for work in works]
-    return _prefix_grouper_attention(model), [_prefix_grouper_forward(batch, work.groups) for work in works]
+        return "bench_flex", [_flex_forward(batch, one.groups) for one in packed]
+    return _prefix_grouper_attention(model), [_prefix_grouper_forward(batch, one.groups) for one in packed]
 
 
 def _run(job: Job, forward: Forward, backward: Callable[[torch.Tensor], None]) -> None:

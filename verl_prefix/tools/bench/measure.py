@@ -13,12 +13,14 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from verl_prefix.auto.chooser import Gate
-from verl_prefix.auto.cost import ModelShape, Pass, plan_passes
+from verl_prefix.auto.calibration import Profile, measure
+from verl_prefix.auto.chooser import Chooser, CostModel
+from verl_prefix.auto.cost import PassCost, Rates, plan_passes
+from verl_prefix.auto.shape import ModelShape, model_shape
 from verl_prefix.core.groups import Group
 from verl_prefix.core.schedule import Schedule
 from verl_prefix.core.waves import Plan, make_plan
-from verl_prefix.models.hookup import model_shape
+from verl_prefix.models.hookup import HookedModel
 from verl_prefix.tools.bench import report as tables
 from verl_prefix.tools.bench.arms import (
     WAVES_PER_BUDGET,
@@ -55,7 +57,7 @@ def update_flops(shape: ModelShape, size: Size, arm: str, budget: int, plan: Pla
         path = "stock"
     if path in STOCK:
         head = size.suffix if path == "stock_lean" else size.row
-        passes = [Pass(size.row, head, len(shape.windows) * size.row * (size.row + 1) / 2)] * size.group
+        passes = [PassCost(size.row, head, len(shape.windows) * size.row * (size.row + 1) / 2)] * size.group
     elif path == "ideal":
         passes = plan_passes(shape, make_plan([group], group.num_physical_tokens, "packed"))
     elif path == "auto":
@@ -63,7 +65,7 @@ def update_flops(shape: ModelShape, size: Size, arm: str, budget: int, plan: Pla
     else:
         passes = plan_passes(shape, make_arm_plan([group], budget, "phased" if path == "phased" else "packed"))
     if path == "prefix_grouper":  # its prefix holds the last prompt token, too, and lm_head runs on everything
-        passes = [Pass(p.tokens + 1, p.tokens + 1, p.pairs) for p in passes]
+        passes = [PassCost(p.tokens + 1, p.tokens + 1, p.pairs) for p in passes]
     layers = sum(p.tokens * shape.linear + p.pairs * shape.pair for p in passes)
     return (4 if added == "checkpoint" else 3) * layers + 3 * shape.head * sum(p.head_tokens for p in passes)
 
@@ -83,10 +85,11 @@ class Bench:
         self.options, self.layers, self.progress = options, layers, progress
         self.model = options.model(layers)
         self.shape = model_shape(self.model, self.model.dtype)
-        self.gate = Gate(
-            self.shape, False, Job.logits_chunk, MIN_SPEEDUP, None, False, "", lambda values: values,
-            functools.partial(Schedule, self.model), functools.partial(self.model.zero_grad, set_to_none=False),
+        costs = CostModel(
+            shape=self.shape, dense_mask=False, logits_chunk=Job.logits_chunk, wave_tokens=None, offload=False,
+            min_speedup=MIN_SPEEDUP,
         )  # fmt: skip
+        self.chooser = Chooser(costs, Profile(), None, self._rates, lambda values: values)
         for arm in options.running:
             warm_up(options, arm, self.model)
 
@@ -96,7 +99,7 @@ class Bench:
         batch = build_batch(size, self.model.config.vocab_size, options.device)
         arms, auto, plan = list(options.running), None, None
         if "auto" in arms:
-            plan, auto = self._step(f"{size} gate", 0, self._choose, batch.groups, budget, arms)
+            plan, auto = self._step(f"{size} chooser", 0, self._choose, batch.groups, budget, arms)
             if auto["same_as"]:
                 arms.remove("auto")
         job = Job(self.model, batch, budget, plan=plan)
@@ -150,15 +153,20 @@ class Bench:
             done = self._step(text, result["flops"] / 3 * counts, run_arm, job, arm, False)
             result["seconds"]["log_probs"].append(done.seconds)
 
+    def _rates(self, budget: int, forward_only: bool) -> Rates:
+        schedule = functools.partial(Schedule, HookedModel(self.model))
+        zero_grad = functools.partial(self.model.zero_grad, set_to_none=False)
+        return measure(self.shape, budget, self.model.device, schedule, zero_grad, forward_only)
+
     def _choose(self, groups: list[Group], budget: int, arms: list[str]) -> tuple[Plan | None, dict[str, Any]]:
-        plan = self.gate.choose(groups, budget, None, False, self.model.device, forward_only=False)
+        plan = self.chooser.choose(groups, budget, forward_only=False)
         same = {make_arm_plan(groups, budget, name): name for name in ("packed", "phased") if name in arms}
         if plan is None:
             choice, same_as = "stock", "stock" if "stock" in arms else None
         else:
-            choice = "phased" if any(work.waves is not None for work in plan.works) else "packed"
+            choice = "phased" if plan.phased else "packed"
             same_as = same.get(plan)
-        return plan, {"choice": choice, "predicted": self.gate.speedup, "same_as": same_as}
+        return plan, {"choice": choice, "predicted": self.chooser.speedup, "same_as": same_as}
 
     def _truth(self, job: Job) -> dict[str, torch.Tensor]:
         size = job.batch.size

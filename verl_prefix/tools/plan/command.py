@@ -21,7 +21,8 @@ from rich.console import Console
 from rich.table import Table
 
 import verl_prefix.plugin  # noqa: F401  first: whatever imports verl imports it, and must not find us half imported
-from verl_prefix.models import hookup as models
+from verl_prefix.auto.shape import model_shape
+from verl_prefix.models.support import unsupported_reasons
 from verl_prefix.tools.ab.runs import read_run
 from verl_prefix.tools.plan.predict import PATHS, SEED, MicroBatch, Sizes, predict
 from verl_prefix.tools.plan.training_command import (
@@ -99,7 +100,7 @@ def sizes(config: Any) -> Sizes:
 
 
 def notes(config: Any, num_ranks: int) -> list[str]:
-    """What the run must have for the figures to hold, and has not."""
+    """Things that the run must have for the figures to hold, and has not."""
     if config.actor_rollout_ref.rollout.n == 1:
         return ["actor_rollout_ref.rollout.n=1: a prompt has one response, nothing to share; set 2 or more"]
     mode = config.trainer.v1.trainer_mode
@@ -160,7 +161,7 @@ def build(
     check_values(config)
     size = sizes(config)
     reasons = refusals(config, size.ranks)
-    if reasons and models.unsupported_reasons(read_model_config(config)):
+    if reasons and unsupported_reasons(read_model_config(config)):
         return {"unsupported": reasons, "notes": []}
     empty = read_model(config)
     tokenizer = read_tokenizer(config)
@@ -169,7 +170,7 @@ def build(
     lengths, overlong = prompt_lengths(config, tokenizer)
     mixed = (config.actor_rollout_ref.actor.fsdp_config.get("mixed_precision") or {}).get("param_dtype", "bf16")
     num_parameters = sum(parameter.numel() for parameter in empty.parameters())
-    shape = models.model_shape(empty, torch.float32 if mixed == "fp32" else torch.bfloat16)
+    shape = model_shape(empty, torch.float32 if mixed == "fp32" else torch.bfloat16)
     predicted = predict(config.actor_rollout_ref, size, shape, lengths, draws)
     used = config.actor_rollout_ref.actor.prefix.schedule
     stock = predicted.seconds["stock"]

@@ -11,19 +11,23 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from verl_prefix.auto.cost import ModelShape, Pass, Profile, Rates, peak_bytes, plan_passes, stock_passes
-from verl_prefix.core import waves
+from verl_prefix.auto.calibration import Profile
+from verl_prefix.auto.chooser import CostModel, Decision, decide, price
+from verl_prefix.auto.cost import PassCost, Rates, peak_bytes, plan_passes, stock_passes
+from verl_prefix.auto.shape import ModelShape
 from verl_prefix.core.groups import Group
+from verl_prefix.core.waves import Plan, make_plan
 from verl_prefix.trainer.placement import place
 
 SEED = 0
 NUM_STEPS, NUM_ROWS = 4, 4000  # training steps that are priced, fewer where they have as many rows
 PATHS = ("auto", "packed", "phased")
+PASSES = ("update", "old", "ref")
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """What one pass of verl's holds: so many tokens, or, where they are None, so many rows."""
+    """The size of one pass of verl's: so many tokens, or, where they are None, so many rows."""
 
     tokens: int | None
     rows: int = 1
@@ -35,7 +39,7 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class Sizes:
-    """What the config says about one training step; `micro_batches`: those of update, old and ref."""
+    """One training step by its config; `micro_batches`: those of update, old and ref."""
 
     prompts: int
     rollouts: int
@@ -64,14 +68,6 @@ def _bins(size: Sizes, prompts: list[int], suffixes: list[int]) -> list[list[lis
     return found
 
 
-@dataclass(frozen=True)
-class PricedPath:
-    """One way to compute a mini-batch: seconds until its last rank is done, and each rank's plan (None: verl's)."""
-
-    seconds: float
-    plans: list[waves.Plan | None]
-
-
 class Predictor:
     """Prices training steps.
 
@@ -81,84 +77,104 @@ class Predictor:
     """
 
     def __init__(self, config: Any, shape: ModelShape) -> None:
-        self.options, self.shape = config.actor.prefix, shape
-        model = config.model
+        options, model = config.actor.prefix, config.model
+        self.schedule: str = options.schedule
         self.checkpointed = bool(model.enable_gradient_checkpointing)
-        self.dense = (model.get("override_config") or {}).get("attn_implementation") in ("sdpa", "eager")
+        dense = (model.get("override_config") or {}).get("attn_implementation") in ("sdpa", "eager")
+        self.costs = CostModel(
+            shape=shape, dense_mask=dense, logits_chunk=options.logits_chunk, wave_tokens=options.wave_tokens,
+            offload=options.offload, min_speedup=options.min_speedup,
+        )  # fmt: skip
         # One backward is two forwards; checkpointing runs the layers, not lm_head, forward once more.
         layers = 4.0 if self.checkpointed else 3.0
         forward, update = Rates(linear=1.0, attention=1.0, head=1.0), Rates(linear=layers, attention=layers, head=3.0)
-        profile = self.options.cost_profile and Path(self.options.cost_profile)
+        profile = options.cost_profile and Path(options.cost_profile)
         self.measured = bool(profile and profile.exists())
         if self.measured:
             measured = Profile.read(profile)
             forward, update = measured.forward or forward, measured.update or update
-        self.rates = {"update": update, "old": forward, "ref": forward}
-        self.seconds = {path: dict.fromkeys(self.rates, 0.0) for path in (*PATHS, "stock")}
+        self.profile = Profile(forward, update)
+        self.seconds = {path: dict.fromkeys(PASSES, 0.0) for path in (*PATHS, "stock")}
         self.peaks = dict.fromkeys(self.seconds, 0.0)
         self.bins: list[float] = []
         self.logical = self.physical = self.packed = self.phased = 0
 
-    def _paths(self, name: str, ranks: list[list[Group]], budgets: list[int]) -> dict[str, PricedPath]:
-        """Every path's price, that of auto as `auto.chooser.Gate.choose` takes it."""
-        options, rates = self.options, self.rates[name]
+    def decide(
+        self, ranks: list[list[Group]], budgets: list[int], log_probs: Decision | None = None, ref: bool = False
+    ) -> tuple[Decision, list[Plan | None]]:
+        """The decision of the engine's chooser on a batch, and each rank's plan (None: verl's own path).
 
-        def path(schedule: str) -> PricedPath:
-            plans = [
-                waves.make_plan(groups, budget, schedule, options.wave_tokens, options.offload)
+        Args:
+            ref: by the engine of the ref policy, which measures no update.
+        """
+        profile = Profile(self.profile.forward) if ref and not self.measured else self.profile
+        prices = [price(self.costs, groups, budget, profile) for groups, budget in zip(ranks, budgets, strict=True)]
+        slowest = [max(seconds) for seconds in zip(*(one.seconds for one in prices), strict=True)]
+        decision = decide(slowest, self.costs.min_speedup, log_probs)
+        return decision, [None if decision.stock else one.packed if decision.packed else one.mixed for one in prices]
+
+    def _price(
+        self, name: str, ranks: list[list[Group]], budgets: list[int], auto: list[Plan | None]
+    ) -> dict[str, list[Plan | None]]:
+        """Adds the seconds of one of `PASSES` to every path's, until its last rank is done; returns their plans."""
+        shape, update = self.costs.shape, name == "update"
+        rates = self.profile.update if update else self.profile.forward
+        assert rates is not None
+        stock = [rates.seconds(shape, self._stock(*pair)) for pair in zip(ranks, budgets, strict=True)]
+        balanced = sum(stock) / len(stock)  # verl balances rows over ranks, so that its ranks share the sum
+        plans: dict[str, list[Plan | None]] = {"auto": auto, "stock": [None] * len(ranks)}
+        for path in ("packed", "phased"):
+            plans[path] = [
+                make_plan(groups, budget, path, self.costs.wave_tokens, self.costs.offload)
                 for groups, budget in zip(ranks, budgets, strict=True)
             ]
-            return PricedPath(max(rates.seconds(self.shape, plan_passes(self.shape, plan)) for plan in plans), plans)
+        for path, found in plans.items():
+            passes = [plan_passes(shape, plan, self.costs.logits_chunk if update else None) for plan in found if plan]
+            self.seconds[path][name] += max((rates.seconds(shape, p) for p in passes), default=balanced)
+        return plans
 
-        stock = [rates.seconds(self.shape, self._stock(*pair)) for pair in zip(ranks, budgets, strict=True)]
-        # verl balances rows over ranks, so that its ranks share the sum.
-        found = {"stock": PricedPath(sum(stock) / len(stock), [None] * len(ranks))}
-        found |= {"packed": path("packed"), "phased": path("phased")}
-        auto = path("auto")
-        if options.min_speedup:
-            auto = min(auto, found["packed"], key=lambda p: p.seconds)
-            auto = found["stock"] if max(stock) / auto.seconds < options.min_speedup else auto
-        return found | {"auto": auto}
+    def _stock(self, groups: list[Group], budget: int) -> list[PassCost]:
+        return stock_passes(self.costs.shape, groups, budget, self.costs.dense_mask)
 
-    def _stock(self, groups: list[Group], budget: int) -> list[Pass]:
-        return stock_passes(self.shape, groups, budget, self.dense)
-
-    def infer(self, name: str, ranks: list[list[Group]], budgets: list[int]) -> None:
+    def infer(self, name: str, ranks: list[list[Group]], budgets: list[int]) -> Decision:
         """Log-probs of a training step's rows: "old" or "ref"."""
-        for path, priced in self._paths(name, ranks, budgets).items():
-            self.seconds[path][name] += priced.seconds
+        decision, plans = self.decide(ranks, budgets, ref=name == "ref")
+        self._price(name, ranks, budgets, plans)
+        return decision
 
-    def update(self, ranks: list[list[Group]], budgets: list[int]) -> None:
-        """One mini-batch."""
-        paths = self._paths("update", ranks, budgets)
-        for name, path in paths.items():
-            self.seconds[name]["update"] += path.seconds
-            for groups, budget, plan in zip(ranks, budgets, path.plans, strict=True):
+    def update(self, ranks: list[list[Group]], budgets: list[int], log_probs: Decision) -> None:
+        """One mini-batch, after the old log-probs were decided on."""
+        plans = self._price("update", ranks, budgets, self.decide(ranks, budgets, log_probs)[1])
+        for path, found in plans.items():
+            for groups, budget, plan in zip(ranks, budgets, found, strict=True):
                 added = peak_bytes(
-                    self.shape, plan, self._stock(groups, budget), self.checkpointed, self.options.logits_chunk
+                    self.costs.shape, plan, self._stock(groups, budget), self.checkpointed, self.costs.logits_chunk
                 )
-                self.peaks[name] = max(self.peaks[name], added)
-        for groups, plan in zip(ranks, paths[self.options.schedule].plans, strict=True):
+                self.peaks[path] = max(self.peaks[path], added)
+        for groups, plan in zip(ranks, plans[self.schedule], strict=True):
             logical = sum(group.num_logical_tokens for group in groups)
             self.bins.append(float(len(groups)))
             self.logical += logical
             self.physical += logical if plan is None else plan.num_physical_tokens
-            for work in plan.works if plan else ():
-                self.packed += len(work.groups) if work.waves is None else 0
-                self.phased += len(work.groups) if work.waves is not None else 0
+            if plan is not None:
+                self.packed += sum(len(planned.groups) for planned in plan.packed)
+                self.phased += sum(len(planned.groups) for planned in plan.phased)
 
 
-def predict(config: Any, size: Sizes, shape: ModelShape, lengths: list[int], responses: Iterator[int]):
+def predict(config: Any, size: Sizes, shape: ModelShape, lengths: list[int], responses: Iterator[int]) -> Predictor:
     """The `Predictor` after some training steps on prompts drawn from `lengths`; config: `actor_rollout_ref`."""
-    found, draw = Predictor(config, shape), Random(SEED)
+    predictor, draw = Predictor(config, shape), Random(SEED)
     num_rows = size.prompts * size.rollouts
     for _ in range(max(1, min(NUM_STEPS, NUM_ROWS // num_rows))):
         prompts = draw.choices(lengths, k=size.prompts)
         bins = _bins(size, prompts, list(islice(responses, num_rows)))
+        whole = [[group for groups in rank for group in groups] for rank in bins]
+        decisions = {
+            name: predictor.infer(name, whole, [size.micro_batches[name].budget(groups) for groups in whole])
+            for name in ("old", "ref")
+        }
         for k in range(size.mini_batches):
             ranks = [rank[k] for rank in bins]
-            found.update(ranks, [size.micro_batches["update"].budget(groups) for groups in ranks])
-        whole = [[group for groups in rank for group in groups] for rank in bins]
-        for name in ("old", "ref"):
-            found.infer(name, whole, [size.micro_batches[name].budget(groups) for groups in whole])
-    return found
+            budgets = [size.micro_batches["update"].budget(groups) for groups in ranks]
+            predictor.update(ranks, budgets, decisions["old"])
+    return predictor

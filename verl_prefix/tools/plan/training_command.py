@@ -10,10 +10,11 @@ from typing import Any
 
 import pyarrow
 import pyarrow.parquet
+import torch
 from hydra import compose, initialize_config_dir
 from hydra.errors import HydraException, InstantiationException
 from omegaconf import DictConfig, OmegaConf
-from transformers import AutoConfig, PretrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PretrainedConfig
 from verl.tools.tool_registry import load_all_tools
 from verl.trainer.ppo.utils import need_reference_policy
 from verl.utils import hf_processor, hf_tokenizer
@@ -22,7 +23,7 @@ from verl.utils.tokenizer import build_multimodal_processor_inputs
 from verl.workers.config import FSDPActorConfig
 
 from verl_prefix.config import check_model_family, check_model_options
-from verl_prefix.models.hookup import empty_model
+from verl_prefix.models.vision import is_vision_config
 
 MAX_PROMPTS = 2000  # of the train file, evenly spread; their lengths stand for all
 MAX_CLIPS = 64  # the same where their images and videos must be decoded
@@ -53,7 +54,7 @@ def _hydra_words(words: list[str]) -> list[str]:
 
 
 def compose_config(config_name: str, words: list[str], config_path: str = "config") -> DictConfig:
-    """What `python -m verl.trainer.main_ppo --config-name=... overrides...` composes, with the prefix engine.
+    """Composes the config of `python -m verl.trainer.main_ppo --config-name=... overrides...`, with the prefix engine.
 
     Args:
         words: of the command, or of its overrides alone.
@@ -118,14 +119,17 @@ def read_model_config(config: DictConfig) -> PretrainedConfig:
 
 
 def read_model(config: DictConfig) -> Any:
-    """The command's model without weights; PlanError where this machine has none."""
+    """The command's model on torch's meta device, shapes without weights; PlanError where this machine has none."""
     model = config.actor_rollout_ref.model
     with _reading("path", model.path):
-        return empty_model(model.path, model.trust_remote_code)
+        hf_config = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
+        auto_class = AutoModelForImageTextToText if is_vision_config(hf_config) else AutoModelForCausalLM
+        with torch.device("meta"):
+            return auto_class.from_config(hf_config, trust_remote_code=model.trust_remote_code)
 
 
 def micro_batches(config: DictConfig) -> dict[str, tuple[str, int | None, bool]]:
-    """Of update, old and ref: the key that sizes their micro-batches, its value, and whether it counts tokens.
+    """Sizes of the micro-batches of update, old and ref: the key, its value, and whether it counts tokens.
 
     As verl/workers/engine_workers.py reads them; with LoRA the actor computes ref (`ref_in_actor` of verl's trainer).
     """
@@ -156,7 +160,7 @@ def check_values(config: DictConfig) -> None:
 
 
 def _refusal(check: Callable[..., Any], *arguments: Any) -> str | None:
-    """What a config class or check says of values that it refuses, or None."""
+    """The complaint of a config class or check about values that it refuses, or None."""
     try:
         check(*arguments)
     except InstantiationException as error:  # hydra's wrapper of what a config class raised
@@ -167,7 +171,7 @@ def _refusal(check: Callable[..., Any], *arguments: Any) -> str | None:
 
 
 def refusals(config: DictConfig, num_ranks: int) -> list[str]:
-    """What the driver, in its own words, or a worker would refuse; empty if the run would start."""
+    """Refusals of the driver, in its own words, and of a worker; empty if the run would start."""
     section, model = config.actor_rollout_ref.actor, config.actor_rollout_ref.model
 
     def validate() -> None:
@@ -196,7 +200,7 @@ def refusals(config: DictConfig, num_ranks: int) -> list[str]:
 
 
 def _tool_schemas(data: DictConfig) -> list[dict[str, Any]] | None:
-    """What verl's dataset shows every prompt's chat template as `tools` (RLHFDataset.__init__), or None.
+    """The `tools` that verl's dataset shows every prompt's chat template (RLHFDataset.__init__), or None.
 
     Raises:
         PlanError: the tools cannot be loaded; verl's dataset would go on without them, and count too little.

@@ -1,0 +1,167 @@
+"""Rates of a model on a device: measured in a few small passes, kept in a profile."""
+
+import dataclasses
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from verl_prefix.auto.cost import Rates, group_pass
+from verl_prefix.auto.shape import ModelShape
+from verl_prefix.core.groups import Group
+from verl_prefix.core.schedule import Schedule, TokenBatch
+from verl_prefix.core.waves import PackedPass, Plan
+
+# Tokens of a measured segment, and of a measured pass: enough to be past what a device needs to get going.
+_UNIT = {"cpu": 64, "cuda": 512}
+_PASS = {"cpu": 512, "cuda": 8192}
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Measured rates of a model on a device (`measured_on`, in words); None: not measured yet."""
+
+    forward: Rates | None = None
+    update: Rates | None = None
+    measured_on: str = ""
+
+    @classmethod
+    def read(cls, path: str | Path) -> "Profile":
+        """Raises ValueError where the file is not one that `write` wrote."""
+        try:
+            fields = json.loads(Path(path).read_text())
+            rates = {name: fields[name] and Rates(**fields[name]) for name in ("forward", "update")}
+            for value in (x for one in rates.values() if one for x in dataclasses.astuple(one)):
+                if not (isinstance(value, float) and 0 <= value < float("inf")):
+                    raise ValueError(f"a rate is {value!r}")
+            return cls(**rates, measured_on=fields["measured_on"])
+        except (ValueError, TypeError, KeyError) as error:
+            raise ValueError(f"{path} is not a cost profile ({error}); delete it, and it is measured anew") from error
+
+    def write(self, path: str | Path) -> None:
+        """Writes the file, whole or not at all."""
+        unfinished = Path(f"{path}.unfinished")
+        unfinished.write_text(json.dumps(dataclasses.asdict(self), indent=1) + "\n")
+        unfinished.rename(path)
+
+
+def read_profile(
+    path: Path | None, measured_on: str, reduce_max: Callable[[Sequence[float]], Sequence[float]]
+) -> Profile:
+    """The rates in a file, those alone that every rank has; none where there is no file.
+
+    Args:
+        measured_on: model and device in words.
+        reduce_max: element-wise maximum over ranks.
+
+    Raises:
+        ValueError: the profile is damaged or of another model or device, or its folder does not exist.
+    """
+    if path is None:
+        return Profile(measured_on=measured_on)
+    if not path.parent.is_dir():
+        raise ValueError(f"prefix.cost_profile={path}: create the folder {path.parent} on every node")
+    profile = Profile.read(path) if path.exists() else Profile(measured_on=measured_on)
+    if profile.measured_on != measured_on:
+        raise ValueError(
+            f"prefix.cost_profile={path} was measured on {profile.measured_on!r}, and this is {measured_on!r}; "
+            "delete the file or name another"
+        )
+    # All ranks measure what one of them lacks: measuring runs collectives.
+    no_forward, no_update = reduce_max([profile.forward is None, profile.update is None])
+    return dataclasses.replace(
+        profile, forward=None if no_forward else profile.forward, update=None if no_update else profile.update
+    )
+
+
+def measure(
+    shape: ModelShape,
+    budget: int,
+    device: torch.device,
+    schedule: Callable[..., Schedule],
+    zero_grad: Callable[[], None],
+    forward_only: bool,
+) -> Rates:
+    """Rates of packed passes over made-up rows, whose loss and gradients are zero.
+
+    Args:
+        budget: most tokens of a pass.
+        schedule: makes a `Schedule` of the run's kind from (outputs, step, backward or None).
+        zero_grad: drops what measuring leaves in `.grad`.
+    """
+    max_tokens = min(budget, _PASS[device.type])
+    unit = max(2, min(_UNIT[device.type], max_tokens // 8))
+    num_tokens, offsets = calibration_rows(max_tokens, unit)
+    index = torch.arange(num_tokens, device=device)
+    tokens = TokenBatch(index % shape.vocab_size, index, offsets)
+    runner = schedule(
+        lambda _, logits: torch.logsumexp(logits.float(), -1, keepdim=True),
+        lambda groups, layout, outputs: outputs.sum() * 0.0,
+        None if forward_only else torch.Tensor.backward,
+    )
+
+    def run(groups: Sequence[Group]) -> None:
+        runner.run(tokens, Plan((PackedPass(tuple(groups)),)))
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+
+    with torch.no_grad() if forward_only else torch.enable_grad():
+        rates = calibrate(shape, run, max_tokens, unit)
+    if not forward_only:
+        zero_grad()
+    return rates
+
+
+def calibrate(
+    shape: ModelShape, run: Callable[[Sequence[Group]], None], max_tokens: int, unit: int, rounds: int = 3
+) -> Rates:
+    """Measures the rates in small packed passes; the fastest of `rounds` counts.
+
+    Args:
+        run: computes these groups in one packed pass and waits for the device. Row i starts at the batch's token
+            `i * unit` at most; see `calibration_rows`.
+        max_tokens: of one pass. unit: tokens of a segment, at least 2.
+    """
+    many = _num_segments(max_tokens, unit)
+    few = max(1, many // 4)
+    # Prefix segments with a suffix of one token: next to no lm_head.
+    short = [Group((i,), unit - 1, (1,)) for i in range(many)]
+    long = [Group((0,), many * unit - 1, (1,))]
+    suffixes = [Group((i,), 0, (unit,)) for i in range(few)]
+    probes = {"few": short[:few], "many": short, "long": long, "head": suffixes}
+    run(short)  # warm-up
+    seconds = dict.fromkeys(probes, float("inf"))
+    for _ in range(rounds):
+        for name, groups in probes.items():
+            start = time.perf_counter()
+            run(groups)
+            seconds[name] = min(seconds[name], time.perf_counter() - start)
+    passes = [group_pass(shape, groups) for groups in probes.values()]
+    amounts = [(1.0, p.tokens * shape.linear, p.pairs * shape.pair, p.head_tokens * shape.head) for p in passes]
+    return Rates(*_nonnegative_solution(torch.tensor(amounts).double(), torch.tensor(list(seconds.values())).double()))
+
+
+def _nonnegative_solution(amounts: torch.Tensor, seconds: torch.Tensor) -> list[float]:
+    """Rates of the columns; one that noise makes negative is 0, and the others explain the seconds without it."""
+    scale = amounts.amax(0)
+    kept = list(range(amounts.shape[1]))
+    while kept:
+        found = torch.linalg.lstsq((amounts / scale)[:, kept], seconds.unsqueeze(1)).solution[:, 0] / scale[kept]
+        if (found >= 0).all():
+            break
+        kept.remove(kept[int(torch.argmin(found * scale[kept]))])
+    rates = dict(zip(kept, found.tolist(), strict=True))
+    return [rates.get(column, 0.0) for column in range(amounts.shape[1])]
+
+
+def _num_segments(max_tokens: int, unit: int) -> int:
+    return max(2, min(16, max_tokens // unit))
+
+
+def calibration_rows(max_tokens: int, unit: int) -> tuple[int, list[int]]:
+    """(tokens, offsets of the first tokens of rows) of the batch that `calibrate`'s groups index."""
+    many = _num_segments(max_tokens, unit)
+    return many * unit + 1, [i * unit for i in range(many + 1)]

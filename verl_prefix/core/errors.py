@@ -1,0 +1,74 @@
+"""Errors inside a pass, in the run's own words: an exception leaves with a note of phase, wave, groups and rank."""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from contextvars import ContextVar
+from types import TracebackType
+
+import torch
+
+from verl_prefix.core.groups import Group
+
+_MANY = 8  # items of a message
+_running: ContextVar["annotate_errors | None"] = ContextVar("running", default=None)
+
+
+def add_note(error: BaseException, note: str) -> None:
+    """`BaseException.add_note`, and in Python 3.10, which has none, a longer message."""
+    if hasattr(error, "add_note"):
+        error.add_note(note)
+    elif error.args and isinstance(error.args[0], str):
+        error.args = (f"{error.args[0]}\n{note}", *error.args[1:])
+
+
+class annotate_errors(AbstractContextManager[None]):
+    """Context of one pass: what is raised inside gets a note, and `current_pass()` says the same while it runs.
+
+    Args:
+        phase: "packed", "phase_a", "phase_b" or "phase_c".
+        groups: those that the pass computes; none for a dummy.
+        part: which of how many, as "wave 2 of 5".
+    """
+
+    def __init__(self, phase: str, groups: Sequence[Group], part: str = "") -> None:
+        self.phase = phase
+        rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+        rows = [list(group.rows) for group in groups]
+        held = (
+            f"{len(groups)} groups of rows {listed(rows)}, {sum(g.prefix_len for g in groups)} prefix and "
+            f"{sum(g.num_suffix_tokens for g in groups)} suffix tokens"
+        )
+        self.where = f"{phase}{', ' if part else ''}{part}, rank {rank}: {held if groups else 'a dummy without rows'}"
+
+    def __enter__(self) -> None:
+        self._token = _running.set(self)
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        _running.reset(self._token)
+        self.note(error)
+
+    def note(self, error: BaseException | None) -> None:
+        """Says on an error where it was, once."""
+        if error is None or isinstance(error, GeneratorExit) or hasattr(error, "prefix_phase"):
+            return
+        add_note(error, f"verl_prefix was in {self.where}")
+        error.prefix_phase = self.phase  # type: ignore[attr-defined]  # read by engine.out_of_memory
+
+
+class annotate_loop_body(AbstractContextManager[None]):
+    """Wraps the caller's loop body: an exception raised there gets the note of the pass it happened in."""
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        if running := _running.get():
+            running.note(error)
+
+
+def current_pass() -> str:
+    """The running pass, as the note of an error would name it."""
+    running = _running.get()
+    return running.where if running else "outside of a pass"
+
+
+def listed(items: Sequence[object]) -> str:
+    """Items in words, the first few of many."""
+    return ", ".join(map(str, items[:_MANY])) + (f" and {len(items) - _MANY} more" if len(items) > _MANY else "")

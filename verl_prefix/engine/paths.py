@@ -1,0 +1,109 @@
+"""The path of a batch: shared, by a plan, or verl's own, for a reason that is logged once and counted in metrics."""
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from tensordict import TensorDict
+from verl.utils import tensordict_utils as tu
+from verl.utils.device import get_device_name
+
+from verl_prefix.auto.calibration import measure, read_profile
+from verl_prefix.auto.chooser import Chooser, CostModel
+from verl_prefix.auto.cost import Rates
+from verl_prefix.auto.shape import model_shape
+from verl_prefix.core.groups import Group
+from verl_prefix.core.waves import Plan, make_plan
+
+if TYPE_CHECKING:
+    from verl_prefix.engine.prefix_engine import PrefixFSDPEngine
+
+logger = logging.getLogger(__name__)
+
+
+class Paths:
+    """Plans an engine's batches.
+
+    Attributes:
+        lasting_reason: why every batch goes to verl's own path from now on, or None.
+    """
+
+    def __init__(self, engine: "PrefixFSDPEngine") -> None:
+        self.engine = engine
+        self.options = engine.prefix_config
+        self.lasting_reason = "prefix.schedule=stock" if self.options.schedule == "stock" else None
+        self._chooser: Chooser | None = None
+        self._logged: set[str] = set()
+
+    def initialize(self) -> None:
+        """Called once the engine has its model."""
+        engine, options = self.engine, self.options
+        if options.schedule != "auto":
+            return
+        module, dtype = engine.module, engine._autocast_dtype
+        device = torch.device(get_device_name())
+        costs = CostModel(
+            shape=model_shape(module, dtype),
+            dense_mask="flash" not in module.config._attn_implementation,
+            logits_chunk=options.logits_chunk,
+            wave_tokens=options.wave_tokens,
+            offload=options.offload,
+            min_speedup=options.min_speedup,
+        )
+
+        def rates(budget: int, forward_only: bool) -> Rates:
+            return measure(costs.shape, budget, device, engine.schedule, engine.optimizer_zero_grad, forward_only)
+
+        name = torch.cuda.get_device_name() if device.type == "cuda" else device.type
+        num_parameters = sum(parameter.numel() for parameter in module.parameters())
+        path = Path(options.cost_profile) if options.cost_profile else None
+        self._chooser = Chooser(
+            costs,
+            read_profile(
+                path, f"{name}, {dtype}, {module.config.model_type}, {num_parameters} parameters", engine.reduce_max
+            ),
+            path if torch.distributed.get_rank() == 0 else None,
+            rates,
+            engine.reduce_max,
+        )
+
+    def stock_reason(self, data: TensorDict) -> str | None:
+        """Why this batch goes to verl's own path whatever its lengths, or None."""
+        if self.lasting_reason:
+            return self.lasting_reason
+        if "prompts" not in data.keys() or "responses" not in data.keys():
+            return "the batch has no prompts and responses (not an RL batch)"
+        if tu.get_non_tensor_data(data, "force_group_size", 1) > 1:
+            return "force_group_size keeps rows together by their order"
+        if tu.get_non_tensor_data(data, "distillation_use_topk", False):
+            return "top-k distillation needs logits of every token"
+        return None
+
+    def plan(self, data: TensorDict, groups: Sequence[Group], forward_only: bool) -> Plan | str:
+        """This rank's plan; or why verl's own path is taken.
+
+        The budget of a pass is verl's token budget, or what its micro-batch of longest rows would hold.
+        """
+        if tu.get_non_tensor_data(data, "use_dynamic_bsz", True):
+            budget = int(data["max_token_len_per_gpu"])
+        else:
+            budget = int(data["micro_batch_size_per_gpu"]) * int(data["input_ids"].offsets().diff().max())
+        options = self.options
+        if self._chooser is None:
+            return make_plan(groups, budget, options.schedule, options.wave_tokens, options.offload)
+        plan = self._chooser.choose(groups, budget, forward_only)
+        return plan or f"prefix.min_speedup={options.min_speedup} is more than sharing is predicted to gain"
+
+    def metrics(self, stock_reason: str | None, num_rows: int) -> dict[str, list[float]]:
+        """prefix/* about the path that a batch took."""
+        found = {}
+        if stock_reason is not None:
+            if stock_reason not in self._logged:
+                logger.warning("prefix: stock path, %s", stock_reason)
+                self._logged.add(stock_reason)
+            found = {"prefix/stock_rows": [float(num_rows)], "prefix/reuse_fraction": [0.0]}
+        if self._chooser is not None and self._chooser.speedup:
+            found["prefix/predicted_speedup"] = [self._chooser.speedup]
+        return found

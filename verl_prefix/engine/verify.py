@@ -1,0 +1,126 @@
+"""`prefix.verify`: when the self-check runs, on which rows, and what happens where it misses."""
+
+import functools
+import logging
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+from tensordict import TensorDict
+from verl.utils import tensordict_utils as tu
+from verl.workers.engine.utils import postprocess_batch_func
+
+from verl_prefix.core.groups import Group
+from verl_prefix.core.waves import make_plan, pad_to_same_passes
+from verl_prefix.engine.mini_batch import row_lens
+from verl_prefix.engine.self_check import check, rounding_noise
+from verl_prefix.models.vision import is_vision_config, num_kinds
+
+if TYPE_CHECKING:
+    from verl_prefix.engine.prefix_engine import PrefixFSDPEngine
+
+logger = logging.getLogger(__name__)
+
+_ENOUGH_TOKENS, _MOST_ROWS = 32, 8  # of a group that is checked
+
+
+class Verification:
+    """The self-check of one engine, on every rank at once.
+
+    Attributes:
+        failure: what it missed, from when prefix.verify_action=fallback sends all batches to verl's own path; or None.
+    """
+
+    def __init__(self, engine: "PrefixFSDPEngine") -> None:
+        self.engine = engine
+        self.failure: str | None = None
+        self._num_updates = 0
+        self._said_waiting = False
+
+    def check(self, data: TensorDict, groups: Sequence[Group]) -> dict[str, list[float]]:
+        """Checks two rows or more of the cheapest group where it is due; metrics of that.
+
+        Raises:
+            RuntimeError: ours is off by more than rounding, and prefix.verify_action is raise.
+        """
+        options = self.engine.prefix_config
+        every = {"off": None, "first_step": math.inf}.get(options.verify, options.verify)
+        start = time.perf_counter()
+        if every is None or self._num_updates % every:
+            self._num_updates += 1
+            return {}
+        candidates = self._checkable(data, [group for group in groups if group.num_suffix_tokens] or groups)
+        if not candidates:
+            if not self._said_waiting:
+                logger.warning("prefix.verify waits for a batch in which every rank has a prompt with pixels")
+                self._said_waiting = True
+            return {}
+        self._num_updates += 1
+        verdict = self._verdict(data, _cheapest(candidates))
+        if verdict.missed:
+            message = f"prefix.verify, update {self._num_updates}: {verdict}"
+            if options.verify_action == "raise":
+                raise RuntimeError(
+                    f"{message}. The shared-prefix path is wrong for this model; set model_engine=dp and report it, or "
+                    "actor_rollout_ref.actor.prefix.verify_action=fallback to go on with the stock path"
+                )
+            self.failure = f"the self-check missed: {message}"
+        return {
+            "prefix/verify_log_probs": [verdict.log_probs],
+            "prefix/verify_attention": [verdict.attention],
+            "timing_s/prefix_verify": [time.perf_counter() - start],
+        }
+
+    def _verdict(self, data: TensorDict, group: Group):
+        engine = self.engine
+        rows = tu.index_select_tensor_dict(data, list(group.rows))
+        one_pass = dict(max_token_len_per_gpu=2**30, calculate_entropy=False, calculate_sum_pi_squared=False)
+        tu.assign_non_tensor(rows, **one_pass)
+        group = replace(group, rows=tuple(range(len(group.rows))))
+
+        def responses(output: dict) -> torch.Tensor:
+            log_probs = output["model_output"]["log_probs"].unbind()
+            _, lens = row_lens(rows)
+            return torch.cat([row[len(row) - n - 1 : len(row) - 1] for row, n in zip(log_probs, lens, strict=True)])
+
+        def stock() -> torch.Tensor:
+            return responses(engine.stock_batch(rows.copy(), None, forward_only=True))
+
+        def ours(path: str, inspect: Callable | None) -> torch.Tensor:
+            plan = pad_to_same_passes(make_plan([group], 2**62, path), engine.reduce_max)
+            mini_batch, _ = engine.run_plan(rows, plan, None, forward_only=True, inspect=inspect)
+            return responses(postprocess_batch_func(*mini_batch.outputs(plan), data=rows))
+
+        noise = functools.partial(rounding_noise, engine.module, engine._autocast_dtype)
+        verdict = check(stock, ours, noise, engine.reduce_sum)
+        # A NaN, which is no more than anything, must not get lost in the maximum.
+        attention = math.inf if math.isnan(verdict.attention) else verdict.attention
+        return verdict._replace(attention=engine.reduce_max([attention])[0])
+
+    def _checkable(self, data: TensorDict, groups: Sequence[Group]) -> Sequence[Group]:
+        """Groups whose stock pass runs a vision tower equally often on every rank: verl's runs once for images and once
+        for videos."""
+        if not is_vision_config(self.engine.module.config):
+            return groups
+        rows = tu.get(data, "multi_modal_inputs") or [None] * len(data)
+        chosen = {n: [group for group in groups if num_kinds(rows[group.rows[0]]) == n] for n in (1, 2)}
+        lacking = self.engine.reduce_max([not groups for groups in chosen.values()])
+        return next((groups for groups, lacks in zip(chosen.values(), lacking, strict=True) if not lacks), [])
+
+
+def _cheapest(groups: Sequence[Group]) -> Group:
+    """The cheapest group whose longest rows have enough response tokens to compare, cut to those rows."""
+
+    def longest(group: Group) -> Group:
+        order = sorted(range(len(group.rows)), key=lambda i: -group.suffix_lens[i])
+        tokens = [sum(group.suffix_lens[i] for i in order[:n]) for n in range(2, _MOST_ROWS)]
+        count = next((n for n, sum_ in enumerate(tokens, start=2) if sum_ >= _ENOUGH_TOKENS), _MOST_ROWS)
+        rows, lens = zip(*((group.rows[i], group.suffix_lens[i]) for i in order[:count]), strict=True)
+        return Group(rows, group.prefix_len, lens)
+
+    sampled = [longest(group) for group in groups]
+    shared = [group for group in sampled if group.is_shared] or sampled
+    return min(shared, key=lambda group: (-min(group.num_suffix_tokens, _ENOUGH_TOKENS), group.num_physical_tokens))

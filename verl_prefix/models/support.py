@@ -1,0 +1,76 @@
+"""Refusals: models and settings that the shared-prefix path cannot compute, in words; and the windows of layers."""
+
+import torch
+from transformers import PretrainedConfig
+
+from verl_prefix.models.vision import MODEL_TYPES, is_vision_config
+
+# Config attributes of layers that carry state from token to token other than by attention over K/V.
+_STATEFUL = ("mamba_d_state", "mamba_d_ssm", "ssm_state_size", "state_size", "linear_conv_kernel_dim", "conv_L_cache")
+
+
+def unsupported_reasons(config: PretrainedConfig) -> list[str]:
+    """Properties of a model that the shared-prefix path cannot compute, as `attribute=value` phrases."""
+    text = config.get_text_config()
+    reasons = []
+    layer_types = set(getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None) or ())
+    if others := layer_types - {"full_attention", "sliding_attention"}:
+        reasons.append(f"layer_types has {sorted(others)}")
+    for name in (*_STATEFUL, "attention_chunk_size", "num_kv_shared_layers", "use_bidirectional_attention"):
+        if getattr(text, name, None):
+            reasons.append(f"{name}={getattr(text, name)}")
+    if rope_types := _rope_types(text) & {"dynamic", "longrope"}:
+        reasons.append(f"rope_type={rope_types.pop()}, whose angles depend on the longest row of a pass")
+    if getattr(text, "qk_nope_head_dim", None) or getattr(text, "kv_lora_rank", None):
+        reasons.append("multi-head latent attention (kv_lora_rank)")
+    if getattr(text, "attention_dropout", 0.0):
+        reasons.append(f"attention_dropout={text.attention_dropout}")
+    if getattr(config, "is_encoder_decoder", False):
+        reasons.append("is_encoder_decoder=True")
+    towers = [name for name in ("vision_config", "audio_config") if getattr(config, name, None) is not None]
+    if towers and not is_vision_config(config):
+        reasons.append(f"a vision or audio tower; those of {', '.join(MODEL_TYPES)} are supported")
+    return reasons
+
+
+def check_supported(config: PretrainedConfig) -> None:
+    """Raises ValueError where the shared-prefix path would not compute what the stock path computes."""
+    if reasons := unsupported_reasons(config):
+        raise ValueError(
+            f"shared-prefix training does not support this {config.model_type} model: {'; '.join(reasons)}. "
+            "Set model_engine=dp, or actor_rollout_ref.actor.prefix.schedule=stock"
+        )
+
+
+def check_dropout(model: torch.nn.Module) -> None:
+    """Raises ValueError where a dropout mask would be drawn once for a group instead of once per row."""
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.Dropout) and module.p > 0:
+            raise ValueError(
+                f"{name} drops out with p={module.p}, and rows of a group would share its mask; set it to 0 in "
+                "the model's config or LoRA adapter, or model_engine=dp"
+            )
+
+
+def checkpointing(model: torch.nn.Module) -> bool | None:
+    """None: layers are not checkpointed. False: they are, and their forward runs again in backward. True: the same by
+    reentrant checkpointing, where what a wave reads of the prefix cache would get no gradient."""
+    funcs = [
+        module._gradient_checkpointing_func
+        for module in model.modules()
+        if module.training and getattr(module, "gradient_checkpointing", False)
+    ]
+    return any(getattr(func, "keywords", {}).get("use_reentrant", True) for func in funcs) if funcs else None
+
+
+def _rope_types(text: PretrainedConfig) -> set[str]:
+    rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
+    by_layer_type = [value for value in rope.values() if isinstance(value, dict)]
+    return {str(x.get("rope_type", x.get("type", "default"))) for x in by_layer_type or [rope]}
+
+
+def layer_window(text: PretrainedConfig, layer: int) -> int | None:
+    """The sliding window that the config gives this layer."""
+    if layer_types := getattr(text, "layer_types", None):
+        return text.sliding_window if layer_types[layer] == "sliding_attention" else None
+    return getattr(text, "sliding_window", None) if getattr(text, "use_sliding_window", True) else None

@@ -1,0 +1,106 @@
+"""Random rollouts, and the two ways to compute them: the stock reference row by row, and ours."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from verl_prefix.core.groups import Group, group_rows
+from verl_prefix.core.layout import Layout
+from verl_prefix.core.schedule import Schedule, TokenBatch
+from verl_prefix.core.waves import Plan, make_plan, pad_to_same_passes
+from verl_prefix.models.hookup import HookedModel
+
+
+@dataclass(frozen=True)
+class Rollouts:
+    """Rows of a batch: int64 prompt and response tokens, and a weight per response token.
+
+    The loss of both runners below is the weighted sum of response log-probs: any policy gradient at fixed weights.
+    """
+
+    prompts: list[torch.Tensor]
+    responses: list[torch.Tensor]
+    weights: list[torch.Tensor]
+
+
+def random_rollouts(
+    shape: Sequence[tuple[int, Sequence[int]]], vocab_size: int, seed: int = 0, dtype: torch.dtype = torch.float64
+) -> Rollouts:
+    """One group per (prompt length, response lengths), rows in random order."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = []
+    for prompt_len, response_lens in shape:
+        prompt = torch.randint(vocab_size, (prompt_len,), generator=generator)
+        rows += [
+            (
+                prompt,
+                torch.randint(vocab_size, (length,), generator=generator),
+                torch.randn(length, generator=generator, dtype=dtype),
+            )
+            for length in response_lens
+        ]
+    order = torch.randperm(len(rows), generator=generator).tolist()
+    return Rollouts(*([rows[i][column] for i in order] for column in range(3)))
+
+
+def run_stock(model: torch.nn.Module, rollouts: Rollouts, train: bool = True) -> list[torch.Tensor]:
+    """The truth: HF's own forward of every whole row by itself. Response log-probs per row; `.grad` if `train`."""
+    log_probs = []
+    for prompt, response, weight in zip(rollouts.prompts, rollouts.responses, rollouts.weights, strict=True):
+        ids = torch.cat([prompt, response]).unsqueeze(0)
+        with torch.set_grad_enabled(train):
+            logits = model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1]
+            row = logits.log_softmax(-1).gather(-1, response.unsqueeze(-1)).squeeze(-1)
+        if train:
+            (row * weight.to(row.dtype)).sum().backward()
+        log_probs.append(row.detach())
+    return log_probs
+
+
+def run_shared(
+    model: torch.nn.Module,
+    rollouts: Rollouts,
+    schedule: str,
+    budget: int = 10**6,
+    wave_tokens: int | None = None,
+    kernel: str = "auto",
+    train: bool = True,
+    reduce_max: Callable[[Sequence[float]], Sequence[float]] = lambda counts: counts,
+    edit: Callable[[TokenBatch, Plan], TokenBatch] = lambda tokens, plan: tokens,
+    **schedule_args: Any,
+) -> list[torch.Tensor]:
+    """`run_stock` by `core.schedule.Schedule`. Tests break the maths by `edit`, which changes the tokens."""
+    parameter = next(model.parameters())
+    device = parameter.device
+    rows = [torch.cat(pair) for pair in zip(rollouts.prompts, rollouts.responses, strict=True)]
+    offsets = [0, *torch.tensor([len(row) for row in rows]).cumsum(0).tolist()]
+    # A rank without rows still runs dummies, which need a token.
+    flat = torch.cat(rows or [torch.zeros(1, dtype=torch.int64)]).to(device)
+    positions = torch.cat([torch.arange(len(row), device=device) for row in rows or [flat]])
+    tokens = TokenBatch(flat, positions, offsets)
+    groups, _ = group_rows(rollouts.prompts, [len(response) for response in rollouts.responses])
+    plan = pad_to_same_passes(make_plan(groups, budget, schedule, wave_tokens), reduce_max)
+    weights = torch.zeros(len(flat), dtype=torch.float64, device=device)
+    for prompt, weight, start in zip(rollouts.prompts, rollouts.weights, offsets, strict=False):
+        weights[start + len(prompt) : start + len(prompt) + len(weight)] = weight.to(device)
+    log_probs = torch.zeros(len(flat), dtype=parameter.dtype, device=device)
+
+    def outputs(place: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        return logits.log_softmax(-1).gather(-1, flat[place + 1].unsqueeze(-1))
+
+    def step(groups: Sequence[Group], layout: Layout, found: torch.Tensor) -> torch.Tensor:
+        place = layout.suffix_index.to(device) + 1
+        log_probs[place] = found[:, 0].detach().to(log_probs.dtype)
+        return (found[:, 0] * weights[place].to(found.dtype)).sum()
+
+    runner = Schedule(
+        HookedModel(model), outputs, step, torch.Tensor.backward if train else None, kernel=kernel, **schedule_args
+    )
+    with torch.set_grad_enabled(train):
+        runner.run(edit(tokens, plan), plan)
+    return [
+        log_probs[start + len(prompt) : end]
+        for prompt, start, end in zip(rollouts.prompts, offsets, offsets[1:], strict=False)
+    ]

@@ -1,0 +1,211 @@
+"""Tiny models that are written on the spot instead of downloaded, and prompts with pixels for them."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+# What a message consists of stays in its order, as in Qwen-VL's own templates.
+VISION_CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{% if message['content'] is string %}"
+    "{{ message['content'] }}{% else %}{% for part in message['content'] %}{% if part['type'] == 'text' %}"
+    "{{ part['text'] }}{% else %}<|vision_start|><|{{ part['type'] }}_pad|><|vision_end|>{% endif %}{% endfor %}"
+    "{% endif %}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+_FAMILIES = {
+    "qwen3": "Qwen3Config",
+    "llama": "LlamaConfig",
+    "qwen2_5_vl": "Qwen2_5_VLConfig",
+    "qwen3_vl": "Qwen3VLConfig",
+}
+_TOWERS = {
+    "qwen2_5_vl": {"window_size": 16, "fullatt_block_indexes": [1]},
+    "qwen3_vl": {"num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1]},
+}
+_VISION_TOKENS = {
+    "<|vision_start|>": "vision_start_token_id",
+    "<|vision_end|>": "vision_end_token_id",
+    "<|image_pad|>": "image_token_id",
+    "<|video_pad|>": "video_token_id",
+}
+_TEXTS = (
+    "system user assistant: read the paragraphs and answer the question with a short phrase.",
+    "The river rises in the north, flows through the old town and reaches the sea near the harbour.",
+    "Who wrote the book that the film of 1987 is based on? In which country was its author born?",
+    "0 1 2 3 4 5 6 7 8 9 10 12 25 100 1900 1987 2024, Answer: yes. Answer: no.",
+)
+
+
+def write_tiny_model(
+    path: str | Path,
+    *,
+    texts: list[str] | None = None,
+    family: str = "qwen3",
+    seed: int = 0,
+    vocab_size: int = 512,
+    **overrides: Any,
+) -> str:
+    """Write a random Hugging Face causal LM and its tokenizer to ``path`` and return ``str(path)``.
+
+    Two layers, 4 query and 2 kv heads of size 32, about 0.4M fp32 parameters in safetensors, 8192 positions. The
+    tokenizer is a byte-level BPE trained on ``texts``, with ``<|im_start|>``/``<|im_end|>`` chat markup, eos
+    ``<|im_end|>`` and pad ``<|endoftext|>``. The same arguments write the same bytes.
+
+    Args:
+        texts: what the tokenizer is trained on; a few built-in sentences if None.
+        family: ``"qwen3"`` (normalised queries and keys), ``"llama"``, or with a vision tower of two blocks
+            ``"qwen2_5_vl"`` or ``"qwen3_vl"`` (deepstack); those have the text layers of ``overrides`` and, in their
+            tokenizer, the special tokens of images and videos.
+        vocab_size: upper bound of the vocabulary, at least 259 (256 bytes and 3 special tokens).
+        overrides: fields of the model's configuration, such as ``num_hidden_layers=3``.
+
+    Raises:
+        ValueError: ``family`` is unknown or ``vocab_size`` is below 259.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedTokenizerFast
+
+    if family not in _FAMILIES:
+        raise ValueError(f"family={family!r} is unknown; use one of {sorted(_FAMILIES)}")
+    if vocab_size < 259:
+        raise ValueError(f"vocab_size={vocab_size} cannot hold 256 bytes and 3 special tokens; use 259 or more")
+
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>", *(_VISION_TOKENS if family in _TOWERS else ())],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    bpe.train_from_iterator(_TEXTS if texts is None else texts, trainer)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=bpe, eos_token="<|im_end|>", pad_token="<|endoftext|>", chat_template=CHAT_TEMPLATE
+    )
+    fields = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "max_position_embeddings": 8192,
+        "tie_word_embeddings": False,
+        "bos_token_id": None,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    config = _config(family, fields | overrides, tokenizer)
+    auto_class = AutoModelForImageTextToText if family in _TOWERS else AutoModelForCausalLM
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = auto_class.from_config(config, dtype=torch.float32)
+    tokenizer.save_pretrained(path)
+    model.save_pretrained(path)
+    return str(path)
+
+
+def _config(family: str, fields: dict[str, Any], tokenizer: Any) -> Any:
+    import transformers
+
+    config_class = getattr(transformers, _FAMILIES[family])
+    if family not in _TOWERS:
+        return config_class(**fields)
+    # Rotary angles of time, height and width, for head_dim 32.
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 6, 6]}
+    ids = dict(zip(_VISION_TOKENS.values(), tokenizer.convert_tokens_to_ids(list(_VISION_TOKENS)), strict=True))
+    tower = dict(depth=2, hidden_size=32, intermediate_size=48, num_heads=2, patch_size=4)
+    tower |= dict(out_hidden_size=fields["hidden_size"], **_TOWERS[family])
+    return config_class(
+        text_config=fields | {"rope_parameters": rope}, vision_config=tower, tie_word_embeddings=False, **ids
+    )
+
+
+def visual_prompt(
+    parts: Sequence[int | tuple[int, ...]], config: Any, generator: torch.Generator
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Tokens of a prompt with images and videos, and random pixels, as the processors of Qwen2.5-VL and Qwen3-VL expand
+    them (which mark each frame of a video).
+
+    Args:
+        parts: what the prompt consists of: a number of random text tokens, an image's (height, width), or a video's
+            (frames, height, width), in patches, of which a square of four makes a token.
+
+    Returns:
+        tokens [length] int64, and the fields of verl's `multi_modal_inputs`.
+    """
+    tower, tokens, found = config.vision_config, [], {}
+    patch = tower.in_channels * tower.temporal_patch_size * tower.patch_size**2
+    for part in parts:
+        if isinstance(part, int):
+            tokens += torch.randint(7, config.text_config.vocab_size, (part,), generator=generator).tolist()
+            continue
+        *frames, height, width = part
+        kind, values = ("video", "pixel_values_videos") if frames else ("image", "pixel_values")
+        num_frames, per_frame = (frames or [1])[0], height * width // tower.spatial_merge_size**2
+        for count in [per_frame] * num_frames if config.model_type == "qwen3_vl" else [per_frame * num_frames]:
+            pads = [getattr(config, f"{kind}_token_id")] * count
+            tokens += [config.vision_start_token_id, *pads, config.vision_end_token_id]
+        found.setdefault(values, []).append(torch.randn(num_frames * height * width, patch, generator=generator))
+        found.setdefault(f"{kind}_grid_thw", []).append(torch.tensor([[num_frames, height, width]]))
+    return torch.tensor(tokens), {name: torch.cat(pieces) for name, pieces in found.items()}
+
+
+def visual_positions(model: torch.nn.Module, ids: torch.Tensor, pixels: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Position ids [4, length] (text, time, height, width) of a row [length], by the model's own `get_rope_index`, in
+    the form of verl's agent loop (verl/experimental/agent_loop/agent_loop.py)."""
+    kinds = (ids == model.config.image_token_id).int() + 2 * (ids == model.config.video_token_id).int()
+    grids = {name: value for name, value in pixels.items() if name.endswith("grid_thw")}
+    axes, _ = model.model.get_rope_index(ids.unsqueeze(0), mm_token_type_ids=kinds.unsqueeze(0), **grids)
+    return torch.cat([torch.arange(len(ids)).unsqueeze(0), axes[:, 0]])
+
+
+def write_tiny_vlm(path: str | Path, *, family: str, **overrides: Any) -> str:
+    """Write a tiny model that reads text, images and videos, with its processor, to ``path``; return ``str(path)``.
+
+    As `write_tiny_model` with a vision family, patches of 4 x 4 pixels. The model never samples a visual token, which
+    verl could not tell from one of the prompt: hidden channel 0 is the same in all text, and pulls those logits down.
+
+    Args:
+        family: ``"qwen2_5_vl"`` or ``"qwen3_vl"``.
+        overrides: arguments of `write_tiny_model`.
+
+    Raises:
+        ImportError: torchvision, which the video processors need, is not installed.
+    """
+    import transformers
+    from transformers import AutoModelForImageTextToText, AutoTokenizer, Qwen2VLImageProcessor
+
+    names = {
+        "qwen2_5_vl": ("Qwen2_5_VLProcessor", "Qwen2VLVideoProcessor"),
+        "qwen3_vl": ("Qwen3VLProcessor", "Qwen3VLVideoProcessor"),
+    }
+    processor_class, video_class = (getattr(transformers, name) for name in names[family])
+    write_tiny_model(path, family=family, **overrides)
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    # The sizes leave the pixels as qwen_vl_utils has scaled them.
+    patches = dict(patch_size=4, temporal_patch_size=2, merge_size=2)
+    patches |= {"size": {"shortest_edge": 64, "longest_edge": 2**24}}
+    processor_class(
+        image_processor=Qwen2VLImageProcessor(**patches),
+        tokenizer=tokenizer,
+        video_processor=video_class(**patches),
+        chat_template=VISION_CHAT_TEMPLATE,
+    ).save_pretrained(path)
+    model = AutoModelForImageTextToText.from_pretrained(path)
+    visual = tokenizer.convert_tokens_to_ids(list(_VISION_TOKENS))
+    with torch.no_grad():
+        model.get_input_embeddings().weight[:, 0] = 0.5
+        model.lm_head.weight[:, 0] = 0.0
+        model.lm_head.weight[visual, 0] = -10.0
+    model.save_pretrained(path)
+    return str(path)
