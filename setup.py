@@ -9,6 +9,15 @@ setup(
     long_description=Path(__file__).with_name("README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     license="Apache-2.0",
+    license_files=["LICENSE"],
+    keywords=["verl", "GRPO", "reinforcement learning", "LLM", "shared prefix", "FSDP"],
+    classifiers=[
+        "Development Status :: 3 - Alpha",
+        "Intended Audience :: Science/Research",
+        "Operating System :: POSIX :: Linux",
+        "Programming Language :: Python :: 3",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+    ],
     python_requires=">=3.10,<3.13",
     # verl's wheel ships top-level packages named `tests` and `scripts`; ours must not add more.
     packages=find_packages(include=["verl_prefix", "verl_prefix.*"]),

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from verl_prefix.tools import doctor
+from verl_prefix.versions import package_versions
 
 REPLAY_OPTIONS = ("trace", "synthetic", "model", "arms", "steps", "ranks", "dtype", "lr", "truth_steps")
 
@@ -27,6 +28,12 @@ def _quieten_verl() -> None:
     """Before verl's import: its engines that are not installed and its choice of a platform are no news here."""
     os.environ.setdefault("VERL_LOGGING_LEVEL", "WARNING")
     warnings.filterwarnings("ignore", r"\w+ engine is not available", UserWarning)
+
+
+def _version() -> str:
+    found = package_versions(("verl-prefix", "verl", "torch"))
+    ours, verl, torch = (found[name] or "not installed" for name in ("verl-prefix", "verl", "torch"))
+    return f"verl-prefix {ours} (verl {verl}, torch {torch})"
 
 
 def _doctor(_: argparse.Namespace) -> int:
@@ -190,6 +197,7 @@ def _add_plan(commands: argparse._SubParsersAction) -> None:
 def main(argv: list[str] | None = None) -> int:
     """Entry point of `verl-prefix`; the return value is the exit code."""
     parser = _Parser(prog="verl-prefix", description="Shared-prefix GRPO for verl's FSDP actor.")
+    parser.add_argument("--version", action="version", version=_version())
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     command = commands.add_parser("doctor", help="say whether verl will use this package and what runs here")
     command.set_defaults(run=_doctor)

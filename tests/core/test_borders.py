@@ -26,7 +26,7 @@ ROOMS = {
     "versions": ("", ""),
     "api": ("core models", ""),
     "plugin": ("cpu engine trainer", "verl hydra"),
-    "cli": ("tools engine", ""),
+    "cli": ("tools engine versions", ""),
     "__init__": ("api", ""),
 }  # fmt: skip
 # A package that few files know.

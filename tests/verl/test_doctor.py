@@ -27,6 +27,16 @@ def run_doctor(cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+def test_version_is_said_without_importing_verl_or_torch(tmp_path):
+    code = (
+        "import sys; sys.modules |= dict(verl=None, torch=None); from verl_prefix import cli; cli.main(['--version'])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
+    ours, verl, torch_version = map(importlib.metadata.version, ("verl-prefix", "verl", "torch"))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == f"verl-prefix {ours} (verl {verl}, torch {torch_version})\n"
+
+
 def test_doctor_names_everything_that_is_registered(tmp_path):
     result = run_doctor(tmp_path)
     assert result.returncode == 0, result.stdout + result.stderr

@@ -23,7 +23,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
     """A wheel of a copy of the checkout: pip builds in the source tree and would leave build/ behind."""
     source = tmp_path_factory.mktemp("source")
     out = tmp_path_factory.mktemp("wheel")
-    for name in ("setup.py", "README.md"):
+    for name in ("setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
     for name in ("verl_prefix", "recipes", "examples", "tests"):
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
@@ -55,6 +55,15 @@ def test_wheel_ships_every_module_and_every_yaml_file(wheel: zipfile.ZipFile) ->
     sources = {str(p.relative_to(ROOT)) for kind in kinds for p in (ROOT / "verl_prefix").rglob(kind)}
     assert any(name.endswith(".yaml") for name in sources) and any(name.endswith("METADATA") for name in sources)
     assert shipped == sources
+
+
+def test_wheel_holds_the_license(wheel: zipfile.ZipFile) -> None:
+    text = (ROOT / "LICENSE").read_text()
+    assert "Apache License" in text and "APPENDIX: How to apply" in text
+    (shipped,) = (name for name in wheel.namelist() if name.endswith("/LICENSE"))
+    assert wheel.read(shipped).decode() == text
+    metadata = email.message_from_string(_metadata(wheel, "METADATA"))
+    assert (metadata["License"], metadata["License-File"]) == ("Apache-2.0", "LICENSE")
 
 
 def test_wheel_has_no_other_top_level_package(wheel: zipfile.ZipFile) -> None:
