@@ -18,6 +18,7 @@ from packaging.requirements import Requirement
 from verl_prefix.versions import untested_verl
 
 PACKAGE = "verl-prefix"
+INSTALL = "run pip install . in a clone of this package, which is on no index"
 PLUGIN = "prefix"
 VERSIONS = ("verl-prefix", "verl", "torch", "transformers", "ray", "TransferQueue", "vllm", "flash-attn")
 HEAD_DIM = 128  # of nearly every model; only for what kernel would be chosen
@@ -56,7 +57,7 @@ def _check_versions() -> Iterator[Finding]:
         wanted = f" (supported: {requirement.specifier})" if requirement and requirement.specifier else ""
         problem = None
         if version is None and (requirement or name == PACKAGE):
-            problem = f"install {requirement or name}"
+            problem = f"install {requirement}" if requirement else INSTALL
         elif version and requirement and not requirement.specifier.contains(version, prereleases=True):
             problem = f"install {requirement}"
         yield problem, f"{name} {version or 'not installed'}{wanted}"
@@ -88,7 +89,7 @@ def _policy() -> tuple[str, bool]:
 
 def _check_policy() -> Iterator[Finding]:
     found = [ep.value for ep in importlib.metadata.entry_points(group="verl.plugins") if ep.name == PLUGIN]
-    yield None if found else f"pip install {PACKAGE}", f"entry point verl.plugins: {found or 'none named ' + PLUGIN}"
+    yield None if found else INSTALL, f"entry point verl.plugins: {found or 'none named ' + PLUGIN}"
     policy, allowed = _policy()
     advice = f"verl does not load this plugin: unset VERL_USE_EXTERNAL_PLUGINS, or add {PLUGIN} to its names"
     yield None if allowed else advice, f"VERL_USE_EXTERNAL_PLUGINS={policy}"
