@@ -1,4 +1,4 @@
-"""`make chaos`: real verl jobs of a tiny model that are killed or broken at one point, and what was lost.
+"""Real verl jobs of a tiny model that are killed or broken at one point, and what was lost.
 
 Resume: a job is killed (SIGKILL, all of it) in step 3 during rollout, update or checkpoint save, then started again
 with resume_mode=auto. Its step 3 must be that of a job that was never interrupted. Both engines, and each from the

@@ -1,4 +1,4 @@
-"""`make soak`: hundreds of updates on two gloo ranks with random ragged batches; nothing may grow after the warm-up.
+"""Hundreds of updates on two gloo ranks with random ragged batches; nothing may grow after the warm-up.
 
 Every update draws its own groups, lengths and schedule's waves. Watched, per rank: resident memory, tensors that Python
 still knows, open file descriptors, threads; at the end: processes. Writes a JSON file; the exit status is 1 if

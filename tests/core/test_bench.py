@@ -342,8 +342,8 @@ def test_a_report_without_a_plot_says_what_to_install(tmp_path: Path, monkeypatc
     assert sorted(path.name for path in tmp_path.iterdir()) == ["bench.json", "bench.md"]
 
 
-def test_readme_shows_the_committed_results() -> None:
-    source, words = ROOT / "examples/results/bench_cpu.json", (ROOT / "README.md").read_text()
+def test_the_page_of_results_shows_the_committed_ones() -> None:
+    source, words = ROOT / "examples/results/bench_cpu.json", (ROOT / "examples/results/README.md").read_text()
     start, end = report.MARKS
     shown = words.split(start)[1].split(end)[0].strip()
     found = json.loads(source.read_text())

@@ -102,7 +102,7 @@ def float64_inside(monkeypatch):
 
 @pytest.fixture(scope="module")
 def table():
-    """Rows of the coverage table; written as Markdown to the file that VERL_PREFIX_COVERAGE names (`make coverage`)."""
+    """Rows of the coverage table; written as Markdown to the file that VERL_PREFIX_COVERAGE names."""
     rows = []
     yield rows
     if out := os.environ.get("VERL_PREFIX_COVERAGE"):
@@ -114,9 +114,10 @@ def table():
         lines = [" | ".join(row) for row in (titles, ["---"] * len(titles), *cells)]
         Path(out).write_text(
             "# Model families: shared prefix against HF's own forward of every whole row\n\n"
-            "Written by `make coverage` (tests/core/test_families.py): largest relative error of log-probs and of the\n"
-            "gradient of each kind of parameter; truth is HF in float64. Tolerances: 1e-9 in float64, 5e-6 in fp32,\n"
-            "in bf16 1.3 times HF's own error. merged: two flash calls joined by log-sum-exp. reference: dense.\n"
+            "Written by `make -C examples/results coverage` (tests/core/test_families.py): largest relative error of\n"
+            "log-probs and of the gradient of each kind of parameter; truth is HF in float64. Tolerances: 1e-9 in\n"
+            "float64, 5e-6 in fp32, in bf16 1.3 times HF's own error. merged: two flash calls joined by log-sum-exp.\n"
+            "reference: dense.\n\n"
             f"CPU, torch {torch.__version__}, transformers {transformers.__version__}.\n\n"
             + "".join(f"| {line} |\n" for line in lines)
         )

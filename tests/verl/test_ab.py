@@ -1,7 +1,7 @@
 """`verl-prefix ab` end to end: 10 optimizer steps recorded by real verl (Ray, FSDP2 on 2 gloo ranks, HF rollout) and
 replayed through stock, packed and phased; engines that are broken on purpose; damaged input.
 
-`make ab-100` is the same with 100 steps. Does not exercise CUDA or NCCL.
+`make -C examples/results ab-100` is the same with 100 steps. Does not exercise CUDA or NCCL.
 """
 
 import contextlib

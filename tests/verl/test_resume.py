@@ -1,6 +1,6 @@
 """Checkpoints are verl's own: the stock engine and ours go on from each other's, weights and AdamW state included.
 
-Two gloo ranks. Whole jobs that are killed and resumed: `make chaos`.
+Two gloo ranks. Whole jobs that are killed and resumed: `make -C examples/results chaos`.
 """
 
 import os

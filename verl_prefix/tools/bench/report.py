@@ -1,4 +1,4 @@
-"""Grids by name, and what is made of a report's JSON: speed-ups, extrapolated depths, Markdown, PNG, README."""
+"""Grids by name, and what is made of a report's JSON: speed-ups, extrapolated depths, Markdown, PNG."""
 
 import json
 from pathlib import Path
