@@ -1,4 +1,5 @@
-"""README's measured numbers are those of the committed reports, and a ratio that its report forbids is not quoted."""
+"""Measured numbers in Markdown are those of the committed reports, a ratio that its report forbids is not quoted, links
+lead somewhere, README is a page."""
 
 import json
 import re
@@ -10,12 +11,26 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-README = (ROOT / "README.md").read_text()
+ROOMS = (".github", "examples", "recipes", "tests", "verl_prefix")
+PAGES = (*ROOT.glob("*.md"), *(page for room in ROOMS for page in (ROOT / room).rglob("*.md")))
+MARKDOWN = sorted(str(page.relative_to(ROOT)) for page in PAGES)
+RESULTS = "examples/results/README.md"
+# Files with other numbers: written by a program, and recipes, which say how theirs are computed.
+NOT_HELD = ("examples/results/bench_cpu.md", "examples/results/coverage.md", "recipes/")
+HELD = [name for name in MARKDOWN if not name.startswith(NOT_HELD)]
 Load = Callable[[str], dict[str, Any]]
-# Numbers of README that no report holds: versions, tolerances, defaults.
+# Numbers that no report holds: versions and tolerances.
 NOT_MEASURED = {
-    "0.9.1", "0.9.0", "2.13.0", "5.10.4", "2.60.0", "3.11", "0.28.0", "1e-9", "5e-6", "1.3", "2.3", "1.05",
-}  # fmt: skip
+    "README.md": {"0.9", "0.1.0", "0.9.1", "0.9.0", "2.13.0", "5.10.4", "2.60.0", "3.11", "2506.05433", "2606.01143"},
+    RESULTS: {"2.13.0", "0.28.0"},
+    "verl_prefix/tools/README.md": {"5e-6", "1.3", "2.3"},
+    ".github/CONTRIBUTING.md": {"1e-9", "5e-6", "1.3"},
+    ".github/CHANGELOG.md": {"0.1.0", "0.9"},
+}
+
+
+def read(name: str) -> str:
+    return (ROOT / name).read_text()
 
 
 def load(name: str) -> dict[str, Any]:
@@ -30,21 +45,37 @@ def times(report: dict[str, Any], timing: str) -> tuple[float, float, float]:
     return row["ratio"], min(row["ratios"]), max(row["ratios"])
 
 
-def bench_quotes(load: Load) -> Iterator[tuple]:
-    def speedups(arms: dict[str, Any]) -> list[float]:
-        """Of packed and phased over stock, then of both over stock_lean."""
-        seconds = {name: median(arm["seconds"]["update"] if "update" in arm else arm["seconds"])
-                   for name, arm in arms.items()}  # fmt: skip
-        return [seconds[base] / seconds[arm] for base in ("stock", "stock_lean") for arm in ("packed", "phased")]
+def update_seconds(arms: dict[str, Any]) -> dict[str, float]:
+    return {name: median(arm["seconds"]["update"] if "update" in arm else arm["seconds"]) for name, arm in arms.items()}
 
+
+def speedups(arms: dict[str, Any]) -> list[float]:
+    """Of packed and phased over stock, then of both over stock_lean."""
+    seconds = update_seconds(arms)
+    return [seconds[base] / seconds[arm] for base in ("stock", "stock_lean") for arm in ("packed", "phased")]
+
+
+def readme_quotes(load: Load) -> Iterator[tuple]:
     for p, s, g in ((2400, 256, 8), (8000, 256, 8), (4000, 1000, 16), (100, 600, 8)):
         yield "| {} | {} | {} | {:.1f} |", p, s, g, (g * p + g * s) / (p + g * s)
-    bench, whole, video = load("bench"), load("bench_verl"), load("video")
-    big, small = (row["arms"] for row in bench["rows"][:2])
-    stock, lean, packed = (big[arm]["update"]["p50"] for arm in ("stock", "stock_lean", "packed"))
-    yield ("takes {:.1f} s instead of {:.1f} s: {:.1f} times as fast, and {:.1f} times as fast as stock with "
-           "lm_head on responses alone ({:.1f} s; medians of {} rounds)",
-           packed, stock, stock / packed, lean / packed, lean, bench["config"]["repeats"])  # fmt: skip
+    row = "| {} | {:.1f} | {:.1f} | {:.1f} | {:.1f} |"
+    bench, video, demo = load("bench"), load("video"), load("demo_smollm2")
+    for measured in bench["rows"][:3]:
+        seconds, gains = update_seconds(measured["arms"]), speedups(measured["arms"])
+        yield ("| update, {} / {} / {} " + row, *(measured[name] for name in ("prefix", "suffix", "group")),
+               bench["config"]["repeats"], seconds["stock"], seconds["packed"], gains[0], gains[2])  # fmt: skip
+    shape = video["shapes"]["S=88"]
+    seconds, gains = update_seconds(shape["arms"]), speedups(shape["arms"])
+    yield ("prompt {:.0f} % of a row " + row, 100 * shape["prompt_share_of_a_row"], video["config"]["repeats"],
+           seconds["stock"], seconds["packed"], gains[0], gains[2])  # fmt: skip
+    step = demo["ratios"]["step"]
+    yield ("S 32 | {} | {:.1f} | {:.1f} | {:.1f} | not measured |", len(step["ratios"]), step["stock_s"],
+           step["prefix_s"], times(demo, "step")[0])  # fmt: skip
+
+
+def bench_quotes(load: Load) -> Iterator[tuple]:
+    whole, video = load("bench_verl"), load("video")
+    small = load("bench")["rows"][1]["arms"]
     arms = [whole["rows"][0]["arms"][f"verl_{name}"] for name in ("stock", "packed", "phased")]
     yield ("medians of {} rounds): verl's fsdp2 {:.1f} s, ours {:.1f} (packed) and {:.1f} s (phased), {:.1f} and "
            "{:.1f} times as fast (bare models, in the table: {:.1f} and {:.1f}, over stock_lean {:.1f} and {:.1f}); "
@@ -160,49 +191,103 @@ def ab_quotes(load: Load) -> Iterator[tuple]:
            same_weights(smollm2, "grads", "stock_repacked"))  # fmt: skip
 
 
-def problems(text: str, load: Load) -> list[str]:
-    """Quotes that are not in `text`, and its other numbers that look measured."""
+def fault_quotes(load: Load) -> Iterator[tuple]:
+    soak, chaos = load("soak"), load("chaos")
+    assert soak["ok"] and not any(any(rank["grew"].values()) for rank in soak["ranks"])
+    assert len(soak["ranks"]) == 2 and not chaos["failed"]
+    yield ("{} updates on two ranks, of random ragged batches: tensors, files, threads and processes did not grow, "
+           "resident memory by at most {:.2f} MiB per 100 updates",
+           soak["updates"], max(rank["rss_mib_per_100_updates"] for rank in soak["ranks"]))  # fmt: skip
+    yield "All {} jobs", chaos["tried"]
+    yield "it ended within {:.1f} s", max(case.get("seconds_from_fault_to_end") or 0 for case in chaos["cases"])
+
+
+QUOTES = {"README.md": [readme_quotes], RESULTS: [bench_quotes, demo_quotes, ab_quotes, fault_quotes]}
+
+
+def problems(name: str, text: str, load: Load) -> list[str]:
+    """Quotes that are not in the file's text, and its other numbers that look measured."""
     text = re.sub(r"<!-- bench -->.*<!-- /bench -->|```.*?```", "", text, flags=re.S)  # test_bench.py has the table
     text, found = " ".join(text.split()), []
-    for quotes in (bench_quotes, demo_quotes, ab_quotes):
+    for quotes in QUOTES.get(name, ()):
         for template, *values in quotes(load):
             names = values.pop() if values and isinstance(values[-1], dict) else {}
             quote = template.format(*values, **names).replace("e-0", "e-")
             if quote not in text:
-                found.append(f"README does not say: {quote}")
+                found.append(f"{name} does not say: {quote}")
             text = text.replace(quote, "")
     text = re.sub(r"`[^`]*`|\]\([^)]*\)", "", text)
     numbers = re.findall(r"(?<![\w./-])(?:\d[\d.]*e-?\d+|\d+(?:\.\d+)+|\d+(?= (?:times|MiB|s)\b))", text)
-    return found + [f"README says {number}: of which report?" for number in numbers if number not in NOT_MEASURED]
+    allowed = NOT_MEASURED.get(name, ())
+    return found + [f"{name} says {number}: of which report?" for number in numbers if number not in allowed]
 
 
-def test_readme_quotes_what_the_reports_hold() -> None:
-    assert "\n".join(problems(README, load)) == ""
+@pytest.mark.parametrize("name", HELD)
+def test_measured_numbers_are_those_of_the_reports(name: str) -> None:
+    assert "\n".join(problems(name, read(name), load)) == ""
 
 
 @pytest.mark.parametrize(
-    ("old", "new"),
+    ("name", "old", "new"),
     [
-        ("3.5 times", "3.6 times"),
-        ("62.0 / 11.0", "62.0 / 10.0"),
-        ("No CUDA path", "One step is 6.7 times as fast. No CUDA path"),
-        ("No CUDA path", "Losses differ by 4e-7. No CUDA path"),
+        ("README.md", "| 4.9 | 3.5 |", "| 4.9 | 3.6 |"),
+        ("README.md", "| 121.0 | 31.9 |", "| 121.0 | 30.9 |"),
+        ("README.md", "no GPU run yet", "no GPU run yet; one step is 4.9 times as fast"),
+        ("README.md", "no GPU run yet", "no GPU run yet; one step is 2 times as fast"),
+        (RESULTS, "62.0 / 11.0", "62.0 / 10.0"),
+        (RESULTS, "# What was measured", "# What was measured: losses differ by 4e-7"),
+        (".github/CHANGELOG.md", "- Recipes", "- 4.9 times as fast. Recipes"),
     ],
 )
-def test_another_number_is_found(old: str, new: str) -> None:
-    assert old in README
-    assert problems(README.replace(old, new, 1), load)
+def test_another_number_is_found(name: str, old: str, new: str) -> None:
+    assert old in read(name)
+    assert problems(name, read(name).replace(old, new, 1), load)
 
 
-def test_a_ratio_that_its_report_forbids_cannot_be_quoted() -> None:
-    def uneven(name: str) -> dict[str, Any]:
-        report = load(name)
-        if name == "demo_smollm2":
+@pytest.mark.parametrize("name", ["README.md", RESULTS])
+def test_a_ratio_that_its_report_forbids_cannot_be_quoted(name: str) -> None:
+    def uneven(report_name: str) -> dict[str, Any]:
+        report = load(report_name)
+        if report_name == "demo_smollm2":
             report["ratios"]["step"]["ratio"] = None
         return report
 
     with pytest.raises(ValueError, match="step: .*steps after the first"):
-        problems(README, uneven)
-    for name in ("demo_qwen2_5_vl_2ranks", "vllm"):  # one timed step; an uneven machine
-        with pytest.raises(ValueError, match="can be quoted"):
-            times(load(name), "update_actor")
+        problems(name, read(name), uneven)
+
+
+@pytest.mark.parametrize("name", ["demo_qwen2_5_vl_2ranks", "vllm"])  # one timed step; an uneven machine
+def test_committed_reports_forbid_ratios(name: str) -> None:
+    with pytest.raises(ValueError, match="can be quoted"):
+        times(load(name), "update_actor")
+
+
+def anchors(text: str) -> set[str]:
+    """Of a page's headings, as GitHub makes them."""
+    titles = re.findall(r"^#+ (.*)$", re.sub(r"```.*?```", "", text, flags=re.S), flags=re.M)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+def dead_links(name: str, text: str) -> list[str]:
+    found = []
+    for link in re.findall(r"\]\(([^)\s]+)\)", re.sub(r"```.*?```", "", text, flags=re.S)):
+        target, _, anchor = link.partition("#")
+        path = (ROOT / name).parent / target if target else ROOT / name
+        if "://" not in link and not (path.exists() and (not anchor or anchor in anchors(path.read_text()))):
+            found.append(link)
+    return found
+
+
+@pytest.mark.parametrize("name", MARKDOWN)
+def test_relative_links_lead_somewhere(name: str) -> None:
+    assert dead_links(name, read(name)) == []
+
+
+def test_a_dead_link_is_found() -> None:
+    text = "[a](examples) [b](no/such.md) [c](README.md#limits) [d](README.md#no-such) [e](https://example.org/x)"
+    assert dead_links("README.md", text) == ["no/such.md", "README.md#no-such"]
+
+
+def test_readme_is_a_page() -> None:
+    assert len(read("README.md").splitlines()) <= 120
+    assert len(read("README.md").split()) <= 1000

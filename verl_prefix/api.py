@@ -72,7 +72,7 @@ def response_log_probs(
             `torch.no_grad` a larger group goes prefix first, then in waves. With gradients all passes are one graph,
             so that more tokens than this are refused.
         logits_chunk: response tokens whose logits exist at once.
-        attention: kernel, see the key `attention` in the README.
+        attention: kernel, see the key `attention` in config/actor/prefix_actor.yaml.
 
     Returns:
         log-probs in the form of the responses, fp32 (fp64 for a float64 model), on the model's device; with
