@@ -69,7 +69,7 @@ def readme_quotes(load: Load) -> Iterator[tuple]:
     yield ("prompt {:.0f} % of a row " + row, 100 * shape["prompt_share_of_a_row"], video["config"]["repeats"],
            seconds["stock"], seconds["packed"], gains[0], gains[2])  # fmt: skip
     step = demo["ratios"]["step"]
-    yield ("S 32 | {} | {:.1f} | {:.1f} | {:.1f} | not measured |", len(step["ratios"]), step["stock_s"],
+    yield ("S up to 32 | {} | {:.1f} | {:.1f} | {:.1f} | not measured |", len(step["ratios"]), step["stock_s"],
            step["prefix_s"], times(demo, "step")[0])  # fmt: skip
 
 
