@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The GPU grid of `verl-prefix bench` on a bare machine with torch and transformers, nothing installed, in two calls of
+# The GPU grid of `verl-prefix bench`, and whole engines through `verl-prefix ab`, on a bare machine with torch and transformers, nothing installed, in two calls of
 # ten minutes; a third goes on where the second stopped:
 #
 #   VERL_PREFIX_COMMIT=$(git rev-parse HEAD) OUT=DIR examples/bench_gpu.sh
@@ -13,7 +13,7 @@
 #   LIMIT                seconds of one call; 560 by default
 #   JOBS                 names of the jobs below to run; all by default
 #   DRY_RUN=1            tiny model and rows on a CPU: the script itself is tried
-#   PYTHONPATH           may name a folder with the package prefix_grouper, for that arm, and with verl, for its engines
+#   PYTHONPATH           may name a folder with the package prefix_grouper, for that arm, and with verl, for ab
 set -uo pipefail
 cd "$(dirname "$0")/.."
 export PYTHONPATH=.${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1 PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True
@@ -22,12 +22,23 @@ LIMIT=${LIMIT:-560}
 mkdir -p "$RESULTS"
 failed=0
 
+wanted() {  # NAME: asked for, not done, and with time left for it
+    left=$((LIMIT - SECONDS))
+    [[ " ${JOBS:-$1} " == *" $1 "* && ! -e $RESULTS/$1.done ]] && ((left > 20))
+}
+
+finished() {  # NAME EXIT_CODE
+    case $2 in
+        0) touch "$RESULTS/$1.done" ;;
+        124) echo "== $1: out of time; run this again" ;;
+        *) failed=1 ;;
+    esac
+}
+
 job() {  # NAME ARGUMENTS...: one JSON file; the most important jobs come first
-    local name=$1 left=$((LIMIT - SECONDS)) arguments=() word
+    local name=$1 arguments=() word
     shift
-    [[ " ${JOBS:-$name} " == *" $name "* ]] || return 0
-    [[ -e $RESULTS/$name.done ]] && return 0
-    ((left > 20)) || return 0
+    wanted "$name" || return 0
     for word in "$@"; do
         if [[ -n ${DRY_RUN:-} ]]; then
             case $word in
@@ -46,11 +57,21 @@ job() {  # NAME ARGUMENTS...: one JSON file; the most important jobs come first
     [[ -z ${DRY_RUN:-} && -n $(git rev-parse HEAD 2>/dev/null)${VERL_PREFIX_COMMIT:-} ]] || arguments+=(--allow-dirty)
     echo "== $name, $left s left: ${arguments[*]}"
     timeout "$left" "${PYTHON:-python3}" -m verl_prefix.cli bench "${arguments[@]}" --out "$RESULTS/$name.json"
-    case $? in
-        0) touch "$RESULTS/$name.done" ;;
-        124) echo "== $name: out of time; run this again" ;;
-        *) failed=1 ;;
-    esac
+    finished "$name" $?
+}
+
+replay() {  # NAME SHAPE LAYERS P,S,G,N: verl's engine and ours on made-up rows, each with its optimizer
+    local name=$1 model=$RESULTS/$1.model
+    [[ -z ${DRY_RUN:-} ]] || set -- "$1" tiny 2 24,8,2,1
+    wanted "$name" || return 0
+    echo "== $name, $left s left: $*"
+    "${PYTHON:-python3}" -c "import torch; from verl_prefix.tools.bench.options import build_model
+build_model('$2', $3, 'cpu', torch.float32).save_pretrained('$model')" &&
+        timeout "$left" "${PYTHON:-python3}" -m verl_prefix.cli ab --synthetic "$4" --model "$model" \
+            --arms packed,phased --truth-steps 1 --force --out "$RESULTS/$name"
+    finished "$name" $?
+    rm -rf "$model"
+    [[ ! -e $RESULTS/$name/report.json ]] || cp "$RESULTS/$name/report.json" "$RESULTS/$name.json"
 }
 
 ALL=stock,prefix_grouper,flex,packed,phased,auto,phased+offload
@@ -64,8 +85,7 @@ job capacity   --shape qwen3-8b --layers 8 --repeats 1 --truth none --arms stock
 job llama      --shape llama3-8b --layers 2,4 --repeats 1 --truth none --arms $FEW --rows 10240/2048/8 10240/2048/32
 job verl4368   --shape qwen3-4b --layers 2,4 --repeats 2 --truth float32 --arms padded,$FEW --grid verl4368
 job splits     --shape qwen3-8b --layers 2,4 --repeats 1 --truth none --arms $FEW --rows 6144/6144/8 2048/10240/8
-job verl       --shape qwen3-8b --layers 2,4 --repeats 2 --truth none --rows 2400/256/8 \
-               --arms stock,packed,phased,verl_stock,verl_packed,verl_phased
+replay verl    qwen3-0.6b 28 2401,256,8,1
 job dualkv     --shape qwen3-8b --layers 2,4 --repeats 1 --truth none --arms $FEW --rows 4096/512/28 16384/512/28
 
 [[ -z ${OUT:-} ]] || cp "$RESULTS"/*.json "$OUT"

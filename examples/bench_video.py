@@ -32,15 +32,16 @@ from verl_prefix.core.groups import group_rows
 from verl_prefix.core.layout import Layout
 from verl_prefix.core.schedule import Schedule, TokenBatch
 from verl_prefix.core.waves import make_plan
+from verl_prefix.files import write_whole
 from verl_prefix.models.hookup import HookedModel
 from verl_prefix.models.vision import PixelBatch, share_pixels
 from verl_prefix.testing import visual_positions, visual_prompt
-from verl_prefix.tools.bench.measure import gradient_error, provenance
+from verl_prefix.tools.bench.measure import gradient_error
 from verl_prefix.tools.bench.memory import in_fresh_process
 from verl_prefix.tools.memory import memory_mib, reset_peak_mib
-from verl_prefix.versions import git_state
+from verl_prefix.tools.report import provenance
 
-SCHEMA = "verl_prefix.bench_video/1"
+SCHEMA = "verl_prefix.bench_video/2"
 ARMS = ("stock", "stock_lean", "packed", "phased")
 TINY = ["1,4,4", 3]
 TOWERS = {
@@ -115,8 +116,8 @@ def run_stock(model: PreTrainedModel, batch: Batch, lean: bool) -> None:
             logits_to_keep=torch.arange(length, device=device)[kept] if lean else 0,
             **{name: tensor.to(device) for name, tensor in pixels.items()},
         ).logits[0]
-        found = log_probs(logits if lean else logits[kept], ids[batch.prompt_len :])
-        batch.loss(torch.tensor([row]), found[None]).backward()
+        chosen = log_probs(logits if lean else logits[kept], ids[batch.prompt_len :])
+        batch.loss(torch.tensor([row]), chosen[None]).backward()
 
 
 def run_shared(model: PreTrainedModel, batch: Batch, schedule: str) -> None:
@@ -124,12 +125,12 @@ def run_shared(model: PreTrainedModel, batch: Batch, schedule: str) -> None:
     offsets = range(0, len(batch.flat) + 1, length)
     pixels = PixelBatch(batch.rows, batch.flat.cpu(), offsets, model.config)
 
-    def outputs(place: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-        return log_probs(logits, batch.flat[place + 1]).unsqueeze(-1)
+    def outputs(index: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        return log_probs(logits, batch.flat[index + 1]).unsqueeze(-1)
 
-    def step(groups: list, layout: Layout, found: torch.Tensor) -> torch.Tensor:
+    def step(groups: list, layout: Layout, chosen: torch.Tensor) -> torch.Tensor:
         rows = torch.tensor([row for group in groups for row in group.rows])
-        return batch.loss(rows, found[:, 0].view(len(rows), batch.suffix))
+        return batch.loss(rows, chosen[:, 0].view(len(rows), batch.suffix))
 
     # The wave budget is that of one suffix, the pass's that of the whole group.
     plan = make_plan(batch.groups, batch.groups[0].num_physical_tokens, schedule, batch.suffix)
@@ -177,7 +178,7 @@ def pixels_mib(options: argparse.Namespace) -> dict[str, float]:
 
 def measure(options: argparse.Namespace, console: Console) -> dict[str, Any]:
     model = build_model(options)
-    found = {}
+    shapes = {}
     for suffix in options.suffixes:
         batch = Batch(options, model, options.video, suffix)
         arms: dict[str, Any] = {arm: {"seconds": [], "grad_error": 0.0} for arm in ARMS}
@@ -196,13 +197,13 @@ def measure(options: argparse.Namespace, console: Console) -> dict[str, Any]:
             arm["added_peak_mib"] = in_fresh_process(added_peak_mib, options, name, suffix)
         prefix = batch.prompt_len - 1
         row = batch.prompt_len + suffix
-        found[f"S={suffix}"] = {
+        shapes[f"S={suffix}"] = {
             "prompt_tokens": batch.prompt_len,
             "prompt_share_of_a_row": batch.prompt_len / row,
             "tokens_stock_over_ours": options.group * row / (prefix + options.group * suffix),
             "arms": arms,
         }
-    return {"pixels_mib": in_fresh_process(pixels_mib, options), "shapes": found}
+    return {"pixels_mib": in_fresh_process(pixels_mib, options), "shapes": shapes}
 
 
 def show(report: dict[str, Any], console: Console) -> None:
@@ -256,16 +257,17 @@ def parse(argv: list[str]) -> argparse.Namespace:
 def main(argv: list[str]) -> int:
     options = parse(argv)
     torch.set_num_threads(options.threads)
-    git = git_state()
-    if options.out and git["dirty"] and not options.allow_dirty:
-        print("the git tree has uncommitted files: commit them, or add --allow-dirty", file=sys.stderr)
+    try:
+        head = provenance(SCHEMA, options.device, options.allow_dirty or not options.out)
+    except ValueError as error:
+        print(error, file=sys.stderr)
         return 2
     console = Console(width=None if sys.stdout.isatty() else 120)
     config = {key: value for key, value in vars(options).items() if key != "out"}
-    report = provenance(SCHEMA, options.device, git) | {"config": config} | measure(options, console)
+    report = head | {"config": config} | measure(options, console)
     show(report, console)
     if options.out:
-        options.out.write_text(json.dumps(report, indent=1) + "\n")
+        write_whole(options.out, json.dumps(report, indent=1) + "\n")
     return 0
 
 

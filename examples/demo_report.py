@@ -1,26 +1,28 @@
-"""What `make demo` says about its two runs: a table per step, report.json, report.png and a verdict.
+"""The report of `make demo` about its two runs: a table per step, report.json, report.png and a verdict.
 
 Input is what verl's own `file` logger wrote, one JSON object `{"step": int, "data": {metric: number}}` per line.
-Nothing here imports verl, and nothing is read from a log except its last lines when an arm failed.
+Step 1 is compared as `verl-prefix ab --runs` does, on more metrics, and seconds too. Nothing here imports verl, and
+nothing is read from a log except its last lines when an arm failed.
 
     python examples/demo_report.py examples/results/demo_*.json     derives and draws again what follows from the steps
 """
 
 import json
-import os
+import math
 import statistics
 import sys
 from dataclasses import dataclass, field
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
+from verl_prefix.files import write_whole
+from verl_prefix.tools.ab.runs import TOLERANCE, compare_seconds, relative_difference, same_rollouts
 from verl_prefix.tools.plots import Bars, Curves
 from verl_prefix.tools.plots import save as save_plot
-from verl_prefix.versions import device_name, git_state, package_versions
+from verl_prefix.tools.report import provenance
 
 SCHEMA = "verl_prefix.demo/2"  # 1: ratios were those of medians, the first step's seconds among them
 Metrics = dict[str, float | None]
@@ -42,9 +44,8 @@ ROLLOUTS = tuple(
     for name in ("critic/rewards", "response_length", "prompt_length")
     for kind in ("mean", "max", "min")
 )
-# Relative tolerance of step 1 in fp32. The floor keeps a loss that is zero but for rounding from counting as different.
-TOLERANCE = {"actor/grad_norm": 1e-3, "actor/loss": 1e-3, "actor/entropy": 1e-3, "actor/pg_loss": 1e-3}
-FLOOR = 1e-6
+# Judged in step 1, within `TOLERANCE` of `verl-prefix ab --runs`, in fp32.
+JUDGED = ("actor/grad_norm", "actor/loss", "actor/entropy", "actor/pg_loss")
 # Largest difference between a token's probability in the rollout and in the actor's own log-probs, in fp32: 3e-9 (tiny)
 # and 2e-5 (SmolLM2) where the rollout has the actor's weights.
 ROLLOUT_NOISE = 1e-4
@@ -52,7 +53,6 @@ ROLLOUT_NOISE = 1e-4
 SUSPICIOUS = 1.5
 # Ratios of steps that are further apart, largest over smallest, have no median that can be quoted.
 UNEVEN = 1.5
-PACKAGES = ("verl-prefix", "verl", "torch", "transformers", "ray", "tensordict", "TransferQueue")
 
 
 @dataclass(frozen=True)
@@ -90,11 +90,7 @@ def build(stock: Arm, prefix: Arm, num_steps: int, config: dict[str, Any]) -> di
     arms = {arm.name: {**_describe(arm), "steps": arm.steps()} for arm in (stock, prefix)}
     first_step = _compare_first_step(*(arm["steps"] for arm in arms.values()))
     report = {
-        "schema": SCHEMA,
-        "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "versions": package_versions(PACKAGES),
-        "device": _device(),
-        "git": git_state(),
+        **provenance(SCHEMA),
         "config": config,
         "arms": arms,
         "first_step": first_step,
@@ -125,26 +121,20 @@ def _compare_first_step(stock: list[dict[str, Any]], prefix: list[dict[str, Any]
     if not stock or not prefix:
         return None
     ours, theirs = prefix[0]["data"], stock[0]["data"]
-    rollouts = {name: {"stock": theirs.get(name), "prefix": ours.get(name)} for name in ROLLOUTS}
+    both = {name: {"stock": theirs.get(name), "prefix": ours.get(name)} for name in (*ROLLOUTS, *JUDGED)}
     metrics = {}
-    for name, tolerance in TOLERANCE.items():
-        a, b = theirs.get(name), ours.get(name)
-        difference = None if a is None or b is None else abs(a - b) / max(abs(a), abs(b), FLOOR / tolerance)
-        agree = difference is not None and difference <= tolerance
-        metrics[name] = {
-            "stock": a,
-            "prefix": b,
-            "relative_difference": difference,
-            "tolerance": tolerance,
-            "agree": agree,
+    for name in JUDGED:
+        difference = relative_difference(*both[name].values())
+        metrics[name] = both[name] | {
+            "relative_difference": None if math.isnan(difference) else difference,
+            "tolerance": TOLERANCE,
+            "agree": difference <= TOLERANCE,
         }
-    same = all(_close(pair["stock"], pair["prefix"]) for pair in rollouts.values())
-    return {"same_rollouts": same, "rollouts": rollouts, "metrics": metrics}
-
-
-def _close(a: float | None, b: float | None) -> bool:
-    # The means of equal rewards differ by an ulp where the rows come in another order.
-    return a is not None and b is not None and abs(a - b) <= 1e-6 * max(abs(a), abs(b))
+    return {
+        "same_rollouts": same_rollouts(theirs, ours, ROLLOUTS),
+        "rollouts": {name: both[name] for name in ROLLOUTS},
+        "metrics": metrics,
+    }
 
 
 def _ratios(stock: list[dict[str, Any]], prefix: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
@@ -157,20 +147,12 @@ def _ratios(stock: list[dict[str, Any]], prefix: list[dict[str, Any]]) -> dict[s
     """
     theirs, ours = ({step["step"]: step["data"] for step in steps} for steps in (stock, prefix))
     both = [step for step in theirs if step in ours]
-    found = {}
-    for title, name in TIMINGS.items():
-        pairs = [(theirs[i].get(name), ours[i].get(name)) for i in both[1:]]
-        pairs = [pair for pair in pairs if all(pair)]
-        if pairs:
-            ratios = [a / b for a, b in pairs]
-            even = len(ratios) > 1 and max(ratios) <= UNEVEN * min(ratios)
-            found[title] = {
-                "stock_s": statistics.median(a for a, _ in pairs),
-                "prefix_s": statistics.median(b for _, b in pairs),
-                "ratio": statistics.median(ratios) if even else None,
-                "ratios": ratios,
-            }
-    return found
+    timings = compare_seconds(theirs, ours, both[1:], TIMINGS.values())
+    rows = {title: timings[name] for title, name in TIMINGS.items() if name in timings}
+    for row in rows.values():
+        even = len(row["ratios"]) > 1 and max(row["ratios"]) <= UNEVEN * min(row["ratios"])
+        row["ratio"] = statistics.median(row["ratios"]) if even else None
+    return rows
 
 
 def _token_ratio(prefix: list[dict[str, Any]]) -> float | None:
@@ -230,7 +212,9 @@ def _problems(
         if not reproducible:
             return problems
         rows = [
-            f"{k} {v['stock']} / {v['prefix']}" for k, v in first_step["rollouts"].items() if not _close(**_pair(v))
+            f"{name} {pair['stock']} / {pair['prefix']}"
+            for name, pair in first_step["rollouts"].items()
+            if not same_rollouts({name: pair["stock"]}, {name: pair["prefix"]}, [name])
         ]
         problems.append(
             f"step 1 is not comparable, the arms sampled other responses (stock / prefix): {', '.join(rows)}"
@@ -243,10 +227,6 @@ def _problems(
                     f"relative difference {_number(row['relative_difference'])} > {row['tolerance']:g}"
                 )
     return problems
-
-
-def _pair(row: dict[str, float | None]) -> dict[str, float | None]:
-    return {"a": row["stock"], "b": row["prefix"]}
 
 
 def show(report: dict[str, Any], console: Console) -> None:
@@ -298,7 +278,7 @@ def _times(ratio: float | None) -> str:
 
 def save(report: dict[str, Any], output: Path) -> bool:
     """Write report.json, and report.png if both arms logged a step; return whether there is one."""
-    (output / "report.json").write_text(json.dumps(report, indent=1) + "\n")
+    write_whole(output / "report.json", json.dumps(report, indent=1) + "\n")
     return all(arm["steps"] for arm in report["arms"].values()) and draw(report, output / "report.png")
 
 
@@ -308,8 +288,8 @@ def draw(report: dict[str, Any], path: Path) -> bool:
     steps = sorted({step["step"] for arm in arms.values() for step in arm["steps"]})
 
     def curve(title: str, metric: str) -> Curves:
-        found = {name: {step["step"]: step["data"].get(metric) for step in arm["steps"]} for name, arm in arms.items()}
-        ys = [(name, [values.get(step) for step in steps]) for name, values in found.items()]
+        logged = {name: {step["step"]: step["data"].get(metric) for step in arm["steps"]} for name, arm in arms.items()}
+        ys = [(name, [values.get(step) for step in steps]) for name, values in logged.items()]
         return Curves(f"{title.capitalize()} ({metric})", UNITS[title], steps, ys)
 
     ratios = report["ratios"]
@@ -344,21 +324,10 @@ def finish(report: dict[str, Any], output: Path, console: Console) -> int:
     return 1 if report["problems"] else 0
 
 
-def _device() -> dict[str, Any]:
-    import torch
-
-    return {
-        "name": device_name(),
-        "cuda": torch.version.cuda,
-        "cpus": os.cpu_count(),
-        "load_average": os.getloadavg()[0],
-    }
-
-
 if __name__ == "__main__":
     for path in map(Path, sys.argv[1:]):
-        found = json.loads(path.read_text())
-        derive(found)
-        path.write_text(json.dumps(found, indent=1) + "\n")
+        saved = json.loads(path.read_text())
+        derive(saved)
+        write_whole(path, json.dumps(saved, indent=1) + "\n")
         if path.with_suffix(".png").exists():
-            draw(found, path.with_suffix(".png"))
+            draw(saved, path.with_suffix(".png"))

@@ -5,16 +5,12 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Container
+from dataclasses import fields
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from verl_prefix.tools import doctor
 from verl_prefix.versions import package_versions
-
-REPLAY_OPTIONS = ("trace", "synthetic", "model", "arms", "steps", "ranks", "dtype", "lr", "truth_steps")
-
-BENCH_OPTIONS = ("shape", "arms", "layers", "repeats", "budget", "truth", "device", "dtype", "threads", "memory",
-                 "compile", "capacity")  # fmt: skip
 
 
 class _Parser(argparse.ArgumentParser):
@@ -36,6 +32,12 @@ def _version() -> str:
     return f"verl-prefix {ours} (verl {verl}, torch {torch})"
 
 
+def _given(arguments: argparse.Namespace, options: type) -> dict[str, Any]:
+    """Fields of an options dataclass that stand on the command line."""
+    names = [field.name for field in fields(options)]
+    return {name: value for name, value in vars(arguments).items() if name in names and value is not None}
+
+
 def _doctor(_: argparse.Namespace) -> int:
     _quieten_verl()
     return doctor.doctor()
@@ -47,56 +49,40 @@ def _ab(arguments: argparse.Namespace) -> int:
     if not torch.cuda.is_available():  # before verl is imported, here and in the ranks
         os.environ["VERL_PLATFORM"] = "cpu"
     _quieten_verl()
-    from verl_prefix.engine.trace import TraceError
-    from verl_prefix.tools.ab import command as ab
-    from verl_prefix.tools.ab import runs
+    from verl_prefix.tools.ab import command, runs
 
-    given = {name: value for name in REPLAY_OPTIONS if (value := getattr(arguments, name)) is not None}
-    if "synthetic" in given:
-        given["synthetic"] = (*given["synthetic"], 1)[:4]
-    try:
-        if arguments.runs and given:
-            named = ", ".join(f"--{name.replace('_', '-')}" for name in given)
-            raise TraceError(f"--runs compares finished runs, {named} is for a replay; remove it")
-        if arguments.runs:
-            return runs.compare(arguments.runs, arguments.out, arguments.force)
-        return ab.run(ab.Options(**given), arguments.out, arguments.force)
-    except (ValueError, OSError) as error:  # 1 is for a tolerance that does not hold
-        print(f"verl-prefix ab: {error}", file=sys.stderr)
-        return 2
+    given = _given(arguments, command.Options)
+    if not arguments.runs:
+        return command.run(command.Options(**given), arguments.out, arguments.force)
+    if given:
+        named = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+        raise ValueError(f"--runs compares finished runs, {named} is for a replay; remove it")
+    return runs.compare(arguments.runs, arguments.out, arguments.force)
 
 
 def _plan(arguments: argparse.Namespace) -> int:
     os.environ.setdefault("VERL_PLATFORM", "cpu")  # nothing runs: any machine will do
     _quieten_verl()
-    from verl_prefix.tools.plan import command as plan
+    from verl_prefix.tools.plan import command
 
-    try:
-        return plan.run(
-            arguments.config_path, arguments.config_name, arguments.words, arguments.response_lengths,
-            arguments.shares, arguments.out,
-        )  # fmt: skip
-    except (ValueError, OSError) as error:
-        print(f"verl-prefix plan: {error}", file=sys.stderr)
-        return 2
+    return command.run(
+        arguments.config_path, arguments.config_name, arguments.words, arguments.response_lengths,
+        arguments.shares, arguments.out,
+    )  # fmt: skip
 
 
 def _bench(arguments: argparse.Namespace) -> int:
     from verl_prefix.tools.bench import report
 
-    given = {key: value for key, value in vars(arguments).items() if key in BENCH_OPTIONS and value is not None}
-    try:
-        if arguments.render:
-            return report.render(arguments.render, arguments.into)
-        if arguments.into:
-            raise ValueError("--into is for --render")
-        from verl_prefix.tools.bench import measure, options
+    if arguments.render:
+        return report.render(arguments.render, arguments.into)
+    if arguments.into:
+        raise ValueError("--into is for --render")
+    from verl_prefix.tools.bench import measure, options
 
-        sizes = tuple(options.Size(*size) for size in (*report.grid(arguments.grid), *arguments.rows))
-        return measure.run(options.Options(sizes, **given), arguments.out, arguments.allow_dirty)
-    except (ValueError, OSError) as error:
-        print(f"verl-prefix bench: {error}", file=sys.stderr)
-        return 2
+    sizes = tuple(options.Size(*size) for size in (*report.grid(arguments.grid), *arguments.rows))
+    given = _given(arguments, options.Options)
+    return measure.run(options.Options(sizes, **given), arguments.out, arguments.allow_dirty)
 
 
 def _numbers(form: str, counts: Container[int]) -> Callable[[str], tuple[int, ...]]:
@@ -111,67 +97,59 @@ def _numbers(form: str, counts: Container[int]) -> Callable[[str], tuple[int, ..
     return read
 
 
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(text.split(","))
+
+
 def _add_bench(commands: argparse._SubParsersAction) -> None:
     from verl_prefix.tools.bench.report import GRIDS
 
     command = commands.add_parser("bench", help="time, memory and error of stock, peers and ours; without verl")
     command.set_defaults(run=_bench)
-    command.add_argument("--grid", action="append", default=[], help=f"rows by name: {', '.join(GRIDS)}; repeatable")
-    command.add_argument(
-        "--rows", type=_numbers("P/S/G", (3,)), nargs="+", default=[], metavar="P/S/G",
-        help="prefix and response tokens, rows per prompt",
-    )  # fmt: skip
-    command.add_argument("--shape", help="model shape, such as qwen3-8b; default small, that of the grid cpu")
-    command.add_argument("--arms", type=lambda text: tuple(text.split(",")), help="some of all arms, comma-separated")
-    command.add_argument(
-        "--layers", type=_numbers("N or N,M", (1, 2)), metavar="N[,M]",
-        help="layers, or two depths to extrapolate from; default all of the shape",
-    )  # fmt: skip
-    command.add_argument("--repeats", type=int, help="rounds of all arms; default 3")
-    command.add_argument("--budget", type=int, help="tokens of a pass in every arm; default twice the row")
-    command.add_argument("--truth", choices=("float64", "float32", "none"), help="of gradients; default float64")
-    command.add_argument("--device", choices=("cpu", "cuda"), help="default cuda where there is one")
-    command.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="default bfloat16 on cuda")
-    command.add_argument("--threads", type=int, help="of torch on a CPU")
-    command.add_argument("--no-memory", action="store_false", dest="memory", default=None, help="no peak memory")
-    command.add_argument("--compile", action="store_true", default=None, help="compile decoder layers, in every arm")
-    command.add_argument("--capacity", type=float, metavar="GIB", help="also: the longest rows that train in this")
-    command.add_argument("--out", type=Path, help="JSON, with .md and .png beside it; goes on where it left off")
-    command.add_argument("--allow-dirty", action="store_true", help="write it from uncommitted files too")
-    command.add_argument("--render", type=Path, metavar="JSON", help="only write a report's .md and .png again")
-    command.add_argument("--into", type=Path, metavar="FILE", help="and its table between the marks in this file")
+    add = command.add_argument
+    add("--grid", action="append", default=[], help=f"rows by name: {', '.join(GRIDS)}; repeatable")
+    add("--rows", type=_numbers("P/S/G", (3,)), nargs="+", default=[], metavar="P/S/G",
+        help="prefix and response tokens, rows per prompt")  # fmt: skip
+    add("--shape", help="model shape, such as qwen3-8b; default small, that of the grid cpu")
+    add("--arms", type=_names, help="some of all arms, comma-separated")
+    add("--layers", type=_numbers("N or N,M", (1, 2)), metavar="N[,M]",
+        help="layers, or two depths to extrapolate from; default all of the shape")  # fmt: skip
+    add("--repeats", type=int, help="rounds of all arms; default 3")
+    add("--budget", type=int, help="tokens of a pass in every arm; default twice the row")
+    add("--truth", choices=("float64", "float32", "none"), help="of gradients; default float64")
+    add("--device", choices=("cpu", "cuda"), help="default cuda where there is one")
+    add("--dtype", choices=("float32", "bfloat16", "float16"), help="default bfloat16 on cuda")
+    add("--threads", type=int, help="of torch on a CPU")
+    add("--no-memory", action="store_false", dest="memory", default=None, help="no peak memory")
+    add("--compile", action="store_true", default=None, help="compile decoder layers, in every arm")
+    add("--capacity", type=float, metavar="GIB", help="also: the longest rows that train in this")
+    add("--out", type=Path, help="JSON, with .md and .png beside it; goes on where it left off")
+    add("--allow-dirty", action="store_true", help="write it from uncommitted files too")
+    add("--render", type=Path, metavar="JSON", help="only write a report's .md and .png again")
+    add("--into", type=Path, metavar="FILE", help="and its table between the marks in this file")
 
 
 def _add_ab(commands: argparse._SubParsersAction) -> None:
     command = commands.add_parser("ab", help="replay a run's updates through the stock engine and ours, and compare")
     command.set_defaults(run=_ab)
-    source = command.add_mutually_exclusive_group(required=True)
-    source.add_argument("--trace", metavar="DIR", help="what actor_rollout_ref.actor.prefix.trace_dir recorded")
-    source.add_argument(
-        "--synthetic", type=_numbers("P,S,G or P,S,G,N", (3, 4)), metavar="P,S,G[,N]",
-        help="random rows: prompt and response tokens, rows, groups",
-    )  # fmt: skip
-    source.add_argument(
-        "--runs",
-        nargs=2,
-        metavar=("A", "B"),
-        help="two finished runs: JSON lines of verl's file logger, or event files",
-    )
-    command.add_argument("--model", help="the model's folder, where it is not the recorded path")
-    command.add_argument(
-        "--arms", type=lambda text: tuple(text.split(",")),
+    add = command.add_mutually_exclusive_group(required=True).add_argument
+    add("--trace", metavar="DIR", help="what actor_rollout_ref.actor.prefix.trace_dir recorded")
+    add("--synthetic", type=lambda text: (*_numbers("P,S,G or P,S,G,N", (3, 4))(text), 1)[:4], metavar="P,S,G[,N]",
+        help="random rows: prompt and response tokens, rows, groups")  # fmt: skip
+    add("--runs", nargs=2, metavar=("A", "B"),
+        help="two finished runs: JSON lines of verl's file logger, or event files")  # fmt: skip
+    add = command.add_argument
+    add("--model", help="the model's folder, where it is not the recorded path")
+    add("--arms", type=_names,
         help="of auto, packed, phased, and stock_repacked (stock again, its rows reversed and micro-batches twice as "
-        "large: the run-to-run envelope); default auto",
-    )  # fmt: skip
-    command.add_argument("--steps", type=int, help="steps to replay; default all that were recorded, or 5")
-    command.add_argument("--ranks", type=int, help="ranks to replay on, a divisor of the recorded ones")
-    command.add_argument("--dtype", choices=("fp32", "bf16"), help="of forward and backward; default as recorded")
-    command.add_argument("--lr", type=float, help="learning rate; default as recorded")
-    command.add_argument("--truth-steps", type=int, help="first steps that the truth takes too; default 3")
-    command.add_argument(
-        "--out", type=Path, default=Path("outputs/ab"), help="folder of the report; default outputs/ab"
-    )
-    command.add_argument("--force", action="store_true", help="replace a report that is there")
+        "large: the run-to-run envelope); default auto")  # fmt: skip
+    add("--steps", type=int, help="steps to replay; default all that were recorded, or 5")
+    add("--ranks", type=int, help="ranks to replay on, a divisor of the recorded ones")
+    add("--dtype", choices=("fp32", "bf16"), help="of forward and backward; default as recorded")
+    add("--lr", type=float, help="learning rate; default as recorded")
+    add("--truth-steps", type=int, help="first steps that the truth takes too; default 3")
+    add("--out", type=Path, default=Path("outputs/ab"), help="folder of the report; default outputs/ab")
+    add("--force", action="store_true", help="replace a report that is there")
 
 
 def _add_plan(commands: argparse._SubParsersAction) -> None:
@@ -182,16 +160,13 @@ def _add_plan(commands: argparse._SubParsersAction) -> None:
         allow_abbrev=False,
     )
     command.set_defaults(run=_plan)
-    command.add_argument("--config-path", "-cp", default="config", help="as on the training command")
-    command.add_argument("--config-name", "-cn", default="ppo_trainer", help="as on the training command")
-    command.add_argument(
-        "--response-lengths", metavar="SPEC",
-        help="TOKENS, MEAN,STD, or a folder of trainer.rollout_data_dir; default data.max_response_length",
-    )  # fmt: skip
-    command.add_argument(
-        "--shares", metavar="SPEC", help="a stock step's shares, update=0.5,old=0.1,ref=0.1, or that run's JSON lines"
-    )
-    command.add_argument("--out", type=Path, help="also write the plan there, as JSON")
+    add = command.add_argument
+    add("--config-path", "-cp", default="config", help="as on the training command")
+    add("--config-name", "-cn", default="ppo_trainer", help="as on the training command")
+    add("--response-lengths", metavar="SPEC",
+        help="TOKENS, MEAN,STD, or a folder of trainer.rollout_data_dir; default data.max_response_length")  # fmt: skip
+    add("--shares", metavar="SPEC", help="a stock step's shares, update=0.5,old=0.1,ref=0.1, or that run's JSON lines")
+    add("--out", type=Path, help="also write the plan there, as JSON")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -204,13 +179,19 @@ def main(argv: list[str] | None = None) -> int:
     _add_ab(commands)
     _add_plan(commands)
     _add_bench(commands)
-    argv = sys.argv[1:] if argv is None else argv
-    arguments, words = parser.parse_known_args([word for word in argv if word != "--"])  # of `ray job submit ... --`
+    argv = [word for word in (sys.argv[1:] if argv is None else argv) if word != "--"]  # of `ray job submit ... --`
+    arguments, words = parser.parse_known_args(argv)
     if arguments.run is _plan:
         arguments.words = words
     elif words:
         parser.error(f"unrecognized arguments: {' '.join(words)}")
-    return arguments.run(arguments)
+    try:
+        return arguments.run(arguments)
+    except (ValueError, OSError) as error:
+        if arguments.run is _doctor:  # the traceback is what it is for
+            raise
+        print(f"verl-prefix {argv[0]}: {error}", file=sys.stderr)
+        return 2  # 1 is for a tolerance that does not hold
 
 
 if __name__ == "__main__":

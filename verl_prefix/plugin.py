@@ -5,8 +5,6 @@ and registers platform, engine, trainer and rollout with verl's own registries. 
 (verl/__init__.py logs it at DEBUG); `verl-prefix doctor` imports this module again and shows the traceback.
 """
 
-from typing import Any
-
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.plugins import Plugins
 from hydra.plugins.search_path_plugin import SearchPathPlugin
@@ -28,17 +26,3 @@ Plugins.instance().register(PrefixSearchPathPlugin)
 import verl_prefix.cpu  # noqa: E402, I001
 import verl_prefix.engine.prefix_engine  # noqa: E402
 import verl_prefix.trainer.prefix_sync  # noqa: E402, F401
-
-
-def registered() -> tuple[Any, dict[str, type], type | None, list[str]]:
-    """What verl's registries hold for a run of this package: verl's platform, our language-model engines by device, the
-    trainer of `prefix_sync`, and the names of rollouts that are ours."""
-    from verl.plugin.platform import get_platform
-    from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY
-    from verl.workers.engine.base import EngineRegistry
-    from verl.workers.rollout.replica import RolloutReplicaRegistry
-
-    loaders = RolloutReplicaRegistry._registry.items()
-    rollouts = [name for name, load in loaders if load.__module__.startswith("verl_prefix")]
-    engines = EngineRegistry._engines.get("language_model", {}).get("prefix", {})
-    return get_platform(), engines, TRAINER_REGISTRY.get("prefix_sync"), rollouts

@@ -25,7 +25,7 @@ import pyarrow.parquet as pq
 import torch
 
 from verl_prefix.testing import write_tiny_model
-from verl_prefix.tools.ab.report import provenance
+from verl_prefix.tools.report import provenance
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS, BROKEN = 3, 3
@@ -203,7 +203,7 @@ class Report:
     """The cases so far, in `path` too, from where earlier ones come."""
 
     def __init__(self, path: Path) -> None:
-        self.path, self.provenance = path, provenance()
+        self.path, self.provenance = path, provenance("verl_prefix.chaos/1")
         self.cases: list[dict] = json.loads(path.read_text())["cases"] if path.exists() else []
         path.parent.mkdir(parents=True, exist_ok=True)
 
@@ -212,8 +212,8 @@ class Report:
         self.cases = [case for case in self.cases if (case["case"], case["arm"]) != (found["case"], found["arm"])]
         self.cases.append({"ok": False} | found)
         print(json.dumps(self.cases[-1]), flush=True)
-        summary = {"schema": "verl_prefix.chaos/1", "tried": len(self.cases), "failed": self.failed}
-        self.path.write_text(json.dumps(summary | self.provenance | {"cases": self.cases}, indent=1) + "\n")
+        summary = {"tried": len(self.cases), "failed": self.failed}
+        self.path.write_text(json.dumps(self.provenance | summary | {"cases": self.cases}, indent=1) + "\n")
 
     @property
     def failed(self) -> list[str]:

@@ -23,7 +23,7 @@ import torch.multiprocessing as mp
 from torch.nested import as_nested_tensor
 
 from verl_prefix.testing import write_tiny_model
-from verl_prefix.tools.ab.report import provenance
+from verl_prefix.tools.report import provenance
 
 WARM_UP = 0.2  # share of the updates
 # Growth after the warm-up that counts as a leak: MiB of resident memory per 100 updates (a prefix graph of the largest
@@ -165,12 +165,11 @@ def main() -> int:
     for rank in ranks:
         rank |= judge(rank["samples"], args.updates)
     result = {
-        "schema": "verl_prefix.soak/1",
+        **provenance("verl_prefix.soak/1"),
         "updates": args.updates,
         "seconds": round(time.time() - start),
         "ok": all(rank["ok"] for rank in ranks) and not left,
         "processes_left": left,
-        **provenance(),
         "ranks": ranks,
     }
     args.out.parent.mkdir(parents=True, exist_ok=True)

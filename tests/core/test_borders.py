@@ -13,16 +13,17 @@ PACKAGE = Path(verl_prefix.__file__).parent
 ROOMS = {
     "core": ("", ""),
     "models": ("core", "transformers xxhash"),
-    "auto": ("core models", "transformers"),
+    "auto": ("core models files", "transformers"),
     "config": ("models versions", "verl transformers"),
     "engine": (
-        "core models auto config cpu versions", "verl ray tensordict transfer_queue huggingface_hub safetensors",
+        "core models auto config cpu files versions", "verl ray tensordict transfer_queue huggingface_hub safetensors",
     ),
     "trainer": ("config versions", "verl ray omegaconf transfer_queue"),
     "cpu": ("models", "verl ray psutil omegaconf transformers fastapi uvicorn"),
     "testing": ("core models", "transformers tokenizers"),
-    "tools": ("core models auto config engine trainer versions testing plugin", "verl transformers numpy pyarrow hydra "
-              "omegaconf tensordict rich packaging tensorboard"),
+    "tools": ("core models auto config engine trainer files versions testing plugin", "verl transformers numpy pyarrow "
+              "hydra omegaconf tensordict rich packaging tensorboard"),
+    "files": ("", ""),
     "versions": ("", ""),
     "api": ("core models", ""),
     "plugin": ("cpu engine trainer", "verl hydra"),

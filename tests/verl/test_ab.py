@@ -23,7 +23,7 @@ import torch
 from verl_prefix import cli
 from verl_prefix.testing import write_tiny_model
 from verl_prefix.tools.ab import command as ab
-from verl_prefix.tools.ab import report
+from verl_prefix.tools.ab import source, verdict
 
 ROOT = Path(__file__).resolve().parents[2]
 ENVIRONMENT = os.environ | {"VERL_PLATFORM": "cpu", "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
@@ -36,7 +36,7 @@ def sabotage(kind: str) -> None:
     from verl_prefix.engine import mini_batch
 
     forward, add_grad = schedule.Schedule._forward, prefix_cache.PrefixCache.add_grad
-    token_outputs, made = mini_batch.MiniBatch.token_outputs, ab.synthetic_rows
+    token_outputs, made = mini_batch.MiniBatch.token_outputs, source.synthetic_rows
 
     def one_off(self, tokens, layout, *args):
         positions = tokens.position_ids.clone()
@@ -62,7 +62,7 @@ def sabotage(kind: str) -> None:
     elif kind == "old_log_probs":
         mini_batch.MiniBatch.token_outputs = one_percent
     else:
-        ab.synthetic_rows = dies
+        source.synthetic_rows = dies
 
 
 def broken_rank(*args: object, kind: str) -> None:
@@ -218,7 +218,7 @@ def test_a_report_is_not_overwritten_and_a_damaged_trace_is_an_error(recorded, t
 
 
 NOT_FINITE = "steps with figures that are not finite"
-SAME = {f"same weights: {name}" for name in report.SAME_WEIGHTS}
+SAME = {f"same weights: {name}" for name in verdict.SAME_WEIGHTS}
 LOSS = "same weights: loss"
 TRUTH = {f"error against the truth: {name}" for name in ("log_probs", "grads", "worst_grad", "params")}
 
@@ -236,10 +236,10 @@ def measured(
     def step(n: int) -> dict:
         values = {"loss": loss, "grad_norm": late_norm if n == 3 else 1.0, "prefix/reuse_fraction": reuse}
         own = {"log_probs_max": 1e-6, "grads": 1e-6, "params": {"max_fp32": drift if n == 3 else 0.0}}
-        arm = {"same_weights": dict.fromkeys(report.SAME_WEIGHTS, same), "values": values, "own_weights": own}
+        arm = {"same_weights": dict.fromkeys(verdict.SAME_WEIGHTS, same), "values": values, "own_weights": own}
         arms = {"phased": arm, "stock": {"values": {"grad_norm": norm * (truth_norm if n < 3 else 1.0)}}}
         if repacked is not None:
-            arms["stock_repacked"] = {"same_weights": dict.fromkeys(report.SAME_WEIGHTS, repacked)}
+            arms["stock_repacked"] = {"same_weights": dict.fromkeys(verdict.SAME_WEIGHTS, repacked)}
         return {"step": n, "arms": arms, "truth_errors": errors if n < 3 and truth else None}
 
     return {"dtype": dtype, "judged": ["phased"], "num_steps": num_steps, "steps": [step(n) for n in (1, 2, 3)]}
@@ -284,7 +284,7 @@ def measured(
     ],
 )
 def test_tolerances_are_those_of_the_project(case, failing):
-    assert {row["name"] for row in report.tolerances(case) if not row["holds"]} == failing
+    assert {row["name"] for row in verdict.tolerances(case) if not row["holds"]} == failing
 
 
 @pytest.mark.parametrize(
@@ -292,9 +292,9 @@ def test_tolerances_are_those_of_the_project(case, failing):
     [([-3.0, 2.0], 3.0), ([], 0.0), ([1.0, math.nan], math.inf), ([-math.inf], math.inf)],
 )
 def test_the_largest_difference_is_absolute_and_loses_nothing(values, found):
-    from verl_prefix.tools.ab import replay
+    from verl_prefix.tools.ab import arm
 
-    assert replay.largest(torch.tensor(values)) == found
+    assert arm.largest(torch.tensor(values)) == found
 
 
 def test_a_figure_without_a_limit_does_not_end_the_diagnosis(monkeypatch):
@@ -311,7 +311,7 @@ def test_a_figure_without_a_limit_does_not_end_the_diagnosis(monkeypatch):
         ([nan, 9.0], 1.0, {"quantity": "gradient", "layer": "layers.0.w", "error": pytest.approx(nan, nan_ok=True)}),
     ):
         monkeypatch.setattr(diagnosis, "errors_by_parameter", lambda *_, gradients=gradients: gradients)
-        assert diagnosis.first_diverging(arm, arm, None, [], "bf16", {"log_probs": limit}) == found
+        assert diagnosis.first_diverging(arm, arm, None, [], dtype="bf16", limits={"log_probs": limit}) == found
 
 
 def test_every_recorded_option_of_the_loss_is_replayed():
@@ -320,13 +320,13 @@ def test_every_recorded_option_of_the_loss_is_replayed():
     from verl.workers.config.actor import PolicyLossConfig
 
     from verl_prefix.engine.trace import plain
-    from verl_prefix.tools.ab import replay
+    from verl_prefix.tools.ab import arm
 
     correction = RolloutCorrectionConfig(rollout_is="token", rollout_is_threshold=3.5, bypass_mode=True)
     policy_loss = PolicyLossConfig(loss_mode="gspo", rollout_correction=correction)
     config = ActorConfig(strategy="fsdp2", rollout_n=4, ppo_micro_batch_size_per_gpu=1, policy_loss=policy_loss)
     kept = ("clip_ratio", "rollout_n", "ppo_micro_batch_size_per_gpu", "policy_loss")
-    loss = replay.loss_function({"loss": {name: plain(getattr(config, name)) for name in kept}})
+    loss = arm.loss_function({"loss": {name: plain(getattr(config, name)) for name in kept}})
     found = loss.keywords["config"]
     assert found.policy_loss == policy_loss and type(found.policy_loss.rollout_correction) is RolloutCorrectionConfig
 

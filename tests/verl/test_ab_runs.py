@@ -7,8 +7,7 @@ import sys
 import pytest
 
 from verl_prefix import cli
-from verl_prefix.engine.trace import TraceError
-from verl_prefix.tools.ab import report, runs
+from verl_prefix.tools.ab import runs, verdict
 
 STEP = {
     "timing_s/step": 9.0, "timing_s/update_actor": 4.0, "actor/grad_norm": 1.5, "actor/entropy": 6.0,
@@ -50,12 +49,12 @@ def test_a_speed_up_is_the_median_over_steps_of_one_number(tmp_path):
     assert found["timings"]["timing_s/update_actor"]["speedup"] == 2.0
     assert "| timing_s/update_actor | 3 | 20.000 | 5.000 | 2.00 |" in (tmp_path / "out" / "report.md").read_text()
     steps = [
-        {"arms": {arm: {"seconds": dict.fromkeys(report.PASSES, s), "added_gib": {}}
+        {"arms": {arm: {"seconds": dict.fromkeys(verdict.PASSES, s), "added_gib": {}}
                   for arm, s in zip(("stock", "ours"), pair, strict=True)}}
         for pair in seconds.values()
     ]  # fmt: skip
-    assert report._passes(steps[1:], "ours")["update"]["speedup"] == 2.0
-    assert report._passes(steps, "ours")["optimizer"]["speedup"] == 2.0, "the first step allocates its state"
+    assert verdict._passes(steps[1:], "ours")["update"]["speedup"] == 2.0
+    assert verdict._passes(steps, "ours")["optimizer"]["speedup"] == 2.0, "the first step allocates its state"
 
 
 def test_a_report_without_a_plot_says_what_to_install(tmp_path, monkeypatch, capsys):
@@ -92,7 +91,7 @@ def test_a_run_against_itself_and_the_events_of_two_runs_are_refused(tmp_path, c
     for name in ("stock", "prefix"):
         (tmp_path / "events" / name).mkdir(parents=True)
         (tmp_path / "events" / name / "events.out.tfevents.1").touch()
-    with pytest.raises(TraceError, match="holds the events of 2 runs; name one: .*prefix, .*stock"):
+    with pytest.raises(ValueError, match="holds the events of 2 runs; name one: .*prefix, .*stock"):
         runs.read_run(str(tmp_path / "events"))
 
 
@@ -154,11 +153,11 @@ def test_what_cannot_be_read_is_named(tmp_path, content, message):
     path = tmp_path / "run.jsonl"
     if content is not None:
         path.write_text(content)
-    with pytest.raises(TraceError, match=message):
+    with pytest.raises(ValueError, match=message):
         runs.read_run(str(path))
 
 
 def test_runs_without_a_common_step_are_an_error(tmp_path):
     a, b = (runs.read_run(write(tmp_path / f"{step}.jsonl", {step: {}})) for step in (1, 2))
-    with pytest.raises(TraceError, match="none in common"):
+    with pytest.raises(ValueError, match="none in common"):
         runs.build(["a", "b"], [a, b])

@@ -24,8 +24,8 @@ from verl.workers.utils.losses import ppo_loss, sft_loss  # noqa: E402
 
 from verl_prefix.engine import trace, trace_writer  # noqa: E402
 from verl_prefix.testing import write_tiny_model  # noqa: E402
-from verl_prefix.tools.ab.command import synthetic_rows  # noqa: E402
-from verl_prefix.tools.ab.replay import to_tensordict  # noqa: E402
+from verl_prefix.tools.ab.arm import to_tensordict  # noqa: E402
+from verl_prefix.tools.ab.source import synthetic_rows  # noqa: E402
 
 CONFIG = ActorConfig(strategy="fsdp2", rollout_n=3, ppo_micro_batch_size_per_gpu=1)
 LOSS = functools.partial(ppo_loss, config=CONFIG)
@@ -81,7 +81,8 @@ def folder(tmp_path, model) -> Path:
 def test_what_is_written_is_what_is_read(folder, model):
     recorded = trace.Trace(folder)
     recorded.check_model(model)
-    assert recorded.num_steps == 3 and list(recorded.check()) == [(s, r) for s in range(3) for r in range(2)]
+    assert recorded.num_steps == 3
+    recorded.check()
     for step in range(3):
         for rank in range(2):
             found, wanted = recorded.read(step, rank), rows(step, rank)
@@ -148,14 +149,14 @@ def test_a_disk_that_is_full_on_one_rank_ends_the_recording_on_all(tmp_path, mod
     """A write that fails with ENOSPC at the edge that no test machine has: rank `broken`'s disk, in the third step."""
     ranks = writers(tmp_path / "trace", model)
     record(ranks, steps=2)
-    replace = trace_writer._replace
+    write_whole = trace_writer.write_whole
 
     def full_disk(path: Path, content: bytes) -> None:
         if path.parent.name == f"rank_{broken:05d}":
             raise OSError(errno.ENOSPC, "No space left on device")
-        replace(path, content)
+        write_whole(path, content)
 
-    monkeypatch.setattr(trace_writer, "_replace", full_disk)
+    monkeypatch.setattr(trace_writer, "write_whole", full_disk)
     record(ranks, steps=2, make=lambda step, rank: to_tensordict(rows(step + 2, rank)))
     assert all(writer.ended for writer in ranks) and trace.Trace(tmp_path / "trace").num_steps == 2
 
@@ -319,8 +320,7 @@ def moved(folder: Path) -> None:
 def test_damage_is_named(folder, damage, message):
     damage(folder)
     with pytest.raises(trace.TraceError, match=message):
-        for _ in trace.Trace(folder).check():
-            pass
+        trace.Trace(folder).check()
 
 
 def test_another_model_is_named(folder, tmp_path, model):
@@ -359,8 +359,7 @@ def test_an_empty_folder_is_no_trace(tmp_path):
 
 def test_a_trace_brings_no_code_along():
     """What a manifest may decide is data: no remote code, no module of its choice as optimizer."""
-    from verl_prefix.tools.ab import command as ab
-    from verl_prefix.tools.ab import replay
+    from verl_prefix.tools.ab import arm, source
 
-    assert "trust_remote_code" not in replay.MODEL_KEYS
-    assert ab.OPTIMIZERS == ("torch.optim", "torchao.optim", "bitsandbytes.optim")
+    assert "trust_remote_code" not in arm.MODEL_KEYS
+    assert source.OPTIMIZERS == ("torch.optim", "torchao.optim", "bitsandbytes.optim")

@@ -14,6 +14,7 @@ from verl_prefix.auto.shape import ModelShape
 from verl_prefix.core.groups import Group
 from verl_prefix.core.schedule import Schedule, TokenBatch
 from verl_prefix.core.waves import PackedPass, Plan
+from verl_prefix.files import write_whole
 
 # Tokens of a measured segment, and of a measured pass: enough to be past what a device needs to get going.
 _UNIT = {"cpu": 64, "cuda": 512}
@@ -42,10 +43,8 @@ class Profile:
             raise ValueError(f"{path} is not a cost profile ({error}); delete it, and it is measured anew") from error
 
     def write(self, path: str | Path) -> None:
-        """Writes the file, whole or not at all."""
-        unfinished = Path(f"{path}.unfinished")
-        unfinished.write_text(json.dumps(dataclasses.asdict(self), indent=1) + "\n")
-        unfinished.rename(path)
+        """Writes the file that `read` reads."""
+        write_whole(Path(path), json.dumps(dataclasses.asdict(self), indent=1) + "\n")
 
 
 def read_profile(

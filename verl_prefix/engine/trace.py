@@ -11,7 +11,6 @@ all its ranks finished; those are what `Trace` reads. `engine.trace_writer` writ
 import dataclasses
 import hashlib
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -213,12 +212,11 @@ class Trace:
         dense = {n: t for n, t in tensors.items() if n not in jagged and not n.endswith("/lengths")}
         return StepRows(jagged, dense, uids, flags)
 
-    def check(self) -> Iterator[tuple[int, int]]:
-        """Reads everything, one (step, rank) after the other."""
+    def check(self) -> None:
+        """Reads every step of every rank: what is damaged raises now."""
         for step in range(self.num_steps):
             for rank in range(self.world_size):
                 self.read(step, rank)
-                yield step, rank
 
 
 def _check_fields(tensors: dict[str, torch.Tensor], uids: list[str] | None, path: Path) -> None:

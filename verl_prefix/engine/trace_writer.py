@@ -9,7 +9,6 @@ import functools
 import hashlib
 import json
 import logging
-import os
 import secrets
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -33,27 +32,14 @@ from verl_prefix.engine.trace import (
     plain,
     step_path,
 )  # fmt: skip
+from verl_prefix.files import write_whole
 from verl_prefix.versions import device_name, package_versions
 
 logger = logging.getLogger(__name__)
 
 
-def _replace(path: Path, content: bytes) -> None:
-    """Writes a file whole or not at all."""
-    part = path.with_name(f"{path.name}.part")
-    try:
-        with part.open("wb") as out:
-            out.write(content)
-            out.flush()
-            os.fsync(out.fileno())
-        part.replace(path)
-    except OSError:
-        part.unlink(missing_ok=True)
-        raise
-
-
 def _write_json(path: Path, body: dict[str, Any]) -> None:
-    _replace(path, json.dumps(body | {"sha256": digest(body)}, indent=1).encode())
+    write_whole(path, json.dumps(body | {"sha256": digest(body)}, indent=1).encode())
 
 
 class TraceWriter:
@@ -140,7 +126,7 @@ class TraceWriter:
     def _write_step(self, content: bytes, uids: list[str] | None, flags: dict[str, Any]) -> None:
         path = step_path(self.folder, self.rank, self.step)
         path.parent.mkdir(parents=True, exist_ok=True)
-        _replace(path.with_suffix(".safetensors"), content)
+        write_whole(path.with_suffix(".safetensors"), content)
         head = {"schema": SCHEMA, "run": self.run, "rank": self.rank, "step": self.step}
         checksum = hashlib.sha256(content).hexdigest()
         _write_json(path, head | {"sha256_tensors": checksum, "uids": uids, "flags": flags})

@@ -10,8 +10,8 @@ import importlib.util
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
-from types import TracebackType
+from contextlib import contextmanager
+from typing import Any
 
 from packaging.requirements import Requirement
 
@@ -22,19 +22,18 @@ INSTALL = "run pip install . in a clone of this package, which is on no index"
 PLUGIN = "prefix"
 VERSIONS = ("verl-prefix", "verl", "torch", "transformers", "ray", "TransferQueue", "vllm", "flash-attn")
 HEAD_DIM = 128  # of nearly every model; only for what kernel would be chosen
-# (problem or None, line): what a check found, and what to do where it is a problem.
+# (problem or None, line): the result of a check, and what to do where it is a problem.
 Finding = tuple[str | None, str]
 
 
-class _Explain(AbstractContextManager):
+@contextmanager
+def _explain(headline: str) -> Iterator[None]:
     """Prints `headline` before the traceback of whatever is raised inside, which then ends the command with code 1."""
-
-    def __init__(self, headline: str) -> None:
-        self.headline = headline
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        if error is not None:
-            print(f"FAIL {self.headline}: {kind.__name__}: {error}", flush=True)
+    try:
+        yield
+    except BaseException as error:
+        print(f"FAIL {headline}: {type(error).__name__}: {error}", flush=True)
+        raise
 
 
 def _version(distribution: str) -> str | None:
@@ -88,18 +87,19 @@ def _policy() -> tuple[str, bool]:
 
 
 def _check_policy() -> Iterator[Finding]:
-    found = [ep.value for ep in importlib.metadata.entry_points(group="verl.plugins") if ep.name == PLUGIN]
-    yield None if found else INSTALL, f"entry point verl.plugins: {found or 'none named ' + PLUGIN}"
+    entries = importlib.metadata.entry_points(group="verl.plugins", name=PLUGIN)
+    targets = [entry.value for entry in entries] or f"none named {PLUGIN}"
+    yield None if entries else INSTALL, f"entry point verl.plugins: {targets}"
     policy, allowed = _policy()
     advice = f"verl does not load this plugin: unset VERL_USE_EXTERNAL_PLUGINS, or add {PLUGIN} to its names"
     yield None if allowed else advice, f"VERL_USE_EXTERNAL_PLUGINS={policy}"
 
 
 def _check_plugin() -> Iterator[Finding]:
-    with _Explain("import verl"):
+    with _explain("import verl"):
         verl = importlib.import_module("verl")
     loaded_by_verl = "verl_prefix.plugin" in sys.modules
-    with _Explain("the plugin does not load and verl goes on without it"):
+    with _explain("the plugin does not load and verl goes on without it"):
         importlib.import_module("verl_prefix.plugin")
     if _policy()[1]:
         hidden = (
@@ -108,23 +108,34 @@ def _check_plugin() -> Iterator[Finding]:
         yield None if loaded_by_verl else hidden, f"plugin loaded by {verl.__file__}: {loaded_by_verl}"
 
 
-def _registered() -> tuple:
-    return importlib.import_module("verl_prefix.plugin").registered()
+def _platform() -> Any:
+    """verl's platform of this machine."""
+    from verl.plugin.platform import get_platform
+
+    return get_platform()
 
 
 def _check_registered() -> Iterator[Finding]:
-    platform, engines, trainer, ours = _registered()
+    from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY
+    from verl.workers.engine.base import EngineRegistry
+    from verl.workers.rollout.replica import RolloutReplicaRegistry
+
+    platform = _platform()
     device, asked = platform.device_name, os.environ.get("VERL_PLATFORM") or "unset"
     usable = "available" if platform.is_available() else "not available here"
     yield None, f"platform {type(platform).__name__} device={device} VERL_PLATFORM={asked}, {usable}"
 
+    engines = EngineRegistry._engines.get("language_model", {}).get(PLUGIN, {})
     listed = ", ".join(f"{key}: {engine.__name__}" for key, engine in engines.items())
     missing = None if device in engines else f"verl_prefix.engine registers no engine for device {device}"
     yield missing, f"engine {PLUGIN!r} {{{listed}}}"
 
+    trainer = TRAINER_REGISTRY.get("prefix_sync")
     missing = None if trainer else "verl_prefix.trainer registers no trainer prefix_sync"
     yield missing, f"trainer 'prefix_sync' {trainer.__name__ if trainer else 'missing'}"
 
+    loaders = RolloutReplicaRegistry._registry.items()
+    ours = [name for name, load in loaders if load.__module__.startswith("verl_prefix")]
     missing = "verl_prefix.cpu registers no rollout" if device == "cpu" and not ours else None
     yield missing, f"rollouts of this package: {', '.join(ours) or 'none (they belong to VERL_PLATFORM=cpu)'}"
 
@@ -136,7 +147,7 @@ def _check_kernels() -> Iterator[Finding]:
 
     for name, state in available_kernels().items():
         yield None, f"attention kernel {name}: {state}"
-    platform = _registered()[0]
+    platform = _platform()
     device, dtype = platform.device_name, torch.bfloat16
     if device == "cpu" or not platform.is_available():
         device, dtype = "cpu", torch.float32  # of +platform=cpu
@@ -179,7 +190,7 @@ def doctor() -> int:
 
 
 def _verdict() -> str:
-    platform = _registered()[0]
+    platform = _platform()
     if not platform.is_available():
         return f"registered; not runnable here: no {platform.device_name.upper()} device, set VERL_PLATFORM=cpu"
     return f"all fine: model_engine={PLUGIN} will be used, on {platform.device_name}"

@@ -1,4 +1,4 @@
-"""How memory is measured: allocated on CUDA, resident on Linux."""
+"""Memory in use and at its peak: allocated on CUDA, resident on Linux."""
 
 import ctypes
 import re

@@ -54,19 +54,19 @@ class Curves:
 
 @dataclass(frozen=True)
 class Bars:
-    """Bars of several labels side by side at each of `places`; places without any bar are left out.
+    """Bars of several labels side by side at each of `ticks`; ticks without any bar are left out.
 
     Attributes:
-        x: what the places are.
-        bars: label -> height at every place.
-        lines: (name, label -> height of a black line over the bar of that label, at every place).
-        texts: what stands above each place.
+        x: the unit of the ticks.
+        bars: label -> height at every tick.
+        lines: (name, label -> height of a black line over the bar of that label, at every tick).
+        texts: to stand above each tick.
     """
 
     title: str
     unit: str
     x: str
-    places: Sequence[str]
+    ticks: Sequence[str]
     bars: dict[str, Values]
     lines: tuple[str, dict[str, Values]] = ("", {})
     texts: Sequence[str] = field(default=())
@@ -75,21 +75,21 @@ class Bars:
         return [label for label, heights in self.bars.items() if _known(heights)]
 
     def draw(self, axes: Any, colors: dict[str, str]) -> None:
-        shown = [i for i in range(len(self.places)) if _known([heights[i] for heights in self.bars.values()])]
+        shown = [i for i in range(len(self.ticks)) if _known([heights[i] for heights in self.bars.values()])]
         labels, (name, lines) = self.labels(), self.lines
         width = 0.8 / len(labels)
         for j, label in enumerate(labels):
-            places = [x + (j - (len(labels) - 1) / 2) * width for x in range(len(shown))]
-            axes.bar(places, [self.bars[label][i] or 0.0 for i in shown], width, color=colors[label], label=label)
-            for place, i in zip(places, shown, strict=True):
+            centers = [x + (j - (len(labels) - 1) / 2) * width for x in range(len(shown))]
+            axes.bar(centers, [self.bars[label][i] or 0.0 for i in shown], width, color=colors[label], label=label)
+            for center, i in zip(centers, shown, strict=True):
                 if label in lines and lines[label][i] is not None:
-                    axes.hlines(lines[label][i], place - width / 2, place + width / 2, colors="black", label=name)
+                    axes.hlines(lines[label][i], center - width / 2, center + width / 2, colors="black", label=name)
                     name = ""  # once in the legend
         if self.texts:
             for x, i in enumerate(shown):
                 top = max(heights[i] or 0.0 for heights in self.bars.values())
                 axes.text(x, top, self.texts[i], ha="center", va="bottom")
-        axes.set_xticks(range(len(shown)), [self.places[i] for i in shown])
+        axes.set_xticks(range(len(shown)), [self.ticks[i] for i in shown])
         axes.set(xlabel=self.x, ylabel=self.unit)
         axes.margins(y=0.15)
         axes.grid(axis="y", alpha=0.3)

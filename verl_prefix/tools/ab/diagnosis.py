@@ -1,4 +1,4 @@
-"""Where an engine that is off leaves stock: the first layer's output, log-probs or gradient of a step that differs."""
+"""Diagnosis of an engine that is off: the first layer's output, log-probs or gradient of a step that differs."""
 
 import functools
 import math
@@ -8,14 +8,14 @@ from typing import Any
 import torch
 
 from verl_prefix.engine.trace import StepRows
-from verl_prefix.tools.ab.replay import STOCK, Arm, errors_by_parameter, relative_error
+from verl_prefix.tools.ab.arm import STOCK, Arm, errors_by_parameter, relative_error
 
 # ||difference|| / ||stock's|| of a layer's outputs above which it is named.
 DIVERGED = {"fp32": 5e-6, "bf16": 6e-2}
 
 
 def _depth(name: str) -> float:
-    """When backward reaches a module: what follows the decoder layers first, then the layers from the last one."""
+    """Order in which backward reaches a module: what follows the decoder layers first, then layers from the last."""
     layer = re.search(r"(?:^|\.)layers\.(\d+)(?:\.|$)", name)
     return float(layer[1]) if layer else -1.0 if "embed" in name else float("inf")
 
@@ -24,17 +24,17 @@ def _layer_outputs(arm: Arm, rows: StepRows, start: list[torch.Tensor]) -> dict[
     """Every decoder layer's output at the batch's flat tokens: [N] whether the engine computed it, and [N, hidden]."""
     num_tokens = len(rows.jagged["input_ids"][0])
     layers = {n: m for n, m in arm.engine.module.named_modules() if re.search(r"(?:^|\.)layers\.\d+$", n)}
-    found: dict[str, tuple[torch.Tensor, ...]] = {}
+    outputs: dict[str, tuple[torch.Tensor, ...]] = {}
     cursors = dict.fromkeys(layers, 0)
 
     def keep(name: str, _module, _args, kwargs: dict[str, Any], output: Any) -> None:
         hidden = (output[0] if isinstance(output, tuple) else output).detach()[0].double().cpu()
-        job = kwargs.get("prefix_pass")
-        place = torch.arange(cursors[name], cursors[name] + len(hidden)) if job is None else job.layout.index.cpu()
+        ours = kwargs.get("prefix_pass")
+        tokens = torch.arange(cursors[name], cursors[name] + len(hidden)) if ours is None else ours.layout.index.cpu()
         cursors[name] += len(hidden)
         none = torch.zeros(num_tokens, dtype=torch.bool), torch.zeros(num_tokens, hidden.shape[-1], dtype=torch.float64)
-        computed, outputs = found.setdefault(name, none)
-        computed[place], outputs[place] = True, hidden
+        computed, values = outputs.setdefault(name, none)
+        computed[tokens], values[tokens] = True, hidden
 
     hooks = [m.register_forward_hook(functools.partial(keep, n), with_kwargs=True) for n, m in layers.items()]
     try:
@@ -45,19 +45,19 @@ def _layer_outputs(arm: Arm, rows: StepRows, start: list[torch.Tensor]) -> dict[
     finally:
         for hook in hooks:
             hook.remove()
-    return found
+    return outputs
 
 
 def first_diverging(
-    arm: Arm, stock: Arm, rows: StepRows, start: list[torch.Tensor], dtype: str, limits: dict[str, float]
+    arm: Arm, stock: Arm, rows: StepRows, start: list[torch.Tensor], *, dtype: str, limits: dict[str, float]
 ) -> dict[str, Any] | None:
-    """Where an arm leaves stock first, in the order in which a step is computed: layer outputs, log-probs, gradients;
-    None where each is within its limit.
+    """The first quantity of a step, in the order in which it is computed, in which an arm is off: layer outputs,
+    log-probs, gradients; None where each is within its limit.
 
     Call it right after both arms computed `rows` from the weights `start`.
 
     Args:
-        limits: `report.same_weights_limits`; a figure without one is named only where it is not a number.
+        limits: `verdict.same_weights_limits`; a figure without one is named only where it is not a number.
     """
     log_probs = {name: [(getattr(arm, name), getattr(stock, name))] for name in ("log_probs", "infer_log_probs")}
     ours, theirs = (_layer_outputs(engine, rows, start) for engine in (arm, stock))

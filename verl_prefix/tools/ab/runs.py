@@ -8,19 +8,20 @@ it is one update: which prompts share a mini-batch depends on the order in which
 import json
 import math
 import statistics
-import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from verl_prefix.engine.trace import TraceError
-from verl_prefix.tools.ab.report import provenance, refuse_overwrite, table, write
+from verl_prefix.tools.ab.render import refuse_overwrite, write
 from verl_prefix.tools.plots import Curves, save
+from verl_prefix.tools.report import provenance, table
 
-SCHEMA = "verl_prefix.tools.ab.runs/1"
-# The runs sampled the same responses in step 1 if these agree; then the others must, within a relative tolerance.
+SCHEMA = "verl_prefix.runs/2"
+# The runs sampled the same responses in step 1 if these agree, up to the order in which rewards are summed; then the
+# others must, within a relative tolerance. The floor keeps a loss that is zero but for rounding from counting.
 ROLLOUTS = ("response_length/mean", "prompt_length/mean", "critic/score/mean")
 JUDGED = ("actor/grad_norm", "actor/entropy", "actor/kl_loss", "actor/pg_loss")
-TOLERANCE, FLOOR = 1e-3, 1e-6
+SAME, TOLERANCE, FLOOR = 1e-6, 1e-3, 1e-6
 # Of one update of the policy that sampled, this is 0 but for rounding; a second update moves it.
 OFF_POLICY, ROUNDING = "actor/ppo_kl", 1e-6
 CURVES = {  # metric: title and unit
@@ -31,31 +32,32 @@ CURVES = {  # metric: title and unit
     "timing_s/update_actor": ("Update", "seconds"),
     "timing_s/step": ("Whole step", "seconds"),
 }
-Steps = dict[int, dict[str, float]]
+Metrics = dict[str, float]
+Steps = dict[int, Metrics]
 
 
 def read_run(path: str) -> Steps:
     """Metrics per training step, from a JSON-lines file, or from the newest of these or event files in a folder.
 
     Raises:
-        TraceError: there is nothing to read, or it is not what verl writes.
+        ValueError: there is nothing to read, or it is not what verl writes.
     """
-    place = Path(path)
-    if place.is_dir() and any(place.rglob("*tfevents*")):
-        return _read_events(place)
-    files = sorted(place.glob("*.jsonl"), key=lambda f: f.stat().st_mtime) if place.is_dir() else [place]
+    run = Path(path)
+    if run.is_dir() and any(run.rglob("*tfevents*")):
+        return _read_events(run)
+    files = sorted(run.glob("*.jsonl"), key=lambda f: f.stat().st_mtime) if run.is_dir() else [run]
     if not files or not files[-1].is_file():
-        raise TraceError(f"{path}: no JSON-lines file and no TensorBoard events; set trainer.logger=[console,file]")
+        raise ValueError(f"{path}: no JSON-lines file and no TensorBoard events; set trainer.logger=[console,file]")
     steps: Steps = {}
     for number, line in enumerate(files[-1].read_text().splitlines(), 1):
         try:
             record = json.loads(line)
             # orjson, with which verl writes, has no NaN and no infinity: both become null.
-            found = {k: math.nan if v is None else float(v) for k, v in record["data"].items()
-                     if v is None or isinstance(v, int | float)}  # fmt: skip
-            steps.setdefault(int(record["step"]), {}).update(found)
+            metrics = {k: math.nan if v is None else float(v) for k, v in record["data"].items()
+                       if v is None or isinstance(v, int | float)}  # fmt: skip
+            steps.setdefault(int(record["step"]), {}).update(metrics)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise TraceError(
+            raise ValueError(
                 f"{files[-1]}, line {number} is not what verl's file logger writes: {type(error).__name__}: {error}"
             ) from None
     return _training_steps(steps, path)
@@ -67,7 +69,7 @@ def _read_events(folder: Path) -> Steps:
     steps: Steps = {}
     parts = sorted({file.parent for file in folder.rglob("*tfevents*")})
     if len(parts) > 1:
-        raise TraceError(f"{folder} holds the events of {len(parts)} runs; name one: {', '.join(map(str, parts))}")
+        raise ValueError(f"{folder} holds the events of {len(parts)} runs; name one: {', '.join(map(str, parts))}")
     events = EventAccumulator(str(parts[0]), size_guidance={"scalars": 0})
     events.Reload()
     for name in events.Tags()["scalars"]:
@@ -79,19 +81,41 @@ def _read_events(folder: Path) -> Steps:
 def _training_steps(steps: Steps, path: str) -> Steps:
     training = {step: values for step, values in sorted(steps.items()) if "timing_s/step" in values}
     if not training:
-        raise TraceError(f"{path} has no training step (no timing_s/step)")
+        raise ValueError(f"{path} has no training step (no timing_s/step)")
     return training
 
 
-def _close(a: float, b: float, tolerance: float) -> bool:
-    return abs(a - b) <= tolerance * max(abs(a), abs(b), FLOOR / tolerance)
+def relative_difference(a: float | None, b: float | None, tolerance: float = TOLERANCE) -> float:
+    """|a - b| over the larger one, of which at least so much is taken that FLOOR is within the tolerance; NaN, which is
+    within none, where one is missing."""
+    if a is None or b is None:
+        return math.nan
+    return abs(a - b) / max(abs(a), abs(b), FLOOR / tolerance)
+
+
+def same_rollouts(stock: Metrics, ours: Metrics, names: Iterable[str] = ROLLOUTS) -> bool:
+    """Whether both runs sampled the same responses in this step."""
+    return all(relative_difference(stock.get(name), ours.get(name), SAME) <= SAME for name in names)
+
+
+def compare_seconds(stock: Steps, ours: Steps, steps: Iterable[int], names: Iterable[str]) -> dict[str, dict[str, Any]]:
+    """Of each timing that both runs have in some of these steps: its medians, and stock's over ours step by step, since
+    seconds follow the length of a step's prompts."""
+    timings = {}
+    for name in names:
+        pairs = [(stock[step].get(name), ours[step].get(name)) for step in steps]
+        pairs = [pair for pair in pairs if all(pair)]
+        if pairs:
+            medians = [statistics.median(seconds) for seconds in zip(*pairs, strict=True)]
+            timings[name] = {"stock_s": medians[0], "prefix_s": medians[1], "ratios": [a / b for a, b in pairs]}
+    return timings
 
 
 def build(paths: list[str], runs: list[Steps]) -> dict[str, Any]:
     """The report; `holds` is the verdict."""
     common = sorted(set(runs[0]) & set(runs[1]))
     if not common:
-        raise TraceError(f"{paths[0]} has steps {list(runs[0])}, {paths[1]} has {list(runs[1])}: none in common")
+        raise ValueError(f"{paths[0]} has steps {list(runs[0])}, {paths[1]} has {list(runs[1])}: none in common")
     first = [run[common[0]] for run in runs]
     checked = []
     for name in ROLLOUTS:  # without them nobody knows whether there is anything to judge
@@ -99,15 +123,13 @@ def build(paths: list[str], runs: list[Steps]) -> dict[str, Any]:
         if missing:
             named = f"step {common[0]}: runs without a finite {name}"
             checked.append(dict(name=named, value=float(missing), limit=0.0, holds=False))
-    same = not checked and all(_close(first[0][name], first[1][name], 1e-6) for name in ROLLOUTS)
+    same = not checked and same_rollouts(*first)
     one_update = not any(abs(values.get(OFF_POLICY, 0.0)) > ROUNDING for values in first)  # NaN does not excuse
     for name in JUDGED if same and one_update else ():
         if any(name in values for values in first):  # a metric that one run lacks is none that agrees
-            a, b = (values.get(name, math.nan) for values in first)
-            error = abs(a - b) / max(abs(a), abs(b), FLOOR / TOLERANCE)
-            checked.append(
-                dict(name=f"step {common[0]}: {name}", value=error, limit=TOLERANCE, holds=error <= TOLERANCE)
-            )
+            error = relative_difference(*(values.get(name) for values in first))
+            named = f"step {common[0]}: {name}"
+            checked.append(dict(name=named, value=error, limit=TOLERANCE, holds=error <= TOLERANCE))
     bad = sum(not math.isfinite(run[step].get("actor/grad_norm", math.nan)) for run in runs for step in common)
     checked.append(dict(name="steps without a finite actor/grad_norm", value=float(bad), limit=0.0, holds=not bad))
     notes = [
@@ -116,23 +138,11 @@ def build(paths: list[str], runs: list[Steps]) -> dict[str, Any]:
         if (lonely := sorted(set(run) - set(common)))
     ]
     timed = common[1:] or common  # the first step warms up, measures rates and checks itself
-    timings = {}
-    for name in sorted(n for n in runs[0][common[-1]] if n.startswith("timing_s/") and n in runs[1][common[-1]]):
-        both = [step for step in timed if all(name in run[step] for run in runs)]
-        seconds = [[run[step][name] for step in both] for run in runs]
-        medians = [statistics.median(x) for x in seconds]
-        if all(seconds[1]) and medians[0]:
-            timings[name] = {
-                "n": len(both),
-                "stock_s": medians[0],
-                "ours_s": medians[1],
-                "speedup": statistics.median(a / b for a, b in zip(*seconds, strict=True)),
-                "ranges_s": [[min(x), max(x)] for x in seconds],
-            }
+    timings = compare_seconds(*runs, timed, sorted(n for n in runs[0][common[-1]] if n.startswith("timing_s/")))
+    for row in timings.values():
+        row |= {"n": len(row["ratios"]), "speedup": statistics.median(row["ratios"])}
     return {
-        "schema": SCHEMA,
-        "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        **provenance(),
+        **provenance(SCHEMA),
         "runs": [Path(path).name for path in paths],
         "common_steps": common,
         "timed_steps": timed,
@@ -164,7 +174,7 @@ def markdown(report: dict[str, Any]) -> str:
         *table(
             (f"median seconds, step {report['timed_steps'][0]} on", "n", a, b, "speed-up"),
             [
-                (name, row["n"], f"{row['stock_s']:.3f}", f"{row['ours_s']:.3f}", f"{row['speedup']:.2f}")
+                (name, row["n"], f"{row['stock_s']:.3f}", f"{row['prefix_s']:.3f}", f"{row['speedup']:.2f}")
                 for name, row in report["timings"].items()
             ],
         ),
@@ -182,7 +192,7 @@ def markdown(report: dict[str, Any]) -> str:
 
 
 def _unjudged(report: dict[str, Any]) -> str | None:
-    """Why nothing but finiteness is judged, or None."""
+    """The reason why nothing but finiteness is judged, or None."""
     if not report["same_rollouts_in_first_step"]:
         return "Only finiteness was judged: the runs sampled different responses in their first step."
     if not report["one_update_in_first_step"]:
@@ -210,11 +220,11 @@ def compare(paths: list[str], output: Path, force: bool) -> int:
     responses from the start, or several updates in the first step.
 
     Raises:
-        TraceError: a run cannot be read, or `output` holds a report.
+        ValueError: a run cannot be read, or `output` holds a report.
     """
     refuse_overwrite(output, force)
     if Path(paths[0]).resolve() == Path(paths[1]).resolve():
-        raise TraceError(f"--runs {paths[0]} {paths[1]} is one run twice; name the stock run and the other")
+        raise ValueError(f"--runs {paths[0]} {paths[1]} is one run twice; name the stock run and the other")
     report = build(paths, [read_run(path) for path in paths])
     failed = write(report, markdown, draw, output)
     return failed or (3 if _unjudged(report) else 0)

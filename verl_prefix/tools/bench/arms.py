@@ -7,7 +7,6 @@
     flex             FlexAttention with a shared-prefix block mask over our packed row; needs CUDA
     packed, phased   `schedule.Schedule`; phased with waves of at most an eighth of the budget
     auto             the plan that `auto.chooser` makes, in waves that fill the budget (the plugin's defaults)
-    verl_*           whole engines on one rank, where verl is installed: its fsdp2 (stock), ours (packed, phased)
     +checkpoint      gradient checkpointing of decoder layers
     +offload         phased: dormant prefix activations wait in host memory (on a CPU only its cost shows)
 
@@ -16,14 +15,11 @@ least). All but padded, stock and prefix_grouper bound logits at `logits_chunk` 
 """
 
 import functools
-import importlib
 import importlib.util
-import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -40,7 +36,7 @@ from verl_prefix.core.schedule import Schedule, TokenBatch
 from verl_prefix.core.waves import Plan, make_plan
 from verl_prefix.models.hookup import ATTENTION_NAME, HookedModel
 from verl_prefix.testing import random_rollouts
-from verl_prefix.tools.bench.options import RECOMPILE_LIMIT, STOCK, VERL, Size
+from verl_prefix.tools.bench.options import STOCK, Size
 
 WAVES_PER_BUDGET = 8
 
@@ -54,15 +50,15 @@ class Batch:
     weights: torch.Tensor
     groups: list[Group]
 
-    def log_probs(self, place: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-        """Log-probs [n, 1] of the successors of tokens `place` [n], in fp32 at least."""
-        labels = self.tokens.input_ids[(place + 1) % len(self.weights)]
+    def log_probs(self, index: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        """Log-probs [n, 1] of the successors of tokens `index` [n], in fp32 at least."""
+        labels = self.tokens.input_ids[(index + 1) % len(self.weights)]
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
         return -torch.nn.functional.cross_entropy(wide, labels, reduction="none").unsqueeze(-1)
 
-    def loss(self, place: torch.Tensor, log_probs: torch.Tensor) -> torch.Tensor:
+    def loss(self, index: torch.Tensor, log_probs: torch.Tensor) -> torch.Tensor:
         """Their weighted sum: any policy gradient at fixed weights. After a prompt token or a row's end it is 0."""
-        return (log_probs[:, 0] * self.weights[(place + 1) % len(self.weights)]).sum()
+        return (log_probs[:, 0] * self.weights[(index + 1) % len(self.weights)]).sum()
 
 
 def build_batch(size: Size, vocab: int, device: str) -> Batch:
@@ -78,8 +74,8 @@ def build_batch(size: Size, vocab: int, device: str) -> Batch:
 
 
 @dataclass(frozen=True)
-class Job:
-    """What every arm gets. `plan`: of the arm auto; None where the gate chose stock."""
+class Case:
+    """Model and rows of an arm. `plan`: of the arm auto; None where the gate chose stock."""
 
     model: PreTrainedModel
     batch: Batch
@@ -91,30 +87,30 @@ class Job:
 class Forward(NamedTuple):
     """One micro-batch of an arm that is not ours.
 
-    `input_ids`, `position_ids` [B, L]; `place` [n]: the batch's tokens whose log-probs are wanted; `kept` [n]: which of
-    the B * L outputs these are, lm_head runs on them alone; None: lm_head runs on all, and `select` finds the n logits.
+    `input_ids`, `position_ids` [B, L]; `token_index` [n]: the batch's tokens whose log-probs are wanted; `kept` [n]:
+    which of the B * L outputs these are, lm_head runs on them alone; None: lm_head runs on all, and `select` finds
+    the n logits.
     """
 
     input_ids: torch.Tensor
     position_ids: torch.Tensor
-    place: torch.Tensor
+    token_index: torch.Tensor
     kept: torch.Tensor | None
     extra: dict[str, Any]
     select: Callable[[torch.Tensor], torch.Tensor] = lambda logits: logits.flatten(0, 1)
 
 
 class Done(NamedTuple):
-    """Seconds of all, and of forwards with their losses (None: not known); the batch's loss; bytes allocated at phase
-    B's peak."""
+    """Seconds of all, and of forwards with their losses; the batch's loss; bytes allocated at phase B's peak."""
 
     seconds: float
-    forward: float | None
+    forward: float
     loss: float
     phase_b: int | None = None
 
 
 def stock_attention(device: str, dtype: torch.dtype) -> str:
-    """What stock runs with: flash-attn; without it torch's own varlen kernel, through our hook with nothing shared.
+    """Stock's attention: flash-attn; without it torch's own varlen kernel, through our hook with nothing shared.
 
     On a CPU and in fp32 sdpa row by row, since packed rows become a dense T x T mask there (4 layers, hidden 256,
     8 rows of 640 tokens on one core: 2.6 s row by row, 9.0 s packed).
@@ -127,20 +123,16 @@ def stock_attention(device: str, dtype: torch.dtype) -> str:
     return "sdpa"
 
 
-def run_arm(job: Job, arm: str, train: bool = True, attention: str | None = None, measure_peak: bool = False) -> Done:
+def run_arm(case: Case, arm: str, train: bool = True, attention: str | None = None, measure_peak: bool = False) -> Done:
     """One update on zeroed gradients, or one log-prob pass.
 
     Args:
         attention: another one for stock than `stock_attention`. measure_peak: see `Schedule`.
     """
-    model, batch = job.model, job.batch
+    model, batch = case.model, case.batch
     path, _, added = arm.partition("+")
-    if path.startswith(VERL):
-        if model.device.type == "cpu":
-            os.environ.setdefault("VERL_PLATFORM", "cpu")
-        return verl_engines().run(job, path.removeprefix(VERL), train)
     if path == "auto":
-        path = "stock" if job.plan is None else "plan"
+        path = "stock" if case.plan is None else "plan"
     model.gradient_checkpointing_disable()
     if added == "checkpoint":
         model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -164,31 +156,26 @@ def run_arm(job: Job, arm: str, train: bool = True, attention: str | None = None
     with nullcontext() if train else torch.no_grad():
         if path in ("packed", "phased", "plan"):
             model.set_attn_implementation(ATTENTION_NAME)
-            plan = job.plan if path == "plan" else make_arm_plan(batch.groups, job.budget, path)
+            plan = case.plan if path == "plan" else make_arm_plan(batch.groups, case.budget, path)
 
             def step(groups: Sequence[Group], layout: Layout, log_probs: torch.Tensor) -> torch.Tensor:
                 return batch.loss(layout.suffix_index.to(log_probs.device), log_probs)
 
             schedule = Schedule(
                 HookedModel(model), batch.log_probs, step, backward,
-                logits_chunk=job.logits_chunk, offload=added == "offload", measure_peak=measure_peak,
+                logits_chunk=case.logits_chunk, offload=added == "offload", measure_peak=measure_peak,
             )  # fmt: skip
             schedule.run(batch.tokens, plan)
             backward_s += schedule.seconds.get("phase_c", 0.0)
             phase_b = schedule.phase_b_peak
         else:
-            name, forwards = _forwards(job, path, attention)
+            name, forwards = _forwards(case, path, attention)
             model.set_attn_implementation(name)
             for forward in forwards:
-                _run(job, forward, backward)
+                _run(case, forward, backward)
     wait()
     seconds = time.perf_counter() - start
     return Done(seconds, seconds - backward_s, float(sum(losses)), phase_b)
-
-
-def verl_engines() -> ModuleType:
-    """`verl_prefix.tools.bench.engines`, which imports verl."""
-    return importlib.import_module("verl_prefix.tools.bench.engines")
 
 
 def make_arm_plan(groups: Sequence[Group], budget: int, schedule: str) -> Plan:
@@ -197,60 +184,60 @@ def make_arm_plan(groups: Sequence[Group], budget: int, schedule: str) -> Plan:
     return make_plan(groups, budget, schedule, wave_tokens)
 
 
-def _forwards(job: Job, path: str, attention: str | None) -> tuple[str, list[Forward]]:
+def _forwards(case: Case, path: str, attention: str | None) -> tuple[str, list[Forward]]:
     """An arm's attention implementation and its micro-batches."""
-    model, batch = job.model, job.batch
+    model, batch = case.model, case.batch
     device = model.device.type
     if path in STOCK:
         name = "sdpa" if path == "padded" else attention or stock_attention(device, model.dtype)
-        rows = max(1, job.budget // batch.size.row) if path == "padded" or name != "sdpa" else 1
-        place = torch.arange(len(batch.weights), device=device).split(rows * batch.size.row)
-        return name, [_whole_rows(batch, path, name, piece) for piece in place]
-    packed = make_plan(batch.groups, job.budget, "packed").packed
+        rows = max(1, case.budget // batch.size.row) if path == "padded" or name != "sdpa" else 1
+        index = torch.arange(len(batch.weights), device=device).split(rows * batch.size.row)
+        return name, [_whole_rows(batch, path, name, piece) for piece in index]
+    packed = make_plan(batch.groups, case.budget, "packed").packed
     if path == "flex":
         AttentionInterface.register("bench_flex", _flex_attention)
         return "bench_flex", [_flex_forward(batch, one.groups) for one in packed]
     return _prefix_grouper_attention(model), [_prefix_grouper_forward(batch, one.groups) for one in packed]
 
 
-def _run(job: Job, forward: Forward, backward: Callable[[torch.Tensor], None]) -> None:
-    model, batch = job.model, job.batch
+def _run(case: Case, forward: Forward, backward: Callable[[torch.Tensor], None]) -> None:
+    model, batch = case.model, case.batch
 
-    def loss(place: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-        return batch.loss(place, batch.log_probs(place, model.lm_head(hidden)))
+    def loss(index: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        return batch.loss(index, batch.log_probs(index, model.lm_head(hidden)))
 
     hidden = model.base_model(
         input_ids=forward.input_ids, position_ids=forward.position_ids, use_cache=False, **forward.extra
     ).last_hidden_state
     if forward.kept is None:
         logits = forward.select(model.lm_head(hidden))
-        backward(batch.loss(forward.place, batch.log_probs(forward.place, logits)))
+        backward(batch.loss(forward.token_index, batch.log_probs(forward.token_index, logits)))
         return
     kept = hidden.flatten(0, 1)[forward.kept]
-    pieces = list(zip(forward.place.split(job.logits_chunk), kept.split(job.logits_chunk), strict=True))
+    pieces = list(zip(forward.token_index.split(case.logits_chunk), kept.split(case.logits_chunk), strict=True))
     whole = len(pieces) == 1
     backward(sum(loss(*p) if whole else checkpoint(loss, *p, use_reentrant=False) for p in pieces))
 
 
-def _whole_rows(batch: Batch, path: str, attention: str, place: torch.Tensor) -> Forward:
+def _whole_rows(batch: Batch, path: str, attention: str, index: torch.Tensor) -> Forward:
     row = batch.size.row
     shape = (-1, row) if path == "padded" else (1, -1)
-    ids, positions = (x[place].view(shape) for x in (batch.tokens.input_ids, batch.tokens.position_ids))
+    ids, positions = (x[index].view(shape) for x in (batch.tokens.input_ids, batch.tokens.position_ids))
     extra: dict[str, Any] = {}
     if path == "padded":
         extra["attention_mask"] = torch.ones_like(ids)
     elif attention == ATTENTION_NAME:
-        segments = (Segment(row),) * (len(place) // row)
-        extra["prefix_pass"] = AttentionPass(Layout(place, 0, segments), "auto")
+        segments = (Segment(row),) * (len(index) // row)
+        extra["prefix_pass"] = AttentionPass(Layout(index, 0, segments), "auto")
     if path != "stock_lean":
-        return Forward(ids, positions, place, None, extra)
+        return Forward(ids, positions, index, None, extra)
     # The last prompt token up to the last response token but one: their outputs are the responses' log-probs.
-    kept = place.view(-1, row)[:, batch.size.prefix : -1].flatten()
-    return Forward(ids, positions, kept, kept - place[0], extra)
+    kept = index.view(-1, row)[:, batch.size.prefix : -1].flatten()
+    return Forward(ids, positions, kept, kept - index[0], extra)
 
 
 def block_mask(layout: Layout, device: torch.device) -> BlockMask:
-    """Who reads whom in a packed row: a segment itself and what its group's prefix is, causally by place in the row."""
+    """The mask of a packed row: a segment reads itself and its group's prefix, causally by index in the row."""
     segments = layout.segments
     lens = torch.tensor([s.length for s in segments])
     starts = torch.cat([torch.zeros(1, dtype=torch.int64), lens.cumsum(0)[:-1]]).tolist()
@@ -279,7 +266,6 @@ def _flex_forward(batch: Batch, groups: Sequence[Group]) -> Forward:
 
 @functools.cache
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    torch._dynamo.config.recompile_limit = RECOMPILE_LIMIT
     return torch.compile(function)
 
 
@@ -293,7 +279,7 @@ _lower_right = functools.cache(causal_lower_right)
 
 
 def _prefix_grouper_attention(model: PreTrainedModel) -> str:
-    """What the package registers, on flash-attn; without flash-attn torch's own lower-right causal attention."""
+    """The package's own attention, on flash-attn; without flash-attn torch's own lower-right causal attention."""
     from prefix_grouper.utils.register_transformers import register_attention
 
     if stock_attention(model.device.type, model.dtype) == "flash_attention_2":
@@ -332,9 +318,9 @@ def _prefix_grouper_forward(batch: Batch, groups: Sequence[Group]) -> Forward:
         row[: prompt + rows * suffix] = torch.cat(pieces)
     ids = grouper.concat_input(prompts, masks[0], responses, masks[1])
     # A row's last output would predict what comes after it.
-    place = (starts[:, None] + prompt - 1 + torch.arange(suffix, device=device)).flatten()
+    index = (starts[:, None] + prompt - 1 + torch.arange(suffix, device=device)).flatten()
 
     def select(logits: torch.Tensor) -> torch.Tensor:
         return grouper.split_output(logits, include_prefix_last=1)[2][:, :suffix].flatten(0, 1)
 
-    return Forward(ids, positions, place, None, {"prefix_grouper": grouper}, select)
+    return Forward(ids, positions, index, None, {"prefix_grouper": grouper}, select)

@@ -3,7 +3,6 @@
 import copy
 import functools
 import json
-import os
 import sys
 import time
 from collections.abc import Callable
@@ -22,21 +21,12 @@ from verl_prefix.core.schedule import Schedule
 from verl_prefix.core.waves import Plan, make_plan
 from verl_prefix.models.hookup import HookedModel
 from verl_prefix.tools.bench import report as tables
-from verl_prefix.tools.bench.arms import (
-    WAVES_PER_BUDGET,
-    Job,
-    build_batch,
-    make_arm_plan,
-    run_arm,
-    stock_attention,
-    verl_engines,
-)
+from verl_prefix.tools.bench.arms import WAVES_PER_BUDGET, Case, build_batch, make_arm_plan, run_arm, stock_attention
 from verl_prefix.tools.bench.memory import added_peak, added_peak_here, capacity, free_memory, in_fresh_process, warm_up
-from verl_prefix.tools.bench.options import STOCK, VERL, Options, Size, full_depth, unavailable
-from verl_prefix.versions import device_name, git_state, package_versions
+from verl_prefix.tools.bench.options import STOCK, Options, Size, full_depth, unavailable
+from verl_prefix.tools.report import provenance
 
-SCHEMA = "verl_prefix.tools.bench/1"
-PACKAGES = ("torch", "transformers", "prefix-grouper", "flash-attn", "verl")
+SCHEMA = "verl_prefix.bench/2"  # 1: commit and dirty stood beside the versions
 MOST_ROUNDS, QUICK_S = 15, 3.0
 MIN_SPEEDUP = 1.05  # the default of actor.prefix.min_speedup
 
@@ -51,7 +41,7 @@ def update_flops(shape: ModelShape, size: Size, arm: str, budget: int, plan: Pla
     Args:
         arm: of `ARMS`, or "ideal": every token once, lm_head on responses alone. plan: of auto.
     """
-    path, _, added = arm.removeprefix(VERL).partition("+")
+    path, _, added = arm.partition("+")
     group = Group(tuple(range(size.group)), size.prefix, (size.suffix,) * size.group)
     if path == "auto" and plan is None:
         path = "stock"
@@ -86,7 +76,7 @@ class Bench:
         self.model = options.model(layers)
         self.shape = model_shape(self.model, self.model.dtype)
         costs = CostModel(
-            shape=self.shape, dense_mask=False, logits_chunk=Job.logits_chunk, wave_tokens=None, offload=False,
+            shape=self.shape, dense_mask=False, logits_chunk=Case.logits_chunk, wave_tokens=None, offload=False,
             min_speedup=MIN_SPEEDUP,
         )  # fmt: skip
         self.chooser = Chooser(costs, Profile(), None, self._rates, lambda values: values)
@@ -102,25 +92,25 @@ class Bench:
             plan, auto = self._step(f"{size} chooser", 0, self._choose, batch.groups, budget, arms)
             if auto["same_as"]:
                 arms.remove("auto")
-        job = Job(self.model, batch, budget, plan=plan)
-        truth = self._truth(job) if options.truth != "none" else {}
-        found = {arm: {"flops": update_flops(self.shape, size, arm, budget, plan)} for arm in arms}
-        for arm, result in found.items():
-            result |= self._memory(arm, job, result["flops"])
+        case = Case(self.model, batch, budget, plan=plan)
+        truth = self._truth(case) if options.truth != "none" else {}
+        results = {arm: {"flops": update_flops(self.shape, size, arm, budget, plan)} for arm in arms}
+        for arm, result in results.items():
+            result |= self._memory(arm, case, result["flops"])
             result["seconds"] = {"update": [], "forward": [], "log_probs": []}
-        alive = {arm: result for arm, result in found.items() if "failed" not in result}
+        alive = {arm: result for arm, result in results.items() if "failed" not in result}
         start = time.perf_counter()
         for turn in range(MOST_ROUNDS):
             if turn >= options.repeats and time.perf_counter() - start > QUICK_S:
                 break
             for arm, result in alive.items():
-                self._measure(arm, job, result, truth, turn)
+                self._measure(arm, case, result, truth, turn)
         return size._asdict() | {
             "layers": self.layers, "budget": budget, "wave_tokens": budget // WAVES_PER_BUDGET, "auto": auto,
             "ideal_flops": {
                 added: update_flops(self.shape, size, f"ideal{added}", budget) for added in ("", "+checkpoint")
             },
-            "arms": found,
+            "arms": results,
         }  # fmt: skip
 
     def cost(self, size: Size) -> float:
@@ -141,16 +131,15 @@ class Bench:
         self.progress.update(cost)
         return value
 
-    def _measure(self, arm: str, job: Job, result: dict[str, Any], truth: dict[str, torch.Tensor], turn: int) -> None:
-        text, counts = f"{job.batch.size} round {turn + 1} {arm}", turn < self.options.repeats
-        done = self._step(text, result["flops"] * counts, run_arm, job, arm)
+    def _measure(self, arm: str, case: Case, result: dict[str, Any], truth: dict[str, torch.Tensor], turn: int) -> None:
+        text, counts = f"{case.batch.size} round {turn + 1} {arm}", turn < self.options.repeats
+        done = self._step(text, result["flops"] * counts, run_arm, case, arm)
         result["seconds"]["update"].append(done.seconds)
-        if done.forward is not None:
-            result["seconds"]["forward"].append(done.forward)
+        result["seconds"]["forward"].append(done.forward)
         if truth and turn == 0:
             result["grad_error"] = gradient_error(self.model, truth)
         if "+" not in arm:  # what is added changes nothing without gradients
-            done = self._step(text, result["flops"] / 3 * counts, run_arm, job, arm, False)
+            done = self._step(text, result["flops"] / 3 * counts, run_arm, case, arm, False)
             result["seconds"]["log_probs"].append(done.seconds)
 
     def _rates(self, budget: int, forward_only: bool) -> Rates:
@@ -168,47 +157,35 @@ class Bench:
             same_as = same.get(plan)
         return plan, {"choice": choice, "predicted": self.chooser.speedup, "same_as": same_as}
 
-    def _truth(self, job: Job) -> dict[str, torch.Tensor]:
-        size = job.batch.size
+    def _truth(self, case: Case) -> dict[str, torch.Tensor]:
+        size = case.batch.size
         model = copy.deepcopy(self.model).to(getattr(torch, self.options.truth))
-        lean = Job(model, job.batch, job.budget)
+        lean = Case(model, case.batch, case.budget)
         self._step(f"{size} truth", self._truth_cost(size), run_arm, lean, "stock_lean", True, "sdpa")
         return {name: parameter.grad for name, parameter in model.named_parameters()}
 
-    def _memory(self, arm: str, job: Job, cost: float) -> dict[str, Any]:
+    def _memory(self, arm: str, case: Case, cost: float) -> dict[str, Any]:
         """On CUDA in this process, which also warms up; an arm that has not enough memory is out."""
         if not self.options.memory:
             return {}
-        text, size = f"{job.batch.size} memory of {arm}", job.batch.size
+        text, size = f"{case.batch.size} memory of {arm}", case.batch.size
         if self.options.device == "cpu":
-            return self._step(text, cost, in_fresh_process, added_peak, self.options, arm, size, self.layers, job.plan)
+            return self._step(text, cost, in_fresh_process, added_peak, self.options, arm, size, self.layers, case.plan)
         try:
-            return self._step(text, cost, added_peak_here, self.options, arm, self.model, size, job.plan)
+            return self._step(text, cost, added_peak_here, self.options, arm, self.model, size, case.plan)
         except torch.OutOfMemoryError as error:
             reason = f"out of memory: {str(error).splitlines()[0]}"
         free_memory()
         return {"failed": reason}
 
 
-def provenance(schema: str, device: str, git: dict[str, Any]) -> dict[str, Any]:
-    """What every report says first: code and machine."""
-    return {
-        "schema": schema,
-        "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        **git,
-        "device": device_name(device),
-        "load_average": os.getloadavg()[0],
-        "versions": package_versions(PACKAGES),
-    }
-
-
-def header(options: Options, git: dict[str, Any]) -> dict[str, Any]:
-    """What a report says first: code, machine, model and how it was measured."""
-    return provenance(SCHEMA, options.device, git) | {
+def header(options: Options, allow_dirty: bool) -> dict[str, Any]:
+    """A report without rows: code, machine, model and how it is measured. Raises ValueError as `provenance`."""
+    return provenance(SCHEMA, options.device, allow_dirty) | {
         "config": options.asdict(),
         "full_depth": full_depth(options.shape),
         "stock_attention": stock_attention(options.device, options.torch_dtype),
-        "cannot_run": {arm: why for arm in options.arms if (why := unavailable(arm, options.device, options.dtype))},
+        "cannot_run": {arm: why for arm in options.arms if (why := unavailable(arm, options.device))},
         "rows": [],
     }
 
@@ -221,16 +198,16 @@ def resume(fresh: dict[str, Any], out: Path | None) -> dict[str, Any]:
     if out is None or not out.exists():
         return fresh
     try:
-        found = json.loads(out.read_text())
+        report = json.loads(out.read_text())
     except ValueError as error:
         raise ValueError(f"--out {out} is not JSON ({error}); delete it, or name another file") from error
-    for key in ("schema", "commit", "dirty", "device", "versions", "config"):
-        if found.get(key) != fresh[key]:
+    for key in ("schema", "git", "device", "versions", "config"):
+        if report.get(key) != fresh[key]:
             raise ValueError(
-                f"--out {out} is of another run: its {key} is {found.get(key)}, this one's is {fresh[key]}; delete it, "
-                "or name another file"
+                f"--out {out} is of another run: its {key} is {report.get(key)}, this one's is {fresh[key]}; delete "
+                "it, or name another file"
             )
-    return found
+    return report
 
 
 def run(options: Options, out: Path | None = None, allow_dirty: bool = False) -> int:
@@ -240,11 +217,8 @@ def run(options: Options, out: Path | None = None, allow_dirty: bool = False) ->
     """
     if out and not out.parent.is_dir():
         raise ValueError(f"--out {out}: no directory {out.parent}; create it")
-    git = git_state()
-    if out and git["dirty"] and not allow_dirty:
-        raise ValueError("the git tree has uncommitted files: commit them, or add --allow-dirty")
     torch.set_num_threads(options.threads)
-    report = resume(header(options, git), out)
+    report = resume(header(options, allow_dirty or not out), out)
     done = {tuple(row[k] for k in ("layers", *Size._fields)) for row in report["rows"]}
     # One step may take minutes: its speed is that of the whole run. A log gets a line now and then.
     every = 0.1 if sys.stderr.isatty() else 20
@@ -259,8 +233,6 @@ def run(options: Options, out: Path | None = None, allow_dirty: bool = False) ->
                 row = bench.row(size)
                 if options.capacity and layers == options.layers[-1]:
                     row["capacity"] = {}
-                    if any(arm.startswith(VERL) for arm in options.running):
-                        verl_engines().forget(bench.model)  # the limit is not for them
                     for arm in options.running:
                         progress.set_description(f"{size} capacity of {arm}", refresh=sys.stderr.isatty())
                         row["capacity"][arm] = capacity(options, arm, size, layers, bench.model)

@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from verl_prefix.core.waves import Plan
-from verl_prefix.tools.bench.arms import Job, build_batch, make_arm_plan, run_arm
+from verl_prefix.tools.bench.arms import Case, build_batch, make_arm_plan, run_arm
 from verl_prefix.tools.bench.options import Options, Size
 from verl_prefix.tools.memory import memory_mib, reset_peak_mib
 
@@ -22,9 +22,9 @@ CAPACITY_STEP, CAPACITY_MOST = 512, 1 << 19
 def warm_up(options: Options, arm: str, model: PreTrainedModel) -> None:
     tiny = build_batch(TINY, model.config.vocab_size, options.device)
     plan = make_arm_plan(tiny.groups, TINY.row, "phased")
-    job = Job(model, tiny, options.budget_of(TINY), plan=plan)
-    run_arm(job, arm)
-    run_arm(job, arm, train=False)
+    case = Case(model, tiny, options.budget_of(TINY), plan=plan)
+    run_arm(case, arm)
+    run_arm(case, arm, train=False)
 
 
 def added_peak(options: Options, arm: str, size: Size, layers: int, plan: Plan | None = None) -> dict[str, float]:
@@ -39,14 +39,14 @@ def added_peak_here(
 ) -> dict[str, float]:
     """MiB that one update adds at its peak to model, gradients, inputs and what a tiny update leaves behind; phased on
     CUDA also at the peak of phase B."""
-    job = Job(model, build_batch(size, model.config.vocab_size, options.device), options.budget_of(size), plan=plan)
+    case = Case(model, build_batch(size, model.config.vocab_size, options.device), options.budget_of(size), plan=plan)
     warm_up(options, arm, model)
     before = reset_peak_mib(options.device)
-    run_arm(job, arm)
-    found = {"added_peak_mib": memory_mib(options.device)[1] - before}
+    run_arm(case, arm)
+    peaks = {"added_peak_mib": memory_mib(options.device)[1] - before}
     if options.device == "cuda" and arm.startswith("phased"):
-        found["phase_b_peak_mib"] = run_arm(job, arm, measure_peak=True).phase_b / 2**20 - before
-    return found
+        peaks["phase_b_peak_mib"] = run_arm(case, arm, measure_peak=True).phase_b / 2**20 - before
+    return peaks
 
 
 def in_fresh_process(function: Callable[..., Any], *args: Any) -> Any:
@@ -93,7 +93,7 @@ def capacity(options: Options, arm: str, size: Size, layers: int, model: PreTrai
     def trains(total: int) -> bool:
         batch = build_batch(sized(total), model.config.vocab_size, "cuda")
         try:
-            run_arm(Job(model, batch, options.budget_of(batch.size)), arm)
+            run_arm(Case(model, batch, options.budget_of(batch.size)), arm)
         except torch.OutOfMemoryError:
             return False
         finally:

@@ -1,4 +1,4 @@
-"""What `verl-prefix bench` is asked for: arms, model shapes, sizes of grid rows, options."""
+"""Options of `verl-prefix bench`: arms, model shapes, sizes of grid rows, and the command line."""
 
 import importlib.util
 import math
@@ -9,13 +9,11 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen3Config
 
 from verl_prefix.tools.memory import RESET_PEAK
-from verl_prefix.versions import untested_verl
 
 STOCK = ("padded", "stock", "stock_lean")
-VERL = "verl_"  # whole engines, which `verl_prefix.tools.bench.engines` runs: it alone knows verl
 ARMS = (
     *STOCK, "prefix_grouper", "flex", "packed", "phased", "auto",
-    "phased+offload", "stock+checkpoint", "phased+checkpoint", "verl_stock", "verl_packed", "verl_phased",
+    "phased+offload", "stock+checkpoint", "phased+checkpoint",
 )  # fmt: skip
 RECOMPILE_LIMIT = 128  # every arm has its own attention, gradient mode and shapes; beyond it, eager code runs unseen
 LLAMA = dict(rms_norm_eps=1e-5)
@@ -67,17 +65,11 @@ class Size(NamedTuple):
         return "/".join(map(str, self))
 
 
-def unavailable(arm: str, device: str, dtype: str = "float32") -> str | None:
-    """Why this arm cannot run here, or None."""
+def unavailable(arm: str, device: str) -> str | None:
+    """The reason why this arm cannot run here, or None."""
     name = arm.partition("+")[0]
     if name == "prefix_grouper" and not importlib.util.find_spec("prefix_grouper"):
         return "the package prefix-grouper is not installed (pip install prefix-grouper==0.0.1.post1)"
-    if name.startswith(VERL):
-        if not importlib.util.find_spec("verl"):
-            return "verl is not installed"
-        if dtype not in ("float32", "bfloat16"):
-            return f"verl scales the loss in {dtype}"
-        return untested_verl()
     if name == "flex" and device != "cuda":
         return "FlexAttention has a backward on CUDA alone"
     return None
@@ -126,7 +118,7 @@ class Options:
         if not self.dtype:
             object.__setattr__(self, "dtype", "bfloat16" if self.device == "cuda" else "float32")
         if not self.running:
-            reason = unavailable(self.arms[0], self.device, self.dtype)
+            reason = unavailable(self.arms[0], self.device)
             raise ValueError(f"none of --arms {','.join(self.arms)} can run: {reason}")
         if (self.memory or self.capacity) and self.device == "cpu" and not RESET_PEAK.exists():
             raise ValueError(f"peak memory on a CPU is read from {RESET_PEAK}, which is not there: add --no-memory")
@@ -137,7 +129,7 @@ class Options:
 
     @property
     def running(self) -> tuple[str, ...]:
-        return tuple(arm for arm in self.arms if not unavailable(arm, self.device, self.dtype))
+        return tuple(arm for arm in self.arms if not unavailable(arm, self.device))
 
     def budget_of(self, size: Size) -> int:
         return self.budget or max(2 * size.row, 16384 if self.device == "cuda" else 0)
@@ -145,8 +137,8 @@ class Options:
     def model(self, layers: int) -> PreTrainedModel:
         longest = max(size.row for size in self.sizes)
         model = build_model(self.shape, layers, self.device, self.torch_dtype, max(4096, longest))
+        torch._dynamo.config.recompile_limit = RECOMPILE_LIMIT  # of these layers and of the arm flex
         if self.compile:
-            torch._dynamo.config.recompile_limit = RECOMPILE_LIMIT
             for layer in model.base_model.layers:
                 layer.compile(dynamic=True)
         return model

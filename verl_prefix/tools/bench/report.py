@@ -1,11 +1,13 @@
-"""Grids by name, and what is made of a report's JSON: speed-ups, extrapolated depths, Markdown, PNG."""
+"""Grids by name; speed-ups, extrapolated depths, Markdown, PNG and a page's table from a report's JSON."""
 
 import json
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 
+from verl_prefix.files import write_whole
 from verl_prefix.tools.plots import Bars, save
+from verl_prefix.tools.report import table
 
 # (P prefix tokens, S response tokens per row, G rows of the prompt); verl's prompt is one token longer than P.
 GRIDS: dict[str, tuple[tuple[int, int, int], ...]] = {
@@ -36,7 +38,7 @@ def grid(names: list[str]) -> list[tuple[int, int, int]]:
 
 
 def compare(report: dict[str, Any]) -> None:
-    """Adds to the report what follows from its rows: p20, p50 and p80 of seconds, ratios, and full depth where two
+    """Adds the figures that follow from a report's rows: p20, p50 and p80 of seconds, ratios, and full depth where two
     depths were measured."""
     report["extrapolated"] = []
     for row in report["rows"]:
@@ -74,27 +76,27 @@ def _extrapolate(low: dict[str, Any], high: dict[str, Any], layers: int) -> dict
         other = low["arms"].get(name)
         if other is None or "failed" in arm or "failed" in other:
             continue
-        found = {key: line(other[key], arm[key]) for key in NUMBERS if key in arm and key in other}
+        figures = {key: line(other[key], arm[key]) for key in NUMBERS if key in arm and key in other}
         for key in (key for key in PASSES if key in arm):
-            found[key] = {p: line(other[key][p], value) for p, value in arm[key].items()}
-        row["arms"][name] = found
+            figures[key] = {p: line(other[key][p], value) for p, value in arm[key].items()}
+        row["arms"][name] = figures
     return row
 
 
 def _ratios(row: dict[str, Any], peak: float | None) -> None:
-    """Speed-ups over stock with the same checkpointing, verl's engines over verl's; of sharing arms, the FLOP ratio
-    (`ceiling`) and the speed-up's share of it."""
+    """Speed-ups over stock with the same checkpointing; of sharing arms, the FLOP ratio (`ceiling`) and the speed-up's
+    share of it."""
     for name, arm in row["arms"].items():
         added = "+checkpoint" if "+checkpoint" in name else ""
         if peak and "update" in arm:
             arm["mfu"] = arm["flops"] / arm["update"]["p50"] / peak
-        stock = row["arms"].get("verl_stock" if name.startswith("verl_") else f"stock{added}", {})
+        stock = row["arms"].get(f"stock{added}", {})
         if "update" not in arm or "update" not in stock:
             continue
         arm["speedup"] = stock["update"]["p50"] / arm["update"]["p50"]
         if "log_probs" in arm and "log_probs" in stock:
             arm["log_probs_speedup"] = stock["log_probs"]["p50"] / arm["log_probs"]["p50"]
-        if name.partition("+")[0] not in ("padded", "stock", "stock_lean", "verl_stock"):
+        if name.partition("+")[0] not in ("padded", "stock", "stock_lean"):
             arm["ceiling"] = stock["flops"] / row["ideal_flops"][added]
             arm["of_ceiling"] = arm["speedup"] / arm["ceiling"]
 
@@ -119,14 +121,13 @@ def markdown(report: dict[str, Any]) -> str:
     truth = "not measured" if config["truth"] == "none" else f"the largest of a parameter, against {config['truth']}"
     layers = " and ".join(map(str, config["layers"]))
     attention = _ATTENTION[report["stock_attention"]]
-    changed = ", uncommitted files" if report["dirty"] else ""
+    commit = (report["git"]["commit"] or "unknown")[:12] + ", uncommitted files" * report["git"]["dirty"]
     compiled = ", decoder layers compiled" if config["compile"] else ""
-    engines = "; those of whole engines over verl's" if any("verl_" in arm for arm in config["arms"]) else ""
     lines = [
-        f"{report['device']}, {config['dtype']}, {installed}; commit {(report['commit'] or 'unknown')[:12]}{changed}. "
+        f"{report['device']}, {config['dtype']}, {installed}; commit {commit}. "
         f"Model shape {config['shape']} with random weights, {layers} of {report['full_depth']} layers{compiled}. "
         "Seconds are p50 (p20 to p80) of rounds of all arms in turn; speed-ups are over stock with the same "
-        f"checkpointing (attention: {attention}){engines}. n is the number of rounds; stock_lean runs lm_head on "
+        f"checkpointing (attention: {attention}). n is the number of rounds; stock_lean runs lm_head on "
         "responses alone. The FLOP ratio is stock's FLOPs over those of computing every token once, lm_head on "
         "responses alone. MiB are what one update adds to model and gradients at its peak. Gradient error: "
         f"{truth}.",
@@ -136,12 +137,11 @@ def markdown(report: dict[str, Any]) -> str:
     head = ["P/S/G", "arm", "n", "update s", "speed-up", "over stock_lean", "of the FLOP ratio", "forward s",
             "log-probs s", "speed-up", "added MiB", "gradient error"]  # fmt: skip
     with_mfu = any("mfu" in arm for row in rows for arm in row["arms"].values())
-    table = [head + ["MFU"] * with_mfu]
+    cells = []
     for row in rows:
         for i, (name, arm) in enumerate(row["arms"].items()):
-            table.append([_size(row, len(config["layers"]) > 1) if i == 0 else "", *_cells(row, name, arm, with_mfu)])
-    lines += [f"| {' | '.join(cells)} |" for cells in (table[0], ["---"] * len(table[0]), *table[1:])]
-    lines += ["", *_notes(report, rows)]
+            cells.append([_size(row, len(config["layers"]) > 1) if i == 0 else "", *_cells(row, name, arm, with_mfu)])
+    lines += [*table(head + ["MFU"] * with_mfu, cells), *_notes(report, rows)]
     return "\n".join(lines).rstrip()
 
 
@@ -161,7 +161,7 @@ def _size(row: dict[str, Any], with_depth: bool) -> str:
 
 def _cells(row: dict[str, Any], name: str, arm: dict[str, Any], with_mfu: bool) -> list[str]:
     lean = row["arms"].get("stock_lean+checkpoint" if "+checkpoint" in name else "stock_lean", {})
-    with_lean = "update" in lean and "update" in arm and not name.startswith("verl_")
+    with_lean = "update" in lean and "update" in arm
     if name == "auto":
         name = f"auto: {row['auto']['choice']}"
     elif row["auto"] and row["auto"]["same_as"] == name:
@@ -184,12 +184,12 @@ def _cells(row: dict[str, Any], name: str, arm: dict[str, Any], with_mfu: bool) 
 
 def _notes(report: dict[str, Any], rows: list[dict[str, Any]]) -> list[str]:
     lines = []
-    gate = [(row, found) for row in rows if (found := auto_speedup(row)) is not None]
-    for row, found in gate:
+    gate = [(row, speedup) for row in rows if (speedup := auto_speedup(row)) is not None]
+    for row, speedup in gate:
         auto = row["auto"]
         lines.append(
             f"auto at {_size(row, len(report['config']['layers']) > 1)}: {auto['choice']}, predicted "
-            f"{auto['predicted']:.2f}, measured {found:.2f}."
+            f"{auto['predicted']:.2f}, measured {speedup:.2f}."
         )
     if gate:
         row, worst = min(gate, key=lambda pair: pair[1])
@@ -201,8 +201,8 @@ def _notes(report: dict[str, Any], rows: list[dict[str, Any]]) -> list[str]:
             if "phase_b_peak_mib" in arm and "added_peak_mib" in stock:
                 under = 1 - arm["phase_b_peak_mib"] / stock["added_peak_mib"]
                 lines.append(f"Phase B of {name} at {_size(row, True)}: {under:.1%} under stock's added peak.")
-        if found := row.get("capacity"):
-            longest = ", ".join(f"{arm} {total}" for arm, total in found.items())
+        if capacity := row.get("capacity"):
+            longest = ", ".join(f"{arm} {total}" for arm, total in capacity.items())
             limit = f"{report['config']['capacity']:g} GiB"
             lines.append(f"Longest rows that train within {limit}, P:S:G as {_size(row, True)}: {longest} tokens.")
     if report["extrapolated"]:
@@ -213,11 +213,9 @@ def _notes(report: dict[str, Any], rows: list[dict[str, Any]]) -> list[str]:
 
 
 def write(report: dict[str, Any], out: Path) -> None:
-    """The JSON, whole or not at all, and its Markdown beside it."""
-    unfinished = out.with_name(out.name + ".unfinished")
-    unfinished.write_text(json.dumps(report, indent=1) + "\n")
-    unfinished.rename(out)
-    out.with_suffix(".md").write_text(markdown(report) + "\n")
+    """Writes the JSON, and its Markdown beside it."""
+    write_whole(out, json.dumps(report, indent=1) + "\n")
+    write_whole(out.with_suffix(".md"), markdown(report) + "\n")
 
 
 def draw(report: dict[str, Any], path: Path) -> bool:
@@ -228,11 +226,11 @@ def draw(report: dict[str, Any], path: Path) -> bool:
     def values(key: str) -> dict[str, list[float | None]]:
         return {name: [row["arms"].get(name, {}).get(key) for row in rows] for name in arms}
 
-    x, places = "P/S/G: prefix tokens / response tokens of a row / rows", [_size(row, False) for row in rows]
+    x, ticks = "P/S/G: prefix tokens / response tokens of a row / rows", [_size(row, False) for row in rows]
     title = f"Update: speed-up over stock, medians of n = {report['config']['repeats']} rounds"
     panels = [
-        Bars(title, "times stock", x, places, values("speedup"), lines=("FLOP ratio", values("ceiling"))),
-        Bars("Memory that an update adds at its peak", "MiB", x, places, values("added_peak_mib")),
+        Bars(title, "times stock", x, ticks, values("speedup"), lines=("FLOP ratio", values("ceiling"))),
+        Bars("Memory that an update adds at its peak", "MiB", x, ticks, values("added_peak_mib")),
     ]
     title = f"{report['device']}, {report['config']['dtype']}, model shape {report['config']['shape']}"
     return save(path, title, panels, columns=1, width=max(7, 1.5 * len(rows) + 4))
@@ -257,5 +255,5 @@ def render(source: Path, into: Path | None = None) -> int:
         if start not in words or end not in words:
             raise ValueError(f"--into {into} has no lines {start} and {end}; add them around what is to be replaced")
         before, after = words.split(start)[0], words.split(end)[1]
-        into.write_text(f"{before}{start}\n{text}\n{end}{after}")
+        write_whole(into, f"{before}{start}\n{text}\n{end}{after}")
     return 0

@@ -1,0 +1,314 @@
+"""An arm: one engine, verl's stock or ours, on its way through the replayed steps; and how far two arms are apart.
+
+Every rank holds its shards; differences are sums over shards, reduced over ranks, so every rank knows every result.
+"""
+
+import dataclasses
+import functools
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import chain
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from tensordict import TensorDict
+from verl.trainer.config import CheckpointConfig
+from verl.utils import tensordict_utils as tu
+from verl.utils.metric import Metric
+from verl.utils.torch_dtypes import PrecisionType
+from verl.workers.config import ActorConfig, FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
+from verl.workers.engine import EngineRegistry
+from verl.workers.utils.losses import ppo_loss
+
+from verl_prefix.config import PrefixConfig, PrefixEngineConfig
+from verl_prefix.engine.trace import StepRows
+from verl_prefix.tools.memory import RESET_PEAK, memory_mib, reset_peak_mib
+
+STOCK, REPACKED, TRUTH = "stock", "stock_repacked", "truth"
+# Not trust_remote_code: a trace is data, and must not bring code along.
+MODEL_KEYS = (
+    "use_remove_padding", "override_config", "enable_gradient_checkpointing", "enable_activation_offload",
+    "lora_rank", "lora_alpha", "target_modules", "exclude_modules", "use_fused_kernels", "load_tokenizer",
+)  # fmt: skip
+
+
+def _fields(cls: type, values: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of a config class from a manifest's section; sections within it become their own config classes."""
+    arguments = {}
+    for field in dataclasses.fields(cls):
+        if field.init and field.name in values and field.name != "_target_":
+            value, nested = values[field.name], field.default_factory
+            if dataclasses.is_dataclass(nested) and value:
+                value = nested(**_fields(nested, value))
+            arguments[field.name] = value
+    return arguments
+
+
+def loss_function(manifest: dict[str, Any]) -> Callable:
+    """verl's ppo_loss with the recorded options."""
+    config = ActorConfig(**_fields(ActorConfig, manifest["loss"]) | {"strategy": "fsdp2"})
+    return functools.partial(ppo_loss, config=config)
+
+
+def precision(manifest: dict[str, Any]) -> str:
+    """Name of the dtype that forward and backward run in: fp32, bf16 or fp16."""
+    name = (manifest["engine"].get("mixed_precision") or {}).get("param_dtype", "bf16")
+    names = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+    return names[PrecisionType.to_dtype(name)]
+
+
+def to_tensordict(rows: StepRows, order: list[int] | None = None, **flags: Any) -> TensorDict:
+    """verl's mini-batch of these rows, in `order` if given, with `flags` over the recorded ones."""
+    order = list(range(rows.num_rows)) if order is None else order
+    fields: dict[str, Any] = {name: tensor[order] for name, tensor in rows.dense.items()}
+    for name, (values, lengths) in rows.jagged.items():
+        pieces = values.split(lengths.tolist())
+        fields[name] = torch.nested.as_nested_tensor([pieces[i] for i in order], layout=torch.jagged)
+    if rows.uids is not None:
+        fields["uid"] = [rows.uids[i] for i in order]
+    return tu.get_tensordict(fields, rows.flags | flags)
+
+
+def build_engine(name: str, manifest: dict[str, Any]) -> Any:
+    """verl's fsdp2 engine for stock, stock_repacked and truth, ours for a schedule's name; initialised weights.
+
+    Raises:
+        ValueError: the recorded options do not go with the shared-prefix path.
+    """
+    model = {key: manifest["model"][key] for key in MODEL_KEYS if key in manifest["model"]}
+    engine = _fields(FSDPEngineConfig, manifest["engine"]) | {"strategy": "fsdp2"}
+    double = name == TRUTH and precision(manifest) == "fp32"
+    if name == TRUTH:
+        engine["mixed_precision"] = dict.fromkeys(("param_dtype", "reduce_dtype", "buffer_dtype"), "fp32")
+        model["override_config"] = (model.get("override_config") or {}) | {"attn_implementation": "sdpa"}
+    if name in (STOCK, REPACKED, TRUTH):
+        engine_config = FSDPEngineConfig(**engine)
+    else:
+        recorded = manifest["engine"].get("prefix") or {}
+        kept = ("logits_chunk", "attention", *(() if name == "packed" else ("wave_tokens",)))
+        # min_speedup 0: to compare stock with stock would hold, and say nothing.
+        options = {key: recorded[key] for key in kept if key in recorded} | {"min_speedup": 0}
+        # Off: this replay is the check, and a wrong engine is to be measured, not stopped.
+        options |= {"schedule": name, "offload": bool(recorded.get("offload")) and name != "packed", "verify": "off"}
+        engine_config = PrefixEngineConfig(**engine | {"strategy": "prefix"}, prefix=PrefixConfig(**options))
+    torch.manual_seed(manifest["seed"])  # LoRA matrices are drawn
+    built = EngineRegistry.new(
+        model_type="language_model",
+        backend=engine_config.strategy,
+        model_config=HFModelConfig(path=manifest["model"]["path"], **model),
+        engine_config=engine_config,
+        optimizer_config=FSDPOptimizerConfig(**_fields(FSDPOptimizerConfig, manifest["optimizer"])),
+        checkpoint_config=CheckpointConfig(),
+    )
+    with _float64() if double else nullcontext():
+        built.initialize()
+    if double:
+        built._autocast_dtype = torch.float32  # verl's word for no autocast
+    return built
+
+
+def _float64() -> AbstractContextManager:
+    """Makes every dtype name mean float64 to verl, whose names stop at fp32; HF's RMSNorm stays fp32 either way.
+
+    A patch, while one engine is built: verl names the dtypes of weights, FSDP2's policy and buffers through this one
+    function (`PrecisionType.to_dtype` in transformer_impl.py), and no config can ask for float64.
+    """
+    return mock.patch.object(PrecisionType, "to_dtype", staticmethod(lambda _: torch.float64))
+
+
+@contextmanager
+def _measured(figures: dict[str, dict[str, float | None]], name: str) -> Iterator[None]:
+    """Adds a pass's seconds (the slowest rank's) and GiB that it adds at its peak (the fullest rank's; None where it
+    cannot be measured) to `figures`."""
+    device, wait = ("cuda", torch.cuda.synchronize) if torch.cuda.is_available() else ("cpu", lambda: None)
+    known = device == "cuda" or RESET_PEAK.exists()
+    before = reset_peak_mib(device) if known else 0.0
+    wait()
+    dist.barrier()
+    start = time.perf_counter()
+    yield
+    wait()
+    seconds, added = time.perf_counter() - start, (memory_mib(device)[1] - before) / 2**10 if known else 0.0
+    figures["seconds"][name], fullest = _reduced([seconds, added], dist.ReduceOp.MAX)
+    figures["added_gib"][name] = fullest if known else None
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return (tensor.to_local() if hasattr(tensor, "to_local") else tensor).detach()
+
+
+def _reduced(values: list[float], op: dist.ReduceOp = dist.ReduceOp.SUM) -> list[float]:
+    """Reduces each value over ranks."""
+    total = torch.tensor(values, dtype=torch.float64)
+    dist.all_reduce(total, op=op)  # a gloo group serves host tensors beside NCCL
+    return total.tolist()
+
+
+def _norms(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[list[float], list[float]]:
+    """Per pair (value, reference) the norms of difference and of reference, over all ranks."""
+    sums = [float((a.double() - b.double()).square().sum()) for a, b in pairs]
+    sums += [float(b.double().square().sum()) for _, b in pairs]
+    norms = [x**0.5 for x in _reduced(sums)]
+    return norms[: len(pairs)], norms[len(pairs) :]
+
+
+def relative_error(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> float:
+    """||value - reference|| / ||reference|| with all pairs as one vector; 0 where both are zero."""
+    difference, reference = (sum(x * x for x in norms) ** 0.5 for norms in _norms(pairs))
+    return difference / reference if reference else (float("inf") if difference else 0.0)
+
+
+def errors_by_parameter(arm: "Arm", stock: "Arm") -> list[float]:
+    """||arm's - stock's|| / ||stock's|| of every parameter's gradient.
+
+    A parameter whose gradient is small beside the others' is as noisy as they are: its norm counts as theirs, in RMS.
+    """
+    differences, references = _norms(list(zip(arm.grads, stock.grads, strict=True)))
+    floor = sum(x * x for x in references) ** 0.5 / len(references) ** 0.5
+    return [d / max(r, floor, 1e-300) for d, r in zip(differences, references, strict=True)]
+
+
+class Arm:
+    """One engine on its way through the steps.
+
+    Attributes of the last `passes`, this rank's: `grads` before clipping; `log_probs` of the update's pass and
+    `infer_log_probs` of the one behind old and ref log-probs, of response tokens. `values`, over all ranks.
+    """
+
+    def __init__(self, name: str, manifest: dict[str, Any]) -> None:
+        self.name = name
+        self.engine = build_engine(name, manifest)
+        self.loss = loss_function(manifest)
+        self._row_by_row = manifest.get("stock_row_by_row", False)
+        self._infer_flags = {
+            flag: manifest["engine"][f"infer_{flag}"]
+            for flag in ("max_token_len_per_gpu", "micro_batch_size_per_gpu")
+            if manifest["engine"].get(f"infer_{flag}")
+        }
+        self.names = [name for name, p in self.engine.module.named_parameters() if p.requires_grad]
+        self.grads: list[torch.Tensor] = []
+        self.log_probs = self.infer_log_probs = torch.empty(0)
+
+    def weights(self) -> list[torch.Tensor]:
+        """This rank's shards of the trained parameters, not copied."""
+        return [_local(p) for p in self.engine.module.parameters() if p.requires_grad]
+
+    @contextmanager
+    def at(self, weights: list[torch.Tensor]) -> Iterator[None]:
+        """Other weights for a while."""
+        own = [w.clone() for w in self.weights()]
+        for mine, other in zip(self.weights(), weights, strict=True):
+            mine.copy_(other)
+        try:
+            yield
+        finally:
+            for mine, other in zip(self.weights(), own, strict=True):
+                mine.copy_(other)
+
+    def data(self, rows: StepRows, **flags: Any) -> TensorDict:
+        """verl's mini-batch of the rows as this arm takes them."""
+        flags = rows.flags | flags
+        order = None
+        if self.name == TRUTH or (self.name == STOCK and self._row_by_row):
+            flags |= {"use_dynamic_bsz": False, "micro_batch_size_per_gpu": 1}
+        if self.name == REPACKED:  # a stock run too, for whoever wrote the config: only rounding can differ
+            longest = int(rows.jagged["input_ids"][1].max())
+            budget = flags["max_token_len_per_gpu"] if flags["use_dynamic_bsz"] else 0
+            budget = budget or flags["micro_batch_size_per_gpu"] * longest
+            flags |= {"use_dynamic_bsz": True, "max_token_len_per_gpu": 2 * budget}
+            order = list(reversed(range(rows.num_rows)))
+        return to_tensordict(rows, order, **flags)
+
+    def infer(self, rows: StepRows) -> dict[str, torch.Tensor]:
+        """The pass behind old and ref log-probs: verl's nested outputs per row."""
+        with self.engine.eval_mode():
+            output = self.engine.infer_batch(self.data(rows, **self._infer_flags))
+        return output["model_output"]
+
+    def passes(self, rows: StepRows, *, infer: bool = True, optimize: bool = True) -> dict[str, Any]:
+        """The log-prob pass and the update's, each if asked for; the optimizer's step, or only what it would be given.
+
+        Returns:
+            seconds and added_gib of the passes; see `_measured`.
+        """
+        figures: dict[str, dict[str, float | None]] = {"seconds": {}, "added_gib": {}}
+        if infer:
+            with _measured(figures, "log_probs"):
+                output = self.infer(rows)
+            self.infer_log_probs = self._responses(output, rows)
+        with self.engine.train_mode():
+            self.engine.optimizer_zero_grad()
+            with _measured(figures, "update"):
+                output = self.engine.forward_backward_batch(self.data(rows, return_model_output=True), self.loss)
+            self.log_probs = self._responses(output["model_output"], rows)
+            parameters = [p for p in self.engine.module.parameters() if p.requires_grad]
+            self.grads = [torch.zeros_like(_local(p)) if p.grad is None else _local(p.grad).clone() for p in parameters]
+            self.values = {"loss": _reduced([sum(output["loss"])])[0] / dist.get_world_size()}
+            self.values |= _gathered(output["metrics"])
+            if optimize:
+                with _measured(figures, "optimizer"):
+                    self.values["grad_norm"] = self.engine.optimizer_step()
+                    if rows.flags.get("update_lr_scheduler"):
+                        self.engine.lr_scheduler_step()
+        return figures
+
+    def _responses(self, output: dict[str, torch.Tensor], rows: StepRows) -> torch.Tensor:
+        return torch.cat(response_part(output["log_probs"], rows, self.name == REPACKED)).cpu()
+
+
+def response_part(nested: torch.Tensor, rows: StepRows, reverse: bool = False) -> list[torch.Tensor]:
+    """A full-length output's values that verl reads, per row in the recorded order."""
+    outputs = list(nested.unbind())
+    if reverse:
+        outputs.reverse()
+    lengths = rows.jagged["responses"][1].tolist()
+    return [x[len(x) - n - 1 : len(x) - 1].detach() for x, n in zip(outputs, lengths, strict=True)]
+
+
+def _gathered(metrics: dict[str, Any]) -> dict[str, float]:
+    """Metrics of all ranks as verl reduces them (TrainingWorker.train_mini_batch, then reduce_metrics)."""
+    ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(ranks, metrics)
+    reduced = {}
+    for name in sorted(set.intersection(*(set(rank) for rank in ranks))):
+        values = [rank[name] for rank in ranks]
+        if isinstance(values[0], Metric):
+            reduced[name] = float(Metric.aggregate_dp(values))
+        else:
+            flat = list(chain.from_iterable(x if isinstance(x, list) else [x] for x in values))
+            reduced[name] = float(sum(flat) / len(flat))
+    return reduced
+
+
+def largest(differences: torch.Tensor) -> float:
+    """The largest absolute value; 0 of none, infinite where one is not a number: a maximum over ranks would lose it."""
+    infinity = float("inf")
+    return float(differences.abs().nan_to_num(nan=infinity, posinf=infinity).max()) if differences.numel() else 0.0
+
+
+def largest_of_ranks(value: float) -> float:
+    """The maximum over ranks."""
+    return _reduced([value], dist.ReduceOp.MAX)[0]
+
+
+def parameter_distance(arm: Arm, stock: Arm) -> dict[str, float]:
+    """max, mean and RMSE of the weights' absolute difference, as they are and after rounding both to bf16."""
+    sums, tops = [0.0] * 4, [0.0] * 2
+    count = 0
+    for mine, theirs in zip(arm.weights(), stock.weights(), strict=True):
+        for i, cast in enumerate((torch.Tensor.double, lambda x: x.bfloat16().double())):
+            difference = cast(mine) - cast(theirs)
+            sums[2 * i] += float(difference.abs().sum())
+            sums[2 * i + 1] += float(difference.square().sum())
+            tops[i] = max(tops[i], largest(difference))
+        count += mine.numel()
+    *sums, count = _reduced([*sums, count])
+    tops = _reduced(tops, dist.ReduceOp.MAX)
+    distance = {}
+    for i, name in enumerate(("fp32", "bf16")):
+        distance |= {f"max_{name}": tops[i], f"mean_{name}": sums[2 * i] / count}
+        distance[f"rmse_{name}"] = (sums[2 * i + 1] / count) ** 0.5
+    return distance

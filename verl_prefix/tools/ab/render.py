@@ -1,0 +1,213 @@
+"""The report of `verl-prefix ab` for the eye: a table while it runs, Markdown, plots, and the files of both."""
+
+import json
+import math
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+from verl_prefix.files import write_whole
+from verl_prefix.tools.ab.verdict import PASSES, timed
+from verl_prefix.tools.plots import Bars, Curves, save
+from verl_prefix.tools.report import table
+
+STEPS = "steps.jsonl"  # the steps that are measured, until report.json holds them all
+FILES = ("report.json", "report.md", "report.png", STEPS)
+
+
+def refuse_overwrite(output: Path, force: bool) -> None:
+    """Raises ValueError where `output` is a file, or holds a report or the steps of a replay that was killed."""
+    if output.exists() and not output.is_dir():
+        raise ValueError(f"--out {output} is a file; give a folder")
+    for path in (output / name for name in FILES):
+        if path.exists() and path.stat().st_size and not force:
+            raise ValueError(f"{path} exists; add --force to replace it, or give another --out")
+
+
+class Display:
+    """A table and a progress bar with ETA while the steps run; one line per step where there is no terminal."""
+
+    def __init__(self, num_steps: int, arms: tuple[str, ...], shown: bool) -> None:
+        self.arms, self.shown = arms, shown
+        columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("ETA"), TimeRemainingColumn())
+        self.progress = Progress(TextColumn("step"), *columns)
+        self.task = self.progress.add_task("", total=num_steps)
+        self.table = Table("step", "arm", "grads, same weights", "log-probs, same weights", "weights, max", "update")
+        self.live = Live(Group(self.table, self.progress), transient=False)
+
+    def __enter__(self) -> "Display":
+        if self.shown and self.live.console.is_terminal:
+            self.live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.live.stop()
+
+    def step(self, record: dict[str, Any]) -> None:
+        """Shows a step's figures: differences from stock, seconds of the update and stock's over them."""
+        stock = record["arms"]["stock"]["seconds"]["update"]
+        rows = []
+        for name in self.arms:
+            arm = record["arms"][name]
+            same, update = arm["same_weights"], arm["seconds"]["update"]
+            errors = (
+                f"{same['grads']:.1e}",
+                f"{same['log_probs']:.1e}",
+                f"{arm['own_weights']['params']['max_fp32']:.1e}",
+            )
+            rows.append((str(record["step"]), name, *errors, f"{update:.2f} s, {stock / update:.2f}x"))
+        for row in rows:
+            self.table.add_row(*row)
+        self.progress.advance(self.task)
+        if self.shown and not self.live.console.is_terminal:
+            for row in rows:
+                print("step {} {}: grads {}, log-probs {}, weights {}, update {}".format(*row), flush=True)
+
+
+def markdown(report: dict[str, Any]) -> str:
+    """report.md."""
+    steps, dtype = report["steps"], report["dtype"]
+    verdict = "every tolerance holds" if report["holds"] else "NOT every tolerance holds"
+    lines = [
+        f"# A/B against the stock actor: {verdict}",
+        "",
+        f"{len(steps)} steps, {report['ranks']} ranks, {dtype}, {report['device']}, commit {report['git']['commit']}; "
+        f"model {report['model']['name']}.",
+        "",
+        *table(
+            ("arm", "tolerance", "worst value", "limit", "step", "holds"),
+            [
+                (t["arm"], t["name"], f"{t['value']:.2e}", f"{t['limit']:.2e}", t["step"] or "all", _yes(t["holds"]))
+                for t in report["tolerances"]
+            ],
+        ),
+    ]
+    for arm, where in report["first_diverging"].items():
+        lines += [
+            f"First divergence of {arm}: step {where['step']}, {where['quantity']} of {where['layer']}, relative error "
+            f"{where['error']:.2e}.",
+            "",
+        ]
+    lines += [f"Note: {note}.\n" for note in report["notes"]]
+    lines += table(
+        ("arm", "pass", "n", "median s", "min to max", "speed-up", "added GiB"),
+        [
+            (arm, name, len(timed(steps, name)), f"{row['median_s']:.3f}",
+             f"{row['min_s']:.3f} to {row['max_s']:.3f}", f"{row['speedup']:.2f}",
+             "-" if row["added_gib"] is None else f"{row['added_gib']:.3f}")
+            for arm, passes in report["passes"].items() for name, row in passes.items()
+        ],
+    )  # fmt: skip
+    last = {arm: steps[-1]["arms"][arm] for arm in report["passes"]}
+    keys = ("max_fp32", "mean_fp32", "rmse_fp32", "max_bf16", "rmse_bf16")
+    distances = {arm: result["own_weights"]["params"] for arm, result in last.items() if arm != "stock"}
+    drift = [(arm, *(f"{row[key]:.2e}" for key in keys)) for arm, row in distances.items()]
+    lines += [f"Weights after step {len(steps)}, difference from stock (every arm with its own optimizer state):", ""]
+    lines += table(("arm", "max", "mean", "RMSE", "max after bf16 rounding", "RMSE after bf16 rounding"), drift)
+    lines += [
+        "What the steps report, stock's last value and every arm's largest difference from stock at any step:",
+        "",
+    ]
+    lines += table(("metric", "stock", *distances), _metric_rows(steps, list(distances)))
+    errors = [step["truth_errors"] for step in steps if step["truth_errors"]]
+    if errors:
+        above = "float64" if dtype == "fp32" else "fp32"
+        lines += [
+            f"Mean relative error against a {above} truth over the first {len(errors)} steps, log-probs and gradients "
+            "from the same weights, weights of runs of their own:",
+            "",
+        ]
+        means = {arm: {k: statistics.fmean(e[arm][k] for e in errors) for k in errors[0][arm]} for arm in errors[0]}
+        lines += table(
+            ("arm", "log-probs", "gradients", "weights"),
+            [(arm, *(f"{row[k]:.2e}" for k in ("log_probs", "grads", "params"))) for arm, row in means.items()],
+        )
+    return "\n".join(lines)
+
+
+def _metric_rows(steps: list[dict[str, Any]], arms: list[str]) -> list[tuple[str, ...]]:
+    rows = []
+    for name, last in steps[-1]["arms"]["stock"]["values"].items():
+        cells = []
+        for arm in arms:
+            values = [[s["arms"][a]["values"].get(name) for a in (arm, "stock")] for s in steps]
+            cells.append("-" if any(None in pair for pair in values) else f"{max(abs(a - b) for a, b in values):.1e}")
+        rows.append((name, f"{last:.6g}", *cells))
+    return rows
+
+
+def _yes(holds: bool) -> str:
+    return "yes" if holds else "**no**"
+
+
+def draw(report: dict[str, Any], path: Path) -> bool:
+    """Drift of the weights, errors against the truth, seconds and memory of each pass; False: see `plots.save`."""
+    steps, arms = report["steps"], list(report["passes"])
+    known = [step for step in steps if step["truth_errors"]]
+
+    def drift(key: str, title: str) -> Curves:
+        ys = [(arm, [step["arms"][arm]["own_weights"]["params"][key] for step in steps]) for arm in arms[1:]]
+        return Curves(title, "difference of weights", [s["step"] for s in steps], ys, x="replayed step", log=True)
+
+    def bars(key: str, title: str, unit: str, ticks: list[str]) -> Bars:
+        heights = {arm: [report["passes"][arm][name][key] for name in PASSES] for arm in arms}
+        return Bars(title, unit, "pass", ticks, heights)
+
+    truth = [(arm, [step["truth_errors"][arm]["params"] for step in known]) for arm in arms if known]
+    panels = [
+        drift("max_fp32", "Weights: largest difference from stock"),
+        drift("rmse_fp32", "Weights: RMSE from stock"),
+        Curves(
+            "Weights: error against the truth", "relative error", [s["step"] for s in known], truth,
+            x="replayed step", log=True,
+        ),
+        bars("median_s", "Median seconds of a pass", "seconds", [f"{p}, n = {len(timed(steps, p))}" for p in PASSES]),
+        bars("added_gib", "Memory that a pass adds at its peak", "GiB", list(PASSES)),
+    ]  # fmt: skip
+    where = f"{report['ranks']} rank{'s' * (report['ranks'] > 1)}, {report['dtype']}"
+    title = f"Replayed updates of {report['model']['name']}: {len(steps)} steps, {where}"
+    return save(path, title, panels, columns=3, width=15)
+
+
+def write_json(report: dict[str, Any], output: Path) -> None:
+    """Writes report.json; raises OSError where it cannot."""
+    write_whole(output / "report.json", json.dumps(_short(report)) + "\n")
+
+
+def _short(value: Any) -> Any:
+    """Floats with six digits: a report of many steps is for reading. JSON has no word for NaN and infinity but null."""
+    if isinstance(value, dict):
+        return {k: _short(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_short(v) for v in value]
+    if isinstance(value, float):
+        return float(f"{value:.6g}") if math.isfinite(value) else None
+    return value
+
+
+def write(
+    report: dict[str, Any], words: Callable[[dict], str], plot: Callable[[dict, Path], bool], output: Path
+) -> int:
+    """Writes report.json, report.md and, if it can, report.png, and prints what failed; 0 where all holds, else 1."""
+    console = Console(soft_wrap=True, markup=False, highlight=False)
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        write_json(report, output)
+    finally:  # on a full disk too
+        console.print(text := words(report))
+        for row in report["tolerances"]:
+            if not row["holds"]:
+                where = f" at step {row['step']}" if row.get("step") else ""
+                arm = f"{row['arm']}, " if "arm" in row else ""
+                line = f"FAILED: {arm}{row['name']}: {row['value']:.3e} > {row['limit']:.3e}{where}"
+                console.print(line, style="bold red")
+    write_whole(output / "report.md", text)
+    drawn = plot(report, output / "report.png")
+    console.print(f"report: {output / 'report.json'}, report.md{', report.png' if drawn else ''}")
+    return 0 if report["holds"] else 1

@@ -1,0 +1,166 @@
+"""The command line of `verl-prefix ab`, and the steps that it replays: a trace's, or made-up ones."""
+
+import dataclasses
+import math
+from typing import Any
+
+import torch
+from verl.workers.config import ActorConfig, FSDPEngineConfig, FSDPOptimizerConfig
+
+from verl_prefix.config import SCHEDULES
+from verl_prefix.engine.trace import StepRows, Trace, join_rows, model_fingerprint, plain
+from verl_prefix.tools.ab.arm import REPACKED, STOCK, precision
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """The command line; None leaves a value to the trace.
+
+    Raises:
+        ValueError: an option cannot be, or does not go with the trace.
+    """
+
+    trace: str | None = None
+    synthetic: tuple[int, int, int, int] | None = None
+    model: str | None = None
+    arms: tuple[str, ...] = ("auto",)
+    steps: int | None = None
+    ranks: int | None = None
+    dtype: str | None = None
+    truth_steps: int = 3
+    lr: float | None = None
+
+    def __post_init__(self) -> None:
+        known = (*(name for name in SCHEDULES if name != STOCK), REPACKED)
+        for name in self.arms:
+            if name not in known or self.arms.count(name) > 1:
+                raise ValueError(f"--arms {','.join(self.arms)}: name each of {', '.join(known)} at most once")
+        if self.arms == (REPACKED,):
+            raise ValueError(f"--arms {REPACKED} is stock again; add one of {', '.join(known[:-1])} to compare")
+        for option, value in (("steps", self.steps), ("ranks", self.ranks)):
+            if value is not None and value < 1:
+                raise ValueError(f"--{option} {value}: give 1 or more")
+        if self.truth_steps < 0:
+            raise ValueError(f"--truth-steps {self.truth_steps}: give 0 or more")
+        if self.lr is not None and not 0 <= self.lr < math.inf:
+            raise ValueError(f"--lr {self.lr}: give a learning rate of 0 or more")
+        if self.synthetic and self.model is None:
+            raise ValueError("--synthetic P,S,G,N needs --model with a model's folder")
+        if self.synthetic and self.synthetic[2] == 1:
+            raise ValueError("--synthetic with groups of one row has advantages of zero; give G of 2 or more")
+
+    @property
+    def judged(self) -> list[str]:
+        """The arms that have tolerances to keep: ours."""
+        return [name for name in self.arms if name != REPACKED]
+
+
+# Modules that a trace may name as optimizer_impl: verl imports what stands there.
+OPTIMIZERS = ("torch.optim", "torchao.optim", "bitsandbytes.optim")
+
+
+class Source:
+    """Steps to replay, the same for every arm: those of a trace, its ranks joined if fewer run here, or made-up ones.
+
+    Attributes:
+        manifest: what `build_engine` reads, with the command line's model and dtype. num_steps, ranks: ints.
+
+    Raises:
+        ValueError: trace, model and options do not go together; TraceError where a file of the trace is at fault.
+    """
+
+    def __init__(self, options: Options) -> None:
+        self.synthetic, self.trace, model = options.synthetic, None, options.model
+        if self.synthetic:
+            self.manifest = synthetic_manifest(self.synthetic)
+            self.num_steps, self.ranks = options.steps or 5, options.ranks or 1
+            if model_fingerprint(model) is None:
+                raise ValueError(f"--model {model} has no config.json; give a model's folder")
+        else:
+            self.trace = Trace(options.trace)
+            self.manifest, recorded = self.trace.manifest, self.trace.world_size
+            self.num_steps, self.ranks = options.steps or self.trace.num_steps, options.ranks or recorded
+            if self.num_steps > self.trace.num_steps:
+                raise ValueError(f"--steps {options.steps}: {options.trace} holds {self.trace.num_steps}; leave it out")
+            if recorded % self.ranks:
+                raise ValueError(f"--ranks {self.ranks} does not divide the trace's {recorded} ranks")
+            model = model or self.manifest["model"]["local_path"] or self.manifest["model"]["path"]
+            self.trace.check_model(model)
+            module = self.manifest["optimizer"].get("optimizer_impl") or "torch.optim"
+            if module not in OPTIMIZERS:
+                raise ValueError(f"optimizer_impl={module!r} in the trace: verl would import it; known: {OPTIMIZERS}")
+            self.trace.check()
+        given: dict[str, dict[str, Any]] = {"model": {"path": str(model)}}
+        if options.dtype:
+            given["engine"] = {"mixed_precision": _mixed_precision(options.dtype)}
+        if options.lr is not None:
+            given["optimizer"] = {"lr": options.lr}
+        self.manifest = self.manifest | {name: self.manifest[name] | values for name, values in given.items()}
+        dtype = precision(self.manifest)
+        if dtype == "fp16":
+            raise ValueError(
+                "the trace is of fp16, whose loss scale moves from step to step; give --dtype bf16 or --dtype fp32"
+            )
+        if dtype != "fp32" and not options.truth_steps:
+            raise ValueError(f"--truth-steps 0: {dtype} is judged against a truth; give 1 or more")
+
+    def rows(self, step: int, rank: int, vocab_size: int) -> StepRows:
+        """The rows that `rank` of this replay trains on in `step`."""
+        if self.trace is None:
+            return synthetic_rows(*self.synthetic, vocab_size, seed=1000 * step + rank, ranks=self.ranks)
+        joined = self.trace.world_size // self.ranks
+        return join_rows([self.trace.read(step, rank * joined + i) for i in range(joined)])
+
+
+def _mixed_precision(dtype: str) -> dict[str, str]:
+    return dict(param_dtype=dtype, reduce_dtype="fp32", buffer_dtype="fp32")
+
+
+def synthetic_rows(prompt: int, response: int, group: int, count: int, vocab_size: int, seed: int, ranks: int = 1):
+    """`count` groups of `group` rows, random tokens; group-relative advantages; `old_log_probs` left to stock."""
+    generator = torch.Generator().manual_seed(seed)
+    num_rows = count * group
+    prompts = torch.randint(vocab_size, (count, prompt), generator=generator).repeat_interleave(group, 0)
+    responses = torch.randint(vocab_size, (num_rows, response), generator=generator)
+    rewards = torch.randn(count, group, generator=generator)
+    advantages = ((rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-6)).nan_to_num()
+    whole = torch.cat([prompts, responses], 1)
+    fields = {
+        "prompts": prompts,
+        "responses": responses,
+        "input_ids": whole,
+        "position_ids": torch.arange(prompt + response).expand_as(whole),
+        "loss_mask": torch.ones_like(responses),
+        "response_mask": torch.ones_like(responses),
+        "advantages": advantages.flatten().unsqueeze(1).expand(num_rows, response),
+    }
+    jagged = {name: (x.flatten().contiguous(), torch.full((num_rows,), x.shape[1])) for name, x in fields.items()}
+    flags = {
+        "use_dynamic_bsz": True, "max_token_len_per_gpu": synthetic_budget((prompt, response, group, count)),
+        "micro_batch_size_per_gpu": 1, "use_remove_padding": True, "temperature": 1.0, "calculate_entropy": False,
+        "global_batch_size": num_rows * ranks,
+    }  # fmt: skip
+    return StepRows(jagged, {}, [f"{seed}-{i // group}" for i in range(num_rows)], flags)
+
+
+def synthetic_budget(shape: tuple[int, int, int, int]) -> int:
+    """Tokens of a micro-batch of made-up rows, (P, S, G, ...): two rows, on a GPU at least 16384, as in `bench`."""
+    return max(2 * (shape[0] + shape[1]), 16384 if torch.cuda.is_available() else 0)
+
+
+def synthetic_manifest(shape: tuple[int, int, int, int]) -> dict[str, Any]:
+    """A trace's manifest for made-up rows, (P, S, G, ...): lr 1e-6, no KL, waves of an eighth of the budget; fp32 and
+    sdpa on a CPU, where stock takes one row at a time, verl's defaults on a GPU."""
+    cpu = not torch.cuda.is_available()
+    mixed = _mixed_precision("fp32" if cpu else "bf16")
+    loss = ActorConfig(strategy="fsdp2", rollout_n=shape[2], ppo_micro_batch_size_per_gpu=1)
+    engine = FSDPEngineConfig(strategy="fsdp2", use_torch_compile=not cpu, mixed_precision=mixed)
+    return {
+        "seed": 0,
+        "model": {"enable_gradient_checkpointing": False, "load_tokenizer": False}
+        | ({"override_config": {"attn_implementation": "sdpa"}} if cpu else {}),
+        "engine": plain(engine) | {"prefix": {"wave_tokens": max(1, synthetic_budget(shape) // 8)}},
+        "optimizer": plain(FSDPOptimizerConfig(lr=1e-6)),
+        "loss": {k: v for k, v in plain(loss).items() if k not in ("engine", "model_config", "checkpoint", "optim")},
+        "stock_row_by_row": cpu,  # sdpa would read packed rows through a dense mask; see `bench.arms.stock_attention`
+    }
