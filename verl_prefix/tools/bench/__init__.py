@@ -3,21 +3,20 @@
     verl-prefix bench --grid cpu --out bench.json                    writes bench.json, bench.md and bench.png
     verl-prefix bench --shape qwen3-8b --layers 2,4 --grid paper     two depths, extrapolated to 36 layers
 
-Needs torch and transformers alone, on CPU or CUDA; where verl is installed, its engine and ours run as well. An update
-is forward and backward of the weighted sum of all response log-probs of one group. Every arm on every row of a grid has
+Needs torch and transformers alone, on CPU or CUDA. An update is forward and backward of the weighted sum of all
+response log-probs of one group. Every arm on every row of a grid has
 
 - seconds of the update, of its forwards (losses included), and of the log-prob pass (no gradients), in rounds of all
   arms in turn, in one process: `--repeats` of them, more where they are quick.
 - MiB that an update adds at its peak to model, gradients and inputs: CUDA's allocations, or RSS in a fresh process.
-  An engine of verl's has no gradients between updates: they are in its MiB.
 - the largest relative error of a parameter's gradient; the truth is stock_lean on sdpa in `--truth`, row by row (HF's
   RMSNorm stays fp32).
 - FLOPs of what it computes, and MFU where the device's peak is known.
 
 The token budget that all arms respect is twice the row (verl's advice for ppo_max_token_len_per_gpu), on CUDA 16384
-(its default) at least. Not measured: optimizer, FSDP on several ranks, ragged rows. Whole steps of real verl runs,
-stock against ours, are measured by `verl-prefix ab` and `make demo`.
+(its default) at least. Not measured: optimizer, FSDP on several ranks, ragged rows. Whole engines, verl's against ours,
+are measured by `verl-prefix ab`, on such rows with `--synthetic`; whole steps of real runs by `make demo`.
 
-    options   arms, model shapes, sizes       arms      what an arm runs
+    options   arms, model shapes, sizes       arms      the code of each arm
     measure   rounds, truth, JSON, resuming   memory    peaks, capacity search      report   grids, Markdown, PNG
 """

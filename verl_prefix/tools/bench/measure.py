@@ -1,4 +1,4 @@
-"""Measures rows of a grid, one after the other, and writes the report after each; what a report has is in `bench`."""
+"""Measures rows of a grid, one after the other, and writes the report after each; `bench` says what it holds."""
 
 import copy
 import functools
@@ -69,7 +69,7 @@ def gradient_error(model: torch.nn.Module, truth: dict[str, torch.Tensor]) -> fl
 
 
 class Bench:
-    """One model at one depth; `row` measures a grid row, `capacity` how long its rows may be."""
+    """One model at one depth; `row` measures a grid row."""
 
     def __init__(self, options: Options, layers: int, progress: tqdm) -> None:
         self.options, self.layers, self.progress = options, layers, progress
@@ -213,12 +213,27 @@ def resume(fresh: dict[str, Any], out: Path | None) -> dict[str, Any]:
 def run(options: Options, out: Path | None = None, allow_dirty: bool = False) -> int:
     """Measures what is not in `out` yet, writes after every row, and prints the table; returns the exit code.
 
-    Raises ValueError where `out` cannot be written, or holds another run.
+    Raises:
+        ValueError: `out` cannot be written, or holds another run.
+        OSError: the disk is full; the table is printed before.
     """
     if out and not out.parent.is_dir():
         raise ValueError(f"--out {out}: no directory {out.parent}; create it")
     torch.set_num_threads(options.threads)
     report = resume(header(options, allow_dirty or not out), out)
+    try:
+        _measure_rows(options, report, out)
+    finally:
+        if report["rows"]:
+            tables.compare(report)
+            print(tables.markdown(report))
+    if out:
+        tables.draw(report, out.with_suffix(".png"))
+    return 0
+
+
+def _measure_rows(options: Options, report: dict[str, Any], out: Path | None) -> None:
+    """Adds the rows that the report has not yet."""
     done = {tuple(row[k] for k in ("layers", *Size._fields)) for row in report["rows"]}
     # One step may take minutes: its speed is that of the whole run. A log gets a line now and then.
     every = 0.1 if sys.stderr.isatty() else 20
@@ -237,12 +252,7 @@ def run(options: Options, out: Path | None = None, allow_dirty: bool = False) ->
                         progress.set_description(f"{size} capacity of {arm}", refresh=sys.stderr.isatty())
                         row["capacity"][arm] = capacity(options, arm, size, layers, bench.model)
                 report["rows"].append(row)
-                tables.compare(report)
                 if out:
+                    tables.compare(report)
                     tables.write(report, out)
             del bench
-    tables.compare(report)
-    print(tables.markdown(report))
-    if out:
-        tables.draw(report, out.with_suffix(".png"))
-    return 0
