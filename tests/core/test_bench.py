@@ -1,6 +1,7 @@
 """`verl-prefix bench` at tiny size: its arms compute what they claim, and its report says what was measured."""
 
 import copy
+import errno
 import json
 import os
 import subprocess
@@ -12,7 +13,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from verl_prefix import cli, versions
+from verl_prefix import cli, files, versions
 from verl_prefix.auto.shape import model_shape
 from verl_prefix.models.hookup import ATTENTION_NAME
 from verl_prefix.tools import report as tools_report
@@ -192,6 +193,21 @@ def test_an_unfinished_report_is_continued_and_another_run_is_refused(tmp_path: 
     out.write_text("{")
     assert cli.main([*command, "9/4/2"]) == 2
     assert "is not JSON" in capsys.readouterr().err
+
+
+def test_a_full_disk_leaves_the_old_report_and_the_table_is_printed(tmp_path: Path, monkeypatch, capsys) -> None:
+    command = [*COMMAND, "--arms", "stock", "--out", str(tmp_path / "bench.json"), "--rows", "9/4/2"]
+    assert cli.main(command) == 0
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(files.os, "fsync", full)
+    assert cli.main([*command, "5/6/2"]) == 2
+    printed = capsys.readouterr()
+    assert "| 5/6/2 | stock |" in printed.out and "No space left on device" in printed.err
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
 def test_dirty_tree_writes_no_report(tmp_path: Path, monkeypatch, capsys) -> None:

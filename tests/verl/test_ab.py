@@ -191,6 +191,18 @@ def test_of_a_replay_that_dies_the_steps_until_then_are_reported(tmp_path, repla
     assert len(json.loads((tmp_path / "died" / "report.json").read_text())["steps"]) == 1
 
 
+def test_a_replay_that_is_killed_leaves_a_whole_report_of_the_steps_until_then(tmp_path, monkeypatch):
+    monkeypatch.setattr(verdict, "build", lambda described, steps: described | {"steps": steps})
+    record = ab.Record(tmp_path / "out", {"num_steps": 3})
+    record.start()
+    assert record.report() is None
+    record.add({"step": 1})
+    with (tmp_path / "out" / "steps.jsonl").open("a") as steps:
+        steps.write('{"step": 2, "ar')  # cut by a full disk or a kill
+    expected = {"num_steps": 3, "steps": [{"step": 1}]}
+    assert json.loads((tmp_path / "out" / "report.json").read_text()) == record.report() == expected
+
+
 @pytest.mark.ray
 def test_a_report_is_not_overwritten_and_a_damaged_trace_is_an_error(recorded, tmp_path):
     words = ("ab", "--trace", recorded / "trace", "--out")
