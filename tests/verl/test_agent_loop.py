@@ -8,8 +8,6 @@ import asyncio
 import itertools
 import os
 import pickle
-import subprocess
-import sys
 from collections.abc import Iterator
 
 import pytest
@@ -179,12 +177,13 @@ def test_a_session_that_fails_carries_nothing_for_the_others(config, monkeypatch
     assert all(torch.equal(row["pixel_values"], rows[0]["pixel_values"]) for row in rows)
 
 
-def test_a_worker_that_starts_with_the_agent_loop_has_the_whole_plugin():
+def test_a_worker_that_starts_with_the_agent_loop_has_the_whole_plugin(fresh, tmp_path):
     """Ray unpickles the worker's class before anything else has imported verl."""
     code = (
         "import verl_prefix.engine.shared_pixels, sys; sys.exit('verl_prefix.trainer.prefix_sync' not in sys.modules)"
     )
-    subprocess.run([sys.executable, "-c", code], check=True)
+    done = fresh(code, tmp_path, dict(os.environ))
+    assert done.returncode == 0, done.stderr
 
 
 def test_the_trainer_asks_for_it_where_our_engine_alone_reads_pixels(config, monkeypatch):

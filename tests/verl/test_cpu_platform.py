@@ -4,7 +4,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -42,21 +42,26 @@ print("ANSWER", EngineRegistry.get_engine_cls("language_model", "fsdp2").__name_
 """
 
 
-def answer(code: str, **env: str) -> list[str]:
-    """Run ``code`` in a fresh interpreter, without this process's platform and thread variables."""
-    inherited = {k: v for k, v in os.environ.items() if k not in ("VERL_PLATFORM", "OMP_NUM_THREADS")}
-    run = subprocess.run([sys.executable, "-c", code], env=inherited | env, capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr
-    return re.search(r"ANSWER (.*)", run.stdout)[1].split()
+@pytest.fixture
+def answer(fresh, tmp_path: Path) -> Callable[..., list[str]]:
+    """Runs ``code`` in a fresh interpreter, without this process's platform and thread variables."""
+
+    def run(code: str, **env: str) -> list[str]:
+        inherited = {k: v for k, v in os.environ.items() if k not in ("VERL_PLATFORM", "OMP_NUM_THREADS")}
+        done = fresh(code, tmp_path, inherited | env)
+        assert done.returncode == 0, done.stderr
+        return re.search(r"ANSWER (.*)", done.stdout)[1].split()
+
+    return run
 
 
-def test_without_the_variable_only_the_name_is_registered() -> None:
+def test_without_the_variable_only_the_name_is_registered(answer) -> None:
     device, platform, *others = answer(PROBE)
     assert device != "cpu"
     assert (platform, *others) == ("CPUPlatform", "False", "False", "False")
 
 
-def test_the_variable_selects_engine_rollout_and_threads() -> None:
+def test_the_variable_selects_engine_rollout_and_threads(answer) -> None:
     assert answer(PROBE_CPU, VERL_PLATFORM="cpu") == ["CPUFSDPEngine", "HFServerAdapter", "HFReplica", "True"]
 
 

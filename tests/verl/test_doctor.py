@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,17 +15,14 @@ import verl_prefix
 from verl_prefix.tools import doctor
 
 
-def run_doctor(cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith("VERL_")}
-    return subprocess.run(
-        [sys.executable, "-m", "verl_prefix.cli", "doctor"],
-        cwd=cwd,
-        env=inherited | {"VERL_PLATFORM": "cpu"} | env,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+@pytest.fixture
+def run_doctor(fresh) -> Callable[..., subprocess.CompletedProcess[str]]:
+    def run(cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith("VERL_")}
+        code = "import runpy; sys.argv[1:] = ['doctor']; runpy.run_module('verl_prefix.cli', None, '__main__')"
+        return fresh(code, cwd, inherited | {"VERL_PLATFORM": "cpu"} | env)
+
+    return run
 
 
 def test_version_is_said_without_importing_verl_or_torch(tmp_path):
@@ -37,7 +35,7 @@ def test_version_is_said_without_importing_verl_or_torch(tmp_path):
     assert done.stdout == f"verl-prefix {ours} (verl {verl}, torch {torch_version})\n"
 
 
-def test_doctor_names_everything_that_is_registered(tmp_path):
+def test_doctor_names_everything_that_is_registered(run_doctor, tmp_path):
     result = run_doctor(tmp_path)
     assert result.returncode == 0, result.stdout + result.stderr
     for name in (
@@ -58,7 +56,7 @@ def test_doctor_names_everything_that_is_registered(tmp_path):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a run would start on this machine's GPU")
-def test_doctor_says_what_a_machine_without_a_gpu_needs(tmp_path):
+def test_doctor_says_what_a_machine_without_a_gpu_needs(run_doctor, tmp_path):
     result = run_doctor(tmp_path, VERL_PLATFORM="")
     assert result.returncode == 0, result.stdout + result.stderr
     assert "ok   platform PlatformCUDA device=cuda VERL_PLATFORM=unset, not available here" in result.stdout
@@ -95,7 +93,7 @@ def test_a_trl_that_ends_verls_workers_is_named(tmp_path, monkeypatch, files, pr
         assert problem is None or (problem in found and "Error: " in line)
 
 
-def test_doctor_shows_the_error_that_verl_hides(tmp_path):
+def test_doctor_shows_the_error_that_verl_hides(run_doctor, tmp_path):
     package = Path(verl_prefix.__file__).parent
     shutil.copytree(package, tmp_path / "verl_prefix", ignore=shutil.ignore_patterns("__pycache__"))
     (tmp_path / "verl_prefix" / "engine" / "__init__.py").write_text('raise KeyError("broken on purpose")\n')
@@ -105,7 +103,7 @@ def test_doctor_shows_the_error_that_verl_hides(tmp_path):
     assert "Traceback" in result.stderr and str(tmp_path / "verl_prefix" / "engine" / "__init__.py") in result.stderr
 
 
-def test_doctor_says_which_variable_keeps_the_plugin_out(tmp_path):
+def test_doctor_says_which_variable_keeps_the_plugin_out(run_doctor, tmp_path):
     result = run_doctor(tmp_path, VERL_USE_EXTERNAL_PLUGINS="none")
     assert result.returncode == 1, result.stderr
     assert "FAIL VERL_USE_EXTERNAL_PLUGINS=none" in result.stdout
