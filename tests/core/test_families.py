@@ -1,7 +1,8 @@
 """Every supported model family against HF's own forward of every whole row: log-probs and all gradients.
 
 Tiny random models of the real classes, packed and phased. Truth is HF in float64: 1e-9 in float64, 5e-6 in fp32, and in
-bf16 1.3 times HF's own error over the batches of four seeds (where rounding flips an expert, errors are few and large).
+bf16 1.3 times HF's own error over the batches of four seeds with experts (where rounding flips one, errors are few and
+large) and of two without.
 """
 
 import copy
@@ -148,7 +149,7 @@ def test_family_equals_hf(family, float64_inside, table):
     model = build(family)
     double, half = copy.deepcopy(model).double(), copy.deepcopy(model).bfloat16()
     half_truth = copy.deepcopy(half).double()
-    batches = [random_rollouts(SHAPE, 128, seed=seed) for seed in range(4)]
+    batches = [random_rollouts(SHAPE, 128, seed=seed) for seed in range(4 if "MoE" in FAMILIES[family][2] else 2)]
     runs = {"stock": run_stock} | {
         name: functools.partial(run_shared, **options) for name, options in SCHEDULES.items()
     }
