@@ -199,9 +199,10 @@ def ranks(tmp_path_factory):
     dict(shapes=([], []), schedule="auto", budget=50, wave_tokens=None, defer_sync=False, mesh="replicate",
          checkpoint=False, offload=True, seed=0)
 )  # fmt: skip
+# 110 draws: the first number of tens in which every two of schedule, mesh and switches meet with every value.
 @hypothesis.given(CASES)
 @hypothesis.settings(
-    max_examples=200, deadline=None, derandomize=True, suppress_health_check=list(hypothesis.HealthCheck)
+    max_examples=110, deadline=None, derandomize=True, suppress_health_check=list(hypothesis.HealthCheck)
 )
 def test_random_batches_finish_agree_with_stock_and_keep_their_rows(ranks, case):
     for rank, result in enumerate(ranks(case)):
