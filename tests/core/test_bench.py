@@ -351,15 +351,15 @@ def test_the_gpu_script_runs_its_jobs_and_goes_on(tmp_path: Path) -> None:
     results, out = tmp_path / "results", tmp_path / "out"
     out.mkdir()
     command = ["bash", ROOT / "examples/bench_gpu.sh"]
-    settings = dict(DRY_RUN="1", JOBS="paper", RESULTS=str(results), OUT=str(out), PYTHON=sys.executable)
+    settings = dict(DRY_RUN="1", JOBS="llama", RESULTS=str(results), OUT=str(out), PYTHON=sys.executable)
     environment = os.environ | settings
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert "== paper" in done.stdout and "== small" not in done.stdout
-    found = json.loads((out / "paper.json").read_text())
+    assert "== llama" in done.stdout and "== small" not in done.stdout
+    found = json.loads((out / "llama.json").read_text())
     assert [(row["layers"], row["group"]) for row in found["rows"]] == [(1, 2), (1, 5), (2, 2), (2, 5)]
     again = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert again.returncode == 0 and "== paper" not in again.stdout
+    assert again.returncode == 0 and "== llama" not in again.stdout
 
 
 def test_the_gpu_script_asks_for_what_there_is() -> None:
