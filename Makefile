@@ -39,8 +39,10 @@ $(STAMP):
 	$(PIP) torch==2.13.0  # first and alone: what follows must find this build, not choose one
 	$(PIP) setuptools
 	$(PIP) --no-build-isolation --editable '.[cpu,test,video]'
-	$(BIN)/python -c 'import torchvision' 2>/dev/null || sed -i 's/@torch.library.register_fake("torchvision::\(.*\)")/@register_meta("\1")/' \
-		$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/torchvision/_meta_registrations.py
+	$(BIN)/python -c 'import torchvision' 2>/dev/null || $(BIN)/python -c 'import pathlib, re, sysconfig; \
+		path = pathlib.Path(sysconfig.get_path("purelib"), "torchvision", "_meta_registrations.py"); \
+		old = r"@torch\.library\.register_fake\(.torchvision::(.*).\)"; \
+		path.write_text(re.sub(old, lambda m: f"@register_meta({m[1]!r})", path.read_text()))'
 	rm -f .venv/setup-*
 	touch $@
 
@@ -64,6 +66,7 @@ $(SMOLLM2): $(STAMP)
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/mypy
 
 test: setup
 	$(BIN)/python -m pytest -m 'not full' $(PYTEST_ARGS)
@@ -87,4 +90,4 @@ test-gpu:
 	PYTHONPATH=. $(PYTHON) -m pytest tests/core tests/gpu
 
 clean:
-	rm -rf .venv .venv-vllm outputs build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-vllm outputs build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
