@@ -20,7 +20,7 @@ from transformers import AutoConfig
 from verl.utils.config import validate_config
 from verl.utils.import_utils import load_extern_object
 
-from verl_prefix.models.hookup import unsupported_reasons
+from verl_prefix.models.support import unsupported_reasons
 from verl_prefix.testing import write_tiny_model, write_tiny_vlm
 from verl_prefix.tools.plan import command as plan
 

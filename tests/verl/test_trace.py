@@ -299,7 +299,7 @@ def moved(folder: Path) -> None:
         (flip("manifest.json"), "manifest.json is damaged"),
         (lambda folder: (folder / "manifest.json").unlink(), "manifest.json is missing"),
         (lambda folder: (folder / "manifest.json").write_text("[1]"), "manifest.json is damaged: it is not JSON"),
-        (edit_json("manifest.json", schema="trace/99"), "schema 'trace/99'.*reads 'verl_prefix.engine.trace/1'"),
+        (edit_json("manifest.json", schema="trace/99"), "schema 'trace/99'.*reads 'verl_prefix.trace/1'"),
         (lambda folder: (folder / "rank_00001/step_00001.json").unlink(), "rank_00001/step_00001.json is missing"),
         (lambda folder: (folder / "rank_00001/step_00001.safetensors").unlink(), "step_00001.safetensors is missing"),
         (moved, "step_00001.json says it is step 2 of rank 0"),

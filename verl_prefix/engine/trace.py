@@ -20,7 +20,7 @@ from huggingface_hub.errors import HFValidationError
 from safetensors import SafetensorError
 from safetensors.torch import load
 
-SCHEMA = "verl_prefix.engine.trace/1"
+SCHEMA = "verl_prefix.trace/1"
 MANIFEST = "manifest.json"
 PACKAGES = ("verl-prefix", "verl", "torch", "transformers", "tensordict", "ray")
 # Tensors that an update reads, and whether they hold integers; the optional ones are recorded where a step has them.

@@ -22,6 +22,7 @@ from rich.table import Table
 
 import verl_prefix.plugin  # noqa: F401  first: whatever imports verl imports it, and must not find us half imported
 from verl_prefix.auto.shape import model_shape
+from verl_prefix.files import write_whole
 from verl_prefix.models.support import unsupported_reasons
 from verl_prefix.tools.ab.runs import read_run
 from verl_prefix.tools.plan.predict import PATHS, SEED, MicroBatch, Sizes, predict
@@ -116,7 +117,7 @@ def shares(spec: str | None) -> dict[str, float]:
     """Share of a stock step that each pass takes: from "update=0.5,old=0.1,ref=0.1", or from a stock run's metrics.
 
     Raises:
-        PlanError, or runs' TraceError: neither of these.
+        PlanError, or ValueError of `tools.ab.runs.read_run`: neither of these.
     """
     if spec is None:
         return {}
@@ -262,5 +263,5 @@ def run(
     plan = build(config_name, words, responses, share_spec, config_path)
     show(plan, Console())
     if out:
-        out.write_text(json.dumps(plan, indent=1) + "\n")
+        write_whole(out, json.dumps(plan, indent=1) + "\n")
     return 1 if plan["unsupported"] else 0
