@@ -15,6 +15,13 @@ STEP = {
 }  # fmt: skip
 
 
+@pytest.fixture(autouse=True)
+def undrawn(request, monkeypatch):
+    """Draws the picture of the test that looks at it alone: each takes most of a second."""
+    if request.function is not test_equal_first_steps_hold_and_times_are_compared:
+        monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda self, path, **_: path.touch())
+
+
 def write(path, steps: dict[int, dict]) -> str:
     lines = [{"step": 0, "data": {"val/score": 0.1}}]  # validation alone is no training step
     lines += [{"step": step, "data": STEP | values} for step, values in steps.items()]

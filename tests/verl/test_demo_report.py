@@ -23,6 +23,13 @@ REUSE = {"actor/prefix/reuse_fraction": 0.8, "actor/prefix/tokens_saved": 9000.0
 Edit = dict[str, float | None]
 
 
+@pytest.fixture(autouse=True)
+def undrawn(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Draws the picture of the test that looks at it alone: each takes most of a second."""
+    if request.function is not test_equal_arms_pass_and_leave_a_report_and_a_picture:
+        monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda self, path, **_: path.touch())
+
+
 @pytest.fixture
 def demo_report(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.syspath_prepend(str(ROOT / "examples"))
