@@ -206,6 +206,7 @@ def _configs(backend: str, model_path: str, options: dict, forward_only: bool = 
 
     model_config = HFModelConfig(
         path=model_path,
+        load_tokenizer=False,
         use_remove_padding=options.get("use_remove_padding", True),
         override_config={"attn_implementation": "sdpa"},
         enable_gradient_checkpointing=options.get("gradient_checkpointing", False),
@@ -402,14 +403,14 @@ def _loss_errors(model_path: str, rank: int, world: int) -> dict[str, dict[str, 
     }
     engines = {name: _engine(name if name == "fsdp2" else "prefix", model_path, x) for name, x in options.items()}
     grads, errors = {}, {}
+    data = _batch(rank, engines["fsdp2"].model_config.hf_config.vocab_size, several)
     for loss, loss_options in LOSSES.items():
         if loss == "bypass_mode normalised" and world > 1:  # its loss waits for the other ranks' passes
             continue
         for name, engine in engines.items():
-            data = _batch(rank, engine.model_config.hf_config.vocab_size, several)
             with engine.train_mode(disable_auto_offload=True):
                 engine.optimizer_zero_grad()
-                engine.forward_backward_batch(data, _loss(loss_options))
+                engine.forward_backward_batch(data.copy(), _loss(loss_options))
                 grads[name] = {n: _full(p.grad) for n, p in engine.module.named_parameters()}
         errors[loss] = {
             name: max(_relative(grads[name][n], x) for n, x in grads["fsdp2"].items()) for name in ("packed", "phased")

@@ -159,15 +159,16 @@ def _measure(backend: str, path: str, rank: int, options: dict) -> dict:
         data["old_log_probs"] = _nested(_responses(inferred["model_output"]["log_probs"].float(), data))
     with engine.train_mode(disable_auto_offload=True):
         engine.optimizer_zero_grad()
-        first = engine.forward_backward_batch(data.copy(), _loss(options))  # with the self-check, which has own passes
-        engine.optimizer_zero_grad()
+        if checked := backend == "prefix" and options.get("verify") != "off":  # the self-check has passes of its own
+            first = engine.forward_backward_batch(data.copy(), _loss(options))
+            engine.optimizer_zero_grad()
         with _Seen(engine) as result["updated"]:
             output = engine.forward_backward_batch(data.copy(), _loss(options))
         trained = {name: p for name, p in engine.module.named_parameters() if p.requires_grad}
         result["grads"] = {n: _full(p if p.grad is None else p.grad) * (p.grad is not None) for n, p in trained.items()}
         result["grad_norm"] = engine.optimizer_step()
     result["loss"] = sum(output["loss"])
-    result["metrics"] = first["metrics"]
+    result["metrics"] = (first if checked else output)["metrics"]
     result["params"] = {name: _full(p) for name, p in engine.module.named_parameters()}
     return result
 
