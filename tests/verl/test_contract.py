@@ -107,6 +107,7 @@ CONTRACT = {
     "verl.workers.config:FSDPActorConfig.__post_init__": "self",
     "verl.workers.config:FSDPActorConfig.validate": "self n_gpus train_batch_size model_config",
     "verl.workers.config:FSDPEngineConfig.__post_init__": "self",
+    "verl.workers.config:FSDPEngineConfig._mutable_fields": None,
     "verl.workers.config:HFModelConfig": None,
     "verl.workers.config:PolicyLossConfig": None,
     "verl.workers.config:RolloutConfig": None,

@@ -152,16 +152,16 @@ class OffloadedPrefixCache(PrefixCache):
         if isinstance(saved, torch.Tensor):
             return saved
         dormant, dtype, size, stride, offset = saved
-        on_device = dormant.on_device
-        if on_device is None:
+        if dormant.on_device is None:
             if not dormant.pieces:
                 raise RuntimeError("backward through a prefix graph whose OffloadedPrefixCache was left before")
-            on_device = self._copy_in(dormant)
+            self._copy_in(dormant)
             self.counts["demand_loads"] += 1
+        assert dormant.on_device is not None
         if dormant.ready is not None:
             torch.cuda.current_stream(self.device).wait_event(dormant.ready)
         tensor = torch.empty(0, dtype=dtype, device=self.device)
-        tensor.set_(on_device.untyped_storage(), offset, size, stride)
+        tensor.set_(dormant.on_device.untyped_storage(), offset, size, stride)
         dormant.num_waiting -= 1
         if dormant.num_waiting <= 0:
             dormant.on_device = None
@@ -213,13 +213,12 @@ class OffloadedPrefixCache(PrefixCache):
         pages = range(start // PAGE_BYTES, -(-end // PAGE_BYTES))
         return [self._pages[i][max(start - i * PAGE_BYTES, 0) : end - i * PAGE_BYTES] for i in pages]
 
-    def _copy_in(self, dormant: Dormant) -> torch.Tensor:
+    def _copy_in(self, dormant: Dormant) -> None:
         # Memory of the current stream, where backward reads and frees it; `_copy` lets that stream's past go first.
         on_device = torch.empty(dormant.nbytes, dtype=torch.uint8, device=self.device)
         self._copy(on_device.split([len(piece) for piece in dormant.pieces]), dormant.pieces)
         dormant.on_device = on_device
         dormant.ready = self._host.stream.record_event() if self._host.stream is not None else None
-        return on_device
 
     def _copy(self, into: Iterable[torch.Tensor], source: Iterable[torch.Tensor]) -> None:
         """On the side stream, behind all that the current stream was given so far; on CPU at once."""
