@@ -75,12 +75,12 @@ def run(command: list, timeout: int, **env: str) -> subprocess.CompletedProcess[
     return subprocess.run(words, cwd=ROOT, env=ENVIRONMENT | env, capture_output=True, text=True, timeout=timeout)
 
 
-@pytest.fixture
-def replay(spawn, monkeypatch) -> Callable[..., SimpleNamespace]:
+@pytest.fixture(scope="module")
+def replay(spawn) -> Callable[..., SimpleNamespace]:
     """`verl-prefix ab` in this process, its ranks from `spawn`, and broken if `kind` says how."""
 
     def run_here(*words: object, kind: str | None = None) -> SimpleNamespace:
-        with monkeypatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as printed:
+        with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as printed:
             patch.setattr(torch.multiprocessing, "spawn", spawn)
             if kind:
                 patch.setattr(ab, "_worker", functools.partial(broken_rank, kind=kind))
@@ -91,8 +91,11 @@ def replay(spawn, monkeypatch) -> Callable[..., SimpleNamespace]:
 
 
 @pytest.fixture(scope="module")
-def recorded(tmp_path_factory) -> Path:
-    """5 training steps of 2 mini-batches: half of the 10 optimizer steps are off-policy. The trace and the report."""
+def recorded(tmp_path_factory, replay) -> Path:
+    """5 training steps of 2 mini-batches: half of the 10 optimizer steps are off-policy. The trace and the report.
+
+    The script's last command, `ab`, runs in this process: three processes that import verl are not needed then.
+    """
     out = tmp_path_factory.mktemp("ab")
     make = [sys.executable, ROOT / "recipes" / "musique" / "make_questions.py", "--num", "64", "--seed", "1"]
     run([*make, "--output", out / "questions.jsonl"], 300).check_returncode()
@@ -100,9 +103,18 @@ def recorded(tmp_path_factory) -> Path:
     for paragraph in (paragraph for question in questions for paragraph in question["paragraphs"]):
         paragraph["paragraph_text"] = paragraph["paragraph_text"][:60]  # what a replay computes is tokens
     (out / "questions.jsonl").write_text("".join(json.dumps(question) + "\n" for question in questions))
+    python = out / "python"
+    python.write_text(
+        f'#!/bin/sh\n[ "$2" = verl_prefix.cli ] || exec "{sys.executable}" "$@"\nprintf "%s\\0" "$@" > "{out}/words"\n'
+    )
+    python.chmod(0o755)
     words = "--arms packed,phased,stock_repacked --truth-steps 6"
-    knobs = dict(OUT=str(out), DATA=str(out / "questions.jsonl"), AB_ARGS=words, PYTHON=sys.executable, PARAGRAPHS="1")
+    knobs = dict(OUT=str(out), DATA=str(out / "questions.jsonl"), AB_ARGS=words, PYTHON=str(python), PARAGRAPHS="1")
     done = run([ROOT / "examples" / "ab_grpo.sh", "trace"], 1800, **knobs)
+    if done.returncode == 0:
+        flag, module, command, *options = (out / "words").read_text().removesuffix("\0").split("\0")
+        assert (flag, module, command) == ("-m", "verl_prefix.cli", "ab")
+        done = replay(*options)
     (out / "output").write_text(f"{done.returncode}\n{done.stdout}\n{done.stderr}")
     return out
 
