@@ -1,6 +1,7 @@
 """Tests run tiny models: more threads than one only wait for each other, most of all beside other jobs."""
 
 import copy
+import gc
 import importlib.util
 import os
 import subprocess
@@ -16,6 +17,12 @@ import torch  # noqa: E402
 import torch.multiprocessing as mp  # noqa: E402
 
 torch.set_num_threads(1)
+
+
+def pytest_collection_finish() -> None:
+    """Keeps what was imported until now out of garbage collections, which some tests ask for by the dozen."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")
