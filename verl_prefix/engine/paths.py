@@ -1,9 +1,8 @@
 """The path of a batch: shared, by a plan, or verl's own, for a reason that is logged once and counted in metrics."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from tensordict import TensorDict
@@ -14,11 +13,10 @@ from verl_prefix.auto.calibration import measure, read_profile
 from verl_prefix.auto.chooser import Chooser, CostModel
 from verl_prefix.auto.cost import Rates
 from verl_prefix.auto.shape import model_shape
+from verl_prefix.config import PrefixConfig
 from verl_prefix.core.groups import Group
+from verl_prefix.core.schedule import Schedule
 from verl_prefix.core.waves import Plan, make_plan
-
-if TYPE_CHECKING:
-    from verl_prefix.engine.prefix_engine import PrefixFSDPEngine
 
 logger = logging.getLogger(__name__)
 
@@ -30,19 +28,29 @@ class Paths:
         lasting_reason: why every batch goes to verl's own path from now on, or None.
     """
 
-    def __init__(self, engine: "PrefixFSDPEngine") -> None:
-        self.engine = engine
-        self.options = engine.prefix_config
-        self.lasting_reason = "prefix.schedule=stock" if self.options.schedule == "stock" else None
+    def __init__(self, options: PrefixConfig) -> None:
+        self.options = options
+        self.lasting_reason = "prefix.schedule=stock" if options.schedule == "stock" else None
         self._chooser: Chooser | None = None
         self._logged: set[str] = set()
 
-    def initialize(self) -> None:
-        """Called once the engine has its model."""
-        engine, options = self.engine, self.options
+    def initialize(
+        self,
+        module: torch.nn.Module,
+        dtype: torch.dtype,
+        schedule: Callable[..., Schedule],
+        zero_grad: Callable[[], None],
+        reduce_max: Callable[[Sequence[float]], list[float]],
+    ) -> None:
+        """Called once the engine has its model.
+
+        Args:
+            dtype: what activations are computed in. schedule, zero_grad: see `auto.calibration.measure`.
+            reduce_max: element-wise maximum over ranks.
+        """
+        options = self.options
         if options.schedule != "auto":
             return
-        module, dtype = engine.module, engine._autocast_dtype
         device = torch.device(get_device_name())
         costs = CostModel(
             shape=model_shape(module, dtype),
@@ -54,20 +62,15 @@ class Paths:
         )
 
         def rates(budget: int, forward_only: bool) -> Rates:
-            return measure(costs.shape, budget, device, engine.schedule, engine.optimizer_zero_grad, forward_only)
+            return measure(costs.shape, budget, device, schedule, zero_grad, forward_only)
 
         name = torch.cuda.get_device_name() if device.type == "cuda" else device.type
         num_parameters = sum(parameter.numel() for parameter in module.parameters())
+        measured_on = f"{name}, {dtype}, {module.config.model_type}, {num_parameters} parameters"
         path = Path(options.cost_profile) if options.cost_profile else None
-        self._chooser = Chooser(
-            costs,
-            read_profile(
-                path, f"{name}, {dtype}, {module.config.model_type}, {num_parameters} parameters", engine.reduce_max
-            ),
-            path if torch.distributed.get_rank() == 0 else None,
-            rates,
-            engine.reduce_max,
-        )
+        profile = read_profile(path, measured_on, reduce_max)
+        writes = torch.distributed.get_rank() == 0
+        self._chooser = Chooser(costs, profile, path if writes else None, rates, reduce_max)
 
     def stock_reason(self, data: TensorDict) -> str | None:
         """Why this batch goes to verl's own path whatever its lengths, or None."""

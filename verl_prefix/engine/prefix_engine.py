@@ -44,7 +44,7 @@ class PrefixFSDPEngine(FSDPEngineWithLMHead):
         self.prefix_config = engine_config.prefix
         self._phase_b_peak: int | None = None
         self._wave_limit: int | None = None  # suffix tokens of a wave, since one ran out of memory
-        self._paths = Paths(self)
+        self._paths = Paths(self.prefix_config)
         self._verification = Verification(self)
         if self.prefix_config.schedule != "stock":
             check_model_options(model_config)
@@ -59,7 +59,9 @@ class PrefixFSDPEngine(FSDPEngineWithLMHead):
         super().initialize()
         if self.prefix_config.schedule != "stock":
             check_dropout(self.module)
-        self._paths.initialize()
+        self._paths.initialize(
+            self.module, self._autocast_dtype, self.schedule, self.optimizer_zero_grad, self.reduce_max
+        )
 
     def _build_module(self) -> torch.nn.Module:
         module = super()._build_module()

@@ -6,25 +6,41 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 import torch
 from tensordict import TensorDict
 from verl.utils import tensordict_utils as tu
 from verl.workers.engine.utils import postprocess_batch_func
 
+from verl_prefix.config import PrefixConfig
 from verl_prefix.core.groups import Group
-from verl_prefix.core.waves import make_plan, pad_to_same_passes
-from verl_prefix.engine.mini_batch import row_lens
+from verl_prefix.core.waves import Plan, make_plan, pad_to_same_passes
+from verl_prefix.engine.mini_batch import MiniBatch, row_lens
 from verl_prefix.engine.self_check import check, rounding_noise
 from verl_prefix.models.vision import is_vision_config, num_kinds
-
-if TYPE_CHECKING:
-    from verl_prefix.engine.prefix_engine import PrefixFSDPEngine
 
 logger = logging.getLogger(__name__)
 
 _ENOUGH_TOKENS, _MOST_ROWS = 32, 8  # of a group that is checked
+
+
+class Engine(Protocol):
+    """`PrefixFSDPEngine` as far as its self-check needs it."""
+
+    module: torch.nn.Module
+    prefix_config: PrefixConfig
+    _autocast_dtype: torch.dtype
+
+    def stock_batch(self, data: TensorDict, loss_function: None, forward_only: bool) -> dict[str, Any]: ...
+
+    def run_plan(
+        self, data: TensorDict, plan: Plan, loss_function: None, forward_only: bool, inspect: Callable | None
+    ) -> tuple[MiniBatch, Any]: ...
+
+    def reduce_max(self, values: Sequence[float]) -> list[float]: ...
+
+    def reduce_sum(self, values: Sequence[float]) -> list[float]: ...
 
 
 class Verification:
@@ -34,7 +50,7 @@ class Verification:
         failure: what it missed, from when prefix.verify_action=fallback sends all batches to verl's own path; or None.
     """
 
-    def __init__(self, engine: "PrefixFSDPEngine") -> None:
+    def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.failure: str | None = None
         self._num_updates = 0
