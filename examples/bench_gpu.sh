@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# The GPU grid of `verl-prefix bench`, and whole engines through `verl-prefix ab`, on a bare machine with torch and transformers, nothing installed, in two calls of
-# ten minutes; a third goes on where the second stopped:
+# The GPU grid of `verl-prefix bench`, on a bare machine with torch and transformers, nothing installed, and where verl
+# is, whole engines through `verl-prefix ab`. In two calls of ten minutes; a third goes on where the second stopped:
 #
 #   VERL_PREFIX_COMMIT=$(git rev-parse HEAD) OUT=DIR examples/bench_gpu.sh
 #
@@ -64,6 +64,10 @@ replay() {  # NAME SHAPE LAYERS P,S,G,N: verl's engine and ours on made-up rows,
     local name=$1 model=$RESULTS/$1.model
     [[ -z ${DRY_RUN:-} ]] || set -- "$1" tiny 2 24,8,2,1
     wanted "$name" || return 0
+    if ! "${PYTHON:-python3}" -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("verl") is None)'; then
+        echo "== $name: left out, verl is not installed"
+        return 0
+    fi
     echo "== $name, $left s left: $*"
     "${PYTHON:-python3}" -c "import torch; from verl_prefix.tools.bench.options import build_model
 build_model('$2', $3, 'cpu', torch.float32).save_pretrained('$model')" &&

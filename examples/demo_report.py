@@ -24,7 +24,7 @@ from verl_prefix.tools.plots import Bars, Curves
 from verl_prefix.tools.plots import save as save_plot
 from verl_prefix.tools.report import provenance
 
-SCHEMA = "verl_prefix.demo/2"  # 1: ratios were those of medians, the first step's seconds among them
+SCHEMA = "verl_prefix.demo/3"  # 1: ratios of medians, the first step's seconds among them; 2: device was a dict
 Metrics = dict[str, float | None]
 
 # Column title -> verl's metric, and its unit.

@@ -162,6 +162,31 @@ def test_ranks_decide_alike():
     assert (plans[0] is None) == (plans[1] is None)
 
 
+def make_predictor(cost_profile=None):
+    prefix = {"schedule": "auto", "logits_chunk": 4096, "wave_tokens": None, "offload": False, "min_speedup": 1.05}
+    model = types.SimpleNamespace(enable_gradient_checkpointing=False, get=lambda key: None)
+    actor = types.SimpleNamespace(prefix=types.SimpleNamespace(**prefix, cost_profile=cost_profile))
+    return Predictor(types.SimpleNamespace(actor=actor, model=model), SHAPE)
+
+
+def test_plan_counts_flops_where_a_profile_lacks_one_kind(tmp_path):
+    """Seconds of one kind beside FLOPs of the other would let the FLOPs alone decide."""
+    path = tmp_path / "profile.json"
+    for update, measured in ((None, False), (Rates(fixed=1.0), True)):
+        Profile(Rates(fixed=1.0), update).write(path)
+        found = make_predictor(str(path))
+        assert found.measured == measured and (found.profile.forward.fixed == 1.0) == measured
+
+
+def test_plan_decides_on_ref_as_the_engine_that_computes_it():
+    """An engine of its own never measures an update; with LoRA the actor's computes ref, and decides by both."""
+    only_passes_cost = Rates(fixed=1.0, linear=0.0, attention=0.0, head=0.0)
+    predictor = make_predictor()
+    predictor.profile = Profile(Rates(), only_passes_cost)
+    assert not predictor.decide([LONG], [4000], ref_engine=True)[0].stock
+    assert predictor.decide([LONG], [4000], ref_engine=False)[0].stock
+
+
 LENGTHS = st.tuples(st.integers(1, 800), st.integers(1, 800), st.integers(1, 8))
 RATES = st.builds(Rates, *[st.floats(0.0, 1e-9)] * 4)
 
@@ -175,10 +200,7 @@ def test_plan_says_what_the_engine_does(lengths, budget, rates, has_log_probs):
     """`verl-prefix plan` and the engines of two ranks on the same batches: old log-probs, then the update."""
     groups = [Group(tuple(range(g)), p, (s,) * g) for p, s, g in lengths]
     ranks = [groups, groups[: len(groups) // 2 + 1]]
-    prefix = {"schedule": "auto", "logits_chunk": 4096, "wave_tokens": None, "offload": False, "min_speedup": 1.05}
-    model = types.SimpleNamespace(enable_gradient_checkpointing=False, get=lambda key: None)
-    actor = types.SimpleNamespace(prefix=types.SimpleNamespace(**prefix, cost_profile=None))
-    predictor = Predictor(types.SimpleNamespace(actor=actor, model=model), SHAPE)
+    predictor = make_predictor()
     predictor.profile = Profile(*rates)
     engines, log_probs = [make_chooser(predictor.profile) for _ in ranks], None
     for forward_only in [True, False] if has_log_probs else [False]:

@@ -7,7 +7,7 @@ from hydra import compose, initialize_config_module
 from hydra.errors import InstantiationException
 from verl.utils.config import omega_conf_to_dataclass
 
-from verl_prefix import versions as compat
+from verl_prefix import versions
 from verl_prefix.config import PrefixActorConfig, PrefixEngineConfig
 from verl_prefix.tools import doctor
 from verl_prefix.trainer.prefix_sync import PrefixPPOTrainerSync
@@ -16,14 +16,14 @@ from verl_prefix.trainer.prefix_sync import PrefixPPOTrainerSync
 def pretend(monkeypatch, version, allowed=None):
     real = importlib.metadata.version
     monkeypatch.setattr(importlib.metadata, "version", lambda name: version if name == "verl" else real(name))
-    monkeypatch.delenv(compat.OVERRIDE, raising=False)
+    monkeypatch.delenv(versions.OVERRIDE, raising=False)
     if allowed is not None:
-        monkeypatch.setenv(compat.OVERRIDE, allowed)
+        monkeypatch.setenv(versions.OVERRIDE, allowed)
 
 
 def test_this_verl_is_one_that_was_tested(monkeypatch):
-    monkeypatch.delenv(compat.OVERRIDE, raising=False)
-    compat.check_verl_version()
+    monkeypatch.delenv(versions.OVERRIDE, raising=False)
+    versions.check_verl_version()
 
 
 @pytest.mark.parametrize("version", ["0.10.0", "0.9.2", "0.9.1.dev1"])
@@ -38,19 +38,19 @@ def test_this_verl_is_one_that_was_tested(monkeypatch):
 )
 def test_another_verl_is_refused_by_every_constructor(monkeypatch, version, construct):
     pretend(monkeypatch, version)
-    with pytest.raises(ImportError, match=rf"verl {version} .*pip install verl==0.9.1, or set {compat.OVERRIDE}=1"):
+    with pytest.raises(ImportError, match=rf"verl {version} .*pip install verl==0.9.1, or set {versions.OVERRIDE}=1"):
         construct()
 
 
 def test_the_variable_lets_another_verl_in(monkeypatch):
     pretend(monkeypatch, "0.10.0", allowed="1")
-    compat.check_verl_version()
+    versions.check_verl_version()
 
 
 def test_another_value_of_the_variable_is_an_error(monkeypatch):
     pretend(monkeypatch, "0.9.1", allowed="yes")
     with pytest.raises(ImportError, match="'yes': set it to 1"):
-        compat.check_verl_version()
+        versions.check_verl_version()
 
 
 def test_the_driver_and_the_doctor_say_it(monkeypatch):

@@ -89,7 +89,7 @@ def run(demo_report: ModuleType, tmp_path: Path) -> Callable[..., tuple[int, str
 def test_equal_arms_pass_and_leave_a_report_and_a_picture(run: Callable, tmp_path: Path) -> None:
     status, text, report = run()
     assert status == 0 and "FAILED" not in text and report["problems"] == []
-    assert report["schema"] == "verl_prefix.demo/2"
+    assert report["schema"] == "verl_prefix.demo/3"
     assert {"versions", "device", "git", "config", "arms", "ratios"} <= report.keys()
     assert [step["step"] for step in report["arms"]["prefix"]["steps"]] == [1, 2, 3]
     # Of steps 2 and 3, whose seconds differ and whose ratios do not.

@@ -249,7 +249,7 @@ def test_bf16_misses_fp32_by_no_more_than_stock_does(results, family):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_layers_go_through_our_attention_where_verl_replaced_theirs(results, family):
-    # A layer that bypasses ours would end the pass (`models.hookup.token_outputs` counts them).
+    # A layer that bypasses ours would end the pass (`HookedModel.token_outputs` counts them).
     for result in results:
         assert max(result[family, "attention that verl replaced"]["errors"].values()) <= TOLERANCE
 

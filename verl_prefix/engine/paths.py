@@ -99,14 +99,17 @@ class Paths:
         plan = self._chooser.choose(groups, budget, forward_only)
         return plan or f"prefix.min_speedup={options.min_speedup} is more than sharing is predicted to gain"
 
-    def metrics(self, stock_reason: str | None, num_rows: int) -> dict[str, list[float]]:
-        """prefix/* about the path that a batch took."""
+    def log_once(self, stock_reason: str) -> None:
+        """Says why batches go to verl's own path, before the first of them does."""
+        if stock_reason not in self._logged:
+            logger.warning("prefix: stock path, %s", stock_reason)
+            self._logged.add(stock_reason)
+
+    def metrics(self, stock_rows: int | None) -> dict[str, list[float]]:
+        """prefix/* about the path that a batch took; stock_rows: its rows if it was verl's own."""
         found = {}
-        if stock_reason is not None:
-            if stock_reason not in self._logged:
-                logger.warning("prefix: stock path, %s", stock_reason)
-                self._logged.add(stock_reason)
-            found = {"prefix/stock_rows": [float(num_rows)], "prefix/reuse_fraction": [0.0]}
+        if stock_rows is not None:
+            found = {"prefix/stock_rows": [float(stock_rows)], "prefix/reuse_fraction": [0.0]}
         if self._chooser is not None and self._chooser.speedup:
             found["prefix/predicted_speedup"] = [self._chooser.speedup]
         return found

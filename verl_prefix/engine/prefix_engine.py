@@ -116,8 +116,9 @@ class PrefixFSDPEngine(FSDPEngineWithLMHead):
             output = self._shared_batch(prepared, groups, plan, loss_function, forward_only)
             output["metrics"].update({"prefix/split_uids": [float(num_split_uids)]} | metrics)
         else:
+            self._paths.log_once(stock_reason)
             output = self.stock_batch(data, loss_function, forward_only)
-        output["metrics"].update(self._paths.metrics(stock_reason, len(data)))
+        output["metrics"].update(self._paths.metrics(None if stock_reason is None else len(data)))
         return output
 
     def stock_batch(self, data: TensorDict, loss_function: Callable | None, forward_only: bool) -> dict[str, object]:

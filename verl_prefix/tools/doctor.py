@@ -127,11 +127,11 @@ def _check_registered() -> Iterator[Finding]:
 
     engines = EngineRegistry._engines.get("language_model", {}).get(PLUGIN, {})
     listed = ", ".join(f"{key}: {engine.__name__}" for key, engine in engines.items())
-    missing = None if device in engines else f"verl_prefix.engine registers no engine for device {device}"
+    missing = None if device in engines else f"verl_prefix.engine.prefix_engine registers no engine for device {device}"
     yield missing, f"engine {PLUGIN!r} {{{listed}}}"
 
     trainer = TRAINER_REGISTRY.get("prefix_sync")
-    missing = None if trainer else "verl_prefix.trainer registers no trainer prefix_sync"
+    missing = None if trainer else "verl_prefix.trainer.prefix_sync registers no trainer prefix_sync"
     yield missing, f"trainer 'prefix_sync' {trainer.__name__ if trainer else 'missing'}"
 
     loaders = RolloutReplicaRegistry._registry.items()

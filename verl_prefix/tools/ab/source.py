@@ -1,6 +1,7 @@
 """The command line of `verl-prefix ab`, and the steps that it replays: a trace's, or made-up ones."""
 
 import dataclasses
+import importlib.util
 import math
 from typing import Any
 
@@ -149,18 +150,19 @@ def synthetic_budget(shape: tuple[int, int, int, int]) -> int:
 
 
 def synthetic_manifest(shape: tuple[int, int, int, int]) -> dict[str, Any]:
-    """A trace's manifest for made-up rows, (P, S, G, ...): lr 1e-6, no KL, waves of an eighth of the budget; fp32 and
-    sdpa on a CPU, where stock takes one row at a time, verl's defaults on a GPU."""
+    """A trace's manifest for made-up rows, (P, S, G, ...): lr 1e-6, no KL, waves of an eighth of the budget; fp32 on a
+    CPU, verl's defaults on a GPU; without flash-attn sdpa, with which stock takes one row at a time."""
     cpu = not torch.cuda.is_available()
+    sdpa = cpu or importlib.util.find_spec("flash_attn") is None
     mixed = _mixed_precision("fp32" if cpu else "bf16")
     loss = ActorConfig(strategy="fsdp2", rollout_n=shape[2], ppo_micro_batch_size_per_gpu=1)
     engine = FSDPEngineConfig(strategy="fsdp2", use_torch_compile=not cpu, mixed_precision=mixed)
     return {
         "seed": 0,
         "model": {"enable_gradient_checkpointing": False, "load_tokenizer": False}
-        | ({"override_config": {"attn_implementation": "sdpa"}} if cpu else {}),
+        | ({"override_config": {"attn_implementation": "sdpa"}} if sdpa else {}),
         "engine": plain(engine) | {"prefix": {"wave_tokens": max(1, synthetic_budget(shape) // 8)}},
         "optimizer": plain(FSDPOptimizerConfig(lr=1e-6)),
         "loss": {k: v for k, v in plain(loss).items() if k not in ("engine", "model_config", "checkpoint", "optim")},
-        "stock_row_by_row": cpu,  # sdpa would read packed rows through a dense mask; see `bench.arms.stock_attention`
+        "stock_row_by_row": sdpa,  # it would read packed rows through a dense mask; see `bench.arms.stock_attention`
     }

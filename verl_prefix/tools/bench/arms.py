@@ -75,7 +75,7 @@ def build_batch(size: Size, vocab: int, device: str) -> Batch:
 
 @dataclass(frozen=True)
 class Case:
-    """Model and rows of an arm. `plan`: of the arm auto; None where the gate chose stock."""
+    """Model and rows of an arm. `plan`: of the arm auto; None where the chooser took stock."""
 
     model: PreTrainedModel
     batch: Batch

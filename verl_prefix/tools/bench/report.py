@@ -26,7 +26,7 @@ PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "B
 NUMBERS = ("flops", "added_peak_mib", "phase_b_peak_mib")
 PASSES = ("update", "forward", "log_probs")
 MARKS = "<!-- bench -->", "<!-- /bench -->"
-# The gate's promise: with auto no row is slower than stock by more than noise.
+# The promise of auto: with it no row is slower than stock by more than noise.
 LEAST_OF_STOCK = 0.97
 
 
@@ -108,7 +108,7 @@ def _peak_flops(report: dict[str, Any]) -> float | None:
 
 
 def auto_speedup(row: dict[str, Any]) -> float | None:
-    """Measured, of the plan that the gate chose; None where it was not measured."""
+    """Measured, of the plan that auto chose; None where it was not measured."""
     if not row["auto"]:
         return None
     return row["arms"].get(row["auto"]["same_as"] or "auto", {}).get("speedup")
@@ -184,15 +184,15 @@ def _cells(row: dict[str, Any], name: str, arm: dict[str, Any], with_mfu: bool) 
 
 def _notes(report: dict[str, Any], rows: list[dict[str, Any]]) -> list[str]:
     lines = []
-    gate = [(row, speedup) for row in rows if (speedup := auto_speedup(row)) is not None]
-    for row, speedup in gate:
+    by_auto = [(row, speedup) for row in rows if (speedup := auto_speedup(row)) is not None]
+    for row, speedup in by_auto:
         auto = row["auto"]
         lines.append(
             f"auto at {_size(row, len(report['config']['layers']) > 1)}: {auto['choice']}, predicted "
             f"{auto['predicted']:.2f}, measured {speedup:.2f}."
         )
-    if gate:
-        row, worst = min(gate, key=lambda pair: pair[1])
+    if by_auto:
+        row, worst = min(by_auto, key=lambda pair: pair[1])
         verdict = "holds" if worst >= LEAST_OF_STOCK else "does NOT hold"
         lines.append(f"Never below {LEAST_OF_STOCK} of stock with auto: {verdict} (lowest: {worst:.2f}).")
     for row in rows:

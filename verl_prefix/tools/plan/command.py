@@ -97,7 +97,8 @@ def sizes(config: Any) -> Sizes:
         name: MicroBatch(value) if counts_tokens else MicroBatch(None, value or 1)
         for name, (_, value, counts_tokens) in micro_batches(config).items()
     }
-    return Sizes(prompts, rollout.n, prompts // mini, ranks, passes)
+    ref_in_actor = micro_batches(config)["ref"][0].startswith("actor_rollout_ref.rollout.")
+    return Sizes(prompts, rollout.n, prompts // mini, ranks, passes, ref_in_actor)
 
 
 def notes(config: Any, num_ranks: int) -> list[str]:

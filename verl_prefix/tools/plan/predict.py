@@ -39,13 +39,15 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class Sizes:
-    """One training step by its config; `micro_batches`: those of update, old and ref."""
+    """One training step by its config; `micro_batches`: those of update, old and ref, which the actor's engine computes
+    too where it has LoRA."""
 
     prompts: int
     rollouts: int
     mini_batches: int
     ranks: int
     micro_batches: dict[str, MicroBatch]
+    ref_in_actor: bool = False
 
 
 def _bins(size: Sizes, prompts: list[int], suffixes: list[int]) -> list[list[list[Group]]]:
@@ -88,26 +90,25 @@ class Predictor:
         # One backward is two forwards; checkpointing runs the layers, not lm_head, forward once more.
         layers = 4.0 if self.checkpointed else 3.0
         forward, update = Rates(linear=1.0, attention=1.0, head=1.0), Rates(linear=layers, attention=layers, head=3.0)
-        profile = options.cost_profile and Path(options.cost_profile)
-        self.measured = bool(profile and profile.exists())
+        self.profile, path = Profile(forward, update), options.cost_profile and Path(options.cost_profile)
+        read = Profile.read(path) if path and path.exists() else Profile()
+        self.measured = read.forward is not None and read.update is not None  # one kind alone goes with no FLOPs
         if self.measured:
-            measured = Profile.read(profile)
-            forward, update = measured.forward or forward, measured.update or update
-        self.profile = Profile(forward, update)
+            self.profile = read
         self.seconds = {path: dict.fromkeys(PASSES, 0.0) for path in (*PATHS, "stock")}
         self.peaks = dict.fromkeys(self.seconds, 0.0)
         self.bins: list[float] = []
         self.logical = self.physical = self.packed = self.phased = 0
 
     def decide(
-        self, ranks: list[list[Group]], budgets: list[int], log_probs: Decision | None = None, ref: bool = False
+        self, ranks: list[list[Group]], budgets: list[int], log_probs: Decision | None = None, ref_engine: bool = False
     ) -> tuple[Decision, list[Plan | None]]:
         """The decision of the engine's chooser on a batch, and each rank's plan (None: verl's own path).
 
         Args:
-            ref: by the engine of the ref policy, which measures no update.
+            ref_engine: by the engine of the ref policy, which measures no update.
         """
-        profile = Profile(self.profile.forward) if ref and not self.measured else self.profile
+        profile = Profile(self.profile.forward) if ref_engine and not self.measured else self.profile
         prices = [price(self.costs, groups, budget, profile) for groups, budget in zip(ranks, budgets, strict=True)]
         slowest = [max(seconds) for seconds in zip(*(one.seconds for one in prices), strict=True)]
         decision = decide(slowest, self.costs.min_speedup, log_probs)
@@ -136,9 +137,9 @@ class Predictor:
     def _stock(self, groups: list[Group], budget: int) -> list[PassCost]:
         return stock_passes(self.costs.shape, groups, budget, self.costs.dense_mask)
 
-    def infer(self, name: str, ranks: list[list[Group]], budgets: list[int]) -> Decision:
-        """Log-probs of a training step's rows: "old" or "ref"."""
-        decision, plans = self.decide(ranks, budgets, ref=name == "ref")
+    def infer(self, name: str, ranks: list[list[Group]], budgets: list[int], ref_engine: bool = False) -> Decision:
+        """Log-probs of a training step's rows: "old" or "ref"; by an engine of its own if `ref_engine`."""
+        decision, plans = self.decide(ranks, budgets, ref_engine=ref_engine)
         self._price(name, ranks, budgets, plans)
         return decision
 
@@ -169,12 +170,10 @@ def predict(config: Any, size: Sizes, shape: ModelShape, lengths: list[int], res
         prompts = draw.choices(lengths, k=size.prompts)
         bins = _bins(size, prompts, list(islice(responses, num_rows)))
         whole = [[group for groups in rank for group in groups] for rank in bins]
-        decisions = {
-            name: predictor.infer(name, whole, [size.micro_batches[name].budget(groups) for groups in whole])
-            for name in ("old", "ref")
-        }
+        budgets = {name: [size.micro_batches[name].budget(groups) for groups in whole] for name in ("old", "ref")}
+        log_probs = predictor.infer("old", whole, budgets["old"])
+        predictor.infer("ref", whole, budgets["ref"], ref_engine=not size.ref_in_actor)
         for k in range(size.mini_batches):
             ranks = [rank[k] for rank in bins]
-            budgets = [size.micro_batches["update"].budget(groups) for groups in ranks]
-            predictor.update(ranks, budgets, decisions["old"])
+            predictor.update(ranks, [size.micro_batches["update"].budget(groups) for groups in ranks], log_probs)
     return predictor
