@@ -117,7 +117,7 @@ class Chooser:
     def choose(self, groups: Sequence[Group], budget: int, forward_only: bool) -> Plan | None:
         """This rank's plan; None: the stock path."""
         if not self.costs.min_speedup:
-            return price(self.costs, groups, budget, Profile()).mixed
+            return make_plan(groups, budget, "auto", self.costs.wave_tokens, self.costs.offload)
         self._ensure_measured(budget, forward_only)
         prices = price(self.costs, groups, budget, self.profile)
         seconds = self.reduce_max(prices.seconds)

@@ -93,11 +93,12 @@ def sizes(config: Any) -> Sizes:
             f"data.train_batch_size={prompts}, actor.ppo_mini_batch_size={mini}, rollout.n={rollout.n}, {ranks} ranks: "
             "make the batch a multiple of the mini-batch, and mini-batch times n one of the ranks"
         )
+    keys = micro_batches(config)
     passes = {
         name: MicroBatch(value) if counts_tokens else MicroBatch(None, value or 1)
-        for name, (_, value, counts_tokens) in micro_batches(config).items()
+        for name, (_, value, counts_tokens) in keys.items()
     }
-    ref_in_actor = micro_batches(config)["ref"][0].startswith("actor_rollout_ref.rollout.")
+    ref_in_actor = keys["ref"][0].startswith("actor_rollout_ref.rollout.")
     return Sizes(prompts, rollout.n, prompts // mini, ranks, passes, ref_in_actor)
 
 
