@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
@@ -40,22 +41,24 @@ def host_room() -> int:
 
 def device_room(device: torch.device) -> int:
     """Bytes that prefetching may take: an eighth of the device stays free for what backward itself allocates."""
-    if device.type != "cuda":
+    if device.type == "cpu":
         return sys.maxsize
-    free, total = torch.cuda.mem_get_info(device)
-    stats = torch.cuda.memory_stats(device)
+    module = torch.get_device_module(device)
+    free, total = module.mem_get_info(device)
+    stats = module.memory_stats(device)
     return int(free + stats["reserved_bytes.all.current"] - stats["active_bytes.all.current"] - total // 8)
 
 
 class HostPages:
-    """A device's host memory, in pages of PAGE_BYTES (uint8; pinned for CUDA), and the stream of all its copies.
+    """A device's host memory, in pages of PAGE_BYTES (uint8; pinned but for CPU), and the stream of all its copies.
 
     Grows to the largest set of groups seen while `host_room` allows, and never shrinks: pinning costs more than a
     copy. One stream orders all copies, so a page that is given back and taken again needs no event.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.module = torch.get_device_module(device)  # torch.cuda
+        self.stream = None if device.type == "cpu" else self.module.Stream(device)
         self.free: list[torch.Tensor] = []
         self.num_pages = 0
 
@@ -82,7 +85,7 @@ class Dormant:
     pieces: list[torch.Tensor]
     num_waiting: int = 0  # saved tensors on it that backward has not asked for
     on_device: torch.Tensor | None = None  # uint8 [nbytes]
-    ready: torch.cuda.Event | None = None
+    ready: Any = None  # an event of the side stream
 
 
 # What the graph holds for a saved tensor: itself, or a dormant storage and (dtype, size, stride, storage offset).
@@ -111,7 +114,7 @@ class OffloadedPrefixCache(PrefixCache):
     def __exit__(self, *exc_info: object) -> None:
         super().__exit__(*exc_info)
         if self._host.stream is not None:  # it may still write to prefetched memory, which is freed here
-            torch.cuda.current_stream(self.device).wait_stream(self._host.stream)
+            self._host.module.current_stream(self.device).wait_stream(self._host.stream)
         for dormant in self._dormant.values():
             dormant.pieces, dormant.on_device, dormant.ready = [], None, None
         self._dormant, self._ahead = {}, []
@@ -159,7 +162,7 @@ class OffloadedPrefixCache(PrefixCache):
             self.counts["demand_loads"] += 1
         assert dormant.on_device is not None
         if dormant.ready is not None:
-            torch.cuda.current_stream(self.device).wait_event(dormant.ready)
+            self._host.module.current_stream(self.device).wait_event(dormant.ready)
         tensor = torch.empty(0, dtype=dtype, device=self.device)
         tensor.set_(dormant.on_device.untyped_storage(), offset, size, stride)
         dormant.num_waiting -= 1
@@ -224,7 +227,7 @@ class OffloadedPrefixCache(PrefixCache):
         """On the side stream, behind all that the current stream was given so far; on CPU at once."""
         stream = self._host.stream
         if stream is not None:
-            stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(stream):
+            stream.wait_stream(self._host.module.current_stream(self.device))
+        with self._host.module.stream(stream):
             for piece, part in zip(into, source, strict=True):
                 piece.copy_(part, non_blocking=True)
