@@ -64,10 +64,14 @@ def _plan(arguments: argparse.Namespace) -> int:
     os.environ.setdefault("VERL_PLATFORM", "cpu")  # nothing runs: any machine will do
     _quieten_verl()
     from verl_prefix.tools.plan import command
+    from verl_prefix.tools.simulate.command import Request
 
+    if not arguments.simulate and (given := [x for x in ("gpu", "fit") if getattr(arguments, x) is not None]):
+        raise ValueError(f"--{given[0]} is for a simulation; add --simulate")
+    request = Request(arguments.gpu or "h100", arguments.fit) if arguments.simulate else None
     return command.run(
         arguments.config_path, arguments.config_name, arguments.words, arguments.response_lengths,
-        arguments.shares, arguments.out,
+        arguments.shares, arguments.out, request,
     )  # fmt: skip
 
 
@@ -166,6 +170,13 @@ def _add_plan(commands: argparse._SubParsersAction) -> None:
     add("--response-lengths", metavar="SPEC",
         help="TOKENS, MEAN,STD, or a folder of trainer.rollout_data_dir; default data.max_response_length")  # fmt: skip
     add("--shares", metavar="SPEC", help="a stock step's shares, update=0.5,old=0.1,ref=0.1, or that run's JSON lines")
+    add(
+        "--simulate",
+        action="store_true",
+        help="run one mini-batch on fake tensors: GiB, FLOPs and seconds per phase of every schedule, without a GPU",
+    )
+    add("--gpu", metavar="NAME[,RATE=N]", help="of --simulate: h100, h200, h20, a100, or with rates of one's own")
+    add("--fit", type=float, metavar="GIB", help="of --simulate: also the longest prompt, group and wave that fit")
     add("--out", type=Path, help="also write the plan there, as JSON")
 
 

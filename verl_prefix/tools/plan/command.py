@@ -37,6 +37,7 @@ from verl_prefix.tools.plan.training_command import (
     read_tokenizer,
     refusals,
 )
+from verl_prefix.tools.simulate.command import Request, fits_nothing, read_job, show_simulated, simulated
 from verl_prefix.trainer.prefix_sync import TRAINER_MODE
 
 # verl's timing -> the pass that it holds.
@@ -149,12 +150,17 @@ def percentiles(values: list[float]) -> dict[str, float]:
 
 
 def build(
-    config_name: str, words: list[str], responses: str | None, share_spec: str | None, config_path: str = "config"
+    config_name: str,
+    words: list[str],
+    responses: str | None,
+    share_spec: str | None,
+    config_path: str = "config",
+    request: Request | None = None,
 ) -> dict[str, Any]:
     """The plan, as JSON can hold it; without figures where the model is refused.
 
     Args:
-        config_name, words, config_path: see `compose_config`.
+        config_name, words, config_path: see `compose_config`. request: also simulate.
 
     Raises:
         PlanError: something that the plan needs is missing or does not fit.
@@ -180,6 +186,11 @@ def build(
     gains = {path: {name: stock[name] / found[name] for name in stock} for path, found in predicted.seconds.items()}
     step = 1.0 / (1.0 - sum(taken.values()) + sum(share / gains[used][name] for name, share in taken.items()))
     ratio = [p / (p + s) for p, s in zip(lengths, sample, strict=False)]
+    simulation = {}
+    if request:
+        budgets = {name: size.micro_batches[name].budget(predicted.first) for name in ("update", "old")}
+        job = read_job(config.actor_rollout_ref, empty.config, predicted.first, budgets, size.ranks)
+        simulation = {"simulated": simulated(job, request, config.trainer.n_gpus_per_node)}
     return {
         "unsupported": reasons,
         "notes": notes(config, size.ranks),
@@ -201,6 +212,7 @@ def build(
         # fp32 weights, gradients and two AdamW moments, over the ranks.
         "resident_gib": 16 * num_parameters / size.ranks / 2**30,
         "added_gib": {name: value / 2**30 for name, value in predicted.peaks.items()},
+        **simulation,
     }
 
 
@@ -208,6 +220,8 @@ def show(plan: dict[str, Any], console: Console) -> None:
     """Prints a plan."""
     if "speedup" in plan:
         _show_figures(plan, console)
+    if "simulated" in plan:
+        show_simulated(plan["simulated"], console)
     lines = [f"warning: {note}" for note in plan["notes"]]
     lines += [f"unsupported: {reason}" for reason in plan["unsupported"]]
     for line in lines:
@@ -253,8 +267,9 @@ def run(
     responses: str | None,
     share_spec: str | None,
     out: Path | None,
+    request: Request | None = None,
 ) -> int:
-    """The command; returns 0, or 1 where the run would be refused.
+    """The command; returns 0, or 1 where the run would be refused, or by simulation fits no GPU.
 
     Raises:
         PlanError: see `build`; or `out` is no place for a file.
@@ -262,8 +277,8 @@ def run(
     if out and (out.is_dir() or not out.parent.is_dir()):
         wrong = "is a folder" if out.is_dir() else f"is in {out.parent}, which is no folder here"
         raise PlanError(f"--out {out} {wrong}; write the name of a file in a folder that exists")
-    plan = build(config_name, words, responses, share_spec, config_path)
+    plan = build(config_name, words, responses, share_spec, config_path, request)
     show(plan, Console())
     if out:
         write_whole(out, json.dumps(plan, indent=1) + "\n")
-    return 1 if plan["unsupported"] else 0
+    return 1 if plan["unsupported"] or ("simulated" in plan and fits_nothing(plan["simulated"])) else 0

@@ -76,6 +76,7 @@ class Predictor:
     Attributes:
         seconds: {path: {pass: total}}, in seconds if the rates are measured. peaks: {path: bytes that an update adds}.
         bins, logical, physical, packed, phased: groups per rank and mini-batch; tokens and groups of the path in use.
+        first: groups of the first mini-batch on the rank where it costs stock most.
     """
 
     def __init__(self, config: Any, shape: ModelShape) -> None:
@@ -98,6 +99,7 @@ class Predictor:
         self.seconds = {path: dict.fromkeys(PASSES, 0.0) for path in (*PATHS, "stock")}
         self.peaks = dict.fromkeys(self.seconds, 0.0)
         self.bins: list[float] = []
+        self.first: list[Group] = []
         self.logical = self.physical = self.packed = self.phased = 0
 
     def decide(
@@ -145,6 +147,8 @@ class Predictor:
 
     def update(self, ranks: list[list[Group]], budgets: list[int], log_probs: Decision) -> None:
         """One mini-batch, after the old log-probs were decided on."""
+        if not self.first:
+            self.first = max(ranks, key=lambda groups: sum(group.num_logical_tokens for group in groups))
         plans = self._price("update", ranks, budgets, self.decide(ranks, budgets, log_probs)[1])
         for path, found in plans.items():
             for groups, budget, plan in zip(ranks, budgets, found, strict=True):

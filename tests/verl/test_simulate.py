@@ -1,0 +1,197 @@
+"""The simulator against real runs on a CPU, and what it says of an 8B model's layers, held to the percent.
+
+Every case runs in one other process: it registers a device with torch, which other tests must not see.
+"""
+
+import contextlib
+import gc
+import multiprocessing
+from collections import Counter
+from concurrent.futures import ProcessPoolExecutor
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.profiler import ProfilerActivity, profile
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import LlamaConfig
+
+from verl_prefix.core.groups import Group
+from verl_prefix.core.kernels import aten
+from verl_prefix.core.prefix_cache import PrefixCache
+from verl_prefix.tools.simulate import job as simulator
+from verl_prefix.tools.simulate.accelerator import DEVICE, fake_accelerator
+from verl_prefix.tools.simulate.hardware import GPUS
+from verl_prefix.tools.simulate.job import Arm, Job, Simulation
+from verl_prefix.tools.simulate.report import as_json
+from verl_prefix.tools.simulate.tracker import Tracker
+
+H100 = GPUS["h100"]
+SMALL = LlamaConfig(
+    hidden_size=64, intermediate_size=192, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+    head_dim=16, vocab_size=1024, max_position_embeddings=4096,
+)  # fmt: skip
+WIDE = LlamaConfig(
+    hidden_size=4096, intermediate_size=14336, num_hidden_layers=4, num_attention_heads=32, num_key_value_heads=8,
+    head_dim=128, vocab_size=128256, max_position_embeddings=16384, tie_word_embeddings=False,
+)  # fmt: skip
+ARMS = {arm.name: arm for arm in (Arm("stock"), Arm("packed"), Arm("phased"), Arm("phased", offload=True))}
+
+
+@pytest.fixture(scope="module")
+def elsewhere():
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        yield lambda function, *args: pool.submit(function, *args).result(timeout=300)
+
+
+def small_job(dtype: torch.dtype, checkpointing: bool) -> Job:
+    groups = (Group((0, 1, 2), 192, (64, 70, 50)), Group((3,), 100, (30,)))
+    return Job(SMALL, groups, budget=600, wave_tokens=128, logits_chunk=100, checkpointing=checkpointing,
+               master=dtype, dtype=dtype, kept=99)  # fmt: skip
+
+
+def update_on_cpu(job: Job, arm: Arm, fake: bool) -> tuple[float, dict, dict]:
+    """(peak bytes above the model and its gradients, FLOPs by kind, transfers) of one update on CPU tensors; real ones
+    are also seen by the allocator, whose peak then counts, and by torch's FLOP counter."""
+    tracker = Tracker(H100, "cpu", SMALL.vocab_size)
+    with FakeTensorMode() if fake else contextlib.nullcontext():
+        with tracker:
+            simulation = Simulation(job, tracker, None, "cpu", kernel="cpu")
+        for parameter in simulation.model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        simulation.run(arm, update=True)  # what is allocated and imported once
+        if not fake:
+            with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+                simulation.run(arm, update=True)
+            current = peak = 0
+            for event in profiled.profiler.kineto_results.events():
+                if event.name() == "[memory]" and event.device_type() == torch.autograd.DeviceType.CPU:
+                    current += event.nbytes()
+                    peak = max(peak, current)
+            with FlopCounterMode(display=False) as counter:
+                simulation.run(arm, update=True)
+            flops = counter.get_flop_counts()["Global"]
+            return peak, {str(op): n for op, n in flops.items()}, simulation.transfers
+        with tracker:
+            for parameter in simulation.model.parameters():
+                tracker.note(parameter.grad)
+            gc.collect()
+            start = tracker.current
+            simulation.run(arm, update=True)
+        return max(phase["peak"] for name, phase in tracker.phases.items() if name != "setup") - start, {
+            kind: sum(phase[f"flops/{kind}"] for phase in tracker.phases.values())
+            for kind in ("linear", "lm_head", "attention")
+        }, simulation.transfers  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "checkpointing", "dtype"),
+    [("stock", False, torch.float32), ("packed", True, torch.bfloat16), ("phased", False, torch.bfloat16),
+     ("phased", True, torch.float32)],
+)  # fmt: skip
+def test_the_peak_is_the_allocator_s_and_flops_are_the_counter_s(elsewhere, name, checkpointing, dtype):
+    job = small_job(dtype, checkpointing)
+    peak, flops, _ = elsewhere(update_on_cpu, job, ARMS[name], True)
+    real_peak, real_flops, _ = elsewhere(update_on_cpu, job, ARMS[name], False)
+    assert peak == pytest.approx(real_peak, rel=0.01)
+    matmuls = sum(n for op, n in real_flops.items() if op in ("aten.mm", "aten.addmm", "aten.bmm"))
+    assert flops["linear"] + flops["lm_head"] == pytest.approx(matmuls, rel=1e-6)
+
+
+def offloaded(fake: bool) -> Counter[str]:
+    """Transfers of one offloaded update, on the fake accelerator without FSDP2 or on the CPU."""
+    job = small_job(torch.bfloat16, checkpointing=False)
+    device = DEVICE if fake else "cpu"
+    tracker = Tracker(H100, device, SMALL.vocab_size)
+    with fake_accelerator(1) if fake else contextlib.nullcontext(), tracker if fake else contextlib.nullcontext():
+        simulation = Simulation(job, tracker, None, device, kernel="simulated" if fake else "cpu")
+        simulation.run(ARMS["phased+offload"], update=True)
+    return simulation.transfers
+
+
+def test_what_is_offloaded_is_what_a_real_run_offloads(elsewhere):
+    real, fake = elsewhere(offloaded, False), elsewhere(offloaded, True)
+    assert real["offloaded_bytes"] > 1 << 20
+    assert fake == real
+
+
+def simulated(name: str, logits_chunk: int = 4096, broken: str = "") -> dict:
+    """Phases of one update at 8B width, four layers, eight ranks."""
+    groups = (Group((0, 1, 2, 3), 8192, (512,) * 4),)
+    job = Job(WIDE, groups, budget=1 << 20 if name != "stock" else 2 * 8705, ranks=8, wave_tokens=1024,
+              logits_chunk=1 << 20 if broken == "logits are not chunked" else 1000)  # fmt: skip
+    kept = []
+
+    def exit_(cache: PrefixCache, *exc_info: object) -> None:
+        kept.append(cache)
+
+    forward = aten.forward
+
+    def forward_that_reads(q: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        q[0, 0, :1].cpu()
+        return forward(q, *args, **kwargs)
+
+    patches = {
+        "the prefix cache outlives phase C": mock.patch.object(PrefixCache, "__exit__", exit_),
+        "a layer reads a value": mock.patch.object(aten, "forward", forward_that_reads),
+    }
+    with patches.get(broken, contextlib.nullcontext()):
+        return as_json(simulator.simulate(job, ARMS[name], H100))["phases"]
+
+
+# (GiB, launches, host syncs, GB of collectives) per phase: a change of the schedule, of a model or of FSDP2 moves them.
+# A wave launches and waits half of phase_b.
+PINNED = {
+    "stock": {
+        "log_probs/micro_batch": (15.165, 396, 10, 7.693),
+        "micro_batch": (12.972, 1401, 10, 30.77),
+        "optimizer": (4.478, 18, 2, 0.0),
+    },
+    "packed": {
+        "log_probs/packed": (5.455, 307, 7, 3.846),
+        "packed": (8.669, 917, 7, 15.385),
+        "optimizer": (4.478, 18, 2, 0.0),
+    },
+    "phased+offload": {
+        "log_probs/phase_a": (5.238, 193, 4, 3.846),
+        "log_probs/phase_b": (5.502, 580, 14, 7.693),
+        "phase_a": (5.617, 201, 4, 3.846),
+        "phase_b": (8.345, 1821, 14, 30.77),
+        "phase_c": (8.592, 555, 1, 11.539),
+        "optimizer": (4.478, 18, 2, 0.0),
+    },
+}
+
+
+def moved(phases: dict, pins: dict[str, tuple]) -> set[str]:
+    """Phases and what of them is not as pinned."""
+    assert phases.keys() == pins.keys()
+    found = set()
+    for name, (gib, *counts) in pins.items():
+        phase = phases[name]
+        gigabytes = round(sum(phase["collective_bytes"].values()) / 1e9, 3)
+        if phase["peak_gib"] != pytest.approx(gib, rel=0.01):
+            found.add(f"{name}: {phase['peak_gib']:.3f} GiB")
+        if [phase["launches"], phase["host_syncs"], gigabytes] != counts:
+            found.add(f"{name}: {phase['launches']} launches, {phase['host_syncs']} syncs, {gigabytes} GB")
+    return found
+
+
+@pytest.mark.parametrize("name", PINNED)
+def test_an_8b_model_s_layers_take_what_they_took(elsewhere, name):
+    assert moved(elsewhere(simulated, name), PINNED[name]) == set()
+
+
+@pytest.mark.parametrize(
+    ("name", "broken", "phase", "says"),
+    [
+        ("packed", "logits are not chunked", "log_probs/packed", "6.206 GiB"),
+        ("phased+offload", "the prefix cache outlives phase C", "optimizer", "4.728 GiB"),
+        ("packed", "a layer reads a value", "packed", "syncs"),
+    ],
+)
+def test_what_is_broken_on_purpose_moves_them(elsewhere, name, broken, phase, says):
+    found = moved(elsewhere(simulated, name, 1000, broken), PINNED[name])
+    assert any(line.startswith(phase) and says in line for line in found), found

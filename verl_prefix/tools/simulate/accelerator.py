@@ -1,0 +1,227 @@
+"""A device "sim" that exists for fake tensors alone: streams with a clock, autocast, and nothing that computes.
+
+torch lets Python stand in for a device's runtime (`_setup_privateuseone_for_python_backend`), which a CPU build has for
+no other device. Registered once per process; all else holds inside `fake_accelerator`.
+"""
+
+import contextlib
+import functools
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode, _BypassDispatchCache
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.utils.backend_registration import _DummyBackendModule, _setup_privateuseone_for_python_backend
+
+from verl_prefix.core import offload
+
+DEVICE = "sim"
+_AUTOCAST = ("linear", "matmul", "mm", "bmm", "addmm", "baddbmm")  # those of CUDA's list that models here call
+_libraries: list[torch.library.Library] = []  # what is registered lives as long as they do
+
+
+class Event:
+    """A moment of a stream."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self.time, self.link = 0.0, ""
+
+    def record(self, stream: "Stream | None" = None) -> "Event":
+        stream = stream or CLOCK.stream
+        self.time, self.link = stream.time, stream.link
+        return self
+
+    def wait(self, stream: "Stream | None" = None) -> None:
+        (stream or CLOCK.stream).wait_event(self)
+
+    def synchronize(self) -> None:
+        CLOCK.host = max(CLOCK.host, self.time)
+
+
+class Stream:
+    """A queue of kernels: `time` is when the last of them ends, `link` what it was last busy with, if with one."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self.time, self.link = 0.0, ""
+        CLOCK.streams.append(self)
+
+    def wait_event(self, event: "Event | Stream") -> None:
+        if self is CLOCK.compute:
+            CLOCK.waited[event.link] += max(0.0, event.time - max(self.time, CLOCK.host))
+        self.time = max(self.time, event.time)
+
+    wait_stream = wait_event
+
+    def record_event(self, event: Event | None = None) -> Event:
+        return (event or Event()).record(self)
+
+    def synchronize(self) -> None:
+        CLOCK.host = max(CLOCK.host, self.time)
+
+
+class Clock:
+    """Seconds of the host, of the streams, and of the links that they share."""
+
+    def __init__(self) -> None:
+        self.streams: list[Stream] = []
+        self.waited: Counter[str] = Counter()  # seconds that the compute stream waited for a link
+        self.host = self.network = self.to_host = self.to_device = 0.0
+        self.on_synchronize: Callable[[], None] = lambda: None
+        self.on_record: Callable[[torch.Tensor, Stream], None] = lambda tensor, stream: None
+        self.room: Callable[[], tuple[int, int]] = lambda: (0, 0)
+
+    def start(self) -> None:
+        self.__init__()  # type: ignore[misc]
+        self.compute = self.stream = Stream()
+
+    @property
+    def now(self) -> float:
+        """When host and device are done with all that they were given."""
+        return max(self.host, *(stream.time for stream in self.streams))
+
+
+CLOCK = Clock()
+CLOCK.start()
+
+
+class _Module(_DummyBackendModule):
+    """`torch.sim`, as far as FSDP2, autocast and the offload ask."""
+
+    Stream, Event = Stream, Event
+
+    def current_stream(self, device: Any = None) -> Stream:
+        return CLOCK.stream
+
+    @contextlib.contextmanager
+    def stream(self, stream: Stream | None) -> Iterator[None]:
+        before, CLOCK.stream = CLOCK.stream, stream or CLOCK.stream
+        try:
+            yield
+        finally:
+            CLOCK.stream = before
+
+    def device(self, device: Any) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def set_device(self, device: Any) -> None:
+        pass
+
+    def synchronize(self, device: Any = None) -> None:
+        CLOCK.on_synchronize()
+
+    def get_rng_state(self, device: Any = None) -> torch.Tensor:
+        return torch.get_rng_state()
+
+    def set_rng_state(self, state: torch.Tensor, device: Any = None) -> None:
+        pass
+
+    def get_amp_supported_dtype(self) -> list[torch.dtype]:
+        return [torch.bfloat16, torch.float16]
+
+    def mem_get_info(self, device: Any = None) -> tuple[int, int]:
+        return CLOCK.room()
+
+    def memory_stats(self, device: Any = None) -> dict[str, int]:
+        return {"reserved_bytes.all.current": 0, "active_bytes.all.current": 0}
+
+
+def _in_autocast_dtype(op: Any) -> Callable[..., torch.Tensor]:
+    def cast(x: Any) -> Any:
+        narrow = isinstance(x, torch.Tensor) and x.is_floating_point() and x.dtype != torch.float64
+        return x.to(torch.get_autocast_dtype(DEVICE)) if narrow and x.device.type == DEVICE else x
+
+    def run(*args: Any, **kwargs: Any) -> torch.Tensor:
+        with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)):
+            return op(*map(cast, args), **{name: cast(x) for name, x in kwargs.items()})
+
+    return run
+
+
+@functools.cache
+def _register() -> None:
+    _setup_privateuseone_for_python_backend(DEVICE, _Module())
+    every, aten = torch.library.Library("_", "IMPL"), torch.library.Library("aten", "IMPL")
+    _libraries.extend((every, aten))
+    every.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
+    for name in _AUTOCAST:
+        aten.impl(name, _in_autocast_dtype(getattr(torch.ops.aten, name).default), "AutocastPrivateUse1")
+
+    # An op with a kernel on CPU and CUDA decomposes on a device that has none (silu_backward into six others). Fake
+    # tensors never come to the kernel that keeps it whole.
+    def never(*_: Any, **__: Any) -> None:
+        raise AssertionError("a fake tensor reached a kernel")
+
+    has = torch._C._dispatch_has_kernel_for_dispatch_key
+    for name in torch._C._dispatch_get_all_op_names():
+        whole = name.startswith("aten::") and has(name, "CompositeImplicitAutograd") and has(name, "CPU")
+        if whole and not has(name, "PrivateUse1"):
+            aten.impl(name.removeprefix("aten::"), never, "PrivateUse1")
+
+
+_make_tensor, _cache_key = torch.tensor, FakeTensorMode._cache_key
+
+
+def _tensor(data: Any, *args: Any, device: Any = None, **kwargs: Any) -> torch.Tensor:
+    """`torch.tensor` makes no fake tensor on a Python backend; as there, data comes from the host."""
+    made = _make_tensor(data, *args, device="cpu", **kwargs)
+    device = torch.device(torch.empty(0).device if device is None else device)  # empty knows the default device
+    if device.type == DEVICE:
+        made.constant = None  # a fake tensor's known value, with which it would really be copied
+    return made.to(device)
+
+
+def _key_without_storages(self: FakeTensorMode, state: Any, func: Any, args: Any, kwargs: Any) -> Any:
+    if func in (torch.ops.aten.set_.source_Storage, torch.ops.aten.set_.source_Storage_storage_offset):
+        raise _BypassDispatchCache("the key would keep the storage alive")
+    return _cache_key(self, state, func, args, kwargs)
+
+
+def _stays(self: offload.OffloadedPrefixCache, tensor: torch.Tensor) -> bool:
+    """As the original, for which a fake tensor is a subclass of unknown storage."""
+    if isinstance(tensor, torch.nn.Parameter) or isinstance(tensor._base, torch.nn.Parameter):
+        return True
+    if tensor.device.type != DEVICE or not tensor.is_floating_point():
+        return True
+    storage = tensor.untyped_storage()
+    return storage.nbytes() < offload.TINY_BYTES or storage._cdata in self._hot
+
+
+@contextlib.contextmanager
+def fake_accelerator(ranks: int) -> Iterator[DeviceMesh]:
+    """Inside, tensors are fake, and this is rank 0 of so many; yields FSDP2's mesh.
+
+    Raises:
+        RuntimeError: the process has a process group already.
+    """
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    if dist.is_initialized():
+        raise RuntimeError("a simulation needs a process without a process group; run it in one of its own")
+    _register()
+    CLOCK.start()
+    offload.host_pages.cache_clear()
+    dist.init_process_group(f"cpu:fake,{DEVICE}:fake", rank=0, world_size=ranks, store=FakeStore())
+    patches = (
+        mock.patch.object(torch, "tensor", _tensor),
+        mock.patch.object(FakeTensorMode, "_cache_key", _key_without_storages),
+        mock.patch.object(offload.OffloadedPrefixCache, "_stays", _stays),
+        mock.patch.object(offload, "host_room", lambda: 1 << 60),
+        mock.patch.object(
+            torch.Tensor, "record_stream", lambda tensor, stream: CLOCK.on_record(tensor, stream), create=True
+        ),
+    )
+    try:
+        with contextlib.ExitStack() as stack:
+            mesh = init_device_mesh(DEVICE, (ranks,), mesh_dim_names=("fsdp",))
+            for patch in patches:
+                stack.enter_context(patch)
+            stack.enter_context(torch.autograd.set_multithreading_enabled(False))  # an error on another thread aborts
+            stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+            yield mesh
+    finally:
+        offload.host_pages.cache_clear()
+        dist.destroy_process_group()

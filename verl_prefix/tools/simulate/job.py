@@ -1,0 +1,413 @@
+"""One rank's mini-batch on each path, as verl's engines run it, on fake tensors.
+
+The schedule, attention, Hugging Face model, verl's FSDP2 wrapping and torch's AdamW are the real ones. Simulated
+here are the lines of verl's engine around them: stock's micro-batches of whole rows, autocast, the gradient
+synchronisation, the log-probs of logits; with flash-attn's cross entropy, whose kernel needs a GPU, in words of torch.
+"""
+
+import contextlib
+import copy
+import functools
+import gc
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+import torch
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, LlamaConfig, PretrainedConfig
+
+from verl_prefix.auto.cost import PassCost, Rates, group_pass
+from verl_prefix.auto.shape import model_shape
+from verl_prefix.core.attention import AttentionPass
+from verl_prefix.core.groups import Group
+from verl_prefix.core.layout import Layout, Segment
+from verl_prefix.core.schedule import Schedule, TokenBatch
+from verl_prefix.core.waves import PackedPass, PhasedPass, Plan, first_fit, make_plan
+from verl_prefix.models.hookup import HookedModel
+from verl_prefix.models.vision import is_vision_config
+from verl_prefix.tools.simulate.accelerator import DEVICE, fake_accelerator
+from verl_prefix.tools.simulate.hardware import GPUS, Hardware
+from verl_prefix.tools.simulate.tracker import KERNEL, Phase, Tracker
+
+Item = TypeVar("Item")
+
+_RATES = Rates()
+DEPTH = 2  # layers of the smaller model that runs
+
+
+@dataclass(frozen=True)
+class Arm:
+    """A path of a mini-batch.
+
+    Args:
+        path: "stock": verl's own, whole rows up to the budget in a micro-batch, logits of every token; "stock_lean":
+            the same with lm_head on responses alone; "packed" or "phased".
+        rows: of a micro-batch of stock at most; None: as the budget allows.
+        offload: `prefix.offload`, of phases.
+    """
+
+    path: str
+    rows: int | None = None
+    offload: bool = False
+
+    @property
+    def name(self) -> str:
+        return self.path + ("_row" if self.rows == 1 else "") + ("+offload" if self.offload else "")
+
+
+@dataclass(frozen=True)
+class Job:
+    """What one rank trains on, and how.
+
+    Args:
+        config: of the model. groups: of the rank's mini-batch; rows lie one after the other.
+        budget: tokens of a pass or micro-batch. wave_tokens, logits_chunk: see `PrefixConfig`.
+        ranks: of FSDP2's mesh.
+        checkpointing, no_sync, reshard: gradient checkpointing; verl's use_no_sync_for_gradient_accumulation and
+            reshard_after_forward.
+        master, dtype: of parameters and optimizer, and of the computation.
+        lora: arguments of peft's LoraConfig, or None.
+        entropy: computed with the log-probs of an update too (entropy_coeff is not 0).
+        temperature: other than 1 scales a copy of the logits.
+        log_prob_budget: of log-probs, where it is another.
+        kept: passes and waves of each kind that run in an update, one in log-probs; others count as copies of one that
+            costs about as much. The second update sees what the first leaves.
+    """
+
+    config: PretrainedConfig
+    groups: tuple[Group, ...]
+    budget: int
+    ranks: int = 1
+    wave_tokens: int | None = None
+    logits_chunk: int = 4096
+    checkpointing: bool = True
+    no_sync: bool = False
+    reshard: bool = True
+    master: torch.dtype = torch.float32
+    dtype: torch.dtype = torch.bfloat16
+    lora: dict[str, Any] | None = None
+    entropy: bool = False
+    temperature: float = 1.0
+    log_prob_budget: int | None = None
+    kept: int = 2
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """flash_attn.ops.triton.cross_entropy: reads logits once, and writes their gradient over them where it may."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: torch.Tensor, labels: torch.Tensor, inplace: bool) -> torch.Tensor:
+        loss, lse = (torch.empty(len(logits), dtype=torch.float32, device=logits.device) for _ in range(2))
+        logits.amax(-1)
+        ctx.save_for_backward(logits, lse, labels)
+        ctx.inplace = inplace
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, dloss: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        logits, _, _ = ctx.saved_tensors
+        scale = dloss.unsqueeze(-1).to(logits.dtype)
+        return logits.mul_(scale) if ctx.inplace else logits * scale, None, None
+
+
+def _outputs(logits: torch.Tensor, labels: torch.Tensor, entropy: bool, temperature: float) -> torch.Tensor:
+    """`prepare_model_outputs` of verl's engine: log-prob, and entropy where it is wanted: [n, 1 or 2] fp32."""
+    from verl.utils.torch_functional import entropy_from_logits
+
+    if temperature != 1.0:
+        logits = logits / temperature
+    columns = [entropy_from_logits(logits).float()] if entropy else []
+    return torch.stack([-_CrossEntropy.apply(logits, labels, not entropy), *columns], dim=-1)
+
+
+def thin(
+    items: Sequence[Item], cost: Callable[[Item], float], kept: int, last_alone: bool = False
+) -> list[tuple[Item, float]]:
+    """About `kept` of the items, in their order, and how many times each counts: the costliest of all, and of every
+    further share of them by cost the costliest, which stands for its share.
+
+    Args:
+        last_alone: the last item does what no other does, and counts once.
+    """
+    if last_alone and items:
+        return [*thin(items[:-1], cost, kept), (items[-1], 1.0)]
+    order = sorted(range(len(items)), key=lambda i: -cost(items[i]))
+    size = -(-len(order) // kept)
+    shares = [order[start : start + size] for start in range(0, len(order), size)] if order else []
+    weights = {share[0]: sum(cost(items[i]) for i in share) / cost(items[share[0]]) for share in shares}
+    return [(items[i], weights[i]) for i in sorted(weights)]
+
+
+class _Schedule(Schedule):
+    """Tells the tracker its phases, and waits at their ends as on a GPU."""
+
+    tracker: Tracker
+    prefix = ""
+    weights: dict[tuple[Group, ...], float]
+
+    @contextlib.contextmanager
+    def _timed(self, phase: str, groups: Sequence[Group], part: str = "") -> Iterator[None]:
+        weight = self.weights.get(tuple(groups), 1.0)
+        with self.tracker.in_phase(self.prefix + phase, weight), super()._timed(phase, groups, part):
+            yield
+
+
+class Simulation:
+    """A job's model on a device, and its passes; on "sim" as FSDP2 shards it.
+
+    Args:
+        device: "sim" inside `fake_accelerator`, or "cpu" with `mesh` None: then all is real, or fake, as the caller has
+            it.
+    """
+
+    def __init__(self, job: Job, tracker: Tracker, mesh: Any, device: str, kernel: str = KERNEL.__name__) -> None:
+        self.job, self.tracker, self.device, self.kernel = job, tracker, device, kernel
+        self.transfers: Counter[str] = Counter()  # of the last run's schedule
+        auto = AutoModelForImageTextToText if is_vision_config(job.config) else AutoModelForCausalLM
+        with torch.device(device):
+            model: Any = auto.from_config(job.config, dtype=job.master).train()
+        if job.checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        if job.lora is not None:
+            import peft
+
+            model.enable_input_require_grads()
+            model = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", **job.lora)).to(job.master)
+        if mesh is not None:
+            from torch.distributed.fsdp import MixedPrecisionPolicy
+            from verl.utils.fsdp_utils import apply_fsdp2
+
+            policy = MixedPrecisionPolicy(param_dtype=job.dtype, reduce_dtype=torch.float32, cast_forward_inputs=True)
+            apply_fsdp2(
+                model, dict(mesh=mesh, mp_policy=policy, reshard_after_forward=job.reshard), {"wrap_policy": {}}
+            )
+        self.model, self.hooked, self.shape = model, HookedModel(model), model_shape(model, job.dtype)
+        for tensor in (*model.parameters(), *model.buffers()):
+            tracker.assign(tensor, "parameters")
+        rows = [(g.prefix_len + 1 + n) for g in job.groups for n in g.suffix_lens]
+        self.offsets = [0]
+        for n in rows:
+            self.offsets.append(self.offsets[-1] + n)
+        ids, positions = (torch.zeros(self.offsets[-1], dtype=torch.int64, device=device) for _ in range(2))
+        self.tokens = TokenBatch(ids, positions, self.offsets)
+
+    def optimizer(self) -> torch.optim.Optimizer:
+        """AdamW with its moments, as after a first step."""
+        parameters = [p for p in self.model.parameters() if p.requires_grad]
+        optimizer = torch.optim.AdamW(parameters, lr=1e-6, foreach=True)
+        for p in parameters:
+            state = optimizer.state[p]
+            state["step"] = torch.zeros(())
+            for name in ("exp_avg", "exp_avg_sq"):
+                state[name] = torch.empty_like(p)
+                self.tracker.assign(state[name], "optimizer")
+        return optimizer
+
+    def step(self, optimizer: torch.optim.Optimizer) -> None:
+        """The norm of all gradients, and the optimizer's step."""
+        with self.tracker.in_phase("optimizer"), _host_scalars():
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), max_norm=1.0)
+            self.tracker.read()  # verl asks whether the norm is finite
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def run(self, arm: Arm, update: bool) -> None:
+        """The mini-batch forward and backward, or its log-probs with their entropy."""
+        with contextlib.nullcontext() if update else torch.no_grad():
+            (self._stock if arm.path.startswith("stock") else self._shared)(arm, update)
+
+    def _autocast(self) -> contextlib.AbstractContextManager[Any]:
+        if self.job.dtype == torch.float32:
+            return contextlib.nullcontext()
+        return torch.autocast(self.device, dtype=self.job.dtype)
+
+    @contextlib.contextmanager
+    def _gradient_sync(self, update: bool, last: bool) -> Iterator[None]:
+        """As FSDPEngine._gradient_sync_context."""
+        defer = update and self.job.no_sync and not last
+        if defer:
+            self.model.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            if defer:
+                self.model.set_requires_gradient_sync(True)
+
+    def _loss(self, outputs: torch.Tensor) -> torch.Tensor:
+        self.tracker.read()  # the engine reads every pass's loss
+        return outputs.sum()
+
+    def _log_probs(self, place: torch.Tensor, logits: torch.Tensor, update: bool) -> torch.Tensor:
+        labels = self.tokens.input_ids[place + 1]
+        return _outputs(logits, labels, self.job.entropy or not update, self.job.temperature)
+
+    def _shared(self, arm: Arm, update: bool) -> None:
+        job = self.job
+        budget = job.budget if update else job.log_prob_budget or job.budget
+        plan, weights = self._thin(make_plan(job.groups, budget, arm.path, job.wave_tokens, arm.offload), update)
+        schedule = _Schedule(
+            self.hooked,
+            lambda place, logits: self._log_probs(place, logits, update),
+            lambda groups, layout, outputs: self._loss(outputs),
+            torch.Tensor.backward if update else None,
+            lambda last: self._gradient_sync(update, last),
+            self._autocast,
+            kernel=self.kernel,
+            logits_chunk=job.logits_chunk,
+            offload=arm.offload,
+        )
+        schedule.tracker, schedule.prefix, schedule.weights = self.tracker, "" if update else "log_probs/", weights
+        schedule.run(self.tokens, plan)
+        self.transfers = schedule.transfers
+
+    def _thin(self, plan: Plan, update: bool) -> tuple[Plan, dict[tuple[Group, ...], float]]:
+        """The plan with `job.kept` of its packed passes, of its phased ones, and of each one's waves; and weights."""
+
+        def cost(groups: Sequence[Group], **part: bool) -> float:
+            return _RATES.seconds(self.shape, [group_pass(self.shape, groups, **part)])
+
+        kept = self.job.kept if update else 1
+        weights: dict[tuple[Group, ...], float] = {}
+        passes: list[PackedPass | PhasedPass] = []
+        alone = self.job.no_sync and not plan.phased
+        for packed, weight in thin(plan.packed, lambda one: cost(one.groups), kept, alone):
+            weights[packed.groups] = weight
+            passes.append(packed)
+        for phased, weight in thin(plan.phased, lambda one: cost(one.groups), kept, self.job.no_sync):
+            weights[phased.groups] = weight
+            waves = thin(phased.waves, lambda wave: cost([piece for _, piece in wave], prefixes=False), kept)
+            for wave, of_wave in waves:
+                weights[tuple(piece for _, piece in wave)] = weight * of_wave
+            passes.append(replace(phased, waves=tuple(wave for wave, _ in waves)))
+        return replace(plan, passes=tuple(passes)), weights
+
+    def _stock(self, arm: Arm, update: bool) -> None:
+        job, starts = self.job, self.offsets
+        budget = job.budget if update else job.log_prob_budget or job.budget
+        rows = list(range(len(starts) - 1))
+        batches = first_fit(rows, lambda row: starts[row + 1] - starts[row], budget)
+        if arm.rows is not None:
+            batches = [b[i : i + arm.rows] for b in batches for i in range(0, len(b), arm.rows)]
+        chosen = thin(batches, self._cost_of_rows, job.kept if update else 1, job.no_sync and update)
+        prompts = [g.prefix_len for g in job.groups for _ in g.rows]
+        phase = "micro_batch" if update else "log_probs/micro_batch"
+        with self.hooked.grouped_attention():
+            for i, (batch, weight) in enumerate(chosen):
+                with self.tracker.in_phase(phase, weight), self._gradient_sync(update, i == len(chosen) - 1):
+                    loss = self._micro_batch(arm, batch, prompts, update)
+                    if update:
+                        loss.backward()
+                    del loss
+
+    def _cost_of_rows(self, rows: list[int]) -> float:
+        tokens = [self.offsets[row + 1] - self.offsets[row] for row in rows]
+        pairs = sum(self.shape.pairs(n, 0) for n in tokens)
+        return _RATES.seconds(self.shape, [PassCost(sum(tokens), sum(tokens), pairs)])
+
+    def _micro_batch(self, arm: Arm, batch: list[int], prompts: list[int], update: bool) -> torch.Tensor:
+        job, starts = self.job, self.offsets
+        pieces = [torch.arange(starts[row], starts[row + 1]) for row in batch]
+        place = torch.cat(pieces)
+        layout = Layout(place, 0, tuple(Segment(len(piece)) for piece in pieces))
+        attention = AttentionPass(layout, self.kernel)
+        index = place.to(self.device)
+        ids, positions = self.tokens.input_ids[index], self.tokens.position_ids[index]
+        with self._autocast():
+            if arm.path == "stock":
+                logits = self.model(
+                    input_ids=ids.unsqueeze(0), position_ids=positions.unsqueeze(0), attention_mask=None,
+                    use_cache=False, prefix_pass=attention,
+                ).logits[0]  # fmt: skip
+                outputs = _outputs(logits, ids.roll(-1), job.entropy or not update, job.temperature)
+                del logits
+            else:
+                kept, start = [], 0
+                for row, piece in zip(batch, pieces, strict=True):
+                    kept.append(torch.arange(start + prompts[row], start + len(piece) - 1))
+                    start += len(piece)
+                keep = torch.cat(kept).to(self.device)
+                outputs = self.hooked.token_outputs(
+                    ids, positions, keep, attention,
+                    lambda rows, logits: self._log_probs(index[keep[rows]], logits, update), job.logits_chunk, {},
+                )  # fmt: skip
+            return self._loss(outputs)
+
+
+@contextlib.contextmanager
+def _host_scalars() -> Iterator[None]:
+    """Fake tensors have no values: AdamW's step count is read as 1."""
+    from unittest import mock
+
+    from torch.optim import adam
+
+    with mock.patch.object(adam, "_get_value", lambda x: 1.0):
+        yield
+
+
+def _with_layers(config: PretrainedConfig, layers: int) -> PretrainedConfig:
+    config = copy.deepcopy(config)
+    text = config.get_text_config()
+    text.num_hidden_layers = layers
+    if getattr(text, "layer_types", None):
+        text.layer_types = text.layer_types[:layers]
+    return config
+
+
+def _depths(config: PretrainedConfig) -> tuple[int, ...]:
+    """Two depths whose difference holds each kind of layer as often as the whole model does, or the whole model's."""
+    text = config.get_text_config()
+    layers = text.num_hidden_layers
+    kinds = list(getattr(text, "layer_types", None) or [0] * layers)
+    period = next(n for n in range(1, layers + 1) if kinds[n:] == kinds[:-n])
+    step = max(2, period)
+    first = max(DEPTH, period) + (layers - max(DEPTH, period)) % step
+    return (first, first + step) if first + step < layers else (layers,)
+
+
+@functools.cache
+def _warm_up() -> None:
+    """What torch imports at a first pass keeps that pass's tensors."""
+    tiny = LlamaConfig(
+        hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=1, num_key_value_heads=1,
+        head_dim=64, vocab_size=128,
+    )  # fmt: skip
+    for arm in (Arm("stock"), Arm("phased")):
+        _run(Job(tiny, (Group((0,), 64, (64,)),), 256), arm, GPUS["h100"])
+
+
+def _run(job: Job, arm: Arm, hardware: Hardware, log_probs: bool = True) -> dict[str, Phase]:
+    vocab_size = job.config.get_text_config().vocab_size
+    with fake_accelerator(job.ranks) as mesh, Tracker(hardware, DEVICE, vocab_size) as tracker:
+        simulation = Simulation(job, tracker, mesh, DEVICE)
+        optimizer = simulation.optimizer()
+        if log_probs:
+            simulation.run(arm, update=False)
+        simulation.run(arm, update=True)
+        simulation.step(optimizer)
+        phases = dict(tracker.phases)
+        del simulation, optimizer
+        gc.collect()
+    return phases
+
+
+def simulate(job: Job, arm: Arm, hardware: Hardware, log_probs: bool = True) -> dict[str, Phase]:
+    """{phase: amounts} of an update and, if wanted, its log-probs: "log_probs/...", "micro_batch" or "packed",
+    "phase_a", "phase_b", "phase_c", "optimizer".
+
+    A deep model runs at two smaller depths; every amount of a phase, its peak included, is a line through them.
+    """
+    _warm_up()
+    layers = job.config.get_text_config().num_hidden_layers
+    found = [
+        (n, _run(replace(job, config=_with_layers(job.config, n)), arm, hardware, log_probs))
+        for n in _depths(job.config)
+    ]
+    if len(found) == 1:
+        return found[0][1]
+    (low, a), (high, b) = found
+    scale = (layers - low) / (high - low)
+    return {
+        phase: Phase({name: a[phase][name] + (b[phase][name] - a[phase][name]) * scale for name in amounts})
+        for phase, amounts in b.items()
+    }

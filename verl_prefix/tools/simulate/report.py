@@ -1,0 +1,198 @@
+"""What a simulation says: arms side by side, what fits, and which settings are the cheapest; JSON and tables.
+
+Every figure is simulated, on the assumptions of `hardware` and `tracker`.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from verl_prefix.core.groups import Group
+from verl_prefix.tools.simulate.hardware import GIB, Hardware
+from verl_prefix.tools.simulate.job import Arm, Job, simulate
+from verl_prefix.tools.simulate.tracker import OWNERS, Phase
+
+ARMS = (
+    Arm("stock"), Arm("stock", rows=1), Arm("stock_lean"), Arm("packed"), Arm("phased"), Arm("phased", offload=True),
+)  # fmt: skip
+NOT_MODELLED = (
+    "fragmentation of the allocator, workspaces of NCCL and cuBLAS, kernels that slow each other down, vLLM's share of "
+    "the device, the reference model, rollout and reward"
+)
+_LOG_PROBS = "log_probs/"
+
+
+def as_json(phases: dict[str, Phase]) -> dict[str, Any]:
+    """An arm's phases: GiB, FLOPs, seconds, bytes; and their sums and peak."""
+
+    def part(phase: Phase, prefix: str, scale: float = 1.0) -> dict[str, float]:
+        return {name.removeprefix(prefix): x / scale for name, x in phase.items() if name.startswith(prefix) and x}
+
+    found = {
+        name: {
+            "peak_gib": phase["peak"] / GIB,
+            "owners_gib": {owner: phase[f"peak/{owner}"] / GIB for owner in OWNERS if phase[f"peak/{owner}"] > 0},
+            "seconds": phase["seconds"],
+            "flops": part(phase, "flops/"),
+            "bytes": phase["bytes"],
+            "launches": round(phase["launches"]),
+            "host_syncs": round(phase["host_syncs"]),
+            "collective_bytes": part(phase, "collective/"),
+            "pcie_bytes": part(phase, "pcie/"),
+            "host_gib": phase["host_peak"] / GIB,
+            "bound_seconds": part(phase, "bound/"),
+        }
+        for name, phase in phases.items()
+        if name != "setup"
+    }
+    updates = {name: x for name, x in found.items() if not name.startswith(_LOG_PROBS)}
+    return {
+        "update_seconds": sum(x["seconds"] for x in updates.values()),
+        "log_prob_seconds": sum(x["seconds"] for name, x in found.items() if name.startswith(_LOG_PROBS)),
+        "peak_gib": max(x["peak_gib"] for x in found.values()),
+        "flops": sum(sum(x["flops"].values()) for x in found.values()),
+        "phases": found,
+    }
+
+
+def compare(job: Job, hardware: Hardware, arms: Sequence[Arm] = ARMS) -> dict[str, Any]:
+    """Every arm's update and log-probs, and what they gain over stock as verl runs it (`arms[0]`)."""
+    log_probs: dict[str, dict[str, Phase]] = {}
+    found = {}
+    for arm in arms:  # rows one by one and offload change updates alone
+        phases = simulate(job, arm, hardware, log_probs=arm.path not in log_probs)
+        log_probs.setdefault(arm.path, {name: x for name, x in phases.items() if name.startswith(_LOG_PROBS)})
+        found[arm.name] = as_json(log_probs[arm.path] | phases)
+    for arm in found.values():
+        for name, baseline in (("", "stock"), ("_over_lean", "stock_lean")):
+            if baseline in found:
+                theirs = found[baseline]
+                arm[f"speedup{name}"] = _seconds(theirs) / _seconds(arm)
+                arm[f"update_speedup{name}"] = theirs["update_seconds"] / arm["update_seconds"]
+                arm[f"flop_ratio{name}"] = theirs["flops"] / arm["flops"]
+        arm["fits"] = arm["peak_gib"] * GIB <= hardware.capacity
+    return found
+
+
+def _seconds(arm: dict[str, Any]) -> float:
+    return arm["update_seconds"] + arm["log_prob_seconds"]
+
+
+def settings(job: Job, hardware: Hardware, arms: dict[str, Any]) -> list[dict[str, Any]]:
+    """Ways to run the job with sharing, cheapest first, those that do not fit behind: overrides, seconds, GiB.
+
+    Args:
+        arms: of `compare`, to which waves of the whole budget and, for the best of both, a single gradient
+            synchronisation are added.
+    """
+    ways = [(arm, job.wave_tokens, job.no_sync, arms[arm.name]) for arm in ARMS if not arm.path.startswith("stock")]
+    if job.wave_tokens != job.budget:
+        ways.append((Arm("phased"), job.budget, job.no_sync, None))
+    found = [_way(job, hardware, arms, *way) for way in ways]
+    best = min(range(len(found)), key=lambda i: _rank(found[i]))
+    arm, wave, no_sync, _ = ways[best]
+    found.append(_way(job, hardware, arms, arm, wave, not no_sync, None))
+    return sorted(found, key=_rank)
+
+
+def _rank(way: dict[str, Any]) -> tuple[bool, float]:
+    return not way["fits"], way["seconds"]
+
+
+def _way(
+    job: Job, hardware: Hardware, arms: dict[str, Any], arm: Arm, wave: int | None, no_sync: bool,
+    known: dict[str, Any] | None,
+) -> dict[str, Any]:  # fmt: skip
+    if known is None:
+        changed = replace(job, wave_tokens=wave, no_sync=no_sync)
+        known = as_json(simulate(changed, arm, hardware, log_probs=False))
+    words = [f"schedule={arm.path}"] + [f"wave_tokens={wave}"] * (arm.path == "phased" and wave is not None)
+    overrides = [f"actor_rollout_ref.actor.prefix.{word}" for word in (*words, *["offload=True"] * arm.offload)]
+    if no_sync != job.no_sync:
+        overrides.append(f"actor_rollout_ref.actor.fsdp_config.use_no_sync_for_gradient_accumulation={no_sync}")
+    return {
+        "overrides": overrides,
+        "seconds": known["update_seconds"] + arms[arm.path]["log_prob_seconds"],
+        "peak_gib": known["peak_gib"],
+        "fits": known["peak_gib"] * GIB <= hardware.capacity,
+    }
+
+
+def longest(peak_gib: Callable[[int], float], gib: float, low: int, high: int) -> int | None:
+    """The largest size of `low` to `high` whose peak fits, by secants, since a peak is nearly a line; None: none fits.
+
+    Args:
+        peak_gib: of a size; more with more.
+    """
+    if (at_low := peak_gib(low)) > gib:
+        return None
+    if (at_high := peak_gib(high)) <= gib:
+        return high
+    for _ in range(4):
+        guess = low + int((high - low) * min(0.98, max(0.02, (gib - at_low) / (at_high - at_low))))
+        if guess in (low, high):
+            break
+        if (found := peak_gib(guess)) <= gib:
+            low, at_low = guess, found
+            if gib - found < 0.01 * gib:
+                break
+        else:
+            high, at_high = guess, found
+    return low
+
+
+def fit(job: Job, hardware: Hardware, gib: float, arms: Sequence[Arm] = ARMS) -> dict[str, dict[str, int | None]]:
+    """Per arm: tokens of the longest prompt, rows of the largest group, and tokens of the largest wave that fit `gib`,
+    each with the rest of the job's longest group as it is; None: nothing does."""
+    group = max(job.groups, key=lambda one: one.prefix_len + max(one.suffix_lens))
+    suffix, rows = max(group.suffix_lens), len(group.rows)
+    longest_prompt = getattr(job.config.get_text_config(), "max_position_embeddings", 1 << 17) - suffix - 1
+
+    def peak(arm: Arm, prefix: int, num_rows: int, wave: int | None) -> float:
+        one = Group(tuple(range(num_rows)), prefix, (suffix,) * num_rows)
+        # Rows beyond those of one pass change nothing.
+        budget = max(job.budget, prefix + 1 + suffix) if arm.path.startswith("stock") else 1 << 40
+        changed = replace(job, groups=(one,), budget=budget, log_prob_budget=None, wave_tokens=wave, kept=1)
+        return as_json(simulate(changed, arm, hardware))["peak_gib"]
+
+    found: dict[str, dict[str, int | None]] = {}
+    for arm in arms:
+        phased = arm.path == "phased"
+        wave = (job.wave_tokens or suffix) if phased else None
+        num_rows = rows if arm.path == "packed" else min(rows, 2)
+        found[arm.name] = {
+            "prompt": longest(lambda n, a=arm, r=num_rows, w=wave: peak(a, n, r, w), gib, 64, longest_prompt),
+        }
+        if arm.path == "packed":
+            found[arm.name]["group"] = longest(lambda n, a=arm: peak(a, group.prefix_len, n, None), gib, 1, 64)
+        if phased:
+            found[arm.name]["wave"] = longest(
+                lambda n, a=arm: peak(a, group.prefix_len, 2 * -(-n // suffix), n), gib, suffix, 64 * suffix
+            )
+    return found
+
+
+def show(found: dict[str, Any], gpu: str, console: Console) -> None:
+    """Prints `compare`'s arms."""
+    table = Table(
+        "simulated", "update s", "log-probs s", "speed-up", "over lean", "FLOP ratio", "peak GiB", "largest owners",
+        title=f"one mini-batch of the costliest rank on {gpu}, simulated; lean: stock with lm_head on responses alone",
+    )  # fmt: skip
+    for name, arm in found.items():
+        peak = max(arm["phases"].values(), key=lambda phase: phase["peak_gib"])
+        owners = sorted(peak["owners_gib"].items(), key=lambda item: -item[1])[:3]
+        table.add_row(
+            name, f"{arm['update_seconds']:.3g}", f"{arm['log_prob_seconds']:.3g}", f"{arm['speedup']:.2f}",
+            f"{arm['speedup_over_lean']:.2f}", f"{arm['flop_ratio']:.2f}",
+            f"{arm['peak_gib']:.1f}" + ("" if arm["fits"] else " does not fit"),
+            ", ".join(f"{owner} {gib:.1f}" for owner, gib in owners),
+        )  # fmt: skip
+    console.print(table)
+
+
+def hardware_json(hardware: Hardware) -> dict[str, float]:
+    return dataclasses.asdict(hardware)

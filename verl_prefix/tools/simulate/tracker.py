@@ -1,0 +1,444 @@
+"""A recorder below autograd: what every operation allocates, computes, moves and waits for, on fake or real tensors.
+
+Time is a roofline per operation on the streams of `accelerator`: the host hands operations over one by one, a stream
+runs them in order, a collective or a copy over PCIe also waits for its link. Not modelled: fragmentation of the
+allocator, workspaces of NCCL and cuBLAS, kernels that slow each other down.
+"""
+
+import contextlib
+import gc
+import math
+import sys
+import weakref
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from verl_prefix.auto.shape import query_key_pairs
+from verl_prefix.core import offload
+from verl_prefix.core.kernels import KERNELS, aten
+from verl_prefix.core.layout import Spans
+from verl_prefix.core.prefix_cache import PrefixCache
+from verl_prefix.tools.simulate.accelerator import CLOCK, Stream
+from verl_prefix.tools.simulate.hardware import Hardware
+
+OWNERS = (
+    "parameters", "gradients", "optimizer", "activations", "prefix cache", "grad cache", "logits", "fsdp buffers",
+    "flash workspace",
+)  # fmt: skip
+_BLOCK = {"cpu": 1}  # bytes to which a device's allocator rounds; torch's for CUDA to 512
+_NO_KERNEL = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "lift_fresh", "detach", "alias"}
+_READS_PART = {"index", "index_select", "embedding", "gather"}
+_WRITES_PART = {"index_put_", "index_put", "_index_put_impl_", "index_copy_", "index_copy", "index_add_", "index_add",
+                "scatter_", "embedding_dense_backward"}  # fmt: skip
+
+
+class FakeFlashAttention:
+    """aten's flash attention as a `core.kernels.Kernel` of any device, where its fake kernels run; `reads` is what the
+    last call read, which the operation itself is told in tensors that hold nothing here: (spans, causal, window)."""
+
+    __name__ = "simulated"
+    reads: tuple[Spans, bool, int | None]
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spans: Spans, causal: bool, scale: float,
+        window: int | None = None, softcap: float | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+        self.reads = spans, causal, window
+        return aten.forward(q, k, v, spans, causal, scale, window, softcap)
+
+    def backward(
+        self, dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
+        lse: torch.Tensor, spans: Spans, causal: bool, scale: float, window: int | None = None,
+        softcap: float | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+        self.reads = spans, causal, window
+        return aten.backward(dout, q, k, v, out, lse, spans, causal, scale, window, softcap)
+
+    def unavailable(self) -> str | None:
+        return aten.schema_error()
+
+    def unsupported(self, device_type: str, dtype: torch.dtype, head_dim: int, softcap: bool = False) -> str | None:
+        return aten.unsupported("cuda", dtype, head_dim, softcap)
+
+    def pairs(self) -> float:
+        """Query-key pairs of the last call."""
+        spans, causal, window = self.reads
+        if not causal:
+            return float(sum((q1 - q0) * (k1 - k0) for q0, q1, k0, k1 in spans))
+        return sum(query_key_pairs(q1 - q0, (k1 - k0) - (q1 - q0), window) for q0, q1, k0, k1 in spans)
+
+
+KERNEL = KERNELS["simulated"] = FakeFlashAttention()
+
+
+def _tensors(values: Iterable[Any]) -> list[torch.Tensor]:
+    """The tensors among an operation's arguments or results; twice as fast here as a tree map."""
+    found: list[torch.Tensor] = []
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif isinstance(value, (list, tuple)):
+            found += _tensors(value)
+    return found
+
+
+def _device(tensor: torch.Tensor) -> str:
+    """Type of its device; of a fake tensor without the operation that `.device` is."""
+    return (tensor.fake_device if isinstance(tensor, FakeTensor) else tensor.device).type
+
+
+def _size(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _touched(tensor: torch.Tensor) -> int:
+    """Bytes behind a tensor; an expanded dimension is read once."""
+    shape = (n for n, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride)
+    return math.prod(shape) * tensor.element_size()
+
+
+class Phase(Counter[str]):
+    """Amounts of one phase: seconds, busy, launches, host_syncs, bytes; "flops/KIND", "bound/KIND" in seconds,
+    "collective/NAME" in bytes, "pcie/to_host|to_device" in bytes; "peak" and "peak/OWNER" in bytes."""
+
+
+class Tracker(TorchDispatchMode):
+    """Records what happens while it is open.
+
+    Args:
+        hardware: what is simulated. device: type of the device whose memory counts. vocab_size: tells logits by shape.
+
+    Attributes:
+        phases: {name: amounts}; `in_phase` names the one that counts.
+        current: bytes on the device. host: bytes of copies on the host.
+    """
+
+    def __init__(self, hardware: Hardware, device: str, vocab_size: int) -> None:
+        super().__init__()
+        self.hardware, self.device, self.vocab_size = hardware, device, vocab_size
+        self.phases: dict[str, Phase] = defaultdict(Phase)
+        self.phase = self.phases["setup"]
+        self.current = self.host = 0
+        self._blocks: dict[int, list[Any]] = {}  # storage -> [bytes, owner; None: on the host, weak reference]
+        self._owned: Counter[str] = Counter()
+        self._polled: dict[int, StorageWeakRef] = {}
+        self._used_until: dict[int, float] = {}  # storage -> when a side stream has read it
+        self._pending: list[tuple[float, int, str]] = []  # freed, but a side stream still reads: (until, bytes, owner)
+        self._patches = contextlib.ExitStack()
+        self._paused = False
+
+    # memory
+
+    def _count(self, nbytes: int, owner: str | None) -> None:
+        if owner is None:
+            self.host += nbytes
+            self.phase["host_peak"] = max(self.phase["host_peak"], self.host)
+            return
+        self.current += nbytes
+        self._owned[owner] += nbytes
+        if nbytes > 0:
+            self._see_peak(nbytes)
+
+    def _rounded(self, nbytes: int) -> int:
+        block = _BLOCK.get(self.device, 512)
+        return -(-nbytes // block) * block
+
+    def _see_peak(self, nbytes: int) -> None:
+        # Fake tensors' dispatch leaves cycles that hold tensors, which no peak may count.
+        if self.current > self.phase["peak"] and nbytes > self.current / 500:
+            gc.collect(1)
+        if self.current > self.phase["peak"]:
+            self.phase["peak"] = self.current
+            for name in OWNERS:
+                self.phase[f"peak/{name}"] = self._owned[name]
+
+    def _collect(self) -> None:
+        """Gives back what nobody holds and no stream reads."""
+        for key in [key for key, ref in self._polled.items() if ref.expired()]:
+            del self._polled[key]
+            if key in self._blocks:
+                self._free(key)
+        done = [block for block in self._pending if block[0] <= CLOCK.host]
+        if done:
+            self._pending = [block for block in self._pending if block[0] > CLOCK.host]
+            for _, nbytes, owner in done:
+                self._count(-nbytes, owner)
+
+    def _free(self, key: int) -> None:
+        nbytes, owner, _ = self._blocks.pop(key)
+        until = self._used_until.pop(key, 0.0)
+        if until > CLOCK.host and owner is not None:
+            self._pending.append((until, nbytes, owner))
+        else:
+            self._count(-nbytes, owner)
+
+    def note(self, tensor: torch.Tensor, owner: str | None = None) -> bool:
+        """Counts a tensor's storage; False where it is known. owner: of `OWNERS`, or told from who allocates."""
+        if isinstance(tensor, DTensor):
+            tensor = tensor._local_tensor
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._blocks:
+            return False
+        self._collect()
+        on_device = _device(tensor) == self.device
+        nbytes = self._rounded(storage.nbytes())
+        who = (owner or self._owner(tensor)) if on_device else None
+
+        def gone(_: Any) -> None:
+            if key in self._blocks:
+                self._free(key)
+
+        self._blocks[key] = [nbytes, who, weakref.ref(storage, gone)]
+        self._count(nbytes, who)
+        return True
+
+    def assign(self, tensor: torch.Tensor | None, owner: str) -> None:
+        """Says whose a known tensor is from now on."""
+        if isinstance(tensor, DTensor):
+            tensor = tensor._local_tensor
+        if tensor is None or (block := self._blocks.get(tensor.untyped_storage()._cdata)) is None or block[1] is None:
+            return
+        self._owned[block[1]] -= block[0]
+        self._owned[owner] += block[0]
+        block[1] = owner
+
+    def _owner(self, tensor: torch.Tensor) -> str:
+        if tensor.dim() > 1 and tensor.shape[-1] == self.vocab_size:
+            return "logits"
+        frame = sys._getframe(2)
+        while frame is not None:
+            name = frame.f_code.co_filename
+            if "/distributed/fsdp/" in name:
+                return "fsdp buffers"
+            if name.endswith("/core/prefix_cache.py") and frame.f_code.co_name in ("add_grad", "backward"):
+                if frame.f_code.co_name == "add_grad" or frame is sys._getframe(2):
+                    return "grad cache"
+            if name.endswith("/torch/optim/optimizer.py"):
+                return "optimizer"
+            frame = frame.f_back  # type: ignore[assignment]
+        return "activations"
+
+    def _resized(self, storage: torch.UntypedStorage, size: int) -> None:
+        if (block := self._blocks.get(storage._cdata)) is None:
+            return
+        nbytes = self._rounded(size)
+        before, block[0] = block[0], nbytes
+        if nbytes > before:
+            self._collect()
+        self._count(nbytes - before, block[1])
+
+    def _recorded(self, tensor: torch.Tensor, stream: Stream) -> None:
+        key = tensor.untyped_storage()._cdata
+        self._used_until[key] = max(self._used_until.get(key, 0.0), stream.time)
+
+    # hooks into what allocates without an operation, and into who owns what
+
+    def __enter__(self) -> "Tracker":
+        tracker = self
+        resize, capture, post_backward = (
+            torch.UntypedStorage.resize_, PrefixCache.capture, FSDPParamGroup.post_backward,
+        )  # fmt: skip
+        propagate = ShardingPropagator._propagate_tensor_meta_non_cached
+
+        def resize_(storage: torch.UntypedStorage, size: int) -> Any:
+            out = resize(storage, size)
+            tracker._resized(storage, size)
+            return out
+
+        def captured(cache: PrefixCache, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
+            for x in (k, v):
+                tracker.assign(x, "prefix cache")
+            capture(cache, layer, k, v)
+
+        def after_backward(group: FSDPParamGroup, *unused: Any) -> None:
+            post_backward(group, *unused)
+            for parameter in group.fsdp_params:
+                tracker.assign(parameter.sharded_param.grad, "gradients")
+                tracker.assign(parameter.unsharded_accumulated_grad, "gradients")
+
+        def propagated(propagator: ShardingPropagator, *args: Any) -> Any:
+            """DTensor asks fake tensors of its own, of whole parameters, what shape comes out."""
+            tracker._paused, before = True, tracker._paused
+            try:
+                return propagate(propagator, *args)
+            finally:
+                tracker._paused = before
+
+        class Polled(StorageWeakRef):
+            """It keeps a storage's Python object, and with it our weak reference, alive: ask it instead."""
+
+            def __init__(self, storage: torch.UntypedStorage) -> None:
+                super().__init__(storage)
+                tracker._polled[storage._cdata] = self
+
+        for target, name, value in (
+            (torch.UntypedStorage, "resize_", resize_),
+            (PrefixCache, "capture", captured),
+            (FSDPParamGroup, "post_backward", after_backward),
+            (offload, "StorageWeakRef", Polled),
+            (ShardingPropagator, "_propagate_tensor_meta_non_cached", propagated),
+        ):
+            self._patches.enter_context(mock.patch.object(target, name, value))
+        CLOCK.on_synchronize = self.synchronize
+        CLOCK.on_record = self._recorded
+        CLOCK.room = lambda: (int(self.hardware.capacity) - self.current, int(self.hardware.capacity))
+        return super().__enter__()
+
+    def __exit__(self, *exc_info: Any) -> None:
+        self._patches.close()
+        super().__exit__(*exc_info)
+
+    @contextlib.contextmanager
+    def in_phase(self, name: str, weight: float = 1.0) -> Iterator[None]:
+        """Counts for the phase of this name, `weight` times over; ends with a synchronisation."""
+        phase, start = self.phases[name], CLOCK.now
+        before, counted, waited = self.phase, Counter(phase), Counter(CLOCK.waited)
+        self.phase = phase
+        gc.collect()
+        self._see_peak(0)
+        try:
+            yield
+            self.synchronize()
+        finally:
+            phase["seconds"] += CLOCK.now - start
+            for link, seconds in (CLOCK.waited - waited).items():
+                phase[f"bound/{link or 'compute'}"] += seconds
+            for amount, value in phase.items():
+                if not amount.startswith(("peak", "host_peak")):
+                    phase[amount] += (weight - 1.0) * (value - counted[amount])
+            self.phase = before
+
+    # time
+
+    def synchronize(self) -> None:
+        """The host waits for all streams, as torch.cuda.synchronize does."""
+        self._wait(CLOCK.now)
+
+    def read(self) -> None:
+        """The host waits for the current stream, as `.item()` and a copy from pageable memory do."""
+        self._wait(CLOCK.stream.time)
+
+    def _wait(self, time: float) -> None:
+        self.phase["host_syncs"] += 1
+        CLOCK.host = max(CLOCK.host, time) + 2 * self.hardware.launch
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if DTensor in types:
+            return NotImplemented
+        out = func(*args, **kwargs)
+        if self._paused or func.namespace in ("prim", "profiler"):
+            return out
+        outs, ins = _tensors((out,)), _tensors((*args, *kwargs.values()))
+        new = any([self.note(x) for x in outs])
+        self._time(func, ins, outs, new, args, kwargs, out)
+        return out
+
+    def _time(self, func: Any, ins: list, outs: list, new: bool, args: Any, kwargs: Any, out: Any) -> None:
+        hardware, phase = self.hardware, self.phase
+        namespace, name = func._schema.name.split("::")
+        mutates = func._schema.is_mutable
+        if namespace in ("c10d", "_c10d_functional"):
+            if name != "wait_tensor":
+                self._collective(name, max(map(_size, (*ins, *outs)), default=0))
+            return
+        devices = {_device(x) for x in (*ins, *outs)}
+        if name in _NO_KERNEL or not (new or mutates) or self.device not in devices:
+            CLOCK.host += hardware.launch / 5
+            return
+        if len(devices) > 1 and name in ("_to_copy", "copy_", "_copy_from"):
+            waits = not (kwargs.get("non_blocking") or (name == "copy_" and len(args) > 2 and args[2]))
+            self._copy(max(map(_size, outs)), _device(outs[0]) == self.device, waits)
+            return
+        kind, flops, workspace = self._flops(func, name, ins, args, kwargs, out)
+        nbytes = self._bytes(name, ins, outs, new, mutates) + 2 * workspace
+        if workspace:
+            self._count(workspace, "flash workspace")
+            self._count(-workspace, "flash workspace")
+        reached = {
+            "attention": hardware.attention_backward if "backward" in name else hardware.attention_forward,
+        }.get(kind, hardware.matmul_16 if not ins or ins[-1].element_size() <= 2 else hardware.matmul_32)
+        compute, memory = flops / reached, nbytes / hardware.memory
+        seconds = max(compute, memory, hardware.kernel)
+        phase["launches"] += 1
+        phase["bytes"] += nbytes
+        if flops:
+            phase[f"flops/{kind}"] += flops
+        CLOCK.host += hardware.launch
+        stream = CLOCK.stream
+        idle = max(0.0, CLOCK.host - stream.time)
+        stream.time = max(stream.time, CLOCK.host) + seconds
+        if stream is CLOCK.compute:
+            phase["bound/launch"] += idle
+            phase["bound/compute" if compute >= memory else "bound/memory"] += seconds
+
+    def _flops(self, func: Any, name: str, ins: list, args: Any, kwargs: Any, out: Any) -> tuple[str, float, int]:
+        """Kind, FLOPs, and bytes that exist during the operation alone."""
+        if name in ("_flash_attention_forward", "_flash_attention_backward"):
+            spans = KERNEL.reads[0]
+            backward = name.endswith("backward")
+            q, k = args[int(backward)], args[1 + int(backward)]
+            heads, dim = q.shape[1], q.shape[2]
+            flops = 4.0 * heads * dim * KERNEL.pairs() * (2.5 if backward else 1.0)
+            if not backward:
+                return "attention", flops, 0
+            # fp32 dq and its row sums, padded to 128 queries per sequence; dk and dv per query head.
+            padded = q.shape[0] + 128 * (len(spans.q) - 1)
+            workspace = 4 * padded * heads * (dim + 1)
+            if heads != k.shape[1]:
+                workspace += 2 * k.shape[0] * heads * dim * k.element_size()
+            return "attention", flops, workspace
+        if (formula := flop_registry.get(func._overloadpacket)) is None:
+            return "", 0.0, 0
+        flops = float(formula(*args, **kwargs, out_val=out))
+        logits = any(self.vocab_size in x.shape for x in ins)
+        return ("attention" if "attention" in name else "lm_head" if logits else "linear"), flops, 0
+
+    def _bytes(self, name: str, ins: list, outs: list, new: bool, mutates: bool) -> float:
+        if name in _READS_PART:
+            return 2.0 * sum(map(_size, outs)) + sum(_size(x) for x in ins if not x.is_floating_point())
+        if name in _WRITES_PART:
+            return 3.0 * sum(map(_size, ins[1:])) + (2.0 * _size(outs[0]) if new and outs else 0.0)
+        if name in ("slice_backward", "select_backward"):
+            return float(_size(ins[0]) + _size(outs[0]))
+        seen = {(x.untyped_storage()._cdata, x.storage_offset(), tuple(x.shape)): x for x in (*ins, *outs)}
+        nbytes = float(sum(map(_touched, seen.values())))
+        if mutates and not new:  # read and written
+            nbytes += sum(map(_size, outs)) if outs else _size(ins[0]) if ins else 0.0
+        return nbytes
+
+    def _collective(self, name: str, nbytes: int) -> None:
+        ranks = torch.distributed.get_world_size()
+        wire = nbytes * (ranks - 1) / ranks * (2 if "allreduce" in name or "all_reduce" in name else 1)
+        CLOCK.host += 4 * self.hardware.launch
+        stream = CLOCK.stream
+        start = max(CLOCK.host, CLOCK.network, stream.time)
+        stream.link = "network"
+        stream.time = CLOCK.network = start + wire / self.hardware.network + 2 * self.hardware.launch
+        self.phase[f"collective/{name.strip('_')}"] += nbytes
+        self.phase["collectives"] += 1
+        self.phase["link/network"] += stream.time - start
+
+    def _copy(self, nbytes: int, to_device: bool, waits: bool) -> None:
+        CLOCK.host += self.hardware.launch
+        stream = CLOCK.stream
+        link = "to_device" if to_device else "to_host"
+        start = max(CLOCK.host, stream.time, getattr(CLOCK, link))
+        stream.link = "pcie"
+        stream.time = start + nbytes / self.hardware.pcie
+        setattr(CLOCK, link, stream.time)
+        self.phase[f"pcie/{link}"] += nbytes
+        if waits:
+            self.read()
