@@ -16,7 +16,8 @@ ROOMS = {
     "auto": ("core models files", "transformers"),
     "config": ("models versions", "verl transformers"),
     "engine": (
-        "core models auto config cpu files versions", "verl ray tensordict transfer_queue huggingface_hub safetensors",
+        "core models auto config cpu files versions", "verl ray tensordict transfer_queue huggingface_hub safetensors "
+        "numpy",
     ),
     "trainer": ("config versions", "verl ray omegaconf transfer_queue"),
     "cpu": ("models", "verl ray psutil omegaconf transformers fastapi uvicorn"),

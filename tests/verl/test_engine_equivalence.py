@@ -19,7 +19,10 @@ from verl_prefix.testing import write_tiny_model
 TOLERANCE = 5e-6  # fp32, relative, of design.md
 
 # Options of the prefix engine alone.
-OURS = ("schedule", "wave_tokens", "logits_chunk", "offload", "attention", "min_speedup", "verify", "verify_action")
+OURS = (
+    "schedule", "exchange", "wave_tokens", "logits_chunk", "offload", "attention", "min_speedup", "verify",
+    "verify_action",
+)  # fmt: skip
 AGG_MODES = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 # What differs from the default case: keys of `_batch`, `_engines` or `_loss`.
 CASES = {
@@ -168,14 +171,14 @@ def _batch(rank: int, vocab: int, options: dict):
     return _padded(fields, flags) if options.get("padded", False) else tu.get_tensordict(fields, flags)
 
 
-def _padded(fields: dict, flags: dict):
+def _padded(fields: dict, flags: dict, width: int | None = None):
     """The same rows as verl's legacy trainer hands them over, with wider padding than any of them needs."""
     from verl.utils import tensordict_utils as tu
     from verl.workers.utils.padding import left_right_2_no_padding
 
     def pad(rows, left=False):
-        width = max(len(row) for row in rows) + 3
-        sides = [(width - len(row), 0) if left else (0, width - len(row)) for row in rows]
+        wide = width or max(len(row) for row in rows) + 3
+        sides = [(wide - len(row), 0) if left else (0, wide - len(row)) for row in rows]
         return torch.stack([torch.nn.functional.pad(row, side) for row, side in zip(rows, sides, strict=True)])
 
     prompts, responses = fields["prompts"].unbind(), fields["responses"].unbind()
@@ -308,7 +311,10 @@ def _measure(backend: str, model_path: str, rank: int, options: dict) -> dict:
         output = engine.forward_backward_batch(data.copy(), _loss(options))
         result["grads"] = {n: _full(p.grad) for n, p in engine.module.named_parameters() if p.requires_grad}
         result["grad_norm"] = engine.optimizer_step()
-    result["loss"] = sum(output["loss"])
+    # Of all ranks: with us a rank computes other rows than those that it was given.
+    loss = torch.tensor(sum(output["loss"]), dtype=torch.float64)
+    torch.distributed.all_reduce(loss)
+    result["loss"] = loss.item()
     result["metrics"] = output["metrics"]
     result["params"] = {name: _full(p) for name, p in engine.module.named_parameters()}
     return result

@@ -58,18 +58,26 @@ class Decision(NamedTuple):
     speedup: float
 
 
-def price(costs: CostModel, groups: Sequence[Group], budget: int, profile: Profile) -> Prices:
+class Batch(NamedTuple):
+    """A rank's rows in groups, and `budget`, the physical tokens of one pass over them."""
+
+    groups: Sequence[Group]
+    budget: int
+
+
+def price(costs: CostModel, groups: Sequence[Group], budget: int, profile: Profile, own: Batch | None = None) -> Prices:
     """Prices a rank's batch on each path: the sum of log-probs and update, as far as their rates are known.
 
     Args:
         budget: physical tokens of one pass.
+        own: what verl's path would compute here, where `groups` are rows that came from other ranks.
     """
     mixed = make_plan(groups, budget, "auto", costs.wave_tokens, costs.offload)
     packed = make_plan(groups, budget, "packed", costs.wave_tokens, costs.offload) if mixed.phased else mixed
     seconds = [0.0] * 3
     for logits_chunk, rates in ((None, profile.forward), (costs.logits_chunk, profile.update)):
         if rates is not None:
-            passes = [stock_passes(costs.shape, groups, budget, costs.dense_mask)]
+            passes = [stock_passes(costs.shape, *(own or Batch(groups, budget)), costs.dense_mask)]
             passes += [plan_passes(costs.shape, plan, logits_chunk) for plan in (mixed, packed)]
             seconds = [x + rates.seconds(costs.shape, p) for x, p in zip(seconds, passes, strict=True)]
     return Prices(mixed, packed, seconds)
@@ -114,12 +122,12 @@ class Chooser:
         self.speedup: float | None = None  # predicted for the last batch
         self._log_probs: Decision | None = None
 
-    def choose(self, groups: Sequence[Group], budget: int, forward_only: bool) -> Plan | None:
-        """This rank's plan; None: the stock path."""
+    def choose(self, groups: Sequence[Group], budget: int, forward_only: bool, own: Batch | None = None) -> Plan | None:
+        """This rank's plan; None: the stock path. `own`: see `price`."""
         if not self.costs.min_speedup:
             return make_plan(groups, budget, "auto", self.costs.wave_tokens, self.costs.offload)
         self._ensure_measured(budget, forward_only)
-        prices = price(self.costs, groups, budget, self.profile)
+        prices = price(self.costs, groups, budget, self.profile, own)
         seconds = self.reduce_max(prices.seconds)
         decision = decide(seconds, self.costs.min_speedup, None if forward_only else self._log_probs)
         if forward_only:

@@ -22,6 +22,7 @@ class ModelShape:
         windows: sliding window of every layer, None where it sees everything.
         activations: bytes per token that one layer keeps for backward. boundary: bytes per token of its input alone.
         kv: bytes per token of all layers' keys and values. vocab_size: logits per token, fp32 and thrice in backward.
+        tower: FLOPs per patch of a vision tower's matmuls; 0 without one.
     """
 
     linear: float
@@ -32,6 +33,7 @@ class ModelShape:
     boundary: float
     kv: float
     vocab_size: int
+    tower: float = 0.0
 
     @functools.cached_property
     def _layers_by_window(self) -> tuple[tuple[int | None, int], ...]:
@@ -52,7 +54,7 @@ def query_key_pairs(length: int, behind: int, window: int | None) -> float:
 
 def model_shape(model: PreTrainedModel, dtype: torch.dtype) -> ModelShape:
     """FLOPs and bytes per token, from the modules (also on the meta device, also sharded by FSDP2). Those of a vision
-    tower, which sharing saves too, do not count.
+    tower, which sharing saves too, stand for themselves.
 
     Args:
         dtype: what activations are computed in.
@@ -61,8 +63,7 @@ def model_shape(model: PreTrainedModel, dtype: torch.dtype) -> ModelShape:
     lm_head = model.get_output_embeddings()
     seeing: Any = vision_model(model)
     body: torch.nn.Module = model if seeing is None else seeing.model.language_model
-    linears = (m for m in body.modules() if isinstance(m, torch.nn.Linear) and m is not lm_head)
-    weights = sum((m.weight.numel() for m in linears), 0.0)
+    weights = _linear_weights(body, lm_head)
     # Experts are [experts, in, out] parameters, of which a token meets `num_experts_per_tok`.
     chosen = getattr(text, "num_experts_per_tok", None) or 0
     weights += sum((p.numel() / p.shape[0] * chosen for p in body.parameters() if p.dim() == 3), 0.0)
@@ -81,4 +82,10 @@ def model_shape(model: PreTrainedModel, dtype: torch.dtype) -> ModelShape:
         boundary=text.hidden_size * dtype.itemsize,
         kv=2.0 * layers * kv_heads * head_dim * dtype.itemsize,
         vocab_size=text.vocab_size,
+        tower=0.0 if seeing is None else 2.0 * _linear_weights(seeing.model.visual),
     )
+
+
+def _linear_weights(module: torch.nn.Module, lm_head: torch.nn.Module | None = None) -> float:
+    linears = (m for m in module.modules() if isinstance(m, torch.nn.Linear) and m is not lm_head)
+    return sum((m.weight.numel() for m in linears), 0.0)

@@ -25,6 +25,7 @@ LOSSES_OF_PASSES = {
     "kl_cov": "penalises the tokens of a pass that have the largest covariance in it (compute_policy_loss_kl_cov)",
 }
 SCHEDULES = ("auto", "packed", "phased", "stock")
+EXCHANGE = ("auto", "off")
 ATTENTION = ("auto", "cpu", "flash_attn", "aten", "reference")
 
 logger = logging.getLogger(__name__)
@@ -39,6 +40,7 @@ class PrefixConfig(BaseConfig):
     """
 
     schedule: str = "auto"
+    exchange: str = "auto"
     wave_tokens: int | None = None
     logits_chunk: int = 4096
     offload: bool = False
@@ -54,6 +56,7 @@ class PrefixConfig(BaseConfig):
     def __post_init__(self) -> None:
         for key, value, allowed in (
             ("schedule", self.schedule, SCHEDULES),
+            ("exchange", self.exchange, EXCHANGE),
             ("attention", self.attention, ATTENTION),
             ("verify_action", self.verify_action, ("raise", "fallback")),
         ):

@@ -10,7 +10,7 @@ from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_name
 
 from verl_prefix.auto.calibration import measure, read_profile
-from verl_prefix.auto.chooser import Chooser, CostModel
+from verl_prefix.auto.chooser import Batch, Chooser, CostModel
 from verl_prefix.auto.cost import Rates
 from verl_prefix.auto.shape import model_shape
 from verl_prefix.config import PrefixConfig
@@ -84,19 +84,21 @@ class Paths:
             return "top-k distillation needs logits of every token"
         return None
 
-    def plan(self, data: TensorDict, groups: Sequence[Group], forward_only: bool) -> Plan | str:
+    def plan(
+        self, data: TensorDict, groups: Sequence[Group], own_groups: Sequence[Group], forward_only: bool
+    ) -> Plan | str:
         """This rank's plan; or why verl's own path is taken.
 
         The budget of a pass is verl's token budget, or what its micro-batch of longest rows would hold.
+
+        Args:
+            groups: of the rows that this rank computes on ours. own_groups: of `data`, which verl's would compute.
         """
-        if tu.get_non_tensor_data(data, "use_dynamic_bsz", True):
-            budget = int(data["max_token_len_per_gpu"])
-        else:
-            budget = int(data["micro_batch_size_per_gpu"]) * int(data["input_ids"].offsets().diff().max())
         options = self.options
+        batch, own = (Batch(found, _budget(data, found)) for found in (groups, own_groups))
         if self._chooser is None:
-            return make_plan(groups, budget, options.schedule, options.wave_tokens, options.offload)
-        plan = self._chooser.choose(groups, budget, forward_only)
+            return make_plan(*batch, options.schedule, options.wave_tokens, options.offload)
+        plan = self._chooser.choose(*batch, forward_only, own)
         return plan or f"prefix.min_speedup={options.min_speedup} is more than sharing is predicted to gain"
 
     def log_once(self, stock_reason: str) -> None:
@@ -113,3 +115,10 @@ class Paths:
         if self._chooser is not None and self._chooser.speedup:
             found["prefix/predicted_speedup"] = [self._chooser.speedup]
         return found
+
+
+def _budget(data: TensorDict, groups: Sequence[Group]) -> int:
+    if tu.get_non_tensor_data(data, "use_dynamic_bsz", True):
+        return int(data["max_token_len_per_gpu"])
+    longest = max((group.prefix_len + 1 + n for group in groups for n in group.suffix_lens), default=1)
+    return int(data["micro_batch_size_per_gpu"]) * longest

@@ -7,6 +7,7 @@ FSDPEngine.
 """
 
 import copy
+import logging
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 
@@ -18,11 +19,13 @@ from verl.workers.engine import EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 from verl.workers.engine.utils import postprocess_batch_func
 
+from verl_prefix.auto.shape import model_shape
 from verl_prefix.config import PrefixEngineConfig, check_model_options
 from verl_prefix.core.groups import Group
 from verl_prefix.core.schedule import Schedule
 from verl_prefix.core.waves import Plan, largest_wave, limit_waves, pad_to_same_passes
 from verl_prefix.cpu.engine import CPUEngineMixin
+from verl_prefix.engine.exchange import Exchange, TornGroups
 from verl_prefix.engine.mini_batch import MiniBatch, even_out, group_batch
 from verl_prefix.engine.out_of_memory import run_or_halve
 from verl_prefix.engine.paths import Paths
@@ -31,6 +34,8 @@ from verl_prefix.engine.verify import Verification
 from verl_prefix.models import vision
 from verl_prefix.models.hookup import HookedModel
 from verl_prefix.models.support import check_dropout, check_supported
+
+logger = logging.getLogger(__name__)
 
 
 class PrefixFSDPEngine(FSDPEngineWithLMHead):
@@ -46,6 +51,7 @@ class PrefixFSDPEngine(FSDPEngineWithLMHead):
         self._wave_limit: int | None = None  # suffix tokens of a wave, since one ran out of memory
         self._paths = Paths(self.prefix_config)
         self._verification = Verification(self)
+        self._torn_groups = TornGroups()
         if self.prefix_config.schedule != "stock":
             check_model_options(model_config)
             check_supported(model_config.hf_config)
@@ -59,6 +65,7 @@ class PrefixFSDPEngine(FSDPEngineWithLMHead):
         super().initialize()
         if self.prefix_config.schedule != "stock":
             check_dropout(self.module)
+            self._shape = model_shape(self.module, self._autocast_dtype)
         self._paths.initialize(
             self.module, self._autocast_dtype, self.schedule, self.optimizer_zero_grad, self.reduce_max
         )
@@ -95,31 +102,55 @@ class PrefixFSDPEngine(FSDPEngineWithLMHead):
         self, data: TensorDict, loss_function: Callable | None, forward_only: bool = False
     ) -> dict[str, object]:
         """A rank's mini-batch: same contract as FSDPEngine.forward_backward_batch, rows in the order they came."""
-        if "multi_modal_inputs" in data.keys():
-            # Here: Ray may unpickle that module's worker first, whose import of verl loads this module halfway through.
-            from verl_prefix.engine.shared_pixels import receive_pixels
-
-            receive_pixels(tu.get(data, "multi_modal_inputs"))
         metrics: dict[str, list[float]] = {}
-        stock_reason, plan = self._paths.stock_reason(data), None
+        stock_reason, plan, exchange = self._paths.stock_reason(data), None, None
         if stock_reason is None:
-            groups, num_split_uids = group_batch(data)
-            plan = self._paths.plan(data, groups, forward_only)
+            exchange = self._exchange_of(data)
+            if exchange is None:
+                _receive_pixels(data)
+                groups, _ = group_batch(data)
+                own_groups = groups
+            else:
+                groups, own_groups = exchange.groups, exchange.own_groups
+            plan = self._paths.plan(data, groups, own_groups, forward_only)
         if isinstance(plan, Plan):
-            prepared = self._prepared(data)
+            rows = data if exchange is None else exchange.rows()
+            _receive_pixels(rows)
+            found, num_split_uids = group_batch(rows)
+            if exchange is not None:
+                exchange.check_groups(found)
+            prepared = self._prepared(rows)
             if not forward_only:
-                metrics = self._verification.check(prepared, groups)
+                metrics = self._verification.check(prepared, found)
                 stock_reason = self._paths.lasting_reason = self._verification.failure
         else:
             stock_reason = stock_reason or plan
         if stock_reason is None:
             output = self._shared_batch(prepared, groups, plan, loss_function, forward_only)
+            computed = (sum(group.num_physical_tokens for group in groups), len(rows))
+            if exchange is not None:
+                output["model_output"] = exchange.give_back(output["model_output"])
+                metrics |= {name: [float(value)] for name, value in exchange.metrics().items()}
+                computed = exchange.num_computed()
+            if (told := self._torn_groups.see(*computed, forward_only)) and torch.distributed.get_rank() == 0:
+                logger.warning(told)
             output["metrics"].update({"prefix/split_uids": [float(num_split_uids)]} | metrics)
         else:
             self._paths.log_once(stock_reason)
+            _receive_pixels(data)
             output = self.stock_batch(data, loss_function, forward_only)
         output["metrics"].update(self._paths.metrics(None if stock_reason is None else len(data)))
         return output
+
+    def _exchange_of(self, data: TensorDict) -> Exchange | None:
+        """The batch on its way to the ranks that compute it; None where there is one rank, or rows are to stay."""
+        group = self.get_data_parallel_group()
+        if self.prefix_config.exchange == "off" or torch.distributed.get_world_size(group) == 1:
+            return None
+        exchange = Exchange(data, self._shape, group, torch.device(get_device_name()))
+        if not exchange.compatible:
+            logger.warning("prefix.exchange: the ranks' batches have different fields, so that rows stay")
+        return exchange
 
     def stock_batch(self, data: TensorDict, loss_function: Callable | None, forward_only: bool) -> dict[str, object]:
         """verl's own path."""
@@ -222,6 +253,14 @@ class PrefixFSDPEngine(FSDPEngineWithLMHead):
         if self._autocast_dtype == torch.float32:
             return nullcontext()
         return torch.autocast(device_type=get_device_name(), dtype=self._autocast_dtype)
+
+
+def _receive_pixels(data: TensorDict) -> None:
+    if "multi_modal_inputs" in data.keys():
+        # Here: Ray may unpickle that module's worker first, whose import of verl loads this module halfway through.
+        from verl_prefix.engine.shared_pixels import receive_pixels
+
+        receive_pixels(tu.get(data, "multi_modal_inputs"))
 
 
 def _metrics(groups: Sequence[Group], plan: Plan, schedule: Schedule) -> dict[str, float]:

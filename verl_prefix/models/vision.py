@@ -95,6 +95,11 @@ def num_kinds(row: Row) -> int:
     return sum((row or {}).get(values) is not None for _, values, _ in _PIXELS)
 
 
+def num_patches(row: Row) -> int:
+    """Number of patches that the row's pixels are, those of images and videos; 0 where it holds none."""
+    return sum(len(row[values]) for _, values, _ in _PIXELS if row and row.get(values) is not None)
+
+
 class PixelBatch:
     """Pixels of a batch's rows, and which of its tokens they are.
 

@@ -1,0 +1,350 @@
+"""The exchange of rows by itself, without engines: random batches on 2 to 4 gloo ranks, and every way to break it.
+
+One set of processes runs all of it; the tests read what came back. Does not exercise NCCL.
+"""
+
+import os
+import time
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from verl_prefix.auto.shape import ModelShape
+
+WORLD = 4
+SHAPE = ModelShape(1e6, 1e5, 1e2, (None, 64), 1.0, 1.0, 1.0, 100, tower=1e6)
+SECONDS = 60  # in which an error must be seen
+BROKEN = {
+    "outputs in another order": "gave back outputs of its rows",
+    "a row lost": "rank 1 sent its rows",
+    "a row twice": "rank 1 sent its rows",
+    "a row of a rank that is not there": "there are 4",
+    "another placement": "ranks placed the same rows differently",
+    "no memory while rows are described": "rank 2 failed while describing rows",
+    "no memory while rows are sent": "rank 2 failed while sending rows",
+    "no memory while outputs are returned": "rank 2 failed while returning outputs",
+    "an output lost": "do not have the",
+    "other outputs": "ranks computed different outputs",
+    "other tokens": "rows [0, 1, 2, 3, 4, 5, 6, 7] arrived as one group, and their prompts differ",
+    "a uid that cannot travel": "failed while sending rows",
+}
+
+
+@st.composite
+def batches(draw) -> dict:
+    """Groups (prompt length, response lengths, pixels: none, a copy in every row, or carried by one), and each row's
+    rank."""
+    lens = st.lists(st.integers(0, 9), min_size=1, max_size=draw(st.sampled_from([1, 3, 20])))
+    kinds = st.sampled_from(draw(st.sampled_from([["text"], ["text", "copies", "carried"]])))
+    groups = draw(st.lists(st.tuples(st.integers(1, 40), lens, kinds), min_size=2, max_size=8))
+    num_rows = sum(len(one[1]) for one in groups)
+    world = draw(st.integers(2, min(WORLD, num_rows)))  # verl gives every rank a row
+    ranks = draw(st.lists(st.integers(0, world - 1), min_size=num_rows, max_size=num_rows))
+    ranks[:world] = range(world)
+    return {"world": world, "groups": groups, "ranks": ranks, "mrope": draw(st.booleans())}
+
+
+def examples(count: int) -> list[dict]:
+    found = []
+
+    @settings(max_examples=count, phases=[Phase.generate], database=None, suppress_health_check=list(HealthCheck))
+    @given(batches())
+    def collect(batch):
+        found.append(batch)
+
+    collect()
+    return found
+
+
+def rows_of(batch: dict, seed: int) -> list[dict]:
+    """All rows, each as a dict of what its batch holds for it."""
+    from verl_prefix.engine.shared_pixels import CARRIED_BY, CARRIES
+
+    generator = torch.Generator().manual_seed(seed)
+    rows = []
+
+    def noise(*shape):
+        return torch.randn(*shape, generator=generator)
+
+    for group, (prompt_len, lens, kind) in enumerate(batch["groups"]):
+        prompt = torch.randint(100, (prompt_len,), generator=generator)
+        pixels = {"pixel_values": torch.randn(8, 3, generator=generator), "image_grid_thw": torch.tensor([[1, 4, 2]])}
+        for i, n in enumerate(lens):
+            ids = torch.cat([prompt, torch.randint(100, (n,), generator=generator)])
+            positions = torch.arange(len(ids))
+            seen = {"second_per_grid_ts": [0.5]}
+            if kind == "copies":
+                seen |= {name: x.clone() for name, x in pixels.items()}
+            elif kind == "carried":
+                seen |= {CARRIES: f"{group}_0"} | pixels if i == 0 else {CARRIED_BY: f"{group}_0"}
+            rows.append(
+                {
+                    "uid": f"uid{group}", "prompts": prompt, "responses": ids[prompt_len:], "input_ids": ids,
+                    "position_ids": positions.expand(3, -1) if batch["mrope"] else positions,
+                    "loss_mask": torch.ones(n, dtype=torch.bool), "half": noise(n).to(torch.bfloat16),
+                    "wide": noise(n, 2, 3), "row": torch.tensor(len(rows)), "square": noise(2, 2),
+                    "extra": {"row": len(rows), 3: (None, "text", [1.5])}, "multi_modal_inputs": seen,
+                    "pixels": pixels if kind != "text" else {},
+                }
+            )  # fmt: skip
+    return rows
+
+
+def batch_of(rows: list[dict]):
+    from verl.utils import tensordict_utils as tu
+
+    fields = {}
+    for name in rows[0]:
+        values = [row[name] for row in rows]
+        if name == "pixels":
+            continue
+        if name in ("row", "square"):
+            fields[name] = torch.stack(values)
+        elif isinstance(values[0], torch.Tensor):
+            fields[name] = tu.nested_tensor_from_tensor_list(values, values[0].dim() if name == "position_ids" else 1)
+        else:
+            fields[name] = values
+    return tu.get_tensordict(fields, {"temperature": 0.7, "max_token_len_per_gpu": 100})
+
+
+def outputs_of(data) -> dict[str, torch.Tensor]:
+    """Per token, a value that no other row has."""
+    values = [
+        row * 1000.0 + torch.arange(len(ids)) for row, ids in zip(data["row"], data["input_ids"].unbind(), strict=True)
+    ]
+    nested = torch.nested.as_nested_tensor(values, layout=torch.jagged)
+    return {"log_probs": nested, "entropy": nested.to(torch.bfloat16)}
+
+
+def _problems(batch: dict, seed: int, group) -> list[str]:
+    """What is wrong with the exchange of a batch, as this rank sees it."""
+    import torch.distributed as dist
+    from verl.utils import tensordict_utils as tu
+
+    from verl_prefix.engine.exchange import Exchange
+    from verl_prefix.engine.mini_batch import group_batch
+    from verl_prefix.engine.shared_pixels import CARRIES, receive_pixels
+
+    rank, problems = dist.get_rank(), []
+    every = rows_of(batch, seed)
+    mine = [row for row, at in zip(every, batch["ranks"], strict=True) if at == rank]
+    data = batch_of(mine)
+    calls, fetched = [], []
+
+    def counted(function):
+        return lambda *args, **kwargs: (calls.append(1), function(*args, **kwargs))
+
+    counting = [
+        mock.patch.object(dist, name, counted(getattr(dist, name)))
+        for name in ("all_reduce", "all_gather", "all_to_all_single")
+    ]
+    for one in counting:
+        one.start()
+    exchange = Exchange(data, SHAPE, group, torch.device("cpu"))
+    found = exchange.rows()
+    back = exchange.give_back(outputs_of(found))
+    for one in counting:
+        one.stop()
+    carriers = {row["multi_modal_inputs"].get(CARRIES): row["multi_modal_inputs"] for row in every}
+    # Only for a rank that would have no row otherwise.
+    with mock.patch(
+        "verl_prefix.engine.shared_pixels._fetch", lambda keys: fetched.extend(keys) or [carriers[k] for k in keys]
+    ):
+        receive_pixels(tu.get(found, "multi_modal_inputs"))
+    groups, split_uids = group_batch(found)
+    exchange.check_groups(groups)
+    here = found["row"].tolist()
+    for name, wanted in outputs_of(data).items():
+        if not all(torch.equal(a, b) for a, b in zip(back[name].unbind(), wanted.unbind(), strict=True)):
+            problems.append(f"{name} came back in another order")
+        if back[name].dtype != wanted.dtype:
+            problems.append(f"{name} is {back[name].dtype}")
+    for i, row in enumerate(here):
+        for name, wanted in every[row].items():
+            if name in ("pixels", "multi_modal_inputs"):
+                continue
+            value = tu.get(found, name)
+            value = value.unbind()[i] if isinstance(value, torch.Tensor) else value[i]
+            same = torch.equal(value, wanted) if isinstance(wanted, torch.Tensor) else value == wanted
+            if not same or (isinstance(wanted, torch.Tensor) and value.dtype != wanted.dtype):
+                problems.append(f"{name} of row {row} is {value}, not {wanted}")
+        seen = tu.get(found, "multi_modal_inputs")[i]
+        pixels = {name: x for name, x in seen.items() if name != "second_per_grid_ts"}
+        if pixels.keys() != every[row]["pixels"].keys() or seen["second_per_grid_ts"] != [0.5]:
+            problems.append(f"row {row} sees {sorted(seen)}")
+        elif not all(torch.equal(x, every[row]["pixels"][name]) for name, x in pixels.items()):
+            problems.append(f"row {row} sees other pixels")
+    kept = batch_of([row for row, at in zip(rows_of(batch, seed), batch["ranks"], strict=True) if at == rank])
+    for row, wanted in zip(tu.get(data, "multi_modal_inputs"), tu.get(kept, "multi_modal_inputs"), strict=True):
+        if exchange.moves and row.keys() != wanted.keys():
+            problems.append(f"the caller's row sees {sorted(row)}, not {sorted(wanted)}")
+    if tu.get(found, "temperature") != 0.7 or tu.get(found, "max_token_len_per_gpu") != 100:
+        problems.append("what the batch has once is lost")
+    lists = [None] * batch["world"]
+    dist.all_gather_object(lists, (here, sum(n.startswith("uid") for n in set(tu.get(found, "uid")))), group=group)
+    if sorted(row for rows, _ in lists for row in rows) != list(range(len(every))):
+        problems.append(f"rows on ranks: {lists}")
+    if not all(rows for rows, _ in lists):
+        problems.append(f"a rank has no row: {lists}")
+    on_ranks = sum(n for _, n in lists) - len(batch["groups"])
+    metrics = exchange.metrics()
+    if (on_ranks > 0) != (metrics["prefix/cost_split_groups"] > 0) or metrics["prefix/split_groups"]:
+        problems.append(f"{on_ranks} pieces too many, and metrics say {metrics}")
+    if fetched and len(found) > 1:
+        problems.append(f"pixels of {fetched} were asked for, beside rows {here}")
+    if len(calls) > (11 if exchange.moves else 3):
+        problems.append(f"{len(calls)} collectives")
+    if (metrics["prefix/exchanged_rows"] > 0) != bool(set(r["row"].item() for r in mine) - set(here)):
+        problems.append(f"{metrics['prefix/exchanged_rows']} rows are said to have left")
+    return problems
+
+
+class _Break:
+    """Breaks one rank's exchange in one of the ways of `BROKEN`."""
+
+    def __init__(self, how: str, rank: int) -> None:
+        from verl_prefix.engine import exchange, row_bytes
+
+        self.patches = []
+        real_pack, real_place = row_bytes.RowBytes.pack, exchange.place_rows
+
+        def no_memory(*args, **kwargs):
+            raise MemoryError("injected")
+
+        def pack(change, outputs):
+            def changed(one, rows):
+                is_outputs = "input_ids" not in one._fields
+                return real_pack(one, change(list(rows)) if is_outputs == outputs else rows)
+
+            return changed
+
+        def placed(change):
+            def changed(*args, **kwargs):
+                found = real_place(*args, **kwargs)
+                found.ranks[:] = change(found.ranks)
+                return found
+
+            return changed
+
+        broken = {
+            "outputs in another order": (row_bytes.RowBytes, "pack", pack(lambda rows: rows[::-1], True), 1),
+            "a row lost": (row_bytes.RowBytes, "pack", pack(lambda rows: rows[:-1], False), 1),
+            "a row twice": (row_bytes.RowBytes, "pack", pack(lambda rows: rows + rows[-1:], False), 1),
+            "a row of a rank that is not there": (exchange, "place_rows", placed(lambda ranks: [9, *ranks[1:]]), None),
+            "another placement": (exchange, "place_rows", placed(lambda ranks: ranks[::-1]), 1),
+            "no memory while rows are described": (exchange, "_describe", no_memory, 2),
+            "no memory while rows are sent": (exchange, "encode", no_memory, 2),
+            "no memory while outputs are returned": (row_bytes.RowBytes, "pack", pack(no_memory, True), 2),
+        }  # fmt: skip
+        if how in broken:
+            target, name, function, at = broken[how]
+            if at in (None, rank):
+                self.patches.append(mock.patch.object(target, name, function))
+
+    def __enter__(self):
+        for one in self.patches:
+            one.start()
+
+    def __exit__(self, *_):
+        for one in self.patches:
+            one.stop()
+
+
+# Two prompts with eight rows each on every rank.
+TORN = {"world": WORLD, "groups": [(9, [3] * 8, "text")] * 4, "ranks": [i % 4 for i in range(32)], "mrope": False}
+
+
+class _Uid:
+    def __init__(self, uid: str) -> None:
+        self.uid = uid
+
+    def __str__(self) -> str:
+        return self.uid
+
+
+def _broken(how: str, rank: int, group) -> tuple[str, float]:
+    from verl.utils import tensordict_utils as tu
+
+    from verl_prefix.engine.exchange import Exchange
+    from verl_prefix.engine.mini_batch import group_batch
+
+    data, start = (
+        batch_of([r for r, at in zip(rows_of(TORN, 0), TORN["ranks"], strict=True) if at == rank]),
+        time.time(),
+    )
+    if how == "a uid that cannot travel" and rank == 3:
+        tu.assign_non_tensor(data, uid=[_Uid(uid) for uid in tu.get(data, "uid")])
+    try:
+        with _Break(how, rank):
+            exchange = Exchange(data, SHAPE, group, torch.device("cpu"))
+            rows = exchange.rows()
+            outputs = outputs_of(rows)
+            if how == "an output lost" and rank == 1:
+                outputs = {
+                    n: torch.nested.as_nested_tensor(x.unbind()[1:], layout=torch.jagged) for n, x in outputs.items()
+                }
+            if how == "other outputs" and rank == 1:
+                del outputs["entropy"]
+            if how == "other tokens" and rank == 1:
+                rows["input_ids"].values()[2] += 1
+            exchange.check_groups(group_batch(rows)[0])
+            exchange.give_back(outputs)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}", time.time() - start
+    return "", time.time() - start
+
+
+def _worker(rank: int, rendezvous: str, batches: list[dict], out: str) -> None:
+    import torch.distributed as dist
+
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(WORLD), VERL_PLATFORM="cpu")
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=WORLD)
+    groups = {world: dist.new_group(list(range(world))) for world in range(2, WORLD + 1)}
+    results = {"problems": []}
+    for seed, batch in enumerate(batches):
+        if rank < batch["world"]:
+            results["problems"] += [(batch, x) for x in _problems(batch, seed, groups[batch["world"]])]
+        dist.barrier()
+    for how in BROKEN:
+        results[how] = _broken(how, rank, groups[WORLD])
+        dist.barrier()
+    torch.save(results, f"{out}.{rank}")
+    # Last, since the others cannot go on: a rank that dies while rows travel.
+    if rank == 1:
+        with mock.patch("verl_prefix.engine.exchange.encode", lambda *_, **__: os._exit(0)):
+            _broken("", rank, groups[WORLD])
+    results["a rank dies"] = _broken("", rank, groups[WORLD])
+    torch.save(results, f"{out}.{rank}")
+    os._exit(0)
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory, spawn):
+    tmp = tmp_path_factory.mktemp("rows")
+    drawn = examples(210)
+    assert len(drawn) >= 200
+    spawn(_worker, args=(str(tmp / "rendezvous"), drawn, str(tmp / "out")), nprocs=WORLD)
+    return [torch.load(f"{tmp / 'out'}.{rank}", weights_only=False) for rank in range(WORLD)]
+
+
+def test_random_batches_arrive_whole_and_their_outputs_come_back_in_order(results):
+    problems = [problem for result in results for problem in result["problems"]]
+    assert not problems, problems[:3]
+
+
+@pytest.mark.parametrize("how", BROKEN)
+def test_a_broken_exchange_is_an_error_on_every_rank_and_none_waits(results, how):
+    errors, seconds = zip(*(result[how] for result in results), strict=True)
+    assert all(errors), errors
+    assert any(BROKEN[how] in error for error in errors), errors
+    assert max(seconds) < SECONDS
+
+
+def test_a_rank_that_dies_is_an_error_on_the_others(results):
+    for rank in (0, 2, 3):
+        error, seconds = results[rank]["a rank dies"]
+        assert error and seconds < SECONDS, error

@@ -1,0 +1,397 @@
+"""Exchange: rows of a mini-batch travel to the rank that computes their group, and their outputs travel back.
+
+    rank 0: a0 b0 c0 d0  ->  a0 a1 d0 d1      verl's trainers spread a prompt's rows over ranks; where a row is computed
+    rank 1: a1 b1 c1 d1      b0 b1 c0 c1      changes neither sums over ranks nor what the row gives back
+
+Twelve collectives at most, of tensors alone, by all ranks that compute data in parallel. What a rank does between two
+of them is followed by one that says whether every rank got through, so that an error on one is an error on all, and
+nobody waits.
+"""
+
+import hashlib
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from tensordict import TensorDict
+from tensordict.tensorclass import NonTensorData
+from verl.utils import tensordict_utils as tu
+
+from verl_prefix.auto.placement import describe_rows, place_rows, row_cost
+from verl_prefix.auto.shape import ModelShape
+from verl_prefix.core.groups import Group
+from verl_prefix.engine.mini_batch import row_lens
+from verl_prefix.engine.row_bytes import Row, RowBytes, decode, encode
+from verl_prefix.models.vision import PIXEL_NAMES, num_patches, share_pixels
+
+PIXELS = "multi_modal_inputs"
+_COLUMNS = 8
+_TORN = 0.02  # of a step's tokens: what groups in several mini-batches may cost unsaid
+
+
+class ExchangeError(RuntimeError):
+    """Rows or outputs are not where they belong, or another rank failed."""
+
+
+class Exchange:
+    """One mini-batch on its way to the ranks that compute it.
+
+    Every rank makes one of its part of the batch, then all ask for `rows` and give outputs back, or none does.
+
+    Args:
+        data: this rank's rows; stays as it is.
+        group: the ranks that compute data in parallel. device: where its collectives want tensors.
+
+    Attributes:
+        groups: groups of the rows that this rank computes, as indices into `rows()`.
+        own_groups: groups of this rank's rows, as indices into `data`.
+        moves: whether any row of any rank travels.
+        compatible: whether ranks can read each other's rows; where not, none travels.
+
+    Raises:
+        ExchangeError: at every call; see there.
+    """
+
+    def __init__(self, data: TensorDict, shape: ModelShape, group: dist.ProcessGroup, device: torch.device) -> None:
+        start = time.perf_counter()
+        self._data, self._group, self._device = data, group, device
+        self._size, self._rank = dist.get_world_size(group), dist.get_rank(group)
+        self._num_bytes = 0
+        with self._together("describing rows", 3) as agreed:
+            self._bytes = RowBytes.of_batch(data)
+            table = _describe(data, shape)
+            agreed += [len(table), *_same(self._bytes.layout)]
+        most, *layouts = agreed
+        self.compatible = layouts[0] == -layouts[1]
+        self._all = self._gather(table, most)
+        with self._together("placing rows", 2) as agreed:
+            self._place()
+            agreed += _same(self._home)
+        if agreed[0] != -agreed[1]:
+            raise ExchangeError(
+                "ranks placed the same rows differently; install the same version of verl_prefix on every node, or set "
+                "actor_rollout_ref.actor.prefix.exchange=off"
+            )
+        self._seconds = time.perf_counter() - start
+
+    def rows(self) -> TensorDict:
+        """The rows that this rank computes: its own that stay, then those that arrive, by rank."""
+        if not self.moves:
+            return self._data
+        start = time.perf_counter()
+        with self._together("sending rows"):
+            parcels = [
+                self._bytes.pack([self._bytes.row(i, i, self._text(i, to)) for i in rows])
+                for to, rows in enumerate(self._sent)
+            ]
+        received = self._swap(parcels)
+        with self._together("receiving rows"):
+            rows = [self._bytes.row(i, i) for i in self._kept]
+            objects = [{name: values[i] for name, values in self._bytes.objects.items()} for i in self._kept]
+            for rank, expected in enumerate(self._got):
+                arrived = list(self._bytes.unpack(received[rank]))
+                _check(f"rank {rank} sent", arrived, [row - self._all.starts[rank] for row in expected])
+                rows += arrived
+                objects += [decode(row.text) for row in arrived]
+            found = self._batch(rows, self._with_pixels(objects))
+        self._seconds += time.perf_counter() - start
+        return found
+
+    def give_back(self, output: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """A model's outputs of the rows that this rank computed -> those of its own rows, in the order they came.
+
+        Args:
+            output: jagged [rows, tokens], in the order of `rows()`; the same names on every rank.
+        """
+        if not self.moves or not output:
+            return dict(output)
+        start = time.perf_counter()
+        with self._together("returning outputs", 2) as agreed:
+            out = RowBytes(output)
+            lens = [self._all.lens[row] for row in self._computed]
+            if wrong := [name for name in output if out.lens(name) != lens]:
+                raise ExchangeError(f"{', '.join(wrong)} do not have the {len(lens)} rows that were computed")
+            parcels, at = [], len(self._kept)
+            for rank, rows in enumerate(self._got):
+                parcels.append(out.pack([out.row(at + i, row - self._all.starts[rank]) for i, row in enumerate(rows)]))
+                at += len(rows)
+            agreed += _same(out.layout)
+        if agreed[0] != -agreed[1]:
+            raise ExchangeError(f"ranks computed different outputs; this one has {', '.join(output)}")
+        received = self._swap(parcels)
+        with self._together("receiving outputs"):
+            found = {i: out.row(at, i) for at, i in enumerate(self._kept)}
+            for rank, expected in enumerate(self._sent):
+                arrived = list(out.unpack(received[rank]))
+                _check(f"rank {rank} gave back outputs of", arrived, expected)
+                found |= {row.origin: row for row in arrived}
+            back = out.join([found[i] for i in range(len(self._data))])
+            own = self._all.lens[self._all.starts[self._rank] : self._all.starts[self._rank + 1]]
+            if wrong := [name for name, x in back.items() if x.offsets().diff().tolist() != own]:
+                raise ExchangeError(f"{', '.join(wrong)} that came back are not as long as the rows that left")
+        self._seconds += time.perf_counter() - start
+        return back
+
+    def check_groups(self, groups: Sequence[Group]) -> None:
+        """Compares groups that were found in `rows()`, token by token, with those that were sent here.
+
+        Raises:
+            ExchangeError: rows of a group do not share what they were to share.
+        """
+        if not self.moves:
+            return
+        with self._together("checking groups"):
+            found = {row: (i, group.prefix_len, n) for i, group in enumerate(groups)
+                     for row, n in zip(group.rows, group.suffix_lens, strict=True)}  # fmt: skip
+            for group in self.groups:
+                wanted = [(group.prefix_len, n) for n in group.suffix_lens]
+                if len({found[row][0] for row in group.rows}) > 1 or [found[row][1:] for row in group.rows] != wanted:
+                    raise ExchangeError(f"rows {list(group.rows)} arrived as one group, and their prompts differ")
+
+    def metrics(self) -> dict[str, float]:
+        """prefix/* and timing_s/* of this rank; imbalance and groups are those of all ranks."""
+        return self._metrics | {
+            "prefix/exchanged_rows": sum(map(len, self._sent)),
+            "prefix/exchanged_mib": self._num_bytes / 2**20,
+            "timing_s/prefix_exchange": self._seconds,
+        }
+
+    def num_computed(self) -> tuple[int, int]:
+        """Tokens that all ranks compute, a group's prefix once per rank that has it; and rows."""
+        rows = self._all
+        prefixes = {(key, home): n for key, home, n in zip(rows.keys, self._home, rows.prefix_lens, strict=True)}
+        return sum(prefixes.values()) + sum(rows.suffix_lens), len(rows.keys)
+
+    def _gather(self, table: torch.Tensor, most: int) -> "_AllRows":
+        padded = torch.zeros(most + 1, _COLUMNS, dtype=torch.int64)
+        padded[0, 0], padded[1 : len(table) + 1] = len(table), table
+        padded = padded.to(self._device)
+        every = [torch.empty_like(padded) for _ in range(self._size)]
+        dist.all_gather(every, padded, group=self._group)
+        return _AllRows.read(torch.stack(every).cpu())
+
+    def _place(self) -> None:
+        rows, me = self._all, self._rank
+        args = (rows.keys, rows.prefix_costs, rows.suffix_costs, rows.ranks, self._size)
+        placed = place_rows(*args, rows.has_pixels) if self.compatible else describe_rows(*args)
+        self._home = placed.ranks
+        if len(self._home) != len(rows.keys) or not set(self._home) <= set(range(self._size)):
+            raise ExchangeError(f"{len(rows.keys)} rows were placed on ranks {self._home}; there are {self._size}")
+        self.moves = self._home != rows.ranks
+        first, end = rows.starts[me], rows.starts[me + 1]
+        # To each rank, indices into this rank's rows; from each rank, indices into all.
+        self._sent: list[list[int]] = [[] for _ in range(self._size)]
+        self._got: list[list[int]] = [[] for _ in range(self._size)]
+        for row in range(first, end):
+            self._sent[self._home[row]].append(row - first)
+        for row, (rank, home) in enumerate(zip(rows.ranks, self._home, strict=True)):
+            if home == me:
+                self._got[rank].append(row)
+        self._kept, self._sent[me], self._got[me] = self._sent[me], [], []
+        self._computed = [first + i for i in self._kept] + [row for got in self._got for row in got]
+        self.groups, self.own_groups = rows.groups(self._computed), rows.groups(range(first, end))
+        self._holders = {(k, r) for k, r, has in zip(rows.keys, rows.ranks, rows.has_pixels, strict=True) if has}
+        self._metrics = {
+            "prefix/placement_imbalance": placed.imbalance,
+            "prefix/split_groups": 0.0 if self.compatible else float(placed.split_groups),
+            "prefix/cost_split_groups": float(placed.split_groups) if self.compatible else 0.0,
+        }
+
+    def _text(self, i: int, to: int) -> bytes:
+        """Row i's values that are no tensors; its pixels are left out where rank `to` has them."""
+        values = {name: rows[i] for name, rows in self._bytes.objects.items()}
+        key = self._all.keys[self._all.starts[self._rank] + i]
+        if values.get(PIXELS) and (key, to) in self._holders:
+            values[PIXELS] = {name: x for name, x in values[PIXELS].items() if name not in PIXEL_NAMES}
+        return encode(values, needed=(PIXELS, "uid"))
+
+    def _with_pixels(self, objects: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Gives rows the pixels that another row of their group has here. No dict of `data` changes: an update of
+        several epochs asks for its rows again."""
+        if PIXELS not in self._bytes.objects:
+            return objects
+        from verl_prefix.engine.shared_pixels import CARRIED_BY, CARRIES  # see `PrefixFSDPEngine`
+
+        keys = [self._all.keys[row] for row in self._computed]
+        held: dict[Any, dict[str, Any]] = {}
+        for key, values in zip(keys, objects, strict=True):
+            pixels = {name: x for name, x in (values[PIXELS] or {}).items() if name in PIXEL_NAMES}
+            if pixels:
+                held.setdefault(key, pixels)
+        for key, values in zip(keys, objects, strict=True):
+            row = values[PIXELS]
+            if row and key in held:
+                values[PIXELS] = {n: x for n, x in row.items() if n not in (CARRIES, CARRIED_BY)} | held[key]
+            elif row:
+                values[PIXELS] = dict(row)
+        return objects
+
+    def _batch(self, rows: Sequence[Row], objects: Sequence[dict[str, Any]]) -> TensorDict:
+        """Rows as verl's batch, with what `data` has once; values that a row lost on its way are nobody's."""
+        once = {name: x.data for name, x in self._data.items() if isinstance(x, NonTensorData)}
+        names = [name for name in self._bytes.objects if all(name in values for values in objects)]
+        return tu.get_tensordict(self._bytes.join(rows) | {n: [values[n] for values in objects] for n in names}, once)
+
+    def _swap(self, parcels: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """Sends each rank its parcel, uint8; returns what each sent here."""
+        sizes = torch.tensor([len(parcel) for parcel in parcels], device=self._device)
+        theirs = torch.empty_like(sizes)
+        dist.all_to_all_single(theirs, sizes, group=self._group)
+        sent, got = sizes.tolist(), theirs.tolist()
+        received = torch.empty(sum(got), dtype=torch.uint8, device=self._device)
+        dist.all_to_all_single(received, torch.cat(list(parcels)).to(self._device), got, sent, group=self._group)
+        self._num_bytes += sum(sent)
+        return received.cpu().split(got)
+
+    @contextmanager
+    def _together(self, doing: str, num_agreed: int = 0) -> Iterator[list[int]]:
+        """Runs what is inside, then finds out whether it went well on every rank.
+
+        Yields:
+            an empty list; `num_agreed` integers below 2**53 that are put there become their maxima over ranks.
+
+        Raises:
+            ExchangeError: another rank failed. Of this rank's own errors, that one.
+        """
+        agreed: list[int] = []
+        error: BaseException | None = None
+        try:
+            yield agreed
+        except Exception as found:
+            error = found
+        mine = [0, *agreed] if error is None else [self._rank + 1, *[0] * num_agreed]
+        reduced = torch.tensor(mine, dtype=torch.float64, device=self._device)
+        dist.all_reduce(reduced, op=dist.ReduceOp.MAX, group=self._group)
+        failed, *agreed[:] = map(int, reduced.tolist())
+        if error is not None:
+            raise error
+        if failed:
+            raise ExchangeError(f"prefix.exchange: rank {failed - 1} failed while {doing}; its own error says why")
+
+
+class TornGroups:
+    """Finds out at the first step what groups cost whose rows the trainer put into several mini-batches: the log-probs
+    before the updates see them whole."""
+
+    def __init__(self) -> None:
+        self._whole: tuple[int, int] | None = None  # tokens, rows
+        self._updates = [0, 0]
+        self._done = False
+
+    def see(self, tokens: int, rows: int, forward_only: bool) -> str | None:
+        """Counts a batch that was computed, of all ranks; what to say after the last update of the first step."""
+        if self._done:
+            return None
+        if forward_only:
+            self._whole = (tokens, rows)
+            return None
+        self._updates = [self._updates[0] + tokens, self._updates[1] + rows]
+        whole_tokens, whole_rows = self._whole or (0, 0)
+        if self._updates[1] < whole_rows:
+            return None
+        self._done = True
+        torn = self._updates[0] - whole_tokens
+        if self._updates[1] != whole_rows or torn <= _TORN * whole_tokens:
+            return None
+        return (
+            f"prefix: prompts whose rows lie in several mini-batches are computed in each: {torn} tokens more than "
+            f"{whole_tokens} at this step (+{torn / whole_tokens:.0%}). Set trainer.v1.trainer_mode=prefix_sync "
+            "(prefix_colocate_async, prefix_separate_async), which keeps a prompt's rows in one mini-batch"
+        )
+
+
+@dataclass(frozen=True)
+class _AllRows:
+    """What every rank knows of all rows, rank after rank; `starts`: first row of each rank, and the end."""
+
+    keys: list[tuple[int, int]]
+    prefix_lens: list[int]
+    suffix_lens: list[int]
+    prefix_costs: list[float]
+    suffix_costs: list[float]
+    has_pixels: list[int]
+    lens: list[int]
+    ranks: list[int]
+    starts: list[int]
+
+    @classmethod
+    def read(cls, every: torch.Tensor) -> "_AllRows":
+        """Args: every: int64 [ranks, 1 + rows, columns] of `_describe`; each rank's first row has its count."""
+        counts = every[:, 0, 0].tolist()
+        table = torch.cat([one[1 : count + 1] for one, count in zip(every, counts, strict=True)])
+        key, check, prefix_lens, suffix_lens, *costs, has_pixels, lens = table.T.contiguous()
+        prefix_costs, suffix_costs = (x.view(torch.float64).tolist() for x in costs)
+        return cls(
+            list(zip(key.tolist(), check.tolist(), strict=True)),
+            prefix_lens.tolist(), suffix_lens.tolist(), prefix_costs, suffix_costs, has_pixels.tolist(), lens.tolist(),
+            [rank for rank, count in enumerate(counts) for _ in range(count)],
+            [0, *torch.tensor(counts).cumsum(0).tolist()],
+        )  # fmt: skip
+
+    def groups(self, rows: Sequence[int]) -> list[Group]:
+        """Groups of some rows, as indices into `rows`."""
+        members: dict[tuple[int, int], list[int]] = {}
+        for i, row in enumerate(rows):
+            members.setdefault(self.keys[row], []).append(i)
+        return [
+            Group(tuple(found), self.prefix_lens[rows[found[0]]], tuple(self.suffix_lens[rows[i]] for i in found))
+            for found in members.values()
+        ]
+
+
+def _describe(data: TensorDict, shape: ModelShape) -> torch.Tensor:
+    """int64 [rows, columns] of what all ranks must know: 128 bits of the group, lengths of prefix and suffix, costs as
+    the bits of a double, whether the row has its group's pixels, its length."""
+    prompt_lens, response_lens = row_lens(data)
+    lens = data["input_ids"].offsets().diff().tolist()
+    pixels = tu.get(data, PIXELS) if PIXELS in data.keys() else [None] * len(data)
+    table = torch.zeros(len(data), _COLUMNS, dtype=torch.int64)
+    keys = _group_keys(data, prompt_lens, pixels)
+    costs: dict[tuple[int, int, int], tuple[float, float]] = {}
+    for i, (key, prompt_len, response_len, row) in enumerate(
+        zip(keys, prompt_lens, response_lens, pixels, strict=True)
+    ):
+        what = (max(prompt_len - 1, 0), response_len, num_patches(row))
+        if what not in costs:
+            costs[what] = row_cost(shape, *what)
+        table[i, :2] = torch.frombuffer(bytearray(key), dtype=torch.int64)
+        table[i, 4:6] = torch.tensor(costs[what], dtype=torch.float64).view(torch.int64)
+        table[i, 2:4] = torch.tensor(what[:2])
+        table[i, 6], table[i, 7] = what[2] > 0, lens[i]
+    return table
+
+
+def _group_keys(data: TensorDict, prompt_lens: Sequence[int], pixels: Sequence[Any]) -> list[bytes]:
+    """16 bytes per row, the same for rows that `groups.group_rows` puts into one group, and for no others."""
+    from verl_prefix.engine.shared_pixels import CARRIED_BY, CARRIES  # see `PrefixFSDPEngine`
+
+    uids = [str(uid) for uid in tu.get(data, "uid")] if "uid" in data.keys() else [""] * len(data)
+    # A row whose pixels another one carries goes by that one's name, as it does itself.
+    carriers = [(row or {}).get(CARRIES) or (row or {}).get(CARRIED_BY) for row in pixels]
+    shown = [c.encode() if c else d for c, d in zip(carriers, share_pixels(pixels), strict=True)]
+    keys = []
+    for i, (ids, positions) in enumerate(zip(data["input_ids"].unbind(), data["position_ids"].unbind(), strict=True)):
+        found = hashlib.blake2b(digest_size=16)
+        for part in (
+            uids[i].encode(), shown[i],
+            *(x[..., : prompt_lens[i]].cpu().contiguous().numpy().tobytes() for x in (ids, positions)),
+        ):  # fmt: skip
+            found.update(len(part).to_bytes(8, "little") + part)
+        keys.append(found.digest())
+    return keys
+
+
+def _same(value: object) -> list[int]:
+    """Two integers whose maxima over ranks are each other's negative where all ranks have the same value."""
+    digest = int.from_bytes(hashlib.blake2b(repr(value).encode(), digest_size=6).digest(), "little")
+    return [digest, -digest]
+
+
+def _check(told: str, arrived: Sequence[Row], expected: Sequence[int]) -> None:
+    found = [row.origin for row in arrived]
+    if found != expected:
+        raise ExchangeError(f"{told} its rows {found}, and {expected} were to travel")
