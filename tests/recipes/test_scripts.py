@@ -212,7 +212,7 @@ def test_a_recipes_command_has_a_plan_without_a_gpu(tmp_path, folder_of, train_f
     assert found["prompt_tokens"]["p50"] > 400 and found["tokens"]["ratio"] > 3 and found["speedup"]["update"] > 2.5
     stock = planned("dp")
     assert "trainer.v1.trainer_mode=prefix_sync" in stock.pop("notes")[0]
-    assert stock == {key: value for key, value in found.items() if key != "notes"}
+    assert 1.5 < stock["tokens"]["ratio"] <= found["tokens"]["ratio"]  # several mini-batches
 
 
 class Settings(NamedTuple):
@@ -275,7 +275,6 @@ SCRIPTS = {
     ),
     "prefix_grouper/run_qwen3_8b_fsdp": Settings(
         "Qwen3-8B", (1024, 256, 5), (512, 1024), "12288 tokens", others=(GROUPER, "model.use_remove_padding=False"),
-        refused=(GROUPER,),
     ),
     "cispo_trainer/run_qwen3_8b_fsdp": Settings(
         "Qwen3-8B", (1024, 256, 5), (1024, 2048), "24576 tokens", others=("actor.policy_loss.loss_mode=cispo",)

@@ -1,5 +1,9 @@
 """Options: what composes, what is refused, and that it is refused in the driver, where verl's main_ppo validates."""
 
+import importlib.util
+import sys
+import types
+
 import pytest
 import verl  # noqa: F401
 from hydra import compose, initialize_config_module
@@ -63,7 +67,7 @@ def test_good_config_passes_the_driver_checks(model_path):
         (f"{ACTOR}.ulysses_sequence_parallel_size=2", r"ulysses_sequence_parallel_size=2.*set it to 1"),
         (f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size=2", r"ulysses_sequence_parallel_size=2"),
         (f"{ACTOR}.pad_to_length=True", r"pad_to_length=False"),
-        (f"{ACTOR}.use_prefix_grouper=True", r"use_prefix_grouper=True does nothing"),
+        (f"{ACTOR}.prefix.exchange=on", r"prefix.exchange='on': set one of auto, off"),
         (f"{ACTOR}.prefix.schedule=tree", r"prefix.schedule='tree': set one of auto, packed, phased, stock"),
         (f"{ACTOR}.prefix.attention=magi", r"prefix.attention='magi': set one of"),
         (f"{ACTOR}.prefix.wave_tokens=0", r"prefix.wave_tokens=0: set a number of tokens >= 1"),
@@ -105,6 +109,21 @@ def test_a_loss_that_is_not_verls_own_is_warned_of_once(model_path, caplog):
         validate(model_path, f"{ACTOR}.policy_loss.loss_mode={mode}")
     (said,) = [record.message for record in caplog.records if "loss_mode" in record.message]
     assert "loss_mode=mine is not of verl 0.9.1" in said
+
+
+def test_verls_prefix_grouper_key_is_warned_of_once_and_nothing_else(model_path, caplog):
+    for _ in range(2):
+        validate(model_path, f"{ACTOR}.use_prefix_grouper=True")
+    (said,) = [record.message for record in caplog.records if "use_prefix_grouper" in record.message]
+    assert "trainer.use_v1=false" in said
+
+
+@pytest.mark.parametrize("name", ["one_step_off_policy.ray_trainer", "fully_async_policy.fully_async_trainer"])
+def test_drivers_that_were_never_run_are_refused_by_name(model_path, monkeypatch, name):
+    assert importlib.util.find_spec(f"verl.experimental.{name}"), "verl renamed it"
+    monkeypatch.setitem(sys.modules, f"verl.experimental.{name}", types.ModuleType(name))
+    with pytest.raises(ValueError, match=rf"{name.split('.')[0]} was never run .*trainer_mode=separate_async"):
+        validate(model_path)
 
 
 def test_misspelt_prefix_key_is_named():

@@ -43,7 +43,8 @@ def overrides(folder: Path, *more: str) -> list[str]:
         f"actor_rollout_ref.model.path={folder / 'model'}", "actor_rollout_ref.rollout.n=4",
         "actor_rollout_ref.model.enable_gradient_checkpointing=false",
         "actor_rollout_ref.actor.ppo_mini_batch_size=4", "actor_rollout_ref.actor.use_dynamic_bsz=true",
-        "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=16384", "trainer.n_gpus_per_node=2", *more,
+        "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=16384", "trainer.n_gpus_per_node=2",
+        "trainer.v1.trainer_mode=prefix_sync", *more,
     ]  # fmt: skip
 
 
@@ -146,15 +147,22 @@ def test_rows_of_one_response_are_a_warning(folder, capsys):
     assert "rollout.n=1: a prompt has one response, nothing to share; set 2 or more" in line
 
 
-def test_figures_of_whole_groups_are_not_promised_under_another_trainer(folder, capsys):
-    key = "trainer.v1.trainer_mode=prefix_sync"
-    assert cli.main(["plan", "--response-lengths", "20", *overrides(folder)]) == 0
+def test_what_tears_prompts_apart_is_priced_and_warned_of(folder, capsys):
+    """Eight prompts of four rows: over two ranks, and over two mini-batches."""
+    sync, off = "trainer.v1.trainer_mode=sync", "actor_rollout_ref.actor.prefix.exchange=off"
+    one = [sync, "actor_rollout_ref.actor.ppo_mini_batch_size=8"]
+    together, apart = build(folder, *one), build(folder, *one, off)
+    assert together["notes"] == []
+    assert "prefix.exchange=off leaves a prompt's rows on 2 ranks" in apart["notes"][0]
+    assert together["tokens"]["ratio"] > 1.2 * apart["tokens"]["ratio"]
+    ratios = [plan["tokens"]["ratio_without_exchange"] for plan in (together, apart)]
+    assert ratios == [apart["tokens"]["ratio"]] * 2
+    assert cli.main(["plan", "--response-lengths", "20", *overrides(folder, sync)]) == 0
     line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("warning: "))
-    assert "trainer.v1.trainer_mode=sync" in line and line.endswith(key)
-    spread, whole = build(folder), build(folder, key)
-    assert [f"warning: {note}" for note in spread.pop("notes")] == [line] and whole.pop("notes") == []
-    assert spread == whole
-    assert build(folder, "trainer.n_gpus_per_node=1")["notes"] == []
+    assert "trainer.v1.trainer_mode=sync spreads a prompt's rows over 2 mini-batches" in line
+    assert line.endswith("set trainer.v1.trainer_mode=prefix_sync")
+    torn, whole = (build(folder, *more, responses="16,8") for more in ((sync,), ()))
+    assert whole["notes"] == [] and whole["tokens"]["ratio"] > torn["tokens"]["ratio"]
 
 
 def test_ref_is_priced_with_its_own_micro_batches(folder):

@@ -6,6 +6,7 @@ Everything that cannot work is refused in the driver, before a worker starts: ve
 
 import functools
 import logging
+import sys
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -173,6 +174,31 @@ def _refuse_losses_of_passes(key: str, policy_loss: PolicyLossConfig) -> None:
 
 
 @functools.cache
+def _warn_of_prefix_grouper(key: str) -> None:
+    logger.warning(
+        "%s.use_prefix_grouper=True is nothing to the prefix engine, which shares prompts anyway; verl's legacy "
+        "trainer (trainer.use_v1=false) balances whole groups by it",
+        key,
+    )
+
+
+# Drivers that no test could run with this engine: their weights travel by NCCL and the like.
+UNTESTED_DRIVERS = {
+    "verl.experimental.one_step_off_policy.ray_trainer": "verl.experimental.one_step_off_policy",
+    "verl.experimental.fully_async_policy.fully_async_trainer": "verl.experimental.fully_async_policy",
+}
+
+
+def _refuse_untested_drivers() -> None:
+    for module, name in UNTESTED_DRIVERS.items():
+        _refuse(
+            module in sys.modules,
+            f"{name} was never run with model_engine=prefix; use verl.trainer.main_ppo with trainer.v1.trainer_mode="
+            "separate_async (or prefix_separate_async), or set model_engine=dp",
+        )
+
+
+@functools.cache
 def _warn_of_unknown_loss(mode: str) -> None:
     logger.warning(
         "actor_rollout_ref.actor.policy_loss.loss_mode=%s is not of verl 0.9.1: where it looks at all rows of a "
@@ -201,7 +227,8 @@ class PrefixActorConfig(FSDPActorConfig):
             f"{key}.strategy=fsdp2",
         )
         _refuse(self.shuffle, f"{key}.shuffle=True tears groups apart at mini-batch edges; set {key}.shuffle=False")
-        _refuse(self.use_prefix_grouper, f"{key}.use_prefix_grouper=True does nothing in verl 0.9; remove it")
+        if self.use_prefix_grouper:
+            _warn_of_prefix_grouper(key)
         _refuse_sequence_parallel(key, self.ulysses_sequence_parallel_size)
         _refuse(
             self.loss_agg_mode == "seq-mean-token-sum-norm"
@@ -225,6 +252,7 @@ class PrefixActorConfig(FSDPActorConfig):
             ValueError: a model family, checkpointing or kernel option that the shared-prefix path does not support.
         """
         super().validate(n_gpus, train_batch_size, model_config)
+        _refuse_untested_drivers()
         if self.prefix.schedule != "stock" and self.policy_loss.loss_mode not in LOSSES_OF_ROWS:
             _warn_of_unknown_loss(self.policy_loss.loss_mode)
         if model_config is not None and self.prefix.schedule != "stock":

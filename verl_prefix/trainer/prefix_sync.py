@@ -1,7 +1,9 @@
-"""The v1 trainer that keeps groups whole: `trainer.v1.trainer_mode=prefix_sync`.
+"""v1 trainers that keep groups whole in mini-batches: `trainer.v1.trainer_mode=prefix_sync`, and
+`prefix_colocate_async` and `prefix_separate_async`.
 
-Everything but the row order is verl's synchronous trainer. verl balances by sequence length and spreads a group over DP
-ranks and mini-batches; a rank can then share a prefix only among the rows that it happens to hold.
+Everything but the row order is verl's. verl balances rows by length, which puts a prompt's rows into several
+mini-batches, that is optimizer steps; the engine can then compute the prompt once in each at best. A step of one
+mini-batch needs none of this: `model_engine=prefix` alone brings a prompt's rows together over ranks.
 """
 
 import copy
@@ -9,15 +11,18 @@ from collections.abc import Callable
 from typing import Any
 
 import ray
+import torch
 from omegaconf import DictConfig, OmegaConf, read_write
 from torch.utils.data import Dataset
 from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.utils import need_critic
-from verl.trainer.ppo.v1.trainer_base import register_trainer
+from verl.trainer.ppo.v1.trainer_base import PPOTrainer, register_trainer
+from verl.trainer.ppo.v1.trainer_colocate_async import PPOTrainerColocateAsync
+from verl.trainer.ppo.v1.trainer_separate_async import PPOTrainerSeparateAsync
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
-from verl.utils.seqlen_balancing import log_seqlen_unbalance
+from verl.utils.seqlen_balancing import calculate_workload, get_seqlen_balanced_partitions, log_seqlen_unbalance
 
-from verl_prefix.trainer.placement import place
+from verl_prefix.trainer.placement import fill_mini_batches
 from verl_prefix.trainer.watchdog import Watchdog, stall_minutes
 from verl_prefix.versions import check_verl_version
 
@@ -25,34 +30,36 @@ TRAINER_MODE = "prefix_sync"
 MANAGER = "verl_prefix.engine.shared_pixels.SharedPixelsManager"
 
 
-@register_trainer(TRAINER_MODE)
-class PrefixPPOTrainerSync(PPOTrainerSync):
-    """verl's `sync` trainer with whole groups on DP ranks and in mini-batches (verl/trainer/ppo/v1/trainer_sync.py).
+class WholeGroups(PPOTrainer):
+    """What is added to one of verl's v1 trainers, whose name is `mode`: whole groups in mini-batches, and a watchdog.
 
     Raises:
-        ValueError: `actor.shuffle` is on, or options are given under `trainer.v1.prefix_sync`.
+        ValueError: `actor.shuffle` is on, or options are given under this trainer's own name.
         ImportError: this verl was never tested (see `versions`).
     """
 
+    mode: str
+
     def __init__(self, config: DictConfig) -> None:
         check_verl_version()
+        ours = f"prefix_{self.mode}"
         if config.actor_rollout_ref.actor.shuffle:
             raise ValueError(
                 "actor_rollout_ref.actor.shuffle=True reorders rows after placement and splits groups over "
-                "mini-batches; set actor_rollout_ref.actor.shuffle=False, or trainer.v1.trainer_mode=sync instead of "
-                f"{TRAINER_MODE}"
+                "mini-batches; set actor_rollout_ref.actor.shuffle=False, or trainer.v1.trainer_mode="
+                f"{self.mode} instead of {ours}"
             )
-        if config.trainer.v1.get(TRAINER_MODE):
+        if config.trainer.v1.get(ours):
             raise ValueError(
-                f"trainer.v1.{TRAINER_MODE}={config.trainer.v1[TRAINER_MODE]} would be ignored; "
-                f"{TRAINER_MODE} reads the options of verl's synchronous trainer: set them under trainer.v1.sync"
+                f"trainer.v1.{ours}={config.trainer.v1[ours]} would be ignored; {ours} reads the options of verl's own "
+                f"trainer: set them under trainer.v1.{self.mode}"
             )
-        # verl compares the mode with the literal "sync" (replay buffer, dataloader, checkpoints) and reads
+        # verl compares the mode with its own names (replay buffer, dataloader, checkpoints) and reads
         # `trainer.v1.<mode>`; the agent loop reads the same config object, so a copy would not do.
         with read_write(config.trainer.v1):
-            config.trainer.v1.trainer_mode = "sync"
+            config.trainer.v1.trainer_mode = self.mode
         key = "actor_rollout_ref.rollout.agent.agent_loop_manager_class"
-        if OmegaConf.select(config, key) is None and _only_we_read_pixels(config):
+        if self.mode == "sync" and OmegaConf.select(config, key) is None and _only_we_read_pixels(config):
             OmegaConf.update(config, key, MANAGER, force_add=True)
         super().__init__(config)
 
@@ -95,32 +102,42 @@ class PrefixPPOTrainerSync(PPOTrainerSync):
         logging_prefix: str = "global_seqlen",
         keep_minibatch: bool = False,
     ) -> KVBatchMeta:
-        """Pads the batch as verl does and reorders it by whole groups.
+        """Pads the batch as verl does, and reorders it so that mini-batches hold whole groups; inside a mini-batch rows
+        are dealt to ranks by verl's own balancing, which is what verl's own path needs.
 
-        Adds `prefix/split_groups` and `prefix/placement_imbalance` to `metrics`; of verl's own balance metrics only
-        those that describe the balanced order change.
+        Adds `prefix/split_groups`, those in several mini-batches, to `metrics`; of verl's balance metrics those that
+        describe the balanced order change.
         """
+        arrived = {key: i for i, key in enumerate(batch.keys)}
         batch = super()._balance_batch(batch, metrics, logging_prefix, keep_minibatch)
         dp_size = max(self.actor_rollout_wg._dispatch_info["actor"]) + 1
-        keys, prefix_lens, suffix_lens = _describe_rows(batch)
-        placement = place(keys, prefix_lens, suffix_lens, dp_size, self._num_mini_batches(len(batch), dp_size))
-
+        order = sorted(range(len(batch)), key=lambda row: arrived.get(batch.keys[row], len(batch)))
+        keys = _group_keys(batch)
+        filled, num_split = fill_mini_batches([keys[row] for row in order], self._num_mini_batches(len(batch), dp_size))
         seqlens = [tag["seq_len"] for tag in batch.tags]
-        rows_per_rank = len(batch) // dp_size
-        ranks = [placement.order[r * rows_per_rank : (r + 1) * rows_per_rank] for r in range(dp_size)]
+        ranks: list[list[int]] = [[] for _ in range(dp_size)]
+        for places in filled:
+            rows = [order[place] for place in places]
+            workload = calculate_workload(torch.tensor([seqlens[row] for row in rows], dtype=torch.int64))
+            for rank, part in zip(
+                ranks, get_seqlen_balanced_partitions(workload, k_partitions=dp_size, equal_size=True), strict=True
+            ):
+                rank += [rows[i] for i in part]
         stats = log_seqlen_unbalance(seqlen_list=seqlens, partitions=ranks, prefix=logging_prefix)
         for name in (f"{logging_prefix}/balanced_min", f"{logging_prefix}/balanced_max"):
             metrics[name] = stats[name]
-        metrics["prefix/split_groups"] = placement.split_groups
-        metrics["prefix/placement_imbalance"] = placement.imbalance
-        batch.reorder(placement.order)
+        metrics["prefix/split_groups"] = num_split
+        batch.reorder([row for rank in ranks for row in rank])
         return batch
 
     def _update_actor(self, batch: KVBatchMeta, metrics: dict[str, float]) -> KVBatchMeta:
         """verl's update; it files the engine's metrics under `actor/`, ours go back to `prefix/` and `timing_s/`."""
         batch = super()._update_actor(batch, metrics)
+        num_split = metrics.pop("prefix/split_groups", 0)
         for name in [name for name in metrics if name.startswith(("actor/prefix/", "actor/timing_s/prefix_"))]:
             metrics[name.removeprefix("actor/")] = metrics.pop(name)
+        # Those in several mini-batches, which the driver counts, and on several ranks, which the engine does.
+        metrics["prefix/split_groups"] = metrics.get("prefix/split_groups", 0) + num_split
         return batch
 
     def _num_mini_batches(self, num_rows: int, dp_size: int) -> int:
@@ -131,6 +148,27 @@ class PrefixPPOTrainerSync(PPOTrainerSync):
         if num_rows % mini_batch_size or mini_batch_size % dp_size:
             return 1
         return num_rows // mini_batch_size
+
+
+@register_trainer(TRAINER_MODE)
+class PrefixPPOTrainerSync(WholeGroups, PPOTrainerSync):
+    """verl's `sync` trainer (verl/trainer/ppo/v1/trainer_sync.py) with `WholeGroups`."""
+
+    mode = "sync"
+
+
+@register_trainer("prefix_colocate_async")
+class PrefixPPOTrainerColocateAsync(WholeGroups, PPOTrainerColocateAsync):
+    """verl's `colocate_async` trainer with `WholeGroups`."""
+
+    mode = "colocate_async"
+
+
+@register_trainer("prefix_separate_async")
+class PrefixPPOTrainerSeparateAsync(WholeGroups, PPOTrainerSeparateAsync):
+    """verl's `separate_async` trainer with `WholeGroups`."""
+
+    mode = "separate_async"
 
 
 def _only_we_read_pixels(config: DictConfig) -> bool:
@@ -180,24 +218,13 @@ def _refuse_overlong_prompts(dataset: Dataset) -> None:
         )
 
 
-def _describe_rows(batch: KVBatchMeta) -> tuple[list[str | None], list[int], list[int]]:
-    """Group key (None for padding rows), prefix length and suffix length of each row, from keys and tags alone.
+def _group_keys(batch: KVBatchMeta) -> list[str | None]:
+    """The uid of each row, None for padding; its key is `{uid}_{session}_{index}` (verl's ppo/v1/agent_loop_tq.py).
 
-    Keys are `{uid}_{session}_{index}` (verl/trainer/ppo/v1/agent_loop_tq.py). A prompt's last token is in the suffix.
-
-    Raises:
-        RuntimeError: a row has no `prompt_len` or `response_len` tag.
+    Rows of one prompt with other tokens before the response (agent loops) are several groups of the engine, and a
+    mini-batch has room for them all the same.
     """
-    keys: list[str | None] = []
-    prefix_lens: list[int] = []
-    suffix_lens: list[int] = []
-    for key, tag in zip(batch.keys, batch.tags, strict=True):
-        if "prompt_len" not in tag or "response_len" not in tag:
-            raise RuntimeError(
-                f"row {key} carries the tags {sorted(tag)}, but placement needs prompt_len and response_len; let the "
-                "agent loop write them as verl's AgentLoopWorkerTQ does, or set trainer.v1.trainer_mode=sync"
-            )
-        keys.append(None if tag.get("is_padding", False) else key.rsplit("_", 2)[0])
-        prefix_lens.append(max(tag["prompt_len"] - 1, 0))
-        suffix_lens.append(tag["response_len"])
-    return keys, prefix_lens, suffix_lens
+    return [
+        None if tag.get("is_padding", False) else key.rsplit("_", 2)[0]
+        for key, tag in zip(batch.keys, batch.tags, strict=True)
+    ]

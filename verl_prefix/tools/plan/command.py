@@ -1,10 +1,10 @@
 """`verl-prefix plan`: from a training command's own overrides, what sharing the prefix would do to it.
 
 Composes the same Hydra config as the command, reads its train parquet with its tokenizer, draws response lengths,
-places groups on ranks as the `prefix_sync` trainer does, and prices every pass with `cost`. No GPU, no Ray, no weights:
-the model exists on torch's meta device alone. Prompts with images or videos are decoded and counted by verl's own
-dataset and the model's processor. Not modelled: a vision tower (ours runs it once per group: the gain is larger than
-said), communication, rollout, reward, optimizer, what is idle between them.
+deals rows as the trainer does, exchanges them as the engine does, and prices every pass with `cost`. No GPU, no Ray, no
+weights: the model exists on torch's meta device alone. Prompts with images or videos are decoded and counted by verl's
+own dataset and the model's processor. Not modelled: a vision tower (ours runs it once per group: the gain is larger
+than said), communication, rollout, reward, optimizer, what is idle between them.
 """
 
 import json
@@ -38,7 +38,6 @@ from verl_prefix.tools.plan.training_command import (
     refusals,
 )
 from verl_prefix.tools.simulate.command import Request, fits_nothing, read_job, show_simulated, simulated
-from verl_prefix.trainer.prefix_sync import TRAINER_MODE
 
 # verl's timing -> the pass that it holds.
 TIMINGS = {"timing_s/update_actor": "update", "timing_s/old_log_prob": "old", "timing_s/ref": "ref"}
@@ -100,20 +99,27 @@ def sizes(config: Any) -> Sizes:
         for name, (_, value, counts_tokens) in keys.items()
     }
     ref_in_actor = keys["ref"][0].startswith("actor_rollout_ref.rollout.")
-    return Sizes(prompts, rollout.n, prompts // mini, ranks, passes, ref_in_actor)
+    whole, exchange = config.trainer.v1.trainer_mode.startswith("prefix_"), actor.prefix.exchange != "off"
+    return Sizes(prompts, rollout.n, prompts // mini, ranks, passes, ref_in_actor, whole, exchange)
 
 
-def notes(config: Any, num_ranks: int) -> list[str]:
-    """Things that the run must have for the figures to hold, and has not."""
-    if config.actor_rollout_ref.rollout.n == 1:
+def notes(config: Any, size: Sizes) -> list[str]:
+    """What keeps prompts from being shared."""
+    if size.rollouts == 1:
         return ["actor_rollout_ref.rollout.n=1: a prompt has one response, nothing to share; set 2 or more"]
+    found = []
     mode = config.trainer.v1.trainer_mode
-    if mode == TRAINER_MODE or num_ranks == 1:
-        return []
-    return [
-        f"trainer.v1.trainer_mode={mode} spreads a prompt's rows over {num_ranks} ranks, and each shares only what it "
-        f"holds; these figures hold with trainer.v1.trainer_mode={TRAINER_MODE}"
-    ]
+    if not size.exchange and size.ranks > 1:
+        found.append(
+            f"actor_rollout_ref.actor.prefix.exchange=off leaves a prompt's rows on {size.ranks} ranks, and each "
+            "shares only what it holds; set it to auto"
+        )
+    if not size.whole and size.mini_batches > 1:
+        found.append(
+            f"trainer.v1.trainer_mode={mode} spreads a prompt's rows over {size.mini_batches} mini-batches, and each "
+            f"computes it again; set trainer.v1.trainer_mode=prefix_{mode}"
+        )
+    return found
 
 
 def shares(spec: str | None) -> dict[str, float]:
@@ -193,7 +199,7 @@ def build(
         simulation = {"simulated": simulated(job, request, config.trainer.n_gpus_per_node)}
     return {
         "unsupported": reasons,
-        "notes": notes(config, size.ranks),
+        "notes": notes(config, size),
         "prompt_tokens": percentiles([float(x) for x in lengths]) | {"count": len(lengths), "overlong": overlong},
         "response_tokens": percentiles([float(x) for x in sample]),
         "prefix_share_of_a_row": percentiles(ratio),
@@ -202,6 +208,7 @@ def build(
             "logical": predicted.logical,
             "physical": predicted.physical,
             "ratio": predicted.logical / predicted.physical,
+            "ratio_without_exchange": predicted.logical / predicted.physical_without,
         },
         "schedule": used,
         "packed_groups": predicted.packed,
@@ -248,7 +255,8 @@ def _show_figures(plan: dict[str, Any], console: Console) -> None:
     console.print(memory)
     tokens = plan["tokens"]
     lines = [
-        f"tokens: {tokens['logical']} logical, {tokens['physical']} computed, {tokens['ratio']:.2f} to 1",
+        f"tokens: {tokens['logical']} logical, {tokens['physical']} computed, {tokens['ratio']:.2f} to 1; "
+        f"{tokens['ratio_without_exchange']:.2f} where rows stay on their ranks",
         f"schedule {plan['schedule']}: {plan['packed_groups']} groups packed, {plan['phased_groups']} in phases"
         + ("" if plan["packed_groups"] + plan["phased_groups"] else "; verl's own path, sharing would not pay"),
     ]

@@ -1,7 +1,6 @@
-"""Prices training steps: rows -> groups on ranks and in mini-batches, as `trainer` places them -> passes -> seconds.
+"""Prices training steps: rows -> ranks and mini-batches, as trainer deals and engine exchanges -> passes -> seconds.
 
-What `plan` shows; under a trainer other than `prefix_sync` a rank holds less of a group, and shares less. Pure
-functions of lengths; the config is read, not built.
+What `plan` shows. Pure functions of lengths; the config is read, not built.
 """
 
 from collections.abc import Iterator
@@ -11,13 +10,17 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import torch
+from verl.utils.seqlen_balancing import calculate_workload, get_seqlen_balanced_partitions
+
 from verl_prefix.auto.calibration import Profile
-from verl_prefix.auto.chooser import CostModel, Decision, decide, price
+from verl_prefix.auto.chooser import Batch, CostModel, Decision, decide, price
 from verl_prefix.auto.cost import PassCost, Rates, peak_bytes, plan_passes, stock_passes
+from verl_prefix.auto.placement import place_rows, row_cost
 from verl_prefix.auto.shape import ModelShape
 from verl_prefix.core.groups import Group
 from verl_prefix.core.waves import Plan, make_plan
-from verl_prefix.trainer.placement import place
+from verl_prefix.trainer.placement import fill_mini_batches
 
 SEED = 0
 NUM_STEPS, NUM_ROWS = 4, 4000  # training steps that are priced, fewer where they have as many rows
@@ -40,7 +43,8 @@ class MicroBatch:
 @dataclass(frozen=True)
 class Sizes:
     """One training step by its config; `micro_batches`: those of update, old and ref, which the actor's engine computes
-    too where it has LoRA."""
+    too where it has LoRA; `whole`: the trainer keeps a prompt's rows in one mini-batch; `exchange`: rows travel to the
+    rank that computes their prompt."""
 
     prompts: int
     rollouts: int
@@ -48,26 +52,57 @@ class Sizes:
     ranks: int
     micro_batches: dict[str, MicroBatch]
     ref_in_actor: bool = False
+    whole: bool = True
+    exchange: bool = True
 
 
-def _bins(size: Sizes, prompts: list[int], suffixes: list[int]) -> list[list[list[Group]]]:
-    """[rank][mini-batch] -> groups, as the prefix_sync trainer places them."""
-    keys = [i for i in range(size.prompts) for _ in range(size.rollouts)]
-    prefixes = [prompts[i] - 1 for i in keys]
-    order = place(keys, prefixes, suffixes, size.ranks, size.mini_batches).order
-    per_bin = len(order) // (size.ranks * size.mini_batches)
-    found: list[list[list[Group]]] = []
-    for start in range(0, len(order), per_bin):
-        members: dict[int, list[int]] = {}
-        for row in order[start : start + per_bin]:
-            members.setdefault(keys[row], []).append(row)
-        groups = [
-            Group(tuple(rows), prefixes[rows[0]], tuple(suffixes[row] for row in rows)) for rows in members.values()
-        ]
-        if start // per_bin % size.mini_batches == 0:
-            found.append([])
-        found[-1].append(groups)
-    return found
+@dataclass(frozen=True)
+class Step:
+    """The rows of one training step, of all ranks: prompt, lengths of prefix and suffix."""
+
+    size: Sizes
+    shape: ModelShape
+    keys: list[int]
+    prefixes: list[int]
+    suffixes: list[int]
+
+    def dealt(self) -> list[list[list[int]]]:
+        """[rank][mini-batch] -> rows, as the trainer deals them."""
+        ranks, steps = self.size.ranks, self.size.mini_batches
+        if self.size.whole:
+            filled, _ = fill_mini_batches(self.keys, steps)
+            return [list(found) for found in zip(*(self._balanced(rows) for rows in filled), strict=True)]
+        size = len(self.keys) // ranks // steps
+        balanced = self._balanced(list(range(len(self.keys))))
+        return [[rows[k * size : (k + 1) * size] for k in range(steps)] for rows in balanced]
+
+    def _balanced(self, rows: list[int]) -> list[list[int]]:
+        lens = torch.tensor([self.prefixes[row] + 1 + self.suffixes[row] for row in rows])
+        parts = get_seqlen_balanced_partitions(calculate_workload(lens), self.size.ranks, equal_size=True)
+        return [[rows[i] for i in part] for part in parts]
+
+    def batches(self, ranks: list[list[int]], name: str) -> tuple[list[list[Group]], list[int], list[Batch]]:
+        """Arguments of `Predictor.infer` or `update` for the rows of each rank."""
+        micro = self.size.micro_batches[name]
+        computed, own = self.computed(ranks, self.size.exchange), self.computed(ranks, False)
+        return computed, [micro.budget(g) for g in computed], [Batch(g, micro.budget(g)) for g in own]
+
+    def computed(self, ranks: list[list[int]], exchange: bool) -> list[list[Group]]:
+        """Groups of each rank; rows where they are, or where the engine's exchange brings them."""
+        rows = [row for found in ranks for row in found]
+        home = [rank for rank, found in enumerate(ranks) for _ in found]
+        if exchange and len(ranks) > 1:
+            costs = [row_cost(self.shape, self.prefixes[row], self.suffixes[row]) for row in rows]
+            prefix_costs, suffix_costs = ([cost[i] for cost in costs] for i in range(2))
+            home = place_rows([self.keys[row] for row in rows], prefix_costs, suffix_costs, home, len(ranks)).ranks
+        members: list[dict[int, list[int]]] = [{} for _ in ranks]
+        for row, rank in zip(rows, home, strict=True):
+            members[rank].setdefault(self.keys[row], []).append(row)
+        return [
+            [Group(tuple(found), self.prefixes[found[0]], tuple(self.suffixes[row] for row in found))
+             for found in groups.values()]
+            for groups in members
+        ]  # fmt: skip
 
 
 class Predictor:
@@ -77,6 +112,7 @@ class Predictor:
         seconds: {path: {pass: total}}, in seconds if the rates are measured. peaks: {path: bytes that an update adds}.
         bins, logical, physical, packed, phased: groups per rank and mini-batch; tokens and groups of the path in use.
         first: groups of the first mini-batch on the rank where it costs stock most.
+        physical_without: tokens that sharing would compute if rows did not travel between ranks.
     """
 
     def __init__(self, config: Any, shape: ModelShape) -> None:
@@ -100,18 +136,25 @@ class Predictor:
         self.peaks = dict.fromkeys(self.seconds, 0.0)
         self.bins: list[float] = []
         self.first: list[Group] = []
-        self.logical = self.physical = self.packed = self.phased = 0
+        self.logical = self.physical = self.packed = self.phased = self.physical_without = 0
 
     def decide(
-        self, ranks: list[list[Group]], budgets: list[int], log_probs: Decision | None = None, ref_engine: bool = False
+        self,
+        ranks: list[list[Group]],
+        budgets: list[int],
+        log_probs: Decision | None = None,
+        ref_engine: bool = False,
+        own: list[Batch] | None = None,
     ) -> tuple[Decision, list[Plan | None]]:
         """The decision of the engine's chooser on a batch, and each rank's plan (None: verl's own path).
 
         Args:
             ref_engine: by the engine of the ref policy, which measures no update.
+            own: what verl's path would compute on each rank, where rows travel.
         """
         profile = Profile(self.profile.forward) if ref_engine and not self.measured else self.profile
-        prices = [price(self.costs, groups, budget, profile) for groups, budget in zip(ranks, budgets, strict=True)]
+        batches = zip(ranks, budgets, own or [None] * len(ranks), strict=True)
+        prices = [price(self.costs, groups, budget, profile, mine) for groups, budget, mine in batches]
         slowest = [max(seconds) for seconds in zip(*(one.seconds for one in prices), strict=True)]
         decision = decide(slowest, self.costs.min_speedup, log_probs)
         return decision, [None if decision.stock else one.packed if decision.packed else one.mixed for one in prices]
@@ -139,23 +182,26 @@ class Predictor:
     def _stock(self, groups: list[Group], budget: int) -> list[PassCost]:
         return stock_passes(self.costs.shape, groups, budget, self.costs.dense_mask)
 
-    def infer(self, name: str, ranks: list[list[Group]], budgets: list[int], ref_engine: bool = False) -> Decision:
+    def infer(
+        self, name: str, ranks: list[list[Group]], budgets: list[int], own: list[Batch], ref_engine: bool = False
+    ) -> Decision:
         """Log-probs of a training step's rows: "old" or "ref"; by an engine of its own if `ref_engine`."""
-        decision, plans = self.decide(ranks, budgets, ref_engine=ref_engine)
+        decision, plans = self.decide(ranks, budgets, ref_engine=ref_engine, own=own)
         self._price(name, ranks, budgets, plans)
         return decision
 
-    def update(self, ranks: list[list[Group]], budgets: list[int], log_probs: Decision) -> None:
+    def update(self, ranks: list[list[Group]], budgets: list[int], own: list[Batch], log_probs: Decision) -> None:
         """One mini-batch, after the old log-probs were decided on."""
         if not self.first:
             self.first = max(ranks, key=lambda groups: sum(group.num_logical_tokens for group in groups))
-        plans = self._price("update", ranks, budgets, self.decide(ranks, budgets, log_probs)[1])
+        plans = self._price("update", ranks, budgets, self.decide(ranks, budgets, log_probs, own=own)[1])
         for path, found in plans.items():
             for groups, budget, plan in zip(ranks, budgets, found, strict=True):
                 added = peak_bytes(
                     self.costs.shape, plan, self._stock(groups, budget), self.checkpointed, self.costs.logits_chunk
                 )
                 self.peaks[path] = max(self.peaks[path], added)
+        self.physical_without += sum(group.num_physical_tokens for groups, _ in own for group in groups)
         for groups, plan in zip(ranks, plans[self.schedule], strict=True):
             logical = sum(group.num_logical_tokens for group in groups)
             self.bins.append(float(len(groups)))
@@ -171,13 +217,13 @@ def predict(config: Any, size: Sizes, shape: ModelShape, lengths: list[int], res
     predictor, draw = Predictor(config, shape), Random(SEED)
     num_rows = size.prompts * size.rollouts
     for _ in range(max(1, min(NUM_STEPS, NUM_ROWS // num_rows))):
+        keys = [i for i in range(size.prompts) for _ in range(size.rollouts)]
         prompts = draw.choices(lengths, k=size.prompts)
-        bins = _bins(size, prompts, list(islice(responses, num_rows)))
-        whole = [[group for groups in rank for group in groups] for rank in bins]
-        budgets = {name: [size.micro_batches[name].budget(groups) for groups in whole] for name in ("old", "ref")}
-        log_probs = predictor.infer("old", whole, budgets["old"])
-        predictor.infer("ref", whole, budgets["ref"], ref_engine=not size.ref_in_actor)
+        step = Step(size, shape, keys, [prompts[i] - 1 for i in keys], list(islice(responses, num_rows)))
+        dealt = step.dealt()
+        whole = [[row for rows in rank for row in rows] for rank in dealt]
+        log_probs = predictor.infer("old", *step.batches(whole, "old"))
+        predictor.infer("ref", *step.batches(whole, "ref"), ref_engine=not size.ref_in_actor)
         for k in range(size.mini_batches):
-            ranks = [rank[k] for rank in bins]
-            predictor.update(ranks, [size.micro_batches["update"].budget(groups) for groups in ranks], log_probs)
+            predictor.update(*step.batches([rank[k] for rank in dealt], "update"), log_probs)
     return predictor
