@@ -344,6 +344,21 @@ def test_a_broken_exchange_is_an_error_on_every_rank_and_none_waits(results, how
     assert max(seconds) < SECONDS
 
 
+def test_what_torn_mini_batches_cost_is_said_once_after_the_first_step():
+    from verl_prefix.engine.exchange import TornGroups
+
+    torn = TornGroups()
+    assert torn.see(1000, 16, forward_only=True) is None
+    assert torn.see(600, 8, forward_only=False) is None
+    said = torn.see(650, 8, forward_only=False)
+    assert "250 tokens more than 1000 at this step (+25%)" in said and "trainer_mode=prefix_sync" in said
+    assert [torn.see(1000, 16, True), torn.see(900, 8, False), torn.see(900, 8, False)] == [None] * 3
+    for updates in ([505, 505], [1000, 16]):  # next to nothing; other rows than those before
+        quiet = TornGroups()
+        quiet.see(1000, 16, True)
+        assert [quiet.see(tokens, 8, False) for tokens in updates] == [None] * 2
+
+
 def test_a_rank_that_dies_is_an_error_on_the_others(results):
     for rank in (0, 2, 3):
         error, seconds = results[rank]["a rank dies"]

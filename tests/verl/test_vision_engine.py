@@ -31,6 +31,8 @@ BATCHES = {
     "mixed": {0: [IMAGE, TEXT, VIDEO, BOTH], 1: [VIDEO, BOTH, ([17], [8, 5], "other text"), ONE]},
     # verl runs the tower once for images and once for videos: ranks that differ in that would wait for each other.
     "text_rank": {0: [IMAGE, TEXT], 1: [TEXT, ([13], [4, 9], "other text")]},
+    # Of these, every second row.
+    "scattered": {0: [IMAGE, TEXT, VIDEO, BOTH], 1: [IMAGE, TEXT, VIDEO, BOTH]},
 }  # fmt: skip
 CASES = {
     "gate_open": {"min_speedup": 1e-6},
@@ -44,6 +46,7 @@ CASES = {
     "frozen_tower": {"frozen_tower": True, "schedule": "phased", "wave_tokens": 20},
     "lora_on_text": {"lora_targets": r".*language_model.*\.(q|k|v|o)_proj", "schedule": "phased"},
     "padded": {"padded": True},
+    "scattered": {"batch": "scattered", "schedule": "packed", "exchange": "auto"},
     "text_rank": {"batch": "text_rank"},
     "text_rank_phased": {"batch": "text_rank", "schedule": "phased", "wave_tokens": 20},
 }
@@ -65,7 +68,8 @@ def _batch(rank: int, config, path: str, options: dict):
     """Rows in verl's jagged form, not sorted by group; every row has its own copy of the pixels, as verl delivers."""
     from verl.utils import tensordict_utils as tu
 
-    generator = torch.Generator().manual_seed(100 + rank)
+    scattered = options.get("batch") == "scattered"
+    generator = torch.Generator().manual_seed(100 if scattered else 100 + rank)
     rows = []
     for parts, lens, uid in BATCHES[options.get("batch", "mixed")][rank]:
         prompt, pixels = visual_prompt(parts, config, generator)
@@ -73,10 +77,10 @@ def _batch(rank: int, config, path: str, options: dict):
             response = torch.randint(7, config.text_config.vocab_size, (length,), generator=generator)
             rows.append((uid, prompt, response, copy.deepcopy(pixels)))
     # Same prompt and same tokens as `image`, another picture: the last row of the group is alone.
-    if rank == 0:
+    if rank == 0 or scattered:
         rows[3] = (*rows[3][:3], rows[3][3] | {"pixel_values": torch.randn(32, PATCH, generator=generator)})
     order = torch.randperm(len(rows), generator=generator).tolist()
-    rows = [rows[i] for i in order]
+    rows = [rows[i] for i in (order[rank :: torch.distributed.get_world_size()] if scattered else order)]
 
     def noise(scale, shift):
         return _nested(torch.randn(len(r[2]), generator=generator) * scale + shift for r in rows)
@@ -167,7 +171,9 @@ def _measure(backend: str, path: str, rank: int, options: dict) -> dict:
         trained = {name: p for name, p in engine.module.named_parameters() if p.requires_grad}
         result["grads"] = {n: _full(p if p.grad is None else p.grad) * (p.grad is not None) for n, p in trained.items()}
         result["grad_norm"] = engine.optimizer_step()
-    result["loss"] = sum(output["loss"])
+    loss = torch.tensor(sum(output["loss"]), dtype=torch.float64)
+    torch.distributed.all_reduce(loss)  # with us a rank computes other rows than those that it was given
+    result["loss"] = loss.item()
     result["metrics"] = (first if checked else output)["metrics"]
     result["params"] = {name: _full(p) for name, p in engine.module.named_parameters()}
     return result
@@ -187,7 +193,8 @@ def _worker(rank: int, world: int, rendezvous: str, paths: dict, out: str) -> No
     results = {}
     for family, path in paths.items():
         # Under remove-padding verl's Qwen2.5-VL needs flash attention, and padding is the only stock path on a CPU.
-        default = {"use_remove_padding": family == "qwen3_vl"}
+        # Rows stay, so that what a rank has seen is known.
+        default = {"use_remove_padding": family == "qwen3_vl", "exchange": "off"}
         stock = {}
 
         def truth(options, stock=stock, path=path):
@@ -216,7 +223,7 @@ def _worker(rank: int, world: int, rendezvous: str, paths: dict, out: str) -> No
             pair = [_measure(backend, path, rank, half) for backend in ("prefix", "fsdp2")]
             results[family, "bf16"] = [_half_errors(found, truth(first)) for found in pair]
         # Last, because verl changes classes for good: ours undoes that where it needs to.
-        patched = _measure("prefix", path, rank, {"use_remove_padding": True, "verify": "off"})
+        patched = _measure("prefix", path, rank, default | {"use_remove_padding": True, "verify": "off"})
         results[family, "attention that verl replaced"] = _compare(patched, truth(default))
     torch.save(results, f"{out}.{rank}")
     torch.distributed.destroy_process_group()
@@ -282,6 +289,17 @@ def test_tower_sees_a_groups_pixels_once(results, family):
             == results[0][family, "phased_row_by_row"]["tower"]["ours"][1]["calls"]
             > 1
         )
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_scattered_rows_meet_where_their_pixels_are(results, family):
+    """Of a picture or clip that both ranks have, one tower computes it."""
+    if len(results) == 1:
+        return
+    seen = [result[family, "scattered"]["tower"] for result in results]
+    for ours in zip(*(one["ours"] for one in seen), strict=True):
+        assert sum(one["patches"] for one in ours) == _patches(0, "scattered", repeated=False)
+    assert sum(r[family, "scattered"]["metrics"]["prefix/exchanged_rows"][0] for r in results) >= 4
 
 
 @pytest.mark.parametrize("family", FAMILIES)
