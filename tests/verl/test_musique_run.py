@@ -33,8 +33,12 @@ def compute_score(*args):
 
 @pytest.mark.ray
 @pytest.mark.full
-@pytest.mark.parametrize(("schedule", "ranks"), [("auto", 1), ("phased", 2)])
-def test_two_training_steps_on_musique(tmp_path, schedule, ranks, train):
+@pytest.mark.parametrize(
+    ("schedule", "ranks", "mode"),
+    [("auto", 1, "prefix_sync"), ("phased", 2, "prefix_sync"), ("auto", 2, "sync"), ("auto", 2, "colocate_async")],
+)
+def test_two_training_steps_on_musique(tmp_path, schedule, ranks, mode, train):
+    """With verl's own modes, model_engine=prefix alone: they deal a prompt's rows to both ranks."""
     questions = SAMPLE
     if not SAMPLE.exists():
         questions = tmp_path / "questions.jsonl"
@@ -47,9 +51,12 @@ def test_two_training_steps_on_musique(tmp_path, schedule, ranks, train):
         RECIPE, model, "data.max_prompt_length=3072", "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=6144",
         "actor_rollout_ref.actor.use_kl_loss=true", "actor_rollout_ref.actor.optim.lr=1e-3",
         f"actor_rollout_ref.actor.prefix.schedule={schedule}", f"trainer.n_gpus_per_node={ranks}",
+        f"trainer.v1.trainer_mode={mode}",
     )  # fmt: skip
     for step in steps:
+        step |= {name.removeprefix("actor/"): value for name, value in step.items()}
         assert step["prefix/reuse_fraction"] > 0.5 and step["prefix/split_groups"] == 0
+        assert ranks == 1 or step["prefix/exchanged_rows"] > 0
         assert step["training/rollout_probs_diff_max"] < 1e-5
         assert (step["prefix/waves"] > 0) == (schedule == "phased")
 

@@ -27,7 +27,13 @@ from verl.utils.seqlen_balancing import get_seqlen_balanced_partitions, log_seql
 from verl.utils.tensordict_utils import make_iterator
 
 from verl_prefix.testing import write_tiny_model
-from verl_prefix.trainer.prefix_sync import PrefixPPOTrainerSync, _group_keys, _lost, _refuse_overlong_prompts
+from verl_prefix.trainer.prefix_sync import (
+    PrefixPPOTrainerSync,
+    WholeGroups,
+    _group_keys,
+    _lost,
+    _refuse_overlong_prompts,
+)
 
 STOCK_METRICS = {"min", "max", "minmax_diff", "balanced_min", "balanced_max", "mean"}
 
@@ -194,12 +200,14 @@ def config(shuffle: bool = False, **modes: object) -> object:
     return created
 
 
-def test_verl_sees_its_own_mode_name(monkeypatch):
-    seen = []
-    monkeypatch.setattr(PPOTrainerSync, "__init__", lambda self, config: seen.append(config.trainer.v1.trainer_mode))
+@pytest.mark.parametrize("mode", ["sync", "colocate_async", "separate_async"])
+def test_verl_sees_its_own_mode_name(monkeypatch, mode):
+    seen, verls, ours = [], get_trainer_cls(mode), get_trainer_cls(f"prefix_{mode}")
+    assert issubclass(ours, verls) and ours._balance_batch is WholeGroups._balance_batch
+    monkeypatch.setattr(verls, "__init__", lambda self, config: seen.append(config.trainer.v1.trainer_mode))
     frozen = config()
-    get_trainer_cls("prefix_sync")(config=frozen)
-    assert seen == ["sync"] and OmegaConf.is_readonly(frozen.trainer.v1) and OmegaConf.is_struct(frozen.trainer.v1)
+    ours(config=frozen)
+    assert seen == [mode] and OmegaConf.is_readonly(frozen.trainer.v1) and OmegaConf.is_struct(frozen.trainer.v1)
 
 
 def test_shuffle_is_refused():
