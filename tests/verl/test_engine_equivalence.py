@@ -231,7 +231,8 @@ def _configs(backend: str, model_path: str, options: dict, forward_only: bool = 
     if "use_no_sync" in options:  # verl 0.9.0 has no such key
         shared["use_no_sync_for_gradient_accumulation"] = options["use_no_sync"]
     if backend == "prefix":
-        prefix = {"min_speedup": 0} | {key: options[key] for key in OURS if key in options}
+        # Rows stay, so that what a rank computes is known; test_exchange.py is about those that travel.
+        prefix = {"min_speedup": 0, "exchange": "off"} | {key: options[key] for key in OURS if key in options}
         frozen = options.get("frozen_tower", False)
         engine_config = PrefixEngineConfig(**shared, prefix=PrefixConfig(**prefix), freeze_vision_tower=frozen)
     else:
@@ -311,10 +312,7 @@ def _measure(backend: str, model_path: str, rank: int, options: dict) -> dict:
         output = engine.forward_backward_batch(data.copy(), _loss(options))
         result["grads"] = {n: _full(p.grad) for n, p in engine.module.named_parameters() if p.requires_grad}
         result["grad_norm"] = engine.optimizer_step()
-    # Of all ranks: with us a rank computes other rows than those that it was given.
-    loss = torch.tensor(sum(output["loss"]), dtype=torch.float64)
-    torch.distributed.all_reduce(loss)
-    result["loss"] = loss.item()
+    result["loss"] = sum(output["loss"])
     result["metrics"] = output["metrics"]
     result["params"] = {name: _full(p) for name, p in engine.module.named_parameters()}
     return result

@@ -193,7 +193,9 @@ def _worker(rank: int, world: int, rendezvous: str, path: str, out: str) -> None
             truth[case] = _measure(stock, rank, world, theirs)
     weights = _train(stock, rank, world)
     for name, engine_options in ENGINES.items():
-        engine = _engine("prefix", path, {"verify": 1 if name == "packed" else "off"} | engine_options)
+        engine = _engine(
+            "prefix", path, {"exchange": "auto", "verify": 1 if name == "packed" else "off"} | engine_options
+        )
         for case in truth if name == "packed" else [case for case in FEW if case in truth]:
             if name in ("off", "gate_shut") and case != "default":
                 continue
@@ -203,7 +205,7 @@ def _worker(rank: int, world: int, rendezvous: str, path: str, out: str) -> None
         ours = _train(engine, rank, world)
         results[name, "default"][0]["weights"] = _relative(ours, weights)
     if world == 2:
-        lora = {"lora_targets": "all-linear"}
+        lora = {"exchange": "auto", "lora_targets": "all-linear"}
         both = [_measure(_engine(backend, path, lora), rank, world, {}) for backend in ("prefix", "fsdp2")]
         results["packed", "lora"] = _errors(*both), {}
     torch.save(results, f"{out}.{rank}")

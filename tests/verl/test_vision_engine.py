@@ -193,8 +193,7 @@ def _worker(rank: int, world: int, rendezvous: str, paths: dict, out: str) -> No
     results = {}
     for family, path in paths.items():
         # Under remove-padding verl's Qwen2.5-VL needs flash attention, and padding is the only stock path on a CPU.
-        # Rows stay, so that what a rank has seen is known.
-        default = {"use_remove_padding": family == "qwen3_vl", "exchange": "off"}
+        default = {"use_remove_padding": family == "qwen3_vl"}
         stock = {}
 
         def truth(options, stock=stock, path=path):

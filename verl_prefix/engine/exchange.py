@@ -224,8 +224,8 @@ class Exchange:
                 held.setdefault(key, pixels)
         for key, values in zip(keys, objects, strict=True):
             row = values[PIXELS]
-            if row and key in held:
-                values[PIXELS] = {n: x for n, x in row.items() if n not in (CARRIES, CARRIED_BY)} | held[key]
+            if key in held:  # also where pixels were all that a row had, before they stayed behind
+                values[PIXELS] = {n: x for n, x in (row or {}).items() if n not in (CARRIES, CARRIED_BY)} | held[key]
             elif row:
                 values[PIXELS] = dict(row)
         return objects
