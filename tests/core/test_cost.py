@@ -162,11 +162,46 @@ def test_ranks_decide_alike():
     assert (plans[0] is None) == (plans[1] is None)
 
 
+# GiB that an update adds, by tools/simulate (torch 2.13, transformers 5.10): Llama3-8B on 8 ranks, two groups of four,
+# P 6000, S 1000, budget 14,100, waves of 2,000. (arm, checkpointed, no_sync) -> GiB.
+SIMULATED = {
+    ("stock", True, False): 10.54, ("stock", True, True): 36.72,
+    ("packed", True, False): 7.81, ("packed", True, True): 32.27,
+    ("phased", True, False): 11.74, ("phased", True, True): 37.19,
+    ("phased+offload", True, False): 11.32, ("phased+offload", True, True): 35.78,
+    ("stock", False, False): 90.93, ("stock", False, True): 117.11,
+    ("packed", False, False): 63.71, ("packed", False, True): 89.65,
+    ("phased", False, False): 90.66, ("phased", False, True): 116.10,
+    ("phased+offload", False, False): 76.84, ("phased+offload", False, True): 102.04,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def llama3_8b() -> shape.ModelShape:
+    config = transformers.LlamaConfig(
+        hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8,
+        vocab_size=128256, tie_word_embeddings=False,
+    )  # fmt: skip
+    with torch.device("meta"):
+        return shape.model_shape(transformers.LlamaForCausalLM(config), torch.bfloat16)
+
+
+@pytest.mark.parametrize(("arm", "checkpointed", "no_sync"), SIMULATED)
+def test_the_peak_is_within_15_per_cent_of_the_simulated_one(llama3_8b, arm, checkpointed, no_sync):
+    groups = [Group(tuple(range(i, i + 4)), 6000, (1000,) * 4) for i in (0, 4)]
+    path, _, offload = arm.partition("+")
+    plan = None if path == "stock" else make_plan(groups, 14100, path, 2000, bool(offload))
+    stock = cost.stock_passes(llama3_8b, groups, 14100, dense_mask=False)
+    memory = cost.Memory(8, checkpointed, no_sync, 4096, bool(offload))
+    found = cost.peak_bytes(llama3_8b, plan, stock, memory) / 2**30
+    assert found == pytest.approx(SIMULATED[arm, checkpointed, no_sync], rel=0.15)
+
+
 def make_predictor(cost_profile=None):
     prefix = {"schedule": "auto", "logits_chunk": 4096, "wave_tokens": None, "offload": False, "min_speedup": 1.05}
     model = types.SimpleNamespace(enable_gradient_checkpointing=False, get=lambda key: None)
-    actor = types.SimpleNamespace(prefix=types.SimpleNamespace(**prefix, cost_profile=cost_profile))
-    return Predictor(types.SimpleNamespace(actor=actor, model=model), SHAPE)
+    actor = types.SimpleNamespace(prefix=types.SimpleNamespace(**prefix, cost_profile=cost_profile), fsdp_config={})
+    return Predictor(types.SimpleNamespace(actor=actor, model=model), SHAPE, ranks=2)
 
 
 def test_plan_counts_flops_where_a_profile_lacks_one_kind(tmp_path):

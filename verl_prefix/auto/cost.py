@@ -98,33 +98,59 @@ class Rates:
         return seconds
 
 
-def peak_bytes(
-    shape: ModelShape, plan: Plan | None, stock: Sequence[PassCost], checkpointed: bool, logits_chunk: int
-) -> float:
-    """Bytes that one update adds at its peak to model, gradients and optimizer; plan None: verl's own path.
+@dataclass(frozen=True)
+class Memory:
+    """The options of a run that decide what an update keeps.
 
-    A rough model: activations of the largest pass (with checkpointing, the layers' inputs and one layer's activations),
-    logits in fp32 with their gradient and softmax, and for phases the prefix graph, the prefix cache and its gradients.
+    Args:
+        ranks: that parameters are sharded over. no_sync: verl's use_no_sync_for_gradient_accumulation.
+        checkpointed: gradient checkpointing. logits_chunk, offload: of `PrefixConfig`.
+    """
+
+    ranks: int
+    checkpointed: bool
+    no_sync: bool
+    logits_chunk: int
+    offload: bool
+
+
+def peak_bytes(shape: ModelShape, plan: Plan | None, stock: Sequence[PassCost], memory: Memory) -> float:
+    """Bytes that one update adds at its peak to 16 bytes per parameter and rank; plan None: verl's own path.
+
+    In closed form, within 15 % of `tools.simulate` on the grid of tests/core/test_cost.py. Alive at once, of FSDP2 in
+    mixed precision with flash-attn's cross entropy: what layers keep; in backward half of a layer's activations again,
+    two gathered layers, and the fp32 gradient of lm_head on its way to the other ranks; logits and their gradient;
+    keys, values and their fp32 gradients; and unsharded fp32 gradients where several passes share one synchronisation.
     """
     layers = len(shape.windows)
+    buffers = 4 * (shape.head / 2 + shape.layer_parameters)
+    held = 4 * shape.parameters * (1 - 1 / memory.ranks)
 
-    def alive(tokens: int) -> float:
-        one_layer = shape.activations * tokens
-        return layers * shape.boundary * tokens + one_layer if checkpointed else layers * one_layer
+    def kept(tokens: int) -> float:
+        return layers * tokens * (shape.boundary if memory.checkpointed else shape.activations)
+
+    def backward(tokens: int) -> float:
+        return tokens * shape.activations * (1.5 if memory.checkpointed else 0.5) + buffers
 
     def logits(tokens: int) -> float:
-        return 12.0 * shape.vocab_size * tokens
+        return 2 * shape.logits * tokens
 
     if plan is None:
-        return max(alive(p.tokens) + logits(p.head_tokens) for p in stock)
+        peak = max((kept(p.tokens) + max(logits(p.head_tokens), backward(p.tokens)) for p in stock), default=0.0)
+        return peak + (held if memory.no_sync and len(stock) > 1 else 0.0)
     peaks = []
     for planned in plan.passes:
         prefix = sum(group.prefix_len for group in planned.groups)
         if isinstance(planned, PackedPass):
             suffix = sum(group.num_suffix_tokens for group in planned.groups)
-            peaks.append(alive(prefix + suffix) + logits(min(suffix, logits_chunk)))
+            tokens = prefix + suffix
+            peaks.append(kept(tokens) + max(logits(min(suffix, memory.logits_chunk)), backward(tokens)))
             continue
-        kept = layers * shape.boundary * prefix if checkpointed else layers * shape.activations * prefix
         wave = max((sum(g.num_suffix_tokens for _, g in wave) for wave in planned.waves), default=0)
-        peaks.append(kept + 3 * shape.kv * prefix + alive(wave) + logits(min(wave, logits_chunk)))
-    return max(peaks, default=0.0)
+        dormant = 0.0 if memory.offload else kept(prefix)
+        in_wave = kept(wave) + max(logits(min(wave, memory.logits_chunk)), backward(wave))
+        phase_b = dormant + 3 * shape.kv * prefix + in_wave
+        phase_c = kept(prefix) + 2 * shape.kv * prefix + backward(prefix)
+        peaks.append(max(phase_b, phase_c))
+    several = len(plan.passes) > 1 or bool(plan.waves)
+    return max(peaks, default=0.0) + (held if memory.no_sync and several else 0.0)

@@ -21,8 +21,9 @@ class ModelShape:
         head: FLOPs per token of lm_head. pair: per query-key pair of one layer's attention.
         windows: sliding window of every layer, None where it sees everything.
         activations: bytes per token that one layer keeps for backward. boundary: bytes per token of its input alone.
-        kv: bytes per token of all layers' keys and values. vocab_size: logits per token, fp32 and thrice in backward.
+        kv: bytes per token of all layers' keys and values. logits: bytes per token of them.
         tower: FLOPs per patch of a vision tower's matmuls; 0 without one.
+        parameters, layer_parameters: numbers of them, and of one layer alone.
     """
 
     linear: float
@@ -34,6 +35,9 @@ class ModelShape:
     kv: float
     vocab_size: int
     tower: float = 0.0
+    logits: float = 0.0
+    parameters: float = 0.0
+    layer_parameters: float = 0.0
 
     @functools.cached_property
     def _layers_by_window(self) -> tuple[tuple[int | None, int], ...]:
@@ -83,6 +87,10 @@ def model_shape(model: PreTrainedModel, dtype: torch.dtype) -> ModelShape:
         kv=2.0 * layers * kv_heads * head_dim * dtype.itemsize,
         vocab_size=text.vocab_size,
         tower=0.0 if seeing is None else 2.0 * _linear_weights(seeing.model.visual),
+        logits=float(text.vocab_size * dtype.itemsize),
+        parameters=float(sum(p.numel() for p in model.parameters())),
+        layer_parameters=sum(p.numel() for p in body.parameters() if p.dim() > 1 and p.shape[0] != text.vocab_size)
+        / layers,
     )
 
 

@@ -15,7 +15,7 @@ from verl.utils.seqlen_balancing import calculate_workload, get_seqlen_balanced_
 
 from verl_prefix.auto.calibration import Profile
 from verl_prefix.auto.chooser import Batch, CostModel, Decision, decide, price
-from verl_prefix.auto.cost import PassCost, Rates, peak_bytes, plan_passes, stock_passes
+from verl_prefix.auto.cost import Memory, PassCost, Rates, peak_bytes, plan_passes, stock_passes
 from verl_prefix.auto.placement import place_rows, row_cost
 from verl_prefix.auto.shape import ModelShape
 from verl_prefix.core.groups import Group
@@ -115,17 +115,23 @@ class Predictor:
         physical_without: tokens that sharing would compute if rows did not travel between ranks.
     """
 
-    def __init__(self, config: Any, shape: ModelShape) -> None:
+    def __init__(self, config: Any, shape: ModelShape, ranks: int) -> None:
         options, model = config.actor.prefix, config.model
         self.schedule: str = options.schedule
-        self.checkpointed = bool(model.enable_gradient_checkpointing)
+        self.memory = Memory(
+            ranks=ranks,
+            checkpointed=bool(model.enable_gradient_checkpointing),
+            no_sync=bool(config.actor.fsdp_config.get("use_no_sync_for_gradient_accumulation", False)),
+            logits_chunk=options.logits_chunk,
+            offload=options.offload,
+        )
         dense = (model.get("override_config") or {}).get("attn_implementation") in ("sdpa", "eager")
         self.costs = CostModel(
             shape=shape, dense_mask=dense, logits_chunk=options.logits_chunk, wave_tokens=options.wave_tokens,
             offload=options.offload, min_speedup=options.min_speedup,
         )  # fmt: skip
         # One backward is two forwards; checkpointing runs the layers, not lm_head, forward once more.
-        layers = 4.0 if self.checkpointed else 3.0
+        layers = 4.0 if self.memory.checkpointed else 3.0
         forward, update = Rates(linear=1.0, attention=1.0, head=1.0), Rates(linear=layers, attention=layers, head=3.0)
         self.profile, path = Profile(forward, update), options.cost_profile and Path(options.cost_profile)
         read = Profile.read(path) if path and path.exists() else Profile()
@@ -197,9 +203,7 @@ class Predictor:
         plans = self._price("update", ranks, budgets, self.decide(ranks, budgets, log_probs, own=own)[1])
         for path, found in plans.items():
             for groups, budget, plan in zip(ranks, budgets, found, strict=True):
-                added = peak_bytes(
-                    self.costs.shape, plan, self._stock(groups, budget), self.checkpointed, self.costs.logits_chunk
-                )
+                added = peak_bytes(self.costs.shape, plan, self._stock(groups, budget), self.memory)
                 self.peaks[path] = max(self.peaks[path], added)
         self.physical_without += sum(group.num_physical_tokens for groups, _ in own for group in groups)
         for groups, plan in zip(ranks, plans[self.schedule], strict=True):
@@ -214,7 +218,7 @@ class Predictor:
 
 def predict(config: Any, size: Sizes, shape: ModelShape, lengths: list[int], responses: Iterator[int]) -> Predictor:
     """The `Predictor` after some training steps on prompts drawn from `lengths`; config: `actor_rollout_ref`."""
-    predictor, draw = Predictor(config, shape), Random(SEED)
+    predictor, draw = Predictor(config, shape, size.ranks), Random(SEED)
     num_rows = size.prompts * size.rollouts
     for _ in range(max(1, min(NUM_STEPS, NUM_ROWS // num_rows))):
         keys = [i for i in range(size.prompts) for _ in range(size.rollouts)]

@@ -6,6 +6,7 @@ no other device. Registered once per process; all else holds inside `fake_accele
 
 import contextlib
 import functools
+import gc
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -214,6 +215,8 @@ def fake_accelerator(ranks: int) -> Iterator[DeviceMesh]:
             torch.Tensor, "record_stream", lambda tensor, stream: CLOCK.on_record(tensor, stream), create=True
         ),
     )
+    gc.collect()
+    gc.freeze()  # `tracker` collects often
     try:
         with contextlib.ExitStack() as stack:
             mesh = init_device_mesh(DEVICE, (ranks,), mesh_dim_names=("fsdp",))
@@ -223,5 +226,6 @@ def fake_accelerator(ranks: int) -> Iterator[DeviceMesh]:
             stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
             yield mesh
     finally:
+        gc.unfreeze()
         offload.host_pages.cache_clear()
         dist.destroy_process_group()

@@ -86,16 +86,15 @@ def settings(job: Job, hardware: Hardware, arms: dict[str, Any]) -> list[dict[st
     """Ways to run the job with sharing, cheapest first, those that do not fit behind: overrides, seconds, GiB.
 
     Args:
-        arms: of `compare`, to which waves of the whole budget and, for the best of both, a single gradient
-            synchronisation are added.
+        arms: of `compare`; the best of them also runs with the other gradient synchronisation.
     """
-    ways = [(arm, job.wave_tokens, job.no_sync, arms[arm.name]) for arm in ARMS if not arm.path.startswith("stock")]
-    if job.wave_tokens != job.budget:
-        ways.append((Arm("phased"), job.budget, job.no_sync, None))
-    found = [_way(job, hardware, arms, *way) for way in ways]
+    ways = [arm for arm in ARMS if not arm.path.startswith("stock")]
+    found = [_way(job, arms, arm, arms[arm.name], hardware) for arm in ways]
     best = min(range(len(found)), key=lambda i: _rank(found[i]))
-    arm, wave, no_sync, _ = ways[best]
-    found.append(_way(job, hardware, arms, arm, wave, not no_sync, None))
+    other = replace(job, no_sync=not job.no_sync)
+    update = as_json(simulate(other, ways[best], hardware, log_probs=False))
+    key = "actor_rollout_ref.actor.fsdp_config.use_no_sync_for_gradient_accumulation"
+    found.append(_way(job, arms, ways[best], update, hardware, f"{key}={other.no_sync}"))
     return sorted(found, key=_rank)
 
 
@@ -104,21 +103,16 @@ def _rank(way: dict[str, Any]) -> tuple[bool, float]:
 
 
 def _way(
-    job: Job, hardware: Hardware, arms: dict[str, Any], arm: Arm, wave: int | None, no_sync: bool,
-    known: dict[str, Any] | None,
-) -> dict[str, Any]:  # fmt: skip
-    if known is None:
-        changed = replace(job, wave_tokens=wave, no_sync=no_sync)
-        known = as_json(simulate(changed, arm, hardware, log_probs=False))
-    words = [f"schedule={arm.path}"] + [f"wave_tokens={wave}"] * (arm.path == "phased" and wave is not None)
-    overrides = [f"actor_rollout_ref.actor.prefix.{word}" for word in (*words, *["offload=True"] * arm.offload)]
-    if no_sync != job.no_sync:
-        overrides.append(f"actor_rollout_ref.actor.fsdp_config.use_no_sync_for_gradient_accumulation={no_sync}")
+    job: Job, arms: dict[str, Any], arm: Arm, update: dict[str, Any], hardware: Hardware, *more: str
+) -> dict[str, Any]:
+    words = [f"schedule={arm.path}"] + ["offload=True"] * arm.offload
+    if arm.path == "phased" and job.wave_tokens:
+        words.append(f"wave_tokens={job.wave_tokens}")
     return {
-        "overrides": overrides,
-        "seconds": known["update_seconds"] + arms[arm.path]["log_prob_seconds"],
-        "peak_gib": known["peak_gib"],
-        "fits": known["peak_gib"] * GIB <= hardware.capacity,
+        "overrides": [*(f"actor_rollout_ref.actor.prefix.{word}" for word in words), *more],
+        "seconds": update["update_seconds"] + arms[arm.path]["log_prob_seconds"],
+        "peak_gib": update["peak_gib"],
+        "fits": update["peak_gib"] * GIB <= hardware.capacity,
     }
 
 
@@ -179,12 +173,12 @@ def fit(job: Job, hardware: Hardware, gib: float, arms: Sequence[Arm] = ARMS) ->
 def show(found: dict[str, Any], gpu: str, console: Console) -> None:
     """Prints `compare`'s arms."""
     table = Table(
-        "simulated", "update s", "log-probs s", "speed-up", "over lean", "FLOP ratio", "peak GiB", "largest owners",
+        "simulated", "update s", "log-probs s", "speed-up", "over lean", "FLOP ratio", "peak GiB", "of which",
         title=f"one mini-batch of the costliest rank on {gpu}, simulated; lean: stock with lm_head on responses alone",
     )  # fmt: skip
     for name, arm in found.items():
         peak = max(arm["phases"].values(), key=lambda phase: phase["peak_gib"])
-        owners = sorted(peak["owners_gib"].items(), key=lambda item: -item[1])[:3]
+        owners = sorted(peak["owners_gib"].items(), key=lambda item: -item[1])[:2]
         table.add_row(
             name, f"{arm['update_seconds']:.3g}", f"{arm['log_prob_seconds']:.3g}", f"{arm['speedup']:.2f}",
             f"{arm['speedup_over_lean']:.2f}", f"{arm['flop_ratio']:.2f}",
