@@ -3,13 +3,13 @@
 Nobody picks a tolerance here. bf16 on one pass, and fp32 over 20 AdamW steps, where errors feed back.
 """
 
-import copy
+import functools
 
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from verl_prefix.testing import random_rollouts, run_shared, run_stock
+from verl_prefix.testing import Rollouts, random_rollouts, run_shared, run_stock
 
 FACTOR = 1.3
 SEEDS = 6
@@ -37,20 +37,26 @@ def relative(a: torch.Tensor, b: torch.Tensor) -> float:
     return ((a - b).norm() / b.norm()).item()
 
 
+@functools.cache
+def bf16_and_truth(seed: int) -> tuple[torch.nn.Module, Rollouts, tuple[torch.Tensor, ...], list[float]]:
+    """A model in bf16, its rollouts, the float64 truth, and stock's errors from that."""
+    model, rollouts = build(seed), random_rollouts(SHAPE, VOCAB, seed)
+    truth = measure(model, lambda m: run_stock(m, rollouts))
+    low = model.bfloat16()
+    stock = measure(low, lambda m: run_stock(m, rollouts))
+    return low, rollouts, truth, [relative(found, true) for found, true in zip(stock, truth, strict=True)]
+
+
 @pytest.mark.parametrize("kernel", ["cpu", "reference"])
 @pytest.mark.parametrize("options", [dict(schedule="packed"), dict(schedule="phased", wave_tokens=40)], ids=str)
 def test_bf16_errors_are_those_of_stock(kernel, options):
     ours, stock = [0.0, 0.0], [0.0, 0.0]
     for seed in range(SEEDS):
-        model, rollouts = build(seed), random_rollouts(SHAPE, VOCAB, seed)
-        truth = measure(model, lambda m, r=rollouts: run_stock(m, r))
-        low = copy.deepcopy(model).bfloat16()
-        for total, run in (
-            (stock, lambda m, r=rollouts: run_stock(m, r)),
-            (ours, lambda m, r=rollouts: run_shared(m, r, kernel=kernel, **options)),
-        ):
-            for i, (found, true) in enumerate(zip(measure(low, run), truth, strict=True)):
-                total[i] += relative(found, true) / SEEDS
+        low, rollouts, truth, stock_errors = bf16_and_truth(seed)
+        found = measure(low, lambda m, r=rollouts: run_shared(m, r, kernel=kernel, **options))
+        for i, true in enumerate(truth):
+            stock[i] += stock_errors[i] / SEEDS
+            ours[i] += relative(found[i], true) / SEEDS
     assert ours[0] <= FACTOR * stock[0], f"log-probs: {ours[0]:.2e} against stock's {stock[0]:.2e}"
     assert ours[1] <= FACTOR * stock[1], f"gradients: {ours[1]:.2e} against stock's {stock[1]:.2e}"
 

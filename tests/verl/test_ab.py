@@ -26,7 +26,9 @@ from verl_prefix.tools.ab import command as ab
 from verl_prefix.tools.ab import source, verdict
 
 ROOT = Path(__file__).resolve().parents[2]
+# Ray starts two workers before anybody asks, which nobody then uses: not here.
 ENVIRONMENT = os.environ | {"VERL_PLATFORM": "cpu", "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
+ENVIRONMENT["RAY_prestart_worker_first_driver"] = "0"
 ENVIRONMENT.pop("RAY_ADDRESS", None)
 
 
@@ -91,7 +93,7 @@ def replay(spawn) -> Callable[..., SimpleNamespace]:
 
 
 @pytest.fixture(scope="module")
-def recorded(tmp_path_factory, replay) -> Path:
+def recorded(tmp_path_factory, replay, python) -> Path:
     """5 training steps of 2 mini-batches: half of the 10 optimizer steps are off-policy. The trace and the report.
 
     The script's last command, `ab`, runs in this process: three processes that import verl are not needed then.
@@ -103,14 +105,15 @@ def recorded(tmp_path_factory, replay) -> Path:
     for paragraph in (paragraph for question in questions for paragraph in question["paragraphs"]):
         paragraph["paragraph_text"] = paragraph["paragraph_text"][:60]  # what a replay computes is tokens
     (out / "questions.jsonl").write_text("".join(json.dumps(question) + "\n" for question in questions))
-    python = out / "python"
-    python.write_text(
-        f'#!/bin/sh\n[ "$2" = verl_prefix.cli ] || exec "{sys.executable}" "$@"\nprintf "%s\\0" "$@" > "{out}/words"\n'
+    but_ab = out / "python"
+    but_ab.write_text(
+        f'#!/bin/sh\n[ "$2" = verl_prefix.cli ] || exec "{python}" "$@"\nprintf "%s\\0" "$@" > "{out}/words"\n'
     )
-    python.chmod(0o755)
+    but_ab.chmod(0o755)
     words = "--arms packed,phased,stock_repacked --truth-steps 6"
-    knobs = dict(OUT=str(out), DATA=str(out / "questions.jsonl"), AB_ARGS=words, PYTHON=str(python), PARAGRAPHS="1")
-    done = run([ROOT / "examples" / "ab_grpo.sh", "trace"], 1800, **knobs)
+    knobs = dict(OUT=str(out), DATA=str(out / "questions.jsonl"), AB_ARGS=words, PYTHON=str(but_ab), PARAGRAPHS="1")
+    workers = f"+ray_kwargs.ray_init.runtime_env.py_executable={python}"
+    done = run([ROOT / "examples" / "ab_grpo.sh", "trace", workers], 1800, **knobs)
     if done.returncode == 0:
         flag, module, command, *options = (out / "words").read_text().removesuffix("\0").split("\0")
         assert (flag, module, command) == ("-m", "verl_prefix.cli", "ab")

@@ -48,7 +48,7 @@ class Client:
 
 
 @pytest.fixture(scope="module")
-def config(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DictConfig]:
+def config(tmp_path_factory: pytest.TempPathFactory, python: str) -> Iterator[DictConfig]:
     model = write_tiny_vlm(tmp_path_factory.mktemp("model"), family="qwen3_vl")
     composed = compose_config(
         "ppo_trainer",
@@ -56,7 +56,8 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DictConfig]:
          f"actor_rollout_ref.rollout.n={G}", "trainer.v1.trainer_mode=prefix_sync", "algorithm.adv_estimator=grpo"]
     )  # fmt: skip
     OmegaConf.resolve(composed)
-    ray.init(address="local", num_cpus=4, include_dashboard=False)
+    runtime_env = {"py_executable": python}
+    ray.init(address="local", num_cpus=4, include_dashboard=False, runtime_env=runtime_env)
     composed.transfer_queue.enable = True
     tq.init(composed.transfer_queue)
     yield composed

@@ -19,7 +19,7 @@ from verl_prefix.tools import doctor
 def run_doctor(fresh) -> Callable[..., subprocess.CompletedProcess[str]]:
     def run(cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
         inherited = {name: value for name, value in os.environ.items() if not name.startswith("VERL_")}
-        code = "import runpy; sys.argv[1:] = ['doctor']; runpy.run_module('verl_prefix.cli', None, '__main__')"
+        code = "import runpy, sys; sys.argv[1:] = ['doctor']; runpy.run_module('verl_prefix.cli', None, '__main__')"
         return fresh(code, cwd, inherited | {"VERL_PLATFORM": "cpu"} | env)
 
     return run
