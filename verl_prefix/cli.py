@@ -62,6 +62,7 @@ def _ab(arguments: argparse.Namespace) -> int:
 
 def _plan(arguments: argparse.Namespace) -> int:
     os.environ.setdefault("VERL_PLATFORM", "cpu")  # nothing runs: any machine will do
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # fake ranks have no backend, says torch
     _quieten_verl()
     from verl_prefix.tools.plan import command
     from verl_prefix.tools.simulate.command import Request

@@ -5,27 +5,34 @@ Every case runs in one other process: it registers a device with torch, which ot
 
 import contextlib
 import gc
+import io
+import json
 import multiprocessing
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 from unittest import mock
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import LlamaConfig
+from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen3MoeConfig
 
+from verl_prefix import cli
+from verl_prefix.auto.shape import model_shape
 from verl_prefix.core.groups import Group
 from verl_prefix.core.kernels import aten
 from verl_prefix.core.prefix_cache import PrefixCache
+from verl_prefix.testing import write_tiny_model
 from verl_prefix.tools.simulate import job as simulator
 from verl_prefix.tools.simulate.accelerator import DEVICE, fake_accelerator
-from verl_prefix.tools.simulate.hardware import GPUS
+from verl_prefix.tools.simulate.hardware import GIB, GPUS
 from verl_prefix.tools.simulate.job import Arm, Job, Simulation
-from verl_prefix.tools.simulate.report import as_json
+from verl_prefix.tools.simulate.report import as_json, longest
 from verl_prefix.tools.simulate.tracker import Tracker
 
 H100 = GPUS["h100"]
@@ -195,3 +202,75 @@ def test_an_8b_model_s_layers_take_what_they_took(elsewhere, name):
 def test_what_is_broken_on_purpose_moves_them(elsewhere, name, broken, phase, says):
     found = moved(elsewhere(simulated, name, 1000, broken), PINNED[name])
     assert any(line.startswith(phase) and says in line for line in found), found
+
+
+MOE = Qwen3MoeConfig(
+    hidden_size=128, intermediate_size=256, moe_intermediate_size=64, num_hidden_layers=6, num_attention_heads=4,
+    num_key_value_heads=2, head_dim=32, vocab_size=1024, num_experts=8, num_experts_per_tok=2,
+)  # fmt: skip
+
+
+def linear_flops(config: PretrainedConfig, lora: dict | None) -> tuple[float, float, float]:
+    """(simulated FLOPs of the layers' matmuls in a packed log-prob pass, those of `model_shape`, optimizer's GiB)."""
+    job = Job(config, (Group((0, 1), 200, (64, 30)),), budget=1 << 16, ranks=2, lora=lora)
+    phases = simulator.simulate(job, ARMS["packed"], H100)
+    with torch.device("meta"):
+        shape = model_shape(AutoModelForCausalLM.from_config(config), torch.bfloat16)
+    return phases["log_probs/packed"]["flops/linear"], shape.linear * 294, phases["optimizer"]["peak/optimizer"] / GIB
+
+
+def test_experts_and_adapters_count_what_runs(elsewhere):
+    """Experts that a token meets, in the grouped matmul; adapters beside frozen weights, which have no moments.
+    Depths 2 and 4 stand for 6."""
+    experts, expected, _ = elsewhere(linear_flops, MOE, None)
+    assert experts == pytest.approx(expected, rel=0.02)  # the router is no layer of `model_shape`
+    adapted, plain, moments = elsewhere(linear_flops, SMALL, dict(r=4, lora_alpha=8, target_modules="all-linear"))
+    assert plain < adapted < 1.5 * plain
+    assert moments < 1e-3
+
+
+def planned(words: list[str]) -> tuple[int, str, str]:
+    """Exit code, stdout and stderr of `verl-prefix plan`."""
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
+        code = cli.main(["plan", *words])
+    return code, out.getvalue(), err.getvalue()
+
+
+def test_plan_simulates_a_command_and_says_what_fits(elsewhere, tmp_path):
+    write_tiny_model(tmp_path / "model")
+    prompts = [[{"role": "user", "content": "the river " * 60}]] * 16
+    pq.write_table(pa.table({"prompt": prompts}), tmp_path / "train.parquet")
+    role = "actor_rollout_ref"
+    words = [
+        "algorithm.adv_estimator=grpo", f"data.train_files={tmp_path / 'train.parquet'}", "data.train_batch_size=8",
+        "data.max_prompt_length=256", "data.max_response_length=32", f"{role}.model.path={tmp_path / 'model'}",
+        f"{role}.rollout.n=4", f"{role}.actor.ppo_mini_batch_size=8", f"{role}.actor.use_dynamic_bsz=true",
+        f"{role}.actor.ppo_max_token_len_per_gpu=1024", "trainer.n_gpus_per_node=2",
+    ]  # fmt: skip
+    code, out, err = elsewhere(planned, ["--simulate", "--out", str(tmp_path / "plan.json"), *words])
+    assert (code, err) == (0, "") and "simulated" in out
+    found = json.loads((tmp_path / "plan.json").read_text())["simulated"]
+    assert list(found["arms"]) == ["stock", "stock_row", "stock_lean", "packed", "phased", "phased+offload"]
+    for arm in found["arms"].values():
+        keys = {"peak_gib", "flops", "seconds", "launches", "host_syncs", "collective_bytes"}
+        assert all(keys <= phase.keys() for phase in arm["phases"].values())
+    packed = found["arms"]["packed"]
+    assert packed["flop_ratio"] > packed["flop_ratio_over_lean"] > 2 and packed["fits"]
+    assert [way["fits"] for way in found["settings"]] == [True] * 4
+    seconds = [way["seconds"] for way in found["settings"]]
+    assert seconds == sorted(seconds)
+
+    code, out, err = elsewhere(planned, ["--simulate", "--gpu", "h100,capacity=1000", *words])
+    assert code == 1 and "warning: no schedule fits 0 GiB of h100,capacity=1000 (simulated)" in out
+
+
+def test_the_longest_size_that_fits_is_found_on_a_line():
+    asked = []
+
+    def peak(tokens: int) -> float:
+        asked.append(tokens)
+        return 3.0 + tokens / 1000
+
+    assert 11_900 <= longest(peak, 15.0, 64, 100_000) <= 12_000 and len(asked) <= 6
+    assert longest(peak, 2.0, 64, 100_000) is None
+    assert longest(peak, 1e6, 64, 100_000) == 100_000

@@ -8,13 +8,23 @@ import torch
 from omegaconf import OmegaConf
 from rich.console import Console
 from rich.table import Table
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, Qwen2Config, Qwen3Config
 from verl.utils.torch_dtypes import PrecisionType
 
 from verl_prefix.core.groups import Group
 from verl_prefix.tools.simulate.hardware import GIB, Hardware, read_hardware
 from verl_prefix.tools.simulate.job import Job
 from verl_prefix.tools.simulate.report import NOT_MODELLED, compare, fit, hardware_json, settings, show
+
+# Language models of vision models, as models of their own: a tower's fake pixels have no sizes to go by.
+_TEXT = {"qwen2_5_vl_text": Qwen2Config, "qwen3_vl_text": Qwen3Config}
+
+
+def _text_config(config: PretrainedConfig) -> PretrainedConfig:
+    text = config.get_text_config()
+    if (kind := _TEXT.get(text.model_type)) is None:
+        return config
+    return kind(**{name: value for name, value in text.to_dict().items() if name != "model_type"})
 
 
 @dataclass(frozen=True)
@@ -59,7 +69,7 @@ def read_job(
         start += len(group.rows)
     sharded = fsdp.get("fsdp_size", -1)
     return Job(
-        config=hf_config,
+        config=_text_config(hf_config),
         groups=tuple(placed),
         budget=budgets["update"],
         log_prob_budget=budgets["old"],
@@ -100,7 +110,7 @@ def simulated(job: Job, request: Request, per_node: int) -> dict[str, Any]:
         "hardware": hardware_json(hardware),
         "rows": sum(len(group.rows) for group in job.groups),
         "ranks": job.ranks,
-        "not_modelled": NOT_MODELLED,
+        "not_modelled": NOT_MODELLED + ", vision towers",
         "arms": arms,
         "settings": settings(job, hardware, arms),
         **({"fits_gib": request.gib, "fits": fit(job, hardware, request.gib)} if request.gib else {}),

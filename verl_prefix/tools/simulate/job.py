@@ -13,9 +13,11 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
+from unittest import mock
 
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, LlamaConfig, PretrainedConfig
+from torch.optim import adam
+from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig
 
 from verl_prefix.auto.cost import PassCost, Rates, group_pass
 from verl_prefix.auto.shape import model_shape
@@ -25,7 +27,6 @@ from verl_prefix.core.layout import Layout, Segment
 from verl_prefix.core.schedule import Schedule, TokenBatch
 from verl_prefix.core.waves import PackedPass, PhasedPass, Plan, first_fit, make_plan
 from verl_prefix.models.hookup import HookedModel
-from verl_prefix.models.vision import is_vision_config
 from verl_prefix.tools.simulate.accelerator import DEVICE, fake_accelerator
 from verl_prefix.tools.simulate.hardware import GPUS, Hardware
 from verl_prefix.tools.simulate.tracker import KERNEL, Phase, Tracker
@@ -164,16 +165,13 @@ class Simulation:
     def __init__(self, job: Job, tracker: Tracker, mesh: Any, device: str, kernel: str = KERNEL.__name__) -> None:
         self.job, self.tracker, self.device, self.kernel = job, tracker, device, kernel
         self.transfers: Counter[str] = Counter()  # of the last run's schedule
-        auto = AutoModelForImageTextToText if is_vision_config(job.config) else AutoModelForCausalLM
         with torch.device(device):
-            model: Any = auto.from_config(job.config, dtype=job.master).train()
+            model: Any = AutoModelForCausalLM.from_config(job.config, dtype=job.master).train()
         if job.checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         if job.lora is not None:
-            import peft
-
             model.enable_input_require_grads()
-            model = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", **job.lora)).to(job.master)
+            model = _with_adapters(model, job.lora, job.master, device)
         if mesh is not None:
             from torch.distributed.fsdp import MixedPrecisionPolicy
             from verl.utils.fsdp_utils import apply_fsdp2
@@ -334,13 +332,23 @@ class Simulation:
             return self._loss(outputs)
 
 
+def _with_adapters(model: Any, options: dict[str, Any], dtype: torch.dtype, device: str) -> Any:
+    """The model with LoRA's adapters, made where they stay: a fake tensor that others refer to cannot be moved."""
+    import peft
+
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device(device), mock.patch.object(torch.nn.Module, "to", lambda module, *_, **__: module):
+            config = peft.LoraConfig(task_type="CAUSAL_LM", **options)
+            return peft.get_peft_model(model, config, autocast_adapter_dtype=False)
+    finally:
+        torch.set_default_dtype(default)
+
+
 @contextlib.contextmanager
 def _host_scalars() -> Iterator[None]:
     """Fake tensors have no values: AdamW's step count is read as 1."""
-    from unittest import mock
-
-    from torch.optim import adam
-
     with mock.patch.object(adam, "_get_value", lambda x: 1.0):
         yield
 

@@ -400,6 +400,10 @@ class Tracker(TorchDispatchMode):
             if heads != k.shape[1]:
                 workspace += 2 * k.shape[0] * heads * dim * k.element_size()
             return "attention", flops, workspace
+        if name == "_grouped_mm":  # experts' matmuls: every row meets one [in, out] of [experts, in, out]
+            a, b = ins[0], ins[1]
+            flops = 2.0 * a.numel() * b.shape[-1] if b.dim() == 3 else 2.0 * a.shape[0] * a.shape[1] * b.shape[-1]
+            return "linear", flops, 0
         if (formula := flop_registry.get(func._overloadpacket)) is None:
             return "", 0.0, 0
         flops = float(formula(*args, **kwargs, out_val=out))
