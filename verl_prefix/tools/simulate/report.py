@@ -142,6 +142,7 @@ def longest(peak_gib: Callable[[int], float], gib: float, low: int, high: int) -
 def fit(job: Job, hardware: Hardware, gib: float, arms: Sequence[Arm] = ARMS) -> dict[str, dict[str, int | None]]:
     """Per arm: tokens of the longest prompt, rows of the largest group, and tokens of the largest wave that fit `gib`,
     each with the rest of the job's longest group as it is; None: nothing does."""
+    hardware = replace(hardware, capacity=gib * GIB)  # the offload fetches back as much as there is room for
     group = max(job.groups, key=lambda one: one.prefix_len + max(one.suffix_lens))
     suffix, rows = max(group.suffix_lens), len(group.rows)
     longest_prompt = getattr(job.config.get_text_config(), "max_position_embeddings", 1 << 17) - suffix - 1
