@@ -264,13 +264,14 @@ def test_plan_simulates_a_command_and_says_what_fits(elsewhere, tmp_path):
     assert code == 1 and "warning: no schedule fits 0 GiB of h100,capacity=1000 (simulated)" in out
 
 
-def test_the_longest_size_that_fits_is_found_on_a_line():
+def test_the_longest_size_that_fits_is_found_on_a_line_and_on_a_plateau():
     asked = []
 
     def peak(tokens: int) -> float:
         asked.append(tokens)
         return 3.0 + tokens / 1000
 
-    assert 11_900 <= longest(peak, 15.0, 64, 100_000) <= 12_000 and len(asked) <= 6
+    assert 11_760 <= longest(peak, 15.0, 64, 100_000) <= 12_000 and len(asked) <= 8
+    assert 38_000 <= longest(lambda n: min(peak(n), 74.0) if n < 40_000 else 300.0, 75.0, 64, 100_000) < 40_000
     assert longest(peak, 2.0, 64, 100_000) is None
     assert longest(peak, 1e6, 64, 100_000) == 100_000

@@ -4,6 +4,7 @@ Every figure is simulated, on the assumptions of `hardware` and `tracker`.
 """
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -117,23 +118,25 @@ def _way(
 
 
 def longest(peak_gib: Callable[[int], float], gib: float, low: int, high: int) -> int | None:
-    """The largest size of `low` to `high` whose peak fits, by secants, since a peak is nearly a line; None: none fits.
+    """The largest size of `low` to `high` whose peak fits, to 2 %; None: none fits. By secants, since most peaks are
+    nearly lines, and halves in turn, since an offload fills what room there is and its peak is a plateau.
 
     Args:
-        peak_gib: of a size; more with more.
+        peak_gib: of a size; no less with more.
     """
     if (at_low := peak_gib(low)) > gib:
         return None
     if (at_high := peak_gib(high)) <= gib:
         return high
-    for _ in range(4):
-        guess = low + int((high - low) * min(0.98, max(0.02, (gib - at_low) / (at_high - at_low))))
-        if guess in (low, high):
+    for i in range(12):
+        if high <= 1.02 * low + 1:
             break
-        if (found := peak_gib(guess)) <= gib:
+        along = (gib - at_low) / (at_high - at_low)
+        guess = low + int((high - low) * along) if i % 2 == 0 else math.isqrt(low * high)
+        guess = min(max(guess, low + 1 + low // 100), high - 1)
+        found = peak_gib(guess)
+        if found <= gib:
             low, at_low = guess, found
-            if gib - found < 0.01 * gib:
-                break
         else:
             high, at_high = guess, found
     return low
