@@ -5,13 +5,14 @@ examples/results/placement.md (`make -C examples/results placement`).
 """
 
 import argparse
+import importlib
 import itertools
 import json
 import random
 import subprocess
 import sys
+import tempfile
 import time
-import types
 from collections.abc import Callable
 from pathlib import Path
 
@@ -44,9 +45,11 @@ def old_place() -> Callable:
         capture_output=True,
         text=True,
     ).stdout
-    module = types.ModuleType("old_placement")
-    sys.modules["old_placement"] = module  # its dataclasses look themselves up
-    exec(source, module.__dict__)
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "old_placement.py").write_text(source)
+        sys.path.insert(0, folder)
+        module = importlib.import_module("old_placement")
+        sys.path.remove(folder)
     return module.place
 
 
