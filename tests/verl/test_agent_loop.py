@@ -202,7 +202,7 @@ def test_the_trainer_asks_for_it_where_our_engine_alone_reads_pixels(config, mon
             PrefixPPOTrainerSync(found)
         return OmegaConf.select(found, "actor_rollout_ref.rollout.agent.agent_loop_manager_class")
 
-    monkeypatch.setattr(PrefixPPOTrainerSync.__base__, "__init__", stop)
+    monkeypatch.setattr(PrefixPPOTrainerSync.__bases__[1], "__init__", stop)  # verl's
     assert chosen() == MANAGER and load_class_from_fqn(MANAGER) is SharedPixelsManager
     assert chosen(model_engine="dp") is None
     assert chosen(critic__enable=True) is None
