@@ -1,5 +1,6 @@
 """`make demo` ends with 0 only if both arms trained, agree at step 1, and ours shared something."""
 
+import contextlib
 import fcntl
 import hashlib
 import io
@@ -7,9 +8,9 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import psutil
@@ -205,6 +206,35 @@ def test_leaving_a_run_ends_what_it_started_in_other_process_groups(demo_report:
     # Ended, not waited for.
     assert process.poll() is not None and time.monotonic() - left < 40
     assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
+@pytest.mark.parametrize(("seconds_per_step", "error"), [(700, None), (1200, "no progress for 900 s, at 'step 2'")])
+def test_an_arm_that_is_slow_goes_on_and_one_that_stands_still_is_ended(
+    demo_report: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seconds_per_step: int, error: str | None
+) -> None:
+    """On a clock that jumps by 100 s; verl's place is taken by steps that appear in its metrics."""
+    import demo
+    from rich.progress import Progress
+
+    clock = SimpleNamespace(now=0.0, monotonic=lambda: clock.now)
+    clock.sleep = lambda _: setattr(clock, "now", clock.now + 100)
+    metrics = tmp_path / "stock.jsonl"
+    lines = [json.dumps({"step": step, "data": {"timing_s/step": 1.0}}) + "\n" for step in (1, 2, 3)]
+
+    def poll() -> int | None:
+        done = 1 + clock.now // seconds_per_step
+        metrics.write_text("".join(lines[: int(done)]))
+        return 0 if done > 3 else None
+
+    @contextlib.contextmanager
+    def process_group(*_: object) -> Iterator[SimpleNamespace]:
+        yield SimpleNamespace(poll=poll, pid=0, returncode=0)
+
+    monkeypatch.setattr(demo, "time", clock)
+    monkeypatch.setattr(demo, "process_group", process_group)
+    monkeypatch.setattr(demo, "memory_mib", lambda _: {})
+    arm = demo.run_arm("stock", [], tmp_path, demo.SIZES["smollm2"], Progress(disable=True))
+    assert arm.error == error
 
 
 def test_a_second_demo_in_the_same_folder_is_refused(
