@@ -160,7 +160,8 @@ def markdown(report: dict[str, Any]) -> str:
         "On 8 ranks. Stock one row at a time; phase C brings the prefix back, so that the whole update's peak is "
         "higher than phase B's. The paper reports up to 4.395 eager at 10k/2k and its largest N.", "",
         f"Longest row of a group of two in {CAPACITY:g} of {DEVICE:g} GiB (simulated): stock {found['stock_row']}, "
-        f"phased {found['phased']}, phased with offload {found['phased+offload']} tokens; the paper: 17,920 -> 29,696.", "",
+        f"phased {found['phased']}, phased with offload {found['phased+offload']} tokens; "
+        "the paper: 17,920 -> 29,696.", "",
         "![simulated](simulated_tables.png)", "",
     ]  # fmt: skip
     return "\n".join(lines)
