@@ -1,0 +1,61 @@
+"""`model_engine=prefix` alone under verl's own trainers, on two ranks, beside the stock engine: real verl, Ray, FSDP2
+on gloo and HF rollout. The trainers deal a prompt's rows to both ranks; the engine brings them together.
+
+Shows neither vLLM nor CUDA. `separate_async` needs a rollout on devices of its own, which no test has.
+"""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+
+from verl_prefix.testing import write_tiny_model
+
+RECIPE = Path(__file__).resolve().parents[2] / "recipes" / "musique"
+# verl's own trainers; the last is the legacy one, whose batches are padded.
+TRAINERS = {
+    "sync": ["trainer.v1.trainer_mode=sync"],
+    # Without a batch ahead, so that both engines see the same prompts at step 1.
+    "colocate_async": ["trainer.v1.trainer_mode=colocate_async", "trainer.v1.colocate_async.num_warmup_batches=0"],
+    "legacy": ["trainer.use_v1=false"],
+}
+STOCK = ["model_engine=dp", "actor_rollout_ref.actor.strategy=fsdp2", "actor_rollout_ref.ref.strategy=fsdp2"]
+PREFIX = ["model_engine=prefix"]
+
+
+@pytest.mark.ray
+@pytest.mark.full
+@pytest.mark.parametrize("trainer", TRAINERS)
+def test_one_key_shares_all_and_step_1_is_stocks(tmp_path: Path, trainer: str, train) -> None:
+    questions = tmp_path / "questions.jsonl"
+    for script, *args in (
+        ("make_questions.py", "--output", questions, "--num", 16, "--seed", 1),
+        ("prepare.py", "--input", questions, "--output", tmp_path, "--max-paragraphs", 4, "--val-size", 4),
+    ):
+        subprocess.run([sys.executable, RECIPE / script, *map(str, args)], check=True, timeout=120)
+    texts = [row["prompt"][0]["content"] for row in pq.read_table(tmp_path / "train.parquet").to_pylist()]
+    model = write_tiny_model(tmp_path / "model", texts=texts, vocab_size=2048)
+    stock, prefix = (
+        train(
+            RECIPE, model, "data.max_prompt_length=3072", "data.shuffle=false",
+            "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=6144", "actor_rollout_ref.actor.use_kl_loss=true",
+            "actor_rollout_ref.actor.entropy_coeff=0.01", "actor_rollout_ref.actor.optim.lr=1e-3",
+            "actor_rollout_ref.rollout.seed=7", "algorithm.adv_estimator=grpo", "trainer.n_gpus_per_node=2",
+            "reward.custom_reward_function.path=pkg://verl_prefix.testing",
+            "reward.custom_reward_function.name=letter_share", *TRAINERS[trainer], *engine,
+            config="ppo_trainer",
+        )[0]
+        for engine in (STOCK, PREFIX)
+    )  # fmt: skip
+    for step in prefix:
+        step = {name.removeprefix("actor/"): value for name, value in step.items()}
+        assert step["prefix/reuse_fraction"] > 0.5 and step["prefix/split_groups"] == 0
+        assert step["prefix/exchanged_rows"] > 0
+        assert step["prefix/stock_rows"] == 0
+    for name in ("critic/score/mean", "response_length/mean", "actor/entropy", "actor/kl_loss"):
+        assert prefix[0][name] == pytest.approx(stock[0][name], rel=5e-6, abs=5e-6), name
+    assert stock[0]["actor/grad_norm"] > 0.01, "a step whose rewards are all equal compares nothing"
+    for name in ("actor/grad_norm", "actor/pg_loss"):
+        assert prefix[0][name] == pytest.approx(stock[0][name], rel=5e-6, abs=5e-6), name
