@@ -11,14 +11,11 @@ from multiprocessing import forkserver
 from pathlib import Path
 from unittest import mock
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # also of the processes that tests start
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch reads it; also of the processes that tests start
 
 import pytest  # noqa: E402
-import torch  # noqa: E402
 import torch.multiprocessing as mp  # noqa: E402
 from warm_python import warm_python  # noqa: E402
-
-torch.set_num_threads(1)
 
 
 def pytest_collection_finish() -> None:

@@ -156,7 +156,6 @@ def run_standalone(rank: int) -> dict:
 
 
 def worker(rank: int, rendezvous: str, inbox, outbox) -> None:
-    torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=WORLD)
     truth_model = build()
     models = {name: sharded(copy.deepcopy(truth_model), name) for name in ("shard", "shard_keep", "replicate")}

@@ -430,7 +430,6 @@ def _half_errors(result: dict, truth: dict) -> dict[str, float]:
 
 def _worker(rank: int, world: int, rendezvous: str, models: dict, cases: dict, out: str) -> None:
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), VERL_PLATFORM="cpu")
-    torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world)
     results, stock_cache = {}, {}
     for name, options in cases.items():

@@ -183,7 +183,6 @@ def _train(engine, rank: int, world: int) -> torch.Tensor:
 
 def _worker(rank: int, world: int, rendezvous: str, path: str, out: str) -> None:
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), VERL_PLATFORM="cpu")
-    torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world)
     stock, results, truth = _engine("fsdp2", path, {}), {}, {}
     for case, options in CASES.items():

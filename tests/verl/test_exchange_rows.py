@@ -303,7 +303,6 @@ def _worker(rank: int, rendezvous: str, batches: list[dict], out: str) -> None:
     import torch.distributed as dist
 
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(WORLD), VERL_PLATFORM="cpu")
-    torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=WORLD)
     groups = {world: dist.new_group(list(range(world))) for world in range(2, WORLD + 1)}
     results = {"problems": []}

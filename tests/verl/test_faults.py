@@ -88,7 +88,6 @@ def _nan_weights(path: str) -> None:
 
 def _start(rank: int, world: int, rendezvous: str) -> list[str]:
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), VERL_PLATFORM="cpu")
-    torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world)
     logged = []
     handler = logging.Handler()

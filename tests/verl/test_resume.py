@@ -32,7 +32,6 @@ def _state(engine) -> dict[str, torch.Tensor]:
 
 def _worker(rank: int, rendezvous: str, model: str, out: str) -> None:
     os.environ.update(RANK=str(rank), WORLD_SIZE="2", VERL_PLATFORM="cpu")
-    torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2)
     results = {}
     for saver, options in ENGINES.items():

@@ -181,7 +181,6 @@ def _measure(backend: str, path: str, rank: int, options: dict) -> dict:
 
 def _worker(rank: int, world: int, rendezvous: str, paths: dict, out: str) -> None:
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), VERL_PLATFORM="cpu")
-    torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world)
     import verl  # noqa: F401  # first: it imports its plugin, ours
     from transformers.modeling_outputs import BaseModelOutputWithPooling
