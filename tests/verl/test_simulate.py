@@ -10,6 +10,7 @@ import json
 import multiprocessing
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -107,6 +108,37 @@ def test_the_peak_is_the_allocator_s_and_flops_are_the_counter_s(elsewhere, name
     assert flops["linear"] + flops["lm_head"] == pytest.approx(matmuls, rel=1e-6)
 
 
+def attention_flops(name: str) -> float:
+    """Simulated FLOPs of one layer's attention kernels in an update."""
+    job = small_job(torch.bfloat16, checkpointing=False)
+    with fake_accelerator(1), Tracker(H100, DEVICE, SMALL.vocab_size) as tracker:
+        Simulation(job, tracker, None, DEVICE).run(ARMS[name], update=True)
+    return sum(phase["flops/attention"] for phase in tracker.phases.values()) / SMALL.num_hidden_layers
+
+
+@pytest.mark.parametrize("name", ["stock", "packed", "phased"])
+def test_attention_counts_what_real_products_of_queries_with_their_keys_do(elsewhere, name):
+    """Each computed token, of ours all but a row's last, against the keys that it sees, in torch's counter; a flash
+    kernel's backward also makes the scores again, half a forward."""
+    seen = []
+    for group in small_job(torch.bfloat16, False).groups:
+        whole = [range(1, group.prefix_len + 2 + n) for n in group.suffix_lens]
+        own = [range(group.prefix_len + 1, group.prefix_len + 1 + n) for n in group.suffix_lens]
+        seen += whole if name == "stock" else [range(1, group.prefix_len + 1), *own]
+    heads, dim = SMALL.num_attention_heads, SMALL.head_dim
+    counts = []
+    for backward in (False, True):
+        with FlopCounterMode(display=False) as counter:
+            for num_keys in (n for row in seen for n in row):
+                q, k, v = (torch.zeros(heads, n, dim, requires_grad=backward) for n in (1, num_keys, num_keys))
+                out = (q @ k.mT) @ v
+                if backward:
+                    out.sum().backward()
+        counts.append(counter.get_total_flops())
+    forward, both = counts
+    assert elsewhere(attention_flops, name) == pytest.approx(both + forward / 2, rel=1e-9)
+
+
 def offloaded(fake: bool) -> Counter[str]:
     """Transfers of one offloaded update, on the fake accelerator without FSDP2 or on the CPU."""
     job = small_job(torch.bfloat16, checkpointing=False)
@@ -122,6 +154,25 @@ def test_what_is_offloaded_is_what_a_real_run_offloads(elsewhere):
     real, fake = elsewhere(offloaded, False), elsewhere(offloaded, True)
     assert real["offloaded_bytes"] > 1 << 20
     assert fake == real
+
+
+def copies() -> tuple[dict, dict]:
+    """Phases of one update on 4 ranks, and on two copies of them on two nodes."""
+    job = Job(SMALL, (Group((0, 1), 200, (64, 30)),), budget=1 << 16, ranks=4)
+    nodes = replace(H100, per_node=4)
+    return tuple(
+        as_json(simulator.simulate(one, ARMS["packed"], nodes, log_probs=False))["phases"]["packed"]
+        for one in (job, replace(job, replicas=2))
+    )
+
+
+def test_copies_of_the_parameters_sum_their_shards_gradients(elsewhere):
+    """HSDP: what a copy's ranks gather and scatter stays as it is; a rank's share of the gradients goes to the copies,
+    over the network between nodes."""
+    one, two = elsewhere(copies)
+    bytes_of_one, bytes_of_two = one["collective_bytes"], dict(two["collective_bytes"])
+    assert bytes_of_two.pop("allreduce") == pytest.approx(bytes_of_one["reduce_scatter_base"] / 4, rel=0.01)
+    assert bytes_of_two == bytes_of_one and two["seconds"] > one["seconds"]
 
 
 def simulated(name: str, logits_chunk: int = 4096, broken: str = "") -> dict:

@@ -193,8 +193,9 @@ def _stays(self: offload.OffloadedPrefixCache, tensor: torch.Tensor) -> bool:
 
 
 @contextlib.contextmanager
-def fake_accelerator(ranks: int) -> Iterator[DeviceMesh]:
-    """Inside, tensors are fake, and this is rank 0 of so many; yields FSDP2's mesh.
+def fake_accelerator(ranks: int, replicas: int = 1) -> Iterator[DeviceMesh]:
+    """Inside, tensors are fake, and this is rank 0 of `replicas` times `ranks`; yields FSDP2's mesh, as verl's
+    create_device_mesh makes it (verl/workers/engine/fsdp/utils.py).
 
     Raises:
         RuntimeError: the process has a process group already.
@@ -206,7 +207,7 @@ def fake_accelerator(ranks: int) -> Iterator[DeviceMesh]:
     _register()
     CLOCK.start()
     offload.host_pages.cache_clear()
-    dist.init_process_group(f"cpu:fake,{DEVICE}:fake", rank=0, world_size=ranks, store=FakeStore())
+    dist.init_process_group(f"cpu:fake,{DEVICE}:fake", rank=0, world_size=ranks * replicas, store=FakeStore())
     patches = (
         mock.patch.object(torch, "tensor", _tensor),
         mock.patch.object(FakeTensorMode, "_cache_key", _key_without_storages),
@@ -220,7 +221,8 @@ def fake_accelerator(ranks: int) -> Iterator[DeviceMesh]:
     gc.freeze()  # `tracker` collects often
     try:
         with contextlib.ExitStack() as stack:
-            mesh = init_device_mesh(DEVICE, (ranks,), mesh_dim_names=("fsdp",))
+            shape, names = ((ranks,), ("fsdp",)) if replicas == 1 else ((replicas, ranks), ("ddp", "fsdp"))
+            mesh = init_device_mesh(DEVICE, shape, mesh_dim_names=names)
             for patch in patches:
                 stack.enter_context(patch)
             stack.enter_context(warnings.catch_warnings())

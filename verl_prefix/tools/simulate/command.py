@@ -12,7 +12,7 @@ from transformers import PretrainedConfig, Qwen2Config, Qwen3Config
 from verl.utils.torch_dtypes import PrecisionType
 
 from verl_prefix.core.groups import Group
-from verl_prefix.tools.simulate.hardware import GIB, Hardware, read_hardware
+from verl_prefix.tools.simulate.hardware import GIB, read_hardware
 from verl_prefix.tools.simulate.job import Job
 from verl_prefix.tools.simulate.report import NOT_MODELLED, compare, fit, hardware_json, settings, show
 
@@ -68,12 +68,14 @@ def read_job(
         placed.append(replace(group, rows=tuple(range(start, start + len(group.rows)))))
         start += len(group.rows)
     sharded = fsdp.get("fsdp_size", -1)
+    sharded = sharded if 0 < sharded < ranks else ranks
     return Job(
         config=_text_config(hf_config),
         groups=tuple(placed),
         budget=budgets["update"],
         log_prob_budget=budgets["old"],
-        ranks=sharded if 0 < sharded < ranks else ranks,
+        ranks=sharded,
+        replicas=ranks // sharded,
         wave_tokens=actor.prefix.wave_tokens,
         logits_chunk=actor.prefix.logits_chunk,
         checkpointing=bool(model.enable_gradient_checkpointing),
@@ -91,14 +93,12 @@ def simulated(job: Job, request: Request, per_node: int) -> dict[str, Any]:
     """What `plan` adds to its JSON: arms, the cheapest settings, what fits, and the assumptions.
 
     Args:
-        per_node: GPUs of a node; a job on more ranks has the network between nodes.
+        per_node: GPUs of a node.
 
     Raises:
         ValueError: attention kernels do not take the job's dtype or heads.
     """
-    hardware: Hardware = read_hardware(request.gpu)
-    if job.ranks > per_node:
-        hardware = replace(hardware, network=hardware.nodes)
+    hardware = replace(read_hardware(request.gpu), per_node=per_node)
     if job.dtype not in (torch.bfloat16, torch.float16):
         raise ValueError(
             f"--simulate: flash attention takes 16-bit inputs, and param_dtype is {job.dtype}; set "
@@ -109,7 +109,7 @@ def simulated(job: Job, request: Request, per_node: int) -> dict[str, Any]:
         "gpu": request.gpu,
         "hardware": hardware_json(hardware),
         "rows": sum(len(group.rows) for group in job.groups),
-        "ranks": job.ranks,
+        "ranks": job.ranks * job.replicas,
         "not_modelled": NOT_MODELLED + ", vision towers",
         "arms": arms,
         "settings": settings(job, hardware, arms),

@@ -11,7 +11,7 @@ class Hardware:
         matmul_16, matmul_32: matrix products of 16-bit and fp32 inputs, as reached by cuBLAS on large shapes.
         attention_forward, attention_backward: flash attention 2 (aten's and flash-attn's), as reached on long rows.
         memory: device memory, as reached by elementwise kernels. capacity: bytes of it.
-        network: of a collective per rank inside a node. nodes: the same where ranks lie on several nodes.
+        network: of a collective per rank inside a node. nodes: the same where ranks lie on several nodes of `per_node`.
         pcie: to and from pinned host memory.
         launch: host time of an operation that launches a kernel. kernel: shortest time of a kernel.
     """
@@ -27,6 +27,7 @@ class Hardware:
     pcie: float = 50e9
     launch: float = 5e-6
     kernel: float = 2e-6
+    per_node: float = 8
 
 
 GIB = float(2**30)

@@ -64,7 +64,7 @@ class Job:
     Args:
         config: of the model. groups: of the rank's mini-batch; rows lie one after the other.
         budget: tokens of a pass or micro-batch. wave_tokens, logits_chunk: see `PrefixConfig`.
-        ranks: of FSDP2's mesh.
+        ranks, replicas: of FSDP2's mesh: that share one copy of the parameters, and such copies (HSDP).
         checkpointing, no_sync, reshard: gradient checkpointing; verl's use_no_sync_for_gradient_accumulation and
             reshard_after_forward.
         master, dtype: of parameters and optimizer, and of the computation.
@@ -80,6 +80,7 @@ class Job:
     groups: tuple[Group, ...]
     budget: int
     ranks: int = 1
+    replicas: int = 1
     wave_tokens: int | None = None
     logits_chunk: int = 4096
     checkpointing: bool = True
@@ -386,7 +387,7 @@ def _warm_up() -> None:
 
 def _run(job: Job, arm: Arm, hardware: Hardware, log_probs: bool = True) -> dict[str, Phase]:
     vocab_size = job.config.get_text_config().vocab_size
-    with fake_accelerator(job.ranks) as mesh, Tracker(hardware, DEVICE, vocab_size) as tracker:
+    with fake_accelerator(job.ranks, job.replicas) as mesh, Tracker(hardware, DEVICE, vocab_size) as tracker:
         simulation = Simulation(job, tracker, mesh, DEVICE)
         optimizer = simulation.optimizer()
         if log_probs:

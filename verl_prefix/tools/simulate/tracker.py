@@ -11,12 +11,14 @@ import math
 import sys
 import weakref
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
@@ -106,6 +108,16 @@ def _touched(tensor: torch.Tensor) -> int:
     """Bytes behind a tensor; an expanded dimension is read once."""
     shape = (n for n, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride)
     return math.prod(shape) * tensor.element_size()
+
+
+def _members(func: Any, args: Sequence[Any]) -> list[int]:
+    """Ranks that a collective joins."""
+    for argument, value in zip(func._schema.arguments, args, strict=False):
+        if argument.name == "process_group":
+            return dist.get_process_group_ranks(dist.ProcessGroup.unbox(value))
+        if argument.name == "group_name":
+            return dist.get_process_group_ranks(_resolve_process_group(value))
+    raise ValueError(f"{func} names no process group")
 
 
 class Phase(Counter[str]):
@@ -352,7 +364,7 @@ class Tracker(TorchDispatchMode):
         mutates = func._schema.is_mutable
         if namespace in ("c10d", "_c10d_functional"):
             if name != "wait_tensor":
-                self._collective(name, max(map(_size, (*ins, *outs)), default=0))
+                self._collective(name, max(map(_size, (*ins, *outs)), default=0), _members(func, args))
             return
         devices = {_device(x) for x in (*ins, *outs)}
         if name in _NO_KERNEL or not (new or mutates) or self.device not in devices:
@@ -423,14 +435,15 @@ class Tracker(TorchDispatchMode):
             nbytes += sum(map(_size, outs)) if outs else _size(ins[0]) if ins else 0.0
         return nbytes
 
-    def _collective(self, name: str, nbytes: int) -> None:
-        ranks = torch.distributed.get_world_size()
+    def _collective(self, name: str, nbytes: int, members: list[int]) -> None:
+        ranks = len(members)
+        rate = self.hardware.network if max(members) < self.hardware.per_node else self.hardware.nodes
         wire = nbytes * (ranks - 1) / ranks * (2 if "allreduce" in name or "all_reduce" in name else 1)
         CLOCK.host += 4 * self.hardware.launch
         stream = CLOCK.stream
         start = max(CLOCK.host, CLOCK.network, stream.time)
         stream.link = "network"
-        stream.time = CLOCK.network = start + wire / self.hardware.network + 2 * self.hardware.launch
+        stream.time = CLOCK.network = start + wire / rate + 2 * self.hardware.launch
         self.phase[f"collective/{name.strip('_')}"] += nbytes
         self.phase["collectives"] += 1
         self.phase["link/network"] += stream.time - start
