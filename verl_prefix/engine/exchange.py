@@ -24,7 +24,7 @@ from verl.utils import tensordict_utils as tu
 from verl_prefix.auto.placement import describe_rows, place_rows, row_cost
 from verl_prefix.auto.shape import ModelShape
 from verl_prefix.core.groups import Group
-from verl_prefix.engine.mini_batch import row_lens
+from verl_prefix.engine.mini_batch import group_batch, row_lens
 from verl_prefix.engine.row_bytes import Row, RowBytes, decode, encode
 from verl_prefix.models.vision import PIXEL_NAMES, num_patches, share_pixels
 
@@ -35,6 +35,28 @@ _TORN = 0.02  # of a step's tokens: what groups in several mini-batches may cost
 
 class ExchangeError(RuntimeError):
     """Rows or outputs are not where they belong, or another rank failed."""
+
+
+class InPlace:
+    """A mini-batch whose rows are computed where they are: on one rank, or with prefix.exchange=off. As `Exchange`."""
+
+    def __init__(self, data: TensorDict) -> None:
+        receive_pixels(data)
+        self._data = data
+        self.groups, self._num_split_uids = group_batch(data)
+        self.own_groups = self.groups
+
+    def receive(self) -> tuple[TensorDict, list[Group], int]:
+        return self._data, self.groups, self._num_split_uids
+
+    def give_back(self, output: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        return output
+
+    def metrics(self) -> dict[str, float]:
+        return {}
+
+    def num_computed(self) -> tuple[int, int]:
+        return sum(group.num_physical_tokens for group in self.groups), len(self._data)
 
 
 class Exchange:
@@ -77,6 +99,15 @@ class Exchange:
                 "actor_rollout_ref.actor.prefix.exchange=off"
             )
         self._seconds = time.perf_counter() - start
+
+    def receive(self) -> tuple[TensorDict, list[Group], int]:
+        """`rows`, their groups as found in them, which are those that were sent, and the number of uids that are
+        several groups."""
+        rows = self.rows()
+        receive_pixels(rows)
+        groups, num_split_uids = group_batch(rows)
+        self.check_groups(groups)
+        return rows, groups, num_split_uids
 
     def rows(self) -> TensorDict:
         """The rows that this rank computes: its own that stay, then those that arrive, by rank."""
@@ -214,7 +245,7 @@ class Exchange:
         several epochs asks for its rows again."""
         if PIXELS not in self._bytes.objects:
             return objects
-        from verl_prefix.engine.shared_pixels import CARRIED_BY, CARRIES  # see `PrefixFSDPEngine`
+        from verl_prefix.engine.shared_pixels import CARRIED_BY, CARRIES  # see `receive_pixels`
 
         keys = [self._all.keys[row] for row in self._computed]
         held: dict[Any, dict[str, Any]] = {}
@@ -271,6 +302,15 @@ class Exchange:
             raise error
         if failed:
             raise ExchangeError(f"prefix.exchange: rank {failed - 1} failed while {doing}; its own error says why")
+
+
+def receive_pixels(data: TensorDict) -> None:
+    """Gives rows the pixels that other rows carried for them."""
+    if PIXELS in data.keys():
+        # Here: Ray may unpickle that module's worker first, whose import of verl loads this module halfway through.
+        from verl_prefix.engine import shared_pixels
+
+        shared_pixels.receive_pixels(tu.get(data, PIXELS))
 
 
 class TornGroups:
@@ -367,7 +407,7 @@ def _describe(data: TensorDict, shape: ModelShape) -> torch.Tensor:
 
 def _group_keys(data: TensorDict, prompt_lens: Sequence[int], pixels: Sequence[Any]) -> list[bytes]:
     """16 bytes per row, the same for rows that `groups.group_rows` puts into one group, and for no others."""
-    from verl_prefix.engine.shared_pixels import CARRIED_BY, CARRIES  # see `PrefixFSDPEngine`
+    from verl_prefix.engine.shared_pixels import CARRIED_BY, CARRIES  # see `receive_pixels`
 
     uids = [str(uid) for uid in tu.get(data, "uid")] if "uid" in data.keys() else [""] * len(data)
     # A row whose pixels another one carries goes by that one's name, as it does itself.

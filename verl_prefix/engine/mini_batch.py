@@ -17,7 +17,7 @@ from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
 from verl_prefix.core.groups import Group, group_rows
 from verl_prefix.core.layout import Layout
-from verl_prefix.core.schedule import TokenBatch
+from verl_prefix.core.schedule import Schedule, TokenBatch
 from verl_prefix.core.waves import Plan
 from verl_prefix.engine.not_finite import all_finite, log_not_finite, rows_not_finite
 from verl_prefix.models.vision import PixelBatch, is_vision_config, share_pixels
@@ -175,3 +175,21 @@ def even_out(metrics: dict[str, object], num_passes: int) -> None:
         if isinstance(metric, Metric) and metric.values:
             filler = 0.0 if metric.aggregation == AggregationType.SUM else sum(metric.values) / len(metric.values)
             metric.extend([filler] * (num_passes - len(metric.values)))
+
+
+def plan_metrics(groups: Sequence[Group], plan: Plan, schedule: Schedule) -> dict[str, float]:
+    """This rank's prefix/* metrics of one mini-batch; verl averages them over ranks and mini-batches."""
+    num_logical = sum(group.num_logical_tokens for group in groups)
+    num_saved = num_logical - plan.num_physical_tokens
+    shared = [group for group in groups if group.is_shared]
+    return {
+        "prefix/groups": len(shared),
+        "prefix/stock_rows": sum(len(group.rows) for group in groups if not group.is_shared),
+        "prefix/tokens_saved": num_saved,
+        "prefix/reuse_fraction": num_saved / max(num_logical, 1),
+        "prefix/recomputed_groups": plan.split_groups,
+        "prefix/packed_passes": len(plan.packed),
+        "prefix/waves": len(plan.waves),
+        "prefix/offloaded_gib": schedule.transfers["offloaded_bytes"] / 2**30,
+        **{f"timing_s/prefix_{phase}": seconds for phase, seconds in schedule.seconds.items()},
+    }

@@ -25,8 +25,8 @@ from verl_prefix.core.groups import Group
 from verl_prefix.core.schedule import Schedule
 from verl_prefix.core.waves import Plan, largest_wave, limit_waves, pad_to_same_passes
 from verl_prefix.cpu.engine import CPUEngineMixin
-from verl_prefix.engine.exchange import Exchange, TornGroups
-from verl_prefix.engine.mini_batch import MiniBatch, even_out, group_batch
+from verl_prefix.engine.exchange import Exchange, InPlace, TornGroups, receive_pixels
+from verl_prefix.engine.mini_batch import MiniBatch, even_out, plan_metrics
 from verl_prefix.engine.out_of_memory import run_or_halve
 from verl_prefix.engine.paths import Paths
 from verl_prefix.engine.trace_writer import open_trace
@@ -103,50 +103,38 @@ class PrefixFSDPEngine(FSDPEngineWithLMHead):
     ) -> dict[str, object]:
         """A rank's mini-batch: same contract as FSDPEngine.forward_backward_batch, rows in the order they came."""
         metrics: dict[str, list[float]] = {}
-        stock_reason, plan, exchange = self._paths.stock_reason(data), None, None
+        stock_reason, plan = self._paths.stock_reason(data), None
         if stock_reason is None:
-            exchange = self._exchange_of(data)
-            if exchange is None:
-                _receive_pixels(data)
-                groups, _ = group_batch(data)
-                own_groups = groups
-            else:
-                groups, own_groups = exchange.groups, exchange.own_groups
-            plan = self._paths.plan(data, groups, own_groups, forward_only)
+            placed = self._place(data)
+            plan = self._paths.plan(data, placed.groups, placed.own_groups, forward_only)
         if isinstance(plan, Plan):
-            rows = data if exchange is None else exchange.rows()
-            _receive_pixels(rows)
-            found, num_split_uids = group_batch(rows)
-            if exchange is not None:
-                exchange.check_groups(found)
+            rows, groups, num_split_uids = placed.receive()
             prepared = self._prepared(rows)
             if not forward_only:
-                metrics = self._verification.check(prepared, found)
+                metrics = self._verification.check(prepared, groups)
                 stock_reason = self._paths.lasting_reason = self._verification.failure
         else:
             stock_reason = stock_reason or plan
         if stock_reason is None:
-            output = self._shared_batch(prepared, groups, plan, loss_function, forward_only)
-            computed = (sum(group.num_physical_tokens for group in groups), len(rows))
-            if exchange is not None:
-                output["model_output"] = exchange.give_back(output["model_output"])
-                metrics |= {name: [float(value)] for name, value in exchange.metrics().items()}
-                computed = exchange.num_computed()
-            if (told := self._torn_groups.see(*computed, forward_only)) and torch.distributed.get_rank() == 0:
+            output = self._shared_batch(prepared, placed.groups, plan, loss_function, forward_only)
+            output["model_output"] = placed.give_back(output["model_output"])
+            told = self._torn_groups.see(*placed.num_computed(), forward_only)
+            if told and torch.distributed.get_rank() == 0:
                 logger.warning(told)
-            output["metrics"].update({"prefix/split_uids": [float(num_split_uids)]} | metrics)
+            metrics["prefix/split_uids"] = [float(num_split_uids)]
+            output["metrics"].update(metrics | {name: [float(x)] for name, x in placed.metrics().items()})
         else:
             self._paths.log_once(stock_reason)
-            _receive_pixels(data)
+            receive_pixels(data)
             output = self.stock_batch(data, loss_function, forward_only)
         output["metrics"].update(self._paths.metrics(None if stock_reason is None else len(data)))
         return output
 
-    def _exchange_of(self, data: TensorDict) -> Exchange | None:
-        """The batch on its way to the ranks that compute it; None where there is one rank, or rows are to stay."""
+    def _place(self, data: TensorDict) -> Exchange | InPlace:
+        """The batch on its way to the ranks that compute it."""
         group = self.get_data_parallel_group()
         if self.prefix_config.exchange == "off" or torch.distributed.get_world_size(group) == 1:
-            return None
+            return InPlace(data)
         exchange = Exchange(data, self._shape, group, torch.device(get_device_name()))
         if not exchange.compatible:
             logger.warning("prefix.exchange: the ranks' batches have different fields, so that rows stay")
@@ -192,7 +180,7 @@ class PrefixFSDPEngine(FSDPEngineWithLMHead):
         self._phase_b_peak = self._phase_b_peak or schedule.phase_b_peak
         output = postprocess_batch_func(*mini_batch.outputs(plan), data=data)
         even_out(output["metrics"], len(plan.packed) + len(plan.waves))
-        metrics = _metrics(groups, plan, schedule) | {
+        metrics = plan_metrics(groups, plan, schedule) | {
             "prefix/oom_retries": num_retries,
             "prefix/nonfinite_passes": mini_batch.num_not_finite,
         }
@@ -253,32 +241,6 @@ class PrefixFSDPEngine(FSDPEngineWithLMHead):
         if self._autocast_dtype == torch.float32:
             return nullcontext()
         return torch.autocast(device_type=get_device_name(), dtype=self._autocast_dtype)
-
-
-def _receive_pixels(data: TensorDict) -> None:
-    if "multi_modal_inputs" in data.keys():
-        # Here: Ray may unpickle that module's worker first, whose import of verl loads this module halfway through.
-        from verl_prefix.engine.shared_pixels import receive_pixels
-
-        receive_pixels(tu.get(data, "multi_modal_inputs"))
-
-
-def _metrics(groups: Sequence[Group], plan: Plan, schedule: Schedule) -> dict[str, float]:
-    """This rank's prefix/* metrics of one mini-batch; verl averages them over ranks and mini-batches."""
-    num_logical = sum(group.num_logical_tokens for group in groups)
-    num_saved = num_logical - plan.num_physical_tokens
-    shared = [group for group in groups if group.is_shared]
-    return {
-        "prefix/groups": len(shared),
-        "prefix/stock_rows": sum(len(group.rows) for group in groups if not group.is_shared),
-        "prefix/tokens_saved": num_saved,
-        "prefix/reuse_fraction": num_saved / max(num_logical, 1),
-        "prefix/recomputed_groups": plan.split_groups,
-        "prefix/packed_passes": len(plan.packed),
-        "prefix/waves": len(plan.waves),
-        "prefix/offloaded_gib": schedule.transfers["offloaded_bytes"] / 2**30,
-        **{f"timing_s/prefix_{phase}": seconds for phase, seconds in schedule.seconds.items()},
-    }
 
 
 class PrefixFSDPEngineCPU(CPUEngineMixin, PrefixFSDPEngine):
