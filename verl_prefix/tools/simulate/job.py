@@ -369,7 +369,7 @@ def _depths(config: PretrainedConfig) -> tuple[int, ...]:
     layers = text.num_hidden_layers
     kinds = list(getattr(text, "layer_types", None) or [0] * layers)
     period = next(n for n in range(1, layers + 1) if kinds[n:] == kinds[:-n])
-    step = max(2, period)
+    step = period
     first = max(DEPTH, period) + (layers - max(DEPTH, period)) % step
     return (first, first + step) if first + step < layers else (layers,)
 
