@@ -251,3 +251,12 @@ def test_plan_says_what_the_engine_does(lengths, budget, rates, has_log_probs):
             plans.append(engine.choose(groups, budget, forward_only))
         log_probs, predicted = predictor.decide(ranks, [budget] * 2, log_probs)
         assert predicted == plans and {engine.speedup for engine in engines} == {log_probs.speedup}
+
+
+def test_stock_is_not_taken_where_it_does_not_fit_on_one_rank():
+    assert make_chooser(FLOPS, min_speedup=9.0).choose(SHORT, 1000, True) is None
+    alone = make_chooser(FLOPS, min_speedup=9.0)
+    alone.stock_fits = lambda passes: sum(p.head_tokens for p in passes) < 600
+    assert alone.choose(SHORT, 1000, True) is not None and alone.choose(SHORT, 1000, False) is not None
+    told = make_chooser(FLOPS, lambda values: [*values[:-1], 1.0], min_speedup=9.0)
+    assert told.choose(SHORT, 1000, True) is not None, "another rank lacks room"

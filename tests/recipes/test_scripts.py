@@ -246,19 +246,19 @@ SCRIPTS = {
         "Mistral-Nemo-12B", (512, 128, 5), (4096, 2048), "10 rows", others=(NO_KL,)
     ),
     "grpo_trainer/run_qwen2_5_vl_7b_fsdp": Settings(
-        "Qwen2.5-VL-7B", (512, 128, 5), (1024, 2048), "24576 tokens", others=(FUSED,), refused=(FUSED,)
+        "Qwen2.5-VL-7B", (512, 128, 5), (1024, 2048), "24576 tokens", others=(FUSED,)
     ),
     "grpo_trainer/run_qwen3_vl_8b_fsdp": Settings(
-        "Qwen3-VL-8B", (512, 128, 5), (1024, 2048), "24576 tokens", others=(FUSED,), refused=(FUSED,)
+        "Qwen3-VL-8B", (512, 128, 5), (1024, 2048), "24576 tokens", others=(FUSED,)
     ),
     "grpo_trainer/run_qwen3_vl_30b_a3b_fsdp": Settings(
         "Qwen3-VL-30B-A3B", (512, 128, 5), (1024, 2048), "10 rows",
         others=(FUSED, f"{ULYSSES}=2", f"{LOG_PROB_ROWS}=2"),
-        refused=("ulysses_sequence_parallel_size=2", FUSED, TOWER),
+        refused=("ulysses_sequence_parallel_size=2", TOWER),
     ),
     "grpo_trainer/run_seed_oss_36b_fsdp": Settings(
         "Seed-OSS-36B", (64, 8, 2), (512, 1024), "16384 tokens", others=(FUSED,),
-        refused=(FUSED, "attention_dropout=0.1"),
+        refused=("attention_dropout=0.1",),
     ),
     "grpo_trainer/run_glm4_1v_9b_fsdp": Settings(
         "GLM-4.1V-9B", (512, 128, 5), (1024, 2048), "10 rows", others=(f"{LOG_PROB_ROWS}=20",), refused=(TOWER,)

@@ -80,7 +80,6 @@ def test_good_config_passes_the_driver_checks(model_path):
         (f"{ACTOR}.prefix.verify=off {ACTOR}.prefix.verify_action=fallback", r"needs prefix.verify, which is off"),
         (f"{ACTOR}.prefix.min_speedup=-1", r"prefix.min_speedup=-1: set a number >= 0"),
         (f"{ACTOR}.prefix.cost_profile=p.json {ACTOR}.prefix.schedule=phased", r"cost_profile='p.json' is read with"),
-        ("actor_rollout_ref.model.use_fused_kernels=True", r"use_fused_kernels=False"),
         ("actor_rollout_ref.model.enable_activation_offload=True", r"set .*enable_activation_offload=False"),
         (f"{ACTOR}.loss_agg_mode=seq-mean-token-sum-norm", r"set actor_rollout_ref.actor.loss_scale_factor"),
         (f"{ACTOR}.policy_loss.loss_mode=geo_mean", r"loss_mode=geo_mean averages .*set .*loss_mode to one of vanilla"),
@@ -110,6 +109,14 @@ def test_a_loss_that_is_not_verls_own_is_warned_of_once(model_path, caplog):
         validate(model_path, f"{ACTOR}.policy_loss.loss_mode={mode}")
     (said,) = [record.message for record in caplog.records if "loss_mode" in record.message]
     assert "loss_mode=mine is not of verl 0.9.1" in said
+
+
+def test_fused_kernels_are_warned_of_once(model_path, caplog):
+    verl_prefix.config._warn_of_fused_kernels.cache_clear()
+    for _ in range(2):
+        validate(model_path, "actor_rollout_ref.model.use_fused_kernels=True")
+    (said,) = [record.message for record in caplog.records if "use_fused_kernels" in record.message]
+    assert "actor.prefix.logits_chunk" in said
 
 
 def test_verls_prefix_grouper_key_is_warned_of_once_and_nothing_else(model_path, caplog):

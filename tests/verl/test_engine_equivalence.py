@@ -74,6 +74,9 @@ CASES = {
     "gate_open_hsdp_sync_every_pass": {"min_speedup": 1e-6, "fsdp_size": 1, "use_no_sync": False},
     "gate_shut": {"min_speedup": 1e6},
     "verify_off": {"verify": "off"},
+    # Off in ours, against stock without them: with FSDP2 verl's fused forward meets a sharded lm_head.
+    "fused_kernels": {"use_fused_kernels": True},
+    "fused_kernels_gate_shut": {"use_fused_kernels": True, "min_speedup": 1e6},
 }
 
 # Options of every loss of verl with which it does what is its own on these rows.
@@ -162,6 +165,7 @@ def _batch(rank: int, vocab: int, options: dict):
         "max_token_len_per_gpu": options.get("budget", 400),
         "micro_batch_size_per_gpu": options.get("micro_batch_size_per_gpu", 2),
         "use_remove_padding": options.get("use_remove_padding", True),
+        "use_fused_kernels": options.get("use_fused_kernels", False),
         "calculate_entropy": options.get("calculate_entropy", True),
         "calculate_sum_pi_squared": options.get("calculate_sum_pi_squared", False),
         "global_batch_size": 20,
@@ -211,6 +215,7 @@ def _configs(backend: str, model_path: str, options: dict, forward_only: bool = 
         path=model_path,
         load_tokenizer=False,
         use_remove_padding=options.get("use_remove_padding", True),
+        use_fused_kernels=options.get("use_fused_kernels", False),
         override_config={"attn_implementation": "sdpa"},
         enable_gradient_checkpointing=options.get("gradient_checkpointing", False),
         lora_rank=4 if "lora_targets" in options else 0,
@@ -434,7 +439,7 @@ def _worker(rank: int, world: int, rendezvous: str, models: dict, cases: dict, o
     results, stock_cache = {}, {}
     for name, options in cases.items():
         path = models[options.get("family", "qwen3")]
-        stock_options = {k: v for k, v in options.items() if k not in OURS}
+        stock_options = {k: v for k, v in options.items() if k not in (*OURS, "use_fused_kernels")}
         key = repr(sorted(stock_options.items()))
         if key not in stock_cache:
             stock_cache[key] = _measure("fsdp2", path, rank, stock_options)

@@ -82,10 +82,10 @@ def test_a_small_budget_makes_phases_and_nothing_shared_gains_nothing(folder):
 
 
 def test_what_the_driver_refuses_is_said_and_is_the_exit_code(folder, capsys, tmp_path):
-    words = overrides(folder, "actor_rollout_ref.model.use_fused_kernels=true", "model_engine=dp")
+    words = overrides(folder, "actor_rollout_ref.model.enable_activation_offload=true", "model_engine=dp")
     assert cli.main(["plan", "--response-lengths", "20,4", "--out", str(tmp_path / "plan.json"), *words]) == 1
-    assert "unsupported: actor_rollout_ref.model.use_fused_kernels=True" in capsys.readouterr().out
-    assert "use_fused_kernels" in json.loads((tmp_path / "plan.json").read_text())["unsupported"][0]
+    assert "unsupported: actor_rollout_ref.model.enable_activation_offload=True" in capsys.readouterr().out
+    assert "enable_activation_offload" in json.loads((tmp_path / "plan.json").read_text())["unsupported"][0]
     assert cli.main(["plan", *overrides(folder)]) == 0
 
 
@@ -96,15 +96,15 @@ def test_every_refusal_is_named_and_a_refused_model_has_no_figures(folder, capsy
     words = overrides(
         folder,
         f"actor_rollout_ref.model.path={tmp_path}/model",
-        "actor_rollout_ref.model.use_fused_kernels=true",
+        "actor_rollout_ref.model.enable_activation_offload=true",
         "actor_rollout_ref.actor.ulysses_sequence_parallel_size=2",
     )
     assert cli.main(["plan", *words]) == 1
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 3 and all(line.startswith("unsupported: ") for line in lines)
-    keys = ("ulysses_sequence_parallel_size=2", "use_fused_kernels=True", "attention_dropout=0.1")
+    keys = ("ulysses_sequence_parallel_size=2", "enable_activation_offload=True", "attention_dropout=0.1")
     assert all(key in line for line, key in zip(lines, keys, strict=True))
-    assert build(folder, "actor_rollout_ref.model.use_fused_kernels=true")["speedup"]["update"] > 1.5
+    assert build(folder, "actor_rollout_ref.model.enable_activation_offload=true")["speedup"]["update"] > 1.5
     stock = (f"actor_rollout_ref.model.path={tmp_path}/model", "actor_rollout_ref.actor.prefix.schedule=stock")
     assert build(folder, *stock)["unsupported"] == []
 

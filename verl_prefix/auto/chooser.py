@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from verl_prefix.auto.calibration import Profile
-from verl_prefix.auto.cost import Rates, plan_passes, stock_passes
+from verl_prefix.auto.cost import PassCost, Rates, plan_passes, stock_passes
 from verl_prefix.auto.shape import ModelShape
 from verl_prefix.core.groups import Group
 from verl_prefix.core.waves import Plan, make_plan
@@ -83,8 +83,10 @@ def price(costs: CostModel, groups: Sequence[Group], budget: int, profile: Profi
     return Prices(mixed, packed, seconds)
 
 
-def decide(seconds: Sequence[float], min_speedup: float, log_probs: Decision | None = None) -> Decision:
-    """The path of a batch.
+def decide(
+    seconds: Sequence[float], min_speedup: float, log_probs: Decision | None = None, stock_fits: bool = True
+) -> Decision:
+    """The path of a batch; never stock where that does not fit.
 
     Args:
         seconds: `Prices.seconds` of the slowest rank: the element-wise maximum.
@@ -94,7 +96,7 @@ def decide(seconds: Sequence[float], min_speedup: float, log_probs: Decision | N
     stock, mixed, packed = seconds
     speedup = stock / max(min(mixed, packed), 1e-9)
     takes_stock = speedup < min_speedup if log_probs is None else log_probs.stock
-    return Decision(takes_stock, packed < mixed and min_speedup > 0, speedup)
+    return Decision(takes_stock and stock_fits, packed < mixed and min_speedup > 0, speedup)
 
 
 class Chooser:
@@ -104,6 +106,7 @@ class Chooser:
         profile: rates that are known. path: where to write it when more are; None on all ranks but one.
         measure: (budget, forward_only) -> rates; it runs collectives.
         reduce_max: element-wise maximum over ranks.
+        stock_fits: whether an update of stock's passes fits this rank's device.
     """
 
     def __init__(
@@ -113,12 +116,14 @@ class Chooser:
         path: Path | None,
         measure: Callable[[int, bool], Rates],
         reduce_max: Callable[[Sequence[float]], Sequence[float]],
+        stock_fits: Callable[[Sequence[PassCost]], bool] = lambda passes: True,
     ) -> None:
         self.costs = costs
         self.profile = profile
         self.path = path
         self.measure = measure
         self.reduce_max = reduce_max
+        self.stock_fits = stock_fits
         self.speedup: float | None = None  # predicted for the last batch
         self._log_probs: Decision | None = None
 
@@ -128,8 +133,10 @@ class Chooser:
             return make_plan(groups, budget, "auto", self.costs.wave_tokens, self.costs.offload)
         self._ensure_measured(budget, forward_only)
         prices = price(self.costs, groups, budget, self.profile, own)
-        seconds = self.reduce_max(prices.seconds)
-        decision = decide(seconds, self.costs.min_speedup, None if forward_only else self._log_probs)
+        stock = stock_passes(self.costs.shape, *(own or Batch(groups, budget)), self.costs.dense_mask)
+        *seconds, lacks_room = self.reduce_max([*prices.seconds, float(not self.stock_fits(stock))])
+        before = None if forward_only else self._log_probs
+        decision = decide(seconds, self.costs.min_speedup, before, not lacks_room)
         if forward_only:
             self._log_probs = decision
         self.speedup = decision.speedup

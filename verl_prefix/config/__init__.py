@@ -199,6 +199,15 @@ def _refuse_untested_drivers() -> None:
 
 
 @functools.cache
+def _warn_of_fused_kernels(key: str) -> None:
+    logger.warning(
+        "%s.use_fused_kernels=True is off in the prefix engine, whose lm_head runs on responses alone, "
+        "actor.prefix.logits_chunk tokens at a time; batches that take verl's own path have all their logits",
+        key,
+    )
+
+
+@functools.cache
 def _warn_of_unknown_loss(mode: str) -> None:
     logger.warning(
         "actor_rollout_ref.actor.policy_loss.loss_mode=%s is not of verl 0.9.1: where it looks at all rows of a "
@@ -261,7 +270,8 @@ class PrefixActorConfig(FSDPActorConfig):
 
 
 def check_model_options(model_config: Any) -> None:
-    """Refuses `actor_rollout_ref.model` options (DictConfig or HFModelConfig) that the shared-prefix path ignores.
+    """Refuses `actor_rollout_ref.model` options (DictConfig or HFModelConfig) that the shared-prefix path ignores, and
+    warns of one that it replaces.
 
     Raises:
         ValueError: naming the key and what to set.
@@ -273,11 +283,8 @@ def check_model_options(model_config: Any) -> None:
         f"prefixes, waves and logits chunks change; set {key}.enable_activation_offload=False "
         "(actor.prefix.offload=True moves the prefix's activations)",
     )
-    _refuse(
-        model_config.get("use_fused_kernels"),
-        f"{key}.use_fused_kernels=True computes log-probs of every token, prefixes too; set {key}.use_fused_kernels="
-        "False (actor.prefix.logits_chunk bounds the memory of logits)",
-    )
+    if model_config.get("use_fused_kernels"):
+        _warn_of_fused_kernels(key)
 
 
 def check_model_family(model_config: Any, freeze_vision_tower: bool) -> None:

@@ -11,9 +11,9 @@ from verl.utils.device import get_device_name
 
 from verl_prefix.auto.calibration import measure, read_profile
 from verl_prefix.auto.chooser import Batch, Chooser, CostModel
-from verl_prefix.auto.cost import Rates
+from verl_prefix.auto.cost import Memory, PassCost, Rates, peak_bytes
 from verl_prefix.auto.shape import model_shape
-from verl_prefix.config import PrefixConfig
+from verl_prefix.config import PrefixConfig, PrefixEngineConfig
 from verl_prefix.core.groups import Group
 from verl_prefix.core.schedule import Schedule
 from verl_prefix.core.waves import Plan, make_plan
@@ -41,12 +41,14 @@ class Paths:
         schedule: Callable[..., Schedule],
         zero_grad: Callable[[], None],
         reduce_max: Callable[[Sequence[float]], list[float]],
+        engine_config: PrefixEngineConfig,
+        checkpointed: bool,
     ) -> None:
         """Called once the engine has its model.
 
         Args:
             dtype: what activations are computed in. schedule, zero_grad: see `auto.calibration.measure`.
-            reduce_max: element-wise maximum over ranks.
+            reduce_max: element-wise maximum over ranks. checkpointed: gradient checkpointing is on.
         """
         options = self.options
         if options.schedule != "auto":
@@ -64,13 +66,29 @@ class Paths:
         def rates(budget: int, forward_only: bool) -> Rates:
             return measure(costs.shape, budget, device, schedule, zero_grad, forward_only)
 
+        sharded = engine_config.fsdp_size
+        memory = Memory(
+            ranks=sharded if sharded > 0 else torch.distributed.get_world_size(),
+            checkpointed=checkpointed,
+            # verl 0.9.0 has no such key
+            no_sync=getattr(engine_config, "use_no_sync_for_gradient_accumulation", False),
+            logits_chunk=options.logits_chunk,
+            offload=options.offload,
+        )
+
+        def stock_fits(passes: Sequence[PassCost]) -> bool:
+            if device.type != "cuda":
+                return True
+            cached = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+            return peak_bytes(costs.shape, None, passes, memory) <= torch.cuda.mem_get_info()[0] + cached
+
         name = torch.cuda.get_device_name() if device.type == "cuda" else device.type
         num_parameters = sum(parameter.numel() for parameter in module.parameters())
         measured_on = f"{name}, {dtype}, {module.config.model_type}, {num_parameters} parameters"
         path = Path(options.cost_profile) if options.cost_profile else None
         profile = read_profile(path, measured_on, reduce_max)
         writes = torch.distributed.get_rank() == 0
-        self._chooser = Chooser(costs, profile, path if writes else None, rates, reduce_max)
+        self._chooser = Chooser(costs, profile, path if writes else None, rates, reduce_max, stock_fits)
 
     def stock_reason(self, data: TensorDict) -> str | None:
         """Why this batch goes to verl's own path whatever its lengths, or None."""

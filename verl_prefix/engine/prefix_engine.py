@@ -52,9 +52,14 @@ class PrefixFSDPEngine(FSDPEngineWithLMHead):
         self._paths = Paths(self.prefix_config)
         self._verification = Verification(self)
         self._torn_groups = TornGroups()
+        self._unfused = False
         if self.prefix_config.schedule != "stock":
             check_model_options(model_config)
             check_supported(model_config.hf_config)
+            if model_config.use_fused_kernels:
+                # verl's fused forward makes log-probs of all tokens, and with FSDP2 it meets a sharded lm_head.
+                self._unfused, model_config = True, copy.copy(model_config)
+                vars(model_config)["use_fused_kernels"] = False
         # The base class branches on its own strategy names (_build_fsdp_module); the caller's config stays as it is.
         engine_config = copy.copy(engine_config)
         engine_config.strategy = "fsdp2"
@@ -66,9 +71,11 @@ class PrefixFSDPEngine(FSDPEngineWithLMHead):
         if self.prefix_config.schedule != "stock":
             check_dropout(self.module)
             self._shape = model_shape(self.module, self._autocast_dtype)
+        checkpointed = self.model_config.enable_gradient_checkpointing
         self._paths.initialize(
-            self.module, self._autocast_dtype, self.schedule, self.optimizer_zero_grad, self.reduce_max
-        )
+            self.module, self._autocast_dtype, self.schedule, self.optimizer_zero_grad, self.reduce_max,
+            self.engine_config, checkpointed,
+        )  # fmt: skip
 
     def _build_module(self) -> torch.nn.Module:
         module = super()._build_module()
@@ -141,7 +148,10 @@ class PrefixFSDPEngine(FSDPEngineWithLMHead):
         return exchange
 
     def stock_batch(self, data: TensorDict, loss_function: Callable | None, forward_only: bool) -> dict[str, object]:
-        """verl's own path."""
+        """verl's own path; its logits are whole where the user's fused kernels are off."""
+        if self._unfused:
+            data = data.copy()
+            tu.assign_non_tensor(data, use_fused_kernels=False)
         return super().forward_backward_batch(data, loss_function, forward_only)
 
     def run_plan(
