@@ -3,8 +3,9 @@
 Composes the same Hydra config as the command, reads its train parquet with its tokenizer, draws response lengths,
 deals rows as the trainer does, exchanges them as the engine does, and prices every pass with `cost`. No GPU, no Ray, no
 weights: the model exists on torch's meta device alone. Prompts with images or videos are decoded and counted by verl's
-own dataset and the model's processor. Not modelled: a vision tower (ours runs it once per group: the gain is larger
-than said), communication, rollout, reward, optimizer, what is idle between them.
+own dataset and the model's processor. Not modelled: rollout, reward, what is idle between passes; and, but by
+`--simulate`, communication, the optimizer and a vision tower (ours runs it once per group: the gain is larger than
+said).
 """
 
 import json
@@ -31,9 +32,9 @@ from verl_prefix.tools.plan.training_command import (
     check_values,
     compose_config,
     micro_batches,
-    prompt_lengths,
     read_model,
     read_model_config,
+    read_prompts,
     read_tokenizer,
     refusals,
 )
@@ -182,11 +183,12 @@ def build(
     tokenizer = read_tokenizer(config)
     draws = response_lengths(responses, config.data.max_response_length, tokenizer)
     sample = list(islice(draws, 2000))
-    lengths, overlong = prompt_lengths(config, tokenizer)
+    prompts, overlong = read_prompts(config, tokenizer)
+    lengths = [prompt.tokens for prompt in prompts]
     mixed = (config.actor_rollout_ref.actor.fsdp_config.get("mixed_precision") or {}).get("param_dtype", "bf16")
     num_parameters = sum(parameter.numel() for parameter in empty.parameters())
     shape = model_shape(empty, torch.float32 if mixed == "fp32" else torch.bfloat16)
-    predicted = predict(config.actor_rollout_ref, size, shape, lengths, draws)
+    predicted = predict(config.actor_rollout_ref, size, shape, prompts, draws)
     used = config.actor_rollout_ref.actor.prefix.schedule
     stock = predicted.seconds["stock"]
     gains = {path: {name: stock[name] / found[name] for name in stock} for path, found in predicted.seconds.items()}
@@ -195,7 +197,8 @@ def build(
     simulation = {}
     if request:
         budgets = {name: size.micro_batches[name].budget(predicted.first) for name in ("update", "old")}
-        job = read_job(config.actor_rollout_ref, empty.config, predicted.first, budgets, size.ranks)
+        role, first, shown = config.actor_rollout_ref, predicted.first, predicted.shown
+        job = read_job(role, empty.config, first, shown, budgets, size.ranks)
         simulation = {"simulated": simulated(job, request, config.trainer.n_gpus_per_node)}
     return {
         "unsupported": reasons,

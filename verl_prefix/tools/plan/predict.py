@@ -20,6 +20,7 @@ from verl_prefix.auto.placement import place_rows, row_cost
 from verl_prefix.auto.shape import ModelShape
 from verl_prefix.core.groups import Group
 from verl_prefix.core.waves import Plan, make_plan
+from verl_prefix.tools.plan.training_command import Prompt
 from verl_prefix.trainer.placement import fill_mini_batches
 
 SEED = 0
@@ -111,7 +112,7 @@ class Predictor:
     Attributes:
         seconds: {path: {pass: total}}, in seconds if the rates are measured. peaks: {path: bytes that an update adds}.
         bins, logical, physical, packed, phased: groups per rank and mini-batch; tokens and groups of the path in use.
-        first: groups of the first mini-batch on the rank where it costs stock most.
+        first: groups of the first mini-batch on the rank where it costs stock most; shown: what their prompts show.
         physical_without: tokens that sharing would compute if rows did not travel between ranks.
     """
 
@@ -142,6 +143,7 @@ class Predictor:
         self.peaks = dict.fromkeys(self.seconds, 0.0)
         self.bins: list[float] = []
         self.first: list[Group] = []
+        self.shown: list[tuple[tuple[int, int, int], ...]] = []
         self.logical = self.physical = self.packed = self.phased = self.physical_without = 0
 
     def decide(
@@ -216,18 +218,19 @@ class Predictor:
                 self.phased += sum(len(planned.groups) for planned in plan.phased)
 
 
-def predict(config: Any, size: Sizes, shape: ModelShape, lengths: list[int], responses: Iterator[int]) -> Predictor:
-    """The `Predictor` after some training steps on prompts drawn from `lengths`; config: `actor_rollout_ref`."""
+def predict(config: Any, size: Sizes, shape: ModelShape, prompts: list[Prompt], responses: Iterator[int]) -> Predictor:
+    """The `Predictor` after some training steps on prompts drawn from these; config: `actor_rollout_ref`."""
     predictor, draw = Predictor(config, shape, size.ranks), Random(SEED)
     num_rows = size.prompts * size.rollouts
     for _ in range(max(1, min(NUM_STEPS, NUM_ROWS // num_rows))):
         keys = [i for i in range(size.prompts) for _ in range(size.rollouts)]
-        prompts = draw.choices(lengths, k=size.prompts)
-        step = Step(size, shape, keys, [prompts[i] - 1 for i in keys], list(islice(responses, num_rows)))
+        drawn = draw.choices(prompts, k=size.prompts)
+        step = Step(size, shape, keys, [drawn[i].tokens - 1 for i in keys], list(islice(responses, num_rows)))
         dealt = step.dealt()
         whole = [[row for rows in rank for row in rows] for rank in dealt]
         log_probs = predictor.infer("old", *step.batches(whole, "old"))
         predictor.infer("ref", *step.batches(whole, "ref"), ref_engine=not size.ref_in_actor)
         for k in range(size.mini_batches):
             predictor.update(*step.batches([rank[k] for rank in dealt], "update"), log_probs)
+        predictor.shown = predictor.shown or [drawn[keys[group.rows[0]]].grids for group in predictor.first]
     return predictor

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pyarrow
 import pyarrow.parquet
@@ -240,8 +240,15 @@ def _as_text(template: Any, where: str, messages: list[dict[str, Any]], options:
         raise PlanError(f"{where}: the model's chat template fails: {type(error).__name__}: {error}") from error
 
 
-def prompt_lengths(config: DictConfig, tokenizer: Any) -> tuple[list[int], int]:
-    """Tokens per training prompt after the chat template, and how many prompts are longer than the limit.
+class Prompt(NamedTuple):
+    """A training prompt: its tokens after the chat template, and what it shows: [frames, rows, columns] of patches."""
+
+    tokens: int
+    grids: tuple[tuple[int, int, int], ...] = ()
+
+
+def read_prompts(config: DictConfig, tokenizer: Any) -> tuple[list[Prompt], int]:
+    """Training prompts within the limit, and how many are longer.
 
     Raises:
         PlanError: a train file is missing, broken or empty, or has no prompt column or a prompt that is none; prompts
@@ -272,19 +279,19 @@ def prompt_lengths(config: DictConfig, tokenizer: Any) -> tuple[list[int], int]:
     if schemas is not None:
         options["tools"] = schemas
     if visual:
-        lengths = list(_visual_lengths(config, tokenizer, options))
+        found = list(_visual_prompts(config, tokenizer, options))
     else:
         chosen = prompts[:: max(1, -(-len(prompts) // MAX_PROMPTS))]
         texts = [_as_text(tokenizer, *prompt, options) for prompt in chosen]
-        lengths = [len(ids) for ids in tokenizer(texts, add_special_tokens=False).input_ids]
-    fitting = [n for n in lengths if n <= data.max_prompt_length]
+        found = [Prompt(len(ids)) for ids in tokenizer(texts, add_special_tokens=False).input_ids]
+    fitting = [prompt for prompt in found if prompt.tokens <= data.max_prompt_length]
     if not fitting:
         raise PlanError(f"every prompt is longer than data.max_prompt_length={data.max_prompt_length}: raise it")
-    return fitting, len(lengths) - len(fitting)
+    return fitting, len(found) - len(fitting)
 
 
-def _visual_lengths(config: DictConfig, tokenizer: Any, options: dict[str, Any]) -> Iterator[int]:
-    """Tokens of evenly spread prompts with what they show, as verl counts them (RLHFDataset.doc2len)."""
+def _visual_prompts(config: DictConfig, tokenizer: Any, options: dict[str, Any]) -> Iterator[Prompt]:
+    """Evenly spread prompts with what they show, as verl counts their tokens (RLHFDataset.doc2len)."""
     from verl.utils.dataset.rl_dataset import get_dataset_class
 
     model, data = config.actor_rollout_ref.model, OmegaConf.merge(config.data, {"filter_overlong_prompts": False})
@@ -303,4 +310,5 @@ def _visual_lengths(config: DictConfig, tokenizer: Any, options: dict[str, Any])
             processor, text=[text], images=images, videos=videos, audio=audio,
             mm_processor_kwargs=dataset.mm_processor_kwargs,
         )  # fmt: skip
-        yield len(inputs["input_ids"][0])
+        grids = [inputs[name].tolist() for name in ("image_grid_thw", "video_grid_thw") if name in inputs]
+        yield Prompt(len(inputs["input_ids"][0]), tuple((t, h, w) for found in grids for t, h, w in found))

@@ -8,23 +8,14 @@ import torch
 from omegaconf import OmegaConf
 from rich.console import Console
 from rich.table import Table
-from transformers import PretrainedConfig, Qwen2Config, Qwen3Config
+from transformers import PretrainedConfig
 from verl.utils.torch_dtypes import PrecisionType
 
 from verl_prefix.core.groups import Group
 from verl_prefix.tools.simulate.hardware import GIB, read_hardware
 from verl_prefix.tools.simulate.job import Job
 from verl_prefix.tools.simulate.report import NOT_MODELLED, compare, fit, hardware_json, settings, show
-
-# Language models of vision models, as models of their own: a tower's fake pixels have no sizes to go by.
-_TEXT = {"qwen2_5_vl_text": Qwen2Config, "qwen3_vl_text": Qwen3Config}
-
-
-def _text_config(config: PretrainedConfig) -> PretrainedConfig:
-    text = config.get_text_config()
-    if (kind := _TEXT.get(text.model_type)) is None:
-        return config
-    return kind(**{name: value for name, value in text.to_dict().items() if name != "model_type"})
+from verl_prefix.tools.simulate.tower import Grids
 
 
 @dataclass(frozen=True)
@@ -48,12 +39,13 @@ class Request:
 
 
 def read_job(
-    config: Any, hf_config: PretrainedConfig, groups: Sequence[Group], budgets: dict[str, int], ranks: int
-) -> Job:
+    config: Any, hf_config: PretrainedConfig, groups: Sequence[Group], shown: Sequence[Grids], budgets: dict[str, int],
+    ranks: int,
+) -> Job:  # fmt: skip
     """The job of a rank that holds `groups` in a mini-batch.
 
     Args:
-        config: `actor_rollout_ref`. budgets: tokens of a pass of "update" and "old".
+        config: `actor_rollout_ref`. shown: see `Job.grids`. budgets: tokens of a pass of "update" and "old".
     """
     actor, model, rollout = config.actor, config.model, config.rollout
     fsdp = actor.fsdp_config
@@ -70,7 +62,7 @@ def read_job(
     sharded = fsdp.get("fsdp_size", -1)
     sharded = sharded if 0 < sharded < ranks else ranks
     return Job(
-        config=_text_config(hf_config),
+        config=hf_config,
         groups=tuple(placed),
         budget=budgets["update"],
         log_prob_budget=budgets["old"],
@@ -86,6 +78,8 @@ def read_job(
         lora=lora,
         entropy=bool(actor.get("calculate_entropy")) or actor.entropy_coeff != 0,
         temperature=float(rollout.temperature),
+        grids=tuple(shown),
+        freeze_tower=bool(actor.get("freeze_vision_tower", False)),
     )
 
 
@@ -110,7 +104,7 @@ def simulated(job: Job, request: Request, per_node: int) -> dict[str, Any]:
         "hardware": hardware_json(hardware),
         "rows": sum(len(group.rows) for group in job.groups),
         "ranks": job.ranks * job.replicas,
-        "not_modelled": NOT_MODELLED + ", vision towers",
+        "not_modelled": NOT_MODELLED,
         "arms": arms,
         "settings": settings(job, hardware, arms),
         **({"fits_gib": request.gib, "fits": fit(job, hardware, request.gib)} if request.gib else {}),

@@ -17,7 +17,7 @@ from unittest import mock
 
 import torch
 from torch.optim import adam
-from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, LlamaConfig, PretrainedConfig
 
 from verl_prefix.auto.cost import PassCost, Rates, group_pass
 from verl_prefix.auto.shape import model_shape
@@ -26,9 +26,19 @@ from verl_prefix.core.groups import Group
 from verl_prefix.core.layout import Layout, Segment
 from verl_prefix.core.schedule import Schedule, TokenBatch
 from verl_prefix.core.waves import PackedPass, PhasedPass, Plan, first_fit, make_plan
+from verl_prefix.models import vision
 from verl_prefix.models.hookup import HookedModel
 from verl_prefix.tools.simulate.accelerator import DEVICE, fake_accelerator
 from verl_prefix.tools.simulate.hardware import GPUS, Hardware
+from verl_prefix.tools.simulate.tower import (
+    Grids,
+    TowerPixels,
+    deepstack_layers,
+    kinds_of_blocks,
+    num_patches,
+    prepare_tower,
+    with_blocks,
+)
 from verl_prefix.tools.simulate.tracker import KERNEL, Phase, Tracker
 
 Item = TypeVar("Item")
@@ -74,6 +84,8 @@ class Job:
         log_prob_budget: of log-probs, where it is another.
         kept: passes and waves of each kind that run in an update, one in log-probs; others count as copies of one that
             costs about as much. The second update sees what the first leaves.
+        grids: per group, what its prompt shows a vision model; empty: nothing.
+        freeze_tower: the vision tower is not trained.
     """
 
     config: PretrainedConfig
@@ -93,6 +105,8 @@ class Job:
     temperature: float = 1.0
     log_prob_budget: int | None = None
     kept: int = 2
+    grids: tuple[Grids, ...] = ()
+    freeze_tower: bool = False
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -167,9 +181,15 @@ class Simulation:
         self.job, self.tracker, self.device, self.kernel = job, tracker, device, kernel
         self.transfers: Counter[str] = Counter()  # of the last run's schedule
         with torch.device(device):
-            model: Any = AutoModelForCausalLM.from_config(job.config, dtype=job.master).train()
+            seeing = vision.is_vision_config(job.config)
+            auto_class = AutoModelForImageTextToText if seeing else AutoModelForCausalLM
+            model: Any = auto_class.from_config(copy.deepcopy(job.config), dtype=job.master).train()
+        if seeing:
+            prepare_tower(model)
         if job.checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
+        if job.freeze_tower:
+            vision.tower_of(model).requires_grad_(False)
         if job.lora is not None:
             model.enable_input_require_grads()
             model = _with_adapters(model, job.lora, job.master, device)
@@ -188,8 +208,12 @@ class Simulation:
         self.offsets = [0]
         for n in rows:
             self.offsets.append(self.offsets[-1] + n)
-        ids, positions = (torch.zeros(self.offsets[-1], dtype=torch.int64, device=device) for _ in range(2))
-        self.tokens = TokenBatch(ids, positions, self.offsets)
+        ids = torch.zeros(self.offsets[-1], dtype=torch.int64, device=device)
+        positions = ids.new_zeros(4, len(ids)) if seeing else torch.zeros_like(ids)
+        shown = job.grids or ((),) * len(job.groups)
+        self.grids = [grids for g, grids in zip(job.groups, shown, strict=True) for _ in g.rows]
+        self.pixels = TowerPixels(self.grids, job.config) if seeing else None
+        self.tokens = TokenBatch(ids, positions, self.offsets, self.pixels)
 
     def optimizer(self) -> torch.optim.Optimizer:
         """AdamW with its moments, as after a first step."""
@@ -264,7 +288,8 @@ class Simulation:
         """The plan with `job.kept` of its packed passes, of its phased ones, and of each one's waves; and weights."""
 
         def cost(groups: Sequence[Group], **part: bool) -> float:
-            return _RATES.seconds(self.shape, [group_pass(self.shape, groups, **part)])
+            seconds = _RATES.seconds(self.shape, [group_pass(self.shape, groups, **part)])
+            return seconds + (self._seeing([g.rows[0] for g in groups]) if part.get("prefixes", True) else 0.0)
 
         kept = self.job.kept if update else 1
         weights: dict[tuple[Group, ...], float] = {}
@@ -302,7 +327,11 @@ class Simulation:
     def _cost_of_rows(self, rows: list[int]) -> float:
         tokens = [self.offsets[row + 1] - self.offsets[row] for row in rows]
         pairs = sum(self.shape.pairs(n, 0) for n in tokens)
-        return _RATES.seconds(self.shape, [PassCost(sum(tokens), sum(tokens), pairs)])
+        return _RATES.seconds(self.shape, [PassCost(sum(tokens), sum(tokens), pairs)]) + self._seeing(rows)
+
+    def _seeing(self, rows: Sequence[int]) -> float:
+        """Seconds of the tower on what these rows show."""
+        return sum(num_patches(self.grids[row]) for row in rows) * self.shape.tower * _RATES.linear
 
     def _micro_batch(self, arm: Arm, batch: list[int], prompts: list[int], update: bool) -> torch.Tensor:
         job, starts = self.job, self.offsets
@@ -311,13 +340,20 @@ class Simulation:
         layout = Layout(place, 0, tuple(Segment(len(piece)) for piece in pieces))
         attention = AttentionPass(layout, self.kernel)
         index = place.to(self.device)
-        ids, positions = self.tokens.input_ids[index], self.tokens.position_ids[index]
+        ids, positions = self.tokens.input_ids[index], self.tokens.position_ids[..., index]
+        pixels = self.pixels.at(batch, map(len, pieces), index.device) if self.pixels else {}
         with self._autocast():
             if arm.path == "stock":
-                logits = self.model(
-                    input_ids=ids.unsqueeze(0), position_ids=positions.unsqueeze(0), attention_mask=None,
-                    use_cache=False, prefix_pass=attention,
-                ).logits[0]  # fmt: skip
+                with contextlib.ExitStack() as stack:
+                    inputs: dict[str, Any] = dict(pixels)
+                    if seeing := vision.vision_model(self.model):  # verl's forward does what ours does
+                        forward = functools.partial(vision.forward, seeing)
+                        stack.enter_context(mock.patch.object(seeing, "forward", forward))
+                        inputs |= dict(keep=slice(None), tower=True)
+                    logits = self.model(
+                        input_ids=ids.unsqueeze(0), position_ids=positions.unsqueeze(-2), attention_mask=None,
+                        use_cache=False, prefix_pass=attention, **inputs,
+                    ).logits[0]  # fmt: skip
                 outputs = _outputs(logits, ids.roll(-1), job.entropy or not update, job.temperature)
                 del logits
             else:
@@ -328,7 +364,7 @@ class Simulation:
                 keep = torch.cat(kept).to(self.device)
                 outputs = self.hooked.token_outputs(
                     ids, positions, keep, attention,
-                    lambda rows, logits: self._log_probs(index[keep[rows]], logits, update), job.logits_chunk, {},
+                    lambda rows, logits: self._log_probs(index[keep[rows]], logits, update), job.logits_chunk, pixels,
                 )  # fmt: skip
             return self._loss(outputs)
 
@@ -354,8 +390,8 @@ def _host_scalars() -> Iterator[None]:
         yield
 
 
-def _with_layers(config: PretrainedConfig, layers: int) -> PretrainedConfig:
-    config = copy.deepcopy(config)
+def _with_layers(config: PretrainedConfig, layers: int, blocks: tuple[int, ...]) -> PretrainedConfig:
+    config = with_blocks(config, *blocks)
     text = config.get_text_config()
     text.num_hidden_layers = layers
     if getattr(text, "layer_types", None):
@@ -363,15 +399,31 @@ def _with_layers(config: PretrainedConfig, layers: int) -> PretrainedConfig:
     return config
 
 
-def _depths(config: PretrainedConfig) -> tuple[int, ...]:
-    """Two depths whose difference holds each kind of layer as often as the whole model does, or the whole model's."""
+def _depths(config: PretrainedConfig) -> tuple[list[PretrainedConfig], int]:
+    """Two smaller models, and how often their difference is between the first and the whole model: each kind of layer,
+    and of a tower's blocks, as often; or the whole model alone."""
     text = config.get_text_config()
-    layers = text.num_hidden_layers
+    layers, blocks = text.num_hidden_layers, kinds_of_blocks(config)
     kinds = list(getattr(text, "layer_types", None) or [0] * layers)
     period = next(n for n in range(1, layers + 1) if kinds[n:] == kinds[:-n])
-    step = period
-    first = max(DEPTH, period) + (layers - max(DEPTH, period)) % step
-    return (first, first + step) if first + step < layers else (layers,)
+    least = max(DEPTH, period, deepstack_layers(config))
+    found = []
+    for step in range(period, layers if any(blocks) else period + 1, period):
+        first = least + (layers - least) % step
+        times = (layers - first) // step
+        if times > 1:
+            steps = [max(0, n - 1) // times for n in blocks]
+            if deepstack_layers(config):
+                steps[0] = 0  # what blocks add to text layers is no layer's own
+            starts = [n - times * by for n, by in zip(blocks, steps, strict=True)]
+            found.append((2 * (first + sum(starts)) + step + sum(steps), times, first, step, starts, steps))
+    if not found:
+        return [config], 0
+    _, times, first, step, starts, steps = min(found)
+    return [
+        _with_layers(config, first + i * step, tuple(n + i * by for n, by in zip(starts, steps, strict=True)))
+        for i in range(2)
+    ], times
 
 
 @functools.cache
@@ -407,16 +459,12 @@ def simulate(job: Job, arm: Arm, hardware: Hardware, log_probs: bool = True) -> 
     A deep model runs at two smaller depths; every amount of a phase, its peak included, is a line through them.
     """
     _warm_up()
-    layers = job.config.get_text_config().num_hidden_layers
-    found = [
-        (n, _run(replace(job, config=_with_layers(job.config, n)), arm, hardware, log_probs))
-        for n in _depths(job.config)
-    ]
+    configs, times = _depths(job.config)
+    found = [_run(replace(job, config=config), arm, hardware, log_probs) for config in configs]
     if len(found) == 1:
-        return found[0][1]
-    (low, a), (high, b) = found
-    scale = (layers - low) / (high - low)
+        return found[0]
+    a, b = found
     return {
-        phase: Phase({name: a[phase][name] + (b[phase][name] - a[phase][name]) * scale for name in amounts})
+        phase: Phase({name: a[phase][name] + (b[phase][name] - a[phase][name]) * times for name in amounts})
         for phase, amounts in b.items()
     }
