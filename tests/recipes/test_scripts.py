@@ -16,7 +16,7 @@ import pytest
 from hydra import compose, initialize_config_module
 from omegaconf import DictConfig
 from PIL import Image
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoProcessor
 from verl.utils.config import validate_config
 from verl.utils.import_utils import load_extern_object
 
@@ -137,7 +137,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "Qwen2.5-VL-7B": (
         "qwen2_5_vl",
-        dict(text_config=text(3584, 18944, 28, 28, 4, 152064), vision_config=tower(32, 1280, 3420, 3584)),
+        dict(
+            text_config=text(3584, 18944, 28, 28, 4, 152064, rope_parameters=dict(
+                rope_type="default", rope_theta=1e6, mrope_section=[16, 24, 24])),
+            vision_config=tower(32, 1280, 3420, 3584),
+        ),
     ),
     "Qwen3-VL-8B": (
         "qwen3_vl",
@@ -213,6 +217,20 @@ def test_a_recipes_command_has_a_plan_without_a_gpu(tmp_path, folder_of, train_f
     stock = planned("dp")
     assert "trainer.v1.trainer_mode=prefix_sync" in stock.pop("notes")[0]
     assert 1.5 < stock["tokens"]["ratio"] <= found["tokens"]["ratio"]  # several mini-batches
+
+
+def test_a_simulation_gets_what_prompts_show(monkeypatch, tmp_path, folder_of, train_file):
+    """The pixels of every group of the costliest rank, in the patches of its processor."""
+    jobs = []
+    monkeypatch.setattr(plan, "simulated", lambda job, *_: jobs.append(job))
+    model, data = folder_of("Qwen2.5-VL-7B"), train_file(True)
+    words = launched(VIDEO, tmp_path, "actor_rollout_ref.actor.freeze_vision_tower=True", MODEL_PATH=str(model),
+                     TRAIN_FILE=str(data))  # fmt: skip
+    plan.build("ppo_trainer", words, "64", None, request=plan.Request())
+    (job,) = jobs
+    assert job.config.vision_config.depth == 32 and job.freeze_tower
+    patch = AutoProcessor.from_pretrained(model).image_processor.patch_size
+    assert job.grids == (((1, 56 // patch, 56 // patch),),) * len(job.groups) and len(job.groups) == 8
 
 
 class Settings(NamedTuple):

@@ -21,7 +21,14 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen3MoeConfig
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    LlamaConfig,
+    PretrainedConfig,
+    Qwen3MoeConfig,
+)
 
 from verl_prefix import cli
 from verl_prefix.auto.shape import model_shape
@@ -54,10 +61,34 @@ def elsewhere():
         yield lambda function, *args: pool.submit(function, *args).result(timeout=300)
 
 
+def seeing(kind: str, layers: int = 1, depth: int = 2) -> PretrainedConfig:
+    """SMALL with a vision tower, every second block of which attends to whole frames, or adds to text layers."""
+    rope = dict(rope_type="default", rope_theta=1e4, mrope_section=[2, 3, 3])
+    text = {name: getattr(SMALL, name) for name in ("hidden_size", "intermediate_size", "num_attention_heads",
+                                                    "num_key_value_heads", "head_dim", "vocab_size")}  # fmt: skip
+    marked = list(range(1, depth, 2))
+    fields = {"qwen2_5_vl": dict(fullatt_block_indexes=marked, window_size=48),
+              "qwen3_vl": dict(deepstack_visual_indexes=marked, num_position_embeddings=64)}  # fmt: skip
+    return AutoConfig.for_model(
+        kind,
+        text_config=text | dict(num_hidden_layers=layers, rope_parameters=rope, bos_token_id=0, eos_token_id=0),
+        vision_config=dict(depth=depth, hidden_size=64, num_heads=2, patch_size=4, intermediate_size=96,
+                           out_hidden_size=64) | fields[kind],
+    )  # fmt: skip
+
+
 def small_job(dtype: torch.dtype, checkpointing: bool) -> Job:
     groups = (Group((0, 1, 2), 192, (64, 70, 50)), Group((3,), 100, (30,)))
     return Job(SMALL, groups, budget=600, wave_tokens=128, logits_chunk=100, checkpointing=checkpointing,
                master=dtype, dtype=dtype, kept=99)  # fmt: skip
+
+
+def clip_job(kind: str, dtype: torch.dtype = torch.bfloat16, checkpointing: bool = False) -> Job:
+    """Three responses to a clip, whose 120 tokens the prompt begins with."""
+    return replace(
+        small_job(dtype, checkpointing), config=seeing(kind), groups=(Group((0, 1, 2), 192, (64, 70, 50)),),
+        budget=1024, grids=(((2, 12, 20),),),
+    )  # fmt: skip
 
 
 def update_on_cpu(job: Job, arm: Arm, fake: bool) -> tuple[float, dict, dict]:
@@ -95,16 +126,18 @@ def update_on_cpu(job: Job, arm: Arm, fake: bool) -> tuple[float, dict, dict]:
 
 
 @pytest.mark.parametrize(
-    ("name", "checkpointing", "dtype"),
-    [("stock", False, torch.float32), ("packed", True, torch.bfloat16), ("phased", False, torch.bfloat16),
-     ("phased", True, torch.float32)],
+    ("name", "checkpointing", "dtype", "kind"),
+    [("stock", False, torch.float32, ""), ("packed", True, torch.bfloat16, ""), ("phased", False, torch.bfloat16, ""),
+     ("phased", True, torch.float32, ""), ("packed", True, torch.bfloat16, "qwen2_5_vl"),
+     ("stock", False, torch.float32, "qwen3_vl")],
 )  # fmt: skip
-def test_the_peak_is_the_allocator_s_and_flops_are_the_counter_s(elsewhere, name, checkpointing, dtype):
-    job = small_job(dtype, checkpointing)
+def test_the_peak_is_the_allocator_s_and_flops_are_the_counter_s(elsewhere, name, checkpointing, dtype, kind):
+    job = clip_job(kind, dtype, checkpointing) if kind else small_job(dtype, checkpointing)
     peak, flops, _ = elsewhere(update_on_cpu, job, ARMS[name], True)
     real_peak, real_flops, _ = elsewhere(update_on_cpu, job, ARMS[name], False)
     assert peak == pytest.approx(real_peak, rel=0.01)
-    matmuls = sum(n for op, n in real_flops.items() if op in ("aten.mm", "aten.addmm", "aten.bmm"))
+    names = ("aten.mm", "aten.addmm", "aten.bmm", "aten.convolution", "aten.convolution_backward")
+    matmuls = sum(n for op, n in real_flops.items() if op in names)
     assert flops["linear"] + flops["lm_head"] == pytest.approx(matmuls, rel=1e-6)
 
 
@@ -278,6 +311,79 @@ def test_experts_and_adapters_count_what_runs(elsewhere):
     adapted, plain, moments = elsewhere(linear_flops, SMALL, dict(r=4, lora_alpha=8, target_modules="all-linear"))
     assert plain < adapted < 1.5 * plain
     assert moments < 1e-3
+
+
+def tower_flops(kind: str, name: str, freeze: bool = False) -> dict[str, float]:
+    """Simulated FLOPs per phase of a clip's second frame, whose tokens the prompt holds in any case: the tower's."""
+    found = []
+    for frames in (2, 1):
+        job = replace(clip_job(kind), freeze_tower=freeze, grids=(((frames, 12, 20),),))
+        with fake_accelerator(1), Tracker(H100, DEVICE, SMALL.vocab_size) as tracker:
+            simulation = Simulation(job, tracker, None, DEVICE)
+            for update in (True, False):
+                simulation.run(ARMS[name], update)
+        found.append({name: sum(phase[f"flops/{part}"] for part in ("linear", "attention", "lm_head"))
+                      for name, phase in tracker.phases.items()})  # fmt: skip
+    return {name: n - found[1][name] for name, n in found[0].items()}
+
+
+def test_stock_runs_the_tower_for_every_row_and_a_wave_runs_none(elsewhere):
+    stock, packed, phased = (elsewhere(tower_flops, "qwen2_5_vl", name) for name in ("stock", "packed", "phased"))
+    assert packed["packed"] > 0 < packed["log_probs/packed"]
+    assert stock["micro_batch"] == pytest.approx(3 * packed["packed"], rel=1e-9)
+    assert stock["log_probs/micro_batch"] == pytest.approx(3 * packed["log_probs/packed"], rel=1e-9)
+    assert phased["phase_b"] == 0 == phased["log_probs/phase_b"]
+    assert phased["phase_a"] + phased["phase_c"] == pytest.approx(packed["packed"], rel=1e-9)
+
+
+def trained(kind: str, freeze: bool) -> tuple[int, float, float, float]:
+    """Parameters of the tower; bytes of gradients, of the optimizer, and of activations, on one of two ranks."""
+    job = replace(clip_job(kind), ranks=2, freeze_tower=freeze, master=torch.float32)
+    phases = simulator._run(job, ARMS["packed"], H100, log_probs=False)
+    with torch.device("meta"):
+        tower = AutoModelForImageTextToText.from_config(job.config).model.visual
+    of = phases["optimizer"]
+    parameters = sum(parameter.numel() for parameter in tower.parameters())
+    return parameters, of["peak/gradients"], of["peak/optimizer"], phases["packed"]["peak/activations"]
+
+
+def test_a_frozen_tower_has_no_gradients_moments_or_activations(elsewhere):
+    parameters, *free = elsewhere(trained, "qwen3_vl", False)
+    _, *frozen = elsewhere(trained, "qwen3_vl", True)
+    gradients, optimizer, activations = (a - b for a, b in zip(free, frozen, strict=True))
+    assert gradients == pytest.approx(4 * parameters / 2, rel=0.02)  # the allocator's blocks
+    assert optimizer == pytest.approx(12 * parameters / 2, rel=0.02)  # two moments, and the root of one in a step
+    assert activations > 2 * 480 * 64 * 20  # bf16, of two blocks
+    cost = elsewhere(tower_flops, "qwen3_vl", "packed", True)
+    assert cost["packed"] == cost["log_probs/packed"] > 0
+
+
+def depths(kind: str, layers: int, depth: int) -> list[dict]:
+    """Phases of a packed update, of the whole model and as two smaller ones tell."""
+    job = replace(clip_job(kind), config=seeing(kind, layers, depth), ranks=2)
+    run = simulator._run(job, ARMS["packed"], H100, log_probs=False)
+    return [as_json(run)["phases"], as_json(simulator.simulate(job, ARMS["packed"], H100, log_probs=False))["phases"]]
+
+
+def test_two_depths_of_text_and_tower_stand_for_the_whole(elsewhere):
+    smaller, times = simulator._depths(seeing("qwen3_vl", 6, 5))
+    sizes = [(small.text_config.num_hidden_layers, small.vision_config.depth) for small in smaller]
+    assert (sizes, times) == ([(2, 3), (4, 4)], 2)
+    whole, told = elsewhere(depths, "qwen3_vl", 6, 5)
+    assert whole.keys() == told.keys()
+    for name, phase in whole.items():
+        for amount in ("flops", "launches", "host_syncs", "bytes", "collective_bytes", "peak_gib", "seconds"):
+            assert told[name][amount] == pytest.approx(phase[amount], rel=1e-6), (name, amount)
+
+
+def test_a_tower_of_two_kinds_of_blocks_has_two_smaller_ones():
+    """28 blocks see windows and 4 whole frames: 28 = 2 + 13 * 2, as the text's layers are, and 4 = 4 + 13 * 0."""
+    config = seeing("qwen2_5_vl", 28, 32)
+    config.vision_config.fullatt_block_indexes = [7, 15, 23, 31]
+    smaller, times = simulator._depths(config)
+    towers = [small.vision_config for small in smaller]
+    assert times == 13 and [small.text_config.num_hidden_layers for small in smaller] == [2, 4]
+    assert [(tower.depth, tower.fullatt_block_indexes) for tower in towers] == [(6, [0, 2, 3, 5]), (8, [1, 3, 5, 7])]
 
 
 def planned(words: list[str]) -> tuple[int, str, str]:

@@ -213,6 +213,7 @@ def fake_accelerator(ranks: int, replicas: int = 1) -> Iterator[DeviceMesh]:
         mock.patch.object(FakeTensorMode, "_cache_key", _key_without_storages),
         mock.patch.object(offload.OffloadedPrefixCache, "_stays", _stays),
         mock.patch.object(offload, "host_room", lambda: 1 << 60),
+        mock.patch.object(torch.accelerator, "current_stream", lambda device=None: CLOCK.stream),  # FSDP2's other way
         mock.patch.object(
             torch.Tensor, "record_stream", lambda tensor, stream: CLOCK.on_record(tensor, stream), create=True
         ),

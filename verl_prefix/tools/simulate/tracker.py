@@ -347,6 +347,8 @@ class Tracker(TorchDispatchMode):
         CLOCK.host = max(CLOCK.host, time) + 2 * self.hardware.launch
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
+            return args[0].fake_device  # asked more often than all else; no operation
         kwargs = kwargs or {}
         if DTensor in types:
             return NotImplemented
