@@ -21,6 +21,7 @@ import verl  # noqa: F401
 from verl_prefix.auto.placement import place_rows, row_cost
 from verl_prefix.auto.shape import ModelShape
 from verl_prefix.tools.plan.predict import Sizes, Step
+from verl_prefix.tools.report import provenance
 
 ROOT = Path(__file__).resolve().parents[1]
 BEFORE = "b9faa82"  # the last commit whose prefix_sync placed groups on ranks, by equal row counts
@@ -118,6 +119,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="*", default=[8, 64, 512, 4096])
     parser.add_argument("--out", type=Path, default=ROOT / "examples/results/placement.md")
     options = parser.parse_args()
+    commit = provenance("placement/1", "cpu")["git"]["commit"]
     place, names = old_place(), ("verl", "prefix_sync before", "exchange, sync", "exchange, prefix_sync")
     lines = [
         "# Placement of rows: tokens and balance", "",
@@ -126,7 +128,7 @@ def main() -> None:
         "balance of the same work / time over the fastest of the line. MiB: what a rank sends in an update under the "
         "last. "
         f"`prefix_sync` before is that of commit {BEFORE}, by equal row counts. Made by `make -C examples/results "
-        "placement`.", "",
+        f"placement` at {commit[:7]}.", "",
         f"| lengths | ranks | {' | '.join(names)} | MiB |", "|---" * (len(names) + 3) + "|",
     ]  # fmt: skip
     for kind in KINDS:
