@@ -314,7 +314,8 @@ def test_experts_and_adapters_count_what_runs(elsewhere):
 
 
 def tower_flops(kind: str, name: str, freeze: bool = False) -> dict[str, float]:
-    """Simulated FLOPs per phase of a clip's second frame, whose tokens the prompt holds in any case: the tower's."""
+    """Simulated FLOPs per phase of a clip's second frame, whose tokens the prompt holds in any case: the tower's; and
+    those of attention in log-probs."""
     found = []
     for frames in (2, 1):
         job = replace(clip_job(kind), freeze_tower=freeze, grids=(((frames, 12, 20),),))
@@ -324,12 +325,15 @@ def tower_flops(kind: str, name: str, freeze: bool = False) -> dict[str, float]:
                 simulation.run(ARMS[name], update)
         found.append({name: sum(phase[f"flops/{part}"] for part in ("linear", "attention", "lm_head"))
                       for name, phase in tracker.phases.items()})  # fmt: skip
+        forward = [phase for name, phase in tracker.phases.items() if name.startswith("log_probs/")]
+        found[-1]["attention"] = sum(phase["flops/attention"] for phase in forward)
     return {name: n - found[1][name] for name, n in found[0].items()}
 
 
 def test_stock_runs_the_tower_for_every_row_and_a_wave_runs_none(elsewhere):
     stock, packed, phased = (elsewhere(tower_flops, "qwen2_5_vl", name) for name in ("stock", "packed", "phased"))
-    assert packed["packed"] > 0 < packed["log_probs/packed"]
+    # One block sees 12 x 20 patches, the other windows of 12 x 12 and 12 x 8; 64 numbers per query and key.
+    assert packed["attention"] == 4 * 64 * (240**2 + 144**2 + 96**2)
     assert stock["micro_batch"] == pytest.approx(3 * packed["packed"], rel=1e-9)
     assert stock["log_probs/micro_batch"] == pytest.approx(3 * packed["log_probs/packed"], rel=1e-9)
     assert phased["phase_b"] == 0 == phased["log_probs/phase_b"]
