@@ -15,6 +15,7 @@ from rich.table import Table
 from verl_prefix.core.groups import Group
 from verl_prefix.tools.simulate.hardware import GIB, Hardware
 from verl_prefix.tools.simulate.job import Arm, Job, simulate
+from verl_prefix.tools.simulate.tower import num_patches
 from verl_prefix.tools.simulate.tracker import OWNERS, Phase
 
 ARMS = (
@@ -148,13 +149,17 @@ def fit(job: Job, hardware: Hardware, gib: float, arms: Sequence[Arm] = ARMS) ->
     hardware = replace(hardware, capacity=gib * GIB)  # the offload fetches back as much as there is room for
     group = max(job.groups, key=lambda one: one.prefix_len + max(one.suffix_lens))
     suffix, rows = max(group.suffix_lens), len(group.rows)
+    shown = job.grids[job.groups.index(group)] if job.grids else ()
+    shortest = 64 + (num_patches(shown) // job.config.vision_config.spatial_merge_size**2 if shown else 0)
     longest_prompt = getattr(job.config.get_text_config(), "max_position_embeddings", 1 << 17) - suffix - 1
 
     def peak(arm: Arm, prefix: int, num_rows: int, wave: int | None) -> float:
         one = Group(tuple(range(num_rows)), prefix, (suffix,) * num_rows)
         # Rows beyond those of one pass change nothing.
         budget = max(job.budget, prefix + 1 + suffix) if arm.path.startswith("stock") else 1 << 40
-        changed = replace(job, groups=(one,), budget=budget, log_prob_budget=None, wave_tokens=wave, kept=1)
+        changed = replace(
+            job, groups=(one,), grids=(shown,), budget=budget, log_prob_budget=None, wave_tokens=wave, kept=1
+        )
         return as_json(simulate(changed, arm, hardware))["peak_gib"]
 
     found: dict[str, dict[str, int | None]] = {}
@@ -163,7 +168,7 @@ def fit(job: Job, hardware: Hardware, gib: float, arms: Sequence[Arm] = ARMS) ->
         wave = (job.wave_tokens or suffix) if phased else None
         num_rows = rows if arm.path == "packed" else min(rows, 2)
         found[arm.name] = {
-            "prompt": longest(lambda n, a=arm, r=num_rows, w=wave: peak(a, n, r, w), gib, 64, longest_prompt),
+            "prompt": longest(lambda n, a=arm, r=num_rows, w=wave: peak(a, n, r, w), gib, shortest, longest_prompt),
         }
         if arm.path == "packed":
             found[arm.name]["group"] = longest(lambda n, a=arm: peak(a, group.prefix_len, n, None), gib, 1, 64)
