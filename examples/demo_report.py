@@ -115,8 +115,7 @@ def _describe(arm: Arm) -> dict[str, Any]:
 def _compare_first_step(stock: list[dict[str, Any]], prefix: list[dict[str, Any]]) -> dict[str, Any] | None:
     """Compare step 1, which starts from the same weights in both arms; None if an arm has no step.
 
-    Later steps cannot be compared: a difference of one rounding in the weights changes a sampled token now and then.
-    Two stock runs of SmolLM2 differ by 1 % in the entropy of step 2.
+    Later steps are not held to that: they start from weights that differ by rounding, which may change a sampled token.
     """
     if not stock or not prefix:
         return None
