@@ -291,8 +291,8 @@ def test_what_is_broken_on_purpose_moves_them(elsewhere, name, broken, phase, sa
 def tied_peaks() -> list[float]:
     """Peak of an update of six layers: by two smaller models, and as it is."""
     config = LlamaConfig(
-        hidden_size=512, intermediate_size=1024, num_hidden_layers=6, num_attention_heads=8, num_key_value_heads=8,
-        head_dim=64, vocab_size=32000, tie_word_embeddings=True,
+        hidden_size=512, intermediate_size=4096, num_hidden_layers=6, num_attention_heads=8, num_key_value_heads=8,
+        head_dim=64, vocab_size=4000, tie_word_embeddings=True,
     )  # fmt: skip
     job = Job(config, (Group((0, 1), 600, (300, 200)),), budget=1 << 16, ranks=4)
     phases = (simulator.simulate(job, ARMS["packed"], H100, False), simulator._run(job, ARMS["packed"], H100, False))
@@ -300,7 +300,7 @@ def tied_peaks() -> list[float]:
 
 
 def test_smaller_models_tell_the_peak_of_a_tied_one(elsewhere):
-    """Whose root holds embeddings and lm_head: with two layers more of it is gathered at once than with any others."""
+    """Two layers have less gathered at their peak than any more, and told 8 % too much."""
     told, seen = elsewhere(tied_peaks)
     assert told == pytest.approx(seen, rel=1e-3)
 
