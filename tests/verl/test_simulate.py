@@ -322,7 +322,7 @@ def linear_flops(config: PretrainedConfig, lora: dict | None) -> tuple[float, fl
 
 def test_experts_and_adapters_count_what_runs(elsewhere):
     """Experts that a token meets, in the grouped matmul; adapters beside frozen weights, which have no moments.
-    Depths 2 and 3 stand for 6."""
+    Depths 3 and 4 stand for 6."""
     experts, expected, _ = elsewhere(linear_flops, MOE, None)
     assert experts == pytest.approx(expected, rel=0.02)  # the router is no layer of `model_shape`
     adapted, plain, moments = elsewhere(linear_flops, SMALL, dict(r=4, lora_alpha=8, target_modules="all-linear"))
