@@ -387,10 +387,10 @@ def depths(kind: str, layers: int, depth: int) -> list[dict]:
 
 
 def test_two_depths_of_text_and_tower_stand_for_the_whole(elsewhere):
-    smaller, times = simulator._depths(seeing("qwen3_vl", 4, 5))
+    smaller, times = simulator._depths(seeing("qwen3_vl", 5, 5))
     sizes = [(small.text_config.num_hidden_layers, small.vision_config.depth) for small in smaller]
-    assert (sizes, times) == ([(2, 3), (3, 4)], 2)
-    whole, told = elsewhere(depths, "qwen3_vl", 4, 5)
+    assert (sizes, times) == ([(3, 3), (4, 4)], 2)
+    whole, told = elsewhere(depths, "qwen3_vl", 5, 5)
     assert whole.keys() == told.keys()
     for name, phase in whole.items():
         for amount in ("flops", "launches", "host_syncs", "bytes", "collective_bytes", "peak_gib", "seconds"):
@@ -398,13 +398,13 @@ def test_two_depths_of_text_and_tower_stand_for_the_whole(elsewhere):
 
 
 def test_a_tower_of_two_kinds_of_blocks_has_two_smaller_ones():
-    """28 blocks see windows and 4 whole frames: 28 = 2 + 26, as the text's layers are, and 4 = 4 + 26 * 0."""
+    """28 blocks see windows and 4 whole frames: 28 = 3 + 25, as the text's layers are, and 4 = 4 + 25 * 0."""
     config = seeing("qwen2_5_vl", 28, 32)
     config.vision_config.fullatt_block_indexes = [7, 15, 23, 31]
     smaller, times = simulator._depths(config)
     towers = [small.vision_config for small in smaller]
-    assert times == 26 and [small.text_config.num_hidden_layers for small in smaller] == [2, 3]
-    assert [(tower.depth, tower.fullatt_block_indexes) for tower in towers] == [(6, [0, 2, 3, 5]), (7, [0, 2, 4, 6])]
+    assert times == 25 and [small.text_config.num_hidden_layers for small in smaller] == [3, 4]
+    assert [(tower.depth, tower.fullatt_block_indexes) for tower in towers] == [(7, [0, 2, 4, 6]), (8, [1, 3, 5, 7])]
 
 
 def planned(words: list[str]) -> tuple[int, str, str]:
