@@ -237,7 +237,7 @@ class _Break:
             "a row twice": (row_bytes.RowBytes, "pack", pack(lambda rows: rows + rows[-1:], False), 1),
             "a row of a rank that is not there": (exchange, "place_rows", placed(lambda ranks: [9, *ranks[1:]]), None),
             "another placement": (exchange, "place_rows", placed(lambda ranks: ranks[::-1]), 1),
-            "no memory while rows are described": (exchange, "_describe", no_memory, 2),
+            "no memory while rows are described": (exchange, "describe", no_memory, 2),
             "no memory while rows are sent": (exchange, "encode", no_memory, 2),
             "no memory while outputs are returned": (row_bytes.RowBytes, "pack", pack(no_memory, True), 2),
         }  # fmt: skip
@@ -346,7 +346,7 @@ def test_a_broken_exchange_is_an_error_on_every_rank_and_none_waits(results, how
 
 
 def test_what_torn_mini_batches_cost_is_said_once_after_the_first_step():
-    from verl_prefix.engine.exchange import TornGroups
+    from verl_prefix.engine.torn_groups import TornGroups
 
     torn = TornGroups()
     assert torn.see(1000, 16, forward_only=True) is None

@@ -12,7 +12,6 @@ import hashlib
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,16 +20,13 @@ from tensordict import TensorDict
 from tensordict.tensorclass import NonTensorData
 from verl.utils import tensordict_utils as tu
 
-from verl_prefix.auto.placement import describe_rows, place_rows, row_cost
+from verl_prefix.auto.placement import describe_rows, place_rows
 from verl_prefix.auto.shape import ModelShape
 from verl_prefix.core.groups import Group
-from verl_prefix.engine.mini_batch import group_batch, row_lens
+from verl_prefix.engine.mini_batch import group_batch
 from verl_prefix.engine.row_bytes import Row, RowBytes, decode, encode
-from verl_prefix.models.vision import PIXEL_NAMES, num_patches, share_pixels
-
-PIXELS = "multi_modal_inputs"
-_COLUMNS = 8
-_TORN = 0.02  # of a step's tokens: what groups in several mini-batches may cost unsaid
+from verl_prefix.engine.row_table import PIXELS, AllRows, describe, framed
+from verl_prefix.models.vision import PIXEL_NAMES
 
 
 class ExchangeError(RuntimeError):
@@ -85,7 +81,7 @@ class Exchange:
         self._num_bytes = 0
         with self._together("describing rows", 3) as agreed:
             self._bytes = RowBytes.of_batch(data)
-            table = _describe(data, shape)
+            table = describe(data, shape)
             agreed += [len(table), *_same(self._bytes.layout)]
         most, *layouts = agreed
         self.compatible = layouts[0] == -layouts[1]
@@ -197,13 +193,11 @@ class Exchange:
         prefixes = {(key, home): n for key, home, n in zip(rows.keys, self._home, rows.prefix_lens, strict=True)}
         return sum(prefixes.values()) + sum(rows.suffix_lens), len(rows.keys)
 
-    def _gather(self, table: torch.Tensor, most: int) -> "_AllRows":
-        padded = torch.zeros(most + 1, _COLUMNS, dtype=torch.int64)
-        padded[0, 0], padded[1 : len(table) + 1] = len(table), table
-        padded = padded.to(self._device)
+    def _gather(self, table: torch.Tensor, most: int) -> "AllRows":
+        padded = framed(table, most).to(self._device)
         every = [torch.empty_like(padded) for _ in range(self._size)]
         dist.all_gather(every, padded, group=self._group)
-        return _AllRows.read(torch.stack(every).cpu())
+        return AllRows.read(torch.stack(every).cpu())
 
     def _place(self) -> None:
         rows, me = self._all, self._rank
@@ -289,10 +283,10 @@ class Exchange:
             ExchangeError: another rank failed. Of this rank's own errors, that one.
         """
         agreed: list[int] = []
-        error: BaseException | None = None
+        error: Exception | None = None
         try:
             yield agreed
-        except Exception as found:
+        except Exception as found:  # whatever it is, the others wait to hear of it; raised again below
             error = found
         mine = [0, *agreed] if error is None else [self._rank + 1, *[0] * num_agreed]
         reduced = torch.tensor(mine, dtype=torch.float64, device=self._device)
@@ -311,118 +305,6 @@ def receive_pixels(data: TensorDict) -> None:
         from verl_prefix.engine import shared_pixels
 
         shared_pixels.receive_pixels(tu.get(data, PIXELS))
-
-
-class TornGroups:
-    """Finds out at the first step what groups cost whose rows the trainer put into several mini-batches: the log-probs
-    before the updates see them whole."""
-
-    def __init__(self) -> None:
-        self._whole: tuple[int, int] | None = None  # tokens, rows
-        self._updates = [0, 0]
-        self._done = False
-
-    def see(self, tokens: int, rows: int, forward_only: bool) -> str | None:
-        """Counts a batch that was computed, of all ranks; what to say after the last update of the first step."""
-        if self._done:
-            return None
-        if forward_only:
-            self._whole = (tokens, rows)
-            return None
-        self._updates = [self._updates[0] + tokens, self._updates[1] + rows]
-        whole_tokens, whole_rows = self._whole or (0, 0)
-        if self._updates[1] < whole_rows:
-            return None
-        self._done = True
-        torn = self._updates[0] - whole_tokens
-        if self._updates[1] != whole_rows or torn <= _TORN * whole_tokens:
-            return None
-        return (
-            f"prefix: prompts whose rows lie in several mini-batches are computed in each: {torn} tokens more than "
-            f"{whole_tokens} at this step (+{torn / whole_tokens:.0%}). Set trainer.v1.trainer_mode=prefix_sync "
-            "(prefix_colocate_async, prefix_separate_async), which keeps a prompt's rows in one mini-batch"
-        )
-
-
-@dataclass(frozen=True)
-class _AllRows:
-    """What every rank knows of all rows, rank after rank; `starts`: first row of each rank, and the end."""
-
-    keys: list[tuple[int, int]]
-    prefix_lens: list[int]
-    suffix_lens: list[int]
-    prefix_costs: list[float]
-    suffix_costs: list[float]
-    has_pixels: list[int]
-    lens: list[int]
-    ranks: list[int]
-    starts: list[int]
-
-    @classmethod
-    def read(cls, every: torch.Tensor) -> "_AllRows":
-        """Args: every: int64 [ranks, 1 + rows, columns] of `_describe`; each rank's first row has its count."""
-        counts = every[:, 0, 0].tolist()
-        table = torch.cat([one[1 : count + 1] for one, count in zip(every, counts, strict=True)])
-        key, check, prefix_lens, suffix_lens, *costs, has_pixels, lens = table.T.contiguous()
-        prefix_costs, suffix_costs = (x.view(torch.float64).tolist() for x in costs)
-        return cls(
-            list(zip(key.tolist(), check.tolist(), strict=True)),
-            prefix_lens.tolist(), suffix_lens.tolist(), prefix_costs, suffix_costs, has_pixels.tolist(), lens.tolist(),
-            [rank for rank, count in enumerate(counts) for _ in range(count)],
-            [0, *torch.tensor(counts).cumsum(0).tolist()],
-        )  # fmt: skip
-
-    def groups(self, rows: Sequence[int]) -> list[Group]:
-        """Groups of some rows, as indices into `rows`."""
-        members: dict[tuple[int, int], list[int]] = {}
-        for i, row in enumerate(rows):
-            members.setdefault(self.keys[row], []).append(i)
-        return [
-            Group(tuple(found), self.prefix_lens[rows[found[0]]], tuple(self.suffix_lens[rows[i]] for i in found))
-            for found in members.values()
-        ]
-
-
-def _describe(data: TensorDict, shape: ModelShape) -> torch.Tensor:
-    """int64 [rows, columns] of what all ranks must know: 128 bits of the group, lengths of prefix and suffix, costs as
-    the bits of a double, whether the row has its group's pixels, its length."""
-    prompt_lens, response_lens = row_lens(data)
-    lens = data["input_ids"].offsets().diff().tolist()
-    pixels = tu.get(data, PIXELS) if PIXELS in data.keys() else [None] * len(data)
-    table = torch.zeros(len(data), _COLUMNS, dtype=torch.int64)
-    keys = _group_keys(data, prompt_lens, pixels)
-    costs: dict[tuple[int, int, int], tuple[float, float]] = {}
-    for i, (key, prompt_len, response_len, row) in enumerate(
-        zip(keys, prompt_lens, response_lens, pixels, strict=True)
-    ):
-        what = (max(prompt_len - 1, 0), response_len, num_patches(row))
-        if what not in costs:
-            costs[what] = row_cost(shape, *what)
-        table[i, :2] = torch.frombuffer(bytearray(key), dtype=torch.int64)
-        table[i, 4:6] = torch.tensor(costs[what], dtype=torch.float64).view(torch.int64)
-        table[i, 2:4] = torch.tensor(what[:2])
-        table[i, 6], table[i, 7] = what[2] > 0, lens[i]
-    return table
-
-
-def _group_keys(data: TensorDict, prompt_lens: Sequence[int], pixels: Sequence[Any]) -> list[bytes]:
-    """16 bytes per row, the same for rows that `groups.group_rows` puts into one group, and for no others."""
-    from verl_prefix.engine.shared_pixels import CARRIED_BY, CARRIES  # see `receive_pixels`
-
-    uids = [str(uid) for uid in tu.get(data, "uid")] if "uid" in data.keys() else [""] * len(data)
-    # A row whose pixels another one carries goes by that one's name, as it does itself.
-    carriers = [(row or {}).get(CARRIES) or (row or {}).get(CARRIED_BY) for row in pixels]
-    shown = [c.encode() if c else d for c, d in zip(carriers, share_pixels(pixels), strict=True)]
-    keys = []
-    for i, (ids, positions) in enumerate(zip(data["input_ids"].unbind(), data["position_ids"].unbind(), strict=True)):
-        found = hashlib.blake2b(digest_size=16)
-        for part in (
-            uids[i].encode(), shown[i],
-            *(x[..., : prompt_lens[i]].cpu().contiguous().numpy().tobytes() for x in (ids, positions)),
-        ):  # fmt: skip
-            found.update(len(part).to_bytes(8, "little") + part)
-        keys.append(found.digest())
-    return keys
 
 
 def _same(value: object) -> list[int]:

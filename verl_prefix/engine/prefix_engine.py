@@ -25,10 +25,11 @@ from verl_prefix.core.groups import Group
 from verl_prefix.core.schedule import Schedule
 from verl_prefix.core.waves import Plan, largest_wave, limit_waves, pad_to_same_passes
 from verl_prefix.cpu.engine import CPUEngineMixin
-from verl_prefix.engine.exchange import Exchange, InPlace, TornGroups, receive_pixels
+from verl_prefix.engine.exchange import Exchange, InPlace, receive_pixels
 from verl_prefix.engine.mini_batch import MiniBatch, even_out, plan_metrics
 from verl_prefix.engine.out_of_memory import run_or_halve
 from verl_prefix.engine.paths import Paths
+from verl_prefix.engine.torn_groups import TornGroups
 from verl_prefix.engine.trace_writer import open_trace
 from verl_prefix.engine.verify import Verification
 from verl_prefix.models import vision
