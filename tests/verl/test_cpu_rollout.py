@@ -145,6 +145,8 @@ def test_sampler_draws_each_token_as_often_as_its_probability() -> None:
     frequency = torch.bincount(chosen, minlength=4) / 4000
     torch.testing.assert_close(frequency, probs, rtol=0, atol=4 * (0.25 / 4000) ** 0.5)
     assert frequency[2] == 0
+    first_is_impossible = torch.tensor([0.0, 0.5, 0.0, 0.5]).log().expand(4000, 4)
+    assert (sampler.choose(torch.ones(4000, 1, dtype=torch.long), first_is_impossible).argmax(-1) % 2 == 1).all()
 
 
 def test_rounding_of_logits_changes_no_token() -> None:
