@@ -21,8 +21,9 @@ from verl_prefix.files import write_whole
 from verl_prefix.tools.bench.options import SHAPES
 from verl_prefix.tools.plots import Bars, save
 from verl_prefix.tools.report import provenance, table
+from verl_prefix.tools.simulate.depth import simulate
 from verl_prefix.tools.simulate.hardware import GIB, GPUS
-from verl_prefix.tools.simulate.job import Arm, Job, simulate
+from verl_prefix.tools.simulate.job import Arm, Job
 from verl_prefix.tools.simulate.report import NOT_MODELLED, as_json, longest
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -40,7 +40,7 @@ FILES = {
     "tools/bench/arms.py": "prefix_grouper",
     "tools/bench/measure.py": "tqdm",
     "tools/doctor.py": "trl",
-    "tools/simulate/job.py": "peft",
+    "tools/simulate/passes.py": "peft",
 }
 MODULES = sorted(str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py"))
 

@@ -36,10 +36,11 @@ from verl_prefix.core.groups import Group
 from verl_prefix.core.kernels import aten
 from verl_prefix.core.prefix_cache import PrefixCache
 from verl_prefix.testing import write_tiny_model
-from verl_prefix.tools.simulate import job as simulator
+from verl_prefix.tools.simulate import depth as simulator
 from verl_prefix.tools.simulate.accelerator import DEVICE, fake_accelerator
 from verl_prefix.tools.simulate.hardware import GIB, GPUS
-from verl_prefix.tools.simulate.job import Arm, Job, Simulation
+from verl_prefix.tools.simulate.job import Arm, Job
+from verl_prefix.tools.simulate.passes import Simulation
 from verl_prefix.tools.simulate.report import as_json, longest
 from verl_prefix.tools.simulate.tracker import Tracker
 

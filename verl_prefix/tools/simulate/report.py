@@ -13,9 +13,10 @@ from rich.console import Console
 from rich.table import Table
 
 from verl_prefix.core.groups import Group
+from verl_prefix.tools.simulate.depth import simulate
 from verl_prefix.tools.simulate.hardware import GIB, Hardware
-from verl_prefix.tools.simulate.job import Arm, Job, simulate
-from verl_prefix.tools.simulate.tower import num_patches
+from verl_prefix.tools.simulate.job import Arm, Job
+from verl_prefix.tools.simulate.tower import num_features
 from verl_prefix.tools.simulate.tracker import OWNERS, Phase
 
 ARMS = (
@@ -150,7 +151,7 @@ def fit(job: Job, hardware: Hardware, gib: float, arms: Sequence[Arm] = ARMS) ->
     group = max(job.groups, key=lambda one: one.prefix_len + max(one.suffix_lens))
     suffix, rows = max(group.suffix_lens), len(group.rows)
     shown = job.grids[job.groups.index(group)] if job.grids else ()
-    shortest = 64 + (num_patches(shown) // job.config.vision_config.spatial_merge_size**2 if shown else 0)
+    shortest = 64 + (num_features(shown, job.config) if shown else 0)
     longest_prompt = getattr(job.config.get_text_config(), "max_position_embeddings", 1 << 17) - suffix - 1
 
     def peak(arm: Arm, prefix: int, num_rows: int, wave: int | None) -> float:

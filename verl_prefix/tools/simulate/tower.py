@@ -23,7 +23,7 @@ from transformers.vision_utils import (
 from verl_prefix.core.groups import Group
 from verl_prefix.core.kernels import Kernel, choose_kernel
 from verl_prefix.core.layout import Spans
-from verl_prefix.tools.simulate.tracker import KERNEL
+from verl_prefix.tools.simulate.operations import KERNEL
 
 ATTENTION = "simulated_flash"  # transformers hands whole rows and their bounds to what has flash in its name
 _MARKED = ("fullatt_block_indexes", "deepstack_visual_indexes")  # blocks of another kind than the others
@@ -35,6 +35,11 @@ def num_patches(grids: Grids) -> int:
     return sum(math.prod(grid) for grid in grids)
 
 
+def num_features(grids: Grids, config: Any) -> int:
+    """Tokens of a prompt that show these; config: of the vision model."""
+    return num_patches(grids) // config.vision_config.spatial_merge_size**2
+
+
 class TowerPixels:
     """As `models.vision.PixelBatch`, of rows whose prompts begin with what they show.
 
@@ -43,17 +48,17 @@ class TowerPixels:
     """
 
     def __init__(self, grids: Sequence[Grids], config: Any) -> None:
-        self.grids, self.config = grids, config.vision_config
+        self.grids, self.config = grids, config
 
     def of(self, groups: Sequence[Group], device: torch.device) -> dict[str, torch.Tensor]:
         return self.at([group.rows[0] for group in groups], [group.prefix_len for group in groups], device)
 
     def at(self, rows: Sequence[int], lengths: Iterable[int], device: torch.device) -> dict[str, torch.Tensor]:
         """Arguments of `models.vision.forward` for a packed row: of these rows, one piece of so many tokens each."""
-        c, start, places, grids = self.config, 0, [], []
+        c, start, places, grids = self.config.vision_config, 0, [], []
         for row, length in zip(rows, lengths, strict=True):
             grids += self.grids[row]
-            places.append(torch.arange(start, start + num_patches(self.grids[row]) // c.spatial_merge_size**2))
+            places.append(torch.arange(start, start + num_features(self.grids[row], self.config)))
             start += length
         if not grids:
             return {}

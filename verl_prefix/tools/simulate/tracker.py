@@ -7,117 +7,40 @@ allocator, workspaces of NCCL and cuBLAS, kernels that slow each other down.
 
 import contextlib
 import gc
-import math
 import sys
 import weakref
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
 import torch
-import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
 
-from verl_prefix.auto.shape import query_key_pairs
 from verl_prefix.core import offload
-from verl_prefix.core.kernels import KERNELS, aten
-from verl_prefix.core.layout import Spans
 from verl_prefix.core.prefix_cache import PrefixCache
 from verl_prefix.tools.simulate.accelerator import CLOCK, Stream
 from verl_prefix.tools.simulate.hardware import Hardware
+from verl_prefix.tools.simulate.operations import (
+    NO_KERNEL,
+    bytes_of,
+    device_of,
+    flops_of,
+    members_of,
+    size_of,
+    tensors_of,
+)
 
 OWNERS = (
     "parameters", "gradients", "optimizer", "activations", "prefix cache", "grad cache", "logits", "fsdp buffers",
     "flash workspace",
 )  # fmt: skip
 _BLOCK = {"cpu": 1}  # bytes to which a device's allocator rounds; torch's for CUDA to 512
-_NO_KERNEL = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "lift_fresh", "detach", "alias"}
-_READS_PART = {"index", "index_select", "embedding", "gather"}
-_WRITES_PART = {"index_put_", "index_put", "_index_put_impl_", "index_copy_", "index_copy", "index_add_", "index_add",
-                "scatter_", "embedding_dense_backward"}  # fmt: skip
-
-
-class FakeFlashAttention:
-    """aten's flash attention as a `core.kernels.Kernel` of any device, where its fake kernels run; `reads` is what the
-    last call read, which the operation itself is told in tensors that hold nothing here: (spans, causal, window)."""
-
-    __name__ = "simulated"
-    reads: tuple[Spans, bool, int | None]
-
-    def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spans: Spans, causal: bool, scale: float,
-        window: int | None = None, softcap: float | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-        self.reads = spans, causal, window
-        return aten.forward(q, k, v, spans, causal, scale, window, softcap)
-
-    def backward(
-        self, dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
-        lse: torch.Tensor, spans: Spans, causal: bool, scale: float, window: int | None = None,
-        softcap: float | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-        self.reads = spans, causal, window
-        return aten.backward(dout, q, k, v, out, lse, spans, causal, scale, window, softcap)
-
-    def unavailable(self) -> str | None:
-        return aten.schema_error()
-
-    def unsupported(self, device_type: str, dtype: torch.dtype, head_dim: int, softcap: bool = False) -> str | None:
-        return aten.unsupported("cuda", dtype, head_dim, softcap)
-
-    def pairs(self) -> float:
-        """Query-key pairs of the last call."""
-        spans, causal, window = self.reads
-        if not causal:
-            return float(sum((q1 - q0) * (k1 - k0) for q0, q1, k0, k1 in spans))
-        return sum(query_key_pairs(q1 - q0, (k1 - k0) - (q1 - q0), window) for q0, q1, k0, k1 in spans)
-
-
-KERNEL = KERNELS["simulated"] = FakeFlashAttention()
-
-
-def _tensors(values: Iterable[Any]) -> list[torch.Tensor]:
-    """The tensors among an operation's arguments or results; twice as fast here as a tree map."""
-    found: list[torch.Tensor] = []
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            found.append(value)
-        elif isinstance(value, (list, tuple)):
-            found += _tensors(value)
-    return found
-
-
-def _device(tensor: torch.Tensor) -> str:
-    """Type of its device; of a fake tensor without the operation that `.device` is."""
-    return (tensor.fake_device if isinstance(tensor, FakeTensor) else tensor.device).type
-
-
-def _size(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
-
-
-def _touched(tensor: torch.Tensor) -> int:
-    """Bytes behind a tensor; an expanded dimension is read once."""
-    shape = (n for n, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride)
-    return math.prod(shape) * tensor.element_size()
-
-
-def _members(func: Any, args: Sequence[Any]) -> list[int]:
-    """Ranks that a collective joins."""
-    for argument, value in zip(func._schema.arguments, args, strict=False):
-        if argument.name == "process_group":
-            return dist.get_process_group_ranks(dist.ProcessGroup.unbox(value))
-        if argument.name == "group_name":
-            return dist.get_process_group_ranks(_resolve_process_group(value))
-    raise ValueError(f"{func} names no process group")
 
 
 class Phase(Counter[str]):
@@ -204,7 +127,7 @@ class Tracker(TorchDispatchMode):
         if key in self._blocks:
             return False
         self._collect()
-        on_device = _device(tensor) == self.device
+        on_device = device_of(tensor) == self.device
         nbytes = self._rounded(storage.nbytes())
         who = (owner or self._owner(tensor)) if on_device else None
 
@@ -355,7 +278,7 @@ class Tracker(TorchDispatchMode):
         out = func(*args, **kwargs)
         if self._paused or func.namespace in ("prim", "profiler"):
             return out
-        outs, ins = _tensors((out,)), _tensors((*args, *kwargs.values()))
+        outs, ins = tensors_of((out,)), tensors_of((*args, *kwargs.values()))
         new = any([self.note(x) for x in outs])
         self._time(func, ins, outs, new, args, kwargs, out)
         return out
@@ -366,18 +289,18 @@ class Tracker(TorchDispatchMode):
         mutates = func._schema.is_mutable
         if namespace in ("c10d", "_c10d_functional"):
             if name != "wait_tensor":
-                self._collective(name, max(map(_size, (*ins, *outs)), default=0), _members(func, args))
+                self._collective(name, max(map(size_of, (*ins, *outs)), default=0), members_of(func, args))
             return
-        devices = {_device(x) for x in (*ins, *outs)}
-        if name in _NO_KERNEL or not (new or mutates) or self.device not in devices:
+        devices = {device_of(x) for x in (*ins, *outs)}
+        if name in NO_KERNEL or not (new or mutates) or self.device not in devices:
             CLOCK.host += hardware.launch / 5
             return
         if len(devices) > 1 and name in ("_to_copy", "copy_", "_copy_from"):
             waits = not (kwargs.get("non_blocking") or (name == "copy_" and len(args) > 2 and args[2]))
-            self._copy(max(map(_size, outs)), _device(outs[0]) == self.device, waits)
+            self._copy(max(map(size_of, outs)), device_of(outs[0]) == self.device, waits)
             return
-        kind, flops, workspace = self._flops(func, name, ins, args, kwargs, out)
-        nbytes = self._bytes(name, ins, outs, new, mutates) + 2 * workspace
+        kind, flops, workspace = flops_of(func, name, ins, args, kwargs, out, self.vocab_size)
+        nbytes = bytes_of(name, ins, outs, new, mutates) + 2 * workspace
         if workspace:
             self._count(workspace, "flash workspace")
             self._count(-workspace, "flash workspace")
@@ -397,45 +320,6 @@ class Tracker(TorchDispatchMode):
         if stream is CLOCK.compute:
             phase["bound/launch"] += idle
             phase["bound/compute" if compute >= memory else "bound/memory"] += seconds
-
-    def _flops(self, func: Any, name: str, ins: list, args: Any, kwargs: Any, out: Any) -> tuple[str, float, int]:
-        """Kind, FLOPs, and bytes that exist during the operation alone."""
-        if name in ("_flash_attention_forward", "_flash_attention_backward"):
-            spans = KERNEL.reads[0]
-            backward = name.endswith("backward")
-            q, k = args[int(backward)], args[1 + int(backward)]
-            heads, dim = q.shape[1], q.shape[2]
-            flops = 4.0 * heads * dim * KERNEL.pairs() * (2.5 if backward else 1.0)
-            if not backward:
-                return "attention", flops, 0
-            # fp32 dq and its row sums, padded to 128 queries per sequence; dk and dv per query head.
-            padded = q.shape[0] + 128 * (len(spans.q) - 1)
-            workspace = 4 * padded * heads * (dim + 1)
-            if heads != k.shape[1]:
-                workspace += 2 * k.shape[0] * heads * dim * k.element_size()
-            return "attention", flops, workspace
-        if name == "_grouped_mm":  # experts' matmuls: every row meets one [in, out] of [experts, in, out]
-            a, b = ins[0], ins[1]
-            flops = 2.0 * a.numel() * b.shape[-1] if b.dim() == 3 else 2.0 * a.shape[0] * a.shape[1] * b.shape[-1]
-            return "linear", flops, 0
-        if (formula := flop_registry.get(func._overloadpacket)) is None:
-            return "", 0.0, 0
-        flops = float(formula(*args, **kwargs, out_val=out))
-        logits = any(self.vocab_size in x.shape for x in ins)
-        return ("attention" if "attention" in name else "lm_head" if logits else "linear"), flops, 0
-
-    def _bytes(self, name: str, ins: list, outs: list, new: bool, mutates: bool) -> float:
-        if name in _READS_PART:
-            return 2.0 * sum(map(_size, outs)) + sum(_size(x) for x in ins if not x.is_floating_point())
-        if name in _WRITES_PART:
-            return 3.0 * sum(map(_size, ins[1:])) + (2.0 * _size(outs[0]) if new and outs else 0.0)
-        if name in ("slice_backward", "select_backward"):
-            return float(_size(ins[0]) + _size(outs[0]))
-        seen = {(x.untyped_storage()._cdata, x.storage_offset(), tuple(x.shape)): x for x in (*ins, *outs)}
-        nbytes = float(sum(map(_touched, seen.values())))
-        if mutates and not new:  # read and written
-            nbytes += sum(map(_size, outs)) if outs else _size(ins[0]) if ins else 0.0
-        return nbytes
 
     def _collective(self, name: str, nbytes: int, members: list[int]) -> None:
         ranks = len(members)

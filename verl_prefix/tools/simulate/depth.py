@@ -1,0 +1,101 @@
+"""A deep model by two smaller ones: every amount of a phase, its peak included, is a line through them."""
+
+import functools
+import gc
+from dataclasses import replace
+
+from transformers import LlamaConfig, PretrainedConfig
+
+from verl_prefix.core.groups import Group
+from verl_prefix.tools.simulate.accelerator import DEVICE, fake_accelerator
+from verl_prefix.tools.simulate.hardware import GPUS, Hardware
+from verl_prefix.tools.simulate.job import Arm, Job
+from verl_prefix.tools.simulate.passes import Simulation
+from verl_prefix.tools.simulate.tower import (
+    deepstack_layers,
+    kinds_of_blocks,
+    with_blocks,
+)
+from verl_prefix.tools.simulate.tracker import Phase, Tracker
+
+DEPTH = 3  # layers of the smaller model that runs; with fewer, FSDP2 prefetches less than in the whole one
+
+
+def _with_layers(config: PretrainedConfig, layers: int, blocks: tuple[int, ...]) -> PretrainedConfig:
+    config = with_blocks(config, *blocks)
+    text = config.get_text_config()
+    text.num_hidden_layers = layers
+    if getattr(text, "layer_types", None):
+        text.layer_types = text.layer_types[:layers]
+    return config
+
+
+def _depths(config: PretrainedConfig) -> tuple[list[PretrainedConfig], int]:
+    """Two smaller models, and how often their difference is between the first and the whole model: each kind of layer,
+    and of a tower's blocks, as often; or the whole model alone."""
+    text = config.get_text_config()
+    layers, blocks = text.num_hidden_layers, kinds_of_blocks(config)
+    kinds = list(getattr(text, "layer_types", None) or [0] * layers)
+    period = next(n for n in range(1, layers + 1) if kinds[n:] == kinds[:-n])
+    least = max(DEPTH, period, deepstack_layers(config))
+    found = []
+    for step in range(period, layers if any(blocks) else period + 1, period):
+        first = least + (layers - least) % step
+        times = (layers - first) // step
+        if times > 1:
+            steps = [max(0, n - 1) // times for n in blocks]
+            if deepstack_layers(config):
+                steps[0] = 0  # what blocks add to text layers is no layer's own
+            starts = [n - times * by for n, by in zip(blocks, steps, strict=True)]
+            found.append((2 * (first + sum(starts)) + step + sum(steps), times, first, step, starts, steps))
+    if not found:
+        return [config], 0
+    _, times, first, step, starts, steps = min(found)
+    return [
+        _with_layers(config, first + i * step, tuple(n + i * by for n, by in zip(starts, steps, strict=True)))
+        for i in range(2)
+    ], times
+
+
+@functools.cache
+def _warm_up() -> None:
+    """What torch imports at a first pass keeps that pass's tensors."""
+    tiny = LlamaConfig(
+        hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=1, num_key_value_heads=1,
+        head_dim=64, vocab_size=128,
+    )  # fmt: skip
+    for arm in (Arm("stock"), Arm("phased")):
+        _run(Job(tiny, (Group((0,), 64, (64,)),), 256), arm, GPUS["h100"])
+
+
+def _run(job: Job, arm: Arm, hardware: Hardware, log_probs: bool = True) -> dict[str, Phase]:
+    vocab_size = job.config.get_text_config().vocab_size
+    with fake_accelerator(job.ranks, job.replicas) as mesh, Tracker(hardware, DEVICE, vocab_size) as tracker:
+        simulation = Simulation(job, tracker, mesh, DEVICE)
+        optimizer = simulation.optimizer()
+        if log_probs:
+            simulation.run(arm, update=False)
+        simulation.run(arm, update=True)
+        simulation.step(optimizer)
+        phases = dict(tracker.phases)
+        del simulation, optimizer
+        gc.collect()
+    return phases
+
+
+def simulate(job: Job, arm: Arm, hardware: Hardware, log_probs: bool = True) -> dict[str, Phase]:
+    """{phase: amounts} of an update and, if wanted, its log-probs: "log_probs/...", "micro_batch" or "packed",
+    "phase_a", "phase_b", "phase_c", "optimizer".
+
+    A deep model runs at two smaller depths; every amount of a phase, its peak included, is a line through them.
+    """
+    _warm_up()
+    configs, times = _depths(job.config)
+    found = [_run(replace(job, config=config), arm, hardware, log_probs) for config in configs]
+    if len(found) == 1:
+        return found[0]
+    a, b = found
+    return {
+        phase: Phase({name: a[phase][name] + (b[phase][name] - a[phase][name]) * times for name in amounts})
+        for phase, amounts in b.items()
+    }

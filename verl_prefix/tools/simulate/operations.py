@@ -1,0 +1,139 @@
+"""What one operation costs, from its arguments and results: FLOPs, bytes, and whom it talks to."""
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.distributed_c10d import _resolve_process_group
+from torch.utils.flop_counter import flop_registry
+
+from verl_prefix.auto.shape import query_key_pairs
+from verl_prefix.core.kernels import KERNELS, aten
+from verl_prefix.core.layout import Spans
+
+NO_KERNEL = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "lift_fresh", "detach", "alias"}
+_READS_PART = {"index", "index_select", "embedding", "gather"}
+_WRITES_PART = {"index_put_", "index_put", "_index_put_impl_", "index_copy_", "index_copy", "index_add_", "index_add",
+                "scatter_", "embedding_dense_backward"}  # fmt: skip
+
+
+class FakeFlashAttention:
+    """aten's flash attention as a `core.kernels.Kernel` of any device, where its fake kernels run; `reads` is what the
+    last call read, which the operation itself is told in tensors that hold nothing here: (spans, causal, window)."""
+
+    __name__ = "simulated"
+    reads: tuple[Spans, bool, int | None]
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spans: Spans, causal: bool, scale: float,
+        window: int | None = None, softcap: float | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+        self.reads = spans, causal, window
+        return aten.forward(q, k, v, spans, causal, scale, window, softcap)
+
+    def backward(
+        self, dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
+        lse: torch.Tensor, spans: Spans, causal: bool, scale: float, window: int | None = None,
+        softcap: float | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+        self.reads = spans, causal, window
+        return aten.backward(dout, q, k, v, out, lse, spans, causal, scale, window, softcap)
+
+    def unavailable(self) -> str | None:
+        return aten.schema_error()
+
+    def unsupported(self, device_type: str, dtype: torch.dtype, head_dim: int, softcap: bool = False) -> str | None:
+        return aten.unsupported("cuda", dtype, head_dim, softcap)
+
+    def pairs(self) -> float:
+        """Query-key pairs of the last call."""
+        spans, causal, window = self.reads
+        if not causal:
+            return float(sum((q1 - q0) * (k1 - k0) for q0, q1, k0, k1 in spans))
+        return sum(query_key_pairs(q1 - q0, (k1 - k0) - (q1 - q0), window) for q0, q1, k0, k1 in spans)
+
+
+KERNEL = KERNELS["simulated"] = FakeFlashAttention()
+
+
+def tensors_of(values: Iterable[Any]) -> list[torch.Tensor]:
+    """The tensors among an operation's arguments or results; twice as fast here as a tree map."""
+    found: list[torch.Tensor] = []
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif isinstance(value, (list, tuple)):
+            found += tensors_of(value)
+    return found
+
+
+def device_of(tensor: torch.Tensor) -> str:
+    """Type of its device; of a fake tensor without the operation that `.device` is."""
+    return (tensor.fake_device if isinstance(tensor, FakeTensor) else tensor.device).type
+
+
+def size_of(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _touched(tensor: torch.Tensor) -> int:
+    """Bytes behind a tensor; an expanded dimension is read once."""
+    shape = (n for n, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride)
+    return math.prod(shape) * tensor.element_size()
+
+
+def members_of(func: Any, args: Sequence[Any]) -> list[int]:
+    """Ranks that a collective joins."""
+    for argument, value in zip(func._schema.arguments, args, strict=False):
+        if argument.name == "process_group":
+            return dist.get_process_group_ranks(dist.ProcessGroup.unbox(value))
+        if argument.name == "group_name":
+            return dist.get_process_group_ranks(_resolve_process_group(value))
+    raise ValueError(f"{func} names no process group")
+
+
+def flops_of(
+    func: Any, name: str, ins: list, args: Any, kwargs: Any, out: Any, vocab_size: int
+) -> tuple[str, float, int]:
+    """Kind, FLOPs, and bytes that exist during an operation alone; vocab_size: tells logits by shape."""
+    if name in ("_flash_attention_forward", "_flash_attention_backward"):
+        spans = KERNEL.reads[0]
+        backward = name.endswith("backward")
+        q, k = args[int(backward)], args[1 + int(backward)]
+        heads, dim = q.shape[1], q.shape[2]
+        flops = 4.0 * heads * dim * KERNEL.pairs() * (2.5 if backward else 1.0)
+        if not backward:
+            return "attention", flops, 0
+        # fp32 dq and its row sums, padded to 128 queries per sequence; dk and dv per query head.
+        padded = q.shape[0] + 128 * (len(spans.q) - 1)
+        workspace = 4 * padded * heads * (dim + 1)
+        if heads != k.shape[1]:
+            workspace += 2 * k.shape[0] * heads * dim * k.element_size()
+        return "attention", flops, workspace
+    if name == "_grouped_mm":  # experts' matmuls: every row meets one [in, out] of [experts, in, out]
+        a, b = ins[0], ins[1]
+        flops = 2.0 * a.numel() * b.shape[-1] if b.dim() == 3 else 2.0 * a.shape[0] * a.shape[1] * b.shape[-1]
+        return "linear", flops, 0
+    if (formula := flop_registry.get(func._overloadpacket)) is None:
+        return "", 0.0, 0
+    flops = float(formula(*args, **kwargs, out_val=out))
+    logits = any(vocab_size in x.shape for x in ins)
+    return ("attention" if "attention" in name else "lm_head" if logits else "linear"), flops, 0
+
+
+def bytes_of(name: str, ins: list, outs: list, new: bool, mutates: bool) -> float:
+    """Bytes that an operation reads and writes; new: it allocates what it returns."""
+    if name in _READS_PART:
+        return 2.0 * sum(map(size_of, outs)) + sum(size_of(x) for x in ins if not x.is_floating_point())
+    if name in _WRITES_PART:
+        return 3.0 * sum(map(size_of, ins[1:])) + (2.0 * size_of(outs[0]) if new and outs else 0.0)
+    if name in ("slice_backward", "select_backward"):
+        return float(size_of(ins[0]) + size_of(outs[0]))
+    seen = {(x.untyped_storage()._cdata, x.storage_offset(), tuple(x.shape)): x for x in (*ins, *outs)}
+    nbytes = float(sum(map(_touched, seen.values())))
+    if mutates and not new:  # read and written
+        nbytes += sum(map(size_of, outs)) if outs else size_of(ins[0]) if ins else 0.0
+    return nbytes

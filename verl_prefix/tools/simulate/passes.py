@@ -1,0 +1,322 @@
+"""One rank's mini-batch on each path, as verl's engines run it, on fake tensors.
+
+The schedule, attention, Hugging Face model, verl's FSDP2 wrapping and torch's AdamW are the real ones. Simulated
+here are the lines of verl's engine around them: stock's micro-batches of whole rows, autocast, the gradient
+synchronisation, the log-probs of logits; with flash-attn's cross entropy, whose kernel needs a GPU, in words of torch.
+"""
+
+import contextlib
+import copy
+import functools
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
+from unittest import mock
+
+import torch
+from torch.optim import adam
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+from verl_prefix.auto.cost import PassCost, Rates, group_pass
+from verl_prefix.auto.shape import model_shape
+from verl_prefix.core.attention import AttentionPass
+from verl_prefix.core.groups import Group
+from verl_prefix.core.layout import Layout, Segment
+from verl_prefix.core.schedule import Schedule, TokenBatch
+from verl_prefix.core.waves import PackedPass, PhasedPass, Plan, first_fit, make_plan
+from verl_prefix.models import vision
+from verl_prefix.models.hookup import HookedModel
+from verl_prefix.tools.simulate.job import Arm, Job
+from verl_prefix.tools.simulate.operations import KERNEL
+from verl_prefix.tools.simulate.tower import (
+    TowerPixels,
+    num_patches,
+    prepare_tower,
+)
+from verl_prefix.tools.simulate.tracker import Tracker
+
+Item = TypeVar("Item")
+
+_RATES = Rates()
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """flash_attn.ops.triton.cross_entropy: reads logits once, and writes their gradient over them where it may."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: torch.Tensor, labels: torch.Tensor, inplace: bool) -> torch.Tensor:
+        loss, lse = (torch.empty(len(logits), dtype=torch.float32, device=logits.device) for _ in range(2))
+        logits.amax(-1)
+        ctx.save_for_backward(logits, lse, labels)
+        ctx.inplace = inplace
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, dloss: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        logits, _, _ = ctx.saved_tensors
+        scale = dloss.unsqueeze(-1).to(logits.dtype)
+        return logits.mul_(scale) if ctx.inplace else logits * scale, None, None
+
+
+def _outputs(logits: torch.Tensor, labels: torch.Tensor, entropy: bool, temperature: float) -> torch.Tensor:
+    """`prepare_model_outputs` of verl's engine: log-prob, and entropy where it is wanted: [n, 1 or 2] fp32."""
+    from verl.utils.torch_functional import entropy_from_logits
+
+    if temperature != 1.0:
+        logits = logits / temperature
+    columns = [entropy_from_logits(logits).float()] if entropy else []
+    return torch.stack([-_CrossEntropy.apply(logits, labels, not entropy), *columns], dim=-1)
+
+
+def thin(
+    items: Sequence[Item], cost: Callable[[Item], float], kept: int, last_alone: bool = False
+) -> list[tuple[Item, float]]:
+    """About `kept` of the items, in their order, and how many times each counts: the costliest of all, and of every
+    further share of them by cost the costliest, which stands for its share.
+
+    Args:
+        last_alone: the last item does what no other does, and counts once.
+    """
+    if last_alone and items:
+        return [*thin(items[:-1], cost, kept), (items[-1], 1.0)]
+    order = sorted(range(len(items)), key=lambda i: -cost(items[i]))
+    size = -(-len(order) // kept)
+    shares = [order[start : start + size] for start in range(0, len(order), size)] if order else []
+    weights = {share[0]: sum(cost(items[i]) for i in share) / cost(items[share[0]]) for share in shares}
+    return [(items[i], weights[i]) for i in sorted(weights)]
+
+
+class _Schedule(Schedule):
+    """Tells the tracker its phases, and waits at their ends as on a GPU."""
+
+    tracker: Tracker
+    prefix = ""
+    weights: dict[tuple[Group, ...], float]
+
+    @contextlib.contextmanager
+    def _timed(self, phase: str, groups: Sequence[Group], part: str = "") -> Iterator[None]:
+        weight = self.weights.get(tuple(groups), 1.0)
+        with self.tracker.in_phase(self.prefix + phase, weight), super()._timed(phase, groups, part):
+            yield
+
+
+class Simulation:
+    """A job's model on a device, and its passes; on "sim" as FSDP2 shards it.
+
+    Args:
+        device: "sim" inside `fake_accelerator`, or "cpu" with `mesh` None: then all is real, or fake, as the caller has
+            it.
+    """
+
+    def __init__(self, job: Job, tracker: Tracker, mesh: Any, device: str, kernel: str = KERNEL.__name__) -> None:
+        self.job, self.tracker, self.device, self.kernel = job, tracker, device, kernel
+        self.transfers: Counter[str] = Counter()  # of the last run's schedule
+        with torch.device(device):
+            seeing = vision.is_vision_config(job.config)
+            auto_class = AutoModelForImageTextToText if seeing else AutoModelForCausalLM
+            model: Any = auto_class.from_config(copy.deepcopy(job.config), dtype=job.master).train()
+        if seeing:
+            prepare_tower(model)
+        if job.checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        if job.freeze_tower:
+            vision.tower_of(model).requires_grad_(False)
+        if job.lora is not None:
+            model.enable_input_require_grads()
+            model = _with_adapters(model, job.lora, job.master, device)
+        if mesh is not None:
+            from torch.distributed.fsdp import MixedPrecisionPolicy
+            from verl.utils.fsdp_utils import apply_fsdp2
+
+            policy = MixedPrecisionPolicy(param_dtype=job.dtype, reduce_dtype=torch.float32, cast_forward_inputs=True)
+            apply_fsdp2(
+                model, dict(mesh=mesh, mp_policy=policy, reshard_after_forward=job.reshard), {"wrap_policy": {}}
+            )
+        self.model, self.hooked, self.shape = model, HookedModel(model), model_shape(model, job.dtype)
+        for tensor in (*model.parameters(), *model.buffers()):
+            tracker.assign(tensor, "parameters")
+        rows = [(g.prefix_len + 1 + n) for g in job.groups for n in g.suffix_lens]
+        self.offsets = [0]
+        for n in rows:
+            self.offsets.append(self.offsets[-1] + n)
+        ids = torch.zeros(self.offsets[-1], dtype=torch.int64, device=device)
+        positions = ids.new_zeros(4, len(ids)) if seeing else torch.zeros_like(ids)
+        shown = job.grids or ((),) * len(job.groups)
+        self.grids = [grids for g, grids in zip(job.groups, shown, strict=True) for _ in g.rows]
+        self.pixels = TowerPixels(self.grids, job.config) if seeing else None
+        self.tokens = TokenBatch(ids, positions, self.offsets, self.pixels)
+
+    def optimizer(self) -> torch.optim.Optimizer:
+        """AdamW with its moments, as after a first step."""
+        parameters = [p for p in self.model.parameters() if p.requires_grad]
+        optimizer = torch.optim.AdamW(parameters, lr=1e-6, foreach=True)
+        for p in parameters:
+            state = optimizer.state[p]
+            state["step"] = torch.zeros(())
+            for name in ("exp_avg", "exp_avg_sq"):
+                state[name] = torch.empty_like(p)
+                self.tracker.assign(state[name], "optimizer")
+        return optimizer
+
+    def step(self, optimizer: torch.optim.Optimizer) -> None:
+        """The norm of all gradients, and the optimizer's step."""
+        with self.tracker.in_phase("optimizer"), _host_scalars():
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), max_norm=1.0)
+            self.tracker.read()  # verl asks whether the norm is finite
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def run(self, arm: Arm, update: bool) -> None:
+        """The mini-batch forward and backward, or its log-probs with their entropy."""
+        with contextlib.nullcontext() if update else torch.no_grad():
+            (self._stock if arm.path.startswith("stock") else self._shared)(arm, update)
+
+    def _autocast(self) -> contextlib.AbstractContextManager[Any]:
+        if self.job.dtype == torch.float32:
+            return contextlib.nullcontext()
+        return torch.autocast(self.device, dtype=self.job.dtype)
+
+    @contextlib.contextmanager
+    def _gradient_sync(self, update: bool, last: bool) -> Iterator[None]:
+        """As FSDPEngine._gradient_sync_context."""
+        defer = update and self.job.no_sync and not last
+        if defer:
+            self.model.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            if defer:
+                self.model.set_requires_gradient_sync(True)
+
+    def _loss(self, outputs: torch.Tensor) -> torch.Tensor:
+        self.tracker.read()  # the engine reads every pass's loss
+        return outputs.sum()
+
+    def _log_probs(self, place: torch.Tensor, logits: torch.Tensor, update: bool) -> torch.Tensor:
+        labels = self.tokens.input_ids[place + 1]
+        return _outputs(logits, labels, self.job.entropy or not update, self.job.temperature)
+
+    def _shared(self, arm: Arm, update: bool) -> None:
+        job = self.job
+        budget = job.budget if update else job.log_prob_budget or job.budget
+        plan, weights = self._thin(make_plan(job.groups, budget, arm.path, job.wave_tokens, arm.offload), update)
+        schedule = _Schedule(
+            self.hooked,
+            lambda place, logits: self._log_probs(place, logits, update),
+            lambda groups, layout, outputs: self._loss(outputs),
+            torch.Tensor.backward if update else None,
+            lambda last: self._gradient_sync(update, last),
+            self._autocast,
+            kernel=self.kernel,
+            logits_chunk=job.logits_chunk,
+            offload=arm.offload,
+        )
+        schedule.tracker, schedule.prefix, schedule.weights = self.tracker, "" if update else "log_probs/", weights
+        schedule.run(self.tokens, plan)
+        self.transfers = schedule.transfers
+
+    def _thin(self, plan: Plan, update: bool) -> tuple[Plan, dict[tuple[Group, ...], float]]:
+        """The plan with `job.kept` of its packed passes, of its phased ones, and of each one's waves; and weights."""
+
+        def cost(groups: Sequence[Group], **part: bool) -> float:
+            seconds = _RATES.seconds(self.shape, [group_pass(self.shape, groups, **part)])
+            return seconds + (self._seeing([g.rows[0] for g in groups]) if part.get("prefixes", True) else 0.0)
+
+        kept = self.job.kept if update else 1
+        weights: dict[tuple[Group, ...], float] = {}
+        passes: list[PackedPass | PhasedPass] = []
+        alone = self.job.no_sync and not plan.phased
+        for packed, weight in thin(plan.packed, lambda one: cost(one.groups), kept, alone):
+            weights[packed.groups] = weight
+            passes.append(packed)
+        for phased, weight in thin(plan.phased, lambda one: cost(one.groups), kept, self.job.no_sync):
+            weights[phased.groups] = weight
+            waves = thin(phased.waves, lambda wave: cost([piece for _, piece in wave], prefixes=False), kept)
+            for wave, of_wave in waves:
+                weights[tuple(piece for _, piece in wave)] = weight * of_wave
+            passes.append(replace(phased, waves=tuple(wave for wave, _ in waves)))
+        return replace(plan, passes=tuple(passes)), weights
+
+    def _stock(self, arm: Arm, update: bool) -> None:
+        job, starts = self.job, self.offsets
+        budget = job.budget if update else job.log_prob_budget or job.budget
+        rows = list(range(len(starts) - 1))
+        batches = first_fit(rows, lambda row: starts[row + 1] - starts[row], budget)
+        if arm.rows is not None:
+            batches = [b[i : i + arm.rows] for b in batches for i in range(0, len(b), arm.rows)]
+        chosen = thin(batches, self._cost_of_rows, job.kept if update else 1, job.no_sync and update)
+        prompts = [g.prefix_len for g in job.groups for _ in g.rows]
+        phase = "micro_batch" if update else "log_probs/micro_batch"
+        with self.hooked.grouped_attention():
+            for i, (batch, weight) in enumerate(chosen):
+                with self.tracker.in_phase(phase, weight), self._gradient_sync(update, i == len(chosen) - 1):
+                    loss = self._micro_batch(arm, batch, prompts, update)
+                    if update:
+                        loss.backward()
+                    del loss
+
+    def _cost_of_rows(self, rows: list[int]) -> float:
+        tokens = [self.offsets[row + 1] - self.offsets[row] for row in rows]
+        pairs = sum(self.shape.pairs(n, 0) for n in tokens)
+        return _RATES.seconds(self.shape, [PassCost(sum(tokens), sum(tokens), pairs)]) + self._seeing(rows)
+
+    def _seeing(self, rows: Sequence[int]) -> float:
+        """Seconds of the tower on what these rows show."""
+        return sum(num_patches(self.grids[row]) for row in rows) * self.shape.tower * _RATES.linear
+
+    def _micro_batch(self, arm: Arm, batch: list[int], prompts: list[int], update: bool) -> torch.Tensor:
+        job, starts = self.job, self.offsets
+        pieces = [torch.arange(starts[row], starts[row + 1]) for row in batch]
+        place = torch.cat(pieces)
+        layout = Layout(place, 0, tuple(Segment(len(piece)) for piece in pieces))
+        attention = AttentionPass(layout, self.kernel)
+        index = place.to(self.device)
+        ids, positions = self.tokens.input_ids[index], self.tokens.position_ids[..., index]
+        pixels = self.pixels.at(batch, map(len, pieces), index.device) if self.pixels else {}
+        with self._autocast():
+            if arm.path == "stock":
+                with contextlib.ExitStack() as stack:
+                    inputs: dict[str, Any] = dict(pixels)
+                    if seeing := vision.vision_model(self.model):  # verl's forward does what ours does
+                        forward = functools.partial(vision.forward, seeing)
+                        stack.enter_context(mock.patch.object(seeing, "forward", forward))
+                        inputs |= dict(keep=slice(None), tower=True)
+                    logits = self.model(
+                        input_ids=ids.unsqueeze(0), position_ids=positions.unsqueeze(-2), attention_mask=None,
+                        use_cache=False, prefix_pass=attention, **inputs,
+                    ).logits[0]  # fmt: skip
+                outputs = _outputs(logits, ids.roll(-1), job.entropy or not update, job.temperature)
+                del logits
+            else:
+                kept, start = [], 0
+                for row, piece in zip(batch, pieces, strict=True):
+                    kept.append(torch.arange(start + prompts[row], start + len(piece) - 1))
+                    start += len(piece)
+                keep = torch.cat(kept).to(self.device)
+                outputs = self.hooked.token_outputs(
+                    ids, positions, keep, attention,
+                    lambda rows, logits: self._log_probs(index[keep[rows]], logits, update), job.logits_chunk, pixels,
+                )  # fmt: skip
+            return self._loss(outputs)
+
+
+def _with_adapters(model: Any, options: dict[str, Any], dtype: torch.dtype, device: str) -> Any:
+    """The model with LoRA's adapters, made where they stay: a fake tensor that others refer to cannot be moved."""
+    import peft
+
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device(device), mock.patch.object(torch.nn.Module, "to", lambda module, *_, **__: module):
+            config = peft.LoraConfig(task_type="CAUSAL_LM", **options)
+            return peft.get_peft_model(model, config, autocast_adapter_dtype=False)
+    finally:
+        torch.set_default_dtype(default)
+
+
+@contextlib.contextmanager
+def _host_scalars() -> Iterator[None]:
+    """Fake tensors have no values: AdamW's step count is read as 1."""
+    with mock.patch.object(adam, "_get_value", lambda x: 1.0):
+        yield
