@@ -71,6 +71,13 @@ def test_tokens_groups_and_speedups_of_equal_prompts(folder):
     assert found["speedup"]["step"] == pytest.approx(1 / after)
 
 
+def test_ranks_with_a_copy_of_the_parameters_each_hold_all_of_it(folder):
+    key = "actor_rollout_ref.actor.fsdp_config.fsdp_size"
+    shared, alone = build(folder), build(folder, f"{key}=1")
+    assert alone["resident_gib"] == pytest.approx(2 * shared["resident_gib"])
+    assert build(folder, f"{key}=2")["resident_gib"] == shared["resident_gib"]
+
+
 def test_a_small_budget_makes_phases_and_nothing_shared_gains_nothing(folder):
     small = build(folder, "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=200")
     assert small["packed_groups"] == 0 and small["phased_groups"] == 4 * 8

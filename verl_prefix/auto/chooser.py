@@ -39,13 +39,14 @@ class CostModel:
 
 
 class Prices(NamedTuple):
-    """One rank's sharing plans for a batch, and the seconds of stock's path and of each plan.
+    """One rank's sharing plans for a batch, stock's passes, and the seconds of these and of each plan.
 
     `mixed` is packed where the whole group fits the budget and phased where it does not; `packed` cuts such groups.
     """
 
     mixed: Plan
     packed: Plan
+    stock: list[PassCost]
     seconds: list[float]
 
 
@@ -74,13 +75,13 @@ def price(costs: CostModel, groups: Sequence[Group], budget: int, profile: Profi
     """
     mixed = make_plan(groups, budget, "auto", costs.wave_tokens, costs.offload)
     packed = make_plan(groups, budget, "packed", costs.wave_tokens, costs.offload) if mixed.phased else mixed
+    stock = stock_passes(costs.shape, *(own or Batch(groups, budget)), costs.dense_mask)
     seconds = [0.0] * 3
     for logits_chunk, rates in ((None, profile.forward), (costs.logits_chunk, profile.update)):
         if rates is not None:
-            passes = [stock_passes(costs.shape, *(own or Batch(groups, budget)), costs.dense_mask)]
-            passes += [plan_passes(costs.shape, plan, logits_chunk) for plan in (mixed, packed)]
+            passes = [stock, *(plan_passes(costs.shape, plan, logits_chunk) for plan in (mixed, packed))]
             seconds = [x + rates.seconds(costs.shape, p) for x, p in zip(seconds, passes, strict=True)]
-    return Prices(mixed, packed, seconds)
+    return Prices(mixed, packed, stock, seconds)
 
 
 def decide(
@@ -133,8 +134,7 @@ class Chooser:
             return make_plan(groups, budget, "auto", self.costs.wave_tokens, self.costs.offload)
         self._ensure_measured(budget, forward_only)
         prices = price(self.costs, groups, budget, self.profile, own)
-        stock = stock_passes(self.costs.shape, *(own or Batch(groups, budget)), self.costs.dense_mask)
-        *seconds, lacks_room = self.reduce_max([*prices.seconds, float(not self.stock_fits(stock))])
+        *seconds, lacks_room = self.reduce_max([*prices.seconds, float(not self.stock_fits(prices.stock))])
         before = None if forward_only else self._log_probs
         decision = decide(seconds, self.costs.min_speedup, before, not lacks_room)
         if forward_only:

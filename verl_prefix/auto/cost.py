@@ -98,6 +98,11 @@ class Rates:
         return seconds
 
 
+def shard_size(fsdp_size: int, ranks: int) -> int:
+    """Ranks that share one copy of the parameters: verl's create_device_mesh (verl/workers/engine/fsdp/utils.py)."""
+    return fsdp_size if 0 < fsdp_size < ranks else ranks
+
+
 @dataclass(frozen=True)
 class Memory:
     """The options of a run that decide what an update keeps.

@@ -11,7 +11,7 @@ from verl.utils.device import get_device_name
 
 from verl_prefix.auto.calibration import measure, read_profile
 from verl_prefix.auto.chooser import Batch, Chooser, CostModel
-from verl_prefix.auto.cost import Memory, PassCost, Rates, peak_bytes
+from verl_prefix.auto.cost import Memory, PassCost, Rates, peak_bytes, shard_size
 from verl_prefix.auto.shape import model_shape
 from verl_prefix.config import PrefixConfig, PrefixEngineConfig
 from verl_prefix.core.groups import Group
@@ -66,9 +66,8 @@ class Paths:
         def rates(budget: int, forward_only: bool) -> Rates:
             return measure(costs.shape, budget, device, schedule, zero_grad, forward_only)
 
-        sharded = engine_config.fsdp_size
         memory = Memory(
-            ranks=sharded if sharded > 0 else torch.distributed.get_world_size(),
+            ranks=shard_size(engine_config.fsdp_size, torch.distributed.get_world_size()),
             checkpointed=checkpointed,
             # verl 0.9.0 has no such key
             no_sync=getattr(engine_config, "use_no_sync_for_gradient_accumulation", False),

@@ -219,8 +219,8 @@ def build(
         "rates": "measured" if predicted.measured else "FLOPs",
         "speedup": gains[used] | ({"step": step} if taken else {}),
         "speedup_by_schedule": {schedule: gains[schedule] for schedule in PATHS},
-        # fp32 weights, gradients and two AdamW moments, over the ranks.
-        "resident_gib": 16 * num_parameters / size.ranks / 2**30,
+        # fp32 weights, gradients and two AdamW moments, over the ranks that share them.
+        "resident_gib": 16 * num_parameters / predicted.memory.ranks / 2**30,
         "added_gib": {name: value / 2**30 for name, value in predicted.peaks.items()},
         **simulation,
     }

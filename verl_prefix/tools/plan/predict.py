@@ -15,7 +15,7 @@ from verl.utils.seqlen_balancing import calculate_workload, get_seqlen_balanced_
 
 from verl_prefix.auto.calibration import Profile
 from verl_prefix.auto.chooser import Batch, CostModel, Decision, decide, price
-from verl_prefix.auto.cost import Memory, PassCost, Rates, peak_bytes, plan_passes, stock_passes
+from verl_prefix.auto.cost import Memory, PassCost, Rates, peak_bytes, plan_passes, shard_size, stock_passes
 from verl_prefix.auto.placement import place_rows, row_cost
 from verl_prefix.auto.shape import ModelShape
 from verl_prefix.core.groups import Group
@@ -119,10 +119,11 @@ class Predictor:
     def __init__(self, config: Any, shape: ModelShape, ranks: int) -> None:
         options, model = config.actor.prefix, config.model
         self.schedule: str = options.schedule
+        fsdp = config.actor.fsdp_config
         self.memory = Memory(
-            ranks=ranks,
+            ranks=shard_size(fsdp.get("fsdp_size", -1), ranks),
             checkpointed=bool(model.enable_gradient_checkpointing),
-            no_sync=bool(config.actor.fsdp_config.get("use_no_sync_for_gradient_accumulation", False)),
+            no_sync=bool(fsdp.get("use_no_sync_for_gradient_accumulation", False)),
             logits_chunk=options.logits_chunk,
             offload=options.offload,
         )

@@ -11,6 +11,7 @@ from rich.table import Table
 from transformers import PretrainedConfig
 from verl.utils.torch_dtypes import PrecisionType
 
+from verl_prefix.auto.cost import shard_size
 from verl_prefix.core.groups import Group
 from verl_prefix.tools.simulate.hardware import GIB, read_hardware
 from verl_prefix.tools.simulate.job import Job
@@ -59,8 +60,7 @@ def read_job(
     for group in groups:
         placed.append(replace(group, rows=tuple(range(start, start + len(group.rows)))))
         start += len(group.rows)
-    sharded = fsdp.get("fsdp_size", -1)
-    sharded = sharded if 0 < sharded < ranks else ranks
+    sharded = shard_size(fsdp.get("fsdp_size", -1), ranks)
     return Job(
         config=hf_config,
         groups=tuple(placed),
