@@ -65,7 +65,7 @@ def run(job: Job, arm: Arm, gpu: str, log_probs: bool = False, gib: float | None
     """An arm on a GPU, or on one like it with so much memory."""
     start = time.process_time()
     hardware = GPUS[gpu] if gib is None else replace(GPUS[gpu], capacity=gib * GIB)
-    found = as_json(simulate(job, arm, hardware, log_probs))
+    found = as_json(simulate(job, [arm], hardware, log_probs)[0])
     print(f"{arm.name:15} {found['update_seconds']:8.3f} s {found['peak_gib']:7.2f} GiB, "
           f"{time.process_time() - start:.0f} s of CPU", flush=True)  # fmt: skip
     return found

@@ -195,7 +195,7 @@ def copies() -> tuple[dict, dict]:
     job = Job(SMALL, (Group((0, 1), 200, (64, 30)),), budget=1 << 16, ranks=4)
     nodes = replace(H100, per_node=4)
     return tuple(
-        as_json(simulator.simulate(one, ARMS["packed"], nodes, log_probs=False))["phases"]["packed"]
+        as_json(simulator.simulate(one, [ARMS["packed"]], nodes, log_probs=False)[0])["phases"]["packed"]
         for one in (job, replace(job, replicas=2))
     )
 
@@ -230,7 +230,7 @@ def simulated(name: str, logits_chunk: int = 4096, broken: str = "") -> dict:
         "a layer reads a value": mock.patch.object(aten, "forward", forward_that_reads),
     }
     with patches.get(broken, contextlib.nullcontext()):
-        return as_json(simulator.simulate(job, ARMS[name], H100))["phases"]
+        return as_json(simulator.simulate(job, [ARMS[name]], H100)[0])["phases"]
 
 
 # (GiB, launches, host syncs, GB of collectives) per phase: a change of the schedule, of a model or of FSDP2 moves them.
@@ -296,7 +296,7 @@ def tied_peaks() -> list[float]:
         head_dim=64, vocab_size=4000, tie_word_embeddings=True,
     )  # fmt: skip
     job = Job(config, (Group((0, 1), 600, (300, 200)),), budget=1 << 16, ranks=4)
-    phases = (simulator.simulate(job, ARMS["packed"], H100, False), simulator._run(job, ARMS["packed"], H100, False))
+    phases = [run(job, [ARMS["packed"]], H100, False)[0] for run in (simulator.simulate, simulator._run)]
     return [one["packed"]["peak"] for one in phases]
 
 
@@ -315,7 +315,7 @@ MOE = Qwen3MoeConfig(
 def linear_flops(config: PretrainedConfig, lora: dict | None) -> tuple[float, float, float]:
     """(simulated FLOPs of the layers' matmuls in a packed log-prob pass, those of `model_shape`, optimizer's GiB)."""
     job = Job(config, (Group((0, 1), 200, (64, 30)),), budget=1 << 16, ranks=2, lora=lora)
-    phases = simulator.simulate(job, ARMS["packed"], H100)
+    phases = simulator.simulate(job, [ARMS["packed"]], H100)[0]
     with torch.device("meta"):
         shape = model_shape(AutoModelForCausalLM.from_config(config), torch.bfloat16)
     return phases["log_probs/packed"]["flops/linear"], shape.linear * 294, phases["optimizer"]["peak/optimizer"] / GIB
@@ -361,7 +361,7 @@ def test_stock_runs_the_tower_for_every_row_and_a_wave_runs_none(elsewhere):
 def trained(kind: str, freeze: bool) -> tuple[int, float, float, float]:
     """Parameters of the tower; bytes of gradients, of the optimizer, and of activations, on one of two ranks."""
     job = replace(clip_job(kind), ranks=2, freeze_tower=freeze, master=torch.float32)
-    phases = simulator._run(job, ARMS["packed"], H100, log_probs=False)
+    phases = simulator._run(job, [ARMS["packed"]], H100, log_probs=False)[0]
     with torch.device("meta"):
         tower = AutoModelForImageTextToText.from_config(job.config).model.visual
     of = phases["optimizer"]
@@ -383,8 +383,8 @@ def test_a_frozen_tower_has_no_gradients_moments_or_activations(elsewhere):
 def depths(kind: str, layers: int, depth: int) -> list[dict]:
     """Phases of a packed update, of the whole model and as two smaller ones tell."""
     job = replace(clip_job(kind), config=seeing(kind, layers, depth), ranks=2)
-    run = simulator._run(job, ARMS["packed"], H100, log_probs=False)
-    return [as_json(run)["phases"], as_json(simulator.simulate(job, ARMS["packed"], H100, log_probs=False))["phases"]]
+    runs = (simulator._run, simulator.simulate)
+    return [as_json(run(job, [ARMS["packed"]], H100, False)[0])["phases"] for run in runs]
 
 
 def test_two_depths_of_text_and_tower_stand_for_the_whole(elsewhere):

@@ -15,7 +15,8 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch._subclasses.fake_tensor import FakeTensorMode, _BypassDispatchCache
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, _BypassDispatchCache
+from torch.autograd.profiler import record_function
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.backend_registration import _DummyBackendModule, _setup_privateuseone_for_python_backend
 
@@ -164,7 +165,7 @@ def _register() -> None:
             aten.impl(name.removeprefix("aten::"), never, "PrivateUse1")
 
 
-_make_tensor, _cache_key = torch.tensor, FakeTensorMode._cache_key
+_make_tensor, _cache_key, _prepare = torch.tensor, FakeTensorMode._cache_key, FakeTensorMode._prep_args_for_hash
 
 
 def _tensor(data: Any, *args: Any, device: Any = None, **kwargs: Any) -> torch.Tensor:
@@ -180,6 +181,24 @@ def _key_without_storages(self: FakeTensorMode, state: Any, func: Any, args: Any
     if func in (torch.ops.aten.set_.source_Storage, torch.ops.aten.set_.source_Storage_storage_offset):
         raise _BypassDispatchCache("the key would keep the storage alive")
     return _cache_key(self, state, func, args, kwargs)
+
+
+def _prepare_plain(self: FakeTensorMode, key: list, args: Any, state: Any, held: list) -> None:
+    """As the original, whose key names every property that tensors may have: with those that ours differ in, a
+    simulation takes a fifth less time."""
+    if isinstance(args, dict):
+        key.append(tuple(args))
+        args = args.values()
+    for arg in args:
+        if isinstance(arg, FakeTensor) and arg.fake_mode is self and arg.constant is None:
+            storage = arg.untyped_storage().nbytes()
+            key += (arg.dtype, arg.shape, arg.stride(), arg.fake_device, arg.storage_offset(), storage)
+            key.append(arg.requires_grad)
+        elif isinstance(arg, (list, tuple)):
+            key += (type(arg), len(arg))
+            _prepare_plain(self, key, arg, state, held)
+        else:
+            _prepare(self, key, (arg,), state, held)
 
 
 def _stays(self: offload.OffloadedPrefixCache, tensor: torch.Tensor) -> bool:
@@ -211,6 +230,9 @@ def fake_accelerator(ranks: int, replicas: int = 1) -> Iterator[DeviceMesh]:
     patches = (
         mock.patch.object(torch, "tensor", _tensor),
         mock.patch.object(FakeTensorMode, "_cache_key", _key_without_storages),
+        mock.patch.object(FakeTensorMode, "_prep_args_for_hash", _prepare_plain),
+        mock.patch.object(record_function, "__enter__", lambda self: self),  # names for a profiler; operations here
+        mock.patch.object(record_function, "__exit__", lambda self, *exc_info: None),
         mock.patch.object(offload.OffloadedPrefixCache, "_stays", _stays),
         mock.patch.object(offload, "host_room", lambda: 1 << 60),
         mock.patch.object(torch.accelerator, "current_stream", lambda device=None: CLOCK.stream),  # FSDP2's other way

@@ -2,6 +2,7 @@
 
 import functools
 import gc
+from collections.abc import Sequence
 from dataclasses import replace
 
 from transformers import LlamaConfig, PretrainedConfig
@@ -64,38 +65,50 @@ def _warm_up() -> None:
         hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=1, num_key_value_heads=1,
         head_dim=64, vocab_size=128,
     )  # fmt: skip
-    for arm in (Arm("stock"), Arm("phased")):
-        _run(Job(tiny, (Group((0,), 64, (64,)),), 256), arm, GPUS["h100"])
+    _run(Job(tiny, (Group((0,), 64, (64,)),), 256), (Arm("stock"), Arm("phased")), GPUS["h100"])
 
 
-def _run(job: Job, arm: Arm, hardware: Hardware, log_probs: bool = True) -> dict[str, Phase]:
+def _run(job: Job, arms: Sequence[Arm], hardware: Hardware, log_probs: bool = True) -> list[dict[str, Phase]]:
     vocab_size = job.config.get_text_config().vocab_size
+    found: list[dict[str, Phase]] = []
+    of_path: dict[str, dict[str, Phase]] = {}
     with fake_accelerator(job.ranks, job.replicas) as mesh, Tracker(hardware, DEVICE, vocab_size) as tracker:
         simulation = Simulation(job, tracker, mesh, DEVICE)
         optimizer = simulation.optimizer()
-        if log_probs:
-            simulation.run(arm, update=False)
-        simulation.run(arm, update=True)
-        simulation.step(optimizer)
-        phases = dict(tracker.phases)
+        for arm in arms:
+            tracker.restart()
+            if log_probs and arm.path not in of_path:
+                simulation.run(arm, update=False)
+                of_path[arm.path] = dict(tracker.phases)
+            simulation.run(arm, update=True)
+            if found:
+                optimizer.zero_grad()
+                tracker.phases["optimizer"] = found[0]["optimizer"]
+            else:
+                simulation.step(optimizer)
+            found.append({**of_path.get(arm.path, {}), **tracker.phases})
         del simulation, optimizer
         gc.collect()
-    return phases
+    return found
 
 
-def simulate(job: Job, arm: Arm, hardware: Hardware, log_probs: bool = True) -> dict[str, Phase]:
-    """{phase: amounts} of an update and, if wanted, its log-probs: "log_probs/...", "micro_batch" or "packed",
+def simulate(job: Job, arms: Sequence[Arm], hardware: Hardware, log_probs: bool = True) -> list[dict[str, Phase]]:
+    """Per arm {phase: amounts} of an update and, if wanted, its log-probs: "log_probs/...", "micro_batch" or "packed",
     "phase_a", "phase_b", "phase_c", "optimizer".
 
-    A deep model runs at two smaller depths; every amount of a phase, its peak included, is a line through them.
+    A deep model runs at two smaller depths; every amount of a phase, its peak included, is a line through them. Arms
+    run one after the other on one model: log-probs once for every path, since rows one by one and offload change
+    updates alone, and the optimizer's step once.
     """
     _warm_up()
     configs, times = _depths(job.config)
-    found = [_run(replace(job, config=config), arm, hardware, log_probs) for config in configs]
-    if len(found) == 1:
-        return found[0]
-    a, b = found
-    return {
-        phase: Phase({name: a[phase][name] + (b[phase][name] - a[phase][name]) * times for name in amounts})
-        for phase, amounts in b.items()
-    }
+    runs = [_run(replace(job, config=config), arms, hardware, log_probs) for config in configs]
+    if len(runs) == 1:
+        return runs[0]
+    return [
+        {
+            phase: Phase({name: a[phase][name] + (b[phase][name] - a[phase][name]) * times for name in amounts})
+            for phase, amounts in b.items()
+        }
+        for a, b in zip(*runs, strict=True)
+    ]

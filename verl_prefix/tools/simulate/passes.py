@@ -230,9 +230,12 @@ class Simulation:
         for packed, weight in thin(plan.packed, lambda one: cost(one.groups), kept, alone):
             weights[packed.groups] = weight
             passes.append(packed)
+        costliest = max(plan.phased, key=lambda one: cost(one.groups), default=None)
         for phased, weight in thin(plan.phased, lambda one: cost(one.groups), kept, self.job.no_sync):
             weights[phased.groups] = weight
-            waves = thin(phased.waves, lambda wave: cost([piece for _, piece in wave], prefixes=False), kept)
+            # The costliest phases have the peak; every further ones tell what a wave of theirs costs.
+            most = kept if phased is costliest else -(-kept // 2)
+            waves = thin(phased.waves, lambda wave: cost([piece for _, piece in wave], prefixes=False), most)
             for wave, of_wave in waves:
                 weights[tuple(piece for _, piece in wave)] = weight * of_wave
             passes.append(replace(phased, waves=tuple(wave for wave, _ in waves)))

@@ -64,12 +64,7 @@ def as_json(phases: dict[str, Phase]) -> dict[str, Any]:
 
 def compare(job: Job, hardware: Hardware, arms: Sequence[Arm] = ARMS) -> dict[str, Any]:
     """Every arm's update and log-probs, and what they gain over stock as verl runs it (`arms[0]`)."""
-    log_probs: dict[str, dict[str, Phase]] = {}
-    found = {}
-    for arm in arms:  # rows one by one and offload change updates alone
-        phases = simulate(job, arm, hardware, log_probs=arm.path not in log_probs)
-        log_probs.setdefault(arm.path, {name: x for name, x in phases.items() if name.startswith(_LOG_PROBS)})
-        found[arm.name] = as_json(log_probs[arm.path] | phases)
+    found = {arm.name: as_json(phases) for arm, phases in zip(arms, simulate(job, arms, hardware), strict=True)}
     for arm in found.values():
         for name, baseline in (("", "stock"), ("_over_lean", "stock_lean")):
             if baseline in found:
@@ -95,7 +90,7 @@ def settings(job: Job, hardware: Hardware, arms: dict[str, Any]) -> list[dict[st
     found = [_way(job, arms, arm, arms[arm.name], hardware) for arm in ways]
     best = min(range(len(found)), key=lambda i: _rank(found[i]))
     other = replace(job, no_sync=not job.no_sync)
-    update = as_json(simulate(other, ways[best], hardware, log_probs=False))
+    update = as_json(simulate(other, [ways[best]], hardware, log_probs=False)[0])
     key = "actor_rollout_ref.actor.fsdp_config.use_no_sync_for_gradient_accumulation"
     found.append(_way(job, arms, ways[best], update, hardware, f"{key}={other.no_sync}"))
     return sorted(found, key=_rank)
@@ -161,7 +156,7 @@ def fit(job: Job, hardware: Hardware, gib: float, arms: Sequence[Arm] = ARMS) ->
         changed = replace(
             job, groups=(one,), grids=(shown,), budget=budget, log_prob_budget=None, wave_tokens=wave, kept=1
         )
-        return as_json(simulate(changed, arm, hardware))["peak_gib"]
+        return as_json(simulate(changed, [arm], hardware)[0])["peak_gib"]
 
     found: dict[str, dict[str, int | None]] = {}
     for arm in arms:

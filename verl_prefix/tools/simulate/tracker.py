@@ -62,8 +62,7 @@ class Tracker(TorchDispatchMode):
     def __init__(self, hardware: Hardware, device: str, vocab_size: int) -> None:
         super().__init__()
         self.hardware, self.device, self.vocab_size = hardware, device, vocab_size
-        self.phases: dict[str, Phase] = defaultdict(Phase)
-        self.phase = self.phases["setup"]
+        self.restart()
         self.current = self.host = 0
         self._blocks: dict[int, list[Any]] = {}  # storage -> [bytes, owner; None: on the host, weak reference]
         self._owned: Counter[str] = Counter()
@@ -72,6 +71,11 @@ class Tracker(TorchDispatchMode):
         self._pending: list[tuple[float, int, str]] = []  # freed, but a side stream still reads: (until, bytes, owner)
         self._patches = contextlib.ExitStack()
         self._paused = False
+
+    def restart(self) -> None:
+        """Forgets all phases; what is on the device stays."""
+        self.phases: dict[str, Phase] = defaultdict(Phase)
+        self.phase = self.phases["setup"]
 
     # memory
 
