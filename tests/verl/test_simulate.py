@@ -41,7 +41,7 @@ from verl_prefix.tools.simulate.accelerator import DEVICE, fake_accelerator
 from verl_prefix.tools.simulate.hardware import GIB, GPUS
 from verl_prefix.tools.simulate.job import Arm, Job
 from verl_prefix.tools.simulate.passes import Simulation
-from verl_prefix.tools.simulate.report import as_json, longest
+from verl_prefix.tools.simulate.report import as_json, fit, longest
 from verl_prefix.tools.simulate.tracker import Tracker
 
 H100 = GPUS["h100"]
@@ -441,6 +441,7 @@ def test_plan_simulates_a_command_and_says_what_fits(elsewhere, tmp_path):
 
     code, out, err = elsewhere(planned, ["--simulate", "--gpu", "h100,capacity=1000", *words])
     assert code == 1 and "warning: no schedule fits 0 GiB of h100,capacity=1000 (simulated)" in out
+    assert "wave_tokens=128" in out  # a quarter of what null takes: what may fit where nothing else does
 
 
 def test_the_longest_size_that_fits_is_found_on_a_line_and_on_a_plateau():
@@ -454,3 +455,19 @@ def test_the_longest_size_that_fits_is_found_on_a_line_and_on_a_plateau():
     assert 38_000 <= longest(lambda n: min(peak(n), 74.0) if n < 40_000 else 300.0, 75.0, 64, 100_000) < 40_000
     assert longest(peak, 2.0, 64, 100_000) is None
     assert longest(peak, 1e6, 64, 100_000) == 100_000
+
+
+def fitting(gib: float) -> tuple[dict, list[float]]:
+    """What fits, and the peaks of the prompt that is said to, and of one a twentieth longer."""
+    job = Job(SMALL, (Group((0, 1), 600, (300, 200)),), budget=1 << 16, ranks=4)
+    found = fit(job, H100, gib, [ARMS["packed"]])["packed"]
+    prompts = [found["prompt"], found["prompt"] * 1.05]
+    groups = [Group((0, 1), int(prompt), (300, 300)) for prompt in prompts]
+    jobs = [replace(job, groups=(group,), budget=1 << 40, kept=1) for group in groups]
+    return found, [as_json(simulator.simulate(one, [ARMS["packed"]], H100)[0])["peak_gib"] for one in jobs]
+
+
+def test_the_prompt_that_fits_fits_and_a_longer_one_does_not(elsewhere):
+    found, (fits, longer) = elsewhere(fitting, 0.006)
+    assert fits <= 0.006 < longer
+    assert 64 < found["prompt"] < 4096 - 301 and found["group"] >= 1

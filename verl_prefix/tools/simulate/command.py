@@ -15,7 +15,7 @@ from verl_prefix.auto.cost import shard_size
 from verl_prefix.core.groups import Group
 from verl_prefix.tools.simulate.hardware import GIB, read_hardware
 from verl_prefix.tools.simulate.job import Job
-from verl_prefix.tools.simulate.report import NOT_MODELLED, compare, fit, hardware_json, settings, show
+from verl_prefix.tools.simulate.report import NOT_MODELLED, compare, fit, hardware_json, positions, settings, show
 from verl_prefix.tools.simulate.tower import Grids
 
 
@@ -107,7 +107,11 @@ def simulated(job: Job, request: Request, per_node: int) -> dict[str, Any]:
         "not_modelled": NOT_MODELLED,
         "arms": arms,
         "settings": settings(job, hardware, arms),
-        **({"fits_gib": request.gib, "fits": fit(job, hardware, request.gib)} if request.gib else {}),
+        **(
+            {"fits_gib": request.gib, "fits": fit(job, hardware, request.gib), "positions": positions(job.config)}
+            if request.gib
+            else {}
+        ),
     }
 
 
@@ -120,7 +124,10 @@ def show_simulated(found: dict[str, Any], console: Console) -> None:
         ways.add_row("\n".join(way["overrides"]), f"{way['seconds']:.3g}", gib)
     console.print(ways)
     if "fits" in found:
-        sizes = Table(f"simulated: fits {found['fits_gib']:g} GiB", "longest prompt", "largest group", "largest wave")
+        sizes = Table(
+            f"simulated: fits {found['fits_gib']:g} GiB", "longest prompt", "largest group", "largest wave",
+            caption=f"the model takes rows of {found['positions']} tokens",
+        )  # fmt: skip
         for arm, sizes_of in found["fits"].items():
             cells = (sizes_of.get(key, "") for key in ("prompt", "group", "wave"))
             sizes.add_row(arm, *("nothing" if x is None else str(x) for x in cells))

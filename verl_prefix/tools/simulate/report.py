@@ -10,7 +10,8 @@ from dataclasses import replace
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
+from transformers import PretrainedConfig
 
 from verl_prefix.core.groups import Group
 from verl_prefix.tools.simulate.depth import simulate
@@ -84,15 +85,21 @@ def settings(job: Job, hardware: Hardware, arms: dict[str, Any]) -> list[dict[st
     """Ways to run the job with sharing, cheapest first, those that do not fit behind: overrides, seconds, GiB.
 
     Args:
-        arms: of `compare`; the best of them also runs with the other gradient synchronisation.
+        arms: of `compare`; the best of them also runs with the other gradient synchronisation, and, where it is phased
+            or does not fit, phased with waves of a quarter.
     """
     ways = [arm for arm in ARMS if not arm.path.startswith("stock")]
-    found = [_way(job, arms, arm, arms[arm.name], hardware) for arm in ways]
+    found = [_way(job, arm, arms[arm.name], arms, hardware) for arm in ways]
     best = min(range(len(found)), key=lambda i: _rank(found[i]))
-    other = replace(job, no_sync=not job.no_sync)
-    update = as_json(simulate(other, [ways[best]], hardware, log_probs=False)[0])
-    key = "actor_rollout_ref.actor.fsdp_config.use_no_sync_for_gradient_accumulation"
-    found.append(_way(job, arms, ways[best], update, hardware, f"{key}={other.no_sync}"))
+    others = [(replace(job, no_sync=not job.no_sync), ways[best])]
+    if ways[best].path == "phased" or not found[best]["fits"]:
+        smaller = replace(job, wave_tokens=max(1, (job.wave_tokens or job.budget // 2) // 4))
+        others.append((smaller, ways[best] if ways[best].path == "phased" else ways[-1]))
+    for other, arm in others:
+        update = as_json(simulate(other, [arm], hardware, log_probs=False)[0])
+        key = "actor_rollout_ref.actor.fsdp_config.use_no_sync_for_gradient_accumulation"
+        more = [f"{key}={other.no_sync}"] * (other.no_sync != job.no_sync)
+        found.append(_way(other, arm, update, arms, hardware, *more))
     return sorted(found, key=_rank)
 
 
@@ -101,7 +108,7 @@ def _rank(way: dict[str, Any]) -> tuple[bool, float]:
 
 
 def _way(
-    job: Job, arms: dict[str, Any], arm: Arm, update: dict[str, Any], hardware: Hardware, *more: str
+    job: Job, arm: Arm, update: dict[str, Any], arms: dict[str, Any], hardware: Hardware, *more: str
 ) -> dict[str, Any]:
     words = [f"schedule={arm.path}"] + ["offload=True"] * arm.offload
     if arm.path == "phased" and job.wave_tokens:
@@ -139,15 +146,21 @@ def longest(peak_gib: Callable[[int], float], gib: float, low: int, high: int) -
     return low
 
 
+def positions(config: PretrainedConfig) -> int:
+    """Tokens of the longest row that a model takes."""
+    return getattr(config.get_text_config(), "max_position_embeddings", 1 << 17)
+
+
 def fit(job: Job, hardware: Hardware, gib: float, arms: Sequence[Arm] = ARMS) -> dict[str, dict[str, int | None]]:
     """Per arm: tokens of the longest prompt, rows of the largest group, and tokens of the largest wave that fit `gib`,
-    each with the rest of the job's longest group as it is; None: nothing does."""
+    each with the rest of the job's longest group as it is; None: nothing does. No prompt and response are longer than
+    the model's positions."""
     hardware = replace(hardware, capacity=gib * GIB)  # the offload fetches back as much as there is room for
     group = max(job.groups, key=lambda one: one.prefix_len + max(one.suffix_lens))
     suffix, rows = max(group.suffix_lens), len(group.rows)
     shown = job.grids[job.groups.index(group)] if job.grids else ()
     shortest = 64 + (num_features(shown, job.config) if shown else 0)
-    longest_prompt = getattr(job.config.get_text_config(), "max_position_embeddings", 1 << 17) - suffix - 1
+    longest_prompt = positions(job.config) - suffix - 1
 
     def peak(arm: Arm, prefix: int, num_rows: int, wave: int | None) -> float:
         one = Group(tuple(range(num_rows)), prefix, (suffix,) * num_rows)
@@ -178,7 +191,8 @@ def fit(job: Job, hardware: Hardware, gib: float, arms: Sequence[Arm] = ARMS) ->
 def show(found: dict[str, Any], gpu: str, console: Console) -> None:
     """Prints `compare`'s arms."""
     table = Table(
-        "simulated", "update s", "log-probs s", "speed-up", "over lean", "FLOP ratio", "peak GiB", "of which",
+        Column("simulated", no_wrap=True), "update s", "log-probs s", "speed-up", "over lean", "FLOP ratio", "peak GiB",
+        "of which",
         title=f"one mini-batch of the costliest rank on {gpu}, simulated; lean: stock with lm_head on responses alone",
     )  # fmt: skip
     for name, arm in found.items():
