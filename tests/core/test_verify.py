@@ -136,3 +136,22 @@ def test_few_tokens_of_one_rank_are_judged_together_with_those_of_the_others():
     assert seven_others.log_probs == pytest.approx(2) and not seven_others.missed
     assert found(ours=(float("nan"), 0.0)).missed
     assert not verify.check(lambda: torch.ones(0), lambda *args: torch.ones(0), contextlib.nullcontext).missed
+
+
+def test_noise_is_where_the_output_is():
+    """Parameters wait on the host under fsdp_config.offload_policy=True; here on meta, where no generator is."""
+
+    class Attention(torch.nn.Module):
+        layer_idx, is_causal = 0, True
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.ones(1, device="meta"))
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:
+            return x, None
+
+    module, x = Attention(), torch.ones(100)
+    with verify.rounding_noise(module, torch.bfloat16):
+        off = (module(x)[0] - x).abs().max()
+    assert 0 < off <= torch.finfo(torch.bfloat16).eps

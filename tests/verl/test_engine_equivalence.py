@@ -122,7 +122,8 @@ def _batch(rank: int, vocab: int, options: dict):
 
     generator = torch.Generator().manual_seed(100 + rank)
     rows = []
-    for uid, prompt_len, response_lens, kind in _lens(rank, options.get("empty", ())):
+    groups = options.get("groups")  # of this rank, if not as `_lens`
+    for uid, prompt_len, response_lens, kind in groups or _lens(rank, options.get("empty", ())):
         prompt = torch.randint(3, vocab, (prompt_len,), generator=generator)
         for length in response_lens:
             response = torch.randint(3, vocab, (length,), generator=generator)
@@ -132,7 +133,9 @@ def _batch(rank: int, vocab: int, options: dict):
             if kind == "holes":
                 mask[3:7] = 0
             rows.append((uid, prompt, response, mask))
-    if rank == 0:  # a uid whose prompts differ, as after a tool call that rewrote the prompt: must not share
+    if (
+        rank == 0 and not groups
+    ):  # a uid whose prompts differ, as after a tool call that rewrote the prompt: must not share
         other = torch.randint(3, vocab, (23,), generator=generator)
         rows[1] = ("a", other, *rows[1][2:])
     order = torch.randperm(len(rows), generator=generator).tolist()
@@ -427,6 +430,16 @@ def _loss_errors(model_path: str, rank: int, world: int) -> dict[str, dict[str, 
     return errors
 
 
+def _logits_of_an_update(model_path: str, rank: int, options: dict) -> list[int]:
+    """Tokens of every call of lm_head."""
+    engine, found = _engine("prefix", model_path, options), []
+    engine.module.lm_head.register_forward_pre_hook(lambda _, args: found.append(args[0].shape[:-1].numel()))
+    data = _batch(rank, engine.model_config.hf_config.vocab_size, options)
+    with engine.train_mode(disable_auto_offload=True):
+        engine.forward_backward_batch(data, _loss(options))
+    return found
+
+
 def _half_errors(result: dict, truth: dict) -> dict[str, float]:
     errors = {name: _relative(result[name].float(), truth[name]) for name in ("log_probs", "entropy")}
     grads, true_grads = (torch.cat([g.flatten().float() for g in x["grads"].values()]) for x in (result, truth))
@@ -447,6 +460,9 @@ def _worker(rank: int, world: int, rendezvous: str, models: dict, cases: dict, o
             options = {"verify": "off"} | options
         results[name] = _compare(_measure("prefix", path, rank, options), stock_cache[key])
     results["worker"] = _compare_workers(models["qwen3"], rank)
+    # Answers of three tokens: of 8 and of 5 rows, which one stock pass would not hold.
+    choices = {"groups": [("a", 300, [3] * (8 - 3 * rank), "")], "budget": 330}
+    results["logits"] = _logits_of_an_update(models["qwen3"], rank, choices)
     results["losses"] = _loss_errors(models["qwen3"], rank, world)
     # Half precision, where fp32 stock is truth enough: what does stock itself miss, and what do we?
     truth = stock_cache["[]"]
@@ -483,6 +499,12 @@ def results(request, tmp_path_factory, spawn):
     world = request.param
     spawn(_worker, args=(world, str(tmp / "rendezvous"), models, CASES, str(tmp / "out")), nprocs=world)
     return [torch.load(f"{tmp / 'out'}.{rank}") for rank in range(world)]
+
+
+def test_the_self_check_stays_within_the_budget_with_as_many_passes_on_every_rank(results):
+    for result in results:
+        assert max(result["logits"]) == 300 + 3, "whole rows run in stock's passes, one in each"
+        assert result["logits"].count(300 + 3) == (1 + 1) * 8
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -106,13 +106,11 @@ class Paths:
     ) -> Plan | str:
         """This rank's plan; or why verl's own path is taken.
 
-        The budget of a pass is verl's token budget, or what its micro-batch of longest rows would hold.
-
         Args:
             groups: of the rows that this rank computes on ours. own_groups: of `data`, which verl's would compute.
         """
         options = self.options
-        batch, own = (Batch(found, _budget(data, found)) for found in (groups, own_groups))
+        batch, own = (Batch(found, pass_budget(data, found)) for found in (groups, own_groups))
         if self._chooser is None:
             return make_plan(*batch, options.schedule, options.wave_tokens, options.offload)
         plan = self._chooser.choose(*batch, forward_only, own)
@@ -134,7 +132,8 @@ class Paths:
         return found
 
 
-def _budget(data: TensorDict, groups: Sequence[Group]) -> int:
+def pass_budget(data: TensorDict, groups: Sequence[Group]) -> int:
+    """Tokens of one pass: verl's token budget, or what its micro-batch of longest rows would hold."""
     if tu.get_non_tensor_data(data, "use_dynamic_bsz", True):
         return int(data["max_token_len_per_gpu"])
     longest = max((group.prefix_len + 1 + n for group in groups for n in group.suffix_lens), default=1)

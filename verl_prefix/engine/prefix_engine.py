@@ -28,7 +28,7 @@ from verl_prefix.cpu.engine import CPUEngineMixin
 from verl_prefix.engine.exchange import Exchange, InPlace, receive_pixels
 from verl_prefix.engine.mini_batch import MiniBatch, even_out, plan_metrics
 from verl_prefix.engine.out_of_memory import run_or_halve
-from verl_prefix.engine.paths import Paths
+from verl_prefix.engine.paths import Paths, pass_budget
 from verl_prefix.engine.torn_groups import TornGroups
 from verl_prefix.engine.trace_writer import open_trace
 from verl_prefix.engine.verify import Verification
@@ -119,7 +119,7 @@ class PrefixFSDPEngine(FSDPEngineWithLMHead):
             rows, groups, num_split_uids = placed.receive()
             prepared = self._prepared(rows)
             if not forward_only:
-                metrics = self._verification.check(prepared, groups)
+                metrics = self._verification.check(prepared, groups, pass_budget(data, groups))
                 stock_reason = self._paths.lasting_reason = self._verification.failure
         else:
             stock_reason = stock_reason or plan

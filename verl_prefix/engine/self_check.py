@@ -24,7 +24,6 @@ MAX_LOG_PROBS = 3.0
 MAX_ATTENTION = 2.0
 
 _QUERIES = 16  # of each end of a segment
-_PERTURBED = 3
 
 
 class Verdict(NamedTuple):
@@ -103,12 +102,13 @@ def _dense(q, k, v, sinks, params: AttentionParams, position: torch.Tensor) -> t
 def rounding_noise(model: torch.nn.Module, dtype: torch.dtype) -> Iterator[None]:
     """While open, every attention output is off by up to one rounding step of `dtype`, differently each time."""
     eps = torch.finfo(dtype).eps
-    device = next(model.parameters()).device
-    generator = torch.Generator(device).manual_seed(0)  # the run's own random state stays as it is
+    generators: dict[torch.device, torch.Generator] = {}  # the run's own random state stays as it is
 
     def disturb(module: torch.nn.Module, args: tuple, output: tuple) -> tuple:
         out = output[0]
-        factor = 1 + eps * (2 * torch.rand(out.shape, device=device, generator=generator) - 1)
+        # Parameters may wait on another device (fsdp_config.offload_policy).
+        generator = generators.setdefault(out.device, torch.Generator(out.device).manual_seed(0))
+        factor = 1 + eps * (2 * torch.rand(out.shape, device=out.device, generator=generator) - 1)
         return (out * factor).to(out.dtype), *output[1:]
 
     attention = [m for m in model.modules() if hasattr(m, "layer_idx") and hasattr(m, "is_causal")]
@@ -125,6 +125,7 @@ def check(
     ours: Callable[[str, AttentionCheck | None], torch.Tensor],
     rounding_noise: Callable[[], AbstractContextManager],
     reduce_sum: Callable[[list[float]], list[float]] = lambda values: values,
+    num_perturbed: int = 3,
 ) -> Verdict:
     """Compares one group's response log-probs; those of all ranks together, since few tokens say little.
 
@@ -133,12 +134,13 @@ def check(
         ours: the same by schedule "packed" or "phased", whose attention passes get the check to inspect.
         rounding_noise: while open, attention outputs are rounded differently each time.
         reduce_sum: element-wise sum over ranks.
+        num_perturbed: stock passes with noise.
     """
     attention = AttentionCheck()
     found = [ours("packed", attention), ours("phased", None)]
     truth = stock()
     with rounding_noise():
-        perturbed = [stock() for _ in range(_PERTURBED)]
+        perturbed = [stock() for _ in range(num_perturbed)]
 
     def sum_of_squares(x: torch.Tensor) -> float:
         return x.double().square().sum().item()

@@ -17,7 +17,7 @@ from verl_prefix.config import PrefixConfig
 from verl_prefix.core.groups import Group
 from verl_prefix.core.waves import Plan, make_plan, pad_to_same_passes
 from verl_prefix.engine.mini_batch import MiniBatch, row_lens
-from verl_prefix.engine.self_check import check, rounding_noise
+from verl_prefix.engine.self_check import Verdict, check, rounding_noise
 from verl_prefix.models.vision import is_vision_config, num_kinds
 
 logger = logging.getLogger(__name__)
@@ -56,8 +56,11 @@ class Verification:
         self._num_updates = 0
         self._said_waiting = False
 
-    def check(self, data: TensorDict, groups: Sequence[Group]) -> dict[str, list[float]]:
+    def check(self, data: TensorDict, groups: Sequence[Group], budget: int) -> dict[str, list[float]]:
         """Checks two rows or more of the cheapest group where it is due; metrics of that.
+
+        Args:
+            budget: tokens of one pass; no pass of the check has more, unless one row alone does.
 
         Raises:
             RuntimeError: ours is off by more than rounding, and prefix.verify_action is raise.
@@ -71,11 +74,11 @@ class Verification:
         candidates = self._checkable(data, [group for group in groups if group.num_suffix_tokens] or groups)
         if not candidates:
             if not self._said_waiting:
-                logger.warning("prefix.verify waits for a batch in which every rank has a prompt with pixels")
+                logger.warning("prefix.verify waits for a batch in which every rank has a prompt, of pixels if any has")
                 self._said_waiting = True
             return {}
         self._num_updates += 1
-        verdict = self._verdict(data, _cheapest(candidates))
+        verdict = self._verdict(data, _cheapest(candidates), budget)
         if verdict.missed:
             message = f"prefix.verify, update {self._num_updates}: {verdict}"
             if options.verify_action == "raise":
@@ -90,41 +93,53 @@ class Verification:
             "timing_s/prefix_verify": [time.perf_counter() - start],
         }
 
-    def _verdict(self, data: TensorDict, group: Group):
+    def _verdict(self, data: TensorDict, group: Group, budget: int) -> Verdict:
         engine = self.engine
-        rows = tu.index_select_tensor_dict(data, list(group.rows))
-        one_pass = dict(max_token_len_per_gpu=2**30, calculate_entropy=False, calculate_sum_pi_squared=False)
-        tu.assign_non_tensor(rows, **one_pass)
+        # Every rank runs as many stock passes, one row each: the budget may have no room for logits of more.
+        most, fewer = engine.reduce_max([len(group.rows), -_num_perturbed(len(data), len(group.rows))])
+        repeated = group.rows[-1:] * (int(most) - len(group.rows))
+        rows, rows_alone = (self._rows(data, chosen) for chosen in (group.rows, group.rows + repeated))
+        tu.assign_non_tensor(rows_alone, use_dynamic_bsz=False, micro_batch_size_per_gpu=1)
         group = replace(group, rows=tuple(range(len(group.rows))))
 
         def responses(output: dict) -> torch.Tensor:
-            log_probs = output["model_output"]["log_probs"].unbind()
             _, lens = row_lens(rows)
+            log_probs = output["model_output"]["log_probs"].unbind()[: len(lens)]
             return torch.cat([row[len(row) - n - 1 : len(row) - 1] for row, n in zip(log_probs, lens, strict=True)])
 
         def stock() -> torch.Tensor:
-            return responses(engine.stock_batch(rows.copy(), None, forward_only=True))
+            return responses(engine.stock_batch(rows_alone.copy(), None, forward_only=True))
 
         def ours(path: str, inspect: Callable | None) -> torch.Tensor:
-            plan = pad_to_same_passes(make_plan([group], 2**62, path), engine.reduce_max)
+            plan = pad_to_same_passes(make_plan([group], budget, path), engine.reduce_max)
             mini_batch, _ = engine.run_plan(rows, plan, None, forward_only=True, inspect=inspect)
             return responses(postprocess_batch_func(*mini_batch.outputs(plan), data=rows))
 
         noise = functools.partial(rounding_noise, engine.module, engine._autocast_dtype)
-        verdict = check(stock, ours, noise, engine.reduce_sum)
+        verdict = check(stock, ours, noise, engine.reduce_sum, int(-fewer))
         # A NaN, which is no more than anything, must not get lost in the maximum.
         attention = math.inf if math.isnan(verdict.attention) else verdict.attention
         return verdict._replace(attention=engine.reduce_max([attention])[0])
 
+    def _rows(self, data: TensorDict, rows: Sequence[int]) -> TensorDict:
+        chosen = tu.index_select_tensor_dict(data, list(rows))
+        tu.assign_non_tensor(chosen, calculate_entropy=False, calculate_sum_pi_squared=False)
+        return chosen
+
     def _checkable(self, data: TensorDict, groups: Sequence[Group]) -> Sequence[Group]:
-        """Groups whose stock pass runs a vision tower equally often on every rank: verl's runs once for images and once
-        for videos."""
-        if not is_vision_config(self.engine.module.config):
-            return groups
-        rows = tu.get(data, "multi_modal_inputs") or [None] * len(data)
-        chosen = {n: [group for group in groups if num_kinds(rows[group.rows[0]]) == n] for n in (1, 2)}
+        """Groups where every rank has one, and whose stock pass runs a vision tower equally often on every rank: verl's
+        runs once for images and once for videos."""
+        chosen = {0: groups}
+        if is_vision_config(self.engine.module.config):
+            rows = tu.get(data, "multi_modal_inputs") or [None] * len(data)
+            chosen = {n: [group for group in groups if num_kinds(rows[group.rows[0]]) == n] for n in (1, 2)}
         lacking = self.engine.reduce_max([not groups for groups in chosen.values()])
         return next((groups for groups, lacks in zip(chosen.values(), lacking, strict=True) if not lacks), [])
+
+
+def _num_perturbed(batch: int, checked: int) -> int:
+    """Stock passes that measure rounding: three, or fewer where so many rows are a large part of a rank's batch."""
+    return min(3, max(1, batch // (4 * checked)))
 
 
 def _cheapest(groups: Sequence[Group]) -> Group:
