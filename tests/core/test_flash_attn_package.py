@@ -1,10 +1,13 @@
-"""How kernels/flash_attn.py calls the three flash-attn interfaces. MOCK: no machine of ours has a GPU with them, so
-functions with their argument names (flash-attn 2.8.3, and its main branch for FA3 and FA4) stand in on the CPU, which
-compute by the dense reference. What the real kernels return is not tested here.
+"""How kernels/flash_attn.py calls the flash-attn packages: every call binds to the arguments that their functions
+really have (flash_attn_signatures.json). MOCK: no machine of ours has a GPU with them, so functions with these
+arguments stand in on the CPU, which compute by the dense reference. What the real kernels return is not tested here.
 """
 
+import inspect
+import json
 import sys
 import types
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,96 +15,62 @@ import torch
 from verl_prefix.core.kernels import choose_kernel, flash_attn, reference
 from verl_prefix.core.layout import Spans
 
-
-def spans(cu_q, cu_k, max_q, max_k):
-    found = Spans(tuple(cu_q.tolist()), tuple(cu_k.tolist()))
-    assert (max_q, max_k) == (found.max_q, found.max_k)
-    return found
-
-
-def window(causal, left, right, none):
-    assert causal or left == none
-    assert right == (none if left == none else 0)
-    return None if left == none else left + 1
-
-
-def fa2(module):
-    def _flash_attn_varlen_forward(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal,
-        window_size_left=-1, window_size_right=-1, softcap=0.0, alibi_slopes=None, return_softmax=False,
-        block_table=None, leftpad_k=None, seqused_k=None, zero_tensors=False,
-    ):  # fmt: skip
-        pairs = spans(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-        size = window(causal, window_size_left, window_size_right, -1)
-        return *reference.forward(q, k, v, pairs, causal, softmax_scale, size, softcap or None), None, None
-
-    def _flash_attn_varlen_backward(
-        dout, q, k, v, out, softmax_lse, dq, dk, dv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p,
-        softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes, deterministic,
-        rng_state=None, zero_tensors=False,
-    ):  # fmt: skip
-        pairs = spans(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-        size = window(causal, window_size_left, window_size_right, -1)
-        args = pairs, causal, softmax_scale, size, softcap or None
-        for into, grad in zip((dq, dk, dv), reference.backward(dout, q, k, v, out, softmax_lse, *args), strict=True):
-            into.copy_(grad)
-
-    module.__dict__.update(locals())
+RECORDED = json.loads(Path(__file__).with_name("flash_attn_signatures.json").read_text())["interfaces"]
+CAPABILITY = {"_FA2": (8, 0), "_FA3": (9, 0), "_FA4": (10, 0)}
+CALLED = [
+    "FA2 v2.7.4",
+    "FA2 v2.8.3",
+    "FA2 main",
+    "FA3 v2.7.4",
+    "FA3 v2.8.0",
+    "FA3 v2.8.3.post1",
+    "FA3 main",
+    "FA4 main",
+]
 
 
-def fa3(module):
-    def _flash_attn_forward(
-        q, k, v, k_new=None, v_new=None, qv=None, out_=None, cu_seqlens_q=None, cu_seqlens_k=None,
-        cu_seqlens_k_new=None, seqused_q=None, seqused_k=None, max_seqlen_q=None, max_seqlen_k=None,
-        softmax_scale=None, causal=False, window_size_left=-1, window_size_right=-1, softcap=0.0,
-    ):  # fmt: skip
-        pairs = spans(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-        size = window(causal, window_size_left, window_size_right, -1)
-        return *reference.forward(q, k, v, pairs, causal, softmax_scale, size, softcap or None), None, None
+def stand_in(arguments):
+    """A function with these arguments that does what flash attention does with them."""
+    kind, empty = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.empty
+    named = [x if isinstance(x, list) else (x, empty) for x in arguments]
+    signature = inspect.Signature([inspect.Parameter(name, kind, default=default) for name, default in named])
 
-    def _flash_attn_backward(
-        dout, q, k, v, out, softmax_lse, cu_seqlens_q=None, cu_seqlens_k=None, sequed_q=None, sequed_k=None,
-        max_seqlen_q=None, max_seqlen_k=None, dq=None, dk=None, dv=None, softmax_scale=None, is_causal=False,
-        window_size_left=-1, window_size_right=-1, softcap=0.0, deterministic=False, sm_margin=0,
-    ):  # fmt: skip
-        pairs = spans(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-        size = window(is_causal, window_size_left, window_size_right, -1)
-        args = pairs, is_causal, softmax_scale, size, softcap or None
-        for into, grad in zip((dq, dk, dv), reference.backward(dout, q, k, v, out, softmax_lse, *args), strict=True):
-            into.copy_(grad)
+    def run(*args, **kwargs):
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        x = bound.arguments
+        spans = Spans(*(tuple(x[f"cu_seqlens_{side}"].tolist()) for side in "qk"))
+        assert (x["max_seqlen_q"], x["max_seqlen_k"]) == (spans.max_q, spans.max_k)
+        assert not x.get("dropout_p") and x.get("return_lse", True)
+        causal = x["is_causal"] if "is_causal" in x else x["causal"]
+        none = None if "lse" in x or "return_lse" in x else -1  # FA4's
+        sides = ("window_size_left", "window_size_right")
+        left, right = x["window_size"] if "window_size" in x else (x[side] for side in sides)
+        assert right == (none if left == none else 0) and (causal or left == none)
+        window = None if left == none else left + 1
+        options = spans, causal, x["softmax_scale"], window, x["softcap"] or None
+        if "dout" not in x:
+            return *reference.forward(x["q"], x["k"], x["v"], *options), None, None
+        lse = x["lse"] if "lse" in x else x["softmax_lse"]
+        grads = reference.backward(x["dout"], x["q"], x["k"], x["v"], x["out"], lse, *options)
+        for name, grad in zip(("dq", "dk", "dv"), grads, strict=True):
+            x[name].copy_(grad)
 
-    module.__dict__.update(locals())
-
-
-def fa4(module):
-    def _flash_attn_fwd(
-        q, k, v, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None, max_seqlen_k=None, softmax_scale=None,
-        causal=False, softcap=None, window_size_left=None, window_size_right=None, return_lse=False,
-    ):  # fmt: skip
-        pairs = spans(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-        size = window(causal, window_size_left, window_size_right, None)
-        assert return_lse
-        return *reference.forward(q, k, v, pairs, causal, softmax_scale, size, softcap or None), None, None
-
-    def _flash_attn_bwd(
-        q, k, v, out, dout, lse, softmax_scale=None, causal=False, softcap=0.0, window_size_left=None,
-        window_size_right=None, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None, max_seqlen_k=None,
-        deterministic=False, dq=None, dk=None, dv=None,
-    ):  # fmt: skip
-        pairs = spans(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-        size = window(causal, window_size_left, window_size_right, None)
-        args = pairs, causal, softmax_scale, size, softcap or None
-        for into, grad in zip((dq, dk, dv), reference.backward(dout, q, k, v, out, lse, *args), strict=True):
-            into.copy_(grad)
-
-    module.__dict__.update(locals())
+    run.__signature__ = signature
+    return run
 
 
-def old_fa3(module):
-    def _flash_attn_forward(q, k, v, cu_seqlens_q=None, window_size=(-1, -1)):
-        raise AssertionError("called")
+def package(recorded, **changed):
+    """Fills a module with an interface's functions."""
 
-    module._flash_attn_forward = module._flash_attn_backward = _flash_attn_forward
+    def fill(module):
+        functions = {name: args for name, args in RECORDED[recorded].items() if name != "file"} | changed
+        module.__dict__.update({name: stand_in(args) for name, args in functions.items()})
+
+    return fill
+
+
+fa2, fa3, fa4 = (package(f"{name} main") for name in ("FA2", "FA3", "FA4"))
 
 
 @pytest.fixture
@@ -123,11 +92,12 @@ def install(monkeypatch):
 
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("options", [{}, {"window": 3}, {"softcap": 0.5}], ids=["plain", "window", "softcap"])
-@pytest.mark.parametrize(("capability", "modules"), [((8, 0), "_FA2"), ((9, 0), "_FA3"), ((10, 0), "_FA4")])
-def test_each_interface_is_called_with_its_own_arguments(install, capability, modules, causal, options):
+@pytest.mark.parametrize("recorded", CALLED)
+def test_each_interface_is_called_with_its_own_arguments(install, recorded, causal, options):
     if "window" in options and not causal:
         return
-    install(capability, **{modules: {"_FA2": fa2, "_FA3": fa3, "_FA4": fa4}[modules]})
+    module = f"_{recorded[:3]}"
+    install(CAPABILITY[module], **{module: package(recorded)})
     torch.manual_seed(0)
     pairs = Spans((0, 5, 6, 23), (0, 9, 12, 30))
     q, dout = (torch.randn(23, 4, 8) for _ in range(2))
@@ -138,11 +108,31 @@ def test_each_interface_is_called_with_its_own_arguments(install, capability, mo
     torch.testing.assert_close(grads, reference.backward(dout, q, k, v, out, lse, pairs, causal, 0.3, **options))
 
 
+@pytest.mark.parametrize("recorded", CALLED)
+def test_tensors_in_another_order_are_seen(install, recorded, monkeypatch):
+    module = f"_{recorded[:3]}"
+    install(CAPABILITY[module], **{module: package(recorded)})
+    call = flash_attn._call
+    monkeypatch.setattr(flash_attn, "_call", lambda run, a, b, *more, **options: call(run, b, a, *more, **options))
+    torch.manual_seed(0)
+    pairs = Spans((0, 5, 30), (0, 5, 30))
+    q, k, v, dout = (torch.randn(30, 2, 8) for _ in range(4))
+    out, lse = reference.forward(q, k, v, pairs, True, 0.3)
+    wrong, _ = flash_attn.forward(q, k, v, pairs, True, 0.3)
+    assert (wrong - out).abs().max() > 0.1
+    grads = flash_attn.backward(dout, q, k, v, out, lse, pairs, True, 0.3)
+    true = reference.backward(dout, q, k, v, out, lse, pairs, True, 0.3)
+    assert max((x - y).abs().max() for x, y in zip(grads, true, strict=True)) > 0.1
+
+
 @pytest.mark.parametrize(
     ("capability", "modules", "chosen"),
     [
         ((9, 0), {"_FA2": fa2, "_FA3": fa3, "_FA4": fa4}, "_FA3"),
-        ((9, 0), {"_FA2": fa2, "_FA3": old_fa3}, "_FA2"),
+        ((9, 0), {"_FA2": fa2, "_FA3": package("FA3 v2.8.3.post1")}, "_FA3"),
+        ((9, 0), {"_FA2": fa2, "_FA3": package("FA3 main", _flash_attn_forward=["q", "k", "v", "cache"])}, "_FA2"),
+        ((9, 0), {"_FA2": fa2, "_FA3": package("FA3 v2.8.0", _flash_attn_backward=["dout", "block_mask"])}, "_FA2"),
+        ((10, 0), {"_FA2": fa2, "_FA4": package("FA4 v2.8.3")}, "_FA2"),
         ((8, 6), {"_FA2": fa2, "_FA3": fa3}, "_FA2"),
         ((12, 0), {"_FA2": fa2, "_FA3": fa3}, "_FA2"),
         ((9, 0), {}, None),

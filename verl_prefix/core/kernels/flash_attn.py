@@ -1,8 +1,9 @@
 """The flash-attn packages, in the newest interface that the GPU runs: FA4 (flash_attn.cute) from sm_100 on, FA3
-(flash_attn_interface, since its functions take window_size_left) on sm_90, FA2 (flash_attn 2.7.4 or newer) elsewhere.
-bf16 and fp16, head dim up to 256, softcap. Imported where it is called, since importing it takes seconds.
+(flash_attn_interface, of tag v2.7.4 or newer) on sm_90, FA2 (flash_attn 2.7.4 or newer) elsewhere. bf16 and fp16, head
+dim up to 256, softcap. Imported where it is called, since importing it takes seconds.
 
-No machine of ours has run this file: its tests stand in for the packages (tests/core/test_flash_attn_package.py).
+No machine of ours has run this file: its tests bind every call to the packages' own signatures and stand in for what
+they compute (tests/core/test_flash_attn_package.py).
 """
 
 import functools
@@ -26,11 +27,40 @@ _INTERFACES = {
     _FA2: ("_flash_attn_varlen_forward", "_flash_attn_varlen_backward", (8, 0), (99, 0)),
 }
 _COMMON_ARGS = {"cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "softmax_scale", "softcap"}
+_OTHER_ARGS = set(
+    "q k v out dout lse softmax_lse dq dk dv dropout_p alibi_slopes causal is_causal deterministic".split()
+)
+# Of FA3 up to v2.8.3.post1, which has no defaults for them.
+_UNUSED_ARGS = set(
+    "k_new v_new qv out cu_seqlens_k_new seqused_q seqused_k sequed_q sequed_k page_table kv_batch_idx leftpad_k "
+    "rotary_cos rotary_sin seqlens_rotary q_descale k_descale v_descale".split()
+)
+
+
+@functools.cache
+def _arguments(function: Callable[..., Any]) -> dict[str, bool]:
+    """Name -> whether it has a default."""
+    function = getattr(function, "_init_fn", function)  # behind torch.library.custom_op
+    return {name: p.default is not p.empty for name, p in inspect.signature(function).parameters.items()}
 
 
 def _has_arguments(function: Callable[..., Any]) -> bool:
-    function = getattr(function, "_init_fn", function)  # behind torch.library.custom_op
-    return {*_COMMON_ARGS, "window_size_left", "window_size_right"} <= set(inspect.signature(function).parameters)
+    arguments = _arguments(function)
+    window = {"window_size_left", "window_size_right"} if "window_size" not in arguments else {"window_size"}
+    required = {name for name, has_default in arguments.items() if not has_default}
+    return (_COMMON_ARGS | window) <= set(arguments) and required <= _COMMON_ARGS | window | _OTHER_ARGS | _UNUSED_ARGS
+
+
+def _call(function: Callable[..., Any], *tensors: torch.Tensor, **options: object) -> Any:
+    """The function with its own names of some options, and None for what it asks for and we do not use."""
+    arguments = _arguments(function)
+    if "window_size" in arguments:  # FA3 up to v2.8.3.post1
+        options["window_size"] = (options.pop("window_size_left"), options.pop("window_size_right"))
+    if "is_causal" in arguments:
+        options["is_causal"] = options.pop("causal")
+    given = {*list(arguments)[: len(tensors)], *options}
+    needed = {name for name, has_default in arguments.items() if not has_default} - given
+    return function(*tensors, **options, **dict.fromkeys(needed))
 
 
 @functools.cache
@@ -86,7 +116,7 @@ def forward(
         causal=causal, **_window_args(name, window), softcap=softcap or 0.0,
     )  # fmt: skip
     extras: dict[str, dict[str, object]] = {_FA2: {"dropout_p": 0.0}, _FA3: {}, _FA4: {"return_lse": True}}
-    out, lse, *_ = run(q, k, v, **extras[name], **shared)
+    out, lse, *_ = _call(run, q, k, v, **extras[name], **shared)
     return out, lse
 
 
@@ -104,12 +134,9 @@ def backward(
         **_window_args(name, window), softcap=softcap or 0.0,
         deterministic=torch.are_deterministic_algorithms_enabled(), dq=dq, dk=dk, dv=dv,
     )  # fmt: skip
-    if name == _FA2:
-        run(dout, q, k, v, out, lse, dropout_p=0.0, causal=causal, alibi_slopes=None, **shared)
-    elif name == _FA3:
-        run(dout, q, k, v, out, lse, is_causal=causal, **shared)
-    else:
-        run(q, k, v, out, dout, lse, causal=causal, **shared)
+    extras = {"dropout_p": 0.0, "alibi_slopes": None} if name == _FA2 else {}
+    tensors = (q, k, v, out, dout, lse) if name == _FA4 else (dout, q, k, v, out, lse)
+    _call(run, *tensors, causal=causal, **extras, **shared)
     return dq, dk, dv
 
 
