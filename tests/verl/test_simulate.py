@@ -457,6 +457,29 @@ def test_the_longest_size_that_fits_is_found_on_a_line_and_on_a_plateau():
     assert longest(peak, 1e6, 64, 100_000) == 100_000
 
 
+def syncs(kind: str, layers: int) -> list[dict[str, float]]:
+    """Host syncs by phase of packed, phased and offloaded updates and log-probs, on one-token responses too."""
+    fields = {
+        "qwen2": dict(use_sliding_window=True, sliding_window=25, max_window_layers=1),
+        "gpt_oss": dict(num_local_experts=4, num_experts_per_tok=2, sliding_window=32),  # with attention sinks
+    }
+    sizes = {name: getattr(SMALL, name) for name in ("hidden_size", "intermediate_size", "num_attention_heads",
+                                                     "num_key_value_heads", "head_dim", "vocab_size")}  # fmt: skip
+    config = AutoConfig.for_model(kind, **sizes, **fields.get(kind, {}), num_hidden_layers=layers)
+    groups = (Group((0, 1, 2), 300, (1, 64, 130)), Group((3,), 50, (1,)))
+    job = Job(config, groups, 600, ranks=2, wave_tokens=128, logits_chunk=50, kept=1)
+    arms = [Arm("packed"), Arm("phased"), Arm("phased", offload=True)]
+    return [{name: x["host_syncs"] for name, x in phases.items()} for phases in simulator._run(job, arms, H100)]
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "gpt_oss"])
+def test_no_layer_waits_for_the_device(elsewhere, kind):
+    """In bf16 with checkpointing and chunks of logits; windows and sinks too."""
+    two, four = elsewhere(syncs, kind, 2), elsewhere(syncs, kind, 4)
+    for a, b in zip(two, four, strict=True):
+        assert a == pytest.approx(b, rel=0.05)  # waves of log-probs stand for each other by what they cost
+
+
 def fitting(gib: float) -> tuple[dict, list[float]]:
     """What fits, and the peaks of the prompt that is said to, and of one a twentieth longer."""
     job = Job(SMALL, (Group((0, 1), 600, (300, 200)),), budget=1 << 16, ranks=4)
