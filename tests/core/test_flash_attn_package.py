@@ -129,6 +129,7 @@ def test_tensors_in_another_order_are_seen(install, recorded, monkeypatch):
     ("capability", "modules", "chosen"),
     [
         ((9, 0), {"_FA2": fa2, "_FA3": fa3, "_FA4": fa4}, "_FA3"),
+        ((9, 0), {"_FA2": fa2}, "_FA2"),
         ((9, 0), {"_FA2": fa2, "_FA3": package("FA3 v2.8.3.post1")}, "_FA3"),
         ((9, 0), {"_FA2": fa2, "_FA3": package("FA3 main", _flash_attn_forward=["q", "k", "v", "cache"])}, "_FA2"),
         ((9, 0), {"_FA2": fa2, "_FA3": package("FA3 v2.8.0", _flash_attn_backward=["dout", "block_mask"])}, "_FA2"),
@@ -143,6 +144,8 @@ def test_the_newest_interface_that_the_gpu_runs_is_chosen(install, capability, m
     found = flash_attn._interface()
     assert (found and found[0]) == (chosen and getattr(flash_attn, chosen))
     assert (flash_attn.unavailable() is None) == (chosen is not None)
+    best = getattr(flash_attn, next(name for name, low in reversed(CAPABILITY.items()) if low <= capability))
+    assert flash_attn.faster() == (None if found and found[0] == best else best)
 
 
 def test_on_a_gpu_nothing_falls_back_to_the_dense_reference_unasked(install):

@@ -323,6 +323,19 @@ SCRIPTS = {
 }  # fmt: skip
 
 
+PAGE = (RECIPES.parent / "examples" / "results" / "verl_scripts.md").read_text().splitlines()
+
+
+def test_the_page_counts_what_it_lists():
+    lines = [line for line in PAGE if line.startswith("| ") and "/run_" in line]
+    refused = [line for line in lines if "refused" in line]
+    unshared = [line for line in lines if "unshared" in line]
+    counts = (
+        f"{len(lines)} scripts: {len(lines) - len(refused)} accepted, {len(refused)} refused, {len(unshared)} unshared"
+    )
+    assert any(line.startswith(counts) for line in PAGE) and len(lines) == len(SCRIPTS)
+
+
 def command_of(settings: Settings, model: Path, data: Path) -> list[str]:
     """The words of a training command with these settings."""
     (prompts, mini_batch, n), (prompt, response), (gpus, nodes) = settings.batch, settings.lengths, settings.gpus
@@ -348,12 +361,21 @@ def command_of(settings: Settings, model: Path, data: Path) -> list[str]:
     ]  # fmt: skip
 
 
+def outcome(settings: Settings, found: dict[str, Any]) -> str:
+    """In words of verl_scripts.md."""
+    if settings.refused:
+        return "refused: " + ", ".join(settings.refused)
+    shared = found["packed_groups"] + found["phased_groups"]
+    return f"accepted, {found['speedup']['update']:.2f}" if shared else "accepted, unshared"
+
+
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_verls_own_settings_have_a_plan_or_are_refused_by_key(folder_of, train_file, script):
     settings = SCRIPTS[script]
     folder = folder_of(settings.model)
     words = command_of(settings, folder, train_file("VL" in settings.model))
     found = plan.build("ppo_trainer", words, None, None)
+    assert f"| {script} | {settings.model} | {outcome(settings, found)} |" in PAGE
     assert len(found["unsupported"]) == len(settings.refused)
     assert all(key in reason for key, reason in zip(settings.refused, found["unsupported"], strict=True))
     if unsupported_reasons(AutoConfig.from_pretrained(folder)):

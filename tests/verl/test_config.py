@@ -68,6 +68,7 @@ def test_good_config_passes_the_driver_checks(model_path):
         (f"{ACTOR}.ulysses_sequence_parallel_size=2", r"ulysses_sequence_parallel_size=2.*set it to 1"),
         (f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size=2", r"ulysses_sequence_parallel_size=2"),
         (f"{ACTOR}.pad_to_length=True", r"pad_to_length=False"),
+        (f"{ACTOR}.fsdp_config.qat.enable=True", r"fsdp_config.qat.enable=False, or model_engine=dp"),
         (f"{ACTOR}.prefix.exchange=on", r"prefix.exchange='on': set one of auto, off"),
         (f"{ACTOR}.prefix.schedule=tree", r"prefix.schedule='tree': set one of auto, packed, phased, stock"),
         (f"{ACTOR}.prefix.attention=magi", r"prefix.attention='magi': set one of"),

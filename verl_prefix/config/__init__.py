@@ -143,6 +143,11 @@ class PrefixEngineConfig(FSDPEngineConfig):
             "pad_to_length=True: the prefix engine packs without padding; set "
             "actor_rollout_ref.actor.pad_to_length=False",
         )
+        _refuse(
+            self.get("qat") and self.qat.get("enable", False),  # verl 0.9.0 has no such key
+            "fsdp_config.qat.enable=True: nobody has tried quantization-aware training with a shared prefix; set "
+            "actor_rollout_ref.actor.fsdp_config.qat.enable=False, or model_engine=dp",
+        )
         # verl's own check knows only its own names (verl/workers/config/engine.py), and so does its engine's base class
         # (FSDPEngine._build_fsdp_module), which gets a copy that says fsdp2; the registry's backend name is prefix.
         self.strategy = "fsdp2"

@@ -143,7 +143,7 @@ def _check_registered() -> Iterator[Finding]:
 def _check_kernels() -> Iterator[Finding]:
     import torch
 
-    from verl_prefix.core.kernels import available_kernels, choose_kernel
+    from verl_prefix.core.kernels import available_kernels, choose_kernel, flash_attn
 
     for name, state in available_kernels().items():
         yield None, f"attention kernel {name}: {state}"
@@ -158,6 +158,8 @@ def _check_kernels() -> Iterator[Finding]:
         yield str(error), line
     else:
         yield None, f"{line}: {chosen.rpartition('.')[2]}"
+    if device == "cuda" and (missing := flash_attn.faster()):
+        yield None, f"a faster attention kernel for this GPU is not installed: {missing} of flash-attn"
 
 
 def _check_config() -> Iterator[Finding]:

@@ -82,6 +82,14 @@ def _interface() -> tuple[str, Callable[..., Any], Callable[..., Any]] | None:
     return None
 
 
+def faster() -> str | None:
+    """The module that would be the choice on this CUDA device, and cannot be imported or called."""
+    capability = torch.cuda.get_device_capability()
+    best = next((name for name, (*_, low, end) in _INTERFACES.items() if low <= capability < end), None)
+    found = _interface()
+    return None if found and found[0] == best else best
+
+
 def _chosen_interface() -> tuple[str, Callable[..., Any], Callable[..., Any]]:
     interface = _interface()
     assert interface is not None  # `choose_kernel` has asked `unavailable`
