@@ -119,42 +119,16 @@ def test_a_profile_of_another_device_is_refused_and_ranks_measure_what_one_lacks
         read("here", path=tmp_path / "missing" / "profile.json")
 
 
-LENGTHS = st.tuples(st.integers(1, 800), st.integers(1, 800), st.integers(1, 8))
-RATES = st.builds(Rates, *[st.floats(0.0, 1e-9)] * 4)
 LONG, SHORT = [Group(tuple(range(8)), 400, (50,) * 8)], [Group((0, 1), 4, (300, 300))]
+FLOPS = Profile(forward=Rates(), update=Rates())
 
 
 def test_long_prefixes_are_shared_and_short_ones_go_to_stock():
-    chosen = make_chooser(chooser.FLOPS).choose(LONG, 4000, forward_only=False)
+    chosen = make_chooser(FLOPS).choose(LONG, 4000, forward_only=False)
     assert len(chosen.passes) == len(chosen.packed) == 1
-    assert make_chooser(chooser.FLOPS).choose(SHORT, 4000, forward_only=False) is None
+    assert make_chooser(FLOPS).choose(SHORT, 4000, forward_only=False) is None
     always = make_chooser(Profile(), min_speedup=0)
     assert always.choose(SHORT, 4000, forward_only=False) is not None
-
-
-def test_nothing_is_measured_where_no_rates_would_say_stock():
-    """Four stock passes against one of ours; a single pass of both may be all that costs; waves have to be priced."""
-    asked = []
-    for groups, budget in ((LONG, 1000), (LONG, 4000), (LONG, 500), (SHORT, 4000)):
-        made = make_chooser(Profile())
-        made.measure = lambda budget, forward_only: asked.append(budget) or Rates()
-        made.choose(groups, budget, forward_only=True)
-    assert asked == [4000, 500, 4000]
-    written = make_chooser(Profile(), lambda values: [1.0] if len(values) == 1 else values)  # on another rank
-    written.measure = lambda budget, forward_only: asked.append("written") or Rates()
-    written.choose(LONG, 1000, forward_only=True)
-    assert asked[3:] == ["written"]
-
-
-@hypothesis.given(st.lists(LENGTHS, min_size=1, max_size=4), st.integers(200, 8000), RATES)
-@hypothesis.settings(deadline=None)
-def test_a_gain_at_any_rates_is_one_at_these(lengths, budget, rates):
-    groups = [Group(tuple(range(g)), p, (s,) * g) for p, s, g in lengths]
-    made = make_chooser(Profile(forward=rates, update=rates))
-    prices = chooser.price(made.costs, groups, budget, made.profile)
-    if chooser.gains_at_any_rates(made.costs, prices):
-        stock, mixed, packed = prices.seconds
-        assert stock * (1 + 1e-9) >= made.costs.min_speedup * mixed and mixed == packed
 
 
 def test_what_does_not_fit_is_cut_or_phased_by_cost():
@@ -166,7 +140,7 @@ def test_what_does_not_fit_is_cut_or_phased_by_cost():
 
 
 def test_update_follows_the_old_log_probs_and_both_are_decided_by_the_cost_of_both():
-    made = make_chooser(chooser.FLOPS)
+    made = make_chooser(FLOPS)
     assert made.choose(LONG, 4000, forward_only=True) is not None
     assert made.choose(SHORT, 4000, forward_only=False) is not None
     assert made.choose(SHORT, 4000, forward_only=True) is None
@@ -179,11 +153,11 @@ def test_ranks_decide_alike():
     """Rank 0 would gain much, rank 1 nothing: the slowest rank's seconds decide for both."""
     seen = []
     for groups in (LONG, SHORT):
-        one = make_chooser(chooser.FLOPS, lambda values: seen.append(values) or values, wave_tokens=60)
+        one = make_chooser(FLOPS, lambda values: seen.append(values) or values, wave_tokens=60)
         one.choose(groups, 650, forward_only=False)
     assert len(seen[0]) == len(seen[1])
     agreed = [max(column) for column in zip(*seen, strict=True)]
-    choosers = [make_chooser(chooser.FLOPS, lambda values: agreed, wave_tokens=60) for _ in range(2)]
+    choosers = [make_chooser(FLOPS, lambda values: agreed, wave_tokens=60) for _ in range(2)]
     plans = [one.choose(groups, 650, forward_only=False) for one, groups in zip(choosers, (LONG, SHORT), strict=True)]
     assert (plans[0] is None) == (plans[1] is None)
 
@@ -248,6 +222,10 @@ def test_plan_decides_on_ref_as_the_engine_that_computes_it():
     assert predictor.decide([LONG], [4000], ref_engine=False)[0].stock
 
 
+LENGTHS = st.tuples(st.integers(1, 800), st.integers(1, 800), st.integers(1, 8))
+RATES = st.builds(Rates, *[st.floats(0.0, 1e-9)] * 4)
+
+
 @hypothesis.given(
     st.lists(LENGTHS, min_size=1, max_size=4), st.integers(200, 8000), st.tuples(RATES, RATES), st.booleans()
 )
@@ -276,9 +254,9 @@ def test_plan_says_what_the_engine_does(lengths, budget, rates, has_log_probs):
 
 
 def test_stock_is_not_taken_where_it_does_not_fit_on_one_rank():
-    assert make_chooser(chooser.FLOPS, min_speedup=9.0).choose(SHORT, 1000, True) is None
-    alone = make_chooser(chooser.FLOPS, min_speedup=9.0)
+    assert make_chooser(FLOPS, min_speedup=9.0).choose(SHORT, 1000, True) is None
+    alone = make_chooser(FLOPS, min_speedup=9.0)
     alone.stock_fits = lambda passes: sum(p.head_tokens for p in passes) < 600
     assert alone.choose(SHORT, 1000, True) is not None and alone.choose(SHORT, 1000, False) is not None
-    told = make_chooser(chooser.FLOPS, lambda values: [*values[:-1], 1.0], min_speedup=9.0)
+    told = make_chooser(FLOPS, lambda values: [*values[:-1], 1.0], min_speedup=9.0)
     assert told.choose(SHORT, 1000, True) is not None, "another rank lacks room"

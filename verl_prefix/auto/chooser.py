@@ -1,8 +1,7 @@
 """schedule=auto: the cheapest path for a batch (stock, packed, or a mix with phases), the same on every rank.
 
-Sharing short prompts can cost more than it saves. What a path costs is predicted by `cost`, with rates measured on this
-model and device where they can make a difference. The engine asks a `Chooser`; `verl-prefix plan` asks `price` and
-`decide`, as the chooser does.
+Sharing short prompts can cost more than it saves. What a path costs is predicted by `cost` with rates measured on this
+model and device. The engine asks a `Chooser`; `verl-prefix plan` asks `price` and `decide`, as the chooser does.
 """
 
 import dataclasses
@@ -19,8 +18,6 @@ from verl_prefix.core.groups import Group
 from verl_prefix.core.waves import Plan, make_plan
 
 logger = logging.getLogger(__name__)
-
-FLOPS = Profile(forward=Rates(), update=Rates())  # where nothing was measured
 
 
 @dataclass(frozen=True)
@@ -87,20 +84,6 @@ def price(costs: CostModel, groups: Sequence[Group], budget: int, profile: Profi
     return Prices(mixed, packed, stock, seconds)
 
 
-def gains_at_any_rates(costs: CostModel, prices: Prices) -> bool:
-    """Whether sharing gains `min_speedup` whatever passes, layers, attention and lm_head cost: it has so many times
-    less of each, and only one way to be planned."""
-
-    def amounts(passes: Sequence[PassCost]) -> list[float]:
-        return [len(passes), *(sum(getattr(p, name) for p in passes) for name in ("tokens", "pairs", "head_tokens"))]
-
-    stock = amounts(prices.stock)
-    ours = [amounts(plan_passes(costs.shape, prices.mixed, chunk)) for chunk in (None, costs.logits_chunk)]
-    return not prices.mixed.phased and all(
-        x >= costs.min_speedup * y for one in ours for x, y in zip(stock, one, strict=True)
-    )
-
-
 def decide(
     seconds: Sequence[float], min_speedup: float, log_probs: Decision | None = None, stock_fits: bool = True
 ) -> Decision:
@@ -149,11 +132,8 @@ class Chooser:
         """This rank's plan; None: the stock path. `own`: see `price`."""
         if not self.costs.min_speedup:
             return make_plan(groups, budget, "auto", self.costs.wave_tokens, self.costs.offload)
-        known = (self.profile.forward if forward_only else self.profile.update) is not None
-        prices = price(self.costs, groups, budget, self.profile if known else FLOPS, own)
-        if not known and self._must_measure(prices):
-            self._measure(budget, forward_only)
-            prices = price(self.costs, groups, budget, self.profile, own)
+        self._ensure_measured(budget, forward_only)
+        prices = price(self.costs, groups, budget, self.profile, own)
         *seconds, lacks_room = self.reduce_max([*prices.seconds, float(not self.stock_fits(prices.stock))])
         before = None if forward_only else self._log_probs
         decision = decide(seconds, self.costs.min_speedup, before, not lacks_room)
@@ -162,12 +142,9 @@ class Chooser:
         self.speedup = decision.speedup
         return None if decision.stock else prices.packed if decision.packed else prices.mixed
 
-    def _must_measure(self, prices: Prices) -> bool:
-        """Also where a profile is to be written; the same on every rank."""
-        needed = self.path is not None or not gains_at_any_rates(self.costs, prices)
-        return self.reduce_max([float(needed)])[0] > 0
-
-    def _measure(self, budget: int, forward_only: bool) -> None:
+    def _ensure_measured(self, budget: int, forward_only: bool) -> None:
+        if (self.profile.forward if forward_only else self.profile.update) is not None:
+            return
         rates = self.measure(budget, forward_only)
         if forward_only:
             self.profile = dataclasses.replace(self.profile, forward=rates)
