@@ -460,8 +460,10 @@ def _worker(rank: int, world: int, rendezvous: str, models: dict, cases: dict, o
             options = {"verify": "off"} | options
         results[name] = _compare(_measure("prefix", path, rank, options), stock_cache[key])
     results["worker"] = _compare_workers(models["qwen3"], rank)
-    # Answers of three tokens: of 8 and of 5 rows, which one stock pass would not hold.
-    choices = {"groups": [("a", 300, [3] * (8 - 3 * rank), "")], "budget": 330}
+    # Answers of three tokens: of 8 and of 5 rows, which one stock pass would not hold, nor one of ours; rank 1 has
+    # rows enough for more passes with noise.
+    groups = [("a", 300, [3] * (8 - 3 * rank), ""), ("b", 5, [1] * 40 * rank, "")][: 1 + rank]
+    choices = {"groups": groups, "budget": 310}
     results["logits"] = _logits_of_an_update(models["qwen3"], rank, choices)
     results["losses"] = _loss_errors(models["qwen3"], rank, world)
     # Half precision, where fp32 stock is truth enough: what does stock itself miss, and what do we?

@@ -88,7 +88,7 @@ class Schedule:
         offload: phased only, what phase A saves for phase C waits in host memory; `transfers` counts it.
         measure_peak: phased on CUDA only, `phase_b_peak` becomes the most bytes allocated during phase B. It resets the
             device's peak statistics, which other code may read.
-        inspect: see `AttentionPass`; packed passes only.
+        inspect: see `AttentionPass`; packed passes with groups only.
     """
 
     def __init__(
@@ -185,7 +185,8 @@ class Schedule:
     def _suffixes(
         self, tokens: TokenBatch, groups: Sequence[Group], layout: Layout, cache: PrefixCache | None
     ) -> PassOutputs:
-        attention_pass = AttentionPass(layout, self.kernel, cache=cache, inspect=None if cache else self.inspect)
+        inspect = self.inspect if groups and cache is None else None
+        attention_pass = AttentionPass(layout, self.kernel, cache=cache, inspect=inspect)
         keep = slice(layout.num_prefix, None)
         with self.forward_context():
             outputs = self.outputs if groups else _sum_logits

@@ -57,7 +57,7 @@ class AttentionCheck:
         self, layer: int, layout: Layout, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
         sinks: torch.Tensor | None, params: AttentionParams, out: torch.Tensor,
     ) -> None:  # fmt: skip
-        prefix_len = layout.num_prefix
+        prefix_len = layout.num_prefix  # of the one group, whatever its segments say
         error = noise = 0.0
         start = 0
         for segment in layout.segments:
@@ -71,7 +71,8 @@ class AttentionCheck:
             noise += (rounded - truth).square().sum().item()
             start += segment.length
         ratio = (error / max(noise, 1e-300)) ** 0.5
-        if not ratio <= self.worst:
+        ratio = float("inf") if ratio != ratio else ratio  # a later layer must not hide it
+        if ratio > self.worst:
             self.worst, self.layer = ratio, layer
 
 

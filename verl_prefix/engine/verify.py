@@ -74,7 +74,12 @@ class Verification:
         candidates = self._checkable(data, [group for group in groups if group.num_suffix_tokens] or groups)
         if not candidates:
             if not self._said_waiting:
-                logger.warning("prefix.verify waits for a batch in which every rank has a prompt, of pixels if any has")
+                kinds = ", of a vision model with as many kinds of pixels (images, videos)"
+                logger.warning(
+                    "prefix.verify waits for a batch in which every rank has a prompt%s; set "
+                    "actor_rollout_ref.actor.prefix.verify=off where none will come",
+                    kinds if is_vision_config(self.engine.module.config) else "",
+                )
                 self._said_waiting = True
             return {}
         self._num_updates += 1

@@ -158,8 +158,11 @@ def _check_kernels() -> Iterator[Finding]:
         yield str(error), line
     else:
         yield None, f"{line}: {chosen.rpartition('.')[2]}"
-    if device == "cuda" and (missing := flash_attn.faster()):
-        yield None, f"a faster attention kernel for this GPU is not installed: {missing} of flash-attn"
+    if device == "cuda" and (missing := flash_attn.missing_best()):
+        yield (
+            None,
+            f"a faster attention kernel for this GPU is missing, or has unknown arguments: {missing} (flash-attn)",
+        )
 
 
 def _check_config() -> Iterator[Finding]:

@@ -82,8 +82,8 @@ def _interface() -> tuple[str, Callable[..., Any], Callable[..., Any]] | None:
     return None
 
 
-def faster() -> str | None:
-    """The module that would be the choice on this CUDA device, and cannot be imported or called."""
+def missing_best() -> str | None:
+    """The module that would be the choice on this CUDA device, and is missing or has arguments that we do not know."""
     capability = torch.cuda.get_device_capability()
     best = next((name for name, (*_, low, end) in _INTERFACES.items() if low <= capability < end), None)
     found = _interface()

@@ -10,6 +10,7 @@ said).
 
 import json
 import math
+import os
 import statistics
 import sys
 from collections.abc import Iterator
@@ -290,7 +291,8 @@ def run(
         wrong = "is a folder" if out.is_dir() else f"is in {out.parent}, which is no folder here"
         raise PlanError(f"--out {out} {wrong}; write the name of a file in a folder that exists")
     plan = build(config_name, words, responses, share_spec, config_path, request)
-    show(plan, Console() if sys.stdout.isatty() else Console(width=120))  # in a log, tables keep their columns
+    told = sys.stdout.isatty() or "COLUMNS" in os.environ
+    show(plan, Console() if told else Console(width=120))  # in a log, tables keep their columns
     if out:
         write_whole(out, json.dumps(plan, indent=1) + "\n")
     return 1 if plan["unsupported"] or ("simulated" in plan and fits_nothing(plan["simulated"])) else 0

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from transformers import LlamaConfig, PretrainedConfig
 
+from verl_prefix.core import offload
 from verl_prefix.core.groups import Group
 from verl_prefix.tools.simulate.accelerator import DEVICE, fake_accelerator
 from verl_prefix.tools.simulate.hardware import GPUS, Hardware
@@ -71,22 +72,23 @@ def _warm_up() -> None:
 def _run(job: Job, arms: Sequence[Arm], hardware: Hardware, log_probs: bool = True) -> list[dict[str, Phase]]:
     vocab_size = job.config.get_text_config().vocab_size
     found: list[dict[str, Phase]] = []
-    of_path: dict[str, dict[str, Phase]] = {}
+    of_path: dict[tuple[str, bool], dict[str, Phase]] = {}
     with fake_accelerator(job.ranks, job.replicas) as mesh, Tracker(hardware, DEVICE, vocab_size) as tracker:
         simulation = Simulation(job, tracker, mesh, DEVICE)
         optimizer = simulation.optimizer()
         for arm in arms:
             tracker.restart()
-            if log_probs and arm.path not in of_path:
+            offload.host_pages.cache_clear()
+            if log_probs and (arm.path, arm.offload) not in of_path:
                 simulation.run(arm, update=False)
-                of_path[arm.path] = dict(tracker.phases)
+                of_path[arm.path, arm.offload] = dict(tracker.phases)
             simulation.run(arm, update=True)
             if found:
                 optimizer.zero_grad()
                 tracker.phases["optimizer"] = found[0]["optimizer"]
             else:
                 simulation.step(optimizer)
-            found.append({**of_path.get(arm.path, {}), **tracker.phases})
+            found.append({**of_path.get((arm.path, arm.offload), {}), **tracker.phases})
         del simulation, optimizer
         gc.collect()
     return found
@@ -97,8 +99,8 @@ def simulate(job: Job, arms: Sequence[Arm], hardware: Hardware, log_probs: bool 
     "phase_a", "phase_b", "phase_c", "optimizer".
 
     A deep model runs at two smaller depths; every amount of a phase, its peak included, is a line through them. Arms
-    run one after the other on one model: log-probs once for every path, since rows one by one and offload change
-    updates alone, and the optimizer's step once.
+    run one after the other on one model, whose lazy start the first one pays: log-probs once for every path, which
+    rows one by one do not change, and the optimizer's step once.
     """
     _warm_up()
     configs, times = _depths(job.config)

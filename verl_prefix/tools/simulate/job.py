@@ -47,8 +47,9 @@ class Job:
         entropy: computed with the log-probs of an update too (entropy_coeff is not 0).
         temperature: other than 1 scales a copy of the logits.
         log_prob_budget: of log-probs, where it is another.
-        kept: passes and waves of each kind that run in an update, one in log-probs; others count as copies of one that
-            costs about as much. The second update sees what the first leaves.
+        kept: passes of each kind that run in an update, and waves of the costliest; half as many waves of every other,
+            and one pass in log-probs. Others count as copies of one that costs about as much. The second update sees
+            what the first leaves.
         grids: per group, what its prompt shows a vision model; empty: nothing.
         freeze_tower: the vision tower is not trained.
     """

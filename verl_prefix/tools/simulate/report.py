@@ -14,6 +14,7 @@ from rich.table import Column, Table
 from transformers import PretrainedConfig
 
 from verl_prefix.core.groups import Group
+from verl_prefix.core.waves import largest_wave, make_plan
 from verl_prefix.tools.simulate.depth import simulate
 from verl_prefix.tools.simulate.hardware import GIB, Hardware
 from verl_prefix.tools.simulate.job import Arm, Job
@@ -85,21 +86,21 @@ def settings(job: Job, hardware: Hardware, arms: dict[str, Any]) -> list[dict[st
     """Ways to run the job with sharing, cheapest first, those that do not fit behind: overrides, seconds, GiB.
 
     Args:
-        arms: of `compare`; the best of them also runs with the other gradient synchronisation, and, where it is phased
-            or does not fit, phased with waves of a quarter.
+        arms: of `compare`; the best of them also runs with the other gradient synchronisation. Where it has waves, or
+            nothing fits, it or the one with offload also runs with waves of a quarter.
     """
     ways = [arm for arm in ARMS if not arm.path.startswith("stock")]
-    found = [_way(job, arm, arms[arm.name], arms, hardware) for arm in ways]
+    found = [_way(job, arm, arms[arm.name], hardware) for arm in ways]
     best = min(range(len(found)), key=lambda i: _rank(found[i]))
     others = [(replace(job, no_sync=not job.no_sync), ways[best])]
     if ways[best].path == "phased" or not found[best]["fits"]:
-        smaller = replace(job, wave_tokens=max(1, (job.wave_tokens or job.budget // 2) // 4))
-        others.append((smaller, ways[best] if ways[best].path == "phased" else ways[-1]))
+        arm = ways[best] if found[best]["fits"] else ways[-1]
+        plan = make_plan(job.groups, job.budget, "phased", job.wave_tokens, arm.offload)
+        others.append((replace(job, wave_tokens=max(1, largest_wave(plan) // 4)), arm))
     for other, arm in others:
-        update = as_json(simulate(other, [arm], hardware, log_probs=False)[0])
         key = "actor_rollout_ref.actor.fsdp_config.use_no_sync_for_gradient_accumulation"
         more = [f"{key}={other.no_sync}"] * (other.no_sync != job.no_sync)
-        found.append(_way(other, arm, update, arms, hardware, *more))
+        found.append(_way(other, arm, as_json(simulate(other, [arm], hardware)[0]), hardware, *more))
     return sorted(found, key=_rank)
 
 
@@ -107,17 +108,15 @@ def _rank(way: dict[str, Any]) -> tuple[bool, float]:
     return not way["fits"], way["seconds"]
 
 
-def _way(
-    job: Job, arm: Arm, update: dict[str, Any], arms: dict[str, Any], hardware: Hardware, *more: str
-) -> dict[str, Any]:
+def _way(job: Job, arm: Arm, found: dict[str, Any], hardware: Hardware, *more: str) -> dict[str, Any]:
     words = [f"schedule={arm.path}"] + ["offload=True"] * arm.offload
     if arm.path == "phased" and job.wave_tokens:
         words.append(f"wave_tokens={job.wave_tokens}")
     return {
         "overrides": [*(f"actor_rollout_ref.actor.prefix.{word}" for word in words), *more],
-        "seconds": update["update_seconds"] + arms[arm.path]["log_prob_seconds"],
-        "peak_gib": update["peak_gib"],
-        "fits": update["peak_gib"] * GIB <= hardware.capacity,
+        "seconds": _seconds(found),
+        "peak_gib": found["peak_gib"],
+        "fits": found["peak_gib"] * GIB <= hardware.capacity,
     }
 
 
