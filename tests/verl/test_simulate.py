@@ -50,6 +50,8 @@ SMALL = LlamaConfig(
     hidden_size=64, intermediate_size=192, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
     head_dim=16, vocab_size=1024, max_position_embeddings=4096,
 )  # fmt: skip
+SIZES = {name: getattr(SMALL, name) for name in ("hidden_size", "intermediate_size", "num_attention_heads",
+                                                 "num_key_value_heads", "head_dim", "vocab_size")}  # fmt: skip
 WIDE = LlamaConfig(
     hidden_size=4096, intermediate_size=14336, num_hidden_layers=4, num_attention_heads=32, num_key_value_heads=8,
     head_dim=128, vocab_size=128256, max_position_embeddings=16384, tie_word_embeddings=False,
@@ -66,14 +68,12 @@ def elsewhere():
 def seeing(kind: str, layers: int = 1, depth: int = 2) -> PretrainedConfig:
     """SMALL with a vision tower, every second block of which attends to whole frames, or adds to text layers."""
     rope = dict(rope_type="default", rope_theta=1e4, mrope_section=[2, 3, 3])
-    text = {name: getattr(SMALL, name) for name in ("hidden_size", "intermediate_size", "num_attention_heads",
-                                                    "num_key_value_heads", "head_dim", "vocab_size")}  # fmt: skip
     marked = list(range(1, depth, 2))
     fields = {"qwen2_5_vl": dict(fullatt_block_indexes=marked, window_size=48),
               "qwen3_vl": dict(deepstack_visual_indexes=marked, num_position_embeddings=64)}  # fmt: skip
     return AutoConfig.for_model(
         kind,
-        text_config=text | dict(num_hidden_layers=layers, rope_parameters=rope, bos_token_id=0, eos_token_id=0),
+        text_config=SIZES | dict(num_hidden_layers=layers, rope_parameters=rope, bos_token_id=0, eos_token_id=0),
         vision_config=dict(depth=depth, hidden_size=64, num_heads=2, patch_size=4, intermediate_size=96,
                            out_hidden_size=64) | fields[kind],
     )  # fmt: skip
@@ -465,9 +465,7 @@ def syncs(kind: str, layers: int) -> list[dict[str, float]]:
         "qwen2": dict(use_sliding_window=True, sliding_window=25, max_window_layers=1),
         "gpt_oss": dict(num_local_experts=4, num_experts_per_tok=2, sliding_window=32),  # with attention sinks
     }
-    sizes = {name: getattr(SMALL, name) for name in ("hidden_size", "intermediate_size", "num_attention_heads",
-                                                     "num_key_value_heads", "head_dim", "vocab_size")}  # fmt: skip
-    config = AutoConfig.for_model(kind, **sizes, **fields.get(kind, {}), num_hidden_layers=layers)
+    config = AutoConfig.for_model(kind, **SIZES, **fields.get(kind, {}), num_hidden_layers=layers)
     groups = (Group((0, 1, 2), 300, (1, 64, 130)), Group((3,), 50, (1,)))
     job = Job(config, groups, 600, ranks=2, wave_tokens=128, logits_chunk=50, kept=1)
     arms = [Arm("packed"), Arm("phased"), Arm("phased", offload=True)]

@@ -193,7 +193,7 @@ class Exchange:
         prefixes = {(key, home): n for key, home, n in zip(rows.keys, self._home, rows.prefix_lens, strict=True)}
         return sum(prefixes.values()) + sum(rows.suffix_lens), len(rows.keys)
 
-    def _gather(self, table: torch.Tensor, most: int) -> "AllRows":
+    def _gather(self, table: torch.Tensor, most: int) -> AllRows:
         padded = framed(table, most).to(self._device)
         every = [torch.empty_like(padded) for _ in range(self._size)]
         dist.all_gather(every, padded, group=self._group)

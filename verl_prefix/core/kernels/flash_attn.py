@@ -32,7 +32,7 @@ _OTHER_ARGS = set(
 )
 # Of FA3 up to v2.8.3.post1, which has no defaults for them.
 _UNUSED_ARGS = set(
-    "k_new v_new qv out cu_seqlens_k_new seqused_q seqused_k sequed_q sequed_k page_table kv_batch_idx leftpad_k "
+    "k_new v_new qv cu_seqlens_k_new seqused_q seqused_k sequed_q sequed_k page_table kv_batch_idx leftpad_k "
     "rotary_cos rotary_sin seqlens_rotary q_descale k_descale v_descale".split()
 )
 
@@ -142,7 +142,7 @@ def backward(
         **_window_args(name, window), softcap=softcap or 0.0,
         deterministic=torch.are_deterministic_algorithms_enabled(), dq=dq, dk=dk, dv=dv,
     )  # fmt: skip
-    extras = {"dropout_p": 0.0, "alibi_slopes": None} if name == _FA2 else {}
+    extras = {"dropout_p": 0.0} if name == _FA2 else {}
     tensors = (q, k, v, out, dout, lse) if name == _FA4 else (dout, q, k, v, out, lse)
     _call(run, *tensors, causal=causal, **extras, **shared)
     return dq, dk, dv

@@ -13,11 +13,7 @@ from verl_prefix.tools.simulate.accelerator import DEVICE, fake_accelerator
 from verl_prefix.tools.simulate.hardware import GPUS, Hardware
 from verl_prefix.tools.simulate.job import Arm, Job
 from verl_prefix.tools.simulate.passes import Simulation
-from verl_prefix.tools.simulate.tower import (
-    deepstack_layers,
-    kinds_of_blocks,
-    with_blocks,
-)
+from verl_prefix.tools.simulate.tower import deepstack_layers, kinds_of_blocks, with_blocks
 from verl_prefix.tools.simulate.tracker import Phase, Tracker
 
 DEPTH = 3  # layers of the smaller model that runs; with fewer, FSDP2 prefetches less than in the whole one

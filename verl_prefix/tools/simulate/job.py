@@ -7,9 +7,7 @@ import torch
 from transformers import PretrainedConfig
 
 from verl_prefix.core.groups import Group
-from verl_prefix.tools.simulate.tower import (
-    Grids,
-)
+from verl_prefix.tools.simulate.tower import Grids
 
 
 @dataclass(frozen=True)

@@ -29,11 +29,7 @@ from verl_prefix.models import vision
 from verl_prefix.models.hookup import HookedModel
 from verl_prefix.tools.simulate.job import Arm, Job
 from verl_prefix.tools.simulate.operations import KERNEL
-from verl_prefix.tools.simulate.tower import (
-    TowerPixels,
-    num_patches,
-    prepare_tower,
-)
+from verl_prefix.tools.simulate.tower import TowerPixels, num_patches, prepare_tower
 from verl_prefix.tools.simulate.tracker import Tracker
 
 Item = TypeVar("Item")

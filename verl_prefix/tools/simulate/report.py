@@ -90,7 +90,7 @@ def settings(job: Job, hardware: Hardware, arms: dict[str, Any]) -> list[dict[st
             nothing fits, it or the one with offload also runs with waves of a quarter.
     """
     ways = [arm for arm in ARMS if not arm.path.startswith("stock")]
-    found = [_way(job, arm, arms[arm.name], hardware) for arm in ways]
+    found = [_way(job, arm, arms[arm.name]) for arm in ways]
     best = min(range(len(found)), key=lambda i: _rank(found[i]))
     others = [(replace(job, no_sync=not job.no_sync), ways[best])]
     if ways[best].path == "phased" or not found[best]["fits"]:
@@ -100,7 +100,7 @@ def settings(job: Job, hardware: Hardware, arms: dict[str, Any]) -> list[dict[st
     for other, arm in others:
         key = "actor_rollout_ref.actor.fsdp_config.use_no_sync_for_gradient_accumulation"
         more = [f"{key}={other.no_sync}"] * (other.no_sync != job.no_sync)
-        found.append(_way(other, arm, as_json(simulate(other, [arm], hardware)[0]), hardware, *more))
+        found.append(_way(other, arm, compare(other, hardware, [arm])[arm.name], *more))
     return sorted(found, key=_rank)
 
 
@@ -108,7 +108,7 @@ def _rank(way: dict[str, Any]) -> tuple[bool, float]:
     return not way["fits"], way["seconds"]
 
 
-def _way(job: Job, arm: Arm, found: dict[str, Any], hardware: Hardware, *more: str) -> dict[str, Any]:
+def _way(job: Job, arm: Arm, found: dict[str, Any], *more: str) -> dict[str, Any]:
     words = [f"schedule={arm.path}"] + ["offload=True"] * arm.offload
     if arm.path == "phased" and job.wave_tokens:
         words.append(f"wave_tokens={job.wave_tokens}")
@@ -116,7 +116,7 @@ def _way(job: Job, arm: Arm, found: dict[str, Any], hardware: Hardware, *more: s
         "overrides": [*(f"actor_rollout_ref.actor.prefix.{word}" for word in words), *more],
         "seconds": _seconds(found),
         "peak_gib": found["peak_gib"],
-        "fits": found["peak_gib"] * GIB <= hardware.capacity,
+        "fits": found["fits"],
     }
 
 
