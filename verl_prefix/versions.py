@@ -5,7 +5,9 @@ in the constructors of our configs and trainer, where its message reaches the us
 library: it must work where verl does not.
 """
 
+import functools
 import importlib.metadata
+import logging
 import os
 import platform
 import re
@@ -14,7 +16,11 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+logger = logging.getLogger(__name__)
+
 TESTED_VERL = ("0.9.0", "0.9.1")
+VERL_MAIN = "0.10.0.dev0"  # of the main branch, which moves under this version
+TESTED_MAIN = "1dda039b9 of 2026-08-22"
 OVERRIDE = "VERL_PREFIX_ALLOW_UNTESTED_VERL"
 COMMIT = "VERL_PREFIX_COMMIT"  # the clean commit of a copy without .git
 
@@ -28,7 +34,7 @@ def untested_verl() -> str | None:
         version = importlib.metadata.version("verl")
     except importlib.metadata.PackageNotFoundError:
         version = "unknown (no package metadata)"
-    if version in TESTED_VERL or allowed == "1":
+    if version in (*TESTED_VERL, VERL_MAIN) or allowed == "1":
         return None
     return (
         f"verl {version} is not one of those that verl_prefix was tested with ({', '.join(TESTED_VERL)}), and it "
@@ -37,14 +43,36 @@ def untested_verl() -> str | None:
     )
 
 
+def moving_verl() -> str | None:
+    """What a user of verl's main branch should know, or None: its version does not say which commit it is."""
+    try:
+        version = importlib.metadata.version("verl")
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    if version != VERL_MAIN:
+        return None
+    return (
+        f"verl {VERL_MAIN} is its main branch, of which commit {TESTED_MAIN} was tested; make test-verl-main tests "
+        f"another, pip install verl=={TESTED_VERL[-1]} takes the release"
+    )
+
+
+@functools.cache
+def _warn_once(message: str) -> None:
+    logger.warning(message)
+
+
 def check_verl_version() -> None:
-    """Refuses a verl that this package was not tested with.
+    """Refuses a verl that this package was not tested with; warns once per process of one that moves.
 
     Raises:
-        ImportError: its version is not in `TESTED_VERL` and the environment variable `OVERRIDE` is not 1.
+        ImportError: its version is neither in `TESTED_VERL` nor `VERL_MAIN`, and the environment variable `OVERRIDE`
+            is not 1.
     """
     if problem := untested_verl():
         raise ImportError(problem)
+    if warning := moving_verl():
+        _warn_once(warning)
 
 
 def git_state() -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """An unknown verl is refused where the user sees it: constructors, not imports (verl hides those of a plugin)."""
 
 import importlib.metadata
+import re
 
 import pytest
 from hydra import compose, initialize_config_module
@@ -45,6 +46,16 @@ def test_another_verl_is_refused_by_every_constructor(monkeypatch, version, cons
 def test_the_variable_lets_another_verl_in(monkeypatch):
     pretend(monkeypatch, "0.10.0", allowed="1")
     versions.check_verl_version()
+
+
+def test_verls_main_branch_is_taken_with_one_warning(monkeypatch, caplog):
+    pretend(monkeypatch, versions.VERL_MAIN)
+    versions._warn_once.cache_clear()
+    for _ in range(3):
+        PrefixEngineConfig()
+    (record,) = caplog.records
+    assert re.search("main branch, of which commit [0-9a-f]{9} of .* was tested", record.message)
+    assert any(versions.TESTED_MAIN in line for _, line in doctor._check_versions())
 
 
 def test_another_value_of_the_variable_is_an_error(monkeypatch):

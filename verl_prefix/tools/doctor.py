@@ -15,7 +15,7 @@ from typing import Any
 
 from packaging.requirements import Requirement
 
-from verl_prefix.versions import untested_verl
+from verl_prefix.versions import moving_verl, untested_verl
 
 PACKAGE = "verl-prefix"
 INSTALL = "run pip install . in a clone of this package, which is on no index"
@@ -62,6 +62,8 @@ def _check_versions() -> Iterator[Finding]:
         yield problem, f"{name} {version or 'not installed'}{wanted}"
     if problem := untested_verl():
         yield problem, "verl is a version that this package was run with"
+    if warning := moving_verl():
+        yield None, warning
 
 
 def _check_trl() -> Iterator[Finding]:
