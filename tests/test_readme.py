@@ -24,7 +24,7 @@ HELD = [name for name in MARKDOWN if not name.startswith(NOT_HELD)]
 Load = Callable[[str], dict[str, Any]]
 # Numbers that no report holds: versions and tolerances.
 NOT_MEASURED = {
-    "README.md": {"0.9", "0.1.0", "0.9.1", "0.9.0", "2.13.0", "5.10.4", "2.60.0", "3.11", "2506.05433", "2606.01143"},
+    "README.md": {"0.9", "0.1.0", "0.9.1", "0.9.0", "2.13.0", "5.10.4", "2.11.0", "5.9.0", "2506.05433", "2606.01143"},
     RESULTS: {"2.13.0", "0.28.0"},
     "verl_prefix/tools/README.md": {"5e-6", "1.3", "2.3"},
     ".github/CONTRIBUTING.md": {"1e-9", "5e-6", "1.3"},

@@ -84,6 +84,21 @@ def test_calibration_finds_the_rates_of_a_device(linear, attention, head, fixed)
     assert found.seconds(SHAPE, batch) == pytest.approx(true.seconds(SHAPE, batch), rel=0.05)
 
 
+@hypothesis.given(st.integers(64, 10**5), st.integers(1, 10**6))
+def test_measuring_takes_a_small_part_of_a_batch(most, batch_tokens):
+    max_tokens, rounds = calibration.effort(most, 64, batch_tokens)
+    many = []
+
+    def run(groups):
+        many.append(sum(group.num_physical_tokens for group in groups))
+
+    calibration.calibrate(SHAPE, run, max_tokens, max(2, min(64, max_tokens // 8)), rounds)
+    assert 64 <= max_tokens <= most and 1 <= rounds <= 3
+    assert sum(many) <= max(batch_tokens / 20, 3.5 * 64)
+    if batch_tokens >= 20 * 8.5 * most:
+        assert (max_tokens, rounds) == (most, 3)
+
+
 def test_profile_survives_the_disk_and_says_what_is_wrong(tmp_path):
     profile = Profile(update=Rates(1e-3, 1e-12, 2e-12, 3e-12), measured_on="here")
     profile.write(tmp_path / "profile.json")

@@ -446,6 +446,25 @@ def _logits_of_an_update(model_path: str, rank: int, options: dict) -> list[int]
     return found
 
 
+def _first_step_cost(model_path: str, rank: int, options: dict) -> float:
+    """What log-probs and update compute only once, over stock's update of the same rows: tokens through a layer, three
+    times where a backward follows."""
+    engine, found = _engine("prefix", model_path, options), [0]
+    data = _batch(rank, engine.model_config.hf_config.vocab_size, options)
+
+    def count(module, args):
+        found[-1] += args[0].shape[:-1].numel() * (3 if torch.is_grad_enabled() else 1)
+
+    engine.module.model.layers[1].register_forward_pre_hook(count)
+    for _ in range(2):
+        with engine.eval_mode(disable_auto_offload=True):
+            engine.infer_batch(data.copy())
+        with engine.train_mode(disable_auto_offload=True):
+            engine.forward_backward_batch(data.copy(), _loss(options))
+        found.append(0)
+    return (found[0] - found[1]) / (3 * (data["input_ids"].offsets()[-1].item() - len(data)))
+
+
 def _half_errors(result: dict, truth: dict) -> dict[str, float]:
     errors = {name: _relative(result[name].float(), truth[name]) for name in ("log_probs", "entropy")}
     grads, true_grads = (torch.cat([g.flatten().float() for g in x["grads"].values()]) for x in (result, truth))
@@ -468,9 +487,10 @@ def _worker(rank: int, world: int, rendezvous: str, models: dict, cases: dict, o
     results["worker"] = _compare_workers(models["qwen3"], rank)
     # Answers of three tokens: of 8 and of 5 rows, which one stock pass would not hold, nor one of ours; rank 1 has
     # rows enough for more passes with noise.
-    groups = [("a", 300, [3] * (8 - 3 * rank), ""), ("b", 5, [1] * 40 * rank, "")][: 1 + rank]
-    choices = {"groups": groups, "budget": 310}
-    results["logits"] = _logits_of_an_update(models["qwen3"], rank, choices)
+    groups = [("a", 300, [3] * (8 - 3 * rank), ""), ("b", 5, [1] * (56 + 3 * rank), "")]
+    results["logits"] = _logits_of_an_update(models["qwen3"], rank, {"groups": groups, "budget": 310})
+    groups = [(name, 100 + 10 * rank, [30, 28, 26, 24, 30, 28, 26, 24], "") for name in "abcd"]
+    results["first step"] = _first_step_cost(models["qwen3"], rank, {"groups": groups, "min_speedup": 1e-6})
     results["losses"] = _loss_errors(models["qwen3"], rank, world)
     # Half precision, where fp32 stock is truth enough: what does stock itself miss, and what do we?
     truth = stock_cache["[]"]
@@ -513,6 +533,11 @@ def test_the_self_check_stays_within_the_budget_with_as_many_passes_on_every_ran
     for result in results:
         assert max(result["logits"]) == 300 + 3, "whole rows run in stock's passes, one in each"
         assert result["logits"].count(300 + 3) == (1 + 1) * 8
+
+
+def test_measuring_and_self_check_compute_at_most_a_fifth_of_a_stock_update(results):
+    for result in results:
+        assert 0 < result["first step"] <= 0.2
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -19,6 +19,10 @@ from verl_prefix.files import write_whole
 # Tokens of a measured segment, and of a measured pass: enough to be past what a device needs to get going.
 _UNIT = {"cpu": 64, "cuda": 512}
 _PASS = {"cpu": 512, "cuda": 8192}
+# Measuring computes at most one in so many of a batch's tokens, unless that is not enough for passes of one segment.
+_SHARE = 20
+_ROUNDS = 3
+_ROUND = 2.5  # passes' tokens of a round
 
 
 @dataclass(frozen=True)
@@ -79,6 +83,7 @@ def read_profile(
 def measure(
     shape: ModelShape,
     budget: int,
+    batch_tokens: int,
     device: torch.device,
     schedule: Callable[..., Schedule],
     zero_grad: Callable[[], None],
@@ -87,11 +92,11 @@ def measure(
     """Rates of packed passes over made-up rows, whose loss and gradients are zero.
 
     Args:
-        budget: most tokens of a pass.
+        budget: most tokens of a pass. batch_tokens: see `effort`.
         schedule: makes a `Schedule` of the run's kind from (outputs, step, backward or None).
         zero_grad: drops what measuring leaves in `.grad`.
     """
-    max_tokens = min(budget, _PASS[device.type])
+    max_tokens, rounds = effort(min(budget, _PASS[device.type]), _UNIT[device.type], batch_tokens)
     unit = max(2, min(_UNIT[device.type], max_tokens // 8))
     num_tokens, offsets = calibration_rows(max_tokens, unit)
     index = torch.arange(num_tokens, device=device)
@@ -108,14 +113,26 @@ def measure(
             torch.cuda.synchronize()
 
     with torch.no_grad() if forward_only else torch.enable_grad():
-        rates = calibrate(shape, run, max_tokens, unit)
+        rates = calibrate(shape, run, max_tokens, unit, rounds)
     if not forward_only:
         zero_grad()
     return rates
 
 
+def effort(most: int, least: int, batch_tokens: int) -> tuple[int, int]:
+    """(tokens of a pass, rounds) of a measurement that a batch pays for.
+
+    Args:
+        most, least: tokens of a pass; `most` where they disagree.
+        batch_tokens: what the stock path computes of the batch, the same on every rank.
+    """
+    allowed = batch_tokens / _SHARE
+    max_tokens = min(most, max(least, int(allowed / (1 + _ROUND))))
+    return max_tokens, min(_ROUNDS, max(1, int((allowed - max_tokens) / (_ROUND * max_tokens))))
+
+
 def calibrate(
-    shape: ModelShape, run: Callable[[Sequence[Group]], None], max_tokens: int, unit: int, rounds: int = 3
+    shape: ModelShape, run: Callable[[Sequence[Group]], None], max_tokens: int, unit: int, rounds: int = _ROUNDS
 ) -> Rates:
     """Measures the rates in small packed passes; the fastest of `rounds` counts.
 

@@ -105,7 +105,7 @@ class Chooser:
 
     Args:
         profile: rates that are known. path: where to write it when more are; None on all ranks but one.
-        measure: (budget, forward_only) -> rates; it runs collectives.
+        measure: (budget, the batch's tokens on the stock path, forward_only) -> rates; it runs collectives.
         reduce_max: element-wise maximum over ranks.
         stock_fits: whether an update of stock's passes fits this rank's device.
     """
@@ -115,7 +115,7 @@ class Chooser:
         costs: CostModel,
         profile: Profile,
         path: Path | None,
-        measure: Callable[[int, bool], Rates],
+        measure: Callable[[int, int, bool], Rates],
         reduce_max: Callable[[Sequence[float]], Sequence[float]],
         stock_fits: Callable[[Sequence[PassCost]], bool] = lambda passes: True,
     ) -> None:
@@ -132,7 +132,7 @@ class Chooser:
         """This rank's plan; None: the stock path. `own`: see `price`."""
         if not self.costs.min_speedup:
             return make_plan(groups, budget, "auto", self.costs.wave_tokens, self.costs.offload)
-        self._ensure_measured(budget, forward_only)
+        self._ensure_measured(own or Batch(groups, budget), forward_only)
         prices = price(self.costs, groups, budget, self.profile, own)
         *seconds, lacks_room = self.reduce_max([*prices.seconds, float(not self.stock_fits(prices.stock))])
         before = None if forward_only else self._log_probs
@@ -142,10 +142,13 @@ class Chooser:
         self.speedup = decision.speedup
         return None if decision.stock else prices.packed if decision.packed else prices.mixed
 
-    def _ensure_measured(self, budget: int, forward_only: bool) -> None:
+    def _ensure_measured(self, own: Batch, forward_only: bool) -> None:
         if (self.profile.forward if forward_only else self.profile.update) is not None:
             return
-        rates = self.measure(budget, forward_only)
+        # The least of all ranks: they run as many passes.
+        tokens = sum(group.num_logical_tokens for group in own.groups)
+        budget, tokens = (-int(x) for x in self.reduce_max([-own.budget, -tokens]))
+        rates = self.measure(budget, tokens, forward_only)
         if forward_only:
             self.profile = dataclasses.replace(self.profile, forward=rates)
         else:

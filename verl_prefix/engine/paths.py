@@ -63,8 +63,8 @@ class Paths:
             min_speedup=options.min_speedup,
         )
 
-        def rates(budget: int, forward_only: bool) -> Rates:
-            return measure(costs.shape, budget, device, schedule, zero_grad, forward_only)
+        def rates(budget: int, batch_tokens: int, forward_only: bool) -> Rates:
+            return measure(costs.shape, budget, batch_tokens, device, schedule, zero_grad, forward_only)
 
         memory = Memory(
             ranks=shard_size(engine_config.fsdp_size, torch.distributed.get_world_size()),

@@ -83,7 +83,7 @@ class Verification:
                 self._said_waiting = True
             return {}
         self._num_updates += 1
-        verdict = self._verdict(data, _cheapest(candidates), budget)
+        verdict = self._verdict(data, _cheapest(candidates, len(data)), budget)
         if verdict.missed:
             message = f"prefix.verify, update {self._num_updates}: {verdict}"
             if options.verify_action == "raise":
@@ -143,17 +143,20 @@ class Verification:
 
 
 def _num_perturbed(batch: int, checked: int) -> int:
-    """Stock passes that measure rounding: three, or fewer where so many rows are a large part of a rank's batch."""
-    return min(3, max(1, batch // (4 * checked)))
+    """Stock passes that measure rounding, one to three: with ours and stock's own, which are the forward of about twice
+    the checked rows, an eighth of the update of all rows."""
+    return min(3, max(1, 3 * batch // (8 * checked) - 2))
 
 
-def _cheapest(groups: Sequence[Group]) -> Group:
-    """The cheapest group whose longest rows have enough response tokens to compare, cut to those rows."""
+def _cheapest(groups: Sequence[Group], batch: int) -> Group:
+    """The cheapest group whose longest rows have enough response tokens to compare, cut to those rows: two, or up to an
+    eighth of a rank's `batch`."""
+    most_rows = max(2, min(_MOST_ROWS, batch // 8))
 
     def longest(group: Group) -> Group:
         order = sorted(range(len(group.rows)), key=lambda i: -group.suffix_lens[i])
-        tokens = [sum(group.suffix_lens[i] for i in order[:n]) for n in range(2, _MOST_ROWS)]
-        count = next((n for n, sum_ in enumerate(tokens, start=2) if sum_ >= _ENOUGH_TOKENS), _MOST_ROWS)
+        tokens = [sum(group.suffix_lens[i] for i in order[:n]) for n in range(2, most_rows)]
+        count = next((n for n, sum_ in enumerate(tokens, start=2) if sum_ >= _ENOUGH_TOKENS), most_rows)
         rows, lens = zip(*((group.rows[i], group.suffix_lens[i]) for i in order[:count]), strict=True)
         return Group(rows, group.prefix_len, lens)
 

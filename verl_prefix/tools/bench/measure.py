@@ -142,10 +142,10 @@ class Bench:
             done = self._step(text, result["flops"] / 3 * counts, run_arm, case, arm, False)
             result["seconds"]["log_probs"].append(done.seconds)
 
-    def _rates(self, budget: int, forward_only: bool) -> Rates:
+    def _rates(self, budget: int, batch_tokens: int, forward_only: bool) -> Rates:
         schedule = functools.partial(Schedule, HookedModel(self.model))
         zero_grad = functools.partial(self.model.zero_grad, set_to_none=False)
-        return measure(self.shape, budget, self.model.device, schedule, zero_grad, forward_only)
+        return measure(self.shape, budget, batch_tokens, self.model.device, schedule, zero_grad, forward_only)
 
     def _choose(self, groups: list[Group], budget: int, arms: list[str]) -> tuple[Plan | None, dict[str, Any]]:
         plan = self.chooser.choose(groups, budget, forward_only=False)
