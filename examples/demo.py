@@ -182,7 +182,9 @@ def prepare(output: Path, source: Path | None, size: Size) -> tuple[Path, Path]:
         questions = source or output / "clips" / "questions.json"
         if source is None:
             side = max(112, 2 * round(size.frame_pixels**0.5 / 2))
-            _recipe("video_rlvr/make_clips.py", output=questions.parent, clips=count // 5 + 1, seed=SEED, size=side)
+            _recipe(
+                "video_rlvr/make_clips.py", output=questions.parent, clips=max(2, count // 5 + 1), seed=SEED, size=side
+            )
         pixels = {"min_pixels": 64, "max_pixels": size.frame_pixels}
         _recipe("video_rlvr/prepare.py", input=questions, output=data, val_size=1, **pixels)
     else:

@@ -242,7 +242,8 @@ def _configs(backend: str, model_path: str, options: dict, forward_only: bool = 
         entropy_from_logits_with_chunking=options.get("entropy_from_logits_with_chunking", False),
         entropy_checkpointing=options.get("entropy_checkpointing", False),
     )
-    if "use_no_sync" in options:  # verl 0.9.0 has no such key
+    # verl 0.9.0 and its main branch have no such key
+    if "use_no_sync" in options and "use_no_sync_for_gradient_accumulation" in FSDPEngineConfig.__dataclass_fields__:
         shared["use_no_sync_for_gradient_accumulation"] = options["use_no_sync"]
     if backend == "prefix":
         # Rows stay, so that what a rank computes is known; test_exchange.py is about those that travel.

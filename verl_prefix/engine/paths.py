@@ -69,8 +69,8 @@ class Paths:
         memory = Memory(
             ranks=shard_size(engine_config.fsdp_size, torch.distributed.get_world_size()),
             checkpointed=checkpointed,
-            # verl 0.9.0 has no such key
-            no_sync=getattr(engine_config, "use_no_sync_for_gradient_accumulation", False),
+            # verl 0.9.0 and its main branch have no such key, and sync after the last pass alone.
+            no_sync=getattr(engine_config, "use_no_sync_for_gradient_accumulation", True),
             logits_chunk=options.logits_chunk,
             offload=options.offload,
         )

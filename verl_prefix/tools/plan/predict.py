@@ -123,7 +123,7 @@ class Predictor:
         self.memory = Memory(
             ranks=shard_size(fsdp.get("fsdp_size", -1), ranks),
             checkpointed=bool(model.enable_gradient_checkpointing),
-            no_sync=bool(fsdp.get("use_no_sync_for_gradient_accumulation", False)),
+            no_sync=bool(fsdp.get("use_no_sync_for_gradient_accumulation", True)),  # as engine.paths
             logits_chunk=options.logits_chunk,
             offload=options.offload,
         )

@@ -71,7 +71,7 @@ def read_job(
         wave_tokens=actor.prefix.wave_tokens,
         logits_chunk=actor.prefix.logits_chunk,
         checkpointing=bool(model.enable_gradient_checkpointing),
-        no_sync=bool(fsdp.get("use_no_sync_for_gradient_accumulation", False)),
+        no_sync=bool(fsdp.get("use_no_sync_for_gradient_accumulation", True)),  # as engine.paths
         reshard=bool(fsdp.get("reshard_after_forward", True)),
         master=PrecisionType.to_dtype(fsdp.get("model_dtype") or "fp32"),
         dtype=PrecisionType.to_dtype(mixed.get("param_dtype", "bf16")),

@@ -1,0 +1,78 @@
+"""What `make gpu-smoke` decides by, and that a wrong kernel fails it. With DRY_RUN=1 its steps run whole."""
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+
+from verl_prefix.core.kernels import cpu
+
+SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "gpu_smoke.py"
+
+
+@pytest.fixture(scope="module")
+def smoke():
+    spec = importlib.util.spec_from_file_location("gpu_smoke", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_network_counts_where_nothing_else_runs(smoke):
+    # 0 to 10; the network 2 to 5, of which 2 to 3 is hidden, and 9 to 10, twice at once.
+    spans = [
+        ("gemm", 0.0, 3.0), ("nccl_all_gather", 2.0, 5.0), ("gemm", 5.0, 9.0), ("flash", 6.0, 8.0),
+        ("nccl_reduce", 9.0, 10.0), ("nccl_all_gather", 9.5, 10.0),
+    ]  # fmt: skip
+    assert smoke.exposed(spans) == pytest.approx(3 / 10)
+    assert smoke.exposed(span for span in spans if "nccl" not in span[0]) == 0
+    assert smoke.exposed([]) == 0
+
+
+def test_the_first_failure_ends_it_and_is_in_the_report(smoke, tmp_path):
+    started = []
+
+    def start_step(name, seconds):
+        assert 0 < seconds <= 600
+        started.append(name)
+        code = int(name == "engines")
+        found = {"checks": [{"check": "x", "value": 1.0}], "failure": "x is 1, and must be 2" if code else None}
+        (tmp_path / f"{name}.json").write_text(json.dumps(found))
+        return code
+
+    report = smoke.run(True, tmp_path, start_step)
+    assert started == ["kernels", "engines"] and not report["holds"]
+    assert json.loads((tmp_path / "gpu_smoke.json").read_text())["steps"]["engines"]["failure"].startswith("x is 1")
+    for name in smoke.STEPS:
+        (tmp_path / f"{name}.json").write_text(json.dumps({"checks": [], "failure": None}))
+    assert smoke.run(True, tmp_path, lambda name, seconds: 0)["holds"]
+
+
+@pytest.mark.parametrize("code", [0, 1, 124])
+def test_a_step_that_ends_without_a_word_fails(smoke, tmp_path, code):
+    report = smoke.run(False, tmp_path, lambda name, seconds: code)
+    assert list(report["steps"]) == ["kernels"] and not report["holds"]
+    assert report["steps"]["kernels"]["failure"] == f"it ended with {code}"
+
+
+def test_checks_of_a_gpu_are_named_as_skipped_in_a_dry_run_alone(smoke, tmp_path):
+    checks = smoke.Checks(True, tmp_path)
+    checks.on_gpu("network", 0.9, most=0.03)
+    assert checks.found == [{"check": "network", "skipped": "needs a GPU"}]
+    with pytest.raises(AssertionError, match="network is 0.9, and must be -inf to 0.03"):
+        smoke.Checks(False, tmp_path).on_gpu("network", 0.9, most=0.03)
+    with pytest.raises(AssertionError):
+        checks.that("not a number", float("nan"), most=1.0)
+
+
+@pytest.mark.parametrize("broken", [None, "out", "dk"])
+def test_a_kernel_that_is_off_by_two_percent_fails(smoke, tmp_path, monkeypatch, broken):
+    forward, backward = cpu.forward, cpu.backward
+    if broken == "out":
+        monkeypatch.setattr(cpu, "forward", lambda *args: (lambda out, lse: (out * 1.02, lse))(*forward(*args)))
+    elif broken == "dk":
+        monkeypatch.setattr(cpu, "backward", lambda *args: (lambda q, k, v: (q, k * 1.02, v))(*backward(*args)))
+    assert smoke.run_step("kernels", True, tmp_path) == int(broken is not None)
+    failure = json.loads((tmp_path / "kernels.json").read_text())["failure"]
+    assert f"error of {broken}" in failure if broken else failure is None
