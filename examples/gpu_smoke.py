@@ -6,6 +6,7 @@ are named as skipped there. Not yet run on a GPU.
 """
 
 import argparse
+import gc
 import importlib.util
 import json
 import math
@@ -252,9 +253,8 @@ def profiled(checks: Checks) -> None:
     for name, arm in arms.items():
         flops = update_flops(shape, size, "stock", budget) / update_flops(shape, size, name, budget)
         faster = stock["seconds"] / arm["seconds"]
-        checks.found.append(
-            {"check": f"{name}: seconds, stock's and ours", "value": [stock["seconds"], arm["seconds"]]}
-        )
+        checks.that(f"{name}: seconds of an update", arm["seconds"], least=0)
+        checks.that(f"{name}: speed-up over stock", faster, least=0)
         checks.that(f"{name}: reuse_fraction", arm["reuse"], least=0.3)
         checks.on_gpu(f"{name}: part of the update that NCCL is waited for", arm["exposed"], most=0.03)
         checks.on_gpu(f"{name}: peak over the simulation's", arm["peak"] / peaks.get(name, math.nan), 0.85, 1.15)
@@ -275,20 +275,22 @@ def _profile(rank: int, world: int, model: str, size: tuple[int, int, int, int])
         rows = source.rows(0, rank, arm.engine.model_config.hf_config.vocab_size)
         old = torch.cat(response_part(arm.infer(rows)["log_probs"], rows)).float().cpu()
         rows.jagged["old_log_probs"] = old, rows.jagged["responses"][1]
-        seconds = [arm.passes(rows, infer=False, optimize=False)["seconds"]["update"] for _ in range(3)][1:]
+        # With the optimizer's state, which is part of the peak.
+        seconds = [arm.passes(rows, infer=False)["seconds"]["update"] for _ in range(3)][1:]
         if cuda:
             torch.cuda.reset_peak_memory_stats()
         activities = [ProfilerActivity.CUDA if cuda else ProfilerActivity.CPU]
         with profile(activities=activities) as profiler, _no_sync_in_layers(arm.engine.module):
-            arm.passes(rows, infer=False, optimize=False)
-        spans = [(e.name, e.time_range.start, e.time_range.end) for e in profiler.events()]
+            arm.passes(rows, infer=False)
+        events = [e for e in profiler.events() if not cuda or e.device_type == torch.autograd.DeviceType.CUDA]
         found[name] = {
             "seconds": min(seconds),
-            "exposed": exposed(spans),
+            "exposed": exposed((e.name, e.time_range.start, e.time_range.end) for e in events),
             "peak": torch.cuda.max_memory_allocated() if cuda else 0,
             "reuse": arm.values.get("prefix/reuse_fraction", 0.0),
         }
         del arm
+        _free()
     return found
 
 
@@ -341,8 +343,7 @@ job = Job(transformers.AutoConfig.from_pretrained({model!r}), (group,), {budget}
           wave_tokens={budget // 8}, checkpointing=False)
 arms = [Arm("packed"), Arm("phased")]
 found = simulate(job, arms, GPUS["h100"], log_probs=False)
-print(json.dumps({{arm.name: max(phase["peak"] for name, phase in phases.items() if name != "optimizer")
-                  for arm, phases in zip(arms, found)}}))
+print(json.dumps({{arm.name: max(phase["peak"] for phase in phases.values()) for arm, phases in zip(arms, found)}}))
 """
     env = os.environ | {"CUDA_VISIBLE_DEVICES": "", "VERL_PLATFORM": "cpu"}
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
@@ -356,7 +357,15 @@ def _save_model(checks: Checks, shape: str, layers: int) -> str:
     dry = checks.dry_run
     model = build_model("tiny" if dry else shape, 2 if dry else layers, "cpu" if dry else "cuda", torch.float32, 16384)
     model.save_pretrained(path)
+    del model
+    _free()
     return str(path)
+
+
+def _free() -> None:
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def _on_ranks(checks: Checks, function: Callable[..., Any], world: int, *args: Any) -> Any:

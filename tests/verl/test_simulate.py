@@ -5,13 +5,16 @@ Every case runs in one other process: it registers a device with torch, which ot
 
 import contextlib
 import gc
+import inspect
 import io
 import json
 import multiprocessing
 import re
 from collections import Counter
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -34,7 +37,7 @@ from transformers import (
 from verl_prefix import cli
 from verl_prefix.auto.shape import model_shape
 from verl_prefix.core.groups import Group
-from verl_prefix.core.kernels import aten
+from verl_prefix.core.kernels import KERNELS, aten, choose_kernel, flash_attn
 from verl_prefix.core.prefix_cache import PrefixCache
 from verl_prefix.testing import write_tiny_model
 from verl_prefix.tools.simulate import depth as simulator
@@ -478,6 +481,84 @@ def test_no_layer_waits_for_the_device(elsewhere, kind):
     two, four = elsewhere(syncs, kind, 2), elsewhere(syncs, kind, 4)
     for a, b in zip(two, four, strict=True):
         assert a == pytest.approx(b, rel=0.05)  # waves of log-probs stand for each other by what they cost
+
+
+class Counted:
+    """A kernel module where it could not run: what it calls is counted, and computes nothing."""
+
+    def __init__(self, module: Any) -> None:
+        self.module, self.calls = module, Counter()
+
+    def forward(self, *args: Any, **options: Any) -> tuple[torch.Tensor, ...]:
+        self.calls["forward"] += 1
+        return self.module.forward(*args, **options)
+
+    def backward(self, *args: Any, **options: Any) -> tuple[torch.Tensor, ...]:
+        self.calls["backward"] += 1
+        return self.module.backward(*args, **options)
+
+    def unavailable(self) -> None:
+        return None
+
+    def unsupported(self, *args: Any, **options: Any) -> None:
+        return None
+
+
+def package_on_fake_tensors(recorded: str) -> tuple[str, Callable[..., Any], Callable[..., Any]]:
+    """A flash-attn package as `flash_attn._interface` finds it: functions with the recorded arguments, which return
+    empty tensors."""
+    known = json.loads((Path(__file__).parents[1] / "core" / "flash_attn_signatures.json").read_text())["interfaces"]
+    name = getattr(flash_attn, f"_{recorded[:3]}")
+    return name, *(_without_values(known[recorded][function]) for function in flash_attn._INTERFACES[name][:2])
+
+
+def _without_values(arguments: list[Any]) -> Callable[..., Any]:
+    named = [x if isinstance(x, list) else (x, inspect.Parameter.empty) for x in arguments]
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    signature = inspect.Signature([inspect.Parameter(name, kind, default=default) for name, default in named])
+
+    def run(*args: Any, **options: Any) -> tuple[Any, ...]:
+        given = signature.bind(*args, **options).arguments
+        inputs = q, _, _ = given["q"], given["k"], given["v"]
+        assert all(x.dtype == torch.bfloat16 and x.stride(-1) == 1 for x in inputs)
+        for name, x in zip(("dq", "dk", "dv"), inputs, strict=True):
+            assert name not in given or (given[name].shape, given[name].dtype) == (x.shape, x.dtype)
+        return torch.empty_like(q), q.new_empty(q.shape[1], q.shape[0], dtype=torch.float32), None, None
+
+    run.__signature__ = signature
+    return run
+
+
+def kernel_on_fake_tensors(kernel: str) -> tuple[Counter[str], list[float]]:
+    """Calls of a kernel module, and host syncs by phase, in packed and phased updates and log-probs in bf16: layers
+    with and without a window, attention sinks, checkpointing, chunks of logits and one-token responses."""
+    experts = dict(num_local_experts=4, num_experts_per_tok=2)
+    config = AutoConfig.for_model("gpt_oss", **SIZES, **experts, sliding_window=32, num_hidden_layers=2)
+    groups = (Group((0, 1, 2), 300, (1, 64, 130)), Group((3,), 50, (1,)))
+    job = Job(config, groups, 600, wave_tokens=128, logits_chunk=50, kept=9, master=torch.bfloat16)
+    found = package_on_fake_tensors(kernel) if kernel.startswith("FA") else None
+    counted = Counted(flash_attn if found else KERNELS[kernel])
+    choose_kernel.cache_clear()
+    with (
+        mock.patch.dict(KERNELS, counted=counted), mock.patch.object(flash_attn, "_interface", lambda: found),
+        fake_accelerator(1), Tracker(H100, DEVICE, SMALL.vocab_size) as tracker,
+    ):  # fmt: skip
+        simulation = Simulation(job, tracker, None, DEVICE, kernel="counted")
+        for arm in (ARMS["packed"], ARMS["phased"]):
+            for update in (False, True):
+                simulation.run(arm, update=update)
+    return counted.calls, [phase["host_syncs"] for phase in tracker.phases.values()]
+
+
+def test_kernel_modules_run_on_tensors_without_values_and_wait_for_nothing(elsewhere):
+    """Of the simulator's device; kernels/cpu is of the CPU alone. MOCK: the packages' functions, which no machine here
+    has, are what was recorded of them."""
+    calls, syncs = elsewhere(kernel_on_fake_tensors, "simulated")  # aten's
+    assert min(calls["forward"], calls["backward"]) >= 2 * 2 * 3
+    for kernel in ("reference", "FA2 v2.8.3", "FA3 v2.8.0", "FA3 main", "FA4 main"):
+        of_kernel = elsewhere(kernel_on_fake_tensors, kernel)
+        assert of_kernel[0] == calls, kernel
+        assert all(found <= aten for found, aten in zip(of_kernel[1], syncs, strict=True)), kernel
 
 
 def fitting(gib: float) -> tuple[dict, list[float]]:
