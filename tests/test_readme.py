@@ -293,6 +293,18 @@ def test_a_dead_link_is_found() -> None:
     assert dead_links("README.md", text) == ["no/such.md", "README.md#no-such"]
 
 
+def test_the_table_of_versions_holds_what_passed():
+    for name, verl in (("pinned", "0.9.1"), ("main", "main, 2026-08-22")):
+        found = load(f"versions_{name}")
+        versions = found["versions"]
+        row = (
+            f"| {verl} | {versions['torch'].partition('+')[0]} | {versions['transformers']} | `make {found['target']}`"
+        )
+        assert row in read("README.md")
+        assert found["tests"] > 300 and not found["failures"] and not found["errors"]
+        assert versions["verl"].startswith("0.10.0.dev" if name == "main" else verl)
+
+
 def test_readme_is_a_page() -> None:
     assert len(read("README.md").splitlines()) <= 120
     assert len(read("README.md").split()) <= 1000
