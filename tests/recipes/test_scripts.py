@@ -2,6 +2,7 @@
 plan; so do the settings of verl's own scripts. Models are folders at their true shape, without weights."""
 
 import io
+import json
 import os
 import re
 import shutil
@@ -152,6 +153,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "GLM-4.1V-9B": ("glm4v", {}),
     "Qwen3-VL-30B-A3B": ("qwen3_vl_moe", {}),
     "Qwen3.5-27B": ("qwen3_5", {}),
+    "Qwen3.5-2B": ("qwen3_5", {}),
+    "Qwen3.5-35B-A3B": ("qwen3_5_moe", {}),
     "Qwen3-Next-80B-A3B": ("qwen3_next", {}),
 }  # fmt: skip
 
@@ -317,6 +320,42 @@ SCRIPTS = {
         "Qwen2.5-VL-7B", (512, 128, 5), (1024, 2048), "24576 tokens",
         others=(LORA, "model.target_modules=all-linear", "model.exclude_modules=.*visual.*"),
     ),
+    "gpg_trainer/run_qwen3_8b_fsdp": Settings(
+        "Qwen3-8B", (1024, 256, 5), (1024, 2048), "24576 tokens", others=(NO_KL, "actor.policy_loss.loss_mode=gpg")
+    ),
+    "gspo_trainer/run_qwen3_8b_fsdp": Settings(
+        "Qwen3-8B", (512, 128, 16), (2048, 8192), "20480 tokens",
+        others=(NO_KL, "actor.policy_loss.loss_mode=gspo", "actor.loss_agg_mode=seq-mean-token-mean"),
+    ),
+    "reinforce_plus_plus_trainer/run_qwen3_8b_fsdp": Settings(
+        "Qwen3-8B", (1024, 1024, 8), (1024, 2048), "24576 tokens", others=(NO_KL,)
+    ),
+    "remax_trainer/run_qwen3_8b_fsdp": Settings(
+        "Qwen3-8B", (1024, 256, 4), (1024, 2048), "24576 tokens", others=(NO_KL,)
+    ),
+    "rloo_trainer/run_qwen3_8b_fsdp": Settings(
+        "Qwen3-8B", (1024, 256, 5), (1024, 2048), "24576 tokens", others=(NO_KL,)
+    ),
+    "profile/run_qwen2_5_vl_7b_torch_memory": Settings(
+        "Qwen2.5-VL-7B", (512, 128, 5), (1024, 2048), "24576 tokens"
+    ),
+    "tuning/lora/run_qwen3_8b_from_adapter_fsdp": Settings(
+        "Qwen3-8B", (1024, 256, 5), (512, 1024), "12288 tokens", others=("model.lora_adapter_path=/an/adapter",)
+    ),
+    "grpo_trainer/run_qwen3_5_2b_openr1_fsdp": Settings(
+        "Qwen3.5-2B", (64, 16, 5), (2048, 1536), "1 rows",
+        others=("actor.fsdp_config.offload_policy=True", "model.use_remove_padding=False"),
+        refused=("linear_conv_kernel_dim=4",),
+    ),
+    "grpo_trainer/run_qwen3_5_2b_video_fsdp": Settings(
+        "Qwen3.5-2B", (128, 16, 5), (2048, 1024), "1 rows",
+        others=("actor.fsdp_config.offload_policy=True", "model.use_remove_padding=False"),
+        refused=("linear_conv_kernel_dim=4",),
+    ),
+    "grpo_trainer/run_qwen3_5_35b_fsdp": Settings(
+        "Qwen3.5-35B-A3B", (64, 16, 5), (1024, 2048), "1 rows", others=("actor.fsdp_config.offload_policy=True",),
+        refused=("linear_conv_kernel_dim=4",),
+    ),
     "tuning/scaling/run_qwen2_5_72b_fsdp": Settings(
         "Qwen2.5-72B", (1024, 256, 5), (1024, 2048), "24576 tokens", (8, 4)
     ),
@@ -396,3 +435,20 @@ def test_a_key_that_a_script_adds_twice_is_named(folder_of, train_file, word):
     key = word.removeprefix("+").partition("=")[0]
     with pytest.raises(plan.PlanError, match=f"do not compose: Could not append to config.* '{key}'"):
         plan.build("ppo_trainer", [*command_of(settings, folder_of(settings.model), Path("x")), word], None, None)
+
+
+def test_a_model_that_needs_code_of_its_own_is_named(tmp_path, train_file):
+    """Of grpo_trainer/run_minicpm_o_2_6_fsdp."""
+    code = {"AutoConfig": "configuration_minicpm.MiniCPMOConfig"}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "minicpmo", "auto_map": code}))
+    words = command_of(SCRIPTS["grpo_trainer/run_glm4_1v_9b_fsdp"], tmp_path, train_file(False))
+    with pytest.raises(plan.PlanError, match="model.path=.* contains custom code"):
+        plan.build("ppo_trainer", words, None, None)
+
+
+def test_options_that_verls_own_class_does_not_take_are_named(folder_of, train_file):
+    """Of sapo_trainer/run_qwen3_{8b,30b_a3b}_fsdp: tau_pos and tau_neg are the actor's, not its policy_loss's."""
+    settings = SCRIPTS["tuning/lora/run_qwen3_8b_fsdp"]
+    words = command_of(settings, folder_of(settings.model), train_file(False))
+    found = plan.build("ppo_trainer", [*words, "+actor_rollout_ref.actor.policy_loss.tau_pos=1.0"], None, None)
+    assert any("tau_pos" in reason for reason in found["unsupported"]), found["unsupported"]
