@@ -247,12 +247,11 @@ def memory_mib(session: int) -> dict[str, float]:
     return found
 
 
-def run_arm(name: str, arguments: list[str], output: Path, size: Size, progress: Progress) -> demo_report.Arm:
-    """Train one arm and return what became of it; every second, show its phase and step."""
-    log_path, metrics_path = output / f"{name}.log", output / f"{name}.jsonl"
+def environment(metrics: Path) -> dict[str, str]:
+    """A training's environment variables; verl's file logger writes to `metrics`."""
     env = os.environ | {
         "VERL_PLATFORM": "cpu",
-        "VERL_FILE_LOGGER_PATH": str(metrics_path),
+        "VERL_FILE_LOGGER_PATH": str(metrics),
         "HF_HUB_OFFLINE": "1",
         "HYDRA_FULL_ERROR": "1",
         "RAY_USAGE_STATS_ENABLED": "0",
@@ -261,6 +260,13 @@ def run_arm(name: str, arguments: list[str], output: Path, size: Size, progress:
         "TOKENIZERS_PARALLELISM": "false",
     }
     env.pop("RAY_ADDRESS", None)
+    return env
+
+
+def run_arm(name: str, arguments: list[str], output: Path, size: Size, progress: Progress) -> demo_report.Arm:
+    """Train one arm and return what became of it; every second, show its phase and step."""
+    log_path, metrics_path = output / f"{name}.log", output / f"{name}.jsonl"
+    env = environment(metrics_path)
     command = [sys.executable, "-m", "verl.trainer.main_ppo", *arguments]
     command.append(f"hydra.run.dir={output / 'hydra' / name}")
     arm = demo_report.Arm(name, metrics_path, log_path, None, 0.0)

@@ -1,6 +1,6 @@
 """What `make gpu-smoke` decides by, and that a wrong kernel fails it. With DRY_RUN=1 its steps run whole."""
 
-import importlib.util
+import importlib
 import json
 from pathlib import Path
 
@@ -8,26 +8,29 @@ import pytest
 
 from verl_prefix.core.kernels import cpu
 
-SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "gpu_smoke.py"
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 
-@pytest.fixture(scope="module")
-def smoke():
-    spec = importlib.util.spec_from_file_location("gpu_smoke", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+@pytest.fixture
+def smoke(monkeypatch):
+    monkeypatch.syspath_prepend(EXAMPLES)
+    return importlib.import_module("gpu_smoke")
 
 
-def test_network_counts_where_nothing_else_runs(smoke):
+@pytest.fixture
+def profiling(smoke):
+    return importlib.import_module("smoke.profiling")
+
+
+def test_network_counts_where_nothing_else_runs(profiling):
     # 0 to 10; the network 2 to 5, of which 2 to 3 is hidden, and 9 to 10, twice at once.
     spans = [
         ("gemm", 0.0, 3.0), ("nccl_all_gather", 2.0, 5.0), ("gemm", 5.0, 9.0), ("flash", 6.0, 8.0),
         ("nccl_reduce", 9.0, 10.0), ("nccl_all_gather", 9.5, 10.0),
     ]  # fmt: skip
-    assert smoke.exposed(spans) == pytest.approx(3 / 10)
-    assert smoke.exposed(span for span in spans if "nccl" not in span[0]) == 0
-    assert smoke.exposed([]) == 0
+    assert profiling.exposed(spans) == pytest.approx(3 / 10)
+    assert profiling.exposed(span for span in spans if "nccl" not in span[0]) == 0
+    assert profiling.exposed([]) == 0
 
 
 def test_the_first_failure_ends_it_and_is_in_the_report(smoke, tmp_path):

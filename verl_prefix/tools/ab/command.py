@@ -58,12 +58,17 @@ def _worker(rank: int, ranks: int, rendezvous: str, source: Source, options: Opt
     _run_rank(rank, ranks, f"file://{rendezvous}", source, options, record)
 
 
-def _run_rank(rank: int, ranks: int, init_method: str, source: Source, options: Options, record: Record) -> None:
-    """Replays on this rank; rank 0 records every step as soon as it is measured."""
+def join_ranks(rank: int, ranks: int, init_method: str) -> None:
+    """Starts this rank's process group, on its GPU (LOCAL_RANK) where there are GPUs."""
     cuda = torch.cuda.is_available()
     if cuda:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", init_method, rank=rank, world_size=ranks)
+
+
+def _run_rank(rank: int, ranks: int, init_method: str, source: Source, options: Options, record: Record) -> None:
+    """Replays on this rank; rank 0 records every step as soon as it is measured."""
+    join_ranks(rank, ranks, init_method)
     try:
         with Display(source.num_steps, options.arms, shown=rank == 0) as display:
 
