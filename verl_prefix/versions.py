@@ -25,15 +25,19 @@ OVERRIDE = "VERL_PREFIX_ALLOW_UNTESTED_VERL"
 COMMIT = "VERL_PREFIX_COMMIT"  # the clean commit of a copy without .git
 
 
+def _verl_version() -> str:
+    try:
+        return importlib.metadata.version("verl")
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown (no package metadata)"
+
+
 def untested_verl() -> str | None:
     """The fault of the installed verl in words, or None; `OVERRIDE=1` makes everything right."""
     allowed = os.environ.get(OVERRIDE, "0").strip()
     if allowed not in ("0", "1"):
         return f"{OVERRIDE}={allowed!r}: set it to 1, or unset it"
-    try:
-        version = importlib.metadata.version("verl")
-    except importlib.metadata.PackageNotFoundError:
-        version = "unknown (no package metadata)"
+    version = _verl_version()
     if version in (*TESTED_VERL, VERL_MAIN) or allowed == "1":
         return None
     return (
@@ -45,11 +49,7 @@ def untested_verl() -> str | None:
 
 def moving_verl() -> str | None:
     """What a user of verl's main branch should know, or None: its version does not say which commit it is."""
-    try:
-        version = importlib.metadata.version("verl")
-    except importlib.metadata.PackageNotFoundError:
-        return None
-    if version != VERL_MAIN:
+    if _verl_version() != VERL_MAIN:
         return None
     return (
         f"verl {VERL_MAIN} is its main branch, of which commit {TESTED_MAIN} was tested; make test-verl-main tests "

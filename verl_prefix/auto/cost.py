@@ -8,9 +8,9 @@ with four rates that `calibration` measures on the model at hand in a few small 
 for forward and backward. FLOPs are those of matmuls; norms, rotary angles and the like ride on the rate of the layers.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from verl_prefix.auto.shape import ModelShape
 from verl_prefix.core.groups import Group
@@ -96,6 +96,12 @@ class Rates:
             seconds += self.fixed + p.tokens * shape.linear * self.linear
             seconds += p.pairs * shape.pair * self.attention + p.head_tokens * shape.head * self.head
         return seconds
+
+
+def syncs_once(fsdp: Mapping[str, Any]) -> bool:
+    """Whether verl's engine reduces gradients after an update's last pass alone: use_no_sync_for_gradient_accumulation
+    of its `fsdp_config`; always in verl 0.9.0 and its main branch, which have no such key."""
+    return bool(fsdp.get("use_no_sync_for_gradient_accumulation", True))
 
 
 def shard_size(fsdp_size: int, ranks: int) -> int:

@@ -11,7 +11,7 @@ from verl.utils.device import get_device_name
 
 from verl_prefix.auto.calibration import measure, read_profile
 from verl_prefix.auto.chooser import Batch, Chooser, CostModel
-from verl_prefix.auto.cost import Memory, PassCost, Rates, peak_bytes, shard_size
+from verl_prefix.auto.cost import Memory, PassCost, Rates, peak_bytes, shard_size, syncs_once
 from verl_prefix.auto.shape import model_shape
 from verl_prefix.config import PrefixConfig, PrefixEngineConfig
 from verl_prefix.core.groups import Group
@@ -69,8 +69,7 @@ class Paths:
         memory = Memory(
             ranks=shard_size(engine_config.fsdp_size, torch.distributed.get_world_size()),
             checkpointed=checkpointed,
-            # verl 0.9.0 and its main branch have no such key, and sync after the last pass alone.
-            no_sync=getattr(engine_config, "use_no_sync_for_gradient_accumulation", True),
+            no_sync=syncs_once(engine_config),
             logits_chunk=options.logits_chunk,
             offload=options.offload,
         )

@@ -15,7 +15,7 @@ from verl.utils.seqlen_balancing import calculate_workload, get_seqlen_balanced_
 
 from verl_prefix.auto.calibration import Profile
 from verl_prefix.auto.chooser import Batch, CostModel, Decision, decide, price
-from verl_prefix.auto.cost import Memory, PassCost, Rates, peak_bytes, plan_passes, shard_size, stock_passes
+from verl_prefix.auto.cost import Memory, PassCost, Rates, peak_bytes, plan_passes, shard_size, stock_passes, syncs_once
 from verl_prefix.auto.placement import place_rows, row_cost
 from verl_prefix.auto.shape import ModelShape
 from verl_prefix.core.groups import Group
@@ -123,7 +123,7 @@ class Predictor:
         self.memory = Memory(
             ranks=shard_size(fsdp.get("fsdp_size", -1), ranks),
             checkpointed=bool(model.enable_gradient_checkpointing),
-            no_sync=bool(fsdp.get("use_no_sync_for_gradient_accumulation", True)),  # as engine.paths
+            no_sync=syncs_once(fsdp),
             logits_chunk=options.logits_chunk,
             offload=options.offload,
         )

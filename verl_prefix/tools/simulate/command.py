@@ -11,7 +11,7 @@ from rich.table import Table
 from transformers import PretrainedConfig
 from verl.utils.torch_dtypes import PrecisionType
 
-from verl_prefix.auto.cost import shard_size
+from verl_prefix.auto.cost import shard_size, syncs_once
 from verl_prefix.core.groups import Group
 from verl_prefix.tools.simulate.hardware import GIB, read_hardware
 from verl_prefix.tools.simulate.job import Job
@@ -71,7 +71,7 @@ def read_job(
         wave_tokens=actor.prefix.wave_tokens,
         logits_chunk=actor.prefix.logits_chunk,
         checkpointing=bool(model.enable_gradient_checkpointing),
-        no_sync=bool(fsdp.get("use_no_sync_for_gradient_accumulation", True)),  # as engine.paths
+        no_sync=syncs_once(fsdp),
         reshard=bool(fsdp.get("reshard_after_forward", True)),
         master=PrecisionType.to_dtype(fsdp.get("model_dtype") or "fp32"),
         dtype=PrecisionType.to_dtype(mixed.get("param_dtype", "bf16")),
