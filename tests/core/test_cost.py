@@ -114,9 +114,9 @@ def test_profile_survives_the_disk_and_says_what_is_wrong(tmp_path):
             Profile.read(tmp_path / "profile.json")
 
 
-def make_chooser(profile, reduce_max=lambda values: values, min_speedup=1.05, wave_tokens=None):
-    costs = chooser.CostModel(SHAPE, False, 4096, wave_tokens, False, min_speedup)
-    return chooser.Chooser(costs, profile, None, None, reduce_max)
+def make_chooser(profile, reduce_max=lambda values: values, min_speedup=1.05, wave_tokens=None, measure=None):
+    costs = chooser.CostModel(SHAPE, False, 4096, wave_tokens, False, min_speedup, checkpointed=False)
+    return chooser.Chooser(costs, profile, None, measure, reduce_max)
 
 
 def test_a_profile_of_another_device_is_refused_and_ranks_measure_what_one_lacks(tmp_path):
@@ -266,6 +266,40 @@ def test_plan_says_what_the_engine_does(lengths, budget, rates, has_log_probs):
             plans.append(engine.choose(groups, budget, forward_only))
         log_probs, predicted = predictor.decide(ranks, [budget] * 2, log_probs)
         assert predicted == plans and {engine.speedup for engine in engines} == {log_probs.speedup}
+
+
+MIN_SPEEDUPS = st.sampled_from([0.5, 1.0, 1.05, 2.0])
+
+
+@hypothesis.given(st.lists(LENGTHS, min_size=1, max_size=4), st.integers(100, 2000), RATES, RATES, MIN_SPEEDUPS)
+@hypothesis.example([(700, 90, 8)] * 3, 800, Rates(), Rates(fixed=1.0), 2.0)
+@hypothesis.settings(deadline=None)
+def test_what_is_not_measured_would_be_chosen_at_any_rates(lengths, budget, forward, update, min_speedup):
+    """On two ranks, of which the second computes the rows of the first beside its own."""
+    groups = [Group(tuple(range(g)), p, (s,) * g) for p, s, g in lengths]
+    costs = make_chooser(FLOPS, min_speedup=min_speedup).costs
+    own = [None, chooser.Batch(groups[1:], budget)]
+    ranks = [chooser.candidates(costs, groups, budget, one) for one in own]
+    if not all(chooser.is_certain(costs, paths, is_update) for paths in ranks for is_update in (False, True)):
+        return
+    priced = [chooser.price(costs, paths, Profile(forward, update)) for paths in ranks]
+    slowest = [max(seconds) for seconds in zip(*priced, strict=True)]
+    hypothesis.assume(slowest[1] > 1e-9)
+    assert chooser.decide(slowest, min_speedup * (1 - 1e-9))[:2] == (False, False)
+
+
+def test_rates_are_measured_where_the_choice_depends_on_them_alone():
+    def measures(groups, budget, **options):
+        asked = []
+        one = make_chooser(Profile(), measure=lambda *args: asked.append(args[2]) or Rates(), **options)
+        for forward_only in (True, False):
+            one.choose(groups, budget, forward_only)
+        return asked
+
+    assert measures(LONG, 900) == [], "one pass for four of stock's, and less of all that passes do"
+    assert measures(LONG, 4000) == [True, False], "one pass on either path: as fast if passes cost most"
+    assert measures(LONG, 700) == [True, False], "two packed passes, or three with phases"
+    assert measures(SHORT, 500) == [True, False]
 
 
 def test_stock_is_not_taken_where_it_does_not_fit_on_one_rank():

@@ -1,7 +1,8 @@
 """schedule=auto: the cheapest path for a batch (stock, packed, or a mix with phases), the same on every rank.
 
-Sharing short prompts can cost more than it saves. What a path costs is predicted by `cost` with rates measured on this
-model and device. The engine asks a `Chooser`; `verl-prefix plan` asks `price` and `decide`, as the chooser does.
+Sharing short prompts can cost more than it saves. What a path costs is predicted by `cost`: with rates measured on this
+model and device, or with FLOPs where no rates would choose otherwise. The engine asks a `Chooser`; `verl-prefix plan`
+asks `candidates`, `price` and `decide`, as the chooser does.
 """
 
 import dataclasses
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from verl_prefix.auto.calibration import Profile
-from verl_prefix.auto.cost import PassCost, Rates, plan_passes, stock_passes
+from verl_prefix.auto.cost import PassCost, Rates, least_gain, plan_passes, stock_passes
 from verl_prefix.auto.shape import ModelShape
 from verl_prefix.core.groups import Group
 from verl_prefix.core.waves import Plan, make_plan
@@ -28,6 +29,7 @@ class CostModel:
         dense_mask: see `cost.stock_passes`. logits_chunk: see `cost.plan_passes`.
         wave_tokens, offload: see `waves.make_plan`.
         min_speedup: predicted stock seconds over ours below which a batch goes to the stock path; 0: it never does.
+        checkpointed: gradient checkpointing.
     """
 
     shape: ModelShape
@@ -36,18 +38,28 @@ class CostModel:
     wave_tokens: int | None
     offload: bool
     min_speedup: float
+    checkpointed: bool
+
+    def flops(self) -> Profile:
+        """Rates that count FLOPs: backward is two forwards; checkpointing runs the layers, not lm_head, once more."""
+        layers = 4.0 if self.checkpointed else 3.0
+        return Profile(Rates(), Rates(0.0, *(x * 1e-12 for x in (layers, layers, 3.0))))
 
 
-class Prices(NamedTuple):
-    """One rank's sharing plans for a batch, stock's passes, and the seconds of these and of each plan.
+class Candidates(NamedTuple):
+    """One rank's paths for a batch: stock's passes, and two sharing plans.
 
     `mixed` is packed where the whole group fits the budget and phased where it does not; `packed` cuts such groups.
     """
 
+    stock: list[PassCost]
     mixed: Plan
     packed: Plan
-    stock: list[PassCost]
-    seconds: list[float]
+
+    def passes(self, costs: CostModel, update: bool) -> list[list[PassCost]]:
+        """Of each path, in the order above."""
+        chunk = costs.logits_chunk if update else None
+        return [self.stock, *(plan_passes(costs.shape, plan, chunk) for plan in (self.mixed, self.packed))]
 
 
 class Decision(NamedTuple):
@@ -66,8 +78,8 @@ class Batch(NamedTuple):
     budget: int
 
 
-def price(costs: CostModel, groups: Sequence[Group], budget: int, profile: Profile, own: Batch | None = None) -> Prices:
-    """Prices a rank's batch on each path: the sum of log-probs and update, as far as their rates are known.
+def candidates(costs: CostModel, groups: Sequence[Group], budget: int, own: Batch | None = None) -> Candidates:
+    """The paths of a rank's batch.
 
     Args:
         budget: physical tokens of one pass.
@@ -75,13 +87,24 @@ def price(costs: CostModel, groups: Sequence[Group], budget: int, profile: Profi
     """
     mixed = make_plan(groups, budget, "auto", costs.wave_tokens, costs.offload)
     packed = make_plan(groups, budget, "packed", costs.wave_tokens, costs.offload) if mixed.phased else mixed
-    stock = stock_passes(costs.shape, *(own or Batch(groups, budget)), costs.dense_mask)
+    return Candidates(stock_passes(costs.shape, *(own or Batch(groups, budget)), costs.dense_mask), mixed, packed)
+
+
+def price(costs: CostModel, paths: Candidates, profile: Profile) -> list[float]:
+    """Seconds of each path: the sum of log-probs and update, as far as their rates are known."""
     seconds = [0.0] * 3
-    for logits_chunk, rates in ((None, profile.forward), (costs.logits_chunk, profile.update)):
+    for update, rates in enumerate((profile.forward, profile.update)):
         if rates is not None:
-            passes = [stock, *(plan_passes(costs.shape, plan, logits_chunk) for plan in (mixed, packed))]
-            seconds = [x + rates.seconds(costs.shape, p) for x, p in zip(seconds, passes, strict=True)]
-    return Prices(mixed, packed, stock, seconds)
+            found = [rates.seconds(costs.shape, passes) for passes in paths.passes(costs, bool(update))]
+            seconds = [x + y for x, y in zip(seconds, found, strict=True)]
+    return seconds
+
+
+def is_certain(costs: CostModel, paths: Candidates, update: bool) -> bool:
+    """Whether `mixed` is chosen at any rates: it is `min_speedup` times less of everything than stock's path, and no
+    more of anything than `packed`. What holds on every rank holds for the slowest."""
+    stock, mixed, packed = paths.passes(costs, update)
+    return least_gain(stock, mixed) >= costs.min_speedup and least_gain(packed, mixed) >= 1
 
 
 def decide(
@@ -90,7 +113,7 @@ def decide(
     """The path of a batch; never stock where that does not fit.
 
     Args:
-        seconds: `Prices.seconds` of the slowest rank: the element-wise maximum.
+        seconds: `price` of the slowest rank: the element-wise maximum.
         log_probs: of an update, the decision on the log-probs before it, which it follows to stock or not: old
             log-probs and update must round alike.
     """
@@ -105,6 +128,7 @@ class Chooser:
 
     Args:
         profile: rates that are known. path: where to write it when more are; None on all ranks but one.
+        always_measure: rates are wanted even where none would change the choice.
         measure: (budget, the batch's tokens on the stock path, forward_only) -> rates; it runs collectives.
         reduce_max: element-wise maximum over ranks.
         stock_fits: whether an update of stock's passes fits this rank's device.
@@ -118,6 +142,7 @@ class Chooser:
         measure: Callable[[int, int, bool], Rates],
         reduce_max: Callable[[Sequence[float]], Sequence[float]],
         stock_fits: Callable[[Sequence[PassCost]], bool] = lambda passes: True,
+        always_measure: bool = False,
     ) -> None:
         self.costs = costs
         self.profile = profile
@@ -125,29 +150,36 @@ class Chooser:
         self.measure = measure
         self.reduce_max = reduce_max
         self.stock_fits = stock_fits
+        self.always_measure = always_measure
         self.speedup: float | None = None  # predicted for the last batch
         self._log_probs: Decision | None = None
 
     def choose(self, groups: Sequence[Group], budget: int, forward_only: bool, own: Batch | None = None) -> Plan | None:
-        """This rank's plan; None: the stock path. `own`: see `price`."""
+        """This rank's plan; None: the stock path. `own`: see `candidates`."""
         if not self.costs.min_speedup:
             return make_plan(groups, budget, "auto", self.costs.wave_tokens, self.costs.offload)
-        self._ensure_measured(own or Batch(groups, budget), forward_only)
-        prices = price(self.costs, groups, budget, self.profile, own)
-        *seconds, lacks_room = self.reduce_max([*prices.seconds, float(not self.stock_fits(prices.stock))])
+        paths = candidates(self.costs, groups, budget, own)
+        profile = self._profile(paths, own or Batch(groups, budget), forward_only)
+        lacks_room = float(not self.stock_fits(paths.stock))
+        *seconds, lacks_room = self.reduce_max([*price(self.costs, paths, profile), lacks_room])
         before = None if forward_only else self._log_probs
         decision = decide(seconds, self.costs.min_speedup, before, not lacks_room)
         if forward_only:
             self._log_probs = decision
         self.speedup = decision.speedup
-        return None if decision.stock else prices.packed if decision.packed else prices.mixed
+        return None if decision.stock else paths.packed if decision.packed else paths.mixed
 
-    def _ensure_measured(self, own: Batch, forward_only: bool) -> None:
+    def _profile(self, paths: Candidates, own: Batch, forward_only: bool) -> Profile:
+        """Rates for this batch: measured, now if need be; or FLOPs, where none have been and none are needed."""
         if (self.profile.forward if forward_only else self.profile.update) is not None:
-            return
+            return self.profile
         # The least of all ranks: they run as many passes.
         tokens = sum(group.num_logical_tokens for group in own.groups)
-        budget, tokens = (-int(x) for x in self.reduce_max([-own.budget, -tokens]))
+        unsure = self.always_measure or not is_certain(self.costs, paths, not forward_only)
+        *least, any_unsure = self.reduce_max([-own.budget, -tokens, float(unsure)])
+        if not any_unsure:
+            return self.costs.flops()
+        budget, tokens = (-int(x) for x in least)
         rates = self.measure(budget, tokens, forward_only)
         if forward_only:
             self.profile = dataclasses.replace(self.profile, forward=rates)
@@ -158,3 +190,4 @@ class Chooser:
                 self.profile.write(self.path)
             except OSError as error:
                 logger.warning("prefix.cost_profile is not written: %s", error)
+        return self.profile

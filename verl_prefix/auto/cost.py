@@ -8,6 +8,7 @@ with four rates that `calibration` measures on the model at hand in a few small 
 for forward and backward. FLOPs are those of matmuls; norms, rotary angles and the like ride on the rate of the layers.
 """
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -96,6 +97,17 @@ class Rates:
             seconds += self.fixed + p.tokens * shape.linear * self.linear
             seconds += p.pairs * shape.pair * self.attention + p.head_tokens * shape.head * self.head
         return seconds
+
+
+def least_gain(passes: Sequence[PassCost], others: Sequence[PassCost]) -> float:
+    """The least that `passes` can take over what `others` take, whatever the `Rates`, none of which is negative: of the
+    four amounts that take time, the smallest ratio."""
+
+    def amounts(found: Sequence[PassCost]) -> list[float]:
+        return [len(found), *(sum(column) for column in zip(PassCost(0, 0, 0.0), *found, strict=True))]
+
+    ratios = (x / y for x, y in zip(amounts(passes), amounts(others), strict=True) if y)
+    return min(ratios, default=math.inf)
 
 
 def syncs_once(fsdp: Mapping[str, Any]) -> bool:

@@ -61,6 +61,7 @@ class Paths:
             wave_tokens=options.wave_tokens,
             offload=options.offload,
             min_speedup=options.min_speedup,
+            checkpointed=checkpointed,
         )
 
         def rates(budget: int, batch_tokens: int, forward_only: bool) -> Rates:
@@ -86,7 +87,9 @@ class Paths:
         path = Path(options.cost_profile) if options.cost_profile else None
         profile = read_profile(path, measured_on, reduce_max)
         writes = torch.distributed.get_rank() == 0
-        self._chooser = Chooser(costs, profile, path if writes else None, rates, reduce_max, stock_fits)
+        self._chooser = Chooser(
+            costs, profile, path if writes else None, rates, reduce_max, stock_fits, always_measure=path is not None
+        )
 
     def stock_reason(self, data: TensorDict) -> str | None:
         """Why this batch goes to verl's own path whatever its lengths, or None."""

@@ -77,9 +77,9 @@ class Bench:
         self.shape = model_shape(self.model, self.model.dtype)
         costs = CostModel(
             shape=self.shape, dense_mask=False, logits_chunk=Case.logits_chunk, wave_tokens=None, offload=False,
-            min_speedup=MIN_SPEEDUP,
+            min_speedup=MIN_SPEEDUP, checkpointed=False,
         )  # fmt: skip
-        self.chooser = Chooser(costs, Profile(), None, self._rates, lambda values: values)
+        self.chooser = Chooser(costs, Profile(), None, self._rates, lambda values: values, always_measure=True)
         for arm in options.running:
             warm_up(options, arm, self.model)
 

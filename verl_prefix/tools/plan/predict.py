@@ -14,8 +14,8 @@ import torch
 from verl.utils.seqlen_balancing import calculate_workload, get_seqlen_balanced_partitions
 
 from verl_prefix.auto.calibration import Profile
-from verl_prefix.auto.chooser import Batch, CostModel, Decision, decide, price
-from verl_prefix.auto.cost import Memory, PassCost, Rates, peak_bytes, plan_passes, shard_size, stock_passes, syncs_once
+from verl_prefix.auto.chooser import Batch, CostModel, Decision, candidates, decide, price
+from verl_prefix.auto.cost import Memory, PassCost, peak_bytes, plan_passes, shard_size, stock_passes, syncs_once
 from verl_prefix.auto.placement import place_rows, row_cost
 from verl_prefix.auto.shape import ModelShape
 from verl_prefix.core.groups import Group
@@ -130,12 +130,9 @@ class Predictor:
         dense = (model.get("override_config") or {}).get("attn_implementation") in ("sdpa", "eager")
         self.costs = CostModel(
             shape=shape, dense_mask=dense, logits_chunk=options.logits_chunk, wave_tokens=options.wave_tokens,
-            offload=options.offload, min_speedup=options.min_speedup,
+            offload=options.offload, min_speedup=options.min_speedup, checkpointed=self.memory.checkpointed,
         )  # fmt: skip
-        # One backward is two forwards; checkpointing runs the layers, not lm_head, forward once more.
-        layers = 4.0 if self.memory.checkpointed else 3.0
-        forward, update = Rates(linear=1.0, attention=1.0, head=1.0), Rates(linear=layers, attention=layers, head=3.0)
-        self.profile, path = Profile(forward, update), options.cost_profile and Path(options.cost_profile)
+        self.profile, path = self.costs.flops(), options.cost_profile and Path(options.cost_profile)
         read = Profile.read(path) if path and path.exists() else Profile()
         self.measured = read.forward is not None and read.update is not None  # one kind alone goes with no FLOPs
         if self.measured:
@@ -163,10 +160,10 @@ class Predictor:
         """
         profile = Profile(self.profile.forward) if ref_engine and not self.measured else self.profile
         batches = zip(ranks, budgets, own or [None] * len(ranks), strict=True)
-        prices = [price(self.costs, groups, budget, profile, mine) for groups, budget, mine in batches]
-        slowest = [max(seconds) for seconds in zip(*(one.seconds for one in prices), strict=True)]
+        found = [candidates(self.costs, groups, budget, mine) for groups, budget, mine in batches]
+        slowest = [max(seconds) for seconds in zip(*(price(self.costs, one, profile) for one in found), strict=True)]
         decision = decide(slowest, self.costs.min_speedup, log_probs)
-        return decision, [None if decision.stock else one.packed if decision.packed else one.mixed for one in prices]
+        return decision, [None if decision.stock else one.packed if decision.packed else one.mixed for one in found]
 
     def _price(
         self, name: str, ranks: list[list[Group]], budgets: list[int], auto: list[Plan | None]
