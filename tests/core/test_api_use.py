@@ -30,8 +30,9 @@ def tracked(monkeypatch):
     prefixes = schedule.Schedule._prefixes
 
     def spy_capture(self, layer, k, v):
-        capture(self, layer, k, v)
-        refs.extend(weakref.ref(x) for x in (k, v, *self.read(layer)))
+        joined = capture(self, layer, k, v)
+        refs.extend(weakref.ref(x) for x in (k, v, *joined, *self._leaf.get(layer, ())))
+        return joined
 
     def spy_add_grad(self, layer, *args):
         add_grad(self, layer, *args)

@@ -24,14 +24,15 @@ def build():
 
 @pytest.fixture
 def tracked(monkeypatch):
-    """Weak references to every captured K/V (live and leaf), every grad cache and every phase A output."""
+    """Weak references to every captured K/V (of the graph and leaf), every grad cache and every phase A output."""
     refs: list[weakref.ref] = []
     capture, add_grad = prefix_cache.PrefixCache.capture, prefix_cache.PrefixCache.add_grad
     prefixes = schedule.Schedule._prefixes
 
     def spy_capture(self, layer, k, v):
-        capture(self, layer, k, v)
-        refs.extend(weakref.ref(x) for x in (k, v, *self.read(layer)))
+        joined = capture(self, layer, k, v)
+        refs.extend(weakref.ref(x) for x in (k, v, *joined, *self._leaf.get(layer, ())))
+        return joined
 
     def spy_add_grad(self, layer, *args):
         add_grad(self, layer, *args)
@@ -61,7 +62,11 @@ def test_nothing_is_left_after_phase_c(tracked):
 @pytest.mark.parametrize("where", ["first wave", "last wave", "phase C"])
 def test_nothing_is_left_after_an_exception_between_a_and_c(tracked, monkeypatch, where):
     if where == "phase C":
-        monkeypatch.setattr(torch.autograd, "backward", lambda *args: (_ for _ in ()).throw(FloatingPointError(where)))
+
+        def fail(*args, **options):
+            raise FloatingPointError(where)
+
+        monkeypatch.setattr(torch.autograd, "backward", fail)
         backward = lambda loss: None  # noqa: E731
     else:
         countdown = iter([False, False, True] if where == "last wave" else [True])
@@ -80,6 +85,33 @@ def test_nothing_is_left_after_an_exception_between_a_and_c(tracked, monkeypatch
     assert model.config._attn_implementation == "sdpa"
     assert "forward" not in vars(model.lm_head)
     assert len(tracked) > 5 and left(tracked) == 0
+
+
+@pytest.mark.parametrize("checkpoint", [False, True])
+def test_phase_c_forgets_each_layers_caches_as_it_comes_to_it(monkeypatch, checkpoint):
+    model, left, take = build(), [], prefix_cache.PrefixCache.take
+    if checkpoint:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.train()
+
+    def spy(self, layer):
+        grads = take(self, layer)
+        left.append((layer, len(self._leaf), len(self._grad)))
+        return grads
+
+    monkeypatch.setattr(prefix_cache.PrefixCache, "take", spy)
+    run_shared(model, random_rollouts(SHAPE, 61), "phased", wave_tokens=12)
+    layers = model.config.num_hidden_layers
+    assert left == [(layer, layer, layer) for layer in reversed(range(layers))]
+
+
+def test_a_prefix_graph_has_no_lm_head(monkeypatch):
+    model, real = build(), schedule.Schedule.__init__
+    monkeypatch.setattr(
+        schedule.Schedule, "__init__", lambda self, m, o, s, b, **kw: real(self, m, o, s, lambda loss: None, **kw)
+    )
+    run_shared(model, random_rollouts(SHAPE, 61), "phased", wave_tokens=12)
+    assert {name for name, p in model.named_parameters() if p.grad is None} == {"lm_head.weight"}
 
 
 def test_fifty_steps_leave_no_tensor_behind():

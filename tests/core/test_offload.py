@@ -174,7 +174,7 @@ def test_parameters_and_hot_kv_never_move(monkeypatch, packed, checkpoint):
 
     def spy(self, layer, k, v):
         hot.update((k.untyped_storage()._cdata, v.untyped_storage()._cdata))
-        capture(self, layer, k, v)
+        return capture(self, layer, k, v)
 
     monkeypatch.setattr(OffloadedPrefixCache, "capture", spy)
     monkeypatch.setattr(offload, "TINY_BYTES", 1)
@@ -183,7 +183,7 @@ def test_parameters_and_hot_kv_never_move(monkeypatch, packed, checkpoint):
     moved = {storage for _, storage, moved in packed if moved}
     stayed = {storage for _, storage, moved in packed if not moved}
     # A checkpointed layer saves nothing of its inside, so only what is outside of layers can be seen staying.
-    assert moved and len(stayed & parameters) >= (2 if checkpoint else 7 * LAYERS)
+    assert moved and len(stayed & parameters) >= (1 if checkpoint else 7 * LAYERS)
     assert checkpoint or len(stayed & hot) == 2 * LAYERS
     assert not moved & (parameters | hot)
 

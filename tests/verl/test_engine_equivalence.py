@@ -62,6 +62,8 @@ CASES = {
     "llama": {"family": "llama"},
     "sliding_window": {"family": "window"},
     "sliding_window_phased": {"family": "window", "schedule": "phased", "wave_tokens": 40},
+    "tied_phased": {"family": "tied", "schedule": "phased", "wave_tokens": 40},
+    "tied_phased_sync_every_pass": dict(family="tied", schedule="phased", wave_tokens=40, use_no_sync=False),
     "empty_responses": {"empty": "ce"},
     "empty_responses_phased": {"empty": "ce", "schedule": "phased", "wave_tokens": 40},
     "rank_of_empty_responses": {"empty": ("e", "pad0", "f")},
@@ -529,6 +531,7 @@ def results(request, tmp_path_factory, spawn):
     # Shorter than some prefixes, and ending inside the suffixes of others.
     window = dict(use_sliding_window=True, sliding_window=25, max_window_layers=1)
     models["window"] = write_tiny_model(tmp / "window", **window)
+    models["tied"] = write_tiny_model(tmp / "tied", tie_word_embeddings=True)
     world = request.param
     spawn(_worker, args=(world, str(tmp / "rendezvous"), models, CASES, str(tmp / "out")), nprocs=world)
     return [torch.load(f"{tmp / 'out'}.{rank}") for rank in range(world)]

@@ -125,9 +125,9 @@ class OffloadedPrefixCache(PrefixCache):
         """Context of phase A's forward."""
         return saved_tensors_hooks(self._pack, self._unpack)
 
-    def capture(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
+    def capture(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         self._hot |= {x.untyped_storage()._cdata for x in (k, v)}
-        super().capture(layer, k, v)
+        return super().capture(layer, k, v)
 
     def backward(self, root: torch.Tensor) -> None:
         self._ahead = list(self._dormant.values())

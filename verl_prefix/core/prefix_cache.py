@@ -4,6 +4,8 @@ Schedule-level shared-prefix reuse: phase A fills the cache, phase B reads it an
 one prefix backward on what was accumulated. Leaving the context frees all of it, also after an exception.
 """
 
+from typing import Any
+
 import torch
 
 
@@ -14,23 +16,27 @@ class PrefixCache:
     """
 
     def __init__(self) -> None:
-        self._live: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._leaf: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._grad: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._is_open = True  # for keys and values, until phase C
 
     def __enter__(self) -> "PrefixCache":
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        for store in (self._live, self._leaf, self._grad):
-            store.clear()
+        self._leaf.clear()
+        self._grad.clear()
 
-    def capture(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Phase A. Recomputation under gradient checkpointing calls it again, which must change nothing."""
-        if layer in self._leaf:
-            return
-        self._leaf[layer] = k.detach(), v.detach()
-        self._live[layer] = k, v
+    def capture(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Phase A, and again where gradient checkpointing recomputes it in phase C, which must change nothing.
+
+        Returns:
+            The same keys and values for the prefix's own attention; in backward the grad cache joins them.
+        """
+        if self._is_open:
+            self._leaf[layer] = k.detach(), v.detach()
+        joined: tuple[torch.Tensor, torch.Tensor] = _JoinGradCache.apply(k, v, self, layer)  # type: ignore[no-untyped-call]
+        return joined
 
     def read(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         if layer not in self._leaf:
@@ -50,20 +56,37 @@ class PrefixCache:
             add_at(total, tokens, part)
 
     def backward(self, root: torch.Tensor) -> None:
-        """Phase C: one backward through the prefix graph, from every layer's live K/V at once.
+        """Phase C: one backward through the prefix graph, which takes each layer's grad cache where it comes to it.
 
         Args:
-            root: the FSDP root's output of phase A. It enters with a zero gradient: FSDP2 unshards parameters for
-                backward only along a path from the root's output.
+            root: the FSDP root's output of phase A, which every layer leads to. It enters with a zero gradient.
         """
-        pairs = [(root, torch.zeros_like(root))]
-        for layer, grads in self._grad.items():
-            pairs += [(x, grad.to(x.dtype)) for x, grad in zip(self._live[layer], grads, strict=True)]
-        self._live.clear()
-        self._grad.clear()
-        # LoRA on other projections leaves keys or values of the first layers without a graph.
-        roots, root_grads = zip(*((x, grad) for x, grad in pairs if x.requires_grad), strict=True)
-        torch.autograd.backward(roots, root_grads)
+        self._is_open = False
+        if root.requires_grad:  # not where lm_head alone is trained
+            root.backward(torch.zeros_like(root))
+
+    def take(self, layer: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Phase C: a layer's grad cache, which with its keys and values is forgotten; None where no wave read them."""
+        self._leaf.pop(layer, None)
+        return self._grad.pop(layer, None)
+
+
+class _JoinGradCache(torch.autograd.Function):
+    """Identity on a layer's keys and values, whose gradients get those that the waves sent back."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, k: torch.Tensor, v: torch.Tensor, cache: PrefixCache, layer: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        ctx.args = cache, layer
+        return k.view_as(k), v.view_as(v)
+
+    @staticmethod
+    def backward(ctx: Any, dk: torch.Tensor, dv: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        cache, layer = ctx.args
+        if (grads := cache.take(layer)) is not None:
+            dk, dv = (grad.add_(own).to(own.dtype) for grad, own in zip(grads, (dk, dv), strict=True))
+        return dk, dv, None, None
 
 
 def add_at(total: torch.Tensor, tokens: slice | torch.Tensor, part: torch.Tensor) -> None:

@@ -58,9 +58,11 @@ class Model(Protocol):
 
     def token_outputs(
         self, input_ids: torch.Tensor, position_ids: torch.Tensor, keep: torch.Tensor, attention_pass: AttentionPass,
-        outputs: Outputs, logits_chunk: int, pixels: Mapping[str, torch.Tensor],
+        outputs: Outputs | None, logits_chunk: int, pixels: Mapping[str, torch.Tensor],
     ) -> torch.Tensor:  # fmt: skip
-        """One forward of a packed row [T]; what `outputs` makes of the logits of tokens `keep` [n]: [n, k]."""
+        """One forward of a packed row [T]; what `outputs` makes of the logits of tokens `keep` [n]: [n, k].
+
+        None: nobody reads it; [n, 1] that a backward can start from, without lm_head."""
 
 
 @dataclass(frozen=True)
@@ -175,12 +177,12 @@ class Schedule:
             self.phase_b_peak = max(self.phase_b_peak or 0, torch.cuda.max_memory_allocated(device))
 
     def _prefixes(self, tokens: TokenBatch, groups: Sequence[Group], cache: PrefixCache) -> torch.Tensor:
-        """Phase A; one token goes through lm_head, since FSDP2 needs the root's output to start phase C from."""
+        """Phase A; one token goes to the end, since FSDP2 needs the root's output to start phase C from."""
         shared = any(group.prefix_len for group in groups)
         layout = prefix_layout(groups, tokens.offsets) if shared else dummy_layout()
         attention_pass = AttentionPass(layout, self.kernel, capture=cache)
         with self.forward_context():
-            return self._forward(tokens, layout, slice(-1, None), attention_pass, _sum_logits, groups)
+            return self._forward(tokens, layout, slice(-1, None), attention_pass, None, groups)
 
     def _suffixes(
         self, tokens: TokenBatch, groups: Sequence[Group], layout: Layout, cache: PrefixCache | None
@@ -194,7 +196,7 @@ class Schedule:
             return PassOutputs(groups, layout, self._forward(tokens, layout, keep, attention_pass, outputs, prefixes))
 
     def _forward(
-        self, tokens: TokenBatch, layout: Layout, keep: slice, attention_pass: AttentionPass, outputs: Outputs,
+        self, tokens: TokenBatch, layout: Layout, keep: slice, attention_pass: AttentionPass, outputs: Outputs | None,
         prefixes: Sequence[Group],
     ) -> torch.Tensor:  # fmt: skip
         """The model on one packed row, which begins with the prefixes of `prefixes`."""
@@ -204,7 +206,7 @@ class Schedule:
         place = index[kept]
         return self.model.token_outputs(
             tokens.input_ids[index], tokens.position_ids[..., index], kept, attention_pass,
-            lambda rows, logits: outputs(place[rows], logits), self.logits_chunk,
+            outputs and (lambda rows, logits: outputs(place[rows], logits)), self.logits_chunk,
             {} if tokens.pixels is None else tokens.pixels.of(prefixes, device),
         )  # fmt: skip
 
@@ -219,5 +221,5 @@ class Schedule:
 
 
 def _sum_logits(place: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-    """Outputs of a pass that nobody reads: something to start a backward from."""
+    """Outputs of a dummy wave or pass, which has a gradient for all that those of other ranks have one for."""
     return logits.sum(-1, keepdim=True)

@@ -61,7 +61,7 @@ def grouped_attention_forward(
     params = AttentionParams(q.shape[-1] ** -0.5 if scaling is None else scaling, sliding_window, softcap)
     prefix_pass.num_calls += 1
     if prefix_pass.capture is not None:
-        prefix_pass.capture.capture(module.layer_idx, k, v)
+        k, v = prefix_pass.capture.capture(module.layer_idx, k, v)
     out = GroupedAttention.apply(
         q, k, v, s_aux, prefix_pass.layout, kernel, params, prefix_pass.cache, module.layer_idx
     )
@@ -99,7 +99,7 @@ class HookedModel:
         position_ids: torch.Tensor,
         keep: torch.Tensor,
         attention_pass: AttentionPass,
-        outputs: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+        outputs: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None,
         logits_chunk: int,
         pixels: Mapping[str, torch.Tensor],
     ) -> torch.Tensor:
@@ -111,7 +111,8 @@ class HookedModel:
 
         Args:
             input_ids: [T] int64. position_ids: [T] or [4, T] int64. keep: [n] int64, the tokens for lm_head.
-            outputs: (rows of `keep` [m] int64, their logits [m, vocabulary]) -> [m, k].
+            outputs: (rows of `keep` [m] int64, their logits [m, vocabulary]) -> [m, k]; None: sums of hidden states
+                come back, [n, 1], and lm_head's weight gets no gradient.
             pixels: of a vision model, `PixelBatch.of` this row.
 
         Raises:
@@ -124,6 +125,9 @@ class HookedModel:
         rows = torch.arange(len(keep), device=keep.device)
 
         def chunked(hidden: torch.Tensor) -> torch.Tensor:
+            if outputs is None:
+                return hidden.sum(-1, keepdim=True)
+
             def chunk(rows_chunk: torch.Tensor, hidden_chunk: torch.Tensor) -> torch.Tensor:
                 return outputs(rows_chunk, head_forward(hidden_chunk))
 
@@ -135,8 +139,8 @@ class HookedModel:
         scales = (getattr(self.text_config, name, None) for name in _AFTER_LM_HEAD)
         # FSDP2's own hooks reshard weights; any other may read or change logits, which `chunked` would hide from it.
         hooks = (getattr(hook, "__module__", None) or "" for hook in lm_head._forward_hooks.values())
-        whole = any(scale not in (None, 1, 1.0) for scale in scales) or any(
-            not module.startswith("torch.distributed.") for module in hooks
+        whole = any(not module.startswith("torch.distributed.") for module in hooks) or (
+            outputs is not None and any(scale not in (None, 1, 1.0) for scale in scales)
         )
         inputs: dict[str, Any] = dict(
             input_ids=input_ids.unsqueeze(0),
@@ -160,7 +164,9 @@ class HookedModel:
                 f"{num_calls} of {num_layers} layers of {type(self.model).__name__} used the shared-prefix attention; "
                 "its code bypasses transformers' attention interface: set model_engine=dp"
             )
-        return outputs(rows, logits) if whole else logits
+        if not whole:
+            return logits
+        return logits.sum(-1, keepdim=True) if outputs is None else outputs(rows, logits)
 
 
 @contextmanager

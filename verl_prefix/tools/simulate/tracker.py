@@ -196,10 +196,10 @@ class Tracker(TorchDispatchMode):
             tracker._resized(storage, size)
             return out
 
-        def captured(cache: PrefixCache, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
+        def captured(cache: PrefixCache, layer: int, k: torch.Tensor, v: torch.Tensor) -> Any:
             for x in (k, v):
                 tracker.assign(x, "prefix cache")
-            capture(cache, layer, k, v)
+            return capture(cache, layer, k, v)
 
         def after_backward(group: FSDPParamGroup, *unused: Any) -> None:
             post_backward(group, *unused)
