@@ -10,7 +10,9 @@ import functools
 import re
 import textwrap
 import warnings
-from contextlib import contextmanager
+from collections import Counter
+from contextlib import ExitStack, contextmanager
+from unittest import mock
 
 import hypothesis
 import hypothesis.strategies as st
@@ -21,6 +23,8 @@ import torch.multiprocessing as mp
 
 from verl_prefix import phased_update, response_log_probs
 from verl_prefix.core.offload import OffloadedPrefixCache
+from verl_prefix.core.prefix_cache import PrefixCache
+from verl_prefix.models import hookup
 from verl_prefix.testing import random_rollouts, run_shared, run_stock
 
 WORLD = 2
@@ -155,12 +159,50 @@ def run_standalone(rank: int) -> dict:
     }
 
 
+def run_phase_c(truth_model) -> dict:
+    """How phase C gathers parameters, and its gradients, as they are and where nothing tells FSDP2 what comes next."""
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+
+    rollouts, results = random_rollouts(STANDALONE, VOCAB), {}
+    for told in (True, False):
+        model, gathers = sharded(copy.deepcopy(truth_model), "shard"), Counter()
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        backward, unshard, ahead = PrefixCache.backward, FSDPParamGroup.unshard, FSDPParamGroup._prefetch_unshard
+        state = {"phase C": False, "prefetching": False}
+
+        def within(name, function, state=state):
+            def called(*args):
+                state[name] = True
+                function(*args)
+                state[name] = False
+
+            return called
+
+        def count(group, *args, state=state, gathers=gathers, unshard=unshard):
+            if state["phase C"] and not group.is_unsharded and group._all_gather_result is None:
+                gathers["prefetched" if state["prefetching"] else "on demand"] += 1
+            unshard(group, *args)
+
+        with ExitStack() as patched:
+            patched.enter_context(mock.patch.object(PrefixCache, "backward", within("phase C", backward)))
+            patched.enter_context(mock.patch.object(FSDPParamGroup, "unshard", count))
+            prefetching = staticmethod(within("prefetching", ahead))
+            patched.enter_context(mock.patch.object(FSDPParamGroup, "_prefetch_unshard", prefetching))
+            if not told:
+                patched.enter_context(mock.patch.object(hookup, "_prefetch_in_backward", lambda model: None))
+            run_shared(model, rollouts, "phased", wave_tokens=6)
+        grads = {name: p.grad.full_tensor().numpy() for name, p in model.named_parameters()}
+        results[told] = {"gathers": dict(gathers), "grads": grads}
+    return results
+
+
 def worker(rank: int, rendezvous: str, inbox, outbox) -> None:
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=WORLD)
     truth_model = build()
     models = {name: sharded(copy.deepcopy(truth_model), name) for name in ("shard", "shard_keep", "replicate")}
     while (case := inbox.get()) is not None:
-        outbox.put(run_standalone(rank) if case == "standalone" else run_case(rank, truth_model, models, case))
+        special = {"standalone": lambda: run_standalone(rank), "phase C": lambda: run_phase_c(truth_model)}
+        outbox.put(special[case]() if isinstance(case, str) else run_case(rank, truth_model, models, case))
     dist.destroy_process_group()
 
 
@@ -208,6 +250,14 @@ def test_random_batches_finish_agree_with_stock_and_keep_their_rows(ranks, case)
         assert result["rows"], f"rank {rank} lost rows"
         assert not result["moved_parameters"], f"rank {rank}"
         assert result["log_probs"] < TOLERANCE and result["grads"] < TOLERANCE, f"rank {rank}: {result}"
+
+
+def test_phase_c_gathers_layers_ahead_with_the_same_gradients(ranks):
+    for result in ranks("phase C"):
+        assert result[True]["gathers"] == {"on demand": 1, "prefetched": 2}, "the root, then every layer"
+        assert result[False]["gathers"] == {"on demand": 3}
+        for name, grad in result[True]["grads"].items():
+            assert (grad == result[False]["grads"][name]).all(), name
 
 
 def test_ranks_are_told_once_that_gradients_are_not_averaged_and_how_to(ranks):

@@ -62,12 +62,12 @@ class PrefixCache:
             root: the FSDP root's output of phase A, which every layer leads to. It enters with a zero gradient.
         """
         self._is_open = False
+        self._leaf.clear()
         if root.requires_grad:  # not where lm_head alone is trained
             root.backward(torch.zeros_like(root))
 
     def take(self, layer: int) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Phase C: a layer's grad cache, which with its keys and values is forgotten; None where no wave read them."""
-        self._leaf.pop(layer, None)
+        """Phase C: a layer's grad cache, which is forgotten; None where no wave read its keys and values."""
         return self._grad.pop(layer, None)
 
 

@@ -10,6 +10,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
+from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 
@@ -80,6 +81,7 @@ class HookedModel:
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
         self.text_config: PretrainedConfig = model.config.get_text_config()
+        _prefetch_in_backward(model)
 
     @contextmanager
     def grouped_attention(self) -> Iterator[None]:
@@ -167,6 +169,15 @@ class HookedModel:
         if not whole:
             return logits
         return logits.sum(-1, keepdim=True) if outputs is None else outputs(rows, logits)
+
+
+def _prefetch_in_backward(model: PreTrainedModel) -> None:
+    """FSDP2 gathers each layer while the one above it runs backward. By itself it does so in the order of the forwards,
+    which it forgets behind every backward: phase C, whose forward lies behind those of the waves, would gather late."""
+    layers = [layer for layer in getattr(model.get_decoder(), "layers", ()) if isinstance(layer, FSDPModule)]
+    above = [*layers[1:], model] if isinstance(model, FSDPModule) else layers[1:]
+    for layer, module in zip(layers, above, strict=False):
+        module.set_modules_to_backward_prefetch([layer])
 
 
 @contextmanager
