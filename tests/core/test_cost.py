@@ -178,16 +178,19 @@ def test_ranks_decide_alike():
 
 
 # GiB that an update adds, by tools/simulate (torch 2.13, transformers 5.10): Llama3-8B on 8 ranks, two groups of four,
-# P 6000, S 1000, budget 14,100, waves of 2,000. (arm, checkpointed, no_sync) -> GiB.
+# P 6000, S 1000, budget 14,100, waves of 2,000. (arm, checkpointed, no_sync, attention kept) -> GiB.
 SIMULATED = {
-    ("stock", True, False): 10.54, ("stock", True, True): 36.72,
-    ("packed", True, False): 7.81, ("packed", True, True): 32.27,
-    ("phased", True, False): 11.74, ("phased", True, True): 37.19,
-    ("phased+offload", True, False): 11.32, ("phased+offload", True, True): 35.78,
-    ("stock", False, False): 90.93, ("stock", False, True): 117.11,
-    ("packed", False, False): 63.71, ("packed", False, True): 89.65,
-    ("phased", False, False): 90.66, ("phased", False, True): 116.10,
-    ("phased+offload", False, False): 76.84, ("phased+offload", False, True): 102.04,
+    ("stock", True, False, False): 10.54, ("stock", True, True, False): 36.72,
+    ("packed", True, False, False): 7.81, ("packed", True, True, False): 32.27,
+    ("packed", True, False, True): 10.21, ("packed", True, True, True): 34.71,
+    ("phased", True, False, False): 11.74, ("phased", True, True, False): 37.19,
+    ("phased", True, False, True): 15.21, ("phased", True, True, True): 40.66,
+    ("phased+offload", True, False, False): 10.30, ("phased+offload", True, True, False): 36.09,
+    ("phased+offload", True, False, True): 10.30, ("phased+offload", True, True, True): 36.09,
+    ("stock", False, False, False): 90.93, ("stock", False, True, False): 117.11,
+    ("packed", False, False, False): 63.71, ("packed", False, True, False): 89.65,
+    ("phased", False, False, False): 90.66, ("phased", False, True, False): 116.10,
+    ("phased+offload", False, False, False): 76.99, ("phased+offload", False, True, False): 103.82,
 }  # fmt: skip
 
 
@@ -201,15 +204,15 @@ def llama3_8b() -> shape.ModelShape:
         return shape.model_shape(transformers.LlamaForCausalLM(config), torch.bfloat16)
 
 
-@pytest.mark.parametrize(("arm", "checkpointed", "no_sync"), SIMULATED)
-def test_the_peak_is_within_15_per_cent_of_the_simulated_one(llama3_8b, arm, checkpointed, no_sync):
+@pytest.mark.parametrize(("arm", "checkpointed", "no_sync", "kept"), SIMULATED)
+def test_the_peak_is_within_15_per_cent_of_the_simulated_one(llama3_8b, arm, checkpointed, no_sync, kept):
     groups = [Group(tuple(range(i, i + 4)), 6000, (1000,) * 4) for i in (0, 4)]
     path, _, offload = arm.partition("+")
     plan = None if path == "stock" else make_plan(groups, 14100, path, 2000, bool(offload))
     stock = cost.stock_passes(llama3_8b, groups, 14100, dense_mask=False)
-    memory = cost.Memory(8, checkpointed, no_sync, 4096, bool(offload))
+    memory = cost.Memory(8, checkpointed, no_sync, 4096, bool(offload), kept)
     found = cost.peak_bytes(llama3_8b, plan, stock, memory) / 2**30
-    assert found == pytest.approx(SIMULATED[arm, checkpointed, no_sync], rel=0.15)
+    assert found == pytest.approx(SIMULATED[arm, checkpointed, no_sync, kept], rel=0.15)
 
 
 def make_predictor(cost_profile=None):

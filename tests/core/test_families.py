@@ -17,7 +17,7 @@ import pytest
 import torch
 import transformers
 
-from verl_prefix.core.attention import GroupedAttention
+from verl_prefix.core.attention import AttentionPass, GroupedAttention
 from verl_prefix.core.kernels import cpu, reference
 from verl_prefix.core.layout import Layout
 from verl_prefix.models.support import check_dropout, check_supported
@@ -242,6 +242,37 @@ def test_broken_maths_is_far_off(family, sabotage, schedule, monkeypatch):
     model.zero_grad()
     ours = measure(model, lambda: run_shared(model, batch, **SCHEDULES[schedule]))
     assert truth.keys() - ours.keys() or max(errors(ours, truth).values()) > 100 * 5e-6
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("family", ["llama3", "mistral-window-8", "gpt-oss-window-9"])
+def test_attention_that_is_kept_runs_no_kernel_again_and_changes_nothing(family, schedule, monkeypatch):
+    model, batch, calls, forward = build(family).train(), random_rollouts(SHAPE, 128), [], cpu.forward
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    monkeypatch.setattr(cpu, "forward", lambda *args, **options: calls.append(1) or forward(*args, **options))
+
+    def run(keep: bool) -> tuple[dict, int]:
+        calls.clear()
+        found = measure(model, lambda: run_shared(model, batch, keep_attention=keep, **SCHEDULES[schedule]))
+        return found, len(calls)
+
+    (twice, num_twice), (once, num_once) = run(False), run(True)
+    assert num_twice == 2 * num_once
+    assert max(errors(once, twice).values()) < 1e-6
+
+    class Wrong(dict):
+        def pop(self, layer):
+            out, lse = super().pop(layer)
+            return out * 1.01, lse
+
+    init = AttentionPass.__init__
+    monkeypatch.setattr(
+        AttentionPass,
+        "__init__",
+        lambda self, *args, **kw: (init(self, *args, **kw), setattr(self, "kept", Wrong()))[0],
+    )
+    wrong, _ = run(True)
+    assert max(errors(wrong, twice).values()) > 1e-3
 
 
 @pytest.mark.parametrize(

@@ -128,6 +128,7 @@ class Memory:
     Args:
         ranks: that parameters are sharded over. no_sync: verl's use_no_sync_for_gradient_accumulation.
         checkpointed: gradient checkpointing. logits_chunk, offload: of `PrefixConfig`.
+        attention_kept: `Schedule.keep_attention`.
     """
 
     ranks: int
@@ -135,6 +136,7 @@ class Memory:
     no_sync: bool
     logits_chunk: int
     offload: bool
+    attention_kept: bool = False
 
 
 def peak_bytes(shape: ModelShape, plan: Plan | None, stock: Sequence[PassCost], memory: Memory) -> float:
@@ -146,13 +148,15 @@ def peak_bytes(shape: ModelShape, plan: Plan | None, stock: Sequence[PassCost], 
     keys, values and their fp32 gradients; and unsharded fp32 gradients where several passes share one synchronisation.
     """
     layers = len(shape.windows)
-    buffers = 4 * (shape.head / 2 + shape.layer_parameters)
+    buffers_c = 4 * shape.layer_parameters  # phase C has no lm_head
+    buffers = 4 * (shape.head / 2) + buffers_c
     held = 4 * shape.parameters * (1 - 1 / memory.ranks)
 
-    def kept(tokens: int) -> float:
-        return layers * tokens * (shape.boundary if memory.checkpointed else shape.activations)
+    def kept(tokens: int, attention: bool = memory.attention_kept) -> float:
+        of_layer = shape.boundary + shape.attention * attention if memory.checkpointed else shape.activations
+        return layers * tokens * of_layer
 
-    def backward(tokens: int) -> float:
+    def backward(tokens: int, buffers: float = buffers) -> float:
         return tokens * shape.activations * (1.5 if memory.checkpointed else 0.5) + buffers
 
     def logits(tokens: int) -> float:
@@ -173,7 +177,8 @@ def peak_bytes(shape: ModelShape, plan: Plan | None, stock: Sequence[PassCost], 
         dormant = 0.0 if memory.offload else kept(prefix)
         in_wave = kept(wave) + max(logits(min(wave, memory.logits_chunk)), backward(wave))
         phase_b = dormant + 3 * shape.kv * prefix + in_wave
-        phase_c = kept(prefix) + 2 * shape.kv * prefix + backward(prefix)
+        phase_c = kept(prefix, memory.attention_kept and not memory.offload)
+        phase_c += 2 * shape.kv * prefix + backward(prefix, buffers_c)
         peaks.append(max(phase_b, phase_c))
     several = len(plan.passes) > 1 or bool(plan.waves)
     return max(peaks, default=0.0) + (held if memory.no_sync and several else 0.0)

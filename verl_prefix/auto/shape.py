@@ -21,6 +21,7 @@ class ModelShape:
         head: FLOPs per token of lm_head. pair: per query-key pair of one layer's attention.
         windows: sliding window of every layer, None where it sees everything.
         activations: bytes per token that one layer keeps for backward. boundary: bytes per token of its input alone.
+        attention: bytes per token of one layer's attention output and log-sum-exp.
         kv: bytes per token of all layers' keys and values. logits: bytes per token of them.
         tower: FLOPs per patch of a vision tower's matmuls; 0 without one.
         parameters, layer_parameters: numbers of them, and of one layer alone.
@@ -34,6 +35,7 @@ class ModelShape:
     boundary: float
     kv: float
     vocab_size: int
+    attention: float = 0.0
     tower: float = 0.0
     logits: float = 0.0
     parameters: float = 0.0
@@ -84,6 +86,7 @@ def model_shape(model: PreTrainedModel, dtype: torch.dtype) -> ModelShape:
         windows=tuple(layer_window(text, layer) for layer in range(layers)),
         activations=kept * dtype.itemsize,
         boundary=text.hidden_size * dtype.itemsize,
+        attention=heads * (head_dim * dtype.itemsize + 4.0),
         kv=2.0 * layers * kv_heads * head_dim * dtype.itemsize,
         vocab_size=text.vocab_size,
         tower=0.0 if seeing is None else 2.0 * _linear_weights(seeing.model.visual),

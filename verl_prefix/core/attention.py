@@ -18,6 +18,9 @@ from verl_prefix.core.kernels import Kernel
 from verl_prefix.core.layout import Layout
 from verl_prefix.core.prefix_cache import PrefixCache, add_at
 
+# Attention's outputs [T, H, D] and log-sum-exps [H, T] of layers that will run again.
+Kept = dict[int, tuple[torch.Tensor, torch.Tensor]]
+
 
 class AttentionPass:
     """Everything that the attention layers of one forward need; a keyword argument through the model, so that
@@ -29,6 +32,8 @@ class AttentionPass:
         kernel: name for `kernels.choose_kernel`.
         capture: phase A, the layers hand their keys and values to it.
         cache: a wave, suffixes read their prefixes from it.
+        keep: under gradient checkpointing, attention's outputs wait for the backward, whose recomputation of the layers
+            then runs no kernel.
         inspect: called by every layer with (layer, layout, q, k, v, sinks, params, out) of `GroupedAttention`.
     """
 
@@ -38,6 +43,7 @@ class AttentionPass:
         kernel: str,
         capture: PrefixCache | None = None,
         cache: PrefixCache | None = None,
+        keep: bool = False,
         inspect: Callable[..., None] | None = None,
     ) -> None:
         self.layout = layout
@@ -45,6 +51,7 @@ class AttentionPass:
         self.capture = capture
         self.cache = cache
         self.inspect = inspect
+        self.kept: Kept | None = {} if keep else None
         self.num_calls = 0  # attention layers seen, so that a model that bypasses us is noticed
 
 
@@ -86,25 +93,14 @@ class GroupedAttention(torch.autograd.Function):
     def forward(
         ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None,
         layout: Layout, kernel: Kernel, params: AttentionParams, cache: PrefixCache | None, layer: int,
+        kept: Kept | None = None,
     ) -> torch.Tensor:  # fmt: skip
-        reads = layout.reads(params.window, q.device)
-        prefix_k, prefix_v = (k, v) if cache is None or not reads.shares else cache.read(layer)
-        own_k, own_v = reads.own_keys(k, prefix_k), reads.own_keys(v, prefix_v)
-        out, lse = kernel.forward(
-            q, own_k, own_v, reads.causal,
-            causal=True, scale=params.scale, window=reads.window, softcap=params.softcap,
-        )  # fmt: skip
-        if reads.cross is not None:
-            queries, keys = reads.queries, reads.keys
-            out_2, lse_2 = kernel.forward(
-                q[queries], prefix_k[keys], prefix_v[keys], reads.cross,
-                causal=False, scale=params.scale, softcap=params.softcap,
-            )  # fmt: skip
-            out[queries], lse[:, queries] = merge(out[queries], lse[:, queries], out_2, lse_2)
-        if sinks is not None:
-            total = _logaddexp(lse, sinks.to(lse.dtype).unsqueeze(-1))
-            out *= (lse - total).exp().transpose(0, 1).unsqueeze(-1)
-            lse = total
+        if kept is not None and layer in kept:  # gradient checkpointing runs the layer again
+            out, lse = kept.pop(layer)
+        else:
+            out, lse = _attend(q, k, v, sinks, layout, kernel, params, cache, layer)
+            if kept is not None:
+                kept[layer] = out.detach(), lse
         ctx.save_for_backward(q, k, v, sinks, out, lse)
         ctx.args = layout, kernel, params, cache, layer
         return out
@@ -143,4 +139,30 @@ class GroupedAttention(torch.autograd.Function):
         if sinks is not None:
             share = (sinks.to(lse.dtype).unsqueeze(-1) - lse).exp()
             dsinks = -(share * (dout * out).sum(-1, dtype=lse.dtype).transpose(0, 1)).sum(-1).to(sinks.dtype)
-        return dq, dk, dv, dsinks, None, None, None, None, None
+        return dq, dk, dv, dsinks, None, None, None, None, None, None
+
+
+def _attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None,
+    layout: Layout, kernel: Kernel, params: AttentionParams, cache: PrefixCache | None, layer: int,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """`GroupedAttention` without gradients: out [T, H, D] and the log-sum-exp of all scores of a query [H, T]."""
+    reads = layout.reads(params.window, q.device)
+    prefix_k, prefix_v = (k, v) if cache is None or not reads.shares else cache.read(layer)
+    own_k, own_v = reads.own_keys(k, prefix_k), reads.own_keys(v, prefix_v)
+    out, lse = kernel.forward(
+        q, own_k, own_v, reads.causal,
+        causal=True, scale=params.scale, window=reads.window, softcap=params.softcap,
+    )  # fmt: skip
+    if reads.cross is not None:
+        queries, keys = reads.queries, reads.keys
+        out_2, lse_2 = kernel.forward(
+            q[queries], prefix_k[keys], prefix_v[keys], reads.cross,
+            causal=False, scale=params.scale, softcap=params.softcap,
+        )  # fmt: skip
+        out[queries], lse[:, queries] = merge(out[queries], lse[:, queries], out_2, lse_2)
+    if sinks is not None:
+        total = _logaddexp(lse, sinks.to(lse.dtype).unsqueeze(-1))
+        out *= (lse - total).exp().transpose(0, 1).unsqueeze(-1)
+        lse = total
+    return out, lse

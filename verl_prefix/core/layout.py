@@ -75,7 +75,7 @@ class Spans:
     def cu_seqlens(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         """int32 [n + 1] on `device`, built once for all layers."""
         if device not in self._cu_seqlens:
-            q, k = (torch.tensor(bounds, dtype=torch.int32, device=device) for bounds in (self.q, self.k))
+            q, k = (on_device(torch.tensor(bounds, dtype=torch.int32), device) for bounds in (self.q, self.k))
             self._cu_seqlens[device] = q, k
         return self._cu_seqlens[device]
 
@@ -182,9 +182,9 @@ class Layout:
     def _tails(self, tail_lens: Sequence[int], key_ends: Sequence[int], device: torch.device) -> Tails:
         ends = list(zip(self.segments, tail_lens, key_ends, strict=True))
         return Tails(
-            own=_ranges([(end - s.length, s.length) for s, _, end in ends]).to(device),
-            places=_ranges([(end - s.length - n, n) for s, n, end in ends]).to(device),
-            tokens=_ranges([(s.prefix_start + s.prefix_len - n, n) for s, n, _ in ends]).to(device),
+            own=on_device(_ranges([(end - s.length, s.length) for s, _, end in ends]), device),
+            places=on_device(_ranges([(end - s.length - n, n) for s, n, end in ends]), device),
+            tokens=on_device(_ranges([(s.prefix_start + s.prefix_len - n, n) for s, n, _ in ends]), device),
         )
 
 
@@ -229,6 +229,11 @@ def dummy_layout() -> Layout:
     return Layout(torch.zeros(1, dtype=torch.int64), 0, (Segment(1),))
 
 
+def on_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A host tensor's copy on `device`, for which the host does not wait."""
+    return tensor.to(device) if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+
+
 def _ranges(pieces: Sequence[tuple[int, int]]) -> torch.Tensor:
     """int64 indices of (start, length) pieces, one after the other."""
     return torch.cat([torch.arange(start, start + length) for start, length in pieces])
@@ -238,4 +243,4 @@ def _token_index(pieces: Sequence[tuple[int, int]], device: torch.device) -> sli
     """`_ranges` on `device`, or a slice where there are no gaps, so that nothing is copied."""
     if all(a + n == b for (a, n), (b, _) in zip(pieces, pieces[1:], strict=False)):
         return slice(pieces[0][0], sum(pieces[-1])) if pieces else slice(0)
-    return _ranges(pieces).to(device)
+    return on_device(_ranges(pieces), device)

@@ -24,7 +24,7 @@ import torch
 from verl_prefix.core.attention import AttentionPass
 from verl_prefix.core.errors import annotate_errors, annotate_loop_body
 from verl_prefix.core.groups import Group
-from verl_prefix.core.layout import Layout, build_layout, dummy_layout, prefix_layout
+from verl_prefix.core.layout import Layout, build_layout, dummy_layout, on_device, prefix_layout
 from verl_prefix.core.offload import OffloadedPrefixCache
 from verl_prefix.core.prefix_cache import PrefixCache
 from verl_prefix.core.waves import PackedPass, PhasedPass, Plan
@@ -88,6 +88,7 @@ class Schedule:
         gradient_sync: context of one backward, given whether it is the run's last (verl's `_gradient_sync_context`).
         kernel: name for `kernels.choose_kernel`.
         offload: phased only, what phase A saves for phase C waits in host memory; `transfers` counts it.
+        keep_attention: see `AttentionPass.keep`; not in phase A with `offload`.
         measure_peak: phased on CUDA only, `phase_b_peak` becomes the most bytes allocated during phase B. It resets the
             device's peak statistics, which other code may read.
         inspect: see `AttentionPass`; packed passes with groups only.
@@ -104,6 +105,7 @@ class Schedule:
         kernel: str = "auto",
         logits_chunk: int = 4096,
         offload: bool = False,
+        keep_attention: bool = False,
         measure_peak: bool = False,
         inspect: Callable[..., None] | None = None,
     ) -> None:
@@ -116,11 +118,23 @@ class Schedule:
         self.kernel = kernel
         self.logits_chunk = logits_chunk
         self.offload = offload
+        self.keep_attention = keep_attention
         self.measure_peak = measure_peak
         self.inspect = inspect
-        self.seconds: dict[str, float] = {}
+        self._moments: list[tuple[str, Any, Any]] = []  # phase, start, end
         self.transfers: Counter[str] = Counter()
         self.phase_b_peak: int | None = None
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """Of each phase so far; asking waits for the device."""
+        found: dict[str, float] = {}
+        for phase, start, end in self._moments:
+            if isinstance(end, torch.cuda.Event):
+                end.synchronize()
+            span = end - start if isinstance(end, float) else start.elapsed_time(end) / 1000
+            found[phase] = found.get(phase, 0.0) + span
+        return found
 
     def run(self, tokens: TokenBatch, plan: Plan) -> None:
         """All passes of `plan`, in its order, which must be the same on every rank; needs `step`."""
@@ -180,7 +194,8 @@ class Schedule:
         """Phase A; one token goes to the end, since FSDP2 needs the root's output to start phase C from."""
         shared = any(group.prefix_len for group in groups)
         layout = prefix_layout(groups, tokens.offsets) if shared else dummy_layout()
-        attention_pass = AttentionPass(layout, self.kernel, capture=cache)
+        keep = self.keep_attention and not self.offload
+        attention_pass = AttentionPass(layout, self.kernel, capture=cache, keep=keep)
         with self.forward_context():
             return self._forward(tokens, layout, slice(-1, None), attention_pass, None, groups)
 
@@ -188,7 +203,7 @@ class Schedule:
         self, tokens: TokenBatch, groups: Sequence[Group], layout: Layout, cache: PrefixCache | None
     ) -> PassOutputs:
         inspect = self.inspect if groups and cache is None else None
-        attention_pass = AttentionPass(layout, self.kernel, cache=cache, inspect=inspect)
+        attention_pass = AttentionPass(layout, self.kernel, cache=cache, keep=self.keep_attention, inspect=inspect)
         keep = slice(layout.num_prefix, None)
         with self.forward_context():
             outputs = self.outputs if groups else _sum_logits
@@ -201,7 +216,7 @@ class Schedule:
     ) -> torch.Tensor:  # fmt: skip
         """The model on one packed row, which begins with the prefixes of `prefixes`."""
         device = tokens.input_ids.device
-        index = layout.index.to(device)
+        index = on_device(layout.index, device)
         kept = torch.arange(layout.num_tokens, device=device)[keep]
         place = index[kept]
         return self.model.token_outputs(
@@ -212,12 +227,19 @@ class Schedule:
 
     @contextmanager
     def _timed(self, phase: str, groups: Sequence[Group], part: str = "") -> Iterator[None]:
-        start = time.perf_counter()
+        start = _now()
         with annotate_errors(phase, groups, part):
             yield
-            if torch.cuda.is_available():
-                torch.cuda.synchronize()
-        self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - start
+        self._moments.append((phase, start, _now()))
+
+
+def _now() -> Any:
+    """Where CUDA computes, an event that the host does not wait for; else seconds."""
+    if not torch.cuda.is_available():
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
 
 
 def _sum_logits(place: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:

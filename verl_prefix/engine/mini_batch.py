@@ -5,8 +5,8 @@ Source: verl/workers/engine/fsdp/transformer_impl.py, FSDPEngineWithLMHead.
 """
 
 import functools
-import math
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 
 import torch
 from tensordict import TensorDict
@@ -16,10 +16,10 @@ from verl.utils.metric import AggregationType, Metric
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
 from verl_prefix.core.groups import Group, group_rows
-from verl_prefix.core.layout import Layout
+from verl_prefix.core.layout import Layout, on_device
 from verl_prefix.core.schedule import Schedule, TokenBatch
 from verl_prefix.core.waves import Plan
-from verl_prefix.engine.not_finite import all_finite, log_not_finite, rows_not_finite
+from verl_prefix.engine.not_finite import log_not_finite, loss_and_finite, rows_not_finite
 from verl_prefix.models.vision import PixelBatch, is_vision_config, share_pixels
 
 
@@ -68,7 +68,9 @@ class MiniBatch:
             "pad_size": 0,
         }
         # One offsets tensor per length: a recomputed jagged tensor is the same size only if its offsets are the same.
-        offsets = self._offsets.setdefault(len(place), torch.tensor([0, len(place)], device=place.device))
+        if len(place) not in self._offsets:
+            self._offsets[len(place)] = on_device(torch.tensor([0, len(place)]), place.device)
+        offsets = self._offsets[len(place)]
         one_row = torch.nested.nested_tensor_from_jagged(self.tokens.input_ids[place], offsets)
         tokens = tu.get_tensordict({"input_ids": one_row}, self._flags)
         outputs = self.engine.prepare_model_outputs(_Logits(logits.unsqueeze(0)), output_args, tokens, None)
@@ -87,38 +89,41 @@ class MiniBatch:
             loss, metrics = self.loss_function(
                 model_output=model_output, data=micro_batch, dp_group=self.engine.get_data_parallel_group()
             )
-        output = {"loss": loss.detach().item(), "metrics": metrics}
-        self._check_finite(output["loss"], outputs, model_output, micro_batch, rows)
+        output = {"loss": self._read(loss, outputs, model_output, micro_batch, rows), "metrics": metrics}
         if self._keeps_model_output:
             output["model_output"] = {name: values.detach() for name, values in model_output.items()}
         self._outputs.append(output)
         self._rows.append(rows)
         return loss
 
-    def _check_finite(
-        self, loss: float, outputs: torch.Tensor, model_output: dict, micro_batch: TensorDict, rows: list[int]
-    ) -> None:
-        """Counts a pass that is not finite, and names the first one's rows. A NaN that the loss masks counts too: its
-        gradient is NaN times zero."""
+    def _read(
+        self, loss: torch.Tensor, outputs: torch.Tensor, model_output: dict, micro_batch: TensorDict, rows: list[int]
+    ) -> float:
+        """The loss. Counts a pass that is not finite, and names the first one's rows. A NaN that the loss masks counts
+        too: its gradient is NaN times zero."""
         inputs = {name: x for name, x in micro_batch.items() if isinstance(x, torch.Tensor) and x.is_floating_point()}
         values = [x.values() if x.is_nested else x for x in inputs.values()]
-        if math.isfinite(loss) and all_finite([outputs, *values]):
-            return
+        found, finite = loss_and_finite(loss.detach(), [outputs, *values])
+        if finite:
+            return found
         self.num_not_finite += 1
         if self.num_not_finite == 1:
             uids = tu.get(micro_batch, "uid") if "uid" in micro_batch.keys() else [None] * len(rows)
             bad = {name: rows_not_finite(x.unbind()) for name, x in (model_output | inputs).items()}
-            log_not_finite(loss, bad, [f"{row} (uid {uid})" for row, uid in zip(rows, uids, strict=True)])
+            log_not_finite(found, bad, [f"{row} (uid {uid})" for row, uid in zip(rows, uids, strict=True)])
+        return found
 
     def _model_output(
         self, groups: Sequence[Group], layout: Layout, outputs: torch.Tensor, offsets: torch.Tensor
     ) -> dict[str, torch.Tensor]:
         """Every suffix token's outputs at its place in its row, zeros in the prompt: verl's nested full-length form."""
-        rows = [row for group in groups for row in group.rows]
-        suffix_lens = torch.tensor([n for group in groups for n in group.suffix_lens], device=offsets.device)
-        starts = torch.tensor([self.tokens.offsets[row] for row in rows], device=offsets.device)
-        place = layout.suffix_index.to(offsets.device) + (offsets[:-1] - starts).repeat_interleave(suffix_lens)
-        full = outputs.new_zeros(int(offsets[-1]), outputs.shape[-1]).index_copy(0, place, outputs)
+        starts = [self.tokens.offsets[row] for group in groups for row in group.rows]
+        ends = [self.tokens.offsets[row + 1] for group in groups for row in group.rows]
+        *row_starts, num_tokens = accumulate((end - start for start, end in zip(starts, ends, strict=True)), initial=0)
+        suffix_lens = torch.tensor([n for group in groups for n in group.suffix_lens], dtype=torch.int64)
+        moves = torch.tensor([to - start for to, start in zip(row_starts, starts, strict=True)], dtype=torch.int64)
+        place = on_device(layout.suffix_index + moves.repeat_interleave(suffix_lens), outputs.device)
+        full = outputs.new_zeros(num_tokens, outputs.shape[-1]).index_copy(0, place, outputs)
         return {
             name: torch.nested.nested_tensor_from_jagged(column, offsets)
             for name, column in zip(self.names, full.unbind(-1), strict=True)

@@ -11,9 +11,11 @@ from verl_prefix.core.errors import current_pass, listed
 logger = logging.getLogger(__name__)
 
 
-def all_finite(tensors: Sequence[torch.Tensor]) -> bool:
-    """True where no tensor holds a NaN or an infinity; the device is asked once."""
-    return bool(torch.stack([torch.isfinite(x).all() for x in tensors]).all())
+def loss_and_finite(loss: torch.Tensor, tensors: Sequence[torch.Tensor]) -> tuple[float, bool]:
+    """The loss, and whether neither it nor any tensor holds a NaN or an infinity; the host waits once for both."""
+    finite = torch.stack([torch.isfinite(x).all() for x in (loss, *tensors)]).all()
+    found, is_finite = torch.stack([loss.double(), finite.double()]).tolist()
+    return found, bool(is_finite)
 
 
 def rows_not_finite(values: Sequence[torch.Tensor]) -> list[int]:

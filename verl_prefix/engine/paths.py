@@ -1,7 +1,9 @@
 """The path of a batch: shared, by a plan, or verl's own, for a reason that is logged once and counted in metrics."""
 
 import logging
+import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -19,6 +21,8 @@ from verl_prefix.core.schedule import Schedule
 from verl_prefix.core.waves import Plan, make_plan
 
 logger = logging.getLogger(__name__)
+
+ESTIMATE = 1.15  # `peak_bytes` is off by 15 % at most
 
 
 class Paths:
@@ -51,11 +55,21 @@ class Paths:
             reduce_max: element-wise maximum over ranks. checkpointed: gradient checkpointing is on.
         """
         options = self.options
-        if options.schedule != "auto":
+        if options.schedule == "stock":
             return
         device = torch.device(get_device_name())
+        self._shape = model_shape(module, dtype)
+        self._memory = Memory(
+            ranks=shard_size(engine_config.fsdp_size, torch.distributed.get_world_size()),
+            checkpointed=checkpointed,
+            no_sync=syncs_once(engine_config),
+            logits_chunk=options.logits_chunk,
+            offload=options.offload,
+        )
+        if options.schedule != "auto":
+            return
         costs = CostModel(
-            shape=model_shape(module, dtype),
+            shape=self._shape,
             dense_mask="flash" not in module.config._attn_implementation,
             logits_chunk=options.logits_chunk,
             wave_tokens=options.wave_tokens,
@@ -67,19 +81,8 @@ class Paths:
         def rates(budget: int, batch_tokens: int, forward_only: bool) -> Rates:
             return measure(costs.shape, budget, batch_tokens, device, schedule, zero_grad, forward_only)
 
-        memory = Memory(
-            ranks=shard_size(engine_config.fsdp_size, torch.distributed.get_world_size()),
-            checkpointed=checkpointed,
-            no_sync=syncs_once(engine_config),
-            logits_chunk=options.logits_chunk,
-            offload=options.offload,
-        )
-
         def stock_fits(passes: Sequence[PassCost]) -> bool:
-            if device.type != "cuda":
-                return True
-            cached = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
-            return peak_bytes(costs.shape, None, passes, memory) <= torch.cuda.mem_get_info()[0] + cached
+            return peak_bytes(costs.shape, None, passes, self._memory) <= self._room()
 
         name = torch.cuda.get_device_name() if device.type == "cuda" else device.type
         num_parameters = sum(parameter.numel() for parameter in module.parameters())
@@ -117,6 +120,19 @@ class Paths:
             return make_plan(*batch, options.schedule, options.wave_tokens, options.offload)
         plan = self._chooser.choose(*batch, forward_only, own)
         return plan or f"prefix.min_speedup={options.min_speedup} is more than sharing is predicted to gain"
+
+    def keeps_attention(self, plan: Plan) -> bool:
+        """Whether this rank has room to keep attention's outputs in an update, so that gradient checkpointing runs no
+        kernel again."""
+        memory = replace(self._memory, attention_kept=True)
+        return memory.checkpointed and ESTIMATE * peak_bytes(self._shape, plan, (), memory) <= self._room()
+
+    def _room(self) -> float:
+        """Bytes that an update may add to parameters, optimizer and gradients."""
+        if get_device_name() != "cuda":
+            return math.inf
+        cached = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+        return torch.cuda.mem_get_info()[0] + cached - 4 * self._shape.parameters / self._memory.ranks
 
     def log_once(self, stock_reason: str) -> None:
         """Says why batches go to verl's own path, before the first of them does."""

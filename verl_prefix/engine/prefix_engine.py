@@ -157,9 +157,9 @@ class PrefixFSDPEngine(FSDPEngineWithLMHead):
 
     def run_plan(
         self, data: TensorDict, plan: Plan, loss_function: Callable | None, forward_only: bool,
-        inspect: Callable | None = None,
+        inspect: Callable | None = None, keep_attention: bool = False,
     ) -> tuple[MiniBatch, Schedule]:  # fmt: skip
-        """All passes of a plan, with fresh state; `inspect` as in `core.attention.AttentionPass`."""
+        """All passes of a plan, with fresh state; `inspect`, `keep_attention` as in `core.schedule.Schedule`."""
         mini_batch = MiniBatch(self, data, loss_function, forward_only)
         # The first update alone: it resets the peak that verl logs as perf/max_memory_allocated_gb.
         measure_peak = get_device_name() == "cuda" and not forward_only and self._phase_b_peak is None
@@ -168,6 +168,7 @@ class PrefixFSDPEngine(FSDPEngineWithLMHead):
             mini_batch.step,
             None if forward_only else self._backward,
             offload=self.prefix_config.offload,
+            keep_attention=keep_attention,
             measure_peak=measure_peak,
             inspect=inspect,
         )
@@ -180,9 +181,13 @@ class PrefixFSDPEngine(FSDPEngineWithLMHead):
     ) -> dict[str, object]:
         if self._wave_limit is not None:
             plan = limit_waves(plan, self._wave_limit)
+        planned = pad_to_same_passes(plan, self.reduce_max)
+        keeps = not forward_only and self._wave_limit is None and self._paths.keeps_attention(planned)
         (mini_batch, schedule), plan, num_retries = run_or_halve(
-            lambda plan: self.run_plan(data, plan, loss_function, forward_only),
-            pad_to_same_passes(plan, self.reduce_max),
+            lambda plan: self.run_plan(
+                data, plan, loss_function, forward_only, keep_attention=keeps and plan is planned
+            ),
+            planned,
             self.module,
             torch.distributed.get_world_size(),
         )

@@ -64,7 +64,7 @@ def grouped_attention_forward(
     if prefix_pass.capture is not None:
         k, v = prefix_pass.capture.capture(module.layer_idx, k, v)
     out = GroupedAttention.apply(
-        q, k, v, s_aux, prefix_pass.layout, kernel, params, prefix_pass.cache, module.layer_idx
+        q, k, v, s_aux, prefix_pass.layout, kernel, params, prefix_pass.cache, module.layer_idx, prefix_pass.kept
     )
     if prefix_pass.inspect is not None:
         prefix_pass.inspect(module.layer_idx, prefix_pass.layout, q, k, v, s_aux, params, out)

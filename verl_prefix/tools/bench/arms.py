@@ -163,7 +163,8 @@ def run_arm(case: Case, arm: str, train: bool = True, attention: str | None = No
 
             schedule = Schedule(
                 HookedModel(model), batch.log_probs, step, backward,
-                logits_chunk=case.logits_chunk, offload=added == "offload", measure_peak=measure_peak,
+                logits_chunk=case.logits_chunk, offload=added == "offload", keep_attention=added == "checkpoint",
+                measure_peak=measure_peak,
             )  # fmt: skip
             schedule.run(batch.tokens, plan)
             backward_s += schedule.seconds.get("phase_c", 0.0)

@@ -177,6 +177,12 @@ def _tensor(data: Any, *args: Any, device: Any = None, **kwargs: Any) -> torch.T
     return made.to(device)
 
 
+def _pin_memory(tensor: torch.Tensor) -> torch.Tensor:
+    """What the host need not wait for to be copied: here every host tensor that says so (`non_blocking`)."""
+    tensor.constant = None  # type: ignore[attr-defined]  # as in `_tensor`
+    return tensor
+
+
 def _key_without_storages(self: FakeTensorMode, state: Any, func: Any, args: Any, kwargs: Any) -> Any:
     if func in (torch.ops.aten.set_.source_Storage, torch.ops.aten.set_.source_Storage_storage_offset):
         raise _BypassDispatchCache("the key would keep the storage alive")
@@ -229,6 +235,7 @@ def fake_accelerator(ranks: int, replicas: int = 1) -> Iterator[DeviceMesh]:
     dist.init_process_group(f"cpu:fake,{DEVICE}:fake", rank=0, world_size=ranks * replicas, store=FakeStore())
     patches = (
         mock.patch.object(torch, "tensor", _tensor),
+        mock.patch.object(torch.Tensor, "pin_memory", _pin_memory),
         mock.patch.object(FakeTensorMode, "_cache_key", _key_without_storages),
         mock.patch.object(FakeTensorMode, "_prep_args_for_hash", _prepare_plain),
         mock.patch.object(record_function, "__enter__", lambda self: self),  # names for a profiler; operations here

@@ -16,6 +16,7 @@ from verl_prefix.tools.simulate.passes import Simulation
 from verl_prefix.tools.simulate.tower import deepstack_layers, kinds_of_blocks, with_blocks
 from verl_prefix.tools.simulate.tracker import Phase, Tracker
 
+_ROOM = 0.9  # about where the engine's estimate of a peak is over what is free
 DEPTH = 3  # layers of the smaller model that runs; with fewer, FSDP2 prefetches less than in the whole one
 
 
@@ -96,17 +97,32 @@ def simulate(job: Job, arms: Sequence[Arm], hardware: Hardware, log_probs: bool 
 
     A deep model runs at two smaller depths; every amount of a phase, its peak included, is a line through them. Arms
     run one after the other on one model, whose lazy start the first one pays: log-probs once for every path, which
-    rows one by one do not change, and the optimizer's step once.
+    rows one by one do not change, and the optimizer's step once. An arm that would use more than `_ROOM` of the GPU
+    keeps no attention, as in the engine.
     """
     _warm_up()
     configs, times = _depths(job.config)
-    runs = [_run(replace(job, config=config), arms, hardware, log_probs) for config in configs]
-    if len(runs) == 1:
-        return runs[0]
-    return [
-        {
-            phase: Phase({name: a[phase][name] + (b[phase][name] - a[phase][name]) * times for name in amounts})
-            for phase, amounts in b.items()
-        }
-        for a, b in zip(*runs, strict=True)
-    ]
+
+    def phases(arms: Sequence[Arm]) -> list[dict[str, Phase]]:
+        runs = [_run(replace(job, config=config), arms, hardware, log_probs) for config in configs]
+        if len(runs) == 1:
+            return runs[0]
+        return [
+            {
+                phase: Phase({name: a[phase][name] + (b[phase][name] - a[phase][name]) * times for name in amounts})
+                for phase, amounts in b.items()
+            }
+            for a, b in zip(*runs, strict=True)
+        ]
+
+    found = phases(arms)
+    again = {
+        i: replace(arm, keeps_attention=False)
+        for i, (arm, one) in enumerate(zip(arms, found, strict=True))
+        if job.checkpointing and arm.path in ("packed", "phased") and arm.keeps_attention
+        if max(phase["peak"] for phase in one.values()) > _ROOM * hardware.capacity
+    }
+    if again:
+        for i, one in zip(again, phases([*again.values()]), strict=True):
+            found[i] = one
+    return found

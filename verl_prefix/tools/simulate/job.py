@@ -19,11 +19,13 @@ class Arm:
             the same with lm_head on responses alone; "packed" or "phased".
         rows: of a micro-batch of stock at most; None: as the budget allows.
         offload: `prefix.offload`, of phases.
+        keeps_attention: packed and phased, under gradient checkpointing; see `Schedule.keep_attention`.
     """
 
     path: str
     rows: int | None = None
     offload: bool = False
+    keeps_attention: bool = True
 
     @property
     def name(self) -> str:

@@ -84,7 +84,7 @@ def thin(
 
 
 class _Schedule(Schedule):
-    """Tells the tracker its phases, and waits at their ends as on a GPU."""
+    """Tells the tracker its phases."""
 
     tracker: Tracker
     prefix = ""
@@ -207,6 +207,7 @@ class Simulation:
             kernel=self.kernel,
             logits_chunk=job.logits_chunk,
             offload=arm.offload,
+            keep_attention=update and job.checkpointing and arm.keeps_attention,
         )
         schedule.tracker, schedule.prefix, schedule.weights = self.tracker, "" if update else "log_probs/", weights
         schedule.run(self.tokens, plan)

@@ -168,7 +168,8 @@ def fit(job: Job, hardware: Hardware, gib: float, arms: Sequence[Arm] = ARMS) ->
         changed = replace(
             job, groups=(one,), grids=(shown,), budget=budget, log_prob_budget=None, wave_tokens=wave, kept=1
         )
-        return as_json(simulate(changed, [arm], hardware)[0])["peak_gib"]
+        # Where room ends, no attention is kept.
+        return as_json(simulate(changed, [replace(arm, keeps_attention=False)], hardware)[0])["peak_gib"]
 
     found: dict[str, dict[str, int | None]] = {}
     for arm in arms:
