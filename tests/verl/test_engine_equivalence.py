@@ -64,6 +64,9 @@ CASES = {
     "sliding_window_phased": {"family": "window", "schedule": "phased", "wave_tokens": 40},
     "tied_phased": {"family": "tied", "schedule": "phased", "wave_tokens": 40},
     "tied_phased_sync_every_pass": dict(family="tied", schedule="phased", wave_tokens=40, use_no_sync=False),
+    "tool_tokens": {"tool_tokens": True, "use_kl_loss": True},
+    "tool_tokens_phased": {"tool_tokens": True, "schedule": "phased", "wave_tokens": 40, "logits_chunk": 7},
+    "tool_tokens_padded": {"tool_tokens": True, "padded": True, "loss_agg_mode": "seq-mean-token-mean"},
     "empty_responses": {"empty": "ce"},
     "empty_responses_phased": {"empty": "ce", "schedule": "phased", "wave_tokens": 40},
     "rank_of_empty_responses": {"empty": ("e", "pad0", "f")},
@@ -140,6 +143,8 @@ def _batch(rank: int, vocab: int, options: dict):
                 mask[:] = 0
             if kind == "holes":
                 mask[3:7] = 0
+            if options.get("tool_tokens"):  # two of three were not sampled
+                mask[1::3] = mask[2::3] = 0
             rows.append((uid, prompt, response, mask))
     if (
         rank == 0 and not groups
@@ -416,7 +421,7 @@ def _compare(ours: dict, stock: dict) -> dict:
 def _loss_errors(model_path: str, rank: int, world: int) -> dict[str, dict[str, float]]:
     """Largest relative gradient error of a parameter, by loss and schedule, against stock's micro-batches."""
     # Passes, in every schedule; verl's bypass_mode raises where one has padding rows alone.
-    several = {"budget": 130, "verify": "off", "padding_rows": False}
+    several = {"budget": 130, "verify": "off", "padding_rows": False, "tool_tokens": True}
     options = {
         "fsdp2": several,
         "packed": several | {"schedule": "packed"},
@@ -444,8 +449,11 @@ def _logits_of_an_update(model_path: str, rank: int, options: dict) -> list[int]
     engine, found = _engine("prefix", model_path, options), []
     engine.module.lm_head.register_forward_pre_hook(lambda _, args: found.append(args[0].shape[:-1].numel()))
     data = _batch(rank, engine.model_config.hf_config.vocab_size, options)
+    loss = _loss(options)
+    if options.get("custom_loss"):
+        loss = lambda **arguments: _loss(options)(**arguments)  # noqa: E731
     with engine.train_mode(disable_auto_offload=True):
-        engine.forward_backward_batch(data, _loss(options))
+        engine.forward_backward_batch(data, loss)
     return found
 
 
@@ -476,6 +484,8 @@ def _half_errors(result: dict, truth: dict) -> dict[str, float]:
 
 def _worker(rank: int, world: int, rendezvous: str, models: dict, cases: dict, out: str) -> None:
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), VERL_PLATFORM="cpu")
+    from verl_prefix.engine.mini_batch import MiniBatch
+
     torch.distributed.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world)
     results, stock_cache = {}, {}
     for name, options in cases.items():
@@ -498,6 +508,16 @@ def _worker(rank: int, world: int, rendezvous: str, models: dict, cases: dict, o
     few = {"groups": [(name, prompt, rows[:6], uid) for name, prompt, rows, uid in groups[:2]], "budget": 300}
     for case, options in (("measured", measured), ("at any rates", few)):
         results[f"first step {case}"] = _first_step_cost(models["qwen3"], rank, options)
+    groups = [(name, 30, [9, 30, 1], kind) for name, kind in (("a", ""), ("b", "pad"))]
+    for schedule in ("packed", "phased"):
+        options = {"groups": groups, "schedule": schedule, "verify": "off", "tool_tokens": True}
+        results[f"tool logits {schedule}"] = _logits_of_an_update(models["qwen3"], rank, options)
+    results["tool logits custom"] = _logits_of_an_update(models["qwen3"], rank, options | {"custom_loss": True})
+    options, at_suffixes = CASES["tool_tokens"], MiniBatch._at_suffixes
+    MiniBatch._at_suffixes = lambda self, *args: at_suffixes(self, *args).roll(1)
+    off = _measure("prefix", models["qwen3"], rank, options | {"verify": "off"})
+    results["tool tokens one token off"] = _compare(off, stock_cache[repr(sorted(options.items()))])
+    MiniBatch._at_suffixes = at_suffixes
     results["losses"] = _loss_errors(models["qwen3"], rank, world)
     # Half precision, where fp32 stock is truth enough: what does stock itself miss, and what do we?
     truth = stock_cache["[]"]
@@ -541,6 +561,15 @@ def test_the_self_check_stays_within_the_budget_with_as_many_passes_on_every_ran
     for result in results:
         assert max(result["logits"]) == 300 + 3, "whole rows run in stock's passes, one in each"
         assert result["logits"].count(300 + 3) == (1 + 1) * 8
+
+
+def test_lm_head_runs_where_the_loss_reads_alone(results):
+    for result in results:
+        # Responses of 9, 30 and 1 tokens, of which a third were sampled; a group of padding rows.
+        assert result["tool logits packed"] == [3 + 10 + 1]
+        assert result["tool logits phased"] == [1, 3 + 10 + 1], "phase A calls it without computing a logit"
+        assert result["tool logits custom"] == [1, 2 * (9 + 30 + 1)], "a custom loss may read all"
+        assert result["tool tokens one token off"]["errors"]["grads"] > 100 * TOLERANCE
 
 
 def test_measuring_and_self_check_compute_at_most_a_fifth_of_a_stock_update(results):

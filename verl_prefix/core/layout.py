@@ -10,7 +10,7 @@ the batch's flat values, so positions continue the original ones and outputs sca
 
 import functools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, groupby
 from typing import Any, NamedTuple
 
@@ -124,12 +124,14 @@ class Layout:
     """One packed row of T tokens, of which the first `num_prefix` are prefixes.
 
     `index` [T] (int64) says which token of the batch's flat values each one is. A segment's prefix is counted in the
-    prefix source: this row itself, or for a wave (which has no prefixes) the prefix row of phase A.
+    prefix source: this row itself, or for a wave (which has no prefixes) the prefix row of phase A. `read` [n] (int64)
+    are the suffix tokens whose outputs are read; None: all.
     """
 
     index: torch.Tensor
     num_prefix: int
     segments: tuple[Segment, ...]
+    read: torch.Tensor | None = None
     _reads: dict[tuple[int | None, torch.device], Reads] = _built_once()
 
     @property
@@ -138,8 +140,14 @@ class Layout:
 
     @property
     def suffix_index(self) -> torch.Tensor:
-        """[T - num_prefix]: where the suffix tokens, and thus the log-probs of their successors, stand in the batch."""
-        return self.index[self.num_prefix :]
+        """[n]: where the suffix tokens that are read, and so the log-probs of their successors, stand in the batch."""
+        return self.index[self.num_prefix :] if self.read is None else self.index[self.read]
+
+    def reading(self, is_read: torch.Tensor) -> "Layout":
+        """The layout whose outputs are those of the batch's tokens `is_read` [N] (bool), of one token at least: a
+        backward needs something to start from."""
+        read = self.num_prefix + is_read[self.index[self.num_prefix :]].nonzero()[:, 0]
+        return replace(self, read=read if len(read) else torch.tensor([self.num_prefix]))
 
     def reads(self, window: int | None, device: torch.device) -> Reads:
         """Reads where a query sees `window` tokens, itself included (None: all before it); built once.

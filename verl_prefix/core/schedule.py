@@ -68,12 +68,14 @@ class Model(Protocol):
 @dataclass(frozen=True)
 class TokenBatch:
     """Flat tokens of a batch's rows: `input_ids` [N] int64, `position_ids` [N] or [4, N] (text, time, height, width)
-    int64, `offsets` of the rows' first tokens, and the `pixels` of a vision model's rows."""
+    int64, `offsets` of the rows' first tokens, the `pixels` of a vision model's rows, and `is_read` [N] bool in host
+    memory, suffix tokens that go through lm_head (None: all)."""
 
     input_ids: torch.Tensor
     position_ids: torch.Tensor
     offsets: Sequence[int]
     pixels: Pixels | None = None
+    is_read: torch.Tensor | None = None
 
 
 class Schedule:
@@ -204,20 +206,22 @@ class Schedule:
     ) -> PassOutputs:
         inspect = self.inspect if groups and cache is None else None
         attention_pass = AttentionPass(layout, self.kernel, cache=cache, keep=self.keep_attention, inspect=inspect)
-        keep = slice(layout.num_prefix, None)
+        if tokens.is_read is not None and groups:
+            layout = layout.reading(tokens.is_read)
+        keep = slice(layout.num_prefix, None) if layout.read is None else layout.read
         with self.forward_context():
             outputs = self.outputs if groups else _sum_logits
             prefixes = groups if cache is None else ()
             return PassOutputs(groups, layout, self._forward(tokens, layout, keep, attention_pass, outputs, prefixes))
 
     def _forward(
-        self, tokens: TokenBatch, layout: Layout, keep: slice, attention_pass: AttentionPass, outputs: Outputs | None,
-        prefixes: Sequence[Group],
+        self, tokens: TokenBatch, layout: Layout, keep: slice | torch.Tensor, attention_pass: AttentionPass,
+        outputs: Outputs | None, prefixes: Sequence[Group],
     ) -> torch.Tensor:  # fmt: skip
         """The model on one packed row, which begins with the prefixes of `prefixes`."""
         device = tokens.input_ids.device
         index = on_device(layout.index, device)
-        kept = torch.arange(layout.num_tokens, device=device)[keep]
+        kept = on_device(torch.arange(layout.num_tokens)[keep], device)
         place = index[kept]
         return self.model.token_outputs(
             tokens.input_ids[index], tokens.position_ids[..., index], kept, attention_pass,

@@ -10,10 +10,12 @@ from itertools import accumulate
 
 import torch
 from tensordict import TensorDict
+from verl.trainer.ppo.core_algos import get_policy_loss_fn
 from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_id
 from verl.utils.metric import AggregationType, Metric
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
+from verl.workers.utils.losses import ppo_loss
 
 from verl_prefix.core.groups import Group, group_rows
 from verl_prefix.core.layout import Layout, on_device
@@ -40,18 +42,45 @@ class MiniBatch:
         pixels = None
         if "multi_modal_inputs" in data.keys() and is_vision_config(config):
             pixels = PixelBatch(tu.get(data, "multi_modal_inputs"), input_ids.values().cpu(), offsets, config)
-        self.tokens = TokenBatch(input_ids.values().to(device), position_ids.values().to(device), offsets, pixels)
-        temperature = torch.as_tensor(data["temperature"], dtype=torch.float32, device=device).expand(len(data))
-        self._token_temperature = temperature.repeat_interleave(input_ids.offsets().diff().to(device))
         flags = ("calculate_entropy", "calculate_sum_pi_squared")
         self._keeps_model_output = forward_only or tu.get_non_tensor_data(data, "return_model_output", False)
         self._flags = {flag: tu.get_non_tensor_data(data, flag, False) for flag in flags}
+        is_read = self._is_read(offsets) if self._skips_lm_head() else None
+        self.tokens = TokenBatch(
+            input_ids.values().to(device), position_ids.values().to(device), offsets, pixels, is_read
+        )
+        temperature = torch.as_tensor(data["temperature"], dtype=torch.float32, device=device).expand(len(data))
+        self._token_temperature = temperature.repeat_interleave(input_ids.offsets().diff().to(device))
         self._offsets: dict[int, torch.Tensor] = {}
         self.names: list[str] = []
         self.dtype = torch.float32
         self._outputs: list[dict] = []
         self._rows: list[list[int]] = []
         self.num_not_finite = 0
+
+    def _skips_lm_head(self) -> bool:
+        """Whether nobody reads outputs where response_mask is 0: in an update by verl's own losses."""
+        if self._keeps_model_output or self._flags["calculate_sum_pi_squared"]:
+            return False
+        if getattr(self.loss_function, "func", None) is not ppo_loss:
+            return False
+        mode = self.loss_function.keywords["config"].policy_loss.get("loss_mode", "vanilla")
+        is_verls = get_policy_loss_fn(mode).__module__ == get_policy_loss_fn.__module__
+        return is_verls and all(name in self.data.keys() for name in ("response_mask", "old_log_probs"))
+
+    def _is_read(self, offsets: Sequence[int]) -> torch.Tensor | None:
+        """[N] bool: suffix tokens with a response_mask; None where that are all."""
+        mask = self._at_suffixes("response_mask", offsets).bool()
+        return None if int(mask.sum()) == sum(row_lens(self.data)[1]) else mask
+
+    def _at_suffixes(self, name: str, offsets: Sequence[int]) -> torch.Tensor:
+        """A field of the responses (jagged, or padded right) as [N]: at the token before each of a response's."""
+        prompt_lens, response_lens = row_lens(self.data)
+        values = [row[:n].cpu() for row, n in zip(self.data[name].unbind(), response_lens, strict=True)]
+        flat = torch.zeros(offsets[-1], dtype=values[0].dtype)
+        for start, prompt_len, row in zip(offsets, prompt_lens, values, strict=False):
+            flat[start + prompt_len - 1 :][: len(row)] = row
+        return flat
 
     def token_outputs(self, place: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
         """verl's prepare_model_outputs on suffix tokens: [n, k] of `self.dtype`, one column per name in `self.names`.
@@ -116,18 +145,29 @@ class MiniBatch:
     def _model_output(
         self, groups: Sequence[Group], layout: Layout, outputs: torch.Tensor, offsets: torch.Tensor
     ) -> dict[str, torch.Tensor]:
-        """Every suffix token's outputs at its place in its row, zeros in the prompt: verl's nested full-length form."""
+        """Every suffix token's outputs at its place in its row, zeros in the prompt: verl's nested full-length form. A
+        token that lm_head skips has no entropy, and its old log-prob."""
         starts = [self.tokens.offsets[row] for group in groups for row in group.rows]
         ends = [self.tokens.offsets[row + 1] for group in groups for row in group.rows]
         *row_starts, num_tokens = accumulate((end - start for start, end in zip(starts, ends, strict=True)), initial=0)
         suffix_lens = torch.tensor([n for group in groups for n in group.suffix_lens], dtype=torch.int64)
         moves = torch.tensor([to - start for to, start in zip(row_starts, starts, strict=True)], dtype=torch.int64)
-        place = on_device(layout.suffix_index + moves.repeat_interleave(suffix_lens), outputs.device)
-        full = outputs.new_zeros(num_tokens, outputs.shape[-1]).index_copy(0, place, outputs)
+        moves = moves.repeat_interleave(suffix_lens)
+        if layout.read is not None:
+            moves = moves[layout.read - layout.num_prefix]
+        full = outputs.new_zeros(num_tokens, outputs.shape[-1])
+        if layout.read is not None:  # where nobody reads: no entropy, and the log-probs that the update starts from
+            old = torch.cat([self._old_log_probs[start:end] for start, end in zip(starts, ends, strict=True)])
+            full[:, self.names.index("log_probs")] = on_device(old, outputs.device).to(full.dtype)
+        full = full.index_copy(0, on_device(layout.suffix_index + moves, outputs.device), outputs)
         return {
             name: torch.nested.nested_tensor_from_jagged(column, offsets)
             for name, column in zip(self.names, full.unbind(-1), strict=True)
         }
+
+    @functools.cached_property
+    def _old_log_probs(self) -> torch.Tensor:
+        return self._at_suffixes("old_log_probs", self.tokens.offsets)
 
     def outputs(self, plan: Plan) -> tuple[list[dict], list[list[int]]]:
         """The passes' outputs and their rows. Rows with an empty response, which no pass had, follow where their
