@@ -62,9 +62,10 @@ class MiniBatch:
         """Whether nobody reads outputs where response_mask is 0: in an update by verl's own losses."""
         if self._keeps_model_output or self._flags["calculate_sum_pi_squared"]:
             return False
-        if getattr(self.loss_function, "func", None) is not ppo_loss:
+        loss = self.loss_function
+        if not isinstance(loss, functools.partial) or loss.func is not ppo_loss or "config" not in loss.keywords:
             return False
-        mode = self.loss_function.keywords["config"].policy_loss.get("loss_mode", "vanilla")
+        mode = loss.keywords["config"].policy_loss.get("loss_mode", "vanilla")
         is_verls = get_policy_loss_fn(mode).__module__ == get_policy_loss_fn.__module__
         return is_verls and all(name in self.data.keys() for name in ("response_mask", "old_log_probs"))
 
