@@ -283,7 +283,7 @@ def test_what_is_not_measured_would_be_chosen_at_any_rates(lengths, budget, forw
     costs = make_chooser(FLOPS, min_speedup=min_speedup).costs
     own = [None, chooser.Batch(groups[1:], budget)]
     ranks = [chooser.candidates(costs, groups, budget, one) for one in own]
-    if not all(chooser.is_certain(costs, paths, is_update) for paths in ranks for is_update in (False, True)):
+    if not all(chooser.is_certain(costs, paths) for paths in ranks):
         return
     priced = [chooser.price(costs, paths, Profile(forward, update)) for paths in ranks]
     slowest = [max(seconds) for seconds in zip(*priced, strict=True)]

@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -112,6 +113,26 @@ def test_a_prefix_graph_has_no_lm_head(monkeypatch):
     )
     run_shared(model, random_rollouts(SHAPE, 61), "phased", wave_tokens=12)
     assert {name for name, p in model.named_parameters() if p.grad is None} == {"lm_head.weight"}
+
+
+def test_where_lm_head_alone_is_trained_the_last_wave_is_told_to_be_the_last(monkeypatch):
+    model, told = build(), []
+    model.requires_grad_(False)
+    model.lm_head.requires_grad_(True)
+    rollouts = random_rollouts(SHAPE, 61)
+
+    def gradient_sync(last):
+        told.append(last)
+        return nullcontext()
+
+    grads = []
+    for options in (dict(schedule="packed"), dict(schedule="phased", wave_tokens=12)):
+        model.zero_grad()
+        told.clear()
+        run_shared(model, rollouts, gradient_sync=gradient_sync, **options)
+        grads.append(model.lm_head.weight.grad)
+    assert len(told) > 2 and told == [False] * (len(told) - 1) + [True]
+    assert torch.allclose(*grads, atol=1e-6)
 
 
 def test_fifty_steps_leave_no_tensor_behind():

@@ -100,11 +100,15 @@ def price(costs: CostModel, paths: Candidates, profile: Profile) -> list[float]:
     return seconds
 
 
-def is_certain(costs: CostModel, paths: Candidates, update: bool) -> bool:
-    """Whether `mixed` is chosen at any rates: it is `min_speedup` times less of everything than stock's path, and no
-    more of anything than `packed`. What holds on every rank holds for the slowest."""
-    stock, mixed, packed = paths.passes(costs, update)
-    return least_gain(stock, mixed) >= costs.min_speedup and least_gain(packed, mixed) >= 1
+def is_certain(costs: CostModel, paths: Candidates) -> bool:
+    """Whether `mixed` is chosen at any rates, of log-probs and of an update, which is bound to their choice: it is
+    `min_speedup` times less of everything than stock's path, and no more of anything than `packed`. What holds on every
+    rank holds for the slowest."""
+    kinds = [paths.passes(costs, update) for update in (False, True)]
+    return all(
+        least_gain(stock, mixed) >= costs.min_speedup and least_gain(packed, mixed) >= 1
+        for stock, mixed, packed in kinds
+    )
 
 
 def decide(
@@ -170,15 +174,15 @@ class Chooser:
         return None if decision.stock else paths.packed if decision.packed else paths.mixed
 
     def _profile(self, paths: Candidates, own: Batch, forward_only: bool) -> Profile:
-        """Rates for this batch: measured, now if need be; or FLOPs, where none have been and none are needed."""
+        """Rates for this batch: measured, now if need be; or FLOPs where none have been, and none are needed."""
         if (self.profile.forward if forward_only else self.profile.update) is not None:
             return self.profile
         # The least of all ranks: they run as many passes.
         tokens = sum(group.num_logical_tokens for group in own.groups)
-        unsure = self.always_measure or not is_certain(self.costs, paths, not forward_only)
+        unsure = self.always_measure or not is_certain(self.costs, paths)
         *least, any_unsure = self.reduce_max([-own.budget, -tokens, float(unsure)])
         if not any_unsure:
-            return self.costs.flops()
+            return self.profile if self.profile.forward or self.profile.update else self.costs.flops()
         budget, tokens = (-int(x) for x in least)
         rates = self.measure(budget, tokens, forward_only)
         if forward_only:

@@ -121,6 +121,11 @@ def shard_size(fsdp_size: int, ranks: int) -> int:
     return fsdp_size if 0 < fsdp_size < ranks else ranks
 
 
+# Attention is kept where an update could take this many times what it is estimated to add: an out-of-memory error costs
+# more than kernels that run again.
+ROOM_FACTOR = 1.5
+
+
 @dataclass(frozen=True)
 class Memory:
     """The options of a run that decide what an update keeps.
@@ -148,7 +153,7 @@ def peak_bytes(shape: ModelShape, plan: Plan | None, stock: Sequence[PassCost], 
     keys, values and their fp32 gradients; and unsharded fp32 gradients where several passes share one synchronisation.
     """
     layers = len(shape.windows)
-    buffers_c = 4 * shape.layer_parameters  # phase C has no lm_head
+    buffers_c = 4 * shape.layer_parameters  # phase C computes no gradient of lm_head
     buffers = 4 * (shape.head / 2) + buffers_c
     held = 4 * shape.parameters * (1 - 1 / memory.ranks)
 

@@ -130,6 +130,7 @@ class OffloadedPrefixCache(PrefixCache):
         return super().capture(layer, k, v)
 
     def backward(self, root: torch.Tensor) -> None:
+        self._leaf.clear()  # room for what is fetched
         self._ahead = list(self._dormant.values())
         self._prefetch()
         super().backward(root)

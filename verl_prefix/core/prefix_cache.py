@@ -63,8 +63,7 @@ class PrefixCache:
         """
         self._is_open = False
         self._leaf.clear()
-        if root.requires_grad:  # not where lm_head alone is trained
-            root.backward(torch.zeros_like(root))
+        root.backward(torch.zeros_like(root))
 
     def take(self, layer: int) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Phase C: a layer's grad cache, which is forgotten; None where no wave read its keys and values."""

@@ -124,6 +124,7 @@ class Schedule:
         self.measure_peak = measure_peak
         self.inspect = inspect
         self._moments: list[tuple[str, Any, Any]] = []  # phase, start, end
+        self._on_cuda = False
         self.transfers: Counter[str] = Counter()
         self.phase_b_peak: int | None = None
 
@@ -159,6 +160,7 @@ class Schedule:
         Backward of a forward comes before the next is asked for. After an exception there is no phase C; in any case
         nothing of the prefix is left. Without gradients (`torch.no_grad`) there is no phase C either.
         """
+        self._on_cuda = tokens.input_ids.is_cuda
         if isinstance(planned, PackedPass):
             with closing(self._packed(tokens, planned, last)) as packed, annotate_loop_body():
                 yield packed
@@ -168,9 +170,11 @@ class Schedule:
         with offloaded or PrefixCache() as cache:
             with self._timed("phase_a", planned.groups), offloaded.saving() if offloaded else nullcontext():
                 root = self._prefixes(tokens, planned.groups, cache)
-            with closing(self._waves(tokens, planned, cache)) as waves, annotate_loop_body():
+            # Where lm_head alone is trained, the last wave's backward is the last there is.
+            ends = last and not root.requires_grad
+            with closing(self._waves(tokens, planned, cache, ends)) as waves, annotate_loop_body():
                 yield waves
-            if torch.is_grad_enabled():
+            if root.requires_grad:
                 with self._timed("phase_c", planned.groups), self.gradient_sync(last):
                     cache.backward(root)
 
@@ -179,7 +183,7 @@ class Schedule:
         with self._timed("packed", planned.groups), self.gradient_sync(last):
             yield self._suffixes(tokens, planned.groups, layout, cache=None)
 
-    def _waves(self, tokens: TokenBatch, planned: PhasedPass, cache: PrefixCache) -> Generator[PassOutputs]:
+    def _waves(self, tokens: TokenBatch, planned: PhasedPass, cache: PrefixCache, last: bool) -> Generator[PassOutputs]:
         starts = (0, *accumulate(group.prefix_len for group in planned.groups))
         device = tokens.input_ids.device
         if self.measure_peak:
@@ -187,7 +191,8 @@ class Schedule:
         for number, wave in enumerate(planned.waves, start=1):
             groups = [piece for _, piece in wave]
             layout = build_layout(groups, tokens.offsets, [starts[i] for i, _ in wave]) if wave else dummy_layout()
-            with self._timed("phase_b", groups, f"wave {number} of {len(planned.waves)}"), self.gradient_sync(False):
+            sync = self.gradient_sync(last and number == len(planned.waves))
+            with self._timed("phase_b", groups, f"wave {number} of {len(planned.waves)}"), sync:
                 yield self._suffixes(tokens, groups, layout, cache)
         if self.measure_peak:
             self.phase_b_peak = max(self.phase_b_peak or 0, torch.cuda.max_memory_allocated(device))
@@ -231,19 +236,18 @@ class Schedule:
 
     @contextmanager
     def _timed(self, phase: str, groups: Sequence[Group], part: str = "") -> Iterator[None]:
-        start = _now()
+        start = self._now()
         with annotate_errors(phase, groups, part):
             yield
-        self._moments.append((phase, start, _now()))
+        self._moments.append((phase, start, self._now()))
 
-
-def _now() -> Any:
-    """Where CUDA computes, an event that the host does not wait for; else seconds."""
-    if not torch.cuda.is_available():
-        return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
+    def _now(self) -> Any:
+        """On CUDA an event, for which the host does not wait; else seconds."""
+        if not self._on_cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
 
 
 def _sum_logits(place: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:

@@ -17,6 +17,7 @@ from verl.utils.metric import AggregationType, Metric
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 from verl.workers.utils.losses import ppo_loss
 
+from verl_prefix.config import LOSSES_OF_ROWS
 from verl_prefix.core.groups import Group, group_rows
 from verl_prefix.core.layout import Layout, on_device
 from verl_prefix.core.schedule import Schedule, TokenBatch
@@ -67,7 +68,9 @@ class MiniBatch:
             return False
         mode = loss.keywords["config"].policy_loss.get("loss_mode", "vanilla")
         is_verls = get_policy_loss_fn(mode).__module__ == get_policy_loss_fn.__module__
-        return is_verls and all(name in self.data.keys() for name in ("response_mask", "old_log_probs"))
+        return (mode in LOSSES_OF_ROWS and is_verls) and all(
+            name in self.data.keys() for name in ("response_mask", "old_log_probs")
+        )
 
     def _is_read(self, offsets: Sequence[int]) -> torch.Tensor | None:
         """[N] bool: suffix tokens with a response_mask; None where that are all."""

@@ -14,7 +14,7 @@ logger = logging.getLogger(__name__)
 def loss_and_finite(loss: torch.Tensor, tensors: Sequence[torch.Tensor]) -> tuple[float, bool]:
     """The loss, and whether neither it nor any tensor holds a NaN or an infinity; the host waits once for both."""
     finite = torch.stack([torch.isfinite(x).all() for x in (loss, *tensors)]).all()
-    found, is_finite = torch.stack([loss.double(), finite.double()]).tolist()
+    found, is_finite = torch.stack([loss.double().reshape(()), finite.double()]).tolist()
     return found, bool(is_finite)
 
 

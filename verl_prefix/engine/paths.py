@@ -13,16 +13,14 @@ from verl.utils.device import get_device_name
 
 from verl_prefix.auto.calibration import measure, read_profile
 from verl_prefix.auto.chooser import Batch, Chooser, CostModel
-from verl_prefix.auto.cost import Memory, PassCost, Rates, peak_bytes, shard_size, syncs_once
-from verl_prefix.auto.shape import model_shape
+from verl_prefix.auto.cost import ROOM_FACTOR, Memory, PassCost, Rates, peak_bytes, shard_size, syncs_once
+from verl_prefix.auto.shape import ModelShape
 from verl_prefix.config import PrefixConfig, PrefixEngineConfig
 from verl_prefix.core.groups import Group
 from verl_prefix.core.schedule import Schedule
 from verl_prefix.core.waves import Plan, make_plan
 
 logger = logging.getLogger(__name__)
-
-ESTIMATE = 1.15  # `peak_bytes` is off by 15 % at most
 
 
 class Paths:
@@ -41,6 +39,7 @@ class Paths:
     def initialize(
         self,
         module: torch.nn.Module,
+        shape: ModelShape,
         dtype: torch.dtype,
         schedule: Callable[..., Schedule],
         zero_grad: Callable[[], None],
@@ -48,17 +47,15 @@ class Paths:
         engine_config: PrefixEngineConfig,
         checkpointed: bool,
     ) -> None:
-        """Called once the engine has its model.
+        """Called once the engine has its model, unless prefix.schedule is stock.
 
         Args:
             dtype: what activations are computed in. schedule, zero_grad: see `auto.calibration.measure`.
             reduce_max: element-wise maximum over ranks. checkpointed: gradient checkpointing is on.
         """
         options = self.options
-        if options.schedule == "stock":
-            return
         device = torch.device(get_device_name())
-        self._shape = model_shape(module, dtype)
+        self._shape = shape
         self._memory = Memory(
             ranks=shard_size(engine_config.fsdp_size, torch.distributed.get_world_size()),
             checkpointed=checkpointed,
@@ -66,6 +63,8 @@ class Paths:
             logits_chunk=options.logits_chunk,
             offload=options.offload,
         )
+        trained = sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
+        self._gradients = 0.0 if engine_config.forward_only else 4.0 * trained / self._memory.ranks
         if options.schedule != "auto":
             return
         costs = CostModel(
@@ -123,16 +122,18 @@ class Paths:
 
     def keeps_attention(self, plan: Plan) -> bool:
         """Whether this rank has room to keep attention's outputs in an update, so that gradient checkpointing runs no
-        kernel again."""
+        kernel again. Not of a vision model, whose tower no estimate counts."""
         memory = replace(self._memory, attention_kept=True)
-        return memory.checkpointed and ESTIMATE * peak_bytes(self._shape, plan, (), memory) <= self._room()
+        if not memory.checkpointed or self._shape.tower:
+            return False
+        return ROOM_FACTOR * peak_bytes(self._shape, plan, (), memory) <= self._room()
 
     def _room(self) -> float:
         """Bytes that an update may add to parameters, optimizer and gradients."""
         if get_device_name() != "cuda":
             return math.inf
         cached = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
-        return torch.cuda.mem_get_info()[0] + cached - 4 * self._shape.parameters / self._memory.ranks
+        return torch.cuda.mem_get_info()[0] + cached - self._gradients
 
     def log_once(self, stock_reason: str) -> None:
         """Says why batches go to verl's own path, before the first of them does."""

@@ -69,12 +69,13 @@ class PrefixFSDPEngine(FSDPEngineWithLMHead):
 
     def initialize(self) -> None:
         super().initialize()
-        if self.prefix_config.schedule != "stock":
-            check_dropout(self.module)
-            self._shape = model_shape(self.module, self._autocast_dtype)
+        if self.prefix_config.schedule == "stock":
+            return
+        check_dropout(self.module)
+        self._shape = model_shape(self.module, self._autocast_dtype)
         checkpointed = self.model_config.enable_gradient_checkpointing
         self._paths.initialize(
-            self.module, self._autocast_dtype, self.schedule, self.optimizer_zero_grad, self.reduce_max,
+            self.module, self._shape, self._autocast_dtype, self.schedule, self.optimizer_zero_grad, self.reduce_max,
             self.engine_config, checkpointed,
         )  # fmt: skip
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from transformers import LlamaConfig, PretrainedConfig
 
+from verl_prefix.auto.cost import ROOM_FACTOR
 from verl_prefix.core import offload
 from verl_prefix.core.groups import Group
 from verl_prefix.tools.simulate.accelerator import DEVICE, fake_accelerator
@@ -16,7 +17,6 @@ from verl_prefix.tools.simulate.passes import Simulation
 from verl_prefix.tools.simulate.tower import deepstack_layers, kinds_of_blocks, with_blocks
 from verl_prefix.tools.simulate.tracker import Phase, Tracker
 
-_ROOM = 0.9  # about where the engine's estimate of a peak is over what is free
 DEPTH = 3  # layers of the smaller model that runs; with fewer, FSDP2 prefetches less than in the whole one
 
 
@@ -91,14 +91,18 @@ def _run(job: Job, arms: Sequence[Arm], hardware: Hardware, log_probs: bool = Tr
     return found
 
 
+def _peak(phases: dict[str, Phase]) -> float:
+    return max(phase["peak"] for phase in phases.values())
+
+
 def simulate(job: Job, arms: Sequence[Arm], hardware: Hardware, log_probs: bool = True) -> list[dict[str, Phase]]:
     """Per arm {phase: amounts} of an update and, if wanted, its log-probs: "log_probs/...", "micro_batch" or "packed",
     "phase_a", "phase_b", "phase_c", "optimizer".
 
     A deep model runs at two smaller depths; every amount of a phase, its peak included, is a line through them. Arms
     run one after the other on one model, whose lazy start the first one pays: log-probs once for every path, which
-    rows one by one do not change, and the optimizer's step once. An arm that would use more than `_ROOM` of the GPU
-    keeps no attention, as in the engine.
+    rows one by one do not change, and the optimizer's step once. An arm without
+    `ROOM_FACTOR` times the room that it needs keeps no attention, as in the engine.
     """
     _warm_up()
     configs, times = _depths(job.config)
@@ -120,7 +124,7 @@ def simulate(job: Job, arms: Sequence[Arm], hardware: Hardware, log_probs: bool 
         i: replace(arm, keeps_attention=False)
         for i, (arm, one) in enumerate(zip(arms, found, strict=True))
         if job.checkpointing and arm.path in ("packed", "phased") and arm.keeps_attention
-        if max(phase["peak"] for phase in one.values()) > _ROOM * hardware.capacity
+        if ROOM_FACTOR * (_peak(one) - one["optimizer"]["peak"]) > hardware.capacity - one["optimizer"]["peak"]
     }
     if again:
         for i, one in zip(again, phases([*again.values()]), strict=True):

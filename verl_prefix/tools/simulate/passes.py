@@ -207,7 +207,7 @@ class Simulation:
             kernel=self.kernel,
             logits_chunk=job.logits_chunk,
             offload=arm.offload,
-            keep_attention=update and job.checkpointing and arm.keeps_attention,
+            keep_attention=update and job.checkpointing and arm.keeps_attention and not self.shape.tower,
         )
         schedule.tracker, schedule.prefix, schedule.weights = self.tracker, "" if update else "log_probs/", weights
         schedule.run(self.tokens, plan)
