@@ -73,7 +73,10 @@ class MiniBatch:
         )
 
     def _is_read(self, offsets: Sequence[int]) -> torch.Tensor | None:
-        """[N] bool: suffix tokens with a response_mask; None where that are all."""
+        """[N] bool: suffix tokens with a response_mask. None where that are all, or where what the loss reads is not
+        finite: by stock's rule a masked NaN spoils the update, too."""
+        if not all(torch.isfinite(values).all() for values in _floats(self.data).values()):
+            return None
         mask = self._at_suffixes("response_mask", offsets).bool()
         return None if int(mask.sum()) == sum(row_lens(self.data)[1]) else mask
 
@@ -134,14 +137,13 @@ class MiniBatch:
     ) -> float:
         """The loss. Counts a pass that is not finite, and names the first one's rows. A NaN that the loss masks counts
         too: its gradient is NaN times zero."""
-        inputs = {name: x for name, x in micro_batch.items() if isinstance(x, torch.Tensor) and x.is_floating_point()}
-        values = [x.values() if x.is_nested else x for x in inputs.values()]
-        found, finite = loss_and_finite(loss.detach(), [outputs, *values])
+        found, finite = loss_and_finite(loss.detach(), [outputs, *_floats(micro_batch).values()])
         if finite:
             return found
         self.num_not_finite += 1
         if self.num_not_finite == 1:
             uids = tu.get(micro_batch, "uid") if "uid" in micro_batch.keys() else [None] * len(rows)
+            inputs = {name: micro_batch[name] for name in _floats(micro_batch)}
             bad = {name: rows_not_finite(x.unbind()) for name, x in (model_output | inputs).items()}
             log_not_finite(found, bad, [f"{row} (uid {uid})" for row, uid in zip(rows, uids, strict=True)])
         return found
@@ -186,6 +188,12 @@ class MiniBatch:
                 nothing = torch.zeros((0, len(self.names)), dtype=self.dtype, device=device)
                 self.step(plan.idle_rows, Layout(torch.zeros(0, dtype=torch.int64), 0, ()), nothing)
         return self._outputs, self._rows
+
+
+def _floats(data: TensorDict) -> dict[str, torch.Tensor]:
+    """Values of what a loss reads beside the model's outputs."""
+    found = {name: x for name, x in data.items() if isinstance(x, torch.Tensor) and x.is_floating_point()}
+    return {name: x.values() if x.is_nested else x for name, x in found.items()}
 
 
 class _Logits:
