@@ -3,6 +3,7 @@
 An OOM is a torch.OutOfMemoryError that a hook raises in a layer's forward or backward: no memory runs out here.
 """
 
+import dataclasses
 import functools
 import logging
 import os
@@ -228,3 +229,24 @@ def test_a_note_without_add_note():
     error = Old("broken", 3)
     add_note(error, "here")
     assert error.args == ("broken\nhere", 3)
+
+
+@pytest.mark.parametrize(("room", "checkpointed", "tower", "keeps"), [
+    (1.6, True, 0.0, True), (1.4, True, 0.0, False), (1.6, False, 0.0, False), (1.6, True, 1.0, False),
+])  # fmt: skip
+def test_attention_is_kept_with_room_to_spare_alone(monkeypatch, room, checkpointed, tower, keeps):
+    """MOCK: the free memory of a GPU."""
+    from verl_prefix.auto.cost import Memory, peak_bytes
+    from verl_prefix.auto.shape import ModelShape
+    from verl_prefix.config import PrefixConfig
+    from verl_prefix.core.groups import Group
+    from verl_prefix.core.waves import make_plan
+    from verl_prefix.engine.paths import Paths
+
+    paths = Paths(PrefixConfig(schedule="phased"))
+    paths._shape = ModelShape(2e6, 1e6, 500.0, (None, 8), 100.0, 10.0, 5.0, 50, attention=12.0, tower=tower)
+    paths._memory = Memory(ranks=2, checkpointed=checkpointed, no_sync=False, logits_chunk=4096, offload=False)
+    plan = make_plan([Group((0, 1), 300, (20, 30))], 400, "phased")
+    needed = peak_bytes(paths._shape, plan, (), dataclasses.replace(paths._memory, attention_kept=True))
+    monkeypatch.setattr(Paths, "_room", lambda self: room * needed)
+    assert paths.keeps_attention(plan) == keeps
