@@ -129,11 +129,10 @@ class OffloadedPrefixCache(PrefixCache):
         self._hot |= {x.untyped_storage()._cdata for x in (k, v)}
         return super().capture(layer, k, v)
 
-    def backward(self, root: torch.Tensor) -> None:
-        self._leaf.clear()  # room for what is fetched
+    def _end_waves(self) -> None:
+        super()._end_waves()
         self._ahead = list(self._dormant.values())
         self._prefetch()
-        super().backward(root)
 
     def _stays(self, tensor: torch.Tensor) -> bool:
         # Parameters, views of them (linear saves weight.t()) and FSDP2's gathered ones, whose storage FSDP2 frees and

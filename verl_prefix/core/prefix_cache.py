@@ -61,9 +61,13 @@ class PrefixCache:
         Args:
             root: the FSDP root's output of phase A, which every layer leads to. It enters with a zero gradient.
         """
+        self._end_waves()
+        root.backward(torch.zeros_like(root))
+
+    def _end_waves(self) -> None:
+        """Between phases B and C: nobody reads keys and values any more."""
         self._is_open = False
         self._leaf.clear()
-        root.backward(torch.zeros_like(root))
 
     def take(self, layer: int) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Phase C: a layer's grad cache, which is forgotten; None where no wave read its keys and values."""

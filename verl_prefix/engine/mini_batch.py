@@ -75,10 +75,10 @@ class MiniBatch:
     def _is_read(self, offsets: Sequence[int]) -> torch.Tensor | None:
         """[N] bool: suffix tokens with a response_mask. None where that are all, or where what the loss reads is not
         finite: by stock's rule a masked NaN spoils the update, too."""
-        if not all(torch.isfinite(values).all() for values in _floats(self.data).values()):
-            return None
         mask = self._at_suffixes("response_mask", offsets).bool()
-        return None if int(mask.sum()) == sum(row_lens(self.data)[1]) else mask
+        if int(mask.sum()) == sum(row_lens(self.data)[1]):
+            return None
+        return mask if all(torch.isfinite(values).all() for values in _floats(self.data).values()) else None
 
     def _at_suffixes(self, name: str, offsets: Sequence[int]) -> torch.Tensor:
         """A field of the responses (jagged, or padded right) as [N]: at the token before each of a response's."""
