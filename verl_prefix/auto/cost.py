@@ -144,6 +144,12 @@ class Memory:
     attention_kept: bool = False
 
 
+def may_keep_attention(shape: ModelShape, checkpointed: bool) -> bool:
+    """Whether updates keep attention's outputs where there is room: under gradient checkpointing, whose recomputation
+    then runs no kernel; not of a vision model, whose tower no estimate counts."""
+    return checkpointed and not shape.tower
+
+
 def peak_bytes(shape: ModelShape, plan: Plan | None, stock: Sequence[PassCost], memory: Memory) -> float:
     """Bytes that one update adds at its peak to 16 bytes per parameter and rank; plan None: verl's own path.
 

@@ -13,7 +13,16 @@ from verl.utils.device import get_device_name
 
 from verl_prefix.auto.calibration import measure, read_profile
 from verl_prefix.auto.chooser import Batch, Chooser, CostModel
-from verl_prefix.auto.cost import ROOM_FACTOR, Memory, PassCost, Rates, peak_bytes, shard_size, syncs_once
+from verl_prefix.auto.cost import (
+    ROOM_FACTOR,
+    Memory,
+    PassCost,
+    Rates,
+    may_keep_attention,
+    peak_bytes,
+    shard_size,
+    syncs_once,
+)
 from verl_prefix.auto.shape import ModelShape
 from verl_prefix.config import PrefixConfig, PrefixEngineConfig
 from verl_prefix.core.groups import Group
@@ -121,11 +130,10 @@ class Paths:
         return plan or f"prefix.min_speedup={options.min_speedup} is more than sharing is predicted to gain"
 
     def keeps_attention(self, plan: Plan) -> bool:
-        """Whether this rank has room to keep attention's outputs in an update, so that gradient checkpointing runs no
-        kernel again. Not of a vision model, whose tower no estimate counts."""
-        memory = replace(self._memory, attention_kept=True)
-        if not memory.checkpointed or self._shape.tower:
+        """Whether an update of this rank keeps attention's outputs, for which it has room."""
+        if not may_keep_attention(self._shape, self._memory.checkpointed):
             return False
+        memory = replace(self._memory, attention_kept=True)
         return ROOM_FACTOR * peak_bytes(self._shape, plan, (), memory) <= self._room()
 
     def _room(self) -> float:

@@ -18,7 +18,7 @@ import torch
 from torch.optim import adam
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-from verl_prefix.auto.cost import PassCost, Rates, group_pass
+from verl_prefix.auto.cost import PassCost, Rates, group_pass, may_keep_attention
 from verl_prefix.auto.shape import model_shape
 from verl_prefix.core.attention import AttentionPass
 from verl_prefix.core.groups import Group
@@ -207,7 +207,7 @@ class Simulation:
             kernel=self.kernel,
             logits_chunk=job.logits_chunk,
             offload=arm.offload,
-            keep_attention=update and job.checkpointing and arm.keeps_attention and not self.shape.tower,
+            keep_attention=update and arm.keeps_attention and may_keep_attention(self.shape, job.checkpointing),
         )
         schedule.tracker, schedule.prefix, schedule.weights = self.tracker, "" if update else "log_probs/", weights
         schedule.run(self.tokens, plan)
