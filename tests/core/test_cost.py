@@ -16,7 +16,7 @@ from verl_prefix.auto.shape import ModelShape, model_shape
 from verl_prefix.core.groups import Group
 from verl_prefix.core.waves import make_plan
 from verl_prefix.testing import random_rollouts, run_shared
-from verl_prefix.tools.plan.predict import Predictor
+from verl_prefix.tools.plan.predict import Predictor, Sizes
 
 SHAPE = ModelShape(
     linear=2e6, head=1e6, pair=500.0, windows=(None, 8), activations=100.0, boundary=10.0, kv=5.0, vocab_size=50
@@ -219,7 +219,7 @@ def make_predictor(cost_profile=None):
     prefix = {"schedule": "auto", "logits_chunk": 4096, "wave_tokens": None, "offload": False, "min_speedup": 1.05}
     model = types.SimpleNamespace(enable_gradient_checkpointing=False, get=lambda key: None)
     actor = types.SimpleNamespace(prefix=types.SimpleNamespace(**prefix, cost_profile=cost_profile), fsdp_config={})
-    return Predictor(types.SimpleNamespace(actor=actor, model=model), SHAPE, ranks=2)
+    return Predictor(types.SimpleNamespace(actor=actor, model=model), SHAPE, Sizes(1, 1, 1, 2, {}))
 
 
 def test_plan_counts_flops_where_a_profile_lacks_one_kind(tmp_path):

@@ -275,7 +275,7 @@ SCRIPTS = {
     "grpo_trainer/run_qwen3_vl_30b_a3b_fsdp": Settings(
         "Qwen3-VL-30B-A3B", (512, 128, 5), (1024, 2048), "10 rows",
         others=(FUSED, f"{ULYSSES}=2", f"{LOG_PROB_ROWS}=2"),
-        refused=("ulysses_sequence_parallel_size=2", TOWER),
+        refused=(TOWER,),
     ),
     "grpo_trainer/run_seed_oss_36b_fsdp": Settings(
         "Seed-OSS-36B", (64, 8, 2), (512, 1024), "16384 tokens", others=(FUSED,),
@@ -292,7 +292,7 @@ SCRIPTS = {
         "Qwen3-Next-80B-A3B", (16, 8, 16), (2048, 20480), "2816 tokens", (8, 4),
         (f"{ULYSSES}=8", "model.enable_activation_offload=True",
          "+actor.fsdp_config.mixed_precision.reduce_dtype=bf16"),
-        ("ulysses_sequence_parallel_size=8", "model.enable_activation_offload=True", "layer_types"),
+        ("model.enable_activation_offload=True", "layer_types"),
     ),
     "prefix_grouper/run_qwen3_8b_fsdp": Settings(
         "Qwen3-8B", (1024, 256, 5), (512, 1024), "12288 tokens", others=(GROUPER, "model.use_remove_padding=False"),
@@ -310,7 +310,7 @@ SCRIPTS = {
     ),
     "remax_trainer/run_qwen2.5_math_7b_sync_fsdp": Settings(
         "Qwen2.5-7B", (128, 64, 4), (1024, 2048), "24576 tokens",
-        others=(NO_KL, "actor.ulysses_sequence_parallel_size=2"), refused=("actor.ulysses_sequence_parallel_size=2",),
+        others=(NO_KL, "actor.ulysses_sequence_parallel_size=2"),
     ),
     "profile/run_qwen2_5_7b_torch_profile": Settings("Qwen2.5-7B", (32, 16, 4), (1024, 1024), "8192 tokens"),
     "tuning/lora/run_qwen3_8b_fsdp": Settings(

@@ -16,6 +16,7 @@ from verl_prefix.config import PrefixActorConfig, PrefixConfig, PrefixEngineConf
 from verl_prefix.testing import write_tiny_model
 
 ACTOR = "actor_rollout_ref.actor"
+SDPA = "+actor_rollout_ref.model.override_config.attn_implementation=sdpa"
 
 
 def composed(*overrides: str, config_name: str = "ppo_trainer"):
@@ -58,6 +59,9 @@ def test_verl_scripts_that_say_fsdp2_still_get_the_prefix_engine():
 
 def test_good_config_passes_the_driver_checks(model_path):
     validate(model_path)
+    ulysses = f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size=2"
+    validate(model_path, ulysses)
+    validate(model_path, ulysses, SDPA, f"{ACTOR}.prefix.schedule=phased", f"{ACTOR}.prefix.verify=off")
 
 
 @pytest.mark.parametrize(
@@ -65,8 +69,17 @@ def test_good_config_passes_the_driver_checks(model_path):
     [
         (f"{ACTOR}.shuffle=True", r"shuffle=False"),
         (f"{ACTOR}.strategy=fsdp", r"strategy=fsdp2"),
-        (f"{ACTOR}.ulysses_sequence_parallel_size=2", r"ulysses_sequence_parallel_size=2.*set it to 1"),
-        (f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size=2", r"ulysses_sequence_parallel_size=2"),
+        (f"{ACTOR}.strategy=veomni", r"strategy='veomni'.*strategy=fsdp2, or model_engine=veomni without it"),
+        (f"{ACTOR}.ulysses_sequence_parallel_size=3", r"ulysses_sequence_parallel_size=3 does not divide 8 GPUs"),
+        (f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size=8", r"size=8: the 4 heads of this qwen3 .*; set 2$"),
+        (
+            f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size=2 {SDPA}",
+            r"attn_implementation=sdpa: verl's own path.*=flash_attention_2, or prefix.schedule=packed",
+        ),
+        (
+            f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size=2 {SDPA} {ACTOR}.prefix.schedule=packed",
+            r"attn_implementation=sdpa: verl's own path",
+        ),
         (f"{ACTOR}.pad_to_length=True", r"pad_to_length=False"),
         (f"{ACTOR}.fsdp_config.qat.enable=True", r"fsdp_config.qat.enable=False, or model_engine=dp"),
         (f"{ACTOR}.prefix.exchange=on", r"prefix.exchange='on': set one of auto, off"),

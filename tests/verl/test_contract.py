@@ -18,6 +18,7 @@ import verl_prefix
 PACKAGE = Path(verl_prefix.__file__).parent
 TI = "verl.workers.engine.fsdp.transformer_impl"
 V1 = "verl.trainer.ppo.v1"
+PATCHES = "verl.models.transformers.monkey_patch"
 WORKER = f"{V1}:AgentLoopWorkerTQ.__ray_metadata__.modified_class"  # Ray gives its methods one more parameter
 
 # verl imports these only where vLLM is installed; `make test-vllm` runs what we build on them.
@@ -138,6 +139,13 @@ CONTRACT = {
     f"{TI}:FSDPEngineWithLMHead._gradient_sync_context": "self is_last_micro_batch",
     f"{TI}:FSDPEngineWithLMHead.get_data_parallel_group": "self",
     f"{TI}:FSDPEngineWithLMHead.get_data_parallel_size": "self",
+    f"{TI}:FSDPEngineWithLMHead.get_data_parallel_rank": "self",
+    f"{TI}:FSDPEngineWithLMHead.is_mp_src_rank_with_outputs": "self",
+    f"{PATCHES}:_ulysses_flash_attention_forward": (
+        "query_states key_states value_states attention_mask query_length args position_ids kwargs"
+    ),
+    f"{PATCHES}:_flash_attention_forward": None,
+    f"{PATCHES}:patch_vlm_for_ulysses_input_slicing": "model_class",
     "verl.workers.engine.utils:postprocess_batch_func": "output_lst indices data",
     "verl.workers.rollout.base:_ROLLOUT_REGISTRY": None,
     "verl.workers.rollout.base:BaseRollout.resume": "self tags",
@@ -176,6 +184,16 @@ def test_verl_still_has(symbol):
 def test_prepare_model_outputs_reads_the_arguments_that_we_hand_it(name):
     source = inspect.getsource(look_up(f"{TI}:FSDPEngineWithLMHead.prepare_model_outputs"))
     assert f'output_args["{name}"]' in source or f'output_args.get("{name}"' in source
+
+
+def test_sequence_parallelism_asks_for_what_we_set():
+    engine = look_up(f"{TI}:FSDPEngineWithLMHead")
+    gathers = (engine.prepare_model_outputs, getattr(engine, "_gather_and_unpad_packed", None))
+    sources = "".join(inspect.getsource(function) for function in gathers if function)
+    assert sources.count("gather_outputs_and_unpad(") == sources.count("if self.use_ulysses_sp:") > 0
+    assert "ulysses_parallel_group" in inspect.getsource(engine._init_device_mesh)
+    slicing = inspect.getsource(look_up(f"{PATCHES}:patch_vlm_for_ulysses_input_slicing"))
+    assert 'getattr(self, "_needs_initial_slice", True)' in slicing
 
 
 def test_prepare_model_outputs_reads_no_argument_that_we_do_not_know():

@@ -21,7 +21,7 @@ TOLERANCE = 5e-6  # fp32, relative, of design.md
 # Options of the prefix engine alone.
 OURS = (
     "schedule", "exchange", "wave_tokens", "logits_chunk", "offload", "attention", "min_speedup", "verify",
-    "verify_action", "cost_profile",
+    "verify_action", "cost_profile", "trace_dir",
 )  # fmt: skip
 AGG_MODES = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 # What differs from the default case: keys of `_batch`, `_engines` or `_loss`.
@@ -232,7 +232,7 @@ def _configs(backend: str, model_path: str, options: dict, forward_only: bool = 
         load_tokenizer=False,
         use_remove_padding=options.get("use_remove_padding", True),
         use_fused_kernels=options.get("use_fused_kernels", False),
-        override_config={"attn_implementation": "sdpa"},
+        override_config={"attn_implementation": options.get("attn_implementation", "sdpa")},
         enable_gradient_checkpointing=options.get("gradient_checkpointing", False),
         lora_rank=4 if "lora_targets" in options else 0,
         target_modules=options.get("lora_targets", "all-linear"),
@@ -242,6 +242,7 @@ def _configs(backend: str, model_path: str, options: dict, forward_only: bool = 
         fsdp_size=options.get("fsdp_size", -1),
         param_offload=options.get("param_offload", False),
         optimizer_offload=options.get("param_offload", False),
+        ulysses_sequence_parallel_size=options.get("ulysses", 1),
         use_torch_compile=False,
         mixed_precision={"param_dtype": options.get("param_dtype", "fp32"), "reduce_dtype": "fp32"},
         model_dtype="fp32",

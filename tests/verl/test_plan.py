@@ -104,12 +104,12 @@ def test_every_refusal_is_named_and_a_refused_model_has_no_figures(folder, capsy
         folder,
         f"actor_rollout_ref.model.path={tmp_path}/model",
         "actor_rollout_ref.model.enable_activation_offload=true",
-        "actor_rollout_ref.actor.ulysses_sequence_parallel_size=2",
+        "actor_rollout_ref.actor.ulysses_sequence_parallel_size=3",
     )
     assert cli.main(["plan", *words]) == 1
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 3 and all(line.startswith("unsupported: ") for line in lines)
-    keys = ("ulysses_sequence_parallel_size=2", "enable_activation_offload=True", "attention_dropout=0.1")
+    keys = ("ulysses_sequence_parallel_size=3", "enable_activation_offload=True", "attention_dropout=0.1")
     assert all(key in line for line, key in zip(lines, keys, strict=True))
     assert build(folder, "actor_rollout_ref.model.enable_activation_offload=true")["speedup"]["update"] > 1.5
     stock = (f"actor_rollout_ref.model.path={tmp_path}/model", "actor_rollout_ref.actor.prefix.schedule=stock")

@@ -80,7 +80,8 @@ def _batch(rank: int, config, path: str, options: dict):
     if rank == 0 or scattered:
         rows[3] = (*rows[3][:3], rows[3][3] | {"pixel_values": torch.randn(32, PATCH, generator=generator)})
     order = torch.randperm(len(rows), generator=generator).tolist()
-    rows = [rows[i] for i in (order[rank :: torch.distributed.get_world_size()] if scattered else order)]
+    data_ranks = torch.distributed.get_world_size() // options.get("ulysses", 1)
+    rows = [rows[i] for i in (order[rank::data_ranks] if scattered else order)]
 
     def noise(scale, shift):
         return _nested(torch.randn(len(r[2]), generator=generator) * scale + shift for r in rows)
@@ -173,7 +174,7 @@ def _measure(backend: str, path: str, rank: int, options: dict) -> dict:
         result["grad_norm"] = engine.optimizer_step()
     loss = torch.tensor(sum(output["loss"]), dtype=torch.float64)
     torch.distributed.all_reduce(loss)  # with us a rank computes other rows than those that it was given
-    result["loss"] = loss.item()
+    result["loss"] = loss.item() / options.get("ulysses", 1)
     result["metrics"] = (first if checked else output)["metrics"]
     result["params"] = {name: _full(p) for name, p in engine.module.named_parameters()}
     return result

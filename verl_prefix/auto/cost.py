@@ -133,7 +133,7 @@ class Memory:
     Args:
         ranks: that parameters are sharded over. no_sync: verl's use_no_sync_for_gradient_accumulation.
         checkpointed: gradient checkpointing. logits_chunk, offload: of `PrefixConfig`.
-        attention_kept: `Schedule.keep_attention`.
+        attention_kept: `Schedule.keep_attention`. sequence_ranks: that share a pass (`core.sequence_parallel`).
     """
 
     ranks: int
@@ -142,6 +142,7 @@ class Memory:
     logits_chunk: int
     offload: bool
     attention_kept: bool = False
+    sequence_ranks: int = 1
 
 
 def may_keep_attention(shape: ModelShape, checkpointed: bool) -> bool:
@@ -162,34 +163,37 @@ def peak_bytes(shape: ModelShape, plan: Plan | None, stock: Sequence[PassCost], 
     buffers_c = 4 * shape.layer_parameters  # phase C computes no gradient of lm_head
     buffers = 4 * (shape.head / 2) + buffers_c
     held = 4 * shape.parameters * (1 - 1 / memory.ranks)
+    n = memory.sequence_ranks
+    kv = shape.kv / min(n, shape.kv_heads)  # of the heads that this rank has, of the tokens of all
 
-    def kept(tokens: int, attention: bool = memory.attention_kept) -> float:
+    def kept(tokens: float, attention: bool = memory.attention_kept) -> float:
         of_layer = shape.boundary + shape.attention * attention if memory.checkpointed else shape.activations
         return layers * tokens * of_layer
 
-    def backward(tokens: int, buffers: float = buffers) -> float:
+    def backward(tokens: float, buffers: float = buffers) -> float:
         return tokens * shape.activations * (1.5 if memory.checkpointed else 0.5) + buffers
 
-    def logits(tokens: int) -> float:
+    def logits(tokens: float) -> float:
         return 2 * shape.logits * tokens
 
     if plan is None:
-        peak = max((kept(p.tokens) + max(logits(p.head_tokens), backward(p.tokens)) for p in stock), default=0.0)
+        passes = ((p.tokens / n, p.head_tokens / n) for p in stock)
+        peak = max((kept(tokens) + max(logits(head), backward(tokens)) for tokens, head in passes), default=0.0)
         return peak + (held if memory.no_sync and len(stock) > 1 else 0.0)
     peaks = []
     for planned in plan.passes:
-        prefix = sum(group.prefix_len for group in planned.groups)
+        prefix = sum(group.prefix_len for group in planned.groups) / n
         if isinstance(planned, PackedPass):
-            suffix = sum(group.num_suffix_tokens for group in planned.groups)
+            suffix = sum(group.num_suffix_tokens for group in planned.groups) / n
             tokens = prefix + suffix
             peaks.append(kept(tokens) + max(logits(min(suffix, memory.logits_chunk)), backward(tokens)))
             continue
-        wave = max((sum(g.num_suffix_tokens for _, g in wave) for wave in planned.waves), default=0)
+        wave = max((sum(g.num_suffix_tokens for _, g in wave) for wave in planned.waves), default=0) / n
         dormant = 0.0 if memory.offload else kept(prefix)
         in_wave = kept(wave) + max(logits(min(wave, memory.logits_chunk)), backward(wave))
-        phase_b = dormant + 3 * shape.kv * prefix + in_wave
+        phase_b = dormant + 3 * kv * prefix * n + in_wave
         phase_c = kept(prefix, memory.attention_kept and not memory.offload)
-        phase_c += 2 * shape.kv * prefix + backward(prefix, buffers_c)
+        phase_c += 2 * kv * prefix * n + backward(prefix, buffers_c)
         peaks.append(max(phase_b, phase_c))
     several = len(plan.passes) > 1 or bool(plan.waves)
     return max(peaks, default=0.0) + (held if memory.no_sync and several else 0.0)

@@ -22,7 +22,7 @@ class ModelShape:
         windows: sliding window of every layer, None where it sees everything.
         activations: bytes per token that one layer keeps for backward. boundary: bytes per token of its input alone.
         attention: bytes per token of one layer's attention output and log-sum-exp.
-        kv: bytes per token of all layers' keys and values. logits: bytes per token of them.
+        kv: bytes per token of all layers' keys and values, of `kv_heads` heads. logits: bytes per token of them.
         tower: FLOPs per patch of a vision tower's matmuls; 0 without one.
         parameters, layer_parameters: numbers of them, and of one layer alone.
     """
@@ -40,6 +40,7 @@ class ModelShape:
     logits: float = 0.0
     parameters: float = 0.0
     layer_parameters: float = 0.0
+    kv_heads: int = 1
 
     @functools.cached_property
     def _layers_by_window(self) -> tuple[tuple[int | None, int], ...]:
@@ -94,6 +95,7 @@ def model_shape(model: PreTrainedModel, dtype: torch.dtype) -> ModelShape:
         parameters=float(sum(p.numel() for p in model.parameters())),
         layer_parameters=sum(p.numel() for p in body.parameters() if p.dim() > 1 and p.shape[0] != text.vocab_size)
         / layers,
+        kv_heads=kv_heads,
     )
 
 

@@ -6,6 +6,7 @@ Everything that cannot work is refused in the driver, before a worker starts: ve
 
 import functools
 import logging
+import math
 import sys
 from dataclasses import dataclass, field
 from typing import Any
@@ -137,7 +138,6 @@ class PrefixEngineConfig(FSDPEngineConfig):
             self.strategy not in ("prefix", "fsdp2"),
             f"strategy={self.strategy!r}: the prefix engine shards with FSDP2 only; set strategy to prefix or fsdp2",
         )
-        _refuse_sequence_parallel("fsdp_config", self.ulysses_sequence_parallel_size)
         _refuse(
             self.pad_to_length,
             "pad_to_length=True: the prefix engine packs without padding; set "
@@ -155,11 +155,24 @@ class PrefixEngineConfig(FSDPEngineConfig):
         self.strategy = "prefix"
 
 
-def _refuse_sequence_parallel(section: str, size: int) -> None:
+def is_varlen(attn_implementation: str) -> bool:
+    """True where verl's own path reads packed rows by their bounds, and is right under sequence parallelism: flash
+    attention, which alone verl gives an all-to-all (verl/models/transformers/monkey_patch.py)."""
+    return "flash" in attn_implementation or "varlen" in attn_implementation  # `cpu.varlen`
+
+
+def _refuse_sequence_parallel(size: int, n_gpus: int, prefix: PrefixConfig, model_config: Any) -> None:
+    key = f"actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size={size}"
+    _refuse(n_gpus % size, f"{key} does not divide {n_gpus} GPUs; set a divisor of them")
+    attention = ((model_config or {}).get("override_config") or {}).get("attn_implementation", "flash_attention_2")
     _refuse(
-        size > 1,
-        f"{section}.ulysses_sequence_parallel_size={size}: the prefix engine does not split sequences over ranks; set "
-        "it to 1, or model_engine=dp",
+        size > 1
+        and not is_varlen(attention)
+        and (prefix.schedule not in ("packed", "phased") or prefix.verify != "off"),
+        f"{key} with actor_rollout_ref.model.override_config.attn_implementation={attention}: verl's own path, which "
+        f"prefix.schedule={prefix.schedule} and prefix.verify={prefix.verify} may run, computes attention within each "
+        "rank's tokens there, without an error; set attn_implementation=flash_attention_2, or prefix.schedule=packed "
+        "(or phased) and prefix.verify=off",
     )
 
 
@@ -237,13 +250,12 @@ class PrefixActorConfig(FSDPActorConfig):
         key = "actor_rollout_ref.actor"
         _refuse(
             self.strategy != "fsdp2",
-            f"{key}.strategy={self.strategy!r}: model_engine=prefix shards with FSDP2; remove the override or set "
-            f"{key}.strategy=fsdp2",
+            f"{key}.strategy={self.strategy!r}: model_engine=prefix is verl's FSDP engine with FSDP2; set "
+            f"{key}.strategy=fsdp2, or model_engine={'dp' if self.strategy == 'fsdp' else self.strategy} without it",
         )
         _refuse(self.shuffle, f"{key}.shuffle=True tears groups apart at mini-batch edges; set {key}.shuffle=False")
         if self.use_prefix_grouper:
             _warn_of_prefix_grouper(key)
-        _refuse_sequence_parallel(key, self.ulysses_sequence_parallel_size)
         _refuse(
             self.loss_agg_mode == "seq-mean-token-sum-norm"
             and self.loss_scale_factor is None
@@ -267,11 +279,13 @@ class PrefixActorConfig(FSDPActorConfig):
         """
         super().validate(n_gpus, train_batch_size, model_config)
         _refuse_untested_drivers()
+        sequence_ranks = self.fsdp_config.ulysses_sequence_parallel_size
+        _refuse_sequence_parallel(sequence_ranks, n_gpus, self.prefix, model_config)
         if self.prefix.schedule != "stock" and self.policy_loss.loss_mode not in LOSSES_OF_ROWS:
             _warn_of_unknown_loss(self.policy_loss.loss_mode)
         if model_config is not None and self.prefix.schedule != "stock":
             check_model_options(model_config)
-            check_model_family(model_config, self.freeze_vision_tower)
+            check_model_family(model_config, self.freeze_vision_tower, sequence_ranks)
 
 
 def check_model_options(model_config: Any) -> None:
@@ -292,11 +306,12 @@ def check_model_options(model_config: Any) -> None:
         _warn_of_fused_kernels(key)
 
 
-def check_model_family(model_config: Any, freeze_vision_tower: bool) -> None:
+def check_model_family(model_config: Any, freeze_vision_tower: bool, sequence_ranks: int = 1) -> None:
     """Reads the model's HF config where this machine can see it; the worker checks again either way.
 
     Raises:
-        ValueError: the model has layers that the shared-prefix path does not compute, or no tower to freeze.
+        ValueError: the model has layers that the shared-prefix path does not compute, heads that cannot be dealt to
+            `sequence_ranks`, or no tower to freeze.
     """
     from transformers import AutoConfig
 
@@ -311,6 +326,15 @@ def check_model_family(model_config: Any, freeze_vision_tower: bool) -> None:
     except OSError:  # an HDFS path, or a hub that only the workers reach
         return
     check_supported(hf_config)
+    text = hf_config.get_text_config()
+    heads = text.num_attention_heads
+    kv_heads = getattr(text, "num_key_value_heads", None) or heads
+    _refuse(
+        heads % sequence_ranks or (kv_heads % sequence_ranks and sequence_ranks % kv_heads),
+        f"actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size={sequence_ranks}: the {heads} heads of "
+        f"this {hf_config.model_type} model are not its multiple, or its {kv_heads} key heads neither multiple nor "
+        f"divisor; set {math.gcd(heads, kv_heads, sequence_ranks)}",
+    )
     _refuse(
         freeze_vision_tower and not is_vision_config(hf_config),
         f"actor_rollout_ref.actor.freeze_vision_tower=True, and a {hf_config.model_type} model has no tower; remove it",

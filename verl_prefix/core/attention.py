@@ -17,6 +17,7 @@ import torch
 from verl_prefix.core.kernels import Kernel
 from verl_prefix.core.layout import Layout
 from verl_prefix.core.prefix_cache import PrefixCache, add_at
+from verl_prefix.core.sequence_parallel import Shards
 
 # Attention's outputs [T, H, D] and log-sum-exps [H, T] of layers that will run again.
 Kept = dict[int, tuple[torch.Tensor, torch.Tensor]]
@@ -34,6 +35,7 @@ class AttentionPass:
         cache: a wave, suffixes read their prefixes from it.
         keep: under gradient checkpointing, attention's outputs wait for the backward, whose recomputation of the layers
             then runs no kernel.
+        shards: the row's tokens are spread over ranks; q, k, v and sinks are then this rank's heads of all tokens.
         inspect: called by every layer with (layer, layout, q, k, v, sinks, params, out) of `GroupedAttention`.
     """
 
@@ -44,12 +46,14 @@ class AttentionPass:
         capture: PrefixCache | None = None,
         cache: PrefixCache | None = None,
         keep: bool = False,
+        shards: Shards | None = None,
         inspect: Callable[..., None] | None = None,
     ) -> None:
         self.layout = layout
         self.kernel = kernel
         self.capture = capture
         self.cache = cache
+        self.shards = shards
         self.inspect = inspect
         self.kept: Kept | None = {} if keep else None
         self.num_calls = 0  # attention layers seen, so that a model that bypasses us is noticed

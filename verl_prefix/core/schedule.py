@@ -20,6 +20,7 @@ from itertools import accumulate
 from typing import Any, NamedTuple, Protocol
 
 import torch
+import torch.distributed as dist
 
 from verl_prefix.core.attention import AttentionPass
 from verl_prefix.core.errors import annotate_errors, annotate_loop_body
@@ -27,6 +28,7 @@ from verl_prefix.core.groups import Group
 from verl_prefix.core.layout import Layout, build_layout, dummy_layout, on_device, prefix_layout
 from verl_prefix.core.offload import OffloadedPrefixCache
 from verl_prefix.core.prefix_cache import PrefixCache
+from verl_prefix.core.sequence_parallel import Shards
 from verl_prefix.core.waves import PackedPass, PhasedPass, Plan
 
 # (suffix tokens' places in the batch's flat values [n], their logits [n, vocabulary]) -> what the loss needs [n, k]
@@ -46,8 +48,9 @@ class PassOutputs(NamedTuple):
 class Pixels(Protocol):
     """Images and videos of a vision model's rows (`models.vision.PixelBatch`)."""
 
-    def of(self, groups: Sequence[Group], device: torch.device) -> dict[str, torch.Tensor]:
-        """Arguments of the model's forward for a packed row that begins with the prefixes of `groups`."""
+    def of(self, groups: Sequence[Group], device: torch.device, tokens: torch.Tensor | None) -> dict[str, torch.Tensor]:
+        """Arguments of the model's forward for a packed row that begins with the prefixes of `groups`, or for `tokens`
+        [t] int64 of it, in host memory."""
 
 
 class Model(Protocol):
@@ -94,6 +97,7 @@ class Schedule:
         measure_peak: phased on CUDA only, `phase_b_peak` becomes the most bytes allocated during phase B. It resets the
             device's peak statistics, which other code may read.
         inspect: see `AttentionPass`; packed passes with groups only.
+        sequence_group: ranks that compute every row together (see `core.sequence_parallel`); None: this one alone.
     """
 
     def __init__(
@@ -110,6 +114,7 @@ class Schedule:
         keep_attention: bool = False,
         measure_peak: bool = False,
         inspect: Callable[..., None] | None = None,
+        sequence_group: dist.ProcessGroup | None = None,
     ) -> None:
         self.model = model
         self.outputs = outputs
@@ -123,6 +128,7 @@ class Schedule:
         self.keep_attention = keep_attention
         self.measure_peak = measure_peak
         self.inspect = inspect
+        self.sequence_group = sequence_group
         self._moments: list[tuple[str, Any, Any]] = []  # phase, start, end
         self._on_cuda = False
         self.transfers: Counter[str] = Counter()
@@ -225,14 +231,19 @@ class Schedule:
     ) -> torch.Tensor:  # fmt: skip
         """The model on one packed row, which begins with the prefixes of `prefixes`."""
         device = tokens.input_ids.device
-        index = on_device(layout.index, device)
-        kept = on_device(torch.arange(layout.num_tokens)[keep], device)
+        own, kept, shards = layout.index, torch.arange(layout.num_tokens)[keep], None
+        if self.sequence_group is not None:
+            shards = attention_pass.shards = Shards(self.sequence_group, layout, device)
+            own = layout.index[shards.tokens]
+            kept, gathered = shards.keep(kept)
+        index, kept = on_device(own, device), on_device(kept, device)
         place = index[kept]
-        return self.model.token_outputs(
+        pixels = tokens.pixels and tokens.pixels.of(prefixes, device, shards.tokens if shards else None)
+        found = self.model.token_outputs(
             tokens.input_ids[index], tokens.position_ids[..., index], kept, attention_pass,
-            outputs and (lambda rows, logits: outputs(place[rows], logits)), self.logits_chunk,
-            {} if tokens.pixels is None else tokens.pixels.of(prefixes, device),
+            outputs and (lambda rows, logits: outputs(place[rows], logits)), self.logits_chunk, pixels or {},
         )  # fmt: skip
+        return found if shards is None else shards.gather(found, gathered)
 
     @contextmanager
     def _timed(self, phase: str, groups: Sequence[Group], part: str = "") -> Iterator[None]:

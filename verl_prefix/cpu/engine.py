@@ -8,6 +8,7 @@ from verl.workers.engine.base import EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
 from verl_prefix.cpu.platform import is_selected
+from verl_prefix.cpu.varlen import register_varlen
 
 # Before any engine sets it: an actor and its ref model live in one process.
 _HOST_THREADS = torch.get_num_threads()
@@ -50,4 +51,5 @@ class CPUFSDPEngine(CPUEngineMixin, FSDPEngineWithLMHead):
 
 
 if is_selected():
+    register_varlen()
     EngineRegistry.register(model_type="language_model", backend="fsdp2", device="cpu")(CPUFSDPEngine)

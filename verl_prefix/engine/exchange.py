@@ -62,7 +62,8 @@ class Exchange:
 
     Args:
         data: this rank's rows; stays as it is.
-        group: the ranks that compute data in parallel. device: where its collectives want tensors.
+        group: the ranks that compute data in parallel. everyone: with those that compute the same rows together, by
+            sequence parallelism; they fail together. device: where its collectives want tensors.
 
     Attributes:
         groups: groups of the rows that this rank computes, as indices into `rows()`.
@@ -74,9 +75,13 @@ class Exchange:
         ExchangeError: at every call; see there.
     """
 
-    def __init__(self, data: TensorDict, shape: ModelShape, group: dist.ProcessGroup, device: torch.device) -> None:
+    def __init__(
+        self, data: TensorDict, shape: ModelShape, group: dist.ProcessGroup, device: torch.device,
+        everyone: dist.ProcessGroup | None = None,
+    ) -> None:  # fmt: skip
         start = time.perf_counter()
         self._data, self._group, self._device = data, group, device
+        self._everyone = everyone or group
         self._size, self._rank = dist.get_world_size(group), dist.get_rank(group)
         self._num_bytes = 0
         with self._together("describing rows", 3) as agreed:
@@ -288,9 +293,9 @@ class Exchange:
             yield agreed
         except Exception as found:  # whatever it is, the others wait to hear of it; raised again below
             error = found
-        mine = [0, *agreed] if error is None else [self._rank + 1, *[0] * num_agreed]
+        mine = [0, *agreed] if error is None else [dist.get_rank(self._everyone) + 1, *[0] * num_agreed]
         reduced = torch.tensor(mine, dtype=torch.float64, device=self._device)
-        dist.all_reduce(reduced, op=dist.ReduceOp.MAX, group=self._group)
+        dist.all_reduce(reduced, op=dist.ReduceOp.MAX, group=self._everyone)
         failed, *agreed[:] = map(int, reduced.tolist())
         if error is not None:
             raise error

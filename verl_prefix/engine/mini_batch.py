@@ -5,7 +5,8 @@ Source: verl/workers/engine/fsdp/transformer_impl.py, FSDPEngineWithLMHead.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import accumulate
 
 import torch
@@ -109,7 +110,8 @@ class MiniBatch:
         offsets = self._offsets[len(place)]
         one_row = torch.nested.nested_tensor_from_jagged(self.tokens.input_ids[place], offsets)
         tokens = tu.get_tensordict({"input_ids": one_row}, self._flags)
-        outputs = self.engine.prepare_model_outputs(_Logits(logits.unsqueeze(0)), output_args, tokens, None)
+        with _not_gathered(self.engine):
+            outputs = self.engine.prepare_model_outputs(_Logits(logits.unsqueeze(0)), output_args, tokens, None)
         self.names = list(outputs)
         self.dtype = functools.reduce(torch.promote_types, (x.dtype for x in outputs.values()))
         return torch.stack([x.values().to(self.dtype) for x in outputs.values()], dim=-1)
@@ -201,6 +203,17 @@ class _Logits:
 
     def __init__(self, logits: torch.Tensor) -> None:
         self.logits = logits
+
+
+@contextmanager
+def _not_gathered(engine: FSDPEngineWithLMHead) -> Iterator[None]:
+    """While open, prepare_model_outputs leaves outputs on the rank of their token: under sequence parallelism the
+    schedule gathers what it made of a pass, once."""
+    found, engine.use_ulysses_sp = engine.use_ulysses_sp, False
+    try:
+        yield
+    finally:
+        engine.use_ulysses_sp = found
 
 
 def row_lens(data: TensorDict) -> tuple[list[int], list[int]]:

@@ -24,7 +24,7 @@ from verl_prefix.auto.cost import (
     syncs_once,
 )
 from verl_prefix.auto.shape import ModelShape
-from verl_prefix.config import PrefixConfig, PrefixEngineConfig
+from verl_prefix.config import PrefixConfig, PrefixEngineConfig, is_varlen
 from verl_prefix.core.groups import Group
 from verl_prefix.core.schedule import Schedule
 from verl_prefix.core.waves import Plan, make_plan
@@ -71,6 +71,7 @@ class Paths:
             no_sync=syncs_once(engine_config),
             logits_chunk=options.logits_chunk,
             offload=options.offload,
+            sequence_ranks=engine_config.ulysses_sequence_parallel_size,
         )
         trained = sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
         self._gradients = 0.0 if engine_config.forward_only else 4.0 * trained / self._memory.ranks
@@ -78,7 +79,7 @@ class Paths:
             return
         costs = CostModel(
             shape=self._shape,
-            dense_mask="flash" not in module.config._attn_implementation,
+            dense_mask=not is_varlen(module.config._attn_implementation),
             logits_chunk=options.logits_chunk,
             wave_tokens=options.wave_tokens,
             offload=options.offload,
@@ -160,8 +161,9 @@ class Paths:
 
 
 def pass_budget(data: TensorDict, groups: Sequence[Group]) -> int:
-    """Tokens of one pass: verl's token budget, or what its micro-batch of longest rows would hold."""
+    """Tokens of one pass on the ranks that share it: verl's token budget, or what its micro-batch of longest rows would
+    hold."""
     if tu.get_non_tensor_data(data, "use_dynamic_bsz", True):
-        return int(data["max_token_len_per_gpu"])
+        return int(data["max_token_len_per_gpu"]) * tu.get_non_tensor_data(data, "sp_size", 1)
     longest = max((group.prefix_len + 1 + n for group in groups for n in group.suffix_lens), default=1)
     return int(data["micro_batch_size_per_gpu"]) * longest

@@ -20,7 +20,7 @@ from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 from verl.workers.engine.utils import postprocess_batch_func
 
 from verl_prefix.auto.shape import model_shape
-from verl_prefix.config import PrefixEngineConfig, check_model_options
+from verl_prefix.config import PrefixEngineConfig, check_model_options, is_varlen
 from verl_prefix.core.groups import Group
 from verl_prefix.core.schedule import Schedule
 from verl_prefix.core.waves import Plan, largest_wave, limit_waves, pad_to_same_passes
@@ -112,6 +112,7 @@ class PrefixFSDPEngine(FSDPEngineWithLMHead):
     ) -> dict[str, object]:
         """A rank's mini-batch: same contract as FSDPEngine.forward_backward_batch, rows in the order they came."""
         metrics: dict[str, list[float]] = {}
+        tu.assign_non_tensor(data, sp_size=self.ulysses_sequence_parallel_size)
         stock_reason, plan = self._paths.stock_reason(data), None
         if stock_reason is None:
             placed = self._place(data)
@@ -144,13 +145,25 @@ class PrefixFSDPEngine(FSDPEngineWithLMHead):
         group = self.get_data_parallel_group()
         if self.prefix_config.exchange == "off" or torch.distributed.get_world_size(group) == 1:
             return InPlace(data)
-        exchange = Exchange(data, self._shape, group, torch.device(get_device_name()))
+        device, everyone = torch.device(get_device_name()), torch.distributed.group.WORLD
+        exchange = Exchange(data, self._shape, group, device, everyone)
         if not exchange.compatible:
             logger.warning("prefix.exchange: the ranks' batches have different fields, so that rows stay")
         return exchange
 
     def stock_batch(self, data: TensorDict, loss_function: Callable | None, forward_only: bool) -> dict[str, object]:
-        """verl's own path; its logits are whole where the user's fused kernels are off."""
+        """verl's own path; its logits are whole where the user's fused kernels are off.
+
+        Raises:
+            RuntimeError: it would be wrong, by sequence parallelism without flash attention.
+        """
+        attention = self.module.config.get_text_config()._attn_implementation
+        if self.ulysses_sequence_parallel_size > 1 and not is_varlen(attention):
+            raise RuntimeError(
+                f"verl's own path computes attn_implementation={attention} within each rank's tokens under "
+                "ulysses_sequence_parallel_size > 1; set actor_rollout_ref.model.override_config.attn_implementation="
+                "flash_attention_2"
+            )
         if self._unfused:
             data = data.copy()
             tu.assign_non_tensor(data, use_fused_kernels=False)
@@ -213,7 +226,6 @@ class PrefixFSDPEngine(FSDPEngineWithLMHead):
         torch.distributed.all_reduce(batch_num_tokens, group=self.get_data_parallel_group())
         tu.assign_non_tensor(
             data,
-            sp_size=1,
             batch_num_tokens=batch_num_tokens.item(),
             dp_size=self.get_data_parallel_size(),
             # Our passes are row lists whatever this was: verl restores the row order only under dynamic batch size.
@@ -234,20 +246,22 @@ class PrefixFSDPEngine(FSDPEngineWithLMHead):
             forward_context=self._autocast,
             kernel=self.prefix_config.attention,
             logits_chunk=self.prefix_config.logits_chunk,
+            sequence_group=self.ulysses_parallel_group,
             **options,
         )
 
     def reduce_max(self, values: Sequence[float]) -> list[float]:
-        """Element-wise maximum over ranks; exact for integers below 2**53."""
+        """Element-wise maximum over all ranks, those that compute rows together included, so that what follows from it
+        is agreed; exact for integers below 2**53."""
         return self._reduce(values, torch.distributed.ReduceOp.MAX)
 
     def reduce_sum(self, values: Sequence[float]) -> list[float]:
-        """Element-wise sum over ranks."""
+        """Element-wise sum over all ranks."""
         return self._reduce(values, torch.distributed.ReduceOp.SUM)
 
     def _reduce(self, values: Sequence[float], op: torch.distributed.ReduceOp) -> list[float]:
         reduced = torch.tensor(values, dtype=torch.float64, device=get_device_id())
-        torch.distributed.all_reduce(reduced, op=op, group=self.get_data_parallel_group())
+        torch.distributed.all_reduce(reduced, op=op)
         return reduced.tolist()
 
     def _backward(self, loss: torch.Tensor) -> None:

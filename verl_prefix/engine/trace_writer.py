@@ -46,6 +46,8 @@ class TraceWriter:
     """Records a rank's optimizer steps; every rank has one and calls `record` at every step.
 
     Args:
+        rank, world_size: of the ranks that compute data in parallel.
+        writes: False on all but one of those that compute the same rows together, by sequence parallelism.
         max_steps, max_gib: recording ends, on every rank at the same step, before either is exceeded; GiB of all ranks.
         describe: the manifest's part that the engine knows; called once, by rank 0.
 
@@ -56,8 +58,9 @@ class TraceWriter:
 
     def __init__(
         self, folder: str, rank: int, world_size: int, max_steps: int, max_gib: float,
-        describe: Callable[[], dict[str, Any]],
+        describe: Callable[[], dict[str, Any]], writes: bool = True,
     ) -> None:  # fmt: skip
+        self.writes = writes
         self.folder, self.rank, self.world_size, self.describe = Path(folder), rank, world_size, describe
         self.max_steps, self.max_bytes = max_steps, max_gib * 2**30 / world_size
         self.step, self.num_bytes, self.ended, self.resumed, self.run = 0, 0, False, False, 0
@@ -88,7 +91,7 @@ class TraceWriter:
             error = found
         full = self.step >= self.max_steps or self.num_bytes + len(content) > self.max_bytes
         exists = self.step == 0 and (self.folder / MANIFEST).exists()
-        drawn = secrets.randbits(53) if self.rank == 0 and self.step == 0 else self.run
+        drawn = secrets.randbits(53) if self.writes and self.rank == 0 and self.step == 0 else self.run
         # Whatever one rank sees, all do next.
         refused, full, exists, run = reduce_max([error is not None, full, exists, drawn])
         self.run = int(run)
@@ -107,11 +110,12 @@ class TraceWriter:
             return self._end(f"trace_max_steps={self.max_steps}, {written:.2f} of {most:.2f} GiB")
         problem = None
         try:
-            if self.rank == 0 and self.step == 0:
+            if self.writes and self.rank == 0 and self.step == 0:
                 self.folder.mkdir(parents=True, exist_ok=True)
                 manifest = {"schema": SCHEMA, "run": self.run, "world_size": self.world_size, "loss": loss_options}
                 _write_json(self.folder / MANIFEST, manifest | _environment() | self.describe())
-            self._write_step(content, uids, flags)
+            if self.writes:
+                self._write_step(content, uids, flags)
         except OSError as found:
             problem = found
         if reduce_max([problem is not None])[0]:
@@ -148,8 +152,10 @@ def open_trace(engine: Any) -> TraceWriter | None:
             "optimizer": plain(engine.optimizer_config),
         }
 
-    rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    return TraceWriter(options.trace_dir, rank, world_size, options.trace_max_steps, options.trace_max_gib, describe)
+    rank, world_size = engine.get_data_parallel_rank(), engine.get_data_parallel_size()
+    writes = engine.is_mp_src_rank_with_outputs()
+    limits = options.trace_max_steps, options.trace_max_gib
+    return TraceWriter(options.trace_dir, rank, world_size, *limits, describe, writes)
 
 
 def _environment() -> dict[str, Any]:

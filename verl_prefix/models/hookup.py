@@ -61,6 +61,8 @@ def grouped_attention_forward(
     kernel = choose_kernel(prefix_pass.kernel, q.device.type, q.dtype, q.shape[-1], softcap is not None)
     params = AttentionParams(q.shape[-1] ** -0.5 if scaling is None else scaling, sliding_window, softcap)
     prefix_pass.num_calls += 1
+    if (shards := prefix_pass.shards) is not None:
+        (q, k, v), s_aux = shards.to_heads(q, k, v), shards.heads(s_aux)
     if prefix_pass.capture is not None:
         k, v = prefix_pass.capture.capture(module.layer_idx, k, v)
     out = GroupedAttention.apply(
@@ -68,7 +70,7 @@ def grouped_attention_forward(
     )
     if prefix_pass.inspect is not None:
         prefix_pass.inspect(module.layer_idx, prefix_pass.layout, q, k, v, s_aux, params, out)
-    return out.unsqueeze(0), None
+    return (out if shards is None else shards.to_tokens(out)).unsqueeze(0), None
 
 
 AttentionInterface.register(ATTENTION_NAME, torch.compiler.disable(grouped_attention_forward))

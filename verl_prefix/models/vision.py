@@ -116,9 +116,15 @@ class PixelBatch:
         self.offsets = offsets
         self.config = config
 
-    def of(self, groups: Sequence[Group], device: torch.device) -> dict[str, torch.Tensor]:
+    def of(
+        self, groups: Sequence[Group], device: torch.device, tokens: torch.Tensor | None = None
+    ) -> dict[str, torch.Tensor]:
         """Arguments of `forward` for a packed row that begins with the prefixes of `groups`: `patches` [n, patch size],
         `grid` [m, 3], and `places` [k] int64, where in the row the tower's k features belong; nothing without pixels.
+
+        Args:
+            tokens: [t] int64, in host memory, those of the row that this rank has under sequence parallelism. `places`
+                count among them, and `chosen` [k] int64 are the features that belong there.
 
         Raises:
             ValueError: a prefix has more or fewer visual tokens than its pixels make features.
@@ -147,6 +153,12 @@ class PixelBatch:
         if not patches:
             return {}
         found = {"patches": torch.cat(patches), "grid": torch.cat(grids), "places": torch.cat(places)}
+        if tokens is not None:
+            order = found["places"].argsort()
+            at = torch.searchsorted(found["places"][order], tokens).clamp(max=len(order) - 1)
+            feature = order[at]
+            is_seen = found["places"][feature] == tokens
+            found |= {"places": is_seen.nonzero()[:, 0], "chosen": feature[is_seen]}
         return {name: tensor.to(device, non_blocking=True) for name, tensor in found.items()}
 
     def _num_features(self, grid: torch.Tensor) -> int:
@@ -167,6 +179,7 @@ def forward(
     patches: torch.Tensor | None = None,
     grid: torch.Tensor | None = None,
     places: torch.Tensor | None = None,
+    chosen: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> "Output":
     """Stands for the model's own forward on one packed row; call it as such, so that FSDP2's hooks run.
@@ -174,7 +187,7 @@ def forward(
     Args:
         input_ids: [1, T] int64. keep: [n] int64, the tokens that go through lm_head.
         tower: whether this pass runs the tower; a wave does not.
-        patches, grid, places: see `PixelBatch.of`.
+        patches, grid, places, chosen: see `PixelBatch.of`.
         kwargs: for the text model: position ids, mask, and what its attention needs.
 
     Returns:
@@ -188,6 +201,8 @@ def forward(
             patches, grid = _nothing(model.config.vision_config, embeds)
         found = visual(patches.type(visual.dtype), grid_thw=grid)
         features, deepstack = found.pooler_output, getattr(found, "deepstack_features", None)
+        if chosen is not None:
+            features, deepstack = features[chosen], deepstack and [x[chosen] for x in deepstack]
         if not seen:
             embeds = embeds + sum(0.0 * x.mean() for x in (features, *(deepstack or ())))
         else:
@@ -200,8 +215,20 @@ def forward(
         # shards together with text layers gets a gradient (of zero) in waves too, like those.
         embeds = embeds + sum(0.0 * p.flatten()[0] for p in _in_parents_shard(model.model.visual) if p.requires_grad)
     kwargs |= dict(input_ids=None, inputs_embeds=embeds)  # PEFT passes them too
-    hidden = model.model.language_model(**kwargs).last_hidden_state
+    with _tokens_stay(model.model.language_model):
+        hidden = model.model.language_model(**kwargs).last_hidden_state
     return Output(model.lm_head(hidden[:, keep]))
+
+
+@contextmanager
+def _tokens_stay(language_model: torch.nn.Module) -> Iterator[None]:
+    """While open, verl does not cut what the text model gets over the ranks of a sequence-parallel group: it has been
+    (patch_vlm_for_ulysses_input_slicing in verl/models/transformers/monkey_patch.py)."""
+    language_model._needs_initial_slice = False
+    try:
+        yield
+    finally:
+        del language_model._needs_initial_slice
 
 
 def _in_parents_shard(module: torch.nn.Module) -> list[torch.nn.Parameter]:

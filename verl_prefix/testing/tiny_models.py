@@ -22,8 +22,14 @@ VISION_CHAT_TEMPLATE = (
 _FAMILIES = {
     "qwen3": "Qwen3Config",
     "llama": "LlamaConfig",
+    "qwen3_moe": "Qwen3MoeConfig",
+    "gpt_oss": "GptOssConfig",
     "qwen2_5_vl": "Qwen2_5_VLConfig",
     "qwen3_vl": "Qwen3VLConfig",
+}
+_EXPERTS = {
+    "qwen3_moe": dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64),
+    "gpt_oss": dict(num_local_experts=4, num_experts_per_tok=2, sliding_window=25),
 }
 _TOWERS = {
     "qwen2_5_vl": {"window_size": 16, "fullatt_block_indexes": [1]},
@@ -60,9 +66,10 @@ def write_tiny_model(
 
     Args:
         texts: what the tokenizer is trained on; a few built-in sentences if None.
-        family: ``"qwen3"`` (normalised queries and keys), ``"llama"``, or with a vision tower of two blocks
-            ``"qwen2_5_vl"`` or ``"qwen3_vl"`` (deepstack); those have the text layers of ``overrides`` and, in their
-            tokenizer, the special tokens of images and videos.
+        family: ``"qwen3"`` (normalised queries and keys), ``"llama"``, of four experts ``"qwen3_moe"`` or ``"gpt_oss"``
+            (sinks, every other layer with a window), or with a vision tower of two blocks ``"qwen2_5_vl"`` or
+            ``"qwen3_vl"`` (deepstack); those have the text layers of ``overrides`` and, in their tokenizer, the special
+            tokens of images and videos.
         vocab_size: upper bound of the vocabulary, at least 259 (256 bytes and 3 special tokens).
         overrides: fields of the model's configuration, such as ``num_hidden_layers=3``.
 
@@ -104,7 +111,7 @@ def write_tiny_model(
         "eos_token_id": tokenizer.eos_token_id,
         "pad_token_id": tokenizer.pad_token_id,
     }
-    config = _config(family, fields | overrides, tokenizer)
+    config = _config(family, fields | _EXPERTS.get(family, {}) | overrides, tokenizer)
     auto_class = AutoModelForImageTextToText if family in _TOWERS else AutoModelForCausalLM
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

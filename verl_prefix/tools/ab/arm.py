@@ -79,7 +79,8 @@ def build_engine(name: str, manifest: dict[str, Any]) -> Any:
         ValueError: the recorded options do not go with the shared-prefix path.
     """
     model = {key: manifest["model"][key] for key in MODEL_KEYS if key in manifest["model"]}
-    engine = _fields(FSDPEngineConfig, manifest["engine"]) | {"strategy": "fsdp2"}
+    # A trace has every row once, and one rank replays what sequence parallelism spread over several.
+    engine = _fields(FSDPEngineConfig, manifest["engine"]) | {"strategy": "fsdp2", "ulysses_sequence_parallel_size": 1}
     double = name == TRUTH and precision(manifest) == "fp32"
     if name == TRUTH:
         engine["mixed_precision"] = dict.fromkeys(("param_dtype", "reduce_dtype", "buffer_dtype"), "fp32")

@@ -91,6 +91,9 @@ def sizes(config: Any) -> Sizes:
     actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
     prompts, mini, ranks = config.data.train_batch_size, actor.ppo_mini_batch_size, config.trainer.n_gpus_per_node
     ranks *= config.trainer.nnodes
+    shared = max(actor.fsdp_config.ulysses_sequence_parallel_size, actor.ulysses_sequence_parallel_size)
+    if ranks % shared == 0:  # the driver refuses others
+        ranks //= shared
     if prompts % mini or mini * rollout.n % ranks:
         raise PlanError(
             f"data.train_batch_size={prompts}, actor.ppo_mini_batch_size={mini}, rollout.n={rollout.n}, {ranks} ranks: "
@@ -98,12 +101,12 @@ def sizes(config: Any) -> Sizes:
         )
     keys = micro_batches(config)
     passes = {
-        name: MicroBatch(value) if counts_tokens else MicroBatch(None, value or 1)
+        name: MicroBatch(value and value * shared) if counts_tokens else MicroBatch(None, value or 1)
         for name, (_, value, counts_tokens) in keys.items()
     }
     ref_in_actor = keys["ref"][0].startswith("actor_rollout_ref.rollout.")
     whole, exchange = config.trainer.v1.trainer_mode.startswith("prefix_"), actor.prefix.exchange != "off"
-    return Sizes(prompts, rollout.n, prompts // mini, ranks, passes, ref_in_actor, whole, exchange)
+    return Sizes(prompts, rollout.n, prompts // mini, ranks, passes, ref_in_actor, whole, exchange, shared)
 
 
 def notes(config: Any, size: Sizes) -> list[str]:
@@ -178,7 +181,7 @@ def build(
     config = compose_config(config_name, words, config_path)
     check_values(config)
     size = sizes(config)
-    reasons = refusals(config, size.ranks)
+    reasons = refusals(config, config.trainer.n_gpus_per_node * config.trainer.nnodes)
     if reasons and unsupported_reasons(read_model_config(config)):
         return {"unsupported": reasons, "notes": []}
     empty = read_model(config)
@@ -197,6 +200,10 @@ def build(
     step = 1.0 / (1.0 - sum(taken.values()) + sum(share / gains[used][name] for name, share in taken.items()))
     ratio = [p / (p + s) for p, s in zip(lengths, sample, strict=False)]
     simulation = {}
+    if request and size.sequence_ranks > 1:
+        raise PlanError(
+            "--simulate knows no sequence parallelism; leave it out, or set ulysses_sequence_parallel_size=1"
+        )
     if request:
         budgets = {name: size.micro_batches[name].budget(predicted.first) for name in ("update", "old")}
         role, first, shown = config.actor_rollout_ref, predicted.first, predicted.shown

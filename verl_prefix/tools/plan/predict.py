@@ -45,7 +45,7 @@ class MicroBatch:
 class Sizes:
     """One training step by its config; `micro_batches`: those of update, old and ref, which the actor's engine computes
     too where it has LoRA; `whole`: the trainer keeps a prompt's rows in one mini-batch; `exchange`: rows travel to the
-    rank that computes their prompt."""
+    rank that computes their prompt; `ranks` that compute data in parallel are groups of `sequence_ranks` GPUs."""
 
     prompts: int
     rollouts: int
@@ -55,6 +55,11 @@ class Sizes:
     ref_in_actor: bool = False
     whole: bool = True
     exchange: bool = True
+    sequence_ranks: int = 1
+
+    @property
+    def gpus(self) -> int:
+        return self.ranks * self.sequence_ranks
 
 
 @dataclass(frozen=True)
@@ -116,16 +121,17 @@ class Predictor:
         physical_without: tokens that sharing would compute if rows did not travel between ranks.
     """
 
-    def __init__(self, config: Any, shape: ModelShape, ranks: int) -> None:
+    def __init__(self, config: Any, shape: ModelShape, size: Sizes) -> None:
         options, model = config.actor.prefix, config.model
         self.schedule: str = options.schedule
         fsdp = config.actor.fsdp_config
         self.memory = Memory(
-            ranks=shard_size(fsdp.get("fsdp_size", -1), ranks),
+            ranks=shard_size(fsdp.get("fsdp_size", -1), size.gpus),
             checkpointed=bool(model.enable_gradient_checkpointing),
             no_sync=syncs_once(fsdp),
             logits_chunk=options.logits_chunk,
             offload=options.offload,
+            sequence_ranks=size.sequence_ranks,
         )
         dense = (model.get("override_config") or {}).get("attn_implementation") in ("sdpa", "eager")
         self.costs = CostModel(
@@ -218,7 +224,7 @@ class Predictor:
 
 def predict(config: Any, size: Sizes, shape: ModelShape, prompts: list[Prompt], responses: Iterator[int]) -> Predictor:
     """The `Predictor` after some training steps on prompts drawn from these; config: `actor_rollout_ref`."""
-    predictor, draw = Predictor(config, shape, size.ranks), Random(SEED)
+    predictor, draw = Predictor(config, shape, size), Random(SEED)
     num_rows = size.prompts * size.rollouts
     for _ in range(max(1, min(NUM_STEPS, NUM_ROWS // num_rows))):
         keys = [i for i in range(size.prompts) for _ in range(size.rollouts)]

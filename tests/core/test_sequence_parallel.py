@@ -1,0 +1,160 @@
+"""A packed row on 2 and 4 gloo ranks in float64, against HF row by row on one; what travels and what a cache holds.
+
+Does not exercise FSDP (tests/verl/test_sequence_parallel.py does), NCCL or more than one node.
+"""
+
+import copy
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from verl_prefix.core.groups import Group
+from verl_prefix.core.layout import build_layout, dummy_layout, prefix_layout
+from verl_prefix.core.prefix_cache import PrefixCache
+from verl_prefix.core.sequence_parallel import Shards
+from verl_prefix.testing import random_rollouts, run_shared, run_stock
+
+VOCAB, HEADS, HEAD_DIM = 61, 4, 8
+# HF's fp32 norms set the floor of gradients, see test_fsdp.py.
+LOG_PROBS, GRADIENTS = 1e-9, 5e-7
+SHAPE = [(23, [7, 5, 6, 3]), (1, [4, 2]), (9, [2, 8, 0, 4]), (14, [5])]
+CASES = {
+    "packed": dict(schedule="packed"),
+    "phased": dict(schedule="phased", wave_tokens=9),
+    "phased_row_by_row": dict(schedule="phased", wave_tokens=1),
+    "small_budget": dict(schedule="auto", budget=40),
+    "offload": dict(schedule="phased", wave_tokens=9, offload=True),
+    "logits_in_chunks": dict(schedule="packed", logits_chunk=3),
+}
+FEW = ("packed", "phased")  # on four ranks
+
+
+def _build(kv_heads: int, **fields):
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=HEADS,
+        num_key_value_heads=kv_heads, head_dim=HEAD_DIM, initializer_range=0.2, attn_implementation="sdpa", **fields,
+    )  # fmt: skip
+    return Qwen2ForCausalLM(config).double().train()
+
+
+WINDOW = dict(use_sliding_window=True, sliding_window=9, max_window_layers=1)
+MODELS = {"2 key heads": (2, {}), "1 key head": (1, {}), "window": (4, WINDOW)}
+
+
+def _errors(model, truth, rollouts, wanted, options: dict, size: int) -> dict[str, float]:
+    model.zero_grad()
+    found = run_shared(model, rollouts, sequence_group=dist.group.WORLD, **options)
+    for parameter in model.parameters():
+        dist.all_reduce(parameter.grad)  # as FSDP: the mean over ranks, which all have the whole loss
+        parameter.grad /= size
+    pairs = list(zip(model.parameters(), truth.parameters(), strict=True))
+    return {
+        "log_probs": max(((a - b).abs().max().item() for a, b in zip(found, wanted, strict=True) if len(b))),
+        "grads": max(((a.grad - b.grad).norm() / b.grad.norm()).item() for a, b in pairs),
+    }
+
+
+def _worker(rank: int, size: int, rendezvous: str, out: str) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=size)
+    torch.set_num_threads(1)
+    rollouts, results, sent, held = random_rollouts(SHAPE, VOCAB), {}, [], set()
+    all_to_all, capture = dist.all_to_all_single, PrefixCache.capture
+
+    def counted(received, x, group=None):
+        sent.append((x.numel() * (size - 1) // size, x.shape[0]))
+        return all_to_all(received, x, group=group)
+
+    def looked_at(cache, layer, k, v):
+        held.add(tuple(k.shape))
+        return capture(cache, layer, k, v)
+
+    cases = CASES if size == 2 else {name: CASES[name] for name in FEW}
+    for name, (kv_heads, fields) in MODELS.items():
+        truth = _build(kv_heads, **fields)
+        model, wanted = copy.deepcopy(truth), run_stock(truth, rollouts)
+        for checkpointed in (False, True):
+            if checkpointed:
+                model.gradient_checkpointing_enable({"use_reentrant": False})
+            for case, options in cases.items():
+                results[name, case, checkpointed] = _errors(model, truth, rollouts, wanted, options, size)
+        model.gradient_checkpointing_disable()
+        with mock.patch.object(dist, "all_to_all_single", counted):
+            _errors(model, truth, rollouts, wanted, CASES["packed"], size)
+        results[name, "sent"], sent = sent, []
+        with mock.patch.object(PrefixCache, "capture", looked_at):
+            _errors(model, truth, rollouts, wanted, CASES["phased"], size)
+        results[name, "held"], held = held, set()
+    torch.save(results, f"{out}.{rank}")
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module", params=[2, 4], ids=["2ranks", "4ranks"])
+def results(request, tmp_path_factory):
+    tmp = tmp_path_factory.mktemp("shards")
+    mp.spawn(_worker, args=(request.param, str(tmp / "rendezvous"), str(tmp / "out")), nprocs=request.param)
+    return [torch.load(f"{tmp / 'out'}.{rank}") for rank in range(request.param)]
+
+
+@pytest.mark.parametrize("checkpointed", [False, True], ids=["", "checkpointed"])
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("model", MODELS)
+def test_ranks_compute_together_what_hf_computes_row_by_row(results, model, case, checkpointed):
+    for result in results:
+        if (model, case, checkpointed) not in result:
+            pytest.skip("on two ranks")
+        assert result[model, case, checkpointed]["log_probs"] <= LOG_PROBS
+        assert result[model, case, checkpointed]["grads"] <= GRADIENTS
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_a_layer_sends_what_the_docstring_says_and_waves_send_their_own_tokens(results, model):
+    n, kv_heads = len(results), MODELS[model][0]
+    prefix, suffix = sum(p - 1 for p, _ in SHAPE), sum(sum(lens) for _, lens in SHAPE)
+    tokens = -(-prefix // n) - (-suffix // n)  # of this rank
+    by_docstring = tokens * (2 * HEADS + 2 * max(kv_heads, n)) * HEAD_DIM * (n - 1) / n
+    for result in results:
+        elements = [count for count, _ in result[model, "sent"]]
+        assert len(elements) == 2 * 2 * 2, "two layers, to heads and to tokens, forward and backward"
+        assert sum(elements) == 2 * 2 * by_docstring
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_a_prefix_cache_holds_this_ranks_heads_of_whole_prefixes(results, model):
+    n, kv_heads = len(results), MODELS[model][0]
+    prefix = sum(p - 1 for p, _ in SHAPE)
+    for result in results:
+        assert result[model, "held"] == {(prefix, max(kv_heads // n, 1), HEAD_DIM)}
+
+
+@pytest.fixture
+def alone():
+    """What one rank of several makes of a layout needs no other rank."""
+    with mock.patch.object(dist, "get_world_size", lambda group: group[1]):
+        with mock.patch.object(dist, "get_rank", lambda group: group[0]):
+            yield
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 8])
+def test_every_token_is_one_ranks_and_every_rank_has_its_share_of_lm_head(alone, size):
+    groups, offsets = [Group((0, 1), 13, (4, 7)), Group((2,), 0, (5,))], [0, 18, 39, 45]
+    layouts = (build_layout(groups, offsets), build_layout(groups[:1], offsets, [0]), prefix_layout(groups, offsets))
+    for layout in (*layouts, dummy_layout()):
+        shards = [Shards((rank, size), layout, torch.device("cpu")) for rank in range(size)]
+        tokens = [one.tokens for one in shards]
+        assert len({len(x) for x in tokens}) == 1
+        assert set(torch.cat(tokens).tolist()) == set(range(layout.num_tokens))
+        suffix = torch.arange(layout.num_prefix, layout.num_tokens)
+        for keep in (suffix, suffix[::3], suffix[-1:], torch.tensor([layout.num_tokens - 1])):
+            if not len(keep):
+                continue
+            kept = [one.keep(keep) for one in shards]
+            gathered = torch.cat([x[mine] for x, (mine, _) in zip(tokens, kept, strict=True)])
+            assert all(gathered[places].tolist() == keep.tolist() for _, places in kept)
+            if keep is suffix:
+                assert len(kept[0][0]) == -(-len(suffix) // size)

@@ -1,0 +1,130 @@
+"""Ulysses: a packed row's tokens over the ranks of a group, and over the same ranks, inside attention, its heads.
+
+    layers     rank 0: [ P P . | S S ]  rank 1: [ P P . | S . ]      its slices of prefixes and suffixes, padded alike
+    attention  rank 0: heads 0 1 of     [ P P P P P | S S S ]        all tokens, as on one rank alone
+
+Prefixes and suffixes are cut apart, since one cut through the row would give one rank all of lm_head's tokens. What the
+prefix cache holds are this rank's heads of whole prefixes, so that a wave sends no more than its own tokens.
+DeepSpeed-Ulysses: arXiv 2309.14509; verl's is verl/models/transformers/monkey_patch.py.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from verl_prefix.core.layout import Layout, on_device
+
+
+class Shards:
+    """One packed row on the n ranks of a group.
+
+    Per layer, and again in backward, a rank sends t (2 H + 2 max(K, n)) D (n - 1) / n elements, of its t tokens.
+
+    Args:
+        group: the ranks that share the row; all of them run the same passes. H is a multiple of n; K of n, or n of K.
+
+    Attributes:
+        tokens: [t] int64, this rank's tokens of the row; what pads a slice is token 0 again, which nobody reads.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, layout: Layout, device: torch.device) -> None:
+        self.group = group
+        self.size, self.rank = dist.get_world_size(group), dist.get_rank(group)
+        parts = (range(layout.num_prefix), range(layout.num_prefix, layout.num_tokens))
+        slices = [-(-len(part) // self.size) for part in parts]
+        self._local = sum(slices)
+        owners, places = [], []
+        for part, length, before in zip(parts, slices, (0, slices[0]), strict=True):
+            number = torch.arange(len(part))
+            owners.append(number // max(length, 1))
+            places.append(before + number % max(length, 1))
+        self._owner, self._place = torch.cat(owners), torch.cat(places)
+        gathered = self._owner * self._local + self._place
+        tokens = torch.zeros(self.size * self._local, dtype=torch.int64)
+        tokens[gathered] = torch.arange(layout.num_tokens)
+        self.tokens = tokens.view(self.size, self._local)[self.rank]
+        self._gathered = on_device(gathered, device)
+
+    def keep(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Places of the row's tokens `tokens` [n] int64, in ascending order, among those of this rank, as many on every
+        rank [m]; and places of `tokens` in what `gather` makes of such outputs."""
+        owner = self._owner[tokens]
+        counts = owner.bincount(minlength=self.size)
+        most = int(counts.max())
+        number = torch.arange(len(tokens)) - (counts.cumsum(0) - counts)[owner.sort(stable=True).values]
+        order = owner.argsort(stable=True)
+        places = torch.empty_like(owner)
+        places[order] = owner[order] * most + number
+        mine = torch.zeros(most, dtype=torch.int64)
+        own = tokens[owner == self.rank]
+        mine[: len(own)] = self._place[own]
+        return mine, places
+
+    def gather(self, outputs: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+        """[m, k] of every rank -> [n, k] on every rank, by the places of `keep`. Each rank's loss is that of all
+        tokens, and FSDP averages gradients over ranks: in backward a rank takes its own tokens' gradients times n."""
+        gathered: torch.Tensor = _Gather.apply(outputs, self.group)  # type: ignore[no-untyped-call]
+        return gathered.index_select(0, on_device(places, outputs.device))
+
+    def to_heads(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """[t, H, D] and [t, K, D] of this rank's tokens -> [T, H / n, D] and [T, max(K / n, 1), D] of all; key heads
+        are repeated where ranks are more."""
+        n = self.size
+        if k.shape[1] < n:
+            k, v = (x.repeat_interleave(n // k.shape[1], 1) for x in (k, v))
+        parts = [x.unflatten(1, (n, -1)) for x in (q, k, v)]
+        sent = torch.cat(parts, 2).transpose(0, 1).flatten(0, 1)
+        received: torch.Tensor = _AllToAll.apply(sent, self.group)  # type: ignore[no-untyped-call]
+        heads = received.split([part.shape[2] for part in parts], 1)
+        q, k, v = (x.index_select(0, self._gathered) for x in heads)
+        return q, k, v
+
+    def to_tokens(self, out: torch.Tensor) -> torch.Tensor:
+        """[T, H / n, D] of all tokens -> [t, H, D] of this rank's, zero where a slice is padded."""
+        padded = out.new_zeros(self.size * self._local, *out.shape[1:]).index_copy(0, self._gathered, out)
+        received: torch.Tensor = _AllToAll.apply(padded, self.group)  # type: ignore[no-untyped-call]
+        found: torch.Tensor = received.unflatten(0, (self.size, self._local)).transpose(0, 1).flatten(1, 2)
+        return found
+
+    def heads(self, sinks: torch.Tensor | None) -> torch.Tensor | None:
+        """[H] -> [H / n], those of this rank's heads."""
+        return None if sinks is None else sinks.chunk(self.size)[self.rank]
+
+
+class _AllToAll(torch.autograd.Function):
+    """[n m, ...] in n blocks, the i-th for rank i -> the blocks that the ranks sent here. Its own inverse."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        return _all_to_all(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, dx: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return _all_to_all(dx, ctx.group), None
+
+
+def _all_to_all(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    x = x.contiguous()
+    received = torch.empty_like(x)
+    dist.all_to_all_single(received, x, group=group)
+    return received
+
+
+class _Gather(torch.autograd.Function):
+    """[m, k] of every rank -> [n m, k]."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        gathered = x.new_empty(dist.get_world_size(group), *x.shape)
+        dist.all_gather(list(gathered), x.contiguous(), group=group)
+        return gathered.flatten(0, 1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        n = dist.get_world_size(ctx.group)
+        return grad.chunk(n)[dist.get_rank(ctx.group)] * n, None
