@@ -14,12 +14,21 @@ import torch
 import torch.multiprocessing as mp
 from test_engine_equivalence import TOLERANCE, _batch, _engine, _full, _loss, _relative
 
+from verl_prefix.auto.cost import Memory, peak_bytes
+from verl_prefix.auto.shape import ModelShape
+from verl_prefix.config import PrefixConfig
 from verl_prefix.core.errors import add_note
+from verl_prefix.core.groups import Group
+from verl_prefix.core.waves import make_plan
+from verl_prefix.engine import paths as engine_paths
+from verl_prefix.engine.out_of_memory import run_or_repair
 from verl_prefix.testing import write_tiny_model
 
 PHASED = {"schedule": "phased", "wave_tokens": 40, "verify": "off"}
 # (call of layer 1 that fails, counted from 1: phase A is the first; whether in its backward)
 POINTS = {"first wave": (2, False), "third wave": (4, False), "first backward": (2, True), "third backward": (4, True)}
+# With attention kept; and how often it fails
+KEPT_POINTS = {"phase A": (1, False), "third wave": (4, False), "first wave, twice": (2, False, 2)}
 
 
 def _break(engine, call: int, in_backward: bool, times: int = 1):
@@ -55,7 +64,7 @@ def _update(engine, rank: int, options: dict, change=lambda data: data) -> dict:
     return {"grads": grads, "params": params, "metrics": metrics, "grad_norm": grad_norm}
 
 
-def _two_updates(path: str, options: dict, point: tuple[int, bool] | None) -> list[dict]:
+def _two_updates(path: str, options: dict, point: tuple | None) -> list[dict]:
     engine = _engine("prefix", path, options)
     handle = _break(engine, *point) if point else None
     updates = [_update(engine, 0, options)]
@@ -103,6 +112,10 @@ def _alone(rank: int, rendezvous: str, path: str, out: str) -> None:
     for name, point in POINTS.items():
         results[name] = _two_updates(path, PHASED, point)
     results["logged"], logged[:] = list(logged), []
+    kept = PHASED | {"gradient_checkpointing": True}
+    for name, point in {"undisturbed": None, **KEPT_POINTS}.items():
+        results[f"kept {name}"] = _two_updates(path, kept, point)
+    results["kept logged"], logged[:] = list(logged), []
     half = PHASED | {"param_dtype": "bf16"}
     for name in ("first wave", "third backward"):
         results[f"bf16 {name}"] = _two_updates(path, half, POINTS[name])
@@ -162,6 +175,35 @@ def test_an_update_after_an_oom_is_the_undisturbed_one(alone, point):
             assert _relative(ours[name], undisturbed[name]) < TOLERANCE, name
         # The smaller waves stay: the next update would run out of memory in the same place.
         assert ours["metrics"]["prefix/waves"] > undisturbed["metrics"]["prefix/waves"]
+
+
+@pytest.mark.parametrize("point", KEPT_POINTS)
+def test_after_an_oom_with_attention_kept_the_update_runs_without_first(alone, point):
+    first, second = alone[f"kept {point}"]
+    undisturbed = alone["kept undisturbed"]
+    twice = "twice" in point
+    assert [update["metrics"]["prefix/attention_kept"] for update in undisturbed] == [[1.0], [1.0]]
+    assert [update["metrics"]["prefix/attention_kept"] for update in (first, second)] == [[0.0], [0.0]]
+    assert first["metrics"]["prefix/oom_retries"] == [1.0 + twice]
+    for ours, theirs in zip((first, second), undisturbed, strict=True):
+        for name in ("grads", "params"):
+            assert _relative(ours[name], theirs[name]) < TOLERANCE, name
+        assert (ours["metrics"]["prefix/waves"] > theirs["metrics"]["prefix/waves"]) == twice
+    lines = [line for line in alone["kept logged"] if "prefix.keep_attention=off" in line]
+    assert len(lines) == len(KEPT_POINTS) and "OOM in phase_a" in lines[0]
+
+
+def test_several_ranks_are_told_how_to_keep_no_attention():
+    def run(plan, keeps_attention):
+        assert keeps_attention
+        raise torch.OutOfMemoryError("injected")
+
+    plan = make_plan([Group((0, 1), 300, (20, 30))], 400, "phased")
+    with pytest.raises(torch.OutOfMemoryError) as raised:
+        run_or_repair(run, plan, True, torch.nn.Linear(1, 1), 2)
+    (note,) = raised.value.__notes__
+    assert "not repeated without attention kept: 2 ranks run together" in note
+    assert "Set actor_rollout_ref.actor.prefix.keep_attention=off" in note
 
 
 def test_what_was_accumulated_before_an_oom_leaves_no_bit_behind(alone):
@@ -231,22 +273,28 @@ def test_a_note_without_add_note():
     assert error.args == ("broken\nhere", 3)
 
 
-@pytest.mark.parametrize(("room", "checkpointed", "tower", "keeps"), [
-    (1.6, True, 0.0, True), (1.4, True, 0.0, False), (1.6, False, 0.0, False), (1.6, True, 1.0, False),
+@pytest.mark.parametrize(("room", "checkpointed", "tower", "option", "keeps"), [
+    (1.6, True, 0.0, "auto", True), (1.4, True, 0.0, "auto", False), (1.6, False, 0.0, "auto", False),
+    (1.6, True, 1.0, "auto", False), (1.6, True, 0.0, "off", False),
 ])  # fmt: skip
-def test_attention_is_kept_with_room_to_spare_alone(monkeypatch, room, checkpointed, tower, keeps):
-    """MOCK: the free memory of a GPU."""
-    from verl_prefix.auto.cost import Memory, peak_bytes
-    from verl_prefix.auto.shape import ModelShape
-    from verl_prefix.config import PrefixConfig
-    from verl_prefix.core.groups import Group
-    from verl_prefix.core.waves import make_plan
-    from verl_prefix.engine.paths import Paths
-
-    paths = Paths(PrefixConfig(schedule="phased"))
+def test_attention_is_kept_where_updates_without_left_room_to_spare(
+    monkeypatch, room, checkpointed, tower, option, keeps
+):
+    """MOCK: the free memory of a GPU, and the word of another rank."""
+    monkeypatch.setattr(engine_paths, "get_device_name", lambda: "cuda")
+    paths = engine_paths.Paths(PrefixConfig(schedule="phased", keep_attention=option))
     paths._shape = ModelShape(2e6, 1e6, 500.0, (None, 8), 100.0, 10.0, 5.0, 50, attention=12.0, tower=tower)
     paths._memory = Memory(ranks=2, checkpointed=checkpointed, no_sync=False, logits_chunk=4096, offload=False)
+    paths._reduce_max = lambda values: values
     plan = make_plan([Group((0, 1), 300, (20, 30))], 400, "phased")
-    needed = peak_bytes(paths._shape, plan, (), dataclasses.replace(paths._memory, attention_kept=True))
-    monkeypatch.setattr(Paths, "_room", lambda self: room * needed)
-    assert paths.keeps_attention(plan) == keeps
+    kept, unkept = (dataclasses.replace(paths._memory, attention_kept=x) for x in (True, False))
+    left = room * peak_bytes(paths._shape, plan, (), kept) - peak_bytes(paths._shape, plan, (), unkept)
+    for free, expected in ((left, False), (0.0, keeps), (0.0, keeps)):
+        assert paths.keeps_attention(plan) == expected
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda free=free: (free, 0))
+        paths.see_room()  # of an update without attention kept alone
+    paths._reduce_max = lambda values: [1.0]
+    assert not paths.keeps_attention(plan), "another rank lacks room"
+    paths.see_room()
+    paths._reduce_max = lambda values: values
+    assert not paths.keeps_attention(plan), "and an update without left nothing"

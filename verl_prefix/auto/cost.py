@@ -145,10 +145,11 @@ class Memory:
     sequence_ranks: int = 1
 
 
-def may_keep_attention(shape: ModelShape, checkpointed: bool) -> bool:
+def may_keep_attention(shape: ModelShape, checkpointed: bool, option: str) -> bool:
     """Whether updates keep attention's outputs where there is room: under gradient checkpointing, whose recomputation
-    then runs no kernel; not of a vision model, whose tower no estimate counts."""
-    return checkpointed and not shape.tower
+    then runs no kernel; not of a vision model, whose tower no estimate counts. option: `PrefixConfig.keep_attention`.
+    """
+    return checkpointed and not shape.tower and option == "auto"
 
 
 def peak_bytes(shape: ModelShape, plan: Plan | None, stock: Sequence[PassCost], memory: Memory) -> float:

@@ -27,7 +27,7 @@ LOSSES_OF_PASSES = {
     "kl_cov": "penalises the tokens of a pass that have the largest covariance in it (compute_policy_loss_kl_cov)",
 }
 SCHEDULES = ("auto", "packed", "phased", "stock")
-EXCHANGE = ("auto", "off")
+EXCHANGE = KEEP_ATTENTION = ("auto", "off")
 ATTENTION = ("auto", "cpu", "flash_attn", "aten", "reference")
 
 logger = logging.getLogger(__name__)
@@ -46,6 +46,7 @@ class PrefixConfig(BaseConfig):
     wave_tokens: int | None = None
     logits_chunk: int = 4096
     offload: bool = False
+    keep_attention: str = "auto"
     attention: str = "auto"
     min_speedup: float = 1.05
     cost_profile: str | None = None
@@ -59,6 +60,7 @@ class PrefixConfig(BaseConfig):
         for key, value, allowed in (
             ("schedule", self.schedule, SCHEDULES),
             ("exchange", self.exchange, EXCHANGE),
+            ("keep_attention", self.keep_attention, KEEP_ATTENTION),
             ("attention", self.attention, ATTENTION),
             ("verify_action", self.verify_action, ("raise", "fallback")),
         ):

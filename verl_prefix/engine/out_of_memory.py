@@ -1,6 +1,7 @@
-"""The one repair there is after an out-of-memory error: smaller waves, on one rank.
+"""The repairs there are after an out-of-memory error, on one rank.
 
-in a wave, one rank alone    waves half as large from then on, once a mini-batch
+where attention was kept     once more without, and none is kept from then on
+in a wave                    waves half as large from then on, once a mini-batch
 several ranks, or elsewhere  fails with what to set: a rank that left the middle of FSDP's collectives cannot join
                              them again, and the others wait in them
 """
@@ -25,13 +26,16 @@ ADVICE = {
 }
 
 
-def run_or_halve(run: Callable[[Plan], T], plan: Plan, model: torch.nn.Module, num_ranks: int) -> tuple[T, Plan, int]:
-    """Runs a plan; after an OOM in a wave, on one rank, once more from the start with waves half as large.
+def run_or_repair(
+    run: Callable[[Plan, bool], T], plan: Plan, keeps_attention: bool, model: torch.nn.Module, num_ranks: int
+) -> tuple[T, Plan, int]:
+    """Runs a plan; after an OOM, on one rank, once more from the start without attention kept, and after one in a wave
+    with waves half as large.
 
-    What the mini-batch had accumulated is dropped, so its gradients are those of the second run alone.
+    What the mini-batch had accumulated is dropped, so its gradients are those of the last run alone.
 
     Args:
-        run: all passes of a plan, with fresh state of its own at every call.
+        run: all passes of a plan, with fresh state of its own at every call, and whether attention is kept.
         model: the FSDP2 root.
         num_ranks: how many ranks run collectives together.
 
@@ -43,18 +47,21 @@ def run_or_halve(run: Callable[[Plan], T], plan: Plan, model: torch.nn.Module, n
     """
     accumulated = any(parameter.grad is not None for parameter in model.parameters())
     try:
-        return run(plan), plan, 0
+        return run(plan, keeps_attention), plan, 0
     except torch.OutOfMemoryError as error:
+        phase, cause = getattr(error, "prefix_phase", "a pass"), str(error)
         largest, smaller = _halve(plan)
-        phase, cause = getattr(error, "prefix_phase", ""), str(error)
-        key = f"actor_rollout_ref.actor.prefix.wave_tokens={max(largest // 2, 1)}"
-        if phase in ADVICE:
-            add_note(error, ADVICE[phase].format(tokens="ppo_max_token_len_per_gpu or micro_batch_size_per_gpu"))
-        if phase != WAVES:
-            raise
-        if smaller is None:
-            add_note(error, "the largest wave is one row already; set gradient checkpointing or offload parameters")
-            raise
+        if keeps_attention:
+            key, less, smaller = "actor_rollout_ref.actor.prefix.keep_attention=off", "without attention kept", plan
+        else:
+            key, less = f"actor_rollout_ref.actor.prefix.wave_tokens={max(largest // 2, 1)}", "with smaller waves"
+            if phase in ADVICE:
+                add_note(error, ADVICE[phase].format(tokens="ppo_max_token_len_per_gpu or micro_batch_size_per_gpu"))
+            if phase != WAVES:
+                raise
+            if smaller is None:
+                add_note(error, "the largest wave is one row already; set gradient checkpointing or offload parameters")
+                raise
         if num_ranks > 1 or accumulated or not hasattr(FSDPModule, "reset_iter_state"):
             reason = (
                 f"{num_ranks} ranks run together, and one that left cannot join their collectives again"
@@ -63,14 +70,17 @@ def run_or_halve(run: Callable[[Plan], T], plan: Plan, model: torch.nn.Module, n
                 if accumulated
                 else f"torch {torch.__version__} cannot reset FSDP2 after an error (FSDPModule.reset_iter_state)"
             )
-            add_note(error, f"not repeated with smaller waves: {reason}. Set {key} (largest wave: {largest} tokens)")
+            add_note(error, f"not repeated {less}: {reason}. Set {key} (largest wave: {largest} tokens)")
             raise
     # Only here, behind the handler, nothing holds the frames of the failed pass and their graphs.
-    logger.warning("OOM in a wave, repeating the mini-batch with %s: %s", key, cause)
+    logger.warning("OOM in %s, repeating the mini-batch with %s: %s", phase, key, cause)
     drop_gradients(model)
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-    return run(smaller), smaller, 1
+    if not keeps_attention:
+        return run(smaller, False), smaller, 1
+    found, ran, num_retries = run_or_repair(run, plan, False, model, num_ranks)
+    return found, ran, num_retries + 1
 
 
 def _halve(plan: Plan) -> tuple[int, Plan | None]:

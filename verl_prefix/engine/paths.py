@@ -44,6 +44,9 @@ class Paths:
         self.lasting_reason = "prefix.schedule=stock" if options.schedule == "stock" else None
         self._chooser: Chooser | None = None
         self._logged: set[str] = set()
+        # Bytes that an update may add with attention kept, as updates that did not keep it showed; the last one's plan.
+        self._seen_room = 0.0 if get_device_name() == "cuda" else math.inf
+        self._unkept: Plan | None = None
 
     def initialize(
         self,
@@ -73,6 +76,7 @@ class Paths:
             offload=options.offload,
             sequence_ranks=engine_config.ulysses_sequence_parallel_size,
         )
+        self._reduce_max = reduce_max
         trained = sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
         self._gradients = 0.0 if engine_config.forward_only else 4.0 * trained / self._memory.ranks
         if options.schedule != "auto":
@@ -131,11 +135,29 @@ class Paths:
         return plan or f"prefix.min_speedup={options.min_speedup} is more than sharing is predicted to gain"
 
     def keeps_attention(self, plan: Plan) -> bool:
-        """Whether an update of this rank keeps attention's outputs, for which it has room."""
-        if not may_keep_attention(self._shape, self._memory.checkpointed):
+        """Whether an update keeps attention's outputs: where every rank has room, by what updates without have left."""
+        if not may_keep_attention(self._shape, self._memory.checkpointed, self.options.keep_attention):
             return False
-        memory = replace(self._memory, attention_kept=True)
-        return ROOM_FACTOR * peak_bytes(self._shape, plan, (), memory) <= self._room()
+        lacks_room = ROOM_FACTOR * self._added(plan, attention_kept=True) > self._seen_room
+        (any_lacks_room,) = self._reduce_max([float(lacks_room)])
+        self._unkept = plan if any_lacks_room else None
+        return not any_lacks_room
+
+    def see_room(self) -> None:
+        """Called behind every optimizer step: the allocator still holds what it took for an update's peak, so that what
+        the device has free was left there."""
+        if self._unkept is not None and get_device_name() == "cuda":
+            room = torch.cuda.mem_get_info()[0] + self._added(self._unkept)
+            self._seen_room = min(self._seen_room or math.inf, room)
+        self._unkept = None
+
+    def keep_none(self) -> None:
+        """From now on no update keeps attention's outputs: one ran out of memory."""
+        self._seen_room = -1.0
+
+    def _added(self, plan: Plan, attention_kept: bool = False) -> float:
+        """Bytes that an update is estimated to add."""
+        return peak_bytes(self._shape, plan, (), replace(self._memory, attention_kept=attention_kept))
 
     def _room(self) -> float:
         """Bytes that an update may add to parameters, optimizer and gradients."""

@@ -27,7 +27,7 @@ from verl_prefix.core.waves import Plan, largest_wave, limit_waves, pad_to_same_
 from verl_prefix.cpu.engine import CPUEngineMixin
 from verl_prefix.engine.exchange import Exchange, InPlace, receive_pixels
 from verl_prefix.engine.mini_batch import MiniBatch, even_out, plan_metrics
-from verl_prefix.engine.out_of_memory import run_or_halve
+from verl_prefix.engine.out_of_memory import run_or_repair
 from verl_prefix.engine.paths import Paths, pass_budget
 from verl_prefix.engine.torn_groups import TornGroups
 from verl_prefix.engine.trace_writer import open_trace
@@ -99,7 +99,9 @@ class PrefixFSDPEngine(FSDPEngineWithLMHead):
         """One optimizer step, as verl's; recorded first where `prefix.trace_dir` says so."""
         if self._trace is not None:
             self._trace.record(data, loss_function, self.reduce_max)
-        return super().train_batch(data, loss_function)
+        output = super().train_batch(data, loss_function)
+        self._paths.see_room()
+        return output
 
     def load_checkpoint(self, *args, **kwargs) -> None:
         """As verl's."""
@@ -196,21 +198,22 @@ class PrefixFSDPEngine(FSDPEngineWithLMHead):
         if self._wave_limit is not None:
             plan = limit_waves(plan, self._wave_limit)
         planned = pad_to_same_passes(plan, self.reduce_max)
-        keeps = not forward_only and self._wave_limit is None and self._paths.keeps_attention(planned)
-        (mini_batch, schedule), plan, num_retries = run_or_halve(
-            lambda plan: self.run_plan(
-                data, plan, loss_function, forward_only, keep_attention=keeps and plan is planned
-            ),
+        (mini_batch, schedule), plan, num_retries = run_or_repair(
+            lambda plan, keeps: self.run_plan(data, plan, loss_function, forward_only, keep_attention=keeps),
             planned,
+            not forward_only and self._paths.keeps_attention(planned),
             self.module,
             torch.distributed.get_world_size(),
         )
         if num_retries:
+            self._paths.keep_none()
+        if plan is not planned:
             self._wave_limit = largest_wave(plan)
         self._phase_b_peak = self._phase_b_peak or schedule.phase_b_peak
         output = postprocess_batch_func(*mini_batch.outputs(plan), data=data)
         even_out(output["metrics"], len(plan.packed) + len(plan.waves))
         metrics = plan_metrics(groups, plan, schedule) | {
+            "prefix/attention_kept": schedule.keep_attention,
             "prefix/oom_retries": num_retries,
             "prefix/nonfinite_passes": mini_batch.num_not_finite,
         }

@@ -70,6 +70,7 @@ def read_job(
         replicas=ranks // sharded,
         wave_tokens=actor.prefix.wave_tokens,
         logits_chunk=actor.prefix.logits_chunk,
+        keep_attention=actor.prefix.keep_attention,
         checkpointing=bool(model.enable_gradient_checkpointing),
         no_sync=syncs_once(fsdp),
         reshard=bool(fsdp.get("reshard_after_forward", True)),

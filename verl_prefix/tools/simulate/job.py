@@ -38,7 +38,7 @@ class Job:
 
     Args:
         config: of the model. groups: of the rank's mini-batch; rows lie one after the other.
-        budget: tokens of a pass or micro-batch. wave_tokens, logits_chunk: see `PrefixConfig`.
+        budget: tokens of a pass or micro-batch. wave_tokens, logits_chunk, keep_attention: see `PrefixConfig`.
         ranks, replicas: of FSDP2's mesh: that share one copy of the parameters, and such copies (HSDP).
         checkpointing, no_sync, reshard: gradient checkpointing; verl's use_no_sync_for_gradient_accumulation and
             reshard_after_forward.
@@ -61,6 +61,7 @@ class Job:
     replicas: int = 1
     wave_tokens: int | None = None
     logits_chunk: int = 4096
+    keep_attention: str = "auto"
     checkpointing: bool = True
     no_sync: bool = False
     reshard: bool = True

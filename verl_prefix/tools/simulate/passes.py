@@ -197,6 +197,7 @@ class Simulation:
         job = self.job
         budget = job.budget if update else job.log_prob_budget or job.budget
         plan, weights = self._thin(make_plan(job.groups, budget, arm.path, job.wave_tokens, arm.offload), update)
+        may_keep = may_keep_attention(self.shape, job.checkpointing, job.keep_attention)
         schedule = _Schedule(
             self.hooked,
             lambda place, logits: self._log_probs(place, logits, update),
@@ -207,7 +208,7 @@ class Simulation:
             kernel=self.kernel,
             logits_chunk=job.logits_chunk,
             offload=arm.offload,
-            keep_attention=update and arm.keeps_attention and may_keep_attention(self.shape, job.checkpointing),
+            keep_attention=update and arm.keeps_attention and may_keep,
         )
         schedule.tracker, schedule.prefix, schedule.weights = self.tracker, "" if update else "log_probs/", weights
         schedule.run(self.tokens, plan)
