@@ -63,14 +63,14 @@ def build():
 
 
 def sharded(model, mesh_name: str):
-    """As verl does it: every layer, then the root. "replicate" is HSDP with shards of one rank."""
+    """As verl's apply_fsdp2: embeddings, layers, lm_head, the root. "replicate" is HSDP with shards of one rank."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
     shape, names = ((2, 1), ("ddp", "fsdp")) if mesh_name == "replicate" else ((2,), ("fsdp",))
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
-    for layer in model.model.layers:
-        fully_shard(layer, mesh=mesh, reshard_after_forward=mesh_name != "shard_keep")
+    for module in (model.model.embed_tokens, *model.model.layers, model.lm_head):
+        fully_shard(module, mesh=mesh, reshard_after_forward=mesh_name != "shard_keep")
     return fully_shard(model, mesh=mesh, reshard_after_forward=mesh_name != "shard_keep")
 
 
@@ -119,7 +119,8 @@ def run_case(rank: int, truth_model, models: dict, case: dict) -> dict:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     else:
         model.gradient_checkpointing_disable()
-    with moved_parameters(model) as moved:
+    with moved_parameters(model) as moved, warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
         ours = run_shared(
             model, rollouts, case["schedule"], case["budget"], case["wave_tokens"], reduce_max=reduce_max,
             gradient_sync=functools.partial(gradient_sync, model, case["defer_sync"]), offload=case["offload"],
@@ -128,6 +129,7 @@ def run_case(rank: int, truth_model, models: dict, case: dict) -> dict:
     scale = max(p.grad.norm() for p in truth_model.parameters()).clamp(min=1e-6)
     return {
         "moved_parameters": moved,
+        "said": [str(warning.message) for warning in said],
         "rows": [len(row) for row in ours] == [len(row) for row in truth],
         "log_probs": max((float((a - b).abs().max()) for a, b in zip(ours, truth, strict=True) if len(a)), default=0.0),
         "grads": max(float((grads[n] - p.grad).norm() / scale) for n, p in truth_model.named_parameters()),
@@ -249,13 +251,14 @@ def test_random_batches_finish_agree_with_stock_and_keep_their_rows(ranks, case)
     for rank, result in enumerate(ranks(case)):
         assert result["rows"], f"rank {rank} lost rows"
         assert not result["moved_parameters"], f"rank {rank}"
+        assert not any("returned a view" in said for said in result["said"]), f"rank {rank}"
         assert result["log_probs"] < TOLERANCE and result["grads"] < TOLERANCE, f"rank {rank}: {result}"
 
 
 def test_phase_c_gathers_layers_ahead_with_the_same_gradients(ranks):
     for result in ranks("phase C"):
-        assert result[True]["gathers"] == {"on demand": 1, "prefetched": 2}, "the root, then every layer"
-        assert result[False]["gathers"] == {"on demand": 3}
+        assert result[True]["gathers"] == {"on demand": 3, "prefetched": 2}, "root, lm_head and embeddings; layers"
+        assert result[False]["gathers"] == {"on demand": 5}
         for name, grad in result[True]["grads"].items():
             assert (grad == result[False]["grads"][name]).all(), name
 

@@ -136,9 +136,9 @@ class HookedModel:
                 return outputs(rows_chunk, head_forward(hidden_chunk))
 
             pieces = list(zip(rows.split(logits_chunk), hidden[0].split(logits_chunk), strict=True))
-            if len(pieces) == 1:
-                return chunk(*pieces[0]).unsqueeze(0)
-            return torch.cat([checkpoint(chunk, *piece, use_reentrant=False) for piece in pieces]).unsqueeze(0)
+            whole = len(pieces) == 1
+            found = [chunk(*x) if whole else checkpoint(chunk, *x, use_reentrant=False) for x in pieces]
+            return torch.cat([x.unsqueeze(0) for x in found], dim=1)  # no view, which FSDP2's hooks would warn of
 
         scales = (getattr(self.text_config, name, None) for name in _AFTER_LM_HEAD)
         # FSDP2's own hooks reshard weights; any other may read or change logits, which `chunked` would hide from it.

@@ -7,7 +7,6 @@ no other device. Registered once per process; all else holds inside `fake_accele
 import contextlib
 import functools
 import gc
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -255,8 +254,6 @@ def fake_accelerator(ranks: int, replicas: int = 1) -> Iterator[DeviceMesh]:
             mesh = init_device_mesh(DEVICE, shape, mesh_dim_names=names)
             for patch in patches:
                 stack.enter_context(patch)
-            stack.enter_context(warnings.catch_warnings())
-            warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view", UserWarning)  # in every run
             stack.enter_context(torch.autograd.set_multithreading_enabled(False))  # an error on another thread aborts
             stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
             yield mesh
