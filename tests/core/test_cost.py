@@ -115,7 +115,7 @@ def test_profile_survives_the_disk_and_says_what_is_wrong(tmp_path):
 
 
 def make_chooser(profile, reduce_max=lambda values: values, min_speedup=1.05, wave_tokens=None, measure=None):
-    costs = chooser.CostModel(SHAPE, False, 4096, wave_tokens, False, min_speedup, checkpointed=False)
+    costs = chooser.CostModel(SHAPE, False, wave_tokens, min_speedup, cost.Memory(1, False, False, 4096, False))
     return chooser.Chooser(costs, profile, None, measure, reduce_max)
 
 
@@ -215,6 +215,30 @@ def test_the_peak_is_within_15_per_cent_of_the_simulated_one(llama3_8b, arm, che
     assert found == pytest.approx(SIMULATED[arm, checkpointed, no_sync, kept], rel=0.15)
 
 
+def test_waves_hide_their_own_cost_for_an_eighth_of_memory(llama3_8b):
+    """One group of P 10240, S 2048, whose budget of one row leaves waves of one response."""
+    groups, rows = [Group(tuple(range(8)), 10240, (2048,) * 8)], 2048
+    memory = {name: cost.Memory(8, name != "activations", False, 4096, name == "offload")
+              for name in ("checkpointed", "activations", "offload")}  # fmt: skip
+
+    def waves(name, budget=12289, wave_tokens=None):
+        plan = cost.plan_batch(llama3_8b, groups, budget, "phased", wave_tokens, memory[name])
+        (one,) = plan.phased
+        return [sum(piece.num_suffix_tokens for _, piece in wave) for wave in one.waves], plan
+
+    found, longer = waves("checkpointed")
+    assert found == [2 * rows] * 4
+    shortest = make_plan(groups, 12289, "phased")
+    before, after, too_long = (cost.peak_bytes(llama3_8b, plan, (), memory["checkpointed"]) for plan in (
+        shortest, longer, make_plan(groups, 12289, "phased", 8192)))  # fmt: skip
+    assert before < after <= before * 9 / 8 < too_long
+    assert waves("offload")[0] == [6 * rows, 2 * rows], "the prefix leaves all of the budget"
+    assert waves("activations")[0] == [rows] * 8, "a response more has activations of a tenth of all"
+    assert waves("checkpointed", wave_tokens=rows)[0] == [rows] * 8, "as the user says"
+    assert waves("checkpointed", budget=3000)[0] == [rows] * 8, "no wave is longer than the budget"
+    assert waves("checkpointed", budget=20000)[0] == [4 * rows] * 2, "as the budget leaves"
+
+
 def make_predictor(cost_profile=None):
     prefix = {"schedule": "auto", "logits_chunk": 4096, "wave_tokens": None, "offload": False, "min_speedup": 1.05}
     model = types.SimpleNamespace(enable_gradient_checkpointing=False, get=lambda key: None)
@@ -301,7 +325,7 @@ def test_rates_are_measured_where_the_choice_depends_on_them_alone():
 
     assert measures(LONG, 900) == [], "one pass for four of stock's, and less of all that passes do"
     assert measures(LONG, 4000) == [True, False], "one pass on either path: as fast if passes cost most"
-    assert measures(LONG, 700) == [True, False], "two packed passes, or three with phases"
+    assert measures(LONG, 700, wave_tokens=300) == [True, False], "two packed passes, or three with phases"
     assert measures(SHORT, 500) == [True, False]
 
 

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from verl_prefix.auto.calibration import Profile
-from verl_prefix.auto.cost import PassCost, Rates, least_gain, plan_passes, stock_passes
+from verl_prefix.auto.cost import Memory, PassCost, Rates, least_gain, plan_batch, plan_passes, stock_passes
 from verl_prefix.auto.shape import ModelShape
 from verl_prefix.core.groups import Group
-from verl_prefix.core.waves import Plan, make_plan
+from verl_prefix.core.waves import Plan
 
 logger = logging.getLogger(__name__)
 
@@ -26,23 +26,23 @@ class CostModel:
     """The facts of a run that decide between paths.
 
     Args:
-        dense_mask: see `cost.stock_passes`. logits_chunk: see `cost.plan_passes`.
-        wave_tokens, offload: see `waves.make_plan`.
+        dense_mask: see `cost.stock_passes`. wave_tokens: of `PrefixConfig`.
         min_speedup: predicted stock seconds over ours below which a batch goes to the stock path; 0: it never does.
-        checkpointed: gradient checkpointing.
     """
 
     shape: ModelShape
     dense_mask: bool
-    logits_chunk: int
     wave_tokens: int | None
-    offload: bool
     min_speedup: float
-    checkpointed: bool
+    memory: Memory
+
+    def plan(self, groups: Sequence[Group], budget: int, schedule: str) -> Plan:
+        """A rank's plan by one schedule: "packed", "phased", or "auto", see `waves.make_plan`."""
+        return plan_batch(self.shape, groups, budget, schedule, self.wave_tokens, self.memory)
 
     def flops(self) -> Profile:
         """Rates that count FLOPs: backward is two forwards; checkpointing runs the layers, not lm_head, once more."""
-        layers = 4.0 if self.checkpointed else 3.0
+        layers = 4.0 if self.memory.checkpointed else 3.0
         return Profile(Rates(), Rates(0.0, *(x * 1e-12 for x in (layers, layers, 3.0))))
 
 
@@ -58,7 +58,7 @@ class Candidates(NamedTuple):
 
     def passes(self, costs: CostModel, update: bool) -> list[list[PassCost]]:
         """Of each path, in the order above."""
-        chunk = costs.logits_chunk if update else None
+        chunk = costs.memory.logits_chunk if update else None
         return [self.stock, *(plan_passes(costs.shape, plan, chunk) for plan in (self.mixed, self.packed))]
 
 
@@ -85,8 +85,8 @@ def candidates(costs: CostModel, groups: Sequence[Group], budget: int, own: Batc
         budget: physical tokens of one pass.
         own: what verl's path would compute here, where `groups` are rows that came from other ranks.
     """
-    mixed = make_plan(groups, budget, "auto", costs.wave_tokens, costs.offload)
-    packed = make_plan(groups, budget, "packed", costs.wave_tokens, costs.offload) if mixed.phased else mixed
+    mixed = costs.plan(groups, budget, "auto")
+    packed = costs.plan(groups, budget, "packed") if mixed.phased else mixed
     return Candidates(stock_passes(costs.shape, *(own or Batch(groups, budget)), costs.dense_mask), mixed, packed)
 
 
@@ -161,7 +161,7 @@ class Chooser:
     def choose(self, groups: Sequence[Group], budget: int, forward_only: bool, own: Batch | None = None) -> Plan | None:
         """This rank's plan; None: the stock path. `own`: see `candidates`."""
         if not self.costs.min_speedup:
-            return make_plan(groups, budget, "auto", self.costs.wave_tokens, self.costs.offload)
+            return self.costs.plan(groups, budget, "auto")
         paths = candidates(self.costs, groups, budget, own)
         profile = self._profile(paths, own or Batch(groups, budget), forward_only)
         lacks_room = float(not self.stock_fits(paths.stock))

@@ -110,7 +110,12 @@ def make_waves(groups: Sequence[Group], wave_tokens: int) -> tuple[Wave, ...]:
 
 
 def make_plan(
-    groups: Sequence[Group], budget: int, schedule: str, wave_tokens: int | None = None, offload: bool = False
+    groups: Sequence[Group],
+    budget: int,
+    schedule: str,
+    wave_tokens: int | None = None,
+    offload: bool = False,
+    least_wave: int = 1,
 ) -> Plan:
     """One rank's plan. What is alive at once fits the budget, unless one row alone exceeds it.
 
@@ -119,7 +124,7 @@ def make_plan(
         schedule: "packed": every group in as few packed passes as its pieces need. "phased": phase A, waves, phase C
             for all. "auto": packed where the whole group fits the budget, phased where it does not.
         wave_tokens: suffix tokens of one wave; None: what the prefixes of phase A, whose graph stays alive, leave of
-            the budget.
+            the budget, but no fewer than `least_wave`.
         offload: during the waves the prefixes wait in host memory, and count for nothing.
     """
     live = pass_order(groups)
@@ -132,7 +137,7 @@ def make_plan(
     for members in first_fit(phased, lambda group: group.prefix_len, room):
         ordered = tuple(pass_order(members))
         resident = 0 if offload else sum(group.prefix_len for group in ordered)
-        passes.append(PhasedPass(ordered, make_waves(ordered, wave_tokens or budget - resident)))
+        passes.append(PhasedPass(ordered, make_waves(ordered, wave_tokens or max(budget - resident, least_wave))))
     return Plan(
         tuple(passes),
         split_groups=sum(len(cut) > 1 for cut in pieces),

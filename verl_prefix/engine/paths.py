@@ -20,6 +20,7 @@ from verl_prefix.auto.cost import (
     Rates,
     may_keep_attention,
     peak_bytes,
+    plan_batch,
     shard_size,
     syncs_once,
 )
@@ -27,7 +28,7 @@ from verl_prefix.auto.shape import ModelShape
 from verl_prefix.config import PrefixConfig, PrefixEngineConfig, is_varlen
 from verl_prefix.core.groups import Group
 from verl_prefix.core.schedule import Schedule
-from verl_prefix.core.waves import Plan, make_plan
+from verl_prefix.core.waves import Plan
 
 logger = logging.getLogger(__name__)
 
@@ -84,11 +85,9 @@ class Paths:
         costs = CostModel(
             shape=self._shape,
             dense_mask=not is_varlen(module.config._attn_implementation),
-            logits_chunk=options.logits_chunk,
             wave_tokens=options.wave_tokens,
-            offload=options.offload,
             min_speedup=options.min_speedup,
-            checkpointed=checkpointed,
+            memory=self._memory,
         )
 
         def rates(budget: int, batch_tokens: int, forward_only: bool) -> Rates:
@@ -130,7 +129,7 @@ class Paths:
         options = self.options
         batch, own = (Batch(found, pass_budget(data, found)) for found in (groups, own_groups))
         if self._chooser is None:
-            return make_plan(*batch, options.schedule, options.wave_tokens, options.offload)
+            return plan_batch(self._shape, *batch, options.schedule, options.wave_tokens, self._memory)
         plan = self._chooser.choose(*batch, forward_only, own)
         return plan or f"prefix.min_speedup={options.min_speedup} is more than sharing is predicted to gain"
 

@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from verl_prefix.auto.calibration import Profile, measure
 from verl_prefix.auto.chooser import Chooser, CostModel
-from verl_prefix.auto.cost import PassCost, Rates, plan_passes
+from verl_prefix.auto.cost import Memory, PassCost, Rates, plan_passes
 from verl_prefix.auto.shape import ModelShape, model_shape
 from verl_prefix.core.groups import Group
 from verl_prefix.core.schedule import Schedule
@@ -76,8 +76,8 @@ class Bench:
         self.model = options.model(layers)
         self.shape = model_shape(self.model, self.model.dtype)
         costs = CostModel(
-            shape=self.shape, dense_mask=False, logits_chunk=Case.logits_chunk, wave_tokens=None, offload=False,
-            min_speedup=MIN_SPEEDUP, checkpointed=False,
+            shape=self.shape, dense_mask=False, wave_tokens=None, min_speedup=MIN_SPEEDUP,
+            memory=Memory(1, False, False, Case.logits_chunk, False),
         )  # fmt: skip
         self.chooser = Chooser(costs, Profile(), None, self._rates, lambda values: values, always_measure=True)
         for arm in options.running:

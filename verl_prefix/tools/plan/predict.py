@@ -19,7 +19,7 @@ from verl_prefix.auto.cost import Memory, PassCost, peak_bytes, plan_passes, sha
 from verl_prefix.auto.placement import place_rows, row_cost
 from verl_prefix.auto.shape import ModelShape
 from verl_prefix.core.groups import Group
-from verl_prefix.core.waves import Plan, make_plan
+from verl_prefix.core.waves import Plan
 from verl_prefix.tools.plan.training_command import Prompt
 from verl_prefix.trainer.placement import fill_mini_batches
 
@@ -135,8 +135,8 @@ class Predictor:
         )
         dense = (model.get("override_config") or {}).get("attn_implementation") in ("sdpa", "eager")
         self.costs = CostModel(
-            shape=shape, dense_mask=dense, logits_chunk=options.logits_chunk, wave_tokens=options.wave_tokens,
-            offload=options.offload, min_speedup=options.min_speedup, checkpointed=self.memory.checkpointed,
+            shape=shape, dense_mask=dense, wave_tokens=options.wave_tokens, min_speedup=options.min_speedup,
+            memory=self.memory,
         )  # fmt: skip
         self.profile, path = self.costs.flops(), options.cost_profile and Path(options.cost_profile)
         read = Profile.read(path) if path and path.exists() else Profile()
@@ -182,12 +182,9 @@ class Predictor:
         balanced = sum(stock) / len(stock)  # verl balances rows over ranks, so that its ranks share the sum
         plans: dict[str, list[Plan | None]] = {"auto": auto, "stock": [None] * len(ranks)}
         for path in ("packed", "phased"):
-            plans[path] = [
-                make_plan(groups, budget, path, self.costs.wave_tokens, self.costs.offload)
-                for groups, budget in zip(ranks, budgets, strict=True)
-            ]
+            plans[path] = [self.costs.plan(groups, budget, path) for groups, budget in zip(ranks, budgets, strict=True)]
         for path, found in plans.items():
-            passes = [plan_passes(shape, plan, self.costs.logits_chunk if update else None) for plan in found if plan]
+            passes = [plan_passes(shape, plan, self.memory.logits_chunk if update else None) for plan in found if plan]
             self.seconds[path][name] += max((rates.seconds(shape, p) for p in passes), default=balanced)
         return plans
 

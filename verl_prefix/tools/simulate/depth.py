@@ -13,7 +13,7 @@ from verl_prefix.core.groups import Group
 from verl_prefix.tools.simulate.accelerator import DEVICE, fake_accelerator
 from verl_prefix.tools.simulate.hardware import GPUS, Hardware
 from verl_prefix.tools.simulate.job import Arm, Job
-from verl_prefix.tools.simulate.passes import Simulation
+from verl_prefix.tools.simulate.passes import Simulation, whole_shape
 from verl_prefix.tools.simulate.tower import deepstack_layers, kinds_of_blocks, with_blocks
 from verl_prefix.tools.simulate.tracker import Phase, Tracker
 
@@ -106,6 +106,7 @@ def simulate(job: Job, arms: Sequence[Arm], hardware: Hardware, log_probs: bool 
     """
     _warm_up()
     configs, times = _depths(job.config)
+    job = replace(job, shape=job.shape or whole_shape(job))
 
     def phases(arms: Sequence[Arm]) -> list[dict[str, Phase]]:
         runs = [_run(replace(job, config=config), arms, hardware, log_probs) for config in configs]

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig
 
+from verl_prefix.auto.shape import ModelShape
 from verl_prefix.core.groups import Group
 from verl_prefix.tools.simulate.tower import Grids
 
@@ -52,6 +53,7 @@ class Job:
             what the first leaves.
         grids: per group, what its prompt shows a vision model; empty: nothing.
         freeze_tower: the vision tower is not trained.
+        shape: of the whole model, by which waves are cut, where `config` is of a smaller one.
     """
 
     config: PretrainedConfig
@@ -74,3 +76,4 @@ class Job:
     kept: int = 2
     grids: tuple[Grids, ...] = ()
     freeze_tower: bool = False
+    shape: ModelShape | None = None

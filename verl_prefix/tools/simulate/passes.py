@@ -18,13 +18,13 @@ import torch
 from torch.optim import adam
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-from verl_prefix.auto.cost import PassCost, Rates, group_pass, may_keep_attention
-from verl_prefix.auto.shape import model_shape
+from verl_prefix.auto.cost import Memory, PassCost, Rates, group_pass, may_keep_attention, plan_batch
+from verl_prefix.auto.shape import ModelShape, model_shape
 from verl_prefix.core.attention import AttentionPass
 from verl_prefix.core.groups import Group
 from verl_prefix.core.layout import Layout, Segment
 from verl_prefix.core.schedule import Schedule, TokenBatch
-from verl_prefix.core.waves import PackedPass, PhasedPass, Plan, first_fit, make_plan
+from verl_prefix.core.waves import PackedPass, PhasedPass, Plan, first_fit
 from verl_prefix.models import vision
 from verl_prefix.models.hookup import HookedModel
 from verl_prefix.tools.simulate.job import Arm, Job
@@ -83,6 +83,25 @@ def thin(
     return [(items[i], weights[i]) for i in sorted(weights)]
 
 
+def plan_of(job: Job, shape: ModelShape, arm: Arm, budget: int) -> Plan:
+    """The plan of an arm of ours, as the engine makes it."""
+    memory = Memory(job.ranks, job.checkpointing, job.no_sync, job.logits_chunk, arm.offload)
+    return plan_batch(shape, job.groups, budget, arm.path, job.wave_tokens, memory)
+
+
+def build_model(job: Job) -> Any:
+    """The job's model on the default device, in `job.master`."""
+    seeing = vision.is_vision_config(job.config)
+    auto_class = AutoModelForImageTextToText if seeing else AutoModelForCausalLM
+    return auto_class.from_config(copy.deepcopy(job.config), dtype=job.master)
+
+
+def whole_shape(job: Job) -> ModelShape:
+    """Costs of the job's model, without its weights."""
+    with torch.device("meta"):
+        return model_shape(build_model(job), job.dtype)
+
+
 class _Schedule(Schedule):
     """Tells the tracker its phases."""
 
@@ -109,9 +128,8 @@ class Simulation:
         self.job, self.tracker, self.device, self.kernel = job, tracker, device, kernel
         self.transfers: Counter[str] = Counter()  # of the last run's schedule
         with torch.device(device):
-            seeing = vision.is_vision_config(job.config)
-            auto_class = AutoModelForImageTextToText if seeing else AutoModelForCausalLM
-            model: Any = auto_class.from_config(copy.deepcopy(job.config), dtype=job.master).train()
+            model = build_model(job).train()
+        seeing = vision.is_vision_config(job.config)
         if seeing:
             prepare_tower(model)
         if job.checkpointing:
@@ -196,7 +214,7 @@ class Simulation:
     def _shared(self, arm: Arm, update: bool) -> None:
         job = self.job
         budget = job.budget if update else job.log_prob_budget or job.budget
-        plan, weights = self._thin(make_plan(job.groups, budget, arm.path, job.wave_tokens, arm.offload), update)
+        plan, weights = self._thin(plan_of(job, job.shape or self.shape, arm, budget), update)
         may_keep = may_keep_attention(self.shape, job.checkpointing, job.keep_attention)
         schedule = _Schedule(
             self.hooked,

@@ -14,10 +14,11 @@ from rich.table import Column, Table
 from transformers import PretrainedConfig
 
 from verl_prefix.core.groups import Group
-from verl_prefix.core.waves import largest_wave, make_plan
+from verl_prefix.core.waves import largest_wave
 from verl_prefix.tools.simulate.depth import simulate
 from verl_prefix.tools.simulate.hardware import GIB, Hardware
 from verl_prefix.tools.simulate.job import Arm, Job
+from verl_prefix.tools.simulate.passes import plan_of, whole_shape
 from verl_prefix.tools.simulate.tower import num_features
 from verl_prefix.tools.simulate.tracker import OWNERS, Phase
 
@@ -95,7 +96,7 @@ def settings(job: Job, hardware: Hardware, arms: dict[str, Any]) -> list[dict[st
     others = [(replace(job, no_sync=not job.no_sync), ways[best])]
     if ways[best].path == "phased" or not found[best]["fits"]:
         arm = ways[best] if found[best]["fits"] else ways[-1]
-        plan = make_plan(job.groups, job.budget, "phased", job.wave_tokens, arm.offload)
+        plan = plan_of(job, whole_shape(job), arm, job.budget)
         others.append((replace(job, wave_tokens=max(1, largest_wave(plan) // 4)), arm))
     for other, arm in others:
         key = "actor_rollout_ref.actor.fsdp_config.use_no_sync_for_gradient_accumulation"
