@@ -209,13 +209,14 @@ def peak_bytes(shape: ModelShape, plan: Plan | None, stock: Sequence[PassCost], 
 def plan_batch(
     shape: ModelShape, groups: Sequence[Group], budget: int, schedule: str, wave_tokens: int | None, memory: Memory
 ) -> Plan:
-    """`waves.make_plan` of a run. Where `wave_tokens` is None and the budget leaves less, waves have `LONG_WAVE` tokens
-    (at most the budget), or the half or quarter ... of it that adds at most `GROWTH` to the update's estimated peak."""
+    """`waves.make_plan` of a run. Where `wave_tokens` is None and the budget leaves less, each of the ranks that share
+    a wave has `LONG_WAVE` of its tokens (all of them at most the budget), or the half or quarter ... of that which adds
+    at most `GROWTH` to the update's estimated peak."""
     plan = make_plan(groups, budget, schedule, wave_tokens, memory.offload)
     if wave_tokens is not None or not plan.phased:
         return plan
     most = (1 + GROWTH) * peak_bytes(shape, plan, (), memory)
-    tokens = min(LONG_WAVE, budget)
+    tokens = min(LONG_WAVE * memory.sequence_ranks, budget)
     while (longer := make_plan(groups, budget, schedule, None, memory.offload, tokens)) != plan:
         if peak_bytes(shape, longer, (), memory) <= most:
             return longer
