@@ -13,7 +13,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama import modeling_llama
 
-from verl_prefix import api, phased_update, response_log_probs
+from verl_prefix import phased_update, response_log_probs
+from verl_prefix.api.rows import Batch, LogProbs
 from verl_prefix.core import prefix_cache, schedule
 from verl_prefix.core.kernels import cpu
 from verl_prefix.models.hookup import HookedModel
@@ -334,7 +335,7 @@ def suffix_share_of_prefix_gradient_lost(monkeypatch):
 
 
 def positions_restarted(monkeypatch):
-    make = api._Batch.__init__
+    make = Batch.__init__
 
     def restart(self, *args):
         make(self, *args)
@@ -346,33 +347,33 @@ def positions_restarted(monkeypatch):
                 )
         self.tokens = dataclasses.replace(self.tokens, position_ids=positions)
 
-    monkeypatch.setattr(api._Batch, "__init__", restart)
+    monkeypatch.setattr(Batch, "__init__", restart)
 
 
 def rows_swapped(monkeypatch):
-    by_row = api._Batch.by_row
+    by_row = Batch.by_row
 
     def swapped(self, done):
         found = by_row(self, done)
         twins = [row for row in found if len(found[row]) == 3]
         return found | dict(zip(twins, [found[row] for row in reversed(twins)], strict=True))
 
-    monkeypatch.setattr(api._Batch, "by_row", swapped)
+    monkeypatch.setattr(Batch, "by_row", swapped)
 
 
 def labels_one_late(monkeypatch):
-    outputs = api._Batch.outputs
-    monkeypatch.setattr(api._Batch, "outputs", lambda self, place, logits: outputs(self, (place - 1).clamp(0), logits))
+    outputs = Batch.outputs
+    monkeypatch.setattr(Batch, "outputs", lambda self, place, logits: outputs(self, (place - 1).clamp(0), logits))
 
 
 def temperature_forgotten(monkeypatch):
-    make = api._Batch.__init__
+    make = Batch.__init__
 
     def at_one(self, *args):
         make(self, *args)
         self.temperature = 1.0
 
-    monkeypatch.setattr(api._Batch, "__init__", at_one)
+    monkeypatch.setattr(Batch, "__init__", at_one)
 
 
 @pytest.mark.parametrize(
@@ -490,7 +491,7 @@ def test_log_probs_of_logits_have_the_gradients_and_no_more_memory_than_log_soft
         return torch.cat(columns[: 1 + return_entropy], dim=-1)
 
     def ours(logits, labels):
-        return api._LogProbs.apply(logits, labels, temperature, return_entropy)
+        return LogProbs.apply(logits, labels, temperature, return_entropy)
 
     torch.manual_seed(0)
     logits = (3 * torch.randn(5, 31, dtype=torch.float64)).requires_grad_()

@@ -1,18 +1,8 @@
-"""Shared prefixes without verl: log-probs of responses for a hand-written or TRL-like loop over a Hugging Face model.
-
-    response_log_probs   packed: every different prompt once and all responses in one graph, one call
-    phased_update        phased: phase A on entering, waves of rows by iterating, phase C on leaving
-
-Log-probs, entropies and gradients are those of the model's own forward on every whole row. Prompts and responses go in
-as tokens; the split into prefix and suffix happens here, and rows are grouped by it. Sources: Prefix Grouper
-(arXiv 2506.05433) for packed, schedule-level reuse for phased; see `schedule`.
-"""
+"""Rows of a call without verl: checked on their way in (flat tokens, groups), in their caller's form on the way out."""
 
 import functools
 import warnings
-from collections.abc import Generator, Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,10 +10,9 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 from verl_prefix.core.groups import group_rows
-from verl_prefix.core.schedule import PassOutputs, Schedule, TokenBatch
+from verl_prefix.core.schedule import PassOutputs, TokenBatch
 from verl_prefix.core.waves import Plan, make_plan
 from verl_prefix.models import support, vision
-from verl_prefix.models.hookup import HookedModel
 
 # A padded [rows, length] tensor, which comes with a mask, or one sequence per row: a tensor [length] or a list of ints.
 Tokens = torch.Tensor | Sequence[torch.Tensor] | Sequence[Sequence[int]]
@@ -31,165 +20,7 @@ Tokens = torch.Tensor | Sequence[torch.Tensor] | Sequence[Sequence[int]]
 PerToken = torch.Tensor | list[torch.Tensor]
 
 
-@dataclass(frozen=True)
-class Wave:
-    """Some rows of the batch. `rows` are their indices, in increasing order: `advantages[wave.rows]` are theirs.
-
-    `log_probs` and `entropy` (None unless asked for) are as in `response_log_probs`, for these rows.
-    """
-
-    rows: list[int]
-    log_probs: PerToken
-    entropy: PerToken | None = None
-
-
-def response_log_probs(
-    model: torch.nn.Module,
-    prompts: Tokens,
-    responses: Tokens,
-    *,
-    prompt_mask: torch.Tensor | None = None,
-    response_mask: torch.Tensor | None = None,
-    groups: Sequence[int] | None = None,
-    temperature: float = 1.0,
-    return_entropy: bool = False,
-    max_tokens: int | None = None,
-    logits_chunk: int = 4096,
-    attention: str = "auto",
-) -> PerToken | tuple[PerToken, PerToken]:
-    """Log-probs of response tokens, each different prompt computed once; call backward on what you make of them.
-
-    Args:
-        model: HF causal LM of a supported family (README, Limits), on one device. Not wrapped in DDP or FSDP.
-        prompts: at least one token each; rows with the same tokens share. One per row, or one per group with `groups`.
-        responses: one per row, may be empty. Padded as TRL's `prompt_ids`, `completion_ids`, or lists (see `Tokens`).
-        prompt_mask, response_mask: [rows, length] for padded tensors, 1 on tokens and 0 on padding, left or right. What
-            only the loss leaves out (tool output) is a token all the same.
-        groups: row i has `prompts[groups[i]]`. Rows of different groups do not share, whatever their tokens.
-        temperature: logits are divided by it, for log-probs and entropy.
-        return_entropy: also return the entropy of each response token's distribution, with gradients.
-        max_tokens: tokens computed in one pass, the prefix counted once; a single row may exceed it. Under
-            `torch.no_grad` a larger group goes prefix first, then in waves. With gradients all passes are one graph,
-            so that more tokens than this are refused.
-        logits_chunk: response tokens whose logits exist at once.
-        attention: kernel, see the key `attention` in config/actor/prefix_actor.yaml.
-
-    Returns:
-        log-probs in the form of the responses, fp32 (fp64 for a float64 model), on the model's device; with
-        `return_entropy` a pair (log-probs, entropy). Without any response token there is no graph.
-
-    Raises:
-        TypeError: model, tokens or mask have the wrong type. ValueError: a value or a model that cannot be computed.
-        The message says which, what was seen, and what to pass.
-
-    Warns:
-        UserWarning: no two rows share; with gradients on several ranks, once, that they are not averaged, and how to.
-    """
-    batch = _Batch(model, prompts, responses, prompt_mask, response_mask, groups, temperature, return_entropy)
-    _check_sizes(max_tokens=max_tokens, logits_chunk=logits_chunk)
-    if torch.is_grad_enabled():
-        if support.checkpointing(model) is not None:
-            raise ValueError(
-                "gradient checkpointing runs layers again in backward, when response_log_probs is long over; use "
-                "phased_update, or call model.gradient_checkpointing_disable()"
-            )
-        if max_tokens is not None and batch.num_tokens > max_tokens:
-            raise ValueError(
-                f"{batch.num_tokens} tokens are more than max_tokens={max_tokens}, and with gradients they are one "
-                "graph; use phased_update, torch.no_grad(), fewer rows, or a larger max_tokens"
-            )
-    schedule = Schedule(HookedModel(model), batch.outputs, kernel=attention, logits_chunk=logits_chunk)
-    found: dict[int, torch.Tensor] = {}
-    with schedule.model.grouped_attention():
-        for planned in batch.plan("auto", max_tokens, None).passes:
-            with schedule.forwards(batch.tokens, planned) as forwards:
-                for done in forwards:
-                    found |= batch.by_row(done)
-    log_probs, entropy = batch.shaped(list(range(len(batch.responses))), found)
-    return log_probs if entropy is None else (log_probs, entropy)
-
-
-@contextmanager
-def phased_update(
-    model: torch.nn.Module,
-    prompts: Tokens,
-    responses: Tokens,
-    *,
-    prompt_mask: torch.Tensor | None = None,
-    response_mask: torch.Tensor | None = None,
-    groups: Sequence[int] | None = None,
-    temperature: float = 1.0,
-    return_entropy: bool = False,
-    max_tokens: int | None = None,
-    wave_tokens: int | None = None,
-    logits_chunk: int = 4096,
-    offload: bool = False,
-    attention: str = "auto",
-) -> Iterator[Iterator[Wave]]:
-    """`response_log_probs` in bounded memory: one wave's graph at a time beside the prefixes'. Fills `.grad`.
-
-        with phased_update(model, prompts, responses, max_tokens=16384) as waves:   # phase A
-            for wave in waves:
-                my_loss(wave.log_probs, advantages[wave.rows]).backward()
-        optimizer.step()                                                            # after phase C
-
-    Each wave's loss is its share of the batch's loss: divide by the batch's tokens, not by the wave's. Call backward
-    on it before the next wave; a wave may be left without one. Rows with an empty response are in no wave. After an
-    exception everything is freed, phase C does not run, and `.grad` holds a part: zero it. Inside the block the model
-    is for the waves alone. Works under `torch.no_grad` too, and with (not reentrant) gradient checkpointing.
-
-    Args:
-        max_tokens: tokens alive at once, the prefixes and one wave; a single row may exceed it. Groups whose prefixes
-            do not fit together come one set after the other, each with its own phases A and C. None: no bound.
-        wave_tokens: response tokens of one wave. None: what the prefixes leave of `max_tokens`.
-        offload: between phases A and C what the prefix backward needs waits in pinned host memory, and does not count.
-        Others as in `response_log_probs`.
-
-    Raises:
-        TypeError, ValueError: as `response_log_probs`, on entering.
-        RuntimeError: on leaving, where not every wave was iterated; in backward, where it comes after phase C.
-    """
-    batch = _Batch(model, prompts, responses, prompt_mask, response_mask, groups, temperature, return_entropy)
-    _check_sizes(max_tokens=max_tokens, wave_tokens=wave_tokens, logits_chunk=logits_chunk)
-    if max_tokens is not None and wave_tokens is not None and wave_tokens >= max_tokens:
-        raise ValueError(
-            f"wave_tokens={wave_tokens} leaves nothing of max_tokens={max_tokens} for prefixes; pass a smaller "
-            "wave_tokens, or None"
-        )
-    if torch.is_grad_enabled() and support.checkpointing(model):
-        raise ValueError(
-            "reentrant gradient checkpointing would lose the prefix's gradients; call "
-            "model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={'use_reentrant': False})"
-        )
-    schedule = Schedule(HookedModel(model), batch.outputs, kernel=attention, logits_chunk=logits_chunk, offload=offload)
-    planned = batch.plan("phased", max_tokens, wave_tokens, offload).phased
-    num_waves = sum(len(one.waves) for one in planned)
-    missing = num_waves
-
-    def iterate(phases: ExitStack, forwards: Iterator[PassOutputs]) -> Generator[Wave, None, None]:
-        nonlocal missing
-        for i, one in enumerate(planned):
-            if i:
-                phases.close()  # phase C of the set before
-                forwards = phases.enter_context(schedule.forwards(batch.tokens, one))
-            for done in forwards:
-                missing -= 1
-                found = batch.by_row(done)
-                rows = sorted(found)
-                yield Wave(rows, *batch.shaped(rows, found))
-
-    with schedule.model.grouped_attention(), ExitStack() as phases:
-        first = phases.enter_context(schedule.forwards(batch.tokens, planned[0])) if planned else iter(())
-        with closing(iterate(phases, first)) as waves:
-            yield waves
-        if missing:
-            raise RuntimeError(
-                f"{missing} of {num_waves} waves were not iterated, and .grad lacks their rows; go through all waves "
-                "and zero .grad before the next update"
-            )
-
-
-class _Batch:
+class Batch:
     """Checked rows of one call on their way in (flat tokens, groups) and out (per-token outputs in their form)."""
 
     def __init__(
@@ -255,7 +86,7 @@ class _Batch:
     def outputs(self, place: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
         """Log-prob of the token after each place, and entropy if asked for: [n, 1 or 2]."""
         labels = self.tokens.input_ids[place + 1].unsqueeze(-1)
-        return _LogProbs.apply(logits.to(self.dtype), labels, self.temperature, self.return_entropy)
+        return LogProbs.apply(logits.to(self.dtype), labels, self.temperature, self.return_entropy)
 
     def by_row(self, done: PassOutputs) -> dict[int, torch.Tensor]:
         """[response_len, 1 or 2] of every row of a pass that has a response."""
@@ -278,7 +109,7 @@ class _Batch:
         return columns[0], columns[1] if self.return_entropy else None
 
 
-class _LogProbs(torch.autograd.Function):
+class LogProbs(torch.autograd.Function):
     """Logits [n, vocabulary] and labels [n, 1] -> [n, 1 or 2]: log-prob of each label, and entropy if asked for.
 
     A log-prob is the label's logit minus logsumexp, as in verl (verl/utils/torch_functional.py): where tokens are
@@ -353,7 +184,7 @@ def _warn_of_ranks() -> None:
     )
 
 
-def _check_sizes(**sizes: int | None) -> None:
+def check_sizes(**sizes: int | None) -> None:
     for name, value in sizes.items():
         if value is not None and (not isinstance(value, int) or value < 1):
             raise ValueError(f"{name}={value!r}: pass a number of tokens >= 1")

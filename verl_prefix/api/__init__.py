@@ -1,0 +1,205 @@
+"""Shared prefixes without verl: log-probs of responses for a hand-written or TRL-like loop over a Hugging Face model.
+
+    response_log_probs   packed: every different prompt once and all responses in one graph, one call
+    phased_update        phased: phase A on entering, waves of rows by iterating, phase C on leaving
+
+Log-probs, entropies and gradients are those of the model's own forward on every whole row. Prompts and responses go in
+as tokens; the split into prefix and suffix happens here, and rows are grouped by it. Sources: Prefix Grouper
+(arXiv 2506.05433) for packed, schedule-level reuse for phased; see `schedule`.
+"""
+
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager, nullcontext
+from dataclasses import dataclass
+
+import torch
+
+from verl_prefix.api.recompute import autocast_of, outputs_by_row, recomputed_by_row
+from verl_prefix.api.rows import Batch, PerToken, Tokens, check_sizes
+from verl_prefix.core.schedule import PassOutputs, Schedule
+from verl_prefix.models import support
+from verl_prefix.models.hookup import HookedModel
+
+
+@dataclass(frozen=True)
+class Wave:
+    """Some rows of the batch. `rows` are their indices, in increasing order: `advantages[wave.rows]` are theirs.
+
+    `log_probs` and `entropy` (None unless asked for) are as in `response_log_probs`, for these rows.
+    """
+
+    rows: list[int]
+    log_probs: PerToken
+    entropy: PerToken | None = None
+
+
+def response_log_probs(
+    model: torch.nn.Module,
+    prompts: Tokens,
+    responses: Tokens,
+    *,
+    prompt_mask: torch.Tensor | None = None,
+    response_mask: torch.Tensor | None = None,
+    groups: Sequence[int] | None = None,
+    temperature: float = 1.0,
+    return_entropy: bool = False,
+    schedule: str = "packed",
+    max_tokens: int | None = None,
+    wave_tokens: int | None = None,
+    logits_chunk: int = 4096,
+    attention: str = "auto",
+) -> PerToken | tuple[PerToken, PerToken]:
+    """Log-probs of response tokens, each different prompt computed once; call backward on what you make of them.
+
+        log_probs = response_log_probs(model, prompts, responses, schedule="phased", max_tokens=16384)
+        any_loss(log_probs, advantages).backward()    # phases A, B and C, in the memory of `phased_update`
+
+    Args:
+        model: HF causal LM of a supported family (README, Limits), on one device. Not wrapped in DDP or FSDP.
+        prompts: at least one token each; rows with the same tokens share. One per row, or one per group with `groups`.
+        responses: one per row, may be empty. Padded as TRL's `prompt_ids`, `completion_ids`, or lists (see `Tokens`).
+        prompt_mask, response_mask: [rows, length] for padded tensors, 1 on tokens and 0 on padding, left or right. What
+            only the loss leaves out (tool output) is a token all the same.
+        groups: row i has `prompts[groups[i]]`. Rows of different groups do not share, whatever their tokens.
+        temperature: logits are divided by it, for log-probs and entropy.
+        return_entropy: also return the entropy of each response token's distribution, with gradients.
+        schedule: "packed": one graph for all rows. "phased": no graph; the backward computes the model once more, wave
+            by wave, so that memory stays bounded for whatever loss. Parameters must not change in between.
+        max_tokens: tokens computed in one pass, the prefix counted once; a single row may exceed it. Packed, under
+            `torch.no_grad` a larger group goes prefix first, then in waves; with gradients all passes are one graph,
+            so that more tokens than this are refused. Phased, as in `phased_update`.
+        wave_tokens: phased, as in `phased_update`.
+        logits_chunk: response tokens whose logits exist at once.
+        attention: kernel, see the key `attention` in config/actor/prefix_actor.yaml.
+
+    Returns:
+        log-probs in the form of the responses, fp32 (fp64 for a float64 model), on the model's device; with
+        `return_entropy` a pair (log-probs, entropy). Without any response token there is no graph.
+
+    Raises:
+        TypeError: model, tokens or mask have the wrong type. ValueError: a value or a model that cannot be computed.
+        The message says which, what was seen, and what to pass. RuntimeError: in backward, phased, where a parameter
+        was changed before it.
+
+    Warns:
+        UserWarning: no two rows share; with gradients on several ranks, once, that they are not averaged, and how to.
+    """
+    batch = Batch(model, prompts, responses, prompt_mask, response_mask, groups, temperature, return_entropy)
+    check_sizes(max_tokens=max_tokens, wave_tokens=wave_tokens, logits_chunk=logits_chunk)
+    runner = Schedule(
+        HookedModel(model), batch.outputs, kernel=attention, logits_chunk=logits_chunk,
+        forward_context=autocast_of(batch.device) if schedule == "phased" else nullcontext,
+    )  # fmt: skip
+    if schedule == "phased":
+        _check_waves(model, max_tokens, wave_tokens)
+        found = recomputed_by_row(model, runner, batch, batch.plan("phased", max_tokens, wave_tokens))
+    elif schedule == "packed":
+        _check_one_graph(model, batch, max_tokens, wave_tokens)
+        found = {}
+        for rows in outputs_by_row(runner, batch, batch.plan("auto", max_tokens, None)):
+            found |= rows
+    else:
+        raise ValueError(f"schedule={schedule!r}: pass 'packed' (one graph) or 'phased' (backward runs waves)")
+    log_probs, entropy = batch.shaped(list(range(len(batch.responses))), found)
+    return log_probs if entropy is None else (log_probs, entropy)
+
+
+@contextmanager
+def phased_update(
+    model: torch.nn.Module,
+    prompts: Tokens,
+    responses: Tokens,
+    *,
+    prompt_mask: torch.Tensor | None = None,
+    response_mask: torch.Tensor | None = None,
+    groups: Sequence[int] | None = None,
+    temperature: float = 1.0,
+    return_entropy: bool = False,
+    max_tokens: int | None = None,
+    wave_tokens: int | None = None,
+    logits_chunk: int = 4096,
+    offload: bool = False,
+    attention: str = "auto",
+) -> Iterator[Iterator[Wave]]:
+    """`response_log_probs` in bounded memory: one wave's graph at a time beside the prefixes'. Fills `.grad`.
+
+        with phased_update(model, prompts, responses, max_tokens=16384) as waves:   # phase A
+            for wave in waves:
+                my_loss(wave.log_probs, advantages[wave.rows]).backward()
+        optimizer.step()                                                            # after phase C
+
+    Each wave's loss is its share of the batch's loss: divide by the batch's tokens, not by the wave's. Call backward
+    on it before the next wave; a wave may be left without one. Rows with an empty response are in no wave. After an
+    exception everything is freed, phase C does not run, and `.grad` holds a part: zero it. Inside the block the model
+    is for the waves alone. Works under `torch.no_grad` too, and with (not reentrant) gradient checkpointing.
+
+    Args:
+        max_tokens: tokens alive at once, the prefixes and one wave; a single row may exceed it. Groups whose prefixes
+            do not fit together come one set after the other, each with its own phases A and C. None: no bound.
+        wave_tokens: response tokens of one wave. None: what the prefixes leave of `max_tokens`.
+        offload: between phases A and C what the prefix backward needs waits in pinned host memory, and does not count.
+        Others as in `response_log_probs`.
+
+    Raises:
+        TypeError, ValueError: as `response_log_probs`, on entering.
+        RuntimeError: on leaving, where not every wave was iterated; in backward, where it comes after phase C.
+    """
+    batch = Batch(model, prompts, responses, prompt_mask, response_mask, groups, temperature, return_entropy)
+    check_sizes(max_tokens=max_tokens, wave_tokens=wave_tokens, logits_chunk=logits_chunk)
+    _check_waves(model, max_tokens, wave_tokens)
+    schedule = Schedule(HookedModel(model), batch.outputs, kernel=attention, logits_chunk=logits_chunk, offload=offload)
+    planned = batch.plan("phased", max_tokens, wave_tokens, offload).phased
+    num_waves = sum(len(one.waves) for one in planned)
+    missing = num_waves
+
+    def iterate(phases: ExitStack, forwards: Iterator[PassOutputs]) -> Generator[Wave, None, None]:
+        nonlocal missing
+        for i, one in enumerate(planned):
+            if i:
+                phases.close()  # phase C of the set before
+                forwards = phases.enter_context(schedule.forwards(batch.tokens, one))
+            for done in forwards:
+                missing -= 1
+                found = batch.by_row(done)
+                rows = sorted(found)
+                yield Wave(rows, *batch.shaped(rows, found))
+
+    with schedule.model.grouped_attention(), ExitStack() as phases:
+        first = phases.enter_context(schedule.forwards(batch.tokens, planned[0])) if planned else iter(())
+        with closing(iterate(phases, first)) as waves:
+            yield waves
+        if missing:
+            raise RuntimeError(
+                f"{missing} of {num_waves} waves were not iterated, and .grad lacks their rows; go through all waves "
+                "and zero .grad before the next update"
+            )
+
+
+def _check_one_graph(model: torch.nn.Module, batch: Batch, max_tokens: int | None, wave_tokens: int | None) -> None:
+    if wave_tokens is not None:
+        raise ValueError(f"wave_tokens={wave_tokens} is for schedule='phased', and schedule='packed' has no waves")
+    if not torch.is_grad_enabled():
+        return
+    if support.checkpointing(model) is not None:
+        raise ValueError(
+            "gradient checkpointing runs layers again in backward, when response_log_probs is long over; pass "
+            "schedule='phased', use phased_update, or call model.gradient_checkpointing_disable()"
+        )
+    if max_tokens is not None and batch.num_tokens > max_tokens:
+        raise ValueError(
+            f"{batch.num_tokens} tokens are more than max_tokens={max_tokens}, and with gradients they are one "
+            "graph; pass schedule='phased', use phased_update, torch.no_grad(), fewer rows, or a larger max_tokens"
+        )
+
+
+def _check_waves(model: torch.nn.Module, max_tokens: int | None, wave_tokens: int | None) -> None:
+    if max_tokens is not None and wave_tokens is not None and wave_tokens >= max_tokens:
+        raise ValueError(
+            f"wave_tokens={wave_tokens} leaves nothing of max_tokens={max_tokens} for prefixes; pass a smaller "
+            "wave_tokens, or None"
+        )
+    if torch.is_grad_enabled() and support.checkpointing(model):
+        raise ValueError(
+            "reentrant gradient checkpointing would lose the prefix's gradients; call "
+            "model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={'use_reentrant': False})"
+        )
