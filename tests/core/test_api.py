@@ -129,7 +129,8 @@ def unpadded(values, rows) -> list[torch.Tensor]:
 
 
 def run_packed(model, rows, form="tensors", **options):
-    found = response_log_probs(model, **inputs(form, rows), temperature=TEMPERATURE, return_entropy=True, **options)
+    options |= dict(temperature=TEMPERATURE, return_entropy=True, schedule="packed")
+    found = response_log_probs(model, **inputs(form, rows), **options)
     log_probs, entropy = (unpadded(x, rows.responses) for x in found)
     weighted(log_probs, entropy, rows.weights).backward()
     return [x.detach() for x in log_probs], [x.detach() for x in entropy], grads(model)

@@ -141,6 +141,19 @@ def test_memory_is_that_of_waves():
     assert peak(wave_tokens=48) < 0.4 * peak(schedule="packed")
 
 
+def test_auto_is_phased_where_one_graph_is_refused():
+    model, rows = build().train(), batch()
+    args = inputs("tensors", rows)
+
+    def is_phased(**options):
+        node = response_log_probs(model, **args, **options)[0].grad_fn
+        return "_PhasedOutputs" in str(node.next_functions[0][0].next_functions)
+
+    assert not is_phased() and not is_phased(max_tokens=10**4) and is_phased(max_tokens=60)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    assert is_phased()
+
+
 def test_nothing_to_compute_and_nothing_to_train():
     model, rows = build(), batch()
     assert [len(x) for x in response_log_probs(model, [[1, 2]] * 2, [[], []], schedule="phased")] == [0, 0]
@@ -186,10 +199,8 @@ def test_broken_maths_is_far_off(sabotage, monkeypatch):
 def test_bad_use_says_what_to_do():
     model, rows = build(), batch()
     args = inputs("tensors", rows)
-    with pytest.raises(ValueError, match="schedule='waves': pass 'packed' .* or 'phased'"):
+    with pytest.raises(ValueError, match="schedule='waves': pass 'auto', 'packed' .* or 'phased'"):
         response_log_probs(model, **args, schedule="waves")
-    with pytest.raises(ValueError, match="wave_tokens=12 is for schedule='phased'"):
-        response_log_probs(model, **args, wave_tokens=12)
     with pytest.raises(ValueError, match="wave_tokens=9 leaves nothing of max_tokens=9"):
         response_log_probs(model, **args, schedule="phased", max_tokens=9, wave_tokens=9)
     found = response_log_probs(model, **args, schedule="phased")

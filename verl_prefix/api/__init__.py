@@ -43,7 +43,7 @@ def response_log_probs(
     groups: Sequence[int] | None = None,
     temperature: float = 1.0,
     return_entropy: bool = False,
-    schedule: str = "packed",
+    schedule: str = "auto",
     max_tokens: int | None = None,
     wave_tokens: int | None = None,
     logits_chunk: int = 4096,
@@ -64,10 +64,10 @@ def response_log_probs(
         temperature: logits are divided by it, for log-probs and entropy.
         return_entropy: also return the entropy of each response token's distribution, with gradients.
         schedule: "packed": one graph for all rows. "phased": no graph; the backward computes the model once more, wave
-            by wave, so that memory stays bounded for whatever loss. Parameters must not change in between.
-        max_tokens: tokens computed in one pass, the prefix counted once; a single row may exceed it. Packed, under
-            `torch.no_grad` a larger group goes prefix first, then in waves; with gradients all passes are one graph,
-            so that more tokens than this are refused. Phased, as in `phased_update`.
+            by wave, so that memory stays bounded for whatever loss. Parameters must not change in between. "auto":
+            packed where that is possible, that is within `max_tokens` and without gradient checkpointing.
+        max_tokens: tokens computed in one pass, the prefix counted once; a single row may exceed it. Under
+            `torch.no_grad`, packed, a larger group goes prefix first, then in waves. Phased, as in `phased_update`.
         wave_tokens: phased, as in `phased_update`.
         logits_chunk: response tokens whose logits exist at once.
         attention: kernel, see the key `attention` in config/actor/prefix_actor.yaml.
@@ -86,6 +86,8 @@ def response_log_probs(
     """
     batch = Batch(model, prompts, responses, prompt_mask, response_mask, groups, temperature, return_entropy)
     check_sizes(max_tokens=max_tokens, wave_tokens=wave_tokens, logits_chunk=logits_chunk)
+    if schedule == "auto":
+        schedule = "phased" if _no_graph(model, batch, max_tokens) else "packed"
     runner = Schedule(
         HookedModel(model), batch.outputs, kernel=attention, logits_chunk=logits_chunk,
         forward_context=autocast_of(batch.device) if schedule == "phased" else nullcontext,
@@ -94,12 +96,13 @@ def response_log_probs(
         _check_waves(model, max_tokens, wave_tokens)
         found = recomputed_by_row(model, runner, batch, batch.plan("phased", max_tokens, wave_tokens))
     elif schedule == "packed":
-        _check_one_graph(model, batch, max_tokens, wave_tokens)
+        if reason := _no_graph(model, batch, max_tokens):
+            raise ValueError(reason)
         found = {}
         for rows in outputs_by_row(runner, batch, batch.plan("auto", max_tokens, None)):
             found |= rows
     else:
-        raise ValueError(f"schedule={schedule!r}: pass 'packed' (one graph) or 'phased' (backward runs waves)")
+        raise ValueError(f"schedule={schedule!r}: pass 'auto', 'packed' (one graph) or 'phased' (waves)")
     log_probs, entropy = batch.shaped(list(range(len(batch.responses))), found)
     return log_probs if entropy is None else (log_probs, entropy)
 
@@ -175,21 +178,21 @@ def phased_update(
             )
 
 
-def _check_one_graph(model: torch.nn.Module, batch: Batch, max_tokens: int | None, wave_tokens: int | None) -> None:
-    if wave_tokens is not None:
-        raise ValueError(f"wave_tokens={wave_tokens} is for schedule='phased', and schedule='packed' has no waves")
+def _no_graph(model: torch.nn.Module, batch: Batch, max_tokens: int | None) -> str | None:
+    """Why all rows cannot be one graph, in words."""
     if not torch.is_grad_enabled():
-        return
+        return None
     if support.checkpointing(model) is not None:
-        raise ValueError(
+        return (
             "gradient checkpointing runs layers again in backward, when response_log_probs is long over; pass "
             "schedule='phased', use phased_update, or call model.gradient_checkpointing_disable()"
         )
     if max_tokens is not None and batch.num_tokens > max_tokens:
-        raise ValueError(
+        return (
             f"{batch.num_tokens} tokens are more than max_tokens={max_tokens}, and with gradients they are one "
             "graph; pass schedule='phased', use phased_update, torch.no_grad(), fewer rows, or a larger max_tokens"
         )
+    return None
 
 
 def _check_waves(model: torch.nn.Module, max_tokens: int | None, wave_tokens: int | None) -> None:
