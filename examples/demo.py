@@ -185,7 +185,8 @@ def prepare(output: Path, source: Path | None, size: Size) -> tuple[Path, Path]:
             _recipe(
                 "video_rlvr/make_clips.py", output=questions.parent, clips=max(2, count // 5 + 1), seed=SEED, size=side
             )
-        pixels = {"min_pixels": 64, "max_pixels": size.frame_pixels}
+        most = size.frame_pixels
+        pixels = {"min_pixels": 64, "max_pixels": most, "image_max_pixels": most}
         _recipe("video_rlvr/prepare.py", input=questions, output=data, val_size=1, **pixels)
     else:
         questions = source or output / "questions.jsonl"

@@ -30,10 +30,11 @@ def compute_score(
     extra_info: dict[str, object] | None = None,
     **kwargs: object,
 ) -> dict[str, float]:
-    """Return `score`, `em`, `f1` and `format`, floats in [0, 1], of one response; verl reads `score`, logs the others.
+    """Return `score`, `acc` (exact match), `f1` and `format`, floats in [0, 1], of one response.
 
-    The answer is the innermost text of the last complete block; tags are case-sensitive. Without a block em and f1 are
-    0. `format` is 1 where the response has one opening tag, one closing tag after it, and more than blanks between.
+    verl trains on `score`, and validates by `acc` (val-core). The answer is the innermost text of the last complete
+    block; tags are case-sensitive. Without a block acc and f1 are 0. `format` is 1 where the response has one opening
+    tag, one closing tag after it, and more than blanks between.
 
     Raises:
         ValueError: the ground truth is not a text or a non-empty sequence of texts. No response raises.
@@ -44,16 +45,16 @@ def compute_score(
     if not blocks:
         return {
             "score": FORMAT_SHARE * max(f1(response, gold) for gold in accepted),
-            "em": 0.0,
+            "acc": 0.0,
             "f1": 0.0,
             "format": 0.0,
         }
     answer = blocks[-1]
     well_formed = float(response.count(OPEN) == response.count(CLOSE) == 1 and bool(answer.strip()))
     best_f1 = max(f1(answer, gold) for gold in accepted)
-    best_em = max(float(normalize(answer) == normalize(gold)) for gold in accepted)
+    exact = max(float(normalize(answer) == normalize(gold)) for gold in accepted)
     score = (1 - FORMAT_SHARE) * best_f1 + FORMAT_SHARE * well_formed
-    return {"score": score, "em": best_em, "f1": best_f1, "format": well_formed}
+    return {"score": score, "acc": exact, "f1": best_f1, "format": well_formed}
 
 
 def normalize(text: str) -> str:

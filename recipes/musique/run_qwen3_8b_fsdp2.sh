@@ -34,6 +34,9 @@ EXPERIMENT_NAME=${EXPERIMENT_NAME:-qwen3_8b_fsdp2_${MODEL_ENGINE}}
 SAVE_FREQ=${SAVE_FREQ:--1}
 TEST_FREQ=${TEST_FREQ:-20}
 TOTAL_EPOCHS=${TOTAL_EPOCHS:-1}
+# file: PROJECT_NAME/EXPERIMENT_NAME.jsonl under VERL_FILE_LOGGER_ROOT, or here. wandb where it is installed.
+WANDB=$(python3 -c 'import wandb' 2>/dev/null && echo ',"wandb"' || true)
+LOGGER=${LOGGER:-"[\"console\",\"file\"${WANDB}]"}
 # ---- end user-adjustable ----
 
 RECIPE_DIR=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
@@ -114,7 +117,7 @@ ALGORITHM=(
 
 TRAINER=(
     trainer.v1.trainer_mode=${TRAINER_MODE}
-    trainer.logger=console
+    trainer.logger="${LOGGER}"
     trainer.project_name="${PROJECT_NAME}"
     trainer.experiment_name="${EXPERIMENT_NAME}"
     trainer.nnodes=${NNODES}
@@ -141,5 +144,6 @@ python3 -m verl.trainer.main_ppo \
 #                         split_groups is 0, and a reuse_fraction of 0 means that nothing is shared
 #   dp against prefix     the same losses and rewards within noise; compare timing_s/update_actor, timing_s/old_log_prob
 #                         and timing_s/ref; the rollout is vLLM's in both and has its own prefix cache
-#   reward                critic/score/mean rises first with the share of well-formed <answer> blocks, then with F1
+#   reward                critic/score/mean rises first with the share of well-formed <answer> blocks, then with F1;
+#                         val-core/musique/acc is exact match
 #   out of memory         lower PPO_MAX_TOKEN_LEN_PER_GPU; a group that does not fit runs as suffix waves

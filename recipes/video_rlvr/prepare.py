@@ -12,16 +12,17 @@ import math
 import os
 import re
 import sys
+import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
-import av
 import pyarrow as pa
 import pyarrow.parquet as pq
-from PIL import Image
+from probe import probe
 from reward import NUMERIC, PROBLEM_TYPES, number
 
 INSTRUCTION = (
@@ -37,9 +38,10 @@ FORMS = {
 }
 SOLUTION = re.compile(r"\s*<answer>((?:(?!</?answer>).)*)</answer>\s*", re.DOTALL)
 PLACEHOLDER = re.compile("<image>|<video>|<audio>")
+LEADING = re.compile(r"\A\s*<(?:image|video)>")
+Item = TypeVar("Item")
 SURROGATE = re.compile("[\ud800-\udfff]")
-# A clip ends this many seconds before the length that its header gives, and counts as complete.
-TAIL_SECONDS = 1.0
+FIRST_SKIPPED = 3  # rows of each reason that a summary names
 LIMITS = [("min_pixels", pa.int64()), ("max_pixels", pa.int64())]
 SCHEMA = pa.schema(
     {
@@ -68,20 +70,24 @@ class RowError(ValueError):
 
 @dataclass(frozen=True)
 class Sampling:
-    """How verl samples a file: frames per second of a clip, most frames, and pixels of a frame or picture."""
+    """How verl samples a file: frames per second of a clip, most frames, pixels of a frame, most of a picture."""
 
     fps: float = 2.0
     max_frames: int = 16
     min_pixels: int = 16 * 28 * 28
     max_pixels: int = 128 * 28 * 28
+    image_max_pixels: int = 256 * 28 * 28
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.fps) and self.fps > 0):
             raise ValueError(f"--fps {self.fps}: set more than 0")
         if self.max_frames < 2 or self.max_frames % 2:
             raise ValueError(f"--max-frames {self.max_frames}: set an even number of at least 2; frames go in pairs")
-        if not 0 < self.min_pixels <= self.max_pixels:
-            raise ValueError(f"--min-pixels {self.min_pixels} --max-pixels {self.max_pixels}: set 0 < min <= max")
+        if not 0 < self.min_pixels <= min(self.max_pixels, self.image_max_pixels):
+            raise ValueError(
+                f"--min-pixels {self.min_pixels} --max-pixels {self.max_pixels} --image-max-pixels "
+                f"{self.image_max_pixels}: set 0 < min <= max"
+            )
 
 
 @dataclass(frozen=True)
@@ -150,7 +156,9 @@ def parse(where: str, row: object, media_root: Path) -> Question:
     answer = answer[1].strip()
     if values["problem_type"] in NUMERIC and number(answer) is None:
         raise RowError(where, "unusable solution", f"solution: expected one number, found {_shown(answer)}")
-    text = values["problem"].strip()
+    text = LEADING.sub("", values["problem"]).strip()
+    if not text:
+        raise RowError(where, "malformed row", f"problem: expected a text, found {_shown(values['problem'])}")
     if values["problem_type"] == "multiple choice":
         options = row.get("options")
         if not isinstance(options, list) or not options or not all(isinstance(o, str) and o.strip() for o in options):
@@ -164,52 +172,6 @@ def parse(where: str, row: object, media_root: Path) -> Question:
         raise RowError(where, "media placeholder", f"the question holds {marker[0]}, which verl would fill with media")
     path = (media_root / values["path"]).resolve()
     return Question(where, str(identity), text, values["data_type"], values["problem_type"], answer, path)
-
-
-def probe_video(path: Path) -> float:
-    """Return the seconds of a video whose last frame can be decoded.
-
-    Raises:
-        ValueError: not a video, or cut off.
-    """
-    with av.open(str(path)) as container:
-        if not container.streams.video:
-            raise ValueError("it has no video stream")
-        stream = container.streams.video[0]
-        stream.thread_type = "AUTO"
-        if stream.frames and stream.average_rate:
-            seconds = float(stream.frames / stream.average_rate)
-        elif container.duration is not None:
-            seconds = container.duration / av.time_base
-        else:
-            raise ValueError("its header gives no length")
-        start = float((stream.start_time or 0) * stream.time_base)
-        # From its beginning where a container has no index to find its end by.
-        for begin in (max(0.0, start + seconds - TAIL_SECONDS), 0.0):
-            container.seek(int(begin * av.time_base))
-            if times := [frame.time for frame in container.decode(stream) if frame.time is not None]:
-                break
-        end = max(times, default=start) - start
-        if end < seconds - TAIL_SECONDS or not times:
-            raise ValueError(f"its header gives {seconds:.1f} s, and the last frame is at {end:.1f} s")
-        if stream.frames == 1:
-            raise ValueError("it has one frame; verl needs two")
-        return seconds
-
-
-def probe(kind: str, path: Path) -> float | tuple[str, str]:
-    """Return the seconds of a clip, 0 for a picture, or reason and message of the error that its rows raise."""
-    if not path.is_file():
-        return "missing file", f"path: no such file: {path}"
-    try:
-        if kind == "video":
-            return probe_video(path)
-        with Image.open(path) as image:
-            image.load()
-        return 0.0
-    # PyAV's errors are ValueErrors or OSErrors; Pillow says SyntaxError of some broken files.
-    except (ValueError, OSError, SyntaxError, Image.DecompressionBombError) as error:
-        return "unreadable file", f"path: cannot decode {path}: {error}"
 
 
 def check(question: Question, probed: float | tuple[str, str], sampling: Sampling, sample_long: bool) -> None:
@@ -226,12 +188,12 @@ def check(question: Question, probed: float | tuple[str, str], sampling: Samplin
 
 def row(question: Question, sampling: Sampling, split: str, index: int) -> dict[str, object]:
     """Return one row of verl's parquet (verl/utils/dataset/rl_dataset.py)."""
-    limits = {"min_pixels": sampling.min_pixels, "max_pixels": sampling.max_pixels}
     media: dict[str, list] = {"images": [], "videos": []}
     if question.kind == "video":
         clip = {"video": str(question.path), "fps": sampling.fps, "max_frames": sampling.max_frames}
-        media["videos"] = [clip | limits]
+        media["videos"] = [clip | {"min_pixels": sampling.min_pixels, "max_pixels": sampling.max_pixels}]
     else:
+        limits = {"min_pixels": sampling.min_pixels, "max_pixels": sampling.image_max_pixels}
         media["images"] = [{"image": str(question.path)} | limits]
     instruction = INSTRUCTION.format(form=FORMS[question.problem_type])
     return {
@@ -245,40 +207,45 @@ def row(question: Question, sampling: Sampling, split: str, index: int) -> dict[
 
 
 def read_questions(
-    source: Path, media_root: Path, sampling: Sampling, bad: str, long: str, skipped: Counter[str]
+    source: Path, media_root: Path, sampling: Sampling, bad: str, long: str, skipped: dict[str, list[str]]
 ) -> Iterator[Question]:
-    """Yield the usable questions; count the others in `skipped` under their reason, where an option says skip.
+    """Yield the usable questions; name the others in `skipped` under their reason, where an option says skip.
 
     Raises:
         RowError: the first row that cannot be used and is not to be skipped.
     """
 
-    def allowed(error: RowError) -> bool:
-        return (long if error.reason == "longer than max_frames" else bad) == "skip"
+    def skip(error: RowError) -> None:
+        if (long if error.reason == "longer than max_frames" else bad) != "skip":
+            raise error
+        skipped.setdefault(error.reason, []).append(str(error))
 
     questions: list[Question] = []
-    seen: dict[str, int] = {}
     for i, content in enumerate(read_rows(source)):
         try:
-            question = parse(f"{source}, row {i}", content, media_root)
-            if seen.setdefault(question.id, i) != i:
-                raise RowError(question.where, "malformed row", f"problem_id: row {seen[question.id]} has it too")
-            questions.append(question)
+            questions.append(parse(f"{source}, row {i}", content, media_root))
         except RowError as error:
-            if not allowed(error):
-                raise
-            skipped[error.reason] += 1
+            skip(error)
     files = list(dict.fromkeys((question.kind, question.path) for question in questions))
     with ThreadPoolExecutor() as pool:
-        probed = dict(zip(files, pool.map(probe, *zip(*files, strict=True)), strict=True)) if files else {}
+        found = progress(pool.map(probe, *zip(*files, strict=True)), len(files)) if files else ()
+        probed = dict(zip(files, found, strict=True))
     for question in questions:
         try:
             check(question, probed[question.kind, question.path], sampling, long == "sample")
             yield question
         except RowError as error:
-            if not allowed(error):
-                raise
-            skipped[error.reason] += 1
+            skip(error)
+
+
+def progress(items: Iterable[Item], total: int, seconds: float = 10) -> Iterator[Item]:
+    """Yield the items; say on stderr every ten seconds how many there were."""
+    said = time.monotonic()
+    for done, item in enumerate(items, start=1):
+        if time.monotonic() - said >= seconds:
+            said = time.monotonic()
+            print(f"prepare: {done:,} of {total:,} files opened", file=sys.stderr, flush=True)
+        yield item
 
 
 def split_rows(questions: list[Question], val_size: int) -> dict[str, list[Question]]:
@@ -319,7 +286,7 @@ def prepare(
 
     Args:
         media_root: folder that relative paths start from; the folder of `source` by default.
-        bad: `stop` at, or `skip` and count, rows that are malformed or whose file is missing or broken.
+        bad: `stop` at, or `skip` and name, rows that are malformed or whose file is missing or broken.
         long: the same for clips that have more than `max_frames` frames at `fps`; `sample` keeps them, and verl spreads
             `max_frames` frames evenly over them.
 
@@ -329,10 +296,12 @@ def prepare(
     sampling = sampling or Sampling()
     if val_size < 0:
         raise ValueError(f"--val-size {val_size}: set 0 or more")
-    skipped: Counter[str] = Counter()
+    skipped: dict[str, list[str]] = {}
     questions = list(read_questions(source, media_root or source.parent, sampling, bad, long, skipped))
     if not questions:
-        raise ValueError(f"{source}: no usable row; skipped {dict(skipped)}")
+        raise ValueError(
+            f"{source}: no usable row; skipped { {reason: len(rows) for reason, rows in skipped.items()} }"
+        )
     splits = split_rows(questions, val_size)
     if not splits["train"]:
         raise ValueError(f"--val-size {val_size}: leaves no clip of {source} to train on; set a smaller number")
@@ -346,7 +315,8 @@ def prepare(
         "types      " + ", ".join(f"{name}: {types[name]}" for name in PROBLEM_TYPES if types[name]),
         "files      "
         + ", ".join(f"{k}: {len({q.path for q in questions if q.kind == k})}" for k in ("video", "image")),
-        "skipped    " + (", ".join(f"{skipped[reason]} {reason}" for reason in sorted(skipped)) or "0"),
+        "skipped    " + (", ".join(f"{len(skipped[reason])} {reason}" for reason in sorted(skipped)) or "0"),
+        *(f"           {message}" for reason in sorted(skipped) for message in skipped[reason][:FIRST_SKIPPED]),
     ]
     return "\n".join(lines)
 
@@ -380,13 +350,18 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--min-pixels", type=int, default=Sampling.min_pixels, metavar="N", help="of a frame or picture"
     )
-    parser.add_argument("--max-pixels", type=int, default=Sampling.max_pixels, metavar="N", help="(default 128*28*28)")
+    parser.add_argument(
+        "--max-pixels", type=int, default=Sampling.max_pixels, metavar="N", help="of a frame (128*28*28)"
+    )
+    parser.add_argument(
+        "--image-max-pixels", type=int, default=Sampling.image_max_pixels, metavar="N", help="of a picture (256*28*28)"
+    )
     parser.add_argument("--bad", choices=["stop", "skip"], default="stop", help="rows that cannot be used")
     parser.add_argument("--long", choices=["stop", "skip", "sample"], default="stop", help="clips over --max-frames")
     parser.add_argument("--val-size", type=int, default=0, metavar="N", help="rows for val.parquet (default 0: none)")
     args = parser.parse_args(argv)
     try:
-        sampling = Sampling(args.fps, args.max_frames, args.min_pixels, args.max_pixels)
+        sampling = Sampling(args.fps, args.max_frames, args.min_pixels, args.max_pixels, args.image_max_pixels)
         print(prepare(args.input, args.output, args.media_root, sampling, args.bad, args.long, args.val_size))
     except (ValueError, OSError) as error:
         print(f"prepare: {error}", file=sys.stderr)

@@ -1,10 +1,12 @@
 """Reward of the video recipe: accuracy by problem type of the last `<answer>...</answer>`, and the think/answer format.
 
-    score = 0.9 * accuracy + 0.1 * format
+    score = 0.9 * acc + 0.1 * format
 
-Accuracy follows Video-R1 (Feng et al., 2025): exact choice; equal numbers; 1 - WER (jiwer) for OCR; the mean of
-ROUGE-1, ROUGE-2 and ROUGE-L (rouge-score) for free-form; 1 - relative error for regression. Right answers that score
-below 1 there score 1 here: a number with its unit, 3.0 for 3, 0 for 0, and one word, which has no ROUGE-2.
+`acc` follows Video-R1 (Feng et al., arXiv 2503.21776, `accuracy_reward` of its grpo.py): exact choice; equal numbers;
+1 - WER (jiwer) for OCR; the mean of ROUGE-1, ROUGE-2 and ROUGE-L (rouge-score) for free-form; 1 - relative error for
+regression. Right answers that score below 1 there score 1 here: a number with its unit, 3.0 for 3, 0 for 0, and one
+word, which has no ROUGE-2. One that scores 1 there scores 0 here: `nan`, of which their regression keeps
+max(0.0, nan) = 0.0 as its error.
 """
 
 import math
@@ -28,17 +30,21 @@ def compute_score(
     solution_str: str | None,
     ground_truth: str,
     extra_info: dict[str, object] | None = None,
+    format_share: float = FORMAT_SHARE,
     **kwargs: object,
 ) -> dict[str, float]:
-    """Return `score`, `accuracy` and `format`, floats in [0, 1], of one response; verl reads `score`, logs the others.
+    """Return `score`, `acc` and `format`, floats in [0, 1], of one response.
 
-    The answer is the innermost text of the last complete block; tags are case-sensitive; without a block accuracy is 0.
+    verl trains on `score`, and validates by `acc` (val-core). The answer is the innermost text of the last complete
+    block; tags are case-sensitive; without a block acc is 0. `format_share` (reward_kwargs) is the format's weight.
     `format` is 1 where the response is one think block and one answer block, neither of them blank, and nothing else.
 
     Raises:
-        ValueError: the ground truth is not a text, or not a number where the type needs one; or `extra_info` has none
-            of `PROBLEM_TYPES` under `problem_type`. No response raises.
+        ValueError: the ground truth is not a text, or not a number where the type needs one; `extra_info` has none
+            of `PROBLEM_TYPES` under `problem_type`; or `format_share` is not in [0, 1]. No response raises.
     """
+    if not 0 <= format_share <= 1:
+        raise ValueError(f"format_share={format_share!r}: set a share from 0 to 1, the format's part of the score")
     problem_type = (extra_info or {}).get("problem_type")
     if problem_type not in PROBLEM_TYPES:
         raise ValueError(
@@ -58,8 +64,8 @@ def compute_score(
     whole = FORMAT.fullmatch(response) if all(response.count(tag) == 1 for tag in TAGS) else None
     well_formed = float(whole is not None and all(part.strip() for part in whole.groups()))
     return {
-        "score": (1 - FORMAT_SHARE) * right + FORMAT_SHARE * well_formed,
-        "accuracy": right,
+        "score": (1 - format_share) * right + format_share * well_formed,
+        "acc": right,
         "format": well_formed,
     }
 

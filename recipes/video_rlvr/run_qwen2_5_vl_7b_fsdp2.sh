@@ -4,7 +4,33 @@
 # MODEL_ENGINE controls the actor: prefix (shared prefix, verl_prefix) or dp (verl's own). Apart from it, only the
 # placement of rows on ranks differs between the two.
 
+# --preset video_r1 (first argument) follows Video-R1 where verl can; README.md has what is left.
+
 set -xeuo pipefail
+
+PRESET=()
+if [[ "${1:-}" == --preset ]]; then
+    case "${2:-}" in
+        video_r1)
+            MODEL_PATH=${MODEL_PATH:-Video-R1/Qwen2.5-VL-7B-COT-SFT}
+            TRAIN_BATCH_SIZE=${TRAIN_BATCH_SIZE:-8}
+            PPO_MINI_BATCH_SIZE=${PPO_MINI_BATCH_SIZE:-8}
+            MAX_RESPONSE_LENGTH=${MAX_RESPONSE_LENGTH:-768}
+            KL_LOSS_COEF=${KL_LOSS_COEF:-0.04}
+            PRESET=(
+                actor_rollout_ref.actor.grad_clip=5
+                actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-mean
+                actor_rollout_ref.actor.optim.lr_scheduler_type=cosine
+                +reward.custom_reward_function.reward_kwargs.format_share=0.5
+            )
+            ;;
+        *)
+            echo "Unsupported --preset ${2:-}. Expected 'video_r1'." >&2
+            exit 1
+            ;;
+    esac
+    shift 2
+fi
 
 # ---- user-adjustable ----
 MODEL_ENGINE=${MODEL_ENGINE:-prefix}
@@ -34,6 +60,9 @@ EXPERIMENT_NAME=${EXPERIMENT_NAME:-qwen2_5_vl_7b_fsdp2_${MODEL_ENGINE}}
 SAVE_FREQ=${SAVE_FREQ:--1}
 TEST_FREQ=${TEST_FREQ:-20}
 TOTAL_EPOCHS=${TOTAL_EPOCHS:-1}
+# file: PROJECT_NAME/EXPERIMENT_NAME.jsonl under VERL_FILE_LOGGER_ROOT, or here. wandb where it is installed.
+WANDB=$(python3 -c 'import wandb' 2>/dev/null && echo ',"wandb"' || true)
+LOGGER=${LOGGER:-"[\"console\",\"file\"${WANDB}]"}
 # ---- end user-adjustable ----
 
 RECIPE_DIR=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
@@ -115,7 +144,7 @@ ALGORITHM=(
 
 TRAINER=(
     trainer.v1.trainer_mode=${TRAINER_MODE}
-    trainer.logger=console
+    trainer.logger="${LOGGER}"
     trainer.project_name="${PROJECT_NAME}"
     trainer.experiment_name="${EXPERIMENT_NAME}"
     trainer.nnodes=${NNODES}
@@ -135,6 +164,7 @@ python3 -m verl.trainer.main_ppo \
     "${REF[@]}" \
     "${ALGORITHM[@]}" \
     "${TRAINER[@]}" \
+    "${PRESET[@]}" \
     "$@"
 
 # What to expect. The script's options compose in verl 0.9.1 (tests/recipes); no number of a GPU run is claimed here.
@@ -142,6 +172,6 @@ python3 -m verl.trainer.main_ppo \
 #                         split_groups is 0, and a reuse_fraction of 0 means that nothing is shared
 #   dp against prefix     the same losses and rewards within noise; compare timing_s/update_actor, timing_s/old_log_prob
 #                         and timing_s/ref; the rollout is vLLM's in both and has its own prefix cache
-#   reward                critic/score/mean rises first with the share of well-formed responses; validation reports
+#   reward                critic/score/mean rises first with the share of well-formed responses; val-core/*/acc is
 #                         accuracy by problem type
 #   out of memory         lower PPO_MAX_TOKEN_LEN_PER_GPU; a group that does not fit runs as suffix waves

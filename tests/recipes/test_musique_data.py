@@ -187,7 +187,7 @@ def test_the_reward_takes_the_ground_truth_as_pandas_and_datasets_return_it(sour
             result = reward.compute_score(
                 row["data_source"], f"<answer>{answer}</answer>", row["reward_model"]["ground_truth"], row["extra_info"]
             )
-            assert result["em"] == result["score"] == 1
+            assert result["acc"] == result["score"] == 1
 
 
 @pytest.mark.parametrize("most", [1, 3, 5, 99])

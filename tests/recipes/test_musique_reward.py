@@ -73,7 +73,7 @@ def reference_f1(answer: str, gold: str) -> float:
 )
 def test_em_and_f1_are_those_worked_out_by_hand(answer, accepted, em, f1):
     result = scored(f"Because of this.\n<answer>{answer}</answer>", *accepted)
-    assert result == {"score": pytest.approx(0.9 * f1 + 0.1), "em": em, "f1": pytest.approx(f1), "format": 1.0}
+    assert result == {"score": pytest.approx(0.9 * f1 + 0.1), "acc": em, "f1": pytest.approx(f1), "format": 1.0}
     assert all(type(value) is float for value in result.values())
 
 
@@ -95,7 +95,7 @@ def test_em_and_f1_are_those_worked_out_by_hand(answer, accepted, em, f1):
 )
 def test_the_last_complete_block_is_read_and_one_block_is_the_format(response, f1, well_formed):
     result = scored(response, "Rome")
-    assert (result["f1"], result["em"], result["format"]) == (f1, f1, well_formed)
+    assert (result["f1"], result["acc"], result["format"]) == (f1, f1, well_formed)
     assert result["score"] == pytest.approx(0.9 * f1 + 0.1 * well_formed)
 
 
@@ -104,7 +104,7 @@ def test_the_last_complete_block_is_read_and_one_block_is_the_format(response, f
 )
 def test_without_a_block_nothing_is_right_and_the_score_stays_below_any_block(response):
     result = scored(response, "Rome")
-    assert (result["em"], result["f1"], result["format"]) == (0, 0, 0)
+    assert (result["acc"], result["f1"], result["format"]) == (0, 0, 0)
     assert result["score"] < 0.1
 
 
@@ -126,7 +126,7 @@ def test_a_model_without_blocks_gets_unequal_scores_and_a_wrong_block_beats_a_se
     ["Rome", ["Rome"], ("Rome",), np.array(["Rome", "Roma"]), np.array(["Rome"], dtype=object), np.array("Rome")],
 )
 def test_every_form_that_parquet_readers_return_is_accepted(ground_truth):
-    assert reward.compute_score("musique", "<answer>rome</answer>", ground_truth, {"index": 0}, extra=1)["em"] == 1
+    assert reward.compute_score("musique", "<answer>rome</answer>", ground_truth, {"index": 0}, extra=1)["acc"] == 1
 
 
 @pytest.mark.parametrize("ground_truth", [[], (), np.array([]), None, 7, {"a": 1}, [1], ["Rome", None], [["Rome"]]])
@@ -142,16 +142,16 @@ def test_broken_ground_truth_is_named(ground_truth):
 def test_em_and_f1_equal_a_second_implementation(answer, accepted):
     result = scored(f"<answer>{answer}</answer>", *accepted)
     assert result["f1"] == pytest.approx(max(reference_f1(answer, gold) for gold in accepted))
-    assert result["em"] == max(reference_tokens(answer) == reference_tokens(gold) for gold in accepted)
+    assert result["acc"] == max(reference_tokens(answer) == reference_tokens(gold) for gold in accepted)
 
 
 @settings(max_examples=100, deadline=None)
 @given(response=st.one_of(RESPONSES, st.text()), accepted=st.lists(st.text(), min_size=1, max_size=3))
 def test_any_response_is_scored_within_bounds(response, accepted):
     result = scored(response, *accepted)
-    assert list(result) == ["score", "em", "f1", "format"]
+    assert list(result) == ["score", "acc", "f1", "format"]
     assert all(0 <= value <= 1 for value in result.values())
-    assert result["em"] <= result["f1"] and result["em"] in (0, 1) and result["format"] in (0, 1)
+    assert result["acc"] <= result["f1"] and result["acc"] in (0, 1) and result["format"] in (0, 1)
     assert (result["score"] == pytest.approx(1)) == (result["f1"] == 1 and result["format"] == 1)
     assert result == scored(response, *reversed(accepted))
 

@@ -18,6 +18,7 @@ from hydra import compose, initialize_config_module
 from omegaconf import DictConfig
 from PIL import Image
 from transformers import AutoConfig, AutoProcessor
+from verl.trainer.ppo.reward import get_custom_reward_fn
 from verl.utils.config import validate_config
 from verl.utils.import_utils import load_extern_object
 
@@ -34,7 +35,7 @@ def launched(script: str, tmp_path: Path, *args: str, **knobs: str) -> list[str]
     """Run the script with a python3 that writes its arguments down; return those that follow the module's name."""
     fake = tmp_path / "bin" / "python3"
     fake.parent.mkdir(exist_ok=True)
-    fake.write_text(f"#!/bin/sh\nprintf '%s\\0' \"$@\" > '{tmp_path}/args'\n")
+    fake.write_text(f"#!/bin/sh\n[ $1 = -c ] && exit ${{NO_WANDB:-0}}\nprintf '%s\\0' \"$@\" > '{tmp_path}/args'\n")
     fake.chmod(0o755)
     env = {"PATH": f"{fake.parent}:{os.environ['PATH']}", "HOME": str(tmp_path), **knobs}
     subprocess.run(["bash", RECIPES / script, *args], check=True, env=env, capture_output=True, cwd=tmp_path)
@@ -77,6 +78,33 @@ def test_every_override_exists_and_the_driver_accepts_the_config(tmp_path, scrip
         assert (config.data.image_key, config.data.video_key) == ("images", "videos")  # what prepare.py writes
         response = "<think>x</think><answer>B</answer>"
         assert score("video_rlvr", response, "B", {"problem_type": "multiple choice"})["score"] == 1
+
+
+@both
+def test_every_logger_that_is_there_logs(tmp_path, script):
+    assert composed(launched(script, tmp_path)).trainer.logger == ["console", "file", "wandb"]
+    assert composed(launched(script, tmp_path, NO_WANDB="1")).trainer.logger == ["console", "file"]
+    assert composed(launched(script, tmp_path, LOGGER="[console]")).trainer.logger == ["console"]
+
+
+def test_the_preset_of_video_r1(tmp_path):
+    model = write_tiny_model(tmp_path / "model")
+    overrides = launched(VIDEO, tmp_path, "--preset", "video_r1", f"actor_rollout_ref.model.path={model}")
+    assert "actor_rollout_ref.model.path=Video-R1/Qwen2.5-VL-7B-COT-SFT" in overrides
+    keys = [override.split("=")[0] for override in overrides[:-1]]
+    assert len(keys) == len(set(keys))
+    config = composed(overrides)
+    validate_config(config, use_reference_policy=True, use_critic=False)
+    actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
+    assert (actor.kl_loss_coef, actor.grad_clip, actor.optim.lr_scheduler_type) == (0.04, 5, "cosine")
+    assert (actor.kl_loss_type, actor.loss_agg_mode) == ("low_var_kl", "seq-mean-token-mean")
+    assert (config.data.max_response_length, config.data.train_batch_size, actor.ppo_mini_batch_size) == (768, 8, 8)
+    assert (actor.optim.lr, rollout.n, rollout.temperature) == (1e-6, 8, 1.0)
+    score = get_custom_reward_fn(config)("v", "<answer>B</answer>", "B", {"problem_type": "multiple choice"})
+    assert (score["score"], score["acc"], score["format"]) == (0.5, 1, 0)
+    with pytest.raises(subprocess.CalledProcessError) as error:
+        launched(VIDEO, tmp_path, "--preset", "video_r2")
+    assert b"Unsupported --preset video_r2. Expected 'video_r1'." in error.value.stderr
 
 
 @both

@@ -26,7 +26,8 @@ def load(name: str, module_name: str) -> ModuleType:
     return module
 
 
-reward = load("reward", "reward")  # under the name that prepare.py imports from its own folder
+# Under the names that prepare.py imports from its own folder.
+reward, probe = load("reward", "reward"), load("probe", "probe")
 make_clips, prepare = load("make_clips", "video_make_clips"), load("prepare", "video_prepare")
 SIZE, FPS, SECONDS = 160, 8, 5
 
@@ -169,7 +170,7 @@ def prepared(folder: Path, output: Path, **options) -> list[dict]:
 
 
 def test_rows_hold_the_question_the_file_and_the_sampling(clips, tmp_path):
-    sampling = prepare.Sampling(fps=1.0, max_frames=8, min_pixels=3136, max_pixels=6272)
+    sampling = prepare.Sampling(fps=1.0, max_frames=8, min_pixels=3136, max_pixels=6272, image_max_pixels=9408)
     rows = prepared(clips, tmp_path, sampling=sampling)
     limits = {"min_pixels": 3136, "max_pixels": 6272}
     for i, (row, question) in enumerate(zip(rows, questions(clips), strict=True)):
@@ -182,7 +183,7 @@ def test_rows_hold_the_question_the_file_and_the_sampling(clips, tmp_path):
         if question["data_type"] == "video":
             assert row["videos"] == [{"video": path, "fps": 1.0, "max_frames": 8} | limits] and row["images"] == []
         else:
-            assert row["images"] == [{"image": path} | limits] and row["videos"] == []
+            assert row["images"] == [{"image": path} | limits | {"max_pixels": 9408}] and row["videos"] == []
         kind = question["problem_type"]
         assert row["data_source"] == f"video_rlvr/{kind.replace(' ', '_')}"
         assert row["extra_info"] == {
@@ -260,7 +261,8 @@ def test_an_unusable_row_is_named_or_counted(clips, tmp_path, capsys, values, re
     assert not (tmp_path / "out").exists()
 
     assert prepare.main([*arguments, "--bad", "skip"]) == 0
-    assert f"skipped    1 {reason}" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert f"skipped    1 {reason}\n           {line.removeprefix('prepare: ')}\n" in out
     ids = [row["extra_info"]["id"] for row in pq.read_table(tmp_path / "out" / "train.parquet").to_pylist()]
     assert "2" not in ids and len(ids) == len(questions(clips)) - 1
 
@@ -273,10 +275,63 @@ def test_a_row_without_an_id_is_named_by_its_place(clips, tmp_path, row):
         prepare.prepare(source, tmp_path / "out", clips)
 
 
-def test_an_id_that_two_rows_have_is_named(clips, tmp_path):
-    source = changed(clips, tmp_path, problem_id="1")
-    with pytest.raises(prepare.RowError, match="row 2, problem_id 1: problem_id: row 1 has it too"):
-        prepare.prepare(source, tmp_path / "out", clips)
+def test_an_id_that_two_rows_have_is_kept_twice(clips, tmp_path):
+    """problem_id is unique within a source of Video-R1 alone."""
+    source = changed(clips, tmp_path, problem_id=1)
+    prepare.prepare(source, tmp_path / "out", clips)
+    ids = [row["extra_info"]["id"] for row in pq.read_table(tmp_path / "out" / "train.parquet").to_pylist()]
+    assert ids[:4] == ["0", "1", "1", "3"] and len(ids) == len(questions(clips))
+
+
+@pytest.mark.parametrize("tag", ["<video>", "<image>\n", " <video> "])
+def test_a_leading_tag_is_stripped(clips, tmp_path, tag):
+    text = "How many are there?"
+    prepare.prepare(changed(clips, tmp_path, problem=tag + text), tmp_path / "out", clips)
+    row = pq.read_table(tmp_path / "out" / "train.parquet").to_pylist()[2]
+    assert row["prompt"][0]["content"].startswith(f"<video>{text}\n")
+    with pytest.raises(prepare.RowError, match="problem: expected a text, found"):
+        prepare.prepare(changed(clips, tmp_path, problem=tag), tmp_path / "b", clips)
+
+
+def test_the_first_rows_of_each_reason_are_named(clips, tmp_path):
+    rows = questions(clips)
+    for i, row in enumerate(rows[:7]):
+        row["path" if i < 5 else "problem_type"] = "gone"
+    source = tmp_path / "questions.json"
+    source.write_text(json.dumps(rows))
+    lines = prepare.prepare(source, tmp_path / "out", clips, bad="skip").splitlines()
+    assert "skipped    5 missing file, 2 unknown problem_type" in lines
+    named = [line.split(", problem_id")[0].strip() for line in lines if line.startswith("   ")]
+    assert named == [f"{source}, row {i}" for i in (0, 1, 2, 5, 6)]
+
+
+def test_long_work_says_how_far_it_is(capsys):
+    assert list(prepare.progress("abc", 1234, seconds=0)) == list("abc")
+    assert capsys.readouterr().err.splitlines() == [f"prepare: {i} of 1,234 files opened" for i in (1, 2, 3)]
+    assert list(prepare.progress("abc", 1234)) == list("abc") and not capsys.readouterr().err
+
+
+# As Video-R1-260k.json has them: the fields, an `./` path, and text of each type (made up here, like the media).
+PUBLISHED = [
+    {"problem_id": 2, "problem": "What appears on the screen?", "data_type": "image", "problem_type": "multiple choice",
+     "options": ["A. It cools", "B. It heats"], "process": "", "solution": "<answer>A</answer>", "path": "./a/0.png",
+     "data_source": "a"},
+    {"problem_id": 2, "problem": "<video>\nHow many collisions?", "data_type": "video", "problem_type": "numerical",
+     "options": [], "process": "", "solution": "<answer>3</answer>", "path": "./CLEVRER/0.mp4",
+     "data_source": "CLEVRER"},
+]  # fmt: skip
+
+
+def test_published_rows_are_kept(clips, tmp_path):
+    for row, medium in zip(PUBLISHED, ("stills/00000.png", "clips/00000.mp4"), strict=True):
+        (tmp_path / row["path"]).parent.mkdir(exist_ok=True)
+        (tmp_path / row["path"]).write_bytes((clips / medium).read_bytes())
+    source = tmp_path / "Video-R1-260k.json"
+    source.write_text(json.dumps(PUBLISHED))
+    assert "skipped    0" in prepare.prepare(source, tmp_path / "out")
+    image, video = pq.read_table(tmp_path / "out" / "train.parquet").to_pylist()
+    assert image["images"][0]["max_pixels"] == 256 * 28 * 28 and video["videos"][0]["max_pixels"] == 128 * 28 * 28
+    assert video["prompt"][0]["content"].startswith("<video>How many collisions?\n")
 
 
 def cut(source: Path, target: Path, share: float, faststart: bool) -> None:

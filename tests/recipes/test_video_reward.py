@@ -29,10 +29,10 @@ def scored(problem_type: str, response: object, gold: str) -> dict[str, float]:
 def right(problem_type: str, answer: str, gold: str) -> float:
     """The accuracy of an answer in a well-formed response."""
     result = scored(problem_type, f"<think>I looked.</think>\n<answer>{answer}</answer>", gold)
-    assert list(result) == ["score", "accuracy", "format"] and all(type(value) is float for value in result.values())
+    assert list(result) == ["score", "acc", "format"] and all(type(value) is float for value in result.values())
     assert result["format"] == bool(answer.strip())
-    assert result["score"] == pytest.approx(0.9 * result["accuracy"] + 0.1 * result["format"])
-    return result["accuracy"]
+    assert result["score"] == pytest.approx(0.9 * result["acc"] + 0.1 * result["format"])
+    return result["acc"]
 
 
 @pytest.mark.parametrize(
@@ -189,7 +189,7 @@ def test_regression_is_one_minus_the_relative_error(answer, gold, expected):
 )
 def test_the_last_complete_block_is_read_and_one_of_each_is_the_format(response, accuracy, well_formed):
     result = scored("multiple choice", response, "B")
-    assert (result["accuracy"], result["format"]) == (accuracy, well_formed)
+    assert (result["acc"], result["format"]) == (accuracy, well_formed)
     assert result["score"] == pytest.approx(0.9 * accuracy + 0.1 * well_formed)
 
 
@@ -234,7 +234,7 @@ PIECES = st.lists(st.sampled_from([*reward.TAGS, "B", "3", "-1e999", ",", " ", "
 def test_any_response_is_scored_within_bounds(response, problem_type):
     result = scored(problem_type, response, GOLD[problem_type])
     assert all(0 <= value <= 1 for value in result.values())
-    assert result["score"] == pytest.approx(0.9 * result["accuracy"] + 0.1 * result["format"])
+    assert result["score"] == pytest.approx(0.9 * result["acc"] + 0.1 * result["format"])
     assert result == reward.compute_score("x", response, GOLD[problem_type], {"problem_type": problem_type}, more=1)
 
 
@@ -243,3 +243,13 @@ def test_any_response_is_scored_within_bounds(response, problem_type):
 def test_a_long_response_costs_no_more_than_linear_time(problem_type, filling):
     # Quadratic time would be minutes here, and the suite's limit would end it.
     scored(problem_type, f"<think>{filling * 20_000}</think><answer>{filling * 20_000}</answer>", GOLD[problem_type])
+
+
+def test_the_share_of_the_format_is_a_setting():
+    def score(share):
+        extra = {"problem_type": "multiple choice"}
+        return reward.compute_score("v", "<answer>B</answer>", "B", extra, format_share=share)["score"]
+
+    assert [score(share) for share in (0, 0.25, 0.5)] == [1, 0.75, 0.5]
+    with pytest.raises(ValueError, match="format_share=1.5: set a share from 0 to 1"):
+        score(1.5)

@@ -29,7 +29,7 @@ def test_verl_decodes_every_row_at_the_rate_and_size_that_it_carries(tmp_path, m
     recipe("make_clips.py", "--output", tmp_path, "--clips", 2, "--stills", 1, "--size", 96)
     recipe(
         "prepare.py", "--input", tmp_path / "questions.json", "--output", tmp_path / "data", "--long", "sample",
-        "--max-frames", max_frames, "--min-pixels", 64, "--max-pixels", 2304,
+        "--max-frames", max_frames, "--min-pixels", 64, "--max-pixels", 2304, "--image-max-pixels", 2304,
     )  # fmt: skip
     model = write_tiny_vlm(tmp_path / "model", family="qwen2_5_vl")
     config = OmegaConf.create(

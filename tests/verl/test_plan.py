@@ -399,7 +399,18 @@ def test_prompts_with_clips_are_as_long_as_verl_makes_them(tmp_path):
         subprocess.run([sys.executable, recipe / script, *map(str, words)], check=True, timeout=120, env=environment)
 
     run("make_clips.py", "--output", tmp_path, "--clips", 2, "--stills", 0, "--size", 80)
-    limits = ("--max-frames", 8, "--long", "sample", "--min-pixels", 64, "--max-pixels", 1600)
+    limits = (
+        "--max-frames",
+        8,
+        "--long",
+        "sample",
+        "--min-pixels",
+        64,
+        "--max-pixels",
+        1600,
+        "--image-max-pixels",
+        1600,
+    )
     run("prepare.py", "--input", tmp_path / "questions.json", "--output", tmp_path, "--val-size", 2, *limits)
     words = overrides(tmp_path, "data.image_patch_size=4", f"actor_rollout_ref.model.path={model}")
     found = plan.build("ppo_trainer", words, "20", None)

@@ -29,7 +29,7 @@ def test_clips_train_through_verl_with_the_pixels_that_the_rollout_saw(tmp_path,
     recipe("make_clips.py", "--output", tmp_path, "--clips", 2, "--stills", 3, "--size", 112)
     recipe(
         "prepare.py", "--input", tmp_path / "questions.json", "--output", tmp_path, "--val-size", 5,
-        "--min-pixels", 64, "--max-pixels", 1600,
+        "--min-pixels", 64, "--max-pixels", 1600, "--image-max-pixels", 1600,
     )  # fmt: skip
     model = write_tiny_vlm(
         tmp_path / "model", family="qwen3_vl", texts=(tmp_path / "questions.json").read_text().split("\n")
