@@ -57,7 +57,7 @@ VISION = {
 ALL = [*CASES, *((family, name) for family in test_vision_engine.FAMILIES for name in VISION)]
 FEW = [
     "packed", "phased", "gradient_checkpointing_phased", "tool_tokens_phased", "empty_responses", "one_key_head",
-    "auto_verified", "gate_shut", ("qwen3_vl", "phased"), ("qwen3_vl", "scattered"),
+    "auto_verified", "gate_shut", "moe", ("qwen3_vl", "phased"), ("qwen3_vl", "scattered"),
 ]  # fmt: skip
 
 
@@ -236,6 +236,30 @@ def test_a_case_shares_or_takes_verls_path_as_it_should(results):
         assert 0 < result["auto_verified"]["metrics"]["prefix/verify_attention"][0] <= 2
         assert 0 < result["auto_verified"]["metrics"]["prefix/verify_log_probs"][0] <= 3
         assert result["qwen3_vl", "scattered"]["metrics"]["prefix/groups"][0] > 1
+
+
+def test_experts_loads_are_those_of_every_row_by_itself(results, models):
+    """verl computes a row's last token as well, which no loss reads; ours are of all others."""
+    from transformers import AutoModelForCausalLM
+
+    model, chosen = AutoModelForCausalLM.from_pretrained(models["qwen3_moe"]), []
+    for layer in model.model.layers:
+        layer.mlp.gate.register_forward_hook(lambda module, args, output: chosen.append(output[2].flatten()))
+    for rank in range(2 if "a rank that fails" in results[0] else 1):
+        for row in test_engine_equivalence._batch(rank, model.config.vocab_size, {})["input_ids"].unbind():
+            with torch.no_grad():
+                model(input_ids=row[:-1].unsqueeze(0), use_cache=False)
+    loads = torch.stack([torch.cat(chosen[layer :: len(model.model.layers)]).bincount(minlength=4) for layer in (0, 1)])
+    excess = loads * 4 / loads.sum(1, keepdim=True) - 1
+    for result in results:
+        metrics = {name: x for name, (x,) in result["moe"]["metrics"].items() if name.startswith("prefix/moe/")}
+        assert metrics == {
+            "prefix/moe/max_vio/max": pytest.approx(excess.max().item()),
+            "prefix/moe/max_vio/avg": pytest.approx(excess.amax(1).mean().item()),
+            "prefix/moe/avg_vio/max": pytest.approx(excess.abs().mean(1).max().item()),
+            "prefix/moe/avg_vio/avg": pytest.approx(excess.abs().mean().item()),
+        }
+        assert not any(name.startswith("prefix/moe/") for name in result["packed"]["metrics"])
 
 
 def test_ranks_that_price_differently_take_the_same_path(results):

@@ -35,6 +35,7 @@ class AttentionPass:
         cache: a wave, suffixes read their prefixes from it.
         keep: under gradient checkpointing, attention's outputs wait for the backward, whose recomputation of the layers
             then runs no kernel.
+        multiplicity: `Layout.multiplicity` of the tokens that this rank has.
         shards: the row's tokens are spread over ranks; q, k, v and sinks are then this rank's heads of all tokens.
         inspect: called by every layer with (layer, layout, q, k, v, sinks, params, out) of `GroupedAttention`.
     """
@@ -54,6 +55,7 @@ class AttentionPass:
         self.capture = capture
         self.cache = cache
         self.shards = shards
+        self.multiplicity = layout.multiplicity
         self.inspect = inspect
         self.kept: Kept | None = {} if keep else None
         self.num_calls = 0  # attention layers seen, so that a model that bypasses us is noticed

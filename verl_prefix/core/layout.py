@@ -125,12 +125,14 @@ class Layout:
 
     `index` [T] (int64) says which token of the batch's flat values each one is. A segment's prefix is counted in the
     prefix source: this row itself, or for a wave (which has no prefixes) the prefix row of phase A. `read` [n] (int64)
-    are the suffix tokens whose outputs are read; None: all.
+    are the suffix tokens whose outputs are read; None: all. `multiplicity` [T] (int64): how often each token counts in
+    the logical batch, 0 in a dummy.
     """
 
     index: torch.Tensor
     num_prefix: int
     segments: tuple[Segment, ...]
+    multiplicity: torch.Tensor
     read: torch.Tensor | None = None
     _reads: dict[tuple[int | None, torch.device], Reads] = _built_once()
 
@@ -220,21 +222,28 @@ def build_layout(groups: Sequence[Group], offsets: Sequence[int], prefix_starts:
         if suffix_len
     ]
     pieces = [*((int(offsets[g.rows[0]]), Segment(g.prefix_len)) for g in prefixes), *suffixes]
-    return Layout(
-        _ranges([(place, segment.length) for place, segment in pieces]), num_prefix, tuple(s for _, s in pieces)
-    )
+    index = _ranges([(place, segment.length) for place, segment in pieces])
+    multiplicity = torch.cat([_multiplicity(prefixes), torch.ones(len(index) - num_prefix, dtype=torch.int64)])
+    return Layout(index, num_prefix, tuple(s for _, s in pieces), multiplicity)
 
 
 def prefix_layout(groups: Sequence[Group], offsets: Sequence[int]) -> Layout:
     """Phase A: the prefixes of `groups`, in this order, and nothing else; at least one group has a prefix."""
     pieces = [(int(offsets[group.rows[0]]), group.prefix_len) for group in groups if group.prefix_len]
     index = _ranges(pieces)
-    return Layout(index, len(index), tuple(Segment(length) for _, length in pieces))
+    return Layout(index, len(index), tuple(Segment(length) for _, length in pieces), _multiplicity(groups))
 
 
 def dummy_layout() -> Layout:
     """One token of the batch that reads itself: keeps a rank's collectives in step where it has nothing to compute."""
-    return Layout(torch.zeros(1, dtype=torch.int64), 0, (Segment(1),))
+    nothing = torch.zeros(1, dtype=torch.int64)
+    return Layout(nothing, 0, (Segment(1),), nothing)
+
+
+def _multiplicity(groups: Sequence[Group]) -> torch.Tensor:
+    """Of the prefixes of `groups`, one after the other: rows that have one."""
+    rows = torch.tensor([sum(n > 0 for n in group.suffix_lens) for group in groups], dtype=torch.int64)
+    return rows.repeat_interleave(torch.tensor([group.prefix_len for group in groups], dtype=torch.int64))
 
 
 def on_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

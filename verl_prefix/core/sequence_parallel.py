@@ -41,10 +41,15 @@ class Shards:
             places.append(before + number % max(length, 1))
         self._owner, self._place = torch.cat(owners), torch.cat(places)
         gathered = self._owner * self._local + self._place
-        tokens = torch.zeros(self.size * self._local, dtype=torch.int64)
-        tokens[gathered] = torch.arange(layout.num_tokens)
-        self.tokens = tokens.view(self.size, self._local)[self.rank]
+        self._host_gathered = gathered
         self._gathered = on_device(gathered, device)
+        self.tokens = self.own(torch.arange(layout.num_tokens))
+
+    def own(self, values: torch.Tensor) -> torch.Tensor:
+        """Values of all tokens [T], in host memory -> of this rank's [t], 0 where a slice is padded."""
+        padded = values.new_zeros(self.size * self._local)
+        padded[self._host_gathered] = values
+        return padded.view(self.size, self._local)[self.rank]
 
     def keep(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Places of the row's tokens `tokens` [n] int64, in ascending order, among those of this rank, as many on every

@@ -188,7 +188,8 @@ class MiniBatch:
                 self.token_outputs(torch.tensor([-1], device=device), logits)
             with torch.no_grad():
                 nothing = torch.zeros((0, len(self.names)), dtype=self.dtype, device=device)
-                self.step(plan.idle_rows, Layout(torch.zeros(0, dtype=torch.int64), 0, ()), nothing)
+                no_tokens = torch.zeros(0, dtype=torch.int64)
+                self.step(plan.idle_rows, Layout(no_tokens, 0, (), no_tokens), nothing)
         return self._outputs, self._rows
 
 

@@ -17,6 +17,7 @@ from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 from verl_prefix.core.attention import AttentionParams, AttentionPass, GroupedAttention
 from verl_prefix.core.kernels import choose_kernel
 from verl_prefix.models import vision
+from verl_prefix.models.experts import ExpertLoads
 from verl_prefix.models.support import layer_window
 
 ATTENTION_NAME = "verl_prefix"
@@ -83,6 +84,7 @@ class HookedModel:
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
         self.text_config: PretrainedConfig = model.config.get_text_config()
+        self.expert_loads = ExpertLoads(model)
         _prefetch_in_backward(model)
 
     @contextmanager
@@ -153,7 +155,7 @@ class HookedModel:
             use_cache=False,
             prefix_pass=attention_pass,
         )
-        with ExitStack() as replaced:
+        with self.expert_loads.counting(attention_pass.multiplicity), ExitStack() as replaced:
             if not whole:
                 replaced.enter_context(_forward_replaced(lm_head, chunked))
             if (seeing := vision.vision_model(self.model)) is None:

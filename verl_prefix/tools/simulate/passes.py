@@ -288,7 +288,7 @@ class Simulation:
         job, starts = self.job, self.offsets
         pieces = [torch.arange(starts[row], starts[row + 1]) for row in batch]
         place = torch.cat(pieces)
-        layout = Layout(place, 0, tuple(Segment(len(piece)) for piece in pieces))
+        layout = Layout(place, 0, tuple(Segment(len(piece)) for piece in pieces), torch.ones_like(place))
         attention = AttentionPass(layout, self.kernel)
         index = place.to(self.device)
         ids, positions = self.tokens.input_ids[index], self.tokens.position_ids[..., index]

@@ -1,0 +1,68 @@
+"""Load of a mixture's experts: how many tokens of the logical batch each one gets, though a prefix runs once."""
+
+import functools
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+import torch
+from transformers import PreTrainedModel
+
+from verl_prefix.core.layout import on_device
+
+
+class ExpertLoads:
+    """Counts what routers choose in an update's forwards, not where gradient checkpointing runs them again.
+
+    Routers are those that transformers records as `router_logits`, and that return their choice, int64 [T, chosen], as
+    well; a model without any has no loads.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        parts = (part for part in model.modules() if isinstance(part, PreTrainedModel))
+        recorders = [(part._can_record_outputs or {}).get("router_logits") for part in parts]
+        kinds = tuple({recorder.target_class for recorder in recorders if hasattr(recorder, "target_class")})
+        self._routers = [module for module in model.modules() if isinstance(module, kinds)]
+        self._loads: dict[int, torch.Tensor] = {}
+
+    @contextmanager
+    def counting(self, multiplicity: torch.Tensor) -> Iterator[None]:
+        """While open, a forward's tokens count `multiplicity` [T] int64 times each."""
+        with ExitStack() as hooks:
+            if self._routers and torch.is_grad_enabled():
+                multiplicity = on_device(multiplicity, next(self._routers[0].parameters()).device)
+                for layer, router in enumerate(self._routers):
+                    hook = functools.partial(self._count, layer, multiplicity)
+                    hooks.callback(router.register_forward_hook(hook).remove)
+            yield
+
+    def _count(
+        self, layer: int, multiplicity: torch.Tensor, router: torch.nn.Module, args: object, output: object
+    ) -> None:
+        tensors = [x for x in output if isinstance(x, torch.Tensor)] if isinstance(output, tuple) else []
+        chosen = next((x for x in tensors if not x.is_floating_point()), None)
+        if chosen is None:
+            return
+        num_experts = next(x.shape[-1] for x in tensors if x.is_floating_point())
+        load = self._loads.setdefault(layer, multiplicity.new_zeros(num_experts))
+        load.index_add_(0, chosen.flatten(), multiplicity.repeat_interleave(chosen.shape[-1]))
+
+    def total(self) -> torch.Tensor:
+        """[layers, experts] int64, of all forwards until now; without routers [0]."""
+        loads = [self._loads[layer] for layer in sorted(self._loads)]
+        return torch.stack(loads) if loads else torch.zeros(0, dtype=torch.int64)
+
+
+def load_violations(loads: torch.Tensor) -> dict[str, float]:
+    """The relative excess over an even load, of the fullest expert (max_vio) and on average (avg_vio), largest and mean
+    of all layers: verl's rollout/moe/* (verl/trainer/ppo/metric_utils.py).
+
+    Args:
+        loads: [layers, experts].
+    """
+    deviation = loads.double() * loads.shape[1] / loads.sum(1, keepdim=True).clamp(min=1) - 1
+    by_layer = {"max_vio": deviation.amax(1), "avg_vio": deviation.abs().mean(1)}
+    return {
+        f"{name}/{over}": value
+        for name, layers in by_layer.items()
+        for over, value in (("max", layers.max().item()), ("avg", layers.mean().item()))
+    }
