@@ -4,6 +4,7 @@ One pair of processes runs every case (starting them costs more than the cases);
 exercise CUDA or NCCL.
 """
 
+import contextlib
 import functools
 import inspect
 import os
@@ -339,6 +340,24 @@ def _measure(backend: str, model_path: str, rank: int, options: dict) -> dict:
     result["loss"] = sum(output["loss"])
     result["metrics"] = output["metrics"]
     result["params"] = {name: _full(p) for name, p in engine.module.named_parameters()}
+    return result | (_adapters(engine, data) if "lora_targets" in options else {})
+
+
+def _adapters(engine, data) -> dict:
+    """Log-probs of the policy and, through the disabled adapter, of the ref policy, and what the rollout is sent."""
+    result = {}
+    for name, parameter in engine.module.named_parameters():
+        if "lora_B" in name:  # after one step an adapter does next to nothing
+            parameter.data.fill_(0.02)
+    for name, context in (("adapted", contextlib.nullcontext()), ("ref", engine.disable_adapter())):
+        with engine.eval_mode(disable_auto_offload=True), context:
+            output = engine.infer_batch(data.copy())["model_output"]
+        result[f"{name} log_probs"] = torch.cat(_responses(output["log_probs"], data))
+    assert _relative(result["adapted log_probs"], result["ref log_probs"]) > 1e-3
+    for merge in (False, True):
+        engine.model_config.lora["merge"] = merge
+        sent = [x.flatten() for _, x in engine.get_per_tensor_param(base_sync_done=True)[0]]
+        result[f"sent, merged: {merge}"] = torch.cat(sent)
     return result
 
 
@@ -403,8 +422,8 @@ def _relative(ours: torch.Tensor, stock: torch.Tensor) -> float:
 def _compare(ours: dict, stock: dict) -> dict:
     errors = {
         name: _relative(ours[name], stock[name])
-        for name in ("log_probs", "entropy", "sum_pi_squared")
-        if name in stock and name in ours
+        for name in ours
+        if (name in ("entropy", "sum_pi_squared") or "log_probs" in name or name.startswith("sent")) and name in stock
     }
     errors["outputs"] = float(set(stock) ^ set(ours) != set())
     errors["metric names"] = float(bool(set(stock["metrics"]) - set(ours["metrics"])))
