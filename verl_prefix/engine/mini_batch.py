@@ -6,8 +6,9 @@ Source: verl/workers/engine/fsdp/transformer_impl.py, FSDPEngineWithLMHead.
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 from tensordict import TensorDict
@@ -19,11 +20,13 @@ from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 from verl.workers.utils.losses import ppo_loss
 
 from verl_prefix.config import LOSSES_OF_ROWS
+from verl_prefix.core.errors import current_pass
 from verl_prefix.core.groups import Group, group_rows
 from verl_prefix.core.layout import Layout, on_device
 from verl_prefix.core.schedule import Schedule, TokenBatch
 from verl_prefix.core.waves import Plan
-from verl_prefix.engine.not_finite import log_not_finite, loss_and_finite, rows_not_finite
+from verl_prefix.engine.not_finite import all_finite, log_not_finite, rows_not_finite
+from verl_prefix.engine.read_later import ItemsLater, read_metrics
 from verl_prefix.models.vision import PixelBatch, is_vision_config, share_pixels
 
 
@@ -47,6 +50,7 @@ class MiniBatch:
         flags = ("calculate_entropy", "calculate_sum_pi_squared")
         self._keeps_model_output = forward_only or tu.get_non_tensor_data(data, "return_model_output", False)
         self._flags = {flag: tu.get_non_tensor_data(data, flag, False) for flag in flags}
+        self._loss_mode = self._mode_of_verls_loss()
         is_read = self._is_read(offsets) if self._skips_lm_head() else None
         self.tokens = TokenBatch(
             input_ids.values().to(device), position_ids.values().to(device), offsets, pixels, is_read
@@ -58,20 +62,23 @@ class MiniBatch:
         self.dtype = torch.float32
         self._outputs: list[dict] = []
         self._rows: list[list[int]] = []
+        self._passes: list[_Pass] = []
         self.num_not_finite = 0
+
+    def _mode_of_verls_loss(self) -> str | None:
+        """`loss_mode` where the loss is verl's own, of rows; None for any other."""
+        loss = self.loss_function
+        if not isinstance(loss, functools.partial) or loss.func is not ppo_loss or "config" not in loss.keywords:
+            return None
+        mode: str = loss.keywords["config"].policy_loss.get("loss_mode", "vanilla")
+        is_verls = get_policy_loss_fn(mode).__module__ == get_policy_loss_fn.__module__
+        return mode if mode in LOSSES_OF_ROWS and is_verls else None
 
     def _skips_lm_head(self) -> bool:
         """Whether nobody reads outputs where response_mask is 0: in an update by verl's own losses."""
-        if self._keeps_model_output or self._flags["calculate_sum_pi_squared"]:
+        if self._keeps_model_output or self._flags["calculate_sum_pi_squared"] or self._loss_mode is None:
             return False
-        loss = self.loss_function
-        if not isinstance(loss, functools.partial) or loss.func is not ppo_loss or "config" not in loss.keywords:
-            return False
-        mode = loss.keywords["config"].policy_loss.get("loss_mode", "vanilla")
-        is_verls = get_policy_loss_fn(mode).__module__ == get_policy_loss_fn.__module__
-        return (mode in LOSSES_OF_ROWS and is_verls) and all(
-            name in self.data.keys() for name in ("response_mask", "old_log_probs")
-        )
+        return all(name in self.data.keys() for name in ("response_mask", "old_log_probs"))
 
     def _is_read(self, offsets: Sequence[int]) -> torch.Tensor | None:
         """[N] bool: suffix tokens with a response_mask. None where that are all, or where what the loss reads is not
@@ -119,36 +126,61 @@ class MiniBatch:
     def step(self, groups: Sequence[Group], layout: Layout, outputs: torch.Tensor) -> torch.Tensor:
         """Stands for FSDPEngineWithLMHead.forward_step behind the model; outputs [suffix tokens, k]."""
         rows = [row for group in groups for row in group.rows]
-        micro_batch = tu.index_select_tensor_dict(self.data, rows).to(get_device_id())
+        micro_batch = self._micro_batch(rows)
         model_output = self._model_output(groups, layout, outputs, micro_batch["input_ids"].offsets())
         if self.loss_function is None:
             loss, metrics = torch.ones((), device=outputs.device), {}
         else:
-            loss, metrics = self.loss_function(
-                model_output=model_output, data=micro_batch, dp_group=self.engine.get_data_parallel_group()
-            )
-        output = {"loss": self._read(loss, outputs, model_output, micro_batch, rows), "metrics": metrics}
+            with ItemsLater() if self._reads_later else nullcontext():
+                loss, metrics = self.loss_function(
+                    model_output=model_output, data=micro_batch, dp_group=self.engine.get_data_parallel_group()
+                )
+        output = {"loss": loss.detach(), "metrics": metrics}
+        model_output = {name: values.detach() for name, values in model_output.items()}
         if self._keeps_model_output:
-            output["model_output"] = {name: values.detach() for name, values in model_output.items()}
+            output["model_output"] = model_output
         self._outputs.append(output)
         self._rows.append(rows)
+        # A NaN that the loss masks counts too: its gradient is NaN times zero.
+        finite = all_finite([loss.detach(), outputs, *_floats(micro_batch).values()])
+        inputs = {name: micro_batch[name] for name in _floats(micro_batch)}
+        self._passes.append(_Pass(current_pass(), finite, model_output | inputs))
         return loss
 
-    def _read(
-        self, loss: torch.Tensor, outputs: torch.Tensor, model_output: dict, micro_batch: TensorDict, rows: list[int]
-    ) -> float:
-        """The loss. Counts a pass that is not finite, and names the first one's rows. A NaN that the loss masks counts
-        too: its gradient is NaN times zero."""
-        found, finite = loss_and_finite(loss.detach(), [outputs, *_floats(micro_batch).values()])
-        if finite:
-            return found
-        self.num_not_finite += 1
-        if self.num_not_finite == 1:
-            uids = tu.get(micro_batch, "uid") if "uid" in micro_batch.keys() else [None] * len(rows)
-            inputs = {name: micro_batch[name] for name in _floats(micro_batch)}
-            bad = {name: rows_not_finite(x.unbind()) for name, x in (model_output | inputs).items()}
-            log_not_finite(found, bad, [f"{row} (uid {uid})" for row, uid in zip(rows, uids, strict=True)])
-        return found
+    @property
+    def _reads_later(self) -> bool:
+        """Whether the loss reads numbers for its metrics alone; those of bypass_mode are computed with."""
+        return self._loss_mode not in (None, "bypass_mode")
+
+    def _micro_batch(self, rows: list[int]) -> TensorDict:
+        """The rows on the device; what verl's own loss reads lengths of stays with the host, who reads them."""
+        on_host = tu.index_select_tensor_dict(self.data, rows)
+        micro_batch = on_host.to(get_device_id())
+        if self._reads_later:
+            micro_batch.clear_device_()
+            for name in ("prompts", "responses", "attention_mask"):
+                if name in micro_batch.keys():
+                    micro_batch[name] = on_host[name]
+        return micro_batch
+
+    def _read(self) -> None:
+        """Losses and metrics of all passes as numbers. Counts passes that are not finite, and names the first one's
+        rows."""
+        losses = [output["loss"] for output in self._outputs]
+        metrics = [output["metrics"] for output in self._outputs] if self._reads_later else []
+        numbers = read_metrics(metrics, [*losses, *(one.finite for one in self._passes)])
+        finite = numbers[len(losses) :]
+        for output, number in zip(self._outputs, numbers, strict=False):
+            output["loss"] = number
+        self.num_not_finite = finite.count(0.0)
+        if self.num_not_finite:
+            first = finite.index(0.0)
+            one, rows = self._passes[first], self._rows[first]
+            uids = (
+                [str(uid) for uid in tu.get(self.data, "uid")] if "uid" in self.data.keys() else [None] * len(self.data)
+            )
+            bad = {name: rows_not_finite(x.unbind()) for name, x in one.values.items()}
+            log_not_finite(one.where, numbers[first], bad, [f"{row} (uid {uids[row]})" for row in rows])
 
     def _model_output(
         self, groups: Sequence[Group], layout: Layout, outputs: torch.Tensor, offsets: torch.Tensor
@@ -190,6 +222,7 @@ class MiniBatch:
                 nothing = torch.zeros((0, len(self.names)), dtype=self.dtype, device=device)
                 no_tokens = torch.zeros(0, dtype=torch.int64)
                 self.step(plan.idle_rows, Layout(no_tokens, 0, (), no_tokens), nothing)
+        self._read()
         return self._outputs, self._rows
 
 
@@ -197,6 +230,14 @@ def _floats(data: TensorDict) -> dict[str, torch.Tensor]:
     """Values of what a loss reads beside the model's outputs."""
     found = {name: x for name, x in data.items() if isinstance(x, torch.Tensor) and x.is_floating_point()}
     return {name: x.values() if x.is_nested else x for name, x in found.items()}
+
+
+class _Pass(NamedTuple):
+    """What says, behind the last pass, which one was not finite, and in which rows; `finite` is [] bool."""
+
+    where: str
+    finite: torch.Tensor
+    values: dict[str, torch.Tensor]
 
 
 class _Logits:

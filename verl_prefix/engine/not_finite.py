@@ -6,16 +6,14 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from verl_prefix.core.errors import current_pass, listed
+from verl_prefix.core.errors import listed
 
 logger = logging.getLogger(__name__)
 
 
-def loss_and_finite(loss: torch.Tensor, tensors: Sequence[torch.Tensor]) -> tuple[float, bool]:
-    """The loss, and whether neither it nor any tensor holds a NaN or an infinity; the host waits once for both."""
-    finite = torch.stack([torch.isfinite(x).all() for x in (loss, *tensors)]).all()
-    found, is_finite = torch.stack([loss.double().reshape(()), finite.double()]).tolist()
-    return found, bool(is_finite)
+def all_finite(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Whether no tensor (float, of any shape) holds a NaN or an infinity: [] bool, which nobody has waited for."""
+    return torch.stack([torch.isfinite(x).all() for x in tensors]).all()
 
 
 def rows_not_finite(values: Sequence[torch.Tensor]) -> list[int]:
@@ -23,10 +21,11 @@ def rows_not_finite(values: Sequence[torch.Tensor]) -> list[int]:
     return [i for i, row in enumerate(values) if not torch.isfinite(row).all()]
 
 
-def log_not_finite(loss: float, bad: Mapping[str, Sequence[int]], names: Sequence[str]) -> None:
+def log_not_finite(where: str, loss: float, bad: Mapping[str, Sequence[int]], names: Sequence[str]) -> None:
     """Logs one pass whose loss or outputs are not finite.
 
     Args:
+        where: the pass, as `core.errors.current_pass` names it.
         bad: rows of the pass that are not finite, per tensor: log-probs and the like, and what the loss reads.
         names: what to call the rows of the pass.
     """
@@ -34,5 +33,5 @@ def log_not_finite(loss: float, bad: Mapping[str, Sequence[int]], names: Sequenc
     logger.error(
         "not finite in %s: loss %s; %s. verl skips an update whose gradient norm is not finite; later passes of this "
         "mini-batch are counted in prefix/nonfinite_passes and not logged",
-        current_pass(), loss, "; ".join(told) or "all that it was made of is finite",
+        where, loss, "; ".join(told) or "all that it was made of is finite",
     )  # fmt: skip

@@ -204,7 +204,7 @@ class Simulation:
                 self.model.set_requires_gradient_sync(True)
 
     def _loss(self, outputs: torch.Tensor) -> torch.Tensor:
-        self.tracker.read()  # the engine reads every pass's loss
+        self.tracker.read()  # verl's engine reads every pass's loss
         return outputs.sum()
 
     def _log_probs(self, place: torch.Tensor, logits: torch.Tensor, update: bool) -> torch.Tensor:
@@ -219,7 +219,7 @@ class Simulation:
         schedule = _Schedule(
             self.hooked,
             lambda place, logits: self._log_probs(place, logits, update),
-            lambda groups, layout, outputs: self._loss(outputs),
+            lambda groups, layout, outputs: outputs.sum(),
             torch.Tensor.backward if update else None,
             lambda last: self._gradient_sync(update, last),
             self._autocast,
@@ -230,6 +230,7 @@ class Simulation:
         )
         schedule.tracker, schedule.prefix, schedule.weights = self.tracker, "" if update else "log_probs/", weights
         schedule.run(self.tokens, plan)
+        self.tracker.read()  # losses and metrics of all passes
         self.transfers = schedule.transfers
 
     def _thin(self, plan: Plan, update: bool) -> tuple[Plan, dict[tuple[Group, ...], float]]:

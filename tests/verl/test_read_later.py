@@ -1,0 +1,49 @@
+"""Numbers that verl's loss would read from the device in every pass are read once, at the end of a mini-batch."""
+
+import types
+from contextlib import nullcontext
+
+import pytest
+import torch
+from test_engine_equivalence import _batch, _loss
+from verl.utils import tensordict_utils as tu
+from verl.utils.metric import Metric
+
+from verl_prefix.core.layout import build_layout
+from verl_prefix.engine import mini_batch
+from verl_prefix.engine.read_later import ItemsLater, read_metrics
+
+
+@pytest.mark.parametrize("broken", ["", "items", "lengths"])
+@pytest.mark.parametrize("padded", [False, True])
+def test_verls_loss_reads_nothing_from_the_device_in_a_pass(monkeypatch, padded, broken):
+    """MOCK: the meta device stands for a GPU. Reading a value of it raises; broken on purpose, it does."""
+    options = {"groups": [("a", 40, [20] * 8, ""), ("b", 30, [7, 9], "")], "use_kl_loss": True, "padded": padded}
+    data = _batch(0, 97, options)
+    tu.assign_non_tensor(data, sp_size=1, batch_num_tokens=176.0, dp_size=1)
+    engine = types.SimpleNamespace(module=torch.nn.Module(), get_data_parallel_group=lambda: None)
+    engine.module.config = None
+    monkeypatch.setattr(mini_batch, "get_device_id", lambda: "cpu")
+    made = mini_batch.MiniBatch(engine, data, _loss(options), forward_only=False)
+    made.names, groups = ["log_probs", "entropy"], mini_batch.group_batch(data)[0]
+    layout = build_layout(groups, made.tokens.offsets)
+    monkeypatch.setattr(mini_batch, "get_device_id", lambda: "meta")
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
+    if broken == "items":
+        monkeypatch.setattr(mini_batch, "ItemsLater", nullcontext)
+    if broken == "lengths":
+        monkeypatch.setattr(made, "_micro_batch", lambda rows: tu.index_select_tensor_dict(data, rows).to("meta"))
+    outputs = torch.zeros(layout.num_tokens - layout.num_prefix, 2, device="meta", requires_grad=True)
+    with pytest.raises(RuntimeError, match="meta") if broken else nullcontext():
+        assert made.step(groups, layout, outputs).is_meta
+
+
+def test_what_is_read_later_is_what_was_to_be_read():
+    values = torch.tensor([0.1, 0.2, 0.3])
+    with ItemsLater():
+        total, count = values.sum(), torch.tensor(3).item()
+        metrics = {"mean": Metric("mean", total / 3), "sum": total.item(), "count": count}
+        total -= 1.0  # as verl's ppo_loss does with pg_loss
+    assert read_metrics([metrics], [total]) == [pytest.approx(-0.4)]
+    assert (metrics["mean"].values, metrics["sum"]) == ([(values.sum() / 3).item()], values.sum().item())
+    assert type(metrics["count"]) is int and type(metrics["sum"]) is float

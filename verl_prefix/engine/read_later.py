@@ -1,0 +1,38 @@
+"""Numbers that the host reads from the device, once per mini-batch: in a pass each would wait for its forward."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from verl.utils.metric import Metric
+
+
+class ItemsLater(TorchFunctionMode):
+    """While open, `.item()` of a floating-point tensor returns a copy of it, [], for `read_metrics`. For losses that
+    read numbers for their metrics alone, as verl's do (`"actor/ppo_kl": ppo_kl.detach().item()`)."""
+
+    def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if func is torch.Tensor.item and args[0].is_floating_point():
+            return args[0].detach().clone().reshape(())  # verl's ppo_loss adds to pg_loss in place
+        return func(*args, **(kwargs or {}))
+
+
+def read_metrics(passes: Sequence[dict[str, Any]], more: Sequence[torch.Tensor]) -> list[float]:
+    """Puts numbers where metrics hold tensors, in place, and returns `more` as numbers; the host waits once.
+
+    Args:
+        passes: per pass its metrics: numbers, tensors [], or verl's `Metric`. more: tensors [].
+    """
+    tensors, places = list(more), []
+    for metrics in passes:
+        for name, value in metrics.items():
+            held, keys = (value.values, range(len(value.values))) if isinstance(value, Metric) else (metrics, [name])
+            for key in keys:
+                if isinstance(held[key], torch.Tensor):
+                    places.append((held, key))
+                    tensors.append(held[key])
+    numbers = torch.stack([x.detach().double() for x in tensors]).tolist() if tensors else []
+    for (held, key), number in zip(places, numbers[len(more) :], strict=True):
+        held[key] = number
+    return numbers[: len(more)]
