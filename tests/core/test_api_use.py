@@ -197,7 +197,7 @@ from verl_prefix import phased_update, response_log_probs
 try:
     verl_prefix.phased_updates
 except AttributeError as error:
-    assert "phased_update, response_log_probs" in str(error)
+    assert "phased_update, response_hidden_states, response_log_probs" in str(error)
 else:
     raise AssertionError("no error")
 """

@@ -14,7 +14,6 @@ from test_families import float64_inside  # noqa: F401
 from test_schedule import errors, measure
 from transformers import AutoModelForImageTextToText
 
-from verl_prefix.api import response_log_probs
 from verl_prefix.core.groups import Group, group_rows
 from verl_prefix.models import vision
 from verl_prefix.testing import Rollouts, run_shared, visual_positions, visual_prompt, write_tiny_model
@@ -198,8 +197,3 @@ def test_visual_tokens_without_their_features_name_the_row(held):
     batch = vision.PixelBatch([{}, pixels], torch.tensor([1, 2, 3, 5, 5, 5, 4]), [0, 3, 7], config)
     with pytest.raises(ValueError, match=f"row 1: its prompt has 3 image tokens .* make {4 * held} features"):
         batch.of([Group((1,), 3, (1,))], torch.device("cpu"))
-
-
-def test_what_takes_no_pixels_refuses_vision_models(paths):
-    with pytest.raises(ValueError, match="qwen3_vl model: a vision tower, whose pixels only the verl plugin takes"):
-        response_log_probs(AutoModelForImageTextToText.from_pretrained(paths["qwen3_vl"]), [[1, 2]], [[3]])

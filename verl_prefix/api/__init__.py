@@ -1,23 +1,26 @@
 """Shared prefixes without verl: log-probs of responses for a hand-written or TRL-like loop over a Hugging Face model.
 
-    response_log_probs   packed: every different prompt once and all responses in one graph, one call
-    phased_update        phased: phase A on entering, waves of rows by iterating, phase C on leaving
+    response_log_probs      all responses in one call: one packed graph, or a backward that runs the waves
+    response_hidden_states  the same for hidden states, which value and reward heads read
+    phased_update           phased: phase A on entering, waves of rows by iterating, phase C on leaving
 
 Log-probs, entropies and gradients are those of the model's own forward on every whole row. Prompts and responses go in
 as tokens; the split into prefix and suffix happens here, and rows are grouped by it. Sources: Prefix Grouper
 (arXiv 2506.05433) for packed, schedule-level reuse for phased; see `schedule`.
 """
 
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from verl_prefix.api.recompute import autocast_of, outputs_by_row, recomputed_by_row
-from verl_prefix.api.rows import Batch, PerToken, Tokens, check_sizes
+from verl_prefix.api.rows import Batch, HiddenBatch, PerToken, Tokens, check_sizes
 from verl_prefix.core.schedule import PassOutputs, Schedule
 from verl_prefix.models import support
+from verl_prefix.models.hidden import HiddenStateModel
 from verl_prefix.models.hookup import HookedModel
 
 
@@ -41,6 +44,7 @@ def response_log_probs(
     prompt_mask: torch.Tensor | None = None,
     response_mask: torch.Tensor | None = None,
     groups: Sequence[int] | None = None,
+    pixels: Mapping[str, Any] | None = None,
     temperature: float = 1.0,
     return_entropy: bool = False,
     schedule: str = "auto",
@@ -61,6 +65,8 @@ def response_log_probs(
         prompt_mask, response_mask: [rows, length] for padded tensors, 1 on tokens and 0 on padding, left or right. What
             only the loss leaves out (tool output) is a token all the same.
         groups: row i has `prompts[groups[i]]`. Rows of different groups do not share, whatever their tokens.
+        pixels: Qwen2.5-VL and Qwen3-VL: the processor's output for `prompts`, images and videos in their order. Rows
+            share where prompt and pixels are the same, and the vision tower sees those of a group once.
         temperature: logits are divided by it, for log-probs and entropy.
         return_entropy: also return the entropy of each response token's distribution, with gradients.
         schedule: "packed": one graph for all rows. "phased": no graph; the backward computes the model once more, wave
@@ -84,27 +90,48 @@ def response_log_probs(
     Warns:
         UserWarning: no two rows share; with gradients on several ranks, once, that they are not averaged, and how to.
     """
-    batch = Batch(model, prompts, responses, prompt_mask, response_mask, groups, temperature, return_entropy)
+    batch = Batch(model, prompts, responses, prompt_mask, response_mask, groups, pixels, temperature, return_entropy)
     check_sizes(max_tokens=max_tokens, wave_tokens=wave_tokens, logits_chunk=logits_chunk)
-    if schedule == "auto":
-        schedule = "phased" if _no_graph(model, batch, max_tokens) else "packed"
-    runner = Schedule(
-        HookedModel(model), batch.outputs, kernel=attention, logits_chunk=logits_chunk,
-        forward_context=autocast_of(batch.device) if schedule == "phased" else nullcontext,
-    )  # fmt: skip
-    if schedule == "phased":
-        _check_waves(model, max_tokens, wave_tokens)
-        found = recomputed_by_row(model, runner, batch, batch.plan("phased", max_tokens, wave_tokens))
-    elif schedule == "packed":
-        if reason := _no_graph(model, batch, max_tokens):
-            raise ValueError(reason)
-        found = {}
-        for rows in outputs_by_row(runner, batch, batch.plan("auto", max_tokens, None)):
-            found |= rows
-    else:
-        raise ValueError(f"schedule={schedule!r}: pass 'auto', 'packed' (one graph) or 'phased' (waves)")
+    found = _by_row(HookedModel(model), batch, schedule, max_tokens, wave_tokens, logits_chunk, attention)
     log_probs, entropy = batch.shaped(list(range(len(batch.responses))), found)
     return log_probs if entropy is None else (log_probs, entropy)
+
+
+def response_hidden_states(
+    model: torch.nn.Module,
+    prompts: Tokens,
+    responses: Tokens,
+    *,
+    prompt_mask: torch.Tensor | None = None,
+    response_mask: torch.Tensor | None = None,
+    groups: Sequence[int] | None = None,
+    pixels: Mapping[str, Any] | None = None,
+    schedule: str = "auto",
+    max_tokens: int | None = None,
+    wave_tokens: int | None = None,
+    attention: str = "auto",
+) -> PerToken:
+    """Last hidden states of the last prompt token and of every response token, for value and reward heads.
+
+        states = response_hidden_states(model, prompts, responses)              # lists: [length + 1, hidden size]
+        values = [value_head(row[:-1])[:, 0] for row in states]                 # before each response token
+        rewards = torch.stack([reward_head(row[-1])[0] for row in states])      # behind the last one
+
+    Args:
+        model: as in `response_log_probs`; its head, if it has one (`AutoModel`, `AutoModelForTokenClassification`),
+            does not run.
+        Others as in `response_log_probs`.
+
+    Returns:
+        per row, in the model's dtype, [length + 1, hidden size]: state t is behind t response tokens. Padded responses
+        [rows, length] give [rows, length + 1, hidden size], zero outside: the first state is where the first token
+        stands, and the others follow; that of an empty response comes first.
+
+    Raises, Warns: as `response_log_probs`.
+    """
+    batch = HiddenBatch(model, prompts, responses, prompt_mask, response_mask, groups, pixels)
+    check_sizes(max_tokens=max_tokens, wave_tokens=wave_tokens)
+    return batch.in_form(_by_row(HiddenStateModel(model), batch, schedule, max_tokens, wave_tokens, 1, attention))
 
 
 @contextmanager
@@ -116,6 +143,7 @@ def phased_update(
     prompt_mask: torch.Tensor | None = None,
     response_mask: torch.Tensor | None = None,
     groups: Sequence[int] | None = None,
+    pixels: Mapping[str, Any] | None = None,
     temperature: float = 1.0,
     return_entropy: bool = False,
     max_tokens: int | None = None,
@@ -147,7 +175,7 @@ def phased_update(
         TypeError, ValueError: as `response_log_probs`, on entering.
         RuntimeError: on leaving, where not every wave was iterated; in backward, where it comes after phase C.
     """
-    batch = Batch(model, prompts, responses, prompt_mask, response_mask, groups, temperature, return_entropy)
+    batch = Batch(model, prompts, responses, prompt_mask, response_mask, groups, pixels, temperature, return_entropy)
     check_sizes(max_tokens=max_tokens, wave_tokens=wave_tokens, logits_chunk=logits_chunk)
     _check_waves(model, max_tokens, wave_tokens)
     schedule = Schedule(HookedModel(model), batch.outputs, kernel=attention, logits_chunk=logits_chunk, offload=offload)
@@ -176,6 +204,30 @@ def phased_update(
                 f"{missing} of {num_waves} waves were not iterated, and .grad lacks their rows; go through all waves "
                 "and zero .grad before the next update"
             )
+
+
+def _by_row(
+    model: HookedModel, batch: Batch, schedule: str, max_tokens: int | None, wave_tokens: int | None,
+    logits_chunk: int, attention: str,
+) -> dict[int, torch.Tensor]:  # fmt: skip
+    """`Batch.by_row` of all rows, packed or phased."""
+    if schedule == "auto":
+        schedule = "phased" if _no_graph(model.model, batch, max_tokens) else "packed"
+    runner = Schedule(
+        model, batch.outputs, kernel=attention, logits_chunk=logits_chunk,
+        forward_context=autocast_of(batch.device) if schedule == "phased" else nullcontext,
+    )  # fmt: skip
+    if schedule == "phased":
+        _check_waves(model.model, max_tokens, wave_tokens)
+        return recomputed_by_row(model.model, runner, batch, batch.plan("phased", max_tokens, wave_tokens))
+    if schedule != "packed":
+        raise ValueError(f"schedule={schedule!r}: pass 'auto', 'packed' (one graph) or 'phased' (waves)")
+    if reason := _no_graph(model.model, batch, max_tokens):
+        raise ValueError(reason)
+    found: dict[int, torch.Tensor] = {}
+    for rows in outputs_by_row(runner, batch, batch.plan("auto", max_tokens, None)):
+        found |= rows
+    return found
 
 
 def _no_graph(model: torch.nn.Module, batch: Batch, max_tokens: int | None) -> str | None:

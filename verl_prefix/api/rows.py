@@ -9,6 +9,7 @@ import torch
 from torch.autograd.function import once_differentiable
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
+from verl_prefix.api.pixels import pixels_of_prompts, positions_of_row
 from verl_prefix.core.groups import group_rows
 from verl_prefix.core.schedule import PassOutputs, TokenBatch
 from verl_prefix.core.waves import Plan, make_plan
@@ -23,9 +24,12 @@ PerToken = torch.Tensor | list[torch.Tensor]
 class Batch:
     """Checked rows of one call on their way in (flat tokens, groups) and out (per-token outputs in their form)."""
 
+    num_behind = 0  # tokens behind each response, which lengthen its suffix; see `HiddenBatch`
+
     def __init__(
-        self, model, prompts, responses, prompt_mask, response_mask, groups, temperature, return_entropy
-    ) -> None:
+        self, model, prompts, responses, prompt_mask, response_mask, groups, pixels, temperature=1.0,
+        return_entropy=False,
+    ) -> None:  # fmt: skip
         _check_model(model)
         if torch.is_grad_enabled() and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
             _warn_of_ranks()
@@ -48,8 +52,11 @@ class Batch:
         for i, prompt in enumerate(prompts):
             if not len(prompt):
                 raise ValueError(f"prompts[{i}] is empty, and nothing predicts its response; begin it with a BOS token")
-        prompts = prompts if groups is None else [prompts[group] for group in groups]
-        rows = [torch.cat(pair) for pair in zip(prompts, self.responses, strict=True)]
+        visual = pixels_of_prompts(model.config, prompts, pixels)
+        if groups is not None:
+            prompts, visual = [prompts[group] for group in groups], [visual[group] for group in groups]
+        behind = torch.zeros(self.num_behind, dtype=torch.int64)
+        rows = [torch.cat([*pair, behind]) for pair in zip(prompts, self.responses, strict=True)]
         flat = torch.cat([torch.zeros(0, dtype=torch.int64), *rows])
         vocab_size = model.get_input_embeddings().weight.shape[0]
         if len(flat) and not 0 <= (worst := int(flat.min() if flat.min() < 0 else flat.max())) < vocab_size:
@@ -63,13 +70,20 @@ class Batch:
         self.temperature = temperature
         self.return_entropy = return_entropy
         self.mask = None if response_mask is None else response_mask.bool().to(self.device)
+        lens = [len(row) + self.num_behind for row in self.responses]
         positions = [torch.arange(len(row)) for row in rows]
+        offsets = [0, *torch.tensor([len(row) for row in rows], dtype=torch.int64).cumsum(0).tolist()]
+        sees = vision.is_vision_config(model.config)
+        if sees:
+            _check_responses(model.config, self.responses)
+            positions = [positions_of_row(model, *row) for row in zip(prompts, visual, lens, strict=True)]
         self.tokens = TokenBatch(
             flat.to(self.device),
-            torch.cat([torch.zeros(0, dtype=torch.int64), *positions]).to(self.device),
-            [0, *torch.tensor([len(row) for row in rows], dtype=torch.int64).cumsum(0).tolist()],
+            torch.cat([torch.zeros(0, dtype=torch.int64), *positions] if not sees else positions, -1).to(self.device),
+            offsets,
+            vision.PixelBatch(visual, flat, offsets, model.config) if sees else None,
         )
-        self.groups, _ = group_rows(prompts, [len(row) for row in self.responses], groups)
+        self.groups, _ = group_rows(prompts, lens, groups, pixels=vision.share_pixels(visual) if sees else None)
         if len(rows) > 1 and all(len(group.rows) == 1 for group in self.groups):
             warnings.warn(f"no two of {len(rows)} rows have the same prompt: nothing is shared", stacklevel=3)
 
@@ -107,6 +121,29 @@ class Batch:
             zeros = values.new_zeros(mask.shape)
             columns = [zeros.masked_scatter(mask, values[:, i]) for i in range(num_columns)]
         return columns[0], columns[1] if self.return_entropy else None
+
+
+class HiddenBatch(Batch):
+    """Rows whose outputs are hidden states: those of the last prompt token and of every response token.
+
+    A token that nobody computes stands behind each response, so that its last token is one of the suffix.
+    """
+
+    num_behind = 1
+
+    def outputs(self, place: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        return logits
+
+    def in_form(self, found: dict[int, torch.Tensor]) -> PerToken:
+        """As the responses, one place longer: [rows, length + 1, hidden size], or [length + 1, hidden size] per row."""
+        parts = [found[row] for row in range(len(self.responses))]
+        if self.mask is None or not parts:
+            return parts
+        before, behind = (torch.nn.functional.pad(self.mask, sides) for sides in ((0, 1), (1, 0)))
+        mask = before | behind
+        mask[:, 0] |= ~mask.any(-1)  # an empty response: the last prompt token alone
+        states = parts[0].new_zeros(*mask.shape, parts[0].shape[-1])
+        return states.index_put((mask,), torch.cat(parts))
 
 
 class LogProbs(torch.autograd.Function):
@@ -147,6 +184,16 @@ class LogProbs(torch.autograd.Function):
         return found, None, None, None
 
 
+def _check_responses(config: Any, responses: Sequence[torch.Tensor]) -> None:
+    for i, response in enumerate(responses):
+        for kind in ("image", "video"):
+            if (response == getattr(config, f"{kind}_token_id")).any():
+                raise ValueError(
+                    f"responses[{i}] has {kind} tokens, and pixels belong to prompts; where tools answer with "
+                    "pictures, call the model on whole rows"
+                )
+
+
 def _check_model(model: Any) -> None:
     name = type(model).__name__
     if isinstance(model, FSDPModule | FullyShardedDataParallel):
@@ -160,8 +207,6 @@ def _check_model(model: Any) -> None:
             "model) or ddp.module (and average .grad over ranks before optimizer.step)"
         )
     reasons = support.unsupported_reasons(model.config)
-    if vision.is_vision_config(model.config):
-        reasons.append("a vision tower, whose pixels only the verl plugin takes")
     if reasons:
         raise ValueError(
             f"shared prefixes are not supported for this {model.config.model_type} model: {'; '.join(reasons)}. Call "

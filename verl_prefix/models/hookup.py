@@ -164,15 +164,18 @@ class HookedModel:
                 replaced.enter_context(_forward_replaced(seeing, functools.partial(vision.forward, seeing)))
                 inputs |= dict(keep=keep, tower=attention_pass.cache is None, **pixels)
             logits = self.model(**inputs).logits[0]
-        num_calls, num_layers = attention_pass.num_calls - calls, self.text_config.num_hidden_layers
+        self.check_calls(attention_pass.num_calls - calls)
+        if not whole:
+            return logits
+        return logits.sum(-1, keepdim=True) if outputs is None else outputs(rows, logits)
+
+    def check_calls(self, num_calls: int) -> None:
+        num_layers = self.text_config.num_hidden_layers
         if num_calls != num_layers:
             raise RuntimeError(
                 f"{num_calls} of {num_layers} layers of {type(self.model).__name__} used the shared-prefix attention; "
                 "its code bypasses transformers' attention interface: set model_engine=dp"
             )
-        if not whole:
-            return logits
-        return logits.sum(-1, keepdim=True) if outputs is None else outputs(rows, logits)
 
 
 def _prefetch_in_backward(model: PreTrainedModel) -> None:

@@ -1,0 +1,161 @@
+"""`response_log_probs` and `phased_update` on rows with images and videos, against HF's own forward of every whole row.
+
+Models, rows and tolerance (float64, 1e-9) are those of test_vision; pixels come in as a processor has them.
+"""
+
+import pytest
+import torch
+from test_families import float64_inside  # noqa: F401
+from test_vision import FAMILIES, Case, paths  # noqa: F401
+from transformers import AutoModelForImageTextToText, AutoProcessor
+
+from verl_prefix import phased_update, response_hidden_states, response_log_probs
+from verl_prefix.api import pixels as api_pixels
+from verl_prefix.models import vision
+from verl_prefix.testing import write_tiny_vlm
+
+
+def together(rows: list[dict]) -> dict[str, torch.Tensor]:
+    """As a processor has them for many prompts: one after the other."""
+    return {name: torch.cat([row[name] for row in rows if name in row]) for name in vision.PIXEL_NAMES}
+
+
+def losses(log_probs, weights) -> torch.Tensor:
+    return sum((a * w).sum() for a, w in zip(log_probs, weights, strict=True))
+
+
+def by_api(case: Case, **options) -> list[torch.Tensor]:
+    rows = case.rollouts
+    options = dict(pixels=together(case.pixels)) | options
+    found = response_log_probs(case.model, rows.prompts, rows.responses, **options)
+    losses(found, rows.weights).backward()
+    return [x.detach() for x in found]
+
+
+def by_waves(case: Case) -> list[torch.Tensor]:
+    rows, found = case.rollouts, {}
+    with phased_update(
+        case.model, rows.prompts, rows.responses, pixels=together(case.pixels), max_tokens=60, wave_tokens=19
+    ) as waves:
+        for wave in waves:
+            losses(wave.log_probs, [rows.weights[row] for row in wave.rows]).backward()
+            found |= dict(zip(wave.rows, wave.log_probs, strict=True))
+    return [found[row].detach() for row in range(len(rows.prompts))]
+
+
+def measured(case: Case, run) -> tuple[torch.Tensor, dict]:
+    found = torch.cat(run())
+    grads = {name: p.grad.clone() for name, p in case.model.named_parameters() if p.grad is not None}
+    case.model.zero_grad()
+    return found, grads
+
+
+def error(ours: tuple, truth: tuple) -> float:
+    assert ours[1].keys() == truth[1].keys()
+    pairs = [(ours[0], truth[0]), *((ours[1][name], x) for name, x in truth[1].items())]
+    return max(((a - b).norm() / b.norm().clamp(min=1e-9)).item() for a, b in pairs)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_equals_the_models_own_forward(family, paths, float64_inside, monkeypatch):  # noqa: F811
+    case = Case(paths[family])
+    float64_inside(case.model)
+    truth = measured(case, case.truth)
+    assert any("visual" in name for name in truth[1])
+    seen = []
+    forward = type(case.model.model.visual).forward
+    monkeypatch.setattr(
+        type(case.model.model.visual), "forward",
+        lambda tower, patches, *args, **kwargs: seen.append(len(patches)) or forward(tower, patches, *args, **kwargs),
+    )  # fmt: skip
+    assert error(measured(case, lambda: by_api(case)), truth) < 1e-9
+    once = {tuple(p.tolist()): sum(len(x[n]) for n in x if n.startswith("pixel")) for p, x in
+            zip(case.rollouts.prompts, case.pixels, strict=True)}  # fmt: skip
+    assert seen == [sum(once.values())]
+    assert error(measured(case, lambda: by_api(case, schedule="phased", max_tokens=60, wave_tokens=19)), truth) < 1e-9
+    assert error(measured(case, lambda: by_waves(case)), truth) < 1e-9
+
+
+def images_of_other_prompts(case, monkeypatch):
+    case.pixels = [p | {"pixel_values": p["pixel_values"].flip(0)} if "pixel_values" in p else p for p in case.pixels]
+
+
+def text_positions(case, monkeypatch):
+    monkeypatch.setattr(
+        "verl_prefix.api.rows.positions_of_row", lambda model, prompt, _, n: torch.arange(len(prompt) + n).expand(4, -1)
+    )
+
+
+@pytest.mark.parametrize("sabotage", [images_of_other_prompts, text_positions])
+def test_broken_maths_is_far_off(sabotage, paths, monkeypatch):  # noqa: F811
+    case = Case(paths["qwen3_vl"], torch.float32)
+    truth = measured(case, case.truth)
+    sabotage(case, monkeypatch)
+    assert error(measured(case, lambda: by_api(case)), truth) > 100 * 5e-6
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_processors_output_goes_in_as_it_comes(family, tmp_path):
+    """Of two prompts, left padded, one with a picture and one with a clip at its own rate; per row and per group."""
+    pytest.importorskip("torchvision")
+    path = write_tiny_vlm(tmp_path / "model", family=family)
+    processor = AutoProcessor.from_pretrained(path)
+    model = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float64, attn_implementation="sdpa").eval()
+    picture = torch.randint(256, (3, 16, 32), dtype=torch.uint8)
+    clip = torch.randint(256, (6, 3, 16, 16), dtype=torch.uint8)
+    pads = (processor.image_token, processor.video_token)
+    text = [f"what is <|vision_start|>{pad}<|vision_end|> the river" for pad in pads]
+    options = dict(return_tensors="pt", padding=True, padding_side="left")
+    if family == "qwen2_5_vl":
+        options["videos_kwargs"] = dict(fps=4.0, do_sample_frames=False)
+    else:
+        options["video_metadata"] = [dict(total_num_frames=6, fps=4.0, frames_indices=list(range(6)))]
+        options["do_sample_frames"] = False
+    out = processor(text=text, images=[picture], videos=[clip], **options)
+    responses = torch.randint(7, 40, (4, 5))
+    rows = dict(prompts=out["input_ids"], prompt_mask=out["attention_mask"], pixels=out)
+    ours = response_log_probs(
+        model, **rows, responses=responses, response_mask=torch.ones_like(responses), groups=[0, 0, 1, 1]
+    )
+    for i, response in enumerate(responses):
+        prompt, kind = i // 2, ("image", "video")[i // 2]
+        mask = torch.cat([out["attention_mask"][prompt], torch.ones_like(response)])[None]
+        own = {n: x for n, x in out.items() if n in vision.PIXEL_NAMES and (kind == "video") == ("video" in n)}
+        if kind == "video" and "second_per_grid_ts" in out:
+            own["second_per_grid_ts"] = out["second_per_grid_ts"]
+        ids = torch.cat([out["input_ids"][prompt], response])[None]
+        kinds = (ids == model.config.image_token_id).int() + 2 * (ids == model.config.video_token_id).int()
+        logits = model(input_ids=ids, attention_mask=mask, mm_token_type_ids=kinds, **own).logits[0, -6:-1]
+        truth = logits.log_softmax(-1).gather(-1, response[:, None])[:, 0]
+        # HF's norms are fp32 inside.
+        assert (ours[i] - truth).abs().max() < 1e-5, kind
+
+
+def test_hidden_states_of_a_vision_model_give_its_logits(paths):  # noqa: F811
+    case = Case(paths["qwen2_5_vl"], torch.float32)
+    rows = case.rollouts
+    args = dict(prompts=rows.prompts, responses=rows.responses, pixels=together(case.pixels))
+    with torch.no_grad():
+        states, log_probs = (f(case.model, **args) for f in (response_hidden_states, response_log_probs))
+        for state, response, row in zip(states, rows.responses, log_probs, strict=True):
+            logits = case.model.lm_head(state[:-1])
+            assert torch.allclose(logits.log_softmax(-1).gather(-1, response[:, None])[:, 0], row, atol=1e-5)
+
+
+def test_pixels_that_do_not_belong_to_the_prompts_are_named(paths):  # noqa: F811
+    case = Case(paths["qwen3_vl"], torch.float32)
+    rows, pixels = case.rollouts, together(case.pixels)
+
+    def refused(message, **changes):
+        args = dict(prompts=rows.prompts, responses=rows.responses, pixels=pixels) | changes
+        with pytest.raises(ValueError, match=message):
+            response_log_probs(case.model, **args)
+
+    refused("pixels need both pixel_values and image_grid_thw", pixels={"pixel_values": pixels["pixel_values"]})
+    refused("pixel_values has 7 patches, and image_grid_thw names", pixels=pixels | {"pixel_values": torch.zeros(7, 9)})
+    refused(r"prompts\[\d\] ends with video token \d+ of all.*whole and in their order",
+            pixels=pixels | {"video_grid_thw": pixels["video_grid_thw"].flip(0)})  # fmt: skip
+    refused("image_grid_thw has .* images, and prompts have tokens for", prompts=[[1, 2]] * len(rows.prompts))
+    refused(r"responses\[0\] has image tokens", responses=[[case.model.config.image_token_id]] * len(rows.prompts))
+    with pytest.raises(ValueError, match="pixels are for qwen2_5_vl, qwen3_vl, and this is a llama model"):
+        api_pixels.pixels_of_prompts(type("C", (), dict(model_type="llama")), [], {})

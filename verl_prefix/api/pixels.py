@@ -1,0 +1,77 @@
+"""A processor's output for many prompts -> each row's own pixels and positions (Qwen2.5-VL and Qwen3-VL)."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from verl_prefix.models.vision import MODEL_TYPES, is_vision_config
+
+# What a processor calls patches, their grids [n, 3], and what else it has per image or video.
+_KINDS = {
+    "image": ("pixel_values", "image_grid_thw", ()),
+    "video": ("pixel_values_videos", "video_grid_thw", ("second_per_grid_ts",)),
+}
+
+
+def pixels_of_prompts(
+    config: Any, prompts: Sequence[torch.Tensor], given: Mapping[str, Any] | None
+) -> list[dict[str, Any]]:
+    """Each prompt's part of a processor's output, which holds images and videos in the order of the prompts.
+
+    Raises:
+        ValueError: the model takes no pixels, or prompts and pixels do not belong together.
+    """
+    found: list[dict[str, Any]] = [{} for _ in prompts]
+    if given is None or not is_vision_config(config):
+        if given is not None:
+            raise ValueError(f"pixels are for {', '.join(MODEL_TYPES)}, and this is a {config.model_type} model")
+        return found
+    for kind, (values, grid, others) in _KINDS.items():
+        grids = given.get(grid)
+        if (given.get(values) is None) != (grids is None):
+            raise ValueError(f"pixels need both {values} and {grid}; pass the processor's whole output")
+        if grids is None:
+            continue
+        grids = torch.as_tensor(grids).cpu()
+        num_patches = grids.prod(-1)
+        if len(given[values]) != int(num_patches.sum()):
+            raise ValueError(
+                f"{values} has {len(given[values])} patches, and {grid} names {int(num_patches.sum())}; pass the "
+                "processor's whole output"
+            )
+        ends = [0, *(num_patches // config.vision_config.spatial_merge_size**2).cumsum(0).tolist()]  # in tokens
+        patch_ends = [0, *num_patches.cumsum(0).tolist()]
+        start, seen = 0, 0
+        for i, prompt in enumerate(prompts):
+            seen += int((prompt == getattr(config, f"{kind}_token_id")).sum())
+            if seen not in ends:
+                raise ValueError(
+                    f"prompts[{i}] ends with {kind} token {seen} of all, inside of or beyond the {kind}s of {grid}, "
+                    f"which end at {ends[1:]}; pass the processor's output for these prompts, whole and in their order"
+                )
+            end = ends.index(seen)
+            if end > start:
+                found[i][values] = given[values][patch_ends[start] : patch_ends[end]]
+                found[i][grid] = grids[start:end]
+                found[i] |= {name: given[name][start:end] for name in others if given.get(name) is not None}
+            start = end
+        if start != len(grids):
+            raise ValueError(
+                f"{grid} has {len(grids)} {kind}s, and prompts have tokens for {start}; pass the processor's output "
+                "for these prompts, one per row, or one per group with `groups`"
+            )
+    return found
+
+
+def positions_of_row(model: Any, prompt: torch.Tensor, pixels: Mapping[str, Any], num_more: int) -> torch.Tensor:
+    """[4, length] int64 (text, time, height, width) of a prompt, by the model's own `get_rope_index`, and `num_more`
+    tokens of text behind it."""
+    config = model.config
+    kinds = torch.where(prompt == config.image_token_id, 1, 2 * (prompt == config.video_token_id).int())
+    others = {name: value for name, value in pixels.items() if not name.startswith("pixel_values")}
+    if "second_per_grid_ts" in others:
+        others["second_per_grid_ts"] = torch.as_tensor(others["second_per_grid_ts"])
+    axes, _ = model.model.get_rope_index(prompt[None], mm_token_type_ids=kinds[None], **others)
+    axes = torch.cat([axes[:, 0].cpu(), (axes.max().item() + 1 + torch.arange(num_more)).expand(3, -1)], dim=1)
+    return torch.cat([torch.arange(axes.shape[1])[None], axes])
