@@ -100,6 +100,7 @@ def update_on_cpu(job: Job, arm: Arm, fake: bool) -> tuple[float, dict, dict]:
     """(peak bytes above the model and its gradients, FLOPs by kind, transfers) of one update on CPU tensors; real ones
     are also seen by the allocator, whose peak then counts, and by torch's FLOP counter."""
     tracker = Tracker(H100, "cpu", SMALL.vocab_size)
+    gc.freeze()  # of the tracker's many collections; `fake_accelerator` thaws it
     with FakeTensorMode() if fake else contextlib.nullcontext():
         with tracker:
             simulation = Simulation(job, tracker, None, "cpu", kernel="cpu")

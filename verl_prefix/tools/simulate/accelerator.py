@@ -246,7 +246,6 @@ def fake_accelerator(ranks: int, replicas: int = 1) -> Iterator[DeviceMesh]:
             torch.Tensor, "record_stream", lambda tensor, stream: CLOCK.on_record(tensor, stream), create=True
         ),
     )
-    gc.collect()
     gc.freeze()  # `tracker` collects often
     try:
         with contextlib.ExitStack() as stack:
