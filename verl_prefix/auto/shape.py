@@ -48,7 +48,10 @@ class ModelShape:
 
     def pairs(self, length: int, behind: int) -> float:
         """Query-key pairs of all layers, of `length` queries with `behind` keys before them."""
-        return sum(layers * query_key_pairs(length, behind, window) for window, layers in self._layers_by_window)
+        pairs = 0.0
+        for window, layers in self._layers_by_window:  # a plan asks a hundred thousand times: no generator
+            pairs += layers * query_key_pairs(length, behind, window)
+        return pairs
 
 
 def query_key_pairs(length: int, behind: int, window: int | None) -> float:

@@ -172,14 +172,15 @@ class Predictor:
         return decision, [None if decision.stock else one.packed if decision.packed else one.mixed for one in found]
 
     def _price(
-        self, name: str, ranks: list[list[Group]], budgets: list[int], auto: list[Plan | None]
-    ) -> dict[str, list[Plan | None]]:
+        self, name: str, ranks: list[list[Group]], budgets: list[int], auto: list[Plan | None],
+        stock: list[list[PassCost]],
+    ) -> dict[str, list[Plan | None]]:  # fmt: skip
         """Adds the seconds of one of `PASSES` to every path's, until its last rank is done; returns their plans."""
         shape, update = self.costs.shape, name == "update"
         rates = self.profile.update if update else self.profile.forward
         assert rates is not None
-        stock = [rates.seconds(shape, self._stock(*pair)) for pair in zip(ranks, budgets, strict=True)]
-        balanced = sum(stock) / len(stock)  # verl balances rows over ranks, so that its ranks share the sum
+        seconds = [rates.seconds(shape, passes) for passes in stock]
+        balanced = sum(seconds) / len(seconds)  # verl balances rows over ranks, so that its ranks share the sum
         plans: dict[str, list[Plan | None]] = {"auto": auto, "stock": [None] * len(ranks)}
         for path in ("packed", "phased"):
             plans[path] = [self.costs.plan(groups, budget, path) for groups, budget in zip(ranks, budgets, strict=True)]
@@ -188,25 +189,28 @@ class Predictor:
             self.seconds[path][name] += max((rates.seconds(shape, p) for p in passes), default=balanced)
         return plans
 
-    def _stock(self, groups: list[Group], budget: int) -> list[PassCost]:
-        return stock_passes(self.costs.shape, groups, budget, self.costs.dense_mask)
+    def _stock(self, ranks: list[list[Group]], budgets: list[int]) -> list[list[PassCost]]:
+        """Passes of verl's own path on every rank."""
+        batches = zip(ranks, budgets, strict=True)
+        return [stock_passes(self.costs.shape, *batch, self.costs.dense_mask) for batch in batches]
 
     def infer(
         self, name: str, ranks: list[list[Group]], budgets: list[int], own: list[Batch], ref_engine: bool = False
     ) -> Decision:
         """Log-probs of a training step's rows: "old" or "ref"; by an engine of its own if `ref_engine`."""
         decision, plans = self.decide(ranks, budgets, ref_engine=ref_engine, own=own)
-        self._price(name, ranks, budgets, plans)
+        self._price(name, ranks, budgets, plans, self._stock(ranks, budgets))
         return decision
 
     def update(self, ranks: list[list[Group]], budgets: list[int], own: list[Batch], log_probs: Decision) -> None:
         """One mini-batch, after the old log-probs were decided on."""
         if not self.first:
             self.first = max(ranks, key=lambda groups: sum(group.num_logical_tokens for group in groups))
-        plans = self._price("update", ranks, budgets, self.decide(ranks, budgets, log_probs, own=own)[1])
+        stock = self._stock(ranks, budgets)
+        plans = self._price("update", ranks, budgets, self.decide(ranks, budgets, log_probs, own=own)[1], stock)
         for path, found in plans.items():
-            for groups, budget, plan in zip(ranks, budgets, found, strict=True):
-                added = peak_bytes(self.costs.shape, plan, self._stock(groups, budget), self.memory)
+            for plan, passes in zip(found, stock, strict=True):
+                added = peak_bytes(self.costs.shape, plan, passes, self.memory)
                 self.peaks[path] = max(self.peaks[path], added)
         self.physical_without += sum(group.num_physical_tokens for groups, _ in own for group in groups)
         for groups, plan in zip(ranks, plans[self.schedule], strict=True):
