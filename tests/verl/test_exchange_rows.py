@@ -162,16 +162,17 @@ def _problems(batch: dict, seed: int, group) -> list[str]:
             problems.append(f"{name} came back in another order")
         if back[name].dtype != wanted.dtype:
             problems.append(f"{name} is {back[name].dtype}")
+    arrived = {name: tu.get(found, name) for name in every[0] if name != "pixels"}
+    arrived = {name: x.unbind() if isinstance(x, torch.Tensor) else list(x) for name, x in arrived.items()}
     for i, row in enumerate(here):
         for name, wanted in every[row].items():
             if name in ("pixels", "multi_modal_inputs"):
                 continue
-            value = tu.get(found, name)
-            value = value.unbind()[i] if isinstance(value, torch.Tensor) else value[i]
+            value = arrived[name][i]
             same = torch.equal(value, wanted) if isinstance(wanted, torch.Tensor) else value == wanted
             if not same or (isinstance(wanted, torch.Tensor) and value.dtype != wanted.dtype):
                 problems.append(f"{name} of row {row} is {value}, not {wanted}")
-        seen = tu.get(found, "multi_modal_inputs")[i]
+        seen = arrived["multi_modal_inputs"][i]
         pixels = {name: x for name, x in seen.items() if name != "second_per_grid_ts"}
         others = {name: x for name, x in seen.items() if name not in pixels}
         wanted = {"second_per_grid_ts": [0.5]} if int(every[row]["uid"].removeprefix("uid")) % 2 else {}
@@ -179,8 +180,9 @@ def _problems(batch: dict, seed: int, group) -> list[str]:
             problems.append(f"row {row} sees {sorted(seen)}")
         elif not all(torch.equal(x, every[row]["pixels"][name]) for name, x in pixels.items()):
             problems.append(f"row {row} sees other pixels")
-    kept = batch_of([row for row, at in zip(rows_of(batch, seed), batch["ranks"], strict=True) if at == rank])
-    for row, wanted in zip(tu.get(data, "multi_modal_inputs"), tu.get(kept, "multi_modal_inputs"), strict=True):
+    kept = [row for row, at in zip(rows_of(batch, seed), batch["ranks"], strict=True) if at == rank]
+    for row, wanted in zip(tu.get(data, "multi_modal_inputs"), kept, strict=True):
+        wanted = wanted["multi_modal_inputs"]
         if exchange.moves and row.keys() != wanted.keys():
             problems.append(f"the caller's row sees {sorted(row)}, not {sorted(wanted)}")
     if tu.get(found, "temperature") != 0.7 or tu.get(found, "max_token_len_per_gpu") != 100:
