@@ -559,6 +559,14 @@ def _worker(rank: int, world: int, rendezvous: str, models: dict, cases: dict, o
     for dtype in ("fp32", "bf16"):
         with pytest.raises(RuntimeError, match="prefix.verify, update 1: .*verify_action=fallback"):
             _measure("prefix", models["qwen3"], rank, {"param_dtype": dtype})
+    routed = _batch(rank, 512, {})
+    routed["routed_experts"] = routed["input_ids"].clone()
+    engine = _engine("prefix", models["qwen3"], {})
+    with (
+        engine.eval_mode(disable_auto_offload=True),
+        pytest.raises(ValueError, match="routing_replay=True gives .* set it"),
+    ):
+        engine.infer_batch(routed)
     static = CASES["static_batch_size_of_one"]
     fallen_back = _measure("prefix", models["qwen3"], rank, static | {"verify_action": "fallback"})
     results["verify fallback"] = _compare(fallen_back, stock_cache[repr(sorted(static.items()))])

@@ -30,6 +30,12 @@ SCHEDULES = ("auto", "packed", "phased", "stock")
 EXCHANGE = KEEP_ATTENTION = ("auto", "off")
 ATTENTION = ("auto", "cpu", "flash_attn", "aten", "reference")
 
+NO_REPLAY = (
+    "actor_rollout_ref.rollout.enable_rollout_routing_replay=True gives batches routed_experts, and verl's FSDP engine "
+    "replays no routes, with a shared prefix or without; set it to False (prefix/moe/* tells the load of experts), or "
+    "model_engine=veomni or megatron"
+)
+
 logger = logging.getLogger(__name__)
 
 

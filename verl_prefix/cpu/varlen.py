@@ -1,7 +1,7 @@
 """A stand-in for flash attention on a machine without it, for tests: verl's sequence parallelism sits inside
 transformers' call of it, and is silently wrong with `attn_implementation=sdpa`.
 
-    ... +actor_rollout_ref.model.override_config.attn_implementation=varlen_on_cpu
+    ... +platform=cpu actor_rollout_ref.model.override_config.attn_implementation=varlen_on_cpu
 """
 
 from typing import Any

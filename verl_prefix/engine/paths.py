@@ -25,7 +25,7 @@ from verl_prefix.auto.cost import (
     syncs_once,
 )
 from verl_prefix.auto.shape import ModelShape
-from verl_prefix.config import PrefixConfig, PrefixEngineConfig, is_varlen
+from verl_prefix.config import NO_REPLAY, PrefixConfig, PrefixEngineConfig, is_varlen
 from verl_prefix.core.groups import Group
 from verl_prefix.core.schedule import Schedule
 from verl_prefix.core.waves import Plan
@@ -107,7 +107,13 @@ class Paths:
         )
 
     def stock_reason(self, data: TensorDict) -> str | None:
-        """Why this batch goes to verl's own path whatever its lengths, or None."""
+        """Why this batch goes to verl's own path whatever its lengths, or None.
+
+        Raises:
+            ValueError: the batch has routes to replay, which neither path does.
+        """
+        if "routed_experts" in data.keys():
+            raise ValueError(NO_REPLAY)
         if self.lasting_reason:
             return self.lasting_reason
         if "prompts" not in data.keys() or "responses" not in data.keys():

@@ -33,7 +33,6 @@ from verl_prefix.engine.torn_groups import TornGroups
 from verl_prefix.engine.trace_writer import open_trace
 from verl_prefix.engine.verify import Verification
 from verl_prefix.models import vision
-from verl_prefix.models.experts import load_violations
 from verl_prefix.models.hookup import HookedModel
 from verl_prefix.models.support import check_dropout, check_supported
 
@@ -220,16 +219,9 @@ class PrefixFSDPEngine(FSDPEngineWithLMHead):
         }
         if self._phase_b_peak and not forward_only:
             metrics["prefix/phase_b_peak_gib"] = self._phase_b_peak / 2**30
-        metrics |= self._expert_metrics(schedule)
+        metrics |= schedule.model.expert_loads.metrics(self.reduce_sum)
         output["metrics"].update({name: [float(value)] for name, value in metrics.items()})
         return output
-
-    def _expert_metrics(self, schedule: Schedule) -> dict[str, float]:
-        loads = schedule.model.expert_loads.total()
-        if not len(loads):
-            return {}
-        of_all_ranks = torch.tensor(self.reduce_sum(loads.flatten().tolist())).view_as(loads)
-        return {f"prefix/moe/{name}": value for name, value in load_violations(of_all_ranks).items()}
 
     def _prepared(self, data: TensorDict) -> TensorDict:
         """A copy with what FSDPEngine.forward_backward_batch adds for the loss."""

@@ -1,7 +1,7 @@
 """Load of a mixture's experts: how many tokens of the logical batch each one gets, though a prefix runs once."""
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
 import torch
@@ -46,23 +46,21 @@ class ExpertLoads:
         load = self._loads.setdefault(layer, multiplicity.new_zeros(num_experts))
         load.index_add_(0, chosen.flatten(), multiplicity.repeat_interleave(chosen.shape[-1]))
 
-    def total(self) -> torch.Tensor:
-        """[layers, experts] int64, of all forwards until now; without routers [0]."""
-        loads = [self._loads[layer] for layer in sorted(self._loads)]
-        return torch.stack(loads) if loads else torch.zeros(0, dtype=torch.int64)
+    def metrics(self, reduce_sum: Callable[[Sequence[float]], Sequence[float]]) -> dict[str, float]:
+        """The relative excess over an even load, of the fullest expert (max_vio) and on average (avg_vio), largest and
+        mean of all layers, as verl's rollout/moe/* (verl/trainer/ppo/metric_utils.py); nothing without routers.
 
-
-def load_violations(loads: torch.Tensor) -> dict[str, float]:
-    """The relative excess over an even load, of the fullest expert (max_vio) and on average (avg_vio), largest and mean
-    of all layers: verl's rollout/moe/* (verl/trainer/ppo/metric_utils.py).
-
-    Args:
-        loads: [layers, experts].
-    """
-    deviation = loads.double() * loads.shape[1] / loads.sum(1, keepdim=True).clamp(min=1) - 1
-    by_layer = {"max_vio": deviation.amax(1), "avg_vio": deviation.abs().mean(1)}
-    return {
-        f"{name}/{over}": value
-        for name, layers in by_layer.items()
-        for over, value in (("max", layers.max().item()), ("avg", layers.mean().item()))
-    }
+        Args:
+            reduce_sum: element-wise sum over ranks.
+        """
+        if not self._loads:
+            return {}
+        own = torch.stack([self._loads[layer] for layer in sorted(self._loads)])
+        loads = torch.tensor(reduce_sum(own.flatten().tolist()), dtype=torch.float64).view_as(own)
+        deviation = loads * loads.shape[1] / loads.sum(1, keepdim=True).clamp(min=1) - 1
+        by_layer = {"max_vio": deviation.amax(1), "avg_vio": deviation.abs().mean(1)}
+        return {
+            f"prefix/moe/{name}/{over}": value
+            for name, layers in by_layer.items()
+            for over, value in (("max", layers.max().item()), ("avg", layers.mean().item()))
+        }

@@ -22,7 +22,7 @@ from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.tokenizer import build_multimodal_processor_inputs
 from verl.workers.config import FSDPActorConfig
 
-from verl_prefix.config import check_model_family, check_model_options
+from verl_prefix.config import NO_REPLAY, check_model_family, check_model_options
 from verl_prefix.models.vision import is_vision_config
 
 MAX_PROMPTS = 2000  # of the train file, evenly spread; their lengths stand for all
@@ -184,6 +184,8 @@ def refusals(config: DictConfig, num_ranks: int) -> list[str]:
             _refusal(check_model_options, model),
             _refusal(check_model_family, model, section.get("freeze_vision_tower", False)),
         ]
+    if config.actor_rollout_ref.rollout.get("enable_rollout_routing_replay"):
+        found.append(NO_REPLAY)
     update, old = section.use_dynamic_bsz, config.actor_rollout_ref.rollout.log_prob_use_dynamic_bsz
     if update != old:
         found.append(
