@@ -1,10 +1,10 @@
 """Tests run tiny models: more threads than one only wait for each other, most of all beside other jobs."""
 
-import copy
 import gc
 import importlib.util
 import io
 import os
+import pickle
 import subprocess
 from collections.abc import Callable, Iterator
 from multiprocessing import forkserver
@@ -32,11 +32,12 @@ def spawn() -> Callable[..., None]:
     call: what a test sets or patches in its own process does not reach them.
     """
     server = forkserver.ForkServer()
-    server.set_forkserver_preload(["verl.workers.engine_workers", "verl_prefix.tools.ab.replay"])
+    server.set_forkserver_preload(["warm_ranks"])
+    path = os.pathsep.join([str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])])
 
     def run(fn: Callable[..., None], args: tuple = (), nprocs: int = 1) -> None:
         with (
-            mock.patch.dict(os.environ, VERL_PLATFORM="cpu"),
+            mock.patch.dict(os.environ, VERL_PLATFORM="cpu", PYTHONPATH=path),
             mock.patch.object(forkserver, "connect_to_new_process", server.connect_to_new_process),
         ):
             mp.start_processes(fn, args, nprocs, start_method="forkserver")
@@ -74,8 +75,8 @@ def yaml_read_once() -> Iterator[None]:
     def load_once(file):
         text = file.read() if hasattr(file, "read") else Path(file).read_text(encoding="utf-8")
         if text not in found:
-            found[text] = load(io.StringIO(text))
-        return copy.deepcopy(found[text])
+            found[text] = pickle.dumps(load(io.StringIO(text)))
+        return pickle.loads(found[text])  # a third of the time of a deep copy
 
     with mock.patch.object(OmegaConf, "load", load_once):
         yield

@@ -1,0 +1,8 @@
+"""What the fork server of `spawn` imports once, so that no rank does."""
+
+import verl.workers.engine_workers  # noqa: F401
+from transformers import AutoModelForImageTextToText
+
+import verl_prefix.tools.ab.replay  # noqa: F401
+
+AutoModelForImageTextToText._model_mapping.keys()  # verl looks a model up among all, whose modules this imports
