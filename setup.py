@@ -57,7 +57,7 @@ setup(
             "rouge-score",
             "torchvision",
         ],
-        "test": ["hypothesis", "mypy", "prefix-grouper", "pytest", "ruff"],
+        "test": ["hypothesis", "mypy", "prefix-grouper", "pytest", "ruff", "triton ; sys_platform == 'linux'"],
     },
     entry_points={
         "verl.plugins": ["prefix = verl_prefix.plugin"],

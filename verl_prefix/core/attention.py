@@ -9,6 +9,7 @@ In backward each call gets the merged out and lse, and so returns its own keys' 
 prefix's keys and values are never repeated per suffix (Prefix Grouper, arXiv 2506.05433, repeats them).
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -70,6 +71,27 @@ def merge(
     total = _logaddexp(lse, lse_2)
     weight, weight_2 = ((x - total).exp().transpose(0, 1).unsqueeze(-1) for x in (lse, lse_2))
     return (out * weight + out_2 * weight_2).to(out.dtype), total
+
+
+def _merge_at(
+    queries: slice | torch.Tensor, out: torch.Tensor, lse: torch.Tensor, out_2: torch.Tensor, lse_2: torch.Tensor
+) -> None:
+    """Merges a second partial attention of some queries into `out` [T, H, D] and `lse` [H, T]; one kernel on CUDA."""
+    fused = _fused_merge() if out.is_cuda and lse.dtype == torch.float32 and isinstance(queries, slice) else None
+    if fused is not None:
+        fused(out[queries], lse[:, queries], out_2, lse_2)
+    else:
+        out[queries], lse[:, queries] = merge(out[queries], lse[:, queries], out_2, lse_2)
+
+
+@functools.cache
+def _fused_merge() -> Callable[..., None] | None:
+    """None where triton is not installed."""
+    try:
+        from verl_prefix.core.kernels.fused_merge import merge_into
+    except ImportError:
+        return None
+    return merge_into
 
 
 def _logaddexp(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -166,7 +188,7 @@ def _attend(
             q[queries], prefix_k[keys], prefix_v[keys], reads.cross,
             causal=False, scale=params.scale, softcap=params.softcap,
         )  # fmt: skip
-        out[queries], lse[:, queries] = merge(out[queries], lse[:, queries], out_2, lse_2)
+        _merge_at(queries, out, lse, out_2, lse_2)
     if sinks is not None:
         total = _logaddexp(lse, sinks.to(lse.dtype).unsqueeze(-1))
         out *= (lse - total).exp().transpose(0, 1).unsqueeze(-1)

@@ -1,0 +1,111 @@
+"""The Triton kernel of the LSE merge, in Triton's interpreter, against the torch version. No GPU."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+import torch
+
+from verl_prefix.core import attention
+
+pytest.importorskip("triton")
+
+
+@pytest.fixture
+def merge_into(monkeypatch):
+    """Of a copy of the module: the one that attention imports stays compiled where there is a GPU."""
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    path = Path(attention.__file__).parent / "kernels" / "fused_merge.py"
+    spec = importlib.util.spec_from_file_location("interpreted_merge", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.merge_into
+
+
+def parts(num_queries: int, heads: int, dim: int, dtype: torch.dtype, spread: float = 8.0):
+    """Views of larger tensors, as the schedule hands them over: (out, lse, out_2, lse_2)."""
+    generator = torch.Generator().manual_seed(num_queries)
+    out, out_2 = (torch.randn(num_queries + 5, heads, dim, generator=generator).to(dtype) for _ in range(2))
+    lse, lse_2 = (torch.randn(heads, num_queries + 5, generator=generator) * spread for _ in range(2))
+    return out[3:-2], lse[:, 3:-2], out_2[:num_queries].contiguous(), lse_2[:, :num_queries].contiguous()
+
+
+class _OnCuda(torch.Tensor):
+    is_cuda = True
+
+
+def miss(found: tuple, given: tuple) -> list[float]:
+    """Relative errors of (out, lse), against float64."""
+    truth = attention.merge(*(x.double() for x in given))
+    return [((a.double() - b).norm() / b.norm()).item() for a, b in zip(found, truth, strict=True)]
+
+
+SIZES = [(1, 1, 16), (37, 3, 80), (64, 4, 128), (5, 2, 256)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(("num_queries", "heads", "dim"), SIZES)
+def test_the_kernel_misses_float64_by_no_more_than_torch_does(merge_into, dtype, num_queries, heads, dim):
+    """1.3 times, as of all kernels here. And it writes nothing beside its queries."""
+    out, lse, out_2, lse_2 = parts(num_queries, heads, dim, dtype)
+    around = [x.clone() for x in (out._base[:3], out._base[-2:], lse._base[:, :3], lse._base[:, -2:])]
+    given = [x.clone() for x in (out, lse, out_2, lse_2)]
+    by_torch = miss(attention.merge(*given), given)
+    merge_into(out, lse, out_2, lse_2)
+    eps = torch.finfo(torch.float32).eps  # a single query's log-sum-exp may be the truth in torch
+    assert all(ours <= max(1.3 * theirs, eps) for ours, theirs in zip(miss((out, lse), given), by_torch, strict=True))
+    for now, before in zip((out._base[:3], out._base[-2:], lse._base[:, :3], lse._base[:, -2:]), around, strict=True):
+        assert torch.equal(now, before)
+
+
+@pytest.mark.parametrize(("num_queries", "heads", "dim"), SIZES)
+def test_bf16_is_fp32_but_for_the_last_step(merge_into, num_queries, heads, dim):
+    """To the bit. The interpreter cuts fp32 to bf16 where a GPU rounds."""
+    half = parts(num_queries, heads, dim, torch.bfloat16)
+    whole = [x.float().clone() for x in half]
+    merge_into(*half)
+    merge_into(*whole)
+    cut = (whole[0].view(torch.int32) & ~0xFFFF).view(torch.float32)
+    assert torch.equal(half[0].float(), cut) and torch.equal(half[1], whole[1])
+
+
+def test_far_scores_leave_the_larger_part(merge_into):
+    out, lse, out_2, lse_2 = parts(20, 2, 32, torch.float32)
+    lse_2 += 200.0
+    merge_into(out, lse, out_2, lse_2)
+    assert torch.equal(out, out_2) and torch.equal(lse, lse_2)
+
+
+@pytest.mark.parametrize("broken", ["log-sum-exps exchanged", "of the next head", "parts exchanged"])
+def test_a_broken_kernel_is_far_off(merge_into, broken):
+    out, lse, out_2, lse_2 = parts(37, 3, 80, torch.float32)
+    given = [x.clone() for x in (out, lse, out_2, lse_2)]
+    if broken == "log-sum-exps exchanged":
+        lse, lse_2 = lse_2, lse
+    elif broken == "of the next head":
+        lse_2 = lse_2.roll(1, 0)
+    else:
+        out, out_2 = out_2, out
+    merge_into(out, lse, out_2, lse_2)
+    assert miss((out, lse), given)[0] > 1e-2
+
+
+@pytest.mark.parametrize("queries", [slice(3, 8), torch.tensor([0, 4, 5, 9, 1])])
+def test_attention_merges_what_the_kernel_writes(monkeypatch, merge_into, queries):
+    """MOCK: a CUDA tensor, by a subclass; indices with gaps stay with torch."""
+    called = []
+    monkeypatch.setattr(attention, "_fused_merge", lambda: lambda *args: (called.append(1), merge_into(*args)))
+    out, lse, out_2, lse_2 = parts(10, 2, 32, torch.float32)
+    found, wanted = [(out.clone(), lse.clone()) for _ in range(2)]
+    attention._merge_at(queries, *wanted, out_2[:5], lse_2[:, :5])
+    assert not called
+    attention._merge_at(queries, found[0].as_subclass(_OnCuda), found[1], out_2[:5], lse_2[:, :5])
+    assert len(called) == isinstance(queries, slice)
+    assert all(torch.allclose(a, b, rtol=1e-5, atol=1e-6) for a, b in zip(found, wanted, strict=True))
+    assert not torch.equal(found[0], out)
+
+
+def test_rows_with_gaps_are_refused(merge_into):
+    out, lse, out_2, lse_2 = parts(4, 2, 32, torch.float32)
+    with pytest.raises(ValueError, match="has to be contiguous"):
+        merge_into(out[..., ::2], lse, out_2[..., ::2], lse_2)
