@@ -89,28 +89,32 @@ def letters(completions: list[str], **_: Any) -> list[float]:
     return [sum(char.isalpha() for char in text) / max(len(text), 1) for text in completions]
 
 
+def clocks() -> torch.Tensor:
+    return torch.tensor([time.perf_counter(), time.process_time()], dtype=torch.float64)
+
+
 def observed(kind: type[GRPOTrainer]) -> type[GRPOTrainer]:
-    """`kind` that keeps in `seen`, for every step: its loss, completions, gradients before clipping, and seconds of
-    generation and of all else."""
+    """`kind` that keeps in `seen`, for every step: its loss, completions, gradients before clipping, and seconds,
+    of the clock and of the CPU, without those of generation and rewards."""
 
     class Observed(kind):
         def _generate_and_score_completions(self, inputs):
-            start = time.perf_counter()
+            start = clocks()
             self.generated = super()._generate_and_score_completions(inputs)
-            self.generation_seconds = time.perf_counter() - start
+            self.others = clocks() - start
             return self.generated
 
         def training_step(self, model, inputs, num_items_in_batch):
             self.__dict__.setdefault("seen", [])
-            self.generation_seconds = 0.0
-            start = time.perf_counter()
+            self.others = torch.zeros(2)
+            start = clocks()
             loss = super().training_step(model, inputs, num_items_in_batch)
-            seconds = time.perf_counter() - start - self.generation_seconds
+            seconds, cpu_seconds = (clocks() - start - self.others).tolist()
             grads = {name: p.grad.clone() for name, p in self.model.named_parameters() if p.grad is not None}
             self.seen.append(
                 dict(
                     loss=float(loss), completions=self.generated["completion_ids"], grads=grads,
-                    seconds=seconds, generation=self.generation_seconds,
+                    seconds=seconds, cpu_seconds=cpu_seconds,
                 )
             )  # fmt: skip
             return loss
@@ -144,9 +148,10 @@ def compare(ours: GRPOTrainer, stock: GRPOTrainer) -> dict[str, Any]:
         "loss": max(abs(a["loss"] - b["loss"]) for a, b in pairs),
         "grads": [relative(a["grads"], b["grads"]) for a, b in pairs],
         "weights": relative(*(dict(t.model.named_parameters()) for t in (ours, stock))),
-        "seconds": {name: [x["seconds"] for x in t.seen] for name, t in (("stock", stock), ("ours", ours))},
-        "generation": {name: [x["generation"] for x in t.seen] for name, t in (("stock", stock), ("ours", ours))},
-    }
+    } | {
+        clock: {name: [x[clock] for x in t.seen] for name, t in (("stock", stock), ("ours", ours))}
+        for clock in ("seconds", "cpu_seconds")
+    }  # fmt: skip
 
 
 def main(argv: list[str] | None = None) -> None:
