@@ -23,6 +23,10 @@ INSTRUCTION = (
     "Answer the question from the paragraphs below. It takes facts from several of them: find these facts first, in a "
     "few sentences. Then write the answer alone, in as few words as possible, between <answer> and </answer>."
 )
+SEARCH_INSTRUCTION = (
+    "Answer the question with the search tool, which finds paragraphs. It takes facts from several of them: search for "
+    "one after the other. Then write the answer alone, in as few words as possible, between <answer> and </answer>."
+)
 TEXTS = pa.list_(pa.string())
 SCHEMA = pa.schema(
     {
@@ -42,6 +46,12 @@ SCHEMA = pa.schema(
         ),
     }
 )
+# What verl's tool agent reads beside it (verl/experimental/agent_loop/tool_agent_loop.py).
+TOOLS = pa.struct({"search": pa.struct({"create_kwargs": pa.struct({"paragraphs": TEXTS})})})
+SEARCH_SCHEMA = SCHEMA.set(
+    SCHEMA.get_field_index("extra_info"),
+    pa.field("extra_info", pa.struct([*SCHEMA.field("extra_info").type, pa.field("tools_kwargs", TOOLS)])),
+).append(pa.field("agent_name", pa.string()))
 SURROGATE = re.compile("[\ud800-\udfff]")
 TYPE_NAMES = {str: "text", list: "a list", dict: "an object", int: "an integer", bool: "true or false"}
 
@@ -206,7 +216,21 @@ def row(question: Question, paragraphs: list[Paragraph], split: str, index: int)
     }
 
 
-def prepare(source: Path, output: Path, max_paragraphs: int | None = None, val_size: int = 0) -> str:
+def search_row(question: Question, paragraphs: list[Paragraph], split: str, index: int) -> dict[str, object]:
+    """Return one row for verl's tool agent: the question alone in its prompt, and the paragraphs for search_tool.py."""
+    found = row(question, paragraphs, split, index)
+    content = f"{SEARCH_INSTRUCTION}\n\nQuestion: {question.text}"
+    texts = [f"{paragraph.title}\n{paragraph.text}" for paragraph in paragraphs]
+    return found | {
+        "prompt": [{"role": "user", "content": content}],
+        "agent_name": "tool_agent",
+        "extra_info": found["extra_info"] | {"tools_kwargs": {"search": {"create_kwargs": {"paragraphs": texts}}}},
+    }
+
+
+def prepare(
+    source: Path, output: Path, max_paragraphs: int | None = None, val_size: int = 0, search: bool = False
+) -> str:
     """Write `train.parquet`, and `val.parquet` where `val_size` > 0, into `output`; return a summary.
 
     The validation rows are those whose id has the smallest SHA-256: the same rows for any order of the input. Both
@@ -231,8 +255,9 @@ def prepare(source: Path, output: Path, max_paragraphs: int | None = None, val_s
         raise ValueError(f"{stale}: from an earlier run and not apart from this one's training rows; delete it")
 
     kept = {q.id: limit(q.paragraphs, max_paragraphs) for q in questions}
-    rows = {split: [row(q, kept[q.id], split, i) for i, q in enumerate(chosen)] for split, chosen in splits.items()}
-    write(output, {f"{split}.parquet": pa.Table.from_pylist(rows[split], SCHEMA) for split in rows})
+    make, schema = (search_row, SEARCH_SCHEMA) if search else (row, SCHEMA)
+    rows = {split: [make(q, kept[q.id], split, i) for i, q in enumerate(chosen)] for split, chosen in splits.items()}
+    write(output, {f"{split}.parquet": pa.Table.from_pylist(rows[split], schema) for split in rows})
     lines = [*summary(rows), f"skipped    {len(read) - len(questions)} unanswerable"]
     if max_paragraphs is not None:
         over = sum(len(paragraphs) > max_paragraphs for paragraphs in kept.values())
@@ -276,9 +301,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--output", type=Path, required=True, metavar="DIR")
     parser.add_argument("--max-paragraphs", type=int, metavar="N", help="keep the supporting ones and fill up to N")
     parser.add_argument("--val-size", type=int, default=0, metavar="N", help="rows for val.parquet (default 0: none)")
+    parser.add_argument("--search", action="store_true", help="leave the paragraphs to a tool that searches them")
     args = parser.parse_args(argv)
     try:
-        print(prepare(args.input, args.output, args.max_paragraphs, args.val_size))
+        print(prepare(args.input, args.output, args.max_paragraphs, args.val_size, args.search))
     except (ValueError, OSError) as error:
         print(f"prepare: {error}", file=sys.stderr)
         return 1

@@ -2,7 +2,8 @@
 # GRPO | Qwen3-8B | MuSiQue, all paragraphs in the prompt | FSDP2 training, vLLM rollout | 8 GPUs
 #
 # MODEL_ENGINE controls the actor: prefix (shared prefix, verl_prefix) or dp (verl's own). Apart from it, only the
-# placement of rows on ranks differs between the two.
+# placement of rows on ranks differs between the two. SEARCH=True is for what `prepare.py --search` wrote: the model
+# searches the paragraphs in several turns (verl's tool agent), and all rows of a prompt share the first one.
 
 set -xeuo pipefail
 
@@ -17,8 +18,10 @@ NGPUS_PER_NODE=${NGPUS_PER_NODE:-8}
 
 TRAIN_BATCH_SIZE=${TRAIN_BATCH_SIZE:-128}
 PPO_MINI_BATCH_SIZE=${PPO_MINI_BATCH_SIZE:-64}
-MAX_PROMPT_LENGTH=${MAX_PROMPT_LENGTH:-4096}
-MAX_RESPONSE_LENGTH=${MAX_RESPONSE_LENGTH:-512}
+SEARCH=${SEARCH:-False}
+# A response of several turns has what the tool found in it.
+MAX_PROMPT_LENGTH=${MAX_PROMPT_LENGTH:-$([[ "${SEARCH}" == True ]] && echo 1024 || echo 4096)}
+MAX_RESPONSE_LENGTH=${MAX_RESPONSE_LENGTH:-$([[ "${SEARCH}" == True ]] && echo 4096 || echo 512)}
 PPO_MAX_TOKEN_LEN_PER_GPU=${PPO_MAX_TOKEN_LEN_PER_GPU:-$((4 * (MAX_PROMPT_LENGTH + MAX_RESPONSE_LENGTH)))}
 
 ACTOR_LR=${ACTOR_LR:-1e-6}
@@ -103,6 +106,18 @@ ROLLOUT=(
     actor_rollout_ref.rollout.log_prob_use_dynamic_bsz=True
     actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu=${PPO_MAX_TOKEN_LEN_PER_GPU}
 )
+
+if [[ "${SEARCH}" == True ]]; then
+    # max_tool_response_length counts characters. Ray's workers import search_tool from the recipe's folder.
+    ROLLOUT+=(
+        actor_rollout_ref.rollout.multi_turn.enable=True
+        actor_rollout_ref.rollout.multi_turn.format=hermes
+        actor_rollout_ref.rollout.multi_turn.max_assistant_turns=5
+        actor_rollout_ref.rollout.multi_turn.max_tool_response_length=4096
+        actor_rollout_ref.rollout.multi_turn.tool_config_path="${RECIPE_DIR}/search_tool.yaml"
+        "+ray_kwargs.ray_init.runtime_env.env_vars.PYTHONPATH='${RECIPE_DIR}:${PYTHONPATH:-}'"
+    )
+fi
 
 REF=(
     actor_rollout_ref.ref.log_prob_use_dynamic_bsz=True

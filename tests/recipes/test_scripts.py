@@ -87,6 +87,20 @@ def test_every_logger_that_is_there_logs(tmp_path, script):
     assert composed(launched(script, tmp_path, LOGGER="[console]")).trainer.logger == ["console"]
 
 
+def test_the_search_of_the_musique_script(tmp_path):
+    model = write_tiny_model(tmp_path / "model")
+    overrides = launched(MUSIQUE, tmp_path, f"actor_rollout_ref.model.path={model}", SEARCH="True", PYTHONPATH="/a:/b")
+    config = composed(overrides)
+    validate_config(config, use_reference_policy=True, use_critic=False)
+    rollout = config.actor_rollout_ref.rollout
+    assert (config.data.max_prompt_length, config.data.max_response_length, rollout.max_model_len) == (1024, 4096, 5120)
+    turns, folder = rollout.multi_turn, RECIPES / "musique"
+    assert (turns.enable, turns.format, turns.max_assistant_turns) == (True, "hermes", 5)
+    assert Path(turns.tool_config_path) == folder / "search_tool.yaml"
+    assert config.ray_kwargs.ray_init.runtime_env.env_vars.PYTHONPATH == f"{folder}:/a:/b"
+    assert not any("multi_turn" in override for override in launched(MUSIQUE, tmp_path))
+
+
 def test_the_preset_of_video_r1(tmp_path):
     model = write_tiny_model(tmp_path / "model")
     overrides = launched(VIDEO, tmp_path, "--preset", "video_r1", f"actor_rollout_ref.model.path={model}")

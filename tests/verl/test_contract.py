@@ -27,6 +27,11 @@ BESIDE_VLLM = "verl.workers.rollout.vllm_rollout"
 # Parameters, or None where only the name is ours to rely on (registries, base classes, enumerations).
 CONTRACT = {
     "verl.base_config:BaseConfig": None,
+    # recipes/musique/search_tool.py
+    "verl.tools.base_tool:BaseTool.create": "self instance_id kwargs",
+    "verl.tools.base_tool:BaseTool.execute": "self instance_id parameters kwargs",
+    "verl.tools.base_tool:BaseTool.release": "self instance_id kwargs",
+    "verl.tools.schemas:ToolResponse": None,
     "verl.plugin.platform:PlatformBase": None,
     "verl.plugin.platform:PlatformBase.is_available": "self",
     "verl.plugin.platform:PlatformBase.is_platform_available": "self use_smi_check",
