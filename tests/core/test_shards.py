@@ -1,4 +1,4 @@
-"""A packed row on 2 and 4 gloo ranks in float64, against HF row by row on one; what travels and what a cache holds.
+"""A packed row on 2, 4 and 8 gloo ranks in float64, against HF row by row on one; what travels and what a cache holds.
 
 Does not exercise FSDP (tests/verl/test_sequence_parallel.py does), NCCL or more than one node.
 """
@@ -17,7 +17,7 @@ from verl_prefix.core.prefix_cache import PrefixCache
 from verl_prefix.core.sequence_parallel import Shards
 from verl_prefix.testing import random_rollouts, run_shared, run_stock
 
-VOCAB, HEADS, HEAD_DIM = 61, 4, 8
+VOCAB, HEADS, HEAD_DIM = 61, 8, 8
 # HF's fp32 norms set the floor of gradients, see test_fsdp.py.
 LOG_PROBS, GRADIENTS = 1e-9, 5e-7
 SHAPE = [(23, [7, 5, 6, 3]), (1, [4, 2]), (9, [2, 8, 0, 4]), (14, [5])]
@@ -29,7 +29,7 @@ CASES = {
     "offload": dict(schedule="phased", wave_tokens=9, offload=True),
     "logits_in_chunks": dict(schedule="packed", logits_chunk=3),
 }
-FEW = ("packed", "phased")  # on four ranks, and checkpointed
+FEW = ("packed", "phased")  # on more ranks, and checkpointed
 
 
 def _build(kv_heads: int, **fields):
@@ -94,7 +94,7 @@ def _worker(rank: int, size: int, rendezvous: str, out: str) -> None:
     dist.destroy_process_group()
 
 
-@pytest.fixture(scope="module", params=[2, 4], ids=["2ranks", "4ranks"])
+@pytest.fixture(scope="module", params=[2, 4, pytest.param(8, marks=pytest.mark.full)], ids="{}ranks".format)
 def results(request, tmp_path_factory):
     tmp = tmp_path_factory.mktemp("shards")
     mp.spawn(_worker, args=(request.param, str(tmp / "rendezvous"), str(tmp / "out")), nprocs=request.param)
