@@ -24,6 +24,11 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+def pytest_unconfigure() -> None:
+    """What stays frozen at the end of the process triton reports as leaked."""
+    gc.unfreeze()
+
+
 @pytest.fixture(scope="session")
 def spawn() -> Callable[..., None]:
     """`torch.multiprocessing.spawn` whose processes come from one that has imported verl, under VERL_PLATFORM=cpu.
