@@ -317,3 +317,15 @@ def test_a_rollout_that_cannot_serve_raises_before_it_starts_an_actor(
     replica.rollout_mode = mode
     with pytest.raises(ValueError, match=named):
         asyncio.run(replica.launch_servers())
+
+
+def test_experts_that_verl_took_apart_are_put_together(tmp_path) -> None:
+    from transformers import AutoModelForCausalLM
+    from verl.workers.engine.fsdp.utils import unfuse_moe_params
+
+    weights = AutoModelForCausalLM.from_pretrained(write_tiny_model(tmp_path, family="qwen3_moe")).state_dict()
+    apart = dict(unfuse_moe_params(weights.items(), "qwen3_moe"))
+    assert set(apart) != set(weights)
+    together = dict(rollout.fused_experts(apart.items()))
+    assert list(together) == list(weights)
+    assert all(torch.equal(together[name], weight) for name, weight in weights.items())

@@ -4,7 +4,9 @@ One server serves the whole job, because its replicas would only divide the same
 spread over replicas would pay its prefix once per replica.
 """
 
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Iterator
+from itertools import groupby
 from typing import Any
 
 import ray
@@ -92,7 +94,7 @@ class HFServerAdapter(BaseRollout):
         server = ray.get_actor(ACTOR_NAME) if torch.distributed.get_rank() == 0 else None
         bucket: list[tuple[str, torch.Tensor]] = []
         size = 0
-        for name, weight in weights:
+        for name, weight in fused_experts(weights):
             if server is None:
                 continue
             weight = weight.detach().to("cpu", dtype)
@@ -103,6 +105,26 @@ class HFServerAdapter(BaseRollout):
             size += weight.nbytes
         if server is not None:
             await server.update_weights.remote(bucket, last=True, version=global_steps)
+
+
+_EXPERT = re.compile(r"(.*\.mlp\.experts)\.\d+\.(?:(gate|up)|down)_proj\.weight")
+
+
+def fused_experts(weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Weights under the names of transformers' modules, [experts, out, in] of a mixture: what verl took apart for vLLM
+    (unfuse_moe_params in verl/workers/engine/fsdp/utils.py), expert by expert, gate before up."""
+
+    def fused_name(item: tuple[str, torch.Tensor]) -> str:
+        expert = _EXPERT.fullmatch(item[0])
+        return f"{expert[1]}.{'gate_up_proj' if expert[2] else 'down_proj'}" if expert else item[0]
+
+    for name, group in groupby(weights, fused_name):
+        found = list(group)
+        if found[0][0] == name:
+            yield from found
+            continue
+        experts = torch.stack([weight for _, weight in found])
+        yield name, experts.unflatten(0, (-1, 2)).flatten(1, 2) if name.endswith("gate_up_proj") else experts
 
 
 def _load_replica() -> type[RolloutReplica]:
