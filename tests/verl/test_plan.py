@@ -78,6 +78,22 @@ def test_ranks_with_a_copy_of_the_parameters_each_hold_all_of_it(folder):
     assert build(folder, f"{key}=2")["resident_gib"] == shared["resident_gib"]
 
 
+def test_sequence_parallel_gpus_are_half_the_ranks_with_twice_the_budget(folder, capsys):
+    role, budget = "actor_rollout_ref", "max_token_len_per_gpu"
+    keys = (f"{role}.actor.ppo_{budget}", f"{role}.rollout.log_prob_{budget}", f"{role}.ref.log_prob_{budget}")
+    ulysses = f"{role}.actor.fsdp_config.ulysses_sequence_parallel_size=2"
+    both = build(folder, ulysses, "trainer.n_gpus_per_node=4", *(f"{key}=75" for key in keys))
+    alone = build(folder, *(f"{key}=150" for key in keys))
+    assert both["phased_groups"] and not both["unsupported"]
+    for name in ("tokens", "speedup", "speedup_by_schedule", "packed_groups", "phased_groups"):
+        assert both[name] == alone[name], name
+    assert both["resident_gib"] == pytest.approx(alone["resident_gib"] / 2)
+    for path in ("packed", "phased", "stock"):  # half of the activations; FSDP2's buffers are as large
+        assert 0.4 < both["added_gib"][path] / alone["added_gib"][path] < 1
+    assert cli.main(["plan", "--simulate", *overrides(folder, ulysses)]) == 2
+    assert "--simulate knows no" in capsys.readouterr().err
+
+
 def test_a_small_budget_makes_phases_and_nothing_shared_gains_nothing(folder):
     small = build(folder, "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=200")
     assert small["packed_groups"] == 0 and small["phased_groups"] == 4 * 8
