@@ -14,8 +14,11 @@ from verl_prefix.testing import write_tiny_model
 ULYSSES = [f"actor_rollout_ref.{role}.fsdp_config.ulysses_sequence_parallel_size=2" for role in ("actor", "ref")] + [
     "actor_rollout_ref.model.override_config.attn_implementation=varlen_on_cpu"
 ]
-LORA = ["actor_rollout_ref.model.lora_rank=4", "actor_rollout_ref.model.lora_alpha=8",
-        "actor_rollout_ref.model.lora.merge=true"]  # fmt: skip
+# verl draws an adapter's first matrix from a seed of the process, unless told otherwise.
+LORA = [
+    "actor_rollout_ref.model.lora_rank=4", "actor_rollout_ref.model.lora_alpha=8",
+    "actor_rollout_ref.model.lora.merge=true", "actor_rollout_ref.actor.fsdp_config.full_determinism=true",
+]  # fmt: skip
 # Family, options of both arms, options of ours.
 RUNS = {
     "ulysses": ("qwen3", [], ULYSSES),
