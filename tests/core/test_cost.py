@@ -329,6 +329,14 @@ def test_rates_are_measured_where_the_choice_depends_on_them_alone():
     assert measures(SHORT, 500) == [True, False]
 
 
+@pytest.mark.parametrize(("sequence_ranks", "head_tokens"), [(1, 8000 * 4 // 3), (2, 8000)])
+def test_logits_in_chunks_run_again_by_each_ranks_tokens(sequence_ranks, head_tokens):
+    memory = cost.Memory(2, False, False, 4096, False, sequence_ranks=sequence_ranks)
+    costs = chooser.CostModel(SHAPE, False, None, 1.05, memory)
+    paths = chooser.candidates(costs, [Group((0, 1), 1000, (4000, 4000))], 10**5)
+    assert [one.head_tokens for one in paths.passes(costs, update=True)[1]] == [head_tokens]
+
+
 def test_stock_is_not_taken_where_it_does_not_fit_on_one_rank():
     assert make_chooser(FLOPS, min_speedup=9.0).choose(SHORT, 1000, True) is None
     alone = make_chooser(FLOPS, min_speedup=9.0)

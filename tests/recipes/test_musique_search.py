@@ -15,6 +15,8 @@ RECIPE = Path(__file__).resolve().parents[2] / "recipes" / "musique"
 @pytest.fixture
 def tool(monkeypatch):
     monkeypatch.syspath_prepend(str(RECIPE))
+    for name in ("reward", "search_tool"):  # the other recipe has modules of these names
+        monkeypatch.delitem(sys.modules, name, raising=False)
     (found,) = initialize_tools_from_config(RECIPE / "search_tool.yaml")
     yield found
     for name in ("reward", "search_tool"):

@@ -73,6 +73,10 @@ def test_good_config_passes_the_driver_checks(model_path):
         (f"{ACTOR}.ulysses_sequence_parallel_size=3", r"ulysses_sequence_parallel_size=3 does not divide 8 GPUs"),
         (f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size=8", r"size=8: the 4 heads of this qwen3 .*; set 2$"),
         (
+            f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size=2 actor_rollout_ref.model.use_remove_padding=False",
+            r"size=2 needs actor_rollout_ref.model.use_remove_padding=True",
+        ),
+        (
             f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size=2 {SDPA}",
             r"attn_implementation=sdpa: verl's own path.*=flash_attention_2, or prefix.schedule=packed",
         ),

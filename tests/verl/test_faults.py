@@ -289,10 +289,22 @@ def test_attention_is_kept_where_updates_without_left_room_to_spare(
     plan = make_plan([Group((0, 1), 300, (20, 30))], 400, "phased")
     kept, unkept = (dataclasses.replace(paths._memory, attention_kept=x) for x in (True, False))
     left = room * peak_bytes(paths._shape, plan, (), kept) - peak_bytes(paths._shape, plan, (), unkept)
-    for free, expected in ((left, False), (0.0, keeps), (0.0, keeps)):
-        assert paths.keeps_attention(plan) == expected
+    own, small = peak_bytes(paths._shape, plan, (), kept), make_plan([Group((0, 1), 30, (2, 3))], 400, "phased")
+    after_kept = room * own - own if keeps else left
+    for made, free, expected in (
+        (plan, left, False), (plan, after_kept, keeps), (small, after_kept, keeps), (plan, after_kept, keeps)
+    ):  # fmt: skip
+        assert paths.keeps_attention(made) == expected
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda free=free: (free, 0))
-        paths.see_room()  # of an update without attention kept alone
+        paths.see_room()
+    # The allocator holds what the largest update took: a small one without attention tells no less room.
+    paths._reduce_max = lambda values: [1.0]
+    assert not paths.keeps_attention(small), "another rank lacks room"
+    paths.see_room()
+    paths._reduce_max = lambda values: values
+    assert paths.keeps_attention(plan) == keeps
+    paths.see_room()
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0.0, 0))
     paths._reduce_max = lambda values: [1.0]
     assert not paths.keeps_attention(plan), "another rank lacks room"
     paths.see_room()

@@ -81,7 +81,7 @@ def test_ranks_with_a_copy_of_the_parameters_each_hold_all_of_it(folder):
 def test_sequence_parallel_gpus_are_half_the_ranks_with_twice_the_budget(folder, capsys):
     role, budget = "actor_rollout_ref", "max_token_len_per_gpu"
     keys = (f"{role}.actor.ppo_{budget}", f"{role}.rollout.log_prob_{budget}", f"{role}.ref.log_prob_{budget}")
-    ulysses = f"{role}.actor.fsdp_config.ulysses_sequence_parallel_size=2"
+    ulysses = f"{role}.actor.ulysses_sequence_parallel_size=2"  # ref's key follows it
     both = build(folder, ulysses, "trainer.n_gpus_per_node=4", *(f"{key}=75" for key in keys))
     alone = build(folder, *(f"{key}=150" for key in keys))
     assert both["phased_groups"] and not both["unsupported"]
@@ -90,6 +90,11 @@ def test_sequence_parallel_gpus_are_half_the_ranks_with_twice_the_budget(folder,
     assert both["resident_gib"] == pytest.approx(alone["resident_gib"] / 2)
     for path in ("packed", "phased", "stock"):  # half of the activations; FSDP2's buffers are as large
         assert 0.4 < both["added_gib"][path] / alone["added_gib"][path] < 1
+    own_key = f"{role}.actor.fsdp_config.ulysses_sequence_parallel_size=2"  # ref's own does not
+    actor_alone = build(folder, own_key, "trainer.n_gpus_per_node=4", *(f"{key}=75" for key in keys))
+    plain = build(folder, "trainer.n_gpus_per_node=4", *(f"{key}=75" for key in keys))
+    assert actor_alone["speedup"] == both["speedup"] | {"ref": plain["speedup"]["ref"]}
+    assert plain["speedup"]["ref"] != both["speedup"]["ref"]
     assert cli.main(["plan", "--simulate", *overrides(folder, ulysses)]) == 2
     assert "--simulate knows no" in capsys.readouterr().err
 
@@ -124,8 +129,11 @@ def test_every_refusal_is_named_and_a_refused_model_has_no_figures(folder, capsy
     )
     assert cli.main(["plan", *words]) == 1
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 3 and all(line.startswith("unsupported: ") for line in lines)
-    keys = ("ulysses_sequence_parallel_size=3", "enable_activation_offload=True", "attention_dropout=0.1")
+    assert len(lines) == 4 and all(line.startswith("unsupported: ") for line in lines)
+    keys = (
+        "actor.fsdp_config.ulysses_sequence_parallel_size=3", "enable_activation_offload=True", "attention_dropout=0.1",
+        "ref.fsdp_config.ulysses_sequence_parallel_size=3",
+    )  # fmt: skip
     assert all(key in line for line, key in zip(lines, keys, strict=True))
     assert build(folder, "actor_rollout_ref.model.enable_activation_offload=true")["speedup"]["update"] > 1.5
     stock = (f"actor_rollout_ref.model.path={tmp_path}/model", "actor_rollout_ref.actor.prefix.schedule=stock")

@@ -58,7 +58,7 @@ class Candidates(NamedTuple):
 
     def passes(self, costs: CostModel, update: bool) -> list[list[PassCost]]:
         """Of each path, in the order above."""
-        chunk = costs.memory.logits_chunk if update else None
+        chunk = costs.memory.pass_chunk if update else None
         return [self.stock, *(plan_passes(costs.shape, plan, chunk) for plan in (self.mixed, self.packed))]
 
 

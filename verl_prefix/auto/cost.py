@@ -45,7 +45,8 @@ def plan_passes(shape: ModelShape, plan: Plan, logits_chunk: int | None = None) 
     """Costs of the passes of a plan.
 
     Args:
-        logits_chunk: of an update; a pass with more tokens for lm_head runs it again in backward.
+        logits_chunk: of an update, tokens of all ranks that share a pass; one with more tokens for lm_head runs it
+            again in backward.
     """
     passes = []
     for planned in plan.passes:
@@ -149,6 +150,11 @@ class Memory:
     offload: bool
     attention_kept: bool = False
     sequence_ranks: int = 1
+
+    @property
+    def pass_chunk(self) -> int:
+        """Tokens of a pass whose logits exist at once, on all ranks that share it."""
+        return self.logits_chunk * self.sequence_ranks
 
 
 def may_keep_attention(shape: ModelShape, checkpointed: bool, option: str) -> bool:

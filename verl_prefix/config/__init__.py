@@ -169,10 +169,26 @@ def is_varlen(attn_implementation: str) -> bool:
     return "flash" in attn_implementation or "varlen" in attn_implementation  # `cpu.varlen`
 
 
-def _refuse_sequence_parallel(size: int, n_gpus: int, prefix: PrefixConfig, model_config: Any) -> None:
-    key = f"actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size={size}"
+def attention_of(model_config: Any) -> str:
+    """The attention of verl's own path, by `actor_rollout_ref.model` (DictConfig or HFModelConfig)."""
+    override = (model_config or {}).get("override_config") or {}
+    attention: str = override.get("attn_implementation", "flash_attention_2")
+    return attention
+
+
+def check_sequence_parallel(role: str, size: int, n_gpus: int, prefix: PrefixConfig, model_config: Any) -> None:
+    """Refuses an `ulysses_sequence_parallel_size` of actor or ref that cannot work, or would be silently wrong.
+
+    Raises:
+        ValueError: naming the key and what to set.
+    """
+    key = f"actor_rollout_ref.{role}.fsdp_config.ulysses_sequence_parallel_size={size}"
     _refuse(n_gpus % size, f"{key} does not divide {n_gpus} GPUs; set a divisor of them")
-    attention = ((model_config or {}).get("override_config") or {}).get("attn_implementation", "flash_attention_2")
+    attention = attention_of(model_config)
+    _refuse(
+        size > 1 and model_config and not model_config.get("use_remove_padding"),
+        f"{key} needs actor_rollout_ref.model.use_remove_padding=True; set it",
+    )
     _refuse(
         size > 1
         and not is_varlen(attention)
@@ -288,7 +304,7 @@ class PrefixActorConfig(FSDPActorConfig):
         super().validate(n_gpus, train_batch_size, model_config)
         _refuse_untested_drivers()
         sequence_ranks = self.fsdp_config.ulysses_sequence_parallel_size
-        _refuse_sequence_parallel(sequence_ranks, n_gpus, self.prefix, model_config)
+        check_sequence_parallel("actor", sequence_ranks, n_gpus, self.prefix, model_config)
         if self.prefix.schedule != "stock" and self.policy_loss.loss_mode not in LOSSES_OF_ROWS:
             _warn_of_unknown_loss(self.policy_loss.loss_mode)
         if model_config is not None and self.prefix.schedule != "stock":

@@ -242,8 +242,8 @@ def dummy_layout() -> Layout:
 
 def _multiplicity(groups: Sequence[Group]) -> torch.Tensor:
     """Of the prefixes of `groups`, one after the other: rows that have one."""
-    rows = torch.tensor([sum(n > 0 for n in group.suffix_lens) for group in groups], dtype=torch.int64)
-    return rows.repeat_interleave(torch.tensor([group.prefix_len for group in groups], dtype=torch.int64))
+    of_group = (torch.full((g.prefix_len,), sum(n > 0 for n in g.suffix_lens), dtype=torch.int64) for g in groups)
+    return torch.cat([torch.zeros(0, dtype=torch.int64), *of_group])
 
 
 def on_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -143,8 +143,7 @@ class MiniBatch:
         self._rows.append(rows)
         # A NaN that the loss masks counts too: its gradient is NaN times zero.
         finite = all_finite([loss.detach(), outputs, *_floats(micro_batch).values()])
-        inputs = {name: micro_batch[name] for name in _floats(micro_batch)}
-        self._passes.append(_Pass(current_pass(), finite, model_output | inputs))
+        self._passes.append(_Pass(current_pass(), finite, model_output))
         return loss
 
     @property
@@ -179,7 +178,9 @@ class MiniBatch:
             uids = (
                 [str(uid) for uid in tu.get(self.data, "uid")] if "uid" in self.data.keys() else [None] * len(self.data)
             )
-            bad = {name: rows_not_finite(x.unbind()) for name, x in one.values.items()}
+            read = tu.index_select_tensor_dict(self.data, rows)
+            values = one.model_output | {name: read[name] for name in _floats(read)}
+            bad = {name: rows_not_finite(x.unbind()) for name, x in values.items()}
             log_not_finite(one.where, numbers[first], bad, [f"{row} (uid {uids[row]})" for row in rows])
 
     def _model_output(
@@ -237,7 +238,7 @@ class _Pass(NamedTuple):
 
     where: str
     finite: torch.Tensor
-    values: dict[str, torch.Tensor]
+    model_output: dict[str, torch.Tensor]
 
 
 class _Logits:

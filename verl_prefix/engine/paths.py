@@ -45,9 +45,9 @@ class Paths:
         self.lasting_reason = "prefix.schedule=stock" if options.schedule == "stock" else None
         self._chooser: Chooser | None = None
         self._logged: set[str] = set()
-        # Bytes that an update may add with attention kept, as updates that did not keep it showed; the last one's plan.
+        # Bytes that an update may add with attention kept, as updates showed; what the largest and the last one added.
         self._seen_room = 0.0 if get_device_name() == "cuda" else math.inf
-        self._unkept: Plan | None = None
+        self._most_added = self._adds = 0.0
 
     def initialize(
         self,
@@ -145,16 +145,17 @@ class Paths:
             return False
         lacks_room = ROOM_FACTOR * self._added(plan, attention_kept=True) > self._seen_room
         (any_lacks_room,) = self._reduce_max([float(lacks_room)])
-        self._unkept = plan if any_lacks_room else None
+        self._adds = self._added(plan, attention_kept=not any_lacks_room)
         return not any_lacks_room
 
     def see_room(self) -> None:
-        """Called behind every optimizer step: the allocator still holds what it took for an update's peak, so that what
-        the device has free was left there."""
-        if self._unkept is not None and get_device_name() == "cuda":
-            room = torch.cuda.mem_get_info()[0] + self._added(self._unkept)
+        """Called behind every optimizer step: the allocator still holds what it took for the largest update until now,
+        so that what the device has free was left by that one."""
+        if self._adds and get_device_name() == "cuda":
+            self._most_added = max(self._most_added, self._adds)
+            room = torch.cuda.mem_get_info()[0] + self._most_added
             self._seen_room = min(self._seen_room or math.inf, room)
-        self._unkept = None
+        self._adds = 0.0
 
     def keep_none(self) -> None:
         """From now on no update keeps attention's outputs: one ran out of memory."""

@@ -25,11 +25,11 @@ class ExpertLoads:
         self._loads: dict[int, torch.Tensor] = {}
 
     @contextmanager
-    def counting(self, multiplicity: torch.Tensor) -> Iterator[None]:
-        """While open, a forward's tokens count `multiplicity` [T] int64 times each."""
+    def counting(self, multiplicity: torch.Tensor, device: torch.device) -> Iterator[None]:
+        """While open, a forward's tokens on `device` count `multiplicity` [T] int64 times each."""
         with ExitStack() as hooks:
             if self._routers and torch.is_grad_enabled():
-                multiplicity = on_device(multiplicity, next(self._routers[0].parameters()).device)
+                multiplicity = on_device(multiplicity, device)
                 for layer, router in enumerate(self._routers):
                     hook = functools.partial(self._count, layer, multiplicity)
                     hooks.callback(router.register_forward_hook(hook).remove)

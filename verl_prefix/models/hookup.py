@@ -155,7 +155,7 @@ class HookedModel:
             use_cache=False,
             prefix_pass=attention_pass,
         )
-        with self.expert_loads.counting(attention_pass.multiplicity), ExitStack() as replaced:
+        with self.expert_loads.counting(attention_pass.multiplicity, keep.device), ExitStack() as replaced:
             if not whole:
                 replaced.enter_context(_forward_replaced(lm_head, chunked))
             if (seeing := vision.vision_model(self.model)) is None:

@@ -39,6 +39,7 @@ from verl_prefix.tools.plan.training_command import (
     read_prompts,
     read_tokenizer,
     refusals,
+    sequence_ranks,
 )
 from verl_prefix.tools.simulate.command import Request, fits_nothing, read_job, show_simulated, simulated
 
@@ -91,7 +92,7 @@ def sizes(config: Any) -> Sizes:
     actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
     prompts, mini, ranks = config.data.train_batch_size, actor.ppo_mini_batch_size, config.trainer.n_gpus_per_node
     ranks *= config.trainer.nnodes
-    shared = max(actor.fsdp_config.ulysses_sequence_parallel_size, actor.ulysses_sequence_parallel_size)
+    shared, shared_by_ref = (sequence_ranks(config.actor_rollout_ref[role]) for role in ("actor", "ref"))
     if ranks % shared == 0:  # the driver refuses others
         ranks //= shared
     if prompts % mini or mini * rollout.n % ranks:
@@ -100,13 +101,16 @@ def sizes(config: Any) -> Sizes:
             "make the batch a multiple of the mini-batch, and mini-batch times n one of the ranks"
         )
     keys = micro_batches(config)
+    ref_in_actor = keys["ref"][0].startswith("actor_rollout_ref.rollout.")
+    factors = {name: shared_by_ref if name == "ref" and not ref_in_actor else shared for name in keys}
     passes = {
-        name: MicroBatch(value and value * shared) if counts_tokens else MicroBatch(None, value or 1)
+        name: MicroBatch(value and value * factors[name]) if counts_tokens else MicroBatch(None, value or 1)
         for name, (_, value, counts_tokens) in keys.items()
     }
-    ref_in_actor = keys["ref"][0].startswith("actor_rollout_ref.rollout.")
     whole, exchange = config.trainer.v1.trainer_mode.startswith("prefix_"), actor.prefix.exchange != "off"
-    return Sizes(prompts, rollout.n, prompts // mini, ranks, passes, ref_in_actor, whole, exchange, shared)
+    return Sizes(
+        prompts, rollout.n, prompts // mini, ranks, passes, ref_in_actor, whole, exchange, shared, shared_by_ref
+    )
 
 
 def notes(config: Any, size: Sizes) -> list[str]:

@@ -4,7 +4,7 @@ What `plan` shows. Pure functions of lengths; the config is read, not built.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from random import Random
@@ -18,6 +18,7 @@ from verl_prefix.auto.chooser import Batch, CostModel, Decision, candidates, dec
 from verl_prefix.auto.cost import Memory, PassCost, peak_bytes, plan_passes, shard_size, stock_passes, syncs_once
 from verl_prefix.auto.placement import place_rows, row_cost
 from verl_prefix.auto.shape import ModelShape
+from verl_prefix.config import attention_of, is_varlen
 from verl_prefix.core.groups import Group
 from verl_prefix.core.waves import Plan
 from verl_prefix.tools.plan.training_command import Prompt
@@ -45,7 +46,8 @@ class MicroBatch:
 class Sizes:
     """One training step by its config; `micro_batches`: those of update, old and ref, which the actor's engine computes
     too where it has LoRA; `whole`: the trainer keeps a prompt's rows in one mini-batch; `exchange`: rows travel to the
-    rank that computes their prompt; `ranks` that compute data in parallel are groups of `sequence_ranks` GPUs."""
+    rank that computes their prompt; `ranks` that compute data in parallel are groups of `sequence_ranks` GPUs, those of
+    a ref engine of `ref_sequence_ranks`."""
 
     prompts: int
     rollouts: int
@@ -56,6 +58,7 @@ class Sizes:
     whole: bool = True
     exchange: bool = True
     sequence_ranks: int = 1
+    ref_sequence_ranks: int = 1
 
     @property
     def gpus(self) -> int:
@@ -81,6 +84,12 @@ class Step:
         size = len(self.keys) // ranks // steps
         balanced = self._balanced(list(range(len(self.keys))))
         return [[rows[k * size : (k + 1) * size] for k in range(steps)] for rows in balanced]
+
+    def dealt_to_ref(self, ranks: list[list[int]]) -> list[list[int]]:
+        """The same rows in the same order, cut for the ranks of the ref engine."""
+        rows = [row for found in ranks for row in found]
+        size = -(-len(rows) * self.size.ref_sequence_ranks // self.size.gpus)
+        return [rows[start : start + size] for start in range(0, len(rows), size)]
 
     def _balanced(self, rows: list[int]) -> list[list[int]]:
         lens = torch.tensor([self.prefixes[row] + 1 + self.suffixes[row] for row in rows])
@@ -133,11 +142,12 @@ class Predictor:
             offload=options.offload,
             sequence_ranks=size.sequence_ranks,
         )
-        dense = (model.get("override_config") or {}).get("attn_implementation") in ("sdpa", "eager")
+        dense = not is_varlen(attention_of(model))
         self.costs = CostModel(
             shape=shape, dense_mask=dense, wave_tokens=options.wave_tokens, min_speedup=options.min_speedup,
             memory=self.memory,
         )  # fmt: skip
+        self.ref_costs = replace(self.costs, memory=replace(self.memory, sequence_ranks=size.ref_sequence_ranks))
         self.profile, path = self.costs.flops(), options.cost_profile and Path(options.cost_profile)
         read = Profile.read(path) if path and path.exists() else Profile()
         self.measured = read.forward is not None and read.update is not None  # one kind alone goes with no FLOPs
@@ -165,15 +175,16 @@ class Predictor:
             own: what verl's path would compute on each rank, where rows travel.
         """
         profile = Profile(self.profile.forward) if ref_engine and not self.measured else self.profile
+        costs = self.ref_costs if ref_engine else self.costs
         batches = zip(ranks, budgets, own or [None] * len(ranks), strict=True)
-        found = [candidates(self.costs, groups, budget, mine) for groups, budget, mine in batches]
-        slowest = [max(seconds) for seconds in zip(*(price(self.costs, one, profile) for one in found), strict=True)]
+        found = [candidates(costs, groups, budget, mine) for groups, budget, mine in batches]
+        slowest = [max(seconds) for seconds in zip(*(price(costs, one, profile) for one in found), strict=True)]
         decision = decide(slowest, self.costs.min_speedup, log_probs)
         return decision, [None if decision.stock else one.packed if decision.packed else one.mixed for one in found]
 
     def _price(
         self, name: str, ranks: list[list[Group]], budgets: list[int], auto: list[Plan | None],
-        stock: list[list[PassCost]],
+        stock: list[list[PassCost]], costs: CostModel,
     ) -> dict[str, list[Plan | None]]:  # fmt: skip
         """Adds the seconds of one of `PASSES` to every path's, until its last rank is done; returns their plans."""
         shape, update = self.costs.shape, name == "update"
@@ -183,9 +194,9 @@ class Predictor:
         balanced = sum(seconds) / len(seconds)  # verl balances rows over ranks, so that its ranks share the sum
         plans: dict[str, list[Plan | None]] = {"auto": auto, "stock": [None] * len(ranks)}
         for path in ("packed", "phased"):
-            plans[path] = [self.costs.plan(groups, budget, path) for groups, budget in zip(ranks, budgets, strict=True)]
+            plans[path] = [costs.plan(groups, budget, path) for groups, budget in zip(ranks, budgets, strict=True)]
         for path, found in plans.items():
-            passes = [plan_passes(shape, plan, self.memory.logits_chunk if update else None) for plan in found if plan]
+            passes = [plan_passes(shape, plan, self.memory.pass_chunk if update else None) for plan in found if plan]
             self.seconds[path][name] += max((rates.seconds(shape, p) for p in passes), default=balanced)
         return plans
 
@@ -199,7 +210,8 @@ class Predictor:
     ) -> Decision:
         """Log-probs of a training step's rows: "old" or "ref"; by an engine of its own if `ref_engine`."""
         decision, plans = self.decide(ranks, budgets, ref_engine=ref_engine, own=own)
-        self._price(name, ranks, budgets, plans, self._stock(ranks, budgets))
+        costs = self.ref_costs if ref_engine else self.costs
+        self._price(name, ranks, budgets, plans, self._stock(ranks, budgets), costs)
         return decision
 
     def update(self, ranks: list[list[Group]], budgets: list[int], own: list[Batch], log_probs: Decision) -> None:
@@ -207,7 +219,9 @@ class Predictor:
         if not self.first:
             self.first = max(ranks, key=lambda groups: sum(group.num_logical_tokens for group in groups))
         stock = self._stock(ranks, budgets)
-        plans = self._price("update", ranks, budgets, self.decide(ranks, budgets, log_probs, own=own)[1], stock)
+        plans = self._price(
+            "update", ranks, budgets, self.decide(ranks, budgets, log_probs, own=own)[1], stock, self.costs
+        )
         for path, found in plans.items():
             for plan, passes in zip(found, stock, strict=True):
                 added = peak_bytes(self.costs.shape, plan, passes, self.memory)
@@ -234,6 +248,8 @@ def predict(config: Any, size: Sizes, shape: ModelShape, prompts: list[Prompt], 
         dealt = step.dealt()
         whole = [[row for rows in rank for row in rows] for rank in dealt]
         log_probs = predictor.infer("old", *step.batches(whole, "old"))
+        if not size.ref_in_actor:
+            whole = step.dealt_to_ref(whole)
         predictor.infer("ref", *step.batches(whole, "ref"), ref_engine=not size.ref_in_actor)
         for k in range(size.mini_batches):
             predictor.update(*step.batches([rank[k] for rank in dealt], "update"), log_probs)

@@ -22,7 +22,7 @@ from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.tokenizer import build_multimodal_processor_inputs
 from verl.workers.config import FSDPActorConfig
 
-from verl_prefix.config import NO_REPLAY, check_model_family, check_model_options
+from verl_prefix.config import NO_REPLAY, check_model_family, check_model_options, check_sequence_parallel
 from verl_prefix.models.vision import is_vision_config
 
 MAX_PROMPTS = 2000  # of the train file, evenly spread; their lengths stand for all
@@ -145,6 +145,12 @@ def micro_batches(config: DictConfig) -> dict[str, tuple[str, int | None, bool]]
     return found
 
 
+def sequence_ranks(section: DictConfig) -> int:
+    """Ranks that share a row in the engine of `actor_rollout_ref.actor` or `.ref` (verl's FSDPActorConfig)."""
+    of_role: int = section.ulysses_sequence_parallel_size
+    return of_role if of_role > 1 else int(section.fsdp_config.ulysses_sequence_parallel_size)
+
+
 def check_values(config: DictConfig) -> None:
     """Raises PlanError where a size is no number of 1 or more, or `actor.prefix` has a value that it cannot have."""
     role = "actor_rollout_ref"
@@ -182,8 +188,12 @@ def refusals(config: DictConfig, num_ranks: int) -> list[str]:
     if section.prefix.schedule != "stock":
         found += [
             _refusal(check_model_options, model),
-            _refusal(check_model_family, model, section.get("freeze_vision_tower", False)),
+            _refusal(check_model_family, model, section.get("freeze_vision_tower", False), sequence_ranks(section)),
         ]
+        prefix = omega_conf_to_dataclass(section.prefix)
+        for role in ("actor", "ref"):
+            size = sequence_ranks(config.actor_rollout_ref[role])
+            found.append(_refusal(check_sequence_parallel, role, size, num_ranks, prefix, model))
     if config.actor_rollout_ref.rollout.get("enable_rollout_routing_replay"):
         found.append(NO_REPLAY)
     update, old = section.use_dynamic_bsz, config.actor_rollout_ref.rollout.log_prob_use_dynamic_bsz

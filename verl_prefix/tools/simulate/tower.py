@@ -50,7 +50,7 @@ class TowerPixels:
     def __init__(self, grids: Sequence[Grids], config: Any) -> None:
         self.grids, self.config = grids, config
 
-    def of(self, groups: Sequence[Group], device: torch.device) -> dict[str, torch.Tensor]:
+    def of(self, groups: Sequence[Group], device: torch.device, tokens: None = None) -> dict[str, torch.Tensor]:
         return self.at([group.rows[0] for group in groups], [group.prefix_len for group in groups], device)
 
     def at(self, rows: Sequence[int], lengths: Iterable[int], device: torch.device) -> dict[str, torch.Tensor]:

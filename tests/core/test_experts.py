@@ -1,0 +1,22 @@
+"""Loads of experts without FSDP; tests/verl/test_sequence_parallel.py compares them with those of rows by themselves."""
+
+import torch
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from verl_prefix.models.experts import ExpertLoads
+
+
+def test_tokens_are_counted_where_they_are_and_not_where_parameters_wait(monkeypatch):
+    """MOCK: the meta device stands for a GPU, whose parameters wait in host memory (fsdp_config.offload_policy)."""
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
+    fields = dict(hidden_size=16, intermediate_size=16, moe_intermediate_size=8, num_hidden_layers=2, num_experts=4)
+    fields |= dict(num_attention_heads=2, num_key_value_heads=1, num_experts_per_tok=2, vocab_size=20)
+    model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**fields))
+    loads, router = ExpertLoads(model), model.model.layers[0].mlp.gate
+    with loads.counting(torch.ones(5, dtype=torch.int64), torch.device("meta")):
+        (hook,) = router._forward_hooks.values()
+        scores, chosen = torch.zeros(5, 4, device="meta"), torch.zeros(5, 2, dtype=torch.int64, device="meta")
+        hook(router, (), (scores, scores[:, :2], chosen))
+    assert not router._forward_hooks and loads._loads[0].is_meta
+    with torch.no_grad(), loads.counting(torch.ones(5, dtype=torch.int64), torch.device("cpu")):
+        assert not router._forward_hooks, "log-probs are not counted"
