@@ -255,7 +255,7 @@ def _configs(backend: str, model_path: str, options: dict, forward_only: bool = 
     # verl 0.9.0 and its main branch have no such key
     if "use_no_sync" in options and "use_no_sync_for_gradient_accumulation" in FSDPEngineConfig.__dataclass_fields__:
         shared["use_no_sync_for_gradient_accumulation"] = options["use_no_sync"]
-    if backend == "prefix":
+    if backend.startswith("prefix"):
         # Rows stay, so that what a rank computes is known; test_exchange.py is about those that travel.
         prefix = {"min_speedup": 0, "exchange": "off"} | {key: options[key] for key in OURS if key in options}
         frozen = options.get("frozen_tower", False)
@@ -504,6 +504,27 @@ def _half_errors(result: dict, truth: dict) -> dict[str, float]:
     return errors | {"grads": _relative(grads, true_grads)}
 
 
+def _register_over_another_engine() -> None:
+    """Ours as a mixin over an engine that is verl's FSDP engine but for how it builds its module, as veomni's is."""
+    from torch.distributed.fsdp import fully_shard
+    from verl.workers.engine import EngineRegistry
+
+    from verl_prefix.cpu.engine import CPUFSDPEngine
+    from verl_prefix.engine.prefix_engine import PrefixFSDPEngine
+
+    class Another(CPUFSDPEngine):
+        def _build_fsdp_module(self, module):
+            self._autocast_dtype = torch.float32
+            for layer in module.model.layers:
+                fully_shard(layer)
+            return fully_shard(module)
+
+    class Both(PrefixFSDPEngine, Another):
+        pass
+
+    EngineRegistry.register(model_type="language_model", backend="prefix_over_another", device="cpu")(Both)
+
+
 def _worker(rank: int, world: int, rendezvous: str, models: dict, cases: dict, out: str) -> None:
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), VERL_PLATFORM="cpu")
     from verl_prefix.engine.mini_batch import MiniBatch
@@ -519,6 +540,9 @@ def _worker(rank: int, world: int, rendezvous: str, models: dict, cases: dict, o
         if world == 2 and name not in CHECKED_ON_TWO_RANKS:
             options = {"verify": "off"} | options
         results[name] = _compare(_measure("prefix", path, rank, options), stock_cache[key])
+    _register_over_another_engine()
+    over = _measure("prefix_over_another", models["qwen3"], rank, {"verify": "off"})
+    results["over another engine"] = _compare(over, stock_cache["[]"])
     results["worker"] = _compare_workers(models["qwen3"], rank)
     # Answers of three tokens: of 8 and of 5 rows, which one stock pass would not hold, nor one of ours; rank 1 has
     # rows enough for more passes with noise.
@@ -613,6 +637,12 @@ def test_engine_computes_what_the_stock_engine_computes(results, case):
     for rank, result in enumerate(results):
         worst = {name: error for name, error in result[case]["errors"].items() if not error <= TOLERANCE}
         assert not worst, f"rank {rank}: relative errors over {TOLERANCE}: {worst}"
+
+
+def test_our_engine_goes_over_another_than_verls_own(results):
+    for result in results:
+        assert max(result["over another engine"]["errors"].values()) <= TOLERANCE
+        assert result["over another engine"]["metrics"]["prefix/reuse_fraction"][0] > 0.3
 
 
 def test_verls_worker_infers_and_updates_as_hf_and_the_stock_engine_do(results):

@@ -46,6 +46,10 @@ class PrefixFSDPEngine(FSDPEngineWithLMHead):
         ValueError: at construction, a model or option that the shared-prefix path does not support.
     """
 
+    # Set where verl's FSDP engine builds its module; engines that build their own (veomni) may set neither.
+    scaler = None
+    _autocast_dtype = torch.bfloat16
+
     def __init__(self, model_config, engine_config: PrefixEngineConfig, optimizer_config, checkpoint_config) -> None:
         self.prefix_config = engine_config.prefix
         self._phase_b_peak: int | None = None
