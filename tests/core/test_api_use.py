@@ -16,7 +16,7 @@ import torch
 from test_api import batch, build, float64_norm, grads, inputs  # noqa: F401
 from torch.distributed.fsdp import FSDPModule
 
-from verl_prefix import phased_update, response_log_probs
+from verl_prefix import phased_update, response_hidden_states, response_log_probs
 from verl_prefix.core import prefix_cache, schedule
 
 # The block's life: what is left after it, and what it says where it is misused.
@@ -178,6 +178,20 @@ def test_models_that_cannot_be_computed_say_what_to_do():
     response_log_probs(model.eval(), **TWO)
 
 
+@pytest.mark.parametrize("kind", ["PromptTuningConfig", "PrefixTuningConfig"])
+def test_learned_prompts_of_peft_are_refused_by_type(kind):
+    """They would be left out: the outputs would be those of the base model."""
+    peft = pytest.importorskip("peft")
+    model = peft.get_peft_model(build(), getattr(peft, kind)(num_virtual_tokens=3, task_type="CAUSAL_LM"))
+    name = {"PromptTuningConfig": "PROMPT_TUNING", "PrefixTuningConfig": "PREFIX_TUNING"}[kind]
+    message = rf"PEFT prompt learning is not supported \(default: {name}\).*train LoRA, or call the model on whole rows"
+    for use in (response_log_probs, response_hidden_states):
+        with pytest.raises(ValueError, match=message):
+            use(model, **TWO)
+    with pytest.raises(ValueError, match=message), phased_update(model, **TWO):
+        pass
+
+
 WITHOUT_VERL = """
 import sys
 for name in ("verl", "ray", "hydra", "tensordict"):
@@ -193,7 +207,7 @@ def test_importing_the_package_is_cheap():
 
 def test_the_package_and_its_functions_come_without_verl(fresh, tmp_path):
     code = """
-from verl_prefix import phased_update, response_log_probs
+from verl_prefix import phased_update, response_hidden_states, response_log_probs
 try:
     verl_prefix.phased_updates
 except AttributeError as error:

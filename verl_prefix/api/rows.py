@@ -212,6 +212,11 @@ def _check_model(model: Any) -> None:
             f"shared prefixes are not supported for this {model.config.model_type} model: {'; '.join(reasons)}. Call "
             "the model on whole rows instead"
         )
+    if learned := support.prompt_learning(model):
+        raise ValueError(
+            f"PEFT prompt learning is not supported ({', '.join(learned)}): its learned prompt is none of the tokens "
+            "here, and would be left out; train LoRA, or call the model on whole rows"
+        )
     if model.training:
         support.check_dropout(model)
 

@@ -42,6 +42,16 @@ def check_supported(config: PretrainedConfig) -> None:
         )
 
 
+def prompt_learning(model: torch.nn.Module) -> list[str]:
+    """Adapters of PEFT that put learned tokens, or keys and values, before every row, as `name: type`."""
+    configs = getattr(model, "peft_config", None) or {}
+    return [
+        f"{name}: {getattr(config.peft_type, 'value', config.peft_type)}"
+        for name, config in configs.items()
+        if getattr(config, "is_prompt_learning", False)
+    ]
+
+
 def check_dropout(model: torch.nn.Module) -> None:
     """Raises ValueError where a dropout mask would be drawn once for a group instead of once per row."""
     for name, module in model.named_modules():
