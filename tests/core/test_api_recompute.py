@@ -29,6 +29,7 @@ from test_api import (  # noqa: F401
 
 from verl_prefix import phased_update, response_log_probs
 from verl_prefix.api import recompute
+from verl_prefix.api.rows import LogProbs
 
 
 def log_probs(model, rows, form="tensors", **options):
@@ -206,8 +207,98 @@ def test_bad_use_says_what_to_do():
     found = response_log_probs(model, **args, schedule="phased")
     with torch.no_grad():
         model.lm_head.weight.add_(1)
-    with pytest.raises(RuntimeError, match="a parameter was changed.*call optimizer.step.* after the backward"):
+    with pytest.raises(RuntimeError, match=r"a parameter was changed.*Call optimizer.step\(\).* after the backward"):
         found[0].sum().backward()
     model.train().gradient_checkpointing_enable({"use_reentrant": True})
     with pytest.raises(ValueError, match="'use_reentrant': False"):
         response_log_probs(model, **args, schedule="phased")
+
+
+def two_adapters(model, zero=False):
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=zero)
+    model = peft.get_peft_model(model, config)
+    model.add_adapter("other", config)
+    return model.double()
+
+
+def frozen_weights_changed():
+    model = lora(build())
+    return model, lambda: [p.data.mul_(1.1) for p in model.parameters() if not p.requires_grad]
+
+
+def adapter_switched():
+    model = two_adapters(build())
+    return model, lambda: model.set_adapter("other")
+
+
+def adapter_switched_before_either_was_trained():
+    """Both are zero: outputs are the same, and gradients would go to the wrong one."""
+    model = two_adapters(build(), zero=True)
+    return model, lambda: model.set_adapter("other")
+
+
+def adapter_disabled():
+    model = lora(build())
+    return model, lambda: model.base_model.disable_adapter_layers()
+
+
+def adapter_weights_set_through_data():
+    model = lora(build())
+    return model, lambda: [p.data.neg_() for name, p in model.named_parameters() if "lora_A" in name]
+
+
+def training_with_dropout():
+    model = build().eval()
+    model.model.layers[1].mlp.act_fn = torch.nn.Sequential(torch.nn.SiLU(), torch.nn.Dropout(0.5))
+    return model, lambda: model.train()
+
+
+CHANGES = [
+    frozen_weights_changed, adapter_switched, adapter_switched_before_either_was_trained, adapter_disabled,
+    adapter_weights_set_through_data, training_with_dropout,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_model_that_changed_before_the_backward_is_an_error(change, dtype):
+    (model, act), rows = change(), batch()
+    model.to(dtype)
+    found = response_log_probs(model, **inputs("tensors", rows), schedule="phased", wave_tokens=12)
+    act()
+    with pytest.raises(RuntimeError, match="runs the model again, and it is not as it was.* after the backward"):
+        torch.cat(found).sum().backward()
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_what_changes_no_output_is_no_error():
+    """train() without dropout, an adapter disabled for a reference and enabled again."""
+    model, rows = two_adapters(build()).eval(), batch()
+    found = log_probs(model, rows, wave_tokens=12)
+    with torch.no_grad(), model.disable_adapter():
+        log_probs(model, rows, wave_tokens=12)
+    model.train()
+    weighted(*found, rows.weights).backward()
+    ours = grads(model)
+    truth = by_hf(model, rows)[2]
+    assert truth.keys() <= ours.keys()
+    assert max(((ours[name] - x).norm() / x.norm()).item() for name, x in truth.items()) < 1e-9
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_rounding_is_no_error(dtype, monkeypatch):
+    """As of sums in another order: every logit is off by about its last digit."""
+    model, rows = build(dtype), batch()
+    found = log_probs(model, rows, wave_tokens=12)
+    apply, eps = LogProbs.apply, torch.finfo(dtype).eps
+    seen = []
+
+    def noisy(logits, *args):
+        outputs = apply(logits * (1 + eps * torch.randn_like(logits)), *args)
+        seen.append((outputs - apply(logits, *args)).detach().square().mean().sqrt().item())
+        return outputs
+
+    monkeypatch.setattr(LogProbs, "apply", noisy)
+    sum(x.sum() for x in found[0]).backward()
+    assert model.lm_head.weight.grad is not None and min(seen) > eps / 10

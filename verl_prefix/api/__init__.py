@@ -70,7 +70,7 @@ def response_log_probs(
         temperature: logits are divided by it, for log-probs and entropy.
         return_entropy: also return the entropy of each response token's distribution, with gradients.
         schedule: "packed": one graph for all rows. "phased": no graph; the backward computes the model once more, wave
-            by wave, so that memory stays bounded for whatever loss. Parameters must not change in between. "auto":
+            by wave, so that memory stays bounded for whatever loss. The model must not change in between. "auto":
             packed where that is possible, that is within `max_tokens` and without gradient checkpointing.
         max_tokens: tokens computed in one pass, the prefix counted once; a single row may exceed it. Under
             `torch.no_grad`, packed, a larger group goes prefix first, then in waves. Phased, as in `phased_update`.
@@ -84,8 +84,8 @@ def response_log_probs(
 
     Raises:
         TypeError: model, tokens or mask have the wrong type. ValueError: a value or a model that cannot be computed.
-        The message says which, what was seen, and what to pass. RuntimeError: in backward, phased, where a parameter
-        was changed before it.
+        The message says which, what was seen, and what to pass. RuntimeError: in backward, phased, where the model
+        computes something else than in the call: weights, adapters, train() or eval() changed.
 
     Warns:
         UserWarning: no two rows share; with gradients on several ranks, once, that they are not averaged, and how to.

@@ -5,9 +5,10 @@ price is one more forward. Gradients leave as those of any graph do: once, to th
 """
 
 import functools
+import math
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -43,8 +44,7 @@ def recomputed_by_row(model: torch.nn.Module, schedule: Schedule, batch: Batch, 
     """`Batch.by_row` of a whole phased plan; a backward from there runs the plan again."""
     if not plan.passes:
         return {}
-    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    flat = _PhasedOutputs.apply(model, schedule, batch, plan, *trainable)
+    flat = _PhasedOutputs.apply(model, schedule, batch, plan, *_trainable(model))
     lens = {row: n for group in batch.groups for row, n in zip(group.rows, group.suffix_lens, strict=True) if n}
     rows = sorted(lens)
     return dict(zip(rows, flat.split([lens[row] for row in rows]), strict=True))
@@ -68,23 +68,67 @@ class _PhasedOutputs(torch.autograd.Function):
         for rows in outputs_by_row(schedule, batch, plan):
             found |= rows
         ctx.lens = {row: len(found[row]) for row in sorted(found)}
-        return torch.cat([found[row] for row in ctx.lens])
+        ctx.bound = _bound(model, batch.device)
+        outputs = torch.cat([found[row] for row in ctx.lens])
+        ctx.save_for_backward(outputs)
+        return outputs
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         model, schedule, batch, plan, parameters = ctx.args
-        if ctx.versions != [parameter._version for parameter in parameters]:
-            raise RuntimeError(
-                "a parameter was changed between response_log_probs(schedule='phased') and its backward, which runs "
-                "the model again; call optimizer.step() after the backward"
-            )
-        grads = dict(zip(ctx.lens, grad.split(list(ctx.lens.values())), strict=True))
+        # Exact, and so it sees the step of a small learning rate, which is within the rounding of outputs.
+        now = _trainable(model)
+        if [*map(id, parameters)] != [*map(id, now)] or ctx.versions != [parameter._version for parameter in now]:
+            _changed("a parameter was changed, or whether it is trained")
+        lens = list(ctx.lens.values())
+        grads = dict(zip(ctx.lens, grad.split(lens), strict=True))
+        before = dict(zip(ctx.lens, ctx.saved_tensors[0].split(lens), strict=True))
         with _leaves(model, parameters) as leaves, torch.enable_grad():
             with closing(outputs_by_row(schedule, batch, plan)) as waves:
                 for rows in waves:
+                    _check_same(rows, before, batch.dtype, ctx.bound)
                     torch.autograd.backward(list(rows.values()), [grads[row] for row in rows])
         return None, None, None, None, *(leaf.grad for leaf in leaves)
+
+
+def _trainable(model: torch.nn.Module) -> list[torch.nn.Parameter]:
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
+def _bound(model: torch.nn.Module, device: torch.device) -> float:
+    """How far outputs may be from those of the same computation, relative: half of the digits of its coarsest dtype,
+    and 3 % at most.
+
+    On a CPU they are bitwise equal. On CUDA, where atomics add in another order each time, last digits may differ;
+    another adapter, a dropout mask or other weights change the first ones. In bf16, which has two, a change as small as
+    rounding passes.
+    """
+    kinds = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
+    if torch.is_autocast_enabled(device.type):
+        kinds.add(torch.get_autocast_dtype(device.type))
+    return min(math.sqrt(max(torch.finfo(kind).eps for kind in kinds)), 0.03)
+
+
+def _check_same(
+    rows: dict[int, torch.Tensor], before: dict[int, torch.Tensor], dtype: torch.dtype, bound: float
+) -> None:
+    """Raises RuntimeError where a wave's outputs are not those that it had in the forward."""
+    with torch.no_grad():
+        old = torch.cat([before[row].flatten() for row in rows]).to(dtype)
+        difference = (torch.cat([x.flatten() for x in rows.values()]).to(dtype) - old).square().mean().sqrt()
+        # Log-probs of nearly certain tokens have the rounding of logits, which are not as small: hence the 1. NaN
+        # passes, and is in the loss already.
+        if difference > bound * old.square().mean().sqrt().clamp(min=1.0):
+            _changed(f"in rows {sorted(rows)} outputs are off by {difference.item():.2g} (root mean square)")
+
+
+def _changed(what: str) -> NoReturn:
+    raise RuntimeError(
+        f"{what}: the backward of a call with schedule='phased' runs the model again, and it is not as it was in the "
+        "call. Call optimizer.step(), change weights, switch or merge adapters and call train() or eval() after the "
+        "backward, or pass schedule='packed'"
+    )
 
 
 @contextmanager
