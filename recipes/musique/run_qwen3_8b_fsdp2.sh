@@ -37,8 +37,10 @@ EXPERIMENT_NAME=${EXPERIMENT_NAME:-qwen3_8b_fsdp2_${MODEL_ENGINE}}
 SAVE_FREQ=${SAVE_FREQ:--1}
 TEST_FREQ=${TEST_FREQ:-20}
 TOTAL_EPOCHS=${TOTAL_EPOCHS:-1}
-# file: PROJECT_NAME/EXPERIMENT_NAME.jsonl under VERL_FILE_LOGGER_ROOT, or here. wandb where it is installed.
-WANDB=$(python3 -c 'import wandb' 2>/dev/null && echo ',"wandb"' || true)
+# file: PROJECT_NAME/EXPERIMENT_NAME.jsonl under VERL_FILE_LOGGER_ROOT, or here. wandb where it is installed (verl brings
+# it) and knows what to do: without a key or a mode its start ends the run.
+WANDB=$({ [[ -n "${WANDB_API_KEY:+set}${WANDB_MODE:+set}" ]] || grep -qs 'api\.wandb\.ai' "${HOME}/.netrc"; } &&
+    python3 -c 'import wandb' 2>/dev/null && echo ',"wandb"' || true)
 LOGGER=${LOGGER:-"[\"console\",\"file\"${WANDB}]"}
 # ---- end user-adjustable ----
 

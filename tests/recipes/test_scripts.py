@@ -82,9 +82,33 @@ def test_every_override_exists_and_the_driver_accepts_the_config(tmp_path, scrip
 
 @both
 def test_every_logger_that_is_there_logs(tmp_path, script):
-    assert composed(launched(script, tmp_path)).trainer.logger == ["console", "file", "wandb"]
-    assert composed(launched(script, tmp_path, NO_WANDB="1")).trainer.logger == ["console", "file"]
-    assert composed(launched(script, tmp_path, LOGGER="[console]")).trainer.logger == ["console"]
+    """wandb where it is installed and has a key or a mode: else wandb.init would end the run."""
+
+    def loggers(**knobs: str) -> list[str]:
+        return composed(launched(script, tmp_path, **knobs)).trainer.logger
+
+    assert loggers() == loggers(WANDB_API_KEY="", WANDB_MODE="") == ["console", "file"]
+    netrc = tmp_path / ".netrc"
+    for text, others in (("machine api.wandb.ai\n  login user\n", ["wandb"]), ("machine api-wandb-ai.example\n", [])):
+        netrc.write_text(text)
+        assert loggers() == ["console", "file", *others]
+    netrc.unlink()
+    for knob in (dict(WANDB_API_KEY="a" * 40), dict(WANDB_MODE="offline")):
+        assert loggers(**knob) == ["console", "file", "wandb"]
+        assert loggers(**knob, NO_WANDB="1") == ["console", "file"]
+    assert loggers(WANDB_MODE="offline", LOGGER="[console]") == ["console"]
+
+
+@both
+def test_a_key_of_wandb_is_in_no_trace(tmp_path, script):
+    """The scripts trace what they run (set -x)."""
+    (tmp_path / "bin").mkdir()
+    fake = tmp_path / "bin" / "python3"
+    fake.write_text("#!/bin/sh\n")
+    fake.chmod(0o755)
+    env = {"PATH": f"{fake.parent}:{os.environ['PATH']}", "HOME": str(tmp_path), "WANDB_API_KEY": "secret"}
+    done = subprocess.run(["bash", RECIPES / script], check=True, env=env, capture_output=True, cwd=tmp_path, text=True)
+    assert "+ python3 -m verl" in done.stderr and "secret" not in done.stderr
 
 
 def test_the_search_of_the_musique_script(tmp_path):
