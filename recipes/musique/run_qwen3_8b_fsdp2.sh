@@ -33,7 +33,8 @@ ROLLOUT_TP=${ROLLOUT_TP:-2}
 ROLLOUT_GPU_MEM_UTIL=${ROLLOUT_GPU_MEM_UTIL:-0.6}
 
 PROJECT_NAME=${PROJECT_NAME:-verl_prefix_musique}
-EXPERIMENT_NAME=${EXPERIMENT_NAME:-qwen3_8b_fsdp2_${MODEL_ENGINE}}
+# A name of its own for each kind of run: verl resumes from it, and its file starts anew.
+EXPERIMENT_NAME=${EXPERIMENT_NAME:-qwen3_8b_fsdp2_${MODEL_ENGINE}$([[ "${SEARCH}" == True ]] && echo _search || true)}
 SAVE_FREQ=${SAVE_FREQ:--1}
 TEST_FREQ=${TEST_FREQ:-20}
 TOTAL_EPOCHS=${TOTAL_EPOCHS:-1}

@@ -8,7 +8,7 @@
 
 set -xeuo pipefail
 
-PRESET=()
+PRESET=() SUFFIX=
 if [[ "${1:-}" == --preset ]]; then
     case "${2:-}" in
         video_r1)
@@ -17,6 +17,7 @@ if [[ "${1:-}" == --preset ]]; then
             PPO_MINI_BATCH_SIZE=${PPO_MINI_BATCH_SIZE:-8}
             MAX_RESPONSE_LENGTH=${MAX_RESPONSE_LENGTH:-768}
             KL_LOSS_COEF=${KL_LOSS_COEF:-0.04}
+            SUFFIX=_video_r1
             PRESET=(
                 actor_rollout_ref.actor.grad_clip=5
                 actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-mean
@@ -56,7 +57,8 @@ ROLLOUT_TP=${ROLLOUT_TP:-2}
 ROLLOUT_GPU_MEM_UTIL=${ROLLOUT_GPU_MEM_UTIL:-0.6}
 
 PROJECT_NAME=${PROJECT_NAME:-verl_prefix_video_rlvr}
-EXPERIMENT_NAME=${EXPERIMENT_NAME:-qwen2_5_vl_7b_fsdp2_${MODEL_ENGINE}}
+# A name of its own for each kind of run: verl resumes from it, and its file starts anew.
+EXPERIMENT_NAME=${EXPERIMENT_NAME:-qwen2_5_vl_7b_fsdp2_${MODEL_ENGINE}${SUFFIX}}
 SAVE_FREQ=${SAVE_FREQ:--1}
 TEST_FREQ=${TEST_FREQ:-20}
 TOTAL_EPOCHS=${TOTAL_EPOCHS:-1}

@@ -122,7 +122,11 @@ def test_the_search_of_the_musique_script(tmp_path):
     assert (turns.enable, turns.format, turns.max_assistant_turns) == (True, "hermes", 5)
     assert Path(turns.tool_config_path) == folder / "search_tool.yaml"
     assert config.ray_kwargs.ray_init.runtime_env.env_vars.PYTHONPATH == f"{folder}:/a:/b"
-    assert not any("multi_turn" in override for override in launched(MUSIQUE, tmp_path))
+    plain = launched(MUSIQUE, tmp_path)
+    assert not any("multi_turn" in override for override in plain)
+    names = [composed(words).trainer.experiment_name for words in (overrides, plain)]
+    assert names == ["qwen3_8b_fsdp2_prefix_search", "qwen3_8b_fsdp2_prefix"]
+    assert composed(launched(MUSIQUE, tmp_path, SEARCH="True", EXPERIMENT_NAME="x")).trainer.experiment_name == "x"
 
 
 def test_the_preset_of_video_r1(tmp_path):
@@ -138,6 +142,7 @@ def test_the_preset_of_video_r1(tmp_path):
     assert (actor.kl_loss_type, actor.loss_agg_mode) == ("low_var_kl", "seq-mean-token-mean")
     assert (config.data.max_response_length, config.data.train_batch_size, actor.ppo_mini_batch_size) == (768, 8, 8)
     assert (actor.optim.lr, rollout.n, rollout.temperature) == (1e-6, 8, 1.0)
+    assert config.trainer.experiment_name == "qwen2_5_vl_7b_fsdp2_prefix_video_r1"
     score = get_custom_reward_fn(config)("v", "<answer>B</answer>", "B", {"problem_type": "multiple choice"})
     assert (score["score"], score["acc"], score["format"]) == (0.5, 1, 0)
     with pytest.raises(subprocess.CalledProcessError) as error:
