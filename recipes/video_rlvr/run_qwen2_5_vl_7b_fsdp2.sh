@@ -13,8 +13,9 @@ if [[ "${1:-}" == --preset ]]; then
     case "${2:-}" in
         video_r1)
             MODEL_PATH=${MODEL_PATH:-Video-R1/Qwen2.5-VL-7B-COT-SFT}
-            TRAIN_BATCH_SIZE=${TRAIN_BATCH_SIZE:-8}
-            PPO_MINI_BATCH_SIZE=${PPO_MINI_BATCH_SIZE:-8}
+            # Not 8: verl fails where a GPU has a single prompt whose responses are all truncated (README.md, Limits).
+            TRAIN_BATCH_SIZE=${TRAIN_BATCH_SIZE:-16}
+            PPO_MINI_BATCH_SIZE=${PPO_MINI_BATCH_SIZE:-16}
             MAX_RESPONSE_LENGTH=${MAX_RESPONSE_LENGTH:-768}
             KL_LOSS_COEF=${KL_LOSS_COEF:-0.04}
             SUFFIX=_video_r1

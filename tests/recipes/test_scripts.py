@@ -140,7 +140,9 @@ def test_the_preset_of_video_r1(tmp_path):
     actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
     assert (actor.kl_loss_coef, actor.grad_clip, actor.optim.lr_scheduler_type) == (0.04, 5, "cosine")
     assert (actor.kl_loss_type, actor.loss_agg_mode) == ("low_var_kl", "seq-mean-token-mean")
-    assert (config.data.max_response_length, config.data.train_batch_size, actor.ppo_mini_batch_size) == (768, 8, 8)
+    assert (config.data.max_response_length, config.data.train_batch_size, actor.ppo_mini_batch_size) == (768, 16, 16)
+    # Every GPU has two prompts, without which verl may fail; see the recipe's Limits.
+    assert config.data.train_batch_size >= 2 * config.trainer.n_gpus_per_node * config.trainer.nnodes
     assert (actor.optim.lr, rollout.n, rollout.temperature) == (1e-6, 8, 1.0)
     assert config.trainer.experiment_name == "qwen2_5_vl_7b_fsdp2_prefix_video_r1"
     score = get_custom_reward_fn(config)("v", "<answer>B</answer>", "B", {"problem_type": "multiple choice"})
