@@ -79,11 +79,20 @@ def test_values_and_rewards_are_those_of_whole_rows(options, rows):
 
 
 def test_checkpointed_in_waves(rows):
-    model = model_of(LlamaForTokenClassification).train()
-    model.dropout.p = 0.0
+    model = model_of(LlamaForTokenClassification)
     truth = by_hf(model, rows)
-    model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.train().gradient_checkpointing_enable({"use_reentrant": False})
+    assert model.dropout.p > 0, "of the head, which is ours here"
     assert error(by_us(model, rows, wave_tokens=12), truth) < 1e-9
+
+
+def test_dropout_is_refused_where_it_runs(rows):
+    model = model_of(LlamaForTokenClassification).train()
+    model.model.layers[1].mlp.act_fn = torch.nn.Dropout(0.1)
+    message = r"layers.1.mlp.act_fn drops out with p=0.1.*or call model.eval\(\), or call the model on whole rows"
+    with pytest.raises(ValueError, match=message):
+        response_hidden_states(model, rows.prompts, rows.responses)
+    assert len(response_hidden_states(model.eval(), rows.prompts, rows.responses)) == len(rows.responses)
 
 
 def test_a_reward_model_of_hugging_face(rows):

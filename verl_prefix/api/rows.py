@@ -25,12 +25,13 @@ class Batch:
     """Checked rows of one call on their way in (flat tokens, groups) and out (per-token outputs in their form)."""
 
     num_behind = 0  # tokens behind each response, which lengthen its suffix; see `HiddenBatch`
+    reads_head = True
 
     def __init__(
         self, model, prompts, responses, prompt_mask, response_mask, groups, pixels, temperature=1.0,
         return_entropy=False,
     ) -> None:  # fmt: skip
-        _check_model(model)
+        _check_model(model, self.reads_head)
         if torch.is_grad_enabled() and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
             _warn_of_ranks()
         if not (isinstance(temperature, int | float) and temperature > 0):
@@ -130,6 +131,7 @@ class HiddenBatch(Batch):
     """
 
     num_behind = 1
+    reads_head = False
 
     def outputs(self, place: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
         return logits
@@ -194,7 +196,7 @@ def _check_responses(config: Any, responses: Sequence[torch.Tensor]) -> None:
                 )
 
 
-def _check_model(model: Any) -> None:
+def _check_model(model: Any, reads_head: bool) -> None:
     name = type(model).__name__
     if isinstance(model, FSDPModule | FullyShardedDataParallel):
         raise TypeError(
@@ -218,7 +220,10 @@ def _check_model(model: Any) -> None:
             "here, and would be left out; train LoRA, or call the model on whole rows"
         )
     if model.training:
-        support.check_dropout(model)
+        runs: Any = model
+        if not reads_head:
+            runs = seeing.model if (seeing := vision.vision_model(model)) else model.get_decoder()
+        support.check_dropout(runs, "call model.eval(), or call the model on whole rows")
 
 
 @functools.cache

@@ -52,13 +52,13 @@ def prompt_learning(model: torch.nn.Module) -> list[str]:
     ]
 
 
-def check_dropout(model: torch.nn.Module) -> None:
+def check_dropout(model: torch.nn.Module, instead: str = "model_engine=dp") -> None:
     """Raises ValueError where a dropout mask would be drawn once for a group instead of once per row."""
     for name, module in model.named_modules():
         if isinstance(module, torch.nn.Dropout) and module.p > 0:
             raise ValueError(
                 f"{name} drops out with p={module.p}, and rows of a group would share its mask; set it to 0 in "
-                "the model's config or LoRA adapter, or model_engine=dp"
+                f"the model's config or LoRA adapter, or {instead}"
             )
 
 
