@@ -8,7 +8,7 @@ import torch
 from test_api import batch, build, float64_norm, grads, inputs, no_phase_c, padded  # noqa: F401
 from transformers import LlamaForSequenceClassification, LlamaForTokenClassification, LlamaModel
 
-from verl_prefix import response_hidden_states
+from verl_prefix import phased_update, response_hidden_states, response_log_probs
 
 
 @pytest.fixture
@@ -118,6 +118,16 @@ def test_a_model_without_head_and_one_with_lm_head(rows):
             for p, r in zip(rows.prompts, rows.responses, strict=True)
         ]
     assert torch.equal(*ours) and (ours[0] - torch.cat(truth)).norm() < 1e-9 * ours[0].norm()
+
+
+@pytest.mark.parametrize("kind", [LlamaModel, LlamaForTokenClassification, LlamaForSequenceClassification])
+def test_log_probs_of_a_model_without_lm_head_name_the_call_that_takes_it(kind, rows):
+    model = model_of(kind)
+    message = f"model is a {kind.__name__}, which has no lm_head.*or call response_hidden_states"
+    with pytest.raises(TypeError, match=message):
+        response_log_probs(model, rows.prompts, rows.responses)
+    with pytest.raises(TypeError, match=message), phased_update(model, rows.prompts, rows.responses):
+        pass
 
 
 def test_a_left_padded_response_keeps_its_places(rows):

@@ -159,3 +159,26 @@ def test_pixels_that_do_not_belong_to_the_prompts_are_named(paths):  # noqa: F81
     refused(r"responses\[0\] has image tokens", responses=[[case.model.config.image_token_id]] * len(rows.prompts))
     with pytest.raises(ValueError, match="pixels are for qwen2_5_vl, qwen3_vl, and this is a llama model"):
         api_pixels.pixels_of_prompts(type("C", (), dict(model_type="llama")), [], {})
+
+
+def test_clips_with_other_times_do_not_share(paths):  # noqa: F811
+    """Same tokens, same pixels, another `second_per_grid_ts`: other positions."""
+    model = Case(paths["qwen2_5_vl"]).model
+    vision_config, video = model.config.vision_config, model.config.video_token_id
+    patch = vision_config.in_channels * vision_config.temporal_patch_size * vision_config.patch_size**2
+    clip, grid = torch.randn(3 * 16, patch, dtype=torch.float64), torch.tensor([[3, 4, 4]])
+    prompt = [8, model.config.vision_start_token_id, *[video] * 12, model.config.vision_end_token_id, 9, 10]
+
+    def log_probs(*seconds):
+        n = len(seconds)
+        pixels = dict(pixel_values_videos=clip.repeat(n, 1), video_grid_thw=grid.repeat(n, 1))
+        pixels["second_per_grid_ts"] = list(seconds)
+        args = [prompt] * n, [[11, 12, 13]] * n
+        with torch.no_grad():
+            return response_log_probs(model, *args, pixels=pixels)
+
+    with pytest.warns(UserWarning, match="no two of 2 rows have the same prompt"):
+        both = log_probs(1.0, 4.0)
+    assert torch.allclose(both[0], log_probs(1.0)[0], atol=1e-9)
+    assert torch.allclose(both[1], log_probs(4.0)[0], atol=1e-9)
+    assert not torch.allclose(*both, rtol=0, atol=1e-6)

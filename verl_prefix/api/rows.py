@@ -84,7 +84,9 @@ class Batch:
             offsets,
             vision.PixelBatch(visual, flat, offsets, model.config) if sees else None,
         )
-        self.groups, _ = group_rows(prompts, lens, groups, pixels=vision.share_pixels(visual) if sees else None)
+        # Positions too: those of a clip are of its seconds per grid, which are no pixels.
+        places = [x[..., : len(prompt)] for x, prompt in zip(positions, prompts, strict=True)] if sees else None
+        self.groups, _ = group_rows(prompts, lens, groups, places, vision.share_pixels(visual) if sees else None)
         if len(rows) > 1 and all(len(group.rows) == 1 for group in self.groups):
             warnings.warn(f"no two of {len(rows)} rows have the same prompt: nothing is shared", stacklevel=3)
 
@@ -207,6 +209,11 @@ def _check_model(model: Any, reads_head: bool) -> None:
         raise TypeError(
             f"model is a {name}, not a Hugging Face causal LM; pass the model itself, such as accelerator.unwrap_model("
             "model) or ddp.module (and average .grad over ranks before optimizer.step)"
+        )
+    if reads_head and model.get_output_embeddings() is None:
+        raise TypeError(
+            f"model is a {name}, which has no lm_head to make log-probs; pass the causal LM, or call "
+            "response_hidden_states and put the head of your own behind it"
         )
     reasons = support.unsupported_reasons(model.config)
     if reasons:
