@@ -118,7 +118,7 @@ if [[ "${SEARCH}" == True ]]; then
         actor_rollout_ref.rollout.multi_turn.max_assistant_turns=5
         actor_rollout_ref.rollout.multi_turn.max_tool_response_length=4096
         actor_rollout_ref.rollout.multi_turn.tool_config_path="${RECIPE_DIR}/search_tool.yaml"
-        "+ray_kwargs.ray_init.runtime_env.env_vars.PYTHONPATH='${RECIPE_DIR}:${PYTHONPATH:-}'"
+        "+ray_kwargs.ray_init.runtime_env.env_vars.PYTHONPATH='${RECIPE_DIR}${PYTHONPATH:+:$PYTHONPATH}'"
     )
 fi
 

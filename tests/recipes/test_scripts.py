@@ -127,6 +127,8 @@ def test_the_search_of_the_musique_script(tmp_path):
     names = [composed(words).trainer.experiment_name for words in (overrides, plain)]
     assert names == ["qwen3_8b_fsdp2_prefix_search", "qwen3_8b_fsdp2_prefix"]
     assert composed(launched(MUSIQUE, tmp_path, SEARCH="True", EXPERIMENT_NAME="x")).trainer.experiment_name == "x"
+    alone = composed(launched(MUSIQUE, tmp_path, SEARCH="True"))
+    assert alone.ray_kwargs.ray_init.runtime_env.env_vars.PYTHONPATH == str(folder)  # an empty entry is the cwd
 
 
 def test_the_preset_of_video_r1(tmp_path):
