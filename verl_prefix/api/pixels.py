@@ -5,13 +5,7 @@ from typing import Any
 
 import torch
 
-from verl_prefix.models.vision import MODEL_TYPES, is_vision_config
-
-# What a processor calls patches, their grids [n, 3], and what else it has per image or video.
-_KINDS = {
-    "image": ("pixel_values", "image_grid_thw", ()),
-    "video": ("pixel_values_videos", "video_grid_thw", ("second_per_grid_ts",)),
-}
+from verl_prefix.models.vision import MODEL_TYPES, PIXELS, is_vision_config
 
 
 def pixels_of_prompts(
@@ -27,7 +21,7 @@ def pixels_of_prompts(
         if given is not None:
             raise ValueError(f"pixels are for {', '.join(MODEL_TYPES)}, and this is a {config.model_type} model")
         return found
-    for kind, (values, grid, others) in _KINDS.items():
+    for kind, values, grid in PIXELS:
         grids = given.get(grid)
         if (given.get(values) is None) != (grids is None):
             raise ValueError(f"pixels need both {values} and {grid}; pass the processor's whole output")
@@ -54,7 +48,8 @@ def pixels_of_prompts(
             if end > start:
                 found[i][values] = given[values][patch_ends[start] : patch_ends[end]]
                 found[i][grid] = grids[start:end]
-                found[i] |= {name: given[name][start:end] for name in others if given.get(name) is not None}
+                if kind == "video" and given.get("second_per_grid_ts") is not None:
+                    found[i]["second_per_grid_ts"] = given["second_per_grid_ts"][start:end]
             start = end
         if start != len(grids):
             raise ValueError(

@@ -29,8 +29,8 @@ MODEL_TYPES = ("qwen2_5_vl", "qwen3_vl")
 
 # A row's pixels, as verl's agent loop makes them with the model's processor: patches [n, patch size] and the grid
 # [m, 3] of images, then of videos. What else is in the row (timestamps) is in its position ids already.
-_PIXELS = (("image", "pixel_values", "image_grid_thw"), ("video", "pixel_values_videos", "video_grid_thw"))
-PIXEL_NAMES = tuple(name for _, *names in _PIXELS for name in names)
+PIXELS = (("image", "pixel_values", "image_grid_thw"), ("video", "pixel_values_videos", "video_grid_thw"))
+PIXEL_NAMES = tuple(name for _, *names in PIXELS for name in names)
 
 Row = dict[str, Any] | None
 
@@ -92,12 +92,12 @@ def share_pixels(rows: Sequence[Row]) -> list[bytes]:
 
 def num_kinds(row: Row) -> int:
     """Number of kinds (images, videos) in the row: as often verl's own forward runs the tower on it."""
-    return sum((row or {}).get(values) is not None for _, values, _ in _PIXELS)
+    return sum((row or {}).get(values) is not None for _, values, _ in PIXELS)
 
 
 def num_patches(row: Row) -> int:
     """Number of patches that the row's pixels are, those of images and videos; 0 where it holds none."""
-    return sum(len(row[values]) for _, values, _ in _PIXELS if row and row.get(values) is not None)
+    return sum(len(row[values]) for _, values, _ in PIXELS if row and row.get(values) is not None)
 
 
 class PixelBatch:
@@ -135,7 +135,7 @@ class PixelBatch:
             row = group.rows[0]
             begin = int(self.offsets[row])
             prefix = self.input_ids[begin : begin + group.prefix_len]
-            for kind, values, grid in _PIXELS:
+            for kind, values, grid in PIXELS:
                 where = torch.nonzero(prefix == getattr(self.config, f"{kind}_token_id"))[:, 0]
                 inputs = self.rows[row] or {}
                 held = inputs.get(values) is not None
