@@ -159,3 +159,14 @@ def test_any_response_is_scored_within_bounds(response, accepted):
 def test_a_long_broken_response_costs_linear_time():
     scored("<answer>" * 200_000, "Rome")
     scored("<answer>" + "x" * 2_000_000, "Rome")
+
+
+def test_validation_reads_acc_as_core_metric():
+    """The mean over rows of `acc`, which the trainer reports as val-core."""
+    from verl.trainer.ppo.metric_utils import process_validation_metrics
+
+    responses = ["<answer>Rome</answer>", "<answer>Paris</answer>", "<answer>Rome</answer>", "Rome"]
+    rows = [reward.compute_score("musique", response, ["Rome"]) for response in responses]
+    columns = {name: [row[name] for row in rows] for name in rows[0]}
+    found = process_validation_metrics(["musique"] * 4, ["a", "a", "b", "b"], columns)["musique"]
+    assert found["acc"]["mean@2"] == 0.5
