@@ -11,6 +11,7 @@ import argparse
 import json
 import tempfile
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +76,9 @@ class SharedPrefixGRPOTrainer(GRPOTrainer):
 
     def training_step(self, model, inputs, num_items_in_batch):
         """TRL's, and behind the last backward of a step what DDP would have done: the mean of gradients over ranks."""
-        loss = super().training_step(model, inputs, num_items_in_batch)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed has .* ranks")  # which are averaged here
+            loss = super().training_step(model, inputs, num_items_in_batch)
         if self.accelerator.num_processes > 1 and self.accelerator.sync_gradients:
             for parameter in self.model.parameters():
                 if parameter.requires_grad:
