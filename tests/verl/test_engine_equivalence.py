@@ -540,9 +540,10 @@ def _worker(rank: int, world: int, rendezvous: str, models: dict, cases: dict, o
         if world == 2 and name not in CHECKED_ON_TWO_RANKS:
             options = {"verify": "off"} | options
         results[name] = _compare(_measure("prefix", path, rank, options), stock_cache[key])
-    _register_over_another_engine()
-    over = _measure("prefix_over_another", models["qwen3"], rank, {"verify": "off"})
-    results["over another engine"] = _compare(over, stock_cache["[]"])
+    if world == 1:  # on more, verl's engine builds modules without weights
+        _register_over_another_engine()
+        over = _measure("prefix_over_another", models["qwen3"], rank, {"verify": "off"})
+        results["over another engine"] = _compare(over, stock_cache["[]"])
     results["worker"] = _compare_workers(models["qwen3"], rank)
     # Answers of three tokens: of 8 and of 5 rows, which one stock pass would not hold, nor one of ours; rank 1 has
     # rows enough for more passes with noise.
@@ -640,6 +641,8 @@ def test_engine_computes_what_the_stock_engine_computes(results, case):
 
 
 def test_our_engine_goes_over_another_than_verls_own(results):
+    if len(results) > 1:
+        pytest.skip("on one rank")
     for result in results:
         assert max(result["over another engine"]["errors"].values()) <= TOLERANCE
         assert result["over another engine"]["metrics"]["prefix/reuse_fraction"][0] > 0.3
