@@ -34,36 +34,34 @@ class Shards:
         parts = (range(layout.num_prefix), range(layout.num_prefix, layout.num_tokens))
         slices = [-(-len(part) // self.size) for part in parts]
         self._local = sum(slices)
-        owners, places = [], []
+        places = []
         for part, length, before in zip(parts, slices, (0, slices[0]), strict=True):
             number = torch.arange(len(part))
-            owners.append(number // max(length, 1))
-            places.append(before + number % max(length, 1))
-        self._owner, self._place = torch.cat(owners), torch.cat(places)
-        gathered = self._owner * self._local + self._place
-        self._host_gathered = gathered
-        self._gathered = on_device(gathered, device)
+            places.append(number // max(length, 1) * self._local + before + number % max(length, 1))
+        # Of every token, among those of all ranks, one rank after the other; in host memory and on the device.
+        self._places = torch.cat(places)
+        self._gathered = on_device(self._places, device)
         self.tokens = self.own(torch.arange(layout.num_tokens))
 
     def own(self, values: torch.Tensor) -> torch.Tensor:
         """Values of all tokens [T], in host memory -> of this rank's [t], 0 where a slice is padded."""
         padded = values.new_zeros(self.size * self._local)
-        padded[self._host_gathered] = values
+        padded[self._places] = values
         return padded.view(self.size, self._local)[self.rank]
 
     def keep(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Places of the row's tokens `tokens` [n] int64, in ascending order, among those of this rank, as many on every
         rank [m]; and places of `tokens` in what `gather` makes of such outputs."""
-        owner = self._owner[tokens]
+        owner, place = self._places[tokens] // self._local, self._places[tokens] % self._local
         counts = owner.bincount(minlength=self.size)
         most = int(counts.max())
-        number = torch.arange(len(tokens)) - (counts.cumsum(0) - counts)[owner.sort(stable=True).values]
         order = owner.argsort(stable=True)
+        number = torch.arange(len(tokens)) - (counts.cumsum(0) - counts)[owner[order]]
         places = torch.empty_like(owner)
         places[order] = owner[order] * most + number
         mine = torch.zeros(most, dtype=torch.int64)
-        own = tokens[owner == self.rank]
-        mine[: len(own)] = self._place[own]
+        own = place[owner == self.rank]
+        mine[: len(own)] = own
         return mine, places
 
     def gather(self, outputs: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
