@@ -288,8 +288,10 @@ def test_attention_that_is_kept_runs_no_kernel_again_and_changes_nothing(family,
         ("MambaConfig", {}, "state_size"),
         ("JambaConfig", {}, "mamba"),
         ("FalconH1Config", {}, "mamba"),
-        ("Qwen3NextConfig", {}, "linear_attention"),
-        ("Lfm2Config", {}, "conv"),
+        ("NemotronHConfig", {}, "wrong for rows of more than one chunk"),
+        ("Zamba2Config", {}, "wrong for rows of more than one chunk"),
+        ("MambaConfig", {}, "no initial state"),
+        ("FalconH1Config", {}, "a mixer beside their attention"),
         ("Llama4TextConfig", {}, "chunked_attention"),
         ("Gemma3nTextConfig", {}, "num_kv_shared_layers"),
         ("T5Config", {}, "is_encoder_decoder"),
@@ -320,5 +322,5 @@ def test_a_model_that_bypasses_the_attention_interface_is_noticed(monkeypatch):
     attention = model.model.layers[2].self_attn
     monkeypatch.setattr(attention, "o_proj", torch.nn.Linear(48, 48))
     monkeypatch.setattr(attention, "forward", lambda hidden_states, **kwargs: (attention.o_proj(hidden_states), None))
-    with pytest.raises(RuntimeError, match="3 of 4 layers of LlamaForCausalLM used the shared-prefix attention"):
+    with pytest.raises(RuntimeError, match="3 of 4 layers of LlamaForCausalLM shared their prefixes"):
         run_shared(model, batch, "packed")

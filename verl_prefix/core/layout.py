@@ -25,11 +25,21 @@ def _built_once() -> Any:
 
 
 class Segment(NamedTuple):
-    """A prefix, or one row's suffix, which reads `prefix_len` tokens of the prefix source from `prefix_start` on."""
+    """A prefix, or one row's suffix, which reads `prefix_len` tokens of the prefix source from `prefix_start` on: the
+    source's prefix number `prefix`, counted from 0; -1 where there is none."""
 
     length: int
     prefix_start: int = 0
     prefix_len: int = 0
+    prefix: int = -1
+
+
+class Forks(NamedTuple):
+    """Which suffixes continue a prefix: of the layout's suffixes, in their order, those at `places` [n] int64 continue
+    the source's prefixes `prefixes` [n] int64."""
+
+    places: torch.Tensor
+    prefixes: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -65,8 +75,13 @@ class Spans:
             yield start, end, self.k[pair], self.k[pair + 1]
 
     @functools.cached_property
+    def lens(self) -> list[int]:
+        """Of the query segments."""
+        return [b - a for a, b in zip(self.q, self.q[1:], strict=False)]
+
+    @functools.cached_property
     def max_q(self) -> int:
-        return max(b - a for a, b in zip(self.q, self.q[1:], strict=False))
+        return max(self.lens)
 
     @functools.cached_property
     def max_k(self) -> int:
@@ -135,10 +150,31 @@ class Layout:
     multiplicity: torch.Tensor
     read: torch.Tensor | None = None
     _reads: dict[tuple[int | None, torch.device], Reads] = _built_once()
+    _forks: dict[torch.device, Forks] = _built_once()
 
     @property
     def num_tokens(self) -> int:
         return len(self.index)
+
+    @functools.cached_property
+    def num_prefixes(self) -> int:
+        """Prefixes among the segments, which they open."""
+        return sum(end <= self.num_prefix for end in accumulate(segment.length for segment in self.segments))
+
+    @functools.cached_property
+    def scans(self) -> tuple[Spans, Spans]:
+        """Prefixes, and suffixes, each as the segments of a row of their own, which read themselves."""
+        parts = self.segments[: self.num_prefixes], self.segments[self.num_prefixes :]
+        bounds = [(0, *accumulate(segment.length for segment in part)) for part in parts]
+        return Spans(bounds[0], bounds[0]), Spans(bounds[1], bounds[1])
+
+    def forks(self, device: torch.device) -> Forks:
+        """Suffixes that continue a prefix; built once."""
+        if device not in self._forks:
+            suffixes = self.segments[self.num_prefixes :]
+            found = [(place, suffix.prefix) for place, suffix in enumerate(suffixes) if suffix.prefix >= 0]
+            self._forks[device] = Forks(*on_device(torch.tensor(found, dtype=torch.int64).reshape(-1, 2).T, device))
+        return self._forks[device]
 
     @property
     def suffix_index(self) -> torch.Tensor:
@@ -171,7 +207,7 @@ class Layout:
         starts = (0, *accumulate(s.length for s in segments))
         key_ends = tuple(accumulate(n + s.length for n, s in zip(tail_lens, segments, strict=True)))
         near = [(starts[i], s) for i, s in enumerate(segments) if s.prefix_len and not far[i]]
-        blocks = [(pair, list(rows)) for pair, rows in groupby(near, key=lambda item: item[1][1:])]
+        blocks = [(pair, list(rows)) for pair, rows in groupby(near, key=lambda item: item[1][1:3])]
         pairs = [pair for pair, _ in blocks]
         cross = None
         if near:
@@ -203,21 +239,31 @@ def pass_order(groups: Sequence[Group]) -> list[Group]:
     return sorted((g for g in groups if g.num_suffix_tokens), key=lambda group: group.prefix_len == 0)
 
 
-def build_layout(groups: Sequence[Group], offsets: Sequence[int], prefix_starts: Sequence[int] | None = None) -> Layout:
+def prefix_places(groups: Sequence[Group]) -> list[tuple[int, int]]:
+    """Where each group's prefix starts in a row of them all, and its number among those with tokens, else -1."""
+    starts = accumulate((group.prefix_len for group in groups), initial=0)
+    numbers = accumulate((group.prefix_len > 0 for group in groups), initial=0)
+    return [
+        (start, number if group.prefix_len else -1)
+        for group, start, number in zip(groups, starts, numbers, strict=False)
+    ]
+
+
+def build_layout(
+    groups: Sequence[Group], offsets: Sequence[int], places: Sequence[tuple[int, int]] | None = None
+) -> Layout:
     """The packed row of `groups`, best in `pass_order`.
 
     Args:
         offsets: first token of each row in the batch's flat values (nested `offsets()`).
-        prefix_starts: None for a row with its prefixes. For a wave: where each group's prefix starts in the prefix
-            row of phase A; the wave then has suffixes only and reads the prefix cache.
+        places: None for a row with its prefixes. For a wave: the `prefix_places` of its groups in the prefix row of
+            phase A; the wave then has suffixes only and reads the prefix cache.
     """
-    prefixes = [group for group in groups if group.prefix_len and prefix_starts is None]
+    prefixes = [group for group in groups if group.prefix_len and places is None]
     num_prefix = sum(group.prefix_len for group in prefixes)
-    if prefix_starts is None:
-        prefix_starts = (0, *accumulate(group.prefix_len for group in groups))
     suffixes = [
-        (int(offsets[row]) + group.prefix_len, Segment(suffix_len, start, group.prefix_len))
-        for group, start in zip(groups, prefix_starts, strict=False)
+        (int(offsets[row]) + group.prefix_len, Segment(suffix_len, start, group.prefix_len, number))
+        for group, (start, number) in zip(groups, prefix_places(groups) if places is None else places, strict=True)
         for row, suffix_len in zip(group.rows, group.suffix_lens, strict=True)
         if suffix_len
     ]

@@ -20,7 +20,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from verl_prefix.core.prefix_cache import PrefixCache
+from verl_prefix.core.prefix_cache import Key, PrefixCache, Tensors
 
 PAGE_BYTES = 64 << 20  # a power of two: torch rounds pinned allocations up to one
 TINY_BYTES = 4 << 10  # what a smaller storage frees is not worth a copy's latency
@@ -125,9 +125,9 @@ class OffloadedPrefixCache(PrefixCache):
         """Context of phase A's forward."""
         return saved_tensors_hooks(self._pack, self._unpack)
 
-    def capture(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        self._hot |= {x.untyped_storage()._cdata for x in (k, v)}
-        return super().capture(layer, k, v)
+    def capture(self, key: Key, *tensors: torch.Tensor, beside: Tensors = ()) -> Tensors:
+        self._hot |= {x.untyped_storage()._cdata for x in tensors}
+        return super().capture(key, *tensors, beside=beside)
 
     def _end_waves(self) -> None:
         super()._end_waves()

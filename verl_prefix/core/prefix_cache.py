@@ -1,24 +1,30 @@
-"""Prefix cache (detached K/V that suffixes read) and grad cache (gradients that suffixes send back), with a lifetime.
+"""Prefix cache (what suffixes read of their prefixes, detached) and grad cache (gradients that they send back).
 
 Schedule-level shared-prefix reuse: phase A fills the cache, phase B reads it and adds to the grad cache, phase C runs
 one prefix backward on what was accumulated. Leaving the context frees all of it, also after an exception.
 """
 
+from collections.abc import Hashable
 from typing import Any
 
 import torch
 
+# What a layer leaves for suffixes: an attention layer by its index, parts of recurrent layers by (part, index).
+Key = Hashable
+Tensors = tuple[torch.Tensor, ...]
+
 
 class PrefixCache:
-    """Keys and values of a prefix row, per attention layer: [P, K, D] each.
+    """Tensors that the layers of a prefix row leave for suffixes, by key: keys and values [P, K, D] of its tokens, or
+    states [N, ...] of its prefixes (`core.recurrence`).
 
     The grad cache is fp32 whatever the model's dtype is (fp64 for fp64), since every wave adds to it.
     """
 
     def __init__(self) -> None:
-        self._leaf: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        self._grad: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        self._is_open = True  # for keys and values, until phase C
+        self._leaf: dict[Key, Tensors] = {}
+        self._grad: dict[Key, Tensors] = {}
+        self._is_open = True  # for what layers leave, until phase C
 
     def __enter__(self) -> "PrefixCache":
         return self
@@ -27,33 +33,36 @@ class PrefixCache:
         self._leaf.clear()
         self._grad.clear()
 
-    def capture(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def capture(self, key: Key, *tensors: torch.Tensor, beside: Tensors = ()) -> Tensors:
         """Phase A, and again where gradient checkpointing recomputes it in phase C, which must change nothing.
 
+        Args:
+            beside: what the prefix itself goes on with, where it does not read `tensors`.
+
         Returns:
-            The same keys and values for the prefix's own attention; in backward the grad cache joins them.
+            The same tensors, then `beside`; in backward through any of them the grad cache joins those of `tensors`.
         """
         if self._is_open:
-            self._leaf[layer] = k.detach(), v.detach()
-        joined: tuple[torch.Tensor, torch.Tensor] = _JoinGradCache.apply(k, v, self, layer)  # type: ignore[no-untyped-call]
+            self._leaf[key] = tuple(x.detach() for x in tensors)
+        joined: Tensors = _JoinGradCache.apply(self, key, len(tensors), *tensors, *beside)  # type: ignore[no-untyped-call]
         return joined
 
-    def read(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        if layer not in self._leaf:
+    def read(self, key: Key) -> Tensors:
+        if key not in self._leaf:
             raise RuntimeError(
-                f"the prefix cache has no layer {layer}: backward of a wave came after phase C, which frees the cache; "
+                f"the prefix cache has no layer {key}: backward of a wave came after phase C, which frees the cache; "
                 "call backward on each wave's loss before the next wave"
             )
-        return self._leaf[layer]
+        return self._leaf[key]
 
-    def add_grad(self, layer: int, tokens: slice | torch.Tensor, dk: torch.Tensor, dv: torch.Tensor) -> None:
-        """Phase B: a wave's gradients of the prefix tokens that it read."""
-        if layer not in self._grad:
-            k, v = self._leaf[layer]
-            wide = torch.promote_types(k.dtype, torch.float32)
-            self._grad[layer] = torch.zeros_like(k, dtype=wide), torch.zeros_like(v, dtype=wide)
-        for total, part in zip(self._grad[layer], (dk, dv), strict=True):
-            add_at(total, tokens, part)
+    def add_grad(self, key: Key, rows: slice | torch.Tensor, *grads: torch.Tensor) -> None:
+        """Phase B: a wave's gradients of the rows (tokens, or prefixes) that it read of each tensor."""
+        if key not in self._grad:
+            self._grad[key] = tuple(
+                torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32)) for x in self._leaf[key]
+            )
+        for total, part in zip(self._grad[key], grads, strict=True):
+            add_at(total, rows, part)
 
     def backward(self, root: torch.Tensor) -> None:
         """Phase C: one backward through the prefix graph, which takes each layer's grad cache where it comes to it.
@@ -65,37 +74,38 @@ class PrefixCache:
         root.backward(torch.zeros_like(root))
 
     def _end_waves(self) -> None:
-        """Between phases B and C: nobody reads keys and values any more."""
+        """Between phases B and C: nobody reads what layers left any more."""
         self._is_open = False
         self._leaf.clear()
 
-    def take(self, layer: int) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Phase C: a layer's grad cache, which is forgotten; None where no wave read its keys and values."""
-        return self._grad.pop(layer, None)
+    def take(self, key: Key) -> Tensors | None:
+        """Phase C: what the waves sent back to a layer, which is forgotten; None where no wave read of it."""
+        return self._grad.pop(key, None)
 
 
 class _JoinGradCache(torch.autograd.Function):
-    """Identity on a layer's keys and values, whose gradients get those that the waves sent back."""
+    """Identity, where the gradients of the first `num_left` tensors get those that the waves sent back."""
 
     @staticmethod
-    def forward(
-        ctx: Any, k: torch.Tensor, v: torch.Tensor, cache: PrefixCache, layer: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        ctx.args = cache, layer
-        return k.view_as(k), v.view_as(v)
+    def forward(ctx: Any, cache: PrefixCache, key: Key, num_left: int, *tensors: torch.Tensor) -> Tensors:
+        ctx.args = cache, key, [x.dtype for x in tensors[:num_left]]
+        ctx.set_materialize_grads(False)
+        return tuple(x.view_as(x) for x in tensors)
 
     @staticmethod
-    def backward(ctx: Any, dk: torch.Tensor, dv: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        cache, layer = ctx.args
-        if (grads := cache.take(layer)) is not None:
-            dk, dv = (grad.add_(own).to(own.dtype) for grad, own in zip(grads, (dk, dv), strict=True))
-        return dk, dv, None, None
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        cache, key, dtypes = ctx.args
+        joined = list(grads)
+        for i, (total, dtype) in enumerate(zip(cache.take(key) or (), dtypes, strict=False)):
+            own = grads[i]
+            joined[i] = (total if own is None else total.add_(own)).to(dtype)
+        return None, None, None, *joined
 
 
-def add_at(total: torch.Tensor, tokens: slice | torch.Tensor, part: torch.Tensor) -> None:
-    """total[tokens] += part, where int64 indices may repeat."""
-    if isinstance(tokens, slice):
-        total[tokens] += part
+def add_at(total: torch.Tensor, rows: slice | torch.Tensor, part: torch.Tensor) -> None:
+    """total[rows] += part, where int64 indices may repeat."""
+    if isinstance(rows, slice):
+        total[rows] += part
     else:
         wide = total.to(torch.promote_types(total.dtype, torch.float32))
-        total.copy_(wide.index_add(0, tokens, part.to(wide.dtype)))
+        total.copy_(wide.index_add(0, rows, part.to(wide.dtype)))

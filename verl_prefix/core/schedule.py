@@ -16,7 +16,6 @@ from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -25,7 +24,7 @@ import torch.distributed as dist
 from verl_prefix.core.attention import AttentionPass
 from verl_prefix.core.errors import annotate_errors, annotate_loop_body
 from verl_prefix.core.groups import Group
-from verl_prefix.core.layout import Layout, build_layout, dummy_layout, on_device, prefix_layout
+from verl_prefix.core.layout import Layout, build_layout, dummy_layout, on_device, prefix_layout, prefix_places
 from verl_prefix.core.offload import OffloadedPrefixCache
 from verl_prefix.core.prefix_cache import PrefixCache
 from verl_prefix.core.sequence_parallel import Shards
@@ -190,13 +189,13 @@ class Schedule:
             yield self._suffixes(tokens, planned.groups, layout, cache=None)
 
     def _waves(self, tokens: TokenBatch, planned: PhasedPass, cache: PrefixCache, last: bool) -> Generator[PassOutputs]:
-        starts = (0, *accumulate(group.prefix_len for group in planned.groups))
+        places = prefix_places(planned.groups)
         device = tokens.input_ids.device
         if self.measure_peak:
             torch.cuda.reset_peak_memory_stats(device)
         for number, wave in enumerate(planned.waves, start=1):
             groups = [piece for _, piece in wave]
-            layout = build_layout(groups, tokens.offsets, [starts[i] for i, _ in wave]) if wave else dummy_layout()
+            layout = build_layout(groups, tokens.offsets, [places[i] for i, _ in wave]) if wave else dummy_layout()
             sync = self.gradient_sync(last and number == len(planned.waves))
             with self._timed("phase_b", groups, f"wave {number} of {len(planned.waves)}"), sync:
                 yield self._suffixes(tokens, groups, layout, cache)

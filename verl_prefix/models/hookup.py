@@ -18,6 +18,7 @@ from verl_prefix.core.attention import AttentionParams, AttentionPass, GroupedAt
 from verl_prefix.core.kernels import choose_kernel
 from verl_prefix.models import vision
 from verl_prefix.models.experts import ExpertLoads
+from verl_prefix.models.recurrent import replaced, shared_states
 from verl_prefix.models.support import layer_window
 
 ATTENTION_NAME = "verl_prefix"
@@ -94,7 +95,8 @@ class HookedModel:
         chosen = config._attn_implementation
         config._attn_implementation = ATTENTION_NAME
         try:
-            with nullcontext() if vision.vision_model(self.model) is None else vision.own_attention(self.model):
+            seeing = vision.vision_model(self.model) is not None
+            with vision.own_attention(self.model) if seeing else nullcontext(), shared_states(self.model):
                 yield
         finally:
             config._attn_implementation = chosen
@@ -155,13 +157,13 @@ class HookedModel:
             use_cache=False,
             prefix_pass=attention_pass,
         )
-        with self.expert_loads.counting(attention_pass.multiplicity, keep.device), ExitStack() as replaced:
+        with self.expert_loads.counting(attention_pass.multiplicity, keep.device), ExitStack() as stack:
             if not whole:
-                replaced.enter_context(_forward_replaced(lm_head, chunked))
+                stack.enter_context(replaced(lm_head, "forward", chunked))
             if (seeing := vision.vision_model(self.model)) is None:
                 inputs["logits_to_keep"] = keep
             else:
-                replaced.enter_context(_forward_replaced(seeing, functools.partial(vision.forward, seeing)))
+                stack.enter_context(replaced(seeing, "forward", functools.partial(vision.forward, seeing)))
                 inputs |= dict(keep=keep, tower=attention_pass.cache is None, **pixels)
             logits = self.model(**inputs).logits[0]
         self.check_calls(attention_pass.num_calls - calls)
@@ -173,7 +175,7 @@ class HookedModel:
         num_layers = self.text_config.num_hidden_layers
         if num_calls != num_layers:
             raise RuntimeError(
-                f"{num_calls} of {num_layers} layers of {type(self.model).__name__} used the shared-prefix attention; "
+                f"{num_calls} of {num_layers} layers of {type(self.model).__name__} shared their prefixes; "
                 "its code bypasses transformers' attention interface: set model_engine=dp"
             )
 
@@ -185,17 +187,3 @@ def _prefetch_in_backward(model: PreTrainedModel) -> None:
     above = [*layers[1:], model] if isinstance(model, FSDPModule) else layers[1:]
     for layer, module in zip(layers, above, strict=False):
         module.set_modules_to_backward_prefetch([layer])
-
-
-@contextmanager
-def _forward_replaced(module: torch.nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """While open, the instance's forward is another; its hooks, FSDP2's among them, still run around it."""
-    patched = vars(module).get("forward")  # by accelerate, or whoever else patches instances
-    module.forward = forward
-    try:
-        yield
-    finally:
-        if patched is None:
-            del module.forward
-        else:
-            module.forward = patched

@@ -3,20 +3,36 @@
 import torch
 from transformers import PretrainedConfig
 
+from verl_prefix.models import recurrent
 from verl_prefix.models.vision import MODEL_TYPES, is_vision_config
 
 # Config attributes of layers that carry state from token to token other than by attention over K/V.
 _STATEFUL = ("mamba_d_state", "mamba_d_ssm", "ssm_state_size", "state_size", "linear_conv_kernel_dim", "conv_L_cache")
+# Layer types of the models whose recurrent layers are supported.
+_RECURRENT_LAYERS = {"linear_attention", "conv", "mamba", "attention"}
+_WHY_NOT = {
+    "jamba": "Mamba-1 kernels take no initial state",
+    "falcon_mamba": "Mamba-1 kernels take no initial state",
+    "mamba": "Mamba-1 kernels take no initial state",
+    "nemotron_h": "transformers' own torch path is wrong for rows of more than one chunk",
+    "zamba2": "transformers' own torch path is wrong for rows of more than one chunk",
+    "falcon_h1": "its layers have a mixer beside their attention",
+}
 
 
 def unsupported_reasons(config: PretrainedConfig) -> list[str]:
     """Properties of a model that the shared-prefix path cannot compute, as `attribute=value` phrases."""
     text = config.get_text_config()
     reasons = []
+    is_recurrent = text.model_type in recurrent.MODEL_TYPES
     layer_types = set(getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None) or ())
-    if others := layer_types - {"full_attention", "sliding_attention"}:
-        reasons.append(f"layer_types has {sorted(others)}")
-    for name in (*_STATEFUL, "attention_chunk_size", "num_kv_shared_layers", "use_bidirectional_attention"):
+    known = {"full_attention", "sliding_attention"} | (_RECURRENT_LAYERS if is_recurrent else set())
+    if unknown := layer_types - known:
+        reasons.append(f"layer_types has {sorted(unknown)}")
+    if text.model_type in _WHY_NOT:
+        reasons.append(_WHY_NOT[text.model_type])
+    others = ("attention_chunk_size", "num_kv_shared_layers", "use_bidirectional_attention")
+    for name in others if is_recurrent else (*_STATEFUL, *others):
         if getattr(text, name, None):
             reasons.append(f"{name}={getattr(text, name)}")
     if rope_types := _rope_types(text) & {"dynamic", "longrope"}:

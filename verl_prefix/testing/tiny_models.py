@@ -26,14 +26,45 @@ _FAMILIES = {
     "gpt_oss": "GptOssConfig",
     "qwen2_5_vl": "Qwen2_5_VLConfig",
     "qwen3_vl": "Qwen3VLConfig",
+    "qwen3_5": "Qwen3_5Config",
+    "qwen3_5_moe": "Qwen3_5MoeConfig",
+    "qwen3_5_text": "Qwen3_5TextConfig",
+    "qwen3_next": "Qwen3NextConfig",
+    "olmo_hybrid": "OlmoHybridConfig",
+    "lfm2": "Lfm2Config",
+    "granitemoehybrid": "GraniteMoeHybridConfig",
+    "bamba": "BambaConfig",
 }
 _EXPERTS = {
     "qwen3_moe": dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64),
     "gpt_oss": dict(num_local_experts=4, num_experts_per_tok=2, sliding_window=25),
 }
+_DELTA_NET = dict(
+    layer_types=["linear_attention", "full_attention"], linear_conv_kernel_dim=4, linear_key_head_dim=16,
+    linear_value_head_dim=24, linear_num_key_heads=2, linear_num_value_heads=4,
+)  # fmt: skip
+_SHARED_EXPERT = _EXPERTS["qwen3_moe"] | dict(shared_expert_intermediate_size=64)
+_MAMBA = dict(
+    mamba_n_heads=8, mamba_d_head=32, mamba_n_groups=2, mamba_d_state=16, mamba_expand=2, mamba_d_conv=4,
+    mamba_chunk_size=32,
+)  # fmt: skip
+# One recurrent layer and one of attention.
+_RECURRENT = {
+    "qwen3_5": _DELTA_NET,
+    "qwen3_5_moe": _DELTA_NET | _SHARED_EXPERT,
+    "qwen3_5_text": _DELTA_NET,
+    "qwen3_next": _DELTA_NET | _SHARED_EXPERT,
+    "olmo_hybrid": _DELTA_NET | dict(linear_num_key_heads=4),
+    "lfm2": dict(layer_types=["conv", "full_attention"], conv_L_cache=3),
+    "granitemoehybrid": _MAMBA
+    | dict(layer_types=["mamba", "attention"], num_local_experts=0, shared_intermediate_size=256),
+    "bamba": _MAMBA | dict(attn_layer_indices=[1]),
+}
 _TOWERS = {
     "qwen2_5_vl": {"window_size": 16, "fullatt_block_indexes": [1]},
     "qwen3_vl": {"num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1]},
+    "qwen3_5": {"num_position_embeddings": 64},
+    "qwen3_5_moe": {"num_position_embeddings": 64},
 }
 _VISION_TOKENS = {
     "<|vision_start|>": "vision_start_token_id",
@@ -67,9 +98,11 @@ def write_tiny_model(
     Args:
         texts: what the tokenizer is trained on; a few built-in sentences if None.
         family: ``"qwen3"`` (normalised queries and keys), ``"llama"``, of four experts ``"qwen3_moe"`` or ``"gpt_oss"``
-            (sinks, every other layer with a window), or with a vision tower of two blocks ``"qwen2_5_vl"`` or
-            ``"qwen3_vl"`` (deepstack); those have the text layers of ``overrides`` and, in their tokenizer, the special
-            tokens of images and videos.
+            (sinks, every other layer with a window), with one recurrent layer, whose state lasts, ``"qwen3_5_text"``,
+            ``"qwen3_next"``, ``"olmo_hybrid"``, ``"lfm2"``, ``"granitemoehybrid"`` or ``"bamba"``, or with a vision
+            tower of two blocks ``"qwen2_5_vl"``, ``"qwen3_vl"`` (deepstack), ``"qwen3_5"`` or ``"qwen3_5_moe"``
+            (recurrent as well); those have the text layers of ``overrides`` and, in their tokenizer, the special tokens
+            of images and videos.
         vocab_size: upper bound of the vocabulary, at least 259 (256 bytes and 3 special tokens).
         overrides: fields of the model's configuration, such as ``num_hidden_layers=3``.
 
@@ -111,11 +144,15 @@ def write_tiny_model(
         "eos_token_id": tokenizer.eos_token_id,
         "pad_token_id": tokenizer.pad_token_id,
     }
-    config = _config(family, fields | _EXPERTS.get(family, {}) | overrides, tokenizer)
+    fields |= _EXPERTS.get(family, {}) | _RECURRENT.get(family, {})
+    config = _config(family, fields | overrides, tokenizer)
     auto_class = AutoModelForImageTextToText if family in _TOWERS else AutoModelForCausalLM
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = auto_class.from_config(config, dtype=torch.float32)
+        for name, parameter in model.named_parameters():
+            if name.endswith("A_log"):  # as drawn, a state would be gone after a token or two
+                torch.nn.init.uniform_(parameter, -3.0, 1.0)
     tokenizer.save_pretrained(path)
     model.save_pretrained(path)
     return str(path)
@@ -129,6 +166,7 @@ def _config(family: str, fields: dict[str, Any], tokenizer: Any) -> Any:
         return config_class(**fields)
     # Rotary angles of time, height and width, for head_dim 32.
     rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 6, 6]}
+    rope |= {"partial_rotary_factor": 1.0} if family in _RECURRENT else {}
     ids = dict(zip(_VISION_TOKENS.values(), tokenizer.convert_tokens_to_ids(list(_VISION_TOKENS)), strict=True))
     tower = dict(depth=2, hidden_size=32, intermediate_size=48, num_heads=2, patch_size=4)
     tower |= dict(out_hidden_size=fields["hidden_size"], **_TOWERS[family])
@@ -140,8 +178,8 @@ def _config(family: str, fields: dict[str, Any], tokenizer: Any) -> Any:
 def visual_prompt(
     parts: Sequence[int | tuple[int, ...]], config: Any, generator: torch.Generator
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Tokens of a prompt with images and videos, and random pixels, as the processors of Qwen2.5-VL and Qwen3-VL expand
-    them (which mark each frame of a video).
+    """Tokens of a prompt with images and videos, and random pixels, as the processors of Qwen2.5-VL and of Qwen3-VL and
+    Qwen3.5 expand them (the latter mark each frame of a video).
 
     Args:
         parts: what the prompt consists of: a number of random text tokens, an image's (height, width), or a video's
@@ -159,7 +197,7 @@ def visual_prompt(
         *frames, height, width = part
         kind, values = ("video", "pixel_values_videos") if frames else ("image", "pixel_values")
         num_frames, per_frame = (frames or [1])[0], height * width // tower.spatial_merge_size**2
-        for count in [per_frame] * num_frames if config.model_type == "qwen3_vl" else [per_frame * num_frames]:
+        for count in [per_frame * num_frames] if config.model_type == "qwen2_5_vl" else [per_frame] * num_frames:
             pads = [getattr(config, f"{kind}_token_id")] * count
             tokens += [config.vision_start_token_id, *pads, config.vision_end_token_id]
         found.setdefault(values, []).append(torch.randn(num_frames * height * width, patch, generator=generator))
@@ -183,7 +221,7 @@ def write_tiny_vlm(path: str | Path, *, family: str, **overrides: Any) -> str:
     verl could not tell from one of the prompt: hidden channel 0 is the same in all text, and pulls those logits down.
 
     Args:
-        family: ``"qwen2_5_vl"`` or ``"qwen3_vl"``.
+        family: ``"qwen2_5_vl"``, ``"qwen3_vl"``, ``"qwen3_5"`` or ``"qwen3_5_moe"``.
         overrides: arguments of `write_tiny_model`.
 
     Raises:
@@ -195,6 +233,8 @@ def write_tiny_vlm(path: str | Path, *, family: str, **overrides: Any) -> str:
     names = {
         "qwen2_5_vl": ("Qwen2_5_VLProcessor", "Qwen2VLVideoProcessor"),
         "qwen3_vl": ("Qwen3VLProcessor", "Qwen3VLVideoProcessor"),
+        "qwen3_5": ("Qwen3VLProcessor", "Qwen3VLVideoProcessor"),
+        "qwen3_5_moe": ("Qwen3VLProcessor", "Qwen3VLVideoProcessor"),
     }
     processor_class, video_class = (getattr(transformers, name) for name in names[family])
     write_tiny_model(path, family=family, **overrides)

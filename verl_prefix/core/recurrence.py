@@ -1,0 +1,142 @@
+"""Recurrent layers (linear attention, state spaces, short convolutions): a suffix goes on from its prefix's state.
+
+    scan          prefixes from zero -> a state each [N, ...]; every suffix starts from its prefix's
+    convolution   [tail | P] [tail | S] [tail | S]      tail: the last width - 1 inputs before the segment, or zeros
+
+Where attention hands on keys and values of P tokens, these layers hand on one state. A packed pass does both in one
+graph; in phase A the prefix cache keeps the states, a wave reads them, and the gradients of all forks of a state add up
+in fp32 (fp64) before one prefix backward.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from verl_prefix.core.attention import AttentionPass
+from verl_prefix.core.layout import Forks, Spans
+from verl_prefix.core.prefix_cache import Key, PrefixCache
+
+
+class Scanned(NamedTuple):
+    """What a scan of n segments gives: outputs [t, ...] of their tokens, and their final states [n, ...]."""
+
+    outputs: torch.Tensor
+    states: torch.Tensor
+
+
+# (inputs [t, ...] each, their n segments, initial states [n, ...]; None: zeros) -> Scanned
+Scan = Callable[[Sequence[torch.Tensor], Spans, torch.Tensor | None], Scanned]
+
+
+def shared_scan(attention_pass: AttentionPass, key: Key, inputs: Sequence[torch.Tensor], scan: Scan) -> torch.Tensor:
+    """Outputs [T, ...] of a recurrence over the pass's segments, whose suffixes start from their prefix's state.
+
+    Args:
+        key: the layer's, for the prefix cache. inputs: [T, ...] each, of every token.
+    """
+    prefixes, suffixes = attention_pass.layout.scans
+    split = attention_pass.layout.num_prefix
+    found, states = [], None
+    if prefixes.lens:
+        outputs, states = scan([x[:split] for x in inputs], prefixes, None)
+        if attention_pass.capture is not None:
+            outputs = attention_pass.capture.capture(key, states, beside=(outputs,))[-1]
+        found.append(outputs)
+    if suffixes.lens:
+        anchor = next((x for x in inputs if x.requires_grad), inputs[0])
+        initial = _continued(attention_pass, key, states, anchor)
+        found.append(scan([x[split:] for x in inputs], suffixes, initial).outputs)
+    return torch.cat(found)
+
+
+def shared_conv(
+    attention_pass: AttentionPass, key: Key, x: torch.Tensor, width: int, conv: Callable[[torch.Tensor], torch.Tensor]
+) -> torch.Tensor:
+    """Causal convolution [T, D] of the pass's segments x [T, D], whose suffixes see the end of their prefix.
+
+    Args:
+        key: the layer's, for the prefix cache. width: tokens that an output sees, itself included.
+        conv: causal convolution of one row [t, D] -> [t, D], with zeros in front of it.
+    """
+    num, tail_len = attention_pass.layout.num_prefixes, width - 1
+    pieces = x.split([segment.length for segment in attention_pass.layout.segments])
+    tails: torch.Tensor | None = None
+    if num:
+        tails = torch.stack([F.pad(p[-tail_len:], (0, 0, max(tail_len - len(p), 0), 0)) for p in pieces[:num]])
+        if attention_pass.capture is not None:
+            x = attention_pass.capture.capture(key, tails, beside=(x,))[-1]
+            pieces = x.split([len(piece) for piece in pieces])
+    nothing = x.new_zeros(tail_len, x.shape[-1])
+    before = [nothing] * len(pieces)
+    if len(pieces) > num:
+        continued = _continued(attention_pass, key, tails, x)
+        if continued is not None:
+            before[num:] = continued.unbind()
+    found = conv(torch.cat([part for pair in zip(before, pieces, strict=True) for part in pair]))
+    lens = [n for piece in pieces for n in (tail_len, len(piece))]
+    return torch.cat(found.split(lens)[1::2])
+
+
+def _continued(
+    attention_pass: AttentionPass, key: Key, states: torch.Tensor | None, anchor: torch.Tensor
+) -> torch.Tensor | None:
+    """[suffixes, ...]: the state from which each suffix of the pass starts; None where all start from zero.
+
+    Args:
+        states: [N, ...], those of this row's own prefixes. anchor: requires a gradient if any input of the layer does.
+    """
+    layout, cache = attention_pass.layout, attention_pass.cache
+    num_suffixes = len(layout.segments) - layout.num_prefixes
+    forks = layout.forks(anchor.device)
+    if not len(forks.places):
+        return None
+    if states is not None:
+        cache = None
+    else:
+        assert cache is not None
+        (states,) = cache.read(key)
+    found: torch.Tensor = _Fork.apply(states, anchor, forks, num_suffixes, cache, key)  # type: ignore[no-untyped-call]
+    return found
+
+
+class _Fork(torch.autograd.Function):
+    """States [N, ...] -> those that n suffixes start from [n, ...], zeros where a suffix has no prefix. Gradients go to
+    the grad cache in a wave, else to the states."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, states: torch.Tensor, anchor: torch.Tensor, forks: Forks, num_suffixes: int,
+        cache: PrefixCache | None, key: Key,
+    ) -> torch.Tensor:  # fmt: skip
+        ctx.args = forks, cache, key, states.shape, states.dtype
+        chosen = states.index_select(0, forks.prefixes)
+        if len(forks.places) == num_suffixes:
+            return chosen
+        return states.new_zeros(num_suffixes, *states.shape[1:]).index_copy(0, forks.places, chosen)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        forks, cache, key, shape, dtype = ctx.args
+        grad = grad.index_select(0, forks.places)
+        if cache is not None:
+            cache.add_grad(key, forks.prefixes, grad)
+            return None, None, None, None, None, None
+        wide = torch.promote_types(dtype, torch.float32)
+        total = torch.zeros(shape, dtype=wide, device=grad.device).index_add_(0, forks.prefixes, grad.to(wide))
+        return total.to(dtype), None, None, None, None, None
+
+
+def in_rows(inputs: Sequence[torch.Tensor], lens: Sequence[int], fill: float = 0.0) -> list[torch.Tensor]:
+    """[t, ...] each -> [n, longest, ...], padded behind with `fill`, for kernels that take rows."""
+    longest = max(lens)
+    return [
+        torch.stack([F.pad(p, (0, 0) * (x.ndim - 1) + (0, longest - len(p)), value=fill) for p in x.split(lens)])
+        for x in inputs
+    ]
+
+
+def from_rows(rows: torch.Tensor, lens: Sequence[int]) -> torch.Tensor:
+    """[n, longest, ...] -> [t, ...], without the padding of `in_rows`."""
+    return torch.cat([row[:length] for row, length in zip(rows, lens, strict=True)])

@@ -1,0 +1,225 @@
+"""Recurrent mixers of transformers: what they call is replaced while our attention is selected.
+
+A mixer (gated delta net, Mamba-2, short convolution) projects, calls a convolution and a scan, and projects back. Those
+two calls are exchanged for ones that go by the pass's segments (`core.recurrence`); the rest is the model's own code,
+patched by verl or not. transformers has no registry of mixers as it has of attention.
+"""
+
+import functools
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from verl_prefix.core.attention import AttentionPass
+from verl_prefix.core.kernels.state_space import chunk_scan
+from verl_prefix.core.layout import Spans
+from verl_prefix.core.recurrence import Scan, Scanned, from_rows, in_rows, shared_conv, shared_scan
+
+# Text models whose mixers `mixer_of` knows.
+MODEL_TYPES = (
+    "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "olmo_hybrid", "lfm2", "lfm2_moe", "bamba", "granitemoehybrid",
+)  # fmt: skip
+
+# A softplus of this is zero: the state stays as it is.
+_NO_STEP = -1e4
+
+
+class Mixer:
+    """A mixer, and the pass of the forward that it is in; a subclass says what of it is replaced.
+
+    Args:
+        module: the mixer, a child of a decoder layer.
+    """
+
+    def __init__(self, module: Any) -> None:
+        self.module = module
+        self.attention_pass: AttentionPass | None = None
+
+    def replacements(self) -> Iterator[tuple[Any, str, Callable[..., Any]]]:
+        """Objects, names of their attributes, and what those become."""
+        raise NotImplementedError
+
+    def _pass(self) -> AttentionPass:
+        if self.attention_pass is None:
+            name = type(self.module).__name__
+            raise RuntimeError(f"{name} layer {self.module.layer_idx} ran without a prefix_pass; set model_engine=dp")
+        return self.attention_pass
+
+    def _conv(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str | None = None,
+        part: str = "conv", kernel: Callable[..., torch.Tensor] | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        """x [T, C], weight [C, width] -> [T, C], by causal_conv1d's `kernel` or torch."""
+
+        def conv(row: torch.Tensor) -> torch.Tensor:
+            row = row.T.unsqueeze(0)
+            if kernel is not None:
+                found = kernel(x=row, weight=weight, bias=bias, activation=activation)
+            else:
+                padded = F.pad(row, (weight.shape[-1] - 1, 0))
+                found = F.conv1d(padded, weight.unsqueeze(1), bias, groups=len(weight))
+                found = F.silu(found) if activation in ("silu", "swish") else found
+            return found[0].T
+
+        return shared_conv(self._pass(), (part, self.module.layer_idx), x, weight.shape[-1], conv)
+
+    def _scan(self, inputs: Sequence[torch.Tensor], scan: Scan) -> torch.Tensor:
+        attention_pass = self._pass()
+        attention_pass.num_calls += 1
+        return shared_scan(attention_pass, ("scan", self.module.layer_idx), inputs, scan)
+
+
+class GatedDeltaNet(Mixer):
+    """Of Qwen3-Next, Qwen3.5 (also as verl patches it) and OLMo-Hybrid; scans by flash-linear-attention, or by the
+    mixer's own torch rule, which takes rows."""
+
+    def replacements(self) -> Iterator[tuple[Any, str, Callable[..., Any]]]:
+        yield self.module, "chunk_gated_delta_rule", functools.partial(self._rule, self.module.chunk_gated_delta_rule)
+        if hasattr(self.module, "causal_conv1d_fn"):
+            yield self.module, "causal_conv1d_fn", functools.partial(_conv_call, self, self.module.causal_conv1d_fn)
+        for name in ("q_conv1d", "k_conv1d", "v_conv1d"):
+            if hasattr(self.module, name):
+                yield getattr(self.module, name), "forward", functools.partial(self._olmo_conv, name)
+
+    def _olmo_conv(self, name: str, x: torch.Tensor, **kwargs: object) -> tuple[torch.Tensor, None]:
+        conv = getattr(self.module, name)
+        found = self._conv(x[0], conv.weight.squeeze(1), conv.bias, part=name)
+        return conv.act_fn(found).unsqueeze(0), None
+
+    def _rule(
+        self, rule: Callable[..., tuple[torch.Tensor, torch.Tensor]], query: torch.Tensor, key: torch.Tensor,
+        value: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, **kwargs: object,
+    ) -> tuple[torch.Tensor, None]:  # fmt: skip
+        varlen = rule.__module__.startswith("fla.")
+
+        def scan(inputs: Sequence[torch.Tensor], segments: Spans, initial: torch.Tensor | None) -> Scanned:
+            options: dict[str, Any] = dict(initial_state=initial, output_final_state=True, use_qk_l2norm_in_kernel=True)
+            if varlen:
+                q, k, v, g, beta = (x.unsqueeze(0) for x in inputs)
+                cu_seqlens, _ = segments.cu_seqlens(q.device)
+                outputs, states = rule(q, k, v, g=g, beta=beta, cu_seqlens=cu_seqlens, **options)
+                return Scanned(outputs[0], states)
+            q, k, v, g, beta = in_rows(inputs, segments.lens)  # where k, v, beta and g are 0 the state stays
+            outputs, states = rule(q, k, v, g=g, beta=beta, **options)
+            return Scanned(from_rows(outputs, segments.lens), states)
+
+        return self._scan([x[0] for x in (query, key, value, g, beta)], scan).unsqueeze(0), None
+
+
+class ShortConv(Mixer):
+    """Of LFM2: a convolution between two gates, and no state beside it."""
+
+    def replacements(self) -> Iterator[tuple[Any, str, Callable[..., Any]]]:
+        yield self.module, "forward", lambda hidden_states, **kwargs: self.module.slow_forward(hidden_states)
+        yield self.module.conv, "forward", self._forward
+
+    def _forward(self, x: torch.Tensor) -> torch.Tensor:
+        self._pass().num_calls += 1
+        conv = self.module.conv
+        return self._conv(x[0].T, conv.weight.squeeze(1), conv.bias).T.unsqueeze(0)
+
+
+class Mamba2(Mixer):
+    """Of Bamba and Granite 4 H; scans by mamba_ssm where it is installed, whose states go by rows, or by torch."""
+
+    def replacements(self) -> Iterator[tuple[Any, str, Callable[..., Any]]]:
+        yield self.module, "forward", self._forward
+
+    def _forward(self, hidden_states: torch.Tensor, **kwargs: object) -> torch.Tensor:
+        # The mixer's kernels are globals of its module; with a cache it calls them one by one, not the fused one.
+        space = vars(sys.modules[type(self.module).__module__])
+        calls = {
+            "causal_conv1d_fn": functools.partial(_conv_call, self, space["causal_conv1d_fn"]),
+            "mamba_chunk_scan_combined": functools.partial(self._chunk_scan, space["mamba_chunk_scan_combined"]),
+        }
+        replaced = {name: space[name] for name in calls}
+        space.update(calls)
+        try:
+            found: torch.Tensor = self.module.cuda_kernels_forward(hidden_states, _EmptyCache(), None)
+        finally:
+            space.update(replaced)
+        return found
+
+    def _chunk_scan(
+        self, kernel: Callable[..., tuple[torch.Tensor, torch.Tensor]] | None, x: torch.Tensor, dt: torch.Tensor,
+        A: torch.Tensor, B: torch.Tensor, C: torch.Tensor, chunk_size: int, D: torch.Tensor, dt_bias: torch.Tensor,
+        dt_limit: tuple[float, float] = (0.0, float("inf")), **kwargs: object,
+    ) -> tuple[torch.Tensor, None]:  # fmt: skip
+        if kernel is None or not x.is_cuda:
+            run = chunk_scan
+        else:
+            run = functools.partial(kernel, dt_softplus=True, return_final_states=True)
+
+        def scan(inputs: Sequence[torch.Tensor], segments: Spans, initial: torch.Tensor | None) -> Scanned:
+            x, B, C, dt = (*in_rows(inputs[:3], segments.lens), *in_rows(inputs[3:], segments.lens, _NO_STEP))
+            outputs, states = run(
+                x, dt, A, B, C, chunk_size=chunk_size, D=D, dt_bias=dt_bias, initial_states=initial, dt_limit=dt_limit
+            )
+            return Scanned(from_rows(outputs, segments.lens), states)
+
+        return self._scan([y[0] for y in (x, B, C, dt)], scan).unsqueeze(0), None
+
+
+def _conv_call(
+    mixer: Mixer, kernel: Callable[..., torch.Tensor] | None, x: torch.Tensor, weight: torch.Tensor,
+    bias: torch.Tensor | None = None, activation: str | None = None, **kwargs: object,
+) -> torch.Tensor:  # fmt: skip
+    """Stands for causal_conv1d_fn: x [1, C, T] -> [1, C, T]."""
+    return mixer._conv(x[0].T, weight, bias, activation, kernel=kernel).T.unsqueeze(0)
+
+
+class _EmptyCache:
+    """A cache as far as a Mamba-2 mixer asks it in a forward of a whole row: it holds nothing and keeps nothing."""
+
+    def has_previous_state(self, layer: int) -> bool:
+        return False
+
+    def update_conv_state(self, state: torch.Tensor, layer: int) -> torch.Tensor:
+        return state
+
+    update_recurrent_state = update_conv_state
+
+
+def mixer_of(module: torch.nn.Module) -> Mixer | None:
+    """A recurrent mixer, or None for any other module."""
+    for name, kind in (("chunk_gated_delta_rule", GatedDeltaNet), ("slow_forward", ShortConv), ("A_log", Mamba2)):
+        if hasattr(module, name) and hasattr(module, "layer_idx"):
+            return kind(module)
+    return None
+
+
+@contextmanager
+def shared_states(model: torch.nn.Module) -> Iterator[None]:
+    """While open, the model's mixers go by the `prefix_pass` that their decoder layer gets.
+
+    It comes by a hook of the layer: verl's patched layers pass no keyword arguments on to mixers, and hooks run again
+    where gradient checkpointing calls the layer again.
+    """
+    with ExitStack() as undo:
+        for layer in model.modules():
+            for mixer in filter(None, map(mixer_of, layer.children())):
+                hook = functools.partial(_take_pass, mixer)
+                undo.callback(layer.register_forward_pre_hook(hook, prepend=True, with_kwargs=True).remove)
+                for owner, name, call in mixer.replacements():
+                    undo.enter_context(replaced(owner, name, call))
+        yield
+
+
+def _take_pass(mixer: Mixer, layer: torch.nn.Module, args: object, kwargs: Mapping[str, Any]) -> None:
+    mixer.attention_pass = kwargs["prefix_pass"]
+
+
+@contextmanager
+def replaced(owner: Any, name: str, value: Callable[..., Any]) -> Iterator[None]:
+    """While open, the instance's attribute is another; hooks of a module, FSDP2's among them, still run around it."""
+    patched = {key: found for key, found in vars(owner).items() if key == name}  # by accelerate, or whoever else
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        delattr(owner, name)
+        vars(owner).update(patched)
