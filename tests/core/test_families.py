@@ -2,7 +2,8 @@
 
 Tiny random models of the real classes, packed and phased. Truth is HF in float64: 1e-9 in float64, 5e-6 in fp32, and in
 bf16 1.3 times HF's own error over the batches of four seeds with experts (where rounding flips one, errors are few and
-large) and of two without.
+large) and of two without. Recurrent layers round more: what misses 5e-6 in fp32 is held to 1.3 times HF's own error in
+fp32 as well.
 """
 
 import copy
@@ -17,9 +18,11 @@ import pytest
 import torch
 import transformers
 
+from verl_prefix.core import recurrence
 from verl_prefix.core.attention import AttentionPass, GroupedAttention
 from verl_prefix.core.kernels import cpu, reference
 from verl_prefix.core.layout import Layout
+from verl_prefix.core.prefix_cache import PrefixCache
 from verl_prefix.models.support import check_dropout, check_supported
 from verl_prefix.testing import random_rollouts, run_shared, run_stock
 
@@ -39,6 +42,19 @@ QWEN2_WINDOW = dict(use_sliding_window=True, sliding_window=7, max_window_layers
 QWEN3_MOE = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
 GEMMA3 = dict(query_pre_attn_scalar=24, layer_types=["sliding_attention"] * 3 + ["full_attention"])
 GEMMA2 = dict(attn_logit_softcapping=2.0, final_logit_softcapping=5.0, query_pre_attn_scalar=24)
+DELTA_NET = dict(
+    layer_types=["linear_attention"] * 3 + ["full_attention"], linear_conv_kernel_dim=4, linear_key_head_dim=8,
+    linear_value_head_dim=12, linear_num_key_heads=2, linear_num_value_heads=4,
+)  # fmt: skip
+TWO_LAYERS = DELTA_NET | dict(layer_types=["linear_attention", "full_attention"], num_hidden_layers=2)
+DELTA_NET_MOE = TWO_LAYERS | QWEN3_MOE | dict(shared_expert_intermediate_size=32)
+SHORT_CONV = dict(layer_types=["conv", "full_attention"] * 2, conv_L_cache=3)
+SHORT_CONV_MOE = SHORT_CONV | QWEN3_MOE | dict(num_dense_layers=1)
+MAMBA = dict(
+    mamba_n_heads=8, mamba_d_head=12, mamba_n_groups=2, mamba_d_state=10, mamba_expand=2, mamba_d_conv=4,
+    mamba_chunk_size=16,
+)  # fmt: skip
+GRANITE = MAMBA | dict(layer_types=["mamba", "attention"] * 2, shared_intermediate_size=64)
 # name -> (config class, what it adds, feature, core). Layers alternate where the family's do.
 FAMILIES = {
     "llama3": ("LlamaConfig", dict(rope_parameters=LLAMA3_ROPE), "rope llama3", "merged"),
@@ -63,7 +79,19 @@ FAMILIES = {
     "head-dim-96": ("Qwen3Config", dict(head_dim=96), "D=96", "merged"),
     "head-dim-128": ("Qwen3Config", dict(head_dim=128), "D=128", "merged"),
     "head-dim-256": ("Qwen3Config", dict(head_dim=256), "D=256", "merged"),
+    "qwen3.5": ("Qwen3_5TextConfig", DELTA_NET, "gated delta rule", "merged, states"),
+    "qwen3.5-moe": ("Qwen3_5MoeTextConfig", DELTA_NET_MOE, "gated delta rule, MoE", "merged, states"),
+    "qwen3-next": ("Qwen3NextConfig", DELTA_NET_MOE, "gated delta rule, MoE", "merged, states"),
+    "olmo-hybrid": ("OlmoHybridConfig", TWO_LAYERS | dict(linear_num_key_heads=4), "gated delta rule", "merged, states"),
+    "lfm2": ("Lfm2Config", SHORT_CONV, "short convolution", "merged, states"),
+    "lfm2-moe": ("Lfm2MoeConfig", SHORT_CONV_MOE, "short convolution, MoE", "merged, states"),
+    "granite4-h": ("GraniteMoeHybridConfig", GRANITE | dict(num_local_experts=0), "Mamba-2", "merged, states"),
+    "granite4-h-moe": ("GraniteMoeHybridConfig", GRANITE | MOE, "Mamba-2, MoE", "merged, states"),
+    "bamba": ("BambaConfig", MAMBA | dict(attn_layer_indices=[1, 3]), "Mamba-2", "merged, states"),
 }  # fmt: skip
+RECURRENT = [name for name, (*_, core) in FAMILIES.items() if "states" in core]
+# Prefixes of more than a chunk of any scan, and shorter than its convolution.
+LONG_SHAPE = [*SHAPE, (141, [3, 1, 11]), (3, [5, 4])]
 SCHEDULES = {
     "packed": dict(schedule="packed"),
     "phased": dict(schedule="phased", wave_tokens=19),
@@ -81,6 +109,8 @@ def build(family: str, dtype: torch.dtype = torch.float32):
     for name, parameter in model.named_parameters():
         if name.endswith("sinks"):
             torch.nn.init.normal_(parameter, std=2.0)
+        if name.endswith("A_log"):  # as drawn, a state would be gone after a token or two
+            torch.nn.init.uniform_(parameter, -3.0, 1.0)
     return model.to(dtype).train()
 
 
@@ -117,8 +147,9 @@ def table():
             "# Model families: shared prefix against HF's own forward of every whole row\n\n"
             "Written by `make -C examples/results coverage` (tests/core/test_families.py): largest relative error of\n"
             "log-probs and of the gradient of each kind of parameter; truth is HF in float64. Tolerances: 1e-9 in\n"
-            "float64, 5e-6 in fp32, in bf16 1.3 times HF's own error. merged: two flash calls joined by log-sum-exp.\n"
-            "reference: dense.\n\n"
+            "float64, 5e-6 in fp32 (recurrent layers: or 1.3 times HF's own error), in bf16 1.3 times HF's own error.\n"
+            "merged: two flash calls joined by log-sum-exp. reference: dense. states: suffixes go on from the\n"
+            "prefix's.\n\n"
             f"CPU, torch {torch.__version__}, transformers {transformers.__version__}.\n\n"
             + "".join(f"| {line} |\n" for line in lines)
         )
@@ -149,32 +180,42 @@ def test_family_equals_hf(family, float64_inside, table):
     model = build(family)
     double, half = copy.deepcopy(model).double(), copy.deepcopy(model).bfloat16()
     half_truth = copy.deepcopy(half).double()
-    batches = [random_rollouts(SHAPE, 128, seed=seed) for seed in range(4 if "MoE" in FAMILIES[family][2] else 2)]
+    recurrent = family in RECURRENT
+    shape = LONG_SHAPE if recurrent else SHAPE
+    batches = [random_rollouts(shape, 128, seed=seed) for seed in range(4 if "MoE" in FAMILIES[family][2] else 2)]
     runs = {"stock": run_stock} | {
         name: functools.partial(run_shared, **options) for name, options in SCHEDULES.items()
     }
     single = {name: measure(model, lambda run=run: run(model, batches[0])) for name, run in runs.items()}
-    halves = {
-        name: [both(measure(half, lambda run=run, batch=batch: run(half, batch))) for batch in batches]
-        for name, run in runs.items()
-    }
+
+    def over_batches(model, batches, names=runs) -> dict[str, list[tuple]]:
+        return {
+            name: [both(measure(model, lambda run=runs[name], batch=batch: run(model, batch))) for batch in batches]
+            for name in names
+        }
+
+    halves, singles = over_batches(half, batches), over_batches(model, batches if recurrent else [])
     float64_inside(model)
     exact = {name: measure(double, lambda run=run: run(double, batches[0])) for name, run in runs.items()}
-    half_truths = [both(measure(half_truth, lambda batch=batch: run_stock(half_truth, batch))) for batch in batches]
+    half_truth = over_batches(half_truth, batches, ["stock"])["stock"]
+    truth = over_batches(double, batches if recurrent else [], ["stock"])["stock"]
 
-    def half_error(name: str, which: int) -> float:
-        return sum(
-            (ours[which] - true[which]).norm() ** 2 for ours, true in zip(halves[name], half_truths, strict=True)
-        )
+    def over_hfs(found: dict[str, list[tuple]], truth: list[tuple], name: str) -> float:
+        """The larger error, of log-probs and of the gradient, in units of HF's own."""
+        squares = {
+            run: [sum((x[i] - true[i]).norm() ** 2 for x, true in zip(found[run], truth, strict=True)) for i in (0, 1)]
+            for run in (name, "stock")
+        }
+        return max((ours / hf).sqrt().item() for ours, hf in zip(squares[name], squares["stock"], strict=True))
 
     config_class, _, feature, core = FAMILIES[family]
     for name in SCHEDULES:
         in_float64 = max(errors(exact[name], exact["stock"]).values())
         in_fp32, hf_in_fp32 = (max(errors(single[x], exact["stock"]).values()) for x in (name, "stock"))
-        in_bf16 = max((half_error(name, i) / half_error("stock", i)).sqrt().item() for i in (0, 1))
+        in_bf16 = over_hfs(halves, half_truth, name)
         table.append([family, config_class, feature, core, name, in_float64, in_fp32, hf_in_fp32, in_bf16])
         assert in_float64 < 1e-9
-        assert in_fp32 < 5e-6
+        assert in_fp32 < 5e-6 or (recurrent and over_hfs(singles, truth, name) < 1.3)
         assert in_bf16 < 1.3
 
 
@@ -224,6 +265,42 @@ def kv_heads_in_wrong_order(monkeypatch):
     )
 
 
+def states_of_zero(monkeypatch):
+    monkeypatch.setattr(recurrence, "_continued", lambda *args: None)
+
+
+def state_gradients_dropped(monkeypatch):
+    """Log-probs stay right."""
+    add_grad, backward = PrefixCache.add_grad, recurrence._Fork.backward
+    monkeypatch.setattr(
+        PrefixCache, "add_grad", lambda self, key, *args: isinstance(key, tuple) or add_grad(self, key, *args)
+    )
+    monkeypatch.setattr(
+        recurrence._Fork, "backward", lambda ctx, grad: backward(ctx, grad * (ctx.args[2][0] != "scan"))
+    )
+
+
+def tail_one_token_off(monkeypatch):
+    fork = recurrence._Fork.forward
+
+    def shifted(ctx, states, *args):
+        return fork(ctx, states.roll(1, 1) if args[-1][0] == "conv" else states, *args)
+
+    monkeypatch.setattr(recurrence._Fork, "forward", shifted)
+
+
+def fork_writes_into_the_state(monkeypatch):
+    """Which the next wave reads."""
+    fork = recurrence._Fork.forward
+
+    def writes(ctx, states, *args):
+        chosen = fork(ctx, states, *args)
+        states.data.mul_(0.9)
+        return chosen
+
+    monkeypatch.setattr(recurrence._Fork, "forward", writes)
+
+
 @functools.cache
 def stock_of(family: str) -> dict[str, torch.Tensor]:
     """What every sabotage of a family is far off from; asked for before anything is broken."""
@@ -239,6 +316,9 @@ def stock_of(family: str) -> dict[str, torch.Tensor]:
         ("gpt-oss-window-9", sinks_ignored), ("gpt-oss-window-9", sinks_detached),
         ("gemma2-window-9", softcap_ignored), ("gemma2-window-9", softcap_without_its_slope),
         ("llama3", kv_heads_in_wrong_order),
+        ("qwen3.5", states_of_zero), ("granite4-h", states_of_zero), ("lfm2", states_of_zero),
+        ("qwen3.5", state_gradients_dropped), ("bamba", state_gradients_dropped),
+        ("qwen3.5", tail_one_token_off), ("lfm2", tail_one_token_off), ("granite4-h", tail_one_token_off),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -248,6 +328,24 @@ def test_broken_maths_is_far_off(family, sabotage, schedule, monkeypatch):
     model.zero_grad()
     ours = measure(model, lambda: run_shared(model, batch, **SCHEDULES[schedule]))
     assert truth.keys() - ours.keys() or max(errors(ours, truth).values()) > 100 * 5e-6
+
+
+def test_a_fork_that_writes_into_the_shared_state_is_far_off(monkeypatch):
+    model, batch, truth = build("qwen3.5"), random_rollouts(SHAPE, 128), stock_of("qwen3.5")
+    fork_writes_into_the_state(monkeypatch)
+    ours = measure(model, lambda: run_shared(model, batch, **SCHEDULES["phased"]))
+    assert max(errors(ours, truth).values()) > 100 * 5e-6
+
+
+@pytest.mark.parametrize("family", ["qwen3.5", "granite4-h", "lfm2"])
+def test_states_are_found_again_by_checkpointing_and_offload(family, float64_inside):
+    model, batch = build(family).double(), random_rollouts(LONG_SHAPE, 128)
+    float64_inside(model)
+    truth = measure(model, lambda: run_stock(model, batch))
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    for options in (dict(schedule="packed"), dict(SCHEDULES["phased"]), dict(SCHEDULES["phased"], offload=True)):
+        ours = measure(model, lambda options=options: run_shared(model, batch, **options))
+        assert max(errors(ours, truth).values()) < 1e-9
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
