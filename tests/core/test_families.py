@@ -47,6 +47,7 @@ DELTA_NET = dict(
     linear_value_head_dim=12, linear_num_key_heads=2, linear_num_value_heads=4,
 )  # fmt: skip
 TWO_LAYERS = DELTA_NET | dict(layer_types=["linear_attention", "full_attention"], num_hidden_layers=2)
+OLMO = TWO_LAYERS | dict(linear_num_key_heads=4)
 DELTA_NET_MOE = TWO_LAYERS | QWEN3_MOE | dict(shared_expert_intermediate_size=32)
 SHORT_CONV = dict(layer_types=["conv", "full_attention"] * 2, conv_L_cache=3)
 SHORT_CONV_MOE = SHORT_CONV | QWEN3_MOE | dict(num_dense_layers=1)
@@ -82,7 +83,7 @@ FAMILIES = {
     "qwen3.5": ("Qwen3_5TextConfig", DELTA_NET, "gated delta rule", "merged, states"),
     "qwen3.5-moe": ("Qwen3_5MoeTextConfig", DELTA_NET_MOE, "gated delta rule, MoE", "merged, states"),
     "qwen3-next": ("Qwen3NextConfig", DELTA_NET_MOE, "gated delta rule, MoE", "merged, states"),
-    "olmo-hybrid": ("OlmoHybridConfig", TWO_LAYERS | dict(linear_num_key_heads=4), "gated delta rule", "merged, states"),
+    "olmo-hybrid": ("OlmoHybridConfig", OLMO, "gated delta rule", "merged, states"),
     "lfm2": ("Lfm2Config", SHORT_CONV, "short convolution", "merged, states"),
     "lfm2-moe": ("Lfm2MoeConfig", SHORT_CONV_MOE, "short convolution, MoE", "merged, states"),
     "granite4-h": ("GraniteMoeHybridConfig", GRANITE | dict(num_local_experts=0), "Mamba-2", "merged, states"),
