@@ -1,7 +1,7 @@
 """Packed and phased with images and video against HF's own forward of every whole row, on one process without verl.
 
-Tiny random Qwen2.5-VL, Qwen3-VL (deepstack) and Qwen3.5 (recurrent); HF computes positions itself, ours slices them from those. float64 and
-1e-9 relative on log-probs and every gradient, of tower, merger and text layers.
+Tiny random Qwen2.5-VL, Qwen3-VL (deepstack) and Qwen3.5 (recurrent); HF computes positions itself, ours slices them
+from those. float64 and 1e-9 relative on log-probs and every gradient, of tower, merger and text layers.
 """
 
 import copy

@@ -71,7 +71,10 @@ def full_logits(built: HFServer, prompt: list[int], token_ids: list[int]) -> tor
 SLIDING = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0}
 
 
-@pytest.mark.parametrize(("family", "overrides"), [("qwen3", {}), ("qwen3", SLIDING), ("llama", {})])
+RECURRENT = [(family, {}) for family in ("qwen3_5_text", "olmo_hybrid", "lfm2", "granitemoehybrid", "bamba")]
+
+
+@pytest.mark.parametrize(("family", "overrides"), [("qwen3", {}), ("qwen3", SLIDING), ("llama", {}), *RECURRENT])
 def test_greedy_batch_equals_generate_of_each_prompt_alone(
     make: MakeServer, tmp_path: Path, family: str, overrides: dict[str, Any]
 ) -> None:

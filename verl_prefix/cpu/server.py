@@ -22,7 +22,6 @@ from typing import Any
 import torch
 from omegaconf import DictConfig
 from transformers import (
-    DynamicCache,
     GenerationConfig,
     LogitsProcessorList,
     StoppingCriteriaList,
@@ -260,20 +259,20 @@ class HFServer:
         positions = (mask.cumsum(dim=-1) - 1).clamp(min=0)
         if prompts[0].positions is not None:
             positions = pad_left([prompt.positions for prompt in prompts], input_len)
-        cache = DynamicCache(config=self.model.config)
+        cache = None
         rows = torch.tensor([prompts.index(request.prompt) for request in batch])
         if input_len > 1:
             names = dict.fromkeys(name for prompt in prompts for name in prompt.pixels)
             pixels = {name: torch.cat([p.pixels[name] for p in prompts if name in p.pixels]) for name in names}
-            self.model(
+            cache = self.model(
                 ids[:, :-1],
                 attention_mask=mask[:, :-1],
                 position_ids=positions[..., :-1],
-                past_key_values=cache,
+                use_cache=True,
                 logits_to_keep=1,
                 **pixels,
-            )
-            cache.batch_select_indices(rows)
+            ).past_key_values
+            cache.reorder_cache(rows)  # recurrent layers have no batch_select_indices
         sampler = Sampler(batch, input_len)
         stop_ids = batch[0].sampling.stop_ids
         output = self.model.generate(
