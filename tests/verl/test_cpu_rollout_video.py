@@ -36,7 +36,7 @@ def make_server(path: str) -> HFServer:
     return built
 
 
-@pytest.fixture(scope="module", params=["qwen2_5_vl", "qwen3_vl"])
+@pytest.fixture(scope="module", params=["qwen2_5_vl", "qwen3_vl", "qwen3_5"])
 def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> HFServer:
     return make_server(write_tiny_vlm(tmp_path_factory.mktemp("model"), family=request.param))
 
