@@ -22,7 +22,7 @@ from verl_prefix.tools.bench.options import ARMS, SHAPES, Options, Size, build_m
 
 ROOT = Path(__file__).resolve().parents[2]
 SIZE = Size(37, 11, 5)
-RUNNING = [arm for arm in ARMS if arm != "auto" and not unavailable(arm, "cpu")]
+RUNNING = [arm for arm in ARMS if arm != "auto" and not unavailable(arm, "cpu", "tiny")]
 # Everything in one pass; a group in several pieces or waves, and more than one chunk of logits; one row at a time.
 BUDGETS = [(10**6, 4096), (110, 7), (50, 5)]
 Truth = tuple[torch.nn.Module, arms.Batch, dict[str, torch.Tensor], float]

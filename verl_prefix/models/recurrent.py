@@ -28,6 +28,11 @@ MODEL_TYPES = (
 _NO_STEP = -1e4
 
 
+def is_recurrent(model_type: str) -> bool:
+    """Whether a text model of this type has recurrent layers, whose prefixes are shared."""
+    return model_type in MODEL_TYPES
+
+
 class Mixer:
     """A mixer, and the pass of the forward that it is in; a subclass says what of it is replaced.
 

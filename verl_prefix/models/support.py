@@ -3,7 +3,7 @@
 import torch
 from transformers import PretrainedConfig
 
-from verl_prefix.models import recurrent
+from verl_prefix.models.recurrent import is_recurrent
 from verl_prefix.models.vision import MODEL_TYPES, is_vision_config
 
 # Config attributes of layers that carry state from token to token other than by attention over K/V.
@@ -24,15 +24,15 @@ def unsupported_reasons(config: PretrainedConfig) -> list[str]:
     """Properties of a model that the shared-prefix path cannot compute, as `attribute=value` phrases."""
     text = config.get_text_config()
     reasons = []
-    is_recurrent = text.model_type in recurrent.MODEL_TYPES
+    has_states = is_recurrent(text.model_type)
     layer_types = set(getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None) or ())
-    known = {"full_attention", "sliding_attention"} | (_RECURRENT_LAYERS if is_recurrent else set())
+    known = {"full_attention", "sliding_attention"} | (_RECURRENT_LAYERS if has_states else set())
     if unknown := layer_types - known:
         reasons.append(f"layer_types has {sorted(unknown)}")
     if text.model_type in _WHY_NOT:
         reasons.append(_WHY_NOT[text.model_type])
     others = ("attention_chunk_size", "num_kv_shared_layers", "use_bidirectional_attention")
-    for name in others if is_recurrent else (*_STATEFUL, *others):
+    for name in others if has_states else (*_STATEFUL, *others):
         if getattr(text, name, None):
             reasons.append(f"{name}={getattr(text, name)}")
     if rope_types := _rope_types(text) & {"dynamic", "longrope"}:

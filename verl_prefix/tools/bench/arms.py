@@ -35,6 +35,7 @@ from verl_prefix.core.layout import Layout, Segment, build_layout
 from verl_prefix.core.schedule import Schedule, TokenBatch
 from verl_prefix.core.waves import Plan, make_plan
 from verl_prefix.models.hookup import ATTENTION_NAME, HookedModel
+from verl_prefix.models.recurrent import is_recurrent
 from verl_prefix.testing import random_rollouts
 from verl_prefix.tools.bench.options import STOCK, Size
 
@@ -191,7 +192,8 @@ def _forwards(case: Case, path: str, attention: str | None) -> tuple[str, list[F
     device = model.device.type
     if path in STOCK:
         name = "sdpa" if path == "padded" else attention or stock_attention(device, model.dtype)
-        rows = max(1, case.budget // batch.size.row) if path == "padded" or name != "sdpa" else 1
+        alone = name == "sdpa" or is_recurrent(model.config.model_type)  # a state would leak into the next packed row
+        rows = max(1, case.budget // batch.size.row) if path == "padded" or not alone else 1
         index = torch.arange(len(batch.weights), device=device).split(rows * batch.size.row)
         return name, [_whole_rows(batch, path, name, piece) for piece in index]
     packed = make_plan(batch.groups, case.budget, "packed").packed

@@ -185,7 +185,7 @@ def header(options: Options, allow_dirty: bool) -> dict[str, Any]:
         "config": options.asdict(),
         "full_depth": full_depth(options.shape),
         "stock_attention": stock_attention(options.device, options.torch_dtype),
-        "cannot_run": {arm: why for arm in options.arms if (why := unavailable(arm, options.device))},
+        "cannot_run": {arm: why for arm in options.arms if (why := unavailable(arm, options.device, options.shape))},
         "rows": [],
     }
 

@@ -6,8 +6,9 @@ from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen3Config
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen3_5TextConfig, Qwen3Config
 
+from verl_prefix.models.recurrent import is_recurrent
 from verl_prefix.tools.memory import RESET_PEAK
 
 STOCK = ("padded", "stock", "stock_lean")
@@ -17,7 +18,8 @@ ARMS = (
 )  # fmt: skip
 RECOMPILE_LIMIT = 128  # every arm has its own attention, gradient mode and shapes; beyond it, eager code runs unseen
 LLAMA = dict(rms_norm_eps=1e-5)
-# As published in each model's config.json; `small` is this project's CPU bench, `tiny` is for its tests.
+# As published in each model's config.json; `small` is this project's CPU bench, `small-hybrid` the same with three
+# recurrent layers of four, `tiny` is for its tests.
 # hidden, intermediate, layers, heads, kv heads, head dim, vocabulary, tied embeddings
 SHAPES: dict[str, tuple[type, tuple[int, ...], dict[str, Any]]] = {
     "smollm2-135m": (LlamaConfig, (576, 1536, 30, 9, 3, 64, 49152), LLAMA | dict(tie_word_embeddings=True)),
@@ -25,7 +27,13 @@ SHAPES: dict[str, tuple[type, tuple[int, ...], dict[str, Any]]] = {
     "qwen3-4b": (Qwen3Config, (2560, 9728, 36, 32, 8, 128, 151936), dict(tie_word_embeddings=True)),
     "qwen3-8b": (Qwen3Config, (4096, 12288, 36, 32, 8, 128, 151936), {}),
     "llama3-8b": (LlamaConfig, (4096, 14336, 32, 32, 8, 128, 128256), LLAMA),
+    "qwen3.5-9b": (Qwen3_5TextConfig, (4096, 12288, 32, 16, 4, 256, 248320), {}),
     "small": (LlamaConfig, (512, 1376, 8, 8, 2, 64, 32000), {}),
+    "small-hybrid": (
+        Qwen3_5TextConfig,
+        (512, 1376, 8, 8, 2, 64, 32000),
+        dict(linear_key_head_dim=64, linear_value_head_dim=64, linear_num_key_heads=4, linear_num_value_heads=8),
+    ),
     "tiny": (LlamaConfig, (64, 192, 2, 4, 2, 16, 997), {}),
 }
 _FIELDS = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
@@ -65,9 +73,11 @@ class Size(NamedTuple):
         return "/".join(map(str, self))
 
 
-def unavailable(arm: str, device: str) -> str | None:
+def unavailable(arm: str, device: str, shape: str) -> str | None:
     """The reason why this arm cannot run here, or None."""
     name = arm.partition("+")[0]
+    if name in ("prefix_grouper", "flex") and is_recurrent(SHAPES[shape][0].model_type):
+        return f"it shares attention alone, and most layers of {shape} are recurrent"
     if name == "prefix_grouper" and not importlib.util.find_spec("prefix_grouper"):
         return "the package prefix-grouper is not installed (pip install prefix-grouper==0.0.1.post1)"
     if name == "flex" and device != "cuda":
@@ -118,7 +128,7 @@ class Options:
         if not self.dtype:
             object.__setattr__(self, "dtype", "bfloat16" if self.device == "cuda" else "float32")
         if not self.running:
-            reason = unavailable(self.arms[0], self.device)
+            reason = unavailable(self.arms[0], self.device, self.shape)
             raise ValueError(f"none of --arms {','.join(self.arms)} can run: {reason}")
         if (self.memory or self.capacity) and self.device == "cpu" and not RESET_PEAK.exists():
             raise ValueError(f"peak memory on a CPU is read from {RESET_PEAK}, which is not there: add --no-memory")
@@ -129,7 +139,7 @@ class Options:
 
     @property
     def running(self) -> tuple[str, ...]:
-        return tuple(arm for arm in self.arms if not unavailable(arm, self.device))
+        return tuple(arm for arm in self.arms if not unavailable(arm, self.device, self.shape))
 
     def budget_of(self, size: Size) -> int:
         return self.budget or max(2 * size.row, 16384 if self.device == "cuda" else 0)
