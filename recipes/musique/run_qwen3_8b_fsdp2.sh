@@ -10,6 +10,7 @@ set -xeuo pipefail
 # ---- user-adjustable ----
 MODEL_ENGINE=${MODEL_ENGINE:-prefix}
 MODEL_PATH=${MODEL_PATH:-Qwen/Qwen3-8B}
+MODEL_NAME=${MODEL_NAME:-qwen3_8b}
 DATA_DIR=${DATA_DIR:-$HOME/data/musique}
 TRAIN_FILE=${TRAIN_FILE:-$DATA_DIR/train.parquet}
 VAL_FILE=${VAL_FILE:-$DATA_DIR/val.parquet}
@@ -34,7 +35,7 @@ ROLLOUT_GPU_MEM_UTIL=${ROLLOUT_GPU_MEM_UTIL:-0.6}
 
 PROJECT_NAME=${PROJECT_NAME:-verl_prefix_musique}
 # A name of its own for each kind of run: verl resumes from it, and its file starts anew.
-EXPERIMENT_NAME=${EXPERIMENT_NAME:-qwen3_8b_fsdp2_${MODEL_ENGINE}$([[ "${SEARCH}" == True ]] && echo _search || true)}
+EXPERIMENT_NAME=${EXPERIMENT_NAME:-${MODEL_NAME}_fsdp2_${MODEL_ENGINE}$([[ "${SEARCH}" == True ]] && echo _search || true)}
 SAVE_FREQ=${SAVE_FREQ:--1}
 TEST_FREQ=${TEST_FREQ:-20}
 TOTAL_EPOCHS=${TOTAL_EPOCHS:-1}

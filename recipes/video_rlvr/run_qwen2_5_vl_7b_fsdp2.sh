@@ -37,6 +37,9 @@ fi
 # ---- user-adjustable ----
 MODEL_ENGINE=${MODEL_ENGINE:-prefix}
 MODEL_PATH=${MODEL_PATH:-Qwen/Qwen2.5-VL-7B-Instruct}
+MODEL_NAME=${MODEL_NAME:-qwen2_5_vl_7b}
+# Qwen3-VL and Qwen3.5: 16.
+IMAGE_PATCH_SIZE=${IMAGE_PATCH_SIZE:-14}
 DATA_DIR=${DATA_DIR:-$HOME/data/video_rlvr}
 TRAIN_FILE=${TRAIN_FILE:-$DATA_DIR/train.parquet}
 VAL_FILE=${VAL_FILE:-$DATA_DIR/val.parquet}
@@ -59,7 +62,7 @@ ROLLOUT_GPU_MEM_UTIL=${ROLLOUT_GPU_MEM_UTIL:-0.6}
 
 PROJECT_NAME=${PROJECT_NAME:-verl_prefix_video_rlvr}
 # A name of its own for each kind of run: verl resumes from it, and its file starts anew.
-EXPERIMENT_NAME=${EXPERIMENT_NAME:-qwen2_5_vl_7b_fsdp2_${MODEL_ENGINE}${SUFFIX}}
+EXPERIMENT_NAME=${EXPERIMENT_NAME:-${MODEL_NAME}_fsdp2_${MODEL_ENGINE}${SUFFIX}}
 SAVE_FREQ=${SAVE_FREQ:--1}
 TEST_FREQ=${TEST_FREQ:-20}
 TOTAL_EPOCHS=${TOTAL_EPOCHS:-1}
@@ -90,7 +93,7 @@ esac
 
 ########################### parameter arrays ###########################
 
-# 16 frames of 128 x 28 x 28 pixels are 1,024 tokens. Qwen3-VL: data.image_patch_size=16.
+# 16 frames of 128 x 28 x 28 pixels are 1,024 tokens.
 DATA=(
     data.train_files="${TRAIN_FILE}"
     data.val_files="${VAL_FILE}"
@@ -99,7 +102,7 @@ DATA=(
     data.max_response_length=${MAX_RESPONSE_LENGTH}
     data.filter_overlong_prompts=True
     data.truncation=error
-    data.image_patch_size=14
+    data.image_patch_size=${IMAGE_PATCH_SIZE}
     data.filter_overlong_prompts_workers=8
     reward.custom_reward_function.path="${RECIPE_DIR}/reward.py"
     reward.custom_reward_function.name=compute_score

@@ -223,6 +223,7 @@ def test_dirty_tree_writes_no_report(tmp_path: Path, monkeypatch, capsys) -> Non
     [
         ("--arms stocks --grid tiny", "'stocks' is unknown; use some of padded, stock,"),
         ("--arms flex --grid tiny", "none of --arms flex can run: FlexAttention"),
+        ("--arms flex --grid tiny --shape small-hybrid", "none of --arms flex can run: it shares attention alone"),
         ("--grid papers", "--grid papers is unknown; use one of paper, verl4368,"),
         ("--grid tiny --shape gpt", "--shape gpt is unknown; use one of smollm2-135m,"),
         ("--grid tiny --layers 4,2", "--layers 4,2: give one depth, or two as in 2,4"),

@@ -111,6 +111,26 @@ def test_a_key_of_wandb_is_in_no_trace(tmp_path, script):
     assert "+ python3 -m verl" in done.stderr and "secret" not in done.stderr
 
 
+@both
+def test_qwen3_5_in_a_recipe(tmp_path, script):
+    """The recipe's own command with another model; stock row by row where flash-linear-attention is missing."""
+    hybrid, recipe = "run_qwen3_5_9b_fsdp2.sh", Path(script).parent.name
+    own, ours = launched(script, tmp_path), launched(hybrid, tmp_path, recipe)
+    changed = {new for old, new in zip(own, ours, strict=True) if old != new}
+    names = {"actor_rollout_ref.model.path=Qwen/Qwen3.5-9B", "trainer.experiment_name=qwen3_5_9b_fsdp2_prefix"}
+    assert changed == names | ({"data.image_patch_size=16"} if script == VIDEO else set())
+    packed, alone = (launched(hybrid, tmp_path, recipe, MODEL_ENGINE="dp", NO_WANDB=x) for x in ("0", "1"))
+    assert alone[: len(packed)] == packed and len(alone) == len(packed) + 6
+    config = composed(alone).actor_rollout_ref
+    for role, keys in (("actor", "ppo_"), ("rollout", "log_prob_"), ("ref", "log_prob_")):
+        found = config[role]
+        assert found[f"{keys}micro_batch_size_per_gpu"] == 1
+        assert found["use_dynamic_bsz" if role == "actor" else "log_prob_use_dynamic_bsz"] is False
+    with pytest.raises(subprocess.CalledProcessError) as error:
+        launched(hybrid, tmp_path, "gsm8k")
+    assert b"Unsupported recipe 'gsm8k'. Expected 'musique' or 'video_rlvr'." in error.value.stderr
+
+
 def test_the_search_of_the_musique_script(tmp_path):
     model = write_tiny_model(tmp_path / "model")
     overrides = launched(MUSIQUE, tmp_path, f"actor_rollout_ref.model.path={model}", SEARCH="True", PYTHONPATH="/a:/b")
