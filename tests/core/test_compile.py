@@ -1,21 +1,18 @@
-"""Compiled decoder layers: one compilation serves packed passes, phase A and waves; attention stays outside of it."""
+"""Compiled decoder layers: one compilation serves packed passes, phase A and waves; attention and recurrences stay
+outside of it."""
 
+import pytest
 import torch
 import torch._dynamo.testing
-from transformers import LlamaConfig, LlamaForCausalLM
+from test_families import build
 
 from verl_prefix.testing import random_rollouts, run_shared, run_stock
 
 
-def test_compiled_layers_compute_the_same_and_are_compiled_once():
-    torch.manual_seed(0)
+@pytest.mark.parametrize("family", ["llama3", "granite4-h"])
+def test_compiled_layers_compute_the_same_and_are_compiled_once(family):
     torch._dynamo.reset()
-    model = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=97, hidden_size=48, intermediate_size=80, num_hidden_layers=3, num_attention_heads=6,
-            num_key_value_heads=2, head_dim=16, initializer_range=0.1, attn_implementation="sdpa",
-        )
-    )  # fmt: skip
+    model = build(family)
     batch = random_rollouts([(23, [9, 17, 5]), (41, [3, 4, 11, 7, 6])], 97)
     truth = torch.cat(run_stock(model, batch))
     grads = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
