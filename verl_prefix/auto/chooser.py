@@ -26,7 +26,7 @@ class CostModel:
     """The facts of a run that decide between paths.
 
     Args:
-        dense_mask: see `cost.stock_passes`. wave_tokens: of `PrefixConfig`.
+        dense_mask, one_row: see `cost.stock_passes`. wave_tokens: of `PrefixConfig`.
         min_speedup: predicted stock seconds over ours below which a batch goes to the stock path; 0: it never does.
     """
 
@@ -35,6 +35,11 @@ class CostModel:
     wave_tokens: int | None
     min_speedup: float
     memory: Memory
+    one_row: bool = False
+
+    def stock_passes(self, groups: Sequence[Group], budget: int) -> list[PassCost]:
+        """A rank's passes on verl's own path."""
+        return stock_passes(self.shape, groups, budget, self.dense_mask, self.one_row)
 
     def plan(self, groups: Sequence[Group], budget: int, schedule: str) -> Plan:
         """A rank's plan by one schedule: "packed", "phased", or "auto", see `waves.make_plan`."""
@@ -87,7 +92,7 @@ def candidates(costs: CostModel, groups: Sequence[Group], budget: int, own: Batc
     """
     mixed = costs.plan(groups, budget, "auto")
     packed = costs.plan(groups, budget, "packed") if mixed.phased else mixed
-    return Candidates(stock_passes(costs.shape, *(own or Batch(groups, budget)), costs.dense_mask), mixed, packed)
+    return Candidates(costs.stock_passes(*(own or Batch(groups, budget))), mixed, packed)
 
 
 def price(costs: CostModel, paths: Candidates, profile: Profile) -> list[float]:

@@ -62,15 +62,18 @@ def plan_passes(shape: ModelShape, plan: Plan, logits_chunk: int | None = None) 
     return [p if p.head_tokens <= logits_chunk else p._replace(head_tokens=p.head_tokens * 4 // 3) for p in passes]
 
 
-def stock_passes(shape: ModelShape, groups: Sequence[Group], budget: int, dense_mask: bool) -> list[PassCost]:
+def stock_passes(
+    shape: ModelShape, groups: Sequence[Group], budget: int, dense_mask: bool, one_row: bool = False
+) -> list[PassCost]:
     """Costs of verl's own path: whole rows in micro-batches of up to `budget` tokens, logits of every token.
 
     Args:
         dense_mask: attention has no varlen form (sdpa, eager): several rows in a micro-batch read a T x T mask.
+        one_row: a micro-batch has one row, since packed rows would leak state (`recurrent.packing_leak`).
     """
     lens = [group.prefix_len + 1 + n for group in groups for n in group.suffix_lens]
     passes = []
-    for batch in first_fit(lens, int, budget):
+    for batch in first_fit(lens, int, 0 if one_row else budget):
         tokens = sum(batch)
         if dense_mask and len(batch) > 1:
             pairs = float(tokens**2 * len(shape.windows))

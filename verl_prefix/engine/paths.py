@@ -59,12 +59,14 @@ class Paths:
         reduce_max: Callable[[Sequence[float]], list[float]],
         engine_config: PrefixEngineConfig,
         checkpointed: bool,
+        one_row: bool,
     ) -> None:
         """Called once the engine has its model, unless prefix.schedule is stock.
 
         Args:
             dtype: what activations are computed in. schedule, zero_grad: see `auto.calibration.measure`.
             reduce_max: element-wise maximum over ranks. checkpointed: gradient checkpointing is on.
+            one_row: see `auto.cost.stock_passes`.
         """
         options = self.options
         device = torch.device(get_device_name())
@@ -88,6 +90,7 @@ class Paths:
             wave_tokens=options.wave_tokens,
             min_speedup=options.min_speedup,
             memory=self._memory,
+            one_row=one_row,
         )
 
         def rates(budget: int, batch_tokens: int, forward_only: bool) -> Rates:
@@ -173,7 +176,7 @@ class Paths:
         return torch.cuda.mem_get_info()[0] + cached - self._gradients
 
     def log_once(self, stock_reason: str) -> None:
-        """Says why batches go to verl's own path, before the first of them does."""
+        """Says why batches go to verl's own path, or how they do, before the first of them does."""
         if stock_reason not in self._logged:
             logger.warning("prefix: stock path, %s", stock_reason)
             self._logged.add(stock_reason)

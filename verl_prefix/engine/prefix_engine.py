@@ -34,6 +34,7 @@ from verl_prefix.engine.trace_writer import open_trace
 from verl_prefix.engine.verify import Verification
 from verl_prefix.models import vision
 from verl_prefix.models.hookup import HookedModel
+from verl_prefix.models.recurrent import packing_leak
 from verl_prefix.models.support import check_dropout, check_supported
 
 logger = logging.getLogger(__name__)
@@ -83,7 +84,7 @@ class PrefixFSDPEngine(FSDPEngineWithLMHead):
         checkpointed = self.model_config.enable_gradient_checkpointing
         self._paths.initialize(
             self.module, self._shape, self._autocast_dtype, self.schedule, self.optimizer_zero_grad, self.reduce_max,
-            self.engine_config, checkpointed,
+            self.engine_config, checkpointed, self.use_remove_padding and packing_leak(self.module) is not None,
         )  # fmt: skip
 
     def _build_module(self) -> torch.nn.Module:
@@ -161,7 +162,8 @@ class PrefixFSDPEngine(FSDPEngineWithLMHead):
         return exchange
 
     def stock_batch(self, data: TensorDict, loss_function: Callable | None, forward_only: bool) -> dict[str, object]:
-        """verl's own path; its logits are whole where the user's fused kernels are off.
+        """verl's own path; its logits are whole where the user's fused kernels are off, and its micro-batches have one
+        row where packed rows would leak state.
 
         Raises:
             RuntimeError: it would be wrong, by sequence parallelism without flash attention.
@@ -173,10 +175,22 @@ class PrefixFSDPEngine(FSDPEngineWithLMHead):
                 "ulysses_sequence_parallel_size > 1; set actor_rollout_ref.model.override_config.attn_implementation="
                 "flash_attention_2"
             )
+        data = data.copy()
         if self._unfused:
-            data = data.copy()
             tu.assign_non_tensor(data, use_fused_kernels=False)
+        if tu.get_non_tensor_data(data, "use_remove_padding", True) and (leak := packing_leak(self.module)):
+            self._paths.log_once(f"rows one by one: {leak}, so that packed rows would leak state into each other")
+            self._separate_rows(data)
         return super().forward_backward_batch(data, loss_function, forward_only)
+
+    def _separate_rows(self, data: TensorDict) -> None:
+        """Makes verl's own path compute row by row; behind padding, which no token of a row sees, where a loss needs
+        its rows together, or where ranks differ in rows and verl alone evens out their micro-batches."""
+        most, fewest = self.reduce_max([len(data), -len(data)])
+        if most + fewest or tu.get_non_tensor_data(data, "force_group_size", 1) > 1:
+            tu.assign_non_tensor(data, use_remove_padding=False)
+        else:
+            tu.assign_non_tensor(data, use_dynamic_bsz=False, micro_batch_size_per_gpu=1)
 
     def run_plan(
         self, data: TensorDict, plan: Plan, loss_function: Callable | None, forward_only: bool,

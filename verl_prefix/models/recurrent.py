@@ -6,6 +6,7 @@ patched by verl or not. transformers has no registry of mixers as it has of atte
 """
 
 import functools
+import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -23,6 +24,9 @@ from verl_prefix.core.recurrence import Scan, Scanned, from_rows, in_rows, share
 MODEL_TYPES = (
     "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "olmo_hybrid", "lfm2", "lfm2_moe", "bamba", "granitemoehybrid",
 )  # fmt: skip
+
+# Models whose mixers verl tells where packed rows begin (verl/models/transformers/monkey_patch.py).
+_TOLD_BOUNDS = ("qwen3_5", "qwen3_5_moe")
 
 # A softplus of this is zero: the state stays as it is.
 _NO_STEP = -1e4
@@ -195,6 +199,30 @@ def mixer_of(module: torch.nn.Module) -> Mixer | None:
         if hasattr(module, name) and hasattr(module, "layer_idx"):
             return kind(module)
     return None
+
+
+def mixers(model: torch.nn.Module) -> list[Any]:
+    """The recurrent mixers of a model, in the order of its layers."""
+    return [module for module in model.modules() if mixer_of(module) is not None]
+
+
+def packing_leak(model: Any) -> str | None:
+    """Why verl's own path, which packs rows one behind the other under use_remove_padding, would carry the state of one
+    row into the next; None where it does not.
+
+    verl 0.9.1 tells the mixers of Qwen3.5 alone where rows begin. It asks whether their rule has an argument
+    `cu_seqlens`, to which the torch rule of transformers says yes and drops it with all other **kwargs.
+    """
+    found = mixers(model)
+    if not found:
+        return None
+    name = type(found[0]).__name__
+    if model.config.model_type not in _TOLD_BOUNDS:
+        return f"verl does not tell {name} layers where packed rows begin"
+    rules = (mixer.chunk_gated_delta_rule for mixer in found)
+    if all("cu_seqlens" in inspect.signature(rule).parameters for rule in rules):
+        return None
+    return f"the torch rule of {name} layers ignores where packed rows begin (flash-linear-attention is not installed)"
 
 
 @contextmanager

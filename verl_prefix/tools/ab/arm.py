@@ -25,6 +25,7 @@ from verl.workers.utils.losses import ppo_loss
 
 from verl_prefix.config import PrefixConfig, PrefixEngineConfig
 from verl_prefix.engine.trace import StepRows
+from verl_prefix.models.recurrent import packing_leak
 from verl_prefix.tools.memory import RESET_PEAK, memory_mib, reset_peak_mib
 
 STOCK, REPACKED, TRUTH = "stock", "stock_repacked", "truth"
@@ -183,7 +184,9 @@ class Arm:
         self.name = name
         self.engine = build_engine(name, manifest)
         self.loss = loss_function(manifest)
-        self._row_by_row = manifest.get("stock_row_by_row", False)
+        packs = manifest["model"].get("use_remove_padding", True)
+        self.leak = packing_leak(self.engine.module) if packs else None  # why no stock arm may pack rows
+        self._row_by_row = manifest.get("stock_row_by_row", False) or self.leak is not None
         self._infer_flags = {
             flag: manifest["engine"][f"infer_{flag}"]
             for flag in ("max_token_len_per_gpu", "micro_batch_size_per_gpu")
@@ -220,6 +223,7 @@ class Arm:
             budget = flags["max_token_len_per_gpu"] if flags["use_dynamic_bsz"] else 0
             budget = budget or flags["micro_batch_size_per_gpu"] * longest
             flags |= {"use_dynamic_bsz": True, "max_token_len_per_gpu": 2 * budget}
+            flags |= {"use_remove_padding": False} if self.leak else {}
             order = list(reversed(range(rows.num_rows)))
         return to_tensordict(rows, order, **flags)
 

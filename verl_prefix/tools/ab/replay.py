@@ -53,7 +53,7 @@ def replay(source: Source, options: Options, rank: int, keep: Callable[[dict[str
             rows.jagged["old_log_probs"] = old, rows.jagged["responses"][1]
         record: dict[str, Any] = {"step": number + 1}
         if number == 0:
-            record["recorded_log_prob_gap"] = _warm_up(order, rows)
+            record |= {"recorded_log_prob_gap": _warm_up(order, rows), "packing_leak": stock.leak}
         start = [w.clone() for w in stock.weights()]
         at_truth = truth is not None and number < options.truth_steps
         if at_truth:

@@ -145,6 +145,11 @@ def build(described: dict[str, Any], steps: list[dict[str, Any]]) -> dict[str, A
             f"stock's log-probs of step 1 are up to {gap:.3g} from the recorded old ones: the trace was recorded from "
             "other weights, or its first update was not on-policy"
         )
+    if leak := steps[0].get("packing_leak"):
+        notes.append(
+            f"stock takes one row per micro-batch, model_engine=dp packs them and is wrong here: {leak}, "
+            "and a row's state goes on in the next row unless actor_rollout_ref.model.use_remove_padding=False"
+        )
     failed = {row["arm"] for row in checked if not row["holds"]}
     missed = {row["name"].partition(":")[0] for row in checked if not row["holds"]}
     if missed == {"same weights"} and "stock_repacked" not in steps[0]["arms"]:

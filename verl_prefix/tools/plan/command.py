@@ -26,6 +26,7 @@ from rich.table import Table
 import verl_prefix.plugin  # noqa: F401  first: whatever imports verl imports it, and must not find us half imported
 from verl_prefix.auto.shape import model_shape
 from verl_prefix.files import write_whole
+from verl_prefix.models.recurrent import packing_leak
 from verl_prefix.models.support import unsupported_reasons
 from verl_prefix.tools.ab.runs import read_run
 from verl_prefix.tools.plan.predict import PATHS, SEED, MicroBatch, Sizes, predict
@@ -113,11 +114,17 @@ def sizes(config: Any) -> Sizes:
     )
 
 
-def notes(config: Any, size: Sizes) -> list[str]:
-    """What keeps prompts from being shared."""
-    if size.rollouts == 1:
-        return ["actor_rollout_ref.rollout.n=1: a prompt has one response, nothing to share; set 2 or more"]
+def notes(config: Any, size: Sizes, leak: str | None = None) -> list[str]:
+    """What keeps prompts from being shared; and what is wrong with model_engine=dp: `recurrent.packing_leak`."""
     found = []
+    if leak:
+        found.append(
+            f"model_engine=dp would be wrong for this model: {leak}, and a row's state goes on in the next row. "
+            "model_engine=prefix computes row by row where it takes verl's own path; with dp set "
+            "actor_rollout_ref.model.use_remove_padding=False"
+        )
+    if size.rollouts == 1:
+        return [*found, "actor_rollout_ref.rollout.n=1: a prompt has one response, nothing to share; set 2 or more"]
     mode = config.trainer.v1.trainer_mode
     if not size.exchange and size.ranks > 1:
         found.append(
@@ -197,7 +204,8 @@ def build(
     mixed = (config.actor_rollout_ref.actor.fsdp_config.get("mixed_precision") or {}).get("param_dtype", "bf16")
     num_parameters = sum(parameter.numel() for parameter in empty.parameters())
     shape = model_shape(empty, torch.float32 if mixed == "fp32" else torch.bfloat16)
-    predicted = predict(config.actor_rollout_ref, size, shape, prompts, draws)
+    leak = packing_leak(empty) if config.actor_rollout_ref.model.use_remove_padding else None
+    predicted = predict(config.actor_rollout_ref, size, shape, prompts, draws, one_row=leak is not None)
     used = config.actor_rollout_ref.actor.prefix.schedule
     stock = predicted.seconds["stock"]
     gains = {path: {name: stock[name] / found[name] for name in stock} for path, found in predicted.seconds.items()}
@@ -215,7 +223,7 @@ def build(
         simulation = {"simulated": simulated(job, request, config.trainer.n_gpus_per_node)}
     return {
         "unsupported": reasons,
-        "notes": notes(config, size),
+        "notes": notes(config, size, leak),
         "prompt_tokens": percentiles([float(x) for x in lengths]) | {"count": len(lengths), "overlong": overlong},
         "response_tokens": percentiles([float(x) for x in sample]),
         "prefix_share_of_a_row": percentiles(ratio),

@@ -15,7 +15,7 @@ from verl.utils.seqlen_balancing import calculate_workload, get_seqlen_balanced_
 
 from verl_prefix.auto.calibration import Profile
 from verl_prefix.auto.chooser import Batch, CostModel, Decision, candidates, decide, price
-from verl_prefix.auto.cost import Memory, PassCost, peak_bytes, plan_passes, shard_size, stock_passes, syncs_once
+from verl_prefix.auto.cost import Memory, PassCost, peak_bytes, plan_passes, shard_size, syncs_once
 from verl_prefix.auto.placement import place_rows, row_cost
 from verl_prefix.auto.shape import ModelShape
 from verl_prefix.config import attention_of, is_varlen
@@ -130,7 +130,7 @@ class Predictor:
         physical_without: tokens that sharing would compute if rows did not travel between ranks.
     """
 
-    def __init__(self, config: Any, shape: ModelShape, size: Sizes) -> None:
+    def __init__(self, config: Any, shape: ModelShape, size: Sizes, one_row: bool = False) -> None:
         options, model = config.actor.prefix, config.model
         self.schedule: str = options.schedule
         fsdp = config.actor.fsdp_config
@@ -145,7 +145,7 @@ class Predictor:
         dense = not is_varlen(attention_of(model))
         self.costs = CostModel(
             shape=shape, dense_mask=dense, wave_tokens=options.wave_tokens, min_speedup=options.min_speedup,
-            memory=self.memory,
+            memory=self.memory, one_row=one_row,
         )  # fmt: skip
         self.ref_costs = replace(self.costs, memory=replace(self.memory, sequence_ranks=size.ref_sequence_ranks))
         self.profile, path = self.costs.flops(), options.cost_profile and Path(options.cost_profile)
@@ -203,7 +203,7 @@ class Predictor:
     def _stock(self, ranks: list[list[Group]], budgets: list[int]) -> list[list[PassCost]]:
         """Passes of verl's own path on every rank."""
         batches = zip(ranks, budgets, strict=True)
-        return [stock_passes(self.costs.shape, *batch, self.costs.dense_mask) for batch in batches]
+        return [self.costs.stock_passes(*batch) for batch in batches]
 
     def infer(
         self, name: str, ranks: list[list[Group]], budgets: list[int], own: list[Batch], ref_engine: bool = False
@@ -237,9 +237,15 @@ class Predictor:
                 self.phased += sum(len(planned.groups) for planned in plan.phased)
 
 
-def predict(config: Any, size: Sizes, shape: ModelShape, prompts: list[Prompt], responses: Iterator[int]) -> Predictor:
-    """The `Predictor` after some training steps on prompts drawn from these; config: `actor_rollout_ref`."""
-    predictor, draw = Predictor(config, shape, size), Random(SEED)
+def predict(
+    config: Any, size: Sizes, shape: ModelShape, prompts: list[Prompt], responses: Iterator[int], one_row: bool = False
+) -> Predictor:
+    """The `Predictor` after some training steps on prompts drawn from these.
+
+    Args:
+        config: `actor_rollout_ref`. one_row: see `cost.stock_passes`.
+    """
+    predictor, draw = Predictor(config, shape, size, one_row), Random(SEED)
     num_rows = size.prompts * size.rollouts
     for _ in range(max(1, min(NUM_STEPS, NUM_ROWS // num_rows))):
         keys = [i for i in range(size.prompts) for _ in range(size.rollouts)]
