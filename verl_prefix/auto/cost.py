@@ -173,9 +173,9 @@ def peak_bytes(shape: ModelShape, plan: Plan | None, stock: Sequence[PassCost], 
     In closed form, within 15 % of `tools.simulate` on the grid of tests/core/test_cost.py. Alive at once, of FSDP2 in
     mixed precision with flash-attn's cross entropy: what layers keep; in backward half of a layer's activations again,
     two gathered layers, and the fp32 gradient of lm_head on its way to the other ranks; logits and their gradient;
-    keys, values and their fp32 gradients; and unsharded fp32 gradients where several passes share one synchronisation.
+    keys, values, recurrent states and their fp32 gradients; a copy of its prefix's state for every suffix that starts
+    from it; and unsharded fp32 gradients where several passes share one synchronisation.
     """
-    layers = len(shape.windows)
     buffers_c = 4 * shape.layer_parameters  # phase C computes no gradient of lm_head
     buffers = 4 * (shape.head / 2) + buffers_c
     held = 4 * shape.parameters * (1 - 1 / memory.ranks)
@@ -183,14 +183,20 @@ def peak_bytes(shape: ModelShape, plan: Plan | None, stock: Sequence[PassCost], 
     kv = shape.kv / min(n, shape.kv_heads)  # of the heads that this rank has, of the tokens of all
 
     def kept(tokens: float, attention: bool = memory.attention_kept) -> float:
-        of_layer = shape.boundary + shape.attention * attention if memory.checkpointed else shape.activations
-        return layers * tokens * of_layer
+        if not memory.checkpointed:
+            return shape.layers * tokens * shape.activations
+        return tokens * (shape.layers * shape.boundary + len(shape.windows) * shape.attention * attention)
 
     def backward(tokens: float, buffers: float = buffers) -> float:
         return tokens * shape.activations * (1.5 if memory.checkpointed else 0.5) + buffers
 
     def logits(tokens: float) -> float:
         return 2 * shape.logits * tokens
+
+    def forks(groups: Iterable[Group]) -> float:
+        """Of suffixes, the states that they start from; under checkpointing those of one layer, with gradients."""
+        suffixes = sum(length > 0 for group in groups if group.prefix_len for length in group.suffix_lens)
+        return suffixes * shape.state * (2 / max(shape.recurrent_layers, 1) if memory.checkpointed else 1)
 
     if plan is None:
         passes = ((p.tokens / n, p.head_tokens / n) for p in stock)
@@ -202,14 +208,17 @@ def peak_bytes(shape: ModelShape, plan: Plan | None, stock: Sequence[PassCost], 
         if isinstance(planned, PackedPass):
             suffix = sum(group.num_suffix_tokens for group in planned.groups) / n
             tokens = prefix + suffix
-            peaks.append(kept(tokens) + max(logits(min(suffix, memory.logits_chunk)), backward(tokens)))
+            in_pass = kept(tokens) + max(logits(min(suffix, memory.logits_chunk)), backward(tokens))
+            peaks.append(in_pass + forks(planned.groups))
             continue
+        states = shape.state * sum(group.prefix_len > 0 for group in planned.groups)
         wave = max((sum(g.num_suffix_tokens for _, g in wave) for wave in planned.waves), default=0) / n
         dormant = 0.0 if memory.offload else kept(prefix)
         in_wave = kept(wave) + max(logits(min(wave, memory.logits_chunk)), backward(wave))
-        phase_b = dormant + 3 * kv * prefix * n + in_wave
+        in_wave += max((forks(piece for _, piece in wave) for wave in planned.waves), default=0.0)
+        phase_b = dormant + 3 * kv * prefix * n + 2 * states + in_wave
         phase_c = kept(prefix, memory.attention_kept and not memory.offload)
-        phase_c += 2 * kv * prefix * n + backward(prefix, buffers_c)
+        phase_c += 2 * kv * prefix * n + states + backward(prefix, buffers_c)
         peaks.append(max(phase_b, phase_c))
     several = len(plan.passes) > 1 or bool(plan.waves)
     return max(peaks, default=0.0) + (held if memory.no_sync and several else 0.0)

@@ -2,14 +2,18 @@
 
 import functools
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
+from verl_prefix.models.recurrent import GatedDeltaNet, Mamba2, Mixer, mixer_of
 from verl_prefix.models.support import layer_window
 from verl_prefix.models.vision import vision_model
+
+_DELTA_CHUNK = 64  # of flash-linear-attention's kernels, and of transformers' own rule
 
 
 @dataclass(frozen=True)
@@ -17,12 +21,15 @@ class ModelShape:
     """Costs of a token, forward, in FLOPs and bytes.
 
     Args:
-        linear: FLOPs per token of all layers' matmuls; of a mixture of experts, those of the chosen experts.
+        linear: FLOPs per token of all layers' matmuls; of a mixture of experts, those of the chosen experts; and of
+            recurrent layers' scans and convolutions, which are as many for every token.
         head: FLOPs per token of lm_head. pair: per query-key pair of one layer's attention.
-        windows: sliding window of every layer, None where it sees everything.
-        activations: bytes per token that one layer keeps for backward. boundary: bytes per token of its input alone.
-        attention: bytes per token of one layer's attention output and log-sum-exp.
+        windows: sliding window of every attention layer, None where it sees everything.
+        activations: bytes per token that an average layer keeps for backward. boundary: bytes per token of its input
+            alone. attention: bytes per token of one layer's attention output and log-sum-exp.
         kv: bytes per token of all layers' keys and values, of `kv_heads` heads. logits: bytes per token of them.
+        recurrent_layers: layers that have no attention. state: bytes of all their states of one sequence, and of the
+            last inputs of their convolutions, in fp32.
         tower: FLOPs per patch of a vision tower's matmuls; 0 without one.
         parameters, layer_parameters: numbers of them, and of one layer alone.
     """
@@ -41,13 +48,19 @@ class ModelShape:
     parameters: float = 0.0
     layer_parameters: float = 0.0
     kv_heads: int = 1
+    recurrent_layers: int = 0
+    state: float = 0.0
+
+    @property
+    def layers(self) -> int:
+        return len(self.windows) + self.recurrent_layers
 
     @functools.cached_property
     def _layers_by_window(self) -> tuple[tuple[int | None, int], ...]:
         return tuple(Counter(self.windows).items())
 
     def pairs(self, length: int, behind: int) -> float:
-        """Query-key pairs of all layers, of `length` queries with `behind` keys before them."""
+        """Query-key pairs of all attention layers, of `length` queries with `behind` keys before them."""
         pairs = 0.0
         for window, layers in self._layers_by_window:  # a plan asks a hundred thousand times: no generator
             pairs += layers * query_key_pairs(length, behind, window)
@@ -76,22 +89,29 @@ def model_shape(model: PreTrainedModel, dtype: torch.dtype) -> ModelShape:
     weights = _linear_weights(body, lm_head)
     # Experts are [experts, in, out] parameters, of which a token meets `num_experts_per_tok`.
     chosen = getattr(text, "num_experts_per_tok", None) or 0
-    weights += sum((p.numel() / p.shape[0] * chosen for p in body.parameters() if p.dim() == 3), 0.0)
+    weights += chosen * sum((p.numel() / p.shape[0] for p in _parameters(body) if p.dim() == 3), 0.0)
+    mixers = [mixer for mixer in map(mixer_of, body.modules()) if mixer is not None]
+    recurrent = {mixer.module.layer_idx for mixer in mixers}
     layers, heads = text.num_hidden_layers, text.num_attention_heads
+    windows = tuple(layer_window(text, layer) for layer in range(layers) if layer not in recurrent)
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
     kv_heads = getattr(text, "num_key_value_heads", None) or heads
-    # Kept per token and layer: inputs of norms, residuals and projections, q, k, v twice (rotated), out, and the MLP's.
-    mlp = (weights / layers / text.hidden_size - 2 * (heads + kv_heads) * head_dim) / 3
-    kept = 6 * text.hidden_size + 2 * (heads + 2 * kv_heads) * head_dim + 4 * max(mlp, 0)
+    # Kept per token and layer: inputs of norms, residuals and projections, and the MLP's; of attention q, k, v twice
+    # (rotated) and out.
+    mixing = 2.0 * len(windows) * (heads + kv_heads) * head_dim * text.hidden_size
+    mixing += sum(_linear_weights(mixer.module) for mixer in mixers)
+    mlps = max(weights - mixing, 0) / text.hidden_size / 3
+    kept = 6.0 * layers * text.hidden_size + 4 * mlps + 2.0 * len(windows) * (heads + 2 * kv_heads) * head_dim
+    kept += sum(_kept_by(mixer) for mixer in mixers)
     return ModelShape(
-        linear=2.0 * weights,
+        linear=2.0 * weights + sum(_recurrent_flops(mixer) for mixer in mixers),
         head=2.0 * lm_head.weight.numel(),
         pair=4.0 * heads * head_dim,
-        windows=tuple(layer_window(text, layer) for layer in range(layers)),
-        activations=kept * dtype.itemsize,
+        windows=windows,
+        activations=kept / layers * dtype.itemsize,
         boundary=text.hidden_size * dtype.itemsize,
         attention=heads * (head_dim * dtype.itemsize + 4.0),
-        kv=2.0 * layers * kv_heads * head_dim * dtype.itemsize,
+        kv=2.0 * len(windows) * kv_heads * head_dim * dtype.itemsize,
         vocab_size=text.vocab_size,
         tower=0.0 if seeing is None else 2.0 * _linear_weights(seeing.model.visual),
         logits=float(text.vocab_size * dtype.itemsize),
@@ -99,7 +119,60 @@ def model_shape(model: PreTrainedModel, dtype: torch.dtype) -> ModelShape:
         layer_parameters=sum(p.numel() for p in body.parameters() if p.dim() > 1 and p.shape[0] != text.vocab_size)
         / layers,
         kv_heads=kv_heads,
+        recurrent_layers=len(recurrent),
+        state=sum(_state_bytes(mixer) for mixer in mixers),
     )
+
+
+def _recurrent_flops(mixer: Mixer) -> float:
+    """FLOPs per token of a mixer's scan and convolutions.
+
+    In chunks of c tokens a head of the gated delta rule (arXiv 2412.06464, section 3.3; keys of K, values of V) makes
+    three c x c products over K and two over V, and meets its K x V state three times; what solves the triangular system
+    between is 1 % of that. One of Mamba-2 (arXiv 2405.21060, section 6) makes a c x c product over its head dim and
+    meets its state twice; the product over the state size is one for all heads of a group.
+    """
+    module, flops = mixer.module, 2.0 * sum(conv.weight.numel() for conv in _convolutions(mixer))
+    if isinstance(mixer, GatedDeltaNet):
+        k, v, chunk = module.head_k_dim, module.head_v_dim, _DELTA_CHUNK
+        flops += module.num_v_heads * (2.0 * chunk * (3 * k + 2 * v) + 6.0 * k * v)
+    elif isinstance(mixer, Mamba2):
+        state, inner = module.ssm_state_size, module.num_heads * module.head_dim
+        flops += 2.0 * module.chunk_size * (module.n_groups * state + inner) + 4.0 * state * inner
+    return flops
+
+
+def _kept_by(mixer: Mixer) -> float:
+    """Numbers per token that a mixer keeps for backward beside its input: of its convolution what goes in; of its scan
+    what goes in, by flash-linear-attention or mamba_ssm, and comes out; gates, and what they make of it."""
+    module, channels = mixer.module, float(sum(conv.in_channels for conv in _convolutions(mixer)))
+    if isinstance(mixer, GatedDeltaNet):
+        keys, values = module.num_v_heads * module.head_k_dim, module.num_v_heads * module.head_v_dim
+        return channels + 2 * keys + 4 * values + module.num_v_heads * _DELTA_CHUNK
+    if isinstance(mixer, Mamba2):
+        return 2 * channels + 10 * module.num_heads * module.head_dim  # its norm is in fp32, step by step
+    return 6 * channels
+
+
+def _state_bytes(mixer: Mixer) -> float:
+    """Bytes in fp32 of a mixer's state and of its convolutions' last inputs."""
+    module, numbers = mixer.module, sum(conv.in_channels * (conv.kernel_size[0] - 1) for conv in _convolutions(mixer))
+    if isinstance(mixer, GatedDeltaNet):
+        numbers += module.num_v_heads * module.head_k_dim * module.head_v_dim
+    elif isinstance(mixer, Mamba2):
+        numbers += module.num_heads * module.head_dim * module.ssm_state_size
+    return 4.0 * numbers
+
+
+def _convolutions(mixer: Mixer) -> list[torch.nn.Conv1d]:
+    return [child for child in mixer.module.children() if isinstance(child, torch.nn.Conv1d)]
+
+
+def _parameters(body: torch.nn.Module) -> Iterator[torch.nn.Parameter]:
+    """All but those of convolutions, [channels, 1, width]."""
+    for module in body.modules():
+        if not isinstance(module, torch.nn.Conv1d):
+            yield from module.parameters(recurse=False)
 
 
 def _linear_weights(module: torch.nn.Module, lm_head: torch.nn.Module | None = None) -> float:
