@@ -217,7 +217,7 @@ def tower(depth: int, hidden: int, mlp: int, out: int) -> dict[str, int]:
     return dict(depth=depth, hidden_size=hidden, intermediate_size=mlp, num_heads=16, out_hidden_size=out)
 
 
-# transformers' model type, and the shape that the model's config.json publishes; {}: transformers' default is refused.
+# transformers' model type, and the shape that the model's config.json publishes; {}: transformers' default.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "Qwen3-8B": ("qwen3", text(4096, 12288, 36, 32, 8, 151936, head_dim=128)),
     "Qwen3-4B": ("qwen3", text(2560, 9728, 36, 32, 8, 151936, head_dim=128, tie_word_embeddings=True)),
@@ -247,9 +247,18 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "Seed-OSS-36B": ("seed_oss", text(5120, 27648, 64, 80, 8, 155136, head_dim=128, attention_dropout=0.1)),
     "GLM-4.1V-9B": ("glm4v", {}),
     "Qwen3-VL-30B-A3B": ("qwen3_vl_moe", {}),
-    "Qwen3.5-27B": ("qwen3_5", {}),
-    "Qwen3.5-2B": ("qwen3_5", {}),
-    "Qwen3.5-35B-A3B": ("qwen3_5_moe", {}),
+    "Qwen3.5-27B": (
+        "qwen3_5",
+        dict(text_config=text(5120, 17408, 64, 24, 4, 248320, head_dim=256, linear_num_value_heads=48),
+             vision_config=tower(27, 1152, 4304, 5120)),
+    ),
+    "Qwen3.5-2B": (
+        "qwen3_5",
+        dict(text_config=text(2048, 6144, 24, 8, 2, 248320, head_dim=256, linear_num_value_heads=16,
+                              tie_word_embeddings=True),
+             vision_config=tower(24, 1024, 4096, 2048), tie_word_embeddings=True),
+    ),
+    "Qwen3.5-35B-A3B": ("qwen3_5_moe", dict(vision_config=tower(27, 1152, 4304, 2048))),
     "Qwen3-Next-80B-A3B": ("qwen3_next", {}),
 }  # fmt: skip
 
@@ -381,13 +390,12 @@ SCRIPTS = {
     ),
     "grpo_trainer/run_qwen3_5_27b_fsdp": Settings(
         "Qwen3.5-27B", (64, 16, 5), (1024, 2048), "1 rows", others=("actor.fsdp_config.offload_policy=True",),
-        refused=("linear_conv_kernel_dim=4",),
     ),
     "grpo_trainer/run_qwen3_next_80b_a3b_fsdp": Settings(
         "Qwen3-Next-80B-A3B", (16, 8, 16), (2048, 20480), "2816 tokens", (8, 4),
         (f"{ULYSSES}=8", "model.enable_activation_offload=True",
          "+actor.fsdp_config.mixed_precision.reduce_dtype=bf16"),
-        ("model.enable_activation_offload=True", "layer_types"),
+        ("model.enable_activation_offload=True", "actor.fsdp_config.ulysses_sequence_parallel_size=8"),
     ),
     "prefix_grouper/run_qwen3_8b_fsdp": Settings(
         "Qwen3-8B", (1024, 256, 5), (512, 1024), "12288 tokens", others=(GROUPER, "model.use_remove_padding=False"),
@@ -440,16 +448,13 @@ SCRIPTS = {
     "grpo_trainer/run_qwen3_5_2b_openr1_fsdp": Settings(
         "Qwen3.5-2B", (64, 16, 5), (2048, 1536), "1 rows",
         others=("actor.fsdp_config.offload_policy=True", "model.use_remove_padding=False"),
-        refused=("linear_conv_kernel_dim=4",),
     ),
     "grpo_trainer/run_qwen3_5_2b_video_fsdp": Settings(
         "Qwen3.5-2B", (128, 16, 5), (2048, 1024), "1 rows",
         others=("actor.fsdp_config.offload_policy=True", "model.use_remove_padding=False"),
-        refused=("linear_conv_kernel_dim=4",),
     ),
     "grpo_trainer/run_qwen3_5_35b_fsdp": Settings(
         "Qwen3.5-35B-A3B", (64, 16, 5), (1024, 2048), "1 rows", others=("actor.fsdp_config.offload_policy=True",),
-        refused=("linear_conv_kernel_dim=4",),
     ),
     "tuning/scaling/run_qwen2_5_72b_fsdp": Settings(
         "Qwen2.5-72B", (1024, 256, 5), (1024, 2048), "24576 tokens", (8, 4)

@@ -200,6 +200,23 @@ def check_sequence_parallel(role: str, size: int, n_gpus: int, prefix: PrefixCon
     )
 
 
+def check_whole_rows(role: str, size: int, hf_config: Any) -> None:
+    """Refuses an `ulysses_sequence_parallel_size` of actor or ref for a model with recurrent layers.
+
+    Raises:
+        ValueError: naming the key and what to set.
+    """
+    from verl_prefix.models.recurrent import MODEL_TYPES
+
+    kind = hf_config.get_text_config().model_type
+    _refuse(
+        size > 1 and kind in MODEL_TYPES,
+        f"actor_rollout_ref.{role}.fsdp_config.ulysses_sequence_parallel_size={size}: recurrent layers of a {kind} "
+        "model pass a state from token to token, and each rank has a part of every row; set it to 1, and "
+        "actor.prefix.schedule=phased where passes are too long",
+    )
+
+
 def _refuse_losses_of_passes(key: str, policy_loss: PolicyLossConfig) -> None:
     mode, correction = policy_loss.loss_mode, policy_loss.rollout_correction or {}
     instead = "or actor_rollout_ref.actor.prefix.schedule=stock (verl's own micro-batches)"
@@ -350,6 +367,7 @@ def check_model_family(model_config: Any, freeze_vision_tower: bool, sequence_ra
     except OSError:  # an HDFS path, or a hub that only the workers reach
         return
     check_supported(hf_config)
+    check_whole_rows("actor", sequence_ranks, hf_config)
     text = hf_config.get_text_config()
     heads = text.num_attention_heads
     kv_heads = getattr(text, "num_key_value_heads", None) or heads

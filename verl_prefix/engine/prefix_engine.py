@@ -20,7 +20,13 @@ from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 from verl.workers.engine.utils import postprocess_batch_func
 
 from verl_prefix.auto.shape import model_shape
-from verl_prefix.config import PrefixEngineConfig, check_model_options, check_sequence_parallel, is_varlen
+from verl_prefix.config import (
+    PrefixEngineConfig,
+    check_model_options,
+    check_sequence_parallel,
+    check_whole_rows,
+    is_varlen,
+)
 from verl_prefix.core.groups import Group
 from verl_prefix.core.schedule import Schedule
 from verl_prefix.core.waves import Plan, largest_wave, limit_waves, pad_to_same_passes
@@ -65,6 +71,7 @@ class PrefixFSDPEngine(FSDPEngineWithLMHead):
             role, num_ranks = "ref" if engine_config.forward_only else "actor", torch.distributed.get_world_size()
             size = engine_config.ulysses_sequence_parallel_size
             check_sequence_parallel(role, size, num_ranks, self.prefix_config, model_config)
+            check_whole_rows(role, size, model_config.hf_config)
             if model_config.use_fused_kernels:
                 # verl's fused forward makes log-probs of all tokens, and with FSDP2 it meets a sharded lm_head.
                 self._unfused, model_config = True, copy.copy(model_config)

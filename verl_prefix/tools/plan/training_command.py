@@ -22,7 +22,13 @@ from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.tokenizer import build_multimodal_processor_inputs
 from verl.workers.config import FSDPActorConfig
 
-from verl_prefix.config import NO_REPLAY, check_model_family, check_model_options, check_sequence_parallel
+from verl_prefix.config import (
+    NO_REPLAY,
+    check_model_family,
+    check_model_options,
+    check_sequence_parallel,
+    check_whole_rows,
+)
 from verl_prefix.models.vision import is_vision_config
 
 MAX_PROMPTS = 2000  # of the train file, evenly spread; their lengths stand for all
@@ -194,6 +200,8 @@ def refusals(config: DictConfig, num_ranks: int) -> list[str]:
         for role in ("actor", "ref"):
             size = sequence_ranks(config.actor_rollout_ref[role])
             found.append(_refusal(check_sequence_parallel, role, size, num_ranks, prefix, model))
+            if role == "ref" and size > 1:
+                found.append(_refusal(check_whole_rows, role, size, read_model_config(config)))
     if config.actor_rollout_ref.rollout.get("enable_rollout_routing_replay"):
         found.append(NO_REPLAY)
     update, old = section.use_dynamic_bsz, config.actor_rollout_ref.rollout.log_prob_use_dynamic_bsz
