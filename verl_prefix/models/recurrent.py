@@ -95,9 +95,8 @@ class GatedDeltaNet(Mixer):
                 yield getattr(self.module, name), "forward", functools.partial(self._olmo_conv, name)
 
     def _olmo_conv(self, name: str, x: torch.Tensor, **kwargs: object) -> tuple[torch.Tensor, None]:
-        conv = getattr(self.module, name)
-        found = self._conv(x[0], conv.weight.squeeze(1), conv.bias, part=name)
-        return conv.act_fn(found).unsqueeze(0), None
+        conv = getattr(self.module, name)  # transformers' own, or flash-linear-attention's, which has no `act_fn`
+        return self._conv(x[0], conv.weight.squeeze(1), conv.bias, "silu", part=name).unsqueeze(0), None
 
     def _rule(
         self, rule: Callable[..., tuple[torch.Tensor, torch.Tensor]], query: torch.Tensor, key: torch.Tensor,
