@@ -163,7 +163,7 @@ def calibrate(
 def _nonnegative_solution(amounts: torch.Tensor, seconds: torch.Tensor) -> list[float]:
     """Rates of the columns; one that noise makes negative is 0, and the others explain the seconds without it."""
     scale = amounts.amax(0)
-    kept = list(range(amounts.shape[1]))
+    kept = [column for column in range(amounts.shape[1]) if scale[column] > 0]  # a model may have no attention
     while kept:
         found = torch.linalg.lstsq((amounts / scale)[:, kept], seconds.unsqueeze(1)).solution[:, 0] / scale[kept]
         if (found >= 0).all():

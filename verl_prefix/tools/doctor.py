@@ -22,6 +22,12 @@ INSTALL = "run pip install . in a clone of this package, which is on no index"
 PLUGIN = "prefix"
 VERSIONS = ("verl-prefix", "verl", "torch", "transformers", "ray", "TransferQueue", "vllm", "flash-attn")
 HEAD_DIM = 128  # of nearly every model; only for what kernel would be chosen
+# Recurrent layers, the package whose kernels they run, and transformers' test for it.
+RECURRENT = (
+    ("gated delta rule (Qwen3.5, Qwen3-Next, OLMo-Hybrid)", "flash-linear-attention", "flash_linear_attention"),
+    ("state spaces (Granite 4 H, Bamba)", "mamba-ssm", "mamba_2_ssm"),
+    ("convolutions of both", "causal-conv1d", "causal_conv1d"),
+)
 # (problem or None, line): the result of a check, and what to do where it is a problem.
 Finding = tuple[str | None, str]
 
@@ -167,6 +173,20 @@ def _check_kernels() -> Iterator[Finding]:
         )
 
 
+def _check_recurrent() -> Iterator[Finding]:
+    """What recurrent layers run; transformers takes the packages on a machine with a GPU alone."""
+    from transformers.utils import import_utils
+
+    for layers, package, name in RECURRENT:
+        version, line = _version(package), f"recurrent layers, {layers}: "
+        if getattr(import_utils, f"is_{name}_available")():
+            yield None, f"{line}{package} {version}"
+        elif version:
+            yield None, f"{line}torch; {package} {version} is for a newer version of it, or for a GPU"
+        else:
+            yield None, f"{line}torch, slow on a GPU: pip install {package}"
+
+
 def _check_config() -> Iterator[Finding]:
     from verl_prefix.tools.plan.training_command import PlanError, prefix_engine_sources
 
@@ -188,7 +208,7 @@ def doctor() -> int:
     """Prints one line per check and returns the exit code: 0, or 1 with what to do for each problem."""
     problems = 0
     checks = (_check_versions, _check_policy, _check_plugin, _check_registered, _check_trl, _check_kernels)
-    for check in (*checks, _check_config):
+    for check in (*checks, _check_recurrent, _check_config):
         for problem, line in check():
             problems += problem is not None
             print(f"FAIL {line}\n     -> {problem}" if problem else f"ok   {line}", flush=True)

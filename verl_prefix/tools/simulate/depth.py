@@ -10,6 +10,7 @@ from transformers import LlamaConfig, PretrainedConfig
 from verl_prefix.auto.cost import ROOM_FACTOR
 from verl_prefix.core import offload
 from verl_prefix.core.groups import Group
+from verl_prefix.models import recurrent
 from verl_prefix.tools.simulate.accelerator import DEVICE, fake_accelerator
 from verl_prefix.tools.simulate.hardware import GPUS, Hardware
 from verl_prefix.tools.simulate.job import Arm, Job
@@ -103,7 +104,16 @@ def simulate(job: Job, arms: Sequence[Arm], hardware: Hardware, log_probs: bool 
     run one after the other on one model, whose lazy start the first one pays: log-probs once for every path, which
     rows one by one do not change, and the optimizer's step once. An arm without
     `ROOM_FACTOR` times the room that it needs keeps no attention, as in the engine.
+
+    Raises:
+        ValueError: the model has recurrent layers.
     """
+    if (kind := job.config.get_text_config().model_type) in recurrent.MODEL_TYPES:
+        raise ValueError(
+            f"--simulate: a {kind} model's recurrent layers scan by kernels (flash-linear-attention, mamba_ssm) whose "
+            "time and memory nobody has measured here, and transformers' own loops are not what a GPU runs; leave it "
+            "out: the plan itself counts their FLOPs and states"
+        )
     _warm_up()
     configs, times = _depths(job.config)
     job = replace(job, shape=job.shape or whole_shape(job))
