@@ -1,0 +1,69 @@
+"""The functions for use without verl on hybrids: float64 against Hugging Face's own forward of every row."""
+
+import sys
+
+import pytest
+import torch
+import transformers
+
+from verl_prefix import phased_update, response_log_probs
+from verl_prefix.testing import write_tiny_model
+
+
+@pytest.fixture
+def float64_inside(monkeypatch):
+    """Scans and norms of transformers are in fp32 whatever the model's dtype is: here in float64."""
+
+    class Float64Torch:
+        float32 = float = torch.float64
+
+        def __getattr__(self, name):
+            return getattr(torch, name)
+
+    def use(model):
+        monkeypatch.setattr(sys.modules[type(model).__module__], "torch", Float64Torch())
+        monkeypatch.setattr(torch.Tensor, "float", lambda self: self.double())
+
+    return use
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_text", "lfm2", "bamba"])
+def test_log_probs_and_gradients_are_those_of_whole_rows(tmp_path, family, float64_inside):
+    path = write_tiny_model(tmp_path, family=family)
+    model = transformers.AutoModelForCausalLM.from_pretrained(path, attn_implementation="sdpa", dtype=torch.float64)
+    float64_inside(model.train())
+    generator = torch.Generator().manual_seed(0)
+    prompts = [torch.randint(3, 400, (n,), generator=generator) for n in (75, 30)]
+    groups, lens = [0, 1, 0, 0, 1], [9, 4, 2, 12, 7]
+    responses = [torch.randint(3, 400, (n,), generator=generator) for n in lens]
+    weights = [torch.randn(n, generator=generator, dtype=torch.float64) for n in lens]
+
+    def gradients():
+        found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+        model.zero_grad()
+        return found
+
+    def loss(rows, log_probs):
+        return sum((row * weights[i]).sum() for i, row in zip(rows, log_probs, strict=True))
+
+    truth = []
+    for group, response in zip(groups, responses, strict=True):
+        ids = torch.cat([prompts[group], response]).unsqueeze(0)
+        logits = model(input_ids=ids, use_cache=False).logits[0, len(prompts[group]) - 1 : -1]
+        truth.append(logits.log_softmax(-1).gather(-1, response.unsqueeze(-1)).squeeze(-1))
+    loss(range(5), truth).backward()
+    true_gradients = gradients()
+
+    at_once = response_log_probs(model, prompts, responses, groups=groups)
+    loss(range(5), at_once).backward()
+    found, by_wave = [(at_once, gradients())], {}
+    with phased_update(model, prompts, responses, groups=groups, wave_tokens=13) as waves:
+        for wave in waves:
+            loss(wave.rows, wave.log_probs).backward()
+            by_wave.update(zip(wave.rows, wave.log_probs, strict=True))
+    found.append(([by_wave[i] for i in range(5)], gradients()))
+
+    for log_probs, grads in found:
+        assert all((x - y).abs().max() < 1e-9 for x, y in zip(log_probs, truth, strict=True))
+        assert grads.keys() == true_gradients.keys()
+        assert max((grads[name] - x).norm() / x.norm() for name, x in true_gradients.items()) < 1e-9
