@@ -54,7 +54,8 @@ VISION = {
     "text_rank": {"batch": "text_rank", "schedule": "packed"},
     "scattered": {"batch": "scattered", "schedule": "packed", "exchange": "auto"},
 }
-ALL = [*CASES, *((family, name) for family in test_vision_engine.FAMILIES for name in VISION)]
+VISION_FAMILIES = ("qwen2_5_vl", "qwen3_vl")
+ALL = [*CASES, *((family, name) for family in VISION_FAMILIES for name in VISION)]
 FEW = [
     "packed", "phased", "gradient_checkpointing_phased", "tool_tokens_phased", "empty_responses", "one_key_head",
     "auto_verified", "gate_shut", "moe", ("qwen3_vl", "phased"), ("qwen3_vl", "scattered"),
@@ -175,7 +176,7 @@ def _recorded(path: str, data_rank: int, size: int, folder: str) -> list[str]:
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
     tmp = tmp_path_factory.mktemp("models")
-    families = ("qwen3", "qwen3_moe", "gpt_oss", *test_vision_engine.FAMILIES)
+    families = ("qwen3", "qwen3_moe", "gpt_oss", *VISION_FAMILIES)
     found = {family: write_tiny_model(tmp / family, family=family) for family in families}
     found["one_key_head"] = write_tiny_model(tmp / "one_key_head", family="llama", num_key_value_heads=1)
     window = dict(use_sliding_window=True, sliding_window=25, max_window_layers=1)

@@ -206,11 +206,11 @@ def check_whole_rows(role: str, size: int, hf_config: Any) -> None:
     Raises:
         ValueError: naming the key and what to set.
     """
-    from verl_prefix.models.recurrent import MODEL_TYPES
+    from verl_prefix.models.recurrent import is_recurrent
 
     kind = hf_config.get_text_config().model_type
     _refuse(
-        size > 1 and kind in MODEL_TYPES,
+        size > 1 and is_recurrent(kind),
         f"actor_rollout_ref.{role}.fsdp_config.ulysses_sequence_parallel_size={size}: recurrent layers of a {kind} "
         "model pass a state from token to token, and each rank has a part of every row; set it to 1, and "
         "actor.prefix.schedule=phased where passes are too long",

@@ -18,7 +18,7 @@ from verl_prefix.core.groups import Group
 from verl_prefix.core.waves import Plan, make_plan, pad_to_same_passes
 from verl_prefix.engine.mini_batch import MiniBatch, row_lens
 from verl_prefix.engine.self_check import Verdict, check, rounding_noise
-from verl_prefix.models.vision import is_vision_config, num_kinds
+from verl_prefix.models.vision import is_vision_config, num_tower_runs
 
 logger = logging.getLogger(__name__)
 
@@ -135,9 +135,10 @@ class Verification:
         """Groups where every rank has one, and whose stock pass runs a vision tower equally often on every rank: verl's
         runs once for images and once for videos."""
         chosen = {0: groups}
-        if is_vision_config(self.engine.module.config):
+        if is_vision_config(config := self.engine.module.config):
             rows = tu.get(data, "multi_modal_inputs") or [None] * len(data)
-            chosen = {n: [group for group in groups if num_kinds(rows[group.rows[0]]) == n] for n in (1, 2)}
+            runs = [num_tower_runs(rows[group.rows[0]], config) for group in groups]
+            chosen = {n: [group for group, m in zip(groups, runs, strict=True) if m == n] for n in (1, 2)}
         lacking = self.engine.reduce_max([not groups for groups in chosen.values()])
         return next((groups for groups, lacks in zip(chosen.values(), lacking, strict=True) if not lacks), [])
 

@@ -35,7 +35,7 @@ def unsupported_reasons(config: PretrainedConfig) -> list[str]:
     for name in others if has_states else (*_STATEFUL, *others):
         if getattr(text, name, None):
             reasons.append(f"{name}={getattr(text, name)}")
-    if is_recurrent and (getattr(text, "time_step_limit", None) or (0.0,))[0] > 0:
+    if has_states and (getattr(text, "time_step_limit", None) or (0.0,))[0] > 0:
         reasons.append(f"time_step_limit={text.time_step_limit}, by which padding would wear a state down")
     if rope_types := _rope_types(text) & {"dynamic", "longrope"}:
         reasons.append(f"rope_type={rope_types.pop()}, whose angles depend on the longest row of a pass")

@@ -10,7 +10,7 @@ from transformers import LlamaConfig, PretrainedConfig
 from verl_prefix.auto.cost import ROOM_FACTOR
 from verl_prefix.core import offload
 from verl_prefix.core.groups import Group
-from verl_prefix.models import recurrent
+from verl_prefix.models.recurrent import is_recurrent
 from verl_prefix.tools.simulate.accelerator import DEVICE, fake_accelerator
 from verl_prefix.tools.simulate.hardware import GPUS, Hardware
 from verl_prefix.tools.simulate.job import Arm, Job
@@ -108,7 +108,7 @@ def simulate(job: Job, arms: Sequence[Arm], hardware: Hardware, log_probs: bool 
     Raises:
         ValueError: the model has recurrent layers.
     """
-    if (kind := job.config.get_text_config().model_type) in recurrent.MODEL_TYPES:
+    if is_recurrent(kind := job.config.get_text_config().model_type):
         raise ValueError(
             f"--simulate: a {kind} model's recurrent layers scan by kernels (flash-linear-attention, mamba_ssm) whose "
             "time and memory nobody has measured here, and transformers' own loops are not what a GPU runs; leave it "
