@@ -1,0 +1,134 @@
+"""Hybrids (attention and recurrent layers) in what is not the pass itself: plan, refusals, doctor, and `auto` in a real
+engine on one rank, whose rates it measures."""
+
+import json
+import os
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+os.environ.setdefault("VERL_PLATFORM", "cpu")
+
+import verl  # noqa: E402, F401
+from test_engine_equivalence import _batch, _engine, _loss  # noqa: E402
+from transformers import AutoConfig, GraniteMoeHybridConfig, LlamaConfig, Qwen3NextConfig  # noqa: E402
+from transformers.utils import import_utils  # noqa: E402
+from verl.utils import tensordict_utils as tu  # noqa: E402
+
+from verl_prefix import cli  # noqa: E402
+from verl_prefix.config import check_whole_rows  # noqa: E402
+from verl_prefix.testing import write_tiny_model  # noqa: E402
+from verl_prefix.tools import doctor  # noqa: E402
+from verl_prefix.tools.plan import command as plan  # noqa: E402
+
+ROLE = "actor_rollout_ref"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """Tiny models without their weights, and prompts of equal length."""
+    path = tmp_path_factory.mktemp("hybrids")
+    for family in ("qwen3", "qwen3_5_text", "lfm2"):
+        write_tiny_model(path / family, family=family)
+        (path / family / "model.safetensors").unlink()
+    prompts = [[{"role": "user", "content": "the river " * 60}]] * 16
+    pq.write_table(pa.table({"prompt": prompts}), path / "train.parquet")
+    return path
+
+
+def overrides(folder: Path, family: str, *more: str) -> list[str]:
+    return [
+        "algorithm.adv_estimator=grpo", f"data.train_files={folder / 'train.parquet'}", "data.train_batch_size=8",
+        "data.max_prompt_length=3072", "data.max_response_length=32", f"{ROLE}.model.path={folder / family}",
+        f"{ROLE}.rollout.n=4", f"{ROLE}.actor.ppo_mini_batch_size=4", f"{ROLE}.actor.use_dynamic_bsz=true",
+        f"{ROLE}.actor.ppo_max_token_len_per_gpu=16384", "trainer.n_gpus_per_node=2",
+        "trainer.v1.trainer_mode=prefix_sync", *more,
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_text", "lfm2"])
+def test_a_hybrid_has_a_plan(folder, family):
+    """As many FLOPs for every token but attention's and lm_head's: about the gain of a model with attention alone."""
+    found, attention = (plan.build("ppo_trainer", overrides(folder, name), "20", None) for name in (family, "qwen3"))
+    assert found["unsupported"] == [] == found["notes"]
+    assert found["tokens"] == attention["tokens"] and found["packed_groups"] == 4 * 8
+    assert found["speedup"]["update"] == pytest.approx(attention["speedup"]["update"], rel=0.1)
+    assert found["speedup"]["update"] > 1.5
+
+
+def test_sequence_parallelism_is_refused_by_key(folder):
+    for config in (Qwen3NextConfig(), GraniteMoeHybridConfig()):
+        check_whole_rows("actor", 1, config)
+        with pytest.raises(
+            ValueError, match=rf"{ROLE}.ref.fsdp_config.ulysses_sequence_parallel_size=2: .*set it to 1"
+        ):
+            check_whole_rows("ref", 2, config)
+    check_whole_rows("actor", 2, LlamaConfig())
+    both = f"{ROLE}.actor.ulysses_sequence_parallel_size=2"  # ref's key follows it
+    ref = f"{ROLE}.ref.fsdp_config.ulysses_sequence_parallel_size=2"
+    for key, roles in ((both, ("actor", "ref")), (ref, ("ref",))):
+        found = plan.build("ppo_trainer", overrides(folder, "lfm2", key), "20", None)
+        assert len(found["unsupported"]) == len(roles)
+        for reason, role in zip(found["unsupported"], roles, strict=True):
+            assert reason.startswith(f"{ROLE}.{role}.fsdp_config.ulysses_sequence_parallel_size=2: recurrent layers")
+        assert plan.build("ppo_trainer", overrides(folder, "qwen3", key), "20", None)["unsupported"] == []
+
+
+def test_a_simulation_of_recurrent_layers_is_refused_by_name(folder, capsys):
+    assert cli.main(["plan", "--simulate", *overrides(folder, "lfm2")]) == 2
+    assert "--simulate: a lfm2 model's recurrent layers scan by kernels" in capsys.readouterr().err
+
+
+def test_doctor_says_what_recurrent_layers_run(monkeypatch):
+    def lines(version, available):
+        monkeypatch.setattr(doctor, "_version", lambda name: version)
+        for _, _, name in doctor.RECURRENT:
+            monkeypatch.setattr(import_utils, f"is_{name}_available", lambda: available)
+        problems, found = zip(*doctor._check_recurrent(), strict=True)
+        assert not any(problems)
+        return [line.rpartition(": ")[2] if version else line for line in found]
+
+    packages = [package for _, package, _ in doctor.RECURRENT]
+    assert lines("9.9", True) == [f"{package} 9.9" for package in packages]
+    assert all(
+        f"torch; {package} 9.9 is for" in line for line, package in zip(lines("9.9", False), packages, strict=True)
+    )
+    missing = lines(None, False)
+    assert all(f"pip install {package}" in line for line, package in zip(missing, packages, strict=True))
+    assert missing[0].startswith("recurrent layers, gated delta rule (Qwen3.5, Qwen3-Next, OLMo-Hybrid): torch, slow")
+
+
+def _auto(rank: int, folder: str) -> None:
+    os.environ.update(RANK="0", WORLD_SIZE="1", VERL_PLATFORM="cpu")
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/join", rank=0, world_size=1)
+    groups = [("a", 200, [20] * 6, ""), ("b", 150, [30] * 4, ""), ("c", 30, [20] * 2, "")]
+    options = dict(
+        schedule="auto", min_speedup=1.05, verify="off", cost_profile=f"{folder}/rates.json", budget=300, groups=groups
+    )
+    engine = _engine("prefix", f"{folder}/model", options)
+    data, metrics = _batch(0, engine.model_config.hf_config.vocab_size, options), []
+    tu.assign_non_tensor(data, disable_auto_offload=True)
+    with engine.eval_mode(disable_auto_offload=True):
+        metrics.append(engine.infer_batch(data.copy())["metrics"])
+    with engine.train_mode(disable_auto_offload=True):
+        metrics.append(engine.train_batch(data.copy(), _loss(options))["metrics"])
+    names = ("prefix/groups", "prefix/reuse_fraction", "prefix/predicted_speedup", "prefix/stock_rows")
+    Path(folder, "metrics.json").write_text(json.dumps([{name: one[name][0] for name in names} for one in metrics]))
+    torch.distributed.destroy_process_group()
+
+
+def test_auto_measures_and_shares(tmp_path):
+    write_tiny_model(tmp_path / "model", family="qwen3_5_text")
+    torch.multiprocessing.spawn(_auto, args=(str(tmp_path),), nprocs=1)
+    rates = json.loads((tmp_path / "rates.json").read_text())
+    kind = AutoConfig.from_pretrained(tmp_path / "model").model_type
+    assert rates["measured_on"].startswith(f"cpu, torch.float32, {kind}, ")
+    for name in ("forward", "update"):
+        assert rates[name]["linear"] > 0 and rates[name]["attention"] >= 0
+    log_probs, update = json.loads((tmp_path / "metrics.json").read_text())
+    for found in (log_probs, update):
+        assert found["prefix/groups"] == 3 and found["prefix/stock_rows"] == 0
+        assert found["prefix/reuse_fraction"] > 0.5 and found["prefix/predicted_speedup"] > 1.5
