@@ -1,5 +1,7 @@
 """What recurrent layers cost: FLOPs that run, states, memory, and what sharing gains on models of published sizes."""
 
+import sys
+
 import pytest
 import torch
 import transformers
@@ -8,9 +10,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from verl_prefix.auto import cost
 from verl_prefix.auto.calibration import calibrate
 from verl_prefix.auto.cost import Memory, PassCost, Rates
-from verl_prefix.auto.shape import ModelShape, model_shape
+from verl_prefix.auto.shape import ModelShape, kept_by, model_shape
 from verl_prefix.core.groups import Group
 from verl_prefix.core.waves import make_plan
+from verl_prefix.models.recurrent import GatedDeltaNet, Mamba2, _EmptyCache, mixer_of
 from verl_prefix.models.support import unsupported_reasons
 from verl_prefix.testing import random_rollouts, run_shared, write_tiny_model
 
@@ -118,6 +121,72 @@ def test_states_are_in_the_peak_of_an_update():
     )
     share, whole = added(many, "phased", True)
     assert share == pytest.approx(2 * 32 * each + 8 * each * 2 / 24) and share > whole / 4
+
+
+class Keeps(torch.autograd.Function):
+    """Stands for a kernel: like its first input, with these tensors kept for backward."""
+
+    @staticmethod
+    def forward(ctx, like, *kept):
+        ctx.save_for_backward(*kept)
+        return torch.empty_like(like)
+
+
+def delta_rule(q, k, v, g, beta, **options):
+    """What flash-linear-attention 0.6 keeps: all inputs, contiguous, normalised q and k, and a chunk's triangle."""
+    tokens, heads = q.shape[1:3]
+    kept = (q.clone(), k.clone(), v.contiguous(), g.clone(), beta.contiguous(), q.new_empty(tokens, heads, 64))
+    return Keeps.apply(v, *kept, *(torch.empty(tokens, heads) for _ in range(2))), None
+
+
+def convolution(x, weight, **options):
+    return Keeps.apply(x, x, weight)
+
+
+def state_space(x, dt, A, B, C, **options):
+    """What mamba_ssm 2.3 keeps of packed rows (models/recurrent.py): inputs, output, and a cumulative sum in fp32."""
+    kept = (*(y.contiguous().clone() for y in (x, dt, B, C)), torch.empty_like(x), torch.empty(dt.shape))
+    return Keeps.apply(x, *kept), None
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_text", "granitemoehybrid", "lfm2"])
+def test_a_mixer_keeps_what_is_counted(family, monkeypatch, tmp_path):
+    """Bytes that autograd holds after a bf16 forward with stand-ins for the kernels."""
+    wide = dict(linear_key_head_dim=64, linear_value_head_dim=64) if family == "qwen3_5_text" else {}
+    config = transformers.AutoConfig.from_pretrained(write_tiny_model(tmp_path, family=family, **wide))
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    (mixer,) = filter(None, map(mixer_of, model.modules()))
+    module, held = mixer.module, {}
+    hidden = torch.randn(1, 96, 128, dtype=torch.bfloat16).requires_grad_()
+    ignored = {x.untyped_storage().data_ptr() for x in (hidden, *module.parameters())}
+
+    def hold(x):
+        storage = x.untyped_storage()
+        if storage.data_ptr() not in ignored:
+            held[storage.data_ptr()] = storage.nbytes(), x  # x: no other tensor gets its address
+        return x
+
+    if isinstance(mixer, GatedDeltaNet):
+        monkeypatch.setattr(module, "chunk_gated_delta_rule", delta_rule)
+        monkeypatch.setattr(module, "causal_conv1d_fn", convolution)
+        fused = torch.nn.Identity()  # flash-linear-attention's norm keeps both inputs
+        fused.forward = lambda x, gate: Keeps.apply(x, x, gate, torch.empty(len(x)))
+        monkeypatch.setattr(module, "norm", fused)
+        run = module
+    elif isinstance(mixer, Mamba2):
+        space = sys.modules[type(module).__module__]
+        monkeypatch.setattr(space, "causal_conv1d_fn", convolution)
+        monkeypatch.setattr(space, "mamba_chunk_scan_combined", state_space)
+
+        def run(hidden):
+            return module.cuda_kernels_forward(hidden, _EmptyCache(), None)
+    else:
+        run = module.slow_forward
+    with torch.autograd.graph.saved_tensors_hooks(hold, lambda x: x):
+        out = run(hidden)
+    assert out.requires_grad and len(held) > 3
+    counted = sum(nbytes for nbytes, _ in held.values()) / 96 / 2
+    assert kept_by(mixer) == pytest.approx(counted, rel=0.05)
 
 
 def test_calibration_of_a_model_without_attention_layers_has_no_rate_for_it():

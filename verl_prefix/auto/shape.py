@@ -102,7 +102,7 @@ def model_shape(model: PreTrainedModel, dtype: torch.dtype) -> ModelShape:
     mixing += sum(_linear_weights(mixer.module) for mixer in mixers)
     mlps = max(weights - mixing, 0) / text.hidden_size / 3
     kept = 6.0 * layers * text.hidden_size + 4 * mlps + 2.0 * len(windows) * (heads + 2 * kv_heads) * head_dim
-    kept += sum(_kept_by(mixer) for mixer in mixers)
+    kept += sum(kept_by(mixer) for mixer in mixers)
     return ModelShape(
         linear=2.0 * weights + sum(_recurrent_flops(mixer) for mixer in mixers),
         head=2.0 * lm_head.weight.numel(),
@@ -142,7 +142,7 @@ def _recurrent_flops(mixer: Mixer) -> float:
     return flops
 
 
-def _kept_by(mixer: Mixer) -> float:
+def kept_by(mixer: Mixer) -> float:
     """Numbers per token that a mixer keeps for backward beside its input: of its convolution what goes in; of its scan
     what goes in, by flash-linear-attention or mamba_ssm, and comes out; gates, and what they make of it."""
     module, channels = mixer.module, float(sum(conv.in_channels for conv in _convolutions(mixer)))
@@ -150,7 +150,7 @@ def _kept_by(mixer: Mixer) -> float:
         keys, values = module.num_v_heads * module.head_k_dim, module.num_v_heads * module.head_v_dim
         return channels + 2 * keys + 4 * values + module.num_v_heads * _DELTA_CHUNK
     if isinstance(mixer, Mamba2):
-        return 2 * channels + 10 * module.num_heads * module.head_dim  # its norm is in fp32, step by step
+        return 2 * channels + 12 * module.num_heads * module.head_dim  # its norm is in fp32, step by step
     return 6 * channels
 
 
