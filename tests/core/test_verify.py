@@ -1,4 +1,5 @@
-"""The self-check: rounding passes over 100 seeds; kernels that are wrong on purpose are caught, in bf16 too."""
+"""The self-check: rounding passes over 100 seeds; kernels that are wrong on purpose are caught, in bf16 too; so are
+states of recurrent layers, and gradients of states."""
 
 import contextlib
 import dataclasses
@@ -7,10 +8,12 @@ import pytest
 import torch
 import transformers
 
+from verl_prefix.core import recurrence
 from verl_prefix.core.attention import AttentionParams, GroupedAttention
 from verl_prefix.core.groups import Group
 from verl_prefix.core.kernels import cpu
 from verl_prefix.core.layout import Layout, build_layout
+from verl_prefix.core.prefix_cache import PrefixCache
 from verl_prefix.engine import self_check as verify
 from verl_prefix.models.hookup import HookedModel
 from verl_prefix.testing import random_rollouts, run_shared, run_stock
@@ -20,29 +23,53 @@ CONFIGS = {
     "gpt-oss": ("GptOssConfig", dict(num_local_experts=2, num_experts_per_tok=2, sliding_window=9)),
     "gemma2": ("Gemma2Config", dict(attn_logit_softcapping=2.0, sliding_window=9)),
 }
+DELTA_NET = dict(
+    layer_types=["linear_attention"] * 2 + ["full_attention"], linear_conv_kernel_dim=4, linear_key_head_dim=16,
+    linear_value_head_dim=24, linear_num_key_heads=2, linear_num_value_heads=4,
+)  # fmt: skip
+EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, shared_expert_intermediate_size=32)
+MAMBA = dict(
+    mamba_n_heads=8, mamba_d_head=16, mamba_n_groups=2, mamba_d_state=16, mamba_d_conv=4, mamba_chunk_size=32,
+    layer_types=["mamba", "mamba", "attention"], num_local_experts=0, shared_intermediate_size=96,
+)  # fmt: skip
+RECURRENT = {
+    "qwen3.5": ("Qwen3_5TextConfig", DELTA_NET),
+    "qwen3-next": ("Qwen3NextConfig", DELTA_NET | EXPERTS),
+    "olmo-hybrid": ("OlmoHybridConfig", DELTA_NET | dict(linear_num_key_heads=4)),
+    "lfm2": ("Lfm2Config", dict(layer_types=["conv", "conv", "full_attention"], conv_L_cache=3)),
+    "granite": ("GraniteMoeHybridConfig", MAMBA),
+}
 
 
 def verdict(seed: int, dtype: torch.dtype, family: str = "qwen3", broken=None) -> verify.Verdict:
-    name, fields = CONFIGS[family]
-    config = getattr(transformers, name)(
+    name, fields = (CONFIGS | RECURRENT)[family]
+    config = getattr(transformers, name)(**dict(
         vocab_size=256, hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=16, pad_token_id=0, attention_dropout=0.0, initializer_range=0.1, **fields,
-    )  # fmt: skip
+        num_key_value_heads=2, head_dim=16, pad_token_id=0, attention_dropout=0.0, initializer_range=0.1,
+    ) | fields)  # fmt: skip
     torch.manual_seed(seed)
-    attention = "sdpa" if family == "qwen3" else "eager"
+    attention = "eager" if family in ("gpt-oss", "gemma2") else "sdpa"
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
+    for name, parameter in model.named_parameters():
+        if name.endswith("A_log"):  # as drawn, a state would be gone after a token or two
+            torch.nn.init.uniform_(parameter, -3.0, 1.0)
     batch = random_rollouts([(40 + seed % 7, [20 + seed % 5, 11])], 256, seed)
+    gradients = verify.Gradients(model) if family in RECURRENT else None
+    for weight in batch.weights:  # as of `verify._sum_of_log_probs`
+        weight.copy_(1 / torch.arange(1, len(weight) + 1))
+    train, waves = gradients is not None, {"wave_tokens": 1} if gradients else {}
 
     def ours(schedule, inspect):
         with pytest.MonkeyPatch.context() as patch:
             if broken:
                 broken(patch)
-            return torch.cat(run_shared(model, batch, schedule, train=False, inspect=inspect))
+            return torch.cat(run_shared(model, batch, schedule, train=train, inspect=inspect, **waves)).detach()
 
-    with torch.no_grad():
+    with gradients or torch.no_grad():
         return verify.check(
-            lambda: torch.cat(run_stock(model, batch, train=False)), ours, lambda: verify.rounding_noise(model, dtype)
-        )
+            lambda: torch.cat(run_stock(model, batch, train=train)), ours, lambda: verify.rounding_noise(model, dtype),
+            num_perturbed=1 if gradients else 3, gradients=gradients,
+        )  # fmt: skip
 
 
 def scaled_kernel(patch):
@@ -75,6 +102,50 @@ def positions_restarted(patch):
     )  # fmt: skip
 
 
+def states_of_zero(patch):
+    made = recurrence._continued
+    zero = lambda found: None if found is None else torch.zeros_like(found)  # noqa: E731
+    patch.setattr(recurrence, "_continued", lambda p, key, *args: zero(made(p, key, *args)))
+
+
+def conv_tail_one_token_off(patch):
+    made = recurrence._continued
+
+    def off(attention_pass, key, *args):
+        found = made(attention_pass, key, *args)
+        return found if found is None or key[0] == "scan" else found.roll(1, dims=1)
+
+    patch.setattr(recurrence, "_continued", off)
+
+
+def state_gradients_dropped_in_packed(patch):
+    backward = recurrence._Fork.backward
+
+    def dropped(ctx, grad):
+        return backward(ctx, torch.zeros_like(grad) if ctx.args[1] is None else grad)
+
+    patch.setattr(recurrence._Fork, "backward", staticmethod(dropped))
+
+
+def state_gradients_dropped_in_phased(patch):
+    add = PrefixCache.add_grad
+    patch.setattr(
+        PrefixCache, "add_grad", lambda self, key, *args: None if isinstance(key, tuple) else add(self, key, *args)
+    )
+
+
+def fork_writes_into_the_state(patch):
+    """As a kernel that leaves a suffix's last state in the buffer of the first: a later wave goes on from there."""
+    forward = recurrence._Fork.forward
+
+    def written(ctx, states, *args):
+        found = forward(ctx, states, *args)
+        states.detach().mul_(-1)
+        return found
+
+    patch.setattr(recurrence._Fork, "forward", staticmethod(written))
+
+
 def test_bf16_rounding_passes_over_100_seeds():
     verdicts = [verdict(seed, torch.bfloat16) for seed in range(100)]
     assert not [v for v in verdicts if v.missed], [str(v) for v in verdicts if v.missed]
@@ -89,6 +160,46 @@ def test_rounding_passes_in_every_dtype_and_core(family, dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("family", RECURRENT)
+def test_rounding_passes_in_recurrent_models(family, dtype):
+    found = [verdict(seed, dtype, family) for seed in range(4)]
+    assert not [v for v in found if v.missed], [str(v) for v in found]
+    assert max(v.gradients for v in found) > 0.1, "the figure measures something"
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("family", RECURRENT)
+def test_rounding_passes_in_recurrent_models_over_100_seeds(family, dtype):
+    found = [verdict(seed, dtype, family) for seed in range(100)]
+    assert not [v for v in found if v.missed], [str(v) for v in found if v.missed]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("broken", [states_of_zero, conv_tail_one_token_off])
+def test_a_wrong_state_is_caught_by_the_recurrence_of_its_layer(broken, dtype):
+    for family in ("qwen3.5", "lfm2", "granite"):
+        found = verdict(0, dtype, family, broken)
+        assert found.missed and found.recurrence > (10 if dtype == torch.bfloat16 else 1e5), f"{family}: {found}"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("broken", [state_gradients_dropped_in_packed, state_gradients_dropped_in_phased])
+def test_a_dropped_gradient_of_states_is_caught_by_gradients_alone(broken, dtype):
+    for family in ("qwen3.5", "lfm2", "granite"):
+        found = verdict(0, dtype, family, broken)
+        assert found.log_probs <= verify.MAX_LOG_PROBS and found.recurrence <= verify.MAX_RECURRENCE, str(found)
+        assert found.gradients > (10 if dtype == torch.bfloat16 else 1e4), f"{family}: {found}"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_a_state_that_a_fork_writes_into_is_caught_by_the_next_wave(dtype):
+    for family in ("qwen3.5", "lfm2", "granite"):
+        found = verdict(0, dtype, family, fork_writes_into_the_state)
+        assert found.missed and found.gradients > (10 if dtype == torch.bfloat16 else 1e4), f"{family}: {found}"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize(("prefix_len", "mean"), [(64, 0.0), (2048, 1.0), (4096, 1.0)])
 def test_long_prefixes_round_as_short_ones(prefix_len, mean, dtype):
     """In fp32 the rounding of log-sum-exps is the larger part where many values have a mean."""
@@ -99,9 +210,9 @@ def test_long_prefixes_round_as_short_ones(prefix_len, mean, dtype):
     v = (torch.randn(layout.num_tokens, 2, 16) + mean).to(dtype)
     scores = AttentionParams(0.25)
     out = GroupedAttention.apply(q, k, v, None, layout, cpu, scores, None, 0)
-    found = [verify.AttentionCheck() for _ in range(2)]
-    found[0](0, layout, q, k, v, None, scores, out)
-    found[1](0, layout, q, k, v, None, scores, out * (1 + 1e-2))
+    found = [verify.LayerCheck() for _ in range(2)]
+    found[0].attention(0, layout, q, k, v, None, scores, out)
+    found[1].attention(0, layout, q, k, v, None, scores, out * (1 + 1e-2))
     assert found[0].worst < 1.5 and found[1].worst > verify.MAX_ATTENTION
 
 

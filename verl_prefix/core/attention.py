@@ -10,14 +10,14 @@ prefix's keys and values are never repeated per suffix (Prefix Grouper, arXiv 25
 """
 
 import functools
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from verl_prefix.core.kernels import Kernel
 from verl_prefix.core.layout import Layout
-from verl_prefix.core.prefix_cache import PrefixCache, add_at
+from verl_prefix.core.prefix_cache import Key, PrefixCache, add_at
 from verl_prefix.core.sequence_parallel import Shards
 
 # Attention's outputs [T, H, D] and log-sum-exps [H, T] of layers that will run again.
@@ -38,7 +38,7 @@ class AttentionPass:
             then runs no kernel.
         multiplicity: `Layout.multiplicity` of the tokens that this rank has.
         shards: the row's tokens are spread over ranks; q, k, v and sinks are then this rank's heads of all tokens.
-        inspect: called by every layer with (layer, layout, q, k, v, sinks, params, out) of `GroupedAttention`.
+        inspect: sees every layer's inputs and outputs.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class AttentionPass:
         cache: PrefixCache | None = None,
         keep: bool = False,
         shards: Shards | None = None,
-        inspect: Callable[..., None] | None = None,
+        inspect: "Inspect | None" = None,
     ) -> None:
         self.layout = layout
         self.kernel = kernel
@@ -108,6 +108,23 @@ class AttentionParams(NamedTuple):
     scale: float
     window: int | None = None
     softcap: float | None = None
+
+
+class Inspect(Protocol):
+    """An observer of a pass's layers."""
+
+    def attention(
+        self, layer: int, layout: Layout, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+        sinks: torch.Tensor | None, params: AttentionParams, out: torch.Tensor,
+    ) -> None:  # fmt: skip
+        """Arguments and result of `GroupedAttention`."""
+
+    def recurrence(
+        self, key: Key, layout: Layout, inputs: Sequence[torch.Tensor],
+        whole: Callable[[Sequence[torch.Tensor], int], torch.Tensor], out: torch.Tensor,
+    ) -> None:  # fmt: skip
+        """Arguments and result of `recurrence.shared_scan` or `shared_conv`; `whole` runs one row from zeros, behind
+        so many tokens that change nothing."""
 
 
 class GroupedAttention(torch.autograd.Function):

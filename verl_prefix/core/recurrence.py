@@ -30,12 +30,21 @@ class Scanned(NamedTuple):
 Scan = Callable[[Sequence[torch.Tensor], Spans, torch.Tensor | None], Scanned]
 
 
-def shared_scan(attention_pass: AttentionPass, key: Key, inputs: Sequence[torch.Tensor], scan: Scan) -> torch.Tensor:
+def shared_scan(
+    attention_pass: AttentionPass, key: Key, inputs: Sequence[torch.Tensor], scan: Scan, neutral: Sequence[float]
+) -> torch.Tensor:
     """Outputs [T, ...] of a recurrence over the pass's segments, whose suffixes start from their prefix's state.
 
     Args:
         key: the layer's, for the prefix cache. inputs: [T, ...] each, of every token.
+        neutral: the inputs of a token that leaves the state as it is.
     """
+
+    def whole(row: Sequence[torch.Tensor], shift: int) -> torch.Tensor:
+        filled = [torch.cat([x.new_full((shift, *x.shape[1:]), fill), x]) for x, fill in zip(row, neutral, strict=True)]
+        length = len(filled[0])
+        return scan(filled, Spans((0, length), (0, length)), None).outputs[shift:]
+
     prefixes, suffixes = attention_pass.layout.scans
     split = attention_pass.layout.num_prefix
     found, states = [], None
@@ -48,7 +57,10 @@ def shared_scan(attention_pass: AttentionPass, key: Key, inputs: Sequence[torch.
         anchor = next((x for x in inputs if x.requires_grad), inputs[0])
         initial = _continued(attention_pass, key, states, anchor)
         found.append(scan([x[split:] for x in inputs], suffixes, initial).outputs)
-    return torch.cat(found)
+    out = torch.cat(found)
+    if attention_pass.inspect is not None:
+        attention_pass.inspect.recurrence(key, attention_pass.layout, inputs, whole, out)
+    return out
 
 
 def shared_conv(
@@ -76,7 +88,10 @@ def shared_conv(
             before[num:] = continued.unbind()
     found = conv(torch.cat([part for pair in zip(before, pieces, strict=True) for part in pair]))
     lens = [n for piece in pieces for n in (tail_len, len(piece))]
-    return torch.cat(found.split(lens)[1::2])
+    out = torch.cat(found.split(lens)[1::2])
+    if attention_pass.inspect is not None:
+        attention_pass.inspect.recurrence(key, attention_pass.layout, [x], lambda row, shift: conv(row[0]), out)
+    return out
 
 
 def _continued(

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 import torch.distributed as dist
 
-from verl_prefix.core.attention import AttentionPass
+from verl_prefix.core.attention import AttentionPass, Inspect
 from verl_prefix.core.errors import annotate_errors, annotate_loop_body
 from verl_prefix.core.groups import Group
 from verl_prefix.core.layout import Layout, build_layout, dummy_layout, on_device, prefix_layout, prefix_places
@@ -112,7 +112,7 @@ class Schedule:
         offload: bool = False,
         keep_attention: bool = False,
         measure_peak: bool = False,
-        inspect: Callable[..., None] | None = None,
+        inspect: Inspect | None = None,
         sequence_group: dist.ProcessGroup | None = None,
     ) -> None:
         self.model = model

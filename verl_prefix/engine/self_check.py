@@ -1,59 +1,108 @@
 """Self-check of a run: one group through the shared-prefix path and through the stock path, on the run's own weights.
 
-Two comparisons, both by the noise floor: what ours misses is measured in units of what rounding alone does.
+Comparisons by the noise floor: what ours misses is measured in units of what rounding alone does.
 
 - log-probs, which see everything (positions, layout, hook-up), against the stock path; the unit is how far the stock
-  path moves when every attention output is rounded differently.
+  path moves when the outputs of attention and of recurrent mixers are rounded differently.
 - every layer's attention output against dense float64 attention on the same queries, keys and values; the unit is what
   the rounding of probabilities and output to the model's dtype does, and of a log-sum-exp to fp32. In bf16 this sees
   errors of one percent in the kernel, which log-probs of a bf16 model hide.
+- every recurrent layer's convolution and scan against the same kernel on whole rows from zero states; the unit is how
+  far that kernel moves on the same row, rounded differently and some tokens later, behind tokens that change nothing.
+  Ours differs as that does: its chunks begin anew behind the prefix, and so sum in another order, in whatever precision
+  the kernel has inside. Input rounding alone is too small a unit: in fp32 decays are differences of long sums.
+- of recurrent models, gradients of the sum of log-probs, against the stock path's and by its noise, as log-probs: what
+  suffixes send back to their prefix's state shows nowhere else.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from verl_prefix.core.attention import AttentionParams
 from verl_prefix.core.layout import Layout
+from verl_prefix.models.recurrent import mixers
 
 # A perturbed pass rounds once per layer differently; ours does at its matmuls, too, whose shapes differ from stock's.
 MAX_LOG_PROBS = 3.0
 # Two partial outputs and their sum are rounded where a single call rounds once: sqrt(3).
 MAX_ATTENTION = 2.0
+MAX_RECURRENCE = 3.0
+# As log-probs, and in backward again; where rounding flips an expert of a token, by itself up to 4.5 in 60 runs.
+MAX_GRADIENTS = 8.0
 
+_SHIFT = 29  # tokens, which no kernel's chunk is a part or multiple of
 _QUERIES = 16  # of each end of a segment
+_SMALL = 2**20  # elements of a parameter outside of mixers whose gradient is compared: of norms and adapters
 
 
 class Verdict(NamedTuple):
-    """Both figures in units of rounding noise, and the layer with the larger attention error."""
+    """Figures in units of rounding noise, and where the attention, recurrence and gradients with the largest are."""
 
     log_probs: float
     attention: float
     layer: int
+    recurrence: float = 0.0
+    key: Hashable = None
+    gradients: float = 0.0
+    part: str = ""
 
     @property
     def missed(self) -> bool:
-        return not (self.log_probs <= MAX_LOG_PROBS and self.attention <= MAX_ATTENTION)
+        return not (
+            self.log_probs <= MAX_LOG_PROBS
+            and self.attention <= MAX_ATTENTION
+            and self.recurrence <= MAX_RECURRENCE
+            and self.gradients <= MAX_GRADIENTS
+        )
 
     def __str__(self) -> str:
-        return (
+        found = (
             f"log-probs differ from the stock path's by {self.log_probs:.3g} times rounding noise (at most "
             f"{MAX_LOG_PROBS:g}), attention of layer {self.layer} from dense float64 by {self.attention:.3g} times (at "
             f"most {MAX_ATTENTION:g})"
         )
+        if self.key is None:
+            return found
+        return (
+            f"{found}, {self.key} from whole rows by {self.recurrence:.3g} times (at most {MAX_RECURRENCE:g}), "
+            f"gradients of {self.part} from the stock path's by {self.gradients:.3g} times (at most {MAX_GRADIENTS:g})"
+        )
 
 
-class AttentionCheck:
-    """An `AttentionPass.inspect` for packed passes of one group; `worst` ratio and its `layer`."""
+class LayerCheck:
+    """An `AttentionPass.inspect` for packed passes of one group: the largest ratio of attention and its `layer`, that
+    of recurrent layers and its `key`."""
 
     def __init__(self) -> None:
         self.worst = 0.0
         self.layer = -1
+        self.worst_recurrence = 0.0
+        self.key: Hashable = None
+        self._rounding = _Rounding()
 
     @torch.no_grad()
-    def __call__(
+    def recurrence(
+        self, key: Hashable, layout: Layout, inputs: Sequence[torch.Tensor],
+        whole: Callable[[Sequence[torch.Tensor], int], torch.Tensor], out: torch.Tensor,
+    ) -> None:  # fmt: skip
+        """Compares each segment's outputs with those of a row that begins with the prefix."""
+        prefix_len = layout.num_prefix
+        start = 0
+        for segment in layout.segments:
+            behind, end = prefix_len if segment.prefix_len else 0, start + segment.length
+            row = [torch.cat([x[:behind], x[start:end]]) for x in inputs]
+            truth = whole(row, 0)[behind:]
+            moved = whole([self._rounding.disturb(x) for x in row], _SHIFT)[behind:]
+            ratio = _ratio((out[start:end] - truth).square().sum().item(), (moved - truth).square().sum().item())
+            if ratio > self.worst_recurrence:
+                self.worst_recurrence, self.key = ratio, key
+            start = end
+
+    @torch.no_grad()
+    def attention(
         self, layer: int, layout: Layout, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
         sinks: torch.Tensor | None, params: AttentionParams, out: torch.Tensor,
     ) -> None:  # fmt: skip
@@ -70,10 +119,15 @@ class AttentionCheck:
             error += (out[start + query] - truth).square().sum().item()
             noise += (rounded - truth).square().sum().item()
             start += segment.length
-        ratio = (error / max(noise, 1e-300)) ** 0.5
-        ratio = float("inf") if ratio != ratio else ratio  # a later layer must not hide it
+        ratio = _ratio(error, noise)
         if ratio > self.worst:
             self.worst, self.layer = ratio, layer
+
+
+def _ratio(error: float, noise: float) -> float:
+    """Of norms, from their squares."""
+    ratio = (error / max(noise, 1e-300)) ** 0.5
+    return float("inf") if ratio != ratio else ratio  # a later layer must not hide it
 
 
 def _dense(q, k, v, sinks, params: AttentionParams, position: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -99,21 +153,43 @@ def _dense(q, k, v, sinks, params: AttentionParams, position: torch.Tensor) -> t
     return truth, rounded
 
 
+class _Rounding:
+    """Tensors that are off by up to one rounding step, differently each time; the run's own random state stays."""
+
+    def __init__(self) -> None:
+        self._generators: dict[torch.device, torch.Generator] = {}
+
+    def disturb(self, x: torch.Tensor, eps: float | None = None) -> torch.Tensor:
+        """x, rounded differently; eps: a rounding step, if not that of its dtype."""
+        # Parameters may wait on another device (fsdp_config.offload_policy).
+        generator = self._generators.setdefault(x.device, torch.Generator(x.device).manual_seed(0))
+        step = torch.finfo(x.dtype).eps if eps is None else eps
+        return (x * (1 + step * (2 * torch.rand(x.shape, device=x.device, generator=generator) - 1))).to(x.dtype)
+
+
 @contextmanager
 def rounding_noise(model: torch.nn.Module, dtype: torch.dtype) -> Iterator[None]:
-    """While open, every attention output is off by up to one rounding step of `dtype`, differently each time."""
-    eps = torch.finfo(dtype).eps
-    generators: dict[torch.device, torch.Generator] = {}  # the run's own random state stays as it is
+    """While open, every output of attention and of recurrent mixers is off by up to one rounding step of `dtype`,
+    differently each time, and so are its gradient and, in fp32, what mixers read."""
+    eps, rounding = torch.finfo(dtype).eps, _Rounding()
 
-    def disturb(module: torch.nn.Module, args: tuple, output: tuple) -> tuple:
-        out = output[0]
-        # Parameters may wait on another device (fsdp_config.offload_policy).
-        generator = generators.setdefault(out.device, torch.Generator(out.device).manual_seed(0))
-        factor = 1 + eps * (2 * torch.rand(out.shape, device=out.device, generator=generator) - 1)
-        return (out * factor).to(out.dtype), *output[1:]
+    def disturb_output(module: torch.nn.Module, args: tuple, output: Any) -> Any:
+        out = rounding.disturb(output[0] if isinstance(output, tuple) else output, eps)
+        if out.requires_grad:
+            out.register_hook(lambda grad: rounding.disturb(grad, eps))
+        return (out, *output[1:]) if isinstance(output, tuple) else out
 
+    def disturb_input(module: torch.nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        if args:
+            return (rounding.disturb(args[0], eps), *args[1:]), kwargs
+        return args, kwargs | {"hidden_states": rounding.disturb(kwargs["hidden_states"], eps)}
+
+    recurrent = mixers(model)
     attention = [m for m in model.modules() if hasattr(m, "layer_idx") and hasattr(m, "is_causal")]
-    handles = [module.register_forward_hook(disturb) for module in attention]
+    handles = [module.register_forward_hook(disturb_output) for module in [*attention, *recurrent]]
+    # In fp32 a scan's own rounding (of decays, which are differences of sums) is larger than that of what it gives.
+    if dtype == torch.float32:
+        handles += [module.register_forward_pre_hook(disturb_input, with_kwargs=True) for module in recurrent]
     try:
         yield
     finally:
@@ -121,36 +197,101 @@ def rounding_noise(model: torch.nn.Module, dtype: torch.dtype) -> Iterator[None]
             handle.remove()
 
 
+class Gradients:
+    """Gradients of a recurrent model's checked rows, by parts of it: each mixer, and all else that is small.
+
+    What each rank has of them. While open, those that the run has gathered wait.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._all = [p for p in model.parameters() if p.requires_grad]
+        found = mixers(model)
+        parts = {f"the mixer of layer {m.layer_idx}": [p for p in m.parameters() if p.requires_grad] for m in found}
+        of_mixers = {p for part in parts.values() for p in part}
+        parts["all else"] = [p for p in self._all if p not in of_mixers and p.numel() <= _SMALL]
+        self.parts = {name: part for name, part in parts.items() if part}
+
+    def __enter__(self) -> "Gradients":
+        self._of_the_run = [p.grad for p in self._all]
+        self._forget()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        for parameter, grad in zip(self._all, self._of_the_run, strict=True):
+            parameter.grad = grad
+        del self._of_the_run
+        self._truth: list[list[torch.Tensor]] = []
+
+    def keep(self) -> list[float]:
+        """Takes the last pass's gradients as the truth, which waits in host memory; their squared norms by part."""
+        self._truth = [[_local_grad(p).cpu() for p in part] for part in self.parts.values()]
+        self._forget()
+        return [sum(x.double().square().sum().item() for x in part) for part in self._truth]
+
+    def distances(self) -> list[float]:
+        """Squared distances of the last pass's from the truth, by part."""
+        pairs = (zip(part, truth, strict=True) for part, truth in zip(self.parts.values(), self._truth, strict=True))
+        found = [sum((_local_grad(p).cpu() - x).double().square().sum().item() for p, x in part) for part in pairs]
+        self._forget()
+        return found
+
+    def _forget(self) -> None:
+        for parameter in self._all:
+            parameter.grad = None
+
+
+def _local_grad(parameter: torch.nn.Parameter) -> torch.Tensor:
+    """This rank's shard."""
+    grad: Any = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+    return (grad.to_local() if hasattr(grad, "to_local") else grad).detach()
+
+
 def check(
     stock: Callable[[], torch.Tensor],
-    ours: Callable[[str, AttentionCheck | None], torch.Tensor],
+    ours: Callable[[str, LayerCheck | None], torch.Tensor],
     rounding_noise: Callable[[], AbstractContextManager],
     reduce_sum: Callable[[list[float]], list[float]] = lambda values: values,
     num_perturbed: int = 3,
+    gradients: Gradients | None = None,
 ) -> Verdict:
     """Compares one group's response log-probs; those of all ranks together, since few tokens say little.
 
     Args:
-        stock: [n] log-probs by the stock path, without gradients.
-        ours: the same by schedule "packed" or "phased", whose attention passes get the check to inspect.
-        rounding_noise: while open, attention outputs are rounded differently each time.
+        stock: [n] log-probs by the stock path; without gradients, or with those of their sum where `gradients` are
+            compared.
+        ours: the same by schedule "packed" or "phased", whose layers the check gets to inspect.
+        rounding_noise: while open, layers' outputs are rounded differently each time.
         reduce_sum: element-wise sum over ranks.
         num_perturbed: stock passes with noise.
     """
-    attention = AttentionCheck()
-    found = [ours("packed", attention), ours("phased", None)]
-    truth = stock()
-    with rounding_noise():
-        perturbed = [stock() for _ in range(num_perturbed)]
 
     def sum_of_squares(x: torch.Tensor) -> float:
         return x.double().square().sum().item()
 
+    layers, parts = LayerCheck(), gradients.parts if gradients else {}
+    truth, norms = stock(), gradients.keep() if gradients else []
+
+    def distances(log_probs: torch.Tensor) -> list[float]:
+        """Of log-probs, then of the gradients of each part."""
+        return [sum_of_squares(log_probs.double() - truth), *(gradients.distances() if gradients else ())]
+
+    with rounding_noise():
+        perturbed = [distances(stock()) for _ in range(num_perturbed)]
+    found = [distances(ours("packed", layers)), distances(ours("phased", None))]
     # Log-probs of low precision have a grid, on which small noise may change nothing.
     grid = torch.finfo(truth.dtype).eps ** 2 * sum_of_squares(truth)
-    noise = sum(sum_of_squares(x.double() - truth) for x in perturbed) / len(perturbed) + grid
-    *errors, noise = reduce_sum([*(sum_of_squares(x.double() - truth) for x in found), noise])
+    noises = [sum(column) / len(perturbed) for column in zip(*perturbed, strict=True)]
+    noises[0] += grid
+    reduced = reduce_sum([*found[0], *found[1], *noises, *norms])
+    size = len(noises)
+    packed, phased, noises, norms = (reduced[i : i + size] for i in range(0, 4 * size, size))
     # A NaN must not get lost in max().
-    worst = max(errors) if all(error == error for error in errors) else float("nan")
-    log_probs = (worst / noise) ** 0.5 if noise else 0.0  # no noise: empty responses on every rank
-    return Verdict(log_probs, attention.worst, attention.layer)
+    errors = [max(pair) if all(x == x for x in pair) else float("nan") for pair in zip(packed, phased, strict=True)]
+    # No noise: empty responses on every rank.
+    ratios = [(error / noise) ** 0.5 if noise else 0.0 for error, noise in zip(errors, noises, strict=True)]
+    part, worst = "", 0.0
+    for name, ratio, norm in zip(parts, ratios[1:], norms, strict=True):
+        overflows = norm in (float("inf"),) or norm != norm  # by the loss scale of fp16, which falls behind such a step
+        if not overflows and not ratio <= worst:
+            part, worst = name, float("inf") if ratio != ratio else ratio
+    return Verdict(ratios[0], layers.worst, layers.layer, layers.worst_recurrence, layers.key, worst, part)

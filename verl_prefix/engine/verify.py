@@ -5,6 +5,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -17,7 +18,8 @@ from verl_prefix.config import PrefixConfig
 from verl_prefix.core.groups import Group
 from verl_prefix.core.waves import Plan, make_plan, pad_to_same_passes
 from verl_prefix.engine.mini_batch import MiniBatch, row_lens
-from verl_prefix.engine.self_check import Verdict, check, rounding_noise
+from verl_prefix.engine.self_check import Gradients, LayerCheck, Verdict, check, rounding_noise
+from verl_prefix.models.recurrent import mixers
 from verl_prefix.models.vision import is_vision_config, num_tower_runs
 
 logger = logging.getLogger(__name__)
@@ -32,11 +34,12 @@ class Engine(Protocol):
     prefix_config: PrefixConfig
     _autocast_dtype: torch.dtype
 
-    def stock_batch(self, data: TensorDict, loss_function: None, forward_only: bool) -> dict[str, Any]: ...
+    def stock_batch(self, data: TensorDict, loss_function: Callable | None, forward_only: bool) -> dict[str, Any]: ...
 
     def run_plan(
-        self, data: TensorDict, plan: Plan, loss_function: None, forward_only: bool, inspect: Callable | None
-    ) -> tuple[MiniBatch, Any]: ...
+        self, data: TensorDict, plan: Plan, loss_function: Callable | None, forward_only: bool,
+        inspect: LayerCheck | None,
+    ) -> tuple[MiniBatch, Any]: ...  # fmt: skip
 
     def reduce_max(self, values: Sequence[float]) -> list[float]: ...
 
@@ -83,7 +86,9 @@ class Verification:
                 self._said_waiting = True
             return {}
         self._num_updates += 1
-        verdict = self._verdict(data, _cheapest(candidates, len(data)), budget)
+        # Forward and backward of a recurrent model take as long as three forwards: fewer rows, or passes with noise.
+        batch = len(data) // 3 if mixers(self.engine.module) else len(data)
+        verdict = self._verdict(data, _cheapest(candidates, batch), budget, batch)
         if verdict.missed:
             message = f"prefix.verify, update {self._num_updates}: {verdict}"
             if options.verify_action == "raise":
@@ -92,43 +97,56 @@ class Verification:
                     "actor_rollout_ref.actor.prefix.verify_action=fallback to go on with the stock path"
                 )
             self.failure = f"the self-check missed: {message}"
-        return {
+        found = {
             "prefix/verify_log_probs": [verdict.log_probs],
             "prefix/verify_attention": [verdict.attention],
             "timing_s/prefix_verify": [time.perf_counter() - start],
         }
+        if mixers(self.engine.module):
+            found["prefix/verify_recurrence"] = [verdict.recurrence]
+            found["prefix/verify_gradients"] = [verdict.gradients]
+        return found
 
-    def _verdict(self, data: TensorDict, group: Group, budget: int) -> Verdict:
+    def _verdict(self, data: TensorDict, group: Group, budget: int, batch: int) -> Verdict:
+        """Checks a group cut to its checked rows; batch: this rank's rows, as `_num_perturbed` counts them."""
         engine = self.engine
         # Every rank runs as many stock passes, one row each: the budget may have no room for logits of more.
-        most, fewer = engine.reduce_max([len(group.rows), -_num_perturbed(len(data), len(group.rows))])
+        most, fewer = engine.reduce_max([len(group.rows), -_num_perturbed(batch, len(group.rows))])
         repeated = group.rows[-1:] * (int(most) - len(group.rows))
         rows, rows_alone = (self._rows(data, chosen) for chosen in (group.rows, group.rows + repeated))
         tu.assign_non_tensor(rows_alone, use_dynamic_bsz=False, micro_batch_size_per_gpu=1)
         group = replace(group, rows=tuple(range(len(group.rows))))
+        gradients = Gradients(engine.module) if mixers(engine.module) else None
+        loss = gradients and _sum_of_log_probs
+        _, lens = row_lens(rows)
+        for chosen in (rows, rows_alone):  # repeated rows count for nothing
+            chosen["verify_weight"] = torch.tensor([float(i < len(lens)) / len(lens) for i in range(len(chosen))])
 
         def responses(output: dict) -> torch.Tensor:
-            _, lens = row_lens(rows)
             log_probs = output["model_output"]["log_probs"].unbind()[: len(lens)]
             return torch.cat([row[len(row) - n - 1 : len(row) - 1] for row, n in zip(log_probs, lens, strict=True)])
 
         def stock() -> torch.Tensor:
-            return responses(engine.stock_batch(rows_alone.copy(), None, forward_only=True))
+            return responses(engine.stock_batch(rows_alone.copy(), loss, forward_only=loss is None))
 
-        def ours(path: str, inspect: Callable | None) -> torch.Tensor:
-            plan = pad_to_same_passes(make_plan([group], budget, path), engine.reduce_max)
-            mini_batch, _ = engine.run_plan(rows, plan, None, forward_only=True, inspect=inspect)
+        def ours(path: str, inspect: LayerCheck | None) -> torch.Tensor:
+            # Several waves of a recurrent model read one state, and their gradients add up.
+            plan = make_plan([group], budget, path, wave_tokens=1 if gradients else None)
+            plan = pad_to_same_passes(plan, engine.reduce_max)
+            mini_batch, _ = engine.run_plan(rows, plan, loss, forward_only=loss is None, inspect=inspect)
             return responses(postprocess_batch_func(*mini_batch.outputs(plan), data=rows))
 
         noise = functools.partial(rounding_noise, engine.module, engine._autocast_dtype)
-        verdict = check(stock, ours, noise, engine.reduce_sum, int(-fewer))
+        with gradients or nullcontext():
+            verdict = check(stock, ours, noise, engine.reduce_sum, int(-fewer), gradients)
         # A NaN, which is no more than anything, must not get lost in the maximum.
-        attention = math.inf if math.isnan(verdict.attention) else verdict.attention
-        return verdict._replace(attention=engine.reduce_max([attention])[0])
+        figures = verdict.attention, verdict.recurrence
+        attention, recurrence = engine.reduce_max([math.inf if math.isnan(x) else x for x in figures])
+        return verdict._replace(attention=attention, recurrence=recurrence)
 
     def _rows(self, data: TensorDict, rows: Sequence[int]) -> TensorDict:
         chosen = tu.index_select_tensor_dict(data, list(rows))
-        tu.assign_non_tensor(chosen, calculate_entropy=False, calculate_sum_pi_squared=False)
+        tu.assign_non_tensor(chosen, calculate_entropy=False, calculate_sum_pi_squared=False, return_model_output=True)
         return chosen
 
     def _checkable(self, data: TensorDict, groups: Sequence[Group]) -> Sequence[Group]:
@@ -141,6 +159,15 @@ class Verification:
             chosen = {n: [group for group, m in zip(groups, runs, strict=True) if m == n] for n in (1, 2)}
         lacking = self.engine.reduce_max([not groups for groups in chosen.values()])
         return next((groups for groups, lacks in zip(chosen.values(), lacking, strict=True) if not lacks), [])
+
+
+def _sum_of_log_probs(model_output: dict, data: TensorDict, **_: object) -> tuple[torch.Tensor, dict]:
+    """A loss to compare gradients by: the first tokens of a response, which read most of their prefix, count most."""
+    log_probs, loss = model_output["log_probs"], 0.0 * model_output["log_probs"].values().sum()
+    for row, length, weight in zip(log_probs.unbind(), row_lens(data)[1], data["verify_weight"], strict=True):
+        falling = 1 / torch.arange(1, length + 1, device=row.device)
+        loss = loss - weight * (row[len(row) - length - 1 : len(row) - 1] * falling).sum()
+    return loss, {}
 
 
 def _num_perturbed(batch: int, checked: int) -> int:

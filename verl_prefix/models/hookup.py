@@ -71,7 +71,7 @@ def grouped_attention_forward(
         q, k, v, s_aux, prefix_pass.layout, kernel, params, prefix_pass.cache, module.layer_idx, prefix_pass.kept
     )
     if prefix_pass.inspect is not None:
-        prefix_pass.inspect(module.layer_idx, prefix_pass.layout, q, k, v, s_aux, params, out)
+        prefix_pass.inspect.attention(module.layer_idx, prefix_pass.layout, q, k, v, s_aux, params, out)
     return (out if shards is None else shards.to_tokens(out)).unsqueeze(0), None
 
 

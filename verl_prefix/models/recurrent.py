@@ -76,10 +76,10 @@ class Mixer:
 
         return shared_conv(self._pass(), (part, self.module.layer_idx), x, weight.shape[-1], conv)
 
-    def _scan(self, inputs: Sequence[torch.Tensor], scan: Scan) -> torch.Tensor:
+    def _scan(self, inputs: Sequence[torch.Tensor], scan: Scan, neutral: Sequence[float]) -> torch.Tensor:
         attention_pass = self._pass()
         attention_pass.num_calls += 1
-        return shared_scan(attention_pass, ("scan", self.module.layer_idx), inputs, scan)
+        return shared_scan(attention_pass, ("scan", self.module.layer_idx), inputs, scan, neutral)
 
 
 class GatedDeltaNet(Mixer):
@@ -115,7 +115,7 @@ class GatedDeltaNet(Mixer):
             outputs, states = rule(q, k, v, g=g, beta=beta, **options)
             return Scanned(from_rows(outputs, segments.lens), states)
 
-        return self._scan([x[0] for x in (query, key, value, g, beta)], scan).unsqueeze(0), None
+        return self._scan([x[0] for x in (query, key, value, g, beta)], scan, [0.0] * 5).unsqueeze(0), None
 
 
 class ShortConv(Mixer):
@@ -169,7 +169,7 @@ class Mamba2(Mixer):
             )
             return Scanned(from_rows(outputs, segments.lens), states)
 
-        return self._scan([y[0] for y in (x, B, C, dt)], scan).unsqueeze(0), None
+        return self._scan([y[0] for y in (x, B, C, dt)], scan, (0.0, 0.0, 0.0, _NO_STEP)).unsqueeze(0), None
 
 
 def _conv_call(
