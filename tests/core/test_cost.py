@@ -43,6 +43,9 @@ def test_passes_of_a_plan_count_each_token_once():
     stock = cost.stock_passes(SHAPE, groups, budget=60, dense_mask=False)
     assert sum(p.tokens for p in stock) == 3 * 21 + 18 + 11 + 4 and len(stock) == 2
     assert sum(p.pairs for p in cost.stock_passes(SHAPE, groups, 60, dense_mask=True)) > sum(p.pairs for p in stock)
+    alone = cost.stock_passes(SHAPE, groups, 60, dense_mask=True, one_row=True)
+    assert len(alone) == sum(len(group.rows) for group in groups) > len(stock)
+    assert [sum(column) for column in zip(*alone, strict=True)] == [sum(column) for column in zip(*stock, strict=True)]
 
 
 @pytest.mark.parametrize(

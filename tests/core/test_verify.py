@@ -7,13 +7,18 @@ import dataclasses
 import pytest
 import torch
 import transformers
+from broken_states import (
+    conv_tail_one_token_off,
+    fork_writes_into_the_state,
+    gradients_dropped_in_packed,
+    gradients_dropped_in_phased,
+    states_of_zero,
+)
 
-from verl_prefix.core import recurrence
 from verl_prefix.core.attention import AttentionParams, GroupedAttention
 from verl_prefix.core.groups import Group
 from verl_prefix.core.kernels import cpu
 from verl_prefix.core.layout import Layout, build_layout
-from verl_prefix.core.prefix_cache import PrefixCache
 from verl_prefix.engine import self_check as verify
 from verl_prefix.models.hookup import HookedModel
 from verl_prefix.testing import random_rollouts, run_shared, run_stock
@@ -102,50 +107,6 @@ def positions_restarted(patch):
     )  # fmt: skip
 
 
-def states_of_zero(patch):
-    made = recurrence._continued
-    zero = lambda found: None if found is None else torch.zeros_like(found)  # noqa: E731
-    patch.setattr(recurrence, "_continued", lambda p, key, *args: zero(made(p, key, *args)))
-
-
-def conv_tail_one_token_off(patch):
-    made = recurrence._continued
-
-    def off(attention_pass, key, *args):
-        found = made(attention_pass, key, *args)
-        return found if found is None or key[0] == "scan" else found.roll(1, dims=1)
-
-    patch.setattr(recurrence, "_continued", off)
-
-
-def state_gradients_dropped_in_packed(patch):
-    backward = recurrence._Fork.backward
-
-    def dropped(ctx, grad):
-        return backward(ctx, torch.zeros_like(grad) if ctx.args[1] is None else grad)
-
-    patch.setattr(recurrence._Fork, "backward", staticmethod(dropped))
-
-
-def state_gradients_dropped_in_phased(patch):
-    add = PrefixCache.add_grad
-    patch.setattr(
-        PrefixCache, "add_grad", lambda self, key, *args: None if isinstance(key, tuple) else add(self, key, *args)
-    )
-
-
-def fork_writes_into_the_state(patch):
-    """As a kernel that leaves a suffix's last state in the buffer of the first: a later wave goes on from there."""
-    forward = recurrence._Fork.forward
-
-    def written(ctx, states, *args):
-        found = forward(ctx, states, *args)
-        states.detach().mul_(-1)
-        return found
-
-    patch.setattr(recurrence._Fork, "forward", staticmethod(written))
-
-
 def test_bf16_rounding_passes_over_100_seeds():
     verdicts = [verdict(seed, torch.bfloat16) for seed in range(100)]
     assert not [v for v in verdicts if v.missed], [str(v) for v in verdicts if v.missed]
@@ -184,7 +145,7 @@ def test_a_wrong_state_is_caught_by_the_recurrence_of_its_layer(broken, dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("broken", [state_gradients_dropped_in_packed, state_gradients_dropped_in_phased])
+@pytest.mark.parametrize("broken", [gradients_dropped_in_packed, gradients_dropped_in_phased])
 def test_a_dropped_gradient_of_states_is_caught_by_gradients_alone(broken, dtype):
     for family in ("qwen3.5", "lfm2", "granite"):
         found = verdict(0, dtype, family, broken)
@@ -266,3 +227,23 @@ def test_noise_is_where_the_output_is():
     with verify.rounding_noise(module, torch.bfloat16):
         off = (module(x)[0] - x).abs().max()
     assert 0 < off <= torch.finfo(torch.bfloat16).eps
+
+
+def test_gradients_that_a_run_has_gathered_wait_for_the_check():
+    model = transformers.AutoModelForCausalLM.from_config(
+        transformers.Lfm2Config(
+            vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
+            num_key_value_heads=1, layer_types=["conv", "full_attention"], pad_token_id=0,
+        )
+    )  # fmt: skip
+    batch = random_rollouts([(9, [4, 3])], 64)
+    run_stock(model, batch)
+    gathered = [parameter.grad.clone() for parameter in model.parameters()]
+    with verify.Gradients(model) as gradients:
+        assert all(parameter.grad is None for parameter in model.parameters())
+        run_stock(model, batch)
+        norms = gradients.keep()
+        run_stock(model, batch)
+        assert list(gradients.parts) == ["the mixer of layer 0", "all else"] and min(norms) > 0
+        assert max(gradients.distances()) == 0.0
+    assert all(torch.equal(p.grad, grad) for p, grad in zip(model.parameters(), gathered, strict=True))

@@ -1,0 +1,55 @@
+"""States of recurrent layers that are wrong on purpose: each takes a `pytest.MonkeyPatch`."""
+
+import torch
+
+from verl_prefix.core import recurrence
+from verl_prefix.core.prefix_cache import PrefixCache
+
+
+def states_of_zero(patch):
+    """Suffixes start as if they had no prefix."""
+    made = recurrence._continued
+
+    def zero(*args):
+        found = made(*args)
+        return None if found is None else torch.zeros_like(found)
+
+    patch.setattr(recurrence, "_continued", zero)
+
+
+def conv_tail_one_token_off(patch):
+    made = recurrence._continued
+
+    def off(attention_pass, key, *args):
+        found = made(attention_pass, key, *args)
+        return found if found is None or key[0] == "scan" else found.roll(1, dims=1)
+
+    patch.setattr(recurrence, "_continued", off)
+
+
+def gradients_dropped_in_packed(patch):
+    backward = recurrence._Fork.backward
+
+    def dropped(ctx, grad):
+        return backward(ctx, torch.zeros_like(grad) if ctx.args[1] is None else grad)
+
+    patch.setattr(recurrence._Fork, "backward", staticmethod(dropped))
+
+
+def gradients_dropped_in_phased(patch):
+    add = PrefixCache.add_grad
+    patch.setattr(
+        PrefixCache, "add_grad", lambda self, key, *args: None if isinstance(key, tuple) else add(self, key, *args)
+    )
+
+
+def fork_writes_into_the_state(patch):
+    """As a kernel that works in place: a later wave goes on from what an earlier one left."""
+    forward = recurrence._Fork.forward
+
+    def written(ctx, states, *args):
+        found = forward(ctx, states, *args)
+        states.detach().mul_(-1)
+        return found
+
+    patch.setattr(recurrence._Fork, "forward", staticmethod(written))
