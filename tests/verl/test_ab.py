@@ -395,3 +395,14 @@ def test_bad_words_are_one_line_exit_code_2_and_no_report(words, says, tmp_path,
         code = error.code
     (line,) = capsys.readouterr().err.splitlines()
     assert code == 2 and says in line and not (tmp_path / "out").exists()
+
+
+@pytest.mark.ray
+def test_stock_takes_recurrent_rows_one_by_one_and_the_report_says_so(tmp_path, replay, monkeypatch):
+    made = source.synthetic_manifest
+    monkeypatch.setattr(source, "synthetic_manifest", lambda shape: made(shape) | {"stock_row_by_row": False})
+    model = write_tiny_model(tmp_path / "model", family="olmo_hybrid", initializer_range=0.1)
+    words = ("--synthetic", "24,8,2,2", "--model", model, "--steps", 2, "--truth-steps", 1)
+    done = replay(*words, "--arms", "packed,phased,stock_repacked", "--out", tmp_path / "out")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "verl does not tell OlmoHybridGatedDeltaNet" in (tmp_path / "out" / "report.md").read_text()
