@@ -14,15 +14,14 @@ import re
 import sys
 from pathlib import Path
 
+import broken_states
 import pytest
 import torch
 import transformers
 
-from verl_prefix.core import recurrence
 from verl_prefix.core.attention import AttentionPass, GroupedAttention
 from verl_prefix.core.kernels import cpu, reference
 from verl_prefix.core.layout import Layout
-from verl_prefix.core.prefix_cache import PrefixCache
 from verl_prefix.models.support import check_dropout, check_supported
 from verl_prefix.testing import random_rollouts, run_shared, run_stock
 
@@ -266,42 +265,6 @@ def kv_heads_in_wrong_order(monkeypatch):
     )
 
 
-def states_of_zero(monkeypatch):
-    monkeypatch.setattr(recurrence, "_continued", lambda *args: None)
-
-
-def state_gradients_dropped(monkeypatch):
-    """Log-probs stay right."""
-    add_grad, backward = PrefixCache.add_grad, recurrence._Fork.backward
-    monkeypatch.setattr(
-        PrefixCache, "add_grad", lambda self, key, *args: isinstance(key, tuple) or add_grad(self, key, *args)
-    )
-    monkeypatch.setattr(
-        recurrence._Fork, "backward", lambda ctx, grad: backward(ctx, grad * (ctx.args[2][0] != "scan"))
-    )
-
-
-def tail_one_token_off(monkeypatch):
-    fork = recurrence._Fork.forward
-
-    def shifted(ctx, states, *args):
-        return fork(ctx, states.roll(1, 1) if args[-1][0] == "conv" else states, *args)
-
-    monkeypatch.setattr(recurrence._Fork, "forward", shifted)
-
-
-def fork_writes_into_the_state(monkeypatch):
-    """Which the next wave reads."""
-    fork = recurrence._Fork.forward
-
-    def writes(ctx, states, *args):
-        chosen = fork(ctx, states, *args)
-        states.data.mul_(0.9)
-        return chosen
-
-    monkeypatch.setattr(recurrence._Fork, "forward", writes)
-
-
 @functools.cache
 def stock_of(family: str) -> dict[str, torch.Tensor]:
     """What every sabotage of a family is far off from; asked for before anything is broken."""
@@ -317,9 +280,6 @@ def stock_of(family: str) -> dict[str, torch.Tensor]:
         ("gpt-oss-window-9", sinks_ignored), ("gpt-oss-window-9", sinks_detached),
         ("gemma2-window-9", softcap_ignored), ("gemma2-window-9", softcap_without_its_slope),
         ("llama3", kv_heads_in_wrong_order),
-        ("qwen3.5", states_of_zero), ("granite4-h", states_of_zero), ("lfm2", states_of_zero),
-        ("qwen3.5", state_gradients_dropped), ("bamba", state_gradients_dropped),
-        ("qwen3.5", tail_one_token_off), ("lfm2", tail_one_token_off), ("granite4-h", tail_one_token_off),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -331,10 +291,20 @@ def test_broken_maths_is_far_off(family, sabotage, schedule, monkeypatch):
     assert truth.keys() - ours.keys() or max(errors(ours, truth).values()) > 100 * 5e-6
 
 
-def test_a_fork_that_writes_into_the_shared_state_is_far_off(monkeypatch):
-    model, batch, truth = build("qwen3.5"), random_rollouts(SHAPE, 128), stock_of("qwen3.5")
-    fork_writes_into_the_state(monkeypatch)
-    ours = measure(model, lambda: run_shared(model, batch, **SCHEDULES["phased"]))
+@pytest.mark.parametrize(
+    ("broken", "schedule"),
+    [
+        *(("states_of_zero", schedule) for schedule in SCHEDULES),
+        *(("conv_tail_one_token_off", schedule) for schedule in SCHEDULES),
+        ("gradients_dropped_in_packed", "packed"), ("gradients_dropped_in_phased", "phased"),
+        ("fork_writes_into_the_state", "phased"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("family", ["qwen3.5", "granite4-h", "lfm2"])
+def test_broken_states_are_far_off(family, broken, schedule, monkeypatch):
+    model, batch, truth = build(family), random_rollouts(SHAPE, 128), stock_of(family)
+    getattr(broken_states, broken)(monkeypatch)
+    ours = measure(model, lambda: run_shared(model, batch, **SCHEDULES[schedule]))
     assert max(errors(ours, truth).values()) > 100 * 5e-6
 
 

@@ -458,7 +458,9 @@ def test_prompts_with_clips_are_as_long_as_verl_makes_them(tmp_path):
 def test_a_leak_of_verls_own_path_is_said_and_priced(folder, tmp_path):
     write_tiny_model(tmp_path / "model", family="lfm2")
     words = (f"actor_rollout_ref.model.path={tmp_path}/model", "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=4096")
-    found, padded = (build(folder, *words, f"actor_rollout_ref.model.use_remove_padding={x}") for x in ("true", "false"))
+    found, padded = (
+        build(folder, *words, f"actor_rollout_ref.model.use_remove_padding={x}") for x in ("true", "false")
+    )
     assert found["unsupported"] == [] and padded["notes"] == build(folder)["notes"] == []
     assert "model_engine=dp would be wrong for this model: verl does not tell Lfm2ShortConv" in found["notes"][0]
     assert found["added_gib"]["stock"] < padded["added_gib"]["stock"], "logits of one row"
