@@ -23,7 +23,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from verl_prefix.core import offload
-from verl_prefix.core.prefix_cache import PrefixCache
+from verl_prefix.core.prefix_cache import Key, PrefixCache
 from verl_prefix.tools.simulate.accelerator import CLOCK, Stream
 from verl_prefix.tools.simulate.hardware import Hardware
 from verl_prefix.tools.simulate.operations import (
@@ -196,10 +196,10 @@ class Tracker(TorchDispatchMode):
             tracker._resized(storage, size)
             return out
 
-        def captured(cache: PrefixCache, layer: int, k: torch.Tensor, v: torch.Tensor) -> Any:
-            for x in (k, v):
+        def captured(cache: PrefixCache, key: Key, *tensors: torch.Tensor, **options: Any) -> Any:
+            for x in tensors:
                 tracker.assign(x, "prefix cache")
-            return capture(cache, layer, k, v)
+            return capture(cache, key, *tensors, **options)
 
         def after_backward(group: FSDPParamGroup, *unused: Any) -> None:
             post_backward(group, *unused)
