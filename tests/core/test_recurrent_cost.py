@@ -209,3 +209,10 @@ def test_a_least_time_step_is_refused():
     assert not unsupported_reasons(transformers.BambaConfig())
     (reason,) = unsupported_reasons(transformers.BambaConfig(time_step_limit=(0.001, 0.1)))
     assert reason.startswith("time_step_limit=(0.001, 0.1)")
+
+
+@pytest.mark.parametrize("config_class", ["BambaConfig", "Qwen3NextConfig"])
+def test_another_activation_behind_convolutions_is_refused(config_class):
+    """Bamba would then convolve across segments, past causal_conv1d; others would leave the activation out."""
+    (reason,) = unsupported_reasons(getattr(transformers, config_class)(hidden_act="gelu"))
+    assert reason.startswith("hidden_act=gelu")

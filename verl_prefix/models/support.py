@@ -37,6 +37,8 @@ def unsupported_reasons(config: PretrainedConfig) -> list[str]:
             reasons.append(f"{name}={getattr(text, name)}")
     if has_states and (getattr(text, "time_step_limit", None) or (0.0,))[0] > 0:
         reasons.append(f"time_step_limit={text.time_step_limit}, by which padding would wear a state down")
+    if has_states and getattr(text, "hidden_act", "silu") not in ("silu", "swish"):
+        reasons.append(f"hidden_act={text.hidden_act}, which kernels of causal convolutions do not know")
     if rope_types := _rope_types(text) & {"dynamic", "longrope"}:
         reasons.append(f"rope_type={rope_types.pop()}, whose angles depend on the longest row of a pass")
     if getattr(text, "qk_nope_head_dim", None) or getattr(text, "kv_lora_rank", None):
