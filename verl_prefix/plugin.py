@@ -1,7 +1,8 @@
 """Target of the `verl.plugins` entry point: runs at the end of `import verl`, in the driver and in every Ray worker.
 
 It puts `pkg://verl_prefix.config` on Hydra's search path (so `model_engine=prefix` resolves before `@hydra.main` runs)
-and registers platform, engine, trainer and rollout with verl's own registries. verl swallows what is raised here
+and registers platform, engine, trainer and rollout with verl's own registries; verl's own engine learns to warn of a
+leak. verl swallows what is raised here
 (verl/__init__.py logs it at DEBUG); `verl-prefix doctor` imports this module again and shows the traceback.
 """
 
@@ -25,4 +26,5 @@ Plugins.instance().register(PrefixSearchPathPlugin)
 # when our engine is what triggers `import verl`, it re-enters here half-loaded.
 import verl_prefix.cpu  # noqa: E402, I001
 import verl_prefix.engine.prefix_engine  # noqa: E402
+import verl_prefix.engine.stock_warning  # noqa: E402
 import verl_prefix.trainer.prefix_sync  # noqa: E402, F401

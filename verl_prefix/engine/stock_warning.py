@@ -1,0 +1,41 @@
+"""A warning in verl's own engine (model_engine=dp), whose packed rows of a recurrent model leak states."""
+
+import functools
+import logging
+
+import torch
+from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
+
+from verl_prefix.models.recurrent import packing_leak
+
+logger = logging.getLogger(__name__)
+
+_said: set[str] = set()
+
+
+def warn_of_leaks() -> None:
+    """Makes verl's engine say it, once in a process of rank 0, when it has built its model; nothing else of it changes.
+
+    A patch, since verl tells nobody which model an engine has built.
+    """
+    initialize = FSDPEngineWithLMHead.initialize
+    if not hasattr(initialize, "__wrapped__"):  # `doctor` imports the plugin again
+
+        @functools.wraps(initialize)
+        def told(self: FSDPEngineWithLMHead) -> None:
+            initialize(self)
+            # Ours takes one row at a time where it goes verl's own path.
+            if not hasattr(self, "prefix_config") and self.use_remove_padding and torch.distributed.get_rank() == 0:
+                leak = packing_leak(self.module)
+                if leak and leak not in _said:
+                    _said.add(leak)
+                    logger.warning(
+                        "%s, so that a row's state goes on in the next row of a micro-batch, and log-probs are wrong; "
+                        "set actor_rollout_ref.model.use_remove_padding=False, or model_engine=prefix",
+                        leak,
+                    )
+
+        FSDPEngineWithLMHead.initialize = told
+
+
+warn_of_leaks()
