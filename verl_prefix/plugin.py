@@ -2,8 +2,8 @@
 
 It puts `pkg://verl_prefix.config` on Hydra's search path (so `model_engine=prefix` resolves before `@hydra.main` runs)
 and registers platform, engine, trainer and rollout with verl's own registries; verl's own engine learns to warn of a
-leak. verl swallows what is raised here
-(verl/__init__.py logs it at DEBUG); `verl-prefix doctor` imports this module again and shows the traceback.
+leak. verl swallows what is raised here (verl/__init__.py logs it at DEBUG); `verl-prefix doctor` imports this module
+again and shows the traceback.
 """
 
 from hydra.core.config_search_path import ConfigSearchPath

@@ -289,6 +289,19 @@ def test_verls_packed_rows_leak_and_our_stock_path_does_not(one_rank, family):
     assert max(leak.values()) <= TOLERANCE, leak
 
 
+def test_micro_batches_of_one_row_leak_nothing():
+    from verl.workers.config import FSDPEngineConfig
+
+    from verl_prefix.engine.stock_warning import packs_rows
+
+    def packs(**fields):
+        return packs_rows(FSDPEngineConfig(strategy="fsdp2", **fields))
+
+    assert packs() and packs(use_dynamic_bsz=False, micro_batch_size_per_gpu=2, infer_micro_batch_size_per_gpu=1)
+    assert packs(use_dynamic_bsz=False, micro_batch_size_per_gpu=1, infer_micro_batch_size_per_gpu=4)
+    assert not packs(use_dynamic_bsz=False, micro_batch_size_per_gpu=1, infer_micro_batch_size_per_gpu=1)
+
+
 def test_a_user_of_verls_own_engine_is_told_once(one_rank, two_ranks):
     told = one_rank[0]["told"]
     assert len(told) == len(set(told)) == len(FAMILIES[False]) + 1 and "use_remove_padding=False" in told[0]

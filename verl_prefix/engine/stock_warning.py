@@ -4,6 +4,7 @@ import functools
 import logging
 
 import torch
+from verl.workers.config import FSDPEngineConfig
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
 from verl_prefix.models.recurrent import packing_leak
@@ -11,6 +12,12 @@ from verl_prefix.models.recurrent import packing_leak
 logger = logging.getLogger(__name__)
 
 _said: set[str] = set()
+
+
+def packs_rows(config: FSDPEngineConfig) -> bool:
+    """Whether a micro-batch of update or log-probs may have several rows."""
+    sizes = config.micro_batch_size_per_gpu, config.infer_micro_batch_size_per_gpu
+    return config.use_dynamic_bsz or any(size is not None and size > 1 for size in sizes)
 
 
 def warn_of_leaks() -> None:
@@ -25,13 +32,15 @@ def warn_of_leaks() -> None:
         def told(self: FSDPEngineWithLMHead) -> None:
             initialize(self)
             # Ours takes one row at a time where it goes verl's own path.
-            if not hasattr(self, "prefix_config") and self.use_remove_padding and torch.distributed.get_rank() == 0:
+            packs = self.use_remove_padding and packs_rows(self.engine_config)
+            if not hasattr(self, "prefix_config") and packs and torch.distributed.get_rank() == 0:
                 leak = packing_leak(self.module)
                 if leak and leak not in _said:
                     _said.add(leak)
                     logger.warning(
                         "%s, so that a row's state goes on in the next row of a micro-batch, and log-probs are wrong; "
-                        "set actor_rollout_ref.model.use_remove_padding=False, or model_engine=prefix",
+                        "set actor_rollout_ref.model.use_remove_padding=False, micro-batches of one row, or "
+                        "model_engine=prefix",
                         leak,
                     )
 
