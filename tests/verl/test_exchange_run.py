@@ -4,6 +4,7 @@ on gloo and HF rollout. The trainers deal a prompt's rows to both ranks; the eng
 Shows neither vLLM nor CUDA. `separate_async` needs a rollout on devices of its own, which no test has.
 """
 
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -23,27 +24,40 @@ STOCK = ["model_engine=dp", "actor_rollout_ref.actor.strategy=fsdp2", "actor_rol
 PREFIX = ["model_engine=prefix"]
 
 
-@pytest.mark.ray
-@pytest.mark.full
-@pytest.mark.parametrize("trainer", TRAINERS)
-def test_one_key_shares_all_and_step_1_is_stocks(tmp_path: Path, trainer: str, train) -> None:
+def both_arms(
+    tmp_path: Path,
+    train: Callable,
+    options: list[str],
+    ours: Sequence[str] = (),
+    stocks: Sequence[str] = (),
+    family: str = "qwen3",
+) -> Iterator[list[dict[str, float]]]:
+    """Two steps' metrics by stock with `stocks`, then by model_engine=prefix with `ours`, of a tiny model on MuSiQue
+    questions."""
     questions = tmp_path / "questions.jsonl"
     recipe("make_questions.py", "--output", questions, "--num", 16, "--seed", 1)
     recipe("prepare.py", "--input", questions, "--output", tmp_path, "--max-paragraphs", 4, "--val-size", 4)
     texts = [row["prompt"][0]["content"] for row in pq.read_table(tmp_path / "train.parquet").to_pylist()]
-    model = write_tiny_model(tmp_path / "model", texts=texts, vocab_size=2048)
-    stock, prefix = (
+    model = write_tiny_model(tmp_path / "model", texts=texts, vocab_size=2048, family=family)
+    return (
         train(
             RECIPE, model, "data.max_prompt_length=3072", "data.shuffle=false",
             "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=6144", "actor_rollout_ref.actor.use_kl_loss=true",
             "actor_rollout_ref.actor.entropy_coeff=0.01", "actor_rollout_ref.actor.optim.lr=1e-3",
             "actor_rollout_ref.rollout.seed=7", "algorithm.adv_estimator=grpo", "trainer.n_gpus_per_node=2",
             "reward.custom_reward_function.path=pkg://verl_prefix.testing",
-            "reward.custom_reward_function.name=letter_share", *TRAINERS[trainer], *engine,
+            "reward.custom_reward_function.name=letter_share", *options, *engine,
             config="ppo_trainer",
         )[0]
-        for engine in (STOCK, PREFIX)
+        for engine in ([*STOCK, *stocks], [*PREFIX, *ours])
     )  # fmt: skip
+
+
+@pytest.mark.ray
+@pytest.mark.full
+@pytest.mark.parametrize("trainer", TRAINERS)
+def test_one_key_shares_all_and_step_1_is_stocks(tmp_path: Path, trainer: str, train) -> None:
+    stock, prefix = both_arms(tmp_path, train, TRAINERS[trainer])
     for step in prefix:
         step = {name.removeprefix("actor/"): value for name, value in step.items()}
         assert step["prefix/reuse_fraction"] > 0.5 and step["prefix/split_groups"] == 0
