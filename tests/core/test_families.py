@@ -320,6 +320,17 @@ def test_states_are_found_again_by_checkpointing_and_offload(family, float64_ins
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_state_whose_decay_alone_is_trained_has_its_gradient(schedule, float64_inside):
+    """What the scan gets of a token has none then, in a wave; the state that it starts from has."""
+    model, batch = build("granite4-h").double(), random_rollouts(SHAPE, 128)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name.endswith("A_log"))
+    float64_inside(model)
+    truth = measure(model, lambda: run_stock(model, batch))
+    assert max(errors(measure(model, lambda: run_shared(model, batch, **SCHEDULES[schedule])), truth).values()) < 1e-9
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("family", ["llama3", "mistral-window-8", "gpt-oss-window-9"])
 def test_attention_that_is_kept_runs_no_kernel_again_and_changes_nothing(family, schedule, monkeypatch):
     model, batch, calls, forward = build(family).train(), random_rollouts(SHAPE, 128), [], cpu.forward

@@ -43,7 +43,8 @@ class PrefixCache:
             The same tensors, then `beside`; in backward through any of them the grad cache joins those of `tensors`.
         """
         if self._is_open:
-            self._leaf[key] = tuple(x.detach() for x in tensors)
+            # Waves have a gradient for it where the prefix has, also if nothing else that they compute of it has one.
+            self._leaf[key] = tuple(x.detach().requires_grad_(x.requires_grad) for x in tensors)
         joined: Tensors = _JoinGradCache.apply(self, key, len(tensors), *tensors, *beside)  # type: ignore[no-untyped-call]
         return joined
 

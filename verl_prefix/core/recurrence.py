@@ -54,8 +54,7 @@ def shared_scan(
             outputs = attention_pass.capture.capture(key, states, beside=(outputs,))[-1]
         found.append(outputs)
     if suffixes.lens:
-        anchor = next((x for x in inputs if x.requires_grad), inputs[0])
-        initial = _continued(attention_pass, key, states, anchor)
+        initial = _continued(attention_pass, key, states, inputs[0].device)
         found.append(scan([x[split:] for x in inputs], suffixes, initial).outputs)
     out = torch.cat(found)
     if attention_pass.inspect is not None:
@@ -83,7 +82,7 @@ def shared_conv(
     nothing = x.new_zeros(tail_len, x.shape[-1])
     before = [nothing] * len(pieces)
     if len(pieces) > num:
-        continued = _continued(attention_pass, key, tails, x)
+        continued = _continued(attention_pass, key, tails, x.device)
         if continued is not None:
             before[num:] = continued.unbind()
     found = conv(torch.cat([part for pair in zip(before, pieces, strict=True) for part in pair]))
@@ -95,16 +94,16 @@ def shared_conv(
 
 
 def _continued(
-    attention_pass: AttentionPass, key: Key, states: torch.Tensor | None, anchor: torch.Tensor
+    attention_pass: AttentionPass, key: Key, states: torch.Tensor | None, device: torch.device
 ) -> torch.Tensor | None:
     """[suffixes, ...]: the state from which each suffix of the pass starts; None where all start from zero.
 
     Args:
-        states: [N, ...], those of this row's own prefixes. anchor: requires a gradient if any input of the layer does.
+        states: [N, ...], those of this row's own prefixes; None in a wave.
     """
     layout, cache = attention_pass.layout, attention_pass.cache
     num_suffixes = len(layout.segments) - layout.num_prefixes
-    forks = layout.forks(anchor.device)
+    forks = layout.forks(device)
     if not len(forks.places):
         return None
     if states is not None:
@@ -112,7 +111,7 @@ def _continued(
     else:
         assert cache is not None
         (states,) = cache.read(key)
-    found: torch.Tensor = _Fork.apply(states, anchor, forks, num_suffixes, cache, key)  # type: ignore[no-untyped-call]
+    found: torch.Tensor = _Fork.apply(states, forks, num_suffixes, cache, key)  # type: ignore[no-untyped-call]
     return found
 
 
@@ -122,9 +121,8 @@ class _Fork(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, states: torch.Tensor, anchor: torch.Tensor, forks: Forks, num_suffixes: int,
-        cache: PrefixCache | None, key: Key,
-    ) -> torch.Tensor:  # fmt: skip
+        ctx: Any, states: torch.Tensor, forks: Forks, num_suffixes: int, cache: PrefixCache | None, key: Key
+    ) -> torch.Tensor:
         ctx.args = forks, cache, key, states.shape, states.dtype
         chosen = states.index_select(0, forks.prefixes)
         if len(forks.places) == num_suffixes:
@@ -137,10 +135,10 @@ class _Fork(torch.autograd.Function):
         grad = grad.index_select(0, forks.places)
         if cache is not None:
             cache.add_grad(key, forks.prefixes, grad)
-            return None, None, None, None, None, None
+            return None, None, None, None, None
         wide = torch.promote_types(dtype, torch.float32)
         total = torch.zeros(shape, dtype=wide, device=grad.device).index_add_(0, forks.prefixes, grad.to(wide))
-        return total.to(dtype), None, None, None, None, None
+        return total.to(dtype), None, None, None, None
 
 
 def in_rows(inputs: Sequence[torch.Tensor], lens: Sequence[int], fill: float = 0.0) -> list[torch.Tensor]:
