@@ -67,3 +67,23 @@ def test_log_probs_and_gradients_are_those_of_whole_rows(tmp_path, family, float
         assert all((x - y).abs().max() < 1e-9 for x, y in zip(log_probs, truth, strict=True))
         assert grads.keys() == true_gradients.keys()
         assert max((grads[name] - x).norm() / x.norm() for name, x in true_gradients.items()) < 1e-9
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_text", "lfm2", "bamba"])
+def test_other_forwards_of_the_model_between_two_waves(tmp_path, family):
+    path = write_tiny_model(tmp_path, family=family)
+    model = transformers.AutoModelForCausalLM.from_pretrained(path, attn_implementation="sdpa")
+    prompts, responses = [torch.arange(3, 20)], [torch.arange(5, 9), torch.arange(7, 12)]
+    with torch.no_grad():
+        truth = response_log_probs(model, prompts, responses, groups=[0, 0])
+    with phased_update(model, prompts, responses, groups=[0, 0], wave_tokens=5) as waves:
+        for wave in waves:
+            with torch.no_grad():
+                again = response_log_probs(model, prompts, responses, groups=[0, 0])
+            assert all(torch.equal(x, y) for x, y in zip(again, truth, strict=True))
+            sum(row.sum() for row in wave.log_probs).backward()
+    with (
+        pytest.raises(RuntimeError, match="ran without a prefix_pass; set model_engine=dp"),
+        phased_update(model, prompts, responses, groups=[0, 0]),
+    ):
+        model(input_ids=prompts[0].unsqueeze(0))

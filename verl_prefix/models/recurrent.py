@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
+from weakref import WeakSet
 
 import torch
 import torch.nn.functional as F
@@ -30,6 +31,8 @@ _TOLD_BOUNDS = ("qwen3_5", "qwen3_5_moe")
 
 # A softplus of this is zero: the state stays as it is.
 _NO_STEP = -1e4
+
+_replaced: WeakSet[torch.nn.Module] = WeakSet()  # mixers within `shared_states`
 
 
 def is_recurrent(model_type: str) -> bool:
@@ -229,11 +232,16 @@ def shared_states(model: torch.nn.Module) -> Iterator[None]:
     """While open, the model's mixers go by the `prefix_pass` that their decoder layer gets.
 
     It comes by a hook of the layer: verl's patched layers pass no keyword arguments on to mixers, and hooks run again
-    where gradient checkpointing calls the layer again.
+    where gradient checkpointing calls the layer again. Within another one, such as log-probs between two waves, there
+    is nothing left to do.
     """
     with ExitStack() as undo:
         for layer in model.modules():
             for mixer in filter(None, map(mixer_of, layer.children())):
+                if mixer.module in _replaced:
+                    continue
+                _replaced.add(mixer.module)
+                undo.callback(_replaced.remove, mixer.module)
                 hook = functools.partial(_take_pass, mixer)
                 undo.callback(layer.register_forward_pre_hook(hook, prepend=True, with_kwargs=True).remove)
                 for owner, name, call in mixer.replacements():
@@ -242,7 +250,7 @@ def shared_states(model: torch.nn.Module) -> Iterator[None]:
 
 
 def _take_pass(mixer: Mixer, layer: torch.nn.Module, args: object, kwargs: Mapping[str, Any]) -> None:
-    mixer.attention_pass = kwargs["prefix_pass"]
+    mixer.attention_pass = kwargs.get("prefix_pass")
 
 
 @contextmanager
