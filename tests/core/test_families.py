@@ -22,6 +22,7 @@ import transformers
 from verl_prefix.core.attention import AttentionPass, GroupedAttention
 from verl_prefix.core.kernels import cpu, reference
 from verl_prefix.core.layout import Layout
+from verl_prefix.models import recurrent
 from verl_prefix.models.support import check_dropout, check_supported
 from verl_prefix.testing import random_rollouts, run_shared, run_stock
 
@@ -328,6 +329,20 @@ def test_a_state_whose_decay_alone_is_trained_has_its_gradient(schedule, float64
     float64_inside(model)
     truth = measure(model, lambda: run_stock(model, batch))
     assert max(errors(measure(model, lambda: run_shared(model, batch, **SCHEDULES[schedule])), truth).values()) < 1e-9
+
+
+def test_one_long_response_pads_no_short_one(monkeypatch):
+    """Kernels that take rows compute at most two tokens of a row for one of it, beyond a chunk."""
+    model, tokens, scan = build("granite4-h"), [], recurrent.chunk_scan
+    monkeypatch.setattr(
+        recurrent, "chunk_scan", lambda x, *args, **more: tokens.append(x[..., 0, 0].numel()) or scan(x, *args, **more)
+    )
+    batch = random_rollouts([(70, [600] + [100] * 4 + [9] * 5)], 128)
+    run_shared(model, batch, "packed", train=False)
+    scans = model.config.layer_types.count("mamba")
+    assert sum(tokens) <= scans * (69 + 2 * (600 + 4 * 100) + 5 * 64)
+    truth = torch.cat(run_stock(model, batch, train=False))
+    assert ((torch.cat(run_shared(model, batch, "packed", train=False)) - truth).norm() / truth.norm()).item() < 5e-6
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

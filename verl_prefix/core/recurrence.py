@@ -141,15 +141,34 @@ class _Fork(torch.autograd.Function):
         return total.to(dtype), None, None, None, None
 
 
-def in_rows(inputs: Sequence[torch.Tensor], lens: Sequence[int], fill: float = 0.0) -> list[torch.Tensor]:
-    """[t, ...] each -> [n, longest, ...], padded behind with `fill`, for kernels that take rows."""
-    longest = max(lens)
-    return [
-        torch.stack([F.pad(p, (0, 0) * (x.ndim - 1) + (0, longest - len(p)), value=fill) for p in x.split(lens)])
-        for x in inputs
-    ]
+# ([n, longest, ...] of each input, states [n, ...] that they start from) -> outputs and final states, alike
+RowScan = Callable[[Sequence[torch.Tensor], torch.Tensor | None], tuple[torch.Tensor, torch.Tensor]]
 
 
-def from_rows(rows: torch.Tensor, lens: Sequence[int]) -> torch.Tensor:
-    """[n, longest, ...] -> [t, ...], without the padding of `in_rows`."""
-    return torch.cat([row[:length] for row, length in zip(rows, lens, strict=True)])
+def scan_rows(
+    scan: RowScan, inputs: Sequence[torch.Tensor], lens: Sequence[int], fills: Sequence[float],
+    initial: torch.Tensor | None,
+) -> Scanned:  # fmt: skip
+    """A `Scan` by a kernel that takes rows, which are padded behind with `fills`: segments of about the same length
+    together, since one long response among many short ones would pad each of them to its length."""
+    pieces = [x.split(lens) for x in inputs]
+    outputs, states = list(pieces[0]), [inputs[0]] * len(lens)
+    starts = None if initial is None else initial.unbind()
+    for members in _alike(lens):
+        longest = max(lens[i] for i in members)
+        rows = [
+            torch.stack([F.pad(p[i], (0, 0) * (p[i].ndim - 1) + (0, longest - lens[i]), value=fill) for i in members])
+            for p, fill in zip(pieces, fills, strict=True)
+        ]
+        found, final = scan(rows, None if starts is None else torch.stack([starts[i] for i in members]))
+        for i, row, state in zip(members, found, final, strict=True):
+            outputs[i], states[i] = row[: lens[i]], state
+    return Scanned(torch.cat(outputs), torch.stack(states))
+
+
+def _alike(lens: Sequence[int]) -> list[list[int]]:
+    """Places of segments of up to 64 tokens, about a kernel's chunk, of up to 128, and so on."""
+    found: dict[int, list[int]] = {}
+    for i, length in enumerate(lens):
+        found.setdefault(max(length - 1, 63).bit_length(), []).append(i)
+    return list(found.values())

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from verl_prefix.core.attention import AttentionPass
 from verl_prefix.core.kernels.state_space import chunk_scan
 from verl_prefix.core.layout import Spans
-from verl_prefix.core.recurrence import Scan, Scanned, from_rows, in_rows, shared_conv, shared_scan
+from verl_prefix.core.recurrence import Scan, Scanned, scan_rows, shared_conv, shared_scan
 
 # Text models whose mixers `mixer_of` knows.
 MODEL_TYPES = (
@@ -114,11 +114,17 @@ class GatedDeltaNet(Mixer):
                 cu_seqlens, _ = segments.cu_seqlens(q.device)
                 outputs, states = rule(q, k, v, g=g, beta=beta, cu_seqlens=cu_seqlens, **options)
                 return Scanned(outputs[0], states)
-            q, k, v, g, beta = in_rows(inputs, segments.lens)  # where k, v, beta and g are 0 the state stays
-            outputs, states = rule(q, k, v, g=g, beta=beta, **options)
-            return Scanned(from_rows(outputs, segments.lens), states)
 
-        return self._scan([x[0] for x in (query, key, value, g, beta)], scan, [0.0] * 5).unsqueeze(0), None
+            def by_rows(
+                rows: Sequence[torch.Tensor], initial: torch.Tensor | None
+            ) -> tuple[torch.Tensor, torch.Tensor]:
+                q, k, v, g, beta = rows
+                return rule(q, k, v, g=g, beta=beta, **options | {"initial_state": initial})
+
+            return scan_rows(by_rows, inputs, segments.lens, neutral, initial)
+
+        neutral = [0.0] * 5  # where k, v, beta and g are 0 the state stays
+        return self._scan([x[0] for x in (query, key, value, g, beta)], scan, neutral).unsqueeze(0), None
 
 
 class ShortConv(Mixer):
@@ -165,14 +171,17 @@ class Mamba2(Mixer):
         else:
             run = functools.partial(kernel, dt_softplus=True, return_final_states=True)
 
-        def scan(inputs: Sequence[torch.Tensor], segments: Spans, initial: torch.Tensor | None) -> Scanned:
-            x, B, C, dt = (*in_rows(inputs[:3], segments.lens), *in_rows(inputs[3:], segments.lens, _NO_STEP))
-            outputs, states = run(
+        def by_rows(rows: Sequence[torch.Tensor], initial: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+            x, B, C, dt = rows
+            return run(
                 x, dt, A, B, C, chunk_size=chunk_size, D=D, dt_bias=dt_bias, initial_states=initial, dt_limit=dt_limit
             )
-            return Scanned(from_rows(outputs, segments.lens), states)
 
-        return self._scan([y[0] for y in (x, B, C, dt)], scan, (0.0, 0.0, 0.0, _NO_STEP)).unsqueeze(0), None
+        def scan(inputs: Sequence[torch.Tensor], segments: Spans, initial: torch.Tensor | None) -> Scanned:
+            return scan_rows(by_rows, inputs, segments.lens, neutral, initial)
+
+        neutral = (0.0, 0.0, 0.0, _NO_STEP)
+        return self._scan([y[0] for y in (x, B, C, dt)], scan, neutral).unsqueeze(0), None
 
 
 def _conv_call(
