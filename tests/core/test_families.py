@@ -331,6 +331,16 @@ def test_a_state_whose_decay_alone_is_trained_has_its_gradient(schedule, float64
     assert max(errors(measure(model, lambda: run_shared(model, batch, **SCHEDULES[schedule])), truth).values()) < 1e-9
 
 
+def test_a_scan_in_torch_is_as_exact_under_autocast():
+    generator = torch.Generator().manual_seed(0)
+    x, B, C, dt = (torch.randn(2, 40, *shape, generator=generator) for shape in ((4, 8), (2, 6), (2, 6), (4,)))
+    A, D, dt_bias = -torch.rand(4, generator=generator), torch.ones(4), torch.zeros(4)
+    truth = recurrent.chunk_scan(x, dt, A, B, C, 16, D, dt_bias, None)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = recurrent.chunk_scan(x, dt, A, B, C, 16, D, dt_bias, None)
+    assert all(torch.equal(*pair) for pair in zip(found, truth, strict=True))
+
+
 def test_one_long_response_pads_no_short_one(monkeypatch):
     """Kernels that take rows compute at most two tokens of a row for one of it, beyond a chunk."""
     model, tokens, scan = build("granite4-h"), [], recurrent.chunk_scan

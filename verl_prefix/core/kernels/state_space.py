@@ -34,17 +34,18 @@ def chunk_scan(
     B, C = (y.to(wide).repeat_interleave(heads // y.shape[2], 2) for y in (B, C))
     state = x.new_zeros(len(x), heads, x.shape[3], B.shape[3], dtype=wide) if initial_states is None else initial_states
     found = []
-    for start in range(0, x.shape[1], chunk_size):
-        now = slice(start, start + chunk_size)
-        total = decay[:, now].cumsum(1)
-        between = total.unsqueeze(2) - total.unsqueeze(1)  # [n, to, from, H]
-        later = torch.ones(between.shape[1:3], dtype=torch.bool, device=x.device).triu(1)
-        weights = torch.einsum("nihs,njhs->nijh", C[:, now], B[:, now])
-        weights = weights * between.masked_fill(later[..., None], float("-inf")).exp()
-        out = torch.einsum("nijh,njhp->nihp", weights, source[:, now])
-        out = out + torch.einsum("nihs,nhps->nihp", C[:, now] * total.exp().unsqueeze(-1), state)
-        left = (total[:, -1:] - total).exp().unsqueeze(-1)
-        state = state * total[:, -1].exp()[..., None, None]
-        state = state + torch.einsum("njhp,njhs->nhps", source[:, now] * left, B[:, now])
-        found.append(out)
+    with torch.autocast(x.device.type, enabled=False):  # which would round states and their products
+        for start in range(0, x.shape[1], chunk_size):
+            now = slice(start, start + chunk_size)
+            total = decay[:, now].cumsum(1)
+            between = total.unsqueeze(2) - total.unsqueeze(1)  # [n, to, from, H]
+            later = torch.ones(between.shape[1:3], dtype=torch.bool, device=x.device).triu(1)
+            weights = torch.einsum("nihs,njhs->nijh", C[:, now], B[:, now])
+            weights = weights * between.masked_fill(later[..., None], float("-inf")).exp()
+            out = torch.einsum("nijh,njhp->nihp", weights, source[:, now])
+            out = out + torch.einsum("nihs,nhps->nihp", C[:, now] * total.exp().unsqueeze(-1), state)
+            left = (total[:, -1:] - total).exp().unsqueeze(-1)
+            state = state * total[:, -1].exp()[..., None, None]
+            state = state + torch.einsum("njhp,njhs->nhps", source[:, now] * left, B[:, now])
+            found.append(out)
     return (torch.cat(found, 1) + D.to(wide).unsqueeze(-1) * x.to(wide)).to(x.dtype), state
