@@ -463,5 +463,11 @@ def test_a_leak_of_verls_own_path_is_said_and_priced(folder, tmp_path):
     )
     assert found["unsupported"] == [] and padded["notes"] == build(folder)["notes"] == []
     assert "model_engine=dp would be wrong for this model: verl does not tell Lfm2ShortConv" in found["notes"][0]
+    role, micro = "actor_rollout_ref", "micro_batch_size_per_gpu"
+    alone = (
+        f"{role}.actor.use_dynamic_bsz=false", f"{role}.rollout.log_prob_use_dynamic_bsz=false",
+        f"{role}.actor.ppo_{micro}=1", f"{role}.rollout.log_prob_{micro}=1", f"{role}.ref.log_prob_{micro}=1",
+    )  # fmt: skip
+    assert build(folder, *words, *alone)["notes"] == []
     assert found["added_gib"]["stock"] < padded["added_gib"]["stock"], "logits of one row"
     assert found["added_gib"]["packed"] == padded["added_gib"]["packed"]

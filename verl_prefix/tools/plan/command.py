@@ -114,6 +114,16 @@ def sizes(config: Any) -> Sizes:
     )
 
 
+def packs_rows(config: Any) -> bool:
+    """Whether a micro-batch of verl's own path may have several rows; config: `actor_rollout_ref`."""
+    sizes = (
+        config.actor.ppo_micro_batch_size_per_gpu,
+        config.rollout.log_prob_micro_batch_size_per_gpu,
+        config.ref.log_prob_micro_batch_size_per_gpu,
+    )
+    return config.actor.use_dynamic_bsz or any(number is not None and number > 1 for number in sizes)
+
+
 def notes(config: Any, size: Sizes, leak: str | None = None) -> list[str]:
     """What keeps prompts from being shared; and what is wrong with model_engine=dp: `recurrent.packing_leak`."""
     found = []
@@ -223,7 +233,7 @@ def build(
         simulation = {"simulated": simulated(job, request, config.trainer.n_gpus_per_node)}
     return {
         "unsupported": reasons,
-        "notes": notes(config, size, leak),
+        "notes": notes(config, size, leak if packs_rows(config.actor_rollout_ref) else None),
         "prompt_tokens": percentiles([float(x) for x in lengths]) | {"count": len(lengths), "overlong": overlong},
         "response_tokens": percentiles([float(x) for x in sample]),
         "prefix_share_of_a_row": percentiles(ratio),
