@@ -24,7 +24,8 @@ export IMAGE_PATCH_SIZE=${IMAGE_PATCH_SIZE:-16}
 # Without flash-linear-attention verl's own actor lets a row's state leak into the row packed behind it (README.md): one
 # row per micro-batch is slow, and right. Ours sees to it by itself.
 ROW_BY_ROW=()
-if [[ "${MODEL_ENGINE}" == dp ]] && ! python3 -c 'import fla' 2>/dev/null; then
+HAS_FLA='from transformers.utils import import_utils; raise SystemExit(not import_utils.is_flash_linear_attention_available())'
+if [[ "${MODEL_ENGINE}" == dp ]] && ! python3 -c "${HAS_FLA}" 2>/dev/null; then
     ROW_BY_ROW=(
         actor_rollout_ref.actor.use_dynamic_bsz=False
         actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1
@@ -35,4 +36,8 @@ if [[ "${MODEL_ENGINE}" == dp ]] && ! python3 -c 'import fla' 2>/dev/null; then
     )
 fi
 
-bash "$(dirname "${BASH_SOURCE[0]}")/${SCRIPT}" "${@:2}" "${ROW_BY_ROW[@]}"
+ARGS=("${@:2}") PRESET=()
+if [[ "${2:-}" == --preset ]]; then
+    PRESET=("${ARGS[@]:0:2}") ARGS=("${ARGS[@]:2}")
+fi
+bash "$(dirname "${BASH_SOURCE[0]}")/${SCRIPT}" "${PRESET[@]}" "${ROW_BY_ROW[@]}" "${ARGS[@]}"

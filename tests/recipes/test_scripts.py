@@ -121,11 +121,16 @@ def test_qwen3_5_in_a_recipe(tmp_path, script):
     assert changed == names | ({"data.image_patch_size=16"} if script == VIDEO else set())
     packed, alone = (launched(hybrid, tmp_path, recipe, MODEL_ENGINE="dp", NO_WANDB=x) for x in ("0", "1"))
     assert alone[: len(packed)] == packed and len(alone) == len(packed) + 6
+    last = "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=2"
+    assert launched(hybrid, tmp_path, recipe, last, MODEL_ENGINE="dp", NO_WANDB="1") == [*alone, last]
     config = composed(alone).actor_rollout_ref
     for role, keys in (("actor", "ppo_"), ("rollout", "log_prob_"), ("ref", "log_prob_")):
         found = config[role]
         assert found[f"{keys}micro_batch_size_per_gpu"] == 1
         assert found["use_dynamic_bsz" if role == "actor" else "log_prob_use_dynamic_bsz"] is False
+    if script == VIDEO:
+        preset = launched(hybrid, tmp_path, recipe, "--preset", "video_r1", last, MODEL_ENGINE="dp", NO_WANDB="1")
+        assert "actor_rollout_ref.actor.grad_clip=5" in preset and preset[-1] == last
     with pytest.raises(subprocess.CalledProcessError) as error:
         launched(hybrid, tmp_path, "gsm8k")
     assert b"Unsupported recipe 'gsm8k'. Expected 'musique' or 'video_rlvr'." in error.value.stderr

@@ -5,7 +5,7 @@ import logging
 
 import torch
 from verl.workers.config import FSDPEngineConfig
-from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
+from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead, FSDPEngineWithValueHead
 
 from verl_prefix.models.recurrent import packing_leak
 
@@ -26,14 +26,15 @@ def warn_of_leaks() -> None:
     A patch, since verl tells nobody which model an engine has built.
     """
     initialize = FSDPEngineWithLMHead.initialize
-    if not hasattr(initialize, "__wrapped__"):  # `doctor` imports the plugin again
+    if not hasattr(initialize, "warns_of_leaks"):  # `doctor` imports the plugin again
 
         @functools.wraps(initialize)
         def told(self: FSDPEngineWithLMHead) -> None:
             initialize(self)
             # Ours takes one row at a time where it goes verl's own path.
             packs = self.use_remove_padding and packs_rows(self.engine_config)
-            if not hasattr(self, "prefix_config") and packs and torch.distributed.get_rank() == 0:
+            is_stock = not isinstance(self, FSDPEngineWithValueHead) and not hasattr(self, "prefix_config")
+            if is_stock and packs and torch.distributed.get_rank() == 0:
                 leak = packing_leak(self.module)
                 if leak and leak not in _said:
                     _said.add(leak)
@@ -44,6 +45,7 @@ def warn_of_leaks() -> None:
                         leak,
                     )
 
+        told.warns_of_leaks = True
         FSDPEngineWithLMHead.initialize = told
 
 

@@ -233,7 +233,8 @@ def packing_leak(model: Any) -> str | None:
     rules = (mixer.chunk_gated_delta_rule for mixer in found)
     if all("cu_seqlens" in inspect.signature(rule).parameters for rule in rules):
         return None
-    return f"the torch rule of {name} layers ignores where packed rows begin (flash-linear-attention is not installed)"
+    missing = "flash-linear-attention, which does not run on this machine"
+    return f"the torch rule of {name} layers, in the place of {missing}, ignores where packed rows begin"
 
 
 @contextmanager
