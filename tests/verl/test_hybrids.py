@@ -77,9 +77,9 @@ def test_sequence_parallelism_is_refused_by_key(folder):
         assert plan.build("ppo_trainer", overrides(folder, "qwen3", key), "20", None)["unsupported"] == []
 
 
-def test_a_simulation_of_recurrent_layers_is_refused_by_name(folder, capsys):
+def test_a_simulation_of_recurrent_layers_without_stand_ins_is_refused_by_name(folder, capsys):
     assert cli.main(["plan", "--simulate", *overrides(folder, "lfm2")]) == 2
-    assert "--simulate: a lfm2 model's recurrent layers scan by kernels" in capsys.readouterr().err
+    assert "--simulate: a lfm2 model's recurrent layers run kernels that no stand-in" in capsys.readouterr().err
 
 
 def test_doctor_says_what_recurrent_layers_run(monkeypatch):

@@ -13,7 +13,7 @@ from verl_prefix.models.recurrent import GatedDeltaNet, Mamba2, Mixer, mixer_of
 from verl_prefix.models.support import layer_window
 from verl_prefix.models.vision import vision_model
 
-_DELTA_CHUNK = 64  # of flash-linear-attention's kernels, and of transformers' own rule
+DELTA_CHUNK = 64  # of flash-linear-attention's kernels, and of transformers' own rule
 
 
 @dataclass(frozen=True)
@@ -125,21 +125,33 @@ def model_shape(model: PreTrainedModel, dtype: torch.dtype) -> ModelShape:
 
 
 def _recurrent_flops(mixer: Mixer) -> float:
-    """FLOPs per token of a mixer's scan and convolutions.
+    """FLOPs per token of a mixer's scan and convolutions."""
+    return scan_flops(mixer) + sum(map(conv_flops, _convolutions(mixer)))
+
+
+def conv_flops(conv: torch.nn.Conv1d) -> float:
+    """FLOPs per token of a convolution of every channel by itself."""
+    return 2.0 * conv.weight.numel()
+
+
+def scan_flops(mixer: Mixer) -> float:
+    """FLOPs per token of a mixer's scan.
 
     In chunks of c tokens a head of the gated delta rule (arXiv 2412.06464, section 3.3; keys of K, values of V) makes
     three c x c products over K and two over V, and meets its K x V state three times; what solves the triangular system
     between is 1 % of that. One of Mamba-2 (arXiv 2405.21060, section 6) makes a c x c product over its head dim and
     meets its state twice; the product over the state size is one for all heads of a group.
     """
-    module, flops = mixer.module, 2.0 * sum(conv.weight.numel() for conv in _convolutions(mixer))
+    module = mixer.module
     if isinstance(mixer, GatedDeltaNet):
-        k, v, chunk = module.head_k_dim, module.head_v_dim, _DELTA_CHUNK
-        flops += module.num_v_heads * (2.0 * chunk * (3 * k + 2 * v) + 6.0 * k * v)
-    elif isinstance(mixer, Mamba2):
+        k, v, chunk = module.head_k_dim, module.head_v_dim, DELTA_CHUNK
+        flops: float = module.num_v_heads * (2.0 * chunk * (3 * k + 2 * v) + 6.0 * k * v)
+        return flops
+    if isinstance(mixer, Mamba2):
         state, inner = module.ssm_state_size, module.num_heads * module.head_dim
-        flops += 2.0 * module.chunk_size * (module.n_groups * state + inner) + 4.0 * state * inner
-    return flops
+        flops = 2.0 * module.chunk_size * (module.n_groups * state + inner) + 4.0 * state * inner
+        return flops
+    return 0.0
 
 
 def kept_by(mixer: Mixer) -> float:
@@ -148,7 +160,7 @@ def kept_by(mixer: Mixer) -> float:
     module, channels = mixer.module, float(sum(conv.in_channels for conv in _convolutions(mixer)))
     if isinstance(mixer, GatedDeltaNet):
         keys, values = module.num_v_heads * module.head_k_dim, module.num_v_heads * module.head_v_dim
-        return channels + 2 * keys + 4 * values + module.num_v_heads * _DELTA_CHUNK
+        return channels + 2 * keys + 4 * values + module.num_v_heads * DELTA_CHUNK
     if isinstance(mixer, Mamba2):
         return 2 * channels + 12 * module.num_heads * module.head_dim  # its norm is in fp32, step by step
     return 6 * channels

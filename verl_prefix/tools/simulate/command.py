@@ -15,7 +15,7 @@ from verl_prefix.auto.cost import shard_size, syncs_once
 from verl_prefix.core.groups import Group
 from verl_prefix.tools.simulate.hardware import GIB, read_hardware
 from verl_prefix.tools.simulate.job import Job
-from verl_prefix.tools.simulate.report import NOT_MODELLED, compare, fit, hardware_json, positions, settings, show
+from verl_prefix.tools.simulate.report import assumptions, compare, fit, hardware_json, positions, settings, show
 from verl_prefix.tools.simulate.tower import Grids
 
 
@@ -105,7 +105,7 @@ def simulated(job: Job, request: Request, per_node: int) -> dict[str, Any]:
         "hardware": hardware_json(hardware),
         "rows": sum(len(group.rows) for group in job.groups),
         "ranks": job.ranks * job.replicas,
-        "not_modelled": NOT_MODELLED,
+        "not_modelled": assumptions(job.config),
         "arms": arms,
         "settings": settings(job, hardware, arms),
         **(

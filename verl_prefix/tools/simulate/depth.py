@@ -11,6 +11,7 @@ from verl_prefix.auto.cost import ROOM_FACTOR
 from verl_prefix.core import offload
 from verl_prefix.core.groups import Group
 from verl_prefix.models.recurrent import is_recurrent
+from verl_prefix.tools.simulate import scans
 from verl_prefix.tools.simulate.accelerator import DEVICE, fake_accelerator
 from verl_prefix.tools.simulate.hardware import GPUS, Hardware
 from verl_prefix.tools.simulate.job import Arm, Job
@@ -106,13 +107,12 @@ def simulate(job: Job, arms: Sequence[Arm], hardware: Hardware, log_probs: bool 
     `ROOM_FACTOR` times the room that it needs keeps no attention, as in the engine.
 
     Raises:
-        ValueError: the model has recurrent layers.
+        ValueError: the model has recurrent layers whose kernels are not simulated.
     """
-    if is_recurrent(kind := job.config.get_text_config().model_type):
+    if is_recurrent(kind := job.config.get_text_config().model_type) and kind not in scans.MODEL_TYPES:
         raise ValueError(
-            f"--simulate: a {kind} model's recurrent layers scan by kernels (flash-linear-attention, mamba_ssm) whose "
-            "time and memory nobody has measured here, and transformers' own loops are not what a GPU runs; leave it "
-            "out: the plan itself counts their FLOPs and states"
+            f"--simulate: a {kind} model's recurrent layers run kernels that no stand-in here knows (those of "
+            f"{', '.join(scans.MODEL_TYPES)} have one); leave it out: the plan itself counts their FLOPs and states"
         )
     _warm_up()
     configs, times = _depths(job.config)

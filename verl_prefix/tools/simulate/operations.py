@@ -13,6 +13,7 @@ from torch.utils.flop_counter import flop_registry
 from verl_prefix.auto.shape import query_key_pairs
 from verl_prefix.core.kernels import KERNELS, aten
 from verl_prefix.core.layout import Spans
+from verl_prefix.tools.simulate import scans
 
 NO_KERNEL = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "lift_fresh", "detach", "alias"}
 _READS_PART = {"index", "index_select", "embedding", "gather"}
@@ -113,6 +114,8 @@ def flops_of(
         if heads != k.shape[1]:
             workspace += 2 * k.shape[0] * heads * dim * k.element_size()
         return "attention", flops, workspace
+    if name == scans.KERNEL:
+        return "recurrent", args[2], 0
     if name == "_grouped_mm":  # experts' matmuls: every row meets one [in, out] of [experts, in, out]
         a, b = ins[0], ins[1]
         flops = 2.0 * a.numel() * b.shape[-1] if b.dim() == 3 else 2.0 * a.shape[0] * a.shape[1] * b.shape[-1]
@@ -134,6 +137,6 @@ def bytes_of(name: str, ins: list, outs: list, new: bool, mutates: bool) -> floa
         return float(size_of(ins[0]) + size_of(outs[0]))
     seen = {(x.untyped_storage()._cdata, x.storage_offset(), tuple(x.shape)): x for x in (*ins, *outs)}
     nbytes = float(sum(map(_touched, seen.values())))
-    if mutates and not new:  # read and written
+    if mutates and not new and name != scans.KERNEL:  # read and written
         nbytes += sum(map(size_of, outs)) if outs else size_of(ins[0]) if ins else 0.0
     return nbytes

@@ -25,8 +25,10 @@ from verl_prefix.core.groups import Group
 from verl_prefix.core.layout import Layout, Segment
 from verl_prefix.core.schedule import Schedule, TokenBatch
 from verl_prefix.core.waves import PackedPass, PhasedPass, Plan, first_fit
-from verl_prefix.models import vision
+from verl_prefix.models import hookup, vision
 from verl_prefix.models.hookup import HookedModel
+from verl_prefix.models.recurrent import mixers, packing_leak
+from verl_prefix.tools.simulate import scans
 from verl_prefix.tools.simulate.job import Arm, Job
 from verl_prefix.tools.simulate.operations import KERNEL
 from verl_prefix.tools.simulate.tower import TowerPixels, num_patches, prepare_tower
@@ -93,7 +95,8 @@ def build_model(job: Job) -> Any:
     """The job's model on the default device, in `job.master`."""
     seeing = vision.is_vision_config(job.config)
     auto_class = AutoModelForImageTextToText if seeing else AutoModelForCausalLM
-    return auto_class.from_config(copy.deepcopy(job.config), dtype=job.master)
+    with scans.without_package(auto_class._model_mapping[type(job.config)]):
+        return auto_class.from_config(copy.deepcopy(job.config), dtype=job.master)
 
 
 def whole_shape(job: Job) -> ModelShape:
@@ -129,6 +132,8 @@ class Simulation:
         self.transfers: Counter[str] = Counter()  # of the last run's schedule
         with torch.device(device):
             model = build_model(job).train()
+        if kernel == KERNEL.__name__:
+            scans.stand_in(model)
         seeing = vision.is_vision_config(job.config)
         if seeing:
             prepare_tower(model)
@@ -263,18 +268,31 @@ class Simulation:
         budget = job.budget if update else job.log_prob_budget or job.budget
         rows = list(range(len(starts) - 1))
         batches = first_fit(rows, lambda row: starts[row + 1] - starts[row], budget)
-        if arm.rows is not None:
-            batches = [b[i : i + arm.rows] for b in batches for i in range(0, len(b), arm.rows)]
+        most = 1 if packing_leak(self.model) else arm.rows
+        if most is not None:
+            batches = [b[i : i + most] for b in batches for i in range(0, len(b), most)]
         chosen = thin(batches, self._cost_of_rows, job.kept if update else 1, job.no_sync and update)
         prompts = [g.prefix_len for g in job.groups for _ in g.rows]
         phase = "micro_batch" if update else "log_probs/micro_batch"
-        with self.hooked.grouped_attention():
+        with self._own_mixers(), self.hooked.grouped_attention():
             for i, (batch, weight) in enumerate(chosen):
                 with self.tracker.in_phase(phase, weight), self._gradient_sync(update, i == len(chosen) - 1):
                     loss = self._micro_batch(arm, batch, prompts, update)
                     if update:
                         loss.backward()
                     del loss
+
+    @contextlib.contextmanager
+    def _own_mixers(self) -> Iterator[None]:
+        """Recurrent layers run the model's code: verl hands them a packed row as it is."""
+        if not mixers(self.model):
+            yield
+            return
+        with (
+            mock.patch.object(hookup, "shared_states", contextlib.nullcontext),
+            mock.patch.object(self.hooked, "check_calls", lambda calls: None),
+        ):
+            yield
 
     def _cost_of_rows(self, rows: list[int]) -> float:
         tokens = [self.offsets[row + 1] - self.offsets[row] for row in rows]

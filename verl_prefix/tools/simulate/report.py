@@ -15,6 +15,7 @@ from transformers import PretrainedConfig
 
 from verl_prefix.core.groups import Group
 from verl_prefix.core.waves import largest_wave
+from verl_prefix.models.recurrent import is_recurrent
 from verl_prefix.tools.simulate.depth import simulate
 from verl_prefix.tools.simulate.hardware import GIB, Hardware
 from verl_prefix.tools.simulate.job import Arm, Job
@@ -29,7 +30,17 @@ NOT_MODELLED = (
     "fragmentation of the allocator, workspaces of NCCL and cuBLAS, kernels that slow each other down, vLLM's share of "
     "the device, the reference model, rollout and reward"
 )
+RECURRENT = (
+    "recurrent layers take what a roofline says of flash-linear-attention's and causal_conv1d's kernels, which no GPU "
+    "has measured here and whose steps from chunk to chunk it does not see"
+)
 _LOG_PROBS = "log_probs/"
+
+
+def assumptions(config: PretrainedConfig) -> str:
+    """What is not modelled of this model's run."""
+    recurrent = is_recurrent(config.get_text_config().model_type)
+    return NOT_MODELLED + (f"; {RECURRENT}" if recurrent else "")
 
 
 def as_json(phases: dict[str, Phase]) -> dict[str, Any]:

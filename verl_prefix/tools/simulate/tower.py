@@ -159,7 +159,7 @@ def kinds_of_blocks(config: PretrainedConfig) -> tuple[int, int]:
     """Numbers of the tower's marked blocks (see `_MARKED`) and of its others; without a tower none."""
     if (tower := getattr(config, "vision_config", None)) is None:
         return 0, 0
-    marked = len(next(getattr(tower, name) for name in _MARKED if hasattr(tower, name)))
+    marked = len(next((getattr(tower, name) for name in _MARKED if hasattr(tower, name)), ()))
     return marked, tower.depth - marked
 
 
@@ -173,6 +173,6 @@ def with_blocks(config: PretrainedConfig, marked: int, others: int) -> Pretraine
     config = copy.deepcopy(config)
     if tower := getattr(config, "vision_config", None):
         tower.depth = marked + others
-        name = next(name for name in _MARKED if hasattr(tower, name))
-        setattr(tower, name, [(i + 1) * tower.depth // marked - 1 for i in range(marked)])
+        for name in [name for name in _MARKED if hasattr(tower, name)][:1]:
+            setattr(tower, name, [(i + 1) * tower.depth // marked - 1 for i in range(marked)])
     return config

@@ -310,6 +310,7 @@ class Tracker(TorchDispatchMode):
             self._count(-workspace, "flash workspace")
         reached = {
             "attention": hardware.attention_backward if "backward" in name else hardware.attention_forward,
+            "recurrent": hardware.matmul_16,
         }.get(kind, hardware.matmul_16 if not ins or ins[-1].element_size() <= 2 else hardware.matmul_32)
         compute, memory = flops / reached, nbytes / hardware.memory
         seconds = max(compute, memory, hardware.kernel)
