@@ -147,7 +147,7 @@ def test_the_estimated_peak_is_within_15_per_cent(elsewhere, path, checkpointing
     phases, shape = elsewhere(update, job, path)
     plan = plan_of(job, shape, Arm(path), job.budget)
     memory = Memory(job.ranks, job.checkpointing, job.no_sync, job.logits_chunk, offload=False)
-    peak = max(phase["peak"] for name, phase in phases.items() if name != "optimizer")
+    peak = max(phase.get("peak", 0.0) for name, phase in phases.items() if name != "optimizer")
     assert peak_bytes(shape, plan, (), memory) == pytest.approx(peak - 16 * shape.parameters / job.ranks, rel=0.15)
 
 
@@ -233,7 +233,10 @@ def host_syncs(kind: str, layers: int) -> list[dict[str, float]]:
     return [{name: x["host_syncs"] for name, x in phases.items()} for phases in found]
 
 
-@pytest.mark.parametrize("kind", ["qwen3_5", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"])
+@pytest.mark.parametrize(
+    "kind",
+    ["qwen3_5", *(pytest.param(x, marks=pytest.mark.full) for x in ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"))],
+)
 def test_no_recurrent_layer_waits_for_the_device(elsewhere, kind):
     """The package counts chunks once for the bounds of a pass."""
     two, four = elsewhere(host_syncs, kind, 2), elsewhere(host_syncs, kind, 4)
