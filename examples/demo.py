@@ -184,22 +184,24 @@ def prepare(output: Path, source: Path | None, size: Size) -> tuple[Path, Path]:
         questions = source or output / "clips" / "questions.json"
         if source is None:
             side = max(112, 2 * round(size.frame_pixels**0.5 / 2))
-            _recipe(
+            run_recipe(
                 "video_rlvr/make_clips.py", output=questions.parent, clips=max(2, count // 5 + 1), seed=SEED, size=side
             )
         most = size.frame_pixels
         pixels = {"min_pixels": 64, "max_pixels": most, "image_max_pixels": most}
-        _recipe("video_rlvr/prepare.py", input=questions, output=data, val_size=1, **pixels)
+        run_recipe("video_rlvr/prepare.py", input=questions, output=data, val_size=1, **pixels)
     else:
         questions = source or output / "questions.jsonl"
         if source is None:
-            _recipe("musique/make_questions.py", output=questions, num=count, seed=SEED)
-        _recipe("musique/prepare.py", input=questions, output=data, max_paragraphs=size.paragraphs, val_size=2)
+            run_recipe("musique/make_questions.py", output=questions, num=count, seed=SEED)
+        run_recipe("musique/prepare.py", input=questions, output=data, max_paragraphs=size.paragraphs, val_size=2)
     return questions, data
 
 
-def _recipe(script: str, **options: object) -> None:
-    args = [text for key, value in options.items() for text in (f"--{key.replace('_', '-')}", str(value))]
+def run_recipe(script: str, *flags: str, **options: object) -> None:
+    """Run a script of recipes/ with these options; SystemExit where it fails, which it has explained by then."""
+    args = [*flags]
+    args += [text for key, value in options.items() for text in (f"--{key.replace('_', '-')}", str(value))]
     command = [sys.executable, str(RECIPES / script), *args]
     if subprocess.run(command, check=False, stdout=subprocess.DEVNULL).returncode:
         raise SystemExit(f"recipes/{script} failed with the message above; it ran as: {' '.join(command)}")

@@ -27,7 +27,7 @@ NOT_MEASURED = {
     "README.md": {"0.9", "0.1.0", "0.9.1", "0.9.0", "2.13.0", "5.10.4", "2.11.0", "5.9.0", "2506.05433", "2606.01143"},
     RESULTS: {"2.13.0", "0.28.0"},
     "verl_prefix/tools/README.md": {"5e-6", "1.3", "2.3"},
-    "examples/README.md": {"1.16"},
+    "examples/README.md": {"1.16", "0.10"},
     ".github/CONTRIBUTING.md": {"1e-9", "5e-6", "1.3"},
     ".github/CHANGELOG.md": {"0.1.0", "0.9"},
 }
@@ -208,7 +208,45 @@ def fault_quotes(load: Load) -> Iterator[tuple]:
     yield "it ended within {:.1f} s", max(case.get("seconds_from_fault_to_end") or 0 for case in chaos["cases"])
 
 
-QUOTES = {"README.md": [readme_quotes], RESULTS: [bench_quotes, demo_quotes, ab_quotes, fault_quotes]}
+LEARNT = ("learn_3e-5", "learn_8e-5", "learn")
+
+
+def learn_quotes(load: Load) -> Iterator[tuple]:
+    """Of every finished run a row; the others have no exact match at their end."""
+    for report in map(load, LEARNT):
+        size = report["config"]["size"]
+        for name, run in report["runs"].items():
+            if "rise" not in run:
+                continue
+            rewards = [run["reward"][end][key] for end in ("start", "end") for key in ("mean", "deviation")]
+            row = (
+                "| {:.0e}, {} | {} | {:.3f} to {:.3f} | {:.3f} ({:.3f}) | {:.2f} ({:.2f}) to {:.2f} ({:.2f}) | {:.1f} |"
+            )
+            yield (row, size["lr"], size["steps"], name.replace("_", ", seed "), *run["exact_match"].values(),
+                   run["rise"], run["standard_error"], *rewards, run["minutes"])  # fmt: skip
+    stock, ours = (load("learn")["runs"][name]["steps"] for name in ("stock_1", "prefix_1"))
+    pairs = list(zip(stock, ours, strict=False))
+    assert all(a["step"] == b["step"] for a, b in pairs)
+    yield ("first {} steps of stock, seed 1, have mean rewards of {}, ours of {}", len(pairs),
+           *(", ".join(f"{pair[i]['critic/rewards/mean']:.2f}" for pair in pairs) for i in (0, 1)))  # fmt: skip
+    yield "in step 20 of the last run the gradient norm is {:.2f}", ours[19]["actor/grad_norm"]
+    minutes = [sum(pair[i]["timing_s/step"] for pair in pairs) / 60 for i in (0, 1)]
+    ratios = [a["timing_s/step"] / b["timing_s/step"] for a, b in pairs[1:]]
+    yield ("They take {:.1f} and {:.1f} minutes, a step after the first {:.1f} times as long ({:.1f} to {:.1f})",
+           *minutes, median(ratios), min(ratios), max(ratios))  # fmt: skip
+
+
+def learn_line(load: Load) -> Iterator[tuple]:
+    reports = [load(name) for name in LEARNT]
+    assert all(report["problems"]["failed"] for report in reports)
+    rises = [run["rise"] for report in reports for run in report["runs"].values() if "rise" in run]
+    yield "exact match rises by {:.2f} to {:.2f}", min(rises), max(rises)
+
+
+QUOTES = {
+    "README.md": [readme_quotes, learn_line],
+    RESULTS: [bench_quotes, demo_quotes, learn_quotes, ab_quotes, fault_quotes],
+}
 
 
 def problems(name: str, text: str, load: Load) -> list[str]:

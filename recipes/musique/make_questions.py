@@ -19,8 +19,9 @@ from pathlib import Path
 
 # Shares of 2, 3 and 4 hops near MuSiQue's, in an order that has all of them within 8 questions.
 HOPS = (2, 2, 3, 2, 2, 3, 2, 4)
-MIN_PARAGRAPHS = max(HOPS) + 1
+SHORT_HOPS = (2,)
 WORDS = (60, 110)
+SHORT_WORDS = (0, 0)  # facts alone
 
 
 @dataclass(frozen=True)
@@ -130,8 +131,9 @@ class Entity:
 class World:
     """`size` entities of each kind, their paragraphs, and `facts[name, relation]`, each an entity or a text."""
 
-    def __init__(self, rng: random.Random, size: int) -> None:
+    def __init__(self, rng: random.Random, size: int, words: tuple[int, int] = WORDS) -> None:
         self.rng = rng
+        self.words = words
         self.taken: set[str] = set()
         self.kinds = {kind: [self._entity(kind, i * size + j) for j in range(size)] for i, kind in enumerate(RELATIONS)}
         self.facts: dict[tuple[str, str], Entity] = {}
@@ -186,12 +188,12 @@ class World:
         return Entity("text", str(self.rng.randint(1790, 1990)), (), -1)
 
     def _paragraph(self, entity: Entity) -> str:
-        """Return the facts of the entity among sentences without facts, WORDS words or a few more."""
+        """Return the facts of the entity among sentences without facts, `words` words or a few more."""
         told = [
             self.rng.choice(relation.told).format(s=entity.name, o=self.facts[entity.name, relation.name].name)
             for relation in RELATIONS[entity.kind]
         ]
-        enough = self.rng.randint(*WORDS)
+        enough = self.rng.randint(*self.words)
         for filler in self.rng.sample(list(FILLERS[entity.kind]), len(FILLERS[entity.kind])):
             if len(" ".join(told).split()) >= enough:
                 break
@@ -248,19 +250,20 @@ class World:
         }
 
 
-def make_questions(num: int, seed: int, paragraphs: int) -> Iterator[dict[str, object]]:
+def make_questions(num: int, seed: int, paragraphs: int, short: bool = False) -> Iterator[dict[str, object]]:
     """Yield `num` different questions with `paragraphs` paragraphs each; ValueError where a number is out of range."""
+    every, words = (SHORT_HOPS, SHORT_WORDS) if short else (HOPS, WORDS)
     if num < 1:
         raise ValueError(f"--num {num}: set at least 1")
-    if paragraphs < MIN_PARAGRAPHS:
+    if paragraphs < max(every) + 1:
         raise ValueError(
-            f"--paragraphs {paragraphs}: set at least {MIN_PARAGRAPHS}, "
-            f"a {max(HOPS)}-hop question needs {max(HOPS)} and a distractor"
+            f"--paragraphs {paragraphs}: set at least {max(every) + 1}, "
+            f"a {max(every)}-hop question needs {max(every)} and a distractor"
         )
     # Enough entities of a kind for the distractors, and enough chains for all questions to differ.
-    world = World(random.Random(seed), size=max(24, paragraphs + max(HOPS), num // 4))
+    world = World(random.Random(seed), size=max(24, paragraphs + max(every), num // 4), words=words)
     seen: set[str] = set()
-    for hops in cycle(HOPS):
+    for hops in cycle(every):
         while True:
             question = world.question(*world.chain(hops), paragraphs)
             if question["id"] not in seen:
@@ -278,10 +281,13 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--num", type=int, default=64, help="questions (default 64)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--paragraphs", type=int, default=20, help="paragraphs of a question (default 20, MuSiQue's)")
+    parser.add_argument(
+        "--short", action="store_true", help="2 hops each, and paragraphs of facts alone, about 25 words"
+    )
     args = parser.parse_args(argv)
     partial = args.output.with_name(f".{args.output.name}.{os.getpid()}.partial")
     try:
-        questions = make_questions(args.num, args.seed, args.paragraphs)
+        questions = make_questions(args.num, args.seed, args.paragraphs, args.short)
         lines = [json.dumps(question, ensure_ascii=False) + "\n" for question in questions]
         args.output.parent.mkdir(parents=True, exist_ok=True)
         partial.write_bytes("".join(lines).encode())

@@ -144,9 +144,20 @@ def test_names_share_no_word_and_paragraphs_are_as_long_as_musiques():
     assert all(60 <= len(text.split()) <= 130 for text in paragraphs.values())
 
 
-@pytest.mark.parametrize(("option", "value"), [("--num", "0"), ("--paragraphs", "4")])
-def test_make_questions_refuses_numbers_out_of_range_in_one_line(tmp_path, capsys, option, value):
-    assert make_questions.main(["--output", str(tmp_path / "q.jsonl"), option, value]) == 1
+def test_short_questions_have_two_hops_and_paragraphs_of_facts_alone():
+    questions = list(make_questions.make_questions(40, 3, 3, short=True))
+    assert {len(question["question_decomposition"]) for question in questions} == {2}
+    for question in questions:
+        assert sum(not p["is_supporting"] for p in question["paragraphs"]) == 1  # what makes the first hop needed
+        for p in question["paragraphs"]:
+            assert p["paragraph_text"].count(". ") + 1 <= 3 and len(p["paragraph_text"].split()) <= 35
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "more"), [("--num", "0", []), ("--paragraphs", "4", []), ("--paragraphs", "2", ["--short"])]
+)
+def test_make_questions_refuses_numbers_out_of_range_in_one_line(tmp_path, capsys, option, value, more):
+    assert make_questions.main(["--output", str(tmp_path / "q.jsonl"), option, value, *more]) == 1
     (message,) = capsys.readouterr().err.splitlines()
     assert message.startswith(f"make_questions: {option} {value}: set at least")
     assert not list(tmp_path.iterdir())
