@@ -18,6 +18,7 @@ import broken_states
 import pytest
 import torch
 import transformers
+from float64_torch import Float64Torch
 
 from verl_prefix.core.attention import AttentionPass, GroupedAttention
 from verl_prefix.core.kernels import cpu, reference
@@ -118,12 +119,6 @@ def build(family: str, dtype: torch.dtype = torch.float32):
 @pytest.fixture
 def float64_inside(monkeypatch):
     """HF computes norms, softmax and router scores in fp32 whatever the model's dtype is: here in float64."""
-
-    class Float64Torch:
-        float32 = float = torch.float64
-
-        def __getattr__(self, name):
-            return getattr(torch, name)
 
     def use(model):
         monkeypatch.setattr(sys.modules[type(model).__module__], "torch", Float64Torch())

@@ -1,34 +1,16 @@
 """The functions for use without verl on hybrids: float64 against Hugging Face's own forward of every row."""
 
-import sys
-
 import pytest
 import torch
 import transformers
+from test_families import float64_inside  # noqa: F401
 
 from verl_prefix import phased_update, response_log_probs
 from verl_prefix.testing import write_tiny_model
 
 
-@pytest.fixture
-def float64_inside(monkeypatch):
-    """Scans and norms of transformers are in fp32 whatever the model's dtype is: here in float64."""
-
-    class Float64Torch:
-        float32 = float = torch.float64
-
-        def __getattr__(self, name):
-            return getattr(torch, name)
-
-    def use(model):
-        monkeypatch.setattr(sys.modules[type(model).__module__], "torch", Float64Torch())
-        monkeypatch.setattr(torch.Tensor, "float", lambda self: self.double())
-
-    return use
-
-
 @pytest.mark.parametrize("family", ["qwen3_5_text", "lfm2", "bamba"])
-def test_log_probs_and_gradients_are_those_of_whole_rows(tmp_path, family, float64_inside):
+def test_log_probs_and_gradients_are_those_of_whole_rows(tmp_path, family, float64_inside):  # noqa: F811
     path = write_tiny_model(tmp_path, family=family)
     model = transformers.AutoModelForCausalLM.from_pretrained(path, attn_implementation="sdpa", dtype=torch.float64)
     float64_inside(model.train())

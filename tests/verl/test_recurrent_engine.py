@@ -13,6 +13,7 @@ from unittest import mock
 import broken_states
 import pytest
 import torch
+from float64_torch import Float64Torch
 from test_engine_equivalence import (
     OURS,
     TOLERANCE,
@@ -63,13 +64,6 @@ def cases_of(family: str, world: int, full: bool) -> tuple[str, ...]:
     return ("packed", "offload_checkpointed", "gate_shut") if family in MOST else ()
 
 
-class _Float64Torch:
-    float32 = float = torch.float64
-
-    def __getattr__(self, name):
-        return getattr(torch, name)
-
-
 @contextlib.contextmanager
 def _float64(family: str):
     """verl's engine and HF's rules in float64, which name fp32 themselves."""
@@ -87,7 +81,7 @@ def _float64(family: str):
     with (
         mock.patch.object(PrecisionType, "to_dtype", staticmethod(lambda _: torch.float64)),
         mock.patch.object(
-            importlib.import_module(f"transformers.models.{name}.modeling_{name}"), "torch", _Float64Torch()
+            importlib.import_module(f"transformers.models.{name}.modeling_{name}"), "torch", Float64Torch()
         ),
         mock.patch.object(torch.Tensor, "float", lambda self: self.double()),
         mock.patch("test_engine_equivalence._engine", built),

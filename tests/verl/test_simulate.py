@@ -422,17 +422,22 @@ def planned(words: list[str]) -> tuple[int, str, str]:
     return code, out.getvalue(), err.getvalue()
 
 
-def test_plan_simulates_a_command_and_says_what_fits(elsewhere, tmp_path):
-    write_tiny_model(tmp_path / "model")
+def training_command(folder: Path, **model: str) -> list[str]:
+    """Overrides that train a tiny model on prompts of one length, both written to `folder`."""
+    write_tiny_model(folder / "model", **model)
     prompts = [[{"role": "user", "content": "the river " * 60}]] * 16
-    pq.write_table(pa.table({"prompt": prompts}), tmp_path / "train.parquet")
+    pq.write_table(pa.table({"prompt": prompts}), folder / "train.parquet")
     role = "actor_rollout_ref"
-    words = [
-        "algorithm.adv_estimator=grpo", f"data.train_files={tmp_path / 'train.parquet'}", "data.train_batch_size=8",
-        "data.max_prompt_length=256", "data.max_response_length=32", f"{role}.model.path={tmp_path / 'model'}",
+    return [
+        "algorithm.adv_estimator=grpo", f"data.train_files={folder / 'train.parquet'}", "data.train_batch_size=8",
+        "data.max_prompt_length=256", "data.max_response_length=32", f"{role}.model.path={folder / 'model'}",
         f"{role}.rollout.n=4", f"{role}.actor.ppo_mini_batch_size=8", f"{role}.actor.use_dynamic_bsz=true",
         f"{role}.actor.ppo_max_token_len_per_gpu=1024", "trainer.n_gpus_per_node=2",
     ]  # fmt: skip
+
+
+def test_plan_simulates_a_command_and_says_what_fits(elsewhere, tmp_path):
+    words = training_command(tmp_path)
     code, out, err = elsewhere(planned, ["--simulate", "--out", str(tmp_path / "plan.json"), *words])
     assert (code, err) == (0, "") and "simulated" in out
     found = json.loads((tmp_path / "plan.json").read_text())["simulated"]

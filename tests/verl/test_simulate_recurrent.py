@@ -14,10 +14,9 @@ from dataclasses import replace
 from typing import Any
 from unittest import mock
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import torch
+from test_simulate import training_command
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from verl_prefix import cli
@@ -26,7 +25,6 @@ from verl_prefix.auto.shape import DELTA_CHUNK, ModelShape, kept_by
 from verl_prefix.core.groups import Group
 from verl_prefix.core.prefix_cache import PrefixCache
 from verl_prefix.models.recurrent import mixer_of
-from verl_prefix.testing import write_tiny_model
 from verl_prefix.tools.simulate import depth as simulator
 from verl_prefix.tools.simulate import scans
 from verl_prefix.tools.simulate.accelerator import DEVICE, fake_accelerator
@@ -283,17 +281,7 @@ def planned(words: list[str]) -> tuple[int, str, str]:
 
 
 def test_plan_simulates_a_hybrid_and_says_what_nobody_measured(elsewhere, tmp_path):
-    write_tiny_model(tmp_path / "model", family="qwen3_5_text")
-    prompts = [[{"role": "user", "content": "the river " * 60}]] * 16
-    pq.write_table(pa.table({"prompt": prompts}), tmp_path / "train.parquet")
-    role = "actor_rollout_ref"
-    words = [
-        "algorithm.adv_estimator=grpo", f"data.train_files={tmp_path / 'train.parquet'}", "data.train_batch_size=8",
-        "data.max_prompt_length=256", "data.max_response_length=32", f"{role}.model.path={tmp_path / 'model'}",
-        f"{role}.rollout.n=4", f"{role}.actor.ppo_mini_batch_size=8", f"{role}.actor.use_dynamic_bsz=true",
-        f"{role}.actor.ppo_max_token_len_per_gpu=1024", "trainer.n_gpus_per_node=2",
-        "trainer.v1.trainer_mode=prefix_sync",
-    ]  # fmt: skip
+    words = [*training_command(tmp_path, family="qwen3_5_text"), "trainer.v1.trainer_mode=prefix_sync"]
     code, out, err = elsewhere(planned, ["--simulate", "--out", str(tmp_path / "plan.json"), *words])
     assert (code, err) == (0, "") and RECURRENT in out
     found = json.loads((tmp_path / "plan.json").read_text())["simulated"]

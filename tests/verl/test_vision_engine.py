@@ -14,6 +14,7 @@ from unittest import mock
 
 import pytest
 import torch
+from float64_torch import Float64Torch
 from test_engine_equivalence import OURS, TOLERANCE, _compare, _engine, _full, _half_errors, _loss, _padded, _responses
 
 from verl_prefix.models import vision
@@ -56,13 +57,6 @@ FAMILIES = {
     "qwen3_vl": tuple(CASES),
     "qwen3_5": ("packed", "phased", "phased_row_by_row", "checkpointed", "scattered", "text_rank"),
 }
-
-
-class Float64Torch:
-    float32 = float = torch.float64
-
-    def __getattr__(self, name):
-        return getattr(torch, name)
 
 
 def _nested(tensors):
