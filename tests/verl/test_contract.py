@@ -130,6 +130,7 @@ CONTRACT = {
     "verl.workers.engine.base:EngineRegistry.register": "model_type backend device vendor",
     "verl.workers.engine.base:EngineRegistry._engines": None,
     f"{TI}:FSDPEngineWithLMHead": None,
+    f"{TI}:FSDPEngineWithValueHead": None,
     f"{TI}:FSDPEngineWithLMHead.__init__": "self model_config engine_config optimizer_config checkpoint_config",
     f"{TI}:FSDPEngineWithLMHead.initialize": "self",
     f"{TI}:FSDPEngineWithLMHead.forward_backward_batch": "self data loss_function forward_only",
