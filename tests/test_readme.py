@@ -208,7 +208,7 @@ def fault_quotes(load: Load) -> Iterator[tuple]:
     yield "it ended within {:.1f} s", max(case.get("seconds_from_fault_to_end") or 0 for case in chaos["cases"])
 
 
-LEARNT = ("learn_3e-5", "learn_8e-5", "learn")
+LEARNT = ("learn_3e-5", "learn_8e-5", "learn_28")
 
 
 def learn_quotes(load: Load) -> Iterator[tuple]:
@@ -224,7 +224,7 @@ def learn_quotes(load: Load) -> Iterator[tuple]:
             )
             yield (row, size["lr"], size["steps"], name.replace("_", ", seed "), *run["exact_match"].values(),
                    run["rise"], run["standard_error"], *rewards, run["minutes"])  # fmt: skip
-    stock, ours = (load("learn")["runs"][name]["steps"] for name in ("stock_1", "prefix_1"))
+    stock, ours = (load("learn_28")["runs"][name]["steps"] for name in ("stock_1", "prefix_1"))
     pairs = list(zip(stock, ours, strict=False))
     assert all(a["step"] == b["step"] for a, b in pairs)
     yield ("first {} steps of stock, seed 1, have mean rewards of {}, ours of {}", len(pairs),
