@@ -147,7 +147,7 @@ def build(described: dict[str, Any], steps: list[dict[str, Any]]) -> dict[str, A
         )
     if leak := steps[0].get("packing_leak"):
         notes.append(
-            f"stock takes one row per micro-batch, model_engine=dp packs them and is wrong here: {leak}, "
+            f"stock takes one row per micro-batch here; model_engine=dp is wrong where a micro-batch has more: {leak}, "
             "and a row's state goes on in the next row unless actor_rollout_ref.model.use_remove_padding=False"
         )
     failed = {row["arm"] for row in checked if not row["holds"]}
