@@ -304,7 +304,7 @@ def test_broken_states_are_far_off(family, broken, schedule, monkeypatch):
     assert max(errors(ours, truth).values()) > 100 * 5e-6
 
 
-@pytest.mark.parametrize("family", ["qwen3.5", "granite4-h", "lfm2"])
+@pytest.mark.parametrize("family", RECURRENT)
 def test_states_are_found_again_by_checkpointing_and_offload(family, float64_inside):
     model, batch = build(family).double(), random_rollouts(LONG_SHAPE, 128)
     float64_inside(model)
