@@ -26,7 +26,7 @@ Load = Callable[[str], dict[str, Any]]
 # Numbers that no report holds: versions and tolerances.
 NOT_MEASURED = {
     "README.md": {"0.9", "0.1.0", "0.9.1", "0.9.0", "2.13.0", "5.10.4", "2.11.0", "5.9.0", "2506.05433", "2606.01143"},
-    RESULTS: {"2.13.0", "0.28.0"},
+    RESULTS: {"2.13.0", "0.28.0", "1.16"},
     "verl_prefix/tools/README.md": {"5e-6", "1.3", "2.3"},
     "examples/README.md": {"1.16", "0.10"},
     # versions; simulated; what the test prints that the page names
@@ -255,6 +255,16 @@ def learn_quotes(load: Load) -> Iterator[tuple]:
     yield "in step 20 of the one of 28 steps the gradient norm is {:.2f}", failed[19]["actor/grad_norm"]
 
 
+def trl_quotes(load: Load) -> Iterator[tuple]:
+    report = load("trl_smollm2")
+    assert report["same_completions"] and report["loss"] == 0 and report["trl"].startswith("1.16")
+    seconds, cpu = ([x for arm in ("stock", "ours") for x in report[key][arm]] for key in ("seconds", "cpu_seconds"))
+    yield ("take {:.1f} and {:.1f} s with stock, {:.1f} and {:.1f} s with ours, {:.0f} and {:.0f} CPU seconds against "
+           "{:.0f} and {:.0f}", *seconds, *cpu)  # fmt: skip
+    yield ("gradients differ by at most {:.1e}, weights after both steps by {:.1e} (of a parameter, relative)",
+           max(report["grads"]), report["weights"])  # fmt: skip
+
+
 def learn_line(load: Load) -> Iterator[tuple]:
     *failed, report = [load(name) for name in LEARNT]
     assert all(report["problems"]["failed"] for report in failed) and not any(report["problems"].values())
@@ -267,7 +277,7 @@ def learn_line(load: Load) -> Iterator[tuple]:
 
 QUOTES = {
     "README.md": [readme_quotes, learn_line],
-    RESULTS: [bench_quotes, demo_quotes, learn_quotes, ab_quotes, fault_quotes],
+    RESULTS: [bench_quotes, demo_quotes, learn_quotes, trl_quotes, ab_quotes, fault_quotes],
     "recipes/README.md": [hybrid_quotes],
 }
 
