@@ -7,6 +7,7 @@ import os
 import pickle
 import subprocess
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from multiprocessing import forkserver
 from pathlib import Path
 from unittest import mock
@@ -30,8 +31,9 @@ def pytest_unconfigure() -> None:
 
 
 @pytest.fixture(scope="session")
-def spawn() -> Callable[..., None]:
-    """`torch.multiprocessing.spawn` whose processes come from one that has imported verl, under VERL_PLATFORM=cpu.
+def warm() -> Callable[..., AbstractContextManager]:
+    """Within `with warm():` processes of the start method forkserver come from one that has imported verl, under
+    VERL_PLATFORM=cpu.
 
     The import takes 12 CPU seconds, most ranks less. They have the environment and the modules of the session's first
     call: what a test sets or patches in its own process does not reach them.
@@ -40,11 +42,23 @@ def spawn() -> Callable[..., None]:
     server.set_forkserver_preload(["warm_ranks"])
     path = os.pathsep.join([str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])])
 
-    def run(fn: Callable[..., None], args: tuple = (), nprocs: int = 1) -> None:
+    @contextmanager
+    def run() -> Iterator[None]:
         with (
             mock.patch.dict(os.environ, VERL_PLATFORM="cpu", PYTHONPATH=path),
             mock.patch.object(forkserver, "connect_to_new_process", server.connect_to_new_process),
         ):
+            yield
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def spawn(warm: Callable[..., AbstractContextManager]) -> Callable[..., None]:
+    """`torch.multiprocessing.spawn` of `warm` processes."""
+
+    def run(fn: Callable[..., None], args: tuple = (), nprocs: int = 1) -> None:
+        with warm():
             mp.start_processes(fn, args, nprocs, start_method="forkserver")
 
     return run

@@ -1,8 +1,14 @@
 """What the fork server of `spawn` imports once, so that no rank does."""
 
+import gc
+
 import verl.workers.engine_workers  # noqa: F401
 from transformers import AutoModelForImageTextToText
 
 import verl_prefix.tools.ab.replay  # noqa: F401
 
 AutoModelForImageTextToText._model_mapping.keys()  # verl looks a model up among all, whose modules this imports
+
+# Ranks share what is imported here: collections of garbage that walk through it would copy it page by page.
+gc.collect()
+gc.freeze()

@@ -92,8 +92,8 @@ FAMILIES = {
     "bamba": ("BambaConfig", MAMBA | dict(attn_layer_indices=[1, 3]), "Mamba-2", "merged, states"),
 }  # fmt: skip
 RECURRENT = [name for name, (*_, core) in FAMILIES.items() if "states" in core]
-# Prefixes of more than a chunk of any scan, and shorter than its convolution.
-LONG_SHAPE = [*SHAPE, (141, [3, 1, 11]), (3, [5, 4])]
+# Prefixes of more than a chunk of any scan, and shorter than its convolution; a group of one.
+LONG_SHAPE = [*SHAPE, (141, [3, 1, 11]), (3, [5, 4]), (19, [6])]
 SCHEDULES = {
     "packed": dict(schedule="packed"),
     "phased": dict(schedule="phased", wave_tokens=19),

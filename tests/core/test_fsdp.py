@@ -209,16 +209,17 @@ def worker(rank: int, rendezvous: str, inbox, outbox) -> None:
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory):
-    context = mp.get_context("spawn")
+def ranks(tmp_path_factory, warm):
+    context = mp.get_context("forkserver")
     inboxes, outboxes = ([context.Queue() for _ in range(WORLD)] for _ in range(2))
     rendezvous = str(tmp_path_factory.mktemp("fsdp") / "rendezvous")
     processes = [
         context.Process(target=worker, args=(rank, rendezvous, inboxes[rank], outboxes[rank]), daemon=True)
         for rank in range(WORLD)
     ]
-    for process in processes:
-        process.start()
+    with warm():
+        for process in processes:
+            process.start()
 
     def run(case: dict | str) -> list[dict]:
         for inbox in inboxes:

@@ -9,7 +9,6 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from verl_prefix.core.groups import Group
 from verl_prefix.core.layout import build_layout, dummy_layout, prefix_layout
@@ -95,9 +94,9 @@ def _worker(rank: int, size: int, rendezvous: str, out: str) -> None:
 
 
 @pytest.fixture(scope="module", params=[2, 4, pytest.param(8, marks=pytest.mark.full)], ids="{}ranks".format)
-def results(request, tmp_path_factory):
+def results(request, tmp_path_factory, spawn):
     tmp = tmp_path_factory.mktemp("shards")
-    mp.spawn(_worker, args=(request.param, str(tmp / "rendezvous"), str(tmp / "out")), nprocs=request.param)
+    spawn(_worker, args=(request.param, str(tmp / "rendezvous"), str(tmp / "out")), nprocs=request.param)
     return [torch.load(f"{tmp / 'out'}.{rank}") for rank in range(request.param)]
 
 

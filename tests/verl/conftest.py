@@ -1,10 +1,12 @@
-"""A recipe's data, trained on by real verl (Ray, v1 trainer, FSDP2 on gloo, HF rollout) in a process of its own."""
+"""Processes of their own: real verl on a recipe's data (Ray, v1 trainer, FSDP2 on gloo, HF rollout); simulations."""
 
 import json
+import multiprocessing
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -50,3 +52,10 @@ def train(tmp_path: Path) -> Callable[..., tuple[list[dict[str, Any]], str]]:
         return steps, text
 
     return run
+
+
+@pytest.fixture(scope="session")
+def elsewhere() -> Iterator[Callable[..., Any]]:
+    """Calls a function in one process of its own: what a simulation makes of torch must not reach other tests."""
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        yield lambda function, *args: pool.submit(function, *args).result(timeout=300)

@@ -120,9 +120,9 @@ def _auto(rank: int, folder: str) -> None:
     torch.distributed.destroy_process_group()
 
 
-def test_auto_measures_and_shares(tmp_path):
+def test_auto_measures_and_shares(tmp_path, spawn):
     write_tiny_model(tmp_path / "model", family="qwen3_5_text")
-    torch.multiprocessing.spawn(_auto, args=(str(tmp_path),), nprocs=1)
+    spawn(_auto, args=(str(tmp_path),), nprocs=1)
     rates = json.loads((tmp_path / "rates.json").read_text())
     kind = AutoConfig.from_pretrained(tmp_path / "model").model_type
     assert rates["measured_on"].startswith(f"cpu, torch.float32, {kind}, ")

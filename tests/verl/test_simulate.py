@@ -8,11 +8,9 @@ import gc
 import inspect
 import io
 import json
-import multiprocessing
 import re
 from collections import Counter
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -60,12 +58,6 @@ WIDE = LlamaConfig(
     head_dim=128, vocab_size=128256, max_position_embeddings=16384, tie_word_embeddings=False,
 )  # fmt: skip
 ARMS = {arm.name: arm for arm in (Arm("stock"), Arm("packed"), Arm("phased"), Arm("phased", offload=True))}
-
-
-@pytest.fixture(scope="module")
-def elsewhere():
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        yield lambda function, *args: pool.submit(function, *args).result(timeout=300)
 
 
 def seeing(kind: str, layers: int = 1, depth: int = 2) -> PretrainedConfig:

@@ -7,9 +7,7 @@ import contextlib
 import gc
 import io
 import json
-import multiprocessing
 import sys
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -36,12 +34,6 @@ from verl_prefix.tools.simulate.tracker import Tracker
 
 H100 = GPUS["h100"]
 PREFIX, SUFFIX, ROWS = 2400, 256, 8
-
-
-@pytest.fixture(scope="module")
-def elsewhere():
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        yield lambda function, *args: pool.submit(function, *args).result(timeout=300)
 
 
 def wide(checkpointing: bool = True, layers: int = 8) -> Job:
