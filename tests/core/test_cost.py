@@ -188,12 +188,12 @@ SIMULATED = {
     ("packed", True, False, True): 10.21, ("packed", True, True, True): 34.71,
     ("phased", True, False, False): 11.74, ("phased", True, True, False): 37.19,
     ("phased", True, False, True): 15.21, ("phased", True, True, True): 40.66,
-    ("phased+offload", True, False, False): 10.30, ("phased+offload", True, True, False): 36.09,
-    ("phased+offload", True, False, True): 10.30, ("phased+offload", True, True, True): 36.09,
+    ("phased+offload", True, False, False): 4.99, ("phased+offload", True, True, False): 30.51,
+    ("phased+offload", True, False, True): 4.99, ("phased+offload", True, True, True): 30.51,
     ("stock", False, False, False): 90.93, ("stock", False, True, False): 117.11,
     ("packed", False, False, False): 63.71, ("packed", False, True, False): 89.65,
     ("phased", False, False, False): 90.66, ("phased", False, True, False): 116.10,
-    ("phased+offload", False, False, False): 76.99, ("phased+offload", False, True, False): 103.82,
+    ("phased+offload", False, False, False): 70.82, ("phased+offload", False, True, False): 70.82,
 }  # fmt: skip
 
 
@@ -235,7 +235,7 @@ def test_waves_hide_their_own_cost_for_an_eighth_of_memory(llama3_8b):
     before, after, too_long = (cost.peak_bytes(llama3_8b, plan, (), memory["checkpointed"]) for plan in (
         shortest, longer, make_plan(groups, 12289, "phased", 8192)))  # fmt: skip
     assert before < after <= before * 9 / 8 < too_long
-    assert waves("offload")[0] == [6 * rows, 2 * rows], "the prefix leaves all of the budget"
+    assert waves("offload")[0] == waves("offload", budget=20000)[0] == [2 * rows] * 4, "it is for memory"
     assert waves("activations")[0] == [rows] * 8, "a response more has activations of a tenth of all"
     assert waves("checkpointed", wave_tokens=rows)[0] == [rows] * 8, "as the user says"
     assert waves("checkpointed", budget=3000)[0] == [rows] * 8, "no wave is longer than the budget"

@@ -15,7 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from verl_prefix.core import offload, schedule
-from verl_prefix.core.offload import OffloadedPrefixCache, host_pages
+from verl_prefix.core.offload import HostCopies, OffloadedPrefixCache, Shelf, host_pages
 from verl_prefix.testing import random_rollouts, run_shared
 
 CPU = torch.device("cpu")
@@ -39,10 +39,10 @@ def counts(monkeypatch) -> Counter:
     return total
 
 
-def build(dtype=torch.float64, checkpoint: bool = False):
+def build(dtype=torch.float64, checkpoint: bool = False, layers: int = LAYERS):
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=97, hidden_size=48, intermediate_size=80, num_hidden_layers=LAYERS, num_attention_heads=6,
+        vocab_size=97, hidden_size=48, intermediate_size=80, num_hidden_layers=layers, num_attention_heads=6,
         num_key_value_heads=2, head_dim=16, initializer_range=0.1, attn_implementation="sdpa",
     )  # fmt: skip
     model = LlamaForCausalLM(config).to(dtype).train()
@@ -83,6 +83,7 @@ def packed(monkeypatch) -> list[tuple[torch.Tensor, int, bool]]:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
 def test_results_are_the_same_bits_with_and_without_offload(monkeypatch, counts, dtype, kernel, checkpoint, room):
     monkeypatch.setattr(offload, "device_room", lambda device: room)
+    monkeypatch.setattr(offload, "AHEAD", 1.0)
     model = build(dtype, checkpoint)
     without = measure(model, kernel=kernel)
     assert not counts
@@ -141,7 +142,8 @@ def test_device_storages_are_freed_between_phase_a_and_phase_c(monkeypatch, coun
     measure(model, offload=True, gradient_sync=look)
     dormant = sum({ref.cdata: nbytes for ref, nbytes in sources}.values())
     assert dormant > PREFIX * 48 * LAYERS * 8 and not {ref.cdata for ref, _ in sources} & parameters
-    assert live["wave"] == (0 if moves else dormant)
+    last_layer = 0 if checkpoint else 2 * PREFIX * 2 * 16 * 8  # keys and values, until another layer's are asked for
+    assert live["wave"] == (last_layer if moves else dormant)
     assert counts["offloaded_bytes"] == (dormant if moves else 0)
 
 
@@ -162,21 +164,32 @@ def test_storages_return_in_reverse_within_the_room_and_go_again(monkeypatch, co
 
     monkeypatch.setattr(OffloadedPrefixCache, "_copy_in", spy)
     monkeypatch.setattr(offload, "device_room", lambda device: 300_000 - taken())
+    monkeypatch.setattr(offload, "AHEAD", 1.0)
     measure(model, offload=True)
     assert counts["prefetched_bytes"] == counts["offloaded_bytes"] > 1_200_000 and not counts["demand_loads"]
     assert order == sorted(order, reverse=True) and peak <= 300_000
 
 
+def test_few_storages_are_back_before_backward_asks(monkeypatch, counts):
+    """On a device with room for all."""
+    ahead, prefetch = [], OffloadedPrefixCache._prefetch
+
+    def spy(self):
+        prefetch(self)
+        waiting = [one for one in self._dormant.values() if one.is_ahead]
+        assert self._num_ahead == sum(one.nbytes for one in waiting)
+        if len(waiting) > 1:
+            ahead.append(self._num_ahead / sum(one.nbytes for one in self._dormant.values()))
+
+    monkeypatch.setattr(OffloadedPrefixCache, "_prefetch", spy)
+    measure(build(layers=12), offload=True)
+    assert len(ahead) > 50 and max(ahead) <= offload.AHEAD
+    assert counts["prefetched_bytes"] == counts["offloaded_bytes"] and not counts["demand_loads"]
+
+
 @pytest.mark.parametrize("checkpoint", [False, True], ids=["", "checkpointed"])
-def test_parameters_and_hot_kv_never_move(monkeypatch, packed, checkpoint):
-    model, hot = build(checkpoint=checkpoint), set()
-    capture = OffloadedPrefixCache.capture
-
-    def spy(self, layer, k, v):
-        hot.update((k.untyped_storage()._cdata, v.untyped_storage()._cdata))
-        return capture(self, layer, k, v)
-
-    monkeypatch.setattr(OffloadedPrefixCache, "capture", spy)
+def test_parameters_never_move(monkeypatch, packed, checkpoint):
+    model = build(checkpoint=checkpoint)
     monkeypatch.setattr(offload, "TINY_BYTES", 1)
     measure(model, offload=True)
     parameters = {p.untyped_storage()._cdata for p in model.parameters()}
@@ -185,8 +198,7 @@ def test_parameters_and_hot_kv_never_move(monkeypatch, packed, checkpoint):
     # A checkpointed layer saves nothing of its inside, so only what is outside of layers can be seen staying:
     # the last norm's weight; lm_head has no part in a prefix graph.
     assert moved and len(stayed & parameters) >= (1 if checkpoint else 7 * LAYERS)
-    assert checkpoint or len(stayed & hot) == 2 * LAYERS
-    assert not moved & (parameters | hot)
+    assert not moved & parameters
 
 
 def test_checkpointed_layers_leave_their_inputs_and_nothing_else(packed):
@@ -242,6 +254,79 @@ def test_what_is_tiny_or_whole_numbers_or_elsewhere_stays(counts):
         for stays in (torch.ones(9), torch.ones(3000, dtype=torch.int64), torch.ones(3000, device="meta")):
             assert isinstance(cache._pack(stays), torch.Tensor)
     assert not counts
+
+
+def test_a_shelf_has_two_keys_on_the_device_the_next_one_before_it_is_asked_for(monkeypatch):
+    demanded, load = [], Shelf._load
+
+    def spy(self, key):
+        if self._shelved[key].on_device is None and len(asked) and key == asked[-1]:
+            demanded.append(len(asked) - 1)
+        load(self, key)
+
+    monkeypatch.setattr(Shelf, "_load", spy)
+    shelf, asked = Shelf(HostCopies(CPU), written=True), []
+    truth = [(torch.randn(3, 5, dtype=torch.bfloat16), torch.randn(4).double().requires_grad_()) for _ in range(6)]
+    for key, tensors in enumerate(truth):
+        shelf["layer", key] = (tensors[0].t(), tensors[1])
+    for key in [*range(6), *reversed(range(6)), *range(6)]:
+        asked.append(("layer", key))
+        x, y = shelf["layer", key]
+        assert torch.equal(x, truth[key][0].t()) and torch.equal(y, truth[key][1])
+        assert (x.dtype, y.dtype, x.requires_grad, y.requires_grad) == (torch.bfloat16, torch.float64, False, True)
+        x += 1
+        truth[key][0].add_(1)
+        assert sum(one.on_device is not None for one in shelf._shelved.values()) <= 2
+    assert demanded == [0, 1, 7, 13], "where the order is not known: at the start, and behind each end"
+    assert ("layer", 3) in shelf and torch.equal(shelf.pop(("layer", 3))[0], truth[3][0].t())
+    assert ("layer", 3) not in shelf and shelf.pop(("layer", 3), None) is None
+
+
+@pytest.mark.parametrize("checkpoint", [False, True], ids=["", "checkpointed"])
+def test_keys_values_and_their_gradients_leave_the_device_when_another_layer_asks(monkeypatch, checkpoint):
+    model, refs, most = build(checkpoint=checkpoint), {"leaf": [], "grad": []}, {"leaf": 0, "grad": 0}
+    get = Shelf.__getitem__
+
+    def spy(self, key):
+        found = get(self, key)
+        name = "grad" if self._written else "leaf"
+        refs[name] += [(key, StorageWeakRef(x.untyped_storage())) for x in found]
+        most[name] = max(most[name], len({key for key, ref in refs[name] if not ref.expired()}))
+        return found
+
+    without = measure(model)
+    monkeypatch.setattr(Shelf, "__getitem__", spy)
+    assert same_bits(measure(model, offload=True), without)
+    assert len({key for key, _ in refs["leaf"]}) == len({key for key, _ in refs["grad"]}) == LAYERS
+    assert most == {"leaf": 1, "grad": 1}
+
+
+@pytest.mark.parametrize("broken", ["gradients are not brought back", "keys of another layer"])
+def test_a_shelf_that_is_broken_on_purpose_shows(monkeypatch, broken):
+    model, get = build(), Shelf.__getitem__
+
+    def wrong(self, key):
+        if broken == "keys of another layer":
+            return get(self, key if self._written else (key + 1) % LAYERS)
+        self._written = False
+        return get(self, key)
+
+    without = measure(model)
+    monkeypatch.setattr(Shelf, "__getitem__", wrong)
+    found = measure(model, offload=True)
+    assert max(float((x - y).abs().max() / y.abs().max()) for x, y in zip(found, without, strict=True)) > 1e-2
+
+
+def test_what_the_host_has_no_room_for_stays_on_the_device(monkeypatch, pages):
+    """Pages for the activations and for some of the keys and values."""
+    model = build()
+    without = measure(model)
+    monkeypatch.setattr(offload, "PAGE_BYTES", 4096)
+    measure(model, offload=True)
+    monkeypatch.setattr(offload, "host_room", lambda: 0)
+    for num_pages in range(0, len(pages.free), 40):
+        pages.free, pages.num_pages = pages.free[: len(pages.free) - num_pages], len(pages.free) - num_pages
+        assert same_bits(measure(model, offload=True), without)
 
 
 def test_without_room_on_the_host_tensors_stay(monkeypatch, counts):

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from verl_prefix.core import offload, schedule
-from verl_prefix.core.offload import OffloadedPrefixCache, host_pages
+from verl_prefix.core.offload import HostCopies, OffloadedPrefixCache, Shelf, host_pages
 from verl_prefix.testing import random_rollouts, run_shared
 
 pytestmark = [
@@ -69,14 +69,14 @@ def error(ours: torch.Tensor, truth: torch.Tensor) -> float:
 
 def slow_copies(monkeypatch) -> None:
     """Every copy starts some 10 ms late: what runs ahead of it, or takes its memory, shows."""
-    copy = OffloadedPrefixCache._copy
+    copy = HostCopies._copy
 
     def late(self, into, source):
         with torch.cuda.stream(self._host.stream):
             torch.cuda._sleep(20_000_000)
         copy(self, into, source)
 
-    monkeypatch.setattr(OffloadedPrefixCache, "_copy", late)
+    monkeypatch.setattr(HostCopies, "_copy", late)
 
 
 @pytest.mark.parametrize("slow", [False, True], ids=["", "slow_copies"])
@@ -85,6 +85,7 @@ def slow_copies(monkeypatch) -> None:
 def test_asynchronous_copies_change_no_result(monkeypatch, model, counts, checkpoint, room, slow):
     truth = [measure(model, seed) for seed in range(2)]
     monkeypatch.setattr(offload, "device_room", lambda device: room)
+    monkeypatch.setattr(offload, "AHEAD", 1.0)
     if slow:
         slow_copies(monkeypatch)
     if checkpoint:
@@ -112,7 +113,15 @@ def test_backward_that_does_not_wait_for_its_copy_is_far_off(monkeypatch, model)
     assert error(measure(model, offload=True), truth) > 100 * TOLERANCE
 
 
-def test_an_idle_device_has_room_to_prefetch_everything(model, counts):
+def test_a_wave_that_does_not_wait_for_its_keys_and_values_is_far_off(monkeypatch, model):
+    truth = measure(model)
+    slow_copies(monkeypatch)
+    monkeypatch.setattr(Shelf, "_wait", lambda self, shelved: shelved.ready.clear())
+    assert error(measure(model, offload=True), truth) > 100 * TOLERANCE
+
+
+def test_an_idle_device_has_room_to_prefetch_everything(monkeypatch, model, counts):
+    monkeypatch.setattr(offload, "AHEAD", 1.0)
     measure(model, offload=True)
     assert counts["prefetched_bytes"] == counts["offloaded_bytes"] and not counts["demand_loads"]
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from verl_prefix.auto.shape import ModelShape
 from verl_prefix.core.groups import Group
-from verl_prefix.core.waves import PackedPass, Plan, first_fit, make_plan
+from verl_prefix.core.waves import PackedPass, Plan, first_fit, limit_waves, make_plan
 
 
 class PassCost(NamedTuple):
@@ -128,6 +128,8 @@ def shard_size(fsdp_size: int, ranks: int) -> int:
 # From so many tokens on a wave hides what it costs besides them: FSDP2 gathers, copies and reduces all parameters, and
 # gradients of all prefix tokens are added up. That takes as long as 400 tokens on 8 H100s (simulated: Llama3-8B).
 LONG_WAVE = 8192
+# With offload, which is for memory: half of that, for a fortieth of the update's time (simulated, likewise).
+OFFLOAD_WAVE = 4096
 # What longer waves may add to the estimated peak of an update.
 GROWTH = 1 / 8
 
@@ -202,26 +204,29 @@ def peak_bytes(shape: ModelShape, plan: Plan | None, stock: Sequence[PassCost], 
         passes = ((p.tokens / n, p.head_tokens / n) for p in stock)
         peak = max((kept(tokens) + max(logits(head), backward(tokens)) for tokens, head in passes), default=0.0)
         return peak + (held if memory.no_sync and len(stock) > 1 else 0.0)
-    peaks = []
+    peaks: list[float] = []
+    if not memory.no_sync or not (len(plan.passes) > 1 or plan.waves):
+        held = 0.0
     for planned in plan.passes:
         prefix = sum(group.prefix_len for group in planned.groups) / n
         if isinstance(planned, PackedPass):
             suffix = sum(group.num_suffix_tokens for group in planned.groups) / n
             tokens = prefix + suffix
             in_pass = kept(tokens) + max(logits(min(suffix, memory.logits_chunk)), backward(tokens))
-            peaks.append(in_pass + forks(planned.groups))
+            peaks.append(in_pass + forks(planned.groups) + held)
             continue
         states = shape.state * sum(group.prefix_len > 0 for group in planned.groups)
         wave = max((sum(g.num_suffix_tokens for _, g in wave) for wave in planned.waves), default=0) / n
-        dormant = 0.0 if memory.offload else kept(prefix)
+        dormant, cached = kept(prefix, memory.attention_kept and not memory.offload), kv * prefix * n
+        phase_a = dormant + cached + buffers_c + (held if peaks else 0.0)
+        if memory.offload:  # in phase A the host runs ahead of the copies, behind which memory is free
+            dormant = cached = 0.0
         in_wave = kept(wave) + max(logits(min(wave, memory.logits_chunk)), backward(wave))
         in_wave += max((forks(piece for _, piece in wave) for wave in planned.waves), default=0.0)
-        phase_b = dormant + 3 * kv * prefix * n + 2 * states + in_wave
-        phase_c = kept(prefix, memory.attention_kept and not memory.offload)
-        phase_c += 2 * kv * prefix * n + states + backward(prefix, buffers_c)
-        peaks.append(max(phase_b, phase_c))
-    several = len(plan.passes) > 1 or bool(plan.waves)
-    return max(peaks, default=0.0) + (held if memory.no_sync and several else 0.0)
+        phase_b = dormant + 3 * cached + 2 * states + in_wave + held
+        phase_c = dormant + 2 * cached + states + backward(prefix, buffers_c) + held
+        peaks.append(max(phase_a, phase_b, phase_c))
+    return max(peaks, default=0.0)
 
 
 def plan_batch(
@@ -229,10 +234,12 @@ def plan_batch(
 ) -> Plan:
     """`waves.make_plan` of a run. Where `wave_tokens` is None and the budget leaves less, each of the ranks that share
     a wave has `LONG_WAVE` of its tokens (all of them at most the budget), or the half or quarter ... of that which adds
-    at most `GROWTH` to the update's estimated peak."""
+    at most `GROWTH` to the update's estimated peak; with offload `OFFLOAD_WAVE` at most."""
     plan = make_plan(groups, budget, schedule, wave_tokens, memory.offload)
     if wave_tokens is not None or not plan.phased:
         return plan
+    if memory.offload:
+        return limit_waves(plan, OFFLOAD_WAVE * memory.sequence_ranks)
     most = (1 + GROWTH) * peak_bytes(shape, plan, (), memory)
     tokens = min(LONG_WAVE * memory.sequence_ranks, budget)
     while (longer := make_plan(groups, budget, schedule, None, memory.offload, tokens)) != plan:

@@ -341,7 +341,7 @@ def check_model_options(model_config: Any) -> None:
         model_config.get("enable_activation_offload"),
         f"{key}.enable_activation_offload=True counts forwards of modules (verl/utils/activation_offload.py), which "
         f"prefixes, waves and logits chunks change; set {key}.enable_activation_offload=False "
-        "(actor.prefix.offload=True moves the prefix's activations)",
+        "(actor.prefix.offload=True moves prefixes)",
     )
     if model_config.get("use_fused_kernels"):
         _warn_of_fused_kernels(key)

@@ -1,8 +1,9 @@
-"""Dormant prefix activations wait in host memory: what phase A saves for backward is off the device until phase C.
+"""A prefix in host memory: the device has of it what the layer at hand needs, and what the next one will.
 
-    phase A   the storage of a saved tensor is copied once, on a side stream, to pinned pages, and let go
-    phase B   the device holds the hot K/V, the parameters and what a wave needs
-    phase C   storages return in reverse order, ahead of backward while there is room, else when it asks
+    phase A   the storage of a saved tensor is copied once, on a side stream, to pinned pages, and let go; so are each
+              layer's keys and values, or states
+    phase B   a layer's keys and values come ahead of a wave's pass, its grad cache comes and goes with the backward
+    phase C   storages and grad caches return in reverse order, ahead of backward while there is room, else when it asks
 
 Schedule-level reuse with dormant offload. On CPU the same code copies to ordinary host memory at once: nothing is
 gained, everything is tested. Knows neither model nor schedule.
@@ -11,8 +12,8 @@ gained, everything is tested. Knows neither model nor schedule.
 import functools
 import sys
 from collections import Counter
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, MutableMapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from verl_prefix.core.prefix_cache import Key, PrefixCache, Tensors
 
 PAGE_BYTES = 64 << 20  # a power of two: torch rounds pinned allocations up to one
 TINY_BYTES = 4 << 10  # what a smaller storage frees is not worth a copy's latency
+AHEAD = 1 / 16  # of all bytes on the host, what is back before backward asks; of 32 layers two
 MEMINFO, CGROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
 
 
@@ -76,6 +78,162 @@ def host_pages(device: torch.device) -> HostPages:
     return HostPages(device)
 
 
+class HostCopies:
+    """Host memory that one prefix takes, until `close`, and the copies to it and back."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._host = host_pages(device)
+        self._pages: list[torch.Tensor] = []
+        self._num_used = 0  # bytes of them
+
+    def close(self) -> None:
+        if self._host.stream is not None:  # it may still write to prefetched memory, which is freed now
+            self._host.module.current_stream(self.device).wait_stream(self._host.stream)
+        self._host.free += self._pages
+        self._pages = []
+
+    def reserve(self, nbytes: int) -> list[torch.Tensor] | None:
+        """`nbytes` of host memory as slices of pages; None where it has no room for them."""
+        start, end = self._num_used, self._num_used + nbytes
+        while len(self._pages) * PAGE_BYTES < end:
+            page = self._host.take()
+            if page is None:
+                return None
+            self._pages.append(page)
+        self._num_used = end + -end % 512
+        pages = range(start // PAGE_BYTES, -(-end // PAGE_BYTES))
+        return [self._pages[i][max(start - i * PAGE_BYTES, 0) : end - i * PAGE_BYTES] for i in pages]
+
+    def to_host(self, pieces: list[torch.Tensor], source: torch.Tensor) -> None:
+        """source: uint8 [n], which may be let go at once."""
+        self._copy(pieces, source.split([len(piece) for piece in pieces]))
+        if self._host.stream is not None:  # the allocator must not reuse it before the copy has read it
+            source.record_stream(self._host.stream)
+
+    def to_device(self, pieces: list[torch.Tensor]) -> tuple[torch.Tensor, Any]:
+        """uint8 [n], and the event after which it may be read or let go."""
+        # Memory of the current stream, where it is read and freed; `_copy` lets that stream's past go first.
+        into = torch.empty(sum(map(len, pieces)), dtype=torch.uint8, device=self.device)
+        self._copy(into.split([len(piece) for piece in pieces]), pieces)
+        return into, None if self._host.stream is None else self._host.stream.record_event()
+
+    def wait(self, event: Any) -> None:
+        if event is not None:
+            self._host.module.current_stream(self.device).wait_event(event)
+
+    def _copy(self, into: Iterable[torch.Tensor], source: Iterable[torch.Tensor]) -> None:
+        """On the side stream, behind all that the current stream was given so far; on CPU at once."""
+        stream = self._host.stream
+        if stream is not None:
+            stream.wait_stream(self._host.module.current_stream(self.device))
+        with self._host.module.stream(stream):
+            for piece, part in zip(into, source, strict=True):
+                piece.copy_(part, non_blocking=True)
+
+
+@dataclass(eq=False)
+class _Shelved:
+    """A key's tensors: on the device, in host memory, or both."""
+
+    on_device: Tensors | None
+    like: list[tuple[torch.dtype, torch.Size, bool]]  # of each tensor, with whether it requires a gradient
+    is_newer: bool = True  # what is on the device
+    pieces: list[list[torch.Tensor]] | None = None
+    ready: list[Any] = field(default_factory=list)
+
+
+class Shelf(MutableMapping[Key, Tensors]):
+    """Tensors by key in host memory: the device has those of the key asked for last, and of the next one.
+
+    Layers are asked for in the order of their keys, forward or backward.
+
+    Args:
+        written: who asks for tensors writes to them.
+    """
+
+    def __init__(self, copies: HostCopies, written: bool) -> None:
+        self._copies = copies
+        self._written = written
+        self._shelved: dict[Key, _Shelved] = {}
+        self._order: list[Key] = []
+        self._last: Key | None = None
+
+    def __setitem__(self, key: Key, tensors: Tensors) -> None:
+        tensors = tuple(x.detach().contiguous().requires_grad_(x.requires_grad) for x in tensors)
+        self._shelved[key] = _Shelved(tensors, [(x.dtype, x.shape, x.requires_grad) for x in tensors])
+        self._order.append(key)
+        self._keep(key)
+        self._last = key
+
+    def __getitem__(self, key: Key) -> Tensors:
+        shelved = self._shelved[key]
+        if key != self._last:
+            at, before = self._order.index(key), self._order.index(self._last)
+            after = at + (1 if at > before else -1)
+            following = self._order[after] if 0 <= after < len(self._order) else key
+            self._keep(key, following)
+            self._load(key)
+            self._load(following)
+            self._last = key
+        self._wait(shelved)
+        shelved.is_newer |= self._written
+        assert shelved.on_device is not None
+        return shelved.on_device
+
+    def __delitem__(self, key: Key) -> None:
+        del self._shelved[key]
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._shelved
+
+    def __iter__(self) -> Iterator[Key]:
+        return iter(self._shelved)
+
+    def __len__(self) -> int:
+        return len(self._shelved)
+
+    def clear(self) -> None:
+        for shelved in self._shelved.values():
+            self._wait(shelved)
+        self._shelved.clear()
+
+    def _keep(self, *keys: Key) -> None:
+        """Of all others, what the host has not is copied there; the device lets them go."""
+        for key, shelved in self._shelved.items():
+            if key in keys or shelved.on_device is None:
+                continue
+            if shelved.pieces is None:
+                pieces = [self._copies.reserve(x.nbytes) for x in shelved.on_device]
+                if None in pieces:  # no room: it stays
+                    continue
+                shelved.pieces = pieces  # type: ignore[assignment]
+            assert shelved.pieces is not None
+            if shelved.is_newer:
+                for piece, x in zip(shelved.pieces, shelved.on_device, strict=True):
+                    self._copies.to_host(piece, x.detach().view(-1).view(torch.uint8))
+                shelved.is_newer = False
+            self._wait(shelved)
+            shelved.on_device = None
+
+    def _wait(self, shelved: _Shelved) -> None:
+        """For copies to the device, before their memory is read or free for others."""
+        while shelved.ready:
+            self._copies.wait(shelved.ready.pop())
+
+    def _load(self, key: Key) -> None:
+        shelved = self._shelved.get(key)
+        if shelved is None or shelved.on_device is not None:
+            return
+        assert shelved.pieces is not None
+        found = []
+        for piece, (dtype, shape, requires_grad) in zip(shelved.pieces, shelved.like, strict=True):
+            flat, ready = self._copies.to_device(piece)
+            found.append(flat.view(dtype).view(shape).requires_grad_(requires_grad))
+            shelved.ready.append(ready)
+        shelved.on_device = tuple(found)
+
+
 @dataclass(eq=False)
 class Dormant:
     """One storage on the host. `source` keeps its address from meanwhile becoming another storage's."""
@@ -86,6 +244,7 @@ class Dormant:
     num_waiting: int = 0  # saved tensors on it that backward has not asked for
     on_device: torch.Tensor | None = None  # uint8 [nbytes]
     ready: Any = None  # an event of the side stream
+    is_ahead: bool = False  # on the device before backward asks
 
 
 # What the graph holds for a saved tensor: itself, or a dormant storage and (dtype, size, stride, storage offset).
@@ -93,45 +252,39 @@ Saved = torch.Tensor | tuple[Dormant, torch.dtype, torch.Size, tuple[int, ...], 
 
 
 class OffloadedPrefixCache(PrefixCache):
-    """A prefix cache whose prefix graph has its saved activations on the host between phases A and C.
+    """A prefix cache in host memory, whose prefix graph has its saved activations there between phases A and C.
 
     Args:
         device: where the model runs; tensors elsewhere stay as they are.
-        counts: "offloaded_bytes", "prefetched_bytes" and "demand_loads" are added to it.
+        counts: "offloaded_bytes", "prefetched_bytes" and "demand_loads" of saved activations are added to it.
     """
 
     def __init__(self, device: torch.device, counts: Counter[str]) -> None:
         super().__init__()
         self.device = device
         self.counts = counts
-        self._host = host_pages(device)
-        self._pages: list[torch.Tensor] = []
-        self._num_used = 0  # bytes of them
-        self._hot: set[int] = set()
+        self._copies = HostCopies(device)
+        self._leaf, self._grad = Shelf(self._copies, written=False), Shelf(self._copies, written=True)
         self._dormant: dict[tuple[int, int], Dormant] = {}  # in the order of the last save
-        self._ahead: list[Dormant] = []  # not back yet, the next one last
+        self._returning: list[Dormant] = []  # not back yet, the next one last
+        self._num_bytes = 0  # of dormant storages
+        self._num_ahead = 0  # of those that came back before backward asked
 
     def __exit__(self, *exc_info: object) -> None:
         super().__exit__(*exc_info)
-        if self._host.stream is not None:  # it may still write to prefetched memory, which is freed here
-            self._host.module.current_stream(self.device).wait_stream(self._host.stream)
+        self._copies.close()
         for dormant in self._dormant.values():
             dormant.pieces, dormant.on_device, dormant.ready = [], None, None
-        self._dormant, self._ahead = {}, []
-        self._host.free += self._pages
-        self._pages = []
+        self._dormant, self._returning = {}, []
 
     def saving(self) -> saved_tensors_hooks:
         """Context of phase A's forward."""
         return saved_tensors_hooks(self._pack, self._unpack)
 
-    def capture(self, key: Key, *tensors: torch.Tensor, beside: Tensors = ()) -> Tensors:
-        self._hot |= {x.untyped_storage()._cdata for x in tensors}
-        return super().capture(key, *tensors, beside=beside)
-
     def _end_waves(self) -> None:
         super()._end_waves()
-        self._ahead = list(self._dormant.values())
+        self._returning = list(self._dormant.values())
+        self._num_bytes = sum(dormant.nbytes for dormant in self._returning)
         self._prefetch()
 
     def _stays(self, tensor: torch.Tensor) -> bool:
@@ -141,8 +294,7 @@ class OffloadedPrefixCache(PrefixCache):
             return True
         if tensor.device != self.device or not tensor.is_floating_point():
             return True
-        storage = tensor.untyped_storage()  # a small view keeps all of it alive
-        return storage.nbytes() < TINY_BYTES or storage._cdata in self._hot
+        return tensor.untyped_storage().nbytes() < TINY_BYTES  # a small view keeps all of it alive
 
     def _pack(self, tensor: torch.Tensor) -> Saved:
         dormant = None if self._stays(tensor) else self._find_or_copy(tensor)
@@ -161,30 +313,35 @@ class OffloadedPrefixCache(PrefixCache):
             self._copy_in(dormant)
             self.counts["demand_loads"] += 1
         assert dormant.on_device is not None
-        if dormant.ready is not None:
-            self._host.module.current_stream(self.device).wait_event(dormant.ready)
+        self._copies.wait(dormant.ready)
         tensor = torch.empty(0, dtype=dtype, device=self.device)
         tensor.set_(dormant.on_device.untyped_storage(), offset, size, stride)
         dormant.num_waiting -= 1
         if dormant.num_waiting <= 0:
             dormant.on_device = None
-            self._prefetch()
+        if dormant.is_ahead:
+            dormant.is_ahead = False
+            self._num_ahead -= dormant.nbytes
+        self._prefetch()
         return tensor
 
     def _prefetch(self) -> None:
-        room = device_room(self.device) if self._ahead else 0
-        while self._ahead:
-            dormant = self._ahead[-1]
+        """Storages come back while `AHEAD` of all bytes wait for backward at most, or one storage."""
+        room = device_room(self.device) if self._returning else 0
+        while self._returning:
+            dormant = self._returning[-1]
             if dormant.num_waiting > 0 and dormant.on_device is None:
                 room -= dormant.nbytes
-                if room < 0:
+                if room < 0 or (self._num_ahead and self._num_ahead + dormant.nbytes > AHEAD * self._num_bytes):
                     return
                 try:
                     self._copy_in(dormant)
                 except torch.OutOfMemoryError:  # the room is in too small pieces
                     return
+                dormant.is_ahead = True
+                self._num_ahead += dormant.nbytes
                 self.counts["prefetched_bytes"] += dormant.nbytes
-            self._ahead.pop()
+            self._returning.pop()
 
     def _find_or_copy(self, tensor: torch.Tensor) -> Dormant | None:
         """The dormant copy of a tensor's storage; None where the host has no room for it."""
@@ -192,42 +349,14 @@ class OffloadedPrefixCache(PrefixCache):
         key = storage._cdata, tensor._version  # an older copy lacks what was written since
         dormant = self._dormant.pop(key, None)
         if dormant is None:
-            pieces = self._reserve(storage.nbytes())
+            pieces = self._copies.reserve(storage.nbytes())
             if pieces is None:
                 return None
             dormant = Dormant(StorageWeakRef(storage), storage.nbytes(), pieces)
-            source = torch.empty(0, dtype=torch.uint8, device=self.device).set_(storage)
-            self._copy(pieces, source.split([len(piece) for piece in pieces]))
-            if self._host.stream is not None:  # the allocator must not reuse it before the copy has read it
-                source.record_stream(self._host.stream)
+            self._copies.to_host(pieces, torch.empty(0, dtype=torch.uint8, device=self.device).set_(storage))
             self.counts["offloaded_bytes"] += dormant.nbytes
         self._dormant[key] = dormant
         return dormant
 
-    def _reserve(self, nbytes: int) -> list[torch.Tensor] | None:
-        """`nbytes` of host memory as slices of pages."""
-        start, end = self._num_used, self._num_used + nbytes
-        while len(self._pages) * PAGE_BYTES < end:
-            page = self._host.take()
-            if page is None:
-                return None
-            self._pages.append(page)
-        self._num_used = end + -end % 512
-        pages = range(start // PAGE_BYTES, -(-end // PAGE_BYTES))
-        return [self._pages[i][max(start - i * PAGE_BYTES, 0) : end - i * PAGE_BYTES] for i in pages]
-
     def _copy_in(self, dormant: Dormant) -> None:
-        # Memory of the current stream, where backward reads and frees it; `_copy` lets that stream's past go first.
-        on_device = torch.empty(dormant.nbytes, dtype=torch.uint8, device=self.device)
-        self._copy(on_device.split([len(piece) for piece in dormant.pieces]), dormant.pieces)
-        dormant.on_device = on_device
-        dormant.ready = self._host.stream.record_event() if self._host.stream is not None else None
-
-    def _copy(self, into: Iterable[torch.Tensor], source: Iterable[torch.Tensor]) -> None:
-        """On the side stream, behind all that the current stream was given so far; on CPU at once."""
-        stream = self._host.stream
-        if stream is not None:
-            stream.wait_stream(self._host.module.current_stream(self.device))
-        with self._host.module.stream(stream):
-            for piece, part in zip(into, source, strict=True):
-                piece.copy_(part, non_blocking=True)
+        dormant.on_device, dormant.ready = self._copies.to_device(dormant.pieces)

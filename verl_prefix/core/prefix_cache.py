@@ -4,7 +4,7 @@ Schedule-level shared-prefix reuse: phase A fills the cache, phase B reads it an
 one prefix backward on what was accumulated. Leaving the context frees all of it, also after an exception.
 """
 
-from collections.abc import Hashable
+from collections.abc import Hashable, MutableMapping
 from typing import Any
 
 import torch
@@ -22,8 +22,8 @@ class PrefixCache:
     """
 
     def __init__(self) -> None:
-        self._leaf: dict[Key, Tensors] = {}
-        self._grad: dict[Key, Tensors] = {}
+        self._leaf: MutableMapping[Key, Tensors] = {}
+        self._grad: MutableMapping[Key, Tensors] = {}
         self._is_open = True  # for what layers leave, until phase C
 
     def __enter__(self) -> "PrefixCache":

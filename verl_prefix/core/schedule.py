@@ -91,7 +91,7 @@ class Schedule:
         forward_context: context of one forward and its loss, not of backward (autocast).
         gradient_sync: context of one backward, given whether it is the run's last (verl's `_gradient_sync_context`).
         kernel: name for `kernels.choose_kernel`.
-        offload: phased only, what phase A saves for phase C waits in host memory; `transfers` counts it.
+        offload: phased only, with gradients: prefixes wait in host memory (`core.offload`); `transfers` counts them.
         keep_attention: see `AttentionPass.keep`; not in phase A with `offload`.
         measure_peak: phased on CUDA only, `phase_b_peak` becomes the most bytes allocated during phase B. It resets the
             device's peak statistics, which other code may read.
@@ -171,7 +171,7 @@ class Schedule:
                 yield packed
             return
         device = tokens.input_ids.device
-        offloaded = OffloadedPrefixCache(device, self.transfers) if self.offload else None
+        offloaded = OffloadedPrefixCache(device, self.transfers) if self.offload and torch.is_grad_enabled() else None
         with offloaded or PrefixCache() as cache:
             with self._timed("phase_a", planned.groups), offloaded.saving() if offloaded else nullcontext():
                 root = self._prefixes(tokens, planned.groups, cache)

@@ -212,8 +212,7 @@ def _stays(self: offload.OffloadedPrefixCache, tensor: torch.Tensor) -> bool:
         return True
     if tensor.device.type != DEVICE or not tensor.is_floating_point():
         return True
-    storage = tensor.untyped_storage()
-    return storage.nbytes() < offload.TINY_BYTES or storage._cdata in self._hot
+    return tensor.untyped_storage().nbytes() < offload.TINY_BYTES
 
 
 @contextlib.contextmanager

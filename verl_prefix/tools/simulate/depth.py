@@ -20,6 +20,7 @@ from verl_prefix.tools.simulate.tower import deepstack_layers, kinds_of_blocks, 
 from verl_prefix.tools.simulate.tracker import Phase, Tracker
 
 DEPTH = 3  # layers of the smaller model that runs; with fewer, FSDP2 prefetches less than in the whole one
+OFFLOAD_DEPTH = 4  # as FSDP2 of parameters, offload prefetches grad caches: one layer later
 
 
 def _with_layers(config: PretrainedConfig, layers: int, blocks: tuple[int, ...]) -> PretrainedConfig:
@@ -31,14 +32,14 @@ def _with_layers(config: PretrainedConfig, layers: int, blocks: tuple[int, ...])
     return config
 
 
-def _depths(config: PretrainedConfig) -> tuple[list[PretrainedConfig], int]:
-    """Two smaller models, and how often their difference is between the first and the whole model: each kind of layer,
-    and of a tower's blocks, as often; or the whole model alone."""
+def _depths(config: PretrainedConfig, depth: int = DEPTH) -> tuple[list[PretrainedConfig], int]:
+    """Two smaller models of at least `depth` layers, and how often their difference is between the first and the whole
+    model: each kind of layer, and of a tower's blocks, as often; or the whole model alone."""
     text = config.get_text_config()
     layers, blocks = text.num_hidden_layers, kinds_of_blocks(config)
     kinds = list(getattr(text, "layer_types", None) or [0] * layers)
     period = next(n for n in range(1, layers + 1) if kinds[n:] == kinds[:-n])
-    least = max(DEPTH, period, deepstack_layers(config))
+    least = max(depth, period, deepstack_layers(config))
     found = []
     for step in range(period, layers if any(blocks) else period + 1, period):
         first = least + (layers - least) % step
@@ -115,7 +116,7 @@ def simulate(job: Job, arms: Sequence[Arm], hardware: Hardware, log_probs: bool 
             f"{', '.join(scans.MODEL_TYPES)} have one); leave it out: the plan itself counts their FLOPs and states"
         )
     _warm_up()
-    configs, times = _depths(job.config)
+    configs, times = _depths(job.config, OFFLOAD_DEPTH if any(arm.offload for arm in arms) else DEPTH)
     job = replace(job, shape=job.shape or whole_shape(job))
 
     def phases(arms: Sequence[Arm]) -> list[dict[str, Phase]]:

@@ -161,9 +161,12 @@ class Tracker(TorchDispatchMode):
             name = frame.f_code.co_filename
             if "/distributed/fsdp/" in name:
                 return "fsdp buffers"
-            if name.endswith("/core/prefix_cache.py") and frame.f_code.co_name in ("add_grad", "backward"):
-                if frame.f_code.co_name == "add_grad" or frame is sys._getframe(2):
+            if name.endswith("/core/prefix_cache.py"):
+                function = frame.f_code.co_name
+                if function in ("add_grad", "take") or (function == "backward" and frame is sys._getframe(2)):
                     return "grad cache"
+                if function == "read":
+                    return "prefix cache"
             if name.endswith("/torch/optim/optimizer.py"):
                 return "optimizer"
             frame = frame.f_back  # type: ignore[assignment]
