@@ -193,7 +193,7 @@ SIMULATED = {
     ("stock", False, False, False): 90.93, ("stock", False, True, False): 117.11,
     ("packed", False, False, False): 63.71, ("packed", False, True, False): 89.65,
     ("phased", False, False, False): 90.66, ("phased", False, True, False): 116.10,
-    ("phased+offload", False, False, False): 70.82, ("phased+offload", False, True, False): 70.82,
+    ("phased+offload", False, False, False): 15.76, ("phased+offload", False, True, False): 41.20,
 }  # fmt: skip
 
 

@@ -288,6 +288,33 @@ def test_what_is_broken_on_purpose_moves_them(elsewhere, name, broken, phase, sa
     assert any(line.startswith(phase) and says in line for line in found), found
 
 
+def long_prompt(checkpointing: bool, rows: int) -> dict[str, tuple[float, float]]:
+    """Seconds and GiB of an update of Llama3-8B on 8 H100s, P 10240, S 2048; stock goes row by row."""
+    config = LlamaConfig(
+        hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8,
+        vocab_size=128256, max_position_embeddings=131072, tie_word_embeddings=False,
+    )  # fmt: skip
+    groups = (Group(tuple(range(rows)), 10240, (2048,) * rows),)
+    waves = None if checkpointing else 2048  # else two responses, whose activations are most of what there is
+    job = Job(config, groups, budget=12289, ranks=8, checkpointing=checkpointing, wave_tokens=waves)
+    arms = [Arm("stock", rows=1), ARMS["phased+offload"]]
+    found = map(as_json, simulator.simulate(job, arms, H100, log_probs=False))
+    return {
+        arm.name: (one["update_seconds"], one["peak_gib"]) for arm, one in zip(arms, found, strict=True)
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("checkpointing", "rows", "speedup", "share"), [(True, 8, 3.26, 0.9), (False, 8, 2.0, 0.41)],
+    ids=["checkpointed", "activations_kept"],
+)  # fmt: skip
+def test_offload_needs_less_memory_than_stock_row_by_row(elsewhere, checkpointing, rows, speedup, share):
+    """The whole update's peak; arXiv 2606.01143 has 41 % of stock's in phase B, without checkpointing."""
+    found = elsewhere(long_prompt, checkpointing, rows)
+    (stock_seconds, stock), (seconds, ours) = found["stock_row"], found["phased+offload"]
+    assert stock_seconds / seconds >= speedup and ours <= share * stock
+
+
 def tied_peaks() -> list[float]:
     """Peak of an update of six layers: by two smaller models, and as it is."""
     config = LlamaConfig(

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from verl_prefix.auto.shape import ModelShape
 from verl_prefix.core.groups import Group
+from verl_prefix.core.offload import AHEAD
 from verl_prefix.core.waves import PackedPass, Plan, first_fit, limit_waves, make_plan
 
 
@@ -204,29 +205,27 @@ def peak_bytes(shape: ModelShape, plan: Plan | None, stock: Sequence[PassCost], 
         passes = ((p.tokens / n, p.head_tokens / n) for p in stock)
         peak = max((kept(tokens) + max(logits(head), backward(tokens)) for tokens, head in passes), default=0.0)
         return peak + (held if memory.no_sync and len(stock) > 1 else 0.0)
-    peaks: list[float] = []
-    if not memory.no_sync or not (len(plan.passes) > 1 or plan.waves):
-        held = 0.0
+    peaks = []
     for planned in plan.passes:
         prefix = sum(group.prefix_len for group in planned.groups) / n
         if isinstance(planned, PackedPass):
             suffix = sum(group.num_suffix_tokens for group in planned.groups) / n
             tokens = prefix + suffix
             in_pass = kept(tokens) + max(logits(min(suffix, memory.logits_chunk)), backward(tokens))
-            peaks.append(in_pass + forks(planned.groups) + held)
+            peaks.append(in_pass + forks(planned.groups))
             continue
         states = shape.state * sum(group.prefix_len > 0 for group in planned.groups)
         wave = max((sum(g.num_suffix_tokens for _, g in wave) for wave in planned.waves), default=0) / n
-        dormant, cached = kept(prefix, memory.attention_kept and not memory.offload), kv * prefix * n
-        phase_a = dormant + cached + buffers_c + (held if peaks else 0.0)
-        if memory.offload:  # in phase A the host runs ahead of the copies, behind which memory is free
-            dormant = cached = 0.0
+        dormant, back, cached = kept(prefix), kept(prefix), kv * prefix * n
+        if memory.offload:
+            dormant, back, cached = 0.0, AHEAD * kept(prefix, False), 2 * cached / max(len(shape.windows), 1)
         in_wave = kept(wave) + max(logits(min(wave, memory.logits_chunk)), backward(wave))
         in_wave += max((forks(piece for _, piece in wave) for wave in planned.waves), default=0.0)
-        phase_b = dormant + 3 * cached + 2 * states + in_wave + held
-        phase_c = dormant + 2 * cached + states + backward(prefix, buffers_c) + held
-        peaks.append(max(phase_a, phase_b, phase_c))
-    return max(peaks, default=0.0)
+        phase_b = dormant + 3 * cached + 2 * states + in_wave
+        phase_c = back + 2 * cached + states + backward(prefix, buffers_c)
+        peaks.append(max(phase_b, phase_c))
+    several = len(plan.passes) > 1 or bool(plan.waves)
+    return max(peaks, default=0.0) + (held if memory.no_sync and several else 0.0)
 
 
 def plan_batch(

@@ -11,7 +11,7 @@ gained, everything is tested. Knows neither model nor schedule.
 
 import functools
 import sys
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, MutableMapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,6 +25,7 @@ from verl_prefix.core.prefix_cache import Key, PrefixCache, Tensors
 
 PAGE_BYTES = 64 << 20  # a power of two: torch rounds pinned allocations up to one
 TINY_BYTES = 4 << 10  # what a smaller storage frees is not worth a copy's latency
+LEAVING_BYTES = 2 << 30  # on their way to the host; with more the host waits, or where PCIe is slow all would stay
 AHEAD = 1 / 16  # of all bytes on the host, what is back before backward asks; of 32 layers two
 MEMINFO, CGROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
 
@@ -86,6 +87,8 @@ class HostCopies:
         self._host = host_pages(device)
         self._pages: list[torch.Tensor] = []
         self._num_used = 0  # bytes of them
+        self._leaving: deque[tuple[Any, int]] = deque()  # an event behind each copy to the host, and its bytes
+        self._num_leaving = 0
 
     def close(self) -> None:
         if self._host.stream is not None:  # it may still write to prefetched memory, which is freed now
@@ -108,8 +111,15 @@ class HostCopies:
     def to_host(self, pieces: list[torch.Tensor], source: torch.Tensor) -> None:
         """source: uint8 [n], which may be let go at once."""
         self._copy(pieces, source.split([len(piece) for piece in pieces]))
-        if self._host.stream is not None:  # the allocator must not reuse it before the copy has read it
-            source.record_stream(self._host.stream)
+        if self._host.stream is None:
+            return
+        source.record_stream(self._host.stream)  # the allocator must not reuse it before the copy has read it
+        self._leaving.append((self._host.stream.record_event(), source.nbytes))
+        self._num_leaving += source.nbytes
+        while self._num_leaving > LEAVING_BYTES:
+            event, nbytes = self._leaving.popleft()
+            event.synchronize()
+            self._num_leaving -= nbytes
 
     def to_device(self, pieces: list[torch.Tensor]) -> tuple[torch.Tensor, Any]:
         """uint8 [n], and the event after which it may be read or let go."""
