@@ -159,7 +159,8 @@ def markdown(report: dict[str, Any]) -> str:
     lines += table(("P/S/G", "arm", "update, H20", "stock GiB", "phase B GiB", "paper, phase B", "peak GiB"), rows)
     found = report["longest"]
     lines += [
-        "On 8 ranks. Stock one row at a time. Without offload all of the prefix stays beside a wave. The paper reports up to 4.395 eager at 10k/2k and its largest N.", "",
+        "On 8 ranks. Stock one row at a time. Without offload all of the prefix stays beside a wave. The paper "
+        "reports up to 4.395 eager at 10k/2k and its largest N.", "",
         f"Longest row of a group of two in {CAPACITY:g} of {DEVICE:g} GiB (simulated): stock {found['stock_row']}, "
         f"phased {found['phased']}, phased with offload {found['phased+offload']} tokens; "
         "the paper: 17,920 -> 29,696.", "",
