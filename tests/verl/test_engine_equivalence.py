@@ -9,11 +9,14 @@ import functools
 import inspect
 import os
 import re
+import sys
 import warnings
+from collections import Counter
 from collections.abc import Sequence
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from verl_prefix.core.kernels import cpu
 from verl_prefix.testing import write_tiny_model
@@ -479,6 +482,45 @@ def _logits_of_an_update(model_path: str, rank: int, options: dict) -> list[int]
     return found
 
 
+class _Reads(TorchDispatchMode):
+    """Counts values that the host reads of tensors: of those that a GPU would hold, and of those that the host holds:
+    rows and lengths of a micro-batch (that a loss reads no other: test_read_later.py), and AdamW's counts of steps."""
+
+    of_host = {"index_select_tensor_dict", "no_padding_2_padding", "_get_value"}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten._local_scalar_dense.default:
+            frame, names = sys._getframe(), set()
+            while frame is not None:
+                names.add(frame.f_code.co_name)
+                frame = frame.f_back
+            self.found["host" if names & self.of_host else "device"] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def _reads_of_an_update(model_path: str, rank: int, broken: bool) -> Counter:
+    """An update of eight waves; broken: metrics are read in every pass."""
+    options = {"groups": [("a", 40, [20] * 8, "")], "schedule": "phased", "wave_tokens": 20, "verify": "off"}
+    from verl_prefix.engine.mini_batch import MiniBatch
+
+    engine = _engine("prefix", model_path, options)
+    data = _batch(rank, engine.model_config.hf_config.vocab_size, options)
+    reads_later = MiniBatch._reads_later
+    if broken:
+        MiniBatch._reads_later = False
+    with engine.train_mode(disable_auto_offload=True), _Reads() as reads:
+        engine.optimizer_zero_grad()
+        output = engine.forward_backward_batch(data, _loss(options))
+        engine.optimizer_step()
+    MiniBatch._reads_later = reads_later
+    assert output["metrics"]["prefix/waves"] == [8]
+    return reads.found
+
+
 def _first_step_cost(model_path: str, rank: int, options: dict) -> float:
     """What log-probs and update compute only once, over stock's update of the same rows: tokens through a layer, three
     times where a backward follows."""
@@ -541,6 +583,7 @@ def _worker(rank: int, world: int, rendezvous: str, models: dict, cases: dict, o
             options = {"verify": "off"} | options
         results[name] = _compare(_measure("prefix", path, rank, options), stock_cache[key])
     if world == 1:  # on more, verl's engine builds modules without weights
+        results["reads"] = [_reads_of_an_update(models["qwen3"], rank, broken) for broken in (False, True)]
         _register_over_another_engine()
         over = _measure("prefix_over_another", models["qwen3"], rank, {"verify": "off"})
         results["over another engine"] = _compare(over, stock_cache["[]"])
@@ -631,6 +674,14 @@ def test_measuring_and_self_check_compute_at_most_a_fifth_of_a_stock_update(resu
     for result in results:
         assert 0.125 < result["first step measured"] <= 0.2, "two forwards of an eighth of the rows, and some tokens"
         assert 0 < result["first step at any rates"] <= 0.2
+
+
+def test_an_update_of_eight_waves_reads_few_values_from_the_device(results):
+    if len(results) > 1:
+        pytest.skip("on one rank")
+    found, broken = results[0]["reads"]
+    assert 0 < found["device"] <= 10 and found["host"] > 100
+    assert broken["device"] > 30
 
 
 @pytest.mark.parametrize("case", CASES)
