@@ -79,13 +79,15 @@ def slow_copies(monkeypatch) -> None:
     monkeypatch.setattr(HostCopies, "_copy", late)
 
 
+@pytest.mark.parametrize("ahead", [1.0, offload.AHEAD], ids=["", "few_ahead"])
 @pytest.mark.parametrize("slow", [False, True], ids=["", "slow_copies"])
 @pytest.mark.parametrize("room", [2**40, 30 << 20, 0], ids=["prefetched", "some_prefetched", "on_demand"])
 @pytest.mark.parametrize("checkpoint", [False, True], ids=["", "checkpointed"])
-def test_asynchronous_copies_change_no_result(monkeypatch, model, counts, checkpoint, room, slow):
+def test_asynchronous_copies_change_no_result(monkeypatch, model, counts, checkpoint, room, slow, ahead):
     truth = [measure(model, seed) for seed in range(2)]
     monkeypatch.setattr(offload, "device_room", lambda device: room)
-    monkeypatch.setattr(offload, "AHEAD", 1.0)
+    monkeypatch.setattr(offload, "AHEAD", ahead)
+    monkeypatch.setattr(offload, "LEAVING_BYTES", 1 << 20)
     if slow:
         slow_copies(monkeypatch)
     if checkpoint:
@@ -96,8 +98,9 @@ def test_asynchronous_copies_change_no_result(monkeypatch, model, counts, checkp
     finally:
         model.gradient_checkpointing_disable()
     assert counts["offloaded_bytes"] and bool(counts["prefetched_bytes"]) == bool(room)
-    assert room == 0 or counts["prefetched_bytes"] > counts["offloaded_bytes"] // 2
-    assert bool(counts["demand_loads"]) if room == 0 else room < 2**40 or not counts["demand_loads"]
+    if ahead == 1.0:
+        assert room == 0 or counts["prefetched_bytes"] > counts["offloaded_bytes"] // 2
+        assert bool(counts["demand_loads"]) if room == 0 else room < 2**40 or not counts["demand_loads"]
 
 
 def test_backward_that_does_not_wait_for_its_copy_is_far_off(monkeypatch, model):
@@ -118,6 +121,28 @@ def test_a_wave_that_does_not_wait_for_its_keys_and_values_is_far_off(monkeypatc
     slow_copies(monkeypatch)
     monkeypatch.setattr(Shelf, "_wait", lambda self, shelved: shelved.ready.clear())
     assert error(measure(model, offload=True), truth) > 100 * TOLERANCE
+
+
+def test_little_waits_for_slow_copies_in_phase_a(monkeypatch, model, counts):
+    def phase_a_peak(leaving: int) -> int:
+        monkeypatch.setattr(offload, "LEAVING_BYTES", leaving)
+        peaks = []
+
+        @contextmanager
+        def watch(last):
+            if not peaks:  # the first wave: phase A is over
+                peaks.append(torch.cuda.max_memory_allocated())
+            yield
+
+        torch.cuda.reset_peak_memory_stats()
+        measure(model, offload=True, gradient_sync=watch)
+        return peaks[0]
+
+    measure(model)  # gradients, cuBLAS workspaces
+    slow_copies(monkeypatch)
+    without = phase_a_peak(1 << 40)
+    counts.clear()
+    assert without - phase_a_peak(1 << 20) > 0.5 * counts["offloaded_bytes"]
 
 
 def test_an_idle_device_has_room_to_prefetch_everything(monkeypatch, model, counts):

@@ -483,8 +483,9 @@ def _logits_of_an_update(model_path: str, rank: int, options: dict) -> list[int]
 
 
 class _Reads(TorchDispatchMode):
-    """Counts values that the host reads of tensors: of those that a GPU would hold, and of those that the host holds:
-    rows and lengths of a micro-batch (that a loss reads no other: test_read_later.py), and AdamW's counts of steps."""
+    """Counts `_local_scalar_dense`, single values that the host reads of tensors: of those that a GPU would hold, and
+    of those that the host holds: rows and lengths of a micro-batch (a loss reads no other: test_read_later.py), and
+    AdamW's counts of steps. Not: `.tolist()` and `.cpu()`, which a CPU tensor does without an operation."""
 
     of_host = {"index_select_tensor_dict", "no_padding_2_padding", "_get_value"}
 
@@ -512,11 +513,13 @@ def _reads_of_an_update(model_path: str, rank: int, broken: bool) -> Counter:
     reads_later = MiniBatch._reads_later
     if broken:
         MiniBatch._reads_later = False
-    with engine.train_mode(disable_auto_offload=True), _Reads() as reads:
-        engine.optimizer_zero_grad()
-        output = engine.forward_backward_batch(data, _loss(options))
-        engine.optimizer_step()
-    MiniBatch._reads_later = reads_later
+    try:
+        with engine.train_mode(disable_auto_offload=True), _Reads() as reads:
+            engine.optimizer_zero_grad()
+            output = engine.forward_backward_batch(data, _loss(options))
+            engine.optimizer_step()
+    finally:
+        MiniBatch._reads_later = reads_later
     assert output["metrics"]["prefix/waves"] == [8]
     return reads.found
 

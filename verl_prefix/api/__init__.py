@@ -168,7 +168,7 @@ def phased_update(
         max_tokens: tokens alive at once, the prefixes and one wave; a single row may exceed it. Groups whose prefixes
             do not fit together come one set after the other, each with its own phases A and C. None: no bound.
         wave_tokens: response tokens of one wave. None: what the prefixes leave of `max_tokens`.
-        offload: between phases A and C what the prefix backward needs waits in pinned host memory, and does not count.
+        offload: with gradients, between phases A and C prefixes wait in pinned host memory, and do not count.
         Others as in `response_log_probs`.
 
     Raises:

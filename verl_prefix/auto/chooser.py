@@ -41,9 +41,9 @@ class CostModel:
         """A rank's passes on verl's own path."""
         return stock_passes(self.shape, groups, budget, self.dense_mask, self.one_row)
 
-    def plan(self, groups: Sequence[Group], budget: int, schedule: str) -> Plan:
+    def plan(self, groups: Sequence[Group], budget: int, schedule: str, forward_only: bool = False) -> Plan:
         """A rank's plan by one schedule: "packed", "phased", or "auto", see `waves.make_plan`."""
-        return plan_batch(self.shape, groups, budget, schedule, self.wave_tokens, self.memory)
+        return plan_batch(self.shape, groups, budget, schedule, self.wave_tokens, self.memory, forward_only)
 
     def flops(self) -> Profile:
         """Rates that count FLOPs: backward is two forwards; checkpointing runs the layers, not lm_head, once more."""
@@ -83,15 +83,17 @@ class Batch(NamedTuple):
     budget: int
 
 
-def candidates(costs: CostModel, groups: Sequence[Group], budget: int, own: Batch | None = None) -> Candidates:
+def candidates(
+    costs: CostModel, groups: Sequence[Group], budget: int, own: Batch | None = None, forward_only: bool = False
+) -> Candidates:
     """The paths of a rank's batch.
 
     Args:
         budget: physical tokens of one pass.
         own: what verl's path would compute here, where `groups` are rows that came from other ranks.
     """
-    mixed = costs.plan(groups, budget, "auto")
-    packed = costs.plan(groups, budget, "packed") if mixed.phased else mixed
+    mixed = costs.plan(groups, budget, "auto", forward_only)
+    packed = costs.plan(groups, budget, "packed", forward_only) if mixed.phased else mixed
     return Candidates(costs.stock_passes(*(own or Batch(groups, budget))), mixed, packed)
 
 
@@ -166,8 +168,8 @@ class Chooser:
     def choose(self, groups: Sequence[Group], budget: int, forward_only: bool, own: Batch | None = None) -> Plan | None:
         """This rank's plan; None: the stock path. `own`: see `candidates`."""
         if not self.costs.min_speedup:
-            return self.costs.plan(groups, budget, "auto")
-        paths = candidates(self.costs, groups, budget, own)
+            return self.costs.plan(groups, budget, "auto", forward_only)
+        paths = candidates(self.costs, groups, budget, own, forward_only)
         profile = self._profile(paths, own or Batch(groups, budget), forward_only)
         lacks_room = float(not self.stock_fits(paths.stock))
         *seconds, lacks_room = self.reduce_max([*price(self.costs, paths, profile), lacks_room])

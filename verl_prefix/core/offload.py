@@ -9,11 +9,13 @@ Schedule-level reuse with dormant offload. On CPU the same code copies to ordina
 gained, everything is tested. Knows neither model nor schedule.
 """
 
+import bisect
+import contextlib
 import functools
 import sys
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, MutableMapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +88,7 @@ class HostCopies:
         self.device = device
         self._host = host_pages(device)
         self._pages: list[torch.Tensor] = []
-        self._num_used = 0  # bytes of them
+        self.num_used = 0  # bytes of them
         self._leaving: deque[tuple[Any, int]] = deque()  # an event behind each copy to the host, and its bytes
         self._num_leaving = 0
 
@@ -98,13 +100,13 @@ class HostCopies:
 
     def reserve(self, nbytes: int) -> list[torch.Tensor] | None:
         """`nbytes` of host memory as slices of pages; None where it has no room for them."""
-        start, end = self._num_used, self._num_used + nbytes
+        start, end = self.num_used, self.num_used + nbytes
         while len(self._pages) * PAGE_BYTES < end:
             page = self._host.take()
             if page is None:
                 return None
             self._pages.append(page)
-        self._num_used = end + -end % 512
+        self.num_used = end + -end % 512
         pages = range(start // PAGE_BYTES, -(-end // PAGE_BYTES))
         return [self._pages[i][max(start - i * PAGE_BYTES, 0) : end - i * PAGE_BYTES] for i in pages]
 
@@ -144,19 +146,30 @@ class HostCopies:
 
 @dataclass(eq=False)
 class _Shelved:
-    """A key's tensors: on the device, in host memory, or both."""
+    """A layer's tensors one behind the other: on the device, in host memory, or both."""
 
-    on_device: Tensors | None
-    like: list[tuple[torch.dtype, torch.Size, bool]]  # of each tensor, with whether it requires a gradient
+    dtype: torch.dtype
+    like: list[tuple[torch.Size, bool]]  # of each tensor, with whether it requires a gradient
+    on_device: torch.Tensor | None  # uint8 [n]
     is_newer: bool = True  # what is on the device
-    pieces: list[list[torch.Tensor]] | None = None
-    ready: list[Any] = field(default_factory=list)
+    pieces: list[torch.Tensor] | None = None
+    ready: Any = None  # the event behind a copy to the device
+
+    def tensors(self) -> Tensors:
+        assert self.on_device is not None
+        found, start = [], 0
+        for shape, requires_grad in self.like:
+            end = start + shape.numel() * self.dtype.itemsize
+            found.append(self.on_device[start:end].view(self.dtype).view(shape).requires_grad_(requires_grad))
+            start = end
+        return tuple(found)
 
 
 class Shelf(MutableMapping[Key, Tensors]):
-    """Tensors by key in host memory: the device has those of the key asked for last, and of the next one.
+    """Tensors of layers in host memory: the device has those of the layer asked for last, and of the next one.
 
-    Layers are asked for in the order of their keys, forward or backward.
+    Layers are asked for forward or backward. States of recurrent layers stay on the device, as small as they are: a
+    wave's graph holds them. So does what another device has, or what the host has no room for.
 
     Args:
         written: who asks for tensors writes to them.
@@ -165,83 +178,96 @@ class Shelf(MutableMapping[Key, Tensors]):
     def __init__(self, copies: HostCopies, written: bool) -> None:
         self._copies = copies
         self._written = written
-        self._shelved: dict[Key, _Shelved] = {}
-        self._order: list[Key] = []
-        self._last: Key | None = None
+        self._staying: dict[Key, Tensors] = {}
+        self._shelved: dict[int, _Shelved] = {}
+        self._layers: list[int] = []  # sorted
+        self._last = -1
 
     def __setitem__(self, key: Key, tensors: Tensors) -> None:
-        tensors = tuple(x.detach().contiguous().requires_grad_(x.requires_grad) for x in tensors)
-        self._shelved[key] = _Shelved(tensors, [(x.dtype, x.shape, x.requires_grad) for x in tensors])
-        self._order.append(key)
+        alike = {(x.device, x.dtype) for x in tensors} == {(self._copies.device, tensors[0].dtype)}
+        if not isinstance(key, int) or not alike:
+            self._staying[key] = tensors
+            return
+        like = [(x.shape, x.requires_grad) for x in tensors]
+        self._shelved[key] = _Shelved(tensors[0].dtype, like, _flat(tensors))
+        bisect.insort(self._layers, key)
         self._keep(key)
         self._last = key
 
     def __getitem__(self, key: Key) -> Tensors:
+        if key in self._staying:
+            return self._staying[key]
+        if key not in self._shelved:
+            raise KeyError(key)
+        assert isinstance(key, int)
         shelved = self._shelved[key]
         if key != self._last:
-            at, before = self._order.index(key), self._order.index(self._last)
-            after = at + (1 if at > before else -1)
-            following = self._order[after] if 0 <= after < len(self._order) else key
+            at = self._layers.index(key) + (1 if key > self._last else -1)
+            following = self._layers[at] if 0 <= at < len(self._layers) else key
             self._keep(key, following)
             self._load(key)
-            self._load(following)
+            with contextlib.suppress(torch.OutOfMemoryError):  # it is loaded again when it is asked for
+                self._load(following)
             self._last = key
         self._wait(shelved)
         shelved.is_newer |= self._written
-        assert shelved.on_device is not None
-        return shelved.on_device
+        return shelved.tensors()
 
     def __delitem__(self, key: Key) -> None:
-        del self._shelved[key]
+        if key in self._shelved:
+            assert isinstance(key, int)
+            self._wait(self._shelved.pop(key))
+            self._layers.remove(key)
+        else:
+            del self._staying[key]
 
     def __contains__(self, key: object) -> bool:
-        return key in self._shelved
+        return key in self._shelved or key in self._staying
 
     def __iter__(self) -> Iterator[Key]:
-        return iter(self._shelved)
+        yield from self._shelved
+        yield from self._staying
 
     def __len__(self) -> int:
-        return len(self._shelved)
+        return len(self._shelved) + len(self._staying)
 
     def clear(self) -> None:
         for shelved in self._shelved.values():
             self._wait(shelved)
-        self._shelved.clear()
+        self._shelved, self._staying, self._layers = {}, {}, []
 
-    def _keep(self, *keys: Key) -> None:
+    def _keep(self, *layers: int) -> None:
         """Of all others, what the host has not is copied there; the device lets them go."""
-        for key, shelved in self._shelved.items():
-            if key in keys or shelved.on_device is None:
+        for layer, shelved in [*self._shelved.items()]:
+            if layer in layers or shelved.on_device is None:
                 continue
             if shelved.pieces is None:
-                pieces = [self._copies.reserve(x.nbytes) for x in shelved.on_device]
-                if None in pieces:  # no room: it stays
-                    continue
-                shelved.pieces = pieces  # type: ignore[assignment]
-            assert shelved.pieces is not None
+                shelved.pieces = self._copies.reserve(shelved.on_device.nbytes)
+            if shelved.pieces is None:
+                self._staying[layer] = self._shelved.pop(layer).tensors()
+                self._layers.remove(layer)
+                continue
             if shelved.is_newer:
-                for piece, x in zip(shelved.pieces, shelved.on_device, strict=True):
-                    self._copies.to_host(piece, x.detach().view(-1).view(torch.uint8))
+                self._copies.to_host(shelved.pieces, shelved.on_device)
                 shelved.is_newer = False
             self._wait(shelved)
             shelved.on_device = None
 
-    def _wait(self, shelved: _Shelved) -> None:
-        """For copies to the device, before their memory is read or free for others."""
-        while shelved.ready:
-            self._copies.wait(shelved.ready.pop())
+    def _load(self, layer: int) -> None:
+        shelved = self._shelved[layer]
+        if shelved.on_device is None:
+            assert shelved.pieces is not None
+            shelved.on_device, shelved.ready = self._copies.to_device(shelved.pieces)
 
-    def _load(self, key: Key) -> None:
-        shelved = self._shelved.get(key)
-        if shelved is None or shelved.on_device is not None:
-            return
-        assert shelved.pieces is not None
-        found = []
-        for piece, (dtype, shape, requires_grad) in zip(shelved.pieces, shelved.like, strict=True):
-            flat, ready = self._copies.to_device(piece)
-            found.append(flat.view(dtype).view(shape).requires_grad_(requires_grad))
-            shelved.ready.append(ready)
-        shelved.on_device = tuple(found)
+    def _wait(self, shelved: _Shelved) -> None:
+        """For the copy to the device, before its memory is read or free for others."""
+        self._copies.wait(shelved.ready)
+        shelved.ready = None
+
+
+def _flat(tensors: Tensors) -> torch.Tensor:
+    """Their bytes, uint8 [n]."""
+    return torch.cat([x.detach().contiguous().view(-1).view(torch.uint8) for x in tensors])
 
 
 @dataclass(eq=False)
@@ -266,7 +292,8 @@ class OffloadedPrefixCache(PrefixCache):
 
     Args:
         device: where the model runs; tensors elsewhere stay as they are.
-        counts: "offloaded_bytes", "prefetched_bytes" and "demand_loads" of saved activations are added to it.
+        counts: "offloaded_bytes", "prefetched_bytes" and "demand_loads" of saved activations are added to it, and
+            "host_bytes" of all that waits.
     """
 
     def __init__(self, device: torch.device, counts: Counter[str]) -> None:
@@ -282,6 +309,7 @@ class OffloadedPrefixCache(PrefixCache):
 
     def __exit__(self, *exc_info: object) -> None:
         super().__exit__(*exc_info)
+        self.counts["host_bytes"] += self._copies.num_used
         self._copies.close()
         for dormant in self._dormant.values():
             dormant.pieces, dormant.on_device, dormant.ready = [], None, None

@@ -138,7 +138,9 @@ class Paths:
         options = self.options
         batch, own = (Batch(found, pass_budget(data, found)) for found in (groups, own_groups))
         if self._chooser is None:
-            return plan_batch(self._shape, *batch, options.schedule, options.wave_tokens, self._memory)
+            return plan_batch(
+                self._shape, *batch, options.schedule, options.wave_tokens, self._memory, forward_only
+            )  # fmt: skip
         plan = self._chooser.choose(*batch, forward_only, own)
         return plan or f"prefix.min_speedup={options.min_speedup} is more than sharing is predicted to gain"
 

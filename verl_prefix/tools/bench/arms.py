@@ -8,7 +8,7 @@
     packed, phased   `schedule.Schedule`; phased with waves of at most an eighth of the budget
     auto             the plan that `auto.chooser` makes, in waves that fill the budget (the plugin's defaults)
     +checkpoint      gradient checkpointing of decoder layers
-    +offload         phased: dormant prefix activations wait in host memory (on a CPU only its cost shows)
+    +offload         phased: prefixes wait in host memory (on a CPU only its cost shows)
 
 All arms run in micro-batches of at most `budget` tokens (verl's ppo_max_token_len_per_gpu, physical tokens; one row at
 least). All but padded, stock and prefix_grouper bound logits at `logits_chunk` tokens, checkpointed beyond that.

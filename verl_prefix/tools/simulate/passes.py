@@ -85,10 +85,10 @@ def thin(
     return [(items[i], weights[i]) for i in sorted(weights)]
 
 
-def plan_of(job: Job, shape: ModelShape, arm: Arm, budget: int) -> Plan:
+def plan_of(job: Job, shape: ModelShape, arm: Arm, budget: int, forward_only: bool = False) -> Plan:
     """The plan of an arm of ours, as the engine makes it."""
     memory = Memory(job.ranks, job.checkpointing, job.no_sync, job.logits_chunk, arm.offload)
-    return plan_batch(shape, job.groups, budget, arm.path, job.wave_tokens, memory)
+    return plan_batch(shape, job.groups, budget, arm.path, job.wave_tokens, memory, forward_only)
 
 
 def build_model(job: Job) -> Any:
@@ -219,7 +219,7 @@ class Simulation:
     def _shared(self, arm: Arm, update: bool) -> None:
         job = self.job
         budget = job.budget if update else job.log_prob_budget or job.budget
-        plan, weights = self._thin(plan_of(job, job.shape or self.shape, arm, budget), update)
+        plan, weights = self._thin(plan_of(job, job.shape or self.shape, arm, budget, not update), update)
         may_keep = may_keep_attention(self.shape, job.checkpointing, job.keep_attention)
         schedule = _Schedule(
             self.hooked,

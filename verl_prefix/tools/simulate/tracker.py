@@ -165,7 +165,7 @@ class Tracker(TorchDispatchMode):
                 function = frame.f_code.co_name
                 if function in ("add_grad", "take") or (function == "backward" and frame is sys._getframe(2)):
                     return "grad cache"
-                if function == "read":
+                if function in ("capture", "read"):
                     return "prefix cache"
             if name.endswith("/torch/optim/optimizer.py"):
                 return "optimizer"
