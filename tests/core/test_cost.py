@@ -236,6 +236,8 @@ def test_waves_hide_their_own_cost_for_an_eighth_of_memory(llama3_8b):
         shortest, longer, make_plan(groups, 12289, "phased", 8192)))  # fmt: skip
     assert before < after <= before * 9 / 8 < too_long
     assert waves("offload")[0] == waves("offload", budget=20000)[0] == [2 * rows] * 4, "it is for memory"
+    log_probs = cost.plan_batch(llama3_8b, groups, 12289, "phased", None, memory["offload"], forward_only=True)
+    assert len(log_probs.waves) == 2, "log-probs keep nothing that would wait in host memory"
     assert waves("activations")[0] == [rows] * 8, "a response more has activations of a tenth of all"
     assert waves("checkpointed", wave_tokens=rows)[0] == [rows] * 8, "as the user says"
     assert waves("checkpointed", budget=3000)[0] == [rows] * 8, "no wave is longer than the budget"

@@ -1,7 +1,7 @@
 """A prefix in host memory: the device has of it what the layer at hand needs, and what the next one will.
 
     phase A   the storage of a saved tensor is copied once, on a side stream, to pinned pages, and let go; so are each
-              layer's keys and values, or states
+              layer's keys and values
     phase B   a layer's keys and values come ahead of a wave's pass, its grad cache comes and goes with the backward
     phase C   storages and grad caches return in reverse order, ahead of backward while there is room, else when it asks
 
