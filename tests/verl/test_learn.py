@@ -27,7 +27,7 @@ def learn(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.syspath_prepend(str(ROOT / "examples"))
     import learn
 
-    monkeypatch.setattr(learn, "draw", lambda report, path: None)
+    monkeypatch.setattr(learn.learn_report, "draw", lambda report, path: None)
     return learn
 
 
@@ -40,9 +40,12 @@ def write_call(run: Path, number: int, steps: dict[int, dict[str, float]], end: 
 def steps_of(
     learn: ModuleType, *rewards: float, first: int = 1, end: float | None = None
 ) -> dict[int, dict[str, float]]:
-    steps = {i: {learn.REWARD: reward, learn.SECONDS: 30.0} for i, reward in enumerate(rewards, start=first)}
+    steps = {
+        i: {learn.learn_report.REWARD: reward, learn.learn_report.SECONDS: 30.0}
+        for i, reward in enumerate(rewards, start=first)
+    }
     if end is not None:
-        steps[max(steps)][learn.ACCURACY] = end
+        steps[max(steps)][learn.learn_report.ACCURACY] = end
     return steps
 
 
@@ -78,19 +81,21 @@ def test_worlds_share_no_name_and_sft_is_taught_bare_answers(learn: ModuleType, 
     ],
 )
 def test_a_rise_is_enough_by_both_measures(learn: ModuleType, start: float, end: float, enough: bool) -> None:
-    found = learn.judge(start, end, 256)
+    found = learn.learn_report.judge(start, end, 256)
     assert found["rise"] == end - start and found["enough"] is enough
     if (start, end) == (0.25, 0.50):
         assert found["standard_error"] == pytest.approx(((0.1875 + 0.25) / 256) ** 0.5)
 
 
 def test_a_curve_goes_over_calls_and_the_later_one_counts(learn: ModuleType, tmp_path: Path) -> None:
-    write_call(tmp_path, 1, {0: {learn.ACCURACY: 0.25}} | steps_of(learn, 0.1, 0.2, 0.3), end='{"step": 4, "da')
+    write_call(
+        tmp_path, 1, {0: {learn.learn_report.ACCURACY: 0.25}} | steps_of(learn, 0.1, 0.2, 0.3), end='{"step": 4, "da'
+    )
     write_call(tmp_path, 2, steps_of(learn, 0.4, 0.5, first=3, end=0.5))  # step 3 again
-    curve = learn.read(tmp_path)
+    curve = learn.learn_report.read(tmp_path)
     assert list(curve) == [0, 1, 2, 3, 4]
-    assert [curve[step][learn.REWARD] for step in (1, 2, 3, 4)] == [0.1, 0.2, 0.4, 0.5]
-    assert learn.finished(tmp_path, 4) and not learn.finished(tmp_path, 3)
+    assert [curve[step][learn.learn_report.REWARD] for step in (1, 2, 3, 4)] == [0.1, 0.2, 0.4, 0.5]
+    assert learn.learn_report.finished(tmp_path, 4) and not learn.learn_report.finished(tmp_path, 3)
 
 
 @pytest.fixture
@@ -101,8 +106,8 @@ def report(learn: ModuleType, tmp_path: Path) -> Callable:
         for i, (name, end) in enumerate(ends.items()):
             steps = steps_of(learn, 0.2, 0.3, 0.4, *([0.5] if end is not None else []), end=end)
             if end is None:
-                steps[3].pop(learn.ACCURACY, None)
-            write_call(tmp_path / name, 1, ({0: {learn.ACCURACY: 0.25}} if i == 0 else {}) | steps)
+                steps[3].pop(learn.learn_report.ACCURACY, None)
+            write_call(tmp_path / name, 1, ({0: {learn.learn_report.ACCURACY: 0.25}} if i == 0 else {}) | steps)
         return learn.build(tmp_path, learn.replace(learn.SIZE, steps=4))
 
     return build
@@ -163,13 +168,13 @@ def test_the_start_is_measured_once_and_an_end_that_was_cut_off_is_measured_alon
     before, only = "trainer.val_before_train=true", "trainer.val_only=true"
     asked = called()
     assert before in asked and only not in asked and "trainer.resume_mode=auto" in asked
-    write_call(tmp_path / "prefix_1", 1, {0: {learn.ACCURACY: 0.25}} | steps_of(learn, 0.1, 0.2))
+    write_call(tmp_path / "prefix_1", 1, {0: {learn.learn_report.ACCURACY: 0.25}} | steps_of(learn, 0.1, 0.2))
     last_checkpoint(tmp_path / "prefix_1", 2)
     assert before not in called() and before not in called("stock")
     write_call(tmp_path / "prefix_1", 2, steps_of(learn, 0.3, first=3))
     last_checkpoint(tmp_path / "prefix_1", 4)
     assert {before, only} <= set(called())
-    write_call(tmp_path / "prefix_1", 3, {4: {learn.ACCURACY: 0.5}})
+    write_call(tmp_path / "prefix_1", 3, {4: {learn.learn_report.ACCURACY: 0.5}})
     assert called() == []
 
 
