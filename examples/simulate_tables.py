@@ -5,6 +5,7 @@ simulated, by `verl_prefix.tools.simulate`.
 """
 
 import argparse
+import functools
 import json
 import os
 import time
@@ -99,6 +100,7 @@ def longest_rows() -> dict[str, Any]:
     of host memory."""
     found: dict[str, Any] = {}
 
+    @functools.cache
     def update(tokens: int, arm: Arm) -> dict[str, Any]:
         suffix = tokens // 6
         job = job_of("llama3-8b", 8, (tokens - suffix - 1, suffix, 2, 1), 1 << 20, checkpointing=False)

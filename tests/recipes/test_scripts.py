@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from hydra import compose, initialize_config_module
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from PIL import Image
 from transformers import AutoConfig, AutoProcessor
 from verl.trainer.ppo.reward import get_custom_reward_fn
@@ -85,8 +85,7 @@ def test_every_logger_that_is_there_logs(tmp_path, script):
     """wandb where it is installed and has a key or a mode: else wandb.init would end the run."""
 
     def loggers(**knobs: str) -> list[str]:
-        words = [word for word in launched(script, tmp_path, **knobs) if word.startswith("trainer.logger=")]
-        return OmegaConf.from_dotlist(words).trainer.logger
+        return composed(launched(script, tmp_path, **knobs)).trainer.logger
 
     assert loggers() == loggers(WANDB_API_KEY="", WANDB_MODE="") == ["console", "file"]
     netrc = tmp_path / ".netrc"

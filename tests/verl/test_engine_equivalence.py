@@ -505,9 +505,9 @@ class _Reads(TorchDispatchMode):
 
 def _reads_of_an_update(model_path: str, rank: int, broken: bool) -> Counter:
     """An update of eight waves; broken: metrics are read in every pass."""
-    options = {"groups": [("a", 40, [20] * 8, "")], "schedule": "phased", "wave_tokens": 20, "verify": "off"}
     from verl_prefix.engine.mini_batch import MiniBatch
 
+    options = {"groups": [("a", 40, [20] * 8, "")], "schedule": "phased", "wave_tokens": 20, "verify": "off"}
     engine = _engine("prefix", model_path, options)
     data = _batch(rank, engine.model_config.hf_config.vocab_size, options)
     reads_later = MiniBatch._reads_later

@@ -290,18 +290,13 @@ def test_what_is_broken_on_purpose_moves_them(elsewhere, name, broken, phase, sa
 
 def long_prompt(checkpointing: bool, rows: int) -> dict[str, tuple[float, float]]:
     """Seconds and GiB of an update of Llama3-8B on 8 H100s, P 10240, S 2048; stock goes row by row."""
-    config = LlamaConfig(
-        hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8,
-        vocab_size=128256, max_position_embeddings=131072, tie_word_embeddings=False,
-    )  # fmt: skip
+    config = LlamaConfig.from_dict(WIDE.to_dict() | {"num_hidden_layers": 32})
     groups = (Group(tuple(range(rows)), 10240, (2048,) * rows),)
     waves = None if checkpointing else 2048  # else two responses, whose activations are most of what there is
     job = Job(config, groups, budget=12289, ranks=8, checkpointing=checkpointing, wave_tokens=waves)
     arms = [Arm("stock", rows=1), ARMS["phased+offload"]]
     found = map(as_json, simulator.simulate(job, arms, H100, log_probs=False))
-    return {
-        arm.name: (one["update_seconds"], one["peak_gib"]) for arm, one in zip(arms, found, strict=True)
-    }  # fmt: skip
+    return {arm.name: (one["update_seconds"], one["peak_gib"]) for arm, one in zip(arms, found, strict=True)}
 
 
 @pytest.mark.parametrize(

@@ -216,7 +216,8 @@ def peak_bytes(shape: ModelShape, plan: Plan | None, stock: Sequence[PassCost], 
             continue
         states = shape.state * sum(group.prefix_len > 0 for group in planned.groups)
         wave = max((sum(g.num_suffix_tokens for _, g in wave) for wave in planned.waves), default=0) / n
-        dormant, back, cached = kept(prefix), kept(prefix), kv * prefix * n
+        dormant = back = kept(prefix)
+        cached = kv * prefix * n
         if memory.offload:
             dormant, back, cached = 0.0, AHEAD * kept(prefix, False), 2 * cached / max(len(shape.windows), 1)
         in_wave = kept(wave) + max(logits(min(wave, memory.logits_chunk)), backward(wave))

@@ -355,22 +355,26 @@ class OffloadedPrefixCache(PrefixCache):
         tensor = torch.empty(0, dtype=dtype, device=self.device)
         tensor.set_(dormant.on_device.untyped_storage(), offset, size, stride)
         dormant.num_waiting -= 1
-        if dormant.num_waiting <= 0:
+        is_done, was_ahead = dormant.num_waiting <= 0, dormant.is_ahead
+        if is_done:
             dormant.on_device = None
-        if dormant.is_ahead:
+        if was_ahead:
             dormant.is_ahead = False
             self._num_ahead -= dormant.nbytes
-        self._prefetch()
+        if is_done or was_ahead:
+            self._prefetch()
         return tensor
 
     def _prefetch(self) -> None:
         """Storages come back while `AHEAD` of all bytes wait for backward at most, or one storage."""
-        room = device_room(self.device) if self._returning else 0
+        room: int | None = None  # asking the driver takes longer than all else here
         while self._returning:
             dormant = self._returning[-1]
             if dormant.num_waiting > 0 and dormant.on_device is None:
-                room -= dormant.nbytes
-                if room < 0 or (self._num_ahead and self._num_ahead + dormant.nbytes > AHEAD * self._num_bytes):
+                if self._num_ahead and self._num_ahead + dormant.nbytes > AHEAD * self._num_bytes:
+                    return
+                room = (device_room(self.device) if room is None else room) - dormant.nbytes
+                if room < 0:
                     return
                 try:
                     self._copy_in(dormant)
