@@ -89,7 +89,7 @@ def test_a_prompt_is_computed_once_in_forwards_with_and_without_gradients(model,
     sizes = []
     forward = HookedModel.token_outputs
     monkeypatch.setattr(
-        HookedModel, "token_outputs", lambda m, ids, *args: sizes.append(len(ids)) or forward(m, ids, *args)
+        HookedModel, "token_outputs", lambda m, ids, *args, **kw: sizes.append(len(ids)) or forward(m, ids, *args, **kw)
     )
     options = OPTIONS | MORE | dict(max_steps=1, logging_steps=1)
     trainer = trl_grpo.train(trl_grpo.SharedPrefixGRPOTrainer, model, PROMPTS, options)

@@ -287,7 +287,9 @@ def test_rows_of_different_groups_do_not_share(monkeypatch):
     counted = []
     forward = HookedModel.token_outputs
     monkeypatch.setattr(
-        HookedModel, "token_outputs", lambda m, ids, *args: counted.append(len(ids)) or forward(m, ids, *args)
+        HookedModel,
+        "token_outputs",
+        lambda m, ids, *args, **kw: counted.append(len(ids)) or forward(m, ids, *args, **kw),
     )
     shared = response_log_probs(model, rows.prompts, rows.responses)
     apart = response_log_probs(model, rows.prompts, rows.responses, groups=[0, 1])
@@ -338,8 +340,8 @@ def suffix_share_of_prefix_gradient_lost(monkeypatch):
 def positions_restarted(monkeypatch):
     make = Batch.__init__
 
-    def restart(self, *args):
-        make(self, *args)
+    def restart(self, *args, **options):
+        make(self, *args, **options)
         positions = self.tokens.position_ids.clone()
         for group in self.groups:
             for row in group.rows:
@@ -370,8 +372,8 @@ def labels_one_late(monkeypatch):
 def temperature_forgotten(monkeypatch):
     make = Batch.__init__
 
-    def at_one(self, *args):
-        make(self, *args)
+    def at_one(self, *args, **options):
+        make(self, *args, **options)
         self.temperature = 1.0
 
     monkeypatch.setattr(Batch, "__init__", at_one)

@@ -259,7 +259,7 @@ def softcap_ignored(monkeypatch):
 
 def softcap_without_its_slope(monkeypatch):
     scores = reference._scores
-    monkeypatch.setattr(reference, "_scores", lambda *args: (scores(*args)[0], 1.0))
+    monkeypatch.setattr(reference, "_scores", lambda *args, **options: (scores(*args, **options)[0], 1.0))
 
 
 def kv_heads_in_wrong_order(monkeypatch):

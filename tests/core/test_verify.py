@@ -103,7 +103,7 @@ def positions_restarted(patch):
     token_outputs = HookedModel.token_outputs
     patch.setattr(
         HookedModel, "token_outputs",
-        lambda self, ids, positions, *args: token_outputs(self, ids, positions.clamp(max=30), *args),
+        lambda self, ids, positions, *args, **kw: token_outputs(self, ids, positions.clamp(max=30), *args, **kw),
     )  # fmt: skip
 
 

@@ -41,11 +41,11 @@ def sabotage(kind: str) -> None:
     forward, add_grad = schedule.Schedule._forward, prefix_cache.PrefixCache.add_grad
     token_outputs, made = mini_batch.MiniBatch.token_outputs, source.synthetic_rows
 
-    def one_off(self, tokens, layout, *args):
+    def one_off(self, tokens, layout, **options):
         positions = tokens.position_ids.clone()
         positions[layout.suffix_index] += 1
         tokens = dataclasses.replace(tokens, position_ids=positions)
-        return forward(self, tokens, layout, *args)
+        return forward(self, tokens, layout, **options)
 
     def dropped(self, layer, *args):
         if layer != 1:

@@ -90,9 +90,15 @@ def response_log_probs(
     Warns:
         UserWarning: no two rows share; with gradients on several ranks, once, that they are not averaged, and how to.
     """
-    batch = Batch(model, prompts, responses, prompt_mask, response_mask, groups, pixels, temperature, return_entropy)
+    batch = Batch(
+        model, prompts, responses=responses, prompt_mask=prompt_mask, response_mask=response_mask, groups=groups,
+        pixels=pixels, temperature=temperature, return_entropy=return_entropy,
+    )  # fmt: skip
     check_sizes(max_tokens=max_tokens, wave_tokens=wave_tokens, logits_chunk=logits_chunk)
-    found = _by_row(HookedModel(model), batch, schedule, max_tokens, wave_tokens, logits_chunk, attention)
+    found = _by_row(
+        HookedModel(model), batch, schedule=schedule, max_tokens=max_tokens, wave_tokens=wave_tokens,
+        logits_chunk=logits_chunk, attention=attention,
+    )  # fmt: skip
     log_probs, entropy = batch.shaped(list(range(len(batch.responses))), found)
     return log_probs if entropy is None else (log_probs, entropy)
 
@@ -129,9 +135,16 @@ def response_hidden_states(
 
     Raises, Warns: as `response_log_probs`.
     """
-    batch = HiddenBatch(model, prompts, responses, prompt_mask, response_mask, groups, pixels)
+    batch = HiddenBatch(
+        model, prompts, responses=responses, prompt_mask=prompt_mask, response_mask=response_mask, groups=groups,
+        pixels=pixels,
+    )  # fmt: skip
     check_sizes(max_tokens=max_tokens, wave_tokens=wave_tokens)
-    return batch.in_form(_by_row(HiddenStateModel(model), batch, schedule, max_tokens, wave_tokens, 1, attention))
+    found = _by_row(
+        HiddenStateModel(model), batch, schedule=schedule, max_tokens=max_tokens, wave_tokens=wave_tokens,
+        logits_chunk=1, attention=attention,
+    )  # fmt: skip
+    return batch.in_form(found)
 
 
 @contextmanager
@@ -175,7 +188,10 @@ def phased_update(
         TypeError, ValueError: as `response_log_probs`, on entering.
         RuntimeError: on leaving, where not every wave was iterated; in backward, where it comes after phase C.
     """
-    batch = Batch(model, prompts, responses, prompt_mask, response_mask, groups, pixels, temperature, return_entropy)
+    batch = Batch(
+        model, prompts, responses=responses, prompt_mask=prompt_mask, response_mask=response_mask, groups=groups,
+        pixels=pixels, temperature=temperature, return_entropy=return_entropy,
+    )  # fmt: skip
     check_sizes(max_tokens=max_tokens, wave_tokens=wave_tokens, logits_chunk=logits_chunk)
     _check_waves(model, max_tokens, wave_tokens)
     schedule = Schedule(HookedModel(model), batch.outputs, kernel=attention, logits_chunk=logits_chunk, offload=offload)

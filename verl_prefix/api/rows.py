@@ -86,7 +86,9 @@ class Batch:
         )
         # Positions too: those of a clip are of its seconds per grid, which are no pixels.
         places = [x[..., : len(prompt)] for x, prompt in zip(positions, prompts, strict=True)] if sees else None
-        self.groups, _ = group_rows(prompts, lens, groups, places, vision.share_pixels(visual) if sees else None)
+        self.groups, _ = group_rows(
+            prompts, lens, uids=groups, positions=places, pixels=vision.share_pixels(visual) if sees else None
+        )
         if len(rows) > 1 and all(len(group.rows) == 1 for group in self.groups):
             warnings.warn(f"no two of {len(rows)} rows have the same prompt: nothing is shared", stacklevel=3)
 
@@ -98,7 +100,7 @@ class Batch:
     def plan(self, schedule: str, max_tokens: int | None, wave_tokens: int | None, offload: bool = False) -> Plan:
         # make_plan gives a set of prefixes what a wave leaves of the budget, or half of it.
         budget = max_tokens or 2 * self.num_tokens + (wave_tokens or 0)
-        return make_plan(self.groups, budget, schedule, wave_tokens, offload)
+        return make_plan(self.groups, budget, schedule=schedule, wave_tokens=wave_tokens, offload=offload)
 
     def outputs(self, place: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
         """Log-prob of the token after each place, and entropy if asked for: [n, 1 or 2]."""

@@ -113,7 +113,7 @@ def measure(
             torch.cuda.synchronize()
 
     with torch.no_grad() if forward_only else torch.enable_grad():
-        rates = calibrate(shape, run, max_tokens, unit, rounds)
+        rates = calibrate(shape, run, max_tokens=max_tokens, unit=unit, rounds=rounds)
     if not forward_only:
         zero_grad()
     return rates

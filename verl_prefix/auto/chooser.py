@@ -39,11 +39,14 @@ class CostModel:
 
     def stock_passes(self, groups: Sequence[Group], budget: int) -> list[PassCost]:
         """A rank's passes on verl's own path."""
-        return stock_passes(self.shape, groups, budget, self.dense_mask, self.one_row)
+        return stock_passes(self.shape, groups, budget=budget, dense_mask=self.dense_mask, one_row=self.one_row)
 
     def plan(self, groups: Sequence[Group], budget: int, schedule: str, forward_only: bool = False) -> Plan:
         """A rank's plan by one schedule: "packed", "phased", or "auto", see `waves.make_plan`."""
-        return plan_batch(self.shape, groups, budget, schedule, self.wave_tokens, self.memory, forward_only)
+        return plan_batch(
+            self.shape, groups, budget=budget, schedule=schedule, wave_tokens=self.wave_tokens, memory=self.memory,
+            forward_only=forward_only,
+        )  # fmt: skip
 
     def flops(self) -> Profile:
         """Rates that count FLOPs: backward is two forwards; checkpointing runs the layers, not lm_head, once more."""
@@ -169,7 +172,7 @@ class Chooser:
         """This rank's plan; None: the stock path. `own`: see `candidates`."""
         if not self.costs.min_speedup:
             return self.costs.plan(groups, budget, "auto", forward_only)
-        paths = candidates(self.costs, groups, budget, own, forward_only)
+        paths = candidates(self.costs, groups, budget=budget, own=own, forward_only=forward_only)
         profile = self._profile(paths, own or Batch(groups, budget), forward_only)
         lacks_room = float(not self.stock_fits(paths.stock))
         *seconds, lacks_room = self.reduce_max([*price(self.costs, paths, profile), lacks_room])

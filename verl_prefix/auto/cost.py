@@ -236,14 +236,18 @@ def plan_batch(
     """`waves.make_plan` of a run. Where `wave_tokens` is None and the budget leaves less, each of the ranks that share
     a wave has `LONG_WAVE` of its tokens (all of them at most the budget), or the half or quarter ... of that which adds
     at most `GROWTH` to the update's estimated peak; with offload, in updates, `OFFLOAD_WAVE` at most."""
-    plan = make_plan(groups, budget, schedule, wave_tokens, memory.offload)
+    plan = make_plan(groups, budget, schedule=schedule, wave_tokens=wave_tokens, offload=memory.offload)
     if wave_tokens is not None or not plan.phased:
         return plan
     if memory.offload:
         return plan if forward_only else limit_waves(plan, OFFLOAD_WAVE * memory.sequence_ranks)
     most = (1 + GROWTH) * peak_bytes(shape, plan, (), memory)
     tokens = min(LONG_WAVE * memory.sequence_ranks, budget)
-    while (longer := make_plan(groups, budget, schedule, None, memory.offload, tokens)) != plan:
+    while (
+        longer := make_plan(
+            groups, budget, schedule=schedule, wave_tokens=None, offload=memory.offload, least_wave=tokens
+        )
+    ) != plan:
         if peak_bytes(shape, longer, (), memory) <= most:
             return longer
         tokens //= 2

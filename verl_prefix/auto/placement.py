@@ -86,7 +86,7 @@ def place_rows(
         holds_pixels: true for rows that have their group's pixels; such a group goes whole to a rank that has them.
     """
     if len(keys) < num_ranks:  # verl has no such batch
-        return describe_rows(keys, prefix_costs, suffix_costs, ranks, num_ranks)
+        return describe_rows(keys, prefix_costs, suffix_costs=suffix_costs, ranks=ranks, num_ranks=num_ranks)
     members: dict[Hashable, list[int]] = {}
     for row, key in enumerate(keys):
         members.setdefault(key, []).append(row)
@@ -127,8 +127,11 @@ def place_rows(
     for rows, held in zip(groups, holders or [], strict=False):
         for row in rows:
             needs_pixels[row] = bool(held)
-    _fill_empty_ranks(home, ranks, suffix_costs, num_ranks, needs_pixels, holds_pixels or needs_pixels)
-    return _describe(home, groups, prefixes, suffix_costs, num_ranks)
+    _fill_empty_ranks(
+        home, ranks, suffix_costs=suffix_costs, num_ranks=num_ranks, needs_pixels=needs_pixels,
+        holds_pixels=holds_pixels or needs_pixels,
+    )  # fmt: skip
+    return _describe(home, groups, prefixes=prefixes, suffix_costs=suffix_costs, num_ranks=num_ranks)
 
 
 def describe_rows(
@@ -143,7 +146,9 @@ def describe_rows(
     for row, key in enumerate(keys):
         members.setdefault(key, []).append(row)
     prefixes = [max([prefix_costs[row] for row in rows]) for rows in members.values()]
-    return _describe(list(ranks), list(members.values()), prefixes, suffix_costs, num_ranks)
+    return _describe(
+        list(ranks), list(members.values()), prefixes=prefixes, suffix_costs=suffix_costs, num_ranks=num_ranks
+    )
 
 
 def _describe(

@@ -321,7 +321,7 @@ class PrefixActorConfig(FSDPActorConfig):
         super().validate(n_gpus, train_batch_size, model_config)
         _refuse_untested_drivers()
         sequence_ranks = self.fsdp_config.ulysses_sequence_parallel_size
-        check_sequence_parallel("actor", sequence_ranks, n_gpus, self.prefix, model_config)
+        check_sequence_parallel("actor", sequence_ranks, n_gpus=n_gpus, prefix=self.prefix, model_config=model_config)
         if self.prefix.schedule != "stock" and self.policy_loss.loss_mode not in LOSSES_OF_ROWS:
             _warn_of_unknown_loss(self.policy_loss.loss_mode)
         if model_config is not None and self.prefix.schedule != "stock":

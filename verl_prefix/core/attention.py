@@ -143,7 +143,9 @@ class GroupedAttention(torch.autograd.Function):
         if kept is not None and layer in kept:  # gradient checkpointing runs the layer again
             out, lse = kept.pop(layer)
         else:
-            out, lse = _attend(q, k, v, sinks, layout, kernel, params, cache, layer)
+            out, lse = _attend(
+                q, k, v=v, sinks=sinks, layout=layout, kernel=kernel, params=params, cache=cache, layer=layer
+            )
             if kept is not None:
                 kept[layer] = out.detach(), lse
         ctx.save_for_backward(q, k, v, sinks, out, lse)
@@ -172,7 +174,10 @@ class GroupedAttention(torch.autograd.Function):
                 dout[queries], q[queries], prefix_k[keys], prefix_v[keys], out[queries], lse[:, queries], reads.cross,
                 causal=False, scale=params.scale, softcap=params.softcap,
             )  # fmt: skip
-            dq[queries] += dq_2
+            if isinstance(queries, slice):
+                dq[queries].add_(dq_2)  # `+=` would also copy the sum to where it is
+            else:
+                dq[queries] += dq_2
             prefix_grads.append((keys, dk_2, dv_2))
         for tokens, dk_2, dv_2 in prefix_grads:
             if cache is None:
@@ -205,7 +210,7 @@ def _attend(
             q[queries], prefix_k[keys], prefix_v[keys], reads.cross,
             causal=False, scale=params.scale, softcap=params.softcap,
         )  # fmt: skip
-        _merge_at(queries, out, lse, out_2, lse_2)
+        _merge_at(queries, out, lse=lse, out_2=out_2, lse_2=lse_2)
     if sinks is not None:
         total = _logaddexp(lse, sinks.to(lse.dtype).unsqueeze(-1))
         out *= (lse - total).exp().transpose(0, 1).unsqueeze(-1)

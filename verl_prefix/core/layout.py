@@ -109,9 +109,9 @@ class Tails:
 
 
 @dataclass(frozen=True)
-class Reads:
-    """Reads of a pass in two kernel calls: `causal` over all T queries, and `cross`, where queries `queries` read
-    prefix tokens `keys` (a slice, or int64 indices where the tokens have gaps); None where nothing is shared."""
+class AttentionCalls:
+    """A layer's two kernel calls: `causal` over all T queries, and `cross`, where queries `queries` read prefix tokens
+    `keys` (a slice, or int64 indices where the tokens have gaps); None where nothing is shared."""
 
     causal: Spans
     cross: Spans | None
@@ -149,7 +149,7 @@ class Layout:
     segments: tuple[Segment, ...]
     multiplicity: torch.Tensor
     read: torch.Tensor | None = None
-    _reads: dict[tuple[int | None, torch.device], Reads] = _built_once()
+    _reads: dict[tuple[int | None, torch.device], AttentionCalls] = _built_once()
     _forks: dict[torch.device, Forks] = _built_once()
 
     @property
@@ -187,8 +187,8 @@ class Layout:
         read = self.num_prefix + is_read[self.index[self.num_prefix :]].nonzero()[:, 0]
         return replace(self, read=read if len(read) else torch.tensor([self.num_prefix]))
 
-    def reads(self, window: int | None, device: torch.device) -> Reads:
-        """Reads where a query sees `window` tokens, itself included (None: all before it); built once.
+    def reads(self, window: int | None, device: torch.device) -> AttentionCalls:
+        """Calls where a query sees `window` tokens, itself included (None: all before it); built once.
 
         A row that the window covers whole is read as without one. The suffix of any other row is far: it reads its
         last `window - 1` prefix keys in the causal call, behind a copy of them, since no kernel takes a window per row.
@@ -197,7 +197,7 @@ class Layout:
             self._reads[window, device] = self._reads_of(window, device)
         return self._reads[window, device]
 
-    def _reads_of(self, window: int | None, device: torch.device) -> Reads:
+    def _reads_of(self, window: int | None, device: torch.device) -> AttentionCalls:
         segments = self.segments
         far = [window is not None and s.prefix_len + s.length > window for s in segments]
         tail_lens = [
@@ -216,14 +216,12 @@ class Layout:
                 (0, *accumulate(prefix_len for _, prefix_len in pairs)),
                 q_parts=(0, *accumulate(s.length for _, s in near)),
             )
-        return Reads(
-            Spans(starts, (0, *key_ends)),
-            cross,
-            queries=_token_index([(start, s.length) for start, s in near], device),
-            keys=_token_index(pairs, device),
+        return AttentionCalls(
+            Spans(starts, (0, *key_ends)), cross,
+            queries=_token_index([(start, s.length) for start, s in near], device), keys=_token_index(pairs, device),
             window=window if any(far) else None,
             tails=self._tails(tail_lens, key_ends, device) if any(tail_lens) else None,
-        )
+        )  # fmt: skip
 
     def _tails(self, tail_lens: Sequence[int], key_ends: Sequence[int], device: torch.device) -> Tails:
         ends = list(zip(self.segments, tail_lens, key_ends, strict=True))

@@ -58,7 +58,7 @@ def shared_scan(
         found.append(scan([x[split:] for x in inputs], suffixes, initial).outputs)
     out = torch.cat(found)
     if attention_pass.inspect is not None:
-        attention_pass.inspect.recurrence(key, attention_pass.layout, inputs, whole, out)
+        attention_pass.inspect.recurrence(key, attention_pass.layout, inputs=inputs, whole=whole, out=out)
     return out
 
 
@@ -89,7 +89,9 @@ def shared_conv(
     lens = [n for piece in pieces for n in (tail_len, len(piece))]
     out = torch.cat(found.split(lens)[1::2])
     if attention_pass.inspect is not None:
-        attention_pass.inspect.recurrence(key, attention_pass.layout, [x], lambda row, shift: conv(row[0]), out)
+        attention_pass.inspect.recurrence(
+            key, attention_pass.layout, inputs=[x], whole=lambda row, shift: conv(row[0]), out=out
+        )
     return out
 
 

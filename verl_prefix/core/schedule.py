@@ -209,7 +209,9 @@ class Schedule:
         keep = self.keep_attention and not self.offload
         attention_pass = AttentionPass(layout, self.kernel, capture=cache, keep=keep)
         with self.forward_context():
-            return self._forward(tokens, layout, slice(-1, None), attention_pass, None, groups)
+            return self._forward(
+                tokens, layout, keep=slice(-1, None), attention_pass=attention_pass, outputs=None, prefixes=groups
+            )
 
     def _suffixes(
         self, tokens: TokenBatch, groups: Sequence[Group], layout: Layout, cache: PrefixCache | None
@@ -222,7 +224,10 @@ class Schedule:
         with self.forward_context():
             outputs = self.outputs if groups else _sum_logits
             prefixes = groups if cache is None else ()
-            return PassOutputs(groups, layout, self._forward(tokens, layout, keep, attention_pass, outputs, prefixes))
+            found = self._forward(
+                tokens, layout, keep=keep, attention_pass=attention_pass, outputs=outputs, prefixes=prefixes
+            )
+            return PassOutputs(groups, layout, found)
 
     def _forward(
         self, tokens: TokenBatch, layout: Layout, keep: slice | torch.Tensor, attention_pass: AttentionPass,
@@ -239,8 +244,9 @@ class Schedule:
         place = index[kept]
         pixels = tokens.pixels and tokens.pixels.of(prefixes, device, shards.tokens if shards else None)
         found = self.model.token_outputs(
-            tokens.input_ids[index], tokens.position_ids[..., index], kept, attention_pass,
-            outputs and (lambda rows, logits: outputs(place[rows], logits)), self.logits_chunk, pixels or {},
+            tokens.input_ids[index], tokens.position_ids[..., index], keep=kept, attention_pass=attention_pass,
+            outputs=outputs and (lambda rows, logits: outputs(place[rows], logits)), logits_chunk=self.logits_chunk,
+            pixels=pixels or {},
         )  # fmt: skip
         return found if shards is None else shards.gather(found, gathered)
 

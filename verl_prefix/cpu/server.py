@@ -174,8 +174,9 @@ class HFServer:
         if names := [name for name, value in kwargs.items() if value]:
             raise ValueError(f"rollout.name=hf reads text, images and videos only, and the request has {names}")
         prompt = read_prompt(
-            normalize_token_ids(prompt_ids), self.processor, image_data, video_data, mm_processor_kwargs
-        )
+            normalize_token_ids(prompt_ids), self.processor, images=image_data, videos=video_data,
+            processor_kwargs=mm_processor_kwargs,
+        )  # fmt: skip
         params = dict(sampling_params)
         with_log_probs = params.pop("logprobs", False)
         max_tokens, sampling = self._parse(params, len(prompt))
@@ -183,7 +184,9 @@ class HFServer:
         self.seen[prompt, sampling] += 1
         key = repr((self.config.seed, self.version, sampling, prompt.tokens, k)).encode()
         seed = int.from_bytes(hashlib.blake2b(key + prompt.digest, digest_size=7).digest(), "big")
-        request = Request(prompt, max_tokens, sampling, seed, asyncio.get_running_loop().create_future())
+        request = Request(
+            prompt, max_tokens, sampling=sampling, seed=seed, future=asyncio.get_running_loop().create_future()
+        )
         self.waiting.append(request)
         if self.worker is None or self.worker.done():
             self.worker = asyncio.create_task(self._work())

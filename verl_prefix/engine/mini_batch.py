@@ -53,8 +53,9 @@ class MiniBatch:
         self._loss_mode = self._mode_of_verls_loss()
         is_read = self._is_read(offsets) if self._skips_lm_head() else None
         self.tokens = TokenBatch(
-            input_ids.values().to(device), position_ids.values().to(device), offsets, pixels, is_read
-        )
+            input_ids.values().to(device), position_ids.values().to(device), offsets=offsets, pixels=pixels,
+            is_read=is_read,
+        )  # fmt: skip
         temperature = torch.as_tensor(data["temperature"], dtype=torch.float32, device=device).expand(len(data))
         self._token_temperature = temperature.repeat_interleave(input_ids.offsets().diff().to(device))
         self._offsets: dict[int, torch.Tensor] = {}
@@ -278,7 +279,7 @@ def group_batch(data: TensorDict) -> tuple[list[Group], int]:
     )
     uids = [str(uid) for uid in tu.get(data, "uid")] if "uid" in data.keys() else None
     pixels = share_pixels(tu.get(data, "multi_modal_inputs")) if "multi_modal_inputs" in data.keys() else None
-    return group_rows(prompts, response_lens, uids, positions, pixels)
+    return group_rows(prompts, response_lens, uids=uids, positions=positions, pixels=pixels)
 
 
 def even_out(metrics: dict[str, object], num_passes: int) -> None:

@@ -79,7 +79,7 @@ def run_or_repair(
         torch.cuda.empty_cache()
     if not keeps_attention:
         return run(smaller, False), smaller, 1
-    found, ran, num_retries = run_or_repair(run, plan, False, model, num_ranks)
+    found, ran, num_retries = run_or_repair(run, plan, keeps_attention=False, model=model, num_ranks=num_ranks)
     return found, ran, num_retries + 1
 
 

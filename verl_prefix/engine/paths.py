@@ -94,7 +94,10 @@ class Paths:
         )
 
         def rates(budget: int, batch_tokens: int, forward_only: bool) -> Rates:
-            return measure(costs.shape, budget, batch_tokens, device, schedule, zero_grad, forward_only)
+            return measure(
+                costs.shape, budget, batch_tokens=batch_tokens, device=device, schedule=schedule, zero_grad=zero_grad,
+                forward_only=forward_only,
+            )  # fmt: skip
 
         def stock_fits(passes: Sequence[PassCost]) -> bool:
             return peak_bytes(costs.shape, None, passes, self._memory) <= self._room()
@@ -106,8 +109,9 @@ class Paths:
         profile = read_profile(path, measured_on, reduce_max)
         writes = torch.distributed.get_rank() == 0
         self._chooser = Chooser(
-            costs, profile, path if writes else None, rates, reduce_max, stock_fits, always_measure=path is not None
-        )
+            costs, profile, path=path if writes else None, measure=rates, reduce_max=reduce_max, stock_fits=stock_fits,
+            always_measure=path is not None,
+        )  # fmt: skip
 
     def stock_reason(self, data: TensorDict) -> str | None:
         """Why this batch goes to verl's own path whatever its lengths, or None.
@@ -139,7 +143,8 @@ class Paths:
         batch, own = (Batch(found, pass_budget(data, found)) for found in (groups, own_groups))
         if self._chooser is None:
             return plan_batch(
-                self._shape, *batch, options.schedule, options.wave_tokens, self._memory, forward_only
+                self._shape, *batch, schedule=options.schedule, wave_tokens=options.wave_tokens, memory=self._memory,
+                forward_only=forward_only,
             )  # fmt: skip
         plan = self._chooser.choose(*batch, forward_only, own)
         return plan or f"prefix.min_speedup={options.min_speedup} is more than sharing is predicted to gain"

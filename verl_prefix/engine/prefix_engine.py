@@ -70,7 +70,7 @@ class PrefixFSDPEngine(FSDPEngineWithLMHead):
             check_supported(model_config.hf_config)
             role, num_ranks = "ref" if engine_config.forward_only else "actor", torch.distributed.get_world_size()
             size = engine_config.ulysses_sequence_parallel_size
-            check_sequence_parallel(role, size, num_ranks, self.prefix_config, model_config)
+            check_sequence_parallel(role, size, n_gpus=num_ranks, prefix=self.prefix_config, model_config=model_config)
             check_whole_rows(role, size, model_config.hf_config)
             if model_config.use_fused_kernels:
                 # verl's fused forward makes log-probs of all tokens, and with FSDP2 it meets a sharded lm_head.
@@ -90,8 +90,9 @@ class PrefixFSDPEngine(FSDPEngineWithLMHead):
         self._shape = model_shape(self.module, self._autocast_dtype)
         checkpointed = self.model_config.enable_gradient_checkpointing
         self._paths.initialize(
-            self.module, self._shape, self._autocast_dtype, self.schedule, self.optimizer_zero_grad, self.reduce_max,
-            self.engine_config, checkpointed, self.use_remove_padding and packing_leak(self.module) is not None,
+            self.module, self._shape, dtype=self._autocast_dtype, schedule=self.schedule,
+            zero_grad=self.optimizer_zero_grad, reduce_max=self.reduce_max, engine_config=self.engine_config,
+            checkpointed=checkpointed, one_row=self.use_remove_padding and packing_leak(self.module) is not None,
         )  # fmt: skip
 
     def _build_module(self) -> torch.nn.Module:
@@ -143,7 +144,9 @@ class PrefixFSDPEngine(FSDPEngineWithLMHead):
         else:
             stock_reason = stock_reason or plan
         if stock_reason is None:
-            output = self._shared_batch(prepared, placed.groups, plan, loss_function, forward_only)
+            output = self._shared_batch(
+                prepared, placed.groups, plan=plan, loss_function=loss_function, forward_only=forward_only
+            )
             output["model_output"] = placed.give_back(output["model_output"])
             told = self._torn_groups.see(*placed.num_computed(), forward_only)
             if told and torch.distributed.get_rank() == 0:
@@ -163,7 +166,7 @@ class PrefixFSDPEngine(FSDPEngineWithLMHead):
         if self.prefix_config.exchange == "off" or torch.distributed.get_world_size(group) == 1:
             return InPlace(data)
         device, everyone = torch.device(get_device_name()), torch.distributed.group.WORLD
-        exchange = Exchange(data, self._shape, group, device, everyone)
+        exchange = Exchange(data, self._shape, group=group, device=device, everyone=everyone)
         if not exchange.compatible:
             logger.warning("prefix.exchange: the ranks' batches have different fields, so that rows stay")
         return exchange
@@ -227,12 +230,10 @@ class PrefixFSDPEngine(FSDPEngineWithLMHead):
             plan = limit_waves(plan, self._wave_limit)
         planned = pad_to_same_passes(plan, self.reduce_max)
         (mini_batch, schedule), plan, num_retries = run_or_repair(
-            lambda plan, keeps: self.run_plan(data, plan, loss_function, forward_only, keep_attention=keeps),
-            planned,
-            not forward_only and self._paths.keeps_attention(planned),
-            self.module,
-            torch.distributed.get_world_size(),
-        )
+            lambda plan, keeps: self.run_plan(data, plan, loss_function, forward_only, keep_attention=keeps), planned,
+            keeps_attention=not forward_only and self._paths.keeps_attention(planned), model=self.module,
+            num_ranks=torch.distributed.get_world_size(),
+        )  # fmt: skip
         if num_retries:
             self._paths.keep_none()
         if plan is not planned:

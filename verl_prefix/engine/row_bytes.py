@@ -51,7 +51,9 @@ class _Field:
         unit = x.dtype.itemsize * int(torch.tensor(shape, dtype=torch.int64).prod())
         starts = [0, *torch.tensor(lens, dtype=torch.int64).mul(unit).cumsum(0).tolist()]
         values = flat.detach().cpu().contiguous().view(torch.uint8)
-        return cls(x.dtype, x.device, ragged, tuple(shape), unit, values, lens, starts)
+        return cls(
+            x.dtype, x.device, ragged=ragged, rest=tuple(shape), unit=unit, values=values, lens=lens, starts=starts
+        )
 
     def __getitem__(self, row: int) -> torch.Tensor:
         return self.values[self.starts[row] : self.starts[row + 1]]

@@ -70,11 +70,16 @@ class AllRows:
         key, check, prefix_lens, suffix_lens, *costs, has_pixels, lens = table.T.contiguous()
         prefix_costs, suffix_costs = (x.view(torch.float64).tolist() for x in costs)
         return cls(
-            list(zip(key.tolist(), check.tolist(), strict=True)),
-            prefix_lens.tolist(), suffix_lens.tolist(), prefix_costs, suffix_costs, has_pixels.tolist(), lens.tolist(),
-            [rank for rank, count in enumerate(counts) for _ in range(count)],
-            [0, *torch.tensor(counts).cumsum(0).tolist()],
-        )  # fmt: skip
+            keys=list(zip(key.tolist(), check.tolist(), strict=True)),
+            prefix_lens=prefix_lens.tolist(),
+            suffix_lens=suffix_lens.tolist(),
+            prefix_costs=prefix_costs,
+            suffix_costs=suffix_costs,
+            has_pixels=has_pixels.tolist(),
+            lens=lens.tolist(),
+            ranks=[rank for rank, count in enumerate(counts) for _ in range(count)],
+            starts=[0, *torch.tensor(counts).cumsum(0).tolist()],
+        )
 
     def groups(self, rows: Sequence[int]) -> list[Group]:
         """Groups of some rows, as indices into `rows`."""

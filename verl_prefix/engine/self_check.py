@@ -115,7 +115,9 @@ class LayerCheck:
             query = torch.cat([own[:_QUERIES], own[_QUERIES:][-_QUERIES:]])
             keys, values = (torch.cat([x[:behind], x[start : start + segment.length]]) for x in (k, v))
             with torch.autocast(q.device.type, enabled=False):  # which would round the scores as well
-                truth, rounded = _dense(q[start + query], keys, values, sinks, params, query + behind)
+                truth, rounded = _dense(
+                    q[start + query], keys, values, sinks=sinks, params=params, position=query + behind
+                )
             error += (out[start + query] - truth).square().sum().item()
             noise += (rounded - truth).square().sum().item()
             start += segment.length
@@ -294,4 +296,7 @@ def check(
         overflows = norm in (float("inf"),) or norm != norm  # by the loss scale of fp16, which falls behind such a step
         if not overflows and not ratio <= worst:
             part, worst = name, float("inf") if ratio != ratio else ratio
-    return Verdict(ratios[0], layers.worst, layers.layer, layers.worst_recurrence, layers.key, worst, part)
+    return Verdict(
+        ratios[0], layers.worst, layer=layers.layer, recurrence=layers.worst_recurrence, key=layers.key,
+        gradients=worst, part=part,
+    )  # fmt: skip

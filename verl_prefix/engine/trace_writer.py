@@ -152,10 +152,11 @@ def open_trace(engine: Any) -> TraceWriter | None:
             "optimizer": plain(engine.optimizer_config),
         }
 
-    rank, world_size = engine.get_data_parallel_rank(), engine.get_data_parallel_size()
-    writes = engine.is_mp_src_rank_with_outputs()
-    limits = options.trace_max_steps, options.trace_max_gib
-    return TraceWriter(options.trace_dir, rank, world_size, *limits, describe, writes)
+    return TraceWriter(
+        options.trace_dir, engine.get_data_parallel_rank(), engine.get_data_parallel_size(),
+        max_steps=options.trace_max_steps, max_gib=options.trace_max_gib, describe=describe,
+        writes=engine.is_mp_src_rank_with_outputs(),
+    )  # fmt: skip
 
 
 def _environment() -> dict[str, Any]:

@@ -138,7 +138,14 @@ class Verification:
 
         noise = functools.partial(rounding_noise, engine.module, engine._autocast_dtype)
         with gradients or nullcontext():
-            verdict = check(stock, ours, noise, engine.reduce_sum, int(-fewer), gradients)
+            verdict = check(
+                stock,
+                ours,
+                rounding_noise=noise,
+                reduce_sum=engine.reduce_sum,
+                num_perturbed=int(-fewer),
+                gradients=gradients,
+            )
         # A NaN, which is no more than anything, must not get lost in the maximum.
         figures = verdict.attention, verdict.recurrence
         attention, recurrence = engine.reduce_max([math.inf if math.isnan(x) else x for x in figures])

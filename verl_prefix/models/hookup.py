@@ -60,7 +60,9 @@ def grouped_attention_forward(
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     if torch.is_autocast_enabled(q.device.type):  # as SDPA does: norms may have left fp32 queries beside bf16 values
         q, k, v = (x.to(torch.get_autocast_dtype(q.device.type)) for x in (q, k, v))
-    kernel = choose_kernel(prefix_pass.kernel, q.device.type, q.dtype, q.shape[-1], softcap is not None)
+    kernel = choose_kernel(
+        prefix_pass.kernel, q.device.type, dtype=q.dtype, head_dim=q.shape[-1], softcap=softcap is not None
+    )
     params = AttentionParams(q.shape[-1] ** -0.5 if scaling is None else scaling, sliding_window, softcap)
     prefix_pass.num_calls += 1
     if (shards := prefix_pass.shards) is not None:
@@ -71,7 +73,9 @@ def grouped_attention_forward(
         q, k, v, s_aux, prefix_pass.layout, kernel, params, prefix_pass.cache, module.layer_idx, prefix_pass.kept
     )
     if prefix_pass.inspect is not None:
-        prefix_pass.inspect.attention(module.layer_idx, prefix_pass.layout, q, k, v, s_aux, params, out)
+        prefix_pass.inspect.attention(
+            module.layer_idx, prefix_pass.layout, q=q, k=k, v=v, sinks=s_aux, params=params, out=out
+        )
     return (out if shards is None else shards.to_tokens(out)).unsqueeze(0), None
 
 

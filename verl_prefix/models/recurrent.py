@@ -77,12 +77,12 @@ class Mixer:
                 found = F.silu(found) if activation in ("silu", "swish") else found
             return found[0].T
 
-        return shared_conv(self._pass(), (part, self.module.layer_idx), x, weight.shape[-1], conv)
+        return shared_conv(self._pass(), (part, self.module.layer_idx), x=x, width=weight.shape[-1], conv=conv)
 
     def _scan(self, inputs: Sequence[torch.Tensor], scan: Scan, neutral: Sequence[float]) -> torch.Tensor:
         attention_pass = self._pass()
         attention_pass.num_calls += 1
-        return shared_scan(attention_pass, ("scan", self.module.layer_idx), inputs, scan, neutral)
+        return shared_scan(attention_pass, ("scan", self.module.layer_idx), inputs=inputs, scan=scan, neutral=neutral)
 
 
 class GatedDeltaNet(Mixer):
@@ -121,7 +121,7 @@ class GatedDeltaNet(Mixer):
                 q, k, v, g, beta = rows
                 return rule(q, k, v, g=g, beta=beta, **options | {"initial_state": initial})
 
-            return scan_rows(by_rows, inputs, segments.lens, neutral, initial)
+            return scan_rows(by_rows, inputs, lens=segments.lens, fills=neutral, initial=initial)
 
         neutral = [0.0] * 5  # where k, v, beta and g are 0 the state stays
         return self._scan([x[0] for x in (query, key, value, g, beta)], scan, neutral).unsqueeze(0), None
@@ -174,11 +174,12 @@ class Mamba2(Mixer):
         def by_rows(rows: Sequence[torch.Tensor], initial: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
             x, B, C, dt = rows
             return run(
-                x, dt, A, B, C, chunk_size=chunk_size, D=D, dt_bias=dt_bias, initial_states=initial, dt_limit=dt_limit
-            )
+                x, dt, A, B, C, chunk_size=chunk_size, D=D, dt_bias=dt_bias,
+                initial_states=initial, dt_limit=dt_limit,
+            )  # fmt: skip
 
         def scan(inputs: Sequence[torch.Tensor], segments: Spans, initial: torch.Tensor | None) -> Scanned:
-            return scan_rows(by_rows, inputs, segments.lens, neutral, initial)
+            return scan_rows(by_rows, inputs, lens=segments.lens, fills=neutral, initial=initial)
 
         neutral = (0.0, 0.0, 0.0, _NO_STEP)
         return self._scan([y[0] for y in (x, B, C, dt)], scan, neutral).unsqueeze(0), None

@@ -61,7 +61,7 @@ def forward(
     lse = q.new_empty((q.shape[1], q.shape[0]), dtype=compute)
     for query, key, hidden in _calls(spans, q, causal, window):
         qs, ks, vs = (_by_kv_head(x, num_kv, compute) for x in (q[query], k[key], v[key]))
-        scores, _ = _scores(qs, ks, hidden, scale, softcap)
+        scores, _ = _scores(qs, ks, hidden=hidden, scale=scale, softcap=softcap)
         m = scores.logsumexp(-1)
         o = (scores - m.unsqueeze(-1)).exp() @ vs
         out[query] = o.flatten(0, 1).transpose(0, 1).to(out.dtype)
@@ -81,7 +81,7 @@ def backward(
         qs, ks, vs, dos, os = (
             _by_kv_head(x, num_kv, compute) for x in (q[query], k[key], v[key], dout[query], out[query])
         )
-        scores, slope = _scores(qs, ks, hidden, scale, softcap)
+        scores, slope = _scores(qs, ks, hidden=hidden, scale=scale, softcap=softcap)
         probs = (scores - lse[:, query].unflatten(0, (num_kv, -1)).unsqueeze(-1)).exp()
         dscores = probs * (dos @ vs.transpose(-1, -2) - (dos * os).sum(-1, keepdim=True)) * slope * scale
         dq[query] = (dscores @ ks).flatten(0, 1).transpose(0, 1).to(dq.dtype)

@@ -55,7 +55,7 @@ class Record:
 
 def _worker(rank: int, ranks: int, rendezvous: str, source: Source, options: Options, record: Record) -> None:
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks))
-    _run_rank(rank, ranks, f"file://{rendezvous}", source, options, record)
+    _run_rank(rank, ranks, init_method=f"file://{rendezvous}", source=source, options=options, record=record)
 
 
 def join_ranks(rank: int, ranks: int, init_method: str) -> None:
@@ -112,7 +112,7 @@ def run(options: Options, output: Path, force: bool) -> int:
         record.start()
     try:
         if under_torchrun:
-            _run_rank(rank, ranks, "env://", source, options, record)
+            _run_rank(rank, ranks, init_method="env://", source=source, options=options, record=record)
         else:
             os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # ranks that spin at barriers slow each other down
             with tempfile.TemporaryDirectory() as scratch:

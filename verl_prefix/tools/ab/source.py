@@ -108,7 +108,7 @@ class Source:
     def rows(self, step: int, rank: int, vocab_size: int) -> StepRows:
         """The rows that `rank` of this replay trains on in `step`."""
         if self.trace is None:
-            return synthetic_rows(*self.synthetic, vocab_size, seed=1000 * step + rank, ranks=self.ranks)
+            return synthetic_rows(*self.synthetic, vocab_size=vocab_size, seed=1000 * step + rank, ranks=self.ranks)
         joined = self.trace.world_size // self.ranks
         return join_rows([self.trace.read(step, rank * joined + i) for i in range(joined)])
 

@@ -85,7 +85,7 @@ def tolerances(measured: dict[str, Any]) -> list[dict[str, Any]]:
     for arm in measured["judged"]:
         for name, limit in limits.items():
             value, step = worst(arm, name)
-            check(arm, f"same weights: {name}", value, limit, step)
+            check(arm, f"same weights: {name}", value, limit, step=step)
         for name, limit in truth_limits.items():
             check(arm, f"error against the truth: {name}", error(arm, name), limit)
         figures = [

@@ -233,10 +233,10 @@ def _whole_rows(batch: Batch, path: str, attention: str, index: torch.Tensor) ->
         segments = (Segment(row),) * (len(index) // row)
         extra["prefix_pass"] = AttentionPass(Layout(index, 0, segments, torch.ones_like(index)), "auto")
     if path != "stock_lean":
-        return Forward(ids, positions, index, None, extra)
+        return Forward(ids, positions, token_index=index, kept=None, extra=extra)
     # The last prompt token up to the last response token but one: their outputs are the responses' log-probs.
     kept = index.view(-1, row)[:, batch.size.prefix : -1].flatten()
-    return Forward(ids, positions, kept, kept - index[0], extra)
+    return Forward(ids, positions, token_index=kept, kept=kept - index[0], extra=extra)
 
 
 def block_mask(layout: Layout, device: torch.device) -> BlockMask:
@@ -255,7 +255,7 @@ def block_mask(layout: Layout, device: torch.device) -> BlockMask:
 
     # Compiled, it does not build the T x T mask first.
     build = _compiled(create_block_mask) if device.type == "cuda" else create_block_mask
-    return build(allowed, None, None, layout.num_tokens, layout.num_tokens, device=device.type)
+    return build(allowed, B=None, H=None, Q_LEN=layout.num_tokens, KV_LEN=layout.num_tokens, device=device.type)
 
 
 def _flex_forward(batch: Batch, groups: Sequence[Group]) -> Forward:
@@ -264,7 +264,9 @@ def _flex_forward(batch: Batch, groups: Sequence[Group]) -> Forward:
     index = layout.index.to(device)
     ids, positions = (x[index].unsqueeze(0) for x in (batch.tokens.input_ids, batch.tokens.position_ids))
     kept = torch.arange(layout.num_prefix, layout.num_tokens, device=device)
-    return Forward(ids, positions, index[kept], kept, {"prefix_blocks": block_mask(layout, device)})
+    return Forward(
+        ids, positions, token_index=index[kept], kept=kept, extra={"prefix_blocks": block_mask(layout, device)}
+    )
 
 
 @functools.cache
@@ -326,4 +328,4 @@ def _prefix_grouper_forward(batch: Batch, groups: Sequence[Group]) -> Forward:
     def select(logits: torch.Tensor) -> torch.Tensor:
         return grouper.split_output(logits, include_prefix_last=1)[2][:, :suffix].flatten(0, 1)
 
-    return Forward(ids, positions, index, None, {"prefix_grouper": grouper}, select)
+    return Forward(ids, positions, token_index=index, kept=None, extra={"prefix_grouper": grouper}, select=select)

@@ -77,9 +77,11 @@ class Bench:
         self.shape = model_shape(self.model, self.model.dtype)
         costs = CostModel(
             shape=self.shape, dense_mask=False, wave_tokens=None, min_speedup=MIN_SPEEDUP,
-            memory=Memory(1, False, False, Case.logits_chunk, False),
+            memory=Memory(1, False, no_sync=False, logits_chunk=Case.logits_chunk, offload=False),
         )  # fmt: skip
-        self.chooser = Chooser(costs, Profile(), None, self._rates, lambda values: values, always_measure=True)
+        self.chooser = Chooser(
+            costs, Profile(), path=None, measure=self._rates, reduce_max=lambda values: values, always_measure=True
+        )
         for arm in options.running:
             warm_up(options, arm, self.model)
 
@@ -94,7 +96,7 @@ class Bench:
                 arms.remove("auto")
         case = Case(self.model, batch, budget, plan=plan)
         truth = self._truth(case) if options.truth != "none" else {}
-        results = {arm: {"flops": update_flops(self.shape, size, arm, budget, plan)} for arm in arms}
+        results = {arm: {"flops": update_flops(self.shape, size, arm=arm, budget=budget, plan=plan)} for arm in arms}
         for arm, result in results.items():
             result |= self._memory(arm, case, result["flops"])
             result["seconds"] = {"update": [], "forward": [], "log_probs": []}
@@ -104,7 +106,7 @@ class Bench:
             if turn >= options.repeats and time.perf_counter() - start > QUICK_S:
                 break
             for arm, result in alive.items():
-                self._measure(arm, case, result, truth, turn)
+                self._measure(arm, case, result=result, truth=truth, turn=turn)
         return size._asdict() | {
             "layers": self.layers, "budget": budget, "wave_tokens": budget // WAVES_PER_BUDGET, "auto": auto,
             "ideal_flops": {
@@ -145,7 +147,10 @@ class Bench:
     def _rates(self, budget: int, batch_tokens: int, forward_only: bool) -> Rates:
         schedule = functools.partial(Schedule, HookedModel(self.model))
         zero_grad = functools.partial(self.model.zero_grad, set_to_none=False)
-        return measure(self.shape, budget, batch_tokens, self.model.device, schedule, zero_grad, forward_only)
+        return measure(
+            self.shape, budget, batch_tokens=batch_tokens, device=self.model.device, schedule=schedule,
+            zero_grad=zero_grad, forward_only=forward_only,
+        )  # fmt: skip
 
     def _choose(self, groups: list[Group], budget: int, arms: list[str]) -> tuple[Plan | None, dict[str, Any]]:
         plan = self.chooser.choose(groups, budget, forward_only=False)
@@ -250,7 +255,7 @@ def _measure_rows(options: Options, report: dict[str, Any], out: Path | None) ->
                     row["capacity"] = {}
                     for arm in options.running:
                         progress.set_description(f"{size} capacity of {arm}", refresh=sys.stderr.isatty())
-                        row["capacity"][arm] = capacity(options, arm, size, layers, bench.model)
+                        row["capacity"][arm] = capacity(options, arm, size=size, layers=layers, model=bench.model)
                 report["rows"].append(row)
                 if out:
                     tables.compare(report)

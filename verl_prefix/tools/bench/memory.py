@@ -31,7 +31,7 @@ def added_peak(options: Options, arm: str, size: Size, layers: int, plan: Plan |
     """`added_peak_here` of a model of its own, for a fresh process on a CPU: memory that an earlier run freed and the
     process still holds would hide a part."""
     torch.set_num_threads(options.threads)
-    return added_peak_here(options, arm, options.model(layers), size, plan)
+    return added_peak_here(options, arm, model=options.model(layers), size=size, plan=plan)
 
 
 def added_peak_here(

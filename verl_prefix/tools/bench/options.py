@@ -146,7 +146,9 @@ class Options:
 
     def model(self, layers: int) -> PreTrainedModel:
         longest = max(size.row for size in self.sizes)
-        model = build_model(self.shape, layers, self.device, self.torch_dtype, max(4096, longest))
+        model = build_model(
+            self.shape, layers, device=self.device, dtype=self.torch_dtype, positions=max(4096, longest)
+        )
         torch._dynamo.config.recompile_limit = RECOMPILE_LIMIT  # of these layers and of the arm flex
         if self.compile:
             for layer in model.base_model.layers:

@@ -110,8 +110,9 @@ def sizes(config: Any) -> Sizes:
     }
     whole, exchange = config.trainer.v1.trainer_mode.startswith("prefix_"), actor.prefix.exchange != "off"
     return Sizes(
-        prompts, rollout.n, prompts // mini, ranks, passes, ref_in_actor, whole, exchange, shared, shared_by_ref
-    )
+        prompts, rollout.n, mini_batches=prompts // mini, ranks=ranks, micro_batches=passes, ref_in_actor=ref_in_actor,
+        whole=whole, exchange=exchange, sequence_ranks=shared, ref_sequence_ranks=shared_by_ref,
+    )  # fmt: skip
 
 
 def packs_rows(config: Any) -> bool:
@@ -215,7 +216,9 @@ def build(
     num_parameters = sum(parameter.numel() for parameter in empty.parameters())
     shape = model_shape(empty, torch.float32 if mixed == "fp32" else torch.bfloat16)
     leak = packing_leak(empty) if config.actor_rollout_ref.model.use_remove_padding else None
-    predicted = predict(config.actor_rollout_ref, size, shape, prompts, draws, one_row=leak is not None)
+    predicted = predict(
+        config.actor_rollout_ref, size, shape=shape, prompts=prompts, responses=draws, one_row=leak is not None
+    )
     used = config.actor_rollout_ref.actor.prefix.schedule
     stock = predicted.seconds["stock"]
     gains = {path: {name: stock[name] / found[name] for name in stock} for path, found in predicted.seconds.items()}
@@ -229,7 +232,7 @@ def build(
     if request:
         budgets = {name: size.micro_batches[name].budget(predicted.first) for name in ("update", "old")}
         role, first, shown = config.actor_rollout_ref, predicted.first, predicted.shown
-        job = read_job(role, empty.config, first, shown, budgets, size.ranks)
+        job = read_job(role, empty.config, groups=first, shown=shown, budgets=budgets, ranks=size.ranks)
         simulation = {"simulated": simulated(job, request, config.trainer.n_gpus_per_node)}
     return {
         "unsupported": reasons,
@@ -319,7 +322,9 @@ def run(
     if out and (out.is_dir() or not out.parent.is_dir()):
         wrong = "is a folder" if out.is_dir() else f"is in {out.parent}, which is no folder here"
         raise PlanError(f"--out {out} {wrong}; write the name of a file in a folder that exists")
-    plan = build(config_name, words, responses, share_spec, config_path, request)
+    plan = build(
+        config_name, words, responses=responses, share_spec=share_spec, config_path=config_path, request=request
+    )
     told = sys.stdout.isatty() or "COLUMNS" in os.environ
     show(plan, Console() if told else Console(width=120))  # in a log, tables keep their columns
     if out:

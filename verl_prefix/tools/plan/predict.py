@@ -109,7 +109,13 @@ class Step:
         if exchange and len(ranks) > 1:
             costs = [row_cost(self.shape, self.prefixes[row], self.suffixes[row]) for row in rows]
             prefix_costs, suffix_costs = ([cost[i] for cost in costs] for i in range(2))
-            home = place_rows([self.keys[row] for row in rows], prefix_costs, suffix_costs, home, len(ranks)).ranks
+            home = place_rows(
+                [self.keys[row] for row in rows],
+                prefix_costs,
+                suffix_costs=suffix_costs,
+                ranks=home,
+                num_ranks=len(ranks),
+            ).ranks
         members: list[dict[int, list[int]]] = [{} for _ in ranks]
         for row, rank in zip(rows, home, strict=True):
             members[rank].setdefault(self.keys[row], []).append(row)
@@ -211,7 +217,7 @@ class Predictor:
         """Log-probs of a training step's rows: "old" or "ref"; by an engine of its own if `ref_engine`."""
         decision, plans = self.decide(ranks, budgets, ref_engine=ref_engine, own=own)
         costs = self.ref_costs if ref_engine else self.costs
-        self._price(name, ranks, budgets, plans, self._stock(ranks, budgets), costs)
+        self._price(name, ranks, budgets=budgets, auto=plans, stock=self._stock(ranks, budgets), costs=costs)
         return decision
 
     def update(self, ranks: list[list[Group]], budgets: list[int], own: list[Batch], log_probs: Decision) -> None:
@@ -220,8 +226,9 @@ class Predictor:
             self.first = max(ranks, key=lambda groups: sum(group.num_logical_tokens for group in groups))
         stock = self._stock(ranks, budgets)
         plans = self._price(
-            "update", ranks, budgets, self.decide(ranks, budgets, log_probs, own=own)[1], stock, self.costs
-        )
+            "update", ranks, budgets=budgets, auto=self.decide(ranks, budgets, log_probs, own=own)[1], stock=stock,
+            costs=self.costs,
+        )  # fmt: skip
         for path, found in plans.items():
             for plan, passes in zip(found, stock, strict=True):
                 added = peak_bytes(self.costs.shape, plan, passes, self.memory)
@@ -250,7 +257,10 @@ def predict(
     for _ in range(max(1, min(NUM_STEPS, NUM_ROWS // num_rows))):
         keys = [i for i in range(size.prompts) for _ in range(size.rollouts)]
         drawn = draw.choices(prompts, k=size.prompts)
-        step = Step(size, shape, keys, [drawn[i].tokens - 1 for i in keys], list(islice(responses, num_rows)))
+        step = Step(
+            size, shape, keys=keys, prefixes=[drawn[i].tokens - 1 for i in keys],
+            suffixes=list(islice(responses, num_rows)),
+        )  # fmt: skip
         dealt = step.dealt()
         whole = [[row for rows in rank for row in rows] for rank in dealt]
         log_probs = predictor.infer("old", *step.batches(whole, "old"))

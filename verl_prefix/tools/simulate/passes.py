@@ -87,8 +87,13 @@ def thin(
 
 def plan_of(job: Job, shape: ModelShape, arm: Arm, budget: int, forward_only: bool = False) -> Plan:
     """The plan of an arm of ours, as the engine makes it."""
-    memory = Memory(job.ranks, job.checkpointing, job.no_sync, job.logits_chunk, arm.offload)
-    return plan_batch(shape, job.groups, budget, arm.path, job.wave_tokens, memory, forward_only)
+    memory = Memory(
+        job.ranks, job.checkpointing, no_sync=job.no_sync, logits_chunk=job.logits_chunk, offload=arm.offload
+    )
+    return plan_batch(
+        shape, job.groups, budget=budget, schedule=arm.path, wave_tokens=job.wave_tokens, memory=memory,
+        forward_only=forward_only,
+    )  # fmt: skip
 
 
 def build_model(job: Job) -> Any:
@@ -219,7 +224,9 @@ class Simulation:
     def _shared(self, arm: Arm, update: bool) -> None:
         job = self.job
         budget = job.budget if update else job.log_prob_budget or job.budget
-        plan, weights = self._thin(plan_of(job, job.shape or self.shape, arm, budget, not update), update)
+        plan, weights = self._thin(
+            plan_of(job, job.shape or self.shape, arm=arm, budget=budget, forward_only=not update), update
+        )
         may_keep = may_keep_attention(self.shape, job.checkpointing, job.keep_attention)
         schedule = _Schedule(
             self.hooked,
@@ -333,8 +340,9 @@ class Simulation:
                     start += len(piece)
                 keep = torch.cat(kept).to(self.device)
                 outputs = self.hooked.token_outputs(
-                    ids, positions, keep, attention,
-                    lambda rows, logits: self._log_probs(index[keep[rows]], logits, update), job.logits_chunk, pixels,
+                    ids, positions, keep=keep, attention_pass=attention,
+                    outputs=lambda rows, logits: self._log_probs(index[keep[rows]], logits, update),
+                    logits_chunk=job.logits_chunk, pixels=pixels,
                 )  # fmt: skip
             return self._loss(outputs)
 

@@ -73,9 +73,9 @@ class _DeltaRule(torch.autograd.Function):
         g = _cumsum(g)
         A = k.new_zeros(*k.shape[:3], DELTA_CHUNK)
         _launch([k, g, beta], [A], flops * _SHARE)
-        w, u = _w_u(k, v, g, beta, A, flops)
+        w, u = _w_u(k, v, g=g, beta=beta, A=A, flops=flops)
         state = k.new_zeros(segments, k.shape[2], k.shape[3], v.shape[3], dtype=torch.float32) if final else None
-        h, v_new = _states(k, w, u, g, initial, state, segments, flops)
+        h, v_new = _states(k, w, u=u, g=g, initial=initial, final=state, segments=segments, flops=flops)
         out = torch.empty_like(v)
         _launch([q, k, v_new, h, g], [out], flops * _SHARE)
         ctx.save_for_backward(q, q_rstd, k, k_rstd, v, g, beta, A, initial)
@@ -118,8 +118,8 @@ def _delta_rule_backward(
 ) -> tuple[torch.Tensor | None, ...]:  # fmt: skip
     """A function of its own, whose buffers are gone before the norms' gradients."""
     gradient = _GRADIENT * _SHARE * flops
-    w, u = _w_u(k, v, g, beta, A, flops)
-    h, v_new = _states(k, w, u, g, initial, None, segments, flops)
+    w, u = _w_u(k, v, g=g, beta=beta, A=A, flops=flops)
+    h, v_new = _states(k, w, u=u, g=g, initial=initial, final=None, segments=segments, flops=flops)
     dv = torch.empty_like(dout)
     _launch([q, k, g, dout], [dv], gradient)
     dh, dv2 = torch.empty_like(h), torch.empty_like(dv)

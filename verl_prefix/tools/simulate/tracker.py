@@ -287,7 +287,7 @@ class Tracker(TorchDispatchMode):
             return out
         outs, ins = tensors_of((out,)), tensors_of((*args, *kwargs.values()))
         new = any([self.note(x) for x in outs])
-        self._time(func, ins, outs, new, args, kwargs, out)
+        self._time(func, ins, outs=outs, new=new, args=args, kwargs=kwargs, out=out)
         return out
 
     def _time(self, func: Any, ins: list, outs: list, new: bool, args: Any, kwargs: Any, out: Any) -> None:
@@ -306,8 +306,10 @@ class Tracker(TorchDispatchMode):
             waits = not (kwargs.get("non_blocking") or (name == "copy_" and len(args) > 2 and args[2]))
             self._copy(max(map(size_of, outs)), device_of(outs[0]) == self.device, waits)
             return
-        kind, flops, workspace = flops_of(func, name, ins, args, kwargs, out, self.vocab_size)
-        nbytes = bytes_of(name, ins, outs, new, mutates) + 2 * workspace
+        kind, flops, workspace = flops_of(
+            func, name, ins=ins, args=args, kwargs=kwargs, out=out, vocab_size=self.vocab_size
+        )
+        nbytes = bytes_of(name, ins, outs=outs, new=new, mutates=mutates) + 2 * workspace
         if workspace:
             self._count(workspace, "flash workspace")
             self._count(-workspace, "flash workspace")
