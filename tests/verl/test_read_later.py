@@ -11,7 +11,7 @@ from verl.utils.metric import Metric
 
 from verl_prefix.core.layout import build_layout
 from verl_prefix.engine import mini_batch
-from verl_prefix.engine.read_later import ItemsLater, read_metrics
+from verl_prefix.engine.read_later import HostInts, ItemsLater, read_metrics
 
 
 @pytest.mark.parametrize("broken", ["", "items", "lengths"])
@@ -47,3 +47,14 @@ def test_what_is_read_later_is_what_was_to_be_read():
     assert read_metrics([metrics], [total]) == [pytest.approx(-0.4)]
     assert (metrics["mean"].values, metrics["sum"]) == ([(values.sum() / 3).item()], values.sum().item())
     assert type(metrics["count"]) is int and type(metrics["sum"]) is float
+
+
+def test_integers_of_the_host_are_pythons_and_nothing_else_is():
+    lens, floats, table = torch.tensor([3, 1, 2]), torch.tensor([0.5, 0.25]), torch.arange(6).reshape(2, 3)
+    with HostInts():
+        assert [type(n) for n in lens] == [int] * 3 and list(lens) == [3, 1, 2]
+        assert lens.max().item() == 3 and (lens > 0).all() and not (lens == 5).any()
+        assert all(torch.is_tensor(x) for x in (*floats, *table, *lens.split(1)))
+        assert type(floats.sum().item()) is float and type(lens.sum() > 5) is torch.Tensor
+        with pytest.raises(RuntimeError, match="meta"):
+            lens.to("meta").max().item()

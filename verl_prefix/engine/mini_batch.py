@@ -26,7 +26,7 @@ from verl_prefix.core.layout import Layout, on_device
 from verl_prefix.core.schedule import Schedule, TokenBatch
 from verl_prefix.core.waves import Plan
 from verl_prefix.engine.not_finite import all_finite, log_not_finite, rows_not_finite
-from verl_prefix.engine.read_later import ItemsLater, read_metrics
+from verl_prefix.engine.read_later import HostInts, ItemsLater, read_metrics
 from verl_prefix.models.vision import PixelBatch, is_vision_config, share_pixels
 
 
@@ -154,7 +154,8 @@ class MiniBatch:
 
     def _micro_batch(self, rows: list[int]) -> TensorDict:
         """The rows on the device; what verl's own loss reads lengths of stays with the host, who reads them."""
-        on_host = tu.index_select_tensor_dict(self.data, rows)
+        with HostInts():
+            on_host = tu.index_select_tensor_dict(self.data, rows)
         micro_batch = on_host.to(get_device_id())
         if self._reads_later:
             micro_batch.clear_device_()

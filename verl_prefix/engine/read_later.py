@@ -7,15 +7,28 @@ import torch
 from torch.overrides import TorchFunctionMode
 from verl.utils.metric import Metric
 
+_READS = (torch.Tensor.unbind, torch.Tensor.item, torch.Tensor.__bool__)
 
-class ItemsLater(TorchFunctionMode):
-    """While open, `.item()` of a floating-point tensor returns a copy of it, [], for `read_metrics`. For losses that
-    read numbers for their metrics alone, as verl's do (`"actor/ppo_kl": ppo_kl.detach().item()`)."""
+
+class HostInts(TorchFunctionMode):
+    """While open, integers [] or [n] that the host holds are read, and iterated, as Python's: where verl walks over
+    lengths or row numbers (`index_select_tensor_dict`, `no_padding_2_padding`), each would take an operation or two."""
+
+    def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if func in _READS and args[0].is_cpu and args[0].dim() < 2 and not args[0].is_floating_point():
+            numbers = args[0].tolist()
+            return bool(numbers) if func is torch.Tensor.__bool__ else numbers
+        return func(*args, **(kwargs or {}))
+
+
+class ItemsLater(HostInts):
+    """And `.item()` of a floating-point tensor returns a copy of it, [], for `read_metrics`. For losses that read
+    numbers for their metrics alone, as verl's do (`"actor/ppo_kl": ppo_kl.detach().item()`)."""
 
     def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if func is torch.Tensor.item and args[0].is_floating_point():
             return args[0].detach().clone().reshape(())  # verl's ppo_loss adds to pg_loss in place
-        return func(*args, **(kwargs or {}))
+        return super().__torch_function__(func, types, args, kwargs)
 
 
 def read_metrics(passes: Sequence[dict[str, Any]], more: Sequence[torch.Tensor]) -> list[float]:
