@@ -20,6 +20,7 @@ import pytest
 import torch
 import transformers
 from float64_torch import Float64Torch
+from short_chunks import short_chunks
 
 from verl_prefix.core.attention import AttentionPass, GroupedAttention
 from verl_prefix.core.kernels import cpu, reference
@@ -93,8 +94,8 @@ FAMILIES = {
     "bamba": ("BambaConfig", MAMBA | dict(attn_layer_indices=[1, 3]), "Mamba-2", "merged, states"),
 }  # fmt: skip
 RECURRENT = [name for name, (*_, core) in FAMILIES.items() if "states" in core]
-# Prefixes of more than a chunk of any scan, and shorter than its convolution; a group of one.
-LONG_SHAPE = [*SHAPE, (141, [3, 1, 11]), (3, [5, 4]), (19, [6])]
+# Prefixes of several chunks of any scan (`short_chunks`), and shorter than its convolution; a group of one.
+LONG_SHAPE = [*SHAPE, (53, [3, 1, 11]), (3, [5, 4]), (19, [6])]
 SCHEDULES = {
     "packed": dict(schedule="packed"),
     "phased": dict(schedule="phased", wave_tokens=19),
@@ -115,6 +116,12 @@ def build(family: str, dtype: torch.dtype = torch.float32):
         if name.endswith("A_log"):  # as drawn, a state would be gone after a token or two
             torch.nn.init.uniform_(parameter, -3.0, 1.0)
     return model.to(dtype).train()
+
+
+@pytest.fixture(autouse=True)
+def chunks():
+    with short_chunks():
+        yield
 
 
 @pytest.fixture
