@@ -14,6 +14,7 @@ import broken_states
 import pytest
 import torch
 from float64_torch import Float64Torch
+from short_chunks import short_chunks
 from test_engine_equivalence import (
     OURS,
     TOLERANCE,
@@ -85,6 +86,7 @@ def _float64(family: str):
         ),
         mock.patch.object(torch.Tensor, "float", lambda self: self.double()),
         mock.patch("test_engine_equivalence._engine", built),
+        short_chunks(),
     ):
         yield
 
