@@ -36,6 +36,7 @@ SETTINGS: dict[str, tuple[str, str, int, tuple[int, int, int, int], int, bool]] 
     "video": ("qwen3-8b", "h100", 8, (6000, 512, 8, 2), 26624, True),
     "tool schemas": ("qwen3-8b", "h100", 8, (8000, 800, 16, 2), 35840, True),
     "long": ("llama3-8b", "h100", 8, (10240, 2048, 8, 1), 12289, True),
+    "long, 2 rows": ("llama3-8b", "h100", 8, (10240, 2048, 8, 1), 26625, True),
     "DualKV": ("qwen3-8b", "h100", 8, (8191, 2048, 32, 2), 40960, True),
     "verl #4368": ("qwen3-4b", "h100", 4, (7167, 1024, 4, 8), 32768, True),
 }
