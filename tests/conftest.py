@@ -1,5 +1,6 @@
 """Tests run tiny models: more threads than one only wait for each other, most of all beside other jobs."""
 
+import dataclasses
 import gc
 import importlib.util
 import io
@@ -8,8 +9,10 @@ import pickle
 import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from multiprocessing import forkserver
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch reads it; also of the processes that tests start
@@ -98,4 +101,45 @@ def yaml_read_once() -> Iterator[None]:
         return pickle.loads(found[text])  # a third of the time of a deep copy
 
     with mock.patch.object(OmegaConf, "load", load_once):
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def configs_composed_once() -> Iterator[None]:
+    """Hydra takes verl's 30 YAML files together anew for every config, whose keys are then set: most of its time.
+
+    What they make together depends on the search path and on the groups that are chosen; a user's folder is read anew.
+    """
+    if importlib.util.find_spec("hydra") is None or importlib.util.find_spec("verl") is None:
+        yield
+        return
+    from hydra import version
+    from hydra._internal import config_loader_impl as loader
+    from hydra._internal.defaults_list import Overrides
+
+    list_files, compose = loader.create_defaults_list, loader.ConfigLoaderImpl._compose_config_from_defaults_list
+    verl, found = Path(importlib.util.find_spec("verl").origin).resolve().parent, {}
+
+    def once(make: Callable[[], Any], repo: Any, *key: Any) -> Any:
+        sources = [(source.scheme(), source.path) for source in repo.get_sources()]
+        if any(scheme == "file" and not Path(path).resolve().is_relative_to(verl) for scheme, path in sources):
+            return make()
+        key = repr((key, sources, version.getbase()))
+        if key not in found:
+            found[key] = pickle.dumps(make())
+        return pickle.loads(found[key])  # a third of the time of a deep copy
+
+    def files(repo, config_name, overrides_list, **options):
+        chosen = [each.input_line for each in overrides_list if repo.group_exists(each.key_or_group)]
+        make = partial(list_files, repo, config_name, overrides_list, **options)
+        made = once(make, repo, config_name, chosen, options)
+        return dataclasses.replace(made, config_overrides=Overrides(repo, overrides_list).config_overrides)
+
+    def composed(self, defaults, repo):
+        return once(partial(compose, self, defaults, repo), repo, [vars(default) for default in defaults])
+
+    with (
+        mock.patch.object(loader, "create_defaults_list", files),
+        mock.patch.object(loader.ConfigLoaderImpl, "_compose_config_from_defaults_list", composed),
+    ):
         yield
