@@ -14,8 +14,9 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from verl_prefix.core import offload, schedule
-from verl_prefix.core.offload import HostCopies, OffloadedPrefixCache, Shelf, host_pages
+from verl_prefix.core import host_memory, offload, schedule
+from verl_prefix.core.host_memory import HostCopies, host_pages
+from verl_prefix.core.offload import OffloadedPrefixCache, Shelf
 from verl_prefix.testing import random_rollouts, run_shared
 
 CPU = torch.device("cpu")
@@ -98,7 +99,7 @@ def test_results_are_the_same_bits_with_and_without_offload(monkeypatch, counts,
 
 
 def test_storages_may_span_pages(monkeypatch, pages):
-    monkeypatch.setattr(offload, "PAGE_BYTES", 7 * 512 + 3)
+    monkeypatch.setattr(host_memory, "PAGE_BYTES", 7 * 512 + 3)
     model = build()
     assert same_bits(measure(model, offload=True), measure(model))
     assert pages.num_pages > 50
@@ -293,8 +294,8 @@ def test_what_a_shelf_leaves_on_the_device(monkeypatch):
     shelf.update(stays)
     shelf.update({1: (torch.ones(3),), 2: (torch.zeros(3),)})
     assert all(shelf[key] is tensors for key, tensors in stays.items()) and set(shelf) == {1, 2, *stays}
-    monkeypatch.setattr(offload, "host_room", lambda: 0)
-    shelf._copies.num_used += offload.PAGE_BYTES  # the page that layer 1 took is full
+    monkeypatch.setattr(host_memory, "host_room", lambda: 0)
+    shelf._copies.num_used += host_memory.PAGE_BYTES  # the page that layer 1 took is full
     assert (float(shelf[1][0].sum()), float(shelf[2][0].sum())) == (3, 0) and 2 in shelf._staying
     shelf.clear()
     assert not len(shelf) and 1 not in shelf
@@ -353,9 +354,9 @@ def test_what_the_host_has_no_room_for_stays_on_the_device(monkeypatch, pages):
     """Pages for the activations and for some of the keys and values."""
     model, asked, reserve = build(), [], HostCopies.reserve
     without = measure(model)
-    monkeypatch.setattr(offload, "PAGE_BYTES", 4096)
+    monkeypatch.setattr(host_memory, "PAGE_BYTES", 4096)
     measure(model, offload=True)
-    monkeypatch.setattr(offload, "host_room", lambda: 0)
+    monkeypatch.setattr(host_memory, "host_room", lambda: 0)
     monkeypatch.setattr(HostCopies, "reserve", lambda self, nbytes: asked.append(1) or reserve(self, nbytes))
     while pages.free:
         asked.clear()
@@ -367,7 +368,7 @@ def test_what_the_host_has_no_room_for_stays_on_the_device(monkeypatch, pages):
 def test_without_room_on_the_host_tensors_stay(monkeypatch, counts):
     model = build()
     without = measure(model)
-    monkeypatch.setattr(offload, "host_room", lambda: offload.PAGE_BYTES - 1)
+    monkeypatch.setattr(host_memory, "host_room", lambda: host_memory.PAGE_BYTES - 1)
     assert same_bits(measure(model, offload=True), without)
     assert not any(counts.values())
 
@@ -469,12 +470,12 @@ def test_fifty_steps_grow_neither_pages_nor_tensors(pages, counts):
 
 def test_host_room_leaves_an_eighth_of_machine_and_container(monkeypatch, tmp_path):
     (tmp_path / "meminfo").write_text("MemTotal: 8000 kB\nMemFree: 10 kB\nMemAvailable: 5000 kB\nHugePages_Total: 0\n")
-    monkeypatch.setattr(offload, "MEMINFO", tmp_path / "meminfo")
-    monkeypatch.setattr(offload, "CGROUP", tmp_path)
-    assert offload.host_room() == 4000 << 10
+    monkeypatch.setattr(host_memory, "MEMINFO", tmp_path / "meminfo")
+    monkeypatch.setattr(host_memory, "CGROUP", tmp_path)
+    assert host_memory.host_room() == 4000 << 10
     (tmp_path / "memory.max").write_text("max\n")
-    assert offload.host_room() == 4000 << 10
+    assert host_memory.host_room() == 4000 << 10
     (tmp_path / "memory.max").write_text("800\n")
     (tmp_path / "memory.current").write_text("500\n")
     (tmp_path / "memory.stat").write_text("anon 1\ninactive_file 100\n")
-    assert offload.host_room() == 300
+    assert host_memory.host_room() == 300

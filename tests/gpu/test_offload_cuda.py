@@ -11,8 +11,9 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from verl_prefix.core import offload, schedule
-from verl_prefix.core.offload import HostCopies, OffloadedPrefixCache, Shelf, host_pages
+from verl_prefix.core import host_memory, offload, schedule
+from verl_prefix.core.host_memory import HostCopies, host_pages
+from verl_prefix.core.offload import OffloadedPrefixCache, Shelf
 from verl_prefix.testing import random_rollouts, run_shared
 
 pytestmark = [
@@ -87,7 +88,7 @@ def test_asynchronous_copies_change_no_result(monkeypatch, model, counts, checkp
     truth = [measure(model, seed) for seed in range(2)]
     monkeypatch.setattr(offload, "device_room", lambda device: room)
     monkeypatch.setattr(offload, "AHEAD", ahead)
-    monkeypatch.setattr(offload, "LEAVING_BYTES", 1 << 20)
+    monkeypatch.setattr(host_memory, "LEAVING_BYTES", 1 << 20)
     if slow:
         slow_copies(monkeypatch)
     if checkpoint:
@@ -125,7 +126,7 @@ def test_a_wave_that_does_not_wait_for_its_keys_and_values_is_far_off(monkeypatc
 
 def test_little_waits_for_slow_copies_in_phase_a(monkeypatch, model, counts):
     def phase_a_peak(leaving: int) -> int:
-        monkeypatch.setattr(offload, "LEAVING_BYTES", leaving)
+        monkeypatch.setattr(host_memory, "LEAVING_BYTES", leaving)
         peaks = []
 
         @contextmanager

@@ -19,7 +19,7 @@ from torch.autograd.profiler import record_function
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.backend_registration import _DummyBackendModule, _setup_privateuseone_for_python_backend
 
-from verl_prefix.core import offload
+from verl_prefix.core import host_memory, offload
 
 DEVICE = "sim"
 _AUTOCAST = ("linear", "matmul", "mm", "bmm", "addmm", "baddbmm")  # those of CUDA's list that models here call
@@ -229,7 +229,7 @@ def fake_accelerator(ranks: int, replicas: int = 1) -> Iterator[DeviceMesh]:
         raise RuntimeError("a simulation needs a process without a process group; run it in one of its own")
     _register()
     CLOCK.start()
-    offload.host_pages.cache_clear()
+    host_memory.host_pages.cache_clear()
     dist.init_process_group(f"cpu:fake,{DEVICE}:fake", rank=0, world_size=ranks * replicas, store=FakeStore())
     patches = (
         mock.patch.object(torch, "tensor", _tensor),
@@ -239,7 +239,7 @@ def fake_accelerator(ranks: int, replicas: int = 1) -> Iterator[DeviceMesh]:
         mock.patch.object(record_function, "__enter__", lambda self: self),  # names for a profiler; operations here
         mock.patch.object(record_function, "__exit__", lambda self, *exc_info: None),
         mock.patch.object(offload.OffloadedPrefixCache, "_stays", _stays),
-        mock.patch.object(offload, "host_room", lambda: 1 << 60),
+        mock.patch.object(host_memory, "host_room", lambda: 1 << 60),
         mock.patch.object(torch.accelerator, "current_stream", lambda device=None: CLOCK.stream),  # FSDP2's other way
         mock.patch.object(
             torch.Tensor, "record_stream", lambda tensor, stream: CLOCK.on_record(tensor, stream), create=True
@@ -257,5 +257,5 @@ def fake_accelerator(ranks: int, replicas: int = 1) -> Iterator[DeviceMesh]:
             yield mesh
     finally:
         gc.unfreeze()
-        offload.host_pages.cache_clear()
+        host_memory.host_pages.cache_clear()
         dist.destroy_process_group()

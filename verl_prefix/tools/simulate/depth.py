@@ -8,7 +8,7 @@ from dataclasses import replace
 from transformers import LlamaConfig, PretrainedConfig
 
 from verl_prefix.auto.cost import ROOM_FACTOR
-from verl_prefix.core import offload
+from verl_prefix.core import host_memory
 from verl_prefix.core.groups import Group
 from verl_prefix.models.recurrent import is_recurrent
 from verl_prefix.tools.simulate import scans
@@ -80,7 +80,7 @@ def _run(job: Job, arms: Sequence[Arm], hardware: Hardware, log_probs: bool = Tr
         optimizer = simulation.optimizer()
         for arm in arms:
             tracker.restart()
-            offload.host_pages.cache_clear()
+            host_memory.host_pages.cache_clear()
             if log_probs and (arm.path, arm.offload) not in of_path:
                 simulation.run(arm, update=False)
                 of_path[arm.path, arm.offload] = dict(tracker.phases)

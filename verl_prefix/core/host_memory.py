@@ -1,0 +1,115 @@
+"""Pinned host memory in pages, and the copies of a prefix to it and back, on a stream of their own."""
+
+import functools
+from collections import deque
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+PAGE_BYTES = 64 << 20  # a power of two: torch rounds pinned allocations up to one
+LEAVING_BYTES = 2 << 30  # on their way to the host; with more the host waits, or where PCIe is slow all would stay
+MEMINFO, CGROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
+
+
+def host_room() -> int:
+    """Bytes of host memory left to take: an eighth of the machine's, or of the container's (cgroup v2), stays free."""
+    sizes = {line.split()[0]: int(line.split()[1]) << 10 for line in MEMINFO.read_text().splitlines()}
+    room = sizes["MemAvailable:"] - sizes["MemTotal:"] // 8
+    limit = CGROUP / "memory.max"
+    if limit.exists() and (text := limit.read_text().strip()) != "max":
+        stat = dict(line.split() for line in (CGROUP / "memory.stat").read_text().splitlines())
+        used = int((CGROUP / "memory.current").read_text()) - int(stat["inactive_file"])
+        room = min(room, int(text) - int(text) // 8 - used)
+    return room
+
+
+class HostPages:
+    """A device's host memory, in pages of PAGE_BYTES (uint8; pinned but for CPU), and the stream of all its copies.
+
+    Grows to the largest set of groups seen while `host_room` allows, and never shrinks: pinning costs more than a
+    copy. One stream orders all copies, so a page that is given back and taken again needs no event.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.module = torch.get_device_module(device)  # torch.cuda
+        self.stream = None if device.type == "cpu" else self.module.Stream(device)
+        self.free: list[torch.Tensor] = []
+        self.num_pages = 0
+
+    def take(self) -> torch.Tensor | None:
+        """A page, or None where the host has no room for another."""
+        if not self.free and host_room() >= PAGE_BYTES:
+            self.free.append(torch.empty(PAGE_BYTES, dtype=torch.uint8, pin_memory=self.stream is not None))
+            self.num_pages += 1
+        return self.free.pop() if self.free else None
+
+
+@functools.cache
+def host_pages(device: torch.device) -> HostPages:
+    """The process's pages for `device`: a schedule lives for one mini-batch, they live on."""
+    return HostPages(device)
+
+
+class HostCopies:
+    """Host memory that one prefix takes, until `close`, and the copies to it and back."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._host = host_pages(device)
+        self._pages: list[torch.Tensor] = []
+        self.num_used = 0  # bytes of them
+        self._leaving: deque[tuple[Any, int]] = deque()  # an event behind each copy to the host, and its bytes
+        self._num_leaving = 0
+
+    def close(self) -> None:
+        if self._host.stream is not None:  # it may still write to prefetched memory, which is freed now
+            self._host.module.current_stream(self.device).wait_stream(self._host.stream)
+        self._host.free += self._pages
+        self._pages = []
+
+    def reserve(self, nbytes: int) -> list[torch.Tensor] | None:
+        """`nbytes` of host memory as slices of pages; None where it has no room for them."""
+        start, end = self.num_used, self.num_used + nbytes
+        while len(self._pages) * PAGE_BYTES < end:
+            page = self._host.take()
+            if page is None:
+                return None
+            self._pages.append(page)
+        self.num_used = end + -end % 512
+        pages = range(start // PAGE_BYTES, -(-end // PAGE_BYTES))
+        return [self._pages[i][max(start - i * PAGE_BYTES, 0) : end - i * PAGE_BYTES] for i in pages]
+
+    def to_host(self, pieces: list[torch.Tensor], source: torch.Tensor) -> None:
+        """source: uint8 [n], which may be let go at once."""
+        self._copy(pieces, source.split([len(piece) for piece in pieces]))
+        if self._host.stream is None:
+            return
+        source.record_stream(self._host.stream)  # the allocator must not reuse it before the copy has read it
+        self._leaving.append((self._host.stream.record_event(), source.nbytes))
+        self._num_leaving += source.nbytes
+        while self._num_leaving > LEAVING_BYTES:
+            event, nbytes = self._leaving.popleft()
+            event.synchronize()
+            self._num_leaving -= nbytes
+
+    def to_device(self, pieces: list[torch.Tensor]) -> tuple[torch.Tensor, Any]:
+        """uint8 [n], and the event after which it may be read or let go."""
+        # Memory of the current stream, where it is read and freed; `_copy` lets that stream's past go first.
+        into = torch.empty(sum(map(len, pieces)), dtype=torch.uint8, device=self.device)
+        self._copy(into.split([len(piece) for piece in pieces]), pieces)
+        return into, None if self._host.stream is None else self._host.stream.record_event()
+
+    def wait(self, event: Any) -> None:
+        if event is not None:
+            self._host.module.current_stream(self.device).wait_event(event)
+
+    def _copy(self, into: Iterable[torch.Tensor], source: Iterable[torch.Tensor]) -> None:
+        """On the side stream, behind all that the current stream was given so far; on CPU at once."""
+        stream = self._host.stream
+        if stream is not None:
+            stream.wait_stream(self._host.module.current_stream(self.device))
+        with self._host.module.stream(stream):
+            for piece, part in zip(into, source, strict=True):
+                piece.copy_(part, non_blocking=True)
