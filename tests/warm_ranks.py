@@ -2,9 +2,14 @@
 
 import gc
 
+import pytest  # noqa: F401
+import torch.distributed.checkpoint.state_dict  # noqa: F401
+import torch.nested._internal.ops  # noqa: F401
 import verl.workers.engine_workers  # noqa: F401
 from transformers import AutoModelForImageTextToText
+from transformers.models.qwen3 import modeling_qwen3  # noqa: F401
 
+import verl_prefix.engine.shared_pixels  # noqa: F401
 import verl_prefix.tools.ab.replay  # noqa: F401
 
 AutoModelForImageTextToText._model_mapping.keys()  # verl looks a model up among all, whose modules this imports

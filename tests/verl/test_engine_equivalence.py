@@ -317,6 +317,31 @@ def _full(tensor: torch.Tensor) -> torch.Tensor:
     return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().clone()
 
 
+def _whole(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """`_full` of each, by one collective for all that FSDP2 shards alike: one for each costs more than a pass."""
+    from torch.distributed.tensor import DTensor, Shard
+
+    found, alike = {}, {}
+    for name, x in tensors.items():
+        mesh_dims = [i for i, at in enumerate(x.placements) if at == Shard(0)] if isinstance(x, DTensor) else []
+        if len(mesh_dims) == 1 and all(at.is_replicate() or at == Shard(0) for at in x.placements):
+            alike.setdefault((x.device_mesh.get_group(mesh_dims[0]), x.dtype), []).append(name)
+        else:
+            found[name] = _full(x)
+    for (group, dtype), names in alike.items():
+        size = group.size()
+        chunks = [-(-len(tensors[name]) // size) * tensors[name].shape[1:].numel() for name in names]  # with padding
+        mine = torch.zeros(sum(chunks), dtype=dtype)
+        for name, to in zip(names, mine.split(chunks), strict=True):
+            local = tensors[name].detach().to_local().flatten()
+            to[: len(local)] = local
+        every = torch.empty(size * len(mine), dtype=dtype)
+        torch.distributed.all_gather_into_tensor(every, mine, group=group)
+        for name, x in zip(names, every.view(size, -1).split(chunks, dim=1), strict=True):
+            found[name] = x.flatten()[: tensors[name].numel()].view(tensors[name].shape).clone()
+    return {name: found[name] for name in tensors}
+
+
 def _responses(nested: torch.Tensor, data) -> list[torch.Tensor]:
     """What verl reads of a full-length output: values of response tokens, per row."""
     from verl.workers.utils.padding import no_padding_2_padding
@@ -338,11 +363,11 @@ def _measure(backend: str, model_path: str, rank: int, options: dict) -> dict:
     with engine.train_mode(disable_auto_offload=True):
         engine.optimizer_zero_grad()
         output = engine.forward_backward_batch(data.copy(), _loss(options))
-        result["grads"] = {n: _full(p.grad) for n, p in engine.module.named_parameters() if p.requires_grad}
+        result["grads"] = _whole({n: p.grad for n, p in engine.module.named_parameters() if p.requires_grad})
         result["grad_norm"] = engine.optimizer_step()
     result["loss"] = sum(output["loss"])
     result["metrics"] = output["metrics"]
-    result["params"] = {name: _full(p) for name, p in engine.module.named_parameters()}
+    result["params"] = _whole(dict(engine.module.named_parameters()))
     return result | (_adapters(engine, data) if "lora_targets" in options else {})
 
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 from float64_torch import Float64Torch
 from short_chunks import short_chunks
-from test_engine_equivalence import OURS, TOLERANCE, _compare, _engine, _full, _half_errors, _loss, _padded, _responses
+from test_engine_equivalence import OURS, TOLERANCE, _compare, _engine, _half_errors, _loss, _padded, _responses, _whole
 
 from verl_prefix.models import vision
 from verl_prefix.testing import visual_positions, visual_prompt, write_tiny_model
@@ -178,13 +178,14 @@ def _measure(backend: str, path: str, rank: int, options: dict) -> dict:
         with _Seen(engine) as result["updated"]:
             output = engine.forward_backward_batch(data.copy(), _loss(options))
         trained = {name: p for name, p in engine.module.named_parameters() if p.requires_grad}
-        result["grads"] = {n: _full(p if p.grad is None else p.grad) * (p.grad is not None) for n, p in trained.items()}
+        grads = _whole({name: p if p.grad is None else p.grad for name, p in trained.items()})
+        result["grads"] = {name: grad * (trained[name].grad is not None) for name, grad in grads.items()}
         result["grad_norm"] = engine.optimizer_step()
     loss = torch.tensor(sum(output["loss"]), dtype=torch.float64)
     torch.distributed.all_reduce(loss)  # with us a rank computes other rows than those that it was given
     result["loss"] = loss.item() / options.get("ulysses", 1)
     result["metrics"] = (first if checked else output)["metrics"]
-    result["params"] = {name: _full(p) for name, p in engine.module.named_parameters()}
+    result["params"] = _whole(dict(engine.module.named_parameters()))
     return result
 
 
