@@ -4,13 +4,13 @@ One set of processes runs all of it; the tests read what came back. Does not exe
 """
 
 import os
-import random
 import time
 from unittest import mock
 
 import pytest
 import torch
-from covering import covering
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
 
 from verl_prefix.auto.shape import ModelShape
 
@@ -33,26 +33,30 @@ BROKEN = {
 }
 
 
-DRAWN = {
-    "world": [2, 3, 4],
-    "most": [1, 3, 20],  # rows of a group
-    "kinds": [["text"], ["text", "copies", "carried"]],  # pixels: none, a copy in every row, or carried by one
-    "mrope": [False, True],
-}
+@st.composite
+def batches(draw) -> dict:
+    """Groups (prompt length, response lengths, pixels: none, a copy in every row, or carried by one), and each row's
+    rank."""
+    lens = st.lists(st.integers(0, 9), min_size=1, max_size=draw(st.sampled_from([1, 3, 20])))
+    kinds = st.sampled_from(draw(st.sampled_from([["text"], ["text", "copies", "carried"]])))
+    groups = draw(st.lists(st.tuples(st.integers(1, 40), lens, kinds), min_size=2, max_size=8))
+    num_rows = sum(len(one[1]) for one in groups)
+    world = draw(st.integers(2, min(WORLD, num_rows)))  # verl gives every rank a row
+    ranks = draw(st.lists(st.integers(0, world - 1), min_size=num_rows, max_size=num_rows))
+    ranks[:world] = range(world)
+    return {"world": world, "groups": groups, "ranks": ranks, "mrope": draw(st.booleans())}
 
 
-def random_batch(seed: int, world: int, most: int, kinds: list[str], mrope: bool) -> dict:
-    """Groups (prompt length, response lengths, pixels), and each row's rank."""
-    draw = random.Random(seed)
-    rows = [draw.randint(1, most) for _ in range(draw.randint(2, 8))]
-    rows += [1] * (world - sum(rows))  # verl gives every rank a row
-    groups = [(draw.randint(1, 40), [draw.randint(0, 9) for _ in range(n)], draw.choice(kinds)) for n in rows]
-    ranks = [*range(world), *(draw.randrange(world) for _ in range(sum(rows) - world))]
-    return {"world": world, "groups": groups, "ranks": ranks, "mrope": mrope}
+def examples(count: int) -> list[dict]:
+    found = []
 
+    @settings(max_examples=count, phases=[Phase.generate], database=None, suppress_health_check=list(HealthCheck))
+    @given(batches())
+    def collect(batch):
+        found.append(batch)
 
-# Every combination, twice.
-BATCHES = [random_batch(seed, **one) for seed, one in enumerate(covering(DRAWN, len(DRAWN)) * 2)]
+    collect()
+    return found
 
 
 def rows_of(batch: dict, seed: int) -> list[dict]:
@@ -324,7 +328,9 @@ def _worker(rank: int, rendezvous: str, batches: list[dict], out: str) -> None:
 @pytest.fixture(scope="module")
 def results(tmp_path_factory, spawn):
     tmp = tmp_path_factory.mktemp("rows")
-    spawn(_worker, args=(str(tmp / "rendezvous"), BATCHES, str(tmp / "out")), nprocs=WORLD)
+    drawn = examples(210)
+    assert len(drawn) >= 200
+    spawn(_worker, args=(str(tmp / "rendezvous"), drawn, str(tmp / "out")), nprocs=WORLD)
     return [torch.load(f"{tmp / 'out'}.{rank}", weights_only=False) for rank in range(WORLD)]
 
 
