@@ -94,8 +94,9 @@ FAMILIES = {
     "bamba": ("BambaConfig", MAMBA | dict(attn_layer_indices=[1, 3]), "Mamba-2", "merged, states"),
 }  # fmt: skip
 RECURRENT = [name for name, (*_, core) in FAMILIES.items() if "states" in core]
-# Prefixes of several chunks of any scan (`short_chunks`), and shorter than its convolution; a group of one.
-LONG_SHAPE = [*SHAPE, (53, [3, 1, 11]), (3, [5, 4]), (19, [6])]
+# Prefixes of several chunks of any scan (`short_chunks`), and shorter than its convolution; a group of one; a suffix so
+# long among short ones that it is scanned by itself.
+LONG_SHAPE = [*SHAPE, (53, [3, 70, 11]), (3, [5, 4]), (19, [6])]
 SCHEDULES = {
     "packed": dict(schedule="packed"),
     "phased": dict(schedule="phased", wave_tokens=19),

@@ -404,7 +404,7 @@ def test_a_model_or_an_out_that_is_not_there_is_one_line_and_exit_code_2(folder,
     tokenizer = f"actor_rollout_ref.model.tokenizer_path={folder / 'model'}"
     broken = [*overrides(folder), tokenizer, f"actor_rollout_ref.model.path={tmp_path}/model"]
     assert f"actor_rollout_ref.model.path={tmp_path}/model cannot be read here" in refused(*broken)
-    monkeypatch.setattr(plan, "build", lambda *_: pytest.fail("the work is done before --out is looked at"))
+    monkeypatch.setattr(plan, "build", lambda *_, **__: pytest.fail("the work is done before --out is looked at"))
     for out, wrong in (
         (tmp_path / "none" / "plan.json", f"is in {tmp_path}/none, which is no folder"),
         (tmp_path, "is a folder"),

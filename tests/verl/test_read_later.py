@@ -5,20 +5,25 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from test_engine_equivalence import _batch, _loss
+from test_engine_equivalence import LOSS_MODES, _batch, _loss
 from verl.utils import tensordict_utils as tu
 from verl.utils.metric import Metric
 
+from verl_prefix.config import LOSSES_OF_ROWS
 from verl_prefix.core.layout import build_layout
 from verl_prefix.engine import mini_batch
 from verl_prefix.engine.read_later import HostInts, ItemsLater, read_metrics
 
+READ_LATER = [mode for mode in LOSSES_OF_ROWS if mode != "bypass_mode"]
+
 
 @pytest.mark.parametrize("broken", ["", "items", "lengths"])
 @pytest.mark.parametrize("padded", [False, True])
-def test_verls_loss_reads_nothing_from_the_device_in_a_pass(monkeypatch, padded, broken):
+@pytest.mark.parametrize("mode", READ_LATER)
+def test_verls_loss_reads_nothing_from_the_device_in_a_pass(monkeypatch, mode, padded, broken):
     """MOCK: the meta device stands for a GPU. Reading a value of it raises; broken on purpose, it does."""
     options = {"groups": [("a", 40, [20] * 8, ""), ("b", 30, [7, 9], "")], "use_kl_loss": True, "padded": padded}
+    options["policy_loss"] = {"loss_mode": mode} | LOSS_MODES[mode]
     data = _batch(0, 97, options)
     tu.assign_non_tensor(data, sp_size=1, batch_num_tokens=176.0, dp_size=1)
     engine = types.SimpleNamespace(module=torch.nn.Module(), get_data_parallel_group=lambda: None)
@@ -56,5 +61,6 @@ def test_integers_of_the_host_are_pythons_and_nothing_else_is():
         assert lens.max().item() == 3 and (lens > 0).all() and not (lens == 5).any()
         assert all(torch.is_tensor(x) for x in (*floats, *table, *lens.split(1)))
         assert type(floats.sum().item()) is float and type(lens.sum() > 5) is torch.Tensor
+        assert torch.tensor([5]).item() == 5 and not torch.tensor([0])
         with pytest.raises(RuntimeError, match="meta"):
             lens.to("meta").max().item()

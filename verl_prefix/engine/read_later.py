@@ -7,7 +7,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from verl.utils.metric import Metric
 
-_READS = (torch.Tensor.unbind, torch.Tensor.item, torch.Tensor.__bool__)
+_READS = {torch.Tensor.unbind: 1, torch.Tensor.item: 0, torch.Tensor.__bool__: 0}  # of tensors with so many dimensions
 
 
 class HostInts(TorchFunctionMode):
@@ -15,7 +15,7 @@ class HostInts(TorchFunctionMode):
     lengths or row numbers (`index_select_tensor_dict`, `no_padding_2_padding`), each would take an operation or two."""
 
     def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        if func in _READS and args[0].is_cpu and args[0].dim() < 2 and not args[0].is_floating_point():
+        if func in _READS and args[0].dim() == _READS[func] and args[0].is_cpu and not args[0].is_floating_point():
             numbers = args[0].tolist()
             return bool(numbers) if func is torch.Tensor.__bool__ else numbers
         return func(*args, **(kwargs or {}))
