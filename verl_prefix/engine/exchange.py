@@ -9,6 +9,7 @@ nobody waits.
 """
 
 import hashlib
+import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,6 +20,7 @@ import torch.distributed as dist
 from tensordict import TensorDict
 from tensordict.tensorclass import NonTensorData
 from verl.utils import tensordict_utils as tu
+from verl.utils.device import get_device_name
 
 from verl_prefix.auto.placement import describe_rows, place_rows
 from verl_prefix.auto.shape import ModelShape
@@ -28,9 +30,23 @@ from verl_prefix.engine.row_bytes import Row, RowBytes, decode, encode
 from verl_prefix.engine.row_table import PIXELS, AllRows, describe, framed
 from verl_prefix.models.vision import PIXEL_NAMES
 
+logger = logging.getLogger(__name__)
+
 
 class ExchangeError(RuntimeError):
     """Rows or outputs are not where they belong, or another rank failed."""
+
+
+def placed_rows(engine: Any, data: TensorDict) -> "Exchange | InPlace":
+    """An engine's mini-batch on its way to the ranks that compute it."""
+    group = engine.get_data_parallel_group()
+    if engine.prefix_config.exchange == "off" or dist.get_world_size(group) == 1:
+        return InPlace(data)
+    device = torch.device(get_device_name())
+    exchange = Exchange(data, engine.shape, group=group, device=device, everyone=dist.group.WORLD)
+    if not exchange.compatible:
+        logger.warning("prefix.exchange: the ranks' batches have different fields, so that rows stay")
+    return exchange
 
 
 class InPlace:

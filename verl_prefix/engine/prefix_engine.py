@@ -16,25 +16,19 @@ from tensordict import TensorDict
 from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_id, get_device_name
 from verl.workers.engine import EngineRegistry
-from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 from verl.workers.engine.utils import postprocess_batch_func
 
 from verl_prefix.auto.shape import model_shape
-from verl_prefix.config import (
-    PrefixEngineConfig,
-    check_model_options,
-    check_sequence_parallel,
-    check_whole_rows,
-    is_varlen,
-)
+from verl_prefix.config import PrefixEngineConfig, check_model_options, check_sequence_parallel, check_whole_rows
 from verl_prefix.core.groups import Group
 from verl_prefix.core.schedule import Schedule
 from verl_prefix.core.waves import Plan, largest_wave, limit_waves, pad_to_same_passes
 from verl_prefix.cpu.engine import CPUEngineMixin
-from verl_prefix.engine.exchange import Exchange, InPlace, receive_pixels
+from verl_prefix.engine.exchange import placed_rows, receive_pixels
 from verl_prefix.engine.mini_batch import MiniBatch, even_out, plan_metrics
 from verl_prefix.engine.out_of_memory import run_or_repair
 from verl_prefix.engine.paths import Paths, pass_budget
+from verl_prefix.engine.stock_path import StockPath
 from verl_prefix.engine.torn_groups import TornGroups
 from verl_prefix.engine.trace_writer import open_trace
 from verl_prefix.engine.verify import Verification
@@ -46,7 +40,7 @@ from verl_prefix.models.support import check_dropout, check_supported
 logger = logging.getLogger(__name__)
 
 
-class PrefixFSDPEngine(FSDPEngineWithLMHead):
+class PrefixFSDPEngine(StockPath):
     """verl's FSDP2 actor or ref engine that computes a group's prefix once.
 
     Raises:
@@ -64,7 +58,6 @@ class PrefixFSDPEngine(FSDPEngineWithLMHead):
         self._paths = Paths(self.prefix_config)
         self._verification = Verification(self)
         self._torn_groups = TornGroups()
-        self._unfused = False
         if self.prefix_config.schedule != "stock":
             check_model_options(model_config)
             check_supported(model_config.hf_config)
@@ -87,10 +80,10 @@ class PrefixFSDPEngine(FSDPEngineWithLMHead):
         if self.prefix_config.schedule == "stock":
             return
         check_dropout(self.module)
-        self._shape = model_shape(self.module, self._autocast_dtype)
+        self.shape = model_shape(self.module, self._autocast_dtype)
         checkpointed = self.model_config.enable_gradient_checkpointing
         self._paths.initialize(
-            self.module, self._shape, dtype=self._autocast_dtype, schedule=self.schedule,
+            self.module, self.shape, dtype=self._autocast_dtype, schedule=self.schedule,
             zero_grad=self.optimizer_zero_grad, reduce_max=self.reduce_max, engine_config=self.engine_config,
             checkpointed=checkpointed, one_row=self.use_remove_padding and packing_leak(self.module) is not None,
         )  # fmt: skip
@@ -133,7 +126,7 @@ class PrefixFSDPEngine(FSDPEngineWithLMHead):
         tu.assign_non_tensor(data, sp_size=self.ulysses_sequence_parallel_size)
         stock_reason, plan = self._paths.stock_reason(data), None
         if stock_reason is None:
-            placed = self._place(data)
+            placed = placed_rows(self, data)
             plan = self._paths.plan(data, placed.groups, placed.own_groups, forward_only)
         if isinstance(plan, Plan):
             rows, groups, num_split_uids = placed.receive()
@@ -159,48 +152,6 @@ class PrefixFSDPEngine(FSDPEngineWithLMHead):
             output = self.stock_batch(data, loss_function, forward_only)
         output["metrics"].update(self._paths.metrics(None if stock_reason is None else len(data)))
         return output
-
-    def _place(self, data: TensorDict) -> Exchange | InPlace:
-        """The batch on its way to the ranks that compute it."""
-        group = self.get_data_parallel_group()
-        if self.prefix_config.exchange == "off" or torch.distributed.get_world_size(group) == 1:
-            return InPlace(data)
-        device, everyone = torch.device(get_device_name()), torch.distributed.group.WORLD
-        exchange = Exchange(data, self._shape, group=group, device=device, everyone=everyone)
-        if not exchange.compatible:
-            logger.warning("prefix.exchange: the ranks' batches have different fields, so that rows stay")
-        return exchange
-
-    def stock_batch(self, data: TensorDict, loss_function: Callable | None, forward_only: bool) -> dict[str, object]:
-        """verl's own path; its logits are whole where the user's fused kernels are off, and its micro-batches have one
-        row where packed rows would leak state.
-
-        Raises:
-            RuntimeError: it would be wrong, by sequence parallelism without flash attention.
-        """
-        attention = self.module.config.get_text_config()._attn_implementation
-        if self.ulysses_sequence_parallel_size > 1 and not is_varlen(attention):
-            raise RuntimeError(
-                f"verl's own path computes attn_implementation={attention} within each rank's tokens under "
-                "ulysses_sequence_parallel_size > 1; set actor_rollout_ref.model.override_config.attn_implementation="
-                "flash_attention_2"
-            )
-        data = data.copy()
-        if self._unfused:
-            tu.assign_non_tensor(data, use_fused_kernels=False)
-        if tu.get_non_tensor_data(data, "use_remove_padding", True) and (leak := packing_leak(self.module)):
-            self._paths.log_once(f"rows one by one: {leak}, so that packed rows would leak state into each other")
-            self._separate_rows(data)
-        return super().forward_backward_batch(data, loss_function, forward_only)
-
-    def _separate_rows(self, data: TensorDict) -> None:
-        """Makes verl's own path compute row by row; behind padding, which no token of a row sees, where a loss needs
-        its rows together, or where ranks differ in rows and verl alone evens out their micro-batches."""
-        most, fewest = self.reduce_max([len(data), -len(data)])
-        if most + fewest or tu.get_non_tensor_data(data, "force_group_size", 1) > 1:
-            tu.assign_non_tensor(data, use_remove_padding=False)
-        else:
-            tu.assign_non_tensor(data, use_dynamic_bsz=False, micro_batch_size_per_gpu=1)
 
     def run_plan(
         self, data: TensorDict, plan: Plan, loss_function: Callable | None, forward_only: bool,
@@ -282,20 +233,6 @@ class PrefixFSDPEngine(FSDPEngineWithLMHead):
             sequence_group=self.ulysses_parallel_group,
             **options,
         )
-
-    def reduce_max(self, values: Sequence[float]) -> list[float]:
-        """Element-wise maximum over all ranks, those that compute rows together included, so that what follows from it
-        is agreed; exact for integers below 2**53."""
-        return self._reduce(values, torch.distributed.ReduceOp.MAX)
-
-    def reduce_sum(self, values: Sequence[float]) -> list[float]:
-        """Element-wise sum over all ranks."""
-        return self._reduce(values, torch.distributed.ReduceOp.SUM)
-
-    def _reduce(self, values: Sequence[float], op: torch.distributed.ReduceOp) -> list[float]:
-        reduced = torch.tensor(values, dtype=torch.float64, device=get_device_id())
-        torch.distributed.all_reduce(reduced, op=op)
-        return reduced.tolist()
 
     def _backward(self, loss: torch.Tensor) -> None:
         loss = loss if self.scaler is None else self.scaler.scale(loss)

@@ -1,0 +1,65 @@
+"""verl's own path under ours: its engine on rows as they come, where verl computes them right."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from tensordict import TensorDict
+from verl.utils import tensordict_utils as tu
+from verl.utils.device import get_device_id
+from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
+
+from verl_prefix.config import is_varlen
+from verl_prefix.engine.paths import Paths
+from verl_prefix.models.recurrent import packing_leak
+
+
+class StockPath(FSDPEngineWithLMHead):
+    """verl's FSDP2 engine for batches that go verl's own path, and figures that all ranks agree on."""
+
+    _paths: Paths
+    _unfused = False  # verl's fused kernels are the user's wish, and off
+
+    def stock_batch(self, data: TensorDict, loss_function: Callable | None, forward_only: bool) -> dict[str, object]:
+        """verl's own path; its logits are whole where the user's fused kernels are off, and its micro-batches have one
+        row where packed rows would leak state.
+
+        Raises:
+            RuntimeError: it would be wrong, by sequence parallelism without flash attention.
+        """
+        attention = self.module.config.get_text_config()._attn_implementation
+        if self.ulysses_sequence_parallel_size > 1 and not is_varlen(attention):
+            raise RuntimeError(
+                f"verl's own path computes attn_implementation={attention} within each rank's tokens under "
+                "ulysses_sequence_parallel_size > 1; set actor_rollout_ref.model.override_config.attn_implementation="
+                "flash_attention_2"
+            )
+        data = data.copy()
+        if self._unfused:
+            tu.assign_non_tensor(data, use_fused_kernels=False)
+        if tu.get_non_tensor_data(data, "use_remove_padding", True) and (leak := packing_leak(self.module)):
+            self._paths.log_once(f"rows one by one: {leak}, so that packed rows would leak state into each other")
+            self._separate_rows(data)
+        return super().forward_backward_batch(data, loss_function, forward_only)
+
+    def _separate_rows(self, data: TensorDict) -> None:
+        """Makes verl's own path compute row by row; behind padding, which no token of a row sees, where a loss needs
+        its rows together, or where ranks differ in rows and verl alone evens out their micro-batches."""
+        most, fewest = self.reduce_max([len(data), -len(data)])
+        if most + fewest or tu.get_non_tensor_data(data, "force_group_size", 1) > 1:
+            tu.assign_non_tensor(data, use_remove_padding=False)
+        else:
+            tu.assign_non_tensor(data, use_dynamic_bsz=False, micro_batch_size_per_gpu=1)
+
+    def reduce_max(self, values: Sequence[float]) -> list[float]:
+        """Element-wise maximum over all ranks, those that compute rows together included, so that what follows from it
+        is agreed; exact for integers below 2**53."""
+        return self._reduce(values, torch.distributed.ReduceOp.MAX)
+
+    def reduce_sum(self, values: Sequence[float]) -> list[float]:
+        """Element-wise sum over all ranks."""
+        return self._reduce(values, torch.distributed.ReduceOp.SUM)
+
+    def _reduce(self, values: Sequence[float], op: torch.distributed.ReduceOp) -> list[float]:
+        reduced = torch.tensor(values, dtype=torch.float64, device=get_device_id())
+        torch.distributed.all_reduce(reduced, op=op)
+        return reduced.tolist()
