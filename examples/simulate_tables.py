@@ -192,7 +192,7 @@ def main() -> None:
     report["cpu_seconds"] = round(time.process_time() - start)
     write_whole(options.out, json.dumps(report, indent=1) + "\n")
     write_whole(options.out.with_suffix(".md"), markdown(report))
-    names = list(report["shapes"])
+    names = [name.replace(" ", "\n", 1) for name in report["shapes"]]
     bars = {
         arm: [
             one["arms"]["stock"]["update_seconds"] / one["arms"][arm]["update_seconds"]
