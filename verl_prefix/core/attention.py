@@ -174,10 +174,7 @@ class GroupedAttention(torch.autograd.Function):
                 dout[queries], q[queries], prefix_k[keys], prefix_v[keys], out[queries], lse[:, queries], reads.cross,
                 causal=False, scale=params.scale, softcap=params.softcap,
             )  # fmt: skip
-            if isinstance(queries, slice):
-                dq[queries].add_(dq_2)  # `+=` would also copy the sum to where it is
-            else:
-                dq[queries] += dq_2
+            dq[queries] += dq_2
             prefix_grads.append((keys, dk_2, dv_2))
         for tokens, dk_2, dv_2 in prefix_grads:
             if cache is None:

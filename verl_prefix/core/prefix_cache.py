@@ -106,7 +106,7 @@ class _JoinGradCache(torch.autograd.Function):
 def add_at(total: torch.Tensor, rows: slice | torch.Tensor, part: torch.Tensor) -> None:
     """total[rows] += part, where int64 indices may repeat."""
     if isinstance(rows, slice):
-        total[rows].add_(part)
+        total[rows] += part
     else:
         wide = total.to(torch.promote_types(total.dtype, torch.float32))
         total.copy_(wide.index_add(0, rows, part.to(wide.dtype)))

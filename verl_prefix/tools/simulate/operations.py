@@ -86,6 +86,15 @@ def _touched(tensor: torch.Tensor) -> int:
     return math.prod(shape) * tensor.element_size()
 
 
+def stays(name: str, args: Sequence[Any]) -> bool:
+    """Whether an operation copies memory onto itself, as `x[rows] += y` ends, which torch leaves be
+    (aten/src/ATen/native/Copy.cpp)."""
+    if name != "copy_":
+        return False
+    to, source = ((x.untyped_storage()._cdata, x.storage_offset(), x.shape, x.stride(), x.dtype) for x in args[:2])
+    return to == source
+
+
 def members_of(func: Any, args: Sequence[Any]) -> list[int]:
     """Ranks that a collective joins."""
     for argument, value in zip(func._schema.arguments, args, strict=False):

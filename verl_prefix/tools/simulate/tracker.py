@@ -33,6 +33,7 @@ from verl_prefix.tools.simulate.operations import (
     flops_of,
     members_of,
     size_of,
+    stays,
     tensors_of,
 )
 
@@ -299,7 +300,7 @@ class Tracker(TorchDispatchMode):
                 self._collective(name, max(map(size_of, (*ins, *outs)), default=0), members_of(func, args))
             return
         devices = {device_of(x) for x in (*ins, *outs)}
-        if name in NO_KERNEL or not (new or mutates) or self.device not in devices:
+        if name in NO_KERNEL or not (new or mutates) or self.device not in devices or stays(name, args):
             CLOCK.host += hardware.launch / 5
             return
         if len(devices) > 1 and name in ("_to_copy", "copy_", "_copy_from"):
