@@ -10,8 +10,8 @@ chunk by chunk. No GPU has measured these kernels here.
 
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 from unittest import mock
 
@@ -35,28 +35,19 @@ _library.define(f"{KERNEL}(Tensor[] reads, Tensor(a!)[] writes, float flops) -> 
 _library.impl(KERNEL, lambda reads, writes, flops: None, "Meta")
 
 
-def _launch(reads: Sequence[torch.Tensor | None], writes: Sequence[torch.Tensor | None], flops: float = 0.0) -> None:
-    """A kernel that reads and writes these tensors."""
+def _launch(reads: Sequence[torch.Tensor | None], writes: list[Any], flops: float = 0.0) -> list[Any]:
+    """A kernel that reads and writes these tensors; returns those that it writes."""
     given = ([x for x in tensors if x is not None] for tensors in (reads, writes))
     getattr(torch.ops.verl_prefix, KERNEL)(*given, flops)
+    return writes
 
 
-def _l2norm(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    out, rstd = torch.empty_like(x), x.new_empty(x.shape[:-1], dtype=torch.float32)
-    _launch([x], [out, rstd])
-    return out, rstd
-
-
-def _l2norm_backward(y: torch.Tensor, rstd: torch.Tensor, dy: torch.Tensor) -> torch.Tensor:
-    dx = torch.empty_like(y)
-    _launch([y, rstd, dy], [dx])
-    return dx
+def _l2norm(x: torch.Tensor) -> list[torch.Tensor]:
+    return _launch([x], [torch.empty_like(x), x.new_empty(x.shape[:-1], dtype=torch.float32)])
 
 
 def _cumsum(g: torch.Tensor) -> torch.Tensor:
-    out = torch.empty_like(g)
-    _launch([g], [out])
-    return out
+    return _launch([g], [torch.empty_like(g)])[0]
 
 
 class _DeltaRule(torch.autograd.Function):
@@ -73,11 +64,11 @@ class _DeltaRule(torch.autograd.Function):
         g = _cumsum(g)
         A = k.new_zeros(*k.shape[:3], DELTA_CHUNK)
         _launch([k, g, beta], [A], flops * _SHARE)
-        w, u = _w_u(k, v, g=g, beta=beta, A=A, flops=flops)
+        w, u = _launch([k, v, g, beta, A], [torch.empty_like(k), torch.empty_like(v)], flops * _SHARE)
         state = k.new_zeros(segments, k.shape[2], k.shape[3], v.shape[3], dtype=torch.float32) if final else None
-        h, v_new = _states(k, w, u=u, g=g, initial=initial, final=state, segments=segments, flops=flops)
-        out = torch.empty_like(v)
-        _launch([q, k, v_new, h, g], [out], flops * _SHARE)
+        written = [_of_chunks(k, u, segments), torch.empty_like(u), state]
+        h, v_new, _ = _launch([k, w, u, g, initial], written, flops * _SHARE)
+        (out,) = _launch([q, k, v_new, h, g], [torch.empty_like(v)], flops * _SHARE)
         ctx.save_for_backward(q, q_rstd, k, k_rstd, v, g, beta, A, initial)
         ctx.args = segments, flops
         return out, state
@@ -86,24 +77,9 @@ class _DeltaRule(torch.autograd.Function):
     def backward(ctx: Any, dout: torch.Tensor, dstate: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         q, q_rstd, k, k_rstd, *saved = ctx.saved_tensors
         dq, dk, *others = _delta_rule_backward(q, k, *saved, dout.contiguous(), dstate, *ctx.args)
-        return _l2norm_backward(q, q_rstd, dq), _l2norm_backward(k, k_rstd, dk), *others, None, None, None
-
-
-def _w_u(
-    k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, A: torch.Tensor, flops: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    w, u = torch.empty_like(k), torch.empty_like(v)
-    _launch([k, v, g, beta, A], [w, u], flops * _SHARE)
-    return w, u
-
-
-def _states(
-    k: torch.Tensor, w: torch.Tensor, u: torch.Tensor, g: torch.Tensor, initial: torch.Tensor | None,
-    final: torch.Tensor | None, segments: int, flops: float,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    h, v_new = _of_chunks(k, u, segments), torch.empty_like(u)
-    _launch([k, w, u, g, initial], [h, v_new, final], flops * _SHARE)
-    return h, v_new
+        (dq,) = _launch([q, q_rstd, dq], [torch.empty_like(q)])
+        (dk,) = _launch([k, k_rstd, dk], [torch.empty_like(k)])
+        return dq, dk, *others, None, None, None
 
 
 def _of_chunks(k: torch.Tensor, v: torch.Tensor, segments: int) -> torch.Tensor:
@@ -118,19 +94,18 @@ def _delta_rule_backward(
 ) -> tuple[torch.Tensor | None, ...]:  # fmt: skip
     """A function of its own, whose buffers are gone before the norms' gradients."""
     gradient = _GRADIENT * _SHARE * flops
-    w, u = _w_u(k, v, g=g, beta=beta, A=A, flops=flops)
-    h, v_new = _states(k, w, u=u, g=g, initial=initial, final=None, segments=segments, flops=flops)
-    dv = torch.empty_like(dout)
-    _launch([q, k, g, dout], [dv], gradient)
-    dh, dv2 = torch.empty_like(h), torch.empty_like(dv)
+    w, u = _launch([k, v, g, beta, A], [torch.empty_like(k), torch.empty_like(v)], flops * _SHARE)
+    written = [_of_chunks(k, u, segments), torch.empty_like(u)]
+    h, v_new = _launch([k, w, u, g, initial], written, flops * _SHARE)
+    (dv,) = _launch([q, k, g, dout], [torch.empty_like(dout)], gradient)
     dinitial = None if initial is None else torch.empty_like(initial, dtype=torch.float32)
-    _launch([q, k, w, g, initial, dstate, dout, dv], [dh, dinitial, dv2], gradient)
-    dv = dv2
-    dq, dk, dw, dg = torch.empty_like(q), torch.empty_like(k), torch.empty_like(w), torch.empty_like(g[None])
-    _launch([q, k, v_new, w, g, h, dv, dout, dh], [dq, dk, dw, dg], gradient)
+    written = [torch.empty_like(h), dinitial, torch.empty_like(dv)]
+    dh, _, dv = _launch([q, k, w, g, initial, dstate, dout, dv], written, gradient)
+    written = [torch.empty_like(x) for x in (q, k, w, g[None])]
+    dq, dk, dw, dg = _launch([q, k, v_new, w, g, h, dv, dout, dh], written, gradient)
     dg = dg.sum(0)
-    dk2, du, dbeta, dg2 = torch.empty_like(k), torch.empty_like(v), torch.empty_like(beta), torch.empty_like(g)
-    _launch([k, v, beta, g, A, dw, dv], [dk2, du, dbeta, dg2], gradient)
+    written = [torch.empty_like(x) for x in (k, v, beta, g)]
+    dk2, du, dbeta, dg2 = _launch([k, v, beta, g, A, dw, dv], written, gradient)
     return dq, dk.add_(dk2), du, _cumsum(dg.add_(dg2)), dbeta, dinitial
 
 
@@ -142,8 +117,7 @@ class _Conv(torch.autograd.Function):
         ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, flops: float
     ) -> torch.Tensor:
         x = x if 1 in x.stride()[1:] else x.contiguous()
-        out = torch.empty_like(x)
-        _launch([x, weight, bias], [out], flops)
+        (out,) = _launch([x, weight, bias], [torch.empty_like(x)], flops)
         ctx.save_for_backward(x, weight, bias)
         ctx.flops = flops
         return out
@@ -164,8 +138,7 @@ class _GatedNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         x, gate = x.contiguous(), gate.contiguous()
-        out, rstd = torch.empty_like(x), x.new_empty(len(x), dtype=torch.float32)
-        _launch([x, gate, weight], [out, rstd])
+        out, rstd = _launch([x, gate, weight], [torch.empty_like(x), x.new_empty(len(x), dtype=torch.float32)])
         ctx.save_for_backward(x, gate, weight, rstd)
         return out
 
@@ -194,8 +167,7 @@ def _rule_of(mixer: GatedDeltaNet) -> Callable[..., tuple[torch.Tensor, torch.Te
             _known.append(cu_seqlens)
         segments = 1 if cu_seqlens is None else len(cu_seqlens) - 1
         flops = per_token * q.shape[1]
-        outputs, states = _DeltaRule.apply(q, k, v, g, beta, initial_state, output_final_state, segments, flops)  # type: ignore[no-untyped-call]
-        return outputs, states
+        return _DeltaRule.apply(q, k, v, g, beta, initial_state, output_final_state, segments, flops)
 
     chunk_gated_delta_rule.__module__ = "fla.stand_in"  # by which models.recurrent knows that it takes segments
     return chunk_gated_delta_rule
@@ -207,18 +179,13 @@ def _conv_of(mixer: GatedDeltaNet) -> Callable[..., torch.Tensor]:
     def causal_conv1d_fn(
         x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, **options: object
     ) -> torch.Tensor:
-        found: torch.Tensor = _Conv.apply(x, weight, bias, per_token * x.shape[-1])  # type: ignore[no-untyped-call]
-        return found
+        return _Conv.apply(x, weight, bias, per_token * x.shape[-1])
 
     return causal_conv1d_fn
 
 
 def _norm_of(norm: Any) -> Callable[..., torch.Tensor]:
-    def forward(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = _GatedNorm.apply(x, gate, norm.weight)  # type: ignore[no-untyped-call]
-        return found
-
-    return forward
+    return lambda x, gate: _GatedNorm.apply(x, gate, norm.weight)
 
 
 def stand_in(model: torch.nn.Module) -> None:
@@ -231,12 +198,6 @@ def stand_in(model: torch.nn.Module) -> None:
             mixer.module.norm.forward = _norm_of(mixer.module.norm)
 
 
-@contextmanager
-def without_package(model_class: type) -> Iterator[None]:
+def without_package(model_class: type) -> AbstractContextManager[None]:
     """While open, a model is built as where flash-linear-attention is not installed, whose norm asks for a GPU."""
-    space = sys.modules[model_class.__module__]
-    if not hasattr(space, "FusedRMSNormGated"):
-        yield
-        return
-    with mock.patch.object(space, "FusedRMSNormGated", None):
-        yield
+    return mock.patch.object(sys.modules[model_class.__module__], "FusedRMSNormGated", None, create=True)
