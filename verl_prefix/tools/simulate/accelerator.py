@@ -15,6 +15,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, _BypassDispatchCache
+from torch.amp.autocast_mode import _cast
 from torch.autograd.profiler import record_function
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.backend_registration import _DummyBackendModule, _setup_privateuseone_for_python_backend
@@ -23,7 +24,6 @@ from verl_prefix.core import host_memory, offload
 
 DEVICE = "sim"
 _AUTOCAST = ("linear", "matmul", "mm", "bmm", "addmm", "baddbmm")  # those of CUDA's list that models here call
-_libraries: list[torch.library.Library] = []  # what is registered lives as long as they do
 
 
 class Event:
@@ -36,9 +36,6 @@ class Event:
         stream = stream or CLOCK.stream
         self.time, self.link = stream.time, stream.link
         return self
-
-    def wait(self, stream: "Stream | None" = None) -> None:
-        (stream or CLOCK.stream).wait_event(self)
 
     def synchronize(self) -> None:
         CLOCK.host = max(CLOCK.host, self.time)
@@ -58,26 +55,20 @@ class Stream:
 
     wait_stream = wait_event
 
-    def record_event(self, event: Event | None = None) -> Event:
-        return (event or Event()).record(self)
-
-    def synchronize(self) -> None:
-        CLOCK.host = max(CLOCK.host, self.time)
+    def record_event(self) -> Event:
+        return Event().record(self)
 
 
 class Clock:
     """Seconds of the host, of the streams, and of the links that they share."""
 
-    def __init__(self) -> None:
+    def start(self) -> None:
         self.streams: list[Stream] = []
         self.waited: Counter[str] = Counter()  # seconds that the compute stream waited for a link
-        self.host = self.network = self.to_host = self.to_device = 0.0
-        self.on_synchronize: Callable[[], None] = lambda: None
+        self.host = 0.0
+        self.links: Counter[str] = Counter()  # when each has moved what it was given
         self.on_record: Callable[[torch.Tensor, Stream], None] = lambda tensor, stream: None
         self.room: Callable[[], tuple[int, int]] = lambda: (0, 0)
-
-    def start(self) -> None:
-        self.__init__()  # type: ignore[misc]
         self.compute = self.stream = Stream()
 
     @property
@@ -98,28 +89,8 @@ class _Module(_DummyBackendModule):
     def current_stream(self, device: Any = None) -> Stream:
         return CLOCK.stream
 
-    @contextlib.contextmanager
-    def stream(self, stream: Stream | None) -> Iterator[None]:
-        before, CLOCK.stream = CLOCK.stream, stream or CLOCK.stream
-        try:
-            yield
-        finally:
-            CLOCK.stream = before
-
-    def device(self, device: Any) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
-
-    def set_device(self, device: Any) -> None:
-        pass
-
-    def synchronize(self, device: Any = None) -> None:
-        CLOCK.on_synchronize()
-
-    def get_rng_state(self, device: Any = None) -> torch.Tensor:
-        return torch.get_rng_state()
-
-    def set_rng_state(self, state: torch.Tensor, device: Any = None) -> None:
-        pass
+    def stream(self, stream: Stream | None) -> contextlib.AbstractContextManager[Any]:
+        return mock.patch.object(CLOCK, "stream", stream or CLOCK.stream)
 
     def get_amp_supported_dtype(self) -> list[torch.dtype]:
         return [torch.bfloat16, torch.float16]
@@ -132,22 +103,19 @@ class _Module(_DummyBackendModule):
 
 
 def _in_autocast_dtype(op: Any) -> Callable[..., torch.Tensor]:
-    def cast(x: Any) -> Any:
-        narrow = isinstance(x, torch.Tensor) and x.is_floating_point() and x.dtype != torch.float64
-        return x.to(torch.get_autocast_dtype(DEVICE)) if narrow and x.device.type == DEVICE else x
-
     def run(*args: Any, **kwargs: Any) -> torch.Tensor:
         with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)):
-            return op(*map(cast, args), **{name: cast(x) for name, x in kwargs.items()})
+            args, kwargs = _cast((args, kwargs), DEVICE, torch.get_autocast_dtype(DEVICE))
+            return op(*args, **kwargs)
 
     return run
 
 
 @functools.cache
-def _register() -> None:
+def _register() -> tuple[torch.library.Library, torch.library.Library]:
+    """Returns what the registrations live as long as."""
     _setup_privateuseone_for_python_backend(DEVICE, _Module())
     every, aten = torch.library.Library("_", "IMPL"), torch.library.Library("aten", "IMPL")
-    _libraries.extend((every, aten))
     every.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
     for name in _AUTOCAST:
         aten.impl(name, _in_autocast_dtype(getattr(torch.ops.aten, name).default), "AutocastPrivateUse1")
@@ -162,6 +130,7 @@ def _register() -> None:
         whole = name.startswith("aten::") and has(name, "CompositeImplicitAutograd") and has(name, "CPU")
         if whole and not has(name, "PrivateUse1"):
             aten.impl(name.removeprefix("aten::"), never, "PrivateUse1")
+    return every, aten
 
 
 _make_tensor, _cache_key, _prepare = torch.tensor, FakeTensorMode._cache_key, FakeTensorMode._prep_args_for_hash
@@ -208,9 +177,8 @@ def _prepare_plain(self: FakeTensorMode, key: list, args: Any, state: Any, held:
 
 def _stays(self: offload.OffloadedPrefixCache, tensor: torch.Tensor) -> bool:
     """As the original, for which a fake tensor is a subclass of unknown storage."""
-    if isinstance(tensor, torch.nn.Parameter) or isinstance(tensor._base, torch.nn.Parameter):
-        return True
-    if tensor.device.type != DEVICE or not tensor.is_floating_point():
+    is_weight = any(isinstance(x, torch.nn.Parameter) for x in (tensor, tensor._base))
+    if is_weight or tensor.device.type != DEVICE or not tensor.is_floating_point():
         return True
     return tensor.untyped_storage().nbytes() < offload.TINY_BYTES
 
@@ -229,31 +197,25 @@ def fake_accelerator(ranks: int, replicas: int = 1) -> Iterator[DeviceMesh]:
         raise RuntimeError("a simulation needs a process without a process group; run it in one of its own")
     _register()
     CLOCK.start()
-    host_memory.host_pages.cache_clear()
     dist.init_process_group(f"cpu:fake,{DEVICE}:fake", rank=0, world_size=ranks * replicas, store=FakeStore())
-    patches = (
-        mock.patch.object(torch, "tensor", _tensor),
-        mock.patch.object(torch.Tensor, "pin_memory", _pin_memory),
-        mock.patch.object(FakeTensorMode, "_cache_key", _key_without_storages),
-        mock.patch.object(FakeTensorMode, "_prep_args_for_hash", _prepare_plain),
-        mock.patch.object(record_function, "__enter__", lambda self: self),  # names for a profiler; operations here
-        mock.patch.object(record_function, "__exit__", lambda self, *exc_info: None),
-        mock.patch.object(offload.OffloadedPrefixCache, "_stays", _stays),
-        mock.patch.object(host_memory, "host_room", lambda: 1 << 60),
-        mock.patch.object(torch.accelerator, "current_stream", lambda device=None: CLOCK.stream),  # FSDP2's other way
-        mock.patch.object(
-            torch.Tensor, "record_stream", lambda tensor, stream: CLOCK.on_record(tensor, stream), create=True
-        ),
-    )
     gc.freeze()  # `tracker` collects often
     try:
-        with contextlib.ExitStack() as stack:
-            shape, names = ((ranks,), ("fsdp",)) if replicas == 1 else ((replicas, ranks), ("ddp", "fsdp"))
-            mesh = init_device_mesh(DEVICE, shape, mesh_dim_names=names)
-            for patch in patches:
-                stack.enter_context(patch)
-            stack.enter_context(torch.autograd.set_multithreading_enabled(False))  # an error on another thread aborts
-            stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        shape, names = ((ranks,), ("fsdp",)) if replicas == 1 else ((replicas, ranks), ("ddp", "fsdp"))
+        mesh = init_device_mesh(DEVICE, shape, mesh_dim_names=names)
+        with (
+            mock.patch.object(torch, "tensor", _tensor),
+            mock.patch.object(torch.Tensor, "pin_memory", _pin_memory),
+            mock.patch.object(torch.Tensor, "record_stream", lambda *record: CLOCK.on_record(*record), create=True),
+            mock.patch.object(FakeTensorMode, "_cache_key", _key_without_storages),
+            mock.patch.object(FakeTensorMode, "_prep_args_for_hash", _prepare_plain),
+            mock.patch.object(record_function, "__enter__", lambda self: self),  # names for a profiler; operations here
+            mock.patch.object(record_function, "__exit__", lambda self, *exc_info: None),
+            mock.patch.object(offload.OffloadedPrefixCache, "_stays", _stays),
+            mock.patch.object(host_memory, "host_room", lambda: 1 << 60),
+            mock.patch.object(torch.accelerator, "current_stream", lambda *_: CLOCK.stream),  # FSDP2's other way
+            torch.autograd.set_multithreading_enabled(False),  # an error on another thread aborts
+            FakeTensorMode(allow_non_fake_inputs=True),
+        ):
             yield mesh
     finally:
         gc.unfreeze()

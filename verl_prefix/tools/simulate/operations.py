@@ -15,7 +15,7 @@ from verl_prefix.core.kernels import KERNELS, aten
 from verl_prefix.core.layout import Spans
 from verl_prefix.tools.simulate import scans
 
-NO_KERNEL = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "lift_fresh", "detach", "alias"}
+_NO_KERNEL = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "lift_fresh", "detach", "alias"}
 _READS_PART = {"index", "index_select", "embedding", "gather"}
 _WRITES_PART = {"index_put_", "index_put", "_index_put_impl_", "index_copy_", "index_copy", "index_add_", "index_add",
                 "scatter_", "embedding_dense_backward"}  # fmt: skip
@@ -28,20 +28,13 @@ class FakeFlashAttention:
     __name__ = "simulated"
     reads: tuple[Spans, bool, int | None]
 
-    def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spans: Spans, causal: bool, scale: float,
-        window: int | None = None, softcap: float | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-        self.reads = spans, causal, window
-        return aten.forward(q, k, v, spans, causal, scale, window, softcap)
+    def forward(self, *inputs: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        self.reads = inputs[-1], options["causal"], options.get("window")
+        return aten.forward(*inputs, **options)
 
-    def backward(
-        self, dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
-        lse: torch.Tensor, spans: Spans, causal: bool, scale: float, window: int | None = None,
-        softcap: float | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-        self.reads = spans, causal, window
-        return aten.backward(dout, q, k, v, out, lse, spans, causal, scale, window, softcap)
+    def backward(self, *inputs: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        self.reads = inputs[-1], options["causal"], options.get("window")
+        return aten.backward(*inputs, **options)
 
     def unavailable(self) -> str | None:
         return aten.schema_error()
@@ -62,22 +55,18 @@ KERNEL = KERNELS["simulated"] = FakeFlashAttention()
 
 def tensors_of(values: Iterable[Any]) -> list[torch.Tensor]:
     """The tensors among an operation's arguments or results; twice as fast here as a tree map."""
-    found: list[torch.Tensor] = []
+    tensors: list[torch.Tensor] = []
     for value in values:
         if isinstance(value, torch.Tensor):
-            found.append(value)
+            tensors.append(value)
         elif isinstance(value, (list, tuple)):
-            found += tensors_of(value)
-    return found
+            tensors += tensors_of(value)
+    return tensors
 
 
 def device_of(tensor: torch.Tensor) -> str:
     """Type of its device; of a fake tensor without the operation that `.device` is."""
     return (tensor.fake_device if isinstance(tensor, FakeTensor) else tensor.device).type
-
-
-def size_of(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
 
 
 def _touched(tensor: torch.Tensor) -> int:
@@ -86,13 +75,13 @@ def _touched(tensor: torch.Tensor) -> int:
     return math.prod(shape) * tensor.element_size()
 
 
-def stays(name: str, args: Sequence[Any]) -> bool:
-    """Whether an operation copies memory onto itself, as `x[rows] += y` ends, which torch leaves be
-    (aten/src/ATen/native/Copy.cpp)."""
+def runs_kernel(name: str, args: Sequence[Any]) -> bool:
+    """False where nothing is computed or moved: torch leaves memory be that is copied onto itself, as `x[rows] += y`
+    ends (aten/src/ATen/native/Copy.cpp)."""
     if name != "copy_":
-        return False
+        return name not in _NO_KERNEL
     to, source = ((x.untyped_storage()._cdata, x.storage_offset(), x.shape, x.stride(), x.dtype) for x in args[:2])
-    return to == source
+    return to != source
 
 
 def members_of(func: Any, args: Sequence[Any]) -> list[int]:
@@ -126,9 +115,7 @@ def flops_of(
     if name == scans.KERNEL:
         return "recurrent", args[2], 0
     if name == "_grouped_mm":  # experts' matmuls: every row meets one [in, out] of [experts, in, out]
-        a, b = ins[0], ins[1]
-        flops = 2.0 * a.numel() * b.shape[-1] if b.dim() == 3 else 2.0 * a.shape[0] * a.shape[1] * b.shape[-1]
-        return "linear", flops, 0
+        return "linear", 2.0 * ins[0].numel() * ins[1].shape[-1], 0
     if (formula := flop_registry.get(func._overloadpacket)) is None:
         return "", 0.0, 0
     flops = float(formula(*args, **kwargs, out_val=out))
@@ -139,13 +126,13 @@ def flops_of(
 def bytes_of(name: str, ins: list, outs: list, new: bool, mutates: bool) -> float:
     """Bytes that an operation reads and writes; new: it allocates what it returns."""
     if name in _READS_PART:
-        return 2.0 * sum(map(size_of, outs)) + sum(size_of(x) for x in ins if not x.is_floating_point())
+        return 2.0 * sum(x.nbytes for x in outs) + sum(x.nbytes for x in ins if not x.is_floating_point())
     if name in _WRITES_PART:
-        return 3.0 * sum(map(size_of, ins[1:])) + (2.0 * size_of(outs[0]) if new and outs else 0.0)
+        return 3.0 * sum(x.nbytes for x in ins[1:]) + (2.0 * outs[0].nbytes if new and outs else 0.0)
     if name in ("slice_backward", "select_backward"):
-        return float(size_of(ins[0]) + size_of(outs[0]))
+        return float(ins[0].nbytes + outs[0].nbytes)
     seen = {(x.untyped_storage()._cdata, x.storage_offset(), tuple(x.shape)): x for x in (*ins, *outs)}
     nbytes = float(sum(map(_touched, seen.values())))
     if mutates and not new and name != scans.KERNEL:  # read and written
-        nbytes += sum(map(size_of, outs)) if outs else size_of(ins[0]) if ins else 0.0
+        nbytes += sum(x.nbytes for x in outs or ins[:1])
     return nbytes

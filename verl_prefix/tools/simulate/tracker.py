@@ -26,27 +26,17 @@ from verl_prefix.core import offload
 from verl_prefix.core.prefix_cache import Key, PrefixCache
 from verl_prefix.tools.simulate.accelerator import CLOCK, Stream
 from verl_prefix.tools.simulate.hardware import Hardware
-from verl_prefix.tools.simulate.operations import (
-    NO_KERNEL,
-    bytes_of,
-    device_of,
-    flops_of,
-    members_of,
-    size_of,
-    stays,
-    tensors_of,
-)
+from verl_prefix.tools.simulate.operations import bytes_of, device_of, flops_of, members_of, runs_kernel, tensors_of
 
 OWNERS = (
     "parameters", "gradients", "optimizer", "activations", "prefix cache", "grad cache", "logits", "fsdp buffers",
     "flash workspace",
 )  # fmt: skip
-_BLOCK = {"cpu": 1}  # bytes to which a device's allocator rounds; torch's for CUDA to 512
 
 
 class Phase(Counter[str]):
-    """Amounts of one phase: seconds, busy, launches, host_syncs, bytes; "flops/KIND", "bound/KIND" in seconds,
-    "collective/NAME" in bytes, "pcie/to_host|to_device" in bytes; "peak" and "peak/OWNER" in bytes."""
+    """Amounts of one phase: seconds, launches, host_syncs, bytes; "flops/KIND", "bound/KIND" in seconds,
+    "collective/NAME" and "pcie/to_host|to_device" in bytes; "peak", "peak/OWNER" and "host_peak" in bytes."""
 
 
 class Tracker(TorchDispatchMode):
@@ -63,6 +53,7 @@ class Tracker(TorchDispatchMode):
     def __init__(self, hardware: Hardware, device: str, vocab_size: int) -> None:
         super().__init__()
         self.hardware, self.device, self.vocab_size = hardware, device, vocab_size
+        self._block = 1 if device == "cpu" else 512  # bytes to which a device's allocator rounds; torch's for CUDA
         self.restart()
         self.current = self.host = 0
         self._blocks: dict[int, list[Any]] = {}  # storage -> [bytes, owner; None: on the host, weak reference]
@@ -91,8 +82,7 @@ class Tracker(TorchDispatchMode):
             self._see_peak(nbytes)
 
     def _rounded(self, nbytes: int) -> int:
-        block = _BLOCK.get(self.device, 512)
-        return -(-nbytes // block) * block
+        return -(-nbytes // self._block) * self._block
 
     def _see_peak(self, nbytes: int) -> None:
         # Fake tensors' dispatch leaves cycles that hold tensors, which no peak may count.
@@ -110,10 +100,9 @@ class Tracker(TorchDispatchMode):
             if key in self._blocks:
                 self._free(key)
         done = [block for block in self._pending if block[0] <= CLOCK.host]
-        if done:
-            self._pending = [block for block in self._pending if block[0] > CLOCK.host]
-            for _, nbytes, owner in done:
-                self._count(-nbytes, owner)
+        self._pending = [block for block in self._pending if block[0] > CLOCK.host]
+        for _, nbytes, owner in done:
+            self._count(-nbytes, owner)
 
     def _free(self, key: int) -> None:
         nbytes, owner, _ = self._blocks.pop(key)
@@ -123,10 +112,8 @@ class Tracker(TorchDispatchMode):
         else:
             self._count(-nbytes, owner)
 
-    def note(self, tensor: torch.Tensor, owner: str | None = None) -> bool:
-        """Counts a tensor's storage; False where it is known. owner: of `OWNERS`, or told from who allocates."""
-        if isinstance(tensor, DTensor):
-            tensor = tensor._local_tensor
+    def note(self, tensor: torch.Tensor) -> bool:
+        """Counts a tensor's storage, for whoever allocates it; False where it is known."""
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key in self._blocks:
@@ -134,14 +121,14 @@ class Tracker(TorchDispatchMode):
         self._collect()
         on_device = device_of(tensor) == self.device
         nbytes = self._rounded(storage.nbytes())
-        who = (owner or self._owner(tensor)) if on_device else None
+        owner = self._owner(tensor) if on_device else None
 
         def gone(_: Any) -> None:
             if key in self._blocks:
                 self._free(key)
 
-        self._blocks[key] = [nbytes, who, weakref.ref(storage, gone)]
-        self._count(nbytes, who)
+        self._blocks[key] = [nbytes, owner, weakref.ref(storage, gone)]
+        self._count(nbytes, owner)
         return True
 
     def assign(self, tensor: torch.Tensor | None, owner: str) -> None:
@@ -189,7 +176,6 @@ class Tracker(TorchDispatchMode):
     # hooks into what allocates without an operation, and into who owns what
 
     def __enter__(self) -> "Tracker":
-        tracker = self
         resize, capture, post_backward = (
             torch.UntypedStorage.resize_, PrefixCache.capture, FSDPParamGroup.post_backward,
         )  # fmt: skip
@@ -197,44 +183,38 @@ class Tracker(TorchDispatchMode):
 
         def resize_(storage: torch.UntypedStorage, size: int) -> Any:
             out = resize(storage, size)
-            tracker._resized(storage, size)
+            self._resized(storage, size)
             return out
 
         def captured(cache: PrefixCache, key: Key, *tensors: torch.Tensor, **options: Any) -> Any:
             for x in tensors:
-                tracker.assign(x, "prefix cache")
+                self.assign(x, "prefix cache")
             return capture(cache, key, *tensors, **options)
 
         def after_backward(group: FSDPParamGroup, *unused: Any) -> None:
             post_backward(group, *unused)
             for parameter in group.fsdp_params:
-                tracker.assign(parameter.sharded_param.grad, "gradients")
-                tracker.assign(parameter.unsharded_accumulated_grad, "gradients")
+                self.assign(parameter.sharded_param.grad, "gradients")
+                self.assign(parameter.unsharded_accumulated_grad, "gradients")
 
         def propagated(propagator: ShardingPropagator, *args: Any) -> Any:
             """DTensor asks fake tensors of its own, of whole parameters, what shape comes out."""
-            tracker._paused, before = True, tracker._paused
-            try:
+            with mock.patch.object(self, "_paused", True):
                 return propagate(propagator, *args)
-            finally:
-                tracker._paused = before
 
-        class Polled(StorageWeakRef):
+        def polled(storage: torch.UntypedStorage) -> StorageWeakRef:
             """It keeps a storage's Python object, and with it our weak reference, alive: ask it instead."""
-
-            def __init__(self, storage: torch.UntypedStorage) -> None:
-                super().__init__(storage)
-                tracker._polled[storage._cdata] = self
+            reference = self._polled[storage._cdata] = StorageWeakRef(storage)
+            return reference
 
         for target, name, value in (
             (torch.UntypedStorage, "resize_", resize_),
             (PrefixCache, "capture", captured),
             (FSDPParamGroup, "post_backward", after_backward),
-            (offload, "StorageWeakRef", Polled),
+            (offload, "StorageWeakRef", polled),
             (ShardingPropagator, "_propagate_tensor_meta_non_cached", propagated),
         ):
             self._patches.enter_context(mock.patch.object(target, name, value))
-        CLOCK.on_synchronize = self.synchronize
         CLOCK.on_record = self._recorded
         CLOCK.room = lambda: (int(self.hardware.capacity) - self.current, int(self.hardware.capacity))
         return super().__enter__()
@@ -251,31 +231,22 @@ class Tracker(TorchDispatchMode):
         self.phase = phase
         gc.collect()
         self._see_peak(0)
-        try:
-            yield
-            CLOCK.host = CLOCK.now  # no wait of the run: it tells phases apart
-        finally:
-            phase["seconds"] += CLOCK.now - start
-            for link, seconds in (CLOCK.waited - waited).items():
-                phase[f"bound/{link or 'compute'}"] += seconds
-            for amount, value in phase.items():
-                if not amount.startswith(("peak", "host_peak")):
-                    phase[amount] += (weight - 1.0) * (value - counted[amount])
-            self.phase = before
+        yield
+        CLOCK.host = CLOCK.now  # no wait of the run: it tells phases apart
+        phase["seconds"] += CLOCK.now - start
+        for link, seconds in (CLOCK.waited - waited).items():
+            phase[f"bound/{link or 'compute'}"] += seconds
+        for amount, value in phase.items():
+            if not amount.startswith(("peak", "host_peak")):
+                phase[amount] += (weight - 1.0) * (value - counted[amount])
+        self.phase = before
 
     # time
 
-    def synchronize(self) -> None:
-        """The host waits for all streams, as torch.cuda.synchronize does."""
-        self._wait(CLOCK.now)
-
     def read(self) -> None:
         """The host waits for the current stream, as `.item()` and a copy from pageable memory do."""
-        self._wait(CLOCK.stream.time)
-
-    def _wait(self, time: float) -> None:
         self.phase["host_syncs"] += 1
-        CLOCK.host = max(CLOCK.host, time) + 2 * self.hardware.launch
+        CLOCK.host = max(CLOCK.host, CLOCK.stream.time) + 2 * self.hardware.launch
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
@@ -297,15 +268,15 @@ class Tracker(TorchDispatchMode):
         mutates = func._schema.is_mutable
         if namespace in ("c10d", "_c10d_functional"):
             if name != "wait_tensor":
-                self._collective(name, max(map(size_of, (*ins, *outs)), default=0), members_of(func, args))
+                self._collective(name, max((x.nbytes for x in (*ins, *outs)), default=0), members_of(func, args))
             return
         devices = {device_of(x) for x in (*ins, *outs)}
-        if name in NO_KERNEL or not (new or mutates) or self.device not in devices or stays(name, args):
+        if not (new or mutates) or self.device not in devices or not runs_kernel(name, args):
             CLOCK.host += hardware.launch / 5
             return
         if len(devices) > 1 and name in ("_to_copy", "copy_", "_copy_from"):
             waits = not (kwargs.get("non_blocking") or (name == "copy_" and len(args) > 2 and args[2]))
-            self._copy(max(map(size_of, outs)), device_of(outs[0]) == self.device, waits)
+            self._copy(max(x.nbytes for x in outs), device_of(outs[0]) == self.device, waits)
             return
         kind, flops, workspace = flops_of(
             func, name, ins=ins, args=args, kwargs=kwargs, out=out, vocab_size=self.vocab_size
@@ -336,23 +307,19 @@ class Tracker(TorchDispatchMode):
         ranks = len(members)
         rate = self.hardware.network if max(members) < self.hardware.per_node else self.hardware.nodes
         wire = nbytes * (ranks - 1) / ranks * (2 if "allreduce" in name or "all_reduce" in name else 1)
-        CLOCK.host += 4 * self.hardware.launch
-        stream = CLOCK.stream
-        start = max(CLOCK.host, CLOCK.network, stream.time)
-        stream.link = "network"
-        stream.time = CLOCK.network = start + wire / rate + 2 * self.hardware.launch
         self.phase[f"collective/{name.strip('_')}"] += nbytes
-        self.phase["collectives"] += 1
-        self.phase["link/network"] += stream.time - start
+        self._transfer("network", wire / rate, launches=4, latency=2 * self.hardware.launch)
 
     def _copy(self, nbytes: int, to_device: bool, waits: bool) -> None:
-        CLOCK.host += self.hardware.launch
-        stream = CLOCK.stream
-        link = "to_device" if to_device else "to_host"
-        start = max(CLOCK.host, stream.time, getattr(CLOCK, link))
-        stream.link = "pcie"
-        stream.time = start + nbytes / self.hardware.pcie
-        setattr(CLOCK, link, stream.time)
-        self.phase[f"pcie/{link}"] += nbytes
+        link = "pcie/to_device" if to_device else "pcie/to_host"
+        self.phase[link] += nbytes
+        self._transfer(link, nbytes / self.hardware.pcie)
         if waits:
             self.read()
+
+    def _transfer(self, link: str, seconds: float, launches: int = 1, latency: float = 0.0) -> None:
+        """Keeps the current stream and a link busy, once both are free."""
+        CLOCK.host += launches * self.hardware.launch
+        stream = CLOCK.stream
+        stream.link = link.partition("/")[0]
+        stream.time = CLOCK.links[link] = max(CLOCK.host, stream.time, CLOCK.links[link]) + seconds + latency
