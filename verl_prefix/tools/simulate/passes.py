@@ -11,12 +11,14 @@ import functools
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import accumulate
 from typing import Any, TypeVar
 from unittest import mock
 
 import torch
 from torch.optim import adam
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers.modeling_utils import local_torch_dtype
 
 from verl_prefix.auto.cost import Memory, PassCost, Rates, group_pass, may_keep_attention, plan_batch
 from verl_prefix.auto.shape import ModelShape, model_shape
@@ -27,7 +29,7 @@ from verl_prefix.core.schedule import Schedule, TokenBatch
 from verl_prefix.core.waves import PackedPass, PhasedPass, Plan, first_fit
 from verl_prefix.models import hookup, vision
 from verl_prefix.models.hookup import HookedModel
-from verl_prefix.models.recurrent import mixers, packing_leak
+from verl_prefix.models.recurrent import packing_leak
 from verl_prefix.tools.simulate import scans
 from verl_prefix.tools.simulate.job import Arm, Job
 from verl_prefix.tools.simulate.operations import KERNEL
@@ -160,10 +162,9 @@ class Simulation:
         self.model, self.hooked, self.shape = model, HookedModel(model), model_shape(model, job.dtype)
         for tensor in (*model.parameters(), *model.buffers()):
             tracker.assign(tensor, "parameters")
-        rows = [(g.prefix_len + 1 + n) for g in job.groups for n in g.suffix_lens]
-        self.offsets = [0]
-        for n in rows:
-            self.offsets.append(self.offsets[-1] + n)
+        self.lengths = [g.prefix_len + 1 + n for g in job.groups for n in g.suffix_lens]
+        self.suffixes = [n for g in job.groups for n in g.suffix_lens]
+        self.offsets = list(accumulate(self.lengths, initial=0))
         ids = torch.zeros(self.offsets[-1], dtype=torch.int64, device=device)
         positions = ids.new_zeros(4, len(ids)) if seeing else torch.zeros_like(ids)
         shown = job.grids or ((),) * len(job.groups)
@@ -185,7 +186,8 @@ class Simulation:
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
         """The norm of all gradients, and the optimizer's step."""
-        with self.tracker.in_phase("optimizer"), _host_scalars():
+        # Fake tensors have no values: AdamW's step count is read as 1.
+        with self.tracker.in_phase("optimizer"), mock.patch.object(adam, "_get_value", lambda x: 1.0):
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), max_norm=1.0)
             self.tracker.read()  # verl asks whether the norm is finite
             optimizer.step()
@@ -193,13 +195,12 @@ class Simulation:
 
     def run(self, arm: Arm, update: bool) -> None:
         """The mini-batch forward and backward, or its log-probs with their entropy."""
-        with contextlib.nullcontext() if update else torch.no_grad():
-            (self._stock if arm.path.startswith("stock") else self._shared)(arm, update)
+        budget = self.job.budget if update else self.job.log_prob_budget or self.job.budget
+        with torch.set_grad_enabled(update):
+            (self._stock if arm.path.startswith("stock") else self._shared)(arm, budget, update)
 
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:
-        if self.job.dtype == torch.float32:
-            return contextlib.nullcontext()
-        return torch.autocast(self.device, dtype=self.job.dtype)
+        return torch.autocast(self.device, dtype=self.job.dtype, enabled=self.job.dtype != torch.float32)
 
     @contextlib.contextmanager
     def _gradient_sync(self, update: bool, last: bool) -> Iterator[None]:
@@ -207,30 +208,22 @@ class Simulation:
         defer = update and self.job.no_sync and not last
         if defer:
             self.model.set_requires_gradient_sync(False)
-        try:
-            yield
-        finally:
-            if defer:
-                self.model.set_requires_gradient_sync(True)
+        yield
+        if defer:
+            self.model.set_requires_gradient_sync(True)
 
-    def _loss(self, outputs: torch.Tensor) -> torch.Tensor:
-        self.tracker.read()  # verl's engine reads every pass's loss
-        return outputs.sum()
-
-    def _log_probs(self, place: torch.Tensor, logits: torch.Tensor, update: bool) -> torch.Tensor:
-        labels = self.tokens.input_ids[place + 1]
+    def _log_probs(self, index: torch.Tensor, logits: torch.Tensor, update: bool) -> torch.Tensor:
+        labels = self.tokens.input_ids[index + 1]
         return _outputs(logits, labels, self.job.entropy or not update, self.job.temperature)
 
-    def _shared(self, arm: Arm, update: bool) -> None:
+    def _shared(self, arm: Arm, budget: int, update: bool) -> None:
         job = self.job
-        budget = job.budget if update else job.log_prob_budget or job.budget
-        plan, weights = self._thin(
-            plan_of(job, job.shape or self.shape, arm=arm, budget=budget, forward_only=not update), update
-        )
+        whole = plan_of(job, job.shape or self.shape, arm=arm, budget=budget, forward_only=not update)
+        plan, weights = self._thin(whole, update)
         may_keep = may_keep_attention(self.shape, job.checkpointing, job.keep_attention)
         schedule = _Schedule(
             self.hooked,
-            lambda place, logits: self._log_probs(place, logits, update),
+            lambda index, logits: self._log_probs(index, logits, update),
             lambda groups, layout, outputs: outputs.sum(),
             torch.Tensor.backward if update else None,
             lambda last: self._gradient_sync(update, last),
@@ -253,12 +246,10 @@ class Simulation:
             return seconds + (self._seeing([g.rows[0] for g in groups]) if part.get("prefixes", True) else 0.0)
 
         kept = self.job.kept if update else 1
-        weights: dict[tuple[Group, ...], float] = {}
-        passes: list[PackedPass | PhasedPass] = []
         alone = self.job.no_sync and not plan.phased
-        for packed, weight in thin(plan.packed, lambda one: cost(one.groups), kept, alone):
-            weights[packed.groups] = weight
-            passes.append(packed)
+        packed = thin(plan.packed, lambda one: cost(one.groups), kept, alone)
+        weights = {one.groups: weight for one, weight in packed}
+        passes: list[PackedPass | PhasedPass] = [one for one, _ in packed]
         costliest = max(plan.phased, key=lambda one: cost(one.groups), default=None)
         for phased, weight in thin(plan.phased, lambda one: cost(one.groups), kept, self.job.no_sync):
             weights[phased.groups] = weight
@@ -270,39 +261,29 @@ class Simulation:
             passes.append(replace(phased, waves=tuple(wave for wave, _ in waves)))
         return replace(plan, passes=tuple(passes)), weights
 
-    def _stock(self, arm: Arm, update: bool) -> None:
-        job, starts = self.job, self.offsets
-        budget = job.budget if update else job.log_prob_budget or job.budget
-        rows = list(range(len(starts) - 1))
-        batches = first_fit(rows, lambda row: starts[row + 1] - starts[row], budget)
+    def _stock(self, arm: Arm, budget: int, update: bool) -> None:
+        job = self.job
+        batches = first_fit(range(len(self.lengths)), lambda row: self.lengths[row], budget)
         most = 1 if packing_leak(self.model) else arm.rows
         if most is not None:
             batches = [b[i : i + most] for b in batches for i in range(0, len(b), most)]
         chosen = thin(batches, self._cost_of_rows, job.kept if update else 1, job.no_sync and update)
-        prompts = [g.prefix_len for g in job.groups for _ in g.rows]
         phase = "micro_batch" if update else "log_probs/micro_batch"
-        with self._own_mixers(), self.hooked.grouped_attention():
+        with (
+            # Recurrent layers run the model's code: verl hands them a packed row as it is.
+            mock.patch.object(hookup, "shared_states", contextlib.nullcontext),
+            mock.patch.object(self.hooked, "check_calls", lambda calls: None),
+            self.hooked.grouped_attention(),
+        ):
             for i, (batch, weight) in enumerate(chosen):
                 with self.tracker.in_phase(phase, weight), self._gradient_sync(update, i == len(chosen) - 1):
-                    loss = self._micro_batch(arm, batch, prompts, update)
+                    loss = self._micro_batch(arm, batch, update)
                     if update:
                         loss.backward()
                     del loss
 
-    @contextlib.contextmanager
-    def _own_mixers(self) -> Iterator[None]:
-        """Recurrent layers run the model's code: verl hands them a packed row as it is."""
-        if not mixers(self.model):
-            yield
-            return
-        with (
-            mock.patch.object(hookup, "shared_states", contextlib.nullcontext),
-            mock.patch.object(self.hooked, "check_calls", lambda calls: None),
-        ):
-            yield
-
     def _cost_of_rows(self, rows: list[int]) -> float:
-        tokens = [self.offsets[row + 1] - self.offsets[row] for row in rows]
+        tokens = [self.lengths[row] for row in rows]
         pairs = sum(self.shape.pairs(n, 0) for n in tokens)
         return _RATES.seconds(self.shape, [PassCost(sum(tokens), sum(tokens), pairs)]) + self._seeing(rows)
 
@@ -310,15 +291,15 @@ class Simulation:
         """Seconds of the tower on what these rows show."""
         return sum(num_patches(self.grids[row]) for row in rows) * self.shape.tower * _RATES.linear
 
-    def _micro_batch(self, arm: Arm, batch: list[int], prompts: list[int], update: bool) -> torch.Tensor:
-        job, starts = self.job, self.offsets
-        pieces = [torch.arange(starts[row], starts[row + 1]) for row in batch]
-        place = torch.cat(pieces)
-        layout = Layout(place, 0, tuple(Segment(len(piece)) for piece in pieces), torch.ones_like(place))
+    def _micro_batch(self, arm: Arm, batch: list[int], update: bool) -> torch.Tensor:
+        job, lengths = self.job, [self.lengths[row] for row in batch]
+        pieces = [torch.arange(self.offsets[row], self.offsets[row + 1]) for row in batch]
+        index = torch.cat(pieces)
+        layout = Layout(index, 0, tuple(map(Segment, lengths)), torch.ones_like(index))
         attention = AttentionPass(layout, self.kernel)
-        index = place.to(self.device)
+        index = index.to(self.device)
         ids, positions = self.tokens.input_ids[index], self.tokens.position_ids[..., index]
-        pixels = self.pixels.at(batch, map(len, pieces), index.device) if self.pixels else {}
+        pixels = self.pixels.at(batch, lengths, index.device) if self.pixels else {}
         with self._autocast():
             if arm.path == "stock":
                 with contextlib.ExitStack() as stack:
@@ -334,35 +315,23 @@ class Simulation:
                 outputs = _outputs(logits, ids.roll(-1), job.entropy or not update, job.temperature)
                 del logits
             else:
-                kept, start = [], 0
-                for row, piece in zip(batch, pieces, strict=True):
-                    kept.append(torch.arange(start + prompts[row], start + len(piece) - 1))
-                    start += len(piece)
+                ends = zip(batch, accumulate(lengths), strict=True)
+                kept = [torch.arange(end - self.suffixes[row] - 1, end - 1) for row, end in ends]
                 keep = torch.cat(kept).to(self.device)
                 outputs = self.hooked.token_outputs(
                     ids, positions, keep=keep, attention_pass=attention,
                     outputs=lambda rows, logits: self._log_probs(index[keep[rows]], logits, update),
                     logits_chunk=job.logits_chunk, pixels=pixels,
                 )  # fmt: skip
-            return self._loss(outputs)
+            self.tracker.read()  # verl's engine reads every pass's loss
+            return outputs.sum()
 
 
 def _with_adapters(model: Any, options: dict[str, Any], dtype: torch.dtype, device: str) -> Any:
     """The model with LoRA's adapters, made where they stay: a fake tensor that others refer to cannot be moved."""
     import peft
 
-    default = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        with torch.device(device), mock.patch.object(torch.nn.Module, "to", lambda module, *_, **__: module):
-            config = peft.LoraConfig(task_type="CAUSAL_LM", **options)
-            return peft.get_peft_model(model, config, autocast_adapter_dtype=False)
-    finally:
-        torch.set_default_dtype(default)
-
-
-@contextlib.contextmanager
-def _host_scalars() -> Iterator[None]:
-    """Fake tensors have no values: AdamW's step count is read as 1."""
-    with mock.patch.object(adam, "_get_value", lambda x: 1.0):
-        yield
+    stays = mock.patch.object(torch.nn.Module, "to", lambda module, *_, **__: module)
+    with torch.device(device), local_torch_dtype(dtype), stays:
+        config = peft.LoraConfig(task_type="CAUSAL_LM", **options)
+        return peft.get_peft_model(model, config, autocast_adapter_dtype=False)
