@@ -1,21 +1,22 @@
-"""`verl-prefix plan --simulate`: a training command's own model, sizes and options as a `Job`."""
+"""`verl-prefix plan --simulate`: a training command's own model, sizes and options as a `Job`, and tables of it."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 import torch
-from omegaconf import OmegaConf
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from transformers import PretrainedConfig
+from verl.utils.py_functional import convert_to_regular_types
 from verl.utils.torch_dtypes import PrecisionType
 
 from verl_prefix.auto.cost import shard_size, syncs_once
 from verl_prefix.core.groups import Group
 from verl_prefix.tools.simulate.hardware import GIB, read_hardware
 from verl_prefix.tools.simulate.job import Job
-from verl_prefix.tools.simulate.report import assumptions, compare, fit, hardware_json, positions, settings, show
+from verl_prefix.tools.simulate.report import assumptions, compare, fit, positions, settings
 from verl_prefix.tools.simulate.tower import Grids
 
 
@@ -54,16 +55,14 @@ def read_job(
     lora = None
     if model.get("lora_rank", 0) > 0:
         keys = ("target_modules", "target_parameters", "exclude_modules")
-        options = {key: OmegaConf.to_object(OmegaConf.create({"x": model.get(key)}))["x"] for key in keys}  # type: ignore[call-overload, index]
-        lora = dict(r=model.lora_rank, lora_alpha=model.lora_alpha, **{k: x for k, x in options.items() if x})
-    start, placed = 0, []
-    for group in groups:
-        placed.append(replace(group, rows=tuple(range(start, start + len(group.rows)))))
-        start += len(group.rows)
+        options = {key: convert_to_regular_types(model[key]) for key in keys if model.get(key)}
+        lora = dict(r=model.lora_rank, lora_alpha=model.lora_alpha, **options)
+    ends = accumulate(len(group.rows) for group in groups)
+    in_order = [replace(g, rows=tuple(range(end - len(g.rows), end))) for g, end in zip(groups, ends, strict=True)]
     sharded = shard_size(fsdp.get("fsdp_size", -1), ranks)
     return Job(
         config=hf_config,
-        groups=tuple(placed),
+        groups=tuple(in_order),
         budget=budgets["update"],
         log_prob_budget=budgets["old"],
         ranks=sharded,
@@ -99,53 +98,68 @@ def simulated(job: Job, request: Request, per_node: int) -> dict[str, Any]:
             f"--simulate: flash attention takes 16-bit inputs, and param_dtype is {job.dtype}; set "
             "actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype=bf16"
         )
-    arms = compare(job, hardware)
+    arms, fitting = compare(job, hardware), {}
+    if request.gib:
+        fits = fit(job, hardware, request.gib)
+        fitting = {"fits_gib": request.gib, "fits": fits, "positions": positions(job.config)}
     return {
         "gpu": request.gpu,
-        "hardware": hardware_json(hardware),
+        "hardware": asdict(hardware),
         "rows": sum(len(group.rows) for group in job.groups),
         "ranks": job.ranks * job.replicas,
         "not_modelled": assumptions(job.config),
         "arms": arms,
         "settings": settings(job, hardware, arms),
-        **(
-            {"fits_gib": request.gib, "fits": fit(job, hardware, request.gib), "positions": positions(job.config)}
-            if request.gib
-            else {}
-        ),
+        **fitting,
     }
 
 
-def show_simulated(found: dict[str, Any], console: Console) -> None:
-    """Prints what `simulated` found."""
-    show(found["arms"], f"{found['gpu']}, {found['rows']} rows, {found['ranks']} ranks", console)
-    ways = Table("simulated: settings, cheapest first", "s", "peak GiB")
-    for way in found["settings"]:
-        gib = f"{way['peak_gib']:.1f}" + ("" if way["fits"] else " does not fit")
-        ways.add_row("\n".join(way["overrides"]), f"{way['seconds']:.3g}", gib)
-    console.print(ways)
-    if "fits" in found:
-        sizes = Table(
-            f"simulated: fits {found['fits_gib']:g} GiB", "longest prompt", "largest group", "largest wave",
-            caption=f"the model takes rows of {found['positions']} tokens",
+def show_simulated(simulation: dict[str, Any], console: Console) -> None:
+    """Prints what `simulated` returned."""
+
+    def peak(outcome: dict[str, Any]) -> str:
+        return f"{outcome['peak_gib']:.1f}" + ("" if outcome["fits"] else " does not fit")
+
+    arms = Table(
+        Column("simulated", no_wrap=True), "update s", "log-probs s", "speed-up", "over lean", "FLOP ratio", "peak GiB",
+        "of which",
+        title=f"one mini-batch of the costliest rank on {simulation['gpu']}, {simulation['rows']} rows, "
+        f"{simulation['ranks']} ranks, simulated; lean: stock with lm_head on responses alone",
+    )  # fmt: skip
+    for name, arm in simulation["arms"].items():
+        highest = max(arm["phases"].values(), key=lambda phase: phase["peak_gib"])
+        owners = sorted(highest["owners_gib"].items(), key=lambda item: -item[1])[:2]
+        arms.add_row(
+            name, f"{arm['update_seconds']:.3g}", f"{arm['log_prob_seconds']:.3g}", f"{arm['speedup']:.2f}",
+            f"{arm['speedup_over_lean']:.2f}", f"{arm['flop_ratio']:.2f}", peak(arm),
+            ", ".join(f"{owner} {gib:.1f}" for owner, gib in owners),
         )  # fmt: skip
-        for arm, sizes_of in found["fits"].items():
-            cells = (sizes_of.get(key, "") for key in ("prompt", "group", "wave"))
-            sizes.add_row(arm, *("nothing" if x is None else str(x) for x in cells))
+    console.print(arms)
+    ways = Table("simulated: settings, cheapest first", "s", "peak GiB")
+    for way in simulation["settings"]:
+        ways.add_row("\n".join(way["overrides"]), f"{way['seconds']:.3g}", peak(way))
+    console.print(ways)
+    if "fits" in simulation:
+        sizes = Table(
+            f"simulated: fits {simulation['fits_gib']:g} GiB", "longest prompt", "largest group", "largest wave",
+            caption=f"the model takes rows of {simulation['positions']} tokens",
+        )  # fmt: skip
+        for name, longest in simulation["fits"].items():
+            cells = (longest.get(key, "") for key in ("prompt", "group", "wave"))
+            sizes.add_row(name, *("nothing" if x is None else str(x) for x in cells))
         console.print(sizes)
-    lines = [f"not modelled: {found['not_modelled']}"]
-    if reason := fits_nothing(found):
-        lines.append(f"warning: {reason}")
-    for line in lines:
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
+    console.print(f"not modelled: {simulation['not_modelled']}", markup=False, highlight=False, soft_wrap=True)
+    if reason := fits_nothing(simulation):
+        console.print(f"warning: {reason}", markup=False, highlight=False, soft_wrap=True)
 
 
-def fits_nothing(found: dict[str, Any]) -> str | None:
+def fits_nothing(simulation: dict[str, Any]) -> str | None:
     """A line where no way to share fits the GPU."""
-    smallest = min(found["settings"], key=lambda way: way["peak_gib"])
+    smallest = min(simulation["settings"], key=lambda way: way["peak_gib"])
     if smallest["fits"]:
         return None
+    gib, gpu = simulation["hardware"]["capacity"] / GIB, simulation["gpu"]
     return (
-        f"no schedule fits {found['hardware']['capacity'] / GIB:.0f} GiB of {found['gpu']} (simulated): the smallest "
-        f"peak is {smallest['peak_gib']:.0f} GiB, with {' '.join(smallest['overrides'])}; use more ranks"
+        f"no schedule fits {gib:.0f} GiB of {gpu} (simulated): the smallest peak is {smallest['peak_gib']:.0f} GiB, "
+        f"with {' '.join(smallest['overrides'])}; use more ranks"
     )

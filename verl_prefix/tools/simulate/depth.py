@@ -25,7 +25,7 @@ DEPTH = 3  # layers of the smaller model that runs; with fewer, FSDP2 prefetches
 OFFLOAD_DEPTH = 4
 
 
-def _with_layers(config: PretrainedConfig, layers: int, blocks: tuple[int, ...]) -> PretrainedConfig:
+def _with_layers(config: PretrainedConfig, layers: int, blocks: Sequence[int]) -> PretrainedConfig:
     config = with_blocks(config, *blocks)
     text = config.get_text_config()
     text.num_hidden_layers = layers
@@ -42,7 +42,7 @@ def _depths(config: PretrainedConfig, depth: int = DEPTH) -> tuple[list[Pretrain
     kinds = list(getattr(text, "layer_types", None) or [0] * layers)
     period = next(n for n in range(1, layers + 1) if kinds[n:] == kinds[:-n])
     least = max(depth, period, deepstack_layers(config))
-    found = []
+    choices = []
     for step in range(period, layers if any(blocks) else period + 1, period):
         first = least + (layers - least) % step
         times = (layers - first) // step
@@ -51,14 +51,12 @@ def _depths(config: PretrainedConfig, depth: int = DEPTH) -> tuple[list[Pretrain
             if deepstack_layers(config):
                 steps[0] = 0  # what blocks add to text layers is no layer's own
             starts = [n - times * by for n, by in zip(blocks, steps, strict=True)]
-            found.append((2 * (first + sum(starts)) + step + sum(steps), times, first, step, starts, steps))
-    if not found:
+            choices.append((2 * (first + sum(starts)) + step + sum(steps), times, first, step, starts, steps))
+    if not choices:
         return [config], 0
-    _, times, first, step, starts, steps = min(found)
-    return [
-        _with_layers(config, first + i * step, tuple(n + i * by for n, by in zip(starts, steps, strict=True)))
-        for i in range(2)
-    ], times
+    _, times, first, step, starts, steps = min(choices)
+    ends = [n + by for n, by in zip(starts, steps, strict=True)]
+    return [_with_layers(config, first, starts), _with_layers(config, first + step, ends)], times
 
 
 @functools.cache
@@ -73,7 +71,7 @@ def _warm_up() -> None:
 
 def _run(job: Job, arms: Sequence[Arm], hardware: Hardware, log_probs: bool = True) -> list[dict[str, Phase]]:
     vocab_size = job.config.get_text_config().vocab_size
-    found: list[dict[str, Phase]] = []
+    phases: list[dict[str, Phase]] = []
     of_path: dict[tuple[str, bool], dict[str, Phase]] = {}
     with fake_accelerator(job.ranks, job.replicas) as mesh, Tracker(hardware, DEVICE, vocab_size) as tracker:
         simulation = Simulation(job, tracker, mesh, DEVICE)
@@ -85,19 +83,15 @@ def _run(job: Job, arms: Sequence[Arm], hardware: Hardware, log_probs: bool = Tr
                 simulation.run(arm, update=False)
                 of_path[arm.path, arm.offload] = dict(tracker.phases)
             simulation.run(arm, update=True)
-            if found:
+            if phases:
                 optimizer.zero_grad()
-                tracker.phases["optimizer"] = found[0]["optimizer"]
+                tracker.phases["optimizer"] = phases[0]["optimizer"]
             else:
                 simulation.step(optimizer)
-            found.append({**of_path.get((arm.path, arm.offload), {}), **tracker.phases})
+            phases.append({**of_path.get((arm.path, arm.offload), {}), **tracker.phases})
         del simulation, optimizer
         gc.collect()
-    return found
-
-
-def _peak(phases: dict[str, Phase]) -> float:
-    return max(phase["peak"] for phase in phases.values())
+    return phases
 
 
 def simulate(job: Job, arms: Sequence[Arm], hardware: Hardware, log_probs: bool = True) -> list[dict[str, Phase]]:
@@ -133,14 +127,12 @@ def simulate(job: Job, arms: Sequence[Arm], hardware: Hardware, log_probs: bool 
             for a, b in zip(*runs, strict=True)
         ]
 
-    found = phases(arms)
-    again = {
-        i: replace(arm, keeps_attention=False)
-        for i, (arm, one) in enumerate(zip(arms, found, strict=True))
-        if job.checkpointing and arm.path in ("packed", "phased") and arm.keeps_attention
-        if ROOM_FACTOR * (_peak(one) - one["optimizer"]["peak"]) > hardware.capacity - one["optimizer"]["peak"]
-    }
-    if again:
-        for i, one in zip(again, phases([*again.values()]), strict=True):
-            found[i] = one
-    return found
+    def lacks_room(of: dict[str, Phase]) -> bool:
+        resident = of["optimizer"]["peak"]
+        return ROOM_FACTOR * (max(phase["peak"] for phase in of.values()) - resident) > hardware.capacity - resident
+
+    by_arm = dict(zip(arms, phases(arms), strict=True))
+    keeping = [arm for arm in arms if job.checkpointing and arm.path in ("packed", "phased") and arm.keeps_attention]
+    if again := [arm for arm in keeping if lacks_room(by_arm[arm])]:
+        by_arm |= zip(again, phases([replace(arm, keeps_attention=False) for arm in again]), strict=True)
+    return list(by_arm.values())

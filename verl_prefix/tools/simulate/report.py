@@ -1,16 +1,13 @@
-"""What a simulation says: arms side by side, what fits, and which settings are the cheapest; JSON and tables.
+"""What a simulation says, as JSON: arms side by side, what fits, and which settings are the cheapest.
 
 Every figure is simulated, on the assumptions of `hardware` and `tracker`.
 """
 
-import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from rich.console import Console
-from rich.table import Column, Table
 from transformers import PretrainedConfig
 
 from verl_prefix.core.groups import Group
@@ -46,10 +43,10 @@ def assumptions(config: PretrainedConfig) -> str:
 def as_json(phases: dict[str, Phase]) -> dict[str, Any]:
     """An arm's phases: GiB, FLOPs, seconds, bytes; and their sums and peak."""
 
-    def part(phase: Phase, prefix: str, scale: float = 1.0) -> dict[str, float]:
-        return {name.removeprefix(prefix): x / scale for name, x in phase.items() if name.startswith(prefix) and x}
+    def part(phase: Phase, prefix: str) -> dict[str, float]:
+        return {name.removeprefix(prefix): x for name, x in phase.items() if name.startswith(prefix) and x}
 
-    found = {
+    figures = {
         name: {
             "peak_gib": phase["peak"] / GIB,
             "owners_gib": {owner: phase[f"peak/{owner}"] / GIB for owner in OWNERS if phase[f"peak/{owner}"] > 0},
@@ -66,28 +63,26 @@ def as_json(phases: dict[str, Phase]) -> dict[str, Any]:
         for name, phase in phases.items()
         if name != "setup"
     }
-    updates = {name: x for name, x in found.items() if not name.startswith(_LOG_PROBS)}
     return {
-        "update_seconds": sum(x["seconds"] for x in updates.values()),
-        "log_prob_seconds": sum(x["seconds"] for name, x in found.items() if name.startswith(_LOG_PROBS)),
-        "peak_gib": max(x["peak_gib"] for x in found.values()),
-        "flops": sum(sum(x["flops"].values()) for x in found.values()),
-        "phases": found,
+        "update_seconds": sum(x["seconds"] for name, x in figures.items() if not name.startswith(_LOG_PROBS)),
+        "log_prob_seconds": sum(x["seconds"] for name, x in figures.items() if name.startswith(_LOG_PROBS)),
+        "peak_gib": max(x["peak_gib"] for x in figures.values()),
+        "flops": sum(sum(x["flops"].values()) for x in figures.values()),
+        "phases": figures,
     }
 
 
 def compare(job: Job, hardware: Hardware, arms: Sequence[Arm] = ARMS) -> dict[str, Any]:
     """Every arm's update and log-probs, and what they gain over stock as verl runs it (`arms[0]`)."""
-    found = {arm.name: as_json(phases) for arm, phases in zip(arms, simulate(job, arms, hardware), strict=True)}
-    for arm in found.values():
+    outcomes = {arm.name: as_json(phases) for arm, phases in zip(arms, simulate(job, arms, hardware), strict=True)}
+    for arm in outcomes.values():
         for name, baseline in (("", "stock"), ("_over_lean", "stock_lean")):
-            if baseline in found:
-                theirs = found[baseline]
+            if theirs := outcomes.get(baseline):
                 arm[f"speedup{name}"] = _seconds(theirs) / _seconds(arm)
                 arm[f"update_speedup{name}"] = theirs["update_seconds"] / arm["update_seconds"]
                 arm[f"flop_ratio{name}"] = theirs["flops"] / arm["flops"]
         arm["fits"] = arm["peak_gib"] * GIB <= hardware.capacity
-    return found
+    return outcomes
 
 
 def _seconds(arm: dict[str, Any]) -> float:
@@ -101,34 +96,32 @@ def settings(job: Job, hardware: Hardware, arms: dict[str, Any]) -> list[dict[st
         arms: of `compare`; the best of them also runs with the other gradient synchronisation. Where it has waves, or
             nothing fits, it or the one with offload also runs with waves of a quarter.
     """
-    ways = [arm for arm in ARMS if not arm.path.startswith("stock")]
-    found = [_way(job, arm, arms[arm.name]) for arm in ways]
-    best = min(range(len(found)), key=lambda i: _rank(found[i]))
-    others = [(replace(job, no_sync=not job.no_sync), ways[best])]
-    if ways[best].path == "phased" or not found[best]["fits"]:
-        arm = ways[best] if found[best]["fits"] else ways[-1]
+    ours = [arm for arm in ARMS if not arm.path.startswith("stock")]
+    ways = [_way(job, arm, arms[arm.name]) for arm in ours]
+    way, best = min(zip(ways, ours, strict=True), key=lambda pair: _rank(pair[0]))
+    key = "actor_rollout_ref.actor.fsdp_config.use_no_sync_for_gradient_accumulation"
+    others = [(replace(job, no_sync=not job.no_sync), best, f"{key}={not job.no_sync}")]
+    if best.path == "phased" or not way["fits"]:
+        arm = best if way["fits"] else ours[-1]
         plan = plan_of(job, whole_shape(job), arm, job.budget)
         others.append((replace(job, wave_tokens=max(1, largest_wave(plan) // 4)), arm))
-    for other, arm in others:
-        key = "actor_rollout_ref.actor.fsdp_config.use_no_sync_for_gradient_accumulation"
-        more = [f"{key}={other.no_sync}"] * (other.no_sync != job.no_sync)
-        found.append(_way(other, arm, compare(other, hardware, [arm])[arm.name], *more))
-    return sorted(found, key=_rank)
+    ways += [_way(other, arm, compare(other, hardware, [arm])[arm.name], *more) for other, arm, *more in others]
+    return sorted(ways, key=_rank)
 
 
 def _rank(way: dict[str, Any]) -> tuple[bool, float]:
     return not way["fits"], way["seconds"]
 
 
-def _way(job: Job, arm: Arm, found: dict[str, Any], *more: str) -> dict[str, Any]:
+def _way(job: Job, arm: Arm, outcome: dict[str, Any], *more: str) -> dict[str, Any]:
     words = [f"schedule={arm.path}"] + ["offload=True"] * arm.offload
     if arm.path == "phased" and job.wave_tokens:
         words.append(f"wave_tokens={job.wave_tokens}")
     return {
         "overrides": [*(f"actor_rollout_ref.actor.prefix.{word}" for word in words), *more],
-        "seconds": _seconds(found),
-        "peak_gib": found["peak_gib"],
-        "fits": found["fits"],
+        "seconds": _seconds(outcome),
+        "peak_gib": outcome["peak_gib"],
+        "fits": outcome["fits"],
     }
 
 
@@ -149,11 +142,11 @@ def longest(peak_gib: Callable[[int], float], gib: float, low: int, high: int) -
         along = (gib - at_low) / (at_high - at_low)
         guess = low + int((high - low) * along) if i % 2 == 0 else math.isqrt(low * high)
         guess = min(max(guess, low + 1 + low // 100), high - 1)
-        found = peak_gib(guess)
-        if found <= gib:
-            low, at_low = guess, found
+        at_guess = peak_gib(guess)
+        if at_guess <= gib:
+            low, at_low = guess, at_guess
         else:
-            high, at_high = guess, found
+            high, at_high = guess, at_guess
     return low
 
 
@@ -183,41 +176,18 @@ def fit(job: Job, hardware: Hardware, gib: float, arms: Sequence[Arm] = ARMS) ->
         # Where room ends, no attention is kept.
         return as_json(simulate(changed, [replace(arm, keeps_attention=False)], hardware)[0])["peak_gib"]
 
-    found: dict[str, dict[str, int | None]] = {}
-    for arm in arms:
-        phased = arm.path == "phased"
-        wave = (job.wave_tokens or suffix) if phased else None
+    def sizes(arm: Arm) -> dict[str, int | None]:
+        wave = (job.wave_tokens or suffix) if arm.path == "phased" else None
         num_rows = rows if arm.path == "packed" else min(rows, 2)
-        found[arm.name] = {
-            "prompt": longest(lambda n, a=arm, r=num_rows, w=wave: peak(a, n, r, w), gib, shortest, longest_prompt),
-        }
+        prompt = longest(lambda n: peak(arm, n, num_rows, wave), gib, shortest, longest_prompt)
         if arm.path == "packed":
-            found[arm.name]["group"] = longest(lambda n, a=arm: peak(a, group.prefix_len, n, None), gib, 1, 64)
-        if phased:
-            found[arm.name]["wave"] = longest(
-                lambda n, a=arm: peak(a, group.prefix_len, 2 * -(-n // suffix), n), gib, suffix, 64 * suffix
-            )
-    return found
+            return {"prompt": prompt, "group": longest(lambda n: peak(arm, group.prefix_len, n, None), gib, 1, 64)}
+        if wave is None:
+            return {"prompt": prompt}
 
+        def of_wave(tokens: int) -> float:
+            return peak(arm, group.prefix_len, 2 * -(-tokens // suffix), tokens)
 
-def show(found: dict[str, Any], gpu: str, console: Console) -> None:
-    """Prints `compare`'s arms."""
-    table = Table(
-        Column("simulated", no_wrap=True), "update s", "log-probs s", "speed-up", "over lean", "FLOP ratio", "peak GiB",
-        "of which",
-        title=f"one mini-batch of the costliest rank on {gpu}, simulated; lean: stock with lm_head on responses alone",
-    )  # fmt: skip
-    for name, arm in found.items():
-        peak = max(arm["phases"].values(), key=lambda phase: phase["peak_gib"])
-        owners = sorted(peak["owners_gib"].items(), key=lambda item: -item[1])[:2]
-        table.add_row(
-            name, f"{arm['update_seconds']:.3g}", f"{arm['log_prob_seconds']:.3g}", f"{arm['speedup']:.2f}",
-            f"{arm['speedup_over_lean']:.2f}", f"{arm['flop_ratio']:.2f}",
-            f"{arm['peak_gib']:.1f}" + ("" if arm["fits"] else " does not fit"),
-            ", ".join(f"{owner} {gib:.1f}" for owner, gib in owners),
-        )  # fmt: skip
-    console.print(table)
+        return {"prompt": prompt, "wave": longest(of_wave, gib, suffix, 64 * suffix)}
 
-
-def hardware_json(hardware: Hardware) -> dict[str, float]:
-    return dataclasses.asdict(hardware)
+    return {arm.name: sizes(arm) for arm in arms}

@@ -55,19 +55,19 @@ class TowerPixels:
 
     def at(self, rows: Sequence[int], lengths: Iterable[int], device: torch.device) -> dict[str, torch.Tensor]:
         """Arguments of `models.vision.forward` for a packed row: of these rows, one piece of so many tokens each."""
-        c, start, places, grids = self.config.vision_config, 0, [], []
+        c, start, positions, grids = self.config.vision_config, 0, [], []
         for row, length in zip(rows, lengths, strict=True):
             grids += self.grids[row]
-            places.append(torch.arange(start, start + num_features(self.grids[row], self.config)))
+            positions.append(torch.arange(start, start + num_features(self.grids[row], self.config)))
             start += length
         if not grids:
             return {}
         size = c.in_channels * c.temporal_patch_size * c.patch_size**2
-        found = {"patches": torch.zeros(num_patches(tuple(grids)), size), "places": torch.cat(places)}
-        found = {name: x.to(device, non_blocking=True) for name, x in found.items()}
-        grid = found["grid"] = torch.tensor(grids, device=device)
+        inputs = {"patches": torch.zeros(num_patches(tuple(grids)), size), "places": torch.cat(positions)}
+        inputs = {name: x.to(device, non_blocking=True) for name, x in inputs.items()}
+        grid = inputs["grid"] = torch.tensor(grids, device=device)
         grid.rows = tuple(grids)  # type: ignore[attr-defined]
-        return found
+        return inputs
 
 
 def prepare_tower(model: Any) -> None:
@@ -82,13 +82,13 @@ def prepare_tower(model: Any) -> None:
     if process := getattr(text, "_deepstack_process", None):
 
         def deepstack(hidden: torch.Tensor, mask: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
-            """The original, with places instead of a mask, whose number of tokens is no value of a fake tensor."""
+            """The original, with an index instead of a mask, whose number of tokens is no value of a fake tensor."""
             if not isinstance(hidden, FakeTensor):
                 return process(hidden, mask, features)
-            places = torch.arange(len(features), device=hidden.device)
+            index = torch.arange(len(features), device=hidden.device)
             for _ in ("read", "write"):
-                places[:1].cpu()  # a mask is counted on the host
-            return process(hidden.squeeze(0), places, features).unsqueeze(0)
+                index[:1].cpu()  # a mask is counted on the host
+            return process(hidden.squeeze(0), index, features).unsqueeze(0)
 
         text._deepstack_process = deepstack
 
@@ -106,11 +106,11 @@ def _with_values(tower: Any, args: tuple[torch.Tensor], kwargs: dict[str, Any]) 
         values["position_ids"] = get_vision_position_ids(real, merge)
         values["cu_seqlens"] = get_vision_cu_seqlens(real)
         if hasattr(config, "window_size"):
-            found = get_vision_window_index(real, merge, config.window_size, config.patch_size)
-            values["window_index"], values["cu_window_seqlens"] = found
+            windows = get_vision_window_index(real, merge, config.window_size, config.patch_size)
+            values["window_index"], values["cu_window_seqlens"] = windows
         else:
-            found = get_vision_bilinear_indices_and_weights(real, tower.num_grid_per_side, merge)
-            values["bilinear_indices"], values["bilinear_weights"] = found
+            bilinear = get_vision_bilinear_indices_and_weights(real, tower.num_grid_per_side, merge)
+            values["bilinear_indices"], values["bilinear_weights"] = bilinear
         bounds = {name: tuple(x.tolist()) for name, x in values.items() if name.startswith("cu_")}
     for name, value in values.items():
         grid.cpu()  # each of them is made of what the host reads
