@@ -5,7 +5,7 @@ matplotlib is imported here alone. It is optional: without it a report has no pl
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +69,7 @@ class Bars:
     ticks: Sequence[str]
     bars: dict[str, Values]
     lines: tuple[str, dict[str, Values]] = ("", {})
-    texts: Sequence[str] = field(default=())
+    texts: Sequence[str] = ()
 
     def labels(self) -> list[str]:
         return [label for label, heights in self.bars.items() if _known(heights)]

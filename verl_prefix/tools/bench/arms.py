@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -98,7 +99,7 @@ class Forward(NamedTuple):
     token_index: torch.Tensor
     kept: torch.Tensor | None
     extra: dict[str, Any]
-    select: Callable[[torch.Tensor], torch.Tensor] = lambda logits: logits.flatten(0, 1)
+    select: Callable[[torch.Tensor], torch.Tensor] = lambda logits: logits.flatten(0, -2)
 
 
 class Done(NamedTuple):
@@ -207,17 +208,15 @@ def _run(case: Case, forward: Forward, backward: Callable[[torch.Tensor], None])
     model, batch = case.model, case.batch
 
     def loss(index: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-        return batch.loss(index, batch.log_probs(index, model.lm_head(hidden)))
+        return batch.loss(index, batch.log_probs(index, forward.select(model.lm_head(hidden))))
 
     hidden = model.base_model(
         input_ids=forward.input_ids, position_ids=forward.position_ids, use_cache=False, **forward.extra
     ).last_hidden_state
-    if forward.kept is None:
-        logits = forward.select(model.lm_head(hidden))
-        backward(batch.loss(forward.token_index, batch.log_probs(forward.token_index, logits)))
-        return
-    kept = hidden.flatten(0, 1)[forward.kept]
-    pieces = list(zip(forward.token_index.split(case.logits_chunk), kept.split(case.logits_chunk), strict=True))
+    pieces = [(forward.token_index, hidden)]
+    if forward.kept is not None:
+        chunks = (x.split(case.logits_chunk) for x in (forward.token_index, hidden.flatten(0, 1)[forward.kept]))
+        pieces = list(zip(*chunks, strict=True))
     whole = len(pieces) == 1
     backward(sum(loss(*p) if whole else checkpoint(loss, *p, use_reentrant=False) for p in pieces))
 
@@ -243,8 +242,7 @@ def block_mask(layout: Layout, device: torch.device) -> BlockMask:
     """The mask of a packed row: a segment reads itself and its group's prefix, causally by index in the row."""
     segments = layout.segments
     lens = torch.tensor([s.length for s in segments])
-    starts = torch.cat([torch.zeros(1, dtype=torch.int64), lens.cumsum(0)[:-1]]).tolist()
-    prefixes = {start: i for i, start in enumerate(starts)}
+    prefixes = {start: i for i, start in enumerate(accumulate((s.length for s in segments), initial=0))}
     # A suffix names where its prefix starts; a prefix has none and reads itself.
     parents = torch.tensor([prefixes[s.prefix_start] if s.prefix_len else i for i, s in enumerate(segments)])
     own = torch.arange(len(segments)).repeat_interleave(lens).to(device)
@@ -269,18 +267,13 @@ def _flex_forward(batch: Batch, groups: Sequence[Group]) -> Forward:
     )
 
 
-@functools.cache
-def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    return torch.compile(function)
-
-
 def _flex_attention(module, query, key, value, attention_mask, scaling=None, prefix_blocks=None, **_):
     attend = _compiled(flex_attention) if query.is_cuda else flex_attention
     out = attend(query, key, value, block_mask=prefix_blocks, scale=scaling, enable_gqa=True)
     return out.transpose(1, 2).contiguous(), None
 
 
-_lower_right = functools.cache(causal_lower_right)
+_lower_right, _compiled = functools.cache(causal_lower_right), functools.cache(torch.compile)
 
 
 def _prefix_grouper_attention(model: PreTrainedModel) -> str:

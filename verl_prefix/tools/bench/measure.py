@@ -5,7 +5,6 @@ import functools
 import json
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from verl_prefix.auto.cost import Memory, PassCost, Rates, plan_passes
 from verl_prefix.auto.shape import ModelShape, model_shape
 from verl_prefix.core.groups import Group
 from verl_prefix.core.schedule import Schedule
-from verl_prefix.core.waves import Plan, make_plan
+from verl_prefix.core.waves import Plan
 from verl_prefix.models.hookup import HookedModel
 from verl_prefix.tools.bench import report as tables
 from verl_prefix.tools.bench.arms import WAVES_PER_BUDGET, Case, build_batch, make_arm_plan, run_arm, stock_attention
@@ -48,12 +47,10 @@ def update_flops(shape: ModelShape, size: Size, arm: str, budget: int, plan: Pla
     if path in STOCK:
         head = size.suffix if path == "stock_lean" else size.row
         passes = [PassCost(size.row, head, len(shape.windows) * size.row * (size.row + 1) / 2)] * size.group
-    elif path == "ideal":
-        passes = plan_passes(shape, make_plan([group], group.num_physical_tokens, "packed"))
-    elif path == "auto":
-        passes = plan_passes(shape, plan)
     else:
-        passes = plan_passes(shape, make_arm_plan([group], budget, "phased" if path == "phased" else "packed"))
+        budget = group.num_physical_tokens if path == "ideal" else budget
+        schedule = "phased" if path == "phased" else "packed"
+        passes = plan_passes(shape, plan if path == "auto" else make_arm_plan([group], budget, schedule))
     if path == "prefix_grouper":  # its prefix holds the last prompt token, too, and lm_head runs on everything
         passes = [PassCost(p.tokens + 1, p.tokens + 1, p.pairs) for p in passes]
     layers = sum(p.tokens * shape.linear + p.pairs * shape.pair for p in passes)
@@ -91,14 +88,15 @@ class Bench:
         batch = build_batch(size, self.model.config.vocab_size, options.device)
         arms, auto, plan = list(options.running), None, None
         if "auto" in arms:
-            plan, auto = self._step(f"{size} chooser", 0, self._choose, batch.groups, budget, arms)
+            self._say(f"{size} chooser")
+            plan, auto = self._choose(batch.groups, budget, arms)
             if auto["same_as"]:
                 arms.remove("auto")
         case = Case(self.model, batch, budget, plan=plan)
         truth = self._truth(case) if options.truth != "none" else {}
         results = {arm: {"flops": update_flops(self.shape, size, arm=arm, budget=budget, plan=plan)} for arm in arms}
         for arm, result in results.items():
-            result |= self._memory(arm, case, result["flops"])
+            result |= self._memory(arm, case)
             result["seconds"] = {"update": [], "forward": [], "log_probs": []}
         alive = {arm: result for arm, result in results.items() if "failed" not in result}
         start = time.perf_counter()
@@ -115,34 +113,22 @@ class Bench:
             "arms": results,
         }  # fmt: skip
 
-    def cost(self, size: Size) -> float:
-        """FLOPs of `row`, about, for the progress bar."""
-        options, budget = self.options, self.options.budget_of(size)
-        arms = sum(update_flops(self.shape, size, arm, budget) for arm in options.running)
-        truth = self._truth_cost(size) if options.truth != "none" else 0
-        return truth + (4 / 3 * options.repeats + options.memory) * arms
+    def capacity(self, arm: str, size: Size) -> int:
+        self._say(f"{size} capacity of {arm}")
+        return capacity(self.options, arm, size=size, layers=self.layers, model=self.model)
 
-    def _truth_cost(self, size: Size) -> float:
-        # Twice as wide is half as fast; the tensor cores that bf16 runs on are about 8 times as fast as fp32.
-        slower = 2 if self.options.truth == "float64" else 1
-        return update_flops(self.shape, size, "stock_lean", 0) * slower * (8 if self.options.device == "cuda" else 1)
-
-    def _step(self, text: str, cost: float, run: Callable[..., Any], *args: Any) -> Any:
+    def _say(self, text: str) -> None:
         self.progress.set_description(text, refresh=sys.stderr.isatty())
-        value = run(*args)
-        self.progress.update(cost)
-        return value
 
     def _measure(self, arm: str, case: Case, result: dict[str, Any], truth: dict[str, torch.Tensor], turn: int) -> None:
-        text, counts = f"{case.batch.size} round {turn + 1} {arm}", turn < self.options.repeats
-        done = self._step(text, result["flops"] * counts, run_arm, case, arm)
+        self._say(f"{case.batch.size} round {turn + 1} {arm}")
+        done = run_arm(case, arm)
         result["seconds"]["update"].append(done.seconds)
         result["seconds"]["forward"].append(done.forward)
         if truth and turn == 0:
             result["grad_error"] = gradient_error(self.model, truth)
         if "+" not in arm:  # what is added changes nothing without gradients
-            done = self._step(text, result["flops"] / 3 * counts, run_arm, case, arm, False)
-            result["seconds"]["log_probs"].append(done.seconds)
+            result["seconds"]["log_probs"].append(run_arm(case, arm, train=False).seconds)
 
     def _rates(self, budget: int, batch_tokens: int, forward_only: bool) -> Rates:
         schedule = functools.partial(Schedule, HookedModel(self.model))
@@ -155,29 +141,26 @@ class Bench:
     def _choose(self, groups: list[Group], budget: int, arms: list[str]) -> tuple[Plan | None, dict[str, Any]]:
         plan = self.chooser.choose(groups, budget, forward_only=False)
         same = {make_arm_plan(groups, budget, name): name for name in ("packed", "phased") if name in arms}
-        if plan is None:
-            choice, same_as = "stock", "stock" if "stock" in arms else None
-        else:
-            choice = "phased" if plan.phased else "packed"
-            same_as = same.get(plan)
-        return plan, {"choice": choice, "predicted": self.chooser.speedup, "same_as": same_as}
+        same |= {None: "stock"} if "stock" in arms else {}
+        choice = "stock" if plan is None else "phased" if plan.phased else "packed"
+        return plan, {"choice": choice, "predicted": self.chooser.speedup, "same_as": same.get(plan)}
 
     def _truth(self, case: Case) -> dict[str, torch.Tensor]:
-        size = case.batch.size
+        self._say(f"{case.batch.size} truth")
         model = copy.deepcopy(self.model).to(getattr(torch, self.options.truth))
-        lean = Case(model, case.batch, case.budget)
-        self._step(f"{size} truth", self._truth_cost(size), run_arm, lean, "stock_lean", True, "sdpa")
+        run_arm(Case(model, case.batch, case.budget), "stock_lean", attention="sdpa")
         return {name: parameter.grad for name, parameter in model.named_parameters()}
 
-    def _memory(self, arm: str, case: Case, cost: float) -> dict[str, Any]:
+    def _memory(self, arm: str, case: Case) -> dict[str, Any]:
         """On CUDA in this process, which also warms up; an arm that has not enough memory is out."""
         if not self.options.memory:
             return {}
-        text, size = f"{case.batch.size} memory of {arm}", case.batch.size
+        size = case.batch.size
+        self._say(f"{size} memory of {arm}")
         if self.options.device == "cpu":
-            return self._step(text, cost, in_fresh_process, added_peak, self.options, arm, size, self.layers, case.plan)
+            return in_fresh_process(added_peak, self.options, arm, size, self.layers, case.plan)
         try:
-            return self._step(text, cost, added_peak_here, self.options, arm, self.model, size, case.plan)
+            return added_peak_here(self.options, arm, self.model, size, case.plan)
         except torch.OutOfMemoryError as error:
             reason = f"out of memory: {str(error).splitlines()[0]}"
         free_memory()
@@ -240,23 +223,20 @@ def run(options: Options, out: Path | None = None, allow_dirty: bool = False) ->
 def _measure_rows(options: Options, report: dict[str, Any], out: Path | None) -> None:
     """Adds the rows that the report has not yet."""
     done = {tuple(row[k] for k in ("layers", *Size._fields)) for row in report["rows"]}
-    # One step may take minutes: its speed is that of the whole run. A log gets a line now and then.
-    every = 0.1 if sys.stderr.isatty() else 20
-    with tqdm(total=0, unit="FLOP", unit_scale=True, smoothing=0, mininterval=every, maxinterval=every) as progress:
+    every = 0.1 if sys.stderr.isatty() else 20  # a log gets a line now and then
+    with tqdm(total=0, unit="row", mininterval=every, maxinterval=every) as progress:
         for layers in options.layers:
             sizes = [size for size in options.sizes if (layers, *size) not in done]
             if not sizes:
                 continue
             bench = Bench(options, layers, progress)
-            progress.total += sum(bench.cost(size) for size in sizes)
+            progress.total += len(sizes)
             for size in sizes:
                 row = bench.row(size)
                 if options.capacity and layers == options.layers[-1]:
-                    row["capacity"] = {}
-                    for arm in options.running:
-                        progress.set_description(f"{size} capacity of {arm}", refresh=sys.stderr.isatty())
-                        row["capacity"][arm] = capacity(options, arm, size=size, layers=layers, model=bench.model)
+                    row["capacity"] = {arm: bench.capacity(arm, size) for arm in options.running}
                 report["rows"].append(row)
+                progress.update()
                 if out:
                     tables.compare(report)
                     tables.write(report, out)

@@ -46,7 +46,7 @@ def full_depth(shape: str) -> int:
 
 
 def build_model(shape: str, layers: int, device: str, dtype: torch.dtype, positions: int = 4096) -> PreTrainedModel:
-    """A model of this shape with random weights and `layers` layers, with zero gradients in place."""
+    """A model of this shape with random weights and `layers` layers, with gradients of zero."""
     kind, sizes, others = SHAPES[shape]
     fields = dict(zip(_FIELDS, sizes, strict=True)) | dict(tie_word_embeddings=False) | others
     config = kind(**fields | dict(num_hidden_layers=layers, max_position_embeddings=positions))
@@ -145,10 +145,8 @@ class Options:
         return self.budget or max(2 * size.row, 16384 if self.device == "cuda" else 0)
 
     def model(self, layers: int) -> PreTrainedModel:
-        longest = max(size.row for size in self.sizes)
-        model = build_model(
-            self.shape, layers, device=self.device, dtype=self.torch_dtype, positions=max(4096, longest)
-        )
+        longest = max(4096, *(size.row for size in self.sizes))
+        model = build_model(self.shape, layers, device=self.device, dtype=self.torch_dtype, positions=longest)
         torch._dynamo.config.recompile_limit = RECOMPILE_LIMIT  # of these layers and of the arm flex
         if self.compile:
             for layer in model.base_model.layers:
@@ -157,5 +155,5 @@ class Options:
 
     def asdict(self) -> dict[str, Any]:
         """As JSON has it. Rows may differ between runs that go into one file."""
-        fields = {name: value for name, value in asdict(self).items() if name != "sizes"}
-        return {name: list(value) if isinstance(value, tuple) else value for name, value in fields.items()}
+        fields = ((name, value) for name, value in asdict(self).items() if name != "sizes")
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in fields}

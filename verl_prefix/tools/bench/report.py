@@ -48,13 +48,14 @@ def compare(report: dict[str, Any]) -> None:
                     arm[name] = dict(zip(("p20", "p50", "p80"), _quantiles(seconds), strict=True))
     layers = report["config"]["layers"]
     if len(layers) == 2:
-        by_size: dict[tuple[int, ...], list[dict[str, Any]]] = {}
-        for row in report["rows"]:
-            by_size.setdefault((row["prefix"], row["suffix"], row["group"]), []).append(row)
-        pairs = [sorted(rows, key=lambda row: row["layers"]) for rows in by_size.values() if len(rows) == 2]
-        report["extrapolated"] = [_extrapolate(low, high, report["full_depth"]) for low, high in pairs]
+        low, high = ({_size(row, False): row for row in report["rows"] if row["layers"] == n} for n in layers)
+        pairs = [(low[size], high[size]) for size in low if size in high]
+        report["extrapolated"] = [_extrapolate(*pair, report["full_depth"]) for pair in pairs]
+    peak = None
+    if report["config"]["device"] == "cuda" and report["config"]["dtype"] in ("bfloat16", "float16"):
+        peak = next((flops for name, flops in PEAK_FLOPS.items() if name in report["device"]), None)
     for row in (*report["rows"], *report["extrapolated"]):
-        _ratios(row, _peak_flops(report))
+        _ratios(row, peak)
 
 
 def _quantiles(seconds: list[float]) -> tuple[float, float, float]:
@@ -101,12 +102,6 @@ def _ratios(row: dict[str, Any], peak: float | None) -> None:
             arm["of_ceiling"] = arm["speedup"] / arm["ceiling"]
 
 
-def _peak_flops(report: dict[str, Any]) -> float | None:
-    if report["config"]["device"] != "cuda" or report["config"]["dtype"] not in ("bfloat16", "float16"):
-        return None
-    return next((peak for name, peak in PEAK_FLOPS.items() if name in report["device"]), None)
-
-
 def auto_speedup(row: dict[str, Any]) -> float | None:
     """Measured, of the plan that auto chose; None where it was not measured."""
     if not row["auto"]:
@@ -135,13 +130,13 @@ def markdown(report: dict[str, Any]) -> str:
     ]
     rows = [*report["rows"], *report["extrapolated"]]
     head = ["P/S/G", "arm", "n", "update s", "speed-up", "over stock_lean", "of the FLOP ratio", "forward s",
-            "log-probs s", "speed-up", "added MiB", "gradient error"]  # fmt: skip
-    with_mfu = any("mfu" in arm for row in rows for arm in row["arms"].values())
+            "log-probs s", "speed-up", "added MiB", "gradient error", "MFU"]  # fmt: skip
+    columns = len(head) if any("mfu" in arm for row in rows for arm in row["arms"].values()) else len(head) - 1
     cells = []
     for row in rows:
         for i, (name, arm) in enumerate(row["arms"].items()):
-            cells.append([_size(row, len(config["layers"]) > 1) if i == 0 else "", *_cells(row, name, arm, with_mfu)])
-    lines += [*table(head + ["MFU"] * with_mfu, cells), *_notes(report, rows)]
+            cells.append([_size(row, len(config["layers"]) > 1) if i == 0 else "", *_cells(row, name, arm)])
+    lines += [*table(head[:columns], [line[:columns] for line in cells]), *_notes(report, rows)]
     return "\n".join(lines).rstrip()
 
 
@@ -154,12 +149,11 @@ _ATTENTION = {
 
 def _size(row: dict[str, Any], with_depth: bool) -> str:
     depth = f", {row['layers']} layers" if with_depth else ""
-    return (
-        f"{row['prefix']}/{row['suffix']}/{row['group']}{depth}{', extrapolated' if 'extrapolated_from' in row else ''}"
-    )
+    told = ", extrapolated" if "extrapolated_from" in row else ""
+    return f"{row['prefix']}/{row['suffix']}/{row['group']}{depth}{told}"
 
 
-def _cells(row: dict[str, Any], name: str, arm: dict[str, Any], with_mfu: bool) -> list[str]:
+def _cells(row: dict[str, Any], name: str, arm: dict[str, Any]) -> list[str]:
     lean = row["arms"].get("stock_lean+checkpoint" if "+checkpoint" in name else "stock_lean", {})
     with_lean = "update" in lean and "update" in arm
     if name == "auto":
@@ -167,7 +161,7 @@ def _cells(row: dict[str, Any], name: str, arm: dict[str, Any], with_mfu: bool) 
     elif row["auto"] and row["auto"]["same_as"] == name:
         name += " (auto's choice)"
     if "failed" in arm:
-        return [name, "-", arm["failed"], *["-"] * (8 + with_mfu)]
+        return [name, "-", arm["failed"], *["-"] * 9]
 
     def number(key: str, form: str) -> str:
         return format(arm[key], form) if key in arm else "-"
@@ -175,11 +169,10 @@ def _cells(row: dict[str, Any], name: str, arm: dict[str, Any], with_mfu: bool) 
     def seconds(key: str) -> str:
         return "{p50:.3g} ({p20:.3g} to {p80:.3g})".format(**arm[key]) if key in arm else "-"
 
-    cells = [name, str(len(arm["seconds"]["update"])) if "seconds" in arm else "-", seconds("update"),
+    return [name, str(len(arm["seconds"]["update"])) if "seconds" in arm else "-", seconds("update"),
              number("speedup", ".2f"), f"{lean['update']['p50'] / arm['update']['p50']:.2f}" if with_lean else "-",
              number("of_ceiling", ".2f"), seconds("forward"), seconds("log_probs"), number("log_probs_speedup", ".2f"),
-             number("added_peak_mib", ".0f"), number("grad_error", ".1e")]  # fmt: skip
-    return cells + [number("mfu", ".2f")] * with_mfu
+             number("added_peak_mib", ".0f"), number("grad_error", ".1e"), number("mfu", ".2f")]  # fmt: skip
 
 
 def _notes(report: dict[str, Any], rows: list[dict[str, Any]]) -> list[str]:
