@@ -33,14 +33,9 @@ def random_rollouts(
     rows = []
     for prompt_len, response_lens in shape:
         prompt = torch.randint(vocab_size, (prompt_len,), generator=generator)
-        rows += [
-            (
-                prompt,
-                torch.randint(vocab_size, (length,), generator=generator),
-                torch.randn(length, generator=generator, dtype=dtype),
-            )
-            for length in response_lens
-        ]
+        for length in response_lens:
+            response = torch.randint(vocab_size, (length,), generator=generator)
+            rows.append((prompt, response, torch.randn(length, generator=generator, dtype=dtype)))
     order = torch.randperm(len(rows), generator=generator).tolist()
     return Rollouts(*([rows[i][column] for i in order] for column in range(3)))
 
@@ -87,13 +82,13 @@ def run_shared(
         weights[start + len(prompt) : start + len(prompt) + len(weight)] = weight.to(device)
     log_probs = torch.zeros(len(flat), dtype=parameter.dtype, device=device)
 
-    def outputs(place: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-        return logits.log_softmax(-1).gather(-1, flat[place + 1].unsqueeze(-1))
+    def outputs(index: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        return logits.log_softmax(-1).gather(-1, flat[index + 1].unsqueeze(-1))
 
-    def step(groups: Sequence[Group], layout: Layout, found: torch.Tensor) -> torch.Tensor:
-        place = layout.suffix_index.to(device) + 1
-        log_probs[place] = found[:, 0].detach().to(log_probs.dtype)
-        return (found[:, 0] * weights[place].to(found.dtype)).sum()
+    def step(groups: Sequence[Group], layout: Layout, values: torch.Tensor) -> torch.Tensor:
+        index = layout.suffix_index.to(device) + 1
+        log_probs[index] = values[:, 0].detach().to(log_probs.dtype)
+        return (values[:, 0] * weights[index].to(values.dtype)).sum()
 
     runner = Schedule(
         HookedModel(model), outputs, step, torch.Tensor.backward if train else None, kernel=kernel, **schedule_args

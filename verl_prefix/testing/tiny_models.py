@@ -19,22 +19,6 @@ VISION_CHAT_TEMPLATE = (
     "{% endif %}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
-_FAMILIES = {
-    "qwen3": "Qwen3Config",
-    "llama": "LlamaConfig",
-    "qwen3_moe": "Qwen3MoeConfig",
-    "gpt_oss": "GptOssConfig",
-    "qwen2_5_vl": "Qwen2_5_VLConfig",
-    "qwen3_vl": "Qwen3VLConfig",
-    "qwen3_5": "Qwen3_5Config",
-    "qwen3_5_moe": "Qwen3_5MoeConfig",
-    "qwen3_5_text": "Qwen3_5TextConfig",
-    "qwen3_next": "Qwen3NextConfig",
-    "olmo_hybrid": "OlmoHybridConfig",
-    "lfm2": "Lfm2Config",
-    "granitemoehybrid": "GraniteMoeHybridConfig",
-    "bamba": "BambaConfig",
-}
 _EXPERTS = {
     "qwen3_moe": dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64),
     "gpt_oss": dict(num_local_experts=4, num_experts_per_tok=2, sliding_window=25),
@@ -66,6 +50,7 @@ _TOWERS = {
     "qwen3_5": {"num_position_embeddings": 64},
     "qwen3_5_moe": {"num_position_embeddings": 64},
 }
+_FAMILIES = {"qwen3", "llama", *_EXPERTS, *_RECURRENT, *_TOWERS}
 _VISION_TOKENS = {
     "<|vision_start|>": "vision_start_token_id",
     "<|vision_end|>": "vision_end_token_id",
@@ -110,7 +95,7 @@ def write_tiny_model(
         ValueError: ``family`` is unknown or ``vocab_size`` is below 259.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedTokenizerFast
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedTokenizerFast
 
     if family not in _FAMILIES:
         raise ValueError(f"family={family!r} is unknown; use one of {sorted(_FAMILIES)}")
@@ -144,12 +129,13 @@ def write_tiny_model(
         "eos_token_id": tokenizer.eos_token_id,
         "pad_token_id": tokenizer.pad_token_id,
     }
-    fields |= _EXPERTS.get(family, {}) | _RECURRENT.get(family, {})
-    config = _config(family, fields | overrides, tokenizer)
-    auto_class = AutoModelForImageTextToText if family in _TOWERS else AutoModelForCausalLM
+    fields |= _EXPERTS.get(family, {}) | _RECURRENT.get(family, {}) | overrides
+    auto_class = AutoModelForCausalLM
+    if family in _TOWERS:
+        auto_class, fields = AutoModelForImageTextToText, _with_tower(family, fields, tokenizer)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = auto_class.from_config(config, dtype=torch.float32)
+        model = auto_class.from_config(AutoConfig.for_model(family, **fields), dtype=torch.float32)
         for name, parameter in model.named_parameters():
             if name.endswith("A_log"):  # as drawn, a state would be gone after a token or two
                 torch.nn.init.uniform_(parameter, -3.0, 1.0)
@@ -158,21 +144,16 @@ def write_tiny_model(
     return str(path)
 
 
-def _config(family: str, fields: dict[str, Any], tokenizer: Any) -> Any:
-    import transformers
-
-    config_class = getattr(transformers, _FAMILIES[family])
-    if family not in _TOWERS:
-        return config_class(**fields)
+def _with_tower(family: str, fields: dict[str, Any], tokenizer: Any) -> dict[str, Any]:
+    """Fields of the whole model's configuration, from those of its text layers."""
     # Rotary angles of time, height and width, for head_dim 32.
     rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 6, 6]}
     rope |= {"partial_rotary_factor": 1.0} if family in _RECURRENT else {}
     ids = dict(zip(_VISION_TOKENS.values(), tokenizer.convert_tokens_to_ids(list(_VISION_TOKENS)), strict=True))
     tower = dict(depth=2, hidden_size=32, intermediate_size=48, num_heads=2, patch_size=4)
     tower |= dict(out_hidden_size=fields["hidden_size"], **_TOWERS[family])
-    return config_class(
-        text_config=fields | {"rope_parameters": rope}, vision_config=tower, tie_word_embeddings=False, **ids
-    )
+    text = fields | {"rope_parameters": rope}
+    return dict(text_config=text, vision_config=tower, tie_word_embeddings=False, **ids)
 
 
 def visual_prompt(
@@ -188,7 +169,7 @@ def visual_prompt(
     Returns:
         tokens [length] int64, and the fields of verl's `multi_modal_inputs`.
     """
-    tower, tokens, found = config.vision_config, [], {}
+    tower, tokens, pixels = config.vision_config, [], {}
     patch = tower.in_channels * tower.temporal_patch_size * tower.patch_size**2
     for part in parts:
         if isinstance(part, int):
@@ -200,9 +181,9 @@ def visual_prompt(
         for count in [per_frame * num_frames] if config.model_type == "qwen2_5_vl" else [per_frame] * num_frames:
             pads = [getattr(config, f"{kind}_token_id")] * count
             tokens += [config.vision_start_token_id, *pads, config.vision_end_token_id]
-        found.setdefault(values, []).append(torch.randn(num_frames * height * width, patch, generator=generator))
-        found.setdefault(f"{kind}_grid_thw", []).append(torch.tensor([[num_frames, height, width]]))
-    return torch.tensor(tokens), {name: torch.cat(pieces) for name, pieces in found.items()}
+        pixels.setdefault(values, []).append(torch.randn(num_frames * height * width, patch, generator=generator))
+        pixels.setdefault(f"{kind}_grid_thw", []).append(torch.tensor([[num_frames, height, width]]))
+    return torch.tensor(tokens), {name: torch.cat(pieces) for name, pieces in pixels.items()}
 
 
 def visual_positions(model: torch.nn.Module, ids: torch.Tensor, pixels: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -229,19 +210,16 @@ def write_tiny_vlm(path: str | Path, *, family: str, **overrides: Any) -> str:
     """
     import transformers
     from transformers import AutoModelForImageTextToText, AutoTokenizer, Qwen2VLImageProcessor
+    from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
+    from transformers.models.auto.video_processing_auto import VIDEO_PROCESSOR_MAPPING_NAMES
 
-    names = {
-        "qwen2_5_vl": ("Qwen2_5_VLProcessor", "Qwen2VLVideoProcessor"),
-        "qwen3_vl": ("Qwen3VLProcessor", "Qwen3VLVideoProcessor"),
-        "qwen3_5": ("Qwen3VLProcessor", "Qwen3VLVideoProcessor"),
-        "qwen3_5_moe": ("Qwen3VLProcessor", "Qwen3VLVideoProcessor"),
-    }
-    processor_class, video_class = (getattr(transformers, name) for name in names[family])
+    processor_class = getattr(transformers, PROCESSOR_MAPPING_NAMES[family])
+    video_class = getattr(transformers, VIDEO_PROCESSOR_MAPPING_NAMES[family])
     write_tiny_model(path, family=family, **overrides)
     tokenizer = AutoTokenizer.from_pretrained(path)
     # The sizes leave the pixels as qwen_vl_utils has scaled them.
-    patches = dict(patch_size=4, temporal_patch_size=2, merge_size=2)
-    patches |= {"size": {"shortest_edge": 64, "longest_edge": 2**24}}
+    size = dict(shortest_edge=64, longest_edge=2**24)
+    patches = dict(patch_size=4, temporal_patch_size=2, merge_size=2, size=size)
     processor_class(
         image_processor=Qwen2VLImageProcessor(**patches),
         tokenizer=tokenizer,
