@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from verl_prefix.tools import doctor
-from verl_prefix.versions import package_versions
+from verl_prefix.versions import installed_version
 
 
 class _Parser(argparse.ArgumentParser):
@@ -26,16 +26,10 @@ def _quieten_verl() -> None:
     warnings.filterwarnings("ignore", r"\w+ engine is not available", UserWarning)
 
 
-def _version() -> str:
-    found = package_versions(("verl-prefix", "verl", "torch"))
-    ours, verl, torch = (found[name] or "not installed" for name in ("verl-prefix", "verl", "torch"))
-    return f"verl-prefix {ours} (verl {verl}, torch {torch})"
-
-
 def _given(arguments: argparse.Namespace, options: type) -> dict[str, Any]:
     """Fields of an options dataclass that stand on the command line."""
-    names = [field.name for field in fields(options)]
-    return {name: value for name, value in vars(arguments).items() if name in names and value is not None}
+    values = {field.name: getattr(arguments, field.name, None) for field in fields(options)}
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def _doctor(_: argparse.Namespace) -> int:
@@ -184,7 +178,8 @@ def _add_plan(commands: argparse._SubParsersAction) -> None:
 def main(argv: list[str] | None = None) -> int:
     """Entry point of `verl-prefix`; the return value is the exit code."""
     parser = _Parser(prog="verl-prefix", description="Shared-prefix GRPO for verl's FSDP actor.")
-    parser.add_argument("--version", action="version", version=_version())
+    ours, verl, torch = (installed_version(name) or "not installed" for name in ("verl-prefix", "verl", "torch"))
+    parser.add_argument("--version", action="version", version=f"verl-prefix {ours} (verl {verl}, torch {torch})")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     command = commands.add_parser("doctor", help="say whether verl will use this package and what runs here")
     command.set_defaults(run=_doctor)

@@ -25,11 +25,16 @@ OVERRIDE = "VERL_PREFIX_ALLOW_UNTESTED_VERL"
 COMMIT = "VERL_PREFIX_COMMIT"  # the clean commit of a copy without .git
 
 
-def _verl_version() -> str:
+def installed_version(name: str) -> str | None:
+    """The version of a package; None: it is not installed."""
     try:
-        return importlib.metadata.version("verl")
+        return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
-        return "unknown (no package metadata)"
+        return None
+
+
+def _verl_version() -> str:
+    return installed_version("verl") or "unknown (no package metadata)"
 
 
 def untested_verl() -> str | None:
@@ -91,13 +96,7 @@ def git_state() -> dict[str, Any]:
 
 def package_versions(packages: Iterable[str]) -> dict[str, str | None]:
     """Versions of Python and of the packages; None for one that is not installed."""
-    found: dict[str, str | None] = {"python": platform.python_version()}
-    for name in packages:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            found[name] = None
-    return found
+    return {"python": platform.python_version()} | {name: installed_version(name) for name in packages}
 
 
 def device_name(device: str | None = None) -> str:

@@ -122,14 +122,14 @@ def test_the_plugin_policy_is_read_as_verl_reads_it(monkeypatch, policy, allowed
 
 @pytest.mark.parametrize("verl_version", ["0.8.0", "0.10.0", None])
 def test_a_verl_outside_the_supported_range_is_a_problem(monkeypatch, verl_version):
-    monkeypatch.setattr(doctor, "_version", lambda name: verl_version if name == "verl" else "1.0")
+    monkeypatch.setattr(doctor, "installed_version", lambda name: verl_version if name == "verl" else "1.0")
     problems = {line.split()[0]: problem for problem, line in doctor._check_versions()}
     assert problems["verl"].startswith("install verl")
 
 
 def test_versions_that_are_optional_may_be_absent(monkeypatch):
-    installed = doctor._version
-    monkeypatch.setattr(doctor, "_version", lambda name: None if name in ("vllm", "flash-attn") else installed(name))
+    installed, optional = doctor.installed_version, ("vllm", "flash-attn")
+    monkeypatch.setattr(doctor, "installed_version", lambda name: None if name in optional else installed(name))
     findings = list(doctor._check_versions())
     assert (None, "vllm not installed") in findings and (None, "flash-attn not installed") in findings
     assert all(problem is None for problem, _ in findings)

@@ -10,12 +10,11 @@ import importlib.util
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 from packaging.requirements import Requirement
 
-from verl_prefix.versions import moving_verl, untested_verl
+from verl_prefix.versions import installed_version, moving_verl, untested_verl
 
 PACKAGE = "verl-prefix"
 INSTALL = "run pip install . in a clone of this package, which is on no index"
@@ -32,40 +31,27 @@ RECURRENT = (
 Finding = tuple[str | None, str]
 
 
-@contextmanager
-def _explain(headline: str) -> Iterator[None]:
-    """Prints `headline` before the traceback of whatever is raised inside, which then ends the command with code 1."""
+def _load(module: str, headline: str) -> Any:
+    """Imports a module; prints `headline` before the traceback of a failure, which ends the command with code 1."""
     try:
-        yield
+        return importlib.import_module(module)
     except BaseException as error:
         print(f"FAIL {headline}: {type(error).__name__}: {error}", flush=True)
         raise
 
 
-def _version(distribution: str) -> str | None:
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
 def _check_versions() -> Iterator[Finding]:
-    ranges: dict[str, Requirement] = {}
-    if _version(PACKAGE):
-        for line in importlib.metadata.requires(PACKAGE) or []:
-            requirement = Requirement(line)
-            if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
-                ranges[requirement.name.lower()] = requirement
-    others = [r.name for r in ranges.values() if r.name.lower() not in {name.lower() for name in VERSIONS}]
-    for name in (*VERSIONS, *others):
-        version, requirement = _version(name), ranges.get(name.lower())
-        wanted = f" (supported: {requirement.specifier})" if requirement and requirement.specifier else ""
-        problem = None
-        if version is None and (requirement or name == PACKAGE):
-            problem = f"install {requirement}" if requirement else INSTALL
-        elif version and requirement and not requirement.specifier.contains(version, prereleases=True):
+    lines = importlib.metadata.requires(PACKAGE) or [] if installed_version(PACKAGE) else []
+    wanted = [r for r in map(Requirement, lines) if r.marker is None or r.marker.evaluate({"extra": ""})]
+    ranges = {requirement.name.lower(): requirement for requirement in wanted}
+    known = {name.lower() for name in VERSIONS}
+    for name in (*VERSIONS, *(requirement.name for key, requirement in ranges.items() if key not in known)):
+        version, requirement = installed_version(name), ranges.get(name.lower())
+        supported = f" (supported: {requirement.specifier})" if requirement and requirement.specifier else ""
+        problem = INSTALL if version is None and name == PACKAGE else None
+        if requirement and not (version and requirement.specifier.contains(version, prereleases=True)):
             problem = f"install {requirement}"
-        yield problem, f"{name} {version or 'not installed'}{wanted}"
+        yield problem, f"{name} {version or 'not installed'}{supported}"
     if problem := untested_verl():
         yield problem, "verl is a version that this package was run with"
     if warning := moving_verl():
@@ -76,7 +62,7 @@ def _check_trl() -> Iterator[Finding]:
     """verl's workers patch a class of trl's wherever trl is installed (verl/models/transformers/monkey_patch.py)."""
     if not importlib.util.find_spec("trl"):
         return
-    problem, line = None, f"trl {_version('trl') or 'without metadata'}"
+    problem, line = None, f"trl {installed_version('trl') or 'without metadata'}"
     try:
         try:
             from trl.experimental.ppo import AutoModelForCausalLMWithValueHead  # noqa: F401
@@ -104,11 +90,9 @@ def _check_policy() -> Iterator[Finding]:
 
 
 def _check_plugin() -> Iterator[Finding]:
-    with _explain("import verl"):
-        verl = importlib.import_module("verl")
+    verl = _load("verl", "import verl")
     loaded_by_verl = "verl_prefix.plugin" in sys.modules
-    with _explain("the plugin does not load and verl goes on without it"):
-        importlib.import_module("verl_prefix.plugin")
+    _load("verl_prefix.plugin", "the plugin does not load and verl goes on without it")
     if _policy()[1]:
         hidden = (
             "verl could not load it; its error: python -c 'import logging; logging.basicConfig(level=10); import verl'"
@@ -167,10 +151,8 @@ def _check_kernels() -> Iterator[Finding]:
     else:
         yield None, f"{line}: {chosen.rpartition('.')[2]}"
     if device == "cuda" and (missing := flash_attn.missing_best()):
-        yield (
-            None,
-            f"a faster attention kernel for this GPU is missing, or has unknown arguments: {missing} (flash-attn)",
-        )
+        line = f"a faster attention kernel for this GPU is missing, or has unknown arguments: {missing} (flash-attn)"
+        yield None, line
 
 
 def _check_recurrent() -> Iterator[Finding]:
@@ -178,7 +160,7 @@ def _check_recurrent() -> Iterator[Finding]:
     from transformers.utils import import_utils
 
     for layers, package, name in RECURRENT:
-        version, line = _version(package), f"recurrent layers, {layers}: "
+        version, line = installed_version(package), f"recurrent layers, {layers}: "
         if getattr(import_utils, f"is_{name}_available")():
             yield None, f"{line}{package} {version}"
         elif version:
@@ -195,10 +177,8 @@ def _check_config() -> Iterator[Finding]:
     except PlanError as error:
         yield str(error), f"model_engine={PLUGIN} does not compose"
         return
-    yield (
-        None if sources else "verl_prefix.plugin adds no entry",
-        f"Hydra search path: {', '.join(sources) or 'missing'}",
-    )
+    problem = None if sources else "verl_prefix.plugin adds no entry"
+    yield problem, f"Hydra search path: {', '.join(sources) or 'missing'}"
     for role, target in targets.items():
         problem = None if target.startswith("verl_prefix.") else f"another package provides model_engine={PLUGIN}"
         yield problem, f"model_engine={PLUGIN} composes {role}: {target}"
