@@ -65,8 +65,8 @@ def _plan(arguments: argparse.Namespace) -> int:
         raise ValueError(f"--{given[0]} is for a simulation; add --simulate")
     request = Request(arguments.gpu or "h100", arguments.fit) if arguments.simulate else None
     return command.run(
-        arguments.config_path, arguments.config_name, words=arguments.words, responses=arguments.response_lengths,
-        share_spec=arguments.shares, out=arguments.out, request=request,
+        arguments.out, arguments.config_name, arguments.words, responses=arguments.response_lengths,
+        share_spec=arguments.shares, config_path=arguments.config_path, request=request,
     )  # fmt: skip
 
 

@@ -265,8 +265,8 @@ def test_plan_decides_on_ref_as_the_engine_that_computes_it():
     only_passes_cost = Rates(fixed=1.0, linear=0.0, attention=0.0, head=0.0)
     predictor = make_predictor()
     predictor.profile = Profile(Rates(), only_passes_cost)
-    assert not predictor.decide([LONG], [4000], ref_engine=True)[0].stock
-    assert predictor.decide([LONG], [4000], ref_engine=False)[0].stock
+    assert not predictor.decide([(chooser.Batch(LONG, 4000),) * 2], ref_engine=True)[0].stock
+    assert predictor.decide([(chooser.Batch(LONG, 4000),) * 2], ref_engine=False)[0].stock
 
 
 LENGTHS = st.tuples(st.integers(1, 800), st.integers(1, 800), st.integers(1, 8))
@@ -296,7 +296,7 @@ def test_plan_says_what_the_engine_does(lengths, budget, rates, has_log_probs):
         for engine, groups in zip(engines, ranks, strict=True):
             engine.reduce_max = lambda values, agreed=agreed: agreed
             plans.append(engine.choose(groups, budget, forward_only))
-        log_probs, predicted = predictor.decide(ranks, [budget] * 2, log_probs)
+        log_probs, predicted = predictor.decide([(chooser.Batch(groups, budget),) * 2 for groups in ranks], log_probs)
         assert predicted == plans and {engine.speedup for engine in engines} == {log_probs.speedup}
 
 

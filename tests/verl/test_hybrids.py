@@ -84,7 +84,7 @@ def test_a_simulation_of_recurrent_layers_without_stand_ins_is_refused_by_name(f
 
 def test_doctor_says_what_recurrent_layers_run(monkeypatch):
     def lines(version, available):
-        monkeypatch.setattr(doctor, "_version", lambda name: version)
+        monkeypatch.setattr(doctor, "installed_version", lambda name: version)
         for _, _, name in doctor.RECURRENT:
             monkeypatch.setattr(import_utils, f"is_{name}_available", lambda: available)
         problems, found = zip(*doctor._check_recurrent(), strict=True)

@@ -60,23 +60,17 @@ def response_lengths(spec: str | None, longest: int, tokenizer: Any) -> Iterator
         try:
             texts = [json.loads(line)["output"] for file in files for line in file.read_text().splitlines()]
         except (ValueError, KeyError, TypeError) as error:
-            raise PlanError(
-                f"{spec} is not what trainer.rollout_data_dir writes ({type(error).__name__}: {error})"
-            ) from None
-        # A finished response also has its end token.
-        found = (
-            [min(len(ids) + 1, longest) for ids in tokenizer(texts, add_special_tokens=False).input_ids]
-            if texts
-            else []
-        )
-        if not found:
+            wrong = f"{type(error).__name__}: {error}"
+            raise PlanError(f"{spec} is not what trainer.rollout_data_dir writes ({wrong})") from None
+        if not texts:
             raise PlanError(f"{spec} holds no rollouts")
+        # A finished response also has its end token.
+        lengths = [min(len(ids) + 1, longest) for ids in tokenizer(texts, add_special_tokens=False).input_ids]
         while True:
-            yield draw.choice(found)
+            yield draw.choice(lengths)
+    spec = spec or str(longest)
     try:
-        mean, spread = (
-            float(x) for x in (f"{spec},0" if spec and "," not in spec else spec or f"{longest},0").split(",")
-        )
+        mean, spread = map(float, (spec if "," in spec else f"{spec},0").split(","))
     except ValueError:
         raise PlanError(f"--response-lengths {spec!r}: write TOKENS, MEAN,STD, or a folder of rollout dumps") from None
     if not (1 <= mean <= longest and 0 <= spread < math.inf):
@@ -115,39 +109,29 @@ def sizes(config: Any) -> Sizes:
     )  # fmt: skip
 
 
-def packs_rows(config: Any) -> bool:
-    """Whether a micro-batch of verl's own path may have several rows; config: `actor_rollout_ref`."""
-    sizes = (
-        config.actor.ppo_micro_batch_size_per_gpu,
-        config.rollout.log_prob_micro_batch_size_per_gpu,
-        config.ref.log_prob_micro_batch_size_per_gpu,
-    )
-    return config.actor.use_dynamic_bsz or any(number is not None and number > 1 for number in sizes)
-
-
 def notes(config: Any, size: Sizes, leak: str | None = None) -> list[str]:
     """What keeps prompts from being shared; and what is wrong with model_engine=dp: `recurrent.packing_leak`."""
-    found = []
-    if leak:
-        found.append(
+    lines = []
+    if leak and any(micro.tokens or micro.rows > 1 for micro in size.micro_batches.values()):
+        lines.append(
             f"model_engine=dp would be wrong for this model: {leak}, and a row's state goes on in the next row. "
             "model_engine=prefix computes row by row where it takes verl's own path; with dp set "
             "actor_rollout_ref.model.use_remove_padding=False"
         )
     if size.rollouts == 1:
-        return [*found, "actor_rollout_ref.rollout.n=1: a prompt has one response, nothing to share; set 2 or more"]
+        return [*lines, "actor_rollout_ref.rollout.n=1: a prompt has one response, nothing to share; set 2 or more"]
     mode = config.trainer.v1.trainer_mode
     if not size.exchange and size.ranks > 1:
-        found.append(
+        lines.append(
             f"actor_rollout_ref.actor.prefix.exchange=off leaves a prompt's rows on {size.ranks} ranks, and each "
             "shares only what it holds; set it to auto"
         )
     if not size.whole and size.mini_batches > 1:
-        found.append(
+        lines.append(
             f"trainer.v1.trainer_mode={mode} spreads a prompt's rows over {size.mini_batches} mini-batches, and each "
             f"computes it again; set trainer.v1.trainer_mode=prefix_{mode}"
         )
-    return found
+    return lines
 
 
 def shares(spec: str | None) -> dict[str, float]:
@@ -165,16 +149,16 @@ def shares(spec: str | None) -> dict[str, float]:
             name: statistics.median(step.get(timing, 0.0) for step in steps) / whole for timing, name in TIMINGS.items()
         }
     try:
-        found = {name: float(value) for name, value in (pair.split("=") for pair in spec.split(","))}
+        given = {name: float(value) for name, value in (pair.split("=") for pair in spec.split(","))}
     except ValueError:
-        found = {}
-    fit = all(0 <= share <= 1 for share in found.values()) and sum(found.values()) <= 1
-    if not found or set(found) - set(TIMINGS.values()) or not fit:
+        given = {}
+    fit = all(0 <= share <= 1 for share in given.values()) and sum(given.values()) <= 1
+    if not given or set(given) - set(TIMINGS.values()) or not fit:
         raise PlanError(
             f"--shares {spec!r}: write update=0.5,old=0.1,ref=0.1 (0 to 1 each, at most 1 together), or a stock run's "
             "file"
         )
-    return found
+    return given
 
 
 def percentiles(values: list[float]) -> dict[str, float]:
@@ -199,10 +183,14 @@ def build(
     Raises:
         PlanError: something that the plan needs is missing or does not fit.
     """
-    taken = shares(share_spec)
+    parts = shares(share_spec)
     config = compose_config(config_name, words, config_path)
     check_values(config)
-    size = sizes(config)
+    size, roles = sizes(config), config.actor_rollout_ref
+    if request and size.sequence_ranks > 1:
+        raise PlanError(
+            "--simulate knows no sequence parallelism; leave it out, or set ulysses_sequence_parallel_size=1"
+        )
     reasons = refusals(config, config.trainer.n_gpus_per_node * config.trainer.nnodes)
     if reasons and unsupported_reasons(read_model_config(config)):
         return {"unsupported": reasons, "notes": []}
@@ -212,31 +200,24 @@ def build(
     sample = list(islice(draws, 2000))
     prompts, overlong = read_prompts(config, tokenizer)
     lengths = [prompt.tokens for prompt in prompts]
-    mixed = (config.actor_rollout_ref.actor.fsdp_config.get("mixed_precision") or {}).get("param_dtype", "bf16")
+    mixed = (roles.actor.fsdp_config.get("mixed_precision") or {}).get("param_dtype", "bf16")
     num_parameters = sum(parameter.numel() for parameter in empty.parameters())
     shape = model_shape(empty, torch.float32 if mixed == "fp32" else torch.bfloat16)
-    leak = packing_leak(empty) if config.actor_rollout_ref.model.use_remove_padding else None
-    predicted = predict(
-        config.actor_rollout_ref, size, shape=shape, prompts=prompts, responses=draws, one_row=leak is not None
-    )
-    used = config.actor_rollout_ref.actor.prefix.schedule
-    stock = predicted.seconds["stock"]
-    gains = {path: {name: stock[name] / found[name] for name in stock} for path, found in predicted.seconds.items()}
-    step = 1.0 / (1.0 - sum(taken.values()) + sum(share / gains[used][name] for name, share in taken.items()))
+    leak = packing_leak(empty) if roles.model.use_remove_padding else None
+    predicted = predict(roles, size, shape=shape, prompts=prompts, responses=draws, one_row=leak is not None)
+    used, stock = roles.actor.prefix.schedule, predicted.seconds["stock"]
+    gains = {path: {name: stock[name] / ours[name] for name in stock} for path, ours in predicted.seconds.items()}
+    step = 1.0 / (1.0 - sum(parts.values()) + sum(share / gains[used][name] for name, share in parts.items()))
     ratio = [p / (p + s) for p, s in zip(lengths, sample, strict=False)]
     simulation = {}
-    if request and size.sequence_ranks > 1:
-        raise PlanError(
-            "--simulate knows no sequence parallelism; leave it out, or set ulysses_sequence_parallel_size=1"
-        )
     if request:
-        budgets = {name: size.micro_batches[name].budget(predicted.first) for name in ("update", "old")}
-        role, first, shown = config.actor_rollout_ref, predicted.first, predicted.shown
-        job = read_job(role, empty.config, groups=first, shown=shown, budgets=budgets, ranks=size.ranks)
+        first = predicted.first
+        budgets = {name: size.micro_batches[name].budget(first) for name in ("update", "old")}
+        job = read_job(roles, empty.config, groups=first, shown=predicted.shown, budgets=budgets, ranks=size.ranks)
         simulation = {"simulated": simulated(job, request, config.trainer.n_gpus_per_node)}
     return {
         "unsupported": reasons,
-        "notes": notes(config, size, leak if packs_rows(config.actor_rollout_ref) else None),
+        "notes": notes(config, size, leak),
         "prompt_tokens": percentiles([float(x) for x in lengths]) | {"count": len(lengths), "overlong": overlong},
         "response_tokens": percentiles([float(x) for x in sample]),
         "prefix_share_of_a_row": percentiles(ratio),
@@ -251,7 +232,7 @@ def build(
         "packed_groups": predicted.packed,
         "phased_groups": predicted.phased,
         "rates": "measured" if predicted.measured else "FLOPs",
-        "speedup": gains[used] | ({"step": step} if taken else {}),
+        "speedup": gains[used] | ({"step": step} if parts else {}),
         "speedup_by_schedule": {schedule: gains[schedule] for schedule in PATHS},
         # fp32 weights, gradients and two AdamW moments, over the ranks that share them.
         "resident_gib": 16 * num_parameters / predicted.memory.ranks / 2**30,
@@ -260,73 +241,69 @@ def build(
     }
 
 
-def show(plan: dict[str, Any], console: Console) -> None:
-    """Prints a plan."""
-    if "speedup" in plan:
-        _show_figures(plan, console)
-    if "simulated" in plan:
-        show_simulated(plan["simulated"], console)
-    lines = [f"warning: {note}" for note in plan["notes"]]
-    lines += [f"unsupported: {reason}" for reason in plan["unsupported"]]
+def show(report: dict[str, Any], console: Console) -> None:
+    """Prints what `build` says."""
+    if "speedup" in report:
+        _show_figures(report, console)
+    if "simulated" in report:
+        show_simulated(report["simulated"], console)
+    lines = [f"warning: {note}" for note in report["notes"]]
+    lines += [f"unsupported: {reason}" for reason in report["unsupported"]]
+    _print(lines, console)
+
+
+def _print(lines: list[str], console: Console) -> None:
     for line in lines:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
-def _show_figures(plan: dict[str, Any], console: Console) -> None:
+def _show_figures(report: dict[str, Any], console: Console) -> None:
     lengths = Table("tokens", "p5", "median", "p95", "mean", title="lengths")
     rows = {"prompt": "prompt_tokens", "response": "response_tokens", "prompt share of a row": "prefix_share_of_a_row",
             "groups per rank and mini-batch": "groups_per_rank_and_mini_batch"}  # fmt: skip
     for title, key in rows.items():
-        lengths.add_row(title, *(f"{plan[key][column]:.4g}" for column in ("p5", "p50", "p95", "mean")))
+        lengths.add_row(title, *(f"{report[key][column]:.4g}" for column in ("p5", "p50", "p95", "mean")))
     console.print(lengths)
-    title = f"{plan['rates']} of verl's path over ours; the slowest rank counts"
+    title = f"{report['rates']} of verl's path over ours; the slowest rank counts"
     gains = Table("expected speed-up", *PATHS, title=title)
     for name in TIMINGS.values():
-        gains.add_row(name, *(f"{plan['speedup_by_schedule'][s][name]:.2f}" for s in PATHS))
+        gains.add_row(name, *(f"{report['speedup_by_schedule'][s][name]:.2f}" for s in PATHS))
     console.print(gains)
     memory = Table(
-        "GiB per rank", *plan["added_gib"], title="weights, gradients, AdamW; what an update adds at its peak"
+        "GiB per rank", *report["added_gib"], title="weights, gradients, AdamW; what an update adds at its peak"
     )
-    memory.add_row("added", *(f"{value:.2f}" for value in plan["added_gib"].values()))
-    memory.add_row("resident", *(f"{plan['resident_gib']:.2f}" for _ in plan["added_gib"]))
+    memory.add_row("added", *(f"{value:.2f}" for value in report["added_gib"].values()))
+    memory.add_row("resident", *(f"{report['resident_gib']:.2f}" for _ in report["added_gib"]))
     console.print(memory)
-    tokens = plan["tokens"]
+    tokens = report["tokens"]
     lines = [
         f"tokens: {tokens['logical']} logical, {tokens['physical']} computed, {tokens['ratio']:.2f} to 1; "
         f"{tokens['ratio_without_exchange']:.2f} where rows stay on their ranks",
-        f"schedule {plan['schedule']}: {plan['packed_groups']} groups packed, {plan['phased_groups']} in phases"
-        + ("" if plan["packed_groups"] + plan["phased_groups"] else "; verl's own path, sharing would not pay"),
+        f"schedule {report['schedule']}: {report['packed_groups']} groups packed, {report['phased_groups']} in phases"
+        + ("" if report["packed_groups"] + report["phased_groups"] else "; verl's own path, sharing would not pay"),
     ]
-    if "step" in plan["speedup"]:
-        lines.append(f"whole step: {plan['speedup']['step']:.2f}x")
-    if plan["prompt_tokens"]["overlong"]:
-        lines.append(f"{plan['prompt_tokens']['overlong']} prompts are over data.max_prompt_length and not counted")
-    for line in lines:
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
+    if "step" in report["speedup"]:
+        lines.append(f"whole step: {report['speedup']['step']:.2f}x")
+    if report["prompt_tokens"]["overlong"]:
+        lines.append(f"{report['prompt_tokens']['overlong']} prompts are over data.max_prompt_length and not counted")
+    _print(lines, console)
 
 
-def run(
-    config_path: str,
-    config_name: str,
-    words: list[str],
-    responses: str | None,
-    share_spec: str | None,
-    out: Path | None,
-    request: Request | None = None,
-) -> int:
+def run(out: Path | None, *command: Any, **options: Any) -> int:
     """The command; returns 0, or 1 where the run would be refused, or by simulation fits no GPU.
 
+    Args:
+        command, options: of `build`.
+
     Raises:
-        PlanError: see `build`; or `out` is no place for a file.
+        PlanError: see `build`; or `out` cannot be a file.
     """
     if out and (out.is_dir() or not out.parent.is_dir()):
         wrong = "is a folder" if out.is_dir() else f"is in {out.parent}, which is no folder here"
         raise PlanError(f"--out {out} {wrong}; write the name of a file in a folder that exists")
-    plan = build(
-        config_name, words, responses=responses, share_spec=share_spec, config_path=config_path, request=request
-    )
+    report = build(*command, **options)
     told = sys.stdout.isatty() or "COLUMNS" in os.environ
-    show(plan, Console() if told else Console(width=120))  # in a log, tables keep their columns
+    show(report, Console() if told else Console(width=120))  # in a log, tables keep their columns
     if out:
-        write_whole(out, json.dumps(plan, indent=1) + "\n")
-    return 1 if plan["unsupported"] or ("simulated" in plan and fits_nothing(plan["simulated"])) else 0
+        write_whole(out, json.dumps(report, indent=1) + "\n")
+    return 1 if report["unsupported"] or ("simulated" in report and fits_nothing(report["simulated"])) else 0

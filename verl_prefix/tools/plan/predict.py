@@ -28,6 +28,7 @@ SEED = 0
 NUM_STEPS, NUM_ROWS = 4, 4000  # training steps that are priced, fewer where they have as many rows
 PATHS = ("auto", "packed", "phased")
 PASSES = ("update", "old", "ref")
+Batches = list[tuple[Batch, Batch]]  # of each rank: what it computes, and what verl's own path would
 
 
 @dataclass(frozen=True)
@@ -80,14 +81,14 @@ class Step:
         ranks, steps = self.size.ranks, self.size.mini_batches
         if self.size.whole:
             filled, _ = fill_mini_batches(self.keys, steps)
-            return [list(found) for found in zip(*(self._balanced(rows) for rows in filled), strict=True)]
+            return [list(rank) for rank in zip(*(self._balanced(rows) for rows in filled), strict=True)]
         size = len(self.keys) // ranks // steps
         balanced = self._balanced(list(range(len(self.keys))))
         return [[rows[k * size : (k + 1) * size] for k in range(steps)] for rows in balanced]
 
     def dealt_to_ref(self, ranks: list[list[int]]) -> list[list[int]]:
         """The same rows in the same order, cut for the ranks of the ref engine."""
-        rows = [row for found in ranks for row in found]
+        rows = [row for rank in ranks for row in rank]
         size = -(-len(rows) * self.size.ref_sequence_ranks // self.size.gpus)
         return [rows[start : start + size] for start in range(0, len(rows), size)]
 
@@ -96,32 +97,26 @@ class Step:
         parts = get_seqlen_balanced_partitions(calculate_workload(lens), self.size.ranks, equal_size=True)
         return [[rows[i] for i in part] for part in parts]
 
-    def batches(self, ranks: list[list[int]], name: str) -> tuple[list[list[Group]], list[int], list[Batch]]:
-        """Arguments of `Predictor.infer` or `update` for the rows of each rank."""
-        micro = self.size.micro_batches[name]
-        computed, own = self.computed(ranks, self.size.exchange), self.computed(ranks, False)
-        return computed, [micro.budget(g) for g in computed], [Batch(g, micro.budget(g)) for g in own]
+    def batches(self, ranks: list[list[int]], name: str) -> Batches:
+        """What `Predictor.add` takes of the rows of each rank."""
+        budget = self.size.micro_batches[name].budget
+        pairs = zip(self.computed(ranks, self.size.exchange), self.computed(ranks, False), strict=True)
+        return [(Batch(groups, budget(groups)), Batch(own, budget(own))) for groups, own in pairs]
 
     def computed(self, ranks: list[list[int]], exchange: bool) -> list[list[Group]]:
         """Groups of each rank; rows where they are, or where the engine's exchange brings them."""
-        rows = [row for found in ranks for row in found]
-        home = [rank for rank, found in enumerate(ranks) for _ in found]
+        rows = [row for rank in ranks for row in rank]
+        home = [i for i, rank in enumerate(ranks) for _ in rank]
         if exchange and len(ranks) > 1:
-            costs = [row_cost(self.shape, self.prefixes[row], self.suffixes[row]) for row in rows]
-            prefix_costs, suffix_costs = ([cost[i] for cost in costs] for i in range(2))
-            home = place_rows(
-                [self.keys[row] for row in rows],
-                prefix_costs,
-                suffix_costs=suffix_costs,
-                ranks=home,
-                num_ranks=len(ranks),
-            ).ranks
+            costs = (row_cost(self.shape, self.prefixes[row], self.suffixes[row]) for row in rows)
+            keys = [self.keys[row] for row in rows]
+            home = place_rows(keys, *zip(*costs, strict=True), ranks=home, num_ranks=len(ranks)).ranks
         members: list[dict[int, list[int]]] = [{} for _ in ranks]
         for row, rank in zip(rows, home, strict=True):
             members[rank].setdefault(self.keys[row], []).append(row)
         return [
-            [Group(tuple(found), self.prefixes[found[0]], tuple(self.suffixes[row] for row in found))
-             for found in groups.values()]
+            [Group(tuple(same), self.prefixes[same[0]], tuple(self.suffixes[row] for row in same))
+             for same in groups.values()]
             for groups in members
         ]  # fmt: skip
 
@@ -154,11 +149,10 @@ class Predictor:
             memory=self.memory, one_row=one_row,
         )  # fmt: skip
         self.ref_costs = replace(self.costs, memory=replace(self.memory, sequence_ranks=size.ref_sequence_ranks))
-        self.profile, path = self.costs.flops(), options.cost_profile and Path(options.cost_profile)
-        read = Profile.read(path) if path and path.exists() else Profile()
+        path = options.cost_profile
+        read = Profile.read(path) if path and Path(path).exists() else Profile()
         self.measured = read.forward is not None and read.update is not None  # one kind alone goes with no FLOPs
-        if self.measured:
-            self.profile = read
+        self.profile = read if self.measured else self.costs.flops()
         self.seconds = {path: dict.fromkeys(PASSES, 0.0) for path in (*PATHS, "stock")}
         self.peaks = dict.fromkeys(self.seconds, 0.0)
         self.bins: list[float] = []
@@ -167,81 +161,56 @@ class Predictor:
         self.logical = self.physical = self.packed = self.phased = self.physical_without = 0
 
     def decide(
-        self,
-        ranks: list[list[Group]],
-        budgets: list[int],
-        log_probs: Decision | None = None,
-        ref_engine: bool = False,
-        own: list[Batch] | None = None,
+        self, batches: Batches, log_probs: Decision | None = None, ref_engine: bool = False
     ) -> tuple[Decision, list[Plan | None]]:
         """The decision of the engine's chooser on a batch, and each rank's plan (None: verl's own path).
 
         Args:
             ref_engine: by the engine of the ref policy, which measures no update.
-            own: what verl's path would compute on each rank, where rows travel.
         """
         profile = Profile(self.profile.forward) if ref_engine and not self.measured else self.profile
         costs = self.ref_costs if ref_engine else self.costs
-        batches = zip(ranks, budgets, own or [None] * len(ranks), strict=True)
-        found = [candidates(costs, groups, budget, mine) for groups, budget, mine in batches]
-        slowest = [max(seconds) for seconds in zip(*(price(costs, one, profile) for one in found), strict=True)]
+        paths = [candidates(costs, *batch, own) for batch, own in batches]
+        slowest = [max(seconds) for seconds in zip(*(price(costs, one, profile) for one in paths), strict=True)]
         decision = decide(slowest, self.costs.min_speedup, log_probs)
-        return decision, [None if decision.stock else one.packed if decision.packed else one.mixed for one in found]
+        return decision, [None if decision.stock else one.packed if decision.packed else one.mixed for one in paths]
 
-    def _price(
-        self, name: str, ranks: list[list[Group]], budgets: list[int], auto: list[Plan | None],
-        stock: list[list[PassCost]], costs: CostModel,
-    ) -> dict[str, list[Plan | None]]:  # fmt: skip
-        """Adds the seconds of one of `PASSES` to every path's, until its last rank is done; returns their plans."""
+    def add(self, name: str, batches: Batches, log_probs: Decision | None = None, ref_engine: bool = False) -> Decision:
+        """Adds to every path the seconds of one of `PASSES`, until its last rank is done: log-probs of a training
+        step's rows, or the update of a mini-batch after the old log-probs were decided on; see `decide`."""
         shape, update = self.costs.shape, name == "update"
-        rates = self.profile.update if update else self.profile.forward
-        assert rates is not None
-        seconds = [rates.seconds(shape, passes) for passes in stock]
-        balanced = sum(seconds) / len(seconds)  # verl balances rows over ranks, so that its ranks share the sum
-        plans: dict[str, list[Plan | None]] = {"auto": auto, "stock": [None] * len(ranks)}
-        for path in ("packed", "phased"):
-            plans[path] = [costs.plan(groups, budget, path) for groups, budget in zip(ranks, budgets, strict=True)]
-        for path, found in plans.items():
-            passes = [plan_passes(shape, plan, self.memory.pass_chunk if update else None) for plan in found if plan]
-            self.seconds[path][name] += max((rates.seconds(shape, p) for p in passes), default=balanced)
-        return plans
-
-    def _stock(self, ranks: list[list[Group]], budgets: list[int]) -> list[list[PassCost]]:
-        """Passes of verl's own path on every rank."""
-        batches = zip(ranks, budgets, strict=True)
-        return [self.costs.stock_passes(*batch) for batch in batches]
-
-    def infer(
-        self, name: str, ranks: list[list[Group]], budgets: list[int], own: list[Batch], ref_engine: bool = False
-    ) -> Decision:
-        """Log-probs of a training step's rows: "old" or "ref"; by an engine of its own if `ref_engine`."""
-        decision, plans = self.decide(ranks, budgets, ref_engine=ref_engine, own=own)
         costs = self.ref_costs if ref_engine else self.costs
-        self._price(name, ranks, budgets=budgets, auto=plans, stock=self._stock(ranks, budgets), costs=costs)
+        rates, chunk = (self.profile.update, self.memory.pass_chunk) if update else (self.profile.forward, None)
+        assert rates is not None
+        decision, auto = self.decide(batches, log_probs, ref_engine)
+        plans: dict[str, list[Plan | None]] = {"auto": auto, "stock": [None] * len(batches)}
+        plans |= {path: [costs.plan(*batch, path) for batch, _ in batches] for path in ("packed", "phased")}
+        stock = [self.costs.stock_passes(*batch) for batch, _ in batches]
+        # verl balances rows over ranks, so that its ranks share the sum.
+        balanced = sum(rates.seconds(shape, passes) for passes in stock) / len(stock)
+        for path, of_ranks in plans.items():
+            seconds = (rates.seconds(shape, plan_passes(shape, plan, chunk)) for plan in of_ranks if plan)
+            self.seconds[path][name] += max(seconds, default=balanced)
+        if update:
+            self._count(batches, plans, stock)
         return decision
 
-    def update(self, ranks: list[list[Group]], budgets: list[int], own: list[Batch], log_probs: Decision) -> None:
-        """One mini-batch, after the old log-probs were decided on."""
-        if not self.first:
-            self.first = max(ranks, key=lambda groups: sum(group.num_logical_tokens for group in groups))
-        stock = self._stock(ranks, budgets)
-        plans = self._price(
-            "update", ranks, budgets=budgets, auto=self.decide(ranks, budgets, log_probs, own=own)[1], stock=stock,
-            costs=self.costs,
-        )  # fmt: skip
-        for path, found in plans.items():
-            for plan, passes in zip(found, stock, strict=True):
-                added = peak_bytes(self.costs.shape, plan, passes, self.memory)
-                self.peaks[path] = max(self.peaks[path], added)
-        self.physical_without += sum(group.num_physical_tokens for groups, _ in own for group in groups)
-        for groups, plan in zip(ranks, plans[self.schedule], strict=True):
-            logical = sum(group.num_logical_tokens for group in groups)
-            self.bins.append(float(len(groups)))
-            self.logical += logical
-            self.physical += logical if plan is None else plan.num_physical_tokens
-            if plan is not None:
-                self.packed += sum(len(planned.groups) for planned in plan.packed)
-                self.phased += sum(len(planned.groups) for planned in plan.phased)
+    def _count(self, batches: Batches, plans: dict[str, list[Plan | None]], stock: list[list[PassCost]]) -> None:
+        """Memory of an update by every path; tokens and groups of the path in use."""
+        ranks = [batch.groups for batch, _ in batches]
+        logical = [sum(group.num_logical_tokens for group in groups) for groups in ranks]
+        self.first = self.first or ranks[logical.index(max(logical))]
+        for path, of_ranks in plans.items():
+            pairs = zip(of_ranks, stock, strict=True)
+            added = (peak_bytes(self.costs.shape, plan, passes, self.memory) for plan, passes in pairs)
+            self.peaks[path] = max(self.peaks[path], *added)
+        self.physical_without += sum(group.num_physical_tokens for _, own in batches for group in own.groups)
+        self.logical += sum(logical)
+        self.bins += [float(len(groups)) for groups in ranks]
+        for tokens, plan in zip(logical, plans[self.schedule], strict=True):
+            self.physical += tokens if plan is None else plan.num_physical_tokens
+            self.packed += sum(len(one.groups) for one in plan.packed) if plan else 0
+            self.phased += sum(len(one.groups) for one in plan.phased) if plan else 0
 
 
 def predict(
@@ -263,11 +232,11 @@ def predict(
         )  # fmt: skip
         dealt = step.dealt()
         whole = [[row for rows in rank for row in rows] for rank in dealt]
-        log_probs = predictor.infer("old", *step.batches(whole, "old"))
+        log_probs = predictor.add("old", step.batches(whole, "old"))
         if not size.ref_in_actor:
             whole = step.dealt_to_ref(whole)
-        predictor.infer("ref", *step.batches(whole, "ref"), ref_engine=not size.ref_in_actor)
+        predictor.add("ref", step.batches(whole, "ref"), ref_engine=not size.ref_in_actor)
         for k in range(size.mini_batches):
-            predictor.update(*step.batches([rank[k] for rank in dealt], "update"), log_probs)
+            predictor.add("update", step.batches([rank[k] for rank in dealt], "update"), log_probs)
         predictor.shown = predictor.shown or [drawn[keys[group.rows[0]]].grids for group in predictor.first]
     return predictor

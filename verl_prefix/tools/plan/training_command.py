@@ -4,7 +4,6 @@ import importlib.util
 import json
 import re
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,7 +19,6 @@ from verl.trainer.ppo.utils import need_reference_policy
 from verl.utils import hf_processor, hf_tokenizer
 from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.tokenizer import build_multimodal_processor_inputs
-from verl.workers.config import FSDPActorConfig
 
 from verl_prefix.config import (
     NO_REPLAY,
@@ -42,11 +40,15 @@ class PlanError(ValueError):
     """The command cannot be planned; the message says what to change."""
 
 
-def _hydra_words(words: list[str]) -> list[str]:
-    """The Hydra overrides among the words of a training command, whatever starts its `verl.trainer.main_ppo`.
+def compose_config(config_name: str, words: list[str], config_path: str = "config") -> DictConfig:
+    """Composes the config of `python -m verl.trainer.main_ppo --config-name=... overrides...`, with the prefix engine.
+
+    Args:
+        words: of the command, whatever starts it, or of its overrides alone.
+        config_path: folder of the config; a relative one starts at verl/trainer, as in Hydra.
 
     Raises:
-        PlanError: a word is no override.
+        PlanError: a word is no override, or they do not compose.
     """
     start = next((i + 1 for i, word in enumerate(words) if MAIN.fullmatch(word)), 0)
     kept = [word for word in words[start:] if word.strip("\\ \t\n") and word not in LEFTOVERS]
@@ -56,17 +58,7 @@ def _hydra_words(words: list[str]) -> list[str]:
                 f"{word!r} is no Hydra override (key=value); give those of the training command, or the whole command: "
                 "python3 -m verl.trainer.main_ppo key=value ..."
             )
-    return kept
-
-
-def compose_config(config_name: str, words: list[str], config_path: str = "config") -> DictConfig:
-    """Composes the config of `python -m verl.trainer.main_ppo --config-name=... overrides...`, with the prefix engine.
-
-    Args:
-        words: of the command, or of its overrides alone.
-        config_path: folder of the config; a relative one starts at verl/trainer, as in Hydra.
-    """
-    kept = [word for word in _hydra_words(words) if not word.lstrip("+").startswith("model_engine=")]
+    kept = [word for word in kept if not word.lstrip("+").startswith("model_engine=")]
     config = _compose(config_name, [*kept, "model_engine=prefix"], config_path)
     if (actor := config.actor_rollout_ref.actor).get("_target_") != TARGET:
         raise PlanError(
@@ -96,42 +88,36 @@ def prefix_engine_sources() -> tuple[list[str], dict[str, str]]:
     return sources, {role: config.actor_rollout_ref[role]._target_ for role in ("actor", "ref")}
 
 
-@contextmanager
-def _reading(key: str, path: str) -> Iterator[None]:
+def _read(config: DictConfig, key: str, load: Callable[..., Any]) -> Any:
+    """What `load` makes of the model's `key`, or of its path where that is null; PlanError where it cannot."""
+    model = config.actor_rollout_ref.model
+    key = key if model.get(key) else "path"
     try:
-        yield
+        return load(model[key], trust_remote_code=model.trust_remote_code)
     except (OSError, ValueError) as error:
         reason = str(error).strip().partition("\n")[0]
         raise PlanError(
-            f"actor_rollout_ref.model.{key}={path} cannot be read here ({reason}); set it to the folder of a Hugging "
-            "Face model, or to a hub name that this machine can load"
+            f"actor_rollout_ref.model.{key}={model[key]} cannot be read here ({reason}); set it to the folder of a "
+            "Hugging Face model, or to a hub name that this machine can load"
         ) from error
 
 
 def read_tokenizer(config: DictConfig) -> Any:
     """The tokenizer of the command's model; PlanError where this machine has none."""
-    model = config.actor_rollout_ref.model
-    key = "tokenizer_path" if model.tokenizer_path else "path"
-    with _reading(key, model[key]):
-        return hf_tokenizer(model[key], trust_remote_code=model.trust_remote_code)
+    return _read(config, "tokenizer_path", hf_tokenizer)
 
 
 def read_model_config(config: DictConfig) -> PretrainedConfig:
     """The config of the command's model; PlanError where this machine has none."""
-    model = config.actor_rollout_ref.model
-    key = "hf_config_path" if model.get("hf_config_path") else "path"
-    with _reading(key, model[key]):
-        return AutoConfig.from_pretrained(model[key], trust_remote_code=model.trust_remote_code)
+    return _read(config, "hf_config_path", AutoConfig.from_pretrained)
 
 
 def read_model(config: DictConfig) -> Any:
     """The command's model on torch's meta device, shapes without weights; PlanError where this machine has none."""
-    model = config.actor_rollout_ref.model
-    with _reading("path", model.path):
-        hf_config = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
-        auto_class = AutoModelForImageTextToText if is_vision_config(hf_config) else AutoModelForCausalLM
-        with torch.device("meta"):
-            return auto_class.from_config(hf_config, trust_remote_code=model.trust_remote_code)
+    hf_config = read_model_config(config)
+    auto_class = AutoModelForImageTextToText if is_vision_config(hf_config) else AutoModelForCausalLM
+    with torch.device("meta"):
+        return _read(config, "path", lambda _, **options: auto_class.from_config(hf_config, **options))
 
 
 def micro_batches(config: DictConfig) -> dict[str, tuple[str, int | None, bool]]:
@@ -142,13 +128,13 @@ def micro_batches(config: DictConfig) -> dict[str, tuple[str, int | None, bool]]
     model = config.actor_rollout_ref.model
     lora = (model.get("lora") or {}).get("rank", 0) > 0 or model.get("lora_rank", 0) > 0
     ref = "rollout" if lora or model.get("lora_adapter_path") else "ref"
-    found = {}
+    sizes = {}
     for name, role, of_role in (("update", "actor", "ppo"), ("old", "rollout", "log_prob"), ("ref", ref, "log_prob")):
         section = config.actor_rollout_ref[role]
         dynamic = section.use_dynamic_bsz if role == "actor" else section.log_prob_use_dynamic_bsz
         key = f"{of_role}_{'max_token_len' if dynamic else 'micro_batch_size'}_per_gpu"
-        found[name] = (f"actor_rollout_ref.{role}.{key}", section[key], dynamic)
-    return found
+        sizes[name] = (f"actor_rollout_ref.{role}.{key}", section[key], dynamic)
+    return sizes
 
 
 def sequence_ranks(section: DictConfig) -> int:
@@ -185,38 +171,35 @@ def _refusal(check: Callable[..., Any], *arguments: Any) -> str | None:
 def refusals(config: DictConfig, num_ranks: int) -> list[str]:
     """Refusals of the driver, in its own words, and of a worker; empty if the run would start."""
     section, model = config.actor_rollout_ref.actor, config.actor_rollout_ref.model
-
-    def validate() -> None:
-        actor: FSDPActorConfig = omega_conf_to_dataclass(section)
-        actor.validate(num_ranks, config.data.train_batch_size, model)
-
-    found = [_refusal(validate)]  # the driver ends with the first; here all are named
+    sizes = num_ranks, config.data.train_batch_size
+    # The driver ends with the first; here all are named.
+    reasons = [_refusal(lambda: omega_conf_to_dataclass(section).validate(*sizes, model))]
     if section.prefix.schedule != "stock":
-        found += [
+        reasons += [
             _refusal(check_model_options, model),
             _refusal(check_model_family, model, section.get("freeze_vision_tower", False), sequence_ranks(section)),
         ]
         prefix = omega_conf_to_dataclass(section.prefix)
         for role in ("actor", "ref"):
             size = sequence_ranks(config.actor_rollout_ref[role])
-            found.append(_refusal(check_sequence_parallel, role, size, num_ranks, prefix, model))
+            reasons.append(_refusal(check_sequence_parallel, role, size, num_ranks, prefix, model))
             if role == "ref" and size > 1:
-                found.append(_refusal(check_whole_rows, role, size, read_model_config(config)))
+                reasons.append(_refusal(check_whole_rows, role, size, read_model_config(config)))
     if config.actor_rollout_ref.rollout.get("enable_rollout_routing_replay"):
-        found.append(NO_REPLAY)
+        reasons.append(NO_REPLAY)
     update, old = section.use_dynamic_bsz, config.actor_rollout_ref.rollout.log_prob_use_dynamic_bsz
     if update != old:
-        found.append(
+        reasons.append(
             f"actor_rollout_ref.rollout.log_prob_use_dynamic_bsz={old}, and actor_rollout_ref.actor.use_dynamic_bsz="
             f"{update}: verl's workers take no other than {update} for the first, or {old} for both"
         )
-    found += [
+    reasons += [
         f"{key}=null leaves verl's workers without the size of a micro-batch; set a number of "
         + ("tokens" if counts_tokens else "rows")
         for name, (key, value, counts_tokens) in micro_batches(config).items()
         if value is None and (name != "ref" or need_reference_policy(config))
     ]
-    return [reason for reason in dict.fromkeys(found) if reason]
+    return [reason for reason in dict.fromkeys(reasons) if reason]
 
 
 def _tool_schemas(data: DictConfig) -> list[dict[str, Any]] | None:
@@ -295,19 +278,18 @@ def read_prompts(config: DictConfig, tokenizer: Any) -> tuple[list[Prompt], int]
             shown = repr(messages)[:60]
             raise PlanError(f"{where}: {data.prompt_key} is {shown}; write a list of messages with role and content")
     options = dict(data.get("apply_chat_template_kwargs") or {}) | {"add_generation_prompt": True, "tokenize": False}
-    schemas = _tool_schemas(data)
-    if schemas is not None:
+    if schemas := _tool_schemas(data):
         options["tools"] = schemas
     if visual:
-        found = list(_visual_prompts(config, tokenizer, options))
+        sample = list(_visual_prompts(config, tokenizer, options))
     else:
         chosen = prompts[:: max(1, -(-len(prompts) // MAX_PROMPTS))]
         texts = [_as_text(tokenizer, *prompt, options) for prompt in chosen]
-        found = [Prompt(len(ids)) for ids in tokenizer(texts, add_special_tokens=False).input_ids]
-    fitting = [prompt for prompt in found if prompt.tokens <= data.max_prompt_length]
+        sample = [Prompt(len(ids)) for ids in tokenizer(texts, add_special_tokens=False).input_ids]
+    fitting = [prompt for prompt in sample if prompt.tokens <= data.max_prompt_length]
     if not fitting:
         raise PlanError(f"every prompt is longer than data.max_prompt_length={data.max_prompt_length}: raise it")
-    return fitting, len(found) - len(fitting)
+    return fitting, len(sample) - len(fitting)
 
 
 def _visual_prompts(config: DictConfig, tokenizer: Any, options: dict[str, Any]) -> Iterator[Prompt]:
@@ -331,4 +313,4 @@ def _visual_prompts(config: DictConfig, tokenizer: Any, options: dict[str, Any])
             mm_processor_kwargs=dataset.mm_processor_kwargs,
         )  # fmt: skip
         grids = [inputs[name].tolist() for name in ("image_grid_thw", "video_grid_thw") if name in inputs]
-        yield Prompt(len(inputs["input_ids"][0]), tuple((t, h, w) for found in grids for t, h, w in found))
+        yield Prompt(len(inputs["input_ids"][0]), tuple((t, h, w) for kind in grids for t, h, w in kind))
