@@ -19,6 +19,7 @@ from verl.trainer.config import CheckpointConfig
 from verl.utils import tensordict_utils as tu
 from verl.utils.metric import Metric
 from verl.utils.torch_dtypes import PrecisionType
+from verl.utils.torch_functional import allgather_dict_into_dict
 from verl.workers.config import ActorConfig, FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
 from verl.workers.engine import EngineRegistry
 from verl.workers.utils.losses import ppo_loss
@@ -275,11 +276,8 @@ def response_part(nested: torch.Tensor, rows: StepRows, reverse: bool = False) -
 
 def _gathered(metrics: dict[str, Any]) -> dict[str, float]:
     """Metrics of all ranks as verl reduces them (TrainingWorker.train_mini_batch, then reduce_metrics)."""
-    ranks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(ranks, metrics)
     reduced = {}
-    for name in sorted(set.intersection(*(set(rank) for rank in ranks))):
-        values = [rank[name] for rank in ranks]
+    for name, values in sorted(allgather_dict_into_dict(metrics).items()):
         if isinstance(values[0], Metric):
             reduced[name] = float(Metric.aggregate_dp(values))
         else:
@@ -301,19 +299,15 @@ def largest_of_ranks(value: float) -> float:
 
 def parameter_distance(arm: Arm, stock: Arm) -> dict[str, float]:
     """max, mean and RMSE of the weights' absolute difference, as they are and after rounding both to bf16."""
-    sums, tops = [0.0] * 4, [0.0] * 2
-    count = 0
-    for mine, theirs in zip(arm.weights(), stock.weights(), strict=True):
-        for i, cast in enumerate((torch.Tensor.double, lambda x: x.bfloat16().double())):
-            difference = cast(mine) - cast(theirs)
-            sums[2 * i] += float(difference.abs().sum())
-            sums[2 * i + 1] += float(difference.square().sum())
-            tops[i] = max(tops[i], largest(difference))
-        count += mine.numel()
-    *sums, count = _reduced([*sums, count])
-    tops = _reduced(tops, dist.ReduceOp.MAX)
     distance = {}
-    for i, name in enumerate(("fp32", "bf16")):
-        distance |= {f"max_{name}": tops[i], f"mean_{name}": sums[2 * i] / count}
-        distance[f"rmse_{name}"] = (sums[2 * i + 1] / count) ** 0.5
+    for name, cast in (("fp32", torch.Tensor.double), ("bf16", lambda x: x.bfloat16().double())):
+        top, sums = 0.0, [0.0] * 3
+        for mine, theirs in zip(arm.weights(), stock.weights(), strict=True):
+            difference = cast(mine) - cast(theirs)
+            top = max(top, largest(difference))
+            figures = difference.abs().sum(), difference.square().sum(), difference.numel()
+            sums = [total + float(figure) for total, figure in zip(sums, figures, strict=True)]
+        absolute, squares, count = _reduced(sums)
+        distance |= {f"max_{name}": largest_of_ranks(top), f"mean_{name}": absolute / count}
+        distance[f"rmse_{name}"] = (squares / count) ** 0.5
     return distance

@@ -19,7 +19,7 @@ import torch.multiprocessing as mp
 import verl_prefix.plugin  # noqa: F401  first: whatever imports verl imports it, and must not find us half imported
 from verl_prefix.tools.ab import verdict
 from verl_prefix.tools.ab.arm import precision
-from verl_prefix.tools.ab.render import STEPS, Display, draw, markdown, refuse_overwrite, write, write_json
+from verl_prefix.tools.ab.render import STEPS, draw, markdown, print_step, progress, refuse_overwrite, write, write_json
 from verl_prefix.tools.ab.replay import replay
 from verl_prefix.tools.ab.source import Options, Source
 from verl_prefix.tools.report import provenance
@@ -70,12 +70,13 @@ def _run_rank(rank: int, ranks: int, init_method: str, source: Source, options: 
     """Replays on this rank; rank 0 records every step as soon as it is measured."""
     join_ranks(rank, ranks, init_method)
     try:
-        with Display(source.num_steps, options.arms, shown=rank == 0) as display:
+        with progress(source.num_steps, shown=rank == 0) as bar:
 
             def keep(step: dict[str, Any]) -> None:
                 if rank == 0:
                     record.add(step)
-                display.step(step)
+                    print_step(step, options.arms)
+                    bar.advance(bar.task_ids[0])
 
             replay(source, options, rank, keep)
     finally:

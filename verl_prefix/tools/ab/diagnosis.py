@@ -59,15 +59,14 @@ def first_diverging(
     Args:
         limits: `verdict.same_weights_limits`; a figure without one is named only where it is not a number.
     """
-    log_probs = {name: [(getattr(arm, name), getattr(stock, name))] for name in ("log_probs", "infer_log_probs")}
     ours, theirs = (_layer_outputs(engine, rows, start) for engine in (arm, stock))
     for layer, (known, reference) in theirs.items():
         both = ours[layer][0] & known
         error = relative_error([(ours[layer][1][both], reference[both])])
         if not error <= DIVERGED[dtype]:  # NaN is not, either
             return {"quantity": "layer output", "layer": layer, "error": error}
-    for name, pairs in log_probs.items():
-        if not (error := relative_error(pairs)) <= limits.get(name, math.inf):
+    for name in ("log_probs", "infer_log_probs"):
+        if not (error := relative_error([(getattr(arm, name), getattr(stock, name))])) <= limits.get(name, math.inf):
             return {"quantity": name, "layer": "lm_head", "error": error}
     worst = limits.get("worst_grad", math.inf)
     errors = zip(errors_by_parameter(arm, stock), arm.names, strict=True)

@@ -1,16 +1,14 @@
-"""The report of `verl-prefix ab` for the eye: a table while it runs, Markdown, plots, and the files of both."""
+"""The report of `verl-prefix ab` for the eye: lines while it runs, Markdown, plots, and the files of both."""
 
 import json
-import math
 import statistics
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console, Group
-from rich.live import Live
+from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from rich.table import Table
 
 from verl_prefix.files import write_whole
 from verl_prefix.tools.ab.verdict import PASSES, timed
@@ -30,44 +28,25 @@ def refuse_overwrite(output: Path, force: bool) -> None:
             raise ValueError(f"{path} exists; add --force to replace it, or give another --out")
 
 
-class Display:
-    """A table and a progress bar with ETA while the steps run; one line per step where there is no terminal."""
+def progress(num_steps: int, shown: bool) -> Progress:
+    """A bar with ETA, where `shown` and there is a terminal."""
+    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("ETA"), TimeRemainingColumn())
+    bar = Progress(TextColumn("step"), *columns, disable=not (shown and sys.stdout.isatty()))
+    bar.add_task("", total=num_steps)
+    return bar
 
-    def __init__(self, num_steps: int, arms: tuple[str, ...], shown: bool) -> None:
-        self.arms, self.shown = arms, shown
-        columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("ETA"), TimeRemainingColumn())
-        self.progress = Progress(TextColumn("step"), *columns)
-        self.task = self.progress.add_task("", total=num_steps)
-        self.table = Table("step", "arm", "grads, same weights", "log-probs, same weights", "weights, max", "update")
-        self.live = Live(Group(self.table, self.progress), transient=False)
 
-    def __enter__(self) -> "Display":
-        if self.shown and self.live.console.is_terminal:
-            self.live.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.live.stop()
-
-    def step(self, record: dict[str, Any]) -> None:
-        """Shows a step's figures: differences from stock, seconds of the update and stock's over them."""
-        stock = record["arms"]["stock"]["seconds"]["update"]
-        rows = []
-        for name in self.arms:
-            arm = record["arms"][name]
-            same, update = arm["same_weights"], arm["seconds"]["update"]
-            errors = (
-                f"{same['grads']:.1e}",
-                f"{same['log_probs']:.1e}",
-                f"{arm['own_weights']['params']['max_fp32']:.1e}",
-            )
-            rows.append((str(record["step"]), name, *errors, f"{update:.2f} s, {stock / update:.2f}x"))
-        for row in rows:
-            self.table.add_row(*row)
-        self.progress.advance(self.task)
-        if self.shown and not self.live.console.is_terminal:
-            for row in rows:
-                print("step {} {}: grads {}, log-probs {}, weights {}, update {}".format(*row), flush=True)
+def print_step(step: dict[str, Any], arms: tuple[str, ...]) -> None:
+    """Prints a step's figures: differences from stock, seconds of the update and stock's over them."""
+    stock = step["arms"]["stock"]["seconds"]["update"]
+    for name in arms:
+        arm = step["arms"][name]
+        same, seconds = arm["same_weights"], arm["seconds"]["update"]
+        errors = f"grads {same['grads']:.1e}, log-probs {same['log_probs']:.1e} from the same weights"
+        drift = f"weights {arm['own_weights']['params']['max_fp32']:.1e}"
+        print(
+            f"step {step['step']} {name}: {errors}, {drift}, update {seconds:.2f} s, {stock / seconds:.2f}x", flush=True
+        )
 
 
 def markdown(report: dict[str, Any]) -> str:
@@ -83,7 +62,14 @@ def markdown(report: dict[str, Any]) -> str:
         *table(
             ("arm", "tolerance", "worst value", "limit", "step", "holds"),
             [
-                (t["arm"], t["name"], f"{t['value']:.2e}", f"{t['limit']:.2e}", t["step"] or "all", _yes(t["holds"]))
+                (
+                    t["arm"],
+                    t["name"],
+                    f"{t['value']:.2e}",
+                    f"{t['limit']:.2e}",
+                    t["step"] or "all",
+                    "yes" if t["holds"] else "**no**",
+                )
                 for t in report["tolerances"]
             ],
         ),
@@ -142,10 +128,6 @@ def _metric_rows(steps: list[dict[str, Any]], arms: list[str]) -> list[tuple[str
     return rows
 
 
-def _yes(holds: bool) -> str:
-    return "yes" if holds else "**no**"
-
-
 def draw(report: dict[str, Any], path: Path) -> bool:
     """Drift of the weights, errors against the truth, seconds and memory of each pass; False: see `plots.save`."""
     steps, arms = report["steps"], list(report["passes"])
@@ -176,19 +158,10 @@ def draw(report: dict[str, Any], path: Path) -> bool:
 
 
 def write_json(report: dict[str, Any], output: Path) -> None:
-    """Writes report.json; raises OSError where it cannot."""
-    write_whole(output / "report.json", json.dumps(_short(report)) + "\n")
-
-
-def _short(value: Any) -> Any:
-    """Floats with six digits: a report of many steps is for reading. JSON has no word for NaN and infinity but null."""
-    if isinstance(value, dict):
-        return {k: _short(v) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [_short(v) for v in value]
-    if isinstance(value, float):
-        return float(f"{value:.6g}") if math.isfinite(value) else None
-    return value
+    """Writes report.json, floats with six digits: a report of many steps is for reading. JSON has no word for NaN and
+    infinity but null. Raises OSError where it cannot."""
+    short = dict(parse_float=lambda text: float(f"{float(text):.6g}"), parse_constant=lambda _: None)
+    write_whole(output / "report.json", json.dumps(json.loads(json.dumps(report), **short)) + "\n")
 
 
 def write(

@@ -43,11 +43,17 @@ def read_run(path: str) -> Steps:
         ValueError: there is nothing to read, or it is not what verl writes.
     """
     run = Path(path)
-    if run.is_dir() and any(run.rglob("*tfevents*")):
-        return _read_events(run)
+    steps = _read_events(run) if run.is_dir() and any(run.rglob("*tfevents*")) else _read_lines(run)
+    training = {step: values for step, values in sorted(steps.items()) if "timing_s/step" in values}
+    if not training:
+        raise ValueError(f"{path} has no training step (no timing_s/step)")
+    return training
+
+
+def _read_lines(run: Path) -> Steps:
     files = sorted(run.glob("*.jsonl"), key=lambda f: f.stat().st_mtime) if run.is_dir() else [run]
     if not files or not files[-1].is_file():
-        raise ValueError(f"{path}: no JSON-lines file and no TensorBoard events; set trainer.logger=[console,file]")
+        raise ValueError(f"{run}: no JSON-lines file and no TensorBoard events; set trainer.logger=[console,file]")
     steps: Steps = {}
     for number, line in enumerate(files[-1].read_text().splitlines(), 1):
         try:
@@ -60,7 +66,7 @@ def read_run(path: str) -> Steps:
             raise ValueError(
                 f"{files[-1]}, line {number} is not what verl's file logger writes: {type(error).__name__}: {error}"
             ) from None
-    return _training_steps(steps, path)
+    return steps
 
 
 def _read_events(folder: Path) -> Steps:
@@ -75,14 +81,7 @@ def _read_events(folder: Path) -> Steps:
     for name in events.Tags()["scalars"]:
         for event in events.Scalars(name):
             steps.setdefault(event.step, {})[name] = event.value
-    return _training_steps(steps, str(folder))
-
-
-def _training_steps(steps: Steps, path: str) -> Steps:
-    training = {step: values for step, values in sorted(steps.items()) if "timing_s/step" in values}
-    if not training:
-        raise ValueError(f"{path} has no training step (no timing_s/step)")
-    return training
+    return steps
 
 
 def relative_difference(a: float | None, b: float | None, tolerance: float = TOLERANCE) -> float:
@@ -117,21 +116,22 @@ def build(paths: list[str], runs: list[Steps]) -> dict[str, Any]:
     if not common:
         raise ValueError(f"{paths[0]} has steps {list(runs[0])}, {paths[1]} has {list(runs[1])}: none in common")
     first = [run[common[0]] for run in runs]
-    checked = []
+    checked: list[dict[str, Any]] = []
+
+    def check(name: str, value: float, limit: float) -> None:
+        checked.append(dict(name=name, value=value, limit=limit, holds=value <= limit))
+
     for name in ROLLOUTS:  # without them nobody knows whether there is anything to judge
-        missing = sum(not math.isfinite(values.get(name, math.nan)) for values in first)
-        if missing:
-            named = f"step {common[0]}: runs without a finite {name}"
-            checked.append(dict(name=named, value=float(missing), limit=0.0, holds=False))
+        if missing := sum(not math.isfinite(values.get(name, math.nan)) for values in first):
+            check(f"step {common[0]}: runs without a finite {name}", float(missing), 0.0)
     same = not checked and same_rollouts(*first)
     one_update = not any(abs(values.get(OFF_POLICY, 0.0)) > ROUNDING for values in first)  # NaN does not excuse
     for name in JUDGED if same and one_update else ():
         if any(name in values for values in first):  # a metric that one run lacks is none that agrees
             error = relative_difference(*(values.get(name) for values in first))
-            named = f"step {common[0]}: {name}"
-            checked.append(dict(name=named, value=error, limit=TOLERANCE, holds=error <= TOLERANCE))
+            check(f"step {common[0]}: {name}", error, TOLERANCE)
     bad = sum(not math.isfinite(run[step].get("actor/grad_norm", math.nan)) for run in runs for step in common)
-    checked.append(dict(name="steps without a finite actor/grad_norm", value=float(bad), limit=0.0, holds=not bad))
+    check("steps without a finite actor/grad_norm", float(bad), 0.0)
     notes = [
         f"{Path(path).name} has {len(lonely)} more steps, {lonely[0]} to {lonely[-1]}; the other run has not"
         for path, run in zip(paths, runs, strict=True)

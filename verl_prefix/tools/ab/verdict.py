@@ -49,12 +49,6 @@ def same_weights_limits(
     return limits
 
 
-def _truth_limits(dtype: str, stock_error: dict[str, float]) -> dict[str, float]:
-    """Limits of each figure's distance from the truth, by stock's own error."""
-    floor = RELATIVE if dtype == "fp32" else 0.0
-    return {name: max(floor, FACTOR * stock_error[name]) for name in TRUTH if name in stock_error}
-
-
 def tolerances(measured: dict[str, Any]) -> list[dict[str, Any]]:
     """Every tolerance that was checked: arm, name, limit, value, the step of the worst value or None, and `holds`.
 
@@ -66,22 +60,23 @@ def tolerances(measured: dict[str, Any]) -> list[dict[str, Any]]:
     def check(arm: str, name: str, value: float, limit: float, step: int | None = None) -> None:
         checked.append(dict(arm=arm, name=name, value=value, limit=limit, step=step, holds=value <= limit < math.inf))
 
-    steps = measured["steps"]
+    steps, dtype = measured["steps"], measured["dtype"]
     errors = [step["truth_errors"] for step in steps if step["truth_errors"]]
     stock_error = {k: statistics.fmean(e["stock"][k] for e in errors) for k in errors[0]["stock"]} if errors else {}
 
     def worst(arm: str, name: str) -> tuple[float, int]:
-        step = max(steps, key=lambda step: _rank(step["arms"][arm]["same_weights"][name]))
-        return step["arms"][arm]["same_weights"][name], step["step"]
+        values = [(step["arms"][arm]["same_weights"][name], step["step"]) for step in steps]
+        return max(values, key=lambda pair: math.inf if math.isnan(pair[0]) else pair[0])
 
     def error(arm: str, name: str) -> float:
         return statistics.fmean(e[arm][name] for e in errors)
 
-    repacked, truth_limits = None, _truth_limits(measured["dtype"], stock_error)
+    repacked, floor = None, RELATIVE if dtype == "fp32" else 0.0
+    truth_limits = {name: max(floor, FACTOR * stock_error[name]) for name in TRUTH if name in stock_error}
     if "stock_repacked" in steps[0]["arms"] and errors:
         right = all(error("stock_repacked", name) <= limit for name, limit in truth_limits.items())
         repacked = {name: worst("stock_repacked", name)[0] for name in SAME_WEIGHTS} if right else None
-    limits = same_weights_limits(measured["dtype"], stock_error, repacked)
+    limits = same_weights_limits(dtype, stock_error, repacked)
     for arm in measured["judged"]:
         for name, limit in limits.items():
             value, step = worst(arm, name)
@@ -101,16 +96,12 @@ def tolerances(measured: dict[str, Any]) -> list[dict[str, Any]]:
         check(arm, "steps with figures that are not finite", float(bad), 0.0)
         # What compares nothing shows nothing.
         values = [(step["arms"]["stock"]["values"]["grad_norm"], step["arms"][arm]["values"]) for step in steps]
-        norms = [norm for norm, _ in (values if measured["dtype"] == "fp32" else values[: len(errors)])]
+        norms = [norm for norm, _ in (values if dtype == "fp32" else values[: len(errors)])]
         check(arm, "no step that is judged has a gradient", float(not any(norms)), 0.0)
         shared = any(ours.get("prefix/reuse_fraction") for _, ours in values)
         check(arm, "no step shares a prefix", float(not shared), 0.0)
         check(arm, "steps that were not replayed", float(measured["num_steps"] - len(steps)), 0.0)
     return checked
-
-
-def _rank(value: float) -> float:
-    return math.inf if math.isnan(value) else value
 
 
 def timed(steps: list[dict[str, Any]], name: str) -> list[dict[str, Any]]:
