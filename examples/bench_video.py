@@ -28,6 +28,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers import AutoModelForImageTextToText, PreTrainedModel
 
+from verl_prefix.api.pixels import positions_of_row
 from verl_prefix.core.groups import group_rows
 from verl_prefix.core.layout import Layout
 from verl_prefix.core.schedule import Schedule, TokenBatch
@@ -35,7 +36,7 @@ from verl_prefix.core.waves import make_plan
 from verl_prefix.files import write_whole
 from verl_prefix.models.hookup import HookedModel
 from verl_prefix.models.vision import PixelBatch, share_pixels
-from verl_prefix.testing import visual_positions, visual_prompt
+from verl_prefix.testing import visual_prompt
 from verl_prefix.tools.bench.measure import gradient_error
 from verl_prefix.tools.bench.memory import in_fresh_process
 from verl_prefix.tools.memory import memory_mib, reset_peak_mib
@@ -83,7 +84,7 @@ class Batch:
         vocab = model.config.text_config.vocab_size
         responses = [torch.randint(7, vocab, (suffix,), generator=generator) for _ in range(group)]
         self.ids = [torch.cat([prompt, response]) for response in responses]
-        positions = [visual_positions(model, row, pixels) for row in self.ids]
+        positions = [positions_of_row(model, row, pixels, 0) for row in self.ids]
         self.weights = torch.randn(group, suffix, generator=generator).to(options.device)
         self.flat = torch.cat(self.ids).to(options.device)
         self.positions = torch.cat(positions, 1).to(options.device)

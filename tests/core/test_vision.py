@@ -14,9 +14,10 @@ from test_families import float64_inside  # noqa: F401
 from test_schedule import errors, measure
 from transformers import AutoModelForImageTextToText
 
+from verl_prefix.api.pixels import positions_of_row
 from verl_prefix.core.groups import Group, group_rows
 from verl_prefix.models import vision
-from verl_prefix.testing import Rollouts, run_shared, visual_positions, visual_prompt, write_tiny_model
+from verl_prefix.testing import Rollouts, run_shared, visual_prompt, write_tiny_model
 
 FAMILIES = ("qwen2_5_vl", "qwen3_vl", "qwen3_5", "qwen3_5_moe")
 # (what the prompt consists of, response lengths), see `visual_prompt`.
@@ -75,7 +76,7 @@ class Case:
 
     def ours(self, edit=lambda tokens: tokens, **options) -> list[torch.Tensor]:
         def with_pixels(tokens, plan):
-            positions = [visual_positions(self.model, *row) for row in zip(self.ids, self.pixels, strict=True)]
+            positions = [positions_of_row(self.model, *row, 0) for row in zip(self.ids, self.pixels, strict=True)]
             batch = vision.PixelBatch(self.pixels, tokens.input_ids, tokens.offsets, self.model.config)
             return edit(dataclasses.replace(tokens, position_ids=torch.cat(positions, dim=1), pixels=batch))
 

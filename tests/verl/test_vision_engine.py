@@ -18,8 +18,9 @@ from float64_torch import Float64Torch
 from short_chunks import short_chunks
 from test_engine_equivalence import OURS, TOLERANCE, _compare, _engine, _half_errors, _loss, _padded, _responses, _whole
 
+from verl_prefix.api.pixels import positions_of_row
 from verl_prefix.models import vision
-from verl_prefix.testing import visual_positions, visual_prompt, write_tiny_model
+from verl_prefix.testing import visual_prompt, write_tiny_model
 
 PATCH = 3 * 2 * 4 * 4  # channels, frames, height and width of a patch
 # Every prompt as (what it consists of, response lengths, uid): numbers are text tokens, pairs and triples are the grids
@@ -100,7 +101,9 @@ def _batch(rank: int, config, path: str, options: dict):
         "prompts": _nested(r[1] for r in rows),
         "responses": _nested(r[2] for r in rows),
         "input_ids": _nested(ids),
-        "position_ids": _nested(visual_positions(_meta_model(path), x, r[3]) for x, r in zip(ids, rows, strict=True)),
+        "position_ids": _nested(
+            positions_of_row(_meta_model(path), x, r[3], 0) for x, r in zip(ids, rows, strict=True)
+        ),
         "loss_mask": masks,
         "response_mask": masks,
         "advantages": noise(1.0, 1.0),

@@ -1,4 +1,4 @@
-"""verl platform `cpu` (verl/plugin/platform): gloo collectives, and Ray "GPUs" that are only places for workers."""
+"""verl platform `cpu` (verl/plugin/platform): gloo collectives, and Ray "GPUs" that only count workers."""
 
 import os
 from collections.abc import Iterator
@@ -21,31 +21,30 @@ def _nothing(*_args: Any, **_kwargs: Any) -> None:
     return None
 
 
-def _device_module() -> SimpleNamespace:
-    """``torch.cpu`` with what verl asks of ``torch.cuda``; memory in bytes, of this process and of the host."""
-    process = psutil.Process()
+def _resident(*_args: Any) -> int:
+    return psutil.Process().memory_info().rss
 
-    def resident(*_args: Any) -> int:
-        return process.memory_info().rss
 
-    def mem_get_info(*_args: Any) -> tuple[int, int]:
-        memory = psutil.virtual_memory()
-        return memory.available, memory.total
+def _mem_get_info(*_args: Any) -> tuple[int, int]:
+    memory = psutil.virtual_memory()
+    return memory.available, memory.total
 
-    extra = {
+
+# `torch.cpu` with what verl asks of `torch.cuda`; memory in bytes, of this process and of the host.
+_DEVICE_MODULE = SimpleNamespace(
+    **vars(torch.cpu)
+    | {
         # verl/utils/memory_utils.py: the calls below this question reach torch.cuda unconditionally.
         "is_available": lambda: False,
         "current_device": lambda: "cpu",
         "get_device_name": lambda: "CPU",
         "get_rng_state": torch.get_rng_state,
         "set_rng_state": torch.set_rng_state,
-        "mem_get_info": mem_get_info,
+        "mem_get_info": _mem_get_info,
     }
-    extra |= dict.fromkeys(
-        ("memory_allocated", "memory_reserved", "max_memory_allocated", "max_memory_reserved"), resident
-    )
-    extra |= dict.fromkeys(("empty_cache", "set_device", "reset_peak_memory_stats", "ipc_collect"), _nothing)
-    return SimpleNamespace(**vars(torch.cpu) | extra)
+    | dict.fromkeys(("memory_allocated", "memory_reserved", "max_memory_allocated", "max_memory_reserved"), _resident)
+    | dict.fromkeys(("empty_cache", "set_device", "reset_peak_memory_stats", "ipc_collect"), _nothing)
+)
 
 
 @PlatformRegistry.register(platform="cpu")
@@ -54,7 +53,7 @@ class CPUPlatform(PlatformBase):
 
     device_name = "cpu"
     vendor_name = "generic"
-    device_module = _device_module()
+    device_module = _DEVICE_MODULE
 
     def is_available(self) -> bool:
         return True
@@ -102,7 +101,7 @@ class CPUPlatform(PlatformBase):
 
     def ray_resource_name(self) -> str:
         # ResourcePoolManager (verl/single_controller/ray/base.py) counts GPU and NPU only; ray.init(num_gpus=N)
-        # provides places with that name.
+        # provides workers' slots with that name.
         return "GPU"
 
     def ray_noset_envvars(self) -> list[str]:

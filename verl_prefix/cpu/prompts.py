@@ -59,10 +59,10 @@ def read_prompt(
     pixels = {}
     if images or videos:
         # The text is expanded already, and pixels do not depend on it.
-        found = build_multimodal_processor_inputs(
+        inputs = build_multimodal_processor_inputs(
             processor, text=[""], images=images, videos=videos, mm_processor_kwargs=processor_kwargs
         )
-        pixels = {name: found[name] for name in _PIXELS if name in found}
+        pixels = {name: inputs[name] for name in _PIXELS if name in inputs}
     ids = torch.tensor([tokens])
     kinds = torch.zeros_like(ids)
     for name, kind in _KINDS.items():

@@ -119,18 +119,14 @@ def fused_experts(weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple
         return f"{expert[1]}.{'gate_up_proj' if expert[2] else 'down_proj'}" if expert else item[0]
 
     for name, group in groupby(weights, fused_name):
-        found = list(group)
-        if found[0][0] == name:
-            yield from found
+        members = list(group)
+        if members[0][0] == name:
+            yield from members
             continue
-        experts = torch.stack([weight for _, weight in found])
+        experts = torch.stack([weight for _, weight in members])
         yield name, experts.unflatten(0, (-1, 2)).flatten(1, 2) if name.endswith("gate_up_proj") else experts
 
 
-def _load_replica() -> type[RolloutReplica]:
-    return HFReplica
-
-
-RolloutReplicaRegistry.register("hf", _load_replica)
+RolloutReplicaRegistry.register("hf", lambda: HFReplica)
 # verl 0.9.1 has a register() for replicas and only this dictionary for adapters.
 rollout_base._ROLLOUT_REGISTRY["hf", "async"] = f"{__name__}.HFServerAdapter"

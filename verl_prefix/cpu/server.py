@@ -52,11 +52,6 @@ class Sampling:
     top_k: int
     stop_ids: tuple[int, ...]
 
-    @property
-    def greedy(self) -> bool:
-        """True where the most likely token is taken; vLLM draws the line at the same temperature."""
-        return self.temperature < 1e-5
-
 
 @dataclass(frozen=True, eq=False)
 class Request:
@@ -81,7 +76,7 @@ class Sampler:
 
     def __init__(self, requests: list[Request], input_len: int) -> None:
         sampling = requests[0].sampling
-        self.greedy = sampling.greedy
+        self.greedy = sampling.temperature < 1e-5  # vLLM draws the line there too
         self.warpers = LogitsProcessorList()  # in vLLM's order
         if not self.greedy and sampling.temperature != 1.0:
             self.warpers.append(TemperatureLogitsWarper(sampling.temperature))
@@ -127,15 +122,11 @@ class HFServer:
         """Load the model from ``model_config.local_path`` in ``config.dtype``; threads are OMP_NUM_THREADS."""
         model_config = omega_conf_to_dataclass(model_config)
         self.config = config
-        self.model = (
-            get_hf_auto_model_class(model_config.hf_config)
-            .from_pretrained(
-                model_config.local_path,
-                config=model_config.hf_config,
-                dtype=PrecisionType.to_dtype(config.dtype),
-                trust_remote_code=model_config.trust_remote_code,
-            )
-            .eval()
+        self.model = get_hf_auto_model_class(model_config.hf_config).from_pretrained(
+            model_config.local_path,
+            config=model_config.hf_config,
+            dtype=PrecisionType.to_dtype(config.dtype),
+            trust_remote_code=model_config.trust_remote_code,
         )
         if self.model.config._attn_implementation == VARLEN_ON_CPU:  # of training, which has no KV cache
             self.model.set_attn_implementation("sdpa")

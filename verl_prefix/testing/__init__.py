@@ -5,7 +5,6 @@ from typing import Any
 from verl_prefix.testing.rollouts import Rollouts, random_rollouts, run_shared, run_stock
 from verl_prefix.testing.tiny_models import (
     CHAT_TEMPLATE,
-    visual_positions,
     visual_prompt,
     write_tiny_model,
     write_tiny_vlm,
@@ -18,7 +17,6 @@ __all__ = [
     "random_rollouts",
     "run_shared",
     "run_stock",
-    "visual_positions",
     "visual_prompt",
     "write_tiny_model",
     "write_tiny_vlm",

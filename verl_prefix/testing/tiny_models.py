@@ -186,15 +186,6 @@ def visual_prompt(
     return torch.tensor(tokens), {name: torch.cat(pieces) for name, pieces in pixels.items()}
 
 
-def visual_positions(model: torch.nn.Module, ids: torch.Tensor, pixels: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Position ids [4, length] (text, time, height, width) of a row [length], by the model's own `get_rope_index`, in
-    the form of verl's agent loop (verl/experimental/agent_loop/agent_loop.py)."""
-    kinds = (ids == model.config.image_token_id).int() + 2 * (ids == model.config.video_token_id).int()
-    grids = {name: value for name, value in pixels.items() if name.endswith("grid_thw")}
-    axes, _ = model.model.get_rope_index(ids.unsqueeze(0), mm_token_type_ids=kinds.unsqueeze(0), **grids)
-    return torch.cat([torch.arange(len(ids)).unsqueeze(0), axes[:, 0]])
-
-
 def write_tiny_vlm(path: str | Path, *, family: str, **overrides: Any) -> str:
     """Write a tiny model that reads text, images and videos, with its processor, to ``path``; return ``str(path)``.
 

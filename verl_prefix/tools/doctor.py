@@ -192,12 +192,11 @@ def doctor() -> int:
         for problem, line in check():
             problems += problem is not None
             print(f"FAIL {line}\n     -> {problem}" if problem else f"ok   {line}", flush=True)
-    print(f"{problems} problem(s)" if problems else _verdict())
-    return 1 if problems else 0
-
-
-def _verdict() -> str:
     platform = _platform()
-    if not platform.is_available():
-        return f"registered; not runnable here: no {platform.device_name.upper()} device, set VERL_PLATFORM=cpu"
-    return f"all fine: model_engine={PLUGIN} will be used, on {platform.device_name}"
+    if problems:
+        print(f"{problems} problem(s)")
+    elif platform.is_available():
+        print(f"all fine: model_engine={PLUGIN} will be used, on {platform.device_name}")
+    else:
+        print(f"registered; not runnable here: no {platform.device_name.upper()} device, set VERL_PLATFORM=cpu")
+    return 1 if problems else 0

@@ -90,9 +90,8 @@ def markdown(report: dict[str, Any]) -> str:
             for arm, passes in report["passes"].items() for name, row in passes.items()
         ],
     )  # fmt: skip
-    last = {arm: steps[-1]["arms"][arm] for arm in report["passes"]}
     keys = ("max_fp32", "mean_fp32", "rmse_fp32", "max_bf16", "rmse_bf16")
-    distances = {arm: result["own_weights"]["params"] for arm, result in last.items() if arm != "stock"}
+    distances = {arm: steps[-1]["arms"][arm]["own_weights"]["params"] for arm in report["passes"] if arm != "stock"}
     drift = [(arm, *(f"{row[key]:.2e}" for key in keys)) for arm, row in distances.items()]
     lines += [f"Weights after step {len(steps)}, difference from stock (every arm with its own optimizer state):", ""]
     lines += table(("arm", "max", "mean", "RMSE", "max after bf16 rounding", "RMSE after bf16 rounding"), drift)

@@ -8,6 +8,7 @@ Three questions per step, each with its own pair of weights:
 """
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -62,11 +63,8 @@ def replay(source: Source, options: Options, rank: int, keep: Callable[[dict[str
         results: dict[str, Any] = dict.fromkeys(arms)
         turn = number % len(order)
         for arm in order[turn:] + order[:turn]:
-            if arm is stock:
-                results[STOCK] = stock.passes(rows)
-                continue
-            with arm.at(start):
-                results[arm.name] = arm.passes(rows, optimize=False)
+            with nullcontext() if arm is stock else arm.at(start):
+                results[arm.name] = arm.passes(rows, optimize=arm is stock)
         results[STOCK]["values"] = stock.values
         errors = {arm.name: _errors(arm, truth) for arm in order} if at_truth else {}
         stock_error = errors.get(STOCK, stock_error)

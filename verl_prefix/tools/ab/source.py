@@ -38,11 +38,10 @@ class Options:
                 raise ValueError(f"--arms {','.join(self.arms)}: name each of {', '.join(known)} at most once")
         if self.arms == (REPACKED,):
             raise ValueError(f"--arms {REPACKED} is stock again; add one of {', '.join(known[:-1])} to compare")
-        for option, value in (("steps", self.steps), ("ranks", self.ranks)):
-            if value is not None and value < 1:
-                raise ValueError(f"--{option} {value}: give 1 or more")
-        if self.truth_steps < 0:
-            raise ValueError(f"--truth-steps {self.truth_steps}: give 0 or more")
+        numbers = ("steps", self.steps, 1), ("ranks", self.ranks, 1), ("truth-steps", self.truth_steps, 0)
+        for option, value, least in numbers:
+            if value is not None and value < least:
+                raise ValueError(f"--{option} {value}: give {least} or more")
         if self.lr is not None and not 0 <= self.lr < math.inf:
             raise ValueError(f"--lr {self.lr}: give a learning rate of 0 or more")
         if self.synthetic and self.model is None:
