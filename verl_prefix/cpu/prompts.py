@@ -11,7 +11,6 @@ from verl_prefix.models.vision import share_pixels
 
 # What a model's forward takes of a processor's output, for images and for videos.
 _PIXELS = ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw")
-_KINDS = {"image": 1, "video": 2}
 
 
 @dataclass(frozen=True)
@@ -65,7 +64,7 @@ def read_prompt(
         pixels = {name: inputs[name] for name in _PIXELS if name in inputs}
     ids = torch.tensor([tokens])
     kinds = torch.zeros_like(ids)
-    for name, kind in _KINDS.items():
+    for name, kind in (("image", 1), ("video", 2)):
         kinds[ids == get_processor_token_id(processor, name)] = kind
     grids = {name: pixels.get(name) for name in ("image_grid_thw", "video_grid_thw")}
     axes, _ = processor.get_rope_index(input_ids=ids, mm_token_type_ids=kinds, **grids)

@@ -175,13 +175,11 @@ class HFServer:
         self.seen[prompt, sampling] += 1
         key = repr((self.config.seed, self.version, sampling, prompt.tokens, k)).encode()
         seed = int.from_bytes(hashlib.blake2b(key + prompt.digest, digest_size=7).digest(), "big")
-        request = Request(
-            prompt, max_tokens, sampling=sampling, seed=seed, future=asyncio.get_running_loop().create_future()
-        )
-        self.waiting.append(request)
+        future = asyncio.get_running_loop().create_future()
+        self.waiting.append(Request(prompt, max_tokens, sampling=sampling, seed=seed, future=future))
         if self.worker is None or self.worker.done():
             self.worker = asyncio.create_task(self._work())
-        token_ids, log_probs = await request.future
+        token_ids, log_probs = await future
         return TokenOutput(
             token_ids=token_ids,
             log_probs=log_probs if with_log_probs else None,
@@ -234,8 +232,8 @@ class HFServer:
         """Take at most max_num_seqs requests with one set of sampling parameters, whole groups where they fit."""
         sampling, limit = self.waiting[0].sampling, self.config.max_num_seqs
         order = {prompt: i for i, prompt in enumerate(dict.fromkeys(request.prompt for request in self.waiting))}
-        ready = [request for request in self.waiting if request.sampling == sampling]
-        ready.sort(key=lambda request: order[request.prompt])
+        alike = (request for request in self.waiting if request.sampling == sampling)
+        ready = sorted(alike, key=lambda request: order[request.prompt])
         batch = ready[:limit]
         cut = batch[-1].prompt
         if len(ready) > limit and ready[limit].prompt == cut != batch[0].prompt:

@@ -124,15 +124,13 @@ def run(options: Options, output: Path, force: bool) -> int:
         failure = f"the replay failed: {error}"
     except Exception:  # of this rank, under torchrun; mp.spawn catches as much of a rank, to report what was measured
         failure = f"the replay failed: {traceback.format_exc()}"
-    report = None if rank else record.report()
-    if report is None:
-        if failure:
-            print(f"verl-prefix ab: rank {rank}: {failure}", file=sys.stderr)
-        if rank == 0:
-            (output / STEPS).unlink()
-        return 2 if failure else 0
-    code = write(report, markdown, draw, output)
-    (output / STEPS).unlink()
-    if failure:
+    report, code = None if rank else record.report(), 0
+    if report:
+        code = write(report, markdown, draw, output)
+    if rank == 0:
+        (output / STEPS).unlink()
+    if failure and report:
         print(f"the report is of the first {len(report['steps'])} of {source.num_steps} steps: {failure}")
+    elif failure:
+        print(f"verl-prefix ab: rank {rank}: {failure}", file=sys.stderr)
     return 2 if failure else code

@@ -226,10 +226,8 @@ def predict(
     for _ in range(max(1, min(NUM_STEPS, NUM_ROWS // num_rows))):
         keys = [i for i in range(size.prompts) for _ in range(size.rollouts)]
         drawn = draw.choices(prompts, k=size.prompts)
-        step = Step(
-            size, shape, keys=keys, prefixes=[drawn[i].tokens - 1 for i in keys],
-            suffixes=list(islice(responses, num_rows)),
-        )  # fmt: skip
+        prefixes, suffixes = [drawn[i].tokens - 1 for i in keys], list(islice(responses, num_rows))
+        step = Step(size, shape, keys=keys, prefixes=prefixes, suffixes=suffixes)
         dealt = step.dealt()
         whole = [[row for rows in rank for row in rows] for rank in dealt]
         log_probs = predictor.add("old", step.batches(whole, "old"))
