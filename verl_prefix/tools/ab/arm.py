@@ -194,8 +194,6 @@ class Arm:
             if manifest["engine"].get(f"infer_{flag}")
         }
         self.names = [name for name, p in self.engine.module.named_parameters() if p.requires_grad]
-        self.grads: list[torch.Tensor] = []
-        self.log_probs = self.infer_log_probs = torch.empty(0)
 
     def weights(self) -> list[torch.Tensor]:
         """This rank's shards of the trained parameters, not copied."""
