@@ -1,4 +1,5 @@
-"""Versions: the verl that this package was run with and the refusal of any other; code and machine for reports.
+"""Versions: the verl that this package was run with and the refusal of any other, what is warned of once, and code and
+machine for reports.
 
 verl hides what a plugin raises while it is imported (the end of verl/__init__.py logs it at DEBUG), so the check stands
 in the constructors of our configs and trainer, where its message reaches the user. Imports nothing but the standard
@@ -63,8 +64,9 @@ def moving_verl() -> str | None:
 
 
 @functools.cache
-def _warn_once(message: str) -> None:
-    logger.warning(message)
+def warn_once(log: logging.Logger, message: str, *values: object) -> None:
+    """Logs a warning once in a process; with other values it is another one."""
+    log.warning(message, *values)
 
 
 def check_verl_version() -> None:
@@ -77,21 +79,19 @@ def check_verl_version() -> None:
     if problem := untested_verl():
         raise ImportError(problem)
     if warning := moving_verl():
-        _warn_once(warning)
+        warn_once(logger, warning)
 
 
 def git_state() -> dict[str, Any]:
     """Commit, and whether files other than results differ from it; outside of git as `COMMIT` says, or None, True."""
-    git = ["git", "-C", str(Path(__file__).parent)]
+    status = ["git", "-C", str(Path(__file__).parent), "status", "--porcelain=v2", "--branch"]
+    files = ["--", ":/", ":(exclude,top)examples/results"]
     try:
-        commit = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
-        status = subprocess.run(
-            [*git, "status", "--porcelain", "--", ":/", ":(exclude,top)examples/results"], capture_output=True
-        )
+        lines = subprocess.run([*status, *files], capture_output=True, text=True, check=True).stdout.splitlines()
     except (subprocess.CalledProcessError, OSError):  # no checkout, or no git
         known = os.environ.get(COMMIT)
         return {"commit": known, "dirty": not known}
-    return {"commit": commit, "dirty": bool(status.returncode or status.stdout)}
+    return {"commit": lines[0].split()[-1], "dirty": not all(line.startswith("# ") for line in lines)}
 
 
 def package_versions(packages: Iterable[str]) -> dict[str, str | None]:

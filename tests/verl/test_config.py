@@ -11,9 +11,9 @@ from hydra.errors import ConfigCompositionException, InstantiationException
 from omegaconf import OmegaConf
 from verl.utils.config import omega_conf_to_dataclass, validate_config
 
-import verl_prefix.config
 from verl_prefix.config import PrefixActorConfig, PrefixConfig, PrefixEngineConfig
 from verl_prefix.testing import write_tiny_model
+from verl_prefix.versions import warn_once
 
 ACTOR = "actor_rollout_ref.actor"
 SDPA = "+actor_rollout_ref.model.override_config.attn_implementation=sdpa"
@@ -130,7 +130,7 @@ def test_a_loss_that_is_not_verls_own_is_warned_of_once(model_path, caplog):
 
 
 def test_fused_kernels_are_warned_of_once(model_path, caplog):
-    verl_prefix.config._warn_of_fused_kernels.cache_clear()
+    warn_once.cache_clear()
     for _ in range(2):
         validate(model_path, "actor_rollout_ref.model.use_fused_kernels=True")
     (said,) = [record.message for record in caplog.records if "use_fused_kernels" in record.message]
@@ -138,7 +138,7 @@ def test_fused_kernels_are_warned_of_once(model_path, caplog):
 
 
 def test_verls_prefix_grouper_key_is_warned_of_once_and_nothing_else(model_path, caplog):
-    verl_prefix.config._warn_of_prefix_grouper.cache_clear()  # other tests' configs set the key too
+    warn_once.cache_clear()  # other tests' configs set the key too
     for _ in range(2):
         validate(model_path, f"{ACTOR}.use_prefix_grouper=True")
     (said,) = [record.message for record in caplog.records if "use_prefix_grouper" in record.message]

@@ -4,7 +4,6 @@ Everything that cannot work is refused in the driver, before a worker starts: ve
 `PrefixActorConfig` and calls `validate` there.
 """
 
-import functools
 import logging
 import math
 import sys
@@ -14,7 +13,7 @@ from typing import Any
 from verl.base_config import BaseConfig
 from verl.workers.config import FSDPActorConfig, FSDPEngineConfig, PolicyLossConfig
 
-from verl_prefix.versions import check_verl_version
+from verl_prefix.versions import check_verl_version, warn_once
 
 # Losses of verl 0.9.1 (verl/trainer/ppo/core_algos.py) that are sums over rows: compute_policy_loss_<mode> makes a loss
 # of every token from its own row alone, and agg_loss divides their sum by numbers of the whole mini-batch. bypass_mode
@@ -27,8 +26,18 @@ LOSSES_OF_PASSES = {
     "kl_cov": "penalises the tokens of a pass that have the largest covariance in it (compute_policy_loss_kl_cov)",
 }
 SCHEDULES = ("auto", "packed", "phased", "stock")
-EXCHANGE = KEEP_ATTENTION = ("auto", "off")
-ATTENTION = ("auto", "cpu", "flash_attn", "aten", "reference")
+CHOICES = {
+    "schedule": SCHEDULES,
+    "exchange": ("auto", "off"),
+    "keep_attention": ("auto", "off"),
+    "attention": ("auto", "cpu", "flash_attn", "aten", "reference"),
+    "verify_action": ("raise", "fallback"),
+}
+# Drivers that no test could run with this engine: their weights travel by NCCL and the like.
+UNTESTED_DRIVERS = (
+    "verl.experimental.one_step_off_policy.ray_trainer",
+    "verl.experimental.fully_async_policy.fully_async_trainer",
+)
 
 NO_REPLAY = (
     "actor_rollout_ref.rollout.enable_rollout_routing_replay=True gives batches routed_experts, and verl's FSDP engine "
@@ -37,6 +46,15 @@ NO_REPLAY = (
 )
 
 logger = logging.getLogger(__name__)
+
+
+def _refuse(wrong: object, message: str) -> None:
+    if wrong:
+        raise ValueError(message)
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and value >= 1
 
 
 @dataclass
@@ -63,65 +81,38 @@ class PrefixConfig(BaseConfig):
     trace_max_gib: float = 8.0
 
     def __post_init__(self) -> None:
-        for key, value, allowed in (
-            ("schedule", self.schedule, SCHEDULES),
-            ("exchange", self.exchange, EXCHANGE),
-            ("keep_attention", self.keep_attention, KEEP_ATTENTION),
-            ("attention", self.attention, ATTENTION),
-            ("verify_action", self.verify_action, ("raise", "fallback")),
-        ):
-            if value not in allowed:
-                raise ValueError(f"actor_rollout_ref.actor.prefix.{key}={value!r}: set one of {', '.join(allowed)}")
-        for key, value in (
-            ("wave_tokens", 1 if self.wave_tokens is None else self.wave_tokens),
-            ("logits_chunk", self.logits_chunk),
-        ):
-            if type(value) is not int or value < 1:
-                raise ValueError(f"actor_rollout_ref.actor.prefix.{key}={value!r}: set a number of tokens >= 1")
-        if self.verify not in ("first_step", "off") and (type(self.verify) is not int or self.verify < 1):
-            raise ValueError(
-                f"actor_rollout_ref.actor.prefix.verify={self.verify!r}: set first_step, off, or a number n >= 1 for "
-                "every n updates"
-            )
-        if type(self.min_speedup) not in (int, float) or not 0 <= self.min_speedup < float("inf"):
-            raise ValueError(
-                f"actor_rollout_ref.actor.prefix.min_speedup={self.min_speedup!r}: set a number >= 0 (0: always share)"
-            )
-        if self.cost_profile is not None and (self.schedule != "auto" or not self.min_speedup):
-            raise ValueError(
-                f"actor_rollout_ref.actor.prefix.cost_profile={self.cost_profile!r} is read with prefix.schedule=auto "
-                f"and prefix.min_speedup above 0, not with {self.schedule!r} and {self.min_speedup}; remove it"
-            )
-        if self.wave_tokens is not None and self.schedule in ("packed", "stock"):
-            raise ValueError(
-                f"actor_rollout_ref.actor.prefix.wave_tokens={self.wave_tokens} sets nothing with prefix.schedule="
-                f"{self.schedule!r}; remove it, or set prefix.schedule to auto or phased"
-            )
-        if self.verify == "off" and self.verify_action == "fallback":
-            raise ValueError("actor_rollout_ref.actor.prefix.verify_action=fallback needs prefix.verify, which is off")
+        def refuse(wrong: object, key: str, why: str) -> None:
+            _refuse(wrong, f"actor_rollout_ref.actor.prefix.{key}={getattr(self, key)!r}{why}")
+
+        for key, allowed in CHOICES.items():
+            refuse(getattr(self, key) not in allowed, key, f": set one of {', '.join(allowed)}")
+        refuse(not _is_count(self.logits_chunk), "logits_chunk", ": set a number of tokens >= 1")
+        here = f"with prefix.schedule={self.schedule!r}"
+        has_waves = self.schedule in ("auto", "phased")
+        if self.wave_tokens is not None:
+            refuse(not _is_count(self.wave_tokens), "wave_tokens", ": set a number of tokens >= 1")
+            advice = "remove it, or set prefix.schedule to auto or phased"
+            refuse(not has_waves, "wave_tokens", f" sets nothing {here}; {advice}")
+        refuse(not isinstance(self.offload, bool), "offload", ": set true or false")
+        advice = "set prefix.schedule to auto or phased, or prefix.offload=False"
+        refuse(self.offload and not has_waves, "offload", f" moves nothing {here}; {advice}")
+        is_known = self.verify in ("first_step", "off") or _is_count(self.verify)
+        refuse(not is_known, "verify", ": set first_step, off, or a number n >= 1 for every n updates")
+        falls_back = self.verify_action == "fallback"
+        refuse(falls_back and self.verify == "off", "verify_action", " needs prefix.verify, which is off")
+        is_ratio = type(self.min_speedup) in (int, float) and 0 <= self.min_speedup < math.inf
+        refuse(not is_ratio, "min_speedup", ": set a number >= 0 (0: always share)")
+        if self.schedule != "auto" or not self.min_speedup:
+            needs = "is read with prefix.schedule=auto and prefix.min_speedup above 0"
+            advice = f"not with {self.schedule!r} and {self.min_speedup}; remove it"
+            refuse(self.cost_profile is not None, "cost_profile", f" {needs}, {advice}")
         steps, gib = self.trace_max_steps, self.trace_max_gib
-        if type(steps) is not int or steps < 1 or type(gib) not in (int, float) or not gib > 0:
-            raise ValueError(
-                f"actor_rollout_ref.actor.prefix.trace_max_steps={steps!r}, trace_max_gib={gib!r}: set at least 1 step "
-                "and more than 0 GiB, or trace_dir=null for no trace"
-            )
-        if self.trace_dir is None and (steps, gib) != (type(self).trace_max_steps, type(self).trace_max_gib):
-            raise ValueError(
-                f"actor_rollout_ref.actor.prefix.trace_max_steps={steps}, trace_max_gib={gib} bound a trace, and "
-                "trace_dir is null; remove them, or set trace_dir"
-            )
-        if not isinstance(self.offload, bool):
-            raise ValueError(f"actor_rollout_ref.actor.prefix.offload={self.offload!r}: set true or false")
-        if self.offload and self.schedule in ("packed", "stock"):
-            raise ValueError(
-                f"actor_rollout_ref.actor.prefix.offload=True moves nothing with prefix.schedule={self.schedule!r}; "
-                "set prefix.schedule to auto or phased, or prefix.offload=False"
-            )
-
-
-def _refuse(found: object, message: str) -> None:
-    if found:
-        raise ValueError(message)
+        is_bound = _is_count(steps) and type(gib) in (int, float) and gib > 0
+        advice = "set at least 1 step and more than 0 GiB, or trace_dir=null for no trace"
+        refuse(not is_bound, "trace_max_steps", f", trace_max_gib={gib!r}: {advice}")
+        is_default = (steps, gib) == (type(self).trace_max_steps, type(self).trace_max_gib)
+        advice = "bound a trace, and trace_dir is null; remove them, or set trace_dir"
+        refuse(self.trace_dir is None and not is_default, "trace_max_steps", f", trace_max_gib={gib} {advice}")
 
 
 @dataclass
@@ -232,49 +223,6 @@ def _refuse_losses_of_passes(key: str, policy_loss: PolicyLossConfig) -> None:
     )
 
 
-@functools.cache
-def _warn_of_prefix_grouper(key: str) -> None:
-    logger.warning(
-        "%s.use_prefix_grouper=True is nothing to the prefix engine, which shares prompts anyway; verl's legacy "
-        "trainer (trainer.use_v1=false) balances whole groups by it",
-        key,
-    )
-
-
-# Drivers that no test could run with this engine: their weights travel by NCCL and the like.
-UNTESTED_DRIVERS = {
-    "verl.experimental.one_step_off_policy.ray_trainer": "verl.experimental.one_step_off_policy",
-    "verl.experimental.fully_async_policy.fully_async_trainer": "verl.experimental.fully_async_policy",
-}
-
-
-def _refuse_untested_drivers() -> None:
-    for module, name in UNTESTED_DRIVERS.items():
-        _refuse(
-            module in sys.modules,
-            f"{name} was never run with model_engine=prefix; use verl.trainer.main_ppo with trainer.v1.trainer_mode="
-            "separate_async (or prefix_separate_async), or set model_engine=dp",
-        )
-
-
-@functools.cache
-def _warn_of_fused_kernels(key: str) -> None:
-    logger.warning(
-        "%s.use_fused_kernels=True is off in the prefix engine, whose lm_head runs on responses alone, "
-        "actor.prefix.logits_chunk tokens at a time; batches that take verl's own path have all their logits",
-        key,
-    )
-
-
-@functools.cache
-def _warn_of_unknown_loss(mode: str) -> None:
-    logger.warning(
-        "actor_rollout_ref.actor.policy_loss.loss_mode=%s is not of verl 0.9.1: where it looks at all rows of a "
-        "micro-batch (a mean that is not agg_loss's, say), gradients follow prefix.schedule and the token budget",
-        mode,
-    )
-
-
 @dataclass
 class PrefixActorConfig(FSDPActorConfig):
     """verl's FSDP actor config plus `prefix`, which it hands to the engine: the engine sees nothing else of it.
@@ -296,7 +244,12 @@ class PrefixActorConfig(FSDPActorConfig):
         )
         _refuse(self.shuffle, f"{key}.shuffle=True tears groups apart at mini-batch edges; set {key}.shuffle=False")
         if self.use_prefix_grouper:
-            _warn_of_prefix_grouper(key)
+            warn_once(
+                logger,
+                "%s.use_prefix_grouper=True is nothing to the prefix engine, which shares prompts anyway; verl's "
+                "legacy trainer (trainer.use_v1=false) balances whole groups by it",
+                key,
+            )
         _refuse(
             self.loss_agg_mode == "seq-mean-token-sum-norm"
             and self.loss_scale_factor is None
@@ -319,11 +272,22 @@ class PrefixActorConfig(FSDPActorConfig):
             ValueError: a model family, checkpointing or kernel option that the shared-prefix path does not support.
         """
         super().validate(n_gpus, train_batch_size, model_config)
-        _refuse_untested_drivers()
+        for module in UNTESTED_DRIVERS:
+            _refuse(
+                module in sys.modules,
+                f"{module.rpartition('.')[0]} was never run with model_engine=prefix; use verl.trainer.main_ppo with "
+                "trainer.v1.trainer_mode=separate_async (or prefix_separate_async), or set model_engine=dp",
+            )
         sequence_ranks = self.fsdp_config.ulysses_sequence_parallel_size
         check_sequence_parallel("actor", sequence_ranks, n_gpus=n_gpus, prefix=self.prefix, model_config=model_config)
         if self.prefix.schedule != "stock" and self.policy_loss.loss_mode not in LOSSES_OF_ROWS:
-            _warn_of_unknown_loss(self.policy_loss.loss_mode)
+            warn_once(
+                logger,
+                "actor_rollout_ref.actor.policy_loss.loss_mode=%s is not of verl 0.9.1: where it looks at all rows of "
+                "a micro-batch (a mean that is not agg_loss's, say), gradients follow prefix.schedule and the token "
+                "budget",
+                self.policy_loss.loss_mode,
+            )
         if model_config is not None and self.prefix.schedule != "stock":
             check_model_options(model_config)
             check_model_family(model_config, self.freeze_vision_tower, sequence_ranks)
@@ -344,7 +308,12 @@ def check_model_options(model_config: Any) -> None:
         "(actor.prefix.offload=True moves prefixes)",
     )
     if model_config.get("use_fused_kernels"):
-        _warn_of_fused_kernels(key)
+        warn_once(
+            logger,
+            "%s.use_fused_kernels=True is off in the prefix engine, whose lm_head runs on responses alone, "
+            "actor.prefix.logits_chunk tokens at a time; batches that take verl's own path have all their logits",
+            key,
+        )
 
 
 def check_model_family(model_config: Any, freeze_vision_tower: bool, sequence_ranks: int = 1) -> None:
