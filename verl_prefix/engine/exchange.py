@@ -27,7 +27,7 @@ from verl_prefix.auto.shape import ModelShape
 from verl_prefix.core.groups import Group
 from verl_prefix.engine.mini_batch import group_batch
 from verl_prefix.engine.row_bytes import Row, RowBytes, decode, encode
-from verl_prefix.engine.row_table import PIXELS, AllRows, describe, framed
+from verl_prefix.engine.row_table import COLUMNS, PIXELS, AllRows, describe
 from verl_prefix.models.vision import PIXEL_NAMES
 
 logger = logging.getLogger(__name__)
@@ -58,8 +58,8 @@ class InPlace:
         self.groups, self._num_split_uids = group_batch(data)
         self.own_groups = self.groups
 
-    def receive(self) -> tuple[TensorDict, list[Group], int]:
-        return self._data, self.groups, self._num_split_uids
+    def receive(self) -> tuple[TensorDict, int]:
+        return self._data, self._num_split_uids
 
     def give_back(self, output: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
         return output
@@ -117,14 +117,13 @@ class Exchange:
             )
         self._seconds = time.perf_counter() - start
 
-    def receive(self) -> tuple[TensorDict, list[Group], int]:
-        """`rows`, their groups as found in them, which are those that were sent, and the number of uids that are
-        several groups."""
+    def receive(self) -> tuple[TensorDict, int]:
+        """`rows` with their pixels, which are in `groups`, and the number of uids that are several groups."""
         rows = self.rows()
         receive_pixels(rows)
         groups, num_split_uids = group_batch(rows)
         self.check_groups(groups)
-        return rows, groups, num_split_uids
+        return rows, num_split_uids
 
     def rows(self) -> TensorDict:
         """The rows that this rank computes: its own that stay, then those that arrive, by rank."""
@@ -142,12 +141,12 @@ class Exchange:
             objects = [{name: values[i] for name, values in self._bytes.objects.items()} for i in self._kept]
             for rank, expected in enumerate(self._got):
                 arrived = list(self._bytes.unpack(received[rank]))
-                _check(f"rank {rank} sent", arrived, [row - self._all.starts[rank] for row in expected])
+                _check_rows(f"rank {rank} sent", arrived, [row - self._all.starts[rank] for row in expected])
                 rows += arrived
                 objects += [decode(row.text) for row in arrived]
-            found = self._batch(rows, self._with_pixels(objects))
+            batch = self._batch(rows, self._with_pixels(objects))
         self._seconds += time.perf_counter() - start
-        return found
+        return batch
 
     def give_back(self, output: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """A model's outputs of the rows that this rank computed -> those of its own rows, in the order they came.
@@ -159,10 +158,8 @@ class Exchange:
             return dict(output)
         start = time.perf_counter()
         with self._together("returning outputs", 2) as agreed:
+            _check_lens(output, [self._all.lens[row] for row in self._computed], "were computed")
             out = RowBytes(output)
-            lens = [self._all.lens[row] for row in self._computed]
-            if wrong := [name for name in output if out.lens(name) != lens]:
-                raise ExchangeError(f"{', '.join(wrong)} do not have the {len(lens)} rows that were computed")
             parcels, at = [], len(self._kept)
             for rank, rows in enumerate(self._got):
                 parcels.append(out.pack([out.row(at + i, row - self._all.starts[rank]) for i, row in enumerate(rows)]))
@@ -172,15 +169,14 @@ class Exchange:
             raise ExchangeError(f"ranks computed different outputs; this one has {', '.join(output)}")
         received = self._swap(parcels)
         with self._together("receiving outputs"):
-            found = {i: out.row(at, i) for at, i in enumerate(self._kept)}
+            rows = [out.row(at, i) for at, i in enumerate(self._kept)]
             for rank, expected in enumerate(self._sent):
                 arrived = list(out.unpack(received[rank]))
-                _check(f"rank {rank} gave back outputs of", arrived, expected)
-                found |= {row.origin: row for row in arrived}
-            back = out.join([found[i] for i in range(len(self._data))])
+                _check_rows(f"rank {rank} gave back outputs of", arrived, expected)
+                rows += arrived
+            back = out.join(sorted(rows, key=lambda row: row.origin))
             own = self._all.lens[self._all.starts[self._rank] : self._all.starts[self._rank + 1]]
-            if wrong := [name for name, x in back.items() if x.offsets().diff().tolist() != own]:
-                raise ExchangeError(f"{', '.join(wrong)} that came back are not as long as the rows that left")
+            _check_lens(back, own, "left")
         self._seconds += time.perf_counter() - start
         return back
 
@@ -193,11 +189,11 @@ class Exchange:
         if not self.moves:
             return
         with self._together("checking groups"):
-            found = {row: (i, group.prefix_len, n) for i, group in enumerate(groups)
-                     for row, n in zip(group.rows, group.suffix_lens, strict=True)}  # fmt: skip
+            pieces = {row: (i, group.prefix_len, n) for i, group in enumerate(groups)
+                      for row, n in zip(group.rows, group.suffix_lens, strict=True)}  # fmt: skip
             for group in self.groups:
-                wanted = [(group.prefix_len, n) for n in group.suffix_lens]
-                if len({found[row][0] for row in group.rows}) > 1 or [found[row][1:] for row in group.rows] != wanted:
+                expected = [(pieces[group.rows[0]][0], group.prefix_len, n) for n in group.suffix_lens]
+                if [pieces[row] for row in group.rows] != expected:
                     raise ExchangeError(f"rows {list(group.rows)} arrived as one group, and their prompts differ")
 
     def metrics(self) -> dict[str, float]:
@@ -215,16 +211,19 @@ class Exchange:
         return sum(prefixes.values()) + sum(rows.suffix_lens), len(rows.keys)
 
     def _gather(self, table: torch.Tensor, most: int) -> AllRows:
-        padded = framed(table, most).to(self._device)
-        every = [torch.empty_like(padded) for _ in range(self._size)]
-        dist.all_gather(every, padded, group=self._group)
-        return AllRows.read(torch.stack(every).cpu())
+        """What all ranks know: each sends its table behind a row that has its count, and as long as that of the rank
+        with `most` rows."""
+        padded = torch.zeros(most + 1, COLUMNS, dtype=torch.int64)
+        padded[0, 0], padded[1 : len(table) + 1] = len(table), table
+        every = torch.empty(self._size, *padded.shape, dtype=torch.int64, device=self._device)
+        dist.all_gather(list(every), padded.to(self._device), group=self._group)
+        return AllRows([one[1 : one[0, 0] + 1] for one in every.cpu()])
 
     def _place(self) -> None:
         rows, me = self._all, self._rank
         args = (rows.keys, rows.prefix_costs, rows.suffix_costs, rows.ranks, self._size)
-        placed = place_rows(*args, rows.has_pixels) if self.compatible else describe_rows(*args)
-        self._home = placed.ranks
+        placement = place_rows(*args, rows.has_pixels) if self.compatible else describe_rows(*args)
+        self._home = placement.ranks
         if len(self._home) != len(rows.keys) or not set(self._home) <= set(range(self._size)):
             raise ExchangeError(f"{len(rows.keys)} rows were placed on ranks {self._home}; there are {self._size}")
         self.moves = self._home != rows.ranks
@@ -232,9 +231,9 @@ class Exchange:
         # To each rank, indices into this rank's rows; from each rank, indices into all.
         self._sent: list[list[int]] = [[] for _ in range(self._size)]
         self._got: list[list[int]] = [[] for _ in range(self._size)]
-        for row in range(first, end):
-            self._sent[self._home[row]].append(row - first)
         for row, (rank, home) in enumerate(zip(rows.ranks, self._home, strict=True)):
+            if rank == me:
+                self._sent[home].append(row - first)
             if home == me:
                 self._got[rank].append(row)
         self._kept, self._sent[me], self._got[me] = self._sent[me], [], []
@@ -242,9 +241,9 @@ class Exchange:
         self.groups, self.own_groups = rows.groups(self._computed), rows.groups(range(first, end))
         self._holders = {(k, r) for k, r, has in zip(rows.keys, rows.ranks, rows.has_pixels, strict=True) if has}
         self._metrics = {
-            "prefix/placement_imbalance": placed.imbalance,
-            "prefix/split_groups": 0.0 if self.compatible else float(placed.split_groups),
-            "prefix/cost_split_groups": float(placed.split_groups) if self.compatible else 0.0,
+            "prefix/placement_imbalance": placement.imbalance,
+            "prefix/split_groups": 0 if self.compatible else placement.split_groups,
+            "prefix/cost_split_groups": placement.split_groups if self.compatible else 0,
         }
 
     def _text(self, i: int, to: int) -> bytes:
@@ -307,8 +306,8 @@ class Exchange:
         error: Exception | None = None
         try:
             yield agreed
-        except Exception as found:  # whatever it is, the others wait to hear of it; raised again below
-            error = found
+        except Exception as failure:  # whatever it is, the others wait to hear of it; raised again below
+            error = failure
         mine = [0, *agreed] if error is None else [dist.get_rank(self._everyone) + 1, *[0] * num_agreed]
         reduced = torch.tensor(mine, dtype=torch.float64, device=self._device)
         dist.all_reduce(reduced, op=dist.ReduceOp.MAX, group=self._everyone)
@@ -334,7 +333,12 @@ def _same(value: object) -> list[int]:
     return [digest, -digest]
 
 
-def _check(told: str, arrived: Sequence[Row], expected: Sequence[int]) -> None:
-    found = [row.origin for row in arrived]
-    if found != expected:
-        raise ExchangeError(f"{told} its rows {found}, and {expected} were to travel")
+def _check_rows(told: str, arrived: Sequence[Row], expected: Sequence[int]) -> None:
+    origins = [row.origin for row in arrived]
+    if origins != expected:
+        raise ExchangeError(f"{told} its rows {origins}, and {expected} were to travel")
+
+
+def _check_lens(output: Mapping[str, torch.Tensor], lens: Sequence[int], told: str) -> None:
+    if wrong := [name for name, x in output.items() if x.offsets().diff().tolist() != lens]:
+        raise ExchangeError(f"{', '.join(wrong)} do not have the {len(lens)} rows that {told}, or not their lengths")

@@ -129,10 +129,10 @@ class PrefixFSDPEngine(StockPath):
             placed = placed_rows(self, data)
             plan = self._paths.plan(data, placed.groups, placed.own_groups, forward_only)
         if isinstance(plan, Plan):
-            rows, groups, num_split_uids = placed.receive()
+            rows, num_split_uids = placed.receive()
             prepared = self._prepared(rows)
             if not forward_only:
-                metrics = self._verification.check(prepared, groups, pass_budget(data, groups))
+                metrics = self._verification.check(prepared, placed.groups, pass_budget(data, placed.groups))
                 stock_reason = self._paths.lasting_reason = self._verification.failure
         else:
             stock_reason = stock_reason or plan

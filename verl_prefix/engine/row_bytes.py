@@ -1,59 +1,42 @@
 """Rows of a batch as bytes, and back: what `exchange` sends. Tensors go as they are, other values as JSON."""
 
 import base64
-import functools
+import itertools
 import json
 import logging
+import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from tensordict import TensorDict
 from tensordict.tensorclass import NonTensorData
-from verl.utils import tensordict_utils as tu
+
+from verl_prefix.versions import warn_once
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
 class _Field:
     """One tensor of a batch, row after row.
 
     Attributes:
         ragged: the dimension of a row whose length is its own; None where all rows have the same shape.
         rest: the row's other dimensions. unit: bytes of one step of `ragged`, or of a whole row.
-        values: uint8, on the CPU. lens: steps of each row. starts: first byte of each row, and the end.
+        values: uint8, on the CPU. starts: first byte of each row, and the end.
     """
 
-    dtype: torch.dtype
-    device: torch.device
-    ragged: int | None
-    rest: tuple[int, ...]
-    unit: int
-    values: torch.Tensor
-    lens: list[int]
-    starts: list[int]
-
-    @classmethod
-    def of(cls, x: torch.Tensor) -> "_Field":
-        ragged = None
+    def __init__(self, x: torch.Tensor) -> None:
+        self.dtype, self.device, self.ragged = x.dtype, x.device, None
+        self.rest, lens, flat = list(x.shape[1:]), [1] * len(x), x
         if x.is_nested:
-            ragged = getattr(x, "_ragged_idx", x.dim() - 1) - 1
-            shape = list(x.values().shape)
-            del shape[ragged]
-            rows = [row.movedim(ragged, 0) for row in x.unbind()]
-            lens = [len(row) for row in rows]
-            flat = torch.cat([row.reshape(-1) for row in rows]) if rows else x.values().reshape(-1)
-        else:
-            shape, lens, flat = list(x.shape[1:]), [1] * len(x), x.reshape(-1)
-        unit = x.dtype.itemsize * int(torch.tensor(shape, dtype=torch.int64).prod())
-        starts = [0, *torch.tensor(lens, dtype=torch.int64).mul(unit).cumsum(0).tolist()]
-        values = flat.detach().cpu().contiguous().view(torch.uint8)
-        return cls(
-            x.dtype, x.device, ragged=ragged, rest=tuple(shape), unit=unit, values=values, lens=lens, starts=starts
-        )
+            self.ragged = getattr(x, "_ragged_idx", x.dim() - 1) - 1
+            flat = x.values().movedim(self.ragged, 0)
+            self.rest, lens = list(flat.shape[1:]), x.offsets().diff().tolist()
+        self.unit = x.dtype.itemsize * math.prod(self.rest)
+        self.starts = list(itertools.accumulate((n * self.unit for n in lens), initial=0))
+        self.values = flat.detach().cpu().reshape(-1).view(torch.uint8)
 
     def __getitem__(self, row: int) -> torch.Tensor:
         return self.values[self.starts[row] : self.starts[row + 1]]
@@ -63,13 +46,11 @@ class _Field:
         values = torch.cat([self.values[:0], *rows]).view(self.dtype).to(self.device)
         if self.ragged is None:
             return values.view(len(rows), *self.rest)
-        lens = [len(row) // self.unit if self.unit else 0 for row in rows]
-        ragged = self.ragged
-        if not rows:
-            start = torch.zeros(1, dtype=torch.int64, device=self.device)
-            return torch.nested.nested_tensor_from_jagged(values.view(0, *self.rest).movedim(0, ragged), start)
-        pieces = [x.movedim(0, ragged) for x in values.view(-1, *self.rest).split(lens)]
-        return tu.nested_tensor_from_tensor_list(pieces, ragged_idx=ragged + 1)
+        offsets = list(itertools.accumulate((len(row) // self.unit for row in rows), initial=0))
+        values = values.view(offsets[-1], *self.rest).movedim(0, self.ragged).contiguous()
+        joined = torch.nested.nested_tensor_from_jagged(values, torch.tensor(offsets, device=self.device))
+        joined._ragged_idx = self.ragged + 1  # as verl's nested_tensor_from_tensor_list
+        return joined
 
 
 class Row(NamedTuple):
@@ -89,7 +70,7 @@ class RowBytes:
     """
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], objects: Mapping[str, list[Any]] | None = None) -> None:
-        self._fields = {name: _Field.of(tensors[name]) for name in sorted(tensors)}
+        self._fields = {name: _Field(tensors[name]) for name in sorted(tensors)}
         self._ragged = [name for name, one in self._fields.items() if one.ragged is not None]
         self.objects = dict(objects or {})
         fields = [(name, str(one.dtype), one.ragged, one.rest) for name, one in self._fields.items()]
@@ -98,14 +79,9 @@ class RowBytes:
     @classmethod
     def of_batch(cls, data: TensorDict) -> "RowBytes":
         """Of all that `data` has per row; what it has once stays out."""
-        found = {name: data.get(name) for name in data.keys()}
-        tensors = {name: x for name, x in found.items() if isinstance(x, torch.Tensor)}
-        others = (name for name, x in found.items() if name not in tensors and not isinstance(x, NonTensorData))
-        return cls(tensors, {name: found[name].tolist() for name in others})
-
-    def lens(self, name: str) -> list[int]:
-        """Lengths of the rows of a ragged tensor."""
-        return self._fields[name].lens
+        values = {name: data.get(name) for name in data.keys() if not isinstance(data.get(name), NonTensorData)}
+        tensors = {name: x for name, x in values.items() if isinstance(x, torch.Tensor)}
+        return cls(tensors, {name: x.tolist() for name, x in values.items() if name not in tensors})
 
     def row(self, i: int, origin: int, text: bytes = b"") -> Row:
         """Row i, to be known as `origin`."""
@@ -148,25 +124,21 @@ def encode(values: Mapping[str, Any], needed: Sequence[str]) -> bytes:
     Raises:
         TypeError: one of those left out is `needed`.
     """
-    found = {}
+    plain = {}
     for name, value in values.items():
         try:
-            found[name] = _plain(value)
+            plain[name] = _plain(value)
         except TypeError as error:
             if name in needed:
                 raise TypeError(f"{name} cannot travel with its rows: {error}") from error
-            _warn_once(name, str(error))
-    return json.dumps(found).encode() if values else b""
+            text = "prefix.exchange: %s does not travel with its rows (%s); a loss cannot read it"
+            warn_once(logger, text, name, str(error))
+    return json.dumps(plain).encode() if values else b""
 
 
 def decode(text: bytes) -> dict[str, Any]:
     """What `encode` was given."""
     return {name: _rich(value) for name, value in json.loads(text).items()} if text else {}
-
-
-@functools.cache
-def _warn_once(name: str, error: str) -> None:
-    logger.warning("prefix.exchange: %s does not travel with its rows (%s); a loss cannot read it", name, error)
 
 
 def _plain(value: Any) -> Any:

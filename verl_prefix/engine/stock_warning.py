@@ -8,10 +8,9 @@ from verl.workers.config import FSDPEngineConfig
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead, FSDPEngineWithValueHead
 
 from verl_prefix.models.recurrent import packing_leak
+from verl_prefix.versions import warn_once
 
 logger = logging.getLogger(__name__)
-
-_said: set[str] = set()
 
 
 def packs_rows(config: FSDPEngineConfig) -> bool:
@@ -35,10 +34,9 @@ def warn_of_leaks() -> None:
             packs = self.use_remove_padding and packs_rows(self.engine_config)
             is_stock = not isinstance(self, FSDPEngineWithValueHead) and not hasattr(self, "prefix_config")
             if is_stock and packs and torch.distributed.get_rank() == 0:
-                leak = packing_leak(self.module)
-                if leak and leak not in _said:
-                    _said.add(leak)
-                    logger.warning(
+                if leak := packing_leak(self.module):
+                    warn_once(
+                        logger,
                         "%s, so that a row's state goes on in the next row of a micro-batch, and log-probs are wrong; "
                         "set actor_rollout_ref.model.use_remove_padding=False, micro-batches of one row, or "
                         "model_engine=prefix",
