@@ -29,23 +29,19 @@ def fill_mini_batches(keys: Sequence[Hashable | None], num_mini_batches: int) ->
     for row, key in enumerate(keys):
         members.setdefault(("filler", row) if key is None else ("group", key), []).append(row)
     size = len(keys) // num_mini_batches
-    found: list[list[int]] = [[] for _ in range(num_mini_batches)]
+    mini_batches: list[list[int]] = [[] for _ in range(num_mini_batches)]
     left: list[list[int]] = []
-    open_from: dict[int, int] = {}  # rows of a group -> the first mini-batch that may have room for so many
-    for rows in sorted(members.values(), key=lambda rows: -len(rows)):
-        k = open_from.get(len(rows), 0)
-        while k < num_mini_batches and len(found[k]) + len(rows) > size:
-            k += 1
-        open_from[len(rows)] = k
-        if k < num_mini_batches:
-            found[k] += rows
-        else:
+    for rows in sorted(members.values(), key=len, reverse=True):
+        chosen = next((one for one in mini_batches if len(one) + len(rows) <= size), None)
+        if chosen is None:
             left.append(rows)
+        else:
+            chosen += rows
     for rows in left:
         while rows:
-            emptiest = min(found, key=len)
+            emptiest = min(mini_batches, key=len)
             room = size - len(emptiest)
             emptiest += rows[:room]
             rows = rows[room:]
     # In the order of their first rows: mini-batches of similarly long groups would train on short and long by turns.
-    return sorted((sorted(rows) for rows in found), key=lambda rows: rows[:1]), len(left)
+    return sorted((sorted(rows) for rows in mini_batches), key=lambda rows: rows[:1]), len(left)

@@ -45,8 +45,8 @@ class WholeGroups(PPOTrainer):
         ours = f"prefix_{self.mode}"
         if config.actor_rollout_ref.actor.shuffle:
             raise ValueError(
-                "actor_rollout_ref.actor.shuffle=True reorders rows after placement and splits groups over "
-                "mini-batches; set actor_rollout_ref.actor.shuffle=False, or trainer.v1.trainer_mode="
+                "actor_rollout_ref.actor.shuffle=True reorders rows that were put into mini-batches by group and "
+                "splits groups; set actor_rollout_ref.actor.shuffle=False, or trainer.v1.trainer_mode="
                 f"{self.mode} instead of {ours}"
             )
         if config.trainer.v1.get(ours):
@@ -116,12 +116,11 @@ class WholeGroups(PPOTrainer):
         filled, num_split = fill_mini_batches([keys[row] for row in order], self._num_mini_batches(len(batch), dp_size))
         seqlens = [tag["seq_len"] for tag in batch.tags]
         ranks: list[list[int]] = [[] for _ in range(dp_size)]
-        for places in filled:
-            rows = [order[place] for place in places]
+        for mini_batch in filled:
+            rows = [order[i] for i in mini_batch]
             workload = calculate_workload(torch.tensor([seqlens[row] for row in rows], dtype=torch.int64))
-            for rank, part in zip(
-                ranks, get_seqlen_balanced_partitions(workload, k_partitions=dp_size, equal_size=True), strict=True
-            ):
+            parts = get_seqlen_balanced_partitions(workload, k_partitions=dp_size, equal_size=True)
+            for rank, part in zip(ranks, parts, strict=True):
                 rank += [rows[i] for i in part]
         stats = log_seqlen_unbalance(seqlen_list=seqlens, partitions=ranks, prefix=logging_prefix)
         for name in (f"{logging_prefix}/balanced_min", f"{logging_prefix}/balanced_max"):
