@@ -14,6 +14,7 @@ import torch
 import torch.multiprocessing as mp
 from test_engine_equivalence import TOLERANCE, _batch, _engine, _full, _loss, _relative
 
+from verl_prefix.auto.chooser import CostModel
 from verl_prefix.auto.cost import Memory, peak_bytes
 from verl_prefix.auto.shape import ModelShape
 from verl_prefix.config import PrefixConfig
@@ -283,13 +284,14 @@ def test_attention_is_kept_where_updates_without_left_room_to_spare(
     """MOCK: the free memory of a GPU, and the word of another rank."""
     monkeypatch.setattr(engine_paths, "get_device_name", lambda: "cuda")
     paths = engine_paths.Paths(PrefixConfig(schedule="phased", keep_attention=option))
-    paths._shape = ModelShape(2e6, 1e6, 500.0, (None, 8), 100.0, 10.0, 5.0, 50, attention=12.0, tower=tower)
-    paths._memory = Memory(ranks=2, checkpointed=checkpointed, no_sync=False, logits_chunk=4096, offload=False)
+    shape = ModelShape(2e6, 1e6, 500.0, (None, 8), 100.0, 10.0, 5.0, 50, attention=12.0, tower=tower)
+    memory = Memory(ranks=2, checkpointed=checkpointed, no_sync=False, logits_chunk=4096, offload=False)
+    paths._costs = CostModel(shape, dense_mask=False, wave_tokens=None, min_speedup=1.05, memory=memory)
     paths._reduce_max = lambda values: values
     plan = make_plan([Group((0, 1), 300, (20, 30))], 400, "phased")
-    kept, unkept = (dataclasses.replace(paths._memory, attention_kept=x) for x in (True, False))
-    left = room * peak_bytes(paths._shape, plan, (), kept) - peak_bytes(paths._shape, plan, (), unkept)
-    own, small = peak_bytes(paths._shape, plan, (), kept), make_plan([Group((0, 1), 30, (2, 3))], 400, "phased")
+    kept, unkept = (dataclasses.replace(memory, attention_kept=x) for x in (True, False))
+    left = room * peak_bytes(shape, plan, (), kept) - peak_bytes(shape, plan, (), unkept)
+    own, small = peak_bytes(shape, plan, (), kept), make_plan([Group((0, 1), 30, (2, 3))], 400, "phased")
     after_kept = room * own - own if keeps else left
     for made, free, expected in (
         (plan, left, False), (plan, after_kept, keeps), (small, after_kept, keeps), (plan, after_kept, keeps)

@@ -37,11 +37,11 @@ class ExchangeError(RuntimeError):
     """Rows or outputs are not where they belong, or another rank failed."""
 
 
-def placed_rows(engine: Any, data: TensorDict) -> "Exchange | InPlace":
+def open_exchange(engine: Any, data: TensorDict) -> "Exchange | NoExchange":
     """An engine's mini-batch on its way to the ranks that compute it."""
     group = engine.get_data_parallel_group()
     if engine.prefix_config.exchange == "off" or dist.get_world_size(group) == 1:
-        return InPlace(data)
+        return NoExchange(data)
     device = torch.device(get_device_name())
     exchange = Exchange(data, engine.shape, group=group, device=device, everyone=dist.group.WORLD)
     if not exchange.compatible:
@@ -49,7 +49,7 @@ def placed_rows(engine: Any, data: TensorDict) -> "Exchange | InPlace":
     return exchange
 
 
-class InPlace:
+class NoExchange:
     """A mini-batch whose rows are computed where they are: on one rank, or with prefix.exchange=off. As `Exchange`."""
 
     def __init__(self, data: TensorDict) -> None:
@@ -181,7 +181,7 @@ class Exchange:
         return back
 
     def check_groups(self, groups: Sequence[Group]) -> None:
-        """Compares groups that were found in `rows()`, token by token, with those that were sent here.
+        """Compares groups of `rows()`, token by token, with those that were sent here.
 
         Raises:
             ExchangeError: rows of a group do not share what they were to share.

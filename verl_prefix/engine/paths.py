@@ -1,10 +1,10 @@
 """The path of a batch: shared, by a plan, or verl's own, for a reason that is logged once and counted in metrics."""
 
-import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from tensordict import TensorDict
@@ -20,17 +20,13 @@ from verl_prefix.auto.cost import (
     Rates,
     may_keep_attention,
     peak_bytes,
-    plan_batch,
     shard_size,
     syncs_once,
 )
-from verl_prefix.auto.shape import ModelShape
-from verl_prefix.config import NO_REPLAY, PrefixConfig, PrefixEngineConfig, is_varlen
+from verl_prefix.config import NO_REPLAY, PrefixConfig, is_varlen
 from verl_prefix.core.groups import Group
-from verl_prefix.core.schedule import Schedule
 from verl_prefix.core.waves import Plan
-
-logger = logging.getLogger(__name__)
+from verl_prefix.models.recurrent import packing_leak
 
 
 class Paths:
@@ -44,73 +40,57 @@ class Paths:
         self.options = options
         self.lasting_reason = "prefix.schedule=stock" if options.schedule == "stock" else None
         self._chooser: Chooser | None = None
-        self._logged: set[str] = set()
         # Bytes that an update may add with attention kept, as updates showed; what the largest and the last one added.
         self._seen_room = 0.0 if get_device_name() == "cuda" else math.inf
         self._most_added = self._adds = 0.0
 
-    def initialize(
-        self,
-        module: torch.nn.Module,
-        shape: ModelShape,
-        dtype: torch.dtype,
-        schedule: Callable[..., Schedule],
-        zero_grad: Callable[[], None],
-        reduce_max: Callable[[Sequence[float]], list[float]],
-        engine_config: PrefixEngineConfig,
-        checkpointed: bool,
-        one_row: bool,
-    ) -> None:
-        """Called once the engine has its model, unless prefix.schedule is stock.
-
-        Args:
-            dtype: what activations are computed in. schedule, zero_grad: see `auto.calibration.measure`.
-            reduce_max: element-wise maximum over ranks. checkpointed: gradient checkpointing is on.
-            one_row: see `auto.cost.stock_passes`.
-        """
-        options = self.options
+    def initialize(self, engine: Any) -> None:
+        """Called once the engine, a `PrefixFSDPEngine`, has its model, unless prefix.schedule is stock."""
+        options, config, module = self.options, engine.engine_config, engine.module
         device = torch.device(get_device_name())
-        self._shape = shape
-        self._memory = Memory(
-            ranks=shard_size(engine_config.fsdp_size, torch.distributed.get_world_size()),
-            checkpointed=checkpointed,
-            no_sync=syncs_once(engine_config),
+        self._reduce_max = engine.reduce_max
+        memory = Memory(
+            ranks=shard_size(config.fsdp_size, torch.distributed.get_world_size()),
+            checkpointed=engine.model_config.enable_gradient_checkpointing,
+            no_sync=syncs_once(config),
             logits_chunk=options.logits_chunk,
             offload=options.offload,
-            sequence_ranks=engine_config.ulysses_sequence_parallel_size,
+            sequence_ranks=config.ulysses_sequence_parallel_size,
         )
-        self._reduce_max = reduce_max
-        trained = sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
-        self._gradients = 0.0 if engine_config.forward_only else 4.0 * trained / self._memory.ranks
-        if options.schedule != "auto":
-            return
-        costs = CostModel(
-            shape=self._shape,
+        self._costs = costs = CostModel(
+            shape=engine.shape,
             dense_mask=not is_varlen(module.config._attn_implementation),
             wave_tokens=options.wave_tokens,
             min_speedup=options.min_speedup,
-            memory=self._memory,
-            one_row=one_row,
+            memory=memory,
+            one_row=engine.use_remove_padding and packing_leak(module) is not None,
         )
+        if options.schedule != "auto":
+            return
+        trained = sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
+        gradients = 0.0 if config.forward_only else 4.0 * trained / memory.ranks
 
         def rates(budget: int, batch_tokens: int, forward_only: bool) -> Rates:
             return measure(
-                costs.shape, budget, batch_tokens=batch_tokens, device=device, schedule=schedule, zero_grad=zero_grad,
-                forward_only=forward_only,
+                costs.shape, budget, batch_tokens=batch_tokens, device=device, schedule=engine.schedule,
+                zero_grad=engine.optimizer_zero_grad, forward_only=forward_only,
             )  # fmt: skip
 
         def stock_fits(passes: Sequence[PassCost]) -> bool:
-            return peak_bytes(costs.shape, None, passes, self._memory) <= self._room()
+            if device.type != "cuda":
+                return True
+            cached = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+            room = torch.cuda.mem_get_info()[0] + cached - gradients
+            return peak_bytes(costs.shape, None, passes, memory) <= room
 
         name = torch.cuda.get_device_name() if device.type == "cuda" else device.type
         num_parameters = sum(parameter.numel() for parameter in module.parameters())
-        measured_on = f"{name}, {dtype}, {module.config.model_type}, {num_parameters} parameters"
+        measured_on = f"{name}, {engine._autocast_dtype}, {module.config.model_type}, {num_parameters} parameters"
         path = Path(options.cost_profile) if options.cost_profile else None
-        profile = read_profile(path, measured_on, reduce_max)
         writes = torch.distributed.get_rank() == 0
         self._chooser = Chooser(
-            costs, profile, path=path if writes else None, measure=rates, reduce_max=reduce_max, stock_fits=stock_fits,
-            always_measure=path is not None,
+            costs, read_profile(path, measured_on, self._reduce_max), path=path if writes else None, measure=rates,
+            reduce_max=self._reduce_max, stock_fits=stock_fits, always_measure=path is not None,
         )  # fmt: skip
 
     def stock_reason(self, data: TensorDict) -> str | None:
@@ -139,19 +119,15 @@ class Paths:
         Args:
             groups: of the rows that this rank computes on ours. own_groups: of `data`, which verl's would compute.
         """
-        options = self.options
-        batch, own = (Batch(found, pass_budget(data, found)) for found in (groups, own_groups))
+        batch, own = (Batch(each, pass_budget(data, each)) for each in (groups, own_groups))
         if self._chooser is None:
-            return plan_batch(
-                self._shape, *batch, schedule=options.schedule, wave_tokens=options.wave_tokens, memory=self._memory,
-                forward_only=forward_only,
-            )  # fmt: skip
+            return self._costs.plan(*batch, self.options.schedule, forward_only)
         plan = self._chooser.choose(*batch, forward_only, own)
-        return plan or f"prefix.min_speedup={options.min_speedup} is more than sharing is predicted to gain"
+        return plan or f"prefix.min_speedup={self.options.min_speedup} is more than sharing is predicted to gain"
 
     def keeps_attention(self, plan: Plan) -> bool:
         """Whether an update keeps attention's outputs: where every rank has room, by what updates without have left."""
-        if not may_keep_attention(self._shape, self._memory.checkpointed, self.options.keep_attention):
+        if not may_keep_attention(self._costs.shape, self._costs.memory.checkpointed, self.options.keep_attention):
             return False
         lacks_room = ROOM_FACTOR * self._added(plan, attention_kept=True) > self._seen_room
         (any_lacks_room,) = self._reduce_max([float(lacks_room)])
@@ -171,31 +147,18 @@ class Paths:
         """From now on no update keeps attention's outputs: one ran out of memory."""
         self._seen_room = -1.0
 
-    def _added(self, plan: Plan, attention_kept: bool = False) -> float:
+    def _added(self, plan: Plan, attention_kept: bool) -> float:
         """Bytes that an update is estimated to add."""
-        return peak_bytes(self._shape, plan, (), replace(self._memory, attention_kept=attention_kept))
-
-    def _room(self) -> float:
-        """Bytes that an update may add to parameters, optimizer and gradients."""
-        if get_device_name() != "cuda":
-            return math.inf
-        cached = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
-        return torch.cuda.mem_get_info()[0] + cached - self._gradients
-
-    def log_once(self, stock_reason: str) -> None:
-        """Says why batches go to verl's own path, or how they do, before the first of them does."""
-        if stock_reason not in self._logged:
-            logger.warning("prefix: stock path, %s", stock_reason)
-            self._logged.add(stock_reason)
+        return peak_bytes(self._costs.shape, plan, (), replace(self._costs.memory, attention_kept=attention_kept))
 
     def metrics(self, stock_rows: int | None) -> dict[str, list[float]]:
         """prefix/* about the path that a batch took; stock_rows: its rows if it was verl's own."""
-        found = {}
+        metrics = {}
         if stock_rows is not None:
-            found = {"prefix/stock_rows": [float(stock_rows)], "prefix/reuse_fraction": [0.0]}
+            metrics = {"prefix/stock_rows": [float(stock_rows)], "prefix/reuse_fraction": [0.0]}
         if self._chooser is not None and self._chooser.speedup:
-            found["prefix/predicted_speedup"] = [self._chooser.speedup]
-        return found
+            metrics["prefix/predicted_speedup"] = [self._chooser.speedup]
+        return metrics
 
 
 def pass_budget(data: TensorDict, groups: Sequence[Group]) -> int:

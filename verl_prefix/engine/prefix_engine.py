@@ -24,7 +24,7 @@ from verl_prefix.core.groups import Group
 from verl_prefix.core.schedule import Schedule
 from verl_prefix.core.waves import Plan, largest_wave, limit_waves, pad_to_same_passes
 from verl_prefix.cpu.engine import CPUEngineMixin
-from verl_prefix.engine.exchange import placed_rows, receive_pixels
+from verl_prefix.engine.exchange import open_exchange, receive_pixels
 from verl_prefix.engine.mini_batch import MiniBatch, even_out, plan_metrics
 from verl_prefix.engine.out_of_memory import run_or_repair
 from verl_prefix.engine.paths import Paths, pass_budget
@@ -34,8 +34,8 @@ from verl_prefix.engine.trace_writer import open_trace
 from verl_prefix.engine.verify import Verification
 from verl_prefix.models import vision
 from verl_prefix.models.hookup import HookedModel
-from verl_prefix.models.recurrent import packing_leak
 from verl_prefix.models.support import check_dropout, check_supported
+from verl_prefix.versions import warn_once
 
 logger = logging.getLogger(__name__)
 
@@ -81,12 +81,7 @@ class PrefixFSDPEngine(StockPath):
             return
         check_dropout(self.module)
         self.shape = model_shape(self.module, self._autocast_dtype)
-        checkpointed = self.model_config.enable_gradient_checkpointing
-        self._paths.initialize(
-            self.module, self.shape, dtype=self._autocast_dtype, schedule=self.schedule,
-            zero_grad=self.optimizer_zero_grad, reduce_max=self.reduce_max, engine_config=self.engine_config,
-            checkpointed=checkpointed, one_row=self.use_remove_padding and packing_leak(self.module) is not None,
-        )  # fmt: skip
+        self._paths.initialize(self)
 
     def _build_module(self) -> torch.nn.Module:
         module = super()._build_module()
@@ -126,28 +121,26 @@ class PrefixFSDPEngine(StockPath):
         tu.assign_non_tensor(data, sp_size=self.ulysses_sequence_parallel_size)
         stock_reason, plan = self._paths.stock_reason(data), None
         if stock_reason is None:
-            placed = placed_rows(self, data)
-            plan = self._paths.plan(data, placed.groups, placed.own_groups, forward_only)
+            exchange = open_exchange(self, data)
+            plan = self._paths.plan(data, exchange.groups, exchange.own_groups, forward_only)
         if isinstance(plan, Plan):
-            rows, num_split_uids = placed.receive()
+            rows, num_split_uids = exchange.receive()
             prepared = self._prepared(rows)
             if not forward_only:
-                metrics = self._verification.check(prepared, placed.groups, pass_budget(data, placed.groups))
+                metrics = self._verification.check(prepared, exchange.groups, pass_budget(data, exchange.groups))
                 stock_reason = self._paths.lasting_reason = self._verification.failure
         else:
             stock_reason = stock_reason or plan
         if stock_reason is None:
-            output = self._shared_batch(
-                prepared, placed.groups, plan=plan, loss_function=loss_function, forward_only=forward_only
-            )
-            output["model_output"] = placed.give_back(output["model_output"])
-            told = self._torn_groups.see(*placed.num_computed(), forward_only)
+            output = self._shared_batch(prepared, exchange.groups, plan, loss_function, forward_only)
+            output["model_output"] = exchange.give_back(output["model_output"])
+            told = self._torn_groups.see(*exchange.num_computed(), forward_only)
             if told and torch.distributed.get_rank() == 0:
                 logger.warning(told)
             metrics["prefix/split_uids"] = [float(num_split_uids)]
-            output["metrics"].update(metrics | {name: [float(x)] for name, x in placed.metrics().items()})
+            output["metrics"].update(metrics | {name: [float(x)] for name, x in exchange.metrics().items()})
         else:
-            self._paths.log_once(stock_reason)
+            warn_once(logger, "prefix: stock path, %s", stock_reason)
             receive_pixels(data)
             output = self.stock_batch(data, loss_function, forward_only)
         output["metrics"].update(self._paths.metrics(None if stock_reason is None else len(data)))

@@ -15,6 +15,7 @@ Comparisons by the noise floor: what ours misses is measured in units of what ro
   suffixes send back to their prefix's state shows nowhere else.
 """
 
+import math
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
@@ -59,15 +60,15 @@ class Verdict(NamedTuple):
         )
 
     def __str__(self) -> str:
-        found = (
+        told = (
             f"log-probs differ from the stock path's by {self.log_probs:.3g} times rounding noise (at most "
             f"{MAX_LOG_PROBS:g}), attention of layer {self.layer} from dense float64 by {self.attention:.3g} times (at "
             f"most {MAX_ATTENTION:g})"
         )
         if self.key is None:
-            return found
+            return told
         return (
-            f"{found}, {self.key} from whole rows by {self.recurrence:.3g} times (at most {MAX_RECURRENCE:g}), "
+            f"{told}, {self.key} from whole rows by {self.recurrence:.3g} times (at most {MAX_RECURRENCE:g}), "
             f"gradients of {self.part} from the stock path's by {self.gradients:.3g} times (at most {MAX_GRADIENTS:g})"
         )
 
@@ -126,10 +127,14 @@ class LayerCheck:
             self.worst, self.layer = ratio, layer
 
 
+def _sum_of_squares(x: torch.Tensor) -> float:
+    return x.double().square().sum().item()
+
+
 def _ratio(error: float, noise: float) -> float:
     """Of norms, from their squares."""
     ratio = (error / max(noise, 1e-300)) ** 0.5
-    return float("inf") if ratio != ratio else ratio  # a later layer must not hide it
+    return math.inf if math.isnan(ratio) else ratio  # a later layer must not hide it
 
 
 def _dense(q, k, v, sinks, params: AttentionParams, position: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -207,11 +212,10 @@ class Gradients:
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._all = [p for p in model.parameters() if p.requires_grad]
-        found = mixers(model)
-        parts = {f"the mixer of layer {m.layer_idx}": [p for p in m.parameters() if p.requires_grad] for m in found}
-        of_mixers = {p for part in parts.values() for p in part}
-        parts["all else"] = [p for p in self._all if p not in of_mixers and p.numel() <= _SMALL]
-        self.parts = {name: part for name, part in parts.items() if part}
+        parts = {f"the mixer of layer {mixer.layer_idx}": set(mixer.parameters()) for mixer in mixers(model)}
+        parts["all else"] = {p for p in self._all if p.numel() <= _SMALL}.difference(*parts.values())
+        trained = {name: [p for p in self._all if p in part] for name, part in parts.items()}
+        self.parts = {name: part for name, part in trained.items() if part}
 
     def __enter__(self) -> "Gradients":
         self._of_the_run = [p.grad for p in self._all]
@@ -228,14 +232,14 @@ class Gradients:
         """Takes the last pass's gradients as the truth, which waits in host memory; their squared norms by part."""
         self._truth = [[_local_grad(p).cpu() for p in part] for part in self.parts.values()]
         self._forget()
-        return [sum(x.double().square().sum().item() for x in part) for part in self._truth]
+        return [sum(map(_sum_of_squares, part)) for part in self._truth]
 
     def distances(self) -> list[float]:
         """Squared distances of the last pass's from the truth, by part."""
         pairs = (zip(part, truth, strict=True) for part, truth in zip(self.parts.values(), self._truth, strict=True))
-        found = [sum((_local_grad(p).cpu() - x).double().square().sum().item() for p, x in part) for part in pairs]
+        distances = [sum(_sum_of_squares(_local_grad(p).cpu() - x) for p, x in part) for part in pairs]
         self._forget()
-        return found
+        return distances
 
     def _forget(self) -> None:
         for parameter in self._all:
@@ -266,36 +270,32 @@ def check(
         reduce_sum: element-wise sum over ranks.
         num_perturbed: stock passes with noise.
     """
-
-    def sum_of_squares(x: torch.Tensor) -> float:
-        return x.double().square().sum().item()
-
     layers, parts = LayerCheck(), gradients.parts if gradients else {}
     truth, norms = stock(), gradients.keep() if gradients else []
 
     def distances(log_probs: torch.Tensor) -> list[float]:
         """Of log-probs, then of the gradients of each part."""
-        return [sum_of_squares(log_probs.double() - truth), *(gradients.distances() if gradients else ())]
+        return [_sum_of_squares(log_probs.double() - truth), *(gradients.distances() if gradients else ())]
 
     with rounding_noise():
         perturbed = [distances(stock()) for _ in range(num_perturbed)]
-    found = [distances(ours("packed", layers)), distances(ours("phased", None))]
+    packed, phased = distances(ours("packed", layers)), distances(ours("phased", None))
     # Log-probs of low precision have a grid, on which small noise may change nothing.
-    grid = torch.finfo(truth.dtype).eps ** 2 * sum_of_squares(truth)
+    grid = torch.finfo(truth.dtype).eps ** 2 * _sum_of_squares(truth)
     noises = [sum(column) / len(perturbed) for column in zip(*perturbed, strict=True)]
     noises[0] += grid
-    reduced = reduce_sum([*found[0], *found[1], *noises, *norms])
+    reduced = reduce_sum([*packed, *phased, *noises, *norms])
     size = len(noises)
     packed, phased, noises, norms = (reduced[i : i + size] for i in range(0, 4 * size, size))
     # A NaN must not get lost in max().
-    errors = [max(pair) if all(x == x for x in pair) else float("nan") for pair in zip(packed, phased, strict=True)]
+    errors = [math.nan if math.isnan(a + b) else max(a, b) for a, b in zip(packed, phased, strict=True)]
     # No noise: empty responses on every rank.
     ratios = [(error / noise) ** 0.5 if noise else 0.0 for error, noise in zip(errors, noises, strict=True)]
     part, worst = "", 0.0
     for name, ratio, norm in zip(parts, ratios[1:], norms, strict=True):
-        overflows = norm in (float("inf"),) or norm != norm  # by the loss scale of fp16, which falls behind such a step
-        if not overflows and not ratio <= worst:
-            part, worst = name, float("inf") if ratio != ratio else ratio
+        # Not finite: by the loss scale of fp16, which falls behind such a step.
+        if math.isfinite(norm) and not ratio <= worst:
+            part, worst = name, math.inf if math.isnan(ratio) else ratio
     return Verdict(
         ratios[0], layers.worst, layer=layers.layer, recurrence=layers.worst_recurrence, key=layers.key,
         gradients=worst, part=part,

@@ -109,8 +109,8 @@ def receive_pixels(rows: Sequence[Row]) -> None:
 
 def _fetch(keys: list[str]) -> list[dict[str, Any]]:
     try:
-        found = tq.kv_batch_get(keys=keys, partition_id=PARTITION, select_fields=["multi_modal_inputs"])
-        rows = list(found["multi_modal_inputs"])
+        answer = tq.kv_batch_get(keys=keys, partition_id=PARTITION, select_fields=["multi_modal_inputs"])
+        rows = list(answer["multi_modal_inputs"])
     except ValueError:  # none of them is there; of some, the others come back
         rows = []
     if len(rows) != len(keys):

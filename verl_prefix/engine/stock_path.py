@@ -1,5 +1,6 @@
 """verl's own path under ours: its engine on rows as they come, where verl computes them right."""
 
+import logging
 from collections.abc import Callable, Sequence
 
 import torch
@@ -9,14 +10,15 @@ from verl.utils.device import get_device_id
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
 from verl_prefix.config import is_varlen
-from verl_prefix.engine.paths import Paths
 from verl_prefix.models.recurrent import packing_leak
+from verl_prefix.versions import warn_once
+
+logger = logging.getLogger(__name__)
 
 
 class StockPath(FSDPEngineWithLMHead):
     """verl's FSDP2 engine for batches that go verl's own path, and figures that all ranks agree on."""
 
-    _paths: Paths
     _unfused = False  # verl's fused kernels are the user's wish, and off
 
     def stock_batch(self, data: TensorDict, loss_function: Callable | None, forward_only: bool) -> dict[str, object]:
@@ -37,7 +39,8 @@ class StockPath(FSDPEngineWithLMHead):
         if self._unfused:
             tu.assign_non_tensor(data, use_fused_kernels=False)
         if tu.get_non_tensor_data(data, "use_remove_padding", True) and (leak := packing_leak(self.module)):
-            self._paths.log_once(f"rows one by one: {leak}, so that packed rows would leak state into each other")
+            text = "prefix: stock path, rows one by one: %s, so that packed rows would leak state into each other"
+            warn_once(logger, text, leak)
             self._separate_rows(data)
         return super().forward_backward_batch(data, loss_function, forward_only)
 

@@ -4,60 +4,40 @@ import functools
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from tensordict import TensorDict
 from verl.utils import tensordict_utils as tu
 from verl.workers.engine.utils import postprocess_batch_func
 
-from verl_prefix.config import PrefixConfig
 from verl_prefix.core.groups import Group
-from verl_prefix.core.waves import Plan, make_plan, pad_to_same_passes
-from verl_prefix.engine.mini_batch import MiniBatch, row_lens
+from verl_prefix.core.waves import make_plan, pad_to_same_passes
+from verl_prefix.engine.mini_batch import row_lens
 from verl_prefix.engine.self_check import Gradients, LayerCheck, Verdict, check, rounding_noise
 from verl_prefix.models.recurrent import mixers
 from verl_prefix.models.vision import is_vision_config, num_tower_runs
+from verl_prefix.versions import warn_once
 
 logger = logging.getLogger(__name__)
 
 _ENOUGH_TOKENS, _MOST_ROWS = 32, 8  # of a group that is checked
 
 
-class Engine(Protocol):
-    """`PrefixFSDPEngine` as far as its self-check needs it."""
-
-    module: torch.nn.Module
-    prefix_config: PrefixConfig
-    _autocast_dtype: torch.dtype
-
-    def stock_batch(self, data: TensorDict, loss_function: Callable | None, forward_only: bool) -> dict[str, Any]: ...
-
-    def run_plan(
-        self, data: TensorDict, plan: Plan, loss_function: Callable | None, forward_only: bool,
-        inspect: LayerCheck | None,
-    ) -> tuple[MiniBatch, Any]: ...  # fmt: skip
-
-    def reduce_max(self, values: Sequence[float]) -> list[float]: ...
-
-    def reduce_sum(self, values: Sequence[float]) -> list[float]: ...
-
-
 class Verification:
-    """The self-check of one engine, on every rank at once.
+    """The self-check of one engine, a `PrefixFSDPEngine`, on every rank at once.
 
     Attributes:
         failure: what it missed, from when prefix.verify_action=fallback sends all batches to verl's own path; or None.
     """
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Any) -> None:
         self.engine = engine
         self.failure: str | None = None
         self._num_updates = 0
-        self._said_waiting = False
 
     def check(self, data: TensorDict, groups: Sequence[Group], budget: int) -> dict[str, list[float]]:
         """Checks two rows or more of the cheapest group where it is due; metrics of that.
@@ -76,18 +56,18 @@ class Verification:
             return {}
         candidates = self._checkable(data, [group for group in groups if group.num_suffix_tokens] or groups)
         if not candidates:
-            if not self._said_waiting:
-                kinds = ", of a vision model with as many kinds of pixels (images, videos)"
-                logger.warning(
-                    "prefix.verify waits for a batch in which every rank has a prompt%s; set "
-                    "actor_rollout_ref.actor.prefix.verify=off where none will come",
-                    kinds if is_vision_config(self.engine.module.config) else "",
-                )
-                self._said_waiting = True
+            kinds = ", of a vision model with as many kinds of pixels (images, videos)"
+            warn_once(
+                logger,
+                "prefix.verify waits for a batch in which every rank has a prompt%s; set "
+                "actor_rollout_ref.actor.prefix.verify=off where none will come",
+                kinds if is_vision_config(self.engine.module.config) else "",
+            )
             return {}
         self._num_updates += 1
         # Forward and backward of a recurrent model take as long as three forwards: fewer rows, or passes with noise.
-        batch = len(data) // 3 if mixers(self.engine.module) else len(data)
+        is_recurrent = bool(mixers(self.engine.module))
+        batch = len(data) // 3 if is_recurrent else len(data)
         verdict = self._verdict(data, _cheapest(candidates, batch), budget, batch)
         if verdict.missed:
             message = f"prefix.verify, update {self._num_updates}: {verdict}"
@@ -97,15 +77,11 @@ class Verification:
                     "actor_rollout_ref.actor.prefix.verify_action=fallback to go on with the stock path"
                 )
             self.failure = f"the self-check missed: {message}"
-        found = {
-            "prefix/verify_log_probs": [verdict.log_probs],
-            "prefix/verify_attention": [verdict.attention],
-            "timing_s/prefix_verify": [time.perf_counter() - start],
-        }
-        if mixers(self.engine.module):
-            found["prefix/verify_recurrence"] = [verdict.recurrence]
-            found["prefix/verify_gradients"] = [verdict.gradients]
-        return found
+        metrics = {"prefix/verify_log_probs": [verdict.log_probs], "prefix/verify_attention": [verdict.attention]}
+        if is_recurrent:
+            metrics["prefix/verify_recurrence"] = [verdict.recurrence]
+            metrics["prefix/verify_gradients"] = [verdict.gradients]
+        return metrics | {"timing_s/prefix_verify": [time.perf_counter() - start]}
 
     def _verdict(self, data: TensorDict, group: Group, budget: int, batch: int) -> Verdict:
         """Checks a group cut to its checked rows; batch: this rank's rows, as `_num_perturbed` counts them."""
@@ -113,14 +89,17 @@ class Verification:
         # Every rank runs as many stock passes, one row each: the budget may have no room for logits of more.
         most, fewer = engine.reduce_max([len(group.rows), -_num_perturbed(batch, len(group.rows))])
         repeated = group.rows[-1:] * (int(most) - len(group.rows))
-        rows, rows_alone = (self._rows(data, chosen) for chosen in (group.rows, group.rows + repeated))
-        tu.assign_non_tensor(rows_alone, use_dynamic_bsz=False, micro_batch_size_per_gpu=1)
+        rows = tu.index_select_tensor_dict(data, list(group.rows))
+        rows_alone = tu.index_select_tensor_dict(data, [*group.rows, *repeated])
         group = replace(group, rows=tuple(range(len(group.rows))))
         gradients = Gradients(engine.module) if mixers(engine.module) else None
         loss = gradients and _sum_of_log_probs
         _, lens = row_lens(rows)
+        flags = dict(calculate_entropy=False, calculate_sum_pi_squared=False, return_model_output=True)
         for chosen in (rows, rows_alone):  # repeated rows count for nothing
+            tu.assign_non_tensor(chosen, **flags)
             chosen["verify_weight"] = torch.tensor([float(i < len(lens)) / len(lens) for i in range(len(chosen))])
+        tu.assign_non_tensor(rows_alone, use_dynamic_bsz=False, micro_batch_size_per_gpu=1)
 
         def responses(output: dict) -> torch.Tensor:
             log_probs = output["model_output"]["log_probs"].unbind()[: len(lens)]
@@ -138,30 +117,18 @@ class Verification:
 
         noise = functools.partial(rounding_noise, engine.module, engine._autocast_dtype)
         with gradients or nullcontext():
-            verdict = check(
-                stock,
-                ours,
-                rounding_noise=noise,
-                reduce_sum=engine.reduce_sum,
-                num_perturbed=int(-fewer),
-                gradients=gradients,
-            )
+            verdict = check(stock, ours, noise, engine.reduce_sum, num_perturbed=int(-fewer), gradients=gradients)
         # A NaN, which is no more than anything, must not get lost in the maximum.
         figures = verdict.attention, verdict.recurrence
         attention, recurrence = engine.reduce_max([math.inf if math.isnan(x) else x for x in figures])
         return verdict._replace(attention=attention, recurrence=recurrence)
-
-    def _rows(self, data: TensorDict, rows: Sequence[int]) -> TensorDict:
-        chosen = tu.index_select_tensor_dict(data, list(rows))
-        tu.assign_non_tensor(chosen, calculate_entropy=False, calculate_sum_pi_squared=False, return_model_output=True)
-        return chosen
 
     def _checkable(self, data: TensorDict, groups: Sequence[Group]) -> Sequence[Group]:
         """Groups where every rank has one, and whose stock pass runs a vision tower equally often on every rank: verl's
         runs once for images and once for videos."""
         chosen = {0: groups}
         if is_vision_config(config := self.engine.module.config):
-            rows = tu.get(data, "multi_modal_inputs") or [None] * len(data)
+            rows = tu.get(data, "multi_modal_inputs", [None] * len(data))
             runs = [num_tower_runs(rows[group.rows[0]], config) for group in groups]
             chosen = {n: [group for group, m in zip(groups, runs, strict=True) if m == n] for n in (1, 2)}
         lacking = self.engine.reduce_max([not groups for groups in chosen.values()])
