@@ -8,6 +8,7 @@ JSON files carry the sha256 of their own content, and nothing is pickled. A run 
 all its ranks finished; those are what `Trace` reads. `engine.trace_writer` writes.
 """
 
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -42,19 +43,19 @@ def digest(body: dict[str, Any]) -> str:
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         body = json.loads(path.read_bytes())
-        found = body.pop("sha256")
+        recorded = body.pop("sha256")
     except FileNotFoundError:
         raise TraceError(f"{path} is missing") from None
     except (ValueError, KeyError, AttributeError, TypeError) as error:
         raise TraceError(f"{path} is damaged: it is not JSON with a sha256 ({type(error).__name__}: {error})") from None
-    if found != digest(body):
+    if recorded != digest(body):
         raise TraceError(f"{path} is damaged: its content does not match its sha256")
     return body
 
 
 def plain(config: Any) -> Any:
     """The part of a config dataclass that JSON can hold: fields of other types, such as tokenizers, are left out."""
-    if config is None or isinstance(config, bool | int | float | str):
+    if isinstance(config, bool | int | float | str | None):
         return config
     if isinstance(config, list | tuple):
         return [plain(x) for x in config]
@@ -62,13 +63,11 @@ def plain(config: Any) -> Any:
         config = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
     if not isinstance(config, dict):
         raise TypeError(type(config).__name__)
-    found = {}
+    held = {}
     for key, value in config.items():
-        try:
-            found[str(key)] = plain(value)
-        except TypeError:
-            continue
-    return found
+        with contextlib.suppress(TypeError):
+            held[str(key)] = plain(value)
+    return held
 
 
 def model_fingerprint(path: str | Path) -> str | None:
@@ -159,7 +158,7 @@ class Trace:
             )
         folders = [step_path(self.folder, rank, 0).parent for rank in range(self.world_size)]
         names = [[path.stem.removeprefix("step_") for path in folder.glob("step_*.json")] for folder in folders]
-        finished = [{int(name) for name in found if name.isdecimal()} for found in names]
+        finished = [{int(name) for name in own if name.isdecimal()} for own in names]
         self.num_steps = max(set.intersection(*finished), default=-1) + 1
         for rank, steps in enumerate(finished):
             if gaps := sorted(set(range(self.num_steps)) - steps):
@@ -172,13 +171,13 @@ class Trace:
 
     def check_model(self, path: str | Path) -> None:
         """Raises TraceError where `path` is not the model that was recorded."""
-        recorded, found = self.manifest["model"].get("fingerprint"), model_fingerprint(path)
-        if found is None:
+        recorded, ours = self.manifest["model"].get("fingerprint"), model_fingerprint(path)
+        if ours is None:
             raise TraceError(
                 f"{path} has no config.json, and the hub's cache no model of that name; name the recorded model's "
                 "folder with --model"
             )
-        if recorded is not None and found != recorded:
+        if recorded is not None and ours != recorded:
             raise TraceError(
                 f"{path} is another model than the trace was recorded with ({self.manifest['model'].get('path')}): its "
                 "config.json or weights differ; name the right one with --model"
@@ -188,10 +187,10 @@ class Trace:
         """One rank's rows of one step, checked."""
         path = step_path(self.folder, rank, step)
         body, data_path = _read_json(path), path.with_suffix(".safetensors")
-        found = tuple(body.get(name) for name in ("schema", "run", "rank", "step"))
-        if found != (SCHEMA, self.manifest.get("run"), rank, step):
+        head = tuple(body.get(name) for name in ("schema", "run", "rank", "step"))
+        if head != (SCHEMA, self.manifest.get("run"), rank, step):
             raise TraceError(
-                f"{path} says it is step {found[3]} of rank {found[2]} of run {found[1]}, and the manifest is of run "
+                f"{path} says it is step {head[3]} of rank {head[2]} of run {head[1]}, and the manifest is of run "
                 f"{self.manifest.get('run')}: files were moved"
             )
         uids, flags = body.get("uids"), body.get("flags")

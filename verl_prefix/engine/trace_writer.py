@@ -4,8 +4,6 @@ Every file is written beside its name and renamed; a step's JSON comes last. A d
 the run.
 """
 
-import dataclasses
-import functools
 import hashlib
 import json
 import logging
@@ -82,16 +80,17 @@ class TraceWriter:
             return
         if self.resumed:
             return self._end("the run goes on from a checkpoint, and a trace starts from the initial weights")
+        leads = self.writes and self.rank == 0 and self.step == 0
         content, error = b"", None
         try:
             loss_options = _describe_loss(loss)
             tensors, uids, flags = split_fields(data)
             content = save(tensors)
-        except TraceError as found:
-            error = found
+        except TraceError as problem:
+            error = problem
         full = self.step >= self.max_steps or self.num_bytes + len(content) > self.max_bytes
         exists = self.step == 0 and (self.folder / MANIFEST).exists()
-        drawn = secrets.randbits(53) if self.writes and self.rank == 0 and self.step == 0 else self.run
+        drawn = secrets.randbits(53) if leads else self.run
         # Whatever one rank sees, all do next.
         refused, full, exists, run = reduce_max([error is not None, full, exists, drawn])
         self.run = int(run)
@@ -108,18 +107,18 @@ class TraceWriter:
         if full:
             written, most = self.num_bytes / 2**30, self.max_bytes / 2**30
             return self._end(f"trace_max_steps={self.max_steps}, {written:.2f} of {most:.2f} GiB")
-        problem = None
         try:
-            if self.writes and self.rank == 0 and self.step == 0:
+            if leads:
                 self.folder.mkdir(parents=True, exist_ok=True)
-                manifest = {"schema": SCHEMA, "run": self.run, "world_size": self.world_size, "loss": loss_options}
-                _write_json(self.folder / MANIFEST, manifest | _environment() | self.describe())
+                run = {"schema": SCHEMA, "run": self.run, "world_size": self.world_size, "loss": loss_options}
+                where = {"versions": package_versions(PACKAGES), "device": device_name(), "seed": torch.initial_seed()}
+                _write_json(self.folder / MANIFEST, run | where | self.describe())
             if self.writes:
                 self._write_step(content, uids, flags)
-        except OSError as found:
-            problem = found
-        if reduce_max([problem is not None])[0]:
-            return self._end(problem or "another rank could not write its rows")
+        except OSError as problem:
+            error = problem
+        if reduce_max([error is not None])[0]:
+            return self._end(error or "another rank could not write its rows")
         self.step += 1
         self.num_bytes += len(content)
 
@@ -159,12 +158,8 @@ def open_trace(engine: Any) -> TraceWriter | None:
     )  # fmt: skip
 
 
-def _environment() -> dict[str, Any]:
-    return {"versions": package_versions(PACKAGES), "device": device_name(), "seed": torch.initial_seed()}
-
-
 def _describe_loss(loss: Callable) -> dict[str, Any]:
-    name = getattr(loss.func, "__name__", "") if isinstance(loss, functools.partial) else getattr(loss, "__name__", "")
+    name = getattr(getattr(loss, "func", loss), "__name__", "")  # of a partial's function
     if name != "ppo_loss":
         raise TraceError(
             f"actor_rollout_ref.actor.prefix.trace_dir records runs with verl's ppo_loss, and this one trains with "
@@ -172,8 +167,7 @@ def _describe_loss(loss: Callable) -> dict[str, Any]:
         )
     config = loss.keywords["config"]
     owners = ("model_config", "engine", "optim", "checkpoint", "profiler", "fsdp_config", "prefix", "global_batch_info")
-    fields = {f.name: getattr(config, f.name) for f in dataclasses.fields(config) if f.name not in owners}
-    return plain(fields)
+    return {name: value for name, value in plain(config).items() if name not in owners}
 
 
 def _without_padding(data: TensorDict) -> TensorDict:
@@ -181,27 +175,25 @@ def _without_padding(data: TensorDict) -> TensorDict:
     if "prompts" not in data.keys() or data["prompts"].is_nested:
         return data
     prompt_lens, response_lens = row_lens(data)
-    found = data.exclude("max_seq_len", "max_response_len")  # to which verl would pad log-probs again
+    jagged = data.exclude("max_seq_len", "max_response_len")  # to which verl would pad log-probs again
     for name in (*FIELDS, *OPTIONAL):
         value = data.get(name, None)
         if isinstance(value, torch.Tensor) and not value.is_nested and value.dim() == 2:
             rows, lens = (data["input_ids"].unbind(), prompt_lens) if name == "prompts" else (value, response_lens)
             pieces = [row[:n] for row, n in zip(rows, lens, strict=True)]
-            found[name] = torch.nested.as_nested_tensor(pieces, layout=torch.jagged)
-    return found
+            jagged[name] = torch.nested.as_nested_tensor(pieces, layout=torch.jagged)
+    return jagged
 
 
 def split_fields(data: TensorDict) -> tuple[dict[str, torch.Tensor], list[str] | None, dict[str, Any]]:
     """Jagged fields as flat values and `NAME/lengths` [rows] int64, row-wise tensors as they are; uids; scalars."""
-    if "multi_modal_inputs" in data.keys() and any(tu.get(data, "multi_modal_inputs")):
+    if any(tu.get(data, "multi_modal_inputs", ())):
         raise TraceError("actor_rollout_ref.actor.prefix.trace_dir does not record images; remove it")
     tensors, flags = {}, {}
     data = _without_padding(data)
     for name in data.keys():
         value = data.get(name)
-        if isinstance(value, NonTensorData) and (
-            value.data is None or isinstance(value.data, bool | int | float | str)
-        ):
+        if isinstance(value, NonTensorData) and isinstance(value.data, bool | int | float | str | None):
             flags[name] = value.data
         elif name in (*FIELDS, *OPTIONAL) and value.is_nested:
             tensors[name] = value.values().detach().cpu().clone()  # safetensors refuses aliases
@@ -214,5 +206,5 @@ def split_fields(data: TensorDict) -> tuple[dict[str, torch.Tensor], list[str] |
         elif name in OPTIONAL:
             tensors[name] = value.detach().cpu().clone()
     flags.pop("uid", None)
-    uids = [str(uid) for uid in tu.get(data, "uid")] if "uid" in data.keys() else None
-    return tensors, uids, flags
+    uids = tu.get(data, "uid")
+    return tensors, None if uids is None else [str(uid) for uid in uids], flags
