@@ -5,9 +5,11 @@ Source: verl/workers/engine/fsdp/transformer_impl.py, FSDPEngineWithLMHead.
 """
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from itertools import accumulate
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import torch
@@ -20,14 +22,15 @@ from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 from verl.workers.utils.losses import ppo_loss
 
 from verl_prefix.config import LOSSES_OF_ROWS
-from verl_prefix.core.errors import current_pass
+from verl_prefix.core.errors import current_pass, listed
 from verl_prefix.core.groups import Group, group_rows
 from verl_prefix.core.layout import Layout, on_device
 from verl_prefix.core.schedule import Schedule, TokenBatch
 from verl_prefix.core.waves import Plan
-from verl_prefix.engine.not_finite import all_finite, log_not_finite, rows_not_finite
 from verl_prefix.engine.read_later import HostInts, ItemsLater, read_metrics
 from verl_prefix.models.vision import PixelBatch, is_vision_config, share_pixels
+
+logger = logging.getLogger(__name__)
 
 
 class MiniBatch:
@@ -44,9 +47,9 @@ class MiniBatch:
         input_ids, position_ids = data["input_ids"], data["position_ids"]
         offsets = input_ids.offsets().tolist()
         config = engine.module.config
-        pixels = None
-        if "multi_modal_inputs" in data.keys() and is_vision_config(config):
-            pixels = PixelBatch(tu.get(data, "multi_modal_inputs"), input_ids.values().cpu(), offsets, config)
+        pixels = tu.get(data, "multi_modal_inputs") if is_vision_config(config) else None
+        if pixels is not None:
+            pixels = PixelBatch(pixels, input_ids.values().cpu(), offsets, config)
         flags = ("calculate_entropy", "calculate_sum_pi_squared")
         self._keeps_model_output = forward_only or tu.get_non_tensor_data(data, "return_model_output", False)
         self._flags = {flag: tu.get_non_tensor_data(data, flag, False) for flag in flags}
@@ -61,8 +64,6 @@ class MiniBatch:
         self._offsets: dict[int, torch.Tensor] = {}
         self.names: list[str] = []
         self.dtype = torch.float32
-        self._outputs: list[dict] = []
-        self._rows: list[list[int]] = []
         self._passes: list[_Pass] = []
         self.num_not_finite = 0
 
@@ -98,28 +99,33 @@ class MiniBatch:
             flat[start + prompt_len - 1 :][: len(row)] = row
         return flat
 
-    def token_outputs(self, place: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+    def token_outputs(self, index: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
         """verl's prepare_model_outputs on suffix tokens: [n, k] of `self.dtype`, one column per name in `self.names`.
 
         Args:
-            place: [n] places of the tokens in the batch's flat values. logits: [n, vocabulary].
+            index: [n] of the tokens in the batch's flat values. logits: [n, vocabulary].
         """
         temperature = self.data["temperature"]
         output_args = {
             "temperature_is_one": not isinstance(temperature, torch.Tensor) and float(temperature) == 1.0,
-            "temperature_rmpad": self._token_temperature[place],
+            "temperature_rmpad": self._token_temperature[index],
             # A suffix token's label is the next token of its own row, which a roll of the packed row would not give.
-            "input_ids_rmpad_rolled": self.tokens.input_ids[place + 1],
+            "input_ids_rmpad_rolled": self.tokens.input_ids[index + 1],
             "pad_size": 0,
         }
         # One offsets tensor per length: a recomputed jagged tensor is the same size only if its offsets are the same.
-        if len(place) not in self._offsets:
-            self._offsets[len(place)] = on_device(torch.tensor([0, len(place)]), place.device)
-        offsets = self._offsets[len(place)]
-        one_row = torch.nested.nested_tensor_from_jagged(self.tokens.input_ids[place], offsets)
+        if len(index) not in self._offsets:
+            self._offsets[len(index)] = on_device(torch.tensor([0, len(index)]), index.device)
+        offsets = self._offsets[len(index)]
+        one_row = torch.nested.nested_tensor_from_jagged(self.tokens.input_ids[index], offsets)
         tokens = tu.get_tensordict({"input_ids": one_row}, self._flags)
-        with _not_gathered(self.engine):
-            outputs = self.engine.prepare_model_outputs(_Logits(logits.unsqueeze(0)), output_args, tokens, None)
+        # Outputs stay on the rank of their token: under sequence parallelism the schedule gathers a pass's, once.
+        is_parallel, self.engine.use_ulysses_sp = self.engine.use_ulysses_sp, False
+        try:
+            model_output = SimpleNamespace(logits=logits.unsqueeze(0))
+            outputs = self.engine.prepare_model_outputs(model_output, output_args, tokens, None)
+        finally:
+            self.engine.use_ulysses_sp = is_parallel
         self.names = list(outputs)
         self.dtype = functools.reduce(torch.promote_types, (x.dtype for x in outputs.values()))
         return torch.stack([x.values().to(self.dtype) for x in outputs.values()], dim=-1)
@@ -140,11 +146,10 @@ class MiniBatch:
         model_output = {name: values.detach() for name, values in model_output.items()}
         if self._keeps_model_output:
             output["model_output"] = model_output
-        self._outputs.append(output)
-        self._rows.append(rows)
         # A NaN that the loss masks counts too: its gradient is NaN times zero.
-        finite = all_finite([loss.detach(), outputs, *_floats(micro_batch).values()])
-        self._passes.append(_Pass(current_pass(), finite, model_output))
+        values = [loss.detach(), outputs, *_floats(micro_batch).values()]
+        finite = torch.stack([torch.isfinite(x).all() for x in values]).all()
+        self._passes.append(_Pass(rows, output, model_output, finite, where=current_pass()))
         return loss
 
     @property
@@ -165,31 +170,37 @@ class MiniBatch:
         return micro_batch
 
     def _read(self) -> None:
-        """Losses and metrics of all passes as numbers. Counts passes that are not finite, and names the first one's
-        rows."""
-        losses = [output["loss"] for output in self._outputs]
-        metrics = [output["metrics"] for output in self._outputs] if self._reads_later else []
+        """Losses and metrics of all passes as numbers. Counts passes whose loss or outputs are not finite, and names
+        the first one's rows; verl then skips the update, as it does for the stock actor."""
+        losses = [one.output["loss"] for one in self._passes]
+        metrics = [one.output["metrics"] for one in self._passes] if self._reads_later else []
         numbers = read_metrics(metrics, [*losses, *(one.finite for one in self._passes)])
         finite = numbers[len(losses) :]
-        for output, number in zip(self._outputs, numbers, strict=False):
-            output["loss"] = number
+        for one, number in zip(self._passes, numbers, strict=False):
+            one.output["loss"] = number
         self.num_not_finite = finite.count(0.0)
         if self.num_not_finite:
-            first = finite.index(0.0)
-            one, rows = self._passes[first], self._rows[first]
-            uids = (
-                [str(uid) for uid in tu.get(self.data, "uid")] if "uid" in self.data.keys() else [None] * len(self.data)
+            one = self._passes[finite.index(0.0)]
+            uids = tu.get(self.data, "uid", [None] * len(self.data))
+            read = tu.index_select_tensor_dict(self.data, one.rows)
+            problems = []
+            for name, values in (one.model_output | {name: read[name] for name in _floats(read)}).items():
+                pairs = zip(one.rows, values.unbind(), strict=True)
+                if bad := [f"{row} (uid {uids[row]})" for row, x in pairs if not torch.isfinite(x).all()]:
+                    problems.append(f"{name} of rows {listed(bad)}")
+            logger.error(
+                "not finite in %s: loss %s; %s. verl skips an update whose gradient norm is not finite; later passes "
+                "of this mini-batch are counted in prefix/nonfinite_passes and not logged",
+                one.where,
+                one.output["loss"],
+                "; ".join(problems) or "all that it was made of is finite",
             )
-            read = tu.index_select_tensor_dict(self.data, rows)
-            values = one.model_output | {name: read[name] for name in _floats(read)}
-            bad = {name: rows_not_finite(x.unbind()) for name, x in values.items()}
-            log_not_finite(one.where, numbers[first], bad, [f"{row} (uid {uids[row]})" for row in rows])
 
     def _model_output(
         self, groups: Sequence[Group], layout: Layout, outputs: torch.Tensor, offsets: torch.Tensor
     ) -> dict[str, torch.Tensor]:
-        """Every suffix token's outputs at its place in its row, zeros in the prompt: verl's nested full-length form. A
-        token that lm_head skips has no entropy, and its old log-prob."""
+        """Every suffix token's outputs at its position in its row, zeros in the prompt: verl's nested full-length form.
+        A token that lm_head skips has no entropy, and its old log-prob."""
         starts = [self.tokens.offsets[row] for group in groups for row in group.rows]
         ends = [self.tokens.offsets[row + 1] for group in groups for row in group.rows]
         *row_starts, num_tokens = accumulate((end - start for start, end in zip(starts, ends, strict=True)), initial=0)
@@ -215,9 +226,9 @@ class MiniBatch:
     def outputs(self, plan: Plan) -> tuple[list[dict], list[list[int]]]:
         """The passes' outputs and their rows. Rows with an empty response, which no pass had, follow where their
         outputs are wanted, or where a rank has no other row: the metrics of all ranks need the same keys."""
-        if plan.idle_rows and (self._keeps_model_output or not self._outputs):
+        if plan.idle_rows and (self._keeps_model_output or not self._passes):
             device = self.tokens.input_ids.device
-            if not self._outputs:  # names and dtype are those that any one token gets
+            if not self._passes:  # names and dtype are those that any one token gets
                 vocab_size = self.engine.module.config.get_text_config().vocab_size
                 logits = torch.zeros((1, vocab_size), dtype=self.engine._autocast_dtype, device=device)
                 self.token_outputs(torch.tensor([-1], device=device), logits)
@@ -226,39 +237,24 @@ class MiniBatch:
                 no_tokens = torch.zeros(0, dtype=torch.int64)
                 self.step(plan.idle_rows, Layout(no_tokens, 0, (), no_tokens), nothing)
         self._read()
-        return self._outputs, self._rows
+        return [one.output for one in self._passes], [one.rows for one in self._passes]
 
 
 def _floats(data: TensorDict) -> dict[str, torch.Tensor]:
     """Values of what a loss reads beside the model's outputs."""
-    found = {name: x for name, x in data.items() if isinstance(x, torch.Tensor) and x.is_floating_point()}
-    return {name: x.values() if x.is_nested else x for name, x in found.items()}
+    floats = {name: x for name, x in data.items() if isinstance(x, torch.Tensor) and x.is_floating_point()}
+    return {name: x.values() if x.is_nested else x for name, x in floats.items()}
 
 
 class _Pass(NamedTuple):
-    """What says, behind the last pass, which one was not finite, and in which rows; `finite` is [] bool."""
+    """What a pass leaves: its output as verl wants it, and what says, behind the last one, which was not finite, and in
+    which rows; `finite` is [] bool."""
 
-    where: str
-    finite: torch.Tensor
+    rows: list[int]
+    output: dict[str, object]
     model_output: dict[str, torch.Tensor]
-
-
-class _Logits:
-    """A HF output as far as prepare_model_outputs reads it."""
-
-    def __init__(self, logits: torch.Tensor) -> None:
-        self.logits = logits
-
-
-@contextmanager
-def _not_gathered(engine: FSDPEngineWithLMHead) -> Iterator[None]:
-    """While open, prepare_model_outputs leaves outputs on the rank of their token: under sequence parallelism the
-    schedule gathers what it made of a pass, once."""
-    found, engine.use_ulysses_sp = engine.use_ulysses_sp, False
-    try:
-        yield
-    finally:
-        engine.use_ulysses_sp = found
+    finite: torch.Tensor
+    where: str
 
 
 def row_lens(data: TensorDict) -> tuple[list[int], list[int]]:
@@ -278,8 +274,9 @@ def group_batch(data: TensorDict) -> tuple[list[Group], int]:
         [row[..., :n] for row, n in zip(data[name].unbind(), prompt_lens, strict=True)]
         for name in ("input_ids", "position_ids")
     )
-    uids = [str(uid) for uid in tu.get(data, "uid")] if "uid" in data.keys() else None
-    pixels = share_pixels(tu.get(data, "multi_modal_inputs")) if "multi_modal_inputs" in data.keys() else None
+    uids, pixels = tu.get(data, "uid"), tu.get(data, "multi_modal_inputs")
+    uids = None if uids is None else [str(uid) for uid in uids]
+    pixels = None if pixels is None else share_pixels(pixels)
     return group_rows(prompts, response_lens, uids=uids, positions=positions, pixels=pixels)
 
 

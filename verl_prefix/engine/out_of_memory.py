@@ -50,16 +50,17 @@ def run_or_repair(
         return run(plan, keeps_attention), plan, 0
     except torch.OutOfMemoryError as error:
         phase, cause = getattr(error, "prefix_phase", "a pass"), str(error)
-        largest, smaller = _halve(plan)
+        largest = largest_wave(plan)
+        smaller = limit_waves(plan, largest // 2)
         if keeps_attention:
-            key, less, smaller = "actor_rollout_ref.actor.prefix.keep_attention=off", "without attention kept", plan
+            key, less = "actor_rollout_ref.actor.prefix.keep_attention=off", "without attention kept"
         else:
             key, less = f"actor_rollout_ref.actor.prefix.wave_tokens={max(largest // 2, 1)}", "with smaller waves"
             if phase in ADVICE:
                 add_note(error, ADVICE[phase].format(tokens="ppo_max_token_len_per_gpu or micro_batch_size_per_gpu"))
             if phase != WAVES:
                 raise
-            if smaller is None:
+            if largest_wave(smaller) == largest:
                 add_note(error, "the largest wave is one row already; set gradient checkpointing or offload parameters")
                 raise
         if num_ranks > 1 or accumulated or not hasattr(FSDPModule, "reset_iter_state"):
@@ -79,15 +80,8 @@ def run_or_repair(
         torch.cuda.empty_cache()
     if not keeps_attention:
         return run(smaller, False), smaller, 1
-    found, ran, num_retries = run_or_repair(run, plan, keeps_attention=False, model=model, num_ranks=num_ranks)
-    return found, ran, num_retries + 1
-
-
-def _halve(plan: Plan) -> tuple[int, Plan | None]:
-    """Suffix tokens of the largest wave, and the plan with waves of half that; None where no wave becomes smaller."""
-    largest = largest_wave(plan)
-    smaller = limit_waves(plan, largest // 2)
-    return largest, smaller if largest_wave(smaller) < largest else None
+    outputs, ran, num_retries = run_or_repair(run, plan, keeps_attention=False, model=model, num_ranks=num_ranks)
+    return outputs, ran, num_retries + 1
 
 
 def drop_gradients(model: torch.nn.Module) -> None:

@@ -37,15 +37,15 @@ def read_metrics(passes: Sequence[dict[str, Any]], more: Sequence[torch.Tensor])
     Args:
         passes: per pass its metrics: numbers, tensors [], or verl's `Metric`. more: tensors [].
     """
-    tensors, places = list(more), []
+    tensors, targets = list(more), []
     for metrics in passes:
         for name, value in metrics.items():
             held, keys = (value.values, range(len(value.values))) if isinstance(value, Metric) else (metrics, [name])
             for key in keys:
                 if isinstance(held[key], torch.Tensor):
-                    places.append((held, key))
+                    targets.append((held, key))
                     tensors.append(held[key])
     numbers = torch.stack([x.detach().double() for x in tensors]).tolist() if tensors else []
-    for (held, key), number in zip(places, numbers[len(more) :], strict=True):
+    for (held, key), number in zip(targets, numbers[len(more) :], strict=True):
         held[key] = number
     return numbers[: len(more)]
