@@ -9,6 +9,7 @@ nobody waits.
 """
 
 import hashlib
+import itertools
 import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -139,12 +140,9 @@ class Exchange:
         with self._together("receiving rows"):
             rows = [self._bytes.row(i, i) for i in self._kept]
             objects = [{name: values[i] for name, values in self._bytes.objects.items()} for i in self._kept]
-            for rank, expected in enumerate(self._got):
-                arrived = list(self._bytes.unpack(received[rank]))
-                _check_rows(f"rank {rank} sent", arrived, [row - self._all.starts[rank] for row in expected])
-                rows += arrived
-                objects += [decode(row.text) for row in arrived]
-            batch = self._batch(rows, self._with_pixels(objects))
+            arrived = _unpacked(self._bytes, received, self._got, "sent")
+            objects += [decode(row.text) for row in arrived]
+            batch = self._batch(rows + arrived, self._with_pixels(objects))
         self._seconds += time.perf_counter() - start
         return batch
 
@@ -159,21 +157,15 @@ class Exchange:
         start = time.perf_counter()
         with self._together("returning outputs", 2) as agreed:
             _check_lens(output, [self._all.lens[row] for row in self._computed], "were computed")
-            out = RowBytes(output)
-            parcels, at = [], len(self._kept)
-            for rank, rows in enumerate(self._got):
-                parcels.append(out.pack([out.row(at + i, row - self._all.starts[rank]) for i, row in enumerate(rows)]))
-                at += len(rows)
+            out, at = RowBytes(output), itertools.count(len(self._kept))
+            parcels = [out.pack([out.row(next(at), i) for i in rows]) for rows in self._got]
             agreed += _same(out.layout)
         if agreed[0] != -agreed[1]:
             raise ExchangeError(f"ranks computed different outputs; this one has {', '.join(output)}")
         received = self._swap(parcels)
         with self._together("receiving outputs"):
             rows = [out.row(at, i) for at, i in enumerate(self._kept)]
-            for rank, expected in enumerate(self._sent):
-                arrived = list(out.unpack(received[rank]))
-                _check_rows(f"rank {rank} gave back outputs of", arrived, expected)
-                rows += arrived
+            rows += _unpacked(out, received, self._sent, "gave back outputs of")
             back = out.join(sorted(rows, key=lambda row: row.origin))
             own = self._all.lens[self._all.starts[self._rank] : self._all.starts[self._rank + 1]]
             _check_lens(back, own, "left")
@@ -228,16 +220,17 @@ class Exchange:
             raise ExchangeError(f"{len(rows.keys)} rows were placed on ranks {self._home}; there are {self._size}")
         self.moves = self._home != rows.ranks
         first, end = rows.starts[me], rows.starts[me + 1]
-        # To each rank, indices into this rank's rows; from each rank, indices into all.
+        # To each rank, indices into this rank's rows; from each rank, indices into that one's.
         self._sent: list[list[int]] = [[] for _ in range(self._size)]
         self._got: list[list[int]] = [[] for _ in range(self._size)]
         for row, (rank, home) in enumerate(zip(rows.ranks, self._home, strict=True)):
             if rank == me:
                 self._sent[home].append(row - first)
             if home == me:
-                self._got[rank].append(row)
+                self._got[rank].append(row - rows.starts[rank])
         self._kept, self._sent[me], self._got[me] = self._sent[me], [], []
-        self._computed = [first + i for i in self._kept] + [row for got in self._got for row in got]
+        self._computed = [first + i for i in self._kept]
+        self._computed += [start + i for start, got in zip(rows.starts, self._got, strict=False) for i in got]
         self.groups, self.own_groups = rows.groups(self._computed), rows.groups(range(first, end))
         self._holders = {(k, r) for k, r, has in zip(rows.keys, rows.ranks, rows.has_pixels, strict=True) if has}
         self._metrics = {
@@ -262,17 +255,13 @@ class Exchange:
         from verl_prefix.engine.shared_pixels import CARRIED_BY, CARRIES  # see `receive_pixels`
 
         keys = [self._all.keys[row] for row in self._computed]
-        held: dict[Any, dict[str, Any]] = {}
-        for key, values in zip(keys, objects, strict=True):
-            pixels = {name: x for name, x in (values[PIXELS] or {}).items() if name in PIXEL_NAMES}
-            if pixels:
-                held.setdefault(key, pixels)
-        for key, values in zip(keys, objects, strict=True):
-            row = values[PIXELS]
+        rows = [dict(values[PIXELS] or {}) for values in objects]
+        pixels = ({name: x for name, x in row.items() if name in PIXEL_NAMES} for row in rows)
+        held = {key: own for key, own in zip(keys, pixels, strict=True) if own}
+        for key, row, values in zip(keys, rows, objects, strict=True):
             if key in held:  # also where pixels were all that a row had, before they stayed behind
-                values[PIXELS] = {n: x for n, x in (row or {}).items() if n not in (CARRIES, CARRIED_BY)} | held[key]
-            elif row:
-                values[PIXELS] = dict(row)
+                row = {name: x for name, x in row.items() if name not in (CARRIES, CARRIED_BY)} | held[key]
+            values[PIXELS] = row
         return objects
 
     def _batch(self, rows: Sequence[Row], objects: Sequence[dict[str, Any]]) -> TensorDict:
@@ -333,10 +322,15 @@ def _same(value: object) -> list[int]:
     return [digest, -digest]
 
 
-def _check_rows(told: str, arrived: Sequence[Row], expected: Sequence[int]) -> None:
-    origins = [row.origin for row in arrived]
-    if origins != expected:
-        raise ExchangeError(f"{told} its rows {origins}, and {expected} were to travel")
+def _unpacked(values: RowBytes, parcels: Sequence[torch.Tensor], expected: list[list[int]], did: str) -> list[Row]:
+    """Rows that arrived, by the rank that `did` so, which are those that were `expected` of it."""
+    arrived: list[Row] = []
+    for rank, origins in enumerate(expected):
+        rows = list(values.unpack(parcels[rank]))
+        if (came := [row.origin for row in rows]) != origins:
+            raise ExchangeError(f"rank {rank} {did} its rows {came}, and {origins} were to travel")
+        arrived += rows
+    return arrived
 
 
 def _check_lens(output: Mapping[str, torch.Tensor], lens: Sequence[int], told: str) -> None:

@@ -90,38 +90,29 @@ class LayerCheck:
         whole: Callable[[Sequence[torch.Tensor], int], torch.Tensor], out: torch.Tensor,
     ) -> None:  # fmt: skip
         """Compares each segment's outputs with those of a row that begins with the prefix."""
-        prefix_len = layout.num_prefix
-        start = 0
-        for segment in layout.segments:
-            behind, end = prefix_len if segment.prefix_len else 0, start + segment.length
-            row = [torch.cat([x[:behind], x[start:end]]) for x in inputs]
+        for behind, own in _segments(layout):
+            row = [torch.cat([x[:behind], x[own]]) for x in inputs]
             truth = whole(row, 0)[behind:]
             moved = whole([self._rounding.disturb(x) for x in row], _SHIFT)[behind:]
-            ratio = _ratio((out[start:end] - truth).square().sum().item(), (moved - truth).square().sum().item())
+            ratio = _ratio((out[own] - truth).square().sum().item(), (moved - truth).square().sum().item())
             if ratio > self.worst_recurrence:
                 self.worst_recurrence, self.key = ratio, key
-            start = end
 
     @torch.no_grad()
     def attention(
         self, layer: int, layout: Layout, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
         sinks: torch.Tensor | None, params: AttentionParams, out: torch.Tensor,
     ) -> None:  # fmt: skip
-        prefix_len = layout.num_prefix  # of the one group, whatever its segments say
         error = noise = 0.0
-        start = 0
-        for segment in layout.segments:
-            behind = prefix_len if segment.prefix_len else 0
-            own = torch.arange(segment.length, device=q.device)
-            query = torch.cat([own[:_QUERIES], own[_QUERIES:][-_QUERIES:]])
-            keys, values = (torch.cat([x[:behind], x[start : start + segment.length]]) for x in (k, v))
+        for behind, own in _segments(layout):
+            tokens = torch.arange(own.start, own.stop, device=q.device)
+            query = torch.cat([tokens[:_QUERIES], tokens[_QUERIES:][-_QUERIES:]])
+            keys, values = (torch.cat([x[:behind], x[own]]) for x in (k, v))
             with torch.autocast(q.device.type, enabled=False):  # which would round the scores as well
-                truth, rounded = _dense(
-                    q[start + query], keys, values, sinks=sinks, params=params, position=query + behind
-                )
-            error += (out[start + query] - truth).square().sum().item()
+                position = query - own.start + behind
+                truth, rounded = _dense(q[query], keys, values, sinks=sinks, params=params, position=position)
+            error += (out[query] - truth).square().sum().item()
             noise += (rounded - truth).square().sum().item()
-            start += segment.length
         ratio = _ratio(error, noise)
         if ratio > self.worst:
             self.worst, self.layer = ratio, layer
@@ -129,6 +120,14 @@ class LayerCheck:
 
 def _sum_of_squares(x: torch.Tensor) -> float:
     return x.double().square().sum().item()
+
+
+def _segments(layout: Layout) -> Iterator[tuple[int, slice]]:
+    """Of a pass of one group: the tokens behind which a segment stands, all its prefix or none, and its own tokens."""
+    start = 0
+    for segment in layout.segments:
+        yield layout.num_prefix if segment.prefix_len else 0, slice(start, start + segment.length)
+        start += segment.length
 
 
 def _ratio(error: float, noise: float) -> float:
