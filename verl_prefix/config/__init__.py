@@ -163,8 +163,7 @@ def is_varlen(attn_implementation: str) -> bool:
 def attention_of(model_config: Any) -> str:
     """The attention of verl's own path, by `actor_rollout_ref.model` (DictConfig or HFModelConfig)."""
     override = (model_config or {}).get("override_config") or {}
-    attention: str = override.get("attn_implementation", "flash_attention_2")
-    return attention
+    return override.get("attn_implementation", "flash_attention_2")
 
 
 def check_sequence_parallel(role: str, size: int, n_gpus: int, prefix: PrefixConfig, model_config: Any) -> None:
@@ -173,17 +172,16 @@ def check_sequence_parallel(role: str, size: int, n_gpus: int, prefix: PrefixCon
     Raises:
         ValueError: naming the key and what to set.
     """
+    if size == 1:
+        return
     key = f"actor_rollout_ref.{role}.fsdp_config.ulysses_sequence_parallel_size={size}"
     _refuse(n_gpus % size, f"{key} does not divide {n_gpus} GPUs; set a divisor of them")
+    pads = model_config and not model_config.get("use_remove_padding")
+    _refuse(pads, f"{key} needs actor_rollout_ref.model.use_remove_padding=True; set it")
     attention = attention_of(model_config)
+    may_run_verls = prefix.schedule not in ("packed", "phased") or prefix.verify != "off"
     _refuse(
-        size > 1 and model_config and not model_config.get("use_remove_padding"),
-        f"{key} needs actor_rollout_ref.model.use_remove_padding=True; set it",
-    )
-    _refuse(
-        size > 1
-        and not is_varlen(attention)
-        and (prefix.schedule not in ("packed", "phased") or prefix.verify != "off"),
+        may_run_verls and not is_varlen(attention),
         f"{key} with actor_rollout_ref.model.override_config.attn_implementation={attention}: verl's own path, which "
         f"prefix.schedule={prefix.schedule} and prefix.verify={prefix.verify} may run, computes attention within each "
         "rank's tokens there, without an error; set attn_implementation=flash_attention_2, or prefix.schedule=packed "
@@ -250,15 +248,13 @@ class PrefixActorConfig(FSDPActorConfig):
                 "legacy trainer (trainer.use_v1=false) balances whole groups by it",
                 key,
             )
-        _refuse(
-            self.loss_agg_mode == "seq-mean-token-sum-norm"
-            and self.loss_scale_factor is None
-            and self.prefix.schedule != "stock",
-            f"{key}.loss_agg_mode=seq-mean-token-sum-norm with {key}.loss_scale_factor=null divides by the longest row "
-            f"of a pass, so that the loss follows the token budget; set {key}.loss_scale_factor to "
-            "data.max_response_length",
-        )
         if self.prefix.schedule != "stock":
+            _refuse(
+                self.loss_agg_mode == "seq-mean-token-sum-norm" and self.loss_scale_factor is None,
+                f"{key}.loss_agg_mode=seq-mean-token-sum-norm with {key}.loss_scale_factor=null divides by the longest "
+                f"row of a pass, so that the loss follows the token budget; set {key}.loss_scale_factor to "
+                "data.max_response_length",
+            )
             _refuse_losses_of_passes(f"{key}.policy_loss", self.policy_loss)
         super().__post_init__()
         self.engine.strategy = "prefix"

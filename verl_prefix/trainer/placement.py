@@ -1,4 +1,4 @@
-"""Placement in the driver: which rows make a mini-batch. Which rank computes them is the engine's (`engine.exchange`).
+"""Mini-batches in the driver: which rows make one. Which rank computes them is the engine's (`engine.exchange`).
 
 verl hands rank r the r-th contiguous slice of the batch (`BatchData.chunk` in verl/protocol.py), and
 `TrainingWorker.train_mini_batch` walks that slice in order, in chunks of equal size; the k-th chunks of all ranks are
