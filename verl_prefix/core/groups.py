@@ -6,10 +6,14 @@ prefix never reaches lm_head. Every row is treated so, also a row that is alone:
 how many others share its prefix. Does not decide what runs together: see `waves`.
 """
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
+
+Key = TypeVar("Key", bound=Hashable)
 
 
 @dataclass(frozen=True)
@@ -85,10 +89,13 @@ def group_rows(
         Group(tuple(rows), len(prompts[rows[0]]) - 1, tuple(int(response_lens[row]) for row in rows))
         for rows in members.values()
     ]
-    num_split_uids = 0
-    if uids is not None:
-        keys_per_uid: dict[object, int] = {}
-        for key in members:
-            keys_per_uid[key[0]] = keys_per_uid.get(key[0], 0) + 1
-        num_split_uids = sum(count > 1 for count in keys_per_uid.values())
-    return groups, num_split_uids
+    keys_per_uid = Counter(uid for uid, *_ in members if uids is not None)
+    return groups, sum(count > 1 for count in keys_per_uid.values())
+
+
+def rows_by_key(keys: Iterable[Key]) -> dict[Key, list[int]]:
+    """Indices of the rows that have each key, keys in the order of their first rows."""
+    rows: dict[Key, list[int]] = {}
+    for row, key in enumerate(keys):
+        rows.setdefault(key, []).append(row)
+    return rows

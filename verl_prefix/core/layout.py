@@ -9,9 +9,10 @@ the batch's flat values, so positions continue the original ones and outputs sca
 """
 
 import functools
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate, groupby
+from itertools import accumulate, groupby, pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -35,10 +36,10 @@ class Segment(NamedTuple):
 
 
 class Forks(NamedTuple):
-    """Which suffixes continue a prefix: of the layout's suffixes, in their order, those at `places` [n] int64 continue
-    the source's prefixes `prefixes` [n] int64."""
+    """Which suffixes continue a prefix: the layout's `suffixes` [n] int64 continue the source's `prefixes` [n] int64,
+    each by its number."""
 
-    places: torch.Tensor
+    suffixes: torch.Tensor
     prefixes: torch.Tensor
 
 
@@ -59,25 +60,22 @@ class Spans:
     def __post_init__(self) -> None:
         assert len(self.q) == len(self.k), (self.q, self.k)
         for bounds in (self.q, self.k):
-            assert all(b > a for a, b in zip(bounds, bounds[1:], strict=False)), f"empty segment in {bounds}"
+            assert all(b > a for a, b in pairwise(bounds)), f"empty segment in {bounds}"
 
     def __iter__(self) -> Iterator[tuple[int, int, int, int]]:
         return zip(self.q, self.q[1:], self.k, self.k[1:], strict=False)
 
     def parts(self) -> Iterator[tuple[int, int, int, int]]:
         """As iteration, but by `q_parts`: (query start, query end, key start, key end)."""
-        if not self.q_parts:
-            yield from self
-            return
         pair = 0
-        for start, end in zip(self.q_parts, self.q_parts[1:], strict=False):
+        for start, end in pairwise(self.q_parts or self.q):
             pair += start == self.q[pair + 1]
             yield start, end, self.k[pair], self.k[pair + 1]
 
     @functools.cached_property
     def lens(self) -> list[int]:
         """Of the query segments."""
-        return [b - a for a, b in zip(self.q, self.q[1:], strict=False)]
+        return [b - a for a, b in pairwise(self.q)]
 
     @functools.cached_property
     def max_q(self) -> int:
@@ -85,7 +83,7 @@ class Spans:
 
     @functools.cached_property
     def max_k(self) -> int:
-        return max(b - a for a, b in zip(self.k, self.k[1:], strict=False))
+        return max(b - a for a, b in pairwise(self.k))
 
     def cu_seqlens(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         """int32 [n + 1] on `device`, built once for all layers."""
@@ -172,8 +170,8 @@ class Layout:
         """Suffixes that continue a prefix; built once."""
         if device not in self._forks:
             suffixes = self.segments[self.num_prefixes :]
-            found = [(place, suffix.prefix) for place, suffix in enumerate(suffixes) if suffix.prefix >= 0]
-            self._forks[device] = Forks(*on_device(torch.tensor(found, dtype=torch.int64).reshape(-1, 2).T, device))
+            pairs = [(i, suffix.prefix) for i, suffix in enumerate(suffixes) if suffix.prefix >= 0]
+            self._forks[device] = Forks(*on_device(torch.tensor(pairs, dtype=torch.int64).reshape(-1, 2).T, device))
         return self._forks[device]
 
     @property
@@ -199,11 +197,9 @@ class Layout:
 
     def _reads_of(self, window: int | None, device: torch.device) -> AttentionCalls:
         segments = self.segments
-        far = [window is not None and s.prefix_len + s.length > window for s in segments]
-        tail_lens = [
-            min(s.prefix_len, window - 1) if window is not None and is_far else 0
-            for s, is_far in zip(segments, far, strict=True)
-        ]
+        seen = sys.maxsize if window is None else window
+        far = [s.prefix_len + s.length > seen for s in segments]
+        tail_lens = [min(s.prefix_len, seen - 1) if is_far else 0 for s, is_far in zip(segments, far, strict=True)]
         starts = (0, *accumulate(s.length for s in segments))
         key_ends = tuple(accumulate(n + s.length for n, s in zip(tail_lens, segments, strict=True)))
         near = [(starts[i], s) for i, s in enumerate(segments) if s.prefix_len and not far[i]]
@@ -266,7 +262,7 @@ def build_layout(
         if suffix_len
     ]
     pieces = [*((int(offsets[g.rows[0]]), Segment(g.prefix_len)) for g in prefixes), *suffixes]
-    index = _ranges([(place, segment.length) for place, segment in pieces])
+    index = _ranges([(start, segment.length) for start, segment in pieces])
     multiplicity = torch.cat([_multiplicity(prefixes), torch.ones(len(index) - num_prefix, dtype=torch.int64)])
     return Layout(index, num_prefix, tuple(s for _, s in pieces), multiplicity)
 
@@ -302,6 +298,6 @@ def _ranges(pieces: Sequence[tuple[int, int]]) -> torch.Tensor:
 
 def _token_index(pieces: Sequence[tuple[int, int]], device: torch.device) -> slice | torch.Tensor:
     """`_ranges` on `device`, or a slice where there are no gaps, so that nothing is copied."""
-    if all(a + n == b for (a, n), (b, _) in zip(pieces, pieces[1:], strict=False)):
+    if all(a + n == b for (a, n), (b, _) in pairwise(pieces)):
         return slice(pieces[0][0], sum(pieces[-1])) if pieces else slice(0)
     return on_device(_ranges(pieces), device)

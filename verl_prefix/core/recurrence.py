@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from verl_prefix.core.attention import AttentionPass
+from verl_prefix.core.groups import rows_by_key
 from verl_prefix.core.layout import Forks, Spans
 from verl_prefix.core.prefix_cache import Key, PrefixCache
 
@@ -47,16 +48,16 @@ def shared_scan(
 
     prefixes, suffixes = attention_pass.layout.scans
     split = attention_pass.layout.num_prefix
-    found, states = [], None
+    parts, states = [], None
     if prefixes.lens:
         outputs, states = scan([x[:split] for x in inputs], prefixes, None)
         if attention_pass.capture is not None:
             outputs = attention_pass.capture.capture(key, states, beside=(outputs,))[-1]
-        found.append(outputs)
+        parts.append(outputs)
     if suffixes.lens:
         initial = _continued(attention_pass, key, states, inputs[0].device)
-        found.append(scan([x[split:] for x in inputs], suffixes, initial).outputs)
-    out = torch.cat(found)
+        parts.append(scan([x[split:] for x in inputs], suffixes, initial).outputs)
+    out = torch.cat(parts)
     if attention_pass.inspect is not None:
         attention_pass.inspect.recurrence(key, attention_pass.layout, inputs=inputs, whole=whole, out=out)
     return out
@@ -79,15 +80,12 @@ def shared_conv(
         if attention_pass.capture is not None:
             x = attention_pass.capture.capture(key, tails, beside=(x,))[-1]
             pieces = x.split([len(piece) for piece in pieces])
-    nothing = x.new_zeros(tail_len, x.shape[-1])
-    before = [nothing] * len(pieces)
-    if len(pieces) > num:
-        continued = _continued(attention_pass, key, tails, x.device)
-        if continued is not None:
-            before[num:] = continued.unbind()
-    found = conv(torch.cat([part for pair in zip(before, pieces, strict=True) for part in pair]))
+    before = [x.new_zeros(tail_len, x.shape[-1])] * len(pieces)
+    if (continued := _continued(attention_pass, key, tails, x.device)) is not None:
+        before[num:] = continued.unbind()
+    row = conv(torch.cat([part for pair in zip(before, pieces, strict=True) for part in pair]))
     lens = [n for piece in pieces for n in (tail_len, len(piece))]
-    out = torch.cat(found.split(lens)[1::2])
+    out = torch.cat(row.split(lens)[1::2])
     if attention_pass.inspect is not None:
         attention_pass.inspect.recurrence(
             key, attention_pass.layout, inputs=[x], whole=lambda row, shift: conv(row[0]), out=out
@@ -104,17 +102,14 @@ def _continued(
         states: [N, ...], those of this row's own prefixes; None in a wave.
     """
     layout, cache = attention_pass.layout, attention_pass.cache
-    num_suffixes = len(layout.segments) - layout.num_prefixes
     forks = layout.forks(device)
-    if not len(forks.places):
+    if not len(forks.suffixes):
         return None
-    if states is not None:
-        cache = None
-    else:
-        assert cache is not None
+    if cache is not None:
         (states,) = cache.read(key)
-    found: torch.Tensor = _Fork.apply(states, forks, num_suffixes, cache, key)  # type: ignore[no-untyped-call]
-    return found
+    num_suffixes = len(layout.segments) - layout.num_prefixes
+    starts: torch.Tensor = _Fork.apply(states, forks, num_suffixes, cache, key)  # type: ignore[no-untyped-call]
+    return starts
 
 
 class _Fork(torch.autograd.Function):
@@ -127,14 +122,14 @@ class _Fork(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.args = forks, cache, key, states.shape, states.dtype
         chosen = states.index_select(0, forks.prefixes)
-        if len(forks.places) == num_suffixes:
+        if len(forks.suffixes) == num_suffixes:
             return chosen
-        return states.new_zeros(num_suffixes, *states.shape[1:]).index_copy(0, forks.places, chosen)
+        return states.new_zeros(num_suffixes, *states.shape[1:]).index_copy(0, forks.suffixes, chosen)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         forks, cache, key, shape, dtype = ctx.args
-        grad = grad.index_select(0, forks.places)
+        grad = grad.index_select(0, forks.suffixes)
         if cache is not None:
             cache.add_grad(key, forks.prefixes, grad)
             return None, None, None, None, None
@@ -148,29 +143,23 @@ RowScan = Callable[[Sequence[torch.Tensor], torch.Tensor | None], tuple[torch.Te
 
 
 def scan_rows(
-    scan: RowScan, inputs: Sequence[torch.Tensor], lens: Sequence[int], fills: Sequence[float],
+    scan: RowScan, fills: Sequence[float], inputs: Sequence[torch.Tensor], segments: Spans,
     initial: torch.Tensor | None,
 ) -> Scanned:  # fmt: skip
-    """A `Scan` by a kernel that takes rows, which are padded behind with `fills`: segments of about the same length
-    together, since one long response among many short ones would pad each of them to its length."""
+    """A `Scan` by a kernel that takes rows, which are padded behind with `fills`: segments of up to 64 tokens, about a
+    kernel's chunk, together, of up to 128, and so on. One long response among many short ones would pad each of them
+    to its length."""
+    lens = segments.lens
     pieces = [x.split(lens) for x in inputs]
     outputs, states = list(pieces[0]), [inputs[0]] * len(lens)
     starts = None if initial is None else initial.unbind()
-    for members in _alike(lens):
+    for members in rows_by_key(max(length - 1, 63).bit_length() for length in lens).values():
         longest = max(lens[i] for i in members)
         rows = [
             torch.stack([F.pad(p[i], (0, 0) * (p[i].ndim - 1) + (0, longest - lens[i]), value=fill) for i in members])
             for p, fill in zip(pieces, fills, strict=True)
         ]
-        found, final = scan(rows, None if starts is None else torch.stack([starts[i] for i in members]))
-        for i, row, state in zip(members, found, final, strict=True):
+        scanned = scan(rows, None if starts is None else torch.stack([starts[i] for i in members]))
+        for i, row, state in zip(members, *scanned, strict=True):
             outputs[i], states[i] = row[: lens[i]], state
     return Scanned(torch.cat(outputs), torch.stack(states))
-
-
-def _alike(lens: Sequence[int]) -> list[list[int]]:
-    """Places of segments of up to 64 tokens, about a kernel's chunk, of up to 128, and so on."""
-    found: dict[int, list[int]] = {}
-    for i, length in enumerate(lens):
-        found.setdefault(max(length - 1, 63).bit_length(), []).append(i)
-    return list(found.values())

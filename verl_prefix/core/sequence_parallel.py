@@ -34,41 +34,41 @@ class Shards:
         parts = (range(layout.num_prefix), range(layout.num_prefix, layout.num_tokens))
         slices = [-(-len(part) // self.size) for part in parts]
         self._local = sum(slices)
-        places = []
+        positions = []
         for part, length, before in zip(parts, slices, (0, slices[0]), strict=True):
             number = torch.arange(len(part))
-            places.append(number // max(length, 1) * self._local + before + number % max(length, 1))
+            positions.append(number // max(length, 1) * self._local + before + number % max(length, 1))
         # Of every token, among those of all ranks, one rank after the other; in host memory and on the device.
-        self._places = torch.cat(places)
-        self._gathered = on_device(self._places, device)
+        self._positions = torch.cat(positions)
+        self._gathered = on_device(self._positions, device)
         self.tokens = self.own(torch.arange(layout.num_tokens))
 
     def own(self, values: torch.Tensor) -> torch.Tensor:
         """Values of all tokens [T], in host memory -> of this rank's [t], 0 where a slice is padded."""
         padded = values.new_zeros(self.size * self._local)
-        padded[self._places] = values
+        padded[self._positions] = values
         return padded.view(self.size, self._local)[self.rank]
 
     def keep(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Places of the row's tokens `tokens` [n] int64, in ascending order, among those of this rank, as many on every
-        rank [m]; and places of `tokens` in what `gather` makes of such outputs."""
-        owner, place = self._places[tokens] // self._local, self._places[tokens] % self._local
+        """Positions of the row's tokens `tokens` [n] int64, in ascending order, among those of this rank, as many on
+        every rank [m]; and rows of `tokens` in what `gather` makes of such outputs."""
+        owner, local = self._positions[tokens] // self._local, self._positions[tokens] % self._local
         counts = owner.bincount(minlength=self.size)
         most = int(counts.max())
         order = owner.argsort(stable=True)
         number = torch.arange(len(tokens)) - (counts.cumsum(0) - counts)[owner[order]]
-        places = torch.empty_like(owner)
-        places[order] = owner[order] * most + number
+        rows = torch.empty_like(owner)
+        rows[order] = owner[order] * most + number
         mine = torch.zeros(most, dtype=torch.int64)
-        own = place[owner == self.rank]
+        own = local[owner == self.rank]
         mine[: len(own)] = own
-        return mine, places
+        return mine, rows
 
-    def gather(self, outputs: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-        """[m, k] of every rank -> [n, k] on every rank, by the places of `keep`. Each rank's loss is that of all
+    def gather(self, outputs: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """[m, k] of every rank -> [n, k] on every rank, by the rows of `keep`. Each rank's loss is that of all
         tokens, and FSDP averages gradients over ranks: in backward a rank takes its own tokens' gradients times n."""
         gathered: torch.Tensor = _Gather.apply(outputs, self.group)  # type: ignore[no-untyped-call]
-        return gathered.index_select(0, on_device(places, outputs.device))
+        return gathered.index_select(0, on_device(rows, outputs.device))
 
     def to_heads(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
@@ -89,8 +89,8 @@ class Shards:
         """[T, H / n, D] of all tokens -> [t, H, D] of this rank's, zero where a slice is padded."""
         padded = out.new_zeros(self.size * self._local, *out.shape[1:]).index_copy(0, self._gathered, out)
         received: torch.Tensor = _AllToAll.apply(padded, self.group)  # type: ignore[no-untyped-call]
-        found: torch.Tensor = received.unflatten(0, (self.size, self._local)).transpose(0, 1).flatten(1, 2)
-        return found
+        by_rank: torch.Tensor = received.unflatten(0, (self.size, self._local))
+        return by_rank.transpose(0, 1).flatten(1, 2)
 
     def heads(self, sinks: torch.Tensor | None) -> torch.Tensor | None:
         """[H] -> [H / n], those of this rank's heads."""
@@ -103,18 +103,14 @@ class _AllToAll(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         ctx.group = group
-        return _all_to_all(x, group)
+        x = x.contiguous()
+        received = torch.empty_like(x)
+        dist.all_to_all_single(received, x, group=group)
+        return received
 
     @staticmethod
     def backward(ctx: Any, dx: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _all_to_all(dx, ctx.group), None
-
-
-def _all_to_all(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    x = x.contiguous()
-    received = torch.empty_like(x)
-    dist.all_to_all_single(received, x, group=group)
-    return received
+        return _AllToAll.apply(dx, ctx.group), None  # type: ignore[no-untyped-call]
 
 
 class _Gather(torch.autograd.Function):

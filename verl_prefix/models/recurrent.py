@@ -70,12 +70,10 @@ class Mixer:
         def conv(row: torch.Tensor) -> torch.Tensor:
             row = row.T.unsqueeze(0)
             if kernel is not None:
-                found = kernel(x=row, weight=weight, bias=bias, activation=activation)
-            else:
-                padded = F.pad(row, (weight.shape[-1] - 1, 0))
-                found = F.conv1d(padded, weight.unsqueeze(1), bias, groups=len(weight))
-                found = F.silu(found) if activation in ("silu", "swish") else found
-            return found[0].T
+                return kernel(x=row, weight=weight, bias=bias, activation=activation)[0].T
+            padded = F.pad(row, (weight.shape[-1] - 1, 0))
+            out = F.conv1d(padded, weight.unsqueeze(1), bias, groups=len(weight))[0].T
+            return F.silu(out) if activation in ("silu", "swish") else out
 
         return shared_conv(self._pass(), (part, self.module.layer_idx), x=x, width=weight.shape[-1], conv=conv)
 
@@ -105,25 +103,20 @@ class GatedDeltaNet(Mixer):
         self, rule: Callable[..., tuple[torch.Tensor, torch.Tensor]], query: torch.Tensor, key: torch.Tensor,
         value: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, **kwargs: object,
     ) -> tuple[torch.Tensor, None]:  # fmt: skip
-        varlen = rule.__module__.startswith("fla.")
+        options = dict(output_final_state=True, use_qk_l2norm_in_kernel=True)
 
-        def scan(inputs: Sequence[torch.Tensor], segments: Spans, initial: torch.Tensor | None) -> Scanned:
-            options: dict[str, Any] = dict(initial_state=initial, output_final_state=True, use_qk_l2norm_in_kernel=True)
-            if varlen:
-                q, k, v, g, beta = (x.unsqueeze(0) for x in inputs)
-                cu_seqlens, _ = segments.cu_seqlens(q.device)
-                outputs, states = rule(q, k, v, g=g, beta=beta, cu_seqlens=cu_seqlens, **options)
-                return Scanned(outputs[0], states)
+        def by_rows(rows: Sequence[torch.Tensor], initial: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+            q, k, v, g, beta = rows
+            return rule(q, k, v, g=g, beta=beta, initial_state=initial, **options)
 
-            def by_rows(
-                rows: Sequence[torch.Tensor], initial: torch.Tensor | None
-            ) -> tuple[torch.Tensor, torch.Tensor]:
-                q, k, v, g, beta = rows
-                return rule(q, k, v, g=g, beta=beta, **options | {"initial_state": initial})
-
-            return scan_rows(by_rows, inputs, lens=segments.lens, fills=neutral, initial=initial)
+        def varlen(inputs: Sequence[torch.Tensor], segments: Spans, initial: torch.Tensor | None) -> Scanned:
+            q, k, v, g, beta = (x.unsqueeze(0) for x in inputs)
+            cu_seqlens, _ = segments.cu_seqlens(q.device)
+            outputs, states = rule(q, k, v, g=g, beta=beta, initial_state=initial, cu_seqlens=cu_seqlens, **options)
+            return Scanned(outputs[0], states)
 
         neutral = [0.0] * 5  # where k, v, beta and g are 0 the state stays
+        scan = varlen if rule.__module__.startswith("fla.") else functools.partial(scan_rows, by_rows, neutral)
         return self._scan([x[0] for x in (query, key, value, g, beta)], scan, neutral).unsqueeze(0), None
 
 
@@ -148,18 +141,12 @@ class Mamba2(Mixer):
 
     def _forward(self, hidden_states: torch.Tensor, **kwargs: object) -> torch.Tensor:
         # The mixer's kernels are globals of its module; with a cache it calls them one by one, not the fused one.
-        space = vars(sys.modules[type(self.module).__module__])
-        calls = {
-            "causal_conv1d_fn": functools.partial(_conv_call, self, space["causal_conv1d_fn"]),
-            "mamba_chunk_scan_combined": functools.partial(self._chunk_scan, space["mamba_chunk_scan_combined"]),
-        }
-        replaced = {name: space[name] for name in calls}
-        space.update(calls)
-        try:
-            found: torch.Tensor = self.module.cuda_kernels_forward(hidden_states, _EmptyCache(), None)
-        finally:
-            space.update(replaced)
-        return found
+        space = sys.modules[type(self.module).__module__]
+        conv = functools.partial(_conv_call, self, space.causal_conv1d_fn)
+        scan = functools.partial(self._chunk_scan, space.mamba_chunk_scan_combined)
+        with replaced(space, "causal_conv1d_fn", conv), replaced(space, "mamba_chunk_scan_combined", scan):
+            out: torch.Tensor = self.module.cuda_kernels_forward(hidden_states, _EmptyCache(), None)
+        return out
 
     def _chunk_scan(
         self, kernel: Callable[..., tuple[torch.Tensor, torch.Tensor]] | None, x: torch.Tensor, dt: torch.Tensor,
@@ -178,10 +165,8 @@ class Mamba2(Mixer):
                 initial_states=initial, dt_limit=dt_limit,
             )  # fmt: skip
 
-        def scan(inputs: Sequence[torch.Tensor], segments: Spans, initial: torch.Tensor | None) -> Scanned:
-            return scan_rows(by_rows, inputs, lens=segments.lens, fills=neutral, initial=initial)
-
         neutral = (0.0, 0.0, 0.0, _NO_STEP)
+        scan = functools.partial(scan_rows, by_rows, neutral)
         return self._scan([y[0] for y in (x, B, C, dt)], scan, neutral).unsqueeze(0), None
 
 
@@ -225,17 +210,17 @@ def packing_leak(model: Any) -> str | None:
     verl 0.9.1 tells the mixers of Qwen3.5 alone where rows begin. It asks whether their rule has an argument
     `cu_seqlens`, to which the torch rule of transformers says yes and drops it with all other **kwargs.
     """
-    found = mixers(model)
-    if not found:
+    modules = mixers(model)
+    if not modules:
         return None
-    name = type(found[0]).__name__
+    name = type(modules[0]).__name__
     if model.config.model_type not in _TOLD_BOUNDS:
         return f"verl does not tell {name} layers where packed rows begin"
-    rules = (mixer.chunk_gated_delta_rule for mixer in found)
+    rules = (module.chunk_gated_delta_rule for module in modules)
     if all("cu_seqlens" in inspect.signature(rule).parameters for rule in rules):
         return None
     missing = "flash-linear-attention, which does not run on this machine"
-    return f"the torch rule of {name} layers, in the place of {missing}, ignores where packed rows begin"
+    return f"the torch rule of {name} layers, instead of {missing}, ignores where packed rows begin"
 
 
 @contextmanager
@@ -265,12 +250,13 @@ def _take_pass(mixer: Mixer, layer: torch.nn.Module, args: object, kwargs: Mappi
 
 
 @contextmanager
-def replaced(owner: Any, name: str, value: Callable[..., Any]) -> Iterator[None]:
-    """While open, the instance's attribute is another; hooks of a module, FSDP2's among them, still run around it."""
-    patched = {key: found for key, found in vars(owner).items() if key == name}  # by accelerate, or whoever else
+def replaced(owner: Any, name: str, value: object) -> Iterator[None]:
+    """While open, the attribute of the instance, class or module is another; hooks of a torch module, FSDP2's among
+    them, still run around it."""
+    own = name in vars(owner)  # put there by accelerate, or whoever else
+    before = vars(owner).get(name)
     setattr(owner, name, value)
     try:
         yield
     finally:
-        delattr(owner, name)
-        vars(owner).update(patched)
+        setattr(owner, name, before) if own else delattr(owner, name)

@@ -83,12 +83,9 @@ def backward(
 def _deterministic_as_asked() -> Iterator[None]:
     """verl's full_determinism only warns where an op has no deterministic form; then aten's flash backward, which has
     one, takes the other."""
-    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
-    if not (torch.are_deterministic_algorithms_enabled() and warn_only):
-        yield
-        return
-    torch.use_deterministic_algorithms(True)
+    mode = torch.get_deterministic_debug_mode()
+    torch.set_deterministic_debug_mode("error" if mode == 1 else mode)  # 1: "warn"
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.set_deterministic_debug_mode(mode)

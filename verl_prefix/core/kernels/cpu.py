@@ -54,10 +54,10 @@ def forward(
     out = torch.empty_like(q)
     lse = q.new_empty((q.shape[1], q.shape[0]), dtype=torch.promote_types(q.dtype, torch.float32))
     for query, key, is_causal, mask in _calls(spans.parts(), causal, window, q.dtype):
+        parts = (_heads_first(x) for x in (q[query], k[key], v[key]))
         o, m = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            _heads_first(q[query]), _heads_first(k[key]), _heads_first(v[key]), 0.0, is_causal,
-            attn_mask=mask, scale=scale,
-        )  # fmt: skip
+            *parts, 0.0, is_causal, attn_mask=mask, scale=scale
+        )
         out[query] = o[0].transpose(0, 1)
         lse[:, query] = m[0]
     return out, lse
@@ -71,20 +71,11 @@ def backward(
     dq = torch.empty_like(q)
     dk, dv = (torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32)) for x in (k, v))
     for query, key, is_causal, mask in _calls(spans, causal, window, q.dtype):
+        parts = (_heads_first(x) for x in (dout[query], q[query], k[key], v[key], out[query]))
         grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            _heads_first(dout[query]),
-            _heads_first(q[query]),
-            _heads_first(k[key]),
-            _heads_first(v[key]),
-            _heads_first(out[query]),
-            lse[:, query].contiguous().unsqueeze(0),
-            0.0,
-            is_causal,
-            attn_mask=mask,
-            scale=scale,
+            *parts, lse[:, query].contiguous().unsqueeze(0), 0.0, is_causal, attn_mask=mask, scale=scale
         )
-        grad_q, grad_k, grad_v = (grad[0].transpose(0, 1) for grad in grads)
-        dq[query] = grad_q
+        dq[query], grad_k, grad_v = (grad[0].transpose(0, 1) for grad in grads)
         dk[key] += grad_k
         dv[key] += grad_v
     return dq, dk.to(k.dtype), dv.to(v.dtype)

@@ -86,8 +86,8 @@ def missing_best() -> str | None:
     """The module that would be the choice on this CUDA device, and is missing or has arguments that we do not know."""
     capability = torch.cuda.get_device_capability()
     best = next((name for name, (*_, low, end) in _INTERFACES.items() if low <= capability < end), None)
-    found = _interface()
-    return None if found and found[0] == best else best
+    interface = _interface()
+    return None if interface and interface[0] == best else best
 
 
 def _chosen_interface() -> tuple[str, Callable[..., Any], Callable[..., Any]]:
@@ -118,13 +118,9 @@ def forward(
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """See `verl_prefix.core.kernels`."""
     name, run, _ = _chosen_interface()
-    cu_q, cu_k = spans.cu_seqlens(q.device)
-    shared = dict(
-        cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, max_seqlen_q=spans.max_q, max_seqlen_k=spans.max_k, softmax_scale=scale,
-        causal=causal, **_window_args(name, window), softcap=softcap or 0.0,
-    )  # fmt: skip
     extras: dict[str, dict[str, object]] = {_FA2: {"dropout_p": 0.0}, _FA3: {}, _FA4: {"return_lse": True}}
-    out, lse, *_ = _call(run, q, k, v, **extras[name], **shared)
+    options = _options(name, spans, q.device, scale=scale, window=window, softcap=softcap)
+    out, lse, *_ = _call(run, q, k, v, causal=causal, **extras[name], **options)
     return out, lse
 
 
@@ -134,22 +130,24 @@ def backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """dq, dk, dv like q, k, v, given the merged `out` and `lse`."""
     name, _, run = _chosen_interface()
-    cu_q, cu_k = spans.cu_seqlens(q.device)
     lse = lse.contiguous()
     dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
-    shared = dict(
-        cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, max_seqlen_q=spans.max_q, max_seqlen_k=spans.max_k, softmax_scale=scale,
-        **_window_args(name, window), softcap=softcap or 0.0,
-        deterministic=torch.are_deterministic_algorithms_enabled(), dq=dq, dk=dk, dv=dv,
-    )  # fmt: skip
     extras = {"dropout_p": 0.0} if name == _FA2 else {}
     tensors = (q, k, v, out, dout, lse) if name == _FA4 else (dout, q, k, v, out, lse)
-    _call(run, *tensors, causal=causal, **extras, **shared)
+    options = _options(name, spans, q.device, scale=scale, window=window, softcap=softcap)
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    _call(run, *tensors, causal=causal, deterministic=deterministic, dq=dq, dk=dk, dv=dv, **extras, **options)
     return dq, dk, dv
 
 
-def _window_args(name: str, window: int | None) -> dict[str, int | None]:
+def _options(
+    name: str, spans: Spans, device: torch.device, scale: float, window: int | None, softcap: float | None
+) -> dict[str, object]:
+    """What forward and backward of every interface have in common."""
+    cu_q, cu_k = spans.cu_seqlens(device)
     none = None if name == _FA4 else -1
-    if window is None:
-        return {"window_size_left": none, "window_size_right": none}
-    return {"window_size_left": window - 1, "window_size_right": 0}
+    left, right = (none, none) if window is None else (window - 1, 0)
+    return dict(
+        cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, max_seqlen_q=spans.max_q, max_seqlen_k=spans.max_k, softmax_scale=scale,
+        window_size_left=left, window_size_right=right, softcap=softcap or 0.0,
+    )  # fmt: skip

@@ -26,14 +26,14 @@ def _merge(
     b = tl.load(lse_2 + head * lse_2_head + query * lse_2_query, mask=exists, other=0.0)
     smaller = tl.exp(-tl.abs(a - b))  # of the two parts' sums of scores, over the larger
     total = tl.maximum(a, b) + tl.log(1.0 + smaller)
-    place = out + head * out_head + query[:, None] * out_query + column[None, :]
-    place_2 = out_2 + head * out_2_head + query[:, None] * out_2_query + column[None, :]
-    one = tl.load(place, mask=inside, other=0.0).to(total.dtype)
-    other = tl.load(place_2, mask=inside, other=0.0).to(total.dtype)
+    pointer = out + head * out_head + query[:, None] * out_query + column[None, :]
+    pointer_2 = out_2 + head * out_2_head + query[:, None] * out_2_query + column[None, :]
+    one = tl.load(pointer, mask=inside, other=0.0).to(total.dtype)
+    other = tl.load(pointer_2, mask=inside, other=0.0).to(total.dtype)
     weight = tl.where(a >= b, 1.0, smaller) / (1.0 + smaller)
     weight_2 = tl.where(a >= b, smaller, 1.0) / (1.0 + smaller)
     merged = one * weight[:, None] + other * weight_2[:, None]
-    tl.store(place, merged.to(out.dtype.element_ty), mask=inside)
+    tl.store(pointer, merged.to(out.dtype.element_ty), mask=inside)
     tl.store(lse + head * lse_head + query * lse_query, total, mask=exists)
 
 

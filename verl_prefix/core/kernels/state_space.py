@@ -33,7 +33,7 @@ def chunk_scan(
     source = x.to(wide) * dt.unsqueeze(-1)
     B, C = (y.to(wide).repeat_interleave(heads // y.shape[2], 2) for y in (B, C))
     state = x.new_zeros(len(x), heads, x.shape[3], B.shape[3], dtype=wide) if initial_states is None else initial_states
-    found = []
+    outputs = []
     with torch.autocast(x.device.type, enabled=False):  # which would round states and their products
         for start in range(0, x.shape[1], chunk_size):
             now = slice(start, start + chunk_size)
@@ -47,5 +47,5 @@ def chunk_scan(
             left = (total[:, -1:] - total).exp().unsqueeze(-1)
             state = state * total[:, -1].exp()[..., None, None]
             state = state + torch.einsum("njhp,njhs->nhps", source[:, now] * left, B[:, now])
-            found.append(out)
-    return (torch.cat(found, 1) + D.to(wide).unsqueeze(-1) * x.to(wide)).to(x.dtype), state
+            outputs.append(out)
+    return (torch.cat(outputs, 1) + D.to(wide).unsqueeze(-1) * x.to(wide)).to(x.dtype), state
