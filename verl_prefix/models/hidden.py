@@ -1,4 +1,4 @@
-"""Hidden states in the place of logits: for heads that are their caller's."""
+"""Hidden states instead of logits: for heads that are their caller's."""
 
 from collections.abc import Callable, Mapping
 from types import SimpleNamespace

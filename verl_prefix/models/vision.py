@@ -12,10 +12,11 @@ forward runs it once for images and once for videos, and on zeros where a micro-
 made of.
 """
 
+import functools
 import importlib.util
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -24,6 +25,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils.weak import WeakIdKeyDictionary
 
 from verl_prefix.core.groups import Group
+from verl_prefix.models.recurrent import replaced
 
 MODEL_TYPES = ("qwen2_5_vl", "qwen3_vl", "qwen3_5", "qwen3_5_moe")
 
@@ -65,9 +67,9 @@ def _digest(tensor: torch.Tensor) -> bytes:
 
     if tensor not in _digests:
         values = tensor.detach().cpu().contiguous()
-        found = xxhash.xxh3_128(f"{values.dtype} {list(values.shape)}".encode())
-        found.update(values.view(torch.uint8).numpy())
-        _digests[tensor] = found.digest()
+        digest = xxhash.xxh3_128(f"{values.dtype} {list(values.shape)}".encode())
+        digest.update(values.view(torch.uint8).numpy())
+        _digests[tensor] = digest.digest()
     return _digests[tensor]
 
 
@@ -83,10 +85,10 @@ def share_pixels(rows: Sequence[Row]) -> list[bytes]:
     held: dict[bytes, torch.Tensor] = {}
     digests = []
     for row in rows:
-        found = {name: _digest(row[name]) for name in PIXEL_NAMES if row and torch.is_tensor(row.get(name))}
-        for name, digest in found.items():
+        by_name = {name: _digest(row[name]) for name in PIXEL_NAMES if row and torch.is_tensor(row.get(name))}
+        for name, digest in by_name.items():
             row[name] = held.setdefault(digest, row[name])
-        digests.append(b"".join(name.encode() + digest for name, digest in found.items()))
+        digests.append(b"".join(name.encode() + digest for name, digest in by_name.items()))
     return digests
 
 
@@ -107,7 +109,7 @@ class PixelBatch:
 
     Args:
         rows: one per row of the batch, as in `share_pixels`.
-        input_ids: [N] int64, the batch's flat tokens; on the CPU, where places are looked up without waiting.
+        input_ids: [N] int64, the batch's flat tokens; on the CPU, where visual tokens are looked up without waiting.
         offsets: first token of each row.
         config: the model's; it names the tokens that images and videos stand for.
     """
@@ -138,33 +140,31 @@ class PixelBatch:
             begin = int(self.offsets[row])
             prefix = self.input_ids[begin : begin + group.prefix_len]
             for kind, values, grid in PIXELS:
-                where = torch.nonzero(prefix == getattr(self.config, f"{kind}_token_id"))[:, 0]
+                positions = torch.nonzero(prefix == getattr(self.config, f"{kind}_token_id"))[:, 0]
                 inputs = self.rows[row] or {}
                 held = inputs.get(values) is not None
-                num_features = self._num_features(inputs[grid]) if held else 0
-                if len(where) != num_features:
+                merged = self.config.vision_config.spatial_merge_size**2
+                num_features = int(inputs[grid].prod(-1).sum()) // merged if held else 0
+                if len(positions) != num_features:
                     raise ValueError(
-                        f"row {row}: its prompt has {len(where)} {kind} tokens before the last one, and its {values} "
-                        f"make {num_features} features. A processor expands prompts, which end in text; where tools "
-                        "answer with pictures, set model_engine=dp"
+                        f"row {row}: its prompt has {len(positions)} {kind} tokens before the last one, and its "
+                        f"{values} make {num_features} features. A processor expands prompts, which end in text; where "
+                        "tools answer with pictures, set model_engine=dp"
                     )
                 if held:
                     patches.append(inputs[values])
                     grids.append(inputs[grid])
-                    places.append(where + start)
+                    places.append(positions + start)
         if not patches:
             return {}
-        found = {"patches": torch.cat(patches), "grid": torch.cat(grids), "places": torch.cat(places)}
+        tensors = {"patches": torch.cat(patches), "grid": torch.cat(grids), "places": torch.cat(places)}
         if tokens is not None:
-            order = found["places"].argsort()
-            at = torch.searchsorted(found["places"][order], tokens).clamp(max=len(order) - 1)
+            order = tensors["places"].argsort()
+            at = torch.searchsorted(tensors["places"][order], tokens).clamp(max=len(order) - 1)
             feature = order[at]
-            is_seen = found["places"][feature] == tokens
-            found |= {"places": is_seen.nonzero()[:, 0], "chosen": feature[is_seen]}
-        return {name: tensor.to(device, non_blocking=True) for name, tensor in found.items()}
-
-    def _num_features(self, grid: torch.Tensor) -> int:
-        return int(grid.prod(-1).sum()) // self.config.vision_config.spatial_merge_size**2
+            is_seen = tensors["places"][feature] == tokens
+            tensors |= {"places": is_seen.nonzero()[:, 0], "chosen": feature[is_seen]}
+        return {name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()}
 
 
 class Output(NamedTuple):
@@ -201,8 +201,8 @@ def forward(
         seen = patches is not None
         if not seen:
             patches, grid = _nothing(model.config.vision_config, embeds)
-        found = visual(patches.type(visual.dtype), grid_thw=grid)
-        features, deepstack = found.pooler_output, getattr(found, "deepstack_features", None)
+        output = visual(patches.type(visual.dtype), grid_thw=grid)
+        features, deepstack = output.pooler_output, getattr(output, "deepstack_features", None)
         if chosen is not None:
             features, deepstack = features[chosen], deepstack and [x[chosen] for x in deepstack]
         if not seen:
@@ -217,28 +217,18 @@ def forward(
         # shards together with text layers gets a gradient (of zero) in waves too, like those.
         embeds = embeds + sum(0.0 * p.flatten()[0] for p in _in_parents_shard(model.model.visual) if p.requires_grad)
     kwargs |= dict(input_ids=None, inputs_embeds=embeds)  # PEFT passes them too
-    with _tokens_stay(model.model.language_model):
+    # Under sequence parallelism verl would cut what the text model gets over the ranks, and it has been: see
+    # patch_vlm_for_ulysses_input_slicing in verl/models/transformers/monkey_patch.py.
+    with replaced(model.model.language_model, "_needs_initial_slice", False):
         hidden = model.model.language_model(**kwargs).last_hidden_state
     return Output(model.lm_head(hidden[:, keep]))
 
 
-@contextmanager
-def _tokens_stay(language_model: torch.nn.Module) -> Iterator[None]:
-    """While open, verl does not cut what the text model gets over the ranks of a sequence-parallel group: it has been
-    (patch_vlm_for_ulysses_input_slicing in verl/models/transformers/monkey_patch.py)."""
-    language_model._needs_initial_slice = False
-    try:
-        yield
-    finally:
-        del language_model._needs_initial_slice
-
-
 def _in_parents_shard(module: torch.nn.Module) -> list[torch.nn.Parameter]:
     """Parameters of a module that has FSDP2 modules in it, but of none of those."""
-    if not any(isinstance(m, FSDPModule) for m in module.modules()):
-        return []
-    inside = {id(p) for m in module.modules() if isinstance(m, FSDPModule) for p in m.parameters()}
-    return [p for p in module.parameters() if id(p) not in inside]
+    sharded = [m for m in module.modules() if isinstance(m, FSDPModule)]
+    inside = {id(p) for m in sharded for p in m.parameters()}
+    return [p for p in module.parameters() if sharded and id(p) not in inside]
 
 
 def _nothing(config: Any, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -257,23 +247,17 @@ def own_attention(model: torch.nn.Module) -> Iterator[None]:
     have replaced it before we were there.
     """
     classes = {type(m) for m in model.modules() if hasattr(m, "layer_idx") and hasattr(m, "is_causal")}
-    replaced = {cls: cls.forward for cls in classes if cls.forward.__module__ != cls.__module__}
-    for cls in replaced:
-        cls.forward = getattr(_second_copy(cls.__module__), cls.__name__).forward
-    try:
+    with ExitStack() as stack:
+        for cls in classes:
+            if cls.forward.__module__ != cls.__module__:
+                own = getattr(_second_copy(cls.__module__), cls.__name__).forward
+                stack.enter_context(replaced(cls, "forward", own))
         yield
-    finally:
-        for cls, forward in replaced.items():
-            cls.forward = forward
 
 
-_copies: dict[str, Any] = {}
-
-
+@functools.cache
 def _second_copy(module_name: str) -> Any:
-    if module_name not in _copies:
-        spec = importlib.util.spec_from_file_location(module_name, sys.modules[module_name].__file__)
-        copy = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(copy)  # sys.modules keeps the first
-        _copies[module_name] = copy
-    return _copies[module_name]
+    spec = importlib.util.spec_from_file_location(module_name, sys.modules[module_name].__file__)
+    copy = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(copy)  # sys.modules keeps the first
+    return copy
