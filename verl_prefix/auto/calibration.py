@@ -98,8 +98,8 @@ def measure(
     """
     max_tokens, rounds = effort(min(budget, _PASS[device.type]), _UNIT[device.type], batch_tokens)
     unit = max(2, min(_UNIT[device.type], max_tokens // 8))
-    num_tokens, offsets = calibration_rows(max_tokens, unit)
-    index = torch.arange(num_tokens, device=device)
+    offsets = [i * unit for i in range(_num_segments(max_tokens, unit) + 1)]
+    index = torch.arange(offsets[-1] + 1, device=device)
     tokens = TokenBatch(index % shape.vocab_size, index, offsets)
     runner = schedule(
         lambda _, logits: torch.logsumexp(logits.float(), -1, keepdim=True),
@@ -138,7 +138,7 @@ def calibrate(
 
     Args:
         run: computes these groups in one packed pass and waits for the device. Row i starts at the batch's token
-            `i * unit` at most; see `calibration_rows`.
+            `i * unit`.
         max_tokens: of one pass. unit: tokens of a segment, at least 2.
     """
     many = _num_segments(max_tokens, unit)
@@ -165,19 +165,13 @@ def _nonnegative_solution(amounts: torch.Tensor, seconds: torch.Tensor) -> list[
     scale = amounts.amax(0)
     kept = [column for column in range(amounts.shape[1]) if scale[column] > 0]  # a model may have no attention
     while kept:
-        found = torch.linalg.lstsq((amounts / scale)[:, kept], seconds.unsqueeze(1)).solution[:, 0] / scale[kept]
-        if (found >= 0).all():
+        rates = torch.linalg.lstsq((amounts / scale)[:, kept], seconds.unsqueeze(1)).solution[:, 0] / scale[kept]
+        if (rates >= 0).all():
             break
-        kept.remove(kept[int(torch.argmin(found * scale[kept]))])
-    rates = dict(zip(kept, found.tolist(), strict=True))
-    return [rates.get(column, 0.0) for column in range(amounts.shape[1])]
+        kept.remove(kept[int(torch.argmin(rates * scale[kept]))])
+    by_column = dict(zip(kept, rates.tolist(), strict=True))
+    return [by_column.get(column, 0.0) for column in range(amounts.shape[1])]
 
 
 def _num_segments(max_tokens: int, unit: int) -> int:
     return max(2, min(16, max_tokens // unit))
-
-
-def calibration_rows(max_tokens: int, unit: int) -> tuple[int, list[int]]:
-    """(tokens, offsets of the first tokens of rows) of the batch that `calibrate`'s groups index."""
-    many = _num_segments(max_tokens, unit)
-    return many * unit + 1, [i * unit for i in range(many + 1)]

@@ -5,10 +5,9 @@ model and device, or with FLOPs where no rates would choose otherwise. The engin
 asks `candidates`, `price` and `decide`, as the chooser does.
 """
 
-import dataclasses
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
@@ -105,8 +104,8 @@ def price(costs: CostModel, paths: Candidates, profile: Profile) -> list[float]:
     seconds = [0.0] * 3
     for update, rates in enumerate((profile.forward, profile.update)):
         if rates is not None:
-            found = [rates.seconds(costs.shape, passes) for passes in paths.passes(costs, bool(update))]
-            seconds = [x + y for x, y in zip(seconds, found, strict=True)]
+            by_path = paths.passes(costs, bool(update))
+            seconds = [x + rates.seconds(costs.shape, passes) for x, passes in zip(seconds, by_path, strict=True)]
     return seconds
 
 
@@ -137,6 +136,7 @@ def decide(
     return Decision(takes_stock and stock_fits, packed < mixed and min_speedup > 0, speedup)
 
 
+@dataclass
 class Chooser:
     """Chooses a rank's plan batch by batch, and measures the rates that it needs.
 
@@ -146,27 +146,20 @@ class Chooser:
         measure: (budget, the batch's tokens on the stock path, forward_only) -> rates; it runs collectives.
         reduce_max: element-wise maximum over ranks.
         stock_fits: whether an update of stock's passes fits this rank's device.
+
+    Attributes:
+        speedup: predicted for the last batch.
     """
 
-    def __init__(
-        self,
-        costs: CostModel,
-        profile: Profile,
-        path: Path | None,
-        measure: Callable[[int, int, bool], Rates],
-        reduce_max: Callable[[Sequence[float]], Sequence[float]],
-        stock_fits: Callable[[Sequence[PassCost]], bool] = lambda passes: True,
-        always_measure: bool = False,
-    ) -> None:
-        self.costs = costs
-        self.profile = profile
-        self.path = path
-        self.measure = measure
-        self.reduce_max = reduce_max
-        self.stock_fits = stock_fits
-        self.always_measure = always_measure
-        self.speedup: float | None = None  # predicted for the last batch
-        self._log_probs: Decision | None = None
+    costs: CostModel
+    profile: Profile
+    path: Path | None
+    measure: Callable[[int, int, bool], Rates]
+    reduce_max: Callable[[Sequence[float]], Sequence[float]]
+    stock_fits: Callable[[Sequence[PassCost]], bool] = lambda passes: True
+    always_measure: bool = False
+    speedup: float | None = field(default=None, init=False)
+    _log_probs: Decision | None = field(default=None, init=False)
 
     def choose(self, groups: Sequence[Group], budget: int, forward_only: bool, own: Batch | None = None) -> Plan | None:
         """This rank's plan; None: the stock path. `own`: see `candidates`."""
@@ -185,7 +178,8 @@ class Chooser:
 
     def _profile(self, paths: Candidates, own: Batch, forward_only: bool) -> Profile:
         """Rates for this batch: measured, now if need be; or FLOPs where none have been, and none are needed."""
-        if (self.profile.forward if forward_only else self.profile.update) is not None:
+        kind = "forward" if forward_only else "update"
+        if getattr(self.profile, kind) is not None:
             return self.profile
         # The least of all ranks: they run as many passes.
         tokens = sum(group.num_logical_tokens for group in own.groups)
@@ -195,10 +189,7 @@ class Chooser:
             return self.profile if self.profile.forward or self.profile.update else self.costs.flops()
         budget, tokens = (-int(x) for x in least)
         rates = self.measure(budget, tokens, forward_only)
-        if forward_only:
-            self.profile = dataclasses.replace(self.profile, forward=rates)
-        else:
-            self.profile = dataclasses.replace(self.profile, update=rates)
+        self.profile = Profile(**vars(self.profile) | {kind: rates})
         if self.path:
             try:
                 self.profile.write(self.path)

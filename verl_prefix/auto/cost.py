@@ -8,6 +8,7 @@ with four rates that `calibration` measures on the model at hand in a few small 
 for forward and backward. FLOPs are those of matmuls; norms, rotary angles and the like ride on the rate of the layers.
 """
 
+import functools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -108,8 +109,8 @@ def least_gain(passes: Sequence[PassCost], others: Sequence[PassCost]) -> float:
     """The least that `passes` can take over what `others` take, whatever the `Rates`, none of which is negative: of the
     four amounts that take time, the smallest ratio."""
 
-    def amounts(found: Sequence[PassCost]) -> list[float]:
-        return [len(found), *(sum(column) for column in zip(PassCost(0, 0, 0.0), *found, strict=True))]
+    def amounts(of: Sequence[PassCost]) -> list[float]:
+        return [len(of), *(sum(column) for column in zip(PassCost(0, 0, 0.0), *of, strict=True))]
 
     ratios = (x / y for x, y in zip(amounts(passes), amounts(others), strict=True) if y)
     return min(ratios, default=math.inf)
@@ -236,18 +237,15 @@ def plan_batch(
     """`waves.make_plan` of a run. Where `wave_tokens` is None and the budget leaves less, each of the ranks that share
     a wave has `LONG_WAVE` of its tokens (all of them at most the budget), or the half or quarter ... of that which adds
     at most `GROWTH` to the update's estimated peak; with offload, in updates, `OFFLOAD_WAVE` at most."""
-    plan = make_plan(groups, budget, schedule=schedule, wave_tokens=wave_tokens, offload=memory.offload)
+    planned = functools.partial(make_plan, groups, budget, schedule=schedule, offload=memory.offload)
+    plan = planned(wave_tokens=wave_tokens)
     if wave_tokens is not None or not plan.phased:
         return plan
     if memory.offload:
         return plan if forward_only else limit_waves(plan, OFFLOAD_WAVE * memory.sequence_ranks)
     most = (1 + GROWTH) * peak_bytes(shape, plan, (), memory)
     tokens = min(LONG_WAVE * memory.sequence_ranks, budget)
-    while (
-        longer := make_plan(
-            groups, budget, schedule=schedule, wave_tokens=None, offload=memory.offload, least_wave=tokens
-        )
-    ) != plan:
+    while (longer := planned(least_wave=tokens)) != plan:
         if peak_bytes(shape, longer, (), memory) <= most:
             return longer
         tokens //= 2

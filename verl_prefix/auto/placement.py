@@ -10,12 +10,12 @@ be made of. Pure and deterministic: every rank finds the same from the same numb
 
 import heapq
 from collections import Counter
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Hashable, Sequence, Set
+from dataclasses import dataclass, field, replace
 
 from verl_prefix.auto.cost import Rates, group_pass
 from verl_prefix.auto.shape import ModelShape
-from verl_prefix.core.groups import Group
+from verl_prefix.core.groups import Group, rows_by_key
 
 # Of the predicted time of a pass: what shortens it by less is not worth moving or splitting a group.
 WORTH = 0.95
@@ -27,11 +27,13 @@ class Placement:
 
     Attributes:
         ranks: the rank that computes each row.
-        imbalance: cost of the costliest rank over that of the average one.
+        longest: cost of the costliest rank.
+        imbalance: that over the cost of the average rank.
         split_groups: groups on several ranks.
     """
 
     ranks: list[int]
+    longest: float
     imbalance: float
     split_groups: int
 
@@ -85,26 +87,20 @@ def place_rows(
         ranks: where each row is.
         holds_pixels: true for rows that have their group's pixels; such a group goes whole to a rank that has them.
     """
+    here = describe_rows(keys, prefix_costs, suffix_costs=suffix_costs, ranks=ranks, num_ranks=num_ranks)
     if len(keys) < num_ranks:  # verl has no such batch
-        return describe_rows(keys, prefix_costs, suffix_costs=suffix_costs, ranks=ranks, num_ranks=num_ranks)
-    members: dict[Hashable, list[int]] = {}
-    for row, key in enumerate(keys):
-        members.setdefault(key, []).append(row)
-    groups = list(members.values())
+        return here
+    groups = list(rows_by_key(keys).values())
     prefixes = [max([prefix_costs[row] for row in rows]) for rows in groups]
     costs = [p + sum([suffix_costs[row] for row in rows]) for p, rows in zip(prefixes, groups, strict=True)]
-    holders = [sorted({ranks[row] for row in rows if holds_pixels[row]}) for rows in groups] if holds_pixels else None
+    holds_pixels = holds_pixels or [0] * len(keys)
+    holders = [sorted({ranks[row] for row in rows if holds_pixels[row]}) for rows in groups]
 
     placed = [_Rank() for _ in range(num_ranks)]
     heap = [(0.0, rank) for rank in range(num_ranks)]
     for group in sorted(range(len(groups)), key=lambda group: (-costs[group], groups[group][0])):
-        bound = holders[group] if holders else []
-        if bound:
-            target = min(bound, key=lambda rank: (placed[rank].load, rank))
-        else:
-            while heap[0][0] != placed[heap[0][1]].load:
-                heapq.heappop(heap)
-            target = heap[0][1]
+        bound = holders[group]
+        target = min(bound, key=lambda rank: (placed[rank].load, rank)) if bound else _least(heap, placed)
         placed[target].load += costs[group]
         placed[target].pieces.append(_Piece(group, prefixes[group], groups[group], bool(bound)))
         heapq.heappush(heap, (placed[target].load, target))
@@ -115,23 +111,13 @@ def place_rows(
         for piece in one.pieces:
             for row in piece.rows:
                 home[row] = rank
-    longest = max([one.load for one in placed], default=0.0)
-    homes = [{ranks[row] for row in rows} for rows in groups]
-    if all(len(found) == 1 for found in homes):
-        staying = [0.0] * num_ranks
-        for cost, (rank,) in zip(costs, homes, strict=True):
-            staying[rank] += cost
-        if longest > WORTH * max(staying):
-            home = list(ranks)
-    needs_pixels = [False] * len(home)
-    for rows, held in zip(groups, holders or [], strict=False):
-        for row in rows:
-            needs_pixels[row] = bool(held)
+    if not here.split_groups and max(one.load for one in placed) > WORTH * here.longest:
+        home = list(ranks)
+    visual = {row for rows, held in zip(groups, holders, strict=True) if held for row in rows}
     _fill_empty_ranks(
-        home, ranks, suffix_costs=suffix_costs, num_ranks=num_ranks, needs_pixels=needs_pixels,
-        holds_pixels=holds_pixels or needs_pixels,
-    )  # fmt: skip
-    return _describe(home, groups, prefixes=prefixes, suffix_costs=suffix_costs, num_ranks=num_ranks)
+        home, ranks, suffix_costs=suffix_costs, num_ranks=num_ranks, visual=visual, holds_pixels=holds_pixels
+    )
+    return describe_rows(keys, prefix_costs, suffix_costs=suffix_costs, ranks=home, num_ranks=num_ranks)
 
 
 def describe_rows(
@@ -142,33 +128,24 @@ def describe_rows(
     num_ranks: int,
 ) -> Placement:
     """The placement in which every row stays where it is."""
-    members: dict[Hashable, list[int]] = {}
-    for row, key in enumerate(keys):
-        members.setdefault(key, []).append(row)
-    prefixes = [max([prefix_costs[row] for row in rows]) for rows in members.values()]
-    return _describe(
-        list(ranks), list(members.values()), prefixes=prefixes, suffix_costs=suffix_costs, num_ranks=num_ranks
-    )
-
-
-def _describe(
-    home: list[int],
-    groups: Sequence[Sequence[int]],
-    prefixes: Sequence[float],
-    suffix_costs: Sequence[float],
-    num_ranks: int,
-) -> Placement:
     loads = [0.0] * num_ranks
     split = 0
-    for rows, prefix in zip(groups, prefixes, strict=True):
-        found = {home[row] for row in rows}
-        split += len(found) > 1
-        for rank in found:
-            loads[rank] += prefix
+    for rows in rows_by_key(keys).values():
+        homes = {ranks[row] for row in rows}
+        split += len(homes) > 1
+        for rank in homes:
+            loads[rank] += max([prefix_costs[row] for row in rows])
         for row in rows:
-            loads[home[row]] += suffix_costs[row]
-    total = sum(loads)
-    return Placement(home, max(loads) * num_ranks / total if total else 1.0, split)
+            loads[ranks[row]] += suffix_costs[row]
+    longest, total = max(loads), sum(loads)
+    return Placement(list(ranks), longest, longest * num_ranks / total if total else 1.0, split)
+
+
+def _least(heap: list[tuple[float, int]], placed: Sequence[_Rank]) -> int:
+    """The rank with the least to do; `heap` has loads and ranks, some of them of the past."""
+    while heap[0][0] != placed[heap[0][1]].load:
+        heapq.heappop(heap)
+    return heap[0][1]
 
 
 def _split_while_it_pays(placed: list[_Rank], suffix_costs: Sequence[float]) -> None:
@@ -189,9 +166,7 @@ def _shorten(placed: list[_Rank], suffix_costs: Sequence[float], target: float) 
     above = sorted((rank for rank, one in enumerate(placed) if one.load > target), key=lambda r: (-placed[r].load, r))
     for high in above:
         while placed[high].load > target:
-            while heap[0][0] != placed[heap[0][1]].load:
-                heapq.heappop(heap)
-            low = heap[0][1]
+            low = _least(heap, placed)
             move = _best_move(placed[high], placed[low], suffix_costs, target)
             if move is None:
                 return False
@@ -237,17 +212,17 @@ def _apply(high: _Rank, low: _Rank, suffix_costs: Sequence[float], piece: _Piece
     high.pieces.remove(piece)
     high.load -= cost
     if rest:
-        high.pieces.append(_Piece(piece.group, piece.prefix, rest, False))
+        high.pieces.append(replace(piece, rows=rest))
     else:
         high.load -= piece.prefix
-    there = next((one for one in low.pieces if one.group == piece.group), None)
     low.load += cost
+    there = next((one for one in low.pieces if one.group == piece.group), None)
     if there is None:
         low.load += piece.prefix
-        low.pieces.append(_Piece(piece.group, piece.prefix, rows, False))
     else:
         low.pieces.remove(there)
-        low.pieces.append(_Piece(piece.group, piece.prefix, there.rows + rows, False))
+        rows = there.rows + rows
+    low.pieces.append(replace(piece, rows=rows))
 
 
 def _fill_empty_ranks(
@@ -255,25 +230,21 @@ def _fill_empty_ranks(
     ranks: Sequence[int],
     suffix_costs: Sequence[float],
     num_ranks: int,
-    needs_pixels: Sequence[bool],
+    visual: Set[int],
     holds_pixels: Sequence[int],
 ) -> None:
     """Gives every rank that has no row one of its own, or else of others: it would wait otherwise. One that leaves its
     group's pixels is the last choice."""
     counts = Counter(home)
     empty = [rank for rank in range(num_ranks) if not counts[rank]]
-    if not empty:
-        return
-    own: dict[int, list[int]] = {rank: [] for rank in empty}
-    for row, rank in enumerate(ranks):
-        if rank in own:
-            own[rank].append(row)
+    own = rows_by_key(ranks)
     for rank in empty:
-        spare = [row for row in own[rank] if counts[home[row]] > 1 and (holds_pixels[row] or not needs_pixels[row])]
+        spare = [row for row in own.get(rank, ()) if counts[home[row]] > 1]
+        spare = [row for row in spare if holds_pixels[row] or row not in visual]
         spare = spare or [row for row in range(len(home)) if counts[home[row]] > 1]
         row = max(
             spare,
-            key=lambda row: (not needs_pixels[row], not holds_pixels[row], counts[home[row]], suffix_costs[row], -row),
+            key=lambda row: (row not in visual, not holds_pixels[row], counts[home[row]], suffix_costs[row], -row),
         )
         counts[home[row]] -= 1
         counts[rank] += 1
