@@ -59,10 +59,8 @@ class Shards:
         number = torch.arange(len(tokens)) - (counts.cumsum(0) - counts)[owner[order]]
         rows = torch.empty_like(owner)
         rows[order] = owner[order] * most + number
-        mine = torch.zeros(most, dtype=torch.int64)
         own = local[owner == self.rank]
-        mine[: len(own)] = own
-        return mine, rows
+        return torch.nn.functional.pad(own, (0, most - len(own))), rows
 
     def gather(self, outputs: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """[m, k] of every rank -> [n, k] on every rank, by the rows of `keep`. Each rank's loss is that of all

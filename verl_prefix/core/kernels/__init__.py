@@ -67,17 +67,18 @@ def choose_kernel(name: str, device_type: str, dtype: torch.dtype, head_dim: int
     Raises:
         ValueError: unknown name, or the kernel that was asked for cannot run these inputs.
     """
+
+    def refusal(kernel: Kernel) -> str | None:
+        return kernel.unavailable() or kernel.unsupported(device_type, dtype, head_dim, softcap)
+
     if name == "auto":
         for candidate in (cpu, flash_attn, aten):
-            if candidate.unavailable() is None and candidate.unsupported(device_type, dtype, head_dim, softcap) is None:
+            if refusal(candidate) is None:
                 logger.warning("prefix.attention=auto: %s", candidate.__name__)  # a level that workers print, once
                 return candidate
         what = f"{device_type}, {dtype}, head dim {head_dim}{', softcap' if softcap else ''}"
         if device_type == "cuda":
-            reasons = "; ".join(
-                f"{other}: {kernel.unavailable() or kernel.unsupported(device_type, dtype, head_dim, softcap)}"
-                for other, kernel in (("flash_attn", flash_attn), ("aten", aten))
-            )
+            reasons = "; ".join(f"{other}: {refusal(KERNELS[other])}" for other in ("flash_attn", "aten"))
             raise ValueError(
                 f"prefix.attention=auto: no fast kernel for {what} ({reasons}); set "
                 "actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype=bf16, install flash-attn, or set "
@@ -87,8 +88,6 @@ def choose_kernel(name: str, device_type: str, dtype: torch.dtype, head_dim: int
         return reference
     if name not in KERNELS:
         raise ValueError(f"prefix.attention={name!r} is unknown; set one of {['auto', *KERNELS]}")
-    kernel = KERNELS[name]
-    reason = kernel.unavailable() or kernel.unsupported(device_type, dtype, head_dim, softcap)
-    if reason:
+    if reason := refusal(KERNELS[name]):
         raise ValueError(f"prefix.attention={name!r} cannot run here: {reason}; set prefix.attention=auto")
-    return kernel
+    return KERNELS[name]
