@@ -25,18 +25,16 @@ class HiddenStateModel(HookedModel):
         pixels: Mapping[str, torch.Tensor],
     ) -> torch.Tensor:
         """As `HookedModel.token_outputs`, of hidden states [n, hidden size], which need no chunks."""
-        inputs: dict[str, Any] = dict(
-            position_ids=position_ids.unsqueeze(-2), attention_mask=None, use_cache=False, prefix_pass=attention_pass
-        )
+        inputs = self.inputs(input_ids, position_ids, attention_pass)
         calls = attention_pass.num_calls
         if (seeing := vision.vision_model(self.model)) is None:
-            hidden = self.model.get_decoder()(input_ids=input_ids[None], **inputs).last_hidden_state[0, keep]
+            hidden = self.model.get_decoder()(**inputs).last_hidden_state[0, keep]
         else:
             headless: Any = SimpleNamespace(
                 config=seeing.config, model=seeing.model, get_input_embeddings=seeing.get_input_embeddings,
                 lm_head=lambda hidden: hidden,
             )  # fmt: skip
             tower = attention_pass.cache is None
-            hidden = vision.forward(headless, input_ids[None], keep, tower, **pixels, **inputs).logits[0]
+            hidden = vision.forward(headless, keep=keep, tower=tower, **pixels, **inputs).logits[0]
         self.check_calls(attention_pass.num_calls - calls)
         return hidden.sum(-1, keepdim=True) if outputs is None else outputs(torch.arange(len(keep)), hidden)

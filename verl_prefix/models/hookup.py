@@ -6,7 +6,7 @@ verl's own paths keep the implementation that the user chose.
 
 import functools
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -99,8 +99,7 @@ class HookedModel:
         chosen = config._attn_implementation
         config._attn_implementation = ATTENTION_NAME
         try:
-            seeing = vision.vision_model(self.model) is not None
-            with vision.own_attention(self.model) if seeing else nullcontext(), shared_states(self.model):
+            with vision.own_attention(self.model), shared_states(self.model):
                 yield
         finally:
             config._attn_implementation = chosen
@@ -144,9 +143,8 @@ class HookedModel:
                 return outputs(rows_chunk, head_forward(hidden_chunk))
 
             pieces = list(zip(rows.split(logits_chunk), hidden[0].split(logits_chunk), strict=True))
-            whole = len(pieces) == 1
-            found = [chunk(*x) if whole else checkpoint(chunk, *x, use_reentrant=False) for x in pieces]
-            return torch.cat([x.unsqueeze(0) for x in found], dim=1)  # no view, which FSDP2's hooks would warn of
+            run = chunk if len(pieces) == 1 else functools.partial(checkpoint, chunk, use_reentrant=False)
+            return torch.cat([run(*x).unsqueeze(0) for x in pieces], dim=1)  # no view: FSDP2's hooks would warn of it
 
         scales = (getattr(self.text_config, name, None) for name in _AFTER_LM_HEAD)
         # FSDP2's own hooks reshard weights; any other may read or change logits, which `chunked` would hide from it.
@@ -154,13 +152,7 @@ class HookedModel:
         whole = any(not module.startswith("torch.distributed.") for module in hooks) or (
             outputs is not None and any(scale not in (None, 1, 1.0) for scale in scales)
         )
-        inputs: dict[str, Any] = dict(
-            input_ids=input_ids.unsqueeze(0),
-            position_ids=position_ids.unsqueeze(-2),
-            attention_mask=None,
-            use_cache=False,
-            prefix_pass=attention_pass,
-        )
+        inputs = self.inputs(input_ids, position_ids, attention_pass)
         with self.expert_loads.counting(attention_pass.multiplicity, keep.device), ExitStack() as stack:
             if not whole:
                 stack.enter_context(replaced(lm_head, "forward", chunked))
@@ -174,6 +166,12 @@ class HookedModel:
         if not whole:
             return logits
         return logits.sum(-1, keepdim=True) if outputs is None else outputs(rows, logits)
+
+    @staticmethod
+    def inputs(input_ids: torch.Tensor, position_ids: torch.Tensor, attention_pass: AttentionPass) -> dict[str, Any]:
+        """Arguments of the forward of any model, on one packed row."""
+        options = dict(attention_mask=None, use_cache=False, prefix_pass=attention_pass)
+        return dict(input_ids=input_ids[None], position_ids=position_ids.unsqueeze(-2), **options)
 
     def check_calls(self, num_calls: int) -> None:
         num_layers = self.text_config.num_hidden_layers

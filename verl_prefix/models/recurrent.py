@@ -55,6 +55,10 @@ class Mixer:
         """Objects, names of their attributes, and what those become."""
         raise NotImplementedError
 
+    def take_pass(self, layer: torch.nn.Module, args: object, kwargs: Mapping[str, Any]) -> None:
+        """Pre-hook of the decoder layer."""
+        self.attention_pass = kwargs.get("prefix_pass")
+
     def _pass(self) -> AttentionPass:
         if self.attention_pass is None:
             name = type(self.module).__name__
@@ -238,15 +242,11 @@ def shared_states(model: torch.nn.Module) -> Iterator[None]:
                     continue
                 _replaced.add(mixer.module)
                 undo.callback(_replaced.remove, mixer.module)
-                hook = functools.partial(_take_pass, mixer)
-                undo.callback(layer.register_forward_pre_hook(hook, prepend=True, with_kwargs=True).remove)
+                hook = layer.register_forward_pre_hook(mixer.take_pass, prepend=True, with_kwargs=True)
+                undo.callback(hook.remove)
                 for owner, name, call in mixer.replacements():
                     undo.enter_context(replaced(owner, name, torch.compiler.disable(call)))
         yield
-
-
-def _take_pass(mixer: Mixer, layer: torch.nn.Module, args: object, kwargs: Mapping[str, Any]) -> None:
-    mixer.attention_pass = kwargs.get("prefix_pass")
 
 
 @contextmanager

@@ -240,15 +240,15 @@ def _nothing(config: Any, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tenso
 
 @contextmanager
 def own_attention(model: torch.nn.Module) -> Iterator[None]:
-    """While open, text layers have the attention forward of their own library.
+    """While open, a vision model's text layers have the attention forward of their own library.
 
     Under remove-padding verl replaces it in the class by one that calls flash attention itself
     (verl/models/transformers/monkey_patch.py). The original comes from a second copy of its module, because verl may
     have replaced it before we were there.
     """
-    classes = {type(m) for m in model.modules() if hasattr(m, "layer_idx") and hasattr(m, "is_causal")}
+    modules = () if vision_model(model) is None else model.modules()
     with ExitStack() as stack:
-        for cls in classes:
+        for cls in {type(m) for m in modules if hasattr(m, "layer_idx") and hasattr(m, "is_causal")}:
             if cls.forward.__module__ != cls.__module__:
                 own = getattr(_second_copy(cls.__module__), cls.__name__).forward
                 stack.enter_context(replaced(cls, "forward", own))
