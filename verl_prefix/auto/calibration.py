@@ -63,11 +63,9 @@ def read_profile(
     Raises:
         ValueError: the profile is damaged or of another model or device, or its folder does not exist.
     """
-    if path is None:
-        return Profile(measured_on=measured_on)
-    if not path.parent.is_dir():
+    if path and not path.parent.is_dir():
         raise ValueError(f"prefix.cost_profile={path}: create the folder {path.parent} on every node")
-    profile = Profile.read(path) if path.exists() else Profile(measured_on=measured_on)
+    profile = Profile.read(path) if path and path.exists() else Profile(measured_on=measured_on)
     if profile.measured_on != measured_on:
         raise ValueError(
             f"prefix.cost_profile={path} was measured on {profile.measured_on!r}, and this is {measured_on!r}; "

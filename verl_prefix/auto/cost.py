@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from verl_prefix.auto.shape import ModelShape
 from verl_prefix.core.groups import Group
 from verl_prefix.core.offload import AHEAD
-from verl_prefix.core.waves import PackedPass, Plan, first_fit, limit_waves, make_plan
+from verl_prefix.core.waves import PackedPass, PhasedPass, Plan, first_fit, limit_waves, make_plan
 
 
 class PassCost(NamedTuple):
@@ -52,10 +52,8 @@ def plan_passes(shape: ModelShape, plan: Plan, logits_chunk: int | None = None) 
     """
     passes = []
     for planned in plan.passes:
-        if isinstance(planned, PackedPass):
-            passes.append(group_pass(shape, planned.groups))
-        else:
-            passes.append(group_pass(shape, planned.groups, suffixes=False))
+        passes.append(group_pass(shape, planned.groups, suffixes=isinstance(planned, PackedPass)))
+        if isinstance(planned, PhasedPass):
             waves = ([piece for _, piece in wave] for wave in planned.waves)
             passes += [group_pass(shape, wave, prefixes=False) for wave in waves]
     if logits_chunk is None:
@@ -237,15 +235,15 @@ def plan_batch(
     """`waves.make_plan` of a run. Where `wave_tokens` is None and the budget leaves less, each of the ranks that share
     a wave has `LONG_WAVE` of its tokens (all of them at most the budget), or the half or quarter ... of that which adds
     at most `GROWTH` to the update's estimated peak; with offload, in updates, `OFFLOAD_WAVE` at most."""
-    planned = functools.partial(make_plan, groups, budget, schedule=schedule, offload=memory.offload)
-    plan = planned(wave_tokens=wave_tokens)
+    make = functools.partial(make_plan, groups, budget, schedule=schedule, offload=memory.offload)
+    plan = make(wave_tokens=wave_tokens)
     if wave_tokens is not None or not plan.phased:
         return plan
     if memory.offload:
         return plan if forward_only else limit_waves(plan, OFFLOAD_WAVE * memory.sequence_ranks)
     most = (1 + GROWTH) * peak_bytes(shape, plan, (), memory)
     tokens = min(LONG_WAVE * memory.sequence_ranks, budget)
-    while (longer := planned(least_wave=tokens)) != plan:
+    while (longer := make(least_wave=tokens)) != plan:
         if peak_bytes(shape, longer, (), memory) <= most:
             return longer
         tokens //= 2

@@ -104,7 +104,7 @@ def model_shape(model: PreTrainedModel, dtype: torch.dtype) -> ModelShape:
     kept = 6.0 * layers * text.hidden_size + 4 * mlps + 2.0 * len(windows) * (heads + 2 * kv_heads) * head_dim
     kept += sum(kept_by(mixer) for mixer in mixers)
     return ModelShape(
-        linear=2.0 * weights + sum(_recurrent_flops(mixer) for mixer in mixers),
+        linear=2.0 * weights + sum(scan_flops(mixer) + sum(map(conv_flops, _convolutions(mixer))) for mixer in mixers),
         head=2.0 * lm_head.weight.numel(),
         pair=4.0 * heads * head_dim,
         windows=windows,
@@ -124,11 +124,6 @@ def model_shape(model: PreTrainedModel, dtype: torch.dtype) -> ModelShape:
     )
 
 
-def _recurrent_flops(mixer: Mixer) -> float:
-    """FLOPs per token of a mixer's scan and convolutions."""
-    return scan_flops(mixer) + sum(map(conv_flops, _convolutions(mixer)))
-
-
 def conv_flops(conv: torch.nn.Conv1d) -> float:
     """FLOPs per token of a convolution of every channel by itself."""
     return 2.0 * conv.weight.numel()
@@ -145,12 +140,10 @@ def scan_flops(mixer: Mixer) -> float:
     module = mixer.module
     if isinstance(mixer, GatedDeltaNet):
         k, v, chunk = module.head_k_dim, module.head_v_dim, DELTA_CHUNK
-        flops: float = module.num_v_heads * (2.0 * chunk * (3 * k + 2 * v) + 6.0 * k * v)
-        return flops
+        return float(module.num_v_heads * (2.0 * chunk * (3 * k + 2 * v) + 6.0 * k * v))
     if isinstance(mixer, Mamba2):
         state, inner = module.ssm_state_size, module.num_heads * module.head_dim
-        flops = 2.0 * module.chunk_size * (module.n_groups * state + inner) + 4.0 * state * inner
-        return flops
+        return float(2.0 * module.chunk_size * (module.n_groups * state + inner) + 4.0 * state * inner)
     return 0.0
 
 
