@@ -95,11 +95,11 @@ def response_log_probs(
         pixels=pixels, temperature=temperature, return_entropy=return_entropy,
     )  # fmt: skip
     check_sizes(max_tokens=max_tokens, wave_tokens=wave_tokens, logits_chunk=logits_chunk)
-    found = _by_row(
+    by_row = _by_row(
         HookedModel(model), batch, schedule=schedule, max_tokens=max_tokens, wave_tokens=wave_tokens,
         logits_chunk=logits_chunk, attention=attention,
     )  # fmt: skip
-    log_probs, entropy = batch.shaped(list(range(len(batch.responses))), found)
+    log_probs, entropy = batch.shaped(list(range(len(batch.responses))), by_row)
     return log_probs if entropy is None else (log_probs, entropy)
 
 
@@ -140,11 +140,11 @@ def response_hidden_states(
         pixels=pixels,
     )  # fmt: skip
     check_sizes(max_tokens=max_tokens, wave_tokens=wave_tokens)
-    found = _by_row(
+    by_row = _by_row(
         HiddenStateModel(model), batch, schedule=schedule, max_tokens=max_tokens, wave_tokens=wave_tokens,
         logits_chunk=1, attention=attention,
     )  # fmt: skip
-    return batch.in_form(found)
+    return batch.in_form(by_row)
 
 
 @contextmanager
@@ -195,8 +195,8 @@ def phased_update(
     check_sizes(max_tokens=max_tokens, wave_tokens=wave_tokens, logits_chunk=logits_chunk)
     _check_waves(model, max_tokens, wave_tokens)
     schedule = Schedule(HookedModel(model), batch.outputs, kernel=attention, logits_chunk=logits_chunk, offload=offload)
-    planned = batch.plan("phased", max_tokens, wave_tokens, offload).phased
-    num_waves = sum(len(one.waves) for one in planned)
+    plan = batch.plan("phased", max_tokens, wave_tokens, offload)
+    planned, num_waves = plan.phased, len(plan.waves)
     missing = num_waves
 
     def iterate(phases: ExitStack, forwards: Iterator[PassOutputs]) -> Generator[Wave, None, None]:
@@ -207,9 +207,9 @@ def phased_update(
                 forwards = phases.enter_context(schedule.forwards(batch.tokens, one))
             for done in forwards:
                 missing -= 1
-                found = batch.by_row(done)
-                rows = sorted(found)
-                yield Wave(rows, *batch.shaped(rows, found))
+                by_row = batch.by_row(done)
+                rows = sorted(by_row)
+                yield Wave(rows, *batch.shaped(rows, by_row))
 
     with schedule.model.grouped_attention(), ExitStack() as phases:
         first = phases.enter_context(schedule.forwards(batch.tokens, planned[0])) if planned else iter(())
@@ -240,10 +240,8 @@ def _by_row(
         raise ValueError(f"schedule={schedule!r}: pass 'auto', 'packed' (one graph) or 'phased' (waves)")
     if reason := _no_graph(model.model, batch, max_tokens):
         raise ValueError(reason)
-    found: dict[int, torch.Tensor] = {}
-    for rows in outputs_by_row(runner, batch, batch.plan("auto", max_tokens, None)):
-        found |= rows
-    return found
+    passes = outputs_by_row(runner, batch, batch.plan("auto", max_tokens, None))
+    return {row: outputs for rows in passes for row, outputs in rows.items()}
 
 
 def _no_graph(model: torch.nn.Module, batch: Batch, max_tokens: int | None) -> str | None:

@@ -16,11 +16,11 @@ def pixels_of_prompts(
     Raises:
         ValueError: the model takes no pixels, or prompts and pixels do not belong together.
     """
-    found: list[dict[str, Any]] = [{} for _ in prompts]
-    if given is None or not is_vision_config(config):
-        if given is not None:
-            raise ValueError(f"pixels are for {', '.join(MODEL_TYPES)}, and this is a {config.model_type} model")
-        return found
+    by_prompt: list[dict[str, Any]] = [{} for _ in prompts]
+    if given is None:
+        return by_prompt
+    if not is_vision_config(config):
+        raise ValueError(f"pixels are for {', '.join(MODEL_TYPES)}, and this is a {config.model_type} model")
     for kind, values, grid in PIXELS:
         grids = given.get(grid)
         if (given.get(values) is None) != (grids is None):
@@ -46,17 +46,17 @@ def pixels_of_prompts(
                 )
             end = ends.index(seen)
             if end > start:
-                found[i][values] = given[values][patch_ends[start] : patch_ends[end]]
-                found[i][grid] = grids[start:end]
+                by_prompt[i][values] = given[values][patch_ends[start] : patch_ends[end]]
+                by_prompt[i][grid] = grids[start:end]
                 if kind == "video" and given.get("second_per_grid_ts") is not None:
-                    found[i]["second_per_grid_ts"] = given["second_per_grid_ts"][start:end]
+                    by_prompt[i]["second_per_grid_ts"] = torch.as_tensor(given["second_per_grid_ts"])[start:end]
             start = end
         if start != len(grids):
             raise ValueError(
                 f"{grid} has {len(grids)} {kind}s, and prompts have tokens for {start}; pass the processor's output "
                 "for these prompts, one per row, or one per group with `groups`"
             )
-    return found
+    return by_prompt
 
 
 def positions_of_row(model: Any, prompt: torch.Tensor, pixels: Mapping[str, Any], num_more: int) -> torch.Tensor:
@@ -65,8 +65,6 @@ def positions_of_row(model: Any, prompt: torch.Tensor, pixels: Mapping[str, Any]
     config = model.config
     kinds = torch.where(prompt == config.image_token_id, 1, 2 * (prompt == config.video_token_id).int())
     others = {name: value for name, value in pixels.items() if not name.startswith("pixel_values")}
-    if "second_per_grid_ts" in others:
-        others["second_per_grid_ts"] = torch.as_tensor(others["second_per_grid_ts"])
     axes, _ = model.model.get_rope_index(prompt[None], mm_token_type_ids=kinds[None], **others)
     axes = torch.cat([axes[:, 0].cpu(), (axes.max().item() + 1 + torch.arange(num_more)).expand(3, -1)], dim=1)
     return torch.cat([torch.arange(axes.shape[1])[None], axes])

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 import torch
 from torch.autograd.function import once_differentiable
 
-from verl_prefix.api.rows import Batch
+from verl_prefix.api.rows import Batch, row_lens, split_rows
 from verl_prefix.core.schedule import Schedule
 from verl_prefix.core.waves import Plan
 
@@ -44,14 +44,12 @@ def recomputed_by_row(model: torch.nn.Module, schedule: Schedule, batch: Batch, 
     """`Batch.by_row` of a whole phased plan; a backward from there runs the plan again."""
     if not plan.passes:
         return {}
-    flat = _PhasedOutputs.apply(model, schedule, batch, plan, *_trainable(model))
-    lens = {row: n for group in batch.groups for row, n in zip(group.rows, group.suffix_lens, strict=True) if n}
-    rows = sorted(lens)
-    return dict(zip(rows, flat.split([lens[row] for row in rows]), strict=True))
+    lens = row_lens(batch.groups)
+    return split_rows(_PhasedOutputs.apply(model, schedule, batch, plan, lens, *_trainable(model)), lens)
 
 
 class _PhasedOutputs(torch.autograd.Function):
-    """A phased plan of a model with these trainable parameters -> [n, k], rows with a response in increasing order."""
+    """A phased plan of a model with these trainable parameters -> [n, k], rows one after the other as in `lens`."""
 
     @staticmethod
     def forward(
@@ -60,36 +58,32 @@ class _PhasedOutputs(torch.autograd.Function):
         schedule: Schedule,
         batch: Batch,
         plan: Plan,
+        lens: dict[int, int],
         *parameters: torch.nn.Parameter,
     ) -> torch.Tensor:
-        ctx.args = model, schedule, batch, plan, parameters
+        ctx.args = model, schedule, batch, plan, lens, parameters
         ctx.versions = [parameter._version for parameter in parameters]
-        found: dict[int, torch.Tensor] = {}
-        for rows in outputs_by_row(schedule, batch, plan):
-            found |= rows
-        ctx.lens = {row: len(found[row]) for row in sorted(found)}
+        by_row = {row: x for rows in outputs_by_row(schedule, batch, plan) for row, x in rows.items()}
         ctx.bound = _bound(model, batch.device)
-        outputs = torch.cat([found[row] for row in ctx.lens])
+        outputs = torch.cat([by_row[row] for row in lens])
         ctx.save_for_backward(outputs)
         return outputs
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        model, schedule, batch, plan, parameters = ctx.args
+        model, schedule, batch, plan, lens, parameters = ctx.args
         # Exact, and so it sees the step of a small learning rate, which is within the rounding of outputs.
         now = _trainable(model)
         if [*map(id, parameters)] != [*map(id, now)] or ctx.versions != [parameter._version for parameter in now]:
             _changed("a parameter was changed, or whether it is trained")
-        lens = list(ctx.lens.values())
-        grads = dict(zip(ctx.lens, grad.split(lens), strict=True))
-        before = dict(zip(ctx.lens, ctx.saved_tensors[0].split(lens), strict=True))
+        grads, before = split_rows(grad, lens), split_rows(ctx.saved_tensors[0], lens)
         with _leaves(model, parameters) as leaves, torch.enable_grad():
             with closing(outputs_by_row(schedule, batch, plan)) as waves:
                 for rows in waves:
                     _check_same(rows, before, batch.dtype, ctx.bound)
                     torch.autograd.backward(list(rows.values()), [grads[row] for row in rows])
-        return None, None, None, None, *(leaf.grad for leaf in leaves)
+        return None, None, None, None, None, *(leaf.grad for leaf in leaves)
 
 
 def _trainable(model: torch.nn.Module) -> list[torch.nn.Parameter]:
@@ -136,16 +130,16 @@ def _leaves(model: torch.nn.Module, parameters: Sequence[torch.nn.Parameter]) ->
     """While open, the model computes with leaves in the parameters' memory: a backward inside fills their `.grad`, so
     that hooks of the parameters, and `.grad` of theirs, see the sum of all waves and phase C, once."""
     leaves = {id(parameter): torch.nn.Parameter(parameter.detach()) for parameter in parameters}
-    places = [
+    slots = [
         (module._parameters, name, parameter)
         for module in model.modules()
         for name, parameter in module._parameters.items()
         if id(parameter) in leaves
     ]
-    for held, name, parameter in places:
+    for held, name, parameter in slots:
         held[name] = leaves[id(parameter)]
     try:
         yield list(leaves.values())
     finally:
-        for held, name, parameter in places:
+        for held, name, parameter in slots:
             held[name] = parameter

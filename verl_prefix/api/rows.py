@@ -10,7 +10,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 from verl_prefix.api.pixels import pixels_of_prompts, positions_of_row
-from verl_prefix.core.groups import group_rows
+from verl_prefix.core.groups import Group, group_rows
 from verl_prefix.core.schedule import PassOutputs, TokenBatch
 from verl_prefix.core.waves import Plan, make_plan
 from verl_prefix.models import support, vision
@@ -85,10 +85,8 @@ class Batch:
             vision.PixelBatch(visual, flat, offsets, model.config) if sees else None,
         )
         # Positions too: those of a clip are of its seconds per grid, which are no pixels.
-        places = [x[..., : len(prompt)] for x, prompt in zip(positions, prompts, strict=True)] if sees else None
-        self.groups, _ = group_rows(
-            prompts, lens, uids=groups, positions=places, pixels=vision.share_pixels(visual) if sees else None
-        )
+        read = [x[..., : len(prompt)] for x, prompt in zip(positions, prompts, strict=True)] if sees else None
+        self.groups, _ = group_rows(prompts, lens, uids=groups, positions=read, pixels=vision.share_pixels(visual))
         if len(rows) > 1 and all(len(group.rows) == 1 for group in self.groups):
             warnings.warn(f"no two of {len(rows)} rows have the same prompt: nothing is shared", stacklevel=3)
 
@@ -102,22 +100,20 @@ class Batch:
         budget = max_tokens or 2 * self.num_tokens + (wave_tokens or 0)
         return make_plan(self.groups, budget, schedule=schedule, wave_tokens=wave_tokens, offload=offload)
 
-    def outputs(self, place: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-        """Log-prob of the token after each place, and entropy if asked for: [n, 1 or 2]."""
-        labels = self.tokens.input_ids[place + 1].unsqueeze(-1)
+    def outputs(self, index: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        """Log-prob of the token after each of the batch's tokens `index` [n], and entropy if asked for: [n, 1 or 2]."""
+        labels = self.tokens.input_ids[index + 1].unsqueeze(-1)
         return LogProbs.apply(logits.to(self.dtype), labels, self.temperature, self.return_entropy)
 
     def by_row(self, done: PassOutputs) -> dict[int, torch.Tensor]:
         """[response_len, 1 or 2] of every row of a pass that has a response."""
-        groups, _, outputs = done
-        lens = {row: n for group in groups for row, n in zip(group.rows, group.suffix_lens, strict=True) if n}
-        return dict(zip(lens, outputs.split(list(lens.values())), strict=True))
+        return split_rows(done.outputs, row_lens(done.groups))
 
-    def shaped(self, rows: Sequence[int], found: dict[int, torch.Tensor]) -> tuple[PerToken, PerToken | None]:
+    def shaped(self, rows: Sequence[int], outputs: dict[int, torch.Tensor]) -> tuple[PerToken, PerToken | None]:
         """(log-probs, entropy or None) of `rows` in the form of the responses."""
         num_columns = 1 + self.return_entropy
         empty = torch.zeros((0, num_columns), dtype=self.dtype, device=self.device)
-        parts = [found.get(row, empty) for row in rows]
+        parts = [outputs.get(row, empty) for row in rows]
         columns: Sequence[PerToken]
         if self.mask is None:
             columns = [[part[:, i] for part in parts] for i in range(num_columns)]
@@ -137,19 +133,28 @@ class HiddenBatch(Batch):
     num_behind = 1
     reads_head = False
 
-    def outputs(self, place: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+    def outputs(self, index: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
         return logits
 
-    def in_form(self, found: dict[int, torch.Tensor]) -> PerToken:
-        """As the responses, one place longer: [rows, length + 1, hidden size], or [length + 1, hidden size] per row."""
-        parts = [found[row] for row in range(len(self.responses))]
+    def in_form(self, states: dict[int, torch.Tensor]) -> PerToken:
+        """As the responses, one token longer: [rows, length + 1, hidden size], or [length + 1, hidden size] per row."""
+        parts = [states[row] for row in range(len(self.responses))]
         if self.mask is None or not parts:
             return parts
         before, behind = (torch.nn.functional.pad(self.mask, sides) for sides in ((0, 1), (1, 0)))
         mask = before | behind
         mask[:, 0] |= ~mask.any(-1)  # an empty response: the last prompt token alone
-        states = parts[0].new_zeros(*mask.shape, parts[0].shape[-1])
-        return states.index_put((mask,), torch.cat(parts))
+        return parts[0].new_zeros(*mask.shape, parts[0].shape[-1]).index_put((mask,), torch.cat(parts))
+
+
+def row_lens(groups: Sequence[Group]) -> dict[int, int]:
+    """Suffix tokens of each row that has some."""
+    return {row: n for group in groups for row, n in zip(group.rows, group.suffix_lens, strict=True) if n}
+
+
+def split_rows(outputs: torch.Tensor, lens: dict[int, int]) -> dict[int, torch.Tensor]:
+    """Outputs [n, k] of rows of these lengths, one after the other, by row."""
+    return dict(zip(lens, outputs.split(list(lens.values())), strict=True))
 
 
 class LogProbs(torch.autograd.Function):
@@ -180,14 +185,14 @@ class LogProbs(torch.autograd.Function):
         scaled, labels, total, *entropy = ctx.saved_tensors
         every = scaled - total
         if entropy:  # d entropy / d logit = -p (log p + entropy)
-            found = every.exp()
-            found *= every.add_(entropy[0]).mul_(grad[:, 1:]).add_(grad[:, :1]).neg_()
+            dlogits = every.exp()
+            dlogits *= every.add_(entropy[0]).mul_(grad[:, 1:]).add_(grad[:, :1]).neg_()
         else:
-            found = every.exp_().mul_(-grad[:, :1])
-        found.scatter_add_(-1, labels, grad[:, :1])
+            dlogits = every.exp_().mul_(-grad[:, :1])
+        dlogits.scatter_add_(-1, labels, grad[:, :1])
         if ctx.temperature != 1:
-            found /= ctx.temperature
-        return found, None, None, None
+            dlogits /= ctx.temperature
+        return dlogits, None, None, None
 
 
 def _check_responses(config: Any, responses: Sequence[torch.Tensor]) -> None:
@@ -217,8 +222,7 @@ def _check_model(model: Any, reads_head: bool) -> None:
             f"model is a {name}, which has no lm_head to make log-probs; pass the causal LM, or call "
             "response_hidden_states and put the head of your own behind it"
         )
-    reasons = support.unsupported_reasons(model.config)
-    if reasons:
+    if reasons := support.unsupported_reasons(model.config):
         raise ValueError(
             f"shared prefixes are not supported for this {model.config.model_type} model: {'; '.join(reasons)}. Call "
             "the model on whole rows instead"
