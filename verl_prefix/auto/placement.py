@@ -106,11 +106,8 @@ def place_rows(
         heapq.heappush(heap, (placed[target].load, target))
     _split_while_it_pays(placed, suffix_costs)
 
-    home = [0] * len(keys)
-    for rank, one in enumerate(placed):
-        for piece in one.pieces:
-            for row in piece.rows:
-                home[row] = rank
+    rank_of = {row: rank for rank, one in enumerate(placed) for piece in one.pieces for row in piece.rows}
+    home = [rank_of[row] for row in range(len(keys))]
     if not here.split_groups and max(one.load for one in placed) > WORTH * here.longest:
         home = list(ranks)
     visual = {row for rows, held in zip(groups, holders, strict=True) if held for row in rows}
@@ -182,7 +179,7 @@ def _best_move(
     """Rows of one piece that fit beside what `low` has, and relieve `high` enough at the least price, or else most."""
     excess, room = high.load - target, target - low.load
     there = {piece.group for piece in low.pieces}
-    best, best_rank = None, (0.0, 0.0)
+    moves = []
     for piece in high.pieces:
         price = 0.0 if piece.group in there else piece.prefix
         if piece.bound or price >= room:
@@ -198,10 +195,8 @@ def _best_move(
             continue
         if len(rows) == len(piece.rows):
             relief += piece.prefix
-        rank = (1.0, -price) if relief >= excess else (0.0, relief)
-        if best is None or rank > best_rank:
-            best, best_rank = (piece, rows), rank
-    return best
+        moves.append(((1.0, -price) if relief >= excess else (0.0, relief), (piece, rows)))
+    return max(moves, key=lambda move: move[0])[1] if moves else None
 
 
 def _apply(high: _Rank, low: _Rank, suffix_costs: Sequence[float], piece: _Piece, rows: list[int]) -> None:
