@@ -13,7 +13,7 @@ from typing import TypeVar
 
 import torch
 
-Key = TypeVar("Key", bound=Hashable)
+RowKey = TypeVar("RowKey", bound=Hashable)
 
 
 @dataclass(frozen=True)
@@ -93,9 +93,9 @@ def group_rows(
     return groups, sum(count > 1 for count in keys_per_uid.values())
 
 
-def rows_by_key(keys: Iterable[Key]) -> dict[Key, list[int]]:
+def rows_by_key(keys: Iterable[RowKey]) -> dict[RowKey, list[int]]:
     """Indices of the rows that have each key, keys in the order of their first rows."""
-    rows: dict[Key, list[int]] = {}
+    rows: dict[RowKey, list[int]] = {}
     for row, key in enumerate(keys):
         rows.setdefault(key, []).append(row)
     return rows

@@ -76,8 +76,8 @@ class Mixer:
             if kernel is not None:
                 return kernel(x=row, weight=weight, bias=bias, activation=activation)[0].T
             padded = F.pad(row, (weight.shape[-1] - 1, 0))
-            out = F.conv1d(padded, weight.unsqueeze(1), bias, groups=len(weight))[0].T
-            return F.silu(out) if activation in ("silu", "swish") else out
+            out = F.conv1d(padded, weight.unsqueeze(1), bias, groups=len(weight))
+            return (F.silu(out) if activation in ("silu", "swish") else out)[0].T
 
         return shared_conv(self._pass(), (part, self.module.layer_idx), x=x, width=weight.shape[-1], conv=conv)
 
@@ -259,4 +259,6 @@ def replaced(owner: Any, name: str, value: object) -> Iterator[None]:
     try:
         yield
     finally:
-        setattr(owner, name, before) if own else delattr(owner, name)
+        delattr(owner, name)
+        if own:
+            setattr(owner, name, before)
