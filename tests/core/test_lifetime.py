@@ -135,6 +135,7 @@ def test_where_lm_head_alone_is_trained_the_last_wave_is_told_to_be_the_last(mon
     assert torch.allclose(*grads, atol=1e-6)
 
 
+@pytest.mark.full
 def test_fifty_steps_leave_no_tensor_behind():
     model, rollouts = build(), random_rollouts(SHAPE, 61)
 

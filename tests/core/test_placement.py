@@ -137,7 +137,7 @@ def large(kind: str, size: int) -> tuple[list[int], list[float], list[float], li
 def test_a_large_batch_is_placed_fast(kind, size):
     batch = large(kind, size)
     seconds = []
-    for _ in range(3):
+    while len(seconds) < 3 and min(seconds, default=1.0) >= 0.5:
         start = time.process_time()
         placed = place_rows(*batch)
         seconds.append(time.process_time() - start)

@@ -90,7 +90,13 @@ print(len(names), "modules")
 """
 
 
-@pytest.mark.parametrize("probe", [False, True], ids=["all modules", "the check sees a connection"])
+@pytest.mark.parametrize(
+    "probe",
+    [
+        pytest.param(False, id="all modules", marks=pytest.mark.full),
+        pytest.param(True, id="the check sees a connection"),
+    ],
+)
 def test_importing_opens_no_connection(probe):
     command = [sys.executable, "-c", IMPORT_ALL, *(["probe"] if probe else [])]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)

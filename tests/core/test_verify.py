@@ -107,8 +107,9 @@ def positions_restarted(patch):
     )  # fmt: skip
 
 
-def test_bf16_rounding_passes_over_100_seeds():
-    verdicts = [verdict(seed, torch.bfloat16) for seed in range(100)]
+@pytest.mark.parametrize("seeds", [10, pytest.param(100, marks=pytest.mark.full)])
+def test_bf16_rounding_passes(seeds):
+    verdicts = [verdict(seed, torch.bfloat16) for seed in range(seeds)]
     assert not [v for v in verdicts if v.missed], [str(v) for v in verdicts if v.missed]
     assert max(v.attention for v in verdicts) > 0.5, "the figure measures something"
 
@@ -117,13 +118,14 @@ def test_bf16_rounding_passes_over_100_seeds():
 @pytest.mark.parametrize("family", CONFIGS)
 def test_rounding_passes_in_every_dtype_and_core(family, dtype):
     for seed in range(5):
-        assert not verdict(seed, dtype, family).missed, str(verdict(seed, dtype, family))
+        found = verdict(seed, dtype, family)
+        assert not found.missed, str(found)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("family", RECURRENT)
 def test_rounding_passes_in_recurrent_models(family, dtype):
-    found = [verdict(seed, dtype, family) for seed in range(4)]
+    found = [verdict(seed, dtype, family) for seed in range(2)]
     assert not [v for v in found if v.missed], [str(v) for v in found]
     assert max(v.gradients for v in found) > 0.1, "the figure measures something"
 

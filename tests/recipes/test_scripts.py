@@ -313,7 +313,10 @@ def num_parameters(found: dict[str, Any], ranks: int) -> float:
     return found["resident_gib"] * ranks / 16 * 2**30 / 1e9
 
 
-@pytest.mark.parametrize(("script", "name"), [(MUSIQUE, "Qwen3-8B"), (MUSIQUE, "Llama-3-8B"), (VIDEO, "Qwen2.5-VL-7B")])
+@pytest.mark.parametrize(
+    ("script", "name"),
+    [(MUSIQUE, "Qwen3-8B"), pytest.param(MUSIQUE, "Llama-3-8B", marks=pytest.mark.full), (VIDEO, "Qwen2.5-VL-7B")],
+)
 def test_a_recipes_command_has_a_plan_without_a_gpu(tmp_path, folder_of, train_file, script, name):
     data = train_file(script == VIDEO)
 
@@ -466,6 +469,9 @@ SCRIPTS = {
     ),
 }  # fmt: skip
 
+# Of text with LoRA, of pictures, and refused; the others are in test-full.
+TELLING = ("tuning/lora/run_qwen3_8b_fsdp", "grpo_trainer/run_qwen3_vl_8b_fsdp", "grpo_trainer/run_seed_oss_36b_fsdp")
+
 
 PAGE = (RECIPES.parent / "examples" / "results" / "verl_scripts.md").read_text().splitlines()
 
@@ -513,7 +519,7 @@ def outcome(settings: Settings, found: dict[str, Any]) -> str:
     return f"accepted, {found['speedup']['update']:.2f}" if shared else "accepted, unshared"
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize("script", [x if x in TELLING else pytest.param(x, marks=pytest.mark.full) for x in SCRIPTS])
 def test_verls_own_settings_have_a_plan_or_are_refused_by_key(folder_of, train_file, script):
     settings = SCRIPTS[script]
     folder = folder_of(settings.model)

@@ -412,6 +412,7 @@ def test_a_model_or_an_out_that_is_not_there_is_one_line_and_exit_code_2(folder,
         assert f"--out {out} {wrong}" in refused("--out", str(out), *overrides(folder))
 
 
+@pytest.mark.full
 def test_prompts_with_clips_are_as_long_as_verl_makes_them(tmp_path):
     """Every clip and still of the recipe is 40 x 40 pixels in the end: the tokens can be counted by hand."""
     pytest.importorskip("qwen_vl_utils")

@@ -200,6 +200,7 @@ def copies() -> tuple[dict, dict]:
     )
 
 
+@pytest.mark.full
 def test_copies_of_the_parameters_sum_their_shards_gradients(elsewhere):
     """HSDP: what a copy's ranks gather and scatter stays as it is; a rank's share of the gradients goes to the copies,
     over the network between nodes."""
@@ -303,7 +304,7 @@ def long_prompt(arms: list[Arm], budget: int = 12289, checkpointing: bool = True
 
 
 @pytest.mark.parametrize(
-    ("checkpointing", "speedup", "share"), [(True, 3.26, 0.9), (False, 2.0, 0.41)],
+    ("checkpointing", "speedup", "share"), [(True, 3.26, 0.9), pytest.param(False, 2.0, 0.41, marks=pytest.mark.full)],
     ids=["checkpointed", "activations_kept"],
 )  # fmt: skip
 def test_offload_needs_less_memory_than_stock_row_by_row(elsewhere, checkpointing, speedup, share):
@@ -330,6 +331,7 @@ def tied_peaks() -> list[float]:
     return [one["packed"]["peak"] for one in phases]
 
 
+@pytest.mark.full
 def test_smaller_models_tell_the_peak_of_a_tied_one(elsewhere):
     """Two layers have less gathered at their peak than any more, and told 8 % too much."""
     told, seen = elsewhere(tied_peaks)
@@ -351,6 +353,7 @@ def linear_flops(config: PretrainedConfig, lora: dict | None) -> tuple[float, fl
     return phases["log_probs/packed"]["flops/linear"], shape.linear * 294, phases["optimizer"]["peak/optimizer"] / GIB
 
 
+@pytest.mark.full
 def test_experts_and_adapters_count_what_runs(elsewhere):
     """Experts that a token meets, in the grouped matmul; adapters beside frozen weights, which have no moments.
     Depths 3 and 4 stand for 5."""
@@ -378,6 +381,7 @@ def tower_flops(kind: str, names: list[str], freeze: bool = False) -> dict[str, 
     return {name: n - found[1][name] for name, n in found[0].items()}
 
 
+@pytest.mark.full
 def test_stock_runs_the_tower_for_every_row_and_a_wave_runs_none(elsewhere):
     found = elsewhere(tower_flops, "qwen2_5_vl", ["stock", "packed", "phased"])
     # One block sees 12 x 20 patches, the other windows of 12 x 12 and 12 x 8; 64 numbers per query and key.
@@ -399,6 +403,7 @@ def trained(kind: str, freeze: bool) -> tuple[int, float, float, float]:
     return parameters, of["peak/gradients"], of["peak/optimizer"], phases["packed"]["peak/activations"]
 
 
+@pytest.mark.full
 def test_a_frozen_tower_has_no_gradients_moments_or_activations(elsewhere):
     parameters, *free = elsewhere(trained, "qwen3_vl", False)
     _, *frozen = elsewhere(trained, "qwen3_vl", True)
@@ -417,6 +422,7 @@ def depths(kind: str, layers: int, depth: int) -> list[dict]:
     return [as_json(run(job, [ARMS["packed"]], H100, False)[0])["phases"] for run in runs]
 
 
+@pytest.mark.full
 def test_two_depths_of_text_and_tower_stand_for_the_whole(elsewhere):
     smaller, times = simulator._depths(seeing("qwen3_vl", 5, 5))
     sizes = [(small.text_config.num_hidden_layers, small.vision_config.depth) for small in smaller]
@@ -459,6 +465,7 @@ def training_command(folder: Path, **model: str) -> list[str]:
     ]  # fmt: skip
 
 
+@pytest.mark.full
 def test_plan_simulates_a_command_and_says_that_nothing_fits(elsewhere, tmp_path):
     """What fits: test_simulate_recurrent.py."""
     words = [*training_command(tmp_path), "actor_rollout_ref.model.enable_gradient_checkpointing=false"]
@@ -517,6 +524,7 @@ def syncs(kind: str, layers: int) -> list[dict[str, float]]:
     return without_step(job, [Arm("packed"), Arm("phased"), Arm("phased", offload=True)], "host_syncs")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("kind", "layers"), [("llama", 4), ("qwen2", 2), ("gpt_oss", 2)])
 def test_no_layer_waits_for_the_device(elsewhere, kind, layers):
     """In bf16 with checkpointing and chunks of logits; windows and sinks too, in every second layer. The host waits
@@ -591,6 +599,7 @@ def kernel_on_fake_tensors(kernel: str) -> tuple[Counter[str], list[float]]:
     return counted.calls, [phase["host_syncs"] for phase in tracker.phases.values()]
 
 
+@pytest.mark.full
 def test_kernel_modules_run_on_tensors_without_values_and_wait_for_nothing(elsewhere):
     """Of the simulator's device; kernels/cpu is of the CPU alone. MOCK: the packages' functions, which no machine here
     has, are what was recorded of them."""
@@ -614,6 +623,7 @@ def fitting(gib: float) -> tuple[dict, list[float]]:
     return found, [as_json(simulator.simulate(one, [arm], H100)[0])["peak_gib"] for one in jobs]
 
 
+@pytest.mark.full
 def test_the_prompt_that_fits_fits_and_a_longer_one_does_not(elsewhere):
     found, (fits, longer) = elsewhere(fitting, 0.006)
     assert fits <= 0.006 < longer

@@ -128,8 +128,8 @@ def test_flops_are_those_of_the_cost_model(elsewhere):
     assert of_update["flops/linear"] + of_update["flops/recurrent"] == pytest.approx(counted, rel=0.01)
 
 
-@pytest.mark.parametrize("checkpointing", [True, False])
-@pytest.mark.parametrize("path", ["packed", "phased"])
+@pytest.mark.parametrize("checkpointing", [True, pytest.param(False, marks=pytest.mark.full)])
+@pytest.mark.parametrize("path", ["packed", pytest.param("phased", marks=pytest.mark.full)])
 def test_the_estimated_peak_is_within_15_per_cent(elsewhere, path, checkpointing):
     """Of four layers; of eight where every layer's activations are part of it."""
     job = replace(wide(checkpointing, 4 if checkpointing else 8), kept=1)
@@ -226,10 +226,8 @@ def host_syncs(kind: str, layers: int) -> list[dict[str, float]]:
     return without_step(job, [Arm("packed"), Arm("phased", offload=True)], "host_syncs")
 
 
-@pytest.mark.parametrize(
-    "kind",
-    ["qwen3_5", *(pytest.param(x, marks=pytest.mark.full) for x in ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"))],
-)
+@pytest.mark.full
+@pytest.mark.parametrize("kind", ["qwen3_5", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"])
 def test_no_recurrent_layer_waits_for_the_device(elsewhere, kind):
     """The package counts chunks once for the bounds of a pass."""
     two, four = elsewhere(host_syncs, kind, 2), elsewhere(host_syncs, kind, 4)
@@ -243,6 +241,7 @@ def micro_batches(kind: str) -> list[float]:
     return [phases["micro_batch"] for phases in found]
 
 
+@pytest.mark.full
 def test_stock_packs_rows_where_verl_tells_mixers_their_bounds(elsewhere):
     """Of Qwen3.5 with its tower; a packed row of any other would leak state."""
     together, alone = elsewhere(micro_batches, "qwen3_5")
@@ -263,11 +262,13 @@ def with_package(kind: str) -> float:
         return update(job, "packed")[0]["packed"]["launches"]
 
 
+@pytest.mark.full
 def test_an_installed_package_changes_nothing(elsewhere):
     without, _ = elsewhere(update, small_job("qwen3_next", 2), "packed")
     assert elsewhere(with_package, "qwen3_next") == without["packed"]["launches"] > 0
 
 
+@pytest.mark.full
 def test_plan_simulates_a_hybrid_and_says_what_fits_and_what_nobody_measured(elsewhere, tmp_path):
     words = [*training_command(tmp_path, family="qwen3_5_text"), "trainer.v1.trainer_mode=prefix_sync"]
     code, out, err = elsewhere(planned, ["--simulate", "--out", str(tmp_path / "plan.json"), *words])
