@@ -120,8 +120,9 @@ def build(family: str, dtype: torch.dtype = torch.float32):
 
 
 @pytest.fixture(autouse=True)
-def chunks():
-    with short_chunks():
+def cheap():
+    """Without oneDNN, which compiles a bf16 matmul for every new shape: a fifth of the time."""
+    with short_chunks(), torch.backends.mkldnn.flags(enabled=False):
         yield
 
 

@@ -20,6 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from whole_tensors import whole
 
 from verl_prefix import phased_update, response_log_probs
 from verl_prefix.core.offload import OffloadedPrefixCache
@@ -109,10 +110,11 @@ def run_case(rank: int, truth_model, models: dict, case: dict) -> dict:
     rollouts = random_rollouts(case["shapes"][rank], VOCAB, seed=case["seed"] + rank)
     truth_model.zero_grad()
     truth = run_stock(truth_model, rollouts)
-    for p in truth_model.parameters():
-        p.grad = torch.zeros_like(p) if p.grad is None else p.grad
-        dist.all_reduce(p.grad)
-        p.grad /= WORLD
+    every = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in truth_model.parameters()])
+    dist.all_reduce(every)
+    sizes = [p.numel() for p in truth_model.parameters()]
+    for p, mean in zip(truth_model.parameters(), (every / WORLD).split(sizes), strict=True):
+        p.grad = mean.view_as(p)
 
     model.zero_grad()
     if case["checkpoint"]:
@@ -125,7 +127,7 @@ def run_case(rank: int, truth_model, models: dict, case: dict) -> dict:
             model, rollouts, case["schedule"], case["budget"], case["wave_tokens"], reduce_max=reduce_max,
             gradient_sync=functools.partial(gradient_sync, model, case["defer_sync"]), offload=case["offload"],
         )  # fmt: skip
-    grads = {name: p.grad.full_tensor() for name, p in model.named_parameters()}
+    grads = whole({name: p.grad for name, p in model.named_parameters()})
     scale = max(p.grad.norm() for p in truth_model.parameters()).clamp(min=1e-6)
     return {
         "moved_parameters": moved,

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +56,9 @@ def train(tmp_path: Path) -> Callable[..., tuple[list[dict[str, Any]], str]]:
 
 
 @pytest.fixture(scope="session")
-def elsewhere() -> Iterator[Callable[..., Any]]:
+def elsewhere(warm: Callable[..., AbstractContextManager]) -> Iterator[Callable[..., Any]]:
     """Calls a function in one process of its own: what a simulation makes of torch must not reach other tests."""
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("forkserver")) as pool:
+        with warm():
+            pool.submit(int).result(timeout=300)
         yield lambda function, *args: pool.submit(function, *args).result(timeout=300)

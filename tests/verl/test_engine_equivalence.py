@@ -11,21 +11,19 @@ import os
 import re
 import warnings
 from collections.abc import Sequence
+from unittest import mock
 
 import pytest
 import torch
+from shared_models import OURS, SharedModels
 from torch.utils._python_dispatch import TorchDispatchMode
+from whole_tensors import full, whole
 
 from verl_prefix.core.kernels import cpu
 from verl_prefix.testing import write_tiny_model
 
 TOLERANCE = 5e-6  # fp32, relative, of design.md
 
-# Options of the prefix engine alone.
-OURS = (
-    "schedule", "exchange", "wave_tokens", "logits_chunk", "offload", "attention", "min_speedup", "verify",
-    "verify_action", "cost_profile", "trace_dir",
-)  # fmt: skip
 AGG_MODES = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 # What differs from the default case: keys of `_batch`, `_engines` or `_loss`.
 CASES = {
@@ -269,7 +267,11 @@ def _configs(backend: str, model_path: str, options: dict, forward_only: bool = 
         # AdamW turns round-off into lr-sized steps where the true gradient is zero, so lr must be far above round-off
         # and far below the weights; a wrong gradient moves the weights by 5e-4 relative.
         optimizer_config=FSDPOptimizerConfig(
-            lr=1e-5, weight_decay=0.01, clip_grad=1.0, override_optimizer_config=options.get("optimizer")
+            lr=1e-5,
+            weight_decay=0.01,
+            clip_grad=1.0,
+            # The same AdamW in one call, not in ten of each parameter's.
+            override_optimizer_config=options.get("optimizer", {"fused": True}),
         ),
         checkpoint_config=CheckpointConfig(**options.get("checkpoint", {})),
     )
@@ -313,35 +315,6 @@ def _loss_config(config_class: type, options: dict):
     )
 
 
-def _full(tensor: torch.Tensor) -> torch.Tensor:
-    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().clone()
-
-
-def _whole(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """`_full` of each, by one collective for all that FSDP2 shards alike: one for each costs more than a pass."""
-    from torch.distributed.tensor import DTensor, Shard
-
-    found, alike = {}, {}
-    for name, x in tensors.items():
-        mesh_dims = [i for i, at in enumerate(x.placements) if at == Shard(0)] if isinstance(x, DTensor) else []
-        if len(mesh_dims) == 1 and all(at.is_replicate() or at == Shard(0) for at in x.placements):
-            alike.setdefault((x.device_mesh.get_group(mesh_dims[0]), x.dtype), []).append(name)
-        else:
-            found[name] = _full(x)
-    for (group, dtype), names in alike.items():
-        size = group.size()
-        chunks = [-(-len(tensors[name]) // size) * tensors[name].shape[1:].numel() for name in names]  # with padding
-        mine = torch.zeros(sum(chunks), dtype=dtype)
-        for name, to in zip(names, mine.split(chunks), strict=True):
-            local = tensors[name].detach().to_local().flatten()
-            to[: len(local)] = local
-        every = torch.empty(size * len(mine), dtype=dtype)
-        torch.distributed.all_gather_into_tensor(every, mine, group=group)
-        for name, x in zip(names, every.view(size, -1).split(chunks, dim=1), strict=True):
-            found[name] = x.flatten()[: tensors[name].numel()].view(tensors[name].shape).clone()
-    return {name: found[name] for name in tensors}
-
-
 def _responses(nested: torch.Tensor, data) -> list[torch.Tensor]:
     """What verl reads of a full-length output: values of response tokens, per row."""
     from verl.workers.utils.padding import no_padding_2_padding
@@ -363,11 +336,11 @@ def _measure(backend: str, model_path: str, rank: int, options: dict) -> dict:
     with engine.train_mode(disable_auto_offload=True):
         engine.optimizer_zero_grad()
         output = engine.forward_backward_batch(data.copy(), _loss(options))
-        result["grads"] = _whole({n: p.grad for n, p in engine.module.named_parameters() if p.requires_grad})
+        result["grads"] = whole({n: p.grad for n, p in engine.module.named_parameters() if p.requires_grad})
         result["grad_norm"] = engine.optimizer_step()
     result["loss"] = sum(output["loss"])
     result["metrics"] = output["metrics"]
-    result["params"] = _whole(dict(engine.module.named_parameters()))
+    result["params"] = whole(dict(engine.module.named_parameters()))
     return result | (_adapters(engine, data) if "lora_targets" in options else {})
 
 
@@ -417,7 +390,7 @@ def _actor_worker(backend: str, model_path: str, rank: int) -> dict:
     tu.assign_non_tensor(data, disable_auto_offload=True)
     worker.to("device")
     result["metrics"].append(tu.get(worker.train_batch(data.copy()), "metrics"))
-    result["params"] = torch.cat([_full(p).flatten() for p in worker.engine.module.parameters()])
+    result["params"] = torch.cat([full(p).flatten() for p in worker.engine.module.parameters()])
     worker.to("cpu")
     return result
 
@@ -486,7 +459,7 @@ def _loss_errors(model_path: str, rank: int, world: int) -> dict[str, dict[str, 
             with engine.train_mode(disable_auto_offload=True):
                 engine.optimizer_zero_grad()
                 engine.forward_backward_batch(data.copy(), _loss(loss_options))
-                grads[name] = {n: _full(p.grad) for n, p in engine.module.named_parameters()}
+                grads[name] = whole({n: p.grad for n, p in engine.module.named_parameters()})
         errors[loss] = {
             name: max(_relative(grads[name][n], x) for n, x in grads["fsdp2"].items()) for name in ("packed", "phased")
         }
@@ -592,15 +565,16 @@ def _worker(rank: int, world: int, rendezvous: str, models: dict, cases: dict, o
 
     torch.distributed.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world)
     results, stock_cache = {}, {}
-    for name, options in cases.items():
-        path = models[options.get("family", "qwen3")]
-        stock_options = {k: v for k, v in options.items() if k not in (*OURS, "use_fused_kernels")}
-        key = repr(sorted(stock_options.items()))
-        if key not in stock_cache:
-            stock_cache[key] = _measure("fsdp2", path, rank, stock_options)
-        if world == 2 and name not in CHECKED_ON_TWO_RANKS:
-            options = {"verify": "off"} | options
-        results[name] = _compare(_measure("prefix", path, rank, options), stock_cache[key])
+    with mock.patch(f"{__name__}._engine", SharedModels(_engine)):
+        for name, options in cases.items():
+            path = models[options.get("family", "qwen3")]
+            stock_options = {k: v for k, v in options.items() if k not in (*OURS, "use_fused_kernels")}
+            key = repr(sorted(stock_options.items()))
+            if key not in stock_cache:
+                stock_cache[key] = _measure("fsdp2", path, rank, stock_options)
+            if world == 2 and name not in CHECKED_ON_TWO_RANKS:
+                options = {"verify": "off"} | options
+            results[name] = _compare(_measure("prefix", path, rank, options), stock_cache[key])
     if world == 1:  # on more, verl's engine builds modules without weights
         results["reads"] = [_reads_of_an_update(models["qwen3"], rank, broken) for broken in (False, True)]
         _register_over_another_engine()

@@ -9,7 +9,8 @@ import random
 
 import pytest
 import torch
-from test_engine_equivalence import TOLERANCE, _engine, _loss, _padded, _relative, _responses, _whole
+from test_engine_equivalence import TOLERANCE, _engine, _loss, _padded, _relative, _responses
+from whole_tensors import whole
 
 from verl_prefix.testing import write_tiny_model
 
@@ -159,7 +160,7 @@ def _measure(engine, rank: int, world: int, options: dict, seed: int = 0) -> dic
     with engine.train_mode(disable_auto_offload=True):
         engine.optimizer_zero_grad()
         output = engine.forward_backward_batch(data, _loss(options))
-        result["grads"] = _whole({n: p.grad for n, p in engine.module.named_parameters() if p.requires_grad})
+        result["grads"] = whole({n: p.grad for n, p in engine.module.named_parameters() if p.requires_grad})
     loss = torch.tensor(sum(output["loss"]), dtype=torch.float64)
     torch.distributed.all_reduce(loss)
     result["loss"], result["metrics"] = loss.item(), output["metrics"]
@@ -180,7 +181,7 @@ def _train(engine, rank: int, world: int) -> torch.Tensor:
         data = scattered(rank, world, engine.model_config.hf_config.vocab_size, {}, seed)
         with engine.train_mode(disable_auto_offload=True):
             engine.train_batch(data, _loss({}))
-    return torch.cat([p.flatten() for p in _whole(dict(engine.module.named_parameters())).values()])
+    return torch.cat([p.flatten() for p in whole(dict(engine.module.named_parameters())).values()])
 
 
 def _worker(rank: int, world: int, rendezvous: str, path: str, out: str) -> None:

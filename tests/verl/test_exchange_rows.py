@@ -325,11 +325,11 @@ def _worker(rank: int, rendezvous: str, batches: list[dict], out: str) -> None:
     os._exit(0)
 
 
-@pytest.fixture(scope="module")
-def results(tmp_path_factory, spawn):
+@pytest.fixture(scope="module", params=[70, pytest.param(210, marks=pytest.mark.full)], ids="{}batches".format)
+def results(request, tmp_path_factory, spawn):
     tmp = tmp_path_factory.mktemp("rows")
-    drawn = examples(210)
-    assert len(drawn) >= 200
+    drawn = examples(request.param)
+    assert len(drawn) >= request.param - 10
     spawn(_worker, args=(str(tmp / "rendezvous"), drawn, str(tmp / "out")), nprocs=WORLD)
     return [torch.load(f"{tmp / 'out'}.{rank}", weights_only=False) for rank in range(WORLD)]
 

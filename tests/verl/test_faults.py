@@ -12,7 +12,8 @@ import traceback
 import pytest
 import torch
 import torch.multiprocessing as mp
-from test_engine_equivalence import TOLERANCE, _batch, _engine, _full, _loss, _relative
+from test_engine_equivalence import TOLERANCE, _batch, _engine, _loss, _relative
+from whole_tensors import full
 
 from verl_prefix.auto.chooser import CostModel
 from verl_prefix.auto.cost import Memory, peak_bytes
@@ -58,9 +59,9 @@ def _update(engine, rank: int, options: dict, change=lambda data: data) -> dict:
     with engine.train_mode(disable_auto_offload=True):
         engine.optimizer_zero_grad()
         output = engine.forward_backward_batch(data, _loss(options))
-        grads = torch.cat([_full(p.grad).flatten() for p in engine.module.parameters()])
+        grads = torch.cat([full(p.grad).flatten() for p in engine.module.parameters()])
         grad_norm = engine.optimizer_step()
-    params = torch.cat([_full(p).flatten() for p in engine.module.parameters()])
+    params = torch.cat([full(p).flatten() for p in engine.module.parameters()])
     metrics = {name: value for name, value in output["metrics"].items() if name.startswith("prefix/")}
     return {"grads": grads, "params": params, "metrics": metrics, "grad_norm": grad_norm}
 
@@ -136,7 +137,7 @@ def _pair(rank: int, rendezvous: str, path: str, out: str) -> None:
     for masked in (False, True):
         for backend in ("fsdp2", "prefix"):
             engine = _engine(backend, path, PHASED if backend == "prefix" else {})
-            before = torch.cat([_full(p).flatten() for p in engine.module.parameters()])
+            before = torch.cat([full(p).flatten() for p in engine.module.parameters()])
             change = functools.partial(_nan_advantages, masked=masked) if rank == 1 else lambda data: data
             results[backend, masked] = {"before": before, **_update(engine, rank, {}, change)}
         results["logged", masked], logged[:] = list(logged), []

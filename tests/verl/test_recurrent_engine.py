@@ -14,9 +14,9 @@ import broken_states
 import pytest
 import torch
 from float64_torch import Float64Torch
+from shared_models import OURS, SharedModels
 from short_chunks import short_chunks
 from test_engine_equivalence import (
-    OURS,
     TOLERANCE,
     _batch,
     _compare,
@@ -172,14 +172,15 @@ def _worker(rank: int, world: int, rendezvous: str, models: dict, full: bool, ou
     logging.getLogger("verl_prefix.engine.stock_warning").addHandler(handler)
     for family in FAMILIES[full]:
         path = models[family]
-        for case in cases_of(family, world, full):
-            options = CASES[case]
-            key = family, repr(sorted(_stock_options(options).items()))
-            if key not in stock_of:
-                stock_of[key] = _measure("fsdp2", path, rank, _stock_options(options))
-            # The check of itself once by family; it runs as many stock passes on every rank.
-            ours = options if case == "packed" or full else {"verify": "off"} | options
-            results[family, case] = _compare(_measure("prefix", path, rank, ours), stock_of[key])
+        with mock.patch("test_engine_equivalence._engine", SharedModels(_engine)):
+            for case in cases_of(family, world, full):
+                options = CASES[case]
+                key = family, repr(sorted(_stock_options(options).items()))
+                if key not in stock_of:
+                    stock_of[key] = _measure("fsdp2", path, rank, _stock_options(options))
+                # The check of itself once by family; it runs as many stock passes on every rank.
+                ours = options if case == "packed" or full else {"verify": "off"} | options
+                results[family, case] = _compare(_measure("prefix", path, rank, ours), stock_of[key])
         if world == 1:
             with _float64(family):
                 truth = _measure("fsdp2", path, rank, ALONE)

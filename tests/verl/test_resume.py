@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_engine_equivalence import TOLERANCE, _batch, _engine, _full, _loss, _relative
+from test_engine_equivalence import TOLERANCE, _batch, _engine, _loss, _relative
 from transformers import AutoModelForCausalLM
+from whole_tensors import full
 
 from verl_prefix.testing import write_tiny_model
 
@@ -24,9 +25,9 @@ def _update(engine, rank: int) -> None:
 
 
 def _state(engine) -> dict[str, torch.Tensor]:
-    state = {f"weight {name}": _full(p) for name, p in engine.module.named_parameters()}
+    state = {f"weight {name}": full(p) for name, p in engine.module.named_parameters()}
     for i, moments in engine.optimizer.state_dict()["state"].items():
-        state |= {f"{name} {i}": _full(x) for name, x in moments.items()}
+        state |= {f"{name} {i}": full(x) for name, x in moments.items()}
     return state
 
 

@@ -13,7 +13,9 @@ import pytest
 import test_engine_equivalence
 import test_vision_engine
 import torch
-from test_engine_equivalence import OURS, TOLERANCE, _compare
+from shared_models import OURS, SharedModels
+from test_engine_equivalence import TOLERANCE, _compare
+from whole_tensors import whole
 
 from verl_prefix.testing import write_tiny_model
 
@@ -86,43 +88,12 @@ def _key(case: str | tuple[str, str]) -> str:
     return repr((family, sorted(_stock_options(family, options).items())))
 
 
-# Options of rows, passes and losses: an engine is the same under all of them.
-NOT_OF_ENGINES = ("batch", "budget", "empty", "padded", "tool_tokens", "use_kl_loss")
-
-
-class _Engines:
-    """`_engine`, which makes one engine for all cases with the same, as it was at first."""
-
-    def __init__(self) -> None:
-        self.found = {}
-        self.make = test_engine_equivalence._engine
-
-    def __call__(self, backend: str, path: str, options: dict):
-        options = {name: x for name, x in options.items() if name not in NOT_OF_ENGINES}
-        if (key := repr((backend, path, sorted(options.items())))) in self.found:
-            engine, weights = self.found[key]
-            for weight, first in zip(self._weights(engine), weights, strict=True):
-                weight.copy_(first)
-            engine.optimizer_zero_grad()
-            engine.optimizer.state.clear()
-        else:
-            engine = self.make(backend, path, options)
-            self.found[key] = engine, [weight.clone() for weight in self._weights(engine)]
-        return engine
-
-    def _weights(self, engine) -> list[torch.Tensor]:
-        """What this rank holds of them."""
-        return [
-            p.to_local() if hasattr(p, "to_local") else p for p in map(torch.Tensor.detach, engine.module.parameters())
-        ]
-
-
 def _join(rank: int, world: int, rendezvous: str) -> None:
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), VERL_PLATFORM="cpu")
     torch.distributed.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world)
     import verl  # noqa: F401  # first: it imports its plugin, ours
 
-    test_engine_equivalence._engine = test_vision_engine._engine = _Engines()
+    test_engine_equivalence._engine = test_vision_engine._engine = SharedModels(test_engine_equivalence._engine)
 
 
 def _stock_worker(rank: int, world: int, rendezvous: str, models: dict, cases: list, out: str) -> None:
@@ -166,7 +137,7 @@ def _worker(rank: int, world: int, rendezvous: str, size: int, models: dict, cas
         data = test_engine_equivalence._batch(data_rank, engine.model_config.hf_config.vocab_size, options)
         with mock.patch.multiple(sequence_parallel.Shards, **changed), engine.train_mode(disable_auto_offload=True):
             engine.forward_backward_batch(data, test_engine_equivalence._loss(options))
-            grads = test_engine_equivalence._whole({n: p.grad for n, p in engine.module.named_parameters()})
+            grads = whole({n: p.grad for n, p in engine.module.named_parameters()})
         wanted = truth[_key("packed")]["grads"]
         return max(test_engine_equivalence._relative(grads[name], grad) for name, grad in wanted.items())
 

@@ -15,8 +15,10 @@ from unittest import mock
 import pytest
 import torch
 from float64_torch import Float64Torch
+from shared_models import OURS, SharedModels
 from short_chunks import short_chunks
-from test_engine_equivalence import OURS, TOLERANCE, _compare, _engine, _half_errors, _loss, _padded, _responses, _whole
+from test_engine_equivalence import TOLERANCE, _compare, _engine, _half_errors, _loss, _padded, _responses
+from whole_tensors import whole
 
 from verl_prefix.api.pixels import positions_of_row
 from verl_prefix.models import vision
@@ -181,14 +183,14 @@ def _measure(backend: str, path: str, rank: int, options: dict) -> dict:
         with _Seen(engine) as result["updated"]:
             output = engine.forward_backward_batch(data.copy(), _loss(options))
         trained = {name: p for name, p in engine.module.named_parameters() if p.requires_grad}
-        grads = _whole({name: p if p.grad is None else p.grad for name, p in trained.items()})
+        grads = whole({name: p if p.grad is None else p.grad for name, p in trained.items()})
         result["grads"] = {name: grad * (trained[name].grad is not None) for name, grad in grads.items()}
         result["grad_norm"] = engine.optimizer_step()
     loss = torch.tensor(sum(output["loss"]), dtype=torch.float64)
     torch.distributed.all_reduce(loss)  # with us a rank computes other rows than those that it was given
     result["loss"] = loss.item() / options.get("ulysses", 1)
     result["metrics"] = (first if checked else output)["metrics"]
-    result["params"] = _whole(dict(engine.module.named_parameters()))
+    result["params"] = whole(dict(engine.module.named_parameters()))
     return result
 
 
@@ -204,7 +206,7 @@ def _worker(rank: int, world: int, rendezvous: str, paths: dict, out: str) -> No
 
     # verl 0.9.1's Qwen2.5-VL takes the tower's output for a tensor where a micro-batch has no pixels.
     BaseModelOutputWithPooling.mean = lambda output: output.pooler_output.mean()
-    results = {}
+    results, make = {}, SharedModels(_engine)
     # HF's own recurrence is up to 1.5e-5 from float64 in fp32; here both engines compute it in float64.
     modeling_qwen3_5.torch = Float64Torch()
     for family, path in paths.items():
@@ -220,17 +222,18 @@ def _worker(rank: int, world: int, rendezvous: str, paths: dict, out: str) -> No
                 stock[key] = _measure("fsdp2", path, rank, options)
             return stock[key]
 
-        for name in FAMILIES[family]:
-            options = CASES[name]
-            # The self-check of every case of text is test_engine_equivalence's; here of those where ranks must agree.
-            if name not in ("packed", "phased", "scattered", "text_rank"):
-                options = {"verify": "off"} | options
-            ours = _measure("prefix", path, rank, default | options)
-            found = truth(default | options)
-            results[family, name] = _compare(ours, found)
-            results[family, name]["tower"] = {
-                "ours": (ours["inferred"], ours["updated"]), "stock": (found["inferred"], found["updated"])
-            }  # fmt: skip
+        with mock.patch(f"{__name__}._engine", make):
+            for name in FAMILIES[family]:
+                options = CASES[name]
+                # The self-check of every case of text is test_engine_equivalence's; here where ranks must agree.
+                if name not in ("packed", "phased", "scattered", "text_rank"):
+                    options = {"verify": "off"} | options
+                ours = _measure("prefix", path, rank, default | options)
+                found = truth(default | options)
+                results[family, name] = _compare(ours, found)
+                results[family, name]["tower"] = {
+                    "ours": (ours["inferred"], ours["updated"]), "stock": (found["inferred"], found["updated"])
+                }  # fmt: skip
         # Rows with the same tokens share the first one's picture.
         with mock.patch.object(mini_batch, "share_pixels", lambda rows: [b""] * len(rows)):
             results[family, "others' pixels"] = _compare(
