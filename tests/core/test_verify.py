@@ -125,9 +125,9 @@ def test_rounding_passes_in_every_dtype_and_core(family, dtype):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("family", RECURRENT)
 def test_rounding_passes_in_recurrent_models(family, dtype):
-    found = [verdict(seed, dtype, family) for seed in range(2)]
-    assert not [v for v in found if v.missed], [str(v) for v in found]
-    assert max(v.gradients for v in found) > 0.1, "the figure measures something"
+    found = verdict(0, dtype, family)
+    assert not found.missed, str(found)
+    assert found.gradients > 0.1, "the figure measures something"
 
 
 @pytest.mark.full

@@ -85,8 +85,8 @@ CASES = {
     "fused_kernels_gate_shut": {"use_fused_kernels": True, "min_speedup": 1e6},
 }
 
-# One rank runs the self-check of every case, two ranks of those where ranks differ or must agree.
-CHECKED_ON_TWO_RANKS = (
+# Cases whose self-check runs: those where ranks differ or must agree. In test-full one rank runs every case's.
+CHECKED = (
     "default", "packed", "phased", "static_batch_size_of_one", "rank_of_empty_responses", "hsdp", "lora_phased",
     "padded", "sliding_window", "offload_params_and_optimizer", "gate_open",
 )  # fmt: skip
@@ -559,20 +559,20 @@ def _register_over_another_engine() -> None:
     EngineRegistry.register(model_type="language_model", backend="prefix_over_another", device="cpu")(Both)
 
 
-def _worker(rank: int, world: int, rendezvous: str, models: dict, cases: dict, out: str) -> None:
+def _worker(rank: int, world: int, rendezvous: str, models: dict, check_all: bool, out: str) -> None:
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), VERL_PLATFORM="cpu")
     from verl_prefix.engine.mini_batch import MiniBatch
 
     torch.distributed.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world)
     results, stock_cache = {}, {}
     with mock.patch(f"{__name__}._engine", SharedModels(_engine)):
-        for name, options in cases.items():
+        for name, options in CASES.items():
             path = models[options.get("family", "qwen3")]
             stock_options = {k: v for k, v in options.items() if k not in (*OURS, "use_fused_kernels")}
             key = repr(sorted(stock_options.items()))
             if key not in stock_cache:
                 stock_cache[key] = _measure("fsdp2", path, rank, stock_options)
-            if world == 2 and name not in CHECKED_ON_TWO_RANKS:
+            if name not in CHECKED and not check_all:
                 options = {"verify": "off"} | options
             results[name] = _compare(_measure("prefix", path, rank, options), stock_cache[key])
     if world == 1:  # on more, verl's engine builds modules without weights
@@ -635,7 +635,14 @@ def _worker(rank: int, world: int, rendezvous: str, models: dict, cases: dict, o
     torch.distributed.destroy_process_group()
 
 
-@pytest.fixture(scope="module", params=[1, 2], ids=["1rank", "2ranks"])
+RANKS = [
+    pytest.param((1, False), id="1rank"),
+    pytest.param((2, False), id="2ranks"),
+    pytest.param((1, True), id="1rank-every_check", marks=pytest.mark.full),
+]
+
+
+@pytest.fixture(scope="module", params=RANKS)
 def results(request, tmp_path_factory, spawn):
     tmp = tmp_path_factory.mktemp("engine")
     models = {family: write_tiny_model(tmp / family, family=family) for family in ("qwen3", "llama")}
@@ -643,8 +650,8 @@ def results(request, tmp_path_factory, spawn):
     window = dict(use_sliding_window=True, sliding_window=25, max_window_layers=1)
     models["window"] = write_tiny_model(tmp / "window", **window)
     models["tied"] = write_tiny_model(tmp / "tied", tie_word_embeddings=True)
-    world = request.param
-    spawn(_worker, args=(world, str(tmp / "rendezvous"), models, CASES, str(tmp / "out")), nprocs=world)
+    world, check_all = request.param
+    spawn(_worker, args=(world, str(tmp / "rendezvous"), models, check_all, str(tmp / "out")), nprocs=world)
     return [torch.load(f"{tmp / 'out'}.{rank}") for rank in range(world)]
 
 
