@@ -38,8 +38,8 @@ def test_passes_of_a_plan_count_each_token_once():
     phased = cost.plan_passes(SHAPE, make_plan(groups, 10**6, "phased", wave_tokens=11))
     assert sum(p.tokens for p in phased) == 52 and sum(p.head_tokens for p in phased) == 22
     assert sum(p.pairs for p in phased) == packed[0].pairs
-    twice = cost.plan_passes(SHAPE, make_plan(groups, 10**6, "packed"), logits_chunk=21)
-    assert [(p.tokens, p.head_tokens) for p in twice] == [(52, 22 * 4 // 3)]
+    twice = cost.plan_passes(SHAPE, make_plan(groups, 10**6, "packed"), logits_chunk=10)
+    assert [(p.tokens, p.head_tokens) for p in twice] == [(52, 22 + 12 // 3)]
     stock = cost.stock_passes(SHAPE, groups, budget=60, dense_mask=False)
     assert sum(p.tokens for p in stock) == 3 * 21 + 18 + 11 + 4 and len(stock) == 2
     assert sum(p.pairs for p in cost.stock_passes(SHAPE, groups, 60, dense_mask=True)) > sum(p.pairs for p in stock)
@@ -70,6 +70,23 @@ def test_flops_are_those_of_the_matmuls_that_run(config_class, fields):
     # torch does not count the CPU attention kernels; rotary angles are a small matmul, which the model leaves out.
     assert counter.get_total_flops() == pytest.approx(56 * shape.linear + 27 * shape.head, rel=1e-2)
     assert (shape.windows, shape.pair, shape.kv) == ((None,) * 3, 4.0 * 4 * 16, 2.0 * 3 * 2 * 16 * 4)
+
+
+@pytest.mark.parametrize(("chunk", "rows"), [(10, [7, 10, 10, 10, 7]), (9, [9, 9, 9, 9, 9]), (27, [27])])
+def test_lm_head_runs_twice_but_for_the_last_chunk(monkeypatch, chunk, rows):
+    """Forward, then the others once more, in backward's order, as `plan_passes` counts them."""
+    config = transformers.LlamaConfig(
+        vocab_size=97, hidden_size=64, intermediate_size=80, num_hidden_layers=1, num_attention_heads=4
+    )
+    model = transformers.LlamaForCausalLM(config)
+    seen, forward = [], model.lm_head.forward
+    monkeypatch.setattr(model.lm_head, "forward", lambda hidden: (seen.append(len(hidden)), forward(hidden))[1])
+    batch = random_rollouts([(30, [8, 9, 10])], 97)
+    run_shared(model, batch, "packed", logits_chunk=chunk)
+    assert seen == rows
+    groups = [Group((0, 1, 2), 30, (8, 9, 10))]
+    passes = cost.plan_passes(SHAPE, make_plan(groups, 10**6, "packed"), logits_chunk=chunk)
+    assert [p.head_tokens for p in passes] == [27 + (sum(seen) - 27) // 3]
 
 
 @hypothesis.given(*(st.floats(1e-12, 1e-9) for _ in range(3)), st.floats(0, 1e-2))
@@ -334,7 +351,7 @@ def test_rates_are_measured_where_the_choice_depends_on_them_alone():
     assert measures(SHORT, 500) == [True, False]
 
 
-@pytest.mark.parametrize(("sequence_ranks", "head_tokens"), [(1, 8000 * 4 // 3), (2, 8000)])
+@pytest.mark.parametrize(("sequence_ranks", "head_tokens"), [(1, 8000 + (8000 - 4096) // 3), (2, 8000)])
 def test_logits_in_chunks_run_again_by_each_ranks_tokens(sequence_ranks, head_tokens):
     memory = cost.Memory(2, False, False, 4096, False, sequence_ranks=sequence_ranks)
     costs = chooser.CostModel(SHAPE, False, None, 1.05, memory)

@@ -79,14 +79,14 @@ def test_schedules_miss_float64_like_stock_bf16(options):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("num_queries", "heads", "dim"), [(1, 4, 64), (1037, 6, 80), (4096, 32, 128)])
 def test_the_fused_merge_misses_float64_by_no_more_than_torch_does(dtype, num_queries, heads, dim):
-    if _fused_merge() is None:
+    if _fused_merge("cuda") is None:
         pytest.skip("triton is not installed")
     torch.manual_seed(0)
     out, out_2 = (torch.randn(num_queries, heads, dim, device="cuda").to(dtype) for _ in range(2))
     lse, lse_2 = (torch.randn(heads, num_queries, device="cuda") * 8 for _ in range(2))
     truth = merge(*(x.double() for x in (out, lse, out_2, lse_2)))
     by_torch = merge(out, lse, out_2, lse_2)
-    _fused_merge()(out, lse, out_2, lse_2)
+    _fused_merge("cuda")(out, lse, out_2, lse_2)
     for found, torchs, true in zip((out, lse), by_torch, truth, strict=True):
         errors = [((x.double() - true).norm() / true.norm()).item() for x in (found, torchs)]
         assert errors[0] <= max(1.3 * errors[1], torch.finfo(torch.float32).eps)

@@ -47,8 +47,8 @@ def plan_passes(shape: ModelShape, plan: Plan, logits_chunk: int | None = None) 
     """Costs of the passes of a plan.
 
     Args:
-        logits_chunk: of an update, tokens of all ranks that share a pass; one with more tokens for lm_head runs it
-            again in backward.
+        logits_chunk: of an update, tokens of all ranks that share a pass; lm_head runs again in backward for those
+            before the last chunk.
     """
     passes = []
     for planned in plan.passes:
@@ -59,7 +59,7 @@ def plan_passes(shape: ModelShape, plan: Plan, logits_chunk: int | None = None) 
     if logits_chunk is None:
         return passes
     # One forward more, of three that forward and backward cost.
-    return [p if p.head_tokens <= logits_chunk else p._replace(head_tokens=p.head_tokens * 4 // 3) for p in passes]
+    return [p._replace(head_tokens=p.head_tokens + max(0, p.head_tokens - logits_chunk) // 3) for p in passes]
 
 
 def stock_passes(

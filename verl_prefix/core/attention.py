@@ -77,16 +77,18 @@ def _merge_at(
     queries: slice | torch.Tensor, out: torch.Tensor, lse: torch.Tensor, out_2: torch.Tensor, lse_2: torch.Tensor
 ) -> None:
     """Merges a second partial attention of some queries into `out` [T, H, D] and `lse` [H, T]; one kernel on CUDA."""
-    fused = _fused_merge() if out.is_cuda and lse.dtype == torch.float32 and isinstance(queries, slice) else None
-    if fused is not None:
+    fused = _fused_merge(out.device.type)
+    if fused is not None and lse.dtype == torch.float32 and isinstance(queries, slice):
         fused(out[queries], lse[:, queries], out_2, lse_2)
     else:
         out[queries], lse[:, queries] = merge(out[queries], lse[:, queries], out_2, lse_2)
 
 
 @functools.cache
-def _fused_merge() -> Callable[..., None] | None:
-    """None where triton is not installed."""
+def _fused_merge(device_type: str) -> Callable[..., None] | None:
+    """None on other devices than CUDA, and where triton is not installed."""
+    if device_type != "cuda":
+        return None
     try:
         from verl_prefix.core.kernels.fused_merge import merge_into
     except ImportError:

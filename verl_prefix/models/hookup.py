@@ -117,8 +117,8 @@ class HookedModel:
         """Runs one packed row, inside `grouped_attention`, and returns what `outputs` makes of its logits: [n, k].
 
         lm_head runs inside the model's forward, so that FSDP2 has its weight unsharded, on at most `logits_chunk`
-        tokens at a time; more than one chunk is checkpointed, so that never more than logits_chunk x vocabulary logits
-        exist. Where the model changes logits behind lm_head, or a forward hook of lm_head may, they exist all at once.
+        tokens at a time; all chunks but the last are checkpointed, so that never more than logits_chunk x vocabulary
+        logits exist. Where the model changes logits behind lm_head, or lm_head's hooks may, all exist at once.
 
         Args:
             input_ids: [T] int64. position_ids: [T] or [4, T] int64. keep: [n] int64, the tokens for lm_head.
@@ -142,9 +142,12 @@ class HookedModel:
             def chunk(rows_chunk: torch.Tensor, hidden_chunk: torch.Tensor) -> torch.Tensor:
                 return outputs(rows_chunk, head_forward(hidden_chunk))
 
-            pieces = list(zip(rows.split(logits_chunk), hidden[0].split(logits_chunk), strict=True))
-            run = chunk if len(pieces) == 1 else functools.partial(checkpoint, chunk, use_reentrant=False)
-            return torch.cat([run(*x).unsqueeze(0) for x in pieces], dim=1)  # no view: FSDP2's hooks would warn of it
+            # Backward begins with the last chunk: its logits may wait for it, and are no more than a recomputation's.
+            first = len(rows) % logits_chunk or min(len(rows), logits_chunk)
+            sizes = [first, *[logits_chunk] * ((len(rows) - first) // logits_chunk)]
+            *earlier, last = zip(rows.split(sizes), hidden[0].split(sizes), strict=True)
+            chunks = [*(checkpoint(chunk, *x, use_reentrant=False) for x in earlier), chunk(*last)]
+            return torch.cat([x.unsqueeze(0) for x in chunks], dim=1)  # no view, which FSDP2's hooks would warn of
 
         scales = (getattr(self.text_config, name, None) for name in _AFTER_LM_HEAD)
         # FSDP2's own hooks reshard weights; any other may read or change logits, which `chunked` would hide from it.

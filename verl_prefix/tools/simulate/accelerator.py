@@ -20,7 +20,8 @@ from torch.autograd.profiler import record_function
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.backend_registration import _DummyBackendModule, _setup_privateuseone_for_python_backend
 
-from verl_prefix.core import host_memory, offload
+from verl_prefix.core import attention, host_memory, offload
+from verl_prefix.tools.simulate import operations
 
 DEVICE = "sim"
 _AUTOCAST = ("linear", "matmul", "mm", "bmm", "addmm", "baddbmm")  # those of CUDA's list that models here call
@@ -211,6 +212,7 @@ def fake_accelerator(ranks: int, replicas: int = 1) -> Iterator[DeviceMesh]:
             mock.patch.object(record_function, "__enter__", lambda self: self),  # names for a profiler; operations here
             mock.patch.object(record_function, "__exit__", lambda self, *exc_info: None),
             mock.patch.object(offload.OffloadedPrefixCache, "_stays", _stays),
+            mock.patch.object(attention, "_fused_merge", lambda device_type: operations.merge_into),
             mock.patch.object(host_memory, "host_room", lambda: 1 << 60),
             mock.patch.object(torch.accelerator, "current_stream", lambda *_: CLOCK.stream),  # FSDP2's other way
             torch.autograd.set_multithreading_enabled(False),  # an error on another thread aborts

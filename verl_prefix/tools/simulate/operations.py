@@ -53,6 +53,11 @@ class FakeFlashAttention:
 KERNEL = KERNELS["simulated"] = FakeFlashAttention()
 
 
+def merge_into(out: torch.Tensor, lse: torch.Tensor, out_2: torch.Tensor, lse_2: torch.Tensor) -> None:
+    """`core.kernels.fused_merge`, which runs on CUDA."""
+    scans.launch([out, lse, out_2, lse_2], [out, lse])
+
+
 def tensors_of(values: Iterable[Any]) -> list[torch.Tensor]:
     """The tensors among an operation's arguments or results; twice as fast here as a tree map."""
     tensors: list[torch.Tensor] = []
@@ -131,8 +136,10 @@ def bytes_of(name: str, ins: list, outs: list, new: bool, mutates: bool) -> floa
         return 3.0 * sum(x.nbytes for x in ins[1:]) + (2.0 * outs[0].nbytes if new and outs else 0.0)
     if name in ("slice_backward", "select_backward"):
         return float(ins[0].nbytes + outs[0].nbytes)
+    if name == scans.KERNEL:  # what it reads, then what it writes
+        return float(sum(map(_touched, ins)))
     seen = {(x.untyped_storage()._cdata, x.storage_offset(), tuple(x.shape)): x for x in (*ins, *outs)}
     nbytes = float(sum(map(_touched, seen.values())))
-    if mutates and not new and name != scans.KERNEL:  # read and written
+    if mutates and not new:  # read and written
         nbytes += sum(x.nbytes for x in outs or ins[:1])
     return nbytes

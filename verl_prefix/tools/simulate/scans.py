@@ -35,7 +35,7 @@ _library.define(f"{KERNEL}(Tensor[] reads, Tensor(a!)[] writes, float flops) -> 
 _library.impl(KERNEL, lambda reads, writes, flops: None, "Meta")
 
 
-def _launch(reads: Sequence[torch.Tensor | None], writes: list[Any], flops: float = 0.0) -> list[Any]:
+def launch(reads: Sequence[torch.Tensor | None], writes: list[Any], flops: float = 0.0) -> list[Any]:
     """A kernel that reads and writes these tensors; returns those that it writes."""
     given = ([x for x in tensors if x is not None] for tensors in (reads, writes))
     getattr(torch.ops.verl_prefix, KERNEL)(*given, flops)
@@ -43,11 +43,11 @@ def _launch(reads: Sequence[torch.Tensor | None], writes: list[Any], flops: floa
 
 
 def _l2norm(x: torch.Tensor) -> list[torch.Tensor]:
-    return _launch([x], [torch.empty_like(x), x.new_empty(x.shape[:-1], dtype=torch.float32)])
+    return launch([x], [torch.empty_like(x), x.new_empty(x.shape[:-1], dtype=torch.float32)])
 
 
 def _cumsum(g: torch.Tensor) -> torch.Tensor:
-    return _launch([g], [torch.empty_like(g)])[0]
+    return launch([g], [torch.empty_like(g)])[0]
 
 
 class _DeltaRule(torch.autograd.Function):
@@ -63,12 +63,12 @@ class _DeltaRule(torch.autograd.Function):
         (q, q_rstd), (k, k_rstd) = _l2norm(q), _l2norm(k)
         g = _cumsum(g)
         A = k.new_zeros(*k.shape[:3], DELTA_CHUNK)
-        _launch([k, g, beta], [A], flops * _SHARE)
-        w, u = _launch([k, v, g, beta, A], [torch.empty_like(k), torch.empty_like(v)], flops * _SHARE)
+        launch([k, g, beta], [A], flops * _SHARE)
+        w, u = launch([k, v, g, beta, A], [torch.empty_like(k), torch.empty_like(v)], flops * _SHARE)
         state = k.new_zeros(segments, k.shape[2], k.shape[3], v.shape[3], dtype=torch.float32) if final else None
         written = [_of_chunks(k, u, segments), torch.empty_like(u), state]
-        h, v_new, _ = _launch([k, w, u, g, initial], written, flops * _SHARE)
-        (out,) = _launch([q, k, v_new, h, g], [torch.empty_like(v)], flops * _SHARE)
+        h, v_new, _ = launch([k, w, u, g, initial], written, flops * _SHARE)
+        (out,) = launch([q, k, v_new, h, g], [torch.empty_like(v)], flops * _SHARE)
         ctx.save_for_backward(q, q_rstd, k, k_rstd, v, g, beta, A, initial)
         ctx.args = segments, flops
         return out, state
@@ -77,8 +77,8 @@ class _DeltaRule(torch.autograd.Function):
     def backward(ctx: Any, dout: torch.Tensor, dstate: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         q, q_rstd, k, k_rstd, *saved = ctx.saved_tensors
         dq, dk, *others = _delta_rule_backward(q, k, *saved, dout.contiguous(), dstate, *ctx.args)
-        (dq,) = _launch([q, q_rstd, dq], [torch.empty_like(q)])
-        (dk,) = _launch([k, k_rstd, dk], [torch.empty_like(k)])
+        (dq,) = launch([q, q_rstd, dq], [torch.empty_like(q)])
+        (dk,) = launch([k, k_rstd, dk], [torch.empty_like(k)])
         return dq, dk, *others, None, None, None
 
 
@@ -94,18 +94,18 @@ def _delta_rule_backward(
 ) -> tuple[torch.Tensor | None, ...]:  # fmt: skip
     """A function of its own, whose buffers are gone before the norms' gradients."""
     gradient = _GRADIENT * _SHARE * flops
-    w, u = _launch([k, v, g, beta, A], [torch.empty_like(k), torch.empty_like(v)], flops * _SHARE)
+    w, u = launch([k, v, g, beta, A], [torch.empty_like(k), torch.empty_like(v)], flops * _SHARE)
     written = [_of_chunks(k, u, segments), torch.empty_like(u)]
-    h, v_new = _launch([k, w, u, g, initial], written, flops * _SHARE)
-    (dv,) = _launch([q, k, g, dout], [torch.empty_like(dout)], gradient)
+    h, v_new = launch([k, w, u, g, initial], written, flops * _SHARE)
+    (dv,) = launch([q, k, g, dout], [torch.empty_like(dout)], gradient)
     dinitial = None if initial is None else torch.empty_like(initial, dtype=torch.float32)
     written = [torch.empty_like(h), dinitial, torch.empty_like(dv)]
-    dh, _, dv = _launch([q, k, w, g, initial, dstate, dout, dv], written, gradient)
+    dh, _, dv = launch([q, k, w, g, initial, dstate, dout, dv], written, gradient)
     written = [torch.empty_like(x) for x in (q, k, w, g[None])]
-    dq, dk, dw, dg = _launch([q, k, v_new, w, g, h, dv, dout, dh], written, gradient)
+    dq, dk, dw, dg = launch([q, k, v_new, w, g, h, dv, dout, dh], written, gradient)
     dg = dg.sum(0)
     written = [torch.empty_like(x) for x in (k, v, beta, g)]
-    dk2, du, dbeta, dg2 = _launch([k, v, beta, g, A, dw, dv], written, gradient)
+    dk2, du, dbeta, dg2 = launch([k, v, beta, g, A, dw, dv], written, gradient)
     return dq, dk.add_(dk2), du, _cumsum(dg.add_(dg2)), dbeta, dinitial
 
 
@@ -117,7 +117,7 @@ class _Conv(torch.autograd.Function):
         ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, flops: float
     ) -> torch.Tensor:
         x = x if 1 in x.stride()[1:] else x.contiguous()
-        (out,) = _launch([x, weight, bias], [torch.empty_like(x)], flops)
+        (out,) = launch([x, weight, bias], [torch.empty_like(x)], flops)
         ctx.save_for_backward(x, weight, bias)
         ctx.flops = flops
         return out
@@ -128,7 +128,7 @@ class _Conv(torch.autograd.Function):
         dout = dout if 1 in dout.stride()[1:] else dout.contiguous()
         dx, dweight = torch.empty_like(x), torch.zeros_like(weight, dtype=torch.float32)
         dbias = None if bias is None else torch.zeros_like(bias, dtype=torch.float32)
-        _launch([x, weight, bias, dout], [dx, dweight, dbias], _GRADIENT * ctx.flops)
+        launch([x, weight, bias, dout], [dx, dweight, dbias], _GRADIENT * ctx.flops)
         return dx, dweight.to(weight.dtype), None if dbias is None else dbias.to(bias.dtype), None
 
 
@@ -138,7 +138,7 @@ class _GatedNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         x, gate = x.contiguous(), gate.contiguous()
-        out, rstd = _launch([x, gate, weight], [torch.empty_like(x), x.new_empty(len(x), dtype=torch.float32)])
+        out, rstd = launch([x, gate, weight], [torch.empty_like(x), x.new_empty(len(x), dtype=torch.float32)])
         ctx.save_for_backward(x, gate, weight, rstd)
         return out
 
@@ -147,7 +147,7 @@ class _GatedNorm(torch.autograd.Function):
         x, gate, weight, rstd = ctx.saved_tensors
         dx, dgate = torch.empty_like(x), torch.empty_like(gate)
         dweight = weight.new_empty(_SUMMED, len(weight), dtype=torch.float32)
-        _launch([x, gate, weight, rstd, dout.contiguous()], [dx, dgate, dweight])
+        launch([x, gate, weight, rstd, dout.contiguous()], [dx, dgate, dweight])
         return dx, dgate, dweight.sum(0).to(weight.dtype)
 
 
