@@ -94,6 +94,7 @@ CONTRACT = {
     "verl.utils.metric:AggregationType": None,
     "verl.utils.metric:Metric.extend": "self values",
     "verl.utils.metric:Metric.aggregate_dp": "metric_lists",
+    "verl.utils.py_functional:convert_to_regular_types": "obj",
     "verl.utils.seqlen_balancing:calculate_workload": "seqlen_list",
     "verl.utils.seqlen_balancing:get_seqlen_balanced_partitions": "seqlen_list k_partitions equal_size",
     "verl.utils.seqlen_balancing:log_seqlen_unbalance": "seqlen_list partitions prefix",
