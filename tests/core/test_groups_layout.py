@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from verl_prefix.core.groups import Group, group_rows
-from verl_prefix.core.layout import build_layout, pass_order, prefix_layout, prefix_places
+from verl_prefix.core.layout import build_layout, pass_order, prefix_layout, prefix_starts
 from verl_prefix.core.waves import make_plan, make_waves, pad_to_same_passes
 
 CPU = torch.device("cpu")
@@ -106,8 +106,8 @@ def test_waves_hold_every_suffix_once_in_order_within_the_budget(shape, wave_tok
     for wave in waves:
         lens = [n for _, piece in wave for n in piece.suffix_lens]
         assert sum(lens) <= wave_tokens or sum(n > 0 for n in lens) == 1
-        places = [prefix_places(groups)[i] for i, _ in wave]
-        layout = build_layout([piece for _, piece in wave], offsets_of(groups_of(shape)), places)
+        where = [prefix_starts(groups)[i] for i, _ in wave]
+        layout = build_layout([piece for _, piece in wave], offsets_of(groups_of(shape)), where)
         assert layout.num_prefix == 0 and layout.num_tokens == sum(lens)
         sharing = [i for i, piece in wave if piece.num_suffix_tokens and piece.prefix_len]
         keys = [starts[i] + token for i in sharing for token in range(groups[i].prefix_len)]
@@ -122,7 +122,7 @@ def keys_read(layout, window, prefix_place):
         own[:] = layout.index
     else:
         own[reads.tails.own] = layout.index
-        own[reads.tails.places] = prefix_place[reads.tails.tokens]
+        own[reads.tails.prefix] = prefix_place[reads.tails.tokens]
     assert (own >= 0).all()
     found = {}
     for q0, q1, k0, k1 in reads.causal:
@@ -164,9 +164,9 @@ def test_every_query_reads_the_last_window_tokens_of_its_own_row(shape, window, 
         return
     prefixes = prefix_layout(groups, offsets)
     assert keys_read(prefixes, window, prefixes.index) == [expected(place) for place in prefixes.index.tolist()]
-    places = prefix_places(groups)
+    starts = prefix_starts(groups)
     for wave in make_waves(groups, wave_tokens):
-        layout = build_layout([piece for _, piece in wave], offsets, [places[i] for i, _ in wave])
+        layout = build_layout([piece for _, piece in wave], offsets, [starts[i] for i, _ in wave])
         assert keys_read(layout, window, prefixes.index) == [expected(place) for place in layout.index.tolist()]
 
 

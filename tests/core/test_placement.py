@@ -1,4 +1,4 @@
-"""Placement: rows on ranks by cost (`auto.placement`), and groups in mini-batches (`trainer.placement`)."""
+"""Placement: rows on ranks by cost (`auto.placement`), and groups in mini-batches (`trainer.mini_batches`)."""
 
 import random
 import time
@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from verl_prefix.auto.placement import WORTH, describe_rows, place_rows, row_cost
 from verl_prefix.auto.shape import ModelShape
-from verl_prefix.trainer.placement import fill_mini_batches
+from verl_prefix.trainer.mini_batches import fill_mini_batches
 
 SHAPE = ModelShape(1e3, 1e2, 1.0, (None, 64), 1.0, 1.0, 1.0, 100, tower=10.0)
 

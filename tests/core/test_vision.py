@@ -151,11 +151,11 @@ def features_in_the_batchs_order(case, monkeypatch):
     """Images first, then videos: not as they stand in the prompts."""
     of = vision.PixelBatch.of
 
-    def sorted_places(self, *args):
+    def sorted_indices(self, *args):
         found = of(self, *args)
-        return found | {"places": found["places"].sort().values} if found else found
+        return found | {"indices": found["indices"].sort().values} if found else found
 
-    monkeypatch.setattr(vision.PixelBatch, "of", sorted_places)
+    monkeypatch.setattr(vision.PixelBatch, "of", sorted_indices)
 
 
 SABOTAGES = (

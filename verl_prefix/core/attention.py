@@ -97,7 +97,7 @@ def _fused_merge(device_type: str) -> Callable[..., None] | None:
 
 
 def _logaddexp(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    # Not torch.logaddexp: its last bits depend on an element's place in the tensor, and with it on the schedule.
+    # Not torch.logaddexp: its last bits depend on an element's index in the tensor, and with it on the schedule.
     return torch.maximum(a, b) + torch.log1p(torch.exp(-(a - b).abs()))
 
 
@@ -168,7 +168,7 @@ class GroupedAttention(torch.autograd.Function):
         )  # fmt: skip
         prefix_grads: list[tuple[slice | torch.Tensor, torch.Tensor, torch.Tensor]] = []
         if reads.tails is not None:
-            prefix_grads.append((reads.tails.tokens, dk[reads.tails.places], dv[reads.tails.places]))
+            prefix_grads.append((reads.tails.tokens, dk[reads.tails.prefix], dv[reads.tails.prefix]))
             dk, dv = dk[reads.tails.own], dv[reads.tails.own]
         if reads.cross is not None:
             queries, keys = reads.queries, reads.keys

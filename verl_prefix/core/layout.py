@@ -97,12 +97,12 @@ class Spans:
 class Tails:
     """Keys of the causal call in a layer with a sliding window: each far suffix behind the last prefix keys it sees.
 
-    `own` [T] are the places of the layout's own keys among them, `places` [n] those of the prefix keys, which are
-    `tokens` [n] of the prefix source.
+    `own` [T] indexes the layout's own keys among them, `prefix` [n] those of the prefix, which are `tokens` [n] of the
+    prefix source.
     """
 
     own: torch.Tensor
-    places: torch.Tensor
+    prefix: torch.Tensor
     tokens: torch.Tensor
 
 
@@ -128,7 +128,7 @@ class AttentionCalls:
             return own
         keys = own.new_empty(self.causal.k[-1], *own.shape[1:])
         keys[self.tails.own] = own
-        keys[self.tails.places] = prefix[self.tails.tokens]
+        keys[self.tails.prefix] = prefix[self.tails.tokens]
         return keys
 
 
@@ -223,7 +223,7 @@ class Layout:
         ends = list(zip(self.segments, tail_lens, key_ends, strict=True))
         return Tails(
             own=on_device(_ranges([(end - s.length, s.length) for s, _, end in ends]), device),
-            places=on_device(_ranges([(end - s.length - n, n) for s, n, end in ends]), device),
+            prefix=on_device(_ranges([(end - s.length - n, n) for s, n, end in ends]), device),
             tokens=on_device(_ranges([(s.prefix_start + s.prefix_len - n, n) for s, n, _ in ends]), device),
         )
 
@@ -233,7 +233,7 @@ def pass_order(groups: Sequence[Group]) -> list[Group]:
     return sorted((g for g in groups if g.num_suffix_tokens), key=lambda group: group.prefix_len == 0)
 
 
-def prefix_places(groups: Sequence[Group]) -> list[tuple[int, int]]:
+def prefix_starts(groups: Sequence[Group]) -> list[tuple[int, int]]:
     """Where each group's prefix starts in a row of them all, and its number among those with tokens, else -1."""
     starts = accumulate((group.prefix_len for group in groups), initial=0)
     numbers = accumulate((group.prefix_len > 0 for group in groups), initial=0)
@@ -244,20 +244,20 @@ def prefix_places(groups: Sequence[Group]) -> list[tuple[int, int]]:
 
 
 def build_layout(
-    groups: Sequence[Group], offsets: Sequence[int], places: Sequence[tuple[int, int]] | None = None
+    groups: Sequence[Group], offsets: Sequence[int], starts: Sequence[tuple[int, int]] | None = None
 ) -> Layout:
     """The packed row of `groups`, best in `pass_order`.
 
     Args:
         offsets: first token of each row in the batch's flat values (nested `offsets()`).
-        places: None for a row with its prefixes. For a wave: the `prefix_places` of its groups in the prefix row of
+        starts: None for a row with its prefixes. For a wave: the `prefix_starts` of its groups in the prefix row of
             phase A; the wave then has suffixes only and reads the prefix cache.
     """
-    prefixes = [group for group in groups if group.prefix_len and places is None]
+    prefixes = [group for group in groups if group.prefix_len and starts is None]
     num_prefix = sum(group.prefix_len for group in prefixes)
     suffixes = [
         (int(offsets[row]) + group.prefix_len, Segment(suffix_len, start, group.prefix_len, number))
-        for group, (start, number) in zip(groups, prefix_places(groups) if places is None else places, strict=True)
+        for group, (start, number) in zip(groups, prefix_starts(groups) if starts is None else starts, strict=True)
         for row, suffix_len in zip(group.rows, group.suffix_lens, strict=True)
         if suffix_len
     ]

@@ -51,12 +51,12 @@ class _Shelved:
 
     def tensors(self) -> Tensors:
         assert self.on_device is not None
-        found, start = [], 0
+        parts, start = [], 0
         for shape, requires_grad in self.like:
             end = start + shape.numel() * self.dtype.itemsize
-            found.append(self.on_device[start:end].view(self.dtype).view(shape).requires_grad_(requires_grad))
+            parts.append(self.on_device[start:end].view(self.dtype).view(shape).requires_grad_(requires_grad))
             start = end
-        return tuple(found)
+        return tuple(parts)
 
 
 class Shelf(MutableMapping[Key, Tensors]):

@@ -24,13 +24,13 @@ import torch.distributed as dist
 from verl_prefix.core.attention import AttentionPass, Inspect
 from verl_prefix.core.errors import annotate_errors, annotate_loop_body
 from verl_prefix.core.groups import Group
-from verl_prefix.core.layout import Layout, build_layout, dummy_layout, on_device, prefix_layout, prefix_places
+from verl_prefix.core.layout import Layout, build_layout, dummy_layout, on_device, prefix_layout, prefix_starts
 from verl_prefix.core.offload import OffloadedPrefixCache
 from verl_prefix.core.prefix_cache import PrefixCache
 from verl_prefix.core.sequence_parallel import Shards
 from verl_prefix.core.waves import PackedPass, PhasedPass, Plan
 
-# (suffix tokens' places in the batch's flat values [n], their logits [n, vocabulary]) -> what the loss needs [n, k]
+# (suffix tokens' indices in the batch's flat values [n], their logits [n, vocabulary]) -> what the loss needs [n, k]
 Outputs = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 # (groups, layout, outputs of all suffix tokens [n, k]) -> loss of these rows
 Step = Callable[[Sequence[Group], Layout, torch.Tensor], torch.Tensor]
@@ -136,13 +136,13 @@ class Schedule:
     @property
     def seconds(self) -> dict[str, float]:
         """Of each phase so far; asking waits for the device."""
-        found: dict[str, float] = {}
+        seconds: dict[str, float] = {}
         for phase, start, end in self._moments:
             if isinstance(end, torch.cuda.Event):
                 end.synchronize()
             span = end - start if isinstance(end, float) else start.elapsed_time(end) / 1000
-            found[phase] = found.get(phase, 0.0) + span
-        return found
+            seconds[phase] = seconds.get(phase, 0.0) + span
+        return seconds
 
     def run(self, tokens: TokenBatch, plan: Plan) -> None:
         """All passes of `plan`, in its order, which must be the same on every rank; needs `step`."""
@@ -189,13 +189,13 @@ class Schedule:
             yield self._suffixes(tokens, planned.groups, layout, cache=None)
 
     def _waves(self, tokens: TokenBatch, planned: PhasedPass, cache: PrefixCache, last: bool) -> Generator[PassOutputs]:
-        places = prefix_places(planned.groups)
+        starts = prefix_starts(planned.groups)
         device = tokens.input_ids.device
         if self.measure_peak:
             torch.cuda.reset_peak_memory_stats(device)
         for number, wave in enumerate(planned.waves, start=1):
             groups = [piece for _, piece in wave]
-            layout = build_layout(groups, tokens.offsets, [places[i] for i, _ in wave]) if wave else dummy_layout()
+            layout = build_layout(groups, tokens.offsets, [starts[i] for i, _ in wave]) if wave else dummy_layout()
             sync = self.gradient_sync(last and number == len(planned.waves))
             with self._timed("phase_b", groups, f"wave {number} of {len(planned.waves)}"), sync:
                 yield self._suffixes(tokens, groups, layout, cache)
@@ -222,12 +222,12 @@ class Schedule:
             layout = layout.reading(tokens.is_read)
         keep = slice(layout.num_prefix, None) if layout.read is None else layout.read
         with self.forward_context():
-            outputs = self.outputs if groups else _sum_logits
             prefixes = groups if cache is None else ()
-            found = self._forward(
-                tokens, layout, keep=keep, attention_pass=attention_pass, outputs=outputs, prefixes=prefixes
-            )
-            return PassOutputs(groups, layout, found)
+            outputs = self._forward(
+                tokens, layout, keep=keep, attention_pass=attention_pass,
+                outputs=self.outputs if groups else _sum_logits, prefixes=prefixes,
+            )  # fmt: skip
+            return PassOutputs(groups, layout, outputs)
 
     def _forward(
         self, tokens: TokenBatch, layout: Layout, keep: slice | torch.Tensor, attention_pass: AttentionPass,
@@ -241,14 +241,14 @@ class Schedule:
             own, attention_pass.multiplicity = layout.index[shards.tokens], shards.own(layout.multiplicity)
             kept, gathered = shards.keep(kept)
         index, kept = on_device(own, device), on_device(kept, device)
-        place = index[kept]
+        of_batch = index[kept]
         pixels = tokens.pixels and tokens.pixels.of(prefixes, device, shards.tokens if shards else None)
-        found = self.model.token_outputs(
+        result = self.model.token_outputs(
             tokens.input_ids[index], tokens.position_ids[..., index], keep=kept, attention_pass=attention_pass,
-            outputs=outputs and (lambda rows, logits: outputs(place[rows], logits)), logits_chunk=self.logits_chunk,
+            outputs=outputs and (lambda rows, logits: outputs(of_batch[rows], logits)), logits_chunk=self.logits_chunk,
             pixels=pixels or {},
         )  # fmt: skip
-        return found if shards is None else shards.gather(found, gathered)
+        return result if shards is None else shards.gather(result, gathered)
 
     @contextmanager
     def _timed(self, phase: str, groups: Sequence[Group], part: str = "") -> Iterator[None]:
@@ -266,6 +266,6 @@ class Schedule:
         return event
 
 
-def _sum_logits(place: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+def _sum_logits(index: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
     """Outputs of a dummy wave or pass, which has a gradient for all that those of other ranks have one for."""
     return logits.sum(-1, keepdim=True)

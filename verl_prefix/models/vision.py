@@ -124,16 +124,16 @@ class PixelBatch:
         self, groups: Sequence[Group], device: torch.device, tokens: torch.Tensor | None = None
     ) -> dict[str, torch.Tensor]:
         """Arguments of `forward` for a packed row that begins with the prefixes of `groups`: `patches` [n, patch size],
-        `grid` [m, 3], and `places` [k] int64, where in the row the tower's k features belong; nothing without pixels.
+        `grid` [m, 3], and `indices` [k] int64, where in the row the tower's k features belong; nothing without pixels.
 
         Args:
-            tokens: [t] int64, in host memory, those of the row that this rank has under sequence parallelism. `places`
+            tokens: [t] int64, in host memory, those of the row that this rank has under sequence parallelism. `indices`
                 count among them, and `chosen` [k] int64 are the features that belong there.
 
         Raises:
             ValueError: a prefix has more or fewer visual tokens than its pixels make features.
         """
-        patches, grids, places = [], [], []
+        patches, grids, indices = [], [], []
         starts = accumulate((group.prefix_len for group in groups), initial=0)
         for group, start in zip(groups, starts, strict=False):
             row = group.rows[0]
@@ -154,16 +154,16 @@ class PixelBatch:
                 if held:
                     patches.append(inputs[values])
                     grids.append(inputs[grid])
-                    places.append(positions + start)
+                    indices.append(positions + start)
         if not patches:
             return {}
-        tensors = {"patches": torch.cat(patches), "grid": torch.cat(grids), "places": torch.cat(places)}
+        tensors = {"patches": torch.cat(patches), "grid": torch.cat(grids), "indices": torch.cat(indices)}
         if tokens is not None:
-            order = tensors["places"].argsort()
-            at = torch.searchsorted(tensors["places"][order], tokens).clamp(max=len(order) - 1)
+            order = tensors["indices"].argsort()
+            at = torch.searchsorted(tensors["indices"][order], tokens).clamp(max=len(order) - 1)
             feature = order[at]
-            is_seen = tensors["places"][feature] == tokens
-            tensors |= {"places": is_seen.nonzero()[:, 0], "chosen": feature[is_seen]}
+            is_seen = tensors["indices"][feature] == tokens
+            tensors |= {"indices": is_seen.nonzero()[:, 0], "chosen": feature[is_seen]}
         return {name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()}
 
 
@@ -180,7 +180,7 @@ def forward(
     tower: bool,
     patches: torch.Tensor | None = None,
     grid: torch.Tensor | None = None,
-    places: torch.Tensor | None = None,
+    indices: torch.Tensor | None = None,
     chosen: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> "Output":
@@ -189,7 +189,7 @@ def forward(
     Args:
         input_ids: [1, T] int64. keep: [n] int64, the tokens that go through lm_head.
         tower: whether this pass runs the tower; a wave does not.
-        patches, grid, places, chosen: see `PixelBatch.of`.
+        patches, grid, indices, chosen: see `PixelBatch.of`.
         kwargs: for the text model: position ids, mask, and what its attention needs.
 
     Returns:
@@ -208,10 +208,10 @@ def forward(
         if not seen:
             embeds = embeds + sum(0.0 * x.mean() for x in (features, *(deepstack or ())))
         else:
-            embeds = embeds.index_copy(1, places, features.to(embeds.dtype).unsqueeze(0))
+            embeds = embeds.index_copy(1, indices, features.to(embeds.dtype).unsqueeze(0))
             if deepstack:  # the text model adds them by a mask, and so in the order of the row
-                kwargs["visual_pos_masks"] = torch.zeros_like(input_ids, dtype=torch.bool).index_fill(1, places, True)
-                kwargs["deepstack_visual_embeds"] = [x[places.argsort()] for x in deepstack]
+                kwargs["visual_pos_masks"] = torch.zeros_like(input_ids, dtype=torch.bool).index_fill(1, indices, True)
+                kwargs["deepstack_visual_embeds"] = [x[indices.argsort()] for x in deepstack]
     elif torch.is_grad_enabled():
         # FSDP2 adds up gradients in another dtype until it reduces them, and reduces one dtype at once: what the tower
         # shards together with text layers gets a gradient (of zero) in waves too, like those.

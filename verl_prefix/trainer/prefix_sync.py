@@ -22,7 +22,7 @@ from verl.trainer.ppo.v1.trainer_separate_async import PPOTrainerSeparateAsync
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 from verl.utils.seqlen_balancing import calculate_workload, get_seqlen_balanced_partitions, log_seqlen_unbalance
 
-from verl_prefix.trainer.placement import fill_mini_batches
+from verl_prefix.trainer.mini_batches import fill_mini_batches
 from verl_prefix.trainer.watchdog import Watchdog, stall_minutes
 from verl_prefix.versions import check_verl_version
 

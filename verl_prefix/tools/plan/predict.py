@@ -22,7 +22,7 @@ from verl_prefix.config import attention_of, is_varlen
 from verl_prefix.core.groups import Group
 from verl_prefix.core.waves import Plan
 from verl_prefix.tools.plan.training_command import Prompt
-from verl_prefix.trainer.placement import fill_mini_batches
+from verl_prefix.trainer.mini_batches import fill_mini_batches
 
 SEED = 0
 NUM_STEPS, NUM_ROWS = 4, 4000  # training steps that are priced, fewer where they have as many rows

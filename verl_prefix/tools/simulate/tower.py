@@ -63,7 +63,7 @@ class TowerPixels:
         if not grids:
             return {}
         size = c.in_channels * c.temporal_patch_size * c.patch_size**2
-        inputs = {"patches": torch.zeros(num_patches(tuple(grids)), size), "places": torch.cat(positions)}
+        inputs = {"patches": torch.zeros(num_patches(tuple(grids)), size), "indices": torch.cat(positions)}
         inputs = {name: x.to(device, non_blocking=True) for name, x in inputs.items()}
         grid = inputs["grid"] = torch.tensor(grids, device=device)
         grid.rows = tuple(grids)  # type: ignore[attr-defined]
