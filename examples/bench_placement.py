@@ -102,16 +102,16 @@ def measure(kind: str, ranks: int, place: Callable) -> dict[str, dict[str, float
         order[start : start + size] for start in range(0, len(order), size)
     ]  # fmt: skip
     before = [[list(b) for b in bins[rank * MINI_BATCHES : (rank + 1) * MINI_BATCHES]] for rank in range(ranks)]
-    found = {
+    outcomes = {
         "verl": score(step(False), verl_dealt, False),
         "prefix_sync before": score(step(False), before, False),
         "exchange, sync": score(step(False), verl_dealt, True),
         "exchange, prefix_sync": score(step(True), dealt, True),
     }
-    fastest = min(one["time"] for one in found.values())
-    for one in found.values():
+    fastest = min(one["time"] for one in outcomes.values())
+    for one in outcomes.values():
         one["time"] /= fastest
-    return found
+    return outcomes
 
 
 def main() -> None:
@@ -134,11 +134,11 @@ def main() -> None:
     for kind in KINDS:
         for ranks in options.ranks:
             start = time.perf_counter()
-            found = measure(kind, ranks, place)
+            outcomes = measure(kind, ranks, place)
             cells = (
-                f"{one['ratio']:.2f} / {one['imbalance']:.2f} / {one['time']:.2f}" for one in map(found.get, names)
+                f"{one['ratio']:.2f} / {one['imbalance']:.2f} / {one['time']:.2f}" for one in map(outcomes.get, names)
             )
-            lines.append(f"| {kind} | {ranks} | {' | '.join(cells)} | {found[names[-1]]['mib']:.1f} |")
+            lines.append(f"| {kind} | {ranks} | {' | '.join(cells)} | {outcomes[names[-1]]['mib']:.1f} |")
             print(lines[-1], json.dumps({"seconds": round(time.perf_counter() - start, 1)}), flush=True)
     options.out.write_text("\n".join(lines) + "\n")
 

@@ -52,7 +52,7 @@ TOWERS = {
 
 
 def build_model(options: argparse.Namespace) -> PreTrainedModel:
-    """A random model with zero gradients in place: text layers of 64 per head, a tower of four blocks."""
+    """A random model with gradients of zero: text layers of 64 per head, a tower of four blocks."""
     torch.manual_seed(0)
     name, tower = TOWERS[options.family]
     text = dict(

@@ -243,13 +243,13 @@ def _ignore_gone(action: Callable[[], None]) -> None:
 
 def memory_mib(session: int) -> dict[str, float]:
     """MiB in use now by each of `ROLES` in a session; of the ranks, the largest's."""
-    found = dict.fromkeys(ROLES, 0.0)
+    in_use = dict.fromkeys(ROLES, 0.0)
     for process in psutil.process_iter(["cmdline", "memory_info"]):
         title, used = " ".join(process.info["cmdline"] or ()), process.info["memory_info"]
         for role, names in ROLES.items():
             if used and title.startswith(names) and _session(process) == session:
-                found[role] = max(found[role], used.rss / 2**20)
-    return found
+                in_use[role] = max(in_use[role], used.rss / 2**20)
+    return in_use
 
 
 def environment(metrics: Path) -> dict[str, str]:

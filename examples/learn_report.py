@@ -32,10 +32,10 @@ def read(run: Path) -> Curve:
     for path in sorted(run.glob("call_*.jsonl")):
         for line in path.read_text().splitlines():
             try:
-                found = json.loads(line)
+                logged = json.loads(line)
             except json.JSONDecodeError:
                 continue
-            curve[found["step"]] = curve.get(found["step"], {}) | found["data"]
+            curve[logged["step"]] = curve.get(logged["step"], {}) | logged["data"]
     return dict(sorted(curve.items()))
 
 
@@ -45,10 +45,10 @@ def finished(run: Path, steps: int) -> bool:
 
 def runs(output: Path) -> dict[str, Curve]:
     """Return the curve of each run, by its name."""
-    found = {
+    curves = {
         path.name: read(path) for path in sorted(output.iterdir()) if re.fullmatch(r"(stock|prefix)_\d+", path.name)
     }
-    return {name: curve for name, curve in found.items() if curve}
+    return {name: curve for name, curve in curves.items() if curve}
 
 
 def start_accuracy(output: Path) -> float | None:
@@ -105,9 +105,9 @@ def build(output: Path, config: dict[str, Any]) -> dict[str, Any]:
     described = {name: describe(curve, start, steps, questions) for name, curve in runs(output).items()}
     done = {name: run for name, run in described.items() if "rise" in run}
     missing = [
-        f"{num} {arm} runs of {steps} steps are wanted, there are {found}"
+        f"{num} {arm} runs of {steps} steps are wanted, there are {there}"
         for arm, num in (("prefix", SEEDS), ("stock", 1))
-        if (found := sum(name.startswith(arm) for name in done)) < num
+        if (there := sum(name.startswith(arm) for name in done)) < num
     ]
     failed = [
         f"{name}: exact match rose by {run['rise']:.3f}, and {LEAST_RISE} and {LEAST_ERRORS:g} standard errors of "
@@ -157,7 +157,7 @@ def draw(report: dict[str, Any], path: Path) -> bool:
 
 
 def moving(values: list[float | None]) -> list[float | None]:
-    """Return at each place the mean of what is known of the last `WINDOW` values; None where the value is unknown."""
+    """Return at each step the mean of what is known of the last `WINDOW` values; None where the value is unknown."""
     means: list[float | None] = []
     for i, value in enumerate(values):
         known = [v for v in values[max(0, i + 1 - WINDOW) : i + 1] if v is not None]

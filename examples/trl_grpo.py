@@ -58,8 +58,8 @@ class SharedPrefixGRPOTrainer(GRPOTrainer):
         self, model, input_ids, attention_mask, logits_to_keep, batch_size=None, compute_entropy=False,
         compute_aux_loss=False, **pixels,
     ):  # fmt: skip
-        if found := sorted(name for name, value in pixels.items() if value is not None):
-            raise ValueError(f"{', '.join(found)}: this trainer takes text alone; use GRPOTrainer, or the verl plugin")
+        if given := sorted(name for name, value in pixels.items() if value is not None):
+            raise ValueError(f"{', '.join(given)}: this trainer takes text alone; use GRPOTrainer, or the verl plugin")
         model = self.accelerator.unwrap_model(model)
         split = [-logits_to_keep]
         (prompts, completions), (prompt_mask, completion_mask) = (
@@ -187,10 +187,10 @@ def main(argv: list[str] | None = None) -> None:
         stock = train(GRPOTrainer, model, prompts, options)
         ours = train(SharedPrefixGRPOTrainer, model, prompts, options, max_tokens=args.max_tokens)
     if ours.accelerator.is_main_process:
-        found = (
+        report = (
             provenance("trl-1", "cpu") | {"trl": trl.__version__, "config": vars(args) | options} | compare(ours, stock)
         )
-        print(json.dumps(found))
+        print(json.dumps(report))
 
 
 if __name__ == "__main__":

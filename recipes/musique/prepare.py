@@ -152,10 +152,10 @@ def read_questions(path: Path) -> Iterator[Question | None]:
 def parse(line: Line) -> Question:
     """Return the question of one line, without blank aliases; ValueError where the line is not in the format."""
     paragraphs = line.items("paragraphs", dict)
-    places: dict[int, int] = {}
-    for place, paragraph in enumerate(paragraphs):
+    number_of: dict[int, int] = {}
+    for number, paragraph in enumerate(paragraphs):
         idx = paragraph.get("idx", int)
-        if places.setdefault(idx, place) != place:
+        if number_of.setdefault(idx, number) != number:
             raise line.error(paragraph.path("idx"), f"{idx} is the idx of another paragraph too")
     hops = line.items("question_decomposition", dict)
     if not hops:
@@ -163,11 +163,11 @@ def parse(line: Line) -> Question:
     supporting = set()
     for hop in hops:
         idx = hop.get("paragraph_support_idx", int)
-        if idx not in places:
+        if idx not in number_of:
             raise line.error(
-                hop.path("paragraph_support_idx"), f"{idx} is out of range; paragraphs has {_shown(list(places))}"
+                hop.path("paragraph_support_idx"), f"{idx} is out of range; paragraphs has {_shown(list(number_of))}"
             )
-        supporting.add(places[idx])
+        supporting.add(number_of[idx])
     aliases = [alias for alias in line.items("answer_aliases", str) if alias.strip()]
     return Question(
         id=line.text("id"),

@@ -322,7 +322,7 @@ def prepare(
 
 
 def write(output: Path, tables: dict[str, pa.Table]) -> None:
-    """Write all tables beside their places, then move them there."""
+    """Write all tables beside their names, then move them there."""
     output.mkdir(parents=True, exist_ok=True)
     partials = {output / name: output / f".{name}.{os.getpid()}.partial" for name in tables}
     try:
