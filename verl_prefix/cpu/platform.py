@@ -1,8 +1,7 @@
 """verl platform `cpu` (verl/plugin/platform): gloo collectives, and Ray "GPUs" that only count workers."""
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -68,12 +67,10 @@ class CPUPlatform(PlatformBase):
     def device_count(self) -> int:
         return 1
 
-    def manual_seed(self, seed: int) -> None:
-        torch.manual_seed(seed)
-
-    manual_seed_all = manual_seed
+    manual_seed = manual_seed_all = staticmethod(torch.manual_seed)
     set_device = synchronize = set_allocator_settings = empty_cache = _nothing
     profiler_start = profiler_stop = cudart = _nothing
+    nvtx_range = nullcontext
 
     def get_device_capability(self, device_index: int = 0) -> tuple[None, None]:
         return None, None
@@ -94,10 +91,6 @@ class CPUPlatform(PlatformBase):
 
     def visible_devices_envvar(self) -> str:
         return "CUDA_VISIBLE_DEVICES"
-
-    @contextmanager
-    def nvtx_range(self, msg: str) -> Iterator[None]:
-        yield
 
     def ray_resource_name(self) -> str:
         # ResourcePoolManager (verl/single_controller/ray/base.py) counts GPU and NPU only; ray.init(num_gpus=N)

@@ -198,9 +198,8 @@ class HFServer:
                 f"{self.max_model_len} positions (both must be at least 1 token); lower data.max_prompt_length or "
                 "data.max_response_length"
             )
-        stop_ids = _token_ids(params.pop("stop_token_ids", None))
-        if not params.pop("ignore_eos", config.ignore_eos):
-            stop_ids = _token_ids(stop_ids, self.eos_ids)
+        eos_ids = () if params.pop("ignore_eos", config.ignore_eos) else self.eos_ids
+        stop_ids = _token_ids(params.pop("stop_token_ids", None), eos_ids)
         temperature = float(params.pop("temperature", 1.0))
         top_p, top_k = float(params.pop("top_p", 1.0)), int(params.pop("top_k", -1))
         if params.pop("repetition_penalty", 1.0) != 1.0 or params:
