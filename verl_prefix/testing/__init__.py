@@ -4,14 +4,12 @@ from typing import Any
 
 from verl_prefix.testing.rollouts import Rollouts, random_rollouts, run_shared, run_stock
 from verl_prefix.testing.tiny_models import (
-    CHAT_TEMPLATE,
     visual_prompt,
     write_tiny_model,
     write_tiny_vlm,
 )
 
 __all__ = [
-    "CHAT_TEMPLATE",
     "Rollouts",
     "letter_share",
     "random_rollouts",

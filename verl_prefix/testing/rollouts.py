@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -40,6 +41,20 @@ def random_rollouts(
     return Rollouts(*([rows[i][column] for i in order] for column in range(3)))
 
 
+def flatten(rollouts: Rollouts, device: torch.device | str) -> tuple[TokenBatch, torch.Tensor, list[Group]]:
+    """Rows behind each other: their tokens, the weight of each in float64 (a prompt's is 0), and their groups."""
+    rows = [torch.cat(pair) for pair in zip(rollouts.prompts, rollouts.responses, strict=True)]
+    offsets = [0, *accumulate(map(len, rows))]
+    # A rank without rows still runs dummies, which need a token.
+    flat = torch.cat(rows or [torch.zeros(1, dtype=torch.int64)])
+    positions = torch.cat([torch.arange(len(row)) for row in rows or [flat]])
+    pairs = zip(rollouts.prompts, rollouts.weights, strict=True)
+    padded = [torch.nn.functional.pad(weight.double(), (len(prompt), 0)) for prompt, weight in pairs]
+    weights = torch.cat(padded or [torch.zeros(1, dtype=torch.float64)])
+    groups, _ = group_rows(rollouts.prompts, [len(response) for response in rollouts.responses])
+    return TokenBatch(flat.to(device), positions.to(device), offsets), weights.to(device), groups
+
+
 def run_stock(model: torch.nn.Module, rollouts: Rollouts, train: bool = True) -> list[torch.Tensor]:
     """The truth: HF's own forward of every whole row by itself. Response log-probs per row; `.grad` if `train`."""
     log_probs = []
@@ -60,26 +75,18 @@ def run_shared(
     schedule: str,
     budget: int = 10**6,
     wave_tokens: int | None = None,
-    kernel: str = "auto",
     train: bool = True,
     reduce_max: Callable[[Sequence[float]], Sequence[float]] = lambda counts: counts,
     edit: Callable[[TokenBatch, Plan], TokenBatch] = lambda tokens, plan: tokens,
     **schedule_args: Any,
 ) -> list[torch.Tensor]:
-    """`run_stock` by `core.schedule.Schedule`. Tests break the maths by `edit`, which changes the tokens."""
+    """`run_stock` by `core.schedule.Schedule` (`schedule_args`). Tests break the maths by `edit`, which changes the
+    tokens."""
     parameter = next(model.parameters())
     device = parameter.device
-    rows = [torch.cat(pair) for pair in zip(rollouts.prompts, rollouts.responses, strict=True)]
-    offsets = [0, *torch.tensor([len(row) for row in rows]).cumsum(0).tolist()]
-    # A rank without rows still runs dummies, which need a token.
-    flat = torch.cat(rows or [torch.zeros(1, dtype=torch.int64)]).to(device)
-    positions = torch.cat([torch.arange(len(row), device=device) for row in rows or [flat]])
-    tokens = TokenBatch(flat, positions, offsets)
-    groups, _ = group_rows(rollouts.prompts, [len(response) for response in rollouts.responses])
+    tokens, weights, groups = flatten(rollouts, device)
+    flat, offsets = tokens.input_ids, tokens.offsets
     plan = pad_to_same_passes(make_plan(groups, budget, schedule, wave_tokens), reduce_max)
-    weights = torch.zeros(len(flat), dtype=torch.float64, device=device)
-    for prompt, weight, start in zip(rollouts.prompts, rollouts.weights, offsets, strict=False):
-        weights[start + len(prompt) : start + len(prompt) + len(weight)] = weight.to(device)
     log_probs = torch.zeros(len(flat), dtype=parameter.dtype, device=device)
 
     def outputs(index: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
@@ -90,9 +97,7 @@ def run_shared(
         log_probs[index] = values[:, 0].detach().to(log_probs.dtype)
         return (values[:, 0] * weights[index].to(values.dtype)).sum()
 
-    runner = Schedule(
-        HookedModel(model), outputs, step, torch.Tensor.backward if train else None, kernel=kernel, **schedule_args
-    )
+    runner = Schedule(HookedModel(model), outputs, step, torch.Tensor.backward if train else None, **schedule_args)
     with torch.set_grad_enabled(train):
         runner.run(edit(tokens, plan), plan)
     return [

@@ -6,13 +6,8 @@ from typing import Any
 
 import torch
 
-CHAT_TEMPLATE = (
-    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-
 # What a message consists of stays in its order, as in Qwen-VL's own templates.
-VISION_CHAT_TEMPLATE = (
+_CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{% if message['content'] is string %}"
     "{{ message['content'] }}{% else %}{% for part in message['content'] %}{% if part['type'] == 'text' %}"
     "{{ part['text'] }}{% else %}<|vision_start|><|{{ part['type'] }}_pad|><|vision_end|>{% endif %}{% endfor %}"
@@ -94,7 +89,7 @@ def write_tiny_model(
     Raises:
         ValueError: ``family`` is unknown or ``vocab_size`` is below 259.
     """
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from tokenizers import ByteLevelBPETokenizer, Tokenizer
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedTokenizerFast
 
     if family not in _FAMILIES:
@@ -102,19 +97,16 @@ def write_tiny_model(
     if vocab_size < 259:
         raise ValueError(f"vocab_size={vocab_size} cannot hold 256 bytes and 3 special tokens; use 259 or more")
 
-    bpe = Tokenizer(models.BPE())
-    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    bpe.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>", *(_VISION_TOKENS if family in _TOWERS else ())],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    bpe.train_from_iterator(_TEXTS if texts is None else texts, trainer)
+    bpe = ByteLevelBPETokenizer()
+    special_tokens = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *(_VISION_TOKENS if family in _TOWERS else ())]
+    bpe.train_from_iterator(
+        _TEXTS if texts is None else texts, vocab_size, min_frequency=0, show_progress=False,
+        special_tokens=special_tokens,
+    )  # fmt: skip
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=bpe, eos_token="<|im_end|>", pad_token="<|endoftext|>", chat_template=CHAT_TEMPLATE
-    )
+        tokenizer_object=Tokenizer.from_str(bpe.to_str()), eos_token="<|im_end|>", pad_token="<|endoftext|>",
+        chat_template=_CHAT_TEMPLATE,
+    )  # fmt: skip
     fields = {
         "vocab_size": len(tokenizer),
         "hidden_size": 128,
@@ -215,7 +207,7 @@ def write_tiny_vlm(path: str | Path, *, family: str, **overrides: Any) -> str:
         image_processor=Qwen2VLImageProcessor(**patches),
         tokenizer=tokenizer,
         video_processor=video_class(**patches),
-        chat_template=VISION_CHAT_TEMPLATE,
+        chat_template=_CHAT_TEMPLATE,
     ).save_pretrained(path)
     model = AutoModelForImageTextToText.from_pretrained(path)
     visual = tokenizer.convert_tokens_to_ids(list(_VISION_TOKENS))
