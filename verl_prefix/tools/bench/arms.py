@@ -18,7 +18,6 @@ import functools
 import importlib.util
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -30,14 +29,14 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, PreTrainedModel
 
 from verl_prefix.core.attention import AttentionPass
-from verl_prefix.core.groups import Group, group_rows
+from verl_prefix.core.groups import Group
 from verl_prefix.core.kernels import aten
 from verl_prefix.core.layout import Layout, Segment, build_layout
 from verl_prefix.core.schedule import Schedule, TokenBatch
 from verl_prefix.core.waves import Plan, make_plan
 from verl_prefix.models.hookup import ATTENTION_NAME, HookedModel
 from verl_prefix.models.recurrent import is_recurrent
-from verl_prefix.testing import random_rollouts
+from verl_prefix.testing.rollouts import flatten, random_rollouts
 from verl_prefix.tools.bench.options import STOCK, Size
 
 WAVES_PER_BUDGET = 8
@@ -66,13 +65,8 @@ class Batch:
 def build_batch(size: Size, vocab: int, device: str) -> Batch:
     """Random rows of this size."""
     rollouts = random_rollouts([(size.prefix + 1, [size.suffix] * size.group)], vocab)
-    flat = torch.stack([torch.cat(pair) for pair in zip(rollouts.prompts, rollouts.responses, strict=True)])
-    weights = torch.nn.functional.pad(torch.stack(rollouts.weights).float(), (size.prefix + 1, 0))
-    positions = torch.arange(size.row).expand_as(flat)
-    flat, weights, positions = (x.flatten().to(device) for x in (flat, weights, positions))
-    tokens = TokenBatch(flat, positions, range(0, len(flat) + 1, size.row))
-    groups, _ = group_rows(rollouts.prompts, [size.suffix] * size.group)
-    return Batch(size, tokens, weights, groups)
+    tokens, weights, groups = flatten(rollouts, device)
+    return Batch(size, tokens, weights.float(), groups)
 
 
 @dataclass(frozen=True)
@@ -155,7 +149,7 @@ def run_arm(case: Case, arm: str, train: bool = True, attention: str | None = No
 
     wait()
     start = time.perf_counter()
-    with nullcontext() if train else torch.no_grad():
+    with torch.set_grad_enabled(train):
         if path in ("packed", "phased", "plan"):
             model.set_attn_implementation(ATTENTION_NAME)
             plan = case.plan if path == "plan" else make_arm_plan(batch.groups, case.budget, path)
@@ -201,7 +195,7 @@ def _forwards(case: Case, path: str, attention: str | None) -> tuple[str, list[F
     if path == "flex":
         AttentionInterface.register("bench_flex", _flex_attention)
         return "bench_flex", [_flex_forward(batch, one.groups) for one in packed]
-    return _prefix_grouper_attention(model), [_prefix_grouper_forward(batch, one.groups) for one in packed]
+    return _prefix_grouper_attention(model), [_prefix_grouper_forward(batch, *one.groups) for one in packed]
 
 
 def _run(case: Case, forward: Forward, backward: Callable[[torch.Tensor], None]) -> None:
@@ -297,28 +291,21 @@ def _prefix_grouper_attention(model: PreTrainedModel) -> str:
     return "bench_prefix_grouper"
 
 
-def _prefix_grouper_forward(batch: Batch, groups: Sequence[Group]) -> Forward:
+def _prefix_grouper_forward(batch: Batch, group: Group) -> Forward:
     """As the package's README does it: its prefix is the whole prompt, where each row's first log-prob comes from."""
     from prefix_grouper import PrefixGrouper
 
-    prompt, suffix = batch.size.prefix + 1, batch.size.suffix
-    device = batch.weights.device
-    starts = torch.tensor([batch.tokens.offsets[row] for group in groups for row in group.rows], device=device)
-    firsts = torch.tensor([batch.tokens.offsets[group.rows[0]] for group in groups], device=device)
-    prompts = batch.tokens.input_ids[firsts[:, None] + torch.arange(prompt, device=device)]
-    responses = batch.tokens.input_ids[starts[:, None] + prompt + torch.arange(suffix, device=device)]
+    prompt, device = batch.size.prefix + 1, batch.weights.device
+    rows = torch.arange(len(batch.weights), device=device).view(-1, batch.size.row)[list(group.rows)]
+    prompts, responses = rows[:1, :prompt], rows[:, prompt:]
     masks = torch.ones_like(prompts), torch.ones_like(responses)
-    sizes = [len(group.rows) for group in groups]
-    grouper = PrefixGrouper.from_ungrouped_masks(*masks, sizes, device=device, padding_mode="right")
-    positions = torch.zeros(grouper.padding_mask.shape, dtype=torch.int64, device=device)
-    for row, rows in zip(positions, sizes, strict=True):
-        pieces = [torch.arange(prompt), *[torch.arange(prompt, prompt + suffix)] * rows]
-        row[: prompt + rows * suffix] = torch.cat(pieces)
-    ids = grouper.concat_input(prompts, masks[0], responses, masks[1])
+    grouper = PrefixGrouper.from_ungrouped_masks(*masks, [len(rows)], device=device, padding_mode="right")
+    packed = grouper.concat_input(prompts, masks[0], responses, masks[1])
+    ids, positions = batch.tokens.input_ids[packed], batch.tokens.position_ids[packed]
     # A row's last output would predict what comes after it.
-    index = (starts[:, None] + prompt - 1 + torch.arange(suffix, device=device)).flatten()
+    index = rows[:, prompt - 1 : -1].flatten()
 
     def select(logits: torch.Tensor) -> torch.Tensor:
-        return grouper.split_output(logits, include_prefix_last=1)[2][:, :suffix].flatten(0, 1)
+        return grouper.split_output(logits, include_prefix_last=1)[2][:, : batch.size.suffix].flatten(0, 1)
 
     return Forward(ids, positions, token_index=index, kept=None, extra={"prefix_grouper": grouper}, select=select)

@@ -21,7 +21,7 @@ from verl_prefix.core.waves import Plan
 from verl_prefix.models.hookup import HookedModel
 from verl_prefix.tools.bench import report as tables
 from verl_prefix.tools.bench.arms import WAVES_PER_BUDGET, Case, build_batch, make_arm_plan, run_arm, stock_attention
-from verl_prefix.tools.bench.memory import added_peak, added_peak_here, capacity, free_memory, in_fresh_process, warm_up
+from verl_prefix.tools.bench.memory import added_peak, capacity, free_memory, in_fresh_process, warm_up
 from verl_prefix.tools.bench.options import STOCK, Options, Size, full_depth, unavailable
 from verl_prefix.tools.report import provenance
 
@@ -160,7 +160,7 @@ class Bench:
         if self.options.device == "cpu":
             return in_fresh_process(added_peak, self.options, arm, size, self.layers, case.plan)
         try:
-            return added_peak_here(self.options, arm, self.model, size, case.plan)
+            return added_peak(self.options, arm, size, self.layers, case.plan, self.model)
         except torch.OutOfMemoryError as error:
             reason = f"out of memory: {str(error).splitlines()[0]}"
         free_memory()

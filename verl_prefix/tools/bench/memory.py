@@ -3,6 +3,7 @@
 import gc
 import multiprocessing
 import os
+from bisect import bisect_left
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
@@ -27,18 +28,18 @@ def warm_up(options: Options, arm: str, model: PreTrainedModel) -> None:
     run_arm(case, arm, train=False)
 
 
-def added_peak(options: Options, arm: str, size: Size, layers: int, plan: Plan | None = None) -> dict[str, float]:
-    """`added_peak_here` of a model of its own, for a fresh process on a CPU: memory that an earlier run freed and the
-    process still holds would hide a part."""
-    torch.set_num_threads(options.threads)
-    return added_peak_here(options, arm, model=options.model(layers), size=size, plan=plan)
-
-
-def added_peak_here(
-    options: Options, arm: str, model: PreTrainedModel, size: Size, plan: Plan | None
+def added_peak(
+    options: Options, arm: str, size: Size, layers: int, plan: Plan | None = None, model: PreTrainedModel | None = None
 ) -> dict[str, float]:
     """MiB that one update adds at its peak to model, gradients, inputs and what a tiny update leaves behind; phased on
-    CUDA also at the peak of phase B."""
+    CUDA also at the peak of phase B.
+
+    Args:
+        model: None: one of its own, for a fresh process on a CPU: memory that an earlier run freed and the process
+            still holds would hide a part.
+    """
+    torch.set_num_threads(options.threads)
+    model = model or options.model(layers)
     case = Case(model, build_batch(size, model.config.vocab_size, options.device), options.budget_of(size), plan=plan)
     warm_up(options, arm, model)
     before = reset_peak_mib(options.device)
@@ -65,10 +66,8 @@ def longest_total(trains: Callable[[int], bool], step: int = CAPACITY_STEP, most
         good, bad = bad, 2 * bad
         if bad > most:
             return good
-    while bad - good > step:
-        middle = (good + bad) // 2 // step * step
-        good, bad = (middle, bad) if trains(middle) else (good, middle)
-    return good
+    between = range(good + step, bad, step)
+    return good + step * bisect_left(between, True, key=lambda total: not trains(total))
 
 
 def capacity(options: Options, arm: str, size: Size, layers: int, model: PreTrainedModel) -> int:

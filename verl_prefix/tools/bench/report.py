@@ -45,7 +45,8 @@ def compare(report: dict[str, Any]) -> None:
         for arm in row["arms"].values():
             for name, seconds in arm.get("seconds", {}).items():
                 if seconds:
-                    arm[name] = dict(zip(("p20", "p50", "p80"), _quantiles(seconds), strict=True))
+                    fifths = quantiles(seconds, n=5, method="inclusive") if len(seconds) > 1 else seconds * 4
+                    arm[name] = {"p20": fifths[0], "p50": median(seconds), "p80": fifths[3]}
     layers = report["config"]["layers"]
     if len(layers) == 2:
         low, high = ({_size(row, False): row for row in report["rows"] if row["layers"] == n} for n in layers)
@@ -56,11 +57,6 @@ def compare(report: dict[str, Any]) -> None:
         peak = next((flops for name, flops in PEAK_FLOPS.items() if name in report["device"]), None)
     for row in (*report["rows"], *report["extrapolated"]):
         _ratios(row, peak)
-
-
-def _quantiles(seconds: list[float]) -> tuple[float, float, float]:
-    fifths = quantiles(seconds, n=5, method="inclusive") if len(seconds) > 1 else seconds * 4
-    return fifths[0], median(seconds), fifths[3]
 
 
 def _extrapolate(low: dict[str, Any], high: dict[str, Any], layers: int) -> dict[str, Any]:
@@ -100,13 +96,6 @@ def _ratios(row: dict[str, Any], peak: float | None) -> None:
         if name.partition("+")[0] not in ("padded", "stock", "stock_lean"):
             arm["ceiling"] = stock["flops"] / row["ideal_flops"][added]
             arm["of_ceiling"] = arm["speedup"] / arm["ceiling"]
-
-
-def auto_speedup(row: dict[str, Any]) -> float | None:
-    """Measured, of the plan that auto chose; None where it was not measured."""
-    if not row["auto"]:
-        return None
-    return row["arms"].get(row["auto"]["same_as"] or "auto", {}).get("speedup")
 
 
 def markdown(report: dict[str, Any]) -> str:
@@ -176,16 +165,18 @@ def _cells(row: dict[str, Any], name: str, arm: dict[str, Any]) -> list[str]:
 
 
 def _notes(report: dict[str, Any], rows: list[dict[str, Any]]) -> list[str]:
-    lines = []
-    by_auto = [(row, speedup) for row in rows if (speedup := auto_speedup(row)) is not None]
-    for row, speedup in by_auto:
+    lines, measured = [], []
+    for row in rows:
         auto = row["auto"]
-        lines.append(
-            f"auto at {_size(row, len(report['config']['layers']) > 1)}: {auto['choice']}, predicted "
-            f"{auto['predicted']:.2f}, measured {speedup:.2f}."
-        )
-    if by_auto:
-        row, worst = min(by_auto, key=lambda pair: pair[1])
+        speedup = auto and row["arms"].get(auto["same_as"] or "auto", {}).get("speedup")
+        if speedup is not None:
+            measured.append(speedup)
+            lines.append(
+                f"auto at {_size(row, len(report['config']['layers']) > 1)}: {auto['choice']}, predicted "
+                f"{auto['predicted']:.2f}, measured {speedup:.2f}."
+            )
+    if measured:
+        worst = min(measured)
         verdict = "holds" if worst >= LEAST_OF_STOCK else "does NOT hold"
         lines.append(f"Never below {LEAST_OF_STOCK} of stock with auto: {verdict} (lowest: {worst:.2f}).")
     for row in rows:
