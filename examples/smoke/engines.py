@@ -38,11 +38,11 @@ def engines(checks: Checks) -> None:
 
 
 def _replay(rank: int, world: int, model: str, size: Sizes, variants: dict[str, Any]) -> dict:
-    steps: dict[str, list[Any]] = {name: [] for name in variants}
+    steps: dict[str, list[Any]] = {}
     with nullcontext() if torch.cuda.is_available() else _offload_policy_without_a_gpu():
         for name, variant in variants.items():
             source = Variant(model, size, world, variant)
-            replay(source, source.options, rank, steps[name].append)
+            steps[name] = list(replay(source, source.options, rank))
     return steps
 
 

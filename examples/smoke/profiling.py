@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from smoke.checks import Checks
 from smoke.ranks import Sizes, Variant, free, on_ranks, save_model
 from verl_prefix.auto.shape import model_shape
-from verl_prefix.tools.ab.arm import Arm, response_part
+from verl_prefix.tools.ab.arm import Arm
 from verl_prefix.tools.ab.source import synthetic_budget
 from verl_prefix.tools.bench.measure import update_flops
 from verl_prefix.tools.bench.options import Size
@@ -52,8 +52,7 @@ def _profile(rank: int, world: int, model: str, size: Sizes) -> dict[str, Any]:
     for name in ("stock", "packed", "phased"):
         arm = Arm(name, source.manifest)
         rows = source.rows(0, rank, arm.engine.model_config.hf_config.vocab_size)
-        old = torch.cat(response_part(arm.infer(rows)["log_probs"], rows)).float().cpu()
-        rows.jagged["old_log_probs"] = old, rows.jagged["responses"][1]
+        rows.jagged["old_log_probs"] = arm.responses(arm.infer(rows), rows).float(), rows.jagged["responses"][1]
         # With the optimizer's state, which is part of the peak.
         seconds = [arm.passes(rows, infer=False)["seconds"]["update"] for _ in range(3)][1:]
         if cuda:

@@ -116,6 +116,7 @@ CONTRACT = {
     ),
     "verl.utils.tokenizer:get_processor_token_id": "processor token_name",
     "verl.utils.torch_dtypes:PrecisionType.to_dtype": "precision",
+    "verl.utils.torch_dtypes:PrecisionType.to_str": "precision",
     "verl.utils.fsdp_utils:apply_fsdp2": "model fsdp_kwargs config",
     "verl.utils.torch_functional:allgather_dict_into_dict": "data group",
     "verl.utils.torch_functional:entropy_from_logits": "logits",

@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from itertools import chain
 from typing import Any
 from unittest import mock
@@ -58,20 +58,18 @@ def loss_function(manifest: dict[str, Any]) -> Callable:
 def precision(manifest: dict[str, Any]) -> str:
     """Name of the dtype that forward and backward run in: fp32, bf16 or fp16."""
     name = (manifest["engine"].get("mixed_precision") or {}).get("param_dtype", "bf16")
-    names = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
-    return names[PrecisionType.to_dtype(name)]
+    return PrecisionType.to_str(PrecisionType.to_dtype(name))
 
 
 def to_tensordict(rows: StepRows, order: list[int] | None = None, **flags: Any) -> TensorDict:
     """verl's mini-batch of these rows, in `order` if given, with `flags` over the recorded ones."""
-    order = list(range(rows.num_rows)) if order is None else order
-    fields: dict[str, Any] = {name: tensor[order] for name, tensor in rows.dense.items()}
+    fields: dict[str, Any] = dict(rows.dense)
     for name, (values, lengths) in rows.jagged.items():
-        pieces = values.split(lengths.tolist())
-        fields[name] = torch.nested.as_nested_tensor([pieces[i] for i in order], layout=torch.jagged)
+        fields[name] = torch.nested.as_nested_tensor(values.split(lengths.tolist()), layout=torch.jagged)
     if rows.uids is not None:
-        fields["uid"] = [rows.uids[i] for i in order]
-    return tu.get_tensordict(fields, rows.flags | flags)
+        fields["uid"] = rows.uids
+    data = tu.get_tensordict(fields, rows.flags | flags)
+    return data if order is None else tu.index_select_tensor_dict(data, order)
 
 
 def build_engine(name: str, manifest: dict[str, Any]) -> Any:
@@ -106,20 +104,15 @@ def build_engine(name: str, manifest: dict[str, Any]) -> Any:
         optimizer_config=FSDPOptimizerConfig(**_fields(FSDPOptimizerConfig, manifest["optimizer"])),
         checkpoint_config=CheckpointConfig(),
     )
-    with _float64() if double else nullcontext():
+    # Every dtype name then means float64 to verl, whose names stop at fp32; HF's RMSNorm stays fp32 either way. Patched
+    # while one engine is built: verl names the dtypes of weights, FSDP2's policy and buffers through this one function
+    # (transformer_impl.py), and no config can ask for float64.
+    to_float64 = mock.patch.object(PrecisionType, "to_dtype", staticmethod(lambda _: torch.float64))
+    with to_float64 if double else nullcontext():
         built.initialize()
     if double:
         built._autocast_dtype = torch.float32  # verl's word for no autocast
     return built
-
-
-def _float64() -> AbstractContextManager:
-    """Makes every dtype name mean float64 to verl, whose names stop at fp32; HF's RMSNorm stays fp32 either way.
-
-    A patch, while one engine is built: verl names the dtypes of weights, FSDP2's policy and buffers through this one
-    function (`PrecisionType.to_dtype` in transformer_impl.py), and no config can ask for float64.
-    """
-    return mock.patch.object(PrecisionType, "to_dtype", staticmethod(lambda _: torch.float64))
 
 
 @contextmanager
@@ -242,12 +235,12 @@ class Arm:
         if infer:
             with _measured(figures, "log_probs"):
                 output = self.infer(rows)
-            self.infer_log_probs = self._responses(output, rows)
+            self.infer_log_probs = self.responses(output, rows)
         with self.engine.train_mode():
             self.engine.optimizer_zero_grad()
             with _measured(figures, "update"):
                 output = self.engine.forward_backward_batch(self.data(rows, return_model_output=True), self.loss)
-            self.log_probs = self._responses(output["model_output"], rows)
+            self.log_probs = self.responses(output["model_output"], rows)
             parameters = [p for p in self.engine.module.parameters() if p.requires_grad]
             self.grads = [torch.zeros_like(_local(p)) if p.grad is None else _local(p.grad).clone() for p in parameters]
             self.values = {"loss": _reduced([sum(output["loss"])])[0] / dist.get_world_size()}
@@ -259,17 +252,13 @@ class Arm:
                         self.engine.lr_scheduler_step()
         return figures
 
-    def _responses(self, output: dict[str, torch.Tensor], rows: StepRows) -> torch.Tensor:
-        return torch.cat(response_part(output["log_probs"], rows, self.name == REPACKED)).cpu()
-
-
-def response_part(nested: torch.Tensor, rows: StepRows, reverse: bool = False) -> list[torch.Tensor]:
-    """A full-length output's values that verl reads, per row in the recorded order."""
-    outputs = list(nested.unbind())
-    if reverse:
-        outputs.reverse()
-    lengths = rows.jagged["responses"][1].tolist()
-    return [x[len(x) - n - 1 : len(x) - 1].detach() for x, n in zip(outputs, lengths, strict=True)]
+    def responses(self, output: dict[str, torch.Tensor], rows: StepRows) -> torch.Tensor:
+        """The log-probs that verl reads of a full-length output, of rows in the recorded order."""
+        by_row = output["log_probs"].unbind()
+        if self.name == REPACKED:
+            by_row = by_row[::-1]
+        lengths = rows.jagged["responses"][1].tolist()
+        return torch.cat([x[-n - 1 : -1].detach() for x, n in zip(by_row, lengths, strict=True)]).cpu()
 
 
 def _gathered(metrics: dict[str, Any]) -> dict[str, float]:

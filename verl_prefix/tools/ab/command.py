@@ -70,15 +70,11 @@ def _run_rank(rank: int, ranks: int, init_method: str, source: Source, options: 
     """Replays on this rank; rank 0 records every step as soon as it is measured."""
     join_ranks(rank, ranks, init_method)
     try:
-        with progress(source.num_steps, shown=rank == 0) as bar:
-
-            def keep(step: dict[str, Any]) -> None:
+        with progress(shown=rank == 0) as bar:
+            for step in bar.track(replay(source, options, rank), source.num_steps, description=""):
                 if rank == 0:
                     record.add(step)
                     print_step(step, options.arms)
-                    bar.advance(bar.task_ids[0])
-
-            replay(source, options, rank, keep)
     finally:
         dist.destroy_process_group()
 

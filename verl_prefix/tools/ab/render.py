@@ -28,12 +28,10 @@ def refuse_overwrite(output: Path, force: bool) -> None:
             raise ValueError(f"{path} exists; add --force to replace it, or give another --out")
 
 
-def progress(num_steps: int, shown: bool) -> Progress:
+def progress(shown: bool) -> Progress:
     """A bar with ETA, where `shown` and there is a terminal."""
     columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("ETA"), TimeRemainingColumn())
-    bar = Progress(TextColumn("step"), *columns, disable=not (shown and sys.stdout.isatty()))
-    bar.add_task("", total=num_steps)
-    return bar
+    return Progress(TextColumn("step"), *columns, disable=not (shown and sys.stdout.isatty()))
 
 
 def print_step(step: dict[str, Any], arms: tuple[str, ...]) -> None:

@@ -7,7 +7,7 @@ Three questions per step, each with its own pair of weights:
   engine's distance from it is that engine's own error.
 """
 
-from collections.abc import Callable
+from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
 
@@ -25,15 +25,14 @@ from verl_prefix.tools.ab.arm import (
     parameter_distance,
     precision,
     relative_error,
-    response_part,
 )
 from verl_prefix.tools.ab.diagnosis import first_diverging
 from verl_prefix.tools.ab.source import Options, Source
 from verl_prefix.tools.ab.verdict import same_weights_limits
 
 
-def replay(source: Source, options: Options, rank: int, keep: Callable[[dict[str, Any]], None]) -> None:
-    """Runs all steps on this rank. Every rank hands the same figures of every step to `keep` (read by `verdict.build`).
+def replay(source: Source, options: Options, rank: int) -> Iterator[dict[str, Any]]:
+    """Runs all steps on this rank; yields the figures of every step (read by `verdict.build`), the same on every rank.
 
     From stock's weights, each arm computes a step's passes once, and those are timed: after step 1, which warms up, no
     arm has seen a trace's rows before, and who comes first changes from step to step. All but stock then compute the
@@ -50,8 +49,7 @@ def replay(source: Source, options: Options, rank: int, keep: Callable[[dict[str
     for number in range(source.num_steps):
         rows = source.rows(number, rank, vocab_size)
         if "old_log_probs" not in rows.jagged:
-            old = torch.cat(response_part(stock.infer(rows)["log_probs"], rows)).float().cpu()
-            rows.jagged["old_log_probs"] = old, rows.jagged["responses"][1]
+            rows.jagged["old_log_probs"] = stock.responses(stock.infer(rows), rows).float(), rows.jagged["responses"][1]
         record: dict[str, Any] = {"step": number + 1}
         if number == 0:
             record |= {"recorded_log_prob_gap": _warm_up(order, rows), "packing_leak": stock.leak}
@@ -92,7 +90,7 @@ def replay(source: Source, options: Options, rank: int, keep: Callable[[dict[str
             truth.passes(rows, infer=False)
         for arm in order if at_truth else ():
             errors[arm.name]["params"] = relative_error(list(zip(arm.weights(), truth.weights(), strict=True)))
-        keep(record | {"arms": results, "truth_errors": errors})
+        yield record | {"arms": results, "truth_errors": errors}
 
 
 def _warm_up(arms: list[Arm], rows: StepRows) -> float | None:

@@ -90,12 +90,11 @@ class Source:
             if module not in OPTIMIZERS:
                 raise ValueError(f"optimizer_impl={module!r} in the trace: verl would import it; known: {OPTIMIZERS}")
             self.trace.check()
-        given: dict[str, dict[str, Any]] = {"model": {"path": str(model)}}
+        self.manifest["model"]["path"] = str(model)
         if options.dtype:
-            given["engine"] = {"mixed_precision": _mixed_precision(options.dtype)}
+            self.manifest["engine"]["mixed_precision"] = _mixed_precision(options.dtype)
         if options.lr is not None:
-            given["optimizer"] = {"lr": options.lr}
-        self.manifest = self.manifest | {name: self.manifest[name] | values for name, values in given.items()}
+            self.manifest["optimizer"]["lr"] = options.lr
         dtype = precision(self.manifest)
         if dtype == "fp16":
             raise ValueError(
