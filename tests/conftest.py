@@ -26,6 +26,7 @@ def pytest_collection_finish() -> None:
     """Keeps what was imported until now out of garbage collections, which some tests ask for by the dozen."""
     gc.collect()
     gc.freeze()
+    gc.set_threshold(20_000)  # of what a test makes little is garbage
 
 
 def pytest_unconfigure() -> None:

@@ -17,3 +17,4 @@ AutoModelForImageTextToText._model_mapping.keys()  # verl looks a model up among
 # Ranks share what is imported here: collections of garbage that walk through it would copy it page by page.
 gc.collect()
 gc.freeze()
+gc.set_threshold(20_000)

@@ -267,6 +267,7 @@ def test_every_grid_row_can_be_asked_for() -> None:
     assert {size.row for size in (Size(*row) for row in report.grid(["paper"]))} == {12288 + 1}
 
 
+@pytest.mark.full
 def test_a_fresh_process_measures_memory() -> None:
     options = Options((SIZE,), shape="tiny", device="cpu", threads=1)
     small, large = (

@@ -126,9 +126,10 @@ def update_on_cpu(job: Job, arm: Arm, fake: bool) -> tuple[float, dict, dict]:
 
 @pytest.mark.parametrize(
     ("name", "checkpointing", "dtype", "kind"),
-    [("stock", False, torch.float32, ""), ("packed", True, torch.bfloat16, ""), ("phased", False, torch.bfloat16, ""),
-     ("phased", True, torch.float32, ""), ("packed", True, torch.bfloat16, "qwen2_5_vl"),
-     ("stock", False, torch.float32, "qwen3_vl")],
+    [("stock", False, torch.float32, ""), ("packed", True, torch.bfloat16, ""),
+     *(pytest.param(*case, marks=pytest.mark.full) for case in (
+         ("phased", False, torch.bfloat16, ""), ("phased", True, torch.float32, ""),
+         ("packed", True, torch.bfloat16, "qwen2_5_vl"), ("stock", False, torch.float32, "qwen3_vl")))],
 )  # fmt: skip
 def test_the_peak_is_the_allocator_s_and_flops_are_the_counter_s(elsewhere, name, checkpointing, dtype, kind):
     job = clip_job(kind, dtype, checkpointing) if kind else small_job(dtype, checkpointing)
@@ -160,6 +161,7 @@ def products(num_keys: int) -> tuple[int, int]:
     return forward, counter.get_total_flops()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["stock", "packed", "phased"])
 def test_attention_counts_what_real_products_of_queries_with_their_keys_do(elsewhere, name):
     """Each computed token, of ours all but a row's last, against the keys that it sees, in torch's counter; a flash
@@ -184,6 +186,7 @@ def offloaded(fake: bool) -> Counter[str]:
     return simulation.transfers
 
 
+@pytest.mark.full
 def test_what_is_offloaded_is_what_a_real_run_offloads(elsewhere):
     real, fake = elsewhere(offloaded, False), elsewhere(offloaded, True)
     assert real["offloaded_bytes"] > 1 << 20
@@ -273,7 +276,7 @@ def moved(phases: dict, pins: dict[str, tuple]) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("name", PINNED)
+@pytest.mark.parametrize("name", [x if x == "packed" else pytest.param(x, marks=pytest.mark.full) for x in PINNED])
 def test_an_8b_model_s_layers_take_what_they_took(elsewhere, name):
     assert moved(elsewhere(simulated, name), PINNED[name]) == set()
 
@@ -303,8 +306,9 @@ def long_prompt(arms: list[Arm], budget: int = 12289, checkpointing: bool = True
     return [(one["update_seconds"], one["peak_gib"], one["flops"]) for one in found]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
-    ("checkpointing", "speedup", "share"), [(True, 3.26, 0.9), pytest.param(False, 2.0, 0.41, marks=pytest.mark.full)],
+    ("checkpointing", "speedup", "share"), [(True, 3.26, 0.9), (False, 2.0, 0.41)],
     ids=["checkpointed", "activations_kept"],
 )  # fmt: skip
 def test_offload_needs_less_memory_than_stock_row_by_row(elsewhere, checkpointing, speedup, share):
@@ -314,6 +318,7 @@ def test_offload_needs_less_memory_than_stock_row_by_row(elsewhere, checkpointin
     assert stock_seconds / seconds >= speedup and ours <= share * stock
 
 
+@pytest.mark.full
 def test_packed_is_as_much_faster_as_it_computes_less(elsewhere):
     """Passes of two rows: 0.97 of the FLOP ratio."""
     (stock_seconds, _, stock), (seconds, _, ours) = elsewhere(long_prompt, [Arm("stock"), ARMS["packed"]], 26625)

@@ -105,6 +105,7 @@ def update(job: Job, path: str, broken: str = "", log_probs: bool = False) -> tu
     return {name: dict(phase) for name, phase in phases.items()}, whole_shape(job)
 
 
+@pytest.mark.full
 def test_flops_are_those_of_the_cost_model(elsewhere):
     """Forward, and in an update back twice as much; of a scan back 2.5 times as much. Tails of convolutions, which the
     cost model leaves out, are less than 1 in 10,000."""
