@@ -54,7 +54,7 @@ def untested_verl() -> str | None:
 
 
 def moving_verl() -> str | None:
-    """What a user of verl's main branch should know, or None: its version does not say which commit it is."""
+    """A warning for users of verl's main branch, or None: its version does not say which commit it is."""
     if _verl_version() != VERL_MAIN:
         return None
     return (

@@ -245,7 +245,7 @@ def _by_row(
 
 
 def _no_graph(model: torch.nn.Module, batch: Batch, max_tokens: int | None) -> str | None:
-    """Why all rows cannot be one graph, in words."""
+    """The reason why all rows cannot be one graph, in words."""
     if not torch.is_grad_enabled():
         return None
     if support.checkpointing(model) is not None:

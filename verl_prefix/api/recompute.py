@@ -91,8 +91,8 @@ def _trainable(model: torch.nn.Module) -> list[torch.nn.Parameter]:
 
 
 def _bound(model: torch.nn.Module, device: torch.device) -> float:
-    """How far outputs may be from those of the same computation, relative: half of the digits of its coarsest dtype,
-    and 3 % at most.
+    """Largest relative difference of outputs from those of the same computation: half of the digits of its coarsest
+    dtype, and 3 % at most.
 
     On a CPU they are bitwise equal. On CUDA, where atomics add in another order each time, last digits may differ;
     another adapter, a dropout mask or other weights change the first ones. In bf16, which has two, a change as small as

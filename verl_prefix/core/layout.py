@@ -36,8 +36,8 @@ class Segment(NamedTuple):
 
 
 class Forks(NamedTuple):
-    """Which suffixes continue a prefix: the layout's `suffixes` [n] int64 continue the source's `prefixes` [n] int64,
-    each by its number."""
+    """Pairs of a suffix and the prefix that it continues, each by its number: the layout's `suffixes` [n] int64, the
+    source's `prefixes` [n] int64."""
 
     suffixes: torch.Tensor
     prefixes: torch.Tensor
@@ -234,7 +234,7 @@ def pass_order(groups: Sequence[Group]) -> list[Group]:
 
 
 def prefix_starts(groups: Sequence[Group]) -> list[tuple[int, int]]:
-    """Where each group's prefix starts in a row of them all, and its number among those with tokens, else -1."""
+    """First token of each group's prefix in a row of them all, and its number among those with tokens, else -1."""
     starts = accumulate((group.prefix_len for group in groups), initial=0)
     numbers = accumulate((group.prefix_len > 0 for group in groups), initial=0)
     return [

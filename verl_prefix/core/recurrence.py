@@ -21,7 +21,7 @@ from verl_prefix.core.prefix_cache import Key, PrefixCache
 
 
 class Scanned(NamedTuple):
-    """What a scan of n segments gives: outputs [t, ...] of their tokens, and their final states [n, ...]."""
+    """Results of a scan of n segments: outputs [t, ...] of their tokens, and their final states [n, ...]."""
 
     outputs: torch.Tensor
     states: torch.Tensor

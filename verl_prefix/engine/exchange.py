@@ -203,7 +203,7 @@ class Exchange:
         return sum(prefixes.values()) + sum(rows.suffix_lens), len(rows.keys)
 
     def _gather(self, table: torch.Tensor, most: int) -> AllRows:
-        """What all ranks know: each sends its table behind a row that has its count, and as long as that of the rank
+        """Shares what ranks know: each sends its table behind a row that has its count, and as long as that of the rank
         with `most` rows."""
         padded = torch.zeros(most + 1, COLUMNS, dtype=torch.int64)
         padded[0, 0], padded[1 : len(table) + 1] = len(table), table

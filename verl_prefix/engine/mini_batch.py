@@ -247,8 +247,8 @@ def _floats(data: TensorDict) -> dict[str, torch.Tensor]:
 
 
 class _Pass(NamedTuple):
-    """What a pass leaves: its output as verl wants it, and what says, behind the last one, which was not finite, and in
-    which rows; `finite` is [] bool."""
+    """A pass that is done: its output as verl wants it, and what says, behind the last one, which was not finite, and
+    in which rows; `finite` is [] bool."""
 
     rows: list[int]
     output: dict[str, object]

@@ -94,7 +94,7 @@ class Paths:
         )  # fmt: skip
 
     def stock_reason(self, data: TensorDict) -> str | None:
-        """Why this batch goes to verl's own path whatever its lengths, or None.
+        """The reason why this batch goes to verl's own path whatever its lengths, or None.
 
         Raises:
             ValueError: the batch has routes to replay, which neither path does.

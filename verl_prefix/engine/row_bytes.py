@@ -137,7 +137,7 @@ def encode(values: Mapping[str, Any], needed: Sequence[str]) -> bytes:
 
 
 def decode(text: bytes) -> dict[str, Any]:
-    """What `encode` was given."""
+    """The values that `encode` was given."""
     return {name: _rich(value) for name, value in json.loads(text).items()} if text else {}
 
 

@@ -1,4 +1,4 @@
-"""What every rank knows of all rows of a mini-batch, before any travels: which prompt, how long, at what cost."""
+"""Table of all rows of a mini-batch, which every rank has before any travels: which prompt, how long, at what cost."""
 
 import functools
 import hashlib
@@ -38,8 +38,8 @@ def describe(data: TensorDict, shape: ModelShape) -> torch.Tensor:
 
 
 class AllRows:
-    """What every rank knows of all rows, rank after rank, in lists of one item per row; `starts`: first row of each
-    rank, and the end.
+    """Columns of all ranks' tables, rank after rank, in lists of one item per row; `starts`: first row of each rank,
+    and the end.
 
     Args:
         tables: of each rank as `describe` makes them.

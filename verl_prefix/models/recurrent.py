@@ -208,8 +208,8 @@ def mixers(model: torch.nn.Module) -> list[Any]:
 
 
 def packing_leak(model: Any) -> str | None:
-    """Why verl's own path, which packs rows one behind the other under use_remove_padding, would carry the state of one
-    row into the next; None where it does not.
+    """The reason why verl's own path, which packs rows one behind the other under use_remove_padding, would carry the
+    state of one row into the next; None where it does not.
 
     verl 0.9.1 tells the mixers of Qwen3.5 alone where rows begin. It asks whether their rule has an argument
     `cu_seqlens`, to which the torch rule of transformers says yes and drops it with all other **kwargs.

@@ -93,7 +93,7 @@ def share_pixels(rows: Sequence[Row]) -> list[bytes]:
 
 
 def num_tower_runs(row: Row, config: Any) -> int:
-    """How often verl's own forward runs the tower on the row: for images, for videos, and once on zeros for text alone.
+    """Times that verl's own forward runs the tower on the row: for images, for videos, once on zeros for text alone.
     0: it fails, that of Qwen2.5-VL on text (verl 0.9.1, by what the tower of transformers 5.10 returns)."""
     num_kinds = sum((row or {}).get(values) is not None for _, values, _ in PIXELS)
     return num_kinds or int(config.model_type != "qwen2_5_vl")

@@ -156,7 +156,7 @@ def _check_kernels() -> Iterator[Finding]:
 
 
 def _check_recurrent() -> Iterator[Finding]:
-    """What recurrent layers run; transformers takes the packages on a machine with a GPU alone."""
+    """Names what recurrent layers run; transformers takes the packages on a machine with a GPU alone."""
     from transformers.utils import import_utils
 
     for layers, package, name in RECURRENT:

@@ -31,7 +31,7 @@ MANAGER = "verl_prefix.engine.shared_pixels.SharedPixelsManager"
 
 
 class WholeGroups(PPOTrainer):
-    """What is added to one of verl's v1 trainers, whose name is `mode`: whole groups in mini-batches, and a watchdog.
+    """Mixin of one of verl's v1 trainers, whose name is `mode`: adds whole groups in mini-batches, and a watchdog.
 
     Raises:
         ValueError: `actor.shuffle` is on, or options are given under this trainer's own name.

@@ -143,7 +143,7 @@ def backward(
 def _options(
     name: str, spans: Spans, device: torch.device, scale: float, window: int | None, softcap: float | None
 ) -> dict[str, object]:
-    """What forward and backward of every interface have in common."""
+    """Arguments that forward and backward of every interface have in common."""
     cu_q, cu_k = spans.cu_seqlens(device)
     none = None if name == _FA4 else -1
     left, right = (none, none) if window is None else (window - 1, 0)

@@ -110,7 +110,7 @@ def sizes(config: Any) -> Sizes:
 
 
 def notes(config: Any, size: Sizes, leak: str | None = None) -> list[str]:
-    """What keeps prompts from being shared; and what is wrong with model_engine=dp: `recurrent.packing_leak`."""
+    """Names what keeps prompts from being shared, and what is wrong with model_engine=dp: `recurrent.packing_leak`."""
     lines = []
     if leak and any(micro.tokens or micro.rows > 1 for micro in size.micro_batches.values()):
         lines.append(

@@ -98,7 +98,7 @@ class Step:
         return [[rows[i] for i in part] for part in parts]
 
     def batches(self, ranks: list[list[int]], name: str) -> Batches:
-        """What `Predictor.add` takes of the rows of each rank."""
+        """Arguments of `Predictor.add` for the rows of each rank."""
         budget = self.size.micro_batches[name].budget
         pairs = zip(self.computed(ranks, self.size.exchange), self.computed(ranks, False), strict=True)
         return [(Batch(groups, budget(groups)), Batch(own, budget(own))) for groups, own in pairs]

@@ -89,7 +89,7 @@ def prefix_engine_sources() -> tuple[list[str], dict[str, str]]:
 
 
 def _read(config: DictConfig, key: str, load: Callable[..., Any]) -> Any:
-    """What `load` makes of the model's `key`, or of its path where that is null; PlanError where it cannot."""
+    """Loads the model's `key`, or its path where that is null; PlanError where `load` cannot."""
     model = config.actor_rollout_ref.model
     key = key if model.get(key) else "path"
     try:

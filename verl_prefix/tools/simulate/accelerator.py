@@ -74,7 +74,7 @@ class Clock:
 
     @property
     def now(self) -> float:
-        """When host and device are done with all that they were given."""
+        """Seconds until host and device are done with all that they were given."""
         return max(self.host, *(stream.time for stream in self.streams))
 
 
@@ -147,7 +147,7 @@ def _tensor(data: Any, *args: Any, device: Any = None, **kwargs: Any) -> torch.T
 
 
 def _pin_memory(tensor: torch.Tensor) -> torch.Tensor:
-    """What the host need not wait for to be copied: here every host tensor that says so (`non_blocking`)."""
+    """Makes a tensor that the host need not wait for to be copied: here every one that says so (`non_blocking`)."""
     tensor.constant = None  # type: ignore[attr-defined]  # as in `_tensor`
     return tensor
 

@@ -84,7 +84,7 @@ def read_job(
 
 
 def simulated(job: Job, request: Request, per_node: int) -> dict[str, Any]:
-    """What `plan` adds to its JSON: arms, the cheapest settings, what fits, and the assumptions.
+    """The part that `plan` adds to its JSON: arms, the cheapest settings, what fits, and the assumptions.
 
     Args:
         per_node: GPUs of a node.

@@ -61,7 +61,7 @@ def _depths(config: PretrainedConfig, depth: int = DEPTH) -> tuple[list[Pretrain
 
 @functools.cache
 def _warm_up() -> None:
-    """What torch imports at a first pass keeps that pass's tensors."""
+    """Runs a first pass of a tiny model: what torch imports there keeps that pass's tensors."""
     tiny = LlamaConfig(
         hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=1, num_key_value_heads=1,
         head_dim=64, vocab_size=128,

@@ -1,4 +1,4 @@
-"""What is simulated: a path, and the mini-batch that one rank trains on."""
+"""Input of a simulation: a path, and the mini-batch that one rank trains on."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -35,7 +35,7 @@ class Arm:
 
 @dataclass(frozen=True)
 class Job:
-    """What one rank trains on, and how.
+    """A mini-batch of one rank, and how it is trained on.
 
     Args:
         config: of the model. groups: of the rank's mini-batch; rows lie one after the other.

@@ -1,4 +1,4 @@
-"""What one operation costs, from its arguments and results: FLOPs, bytes, and whom it talks to."""
+"""Costs of one operation, from its arguments and results: FLOPs, bytes, and whom it talks to."""
 
 import math
 from collections.abc import Iterable, Sequence

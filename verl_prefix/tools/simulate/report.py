@@ -1,4 +1,4 @@
-"""What a simulation says, as JSON: arms side by side, what fits, and which settings are the cheapest.
+"""Report of a simulation, as JSON: arms side by side, what fits, and which settings are the cheapest.
 
 Every figure is simulated, on the assumptions of `hardware` and `tracker`.
 """
@@ -35,7 +35,7 @@ _LOG_PROBS = "log_probs/"
 
 
 def assumptions(config: PretrainedConfig) -> str:
-    """What is not modelled of this model's run."""
+    """Parts of this model's run that are not modelled, in words."""
     recurrent = is_recurrent(config.get_text_config().model_type)
     return NOT_MODELLED + (f"; {RECURRENT}" if recurrent else "")
 
