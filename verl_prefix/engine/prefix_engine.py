@@ -132,7 +132,9 @@ class PrefixFSDPEngine(StockPath):
         else:
             stock_reason = stock_reason or plan
         if stock_reason is None:
-            output = self._shared_batch(prepared, exchange.groups, plan, loss_function, forward_only)
+            output = self._shared_batch(
+                prepared, exchange.groups, plan=plan, loss_function=loss_function, forward_only=forward_only
+            )
             output["model_output"] = exchange.give_back(output["model_output"])
             told = self._torn_groups.see(*exchange.num_computed(), forward_only)
             if told and torch.distributed.get_rank() == 0:

@@ -160,7 +160,7 @@ class Bench:
         if self.options.device == "cpu":
             return in_fresh_process(added_peak, self.options, arm, size, self.layers, case.plan)
         try:
-            return added_peak(self.options, arm, size, self.layers, case.plan, self.model)
+            return added_peak(self.options, arm, size, layers=self.layers, plan=case.plan, model=self.model)
         except torch.OutOfMemoryError as error:
             reason = f"out of memory: {str(error).splitlines()[0]}"
         free_memory()
