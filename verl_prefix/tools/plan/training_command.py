@@ -278,7 +278,7 @@ def read_prompts(config: DictConfig, tokenizer: Any) -> tuple[list[Prompt], int]
             shown = repr(messages)[:60]
             raise PlanError(f"{where}: {data.prompt_key} is {shown}; write a list of messages with role and content")
     options = dict(data.get("apply_chat_template_kwargs") or {}) | {"add_generation_prompt": True, "tokenize": False}
-    if schemas := _tool_schemas(data):
+    if (schemas := _tool_schemas(data)) is not None:
         options["tools"] = schemas
     if visual:
         sample = list(_visual_prompts(config, tokenizer, options))
