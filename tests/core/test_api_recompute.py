@@ -298,11 +298,13 @@ def test_rounding_is_no_error(dtype, monkeypatch):
     seen = []
 
     def noisy(logits, *args):
-        outputs = apply(logits * (1 + eps * torch.randn_like(logits)), *args)
-        seen.append((outputs - apply(logits, *args)).detach().square().mean().sqrt().item())
+        clean = apply(logits, *args)
+        outputs = clean
+        while torch.equal(outputs, clean):  # of one token noise may round to nothing
+            outputs = apply(logits * (1 + eps * torch.randn_like(logits)), *args)
+        seen.append((outputs - clean).detach().square().mean().sqrt().item())
         return outputs
 
     monkeypatch.setattr(LogProbs, "apply", noisy)
     sum(x.sum() for x in found[0]).backward()
-    # Of one token the noise may round to nothing.
-    assert model.lm_head.weight.grad is not None and sum(seen) / len(seen) > eps / 10
+    assert model.lm_head.weight.grad is not None and min(seen) > eps / 10
