@@ -306,9 +306,8 @@ def long_prompt(arms: list[Arm], budget: int = 12289, checkpointing: bool = True
     return [(one["update_seconds"], one["peak_gib"], one["flops"]) for one in found]
 
 
-@pytest.mark.full
 @pytest.mark.parametrize(
-    ("checkpointing", "speedup", "share"), [(True, 3.26, 0.9), (False, 2.0, 0.41)],
+    ("checkpointing", "speedup", "share"), [(True, 3.26, 0.9), pytest.param(False, 2.0, 0.41, marks=pytest.mark.full)],
     ids=["checkpointed", "activations_kept"],
 )  # fmt: skip
 def test_offload_needs_less_memory_than_stock_row_by_row(elsewhere, checkpointing, speedup, share):
@@ -318,7 +317,6 @@ def test_offload_needs_less_memory_than_stock_row_by_row(elsewhere, checkpointin
     assert stock_seconds / seconds >= speedup and ours <= share * stock
 
 
-@pytest.mark.full
 def test_packed_is_as_much_faster_as_it_computes_less(elsewhere):
     """Passes of two rows: 0.97 of the FLOP ratio."""
     (stock_seconds, _, stock), (seconds, _, ours) = elsewhere(long_prompt, [Arm("stock"), ARMS["packed"]], 26625)
