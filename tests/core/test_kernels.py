@@ -66,6 +66,22 @@ def test_softcap(causal):
     check(reference, SPANS[causal], causal, softcap=0.7)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_autocast_rounds_nothing_inside_the_dense_kernel(dtype):
+    torch.manual_seed(0)
+    q, dout = (torch.randn(23, 6, 8).to(dtype) for _ in range(2))
+    k, v = (torch.randn(23, 2, 8).to(dtype) for _ in range(2))
+
+    def run():
+        out, lse = reference.forward(q, k, v, SPANS[True], True, 0.3, softcap=0.7)
+        return out, lse, *reference.backward(dout, q, k, v, out, lse, SPANS[True], True, 0.3, softcap=0.7)
+
+    outside = run()
+    with torch.autocast("cpu", torch.bfloat16):
+        inside = run()
+    assert all(torch.equal(a, b) for a, b in zip(inside, outside, strict=True))
+
+
 def test_merge_of_two_key_sets_is_attention_over_both():
     torch.manual_seed(0)
     q, k, v = (torch.randn(7, 2, 8, dtype=torch.float64) for _ in range(3))

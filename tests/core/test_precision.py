@@ -7,7 +7,7 @@ import functools
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from verl_prefix.testing import Rollouts, random_rollouts, run_shared, run_stock
 
@@ -57,6 +57,31 @@ def test_bf16_errors_are_those_of_stock(kernel, options):
         for i, true in enumerate(truth):
             stock[i] += stock_errors[i] / SEEDS
             ours[i] += relative(found[i], true) / SEEDS
+    assert ours[0] <= FACTOR * stock[0], f"log-probs: {ours[0]:.2e} against stock's {stock[0]:.2e}"
+    assert ours[1] <= FACTOR * stock[1], f"gradients: {ours[1]:.2e} against stock's {stock[1]:.2e}"
+
+
+@pytest.mark.parametrize("options", [dict(schedule="packed"), dict(schedule="phased", wave_tokens=40)], ids=str)
+def test_softcapped_attention_under_autocast_errs_as_stock_does(options):
+    """Gemma 2: fp32 weights, bf16 autocast, as verl runs its actor."""
+    autocast = functools.partial(torch.autocast, "cpu", torch.bfloat16)
+    ours, stock = [0.0, 0.0], [0.0, 0.0]
+    for seed in range(SEEDS):
+        torch.manual_seed(seed)
+        config = Gemma2Config(
+            vocab_size=VOCAB, hidden_size=64, intermediate_size=112, num_hidden_layers=3, num_attention_heads=4,
+            num_key_value_heads=2, head_dim=16, query_pre_attn_scalar=16, attn_logit_softcapping=2.0,
+            final_logit_softcapping=5.0, initializer_range=0.1, attention_dropout=0.0, attn_implementation="eager",
+        )  # fmt: skip
+        rollouts, model = random_rollouts(SHAPE, VOCAB, seed), Gemma2ForCausalLM(config).double()
+        truth = measure(model, lambda m, r=rollouts: run_stock(m, r))
+        model.float()
+        with autocast():
+            found = [measure(model, lambda m, r=rollouts: run_stock(m, r))]
+        found.append(measure(model, lambda m, r=rollouts: run_shared(m, r, forward_context=autocast, **options)))
+        for i, true in enumerate(truth):
+            for errors, own in zip((stock, ours), found, strict=True):
+                errors[i] += relative(own[i], true) / SEEDS
     assert ours[0] <= FACTOR * stock[0], f"log-probs: {ours[0]:.2e} against stock's {stock[0]:.2e}"
     assert ours[1] <= FACTOR * stock[1], f"gradients: {ours[1]:.2e} against stock's {stock[1]:.2e}"
 

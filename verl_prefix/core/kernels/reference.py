@@ -59,13 +59,14 @@ def forward(
     compute, num_kv = torch.promote_types(q.dtype, torch.float32), k.shape[1]
     out = torch.empty_like(q)
     lse = q.new_empty((q.shape[1], q.shape[0]), dtype=compute)
-    for query, key, hidden in _calls(spans, q, causal, window):
-        qs, ks, vs = (_by_kv_head(x, num_kv, compute) for x in (q[query], k[key], v[key]))
-        scores, _ = _scores(qs, ks, hidden=hidden, scale=scale, softcap=softcap)
-        m = scores.logsumexp(-1)
-        o = (scores - m.unsqueeze(-1)).exp() @ vs
-        out[query] = o.flatten(0, 1).transpose(0, 1).to(out.dtype)
-        lse[:, query] = m.flatten(0, 1)
+    with torch.autocast(q.device.type, enabled=False):  # which would round scores and probabilities again
+        for query, key, hidden in _calls(spans, q, causal, window):
+            qs, ks, vs = (_by_kv_head(x, num_kv, compute) for x in (q[query], k[key], v[key]))
+            scores, _ = _scores(qs, ks, hidden=hidden, scale=scale, softcap=softcap)
+            m = scores.logsumexp(-1)
+            o = (scores - m.unsqueeze(-1)).exp() @ vs
+            out[query] = o.flatten(0, 1).transpose(0, 1).to(out.dtype)
+            lse[:, query] = m.flatten(0, 1)
     return out, lse
 
 
@@ -77,14 +78,15 @@ def backward(
     compute, num_kv = torch.promote_types(q.dtype, torch.float32), k.shape[1]
     dq = torch.empty_like(q)
     dk, dv = (torch.zeros_like(x, dtype=compute) for x in (k, v))
-    for query, key, hidden in _calls(spans, q, causal, window):
-        qs, ks, vs, dos, os = (
-            _by_kv_head(x, num_kv, compute) for x in (q[query], k[key], v[key], dout[query], out[query])
-        )
-        scores, slope = _scores(qs, ks, hidden=hidden, scale=scale, softcap=softcap)
-        probs = (scores - lse[:, query].unflatten(0, (num_kv, -1)).unsqueeze(-1)).exp()
-        dscores = probs * (dos @ vs.transpose(-1, -2) - (dos * os).sum(-1, keepdim=True)) * slope * scale
-        dq[query] = (dscores @ ks).flatten(0, 1).transpose(0, 1).to(dq.dtype)
-        dk[key] += (dscores.transpose(-1, -2) @ qs).sum(1).transpose(0, 1)
-        dv[key] += (probs.transpose(-1, -2) @ dos).sum(1).transpose(0, 1)
+    with torch.autocast(q.device.type, enabled=False):
+        for query, key, hidden in _calls(spans, q, causal, window):
+            qs, ks, vs, dos, os = (
+                _by_kv_head(x, num_kv, compute) for x in (q[query], k[key], v[key], dout[query], out[query])
+            )
+            scores, slope = _scores(qs, ks, hidden=hidden, scale=scale, softcap=softcap)
+            probs = (scores - lse[:, query].unflatten(0, (num_kv, -1)).unsqueeze(-1)).exp()
+            dscores = probs * (dos @ vs.transpose(-1, -2) - (dos * os).sum(-1, keepdim=True)) * slope * scale
+            dq[query] = (dscores @ ks).flatten(0, 1).transpose(0, 1).to(dq.dtype)
+            dk[key] += (dscores.transpose(-1, -2) @ qs).sum(1).transpose(0, 1)
+            dv[key] += (probs.transpose(-1, -2) @ dos).sum(1).transpose(0, 1)
     return dq, dk.to(k.dtype), dv.to(v.dtype)
