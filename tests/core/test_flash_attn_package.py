@@ -85,9 +85,9 @@ def install(monkeypatch):
             fill(module)
             monkeypatch.setitem(sys.modules, getattr(flash_attn, name), module)
 
-    flash_attn._interface.cache_clear()
+    flash_attn._installed.cache_clear()
     yield installed
-    flash_attn._interface.cache_clear()
+    flash_attn._installed.cache_clear()
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -133,19 +133,48 @@ def test_tensors_in_another_order_are_seen(install, recorded, monkeypatch):
         ((9, 0), {"_FA2": fa2, "_FA3": package("FA3 v2.8.3.post1")}, "_FA3"),
         ((9, 0), {"_FA2": fa2, "_FA3": package("FA3 main", _flash_attn_forward=["q", "k", "v", "cache"])}, "_FA2"),
         ((9, 0), {"_FA2": fa2, "_FA3": package("FA3 v2.8.0", _flash_attn_backward=["dout", "block_mask"])}, "_FA2"),
+        ((10, 0), {"_FA2": fa2, "_FA4": fa4}, "_FA4"),
+        ((10, 3), {"_FA2": fa2, "_FA4": fa4}, "_FA4"),
         ((10, 0), {"_FA2": fa2, "_FA4": package("FA4 v2.8.3")}, "_FA2"),
         ((8, 6), {"_FA2": fa2, "_FA3": fa3}, "_FA2"),
-        ((12, 0), {"_FA2": fa2, "_FA3": fa3}, "_FA2"),
+        ((12, 0), {"_FA2": fa2, "_FA3": fa3, "_FA4": fa4}, "_FA2"),
         ((9, 0), {}, None),
     ],
 )
 def test_the_newest_interface_that_the_gpu_runs_is_chosen(install, capability, modules, chosen):
     install(capability, **modules)
-    found = flash_attn._interface()
-    assert (found and found[0]) == (chosen and getattr(flash_attn, chosen))
+    found = flash_attn._choose(64, softcap=False)
+    assert (found and found.module) == (chosen and getattr(flash_attn, chosen))
     assert (flash_attn.unavailable() is None) == (chosen is not None)
-    best = getattr(flash_attn, next(name for name, low in reversed(CAPABILITY.items()) if low <= capability))
-    assert flash_attn.missing_best() == (None if found and found[0] == best else best)
+    best = {8: "_FA2", 9: "_FA3", 10: "_FA4", 12: "_FA2"}[capability[0]]
+    assert flash_attn.missing_best() == (None if chosen == best else getattr(flash_attn, best))
+
+
+@pytest.mark.parametrize(
+    ("capability", "newest", "head_dim", "softcap", "deterministic", "runs"),
+    [
+        ((10, 0), "_FA4", 128, True, True, True),
+        ((10, 0), "_FA4", 192, False, False, False),
+        ((10, 0), "_FA4", 160, False, False, False),
+        ((10, 0), "_FA4", 256, False, False, True),
+        ((10, 0), "_FA4", 256, True, False, False),
+        ((9, 0), "_FA3", 256, True, False, True),
+        ((9, 0), "_FA3", 192, False, True, True),
+        ((9, 0), "_FA3", 256, False, True, False),
+    ],
+)
+def test_inputs_that_the_newest_interface_refuses_take_the_next_one(
+    install, monkeypatch, capability, newest, head_dim, softcap, deterministic, runs
+):
+    """By the checks of their own code (`flash_attn._refusal`)."""
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: deterministic)
+    newer = {newest: fa4 if newest == "_FA4" else fa3}
+    install(capability, _FA2=fa2, **newer)
+    assert flash_attn._choose(head_dim, softcap).module == getattr(flash_attn, newest if runs else "_FA2")
+    flash_attn._installed.cache_clear()
+    install(capability, **newer)
+    reason = flash_attn.unsupported("cuda", torch.bfloat16, head_dim, softcap)
+    assert reason is None if runs else reason.startswith(f"{getattr(flash_attn, newest)}: ")
 
 
 def test_on_a_gpu_nothing_falls_back_to_the_dense_reference_unasked(install):

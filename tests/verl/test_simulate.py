@@ -558,7 +558,7 @@ class Counted:
 
 
 def package_on_fake_tensors(recorded: str) -> tuple[str, Callable[..., Any], Callable[..., Any]]:
-    """A flash-attn package as `flash_attn._interface` finds it: functions with the recorded arguments, which return
+    """A flash-attn package as `flash_attn._choose` finds it: functions with the recorded arguments, which return
     empty tensors."""
     known = json.loads((Path(__file__).parents[1] / "core" / "flash_attn_signatures.json").read_text())["interfaces"]
     name = getattr(flash_attn, f"_{recorded[:3]}")
@@ -593,7 +593,7 @@ def kernel_on_fake_tensors(kernel: str) -> tuple[Counter[str], list[float]]:
     counted = Counted(flash_attn if found else KERNELS[kernel])
     choose_kernel.cache_clear()
     with (
-        mock.patch.dict(KERNELS, counted=counted), mock.patch.object(flash_attn, "_interface", lambda: found),
+        mock.patch.dict(KERNELS, counted=counted), mock.patch.object(flash_attn, "_choose", lambda *args: found),
         fake_accelerator(1), Tracker(H100, DEVICE, SMALL.vocab_size) as tracker,
     ):  # fmt: skip
         simulation = Simulation(job, tracker, None, DEVICE, kernel="counted")

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import torch
 
-from verl_prefix.core.kernels.flash_attn import unsupported as unsupported_by_flash_attention
+from verl_prefix.core.kernels.flash_attn import unsupported_by_all
 from verl_prefix.core.layout import Spans
 
 _FORWARD_ARGS = (
@@ -45,7 +45,7 @@ def unavailable() -> str | None:
 
 
 def unsupported(device_type: str, dtype: torch.dtype, head_dim: int, softcap: bool = False) -> str | None:
-    return "it has no softcap" if softcap else unsupported_by_flash_attention(device_type, dtype, head_dim)
+    return "it has no softcap" if softcap else unsupported_by_all(device_type, dtype, head_dim)
 
 
 def _window_args(window: int | None) -> dict[str, int]:

@@ -1,6 +1,6 @@
-"""The flash-attn packages, in the newest interface that the GPU runs: FA4 (flash_attn.cute) from sm_100 on, FA3
-(flash_attn_interface, of tag v2.7.4 or newer) on sm_90, FA2 (flash_attn 2.7.4 or newer) elsewhere. bf16 and fp16, head
-dim up to 256, softcap. Imported where it is called, since importing it takes seconds.
+"""The flash-attn packages, in the newest interface that runs the inputs on this GPU: FA4 (flash_attn.cute) on sm_100 to
+sm_11x, FA3 (flash_attn_interface, of tag v2.7.4 or newer) on sm_90, else FA2 (flash_attn 2.7.4 or newer). bf16 and
+fp16, head dim up to 256, softcap. Imported where it is called, since importing it takes seconds.
 
 No machine of ours has run this file: its tests bind every call to the packages' own signatures and stand in for what
 they compute (tests/core/test_flash_attn_package.py).
@@ -11,7 +11,7 @@ import importlib
 import inspect
 import logging
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -20,9 +20,10 @@ from verl_prefix.core.layout import Spans
 logger = logging.getLogger(__name__)
 
 _FA2, _FA3, _FA4 = "flash_attn.flash_attn_interface", "flash_attn_interface", "flash_attn.cute.interface"
-# module -> forward and backward function, and the compute capabilities for which it is the choice
+# module -> forward and backward function, and the compute capabilities for which it is the choice. FA4's backward has
+# neither a softcap nor a deterministic form on sm_120, and FA2 has both.
 _INTERFACES = {
-    _FA4: ("_flash_attn_fwd", "_flash_attn_bwd", (10, 0), (99, 0)),
+    _FA4: ("_flash_attn_fwd", "_flash_attn_bwd", (10, 0), (12, 0)),
     _FA3: ("_flash_attn_forward", "_flash_attn_backward", (9, 0), (10, 0)),
     _FA2: ("_flash_attn_varlen_forward", "_flash_attn_varlen_backward", (8, 0), (99, 0)),
 }
@@ -63,10 +64,16 @@ def _call(function: Callable[..., Any], *tensors: torch.Tensor, **options: objec
     return function(*tensors, **options, **dict.fromkeys(needed))
 
 
+class _Interface(NamedTuple):
+    module: str
+    forward: Callable[..., Any]
+    backward: Callable[..., Any]
+
+
 @functools.cache
-def _interface() -> tuple[str, Callable[..., Any], Callable[..., Any]] | None:
-    """(module name, forward, backward) of the first interface that this GPU runs and whose arguments we know."""
-    capability = torch.cuda.get_device_capability()
+def _installed() -> list[_Interface]:
+    """Those that this GPU runs and whose arguments we know, newest first."""
+    capability, found = torch.cuda.get_device_capability(), []
     for name, (forward_name, backward_name, low, end) in _INTERFACES.items():
         if not low <= capability < end:
             continue
@@ -77,32 +84,44 @@ def _interface() -> tuple[str, Callable[..., Any], Callable[..., Any]] | None:
             continue
         run, run_backward = (getattr(module, function, None) for function in (forward_name, backward_name))
         if run is not None and run_backward is not None and _has_arguments(run) and _has_arguments(run_backward):
-            return name, run, run_backward
-        logger.warning("prefix.attention: %s has other arguments than we know and is left out", name)
+            found.append(_Interface(name, run, run_backward))
+        else:
+            logger.warning("prefix.attention: %s has other arguments than we know and is left out", name)
+    return found
+
+
+def _refusal(module: str, head_dim: int, softcap: bool) -> str | None:
+    """Why an interface does not run such inputs, forward and backward, by its own checks: `_validate_head_dims` and
+    `_flash_attn_bwd` in flash_attn/cute/interface.py (flash-attn-4 4.0.0b36), `mha_bwd` in hopper/flash_api.cpp (FA3 at
+    0251105a, August 2026)."""
+    if module == _FA4 and 128 < head_dim != 256:
+        return f"head dim is {head_dim}, not up to 128, or 256"
+    if module == _FA4 and head_dim == 256 and softcap:
+        return "it has no softcap in a backward of head dim 256"
+    if module == _FA3 and head_dim > 192 and torch.are_deterministic_algorithms_enabled():
+        return f"head dim is {head_dim}, and its deterministic backward takes up to 192"
     return None
+
+
+def _choose(head_dim: int, softcap: bool) -> _Interface | None:
+    return next((one for one in _installed() if _refusal(one.module, head_dim, softcap) is None), None)
 
 
 def missing_best() -> str | None:
     """The module that would be the choice on this CUDA device, and is missing or has arguments that we do not know."""
     capability = torch.cuda.get_device_capability()
     best = next((name for name, (*_, low, end) in _INTERFACES.items() if low <= capability < end), None)
-    interface = _interface()
-    return None if interface and interface[0] == best else best
-
-
-def _chosen_interface() -> tuple[str, Callable[..., Any], Callable[..., Any]]:
-    interface = _interface()
-    assert interface is not None  # `choose_kernel` has asked `unavailable`
-    return interface
+    return None if best in [one.module for one in _installed()] else best
 
 
 def unavailable() -> str | None:
     if not torch.cuda.is_available():
         return "torch.cuda.is_available() is False"
-    return None if _interface() else "no flash-attn package that this GPU runs is installed"
+    return None if _installed() else "no flash-attn package that this GPU runs is installed"
 
 
-def unsupported(device_type: str, dtype: torch.dtype, head_dim: int, softcap: bool = False) -> str | None:
+def unsupported_by_all(device_type: str, dtype: torch.dtype, head_dim: int) -> str | None:
+    """Of every CUDA flash attention, aten's too."""
     if device_type != "cuda":
         return f"device is {device_type}, not cuda"
     if dtype not in (torch.bfloat16, torch.float16):
@@ -112,12 +131,19 @@ def unsupported(device_type: str, dtype: torch.dtype, head_dim: int, softcap: bo
     return None
 
 
+def unsupported(device_type: str, dtype: torch.dtype, head_dim: int, softcap: bool = False) -> str | None:
+    reason = unsupported_by_all(device_type, dtype, head_dim)
+    if reason is None and _choose(head_dim, softcap) is None:
+        return "; ".join(f"{one.module}: {_refusal(one.module, head_dim, softcap)}" for one in _installed())
+    return reason
+
+
 def forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spans: Spans, causal: bool, scale: float,
     window: int | None = None, softcap: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """See `verl_prefix.core.kernels`."""
-    name, run, _ = _chosen_interface()
+    name, run, _ = _chosen(q, softcap)
     extras: dict[str, dict[str, object]] = {_FA2: {"dropout_p": 0.0}, _FA3: {}, _FA4: {"return_lse": True}}
     options = _options(name, spans, q.device, scale=scale, window=window, softcap=softcap)
     out, lse, *_ = _call(run, q, k, v, causal=causal, **extras[name], **options)
@@ -129,7 +155,7 @@ def backward(
     spans: Spans, causal: bool, scale: float, window: int | None = None, softcap: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """dq, dk, dv like q, k, v, given the merged `out` and `lse`."""
-    name, _, run = _chosen_interface()
+    name, _, run = _chosen(q, softcap)
     lse = lse.contiguous()
     dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
     extras = {"dropout_p": 0.0} if name == _FA2 else {}
@@ -138,6 +164,12 @@ def backward(
     deterministic = torch.are_deterministic_algorithms_enabled()
     _call(run, *tensors, causal=causal, deterministic=deterministic, dq=dq, dk=dk, dv=dv, **extras, **options)
     return dq, dk, dv
+
+
+def _chosen(q: torch.Tensor, softcap: float | None) -> _Interface:
+    interface = _choose(q.shape[-1], softcap is not None)
+    assert interface is not None  # `choose_kernel` has asked `unsupported`
+    return interface
 
 
 def _options(
