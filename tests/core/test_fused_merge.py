@@ -87,20 +87,19 @@ def test_a_broken_kernel_is_far_off(merge_into, broken):
     assert miss((out, lse), given)[0] > 1e-2
 
 
-@pytest.mark.parametrize("queries", [slice(3, 8), torch.tensor([0, 4, 5, 9, 1])])
-def test_attention_merges_what_the_kernel_writes(monkeypatch, merge_into, queries):
-    """MOCK: tensors of a CPU count as CUDA's; indices with gaps stay with torch."""
-    called = []
+def test_attention_merges_what_the_kernel_writes(monkeypatch, merge_into):
+    """To the same bits whether queries are a slice or have gaps. MOCK: tensors of a CPU count as CUDA's."""
     assert attention._fused_merge("cpu") is None
     out, lse, out_2, lse_2 = parts(10, 2, 32, torch.float32)
-    found, wanted = [(out.clone(), lse.clone()) for _ in range(2)]
-    attention._merge_at(queries, *wanted, out_2[:5], lse_2[:, :5])
-    fused = lambda *args: (called.append(1), merge_into(*args))  # noqa: E731
-    monkeypatch.setattr(attention, "_fused_merge", lambda device_type: fused)
-    attention._merge_at(queries, *found, out_2[:5], lse_2[:, :5])
-    assert len(called) == isinstance(queries, slice)
-    assert all(torch.allclose(a, b, rtol=1e-5, atol=1e-6) for a, b in zip(found, wanted, strict=True))
-    assert not torch.equal(found[0], out)
+    calls, found = [], {}
+    for fused in (None, lambda *args: (calls.append(1), merge_into(*args))):
+        monkeypatch.setattr(attention, "_fused_merge", lambda device_type, fused=fused: fused)
+        for queries in (slice(3, 8), torch.arange(3, 8)):
+            merged = found[bool(fused), type(queries)] = out.clone(), lse.clone()
+            attention._merge_at(queries, *merged, out_2[:5], lse_2[:, :5])
+    assert len(calls) == 2 and not torch.equal(found[True, slice][0], out)
+    for a, b, by_torch in zip(found[True, slice], found[True, torch.Tensor], found[False, slice], strict=True):
+        assert torch.equal(a, b) and torch.allclose(a, by_torch, rtol=1e-5, atol=1e-6)
 
 
 def test_rows_with_gaps_are_refused(merge_into):

@@ -76,12 +76,20 @@ def merge(
 def _merge_at(
     queries: slice | torch.Tensor, out: torch.Tensor, lse: torch.Tensor, out_2: torch.Tensor, lse_2: torch.Tensor
 ) -> None:
-    """Merges a second partial attention of some queries into `out` [T, H, D] and `lse` [H, T]; one kernel on CUDA."""
+    """Merges a second partial attention of some queries into `out` [T, H, D] and `lse` [H, T]; one kernel on CUDA.
+
+    The same one for a slice of queries, in place, and for indices, in a copy: which of them a row's queries are depends
+    on the rows beside it, and its bits must not.
+    """
+    part, part_lse = out[queries], lse[:, queries]
     fused = _fused_merge(out.device.type)
-    if fused is not None and lse.dtype == torch.float32 and isinstance(queries, slice):
-        fused(out[queries], lse[:, queries], out_2, lse_2)
+    if fused is None or lse.dtype != torch.float32:
+        part, part_lse = merge(part, part_lse, out_2, lse_2)
     else:
-        out[queries], lse[:, queries] = merge(out[queries], lse[:, queries], out_2, lse_2)
+        fused(part, part_lse, out_2, lse_2)
+        if isinstance(queries, slice):
+            return
+    out[queries], lse[:, queries] = part, part_lse
 
 
 @functools.cache
