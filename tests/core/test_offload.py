@@ -4,6 +4,7 @@ All on CPU, where the copies are synchronous: streams, events and pinned memory 
 parameters that two FSDP2 ranks gather and free are tests/core/test_fsdp.py's.
 """
 
+import functools
 import gc
 import weakref
 from collections import Counter
@@ -199,6 +200,20 @@ def test_parameters_never_move(monkeypatch, packed, checkpoint):
     # the last norm's weight; lm_head has no part in a prefix graph.
     assert moved and len(stayed & parameters) >= (1 if checkpoint else 7 * LAYERS)
     assert not moved & parameters
+
+
+def test_casts_of_parameters_never_move(monkeypatch):
+    """Autocast makes a copy of every fp32 weight, which backward makes again."""
+    autocast, copied = functools.partial(torch.autocast, "cpu", torch.bfloat16), []
+    copy = OffloadedPrefixCache._find_or_copy
+    monkeypatch.setattr(
+        OffloadedPrefixCache, "_find_or_copy", lambda self, x: copied.append(tuple(x.shape)) or copy(self, x)
+    )
+    model = build(torch.float32)
+    without = measure(model, forward_context=autocast)
+    assert same_bits(measure(model, forward_context=autocast, offload=True), without)
+    weights = {shape for p in model.parameters() for shape in (tuple(p.shape), tuple(p.shape)[::-1]) if p.dim() > 1}
+    assert copied and not weights & set(copied), "of a few tokens each"
 
 
 def test_checkpointed_layers_leave_their_inputs_and_nothing_else(packed):

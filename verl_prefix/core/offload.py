@@ -177,8 +177,9 @@ class Dormant:
     is_ahead: bool = False  # on the device before backward asks
 
 
-# What the graph holds for a saved tensor: itself, or a dormant storage and (dtype, size, stride, storage offset).
-Saved = torch.Tensor | tuple[Dormant, torch.dtype, torch.Size, tuple[int, ...], int]
+# What the graph holds for a saved tensor: itself, or (dtype, size, stride, storage offset) behind a dormant storage, or
+# behind a parameter whose cast it is.
+Saved = torch.Tensor | tuple[Dormant | torch.nn.Parameter, torch.dtype, torch.Size, tuple[int, ...], int]
 
 
 class OffloadedPrefixCache(PrefixCache):
@@ -229,16 +230,21 @@ class OffloadedPrefixCache(PrefixCache):
         return tensor.untyped_storage().nbytes() < TINY_BYTES  # a small view keeps all of it alive
 
     def _pack(self, tensor: torch.Tensor) -> Saved:
-        dormant = None if self._stays(tensor) else self._find_or_copy(tensor)
-        if dormant is None:  # detached: a graph node that holds its own output is a cycle that nothing collects
+        source: Dormant | torch.nn.Parameter | None = None
+        if not self._stays(tensor) and (source := _parameter_of(tensor)) is None:
+            source = self._find_or_copy(tensor)
+        if source is None:  # detached: a graph node that holds its own output is a cycle that nothing collects
             return tensor.detach()
-        dormant.num_waiting += 1
-        return dormant, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset())
+        if isinstance(source, Dormant):
+            source.num_waiting += 1
+        return source, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset())
 
     def _unpack(self, saved: Saved) -> torch.Tensor:
         if isinstance(saved, torch.Tensor):
             return saved
         dormant, dtype, size, stride, offset = saved
+        if isinstance(dormant, torch.nn.Parameter):
+            return dormant.detach().to(dtype).as_strided(size, stride, offset)
         if dormant.on_device is None:
             if not dormant.pieces:
                 raise RuntimeError("backward through a prefix graph whose OffloadedPrefixCache was left before")
@@ -296,3 +302,12 @@ class OffloadedPrefixCache(PrefixCache):
 
     def _copy_in(self, dormant: Dormant) -> None:
         dormant.on_device, dormant.ready = self._copies.to_device(dormant.pieces)
+
+
+def _parameter_of(tensor: torch.Tensor) -> torch.nn.Parameter | None:
+    """The trained parameter that autocast made `tensor` of: backward casts it again, for nothing else in memory."""
+    cast = (tensor if tensor._base is None else tensor._base).grad_fn
+    if cast is None or cast.name() != "ToCopyBackward0":
+        return None
+    variable = getattr(cast.next_functions[0][0], "variable", None)
+    return variable if isinstance(variable, torch.nn.Parameter) else None
