@@ -1,8 +1,9 @@
-"""States of recurrent layers that are wrong on purpose: each takes a `pytest.MonkeyPatch`."""
+"""States of recurrent layers, and gradients of prefixes, that are wrong on purpose: each takes a
+`pytest.MonkeyPatch`."""
 
 import torch
 
-from verl_prefix.core import recurrence
+from verl_prefix.core import attention, recurrence
 from verl_prefix.core.prefix_cache import PrefixCache
 
 
@@ -53,3 +54,28 @@ def fork_writes_into_the_state(patch):
         return found
 
     patch.setattr(recurrence._Fork, "forward", staticmethod(written))
+
+
+def gradients_of_keys_dropped_in_packed(patch):
+    """Of prefix keys and values, what suffixes send back."""
+    patch.setattr(attention, "add_at", lambda total, rows, part: None)
+
+
+def gradients_of_keys_dropped_in_phased(patch):
+    patch.setattr(PrefixCache, "add_grad", lambda self, key, *args: None)
+
+
+def gradients_of_one_layer_dropped(patch):
+    add = PrefixCache.add_grad
+    patch.setattr(PrefixCache, "add_grad", lambda self, key, *args: None if key == 1 else add(self, key, *args))
+
+
+def earlier_waves_dropped(patch):
+    """Each wave's gradients take the place of those before it."""
+    add = PrefixCache.add_grad
+
+    def replaced(self, key, *args):
+        self._grad.pop(key, None)
+        add(self, key, *args)
+
+    patch.setattr(PrefixCache, "add_grad", replaced)

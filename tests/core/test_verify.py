@@ -3,15 +3,21 @@ states of recurrent layers, and gradients of states."""
 
 import contextlib
 import dataclasses
+import functools
+import types
 
 import pytest
 import torch
 import transformers
 from broken_states import (
     conv_tail_one_token_off,
+    earlier_waves_dropped,
     fork_writes_into_the_state,
     gradients_dropped_in_packed,
     gradients_dropped_in_phased,
+    gradients_of_keys_dropped_in_packed,
+    gradients_of_keys_dropped_in_phased,
+    gradients_of_one_layer_dropped,
     states_of_zero,
 )
 
@@ -46,7 +52,7 @@ RECURRENT = {
 }
 
 
-def verdict(seed: int, dtype: torch.dtype, family: str = "qwen3", broken=None) -> verify.Verdict:
+def verdict(seed: int, dtype: torch.dtype, family: str = "qwen3", broken=None, perturbed: int = 1) -> verify.Verdict:
     name, fields = (CONFIGS | RECURRENT)[family]
     config = getattr(transformers, name)(**dict(
         vocab_size=256, hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4,
@@ -59,22 +65,18 @@ def verdict(seed: int, dtype: torch.dtype, family: str = "qwen3", broken=None) -
         if name.endswith("A_log"):  # as drawn, a state would be gone after a token or two
             torch.nn.init.uniform_(parameter, -3.0, 1.0)
     batch = random_rollouts([(40 + seed % 7, [20 + seed % 5, 11])], 256, seed)
-    gradients = verify.Gradients(model) if family in RECURRENT else None
     for weight in batch.weights:  # as of `verify._sum_of_log_probs`
         weight.copy_(1 / torch.arange(1, len(weight) + 1))
-    train, waves = gradients is not None, {"wave_tokens": 1} if gradients else {}
 
     def ours(schedule, inspect):
         with pytest.MonkeyPatch.context() as patch:
             if broken:
                 broken(patch)
-            return torch.cat(run_shared(model, batch, schedule, train=train, inspect=inspect, **waves)).detach()
+            return torch.cat(run_shared(model, batch, schedule, inspect=inspect, wave_tokens=1))
 
-    with gradients or torch.no_grad():
-        return verify.check(
-            lambda: torch.cat(run_stock(model, batch, train=train)), ours, lambda: verify.rounding_noise(model, dtype),
-            num_perturbed=1 if gradients else 3, gradients=gradients,
-        )  # fmt: skip
+    with verify.Gradients(model) as gradients:
+        noise = functools.partial(verify.rounding_noise, model, dtype)
+        return verify.check(lambda: torch.cat(run_stock(model, batch)), ours, noise, gradients, num_perturbed=perturbed)
 
 
 def scaled_kernel(patch):
@@ -156,6 +158,23 @@ def test_a_dropped_gradient_of_states_is_caught_by_gradients_alone(broken, dtype
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    "broken",
+    [
+        gradients_of_keys_dropped_in_packed,
+        gradients_of_keys_dropped_in_phased,
+        gradients_of_one_layer_dropped,
+        earlier_waves_dropped,
+    ],
+)
+@pytest.mark.parametrize("family", CONFIGS)
+def test_a_dropped_gradient_of_keys_is_caught_by_gradients_alone(family, broken, dtype):
+    found = verdict(0, dtype, family, broken)
+    assert found.log_probs <= verify.MAX_LOG_PROBS and found.attention <= verify.MAX_ATTENTION, str(found)
+    assert found.gradients > (10 if dtype == torch.bfloat16 else 1e4), str(found)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_a_state_that_a_fork_writes_into_is_caught_by_the_next_wave(dtype):
     for family in ("qwen3.5", "lfm2", "granite"):
         found = verdict(0, dtype, family, fork_writes_into_the_state)
@@ -199,17 +218,23 @@ def test_wrong_positions_are_caught_by_log_probs(dtype):
 
 
 def test_few_tokens_of_one_rank_are_judged_together_with_those_of_the_others():
+    none = types.SimpleNamespace(parts={}, keep=list, distances=list)
+
     def found(reduce_sum=lambda values: values, ours=(5.0, 0.0)):
         stock = iter([[0.0, 0.0], *[[1.0, 0.0]] * 3])  # the truth, then perturbed
         return verify.check(
-            lambda: torch.tensor(next(stock)), lambda *args: torch.tensor(ours), contextlib.nullcontext, reduce_sum
+            lambda: torch.tensor(next(stock)),
+            lambda *args: torch.tensor(ours),
+            contextlib.nullcontext,
+            none,
+            reduce_sum,
         )
 
     assert found().log_probs == pytest.approx(5) and found().missed
     seven_others = found(lambda values: [values[0] + 7, values[1] + 7, values[2] + 7])
     assert seven_others.log_probs == pytest.approx(2) and not seven_others.missed
     assert found(ours=(float("nan"), 0.0)).missed
-    assert not verify.check(lambda: torch.ones(0), lambda *args: torch.ones(0), contextlib.nullcontext).missed
+    assert not verify.check(lambda: torch.ones(0), lambda *args: torch.ones(0), contextlib.nullcontext, none).missed
 
 
 def test_noise_is_where_the_output_is():
@@ -246,6 +271,6 @@ def test_gradients_that_a_run_has_gathered_wait_for_the_check():
         run_stock(model, batch)
         norms = gradients.keep()
         run_stock(model, batch)
-        assert list(gradients.parts) == ["the mixer of layer 0", "all else"] and min(norms) > 0
+        assert list(gradients.parts) == ["the mixer of layer 0", "layer 0", "layer 1", "all else"] and min(norms) > 0
         assert max(gradients.distances()) == 0.0
     assert all(torch.equal(p.grad, grad) for p, grad in zip(model.parameters(), gathered, strict=True))

@@ -70,7 +70,9 @@ class Case:
             kinds = (ids == self.model.config.image_token_id) + 2 * (ids == self.model.config.video_token_id)
             logits = self.model(input_ids=ids[None], mm_token_type_ids=kinds[None], use_cache=False, **pixels).logits
             log_probs = logits[0, -len(response) - 1 : -1].log_softmax(-1).gather(-1, response[:, None])[:, 0]
-            (log_probs * weight).sum().backward()
+            loss = (log_probs * weight).sum()
+            if loss.requires_grad:  # of text alone, where the tower alone is trained, it does not
+                loss.backward()
             found.append(log_probs.detach())
         return found
 

@@ -583,13 +583,12 @@ def _worker(rank: int, world: int, rendezvous: str, models: dict, check_all: boo
     results["worker"] = _compare_workers(models["qwen3"], rank)
     # Answers of three tokens: of 8 and of 5 rows, which one stock pass would not hold, nor one of ours; rank 1 has
     # rows enough for more passes with noise.
-    groups = [("a", 300, [3] * (8 - 3 * rank), ""), ("b", 5, [1] * (56 + 3 * rank), "")]
+    groups = [("a", 300, [3] * (8 - 3 * rank), ""), ("b", 5, [1] * (184 + 3 * rank), "")]
     results["logits"] = _logits_of_an_update(models["qwen3"], rank, {"groups": groups, "budget": 310})
-    groups = [(name, 100 + 10 * rank, [30, 28, 26, 24, 30, 28, 26, 24], "") for name in "abcd"]
-    # 32 rows, for which the rates of a profile are measured; 12 that are shared at any rates.
+    groups = [(name, 100 + 10 * rank, [30, 28, 26, 24, 30, 28, 26, 24], "") for name in "abcdefgh"]
+    # 64 rows, for which the rates of a profile are measured; the same, which are shared at any rates.
     measured = {"groups": groups, "min_speedup": 1e-6, "cost_profile": f"{out}.rates.json"}
-    few = {"groups": [(name, prompt, rows[:6], uid) for name, prompt, rows, uid in groups[:2]], "budget": 300}
-    for case, options in (("measured", measured), ("at any rates", few)):
+    for case, options in (("measured", measured), ("at any rates", {"groups": groups, "budget": 300})):
         results[f"first step {case}"] = _first_step_cost(models["qwen3"], rank, options)
     groups = [(name, 30, [9, 30, 1], kind) for name, kind in (("a", ""), ("b", "pad"))]
     for schedule in ("packed", "phased"):
@@ -672,7 +671,7 @@ def test_lm_head_runs_where_the_loss_reads_alone(results):
 
 def test_measuring_and_self_check_compute_at_most_a_fifth_of_a_stock_update(results):
     for result in results:
-        assert 0.125 < result["first step measured"] <= 0.2, "two forwards of an eighth of the rows, and some tokens"
+        assert 0.1 < result["first step measured"] <= 0.2
         assert 0 < result["first step at any rates"] <= 0.2
 
 

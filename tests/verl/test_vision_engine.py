@@ -9,6 +9,7 @@ processor, a rollout or CUDA.
 import copy
 import functools
 import os
+import re
 from collections import Counter
 from unittest import mock
 
@@ -49,6 +50,9 @@ CASES = {
     "offload": {"schedule": "phased", "wave_tokens": 20, "offload": True},
     "checkpointed": {"schedule": "phased", "wave_tokens": 20, "gradient_checkpointing": True},
     "frozen_tower": {"frozen_tower": True, "schedule": "phased", "wave_tokens": 20},
+    # Rank 1 has text alone, whose waves must still run the backward that those of rank 0 run.
+    "tower_alone": {"trained": "visual", "batch": "text_rank", "schedule": "phased", "wave_tokens": 20},
+    "tower_and_upper_layer": {"trained": r"visual|layers\.1\.", "schedule": "phased", "wave_tokens": 20},
     "lora_on_text": {"lora_targets": r".*language_model.*\.(q|k|v|o)_proj", "schedule": "phased"},
     "padded": {"padded": True},
     "scattered": {"batch": "scattered", "schedule": "packed", "exchange": "auto"},
@@ -150,7 +154,10 @@ class _Seen:
 
 
 def _engine_of(backend: str, path: str, options: dict):
-    if backend == "prefix" or not options.get("frozen_tower"):
+    trained = options.get("trained")
+    if backend != "prefix" and options.get("frozen_tower"):
+        trained = "^(?!model.visual)"
+    if trained is None:
         return _engine(backend, path, options)
     from verl.workers.engine.fsdp.transformer_impl import FSDPEngine
 
@@ -158,7 +165,8 @@ def _engine_of(backend: str, path: str, options: dict):
 
     def built(self):
         module = build(self)
-        module.model.visual.requires_grad_(False)
+        for name, parameter in module.named_parameters():
+            parameter.requires_grad_(bool(re.search(trained, name)))
         return module
 
     with mock.patch.object(FSDPEngine, "_build_module", built):
@@ -226,7 +234,7 @@ def _worker(rank: int, world: int, rendezvous: str, paths: dict, out: str) -> No
             for name in FAMILIES[family]:
                 options = CASES[name]
                 # The self-check of every case of text is test_engine_equivalence's; here where ranks must agree.
-                if name not in ("packed", "phased", "scattered", "text_rank"):
+                if name not in ("packed", "phased", "scattered", "text_rank", "tower_and_upper_layer"):
                     options = {"verify": "off"} | options
                 ours = _measure("prefix", path, rank, default | options)
                 found = truth(default | options)

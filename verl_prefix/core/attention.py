@@ -141,14 +141,15 @@ class GroupedAttention(torch.autograd.Function):
     """q [T, H, D], k and v [T, K, D], sinks [H] or None -> out [T, H, D].
 
     Prefix keys are this row's own, or the prefix cache's, whose gradients then go to its grad cache instead of through
-    autograd. A sink is one more score per head that has no value (gpt-oss): it joins the log-sum-exp.
+    autograd; `anchor` is `PrefixCache.anchor` of the layer. A sink is one more score per head that has no value
+    (gpt-oss): it joins the log-sum-exp.
     """
 
     @staticmethod
     def forward(
         ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None,
         layout: Layout, kernel: Kernel, params: AttentionParams, cache: PrefixCache | None, layer: int,
-        kept: Kept | None = None,
+        kept: Kept | None = None, anchor: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
         if kept is not None and layer in kept:  # gradient checkpointing runs the layer again
             out, lse = kept.pop(layer)
@@ -190,13 +191,13 @@ class GroupedAttention(torch.autograd.Function):
             if cache is None:
                 add_at(dk, tokens, dk_2)
                 add_at(dv, tokens, dv_2)
-            else:
+            elif ctx.needs_input_grad[-1]:
                 cache.add_grad(layer, tokens, dk_2, dv_2)
         dsinks = None
         if sinks is not None:
             share = (sinks.to(lse.dtype).unsqueeze(-1) - lse).exp()
             dsinks = -(share * (dout * out).sum(-1, dtype=lse.dtype).transpose(0, 1)).sum(-1).to(sinks.dtype)
-        return dq, dk, dv, dsinks, None, None, None, None, None, None
+        return dq, dk, dv, dsinks, None, None, None, None, None, None, None
 
 
 def _attend(

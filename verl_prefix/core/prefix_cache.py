@@ -24,6 +24,7 @@ class PrefixCache:
     def __init__(self) -> None:
         self._leaf: MutableMapping[Key, Tensors] = {}
         self._grad: MutableMapping[Key, Tensors] = {}
+        self._anchor: dict[Key, torch.Tensor] = {}
         self._is_open = True  # for what layers leave, until phase C
 
     def __enter__(self) -> "PrefixCache":
@@ -43,8 +44,8 @@ class PrefixCache:
             The same tensors, then `beside`; in backward through any of them the grad cache joins those of `tensors`.
         """
         if self._is_open:
-            # Waves have a gradient for it where the prefix has, also if nothing else that they compute of it has one.
             self._leaf[key] = tuple(x.detach().requires_grad_(x.requires_grad) for x in tensors)
+            self._anchor[key] = torch.empty(0, requires_grad=any(x.requires_grad for x in tensors))
         joined: Tensors = _JoinGradCache.apply(self, key, len(tensors), *tensors, *beside)  # type: ignore[no-untyped-call]
         return joined
 
@@ -55,6 +56,12 @@ class PrefixCache:
                 "call backward on each wave's loss before the next wave"
             )
         return self._leaf[key]
+
+    def anchor(self, key: Key) -> torch.Tensor:
+        """An empty tensor that requires a gradient where what the layer left does. As an input of the function that
+        reads it, it makes autograd visit that function in backward, whatever else of its inputs is frozen. The leaves
+        themselves would do so too, and the graph of a wave would hold them on the device (`core.offload`)."""
+        return self._anchor[key]
 
     def add_grad(self, key: Key, rows: slice | torch.Tensor, *grads: torch.Tensor) -> None:
         """Phase B: a wave's gradients of the rows (tokens, or prefixes) that it read of each tensor."""

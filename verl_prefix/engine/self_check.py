@@ -11,8 +11,8 @@ Comparisons by the noise floor: what ours misses is measured in units of what ro
   far that kernel moves on the same row, rounded differently and some tokens later, behind tokens that change nothing.
   Ours differs as that does: its chunks begin anew behind the prefix, and so sum in another order, in whatever precision
   the kernel has inside. Input rounding alone is too small a unit: in fp32 decays are differences of long sums.
-- of recurrent models, gradients of the sum of log-probs, against the stock path's and by its noise, as log-probs: what
-  suffixes send back to their prefix's state shows nowhere else.
+- gradients of the sum of log-probs, against the stock path's and by its noise, as log-probs: what suffixes send back to
+  their prefix shows nowhere else.
 """
 
 import math
@@ -25,6 +25,7 @@ import torch
 from verl_prefix.core.attention import AttentionParams
 from verl_prefix.core.layout import Layout
 from verl_prefix.models.recurrent import mixers
+from verl_prefix.models.vision import is_vision_config, tower_of
 
 # A perturbed pass rounds once per layer differently; ours does at its matmuls, too, whose shapes differ from stock's.
 MAX_LOG_PROBS = 3.0
@@ -65,12 +66,12 @@ class Verdict(NamedTuple):
             f"{MAX_LOG_PROBS:g}), attention of layer {self.layer} from dense float64 by {self.attention:.3g} times (at "
             f"most {MAX_ATTENTION:g})"
         )
-        if self.key is None:
-            return told
-        return (
-            f"{told}, {self.key} from whole rows by {self.recurrence:.3g} times (at most {MAX_RECURRENCE:g}), "
-            f"gradients of {self.part} from the stock path's by {self.gradients:.3g} times (at most {MAX_GRADIENTS:g})"
-        )
+        if self.key is not None:
+            told += f", {self.key} from whole rows by {self.recurrence:.3g} times (at most {MAX_RECURRENCE:g})"
+        if self.part:
+            told += f", gradients of {self.part} from the stock path's by {self.gradients:.3g} times"
+            told += f" (at most {MAX_GRADIENTS:g})"
+        return told
 
 
 class LayerCheck:
@@ -204,17 +205,25 @@ def rounding_noise(model: torch.nn.Module, dtype: torch.dtype) -> Iterator[None]
 
 
 class Gradients:
-    """Gradients of a recurrent model's checked rows, by parts of it: each mixer, and all else that is small.
+    """Gradients of the checked rows, by parts of the model: each recurrent mixer whole; of each layer, of the vision
+    tower and of all else what is small (norms, biases, adapters), or the smallest where nothing trained is.
 
     What each rank has of them. While open, those that the run has gathered wait.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._all = [p for p in model.parameters() if p.requires_grad]
-        parts = {f"the mixer of layer {mixer.layer_idx}": set(mixer.parameters()) for mixer in mixers(model)}
-        parts["all else"] = {p for p in self._all if p.numel() <= _SMALL}.difference(*parts.values())
-        trained = {name: [p for p in self._all if p in part] for name, part in parts.items()}
-        self.parts = {name: part for name, part in trained.items() if part}
+        modules: dict[str, Any] = {f"the mixer of layer {mixer.layer_idx}": mixer for mixer in mixers(model)}
+        layers = {f"layer {i}": layer for i, layer in enumerate(getattr(model.get_decoder(), "layers", ()))}
+        tower = {"the vision tower": tower_of(model)} if is_vision_config(model.config) else {}
+        self.parts: dict[str, list[torch.nn.Parameter]] = {}
+        left = set(self._all)
+        for name, module in (modules | layers | tower | {"all else": model}).items():
+            trained = [p for p in module.parameters() if p in left]
+            left.difference_update(trained)
+            small = trained if name in modules else [p for p in trained if p.numel() <= _SMALL]
+            if trained:
+                self.parts[name] = small or [min(trained, key=torch.numel)]
 
     def __enter__(self) -> "Gradients":
         self._of_the_run = [p.grad for p in self._all]
@@ -255,26 +264,26 @@ def check(
     stock: Callable[[], torch.Tensor],
     ours: Callable[[str, LayerCheck | None], torch.Tensor],
     rounding_noise: Callable[[], AbstractContextManager],
+    gradients: Gradients,
     reduce_sum: Callable[[list[float]], list[float]] = lambda values: values,
     num_perturbed: int = 3,
-    gradients: Gradients | None = None,
 ) -> Verdict:
     """Compares one group's response log-probs; those of all ranks together, since few tokens say little.
 
     Args:
-        stock: [n] log-probs by the stock path; without gradients, or with those of their sum where `gradients` are
-            compared.
+        stock: [n] log-probs by the stock path, with gradients of their sum.
         ours: the same by schedule "packed" or "phased", whose layers the check gets to inspect.
         rounding_noise: while open, layers' outputs are rounded differently each time.
+        gradients: of the model that both run on; open.
         reduce_sum: element-wise sum over ranks.
         num_perturbed: stock passes with noise.
     """
-    layers, parts = LayerCheck(), gradients.parts if gradients else {}
-    truth, norms = stock(), gradients.keep() if gradients else []
+    layers = LayerCheck()
+    truth, norms = stock(), gradients.keep()
 
     def distances(log_probs: torch.Tensor) -> list[float]:
         """Of log-probs, then of the gradients of each part."""
-        return [_sum_of_squares(log_probs.double() - truth), *(gradients.distances() if gradients else ())]
+        return [_sum_of_squares(log_probs.double() - truth), *gradients.distances()]
 
     with rounding_noise():
         perturbed = [distances(stock()) for _ in range(num_perturbed)]
@@ -291,7 +300,7 @@ def check(
     # No noise: empty responses on every rank.
     ratios = [(error / noise) ** 0.5 if noise else 0.0 for error, noise in zip(errors, noises, strict=True)]
     part, worst = "", 0.0
-    for name, ratio, norm in zip(parts, ratios[1:], norms, strict=True):
+    for name, ratio, norm in zip(gradients.parts, ratios[1:], norms, strict=True):
         # Not finite: by the loss scale of fp16, which falls behind such a step.
         if math.isfinite(norm) and not ratio <= worst:
             part, worst = name, math.inf if math.isnan(ratio) else ratio

@@ -5,7 +5,6 @@ import logging
 import math
 import time
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -65,10 +64,8 @@ class Verification:
             )
             return {}
         self._num_updates += 1
-        # Forward and backward of a recurrent model take as long as three forwards: fewer rows, or passes with noise.
-        is_recurrent = bool(mixers(self.engine.module))
-        batch = len(data) // 3 if is_recurrent else len(data)
-        verdict = self._verdict(data, _cheapest(candidates, batch), budget, batch)
+        # Forward and backward take as long as three forwards: fewer rows, or passes with noise.
+        verdict = self._verdict(data, _cheapest(candidates, len(data) // 3), budget, len(data) // 3)
         if verdict.missed:
             message = f"prefix.verify, update {self._num_updates}: {verdict}"
             if options.verify_action == "raise":
@@ -77,10 +74,10 @@ class Verification:
                     "actor_rollout_ref.actor.prefix.verify_action=fallback to go on with the stock path"
                 )
             self.failure = f"the self-check missed: {message}"
-        metrics = {"prefix/verify_log_probs": [verdict.log_probs], "prefix/verify_attention": [verdict.attention]}
-        if is_recurrent:
-            metrics["prefix/verify_recurrence"] = [verdict.recurrence]
-            metrics["prefix/verify_gradients"] = [verdict.gradients]
+        figures = {name: getattr(verdict, name) for name in ("log_probs", "attention", "recurrence", "gradients")}
+        if not mixers(self.engine.module):
+            del figures["recurrence"]
+        metrics = {f"prefix/verify_{name}": [value] for name, value in figures.items()}
         return metrics | {"timing_s/prefix_verify": [time.perf_counter() - start]}
 
     def _verdict(self, data: TensorDict, group: Group, budget: int, batch: int) -> Verdict:
@@ -92,8 +89,6 @@ class Verification:
         rows = tu.index_select_tensor_dict(data, list(group.rows))
         rows_alone = tu.index_select_tensor_dict(data, [*group.rows, *repeated])
         group = replace(group, rows=tuple(range(len(group.rows))))
-        gradients = Gradients(engine.module) if mixers(engine.module) else None
-        loss = gradients and _sum_of_log_probs
         _, lens = row_lens(rows)
         flags = dict(calculate_entropy=False, calculate_sum_pi_squared=False, return_model_output=True)
         for chosen in (rows, rows_alone):  # repeated rows count for nothing
@@ -106,18 +101,18 @@ class Verification:
             return torch.cat([row[len(row) - n - 1 : len(row) - 1] for row, n in zip(log_probs, lens, strict=True)])
 
         def stock() -> torch.Tensor:
-            return responses(engine.stock_batch(rows_alone.copy(), loss, forward_only=loss is None))
+            return responses(engine.stock_batch(rows_alone.copy(), _sum_of_log_probs, forward_only=False))
 
         def ours(path: str, inspect: LayerCheck | None) -> torch.Tensor:
-            # Several waves of a recurrent model read one state, and their gradients add up.
-            plan = make_plan([group], budget, path, wave_tokens=1 if gradients else None)
+            # Several waves read one prefix, and their gradients add up.
+            plan = make_plan([group], budget, path, wave_tokens=1)
             plan = pad_to_same_passes(plan, engine.reduce_max)
-            mini_batch, _ = engine.run_plan(rows, plan, loss, forward_only=loss is None, inspect=inspect)
+            mini_batch, _ = engine.run_plan(rows, plan, _sum_of_log_probs, forward_only=False, inspect=inspect)
             return responses(postprocess_batch_func(*mini_batch.outputs(plan), data=rows))
 
         noise = functools.partial(rounding_noise, engine.module, engine._autocast_dtype)
-        with gradients or nullcontext():
-            verdict = check(stock, ours, noise, engine.reduce_sum, num_perturbed=int(-fewer), gradients=gradients)
+        with Gradients(engine.module) as gradients:
+            verdict = check(stock, ours, noise, gradients, engine.reduce_sum, num_perturbed=int(-fewer))
         # A NaN, which is no more than anything, must not get lost in the maximum.
         figures = verdict.attention, verdict.recurrence
         attention, recurrence = engine.reduce_max([math.inf if math.isnan(x) else x for x in figures])

@@ -69,9 +69,11 @@ def grouped_attention_forward(
         (q, k, v), s_aux = shards.to_heads(q, k, v), shards.heads(s_aux)
     if prefix_pass.capture is not None:
         k, v = prefix_pass.capture.capture(module.layer_idx, k, v)
+    cache, layer = prefix_pass.cache, module.layer_idx
     out = GroupedAttention.apply(
-        q, k, v, s_aux, prefix_pass.layout, kernel, params, prefix_pass.cache, module.layer_idx, prefix_pass.kept
-    )
+        q, k, v, s_aux, prefix_pass.layout, kernel, params, cache, layer, prefix_pass.kept,
+        None if cache is None else cache.anchor(layer),
+    )  # fmt: skip
     if prefix_pass.inspect is not None:
         prefix_pass.inspect.attention(
             module.layer_idx, prefix_pass.layout, q=q, k=k, v=v, sinks=s_aux, params=params, out=out

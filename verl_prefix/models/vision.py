@@ -196,6 +196,10 @@ def forward(
         `logits` [1, n, vocabulary], or what lm_head was replaced by.
     """
     embeds = model.get_input_embeddings()(input_ids)
+    if torch.is_grad_enabled() and any(p.requires_grad for p in model.model.visual.parameters()):
+        # In every pass alike, also in one that does not run the tower: a wave sends gradients back to prefixes that the
+        # tower has seen, and ranks whose passes have none run the same backward.
+        embeds.requires_grad_()
     if tower:
         visual = model.model.visual
         seen = patches is not None

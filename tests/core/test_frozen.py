@@ -1,0 +1,153 @@
+"""Part of a model is trained: packed and phased against HF's own forward of every whole row, float64 and 1e-9.
+
+A wave's queries, keys and values may need no gradient where its prefix's do: a vision tower below frozen layers. Such a
+gradient must not get lost, and what is frozen must get none.
+"""
+
+import peft
+import pytest
+import torch
+from test_api_vision import by_api, by_waves
+from test_families import build, float64_inside  # noqa: F401
+from test_vision import Case, paths  # noqa: F401
+
+from verl_prefix.core.attention import AttentionParams, GroupedAttention
+from verl_prefix.core.groups import Group
+from verl_prefix.core.kernels import cpu
+from verl_prefix.core.layout import build_layout
+from verl_prefix.core.prefix_cache import PrefixCache
+from verl_prefix.testing import random_rollouts, run_shared, run_stock
+
+SHAPE = [(23, [9, 17, 5]), (7, [13, 4]), (1, [6, 30])]
+TEXT = ["qwen3", "mistral-window-8", "gpt-oss-window-9", "qwen3-moe", "qwen3.5", "lfm2", "granite4-h"]
+SCHEDULES = {"packed": {}, "phased": dict(wave_tokens=19), "offload": dict(wave_tokens=19, offload=True)}
+
+
+def layer_of(name: str) -> int:
+    parts = name.split(".")
+    return int(parts[parts.index("layers") + 1]) if "layers" in parts and "visual" not in parts else -1
+
+
+# pattern -> whether a parameter is trained, by its name
+PATTERNS = {
+    "frozen_embeddings": lambda name: "embed_tokens" not in name,
+    "upper_layers": lambda name: layer_of(name) >= 1 or "lm_head" in name,
+    "lower_layer": lambda name: layer_of(name) == 0,
+    "lm_head": lambda name: "lm_head" in name,
+    "values_of_a_layer": lambda name: layer_of(name) == 1 and ("v_proj" in name or "norm" in name),
+}
+TOWER_PATTERNS = {
+    "tower": lambda name: "visual" in name,
+    "tower_and_upper_layer": lambda name: "visual" in name or layer_of(name) == 1,
+    "all_but_the_tower": lambda name: "visual" not in name,
+    "tower_and_lm_head": lambda name: "visual" in name or "lm_head" in name,
+}
+
+
+def freeze(model, is_trained) -> None:
+    head = model.get_output_embeddings().weight
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(is_trained(f"{name} lm_head" if parameter is head else name))  # may be tied
+    assert any(parameter.requires_grad for parameter in model.parameters())
+
+
+def adapted(model, layers: list[int]):
+    """Adapters on some layers, without the zeros that they begin with."""
+    config = peft.LoraConfig(
+        r=4, lora_alpha=8, target_modules=["q_proj", "v_proj", "down_proj", "in_proj_qkv"], layers_to_transform=layers
+    )
+    model = peft.get_peft_model(model, config).double()
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    return model
+
+
+def measured(model, run) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    model.zero_grad()
+    log_probs = torch.cat(run())
+    return log_probs, {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def check(model, truth, ours) -> None:
+    log_probs, gradients = measured(model, truth)
+    found, own = measured(model, ours)
+    zeros = {name for name, x in own.items() if not x.any()}  # of what only dummies reach
+    assert gradients.keys() <= own.keys() and own.keys() - gradients.keys() <= zeros
+    worst = {name: ((own[name] - x).norm() / x.norm().clamp(min=1e-9)).item() for name, x in gradients.items()}
+    worst["log-probs"] = ((found - log_probs).norm() / log_probs.norm()).item()
+    assert len(worst) > 1 and max(worst.values()) < 1e-9, max(worst.items(), key=lambda item: item[1])
+
+
+def by_schedule(model, rollouts, schedule: str):
+    name = "packed" if schedule == "packed" else "phased"
+    return lambda: run_shared(model, rollouts, name, **SCHEDULES[schedule])
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize("family", TEXT)
+def test_text_models(family, pattern, schedule, float64_inside):  # noqa: F811
+    model = build(family, torch.float64)
+    float64_inside(model)
+    freeze(model, PATTERNS[pattern])
+    rollouts = random_rollouts(SHAPE, model.config.vocab_size)
+    check(model, lambda: run_stock(model, rollouts), by_schedule(model, rollouts, schedule))
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("layers", [[0], [1], [2, 3]], ids=str)
+@pytest.mark.parametrize("family", ["qwen3", "qwen3.5"])
+def test_adapters_on_some_layers(family, layers, schedule, float64_inside):  # noqa: F811
+    model = build(family, torch.float64)
+    float64_inside(model)
+    model = adapted(model, layers)
+    rollouts = random_rollouts(SHAPE, model.config.vocab_size)
+    check(model, lambda: run_stock(model, rollouts), by_schedule(model, rollouts, schedule))
+
+
+@pytest.mark.parametrize("pattern", TOWER_PATTERNS)
+@pytest.mark.parametrize(
+    ("family", "checkpointed"), [("qwen2_5_vl", False), ("qwen3_vl", False), ("qwen3_vl", True), ("qwen3_5", False)]
+)
+def test_vision_models(family, checkpointed, pattern, paths, float64_inside):  # noqa: F811
+    case = Case(paths[family])
+    float64_inside(case.model)
+    freeze(case.model, TOWER_PATTERNS[pattern])
+    if checkpointed:
+        case.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    for schedule, options in SCHEDULES.items():
+        name = "packed" if schedule == "packed" else "phased"
+        check(case.model, case.truth, lambda name=name, options=options: case.ours(schedule=name, **options))
+    if not checkpointed:
+        check(case.model, case.truth, lambda: by_api(case, schedule="phased", max_tokens=60, wave_tokens=19))
+        check(case.model, case.truth, lambda: by_waves(case))
+
+
+@pytest.mark.parametrize("anchored", [True, False])
+def test_a_wave_that_needs_no_gradient_sends_back_those_of_its_prefix(anchored):
+    """Against autograd on the dense formula. Without the anchor autograd never visits the wave's attention."""
+    generator = torch.Generator().manual_seed(0)
+    group, prefix_len = Group((0, 1), 7, (3, 2)), 7
+    rows = torch.randn(3, prefix_len + 5, 2, 8, generator=generator, dtype=torch.float64)  # q, k, v of all tokens
+    prefix = [x[:prefix_len].clone().requires_grad_() for x in rows[1:]]
+    cache = PrefixCache()
+    cache.capture(0, *prefix)
+    wave = build_layout([group], [0, 20], [(0, 0)])
+    q, k, v = (x[prefix_len:] for x in rows)
+    anchor = cache.anchor(0) if anchored else None
+    out = GroupedAttention.apply(q, k, v, None, wave, cpu, AttentionParams(0.3), cache, 0, None, anchor)
+    assert out.requires_grad == anchored
+    if not anchored:
+        return
+    dout = torch.randn(out.shape, generator=generator, dtype=out.dtype)
+    out.backward(dout)
+    found, lens = cache.take(0), [3, 2]
+    dense = []
+    for own in zip(*(x.split(lens) for x in (q, k, v)), strict=True):
+        keys, values = (torch.cat([a, b]) for a, b in zip(prefix, own[1:], strict=True))
+        hidden = torch.ones(len(own[0]), len(keys), dtype=torch.bool).triu(prefix_len + 1)
+        scores = torch.einsum("qhd,khd->hqk", own[0], keys) * 0.3
+        dense.append(torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, float("-inf")).softmax(-1), values))
+    for ours, true in zip(found, torch.autograd.grad(torch.cat(dense), prefix, dout), strict=True):
+        torch.testing.assert_close(ours, true, rtol=1e-9, atol=1e-12)
