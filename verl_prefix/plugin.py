@@ -1,16 +1,26 @@
 """Target of the `verl.plugins` entry point: runs at the end of `import verl`, in the driver and in every Ray worker.
 
 It puts `pkg://verl_prefix.config` on Hydra's search path (so `model_engine=prefix` resolves before `@hydra.main` runs)
-and registers platform, engine, trainer and rollout with verl's own registries; verl's own engine learns to warn of a
-leak. verl swallows what is raised here (verl/__init__.py logs it at DEBUG); `verl-prefix doctor` imports this module
-again and shows the traceback.
+and registers the platform. The rest waits: the engine comes with the class that `model_engine=prefix` names for
+`fsdp_config`, the trainers come behind verl's own. verl swallows what is raised here (verl/__init__.py logs it at
+DEBUG); `verl-prefix doctor` imports this module again and shows the traceback.
 """
+
+import logging
+import sys
+from collections.abc import Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
+from types import ModuleType
 
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.plugins import Plugins
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 
 CONFIG_PATH = "pkg://verl_prefix.config"
+VERLS_TRAINERS = "verl.trainer.ppo.v1"
+
+logger = logging.getLogger(__name__)
 
 
 class PrefixSearchPathPlugin(SearchPathPlugin):
@@ -20,11 +30,35 @@ class PrefixSearchPathPlugin(SearchPathPlugin):
         search_path.append(provider="verl_prefix", path=CONFIG_PATH)
 
 
+class TrainersFinder(MetaPathFinder):
+    """Imports our trainers right behind verl's, in whichever process does so: verl looks a trainer up by the name in
+    `trainer.v1.trainer_mode` and asks nobody, and its registry takes no class before verl's trainers are loaded."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        spec = PathFinder.find_spec(fullname, path) if fullname == VERLS_TRAINERS else None
+        if spec is not None:
+            run = spec.loader.exec_module
+
+            def run_then_add(module: ModuleType) -> None:
+                run(module)
+                _add_trainers()
+
+            spec.loader.exec_module = run_then_add
+        return spec
+
+
+def _add_trainers() -> None:
+    try:
+        import verl_prefix.trainer.prefix_sync  # noqa: F401
+    except Exception:  # verl's own trainers work without
+        logger.exception("trainer.v1.trainer_mode=prefix_* are missing")
+
+
 Plugins.instance().register(PrefixSearchPathPlugin)
 
-# The platform must be registered before any verl module resolves it at import. `import x.y`, not `from x import y`:
-# when our engine is what triggers `import verl`, it re-enters here half-loaded.
-import verl_prefix.cpu  # noqa: E402, I001
-import verl_prefix.engine.prefix_engine  # noqa: E402
-import verl_prefix.engine.stock_warning  # noqa: E402
-import verl_prefix.trainer.prefix_sync  # noqa: E402, F401
+# The platform must be registered before any verl module resolves it at import.
+import verl_prefix.cpu  # noqa: E402, F401
+
+sys.meta_path.insert(0, TrainersFinder())

@@ -27,7 +27,7 @@ ROOMS = {
     "files": ("", ""),
     "versions": ("", ""),
     "api": ("core models", ""),
-    "plugin": ("cpu engine trainer", "verl hydra"),
+    "plugin": ("cpu trainer", "verl hydra"),
     "cli": ("tools engine versions", ""),
     "__init__": ("api", ""),
 }  # fmt: skip

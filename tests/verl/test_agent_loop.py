@@ -178,7 +178,7 @@ def test_a_session_that_fails_carries_nothing_for_the_others(config, monkeypatch
     assert all(torch.equal(row["pixel_values"], rows[0]["pixel_values"]) for row in rows)
 
 
-def test_a_worker_that_starts_with_the_agent_loop_has_the_whole_plugin(fresh, tmp_path):
+def test_a_worker_that_starts_with_the_agent_loop_has_the_trainers(fresh, tmp_path):
     """Ray unpickles the worker's class before anything else has imported verl."""
     code = (
         "import verl_prefix.engine.shared_pixels, sys; sys.exit('verl_prefix.trainer.prefix_sync' not in sys.modules)"

@@ -93,14 +93,22 @@ def test_a_trl_that_ends_verls_workers_is_named(tmp_path, monkeypatch, files, pr
         assert problem is None or (problem in found and "Error: " in line)
 
 
-def test_doctor_shows_the_error_that_verl_hides(run_doctor, tmp_path):
+@pytest.mark.parametrize(
+    ("broken", "said"),
+    [
+        ("cpu/__init__.py", "the plugin does not load and verl goes on without it"),
+        ("engine/__init__.py", "the engine of model_engine=prefix does not load"),
+        ("trainer/__init__.py", "the trainers of trainer.v1.trainer_mode=prefix_* do not load"),
+    ],
+)
+def test_doctor_shows_the_error_that_is_hidden_or_comes_late(run_doctor, tmp_path, broken, said):
     package = Path(verl_prefix.__file__).parent
     shutil.copytree(package, tmp_path / "verl_prefix", ignore=shutil.ignore_patterns("__pycache__"))
-    (tmp_path / "verl_prefix" / "engine" / "__init__.py").write_text('raise KeyError("broken on purpose")\n')
+    (tmp_path / "verl_prefix" / broken).write_text('raise KeyError("broken on purpose")\n')
     result = run_doctor(tmp_path)
     assert result.returncode == 1
-    assert "FAIL the plugin does not load and verl goes on without it: KeyError: 'broken on purpose'" in result.stdout
-    assert "Traceback" in result.stderr and str(tmp_path / "verl_prefix" / "engine" / "__init__.py") in result.stderr
+    assert f"FAIL {said}: KeyError: 'broken on purpose'" in result.stdout
+    assert "Traceback" in result.stderr and str(tmp_path / "verl_prefix" / broken) in result.stderr
 
 
 def test_doctor_says_which_variable_keeps_the_plugin_out(run_doctor, tmp_path):

@@ -78,6 +78,22 @@ def test_verl_finds_the_plugin_and_the_shell_finds_the_command(wheel: zipfile.Zi
     assert dict(entry_points["console_scripts"]) == {"verl-prefix": "verl_prefix.cli:main"}
 
 
+def test_import_verl_loads_of_us_the_platform_alone() -> None:
+    """Whatever the config will say: engine, trainers, and what of verl and transformers they import, come when a config
+    asks for them."""
+
+    def loaded(policy: str) -> set[str]:
+        code = "import sys, verl; print('LOADED', *sys.modules)"
+        env = {name: value for name, value in os.environ.items() if name != "VERL_PLATFORM"}
+        env |= {"VERL_USE_EXTERNAL_PLUGINS": policy}
+        done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
+        return set(done.stdout.rpartition("LOADED ")[2].split())
+
+    ours = {"verl_prefix", "verl_prefix.plugin", "verl_prefix.cpu", "verl_prefix.cpu.platform"}
+    added = loaded("prefix") - loaded("none")
+    assert {name for name in added if name.split(".")[0] not in ("hydra", *sys.stdlib_module_names)} == ours
+
+
 def test_no_requirement_moves_the_users_torch_vllm_transformers_or_ray(wheel: zipfile.ZipFile) -> None:
     for requirement in _requirements(wheel):
         text = requirement.split(";")[0].strip()

@@ -6,7 +6,6 @@ ranks, fp32, HF's torch rules. Does not exercise flash-linear-attention, mamba-s
 
 import contextlib
 import importlib
-import logging
 import os
 from unittest import mock
 
@@ -169,10 +168,7 @@ def _bf16(models: dict, rank: int) -> dict:
 def _worker(rank: int, world: int, rendezvous: str, models: dict, full: bool, out: str) -> None:
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), VERL_PLATFORM="cpu")
     torch.distributed.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world)
-    results, stock_of, told = {}, {}, []
-    handler = logging.Handler()
-    handler.emit = lambda record: told.append(record.getMessage())
-    logging.getLogger("verl_prefix.engine.stock_warning").addHandler(handler)
+    results, stock_of = {}, {}
     for family in FAMILIES[full]:
         path = models[family]
         with mock.patch("test_engine_equivalence._engine", SharedModels(_engine)):
@@ -212,7 +208,6 @@ def _worker(rank: int, world: int, rendezvous: str, models: dict, full: bool, ou
         results["other numbers of rows"] = (_log_probs(engine, data) - alone).abs().max().item()
     if full:
         results |= _bf16(models, rank)
-    results["told"] = told
     torch.save(results, f"{out}.{rank}")
     torch.distributed.destroy_process_group()
 
@@ -296,25 +291,6 @@ def test_verls_packed_rows_leak_and_our_stock_path_does_not(one_rank, family):
     )
     assert leak.pop("verl") > 0.1, "nats"
     assert max(leak.values()) <= TOLERANCE, leak
-
-
-def test_micro_batches_of_one_row_leak_nothing():
-    from verl.workers.config import FSDPEngineConfig
-
-    from verl_prefix.engine.stock_warning import packs_rows
-
-    def packs(**fields):
-        return packs_rows(FSDPEngineConfig(strategy="fsdp2", **fields))
-
-    assert packs() and packs(use_dynamic_bsz=False, micro_batch_size_per_gpu=2, infer_micro_batch_size_per_gpu=1)
-    assert packs(use_dynamic_bsz=False, micro_batch_size_per_gpu=1, infer_micro_batch_size_per_gpu=4)
-    assert not packs(use_dynamic_bsz=False, micro_batch_size_per_gpu=1, infer_micro_batch_size_per_gpu=1)
-
-
-def test_a_user_of_verls_own_engine_is_told_once(one_rank, two_ranks):
-    told = one_rank[0]["told"]
-    assert len(told) == len(set(told)) == len(FAMILIES[False]) + 1 and "use_remove_padding=False" in told[0]
-    assert [len(result["told"]) for result in two_ranks] == [1, 0]
 
 
 @pytest.mark.parametrize("broken", BROKEN)

@@ -118,7 +118,8 @@ class PrefixConfig(BaseConfig):
 @dataclass
 class PrefixEngineConfig(FSDPEngineConfig):
     """verl's FSDP2 engine config plus `prefix` and the actor's `freeze_vision_tower`, which verl's own FSDP ignores;
-    its strategy is the registry's backend name, always "prefix".
+    its strategy is the registry's backend name, always "prefix". `engine.prefix_engine` registers that: our YAML names
+    this class there, and code that builds one imports it from there.
 
     Raises:
         ValueError: an FSDP option that the shared-prefix path cannot honour.

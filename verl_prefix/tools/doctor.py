@@ -108,6 +108,7 @@ def _platform() -> Any:
 
 
 def _check_registered() -> Iterator[Finding]:
+    _load("verl_prefix.engine.prefix_engine", f"the engine of model_engine={PLUGIN} does not load")
     from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY
     from verl.workers.engine.base import EngineRegistry
     from verl.workers.rollout.replica import RolloutReplicaRegistry
@@ -123,7 +124,9 @@ def _check_registered() -> Iterator[Finding]:
     yield missing, f"engine {PLUGIN!r} {{{listed}}}"
 
     trainer = TRAINER_REGISTRY.get("prefix_sync")
-    missing = None if trainer else "verl_prefix.trainer.prefix_sync registers no trainer prefix_sync"
+    if not trainer:
+        _load("verl_prefix.trainer.prefix_sync", "the trainers of trainer.v1.trainer_mode=prefix_* do not load")
+    missing = None if trainer else "verl_prefix.plugin adds no trainer to verl's"
     yield missing, f"trainer 'prefix_sync' {trainer.__name__ if trainer else 'missing'}"
 
     loaders = RolloutReplicaRegistry._registry.items()

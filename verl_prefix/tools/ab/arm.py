@@ -24,7 +24,8 @@ from verl.workers.config import ActorConfig, FSDPEngineConfig, FSDPOptimizerConf
 from verl.workers.engine import EngineRegistry
 from verl.workers.utils.losses import ppo_loss
 
-from verl_prefix.config import PrefixConfig, PrefixEngineConfig
+from verl_prefix.config import PrefixConfig
+from verl_prefix.engine.prefix_engine import PrefixEngineConfig
 from verl_prefix.engine.trace import StepRows
 from verl_prefix.models.recurrent import packing_leak
 from verl_prefix.tools.memory import RESET_PEAK, memory_mib, reset_peak_mib
