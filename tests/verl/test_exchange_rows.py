@@ -5,6 +5,7 @@ One set of processes runs all of it; the tests read what came back. Does not exe
 
 import os
 import time
+from datetime import timedelta
 from unittest import mock
 
 import pytest
@@ -30,6 +31,12 @@ BROKEN = {
     "other outputs": "ranks computed different outputs",
     "other tokens": "rows [0, 1, 2, 3, 4, 5, 6, 7] arrived as one group, and their prompts differ",
     "a uid that cannot travel": "failed while sending rows",
+    "no memory while rows arrive": "rank 2 failed while making room for rows",
+    "no pixels": "rank 2 failed while grouping rows",
+    "no groups": "rank 2 failed while grouping rows",
+    "no pixels where rows stay": "rank 2 failed while grouping rows",
+    "no groups where rows stay": "rank 2 failed while grouping rows",
+    "no pixels on verl's own path": "rank 2 failed while receiving pixels",
 }
 
 
@@ -125,14 +132,14 @@ def _problems(batch: dict, seed: int, group) -> list[str]:
     from verl.utils import tensordict_utils as tu
 
     from verl_prefix.engine.exchange import Exchange
-    from verl_prefix.engine.mini_batch import group_batch
-    from verl_prefix.engine.shared_pixels import CARRIES, receive_pixels
+    from verl_prefix.engine.shared_pixels import CARRIES
 
     rank, problems = dist.get_rank(), []
     every = rows_of(batch, seed)
     mine = [row for row, at in zip(every, batch["ranks"], strict=True) if at == rank]
     data = batch_of(mine)
     calls, fetched = [], []
+    carriers = {row["multi_modal_inputs"].get(CARRIES): row["multi_modal_inputs"] for row in every}
 
     def counted(function):
         return lambda *args, **kwargs: (calls.append(1), function(*args, **kwargs))
@@ -141,21 +148,19 @@ def _problems(batch: dict, seed: int, group) -> list[str]:
         mock.patch.object(dist, name, counted(getattr(dist, name)))
         for name in ("all_reduce", "all_gather", "all_to_all_single")
     ]
+    # Pixels are fetched only for a rank that would have no row otherwise.
+    counting.append(
+        mock.patch(
+            "verl_prefix.engine.shared_pixels._fetch", lambda keys: fetched.extend(keys) or [carriers[k] for k in keys]
+        )
+    )
     for one in counting:
         one.start()
     exchange = Exchange(data, SHAPE, group, torch.device("cpu"))
-    found = exchange.rows()
+    found, _ = exchange.receive()
     back = exchange.give_back(outputs_of(found))
     for one in counting:
         one.stop()
-    carriers = {row["multi_modal_inputs"].get(CARRIES): row["multi_modal_inputs"] for row in every}
-    # Only for a rank that would have no row otherwise.
-    with mock.patch(
-        "verl_prefix.engine.shared_pixels._fetch", lambda keys: fetched.extend(keys) or [carriers[k] for k in keys]
-    ):
-        receive_pixels(tu.get(found, "multi_modal_inputs"))
-    groups, split_uids = group_batch(found)
-    exchange.check_groups(groups)
     here = found["row"].tolist()
     for name, wanted in outputs_of(data).items():
         if not all(torch.equal(a, b) for a, b in zip(back[name].unbind(), wanted.unbind(), strict=True)):
@@ -199,7 +204,7 @@ def _problems(batch: dict, seed: int, group) -> list[str]:
         problems.append(f"{on_ranks} pieces too many, and metrics say {metrics}")
     if fetched and len(found) > 1:
         problems.append(f"pixels of {fetched} were asked for, beside rows {here}")
-    if len(calls) > (11 if exchange.moves else 3):
+    if len(calls) > (14 if exchange.moves else 4):
         problems.append(f"{len(calls)} collectives")
     if (metrics["prefix/exchanged_rows"] > 0) != bool(set(r["row"].item() for r in mine) - set(here)):
         problems.append(f"{metrics['prefix/exchanged_rows']} rows are said to have left")
@@ -214,9 +219,18 @@ class _Break:
 
         self.patches = []
         real_pack, real_place = row_bytes.RowBytes.pack, exchange.place_rows
+        real_groups, real_empty = exchange.group_batch, torch.empty
 
         def no_memory(*args, **kwargs):
             raise MemoryError("injected")
+
+        def no_room(*args, **kwargs):
+            received = kwargs.get("dtype") == torch.uint8 and "device" in kwargs
+            return (no_memory if received else real_empty)(*args, **kwargs)
+
+        def other_tokens(rows):
+            rows["input_ids"].values()[2] += 1
+            return real_groups(rows)
 
         def pack(change, outputs):
             def changed(one, rows):
@@ -242,7 +256,12 @@ class _Break:
             "no memory while rows are described": (exchange, "describe", no_memory, 2),
             "no memory while rows are sent": (exchange, "encode", no_memory, 2),
             "no memory while outputs are returned": (row_bytes.RowBytes, "pack", pack(no_memory, True), 2),
+            "other tokens": (exchange, "group_batch", other_tokens, 1),
+            "no memory while rows arrive": (torch, "empty", no_room, 2),
+            "no pixels": (exchange, "_receive_pixels", no_memory, 2),
+            "no groups": (exchange, "group_batch", no_memory, 2),
         }  # fmt: skip
+        how = how.partition(" where rows stay")[0].partition(" on verl's own path")[0]
         if how in broken:
             target, name, function, at = broken[how]
             if at in (None, rank):
@@ -272,8 +291,7 @@ class _Uid:
 def _broken(how: str, rank: int, group) -> tuple[str, float]:
     from verl.utils import tensordict_utils as tu
 
-    from verl_prefix.engine.exchange import Exchange
-    from verl_prefix.engine.mini_batch import group_batch
+    from verl_prefix.engine.exchange import Exchange, NoExchange, receive_pixels
 
     data, start = (
         batch_of([r for r, at in zip(rows_of(TORN, 0), TORN["ranks"], strict=True) if at == rank]),
@@ -283,8 +301,12 @@ def _broken(how: str, rank: int, group) -> tuple[str, float]:
         tu.assign_non_tensor(data, uid=[_Uid(uid) for uid in tu.get(data, "uid")])
     try:
         with _Break(how, rank):
+            if "own path" in how:
+                receive_pixels(data)
+            if "stay" in how:
+                NoExchange(data)
             exchange = Exchange(data, SHAPE, group, torch.device("cpu"))
-            rows = exchange.rows()
+            rows, _ = exchange.receive()
             outputs = outputs_of(rows)
             if how == "an output lost" and rank == 1:
                 outputs = {
@@ -292,9 +314,6 @@ def _broken(how: str, rank: int, group) -> tuple[str, float]:
                 }
             if how == "other outputs" and rank == 1:
                 del outputs["entropy"]
-            if how == "other tokens" and rank == 1:
-                rows["input_ids"].values()[2] += 1
-            exchange.check_groups(group_batch(rows)[0])
             exchange.give_back(outputs)
     except Exception as error:
         return f"{type(error).__name__}: {error}", time.time() - start
@@ -305,8 +324,9 @@ def _worker(rank: int, rendezvous: str, batches: list[dict], out: str) -> None:
     import torch.distributed as dist
 
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(WORLD), VERL_PLATFORM="cpu")
-    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=WORLD)
-    groups = {world: dist.new_group(list(range(world))) for world in range(2, WORLD + 1)}
+    limit = timedelta(seconds=SECONDS)
+    dist.init_process_group("gloo", timeout=limit, init_method=f"file://{rendezvous}", rank=rank, world_size=WORLD)
+    groups = {world: dist.new_group(list(range(world)), limit) for world in range(2, WORLD + 1)}
     results = {"problems": []}
     for seed, batch in enumerate(batches):
         if rank < batch["world"]:

@@ -3,11 +3,12 @@
     rank 0: a0 b0 c0 d0  ->  a0 a1 d0 d1      verl's trainers spread a prompt's rows over ranks; where a row is computed
     rank 1: a1 b1 c1 d1      b0 b1 c0 c1      changes neither sums over ranks nor what the row gives back
 
-Twelve collectives at most, of tensors alone, by all ranks that compute data in parallel. What a rank does between two
-of them is followed by one that says whether every rank got through, so that an error on one is an error on all, and
-nobody waits.
+Fourteen collectives at most, of tensors alone, by all ranks that compute data in parallel. What a rank does between two
+of them is followed by one that says whether every rank got through (`together`), so that an error on one is an error on
+all, and nobody waits.
 """
 
+import functools
 import hashlib
 import itertools
 import logging
@@ -38,6 +39,37 @@ class ExchangeError(RuntimeError):
     """Rows or outputs are not where they belong, or another rank failed."""
 
 
+@contextmanager
+def together(
+    doing: str, num_agreed: int = 0, *, everyone: dist.ProcessGroup | None = None, device: torch.device | None = None
+) -> Iterator[list[int]]:
+    """Runs what is inside, then finds out whether it went well on every rank.
+
+    Args:
+        everyone: the ranks, all by default. device: where their collectives want tensors, the engine's by default.
+
+    Yields:
+        an empty list; `num_agreed` integers below 2**53 that are put there become their maxima over ranks.
+
+    Raises:
+        ExchangeError: another rank failed. Of this rank's own errors, that one.
+    """
+    agreed: list[int] = []
+    error: Exception | None = None
+    try:
+        yield agreed
+    except Exception as failure:  # whatever it is, the others wait to hear of it; raised again below
+        error = failure
+    mine = [0, *agreed] if error is None else [dist.get_rank(everyone) + 1, *[0] * num_agreed]
+    reduced = torch.tensor(mine, dtype=torch.float64, device=device or get_device_name())
+    dist.all_reduce(reduced, op=dist.ReduceOp.MAX, group=everyone)
+    failed, *agreed[:] = map(int, reduced.tolist())
+    if error is not None:
+        raise error
+    if failed:
+        raise ExchangeError(f"prefix: rank {failed - 1} failed while {doing}; its own error says why")
+
+
 def open_exchange(engine: Any, data: TensorDict) -> "Exchange | NoExchange":
     """An engine's mini-batch on its way to the ranks that compute it."""
     group = engine.get_data_parallel_group()
@@ -54,9 +86,10 @@ class NoExchange:
     """A mini-batch whose rows are computed where they are: on one rank, or with prefix.exchange=off. As `Exchange`."""
 
     def __init__(self, data: TensorDict) -> None:
-        receive_pixels(data)
         self._data = data
-        self.groups, self._num_split_uids = group_batch(data)
+        with together("grouping rows"):
+            _receive_pixels(data)
+            self.groups, self._num_split_uids = group_batch(data)
         self.own_groups = self.groups
 
     def receive(self) -> tuple[TensorDict, int]:
@@ -98,7 +131,7 @@ class Exchange:
     ) -> None:  # fmt: skip
         start = time.perf_counter()
         self._data, self._group, self._device = data, group, device
-        self._everyone = everyone or group
+        self._together = functools.partial(together, everyone=everyone or group, device=device)
         self._size, self._rank = dist.get_world_size(group), dist.get_rank(group)
         self._num_bytes = 0
         with self._together("describing rows", 3) as agreed:
@@ -121,9 +154,10 @@ class Exchange:
     def receive(self) -> tuple[TensorDict, int]:
         """`rows` with their pixels, which are in `groups`, and the number of uids that are several groups."""
         rows = self.rows()
-        receive_pixels(rows)
-        groups, num_split_uids = group_batch(rows)
-        self.check_groups(groups)
+        with self._together("grouping rows"):
+            _receive_pixels(rows)
+            groups, num_split_uids = group_batch(rows)
+            self._check_groups(groups)
         return rows, num_split_uids
 
     def rows(self) -> TensorDict:
@@ -172,7 +206,7 @@ class Exchange:
         self._seconds += time.perf_counter() - start
         return back
 
-    def check_groups(self, groups: Sequence[Group]) -> None:
+    def _check_groups(self, groups: Sequence[Group]) -> None:
         """Compares groups of `rows()`, token by token, with those that were sent here.
 
         Raises:
@@ -180,13 +214,12 @@ class Exchange:
         """
         if not self.moves:
             return
-        with self._together("checking groups"):
-            pieces = {row: (i, group.prefix_len, n) for i, group in enumerate(groups)
-                      for row, n in zip(group.rows, group.suffix_lens, strict=True)}  # fmt: skip
-            for group in self.groups:
-                expected = [(pieces[group.rows[0]][0], group.prefix_len, n) for n in group.suffix_lens]
-                if [pieces[row] for row in group.rows] != expected:
-                    raise ExchangeError(f"rows {list(group.rows)} arrived as one group, and their prompts differ")
+        pieces = {row: (i, group.prefix_len, n) for i, group in enumerate(groups)
+                  for row, n in zip(group.rows, group.suffix_lens, strict=True)}  # fmt: skip
+        for group in self.groups:
+            expected = [(pieces[group.rows[0]][0], group.prefix_len, n) for n in group.suffix_lens]
+            if [pieces[row] for row in group.rows] != expected:
+                raise ExchangeError(f"rows {list(group.rows)} arrived as one group, and their prompts differ")
 
     def metrics(self) -> dict[str, float]:
         """prefix/* and timing_s/* of this rank; imbalance and groups are those of all ranks."""
@@ -252,7 +285,7 @@ class Exchange:
         several epochs asks for its rows again."""
         if PIXELS not in self._bytes.objects:
             return objects
-        from verl_prefix.engine.shared_pixels import CARRIED_BY, CARRIES  # see `receive_pixels`
+        from verl_prefix.engine.shared_pixels import CARRIED_BY, CARRIES  # see `_receive_pixels`
 
         keys = [self._all.keys[row] for row in self._computed]
         rows = [dict(values[PIXELS] or {}) for values in objects]
@@ -276,42 +309,23 @@ class Exchange:
         theirs = torch.empty_like(sizes)
         dist.all_to_all_single(theirs, sizes, group=self._group)
         sent, got = sizes.tolist(), theirs.tolist()
-        received = torch.empty(sum(got), dtype=torch.uint8, device=self._device)
-        dist.all_to_all_single(received, torch.cat(list(parcels)).to(self._device), got, sent, group=self._group)
+        with self._together("making room for rows"):
+            received = torch.empty(sum(got), dtype=torch.uint8, device=self._device)
+            parcel = torch.cat(list(parcels)).to(self._device)
+        dist.all_to_all_single(received, parcel, got, sent, group=self._group)
         self._num_bytes += sum(sent)
         return received.cpu().split(got)
 
-    @contextmanager
-    def _together(self, doing: str, num_agreed: int = 0) -> Iterator[list[int]]:
-        """Runs what is inside, then finds out whether it went well on every rank.
-
-        Yields:
-            an empty list; `num_agreed` integers below 2**53 that are put there become their maxima over ranks.
-
-        Raises:
-            ExchangeError: another rank failed. Of this rank's own errors, that one.
-        """
-        agreed: list[int] = []
-        error: Exception | None = None
-        try:
-            yield agreed
-        except Exception as failure:  # whatever it is, the others wait to hear of it; raised again below
-            error = failure
-        mine = [0, *agreed] if error is None else [dist.get_rank(self._everyone) + 1, *[0] * num_agreed]
-        reduced = torch.tensor(mine, dtype=torch.float64, device=self._device)
-        dist.all_reduce(reduced, op=dist.ReduceOp.MAX, group=self._everyone)
-        failed, *agreed[:] = map(int, reduced.tolist())
-        if error is not None:
-            raise error
-        if failed:
-            raise ExchangeError(f"prefix.exchange: rank {failed - 1} failed while {doing}; its own error says why")
-
 
 def receive_pixels(data: TensorDict) -> None:
-    """Gives rows the pixels that other rows carried for them."""
+    """Gives rows the pixels that other rows carried for them, on every rank or on none."""
+    with together("receiving pixels"):
+        _receive_pixels(data)
+
+
+def _receive_pixels(data: TensorDict) -> None:
     if PIXELS in data.keys():
-        # Here: Ray may unpickle that module's worker first, whose import of verl loads this module halfway through.
-        from verl_prefix.engine import shared_pixels
+        from verl_prefix.engine import shared_pixels  # here: it loads verl's trainers
 
         shared_pixels.receive_pixels(tu.get(data, PIXELS))
 

@@ -67,7 +67,7 @@ class AllRows:
 
 def _group_keys(data: TensorDict, prompt_lens: Sequence[int], pixels: Sequence[Any]) -> list[bytes]:
     """16 bytes per row, the same for rows that `groups.group_rows` puts into one group, and for no others."""
-    from verl_prefix.engine.shared_pixels import CARRIED_BY, CARRIES  # see `exchange.receive_pixels`
+    from verl_prefix.engine.shared_pixels import CARRIED_BY, CARRIES  # see `exchange._receive_pixels`
 
     uids = tu.get(data, "uid", [""] * len(data))
     # A row whose pixels another one carries goes by that one's name, as it does itself.
