@@ -1,9 +1,9 @@
 """Target of the `verl.plugins` entry point: runs at the end of `import verl`, in the driver and in every Ray worker.
 
 It puts `pkg://verl_prefix.config` on Hydra's search path (so `model_engine=prefix` resolves before `@hydra.main` runs)
-and registers the platform. The rest waits: the engine comes with the class that `model_engine=prefix` names for
-`fsdp_config`, the trainers come behind verl's own. verl swallows what is raised here (verl/__init__.py logs it at
-DEBUG); `verl-prefix doctor` imports this module again and shows the traceback.
+and registers the platform, and a resolver by which that key asks who drives. The rest waits: the engine comes with the
+class that `model_engine=prefix` names for `fsdp_config`, the trainers come behind verl's own. verl swallows what is
+raised here (verl/__init__.py logs it at DEBUG); `verl-prefix doctor` imports this module again and shows the traceback.
 """
 
 import logging
@@ -16,6 +16,7 @@ from types import ModuleType
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.plugins import Plugins
 from hydra.plugins.search_path_plugin import SearchPathPlugin
+from omegaconf import DictConfig, OmegaConf
 
 CONFIG_PATH = "pkg://verl_prefix.config"
 VERLS_TRAINERS = "verl.trainer.ppo.v1"
@@ -49,6 +50,15 @@ class TrainersFinder(MetaPathFinder):
         return spec
 
 
+def _engine_of(name: str, *, _root_: DictConfig) -> str:
+    """`name`, wherever the config is resolved: the first that every driver of verl's does with it, before workers
+    start."""
+    from verl_prefix.config import check_driver
+
+    check_driver(_root_)
+    return name
+
+
 def _add_trainers() -> None:
     try:
         import verl_prefix.trainer.prefix_sync  # noqa: F401
@@ -57,6 +67,7 @@ def _add_trainers() -> None:
 
 
 Plugins.instance().register(PrefixSearchPathPlugin)
+OmegaConf.register_new_resolver("verl_prefix.engine_of", _engine_of, replace=True)
 
 # The platform must be registered before any verl module resolves it at import.
 import verl_prefix.cpu  # noqa: E402, F401

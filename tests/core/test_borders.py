@@ -14,7 +14,7 @@ ROOMS = {
     "core": ("", ""),
     "models": ("core", "transformers xxhash"),
     "auto": ("core models files", "transformers"),
-    "config": ("models versions", "verl transformers"),
+    "config": ("models versions", "verl transformers omegaconf"),
     "engine": (
         "core models auto config cpu files versions", "verl ray tensordict transfer_queue huggingface_hub safetensors "
         "numpy",
@@ -27,7 +27,7 @@ ROOMS = {
     "files": ("", ""),
     "versions": ("", ""),
     "api": ("core models", ""),
-    "plugin": ("cpu trainer", "verl hydra"),
+    "plugin": ("cpu trainer config", "verl hydra omegaconf"),
     "cli": ("tools engine versions", ""),
     "__init__": ("api", ""),
 }  # fmt: skip

@@ -6,10 +6,10 @@ Everything that cannot work is refused in the driver, before a worker starts: ve
 
 import logging
 import math
-import sys
 from dataclasses import dataclass, field
 from typing import Any
 
+from omegaconf import DictConfig
 from verl.base_config import BaseConfig
 from verl.workers.config import FSDPActorConfig, FSDPEngineConfig, PolicyLossConfig
 
@@ -33,11 +33,6 @@ CHOICES = {
     "attention": ("auto", "cpu", "flash_attn", "aten", "reference"),
     "verify_action": ("raise", "fallback"),
 }
-# Drivers that no test could run with this engine: their weights travel by NCCL and the like.
-UNTESTED_DRIVERS = (
-    "verl.experimental.one_step_off_policy.ray_trainer",
-    "verl.experimental.fully_async_policy.fully_async_trainer",
-)
 
 NO_REPLAY = (
     "actor_rollout_ref.rollout.enable_rollout_routing_replay=True gives batches routed_experts, and verl's FSDP engine "
@@ -51,6 +46,22 @@ logger = logging.getLogger(__name__)
 def _refuse(wrong: object, message: str) -> None:
     if wrong:
         raise ValueError(message)
+
+
+def check_driver(config: DictConfig) -> None:
+    """Refuses drivers of verl's that no test could run with this engine, since their weights travel by NCCL and the
+    like. They are known by a `rollout` at the top of their config; fully_async_policy has nothing validated.
+
+    Raises:
+        ValueError: naming what to set.
+    """
+    name = "fully_async_policy" if "async_training" in config else "one_step_off_policy"
+    _refuse(
+        "rollout" in config,
+        f"model_engine=prefix was never run by verl.experimental.{name}, which gives the rollout GPUs of its own "
+        "(rollout.nnodes); set model_engine=dp, or use verl.trainer.main_ppo with "
+        "trainer.v1.trainer_mode=separate_async (or prefix_separate_async)",
+    )
 
 
 def _is_count(value: object) -> bool:
@@ -148,6 +159,12 @@ class PrefixEngineConfig(FSDPEngineConfig):
             "fsdp_config.qat.enable=True: nobody has tried quantization-aware training with a shared prefix; set "
             "actor_rollout_ref.actor.fsdp_config.qat.enable=False, or model_engine=dp",
         )
+        replay = (self.get("router_replay") or {}).get("mode", "disabled")
+        _refuse(
+            replay != "disabled",
+            f"fsdp_config.router_replay.mode={replay}: verl's FSDP engine replays no routes; set "
+            "actor_rollout_ref.actor.fsdp_config.router_replay.mode=disabled, or model_engine=veomni or megatron",
+        )
         # verl's own check knows only its own names (verl/workers/config/engine.py), and so does its engine's base class
         # (FSDPEngine._build_fsdp_module), which gets a copy that says fsdp2; the registry's backend name is prefix.
         self.strategy = "fsdp2"
@@ -224,7 +241,8 @@ def _refuse_losses_of_passes(key: str, policy_loss: PolicyLossConfig) -> None:
 
 @dataclass
 class PrefixActorConfig(FSDPActorConfig):
-    """verl's FSDP actor config plus `prefix`, which it hands to the engine: the engine sees nothing else of it.
+    """verl's FSDP actor config plus `prefix`, which it hands to the engine: the engine sees nothing else of it. The
+    rollout's `enable_rollout_routing_replay` is here to be refused.
 
     Raises:
         ValueError: an actor option that would silently undo sharing.
@@ -233,9 +251,11 @@ class PrefixActorConfig(FSDPActorConfig):
     strategy: str = "fsdp2"
     prefix: PrefixConfig = field(default_factory=PrefixConfig)
     fsdp_config: PrefixEngineConfig = field(default_factory=PrefixEngineConfig)
+    enable_rollout_routing_replay: bool = False
 
     def __post_init__(self) -> None:
         key = "actor_rollout_ref.actor"
+        _refuse(self.enable_rollout_routing_replay, NO_REPLAY)
         _refuse(
             self.strategy != "fsdp2",
             f"{key}.strategy={self.strategy!r}: model_engine=prefix is verl's FSDP engine with FSDP2; set "
@@ -269,12 +289,6 @@ class PrefixActorConfig(FSDPActorConfig):
             ValueError: a model family, checkpointing or kernel option that the shared-prefix path does not support.
         """
         super().validate(n_gpus, train_batch_size, model_config)
-        for module in UNTESTED_DRIVERS:
-            _refuse(
-                module in sys.modules,
-                f"{module.rpartition('.')[0]} was never run with model_engine=prefix; use verl.trainer.main_ppo with "
-                "trainer.v1.trainer_mode=separate_async (or prefix_separate_async), or set model_engine=dp",
-            )
         sequence_ranks = self.fsdp_config.ulysses_sequence_parallel_size
         check_sequence_parallel("actor", sequence_ranks, n_gpus=n_gpus, prefix=self.prefix, model_config=model_config)
         if self.prefix.schedule != "stock" and self.policy_loss.loss_mode not in LOSSES_OF_ROWS:

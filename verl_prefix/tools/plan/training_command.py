@@ -21,7 +21,6 @@ from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.tokenizer import build_multimodal_processor_inputs
 
 from verl_prefix.config import (
-    NO_REPLAY,
     check_model_family,
     check_model_options,
     check_sequence_parallel,
@@ -185,8 +184,6 @@ def refusals(config: DictConfig, num_ranks: int) -> list[str]:
             reasons.append(_refusal(check_sequence_parallel, role, size, num_ranks, prefix, model))
             if role == "ref" and size > 1:
                 reasons.append(_refusal(check_whole_rows, role, size, read_model_config(config)))
-    if config.actor_rollout_ref.rollout.get("enable_rollout_routing_replay"):
-        reasons.append(NO_REPLAY)
     update, old = section.use_dynamic_bsz, config.actor_rollout_ref.rollout.log_prob_use_dynamic_bsz
     if update != old:
         reasons.append(
