@@ -169,8 +169,9 @@ def test_models_that_cannot_be_computed_say_what_to_do():
     with pytest.raises(TypeError, match="Sharded is sharded by FSDP.*or the verl plugin"):
         response_log_probs(sharded, **TWO)
     model.config.attention_dropout = 0.1
+    response_log_probs(model.eval(), **TWO)
     with pytest.raises(ValueError, match="llama model: attention_dropout=0.1. Call the model on whole rows"):
-        response_log_probs(model, **TWO)
+        response_log_probs(model.train(), **TWO)
     model.config.attention_dropout = 0.0
     model.model.layers[1].mlp.act_fn = torch.nn.Dropout(0.1)
     with pytest.raises(ValueError, match="drops out with p=0.1"):

@@ -414,6 +414,12 @@ def test_attention_that_is_kept_runs_no_kernel_again_and_changes_nothing(family,
         ("T5Config", {}, "is_encoder_decoder"),
         ("Phi3Config", dict(rope_parameters={"rope_type": "longrope"}), "rope_type=longrope"),
         ("LlamaConfig", dict(attention_dropout=0.1), "attention_dropout=0.1"),
+        ("SeedOssConfig", {}, "attention_dropout=0.1; residual_dropout=0.1.*override_config.residual_dropout=0.0"),
+        ("Starcoder2Config", dict(residual_dropout=0.1), r"\+actor.*override_config.residual_dropout=0.0[.] "),
+        ("Starcoder2Config", dict(embedding_dropout=0.1), "embedding_dropout=0.1"),
+        ("OPTConfig", {}, "dropout=0.1"),
+        ("PhimoeConfig", {}, "router_jitter_noise=0.01"),
+        ("MixtralConfig", dict(router_jitter_noise=0.1), "router_jitter_noise=0.1"),
         ("Qwen2VLConfig", {}, "vision"),
         ("Gemma3Config", {}, "vision"),
     ],
@@ -424,6 +430,27 @@ def test_what_would_be_wrong_is_refused_by_config(config_class, fields, found):
         setattr(config, name, value)
     with pytest.raises(ValueError, match=f"{found}.*[sS]et model_engine=dp"):
         check_supported(config)
+
+
+def test_the_dropout_of_a_section_is_turned_off_there():
+    config = transformers.Qwen3VLConfig()
+    check_supported(config)
+    config.text_config.attention_dropout = 0.1
+    with pytest.raises(
+        ValueError, match=r"\+actor_rollout_ref.model.override_config.text_config.attention_dropout=0.0[.] Set"
+    ):
+        check_supported(config)
+
+
+@pytest.mark.parametrize(
+    ("config_class", "field"),
+    [
+        ("Qwen3Config", "dropout"), ("Phi3Config", "embd_pdrop"), ("LlamaConfig", "classifier_dropout"),
+        ("MistralConfig", "summary_first_dropout"), ("Qwen2MoeConfig", "router_jitter_noise"),
+    ],
+)  # fmt: skip
+def test_a_dropout_that_the_model_does_not_apply_is_none(config_class, field):
+    check_supported(getattr(transformers, config_class)(**{field: 0.1}))
 
 
 def test_dropout_inside_the_model_is_refused():

@@ -1,8 +1,11 @@
 """Options: what composes, what is refused, and that it is refused in the driver, where verl's main_ppo validates."""
 
 import importlib
+import re
 
 import pytest
+import torch
+import transformers
 import verl  # noqa: F401
 from hydra import compose, initialize_config_dir, initialize_config_module
 from hydra.errors import ConfigCompositionException, InstantiationException
@@ -11,6 +14,7 @@ from omegaconf.errors import InterpolationResolutionError
 from verl.utils.config import omega_conf_to_dataclass, validate_config
 
 from verl_prefix.config import PrefixActorConfig, PrefixConfig, PrefixEngineConfig
+from verl_prefix.models.support import check_supported
 from verl_prefix.testing import write_tiny_model
 from verl_prefix.versions import warn_once
 
@@ -186,6 +190,27 @@ def test_unsupported_model_is_refused_in_the_driver(tmp_path, fields, found):
     with pytest.raises(ValueError, match=f"{found}.*model_engine=dp"):
         validate(path)
     validate(path, f"{ACTOR}.prefix.schedule=stock")
+
+
+def test_dropout_is_refused_with_the_overrides_that_turn_it_off(tmp_path):
+    """Seed-OSS, which stock trains with."""
+    path = write_tiny_model(tmp_path)  # for its tokenizer
+    sizes = dict(vocab_size=512, hidden_size=64, intermediate_size=64, num_hidden_layers=1, head_dim=16)
+    heads = dict(num_attention_heads=4, num_key_value_heads=2, architectures=["SeedOssForCausalLM"])
+    transformers.SeedOssConfig(**sizes, **heads).save_pretrained(path)
+    with pytest.raises(ValueError, match="seed_oss model: attention_dropout=0.1; residual_dropout=0.1") as refused:
+        validate(path)
+    off = re.findall(r"\+actor_rollout_ref\S+=0.0", str(refused.value))
+    validate(path, *off)
+
+    model = omega_conf_to_dataclass(
+        composed(f"actor_rollout_ref.model.path={path}", SDPA, *off).actor_rollout_ref.model
+    )
+    check_supported(model.hf_config)
+    (layer,) = transformers.AutoModelForCausalLM.from_config(model.hf_config).train().model.layers
+    assert not layer.self_attn.attention_dropout and not layer.self_attn.residual_dropout
+    states = torch.ones(1, 3, 64)
+    assert torch.equal(layer.mlp(states), layer.mlp(states)) and not layer.mlp.residual_dropout
 
 
 def test_a_sliding_window_is_accepted(tmp_path):

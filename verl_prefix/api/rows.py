@@ -222,7 +222,7 @@ def _check_model(model: Any, reads_head: bool) -> None:
             f"model is a {name}, which has no lm_head to make log-probs; pass the causal LM, or call "
             "response_hidden_states and put the head of your own behind it"
         )
-    if reasons := support.unsupported_reasons(model.config):
+    if reasons := support.unsupported_reasons(model.config, model.training):
         raise ValueError(
             f"shared prefixes are not supported for this {model.config.model_type} model: {'; '.join(reasons)}. Call "
             "the model on whole rows instead"

@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from verl.base_config import BaseConfig
 from verl.workers.config import FSDPActorConfig, FSDPEngineConfig, PolicyLossConfig
 
@@ -335,6 +335,7 @@ def check_model_family(model_config: Any, freeze_vision_tower: bool, sequence_ra
             `sequence_ranks`, or no tower to freeze.
     """
     from transformers import AutoConfig
+    from verl.utils.model import update_model_config
 
     from verl_prefix.models.support import check_supported
     from verl_prefix.models.vision import is_vision_config
@@ -346,6 +347,9 @@ def check_model_family(model_config: Any, freeze_vision_tower: bool, sequence_ra
         )
     except OSError:  # an HDFS path, or a hub that only the workers reach
         return
+    override = model_config.get("override_config") or {}
+    override = OmegaConf.to_container(override, resolve=True) if OmegaConf.is_config(override) else override
+    update_model_config(hf_config, override.get("model_config", override))  # as HFModelConfig does
     check_supported(hf_config)
     check_whole_rows("actor", sequence_ranks, hf_config)
     text = hf_config.get_text_config()

@@ -1,5 +1,10 @@
 """Refusals: models and settings that the shared-prefix path cannot compute, in words; and the windows of layers."""
 
+import functools
+import importlib.util
+import re
+from pathlib import Path
+
 import torch
 from transformers import PretrainedConfig
 
@@ -20,8 +25,9 @@ _WHY_NOT = {
 }
 
 
-def unsupported_reasons(config: PretrainedConfig) -> list[str]:
-    """Properties of a model that the shared-prefix path cannot compute, as `attribute=value` phrases."""
+def unsupported_reasons(config: PretrainedConfig, training: bool = True) -> list[str]:
+    """Properties of a model that the shared-prefix path cannot compute, as `attribute=value` phrases; with `training`
+    those that it has in training alone, too."""
     text = config.get_text_config()
     reasons = []
     has_states = is_recurrent(text.model_type)
@@ -43,8 +49,8 @@ def unsupported_reasons(config: PretrainedConfig) -> list[str]:
         reasons.append(f"rope_type={rope_types.pop()}, whose angles depend on the longest row of a pass")
     if getattr(text, "qk_nope_head_dim", None) or getattr(text, "kv_lora_rank", None):
         reasons.append("multi-head latent attention (kv_lora_rank)")
-    if getattr(text, "attention_dropout", 0.0):
-        reasons.append(f"attention_dropout={text.attention_dropout}")
+    if training:
+        reasons += [f"{name}={value}" for name, value in dropouts(config).items()]
     if getattr(config, "is_encoder_decoder", False):
         reasons.append("is_encoder_decoder=True")
     towers = [name for name in ("vision_config", "audio_config") if getattr(config, name, None) is not None]
@@ -56,10 +62,39 @@ def unsupported_reasons(config: PretrainedConfig) -> list[str]:
 def check_supported(config: PretrainedConfig) -> None:
     """Raises ValueError where the shared-prefix path would not compute what the stock path computes."""
     if reasons := unsupported_reasons(config):
+        off = [f"+actor_rollout_ref.model.override_config.{name}=0.0" for name in dropouts(config)]
+        told = "Stock trains with its dropout, whose mask rows of a group would share; turn it off with "
         raise ValueError(
             f"shared-prefix training does not support this {config.model_type} model: {'; '.join(reasons)}. "
-            "Set model_engine=dp, or actor_rollout_ref.actor.prefix.schedule=stock"
+            f"{told + ' '.join(off) + '. ' if off else ''}Set model_engine=dp, or "
+            "actor_rollout_ref.actor.prefix.schedule=stock"
         )
+
+
+def dropouts(config: PretrainedConfig) -> dict[str, float]:
+    """Rates of dropout and jitter above 0 that the model applies in training, by the config's field:
+    `attention_dropout`, or `text_config.attention_dropout` of a section. Those of heads that an actor has not
+    (classifier_dropout, summary_first_dropout), and those that the model's code never reads, are none."""
+    names = getattr(config, "sub_configs", None) or {}
+    sections = {"": config} | {f"{name}.": getattr(config, name, None) for name in names}
+    return {
+        prefix + name: value
+        for prefix, section in sections.items()
+        for name, value in vars(section or {}).items()
+        if re.search("drop|jitter", name) and not name.startswith(("classifier", "summary"))
+        and type(value) in (int, float) and value > 0 and _reads(type(section).__module__, name)
+    }  # fmt: skip
+
+
+@functools.cache
+def _reads(module: str, name: str) -> bool:
+    """Whether the modeling file beside a config's module reads a field of it; True of a model from elsewhere than
+    transformers, whose code may inherit what reads it."""
+    if not module.startswith("transformers.models."):
+        return True
+    spec = importlib.util.find_spec(module.replace(".configuration_", ".modeling_"))
+    text = Path(spec.origin).read_text(encoding="utf-8") if spec and spec.origin else ""
+    return re.search(rf"""(config\.|["']){name}\b""", text) is not None
 
 
 def prompt_learning(model: torch.nn.Module) -> list[str]:
