@@ -233,13 +233,13 @@ def test_family_equals_hf(family, float64_inside, table):
 
 
 def window_one_longer(monkeypatch):
-    reads = Layout.reads
-    monkeypatch.setattr(Layout, "reads", lambda self, window, device: reads(self, window and window + 1, device))
+    calls = Layout.calls
+    monkeypatch.setattr(Layout, "calls", lambda self, window, device: calls(self, window and window + 1, device))
 
 
 def window_ignored(monkeypatch):
-    reads = Layout.reads
-    monkeypatch.setattr(Layout, "reads", lambda self, window, device: reads(self, None, device))
+    calls = Layout.calls
+    monkeypatch.setattr(Layout, "calls", lambda self, window, device: calls(self, None, device))
 
 
 def tails_shifted(monkeypatch):

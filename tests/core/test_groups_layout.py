@@ -77,7 +77,7 @@ def test_layout_holds_each_prefix_once_and_every_suffix_at_its_original_place(sh
     offsets = offsets_of(groups_of(shape))
     layout = build_layout(groups, offsets)
     assert layout.num_prefix == sum(g.prefix_len for g in groups)
-    assert layout.num_tokens == sum(g.num_physical_tokens for g in groups) == layout.reads(None, CPU).causal.q[-1]
+    assert layout.num_tokens == sum(g.num_physical_tokens for g in groups) == layout.calls(None, CPU)[0].spans.q[-1]
     expected = [
         offsets[row] + group.prefix_len + i
         for group in groups
@@ -86,13 +86,12 @@ def test_layout_holds_each_prefix_once_and_every_suffix_at_its_original_place(sh
     ]
     assert layout.suffix_index.tolist() == expected
     sharing = [group for group in groups if group.prefix_len]
-    cross = layout.reads(None, CPU).cross
-    if sharing:
+    _, *crosses = layout.calls(None, CPU)
+    assert len(crosses) == bool(sharing)
+    for cross in (call.spans for call in crosses):
         assert [b - a for a, b in zip(cross.k, cross.k[1:], strict=False)] == [g.prefix_len for g in sharing]
         assert [b - a for a, b in zip(cross.q, cross.q[1:], strict=False)] == [g.num_suffix_tokens for g in sharing]
         assert prefix_layout(groups, offsets).index.tolist() == layout.index[: layout.num_prefix].tolist()
-    else:
-        assert cross is None
 
 
 @hypothesis.given(SHAPES, st.integers(1, 60))
@@ -111,30 +110,26 @@ def test_waves_hold_every_suffix_once_in_order_within_the_budget(shape, wave_tok
         assert layout.num_prefix == 0 and layout.num_tokens == sum(lens)
         sharing = [i for i, piece in wave if piece.num_suffix_tokens and piece.prefix_len]
         keys = [starts[i] + token for i in sharing for token in range(groups[i].prefix_len)]
-        assert positions_of(layout.reads(None, CPU).keys) == keys
+        found = [positions_of(call.prefix.tokens) for call in layout.calls(None, CPU)[1:]]
+        assert found == ([keys] if keys else [])
 
 
 def keys_read(layout, window, prefix_place):
     """{query: sorted places in the batch of the keys that it reads}; prefix_place: of each prefix source token."""
-    reads = layout.reads(window, CPU)
-    own = torch.full((reads.causal.k[-1],), -1)
-    if reads.tails is None:
-        own[:] = layout.index
-    else:
-        own[reads.tails.own] = layout.index
-        own[reads.tails.prefix] = prefix_place[reads.tails.tokens]
-    assert (own >= 0).all()
-    found = {}
-    for q0, q1, k0, k1 in reads.causal:
-        for query in range(q0, q1):
-            end = k1 - (q1 - 1 - query)
-            start = k0 if reads.window is None else max(k0, end - reads.window)
-            found[query] = own[start:end].tolist()
-    if reads.cross is not None:
-        queries, keys = positions_of(reads.queries), prefix_place[reads.keys]
-        for q0, q1, k0, k1 in reads.cross.parts():
-            for query in queries[q0:q1]:
-                found[query] = keys[k0:k1].tolist() + found[query]
+    found = {query: [] for query in range(layout.num_tokens)}
+    for call in layout.calls(window, CPU):
+        keys = torch.full((call.spans.k[-1],), -1)
+        if call.own is not None:
+            keys[call.own] = layout.index
+        if call.prefix is not None:
+            keys[call.prefix.at] = prefix_place[call.prefix.tokens]
+        assert (keys >= 0).all() and torch.equal(call.keys(layout.index, prefix_place), keys)
+        queries = torch.arange(layout.num_tokens)[call.queries].tolist()
+        for q0, q1, k0, k1 in call.spans.parts():
+            for i, query in enumerate(queries[q0:q1], start=q0):
+                end = k1 - (q1 - 1 - i) if call.causal else k1
+                start = k0 if call.window is None else max(k0, end - call.window)
+                found[query] = keys[start:end].tolist() + found[query]
     return [found[query] for query in range(layout.num_tokens)]
 
 

@@ -87,18 +87,18 @@ def scaled_kernel(patch):
 
 
 def last_prefix_token_dropped(patch):
-    made = Layout._reads_of
+    made = Layout._calls_of
 
     def shorter(self, *args):
         segments = tuple(s._replace(prefix_len=max(0, s.prefix_len - 1)) for s in self.segments)
         return made(dataclasses.replace(self, segments=segments), *args)
 
-    patch.setattr(Layout, "_reads_of", shorter)
+    patch.setattr(Layout, "_calls_of", shorter)
 
 
 def window_ignored(patch):
-    reads = Layout.reads
-    patch.setattr(Layout, "reads", lambda self, window, device: reads(self, None, device))
+    calls = Layout.calls
+    patch.setattr(Layout, "calls", lambda self, window, device: calls(self, None, device))
 
 
 def positions_restarted(patch):

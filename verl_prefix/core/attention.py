@@ -16,8 +16,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from verl_prefix.core.kernels import Kernel
-from verl_prefix.core.layout import Layout
-from verl_prefix.core.prefix_cache import Key, PrefixCache, add_at
+from verl_prefix.core.layout import Call, Layout
+from verl_prefix.core.prefix_cache import Key, PrefixCache, Tensors, add_at
 from verl_prefix.core.sequence_parallel import Shards
 
 # Attention's outputs [T, H, D] and log-sum-exps [H, T] of layers that will run again.
@@ -167,32 +167,32 @@ class GroupedAttention(torch.autograd.Function):
     def backward(ctx: Any, dout: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         q, k, v, sinks, out, lse = ctx.saved_tensors
         layout, kernel, params, cache, layer = ctx.args
-        reads = layout.reads(params.window, q.device)
-        prefix_k, prefix_v = (k, v) if cache is None or not reads.shares else cache.read(layer)
-        own_k, own_v = reads.own_keys(k, prefix_k), reads.own_keys(v, prefix_v)
+        calls = layout.calls(params.window, q.device)
+        prefix_k, prefix_v = _prefix_of(calls, k, v, cache=cache, layer=layer)
         dout = dout.contiguous()
-        dq, dk, dv = kernel.backward(
-            dout, q, own_k, own_v, out, lse, reads.causal,
-            causal=True, scale=params.scale, window=reads.window, softcap=params.softcap,
-        )  # fmt: skip
-        prefix_grads: list[tuple[slice | torch.Tensor, torch.Tensor, torch.Tensor]] = []
-        if reads.tails is not None:
-            prefix_grads.append((reads.tails.tokens, dk[reads.tails.prefix], dv[reads.tails.prefix]))
-            dk, dv = dk[reads.tails.own], dv[reads.tails.own]
-        if reads.cross is not None:
-            queries, keys = reads.queries, reads.keys
-            dq_2, dk_2, dv_2 = kernel.backward(
-                dout[queries], q[queries], prefix_k[keys], prefix_v[keys], out[queries], lse[:, queries], reads.cross,
-                causal=False, scale=params.scale, softcap=params.softcap,
-            )  # fmt: skip
-            dq[queries] += dq_2
-            prefix_grads.append((keys, dk_2, dv_2))
-        for tokens, dk_2, dv_2 in prefix_grads:
+        grads = [
+            kernel.backward(
+                dout[call.queries], q[call.queries], call.keys(k, prefix_k), call.keys(v, prefix_v),
+                out[call.queries], lse[:, call.queries], call.spans,
+                causal=call.causal, scale=params.scale, window=call.window, softcap=params.softcap,
+            )
+            for call in calls
+        ]  # fmt: skip
+        dq, dk, dv = grads[0]
+        for call, (dq_call, *_) in zip(calls[1:], grads[1:], strict=True):
+            dq[call.queries] += dq_call
+        prefix_grads = [
+            (call.prefix.tokens, dk_call[call.prefix.at], dv_call[call.prefix.at])
+            for call, (_, dk_call, dv_call) in zip(calls, grads, strict=True)
+            if call.prefix is not None
+        ]
+        dk, dv = dk[calls[0].own], dv[calls[0].own]
+        for tokens, dk_prefix, dv_prefix in prefix_grads:
             if cache is None:
-                add_at(dk, tokens, dk_2)
-                add_at(dv, tokens, dv_2)
+                add_at(dk, tokens, dk_prefix)
+                add_at(dv, tokens, dv_prefix)
             elif ctx.needs_input_grad[-1]:
-                cache.add_grad(layer, tokens, dk_2, dv_2)
+                cache.add_grad(layer, tokens, dk_prefix, dv_prefix)
         dsinks = None
         if sinks is not None:
             share = (sinks.to(lse.dtype).unsqueeze(-1) - lse).exp()
@@ -205,22 +205,28 @@ def _attend(
     layout: Layout, kernel: Kernel, params: AttentionParams, cache: PrefixCache | None, layer: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """`GroupedAttention` without gradients: out [T, H, D] and the log-sum-exp of all scores of a query [H, T]."""
-    reads = layout.reads(params.window, q.device)
-    prefix_k, prefix_v = (k, v) if cache is None or not reads.shares else cache.read(layer)
-    own_k, own_v = reads.own_keys(k, prefix_k), reads.own_keys(v, prefix_v)
-    out, lse = kernel.forward(
-        q, own_k, own_v, reads.causal,
-        causal=True, scale=params.scale, window=reads.window, softcap=params.softcap,
-    )  # fmt: skip
-    if reads.cross is not None:
-        queries, keys = reads.queries, reads.keys
-        out_2, lse_2 = kernel.forward(
-            q[queries], prefix_k[keys], prefix_v[keys], reads.cross,
-            causal=False, scale=params.scale, softcap=params.softcap,
-        )  # fmt: skip
-        _merge_at(queries, out, lse=lse, out_2=out_2, lse_2=lse_2)
+    calls = layout.calls(params.window, q.device)
+    prefix_k, prefix_v = _prefix_of(calls, k, v, cache=cache, layer=layer)
+    parts = [
+        kernel.forward(
+            q[call.queries], call.keys(k, prefix_k), call.keys(v, prefix_v), call.spans,
+            causal=call.causal, scale=params.scale, window=call.window, softcap=params.softcap,
+        )
+        for call in calls
+    ]  # fmt: skip
+    out, lse = parts[0]
+    for call, (out_2, lse_2) in zip(calls[1:], parts[1:], strict=True):
+        _merge_at(call.queries, out, lse=lse, out_2=out_2, lse_2=lse_2)
     if sinks is not None:
         total = _logaddexp(lse, sinks.to(lse.dtype).unsqueeze(-1))
         out *= (lse - total).exp().transpose(0, 1).unsqueeze(-1)
         lse = total
     return out, lse
+
+
+def _prefix_of(
+    calls: Sequence[Call], k: torch.Tensor, v: torch.Tensor, cache: PrefixCache | None, layer: int
+) -> Tensors:
+    """Keys and values of the prefix source: the layout's own, or in a wave that reads any the prefix cache's."""
+    reads_cache = cache is not None and any(call.prefix is not None for call in calls)
+    return cache.read(layer) if cache is not None and reads_cache else (k, v)

@@ -1,8 +1,8 @@
 """Groups -> one packed row: every prefix first, all suffix blocks after them; positions; and back to rows.
 
     row:     [ P of group 0 | P of group 1 | ... | S S S of group 0 | S S of group 1 | ... ]
-    causal:  every segment (prefix or suffix) reads itself
-    cross:   the suffix block of a group reads the group's prefix
+    causal call:  every segment (prefix or suffix) reads itself
+    cross call:   the suffix block of a group reads the group's prefix
 
 With this order the cross call's inputs are plain slices. Nothing is copied but token ids: everything is an index into
 the batch's flat values, so positions continue the original ones and outputs scatter back to where they belong.
@@ -93,43 +93,41 @@ class Spans:
         return self._cu_seqlens[device]
 
 
-@dataclass(frozen=True)
-class Tails:
-    """Keys of the causal call in a layer with a sliding window: each far suffix behind the last prefix keys it sees.
+class Keys(NamedTuple):
+    """Tokens `tokens` of the prefix source, which are keys `at` of a call: slices, or int64 indices [n]."""
 
-    `own` [T] indexes the layout's own keys among them, `prefix` [n] those of the prefix, which are `tokens` [n] of the
-    prefix source.
+    at: slice | torch.Tensor
+    tokens: slice | torch.Tensor
+
+
+@dataclass(frozen=True)
+class Call:
+    """One kernel call of a layer: queries `queries` of the layout, and the keys that they read.
+
+    `own`: which of the call's keys the layout's own [T] are, in their order; None: none. `prefix`: those of the prefix
+    source, or None. Where the tokens have gaps, indices stand for slices, and copies for views.
     """
 
-    own: torch.Tensor
-    prefix: torch.Tensor
-    tokens: torch.Tensor
-
-
-@dataclass(frozen=True)
-class AttentionCalls:
-    """A layer's two kernel calls: `causal` over all T queries, and `cross`, where queries `queries` read prefix tokens
-    `keys` (a slice, or int64 indices where the tokens have gaps); None where nothing is shared."""
-
-    causal: Spans
-    cross: Spans | None
+    spans: Spans
     queries: slice | torch.Tensor
-    keys: slice | torch.Tensor
+    own: slice | torch.Tensor | None
+    prefix: Keys | None
+    causal: bool
     window: int | None = None
-    tails: Tails | None = None
 
-    @property
-    def shares(self) -> bool:
-        return self.cross is not None or self.tails is not None
-
-    def own_keys(self, own: torch.Tensor, prefix: torch.Tensor) -> torch.Tensor:
-        """Keys or values of the causal call, from the layout's own [T, K, D] and the prefix source's [P, K, D]."""
-        if self.tails is None:
+    def keys(self, own: torch.Tensor, prefix: torch.Tensor) -> torch.Tensor:
+        """Keys or values [n, K, D] of the call, from the layout's own [T, K, D] and the prefix source's [P, K, D]."""
+        if self.prefix is None:
             return own
-        keys = own.new_empty(self.causal.k[-1], *own.shape[1:])
-        keys[self.tails.own] = own
-        keys[self.tails.prefix] = prefix[self.tails.tokens]
+        if self.own is None:
+            return prefix[self.prefix.tokens]
+        keys = own.new_empty(self.spans.k[-1], *own.shape[1:])
+        keys[self.own] = own
+        keys[self.prefix.at] = prefix[self.prefix.tokens]
         return keys
+
+
+ALL = slice(None)
 
 
 @dataclass(frozen=True)
@@ -147,7 +145,7 @@ class Layout:
     segments: tuple[Segment, ...]
     multiplicity: torch.Tensor
     read: torch.Tensor | None = None
-    _reads: dict[tuple[int | None, torch.device], AttentionCalls] = _built_once()
+    _calls: dict[tuple[int | None, torch.device], tuple[Call, ...]] = _built_once()
     _forks: dict[torch.device, Forks] = _built_once()
 
     @property
@@ -185,47 +183,44 @@ class Layout:
         read = self.num_prefix + is_read[self.index[self.num_prefix :]].nonzero()[:, 0]
         return replace(self, read=read if len(read) else torch.tensor([self.num_prefix]))
 
-    def reads(self, window: int | None, device: torch.device) -> AttentionCalls:
-        """Calls where a query sees `window` tokens, itself included (None: all before it); built once.
+    def calls(self, window: int | None, device: torch.device) -> tuple[Call, ...]:
+        """A layer's kernel calls, the first over all queries, where a query sees `window` tokens, itself included
+        (None: all before it); built once.
 
         A row that the window covers whole is read as without one. The suffix of any other row is far: it reads its
         last `window - 1` prefix keys in the causal call, behind a copy of them, since no kernel takes a window per row.
         """
-        if (window, device) not in self._reads:
-            self._reads[window, device] = self._reads_of(window, device)
-        return self._reads[window, device]
+        if (window, device) not in self._calls:
+            self._calls[window, device] = tuple(self._calls_of(window, device))
+        return self._calls[window, device]
 
-    def _reads_of(self, window: int | None, device: torch.device) -> AttentionCalls:
+    def _calls_of(self, window: int | None, device: torch.device) -> Iterator[Call]:
         segments = self.segments
         seen = sys.maxsize if window is None else window
         far = [s.prefix_len + s.length > seen for s in segments]
         tail_lens = [min(s.prefix_len, seen - 1) if is_far else 0 for s, is_far in zip(segments, far, strict=True)]
         starts = (0, *accumulate(s.length for s in segments))
         key_ends = tuple(accumulate(n + s.length for n, s in zip(tail_lens, segments, strict=True)))
+        own: slice | torch.Tensor = ALL
+        tails = None
+        if any(tail_lens):  # the call's keys are [tail | own] of each segment
+            ends = list(zip(segments, tail_lens, key_ends, strict=True))
+            own = on_device(_ranges([(end - s.length, s.length) for s, _, end in ends]), device)
+            at = on_device(_ranges([(end - s.length - n, n) for s, n, end in ends]), device)
+            tokens = on_device(_ranges([(s.prefix_start + s.prefix_len - n, n) for s, n, _ in ends]), device)
+            tails = Keys(at, tokens)
+        yield Call(Spans(starts, (0, *key_ends)), ALL, own, tails, causal=True, window=window if any(far) else None)
         near = [(starts[i], s) for i, s in enumerate(segments) if s.prefix_len and not far[i]]
-        blocks = [(pair, list(rows)) for pair, rows in groupby(near, key=lambda item: item[1][1:3])]
-        pairs = [pair for pair, _ in blocks]
-        cross = None
         if near:
-            cross = Spans(
+            blocks = [(pair, list(rows)) for pair, rows in groupby(near, key=lambda item: item[1][1:3])]
+            pairs = [pair for pair, _ in blocks]
+            spans = Spans(
                 (0, *accumulate(sum(s.length for _, s in rows) for _, rows in blocks)),
                 (0, *accumulate(prefix_len for _, prefix_len in pairs)),
                 q_parts=(0, *accumulate(s.length for _, s in near)),
             )
-        return AttentionCalls(
-            Spans(starts, (0, *key_ends)), cross,
-            queries=_token_index([(start, s.length) for start, s in near], device), keys=_token_index(pairs, device),
-            window=window if any(far) else None,
-            tails=self._tails(tail_lens, key_ends, device) if any(tail_lens) else None,
-        )  # fmt: skip
-
-    def _tails(self, tail_lens: Sequence[int], key_ends: Sequence[int], device: torch.device) -> Tails:
-        ends = list(zip(self.segments, tail_lens, key_ends, strict=True))
-        return Tails(
-            own=on_device(_ranges([(end - s.length, s.length) for s, _, end in ends]), device),
-            prefix=on_device(_ranges([(end - s.length - n, n) for s, n, end in ends]), device),
-            tokens=on_device(_ranges([(s.prefix_start + s.prefix_len - n, n) for s, n, _ in ends]), device),
-        )
+            queries = _token_index([(start, s.length) for start, s in near], device)
+            yield Call(spans, queries, None, Keys(ALL, _token_index(pairs, device)), causal=False)
 
 
 def pass_order(groups: Sequence[Group]) -> list[Group]:
@@ -299,5 +294,5 @@ def _ranges(pieces: Sequence[tuple[int, int]]) -> torch.Tensor:
 def _token_index(pieces: Sequence[tuple[int, int]], device: torch.device) -> slice | torch.Tensor:
     """`_ranges` on `device`, or a slice where there are no gaps, so that nothing is copied."""
     if all(a + n == b for (a, n), (b, _) in pairwise(pieces)):
-        return slice(pieces[0][0], sum(pieces[-1])) if pieces else slice(0)
+        return slice(pieces[0][0], sum(pieces[-1]))
     return on_device(_ranges(pieces), device)
