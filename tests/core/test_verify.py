@@ -68,11 +68,11 @@ def verdict(seed: int, dtype: torch.dtype, family: str = "qwen3", broken=None, p
     for weight in batch.weights:  # as of `verify._sum_of_log_probs`
         weight.copy_(1 / torch.arange(1, len(weight) + 1))
 
-    def ours(schedule, inspect):
+    def ours(schedule, pass_type):
         with pytest.MonkeyPatch.context() as patch:
             if broken:
                 broken(patch)
-            return torch.cat(run_shared(model, batch, schedule, inspect=inspect, wave_tokens=1))
+            return torch.cat(run_shared(model, batch, schedule, pass_type=pass_type, wave_tokens=1))
 
     with verify.Gradients(model) as gradients:
         noise = functools.partial(verify.rounding_noise, model, dtype)

@@ -11,11 +11,11 @@ prefix's keys and values are never repeated per suffix (Prefix Grouper, arXiv 25
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
-from verl_prefix.core.kernels import Kernel
+from verl_prefix.core.kernels import Kernel, choose_kernel
 from verl_prefix.core.layout import Call, Layout
 from verl_prefix.core.prefix_cache import Key, PrefixCache, Tensors, add_at
 from verl_prefix.core.sequence_parallel import Shards
@@ -37,8 +37,7 @@ class AttentionPass:
         keep: under gradient checkpointing, attention's outputs wait for the backward, whose recomputation of the layers
             then runs no kernel.
         multiplicity: `Layout.multiplicity` of the tokens that this rank has.
-        shards: the row's tokens are spread over ranks; q, k, v and sinks are then this rank's heads of all tokens.
-        inspect: sees every layer's inputs and outputs.
+        shards: the row's tokens are spread over ranks.
     """
 
     def __init__(
@@ -49,7 +48,6 @@ class AttentionPass:
         cache: PrefixCache | None = None,
         keep: bool = False,
         shards: Shards | None = None,
-        inspect: "Inspect | None" = None,
     ) -> None:
         self.layout = layout
         self.kernel = kernel
@@ -57,9 +55,46 @@ class AttentionPass:
         self.cache = cache
         self.shards = shards
         self.multiplicity = layout.multiplicity
-        self.inspect = inspect
         self.kept: Kept | None = {} if keep else None
-        self.num_calls = 0  # attention layers seen, so that a model that bypasses us is noticed
+        self.num_calls = 0  # layers seen, so that a model that bypasses us is noticed
+
+    def attend(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None,
+        params: "AttentionParams",
+    ) -> torch.Tensor:  # fmt: skip
+        """A layer's attention, in place of the model's own: q [T, H, D], k and v [T, K, D], sinks [H] -> [T, H, D].
+
+        Under sequence parallelism T are this rank's tokens of the row.
+
+        Raises:
+            ValueError: the kernel that was asked for cannot run such inputs (`kernels.choose_kernel`).
+        """
+        self.num_calls += 1
+        kernel = choose_kernel(self.kernel, q.device.type, q.dtype, q.shape[-1], softcap=params.softcap is not None)
+        if self.shards is not None:
+            (q, k, v), sinks = self.shards.to_heads(q, k, v), self.shards.heads(sinks)
+        if self.capture is not None:
+            k, v = self.capture.capture(layer, k, v)
+        anchor = None if self.cache is None else self.cache.anchor(layer)
+        out: torch.Tensor = GroupedAttention.apply(  # type: ignore[no-untyped-call]
+            q, k, v, sinks, self.layout, kernel, params, self.cache, layer, self.kept, anchor
+        )
+        self.attended(layer, q, k, v, sinks=sinks, params=params, out=out)
+        return out if self.shards is None else self.shards.to_tokens(out)
+
+    def attended(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None,
+        params: "AttentionParams", out: torch.Tensor,
+    ) -> None:  # fmt: skip
+        """For a subclass that looks at arguments and result of `GroupedAttention`, of all tokens and this rank's
+        heads."""
+
+    def recurred(
+        self, key: Key, inputs: Sequence[torch.Tensor], whole: Callable[[Sequence[torch.Tensor], int], torch.Tensor],
+        out: torch.Tensor,
+    ) -> None:  # fmt: skip
+        """For a subclass that looks at arguments and result of `recurrence.shared_scan` or `shared_conv`; `whole` runs
+        one row from zeros, behind so many tokens that change nothing."""
 
 
 def merge(
@@ -118,23 +153,6 @@ class AttentionParams(NamedTuple):
     scale: float
     window: int | None = None
     softcap: float | None = None
-
-
-class Inspect(Protocol):
-    """An observer of a pass's layers."""
-
-    def attention(
-        self, layer: int, layout: Layout, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
-        sinks: torch.Tensor | None, params: AttentionParams, out: torch.Tensor,
-    ) -> None:  # fmt: skip
-        """Arguments and result of `GroupedAttention`."""
-
-    def recurrence(
-        self, key: Key, layout: Layout, inputs: Sequence[torch.Tensor],
-        whole: Callable[[Sequence[torch.Tensor], int], torch.Tensor], out: torch.Tensor,
-    ) -> None:  # fmt: skip
-        """Arguments and result of `recurrence.shared_scan` or `shared_conv`; `whole` runs one row from zeros, behind
-        so many tokens that change nothing."""
 
 
 class GroupedAttention(torch.autograd.Function):

@@ -58,8 +58,7 @@ def shared_scan(
         initial = _continued(attention_pass, key, states, inputs[0].device)
         parts.append(scan([x[split:] for x in inputs], suffixes, initial).outputs)
     out = torch.cat(parts)
-    if attention_pass.inspect is not None:
-        attention_pass.inspect.recurrence(key, attention_pass.layout, inputs=inputs, whole=whole, out=out)
+    attention_pass.recurred(key, inputs, whole, out)
     return out
 
 
@@ -86,10 +85,7 @@ def shared_conv(
     row = conv(torch.cat([part for pair in zip(before, pieces, strict=True) for part in pair]))
     lens = [n for piece in pieces for n in (tail_len, len(piece))]
     out = torch.cat(row.split(lens)[1::2])
-    if attention_pass.inspect is not None:
-        attention_pass.inspect.recurrence(
-            key, attention_pass.layout, inputs=[x], whole=lambda row, shift: conv(row[0]), out=out
-        )
+    attention_pass.recurred(key, [x], lambda row, shift: conv(row[0]), out)
     return out
 
 

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 import torch.distributed as dist
 
-from verl_prefix.core.attention import AttentionPass, Inspect
+from verl_prefix.core.attention import AttentionPass
 from verl_prefix.core.errors import annotate_errors, annotate_loop_body
 from verl_prefix.core.groups import Group
 from verl_prefix.core.layout import Layout, build_layout, dummy_layout, on_device, prefix_layout, prefix_starts
@@ -95,7 +95,7 @@ class Schedule:
         keep_attention: see `AttentionPass.keep`; not in phase A with `offload`.
         measure_peak: phased on CUDA only, `phase_b_peak` becomes the most bytes allocated during phase B. It resets the
             device's peak statistics, which other code may read.
-        inspect: see `AttentionPass`; packed passes with groups only.
+        pass_type: `AttentionPass`, or a subclass that looks at its layers.
         sequence_group: ranks that compute every row together (see `core.sequence_parallel`); None: this one alone.
     """
 
@@ -112,7 +112,7 @@ class Schedule:
         offload: bool = False,
         keep_attention: bool = False,
         measure_peak: bool = False,
-        inspect: Inspect | None = None,
+        pass_type: Callable[..., AttentionPass] = AttentionPass,
         sequence_group: dist.ProcessGroup | None = None,
     ) -> None:
         self.model = model
@@ -126,7 +126,7 @@ class Schedule:
         self.offload = offload
         self.keep_attention = keep_attention
         self.measure_peak = measure_peak
-        self.inspect = inspect
+        self.pass_type = pass_type
         self.sequence_group = sequence_group
         self._moments: list[tuple[str, Any, Any]] = []  # phase, start, end
         self._on_cuda = False
@@ -207,7 +207,7 @@ class Schedule:
         shared = any(group.prefix_len for group in groups)
         layout = prefix_layout(groups, tokens.offsets) if shared else dummy_layout()
         keep = self.keep_attention and not self.offload
-        attention_pass = AttentionPass(layout, self.kernel, capture=cache, keep=keep)
+        attention_pass = self.pass_type(layout, self.kernel, capture=cache, keep=keep)
         with self.forward_context():
             return self._forward(
                 tokens, layout, keep=slice(-1, None), attention_pass=attention_pass, outputs=None, prefixes=groups
@@ -216,8 +216,7 @@ class Schedule:
     def _suffixes(
         self, tokens: TokenBatch, groups: Sequence[Group], layout: Layout, cache: PrefixCache | None
     ) -> PassOutputs:
-        inspect = self.inspect if groups and cache is None else None
-        attention_pass = AttentionPass(layout, self.kernel, cache=cache, keep=self.keep_attention, inspect=inspect)
+        attention_pass = self.pass_type(layout, self.kernel, cache=cache, keep=self.keep_attention)
         if tokens.is_read is not None and groups:
             layout = layout.reading(tokens.is_read)
         keep = slice(layout.num_prefix, None) if layout.read is None else layout.read

@@ -20,6 +20,7 @@ from verl.workers.engine.utils import postprocess_batch_func
 
 from verl_prefix.auto.shape import model_shape
 from verl_prefix.config import PrefixEngineConfig, check_model_options, check_sequence_parallel, check_whole_rows
+from verl_prefix.core.attention import AttentionPass
 from verl_prefix.core.groups import Group
 from verl_prefix.core.schedule import Schedule
 from verl_prefix.core.waves import Plan, largest_wave, limit_waves, pad_to_same_passes
@@ -150,9 +151,9 @@ class PrefixFSDPEngine(StockPath):
 
     def run_plan(
         self, data: TensorDict, plan: Plan, loss_function: Callable | None, forward_only: bool,
-        inspect: Callable | None = None, keep_attention: bool = False,
+        pass_type: Callable[..., AttentionPass] = AttentionPass, keep_attention: bool = False,
     ) -> tuple[MiniBatch, Schedule]:  # fmt: skip
-        """All passes of a plan, with fresh state; `inspect`, `keep_attention` as in `core.schedule.Schedule`."""
+        """All passes of a plan, with fresh state; `pass_type`, `keep_attention` as in `core.schedule.Schedule`."""
         mini_batch = MiniBatch(self, data, loss_function, forward_only)
         # The first update alone: it resets the peak that verl logs as perf/max_memory_allocated_gb.
         measure_peak = get_device_name() == "cuda" and not forward_only and self._phase_b_peak is None
@@ -163,7 +164,7 @@ class PrefixFSDPEngine(StockPath):
             offload=self.prefix_config.offload,
             keep_attention=keep_attention,
             measure_peak=measure_peak,
-            inspect=inspect,
+            pass_type=pass_type,
         )
         with torch.no_grad() if forward_only else nullcontext():
             schedule.run(mini_batch.tokens, plan)

@@ -15,6 +15,7 @@ Comparisons by the noise floor: what ours misses is measured in units of what ro
   their prefix shows nowhere else.
 """
 
+import functools
 import math
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -22,7 +23,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from verl_prefix.core.attention import AttentionParams
+from verl_prefix.core.attention import AttentionParams, AttentionPass
 from verl_prefix.core.layout import Layout
 from verl_prefix.models.recurrent import mixers
 from verl_prefix.models.vision import is_vision_config, tower_of
@@ -75,8 +76,8 @@ class Verdict(NamedTuple):
 
 
 class LayerCheck:
-    """An `AttentionPass.inspect` for packed passes of one group: the largest ratio of attention and its `layer`, that
-    of recurrent layers and its `key`."""
+    """Figures of the layers of packed passes of one group: the largest ratio of attention and its `layer`, that of
+    recurrent layers and its `key`."""
 
     def __init__(self) -> None:
         self.worst = 0.0
@@ -117,6 +118,20 @@ class LayerCheck:
         ratio = _ratio(error, noise)
         if ratio > self.worst:
             self.worst, self.layer = ratio, layer
+
+
+class CheckedPass(AttentionPass):
+    """A packed pass of one group whose layers `check` looks at."""
+
+    def __init__(self, *args: Any, check: LayerCheck, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.check = check
+
+    def attended(self, layer: int, *tensors: torch.Tensor, **options: Any) -> None:
+        self.check.attention(layer, self.layout, *tensors, **options)
+
+    def recurred(self, key: Hashable, *args: Any) -> None:
+        self.check.recurrence(key, self.layout, *args)
 
 
 def _sum_of_squares(x: torch.Tensor) -> float:
@@ -262,7 +277,7 @@ def _local_grad(parameter: torch.nn.Parameter) -> torch.Tensor:
 
 def check(
     stock: Callable[[], torch.Tensor],
-    ours: Callable[[str, LayerCheck | None], torch.Tensor],
+    ours: Callable[[str, Callable[..., AttentionPass]], torch.Tensor],
     rounding_noise: Callable[[], AbstractContextManager],
     gradients: Gradients,
     reduce_sum: Callable[[list[float]], list[float]] = lambda values: values,
@@ -272,7 +287,7 @@ def check(
 
     Args:
         stock: [n] log-probs by the stock path, with gradients of their sum.
-        ours: the same by schedule "packed" or "phased", whose layers the check gets to inspect.
+        ours: the same by schedule "packed" or "phased", with passes of a type (`Schedule.pass_type`).
         rounding_noise: while open, layers' outputs are rounded differently each time.
         gradients: of the model that both run on; open.
         reduce_sum: element-wise sum over ranks.
@@ -287,7 +302,8 @@ def check(
 
     with rounding_noise():
         perturbed = [distances(stock()) for _ in range(num_perturbed)]
-    packed, phased = distances(ours("packed", layers)), distances(ours("phased", None))
+    packed = distances(ours("packed", functools.partial(CheckedPass, check=layers)))
+    phased = distances(ours("phased", AttentionPass))
     # Log-probs of low precision have a grid, on which small noise may change nothing.
     grid = torch.finfo(truth.dtype).eps ** 2 * _sum_of_squares(truth)
     noises = [sum(column) / len(perturbed) for column in zip(*perturbed, strict=True)]

@@ -4,7 +4,7 @@ import functools
 import logging
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,10 +13,11 @@ from tensordict import TensorDict
 from verl.utils import tensordict_utils as tu
 from verl.workers.engine.utils import postprocess_batch_func
 
+from verl_prefix.core.attention import AttentionPass
 from verl_prefix.core.groups import Group
 from verl_prefix.core.waves import make_plan, pad_to_same_passes
 from verl_prefix.engine.mini_batch import row_lens
-from verl_prefix.engine.self_check import Gradients, LayerCheck, Verdict, check, rounding_noise
+from verl_prefix.engine.self_check import Gradients, Verdict, check, rounding_noise
 from verl_prefix.models.recurrent import mixers
 from verl_prefix.models.vision import is_vision_config, num_tower_runs
 from verl_prefix.versions import warn_once
@@ -103,11 +104,11 @@ class Verification:
         def stock() -> torch.Tensor:
             return responses(engine.stock_batch(rows_alone.copy(), _sum_of_log_probs, forward_only=False))
 
-        def ours(path: str, inspect: LayerCheck | None) -> torch.Tensor:
+        def ours(path: str, pass_type: Callable[..., AttentionPass]) -> torch.Tensor:
             # Several waves read one prefix, and their gradients add up.
             plan = make_plan([group], budget, path, wave_tokens=1)
             plan = pad_to_same_passes(plan, engine.reduce_max)
-            mini_batch, _ = engine.run_plan(rows, plan, _sum_of_log_probs, forward_only=False, inspect=inspect)
+            mini_batch, _ = engine.run_plan(rows, plan, _sum_of_log_probs, forward_only=False, pass_type=pass_type)
             return responses(postprocess_batch_func(*mini_batch.outputs(plan), data=rows))
 
         noise = functools.partial(rounding_noise, engine.module, engine._autocast_dtype)

@@ -14,8 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 
-from verl_prefix.core.attention import AttentionParams, AttentionPass, GroupedAttention
-from verl_prefix.core.kernels import choose_kernel
+from verl_prefix.core.attention import AttentionParams, AttentionPass
 from verl_prefix.models import vision
 from verl_prefix.models.experts import ExpertLoads
 from verl_prefix.models.recurrent import replaced, shared_states
@@ -60,25 +59,8 @@ def grouped_attention_forward(
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     if torch.is_autocast_enabled(q.device.type):  # as SDPA does: norms may have left fp32 queries beside bf16 values
         q, k, v = (x.to(torch.get_autocast_dtype(q.device.type)) for x in (q, k, v))
-    kernel = choose_kernel(
-        prefix_pass.kernel, q.device.type, dtype=q.dtype, head_dim=q.shape[-1], softcap=softcap is not None
-    )
     params = AttentionParams(q.shape[-1] ** -0.5 if scaling is None else scaling, sliding_window, softcap)
-    prefix_pass.num_calls += 1
-    if (shards := prefix_pass.shards) is not None:
-        (q, k, v), s_aux = shards.to_heads(q, k, v), shards.heads(s_aux)
-    if prefix_pass.capture is not None:
-        k, v = prefix_pass.capture.capture(module.layer_idx, k, v)
-    cache, layer = prefix_pass.cache, module.layer_idx
-    out = GroupedAttention.apply(
-        q, k, v, s_aux, prefix_pass.layout, kernel, params, cache, layer, prefix_pass.kept,
-        None if cache is None else cache.anchor(layer),
-    )  # fmt: skip
-    if prefix_pass.inspect is not None:
-        prefix_pass.inspect.attention(
-            module.layer_idx, prefix_pass.layout, q=q, k=k, v=v, sinks=s_aux, params=params, out=out
-        )
-    return (out if shards is None else shards.to_tokens(out)).unsqueeze(0), None
+    return prefix_pass.attend(module.layer_idx, q, k, v, sinks=s_aux, params=params).unsqueeze(0), None
 
 
 AttentionInterface.register(ATTENTION_NAME, torch.compiler.disable(grouped_attention_forward))
