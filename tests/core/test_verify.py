@@ -22,6 +22,7 @@ from broken_states import (
 )
 
 from verl_prefix.core.attention import AttentionParams, GroupedAttention
+from verl_prefix.core.gradients import gradients_aside
 from verl_prefix.core.groups import Group
 from verl_prefix.core.kernels import cpu
 from verl_prefix.core.layout import Layout, build_layout
@@ -74,9 +75,11 @@ def verdict(seed: int, dtype: torch.dtype, family: str = "qwen3", broken=None, p
                 broken(patch)
             return torch.cat(run_shared(model, batch, schedule, pass_type=pass_type, wave_tokens=1))
 
-    with verify.Gradients(model) as gradients:
-        noise = functools.partial(verify.rounding_noise, model, dtype)
-        return verify.check(lambda: torch.cat(run_stock(model, batch)), ours, noise, gradients, num_perturbed=perturbed)
+    noise = functools.partial(verify.rounding_noise, model, dtype)
+    with gradients_aside(model):
+        return verify.check(
+            lambda: torch.cat(run_stock(model, batch)), ours, noise, verify.Gradients(model), num_perturbed=perturbed
+        )
 
 
 def scaled_kernel(patch):
@@ -266,7 +269,8 @@ def test_gradients_that_a_run_has_gathered_wait_for_the_check():
     batch = random_rollouts([(9, [4, 3])], 64)
     run_stock(model, batch)
     gathered = [parameter.grad.clone() for parameter in model.parameters()]
-    with verify.Gradients(model) as gradients:
+    gradients = verify.Gradients(model)
+    with gradients_aside(model):
         assert all(parameter.grad is None for parameter in model.parameters())
         run_stock(model, batch)
         norms = gradients.keep()

@@ -533,6 +533,30 @@ def _first_step_cost(model_path: str, rank: int, options: dict) -> float:
     return (found[0] - found[1]) / (3 * (data["input_ids"].offsets()[-1].item() - len(data)))
 
 
+def _accumulated(model_path: str, rank: int, options: dict, stock: dict) -> tuple[list[str], float]:
+    """What ours does besides in the second of two batches without a step between, and the largest relative error of a
+    parameter's gradient then, against the stock engine's."""
+    from verl_prefix.engine import paths, verify
+
+    grads, seen = {}, []
+
+    def spy(where, name):
+        real = getattr(where, name)
+        return mock.patch.object(where, name, lambda *args, **kw: seen.append(name) or real(*args, **kw))
+
+    sure = {"groups": [(name, 100, [30, 28, 26, 24, 22, 20], "") for name in "ab"], "budget": 300}
+    for backend, engine_options in (("fsdp2", stock), ("prefix", stock | options)):
+        engine = _engine(backend, model_path, engine_options)
+        with engine.train_mode(disable_auto_offload=True), spy(paths, "measure"), spy(verify, "check"):
+            engine.optimizer_zero_grad()
+            for rows in (sure, {}):
+                seen.clear()
+                data = _batch(rank, engine.model_config.hf_config.vocab_size, stock | rows)
+                engine.forward_backward_batch(data, _loss({}))
+            grads[backend] = whole({n: p.grad for n, p in engine.module.named_parameters()})
+    return seen, max(_relative(grads["prefix"][name], grad) for name, grad in grads["fsdp2"].items())
+
+
 def _half_errors(result: dict, truth: dict) -> dict[str, float]:
     errors = {name: _relative(result[name].float(), truth[name]) for name in ("log_probs", "entropy")}
     grads, true_grads = (torch.cat([g.flatten().float() for g in x["grads"].values()]) for x in (result, truth))
@@ -591,6 +615,8 @@ def _worker(rank: int, world: int, rendezvous: str, models: dict, check_all: boo
     measured = {"groups": groups, "min_speedup": 1e-6, "cost_profile": f"{out}.rates.json"}
     for case, options in (("measured", measured), ("at any rates", {"groups": groups, "budget": 300})):
         results[f"first step {case}"] = _first_step_cost(models["qwen3"], rank, options)
+    options = {"min_speedup": 1.05, "verify": "off"}
+    results["accumulated"] = _accumulated(models["qwen3"], rank, options, {})
     groups = [(name, 30, [9, 30, 1], kind) for name, kind in (("a", ""), ("b", "pad"))]
     for schedule in ("packed", "phased"):
         options = {"groups": groups, "schedule": schedule, "verify": "off", "tool_tokens": True}
@@ -682,6 +708,12 @@ def test_an_update_of_eight_waves_reads_few_values_from_the_device(results):
     found, broken = results[0]["reads"]
     assert 0 < found <= 10
     assert broken > 30, "where metrics are read in every pass"
+
+
+def test_a_batch_that_measures_adds_its_gradients_to_those_before(results):
+    for result in results:
+        seen, error = result["accumulated"]
+        assert seen == ["measure"] and error <= TOLERANCE
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -17,6 +17,7 @@ from shared_models import OURS, SharedModels
 from short_chunks import short_chunks
 from test_engine_equivalence import (
     TOLERANCE,
+    _accumulated,
     _batch,
     _compare,
     _engine,
@@ -202,6 +203,8 @@ def _worker(rank: int, world: int, rendezvous: str, models: dict, full: bool, ou
         measured = {"groups": groups, "min_speedup": 1e-6, "cost_profile": f"{out}.rates.json"}
         results["first step"] = _first_step_cost(models["qwen3_5_text"], rank, measured)
     else:
+        options = {"schedule": "packed", "verify": 1}
+        results["accumulated"] = _accumulated(models["lfm2"], rank, options, ALONE)
         data = _batch(0, 259, {"groups": [("a", 30, [9] * (4 - rank), "")]})
         engine = _engine("prefix", models["lfm2"], {"schedule": "stock"})
         alone = _log_probs(engine, data.copy(), use_remove_padding=False)
@@ -309,6 +312,12 @@ def test_self_check_passes_and_its_figures_are_those_of_recurrent_layers(one_ran
             assert 0 < metrics["prefix/verify_gradients"][0] <= 3, family
             assert metrics["prefix/verify_recurrence"][0] <= 3, family
             assert metrics["prefix/reuse_fraction"][0] > 0.3, family
+
+
+def test_a_batch_that_checks_itself_adds_its_gradients_to_those_before(one_rank, two_ranks):
+    for result in two_ranks:
+        seen, error = result["accumulated"]
+        assert seen == ["check"] and error <= _limits(one_rank[0], "lfm2")["grads"]
 
 
 def test_first_step_costs_at_most_a_fifth_of_stocks_update_from_64_rows_on(one_rank):

@@ -11,6 +11,7 @@ import torch
 
 from verl_prefix.auto.cost import Rates, group_pass
 from verl_prefix.auto.shape import ModelShape
+from verl_prefix.core.gradients import gradients_aside
 from verl_prefix.core.groups import Group
 from verl_prefix.core.schedule import Schedule, TokenBatch
 from verl_prefix.core.waves import PackedPass, Plan
@@ -84,15 +85,15 @@ def measure(
     batch_tokens: int,
     device: torch.device,
     schedule: Callable[..., Schedule],
-    zero_grad: Callable[[], None],
+    model: torch.nn.Module,
     forward_only: bool,
 ) -> Rates:
-    """Rates of packed passes over made-up rows, whose loss and gradients are zero.
+    """Rates of packed passes over made-up rows; gradients stay as they are.
 
     Args:
         budget: most tokens of a pass. batch_tokens: see `effort`.
         schedule: makes a `Schedule` of the run's kind from (outputs, step, backward or None).
-        zero_grad: drops what measuring leaves in `.grad`.
+        model: whose passes these are.
     """
     max_tokens, rounds = effort(min(budget, _PASS[device.type]), _UNIT[device.type], batch_tokens)
     unit = max(2, min(_UNIT[device.type], max_tokens // 8))
@@ -110,11 +111,8 @@ def measure(
         if device.type == "cuda":
             torch.cuda.synchronize()
 
-    with torch.no_grad() if forward_only else torch.enable_grad():
-        rates = calibrate(shape, run, max_tokens=max_tokens, unit=unit, rounds=rounds)
-    if not forward_only:
-        zero_grad()
-    return rates
+    with torch.no_grad() if forward_only else torch.enable_grad(), gradients_aside(model):
+        return calibrate(shape, run, max_tokens=max_tokens, unit=unit, rounds=rounds)
 
 
 def effort(most: int, least: int, batch_tokens: int) -> tuple[int, int]:

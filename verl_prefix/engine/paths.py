@@ -73,7 +73,7 @@ class Paths:
         def rates(budget: int, batch_tokens: int, forward_only: bool) -> Rates:
             return measure(
                 costs.shape, budget, batch_tokens=batch_tokens, device=device, schedule=engine.schedule,
-                zero_grad=engine.optimizer_zero_grad, forward_only=forward_only,
+                model=module, forward_only=forward_only,
             )  # fmt: skip
 
         def stock_fits(passes: Sequence[PassCost]) -> bool:

@@ -223,7 +223,7 @@ class Gradients:
     """Gradients of the checked rows, by parts of the model: each recurrent mixer whole; of each layer, of the vision
     tower and of all else what is small (norms, biases, adapters), or the smallest where nothing trained is.
 
-    What each rank has of them. While open, those that the run has gathered wait.
+    What each rank has of them; those that the run has gathered are set aside meanwhile (`core.gradients`).
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -239,17 +239,6 @@ class Gradients:
             small = trained if name in modules else [p for p in trained if p.numel() <= _SMALL]
             if trained:
                 self.parts[name] = small or [min(trained, key=torch.numel)]
-
-    def __enter__(self) -> "Gradients":
-        self._of_the_run = [p.grad for p in self._all]
-        self._forget()
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        for parameter, grad in zip(self._all, self._of_the_run, strict=True):
-            parameter.grad = grad
-        del self._of_the_run
-        self._truth: list[list[torch.Tensor]] = []
 
     def keep(self) -> list[float]:
         """Takes the last pass's gradients as the truth, which waits in host memory; their squared norms by part."""

@@ -14,6 +14,7 @@ from verl.utils import tensordict_utils as tu
 from verl.workers.engine.utils import postprocess_batch_func
 
 from verl_prefix.core.attention import AttentionPass
+from verl_prefix.core.gradients import gradients_aside
 from verl_prefix.core.groups import Group
 from verl_prefix.core.waves import make_plan, pad_to_same_passes
 from verl_prefix.engine.mini_batch import row_lens
@@ -112,7 +113,8 @@ class Verification:
             return responses(postprocess_batch_func(*mini_batch.outputs(plan), data=rows))
 
         noise = functools.partial(rounding_noise, engine.module, engine._autocast_dtype)
-        with Gradients(engine.module) as gradients:
+        gradients = Gradients(engine.module)
+        with gradients_aside(engine.module):
             verdict = check(stock, ours, noise, gradients, engine.reduce_sum, num_perturbed=int(-fewer))
         # A NaN, which is no more than anything, must not get lost in the maximum.
         figures = verdict.attention, verdict.recurrence

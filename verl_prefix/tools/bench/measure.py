@@ -132,10 +132,9 @@ class Bench:
 
     def _rates(self, budget: int, batch_tokens: int, forward_only: bool) -> Rates:
         schedule = functools.partial(Schedule, HookedModel(self.model))
-        zero_grad = functools.partial(self.model.zero_grad, set_to_none=False)
         return measure(
             self.shape, budget, batch_tokens=batch_tokens, device=self.model.device, schedule=schedule,
-            zero_grad=zero_grad, forward_only=forward_only,
+            model=self.model, forward_only=forward_only,
         )  # fmt: skip
 
     def _choose(self, groups: list[Group], budget: int, arms: list[str]) -> tuple[Plan | None, dict[str, Any]]:
