@@ -147,9 +147,13 @@ def test_a_profile_of_another_device_is_refused_and_ranks_measure_what_one_lacks
         return calibration.read_profile(path, measured_on, reduce_max)
 
     assert read("there") == Profile(Rates(), Rates(), "there")
-    assert read("there", lambda missing: [0.0, 1.0]).update is None
+    assert read("there", lambda missing: [0.0, 1.0, 0.0]).update is None
+    heard = []
     with pytest.raises(ValueError, match="was measured on 'there', and this is 'here'; delete the file"):
-        read("here")
+        read("here", lambda values: heard.append(values) or values)
+    assert heard, "or the other ranks would wait for this one"
+    with pytest.raises(ValueError, match="another rank cannot use its file"):
+        read("there", lambda values: [0.0, 0.0, 1.0])
     with pytest.raises(ValueError, match="create the folder"):
         read("here", path=tmp_path / "missing" / "profile.json")
 
@@ -284,6 +288,8 @@ def test_plan_decides_on_ref_as_the_engine_that_computes_it():
     predictor.profile = Profile(Rates(), only_passes_cost)
     assert not predictor.decide([(chooser.Batch(LONG, 4000),) * 2], ref_engine=True)[0].stock
     assert predictor.decide([(chooser.Batch(LONG, 4000),) * 2], ref_engine=False)[0].stock
+    predictor.ref_forward = only_passes_cost  # its own file
+    assert predictor.decide([(chooser.Batch(LONG, 4000),) * 2], ref_engine=True)[0].stock
 
 
 LENGTHS = st.tuples(st.integers(1, 800), st.integers(1, 800), st.integers(1, 8))

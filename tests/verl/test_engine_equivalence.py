@@ -244,6 +244,7 @@ def _configs(backend: str, model_path: str, options: dict, forward_only: bool = 
         fsdp_size=options.get("fsdp_size", -1),
         param_offload=options.get("param_offload", False),
         optimizer_offload=options.get("param_offload", False),
+        full_determinism=options.get("full_determinism", False),
         ulysses_sequence_parallel_size=options.get("ulysses", 1),
         use_torch_compile=False,
         mixed_precision={"param_dtype": options.get("param_dtype", "fp32"), "reduce_dtype": "fp32"},

@@ -8,6 +8,7 @@ import functools
 import logging
 import os
 import traceback
+from unittest import mock
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from test_engine_equivalence import TOLERANCE, _batch, _engine, _loss, _relative
 from whole_tensors import full
 
 from verl_prefix.auto.chooser import CostModel
-from verl_prefix.auto.cost import Memory, peak_bytes
+from verl_prefix.auto.cost import Memory, PassCost, peak_bytes
 from verl_prefix.auto.shape import ModelShape
 from verl_prefix.config import PrefixConfig
 from verl_prefix.core.errors import add_note
@@ -98,6 +99,37 @@ def _nan_weights(path: str) -> None:
         engine.infer_batch(data)
 
 
+def _room(path: str) -> dict[bool, list[bool]]:
+    """Whether stock's passes fit a GPU with room for their log-probs, and with less: of an engine for log-probs alone,
+    and of the actor's. MOCK: the free memory of a GPU."""
+    stock, found = [PassCost(1000, 1000, 0.0)], {}
+    zeros = dict.fromkeys(("memory_reserved", "memory_allocated"), lambda: 0)
+    for forward_only in (False, True):
+        engine, paths = _engine("prefix", path, {}, forward_only), engine_paths.Paths(PrefixConfig())
+        shape = engine.shape  # one layer at a time, and two gathered in bf16; or logits twice
+        free = 1000 * max(shape.activations, 2 * shape.logits) + 4 * shape.layer_parameters
+        with (
+            mock.patch.object(engine_paths, "get_device_name", lambda: "cuda"),
+            mock.patch.multiple(torch.cuda, get_device_name=lambda: "GPU", **zeros),
+            mock.patch.object(torch.cuda, "mem_get_info", side_effect=[(free, 0), (free - 1, 0)]),
+        ):
+            paths.initialize(engine)
+            found[forward_only] = [paths._chooser.stock_fits(stock) for _ in range(2)]
+    return found
+
+
+def _measurements(path: str, options: dict) -> int:
+    """How often log-probs and an update, whose path depends on rates, measure them."""
+    engine = _engine("prefix", path, {"min_speedup": 1.05, "verify": "off"} | options)
+    data = _batch(0, engine.model_config.hf_config.vocab_size, {})
+    with mock.patch.object(engine_paths, "measure", mock.Mock(wraps=engine_paths.measure)) as measure:
+        with engine.eval_mode(disable_auto_offload=True):
+            engine.infer_batch(data.copy())
+        with engine.train_mode(disable_auto_offload=True):
+            engine.forward_backward_batch(data, _loss({}))
+    return measure.call_count
+
+
 def _start(rank: int, world: int, rendezvous: str) -> list[str]:
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), VERL_PLATFORM="cpu")
     torch.distributed.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world)
@@ -128,6 +160,11 @@ def _alone(rank: int, rendezvous: str, path: str, out: str) -> None:
     logged.clear()
     _nan_weights(path)
     results["weights"] = list(logged)
+    results["room"] = _room(path)
+    deterministic = {"full_determinism": True}
+    results["measurements"] = [_measurements(path, options) for options in ({}, deterministic)]
+    with pytest.raises(ValueError, match="cost_profile='p.json' keeps measured times, .*; remove it"):
+        _measurements(path, {"cost_profile": "p.json"})  # torch is deterministic from then on
     torch.save(results, out)
 
 
@@ -237,6 +274,14 @@ def test_an_oom_that_cannot_be_repaired_says_where_and_what_to_set(alone, case, 
 def test_weights_that_are_not_finite_are_named_by_what_came_out(alone):
     (line,) = alone["weights"]
     assert "not finite in phase_b, wave 1 of " in line and "log_probs of rows " in line and "(uid " in line
+
+
+def test_a_deterministic_run_measures_nothing(alone):
+    assert alone["measurements"] == [2, 0]
+
+
+def test_an_engine_for_log_probs_alone_has_no_update_to_fit(alone):
+    assert alone["room"] == {False: [False, False], True: [True, False]}
 
 
 @pytest.mark.parametrize("masked", [False, True], ids=["in the loss", "masked"])

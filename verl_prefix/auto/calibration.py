@@ -28,7 +28,7 @@ _ROUND = 2.5  # passes' tokens of a round
 
 @dataclass(frozen=True)
 class Profile:
-    """Measured rates of a model on a device (`measured_on`, in words); None: not measured yet."""
+    """Measured rates of a model and what they depend on (`measured_on`, in words); None: not measured yet."""
 
     forward: Rates | None = None
     update: Rates | None = None
@@ -52,18 +52,38 @@ class Profile:
         write_whole(Path(path), json.dumps(dataclasses.asdict(self), indent=1) + "\n")
 
 
+def path_of_ref(path: Path) -> Path:
+    """Where an engine of the ref policy alone has its rates: FSDP2 fetches its parameters from the host."""
+    return path.with_name(f"{path.stem}.ref{path.suffix}")
+
+
 def read_profile(
     path: Path | None, measured_on: str, reduce_max: Callable[[Sequence[float]], Sequence[float]]
 ) -> Profile:
     """The rates in a file, those alone that every rank has; none where there is no file.
 
     Args:
-        measured_on: model and device in words.
+        measured_on: what rates depend on, in words.
         reduce_max: element-wise maximum over ranks.
 
     Raises:
-        ValueError: the profile is damaged or of another model or device, or its folder does not exist.
+        ValueError: on every rank, where one's profile is damaged or measured on something else, or has no folder.
     """
+    profile, failure = Profile(), None
+    try:
+        profile = _read_profile(path, measured_on)
+    except ValueError as error:
+        failure = error
+    # All ranks measure what one of them lacks: measuring runs collectives.
+    no_forward, no_update, failed = reduce_max([profile.forward is None, profile.update is None, failure is not None])
+    if failed:
+        raise failure or ValueError(f"prefix.cost_profile={path}: another rank cannot use its file; its log says why")
+    return dataclasses.replace(
+        profile, forward=None if no_forward else profile.forward, update=None if no_update else profile.update
+    )
+
+
+def _read_profile(path: Path | None, measured_on: str) -> Profile:
     if path and not path.parent.is_dir():
         raise ValueError(f"prefix.cost_profile={path}: create the folder {path.parent} on every node")
     profile = Profile.read(path) if path and path.exists() else Profile(measured_on=measured_on)
@@ -72,11 +92,7 @@ def read_profile(
             f"prefix.cost_profile={path} was measured on {profile.measured_on!r}, and this is {measured_on!r}; "
             "delete the file or name another"
         )
-    # All ranks measure what one of them lacks: measuring runs collectives.
-    no_forward, no_update = reduce_max([profile.forward is None, profile.update is None])
-    return dataclasses.replace(
-        profile, forward=None if no_forward else profile.forward, update=None if no_update else profile.update
-    )
+    return profile
 
 
 def measure(

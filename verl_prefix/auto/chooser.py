@@ -145,7 +145,7 @@ class Chooser:
         always_measure: rates are wanted even where none would change the choice.
         measure: (budget, the batch's tokens on the stock path, forward_only) -> rates; it runs collectives.
         reduce_max: element-wise maximum over ranks.
-        stock_fits: whether an update of stock's passes fits this rank's device.
+        stock_fits: whether stock's passes fit this rank's device: an update, or an engine's log-probs that has none.
 
     Attributes:
         speedup: predicted for the last batch.

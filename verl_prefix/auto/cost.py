@@ -169,8 +169,11 @@ def may_keep_attention(shape: ModelShape, checkpointed: bool, option: str) -> bo
     return checkpointed and not shape.tower and option == "auto"
 
 
-def peak_bytes(shape: ModelShape, plan: Plan | None, stock: Sequence[PassCost], memory: Memory) -> float:
-    """Bytes that one update adds at its peak to 16 bytes per parameter and rank; plan None: verl's own path.
+def peak_bytes(
+    shape: ModelShape, plan: Plan | None, stock: Sequence[PassCost], memory: Memory, forward_only: bool = False
+) -> float:
+    """Bytes that one update adds at its peak to 16 bytes per parameter and rank; plan None: verl's own path, whose
+    log-probs alone (`forward_only`) need one layer at a time, and logits with a copy that entropy makes.
 
     In closed form, within 15 % of `tools.simulate` on the grid of tests/core/test_cost.py. Alive at once, of FSDP2 in
     mixed precision with flash-attn's cross entropy: what layers keep; in backward half of a layer's activations again,
@@ -202,6 +205,8 @@ def peak_bytes(shape: ModelShape, plan: Plan | None, stock: Sequence[PassCost], 
 
     if plan is None:
         passes = ((p.tokens / n, p.head_tokens / n) for p in stock)
+        if forward_only:
+            return max((max(logits(head), t * shape.activations) + buffers_c for t, head in passes), default=0.0)
         peak = max((kept(tokens) + max(logits(head), backward(tokens)) for tokens, head in passes), default=0.0)
         return peak + (held if memory.no_sync and len(stock) > 1 else 0.0)
     peaks = []

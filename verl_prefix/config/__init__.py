@@ -40,6 +40,11 @@ NO_REPLAY = (
     "model_engine=veomni or megatron"
 )
 
+NO_CLOCK = (
+    "actor_rollout_ref.actor.prefix.cost_profile={path!r} keeps measured times, and a deterministic run "
+    "(fsdp_config.full_determinism=True, torch.use_deterministic_algorithms) chooses by FLOPs alone; remove it"
+)
+
 logger = logging.getLogger(__name__)
 
 
@@ -277,6 +282,8 @@ class PrefixActorConfig(FSDPActorConfig):
                 "data.max_response_length",
             )
             _refuse_losses_of_passes(f"{key}.policy_loss", self.policy_loss)
+        profile = self.prefix.cost_profile
+        _refuse(self.fsdp_config.full_determinism and profile is not None, NO_CLOCK.format(path=profile))
         super().__post_init__()
         self.engine.strategy = "prefix"
         self.engine.prefix = self.prefix
