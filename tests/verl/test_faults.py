@@ -90,6 +90,24 @@ def _nan_advantages(data, masked: bool):
     return data
 
 
+def _nan_rewards(data):
+    """In a field that verl's trainers leave in the batch, and none of its losses reads."""
+    data["rm_scores"] = data["advantages"] * float("nan")
+    return data
+
+
+def _nan_in_a_field_that_nobody_reads(path: str, options: dict) -> list:
+    """Of the stock engine and ours with such a NaN, and of ours without: the update, and tokens through lm_head."""
+    found = []
+    for backend, change in (("fsdp2", _nan_rewards), ("prefix", _nan_rewards), ("prefix", lambda data: data)):
+        engine, tokens = _engine(backend, path, options if backend == "prefix" else {}), []
+        engine.module.lm_head.register_forward_pre_hook(
+            lambda _, args, tokens=tokens: tokens.append(args[0].shape[:-1].numel())
+        )
+        found.append((_update(engine, 0, {"tool_tokens": True}, change), sum(tokens)))
+    return found
+
+
 def _nan_weights(path: str) -> None:
     engine = _engine("prefix", path, PHASED)
     with torch.no_grad():
@@ -160,6 +178,8 @@ def _alone(rank: int, rendezvous: str, path: str, out: str) -> None:
     logged.clear()
     _nan_weights(path)
     results["weights"] = list(logged)
+    logged.clear()
+    results["unread NaN"] = _nan_in_a_field_that_nobody_reads(path, PHASED), list(logged)
     results["room"] = _room(path)
     deterministic = {"full_determinism": True}
     results["measurements"] = [_measurements(path, options) for options in ({}, deterministic)]
@@ -282,6 +302,13 @@ def test_a_deterministic_run_measures_nothing(alone):
 
 def test_an_engine_for_log_probs_alone_has_no_update_to_fit(alone):
     assert alone["room"] == {False: [False, False], True: [True, False]}
+
+
+def test_a_nan_in_a_field_that_nobody_reads_changes_nothing(alone):
+    ((stock, _), (ours, tokens), (without, fewest)), logged = alone["unread NaN"]
+    assert ours["metrics"]["prefix/nonfinite_passes"] == [0.0] and not logged
+    assert _relative(ours["grads"], stock["grads"]) < TOLERANCE and torch.equal(ours["grads"], without["grads"])
+    assert tokens == fewest, "lm_head runs where the loss reads alone"
 
 
 @pytest.mark.parametrize("masked", [False, True], ids=["in the loss", "masked"])

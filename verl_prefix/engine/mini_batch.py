@@ -54,6 +54,7 @@ class MiniBatch:
         self._keeps_model_output = forward_only or tu.get_non_tensor_data(data, "return_model_output", False)
         self._flags = {flag: tu.get_non_tensor_data(data, flag, False) for flag in flags}
         self._loss_mode = self._mode_of_verls_loss()
+        self._fields = self._fields_of_the_loss()
         is_read = self._is_read(offsets) if self._skips_lm_head() else None
         self.tokens = TokenBatch(
             input_ids.values().to(device), position_ids.values().to(device), offsets=offsets, pixels=pixels,
@@ -76,6 +77,24 @@ class MiniBatch:
         is_verls = get_policy_loss_fn(mode).__module__ == get_policy_loss_fn.__module__
         return mode if mode in LOSSES_OF_ROWS and is_verls else None
 
+    def _fields_of_the_loss(self) -> set[str] | None:
+        """What loss and outputs are made of beside tokens, and a NaN gets in from; None: any field, of a loss that is
+        not verl's own. Source: ppo_loss (verl/workers/utils/losses.py) and compute_policy_loss_<mode>."""
+        if self.loss_function is None:
+            return {"temperature"}
+        if self._loss_mode is None:
+            return None
+        fields = {"temperature", "response_mask", "old_log_probs", "advantages", "rollout_is_weights"}
+        if self.loss_function.keywords["config"].use_kl_loss:
+            fields.add("ref_log_prob")
+        return fields - {"gpg": {"old_log_probs"}, "bypass_mode": {"rollout_is_weights"}}.get(self._loss_mode, set())
+
+    def _floats(self, data: TensorDict) -> dict[str, torch.Tensor]:
+        """Values of `data` that a NaN gets into the loss from."""
+        names = data.keys() if self._fields is None else self._fields & set(data.keys())
+        floats = {name: data[name] for name in names if isinstance(data[name], torch.Tensor)}
+        return {name: x.values() if x.is_nested else x for name, x in floats.items() if x.is_floating_point()}
+
     def _skips_lm_head(self) -> bool:
         """Whether nobody reads outputs where response_mask is 0: in an update by verl's own losses."""
         if self._keeps_model_output or self._flags["calculate_sum_pi_squared"] or self._loss_mode is None:
@@ -88,7 +107,7 @@ class MiniBatch:
         mask = self._at_suffixes("response_mask", offsets).bool()
         if int(mask.sum()) == sum(row_lens(self.data)[1]):
             return None
-        return mask if all(torch.isfinite(values).all() for values in _floats(self.data).values()) else None
+        return mask if all(torch.isfinite(values).all() for values in self._floats(self.data).values()) else None
 
     def _at_suffixes(self, name: str, offsets: Sequence[int]) -> torch.Tensor:
         """A field of the responses (jagged, or padded right) as [N]: at the token before each of a response's."""
@@ -147,7 +166,7 @@ class MiniBatch:
         if self._keeps_model_output:
             output["model_output"] = model_output
         # A NaN that the loss masks counts too: its gradient is NaN times zero.
-        values = [loss.detach(), outputs, *_floats(micro_batch).values()]
+        values = [loss.detach(), outputs, *self._floats(micro_batch).values()]
         finite = torch.stack([torch.isfinite(x).all() for x in values]).all()
         self._passes.append(_Pass(rows, output, model_output, finite, where=current_pass()))
         return loss
@@ -184,7 +203,7 @@ class MiniBatch:
             uids = tu.get(self.data, "uid", [None] * len(self.data))
             read = tu.index_select_tensor_dict(self.data, one.rows)
             problems = []
-            for name, values in (one.model_output | {name: read[name] for name in _floats(read)}).items():
+            for name, values in (one.model_output | {name: read[name] for name in self._floats(read)}).items():
                 pairs = zip(one.rows, values.unbind(), strict=True)
                 if bad := [f"{row} (uid {uids[row]})" for row, x in pairs if not torch.isfinite(x).all()]:
                     problems.append(f"{name} of rows {listed(bad)}")
@@ -238,12 +257,6 @@ class MiniBatch:
                 self.step(plan.idle_rows, Layout(no_tokens, 0, (), no_tokens), nothing)
         self._read()
         return [one.output for one in self._passes], [one.rows for one in self._passes]
-
-
-def _floats(data: TensorDict) -> dict[str, torch.Tensor]:
-    """Values of what a loss reads beside the model's outputs."""
-    floats = {name: x for name, x in data.items() if isinstance(x, torch.Tensor) and x.is_floating_point()}
-    return {name: x.values() if x.is_nested else x for name, x in floats.items()}
 
 
 class _Pass(NamedTuple):
