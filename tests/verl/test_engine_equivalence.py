@@ -558,6 +558,26 @@ def _accumulated(model_path: str, rank: int, options: dict, stock: dict) -> tupl
     return seen, max(_relative(grads["prefix"][name], grad) for name, grad in grads["fsdp2"].items())
 
 
+def _idle_rows(model_path: str, rank: int) -> dict[str, tuple[float, float]]:
+    """Metrics of an update, as verl's trainer has them of all ranks, of ours and of stock's engine; the last rank alone
+    has a row with an empty response, and outputs are wanted."""
+    from verl.utils import tensordict_utils as tu
+    from verl.utils.metric import Metric
+    from verl.utils.torch_functional import allgather_dict_into_dict
+
+    options, found = {"empty": ("pad0",), "budget": 130, "verify": "off"}, []
+    for backend in ("prefix", "fsdp2"):
+        engine = _engine(backend, model_path, options)
+        data = _batch(rank, engine.model_config.hf_config.vocab_size, options)
+        tu.assign_non_tensor(data, return_model_output=True)
+        with engine.train_mode(disable_auto_offload=True):
+            output = engine.forward_backward_batch(data, _loss(options))
+        assert (output["model_output"]["log_probs"].offsets() == data["input_ids"].offsets()).all()
+        found.append(allgather_dict_into_dict(output["metrics"]))
+    means = ("actor/pg_loss", "actor/entropy_loss")  # sums of what every row adds, whichever pass it is in
+    return {name: tuple(float(Metric.aggregate_dp(one[name])) for one in found) for name in found[1] if name in means}
+
+
 def _half_errors(result: dict, truth: dict) -> dict[str, float]:
     errors = {name: _relative(result[name].float(), truth[name]) for name in ("log_probs", "entropy")}
     grads, true_grads = (torch.cat([g.flatten().float() for g in x["grads"].values()]) for x in (result, truth))
@@ -607,6 +627,7 @@ def _worker(rank: int, world: int, rendezvous: str, models: dict, check_all: boo
         over = _measure("prefix_over_another", models["qwen3"], rank, {"verify": "off"})
         results["over another engine"] = _compare(over, stock_cache["[]"])
     results["worker"] = _compare_workers(models["qwen3"], rank)
+    results["idle rows"] = _idle_rows(models["qwen3"], rank)
     # Answers of three tokens: of 8 and of 5 rows, which one stock pass would not hold, nor one of ours; rank 1 has
     # rows enough for more passes with noise.
     groups = [("a", 300, [3] * (8 - 3 * rank), ""), ("b", 5, [1] * (184 + 3 * rank), "")]
@@ -709,6 +730,13 @@ def test_an_update_of_eight_waves_reads_few_values_from_the_device(results):
     found, broken = results[0]["reads"]
     assert 0 < found <= 10
     assert broken > 30, "where metrics are read in every pass"
+
+
+def test_rows_without_a_response_give_every_rank_as_many_metrics(results):
+    for result in results:
+        assert result["idle rows"]
+        for name, (ours, stock) in result["idle rows"].items():
+            assert abs(ours - stock) <= TOLERANCE * abs(stock), name
 
 
 def test_a_batch_that_measures_adds_its_gradients_to_those_before(results):

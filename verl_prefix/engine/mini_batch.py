@@ -244,7 +244,8 @@ class MiniBatch:
 
     def outputs(self, plan: Plan) -> tuple[list[dict], list[list[int]]]:
         """The passes' outputs and their rows. Rows with an empty response, which no pass had, follow where their
-        outputs are wanted, or where a rank has no other row: the metrics of all ranks need the same keys."""
+        outputs are wanted, or where a rank has no other row: the metrics of all ranks need the same keys, and as many
+        values of each (`even_out`)."""
         if plan.idle_rows and (self._keeps_model_output or not self._passes):
             device = self.tokens.input_ids.device
             if not self._passes:  # names and dtype are those that any one token gets
@@ -255,6 +256,8 @@ class MiniBatch:
                 nothing = torch.zeros((0, len(self.names)), dtype=self.dtype, device=device)
                 no_tokens = torch.zeros(0, dtype=torch.int64)
                 self.step(plan.idle_rows, Layout(no_tokens, 0, (), no_tokens), nothing)
+            if len(self._passes) > 1:
+                self._passes[-1].output["metrics"] = {}
         self._read()
         return [one.output for one in self._passes], [one.rows for one in self._passes]
 
