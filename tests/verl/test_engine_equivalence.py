@@ -578,6 +578,58 @@ def _idle_rows(model_path: str, rank: int) -> dict[str, tuple[float, float]]:
     return {name: tuple(float(Metric.aggregate_dp(one[name])) for one in found) for name in found[1] if name in means}
 
 
+def _step_of_two_updates(model_path: str, rank: int) -> dict[str, float]:
+    """Errors of a step's metrics, by verl's own worker and reduction, from what every rank has of every mini-batch."""
+    from verl.utils import tensordict_utils as tu
+    from verl.utils.metric import reduce_metrics
+    from verl.workers.config import TrainingWorkerConfig
+    from verl.workers.engine_workers import TrainingWorker
+
+    from verl_prefix.engine import prefix_engine
+
+    torch.manual_seed(0)
+    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="0")
+    configs = _configs("prefix", model_path, {"verify": "off"})
+    configs["engine_config"].use_dynamic_bsz = True
+    worker = TrainingWorker(TrainingWorkerConfig(model_type="language_model", **configs))
+    worker.reset()
+    worker.set_loss_fn(_loss({}))
+    # Both ranks have as many rows; in the order they come the first mini-batch shares less than the second.
+    groups = [("a", 20 + 9 * rank, [5], ""), ("b", 50, [7] * (3 - rank), ""), ("c", 40 + rank, [9] * (4 + rank), "")]
+    data = _batch(rank, worker.model_config.hf_config.vocab_size, {"groups": groups})
+    order = sorted(range(len(data)), key=lambda i: data["uid"][i])
+    data = tu.index_select_tensor_dict(data, order)
+    for name in ("use_dynamic_bsz", "micro_batch_size_per_gpu"):
+        del data[name]
+    lasting, worker.engine._paths.lasting_reason = worker.engine._paths.lasting_reason, "a test"
+    tu.assign_non_tensor(data, compute_loss=False)
+    worker.infer_batch(data.copy())
+    worker.engine._paths.lasting_reason = lasting
+    tu.assign_non_tensor(data, num_mini_batch=2, dataloader_kwargs={"shuffle": False})
+    seen, plan_metrics = [], prefix_engine.plan_metrics
+
+    def spy(*args):
+        seen.append(plan_metrics(*args))
+        return seen[-1]
+
+    with mock.patch.object(prefix_engine, "plan_metrics", spy):
+        output = tu.get(worker.train_mini_batch(data.copy()), "metrics")
+    found = reduce_metrics({name: values for name, values in output.items() if "prefix" in name})
+    assert len(seen) == 2
+    own = {name: sum(one.get(name, 0.0) for one in seen) for name in sorted({name for one in seen for name in one})}
+    wanted = {}
+    for name, value in own.items():
+        is_time = name.startswith("timing_s/")
+        reduce = worker.engine.reduce_max if is_time else worker.engine.reduce_sum
+        (wanted[name],) = reduce([value])
+    tokens = sum(len(p) - 1 + len(r) for p, r in zip(data["prompts"].unbind(), data["responses"].unbind(), strict=True))
+    tokens, wanted["prefix/log_prob_stock_rows"] = worker.engine.reduce_sum([tokens, len(data)])
+    wanted["prefix/reuse_fraction"] = wanted["prefix/tokens_saved"] / tokens
+    del wanted["prefix/offloaded_gib"]
+    assert wanted["prefix/groups"] > torch.distributed.get_world_size() and wanted["timing_s/prefix_packed"] > 0
+    return {name: float(abs(found.get(name, torch.inf) - value) / max(value, 1e-9)) for name, value in wanted.items()}
+
+
 def _half_errors(result: dict, truth: dict) -> dict[str, float]:
     errors = {name: _relative(result[name].float(), truth[name]) for name in ("log_probs", "entropy")}
     grads, true_grads = (torch.cat([g.flatten().float() for g in x["grads"].values()]) for x in (result, truth))
@@ -627,6 +679,7 @@ def _worker(rank: int, world: int, rendezvous: str, models: dict, check_all: boo
         over = _measure("prefix_over_another", models["qwen3"], rank, {"verify": "off"})
         results["over another engine"] = _compare(over, stock_cache["[]"])
     results["worker"] = _compare_workers(models["qwen3"], rank)
+    results["step metrics"] = _step_of_two_updates(models["qwen3"], rank)
     results["idle rows"] = _idle_rows(models["qwen3"], rank)
     # Answers of three tokens: of 8 and of 5 rows, which one stock pass would not hold, nor one of ours; rank 1 has
     # rows enough for more passes with noise.
@@ -730,6 +783,11 @@ def test_an_update_of_eight_waves_reads_few_values_from_the_device(results):
     found, broken = results[0]["reads"]
     assert 0 < found <= 10
     assert broken > 30, "where metrics are read in every pass"
+
+
+def test_counts_and_seconds_are_those_of_a_step(results):
+    for result in results:
+        assert max(result["step metrics"].values()) < 1e-9, result["step metrics"]
 
 
 def test_rows_without_a_response_give_every_rank_as_many_metrics(results):

@@ -242,13 +242,13 @@ def test_torn_groups_share_as_much_as_whole_ones(results):
         groups = GROUPS["ragged"]
         logical = sum(n + (p - 1) * len(lens) for p, lens in groups for n in [sum(lens)])
         computed = sum(p - 1 + sum(lens) for p, lens in groups)
-        saved = sum(one["prefix/tokens_saved"] for one in metrics)
+        (saved,) = {one["prefix/tokens_saved"] for one in metrics}  # of all ranks
         # A split group, of which there are more ranks than prompts, computes its prefix twice.
         assert logical - computed >= saved >= 0.85 * (logical - computed), engine
         if world == 1:
             assert "prefix/exchanged_rows" not in metrics[0]
             continue
-        assert sum(one["prefix/exchanged_rows"] for one in metrics) > len(groups)
+        assert metrics[0]["prefix/exchanged_rows"] > len(groups)
         for one in metrics:
             assert one["prefix/split_groups"] == 0 and one["prefix/placement_imbalance"] < 1.6
             assert one["prefix/exchanged_mib"] > 0 and one["timing_s/prefix_exchange"] > 0
@@ -260,5 +260,5 @@ def test_rows_stay_where_they_are_told_to_or_where_sharing_does_not_pay(results)
         assert "prefix/exchanged_rows" not in result["gate_shut", "default"][1]
         assert result["gate_shut", "default"][1]["prefix/stock_rows"] > 0
     if len(results) > 1:
-        off, on = (sum(r[e, "default"][1]["prefix/tokens_saved"] for r in results) for e in ("off", "packed"))
+        off, on = (results[0][e, "default"][1]["prefix/tokens_saved"] for e in ("off", "packed"))
         assert off < 0.8 * on

@@ -24,6 +24,7 @@ from verl_prefix.core.errors import add_note
 from verl_prefix.core.groups import Group
 from verl_prefix.core.waves import make_plan
 from verl_prefix.engine import paths as engine_paths
+from verl_prefix.engine import prefix_engine
 from verl_prefix.engine.out_of_memory import run_or_repair
 from verl_prefix.testing import write_tiny_model
 
@@ -136,6 +137,16 @@ def _room(path: str) -> dict[bool, list[bool]]:
     return found
 
 
+def _peaks(path: str) -> list[dict]:
+    """MOCK: a GPU's memory statistics."""
+    cuda = {"reset_peak_memory_stats": lambda _: None, "max_memory_allocated": lambda _: 2**30}
+    with (
+        mock.patch.object(prefix_engine, "get_device_name", lambda: "cuda"),
+        mock.patch.multiple(torch.cuda, **cuda),
+    ):
+        return _two_updates(path, PHASED, None)
+
+
 def _measurements(path: str, options: dict) -> int:
     """How often log-probs and an update, whose path depends on rates, measure them."""
     engine = _engine("prefix", path, {"min_speedup": 1.05, "verify": "off"} | options)
@@ -180,6 +191,7 @@ def _alone(rank: int, rendezvous: str, path: str, out: str) -> None:
     results["weights"] = list(logged)
     logged.clear()
     results["unread NaN"] = _nan_in_a_field_that_nobody_reads(path, PHASED), list(logged)
+    results["peaks"] = _peaks(path)
     results["room"] = _room(path)
     deterministic = {"full_determinism": True}
     results["measurements"] = [_measurements(path, options) for options in ({}, deterministic)]
@@ -300,6 +312,11 @@ def test_a_deterministic_run_measures_nothing(alone):
     assert alone["measurements"] == [2, 0]
 
 
+def test_the_peak_of_the_waves_stands_in_the_step_that_had_it(alone):
+    first, second = (update["metrics"] for update in alone["peaks"])
+    assert first["prefix/phase_b_peak_gib"] == [1.0] and "prefix/phase_b_peak_gib" not in second
+
+
 def test_an_engine_for_log_probs_alone_has_no_update_to_fit(alone):
     assert alone["room"] == {False: [False, False], True: [True, False]}
 
@@ -320,7 +337,7 @@ def test_an_update_that_is_not_finite_is_skipped_as_by_stock_and_named(pair, mas
             assert update["grad_norm"] != update["grad_norm"]
             assert torch.equal(update["before"], update["params"])
     counts = [result["prefix", masked]["metrics"]["prefix/nonfinite_passes"] for result in results]
-    assert counts == [[0.0], [1.0]] and not results[0]["logged", masked]
+    assert counts == [[1.0], [1.0]] and not results[0]["logged", masked]
     (line,) = results[1]["logged", masked]
     assert "not finite in phase_b, wave " in line and ", rank 1: " in line
     assert "advantages of rows " in line and "(uid " in line and ("loss nan" in line) != masked

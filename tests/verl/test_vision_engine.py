@@ -331,13 +331,15 @@ def test_scattered_rows_meet_where_their_pixels_are(results, family):
     seen = [result[family, "scattered"]["tower"] for result in results]
     for ours in zip(*(one["ours"] for one in seen), strict=True):
         assert sum(one["patches"] for one in ours) == _patches(0, "scattered", repeated=False)
-    assert sum(r[family, "scattered"]["metrics"]["prefix/exchanged_rows"][0] for r in results) >= 4
+    assert results[0][family, "scattered"]["metrics"]["prefix/exchanged_rows"][0] >= 4
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_rows_with_other_pixels_do_not_share(results, family):
     metrics = results[0][family, "packed"]["metrics"]
-    assert metrics["prefix/groups"] == [4.0] and metrics["prefix/stock_rows"] == [1.0]
+    # Of all ranks: the second has three groups and a row by itself.
+    counts = [metrics[f"prefix/{name}"] for name in ("groups", "stock_rows")]
+    assert counts == ([[4.0], [1.0]] if len(results) == 1 else [[7.0], [2.0]])
     assert metrics["prefix/split_uids"] == [1.0]
     assert metrics["prefix/verify_log_probs"][0] < 3 and 0 < metrics["prefix/verify_attention"][0] < 2
     # No rank may be alone in verl's forward, which the self-check compares with; of text alone it runs the tower once.

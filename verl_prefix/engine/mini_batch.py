@@ -306,15 +306,13 @@ def even_out(metrics: dict[str, object], num_passes: int) -> None:
 
 
 def plan_metrics(groups: Sequence[Group], plan: Plan, schedule: Schedule) -> dict[str, float]:
-    """This rank's prefix/* metrics of one mini-batch; verl averages them over ranks and mini-batches."""
+    """This rank's prefix/* metrics of one mini-batch."""
     num_logical = sum(group.num_logical_tokens for group in groups)
-    num_saved = num_logical - plan.num_physical_tokens
     shared = [group for group in groups if group.is_shared]
     return {
         "prefix/groups": len(shared),
         "prefix/stock_rows": sum(len(group.rows) for group in groups if not group.is_shared),
-        "prefix/tokens_saved": num_saved,
-        "prefix/reuse_fraction": num_saved / max(num_logical, 1),
+        "prefix/tokens_saved": num_logical - plan.num_physical_tokens,
         "prefix/recomputed_groups": plan.split_groups,
         "prefix/packed_passes": len(plan.packed),
         "prefix/waves": len(plan.waves),

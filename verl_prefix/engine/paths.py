@@ -169,14 +169,10 @@ class Paths:
         """Bytes that an update is estimated to add."""
         return peak_bytes(self._costs.shape, plan, (), replace(self._costs.memory, attention_kept=attention_kept))
 
-    def metrics(self, stock_rows: int | None) -> dict[str, list[float]]:
-        """prefix/* about the path that a batch took; stock_rows: its rows if it was verl's own."""
-        metrics = {}
-        if stock_rows is not None:
-            metrics = {"prefix/stock_rows": [float(stock_rows)], "prefix/reuse_fraction": [0.0]}
-        if self._chooser is not None and self._chooser.speedup:
-            metrics["prefix/predicted_speedup"] = [self._chooser.speedup]
-        return metrics
+    def metrics(self) -> dict[str, float]:
+        """prefix/* about the path that a batch took."""
+        speedup = self._chooser and self._chooser.speedup
+        return {"prefix/predicted_speedup": speedup} if speedup else {}
 
 
 def pass_budget(data: TensorDict, groups: Sequence[Group]) -> int:

@@ -29,6 +29,7 @@ from verl_prefix.engine.exchange import open_exchange, receive_pixels
 from verl_prefix.engine.mini_batch import MiniBatch, even_out, plan_metrics
 from verl_prefix.engine.out_of_memory import run_or_repair
 from verl_prefix.engine.paths import Paths, pass_budget
+from verl_prefix.engine.step_metrics import StepMetrics
 from verl_prefix.engine.stock_path import StockPath
 from verl_prefix.engine.torn_groups import TornGroups
 from verl_prefix.engine.trace_writer import open_trace
@@ -54,7 +55,7 @@ class PrefixFSDPEngine(StockPath):
 
     def __init__(self, model_config, engine_config: PrefixEngineConfig, optimizer_config, checkpoint_config) -> None:
         self.prefix_config = engine_config.prefix
-        self._phase_b_peak: int | None = None
+        self._saw_waves = False  # of an update
         self._wave_limit: int | None = None  # suffix tokens of a wave, since one ran out of memory
         self._paths = Paths(self.prefix_config)
         self._verification = Verification(self)
@@ -75,6 +76,7 @@ class PrefixFSDPEngine(StockPath):
         engine_config.strategy = "fsdp2"
         super().__init__(model_config, engine_config, optimizer_config, checkpoint_config)
         self._trace = open_trace(self)
+        self._step_metrics = StepMetrics(self.reduce_sum, self.reduce_max, self.ulysses_sequence_parallel_size)
 
     def initialize(self) -> None:
         super().initialize()
@@ -118,7 +120,7 @@ class PrefixFSDPEngine(StockPath):
         self, data: TensorDict, loss_function: Callable | None, forward_only: bool = False
     ) -> dict[str, object]:
         """A rank's mini-batch: same contract as FSDPEngine.forward_backward_batch, rows in the order they came."""
-        metrics: dict[str, list[float]] = {}
+        metrics: dict[str, float] = {}
         tu.assign_non_tensor(data, sp_size=self.ulysses_sequence_parallel_size)
         stock_reason, plan = self._paths.stock_reason(data), None
         if stock_reason is None:
@@ -133,20 +135,20 @@ class PrefixFSDPEngine(StockPath):
         else:
             stock_reason = stock_reason or plan
         if stock_reason is None:
-            output = self._shared_batch(
+            output, of_batch = self._shared_batch(
                 prepared, exchange.groups, plan=plan, loss_function=loss_function, forward_only=forward_only
             )
             output["model_output"] = exchange.give_back(output["model_output"])
             told = self._torn_groups.see(*exchange.num_computed(), forward_only)
             if told and torch.distributed.get_rank() == 0:
                 logger.warning(told)
-            metrics["prefix/split_uids"] = [float(num_split_uids)]
-            output["metrics"].update(metrics | {name: [float(x)] for name, x in exchange.metrics().items()})
+            metrics |= of_batch | exchange.metrics() | {"prefix/split_uids": num_split_uids}
         else:
             warn_once(logger, "prefix: stock path, %s", stock_reason)
             receive_pixels(data)
             output = self.stock_batch(data, loss_function, forward_only)
-        output["metrics"].update(self._paths.metrics(None if stock_reason is None else len(data)))
+            metrics["prefix/stock_rows"] = len(data)
+        output["metrics"].update(self._step_metrics.report(metrics | self._paths.metrics(), data, forward_only))
         return output
 
     def run_plan(
@@ -155,8 +157,8 @@ class PrefixFSDPEngine(StockPath):
     ) -> tuple[MiniBatch, Schedule]:  # fmt: skip
         """All passes of a plan, with fresh state; `pass_type`, `keep_attention` as in `core.schedule.Schedule`."""
         mini_batch = MiniBatch(self, data, loss_function, forward_only)
-        # The first update alone: it resets the peak that verl logs as perf/max_memory_allocated_gb.
-        measure_peak = get_device_name() == "cuda" and not forward_only and self._phase_b_peak is None
+        # The first update with waves alone: it resets the peak that verl logs as perf/max_memory_allocated_gb.
+        measure_peak = get_device_name() == "cuda" and not forward_only and not self._saw_waves
         schedule = self.schedule(
             mini_batch.token_outputs,
             mini_batch.step,
@@ -172,7 +174,8 @@ class PrefixFSDPEngine(StockPath):
 
     def _shared_batch(
         self, data: TensorDict, groups: Sequence[Group], plan: Plan, loss_function: Callable | None, forward_only: bool
-    ) -> dict[str, object]:
+    ) -> tuple[dict[str, object], dict[str, float]]:
+        """verl's output of rows that share prefixes, and this rank's prefix/* metrics."""
         if self._wave_limit is not None:
             plan = limit_waves(plan, self._wave_limit)
         planned = pad_to_same_passes(plan, self.reduce_max)
@@ -185,7 +188,6 @@ class PrefixFSDPEngine(StockPath):
             self._paths.keep_none()
         if plan is not planned:
             self._wave_limit = largest_wave(plan)
-        self._phase_b_peak = self._phase_b_peak or schedule.phase_b_peak
         output = postprocess_batch_func(*mini_batch.outputs(plan), data=data)
         even_out(output["metrics"], len(plan.packed) + len(plan.waves))
         metrics = plan_metrics(groups, plan, schedule) | {
@@ -193,11 +195,10 @@ class PrefixFSDPEngine(StockPath):
             "prefix/oom_retries": num_retries,
             "prefix/nonfinite_passes": mini_batch.num_not_finite,
         }
-        if self._phase_b_peak and not forward_only:
-            metrics["prefix/phase_b_peak_gib"] = self._phase_b_peak / 2**30
-        metrics |= schedule.model.expert_loads.metrics(self.reduce_sum)
-        output["metrics"].update({name: [float(value)] for name, value in metrics.items()})
-        return output
+        if schedule.phase_b_peak:
+            self._saw_waves = True
+            metrics["prefix/phase_b_peak_gib"] = schedule.phase_b_peak / 2**30
+        return output, metrics | schedule.model.expert_loads.metrics(self.reduce_sum)
 
     def _prepared(self, data: TensorDict) -> TensorDict:
         """A copy with what FSDPEngine.forward_backward_batch adds for the loss."""

@@ -40,7 +40,7 @@ class Verification:
         self.failure: str | None = None
         self._num_updates = 0
 
-    def check(self, data: TensorDict, groups: Sequence[Group], budget: int) -> dict[str, list[float]]:
+    def check(self, data: TensorDict, groups: Sequence[Group], budget: int) -> dict[str, float]:
         """Checks two rows or more of the cheapest group where it is due; metrics of that.
 
         Args:
@@ -79,8 +79,8 @@ class Verification:
         figures = {name: getattr(verdict, name) for name in ("log_probs", "attention", "recurrence", "gradients")}
         if not mixers(self.engine.module):
             del figures["recurrence"]
-        metrics = {f"prefix/verify_{name}": [value] for name, value in figures.items()}
-        return metrics | {"timing_s/prefix_verify": [time.perf_counter() - start]}
+        metrics = {f"prefix/verify_{name}": value for name, value in figures.items()}
+        return metrics | {"timing_s/prefix_verify": time.perf_counter() - start}
 
     def _verdict(self, data: TensorDict, group: Group, budget: int, batch: int) -> Verdict:
         """Checks a group cut to its checked rows; batch: this rank's rows, as `_num_perturbed` counts them."""

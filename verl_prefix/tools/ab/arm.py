@@ -239,8 +239,9 @@ class Arm:
             self.infer_log_probs = self.responses(output, rows)
         with self.engine.train_mode():
             self.engine.optimizer_zero_grad()
+            flags = {"return_model_output": True, "update_lr_scheduler": True}  # metrics of each update by itself
             with _measured(figures, "update"):
-                output = self.engine.forward_backward_batch(self.data(rows, return_model_output=True), self.loss)
+                output = self.engine.forward_backward_batch(self.data(rows, **flags), self.loss)
             self.log_probs = self.responses(output["model_output"], rows)
             parameters = [p for p in self.engine.module.parameters() if p.requires_grad]
             self.grads = [torch.zeros_like(_local(p)) if p.grad is None else _local(p.grad).clone() for p in parameters]

@@ -1,0 +1,69 @@
+"""Metrics of a training step: counts and seconds are the step's, of all its ranks and mini-batches.
+
+verl averages what an engine reports over both, and of timing_s/* it takes the least, since it finds "min" in "timing"
+(reduce_metrics, verl/utils/metric/utils.py). So each rank reports the total, once, with the step's last mini-batch.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+
+from tensordict import TensorDict
+from verl.utils import tensordict_utils as tu
+
+# Each rank counts its own: their sum.
+COUNTS = [
+    f"prefix/{name}"
+    for name in (
+        "groups", "stock_rows", "log_prob_stock_rows", "tokens_saved", "recomputed_groups", "packed_passes", "waves",
+        "split_uids", "exchanged_rows", "exchanged_mib", "oom_retries", "nonfinite_passes",
+    )
+]  # fmt: skip
+# Ranks wait for the slowest, as verl's own seconds do; and what every rank knows of all.
+MOST = [
+    *(f"timing_s/prefix_{name}" for name in ("exchange", "packed", "phase_a", "phase_b", "phase_c", "verify")),
+    *(f"prefix/{name}" for name in ("split_groups", "cost_split_groups", "phase_b_peak_gib")),
+]
+_TOKENS = "tokens of rows"
+Reduce = Callable[[Sequence[float]], Sequence[float]]
+
+
+class StepMetrics:
+    """Adds up an engine's metrics until a step is over.
+
+    Args:
+        reduce_sum, reduce_max: element-wise over all ranks. sequence_ranks: that compute the same rows, and count them.
+    """
+
+    def __init__(self, reduce_sum: Reduce, reduce_max: Reduce, sequence_ranks: int) -> None:
+        self._reduce_sum, self._reduce_max, self._sequence_ranks = reduce_sum, reduce_max, sequence_ranks
+        self._step: Counter[str] = Counter()
+        self._log_prob_stock_rows = 0.0
+
+    def report(self, metrics: Mapping[str, float], data: TensorDict, forward_only: bool) -> dict[str, list[float]]:
+        """What a rank reports after a batch, `metrics` of which it has found.
+
+        Log-probs are a step of their own; since verl's v1 trainer drops their metrics, the next update says how many of
+        their rows did not share.
+
+        Args:
+            data: the batch as verl handed it over, which says with `update_lr_scheduler` (TrainingWorker.
+                train_mini_batch) whether a step ends; a caller who does not say ends one with every batch.
+        """
+        step = Counter[str]() if forward_only else self._step
+        totals = {name: value for name, value in metrics.items() if name in COUNTS or name in MOST}
+        step.update(totals | {_TOKENS: float(data["input_ids"].offsets()[-1]) - len(data)})
+        reported = {name: value for name, value in metrics.items() if name not in totals}
+        if forward_only:
+            self._log_prob_stock_rows += metrics["prefix/stock_rows"]
+        elif not tu.get_non_tensor_data(data, "update_lr_scheduler", True):
+            return {name: [float(value)] for name, value in reported.items()}
+        else:
+            step["prefix/log_prob_stock_rows"] = self._log_prob_stock_rows
+            self._step, self._log_prob_stock_rows = Counter(), 0.0
+        # Of all names, so that ranks never send different numbers of values.
+        sums = self._reduce_sum([step[name] for name in (*COUNTS, _TOKENS)])
+        total = {name: value / self._sequence_ranks for name, value in zip((*COUNTS, _TOKENS), sums, strict=True)}
+        total |= zip(MOST, self._reduce_max([step[name] for name in MOST]), strict=True)
+        reported |= {name: value for name, value in total.items() if name in step and name != _TOKENS}
+        reported["prefix/reuse_fraction"] = total["prefix/tokens_saved"] / max(total[_TOKENS], 1)
+        return {name: [float(value)] for name, value in reported.items()}
