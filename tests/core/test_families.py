@@ -243,12 +243,15 @@ def window_ignored(monkeypatch):
 
 
 def tails_shifted(monkeypatch):
-    made = Layout._tails
-    monkeypatch.setattr(
-        Layout,
-        "_tails",
-        lambda self, *args: dataclasses.replace(t := made(self, *args), tokens=(t.tokens - 1).clamp(0)),
-    )
+    made = Layout._calls_of
+
+    def shifted(self, *args):
+        for call in made(self, *args):
+            if call.causal and call.prefix is not None:
+                call = dataclasses.replace(call, prefix=call.prefix._replace(tokens=(call.prefix.tokens - 1).clamp(0)))
+            yield call
+
+    monkeypatch.setattr(Layout, "_calls_of", shifted)
 
 
 def sinks_ignored(monkeypatch):
