@@ -60,7 +60,7 @@ def test_it_ends_the_process_with_the_stacks_of_all_threads():
     assert "in waits_for_ever" in result.stderr and "its last checkpoint" in result.stderr
 
 
-@pytest.mark.parametrize(("text", "minutes"), [("0", 0.0), ("2.5", 2.5), (None, 360.0)])
+@pytest.mark.parametrize(("text", "minutes"), [("0", 0.0), ("2.5", 2.5), (None, 0.0)])
 def test_minutes_come_from_the_environment(monkeypatch, text, minutes):
     monkeypatch.delenv(VARIABLE, raising=False)
     if text is not None:

@@ -3,6 +3,7 @@
 verl waits without a limit for rollouts (verl/trainer/ppo/v1/replay_buffer.py polls until every prompt is done, even if
 the agent loop worker that had them is dead) and for a weight update that a rollout server lost. The process that waits
 cannot notice, so a thread of it does: it says what was waited for, prints all stacks and exits; the job ends with it.
+It always notices a dead agent loop worker. A phase may take as long as it likes, unless the user sets a limit.
 """
 
 import faulthandler
@@ -15,23 +16,22 @@ from collections.abc import Callable
 logger = logging.getLogger(__name__)
 
 VARIABLE = "VERL_PREFIX_STALL_MINUTES"
-DEFAULT_MINUTES = 360.0
 POLL_SECONDS = 15.0
 
 
 def stall_minutes() -> float:
-    """Minutes that one phase of a step may take; 0: for ever.
+    """Minutes that one phase of a step may take; 0, or no variable: no limit.
 
     Raises:
         ValueError: the environment variable is not a number of minutes.
     """
-    text = os.environ.get(VARIABLE, str(DEFAULT_MINUTES))
+    text = os.environ.get(VARIABLE, "0")
     try:
         minutes = float(text)
     except ValueError:
         minutes = -1.0
     if not 0 <= minutes < float("inf"):
-        raise ValueError(f"{VARIABLE}={text!r}: set a number of minutes, or 0 to wait for ever")
+        raise ValueError(f"{VARIABLE}={text!r}: set a number of minutes, or 0 for no limit")
     return minutes
 
 
