@@ -1,14 +1,18 @@
-"""The HF rollout samples what the model says, once per prefix, reproducibly; it runs here without Ray."""
+"""The HF rollout samples what the model says, once per prefix, reproducibly; all tests but one run it without Ray."""
 
 import asyncio
+import os
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import ray
 import torch
 from omegaconf import OmegaConf
+from transformers import AutoModelForCausalLM
 
 from verl_prefix.testing import write_tiny_model
 
@@ -288,7 +292,8 @@ def test_every_rank_draws_all_weights_and_rank_0_sends_bounded_buckets(
         sent.append((len(bucket), last, version))
 
     handle = SimpleNamespace(update_weights=SimpleNamespace(remote=remote))
-    monkeypatch.setattr(rollout.ray, "get_actor", lambda _name: handle)
+    monkeypatch.setattr(rollout, "actor_name", lambda: "the job's")
+    monkeypatch.setattr(rollout.ray, "get_actor", {"the job's": handle}.__getitem__)
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: rank)
     config = RolloutConfig(
         name="hf", dtype="float32", checkpoint_engine=CheckpointEngineConfig(update_weights_bucket_megabytes=1)
@@ -322,8 +327,56 @@ def test_a_rollout_that_cannot_serve_raises_before_it_starts_an_actor(
         asyncio.run(replica.launch_servers())
 
 
+LAUNCH = """
+import asyncio, os
+from omegaconf import OmegaConf
+import ray
+from verl.workers.config import RolloutConfig
+from verl.workers.rollout.replica import RolloutMode
+from verl_prefix.cpu.rollout import HFReplica
+options = {"runtime_env": {"py_executable": os.environ["EXE"]}, "include_dashboard": False, "log_to_driver": False}
+ray.init(os.environ["CLUSTER"], namespace="shared", **options)
+config = RolloutConfig(
+    name="hf", tensor_model_parallel_size=1, prompt_length=64, response_length=11, max_num_seqs=32, dtype="float32"
+)
+model = {"_target_": "verl.workers.config.HFModelConfig", "path": os.environ["MODEL"]}
+model["override_config"] = {"attn_implementation": "sdpa"}
+replica = HFReplica(0, config, OmegaConf.create(model))
+replica.rollout_mode = RolloutMode.HYBRID
+asyncio.run(replica.launch_servers())
+server = replica._server_handle
+"""
+
+
+def test_two_jobs_of_one_cluster_and_namespace_have_a_server_each(
+    monkeypatch: pytest.MonkeyPatch, model_path: str, python: str, tmp_path: Path
+) -> None:
+    environment = {"EXE": python, "MODEL": model_path, "CLUSTER": "local"}
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    job: dict[str, Any] = {}
+    try:
+        exec(LAUNCH, job)
+        address = ray.get_runtime_context().gcs_address
+        code = f"{LAUNCH}\nprint(server._actor_id.hex(), replica._server_address)"
+        other = subprocess.run(
+            [python, "-c", code], env=os.environ | {"CLUSTER": address}, capture_output=True, text=True, timeout=300
+        )
+        assert other.returncode == 0, other.stderr
+        mine = [job["server"]._actor_id.hex(), job["replica"]._server_address]
+        assert not set(mine) & set(other.stdout.split())
+        # A worker of this job finds this job's server.
+        monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
+        adapter = HFServerAdapter(job["config"], HFModelConfig(path=model_path), device_mesh=None)
+        weights = AutoModelForCausalLM.from_pretrained(model_path).state_dict().items()
+        asyncio.run(adapter.update_weights(weights, global_steps=4))
+        said = ray.get(job["server"].generate.remote(PROMPTS[0], {}, request_id=""))
+        assert said.extra_fields == {"global_steps": 4}
+    finally:
+        ray.shutdown()
+
+
 def test_experts_that_verl_took_apart_are_put_together(tmp_path) -> None:
-    from transformers import AutoModelForCausalLM
     from verl.workers.engine.fsdp.utils import unfuse_moe_params
 
     weights = AutoModelForCausalLM.from_pretrained(write_tiny_model(tmp_path, family="qwen3_moe")).state_dict()

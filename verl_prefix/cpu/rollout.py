@@ -18,7 +18,10 @@ from verl.workers.rollout.replica import RolloutMode, RolloutReplica, RolloutRep
 
 from verl_prefix.cpu.server import HFServer
 
-ACTOR_NAME = "hf_rollout_server"
+
+def actor_name() -> str:
+    """The server's name: of this Ray job, since other jobs of the cluster may share its namespace."""
+    return f"hf_rollout_server_{ray.get_runtime_context().get_job_id()}"
 
 
 class HFReplica(RolloutReplica):
@@ -53,11 +56,11 @@ class HFReplica(RolloutReplica):
         if self.model_config.get("lora_rank", 0) > 0 and not self.model_config.get("lora", {}).get("merge", False):
             raise ValueError("rollout.name=hf loads whole weights; set actor_rollout_ref.model.lora.merge=True")
         actor = ray.remote(HFServer).options(
-            name=ACTOR_NAME, get_if_exists=True, num_cpus=0, max_concurrency=self.max_concurrency
+            name=actor_name(), get_if_exists=True, num_cpus=0, max_concurrency=self.max_concurrency
         )
         self._server_handle = actor.remote(self.config, self.model_config)
         # The load balancer keeps one entry per address; nothing listens there.
-        self._server_address = ACTOR_NAME
+        self._server_address = actor_name()
         await self._server_handle.ping.remote()
 
 
@@ -91,7 +94,7 @@ class HFServerAdapter(BaseRollout):
             )
         dtype = PrecisionType.to_dtype(self.config.dtype)
         limit = self.config.checkpoint_engine.update_weights_bucket_megabytes << 20
-        server = ray.get_actor(ACTOR_NAME) if torch.distributed.get_rank() == 0 else None
+        server = ray.get_actor(actor_name()) if torch.distributed.get_rank() == 0 else None
         bucket: list[tuple[str, torch.Tensor]] = []
         size = 0
         for name, weight in fused_experts(weights):
