@@ -210,6 +210,26 @@ def test_a_full_disk_leaves_the_old_report_and_the_table_is_printed(tmp_path: Pa
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
+def test_of_two_writers_each_writes_a_whole_file_and_nothing_is_left_beside_it(tmp_path: Path, monkeypatch) -> None:
+    """The second writes, start to end, while the first one waits for its disk; the third is interrupted there."""
+    path, fsync = tmp_path / "report.json", files.os.fsync
+
+    def meanwhile(_: int) -> None:
+        monkeypatch.setattr(files.os, "fsync", fsync)
+        files.write_whole(path, "second")
+        assert path.read_text() == "second"
+
+    def interrupted(_: int) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(files.os, "fsync", meanwhile)
+    files.write_whole(path, "first")
+    monkeypatch.setattr(files.os, "fsync", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        files.write_whole(path, "third")
+    assert path.read_text() == "first" and list(tmp_path.iterdir()) == [path]
+
+
 def test_dirty_tree_writes_no_report(tmp_path: Path, monkeypatch, capsys) -> None:
     monkeypatch.setattr(tools_report, "git_state", lambda: {"commit": "0" * 40, "dirty": True})
     command = [word for word in COMMAND if word != "--allow-dirty"]
