@@ -5,17 +5,20 @@ import secrets
 from pathlib import Path
 
 
-def write_whole(path: Path, content: bytes | str) -> None:
+def write_whole(path: Path, content: bytes | str, mode: int = 0o666) -> None:
     """Writes beside `path`, to the disk, and renames: a full disk or a kill leaves what was there before.
 
     Of several writers the last one's content stays. An error leaves nothing beside `path`.
+
+    Args:
+        mode: permissions of the file; the process's umask takes some away.
 
     Raises:
         OSError: it cannot be written.
     """
     part = path.with_name(f"{path.name}.{secrets.token_hex(8)}.part")
     try:
-        with part.open("xb") as out:
+        with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as out:
             out.write(content.encode() if isinstance(content, str) else content)
             out.flush()
             os.fsync(out.fileno())

@@ -92,6 +92,22 @@ def test_what_is_written_is_what_is_read(folder, model):
                 assert all(torch.equal(a, b) for a, b in zip(found.jagged[name], pair, strict=True)), name
 
 
+@pytest.mark.parametrize("exists", [False, True])
+def test_only_the_owner_may_read_what_is_recorded(tmp_path, model, exists):
+    place, umask = tmp_path / "new" / "trace", os.umask(0)
+    try:
+        if exists:
+            place.mkdir(parents=True)
+        record(writers(place, model), steps=2)
+    finally:
+        os.umask(umask)
+    assert place.stat().st_mode & 0o777 == (0o777 if exists else 0o700)  # a folder of the user's own stays as it is
+    written = list(place.rglob("*"))
+    assert len(written) == 2 + 1 + 2 * 2 * 2
+    assert {path.stat().st_mode & 0o777 for path in written if path.is_dir()} == {0o700}
+    assert {path.stat().st_mode & 0o777 for path in written if path.is_file()} == {0o600}
+
+
 def test_padded_rows_of_the_legacy_trainer_are_recorded_as_jagged_ones(tmp_path, model):
     for name in ("jagged", "padded"):
         options = {"padded": name == "padded"}
@@ -151,10 +167,10 @@ def test_a_disk_that_is_full_on_one_rank_ends_the_recording_on_all(tmp_path, mod
     record(ranks, steps=2)
     write_whole = trace_writer.write_whole
 
-    def full_disk(path: Path, content: bytes) -> None:
+    def full_disk(path: Path, content: bytes, **options: int) -> None:
         if path.parent.name == f"rank_{broken:05d}":
             raise OSError(errno.ENOSPC, "No space left on device")
-        write_whole(path, content)
+        write_whole(path, content, **options)
 
     monkeypatch.setattr(trace_writer, "write_whole", full_disk)
     record(ranks, steps=2, make=lambda step, rank: to_tensordict(rows(step + 2, rank)))

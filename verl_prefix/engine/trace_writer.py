@@ -1,7 +1,7 @@
 """Recording: the writer behind `actor_rollout_ref.actor.prefix.trace_dir`. The format is `trace`'s.
 
 Every file is written beside its name and renamed; a step's JSON comes last. A disk that is full ends the recording, not
-the run.
+the run. Files hold users' prompts: their owner alone may read them, and enter the folders that are made for them.
 """
 
 import hashlib
@@ -35,9 +35,11 @@ from verl_prefix.versions import device_name, package_versions
 
 logger = logging.getLogger(__name__)
 
+PRIVATE_FILE, PRIVATE_FOLDER = 0o600, 0o700
+
 
 def _write_json(path: Path, body: dict[str, Any]) -> None:
-    write_whole(path, json.dumps(body | {"sha256": digest(body)}, indent=1).encode())
+    write_whole(path, json.dumps(body | {"sha256": digest(body)}, indent=1), mode=PRIVATE_FILE)
 
 
 class TraceWriter:
@@ -108,8 +110,9 @@ class TraceWriter:
             written, most = self.num_bytes / 2**30, self.max_bytes / 2**30
             return self._end(f"trace_max_steps={self.max_steps}, {written:.2f} of {most:.2f} GiB")
         try:
+            if self.writes:  # any rank may be the first
+                self.folder.mkdir(PRIVATE_FOLDER, parents=True, exist_ok=True)
             if leads:
-                self.folder.mkdir(parents=True, exist_ok=True)
                 run = {"schema": SCHEMA, "run": self.run, "world_size": self.world_size, "loss": loss_options}
                 where = {"versions": package_versions(PACKAGES), "device": device_name(), "seed": torch.initial_seed()}
                 _write_json(self.folder / MANIFEST, run | where | self.describe())
@@ -128,8 +131,8 @@ class TraceWriter:
 
     def _write_step(self, content: bytes, uids: list[str] | None, flags: dict[str, Any]) -> None:
         path = step_path(self.folder, self.rank, self.step)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path.with_suffix(".safetensors"), content)
+        path.parent.mkdir(PRIVATE_FOLDER, exist_ok=True)
+        write_whole(path.with_suffix(".safetensors"), content, mode=PRIVATE_FILE)
         head = {"schema": SCHEMA, "run": self.run, "rank": self.rank, "step": self.step}
         checksum = hashlib.sha256(content).hexdigest()
         _write_json(path, head | {"sha256_tensors": checksum, "uids": uids, "flags": flags})
