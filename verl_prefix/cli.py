@@ -163,7 +163,8 @@ def _add_plan(commands: argparse._SubParsersAction) -> None:
     add("--config-path", "-cp", default="config", help="as on the training command")
     add("--config-name", "-cn", default="ppo_trainer", help="as on the training command")
     add("--response-lengths", metavar="SPEC",
-        help="TOKENS, MEAN,STD, or a folder of trainer.rollout_data_dir; default data.max_response_length")  # fmt: skip
+        help="MEAN, MEAN,STD, or a folder of trainer.rollout_data_dir; default half of data.max_response_length; "
+        "STD without one is half the mean")  # fmt: skip
     add("--shares", metavar="SPEC", help="a stock step's shares, update=0.5,old=0.1,ref=0.1, or that run's JSON lines")
     add(
         "--simulate",

@@ -524,7 +524,8 @@ def test_verls_own_settings_have_a_plan_or_are_refused_by_key(folder_of, train_f
     settings = SCRIPTS[script]
     folder = folder_of(settings.model)
     words = command_of(settings, folder, train_file("VL" in settings.model))
-    found = plan.build("ppo_trainer", words, None, None)
+    longest = next(word.partition("=")[2] for word in words if word.startswith("data.max_response_length="))
+    found = plan.build("ppo_trainer", words, f"{longest},0", None)
     assert f"| {script} | {settings.model} | {outcome(settings, found)} |" in PAGE
     assert len(found["unsupported"]) == len(settings.refused)
     assert all(key in reason for key, reason in zip(settings.refused, found["unsupported"], strict=True))

@@ -14,7 +14,8 @@ import os
 import statistics
 import sys
 from collections.abc import Iterator
-from itertools import islice
+from dataclasses import replace
+from itertools import islice, tee
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -48,11 +49,32 @@ from verl_prefix.tools.simulate.command import Request, fits_nothing, read_job, 
 TIMINGS = {"timing_s/update_actor": "update", "timing_s/old_log_prob": "old", "timing_s/ref": "ref"}
 
 
-def response_lengths(spec: str | None, longest: int, tokenizer: Any) -> Iterator[int]:
-    """Endless draws: of a constant, a normal distribution "MEAN,STD", or the outputs in verl's rollout dumps.
+def spread(spec: str | None, longest: int) -> tuple[float, float]:
+    """Mean and deviation of response lengths: "MEAN,STD". Without STD it is half the mean, and the mean of no
+    specification is half of the longest response: rows of one length would hide what a trainer's row order costs.
 
     Raises:
-        PlanError: the specification is none of these, or its mean is no length that the run allows.
+        PlanError: the specification is none, or its mean is no length that the run allows.
+    """
+    spec = spec or str(max(1, longest / 2))
+    try:
+        mean, std = map(float, spec.split(",") if "," in spec else (spec, float(spec) / 2))
+    except ValueError:
+        raise PlanError(f"--response-lengths {spec!r}: write MEAN, MEAN,STD, or a folder of rollout dumps") from None
+    if not (1 <= mean <= longest and 0 <= std < math.inf):
+        raise PlanError(
+            f"--response-lengths {spec!r}: write a mean of 1 to {longest} tokens (data.max_response_length; raise it "
+            "for more) and a finite STD of at least 0"
+        )
+    return mean, std
+
+
+def response_lengths(spec: str | None, longest: int, tokenizer: Any) -> Iterator[int]:
+    """Endless draws, the same in every run: of a normal distribution (`spread`), cut to 1 to `longest`, or of the
+    outputs in verl's rollout dumps.
+
+    Raises:
+        PlanError: the specification is none of these, or the dumps hold no outputs.
     """
     draw = Random(SEED)
     if spec and Path(spec).exists():
@@ -68,18 +90,20 @@ def response_lengths(spec: str | None, longest: int, tokenizer: Any) -> Iterator
         lengths = [min(len(ids) + 1, longest) for ids in tokenizer(texts, add_special_tokens=False).input_ids]
         while True:
             yield draw.choice(lengths)
-    spec = spec or str(longest)
-    try:
-        mean, spread = map(float, (spec if "," in spec else f"{spec},0").split(","))
-    except ValueError:
-        raise PlanError(f"--response-lengths {spec!r}: write TOKENS, MEAN,STD, or a folder of rollout dumps") from None
-    if not (1 <= mean <= longest and 0 <= spread < math.inf):
-        raise PlanError(
-            f"--response-lengths {spec!r}: write a mean of 1 to {longest} tokens (data.max_response_length; raise it "
-            "for more) and a finite STD of at least 0"
-        )
+    mean, std = spread(spec, longest)
     while True:  # a draw may be infinite where STD is huge
-        yield round(min(longest, max(1, draw.gauss(mean, spread))))
+        yield round(min(longest, max(1, draw.gauss(mean, std))))
+
+
+def assumed(spec: str | None, longest: int) -> list[str]:
+    """Says which spread of response lengths nobody asked for."""
+    if spec and ("," in spec or Path(spec).exists()):
+        return []
+    mean, std = spread(spec, longest)
+    return [
+        f"response lengths are drawn around {mean:g} tokens with a deviation of {std:g}, from 1 to {longest} (data."
+        "max_response_length); --response-lengths MEAN,STD or a folder of trainer.rollout_data_dir says what yours are"
+    ]
 
 
 def sizes(config: Any) -> Sizes:
@@ -109,8 +133,17 @@ def sizes(config: Any) -> Sizes:
     )  # fmt: skip
 
 
-def notes(config: Any, size: Sizes, leak: str | None = None) -> list[str]:
-    """Names what keeps prompts from being shared, and what is wrong with model_engine=dp: `recurrent.packing_leak`."""
+def splits_groups(size: Sizes) -> bool:
+    """True where the trainer may spread a prompt's rows over mini-batches."""
+    return size.rollouts > 1 and size.mini_batches > 1 and not size.whole
+
+
+def notes(config: Any, size: Sizes, leak: str | None, update: float, update_of_whole: float) -> list[str]:
+    """Names what keeps prompts from being shared, and what is wrong with model_engine=dp: `recurrent.packing_leak`.
+
+    Args:
+        update, update_of_whole: the update's speed-up, also with the trainer mode that keeps groups whole.
+    """
     lines = []
     if leak and any(micro.tokens or micro.rows > 1 for micro in size.micro_batches.values()):
         lines.append(
@@ -126,10 +159,11 @@ def notes(config: Any, size: Sizes, leak: str | None = None) -> list[str]:
             f"actor_rollout_ref.actor.prefix.exchange=off leaves a prompt's rows on {size.ranks} ranks, and each "
             "shares only what it holds; set it to auto"
         )
-    if not size.whole and size.mini_batches > 1:
+    if splits_groups(size):
         lines.append(
             f"trainer.v1.trainer_mode={mode} spreads a prompt's rows over {size.mini_batches} mini-batches, and each "
-            f"computes it again; set trainer.v1.trainer_mode=prefix_{mode}"
+            f"computes it again; set trainer.v1.trainer_mode=prefix_{mode} for an update {update_of_whole:.2f} times "
+            f"as fast as stock's, not {update:.2f}"
         )
     return lines
 
@@ -196,7 +230,8 @@ def build(
         return {"unsupported": reasons, "notes": []}
     empty = read_model(config)
     tokenizer = read_tokenizer(config)
-    draws = response_lengths(responses, config.data.max_response_length, tokenizer)
+    longest = config.data.max_response_length
+    draws = response_lengths(responses, longest, tokenizer)
     sample = list(islice(draws, 2000))
     prompts, overlong = read_prompts(config, tokenizer)
     lengths = [prompt.tokens for prompt in prompts]
@@ -204,9 +239,12 @@ def build(
     num_parameters = sum(parameter.numel() for parameter in empty.parameters())
     shape = model_shape(empty, torch.float32 if mixed == "fp32" else torch.bfloat16)
     leak = packing_leak(empty) if roles.model.use_remove_padding else None
+    draws, again = tee(draws)
     predicted = predict(roles, size, shape=shape, prompts=prompts, responses=draws, one_row=leak is not None)
-    used, stock = roles.actor.prefix.schedule, predicted.seconds["stock"]
-    gains = {path: {name: stock[name] / ours[name] for name in stock} for path, ours in predicted.seconds.items()}
+    used, gains, gains_of_whole = roles.actor.prefix.schedule, predicted.gains, predicted.gains
+    if splits_groups(size):
+        whole = replace(size, whole=True)
+        gains_of_whole = predict(roles, whole, shape, prompts=prompts, responses=again, one_row=leak is not None).gains
     step = 1.0 / (1.0 - sum(parts.values()) + sum(share / gains[used][name] for name, share in parts.items()))
     ratio = [p / (p + s) for p, s in zip(lengths, sample, strict=False)]
     simulation = {}
@@ -217,7 +255,8 @@ def build(
         simulation = {"simulated": simulated(job, request, config.trainer.n_gpus_per_node)}
     return {
         "unsupported": reasons,
-        "notes": notes(config, size, leak),
+        "notes": notes(config, size, leak, gains[used]["update"], gains_of_whole[used]["update"]),
+        "assumed": assumed(responses, longest),
         "prompt_tokens": percentiles([float(x) for x in lengths]) | {"count": len(lengths), "overlong": overlong},
         "response_tokens": percentiles([float(x) for x in sample]),
         "prefix_share_of_a_row": percentiles(ratio),
@@ -277,6 +316,7 @@ def _show_figures(report: dict[str, Any], console: Console) -> None:
     console.print(memory)
     tokens = report["tokens"]
     lines = [
+        *(f"assumed: {assumption}" for assumption in report["assumed"]),
         f"tokens: {tokens['logical']} logical, {tokens['physical']} computed, {tokens['ratio']:.2f} to 1; "
         f"{tokens['ratio_without_exchange']:.2f} where rows stay on their ranks",
         f"schedule {report['schedule']}: {report['packed_groups']} groups packed, {report['phased_groups']} in phases"
