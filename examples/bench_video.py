@@ -40,7 +40,7 @@ from verl_prefix.testing import visual_prompt
 from verl_prefix.tools.bench.measure import gradient_error
 from verl_prefix.tools.bench.memory import in_fresh_process
 from verl_prefix.tools.memory import memory_mib, reset_peak_mib
-from verl_prefix.tools.report import provenance
+from verl_prefix.tools.report import check_out, provenance
 
 SCHEMA = "verl_prefix.bench_video/2"
 ARMS = ("stock", "stock_lean", "packed", "phased")
@@ -259,13 +259,13 @@ def main(argv: list[str]) -> int:
     options = parse(argv)
     torch.set_num_threads(options.threads)
     try:
-        head = provenance(SCHEMA, options.device, options.allow_dirty or not options.out)
+        check_out(options.out, options.allow_dirty)
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
     console = Console(width=None if sys.stdout.isatty() else 120)
     config = {key: value for key, value in vars(options).items() if key != "out"}
-    report = head | {"config": config} | measure(options, console)
+    report = provenance(SCHEMA, options.device) | {"config": config} | measure(options, console)
     show(report, console)
     if options.out:
         write_whole(options.out, json.dumps(report, indent=1) + "\n")

@@ -15,7 +15,7 @@ from typing import Any
 
 os.environ.setdefault("VERL_PLATFORM", "cpu")
 
-from transformers import LlamaConfig, PretrainedConfig, Qwen3Config
+from transformers import AutoConfig, PretrainedConfig
 
 from verl_prefix.core.groups import Group
 from verl_prefix.files import write_whole
@@ -54,8 +54,8 @@ def config_of(shape: str) -> PretrainedConfig:
         num_key_value_heads=kv_heads, head_dim=dim, vocab_size=vocab, max_position_embeddings=131072,
         tie_word_embeddings=False,
     )  # fmt: skip
-    assert kind in (LlamaConfig, Qwen3Config)
-    return kind(**fields | others)
+    assert kind in ("llama", "qwen3")
+    return AutoConfig.for_model(kind, **fields | others)
 
 
 def job_of(shape: str, ranks: int, size: tuple[int, int, int, int], budget: int, checkpointing: bool) -> Job:

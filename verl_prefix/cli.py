@@ -38,35 +38,47 @@ def _doctor(_: argparse.Namespace) -> int:
 
 
 def _ab(arguments: argparse.Namespace) -> int:
+    from verl_prefix.tools.ab import render, runs
+    from verl_prefix.tools.ab.options import Options
+
+    given = _given(arguments, Options)
+    if arguments.runs and given:
+        named = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+        raise ValueError(f"--runs compares finished runs, {named} is for a replay; remove it")
+    options = Options(**given)
+    render.refuse_overwrite(arguments.out, arguments.force)
+    if arguments.runs:
+        return runs.compare(arguments.runs, arguments.out)
     import torch
 
     if not torch.cuda.is_available():  # before verl is imported, here and in the ranks
         os.environ["VERL_PLATFORM"] = "cpu"
     _quieten_verl()
-    from verl_prefix.tools.ab import command, runs
+    from verl_prefix.tools.ab import command
 
-    given = _given(arguments, command.Options)
-    if not arguments.runs:
-        return command.run(command.Options(**given), arguments.out, arguments.force)
-    if given:
-        named = ", ".join(f"--{name.replace('_', '-')}" for name in given)
-        raise ValueError(f"--runs compares finished runs, {named} is for a replay; remove it")
-    return runs.compare(arguments.runs, arguments.out, arguments.force)
+    return command.run(options, arguments.out)
 
 
 def _plan(arguments: argparse.Namespace) -> int:
+    from verl_prefix.tools.plan import options
+    from verl_prefix.tools.report import check_out
+    from verl_prefix.tools.simulate.hardware import Request
+
+    check_out(arguments.out)
+    if not arguments.simulate and (given := [x for x in ("gpu", "fit") if getattr(arguments, x) is not None]):
+        raise ValueError(f"--{given[0]} is for a simulation; add --simulate")
+    request = Request(arguments.gpu or "h100", arguments.fit) if arguments.simulate else None
+    words, parts = options.override_words(arguments.words), options.shares(arguments.shares)
+    if (responses := arguments.response_lengths) and not options.is_dump(responses):
+        options.spread(responses)
     os.environ.setdefault("VERL_PLATFORM", "cpu")  # nothing runs: any machine will do
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # fake ranks have no backend, says torch
     _quieten_verl()
     from verl_prefix.tools.plan import command
-    from verl_prefix.tools.simulate.command import Request
 
-    if not arguments.simulate and (given := [x for x in ("gpu", "fit") if getattr(arguments, x) is not None]):
-        raise ValueError(f"--{given[0]} is for a simulation; add --simulate")
-    request = Request(arguments.gpu or "h100", arguments.fit) if arguments.simulate else None
     return command.run(
-        arguments.out, arguments.config_name, arguments.words, responses=arguments.response_lengths,
-        share_spec=arguments.shares, config_path=arguments.config_path, request=request,
+        arguments.out, arguments.config_name, words, responses=responses, parts=parts,
+        config_path=arguments.config_path, request=request,
     )  # fmt: skip
 
 
@@ -77,11 +89,15 @@ def _bench(arguments: argparse.Namespace) -> int:
         return report.render(arguments.render, arguments.into)
     if arguments.into:
         raise ValueError("--into is for --render")
-    from verl_prefix.tools.bench import measure, options
+    from verl_prefix.tools.bench.options import Options, Size
+    from verl_prefix.tools.report import check_out
 
-    sizes = tuple(options.Size(*size) for size in (*report.grid(arguments.grid), *arguments.rows))
-    given = _given(arguments, options.Options)
-    return measure.run(options.Options(sizes, **given), arguments.out, arguments.allow_dirty)
+    sizes = tuple(Size(*size) for size in (*report.grid(arguments.grid), *arguments.rows))
+    check_out(arguments.out, arguments.allow_dirty)
+    options = Options(sizes, **_given(arguments, Options))
+    from verl_prefix.tools.bench import measure
+
+    return measure.run(options, arguments.out)
 
 
 def _numbers(form: str, counts: Container[int]) -> Callable[[str], tuple[int, ...]]:

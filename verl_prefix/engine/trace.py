@@ -140,8 +140,6 @@ class Trace:
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
-        if not self.folder.is_dir():
-            raise TraceError(f"{folder} is not a folder; record a trace with actor_rollout_ref.actor.prefix.trace_dir")
         self.manifest = _read_json(self.folder / MANIFEST)
         if self.manifest.get("schema") != SCHEMA:
             raise TraceError(

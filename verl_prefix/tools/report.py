@@ -3,6 +3,7 @@
 import os
 import time
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 from verl_prefix.versions import device_name, git_state, package_versions
@@ -11,18 +12,28 @@ PACKAGES = ("verl-prefix", "verl", "torch", "transformers", "tensordict", "ray",
             "flash-attn")  # fmt: skip
 
 
-def provenance(schema: str, device: str | None = None, allow_dirty: bool = True) -> dict[str, Any]:
+def check_out(out: Path | None, allow_dirty: bool = True) -> None:
+    """What can be said of a report's file before it is made.
+
+    Args:
+        allow_dirty: a report of uncommitted files is wanted.
+
+    Raises:
+        ValueError: it cannot be a file, or its code differs from the commit.
+    """
+    if out and (out.is_dir() or not out.parent.is_dir()):
+        wrong = "is a folder" if out.is_dir() else f"is in {out.parent}, which is no folder here"
+        raise ValueError(f"--out {out} {wrong}; write the name of a file in a folder that exists")
+    if out and not allow_dirty and git_state()["dirty"]:
+        raise ValueError("the git tree has uncommitted files: commit them, or add --allow-dirty")
+
+
+def provenance(schema: str, device: str | None = None) -> dict[str, Any]:
     """Format, time, versions, machine and the commit of the checkout that this file is in.
 
     Args:
-        device: "cpu" or "cuda"; None: what there is. allow_dirty: a report of uncommitted files is wanted.
-
-    Raises:
-        ValueError: the files differ from the commit, and `allow_dirty` is not set.
+        device: "cpu" or "cuda"; None: what there is.
     """
-    git = git_state()
-    if git["dirty"] and not allow_dirty:
-        raise ValueError("the git tree has uncommitted files: commit them, or add --allow-dirty")
     return {
         "schema": schema,
         "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
@@ -30,7 +41,7 @@ def provenance(schema: str, device: str | None = None, allow_dirty: bool = True)
         "device": device_name(device),
         "cpus": os.cpu_count(),
         "load_average": os.getloadavg()[0],
-        "git": git,
+        "git": git_state(),
     }
 
 

@@ -28,9 +28,9 @@ from verl_prefix.config import PrefixConfig
 from verl_prefix.engine.prefix_engine import PrefixEngineConfig
 from verl_prefix.engine.trace import StepRows
 from verl_prefix.models.recurrent import packing_leak
+from verl_prefix.tools.ab.options import REPACKED, STOCK, TRUTH
 from verl_prefix.tools.memory import RESET_PEAK, memory_mib, reset_peak_mib
 
-STOCK, REPACKED, TRUTH = "stock", "stock_repacked", "truth"
 # Not trust_remote_code: a trace is data, and must not bring code along.
 MODEL_KEYS = (
     "use_remove_padding", "override_config", "enable_gradient_checkpointing", "enable_activation_offload",

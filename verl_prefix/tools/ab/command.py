@@ -19,9 +19,10 @@ import torch.multiprocessing as mp
 import verl_prefix.plugin  # noqa: F401  first: whatever imports verl imports it, and must not find us half imported
 from verl_prefix.tools.ab import verdict
 from verl_prefix.tools.ab.arm import precision
-from verl_prefix.tools.ab.render import STEPS, draw, markdown, print_step, progress, refuse_overwrite, write, write_json
+from verl_prefix.tools.ab.options import Options
+from verl_prefix.tools.ab.render import STEPS, draw, markdown, print_step, progress, write, write_json
 from verl_prefix.tools.ab.replay import replay
-from verl_prefix.tools.ab.source import Options, Source
+from verl_prefix.tools.ab.source import Source
 from verl_prefix.tools.report import provenance
 
 
@@ -79,14 +80,13 @@ def _run_rank(rank: int, ranks: int, init_method: str, source: Source, options: 
         dist.destroy_process_group()
 
 
-def run(options: Options, output: Path, force: bool) -> int:
+def run(options: Options, output: Path) -> int:
     """The command; returns its exit code: 0 only if every tolerance holds, 2 if not all steps were replayed.
 
     Raises:
-        ValueError: the trace, the model or an option is not usable, or `output` holds a report.
+        ValueError: the trace, the model or an option is not usable.
         OSError: `output` cannot be written.
     """
-    refuse_overwrite(output, force)
     source = Source(options)
     under_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
     rank, ranks = (int(os.environ[name]) if under_torchrun else 0 for name in ("RANK", "WORLD_SIZE"))

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from verl_prefix.tools.ab.render import refuse_overwrite, write
+from verl_prefix.tools.ab.render import write
 from verl_prefix.tools.plots import Curves, save
 from verl_prefix.tools.report import provenance, table
 
@@ -215,14 +215,13 @@ def draw(report: dict[str, Any], path: Path) -> bool:
     return save(path, f"Two training runs, {len(steps)} steps", panels, columns=3, width=15)
 
 
-def compare(paths: list[str], output: Path, force: bool) -> int:
+def compare(paths: list[str], output: Path) -> int:
     """The command; returns its exit code: 0 only if every tolerance holds, 3 if there was nothing to judge: different
     responses from the start, or several updates in the first step.
 
     Raises:
-        ValueError: a run cannot be read, or `output` holds a report.
+        ValueError: a run cannot be read.
     """
-    refuse_overwrite(output, force)
     if Path(paths[0]).resolve() == Path(paths[1]).resolve():
         raise ValueError(f"--runs {paths[0]} {paths[1]} is one run twice; name the stock run and the other")
     report = build(paths, [read_run(path) for path in paths])

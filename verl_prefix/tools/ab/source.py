@@ -1,59 +1,14 @@
-"""The command line of `verl-prefix ab`, and the steps that it replays: a trace's, or made-up ones."""
+"""The steps that `verl-prefix ab` replays: a trace's, or made-up ones."""
 
-import dataclasses
 import importlib.util
-import math
 from typing import Any
 
 import torch
 from verl.workers.config import ActorConfig, FSDPEngineConfig, FSDPOptimizerConfig
 
-from verl_prefix.config import SCHEDULES
 from verl_prefix.engine.trace import StepRows, Trace, join_rows, model_fingerprint, plain
-from verl_prefix.tools.ab.arm import REPACKED, STOCK, precision
-
-
-@dataclasses.dataclass(frozen=True)
-class Options:
-    """The command line; None leaves a value to the trace.
-
-    Raises:
-        ValueError: an option cannot be, or does not go with the trace.
-    """
-
-    trace: str | None = None
-    synthetic: tuple[int, int, int, int] | None = None
-    model: str | None = None
-    arms: tuple[str, ...] = ("auto",)
-    steps: int | None = None
-    ranks: int | None = None
-    dtype: str | None = None
-    truth_steps: int = 3
-    lr: float | None = None
-
-    def __post_init__(self) -> None:
-        known = (*(name for name in SCHEDULES if name != STOCK), REPACKED)
-        for name in self.arms:
-            if name not in known or self.arms.count(name) > 1:
-                raise ValueError(f"--arms {','.join(self.arms)}: name each of {', '.join(known)} at most once")
-        if self.arms == (REPACKED,):
-            raise ValueError(f"--arms {REPACKED} is stock again; add one of {', '.join(known[:-1])} to compare")
-        numbers = ("steps", self.steps, 1), ("ranks", self.ranks, 1), ("truth-steps", self.truth_steps, 0)
-        for option, value, least in numbers:
-            if value is not None and value < least:
-                raise ValueError(f"--{option} {value}: give {least} or more")
-        if self.lr is not None and not 0 <= self.lr < math.inf:
-            raise ValueError(f"--lr {self.lr}: give a learning rate of 0 or more")
-        if self.synthetic and self.model is None:
-            raise ValueError("--synthetic P,S,G,N needs --model with a model's folder")
-        if self.synthetic and self.synthetic[2] == 1:
-            raise ValueError("--synthetic with groups of one row has advantages of zero; give G of 2 or more")
-
-    @property
-    def judged(self) -> list[str]:
-        """The arms that have tolerances to keep: ours."""
-        return [name for name in self.arms if name != REPACKED]
-
+from verl_prefix.tools.ab.arm import precision
+from verl_prefix.tools.ab.options import Options
 
 # Modules that a trace may name as optimizer_impl: verl imports what stands there.
 OPTIMIZERS = ("torch.optim", "torchao.optim", "bitsandbytes.optim")

@@ -166,9 +166,9 @@ class Bench:
         return {"failed": reason}
 
 
-def header(options: Options, allow_dirty: bool) -> dict[str, Any]:
-    """A report without rows: code, machine, model and how it is measured. Raises ValueError as `provenance`."""
-    return provenance(SCHEMA, options.device, allow_dirty) | {
+def header(options: Options) -> dict[str, Any]:
+    """A report without rows: code, machine, model and how it is measured."""
+    return provenance(SCHEMA, options.device) | {
         "config": options.asdict(),
         "full_depth": full_depth(options.shape),
         "stock_attention": stock_attention(options.device, options.torch_dtype),
@@ -197,17 +197,15 @@ def resume(fresh: dict[str, Any], out: Path | None) -> dict[str, Any]:
     return report
 
 
-def run(options: Options, out: Path | None = None, allow_dirty: bool = False) -> int:
+def run(options: Options, out: Path | None = None) -> int:
     """Measures what is not in `out` yet, writes after every row, and prints the table; returns the exit code.
 
     Raises:
-        ValueError: `out` cannot be written, or holds another run.
+        ValueError: `out` holds another run.
         OSError: the disk is full; the table is printed before.
     """
-    if out and not out.parent.is_dir():
-        raise ValueError(f"--out {out}: no directory {out.parent}; create it")
     torch.set_num_threads(options.threads)
-    report = resume(header(options, allow_dirty or not out), out)
+    report = resume(header(options), out)
     try:
         _measure_rows(options, report, out)
     finally:

@@ -1,15 +1,16 @@
-"""Options of `verl-prefix bench`: arms, model shapes, sizes of grid rows, and the command line."""
+"""Options of `verl-prefix bench`: arms, model shapes, sizes of grid rows, and the command line.
+
+torch and transformers are imported where they are used: what is wrong with the command line is said before.
+"""
 
 import importlib.util
 import math
 from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen3_5TextConfig, Qwen3Config
-
-from verl_prefix.models.recurrent import is_recurrent
-from verl_prefix.tools.memory import RESET_PEAK
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel
 
 STOCK = ("padded", "stock", "stock_lean")
 ARMS = (
@@ -20,21 +21,21 @@ RECOMPILE_LIMIT = 128  # every arm has its own attention, gradient mode and shap
 LLAMA = dict(rms_norm_eps=1e-5)
 # As published in each model's config.json; `small` is this project's CPU bench, `small-hybrid` the same with three
 # recurrent layers of four, `tiny` is for its tests.
-# hidden, intermediate, layers, heads, kv heads, head dim, vocabulary, tied embeddings
-SHAPES: dict[str, tuple[type, tuple[int, ...], dict[str, Any]]] = {
-    "smollm2-135m": (LlamaConfig, (576, 1536, 30, 9, 3, 64, 49152), LLAMA | dict(tie_word_embeddings=True)),
-    "qwen3-0.6b": (Qwen3Config, (1024, 3072, 28, 16, 8, 128, 151936), dict(tie_word_embeddings=True)),
-    "qwen3-4b": (Qwen3Config, (2560, 9728, 36, 32, 8, 128, 151936), dict(tie_word_embeddings=True)),
-    "qwen3-8b": (Qwen3Config, (4096, 12288, 36, 32, 8, 128, 151936), {}),
-    "llama3-8b": (LlamaConfig, (4096, 14336, 32, 32, 8, 128, 128256), LLAMA),
-    "qwen3.5-9b": (Qwen3_5TextConfig, (4096, 12288, 32, 16, 4, 256, 248320), {}),
-    "small": (LlamaConfig, (512, 1376, 8, 8, 2, 64, 32000), {}),
+# model_type; hidden, intermediate, layers, heads, kv heads, head dim, vocabulary; other fields
+SHAPES: dict[str, tuple[str, tuple[int, ...], dict[str, Any]]] = {
+    "smollm2-135m": ("llama", (576, 1536, 30, 9, 3, 64, 49152), LLAMA | dict(tie_word_embeddings=True)),
+    "qwen3-0.6b": ("qwen3", (1024, 3072, 28, 16, 8, 128, 151936), dict(tie_word_embeddings=True)),
+    "qwen3-4b": ("qwen3", (2560, 9728, 36, 32, 8, 128, 151936), dict(tie_word_embeddings=True)),
+    "qwen3-8b": ("qwen3", (4096, 12288, 36, 32, 8, 128, 151936), {}),
+    "llama3-8b": ("llama", (4096, 14336, 32, 32, 8, 128, 128256), LLAMA),
+    "qwen3.5-9b": ("qwen3_5_text", (4096, 12288, 32, 16, 4, 256, 248320), {}),
+    "small": ("llama", (512, 1376, 8, 8, 2, 64, 32000), {}),
     "small-hybrid": (
-        Qwen3_5TextConfig,
+        "qwen3_5_text",
         (512, 1376, 8, 8, 2, 64, 32000),
         dict(linear_key_head_dim=64, linear_value_head_dim=64, linear_num_key_heads=4, linear_num_value_heads=8),
     ),
-    "tiny": (LlamaConfig, (64, 192, 2, 4, 2, 16, 997), {}),
+    "tiny": ("llama", (64, 192, 2, 4, 2, 16, 997), {}),
 }
 _FIELDS = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
            "head_dim", "vocab_size")  # fmt: skip
@@ -45,11 +46,14 @@ def full_depth(shape: str) -> int:
     return SHAPES[shape][1][2]
 
 
-def build_model(shape: str, layers: int, device: str, dtype: torch.dtype, positions: int = 4096) -> PreTrainedModel:
+def build_model(shape: str, layers: int, device: str, dtype: "torch.dtype", positions: int = 4096) -> "PreTrainedModel":
     """A model of this shape with random weights and `layers` layers, with gradients of zero."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
     kind, sizes, others = SHAPES[shape]
     fields = dict(zip(_FIELDS, sizes, strict=True)) | dict(tie_word_embeddings=False) | others
-    config = kind(**fields | dict(num_hidden_layers=layers, max_position_embeddings=positions))
+    config = AutoConfig.for_model(kind, **fields | dict(num_hidden_layers=layers, max_position_embeddings=positions))
     torch.manual_seed(0)
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype).train()
@@ -75,8 +79,10 @@ class Size(NamedTuple):
 
 def unavailable(arm: str, device: str, shape: str) -> str | None:
     """The reason why this arm cannot run here, or None."""
+    from verl_prefix.models.recurrent import is_recurrent
+
     name = arm.partition("+")[0]
-    if name in ("prefix_grouper", "flex") and is_recurrent(SHAPES[shape][0].model_type):
+    if name in ("prefix_grouper", "flex") and is_recurrent(SHAPES[shape][0]):
         return f"it shares attention alone, and most layers of {shape} are recurrent"
     if name == "prefix_grouper" and not importlib.util.find_spec("prefix_grouper"):
         return "the package prefix-grouper is not installed (pip install prefix-grouper==0.0.1.post1)"
@@ -87,7 +93,7 @@ def unavailable(arm: str, device: str, shape: str) -> str | None:
 
 @dataclass(frozen=True)
 class Options:
-    """The command line. Raises ValueError where a value cannot be run."""
+    """The command line; an empty value is chosen by what there is. Raises ValueError where a value cannot be run."""
 
     sizes: tuple[Size, ...]
     shape: str = "small"
@@ -96,9 +102,9 @@ class Options:
     repeats: int = 3
     budget: int | None = None
     truth: str = "float64"
-    device: str = "cuda" if torch.cuda.is_available() else "cpu"
+    device: str = ""
     dtype: str = ""
-    threads: int = torch.get_num_threads()
+    threads: int | None = None
     memory: bool = True
     compile: bool = False
     capacity: float | None = None
@@ -115,8 +121,6 @@ class Options:
         for arm in self.arms:
             if arm not in ARMS:
                 raise ValueError(f"--arms: {arm!r} is unknown; use some of {', '.join(ARMS)}")
-        if self.device == "cuda" and not torch.cuda.is_available():
-            raise ValueError("--device cuda: torch.cuda.is_available() is False; use --device cpu")
         if not self.layers:
             object.__setattr__(self, "layers", (full_depth(self.shape),))
         if min(self.layers) < 1 or len(self.layers) > 2 or list(self.layers) != sorted(set(self.layers)):
@@ -125,6 +129,15 @@ class Options:
             raise ValueError(f"--layers {deepest}: {self.shape} has {full}; give at most that, or another --shape")
         if self.capacity is not None and not 0 < self.capacity < math.inf:
             raise ValueError(f"--capacity {self.capacity}: give a number of GiB above 0")
+        import torch
+
+        from verl_prefix.tools.memory import RESET_PEAK
+
+        cuda = torch.cuda.is_available()
+        if self.device == "cuda" and not cuda:
+            raise ValueError("--device cuda: torch.cuda.is_available() is False; use --device cpu")
+        object.__setattr__(self, "device", self.device or ("cuda" if cuda else "cpu"))
+        object.__setattr__(self, "threads", self.threads or torch.get_num_threads())
         if not self.dtype:
             object.__setattr__(self, "dtype", "bfloat16" if self.device == "cuda" else "float32")
         if not self.running:
@@ -134,7 +147,9 @@ class Options:
             raise ValueError(f"peak memory on a CPU is read from {RESET_PEAK}, which is not there: add --no-memory")
 
     @property
-    def torch_dtype(self) -> torch.dtype:
+    def torch_dtype(self) -> "torch.dtype":
+        import torch
+
         return getattr(torch, self.dtype)
 
     @property
@@ -144,7 +159,9 @@ class Options:
     def budget_of(self, size: Size) -> int:
         return self.budget or max(2 * size.row, 16384 if self.device == "cuda" else 0)
 
-    def model(self, layers: int) -> PreTrainedModel:
+    def model(self, layers: int) -> "PreTrainedModel":
+        import torch
+
         longest = max(4096, *(size.row for size in self.sizes))
         model = build_model(self.shape, layers, device=self.device, dtype=self.torch_dtype, positions=longest)
         torch._dynamo.config.recompile_limit = RECOMPILE_LIMIT  # of these layers and of the arm flex

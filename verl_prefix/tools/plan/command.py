@@ -9,7 +9,6 @@ said).
 """
 
 import json
-import math
 import os
 import statistics
 import sys
@@ -29,10 +28,9 @@ from verl_prefix.auto.shape import model_shape
 from verl_prefix.files import write_whole
 from verl_prefix.models.recurrent import packing_leak
 from verl_prefix.models.support import unsupported_reasons
-from verl_prefix.tools.ab.runs import read_run
+from verl_prefix.tools.plan.options import TIMINGS, PlanError, is_dump, spread
 from verl_prefix.tools.plan.predict import PATHS, SEED, MicroBatch, Sizes, predict
 from verl_prefix.tools.plan.training_command import (
-    PlanError,
     check_values,
     compose_config,
     micro_batches,
@@ -43,41 +41,19 @@ from verl_prefix.tools.plan.training_command import (
     refusals,
     sequence_ranks,
 )
-from verl_prefix.tools.simulate.command import Request, fits_nothing, read_job, show_simulated, simulated
-
-# verl's timing -> the pass that it holds.
-TIMINGS = {"timing_s/update_actor": "update", "timing_s/old_log_prob": "old", "timing_s/ref": "ref"}
-
-
-def spread(spec: str | None, longest: int) -> tuple[float, float]:
-    """Mean and deviation of response lengths: "MEAN,STD". Without STD it is half the mean, and the mean of no
-    specification is half of the longest response: rows of one length would hide what a trainer's row order costs.
-
-    Raises:
-        PlanError: the specification is none, or its mean is no length that the run allows.
-    """
-    spec = spec or str(max(1, longest / 2))
-    try:
-        mean, std = map(float, spec.split(",") if "," in spec else (spec, float(spec) / 2))
-    except ValueError:
-        raise PlanError(f"--response-lengths {spec!r}: write MEAN, MEAN,STD, or a folder of rollout dumps") from None
-    if not (1 <= mean <= longest and 0 <= std < math.inf):
-        raise PlanError(
-            f"--response-lengths {spec!r}: write a mean of 1 to {longest} tokens (data.max_response_length; raise it "
-            "for more) and a finite STD of at least 0"
-        )
-    return mean, std
+from verl_prefix.tools.simulate.command import fits_nothing, read_job, show_simulated, simulated
+from verl_prefix.tools.simulate.hardware import Request
 
 
 def response_lengths(spec: str | None, longest: int, tokenizer: Any) -> Iterator[int]:
-    """Endless draws, the same in every run: of a normal distribution (`spread`), cut to 1 to `longest`, or of the
+    """Endless draws, the same in every run: of a normal distribution (`_spread`), cut to 1 to `longest`, or of the
     outputs in verl's rollout dumps.
 
     Raises:
         PlanError: the specification is none of these, or the dumps hold no outputs.
     """
     draw = Random(SEED)
-    if spec and Path(spec).exists():
+    if spec and is_dump(spec):
         files = sorted(Path(spec).glob("*.jsonl")) if Path(spec).is_dir() else [Path(spec)]
         try:
             texts = [json.loads(line)["output"] for file in files for line in file.read_text().splitlines()]
@@ -90,16 +66,28 @@ def response_lengths(spec: str | None, longest: int, tokenizer: Any) -> Iterator
         lengths = [min(len(ids) + 1, longest) for ids in tokenizer(texts, add_special_tokens=False).input_ids]
         while True:
             yield draw.choice(lengths)
-    mean, std = spread(spec, longest)
+    mean, std = _spread(spec, longest)
     while True:  # a draw may be infinite where STD is huge
         yield round(min(longest, max(1, draw.gauss(mean, std))))
 
 
+def _spread(spec: str | None, longest: int) -> tuple[float, float]:
+    """`spread`; its mean is half of the longest response where nothing is said: rows of one length would hide what a
+    trainer's row order costs."""
+    mean, std = spread(spec or str(max(1, longest / 2)))
+    if mean > longest:
+        raise PlanError(
+            f"--response-lengths {spec!r}: write a mean of 1 to {longest} tokens (data.max_response_length; raise it "
+            "for more)"
+        )
+    return mean, std
+
+
 def assumed(spec: str | None, longest: int) -> list[str]:
     """Says which spread of response lengths nobody asked for."""
-    if spec and ("," in spec or Path(spec).exists()):
+    if is_dump(spec) or "," in (spec or ""):
         return []
-    mean, std = spread(spec, longest)
+    mean, std = _spread(spec, longest)
     return [
         f"response lengths are drawn around {mean:g} tokens with a deviation of {std:g}, from 1 to {longest} (data."
         "max_response_length); --response-lengths MEAN,STD or a folder of trainer.rollout_data_dir says what yours are"
@@ -168,33 +156,6 @@ def notes(config: Any, size: Sizes, leak: str | None, update: float, update_of_w
     return lines
 
 
-def shares(spec: str | None) -> dict[str, float]:
-    """Share of a stock step that each pass takes: from "update=0.5,old=0.1,ref=0.1", or from a stock run's metrics.
-
-    Raises:
-        PlanError, or ValueError of `tools.ab.runs.read_run`: neither of these.
-    """
-    if spec is None:
-        return {}
-    if "=" not in spec:
-        steps = list(read_run(spec).values())
-        whole = statistics.median(step["timing_s/step"] for step in steps)
-        return {
-            name: statistics.median(step.get(timing, 0.0) for step in steps) / whole for timing, name in TIMINGS.items()
-        }
-    try:
-        given = {name: float(value) for name, value in (pair.split("=") for pair in spec.split(","))}
-    except ValueError:
-        given = {}
-    fit = all(0 <= share <= 1 for share in given.values()) and sum(given.values()) <= 1
-    if not given or set(given) - set(TIMINGS.values()) or not fit:
-        raise PlanError(
-            f"--shares {spec!r}: write update=0.5,old=0.1,ref=0.1 (0 to 1 each, at most 1 together), or a stock run's "
-            "file"
-        )
-    return given
-
-
 def percentiles(values: list[float]) -> dict[str, float]:
     """p5, p50, p95 and mean."""
     cuts = statistics.quantiles(values, n=20, method="inclusive") if len(values) > 1 else values * 19
@@ -205,19 +166,19 @@ def build(
     config_name: str,
     words: list[str],
     responses: str | None,
-    share_spec: str | None,
+    parts: dict[str, float] | None,
     config_path: str = "config",
     request: Request | None = None,
 ) -> dict[str, Any]:
     """The plan, as JSON can hold it; without figures where the model is refused.
 
     Args:
-        config_name, words, config_path: see `compose_config`. request: also simulate.
+        config_name, words, config_path: see `compose_config`. parts: see `options.shares`. request: also simulate.
 
     Raises:
         PlanError: something that the plan needs is missing or does not fit.
     """
-    parts = shares(share_spec)
+    parts = parts or {}
     config = compose_config(config_name, words, config_path)
     check_values(config)
     size, roles = sizes(config), config.actor_rollout_ref
@@ -228,12 +189,12 @@ def build(
     reasons = refusals(config, config.trainer.n_gpus_per_node * config.trainer.nnodes)
     if reasons and unsupported_reasons(read_model_config(config)):
         return {"unsupported": reasons, "notes": []}
-    empty = read_model(config)
     tokenizer = read_tokenizer(config)
     longest = config.data.max_response_length
     draws = response_lengths(responses, longest, tokenizer)
     sample = list(islice(draws, 2000))
     prompts, overlong = read_prompts(config, tokenizer)
+    empty = read_model(config)
     lengths = [prompt.tokens for prompt in prompts]
     mixed = (roles.actor.fsdp_config.get("mixed_precision") or {}).get("param_dtype", "bf16")
     num_parameters = sum(parameter.numel() for parameter in empty.parameters())
@@ -336,11 +297,8 @@ def run(out: Path | None, *command: Any, **options: Any) -> int:
         command, options: of `build`.
 
     Raises:
-        PlanError: see `build`; or `out` cannot be a file.
+        PlanError: see `build`.
     """
-    if out and (out.is_dir() or not out.parent.is_dir()):
-        wrong = "is a folder" if out.is_dir() else f"is in {out.parent}, which is no folder here"
-        raise PlanError(f"--out {out} {wrong}; write the name of a file in a folder that exists")
     report = build(*command, **options)
     told = sys.stdout.isatty() or "COLUMNS" in os.environ
     show(report, Console() if told else Console(width=120))  # in a log, tables keep their columns

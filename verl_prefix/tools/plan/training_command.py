@@ -2,7 +2,6 @@
 
 import importlib.util
 import json
-import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,16 +26,11 @@ from verl_prefix.config import (
     check_whole_rows,
 )
 from verl_prefix.models.vision import is_vision_config
+from verl_prefix.tools.plan.options import PlanError, override_words
 
 MAX_PROMPTS = 2000  # of the train file, evenly spread; their lengths stand for all
 MAX_CLIPS = 64  # the same where their images and videos must be decoded
 TARGET = "verl_prefix.config.PrefixActorConfig"
-MAIN = re.compile(r"(.*/)?verl[./]trainer[./]main_ppo\w*(\.py)?")
-LEFTOVERS = ("$@", "${@}", "$*")  # of a script whose last line is pasted
-
-
-class PlanError(ValueError):
-    """The command cannot be planned; the message says what to change."""
 
 
 def compose_config(config_name: str, words: list[str], config_path: str = "config") -> DictConfig:
@@ -49,15 +43,7 @@ def compose_config(config_name: str, words: list[str], config_path: str = "confi
     Raises:
         PlanError: a word is no override, or they do not compose.
     """
-    start = next((i + 1 for i, word in enumerate(words) if MAIN.fullmatch(word)), 0)
-    kept = [word for word in words[start:] if word.strip("\\ \t\n") and word not in LEFTOVERS]
-    for word in kept:
-        if word.startswith("-") or not ("=" in word or word.startswith("~")):
-            raise PlanError(
-                f"{word!r} is no Hydra override (key=value); give those of the training command, or the whole command: "
-                "python3 -m verl.trainer.main_ppo key=value ..."
-            )
-    kept = [word for word in kept if not word.lstrip("+").startswith("model_engine=")]
+    kept = [word for word in override_words(words) if not word.lstrip("+").startswith("model_engine=")]
     config = _compose(config_name, [*kept, "model_engine=prefix"], config_path)
     if (actor := config.actor_rollout_ref.actor).get("_target_") != TARGET:
         raise PlanError(

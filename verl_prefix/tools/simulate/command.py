@@ -1,7 +1,7 @@
 """`verl-prefix plan --simulate`: a training command's own model, sizes and options as a `Job`, and tables of it."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from itertools import accumulate
 from typing import Any
 
@@ -14,30 +14,10 @@ from verl.utils.torch_dtypes import PrecisionType
 
 from verl_prefix.auto.cost import shard_size, syncs_once
 from verl_prefix.core.groups import Group
-from verl_prefix.tools.simulate.hardware import GIB, read_hardware
+from verl_prefix.tools.simulate.hardware import GIB, Request, read_hardware
 from verl_prefix.tools.simulate.job import Job
 from verl_prefix.tools.simulate.report import assumptions, compare, fit, positions, settings
 from verl_prefix.tools.simulate.tower import Grids
-
-
-@dataclass(frozen=True)
-class Request:
-    """Options of the command line.
-
-    Args:
-        gpu: see `read_hardware`. gib: of `--fit`, or None.
-
-    Raises:
-        ValueError: an unknown GPU, or GiB that no device has.
-    """
-
-    gpu: str = "h100"
-    gib: float | None = None
-
-    def __post_init__(self) -> None:
-        read_hardware(self.gpu)
-        if self.gib is not None and not 0 < self.gib < 1 << 20:
-            raise ValueError(f"--fit {self.gib}: give the GiB of one GPU, a number above 0")
 
 
 def read_job(

@@ -60,3 +60,23 @@ def read_hardware(spec: str) -> Hardware:
         if key not in known or not 0 < values[key] < float("inf"):
             raise ValueError(f"--gpu {change!r}: write RATE=NUMBER, one of {', '.join(known)}, above 0")
     return replace(GPUS[name], **values)
+
+
+@dataclass(frozen=True)
+class Request:
+    """Options of the command line.
+
+    Args:
+        gpu: see `read_hardware`. gib: of `--fit`, or None.
+
+    Raises:
+        ValueError: an unknown GPU, or GiB that no device has.
+    """
+
+    gpu: str = "h100"
+    gib: float | None = None
+
+    def __post_init__(self) -> None:
+        read_hardware(self.gpu)
+        if self.gib is not None and not 0 < self.gib < 1 << 20:
+            raise ValueError(f"--fit {self.gib}: give the GiB of one GPU, a number above 0")

@@ -1,0 +1,81 @@
+"""What `verl-prefix plan` reads of its command line without config or model: it is said before torch is imported."""
+
+import math
+import re
+import statistics
+from pathlib import Path
+
+from verl_prefix.tools.ab.runs import read_run
+
+# verl's timing -> the pass that it holds.
+TIMINGS = {"timing_s/update_actor": "update", "timing_s/old_log_prob": "old", "timing_s/ref": "ref"}
+MAIN = re.compile(r"(.*/)?verl[./]trainer[./]main_ppo\w*(\.py)?")
+LEFTOVERS = ("$@", "${@}", "$*")  # of a script whose last line is pasted
+
+
+class PlanError(ValueError):
+    """The command cannot be planned; the message says what to change."""
+
+
+def override_words(words: list[str]) -> list[str]:
+    """The overrides of a training command, whatever starts it, or of nothing but them.
+
+    Raises:
+        PlanError: a word is no override.
+    """
+    start = next((i + 1 for i, word in enumerate(words) if MAIN.fullmatch(word)), 0)
+    kept = [word for word in words[start:] if word.strip("\\ \t\n") and word not in LEFTOVERS]
+    for word in kept:
+        if word.startswith("-") or not ("=" in word or word.startswith("~")):
+            raise PlanError(
+                f"{word!r} is no Hydra override (key=value); give those of the training command, or the whole command: "
+                "python3 -m verl.trainer.main_ppo key=value ..."
+            )
+    return kept
+
+
+def is_dump(spec: str | None) -> bool:
+    """True where --response-lengths names verl's rollout dumps."""
+    return bool(spec) and Path(spec).exists()
+
+
+def spread(spec: str) -> tuple[float, float]:
+    """Mean and deviation of response lengths, "MEAN,STD"; without STD it is half the mean.
+
+    Raises:
+        PlanError: the specification is none.
+    """
+    try:
+        mean, std = map(float, spec.split(",") if "," in spec else (spec, float(spec) / 2))
+    except ValueError:
+        raise PlanError(f"--response-lengths {spec!r}: write MEAN, MEAN,STD, or a folder of rollout dumps") from None
+    if not (1 <= mean < math.inf and 0 <= std < math.inf):
+        raise PlanError(f"--response-lengths {spec!r}: write a mean of at least 1 and a finite STD of at least 0")
+    return mean, std
+
+
+def shares(spec: str | None) -> dict[str, float]:
+    """Share of a stock step that each pass takes: from "update=0.5,old=0.1,ref=0.1", or from a stock run's metrics.
+
+    Raises:
+        PlanError, or ValueError of `tools.ab.runs.read_run`: neither of these.
+    """
+    if spec is None:
+        return {}
+    if "=" not in spec:
+        steps = list(read_run(spec).values())
+        whole = statistics.median(step["timing_s/step"] for step in steps)
+        return {
+            name: statistics.median(step.get(timing, 0.0) for step in steps) / whole for timing, name in TIMINGS.items()
+        }
+    try:
+        given = {name: float(value) for name, value in (pair.split("=") for pair in spec.split(","))}
+    except ValueError:
+        given = {}
+    fit = all(0 <= share <= 1 for share in given.values()) and sum(given.values()) <= 1
+    if not given or set(given) - set(TIMINGS.values()) or not fit:
+        raise PlanError(
+            f"--shares {spec!r}: write update=0.5,old=0.1,ref=0.1 (0 to 1 each, at most 1 together), or a stock run's "
+            "file"
+        )
+    return given
