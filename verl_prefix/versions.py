@@ -23,7 +23,7 @@ TESTED_VERL = ("0.9.0", "0.9.1")
 VERL_MAIN = "0.10.0.dev0"  # of the main branch, which moves under this version
 TESTED_MAIN = "1dda039b9 of 2026-08-22"
 OVERRIDE = "VERL_PREFIX_ALLOW_UNTESTED_VERL"
-COMMIT = "VERL_PREFIX_COMMIT"  # the clean commit of a copy without .git
+COMMIT = "VERL_PREFIX_COMMIT"  # the clean commit of a copy that is neither installed nor a checkout
 
 
 def installed_version(name: str) -> str | None:
@@ -83,13 +83,22 @@ def check_verl_version() -> None:
 
 
 def git_state() -> dict[str, Any]:
-    """Commit, and whether files other than results differ from it; outside of git as `COMMIT` says, or None, True."""
-    status = ["git", "-C", str(Path(__file__).parent), "status", "--porcelain=v2", "--branch"]
+    """Commit of this package's own checkout, and whether files other than results differ from it.
+
+    An installed package has its version instead: None, False, whatever repository it lies in. Another copy has the
+    commit that `COMMIT` says, or None, True.
+    """
+    root = Path(__file__).resolve().parents[1]
+    if any(root.glob("verl_prefix-*.dist-info")):
+        return {"commit": None, "dirty": False}
+    setup, known = root / "setup.py", os.environ.get(COMMIT)
+    if not ((root / ".git").exists() and setup.is_file() and 'name="verl-prefix"' in setup.read_text()):
+        return {"commit": known, "dirty": not known}
+    status = ["git", "-C", str(root), "status", "--porcelain=v2", "--branch"]
     files = ["--", ":/", ":(exclude,top)examples/results"]
     try:
         lines = subprocess.run([*status, *files], capture_output=True, text=True, check=True).stdout.splitlines()
-    except (subprocess.CalledProcessError, OSError):  # no checkout, or no git
-        known = os.environ.get(COMMIT)
+    except (subprocess.CalledProcessError, OSError):  # a broken checkout, or no git
         return {"commit": known, "dirty": not known}
     return {"commit": lines[0].split()[-1], "dirty": not all(line.startswith("# ") for line in lines)}
 

@@ -400,7 +400,7 @@ def test_the_gpu_script_asks_for_what_there_is() -> None:
 
 @pytest.mark.parametrize("known", [True, False])
 def test_a_copy_without_git_has_the_commit_it_was_told(known: bool, monkeypatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(versions, "__file__", str(tmp_path / "versions.py"))
+    monkeypatch.setattr(versions, "__file__", str(tmp_path / "verl_prefix" / "versions.py"))
     monkeypatch.delenv(versions.COMMIT, raising=False)
     if known:
         monkeypatch.setenv(versions.COMMIT, "a" * 40)

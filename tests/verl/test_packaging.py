@@ -4,6 +4,7 @@ import ast
 import configparser
 import email
 import importlib.metadata
+import json
 import os
 import re
 import shutil
@@ -47,6 +48,59 @@ def _metadata(wheel: zipfile.ZipFile, name: str) -> str:
 
 def _requirements(wheel: zipfile.ZipFile) -> list[str]:
     return email.message_from_string(_metadata(wheel, "METADATA")).get_all("Requires-Dist")
+
+
+@pytest.fixture(scope="module")
+def site(wheel: zipfile.ZipFile, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel as pip installs it."""
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target", folder]
+    subprocess.run([*command, wheel.filename], env=os.environ | {"PIP_DISABLE_PIP_VERSION_CHECK": "1"}, check=True)
+    return folder
+
+
+def _git(folder: Path, *words: str) -> str:
+    names = ["-c", "user.name=user", "-c", "user.email=user@example.org"]
+    return subprocess.run(["git", "-C", folder, *names, *words], capture_output=True, text=True, check=True).stdout
+
+
+@pytest.mark.parametrize("place", ["outside git", "a user's repository"])
+def test_an_installed_package_reports_its_version_and_no_ones_commit(
+    wheel: zipfile.ZipFile, site: Path, place: str, python: str, tmp_path: Path
+) -> None:
+    """In a user's repository the environment often lies in it, beside files of theirs."""
+    shutil.copytree(site, tmp_path / "env")
+    if place != "outside git":
+        shutil.copy(ROOT / "LICENSE", tmp_path / "setup.py")
+        _git(tmp_path, "init", "--quiet")
+        _git(tmp_path, "add", "setup.py")
+        _git(tmp_path, "commit", "--quiet", "--message", "theirs")
+    words = "bench --shape tiny --rows 9/4/2 --arms stock,packed --repeats 1 --truth none --device cpu --no-memory"
+    done = subprocess.run(
+        [python, "-m", "verl_prefix.cli", *words.split(), "--out", "bench.json"], cwd=tmp_path, capture_output=True,
+        env=os.environ | {"PYTHONPATH": str(tmp_path / "env")}, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    report = json.loads((tmp_path / "bench.json").read_text())
+    assert report["git"] == {"commit": None, "dirty": False}
+    assert report["versions"]["verl-prefix"] == email.message_from_string(_metadata(wheel, "METADATA"))["Version"]
+    assert "; installed. Model shape tiny" in (tmp_path / "bench.md").read_text()
+
+
+@pytest.mark.parametrize("ours", [True, False])
+def test_a_checkouts_commit_is_its_own(site: Path, ours: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Of a user's repository that holds a copy of the package beside a setup.py of theirs it is not known."""
+    from verl_prefix import versions
+
+    monkeypatch.delenv(versions.COMMIT, raising=False)
+    shutil.copytree(site / "verl_prefix", tmp_path / "verl_prefix")
+    shutil.copy(ROOT / ("setup.py" if ours else "LICENSE"), tmp_path / "setup.py")
+    _git(tmp_path, "init", "--quiet")
+    _git(tmp_path, "add", "--all")
+    _git(tmp_path, "commit", "--quiet", "--message", "first")
+    monkeypatch.setattr(versions, "__file__", str(tmp_path / "verl_prefix" / "versions.py"))
+    commit = _git(tmp_path, "rev-parse", "HEAD").strip()
+    assert versions.git_state() == ({"commit": commit, "dirty": False} if ours else {"commit": None, "dirty": True})
 
 
 def test_wheel_ships_every_module_and_every_yaml_file(wheel: zipfile.ZipFile) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from verl_prefix.versions import device_name, git_state, package_versions
+from verl_prefix.versions import COMMIT, device_name, git_state, package_versions
 
 PACKAGES = ("verl-prefix", "verl", "torch", "transformers", "tensordict", "ray", "TransferQueue", "prefix-grouper",
             "flash-attn")  # fmt: skip
@@ -24,12 +24,15 @@ def check_out(out: Path | None, allow_dirty: bool = True) -> None:
     if out and (out.is_dir() or not out.parent.is_dir()):
         wrong = "is a folder" if out.is_dir() else f"is in {out.parent}, which is no folder here"
         raise ValueError(f"--out {out} {wrong}; write the name of a file in a folder that exists")
-    if out and not allow_dirty and git_state()["dirty"]:
-        raise ValueError("the git tree has uncommitted files: commit them, or add --allow-dirty")
+    if out and not allow_dirty and (git := git_state())["dirty"]:
+        wrong = "the git tree has uncommitted files: commit them"
+        if git["commit"] is None:
+            wrong = f"this copy of verl_prefix is neither installed nor a git checkout: set {COMMIT} to its commit"
+        raise ValueError(f"{wrong}, or add --allow-dirty")
 
 
 def provenance(schema: str, device: str | None = None) -> dict[str, Any]:
-    """Format, time, versions, machine and the commit of the checkout that this file is in.
+    """Format, time, versions, machine and commit of the code (`git_state`).
 
     Args:
         device: "cpu" or "cuda"; None: what there is.

@@ -105,10 +105,11 @@ def markdown(report: dict[str, Any]) -> str:
     truth = "not measured" if config["truth"] == "none" else f"the largest of a parameter, against {config['truth']}"
     layers = " and ".join(map(str, config["layers"]))
     attention = _ATTENTION[report["stock_attention"]]
-    commit = (report["git"]["commit"] or "unknown")[:12] + ", uncommitted files" * report["git"]["dirty"]
+    commit, dirty = report["git"]["commit"], report["git"]["dirty"]
+    code = f"commit {(commit or 'unknown')[:12]}" + ", uncommitted files" * dirty if commit or dirty else "installed"
     compiled = ", decoder layers compiled" if config["compile"] else ""
     lines = [
-        f"{report['device']}, {config['dtype']}, {installed}; commit {commit}. "
+        f"{report['device']}, {config['dtype']}, {installed}; {code}. "
         f"Model shape {config['shape']} with random weights, {layers} of {report['full_depth']} layers{compiled}. "
         "Seconds are p50 (p20 to p80) of rounds of all arms in turn; speed-ups are over stock with the same "
         f"checkpointing (attention: {attention}). n is the number of rounds; stock_lean runs lm_head on "
