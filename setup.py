@@ -57,7 +57,15 @@ setup(
             "rouge-score",
             "torchvision",
         ],
-        "test": ["hypothesis", "mypy", "prefix-grouper", "pytest", "ruff", "triton ; sys_platform == 'linux'"],
+        "test": [
+            "hypothesis",
+            "mypy",
+            "prefix-grouper",
+            "pytest",
+            "pytest-timeout",
+            "ruff",
+            "triton ; sys_platform == 'linux'",
+        ],
     },
     entry_points={
         "verl.plugins": ["prefix = verl_prefix.plugin"],

@@ -22,6 +22,13 @@ import torch.multiprocessing as mp  # noqa: E402
 from warm_python import warm_python  # noqa: E402
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Trainings, and what make test leaves out, may take an hour; the others what .pytest.ini says."""
+    for item in items:
+        if any(item.get_closest_marker(name) for name in ("ray", "full")):
+            item.add_marker(pytest.mark.timeout(3600))  # behind one of its own
+
+
 def pytest_collection_finish() -> None:
     """Keeps what was imported until now out of garbage collections, which some tests ask for by the dozen."""
     gc.collect()
@@ -30,8 +37,9 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_unconfigure() -> None:
-    """What stays frozen at the end of the process triton reports as leaked."""
-    gc.unfreeze()
+    for child in mp.active_children():  # ranks of a test that ran into its limit: Python would wait for them
+        child.kill()
+    gc.unfreeze()  # what stays frozen at the end of the process triton reports as leaked
 
 
 @pytest.fixture(scope="session")

@@ -370,7 +370,7 @@ def test_two_jobs_of_one_cluster_and_namespace_have_a_server_each(
         adapter = HFServerAdapter(job["config"], HFModelConfig(path=model_path), device_mesh=None)
         weights = AutoModelForCausalLM.from_pretrained(model_path).state_dict().items()
         asyncio.run(adapter.update_weights(weights, global_steps=4))
-        said = ray.get(job["server"].generate.remote(PROMPTS[0], {}, request_id=""))
+        said = ray.get(job["server"].generate.remote(PROMPTS[0], {}, request_id=""), timeout=300)
         assert said.extra_fields == {"global_steps": 4}
     finally:
         ray.shutdown()
