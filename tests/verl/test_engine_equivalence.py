@@ -253,7 +253,7 @@ def _configs(backend: str, model_path: str, options: dict, forward_only: bool = 
         entropy_from_logits_with_chunking=options.get("entropy_from_logits_with_chunking", False),
         entropy_checkpointing=options.get("entropy_checkpointing", False),
     )
-    # verl 0.9.0 and its main branch have no such key
+    # verl's main branch has no such key
     if "use_no_sync" in options and "use_no_sync_for_gradient_accumulation" in FSDPEngineConfig.__dataclass_fields__:
         shared["use_no_sync_for_gradient_accumulation"] = options["use_no_sync"]
     if backend.startswith("prefix"):

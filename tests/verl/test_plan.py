@@ -113,7 +113,9 @@ def test_what_the_driver_refuses_is_said_and_is_the_exit_code(folder, capsys, tm
     words = overrides(folder, "actor_rollout_ref.model.enable_activation_offload=true", "model_engine=dp")
     assert cli.main(["plan", "--response-lengths", "20,4", "--out", str(tmp_path / "plan.json"), *words]) == 1
     assert "unsupported: actor_rollout_ref.model.enable_activation_offload=True" in capsys.readouterr().out
-    assert "enable_activation_offload" in json.loads((tmp_path / "plan.json").read_text())["unsupported"][0]
+    written = json.loads((tmp_path / "plan.json").read_text())
+    assert "enable_activation_offload" in written["unsupported"][0]
+    assert written["versions"]["verl"] and written["device"] and "commit" in written["git"]
     assert cli.main(["plan", *overrides(folder)]) == 0
 
 

@@ -16,7 +16,7 @@ import pytest
 from verl_prefix.cpu import vllm_name
 
 ROOT = Path(__file__).resolve().parents[2]
-# fp32 leaves 5e-9; a rollout that missed one weight update is off by 2e-3 (examples/results/vllm_cpu.json).
+# fp32 leaves 5e-9 (examples/results/vllm_cpu.json).
 NOISE = 1e-6
 
 

@@ -116,7 +116,7 @@ def least_gain(passes: Sequence[PassCost], others: Sequence[PassCost]) -> float:
 
 def syncs_once(fsdp: Mapping[str, Any]) -> bool:
     """Whether verl's engine reduces gradients after an update's last pass alone: use_no_sync_for_gradient_accumulation
-    of its `fsdp_config`; always in verl 0.9.0 and its main branch, which have no such key."""
+    of its `fsdp_config`; always in verl's main branch, which has no such key."""
     return bool(fsdp.get("use_no_sync_for_gradient_accumulation", True))
 
 

@@ -160,7 +160,7 @@ class PrefixEngineConfig(FSDPEngineConfig):
             "actor_rollout_ref.actor.pad_to_length=False",
         )
         _refuse(
-            self.get("qat") and self.qat.get("enable", False),  # verl 0.9.0 has no such key
+            self.get("qat") and self.qat.get("enable", False),
             "fsdp_config.qat.enable=True: nobody has tried quantization-aware training with a shared prefix; set "
             "actor_rollout_ref.actor.fsdp_config.qat.enable=False, or model_engine=dp",
         )

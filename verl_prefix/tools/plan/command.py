@@ -41,6 +41,7 @@ from verl_prefix.tools.plan.training_command import (
     refusals,
     sequence_ranks,
 )
+from verl_prefix.tools.report import provenance
 from verl_prefix.tools.simulate.command import fits_nothing, read_job, show_simulated, simulated
 from verl_prefix.tools.simulate.hardware import Request
 
@@ -303,5 +304,5 @@ def run(out: Path | None, *command: Any, **options: Any) -> int:
     told = sys.stdout.isatty() or "COLUMNS" in os.environ
     show(report, Console() if told else Console(width=120))  # in a log, tables keep their columns
     if out:
-        write_whole(out, json.dumps(report, indent=1) + "\n")
+        write_whole(out, json.dumps({**provenance("verl_prefix.plan/1"), **report}, indent=1) + "\n")
     return 1 if report["unsupported"] or ("simulated" in report and fits_nothing(report["simulated"])) else 0
