@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from verl_prefix.core.groups import Group, group_rows
-from verl_prefix.core.layout import build_layout, pass_order, prefix_layout, prefix_starts
+from verl_prefix.core.layout import build_layout, pass_order, prefix_starts
 from verl_prefix.core.waves import make_plan, make_waves, pad_to_same_passes
 
 CPU = torch.device("cpu")
@@ -91,7 +91,9 @@ def test_layout_holds_each_prefix_once_and_every_suffix_at_its_original_place(sh
     for cross in (call.spans for call in crosses):
         assert [b - a for a, b in zip(cross.k, cross.k[1:], strict=False)] == [g.prefix_len for g in sharing]
         assert [b - a for a, b in zip(cross.q, cross.q[1:], strict=False)] == [g.num_suffix_tokens for g in sharing]
-        assert prefix_layout(groups, offsets).index.tolist() == layout.index[: layout.num_prefix].tolist()
+        assert (
+            build_layout(groups, offsets, suffixes=False).index.tolist() == layout.index[: layout.num_prefix].tolist()
+        )
 
 
 @hypothesis.given(SHAPES, st.integers(1, 60))
@@ -157,7 +159,7 @@ def test_every_query_reads_the_last_window_tokens_of_its_own_row(shape, window, 
     assert keys_read(packed, window, packed.index) == [expected(place) for place in packed.index.tolist()]
     if not any(group.prefix_len for group in groups):
         return
-    prefixes = prefix_layout(groups, offsets)
+    prefixes = build_layout(groups, offsets, suffixes=False)
     assert keys_read(prefixes, window, prefixes.index) == [expected(place) for place in prefixes.index.tolist()]
     starts = prefix_starts(groups)
     for wave in make_waves(groups, wave_tokens):

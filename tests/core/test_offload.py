@@ -15,7 +15,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from verl_prefix.core import host_memory, offload, schedule
+from verl_prefix.core import host_memory, meter, offload
 from verl_prefix.core.host_memory import HostCopies, host_pages
 from verl_prefix.core.offload import OffloadedPrefixCache, Shelf
 from verl_prefix.testing import random_rollouts, run_shared
@@ -37,7 +37,7 @@ def pages():
 def counts(monkeypatch) -> Counter:
     """Transfers of all schedules of the test."""
     total = Counter()
-    monkeypatch.setattr(schedule, "Counter", lambda: total)
+    monkeypatch.setattr(meter, "Counter", lambda: total)
     return total
 
 

@@ -167,8 +167,8 @@ def broken(monkeypatch, name: str) -> dict:
     if name == "suffixes_see_each_other":
         make = layout.build_layout
 
-        def one_block(groups, *args):
-            right = make(groups, *args)
+        def one_block(*args, **options):
+            right = make(*args, **options)
             prefixes = [segment for segment in right.segments if not segment.prefix_len]
             suffixes = [segment for segment in right.segments if segment.prefix_len]
             blocks = [list(rows) for _, rows in itertools.groupby(suffixes, key=lambda segment: segment[1:])]
@@ -180,8 +180,8 @@ def broken(monkeypatch, name: str) -> dict:
     if name == "last_prefix_token_hidden":
         make = layout.build_layout
 
-        def shorter(groups, *args):
-            right = make(groups, *args)
+        def shorter(*args, **options):
+            right = make(*args, **options)
             segments = tuple(s._replace(prefix_len=max(0, s.prefix_len - 1)) for s in right.segments)
             return dataclasses.replace(right, segments=segments)
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from verl_prefix.core.groups import Group
-from verl_prefix.core.layout import build_layout, dummy_layout, prefix_layout
+from verl_prefix.core.layout import build_layout
 from verl_prefix.core.prefix_cache import PrefixCache
 from verl_prefix.core.sequence_parallel import Shards
 from verl_prefix.testing import random_rollouts, run_shared, run_stock
@@ -144,7 +144,7 @@ def alone():
 def test_every_token_is_one_ranks_and_every_rank_has_its_share_of_lm_head(alone, size):
     groups, offsets = [Group((0, 1), 13, (4, 7)), Group((2,), 0, (5,))], [0, 18, 39, 45]
     packed, wave = build_layout(groups, offsets), build_layout(groups[:1], offsets, [(0, 0)])
-    for layout in (packed, wave, prefix_layout(groups, offsets), dummy_layout()):
+    for layout in (packed, wave, build_layout(groups, offsets, suffixes=False), build_layout([], offsets)):
         shards = [Shards((rank, size), layout, torch.device("cpu")) for rank in range(size)]
         tokens = [one.tokens for one in shards]
         assert len({len(x) for x in tokens}) == 1

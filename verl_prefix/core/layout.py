@@ -239,40 +239,35 @@ def prefix_starts(groups: Sequence[Group]) -> list[tuple[int, int]]:
 
 
 def build_layout(
-    groups: Sequence[Group], offsets: Sequence[int], starts: Sequence[tuple[int, int]] | None = None
+    groups: Sequence[Group],
+    offsets: Sequence[int],
+    starts: Sequence[tuple[int, int]] | None = None,
+    suffixes: bool = True,
 ) -> Layout:
-    """The packed row of `groups`, best in `pass_order`.
+    """The packed row of `groups`, best in `pass_order`. Where that is nothing, a dummy: one token of the batch that
+    reads itself, which keeps a rank's collectives in step.
 
     Args:
         offsets: first token of each row in the batch's flat values (nested `offsets()`).
         starts: None for a row with its prefixes. For a wave: the `prefix_starts` of its groups in the prefix row of
             phase A; the wave then has suffixes only and reads the prefix cache.
+        suffixes: False for phase A: prefixes alone.
     """
     prefixes = [group for group in groups if group.prefix_len and starts is None]
+    pieces = [(int(offsets[group.rows[0]]), Segment(group.prefix_len)) for group in prefixes]
     num_prefix = sum(group.prefix_len for group in prefixes)
-    suffixes = [
-        (int(offsets[row]) + group.prefix_len, Segment(suffix_len, start, group.prefix_len, number))
-        for group, (start, number) in zip(groups, prefix_starts(groups) if starts is None else starts, strict=True)
-        for row, suffix_len in zip(group.rows, group.suffix_lens, strict=True)
-        if suffix_len
-    ]
-    pieces = [*((int(offsets[g.rows[0]]), Segment(g.prefix_len)) for g in prefixes), *suffixes]
+    if suffixes:
+        pieces += [
+            (int(offsets[row]) + group.prefix_len, Segment(suffix_len, start, group.prefix_len, number))
+            for group, (start, number) in zip(groups, prefix_starts(groups) if starts is None else starts, strict=True)
+            for row, suffix_len in zip(group.rows, group.suffix_lens, strict=True)
+            if suffix_len
+        ]
+    if not pieces:
+        return Layout(torch.zeros(1, dtype=torch.int64), 0, (Segment(1),), torch.zeros(1, dtype=torch.int64))
     index = _ranges([(start, segment.length) for start, segment in pieces])
     multiplicity = torch.cat([_multiplicity(prefixes), torch.ones(len(index) - num_prefix, dtype=torch.int64)])
     return Layout(index, num_prefix, tuple(s for _, s in pieces), multiplicity)
-
-
-def prefix_layout(groups: Sequence[Group], offsets: Sequence[int]) -> Layout:
-    """Phase A: the prefixes of `groups`, in this order, and nothing else; at least one group has a prefix."""
-    pieces = [(int(offsets[group.rows[0]]), group.prefix_len) for group in groups if group.prefix_len]
-    index = _ranges(pieces)
-    return Layout(index, len(index), tuple(Segment(length) for _, length in pieces), _multiplicity(groups))
-
-
-def dummy_layout() -> Layout:
-    """One token of the batch that reads itself: keeps a rank's collectives in step where it has nothing to compute."""
-    nothing = torch.zeros(1, dtype=torch.int64)
-    return Layout(nothing, 0, (Segment(1),), nothing)
 
 
 def _multiplicity(groups: Sequence[Group]) -> torch.Tensor:

@@ -211,7 +211,6 @@ class OffloadedPrefixCache(PrefixCache):
         self._dormant, self._returning = {}, []
 
     def saving(self) -> saved_tensors_hooks:
-        """Context of phase A's forward."""
         return saved_tensors_hooks(self._pack, self._unpack)
 
     def _end_waves(self) -> None:

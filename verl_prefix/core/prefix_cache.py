@@ -5,6 +5,7 @@ one prefix backward on what was accumulated. Leaving the context frees all of it
 """
 
 from collections.abc import Hashable, MutableMapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -33,6 +34,10 @@ class PrefixCache:
     def __exit__(self, *exc_info: object) -> None:
         self._leaf.clear()
         self._grad.clear()
+
+    def saving(self) -> AbstractContextManager[Any]:
+        """Context of phase A's forward."""
+        return nullcontext()
 
     def capture(self, key: Key, *tensors: torch.Tensor, beside: Tensors = ()) -> Tensors:
         """Phase A, and again where gradient checkpointing recomputes it in phase C, which must change nothing.

@@ -11,8 +11,6 @@ computes P once per suffix instead. Knows neither verl nor losses: logits go to 
 (`run`, a whole plan), or to whoever iterates over `forwards` and calls backward himself (`api`).
 """
 
-import time
-from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -22,9 +20,10 @@ import torch
 import torch.distributed as dist
 
 from verl_prefix.core.attention import AttentionPass
-from verl_prefix.core.errors import annotate_errors, annotate_loop_body
+from verl_prefix.core.errors import annotate_loop_body
 from verl_prefix.core.groups import Group
-from verl_prefix.core.layout import Layout, build_layout, dummy_layout, on_device, prefix_layout, prefix_starts
+from verl_prefix.core.layout import Layout, build_layout, on_device, prefix_starts
+from verl_prefix.core.meter import Meter
 from verl_prefix.core.offload import OffloadedPrefixCache
 from verl_prefix.core.prefix_cache import PrefixCache
 from verl_prefix.core.sequence_parallel import Shards
@@ -91,12 +90,11 @@ class Schedule:
         forward_context: context of one forward and its loss, not of backward (autocast).
         gradient_sync: context of one backward, given whether it is the run's last (verl's `_gradient_sync_context`).
         kernel: name for `kernels.choose_kernel`.
-        offload: phased only, with gradients: prefixes wait in host memory (`core.offload`); `transfers` counts them.
+        offload: phased only, with gradients: prefixes wait in host memory (`core.offload`).
         keep_attention: see `AttentionPass.keep`; not in phase A with `offload`.
-        measure_peak: phased on CUDA only, `phase_b_peak` becomes the most bytes allocated during phase B. It resets the
-            device's peak statistics, which other code may read.
         pass_type: `AttentionPass`, or a subclass that looks at its layers.
         sequence_group: ranks that compute every row together (see `core.sequence_parallel`); None: this one alone.
+        meter: sees how long phases take; None: one of its own.
     """
 
     def __init__(
@@ -111,9 +109,9 @@ class Schedule:
         logits_chunk: int = 4096,
         offload: bool = False,
         keep_attention: bool = False,
-        measure_peak: bool = False,
         pass_type: Callable[..., AttentionPass] = AttentionPass,
         sequence_group: dist.ProcessGroup | None = None,
+        meter: Meter | None = None,
     ) -> None:
         self.model = model
         self.outputs = outputs
@@ -125,24 +123,9 @@ class Schedule:
         self.logits_chunk = logits_chunk
         self.offload = offload
         self.keep_attention = keep_attention
-        self.measure_peak = measure_peak
         self.pass_type = pass_type
         self.sequence_group = sequence_group
-        self._moments: list[tuple[str, Any, Any]] = []  # phase, start, end
-        self._on_cuda = False
-        self.transfers: Counter[str] = Counter()
-        self.phase_b_peak: int | None = None
-
-    @property
-    def seconds(self) -> dict[str, float]:
-        """Of each phase so far; asking waits for the device."""
-        seconds: dict[str, float] = {}
-        for phase, start, end in self._moments:
-            if isinstance(end, torch.cuda.Event):
-                end.synchronize()
-            span = end - start if isinstance(end, float) else start.elapsed_time(end) / 1000
-            seconds[phase] = seconds.get(phase, 0.0) + span
-        return seconds
+        self.meter = meter or Meter()
 
     def run(self, tokens: TokenBatch, plan: Plan) -> None:
         """All passes of `plan`, in its order, which must be the same on every rank; needs `step`."""
@@ -165,47 +148,46 @@ class Schedule:
         Backward of a forward comes before the next is asked for. After an exception there is no phase C; in any case
         nothing of the prefix is left. Without gradients (`torch.no_grad`) there is no phase C either.
         """
-        self._on_cuda = tokens.input_ids.is_cuda
         if isinstance(planned, PackedPass):
             with closing(self._packed(tokens, planned, last)) as packed, annotate_loop_body():
                 yield packed
             return
         device = tokens.input_ids.device
-        offloaded = OffloadedPrefixCache(device, self.transfers) if self.offload and torch.is_grad_enabled() else None
+        offloads = self.offload and torch.is_grad_enabled()
+        offloaded = OffloadedPrefixCache(device, self.meter.transfers) if offloads else None
         with offloaded or PrefixCache() as cache:
-            with self._timed("phase_a", planned.groups), offloaded.saving() if offloaded else nullcontext():
+            with (
+                self.meter.phase("phase_a", planned.groups, device),
+                offloaded.saving() if offloaded else nullcontext(),
+            ):
                 root = self._prefixes(tokens, planned.groups, cache)
             # Where lm_head alone is trained, the last wave's backward is the last there is.
             ends = last and not root.requires_grad
             with closing(self._waves(tokens, planned, cache, ends)) as waves, annotate_loop_body():
                 yield waves
             if root.requires_grad:
-                with self._timed("phase_c", planned.groups), self.gradient_sync(last):
+                with self.meter.phase("phase_c", planned.groups, device), self.gradient_sync(last):
                     cache.backward(root)
 
     def _packed(self, tokens: TokenBatch, planned: PackedPass, last: bool) -> Generator[PassOutputs]:
-        layout = build_layout(planned.groups, tokens.offsets) if planned.groups else dummy_layout()
-        with self._timed("packed", planned.groups), self.gradient_sync(last):
+        layout = build_layout(planned.groups, tokens.offsets)
+        with self.meter.phase("packed", planned.groups, tokens.input_ids.device), self.gradient_sync(last):
             yield self._suffixes(tokens, planned.groups, layout, cache=None)
 
     def _waves(self, tokens: TokenBatch, planned: PhasedPass, cache: PrefixCache, last: bool) -> Generator[PassOutputs]:
-        starts = prefix_starts(planned.groups)
-        device = tokens.input_ids.device
-        if self.measure_peak:
-            torch.cuda.reset_peak_memory_stats(device)
-        for number, wave in enumerate(planned.waves, start=1):
-            groups = [piece for _, piece in wave]
-            layout = build_layout(groups, tokens.offsets, [starts[i] for i, _ in wave]) if wave else dummy_layout()
-            sync = self.gradient_sync(last and number == len(planned.waves))
-            with self._timed("phase_b", groups, f"wave {number} of {len(planned.waves)}"), sync:
-                yield self._suffixes(tokens, groups, layout, cache)
-        if self.measure_peak:
-            self.phase_b_peak = max(self.phase_b_peak or 0, torch.cuda.max_memory_allocated(device))
+        starts, device = prefix_starts(planned.groups), tokens.input_ids.device
+        with self.meter.waves(device):
+            for number, wave in enumerate(planned.waves, start=1):
+                groups = [piece for _, piece in wave]
+                layout = build_layout(groups, tokens.offsets, [starts[i] for i, _ in wave])
+                part = f"wave {number} of {len(planned.waves)}"
+                sync = self.gradient_sync(last and number == len(planned.waves))
+                with self.meter.phase("phase_b", groups, device, part), sync:
+                    yield self._suffixes(tokens, groups, layout, cache)
 
     def _prefixes(self, tokens: TokenBatch, groups: Sequence[Group], cache: PrefixCache) -> torch.Tensor:
         """Phase A; one token goes to the end, since FSDP2 needs the root's output to start phase C from."""
-        shared = any(group.prefix_len for group in groups)
-        layout = prefix_layout(groups, tokens.offsets) if shared else dummy_layout()
+        layout = build_layout(groups, tokens.offsets, suffixes=False)
         keep = self.keep_attention and not self.offload
         attention_pass = self.pass_type(layout, self.kernel, capture=cache, keep=keep)
         with self.forward_context():
@@ -248,21 +230,6 @@ class Schedule:
             pixels=pixels or {},
         )  # fmt: skip
         return result if shards is None else shards.gather(result, gathered)
-
-    @contextmanager
-    def _timed(self, phase: str, groups: Sequence[Group], part: str = "") -> Iterator[None]:
-        start = self._now()
-        with annotate_errors(phase, groups, part):
-            yield
-        self._moments.append((phase, start, self._now()))
-
-    def _now(self) -> Any:
-        """On CUDA an event, for which the host does not wait; else seconds."""
-        if not self._on_cuda:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
 
 
 def _sum_logits(index: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:

@@ -316,6 +316,6 @@ def plan_metrics(groups: Sequence[Group], plan: Plan, schedule: Schedule) -> dic
         "prefix/recomputed_groups": plan.split_groups,
         "prefix/packed_passes": len(plan.packed),
         "prefix/waves": len(plan.waves),
-        "prefix/offloaded_gib": schedule.transfers["host_bytes"] / 2**30,
-        **{f"timing_s/prefix_{phase}": seconds for phase, seconds in schedule.seconds.items()},
+        "prefix/offloaded_gib": schedule.meter.transfers["host_bytes"] / 2**30,
+        **{f"timing_s/prefix_{phase}": seconds for phase, seconds in schedule.meter.seconds.items()},
     }

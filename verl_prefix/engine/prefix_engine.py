@@ -22,6 +22,7 @@ from verl_prefix.auto.shape import model_shape
 from verl_prefix.config import PrefixEngineConfig, check_model_options, check_sequence_parallel, check_whole_rows
 from verl_prefix.core.attention import AttentionPass
 from verl_prefix.core.groups import Group
+from verl_prefix.core.meter import Meter
 from verl_prefix.core.schedule import Schedule
 from verl_prefix.core.waves import Plan, largest_wave, limit_waves, pad_to_same_passes
 from verl_prefix.cpu.engine import CPUEngineMixin
@@ -165,7 +166,7 @@ class PrefixFSDPEngine(StockPath):
             None if forward_only else self._backward,
             offload=self.prefix_config.offload,
             keep_attention=keep_attention,
-            measure_peak=measure_peak,
+            meter=Meter(measure_peak),
             pass_type=pass_type,
         )
         with torch.no_grad() if forward_only else nullcontext():
@@ -195,9 +196,9 @@ class PrefixFSDPEngine(StockPath):
             "prefix/oom_retries": num_retries,
             "prefix/nonfinite_passes": mini_batch.num_not_finite,
         }
-        if schedule.phase_b_peak:
+        if schedule.meter.phase_b_peak:
             self._saw_waves = True
-            metrics["prefix/phase_b_peak_gib"] = schedule.phase_b_peak / 2**30
+            metrics["prefix/phase_b_peak_gib"] = schedule.meter.phase_b_peak / 2**30
         return output, metrics | schedule.model.expert_loads.metrics(self.reduce_sum)
 
     def _prepared(self, data: TensorDict) -> TensorDict:

@@ -32,6 +32,7 @@ from verl_prefix.core.attention import AttentionPass
 from verl_prefix.core.groups import Group
 from verl_prefix.core.kernels import aten
 from verl_prefix.core.layout import Layout, Segment, build_layout
+from verl_prefix.core.meter import Meter
 from verl_prefix.core.schedule import Schedule, TokenBatch
 from verl_prefix.core.waves import Plan, make_plan
 from verl_prefix.models.hookup import ATTENTION_NAME, HookedModel
@@ -123,7 +124,7 @@ def run_arm(case: Case, arm: str, train: bool = True, attention: str | None = No
     """One update on zeroed gradients, or one log-prob pass.
 
     Args:
-        attention: another one for stock than `stock_attention`. measure_peak: see `Schedule`.
+        attention: another one for stock than `stock_attention`. measure_peak: see `Meter`.
     """
     model, batch = case.model, case.batch
     path, _, added = arm.partition("+")
@@ -160,11 +161,11 @@ def run_arm(case: Case, arm: str, train: bool = True, attention: str | None = No
             schedule = Schedule(
                 HookedModel(model), batch.log_probs, step, backward,
                 logits_chunk=case.logits_chunk, offload=added == "offload", keep_attention=added == "checkpoint",
-                measure_peak=measure_peak,
+                meter=Meter(measure_peak),
             )  # fmt: skip
             schedule.run(batch.tokens, plan)
-            backward_s += schedule.seconds.get("phase_c", 0.0)
-            phase_b = schedule.phase_b_peak
+            backward_s += schedule.meter.seconds.get("phase_c", 0.0)
+            phase_b = schedule.meter.phase_b_peak
         else:
             name, forwards = _forwards(case, path, attention)
             model.set_attn_implementation(name)

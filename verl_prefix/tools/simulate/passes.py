@@ -25,6 +25,7 @@ from verl_prefix.auto.shape import ModelShape, model_shape
 from verl_prefix.core.attention import AttentionPass
 from verl_prefix.core.groups import Group
 from verl_prefix.core.layout import Layout, Segment
+from verl_prefix.core.meter import Meter
 from verl_prefix.core.schedule import Schedule, TokenBatch
 from verl_prefix.core.waves import PackedPass, PhasedPass, Plan, first_fit
 from verl_prefix.models import hookup, vision
@@ -112,17 +113,17 @@ def whole_shape(job: Job) -> ModelShape:
         return model_shape(build_model(job), job.dtype)
 
 
-class _Schedule(Schedule):
-    """Tells the tracker its phases."""
+class _Meter(Meter):
+    """Tells the tracker its phases, behind `prefix`, of which groups stand for several by `weights`."""
 
-    tracker: Tracker
-    prefix = ""
-    weights: dict[tuple[Group, ...], float]
+    def __init__(self, tracker: Tracker, prefix: str, weights: dict[tuple[Group, ...], float]) -> None:
+        super().__init__()
+        self.tracker, self.prefix, self.weights = tracker, prefix, weights
 
     @contextlib.contextmanager
-    def _timed(self, phase: str, groups: Sequence[Group], part: str = "") -> Iterator[None]:
+    def phase(self, name: str, groups: Sequence[Group], device: torch.device, part: str = "") -> Iterator[None]:
         weight = self.weights.get(tuple(groups), 1.0)
-        with self.tracker.in_phase(self.prefix + phase, weight), super()._timed(phase, groups, part):
+        with self.tracker.in_phase(self.prefix + name, weight), super().phase(name, groups, device, part):
             yield
 
 
@@ -221,7 +222,7 @@ class Simulation:
         whole = plan_of(job, job.shape or self.shape, arm=arm, budget=budget, forward_only=not update)
         plan, weights = self._thin(whole, update)
         may_keep = may_keep_attention(self.shape, job.checkpointing, job.keep_attention)
-        schedule = _Schedule(
+        schedule = Schedule(
             self.hooked,
             lambda index, logits: self._log_probs(index, logits, update),
             lambda groups, layout, outputs: outputs.sum(),
@@ -232,11 +233,11 @@ class Simulation:
             logits_chunk=job.logits_chunk,
             offload=arm.offload,
             keep_attention=update and arm.keeps_attention and may_keep,
+            meter=_Meter(self.tracker, "" if update else "log_probs/", weights),
         )
-        schedule.tracker, schedule.prefix, schedule.weights = self.tracker, "" if update else "log_probs/", weights
         schedule.run(self.tokens, plan)
         self.tracker.read()  # losses and metrics of all passes
-        self.transfers = schedule.transfers
+        self.transfers = schedule.meter.transfers
 
     def _thin(self, plan: Plan, update: bool) -> tuple[Plan, dict[tuple[Group, ...], float]]:
         """The plan with `job.kept` of its packed passes, of its phased ones, and of each one's waves; and weights."""

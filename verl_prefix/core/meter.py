@@ -1,0 +1,68 @@
+"""Instruments of a run, beside the schedule: seconds of its phases, memory of its waves, bytes that offload moved."""
+
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from verl_prefix.core.errors import annotate_errors
+from verl_prefix.core.groups import Group
+
+
+class Meter:
+    """What a run took.
+
+    Args:
+        measure_peak: on CUDA, `phase_b_peak` becomes the most bytes allocated during phase B. It resets the device's
+            peak statistics, which other code may read.
+
+    Attributes:
+        transfers: bytes and counts of `core.offload`.
+    """
+
+    def __init__(self, measure_peak: bool = False) -> None:
+        self.measure_peak = measure_peak
+        self.phase_b_peak: int | None = None
+        self.transfers: Counter[str] = Counter()
+        self._moments: list[tuple[str, Any, Any]] = []  # phase, start, end
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """Of each phase so far; asking waits for the device."""
+        seconds: dict[str, float] = {}
+        for phase, start, end in self._moments:
+            if isinstance(end, torch.cuda.Event):
+                end.synchronize()
+            span = end - start if isinstance(end, float) else start.elapsed_time(end) / 1000
+            seconds[phase] = seconds.get(phase, 0.0) + span
+        return seconds
+
+    @contextmanager
+    def phase(self, name: str, groups: Sequence[Group], device: torch.device, part: str = "") -> Iterator[None]:
+        """Context of a phase, or of one of its waves; arguments as of `annotate_errors`, which says where an error
+        came from."""
+        start = _now(device)
+        with annotate_errors(name, groups, part):
+            yield
+        self._moments.append((name, start, _now(device)))
+
+    @contextmanager
+    def waves(self, device: torch.device) -> Iterator[None]:
+        """Context of all of phase B."""
+        if self.measure_peak:
+            torch.cuda.reset_peak_memory_stats(device)
+        yield
+        if self.measure_peak:
+            self.phase_b_peak = max(self.phase_b_peak or 0, torch.cuda.max_memory_allocated(device))
+
+
+def _now(device: torch.device) -> Any:
+    """On CUDA an event, for which the host does not wait; else seconds."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
