@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 
 from verl_prefix.core.attention import AttentionParams, AttentionPass
+from verl_prefix.core.schedule import Outputs
 from verl_prefix.models import vision
 from verl_prefix.models.experts import ExpertLoads
 from verl_prefix.models.recurrent import replaced, shared_states
@@ -94,7 +95,7 @@ class HookedModel:
         position_ids: torch.Tensor,
         keep: torch.Tensor,
         attention_pass: AttentionPass,
-        outputs: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None,
+        outputs: Outputs | None,
         logits_chunk: int,
         pixels: Mapping[str, torch.Tensor],
     ) -> torch.Tensor:
@@ -115,34 +116,11 @@ class HookedModel:
         """
         calls = attention_pass.num_calls
         lm_head = self.model.get_output_embeddings()
-        # What `chunked` stands in for: the class's, or one that others put on the instance.
-        head_forward = lm_head.forward
-        rows = torch.arange(len(keep), device=keep.device)
-
-        def chunked(hidden: torch.Tensor) -> torch.Tensor:
-            if outputs is None:
-                return hidden.sum(-1, keepdim=True)
-
-            def chunk(rows_chunk: torch.Tensor, hidden_chunk: torch.Tensor) -> torch.Tensor:
-                return outputs(rows_chunk, head_forward(hidden_chunk))
-
-            # Backward begins with the last chunk: its logits may wait for it, and are no more than a recomputation's.
-            first = len(rows) % logits_chunk or min(len(rows), logits_chunk)
-            sizes = [first, *[logits_chunk] * ((len(rows) - first) // logits_chunk)]
-            *earlier, last = zip(rows.split(sizes), hidden[0].split(sizes), strict=True)
-            chunks = [*(checkpoint(chunk, *x, use_reentrant=False) for x in earlier), chunk(*last)]
-            return torch.cat([x.unsqueeze(0) for x in chunks], dim=1)  # no view, which FSDP2's hooks would warn of
-
-        scales = (getattr(self.text_config, name, None) for name in _AFTER_LM_HEAD)
-        # FSDP2's own hooks reshard weights; any other may read or change logits, which `chunked` would hide from it.
-        hooks = (getattr(hook, "__module__", None) or "" for hook in lm_head._forward_hooks.values())
-        whole = any(not module.startswith("torch.distributed.") for module in hooks) or (
-            outputs is not None and any(scale not in (None, 1, 1.0) for scale in scales)
-        )
+        whole = self._needs_all_logits(lm_head, outputs)
         inputs = self.inputs(input_ids, position_ids, attention_pass)
         with self.expert_loads.counting(attention_pass.multiplicity, keep.device), ExitStack() as stack:
             if not whole:
-                stack.enter_context(replaced(lm_head, "forward", chunked))
+                stack.enter_context(replaced(lm_head, "forward", _ChunkedHead(lm_head.forward, outputs, logits_chunk)))
             if (seeing := vision.vision_model(self.model)) is None:
                 inputs["logits_to_keep"] = keep
             else:
@@ -152,7 +130,18 @@ class HookedModel:
         self.check_calls(attention_pass.num_calls - calls)
         if not whole:
             return logits
-        return logits.sum(-1, keepdim=True) if outputs is None else outputs(rows, logits)
+        if outputs is None:
+            return logits.sum(-1, keepdim=True)
+        return outputs(torch.arange(len(keep), device=keep.device), logits)
+
+    def _needs_all_logits(self, lm_head: torch.nn.Module, outputs: Outputs | None) -> bool:
+        """Whether the model, or a hook of its lm_head, changes logits, which are then not to be hidden from it. FSDP2's
+        own hooks reshard weights."""
+        hooks = (getattr(hook, "__module__", None) or "" for hook in lm_head._forward_hooks.values())
+        scales = (getattr(self.text_config, name, None) for name in _AFTER_LM_HEAD)
+        return any(not module.startswith("torch.distributed.") for module in hooks) or (
+            outputs is not None and any(scale not in (None, 1, 1.0) for scale in scales)
+        )
 
     @staticmethod
     def inputs(input_ids: torch.Tensor, position_ids: torch.Tensor, attention_pass: AttentionPass) -> dict[str, Any]:
@@ -167,6 +156,34 @@ class HookedModel:
                 f"{num_calls} of {num_layers} layers of {type(self.model).__name__} shared their prefixes; "
                 "its code bypasses transformers' attention interface: set model_engine=dp"
             )
+
+
+class _ChunkedHead:
+    """Stands for lm_head's forward: what `outputs` makes of the logits, at most `chunk` tokens of them at a time.
+
+    Args:
+        forward: what it stands in for: the class's, or one that others put on the instance.
+        outputs: None: nobody reads logits, and sums of hidden states take their place.
+    """
+
+    def __init__(self, forward: Callable[[torch.Tensor], torch.Tensor], outputs: Outputs | None, chunk: int) -> None:
+        self.forward, self.outputs, self.chunk = forward, outputs, chunk
+
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[1, n, hidden size] -> [1, n, k]."""
+        if self.outputs is None:
+            return hidden.sum(-1, keepdim=True)
+        rows = torch.arange(hidden.shape[1], device=hidden.device)
+        # Backward begins with the last chunk: its logits may wait for it, and are no more than a recomputation's.
+        first = len(rows) % self.chunk or min(len(rows), self.chunk)
+        sizes = [first, *[self.chunk] * ((len(rows) - first) // self.chunk)]
+        *earlier, last = zip(rows.split(sizes), hidden[0].split(sizes), strict=True)
+        chunks = [*(checkpoint(self._of, *x, use_reentrant=False) for x in earlier), self._of(*last)]
+        return torch.cat([x.unsqueeze(0) for x in chunks], dim=1)  # no view, which FSDP2's hooks would warn of
+
+    def _of(self, rows: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        assert self.outputs is not None
+        return self.outputs(rows, self.forward(hidden))
 
 
 def _prefetch_in_backward(model: PreTrainedModel) -> None:
