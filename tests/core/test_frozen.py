@@ -4,6 +4,8 @@ A wave's queries, keys and values may need no gradient where its prefix's do: a 
 gradient must not get lost, and what is frozen must get none.
 """
 
+import itertools
+
 import peft
 import pytest
 import torch
@@ -11,6 +13,7 @@ from test_api_vision import by_api, by_waves
 from test_families import build, float64_inside  # noqa: F401
 from test_vision import Case, paths  # noqa: F401
 
+from verl_prefix import response_log_probs
 from verl_prefix.core.attention import AttentionParams, GroupedAttention
 from verl_prefix.core.groups import Group
 from verl_prefix.core.kernels import cpu
@@ -19,8 +22,9 @@ from verl_prefix.core.prefix_cache import PrefixCache
 from verl_prefix.testing import random_rollouts, run_shared, run_stock
 
 SHAPE = [(23, [9, 17, 5]), (7, [13, 4]), (1, [6, 30])]
-TEXT = ["qwen3", "mistral-window-8", "gpt-oss-window-9", "qwen3-moe", "qwen3.5", "lfm2", "granite4-h"]
+TEXT = ["mistral-window-8", "gpt-oss-window-9", "qwen3-moe", "lfm2", "granite4-h"]
 SCHEDULES = {"packed": {}, "phased": dict(wave_tokens=19), "offload": dict(wave_tokens=19, offload=True)}
+BY_API = {"api": {}, "api_phased": dict(schedule="phased", wave_tokens=19)}
 
 
 def layer_of(name: str) -> int:
@@ -79,15 +83,25 @@ def check(model, truth, ours) -> None:
     assert len(worst) > 1 and max(worst.values()) < 1e-9, max(worst.items(), key=lambda item: item[1])
 
 
+def through_api(model, rollouts, options: dict) -> list[torch.Tensor]:
+    found = response_log_probs(model, rollouts.prompts, rollouts.responses, **options)
+    sum((x * weight).sum() for x, weight in zip(found, rollouts.weights, strict=True)).backward()
+    return [x.detach() for x in found]
+
+
 def by_schedule(model, rollouts, schedule: str):
+    if schedule in BY_API:
+        return lambda: through_api(model, rollouts, BY_API[schedule])
     name = "packed" if schedule == "packed" else "phased"
     return lambda: run_shared(model, rollouts, name, **SCHEDULES[schedule])
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("pattern", PATTERNS)
-@pytest.mark.parametrize("family", TEXT)
-def test_text_models(family, pattern, schedule, float64_inside):  # noqa: F811
+@pytest.mark.parametrize(
+    ("family", "schedule"),
+    [*itertools.product(["qwen3", "qwen3.5"], [*SCHEDULES, *BY_API]), *((family, "phased") for family in TEXT)],
+)
+def test_text_models(family, schedule, pattern, float64_inside):  # noqa: F811
     model = build(family, torch.float64)
     float64_inside(model)
     freeze(model, PATTERNS[pattern])

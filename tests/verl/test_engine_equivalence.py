@@ -60,6 +60,12 @@ CASES = {
     "lora": {"lora_targets": "all-linear"},
     "lora_phased": {"lora_targets": "all-linear", "schedule": "phased", "wave_tokens": 40},
     "lora_on_queries_alone": {"lora_targets": ["q_proj"], "schedule": "phased", "wave_tokens": 40},
+    "lora_on_a_layer_phased": {"lora_targets": r".*layers\.1\..*_proj", "schedule": "phased", "wave_tokens": 40},
+    "upper_layer_trained": {"trained": r"layers\.1|model\.norm", "schedule": "packed"},
+    "upper_layer_trained_phased": {"trained": r"layers\.1|model\.norm", "schedule": "phased", "wave_tokens": 40},
+    "lower_layer_trained_phased": {"trained": r"layers\.0", "schedule": "phased", "wave_tokens": 40},
+    "all_but_embeddings_phased": {"trained": "^(?!.*embed_tokens)", "schedule": "phased", "wave_tokens": 40},
+    "lm_head_trained_phased": {"trained": "lm_head", "schedule": "phased", "wave_tokens": 40},
     "llama": {"family": "llama"},
     "sliding_window": {"family": "window"},
     "sliding_window_phased": {"family": "window", "schedule": "phased", "wave_tokens": 40},
@@ -88,7 +94,8 @@ CASES = {
 # Cases whose self-check runs: those where ranks differ or must agree. In test-full one rank runs every case's.
 CHECKED = (
     "default", "packed", "phased", "static_batch_size_of_one", "rank_of_empty_responses", "hsdp", "lora_phased",
-    "padded", "sliding_window", "offload_params_and_optimizer", "gate_open",
+    "padded", "sliding_window", "offload_params_and_optimizer", "gate_open", "upper_layer_trained_phased",
+    "lm_head_trained_phased",
 )  # fmt: skip
 
 # Options of every loss of verl with which it does what is its own on these rows.
@@ -282,11 +289,21 @@ def _configs(backend: str, model_path: str, options: dict, forward_only: bool = 
 def _engine(backend: str, model_path: str, options: dict, forward_only: bool = False):
     import verl  # noqa: F401
     from verl.workers.engine import EngineRegistry
+    from verl.workers.engine.fsdp.transformer_impl import FSDPEngine
 
     torch.manual_seed(0)
     configs = _configs(backend, model_path, options, forward_only)
-    engine = EngineRegistry.new(model_type="language_model", backend=backend, **configs)
-    engine.initialize()
+    build = FSDPEngine._build_module  # verl's FSDP engine has no key for what is trained
+
+    def built(self):
+        module = build(self)
+        for name, parameter in module.named_parameters():
+            parameter.requires_grad_(bool(re.search(options.get("trained", ""), name)))
+        return module
+
+    with mock.patch.object(FSDPEngine, "_build_module", built):
+        engine = EngineRegistry.new(model_type="language_model", backend=backend, **configs)
+        engine.initialize()
     return engine
 
 

@@ -40,6 +40,7 @@ CASES = {
     "offload_checkpointed": PHASED | {"offload": True, "gradient_checkpointing": True},
     "lora_on_mixers": {"lora_targets": MIXERS, "schedule": "packed"},
     "lora_on_mixers_phased": PHASED | {"lora_targets": MIXERS},
+    "upper_layer_trained_phased": PHASED | {"trained": r"layers\.1\."},
     "gate_shut": {"min_speedup": 1e6},
     "padded_model_inputs": {"use_remove_padding": False, "schedule": "packed"},
 }

@@ -9,7 +9,6 @@ processor, a rollout or CUDA.
 import copy
 import functools
 import os
-import re
 from collections import Counter
 from unittest import mock
 
@@ -153,28 +152,10 @@ class _Seen:
         self.count["backwards"] += 1
 
 
-def _engine_of(backend: str, path: str, options: dict):
-    trained = options.get("trained")
-    if backend != "prefix" and options.get("frozen_tower"):
-        trained = "^(?!model.visual)"
-    if trained is None:
-        return _engine(backend, path, options)
-    from verl.workers.engine.fsdp.transformer_impl import FSDPEngine
-
-    build = FSDPEngine._build_module  # verl's FSDP engine has no key for it
-
-    def built(self):
-        module = build(self)
-        for name, parameter in module.named_parameters():
-            parameter.requires_grad_(bool(re.search(trained, name)))
-        return module
-
-    with mock.patch.object(FSDPEngine, "_build_module", built):
-        return _engine(backend, path, options)
-
-
 def _measure(backend: str, path: str, rank: int, options: dict) -> dict:
-    engine = _engine_of(backend, path, options)
+    if backend != "prefix" and options.get("frozen_tower"):
+        options = options | {"trained": "^(?!.*visual)"}
+    engine = _engine(backend, path, options)
     data = _batch(rank, engine.model_config.hf_config, path, options)
     result = {}
     with engine.eval_mode(disable_auto_offload=True), _Seen(engine) as result["inferred"]:
