@@ -3,6 +3,7 @@
 import functools
 import warnings
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -38,33 +39,12 @@ class Batch:
             raise ValueError(f"temperature={temperature!r}: pass a number above 0 (1.0 leaves logits as they are)")
         prompts = _rows("prompt", prompts, prompt_mask)
         self.responses = _rows("response", responses, response_mask)
-        if groups is None and len(prompts) != len(self.responses):
-            raise ValueError(
-                f"{len(prompts)} prompts and {len(self.responses)} responses: pass one prompt per response, or groups, "
-                "where row i has prompts[groups[i]]"
-            )
-        if groups is not None:
-            groups = [int(group) for group in groups]
-            if len(groups) != len(self.responses) or not set(groups) <= set(range(len(prompts))):
-                raise ValueError(
-                    f"groups={groups} for {len(prompts)} prompts and {len(self.responses)} responses: pass one index "
-                    "into prompts per response"
-                )
+        of_row = _prompts_of_rows(len(prompts), len(self.responses), groups)
         for i, prompt in enumerate(prompts):
             if not len(prompt):
                 raise ValueError(f"prompts[{i}] is empty, and nothing predicts its response; begin it with a BOS token")
         visual = pixels_of_prompts(model.config, prompts, pixels)
-        if groups is not None:
-            prompts, visual = [prompts[group] for group in groups], [visual[group] for group in groups]
-        behind = torch.zeros(self.num_behind, dtype=torch.int64)
-        rows = [torch.cat([*pair, behind]) for pair in zip(prompts, self.responses, strict=True)]
-        flat = torch.cat([torch.zeros(0, dtype=torch.int64), *rows])
-        vocab_size = model.get_input_embeddings().weight.shape[0]
-        if len(flat) and not 0 <= (worst := int(flat.min() if flat.min() < 0 else flat.max())) < vocab_size:
-            raise ValueError(
-                f"token {worst} is not in the model's vocabulary of {vocab_size}; padding and ignored labels such as "
-                "-100 belong outside of the mask, or out of the list"
-            )
+        prompts, visual = [prompts[i] for i in of_row], [visual[i] for i in of_row]
         parameter = next(model.parameters())
         self.device = parameter.device
         self.dtype = torch.promote_types(parameter.dtype, torch.float32)
@@ -72,23 +52,52 @@ class Batch:
         self.return_entropy = return_entropy
         self.mask = None if response_mask is None else response_mask.bool().to(self.device)
         lens = [len(row) + self.num_behind for row in self.responses]
-        positions = [torch.arange(len(row)) for row in rows]
-        offsets = [0, *torch.tensor([len(row) for row in rows], dtype=torch.int64).cumsum(0).tolist()]
+        positions = self._positions(model, prompts, lens=lens, visual=visual)
+        self.tokens = self._flat(model, prompts, positions=positions, visual=visual)
+        # Positions too: those of a clip are of its seconds per grid, which are no pixels.
         sees = vision.is_vision_config(model.config)
-        if sees:
-            _check_responses(model.config, self.responses)
-            positions = [positions_of_row(model, *row) for row in zip(prompts, visual, lens, strict=True)]
-        self.tokens = TokenBatch(
+        read = [x[..., : len(prompt)] for x, prompt in zip(positions, prompts, strict=True)] if sees else None
+        uids = None if groups is None else of_row
+        self.groups, _ = group_rows(prompts, lens, uids=uids, positions=read, pixels=vision.share_pixels(visual))
+        if len(prompts) > 1 and all(len(group.rows) == 1 for group in self.groups):
+            warnings.warn(f"no two of {len(prompts)} rows have the same prompt: nothing is shared", stacklevel=3)
+
+    def _positions(
+        self, model: Any, prompts: Sequence[torch.Tensor], lens: Sequence[int], visual: Sequence[dict[str, Any]]
+    ) -> list[torch.Tensor]:
+        """Position ids of each row, [length], or [4, length] of a vision model; `lens`: of its tokens behind the
+        prompt."""
+        if not vision.is_vision_config(model.config):
+            return [torch.arange(len(prompt) + n) for prompt, n in zip(prompts, lens, strict=True)]
+        _check_responses(model.config, self.responses)
+        return [positions_of_row(model, *row) for row in zip(prompts, visual, lens, strict=True)]
+
+    def _flat(
+        self, model: Any, prompts: Sequence[torch.Tensor], positions: Sequence[torch.Tensor],
+        visual: Sequence[dict[str, Any]],
+    ) -> TokenBatch:  # fmt: skip
+        """All rows one behind the other.
+
+        Raises:
+            ValueError: a token is not in the model's vocabulary.
+        """
+        none, behind = torch.zeros(0, dtype=torch.int64), torch.zeros(self.num_behind, dtype=torch.int64)
+        rows = [torch.cat([*pair, behind]) for pair in zip(prompts, self.responses, strict=True)]
+        flat = torch.cat([none, *rows])
+        vocab_size = model.get_input_embeddings().weight.shape[0]
+        if len(flat) and not 0 <= (worst := int(flat.min() if flat.min() < 0 else flat.max())) < vocab_size:
+            raise ValueError(
+                f"token {worst} is not in the model's vocabulary of {vocab_size}; padding and ignored labels such as "
+                "-100 belong outside of the mask, or out of the list"
+            )
+        offsets = [0, *accumulate(map(len, rows))]
+        sees = vision.is_vision_config(model.config)
+        return TokenBatch(
             flat.to(self.device),
-            torch.cat([torch.zeros(0, dtype=torch.int64), *positions] if not sees else positions, -1).to(self.device),
+            torch.cat([*positions] if sees else [none, *positions], -1).to(self.device),
             offsets,
             vision.PixelBatch(visual, flat, offsets, model.config) if sees else None,
         )
-        # Positions too: those of a clip are of its seconds per grid, which are no pixels.
-        read = [x[..., : len(prompt)] for x, prompt in zip(positions, prompts, strict=True)] if sees else None
-        self.groups, _ = group_rows(prompts, lens, uids=groups, positions=read, pixels=vision.share_pixels(visual))
-        if len(rows) > 1 and all(len(group.rows) == 1 for group in self.groups):
-            warnings.warn(f"no two of {len(rows)} rows have the same prompt: nothing is shared", stacklevel=3)
 
     @property
     def num_tokens(self) -> int:
@@ -193,6 +202,28 @@ class LogProbs(torch.autograd.Function):
         if ctx.temperature != 1:
             dlogits /= ctx.temperature
         return dlogits, None, None, None
+
+
+def _prompts_of_rows(num_prompts: int, num_rows: int, groups: Any) -> list[int]:
+    """The index of each row's prompt, by `groups`, or one prompt per row.
+
+    Raises:
+        ValueError: they do not fit together.
+    """
+    if groups is None:
+        if num_prompts != num_rows:
+            raise ValueError(
+                f"{num_prompts} prompts and {num_rows} responses: pass one prompt per response, or groups, "
+                "where row i has prompts[groups[i]]"
+            )
+        return list(range(num_rows))
+    groups = [int(group) for group in groups]
+    if len(groups) != num_rows or not set(groups) <= set(range(num_prompts)):
+        raise ValueError(
+            f"groups={groups} for {num_prompts} prompts and {num_rows} responses: pass one index "
+            "into prompts per response"
+        )
+    return groups
 
 
 def _check_responses(config: Any, responses: Sequence[torch.Tensor]) -> None:
