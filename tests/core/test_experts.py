@@ -3,6 +3,8 @@
 import torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from verl_prefix.core.attention import AttentionPass
+from verl_prefix.core.layout import Layout, Segment
 from verl_prefix.models.experts import ExpertLoads
 
 
@@ -13,10 +15,11 @@ def test_tokens_are_counted_where_they_are_and_not_where_parameters_wait(monkeyp
     fields |= dict(num_attention_heads=2, num_key_value_heads=1, num_experts_per_tok=2, vocab_size=20)
     model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**fields))
     loads, router = ExpertLoads(model), model.model.layers[0].mlp.gate
-    with loads.counting(torch.ones(5, dtype=torch.int64), torch.device("meta")):
+    five = AttentionPass(Layout(torch.arange(5), 0, (Segment(5),)), "auto")
+    with loads.counting(five, torch.device("meta")):
         (hook,) = router._forward_hooks.values()
         scores, chosen = torch.zeros(5, 4, device="meta"), torch.zeros(5, 2, dtype=torch.int64, device="meta")
         hook(router, (), (scores, scores[:, :2], chosen))
     assert not router._forward_hooks and loads._loads[0].is_meta
-    with torch.no_grad(), loads.counting(torch.ones(5, dtype=torch.int64), torch.device("cpu")):
+    with torch.no_grad(), loads.counting(five, torch.device("cpu")):
         assert not router._forward_hooks, "log-probs are not counted"

@@ -36,7 +36,6 @@ class AttentionPass:
         cache: a wave, suffixes read their prefixes from it.
         keep: under gradient checkpointing, attention's outputs wait for the backward, whose recomputation of the layers
             then runs no kernel.
-        multiplicity: `Layout.multiplicity` of the tokens that this rank has.
         shards: the row's tokens are spread over ranks.
     """
 
@@ -54,7 +53,6 @@ class AttentionPass:
         self.capture = capture
         self.cache = cache
         self.shards = shards
-        self.multiplicity = layout.multiplicity
         self.kept: Kept | None = {} if keep else None
         self.num_calls = 0  # layers seen, so that a model that bypasses us is noticed
 

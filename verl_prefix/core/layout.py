@@ -27,12 +27,13 @@ def _built_once() -> Any:
 
 class Segment(NamedTuple):
     """A prefix, or one row's suffix, which reads `prefix_len` tokens of the prefix source from `prefix_start` on: the
-    source's prefix number `prefix`, counted from 0; -1 where there is none."""
+    source's prefix number `prefix`, counted from 0; -1 where there is none. `rows` of the batch have these tokens."""
 
     length: int
     prefix_start: int = 0
     prefix_len: int = 0
     prefix: int = -1
+    rows: int = 1
 
 
 class Forks(NamedTuple):
@@ -136,14 +137,12 @@ class Layout:
 
     `index` [T] (int64) says which token of the batch's flat values each one is. A segment's prefix is counted in the
     prefix source: this row itself, or for a wave (which has no prefixes) the prefix row of phase A. `read` [n] (int64)
-    are the suffix tokens whose outputs are read; None: all. `multiplicity` [T] (int64): how often each token counts in
-    the logical batch, 0 in a dummy.
+    are the suffix tokens whose outputs are read; None: all.
     """
 
     index: torch.Tensor
     num_prefix: int
     segments: tuple[Segment, ...]
-    multiplicity: torch.Tensor
     read: torch.Tensor | None = None
     _calls: dict[tuple[int | None, torch.device], tuple[Call, ...]] = _built_once()
     _forks: dict[torch.device, Forks] = _built_once()
@@ -151,6 +150,12 @@ class Layout:
     @property
     def num_tokens(self) -> int:
         return len(self.index)
+
+    @property
+    def multiplicity(self) -> torch.Tensor:
+        """[T] int64: how often each token counts in the logical batch, 0 in a dummy."""
+        rows, lens = zip(*((segment.rows, segment.length) for segment in self.segments), strict=True)
+        return torch.tensor(rows).repeat_interleave(torch.tensor(lens))
 
     @functools.cached_property
     def num_prefixes(self) -> int:
@@ -254,7 +259,10 @@ def build_layout(
         suffixes: False for phase A: prefixes alone.
     """
     prefixes = [group for group in groups if group.prefix_len and starts is None]
-    pieces = [(int(offsets[group.rows[0]]), Segment(group.prefix_len)) for group in prefixes]
+    pieces = [
+        (int(offsets[group.rows[0]]), Segment(group.prefix_len, rows=sum(n > 0 for n in group.suffix_lens)))
+        for group in prefixes
+    ]
     num_prefix = sum(group.prefix_len for group in prefixes)
     if suffixes:
         pieces += [
@@ -264,16 +272,9 @@ def build_layout(
             if suffix_len
         ]
     if not pieces:
-        return Layout(torch.zeros(1, dtype=torch.int64), 0, (Segment(1),), torch.zeros(1, dtype=torch.int64))
+        return Layout(torch.zeros(1, dtype=torch.int64), 0, (Segment(1, rows=0),))
     index = _ranges([(start, segment.length) for start, segment in pieces])
-    multiplicity = torch.cat([_multiplicity(prefixes), torch.ones(len(index) - num_prefix, dtype=torch.int64)])
-    return Layout(index, num_prefix, tuple(s for _, s in pieces), multiplicity)
-
-
-def _multiplicity(groups: Sequence[Group]) -> torch.Tensor:
-    """Of the prefixes of `groups`, one after the other: rows that have one."""
-    of_group = (torch.full((g.prefix_len,), sum(n > 0 for n in g.suffix_lens), dtype=torch.int64) for g in groups)
-    return torch.cat([torch.zeros(0, dtype=torch.int64), *of_group])
+    return Layout(index, num_prefix, tuple(segment for _, segment in pieces))
 
 
 def on_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -219,7 +219,7 @@ class Schedule:
         own, kept, shards = layout.index, torch.arange(layout.num_tokens)[keep], None
         if self.sequence_group is not None:
             shards = attention_pass.shards = Shards(self.sequence_group, layout, device)
-            own, attention_pass.multiplicity = layout.index[shards.tokens], shards.own(layout.multiplicity)
+            own = layout.index[shards.tokens]
             kept, gathered = shards.keep(kept)
         index, kept = on_device(own, device), on_device(kept, device)
         of_batch = index[kept]

@@ -255,7 +255,7 @@ class MiniBatch:
             with torch.no_grad():
                 nothing = torch.zeros((0, len(self.names)), dtype=self.dtype, device=device)
                 no_tokens = torch.zeros(0, dtype=torch.int64)
-                self.step(plan.idle_rows, Layout(no_tokens, 0, (), no_tokens), nothing)
+                self.step(plan.idle_rows, Layout(no_tokens, 0, ()), nothing)
             if len(self._passes) > 1:
                 self._passes[-1].output["metrics"] = {}
         self._read()

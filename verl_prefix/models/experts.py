@@ -7,6 +7,7 @@ from contextlib import ExitStack, contextmanager
 import torch
 from transformers import PreTrainedModel
 
+from verl_prefix.core.attention import AttentionPass
 from verl_prefix.core.layout import on_device
 
 
@@ -25,11 +26,12 @@ class ExpertLoads:
         self._loads: dict[int, torch.Tensor] = {}
 
     @contextmanager
-    def counting(self, multiplicity: torch.Tensor, device: torch.device) -> Iterator[None]:
-        """While open, a forward's tokens on `device` count `multiplicity` [T] int64 times each."""
+    def counting(self, attention_pass: AttentionPass, device: torch.device) -> Iterator[None]:
+        """While open, a forward's tokens on `device` count as often as the logical batch has them."""
         with ExitStack() as hooks:
             if self._routers and torch.is_grad_enabled():
-                multiplicity = on_device(multiplicity, device)
+                multiplicity, shards = attention_pass.layout.multiplicity, attention_pass.shards
+                multiplicity = on_device(multiplicity if shards is None else shards.own(multiplicity), device)
                 for layer, router in enumerate(self._routers):
                     hook = functools.partial(self._count, layer, multiplicity)
                     hooks.callback(router.register_forward_hook(hook).remove)

@@ -118,7 +118,7 @@ class HookedModel:
         lm_head = self.model.get_output_embeddings()
         whole = self._needs_all_logits(lm_head, outputs)
         inputs = self.inputs(input_ids, position_ids, attention_pass)
-        with self.expert_loads.counting(attention_pass.multiplicity, keep.device), ExitStack() as stack:
+        with self.expert_loads.counting(attention_pass, keep.device), ExitStack() as stack:
             if not whole:
                 stack.enter_context(replaced(lm_head, "forward", _ChunkedHead(lm_head.forward, outputs, logits_chunk)))
             if (seeing := vision.vision_model(self.model)) is None:

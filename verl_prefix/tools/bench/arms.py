@@ -225,7 +225,7 @@ def _whole_rows(batch: Batch, path: str, attention: str, index: torch.Tensor) ->
         extra["attention_mask"] = torch.ones_like(ids)
     elif attention == ATTENTION_NAME:
         segments = (Segment(row),) * (len(index) // row)
-        extra["prefix_pass"] = AttentionPass(Layout(index, 0, segments, torch.ones_like(index)), "auto")
+        extra["prefix_pass"] = AttentionPass(Layout(index, 0, segments), "auto")
     if path != "stock_lean":
         return Forward(ids, positions, token_index=index, kept=None, extra=extra)
     # The last prompt token up to the last response token but one: their outputs are the responses' log-probs.

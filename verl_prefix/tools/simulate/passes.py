@@ -296,7 +296,7 @@ class Simulation:
         job, lengths = self.job, [self.lengths[row] for row in batch]
         pieces = [torch.arange(self.offsets[row], self.offsets[row + 1]) for row in batch]
         index = torch.cat(pieces)
-        layout = Layout(index, 0, tuple(map(Segment, lengths)), torch.ones_like(index))
+        layout = Layout(index, 0, tuple(map(Segment, lengths)))
         attention = AttentionPass(layout, self.kernel)
         index = index.to(self.device)
         ids, positions = self.tokens.input_ids[index], self.tokens.position_ids[..., index]
