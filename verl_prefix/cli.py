@@ -127,8 +127,7 @@ def _add_bench(commands: argparse._SubParsersAction) -> None:
         help="prefix and response tokens, rows per prompt")  # fmt: skip
     add("--shape", help="model shape, such as qwen3-8b; default small, that of the grid cpu")
     add("--arms", type=_names, help="some of all arms, comma-separated")
-    add("--layers", type=_numbers("N or N,M", (1, 2)), metavar="N[,M]",
-        help="layers, or two depths to extrapolate from; default all of the shape")  # fmt: skip
+    add("--layers", type=int, help="default all of the shape")
     add("--repeats", type=int, help="rounds of all arms; default 3")
     add("--budget", type=int, help="tokens of a pass in every arm; default twice the row")
     add("--truth", choices=("float64", "float32", "none"), help="of gradients; default float64")

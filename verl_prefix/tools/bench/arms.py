@@ -1,17 +1,15 @@
 """Arms of `verl-prefix bench`: one update, or log-prob pass, of the same rows by stock, by peers and by us.
 
-    padded           rows side by side, verl with use_remove_padding=False; no row is shorter, so nothing is wasted here
     stock            whole rows in one packed row, verl's default: the best attention there is (see `stock_attention`)
     stock_lean       the same with lm_head on response tokens alone: a stronger baseline than verl has
     prefix_grouper   the package of that name (0.0.1.post1), as published: lm_head on every token of its packed row
-    flex             FlexAttention with a shared-prefix block mask over our packed row; needs CUDA
     packed, phased   `schedule.Schedule`; phased with waves of at most an eighth of the budget
     auto             the plan that `auto.chooser` makes, in waves that fill the budget (the plugin's defaults)
     +checkpoint      gradient checkpointing of decoder layers
     +offload         phased: prefixes wait in host memory (on a CPU only its cost shows)
 
 All arms run in micro-batches of at most `budget` tokens (verl's ppo_max_token_len_per_gpu, physical tokens; one row at
-least). All but padded, stock and prefix_grouper bound logits at `logits_chunk` tokens, checkpointed beyond that.
+least). All but stock and prefix_grouper bound logits at `logits_chunk` tokens, checkpointed beyond that.
 """
 
 import functools
@@ -19,19 +17,17 @@ import importlib.util
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
 from torch.nn.attention.bias import causal_lower_right
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, PreTrainedModel
 
 from verl_prefix.core.attention import AttentionPass
 from verl_prefix.core.groups import Group
 from verl_prefix.core.kernels import aten
-from verl_prefix.core.layout import Layout, Segment, build_layout
+from verl_prefix.core.layout import Layout, Segment
 from verl_prefix.core.meter import Meter
 from verl_prefix.core.schedule import Schedule, TokenBatch
 from verl_prefix.core.waves import Plan, make_plan
@@ -187,15 +183,12 @@ def _forwards(case: Case, path: str, attention: str | None) -> tuple[str, list[F
     model, batch = case.model, case.batch
     device = model.device.type
     if path in STOCK:
-        name = "sdpa" if path == "padded" else attention or stock_attention(device, model.dtype)
+        name = attention or stock_attention(device, model.dtype)
         alone = name == "sdpa" or is_recurrent(model.config.model_type)  # a state would leak into the next packed row
-        rows = max(1, case.budget // batch.size.row) if path == "padded" or not alone else 1
+        rows = 1 if alone else max(1, case.budget // batch.size.row)
         index = torch.arange(len(batch.weights), device=device).split(rows * batch.size.row)
-        return name, [_whole_rows(batch, path, name, piece) for piece in index]
+        return name, [_whole_rows(batch, path == "stock_lean", name, piece) for piece in index]
     packed = make_plan(batch.groups, case.budget, "packed").packed
-    if path == "flex":
-        AttentionInterface.register("bench_flex", _flex_attention)
-        return "bench_flex", [_flex_forward(batch, one.groups) for one in packed]
     return _prefix_grouper_attention(model), [_prefix_grouper_forward(batch, *one.groups) for one in packed]
 
 
@@ -216,59 +209,21 @@ def _run(case: Case, forward: Forward, backward: Callable[[torch.Tensor], None])
     backward(sum(loss(*p) if whole else checkpoint(loss, *p, use_reentrant=False) for p in pieces))
 
 
-def _whole_rows(batch: Batch, path: str, attention: str, index: torch.Tensor) -> Forward:
+def _whole_rows(batch: Batch, lean: bool, attention: str, index: torch.Tensor) -> Forward:
     row = batch.size.row
-    shape = (-1, row) if path == "padded" else (1, -1)
-    ids, positions = (x[index].view(shape) for x in (batch.tokens.input_ids, batch.tokens.position_ids))
+    ids, positions = (x[index].unsqueeze(0) for x in (batch.tokens.input_ids, batch.tokens.position_ids))
     extra: dict[str, Any] = {}
-    if path == "padded":
-        extra["attention_mask"] = torch.ones_like(ids)
-    elif attention == ATTENTION_NAME:
+    if attention == ATTENTION_NAME:
         segments = (Segment(row),) * (len(index) // row)
         extra["prefix_pass"] = AttentionPass(Layout(index, 0, segments), "auto")
-    if path != "stock_lean":
+    if not lean:
         return Forward(ids, positions, token_index=index, kept=None, extra=extra)
     # The last prompt token up to the last response token but one: their outputs are the responses' log-probs.
     kept = index.view(-1, row)[:, batch.size.prefix : -1].flatten()
     return Forward(ids, positions, token_index=kept, kept=kept - index[0], extra=extra)
 
 
-def block_mask(layout: Layout, device: torch.device) -> BlockMask:
-    """The mask of a packed row: a segment reads itself and its group's prefix, causally by index in the row."""
-    segments = layout.segments
-    lens = torch.tensor([s.length for s in segments])
-    prefixes = {start: i for i, start in enumerate(accumulate((s.length for s in segments), initial=0))}
-    # A suffix names where its prefix starts; a prefix has none and reads itself.
-    parents = torch.tensor([prefixes[s.prefix_start] if s.prefix_len else i for i, s in enumerate(segments)])
-    own = torch.arange(len(segments)).repeat_interleave(lens).to(device)
-    parent = parents.repeat_interleave(lens).to(device)
-
-    def allowed(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
-        return ((own[kv] == own[q]) | (own[kv] == parent[q])) & (kv <= q)
-
-    # Compiled, it does not build the T x T mask first.
-    build = _compiled(create_block_mask) if device.type == "cuda" else create_block_mask
-    return build(allowed, B=None, H=None, Q_LEN=layout.num_tokens, KV_LEN=layout.num_tokens, device=device.type)
-
-
-def _flex_forward(batch: Batch, groups: Sequence[Group]) -> Forward:
-    layout = build_layout(groups, batch.tokens.offsets)
-    device = batch.weights.device
-    index = layout.index.to(device)
-    ids, positions = (x[index].unsqueeze(0) for x in (batch.tokens.input_ids, batch.tokens.position_ids))
-    kept = torch.arange(layout.num_prefix, layout.num_tokens, device=device)
-    return Forward(
-        ids, positions, token_index=index[kept], kept=kept, extra={"prefix_blocks": block_mask(layout, device)}
-    )
-
-
-def _flex_attention(module, query, key, value, attention_mask, scaling=None, prefix_blocks=None, **_):
-    attend = _compiled(flex_attention) if query.is_cuda else flex_attention
-    out = attend(query, key, value, block_mask=prefix_blocks, scale=scaling, enable_gqa=True)
-    return out.transpose(1, 2).contiguous(), None
-
-
-_lower_right, _compiled = functools.cache(causal_lower_right), functools.cache(torch.compile)
+_lower_right = functools.cache(causal_lower_right)
 
 
 def _prefix_grouper_attention(model: PreTrainedModel) -> str:

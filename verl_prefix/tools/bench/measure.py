@@ -25,7 +25,7 @@ from verl_prefix.tools.bench.memory import added_peak, capacity, free_memory, in
 from verl_prefix.tools.bench.options import STOCK, Options, Size, full_depth, unavailable
 from verl_prefix.tools.report import provenance
 
-SCHEMA = "verl_prefix.bench/2"  # 1: commit and dirty stood beside the versions
+SCHEMA = "verl_prefix.bench/3"  # 2: config.layers was a list of one or two depths
 MOST_ROUNDS, QUICK_S = 15, 3.0
 MIN_SPEEDUP = 1.05  # the default of actor.prefix.min_speedup
 
@@ -66,11 +66,11 @@ def gradient_error(model: torch.nn.Module, truth: dict[str, torch.Tensor]) -> fl
 
 
 class Bench:
-    """One model at one depth; `row` measures a grid row."""
+    """One model; `row` measures a grid row."""
 
-    def __init__(self, options: Options, layers: int, progress: tqdm) -> None:
-        self.options, self.layers, self.progress = options, layers, progress
-        self.model = options.model(layers)
+    def __init__(self, options: Options, progress: tqdm) -> None:
+        self.options, self.progress = options, progress
+        self.model = options.model()
         self.shape = model_shape(self.model, self.model.dtype)
         costs = CostModel(
             shape=self.shape, dense_mask=False, wave_tokens=None, min_speedup=MIN_SPEEDUP,
@@ -106,7 +106,7 @@ class Bench:
             for arm, result in alive.items():
                 self._measure(arm, case, result=result, truth=truth, turn=turn)
         return size._asdict() | {
-            "layers": self.layers, "budget": budget, "wave_tokens": budget // WAVES_PER_BUDGET, "auto": auto,
+            "layers": options.layers, "budget": budget, "wave_tokens": budget // WAVES_PER_BUDGET, "auto": auto,
             "ideal_flops": {
                 added: update_flops(self.shape, size, f"ideal{added}", budget) for added in ("", "+checkpoint")
             },
@@ -115,7 +115,7 @@ class Bench:
 
     def capacity(self, arm: str, size: Size) -> int:
         self._say(f"{size} capacity of {arm}")
-        return capacity(self.options, arm, size=size, layers=self.layers, model=self.model)
+        return capacity(self.options, arm, size=size, model=self.model)
 
     def _say(self, text: str) -> None:
         self.progress.set_description(text, refresh=sys.stderr.isatty())
@@ -157,9 +157,9 @@ class Bench:
         size = case.batch.size
         self._say(f"{size} memory of {arm}")
         if self.options.device == "cpu":
-            return in_fresh_process(added_peak, self.options, arm, size, self.layers, case.plan)
+            return in_fresh_process(added_peak, self.options, arm, size, case.plan)
         try:
-            return added_peak(self.options, arm, size, layers=self.layers, plan=case.plan, model=self.model)
+            return added_peak(self.options, arm, size, plan=case.plan, model=self.model)
         except torch.OutOfMemoryError as error:
             reason = f"out of memory: {str(error).splitlines()[0]}"
         free_memory()
@@ -172,7 +172,7 @@ def header(options: Options) -> dict[str, Any]:
         "config": options.asdict(),
         "full_depth": full_depth(options.shape),
         "stock_attention": stock_attention(options.device, options.torch_dtype),
-        "cannot_run": {arm: why for arm in options.arms if (why := unavailable(arm, options.device, options.shape))},
+        "cannot_run": {arm: why for arm in options.arms if (why := unavailable(arm, options.shape))},
         "rows": [],
     }
 
@@ -219,22 +219,18 @@ def run(options: Options, out: Path | None = None) -> int:
 
 def _measure_rows(options: Options, report: dict[str, Any], out: Path | None) -> None:
     """Adds the rows that the report has not yet."""
-    done = {tuple(row[k] for k in ("layers", *Size._fields)) for row in report["rows"]}
+    done = {tuple(row[k] for k in Size._fields) for row in report["rows"]}
+    if not (sizes := [size for size in options.sizes if size not in done]):
+        return
     every = 0.1 if sys.stderr.isatty() else 20  # a log gets a line now and then
-    with tqdm(total=0, unit="row", mininterval=every, maxinterval=every) as progress:
-        for layers in options.layers:
-            sizes = [size for size in options.sizes if (layers, *size) not in done]
-            if not sizes:
-                continue
-            bench = Bench(options, layers, progress)
-            progress.total += len(sizes)
-            for size in sizes:
-                row = bench.row(size)
-                if options.capacity and layers == options.layers[-1]:
-                    row["capacity"] = {arm: bench.capacity(arm, size) for arm in options.running}
-                report["rows"].append(row)
-                progress.update()
-                if out:
-                    tables.compare(report)
-                    tables.write(report, out)
-            del bench
+    with tqdm(total=len(sizes), unit="row", mininterval=every, maxinterval=every) as progress:
+        bench = Bench(options, progress)
+        for size in sizes:
+            row = bench.row(size)
+            if options.capacity:
+                row["capacity"] = {arm: bench.capacity(arm, size) for arm in options.running}
+            report["rows"].append(row)
+            progress.update()
+            if out:
+                tables.compare(report)
+                tables.write(report, out)

@@ -29,7 +29,7 @@ def warm_up(options: Options, arm: str, model: PreTrainedModel) -> None:
 
 
 def added_peak(
-    options: Options, arm: str, size: Size, layers: int, plan: Plan | None = None, model: PreTrainedModel | None = None
+    options: Options, arm: str, size: Size, plan: Plan | None = None, model: PreTrainedModel | None = None
 ) -> dict[str, float]:
     """MiB that one update adds at its peak to model, gradients, inputs and what a tiny update leaves behind; phased on
     CUDA also at the peak of phase B.
@@ -39,7 +39,7 @@ def added_peak(
             still holds would hide a part.
     """
     torch.set_num_threads(options.threads)
-    model = model or options.model(layers)
+    model = model or options.model()
     case = Case(model, build_batch(size, model.config.vocab_size, options.device), options.budget_of(size), plan=plan)
     warm_up(options, arm, model)
     before = reset_peak_mib(options.device)
@@ -70,7 +70,7 @@ def longest_total(trains: Callable[[int], bool], step: int = CAPACITY_STEP, most
     return good + step * bisect_left(between, True, key=lambda total: not trains(total))
 
 
-def capacity(options: Options, arm: str, size: Size, layers: int, model: PreTrainedModel) -> int:
+def capacity(options: Options, arm: str, size: Size, model: PreTrainedModel) -> int:
     """Prompt and response tokens, in the proportion of `size`, of the longest row that trains within the limit.
 
     The limit holds model, gradients and all that an update adds: on CUDA as the allocator's limit, on a CPU measured.
@@ -84,7 +84,7 @@ def capacity(options: Options, arm: str, size: Size, layers: int, model: PreTrai
         resident = sum(2 * p.numel() * p.element_size() for p in model.parameters()) / 2**20
 
         def fits(total: int) -> bool:
-            added = in_fresh_process(added_peak, options, arm, sized(total), layers)["added_peak_mib"]
+            added = in_fresh_process(added_peak, options, arm, sized(total))["added_peak_mib"]
             return resident + added <= options.capacity * 1024
 
         return longest_total(fits)

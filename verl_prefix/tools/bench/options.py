@@ -12,10 +12,9 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
 
-STOCK = ("padded", "stock", "stock_lean")
+STOCK = ("stock", "stock_lean")
 ARMS = (
-    *STOCK, "prefix_grouper", "flex", "packed", "phased", "auto",
-    "phased+offload", "stock+checkpoint", "phased+checkpoint",
+    *STOCK, "prefix_grouper", "packed", "phased", "auto", "phased+offload", "stock+checkpoint", "phased+checkpoint",
 )  # fmt: skip
 RECOMPILE_LIMIT = 128  # every arm has its own attention, gradient mode and shapes; beyond it, eager code runs unseen
 LLAMA = dict(rms_norm_eps=1e-5)
@@ -77,17 +76,16 @@ class Size(NamedTuple):
         return "/".join(map(str, self))
 
 
-def unavailable(arm: str, device: str, shape: str) -> str | None:
+def unavailable(arm: str, shape: str) -> str | None:
     """The reason why this arm cannot run here, or None."""
     from verl_prefix.models.recurrent import is_recurrent
 
-    name = arm.partition("+")[0]
-    if name in ("prefix_grouper", "flex") and is_recurrent(SHAPES[shape][0]):
+    if arm != "prefix_grouper":
+        return None
+    if is_recurrent(SHAPES[shape][0]):
         return f"it shares attention alone, and most layers of {shape} are recurrent"
-    if name == "prefix_grouper" and not importlib.util.find_spec("prefix_grouper"):
+    if not importlib.util.find_spec("prefix_grouper"):
         return "the package prefix-grouper is not installed (pip install prefix-grouper==0.0.1.post1)"
-    if name == "flex" and device != "cuda":
-        return "FlexAttention has a backward on CUDA alone"
     return None
 
 
@@ -98,7 +96,7 @@ class Options:
     sizes: tuple[Size, ...]
     shape: str = "small"
     arms: tuple[str, ...] = ARMS
-    layers: tuple[int, ...] = ()
+    layers: int | None = None
     repeats: int = 3
     budget: int | None = None
     truth: str = "float64"
@@ -113,7 +111,7 @@ class Options:
         object.__setattr__(self, "sizes", tuple(dict.fromkeys(self.sizes)))
         if not self.sizes:
             raise ValueError("nothing to measure: give --grid cpu, another grid, or --rows P/S/G")
-        for name in ("repeats", "threads", "budget"):
+        for name in ("repeats", "threads", "budget", "layers"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise ValueError(f"--{name} {value}: use 1 or more")
         if self.shape not in SHAPES:
@@ -121,12 +119,9 @@ class Options:
         for arm in self.arms:
             if arm not in ARMS:
                 raise ValueError(f"--arms: {arm!r} is unknown; use some of {', '.join(ARMS)}")
-        if not self.layers:
-            object.__setattr__(self, "layers", (full_depth(self.shape),))
-        if min(self.layers) < 1 or len(self.layers) > 2 or list(self.layers) != sorted(set(self.layers)):
-            raise ValueError(f"--layers {','.join(map(str, self.layers))}: give one depth, or two as in 2,4")
-        if (deepest := max(self.layers)) > (full := full_depth(self.shape)):
-            raise ValueError(f"--layers {deepest}: {self.shape} has {full}; give at most that, or another --shape")
+        object.__setattr__(self, "layers", self.layers or full_depth(self.shape))
+        if self.layers > (full := full_depth(self.shape)):
+            raise ValueError(f"--layers {self.layers}: {self.shape} has {full}; give at most that, or another --shape")
         if self.capacity is not None and not 0 < self.capacity < math.inf:
             raise ValueError(f"--capacity {self.capacity}: give a number of GiB above 0")
         import torch
@@ -141,7 +136,7 @@ class Options:
         if not self.dtype:
             object.__setattr__(self, "dtype", "bfloat16" if self.device == "cuda" else "float32")
         if not self.running:
-            reason = unavailable(self.arms[0], self.device, self.shape)
+            reason = unavailable(self.arms[0], self.shape)
             raise ValueError(f"none of --arms {','.join(self.arms)} can run: {reason}")
         if (self.memory or self.capacity) and self.device == "cpu" and not RESET_PEAK.exists():
             raise ValueError(f"peak memory on a CPU is read from {RESET_PEAK}, which is not there: add --no-memory")
@@ -154,18 +149,18 @@ class Options:
 
     @property
     def running(self) -> tuple[str, ...]:
-        return tuple(arm for arm in self.arms if not unavailable(arm, self.device, self.shape))
+        return tuple(arm for arm in self.arms if not unavailable(arm, self.shape))
 
     def budget_of(self, size: Size) -> int:
         return self.budget or max(2 * size.row, 16384 if self.device == "cuda" else 0)
 
-    def model(self, layers: int) -> "PreTrainedModel":
+    def model(self) -> "PreTrainedModel":
         import torch
 
         longest = max(4096, *(size.row for size in self.sizes))
-        model = build_model(self.shape, layers, device=self.device, dtype=self.torch_dtype, positions=longest)
-        torch._dynamo.config.recompile_limit = RECOMPILE_LIMIT  # of these layers and of the arm flex
+        model = build_model(self.shape, self.layers, device=self.device, dtype=self.torch_dtype, positions=longest)
         if self.compile:
+            torch._dynamo.config.recompile_limit = RECOMPILE_LIMIT
             for layer in model.base_model.layers:
                 layer.compile(dynamic=True)
         return model

@@ -1,4 +1,4 @@
-"""Grids by name; speed-ups, extrapolated depths, Markdown, PNG and a page's table from a report's JSON."""
+"""Grids by name; speed-ups, Markdown, PNG and a page's table from a report's JSON."""
 
 import json
 from pathlib import Path
@@ -6,6 +6,7 @@ from statistics import median, quantiles
 from typing import Any
 
 from verl_prefix.files import write_whole
+from verl_prefix.tools.bench.options import ARMS, STOCK
 from verl_prefix.tools.plots import Bars, save
 from verl_prefix.tools.report import table
 
@@ -23,8 +24,6 @@ GRIDS: dict[str, tuple[tuple[int, int, int], ...]] = {
 }
 # Dense bf16 tensor-core FLOP/s, from NVIDIA's data sheets, by a part of the device's name.
 PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "B200": 2250e12}
-NUMBERS = ("flops", "added_peak_mib", "phase_b_peak_mib")
-PASSES = ("update", "forward", "log_probs")
 MARKS = "<!-- bench -->", "<!-- /bench -->"
 # The promise of auto: with it no row is slower than stock by more than noise.
 LEAST_OF_STOCK = 0.97
@@ -38,46 +37,18 @@ def grid(names: list[str]) -> list[tuple[int, int, int]]:
 
 
 def compare(report: dict[str, Any]) -> None:
-    """Adds the figures that follow from a report's rows: p20, p50 and p80 of seconds, ratios, and full depth where two
-    depths were measured."""
-    report["extrapolated"] = []
+    """Adds the figures that follow from a report's rows: p20, p50 and p80 of seconds, and ratios."""
     for row in report["rows"]:
         for arm in row["arms"].values():
             for name, seconds in arm.get("seconds", {}).items():
                 if seconds:
                     fifths = quantiles(seconds, n=5, method="inclusive") if len(seconds) > 1 else seconds * 4
                     arm[name] = {"p20": fifths[0], "p50": median(seconds), "p80": fifths[3]}
-    layers = report["config"]["layers"]
-    if len(layers) == 2:
-        low, high = ({_size(row, False): row for row in report["rows"] if row["layers"] == n} for n in layers)
-        pairs = [(low[size], high[size]) for size in low if size in high]
-        report["extrapolated"] = [_extrapolate(*pair, report["full_depth"]) for pair in pairs]
     peak = None
     if report["config"]["device"] == "cuda" and report["config"]["dtype"] in ("bfloat16", "float16"):
         peak = next((flops for name, flops in PEAK_FLOPS.items() if name in report["device"]), None)
-    for row in (*report["rows"], *report["extrapolated"]):
+    for row in report["rows"]:
         _ratios(row, peak)
-
-
-def _extrapolate(low: dict[str, Any], high: dict[str, Any], layers: int) -> dict[str, Any]:
-    """The row at another depth: a line through two measured depths, for seconds, MiB and FLOPs."""
-    share = (layers - low["layers"]) / (high["layers"] - low["layers"])
-
-    def line(a: float, b: float) -> float:
-        return a + (b - a) * share
-
-    row = {k: high[k] for k in ("prefix", "suffix", "group", "budget", "wave_tokens", "auto")}
-    row |= {"layers": layers, "extrapolated_from": [low["layers"], high["layers"]], "arms": {}}
-    row["ideal_flops"] = {name: line(low["ideal_flops"][name], value) for name, value in high["ideal_flops"].items()}
-    for name, arm in high["arms"].items():
-        other = low["arms"].get(name)
-        if other is None or "failed" in arm or "failed" in other:
-            continue
-        figures = {key: line(other[key], arm[key]) for key in NUMBERS if key in arm and key in other}
-        for key in (key for key in PASSES if key in arm):
-            figures[key] = {p: line(other[key][p], value) for p, value in arm[key].items()}
-        row["arms"][name] = figures
-    return row
 
 
 def _ratios(row: dict[str, Any], peak: float | None) -> None:
@@ -93,24 +64,24 @@ def _ratios(row: dict[str, Any], peak: float | None) -> None:
         arm["speedup"] = stock["update"]["p50"] / arm["update"]["p50"]
         if "log_probs" in arm and "log_probs" in stock:
             arm["log_probs_speedup"] = stock["log_probs"]["p50"] / arm["log_probs"]["p50"]
-        if name.partition("+")[0] not in ("padded", "stock", "stock_lean"):
+        if name.partition("+")[0] not in STOCK:
             arm["ceiling"] = stock["flops"] / row["ideal_flops"][added]
             arm["of_ceiling"] = arm["speedup"] / arm["ceiling"]
 
 
 def markdown(report: dict[str, Any]) -> str:
     """Conditions, the table, and what the table does not show."""
-    config, versions = report["config"], report["versions"]
+    config, versions, rows = report["config"], report["versions"], report["rows"]
     installed = ", ".join(f"{name} {value}" for name, value in versions.items() if value)
     truth = "not measured" if config["truth"] == "none" else f"the largest of a parameter, against {config['truth']}"
-    layers = " and ".join(map(str, config["layers"]))
     attention = _ATTENTION[report["stock_attention"]]
     commit, dirty = report["git"]["commit"], report["git"]["dirty"]
     code = f"commit {(commit or 'unknown')[:12]}" + ", uncommitted files" * dirty if commit or dirty else "installed"
     compiled = ", decoder layers compiled" if config["compile"] else ""
     lines = [
         f"{report['device']}, {config['dtype']}, {installed}; {code}. "
-        f"Model shape {config['shape']} with random weights, {layers} of {report['full_depth']} layers{compiled}. "
+        f"Model shape {config['shape']} with random weights, {rows[0]['layers']} of {report['full_depth']} layers"
+        f"{compiled}. "
         "Seconds are p50 (p20 to p80) of rounds of all arms in turn; speed-ups are over stock with the same "
         f"checkpointing (attention: {attention}). n is the number of rounds; stock_lean runs lm_head on "
         "responses alone. The FLOP ratio is stock's FLOPs over those of computing every token once, lm_head on "
@@ -118,15 +89,14 @@ def markdown(report: dict[str, Any]) -> str:
         f"{truth}.",
         "",
     ]
-    rows = [*report["rows"], *report["extrapolated"]]
     head = ["P/S/G", "arm", "n", "update s", "speed-up", "over stock_lean", "of the FLOP ratio", "forward s",
             "log-probs s", "speed-up", "added MiB", "gradient error", "MFU"]  # fmt: skip
     columns = len(head) if any("mfu" in arm for row in rows for arm in row["arms"].values()) else len(head) - 1
     cells = []
     for row in rows:
         for i, (name, arm) in enumerate(row["arms"].items()):
-            cells.append([_size(row, len(config["layers"]) > 1) if i == 0 else "", *_cells(row, name, arm)])
-    lines += [*table(head[:columns], [line[:columns] for line in cells]), *_notes(report, rows)]
+            cells.append([_size(row) if i == 0 else "", *_cells(row, name, arm)])
+    lines += [*table(head[:columns], [line[:columns] for line in cells]), *_notes(report)]
     return "\n".join(lines).rstrip()
 
 
@@ -137,10 +107,8 @@ _ATTENTION = {
 }
 
 
-def _size(row: dict[str, Any], with_depth: bool) -> str:
-    depth = f", {row['layers']} layers" if with_depth else ""
-    told = ", extrapolated" if "extrapolated_from" in row else ""
-    return f"{row['prefix']}/{row['suffix']}/{row['group']}{depth}{told}"
+def _size(row: dict[str, Any]) -> str:
+    return f"{row['prefix']}/{row['suffix']}/{row['group']}"
 
 
 def _cells(row: dict[str, Any], name: str, arm: dict[str, Any]) -> list[str]:
@@ -165,16 +133,15 @@ def _cells(row: dict[str, Any], name: str, arm: dict[str, Any]) -> list[str]:
              number("added_peak_mib", ".0f"), number("grad_error", ".1e"), number("mfu", ".2f")]  # fmt: skip
 
 
-def _notes(report: dict[str, Any], rows: list[dict[str, Any]]) -> list[str]:
-    lines, measured = [], []
+def _notes(report: dict[str, Any]) -> list[str]:
+    rows, lines, measured = report["rows"], [], []
     for row in rows:
         auto = row["auto"]
         speedup = auto and row["arms"].get(auto["same_as"] or "auto", {}).get("speedup")
         if speedup is not None:
             measured.append(speedup)
             lines.append(
-                f"auto at {_size(row, len(report['config']['layers']) > 1)}: {auto['choice']}, predicted "
-                f"{auto['predicted']:.2f}, measured {speedup:.2f}."
+                f"auto at {_size(row)}: {auto['choice']}, predicted {auto['predicted']:.2f}, measured {speedup:.2f}."
             )
     if measured:
         worst = min(measured)
@@ -185,15 +152,13 @@ def _notes(report: dict[str, Any], rows: list[dict[str, Any]]) -> list[str]:
             stock = row["arms"].get("stock+checkpoint" if "+checkpoint" in name else "stock", {})
             if "phase_b_peak_mib" in arm and "added_peak_mib" in stock:
                 under = 1 - arm["phase_b_peak_mib"] / stock["added_peak_mib"]
-                lines.append(f"Phase B of {name} at {_size(row, True)}: {under:.1%} under stock's added peak.")
+                lines.append(f"Phase B of {name} at {_size(row)}: {under:.1%} under stock's added peak.")
         if capacity := row.get("capacity"):
             longest = ", ".join(f"{arm} {total}" for arm, total in capacity.items())
             limit = f"{report['config']['capacity']:g} GiB"
-            lines.append(f"Longest rows that train within {limit}, P:S:G as {_size(row, True)}: {longest} tokens.")
-    if report["extrapolated"]:
-        depths = " and ".join(map(str, report["config"]["layers"]))
-        lines.append(f"Rows at {report['full_depth']} layers are lines through {depths} measured layers, not measured.")
-    lines += [f"Not run here: {arm}: {why}." for arm, why in report["cannot_run"].items()]
+            lines.append(f"Longest rows that train within {limit}, P:S:G as {_size(row)}: {longest} tokens.")
+    # A report may be of an older commit, with arms that are no more.
+    lines += [f"Not run here: {arm}: {why}." for arm, why in report["cannot_run"].items() if arm in ARMS]
     return [line + ("  " if i < len(lines) - 1 else "") for i, line in enumerate(lines)]
 
 
@@ -205,13 +170,13 @@ def write(report: dict[str, Any], out: Path) -> None:
 
 def draw(report: dict[str, Any], path: Path) -> bool:
     """Speed-up with the FLOP ratio, and added memory, per row; False: see `plots.save`."""
-    rows = report["extrapolated"] or report["rows"]
+    rows = report["rows"]
     arms = dict.fromkeys(name for row in rows for name in row["arms"])
 
     def values(key: str) -> dict[str, list[float | None]]:
         return {name: [row["arms"].get(name, {}).get(key) for row in rows] for name in arms}
 
-    x, ticks = "P/S/G: prefix tokens / response tokens of a row / rows", [_size(row, False) for row in rows]
+    x, ticks = "P/S/G: prefix tokens / response tokens of a row / rows", [_size(row) for row in rows]
     title = f"Update: speed-up over stock, medians of n = {report['config']['repeats']} rounds"
     panels = [
         Bars(title, "times stock", x, ticks, values("speedup"), lines=("FLOP ratio", values("ceiling"))),
