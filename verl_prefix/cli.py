@@ -14,7 +14,10 @@ from verl_prefix.versions import installed_version
 
 
 class _Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line, without the usage above it."""
+    """Takes whole names of options alone; says what is wrong in one line, without the usage above it."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(allow_abbrev=False, **options)
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
@@ -65,9 +68,10 @@ def _plan(arguments: argparse.Namespace) -> int:
     from verl_prefix.tools.simulate.hardware import Request
 
     check_out(arguments.out)
-    if not arguments.simulate and (given := [x for x in ("gpu", "fit") if getattr(arguments, x) is not None]):
-        raise ValueError(f"--{given[0]} is for a simulation; add --simulate")
-    request = Request(arguments.gpu or "h100", arguments.fit) if arguments.simulate else None
+    given = _given(arguments, Request)
+    if given and not arguments.simulate:
+        raise ValueError(f"--{next(iter(given))} is for a simulation; add --simulate")
+    request = Request(**given) if arguments.simulate else None
     words, parts = options.override_words(arguments.words), options.shares(arguments.shares)
     if (responses := arguments.response_lengths) and not options.is_dump(responses):
         options.spread(responses)
@@ -77,8 +81,8 @@ def _plan(arguments: argparse.Namespace) -> int:
     from verl_prefix.tools.plan import command
 
     return command.run(
-        arguments.out, arguments.config_name, words, responses=responses, parts=parts,
-        config_path=arguments.config_path, request=request,
+        arguments.out, arguments.config_name or options.CONFIG_NAME, words, responses=responses, parts=parts,
+        config_path=arguments.config_path or options.CONFIG_PATH, request=request,
     )  # fmt: skip
 
 
@@ -117,20 +121,21 @@ def _names(text: str) -> tuple[str, ...]:
 
 
 def _add_bench(commands: argparse._SubParsersAction) -> None:
+    from verl_prefix.tools.bench.options import Options
     from verl_prefix.tools.bench.report import GRIDS
 
-    command = commands.add_parser("bench", help="time, memory and error of stock, peers and ours; without verl")
+    command = commands.add_parser("bench", help="time, memory and error of stock, a peer and ours; without verl")
     command.set_defaults(run=_bench)
     add = command.add_argument
     add("--grid", action="append", default=[], help=f"rows by name: {', '.join(GRIDS)}; repeatable")
     add("--rows", type=_numbers("P/S/G", (3,)), nargs="+", default=[], metavar="P/S/G",
         help="prefix and response tokens, rows per prompt")  # fmt: skip
-    add("--shape", help="model shape, such as qwen3-8b; default small, that of the grid cpu")
+    add("--shape", help=f"model shape, such as qwen3-8b; default {Options.shape}")
     add("--arms", type=_names, help="some of all arms, comma-separated")
     add("--layers", type=int, help="default all of the shape")
-    add("--repeats", type=int, help="rounds of all arms; default 3")
+    add("--repeats", type=int, help=f"rounds of all arms; default {Options.repeats}")
     add("--budget", type=int, help="tokens of a pass in every arm; default twice the row")
-    add("--truth", choices=("float64", "float32", "none"), help="of gradients; default float64")
+    add("--truth", choices=("float64", "float32", "none"), help=f"of gradients; default {Options.truth}")
     add("--device", choices=("cpu", "cuda"), help="default cuda where there is one")
     add("--dtype", choices=("float32", "bfloat16", "float16"), help="default bfloat16 on cuda")
     add("--threads", type=int, help="of torch on a CPU")
@@ -144,6 +149,8 @@ def _add_bench(commands: argparse._SubParsersAction) -> None:
 
 
 def _add_ab(commands: argparse._SubParsersAction) -> None:
+    from verl_prefix.tools.ab.options import MADE_UP_STEPS, Options
+
     command = commands.add_parser("ab", help="replay a run's updates through the stock engine and ours, and compare")
     command.set_defaults(run=_ab)
     add = command.add_mutually_exclusive_group(required=True).add_argument
@@ -156,13 +163,13 @@ def _add_ab(commands: argparse._SubParsersAction) -> None:
     add("--model", help="the model's folder, where it is not the recorded path")
     add("--arms", type=_names,
         help="of auto, packed, phased, and stock_repacked (stock again, its rows reversed and micro-batches twice as "
-        "large: what rounding alone changes); default auto")  # fmt: skip
-    add("--steps", type=int, help="steps to replay; default all that were recorded, or 5")
+        f"large: what rounding alone changes); default {','.join(Options.arms)}")  # fmt: skip
+    add("--steps", type=int, help=f"steps to replay; default all that were recorded, or {MADE_UP_STEPS}")
     add("--ranks", type=int, help="ranks to replay on, a divisor of the recorded ones")
     add("--dtype", choices=("fp32", "bf16"), help="of forward and backward; default as recorded")
     add("--lr", type=float, help="learning rate; default as recorded")
-    add("--truth-steps", type=int, help="first steps that the truth takes too; default 3")
-    add("--out", type=Path, default=Path("outputs/ab"), help="folder of the report; default outputs/ab")
+    add("--truth-steps", type=int, help=f"first steps that the truth takes too; default {Options.truth_steps}")
+    add("--out", type=Path, default=Path("outputs/ab"), help="folder of the report; default %(default)s")
     add("--force", action="store_true", help="replace a report that is there")
 
 
@@ -171,12 +178,11 @@ def _add_plan(commands: argparse._SubParsersAction) -> None:
         "plan",
         help="say what sharing would gain a training command, from its own overrides",
         usage="%(prog)s [options] OVERRIDE...\n       %(prog)s [options] python3 -m verl.trainer.main_ppo OVERRIDE...",
-        allow_abbrev=False,
     )
     command.set_defaults(run=_plan)
     add = command.add_argument
-    add("--config-path", "-cp", default="config", help="as on the training command")
-    add("--config-name", "-cn", default="ppo_trainer", help="as on the training command")
+    add("--config-path", "-cp", help="as on the training command")
+    add("--config-name", "-cn", help="as on the training command")
     add("--response-lengths", metavar="SPEC",
         help="MEAN, MEAN,STD, or a folder of trainer.rollout_data_dir; default half of data.max_response_length; "
         "STD without one is half the mean")  # fmt: skip

@@ -3,6 +3,12 @@
 import subprocess
 import sys
 
+import pytest
+
+from verl_prefix import cli
+from verl_prefix.tools.ab import options as ab
+from verl_prefix.tools.bench import options as bench
+
 MISSING = "is in missing, which is no folder here; write the name of a file in a folder that exists"
 WRONG = {
     "plan --out missing/plan.json a=1": f"plan: --out missing/plan.json {MISSING}",
@@ -55,3 +61,29 @@ def test_wrong_words_are_said_before_anything_slow_is_imported(tmp_path) -> None
     assert done.returncode == 0 and len(lines) == len(WRONG), done.stderr
     for line, says in zip(lines, WRONG.values(), strict=True):
         assert line.startswith("verl-prefix ") and says in line
+
+
+@pytest.mark.parametrize("words", ["bench --grid tiny --repeat 2", "ab --runs a b --step 2", "doctor --hel"])
+def test_half_an_option_is_none(words: str, capsys) -> None:
+    with pytest.raises(SystemExit) as error:
+        cli.main(words.split())
+    assert error.value.code == 2 and f"unrecognized arguments: {words[words.rindex('--') :]}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("command", "options", "name", "default"),
+    [
+        ("bench", bench.Options, "repeats", 77),
+        ("bench", bench.Options, "shape", "tiny"),
+        ("bench", bench.Options, "truth", "float32"),
+        ("ab", ab.Options, "arms", ("packed", "phased")),
+        ("ab", ab.Options, "truth_steps", 77),
+        ("ab", ab, "MADE_UP_STEPS", 77),
+    ],
+)
+def test_help_tells_the_default_that_holds(command, options, name, default, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(options, name, default)
+    with pytest.raises(SystemExit):
+        cli.main([command, "--help"])
+    told = " ".join(capsys.readouterr().out.split())
+    assert ("or {}" if options is ab else "default {}").format(",".join(default) if name == "arms" else default) in told

@@ -5,6 +5,7 @@ import math
 from pathlib import Path
 
 STOCK, REPACKED, TRUTH = "stock", "stock_repacked", "truth"
+MADE_UP_STEPS = 5  # of --synthetic, where --steps is not given
 ARMS = ("auto", "packed", "phased", REPACKED)  # that are compared with stock: its `schedule`s, and stock again
 
 

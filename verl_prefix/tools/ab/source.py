@@ -8,7 +8,7 @@ from verl.workers.config import ActorConfig, FSDPEngineConfig, FSDPOptimizerConf
 
 from verl_prefix.engine.trace import StepRows, Trace, join_rows, model_fingerprint, plain
 from verl_prefix.tools.ab.arm import precision
-from verl_prefix.tools.ab.options import Options
+from verl_prefix.tools.ab.options import MADE_UP_STEPS, Options
 
 # Modules that a trace may name as optimizer_impl: verl imports what stands there.
 OPTIMIZERS = ("torch.optim", "torchao.optim", "bitsandbytes.optim")
@@ -28,7 +28,7 @@ class Source:
         self.synthetic, self.trace, model = options.synthetic, None, options.model
         if self.synthetic:
             self.manifest = synthetic_manifest(self.synthetic)
-            self.num_steps, self.ranks = options.steps or 5, options.ranks or 1
+            self.num_steps, self.ranks = options.steps or MADE_UP_STEPS, options.ranks or 1
             if model_fingerprint(model) is None:
                 raise ValueError(f"--model {model} has no config.json; give a model's folder")
         else:

@@ -28,7 +28,7 @@ from verl_prefix.auto.shape import model_shape
 from verl_prefix.files import write_whole
 from verl_prefix.models.recurrent import packing_leak
 from verl_prefix.models.support import unsupported_reasons
-from verl_prefix.tools.plan.options import TIMINGS, PlanError, is_dump, spread
+from verl_prefix.tools.plan.options import CONFIG_PATH, TIMINGS, PlanError, is_dump, spread
 from verl_prefix.tools.plan.predict import PATHS, SEED, MicroBatch, Sizes, predict
 from verl_prefix.tools.plan.training_command import (
     check_values,
@@ -168,7 +168,7 @@ def build(
     words: list[str],
     responses: str | None,
     parts: dict[str, float] | None,
-    config_path: str = "config",
+    config_path: str = CONFIG_PATH,
     request: Request | None = None,
 ) -> dict[str, Any]:
     """The plan, as JSON can hold it; without figures where the model is refused.

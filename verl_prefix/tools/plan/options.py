@@ -7,6 +7,7 @@ from pathlib import Path
 
 from verl_prefix.tools.ab.runs import read_run
 
+CONFIG_PATH, CONFIG_NAME = "config", "ppo_trainer"  # verl's own, where the training command names none
 # verl's timing -> the pass that it holds.
 TIMINGS = {"timing_s/update_actor": "update", "timing_s/old_log_prob": "old", "timing_s/ref": "ref"}
 MAIN = re.compile(r"(.*/)?verl[./]trainer[./]main_ppo\w*(\.py)?")

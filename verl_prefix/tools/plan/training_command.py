@@ -26,14 +26,14 @@ from verl_prefix.config import (
     check_whole_rows,
 )
 from verl_prefix.models.vision import is_vision_config
-from verl_prefix.tools.plan.options import PlanError, override_words
+from verl_prefix.tools.plan.options import CONFIG_NAME, CONFIG_PATH, PlanError, override_words
 
 MAX_PROMPTS = 2000  # of the train file, evenly spread; their lengths stand for all
 MAX_CLIPS = 64  # the same where their images and videos must be decoded
 TARGET = "verl_prefix.config.PrefixActorConfig"
 
 
-def compose_config(config_name: str, words: list[str], config_path: str = "config") -> DictConfig:
+def compose_config(config_name: str, words: list[str], config_path: str = CONFIG_PATH) -> DictConfig:
     """Composes the config of `python -m verl.trainer.main_ppo --config-name=... overrides...`, with the prefix engine.
 
     Args:
@@ -53,7 +53,7 @@ def compose_config(config_name: str, words: list[str], config_path: str = "confi
     return config
 
 
-def _compose(config_name: str, overrides: list[str], config_path: str = "config", **options: bool) -> DictConfig:
+def _compose(config_name: str, overrides: list[str], config_path: str = CONFIG_PATH, **options: bool) -> DictConfig:
     trainer = Path(importlib.util.find_spec("verl.trainer").origin).parent
     try:
         with initialize_config_dir(str((trainer / config_path).resolve()), version_base=None):
@@ -68,7 +68,7 @@ def prefix_engine_sources() -> tuple[list[str], dict[str, str]]:
     Raises:
         PlanError: it does not compose.
     """
-    config = _compose("ppo_trainer", ["model_engine=prefix"], return_hydra_config=True)
+    config = _compose(CONFIG_NAME, ["model_engine=prefix"], return_hydra_config=True)
     sources = [source.path for source in config.hydra.runtime.config_sources if source.provider == "verl_prefix"]
     return sources, {role: config.actor_rollout_ref[role]._target_ for role in ("actor", "ref")}
 

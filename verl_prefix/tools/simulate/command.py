@@ -79,9 +79,9 @@ def simulated(job: Job, request: Request, per_node: int) -> dict[str, Any]:
             "actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype=bf16"
         )
     arms, fitting = compare(job, hardware), {}
-    if request.gib:
-        fits = fit(job, hardware, request.gib)
-        fitting = {"fits_gib": request.gib, "fits": fits, "positions": positions(job.config)}
+    if request.fit:
+        fits = fit(job, hardware, request.fit)
+        fitting = {"fits_gib": request.fit, "fits": fits, "positions": positions(job.config)}
     return {
         "gpu": request.gpu,
         "hardware": asdict(hardware),

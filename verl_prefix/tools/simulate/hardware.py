@@ -67,16 +67,16 @@ class Request:
     """Options of the command line.
 
     Args:
-        gpu: see `read_hardware`. gib: of `--fit`, or None.
+        gpu: see `read_hardware`. fit: GiB of one GPU, or None.
 
     Raises:
         ValueError: an unknown GPU, or GiB that no device has.
     """
 
     gpu: str = "h100"
-    gib: float | None = None
+    fit: float | None = None
 
     def __post_init__(self) -> None:
         read_hardware(self.gpu)
-        if self.gib is not None and not 0 < self.gib < 1 << 20:
-            raise ValueError(f"--fit {self.gib}: give the GiB of one GPU, a number above 0")
+        if self.fit is not None and not 0 < self.fit < 1 << 20:
+            raise ValueError(f"--fit {self.fit}: give the GiB of one GPU, a number above 0")
