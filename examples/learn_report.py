@@ -148,7 +148,8 @@ def draw(report: dict[str, Any], path: Path) -> bool:
         Curves(title, "reward", minutes, [(n, by_minute(run)) for n, run in named.items()], x="minutes of training"),
         Curves("Seconds of a step", "seconds", steps, [(n, by_step(run, SECONDS)) for n, run in named.items()]),
         Bars(
-            f"Exact match on {report['config']['worlds'][report['config']['test']][0]} held-out questions", "share", "",
+            f"Exact match on {report['config']['worlds'][report['config']['test']][0]} held-out questions",
+            "share", "weights",
             ["after SFT", f"after {report['config']['size']['steps']} steps"],
             {n: [run["exact_match"]["start"], run["exact_match"]["end"]] for n, run in named.items()},
         ),

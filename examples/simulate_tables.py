@@ -178,20 +178,8 @@ def markdown(report: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--out", type=Path, default=ROOT / "examples/results/simulated_tables.json")
-    options = parser.parse_args()
-    start = time.process_time()
-    report = provenance("simulated/1", "cpu") | {
-        "rates": "those of verl_prefix/tools/simulate/hardware.py",
-        "shapes": shapes(),
-        "paper": paper(),
-        "longest": longest_rows(),
-    }
-    report["cpu_seconds"] = round(time.process_time() - start)
-    write_whole(options.out, json.dumps(report, indent=1) + "\n")
-    write_whole(options.out.with_suffix(".md"), markdown(report))
+def draw(report: dict[str, Any], path: Path) -> bool:
+    """Speed-ups over stock, and peaks, of every setting; False: see `plots.save`."""
     names = [name.replace(" ", "\n", 1) for name in report["shapes"]]
     bars = {
         arm: [
@@ -206,7 +194,24 @@ def main() -> None:
     }
     panels = [Bars("update, simulated", "times faster than stock", "setting", names, bars),
               Bars("peak, simulated", "GiB", "setting", names, peaks)]  # fmt: skip
-    save(options.out.with_suffix(".png"), "simulated, no GPU ran", panels)
+    return save(path, "simulated, no GPU ran", panels)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--out", type=Path, default=ROOT / "examples/results/simulated_tables.json")
+    options = parser.parse_args()
+    start = time.process_time()
+    report = provenance("simulated/1", "cpu") | {
+        "rates": "those of verl_prefix/tools/simulate/hardware.py",
+        "shapes": shapes(),
+        "paper": paper(),
+        "longest": longest_rows(),
+    }
+    report["cpu_seconds"] = round(time.process_time() - start)
+    write_whole(options.out, json.dumps(report, indent=1) + "\n")
+    write_whole(options.out.with_suffix(".md"), markdown(report))
+    draw(report, options.out.with_suffix(".png"))
 
 
 if __name__ == "__main__":

@@ -7,14 +7,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 
 from verl_prefix.tools import plots
+from verl_prefix.tools.ab import options as ab_options
 from verl_prefix.tools.ab import render, runs
+from verl_prefix.tools.bench import options as bench_options
 from verl_prefix.tools.bench import report as bench
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = {path.name: path for path in (ROOT / "examples" / "results").glob("*.json")}
+
+KINDS = ("ab_", "bench_", "demo_", "learn_")
 
 
 def _load(name: str) -> dict[str, Any]:
@@ -38,18 +43,20 @@ def _bar_heights(axes: Any) -> list[float]:
     return [patch.get_height() for patch in axes.patches]
 
 
-@pytest.mark.parametrize("name", [name for name in RESULTS if name.startswith(("ab_", "bench_", "demo_"))] + ["runs"])
+@pytest.mark.parametrize("name", [name for name in RESULTS if name.startswith(KINDS)] + ["runs"])
 def test_every_axis_has_a_unit_every_panel_data_and_a_title(
     drawn: list[Figure], monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "examples"))
     import demo_report
+    import learn_report
 
-    kind = {"ab": render, "bench": bench, "demo": demo_report}.get(name.split("_")[0], runs)
+    kind = {"ab": render, "bench": bench, "demo": demo_report, "learn": learn_report}.get(name.split("_")[0], runs)
     found = _two_runs() if kind is runs else _load(name)
     assert kind.draw(found, Path("unused.png"))
     (figure,) = drawn
     check(figure)
+    check_colors(figure)
     if kind is bench:
         assert len(figure.axes) == (2 if found["config"]["memory"] else 1)
         assert f"n = {found['config']['repeats']} rounds" in figure.axes[0].get_title()
@@ -64,6 +71,29 @@ def test_every_axis_has_a_unit_every_panel_data_and_a_title(
         # Where an optimizer's memory is not known, as of format 1, it has no place there.
         known = [name for name in counts if found["passes"]["stock"][name]["added_gib"] is not None]
         assert [text.get_text() for text in figure.axes[4].get_xticklabels()] == known
+
+
+def check_colors(figure: Figure) -> None:
+    """An arm's is that of the palette, paler in its second run; what is no arm is black."""
+    seen: set[str] = set()
+    (legend,) = figure.legends
+    for handle, text in zip(legend.legend_handles, legend.get_texts(), strict=True):
+        arm = text.get_text().partition(",")[0]
+        shown = to_rgb(handle.get_color() if hasattr(handle, "get_color") else handle.get_facecolor())
+        if arm == "FLOP ratio":
+            assert shown == (0, 0, 0)
+        elif arm not in seen:
+            assert shown == to_rgb(plots.COLORS[arm]), text
+        else:
+            assert all(pale > full for pale, full in zip(shown, to_rgb(plots.COLORS[arm]), strict=True)), text
+        seen.add(arm)
+
+
+def test_every_arm_has_a_color_of_its_own() -> None:
+    arms = {*bench_options.ARMS, "stock", *ab_options.ARMS}
+    assert arms <= set(plots.COLORS) and {*plots.COLORS} - arms == {"prefix", "ours"}
+    assert len({to_rgb(plots.COLORS[arm]) for arm in arms}) == len(arms)
+    assert all(plots.COLORS[name] == plots.COLORS["auto"] for name in ("prefix", "ours"))
 
 
 def check(figure: Figure) -> None:

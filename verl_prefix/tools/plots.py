@@ -10,6 +10,12 @@ from pathlib import Path
 from typing import Any
 
 Values = Sequence[float | None]  # None and NaN: nothing is drawn there
+# An arm has one colour in every plot; the engine as it comes is `auto`, also where it is called prefix or ours.
+COLORS = {
+    "stock": "0.5", "stock_lean": "0.75", "stock+checkpoint": "0.25", "stock_repacked": "tab:olive",
+    "prefix_grouper": "tab:red", "packed": "tab:blue", "phased": "tab:orange", "phased+offload": "tab:green",
+    "phased+checkpoint": "tab:brown", "auto": "tab:purple", "prefix": "tab:purple", "ours": "tab:purple",
+}  # fmt: skip
 
 
 def _known(values: Values) -> bool:
@@ -30,7 +36,7 @@ class Curves:
     def labels(self) -> list[str]:
         return [label for label, ys in self.curves if _known(ys)]
 
-    def draw(self, axes: Any, colors: dict[str, str]) -> None:
+    def draw(self, axes: Any, colors: dict[str, Any]) -> None:
         from matplotlib.ticker import MaxNLocator
 
         shown = [(label, [math.nan if y is None else y for y in ys]) for label, ys in self.curves if _known(ys)]
@@ -74,7 +80,7 @@ class Bars:
     def labels(self) -> list[str]:
         return [label for label, heights in self.bars.items() if _known(heights)]
 
-    def draw(self, axes: Any, colors: dict[str, str]) -> None:
+    def draw(self, axes: Any, colors: dict[str, Any]) -> None:
         shown = [i for i in range(len(self.ticks)) if _known([heights[i] for heights in self.bars.values()])]
         labels, (name, lines) = self.labels(), self.lines
         width = 0.8 / len(labels)
@@ -96,6 +102,21 @@ class Bars:
         axes.set_axisbelow(True)
 
 
+def colors_of(labels: Iterable[str]) -> dict[str, Any]:
+    """The colour of each label, "arm" or "arm, run"; each further run of an arm is paler."""
+    from matplotlib.colors import to_rgb
+
+    found: dict[str, Any] = {}
+    runs: dict[str, int] = {}
+    for label in dict.fromkeys(labels):
+        arm = label.partition(",")[0]
+        shade = 0.5 ** runs.setdefault(arm, 0)
+        runs[arm] += 1
+        # Black: an arm of an older report, which is no more.
+        found[label] = tuple(x + (1 - shade) * (1 - x) for x in to_rgb(COLORS.get(arm, "black")))
+    return found
+
+
 def save(path: Path, title: str, panels: Iterable[Curves | Bars], columns: int = 2, width: float = 11.0) -> bool:
     """Writes the PNG, without panels that have no data; says so where it cannot. Returns whether there is one: an older
     one is removed."""
@@ -109,9 +130,7 @@ def save(path: Path, title: str, panels: Iterable[Curves | Bars], columns: int =
     panels = [panel for panel in panels if panel.labels()]
     if not panels:
         return False
-    colors: dict[str, str] = {}  # a label has one color in all panels, the stock actor is grey
-    for label in (label for panel in panels for label in panel.labels()):
-        colors.setdefault(label, "0.5" if label.split(",")[0] == "stock" else f"C{len(colors)}")
+    colors = colors_of(label for panel in panels for label in panel.labels())
     rows = [panels[i : i + columns] for i in range(0, len(panels), columns)]
     figure = Figure(figsize=(width, 3.75 * len(rows)), layout="constrained")
     figure.suptitle(title)
