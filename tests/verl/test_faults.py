@@ -25,35 +25,40 @@ from verl_prefix.core.groups import Group
 from verl_prefix.core.waves import make_plan
 from verl_prefix.engine import paths as engine_paths
 from verl_prefix.engine import prefix_engine
-from verl_prefix.engine.out_of_memory import run_or_repair
 from verl_prefix.testing import write_tiny_model
 
 PHASED = {"schedule": "phased", "wave_tokens": 40, "verify": "off"}
-# (call of layer 1 that fails, counted from 1: phase A is the first; whether in its backward)
-POINTS = {"first wave": (2, False), "third wave": (4, False), "first backward": (2, True), "third backward": (4, True)}
-# With attention kept; and how often it fails
-KEPT_POINTS = {"phase A": (1, False), "third wave": (4, False), "first wave, twice": (2, False, 2)}
+KEPT = {"gradient_checkpointing": True}
+PACKED = {"schedule": "packed", "wave_tokens": None}
+# Options, call of layer 1 that fails (counted from 1: phase A is the first), whether in its backward; what is told.
+OOMS = {
+    "first wave": ({}, 2, False, ["in phase_b, wave 1 of ", "rank 0: ", "actor.prefix.wave_tokens=", "largest wave: "]),
+    "backward of a wave": ({}, 3, True, ["in phase_b, wave 2 of ", "actor.prefix.wave_tokens="]),
+    "one row": ({"wave_tokens": 1}, 2, False, ["in phase_b", "the largest wave is one row already"]),
+    "phase A": ({}, 1, False, ["in phase_a, rank 0: 5 groups of rows [0, 3, 8, 9], ", "actor.prefix.offload=True"]),
+    "phase C": ({}, 1, True, ["in phase_c", "model.enable_gradient_checkpointing=True"]),
+    "packed": (PACKED, 1, False, ["in packed, rank 0: ", "actor.prefix.schedule=phased"]),
+    "attention kept": (KEPT, 2, False, ["in phase_b, wave 1 of ", "actor.prefix.keep_attention=off"]),
+}
 
 
-def _break(engine, call: int, in_backward: bool, times: int = 1):
-    """Makes the `call`-th forward of the first layer's MLP, or the backward through it, run out of memory."""
-    seen = {"calls": 0, "left": times}
+def _break(engine, call: int, in_backward: bool):
+    """Makes the `call`-th forward of a layer's MLP, or the backward through it, run out of memory."""
+    calls = 0
 
     def fail(*_):
-        if seen["left"]:
-            seen["left"] -= 1
-            seen["calls"] = 0
-            raise torch.OutOfMemoryError("injected: out of memory")
+        raise torch.OutOfMemoryError("injected: out of memory")
 
     def hook(module, args, output):
-        seen["calls"] += 1
-        if seen["calls"] == call:
+        nonlocal calls
+        calls += 1
+        if calls == call:
             if in_backward:
                 output.register_hook(fail)
             else:
                 fail()
 
-    return engine.module.model.layers[1].mlp.register_forward_hook(hook)
+    engine.module.model.layers[1].mlp.register_forward_hook(hook)
 
 
 def _update(engine, rank: int, options: dict, change=lambda data: data) -> dict:
@@ -68,18 +73,9 @@ def _update(engine, rank: int, options: dict, change=lambda data: data) -> dict:
     return {"grads": grads, "params": params, "metrics": metrics, "grad_norm": grad_norm}
 
 
-def _two_updates(path: str, options: dict, point: tuple | None) -> list[dict]:
-    engine = _engine("prefix", path, options)
-    handle = _break(engine, *point) if point else None
-    updates = [_update(engine, 0, options)]
-    if handle:
-        handle.remove()
-    return [*updates, _update(engine, 0, options)]
-
-
-def _note(path: str, options: dict, call: int, times: int) -> str:
-    engine = _engine("prefix", path, options)
-    _break(engine, call, False, times)
+def _error(path: str, options: dict, call: int, in_backward: bool) -> str:
+    engine = _engine("prefix", path, PHASED | options)
+    _break(engine, call, in_backward)
     with pytest.raises(torch.OutOfMemoryError) as raised:
         _update(engine, 0, options)
     return "".join(traceback.format_exception(raised.value))
@@ -144,7 +140,8 @@ def _peaks(path: str) -> list[dict]:
         mock.patch.object(prefix_engine, "get_device_name", lambda: "cuda"),
         mock.patch.multiple(torch.cuda, **cuda),
     ):
-        return _two_updates(path, PHASED, None)
+        engine = _engine("prefix", path, PHASED)
+        return [_update(engine, 0, PHASED) for _ in range(2)]
 
 
 def _measurements(path: str, options: dict) -> int:
@@ -171,22 +168,7 @@ def _start(rank: int, world: int, rendezvous: str) -> list[str]:
 
 def _alone(rank: int, rendezvous: str, path: str, out: str) -> None:
     logged = _start(rank, 1, rendezvous)
-    results = {"undisturbed": _two_updates(path, PHASED, None)}
-    for name, point in POINTS.items():
-        results[name] = _two_updates(path, PHASED, point)
-    results["logged"], logged[:] = list(logged), []
-    kept = PHASED | {"gradient_checkpointing": True}
-    for name, point in {"undisturbed": None, **KEPT_POINTS}.items():
-        results[f"kept {name}"] = _two_updates(path, kept, point)
-    results["kept logged"], logged[:] = list(logged), []
-    half = PHASED | {"param_dtype": "bf16"}
-    for name in ("first wave", "third backward"):
-        results[f"bf16 {name}"] = _two_updates(path, half, POINTS[name])
-    results["twice"] = _note(path, PHASED, 2, times=2)
-    results["phase A"] = _note(path, PHASED, 1, times=1)
-    results["packed"] = _note(path, {"schedule": "packed", "verify": "off"}, 1, times=1)
-    results["one row"] = _note(path, PHASED | {"wave_tokens": 1}, 2, times=1)
-    logged.clear()
+    results = {name: _error(path, *case) for name, (*case, _) in OOMS.items()}
     _nan_weights(path)
     results["weights"] = list(logged)
     logged.clear()
@@ -237,70 +219,10 @@ def pair(model, tmp_path_factory, spawn):
     return [torch.load(f"{tmp / 'out'}.{rank}") for rank in range(2)], str(raised.value)
 
 
-@pytest.mark.parametrize("point", POINTS)
-def test_an_update_after_an_oom_is_the_undisturbed_one(alone, point):
-    for ours, undisturbed, retries in zip(alone[point], alone["undisturbed"], ([1.0], [0.0]), strict=True):
-        assert ours["metrics"]["prefix/oom_retries"] == retries
-        assert undisturbed["metrics"]["prefix/oom_retries"] == [0.0]
-        for name in ("grads", "params"):
-            assert _relative(ours[name], undisturbed[name]) < TOLERANCE, name
-        # The smaller waves stay: the next update would run out of memory in the same place.
-        assert ours["metrics"]["prefix/waves"] > undisturbed["metrics"]["prefix/waves"]
-
-
-@pytest.mark.parametrize("point", KEPT_POINTS)
-def test_after_an_oom_with_attention_kept_the_update_runs_without_first(alone, point):
-    first, second = alone[f"kept {point}"]
-    undisturbed = alone["kept undisturbed"]
-    twice = "twice" in point
-    assert [update["metrics"]["prefix/attention_kept"] for update in undisturbed] == [[1.0], [1.0]]
-    assert [update["metrics"]["prefix/attention_kept"] for update in (first, second)] == [[0.0], [0.0]]
-    assert first["metrics"]["prefix/oom_retries"] == [1.0 + twice]
-    for ours, theirs in zip((first, second), undisturbed, strict=True):
-        for name in ("grads", "params"):
-            assert _relative(ours[name], theirs[name]) < TOLERANCE, name
-        assert (ours["metrics"]["prefix/waves"] > theirs["metrics"]["prefix/waves"]) == twice
-    lines = [line for line in alone["kept logged"] if "prefix.keep_attention=off" in line]
-    assert len(lines) == len(KEPT_POINTS) and "OOM in phase_a" in lines[0]
-
-
-def test_several_ranks_are_told_how_to_keep_no_attention():
-    def run(plan, keeps_attention):
-        assert keeps_attention
-        raise torch.OutOfMemoryError("injected")
-
-    plan = make_plan([Group((0, 1), 300, (20, 30))], 400, "phased")
-    with pytest.raises(torch.OutOfMemoryError) as raised:
-        run_or_repair(run, plan, True, torch.nn.Linear(1, 1), 2)
-    (note,) = raised.value.__notes__
-    assert "not repeated without attention kept: 2 ranks run together" in note
-    assert "Set actor_rollout_ref.actor.prefix.keep_attention=off" in note
-
-
-def test_what_was_accumulated_before_an_oom_leaves_no_bit_behind(alone):
-    """The same smaller waves run second, whatever ran before them."""
-    for first, second in (("first wave", "third backward"), ("bf16 first wave", "bf16 third backward")):
-        for a, b in zip(alone[first], alone[second], strict=True):
-            assert torch.equal(a["grads"], b["grads"]) and torch.equal(a["params"], b["params"])
-
-
-def test_an_oom_is_logged_with_the_key_to_set(alone):
-    assert len(alone["logged"]) == len(POINTS)
-    assert all("prefix.wave_tokens=" in line and "injected: out of memory" in line for line in alone["logged"])
-
-
-@pytest.mark.parametrize(
-    ("case", "told"),
-    [
-        ("twice", ["verl_prefix was in phase_b, wave 1 of ", "rank 0: "]),
-        ("phase A", ["verl_prefix was in phase_a, rank 0: 5 groups of rows [0, 3, 8, 9], ", "prefix.offload=True"]),
-        ("packed", ["verl_prefix was in packed, rank 0: ", "prefix.schedule=phased"]),
-        ("one row", ["verl_prefix was in phase_b", "the largest wave is one row already"]),
-    ],
-)
-def test_an_oom_that_cannot_be_repaired_says_where_and_what_to_set(alone, case, told):
+@pytest.mark.parametrize("case", OOMS)
+def test_an_oom_says_where_and_what_to_set(alone, case):
     assert "OutOfMemoryError: injected" in alone[case]
-    assert all(text in alone[case] for text in told), alone[case]
+    assert all(text in alone[case] for text in OOMS[case][-1]), alone[case]
 
 
 def test_weights_that_are_not_finite_are_named_by_what_came_out(alone):
@@ -347,7 +269,7 @@ def test_an_oom_on_one_of_two_ranks_fails_with_the_key_to_set(pair):
     _, error = pair
     assert "Process 1 terminated" in error and "OutOfMemoryError: injected" in error
     assert "verl_prefix was in phase_b, wave 2 of " in error
-    assert "not repeated with smaller waves: 2 ranks run together" in error and "prefix.wave_tokens=" in error
+    assert "set actor_rollout_ref.actor.prefix.wave_tokens=" in error
 
 
 def test_a_note_without_add_note():

@@ -161,10 +161,6 @@ class Paths:
             self._seen_room = min(self._seen_room or math.inf, room)
         self._adds = 0.0
 
-    def keep_none(self) -> None:
-        """From now on no update keeps attention's outputs: one ran out of memory."""
-        self._seen_room = -1.0
-
     def _added(self, plan: Plan, attention_kept: bool) -> float:
         """Bytes that an update is estimated to add."""
         return peak_bytes(self._costs.shape, plan, (), replace(self._costs.memory, attention_kept=attention_kept))

@@ -24,11 +24,11 @@ from verl_prefix.core.attention import AttentionPass
 from verl_prefix.core.groups import Group
 from verl_prefix.core.meter import Meter
 from verl_prefix.core.schedule import Schedule
-from verl_prefix.core.waves import Plan, largest_wave, limit_waves, pad_to_same_passes
+from verl_prefix.core.waves import Plan, pad_to_same_passes
 from verl_prefix.cpu.engine import CPUEngineMixin
 from verl_prefix.engine.exchange import open_exchange, receive_pixels
 from verl_prefix.engine.mini_batch import MiniBatch, even_out, plan_metrics
-from verl_prefix.engine.out_of_memory import run_or_repair
+from verl_prefix.engine.out_of_memory import out_of_memory_advice
 from verl_prefix.engine.paths import Paths, pass_budget
 from verl_prefix.engine.step_metrics import StepMetrics
 from verl_prefix.engine.stock_path import StockPath
@@ -57,7 +57,6 @@ class PrefixFSDPEngine(StockPath):
     def __init__(self, model_config, engine_config: PrefixEngineConfig, optimizer_config, checkpoint_config) -> None:
         self.prefix_config = engine_config.prefix
         self._saw_waves = False  # of an update
-        self._wave_limit: int | None = None  # suffix tokens of a wave, since one ran out of memory
         self._paths = Paths(self.prefix_config)
         self._verification = Verification(self)
         self._torn_groups = TornGroups()
@@ -177,23 +176,14 @@ class PrefixFSDPEngine(StockPath):
         self, data: TensorDict, groups: Sequence[Group], plan: Plan, loss_function: Callable | None, forward_only: bool
     ) -> tuple[dict[str, object], dict[str, float]]:
         """verl's output of rows that share prefixes, and this rank's prefix/* metrics."""
-        if self._wave_limit is not None:
-            plan = limit_waves(plan, self._wave_limit)
-        planned = pad_to_same_passes(plan, self.reduce_max)
-        (mini_batch, schedule), plan, num_retries = run_or_repair(
-            lambda plan, keeps: self.run_plan(data, plan, loss_function, forward_only, keep_attention=keeps), planned,
-            keeps_attention=not forward_only and self._paths.keeps_attention(planned), model=self.module,
-            num_ranks=torch.distributed.get_world_size(),
-        )  # fmt: skip
-        if num_retries:
-            self._paths.keep_none()
-        if plan is not planned:
-            self._wave_limit = largest_wave(plan)
+        plan = pad_to_same_passes(plan, self.reduce_max)
+        keeps = not forward_only and self._paths.keeps_attention(plan)
+        with out_of_memory_advice(plan, keeps):
+            mini_batch, schedule = self.run_plan(data, plan, loss_function, forward_only, keep_attention=keeps)
         output = postprocess_batch_func(*mini_batch.outputs(plan), data=data)
         even_out(output["metrics"], len(plan.packed) + len(plan.waves))
         metrics = plan_metrics(groups, plan, schedule) | {
             "prefix/attention_kept": schedule.keep_attention,
-            "prefix/oom_retries": num_retries,
             "prefix/nonfinite_passes": mini_batch.num_not_finite,
         }
         if schedule.meter.phase_b_peak:

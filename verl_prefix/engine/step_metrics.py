@@ -15,7 +15,7 @@ COUNTS = [
     f"prefix/{name}"
     for name in (
         "groups", "stock_rows", "log_prob_stock_rows", "tokens_saved", "recomputed_groups", "packed_passes", "waves",
-        "split_uids", "exchanged_rows", "exchanged_mib", "oom_retries", "nonfinite_passes",
+        "split_uids", "exchanged_rows", "exchanged_mib", "nonfinite_passes",
     )
 ]  # fmt: skip
 # Ranks wait for the slowest, as verl's own seconds do; and what every rank knows of all.
