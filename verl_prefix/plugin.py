@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
+from typing import Any
 
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.plugins import Plugins
@@ -40,13 +41,14 @@ class TrainersFinder(MetaPathFinder):
     ) -> ModuleSpec | None:
         spec = PathFinder.find_spec(fullname, path) if fullname == VERLS_TRAINERS else None
         if spec is not None:
-            run = spec.loader.exec_module
+            loader: Any = spec.loader
+            run = loader.exec_module
 
             def run_then_add(module: ModuleType) -> None:
                 run(module)
                 _add_trainers()
 
-            spec.loader.exec_module = run_then_add
+            loader.exec_module = run_then_add
         return spec
 
 

@@ -354,7 +354,7 @@ def check_model_family(model_config: Any, freeze_vision_tower: bool, sequence_ra
         )
     except OSError:  # an HDFS path, or a hub that only the workers reach
         return
-    override = model_config.get("override_config") or {}
+    override: Any = model_config.get("override_config") or {}
     override = OmegaConf.to_container(override, resolve=True) if OmegaConf.is_config(override) else override
     update_model_config(hf_config, override.get("model_config", override))  # as HFModelConfig does
     check_supported(hf_config)

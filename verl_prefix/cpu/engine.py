@@ -1,5 +1,7 @@
 """verl's FSDP2 engine on CPU: a mixin with what differs, and the stock language-model engine with it."""
 
+from typing import TYPE_CHECKING
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -14,7 +16,13 @@ from verl_prefix.cpu.varlen import register_varlen
 _HOST_THREADS = torch.get_num_threads()
 
 
-class CPUEngineMixin:
+if TYPE_CHECKING:
+    from verl.workers.engine.fsdp.transformer_impl import FSDPEngine as _Engine
+else:
+    _Engine = object  # a mixin's
+
+
+class CPUEngineMixin(_Engine):
     """Comes before an ``FSDPEngine`` class and changes it where the platform is cpu, nowhere else."""
 
     def initialize(self) -> None:

@@ -249,7 +249,7 @@ class HFServer:
         mask = pad_left([torch.ones(len(prompt), dtype=torch.int64) for prompt in prompts], input_len)
         positions = (mask.cumsum(dim=-1) - 1).clamp(min=0)
         if prompts[0].positions is not None:
-            positions = pad_left([prompt.positions for prompt in prompts], input_len)
+            positions = pad_left([p.positions for p in prompts if p.positions is not None], input_len)
         cache = None
         rows = torch.tensor([prompts.index(request.prompt) for request in batch])
         if input_len > 1:

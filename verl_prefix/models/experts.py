@@ -3,6 +3,7 @@
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -20,7 +21,7 @@ class ExpertLoads:
 
     def __init__(self, model: torch.nn.Module) -> None:
         parts = (part for part in model.modules() if isinstance(part, PreTrainedModel))
-        recorders = [(part._can_record_outputs or {}).get("router_logits") for part in parts]
+        recorders: list[Any] = [(part._can_record_outputs or {}).get("router_logits") for part in parts]
         kinds = tuple({recorder.target_class for recorder in recorders if hasattr(recorder, "target_class")})
         self._routers = [module for module in model.modules() if isinstance(module, kinds)]
         self._loads: dict[int, torch.Tensor] = {}

@@ -28,7 +28,7 @@ _AFTER_LM_HEAD = ("final_logit_softcapping", "logit_scale", "logits_scaling", "l
 
 
 def grouped_attention_forward(
-    module: torch.nn.Module,
+    module: Any,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,

@@ -44,14 +44,14 @@ def is_vision_config(config: Any) -> bool:
     return getattr(config, "model_type", None) in MODEL_TYPES
 
 
-def vision_model(model: torch.nn.Module) -> torch.nn.Module | None:
+def vision_model(model: Any) -> Any:
     """The model with tower and lm_head, without what LoRA puts around it; None for a text model."""
     if not is_vision_config(model.config):
         return None
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
-def tower_of(model: torch.nn.Module) -> torch.nn.Module:
+def tower_of(model: Any) -> torch.nn.Module:
     """The vision tower and its merger.
 
     Raises:
@@ -59,7 +59,8 @@ def tower_of(model: torch.nn.Module) -> torch.nn.Module:
     """
     if (seeing := vision_model(model)) is None:
         raise ValueError(f"freeze_vision_tower=True, and a {model.config.model_type} model has none; remove it")
-    return seeing.model.visual
+    tower: torch.nn.Module = seeing.model.visual
+    return tower
 
 
 def _digest(tensor: torch.Tensor) -> bytes:
@@ -68,7 +69,7 @@ def _digest(tensor: torch.Tensor) -> bytes:
     if tensor not in _digests:
         values = tensor.detach().cpu().contiguous()
         digest = xxhash.xxh3_128(f"{values.dtype} {list(values.shape)}".encode())
-        digest.update(values.view(torch.uint8).numpy())
+        digest.update(values.view(torch.uint8).numpy().data)
         _digests[tensor] = digest.digest()
     return _digests[tensor]
 
@@ -87,6 +88,7 @@ def share_pixels(rows: Sequence[Row]) -> list[bytes]:
     for row in rows:
         by_name = {name: _digest(row[name]) for name in PIXEL_NAMES if row and torch.is_tensor(row.get(name))}
         for name, digest in by_name.items():
+            assert row is not None
             row[name] = held.setdefault(digest, row[name])
         digests.append(b"".join(name.encode() + digest for name, digest in by_name.items()))
     return digests
@@ -174,13 +176,13 @@ class Output(NamedTuple):
 
 
 def forward(
-    model: torch.nn.Module,
+    model: Any,
     input_ids: torch.Tensor,
     keep: torch.Tensor,
     tower: bool,
-    patches: torch.Tensor | None = None,
-    grid: torch.Tensor | None = None,
-    indices: torch.Tensor | None = None,
+    patches: Any = None,
+    grid: Any = None,
+    indices: Any = None,
     chosen: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> "Output":
@@ -195,7 +197,7 @@ def forward(
     Returns:
         `logits` [1, n, vocabulary], or what lm_head was replaced by.
     """
-    embeds = model.get_input_embeddings()(input_ids)
+    embeds: torch.Tensor = model.get_input_embeddings()(input_ids)
     if torch.is_grad_enabled() and any(p.requires_grad for p in model.model.visual.parameters()):
         # In every pass alike, also in one that does not run the tower: a wave sends gradients back to prefixes that the
         # tower has seen, and ranks whose passes have none run the same backward.
@@ -262,6 +264,7 @@ def own_attention(model: torch.nn.Module) -> Iterator[None]:
 @functools.cache
 def _second_copy(module_name: str) -> Any:
     spec = importlib.util.spec_from_file_location(module_name, sys.modules[module_name].__file__)
+    assert spec is not None and spec.loader is not None
     copy = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(copy)  # sys.modules keeps the first
     return copy

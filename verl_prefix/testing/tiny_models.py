@@ -14,21 +14,22 @@ _CHAT_TEMPLATE = (
     "{% endif %}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
-_EXPERTS = {
+Fields = dict[str, Any]
+_EXPERTS: dict[str, Fields] = {
     "qwen3_moe": dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64),
     "gpt_oss": dict(num_local_experts=4, num_experts_per_tok=2, sliding_window=25),
 }
-_DELTA_NET = dict(
+_DELTA_NET: Fields = dict(
     layer_types=["linear_attention", "full_attention"], linear_conv_kernel_dim=4, linear_key_head_dim=16,
     linear_value_head_dim=24, linear_num_key_heads=2, linear_num_value_heads=4,
 )  # fmt: skip
 _SHARED_EXPERT = _EXPERTS["qwen3_moe"] | dict(shared_expert_intermediate_size=64)
-_MAMBA = dict(
+_MAMBA: Fields = dict(
     mamba_n_heads=8, mamba_d_head=32, mamba_n_groups=2, mamba_d_state=16, mamba_expand=2, mamba_d_conv=4,
     mamba_chunk_size=32,
 )  # fmt: skip
 # One recurrent layer and one of attention.
-_RECURRENT = {
+_RECURRENT: dict[str, Fields] = {
     "qwen3_5": _DELTA_NET,
     "qwen3_5_moe": _DELTA_NET | _SHARED_EXPERT,
     "qwen3_5_text": _DELTA_NET,
@@ -39,7 +40,7 @@ _RECURRENT = {
     | dict(layer_types=["mamba", "attention"], num_local_experts=0, shared_intermediate_size=256),
     "bamba": _MAMBA | dict(attn_layer_indices=[1]),
 }
-_TOWERS = {
+_TOWERS: dict[str, Fields] = {
     "qwen2_5_vl": {"window_size": 16, "fullatt_block_indexes": [1]},
     "qwen3_vl": {"num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1]},
     "qwen3_5": {"num_position_embeddings": 64},
@@ -107,7 +108,7 @@ def write_tiny_model(
         tokenizer_object=Tokenizer.from_str(bpe.to_str()), eos_token="<|im_end|>", pad_token="<|endoftext|>",
         chat_template=_CHAT_TEMPLATE,
     )  # fmt: skip
-    fields = {
+    fields: Fields = {
         "vocab_size": len(tokenizer),
         "hidden_size": 128,
         "intermediate_size": 256,
@@ -139,10 +140,10 @@ def write_tiny_model(
 def _with_tower(family: str, fields: dict[str, Any], tokenizer: Any) -> dict[str, Any]:
     """Fields of the whole model's configuration, from those of its text layers."""
     # Rotary angles of time, height and width, for head_dim 32.
-    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 6, 6]}
+    rope: Fields = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 6, 6]}
     rope |= {"partial_rotary_factor": 1.0} if family in _RECURRENT else {}
     ids = dict(zip(_VISION_TOKENS.values(), tokenizer.convert_tokens_to_ids(list(_VISION_TOKENS)), strict=True))
-    tower = dict(depth=2, hidden_size=32, intermediate_size=48, num_heads=2, patch_size=4)
+    tower: Fields = dict(depth=2, hidden_size=32, intermediate_size=48, num_heads=2, patch_size=4)
     tower |= dict(out_hidden_size=fields["hidden_size"], **_TOWERS[family])
     text = fields | {"rope_parameters": rope}
     return dict(text_config=text, vision_config=tower, tie_word_embeddings=False, **ids)
@@ -161,7 +162,8 @@ def visual_prompt(
     Returns:
         tokens [length] int64, and the fields of verl's `multi_modal_inputs`.
     """
-    tower, tokens, pixels = config.vision_config, [], {}
+    tower, tokens = config.vision_config, []
+    pixels: dict[str, list[torch.Tensor]] = {}
     patch = tower.in_channels * tower.temporal_patch_size * tower.patch_size**2
     for part in parts:
         if isinstance(part, int):

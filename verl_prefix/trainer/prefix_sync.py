@@ -13,7 +13,6 @@ from typing import Any
 import ray
 import torch
 from omegaconf import DictConfig, OmegaConf, read_write
-from torch.utils.data import Dataset
 from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.utils import need_critic
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer, register_trainer
@@ -198,7 +197,7 @@ def _lost(workers: list[ray.actor.ActorHandle]) -> Callable[[], str | None]:
     return lost
 
 
-def _refuse_overlong_prompts(dataset: Dataset) -> None:
+def _refuse_overlong_prompts(dataset: Any) -> None:
     """verl 0.9's v1 trainer reads neither `data.truncation` nor a prompt's length, and fails in the rollout, late.
 
     Raises:
