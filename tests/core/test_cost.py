@@ -119,43 +119,9 @@ def test_measuring_takes_a_small_part_of_a_batch(most, batch_tokens):
         assert (max_tokens, rounds) == (most, 3)
 
 
-def test_profile_survives_the_disk_and_says_what_is_wrong(tmp_path):
-    profile = Profile(update=Rates(1e-3, 1e-12, 2e-12, 3e-12), measured_on="here")
-    profile.write(tmp_path / "profile.json")
-    assert Profile.read(tmp_path / "profile.json") == profile
-    for damaged in (
-        '{"update": {"speed": 1}}',
-        "[]",
-        "{",
-        (tmp_path / "profile.json").read_text().replace("0.001", "NaN"),
-    ):
-        (tmp_path / "profile.json").write_text(damaged)
-        with pytest.raises(ValueError, match="profile.json is not a cost profile .*; delete it"):
-            Profile.read(tmp_path / "profile.json")
-
-
 def make_chooser(profile, reduce_max=lambda values: values, min_speedup=1.05, wave_tokens=None, measure=None):
     costs = chooser.CostModel(SHAPE, False, wave_tokens, min_speedup, cost.Memory(1, False, False, 4096, False))
-    return chooser.Chooser(costs, profile, None, measure, reduce_max)
-
-
-def test_a_profile_of_another_device_is_refused_and_ranks_measure_what_one_lacks(tmp_path):
-    path = tmp_path / "profile.json"
-    Profile(forward=Rates(), update=Rates(), measured_on="there").write(path)
-
-    def read(measured_on, reduce_max=lambda values: values, path=path):
-        return calibration.read_profile(path, measured_on, reduce_max)
-
-    assert read("there") == Profile(Rates(), Rates(), "there")
-    assert read("there", lambda missing: [0.0, 1.0, 0.0]).update is None
-    heard = []
-    with pytest.raises(ValueError, match="was measured on 'there', and this is 'here'; delete the file"):
-        read("here", lambda values: heard.append(values) or values)
-    assert heard, "or the other ranks would wait for this one"
-    with pytest.raises(ValueError, match="another rank cannot use its file"):
-        read("there", lambda values: [0.0, 0.0, 1.0])
-    with pytest.raises(ValueError, match="create the folder"):
-        read("here", path=tmp_path / "missing" / "profile.json")
+    return chooser.Chooser(costs, profile, measure, reduce_max)
 
 
 LONG, SHORT = [Group(tuple(range(8)), 400, (50,) * 8)], [Group((0, 1), 4, (300, 300))]
@@ -265,20 +231,11 @@ def test_waves_hide_their_own_cost_for_an_eighth_of_memory(llama3_8b):
     assert waves("checkpointed", budget=20000)[0] == [4 * rows] * 2, "as the budget leaves"
 
 
-def make_predictor(cost_profile=None):
+def make_predictor():
     prefix = {"schedule": "auto", "logits_chunk": 4096, "wave_tokens": None, "offload": False, "min_speedup": 1.05}
     model = types.SimpleNamespace(enable_gradient_checkpointing=False, get=lambda key: None)
-    actor = types.SimpleNamespace(prefix=types.SimpleNamespace(**prefix, cost_profile=cost_profile), fsdp_config={})
+    actor = types.SimpleNamespace(prefix=types.SimpleNamespace(**prefix), fsdp_config={})
     return Predictor(types.SimpleNamespace(actor=actor, model=model), SHAPE, Sizes(1, 1, 1, 2, {}))
-
-
-def test_plan_counts_flops_where_a_profile_lacks_one_kind(tmp_path):
-    """Seconds of one kind beside FLOPs of the other would let the FLOPs alone decide."""
-    path = tmp_path / "profile.json"
-    for update, measured in ((None, False), (Rates(fixed=1.0), True)):
-        Profile(Rates(fixed=1.0), update).write(path)
-        found = make_predictor(str(path))
-        assert found.measured == measured and (found.profile.forward.fixed == 1.0) == measured
 
 
 def test_plan_decides_on_ref_as_the_engine_that_computes_it():
@@ -288,8 +245,6 @@ def test_plan_decides_on_ref_as_the_engine_that_computes_it():
     predictor.profile = Profile(Rates(), only_passes_cost)
     assert not predictor.decide([(chooser.Batch(LONG, 4000),) * 2], ref_engine=True)[0].stock
     assert predictor.decide([(chooser.Batch(LONG, 4000),) * 2], ref_engine=False)[0].stock
-    predictor.ref_forward = only_passes_cost  # its own file
-    assert predictor.decide([(chooser.Batch(LONG, 4000),) * 2], ref_engine=True)[0].stock
 
 
 LENGTHS = st.tuples(st.integers(1, 800), st.integers(1, 800), st.integers(1, 8))

@@ -100,11 +100,6 @@ def test_good_config_passes_the_driver_checks(model_path):
         (f"{ACTOR}.prefix.verify=sometimes", r"prefix.verify='sometimes': set first_step, off"),
         (f"{ACTOR}.prefix.verify=off {ACTOR}.prefix.verify_action=fallback", r"needs prefix.verify, which is off"),
         (f"{ACTOR}.prefix.min_speedup=-1", r"prefix.min_speedup=-1: set a number >= 0"),
-        (f"{ACTOR}.prefix.cost_profile=p.json {ACTOR}.prefix.schedule=phased", r"cost_profile='p.json' is read with"),
-        (
-            f"{ACTOR}.prefix.cost_profile=p.json {ACTOR}.fsdp_config.full_determinism=True",
-            r"prefix.cost_profile='p.json' keeps measured times, .* by FLOPs alone; remove it",
-        ),
         ("actor_rollout_ref.model.enable_activation_offload=True", r"set .*enable_activation_offload=False"),
         (f"{ACTOR}.loss_agg_mode=seq-mean-token-sum-norm", r"set actor_rollout_ref.actor.loss_scale_factor"),
         (f"{ACTOR}.policy_loss.loss_mode=geo_mean", r"loss_mode=geo_mean averages .*set .*loss_mode to one of vanilla"),

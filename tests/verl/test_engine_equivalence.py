@@ -551,6 +551,13 @@ def _first_step_cost(model_path: str, rank: int, options: dict) -> float:
     return (found[0] - found[1]) / (3 * (data["input_ids"].offsets()[-1].item() - len(data)))
 
 
+def depends_on_rates(rank: int) -> dict:
+    """64 rows and more, which are shared at any rates; the last group is cut in two or has phases, as rates say."""
+    groups = [(name, 100 + 10 * rank, [30, 28, 26, 24, 30, 28, 26, 24], "") for name in "abcdefg"]
+    groups.append(("h", 100 + 10 * rank, [30] * 9, ""))
+    return {"groups": groups, "budget": 350, "wave_tokens": 90, "min_speedup": 1e-6}
+
+
 def _accumulated(model_path: str, rank: int, options: dict, stock: dict) -> tuple[list[str], float]:
     """What ours does besides in the second of two batches without a step between, and the largest relative error of a
     parameter's gradient then, against the stock engine's."""
@@ -703,9 +710,7 @@ def _worker(rank: int, world: int, rendezvous: str, models: dict, check_all: boo
     groups = [("a", 300, [3] * (8 - 3 * rank), ""), ("b", 5, [1] * (184 + 3 * rank), "")]
     results["logits"] = _logits_of_an_update(models["qwen3"], rank, {"groups": groups, "budget": 310})
     groups = [(name, 100 + 10 * rank, [30, 28, 26, 24, 30, 28, 26, 24], "") for name in "abcdefgh"]
-    # 64 rows, for which the rates of a profile are measured; the same, which are shared at any rates.
-    measured = {"groups": groups, "min_speedup": 1e-6, "cost_profile": f"{out}.rates.json"}
-    for case, options in (("measured", measured), ("at any rates", {"groups": groups, "budget": 300})):
+    for case, options in (("measured", depends_on_rates(rank)), ("at any rates", {"groups": groups, "budget": 300})):
         results[f"first step {case}"] = _first_step_cost(models["qwen3"], rank, options)
     options = {"min_speedup": 1.05, "verify": "off"}
     results["accumulated"] = _accumulated(models["qwen3"], rank, options, {})
@@ -790,8 +795,7 @@ def test_lm_head_runs_where_the_loss_reads_alone(results):
 
 def test_measuring_and_self_check_compute_at_most_a_fifth_of_a_stock_update(results):
     for result in results:
-        assert 0.1 < result["first step measured"] <= 0.2
-        assert 0 < result["first step at any rates"] <= 0.2
+        assert 0 < result["first step at any rates"] < 0.14 < result["first step measured"] <= 0.2
 
 
 def test_an_update_of_eight_waves_reads_few_values_from_the_device(results):

@@ -25,6 +25,7 @@ from test_engine_equivalence import (
     _half_errors,
     _measure,
     _responses,
+    depends_on_rates,
 )
 
 from verl_prefix.models.recurrent import mixers, packing_leak
@@ -200,9 +201,7 @@ def _worker(rank: int, world: int, rendezvous: str, models: dict, full: bool, ou
                 results[name] = _compare(off, stock)["errors"]
                 with pytest.raises(RuntimeError, match="prefix.verify, update 1: .*verify_action=fallback"):
                     _measure("prefix", models["qwen3_5_text"], rank, options)
-        groups = [(name, 100, [30, 28, 26, 24, 30, 28, 26, 24], "") for name in "abcdefgh"]
-        measured = {"groups": groups, "min_speedup": 1e-6, "cost_profile": f"{out}.rates.json"}
-        results["first step"] = _first_step_cost(models["qwen3_5_text"], rank, measured)
+        results["first step"] = _first_step_cost(models["qwen3_5_text"], rank, depends_on_rates(rank))
     else:
         options = {"schedule": "packed", "verify": 1}
         results["accumulated"] = _accumulated(models["lfm2"], rank, options, ALONE)
@@ -323,4 +322,4 @@ def test_a_batch_that_checks_itself_adds_its_gradients_to_those_before(one_rank,
 
 def test_first_step_costs_at_most_a_fifth_of_stocks_update_from_64_rows_on(one_rank):
     print(f"the first step costs {one_rank[0]['first step']:.3f} of stock's update")
-    assert 0.1 < one_rank[0]["first step"] <= 0.2
+    assert 0.14 < one_rank[0]["first step"] <= 0.2

@@ -123,8 +123,6 @@ def _worker(rank: int, world: int, rendezvous: str, size: int, models: dict, cas
 
     def compared(case, **changed) -> dict:
         module, family, options = _parts(case)
-        if options.get("schedule", "auto") == "auto":
-            changed["cost_profile"] = f"{out}.rates"  # measured once
         ours = module._measure("prefix", models[family], data_rank, default | options | changed)
         return _compare(ours, truth[_key(case)])
 

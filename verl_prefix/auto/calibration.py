@@ -1,11 +1,8 @@
-"""Rates of a model on a device: measured in a few small passes, kept in a profile."""
+"""Rates of a model on a device, measured in a few small passes."""
 
-import dataclasses
-import json
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -15,7 +12,6 @@ from verl_prefix.core.gradients import gradients_aside
 from verl_prefix.core.groups import Group
 from verl_prefix.core.schedule import Schedule, TokenBatch
 from verl_prefix.core.waves import PackedPass, Plan
-from verl_prefix.files import write_whole
 
 # Tokens of a measured segment, and of a measured pass: enough to be past what a device needs to get going.
 _UNIT = {"cpu": 64, "cuda": 512}
@@ -26,73 +22,11 @@ _ROUNDS = 3
 _ROUND = 2.5  # passes' tokens of a round
 
 
-@dataclass(frozen=True)
-class Profile:
-    """Measured rates of a model and what they depend on (`measured_on`, in words); None: not measured yet."""
+class Profile(NamedTuple):
+    """Rates of a model on a device; None: not measured yet."""
 
     forward: Rates | None = None
     update: Rates | None = None
-    measured_on: str = ""
-
-    @classmethod
-    def read(cls, path: str | Path) -> "Profile":
-        """Raises ValueError where the file is not one that `write` wrote."""
-        try:
-            fields = json.loads(Path(path).read_text())
-            rates = {name: fields[name] and Rates(**fields[name]) for name in ("forward", "update")}
-            for value in (x for one in rates.values() if one for x in dataclasses.astuple(one)):
-                if not (isinstance(value, float) and 0 <= value < float("inf")):
-                    raise ValueError(f"a rate is {value!r}")
-            return cls(**rates, measured_on=fields["measured_on"])
-        except (ValueError, TypeError, KeyError) as error:
-            raise ValueError(f"{path} is not a cost profile ({error}); delete it, and it is measured anew") from error
-
-    def write(self, path: str | Path) -> None:
-        """Writes the file that `read` reads."""
-        write_whole(Path(path), json.dumps(dataclasses.asdict(self), indent=1) + "\n")
-
-
-def path_of_ref(path: Path) -> Path:
-    """Where an engine of the ref policy alone has its rates: FSDP2 fetches its parameters from the host."""
-    return path.with_name(f"{path.stem}.ref{path.suffix}")
-
-
-def read_profile(
-    path: Path | None, measured_on: str, reduce_max: Callable[[Sequence[float]], Sequence[float]]
-) -> Profile:
-    """The rates in a file, those alone that every rank has; none where there is no file.
-
-    Args:
-        measured_on: what rates depend on, in words.
-        reduce_max: element-wise maximum over ranks.
-
-    Raises:
-        ValueError: on every rank, where one's profile is damaged or measured on something else, or has no folder.
-    """
-    profile, failure = Profile(), None
-    try:
-        profile = _read_profile(path, measured_on)
-    except ValueError as error:
-        failure = error
-    # All ranks measure what one of them lacks: measuring runs collectives.
-    no_forward, no_update, failed = reduce_max([profile.forward is None, profile.update is None, failure is not None])
-    if failed:
-        raise failure or ValueError(f"prefix.cost_profile={path}: another rank cannot use its file; its log says why")
-    return dataclasses.replace(
-        profile, forward=None if no_forward else profile.forward, update=None if no_update else profile.update
-    )
-
-
-def _read_profile(path: Path | None, measured_on: str) -> Profile:
-    if path and not path.parent.is_dir():
-        raise ValueError(f"prefix.cost_profile={path}: create the folder {path.parent} on every node")
-    profile = Profile.read(path) if path and path.exists() else Profile(measured_on=measured_on)
-    if profile.measured_on != measured_on:
-        raise ValueError(
-            f"prefix.cost_profile={path} was measured on {profile.measured_on!r}, and this is {measured_on!r}; "
-            "delete the file or name another"
-        )
-    return profile
 
 
 def measure(

@@ -5,10 +5,8 @@ model and device, or with FLOPs where no rates would choose otherwise. The engin
 asks `candidates`, `price` and `decide`, as the chooser does.
 """
 
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import NamedTuple
 
 from verl_prefix.auto.calibration import Profile
@@ -16,8 +14,6 @@ from verl_prefix.auto.cost import Memory, PassCost, Rates, least_gain, plan_batc
 from verl_prefix.auto.shape import ModelShape
 from verl_prefix.core.groups import Group
 from verl_prefix.core.waves import Plan
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -141,8 +137,7 @@ class Chooser:
     """Chooses a rank's plan batch by batch, and measures the rates that it needs.
 
     Args:
-        profile: rates that are known. path: where to write it when more are; None on all ranks but one.
-        always_measure: rates are wanted even where none would change the choice.
+        profile: rates that are known.
         measure: (budget, the batch's tokens on the stock path, forward_only) -> rates; it runs collectives.
         reduce_max: element-wise maximum over ranks.
         stock_fits: whether stock's passes fit this rank's device: an update, or an engine's log-probs that has none.
@@ -153,11 +148,9 @@ class Chooser:
 
     costs: CostModel
     profile: Profile
-    path: Path | None
     measure: Callable[[int, int, bool], Rates]
     reduce_max: Callable[[Sequence[float]], Sequence[float]]
     stock_fits: Callable[[Sequence[PassCost]], bool] = lambda passes: True
-    always_measure: bool = False
     speedup: float | None = field(default=None, init=False)
     _log_probs: Decision | None = field(default=None, init=False)
 
@@ -183,16 +176,10 @@ class Chooser:
             return self.profile
         # The least of all ranks: they run as many passes.
         tokens = sum(group.num_logical_tokens for group in own.groups)
-        unsure = self.always_measure or not is_certain(self.costs, paths)
-        *least, any_unsure = self.reduce_max([-own.budget, -tokens, float(unsure)])
+        *least, any_unsure = self.reduce_max([-own.budget, -tokens, float(not is_certain(self.costs, paths))])
         if not any_unsure:
             return self.profile if self.profile.forward or self.profile.update else self.costs.flops()
         budget, tokens = (-int(x) for x in least)
         rates = self.measure(budget, tokens, forward_only)
-        self.profile = Profile(**vars(self.profile) | {kind: rates})
-        if self.path:
-            try:
-                self.profile.write(self.path)
-            except OSError as error:
-                logger.warning("prefix.cost_profile is not written: %s", error)
+        self.profile = self.profile._replace(**{kind: rates})
         return self.profile

@@ -40,11 +40,6 @@ NO_REPLAY = (
     "model_engine=veomni or megatron"
 )
 
-NO_CLOCK = (
-    "actor_rollout_ref.actor.prefix.cost_profile={path!r} keeps measured times, and a deterministic run "
-    "(fsdp_config.full_determinism=True, torch.use_deterministic_algorithms) chooses by FLOPs alone; remove it"
-)
-
 logger = logging.getLogger(__name__)
 
 
@@ -89,7 +84,6 @@ class PrefixConfig(BaseConfig):
     keep_attention: str = "auto"
     attention: str = "auto"
     min_speedup: float = 1.05
-    cost_profile: str | None = None
     verify: str | int = "first_step"
     verify_action: str = "raise"
     trace_dir: str | None = None
@@ -118,10 +112,6 @@ class PrefixConfig(BaseConfig):
         refuse(falls_back and self.verify == "off", "verify_action", " needs prefix.verify, which is off")
         is_ratio = type(self.min_speedup) in (int, float) and 0 <= self.min_speedup < math.inf
         refuse(not is_ratio, "min_speedup", ": set a number >= 0 (0: always share)")
-        if self.schedule != "auto" or not self.min_speedup:
-            needs = "is read with prefix.schedule=auto and prefix.min_speedup above 0"
-            advice = f"not with {self.schedule!r} and {self.min_speedup}; remove it"
-            refuse(self.cost_profile is not None, "cost_profile", f" {needs}, {advice}")
         steps, gib = self.trace_max_steps, self.trace_max_gib
         is_bound = _is_count(steps) and type(gib) in (int, float) and gib > 0
         advice = "set at least 1 step and more than 0 GiB, or trace_dir=null for no trace"
@@ -282,8 +272,6 @@ class PrefixActorConfig(FSDPActorConfig):
                 "data.max_response_length",
             )
             _refuse_losses_of_passes(f"{key}.policy_loss", self.policy_loss)
-        profile = self.prefix.cost_profile
-        _refuse(self.fsdp_config.full_determinism and profile is not None, NO_CLOCK.format(path=profile))
         super().__post_init__()
         self.engine.strategy = "prefix"
         self.engine.prefix = self.prefix

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,7 +10,7 @@ from tensordict import TensorDict
 from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_name
 
-from verl_prefix.auto.calibration import Profile, measure, path_of_ref, read_profile
+from verl_prefix.auto.calibration import Profile, measure
 from verl_prefix.auto.chooser import Batch, Chooser, CostModel
 from verl_prefix.auto.cost import (
     ROOM_FACTOR,
@@ -23,7 +22,7 @@ from verl_prefix.auto.cost import (
     shard_size,
     syncs_once,
 )
-from verl_prefix.config import NO_CLOCK, NO_REPLAY, PrefixConfig, is_varlen
+from verl_prefix.config import NO_REPLAY, PrefixConfig, is_varlen
 from verl_prefix.core.groups import Group
 from verl_prefix.core.waves import Plan
 from verl_prefix.models.recurrent import packing_leak
@@ -45,11 +44,7 @@ class Paths:
         self._most_added = self._adds = 0.0
 
     def initialize(self, engine: Any) -> None:
-        """Called once the engine, a `PrefixFSDPEngine`, has its model, unless prefix.schedule is stock.
-
-        Raises:
-            ValueError: prefix.cost_profile is of no use in a deterministic run, damaged, or of another model or device.
-        """
+        """Called once the engine, a `PrefixFSDPEngine`, has its model, unless prefix.schedule is stock."""
         options, config, module = self.options, engine.engine_config, engine.module
         device = torch.device(get_device_name())
         self._reduce_max = engine.reduce_max
@@ -87,29 +82,11 @@ class Paths:
             room = torch.cuda.mem_get_info()[0] + cached - gradients
             return peak_bytes(costs.shape, None, passes, memory, config.forward_only) <= room
 
-        name = torch.cuda.get_device_name() if device.type == "cuda" else device.type
-        num_parameters = sum(parameter.numel() for parameter in module.parameters())
-        measured_on = (
-            f"{name}, {engine._autocast_dtype}, {module.config.model_type}, {num_parameters} parameters of which "
-            f"{trained} trained, {torch.distributed.get_world_size()} ranks, shards of {memory.ranks}, "
-            f"{memory.sequence_ranks} sequence ranks, checkpointing={memory.checkpointed}, offload={memory.offload}, "
-            f"offload_policy={config.offload_policy}"
-        )
-        path = Path(options.cost_profile) if options.cost_profile else None
-        if path and config.forward_only:
-            path = path_of_ref(path)
-        writes = torch.distributed.get_rank() == 0
+        profile = Profile()
         if config.full_determinism or torch.are_deterministic_algorithms_enabled():
-            if path:
-                raise ValueError(NO_CLOCK.format(path=options.cost_profile))
             flops = costs.flops()  # no clock: it would choose otherwise from run to run
             profile = Profile(flops.forward) if config.forward_only else flops
-        else:
-            profile = read_profile(path, measured_on, self._reduce_max)
-        self._chooser = Chooser(
-            costs, profile, path=path if writes else None, measure=rates,
-            reduce_max=self._reduce_max, stock_fits=stock_fits, always_measure=path is not None,
-        )  # fmt: skip
+        self._chooser = Chooser(costs, profile, measure=rates, reduce_max=self._reduce_max, stock_fits=stock_fits)
 
     def stock_reason(self, data: TensorDict) -> str | None:
         """The reason why this batch goes to verl's own path whatever its lengths, or None.

@@ -76,9 +76,7 @@ class Bench:
             shape=self.shape, dense_mask=False, wave_tokens=None, min_speedup=MIN_SPEEDUP,
             memory=Memory(1, False, no_sync=False, logits_chunk=Case.logits_chunk, offload=False),
         )  # fmt: skip
-        self.chooser = Chooser(
-            costs, Profile(), path=None, measure=self._rates, reduce_max=lambda values: values, always_measure=True
-        )
+        self.chooser = Chooser(costs, Profile(), measure=self._rates, reduce_max=lambda values: values)
         for arm in options.running:
             warm_up(options, arm, self.model)
 
@@ -138,6 +136,9 @@ class Bench:
         )  # fmt: skip
 
     def _choose(self, groups: list[Group], budget: int, arms: list[str]) -> tuple[Plan | None, dict[str, Any]]:
+        if self.chooser.profile.update is None:  # for the prediction, even where no rates would choose otherwise
+            tokens = sum(group.num_logical_tokens for group in groups)
+            self.chooser.profile = Profile(update=self._rates(budget, tokens, forward_only=False))
         plan = self.chooser.choose(groups, budget, forward_only=False)
         same = {make_arm_plan(groups, budget, name): name for name in ("packed", "phased") if name in arms}
         same |= {None: "stock"} if "stock" in arms else {}

@@ -6,14 +6,13 @@ What `plan` shows. Pure functions of lengths; the config is read, not built.
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import islice
-from pathlib import Path
 from random import Random
 from typing import Any
 
 import torch
 from verl.utils.seqlen_balancing import calculate_workload, get_seqlen_balanced_partitions
 
-from verl_prefix.auto.calibration import Profile, path_of_ref
+from verl_prefix.auto.calibration import Profile
 from verl_prefix.auto.chooser import Batch, CostModel, Decision, candidates, decide, price
 from verl_prefix.auto.cost import Memory, PassCost, peak_bytes, plan_passes, shard_size, syncs_once
 from verl_prefix.auto.placement import place_rows, row_cost
@@ -125,7 +124,7 @@ class Predictor:
     """Prices training steps.
 
     Attributes:
-        seconds: {path: {pass: total}}, in seconds if the rates are measured. peaks: {path: bytes that an update adds}.
+        seconds: {path: {pass: total}}, at rates that count FLOPs. peaks: {path: bytes that an update adds}.
         bins, logical, physical, packed, phased: groups per rank and mini-batch; tokens and groups of the path in use.
         first: groups of the first mini-batch on the rank where it costs stock most; shown: what their prompts show.
         physical_without: tokens that sharing would compute if rows did not travel between ranks.
@@ -149,12 +148,7 @@ class Predictor:
             memory=self.memory, one_row=one_row,
         )  # fmt: skip
         self.ref_costs = replace(self.costs, memory=replace(self.memory, sequence_ranks=size.ref_sequence_ranks))
-        path = options.cost_profile
-        read = Profile.read(path) if path and Path(path).exists() else Profile()
-        self.measured = read.forward is not None and read.update is not None  # one kind alone goes with no FLOPs
-        self.profile = read if self.measured else self.costs.flops()
-        of_ref = path_of_ref(Path(path)) if path else None
-        self.ref_forward = Profile.read(of_ref).forward if of_ref and of_ref.exists() else None
+        self.profile = self.costs.flops()
         self.seconds = {path: dict.fromkeys(PASSES, 0.0) for path in (*PATHS, "stock")}
         self.peaks = dict.fromkeys(self.seconds, 0.0)
         self.bins: list[float] = []
@@ -176,7 +170,7 @@ class Predictor:
         Args:
             ref_engine: by the engine of the ref policy, which measures no update.
         """
-        profile = Profile(self.ref_forward or self.profile.forward) if ref_engine else self.profile
+        profile = Profile(self.profile.forward) if ref_engine else self.profile
         costs = self.ref_costs if ref_engine else self.costs
         paths = [candidates(costs, *batch, own) for batch, own in batches]
         slowest = [max(seconds) for seconds in zip(*(price(costs, one, profile) for one in paths), strict=True)]
