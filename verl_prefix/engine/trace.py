@@ -2,16 +2,17 @@
 
     DIR/manifest.json                       what was trained, with which optimizer and loss; written at the first step
     DIR/rank_00000/step_00000.safetensors   one rank's rows of one optimizer step
-    DIR/rank_00000/step_00000.json          its uids, flags and checksum; written last: it exists for whole steps only
+    DIR/rank_00000/step_00000.json          its uids and flags; written last: it exists for whole steps only
 
-JSON files carry the sha256 of their own content, and nothing is pickled. A run that was killed leaves the steps that
-all its ranks finished; those are what `Trace` reads. `engine.trace_writer` writes.
+Nothing is pickled. A run that was killed leaves the steps that all its ranks finished; those are what `Trace` reads.
+`engine.trace_writer` writes.
 """
 
 import contextlib
 import dataclasses
 import hashlib
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +25,11 @@ from safetensors.torch import load
 SCHEMA = "verl_prefix.trace/1"
 MANIFEST = "manifest.json"
 PACKAGES = ("verl-prefix", "verl", "torch", "transformers", "tensordict", "ray")
-# Tensors that an update reads, and whether they hold integers; the optional ones are recorded where a step has them.
-FIELDS = {
-    "prompts": True, "responses": True, "input_ids": True, "position_ids": True, "loss_mask": True,
-    "response_mask": True, "old_log_probs": False, "advantages": False,
-}  # fmt: skip
+# Tensors that an update reads; the optional ones are recorded where a step has them.
+FIELDS = (
+    "prompts", "responses", "input_ids", "position_ids", "loss_mask", "response_mask", "old_log_probs", "advantages",
+)  # fmt: skip
+SECTIONS = ("model", "engine", "optimizer", "loss")  # of the manifest
 OPTIONAL = ("ref_log_prob", "rollout_is_weights", "rollout_log_probs", "temperature")
 
 
@@ -36,21 +37,13 @@ class TraceError(ValueError):
     """The trace cannot be read or written; the message names the file and what is wrong with it."""
 
 
-def digest(body: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
-
-
-def _read_json(path: Path) -> dict[str, Any]:
+@contextlib.contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """Context that reads `path`: whatever is wrong with it is one error, which names it."""
     try:
-        body = json.loads(path.read_bytes())
-        recorded = body.pop("sha256")
-    except FileNotFoundError:
-        raise TraceError(f"{path} is missing") from None
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
-        raise TraceError(f"{path} is damaged: it is not JSON with a sha256 ({type(error).__name__}: {error})") from None
-    if recorded != digest(body):
-        raise TraceError(f"{path} is damaged: its content does not match its sha256")
-    return body
+        yield
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
+        raise TraceError(f"{path} cannot be read: {type(error).__name__}: {error}; record the trace again") from error
 
 
 def plain(config: Any) -> Any:
@@ -140,30 +133,17 @@ class Trace:
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
-        self.manifest = _read_json(self.folder / MANIFEST)
-        if self.manifest.get("schema") != SCHEMA:
-            raise TraceError(
-                f"{self.folder / MANIFEST} has schema {self.manifest.get('schema')!r}, and this version reads "
-                f"{SCHEMA!r}; record the trace again"
-            )
-        self.world_size: int = self.manifest.get("world_size")
-        sections = ("model", "engine", "optimizer", "loss")
-        missing = [name for name in sections if not isinstance(self.manifest.get(name), dict)]
-        if type(self.world_size) is not int or self.world_size < 1 or missing:
-            raise TraceError(
-                f"{self.folder / MANIFEST} has world_size {self.world_size!r} and lacks {missing}: trace_dir writes a "
-                "count of ranks and all sections"
-            )
-        folders = [step_path(self.folder, rank, 0).parent for rank in range(self.world_size)]
-        names = [[path.stem.removeprefix("step_") for path in folder.glob("step_*.json")] for folder in folders]
-        finished = [{int(name) for name in own if name.isdecimal()} for own in names]
-        self.num_steps = max(set.intersection(*finished), default=-1) + 1
-        for rank, steps in enumerate(finished):
-            if gaps := sorted(set(range(self.num_steps)) - steps):
-                raise TraceError(
-                    f"{step_path(self.folder, rank, gaps[0])} is missing, and later steps are there: the trace "
-                    "lost files"
-                )
+        with _reading(self.folder / MANIFEST):
+            self.manifest = json.loads((self.folder / MANIFEST).read_bytes())
+            if self.manifest["schema"] != SCHEMA:
+                raise ValueError(f"its schema is {self.manifest['schema']!r}, and this version reads {SCHEMA!r}")
+            if missing := [name for name in SECTIONS if not isinstance(self.manifest[name], dict)]:
+                raise ValueError(f"it lacks {missing}")
+            self.world_size: int = self.manifest["world_size"]
+            folders = [step_path(self.folder, rank, 0).parent for rank in range(self.world_size)]
+            names = [[path.stem.removeprefix("step_") for path in folder.glob("step_*.json")] for folder in folders]
+            finished = [{int(name) for name in own if name.isdecimal()} for own in names]
+            self.num_steps = max(set.intersection(*finished), default=-1) + 1
         if not self.num_steps:
             raise TraceError(f"{folder} has no step that all {self.world_size} ranks finished")
 
@@ -184,30 +164,17 @@ class Trace:
     def read(self, step: int, rank: int) -> StepRows:
         """One rank's rows of one step, checked."""
         path = step_path(self.folder, rank, step)
-        body, data_path = _read_json(path), path.with_suffix(".safetensors")
-        head = tuple(body.get(name) for name in ("schema", "run", "rank", "step"))
-        if head != (SCHEMA, self.manifest.get("run"), rank, step):
-            raise TraceError(
-                f"{path} says it is step {head[3]} of rank {head[2]} of run {head[1]}, and the manifest is of run "
-                f"{self.manifest.get('run')}: files were moved"
-            )
-        uids, flags = body.get("uids"), body.get("flags")
-        if not isinstance(flags, dict) or not isinstance(uids, list | None):
-            raise TraceError(f"{path} has flags {type(flags).__name__} and uids {type(uids).__name__}")
-        try:
-            content = data_path.read_bytes()
-        except FileNotFoundError:
-            raise TraceError(f"{data_path} is missing") from None
-        if hashlib.sha256(content).hexdigest() != body.get("sha256_tensors"):
-            raise TraceError(f"{data_path} is damaged: its {len(content)} bytes do not match the sha256 in {path.name}")
-        try:
-            tensors = load(content)
-        except SafetensorError as error:
-            raise TraceError(f"{data_path} is damaged: {error}") from None
-        _check_fields(tensors, uids, data_path)
-        jagged = {n: (t, tensors[f"{n}/lengths"]) for n, t in tensors.items() if f"{n}/lengths" in tensors}
-        dense = {n: t for n, t in tensors.items() if n not in jagged and not n.endswith("/lengths")}
-        return StepRows(jagged, dense, uids, flags)
+        with _reading(path):
+            body = json.loads(path.read_bytes())
+            flags, uids = dict(body["flags"]), body["uids"] and list(body["uids"])
+        path = path.with_suffix(".safetensors")
+        with _reading(path):
+            tensors = load(path.read_bytes())
+            jagged = {n: (t, tensors[f"{n}/lengths"]) for n, t in tensors.items() if f"{n}/lengths" in tensors}
+            dense = {n: t for n, t in tensors.items() if n not in jagged and not n.endswith("/lengths")}
+            rows = StepRows(jagged, dense, uids, flags)
+            _check_rows(rows)
+        return rows
 
     def check(self) -> None:
         """Reads every step of every rank: what is damaged raises now."""
@@ -216,31 +183,17 @@ class Trace:
                 self.read(step, rank)
 
 
-def _check_fields(tensors: dict[str, torch.Tensor], uids: list[str] | None, path: Path) -> None:
-    for name, integers in FIELDS.items():
-        for key in (name, f"{name}/lengths"):
-            if key not in tensors:
-                raise TraceError(f"{path} has no tensor {key}")
-        values, lengths = tensors[name], tensors[f"{name}/lengths"]
-        if integers == values.dtype.is_floating_point or lengths.dtype != torch.int64:
-            wanted = "integers" if integers else "floating point"
-            raise TraceError(f"{path}: {name} is {values.dtype} with {lengths.dtype} lengths, not {wanted} with int64")
-    for name, tensor in tensors.items():
-        whole = name.removesuffix("/lengths")
-        if not tensor.ndim or whole not in tensors or (whole != name and (tensor.ndim > 1 or (tensor < 0).any())):
-            raise TraceError(f"{path}: {name} has shape {list(tensor.shape)} and goes with no rows")
-    rows = len(tensors["input_ids/lengths"])
-    prompts, responses = (tensors[f"{name}/lengths"] for name in ("prompts", "responses"))
-    if len(prompts) != rows or len(responses) != rows or (uids is not None and len(uids) != rows):
-        raise TraceError(f"{path}: prompts, responses and uids do not have the {rows} rows of input_ids")
-    # What verl hands over either spans a row, or its response, or is the prompt.
+def _check_rows(rows: StepRows) -> None:
+    """Raises ValueError or KeyError where rows lack a field, or fields do not have the same rows."""
+    prompts, responses = (rows.jagged[name][1] for name in ("prompts", "responses"))
     whole = prompts + responses
-    expected = {"prompts": prompts, "input_ids": whole, "position_ids": whole}
-    for name, tensor in tensors.items():
-        if name.endswith("/lengths"):
-            values, wanted = tensors[name.removesuffix("/lengths")], expected.get(name.removesuffix("/lengths"))
-            allowed = (responses, whole) if wanted is None else (wanted,)
-            if not any(torch.equal(tensor, lengths) for lengths in allowed) or int(tensor.sum()) != len(values):
-                raise TraceError(f"{path}: {name} does not fit the rows' prompts and responses")
-        elif f"{name}/lengths" not in tensors and len(tensor) != rows:
-            raise TraceError(f"{path}: {name} has {len(tensor)} rows, input_ids has {rows}")
+    # What verl hands over either spans a row, or its response, or is the prompt.
+    spans = {"prompts": [prompts], "input_ids": [whole], "position_ids": [whole]}
+    for name in {*FIELDS, *rows.jagged}:
+        values, lengths = rows.jagged[name]
+        fits = any(torch.equal(lengths, span) for span in spans.get(name, [responses, whole]))
+        if not fits or int(lengths.sum()) != len(values):
+            raise ValueError(f"{name} does not fit the rows' prompts and responses")
+    others = list(rows.dense.values()) + ([] if rows.uids is None else [rows.uids])
+    if any(len(each) != rows.num_rows for each in others):
+        raise ValueError(f"{[*rows.dense, 'uids']} do not have the {rows.num_rows} rows of input_ids")

@@ -4,10 +4,8 @@ Every file is written beside its name and renamed; a step's JSON comes last. A d
 the run. Files hold users' prompts: their owner alone may read them, and enter the folders that are made for them.
 """
 
-import hashlib
 import json
 import logging
-import secrets
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,7 +23,6 @@ from verl_prefix.engine.trace import (
     PACKAGES,
     SCHEMA,
     TraceError,
-    digest,
     model_fingerprint,
     plain,
     step_path,
@@ -39,7 +36,7 @@ PRIVATE_FILE, PRIVATE_FOLDER = 0o600, 0o700
 
 
 def _write_json(path: Path, body: dict[str, Any]) -> None:
-    write_whole(path, json.dumps(body | {"sha256": digest(body)}, indent=1), mode=PRIVATE_FILE)
+    write_whole(path, json.dumps(body, indent=1), mode=PRIVATE_FILE)
 
 
 class TraceWriter:
@@ -63,7 +60,7 @@ class TraceWriter:
         self.writes = writes
         self.folder, self.rank, self.world_size, self.describe = Path(folder), rank, world_size, describe
         self.max_steps, self.max_bytes = max_steps, max_gib * 2**30 / world_size
-        self.step, self.num_bytes, self.ended, self.resumed, self.run = 0, 0, False, False, 0
+        self.step, self.num_bytes, self.ended, self.resumed = 0, 0, False, False
 
     def record(self, data: TensorDict, loss: Callable, reduce_max: Callable[[Sequence[float]], list[float]]) -> None:
         """Writes this rank's rows of one optimizer step, before they are computed.
@@ -71,7 +68,7 @@ class TraceWriter:
         Args:
             data: verl's mini-batch; its jagged or row-wise tensors, `uid` and scalars are kept.
             loss: verl's loss function, a partial of `ppo_loss` with its config.
-            reduce_max: element-wise maximum over ranks; exact for integers below 2**53.
+            reduce_max: element-wise maximum over ranks.
 
         Raises:
             TraceError: at the first step, on every rank, where any has images, a vision-language model's positions or a
@@ -92,10 +89,8 @@ class TraceWriter:
             error = problem
         full = self.step >= self.max_steps or self.num_bytes + len(content) > self.max_bytes
         exists = self.step == 0 and (self.folder / MANIFEST).exists()
-        drawn = secrets.randbits(53) if leads else self.run
         # Whatever one rank sees, all do next.
-        refused, full, exists, run = reduce_max([error is not None, full, exists, drawn])
-        self.run = int(run)
+        refused, full, exists = reduce_max([error is not None, full, exists])
         if refused:
             error = error or TraceError("actor_rollout_ref.actor.prefix.trace_dir: another rank cannot record its rows")
             if self.step:  # a run that trains goes on
@@ -113,7 +108,7 @@ class TraceWriter:
             if self.writes:  # any rank may be the first
                 self.folder.mkdir(PRIVATE_FOLDER, parents=True, exist_ok=True)
             if leads:
-                run = {"schema": SCHEMA, "run": self.run, "world_size": self.world_size, "loss": loss_options}
+                run = {"schema": SCHEMA, "world_size": self.world_size, "loss": loss_options}
                 where = {"versions": package_versions(PACKAGES), "device": device_name(), "seed": torch.initial_seed()}
                 _write_json(self.folder / MANIFEST, run | where | self.describe())
             if self.writes:
@@ -133,9 +128,7 @@ class TraceWriter:
         path = step_path(self.folder, self.rank, self.step)
         path.parent.mkdir(PRIVATE_FOLDER, exist_ok=True)
         write_whole(path.with_suffix(".safetensors"), content, mode=PRIVATE_FILE)
-        head = {"schema": SCHEMA, "run": self.run, "rank": self.rank, "step": self.step}
-        checksum = hashlib.sha256(content).hexdigest()
-        _write_json(path, head | {"sha256_tensors": checksum, "uids": uids, "flags": flags})
+        _write_json(path, {"uids": uids, "flags": flags})
 
 
 def open_trace(engine: Any) -> TraceWriter | None:
