@@ -610,6 +610,7 @@ def _step_of_two_updates(model_path: str, rank: int) -> dict[str, float]:
     from verl.workers.engine_workers import TrainingWorker
 
     from verl_prefix.engine import prefix_engine
+    from verl_prefix.engine.paths import Stock
 
     torch.manual_seed(0)
     os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="0")
@@ -625,10 +626,10 @@ def _step_of_two_updates(model_path: str, rank: int) -> dict[str, float]:
     data = tu.index_select_tensor_dict(data, order)
     for name in ("use_dynamic_bsz", "micro_batch_size_per_gpu"):
         del data[name]
-    lasting, worker.engine._paths.lasting_reason = worker.engine._paths.lasting_reason, "a test"
+    lasting, worker.engine._paths.lasting = worker.engine._paths.lasting, Stock("a test")
     tu.assign_non_tensor(data, compute_loss=False)
     worker.infer_batch(data.copy())
-    worker.engine._paths.lasting_reason = lasting
+    worker.engine._paths.lasting = lasting
     tu.assign_non_tensor(data, num_mini_batch=2, dataloader_kwargs={"shuffle": False})
     seen, plan_metrics = [], prefix_engine.plan_metrics
 

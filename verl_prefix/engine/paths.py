@@ -1,9 +1,10 @@
 """The path of a batch: shared, by a plan, or verl's own, for a reason that is logged once and counted in metrics."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import torch
 from tensordict import TensorDict
@@ -28,16 +29,23 @@ from verl_prefix.core.waves import Plan
 from verl_prefix.models.recurrent import packing_leak
 
 
+class Stock(NamedTuple):
+    """A batch goes to verl's own path, for `reason`; `metrics` that were found before."""
+
+    reason: str
+    metrics: Mapping[str, float] = MappingProxyType({})
+
+
 class Paths:
     """Plans an engine's batches.
 
     Attributes:
-        lasting_reason: why every batch goes to verl's own path from now on, or None.
+        lasting: verl's own path, where every batch takes it from now on; or None.
     """
 
     def __init__(self, options: PrefixConfig) -> None:
         self.options = options
-        self.lasting_reason = "prefix.schedule=stock" if options.schedule == "stock" else None
+        self.lasting = Stock("prefix.schedule=stock") if options.schedule == "stock" else None
         self._chooser: Chooser | None = None
         # Bytes that an update may add with attention kept, as updates showed; what the largest and the last one added.
         self._seen_room = 0.0 if get_device_name() == "cuda" else math.inf
@@ -88,28 +96,28 @@ class Paths:
             profile = Profile(flops.forward) if config.forward_only else flops
         self._chooser = Chooser(costs, profile, measure=rates, reduce_max=self._reduce_max, stock_fits=stock_fits)
 
-    def stock_reason(self, data: TensorDict) -> str | None:
-        """The reason why this batch goes to verl's own path whatever its lengths, or None.
+    def stock(self, data: TensorDict) -> Stock | None:
+        """verl's own path, where this batch takes it whatever its lengths are; or None.
 
         Raises:
             ValueError: the batch has routes to replay, which neither path does.
         """
         if "routed_experts" in data.keys():
             raise ValueError(NO_REPLAY)
-        if self.lasting_reason:
-            return self.lasting_reason
+        if self.lasting is not None:
+            return self.lasting
         if "prompts" not in data.keys() or "responses" not in data.keys():
-            return "the batch has no prompts and responses (not an RL batch)"
+            return Stock("the batch has no prompts and responses (not an RL batch)")
         if tu.get_non_tensor_data(data, "force_group_size", 1) > 1:
-            return "force_group_size keeps rows together by their order"
+            return Stock("force_group_size keeps rows together by their order")
         if tu.get_non_tensor_data(data, "distillation_use_topk", False):
-            return "top-k distillation needs logits of every token"
+            return Stock("top-k distillation needs logits of every token")
         return None
 
     def plan(
         self, data: TensorDict, groups: Sequence[Group], own_groups: Sequence[Group], forward_only: bool
-    ) -> Plan | str:
-        """This rank's plan; or why verl's own path is taken.
+    ) -> Plan | Stock:
+        """This rank's plan, or verl's own path.
 
         Args:
             groups: of the rows that this rank computes on ours. own_groups: of `data`, which verl's would compute.
@@ -118,7 +126,7 @@ class Paths:
         if self._chooser is None:
             return self._costs.plan(*batch, self.options.schedule, forward_only)
         plan = self._chooser.choose(*batch, forward_only, own)
-        return plan or f"prefix.min_speedup={self.options.min_speedup} is more than sharing is predicted to gain"
+        return plan or Stock(f"prefix.min_speedup={self.options.min_speedup} is more than sharing is predicted to gain")
 
     def keeps_attention(self, plan: Plan) -> bool:
         """Whether an update keeps attention's outputs: where every rank has room, by what updates without have left."""

@@ -10,6 +10,7 @@ import copy
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from typing import Any
 
 import torch
 from tensordict import TensorDict
@@ -29,7 +30,7 @@ from verl_prefix.cpu.engine import CPUEngineMixin
 from verl_prefix.engine.exchange import open_exchange, receive_pixels
 from verl_prefix.engine.mini_batch import MiniBatch, even_out, plan_metrics
 from verl_prefix.engine.out_of_memory import out_of_memory_advice
-from verl_prefix.engine.paths import Paths, pass_budget
+from verl_prefix.engine.paths import Paths, Stock, pass_budget
 from verl_prefix.engine.step_metrics import StepMetrics
 from verl_prefix.engine.stock_path import StockPath
 from verl_prefix.engine.torn_groups import TornGroups
@@ -120,36 +121,40 @@ class PrefixFSDPEngine(StockPath):
         self, data: TensorDict, loss_function: Callable | None, forward_only: bool = False
     ) -> dict[str, object]:
         """A rank's mini-batch: same contract as FSDPEngine.forward_backward_batch, rows in the order they came."""
-        metrics: dict[str, float] = {}
         tu.assign_non_tensor(data, sp_size=self.ulysses_sequence_parallel_size)
-        stock_reason, plan = self._paths.stock_reason(data), None
-        if stock_reason is None:
-            exchange = open_exchange(self, data)
-            plan = self._paths.plan(data, exchange.groups, exchange.own_groups, forward_only)
-        if isinstance(plan, Plan):
-            rows, num_split_uids = exchange.receive()
-            prepared = self._prepared(rows)
-            if not forward_only:
-                metrics = self._verification.check(prepared, exchange.groups, pass_budget(data, exchange.groups))
-                stock_reason = self._paths.lasting_reason = self._verification.failure
-        else:
-            stock_reason = stock_reason or plan
-        if stock_reason is None:
-            output, of_batch = self._shared_batch(
-                prepared, exchange.groups, plan=plan, loss_function=loss_function, forward_only=forward_only
-            )
-            output["model_output"] = exchange.give_back(output["model_output"])
-            told = self._torn_groups.see(*exchange.num_computed(), forward_only)
-            if told and torch.distributed.get_rank() == 0:
-                logger.warning(told)
-            metrics |= of_batch | exchange.metrics() | {"prefix/split_uids": num_split_uids}
-        else:
-            warn_once(logger, "prefix: stock path, %s", stock_reason)
+        done = self._sharing(data, loss_function, forward_only)
+        if isinstance(done, Stock):
+            warn_once(logger, "prefix: stock path, %s", done.reason)
             receive_pixels(data)
-            output = self.stock_batch(data, loss_function, forward_only)
-            metrics["prefix/stock_rows"] = len(data)
+            metrics = {**done.metrics, "prefix/stock_rows": len(data)}
+            done = self.stock_batch(data, loss_function, forward_only), metrics
+        output, metrics = done
         output["metrics"].update(self._step_metrics.report(metrics | self._paths.metrics(), data, forward_only))
         return output
+
+    def _sharing(
+        self, data: TensorDict, loss_function: Callable | None, forward_only: bool
+    ) -> tuple[dict[str, Any], dict[str, float]] | Stock:
+        """verl's output of a mini-batch whose prefixes are shared, over ranks, and this rank's metrics of it."""
+        if (stock := self._paths.stock(data)) is not None:
+            return stock
+        exchange = open_exchange(self, data)
+        plan = self._paths.plan(data, exchange.groups, exchange.own_groups, forward_only)
+        if isinstance(plan, Stock):
+            return plan
+        rows, num_split_uids = exchange.receive()
+        rows, metrics = self._prepared(rows), {"prefix/split_uids": float(num_split_uids)}
+        if not forward_only:
+            metrics |= self._verification.check(rows, exchange.groups, pass_budget(data, exchange.groups))
+            if self._verification.failure is not None:
+                self._paths.lasting = Stock(self._verification.failure)
+                return self._paths.lasting._replace(metrics=metrics)
+        output, of_plan = self._run_batch(rows, exchange.groups, plan, loss_function, forward_only=forward_only)
+        output["model_output"] = exchange.give_back(output["model_output"])
+        told = self._torn_groups.see(*exchange.num_computed(), forward_only)
+        if told and torch.distributed.get_rank() == 0:
+            logger.warning(told)
+        return output, metrics | of_plan | exchange.metrics()
 
     def run_plan(
         self, data: TensorDict, plan: Plan, loss_function: Callable | None, forward_only: bool,
@@ -172,10 +177,10 @@ class PrefixFSDPEngine(StockPath):
             schedule.run(mini_batch.tokens, plan)
         return mini_batch, schedule
 
-    def _shared_batch(
+    def _run_batch(
         self, data: TensorDict, groups: Sequence[Group], plan: Plan, loss_function: Callable | None, forward_only: bool
-    ) -> tuple[dict[str, object], dict[str, float]]:
-        """verl's output of rows that share prefixes, and this rank's prefix/* metrics."""
+    ) -> tuple[dict[str, Any], dict[str, float]]:
+        """verl's output of rows that this rank computes, and its metrics of that."""
         plan = pad_to_same_passes(plan, self.reduce_max)
         keeps = not forward_only and self._paths.keeps_attention(plan)
         with out_of_memory_advice(plan, keeps):
@@ -205,7 +210,7 @@ class PrefixFSDPEngine(StockPath):
         )
         return data
 
-    def schedule(self, outputs: Callable, step: Callable, backward: Callable | None, **options: object) -> Schedule:
+    def schedule(self, outputs: Callable, step: Callable, backward: Callable | None, **options: Any) -> Schedule:
         """A schedule on this engine's model, with its autocast and gradient synchronisation."""
         return Schedule(
             HookedModel(self.module),
