@@ -4,6 +4,7 @@ them: 1, 2 and 4 gloo ranks, fp32. Does not exercise CUDA or NCCL.
 One set of processes per number of ranks runs every case; the tests read what came back.
 """
 
+import logging
 import os
 import random
 
@@ -47,6 +48,7 @@ CASES = {
     "groups_of_one": {"groups": "groups_of_one"},
     "empty_responses": {"groups": "empty_responses"},
     "uneven": {"dealt": "uneven", "budget": 10**5},
+    "custom_loss": {"custom_loss": True},
     "gspo": {"policy_loss": {"loss_mode": "gspo"}},
     **{f"loss_{mode}": {"loss_agg_mode": mode} for mode in AGG_MODES},
 }
@@ -146,6 +148,17 @@ def _in_order(data, outputs: dict) -> dict[str, torch.Tensor]:
     return {name: torch.cat([merged[row][name] for row in sorted(merged)]) for name in names}
 
 
+def _reads_extra_info(loss):
+    """A loss of a user's own, which reads what verl's do not."""
+    from verl.utils import tensordict_utils as tu
+
+    def custom(model_output, data, dp_group=None):
+        assert [one["row"] for one in tu.get(data, "extra_info")] == data["row"].tolist()
+        return loss(model_output=model_output, data=data, dp_group=dp_group)
+
+    return custom
+
+
 def _measure(engine, rank: int, world: int, options: dict, seed: int = 0) -> dict:
     """Outputs of all rows, total loss and gradients; weights stay."""
     data = scattered(rank, world, engine.model_config.hf_config.vocab_size, options, seed)
@@ -159,7 +172,8 @@ def _measure(engine, rank: int, world: int, options: dict, seed: int = 0) -> dic
         assert inferred["model_output"]["log_probs"].offsets().diff().equal(data["input_ids"].offsets().diff())
     with engine.train_mode(disable_auto_offload=True):
         engine.optimizer_zero_grad()
-        output = engine.forward_backward_batch(data, _loss(options))
+        loss = _loss(options)
+        output = engine.forward_backward_batch(data, _reads_extra_info(loss) if options.get("custom_loss") else loss)
         result["grads"] = whole({n: p.grad for n, p in engine.module.named_parameters() if p.requires_grad})
     loss = torch.tensor(sum(output["loss"]), dtype=torch.float64)
     torch.distributed.all_reduce(loss)
@@ -187,7 +201,10 @@ def _train(engine, rank: int, world: int) -> torch.Tensor:
 def _worker(rank: int, world: int, rendezvous: str, path: str, out: str) -> None:
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), VERL_PLATFORM="cpu")
     torch.distributed.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world)
-    stock, results, truth = _engine("fsdp2", path, {}), {}, {}
+    stock, results, truth, warned = _engine("fsdp2", path, {}), {}, {}, []
+    handler = logging.Handler()
+    handler.emit = warned.append
+    logging.getLogger("verl_prefix.engine.exchange").addHandler(handler)
     for case, options in CASES.items():
         if world == 2 or case in FEW:
             # An empty rank is what stock cannot do.
@@ -205,7 +222,7 @@ def _worker(rank: int, world: int, rendezvous: str, path: str, out: str) -> None
             engine = checked if case in FEW else unchecked
             ours = _measure(engine, rank, world, CASES[case])
             metrics = {n: x[0] for n, x in ours["metrics"].items() if n.startswith(("prefix/", "timing_s/prefix"))}
-            results[name, case] = _errors(ours, truth[case]), metrics
+            results[name, case] = _errors(ours, truth[case]), metrics | {"warnings": len(warned)}
         ours = _train(checked, rank, world)
         results[name, "default"][0]["weights"] = _relative(ours, weights)
     if world == 2:
@@ -259,6 +276,9 @@ def test_rows_stay_where_they_are_told_to_or_where_sharing_does_not_pay(results)
         assert "prefix/exchanged_rows" not in result["off", "default"][1]
         assert "prefix/exchanged_rows" not in result["gate_shut", "default"][1]
         assert result["gate_shut", "default"][1]["prefix/stock_rows"] > 0
+        if len(results) == 2:
+            assert "prefix/exchanged_rows" not in result["packed", "custom_loss"][1]
+            assert result["packed", "custom_loss"][1]["warnings"] == 1
     if len(results) > 1:
         off, on = (results[0][e, "default"][1]["prefix/tokens_saved"] for e in ("off", "packed"))
         assert off < 0.8 * on

@@ -89,8 +89,8 @@ def rows_of(batch: dict, seed: int) -> list[dict]:
                 seen |= {CARRIES: f"{group}_0"} | pixels if i == 0 else {CARRIED_BY: f"{group}_0"}
             rows.append(
                 {
-                    "uid": f"uid{group}", "prompts": prompt, "responses": ids[prompt_len:], "input_ids": ids,
-                    "position_ids": positions.expand(3, -1) if batch["mrope"] else positions,
+                    "uid": f"uid{group}", "session_id": i, "prompts": prompt, "responses": ids[prompt_len:],
+                    "input_ids": ids, "position_ids": positions.expand(3, -1) if batch["mrope"] else positions,
                     "loss_mask": torch.ones(n, dtype=torch.bool), "half": noise(n).to(torch.bfloat16),
                     "wide": noise(n, 2, 3), "row": torch.tensor(len(rows)), "square": noise(2, 2),
                     "extra": {"row": len(rows), 3: (None, "text", [1.5])}, "multi_modal_inputs": seen,
@@ -167,11 +167,13 @@ def _problems(batch: dict, seed: int, group) -> list[str]:
             problems.append(f"{name} came back in another order")
         if back[name].dtype != wanted.dtype:
             problems.append(f"{name} is {back[name].dtype}")
-    arrived = {name: tu.get(found, name) for name in every[0] if name != "pixels"}
+    if ("extra" in found.keys()) == exchange.moves:
+        problems.append("what neither outputs nor verl's losses read travels, or is lost where rows stay")
+    arrived = {name: tu.get(found, name) for name in every[0] if name not in ("pixels", "extra")}
     arrived = {name: x.unbind() if isinstance(x, torch.Tensor) else list(x) for name, x in arrived.items()}
     for i, row in enumerate(here):
         for name, wanted in every[row].items():
-            if name in ("pixels", "multi_modal_inputs"):
+            if name in ("pixels", "multi_modal_inputs", "extra"):
                 continue
             value = arrived[name][i]
             same = torch.equal(value, wanted) if isinstance(wanted, torch.Tensor) else value == wanted

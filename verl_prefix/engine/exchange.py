@@ -31,6 +31,7 @@ from verl_prefix.engine.mini_batch import group_batch
 from verl_prefix.engine.row_bytes import Row, RowBytes, decode, encode
 from verl_prefix.engine.row_table import COLUMNS, PIXELS, AllRows, describe
 from verl_prefix.models.vision import PIXEL_NAMES
+from verl_prefix.versions import warn_once
 
 logger = logging.getLogger(__name__)
 
@@ -70,10 +71,14 @@ def together(
         raise ExchangeError(f"prefix: rank {failed - 1} failed while {doing}; its own error says why")
 
 
-def open_exchange(engine: Any, data: TensorDict) -> "Exchange | NoExchange":
+def open_exchange(engine: Any, data: TensorDict, custom_loss: bool) -> "Exchange | NoExchange":
     """An engine's mini-batch on its way to the ranks that compute it."""
     group = engine.get_data_parallel_group()
     if engine.prefix_config.exchange == "off" or dist.get_world_size(group) == 1:
+        return NoExchange(data)
+    if custom_loss:
+        text = "prefix.exchange: rows stay on their ranks in updates: a loss that is not verl's own may read %s"
+        warn_once(logger, text, "what does not travel (raw_prompt, extra_fields)")
         return NoExchange(data)
     device = torch.device(get_device_name())
     exchange = Exchange(data, engine.shape, group=group, device=device, everyone=dist.group.WORLD)
@@ -167,7 +172,7 @@ class Exchange:
         start = time.perf_counter()
         with self._together("sending rows"):
             parcels = [
-                self._bytes.pack([self._bytes.row(i, i, self._text(i, to)) for i in rows])
+                self._bytes.pack([self._bytes.row(i, i, self._others(i, to)) for i in rows])
                 for to, rows in enumerate(self._sent)
             ]
         received = self._swap(parcels)
@@ -175,7 +180,7 @@ class Exchange:
             rows = [self._bytes.row(i, i) for i in self._kept]
             objects = [{name: values[i] for name, values in self._bytes.objects.items()} for i in self._kept]
             arrived = _unpacked(self._bytes, received, self._got, "sent")
-            objects += [decode(row.text) for row in arrived]
+            objects += [decode(row.others) for row in arrived]
             batch = self._batch(rows + arrived, self._with_pixels(objects))
         self._seconds += time.perf_counter() - start
         return batch
@@ -272,13 +277,13 @@ class Exchange:
             "prefix/cost_split_groups": placement.split_groups if self.compatible else 0,
         }
 
-    def _text(self, i: int, to: int) -> bytes:
+    def _others(self, i: int, to: int) -> bytes:
         """Row i's values that are no tensors; its pixels are left out where rank `to` has them."""
         values = {name: rows[i] for name, rows in self._bytes.objects.items()}
         key = self._all.keys[self._all.starts[self._rank] + i]
         if values.get(PIXELS) and (key, to) in self._holders:
             values[PIXELS] = {name: x for name, x in values[PIXELS].items() if name not in PIXEL_NAMES}
-        return encode(values, needed=(PIXELS, "uid"))
+        return encode(values)
 
     def _with_pixels(self, objects: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Gives rows the pixels that another row of their group has here. No dict of `data` changes: an update of
@@ -298,10 +303,10 @@ class Exchange:
         return objects
 
     def _batch(self, rows: Sequence[Row], objects: Sequence[dict[str, Any]]) -> TensorDict:
-        """Rows as verl's batch, with what `data` has once; values that a row lost on its way are nobody's."""
+        """Rows as verl's batch, with what `data` has once."""
         once = {name: x.data for name, x in self._data.items() if isinstance(x, NonTensorData)}
-        names = [name for name in self._bytes.objects if all(name in values for values in objects)]
-        return tu.get_tensordict(self._bytes.join(rows) | {n: [values[n] for values in objects] for n in names}, once)
+        lists = {name: [values[name] for values in objects] for name in self._bytes.objects}
+        return tu.get_tensordict(self._bytes.join(rows) | lists, once)
 
     def _swap(self, parcels: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Sends each rank its parcel, uint8; returns what each sent here."""

@@ -53,7 +53,7 @@ class MiniBatch:
         flags = ("calculate_entropy", "calculate_sum_pi_squared")
         self._keeps_model_output = forward_only or tu.get_non_tensor_data(data, "return_model_output", False)
         self._flags = {flag: tu.get_non_tensor_data(data, flag, False) for flag in flags}
-        self._loss_mode = self._mode_of_verls_loss()
+        self._loss_mode = mode_of_verls_loss(loss_function)
         self._fields = self._fields_of_the_loss()
         is_read = self._is_read(offsets) if self._skips_lm_head() else None
         self.tokens = TokenBatch(
@@ -67,15 +67,6 @@ class MiniBatch:
         self.dtype = torch.float32
         self._passes: list[_Pass] = []
         self.num_not_finite = 0
-
-    def _mode_of_verls_loss(self) -> str | None:
-        """`loss_mode` where the loss is verl's own, of rows; None for any other."""
-        loss = self.loss_function
-        if not isinstance(loss, functools.partial) or loss.func is not ppo_loss or "config" not in loss.keywords:
-            return None
-        mode: str = loss.keywords["config"].policy_loss.get("loss_mode", "vanilla")
-        is_verls = get_policy_loss_fn(mode).__module__ == get_policy_loss_fn.__module__
-        return mode if mode in LOSSES_OF_ROWS and is_verls else None
 
     def _fields_of_the_loss(self) -> set[str] | None:
         """What loss and outputs are made of beside tokens, and a NaN gets in from; None: any field, of a loss that is
@@ -271,6 +262,15 @@ class _Pass(NamedTuple):
     model_output: dict[str, torch.Tensor]
     finite: torch.Tensor
     where: str
+
+
+def mode_of_verls_loss(loss: Callable | None) -> str | None:
+    """`loss_mode` where the loss is verl's own, of rows; None for any other."""
+    if not isinstance(loss, functools.partial) or loss.func is not ppo_loss or "config" not in loss.keywords:
+        return None
+    mode: str = loss.keywords["config"].policy_loss.get("loss_mode", "vanilla")
+    is_verls = get_policy_loss_fn(mode).__module__ == get_policy_loss_fn.__module__
+    return mode if mode in LOSSES_OF_ROWS and is_verls else None
 
 
 def row_lens(data: TensorDict) -> tuple[list[int], list[int]]:

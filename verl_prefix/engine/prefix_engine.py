@@ -28,7 +28,7 @@ from verl_prefix.core.schedule import Schedule
 from verl_prefix.core.waves import Plan, pad_to_same_passes
 from verl_prefix.cpu.engine import CPUEngineMixin
 from verl_prefix.engine.exchange import open_exchange, receive_pixels
-from verl_prefix.engine.mini_batch import MiniBatch, even_out, plan_metrics
+from verl_prefix.engine.mini_batch import MiniBatch, even_out, mode_of_verls_loss, plan_metrics
 from verl_prefix.engine.out_of_memory import out_of_memory_advice
 from verl_prefix.engine.paths import Paths, Stock, pass_budget
 from verl_prefix.engine.step_metrics import StepMetrics
@@ -138,7 +138,8 @@ class PrefixFSDPEngine(StockPath):
         """verl's output of a mini-batch whose prefixes are shared, over ranks, and this rank's metrics of it."""
         if (stock := self._paths.stock(data)) is not None:
             return stock
-        exchange = open_exchange(self, data)
+        custom_loss = loss_function is not None and mode_of_verls_loss(loss_function) is None
+        exchange = open_exchange(self, data, custom_loss)
         plan = self._paths.plan(data, exchange.groups, exchange.own_groups, forward_only)
         if isinstance(plan, Stock):
             return plan
@@ -151,7 +152,8 @@ class PrefixFSDPEngine(StockPath):
                 return self._paths.lasting._replace(metrics=metrics)
         output, of_plan = self._run_batch(rows, exchange.groups, plan, loss_function, forward_only=forward_only)
         output["model_output"] = exchange.give_back(output["model_output"])
-        told = self._torn_groups.see(*exchange.num_computed(), forward_only)
+        # Under a custom loss this rank's rows are counted, and of log-probs before all ranks'.
+        told = None if custom_loss else self._torn_groups.see(*exchange.num_computed(), forward_only)
         if told and torch.distributed.get_rank() == 0:
             logger.warning(told)
         return output, metrics | of_plan | exchange.metrics()

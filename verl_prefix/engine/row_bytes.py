@@ -1,21 +1,20 @@
-"""Rows of a batch as bytes, and back: what `exchange` sends. Tensors go as they are, other values as JSON."""
+"""Rows of a batch as bytes, and back: what `exchange` sends."""
 
-import base64
 import itertools
 import json
-import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
+from safetensors.torch import load, save
 from tensordict import TensorDict
 from tensordict.tensorclass import NonTensorData
 
-from verl_prefix.versions import warn_once
+from verl_prefix.engine.row_table import PIXELS
 
-logger = logging.getLogger(__name__)
+# Of what is no tensor. The rest (raw_prompt, extra_fields) stays behind: neither outputs nor verl's own losses read it.
+TRAVELLING = ("uid", "session_id", PIXELS)
 
 
 class _Field:
@@ -54,11 +53,11 @@ class _Field:
 
 
 class Row(NamedTuple):
-    """A row: its index where it came from, the bytes of its tensors by name, and its other values as JSON."""
+    """A row: its index where it came from, the bytes of its tensors by name, and its other values by `encode`."""
 
     origin: int
     tensors: dict[str, torch.Tensor]
-    text: bytes = b""
+    others: bytes = b""
 
 
 class RowBytes:
@@ -66,7 +65,7 @@ class RowBytes:
 
     Attributes:
         layout: what two ranks must have in common to read each other's rows.
-        objects: values that are no tensors, one per row, by name.
+        objects: values of `TRAVELLING`, one per row, by name.
     """
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], objects: Mapping[str, list[Any]] | None = None) -> None:
@@ -78,24 +77,26 @@ class RowBytes:
 
     @classmethod
     def of_batch(cls, data: TensorDict) -> "RowBytes":
-        """Of all that `data` has per row; what it has once stays out."""
+        """Of what travels of all that `data` has per row."""
         values = {name: data.get(name) for name in data.keys() if not isinstance(data.get(name), NonTensorData)}
         tensors = {name: x for name, x in values.items() if isinstance(x, torch.Tensor)}
-        return cls(tensors, {name: x.tolist() for name, x in values.items() if name not in tensors})
+        return cls(
+            tensors, {name: values[name].tolist() for name in TRAVELLING if name in values and name not in tensors}
+        )
 
-    def row(self, i: int, origin: int, text: bytes = b"") -> Row:
+    def row(self, i: int, origin: int, others: bytes = b"") -> Row:
         """Row i, to be known as `origin`."""
-        return Row(origin, {name: one[i] for name, one in self._fields.items()}, text)
+        return Row(origin, {name: one[i] for name, one in self._fields.items()}, others)
 
     def pack(self, rows: Sequence[Row]) -> torch.Tensor:
-        """Rows as one uint8 tensor: a head of int64 (origin, lengths, length of the text), tensors, text."""
+        """Rows as one uint8 tensor: a head of int64 (origin, lengths, length of the others), tensors, others."""
         pieces = []
         for row in rows:
             lens = [len(row.tensors[name]) for name in self._ragged]
-            pieces.append(torch.tensor([row.origin, *lens, len(row.text)]).view(torch.uint8))
+            pieces.append(torch.tensor([row.origin, *lens, len(row.others)]).view(torch.uint8))
             pieces += row.tensors.values()
-            if row.text:
-                pieces.append(torch.frombuffer(bytearray(row.text), dtype=torch.uint8))
+            if row.others:
+                pieces.append(torch.frombuffer(bytearray(row.others), dtype=torch.uint8))
         return torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.uint8)
 
     def unpack(self, packed: torch.Tensor) -> Iterator[Row]:
@@ -108,74 +109,39 @@ class RowBytes:
             return packed[at - size : at]
 
         while at < len(packed):
-            origin, *lens, text = take(8 * (len(self._ragged) + 2)).clone().view(torch.int64).tolist()
+            origin, *lens, others = take(8 * (len(self._ragged) + 2)).clone().view(torch.int64).tolist()
             sizes = dict(zip(self._ragged, lens, strict=True))
             tensors = {name: take(sizes.get(name, one.unit)) for name, one in self._fields.items()}
-            yield Row(origin, tensors, take(text).numpy().tobytes())
+            yield Row(origin, tensors, take(others).numpy().tobytes())
 
     def join(self, rows: Sequence[Row]) -> dict[str, torch.Tensor]:
         """The tensors of a batch of these rows, by name."""
         return {name: one.join([row.tensors[name] for row in rows]) for name, one in self._fields.items()}
 
 
-def encode(values: Mapping[str, Any], needed: Sequence[str]) -> bytes:
-    """A row's values as JSON; those that JSON and arrays cannot hold, such as pictures, are left out and logged once.
+def encode(values: dict[str, Any]) -> bytes:
+    """A row's values of `TRAVELLING`: the tensors among pixels by safetensors, behind all else as JSON.
 
     Raises:
-        TypeError: one of those left out is `needed`.
+        TypeError: a value is neither.
     """
-    plain = {}
-    for name, value in values.items():
-        try:
-            plain[name] = _plain(value)
-        except TypeError as error:
-            if name in needed:
-                raise TypeError(f"{name} cannot travel with its rows: {error}") from error
-            text = "prefix.exchange: %s does not travel with its rows (%s); a loss cannot read it"
-            warn_once(logger, text, name, str(error))
-    return json.dumps(plain).encode() if values else b""
+    if not values:
+        return b""
+    pixels = values.get(PIXELS) or {}
+    tensors = {name: x.detach().cpu().clone() for name, x in pixels.items() if isinstance(x, torch.Tensor)}
+    others = {name: x for name, x in pixels.items() if name not in tensors}
+    try:
+        text = json.dumps(values | {PIXELS: others} if pixels else values).encode()
+    except TypeError as error:
+        stay = "set actor_rollout_ref.actor.prefix.exchange=off, and rows stay"
+        raise TypeError(f"{', '.join(values)} cannot travel with its row: {error}; {stay}") from error
+    return len(text).to_bytes(8, "little") + text + (save(tensors) if tensors else b"")
 
 
-def decode(text: bytes) -> dict[str, Any]:
-    """The values that `encode` was given."""
-    return {name: _rich(value) for name, value in json.loads(text).items()} if text else {}
-
-
-def _plain(value: Any) -> Any:
-    if value is None or type(value) in (bool, int, float, str):
-        return value
-    if type(value) is list:
-        return [_plain(x) for x in value]
-    if type(value) is tuple:
-        return {"tuple": [_plain(x) for x in value]}
-    if isinstance(value, dict):
-        return {"dict": [[_plain(key), _plain(x)] for key, x in value.items()]}
-    if isinstance(value, torch.Tensor):
-        array = value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
-        kind, dtype, shape = "tensor", str(value.dtype).removeprefix("torch."), list(value.shape)
-    elif isinstance(value, np.ndarray | np.generic) and not np.asarray(value).dtype.hasobject:
-        array = np.ascontiguousarray(value)
-        kind = "array" if isinstance(value, np.ndarray) else "scalar"
-        dtype, shape = array.dtype.str, list(np.shape(value))
-    else:
-        raise TypeError(f"it holds a {type(value).__name__}")
-    return {kind: [dtype, shape, base64.b64encode(array.tobytes()).decode()]}
-
-
-def _rich(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_rich(x) for x in value]
-    if not isinstance(value, dict):
-        return value
-    ((kind, content),) = value.items()
-    if kind == "tuple":
-        return tuple(_rich(x) for x in content)
-    if kind == "dict":
-        return {_rich(key): _rich(x) for key, x in content}
-    dtype, shape, text = content
-    held = bytearray(base64.b64decode(text))
-    if kind == "tensor":
-        flat = torch.frombuffer(held, dtype=torch.uint8) if held else torch.empty(0, dtype=torch.uint8)
-        return flat.view(getattr(torch, dtype)).view(shape)
-    array = np.frombuffer(held, dtype=dtype).reshape(shape)
-    return array if kind == "array" else array[()]
+def decode(held: bytes) -> dict[str, Any]:
+    """The values that `encode` was given; tuples are lists."""
+    end = 8 + int.from_bytes(held[:8], "little")
+    values: dict[str, Any] = json.loads(held[8:end]) if held else {}
+    if len(held) > end:
+        values[PIXELS] |= load(held[end:])
+    return values
