@@ -17,7 +17,7 @@ _HOST_THREADS = torch.get_num_threads()
 
 
 if TYPE_CHECKING:
-    from verl.workers.engine.fsdp.transformer_impl import FSDPEngine as _Engine
+    from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead as _Engine
 else:
     _Engine = object  # a mixin's
 
