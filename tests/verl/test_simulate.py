@@ -472,7 +472,15 @@ def training_command(folder: Path, **model: str) -> list[str]:
 def test_plan_simulates_a_command_and_says_that_nothing_fits(elsewhere, tmp_path):
     """What fits: test_simulate_recurrent.py."""
     words = [*training_command(tmp_path), "actor_rollout_ref.model.enable_gradient_checkpointing=false"]
-    options = ["--simulate", "--gpu", "h100,capacity=1000", "--out", str(tmp_path / "plan.json")]
+    options = [
+        "--simulate",
+        "--gpu",
+        "h100,capacity=1000",
+        "--response-lengths",
+        "32,0",
+        "--out",
+        str(tmp_path / "plan.json"),
+    ]
     code, out, err = elsewhere(planned, [*options, *words])
     assert (code, err) == (1, "") and "simulated" in out
     assert "warning: no schedule fits 0 GiB of h100,capacity=1000 (simulated)" in out

@@ -272,7 +272,8 @@ def test_an_installed_package_changes_nothing(elsewhere):
 @pytest.mark.full
 def test_plan_simulates_a_hybrid_and_says_what_fits_and_what_nobody_measured(elsewhere, tmp_path):
     words = [*training_command(tmp_path, family="qwen3_5_text"), "trainer.v1.trainer_mode=prefix_sync"]
-    code, out, err = elsewhere(planned, ["--simulate", "--out", str(tmp_path / "plan.json"), *words])
+    options = ["--simulate", "--response-lengths", "32,0", "--out", str(tmp_path / "plan.json")]
+    code, out, err = elsewhere(planned, [*options, *words])
     assert (code, err) == (0, "") and RECURRENT in out
     found = json.loads((tmp_path / "plan.json").read_text())["simulated"]
     packed = found["arms"]["packed"]
