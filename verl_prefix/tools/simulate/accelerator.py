@@ -14,9 +14,8 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, _BypassDispatchCache
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.amp.autocast_mode import _cast
-from torch.autograd.profiler import record_function
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.backend_registration import _DummyBackendModule, _setup_privateuseone_for_python_backend
 
@@ -134,7 +133,7 @@ def _register() -> tuple[torch.library.Library, torch.library.Library]:
     return every, aten
 
 
-_make_tensor, _cache_key, _prepare = torch.tensor, FakeTensorMode._cache_key, FakeTensorMode._prep_args_for_hash
+_make_tensor = torch.tensor
 
 
 def _tensor(data: Any, *args: Any, device: Any = None, **kwargs: Any) -> torch.Tensor:
@@ -144,36 +143,6 @@ def _tensor(data: Any, *args: Any, device: Any = None, **kwargs: Any) -> torch.T
     if device.type == DEVICE:
         made.constant = None  # a fake tensor's known value, with which it would really be copied
     return made.to(device)
-
-
-def _pin_memory(tensor: torch.Tensor) -> torch.Tensor:
-    """Makes a tensor that the host need not wait for to be copied: here every one that says so (`non_blocking`)."""
-    tensor.constant = None  # type: ignore[attr-defined]  # as in `_tensor`
-    return tensor
-
-
-def _key_without_storages(self: FakeTensorMode, state: Any, func: Any, args: Any, kwargs: Any) -> Any:
-    if func in (torch.ops.aten.set_.source_Storage, torch.ops.aten.set_.source_Storage_storage_offset):
-        raise _BypassDispatchCache("the key would keep the storage alive")
-    return _cache_key(self, state, func, args, kwargs)
-
-
-def _prepare_plain(self: FakeTensorMode, key: list, args: Any, state: Any, held: list) -> None:
-    """As the original, whose key names every property that tensors may have: with those that ours differ in, a
-    simulation takes a fifth less time."""
-    if isinstance(args, dict):
-        key.append(tuple(args))
-        args = args.values()
-    for arg in args:
-        if isinstance(arg, FakeTensor) and arg.fake_mode is self and arg.constant is None:
-            storage = arg.untyped_storage().nbytes()
-            key += (arg.dtype, arg.shape, arg.stride(), arg.fake_device, arg.storage_offset(), storage)
-            key.append(arg.requires_grad)
-        elif isinstance(arg, (list, tuple)):
-            key += (type(arg), len(arg))
-            _prepare_plain(self, key, arg, state, held)
-        else:
-            _prepare(self, key, (arg,), state, held)
 
 
 def _stays(self: offload.OffloadedPrefixCache, tensor: torch.Tensor) -> bool:
@@ -204,17 +173,14 @@ def fake_accelerator(ranks: int, replicas: int = 1) -> Iterator[DeviceMesh]:
         shape, names = ((ranks,), ("fsdp",)) if replicas == 1 else ((replicas, ranks), ("ddp", "fsdp"))
         mesh = init_device_mesh(DEVICE, shape, mesh_dim_names=names)
         with (
+            # torch makes no tensor of data on a Python backend, and knows no streams but its own.
             mock.patch.object(torch, "tensor", _tensor),
-            mock.patch.object(torch.Tensor, "pin_memory", _pin_memory),
             mock.patch.object(torch.Tensor, "record_stream", lambda *record: CLOCK.on_record(*record), create=True),
-            mock.patch.object(FakeTensorMode, "_cache_key", _key_without_storages),
-            mock.patch.object(FakeTensorMode, "_prep_args_for_hash", _prepare_plain),
-            mock.patch.object(record_function, "__enter__", lambda self: self),  # names for a profiler; operations here
-            mock.patch.object(record_function, "__exit__", lambda self, *exc_info: None),
+            mock.patch.object(torch.accelerator, "current_stream", lambda *_: CLOCK.stream),
+            # Ours ask for a plain tensor, for CUDA, and for this machine's memory.
             mock.patch.object(offload.OffloadedPrefixCache, "_stays", _stays),
             mock.patch.object(attention, "_fused_merge", lambda device_type: operations.merge_into),
             mock.patch.object(host_memory, "host_room", lambda: 1 << 60),
-            mock.patch.object(torch.accelerator, "current_stream", lambda *_: CLOCK.stream),  # FSDP2's other way
             torch.autograd.set_multithreading_enabled(False),  # an error on another thread aborts
             FakeTensorMode(allow_non_fake_inputs=True),
         ):

@@ -163,6 +163,8 @@ class Simulation:
         self.model, self.hooked, self.shape = model, HookedModel(model), model_shape(model, job.dtype)
         for tensor in (*model.parameters(), *model.buffers()):
             tracker.assign(tensor, "parameters")
+            if tensor.requires_grad:  # FSDP2 calls these hooks on its shards
+                tensor.register_post_accumulate_grad_hook(lambda shard: tracker.assign(shard.grad, "gradients"))
         self.lengths = [g.prefix_len + 1 + n for g in job.groups for n in g.suffix_lens]
         self.suffixes = [n for g in job.groups for n in g.suffix_lens]
         self.offsets = list(accumulate(self.lengths, initial=0))

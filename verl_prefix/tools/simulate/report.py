@@ -41,7 +41,7 @@ def assumptions(config: PretrainedConfig) -> str:
 
 
 def as_json(phases: dict[str, Phase]) -> dict[str, Any]:
-    """An arm's phases: GiB, FLOPs, seconds, bytes; and their sums and peak."""
+    """An arm's phases: GiB, FLOPs, seconds and what they are spent on; and their sums and peak."""
 
     def part(phase: Phase, prefix: str) -> dict[str, float]:
         return {name.removeprefix(prefix): x for name, x in phase.items() if name.startswith(prefix) and x}
@@ -52,11 +52,9 @@ def as_json(phases: dict[str, Phase]) -> dict[str, Any]:
             "owners_gib": {owner: phase[f"peak/{owner}"] / GIB for owner in OWNERS if phase[f"peak/{owner}"] > 0},
             "seconds": phase["seconds"],
             "flops": part(phase, "flops/"),
-            "bytes": phase["bytes"],
             "launches": round(phase["launches"]),
             "host_syncs": round(phase["host_syncs"]),
             "collective_bytes": part(phase, "collective/"),
-            "pcie_bytes": part(phase, "pcie/"),
             "host_gib": phase["host_peak"] / GIB,
             "bound_seconds": part(phase, "bound/"),
         }
@@ -79,7 +77,6 @@ def compare(job: Job, hardware: Hardware, arms: Sequence[Arm] = ARMS) -> dict[st
         for name, baseline in (("", "stock"), ("_over_lean", "stock_lean")):
             if theirs := outcomes.get(baseline):
                 arm[f"speedup{name}"] = _seconds(theirs) / _seconds(arm)
-                arm[f"update_speedup{name}"] = theirs["update_seconds"] / arm["update_seconds"]
                 arm[f"flop_ratio{name}"] = theirs["flops"] / arm["flops"]
         arm["fits"] = arm["peak_gib"] * GIB <= hardware.capacity
     return outcomes

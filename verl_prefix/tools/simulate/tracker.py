@@ -15,14 +15,11 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch._subclasses.fake_tensor import FakeTensor, disable_fake_tensor_cache
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from verl_prefix.core import offload
 from verl_prefix.core.prefix_cache import Key, PrefixCache
 from verl_prefix.tools.simulate.accelerator import CLOCK, Stream
 from verl_prefix.tools.simulate.hardware import Hardware
@@ -32,11 +29,13 @@ OWNERS = (
     "parameters", "gradients", "optimizer", "activations", "prefix cache", "grad cache", "logits", "fsdp buffers",
     "flash workspace",
 )  # fmt: skip
+_IS_PINNED, _PIN_MEMORY = torch.ops.aten.is_pinned.default, torch.ops.aten._pin_memory.default
+_SET_STORAGE = torch.ops.aten.set_.source_Storage, torch.ops.aten.set_.source_Storage_storage_offset
 
 
 class Phase(Counter[str]):
-    """Amounts of one phase: seconds, launches, host_syncs, bytes; "flops/KIND", "bound/KIND" in seconds,
-    "collective/NAME" and "pcie/to_host|to_device" in bytes; "peak", "peak/OWNER" and "host_peak" in bytes."""
+    """Amounts of one phase: seconds, launches, host_syncs; "flops/KIND", "bound/KIND" in seconds, "collective/NAME" in
+    bytes; "peak", "peak/OWNER" and "host_peak" in bytes."""
 
 
 class Tracker(TorchDispatchMode):
@@ -58,7 +57,6 @@ class Tracker(TorchDispatchMode):
         self.current = self.host = 0
         self._blocks: dict[int, list[Any]] = {}  # storage -> [bytes, owner; None: on the host, weak reference]
         self._owned: Counter[str] = Counter()
-        self._polled: dict[int, StorageWeakRef] = {}
         self._used_until: dict[int, float] = {}  # storage -> when a side stream has read it
         self._pending: list[tuple[float, int, str]] = []  # freed, but a side stream still reads: (until, bytes, owner)
         self._patches = contextlib.ExitStack()
@@ -94,11 +92,7 @@ class Tracker(TorchDispatchMode):
                 self.phase[f"peak/{name}"] = self._owned[name]
 
     def _collect(self) -> None:
-        """Gives back what nobody holds and no stream reads."""
-        for key in [key for key, ref in self._polled.items() if ref.expired()]:
-            del self._polled[key]
-            if key in self._blocks:
-                self._free(key)
+        """Gives back what nobody held and no stream reads any more."""
         done = [block for block in self._pending if block[0] <= CLOCK.host]
         self._pending = [block for block in self._pending if block[0] > CLOCK.host]
         for _, nbytes, owner in done:
@@ -148,7 +142,8 @@ class Tracker(TorchDispatchMode):
         while frame is not None:
             name = frame.f_code.co_filename
             if "/distributed/fsdp/" in name:
-                return "fsdp buffers"
+                accumulates = frame.f_code.co_name == "to_accumulated_grad_if_needed"
+                return "gradients" if accumulates else "fsdp buffers"
             if name.endswith("/core/prefix_cache.py"):
                 function = frame.f_code.co_name
                 if function in ("add_grad", "take") or (function == "backward" and frame is sys._getframe(2)):
@@ -176,9 +171,7 @@ class Tracker(TorchDispatchMode):
     # hooks into what allocates without an operation, and into who owns what
 
     def __enter__(self) -> "Tracker":
-        resize, capture, post_backward = (
-            torch.UntypedStorage.resize_, PrefixCache.capture, FSDPParamGroup.post_backward,
-        )  # fmt: skip
+        resize, capture = torch.UntypedStorage.resize_, PrefixCache.capture
         propagate = ShardingPropagator._propagate_tensor_meta_non_cached
 
         def resize_(storage: torch.UntypedStorage, size: int) -> Any:
@@ -191,27 +184,14 @@ class Tracker(TorchDispatchMode):
                 self.assign(x, "prefix cache")
             return capture(cache, key, *tensors, **options)
 
-        def after_backward(group: FSDPParamGroup, *unused: Any) -> None:
-            post_backward(group, *unused)
-            for parameter in group.fsdp_params:
-                self.assign(parameter.sharded_param.grad, "gradients")
-                self.assign(parameter.unsharded_accumulated_grad, "gradients")
-
         def propagated(propagator: ShardingPropagator, *args: Any) -> Any:
             """DTensor asks fake tensors of its own, of whole parameters, what shape comes out."""
             with mock.patch.object(self, "_paused", True):
                 return propagate(propagator, *args)
 
-        def polled(storage: torch.UntypedStorage) -> StorageWeakRef:
-            """It keeps a storage's Python object, and with it our weak reference, alive: ask it instead."""
-            reference = self._polled[storage._cdata] = StorageWeakRef(storage)
-            return reference
-
         for target, name, value in (
-            (torch.UntypedStorage, "resize_", resize_),
-            (PrefixCache, "capture", captured),
-            (FSDPParamGroup, "post_backward", after_backward),
-            (offload, "StorageWeakRef", polled),
+            (torch.UntypedStorage, "resize_", resize_),  # FSDP2's way to free and fill what it gathers
+            (PrefixCache, "capture", captured),  # activations become the prefix cache's
             (ShardingPropagator, "_propagate_tensor_meta_non_cached", propagated),
         ):
             self._patches.enter_context(mock.patch.object(target, name, value))
@@ -252,9 +232,17 @@ class Tracker(TorchDispatchMode):
         if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
             return args[0].fake_device  # asked more often than all else; no operation
         kwargs = kwargs or {}
+        if func is _IS_PINNED:  # fake tensors know no pinned memory; here a copy that need not be waited for says so
+            return False
+        if func is _PIN_MEMORY:
+            args[0].constant = None  # its known value, with which it would really be copied
+            return args[0]
         if DTensor in types:
             return NotImplemented
-        out = func(*args, **kwargs)
+        # A cached call of set_ would keep its storage alive.
+        is_set = func in _SET_STORAGE and isinstance(args[0], FakeTensor)
+        with disable_fake_tensor_cache(args[0].fake_mode) if is_set else contextlib.nullcontext():
+            out = func(*args, **kwargs)
         if self._paused or func.namespace in ("prim", "profiler"):
             return out
         outs, ins = tensors_of((out,)), tensors_of((*args, *kwargs.values()))
@@ -292,7 +280,6 @@ class Tracker(TorchDispatchMode):
         compute, memory = flops / reached, nbytes / hardware.memory
         seconds = max(compute, memory, hardware.kernel)
         phase["launches"] += 1
-        phase["bytes"] += nbytes
         if flops:
             phase[f"flops/{kind}"] += flops
         CLOCK.host += hardware.launch
@@ -312,7 +299,6 @@ class Tracker(TorchDispatchMode):
 
     def _copy(self, nbytes: int, to_device: bool, waits: bool) -> None:
         link = "pcie/to_device" if to_device else "pcie/to_host"
-        self.phase[link] += nbytes
         self._transfer(link, nbytes / self.hardware.pcie)
         if waits:
             self.read()
