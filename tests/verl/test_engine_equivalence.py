@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Sequence
 from unittest import mock
 
+import broken_states
 import pytest
 import torch
 from shared_models import OURS, SharedModels
@@ -737,6 +738,12 @@ def _worker(rank: int, world: int, rendezvous: str, models: dict, check_all: boo
     options = {"param_dtype": "bf16", "empty": CASES["rank_of_empty_responses"]["empty"] + ("c",)}
     measured = [_measure(backend, models["qwen3"], rank, options) for backend in ("prefix", "fsdp2")]
     results["bf16 empty responses"] = _compare(*measured)
+    # A gradient that waves lose, which no log-prob shows, stops step 1.
+    for dtype in ("fp32", "bf16"):
+        with pytest.MonkeyPatch.context() as patch:
+            broken_states.gradients_of_one_layer_dropped(patch)
+            with pytest.raises(RuntimeError, match="prefix.verify, update 1: .*gradients of .* stock path's by"):
+                _measure("prefix", models["qwen3"], rank, {"param_dtype": dtype, "schedule": "phased"})
     # A kernel that is wrong on the last rank alone: every rank must see the self-check miss.
     forward = cpu.forward
     if rank == world - 1:
