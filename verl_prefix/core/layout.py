@@ -154,8 +154,7 @@ class Layout:
     @property
     def multiplicity(self) -> torch.Tensor:
         """[T] int64: how often each token counts in the logical batch, 0 in a dummy."""
-        rows, lens = zip(*((segment.rows, segment.length) for segment in self.segments), strict=True)
-        return torch.tensor(rows).repeat_interleave(torch.tensor(lens))
+        return torch.cat([torch.full((segment.length,), segment.rows) for segment in self.segments])
 
     @functools.cached_property
     def num_prefixes(self) -> int:

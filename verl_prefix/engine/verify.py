@@ -113,8 +113,8 @@ class Verification:
             return responses(postprocess_batch_func(*mini_batch.outputs(plan), data=rows))
 
         noise = functools.partial(rounding_noise, engine.module, engine._autocast_dtype)
-        gradients = Gradients(engine.module)
         with gradients_aside(engine.module):
+            gradients = Gradients(engine.module)
             verdict = check(stock, ours, noise, gradients, engine.reduce_sum, num_perturbed=int(-fewer))
         # A NaN, which is no more than anything, must not get lost in the maximum.
         figures = verdict.attention, verdict.recurrence
