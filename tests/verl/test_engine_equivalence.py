@@ -95,7 +95,7 @@ CASES = {
 # Cases whose self-check runs: those where ranks differ or must agree. In test-full one rank runs every case's.
 CHECKED = (
     "default", "packed", "phased", "static_batch_size_of_one", "rank_of_empty_responses", "hsdp", "lora_phased",
-    "padded", "sliding_window", "offload_params_and_optimizer", "gate_open", "upper_layer_trained_phased",
+    "padded", "sliding_window", "offload_params_and_optimizer", "gate_open", "upper_layer_trained_phased", "reshard_off",
     "lm_head_trained_phased",
 )  # fmt: skip
 
