@@ -95,8 +95,8 @@ CASES = {
 # Cases whose self-check runs: those where ranks differ or must agree. In test-full one rank runs every case's.
 CHECKED = (
     "default", "packed", "phased", "static_batch_size_of_one", "rank_of_empty_responses", "hsdp", "lora_phased",
-    "padded", "sliding_window", "offload_params_and_optimizer", "gate_open", "upper_layer_trained_phased", "reshard_off",
-    "lm_head_trained_phased",
+    "padded", "sliding_window", "offload_params_and_optimizer", "gate_open", "upper_layer_trained_phased",
+    "lm_head_trained_phased", "reshard_off",
 )  # fmt: skip
 
 # Options of every loss of verl with which it does what is its own on these rows.
