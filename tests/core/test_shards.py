@@ -1,6 +1,6 @@
 """A packed row on 2, 4 and 8 gloo ranks in float64, against HF row by row on one; what travels and what a cache holds.
 
-Does not exercise FSDP (tests/verl/test_sequence_parallel.py does), NCCL or more than one node.
+Does not exercise FSDP (tests/engine/test_sequence_parallel.py does), NCCL or more than one node.
 """
 
 import copy

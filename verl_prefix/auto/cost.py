@@ -175,7 +175,7 @@ def peak_bytes(
     """Bytes that one update adds at its peak to 16 bytes per parameter and rank; plan None: verl's own path, whose
     log-probs alone (`forward_only`) need one layer at a time, and logits with a copy that entropy makes.
 
-    In closed form, within 15 % of `tools.simulate` on the grid of tests/core/test_cost.py. Alive at once, of FSDP2 in
+    In closed form, within 15 % of `tools.simulate` on the grid of tests/auto/test_cost.py. Alive at once, of FSDP2 in
     mixed precision with flash-attn's cross entropy: what layers keep; in backward half of a layer's activations again,
     two gathered layers, and the fp32 gradient of lm_head on its way to the other ranks; logits and their gradient;
     keys, values, recurrent states and their fp32 gradients; a copy of its prefix's state for every suffix that starts

@@ -1,6 +1,6 @@
 """Traces: what is written is what is read, recording ends where it should, and whatever is damaged is named.
 
-tests/verl/test_ab.py records a run of real verl; here an engine trains at most, by itself.
+tests/tools/test_ab.py records a run of real verl; here an engine trains at most, by itself.
 """
 
 import errno

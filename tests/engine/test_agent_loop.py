@@ -1,7 +1,7 @@
 """Pixels that one row carries for its group: verl's own agent loop and TransferQueue, with an answer made by hand.
 
-The rollout server is a stub that says the same every time (tests/verl/test_cpu_rollout_video.py has the real
-one); tests/verl/test_video_run.py trains on rows that came this way.
+The rollout server is a stub that says the same every time (tests/cpu/test_cpu_rollout_video.py has the real
+one); tests/recipes/test_video_run.py trains on rows that came this way.
 """
 
 import asyncio

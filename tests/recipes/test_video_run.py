@@ -24,6 +24,7 @@ def recipe(script: str, *args: object) -> None:
     subprocess.run([sys.executable, RECIPE / script, *map(str, args)], check=True, timeout=120, env=environment)
 
 
+@pytest.mark.ray
 @pytest.mark.full
 def test_clips_train_through_verl_with_the_pixels_that_the_rollout_saw(tmp_path, train):
     recipe("make_clips.py", "--output", tmp_path, "--clips", 2, "--stills", 3, "--size", 112)

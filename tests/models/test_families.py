@@ -153,8 +153,8 @@ def table():
         lines = [" | ".join(row) for row in (titles, ["---"] * len(titles), *cells)]
         Path(out).write_text(
             "# Model families: shared prefix against HF's own forward of every whole row\n\n"
-            "Written by `make -C examples/results coverage` (tests/core/test_families.py): largest relative error of\n"
-            "log-probs and of the gradient of each kind of parameter; truth is HF in float64. Tolerances: 1e-9 in\n"
+            "Written by `make -C examples/results coverage` (tests/models/test_families.py): largest relative error\n"
+            "of log-probs and of the gradient of each kind of parameter; truth is HF in float64. Tolerances: 1e-9 in\n"
             "float64, 5e-6 in fp32 (gated delta rule: or 1.3 times HF's own error), in bf16 1.3 times HF's own error.\n"
             "merged: two flash calls joined by log-sum-exp. reference: dense. states: suffixes go on from the\n"
             "prefix's.\n\n"

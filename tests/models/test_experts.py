@@ -1,4 +1,4 @@
-"""Loads of experts without FSDP; tests/verl/test_sequence_parallel.py compares them with rows by themselves."""
+"""Loads of experts without FSDP; tests/engine/test_sequence_parallel.py compares them with rows by themselves."""
 
 import torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 ROOMS = (".github", "examples", "recipes", "tests", "verl_prefix")
 PAGES = (*ROOT.glob("*.md"), *(page for room in ROOMS for page in (ROOT / room).rglob("*.md")))
 MARKDOWN = sorted(str(page.relative_to(ROOT)) for page in PAGES)
