@@ -5,7 +5,7 @@ A value per response token and a reward behind the last one, in one loss; float6
 
 import pytest
 import torch
-from test_api import batch, build, float64_norm, grads, inputs, no_phase_c, padded  # noqa: F401
+from api_rows import batch, build, float64_norm, grads, inputs, no_phase_c, padded  # noqa: F401
 from transformers import LlamaForSequenceClassification, LlamaForTokenClassification, LlamaModel
 
 from verl_prefix import phased_update, response_hidden_states, response_log_probs

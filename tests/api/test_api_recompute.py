@@ -5,7 +5,7 @@ Tolerances and models are those of test_api.
 
 import pytest
 import torch
-from test_api import (  # noqa: F401
+from api_rows import (  # noqa: F401
     BOUNDS,
     TEMPERATURE,
     TOLERANCE,

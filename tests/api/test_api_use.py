@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_api import batch, build, float64_norm, grads, inputs  # noqa: F401
+from api_rows import batch, build, float64_norm, grads, inputs  # noqa: F401
 from torch.distributed.fsdp import FSDPModule
 
 from verl_prefix import phased_update, response_hidden_states, response_log_probs

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import transformers
-from test_families import float64_inside  # noqa: F401
+from families import float64_inside  # noqa: F401
 
 from verl_prefix import phased_update, response_log_probs
 from verl_prefix.testing import write_tiny_model

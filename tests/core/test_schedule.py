@@ -10,6 +10,7 @@ import itertools
 
 import pytest
 import torch
+from schedules import errors, measure
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 from transformers.models.llama import modeling_llama
 from transformers.models.qwen3 import modeling_qwen3
@@ -51,30 +52,6 @@ def build(family: str = "llama", **overrides):
     torch.manual_seed(0)
     model_class, config_class = MODELS[family]
     return model_class(config_class(**FIELDS | overrides)).double()
-
-
-def measure(model, run) -> dict:
-    """Log-probs, gradients, and weights after one AdamW step of a run on `model`, whose weights it restores."""
-    before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    model.zero_grad()
-    log_probs = torch.cat(run())
-    grads = {name: p.grad.clone() for name, p in model.named_parameters()}
-    torch.optim.AdamW(model.parameters(), lr=1e-3).step()
-    after = {name: p.detach().clone() for name, p in model.named_parameters()}
-    with torch.no_grad():
-        for name, p in model.named_parameters():
-            p.copy_(before[name])
-    return {"log_probs": log_probs, "grads": grads, "weights": after}
-
-
-def errors(ours: dict, truth: dict) -> dict[str, float]:
-    def relative(a, b):
-        return ((a - b).norm() / b.norm()).item()
-
-    return {
-        "log_probs": relative(ours["log_probs"], truth["log_probs"]),
-        **{key: max(relative(ours[key][n], truth[key][n]) for n in truth[key]) for key in ("grads", "weights")},
-    }
 
 
 @pytest.mark.parametrize("options", SCHEDULES.values(), ids=SCHEDULES)

@@ -4,26 +4,37 @@ One pair of processes runs every case (starting them costs more than the cases);
 exercise CUDA or NCCL.
 """
 
-import contextlib
-import functools
 import inspect
 import os
 import re
 import warnings
-from collections.abc import Sequence
 from unittest import mock
 
 import broken_states
 import pytest
 import torch
+from engines import (
+    LOSS_MODES,
+    TOLERANCE,
+    _accumulated,
+    _batch,
+    _compare,
+    _configs,
+    _engine,
+    _first_step_cost,
+    _half_errors,
+    _loss,
+    _loss_config,
+    _measure,
+    _relative,
+    depends_on_rates,
+)
 from shared_models import OURS, SharedModels
 from torch.utils._python_dispatch import TorchDispatchMode
 from whole_tensors import full, whole
 
 from verl_prefix.core.kernels import cpu
 from verl_prefix.testing import write_tiny_model
-
-TOLERANCE = 5e-6  # fp32, relative, of design.md
 
 AGG_MODES = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 # What differs from the default case: keys of `_batch`, `_engines` or `_loss`.
@@ -99,21 +110,6 @@ CHECKED = (
     "lm_head_trained_phased", "reshard_off",
 )  # fmt: skip
 
-# Options of every loss of verl with which it does what is its own on these rows.
-LOSS_MODES = {
-    "vanilla": {},
-    "dppo_tv": {},
-    "dppo_kl": {},
-    "gspo": {},
-    "sapo": {},
-    "gpg": {},
-    "clip_cov": {"clip_cov_lb": 0.0, "clip_cov_ratio": 0.2},
-    "kl_cov": {"kl_cov_ratio": 0.2},
-    "geo_mean": {},
-    "dro": {"dro_beta": 0.1},
-    "cispo": {},
-    "bypass_mode": {},
-}
 CORRECTION = dict(loss_type="reinforce", rollout_is="sequence", rollout_rs="token_k2", rollout_rs_threshold="0.05")
 LOSSES = {mode: {"policy_loss": {"loss_mode": mode} | options} for mode, options in LOSS_MODES.items()} | {
     "bypass_mode reinforce": {"policy_loss": {"loss_mode": "bypass_mode", "rollout_correction": CORRECTION}},
@@ -125,261 +121,6 @@ LOSSES = {mode: {"policy_loss": {"loss_mode": mode} | options} for mode, options
     },
     "seq-mean-token-sum-norm of a pass": {"loss_agg_mode": "seq-mean-token-sum-norm", "loss_scale_factor": None},
 }
-
-
-def _lens(rank: int, empty: Sequence[str]) -> list[tuple[str, int, list[int], str]]:
-    """(uid, prompt length, response lengths, kind) per group: ranks hold different numbers of groups, equal rows."""
-    groups = {
-        0: [("a", 23, [9, 17, 5], ""), ("b", 41, [3, 11, 1, 7], ""), ("c", 1, [6, 8], ""), ("d", 17, [13], "")],
-        1: [("e", 37, [5, 12, 19, 2, 8, 4, 10, 3], ""), ("pad0", 15, [1], "pad"), ("f", 29, [12], "holes")],
-    }
-    return [(uid, n, [0] * len(lens) if uid in empty else lens, kind) for uid, n, lens, kind in groups[rank]]
-
-
-def _batch(rank: int, vocab: int, options: dict):
-    """Ragged random rows in verl's jagged form; rows of a group are not neighbours."""
-    from verl.utils import tensordict_utils as tu
-
-    generator = torch.Generator().manual_seed(100 + rank)
-    rows = []
-    groups = options.get("groups")  # of this rank, if not as `_lens`
-    for uid, prompt_len, response_lens, kind in groups or _lens(rank, options.get("empty", ())):
-        prompt = torch.randint(3, vocab, (prompt_len,), generator=generator)
-        for length in response_lens:
-            response = torch.randint(3, vocab, (length,), generator=generator)
-            mask = torch.ones(length, dtype=torch.int64)
-            if kind == "pad" and options.get("padding_rows", True):
-                mask[:] = 0
-            if kind == "holes":
-                mask[3:7] = 0
-            if options.get("tool_tokens"):  # two of three were not sampled
-                mask[1::3] = mask[2::3] = 0
-            rows.append((uid, prompt, response, mask))
-    if (
-        rank == 0 and not groups
-    ):  # a uid whose prompts differ, as after a tool call that rewrote the prompt: must not share
-        other = torch.randint(3, vocab, (23,), generator=generator)
-        rows[1] = ("a", other, *rows[1][2:])
-    order = torch.randperm(len(rows), generator=generator).tolist()
-    rows = [rows[i] for i in order]
-
-    def nested(tensors):
-        return torch.nested.as_nested_tensor(list(tensors), layout=torch.jagged)
-
-    def noise(scale, shift=0.0):
-        return nested(torch.randn(len(r[2]), generator=generator) * scale + shift for r in rows)
-
-    fields = {
-        "prompts": nested(r[1] for r in rows),
-        "responses": nested(r[2] for r in rows),
-        "input_ids": nested(torch.cat([r[1], r[2]]) for r in rows),
-        "position_ids": nested(torch.arange(len(r[1]) + len(r[2])) for r in rows),
-        "loss_mask": nested(r[3] for r in rows),
-        "response_mask": nested(r[3] for r in rows),
-        # Not centred: a loss near zero is a difference of large terms, whose relative error says nothing.
-        "advantages": noise(1.0, 1.0),
-        "old_log_probs": noise(0.3, -6.0),
-        "ref_log_prob": noise(0.3, -6.0),
-    }
-    if options.get("uid", True):
-        fields["uid"] = [r[0] for r in rows]
-    if options.get("temperature") == "per_row":
-        fields["temperature"] = torch.rand(len(rows), generator=generator) + 0.5
-    flags = {
-        "use_dynamic_bsz": options.get("use_dynamic_bsz", True),
-        "max_token_len_per_gpu": options.get("budget", 400),
-        "micro_batch_size_per_gpu": options.get("micro_batch_size_per_gpu", 2),
-        "use_remove_padding": options.get("use_remove_padding", True),
-        "use_fused_kernels": options.get("use_fused_kernels", False),
-        "calculate_entropy": options.get("calculate_entropy", True),
-        "calculate_sum_pi_squared": options.get("calculate_sum_pi_squared", False),
-        "global_batch_size": 20,
-    }
-    if "temperature" not in fields:
-        flags["temperature"] = options.get("temperature", 1.0)
-    return _padded(fields, flags) if options.get("padded", False) else tu.get_tensordict(fields, flags)
-
-
-def _padded(fields: dict, flags: dict, width: int | None = None):
-    """The same rows as verl's legacy trainer hands them over, with wider padding than any of them needs."""
-    from verl.utils import tensordict_utils as tu
-    from verl.workers.utils.padding import left_right_2_no_padding
-
-    def pad(rows, left=False):
-        wide = width or max(len(row) for row in rows) + 3
-        sides = [(wide - len(row), 0) if left else (0, wide - len(row)) for row in rows]
-        return torch.stack([torch.nn.functional.pad(row, side) for row, side in zip(rows, sides, strict=True)])
-
-    prompts, responses = fields["prompts"].unbind(), fields["responses"].unbind()
-    ones = [[torch.ones_like(row) for row in rows] for rows in (prompts, responses)]
-    mask = torch.cat([pad(ones[0], left=True), pad(ones[1])], dim=1)
-    positions = [
-        torch.zeros(*row.shape[:-1], mask.shape[1], dtype=row.dtype) for row in fields["position_ids"].unbind()
-    ]
-    for to, row, row_mask in zip(positions, fields["position_ids"].unbind(), mask.bool(), strict=True):
-        to[..., row_mask] = row
-    dense = {name: x for name, x in fields.items() if not (isinstance(x, torch.Tensor) and x.is_nested)}
-    for name in ("response_mask", "advantages", "old_log_probs", "ref_log_prob"):
-        if name in fields:
-            dense[name] = pad(fields[name].unbind())
-    dense |= {"prompts": pad(prompts, left=True), "responses": pad(responses), "attention_mask": mask}
-    dense |= {
-        "input_ids": torch.cat([dense["prompts"], dense["responses"]], dim=1), "position_ids": torch.stack(positions)
-    }  # fmt: skip
-    return left_right_2_no_padding(tu.get_tensordict(dense, flags))
-
-
-def _configs(backend: str, model_path: str, options: dict, forward_only: bool = False) -> dict:
-    """verl's config objects of an engine, by the name of its argument."""
-    from verl.trainer.config import CheckpointConfig
-    from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
-
-    from verl_prefix.config import PrefixConfig
-    from verl_prefix.engine.prefix_engine import PrefixEngineConfig
-
-    model_config = HFModelConfig(
-        path=model_path,
-        load_tokenizer=False,
-        use_remove_padding=options.get("use_remove_padding", True),
-        use_fused_kernels=options.get("use_fused_kernels", False),
-        override_config={"attn_implementation": options.get("attn_implementation", "sdpa")},
-        enable_gradient_checkpointing=options.get("gradient_checkpointing", False),
-        lora_rank=4 if "lora_targets" in options else 0,
-        target_modules=options.get("lora_targets", "all-linear"),
-    )
-    shared = dict(
-        forward_only=forward_only,
-        fsdp_size=options.get("fsdp_size", -1),
-        param_offload=options.get("param_offload", False),
-        optimizer_offload=options.get("param_offload", False),
-        full_determinism=options.get("full_determinism", False),
-        ulysses_sequence_parallel_size=options.get("ulysses", 1),
-        use_torch_compile=False,
-        mixed_precision={"param_dtype": options.get("param_dtype", "fp32"), "reduce_dtype": "fp32"},
-        model_dtype="fp32",
-        reshard_after_forward=options.get("reshard_after_forward", True),
-        entropy_from_logits_with_chunking=options.get("entropy_from_logits_with_chunking", False),
-        entropy_checkpointing=options.get("entropy_checkpointing", False),
-    )
-    # verl's main branch has no such key
-    if "use_no_sync" in options and "use_no_sync_for_gradient_accumulation" in FSDPEngineConfig.__dataclass_fields__:
-        shared["use_no_sync_for_gradient_accumulation"] = options["use_no_sync"]
-    if backend.startswith("prefix"):
-        # Rows stay, so that what a rank computes is known; test_exchange.py is about those that travel.
-        prefix = {"min_speedup": 0, "exchange": "off"} | {key: options[key] for key in OURS if key in options}
-        frozen = options.get("frozen_tower", False)
-        engine_config = PrefixEngineConfig(**shared, prefix=PrefixConfig(**prefix), freeze_vision_tower=frozen)
-    else:
-        engine_config = FSDPEngineConfig(**shared, strategy="fsdp2")
-    return dict(
-        model_config=model_config,
-        engine_config=engine_config,
-        # AdamW turns round-off into lr-sized steps where the true gradient is zero, so lr must be far above round-off
-        # and far below the weights; a wrong gradient moves the weights by 5e-4 relative.
-        optimizer_config=FSDPOptimizerConfig(
-            lr=1e-5,
-            weight_decay=0.01,
-            clip_grad=1.0,
-            # The same AdamW in one call, not in ten of each parameter's.
-            override_optimizer_config=options.get("optimizer", {"fused": True}),
-        ),
-        checkpoint_config=CheckpointConfig(**options.get("checkpoint", {})),
-    )
-
-
-def _engine(backend: str, model_path: str, options: dict, forward_only: bool = False):
-    import verl  # noqa: F401
-    from verl.workers.engine import EngineRegistry
-    from verl.workers.engine.fsdp.transformer_impl import FSDPEngine
-
-    torch.manual_seed(0)
-    configs = _configs(backend, model_path, options, forward_only)
-    build = FSDPEngine._build_module  # verl's FSDP engine has no key for what is trained
-
-    def built(self):
-        module = build(self)
-        for name, parameter in module.named_parameters():
-            parameter.requires_grad_(bool(re.search(options.get("trained", ""), name)))
-        return module
-
-    with mock.patch.object(FSDPEngine, "_build_module", built):
-        engine = EngineRegistry.new(model_type="language_model", backend=backend, **configs)
-        engine.initialize()
-    return engine
-
-
-def _loss(options: dict):
-    from verl.workers.config import ActorConfig
-    from verl.workers.utils.losses import ppo_loss
-
-    return functools.partial(ppo_loss, config=_loss_config(ActorConfig, options))
-
-
-def _loss_config(config_class: type, options: dict):
-    from verl.trainer.config import RolloutCorrectionConfig
-    from verl.workers.config import PolicyLossConfig
-
-    policy_loss = dict(options.get("policy_loss", {}))
-    if "rollout_correction" in policy_loss:
-        policy_loss["rollout_correction"] = RolloutCorrectionConfig(**policy_loss["rollout_correction"])
-    return config_class(
-        strategy="fsdp2",
-        rollout_n=4,
-        use_dynamic_bsz=True,
-        entropy_coeff=options.get("entropy_coeff", 0.01),
-        use_kl_loss=options.get("use_kl_loss", False),
-        kl_loss_coef=0.1,
-        loss_agg_mode=options.get("loss_agg_mode", "token-mean"),
-        loss_scale_factor=options.get("loss_scale_factor", 32),
-        policy_loss=PolicyLossConfig(**policy_loss),
-    )
-
-
-def _responses(nested: torch.Tensor, data) -> list[torch.Tensor]:
-    """What verl reads of a full-length output: values of response tokens, per row."""
-    from verl.workers.utils.padding import no_padding_2_padding
-
-    responses = data["responses"]
-    lens = (
-        responses.offsets().diff() if responses.is_nested else data["attention_mask"][:, -responses.shape[1] :].sum(1)
-    )
-    return [row[:n] for row, n in zip(no_padding_2_padding(nested, data), lens.tolist(), strict=True)]
-
-
-def _measure(backend: str, model_path: str, rank: int, options: dict) -> dict:
-    engine = _engine(backend, model_path, options)
-    data = _batch(rank, engine.model_config.hf_config.vocab_size, options)
-    with engine.eval_mode(disable_auto_offload=True):
-        inferred = engine.infer_batch(data.copy())
-    result = {name: torch.cat(_responses(x, data)) for name, x in inferred["model_output"].items()}
-    result["lens"] = inferred["model_output"]["log_probs"].offsets().diff()
-    with engine.train_mode(disable_auto_offload=True):
-        engine.optimizer_zero_grad()
-        output = engine.forward_backward_batch(data.copy(), _loss(options))
-        result["grads"] = whole({n: p.grad for n, p in engine.module.named_parameters() if p.requires_grad})
-        result["grad_norm"] = engine.optimizer_step()
-    result["loss"] = sum(output["loss"])
-    result["metrics"] = output["metrics"]
-    result["params"] = whole(dict(engine.module.named_parameters()))
-    return result | (_adapters(engine, data) if "lora_targets" in options else {})
-
-
-def _adapters(engine, data) -> dict:
-    """Log-probs of the policy and, through the disabled adapter, of the ref policy, and what the rollout is sent."""
-    result = {}
-    for name, parameter in engine.module.named_parameters():
-        if "lora_B" in name:  # after one step an adapter does next to nothing
-            parameter.data.fill_(0.02)
-    for name, context in (("adapted", contextlib.nullcontext()), ("ref", engine.disable_adapter())):
-        with engine.eval_mode(disable_auto_offload=True), context:
-            output = engine.infer_batch(data.copy())["model_output"]
-        result[f"{name} log_probs"] = torch.cat(_responses(output["log_probs"], data))
-    assert _relative(result["adapted log_probs"], result["ref log_probs"]) > 1e-3
-    for merge in (False, True):
-        engine.model_config.lora["merge"] = merge
-        sent = [x.flatten() for _, x in engine.get_per_tensor_param(base_sync_done=True)[0]]
-        result[f"sent, merged: {merge}"] = torch.cat(sent)
-    return result
 
 
 def _actor_worker(backend: str, model_path: str, rank: int) -> dict:
@@ -434,30 +175,6 @@ def _compare_workers(model_path: str, rank: int) -> dict[str, float]:
         errors[f"metric names {i + 1}"] = float(bool(set(wanted) - set(found)))
         errors[f"nothing shared {i + 1}"] = float(torch.tensor(found["prefix/reuse_fraction"]).min() < 0.3)
     return errors | {"params": _relative(ours["params"], stock["params"])}
-
-
-def _relative(ours: torch.Tensor, stock: torch.Tensor) -> float:
-    return ((ours - stock).double().norm() / stock.double().norm().clamp(min=1e-30)).item()
-
-
-def _compare(ours: dict, stock: dict) -> dict:
-    errors = {
-        name: _relative(ours[name], stock[name])
-        for name in ours
-        if (name in ("entropy", "sum_pi_squared") or "log_probs" in name or name.startswith("sent")) and name in stock
-    }
-    errors["outputs"] = float(set(stock) ^ set(ours) != set())
-    errors["metric names"] = float(bool(set(stock["metrics"]) - set(ours["metrics"])))
-    errors["dtypes"] = float(stock["log_probs"].dtype != ours["log_probs"].dtype)
-    errors["lens"] = float((ours["lens"] != stock["lens"]).any())
-    for name in ("loss", "grad_norm"):
-        errors[name] = abs(ours[name] - stock[name]) / max(abs(stock[name]), 1e-30)
-    errors["grads"] = max(_relative(ours["grads"][name], grad) for name, grad in stock["grads"].items())
-    # All parameters as one vector: a LoRA matrix that starts at zero is lr * sign(gradient) after AdamW's first step.
-    ours_all, stock_all = (torch.cat([p.flatten() for p in x["params"].values()]) for x in (ours, stock))
-    errors["params"] = _relative(ours_all, stock_all)
-    prefix = {k: v for k, v in ours["metrics"].items() if k.startswith(("prefix/", "timing_s/"))}
-    return {"errors": errors, "metrics": prefix}
 
 
 def _loss_errors(model_path: str, rank: int, world: int) -> dict[str, dict[str, float]]:
@@ -533,56 +250,6 @@ def _reads_of_an_update(model_path: str, rank: int, broken: bool) -> int:
     return reads.count
 
 
-def _first_step_cost(model_path: str, rank: int, options: dict) -> float:
-    """What log-probs and update compute only once, over stock's update of the same rows: tokens through a layer, three
-    times where a backward follows."""
-    engine, found = _engine("prefix", model_path, options), [0]
-    data = _batch(rank, engine.model_config.hf_config.vocab_size, options)
-
-    def count(module, args):
-        found[-1] += args[0].shape[:-1].numel() * (3 if torch.is_grad_enabled() else 1)
-
-    engine.module.model.layers[1].register_forward_pre_hook(count)
-    for _ in range(2):
-        with engine.eval_mode(disable_auto_offload=True):
-            engine.infer_batch(data.copy())
-        with engine.train_mode(disable_auto_offload=True):
-            engine.forward_backward_batch(data.copy(), _loss(options))
-        found.append(0)
-    return (found[0] - found[1]) / (3 * (data["input_ids"].offsets()[-1].item() - len(data)))
-
-
-def depends_on_rates(rank: int) -> dict:
-    """64 rows and more, which are shared at any rates; the last group is cut in two or has phases, as rates say."""
-    groups = [(name, 100 + 10 * rank, [30, 28, 26, 24, 30, 28, 26, 24], "") for name in "abcdefg"]
-    groups.append(("h", 100 + 10 * rank, [30] * 9, ""))
-    return {"groups": groups, "budget": 350, "wave_tokens": 90, "min_speedup": 1e-6}
-
-
-def _accumulated(model_path: str, rank: int, options: dict, stock: dict) -> tuple[list[str], float]:
-    """What ours does besides in the second of two batches without a step between, and the largest relative error of a
-    parameter's gradient then, against the stock engine's."""
-    from verl_prefix.engine import paths, verify
-
-    grads, seen = {}, []
-
-    def spy(where, name):
-        real = getattr(where, name)
-        return mock.patch.object(where, name, lambda *args, **kw: seen.append(name) or real(*args, **kw))
-
-    sure = {"groups": [(name, 100, [30, 28, 26, 24, 22, 20], "") for name in "ab"], "budget": 300}
-    for backend, engine_options in (("fsdp2", stock), ("prefix", stock | options)):
-        engine = _engine(backend, model_path, engine_options)
-        with engine.train_mode(disable_auto_offload=True), spy(paths, "measure"), spy(verify, "check"):
-            engine.optimizer_zero_grad()
-            for rows in (sure, {}):
-                seen.clear()
-                data = _batch(rank, engine.model_config.hf_config.vocab_size, stock | rows)
-                engine.forward_backward_batch(data, _loss({}))
-            grads[backend] = whole({n: p.grad for n, p in engine.module.named_parameters()})
-    return seen, max(_relative(grads["prefix"][name], grad) for name, grad in grads["fsdp2"].items())
-
-
 def _idle_rows(model_path: str, rank: int) -> dict[str, tuple[float, float]]:
     """Metrics of an update, as verl's trainer has them of all ranks, of ours and of stock's engine; the last rank alone
     has a row with an empty response, and outputs are wanted."""
@@ -654,12 +321,6 @@ def _step_of_two_updates(model_path: str, rank: int) -> dict[str, float]:
     del wanted["prefix/offloaded_gib"]
     assert wanted["prefix/groups"] > torch.distributed.get_world_size() and wanted["timing_s/prefix_packed"] > 0
     return {name: float(abs(found.get(name, torch.inf) - value) / max(value, 1e-9)) for name, value in wanted.items()}
-
-
-def _half_errors(result: dict, truth: dict) -> dict[str, float]:
-    errors = {name: _relative(result[name].float(), truth[name]) for name in ("log_probs", "entropy")}
-    grads, true_grads = (torch.cat([g.flatten().float() for g in x["grads"].values()]) for x in (result, truth))
-    return errors | {"grads": _relative(grads, true_grads)}
 
 
 def _register_over_another_engine() -> None:

@@ -10,7 +10,7 @@ import random
 
 import pytest
 import torch
-from test_engine_equivalence import TOLERANCE, _engine, _loss, _padded, _relative, _responses
+from engines import TOLERANCE, _engine, _loss, _padded, _relative, _responses
 from whole_tensors import whole
 
 from verl_prefix.testing import write_tiny_model

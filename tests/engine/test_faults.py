@@ -13,7 +13,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.multiprocessing as mp
-from test_engine_equivalence import TOLERANCE, _batch, _engine, _loss, _relative
+from engines import TOLERANCE, _batch, _engine, _loss, _relative
 from whole_tensors import full
 
 from verl_prefix.auto.chooser import CostModel

@@ -13,7 +13,7 @@ import torch
 os.environ.setdefault("VERL_PLATFORM", "cpu")
 
 import verl  # noqa: E402, F401
-from test_engine_equivalence import _batch, _engine, _loss  # noqa: E402
+from engines import _batch, _engine, _loss  # noqa: E402
 from transformers import GraniteMoeHybridConfig, LlamaConfig, Qwen3NextConfig  # noqa: E402
 from transformers.utils import import_utils  # noqa: E402
 from verl.utils import tensordict_utils as tu  # noqa: E402

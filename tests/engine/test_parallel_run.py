@@ -5,7 +5,7 @@ mixture of experts, recurrent. Stock is never sequence parallel. Shows neither v
 from pathlib import Path
 
 import pytest
-from test_exchange_run import both_arms
+from both_arms import both_arms
 
 ULYSSES = [f"actor_rollout_ref.{role}.fsdp_config.ulysses_sequence_parallel_size=2" for role in ("actor", "ref")] + [
     "actor_rollout_ref.model.override_config.attn_implementation=varlen_on_cpu"

@@ -5,7 +5,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from test_engine_equivalence import LOSS_MODES, _batch, _loss
+from engines import LOSS_MODES, _batch, _loss
 from verl.utils import tensordict_utils as tu
 from verl.utils.metric import Metric
 

@@ -12,10 +12,7 @@ from unittest import mock
 import broken_states
 import pytest
 import torch
-from float64_torch import Float64Torch
-from shared_models import OURS, SharedModels
-from short_chunks import short_chunks
-from test_engine_equivalence import (
+from engines import (
     TOLERANCE,
     _accumulated,
     _batch,
@@ -27,6 +24,9 @@ from test_engine_equivalence import (
     _responses,
     depends_on_rates,
 )
+from float64_torch import Float64Torch
+from shared_models import OURS, SharedModels
+from short_chunks import short_chunks
 
 from verl_prefix.models.recurrent import mixers, packing_leak
 from verl_prefix.testing import write_tiny_model
@@ -70,7 +70,7 @@ def cases_of(family: str, world: int, full: bool) -> tuple[str, ...]:
 @contextlib.contextmanager
 def _float64(family: str):
     """verl's engine and HF's rules in float64, which name fp32 themselves."""
-    from test_engine_equivalence import _engine as build
+    from engines import _engine as build
     from verl.utils.torch_dtypes import PrecisionType
 
     name = family.removesuffix("_text")
@@ -87,7 +87,7 @@ def _float64(family: str):
             importlib.import_module(f"transformers.models.{name}.modeling_{name}"), "torch", Float64Torch()
         ),
         mock.patch.object(torch.Tensor, "float", lambda self: self.double()),
-        mock.patch("test_engine_equivalence._engine", built),
+        mock.patch("engines._engine", built),
         short_chunks(),
     ):
         yield
@@ -118,7 +118,7 @@ def _two_rows(family: str):
 def _leak(family: str, path: str) -> dict[str, float]:
     """Largest log-prob difference from each row alone, in nats, of verl's engine and of ours on its stock path. In
     float64: weights as large as those that show the leak carry fp32's rounding to 1e-4 on some CPUs."""
-    from test_engine_equivalence import _engine  # as `_float64` has it
+    from engines import _engine  # as `_float64` has it
 
     data = _two_rows(family)
     stock, ours = (_engine(backend, path, {"schedule": "stock"}) for backend in ("fsdp2", "prefix"))
@@ -174,7 +174,7 @@ def _worker(rank: int, world: int, rendezvous: str, models: dict, full: bool, ou
     results, stock_of = {}, {}
     for family in FAMILIES[full]:
         path = models[family]
-        with mock.patch("test_engine_equivalence._engine", SharedModels(_engine)):
+        with mock.patch("engines._engine", SharedModels(_engine)):
             for case in cases_of(family, world, full):
                 options = CASES[case]
                 key = family, repr(sorted(_stock_options(options).items()))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_engine_equivalence import TOLERANCE, _batch, _engine, _loss, _relative
+from engines import TOLERANCE, _batch, _engine, _loss, _relative
 from transformers import AutoModelForCausalLM
 from whole_tensors import full
 

@@ -9,12 +9,12 @@ import os
 from pathlib import Path
 from unittest import mock
 
+import engines
 import pytest
-import test_engine_equivalence
-import test_vision_engine
 import torch
+import vision_engines
+from engines import TOLERANCE, _compare
 from shared_models import OURS, SharedModels
-from test_engine_equivalence import TOLERANCE, _compare
 from whole_tensors import whole
 
 from verl_prefix.testing import write_tiny_model
@@ -67,9 +67,9 @@ FEW = [
 def _parts(case: str | tuple[str, str]) -> tuple:
     """The test module whose `_measure` runs a case, its model and its options."""
     if case in CASES:
-        return test_engine_equivalence, CASES[case].get("family", "qwen3"), CASES[case]
+        return engines, CASES[case].get("family", "qwen3"), CASES[case]
     family, name = case
-    return test_vision_engine, family, VISION[name]
+    return vision_engines, family, VISION[name]
 
 
 def _stock_options(family: str, options: dict) -> dict:
@@ -93,7 +93,7 @@ def _join(rank: int, world: int, rendezvous: str) -> None:
     torch.distributed.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world)
     import verl  # noqa: F401  # first: it imports its plugin, ours
 
-    test_engine_equivalence._engine = test_vision_engine._engine = SharedModels(test_engine_equivalence._engine)
+    engines._engine = vision_engines._engine = SharedModels(engines._engine)
 
 
 def _stock_worker(rank: int, world: int, rendezvous: str, models: dict, cases: list, out: str) -> None:
@@ -131,13 +131,13 @@ def _worker(rank: int, world: int, rendezvous: str, size: int, models: dict, cas
     def broken(**changed) -> float:
         """The largest relative error of a parameter's gradient in the case packed."""
         options = default | CASES["packed"]
-        engine = test_engine_equivalence._engine("prefix", models["qwen3"], options)
-        data = test_engine_equivalence._batch(data_rank, engine.model_config.hf_config.vocab_size, options)
+        engine = engines._engine("prefix", models["qwen3"], options)
+        data = engines._batch(data_rank, engine.model_config.hf_config.vocab_size, options)
         with mock.patch.multiple(sequence_parallel.Shards, **changed), engine.train_mode(disable_auto_offload=True):
-            engine.forward_backward_batch(data, test_engine_equivalence._loss(options))
+            engine.forward_backward_batch(data, engines._loss(options))
             grads = whole({n: p.grad for n, p in engine.module.named_parameters()})
         wanted = truth[_key("packed")]["grads"]
-        return max(test_engine_equivalence._relative(grads[name], grad) for name, grad in wanted.items())
+        return max(engines._relative(grads[name], grad) for name, grad in wanted.items())
 
     attention_of, keep = sequence_parallel.Shards.to_heads, sequence_parallel.Shards.keep
 
@@ -176,10 +176,10 @@ def _worker(rank: int, world: int, rendezvous: str, size: int, models: dict, cas
 def _recorded(path: str, data_rank: int, size: int, folder: str) -> list[str]:
     """Rows of one optimizer step of every rank, in one trace; its files."""
     options = {"ulysses": size, "verify": "off", "schedule": "packed", "trace_dir": folder}
-    engine = test_engine_equivalence._engine("prefix", path, options)
-    data = test_engine_equivalence._batch(data_rank, engine.model_config.hf_config.vocab_size, options)
+    engine = engines._engine("prefix", path, options)
+    data = engines._batch(data_rank, engine.model_config.hf_config.vocab_size, options)
     with engine.train_mode(disable_auto_offload=True):
-        engine.train_batch(data, test_engine_equivalence._loss(options))
+        engine.train_batch(data, engines._loss(options))
     torch.distributed.barrier()
     return sorted(str(file.relative_to(folder)) for file in Path(folder).rglob("*.safetensors"))
 
@@ -258,7 +258,7 @@ def test_experts_loads_are_those_of_every_row_by_itself(results, models):
     for layer in model.model.layers:
         layer.mlp.gate.register_forward_hook(lambda module, args, output: chosen.append(output[2].flatten()))
     for rank in range(2 if "a rank that fails" in results[0] else 1):
-        for row in test_engine_equivalence._batch(rank, model.config.vocab_size, {})["input_ids"].unbind():
+        for row in engines._batch(rank, model.config.vocab_size, {})["input_ids"].unbind():
             with torch.no_grad():
                 model(input_ids=row[:-1].unsqueeze(0), use_cache=False)
     loads = torch.stack([torch.cat(chosen[layer :: len(model.model.layers)]).bincount(minlength=4) for layer in (0, 1)])

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from engines import _batch
 from safetensors.torch import load_file, save_file
 from tensordict import NonTensorStack, TensorDict
-from test_engine_equivalence import _batch
 
 os.environ.setdefault("VERL_PLATFORM", "cpu")
 

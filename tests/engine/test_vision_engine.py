@@ -6,39 +6,19 @@ model's own
 processor, a rollout or CUDA.
 """
 
-import copy
-import functools
 import os
-from collections import Counter
 from unittest import mock
 
 import pytest
 import torch
+from engines import TOLERANCE, _compare, _engine, _half_errors
 from float64_torch import Float64Torch
 from shared_models import OURS, SharedModels
 from short_chunks import short_chunks
-from test_engine_equivalence import TOLERANCE, _compare, _engine, _half_errors, _loss, _padded, _responses
-from whole_tensors import whole
+from vision_engines import BATCHES, _measure
 
-from verl_prefix.api.pixels import positions_of_row
-from verl_prefix.models import vision
-from verl_prefix.testing import visual_prompt, write_tiny_model
+from verl_prefix.testing import write_tiny_model
 
-PATCH = 3 * 2 * 4 * 4  # channels, frames, height and width of a patch
-# Every prompt as (what it consists of, response lengths, uid): numbers are text tokens, pairs and triples are the grids
-# of an image (height, width) and a video (frames, height, width) in patches, of which four make a token.
-IMAGE = ([5, (4, 8), 7], [9, 4, 6, 11], "image")
-VIDEO = ([3, (3, 4, 4), 6], [5, 12, 3], "video")
-BOTH = ([4, (4, 4), 2, (2, 4, 8), 3, (8, 4), 5], [7, 2, 8], "both")
-TEXT = ([21], [6, 3, 10], "text")
-ONE = ([6, (4, 4), 2], [3], "one")
-BATCHES = {
-    "mixed": {0: [IMAGE, TEXT, VIDEO, BOTH], 1: [VIDEO, BOTH, ([17], [8, 5], "other text"), ONE]},
-    # verl runs the tower once for images and once for videos: ranks that differ in that would wait for each other.
-    "text_rank": {0: [IMAGE, TEXT], 1: [TEXT, ([13], [4, 9], "other text")]},
-    # Of these, every second row.
-    "scattered": {0: [IMAGE, TEXT, VIDEO, BOTH], 1: [IMAGE, TEXT, VIDEO, BOTH]},
-}  # fmt: skip
 CASES = {
     "gate_open": {"min_speedup": 1e-6},
     "packed": {"schedule": "packed"},
@@ -64,123 +44,6 @@ FAMILIES = {
     "qwen3_vl": tuple(CASES),
     "qwen3_5": ("packed", "phased", "phased_row_by_row", "checkpointed", "scattered", "text_rank"),
 }
-
-
-def _nested(tensors):
-    return torch.nested.as_nested_tensor(list(tensors), layout=torch.jagged)
-
-
-@functools.cache
-def _meta_model(path: str):
-    from transformers import AutoConfig, AutoModelForImageTextToText
-
-    with torch.device("meta"):
-        return AutoModelForImageTextToText.from_config(AutoConfig.from_pretrained(path))
-
-
-def _batch(rank: int, config, path: str, options: dict):
-    """Rows in verl's jagged form, not sorted by group; every row has its own copy of the pixels, as verl delivers."""
-    from verl.utils import tensordict_utils as tu
-
-    scattered = options.get("batch") == "scattered"
-    generator = torch.Generator().manual_seed(100 if scattered else 100 + rank)
-    rows = []
-    for parts, lens, uid in BATCHES[options.get("batch", "mixed")][rank]:
-        prompt, pixels = visual_prompt(parts, config, generator)
-        for length in lens:
-            response = torch.randint(7, config.text_config.vocab_size, (length,), generator=generator)
-            rows.append((uid, prompt, response, copy.deepcopy(pixels)))
-    # Same prompt and same tokens as `image`, another picture: the last row of the group is alone.
-    if rank == 0 or scattered:
-        rows[3] = (*rows[3][:3], rows[3][3] | {"pixel_values": torch.randn(32, PATCH, generator=generator)})
-    order = torch.randperm(len(rows), generator=generator).tolist()
-    data_ranks = torch.distributed.get_world_size() // options.get("ulysses", 1)
-    rows = [rows[i] for i in (order[rank::data_ranks] if scattered else order)]
-
-    def noise(scale, shift):
-        return _nested(torch.randn(len(r[2]), generator=generator) * scale + shift for r in rows)
-
-    ids = [torch.cat([r[1], r[2]]) for r in rows]
-    masks = _nested(torch.ones(len(r[2]), dtype=torch.int64) for r in rows)
-    fields = {
-        "prompts": _nested(r[1] for r in rows),
-        "responses": _nested(r[2] for r in rows),
-        "input_ids": _nested(ids),
-        "position_ids": _nested(
-            positions_of_row(_meta_model(path), x, r[3], 0) for x, r in zip(ids, rows, strict=True)
-        ),
-        "loss_mask": masks,
-        "response_mask": masks,
-        "advantages": noise(1.0, 1.0),
-        "old_log_probs": noise(0.3, -6.0),
-        "uid": [r[0] for r in rows],
-        "multi_modal_inputs": [r[3] for r in rows],
-    }
-    flags = {
-        "use_dynamic_bsz": True,
-        "max_token_len_per_gpu": options.get("budget", 4000),
-        "use_remove_padding": options.get("use_remove_padding", True),
-        "calculate_entropy": True,
-        "temperature": 1.0,
-        "global_batch_size": 20,
-    }
-    return _padded(fields, flags) if options.get("padded") else tu.get_tensordict(fields, flags)
-
-
-class _Seen:
-    """What the tower of an engine's model did."""
-
-    def __init__(self, engine) -> None:
-        self.count = Counter()
-        model = vision.vision_model(engine.module)
-        self.tower = model.model.visual
-
-    def __enter__(self) -> Counter:
-        self.handle = self.tower.register_forward_hook(self.forward, with_kwargs=True)
-        return self.count
-
-    def __exit__(self, *exc_info) -> None:
-        self.handle.remove()
-
-    def forward(self, module, args, kwargs, output) -> None:
-        self.count["calls"] += 1
-        self.count["patches"] += int(kwargs["grid_thw"].prod(-1).sum())
-        if output.pooler_output.requires_grad:
-            output.pooler_output.register_hook(self.backward)
-
-    def backward(self, grad) -> None:
-        self.count["backwards"] += 1
-
-
-def _measure(backend: str, path: str, rank: int, options: dict) -> dict:
-    if backend != "prefix" and options.get("frozen_tower"):
-        options = options | {"trained": "^(?!.*visual)"}
-    engine = _engine(backend, path, options)
-    data = _batch(rank, engine.model_config.hf_config, path, options)
-    result = {}
-    with engine.eval_mode(disable_auto_offload=True), _Seen(engine) as result["inferred"]:
-        inferred = engine.infer_batch(data.copy())
-    result |= {name: torch.cat(_responses(x, data)) for name, x in inferred["model_output"].items()}
-    result["lens"] = inferred["model_output"]["log_probs"].offsets().diff()
-    if options.get("on_policy"):
-        data["old_log_probs"] = _nested(_responses(inferred["model_output"]["log_probs"].float(), data))
-    with engine.train_mode(disable_auto_offload=True):
-        engine.optimizer_zero_grad()
-        if checked := backend == "prefix" and options.get("verify") != "off":  # the self-check has passes of its own
-            first = engine.forward_backward_batch(data.copy(), _loss(options))
-            engine.optimizer_zero_grad()
-        with _Seen(engine) as result["updated"]:
-            output = engine.forward_backward_batch(data.copy(), _loss(options))
-        trained = {name: p for name, p in engine.module.named_parameters() if p.requires_grad}
-        grads = whole({name: p if p.grad is None else p.grad for name, p in trained.items()})
-        result["grads"] = {name: grad * (trained[name].grad is not None) for name, grad in grads.items()}
-        result["grad_norm"] = engine.optimizer_step()
-    loss = torch.tensor(sum(output["loss"]), dtype=torch.float64)
-    torch.distributed.all_reduce(loss)  # with us a rank computes other rows than those that it was given
-    result["loss"] = loss.item() / options.get("ulysses", 1)
-    result["metrics"] = (first if checked else output)["metrics"]
-    result["params"] = whole(dict(engine.module.named_parameters()))
-    return result
 
 
 @short_chunks()
@@ -214,7 +77,7 @@ def _worker(rank: int, world: int, rendezvous: str, paths: dict, out: str) -> No
         with mock.patch(f"{__name__}._engine", make):
             for name in FAMILIES[family]:
                 options = CASES[name]
-                # The self-check of every case of text is test_engine_equivalence's; here where ranks must agree.
+                # The self-check of every case of text is engines's; here where ranks must agree.
                 if name not in ("packed", "phased", "scattered", "text_rank", "tower_and_upper_layer"):
                     options = {"verify": "off"} | options
                 ours = _measure("prefix", path, rank, default | options)

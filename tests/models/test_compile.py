@@ -4,7 +4,7 @@ outside of it."""
 import pytest
 import torch
 import torch._dynamo.testing
-from test_families import build
+from families import build
 
 from verl_prefix.testing import random_rollouts, run_shared, run_stock
 

@@ -9,9 +9,9 @@ import itertools
 import peft
 import pytest
 import torch
-from test_api_vision import by_api, by_waves
-from test_families import build, float64_inside  # noqa: F401
-from test_vision import Case, paths  # noqa: F401
+from api_pixels import by_api, by_waves
+from families import build, float64_inside  # noqa: F401
+from vision_cases import Case, paths  # noqa: F401
 
 from verl_prefix import response_log_probs
 from verl_prefix.core.attention import AttentionParams, GroupedAttention

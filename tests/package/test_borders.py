@@ -46,7 +46,7 @@ FILES = {
 MODULES = sorted(str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py"))
 
 
-def names(module: str, top_only: bool = False) -> set[str]:
+def names(module: str | Path, top_only: bool = False) -> set[str]:
     """Dotted names that a file imports anywhere, or outside of functions: when it is imported itself, and for types."""
     tree = ast.parse((PACKAGE / module).read_text())
     found = set()
@@ -83,9 +83,9 @@ def crossings(module: str, imported: set[str]) -> list[str]:
     return sorted(found)
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_imports_stay_inside_the_borders(module):
-    assert not crossings(module, names(module))
+def test_imports_stay_inside_the_borders():
+    found = {module: crossings(module, names(module)) for module in MODULES}
+    assert not {module: imported for module, imported in found.items() if imported}
 
 
 @pytest.mark.parametrize(
@@ -122,3 +122,11 @@ def test_no_circle():
 
     for name in graph:
         visit(name, ())
+
+
+def test_no_test_file_is_imported_by_another():
+    """What several need stands in tests/helpers."""
+    files = {path.stem: path for path in Path(__file__).resolve().parents[1].rglob("*.py")}
+    tests = {name for name in files if name.startswith("test_")}
+    found = {name: tests & {x.split(".")[0] for x in names(path)} for name, path in files.items()}
+    assert len(tests) > 60 and not {name: imported for name, imported in found.items() if imported}

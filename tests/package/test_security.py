@@ -53,9 +53,9 @@ def unsafe(tree: ast.AST) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("source", SOURCES)
-def test_no_code_of_ours_runs_data(source):
-    assert not unsafe(ast.parse((ROOT / source).read_text()))
+def test_no_code_of_ours_runs_data():
+    found = {source: unsafe(ast.parse((ROOT / source).read_text())) for source in SOURCES}
+    assert not {source: lines for source, lines in found.items() if lines}
 
 
 @pytest.mark.parametrize(

@@ -6,22 +6,14 @@ exercise vLLM or CUDA.
 
 import importlib.util
 import json
-import subprocess
-import sys
-from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
+from musique import RECIPE, ROOT, recipe
 
 from verl_prefix.testing import write_tiny_model
 
-ROOT = Path(__file__).resolve().parents[2]
-RECIPE = ROOT / "recipes" / "musique"
 SAMPLE = ROOT.parent / "shared" / "data" / "musique_ans_v1.0_train_sample.jsonl"
-
-
-def recipe(script: str, *args: object) -> None:
-    subprocess.run([sys.executable, RECIPE / script, *map(str, args)], check=True, timeout=120)
 
 
 def compute_score(*args):

@@ -7,7 +7,6 @@ import contextlib
 import functools
 import gc
 import inspect
-import io
 import json
 import re
 from collections import Counter
@@ -17,10 +16,9 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import torch
+from simulations import H100, planned, training_command, without_step
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
@@ -33,21 +31,18 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from verl_prefix import cli
 from verl_prefix.auto.shape import model_shape
 from verl_prefix.core.groups import Group
 from verl_prefix.core.kernels import KERNELS, aten, choose_kernel, flash_attn
 from verl_prefix.core.prefix_cache import PrefixCache
-from verl_prefix.testing import write_tiny_model
 from verl_prefix.tools.simulate import depth as simulator
 from verl_prefix.tools.simulate.accelerator import DEVICE, fake_accelerator
-from verl_prefix.tools.simulate.hardware import GIB, GPUS
+from verl_prefix.tools.simulate.hardware import GIB
 from verl_prefix.tools.simulate.job import Arm, Job
 from verl_prefix.tools.simulate.passes import Simulation
 from verl_prefix.tools.simulate.report import as_json, fit, longest
 from verl_prefix.tools.simulate.tracker import Tracker
 
-H100 = GPUS["h100"]
 SMALL = LlamaConfig(
     hidden_size=64, intermediate_size=192, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
     head_dim=16, vocab_size=1024, max_position_embeddings=4096,
@@ -447,27 +442,6 @@ def test_a_tower_of_two_kinds_of_blocks_has_two_smaller_ones():
     assert [(tower.depth, tower.fullatt_block_indexes) for tower in towers] == [(7, [0, 2, 4, 6]), (8, [1, 3, 5, 7])]
 
 
-def planned(words: list[str]) -> tuple[int, str, str]:
-    """Exit code, stdout and stderr of `verl-prefix plan`."""
-    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
-        code = cli.main(["plan", *words])
-    return code, out.getvalue(), err.getvalue()
-
-
-def training_command(folder: Path, **model: str) -> list[str]:
-    """Overrides that train a tiny model on prompts of one length, both written to `folder`."""
-    write_tiny_model(folder / "model", **model)
-    prompts = [[{"role": "user", "content": "the river " * 60}]] * 16
-    pq.write_table(pa.table({"prompt": prompts}), folder / "train.parquet")
-    role = "actor_rollout_ref"
-    return [
-        "algorithm.adv_estimator=grpo", f"data.train_files={folder / 'train.parquet'}", "data.train_batch_size=8",
-        "data.max_prompt_length=256", "data.max_response_length=32", f"{role}.model.path={folder / 'model'}",
-        f"{role}.rollout.n=4", f"{role}.actor.ppo_mini_batch_size=8", f"{role}.actor.use_dynamic_bsz=true",
-        f"{role}.actor.ppo_max_token_len_per_gpu=1024", "trainer.n_gpus_per_node=2",
-    ]  # fmt: skip
-
-
 @pytest.mark.full
 def test_plan_simulates_a_command_and_says_that_nothing_fits(elsewhere, tmp_path):
     """What fits: test_simulate_recurrent.py."""
@@ -510,18 +484,6 @@ def test_the_longest_size_that_fits_is_found_on_a_line_and_on_a_plateau():
     assert 38_000 <= longest(lambda n: min(peak(n), 74.0) if n < 40_000 else 300.0, 75.0, 64, 100_000) < 40_000
     assert longest(peak, 2.0, 64, 100_000) is None
     assert longest(peak, 1e6, 64, 100_000) == 100_000
-
-
-def without_step(job: Job, arms: list[Arm], amount: str, log_probs: bool = True) -> list[dict[str, float]]:
-    """An amount of each arm's phases, without the optimizer's step, which runs no layers."""
-
-    def no_step(simulation: Simulation, optimizer: torch.optim.Optimizer) -> None:
-        optimizer.zero_grad()
-        simulation.tracker.phases["optimizer"].clear()
-
-    with mock.patch.object(Simulation, "step", no_step):
-        found = simulator._run(job, arms, H100, log_probs)
-    return [{name: phase[amount] for name, phase in phases.items()} for phases in found]
 
 
 def syncs(kind: str, layers: int) -> list[dict[str, float]]:

@@ -13,7 +13,7 @@ from unittest import mock
 
 import pytest
 import torch
-from test_simulate import planned, training_command, without_step
+from simulations import planned, training_command, without_step
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from verl_prefix.auto.cost import Memory, group_pass, peak_bytes

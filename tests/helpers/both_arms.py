@@ -1,0 +1,41 @@
+"""Two steps of real verl in both arms."""
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import pyarrow.parquet as pq
+from musique import RECIPE, recipe
+
+from verl_prefix.testing import write_tiny_model
+
+STOCK = ["model_engine=dp", "actor_rollout_ref.actor.strategy=fsdp2", "actor_rollout_ref.ref.strategy=fsdp2"]
+PREFIX = ["model_engine=prefix"]
+
+
+def both_arms(
+    tmp_path: Path,
+    train: Callable,
+    options: list[str],
+    ours: Sequence[str] = (),
+    stocks: Sequence[str] = (),
+    family: str = "qwen3",
+) -> Iterator[list[dict[str, float]]]:
+    """Two steps' metrics by stock with `stocks`, then by model_engine=prefix with `ours`, of a tiny model on MuSiQue
+    questions."""
+    questions = tmp_path / "questions.jsonl"
+    recipe("make_questions.py", "--output", questions, "--num", 16, "--seed", 1)
+    recipe("prepare.py", "--input", questions, "--output", tmp_path, "--max-paragraphs", 4, "--val-size", 4)
+    texts = [row["prompt"][0]["content"] for row in pq.read_table(tmp_path / "train.parquet").to_pylist()]
+    model = write_tiny_model(tmp_path / "model", texts=texts, vocab_size=2048, family=family)
+    return (
+        train(
+            RECIPE, model, "data.max_prompt_length=3072", "data.shuffle=false",
+            "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=6144", "actor_rollout_ref.actor.use_kl_loss=true",
+            "actor_rollout_ref.actor.entropy_coeff=0.01", "actor_rollout_ref.actor.optim.lr=1e-3",
+            "actor_rollout_ref.rollout.seed=7", "algorithm.adv_estimator=grpo", "trainer.n_gpus_per_node=2",
+            "reward.custom_reward_function.path=pkg://verl_prefix.testing",
+            "reward.custom_reward_function.name=letter_share", *options, *engine,
+            config="ppo_trainer",
+        )[0]
+        for engine in ([*STOCK, *stocks], [*PREFIX, *ours])
+    )  # fmt: skip

@@ -1,0 +1,72 @@
+"""Tiny vision models, their rows, and passes over them by Hugging Face and by us."""
+
+import copy
+import dataclasses
+
+import pytest
+import torch
+from families import float64_inside  # noqa: F401
+from transformers import AutoModelForImageTextToText
+
+from verl_prefix.api.pixels import positions_of_row
+from verl_prefix.models import vision
+from verl_prefix.testing import Rollouts, run_shared, visual_prompt, write_tiny_model
+
+FAMILIES = ("qwen2_5_vl", "qwen3_vl", "qwen3_5", "qwen3_5_moe")
+# (what the prompt consists of, response lengths), see `visual_prompt`.
+SHAPE = [
+    ([5, (4, 8), 7], [9, 4, 6]),
+    ([3, (3, 4, 4), 6], [5, 12]),
+    ([4, (4, 4), 2, (2, 4, 8), 3, (8, 4), 5], [7, 2, 8]),
+    ([21], [6, 3]),
+]
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory):
+    tmp = tmp_path_factory.mktemp("models")
+    return {family: write_tiny_model(tmp / family, family=family, initializer_range=0.1) for family in FAMILIES}
+
+
+class Case:
+    """A model, rows with pixels, and both ways to compute them."""
+
+    def __init__(self, path: str, dtype: torch.dtype = torch.float64) -> None:
+        self.model = AutoModelForImageTextToText.from_pretrained(
+            path, dtype=dtype, attn_implementation="sdpa", experts_implementation="eager"
+        ).train()
+        generator = torch.Generator().manual_seed(0)
+        vocab_size = self.model.config.text_config.vocab_size
+        rows = []
+        for parts, lens in SHAPE:
+            prompt, pixels = visual_prompt(parts, self.model.config, generator)
+            for n in lens:
+                response = torch.randint(7, vocab_size, (n,), generator=generator)
+                weight = torch.randn(n, generator=generator, dtype=torch.float64)
+                rows.append((prompt, response, weight, copy.deepcopy(pixels)))
+        rows = [rows[i] for i in torch.randperm(len(rows), generator=generator).tolist()]
+        self.pixels = [row[3] for row in rows]
+        self.rollouts = Rollouts(*([row[i] for row in rows] for i in range(3)))
+        self.ids = [torch.cat([row[0], row[1]]) for row in rows]
+
+    def truth(self) -> list[torch.Tensor]:
+        found = []
+        for ids, pixels, response, weight in zip(
+            self.ids, self.pixels, self.rollouts.responses, self.rollouts.weights, strict=True
+        ):
+            kinds = (ids == self.model.config.image_token_id) + 2 * (ids == self.model.config.video_token_id)
+            logits = self.model(input_ids=ids[None], mm_token_type_ids=kinds[None], use_cache=False, **pixels).logits
+            log_probs = logits[0, -len(response) - 1 : -1].log_softmax(-1).gather(-1, response[:, None])[:, 0]
+            loss = (log_probs * weight).sum()
+            if loss.requires_grad:  # of text alone, where the tower alone is trained, it does not
+                loss.backward()
+            found.append(log_probs.detach())
+        return found
+
+    def ours(self, edit=lambda tokens: tokens, **options) -> list[torch.Tensor]:
+        def with_pixels(tokens, plan):
+            positions = [positions_of_row(self.model, *row, 0) for row in zip(self.ids, self.pixels, strict=True)]
+            batch = vision.PixelBatch(self.pixels, tokens.input_ids, tokens.offsets, self.model.config)
+            return edit(dataclasses.replace(tokens, position_ids=torch.cat(positions, dim=1), pixels=batch))
+
+        return run_shared(self.model, self.rollouts, edit=with_pixels, **options)
