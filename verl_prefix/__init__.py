@@ -4,7 +4,7 @@ Imports neither verl nor ray: Ray may unpickle our classes first. The functions 
 """
 
 __version__ = "0.1.0"
-__all__ = ["phased_update", "response_hidden_states", "response_log_probs"]
+__all__ = ["message_ends", "phased_update", "response_hidden_states", "response_log_probs"]
 
 
 def __getattr__(name: str) -> object:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from verl_prefix.core.groups import Group, group_rows
-from verl_prefix.core.layout import build_layout, pass_order, prefix_starts
+from verl_prefix.core.layout import build_layout, pass_order
 from verl_prefix.core.waves import make_plan, make_waves, pad_to_same_passes
 
 CPU = torch.device("cpu")
@@ -107,8 +107,9 @@ def test_waves_hold_every_suffix_once_in_order_within_the_budget(shape, wave_tok
     for wave in waves:
         lens = [n for _, piece in wave for n in piece.suffix_lens]
         assert sum(lens) <= wave_tokens or sum(n > 0 for n in lens) == 1
-        where = [prefix_starts(groups)[i] for i, _ in wave]
-        layout = build_layout([piece for _, piece in wave], offsets_of(groups_of(shape)), where)
+        offsets = offsets_of(groups_of(shape))
+        source = build_layout(groups, offsets, suffixes=False)
+        layout = build_layout([piece for _, piece in wave], offsets, source, [i for i, _ in wave])
         assert layout.num_prefix == 0 and layout.num_tokens == sum(lens)
         sharing = [i for i, piece in wave if piece.num_suffix_tokens and piece.prefix_len]
         keys = [starts[i] + token for i in sharing for token in range(groups[i].prefix_len)]
@@ -161,9 +162,8 @@ def test_every_query_reads_the_last_window_tokens_of_its_own_row(shape, window, 
         return
     prefixes = build_layout(groups, offsets, suffixes=False)
     assert keys_read(prefixes, window, prefixes.index) == [expected(place) for place in prefixes.index.tolist()]
-    starts = prefix_starts(groups)
     for wave in make_waves(groups, wave_tokens):
-        layout = build_layout([piece for _, piece in wave], offsets, [starts[i] for i, _ in wave])
+        layout = build_layout([piece for _, piece in wave], offsets, prefixes, [i for i, _ in wave])
         assert keys_read(layout, window, prefixes.index) == [expected(place) for place in layout.index.tolist()]
 
 

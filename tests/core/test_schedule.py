@@ -159,7 +159,7 @@ def broken(monkeypatch, name: str) -> dict:
 
         def shorter(*args, **options):
             right = make(*args, **options)
-            segments = tuple(s._replace(prefix_len=max(0, s.prefix_len - 1)) for s in right.segments)
+            segments = tuple(s._replace(path=tuple((a, n - 1) for a, n in s.path if n > 1)) for s in right.segments)
             return dataclasses.replace(right, segments=segments)
 
         monkeypatch.setattr("verl_prefix.core.schedule.build_layout", shorter)

@@ -93,7 +93,7 @@ def last_prefix_token_dropped(patch):
     made = Layout._calls_of
 
     def shorter(self, *args):
-        segments = tuple(s._replace(prefix_len=max(0, s.prefix_len - 1)) for s in self.segments)
+        segments = tuple(s._replace(path=tuple((a, n - 1) for a, n in s.path if n > 1)) for s in self.segments)
         return made(dataclasses.replace(self, segments=segments), *args)
 
     patch.setattr(Layout, "_calls_of", shorter)

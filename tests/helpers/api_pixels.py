@@ -10,7 +10,8 @@ from verl_prefix.models import vision
 
 def together(rows: list[dict]) -> dict[str, torch.Tensor]:
     """As a processor has them for many prompts: one after the other."""
-    return {name: torch.cat([row[name] for row in rows if name in row]) for name in vision.PIXEL_NAMES}
+    found = {name: [row[name] for row in rows if name in row] for name in vision.PIXEL_NAMES}
+    return {name: torch.cat(pieces) for name, pieces in found.items() if pieces}
 
 
 def losses(log_probs, weights) -> torch.Tensor:

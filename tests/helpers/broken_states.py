@@ -4,7 +4,7 @@
 import torch
 
 from verl_prefix.core import attention, recurrence
-from verl_prefix.core.prefix_cache import PrefixCache
+from verl_prefix.core.prefix_cache import PrefixCache, ReadRows
 
 
 def states_of_zero(patch):
@@ -29,12 +29,12 @@ def conv_tail_one_token_off(patch):
 
 
 def gradients_dropped_in_packed(patch):
-    backward = recurrence._Fork.backward
+    backward = ReadRows.backward
 
     def dropped(ctx, grad):
         return backward(ctx, torch.zeros_like(grad) if ctx.args[1] is None else grad)
 
-    patch.setattr(recurrence._Fork, "backward", staticmethod(dropped))
+    patch.setattr(ReadRows, "backward", staticmethod(dropped))
 
 
 def gradients_dropped_in_phased(patch):
@@ -46,14 +46,14 @@ def gradients_dropped_in_phased(patch):
 
 def fork_writes_into_the_state(patch):
     """As a kernel that works in place: a later wave goes on from what an earlier one left."""
-    forward = recurrence._Fork.forward
+    forward = ReadRows.forward
 
     def written(ctx, states, *args):
         found = forward(ctx, states, *args)
         states.detach().mul_(-1)
         return found
 
-    patch.setattr(recurrence._Fork, "forward", staticmethod(written))
+    patch.setattr(ReadRows, "forward", staticmethod(written))
 
 
 def gradients_of_keys_dropped_in_packed(patch):

@@ -2,6 +2,8 @@
 
 import copy
 import dataclasses
+from collections.abc import Iterator
+from itertools import accumulate
 
 import pytest
 import torch
@@ -37,17 +39,23 @@ class Case:
         ).train()
         generator = torch.Generator().manual_seed(0)
         vocab_size = self.model.config.text_config.vocab_size
-        rows = []
+        rows = [
+            (prompt, response, torch.randn(len(response), generator=generator, dtype=torch.float64), pixels, cuts)
+            for prompt, response, pixels, cuts in self.rows(generator, vocab_size)
+        ]
+        rows = [rows[i] for i in torch.randperm(len(rows), generator=generator).tolist()]
+        self.pixels = [row[3] for row in rows]
+        self.rollouts = Rollouts(*([row[i] for row in rows] for i in range(3)))
+        self.cuts = [row[4] for row in rows]
+        self.ids = [torch.cat([row[0], row[1]]) for row in rows]
+
+    def rows(self, generator: torch.Generator, vocab_size: int) -> Iterator[tuple]:
+        """(prompt, response, pixels, cuts); here groups of one prompt."""
         for parts, lens in SHAPE:
             prompt, pixels = visual_prompt(parts, self.model.config, generator)
             for n in lens:
                 response = torch.randint(7, vocab_size, (n,), generator=generator)
-                weight = torch.randn(n, generator=generator, dtype=torch.float64)
-                rows.append((prompt, response, weight, copy.deepcopy(pixels)))
-        rows = [rows[i] for i in torch.randperm(len(rows), generator=generator).tolist()]
-        self.pixels = [row[3] for row in rows]
-        self.rollouts = Rollouts(*([row[i] for row in rows] for i in range(3)))
-        self.ids = [torch.cat([row[0], row[1]]) for row in rows]
+                yield prompt, response, copy.deepcopy(pixels), [len(prompt) - 1]
 
     def truth(self) -> list[torch.Tensor]:
         found = []
@@ -70,3 +78,25 @@ class Case:
             return edit(dataclasses.replace(tokens, position_ids=torch.cat(positions, dim=1), pixels=batch))
 
         return run_shared(self.model, self.rollouts, edit=with_pixels, **options)
+
+
+class Turns(Case):
+    """Rows of turns, each with an image or a clip more, in sessions that share the first one."""
+
+    def rows(self, generator: torch.Generator, vocab_size: int) -> Iterator[tuple]:
+        def some(length: int) -> torch.Tensor:
+            return torch.randint(7, vocab_size, (length,), generator=generator)
+
+        config, values = self.model.config, ("pixel_values", "image_grid_thw")
+        question = visual_prompt([4, (4, 8), 3], config, generator)
+        for _ in range(2):
+            messages, pixels = [question[0]], [question[1]]
+            for turn in range(3):
+                history, header = torch.cat(messages), some(2)
+                cuts = [end - 1 for end in accumulate(map(len, messages))]
+                response = some(5 + turn)
+                shown = {name: torch.cat([one[name] for one in pixels]) for name in values}
+                yield torch.cat([history, header]), response, shown, cuts
+                tool, seen = visual_prompt([2, (4, 4 + 4 * (turn % 2)), 3], config, generator)
+                messages += [torch.cat([header, response]), tool]
+                pixels.append(seen)

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 
 from verl_prefix.api.recompute import autocast_of, outputs_by_row, recomputed_by_row
-from verl_prefix.api.rows import Batch, HiddenBatch, PerToken, Tokens, check_sizes
+from verl_prefix.api.rows import Batch, HiddenBatch, PerToken, Tokens, check_sizes, token_rows
 from verl_prefix.core.schedule import PassOutputs, Schedule
-from verl_prefix.models import support
+from verl_prefix.models import messages, support
 from verl_prefix.models.hidden import HiddenStateModel
 from verl_prefix.models.hookup import HookedModel
 
@@ -36,6 +36,15 @@ class Wave:
     entropy: PerToken | None = None
 
 
+def message_ends(tokenizer: Any, prompts: Tokens, prompt_mask: torch.Tensor | None = None) -> list[list[int]]:
+    """`forks` of rows of turns: where the messages of each prompt end, as the tokenizer's chat template says.
+
+    Args:
+        tokenizer: a Hugging Face tokenizer. Others as in `response_log_probs`; one prompt per row.
+    """
+    return messages.message_ends(token_rows("prompt", prompts, prompt_mask), messages.end_tokens(tokenizer))
+
+
 def response_log_probs(
     model: torch.nn.Module,
     prompts: Tokens,
@@ -44,6 +53,7 @@ def response_log_probs(
     prompt_mask: torch.Tensor | None = None,
     response_mask: torch.Tensor | None = None,
     groups: Sequence[int] | None = None,
+    forks: Sequence[Sequence[int]] | None = None,
     pixels: Mapping[str, Any] | None = None,
     temperature: float = 1.0,
     return_entropy: bool = False,
@@ -65,6 +75,9 @@ def response_log_probs(
         prompt_mask, response_mask: [rows, length] for padded tensors, 1 on tokens and 0 on padding, left or right. What
             only the loss leaves out (tool output) is a token all the same.
         groups: row i has `prompts[groups[i]]`. Rows of different groups do not share, whatever their tokens.
+        forks: per row, numbers of its tokens (prompt and response) behind which other rows may go on differently: ends
+            of messages (`message_ends`), of turns that a search branches at. Whatever rows have in common up to such a
+            place is computed once, also responses. None: rows share whole prompts only.
         pixels: Qwen2.5-VL and Qwen3-VL: the processor's output for `prompts`, images and videos in their order. Rows
             share where prompt and pixels are the same, and the vision tower sees those of a group once.
         temperature: logits are divided by it, for log-probs and entropy.
@@ -92,7 +105,7 @@ def response_log_probs(
     """
     batch = Batch(
         model, prompts, responses=responses, prompt_mask=prompt_mask, response_mask=response_mask, groups=groups,
-        pixels=pixels, temperature=temperature, return_entropy=return_entropy,
+        forks=forks, pixels=pixels, temperature=temperature, return_entropy=return_entropy,
     )  # fmt: skip
     check_sizes(max_tokens=max_tokens, wave_tokens=wave_tokens, logits_chunk=logits_chunk)
     by_row = _by_row(
@@ -111,6 +124,7 @@ def response_hidden_states(
     prompt_mask: torch.Tensor | None = None,
     response_mask: torch.Tensor | None = None,
     groups: Sequence[int] | None = None,
+    forks: Sequence[Sequence[int]] | None = None,
     pixels: Mapping[str, Any] | None = None,
     schedule: str = "auto",
     max_tokens: int | None = None,
@@ -137,7 +151,7 @@ def response_hidden_states(
     """
     batch = HiddenBatch(
         model, prompts, responses=responses, prompt_mask=prompt_mask, response_mask=response_mask, groups=groups,
-        pixels=pixels,
+        forks=forks, pixels=pixels,
     )  # fmt: skip
     check_sizes(max_tokens=max_tokens, wave_tokens=wave_tokens)
     by_row = _by_row(
@@ -156,6 +170,7 @@ def phased_update(
     prompt_mask: torch.Tensor | None = None,
     response_mask: torch.Tensor | None = None,
     groups: Sequence[int] | None = None,
+    forks: Sequence[Sequence[int]] | None = None,
     pixels: Mapping[str, Any] | None = None,
     temperature: float = 1.0,
     return_entropy: bool = False,
@@ -190,7 +205,7 @@ def phased_update(
     """
     batch = Batch(
         model, prompts, responses=responses, prompt_mask=prompt_mask, response_mask=response_mask, groups=groups,
-        pixels=pixels, temperature=temperature, return_entropy=return_entropy,
+        forks=forks, pixels=pixels, temperature=temperature, return_entropy=return_entropy,
     )  # fmt: skip
     check_sizes(max_tokens=max_tokens, wave_tokens=wave_tokens, logits_chunk=logits_chunk)
     _check_waves(model, max_tokens, wave_tokens)

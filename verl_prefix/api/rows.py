@@ -1,9 +1,10 @@
 """Rows of a call without verl: checked on their way in (flat tokens, groups), in their caller's form on the way out."""
 
 import functools
+import logging
 import warnings
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -13,8 +14,11 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from verl_prefix.api.pixels import pixels_of_prompts, positions_of_row
 from verl_prefix.core.groups import Group, group_rows
 from verl_prefix.core.schedule import PassOutputs, TokenBatch
+from verl_prefix.core.trees import cuts_at, group_trees, mix
 from verl_prefix.core.waves import Plan, make_plan
 from verl_prefix.models import support, vision
+
+logger = logging.getLogger(__name__)
 
 # A padded [rows, length] tensor, which comes with a mask, or one sequence per row: a tensor [length] or a list of ints.
 Tokens = torch.Tensor | Sequence[torch.Tensor] | Sequence[Sequence[int]]
@@ -29,7 +33,7 @@ class Batch:
     reads_head = True
 
     def __init__(
-        self, model, prompts, responses, prompt_mask, response_mask, groups, pixels, temperature=1.0,
+        self, model, prompts, responses, prompt_mask, response_mask, groups, forks, pixels, temperature=1.0,
         return_entropy=False,
     ) -> None:  # fmt: skip
         _check_model(model, self.reads_head)
@@ -37,8 +41,8 @@ class Batch:
             _warn_of_ranks()
         if not (isinstance(temperature, int | float) and temperature > 0):
             raise ValueError(f"temperature={temperature!r}: pass a number above 0 (1.0 leaves logits as they are)")
-        prompts = _rows("prompt", prompts, prompt_mask)
-        self.responses = _rows("response", responses, response_mask)
+        prompts = token_rows("prompt", prompts, prompt_mask)
+        self.responses = token_rows("response", responses, response_mask)
         of_row = _prompts_of_rows(len(prompts), len(self.responses), groups)
         for i, prompt in enumerate(prompts):
             if not len(prompt):
@@ -54,13 +58,49 @@ class Batch:
         lens = [len(row) + self.num_behind for row in self.responses]
         positions = self._positions(model, prompts, lens=lens, visual=visual)
         self.tokens = self._flat(model, prompts, positions=positions, visual=visual)
-        # Positions too: those of a clip are of its seconds per grid, which are no pixels.
-        sees = vision.is_vision_config(model.config)
-        read = [x[..., : len(prompt)] for x, prompt in zip(positions, prompts, strict=True)] if sees else None
         uids = None if groups is None else of_row
-        self.groups, _ = group_rows(prompts, lens, uids=uids, positions=read, pixels=vision.share_pixels(visual))
+        if forks is None:
+            # Positions too: those of a clip are of its seconds per grid, which are no pixels.
+            sees = vision.is_vision_config(model.config)
+            read = [x[..., : len(prompt)] for x, prompt in zip(positions, prompts, strict=True)] if sees else None
+            self.groups, _ = group_rows(prompts, lens, uids=uids, positions=read, pixels=vision.share_pixels(visual))
+        else:
+            vision.share_pixels(visual)
+            self.groups = self._trees(model, [*map(len, prompts)], uids=uids, forks=forks, visual=visual)
         if len(prompts) > 1 and all(len(group.rows) == 1 for group in self.groups):
             warnings.warn(f"no two of {len(prompts)} rows have the same prompt: nothing is shared", stacklevel=3)
+
+    def _trees(
+        self, model: Any, prompt_lens: Sequence[int], uids: Sequence[int] | None, forks: Sequence[Sequence[int]],
+        visual: Sequence[dict[str, Any]],
+    ) -> list[Group]:  # fmt: skip
+        """Groups of rows that are cut at `forks`.
+
+        Raises:
+            ValueError: they are not of these rows.
+        """
+        offsets, keys = self.tokens.offsets, self.tokens.input_ids.cpu()
+        lens = [end - start - self.num_behind for start, end in pairwise(offsets)]
+        if len(forks) != len(lens):
+            raise ValueError(
+                f"forks of {len(forks)} rows, and there are {len(lens)} responses: pass a list per response"
+            )
+        for row, (ends, length) in enumerate(zip(forks, lens, strict=True)):
+            if bad := [end for end in ends if not 1 <= end <= length]:
+                raise ValueError(
+                    f"forks[{row}] has {bad[0]}, and the row has {length} tokens of prompt and response: pass numbers "
+                    "of tokens behind which rows may part, from 1 on"
+                )
+        if vision.is_vision_config(model.config):
+            keys = vision.tree_tokens(keys, self.tokens.position_ids.cpu(), offsets, visual, model.config)
+        if uids is not None:
+            keys = mix(keys) ^ torch.tensor(uids).repeat_interleave(torch.tensor(offsets).diff())
+        cuts = [cuts_at([*ends], n) for ends, n in zip(forks, prompt_lens, strict=True)]
+        groups = group_trees(keys, offsets, prompt_lens, cuts)
+        total = sum(group.num_logical_tokens for group in groups)
+        computed = sum(group.num_physical_tokens for group in groups)
+        logger.info("%d rows in %d trees: %d of %d tokens are computed", len(lens), len(groups), computed, total)
+        return groups
 
     def _positions(
         self, model: Any, prompts: Sequence[torch.Tensor], lens: Sequence[int], visual: Sequence[dict[str, Any]]
@@ -157,8 +197,8 @@ class HiddenBatch(Batch):
 
 
 def row_lens(groups: Sequence[Group]) -> dict[int, int]:
-    """Suffix tokens of each row that has some."""
-    return {row: n for group in groups for row, n in zip(group.rows, group.suffix_lens, strict=True) if n}
+    """Outputs of each row that has some."""
+    return {row: n for group in groups for row, n in zip(group.rows, group.output_lens, strict=True) if n}
 
 
 def split_rows(outputs: torch.Tensor, lens: dict[int, int]) -> dict[int, torch.Tensor]:
@@ -289,7 +329,7 @@ def check_sizes(**sizes: int | None) -> None:
             raise ValueError(f"{name}={value!r}: pass a number of tokens >= 1")
 
 
-def _rows(name: str, tokens: Tokens, mask: torch.Tensor | None) -> list[torch.Tensor]:
+def token_rows(name: str, tokens: Tokens, mask: torch.Tensor | None) -> list[torch.Tensor]:
     """int64 tokens of every row on the CPU, without padding."""
     if isinstance(tokens, torch.Tensor):
         if mask is None:

@@ -29,17 +29,18 @@ class PassCost(NamedTuple):
 
 
 def group_pass(shape: ModelShape, groups: Iterable[Group], prefixes: bool = True, suffixes: bool = True) -> PassCost:
-    """One packed row of these groups' prefixes, suffixes, or both."""
+    """One packed row of these groups' strands, suffixes, or both."""
     tokens = head = 0
     pairs = 0.0
     for group in groups:
         if prefixes:
             tokens += group.prefix_len
-            pairs += shape.pairs(group.prefix_len, 0)
+            head += group.num_strand_outputs
+            pairs += sum(shape.pairs(strand.end - strand.start, strand.start) for strand in group.strands)
         if suffixes:
             tokens += group.num_suffix_tokens
             head += group.num_suffix_tokens
-            pairs += sum(shape.pairs(n, group.prefix_len) for n in group.suffix_lens)
+            pairs += sum(shape.pairs(n, fork.start) for n, fork in zip(group.suffix_lens, group.forks, strict=True))
     return PassCost(tokens, head, pairs)
 
 
@@ -71,7 +72,7 @@ def stock_passes(
         dense_mask: attention has no varlen form (sdpa, eager): several rows in a micro-batch read a T x T mask.
         one_row: a micro-batch has one row, since packed rows would leak state (`recurrent.packing_leak`).
     """
-    lens = [group.prefix_len + 1 + n for group in groups for n in group.suffix_lens]
+    lens = [fork.start + 1 + n for g in groups for fork, n in zip(g.forks, g.suffix_lens, strict=True)]
     passes = []
     for batch in first_fit(lens, int, 0 if one_row else budget):
         tokens = sum(batch)
@@ -200,7 +201,7 @@ def peak_bytes(
 
     def forks(groups: Iterable[Group]) -> float:
         """Of suffixes, the states that they start from; under checkpointing those of one layer, with gradients."""
-        suffixes = sum(length > 0 for group in groups if group.prefix_len for length in group.suffix_lens)
+        suffixes = sum(n > 0 and f.start > 0 for g in groups for n, f in zip(g.suffix_lens, g.forks, strict=True))
         return suffixes * shape.state * (2 / max(shape.recurrent_layers, 1) if memory.checkpointed else 1)
 
     if plan is None:
@@ -218,7 +219,7 @@ def peak_bytes(
             in_pass = kept(tokens) + max(logits(min(suffix, memory.logits_chunk)), backward(tokens))
             peaks.append(in_pass + forks(planned.groups))
             continue
-        states = shape.state * sum(group.prefix_len > 0 for group in planned.groups)
+        states = shape.state * sum(len({fork for fork in g.forks if fork.start}) for g in planned.groups)
         wave = max((sum(g.num_suffix_tokens for _, g in wave) for wave in planned.waves), default=0) / n
         dormant = back = kept(prefix)
         cached = kv * prefix * n

@@ -186,29 +186,21 @@ class GroupedAttention(torch.autograd.Function):
         calls = layout.calls(params.window, q.device)
         prefix_k, prefix_v = _prefix_of(calls, k, v, cache=cache, layer=layer)
         dout = dout.contiguous()
-        grads = [
-            kernel.backward(
+        for call in calls:
+            dq_call, dk_call, dv_call = kernel.backward(
                 dout[call.queries], q[call.queries], call.keys(k, prefix_k), call.keys(v, prefix_v),
                 out[call.queries], lse[:, call.queries], call.spans,
                 causal=call.causal, scale=params.scale, window=call.window, softcap=params.softcap,
-            )
-            for call in calls
-        ]  # fmt: skip
-        dq, dk, dv = grads[0]
-        for call, (dq_call, *_) in zip(calls[1:], grads[1:], strict=True):
-            dq[call.queries] += dq_call
-        prefix_grads = [
-            (call.prefix.tokens, dk_call[call.prefix.at], dv_call[call.prefix.at])
-            for call, (_, dk_call, dv_call) in zip(calls, grads, strict=True)
-            if call.prefix is not None
-        ]
-        dk, dv = dk[calls[0].own], dv[calls[0].own]
-        for tokens, dk_prefix, dv_prefix in prefix_grads:
-            if cache is None:
-                add_at(dk, tokens, dk_prefix)
-                add_at(dv, tokens, dv_prefix)
-            elif ctx.needs_input_grad[-1]:
-                cache.add_grad(layer, tokens, dk_prefix, dv_prefix)
+            )  # fmt: skip
+            if call is calls[0]:
+                dq, dk, dv = dq_call, dk_call[call.own], dv_call[call.own]
+            else:
+                dq[call.queries] += dq_call
+            if call.prefix is not None and cache is None:
+                add_at(dk, call.prefix.tokens, dk_call[call.prefix.at])
+                add_at(dv, call.prefix.tokens, dv_call[call.prefix.at])
+            elif call.prefix is not None and ctx.needs_input_grad[-1]:
+                cache.add_grad(layer, call.prefix.tokens, dk_call[call.prefix.at], dv_call[call.prefix.at])
         dsinks = None
         if sinks is not None:
             share = (sinks.to(lse.dtype).unsqueeze(-1) - lse).exp()
@@ -223,16 +215,15 @@ def _attend(
     """`GroupedAttention` without gradients: out [T, H, D] and the log-sum-exp of all scores of a query [H, T]."""
     calls = layout.calls(params.window, q.device)
     prefix_k, prefix_v = _prefix_of(calls, k, v, cache=cache, layer=layer)
-    parts = [
-        kernel.forward(
+    for call in calls:
+        out_2, lse_2 = kernel.forward(
             q[call.queries], call.keys(k, prefix_k), call.keys(v, prefix_v), call.spans,
             causal=call.causal, scale=params.scale, window=call.window, softcap=params.softcap,
-        )
-        for call in calls
-    ]  # fmt: skip
-    out, lse = parts[0]
-    for call, (out_2, lse_2) in zip(calls[1:], parts[1:], strict=True):
-        _merge_at(call.queries, out, lse=lse, out_2=out_2, lse_2=lse_2)
+        )  # fmt: skip
+        if call is calls[0]:
+            out, lse = out_2, lse_2
+        else:
+            _merge_at(call.queries, out, lse=lse, out_2=out_2, lse_2=lse_2)
     if sinks is not None:
         total = _logaddexp(lse, sinks.to(lse.dtype).unsqueeze(-1))
         out *= (lse - total).exp().transpose(0, 1).unsqueeze(-1)

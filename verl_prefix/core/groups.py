@@ -7,31 +7,89 @@ how many others share its prefix. Does not decide what runs together: see `waves
 """
 
 from collections import Counter
-from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import TypeVar
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple, TypeVar
 
 import torch
 
 RowKey = TypeVar("RowKey", bound=Hashable)
 
 
+class Strand(NamedTuple):
+    """Tokens [start, end) of row `row`, computed once for all rows that have them and what stands before them: the
+    first `start` tokens of the row, which end in strand `parent` (-1: nothing stands before them, `start` is 0)."""
+
+    row: int
+    start: int
+    end: int
+    parent: int = -1
+
+
+class Fork(NamedTuple):
+    """Where a row's suffix begins: behind the row's first `start` tokens, which end in strand `strand` (-1: none)."""
+
+    strand: int
+    start: int
+
+
 @dataclass(frozen=True)
 class Group:
-    """Rows of one batch that share a prefix.
+    """Rows of one batch that share prefixes: a tree, whose `strands` are computed once, and whose leaves are suffixes.
 
-    `rows` are row indices of the batch, `prefix_len` is P (0 for a 1-token prompt: nothing to share), `suffix_lens` are
-    S per row (0 for an empty response: nothing to compute).
+    A group of one prompt is a tree of one strand; so is what has no `forks`. Rows of a deeper tree (`trees`) stand
+    depth first, parents before what goes on behind them. A row may lie wholly in strands: its suffix is then empty, and
+    the row with the next suffix goes on behind it.
+
+    Attributes:
+        rows: row indices of the batch.
+        prefix_len: P, tokens of all strands; 0: nothing to share.
+        suffix_lens: S per row.
+        strands, forks: parents first; per row.
+        first_outputs: per row, its last prompt token, whose output is the first that the row reads.
     """
 
     rows: tuple[int, ...]
     prefix_len: int
     suffix_lens: tuple[int, ...]
+    strands: tuple[Strand, ...] = ()
+    forks: tuple[Fork, ...] = ()
+    first_outputs: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.forks:
+            return
+        one = (Strand(self.rows[0], 0, self.prefix_len),) if self.prefix_len else ()
+        object.__setattr__(self, "strands", one)
+        object.__setattr__(self, "forks", (Fork(len(one) - 1, self.prefix_len),) * len(self.rows))
+        object.__setattr__(self, "first_outputs", (self.prefix_len,) * len(self.rows))
 
     @property
     def is_shared(self) -> bool:
-        """True where the prefix is computed once for several rows."""
+        """True where a strand is computed once for several rows."""
         return len(self.rows) > 1 and self.prefix_len > 0
+
+    @property
+    def output_lens(self) -> tuple[int, ...]:
+        """Outputs that each row reads, one per response token; 0 for an empty response: nothing to compute."""
+        columns = zip(self.forks, self.suffix_lens, self.first_outputs, strict=True)
+        return tuple(fork.start + n - first for fork, n, first in columns)
+
+    @property
+    def reads_strands(self) -> bool:
+        """True where rows read outputs of strands, which hold tokens of their responses."""
+        return any(fork.start > first for fork, first in zip(self.forks, self.first_outputs, strict=True))
+
+    @property
+    def num_strand_outputs(self) -> int:
+        """Tokens of strands whose outputs rows read, each once."""
+        read = {
+            (strand, max(start, first), end)
+            for fork, first in zip(self.forks, self.first_outputs, strict=True)
+            for strand, start, end in self.path(fork)
+            if end > first
+        }
+        return sum(end - start for _, start, end in read)
 
     @property
     def num_suffix_tokens(self) -> int:
@@ -39,17 +97,56 @@ class Group:
 
     @property
     def num_physical_tokens(self) -> int:
-        """Tokens that are computed: the prefix once."""
+        """Tokens that are computed: the strands once."""
         return self.prefix_len + self.num_suffix_tokens
 
     @property
     def num_logical_tokens(self) -> int:
-        """Tokens that the stock actor computes: the prefix once per row."""
-        return self.prefix_len * len(self.rows) + self.num_suffix_tokens
+        """Tokens that the stock actor computes: what stands before a row's suffix once per row."""
+        return sum(fork.start for fork in self.forks) + self.num_suffix_tokens
+
+    def path(self, fork: Fork) -> Iterator[tuple[int, int, int]]:
+        """(strand, start, end) of the pieces of a row's tokens before its fork, the last piece first."""
+        strand, end = fork
+        while strand >= 0:
+            yield strand, self.strands[strand].start, end
+            strand, end = self.strands[strand].parent, self.strands[strand].start
+
+    def units(self) -> Iterator[tuple[int, int]]:
+        """Ranges of `rows` that stay together: one suffix, behind rows without one that lie in strands before it."""
+        start = 0
+        last = max((i for i, n in enumerate(self.suffix_lens) if n), default=-1)
+        for i, suffix_len in enumerate(self.suffix_lens):
+            if suffix_len and i < last:
+                yield start, i + 1
+                start = i + 1
+        yield start, len(self.rows)
 
     def piece(self, start: int, end: int) -> "Group":
-        """The group with its rows [start, end) only."""
-        return Group(self.rows[start:end], self.prefix_len, self.suffix_lens[start:end])
+        """The group with its rows [start, end) only, and all strands."""
+        part = slice(start, end)
+        return replace(
+            self,
+            rows=self.rows[part],
+            suffix_lens=self.suffix_lens[part],
+            forks=self.forks[part],
+            first_outputs=self.first_outputs[part],
+        )
+
+    def pruned(self) -> "Group":
+        """The group with what its rows need of the strands."""
+        needed = [0] * len(self.strands)
+        for fork, num_outputs in zip(self.forks, self.output_lens, strict=True):
+            for strand, _, end in self.path(fork) if num_outputs else ():
+                needed[strand] = max(needed[strand], end)
+        kept = [i for i, end in enumerate(needed) if end]
+        number = {-1: -1} | {i: n for n, i in enumerate(kept)}
+        strands = tuple(
+            Strand(self.strands[i].row, self.strands[i].start, needed[i], number[self.strands[i].parent]) for i in kept
+        )
+        forks = tuple(fork._replace(strand=number.get(fork.strand, -1)) for fork in self.forks)
+        prefix_len = sum(strand.end - strand.start for strand in strands)
+        return replace(self, prefix_len=prefix_len, strands=strands, forks=forks)
 
 
 def group_rows(

@@ -1,15 +1,17 @@
-"""Groups -> one packed row: every prefix first, all suffix blocks after them; positions; and back to rows.
+"""Groups -> one packed row: every strand first, all suffixes after them; positions; and back to rows.
 
     row:     [ P of group 0 | P of group 1 | ... | S S S of group 0 | S S of group 1 | ... ]
-    causal call:  every segment (prefix or suffix) reads itself
-    cross call:   the suffix block of a group reads the group's prefix
+    causal call:  every segment (strand or suffix) reads itself
+    cross call:   segments that go on behind the same tokens, a block, read these
 
-With this order the cross call's inputs are plain slices. Nothing is copied but token ids: everything is an index into
-the batch's flat values, so positions continue the original ones and outputs scatter back to where they belong.
+In groups of one prompt the cross call's inputs are plain slices. Nothing is copied but token ids: everything is an
+index into the batch's flat values, so positions continue the original ones and outputs scatter back to where they
+belong. In deeper trees a block reads pieces of several strands, which are copied for it.
 """
 
 import functools
 import sys
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, groupby, pairwise
@@ -17,7 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from verl_prefix.core.groups import Group
+from verl_prefix.core.groups import Fork, Group
 
 
 def _built_once() -> Any:
@@ -25,23 +27,50 @@ def _built_once() -> Any:
     return field(default_factory=dict, init=False, repr=False, compare=False)
 
 
+# (start, length) pieces of a row of tokens, in the order in which they are read.
+Pieces = tuple[tuple[int, int], ...]
+
+
 class Segment(NamedTuple):
-    """A prefix, or one row's suffix, which reads `prefix_len` tokens of the prefix source from `prefix_start` on: the
-    source's prefix number `prefix`, counted from 0; -1 where there is none. `rows` of the batch have these tokens."""
+    """A strand, or one row's suffix: tokens that read themselves, and before them the pieces `path` of the prefix
+    source. So many `rows` of the batch have these tokens."""
 
     length: int
-    prefix_start: int = 0
-    prefix_len: int = 0
-    prefix: int = -1
+    path: Pieces = ()
     rows: int = 1
+
+    @property
+    def prefix_len(self) -> int:
+        return sum(length for _, length in self.path)
+
+    @property
+    def behind(self) -> int:
+        """The token of the prefix source that stands after the last one before it; 0: none is before it."""
+        return _after(self.path) if self.path else 0
+
+
+class Run(NamedTuple):
+    """Tokens [start, end) of a strand, which go on from the state behind token `behind` - 1 (0: from zeros)."""
+
+    start: int
+    end: int
+    behind: int
 
 
 class Forks(NamedTuple):
-    """Pairs of a suffix and the prefix that it continues, each by its number: the layout's `suffixes` [n] int64, the
-    source's `prefixes` [n] int64."""
+    """Pairs of a suffix and the state that it goes on from, each by its number: among the layout's suffixes [n] int64,
+    among the source's `states` [n] int64."""
 
     suffixes: torch.Tensor
-    prefixes: torch.Tensor
+    states: torch.Tensor
+
+
+class Reads(NamedTuple):
+    """Outputs that rows read: `places` [n] int64 are where they stand in the batch, `tokens` [n] int64 which token of
+    the packed row computes each, or -1 - t for token t of phase A."""
+
+    places: torch.Tensor
+    tokens: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -133,17 +162,23 @@ ALL = slice(None)
 
 @dataclass(frozen=True)
 class Layout:
-    """One packed row of T tokens, of which the first `num_prefix` are prefixes.
+    """One packed row of T tokens, of which the first `num_prefix` are strands.
 
-    `index` [T] (int64) says which token of the batch's flat values each one is. A segment's prefix is counted in the
-    prefix source: this row itself, or for a wave (which has no prefixes) the prefix row of phase A. `read` [n] (int64)
-    are the suffix tokens whose outputs are read; None: all.
+    `index` [T] (int64) says which token of the batch's flat values each one is. Pieces of a segment's path are counted
+    in the prefix source: this row itself, or for a wave (which has no strands) `source`, the row of phase A, where the
+    strands of `groups` begin at tokens `starts`. `reads` are the outputs that rows read; None: those of all suffix
+    tokens, in their order. `states` are the paths in its strands behind which segments go on, in ascending order of
+    their last tokens.
     """
 
     index: torch.Tensor
     num_prefix: int
     segments: tuple[Segment, ...]
-    read: torch.Tensor | None = None
+    groups: tuple[Group, ...] = ()
+    starts: tuple[int, ...] = ()
+    reads: Reads | None = None
+    states: tuple[Pieces, ...] = ()
+    source: "Layout | None" = None
     _calls: dict[tuple[int | None, torch.device], tuple[Call, ...]] = _built_once()
     _forks: dict[torch.device, Forks] = _built_once()
 
@@ -154,38 +189,79 @@ class Layout:
     @property
     def multiplicity(self) -> torch.Tensor:
         """[T] int64: how often each token counts in the logical batch, 0 in a dummy."""
-        return torch.cat([torch.full((segment.length,), segment.rows) for segment in self.segments])
+        counts = [torch.full((self.num_tokens - self.num_prefix,), int(bool(self.groups)))]
+        for group in reversed(self.groups if self.num_prefix else ()):
+            steps = [torch.zeros(strand.end - strand.start + 1, dtype=torch.int64) for strand in group.strands]
+            for fork, num_outputs in zip(group.forks, group.output_lens, strict=True):
+                for strand, start, end in group.path(fork) if num_outputs else ():
+                    steps[strand][0] += 1
+                    steps[strand][end - start] -= 1
+            counts[:0] = [step.cumsum(0)[:-1] for step in steps]
+        return torch.cat(counts)
 
     @functools.cached_property
     def num_prefixes(self) -> int:
-        """Prefixes among the segments, which they open."""
+        """Strands among the segments, which they open."""
         return sum(end <= self.num_prefix for end in accumulate(segment.length for segment in self.segments))
 
     @functools.cached_property
-    def scans(self) -> tuple[Spans, Spans]:
-        """Prefixes, and suffixes, each as the segments of a row of their own, which read themselves."""
-        parts = self.segments[: self.num_prefixes], self.segments[self.num_prefixes :]
-        bounds = [(0, *accumulate(segment.length for segment in part)) for part in parts]
-        return Spans(bounds[0], bounds[0]), Spans(bounds[1], bounds[1])
+    def suffixes(self) -> Spans:
+        """Suffixes as the segments of a row of their own, which read themselves."""
+        bounds = (0, *accumulate(segment.length for segment in self.segments[self.num_prefixes :]))
+        return Spans(bounds, bounds)
+
+    @functools.cached_property
+    def rounds(self) -> list[list[Run]]:
+        """The strands as runs of tokens between `states`: each round goes on from states of the rounds before it."""
+        rounds: list[list[Run]] = []
+        round_of = {0: -1}
+        ends, end = list(self.state_numbers), 0
+        for segment in self.segments[: self.num_prefixes]:
+            start, behind, end = end, segment.behind, end + segment.length
+            for cut in ends[bisect_right(ends, start) : bisect_right(ends, end)]:
+                round_of[cut] = round_of[behind] + 1
+                if round_of[cut] == len(rounds):
+                    rounds.append([])
+                rounds[round_of[cut]].append(Run(start, cut, behind))
+                start = behind = cut
+            assert start == end, "nothing goes on behind the end of a strand"
+        return rounds
+
+    @functools.cached_property
+    def state_numbers(self) -> dict[int, int]:
+        """Numbers of the `states`, by the token after the last one of each."""
+        return {_after(path): number for number, path in enumerate(self.states)}
 
     def forks(self, device: torch.device) -> Forks:
-        """Suffixes that continue a prefix; built once."""
+        """Suffixes that go on behind strands; built once."""
         if device not in self._forks:
-            suffixes = self.segments[self.num_prefixes :]
-            pairs = [(i, suffix.prefix) for i, suffix in enumerate(suffixes) if suffix.prefix >= 0]
+            suffixes, numbers = self.segments[self.num_prefixes :], (self.source or self).state_numbers
+            pairs = [(i, numbers[suffix.behind]) for i, suffix in enumerate(suffixes) if suffix.path]
             self._forks[device] = Forks(*on_device(torch.tensor(pairs, dtype=torch.int64).reshape(-1, 2).T, device))
         return self._forks[device]
 
     @property
     def suffix_index(self) -> torch.Tensor:
-        """[n]: where the suffix tokens that are read, and so the log-probs of their successors, stand in the batch."""
-        return self.index[self.num_prefix :] if self.read is None else self.index[self.read]
+        """[n]: where the outputs that are read, and so the log-probs of the tokens behind them, stand in the batch."""
+        return self.index[self.num_prefix :] if self.reads is None else self.reads.places
+
+    @property
+    def keep(self) -> torch.Tensor:
+        """[m] int64: tokens whose outputs this row computes, in ascending order."""
+        if self.reads is None:
+            return torch.arange(self.num_prefix, self.num_tokens)
+        own: torch.Tensor = self.reads.tokens[self.reads.tokens >= 0].unique()
+        return own
 
     def reading(self, is_read: torch.Tensor) -> "Layout":
-        """The layout whose outputs are those of the batch's tokens `is_read` [N] (bool), of one token at least: a
-        backward needs something to start from."""
-        read = self.num_prefix + is_read[self.index[self.num_prefix :]].nonzero()[:, 0]
-        return replace(self, read=read if len(read) else torch.tensor([self.num_prefix]))
+        """The layout whose outputs are those of the batch's tokens `is_read` [N] (bool), of one token of this row at
+        least: a backward needs something to start from."""
+        index = self.suffix_index
+        own = torch.arange(self.num_prefix, self.num_tokens) if self.reads is None else self.reads.tokens
+        chosen = is_read[index]
+        if not (chosen & (own >= 0)).any():
+            chosen[(own >= 0).nonzero()[0]] = True
+        return replace(self, reads=Reads(index[chosen], own[chosen]))
 
     def calls(self, window: int | None, device: torch.device) -> tuple[Call, ...]:
         """A layer's kernel calls, the first over all queries, where a query sees `window` tokens, itself included
@@ -209,22 +285,41 @@ class Layout:
         tails = None
         if any(tail_lens):  # the call's keys are [tail | own] of each segment
             ends = list(zip(segments, tail_lens, key_ends, strict=True))
-            own = on_device(_ranges([(end - s.length, s.length) for s, _, end in ends]), device)
-            at = on_device(_ranges([(end - s.length - n, n) for s, n, end in ends]), device)
-            tokens = on_device(_ranges([(s.prefix_start + s.prefix_len - n, n) for s, n, _ in ends]), device)
+            own = on_device(ranges([(end - s.length, s.length) for s, _, end in ends]), device)
+            at = on_device(ranges([(end - s.length - n, n) for s, n, end in ends]), device)
+            tokens = on_device(ranges([piece for s, n, _ in ends for piece in last_of(s.path, n)]), device)
             tails = Keys(at, tokens)
         yield Call(Spans(starts, (0, *key_ends)), ALL, own, tails, causal=True, window=window if any(far) else None)
-        near = [(starts[i], s) for i, s in enumerate(segments) if s.prefix_len and not far[i]]
-        if near:
-            blocks = [(pair, list(rows)) for pair, rows in groupby(near, key=lambda item: item[1][1:3])]
-            pairs = [pair for pair, _ in blocks]
+        near = [(starts[i], s) for i, s in enumerate(segments) if s.path and not far[i]]
+        blocks = [list(block) for _, block in groupby(near, key=lambda item: item[1].path)]
+        for part in _parts(blocks):
+            paths = [block[0][1].path for block in part]
+            rows = [row for block in part for row in block]
             spans = Spans(
-                (0, *accumulate(sum(s.length for _, s in rows) for _, rows in blocks)),
-                (0, *accumulate(prefix_len for _, prefix_len in pairs)),
-                q_parts=(0, *accumulate(s.length for _, s in near)),
+                (0, *accumulate(sum(s.length for _, s in block) for block in part)),
+                (0, *accumulate(block[0][1].prefix_len for block in part)),
+                q_parts=(0, *accumulate(s.length for _, s in rows)),
             )
-            queries = _token_index([(start, s.length) for start, s in near], device)
-            yield Call(spans, queries, None, Keys(ALL, _token_index(pairs, device)), causal=False)
+            queries = _token_index([(start, s.length) for start, s in rows], device)
+            keys = _token_index([piece for path in paths for piece in path], device)
+            yield Call(spans, queries, None, Keys(ALL, keys), causal=False)
+
+
+# Keys that one call copies where a block reads pieces: 0.5 GiB of keys and values at 8 heads of 128 in bf16.
+_MAX_COPIED = 2**17
+
+
+def _parts(blocks: Sequence[list[tuple[int, Segment]]]) -> Iterator[Sequence[list[tuple[int, Segment]]]]:
+    """Blocks that read together: all where nothing is copied, else of at most `_MAX_COPIED` keys, or one block."""
+    first, num_keys = 0, 0
+    if blocks and not _is_run([piece for block in blocks for piece in block[0][1].path]):
+        for i, block in enumerate(blocks):
+            num_keys += block[0][1].prefix_len
+            if i > first and num_keys > _MAX_COPIED:
+                yield blocks[first:i]
+                first, num_keys = i, block[0][1].prefix_len
+    if blocks:
+        yield blocks[first:]
 
 
 def pass_order(groups: Sequence[Group]) -> list[Group]:
@@ -232,20 +327,11 @@ def pass_order(groups: Sequence[Group]) -> list[Group]:
     return sorted((g for g in groups if g.num_suffix_tokens), key=lambda group: group.prefix_len == 0)
 
 
-def prefix_starts(groups: Sequence[Group]) -> list[tuple[int, int]]:
-    """First token of each group's prefix in a row of them all, and its number among those with tokens, else -1."""
-    starts = accumulate((group.prefix_len for group in groups), initial=0)
-    numbers = accumulate((group.prefix_len > 0 for group in groups), initial=0)
-    return [
-        (start, number if group.prefix_len else -1)
-        for group, start, number in zip(groups, starts, numbers, strict=False)
-    ]
-
-
 def build_layout(
     groups: Sequence[Group],
     offsets: Sequence[int],
-    starts: Sequence[tuple[int, int]] | None = None,
+    source: Layout | None = None,
+    places: Sequence[int] = (),
     suffixes: bool = True,
 ) -> Layout:
     """The packed row of `groups`, best in `pass_order`. Where that is nothing, a dummy: one token of the batch that
@@ -253,27 +339,70 @@ def build_layout(
 
     Args:
         offsets: first token of each row in the batch's flat values (nested `offsets()`).
-        starts: None for a row with its prefixes. For a wave: the `prefix_starts` of its groups in the prefix row of
-            phase A; the wave then has suffixes only and reads the prefix cache.
-        suffixes: False for phase A: prefixes alone.
+        source: None for a row with its strands. For a wave: the row of phase A, of whose groups these are pieces; the
+            wave has suffixes only and reads the prefix cache.
+        places: for a wave, the places of its groups among those of `source`.
+        suffixes: False for phase A: strands alone.
     """
-    prefixes = [group for group in groups if group.prefix_len and starts is None]
-    pieces = [
-        (int(offsets[group.rows[0]]), Segment(group.prefix_len, rows=sum(n > 0 for n in group.suffix_lens)))
-        for group in prefixes
-    ]
-    num_prefix = sum(group.prefix_len for group in prefixes)
-    if suffixes:
-        pieces += [
-            (int(offsets[row]) + group.prefix_len, Segment(suffix_len, start, group.prefix_len, number))
-            for group, (start, number) in zip(groups, prefix_starts(groups) if starts is None else starts, strict=True)
-            for row, suffix_len in zip(group.rows, group.suffix_lens, strict=True)
-            if suffix_len
-        ]
+    in_wave = source is not None
+    *starts, _ = accumulate((group.prefix_len for group in groups), initial=0)
+    if source is not None:
+        starts = [source.starts[place] for place in places]
+    strands, leaves, rows = [], [], []
+    for group, start in zip(groups, starts, strict=True):
+        paths = _paths(group, start)
+        for strand in () if in_wave else group.strands:
+            path = paths[Fork(strand.parent, strand.start)]
+            strands.append((int(offsets[strand.row]) + strand.start, Segment(strand.end - strand.start, path)))
+        for row, fork, suffix_len, first in zip(
+            group.rows, group.forks, group.suffix_lens, group.first_outputs, strict=True
+        ):
+            rows.append((int(offsets[row]), fork.start, suffix_len, first, paths[fork]))
+            if suffix_len:
+                leaves.append((int(offsets[row]) + fork.start, Segment(suffix_len, paths[fork])))
+    pieces = [*strands, *(leaves if suffixes else ())]
     if not pieces:
-        return Layout(torch.zeros(1, dtype=torch.int64), 0, (Segment(1, rows=0),))
-    index = _ranges([(start, segment.length) for start, segment in pieces])
-    return Layout(index, num_prefix, tuple(segment for _, segment in pieces))
+        return Layout(torch.zeros(1, dtype=torch.int64), 0, (Segment(1),), starts=tuple(starts))
+    num_prefix = sum(segment.length for _, segment in strands)
+    states = {segment.path for _, segment in [*strands, *leaves] if segment.path and not in_wave}
+    return Layout(
+        ranges([(start, segment.length) for start, segment in pieces]), num_prefix,
+        tuple(segment for _, segment in pieces), tuple(groups), tuple(starts),
+        reads=_reads(rows, num_prefix, in_wave, suffixes),
+        states=tuple(sorted(states, key=_after)), source=source,
+    )  # fmt: skip
+
+
+def _paths(group: Group, start: int) -> dict[Fork, Pieces]:
+    """What stands before each fork of the group, whose strands begin at token `start` of the prefix source."""
+    starts = [*accumulate((strand.end - strand.start for strand in group.strands), initial=start)]
+    paths = {}
+    for fork in {*group.forks, *(Fork(strand.parent, strand.start) for strand in group.strands)}:
+        path: list[tuple[int, int]] = []
+        for strand, begin, end in group.path(fork):
+            length = end - begin
+            if path and starts[strand] + length == path[-1][0]:  # the strand behind its parent: one piece
+                length += path.pop()[1]
+            path.append((starts[strand], length))
+        paths[fork] = tuple(reversed(path))
+    return paths
+
+
+def _reads(
+    rows: Sequence[tuple[int, int, int, int, Pieces]], num_prefix: int, in_wave: bool, suffixes: bool
+) -> Reads | None:
+    """Of rows: (first token in the batch, tokens before the suffix, suffix tokens, first token whose output is read,
+    path before the suffix). None where they read exactly the outputs of suffixes, or nothing."""
+    if all(start == first for _, start, _, first, _ in rows):
+        return None
+    index, tokens, own = [], [], num_prefix
+    for offset, start, suffix_len, first, path in rows:
+        in_strands = ranges(last_of(path, max(start - first, 0)))
+        in_suffix = torch.arange(suffix_len if suffixes else 0)[max(first - start, 0) :]
+        index += [offset + first + torch.arange(len(in_strands)), offset + start + in_suffix]
+        tokens += [-1 - in_strands if in_wave else in_strands, own + in_suffix]
+        own += suffix_len
+    return Reads(torch.cat(index), torch.cat(tokens)) if any(map(len, tokens)) else None
 
 
 def on_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -281,13 +410,30 @@ def on_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     return tensor.to(device) if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
-def _ranges(pieces: Sequence[tuple[int, int]]) -> torch.Tensor:
+def ranges(pieces: Sequence[tuple[int, int]]) -> torch.Tensor:
     """int64 indices of (start, length) pieces, one after the other."""
-    return torch.cat([torch.arange(start, start + length) for start, length in pieces])
+    return torch.cat([torch.arange(0), *(torch.arange(start, start + n) for start, n in pieces)])
+
+
+def _is_run(pieces: Sequence[tuple[int, int]]) -> bool:
+    return all(a + n == b for (a, n), (b, _) in pairwise(pieces))
 
 
 def _token_index(pieces: Sequence[tuple[int, int]], device: torch.device) -> slice | torch.Tensor:
-    """`_ranges` on `device`, or a slice where there are no gaps, so that nothing is copied."""
-    if all(a + n == b for (a, n), (b, _) in pairwise(pieces)):
-        return slice(pieces[0][0], sum(pieces[-1]))
-    return on_device(_ranges(pieces), device)
+    """`ranges` on `device`, or a slice where there are no gaps, so that nothing is copied."""
+    return slice(pieces[0][0], sum(pieces[-1])) if _is_run(pieces) else on_device(ranges(pieces), device)
+
+
+def _after(path: Pieces) -> int:
+    return sum(path[-1])
+
+
+def last_of(path: Pieces, length: int) -> Pieces:
+    """The last `length` tokens of a path."""
+    pieces: list[tuple[int, int]] = []
+    for start, n in reversed(path):
+        taken = min(n, length)
+        length -= taken
+        if taken:
+            pieces.insert(0, (start + n - taken, taken))
+    return tuple(pieces)

@@ -115,6 +115,26 @@ class _JoinGradCache(torch.autograd.Function):
         return None, None, None, *joined
 
 
+class ReadRows(torch.autograd.Function):
+    """Rows `rows` [n] int64 of what a layer left [N, ...] -> [n, ...]; one may come several times. Gradients add up in
+    fp32 (fp64), and go to the grad cache of a wave, else to what was left."""
+
+    @staticmethod
+    def forward(ctx: Any, left: torch.Tensor, rows: torch.Tensor, cache: PrefixCache | None, key: Key) -> torch.Tensor:
+        ctx.args = rows, cache, key, left.shape, left.dtype
+        return left.index_select(0, rows)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        rows, cache, key, shape, dtype = ctx.args
+        if cache is not None:
+            cache.add_grad(key, rows, grad)
+            return None, None, None, None
+        wide = torch.promote_types(dtype, torch.float32)
+        total = torch.zeros(shape, dtype=wide, device=grad.device).index_add_(0, rows, grad.to(wide))
+        return total.to(dtype), None, None, None
+
+
 def add_at(total: torch.Tensor, rows: slice | torch.Tensor, part: torch.Tensor) -> None:
     """total[rows] += part, where int64 indices may repeat."""
     if isinstance(rows, slice):

@@ -9,15 +9,16 @@ in fp32 (fp64) before one prefix backward.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 
 from verl_prefix.core.attention import AttentionPass
 from verl_prefix.core.groups import rows_by_key
-from verl_prefix.core.layout import Forks, Spans
-from verl_prefix.core.prefix_cache import Key, PrefixCache
+from verl_prefix.core.layout import Layout, Spans, last_of, ranges
+from verl_prefix.core.prefix_cache import Key, ReadRows
 
 
 class Scanned(NamedTuple):
@@ -46,11 +47,11 @@ def shared_scan(
         length = len(filled[0])
         return scan(filled, Spans((0, length), (0, length)), None).outputs[shift:]
 
-    prefixes, suffixes = attention_pass.layout.scans
-    split = attention_pass.layout.num_prefix
+    layout = attention_pass.layout
+    suffixes, split = layout.suffixes, layout.num_prefix
     parts, states = [], None
-    if prefixes.lens:
-        outputs, states = scan([x[:split] for x in inputs], prefixes, None)
+    if split:
+        outputs, states = _scan_strands(layout, inputs, scan)
         if attention_pass.capture is not None:
             outputs = attention_pass.capture.capture(key, states, beside=(outputs,))[-1]
         parts.append(outputs)
@@ -62,6 +63,25 @@ def shared_scan(
     return out
 
 
+def _scan_strands(layout: Layout, inputs: Sequence[torch.Tensor], scan: Scan) -> Scanned:
+    """Outputs [num_prefix, ...] of all strands, and the states behind each of the layout's `states`, in their order."""
+    outputs: dict[int, torch.Tensor] = {}
+    states: dict[int, torch.Tensor] = {}
+    for runs in layout.rounds:
+        bounds = (0, *accumulate(run.end - run.start for run in runs))
+        spans = Spans(bounds, bounds)
+        # All of a first round go on from zeros, all others from states.
+        initial = torch.stack([states[run.behind] for run in runs]) if states else None
+        row = [torch.cat([x[run.start : run.end] for run in runs]) for x in inputs]
+        scanned = scan(row, spans, initial)
+        for run, out, state in zip(runs, scanned.outputs.split(spans.lens), scanned.states, strict=True):
+            outputs[run.start], states[run.end] = out, state
+    return Scanned(
+        torch.cat([outputs[start] for start in sorted(outputs)]),
+        torch.stack([states[end] for end in layout.state_numbers]),
+    )
+
+
 def shared_conv(
     attention_pass: AttentionPass, key: Key, x: torch.Tensor, width: int, conv: Callable[[torch.Tensor], torch.Tensor]
 ) -> torch.Tensor:
@@ -71,15 +91,19 @@ def shared_conv(
         key: the layer's, for the prefix cache. width: tokens that an output sees, itself included.
         conv: causal convolution of one row [t, D] -> [t, D], with zeros in front of it.
     """
-    num, tail_len = attention_pass.layout.num_prefixes, width - 1
-    pieces = x.split([segment.length for segment in attention_pass.layout.segments])
-    tails: torch.Tensor | None = None
+    layout, tail_len = attention_pass.layout, width - 1
+    num, lens = layout.num_prefixes, [segment.length for segment in layout.segments]
+    tails = None
     if num:
-        tails = torch.stack([F.pad(p[-tail_len:], (0, 0, max(tail_len - len(p), 0), 0)) for p in pieces[:num]])
+        tails = _tails(layout, x, tail_len)
         if attention_pass.capture is not None:
             x = attention_pass.capture.capture(key, tails, beside=(x,))[-1]
-            pieces = x.split([len(piece) for piece in pieces])
+    pieces = x.split(lens)
     before = [x.new_zeros(tail_len, x.shape[-1])] * len(pieces)
+    for i, strand in enumerate(layout.segments[:num]):
+        if strand.path:
+            assert tails is not None
+            before[i] = tails[layout.state_numbers[strand.behind]]
     if (continued := _continued(attention_pass, key, tails, x.device)) is not None:
         before[num:] = continued.unbind()
     row = conv(torch.cat([part for pair in zip(before, pieces, strict=True) for part in pair]))
@@ -89,13 +113,22 @@ def shared_conv(
     return out
 
 
+def _tails(layout: Layout, x: torch.Tensor, tail_len: int) -> torch.Tensor:
+    """[states, tail_len, D]: of x [T, D] the last inputs before each of the layout's `states`, behind zeros where there
+    are fewer."""
+    rows = [ranges(last_of(path, tail_len)) + 1 for path in layout.states]
+    index = torch.stack([F.pad(row, (tail_len - len(row), 0)) for row in rows]).to(x.device)
+    behind_zeros = torch.cat([x.new_zeros(1, x.shape[-1]), x])
+    return behind_zeros.index_select(0, index.flatten()).view(*index.shape, -1)
+
+
 def _continued(
     attention_pass: AttentionPass, key: Key, states: torch.Tensor | None, device: torch.device
 ) -> torch.Tensor | None:
     """[suffixes, ...]: the state from which each suffix of the pass starts; None where all start from zero.
 
     Args:
-        states: [N, ...], those of this row's own prefixes; None in a wave.
+        states: [N, ...], those of this row's own strands; None in a wave.
     """
     layout, cache = attention_pass.layout, attention_pass.cache
     forks = layout.forks(device)
@@ -103,35 +136,11 @@ def _continued(
         return None
     if cache is not None:
         (states,) = cache.read(key)
-    num_suffixes = len(layout.segments) - layout.num_prefixes
-    starts: torch.Tensor = _Fork.apply(states, forks, num_suffixes, cache, key)  # type: ignore[no-untyped-call]
-    return starts
-
-
-class _Fork(torch.autograd.Function):
-    """States [N, ...] -> those that n suffixes start from [n, ...], zeros where a suffix has no prefix. Gradients go to
-    the grad cache in a wave, else to the states."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, states: torch.Tensor, forks: Forks, num_suffixes: int, cache: PrefixCache | None, key: Key
-    ) -> torch.Tensor:
-        ctx.args = forks, cache, key, states.shape, states.dtype
-        chosen = states.index_select(0, forks.prefixes)
-        if len(forks.suffixes) == num_suffixes:
-            return chosen
-        return states.new_zeros(num_suffixes, *states.shape[1:]).index_copy(0, forks.suffixes, chosen)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        forks, cache, key, shape, dtype = ctx.args
-        grad = grad.index_select(0, forks.suffixes)
-        if cache is not None:
-            cache.add_grad(key, forks.prefixes, grad)
-            return None, None, None, None, None
-        wide = torch.promote_types(dtype, torch.float32)
-        total = torch.zeros(shape, dtype=wide, device=grad.device).index_add_(0, forks.prefixes, grad.to(wide))
-        return total.to(dtype), None, None, None, None
+    chosen: torch.Tensor = ReadRows.apply(states, forks.states, cache, key)  # type: ignore[no-untyped-call]
+    num_suffixes = len(layout.suffixes.lens)
+    if len(chosen) == num_suffixes:
+        return chosen
+    return chosen.new_zeros(num_suffixes, *chosen.shape[1:]).index_copy(0, forks.suffixes, chosen)
 
 
 # ([n, longest, ...] of each input, states [n, ...] that they start from) -> outputs and final states, alike

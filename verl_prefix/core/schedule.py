@@ -22,16 +22,18 @@ import torch.distributed as dist
 from verl_prefix.core.attention import AttentionPass
 from verl_prefix.core.errors import annotate_loop_body
 from verl_prefix.core.groups import Group
-from verl_prefix.core.layout import Layout, build_layout, on_device, prefix_starts
+from verl_prefix.core.layout import Layout, build_layout, on_device
 from verl_prefix.core.meter import Meter
 from verl_prefix.core.offload import OffloadedPrefixCache
-from verl_prefix.core.prefix_cache import PrefixCache
+from verl_prefix.core.prefix_cache import PrefixCache, ReadRows
 from verl_prefix.core.sequence_parallel import Shards
 from verl_prefix.core.waves import PackedPass, PhasedPass, Plan
 
 # (suffix tokens' indices in the batch's flat values [n], their logits [n, vocabulary]) -> what the loss needs [n, k]
 Outputs = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-# (groups, layout, outputs of all suffix tokens [n, k]) -> loss of these rows
+_OUTPUTS = "outputs"  # key of the prefix cache: what `Outputs` made of strands' tokens
+
+# (groups, layout, outputs that its rows read [n, k], in the order of `layout.suffix_index`) -> loss of these rows
 Step = Callable[[Sequence[Group], Layout, torch.Tensor], torch.Tensor]
 
 
@@ -156,14 +158,17 @@ class Schedule:
         offloads = self.offload and torch.is_grad_enabled()
         offloaded = OffloadedPrefixCache(device, self.meter.transfers) if offloads else None
         with offloaded or PrefixCache() as cache:
+            layout = build_layout(planned.groups, tokens.offsets, suffixes=False)
             with (
                 self.meter.phase("phase_a", planned.groups, device),
                 offloaded.saving() if offloaded else nullcontext(),
             ):
-                root = self._prefixes(tokens, planned.groups, cache)
+                if layout.reads is not None and tokens.is_read is not None:
+                    layout = layout.reading(tokens.is_read)
+                root = self._prefixes(tokens, planned, layout, cache)
             # Where lm_head alone is trained, the last wave's backward is the last there is.
             ends = last and not root.requires_grad
-            with closing(self._waves(tokens, planned, cache, ends)) as waves, annotate_loop_body():
+            with closing(self._waves(tokens, planned, layout, cache, ends)) as waves, annotate_loop_body():
                 yield waves
             if root.requires_grad:
                 with self.meter.phase("phase_c", planned.groups, device), self.gradient_sync(last):
@@ -174,26 +179,33 @@ class Schedule:
         with self.meter.phase("packed", planned.groups, tokens.input_ids.device), self.gradient_sync(last):
             yield self._suffixes(tokens, planned.groups, layout, cache=None)
 
-    def _waves(self, tokens: TokenBatch, planned: PhasedPass, cache: PrefixCache, last: bool) -> Generator[PassOutputs]:
-        starts, device = prefix_starts(planned.groups), tokens.input_ids.device
+    def _waves(
+        self, tokens: TokenBatch, planned: PhasedPass, source: Layout, cache: PrefixCache, last: bool
+    ) -> Generator[PassOutputs]:
+        device = tokens.input_ids.device
         with self.meter.waves(device):
             for number, wave in enumerate(planned.waves, start=1):
                 groups = [piece for _, piece in wave]
-                layout = build_layout(groups, tokens.offsets, [starts[i] for i, _ in wave])
+                layout = build_layout(groups, tokens.offsets, source, [place for place, _ in wave])
                 part = f"wave {number} of {len(planned.waves)}"
                 sync = self.gradient_sync(last and number == len(planned.waves))
                 with self.meter.phase("phase_b", groups, device, part), sync:
                     yield self._suffixes(tokens, groups, layout, cache)
 
-    def _prefixes(self, tokens: TokenBatch, groups: Sequence[Group], cache: PrefixCache) -> torch.Tensor:
-        """Phase A; one token goes to the end, since FSDP2 needs the root's output to start phase C from."""
-        layout = build_layout(groups, tokens.offsets, suffixes=False)
-        keep = self.keep_attention and not self.offload
-        attention_pass = self.pass_type(layout, self.kernel, capture=cache, keep=keep)
+    def _prefixes(self, tokens: TokenBatch, planned: PhasedPass, layout: Layout, cache: PrefixCache) -> torch.Tensor:
+        """Phase A; one token goes to the end, since FSDP2 needs the root's output to start phase C from, or those whose
+        outputs waves read."""
+        keep_attention = self.keep_attention and not self.offload
+        attention_pass = self.pass_type(layout, self.kernel, capture=cache, keep=keep_attention)
+        keep = torch.tensor([layout.num_tokens - 1])
+        outputs: Outputs | None = _sum_logits if planned.reads_strands else None
+        if layout.reads is not None:
+            keep, outputs = layout.keep, self.outputs
         with self.forward_context():
-            return self._forward(
-                tokens, layout, keep=slice(-1, None), attention_pass=attention_pass, outputs=None, prefixes=groups
+            root = self._forward(
+                tokens, layout, keep=keep, attention_pass=attention_pass, outputs=outputs, prefixes=planned.groups
             )
+            return root if layout.reads is None else cache.capture(_OUTPUTS, root)[0]
 
     def _suffixes(
         self, tokens: TokenBatch, groups: Sequence[Group], layout: Layout, cache: PrefixCache | None
@@ -201,22 +213,38 @@ class Schedule:
         attention_pass = self.pass_type(layout, self.kernel, cache=cache, keep=self.keep_attention)
         if tokens.is_read is not None and groups:
             layout = layout.reading(tokens.is_read)
-        keep = slice(layout.num_prefix, None) if layout.read is None else layout.read
         with self.forward_context():
             prefixes = groups if cache is None else ()
             outputs = self._forward(
-                tokens, layout, keep=keep, attention_pass=attention_pass,
+                tokens, layout, keep=layout.keep, attention_pass=attention_pass,
                 outputs=self.outputs if groups else _sum_logits, prefixes=prefixes,
             )  # fmt: skip
-            return PassOutputs(groups, layout, outputs)
+            return PassOutputs(groups, layout, self._read(outputs, layout, cache))
+
+    def _read(self, outputs: torch.Tensor, layout: Layout, cache: PrefixCache | None) -> torch.Tensor:
+        """Outputs [m, k] of the layout's tokens `keep` -> those that rows read [n, k], where several read one or waves
+        those of phase A."""
+        if layout.reads is None or torch.equal(layout.reads.tokens, layout.keep):
+            return outputs
+        device, tokens, is_own = outputs.device, layout.reads.tokens, layout.reads.tokens >= 0
+        own = outputs[on_device(torch.searchsorted(layout.keep, tokens[is_own]), device)]
+        if is_own.all():
+            return own
+        assert cache is not None and layout.source is not None
+        places = torch.searchsorted(layout.source.keep, -1 - tokens[~is_own])
+        (left,) = cache.read(_OUTPUTS)
+        read = ReadRows.apply(left, on_device(places, device), cache, _OUTPUTS)  # type: ignore[no-untyped-call]
+        both = outputs.new_empty(len(tokens), outputs.shape[-1])
+        both = both.index_copy(0, on_device(is_own.nonzero()[:, 0], device), own)
+        return both.index_copy(0, on_device((~is_own).nonzero()[:, 0], device), read)
 
     def _forward(
-        self, tokens: TokenBatch, layout: Layout, keep: slice | torch.Tensor, attention_pass: AttentionPass,
+        self, tokens: TokenBatch, layout: Layout, keep: torch.Tensor, attention_pass: AttentionPass,
         outputs: Outputs | None, prefixes: Sequence[Group],
     ) -> torch.Tensor:  # fmt: skip
         """The model on one packed row, which begins with the prefixes of `prefixes`."""
         device = tokens.input_ids.device
-        own, kept, shards = layout.index, torch.arange(layout.num_tokens)[keep], None
+        own, kept, shards = layout.index, keep, None
         if self.sequence_group is not None:
             shards = attention_pass.shards = Shards(self.sequence_group, layout, device)
             own = layout.index[shards.tokens]

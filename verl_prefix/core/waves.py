@@ -27,10 +27,14 @@ class PackedPass:
 
 @dataclass(frozen=True)
 class PhasedPass:
-    """Groups whose prefixes run together in phases A and C, and the waves between; dummies as in `PackedPass`."""
+    """Groups whose prefixes run together in phases A and C, and the waves between; dummies as in `PackedPass`.
+
+    `reads_strands`: rows read outputs of strands, so that lm_head runs in phase A, on every rank.
+    """
 
     groups: tuple[Group, ...] = ()
     waves: tuple[Wave, ...] = ()
+    reads_strands: bool = False
 
 
 @dataclass(frozen=True)
@@ -61,15 +65,34 @@ class Plan:
         return sum(group.num_physical_tokens for one in self.passes for group in one.groups)
 
 
-def _pieces(group: Group, budget: int) -> list[Group]:
-    """The group cut so that each piece fits the budget; a piece has one suffix at least, however long that is."""
-    pieces, start, used = [], 0, 0
-    for end, suffix_len in enumerate(group.suffix_lens):
-        if used and suffix_len and group.prefix_len + used + suffix_len > budget:
-            pieces.append(group.piece(start, end))
-            start, used = end, 0
-        used += suffix_len
-    return [*pieces, group.piece(start, len(group.rows))]
+def _pieces(group: Group, budget: int, suffixes: bool = True) -> list[Group]:
+    """The group cut so that each piece, or with `suffixes=False` each piece's strands, fit the budget; a piece has one
+    suffix at least, however long that and what stands before it are."""
+    cuts, used = [0], 0
+    have: dict[int, int] = {}  # of each strand, the end of what the piece has of it
+    for start, end in group.units():
+        rows = range(start, end)
+        own = sum(group.suffix_lens[row] for row in rows) if suffixes else 0
+
+        def grow(have: dict[int, int], rows: range = rows) -> int:
+            """Tokens that the unit adds to the strands, which it enters."""
+            added = 0
+            for row in rows:
+                for strand, begin, stop in group.path(group.forks[row]) if group.output_lens[row] else ():
+                    added += max(stop - have.get(strand, begin), 0)
+                    have[strand] = max(stop, have.get(strand, begin))
+            return added
+
+        grown = dict(have)
+        added = grow(grown) + own
+        if used and added and used + added > budget:
+            cuts.append(start)
+            used, grown = 0, {}
+            added = grow(grown) + own
+        used, have = used + added, grown
+    if len(cuts) == 1:
+        return [group]
+    return [group.piece(start, end).pruned() for start, end in zip(cuts, [*cuts[1:], len(group.rows)], strict=True)]
 
 
 def first_fit(items: Sequence[Item], size: Callable[[Item], int], budget: int) -> list[list[Item]]:
@@ -93,20 +116,17 @@ def first_fit(items: Sequence[Item], size: Callable[[Item], int], budget: int) -
 
 def make_waves(groups: Sequence[Group], wave_tokens: int) -> tuple[Wave, ...]:
     """Suffixes of `groups` in order, in waves of at most `wave_tokens` tokens (one suffix at least)."""
-    waves: list[list[tuple[int, Group]]] = [[]] if groups else []
+    waves: list[dict[int, tuple[int, int]]] = [{}] if groups else []  # group -> its rows
     used = 0
     for index, group in enumerate(groups):
-        for row, suffix_len in enumerate(group.suffix_lens):
-            if used and suffix_len and used + suffix_len > wave_tokens:
-                waves.append([])
+        for start, end in group.units():
+            num_tokens = sum(group.suffix_lens[start:end])
+            if used and num_tokens and used + num_tokens > wave_tokens:
+                waves.append({})
                 used = 0
-            used += suffix_len
-            last = waves[-1][-1] if waves[-1] else None
-            if last and last[0] == index:
-                waves[-1][-1] = (index, group.piece(row - len(last[1].rows), row + 1))
-            else:
-                waves[-1].append((index, group.piece(row, row + 1)))
-    return tuple(tuple(wave) for wave in waves)
+            used += num_tokens
+            waves[-1][index] = waves[-1].get(index, (start, end))[0], end
+    return tuple(tuple((index, groups[index].piece(*rows)) for index, rows in wave.items()) for wave in waves)
 
 
 def make_plan(
@@ -129,18 +149,20 @@ def make_plan(
     """
     live = pass_order(groups)
     fits = [schedule == "packed" or (schedule == "auto" and g.num_physical_tokens <= budget) for g in live]
+    room = budget if offload else budget - wave_tokens if wave_tokens else budget // 2
     pieces = [_pieces(group, budget) for group, fit in zip(live, fits, strict=True) if fit]
     packed = first_fit([p for cut in pieces for p in cut], lambda group: group.num_physical_tokens, budget)
-    phased = [group for group, fit in zip(live, fits, strict=True) if not fit]
+    cut = [_pieces(group, room, suffixes=False) for group, fit in zip(live, fits, strict=True) if not fit]
+    phased = [piece for pieces in cut for piece in pieces]
     passes: list[PackedPass | PhasedPass] = [PackedPass(tuple(pass_order(members))) for members in packed]
-    room = budget if offload else budget - wave_tokens if wave_tokens else budget // 2
     for members in first_fit(phased, lambda group: group.prefix_len, room):
         ordered = tuple(pass_order(members))
         resident = 0 if offload else sum(group.prefix_len for group in ordered)
-        passes.append(PhasedPass(ordered, make_waves(ordered, wave_tokens or max(budget - resident, least_wave))))
+        waves = make_waves(ordered, wave_tokens or max(budget - resident, least_wave))
+        passes.append(PhasedPass(ordered, waves, any(group.reads_strands for group in ordered)))
     return Plan(
         tuple(passes),
-        split_groups=sum(len(cut) > 1 for cut in pieces),
+        split_groups=sum(len(of_group) > 1 for of_group in [*pieces, *cut]),
         idle_rows=tuple(group for group in groups if not group.num_suffix_tokens),
     )
 
@@ -169,10 +191,10 @@ def pad_to_same_passes(plan: Plan, reduce_max: Callable[[Sequence[float]], Seque
     packed += [PackedPass()] * (num_packed - len(packed))
     phased += [PhasedPass()] * (num_phased - len(phased))
     if phased:
-        num_waves = map(int, reduce_max([len(one.waves) for one in phased]))
+        counts = iter(reduce_max([x for one in phased for x in (len(one.waves), one.reads_strands)]))
         phased = [
-            replace(one, waves=one.waves + ((),) * (count - len(one.waves)))
-            for one, count in zip(phased, num_waves, strict=True)
+            replace(one, waves=one.waves + ((),) * (int(count) - len(one.waves)), reads_strands=bool(reads))
+            for one, count, reads in zip(phased, counts, counts, strict=True)
         ]
     if not packed and not phased:
         packed = [PackedPass()]

@@ -214,16 +214,15 @@ class MiniBatch:
         starts = [self.tokens.offsets[row] for group in groups for row in group.rows]
         ends = [self.tokens.offsets[row + 1] for group in groups for row in group.rows]
         *row_starts, num_tokens = accumulate((end - start for start, end in zip(starts, ends, strict=True)), initial=0)
-        suffix_lens = torch.tensor([n for group in groups for n in group.suffix_lens], dtype=torch.int64)
-        moves = torch.tensor([to - start for to, start in zip(row_starts, starts, strict=True)], dtype=torch.int64)
-        moves = moves.repeat_interleave(suffix_lens)
-        if layout.read is not None:
-            moves = moves[layout.read - layout.num_prefix]
+        places, firsts = layout.suffix_index, torch.tensor(starts, dtype=torch.int64)
+        order = firsts.argsort()
+        rows = order[torch.searchsorted(firsts[order], places, right=True) - 1]
+        places = places + (torch.tensor(row_starts, dtype=torch.int64) - firsts)[rows]
         full = outputs.new_zeros(num_tokens, outputs.shape[-1])
-        if layout.read is not None:  # where nobody reads: no entropy, and the log-probs that the update starts from
+        if layout.reads is not None:  # where nobody reads: no entropy, and the log-probs that the update starts from
             old = torch.cat([self._old_log_probs[start:end] for start, end in zip(starts, ends, strict=True)])
             full[:, self.names.index("log_probs")] = on_device(old, outputs.device).to(full.dtype)
-        full = full.index_copy(0, on_device(layout.suffix_index + moves, outputs.device), outputs)
+        full = full.index_copy(0, on_device(places, outputs.device), outputs)
         return {
             name: torch.nested.nested_tensor_from_jagged(column, offsets)
             for name, column in zip(self.names, full.unbind(-1), strict=True)

@@ -17,7 +17,6 @@ import importlib.util
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +24,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils.weak import WeakIdKeyDictionary
 
 from verl_prefix.core.groups import Group
+from verl_prefix.core.trees import mix
 from verl_prefix.models.recurrent import replaced
 
 MODEL_TYPES = ("qwen2_5_vl", "qwen3_vl", "qwen3_5", "qwen3_5_moe")
@@ -94,6 +94,31 @@ def share_pixels(rows: Sequence[Row]) -> list[bytes]:
     return digests
 
 
+def tree_tokens(
+    input_ids: torch.Tensor, positions: torch.Tensor, offsets: Sequence[int], rows: Sequence[Row], config: Any
+) -> torch.Tensor:
+    """[N] int64, equal where tokens, their positions and what they show are equal, for `core.trees.group_trees`.
+
+    Args:
+        input_ids, positions: [N] and [4, N] int64, in host memory. rows: as in `share_pixels`.
+    """
+    mixed = input_ids.clone()
+    for axis in positions:
+        mixed = mix(mixed) ^ axis
+    for row, start, end in zip(rows, offsets, offsets[1:], strict=False):
+        for kind, values, grid in PIXELS:
+            if not row or row.get(values) is None:
+                continue
+            lens = row[grid].prod(-1)
+            shown = [int.from_bytes(_digest(x)[:7], "little") for x in row[values].split(lens.tolist())]
+            lens //= config.vision_config.spatial_merge_size**2
+            tokens = (input_ids[start:end] == getattr(config, f"{kind}_token_id")).nonzero()[:, 0]
+            each = torch.tensor(shown).repeat_interleave(lens)
+            if len(each) == len(tokens):  # else `PixelBatch.of` says what is wrong
+                mixed[start + tokens] = mix(mixed[start + tokens]) ^ each
+    return mixed
+
+
 def num_tower_runs(row: Row, config: Any) -> int:
     """Times that verl's own forward runs the tower on the row: for images, for videos, once on zeros for text alone.
     0: it fails, that of Qwen2.5-VL on text (verl 0.9.1, by what the tower of transformers 5.10 returns)."""
@@ -125,7 +150,7 @@ class PixelBatch:
     def of(
         self, groups: Sequence[Group], device: torch.device, tokens: torch.Tensor | None = None
     ) -> dict[str, torch.Tensor]:
-        """Arguments of `forward` for a packed row that begins with the prefixes of `groups`: `patches` [n, patch size],
+        """Arguments of `forward` for a packed row that begins with the strands of `groups`: `patches` [n, patch size],
         `grid` [m, 3], and `indices` [k] int64, where in the row the tower's k features belong; nothing without pixels.
 
         Args:
@@ -133,30 +158,26 @@ class PixelBatch:
                 count among them, and `chosen` [k] int64 are the features that belong there.
 
         Raises:
-            ValueError: a prefix has more or fewer visual tokens than its pixels make features.
+            ValueError: a row has more or fewer visual tokens before its suffix than its pixels make features, or is cut
+                inside of an image.
         """
         patches, grids, indices = [], [], []
-        starts = accumulate((group.prefix_len for group in groups), initial=0)
-        for group, start in zip(groups, starts, strict=False):
-            row = group.rows[0]
-            begin = int(self.offsets[row])
-            prefix = self.input_ids[begin : begin + group.prefix_len]
-            for kind, values, grid in PIXELS:
-                positions = torch.nonzero(prefix == getattr(self.config, f"{kind}_token_id"))[:, 0]
-                inputs = self.rows[row] or {}
-                held = inputs.get(values) is not None
-                merged = self.config.vision_config.spatial_merge_size**2
-                num_features = int(inputs[grid].prod(-1).sum()) // merged if held else 0
-                if len(positions) != num_features:
-                    raise ValueError(
-                        f"row {row}: its prompt has {len(positions)} {kind} tokens before the last one, and its "
-                        f"{values} make {num_features} features. A processor expands prompts, which end in text; where "
-                        "tools answer with pictures, set model_engine=dp"
-                    )
-                if held:
-                    patches.append(inputs[values])
-                    grids.append(inputs[grid])
-                    indices.append(positions + start)
+        start = 0
+        for group in groups:
+            for fork in dict.fromkeys(group.forks):
+                self._check(group.rows[group.forks.index(fork)], fork.start)
+            for strand in group.strands:
+                for kind, values, grid in PIXELS:
+                    positions = self._tokens(strand.row, kind, strand.start, strand.end)
+                    if len(positions):
+                        row = self.rows[strand.row] or {}
+                        ends = [0, *row[grid].prod(-1).cumsum(0).tolist()]  # of each image or clip, in patches
+                        before = len(self._tokens(strand.row, kind, 0, strand.start))
+                        first, last = (self._number(row[grid], n) for n in (before, before + len(positions)))
+                        patches.append(row[values][ends[first] : ends[last]])
+                        grids.append(row[grid][first:last])
+                        indices.append(positions + start)
+                start += strand.end - strand.start
         if not patches:
             return {}
         tensors = {"patches": torch.cat(patches), "grid": torch.cat(grids), "indices": torch.cat(indices)}
@@ -167,6 +188,37 @@ class PixelBatch:
             is_seen = tensors["indices"][feature] == tokens
             tensors |= {"indices": is_seen.nonzero()[:, 0], "chosen": feature[is_seen]}
         return {name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()}
+
+    def _tokens(self, row: int, kind: str, start: int, end: int) -> torch.Tensor:
+        """[n] int64: which of the row's tokens [start, end), counted from `start`, stand for images or videos."""
+        first = int(self.offsets[row])
+        tokens = self.input_ids[first + start : first + end]
+        return torch.nonzero(tokens == getattr(self.config, f"{kind}_token_id"))[:, 0]
+
+    def _num_features(self, grid: torch.Tensor) -> torch.Tensor:
+        """[m]: features that the tower makes of each image or clip."""
+        return grid.prod(-1) // self.config.vision_config.spatial_merge_size**2
+
+    def _number(self, grid: torch.Tensor, num_tokens: int) -> int:
+        """Images or clips whose features are the first `num_tokens`."""
+        ends = [0, *self._num_features(grid).cumsum(0).tolist()]
+        if num_tokens not in ends:
+            raise ValueError(
+                f"a row is cut inside an image or clip, whose tokens end at {ends[1:]}: behind {num_tokens}"
+            )
+        return ends.index(num_tokens)
+
+    def _check(self, row: int, prefix_len: int) -> None:
+        inputs = self.rows[row] or {}
+        for kind, values, grid in PIXELS:
+            num_tokens = len(self._tokens(row, kind, 0, prefix_len))
+            num_features = int(self._num_features(inputs[grid]).sum()) if inputs.get(values) is not None else 0
+            if num_tokens != num_features:
+                raise ValueError(
+                    f"row {row}: its prompt has {num_tokens} {kind} tokens before the last one, and its {values} make "
+                    f"{num_features} features. A processor expands prompts, which end in text; where tools answer with "
+                    "pictures, set model_engine=dp"
+                )
 
 
 class Output(NamedTuple):

@@ -10,13 +10,15 @@ import torch
 from verl_prefix.core.groups import Group, group_rows
 from verl_prefix.core.layout import Layout
 from verl_prefix.core.schedule import Schedule, TokenBatch
+from verl_prefix.core.trees import group_trees
 from verl_prefix.core.waves import Plan, make_plan, pad_to_same_passes
 from verl_prefix.models.hookup import HookedModel
 
 
 @dataclass(frozen=True)
 class Rollouts:
-    """Rows of a batch: int64 prompt and response tokens, and a weight per response token.
+    """Rows of a batch: int64 prompt and response tokens, and a weight per response token; with `cuts`, as of
+    `core.trees.group_trees`, trees, else groups of one prompt.
 
     The loss of both runners below is the weighted sum of response log-probs: any policy gradient at fixed weights.
     """
@@ -24,6 +26,7 @@ class Rollouts:
     prompts: list[torch.Tensor]
     responses: list[torch.Tensor]
     weights: list[torch.Tensor]
+    cuts: list[list[int]] | None = None
 
 
 def random_rollouts(
@@ -51,7 +54,10 @@ def flatten(rollouts: Rollouts, device: torch.device | str) -> tuple[TokenBatch,
     pairs = zip(rollouts.prompts, rollouts.weights, strict=True)
     padded = [torch.nn.functional.pad(weight.double(), (len(prompt), 0)) for prompt, weight in pairs]
     weights = torch.cat(padded or [torch.zeros(1, dtype=torch.float64)])
-    groups, _ = group_rows(rollouts.prompts, [len(response) for response in rollouts.responses])
+    if rollouts.cuts is None:
+        groups, _ = group_rows(rollouts.prompts, [len(response) for response in rollouts.responses])
+    else:
+        groups = group_trees(flat, offsets, [len(prompt) for prompt in rollouts.prompts], rollouts.cuts)
     return TokenBatch(flat.to(device), positions.to(device), offsets), weights.to(device), groups
 
 

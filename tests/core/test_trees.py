@@ -1,0 +1,210 @@
+"""Trees of rows against HF's own forward of every whole row: log-probs and all gradients."""
+
+import dataclasses
+import sys
+from itertools import accumulate
+
+import pytest
+import torch
+import torch.nn.functional as F
+from dialogues import ROWS, VOCAB, rollouts, thinking_kept, thinking_stripped, tree_search
+from families import build, float64_inside  # noqa: F401
+from float64_torch import Float64Torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from short_chunks import short_chunks
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from verl_prefix.core import layout as layout_module
+from verl_prefix.core.layout import Layout
+from verl_prefix.core.prefix_cache import PrefixCache
+from verl_prefix.core.trees import group_trees
+from verl_prefix.core.waves import make_plan
+from verl_prefix.testing import run_shared, run_stock
+
+RUNS = {
+    "packed": dict(schedule="packed"),
+    "packed in pieces": dict(schedule="packed", budget=60),
+    "phased": dict(schedule="phased", wave_tokens=12),
+    "phased in pieces": dict(schedule="phased", budget=50, wave_tokens=12),
+    "checkpointed": dict(schedule="phased", wave_tokens=12),
+    "kept attention": dict(schedule="packed", keep_attention=True),
+    "offloaded": dict(schedule="phased", wave_tokens=12, offload=True),
+}
+CHECKPOINTED = ("checkpointed", "kept attention")
+
+
+def measure(model, run) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probs, and all gradients as one vector."""
+    model.zero_grad()
+    log_probs = torch.cat(run())
+    return log_probs, torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+
+def error(ours: tuple[torch.Tensor, ...], truth: tuple[torch.Tensor, ...]) -> float:
+    """The larger relative error, of log-probs and of gradients."""
+    return max(((a - b).norm() / b.norm()).item() for a, b in zip(ours, truth, strict=True))
+
+
+@pytest.fixture(scope="module")
+def small():
+    config = Qwen3Config(
+        vocab_size=VOCAB, hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=8, max_position_embeddings=512, initializer_range=0.3,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.Tensor, "float", lambda self: self.double())  # norms
+        patch.setattr(sys.modules[Qwen3ForCausalLM.__module__], "torch", Float64Torch())
+        yield Qwen3ForCausalLM(config).double().train()
+
+
+FAMILIES = ["qwen3", "mistral-window-8", "gemma3-window-9", "gemma2-window-9", "gpt-oss-window-9", "qwen3-moe",
+            "lfm2", "qwen3.5", "granite4-h"]  # fmt: skip
+
+
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_trees_equal_hf(family, rows, float64_inside):  # noqa: F811
+    model = build(family, torch.float64)
+    float64_inside(model)
+    batch = rollouts(rows)
+    with short_chunks():
+        truth = measure(model, lambda: run_stock(model, batch))
+        for name, options in RUNS.items():
+            if name in CHECKPOINTED:
+                model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            ours = measure(model, lambda options=options: run_shared(model, batch, **options))
+            model.gradient_checkpointing_disable()
+            assert error(ours, truth) < 1e-9, name
+
+
+def ancestor_left_out(patch):
+    """Of what a segment goes on behind, the first piece, where there are several."""
+    changed_paths(patch, lambda path: path[1:] if len(path) > 1 else path)
+
+
+def last_token_left_out(patch):
+    changed_paths(patch, lambda path: tuple((a, n - (i == len(path) - 1)) for i, (a, n) in enumerate(path) if n > 1))
+
+
+def changed_paths(patch, change):
+    made = Layout._calls_of
+
+    def calls_of(self, *args):
+        segments = tuple(segment._replace(path=change(segment.path)) for segment in self.segments)
+        return made(dataclasses.replace(self, segments=segments), *args)
+
+    patch.setattr(Layout, "_calls_of", calls_of)
+
+
+def gradients_of_shared_outputs_dropped(patch):
+    add = PrefixCache.add_grad
+    patch.setattr(PrefixCache, "add_grad", lambda self, key, *args: key == "outputs" or add(self, key, *args))
+
+
+def labels_of_the_strand_s_row(patch):
+    """A row reads the outputs of strands as if it were the row that they were taken from, one token off."""
+    made = layout_module._reads
+
+    def off(*args):
+        reads = made(*args)
+        return reads and reads._replace(tokens=reads.tokens.roll(1))
+
+    patch.setattr(layout_module, "_reads", off)
+
+
+@pytest.mark.parametrize(
+    ("broken", "rows", "name"),
+    [
+        (ancestor_left_out, thinking_stripped, "packed"),
+        (ancestor_left_out, tree_search, "phased"),
+        (last_token_left_out, thinking_kept, "packed"),
+        (gradients_of_shared_outputs_dropped, tree_search, "phased"),
+        (gradients_of_shared_outputs_dropped, thinking_kept, "phased"),
+        (labels_of_the_strand_s_row, thinking_kept, "packed"),
+    ],
+)
+def test_broken_trees_are_far_off(monkeypatch, broken, rows, name):
+    model, batch = build("qwen3", torch.float64), rollouts(rows)
+    truth = measure(model, lambda: run_stock(model, batch))
+    broken(monkeypatch)
+    assert error(measure(model, lambda: run_shared(model, batch, **RUNS[name])), truth) > 100 * 5e-6
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    rows=st.sampled_from(ROWS), seed=st.integers(0, 2**20), budget=st.integers(20, 400),
+    wave_tokens=st.none() | st.integers(1, 60), schedule=st.sampled_from(["packed", "phased", "auto"]),
+    share_read=st.floats(0, 1),
+)  # fmt: skip
+def test_any_rows_in_any_plan_equal_hf(small, rows, seed, budget, wave_tokens, schedule, share_read):
+    """Where only some outputs are read, weights of the others are 0."""
+    model, batch = small, rollouts(rows, seed)
+    generator = torch.Generator().manual_seed(seed)
+    is_read = [torch.rand(len(w), generator=generator) < share_read for w in batch.weights]
+    batch = dataclasses.replace(batch, weights=[w * read for w, read in zip(batch.weights, is_read, strict=True)])
+    truth, gradient = measure(model, lambda: run_stock(model, batch))
+
+    def edit(tokens, plan):
+        places = [F.pad(read, (len(p) - 1, 1)) for p, read in zip(batch.prompts, is_read, strict=True)]
+        return dataclasses.replace(tokens, is_read=torch.cat(places))
+
+    options = dict(schedule=schedule, budget=budget, wave_tokens=wave_tokens, edit=edit)
+    ours, our_gradient = measure(model, lambda: run_shared(model, batch, **options))
+    read = torch.cat(is_read)
+    assert torch.allclose(ours[read], truth[read], rtol=0, atol=1e-9)
+    assert torch.allclose(our_gradient, gradient, rtol=0, atol=1e-9 * max(1, gradient.abs().max().item()))
+
+
+@settings(max_examples=200, deadline=None)
+@given(rows=st.sampled_from(ROWS), seed=st.integers(0, 2**20), budget=st.integers(1, 300))
+def test_every_row_is_whole_and_cut_at_its_own_places_alone(rows, seed, budget):
+    batch = rollouts(rows, seed)
+    whole = [torch.cat(pair) for pair in zip(batch.prompts, batch.responses, strict=True)]
+    offsets = [0, *accumulate(map(len, whole))]
+    groups = group_trees(torch.cat(whole), offsets, [*map(len, batch.prompts)], batch.cuts)
+    assert sorted(row for group in groups for row in group.rows) == [*range(len(whole))]
+    plan = make_plan(groups, budget, "packed")
+    for group in [*groups, *(group for one in plan.passes for group in one.groups)]:
+        assert group.prefix_len == sum(strand.end - strand.start for strand in group.strands)
+        for row, fork, n, first in zip(group.rows, group.forks, group.suffix_lens, group.first_outputs, strict=True):
+            assert first == len(batch.prompts[row]) - 1
+            if not len(batch.responses[row]):
+                continue
+            assert fork.start + n == len(whole[row]) - 1
+            path = [(group.strands[i].row, start, end) for i, start, end in group.path(fork)][::-1]
+            tokens = torch.cat([whole[other][start:end] for other, start, end in path] or [whole[row][:0]])
+            assert torch.equal(tokens, whole[row][: fork.start])
+            cuts = {0, *batch.cuts[row], len(whole[row]) - 1}
+            assert {fork.start, *(start for _, start, _ in path)} <= cuts
+            # A token that is read is followed by the same token in the row that computes it.
+            for other, start, end in path:
+                if end > first:
+                    assert torch.equal(whole[other][start + 1 : end + 1], whole[row][start + 1 : end + 1])
+        assert group.num_suffix_tokens or not any(group.output_lens), "outputs, and no suffix for a wave"
+
+
+def test_what_is_shared():
+    def computed(*rows):
+        prompts, responses, cuts = zip(*rows, strict=True)
+        whole = [torch.tensor([*p, *r]) for p, r in zip(prompts, responses, strict=True)]
+        offsets = [0, *accumulate(map(len, whole))]
+        groups = group_trees(torch.cat(whole), offsets, [*map(len, prompts)], cuts)
+        return sum(group.num_physical_tokens for group in groups)
+
+    a, b = ([1, 2, 3, 4], [5, 6, 7], [3]), ([1, 2, 3, 4], [8, 9], [3])
+    assert computed(a, b) == 3 + 3 + 2
+    assert computed(a, ([1, 2, 3, 9], [8, 9], [2, 3])) == 6 + 3, "what begins like another's piece"
+    assert computed(([1, 2, 3, 4], [5], [2, 3]), ([1, 2, 3, 9], [8], [2, 3])) == 2 + 2 + 2
+    assert computed(([1, 2, 3, 4], [5], [3]), ([1, 2, 3, 9], [8], [3])) == 4 + 4, "a cut belongs to the token behind it"
+    turn = ([1, 2, 3, 4, 5, 6, 7], [8, 9], [3, 6])
+    assert computed(a, turn) == 6 + 2, "a response that the next prompt goes on behind is part of its strand"
+    assert computed(a, a, turn) == 6 + 2
+    assert computed(a, a) == 3 + 3 + 3, "equal responses alone are not"
+
+
+def test_hashes_that_collide_are_noticed(monkeypatch):
+    monkeypatch.setattr("verl_prefix.core.trees.mix", torch.zeros_like)
+    with pytest.raises(RuntimeError, match="same 64-bit hash"):
+        group_trees(torch.tensor([1, 2, 3, 4, 5, 6]), [0, 3, 6], [2, 2], [[1], [1]])

@@ -1,0 +1,170 @@
+"""Rows -> trees: whatever rows have in common before the places where they are cut is computed once.
+
+    row 0   [ system, question | answer ]                              cut at 20
+    row 1   [ system, question | call ]                                cut at 20
+    row 2   [ system, question | call, result | next call ]            cut at 20 and at 35
+
+    strand 0 [ system, question ]  -> row 0 [ answer ]
+             strand 1 [ call, result ]  -> row 2 [ next call ]         row 1 lies in strand 1, and has no suffix
+
+Cuts follow from a row itself, as ends of messages do, never from who stands beside it: a row is computed piece by piece
+in the same way alone and among others. Between two cuts rows share where one's tokens are the beginning of the other's,
+so that the growing prompts of a session are one strand, which suffixes read in part.
+"""
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import torch
+
+from verl_prefix.core.groups import Fork, Group, Strand, rows_by_key
+
+# Tokens at the end of a prompt in which the last message's end may stand: behind it comes the generation prompt alone.
+GENERATION_PROMPT = 16
+
+
+def cuts_at(ends: Sequence[int], prompt_len: int) -> list[int]:
+    """Where a row is cut whose first `ends` tokens each are the end of something that others may go on from.
+
+    Before the last token of each, as a prefix ends before the last prompt token. There as well, unless an end stands
+    just before it: a generation prompt may have another form in the next turn's history, and what is short beside it
+    is computed with the response.
+    """
+    cuts = [end - 1 for end in ends]
+    if not any(prompt_len - GENERATION_PROMPT <= end <= prompt_len for end in ends):
+        cuts.append(prompt_len - 1)
+    return cuts
+
+
+def group_trees(
+    tokens: torch.Tensor, offsets: Sequence[int], prompt_lens: Sequence[int], cuts: Sequence[Sequence[int]]
+) -> list[Group]:
+    """Groups of rows that share what lies before their cuts.
+
+    A cut at n leaves n tokens before it. What is shared up to there is shared with the token behind it, whose log-prob
+    the last of them gives: a cut between a common token and the first that differs is one token early, as a prefix ends
+    before the last prompt token.
+
+    Args:
+        tokens: [N] int64 in host memory, all rows one behind the other, with what else must agree mixed in (positions,
+            pixels).
+        offsets: first token of each row, and the end.
+        prompt_lens: tokens of each row's prompt, at least 1.
+        cuts: of each row, in any order; those outside of [1, row length - 2] cut nothing off.
+
+    Returns:
+        groups in order of their first rows. A row without response tokens is a group of its own.
+
+    Raises:
+        ValueError: a prompt is empty.
+    """
+    if any(n < 1 for n in prompt_lens):
+        raise ValueError(f"row {[*prompt_lens].index(0)} has an empty prompt; pass at least one prompt token per row")
+    lens = [b - a for a, b in pairwise(offsets)]
+    live = [row for row, length in enumerate(lens) if length > prompt_lens[row]]
+    ends = {row: [*sorted({n for n in cuts[row] if 0 < n < lens[row] - 1}), lens[row] - 1] for row in live}
+    hashes = _Hashes(tokens, offsets)
+    strands: list[Strand] = []
+    forks: dict[int, Fork] = {}
+    at = {Fork(-1, 0): live}
+    for depth in range(max(map(len, ends.values()), default=0)):
+        rows = [row for behind in at.values() for row in behind]
+        hash_of = dict(zip(rows, hashes.of(rows, [ends[row][depth] for row in rows]).tolist(), strict=True))
+        following: dict[Fork, list[int]] = {}
+        for fork, behind in at.items():
+            first = len(strands)  # of those that begin behind this fork
+            # The longest piece first, and of equal ones what goes on: what others are the beginning of is there then.
+            pieces = sorted((-ends[row][depth], len(ends[row]) == depth + 1, row) for row in behind)
+            for (end, is_last, _), places in rows_by_key(
+                (-end, last, hash_of[row]) for end, last, row in pieces
+            ).items():
+                same = [pieces[place][2] for place in places]
+                begun = [strand.row for strand in strands[first:]]
+                found = hashes.find(same, hash_of[same[0]], begun, fork.start, end)
+                if found is None and is_last:
+                    forks |= dict.fromkeys(same, fork)
+                    continue
+                if found is None:
+                    found = len(begun)
+                    strands.append(Strand(same[0], fork.start, end, fork.strand))
+                if is_last:
+                    forks |= dict.fromkeys(same, Fork(first + found, end))
+                else:
+                    following.setdefault(Fork(first + found, end), []).extend(same)
+        at = following
+    return _groups(strands, forks, lens, [n - 1 for n in prompt_lens])
+
+
+class _Hashes:
+    """Hashes of the first tokens of rows: sums of a random number per token and place, modulo 2^64."""
+
+    def __init__(self, tokens: torch.Tensor, offsets: Sequence[int]) -> None:
+        self.tokens, self.starts = tokens, torch.tensor(offsets[:-1], dtype=torch.int64)
+        lens = torch.tensor(offsets, dtype=torch.int64).diff()
+        places = torch.arange(len(tokens)) - self.starts.repeat_interleave(lens)
+        values = mix(tokens) * (mix(places) | 1)
+        self.sums = torch.nn.functional.pad((values ^ (values >> 32)).cumsum(0), (1, 0))
+
+    def of(self, rows: Sequence[int], ends: Sequence[int] | int) -> torch.Tensor:
+        """[n] int64, of the first `end` + 1 tokens of each of n rows."""
+        starts = self.starts[torch.tensor(rows, dtype=torch.int64)]
+        return self.sums[starts + torch.as_tensor(ends) + 1] - self.sums[starts]
+
+    def find(self, same: Sequence[int], value: int, others: Sequence[int], start: int, end: int) -> int | None:
+        """The first of rows `others` whose first `end` + 1 tokens are those of the rows `same`, which hash to `value`;
+        all of them are alike in the first `start` tokens, and longer.
+
+        Raises:
+            RuntimeError: rows that differ have the same hash.
+        """
+        found = (self.of(others, end) == value).nonzero()[:, 0].tolist() if others else []
+        model = others[found[0]] if found else same[0]
+        expected = self._between(model, start, end)
+        if not all(row == model or torch.equal(self._between(row, start, end), expected) for row in same):
+            raise RuntimeError("two different prefixes have the same 64-bit hash; shuffle the rows and report this")
+        return found[0] if found else None
+
+    def _between(self, row: int, start: int, end: int) -> torch.Tensor:
+        first = int(self.starts[row])
+        return self.tokens[first + start : first + end + 1]
+
+
+def mix(x: torch.Tensor) -> torch.Tensor:
+    """Well spread int64 values, a different one for each (as in the finaliser of splitmix64)."""
+    x = x - 0x61C8864680B583EB
+    x = (x ^ (x >> 30)) * -0x40A7B892E31B1A47
+    x = (x ^ (x >> 27)) * -0x6B2FB644ECCEEE15
+    return x ^ (x >> 31)
+
+
+def _groups(
+    strands: Sequence[Strand], forks: dict[int, Fork], lens: Sequence[int], first_outputs: Sequence[int]
+) -> list[Group]:
+    """One group per strand that nothing stands before, depth first; other rows are groups of their own."""
+    # Behind a strand: at which token, whether a strand and which, or a row; rows without a suffix first.
+    below: dict[int, list[tuple[int, int, int]]] = {}
+    for row, fork in forks.items():
+        below.setdefault(fork.strand, []).append((fork.start, int(fork.start < lens[row] - 1), row))
+    for number, strand in enumerate(strands):
+        below.setdefault(strand.parent, []).append((strand.start, 2, number))
+    groups = []
+    for _, kind, item in below.get(-1, ()):
+        order: list[int] = []
+        rows: list[int] = []
+        todo = [(0, kind, item)]
+        while todo:
+            _, kind, item = todo.pop()
+            if kind == 2:
+                order.append(item)
+                todo += sorted(below.get(item, ()), reverse=True)
+            else:
+                rows.append(item)
+        numbers = {-1: -1} | {strand: place for place, strand in enumerate(order)}
+        kept = tuple(strands[i]._replace(parent=numbers[strands[i].parent]) for i in order)
+        own = tuple(forks[row]._replace(strand=numbers[forks[row].strand]) for row in rows)
+        suffix_lens = tuple(lens[row] - 1 - fork.start for row, fork in zip(rows, own, strict=True))
+        prefix_len = sum(strand.end - strand.start for strand in kept)
+        first = tuple(first_outputs[row] for row in rows)
+        groups.append(Group(tuple(rows), prefix_len, suffix_lens, kept, own, first))
+    groups += [Group((row,), first, (0,)) for row, first in enumerate(first_outputs) if row not in forks]
+    return sorted(groups, key=lambda group: min(group.rows))
