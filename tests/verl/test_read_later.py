@@ -13,6 +13,7 @@ from verl_prefix.config import LOSSES_OF_ROWS
 from verl_prefix.core.layout import build_layout
 from verl_prefix.engine import mini_batch
 from verl_prefix.engine.read_later import HostInts, ItemsLater, read_metrics
+from verl_prefix.engine.rows import group_rows, row_keys
 
 READ_LATER = [mode for mode in LOSSES_OF_ROWS if mode != "bypass_mode"]
 
@@ -30,7 +31,7 @@ def test_verls_loss_reads_nothing_from_the_device_in_a_pass(monkeypatch, mode, p
     engine.module.config = None
     monkeypatch.setattr(mini_batch, "get_device_id", lambda: "cpu")
     made = mini_batch.MiniBatch(engine, data, _loss(options), forward_only=False)
-    made.names, groups = ["log_probs", "entropy"], mini_batch.group_batch(data)[0]
+    made.names, groups = ["log_probs", "entropy"], group_rows(data, row_keys(data))
     layout = build_layout(groups, made.tokens.offsets)
     monkeypatch.setattr(mini_batch, "get_device_id", lambda: "meta")
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)

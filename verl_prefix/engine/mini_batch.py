@@ -23,12 +23,13 @@ from verl.workers.utils.losses import ppo_loss
 
 from verl_prefix.config import LOSSES_OF_ROWS
 from verl_prefix.core.errors import current_pass, listed
-from verl_prefix.core.groups import Group, group_rows
+from verl_prefix.core.groups import Group
 from verl_prefix.core.layout import Layout, on_device
 from verl_prefix.core.schedule import Schedule, TokenBatch
 from verl_prefix.core.waves import Plan
 from verl_prefix.engine.read_later import HostInts, ItemsLater, read_metrics
-from verl_prefix.models.vision import PixelBatch, is_vision_config, share_pixels
+from verl_prefix.engine.rows import row_lens
+from verl_prefix.models.vision import PixelBatch, is_vision_config
 
 logger = logging.getLogger(__name__)
 
@@ -271,29 +272,6 @@ def mode_of_verls_loss(loss: Callable | None) -> str | None:
     mode: str = loss.keywords["config"].policy_loss.get("loss_mode", "vanilla")
     is_verls = get_policy_loss_fn(mode).__module__ == get_policy_loss_fn.__module__
     return mode if mode in LOSSES_OF_ROWS and is_verls else None
-
-
-def row_lens(data: TensorDict) -> tuple[list[int], list[int]]:
-    """Numbers of tokens of every row's prompt and response, counted as verl does (verl/workers/utils/padding.py): both
-    are jagged (v1 trainer), or prompts padded left and responses right (left_right_2_no_padding of the legacy one)."""
-    prompts, responses = data["prompts"], data["responses"]
-    if prompts.is_nested:
-        return prompts.offsets().diff().tolist(), responses.offsets().diff().tolist()
-    mask = data["attention_mask"].bool().split([prompts.shape[1], responses.shape[1]], dim=1)
-    return mask[0].sum(1).tolist(), mask[1].sum(1).tolist()
-
-
-def group_batch(data: TensorDict) -> tuple[list[Group], int]:
-    """`groups.group_rows` of a batch; rows of a group then hold one pixel tensor (`vision.share_pixels`)."""
-    prompt_lens, response_lens = row_lens(data)
-    prompts, positions = (
-        [row[..., :n] for row, n in zip(data[name].unbind(), prompt_lens, strict=True)]
-        for name in ("input_ids", "position_ids")
-    )
-    uids, pixels = tu.get(data, "uid"), tu.get(data, "multi_modal_inputs")
-    uids = None if uids is None else [str(uid) for uid in uids]
-    pixels = None if pixels is None else share_pixels(pixels)
-    return group_rows(prompts, response_lens, uids=uids, positions=positions, pixels=pixels)
 
 
 def even_out(metrics: dict[str, object], num_passes: int) -> None:

@@ -26,6 +26,7 @@ from verl_prefix.auto.cost import (
 from verl_prefix.config import NO_REPLAY, PrefixConfig, is_varlen
 from verl_prefix.core.groups import Group
 from verl_prefix.core.waves import Plan
+from verl_prefix.engine.rows import row_lens
 from verl_prefix.models.recurrent import packing_leak
 
 
@@ -114,15 +115,15 @@ class Paths:
             return Stock("top-k distillation needs logits of every token")
         return None
 
-    def plan(
-        self, data: TensorDict, groups: Sequence[Group], own_groups: Sequence[Group], forward_only: bool
-    ) -> Plan | Stock:
+    def plan(self, data: TensorDict, groups: Sequence[Group], forward_only: bool) -> Plan | Stock:
         """This rank's plan, or verl's own path.
 
         Args:
-            groups: of the rows that this rank computes on ours. own_groups: of `data`, which verl's would compute.
+            data: this rank's own rows, which verl's path would compute. groups: of the rows that ours computes.
         """
-        batch, own = (Batch(each, pass_budget(data, each)) for each in (groups, own_groups))
+        lens = zip(*row_lens(data), strict=True)
+        own_rows = [Group((row,), prompt_len - 1, (n,)) for row, (prompt_len, n) in enumerate(lens)]
+        batch, own = (Batch(each, pass_budget(data, each)) for each in (groups, own_rows))
         if self._chooser is None:
             return self._costs.plan(*batch, self.options.schedule, forward_only)
         plan = self._chooser.choose(*batch, forward_only, own)

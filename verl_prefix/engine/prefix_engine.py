@@ -31,9 +31,8 @@ from verl_prefix.engine.exchange import open_exchange, receive_pixels
 from verl_prefix.engine.mini_batch import MiniBatch, even_out, mode_of_verls_loss, plan_metrics
 from verl_prefix.engine.out_of_memory import out_of_memory_advice
 from verl_prefix.engine.paths import Paths, Stock, pass_budget
-from verl_prefix.engine.step_metrics import StepMetrics
+from verl_prefix.engine.step_metrics import GROUP_TOKENS, StepMetrics
 from verl_prefix.engine.stock_path import StockPath
-from verl_prefix.engine.torn_groups import TornGroups
 from verl_prefix.engine.trace_writer import open_trace
 from verl_prefix.engine.verify import Verification
 from verl_prefix.models import vision
@@ -60,7 +59,6 @@ class PrefixFSDPEngine(StockPath):
         self._saw_waves = False  # of an update
         self._paths = Paths(self.prefix_config)
         self._verification = Verification(self)
-        self._torn_groups = TornGroups()
         if self.prefix_config.schedule != "stock":
             check_model_options(model_config)
             check_supported(model_config.hf_config)
@@ -140,23 +138,21 @@ class PrefixFSDPEngine(StockPath):
             return stock
         custom_loss = loss_function is not None and mode_of_verls_loss(loss_function) is None
         exchange = open_exchange(self, data, custom_loss)
-        plan = self._paths.plan(data, exchange.groups, exchange.own_groups, forward_only)
+        groups, metrics = exchange.groups, exchange.metrics
+        plan = self._paths.plan(data, groups, forward_only)
         if isinstance(plan, Stock):
-            return plan
-        rows, num_split_uids = exchange.receive()
-        rows, metrics = self._prepared(rows), {"prefix/split_uids": float(num_split_uids)}
+            return plan._replace(metrics=metrics)
+        rows = self._prepared(exchange.rows)
         if not forward_only:
-            metrics |= self._verification.check(rows, exchange.groups, pass_budget(data, exchange.groups))
+            metrics.update(self._verification.check(rows, groups, pass_budget(data, groups)))
             if self._verification.failure is not None:
                 self._paths.lasting = Stock(self._verification.failure)
                 return self._paths.lasting._replace(metrics=metrics)
-        output, of_plan = self._run_batch(rows, exchange.groups, plan, loss_function, forward_only=forward_only)
+        output, of_plan = self._run_batch(rows, groups, plan, loss_function, forward_only=forward_only)
         output["model_output"] = exchange.give_back(output["model_output"])
-        # Under a custom loss this rank's rows are counted, and of log-probs before all ranks'.
-        told = None if custom_loss else self._torn_groups.see(*exchange.num_computed(), forward_only)
-        if told and torch.distributed.get_rank() == 0:
-            logger.warning(told)
-        return output, metrics | of_plan | exchange.metrics()
+        if not custom_loss:  # under which rows stay on their ranks, and those of the log-probs before did not
+            metrics[GROUP_TOKENS] = sum(group.num_physical_tokens for group in groups)
+        return output, metrics | of_plan
 
     def run_plan(
         self, data: TensorDict, plan: Plan, loss_function: Callable | None, forward_only: bool,

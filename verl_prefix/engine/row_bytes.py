@@ -11,7 +11,7 @@ from safetensors.torch import load, save
 from tensordict import TensorDict
 from tensordict.tensorclass import NonTensorData
 
-from verl_prefix.engine.row_table import PIXELS
+from verl_prefix.engine.rows import PIXELS
 
 # Of what is no tensor. The rest (raw_prompt, extra_fields) stays behind: neither outputs nor verl's own losses read it.
 TRAVELLING = ("uid", "session_id", PIXELS)

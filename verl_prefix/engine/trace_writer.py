@@ -15,7 +15,7 @@ from safetensors.torch import save
 from tensordict import NonTensorData, TensorDict
 from verl.utils import tensordict_utils as tu
 
-from verl_prefix.engine.mini_batch import row_lens
+from verl_prefix.engine.rows import row_lens
 from verl_prefix.engine.trace import (
     FIELDS,
     MANIFEST,

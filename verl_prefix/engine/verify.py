@@ -17,7 +17,7 @@ from verl_prefix.core.attention import AttentionPass
 from verl_prefix.core.gradients import gradients_aside
 from verl_prefix.core.groups import Group
 from verl_prefix.core.waves import make_plan, pad_to_same_passes
-from verl_prefix.engine.mini_batch import row_lens
+from verl_prefix.engine.rows import row_lens
 from verl_prefix.engine.self_check import Gradients, Verdict, check, rounding_noise
 from verl_prefix.models.recurrent import mixers
 from verl_prefix.models.vision import is_vision_config, num_tower_runs
