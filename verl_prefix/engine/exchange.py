@@ -29,6 +29,7 @@ from verl.utils.device import get_device_name
 from verl_prefix.auto.placement import describe_rows, place_rows
 from verl_prefix.auto.shape import ModelShape
 from verl_prefix.core.groups import Group
+from verl_prefix.engine.protocol import Engine
 from verl_prefix.engine.row_bytes import Row, RowBytes, decode, encode
 from verl_prefix.engine.row_table import COLUMNS, AllRows, describe
 from verl_prefix.engine.rows import PIXELS, group_rows, row_keys
@@ -94,7 +95,7 @@ class Exchange:
     give_back: Callable[[Outputs], dict[str, torch.Tensor]]
 
 
-def open_exchange(engine: Any, data: TensorDict, custom_loss: bool) -> Exchange:
+def open_exchange(engine: Engine, data: TensorDict, custom_loss: bool) -> Exchange:
     """An engine's mini-batch, at the ranks that compute it."""
     group = engine.get_data_parallel_group()
     if engine.prefix_config.exchange == "off" or dist.get_world_size(group) == 1:
@@ -322,6 +323,6 @@ def _unpacked(values: RowBytes, parcels: Sequence[torch.Tensor], expected: list[
     return arrived
 
 
-def _check_lens(output: Mapping[str, torch.Tensor], lens: Sequence[int], told: str) -> None:
+def _check_lens(output: Mapping[str, Any], lens: Sequence[int], told: str) -> None:
     if wrong := [name for name, x in output.items() if x.offsets().diff().tolist() != lens]:
         raise ExchangeError(f"{', '.join(wrong)} do not have the {len(lens)} rows that {told}, or not their lengths")

@@ -6,17 +6,16 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from tensordict import TensorDict
 from verl.utils import tensordict_utils as tu
-from verl.workers.engine.utils import postprocess_batch_func
 
 from verl_prefix.core.attention import AttentionPass
 from verl_prefix.core.gradients import gradients_aside
 from verl_prefix.core.groups import Group
-from verl_prefix.core.waves import make_plan, pad_to_same_passes
+from verl_prefix.core.waves import make_plan
+from verl_prefix.engine.protocol import Engine
 from verl_prefix.engine.rows import row_lens
 from verl_prefix.engine.self_check import Gradients, Verdict, check, rounding_noise
 from verl_prefix.models.recurrent import mixers
@@ -35,7 +34,7 @@ class Verification:
         failure: what it missed, from when prefix.verify_action=fallback sends all batches to verl's own path; or None.
     """
 
-    def __init__(self, engine: Any) -> None:
+    def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.failure: str | None = None
         self._num_updates = 0
@@ -50,9 +49,10 @@ class Verification:
             RuntimeError: ours is off by more than rounding, and prefix.verify_action is raise.
         """
         options = self.engine.prefix_config
-        every = {"off": None, "first_step": math.inf}.get(options.verify, options.verify)
+        named = {"off": 0.0, "first_step": math.inf}
+        every = named[options.verify] if isinstance(options.verify, str) else options.verify
         start = time.perf_counter()
-        if every is None or self._num_updates % every:
+        if not every or self._num_updates % every:
             self._num_updates += 1
             return {}
         candidates = self._checkable(data, [group for group in groups if group.num_suffix_tokens] or groups)
@@ -108,9 +108,8 @@ class Verification:
         def ours(path: str, pass_type: Callable[..., AttentionPass]) -> torch.Tensor:
             # Several waves read one prefix, and their gradients add up.
             plan = make_plan([group], budget, path, wave_tokens=1)
-            plan = pad_to_same_passes(plan, engine.reduce_max)
-            mini_batch, _ = engine.run_plan(rows, plan, _sum_of_log_probs, forward_only=False, pass_type=pass_type)
-            return responses(postprocess_batch_func(*mini_batch.outputs(plan), data=rows))
+            output, _ = engine.run_plan(rows, [group], plan, _sum_of_log_probs, forward_only=False, pass_type=pass_type)
+            return responses(output)
 
         noise = functools.partial(rounding_noise, engine.module, engine._autocast_dtype)
         with gradients_aside(engine.module):
