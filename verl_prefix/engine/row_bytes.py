@@ -26,7 +26,7 @@ class _Field:
         values: uint8, on the CPU. starts: first byte of each row, and the end.
     """
 
-    def __init__(self, x: torch.Tensor) -> None:
+    def __init__(self, x: Any) -> None:
         self.dtype, self.device, self.ragged = x.dtype, x.device, None
         self.rest, lens, flat = list(x.shape[1:]), [1] * len(x), x
         if x.is_nested:
@@ -47,7 +47,7 @@ class _Field:
             return values.view(len(rows), *self.rest)
         offsets = list(itertools.accumulate((len(row) // self.unit for row in rows), initial=0))
         values = values.view(offsets[-1], *self.rest).movedim(0, self.ragged).contiguous()
-        joined = torch.nested.nested_tensor_from_jagged(values, torch.tensor(offsets, device=self.device))
+        joined: Any = torch.nested.nested_tensor_from_jagged(values, torch.tensor(offsets, device=self.device))
         joined._ragged_idx = self.ragged + 1  # as verl's nested_tensor_from_tensor_list
         return joined
 

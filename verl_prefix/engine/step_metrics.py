@@ -5,7 +5,6 @@ verl averages what an engine reports over both, and of timing_s/* it takes the l
 """
 
 import logging
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
@@ -43,7 +42,7 @@ class StepMetrics:
 
     def __init__(self, reduce_sum: Reduce, reduce_max: Reduce, sequence_ranks: int) -> None:
         self._reduce_sum, self._reduce_max, self._sequence_ranks = reduce_sum, reduce_max, sequence_ranks
-        self._step = Counter[str]()
+        self._step: dict[str, float] = {}
         self._log_prob_stock_rows = 0.0
         self._log_prob_total: Mapping[str, float] = {}  # of the first step
         self._is_first_step = True
@@ -58,9 +57,10 @@ class StepMetrics:
             data: the batch as verl handed it over, which says with `update_lr_scheduler` (TrainingWorker.
                 train_mini_batch) whether a step ends; a caller who does not say ends one with every batch.
         """
-        step = Counter[str]() if forward_only else self._step
+        step = {} if forward_only else self._step
         totals = {name: float(value) for name, value in metrics.items() if name in _SUMS or name in MOST}
-        step.update(totals | {_TOKENS: float(data["input_ids"].offsets()[-1]) - len(data)})
+        for name, value in (totals | {_TOKENS: float(data["input_ids"].offsets()[-1]) - len(data)}).items():
+            step[name] = step.get(name, 0.0) + value
         reported = {name: value for name, value in metrics.items() if name not in totals}
         if forward_only:
             self._log_prob_stock_rows += metrics["prefix/stock_rows"]
@@ -68,12 +68,12 @@ class StepMetrics:
             return {name: [float(value)] for name, value in reported.items()}
         else:
             step["prefix/log_prob_stock_rows"] = self._log_prob_stock_rows
-            self._step, self._log_prob_stock_rows = Counter(), 0.0
+            self._step, self._log_prob_stock_rows = {}, 0.0
         # Of all names, so that ranks never send different numbers of values.
-        sums = self._reduce_sum([step[name] for name in _SUMS])
+        sums = self._reduce_sum([step.get(name, 0.0) for name in _SUMS])
         total = {name: value / self._sequence_ranks for name, value in zip(_SUMS, sums, strict=True)}
         self._see_torn_groups(total, forward_only)
-        total |= zip(MOST, self._reduce_max([step[name] for name in MOST]), strict=True)
+        total |= zip(MOST, self._reduce_max([step.get(name, 0.0) for name in MOST]), strict=True)
         reported |= {name: total[name] for name in (*COUNTS, *MOST) if name in step}
         reported["prefix/reuse_fraction"] = total["prefix/tokens_saved"] / max(total[_TOKENS], 1)
         return {name: [float(value)] for name, value in reported.items()}
