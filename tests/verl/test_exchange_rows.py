@@ -238,7 +238,7 @@ class _Break:
 
         def pack(change, outputs):
             def changed(one, rows):
-                is_outputs = "input_ids" not in one._fields
+                is_outputs = "input_ids" not in one._tensors
                 return real_pack(one, change(list(rows)) if is_outputs == outputs else rows)
 
             return changed
@@ -258,7 +258,7 @@ class _Break:
             "a row of a rank that is not there": (exchange, "place_rows", placed(lambda ranks: [9, *ranks[1:]]), None),
             "another placement": (exchange, "place_rows", placed(lambda ranks: ranks[::-1]), 1),
             "no memory while rows are described": (exchange, "describe", no_memory, 2),
-            "no memory while rows are sent": (exchange, "encode", no_memory, 2),
+            "no memory while rows are sent": (row_bytes.RowBytes, "pack", pack(no_memory, False), 2),
             "no memory while outputs are returned": (row_bytes.RowBytes, "pack", pack(no_memory, True), 2),
             "other tokens": (exchange, "group_rows", other_tokens, 1),
             "no memory while rows arrive": (torch, "empty", no_room, 2),
@@ -341,7 +341,7 @@ def _worker(rank: int, rendezvous: str, batches: list[dict], out: str) -> None:
     torch.save(results, f"{out}.{rank}")
     # Last, since the others cannot go on: a rank that dies while rows travel.
     if rank == 1:
-        with mock.patch("verl_prefix.engine.exchange.encode", lambda *_, **__: os._exit(0)):
+        with mock.patch("verl_prefix.engine.row_bytes.RowBytes.pack", lambda *_: os._exit(0)):
             _broken("", rank, groups[WORLD])
     results["a rank dies"] = _broken("", rank, groups[WORLD])
     torch.save(results, f"{out}.{rank}")

@@ -30,7 +30,7 @@ from verl_prefix.auto.placement import describe_rows, place_rows
 from verl_prefix.auto.shape import ModelShape
 from verl_prefix.core.groups import Group
 from verl_prefix.engine.protocol import Engine
-from verl_prefix.engine.row_bytes import Row, RowBytes, decode, encode
+from verl_prefix.engine.row_bytes import Row, RowBytes
 from verl_prefix.engine.row_table import COLUMNS, AllRows, describe
 from verl_prefix.engine.rows import PIXELS, group_rows, row_keys
 from verl_prefix.models.vision import PIXEL_NAMES
@@ -171,17 +171,12 @@ class _Routes:
         """The rows that this rank computes: its own that stay, then those that arrive, by rank."""
         with self._timed():
             with self._together("sending rows"):
-                parcels = [
-                    self._bytes.pack([self._bytes.row(i, i, self._others(i, to)) for i in rows])
-                    for to, rows in enumerate(self._sent)
-                ]
+                parcels = [self._bytes.pack([self._for(to, i) for i in rows]) for to, rows in enumerate(self._sent)]
             received = self._swap(parcels)
             with self._together("receiving rows"):
                 rows = [self._bytes.row(i, i) for i in self._kept]
-                objects = [{name: values[i] for name, values in self._bytes.objects.items()} for i in self._kept]
-                arrived = _unpacked(self._bytes, received, self._got, "sent")
-                objects += [decode(row.others) for row in arrived]
-                return self._batch(rows + arrived, self._with_pixels(objects))
+                rows += _unpacked(self._bytes, received, self._got, "sent")
+                return self._batch(self._with_pixels(rows))
 
     def give_back(self, output: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """As `Exchange.give_back`."""
@@ -249,34 +244,33 @@ class _Routes:
         }
         return homes
 
-    def _others(self, i: int, to: int) -> bytes:
-        """Row i's values that are no tensors; its pixels are left out where rank `to` has them."""
-        values = {name: rows[i] for name, rows in self._bytes.objects.items()}
-        key = self._all.keys[self._all.starts[self._rank] + i]
-        if values.get(PIXELS) and (key, to) in self._holders:
-            values[PIXELS] = {name: x for name, x in values[PIXELS].items() if name not in PIXEL_NAMES}
-        return encode(values)
+    def _for(self, to: int, i: int) -> Row:
+        """Row i as it goes to rank `to`: without its pixels where that one has them."""
+        row, key = self._bytes.row(i, i), self._all.keys[self._all.starts[self._rank] + i]
+        if row.others.get(PIXELS) and (key, to) in self._holders:
+            row.others[PIXELS] = {name: x for name, x in row.others[PIXELS].items() if name not in PIXEL_NAMES}
+        return row
 
-    def _with_pixels(self, objects: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    def _with_pixels(self, rows: list[Row]) -> list[Row]:
         """Gives rows the pixels that another row of their group has here. No dict of `data` changes: an update of
         several epochs asks for its rows again."""
         if PIXELS not in self._bytes.objects:
-            return objects
+            return rows
         from verl_prefix.engine.shared_pixels import CARRIED_BY, CARRIES  # see `_receive_pixels`
 
-        rows = [dict(values[PIXELS] or {}) for values in objects]
-        pixels = ({name: x for name, x in row.items() if name in PIXEL_NAMES} for row in rows)
+        seen = [dict(row.others[PIXELS] or {}) for row in rows]
+        pixels = ({name: x for name, x in one.items() if name in PIXEL_NAMES} for one in seen)
         held = {key: own for key, own in zip(self.keys, pixels, strict=True) if own}
-        for key, row, values in zip(self.keys, rows, objects, strict=True):
+        for key, one, row in zip(self.keys, seen, rows, strict=True):
             if key in held:  # also where pixels were all that a row had, before they stayed behind
-                row = {name: x for name, x in row.items() if name not in (CARRIES, CARRIED_BY)} | held[key]
-            values[PIXELS] = row
-        return objects
+                one = {name: x for name, x in one.items() if name not in (CARRIES, CARRIED_BY)} | held[key]
+            row.others[PIXELS] = one
+        return rows
 
-    def _batch(self, rows: Sequence[Row], objects: Sequence[dict[str, Any]]) -> TensorDict:
+    def _batch(self, rows: Sequence[Row]) -> TensorDict:
         """Rows as verl's batch, with what `data` has once."""
         once = {name: x.data for name, x in self._data.items() if isinstance(x, NonTensorData)}
-        lists = {name: [values[name] for values in objects] for name in self._bytes.objects}
+        lists = {name: [row.others[name] for row in rows] for name in self._bytes.objects}
         return tu.get_tensordict(self._bytes.join(rows) | lists, once)
 
     def _swap(self, parcels: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
@@ -316,7 +310,7 @@ def _unpacked(values: RowBytes, parcels: Sequence[torch.Tensor], expected: list[
     """Rows that arrived, by the rank that `did` so, which are those that were `expected` of it."""
     arrived: list[Row] = []
     for rank, origins in enumerate(expected):
-        rows = list(values.unpack(parcels[rank]))
+        rows = values.unpack(parcels[rank])
         if (came := [row.origin for row in rows]) != origins:
             raise ExchangeError(f"rank {rank} {did} its rows {came}, and {origins} were to travel")
         arrived += rows
