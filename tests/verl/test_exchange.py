@@ -250,6 +250,7 @@ def test_scattered_groups_are_computed_as_stock_computes_them(results):
         for case, (errors, _) in result.items():
             worst = {name: error for name, error in errors.items() if not error <= TOLERANCE}
             assert not worst, f"rank {rank}, {case}: relative errors over {TOLERANCE}: {worst}"
+        assert not any(metrics.get("prefix/split_uids") for _, metrics in result.values())
 
 
 def test_torn_groups_share_as_much_as_whole_ones(results):

@@ -128,8 +128,8 @@ def exchange_rows(
         _receive_pixels(rows)
         keys = routes.keys if routes else row_keys(rows)
         groups = group_rows(rows, keys)
-    uids = Counter(uid for uid, _ in set(zip(map(str, tu.get(rows, "uid", [""] * len(rows))), keys, strict=True)))
     metrics = routes.metrics if routes else {}
+    uids = Counter(uid for uid, _ in set(zip(map(str, tu.get(rows, "uid", ())), keys, strict=False)))
     metrics["prefix/split_uids"] = sum(n > 1 for n in uids.values())
     return Exchange(rows, groups, metrics, routes.give_back if routes and routes.moves else dict)
 
@@ -178,7 +178,7 @@ class _Routes:
                 rows += _unpacked(self._bytes, received, self._got, "sent")
                 return self._batch(self._with_pixels(rows))
 
-    def give_back(self, output: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def give_back(self, output: Outputs) -> dict[str, torch.Tensor]:
         """As `Exchange.give_back`."""
         if not output:
             return {}

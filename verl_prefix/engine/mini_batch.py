@@ -85,10 +85,8 @@ class MiniBatch:
         """Names the rows of a pass that was not finite; verl then skips the update, as it does for the stock actor."""
         uids = tu.get(self._data, "uid", [None] * len(self._data))
         read = tu.index_select_tensor_dict(self._data, one.rows)
-        problems = []
-        for name, values in (
-            one.output["model_output"] | {name: read[name] for name in self._loss.floats(read)}
-        ).items():
+        problems, fields = [], {name: read[name] for name in self._loss.floats(read)}
+        for name, values in (one.output["model_output"] | fields).items():
             pairs = zip(one.rows, values.unbind(), strict=True)
             if bad := [f"{row} (uid {uids[row]})" for row, x in pairs if not torch.isfinite(x).all()]:
                 problems.append(f"{name} of rows {listed(bad)}")
