@@ -31,7 +31,7 @@ class Paths:
     """Plans an engine's batches, once the engine has its model.
 
     Attributes:
-        lasting: verl's own path, where every batch takes it from now on; or None.
+        lasting: verl's own path, where every batch takes it; or None.
         costs: what decides between paths, unless prefix.schedule is stock.
     """
 

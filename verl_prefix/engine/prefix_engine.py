@@ -75,7 +75,7 @@ class PrefixFSDPEngine(StockPath):
         self, data: TensorDict, loss_function: LossFunction | None, forward_only: bool
     ) -> tuple[dict[str, Any], dict[str, float]] | Stock:
         """verl's output of a mini-batch whose prefixes are shared, over ranks, and this rank's metrics of it."""
-        if (stock := self._paths.stock(data)) is not None:
+        if stock := self._paths.stock(data) or self._verification.failure:
             return stock
         custom_loss = loss_function is not None and mode_of_verls_loss(loss_function) is None
         exchange = open_exchange(self, data, custom_loss)
@@ -86,9 +86,8 @@ class PrefixFSDPEngine(StockPath):
         rows = self._prepared(exchange.rows)
         if not forward_only:
             metrics.update(self._verification.check(rows, groups, pass_budget(data, groups)))
-            if self._verification.failure is not None:
-                self._paths.lasting = Stock(self._verification.failure)
-                return self._paths.lasting._replace(metrics=metrics)
+            if failure := self._verification.failure:
+                return failure._replace(metrics=metrics)
         # The first update with waves alone: it resets the peak that verl logs as perf/max_memory_allocated_gb.
         measure_peak = get_device_name() == "cuda" and not forward_only and not self._saw_waves
         keeps = not forward_only and self._kept_attention.fits(plan, self._paths.costs)

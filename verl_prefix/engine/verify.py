@@ -15,6 +15,7 @@ from verl_prefix.core.attention import AttentionPass
 from verl_prefix.core.gradients import gradients_aside
 from verl_prefix.core.groups import Group
 from verl_prefix.core.waves import make_plan
+from verl_prefix.engine.paths import Stock
 from verl_prefix.engine.protocol import Engine
 from verl_prefix.engine.rows import row_lens
 from verl_prefix.engine.self_check import Gradients, Verdict, check, rounding_noise
@@ -31,12 +32,12 @@ class Verification:
     """The self-check of one engine, a `PrefixFSDPEngine`, on every rank at once.
 
     Attributes:
-        failure: what it missed, from when prefix.verify_action=fallback sends all batches to verl's own path; or None.
+        failure: once it missed, by prefix.verify_action=fallback: every batch goes verl's own path; or None.
     """
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self.failure: str | None = None
+        self.failure: Stock | None = None
         self._num_updates = 0
 
     def check(self, data: TensorDict, groups: Sequence[Group], budget: int) -> dict[str, float]:
@@ -75,7 +76,7 @@ class Verification:
                     f"{message}. The shared-prefix path is wrong for this model; set model_engine=dp and report it, or "
                     "actor_rollout_ref.actor.prefix.verify_action=fallback to go on with the stock path"
                 )
-            self.failure = f"the self-check missed: {message}"
+            self.failure = Stock(f"the self-check missed: {message}")
         figures = {name: getattr(verdict, name) for name in ("log_probs", "attention", "recurrence", "gradients")}
         if not mixers(self.engine.module):
             del figures["recurrence"]
