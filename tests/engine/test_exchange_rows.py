@@ -131,7 +131,7 @@ def _problems(batch: dict, seed: int, group) -> list[str]:
     import torch.distributed as dist
     from verl.utils import tensordict_utils as tu
 
-    from verl_prefix.engine.exchange import Exchange
+    from verl_prefix.engine.exchange import exchange_rows
     from verl_prefix.engine.shared_pixels import CARRIES
 
     rank, problems = dist.get_rank(), []
@@ -156,18 +156,20 @@ def _problems(batch: dict, seed: int, group) -> list[str]:
     )
     for one in counting:
         one.start()
-    exchange = Exchange(data, SHAPE, group, torch.device("cpu"))
-    found, _ = exchange.receive()
+    exchange = exchange_rows(data, SHAPE, group, torch.device("cpu"))
+    found = exchange.rows
     back = exchange.give_back(outputs_of(found))
     for one in counting:
         one.stop()
-    here = found["row"].tolist()
+    here, moves = found["row"].tolist(), [None] * batch["world"]
+    dist.all_gather_object(moves, exchange.metrics["prefix/exchanged_rows"], group=group)
+    moves = any(moves)
     for name, wanted in outputs_of(data).items():
         if not all(torch.equal(a, b) for a, b in zip(back[name].unbind(), wanted.unbind(), strict=True)):
             problems.append(f"{name} came back in another order")
         if back[name].dtype != wanted.dtype:
             problems.append(f"{name} is {back[name].dtype}")
-    if ("extra" in found.keys()) == exchange.moves:
+    if ("extra" in found.keys()) == moves:
         problems.append("what neither outputs nor verl's losses read travels, or is lost where rows stay")
     arrived = {name: tu.get(found, name) for name in every[0] if name not in ("pixels", "extra")}
     arrived = {name: x.unbind() if isinstance(x, torch.Tensor) else list(x) for name, x in arrived.items()}
@@ -190,7 +192,7 @@ def _problems(batch: dict, seed: int, group) -> list[str]:
     kept = [row for row, at in zip(rows_of(batch, seed), batch["ranks"], strict=True) if at == rank]
     for row, wanted in zip(tu.get(data, "multi_modal_inputs"), kept, strict=True):
         wanted = wanted["multi_modal_inputs"]
-        if exchange.moves and row.keys() != wanted.keys():
+        if moves and row.keys() != wanted.keys():
             problems.append(f"the caller's row sees {sorted(row)}, not {sorted(wanted)}")
     if tu.get(found, "temperature") != 0.7 or tu.get(found, "max_token_len_per_gpu") != 100:
         problems.append("what the batch has once is lost")
@@ -201,12 +203,12 @@ def _problems(batch: dict, seed: int, group) -> list[str]:
     if not all(rows for rows, _ in lists):
         problems.append(f"a rank has no row: {lists}")
     on_ranks = sum(n for _, n in lists) - len(batch["groups"])
-    metrics = exchange.metrics()
+    metrics = exchange.metrics
     if (on_ranks > 0) != (metrics["prefix/cost_split_groups"] > 0) or metrics["prefix/split_groups"]:
         problems.append(f"{on_ranks} pieces too many, and metrics say {metrics}")
     if fetched and len(found) > 1:
         problems.append(f"pixels of {fetched} were asked for, beside rows {here}")
-    if len(calls) > (14 if exchange.moves else 4):
+    if len(calls) > (14 if moves else 4):
         problems.append(f"{len(calls)} collectives")
     if (metrics["prefix/exchanged_rows"] > 0) != bool(set(r["row"].item() for r in mine) - set(here)):
         problems.append(f"{metrics['prefix/exchanged_rows']} rows are said to have left")
@@ -221,7 +223,7 @@ class _Break:
 
         self.patches = []
         real_pack, real_place = row_bytes.RowBytes.pack, exchange.place_rows
-        real_groups, real_empty = exchange.group_batch, torch.empty
+        real_groups, real_empty = exchange.group_rows, torch.empty
 
         def no_memory(*args, **kwargs):
             raise MemoryError("injected")
@@ -230,13 +232,13 @@ class _Break:
             received = kwargs.get("dtype") == torch.uint8 and "device" in kwargs
             return (no_memory if received else real_empty)(*args, **kwargs)
 
-        def other_tokens(rows):
+        def other_tokens(rows, keys):
             rows["input_ids"].values()[2] += 1
-            return real_groups(rows)
+            return real_groups(rows, keys)
 
         def pack(change, outputs):
             def changed(one, rows):
-                is_outputs = "input_ids" not in one._fields
+                is_outputs = "input_ids" not in one._tensors
                 return real_pack(one, change(list(rows)) if is_outputs == outputs else rows)
 
             return changed
@@ -256,12 +258,12 @@ class _Break:
             "a row of a rank that is not there": (exchange, "place_rows", placed(lambda ranks: [9, *ranks[1:]]), None),
             "another placement": (exchange, "place_rows", placed(lambda ranks: ranks[::-1]), 1),
             "no memory while rows are described": (exchange, "describe", no_memory, 2),
-            "no memory while rows are sent": (exchange, "encode", no_memory, 2),
+            "no memory while rows are sent": (row_bytes.RowBytes, "pack", pack(no_memory, False), 2),
             "no memory while outputs are returned": (row_bytes.RowBytes, "pack", pack(no_memory, True), 2),
-            "other tokens": (exchange, "group_batch", other_tokens, 1),
+            "other tokens": (exchange, "group_rows", other_tokens, 1),
             "no memory while rows arrive": (torch, "empty", no_room, 2),
             "no pixels": (exchange, "_receive_pixels", no_memory, 2),
-            "no groups": (exchange, "group_batch", no_memory, 2),
+            "no groups": (exchange, "group_rows", no_memory, 2),
         }  # fmt: skip
         how = how.partition(" where rows stay")[0].partition(" on verl's own path")[0]
         if how in broken:
@@ -293,7 +295,7 @@ class _Uid:
 def _broken(how: str, rank: int, group) -> tuple[str, float]:
     from verl.utils import tensordict_utils as tu
 
-    from verl_prefix.engine.exchange import Exchange, NoExchange, receive_pixels
+    from verl_prefix.engine.exchange import exchange_rows, receive_pixels
 
     data, start = (
         batch_of([r for r, at in zip(rows_of(TORN, 0), TORN["ranks"], strict=True) if at == rank]),
@@ -306,10 +308,9 @@ def _broken(how: str, rank: int, group) -> tuple[str, float]:
             if "own path" in how:
                 receive_pixels(data)
             if "stay" in how:
-                NoExchange(data)
-            exchange = Exchange(data, SHAPE, group, torch.device("cpu"))
-            rows, _ = exchange.receive()
-            outputs = outputs_of(rows)
+                exchange_rows(data, SHAPE, None, torch.device("cpu"))
+            exchange = exchange_rows(data, SHAPE, group, torch.device("cpu"))
+            outputs = outputs_of(exchange.rows)
             if how == "an output lost" and rank == 1:
                 outputs = {
                     n: torch.nested.as_nested_tensor(x.unbind()[1:], layout=torch.jagged) for n, x in outputs.items()
@@ -340,7 +341,7 @@ def _worker(rank: int, rendezvous: str, batches: list[dict], out: str) -> None:
     torch.save(results, f"{out}.{rank}")
     # Last, since the others cannot go on: a rank that dies while rows travel.
     if rank == 1:
-        with mock.patch("verl_prefix.engine.exchange.encode", lambda *_, **__: os._exit(0)):
+        with mock.patch("verl_prefix.engine.row_bytes.RowBytes.pack", lambda *_: os._exit(0)):
             _broken("", rank, groups[WORLD])
     results["a rank dies"] = _broken("", rank, groups[WORLD])
     torch.save(results, f"{out}.{rank}")
@@ -369,19 +370,49 @@ def test_a_broken_exchange_is_an_error_on_every_rank_and_none_waits(results, how
     assert max(seconds) < SECONDS
 
 
-def test_what_torn_mini_batches_cost_is_said_once_after_the_first_step():
-    from verl_prefix.engine.torn_groups import TornGroups
+def test_rows_of_one_uid_prompt_positions_and_pixels_are_a_group_and_no_others():
+    from verl_prefix.engine.rows import group_rows, row_keys
 
-    torn = TornGroups()
-    assert torn.see(1000, 16, forward_only=True) is None
-    assert torn.see(600, 8, forward_only=False) is None
-    said = torn.see(650, 8, forward_only=False)
-    assert "250 tokens more than 1000 at this step (+25%)" in said and "trainer_mode=prefix_sync" in said
-    assert [torn.see(1000, 16, True), torn.see(900, 8, False), torn.see(900, 8, False)] == [None] * 3
-    for updates in ([505, 505], [1000, 16]):  # next to nothing; other rows than those before
-        quiet = TornGroups()
-        quiet.see(1000, 16, True)
-        assert [quiet.see(tokens, 8, False) for tokens in updates] == [None] * 2
+    rows = rows_of({"groups": [(5, [3] * 5, "copies")], "mrope": True}, 0)
+    rows[1]["uid"] = "another"
+    rows[2]["position_ids"] = rows[2]["position_ids"] + (torch.arange(8) == 2)
+    rows[3]["multi_modal_inputs"]["pixel_values"] += 1
+    rows[4]["position_ids"] = rows[4]["position_ids"] + (torch.arange(8) > 4)  # of the response alone
+    data = batch_of(rows)
+    groups = group_rows(data, row_keys(data))
+    assert [(group.rows, group.prefix_len, group.suffix_lens) for group in groups] == [
+        ((0, 4), 4, (3, 3)), ((1,), 4, (3,)), ((2,), 4, (3,)), ((3,), 4, (3,))
+    ]  # fmt: skip
+    pixels = [row["multi_modal_inputs"]["pixel_values"] for row in rows]
+    assert pixels[0] is pixels[4] is pixels[1] and pixels[0] is not pixels[3], "equal pixels are held once"
+    empty = batch_of(rows_of({"groups": [(5, [3], "text"), (0, [3], "text")], "mrope": False}, 0))
+    with pytest.raises(ValueError, match="row 1 has an empty prompt"):
+        group_rows(empty, row_keys(empty))
+
+
+def test_what_torn_mini_batches_cost_is_said_once_after_the_first_step(caplog):
+    from verl.utils import tensordict_utils as tu
+
+    from verl_prefix.engine.step_metrics import GROUP_TOKENS, StepMetrics
+
+    def said(*batches: tuple[int, int]) -> list[str]:
+        """Of log-probs and then updates, two of them a step: tokens of groups, and rows of 101 tokens."""
+        caplog.clear()
+        metrics = StepMetrics(list, list, 1)
+        for i, (tokens, rows) in enumerate(batches):
+            ids = torch.nested.as_nested_tensor([torch.zeros(101)] * rows, layout=torch.jagged)
+            data = tu.get_tensordict({"input_ids": ids}, {"update_lr_scheduler": i % 3 == 2})
+            found = metrics.report({GROUP_TOKENS: tokens, "prefix/stock_rows": 0}, data, forward_only=i % 3 == 0)
+            assert not any("tokens of" in name for name in found)
+        return [record.getMessage() for record in caplog.records]
+
+    with mock.patch("torch.distributed.get_rank", lambda: 0):
+        (told,) = said((1000, 16), (600, 8), (650, 8), (1000, 16), (900, 8), (900, 8))
+        assert "250 tokens more than 1000 at this step (+25%)" in told and "trainer_mode=prefix_sync" in told
+        # Next to nothing; other rows than those before; log-probs or updates on verl's own path.
+        for updates in ([505, 8], [505, 8]), ([600, 8], [600, 9]), ([0, 8], [0, 8]):
+            assert not said((1000, 16), *updates)
+        assert not said((0, 16), (600, 8), (600, 8))
 
 
 def test_a_rank_that_dies_is_an_error_on_the_others(results):

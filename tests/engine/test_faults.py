@@ -19,12 +19,11 @@ from whole_tensors import full
 from verl_prefix.auto.chooser import CostModel
 from verl_prefix.auto.cost import Memory, PassCost, peak_bytes
 from verl_prefix.auto.shape import ModelShape
-from verl_prefix.config import PrefixConfig
 from verl_prefix.core.errors import add_note
 from verl_prefix.core.groups import Group
 from verl_prefix.core.waves import make_plan
+from verl_prefix.engine import kept_attention, prefix_engine
 from verl_prefix.engine import paths as engine_paths
-from verl_prefix.engine import prefix_engine
 from verl_prefix.testing import write_tiny_model
 
 PHASED = {"schedule": "phased", "wave_tokens": 40, "verify": "off"}
@@ -120,7 +119,7 @@ def _room(path: str) -> dict[bool, list[bool]]:
     stock, found = [PassCost(1000, 1000, 0.0)], {}
     zeros = dict.fromkeys(("memory_reserved", "memory_allocated"), lambda: 0)
     for forward_only in (False, True):
-        engine, paths = _engine("prefix", path, {}, forward_only), engine_paths.Paths(PrefixConfig())
+        engine = _engine("prefix", path, {}, forward_only)
         shape = engine.shape  # one layer at a time, and two gathered in bf16; or logits twice
         free = 1000 * max(shape.activations, 2 * shape.logits) + 4 * shape.layer_parameters
         with (
@@ -128,7 +127,7 @@ def _room(path: str) -> dict[bool, list[bool]]:
             mock.patch.multiple(torch.cuda, get_device_name=lambda: "GPU", **zeros),
             mock.patch.object(torch.cuda, "mem_get_info", side_effect=[(free, 0), (free - 1, 0)]),
         ):
-            paths.initialize(engine)
+            paths = engine_paths.Paths(engine)
             found[forward_only] = [paths._chooser.stock_fits(stock) for _ in range(2)]
     return found
 
@@ -292,33 +291,35 @@ def test_attention_is_kept_where_updates_without_left_room_to_spare(
     monkeypatch, room, checkpointed, tower, option, keeps
 ):
     """MOCK: the free memory of a GPU, and the word of another rank."""
-    monkeypatch.setattr(engine_paths, "get_device_name", lambda: "cuda")
-    paths = engine_paths.Paths(PrefixConfig(schedule="phased", keep_attention=option))
+    monkeypatch.setattr(kept_attention, "get_device_name", lambda: "cuda")
+    others = [0.0]  # whether another rank lacks room
+    attention = kept_attention.KeptAttention(option, lambda values: [max(*values, *others)])
     shape = ModelShape(2e6, 1e6, 500.0, (None, 8), 100.0, 10.0, 5.0, 50, attention=12.0, tower=tower)
     memory = Memory(ranks=2, checkpointed=checkpointed, no_sync=False, logits_chunk=4096, offload=False)
-    paths._costs = CostModel(shape, dense_mask=False, wave_tokens=None, min_speedup=1.05, memory=memory)
-    paths._reduce_max = lambda values: values
+    costs = CostModel(shape, dense_mask=False, wave_tokens=None, min_speedup=1.05, memory=memory)
+
+    def kept(plan, free=None) -> bool:
+        """In an update behind which that much is free."""
+        with attention.update():
+            found = attention.fits(plan, costs)
+            if free is not None:
+                monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free, 0))
+        return found
+
     plan = make_plan([Group((0, 1), 300, (20, 30))], 400, "phased")
-    kept, unkept = (dataclasses.replace(memory, attention_kept=x) for x in (True, False))
-    left = room * peak_bytes(shape, plan, (), kept) - peak_bytes(shape, plan, (), unkept)
-    own, small = peak_bytes(shape, plan, (), kept), make_plan([Group((0, 1), 30, (2, 3))], 400, "phased")
+    own, unkept = (peak_bytes(shape, plan, (), dataclasses.replace(memory, attention_kept=x)) for x in (True, False))
+    left, small = room * own - unkept, make_plan([Group((0, 1), 30, (2, 3))], 400, "phased")
     after_kept = room * own - own if keeps else left
     for made, free, expected in (
         (plan, left, False), (plan, after_kept, keeps), (small, after_kept, keeps), (plan, after_kept, keeps)
     ):  # fmt: skip
-        assert paths.keeps_attention(made) == expected
-        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda free=free: (free, 0))
-        paths.see_room()
+        assert kept(made, free) == expected
     # The allocator holds what the largest update took: a small one without attention tells no less room.
-    paths._reduce_max = lambda values: [1.0]
-    assert not paths.keeps_attention(small), "another rank lacks room"
-    paths.see_room()
-    paths._reduce_max = lambda values: values
-    assert paths.keeps_attention(plan) == keeps
-    paths.see_room()
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0.0, 0))
-    paths._reduce_max = lambda values: [1.0]
-    assert not paths.keeps_attention(plan), "another rank lacks room"
-    paths.see_room()
-    paths._reduce_max = lambda values: values
-    assert not paths.keeps_attention(plan), "and an update without left nothing"
+    others[:] = [1.0]
+    assert not kept(small), "another rank lacks room"
+    others[:] = [0.0]
+    assert kept(plan) == keeps
+    others[:] = [1.0]
+    assert not kept(plan, 0.0), "another rank lacks room"
+    others[:] = [0.0]
+    assert not kept(plan), "and an update without left nothing"

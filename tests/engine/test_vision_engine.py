@@ -54,7 +54,7 @@ def _worker(rank: int, world: int, rendezvous: str, paths: dict, out: str) -> No
     from transformers.modeling_outputs import BaseModelOutputWithPooling
     from transformers.models.qwen3_5 import modeling_qwen3_5
 
-    from verl_prefix.engine import mini_batch
+    from verl_prefix.engine import rows as engine_rows
 
     # verl 0.9.1's Qwen2.5-VL takes the tower's output for a tensor where a micro-batch has no pixels.
     BaseModelOutputWithPooling.mean = lambda output: output.pooler_output.mean()
@@ -87,7 +87,7 @@ def _worker(rank: int, world: int, rendezvous: str, paths: dict, out: str) -> No
                     "ours": (ours["inferred"], ours["updated"]), "stock": (found["inferred"], found["updated"])
                 }  # fmt: skip
         # Rows with the same tokens share the first one's picture.
-        with mock.patch.object(mini_batch, "share_pixels", lambda rows: [b""] * len(rows)):
+        with mock.patch.object(engine_rows, "share_pixels", lambda rows: [b""] * len(rows)):
             results[family, "others' pixels"] = _compare(
                 _measure("prefix", path, rank, default | {"verify": "off"}), truth(default)
             )

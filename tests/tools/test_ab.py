@@ -36,10 +36,10 @@ ENVIRONMENT.pop("RAY_ADDRESS", None)
 def sabotage(kind: str) -> None:
     """Breaks the engine of this process, for as long as it lives."""
     from verl_prefix.core import prefix_cache, schedule
-    from verl_prefix.engine import mini_batch
+    from verl_prefix.engine.outputs import TokenOutputs
 
     forward, add_grad = schedule.Schedule._forward, prefix_cache.PrefixCache.add_grad
-    token_outputs, made = mini_batch.MiniBatch.token_outputs, source.synthetic_rows
+    of_tokens, made = TokenOutputs.of_tokens, source.synthetic_rows
 
     def one_off(self, tokens, layout, **options):
         positions = tokens.position_ids.clone()
@@ -52,7 +52,7 @@ def sabotage(kind: str) -> None:
             add_grad(self, layer, *args)
 
     def one_percent(self, *args):
-        outputs = token_outputs(self, *args)
+        outputs = of_tokens(self, *args)
         return outputs if torch.is_grad_enabled() else 1.01 * outputs
 
     def dies(*args, seed, **more):
@@ -63,7 +63,7 @@ def sabotage(kind: str) -> None:
     elif kind == "grads":
         prefix_cache.PrefixCache.add_grad = dropped
     elif kind == "old_log_probs":
-        mini_batch.MiniBatch.token_outputs = one_percent
+        TokenOutputs.of_tokens = one_percent
     else:
         source.synthetic_rows = dies
 

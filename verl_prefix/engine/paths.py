@@ -1,10 +1,8 @@
 """The path of a batch: shared, by a plan, or verl's own, for a reason that is logged once and counted in metrics."""
 
-import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from tensordict import TensorDict
@@ -13,19 +11,12 @@ from verl.utils.device import get_device_name
 
 from verl_prefix.auto.calibration import Profile, measure
 from verl_prefix.auto.chooser import Batch, Chooser, CostModel
-from verl_prefix.auto.cost import (
-    ROOM_FACTOR,
-    Memory,
-    PassCost,
-    Rates,
-    may_keep_attention,
-    peak_bytes,
-    shard_size,
-    syncs_once,
-)
-from verl_prefix.config import NO_REPLAY, PrefixConfig, is_varlen
+from verl_prefix.auto.cost import Memory, PassCost, Rates, peak_bytes, shard_size, syncs_once
+from verl_prefix.config import NO_REPLAY, is_varlen
 from verl_prefix.core.groups import Group
 from verl_prefix.core.waves import Plan
+from verl_prefix.engine.protocol import Engine
+from verl_prefix.engine.rows import row_lens
 from verl_prefix.models.recurrent import packing_leak
 
 
@@ -37,25 +28,21 @@ class Stock(NamedTuple):
 
 
 class Paths:
-    """Plans an engine's batches.
+    """Plans an engine's batches, once the engine has its model.
 
     Attributes:
-        lasting: verl's own path, where every batch takes it from now on; or None.
+        lasting: verl's own path, where every batch takes it; or None.
+        costs: what decides between paths, unless prefix.schedule is stock.
     """
 
-    def __init__(self, options: PrefixConfig) -> None:
-        self.options = options
+    def __init__(self, engine: Engine) -> None:
+        self.options = options = engine.prefix_config
         self.lasting = Stock("prefix.schedule=stock") if options.schedule == "stock" else None
         self._chooser: Chooser | None = None
-        # Bytes that an update may add with attention kept, as updates showed; what the largest and the last one added.
-        self._seen_room = 0.0 if get_device_name() == "cuda" else math.inf
-        self._most_added = self._adds = 0.0
-
-    def initialize(self, engine: Any) -> None:
-        """Called once the engine, a `PrefixFSDPEngine`, has its model, unless prefix.schedule is stock."""
-        options, config, module = self.options, engine.engine_config, engine.module
+        if self.lasting is not None:
+            return
+        config, module = engine.engine_config, engine.module
         device = torch.device(get_device_name())
-        self._reduce_max = engine.reduce_max
         memory = Memory(
             ranks=shard_size(config.fsdp_size, torch.distributed.get_world_size()),
             checkpointed=engine.model_config.enable_gradient_checkpointing,
@@ -64,7 +51,7 @@ class Paths:
             offload=options.offload,
             sequence_ranks=config.ulysses_sequence_parallel_size,
         )
-        self._costs = costs = CostModel(
+        self.costs = costs = CostModel(
             shape=engine.shape,
             dense_mask=not is_varlen(module.config._attn_implementation),
             wave_tokens=options.wave_tokens,
@@ -94,7 +81,7 @@ class Paths:
         if config.full_determinism or torch.are_deterministic_algorithms_enabled():
             flops = costs.flops()  # no clock: it would choose otherwise from run to run
             profile = Profile(flops.forward) if config.forward_only else flops
-        self._chooser = Chooser(costs, profile, measure=rates, reduce_max=self._reduce_max, stock_fits=stock_fits)
+        self._chooser = Chooser(costs, profile, measure=rates, reduce_max=engine.reduce_max, stock_fits=stock_fits)
 
     def stock(self, data: TensorDict) -> Stock | None:
         """verl's own path, where this batch takes it whatever its lengths are; or None.
@@ -114,41 +101,19 @@ class Paths:
             return Stock("top-k distillation needs logits of every token")
         return None
 
-    def plan(
-        self, data: TensorDict, groups: Sequence[Group], own_groups: Sequence[Group], forward_only: bool
-    ) -> Plan | Stock:
+    def plan(self, data: TensorDict, groups: Sequence[Group], forward_only: bool) -> Plan | Stock:
         """This rank's plan, or verl's own path.
 
         Args:
-            groups: of the rows that this rank computes on ours. own_groups: of `data`, which verl's would compute.
+            data: this rank's own rows, which verl's path would compute. groups: of the rows that ours computes.
         """
-        batch, own = (Batch(each, pass_budget(data, each)) for each in (groups, own_groups))
+        lens = zip(*row_lens(data), strict=True)
+        own_rows = [Group((row,), prompt_len - 1, (n,)) for row, (prompt_len, n) in enumerate(lens)]
+        batch, own = (Batch(each, pass_budget(data, each)) for each in (groups, own_rows))
         if self._chooser is None:
-            return self._costs.plan(*batch, self.options.schedule, forward_only)
+            return self.costs.plan(*batch, self.options.schedule, forward_only)
         plan = self._chooser.choose(*batch, forward_only, own)
         return plan or Stock(f"prefix.min_speedup={self.options.min_speedup} is more than sharing is predicted to gain")
-
-    def keeps_attention(self, plan: Plan) -> bool:
-        """Whether an update keeps attention's outputs: where every rank has room, by what updates without have left."""
-        if not may_keep_attention(self._costs.shape, self._costs.memory.checkpointed, self.options.keep_attention):
-            return False
-        lacks_room = ROOM_FACTOR * self._added(plan, attention_kept=True) > self._seen_room
-        (any_lacks_room,) = self._reduce_max([float(lacks_room)])
-        self._adds = self._added(plan, attention_kept=not any_lacks_room)
-        return not any_lacks_room
-
-    def see_room(self) -> None:
-        """Called behind every optimizer step: the allocator still holds what it took for the largest update until now,
-        so that what the device has free was left by that one."""
-        if self._adds and get_device_name() == "cuda":
-            self._most_added = max(self._most_added, self._adds)
-            room = torch.cuda.mem_get_info()[0] + self._most_added
-            self._seen_room = min(self._seen_room or math.inf, room)
-        self._adds = 0.0
-
-    def _added(self, plan: Plan, attention_kept: bool) -> float:
-        """Bytes that an update is estimated to add."""
-        return peak_bytes(self._costs.shape, plan, (), replace(self._costs.memory, attention_kept=attention_kept))
 
     def metrics(self) -> dict[str, float]:
         """prefix/* about the path that a batch took."""

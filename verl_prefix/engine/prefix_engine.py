@@ -28,12 +28,13 @@ from verl_prefix.core.schedule import Schedule
 from verl_prefix.core.waves import Plan, pad_to_same_passes
 from verl_prefix.cpu.engine import CPUEngineMixin
 from verl_prefix.engine.exchange import open_exchange, receive_pixels
-from verl_prefix.engine.mini_batch import MiniBatch, even_out, mode_of_verls_loss, plan_metrics
+from verl_prefix.engine.kept_attention import KeptAttention
+from verl_prefix.engine.loss import LossFunction, mode_of_verls_loss
+from verl_prefix.engine.mini_batch import MiniBatch, even_out, plan_metrics
 from verl_prefix.engine.out_of_memory import out_of_memory_advice
 from verl_prefix.engine.paths import Paths, Stock, pass_budget
-from verl_prefix.engine.step_metrics import StepMetrics
+from verl_prefix.engine.step_metrics import GROUP_TOKENS, StepMetrics
 from verl_prefix.engine.stock_path import StockPath
-from verl_prefix.engine.torn_groups import TornGroups
 from verl_prefix.engine.trace_writer import open_trace
 from verl_prefix.engine.verify import Verification
 from verl_prefix.models import vision
@@ -55,71 +56,9 @@ class PrefixFSDPEngine(StockPath):
     scaler = None
     _autocast_dtype = torch.bfloat16
 
-    def __init__(self, model_config, engine_config: PrefixEngineConfig, optimizer_config, checkpoint_config) -> None:
-        self.prefix_config = engine_config.prefix
-        self._saw_waves = False  # of an update
-        self._paths = Paths(self.prefix_config)
-        self._verification = Verification(self)
-        self._torn_groups = TornGroups()
-        if self.prefix_config.schedule != "stock":
-            check_model_options(model_config)
-            check_supported(model_config.hf_config)
-            role, num_ranks = "ref" if engine_config.forward_only else "actor", torch.distributed.get_world_size()
-            size = engine_config.ulysses_sequence_parallel_size
-            check_sequence_parallel(role, size, n_gpus=num_ranks, prefix=self.prefix_config, model_config=model_config)
-            check_whole_rows(role, size, model_config.hf_config)
-            if model_config.use_fused_kernels:
-                # verl's fused forward makes log-probs of all tokens, and with FSDP2 it meets a sharded lm_head.
-                self._unfused, model_config = True, copy.copy(model_config)
-                vars(model_config)["use_fused_kernels"] = False
-        # The base class branches on its own strategy names (_build_fsdp_module); the caller's config stays as it is.
-        engine_config = copy.copy(engine_config)
-        engine_config.strategy = "fsdp2"
-        super().__init__(model_config, engine_config, optimizer_config, checkpoint_config)
-        self._trace = open_trace(self)
-        self._step_metrics = StepMetrics(self.reduce_sum, self.reduce_max, self.ulysses_sequence_parallel_size)
-
-    def initialize(self) -> None:
-        super().initialize()
-        if self.prefix_config.schedule == "stock":
-            return
-        check_dropout(self.module)
-        self.shape = model_shape(self.module, self._autocast_dtype)
-        self._paths.initialize(self)
-
-    def _build_module(self) -> torch.nn.Module:
-        module = super()._build_module()
-        if self.engine_config.freeze_vision_tower:
-            vision.tower_of(module).requires_grad_(False)
-        return module
-
-    def _build_lora_module(self, module: torch.nn.Module) -> torch.nn.Module:
-        module = super()._build_lora_module(module)
-        frozen = vision.tower_of(module).parameters() if self.engine_config.freeze_vision_tower else ()
-        if any(parameter.requires_grad for parameter in frozen):
-            raise ValueError(
-                "actor_rollout_ref.actor.freeze_vision_tower=True, and LoRA adapts the tower; set "
-                "actor_rollout_ref.model.exclude_modules='.*visual.*'"
-            )
-        return module
-
-    def train_batch(self, data: TensorDict, loss_function: Callable) -> dict[str, object]:
-        """One optimizer step, as verl's; recorded first where `prefix.trace_dir` says so."""
-        if self._trace is not None:
-            self._trace.record(data, loss_function, self.reduce_max)
-        output = super().train_batch(data, loss_function)
-        self._paths.see_room()
-        return output
-
-    def load_checkpoint(self, *args, **kwargs) -> None:
-        """As verl's."""
-        super().load_checkpoint(*args, **kwargs)
-        if self._trace is not None:
-            self._trace.resumed = True
-
     def forward_backward_batch(
-        self, data: TensorDict, loss_function: Callable | None, forward_only: bool = False
-    ) -> dict[str, object]:
+        self, data: TensorDict, loss_function: LossFunction | None, forward_only: bool = False
+    ) -> dict[str, Any]:
         """A rank's mini-batch: same contract as FSDPEngine.forward_backward_batch, rows in the order they came."""
         tu.assign_non_tensor(data, sp_size=self.ulysses_sequence_parallel_size)
         done = self._sharing(data, loss_function, forward_only)
@@ -133,41 +72,50 @@ class PrefixFSDPEngine(StockPath):
         return output
 
     def _sharing(
-        self, data: TensorDict, loss_function: Callable | None, forward_only: bool
+        self, data: TensorDict, loss_function: LossFunction | None, forward_only: bool
     ) -> tuple[dict[str, Any], dict[str, float]] | Stock:
         """verl's output of a mini-batch whose prefixes are shared, over ranks, and this rank's metrics of it."""
-        if (stock := self._paths.stock(data)) is not None:
+        if stock := self._paths.stock(data) or self._verification.failure:
             return stock
         custom_loss = loss_function is not None and mode_of_verls_loss(loss_function) is None
         exchange = open_exchange(self, data, custom_loss)
-        plan = self._paths.plan(data, exchange.groups, exchange.own_groups, forward_only)
+        groups, metrics = exchange.groups, exchange.metrics
+        plan = self._paths.plan(data, groups, forward_only)
         if isinstance(plan, Stock):
-            return plan
-        rows, num_split_uids = exchange.receive()
-        rows, metrics = self._prepared(rows), {"prefix/split_uids": float(num_split_uids)}
+            return plan._replace(metrics=metrics)
+        rows = self._prepared(exchange.rows)
         if not forward_only:
-            metrics |= self._verification.check(rows, exchange.groups, pass_budget(data, exchange.groups))
-            if self._verification.failure is not None:
-                self._paths.lasting = Stock(self._verification.failure)
-                return self._paths.lasting._replace(metrics=metrics)
-        output, of_plan = self._run_batch(rows, exchange.groups, plan, loss_function, forward_only=forward_only)
-        output["model_output"] = exchange.give_back(output["model_output"])
-        # Under a custom loss this rank's rows are counted, and of log-probs before all ranks'.
-        told = None if custom_loss else self._torn_groups.see(*exchange.num_computed(), forward_only)
-        if told and torch.distributed.get_rank() == 0:
-            logger.warning(told)
-        return output, metrics | of_plan | exchange.metrics()
-
-    def run_plan(
-        self, data: TensorDict, plan: Plan, loss_function: Callable | None, forward_only: bool,
-        pass_type: Callable[..., AttentionPass] = AttentionPass, keep_attention: bool = False,
-    ) -> tuple[MiniBatch, Schedule]:  # fmt: skip
-        """All passes of a plan, with fresh state; `pass_type`, `keep_attention` as in `core.schedule.Schedule`."""
-        mini_batch = MiniBatch(self, data, loss_function, forward_only)
+            metrics.update(self._verification.check(rows, groups, pass_budget(data, groups)))
+            if failure := self._verification.failure:
+                return failure._replace(metrics=metrics)
         # The first update with waves alone: it resets the peak that verl logs as perf/max_memory_allocated_gb.
         measure_peak = get_device_name() == "cuda" and not forward_only and not self._saw_waves
+        keeps = not forward_only and self._kept_attention.fits(plan, self._paths.costs)
+        with out_of_memory_advice(plan, keeps):
+            output, of_plan = self.run_plan(
+                rows, groups, plan, loss_function, forward_only, keep_attention=keeps, measure_peak=measure_peak
+            )
+        self._saw_waves |= "prefix/phase_b_peak_gib" in of_plan
+        output["model_output"] = exchange.give_back(output["model_output"])
+        if not custom_loss:  # under which rows stay on their ranks, and those of the log-probs before did not
+            metrics[GROUP_TOKENS] = sum(group.num_physical_tokens for group in groups)
+        return output, metrics | of_plan
+
+    def run_plan(
+        self, data: TensorDict, groups: Sequence[Group], plan: Plan, loss_function: LossFunction | None,
+        forward_only: bool, *, pass_type: Callable[..., AttentionPass] = AttentionPass, keep_attention: bool = False,
+        measure_peak: bool = False,
+    ) -> tuple[dict[str, Any], dict[str, float]]:  # fmt: skip
+        """verl's output of rows that this rank computes, by all passes of its plan, and its metrics of that.
+
+        Args:
+            data: `_prepared` rows. groups: theirs.
+            pass_type, keep_attention: as in `core.schedule.Schedule`. measure_peak: as in `core.meter.Meter`.
+        """
+        plan = pad_to_same_passes(plan, self.reduce_max)
+        mini_batch = MiniBatch(self, data, loss_function, forward_only)
         schedule = self.schedule(
-            mini_batch.token_outputs,
+            mini_batch.token_outputs.of_tokens,
             mini_batch.step,
             None if forward_only else self._backward,
             offload=self.prefix_config.offload,
@@ -176,27 +124,12 @@ class PrefixFSDPEngine(StockPath):
             pass_type=pass_type,
         )
         with torch.no_grad() if forward_only else nullcontext():
-            schedule.run(mini_batch.tokens, plan)
-        return mini_batch, schedule
-
-    def _run_batch(
-        self, data: TensorDict, groups: Sequence[Group], plan: Plan, loss_function: Callable | None, forward_only: bool
-    ) -> tuple[dict[str, Any], dict[str, float]]:
-        """verl's output of rows that this rank computes, and its metrics of that."""
-        plan = pad_to_same_passes(plan, self.reduce_max)
-        keeps = not forward_only and self._paths.keeps_attention(plan)
-        with out_of_memory_advice(plan, keeps):
-            mini_batch, schedule = self.run_plan(data, plan, loss_function, forward_only, keep_attention=keeps)
+            schedule.run(mini_batch.token_outputs.tokens, plan)
         output = postprocess_batch_func(*mini_batch.outputs(plan), data=data)
         even_out(output["metrics"], len(plan.packed) + len(plan.waves))
-        metrics = plan_metrics(groups, plan, schedule) | {
-            "prefix/attention_kept": schedule.keep_attention,
-            "prefix/nonfinite_passes": mini_batch.num_not_finite,
-        }
-        if schedule.meter.phase_b_peak:
-            self._saw_waves = True
-            metrics["prefix/phase_b_peak_gib"] = schedule.meter.phase_b_peak / 2**30
-        return output, metrics | schedule.model.expert_loads.metrics(self.reduce_sum)
+        assert isinstance(schedule.model, HookedModel)
+        metrics = plan_metrics(groups, plan, schedule) | schedule.model.expert_loads.metrics(self.reduce_sum)
+        return output, metrics | {"prefix/nonfinite_passes": mini_batch.num_not_finite}
 
     def _prepared(self, data: TensorDict) -> TensorDict:
         """A copy with what FSDPEngine.forward_backward_batch adds for the loss."""
@@ -222,7 +155,7 @@ class PrefixFSDPEngine(StockPath):
             gradient_sync=lambda last: (
                 nullcontext() if backward is None else self._gradient_sync_context(is_last_micro_batch=last)
             ),
-            forward_context=self._autocast,
+            forward_context=self.autocast,
             kernel=self.prefix_config.attention,
             logits_chunk=self.prefix_config.logits_chunk,
             sequence_group=self.ulysses_parallel_group,
@@ -233,10 +166,69 @@ class PrefixFSDPEngine(StockPath):
         loss = loss if self.scaler is None else self.scaler.scale(loss)
         loss.backward()
 
-    def _autocast(self):
+    def autocast(self):
         if self._autocast_dtype == torch.float32:
             return nullcontext()
         return torch.autocast(device_type=get_device_name(), dtype=self._autocast_dtype)
+
+    def train_batch(self, data: TensorDict, loss_function: LossFunction) -> dict[str, Any]:
+        """One optimizer step, as verl's; recorded first where `prefix.trace_dir` says so."""
+        if self._trace is not None:
+            self._trace.record(data, loss_function, self.reduce_max)
+        with self._kept_attention.update():
+            return super().train_batch(data, loss_function)
+
+    def __init__(self, model_config, engine_config: PrefixEngineConfig, optimizer_config, checkpoint_config) -> None:
+        self.prefix_config = engine_config.prefix
+        self._saw_waves = False  # of an update
+        self._verification = Verification(self)
+        if self.prefix_config.schedule != "stock":
+            check_model_options(model_config)
+            check_supported(model_config.hf_config)
+            role, num_ranks = "ref" if engine_config.forward_only else "actor", torch.distributed.get_world_size()
+            size = engine_config.ulysses_sequence_parallel_size
+            check_sequence_parallel(role, size, n_gpus=num_ranks, prefix=self.prefix_config, model_config=model_config)
+            check_whole_rows(role, size, model_config.hf_config)
+            if model_config.use_fused_kernels:
+                # verl's fused forward makes log-probs of all tokens, and with FSDP2 it meets a sharded lm_head.
+                self._unfused, model_config = True, copy.copy(model_config)
+                vars(model_config)["use_fused_kernels"] = False
+        # The base class branches on its own strategy names (_build_fsdp_module); the caller's config stays as it is.
+        engine_config = copy.copy(engine_config)
+        engine_config.strategy = "fsdp2"
+        super().__init__(model_config, engine_config, optimizer_config, checkpoint_config)
+        self._trace = open_trace(self)
+        self._step_metrics = StepMetrics(self.reduce_sum, self.reduce_max, self.ulysses_sequence_parallel_size)
+
+    def initialize(self) -> None:
+        super().initialize()
+        if self.prefix_config.schedule != "stock":
+            check_dropout(self.module)
+            self.shape = model_shape(self.module, self._autocast_dtype)
+        self._paths = Paths(self)
+        self._kept_attention = KeptAttention(self.prefix_config.keep_attention, self.reduce_max)
+
+    def _build_module(self) -> torch.nn.Module:
+        module = super()._build_module()
+        if self.engine_config.freeze_vision_tower:
+            vision.tower_of(module).requires_grad_(False)
+        return module
+
+    def _build_lora_module(self, module: torch.nn.Module) -> torch.nn.Module:
+        module = super()._build_lora_module(module)
+        frozen = vision.tower_of(module).parameters() if self.engine_config.freeze_vision_tower else ()
+        if any(parameter.requires_grad for parameter in frozen):
+            raise ValueError(
+                "actor_rollout_ref.actor.freeze_vision_tower=True, and LoRA adapts the tower; set "
+                "actor_rollout_ref.model.exclude_modules='.*visual.*'"
+            )
+        return module
+
+    def load_checkpoint(self, *args, **kwargs) -> None:
+        """As verl's."""
+        super().load_checkpoint(*args, **kwargs)
+        if self._trace is not None:
+            self._trace.resumed = True
 
 
 class PrefixFSDPEngineCPU(CPUEngineMixin, PrefixFSDPEngine):

@@ -1,63 +1,27 @@
 """Rows of a batch as bytes, and back: what `exchange` sends."""
 
-import itertools
 import json
-import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import load, save
 from tensordict import TensorDict
 from tensordict.tensorclass import NonTensorData
+from verl.utils import tensordict_utils as tu
 
-from verl_prefix.engine.row_table import PIXELS
+from verl_prefix.engine.rows import PIXELS
 
 # Of what is no tensor. The rest (raw_prompt, extra_fields) stays behind: neither outputs nor verl's own losses read it.
 TRAVELLING = ("uid", "session_id", PIXELS)
 
 
-class _Field:
-    """One tensor of a batch, row after row.
-
-    Attributes:
-        ragged: the dimension of a row whose length is its own; None where all rows have the same shape.
-        rest: the row's other dimensions. unit: bytes of one step of `ragged`, or of a whole row.
-        values: uint8, on the CPU. starts: first byte of each row, and the end.
-    """
-
-    def __init__(self, x: torch.Tensor) -> None:
-        self.dtype, self.device, self.ragged = x.dtype, x.device, None
-        self.rest, lens, flat = list(x.shape[1:]), [1] * len(x), x
-        if x.is_nested:
-            self.ragged = getattr(x, "_ragged_idx", x.dim() - 1) - 1
-            flat = x.values().movedim(self.ragged, 0)
-            self.rest, lens = list(flat.shape[1:]), x.offsets().diff().tolist()
-        self.unit = x.dtype.itemsize * math.prod(self.rest)
-        self.starts = list(itertools.accumulate((n * self.unit for n in lens), initial=0))
-        self.values = flat.detach().cpu().reshape(-1).view(torch.uint8)
-
-    def __getitem__(self, row: int) -> torch.Tensor:
-        return self.values[self.starts[row] : self.starts[row + 1]]
-
-    def join(self, rows: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The tensor that has these rows."""
-        values = torch.cat([self.values[:0], *rows]).view(self.dtype).to(self.device)
-        if self.ragged is None:
-            return values.view(len(rows), *self.rest)
-        offsets = list(itertools.accumulate((len(row) // self.unit for row in rows), initial=0))
-        values = values.view(offsets[-1], *self.rest).movedim(0, self.ragged).contiguous()
-        joined = torch.nested.nested_tensor_from_jagged(values, torch.tensor(offsets, device=self.device))
-        joined._ragged_idx = self.ragged + 1  # as verl's nested_tensor_from_tensor_list
-        return joined
-
-
 class Row(NamedTuple):
-    """A row: its index where it came from, the bytes of its tensors by name, and its other values by `encode`."""
+    """A row: its index where it came from, its tensors by name, and its values of `TRAVELLING`."""
 
     origin: int
     tensors: dict[str, torch.Tensor]
-    others: bytes = b""
+    others: dict[str, Any]
 
 
 class RowBytes:
@@ -68,11 +32,11 @@ class RowBytes:
         objects: values of `TRAVELLING`, one per row, by name.
     """
 
-    def __init__(self, tensors: Mapping[str, torch.Tensor], objects: Mapping[str, list[Any]] | None = None) -> None:
-        self._fields = {name: _Field(tensors[name]) for name in sorted(tensors)}
-        self._ragged = [name for name, one in self._fields.items() if one.ragged is not None]
+    def __init__(self, tensors: Mapping[str, Any], objects: Mapping[str, list[Any]] | None = None) -> None:
+        self._tensors = {name: tensors[name] for name in sorted(tensors)}
+        self._rows = {name: x.detach().cpu().unbind() for name, x in self._tensors.items()}
         self.objects = dict(objects or {})
-        fields = [(name, str(one.dtype), one.ragged, one.rest) for name, one in self._fields.items()]
+        fields = [(name, str(x.dtype), *_shape(x)) for name, x in self._tensors.items()]
         self.layout = repr((fields, sorted(self.objects)))
 
     @classmethod
@@ -84,64 +48,65 @@ class RowBytes:
             tensors, {name: values[name].tolist() for name in TRAVELLING if name in values and name not in tensors}
         )
 
-    def row(self, i: int, origin: int, others: bytes = b"") -> Row:
+    def row(self, i: int, origin: int) -> Row:
         """Row i, to be known as `origin`."""
-        return Row(origin, {name: one[i] for name, one in self._fields.items()}, others)
+        tensors = {name: rows[i] for name, rows in self._rows.items()}
+        return Row(origin, tensors, {name: values[i] for name, values in self.objects.items()})
 
     def pack(self, rows: Sequence[Row]) -> torch.Tensor:
-        """Rows as one uint8 tensor: a head of int64 (origin, lengths, length of the others), tensors, others."""
-        pieces = []
-        for row in rows:
-            lens = [len(row.tensors[name]) for name in self._ragged]
-            pieces.append(torch.tensor([row.origin, *lens, len(row.others)]).view(torch.uint8))
-            pieces += row.tensors.values()
-            if row.others:
-                pieces.append(torch.frombuffer(bytearray(row.others), dtype=torch.uint8))
-        return torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.uint8)
+        """Rows as one uint8 tensor: their tensors, those of pixels among them, by safetensors; all else as JSON.
 
-    def unpack(self, packed: torch.Tensor) -> Iterator[Row]:
-        """The rows that `pack` of a batch with the same layout packed."""
-        at = 0
+        Raises:
+            TypeError: a value is neither.
+        """
+        tensors: dict[str, torch.Tensor] = {}
+        heads = []
+        for i, row in enumerate(rows):
+            pixels = row.others.get(PIXELS) or {}
+            seen = {name: x for name, x in pixels.items() if isinstance(x, torch.Tensor)}
+            tensors |= {f"{i}/own/{name}": x for name, x in row.tensors.items()}
+            tensors |= {f"{i}/{PIXELS}/{name}": x.detach().cpu() for name, x in seen.items()}
+            others = {name: x for name, x in pixels.items() if name not in seen}
+            heads.append([row.origin, row.others | {PIXELS: others} if pixels else row.others])
+        if not rows:
+            return torch.empty(0, dtype=torch.uint8)
+        try:
+            tensors["heads"] = torch.frombuffer(bytearray(json.dumps(heads).encode()), dtype=torch.uint8)
+        except TypeError as error:
+            stay = "set actor_rollout_ref.actor.prefix.exchange=off, and rows stay"
+            raise TypeError(f"{', '.join(self.objects)} cannot travel with their rows: {error}; {stay}") from error
+        # safetensors refuses rows that are one tensor's.
+        packed = save({name: x.clone(memory_format=torch.contiguous_format) for name, x in tensors.items()})
+        return torch.frombuffer(bytearray(packed), dtype=torch.uint8)
 
-        def take(size: int) -> torch.Tensor:
-            nonlocal at
-            at += size
-            return packed[at - size : at]
-
-        while at < len(packed):
-            origin, *lens, others = take(8 * (len(self._ragged) + 2)).clone().view(torch.int64).tolist()
-            sizes = dict(zip(self._ragged, lens, strict=True))
-            tensors = {name: take(sizes.get(name, one.unit)) for name, one in self._fields.items()}
-            yield Row(origin, tensors, take(others).numpy().tobytes())
+    def unpack(self, packed: torch.Tensor) -> list[Row]:
+        """The rows that `pack` of a batch with the same layout packed; tuples are lists."""
+        if not len(packed):
+            return []
+        tensors = load(packed.numpy().tobytes())
+        rows = [Row(origin, {}, others) for origin, others in json.loads(tensors.pop("heads").numpy().tobytes())]
+        for path, x in tensors.items():
+            i, kind, name = path.split("/", 2)
+            (rows[int(i)].tensors if kind == "own" else rows[int(i)].others[PIXELS])[name] = x
+        return rows
 
     def join(self, rows: Sequence[Row]) -> dict[str, torch.Tensor]:
         """The tensors of a batch of these rows, by name."""
-        return {name: one.join([row.tensors[name] for row in rows]) for name, one in self._fields.items()}
+        return {name: _join([row.tensors[name] for row in rows], x) for name, x in self._tensors.items()}
 
 
-def encode(values: dict[str, Any]) -> bytes:
-    """A row's values of `TRAVELLING`: the tensors among pixels by safetensors, behind all else as JSON.
-
-    Raises:
-        TypeError: a value is neither.
-    """
-    if not values:
-        return b""
-    pixels = values.get(PIXELS) or {}
-    tensors = {name: x.detach().cpu().clone() for name, x in pixels.items() if isinstance(x, torch.Tensor)}
-    others = {name: x for name, x in pixels.items() if name not in tensors}
-    try:
-        text = json.dumps(values | {PIXELS: others} if pixels else values).encode()
-    except TypeError as error:
-        stay = "set actor_rollout_ref.actor.prefix.exchange=off, and rows stay"
-        raise TypeError(f"{', '.join(values)} cannot travel with its row: {error}; {stay}") from error
-    return len(text).to_bytes(8, "little") + text + (save(tensors) if tensors else b"")
+def _shape(x: Any) -> tuple[int, list[int]]:
+    """The dimension that differs from row to row, 0 for none, and the other ones' sizes but for the number of rows."""
+    if not x.is_nested:
+        return 0, list(x.shape[1:])
+    return x._ragged_idx, [n for i, n in enumerate(x.values().shape, start=1) if i != x._ragged_idx]
 
 
-def decode(held: bytes) -> dict[str, Any]:
-    """The values that `encode` was given; tuples are lists."""
-    end = 8 + int.from_bytes(held[:8], "little")
-    values: dict[str, Any] = json.loads(held[8:end]) if held else {}
-    if len(held) > end:
-        values[PIXELS] |= load(held[end:])
-    return values
+def _join(rows: list[torch.Tensor], like: Any) -> torch.Tensor:
+    """The tensor that has these rows, nested or not, on the same device as `like`."""
+    if not like.is_nested:
+        return torch.stack(rows).to(like.device) if rows else like[:0]
+    if not rows:
+        values = like.values().narrow(like._ragged_idx - 1, 0, 0)
+        return torch.nested.nested_tensor_from_jagged(values, like.offsets()[:1])
+    return tu.nested_tensor_from_tensor_list(rows, like._ragged_idx).to(like.device)

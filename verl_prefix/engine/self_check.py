@@ -127,8 +127,8 @@ class CheckedPass(AttentionPass):
         super().__init__(*args, **options)
         self.check = check
 
-    def attended(self, layer: int, *tensors: torch.Tensor, **options: Any) -> None:
-        self.check.attention(layer, self.layout, *tensors, **options)
+    def attended(self, layer: int, *args: Any, **options: Any) -> None:
+        self.check.attention(layer, self.layout, *args, **options)
 
     def recurred(self, key: Hashable, *args: Any) -> None:
         self.check.recurrence(key, self.layout, *args)
@@ -226,7 +226,7 @@ class Gradients:
     What each rank has of them; those that the run has gathered are set aside meanwhile (`core.gradients`).
     """
 
-    def __init__(self, model: torch.nn.Module) -> None:
+    def __init__(self, model: Any) -> None:
         self._all = [p for p in model.parameters() if p.requires_grad]
         modules: dict[str, Any] = {f"the mixer of layer {mixer.layer_idx}": mixer for mixer in mixers(model)}
         layers = {f"layer {i}": layer for i, layer in enumerate(getattr(model.get_decoder(), "layers", ()))}

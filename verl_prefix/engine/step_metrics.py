@@ -4,11 +4,14 @@ verl averages what an engine reports over both, and of timing_s/* it takes the l
 (reduce_metrics, verl/utils/metric/utils.py). So each rank reports the total, once, with the step's last mini-batch.
 """
 
-from collections import Counter
+import logging
 from collections.abc import Callable, Mapping, Sequence
 
+import torch
 from tensordict import TensorDict
 from verl.utils import tensordict_utils as tu
+
+logger = logging.getLogger(__name__)
 
 # Each rank counts its own: their sum.
 COUNTS = [
@@ -23,7 +26,10 @@ MOST = [
     *(f"timing_s/prefix_{name}" for name in ("exchange", "packed", "phase_a", "phase_b", "phase_c", "verify")),
     *(f"prefix/{name}" for name in ("split_groups", "cost_split_groups", "phase_b_peak_gib")),
 ]
-_TOKENS = "tokens of rows"
+# Counted as well, and not reported: what stock computes, and what ours computes where every group is one pass's.
+_TOKENS, GROUP_TOKENS = "tokens of rows", "tokens of groups"
+_SUMS = (*COUNTS, _TOKENS, GROUP_TOKENS)
+_TORN = 0.02  # of a step's tokens: what torn groups may cost unsaid
 Reduce = Callable[[Sequence[float]], Sequence[float]]
 
 
@@ -36,8 +42,10 @@ class StepMetrics:
 
     def __init__(self, reduce_sum: Reduce, reduce_max: Reduce, sequence_ranks: int) -> None:
         self._reduce_sum, self._reduce_max, self._sequence_ranks = reduce_sum, reduce_max, sequence_ranks
-        self._step: Counter[str] = Counter()
+        self._step: dict[str, float] = {}
         self._log_prob_stock_rows = 0.0
+        self._log_prob_total: Mapping[str, float] = {}  # of the first step
+        self._is_first_step = True
 
     def report(self, metrics: Mapping[str, float], data: TensorDict, forward_only: bool) -> dict[str, list[float]]:
         """What a rank reports after a batch, `metrics` of which it has found.
@@ -49,9 +57,10 @@ class StepMetrics:
             data: the batch as verl handed it over, which says with `update_lr_scheduler` (TrainingWorker.
                 train_mini_batch) whether a step ends; a caller who does not say ends one with every batch.
         """
-        step = Counter[str]() if forward_only else self._step
-        totals = {name: value for name, value in metrics.items() if name in COUNTS or name in MOST}
-        step.update(totals | {_TOKENS: float(data["input_ids"].offsets()[-1]) - len(data)})
+        step = {} if forward_only else self._step
+        totals = {name: float(value) for name, value in metrics.items() if name in _SUMS or name in MOST}
+        for name, value in (totals | {_TOKENS: float(data["input_ids"].offsets()[-1]) - len(data)}).items():
+            step[name] = step.get(name, 0.0) + value
         reported = {name: value for name, value in metrics.items() if name not in totals}
         if forward_only:
             self._log_prob_stock_rows += metrics["prefix/stock_rows"]
@@ -59,11 +68,29 @@ class StepMetrics:
             return {name: [float(value)] for name, value in reported.items()}
         else:
             step["prefix/log_prob_stock_rows"] = self._log_prob_stock_rows
-            self._step, self._log_prob_stock_rows = Counter(), 0.0
+            self._step, self._log_prob_stock_rows = {}, 0.0
         # Of all names, so that ranks never send different numbers of values.
-        sums = self._reduce_sum([step[name] for name in (*COUNTS, _TOKENS)])
-        total = {name: value / self._sequence_ranks for name, value in zip((*COUNTS, _TOKENS), sums, strict=True)}
-        total |= zip(MOST, self._reduce_max([step[name] for name in MOST]), strict=True)
-        reported |= {name: value for name, value in total.items() if name in step and name != _TOKENS}
+        sums = self._reduce_sum([step.get(name, 0.0) for name in _SUMS])
+        total = {name: value / self._sequence_ranks for name, value in zip(_SUMS, sums, strict=True)}
+        self._see_torn_groups(total, forward_only)
+        total |= zip(MOST, self._reduce_max([step.get(name, 0.0) for name in MOST]), strict=True)
+        reported |= {name: total[name] for name in (*COUNTS, *MOST) if name in step}
         reported["prefix/reuse_fraction"] = total["prefix/tokens_saved"] / max(total[_TOKENS], 1)
         return {name: [float(value)] for name, value in reported.items()}
+
+    def _see_torn_groups(self, total: Mapping[str, float], forward_only: bool) -> None:
+        """Says once, behind the first step, what groups cost whose rows the trainer put into several mini-batches: the
+        log-probs before the updates saw them whole."""
+        if forward_only or not self._is_first_step:
+            self._log_prob_total = total
+            return
+        whole, self._is_first_step = self._log_prob_total, False
+        tokens = whole.get(GROUP_TOKENS, 0.0)
+        torn = total[GROUP_TOKENS] - tokens
+        if tokens and total[_TOKENS] == whole[_TOKENS] and torn > _TORN * tokens and torch.distributed.get_rank() == 0:
+            logger.warning(
+                "prefix: prompts whose rows lie in several mini-batches are computed in each: %d tokens more than %d "
+                "at this step (+%.0f%%). Set trainer.v1.trainer_mode=prefix_sync (prefix_colocate_async, "
+                "prefix_separate_async), which keeps a prompt's rows in one mini-batch",
+                torn, tokens, 100 * torn / tokens,
+            )  # fmt: skip

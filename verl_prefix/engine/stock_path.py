@@ -1,7 +1,8 @@
 """verl's own path under ours: its engine on rows as they come, where verl computes them right."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from tensordict import TensorDict
@@ -10,6 +11,7 @@ from verl.utils.device import get_device_id
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
 from verl_prefix.config import is_varlen
+from verl_prefix.engine.loss import LossFunction
 from verl_prefix.models.recurrent import packing_leak
 from verl_prefix.versions import warn_once
 
@@ -21,7 +23,7 @@ class StockPath(FSDPEngineWithLMHead):
 
     _unfused = False  # verl's fused kernels are the user's wish, and off
 
-    def stock_batch(self, data: TensorDict, loss_function: Callable | None, forward_only: bool) -> dict[str, object]:
+    def stock_batch(self, data: TensorDict, loss_function: LossFunction | None, forward_only: bool) -> dict[str, Any]:
         """verl's own path; its logits are whole where the user's fused kernels are off, and its micro-batches have one
         row where packed rows would leak state.
 
@@ -56,13 +58,14 @@ class StockPath(FSDPEngineWithLMHead):
     def reduce_max(self, values: Sequence[float]) -> list[float]:
         """Element-wise maximum over all ranks, those that compute rows together included, so that what follows from it
         is agreed; exact for integers below 2**53."""
-        return self._reduce(values, torch.distributed.ReduceOp.MAX)
+        return _reduce(values, torch.distributed.ReduceOp.MAX)
 
     def reduce_sum(self, values: Sequence[float]) -> list[float]:
         """Element-wise sum over all ranks."""
-        return self._reduce(values, torch.distributed.ReduceOp.SUM)
+        return _reduce(values, torch.distributed.ReduceOp.SUM)
 
-    def _reduce(self, values: Sequence[float], op: torch.distributed.ReduceOp) -> list[float]:
-        reduced = torch.tensor(values, dtype=torch.float64, device=get_device_id())
-        torch.distributed.all_reduce(reduced, op=op)
-        return reduced.tolist()
+
+def _reduce(values: Sequence[float], op: torch.distributed.ReduceOp.RedOpType) -> list[float]:
+    reduced = torch.tensor(values, dtype=torch.float64, device=get_device_id())
+    torch.distributed.all_reduce(reduced, op=op)
+    return reduced.tolist()

@@ -112,11 +112,11 @@ def join_rows(parts: list[StepRows]) -> StepRows:
     first = parts[0]
     return StepRows(
         {
-            name: tuple(torch.cat([part.jagged[name][i] for part in parts]) for i in range(2))
+            name: (torch.cat([p.jagged[name][0] for p in parts]), torch.cat([p.jagged[name][1] for p in parts]))
             for name in first.jagged
         },
         {name: torch.cat([part.dense[name] for part in parts]) for name in first.dense},
-        None if first.uids is None else [uid for part in parts for uid in part.uids],
+        None if first.uids is None else [uid for part in parts for uid in part.uids or ()],
         first.flags,
     )  # fmt: skip
 

@@ -15,7 +15,8 @@ from safetensors.torch import save
 from tensordict import NonTensorData, TensorDict
 from verl.utils import tensordict_utils as tu
 
-from verl_prefix.engine.mini_batch import row_lens
+from verl_prefix.engine.protocol import Engine
+from verl_prefix.engine.rows import row_lens
 from verl_prefix.engine.trace import (
     FIELDS,
     MANIFEST,
@@ -80,17 +81,18 @@ class TraceWriter:
         if self.resumed:
             return self._end("the run goes on from a checkpoint, and a trace starts from the initial weights")
         leads = self.writes and self.rank == 0 and self.step == 0
-        content, error = b"", None
+        content = b""
+        error: Exception | None = None
         try:
             loss_options = _describe_loss(loss)
             tensors, uids, flags = split_fields(data)
             content = save(tensors)
         except TraceError as problem:
             error = problem
-        full = self.step >= self.max_steps or self.num_bytes + len(content) > self.max_bytes
+        is_full = self.step >= self.max_steps or self.num_bytes + len(content) > self.max_bytes
         exists = self.step == 0 and (self.folder / MANIFEST).exists()
         # Whatever one rank sees, all do next.
-        refused, full, exists = reduce_max([error is not None, full, exists])
+        refused, full, exists = map(bool, reduce_max([error is not None, is_full, exists]))
         if refused:
             error = error or TraceError("actor_rollout_ref.actor.prefix.trace_dir: another rank cannot record its rows")
             if self.step:  # a run that trains goes on
@@ -131,7 +133,7 @@ class TraceWriter:
         _write_json(path, {"uids": uids, "flags": flags})
 
 
-def open_trace(engine: Any) -> TraceWriter | None:
+def open_trace(engine: Engine) -> TraceWriter | None:
     """The writer that `prefix.trace_dir` asks for, for a `PrefixFSDPEngine` that trains; else None."""
     options = engine.prefix_config
     if not options.trace_dir or engine.engine_config.forward_only:
@@ -154,7 +156,7 @@ def open_trace(engine: Any) -> TraceWriter | None:
     )  # fmt: skip
 
 
-def _describe_loss(loss: Callable) -> dict[str, Any]:
+def _describe_loss(loss: Any) -> dict[str, Any]:
     name = getattr(getattr(loss, "func", loss), "__name__", "")  # of a partial's function
     if name != "ppo_loss":
         raise TraceError(

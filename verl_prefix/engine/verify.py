@@ -6,18 +6,18 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from tensordict import TensorDict
 from verl.utils import tensordict_utils as tu
-from verl.workers.engine.utils import postprocess_batch_func
 
 from verl_prefix.core.attention import AttentionPass
 from verl_prefix.core.gradients import gradients_aside
 from verl_prefix.core.groups import Group
-from verl_prefix.core.waves import make_plan, pad_to_same_passes
-from verl_prefix.engine.mini_batch import row_lens
+from verl_prefix.core.waves import make_plan
+from verl_prefix.engine.paths import Stock
+from verl_prefix.engine.protocol import Engine
+from verl_prefix.engine.rows import row_lens
 from verl_prefix.engine.self_check import Gradients, Verdict, check, rounding_noise
 from verl_prefix.models.recurrent import mixers
 from verl_prefix.models.vision import is_vision_config, num_tower_runs
@@ -32,12 +32,12 @@ class Verification:
     """The self-check of one engine, a `PrefixFSDPEngine`, on every rank at once.
 
     Attributes:
-        failure: what it missed, from when prefix.verify_action=fallback sends all batches to verl's own path; or None.
+        failure: once it missed, by prefix.verify_action=fallback: every batch goes verl's own path; or None.
     """
 
-    def __init__(self, engine: Any) -> None:
+    def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self.failure: str | None = None
+        self.failure: Stock | None = None
         self._num_updates = 0
 
     def check(self, data: TensorDict, groups: Sequence[Group], budget: int) -> dict[str, float]:
@@ -50,9 +50,10 @@ class Verification:
             RuntimeError: ours is off by more than rounding, and prefix.verify_action is raise.
         """
         options = self.engine.prefix_config
-        every = {"off": None, "first_step": math.inf}.get(options.verify, options.verify)
+        named = {"off": 0.0, "first_step": math.inf}
+        every = named[options.verify] if isinstance(options.verify, str) else options.verify
         start = time.perf_counter()
-        if every is None or self._num_updates % every:
+        if not every or self._num_updates % every:
             self._num_updates += 1
             return {}
         candidates = self._checkable(data, [group for group in groups if group.num_suffix_tokens] or groups)
@@ -75,7 +76,7 @@ class Verification:
                     f"{message}. The shared-prefix path is wrong for this model; set model_engine=dp and report it, or "
                     "actor_rollout_ref.actor.prefix.verify_action=fallback to go on with the stock path"
                 )
-            self.failure = f"the self-check missed: {message}"
+            self.failure = Stock(f"the self-check missed: {message}")
         figures = {name: getattr(verdict, name) for name in ("log_probs", "attention", "recurrence", "gradients")}
         if not mixers(self.engine.module):
             del figures["recurrence"]
@@ -108,9 +109,8 @@ class Verification:
         def ours(path: str, pass_type: Callable[..., AttentionPass]) -> torch.Tensor:
             # Several waves read one prefix, and their gradients add up.
             plan = make_plan([group], budget, path, wave_tokens=1)
-            plan = pad_to_same_passes(plan, engine.reduce_max)
-            mini_batch, _ = engine.run_plan(rows, plan, _sum_of_log_probs, forward_only=False, pass_type=pass_type)
-            return responses(postprocess_batch_func(*mini_batch.outputs(plan), data=rows))
+            output, _ = engine.run_plan(rows, [group], plan, _sum_of_log_probs, forward_only=False, pass_type=pass_type)
+            return responses(output)
 
         noise = functools.partial(rounding_noise, engine.module, engine._autocast_dtype)
         with gradients_aside(engine.module):

@@ -1,0 +1,80 @@
+"""What a pass's loss is made of, whoever's it is: verl's own, which is known to read rows alone, or a user's."""
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+from verl.trainer.ppo.core_algos import get_policy_loss_fn
+from verl.utils import tensordict_utils as tu
+from verl.utils.device import get_device_id
+from verl.workers.utils.losses import ppo_loss
+
+from verl_prefix.config import LOSSES_OF_ROWS
+
+LossFunction = Callable[..., tuple[torch.Tensor, dict[str, Any]]]
+
+
+def mode_of_verls_loss(loss: LossFunction | None) -> str | None:
+    """`loss_mode` where the loss is verl's own, of rows; None for any other, also one registered under verl's name."""
+    if not isinstance(loss, functools.partial) or loss.func is not ppo_loss or "config" not in loss.keywords:
+        return None
+    mode: str = loss.keywords["config"].policy_loss.get("loss_mode", "vanilla")
+    is_verls = get_policy_loss_fn(mode).__module__ == get_policy_loss_fn.__module__
+    return mode if mode in LOSSES_OF_ROWS and is_verls else None
+
+
+class Loss:
+    """The loss of a mini-batch's passes.
+
+    Args:
+        function: as verl's engines get it; None: outputs alone are wanted, and the loss is 1.
+
+    Attributes:
+        is_verls: it is one of verl's own, which read tokens with a response_mask alone.
+    """
+
+    def __init__(self, function: LossFunction | None) -> None:
+        self._function = function
+        mode = mode_of_verls_loss(function)
+        self.is_verls = mode is not None
+        # What loss and outputs are made of beside tokens, and a NaN gets in from; None: any field, of a user's loss.
+        # Source: ppo_loss (verl/workers/utils/losses.py) and compute_policy_loss_<mode>.
+        self._fields: set[str] | None = {"temperature"} if function is None else None
+        if isinstance(function, functools.partial) and mode is not None:
+            fields = {"temperature", "response_mask", "old_log_probs", "advantages", "rollout_is_weights"}
+            fields |= {"ref_log_prob"} if function.keywords["config"].use_kl_loss else set()
+            self._fields = fields - {"gpg": {"old_log_probs"}, "bypass_mode": {"rollout_is_weights"}}.get(mode, set())
+
+    def floats(self, data: TensorDict) -> dict[str, torch.Tensor]:
+        """Values of `data` that a NaN gets into the loss from."""
+        names = data.keys() if self._fields is None else self._fields & set(data.keys())
+        floats = {name: data[name] for name in names if isinstance(data[name], torch.Tensor)}
+        return {name: x.values() if x.is_nested else x for name, x in floats.items() if x.is_floating_point()}
+
+    def reads_masked(self, data: TensorDict) -> bool:
+        """Whether outputs count where response_mask is 0: in a user's loss, and where what the loss reads is not
+        finite; by stock's rule a masked NaN spoils the update, too."""
+        if not self.is_verls or not {"response_mask", "old_log_probs"} <= set(data.keys()):
+            return True
+        return not all(torch.isfinite(values).all() for values in self.floats(data).values())
+
+    def rows(self, data: TensorDict, rows: list[int]) -> TensorDict:
+        """A pass's rows on the device. What verl's own loss reads lengths of stays with the host: it takes each row's
+        apart (no_padding_2_padding), and the device would be idle for some 0.1 ms a row."""
+        on_host = tu.index_select_tensor_dict(data, rows)
+        micro_batch = on_host.to(get_device_id())
+        if self.is_verls:
+            micro_batch.clear_device_()
+            for name in {"prompts", "responses", "attention_mask"} & set(micro_batch.keys()):
+                micro_batch[name] = on_host[name]
+        return micro_batch
+
+    def __call__(
+        self, model_output: Mapping[str, torch.Tensor], rows: TensorDict, group: Any
+    ) -> tuple[torch.Tensor, dict[str, Any]]:
+        """Loss and metrics of a pass; `group`: the ranks that compute data in parallel."""
+        if self._function is None:
+            return torch.ones((), device=model_output["log_probs"].device), {}
+        return self._function(model_output=model_output, data=rows, dp_group=group)
