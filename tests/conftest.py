@@ -19,6 +19,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch reads it; also of 
 
 import pytest  # noqa: E402
 import torch.multiprocessing as mp  # noqa: E402
+from ranks import Ranks  # noqa: E402
 from warm_python import warm_python  # noqa: E402
 
 pytest_plugins = ["processes"]
@@ -76,6 +77,23 @@ def spawn(warm: Callable[..., AbstractContextManager]) -> Callable[..., None]:
             mp.start_processes(fn, args, nprocs, start_method="forkserver")
 
     return run
+
+
+@pytest.fixture(scope="module")
+def ranks(
+    warm: Callable[..., AbstractContextManager], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Callable[..., Ranks]]:
+    """`ranks(world, *first)`: see `Ranks`. Of a file's own, since its jobs patch what they like; a fork costs 0.1 s."""
+    made: dict[int, Ranks] = {}
+
+    def run(world: int, *first: Any) -> Ranks:
+        if world not in made:
+            made[world] = Ranks(world, first, lambda: tmp_path_factory.mktemp("ranks"), warm)
+        return made[world]
+
+    yield run
+    for one in made.values():
+        one.close()
 
 
 @pytest.fixture(scope="session")

@@ -59,77 +59,68 @@ def _errors(model, truth, rollouts, wanted, options: dict, size: int) -> dict[st
     }
 
 
-def _worker(rank: int, size: int, rendezvous: str, out: str) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=size)
-    torch.set_num_threads(1)
-    rollouts, results, sent, held = random_rollouts(SHAPE, VOCAB), {}, [], set()
+def _case(model: str, case: str, checkpointed: bool) -> dict:
+    """Errors against HF, elements that a call sends, shapes that a cache holds."""
+    kv_heads, fields = MODELS[model]
+    size, rollouts, sent, held = dist.get_world_size(), random_rollouts(SHAPE, VOCAB), [], set()
     all_to_all, capture = dist.all_to_all_single, PrefixCache.capture
 
     def counted(received, x, group=None):
-        sent.append((x.numel() * (size - 1) // size, x.shape[0]))
+        sent.append(x.numel() * (size - 1) // size)
         return all_to_all(received, x, group=group)
 
     def looked_at(cache, layer, k, v):
         held.add(tuple(k.shape))
         return capture(cache, layer, k, v)
 
-    few = {name: CASES[name] for name in FEW}
-    for name, (kv_heads, fields) in MODELS.items():
-        truth = _build(kv_heads, **fields)
-        model, wanted = copy.deepcopy(truth), run_stock(truth, rollouts)
-        for checkpointed in (False, True):
-            if checkpointed:
-                model.gradient_checkpointing_enable({"use_reentrant": False})
-            for case, options in (CASES if size == 2 and not checkpointed else few).items():
-                sent.clear()
-                held.clear()
-                with (
-                    mock.patch.object(dist, "all_to_all_single", counted),
-                    mock.patch.object(PrefixCache, "capture", looked_at),
-                ):
-                    results[name, case, checkpointed] = _errors(model, truth, rollouts, wanted, options, size)
-                if not checkpointed:
-                    results[name, case, "sent"], results[name, case, "held"] = list(sent), set(held)
-    torch.save(results, f"{out}.{rank}")
-    dist.destroy_process_group()
+    truth = _build(kv_heads, **fields)
+    ours, wanted = copy.deepcopy(truth), run_stock(truth, rollouts)
+    if checkpointed:
+        ours.gradient_checkpointing_enable({"use_reentrant": False})
+    with (
+        mock.patch.object(dist, "all_to_all_single", counted),
+        mock.patch.object(PrefixCache, "capture", looked_at),
+    ):
+        return _errors(ours, truth, rollouts, wanted, CASES[case], size) | {"sent": sent, "held": held}
 
 
-@pytest.fixture(scope="module", params=[2, 4, pytest.param(8, marks=pytest.mark.full)], ids="{}ranks".format)
-def results(request, tmp_path_factory, spawn):
-    tmp = tmp_path_factory.mktemp("shards")
-    spawn(_worker, args=(request.param, str(tmp / "rendezvous"), str(tmp / "out")), nprocs=request.param)
-    return [torch.load(f"{tmp / 'out'}.{rank}") for rank in range(request.param)]
+# Every case on two ranks; two of them on more ranks, and checkpointed.
+RUNS = [(2, case, False) for case in CASES] + [
+    (size, case, checkpointed) for size in (2, 4, 8) for case in FEW for checkpointed in (False, True)
+    if size > 2 or checkpointed
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("checkpointed", [False, True], ids=["", "checkpointed"])
-@pytest.mark.parametrize("case", CASES)
+def _sized(size: int, *values: object):
+    return pytest.param(size, *values, marks=pytest.mark.full if size == 8 else ())
+
+
+@pytest.mark.parametrize(("size", "case", "checkpointed"), [_sized(*run) for run in RUNS])
 @pytest.mark.parametrize("model", MODELS)
-def test_ranks_compute_together_what_hf_computes_row_by_row(results, model, case, checkpointed):
-    for result in results:
-        if (model, case, checkpointed) not in result:
-            pytest.skip("on two ranks, not checkpointed")
-        assert result[model, case, checkpointed]["log_probs"] <= LOG_PROBS
-        assert result[model, case, checkpointed]["grads"] <= GRADIENTS
+def test_ranks_compute_together_what_hf_computes_row_by_row(ranks, model, size, case, checkpointed):
+    for result in ranks(size)(_case, model, case, checkpointed):
+        assert result["log_probs"] <= LOG_PROBS
+        assert result["grads"] <= GRADIENTS
 
 
+@pytest.mark.parametrize("size", [_sized(2), _sized(4), _sized(8)])
 @pytest.mark.parametrize("model", MODELS)
-def test_a_layer_sends_what_the_docstring_says_and_waves_send_their_own_tokens(results, model):
-    n, kv_heads = len(results), MODELS[model][0]
+def test_a_layer_sends_what_the_docstring_says_and_waves_send_their_own_tokens(ranks, model, size):
+    kv_heads = MODELS[model][0]
     prefix, suffix = sum(p - 1 for p, _ in SHAPE), sum(sum(lens) for _, lens in SHAPE)
-    tokens = -(-prefix // n) - (-suffix // n)  # of this rank
-    by_docstring = tokens * (2 * HEADS + 2 * max(kv_heads, n)) * HEAD_DIM * (n - 1) / n
-    for result in results:
-        elements = [count for count, _ in result[model, "packed", "sent"]]
-        assert len(elements) == 2 * 2 * 2, "two layers, to heads and to tokens, forward and backward"
-        assert sum(elements) == 2 * 2 * by_docstring
+    tokens = -(-prefix // size) - (-suffix // size)  # of this rank
+    by_docstring = tokens * (2 * HEADS + 2 * max(kv_heads, size)) * HEAD_DIM * (size - 1) / size
+    for result in ranks(size)(_case, model, "packed", False):
+        assert len(result["sent"]) == 2 * 2 * 2, "two layers, to heads and to tokens, forward and backward"
+        assert sum(result["sent"]) == 2 * 2 * by_docstring
 
 
+@pytest.mark.parametrize("size", [_sized(2), _sized(4), _sized(8)])
 @pytest.mark.parametrize("model", MODELS)
-def test_a_prefix_cache_holds_this_ranks_heads_of_whole_prefixes(results, model):
-    n, kv_heads = len(results), MODELS[model][0]
-    prefix = sum(p - 1 for p, _ in SHAPE)
-    for result in results:
-        assert result[model, "phased", "held"] == {(prefix, max(kv_heads // n, 1), HEAD_DIM)}
+def test_a_prefix_cache_holds_this_ranks_heads_of_whole_prefixes(ranks, model, size):
+    kv_heads, prefix = MODELS[model][0], sum(p - 1 for p, _ in SHAPE)
+    for result in ranks(size)(_case, model, "phased", False):
+        assert result["held"] == {(prefix, max(kv_heads // size, 1), HEAD_DIM)}
 
 
 @pytest.fixture

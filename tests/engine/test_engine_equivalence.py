@@ -1,7 +1,6 @@
 """PrefixFSDPEngine against verl's stock fsdp2 engine: same weights, same TensorDict, 1 and 2 gloo ranks, fp32.
 
-One pair of processes runs every case (starting them costs more than the cases); the tests read what came back. Does not
-exercise CUDA or NCCL.
+Each case is a job on ranks that stay up. Does not exercise CUDA or NCCL.
 """
 
 import inspect
@@ -30,6 +29,7 @@ from engines import (
     depends_on_rates,
 )
 from shared_models import OURS, SharedModels
+from torch.distributed import get_rank
 from whole_tensors import full, whole
 
 from verl_prefix.core.kernels import cpu
@@ -176,30 +176,21 @@ def _compare_workers(model_path: str, rank: int) -> dict[str, float]:
     return errors | {"params": _relative(ours["params"], stock["params"])}
 
 
-def _loss_errors(model_path: str, rank: int, world: int) -> dict[str, dict[str, float]]:
-    """Largest relative gradient error of a parameter, by loss and schedule, against stock's micro-batches."""
+def _loss_errors(model_path: str, rank: int, loss: str) -> dict[str, float]:
+    """Largest relative gradient error of a parameter, by schedule, against stock's micro-batches."""
     # Passes, in every schedule; verl's bypass_mode raises where one has padding rows alone.
     several = {"budget": 130, "verify": "off", "padding_rows": False, "tool_tokens": True}
-    options = {
-        "fsdp2": several,
-        "packed": several | {"schedule": "packed"},
-        "phased": several | {"schedule": "phased", "wave_tokens": 40},
-    }
-    engines = {name: _engine(name if name == "fsdp2" else "prefix", model_path, x) for name, x in options.items()}
-    grads, errors = {}, {}
-    data = _batch(rank, engines["fsdp2"].model_config.hf_config.vocab_size, several)
-    for loss, loss_options in LOSSES.items():
-        if loss == "bypass_mode normalised" and world > 1:  # its loss waits for the other ranks' passes
-            continue
-        for name, engine in engines.items():
-            with engine.train_mode(disable_auto_offload=True):
-                engine.optimizer_zero_grad()
-                engine.forward_backward_batch(data.copy(), _loss(loss_options))
-                grads[name] = whole({n: p.grad for n, p in engine.module.named_parameters()})
-        errors[loss] = {
-            name: max(_relative(grads[name][n], x) for n, x in grads["fsdp2"].items()) for name in ("packed", "phased")
-        }
-    return errors
+    arms = {"fsdp2": {}, "packed": {"schedule": "packed"}, "phased": {"schedule": "phased", "wave_tokens": 40}}
+    grads = {}
+    for name, options in arms.items():
+        if name not in ENGINES:
+            ENGINES[name] = _engine(name if name == "fsdp2" else "prefix", model_path, several | options)
+        data = _batch(rank, ENGINES[name].model_config.hf_config.vocab_size, several)
+        with ENGINES[name].train_mode(disable_auto_offload=True):
+            ENGINES[name].optimizer_zero_grad()
+            ENGINES[name].forward_backward_batch(data, _loss(LOSSES[loss]))
+            grads[name] = whole({n: p.grad for n, p in ENGINES[name].module.named_parameters()})
+    return {name: max(_relative(grads[name][n], x) for n, x in grads["fsdp2"].items()) for name in ("packed", "phased")}
 
 
 def _logits_of_an_update(model_path: str, rank: int, options: dict) -> list[int]:
@@ -310,74 +301,127 @@ def _register_over_another_engine() -> None:
     EngineRegistry.register(model_type="language_model", backend="prefix_over_another", device="cpu")(Both)
 
 
-def _worker(rank: int, world: int, rendezvous: str, models: dict, check_all: bool, out: str) -> None:
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), VERL_PLATFORM="cpu")
+# What follows runs on ranks, which are given `models` first; engines share what takes longest to build.
+STOCK, ENGINES, SHARED = {}, {}, SharedModels(_engine)
+
+
+def _stock(path: str, options: dict) -> dict:
+    """Of verl's engine, measured once."""
+    options = {k: v for k, v in options.items() if k not in (*OURS, "use_fused_kernels")}
+    if (key := repr((path, sorted(options.items())))) not in STOCK:
+        STOCK[key] = _measure("fsdp2", path, get_rank(), options)
+    return STOCK[key]
+
+
+def _case(models: dict, name: str, check: bool) -> dict:
+    options = CASES[name]
+    path = models[options.get("family", "qwen3")]
+    with mock.patch("engines._engine", SHARED):
+        ours = options if check else {"verify": "off"} | options
+        return _compare(_measure("prefix", path, get_rank(), ours), _stock(path, options))
+
+
+def _over_another_engine(models: dict) -> dict:
+    _register_over_another_engine()
+    over = _measure("prefix_over_another", models["qwen3"], get_rank(), {"verify": "off"})
+    return _compare(over, _stock(models["qwen3"], {}))
+
+
+def _worker_behaves(models: dict) -> dict[str, float]:
+    return _compare_workers(models["qwen3"], get_rank())
+
+
+def _step_metrics(models: dict) -> dict[str, float]:
+    return _step_of_two_updates(models["qwen3"], get_rank())
+
+
+def _idle(models: dict) -> dict[str, tuple[float, float]]:
+    return _idle_rows(models["qwen3"], get_rank())
+
+
+def _logits_of_many_rows(models: dict) -> list[int]:
+    """Answers of three tokens: of 8 and of 5 rows, which one stock pass would not hold, nor one of ours; rank 1 has
+    rows enough for more passes with noise."""
+    rank = get_rank()
+    groups = [("a", 300, [3] * (8 - 3 * rank), ""), ("b", 5, [1] * (184 + 3 * rank), "")]
+    return _logits_of_an_update(models["qwen3"], rank, {"groups": groups, "budget": 310})
+
+
+def _first_step(models: dict, measured: bool) -> float:
+    rank = get_rank()
+    groups = [(name, 100 + 10 * rank, [30, 28, 26, 24, 30, 28, 26, 24], "") for name in "abcdefgh"]
+    options = depends_on_rates(rank) if measured else {"groups": groups, "budget": 300}
+    return _first_step_cost(models["qwen3"], rank, options)
+
+
+def _adds(models: dict) -> tuple[list[str], float]:
+    return _accumulated(models["qwen3"], get_rank(), {"min_speedup": 1.05, "verify": "off"}, {})
+
+
+def _tool_logits(models: dict, schedule: str, custom_loss: bool) -> list[int]:
+    groups = [(name, 30, [9, 30, 1], kind) for name, kind in (("a", ""), ("b", "pad"))]
+    options = {"groups": groups, "schedule": schedule, "verify": "off", "tool_tokens": True, "custom_loss": custom_loss}
+    return _logits_of_an_update(models["qwen3"], get_rank(), options)
+
+
+def _tool_tokens_one_token_off(models: dict) -> dict:
     from verl_prefix.engine.outputs import TokenOutputs
 
-    torch.distributed.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world)
-    results, stock_cache = {}, {}
-    with mock.patch(f"{__name__}._engine", SharedModels(_engine)):
-        for name, options in CASES.items():
-            path = models[options.get("family", "qwen3")]
-            stock_options = {k: v for k, v in options.items() if k not in (*OURS, "use_fused_kernels")}
-            key = repr(sorted(stock_options.items()))
-            if key not in stock_cache:
-                stock_cache[key] = _measure("fsdp2", path, rank, stock_options)
-            if name not in CHECKED and not check_all:
-                options = {"verify": "off"} | options
-            results[name] = _compare(_measure("prefix", path, rank, options), stock_cache[key])
-    if world == 1:  # on more, verl's engine builds modules without weights
-        _register_over_another_engine()
-        over = _measure("prefix_over_another", models["qwen3"], rank, {"verify": "off"})
-        results["over another engine"] = _compare(over, stock_cache["[]"])
-    results["worker"] = _compare_workers(models["qwen3"], rank)
-    results["step metrics"] = _step_of_two_updates(models["qwen3"], rank)
-    results["idle rows"] = _idle_rows(models["qwen3"], rank)
-    # Answers of three tokens: of 8 and of 5 rows, which one stock pass would not hold, nor one of ours; rank 1 has
-    # rows enough for more passes with noise.
-    groups = [("a", 300, [3] * (8 - 3 * rank), ""), ("b", 5, [1] * (184 + 3 * rank), "")]
-    results["logits"] = _logits_of_an_update(models["qwen3"], rank, {"groups": groups, "budget": 310})
-    groups = [(name, 100 + 10 * rank, [30, 28, 26, 24, 30, 28, 26, 24], "") for name in "abcdefgh"]
-    for case, options in (("measured", depends_on_rates(rank)), ("at any rates", {"groups": groups, "budget": 300})):
-        results[f"first step {case}"] = _first_step_cost(models["qwen3"], rank, options)
-    options = {"min_speedup": 1.05, "verify": "off"}
-    results["accumulated"] = _accumulated(models["qwen3"], rank, options, {})
-    groups = [(name, 30, [9, 30, 1], kind) for name, kind in (("a", ""), ("b", "pad"))]
-    for schedule in ("packed", "phased"):
-        options = {"groups": groups, "schedule": schedule, "verify": "off", "tool_tokens": True}
-        results[f"tool logits {schedule}"] = _logits_of_an_update(models["qwen3"], rank, options)
-    results["tool logits custom"] = _logits_of_an_update(models["qwen3"], rank, options | {"custom_loss": True})
     options, at_suffixes = CASES["tool_tokens"], TokenOutputs._at_suffixes
-    TokenOutputs._at_suffixes = lambda self, *args: at_suffixes(self, *args).roll(1)
-    off = _measure("prefix", models["qwen3"], rank, options | {"verify": "off"})
-    results["tool tokens one token off"] = _compare(off, stock_cache[repr(sorted(options.items()))])
-    TokenOutputs._at_suffixes = at_suffixes
-    results["losses"] = _loss_errors(models["qwen3"], rank, world)
-    # Half precision, where fp32 stock is truth enough: what does stock itself miss, and what do we?
-    truth = stock_cache["[]"]
-    for dtype in ("bf16", "fp16"):
-        stock = _half_errors(_measure("fsdp2", models["qwen3"], rank, {"param_dtype": dtype}), truth)
-        for schedule, waves in (("packed", {}), ("phased", {"wave_tokens": 40})):
-            options = {"param_dtype": dtype, "schedule": schedule} | waves
-            ours = _half_errors(_measure("prefix", models["qwen3"], rank, options), truth)
-            results[f"{dtype} {schedule}"] = {"ours": ours, "stock": stock}
+    with mock.patch.object(TokenOutputs, "_at_suffixes", lambda self, *args: at_suffixes(self, *args).roll(1)):
+        off = _measure("prefix", models["qwen3"], get_rank(), options | {"verify": "off"})
+    return _compare(off, _stock(models["qwen3"], options))
+
+
+def _losses(models: dict, loss: str) -> dict[str, float]:
+    return _loss_errors(models["qwen3"], get_rank(), loss)
+
+
+def _half(models: dict, dtype: str, schedule: str) -> dict[str, dict[str, float]]:
+    """Where fp32 stock is truth enough: what does stock itself miss, and what do we?"""
+    path, waves = models["qwen3"], {"wave_tokens": 40} if schedule == "phased" else {}
+    ours = _measure("prefix", path, get_rank(), {"param_dtype": dtype, "schedule": schedule} | waves)
+    stock = _stock(path, {"param_dtype": dtype})
+    return {name: _half_errors(x, _stock(path, {})) for name, x in (("ours", ours), ("stock", stock))}
+
+
+def _empty_in_bf16(models: dict) -> dict:
     options = {"param_dtype": "bf16", "empty": CASES["rank_of_empty_responses"]["empty"] + ("c",)}
-    measured = [_measure(backend, models["qwen3"], rank, options) for backend in ("prefix", "fsdp2")]
-    results["bf16 empty responses"] = _compare(*measured)
-    # A gradient that waves lose, which no log-prob shows, stops step 1.
-    for dtype in ("fp32", "bf16"):
-        with pytest.MonkeyPatch.context() as patch:
-            broken_states.gradients_of_one_layer_dropped(patch)
-            with pytest.raises(RuntimeError, match="prefix.verify, update 1: .*gradients of .* stock path's by"):
-                _measure("prefix", models["qwen3"], rank, {"param_dtype": dtype, "schedule": "phased"})
-    # A kernel that is wrong on the last rank alone: every rank must see the self-check miss.
+    return _compare(_measure("prefix", models["qwen3"], get_rank(), options), _stock(models["qwen3"], options))
+
+
+def _loses_a_gradient(models: dict, dtype: str) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        broken_states.gradients_of_one_layer_dropped(patch)
+        with pytest.raises(RuntimeError, match="prefix.verify, update 1: .*gradients of .* stock path's by"):
+            _measure("prefix", models["qwen3"], get_rank(), {"param_dtype": dtype, "schedule": "phased"})
+
+
+def _wrong_on_the_last_rank(models: dict, dtype: str) -> None:
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(RuntimeError, match=MISSED):
+        _break_the_last_ranks_kernel(patch)
+        _measure("prefix", models["qwen3"], get_rank(), {"param_dtype": dtype})
+
+
+def _falls_back(models: dict) -> dict:
+    static = CASES["static_batch_size_of_one"]
+    with pytest.MonkeyPatch.context() as patch:
+        _break_the_last_ranks_kernel(patch)
+        ours = _measure("prefix", models["qwen3"], get_rank(), static | {"verify_action": "fallback"})
+    return _compare(ours, _stock(models["qwen3"], static))
+
+
+MISSED = "prefix.verify, update 1: .*verify_action=fallback"
+
+
+def _break_the_last_ranks_kernel(patch: pytest.MonkeyPatch) -> None:
     forward = cpu.forward
-    if rank == world - 1:
-        cpu.forward = lambda *args, **kw: (lambda out, lse: (out * 1.01, lse))(*forward(*args, **kw))
-    for dtype in ("fp32", "bf16"):
-        with pytest.raises(RuntimeError, match="prefix.verify, update 1: .*verify_action=fallback"):
-            _measure("prefix", models["qwen3"], rank, {"param_dtype": dtype})
-    routed = _batch(rank, 512, {})
+    if get_rank() == torch.distributed.get_world_size() - 1:
+        patch.setattr(cpu, "forward", lambda *args, **kw: (lambda out, lse: (out * 1.01, lse))(*forward(*args, **kw)))
+
+
+def _refuses_routing_replay(models: dict) -> None:
+    routed = _batch(get_rank(), 512, {})
     routed["routed_experts"] = routed["input_ids"].clone()
     engine = _engine("prefix", models["qwen3"], {})
     with (
@@ -385,51 +429,56 @@ def _worker(rank: int, world: int, rendezvous: str, models: dict, check_all: boo
         pytest.raises(ValueError, match="routing_replay=True gives .* set it"),
     ):
         engine.infer_batch(routed)
-    static = CASES["static_batch_size_of_one"]
-    fallen_back = _measure("prefix", models["qwen3"], rank, static | {"verify_action": "fallback"})
-    results["verify fallback"] = _compare(fallen_back, stock_cache[repr(sorted(static.items()))])
-    torch.save(results, f"{out}.{rank}")
-    torch.distributed.destroy_process_group()
 
 
-RANKS = [
-    pytest.param((1, False), id="1rank"),
-    pytest.param((2, False), id="2ranks"),
-    pytest.param((1, True), id="1rank-every_check", marks=pytest.mark.full),
-]
-
-
-@pytest.fixture(scope="module", params=RANKS)
-def results(request, tmp_path_factory, spawn):
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
     tmp = tmp_path_factory.mktemp("engine")
     models = {family: write_tiny_model(tmp / family, family=family) for family in ("qwen3", "llama")}
     # Shorter than some prefixes, and ending inside the suffixes of others.
     window = dict(use_sliding_window=True, sliding_window=25, max_window_layers=1)
     models["window"] = write_tiny_model(tmp / "window", **window)
     models["tied"] = write_tiny_model(tmp / "tied", tie_word_embeddings=True)
-    world, check_all = request.param
-    spawn(_worker, args=(world, str(tmp / "rendezvous"), models, check_all, str(tmp / "out")), nprocs=world)
-    return [torch.load(f"{tmp / 'out'}.{rank}") for rank in range(world)]
+    return models
+
+
+@pytest.fixture(scope="module")
+def one_rank(models, ranks):
+    return ranks(1, models)
+
+
+@pytest.fixture(scope="module", params=[1, 2], ids=["1rank", "2ranks"])
+def results(request, models, ranks):
+    return ranks(request.param, models)
 
 
 def test_the_self_check_stays_within_the_budget_with_as_many_passes_on_every_rank(results):
-    for result in results:
-        assert max(result["logits"]) == 300 + 3, "whole rows run in stock's passes, one in each"
-        assert result["logits"].count(300 + 3) == (1 + 1) * 8
+    for found in results(_logits_of_many_rows):
+        assert max(found) == 300 + 3, "whole rows run in stock's passes, one in each"
+        assert found.count(300 + 3) == (1 + 1) * 8
 
 
-def test_lm_head_runs_where_the_loss_reads_alone(results):
-    for result in results:
+@pytest.mark.parametrize(
+    ("schedule", "custom_loss", "calls"),
+    [
         # Responses of 9, 30 and 1 tokens, of which a third were sampled; a group of padding rows.
-        assert result["tool logits packed"] == [3 + 10 + 1]
-        assert result["tool logits phased"] == [1, 3 + 10 + 1], "phase A calls it without computing a logit"
-        assert result["tool logits custom"] == [1, 2 * (9 + 30 + 1)], "a custom loss may read all"
-        assert result["tool tokens one token off"]["errors"]["grads"] > 100 * TOLERANCE
+        ("packed", False, [3 + 10 + 1]),
+        ("phased", False, [1, 3 + 10 + 1]),  # phase A calls it without computing a logit
+        ("phased", True, [1, 2 * (9 + 30 + 1)]),  # a custom loss may read all
+    ],
+)
+def test_lm_head_runs_where_the_loss_reads_alone(results, schedule, custom_loss, calls):
+    assert all(found == calls for found in results(_tool_logits, schedule, custom_loss))
+
+
+def test_tool_tokens_one_token_off_are_far_off(results):
+    for result in results(_tool_tokens_one_token_off):
+        assert result["errors"]["grads"] > 100 * TOLERANCE
 
 
 def test_measuring_and_self_check_compute_at_most_a_fifth_of_a_stock_update(results):
-    for result in results:
-        assert 0 < result["first step at any rates"] < 0.14 < result["first step measured"] <= 0.2
+    for any_rates, measured in zip(results(_first_step, False), results(_first_step, True), strict=True):
+        assert 0 < any_rates < 0.14 < measured <= 0.2
 
 
 @pytest.mark.parametrize("padded", [False, True])
@@ -450,41 +499,48 @@ def test_lengths_that_verls_loss_reads_stay_with_the_host(monkeypatch, padded):
 
 
 def test_counts_and_seconds_are_those_of_a_step(results):
-    for result in results:
-        assert max(result["step metrics"].values()) < 1e-9, result["step metrics"]
+    for errors in results(_step_metrics):
+        assert max(errors.values()) < 1e-9, errors
 
 
 def test_rows_without_a_response_give_every_rank_as_many_metrics(results):
-    for result in results:
-        assert result["idle rows"]
-        for name, (ours, stock) in result["idle rows"].items():
+    for found in results(_idle):
+        assert found
+        for name, (ours, stock) in found.items():
             assert abs(ours - stock) <= TOLERANCE * abs(stock), name
 
 
 def test_a_batch_that_measures_adds_its_gradients_to_those_before(results):
-    for result in results:
-        seen, error = result["accumulated"]
+    for seen, error in results(_adds):
         assert seen == ["measure"] and error <= TOLERANCE
+
+
+def _assert_equal(results: list[dict]) -> None:
+    for rank, result in enumerate(results):
+        worst = {name: error for name, error in result["errors"].items() if not error <= TOLERANCE}
+        assert not worst, f"rank {rank}: relative errors over {TOLERANCE}: {worst}"
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_engine_computes_what_the_stock_engine_computes(results, case):
-    for rank, result in enumerate(results):
-        worst = {name: error for name, error in result[case]["errors"].items() if not error <= TOLERANCE}
-        assert not worst, f"rank {rank}: relative errors over {TOLERANCE}: {worst}"
+    _assert_equal(results(_case, case, case in CHECKED))
 
 
-def test_our_engine_goes_over_another_than_verls_own(results):
-    if len(results) > 1:
-        pytest.skip("on one rank")
-    for result in results:
-        assert max(result["over another engine"]["errors"].values()) <= TOLERANCE
-        assert result["over another engine"]["metrics"]["prefix/reuse_fraction"][0] > 0.3
+@pytest.mark.full
+@pytest.mark.parametrize("case", CASES)
+def test_engine_checks_itself_in_every_case(one_rank, case):
+    _assert_equal(one_rank(_case, case, True))
+
+
+def test_our_engine_goes_over_another_than_verls_own(one_rank):
+    for result in one_rank(_over_another_engine):
+        assert max(result["errors"].values()) <= TOLERANCE
+        assert result["metrics"]["prefix/reuse_fraction"][0] > 0.3
 
 
 def test_verls_worker_infers_and_updates_as_hf_and_the_stock_engine_do(results):
-    for result in results:
-        assert max(result["worker"].values()) <= TOLERANCE, result["worker"]
+    for errors in results(_worker_behaves):
+        assert max(errors.values()) <= TOLERANCE, errors
 
 
 @pytest.mark.parametrize("loss", LOSSES)
@@ -497,12 +553,12 @@ def test_a_loss_that_is_let_through_has_the_gradients_of_stock_and_one_that_is_r
     except ValueError as error:
         assert "actor_rollout_ref.actor." in str(error) and "set " in str(error)
         refused = True
-    if loss == "bypass_mode normalised" and len(results) > 1:
+    if loss == "bypass_mode normalised" and results.world > 1:  # whose loss waits for the other ranks' passes
         assert refused
         return
-    for result in results:
-        errors = result["losses"][loss].values()
-        assert min(errors) > 1e-3 if refused else max(errors) <= TOLERANCE, f"refused: {refused}, {errors}"
+    for errors in results(_losses, loss):
+        found = errors.values()
+        assert min(found) > 1e-3 if refused else max(found) <= TOLERANCE, f"refused: {refused}, {errors}"
 
 
 def test_every_loss_that_verl_has_is_among_those_tested():
@@ -512,44 +568,68 @@ def test_every_loss_that_verl_has_is_among_those_tested():
     assert set(AGG_MODES) == set(re.findall(r'"((?:token|seq)-[a-z-]+)"', inspect.getsource(agg_loss)))
 
 
-@pytest.mark.parametrize("case", ["bf16 packed", "bf16 phased", "fp16 packed", "fp16 phased"])
-def test_half_precision_misses_fp32_by_no_more_than_stock_does(results, case):
-    for result in results:
-        for name, error in result[case]["ours"].items():
-            stock = result[case]["stock"][name]
+@pytest.mark.parametrize("schedule", ["packed", "phased"])
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_half_precision_misses_fp32_by_no_more_than_stock_does(results, dtype, schedule):
+    for result in results(_half, dtype, schedule):
+        for name, error in result["ours"].items():
+            stock = result["stock"][name]
             assert error <= 1.3 * stock, f"{name}: {error:.2e} against stock's {stock:.2e}"
 
 
 def test_outputs_of_empty_responses_have_the_form_of_the_others_in_bf16(results):
-    for result in results:
-        errors = result["bf16 empty responses"]["errors"]
+    for result in results(_empty_in_bf16):
+        errors = result["errors"]
         assert not any(errors[name] for name in ("outputs", "metric names", "dtypes", "lens"))
 
 
-def test_a_missed_self_check_raises_or_falls_back_to_the_stock_path(results):
-    for result in results:  # that it raises is asserted in the workers
-        errors = result["verify fallback"]["errors"]
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_a_gradient_that_waves_lose_which_no_log_prob_shows_stops_step_1(results, dtype):
+    results(_loses_a_gradient, dtype)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_every_rank_sees_that_the_self_check_misses_on_the_last_one(results, dtype):
+    results(_wrong_on_the_last_rank, dtype)
+
+
+def test_a_missed_self_check_falls_back_to_the_stock_path(results):
+    for result in results(_falls_back):
+        errors = result["errors"]
         assert max(errors[name] for name in ("loss", "grad_norm", "grads", "params")) == 0
-        assert result["verify fallback"]["metrics"]["prefix/reuse_fraction"] == [0.0]
+        assert result["metrics"]["prefix/reuse_fraction"] == [0.0]
+
+
+def test_routing_replay_is_refused(results):
+    results(_refuses_routing_replay)
 
 
 def test_sharing_happens_where_it_should(results):
-    for result in results:
-        for case in ("default", "packed", "phased", "no_uid", "padded"):
-            assert result[case]["metrics"]["prefix/reuse_fraction"][0] > 0.3, case
-        assert result["schedule_stock"]["metrics"]["prefix/reuse_fraction"] == [0.0]
-        assert result["phased"]["metrics"]["prefix/waves"][0] >= 1
-        assert result["packed"]["metrics"]["prefix/waves"] == [0.0]
-        assert result["phased"]["metrics"]["prefix/offloaded_gib"] == [0.0]
-        assert result["offload"]["metrics"]["prefix/offloaded_gib"][0] > 0
-    for result in results:
-        assert result["gate_open"]["metrics"]["prefix/predicted_speedup"][0] > 0
-        assert result["gate_shut"]["metrics"]["prefix/stock_rows"][0] > 5
-        assert "prefix/predicted_speedup" not in result["default"]["metrics"]
-        assert 0 < result["default"]["metrics"]["prefix/verify_attention"][0] <= 2
-        assert 0 < result["default"]["metrics"]["prefix/verify_log_probs"][0] <= 3
-        assert "prefix/verify_attention" not in result["verify_off"]["metrics"]
+    def metrics(case: str) -> list[dict]:
+        return [result["metrics"] for result in results(_case, case, case in CHECKED)]
+
+    for case in ("default", "packed", "phased", "no_uid", "padded"):
+        assert all(found["prefix/reuse_fraction"][0] > 0.3 for found in metrics(case)), case
+    for found in metrics("schedule_stock"):
+        assert found["prefix/reuse_fraction"] == [0.0]
+    for found in metrics("phased"):
+        assert found["prefix/waves"][0] >= 1
+        assert found["prefix/offloaded_gib"] == [0.0]
+    for found in metrics("packed"):
+        assert found["prefix/waves"] == [0.0]
+    for found in metrics("offload"):
+        assert found["prefix/offloaded_gib"][0] > 0
+    for found in metrics("gate_open"):
+        assert found["prefix/predicted_speedup"][0] > 0
+    for found in metrics("gate_shut"):
+        assert found["prefix/stock_rows"][0] > 5
+    for found in metrics("default"):
+        assert "prefix/predicted_speedup" not in found
+        assert 0 < found["prefix/verify_attention"][0] <= 2
+        assert 0 < found["prefix/verify_log_probs"][0] <= 3
+    for found in metrics("verify_off"):
+        assert "prefix/verify_attention" not in found
     # Without dynamic batch size, micro-batches of one row leave room for one longest row's tokens, not for a group.
-    assert results[0]["static_batch_size_of_one"]["metrics"]["prefix/waves"][0] >= 1
-    assert results[0]["default"]["metrics"]["prefix/split_uids"] == [1.0]
-    assert results[0]["packed_small_budget_cuts_groups"]["metrics"]["prefix/recomputed_groups"][0] >= 1
+    assert metrics("static_batch_size_of_one")[0]["prefix/waves"][0] >= 1
+    assert metrics("default")[0]["prefix/split_uids"] == [1.0]
+    assert metrics("packed_small_budget_cuts_groups")[0]["prefix/recomputed_groups"][0] >= 1

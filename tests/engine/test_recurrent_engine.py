@@ -6,7 +6,6 @@ ranks, fp32, HF's torch rules. Does not exercise flash-linear-attention, mamba-s
 
 import contextlib
 import importlib
-import os
 from unittest import mock
 
 import broken_states
@@ -27,6 +26,7 @@ from engines import (
 from float64_torch import Float64Torch
 from shared_models import OURS, SharedModels
 from short_chunks import short_chunks
+from torch.distributed import get_rank
 
 from verl_prefix.models.recurrent import mixers, packing_leak
 from verl_prefix.testing import write_tiny_model
@@ -59,9 +59,7 @@ BROKEN = {
 }
 
 
-def cases_of(family: str, world: int, full: bool) -> tuple[str, ...]:
-    if full:
-        return tuple(CASES)
+def cases_of(family: str, world: int) -> tuple[str, ...]:
     if world == 1:
         return tuple(CASES) if family in MOST else FEW
     return ("packed", "offload_checkpointed", "gate_shut") if family in MOST else ()
@@ -154,132 +152,150 @@ def _rule_by_bounds(rule):
     return by_bounds
 
 
-def _bf16(models: dict, rank: int) -> dict:
+# What follows runs on ranks, which are given the models first; engines share what takes longest to build.
+STOCK, SHARED = {}, SharedModels(_engine)
+
+
+def _stock(models: dict, family: str, options: dict) -> dict:
+    options = _stock_options(options)
+    if (key := repr((family, sorted(options.items())))) not in STOCK:
+        STOCK[key] = _measure("fsdp2", models[family], get_rank(), options)
+    return STOCK[key]
+
+
+def _case(models: dict, family: str, case: str, check: bool) -> dict:
+    options = CASES[case]
+    with mock.patch("engines._engine", SHARED):
+        ours = _measure("prefix", models[family], get_rank(), options if check else {"verify": "off"} | options)
+        return _compare(ours, _stock(models, family, options))
+
+
+def _stocks_own(models: dict, family: str) -> dict[str, float]:
+    with mock.patch("engines._engine", SHARED):
+        stock = _stock(models, family, {})
+    with _float64(family):
+        truth = _measure("fsdp2", models[family], get_rank(), ALONE)
+    assert truth["log_probs"].dtype == torch.float64
+    return _compare(stock, truth)["errors"]
+
+
+def _leaks(models: dict, family: str) -> dict[str, float]:
+    with _float64(family):
+        return _leak(family, models[f"{family} leak"])
+
+
+def _broken(models: dict, name: str) -> dict[str, float]:
+    """Errors without the self-check, which sees them."""
+    path, options = models["qwen3_5_text"], CASES[BROKEN[name]]
+    stock = _stock(models, "qwen3_5_text", {})
+    with pytest.MonkeyPatch.context() as patch:
+        getattr(broken_states, name)(patch)
+        off = _measure("prefix", path, get_rank(), options | {"verify": "off"})
+        with pytest.raises(RuntimeError, match="prefix.verify, update 1: .*verify_action=fallback"):
+            _measure("prefix", path, get_rank(), options)
+    return _compare(off, stock)["errors"]
+
+
+def _first_step(models: dict) -> float:
+    return _first_step_cost(models["qwen3_5_text"], get_rank(), depends_on_rates(get_rank()))
+
+
+def _adds(models: dict) -> tuple[list[str], float]:
+    return _accumulated(models["lfm2"], get_rank(), {"schedule": "packed", "verify": 1}, ALONE)
+
+
+def _other_numbers_of_rows(models: dict) -> float:
+    data = _batch(0, 259, {"groups": [("a", 30, [9] * (4 - get_rank()), "")]})
+    engine = _engine("prefix", models["lfm2"], {"schedule": "stock"})
+    alone = _log_probs(engine, data.copy(), use_remove_padding=False)
+    return (_log_probs(engine, data) - alone).abs().max().item()
+
+
+def _bf16(models: dict, family: str, case: str) -> dict:
     """Errors of bf16 against fp32 stock, ours and stock's own. Under a loss without clips: where rounding carries a
     token's ratio over one, that token's gradient is there or not, in stock as in ours."""
-    results, loss = {}, {"policy_loss": {"loss_mode": "gpg"}}
-    for family in ("qwen3_5_text", "granitemoehybrid"):
-        truth = _measure("fsdp2", models[family], rank, loss | ALONE)
-        half = loss | {"param_dtype": "bf16"}
-        stock = _half_errors(_measure("fsdp2", models[family], rank, half | ALONE), truth)
-        for case in FEW:
-            ours = _half_errors(_measure("prefix", models[family], rank, half | CASES[case]), truth)
-            results[family, f"bf16 {case}"] = {"ours": ours, "stock": stock}
-    return results
+    loss = {"policy_loss": {"loss_mode": "gpg"}}
+    half, truth = loss | {"param_dtype": "bf16"}, _stock(models, family, loss)
+    ours = _measure("prefix", models[family], get_rank(), half | CASES[case])
+    return {name: _half_errors(x, truth) for name, x in (("ours", ours), ("stock", _stock(models, family, half)))}
 
 
-def _worker(rank: int, world: int, rendezvous: str, models: dict, full: bool, out: str) -> None:
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), VERL_PLATFORM="cpu")
-    torch.distributed.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world)
-    results, stock_of = {}, {}
-    for family in FAMILIES[full]:
-        path = models[family]
-        with mock.patch("engines._engine", SharedModels(_engine)):
-            for case in cases_of(family, world, full):
-                options = CASES[case]
-                key = family, repr(sorted(_stock_options(options).items()))
-                if key not in stock_of:
-                    stock_of[key] = _measure("fsdp2", path, rank, _stock_options(options))
-                # The check of itself once by family; it runs as many stock passes on every rank.
-                ours = options if case == "packed" or full else {"verify": "off"} | options
-                results[family, case] = _compare(_measure("prefix", path, rank, ours), stock_of[key])
-        if world == 1:
-            with _float64(family):
-                truth = _measure("fsdp2", path, rank, ALONE)
-            assert truth["log_probs"].dtype == torch.float64
-            results[family, "stock's own"] = _compare(stock_of[family, repr(sorted(ALONE.items()))], truth)
-    if world == 1:
-        for family in LEAKING:
-            with _float64(family):
-                results[family, "leak"] = _leak(family, models[f"{family} leak"])
-        stock = stock_of["qwen3_5_text", repr(sorted(ALONE.items()))]
-        for name, schedule in BROKEN.items():
-            options = CASES[schedule]
-            with pytest.MonkeyPatch.context() as patch:
-                getattr(broken_states, name)(patch)
-                off = _measure("prefix", models["qwen3_5_text"], rank, options | {"verify": "off"})
-                results[name] = _compare(off, stock)["errors"]
-                with pytest.raises(RuntimeError, match="prefix.verify, update 1: .*verify_action=fallback"):
-                    _measure("prefix", models["qwen3_5_text"], rank, options)
-        results["first step"] = _first_step_cost(models["qwen3_5_text"], rank, depends_on_rates(rank))
-    else:
-        options = {"schedule": "packed", "verify": 1}
-        results["accumulated"] = _accumulated(models["lfm2"], rank, options, ALONE)
-        data = _batch(0, 259, {"groups": [("a", 30, [9] * (4 - rank), "")]})
-        engine = _engine("prefix", models["lfm2"], {"schedule": "stock"})
-        alone = _log_probs(engine, data.copy(), use_remove_padding=False)
-        results["other numbers of rows"] = (_log_probs(engine, data) - alone).abs().max().item()
-    if full:
-        results |= _bf16(models, rank)
-    torch.save(results, f"{out}.{rank}")
-    torch.distributed.destroy_process_group()
-
-
-def _results(world: int, full: bool, tmp, spawn) -> list[dict]:
-    models = {name: write_tiny_model(tmp / name, family=name, initializer_range=0.1) for name in FAMILIES[full]}
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    tmp = tmp_path_factory.mktemp("recurrent")
+    found = {name: write_tiny_model(tmp / name, family=name, initializer_range=0.1) for name in FAMILIES[True]}
     layers = dict(num_hidden_layers=4, layer_types=["linear_attention"] * 3 + ["full_attention"])
     for family in LEAKING:
         path = tmp / f"{family}_leak"
-        models[f"{family} leak"] = write_tiny_model(path, family=family, initializer_range=0.3, **layers)
-    spawn(_worker, args=(world, str(tmp / "rendezvous"), models, full, str(tmp / "out")), nprocs=world)
-    return [torch.load(f"{tmp / 'out'}.{rank}") for rank in range(world)]
+        found[f"{family} leak"] = write_tiny_model(path, family=family, initializer_range=0.3, **layers)
+    return found
 
 
 @pytest.fixture(scope="module")
-def one_rank(tmp_path_factory, spawn):
-    return _results(1, False, tmp_path_factory.mktemp("recurrent"), spawn)
+def one_rank(ranks, models):
+    return ranks(1, models)
 
 
 @pytest.fixture(scope="module")
-def two_ranks(tmp_path_factory, spawn):
-    return _results(2, False, tmp_path_factory.mktemp("recurrent"), spawn)
+def two_ranks(ranks, models):
+    return ranks(2, models)
 
 
-def _limits(result: dict, family: str) -> dict[str, float]:
+def _limits(one_rank, family: str) -> dict[str, float]:
     """5e-6; or what lies between two that are each as far from float64 as stock is: twice that."""
-    return {name: max(TOLERANCE, 2 * error) for name, error in result[family, "stock's own"]["errors"].items()}
+    (own,) = one_rank(_stocks_own, family)
+    return {name: max(TOLERANCE, 2 * error) for name, error in own.items()}
 
 
-def _assert_equal(results: list[dict], family: str, case: str, limits: dict[str, float]) -> None:
+def _assert_equal(results: list[dict], limits: dict[str, float]) -> None:
     for rank, result in enumerate(results):
-        found = result[family, case]["errors"]
+        found = result["errors"]
         worst = {name: error for name, error in found.items() if not error <= limits.get(name, TOLERANCE)}
         assert not worst, f"rank {rank}: relative errors {worst} over {limits}"
 
 
-@pytest.mark.parametrize(("family", "case"), [(f, c) for f in FAMILIES[False] for c in cases_of(f, 1, False)])
+def _of(world: int) -> list[tuple[str, str]]:
+    return [(family, case) for family in FAMILIES[False] for case in cases_of(family, world)]
+
+
+# The check of itself once by family; it runs as many stock passes on every rank.
+@pytest.mark.parametrize(("family", "case"), _of(1))
 def test_engine_computes_what_stock_computes_row_by_row(one_rank, family, case):
-    _assert_equal(one_rank, family, case, _limits(one_rank[0], family))
+    _assert_equal(one_rank(_case, family, case, case == "packed"), _limits(one_rank, family))
 
 
-@pytest.mark.parametrize(("family", "case"), [(f, c) for f in FAMILIES[False] for c in cases_of(f, 2, False)])
+@pytest.mark.parametrize(("family", "case"), _of(2))
 def test_engine_computes_what_stock_computes_row_by_row_on_two_ranks(one_rank, two_ranks, family, case):
-    _assert_equal(two_ranks, family, case, _limits(one_rank[0], family))
+    _assert_equal(two_ranks(_case, family, case, case == "packed"), _limits(one_rank, family))
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("family", FAMILIES[True])
 @pytest.mark.parametrize("world", [1, 2])
-def test_every_case_of_every_family(world, one_rank, tmp_path, spawn):
-    results = _results(world, True, tmp_path, spawn)
-    for family in FAMILIES[True]:
-        limits = _limits(one_rank[0], family) if world == 2 and family in FAMILIES[False] else {}
-        for case in CASES:
-            _assert_equal(results, family, case, _limits(results[0], family) if world == 1 else limits)
-    for result in results:
-        for name, found in result.items():
-            if isinstance(name, tuple) and name[1].startswith("bf16"):
-                assert all(error <= 1.3 * found["stock"][key] for key, error in found["ours"].items()), (name, found)
+def test_every_case_of_every_family(ranks, models, one_rank, world, family, case):
+    limits = _limits(one_rank, family) if world == 1 or family in FAMILIES[False] else {}
+    _assert_equal(ranks(world, models)(_case, family, case, True), limits)
 
 
-def test_stocks_path_is_stock_row_by_row_to_the_bit(one_rank, two_ranks):
-    for result in one_rank + two_ranks:
-        found = result["qwen3_5_text", "gate_shut"]
+@pytest.mark.full
+@pytest.mark.parametrize("case", FEW)
+@pytest.mark.parametrize("family", ["qwen3_5_text", "granitemoehybrid"])
+@pytest.mark.parametrize("world", [1, 2])
+def test_bf16_misses_fp32_by_no_more_than_stock_does(ranks, models, world, family, case):
+    for found in ranks(world, models)(_bf16, family, case):
+        assert all(error <= 1.3 * found["stock"][key] for key, error in found["ours"].items()), found
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_stocks_path_is_stock_row_by_row_to_the_bit(ranks, models, world):
+    for found in ranks(world, models)(_case, "qwen3_5_text", "gate_shut", False):
         assert max(found["errors"][name] for name in ("log_probs", "loss", "grad_norm", "grads", "params")) == 0
         assert found["metrics"]["prefix/reuse_fraction"] == [0.0]
 
 
 def test_ranks_with_other_numbers_of_rows_do_not_wait_for_each_other(two_ranks):
-    assert all(result["other numbers of rows"] <= TOLERANCE for result in two_ranks)
+    assert max(two_ranks(_other_numbers_of_rows)) <= TOLERANCE
 
 
 @pytest.mark.parametrize("family", LEAKING)
@@ -288,7 +304,7 @@ def test_verls_packed_rows_leak_and_our_stock_path_does_not(one_rank, family):
     import transformers
     import verl
 
-    leak = one_rank[0][family, "leak"]
+    leak = dict(one_rank(_leaks, family)[0])
     print(
         f"{family}, verl {verl.__version__}, transformers {transformers.__version__}, torch {torch.__version__}: {leak}"
     )
@@ -297,29 +313,30 @@ def test_verls_packed_rows_leak_and_our_stock_path_does_not(one_rank, family):
 
 
 @pytest.mark.parametrize("broken", BROKEN)
-def test_broken_states_are_far_from_stock(one_rank, broken):
-    """That the self-check raises is asserted in the worker."""
-    errors = one_rank[0][broken]
-    assert errors["grads"] > 1e3 * _limits(one_rank[0], "qwen3_5_text")["grads"], errors
+def test_broken_states_are_far_from_stock_and_seen_by_the_self_check(one_rank, broken):
+    (errors,) = one_rank(_broken, broken)
+    assert errors["grads"] > 1e3 * _limits(one_rank, "qwen3_5_text")["grads"], errors
     if "gradients" in broken:
         assert errors["log_probs"] <= TOLERANCE, "which log-probs do not show"
 
 
-def test_self_check_passes_and_its_figures_are_those_of_recurrent_layers(one_rank, two_ranks):
-    for result in one_rank + two_ranks:
-        for family, case in [x for x in result if isinstance(x, tuple) and x[1] == "packed"]:
-            metrics = result[family, case]["metrics"]
-            assert 0 < metrics["prefix/verify_gradients"][0] <= 3, family
-            assert metrics["prefix/verify_recurrence"][0] <= 3, family
-            assert metrics["prefix/reuse_fraction"][0] > 0.3, family
+@pytest.mark.parametrize(
+    ("world", "family"), [(world, family) for world in (1, 2) for family, case in _of(world) if case == "packed"]
+)
+def test_self_check_passes_and_its_figures_are_those_of_recurrent_layers(ranks, models, world, family):
+    for result in ranks(world, models)(_case, family, "packed", True):
+        metrics = result["metrics"]
+        assert 0 < metrics["prefix/verify_gradients"][0] <= 3
+        assert metrics["prefix/verify_recurrence"][0] <= 3
+        assert metrics["prefix/reuse_fraction"][0] > 0.3
 
 
 def test_a_batch_that_checks_itself_adds_its_gradients_to_those_before(one_rank, two_ranks):
-    for result in two_ranks:
-        seen, error = result["accumulated"]
-        assert seen == ["check"] and error <= _limits(one_rank[0], "lfm2")["grads"]
+    for seen, error in two_ranks(_adds):
+        assert seen == ["check"] and error <= _limits(one_rank, "lfm2")["grads"]
 
 
 def test_first_step_costs_at_most_a_fifth_of_stocks_update_from_64_rows_on(one_rank):
-    print(f"the first step costs {one_rank[0]['first step']:.3f} of stock's update")
-    assert 0.14 < one_rank[0]["first step"] <= 0.2
+    (cost,) = one_rank(_first_step)
+    print(f"the first step costs {cost:.3f} of stock's update")
+    assert 0.14 < cost <= 0.2

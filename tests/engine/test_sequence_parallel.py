@@ -1,11 +1,11 @@
 """Ulysses sequence parallelism: PrefixFSDPEngine on groups of 2 and 4 gloo ranks against stock verl without it, fp32.
 
 The same rows. verl's own path under it runs with a dense stand-in for flash attention. Does not exercise CUDA or
-NCCL. One set of processes per number of ranks runs every case; the tests read what came back.
+NCCL. Each case is a job on ranks that stay up.
 """
 
-import functools
-import os
+import contextlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from unittest import mock
 
@@ -15,7 +15,7 @@ import torch
 import vision_engines
 from engines import TOLERANCE, _compare
 from shared_models import OURS, SharedModels
-from whole_tensors import whole
+from torch.distributed import get_rank
 
 from verl_prefix.testing import write_tiny_model
 
@@ -64,15 +64,35 @@ FEW = [
 ]  # fmt: skip
 
 
-def _parts(case: str | tuple[str, str]) -> tuple:
-    """The test module whose `_measure` runs a case, its model and its options."""
+# What follows runs on ranks, which are given the models first; engines share what takes longest to build.
+STOCK, SHARED = {}, SharedModels(engines._engine)
+Case = str | tuple[str, str]
+
+
+@contextlib.contextmanager
+def _prepared() -> Iterator[None]:
+    import verl  # noqa: F401  # first: it imports its plugin, ours
+    from transformers.modeling_outputs import BaseModelOutputWithPooling
+
+    with (
+        mock.patch("engines._engine", SHARED),
+        # See test_vision_engine.
+        mock.patch.object(BaseModelOutputWithPooling, "mean", lambda x: x.pooler_output.mean(), create=True),
+    ):
+        yield
+
+
+def _parts(case: Case) -> tuple[Callable[..., dict], str, dict]:
+    """What measures a case, its model and its options."""
     if case in CASES:
-        return engines, CASES[case].get("family", "qwen3"), CASES[case]
+        return engines._measure, CASES[case].get("family", "qwen3"), CASES[case]
     family, name = case
-    return vision_engines, family, VISION[name]
+    return vision_engines._measure, family, VISION[name]
 
 
-def _stock_options(family: str, options: dict) -> dict:
+def _stock(models: dict, folder: str, case: Case) -> str:
+    """A file with what the stock engine makes of a case's rows; its ranks are those that compute data in parallel."""
+    measure, family, options = _parts(case)
     options = {name: x for name, x in options.items() if name not in (*OURS, "budget")}
     attention = options.get("attn_implementation")
     if attention == "varlen_on_cpu":
@@ -80,108 +100,92 @@ def _stock_options(family: str, options: dict) -> dict:
     # transformers' eager gpt_oss reads across packed rows, and verl's Qwen2.5-VL needs flash attention for them.
     if attention == "eager" or family == "qwen2_5_vl":
         options["use_remove_padding"] = False
-    return options
+    if (key := repr((family, sorted(options.items())))) not in STOCK:
+        with _prepared():
+            found = measure("fsdp2", models[family], get_rank(), options)
+        STOCK[key] = f"{folder}{len(STOCK)}.{get_rank()}"
+        torch.save(found, STOCK[key])
+    return STOCK[key]
 
 
-def _key(case: str | tuple[str, str]) -> str:
-    _, family, options = _parts(case)
-    return repr((family, sorted(_stock_options(family, options).items())))
+def _case(models: dict, size: int, truth: tuple[str, ...], case: Case, **changed: object) -> dict:
+    measure, family, options = _parts(case)
+    data_rank = get_rank() // size
+    with _prepared():
+        ours = measure("prefix", models[family], data_rank, {"ulysses": size, "verify": "off"} | options | changed)
+    return _compare(ours, torch.load(truth[data_rank], weights_only=False))
 
 
-def _join(rank: int, world: int, rendezvous: str) -> None:
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), VERL_PLATFORM="cpu")
-    torch.distributed.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world)
-    import verl  # noqa: F401  # first: it imports its plugin, ours
-
-    engines._engine = vision_engines._engine = SharedModels(engines._engine)
-
-
-def _stock_worker(rank: int, world: int, rendezvous: str, models: dict, cases: list, out: str) -> None:
-    """Every case's rows by the stock engine, whose ranks are those that compute data in parallel."""
-    _join(rank, world, rendezvous)
-    from transformers.modeling_outputs import BaseModelOutputWithPooling
-
-    BaseModelOutputWithPooling.mean = lambda output: output.pooler_output.mean()  # see test_vision_engine
-    found = {}
-    for case in cases:
-        if (key := _key(case)) not in found:
-            module, family, options = _parts(case)
-            found[key] = module._measure("fsdp2", models[family], rank, _stock_options(family, options))
-    torch.save(found, f"{out}.{rank}")
-    torch.distributed.destroy_process_group()
-
-
-def _worker(rank: int, world: int, rendezvous: str, size: int, models: dict, cases: list, stock: str, out: str) -> None:
-    _join(rank, world, rendezvous)
-    from verl_prefix.auto import chooser
-    from verl_prefix.core import sequence_parallel
-    from verl_prefix.engine import exchange
-
-    data_rank, truth = rank // size, torch.load(f"{stock}.{rank // size}", weights_only=False)
-
-    default = {"ulysses": size, "verify": "off"}
-
-    def compared(case, **changed) -> dict:
-        module, family, options = _parts(case)
-        ours = module._measure("prefix", models[family], data_rank, default | options | changed)
-        return _compare(ours, truth[_key(case)])
-
-    results = {case: compared(case) for case in cases}
-
-    def broken(**changed) -> float:
-        """The largest relative error of a parameter's gradient in the case packed."""
-        options = default | CASES["packed"]
-        engine = engines._engine("prefix", models["qwen3"], options)
-        data = engines._batch(data_rank, engine.model_config.hf_config.vocab_size, options)
-        with mock.patch.multiple(sequence_parallel.Shards, **changed), engine.train_mode(disable_auto_offload=True):
-            engine.forward_backward_batch(data, engines._loss(options))
-            grads = whole({n: p.grad for n, p in engine.module.named_parameters()})
-        wanted = truth[_key("packed")]["grads"]
-        return max(engines._relative(grads[name], grad) for name, grad in wanted.items())
-
-    attention_of, keep = sequence_parallel.Shards.to_heads, sequence_parallel.Shards.keep
+def _pads_count(sequence_parallel) -> dict:
+    to_heads = sequence_parallel.Shards.to_heads
 
     def pads_count(self, q, k, v):  # the first token of a row is seen twice by those behind it
-        found = attention_of(self, q, k, v)
+        found = to_heads(self, q, k, v)
         return found[0], *(torch.cat([x[:1], x[:1], x[2:]]) for x in found[1:])
 
-    results["a pad that counts"] = broken(to_heads=pads_count)
-    results["keys of the wrong heads"] = broken(
-        to_heads=lambda self, q, k, v: attention_of(self, q, k.flip(1), v.flip(1))
-    )
-    results["a slice shifted by one"] = broken(
-        keep=lambda self, tokens: (lambda mine, places: (mine, places.roll(1)))(*keep(self, tokens))
-    )
-    results["gradients not times n"] = broken(
-        gather=lambda self, outputs, places: sequence_parallel._Gather.apply(
-            outputs / self.size + (outputs - outputs / self.size).detach(), self.group
-        ).index_select(0, places)
-    )
-    # Every rank but the first finds verl's own path nine times as dear as ours, the first finds it half as dear.
-    priced = {0: [1.0, 2.0, 2.0]}.get(rank, [9.0, 1.0, 1.0])
+    return {"to_heads": pads_count}
+
+
+def _keys_of_the_wrong_heads(sequence_parallel) -> dict:
+    to_heads = sequence_parallel.Shards.to_heads
+    return {"to_heads": lambda self, q, k, v: to_heads(self, q, k.flip(1), v.flip(1))}
+
+
+def _a_slice_shifted_by_one(sequence_parallel) -> dict:
+    keep = sequence_parallel.Shards.keep
+    return {"keep": lambda self, tokens: (lambda mine, places: (mine, places.roll(1)))(*keep(self, tokens))}
+
+
+def _gradients_not_times_n(sequence_parallel) -> dict:
+    def gather(self, outputs, places):
+        whole_or_not = outputs / self.size + (outputs - outputs / self.size).detach()
+        return sequence_parallel._Gather.apply(whole_or_not, self.group).index_select(0, places)
+
+    return {"gather": gather}
+
+
+BROKEN = (_pads_count, _keys_of_the_wrong_heads, _a_slice_shifted_by_one, _gradients_not_times_n)
+
+
+def _broken(models: dict, size: int, truth: tuple[str, ...], broken: Callable[..., dict]) -> float:
+    """The largest relative error of a parameter's gradient in the case packed."""
+    from verl_prefix.core import sequence_parallel
+
+    with mock.patch.multiple(sequence_parallel.Shards, **broken(sequence_parallel)):
+        return _case(models, size, truth, "packed")["errors"]["grads"]
+
+
+def _priced_differently(models: dict, size: int, truth: tuple[str, ...]) -> dict:
+    """Every rank but the first finds verl's own path nine times as dear as ours, the first finds it half as dear."""
+    from verl_prefix.auto import chooser
+
+    priced = {0: [1.0, 2.0, 2.0]}.get(get_rank(), [9.0, 1.0, 1.0])
     with mock.patch.object(chooser, "price", lambda *_: priced):
-        results["ranks that price differently"] = compared("auto_verified", min_speedup=1.05, verify="off")
-    results["trace"] = _recorded(models["qwen3"], data_rank, size, f"{out}.trace")
-    if world > size:
-        describe = exchange.describe
-        with mock.patch.object(exchange, "describe", None if rank == world - 1 else describe):
-            try:
-                compared("packed", exchange="auto")
-            except Exception as error:
-                results["a rank that fails"] = f"{type(error).__name__}: {error}"
-    torch.save(results, f"{out}.{rank}")
-    torch.distributed.destroy_process_group()
+        return _case(models, size, truth, "auto_verified", min_speedup=1.05, verify="off")
 
 
-def _recorded(path: str, data_rank: int, size: int, folder: str) -> list[str]:
+def _recorded(models: dict, size: int, folder: str) -> list[str]:
     """Rows of one optimizer step of every rank, in one trace; its files."""
     options = {"ulysses": size, "verify": "off", "schedule": "packed", "trace_dir": folder}
-    engine = engines._engine("prefix", path, options)
-    data = engines._batch(data_rank, engine.model_config.hf_config.vocab_size, options)
+    with _prepared():
+        engine = engines._engine("prefix", models["qwen3"], options)
+    data = engines._batch(get_rank() // size, engine.model_config.hf_config.vocab_size, options)
     with engine.train_mode(disable_auto_offload=True):
         engine.train_batch(data, engines._loss(options))
     torch.distributed.barrier()
     return sorted(str(file.relative_to(folder)) for file in Path(folder).rglob("*.safetensors"))
+
+
+def _fails_on_the_last_rank(models: dict, size: int, truth: tuple[str, ...]) -> str:
+    from verl_prefix.engine import exchange
+
+    last = get_rank() == torch.distributed.get_world_size() - 1
+    with mock.patch.object(exchange, "describe", None if last else exchange.describe):
+        try:
+            _case(models, size, truth, "packed", exchange="auto")
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+    return ""
 
 
 @pytest.fixture(scope="module")
@@ -197,99 +201,106 @@ def models(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def stock(models, tmp_path_factory, spawn):
-    """(ranks that compute data in parallel, cases) -> files of their results, by verl's engine on so many ranks."""
-    tmp = tmp_path_factory.mktemp("stock")
+def stock(models, ranks, tmp_path_factory):
+    """(ranks that compute data in parallel, case) -> files of stock's results, one of each of them."""
+    folder = str(tmp_path_factory.mktemp("stock"))
 
-    @functools.cache
-    def run(world: int, cases: tuple) -> str:
-        out = f"{tmp}/{world}_{len(cases)}"
-        spawn(_stock_worker, args=(world, f"{out}.rendezvous", models, list(cases), out), nprocs=world)
-        return out
+    def run(world: int, case: Case) -> tuple[str, ...]:
+        return tuple(ranks(world, models)(_stock, f"{folder}/{world}_", case))
 
     return run
 
 
-FULL = [pytest.param((name, tuple(ALL)), id=f"{name}-all", marks=pytest.mark.full) for name in ("sp4", "dp2_sp2")]
-PARTS = [pytest.param((name, tuple(ALL if name == "sp2" else FEW)), id=name) for name in GROUPS]
+@pytest.fixture
+def results(models, stock, ranks):
+    """What a job is of a case on the ranks of GROUPS, which are given stock's results of that case."""
+
+    def run(name: str, job: Callable, case: Case, *args: object) -> list:
+        world, size = GROUPS[name]
+        return ranks(world, models)(job, size, stock(world // size, case), *args)
+
+    return run
 
 
-@pytest.fixture(scope="module", params=[*PARTS, *FULL])
-def results(request, models, stock, tmp_path_factory, spawn):
-    name, cases = request.param
-    tmp, (world, size) = tmp_path_factory.mktemp("ulysses"), GROUPS[name]
-    truth = stock(world // size, tuple(ALL) if world == size else cases)  # of one rank, the same for sp2 and sp4
-    spawn(_worker, args=(world, f"{tmp}/rendezvous", size, models, list(cases), truth, f"{tmp}/out"), nprocs=world)
-    return [torch.load(f"{tmp / 'out'}.{rank}") for rank in range(world)]
+RUNS = [
+    pytest.param(name, case, marks=() if name == "sp2" or case in FEW else pytest.mark.full, id=f"{name}-{case}")
+    for name in GROUPS for case in ALL
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("case", ALL, ids=str)
-def test_ranks_of_a_group_compute_what_the_stock_engine_computes_on_one(results, case):
-    if case not in results[0]:
-        pytest.skip("in test-full")
-    for rank, result in enumerate(results):
-        worst = {name: error for name, error in result[case]["errors"].items() if not error <= TOLERANCE}
+@pytest.mark.parametrize(("name", "case"), RUNS)
+def test_ranks_of_a_group_compute_what_the_stock_engine_computes_on_one(results, name, case):
+    for rank, result in enumerate(results(name, _case, case, case)):
+        worst = {name: error for name, error in result["errors"].items() if not error <= TOLERANCE}
         assert not worst, f"rank {rank}: relative errors over {TOLERANCE}: {worst}"
 
 
-@pytest.mark.parametrize(
-    "case", ["a pad that counts", "keys of the wrong heads", "a slice shifted by one", "gradients not times n"]
-)
-def test_what_is_broken_on_purpose_is_far_off(results, case):
-    for result in results:
-        assert result[case] > 100 * TOLERANCE
+@pytest.mark.parametrize("broken", BROKEN)
+@pytest.mark.parametrize("name", GROUPS)
+def test_what_is_broken_on_purpose_is_far_off(results, name, broken):
+    assert min(results(name, _broken, "packed", broken)) > 100 * TOLERANCE
 
 
-def test_a_case_shares_or_takes_verls_path_as_it_should(results):
-    for result in results:
-        assert result["phased"]["metrics"]["prefix/reuse_fraction"][0] > 0.3
-        assert result["phased"]["metrics"]["prefix/waves"][0] >= 1
-        assert result["gate_shut"]["metrics"]["prefix/reuse_fraction"] == [0.0]
-        assert 0 < result["auto_verified"]["metrics"]["prefix/verify_attention"][0] <= 2
-        assert 0 < result["auto_verified"]["metrics"]["prefix/verify_log_probs"][0] <= 3
-        assert result["qwen3_vl", "scattered"]["metrics"]["prefix/groups"][0] > 1
+@pytest.mark.parametrize("name", GROUPS)
+def test_a_case_shares_or_takes_verls_path_as_it_should(results, name):
+    def metrics(case: Case) -> list[dict]:
+        return [result["metrics"] for result in results(name, _case, case, case)]
+
+    for found in metrics("phased"):
+        assert found["prefix/reuse_fraction"][0] > 0.3
+        assert found["prefix/waves"][0] >= 1
+    for found in metrics("gate_shut"):
+        assert found["prefix/reuse_fraction"] == [0.0]
+    for found in metrics("auto_verified"):
+        assert 0 < found["prefix/verify_attention"][0] <= 2
+        assert 0 < found["prefix/verify_log_probs"][0] <= 3
+    for found in metrics(("qwen3_vl", "scattered")):
+        assert found["prefix/groups"][0] > 1
 
 
-def test_experts_loads_are_those_of_every_row_by_itself(results, models):
+@pytest.mark.parametrize("name", GROUPS)
+def test_experts_loads_are_those_of_every_row_by_itself(results, models, name):
     """verl computes a row's last token as well, which no loss reads; ours are of all others."""
     from transformers import AutoModelForCausalLM
 
     model, chosen = AutoModelForCausalLM.from_pretrained(models["qwen3_moe"]), []
     for layer in model.model.layers:
         layer.mlp.gate.register_forward_hook(lambda module, args, output: chosen.append(output[2].flatten()))
-    for rank in range(2 if "a rank that fails" in results[0] else 1):
+    world, size = GROUPS[name]
+    for rank in range(world // size):
         for row in engines._batch(rank, model.config.vocab_size, {})["input_ids"].unbind():
             with torch.no_grad():
                 model(input_ids=row[:-1].unsqueeze(0), use_cache=False)
     loads = torch.stack([torch.cat(chosen[layer :: len(model.model.layers)]).bincount(minlength=4) for layer in (0, 1)])
     excess = loads * 4 / loads.sum(1, keepdim=True) - 1
-    for result in results:
-        metrics = {name: x for name, (x,) in result["moe"]["metrics"].items() if name.startswith("prefix/moe/")}
+    for result in results(name, _case, "moe", "moe"):
+        metrics = {name: x for name, (x,) in result["metrics"].items() if name.startswith("prefix/moe/")}
         assert metrics == {
             "prefix/moe/max_vio/max": pytest.approx(excess.max().item()),
             "prefix/moe/max_vio/avg": pytest.approx(excess.amax(1).mean().item()),
             "prefix/moe/avg_vio/max": pytest.approx(excess.abs().mean(1).max().item()),
             "prefix/moe/avg_vio/avg": pytest.approx(excess.abs().mean().item()),
         }
-        assert not any(name.startswith("prefix/moe/") for name in result["packed"]["metrics"])
+    for result in results(name, _case, "packed", "packed"):
+        assert not any(name.startswith("prefix/moe/") for name in result["metrics"])
 
 
-def test_ranks_that_price_differently_take_the_same_path(results):
+@pytest.mark.parametrize("name", GROUPS)
+def test_ranks_that_price_differently_take_the_same_path(results, name):
     """If the data-parallel ranks alone agreed, those of a group would wait for each other."""
-    for result in results:
-        found = result["ranks that price differently"]
+    for found in results(name, _priced_differently, "auto_verified"):
         assert max(found["errors"].values()) <= TOLERANCE
         assert found["metrics"]["prefix/predicted_speedup"] == [9.0 / 2.0]
 
 
-def test_a_trace_has_every_row_once(results):
-    data_ranks = 2 if "a rank that fails" in results[0] else 1
-    for result in results:
-        assert len(result["trace"]) == data_ranks, result["trace"]
+@pytest.mark.parametrize("name", GROUPS)
+def test_a_trace_has_every_row_once(ranks, models, tmp_path, name):
+    world, size = GROUPS[name]
+    for files in ranks(world, models)(_recorded, size, str(tmp_path)):
+        assert len(files) == world // size, files
 
 
 def test_an_exchange_that_fails_on_one_rank_fails_on_all(results):
-    if "a rank that fails" not in results[0]:
-        pytest.skip("one rank computes data in parallel")
-    told = [result["a rank that fails"] for result in results]
+    """On two ranks that compute data in parallel."""
+    told = results("dp2_sp2", _fails_on_the_last_rank, "packed")
     assert told[-1].startswith("TypeError") and all("rank 3 failed while describing rows" in x for x in told[:-1])
