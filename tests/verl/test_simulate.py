@@ -489,8 +489,7 @@ def test_plan_simulates_a_command_and_says_that_nothing_fits(elsewhere, tmp_path
     found = json.loads((tmp_path / "plan.json").read_text())["simulated"]
     assert list(found["arms"]) == ["stock", "stock_row", "stock_lean", "packed", "phased", "phased+offload"]
     for arm in found["arms"].values():
-        keys = {"peak_gib", "owners_gib", "host_gib", "flops", "seconds", "bound_seconds", "launches", "host_syncs",
-                "collective_bytes"}  # fmt: skip
+        keys = {"peak_gib", "owners_gib", "host_gib", "flops", "seconds", "launches", "host_syncs", "collective_bytes"}
         assert all(phase.keys() == keys for phase in arm["phases"].values())
     packed = found["arms"]["packed"]
     assert packed["flop_ratio"] > packed["flop_ratio_over_lean"] > 2 and not packed["fits"]
