@@ -4,7 +4,7 @@ matplotlib is imported here alone. It is optional: without it a report has no pl
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -73,8 +73,8 @@ class Bars:
     unit: str
     x: str
     ticks: Sequence[str]
-    bars: dict[str, Values]
-    lines: tuple[str, dict[str, Values]] = ("", {})
+    bars: Mapping[str, Values]
+    lines: tuple[str, Mapping[str, Values]] = ("", {})
     texts: Sequence[str] = ()
 
     def labels(self) -> list[str]:

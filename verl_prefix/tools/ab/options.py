@@ -1,7 +1,6 @@
 """The command line of `verl-prefix ab`; what is wrong with it is said before torch and verl are imported."""
 
 import dataclasses
-import math
 from pathlib import Path
 
 STOCK, REPACKED, TRUTH = "stock", "stock_repacked", "truth"
@@ -25,20 +24,10 @@ class Options:
     ranks: int | None = None
     dtype: str | None = None
     truth_steps: int = 3
-    lr: float | None = None
 
     def __post_init__(self) -> None:
-        for name in self.arms:
-            if name not in ARMS or self.arms.count(name) > 1:
-                raise ValueError(f"--arms {','.join(self.arms)}: name each of {', '.join(ARMS)} at most once")
         if self.arms == (REPACKED,):
             raise ValueError(f"--arms {REPACKED} is stock again; add one of {', '.join(ARMS[:-1])} to compare")
-        numbers = ("steps", self.steps, 1), ("ranks", self.ranks, 1), ("truth-steps", self.truth_steps, 0)
-        for option, value, least in numbers:
-            if value is not None and value < least:
-                raise ValueError(f"--{option} {value}: give {least} or more")
-        if self.lr is not None and not 0 <= self.lr < math.inf:
-            raise ValueError(f"--lr {self.lr}: give a learning rate of 0 or more")
         if self.trace and not Path(self.trace).is_dir():
             raise ValueError(
                 f"--trace {self.trace} is not a folder; record a trace with actor_rollout_ref.actor.prefix.trace_dir"

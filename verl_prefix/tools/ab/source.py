@@ -48,8 +48,6 @@ class Source:
         self.manifest["model"]["path"] = str(model)
         if options.dtype:
             self.manifest["engine"]["mixed_precision"] = _mixed_precision(options.dtype)
-        if options.lr is not None:
-            self.manifest["optimizer"]["lr"] = options.lr
         dtype = precision(self.manifest)
         if dtype == "fp16":
             raise ValueError(
