@@ -221,12 +221,12 @@ def test_a_replay_that_is_killed_leaves_a_whole_report_of_the_steps_until_then(t
     monkeypatch.setattr(verdict, "build", lambda described, steps: described | {"steps": steps})
     record = ab.Record(tmp_path / "out", {"num_steps": 3})
     record.start()
-    assert record.report() is None
+    assert record.steps() == []
     record.add({"step": 1})
     with (tmp_path / "out" / "steps.jsonl").open("a") as steps:
         steps.write('{"step": 2, "ar')  # cut by a full disk or a kill
-    expected = {"num_steps": 3, "steps": [{"step": 1}]}
-    assert json.loads((tmp_path / "out" / "report.json").read_text()) == record.report() == expected
+    written = json.loads((tmp_path / "out" / "report.json").read_text())
+    assert written == {"num_steps": 3, "steps": [{"step": 1}]} and record.steps() == written["steps"]
 
 
 @pytest.mark.ray
@@ -240,7 +240,6 @@ def test_a_report_is_not_overwritten_and_a_damaged_trace_is_an_error(recorded, n
     assert code(recorded / "output") == 2, "a file, not a folder"
     assert code(tmp_path, "--steps", num_steps + 1) == 2
     assert code(tmp_path, "--ranks", 3) == 2
-    assert code(tmp_path, "--arms", "packed,nonsense") == 2
     assert code(tmp_path, "--arms", "stock_repacked") == 2
     assert code(tmp_path, "--dtype", "bf16", "--truth-steps", 0) == 2
     assert code(tmp_path, "--model", tmp_path) == 2

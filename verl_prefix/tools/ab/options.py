@@ -10,15 +10,15 @@ ARMS = ("auto", "packed", "phased", REPACKED)  # that are compared with stock: i
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """The command line; None leaves a value to the trace.
+    """The command line; None and "" leave a value to the trace.
 
     Raises:
         ValueError: an option cannot be, or does not go with the trace.
     """
 
-    trace: str | None = None
+    trace: str = ""
     synthetic: tuple[int, int, int, int] | None = None
-    model: str | None = None
+    model: str = ""
     arms: tuple[str, ...] = ("auto",)
     steps: int | None = None
     ranks: int | None = None
@@ -32,7 +32,7 @@ class Options:
             raise ValueError(
                 f"--trace {self.trace} is not a folder; record a trace with actor_rollout_ref.actor.prefix.trace_dir"
             )
-        if self.synthetic and self.model is None:
+        if self.synthetic and not self.model:
             raise ValueError("--synthetic P,S,G,N needs --model with a model's folder")
         if self.synthetic and self.synthetic[2] == 1:
             raise ValueError("--synthetic with groups of one row has advantages of zero; give G of 2 or more")

@@ -139,7 +139,7 @@ def draw(report: dict[str, Any], path: Path) -> bool:
         return Bars(title, unit, "pass", ticks, heights)
 
     truth = [(arm, [step["truth_errors"][arm]["params"] for step in known]) for arm in arms if known]
-    panels = [
+    panels: list[Curves | Bars] = [
         drift("max_fp32", "Weights: largest difference from stock"),
         drift("rmse_fp32", "Weights: RMSE from stock"),
         Curves(
@@ -157,8 +157,10 @@ def draw(report: dict[str, Any], path: Path) -> bool:
 def write_json(report: dict[str, Any], output: Path) -> None:
     """Writes report.json, floats with six digits: a report of many steps is for reading. JSON has no word for NaN and
     infinity but null. Raises OSError where it cannot."""
-    short = dict(parse_float=lambda text: float(f"{float(text):.6g}"), parse_constant=lambda _: None)
-    write_whole(output / "report.json", json.dumps(json.loads(json.dumps(report), **short)) + "\n")
+    short = json.loads(
+        json.dumps(report), parse_float=lambda text: float(f"{float(text):.6g}"), parse_constant=lambda _: None
+    )
+    write_whole(output / "report.json", json.dumps(short) + "\n")
 
 
 def write(

@@ -102,8 +102,7 @@ def compare_seconds(stock: Steps, ours: Steps, steps: Iterable[int], names: Iter
     seconds follow the length of a step's prompts."""
     timings = {}
     for name in names:
-        pairs = [(stock[step].get(name), ours[step].get(name)) for step in steps]
-        pairs = [pair for pair in pairs if all(pair)]
+        pairs = [(a, b) for step in steps if (a := stock[step].get(name)) and (b := ours[step].get(name))]
         if pairs:
             medians = [statistics.median(seconds) for seconds in zip(*pairs, strict=True)]
             timings[name] = {"stock_s": medians[0], "prefix_s": medians[1], "ratios": [a / b for a, b in pairs]}
@@ -128,7 +127,7 @@ def build(paths: list[str], runs: list[Steps]) -> dict[str, Any]:
     one_update = not any(abs(values.get(OFF_POLICY, 0.0)) > ROUNDING for values in first)  # NaN does not excuse
     for name in JUDGED if same and one_update else ():
         if any(name in values for values in first):  # a metric that one run lacks is none that agrees
-            error = relative_difference(*(values.get(name) for values in first))
+            error = relative_difference(first[0].get(name), first[1].get(name))
             check(f"step {common[0]}: {name}", error, TOLERANCE)
     bad = sum(not math.isfinite(run[step].get("actor/grad_norm", math.nan)) for run in runs for step in common)
     check("steps without a finite actor/grad_norm", float(bad), 0.0)
@@ -138,7 +137,8 @@ def build(paths: list[str], runs: list[Steps]) -> dict[str, Any]:
         if (lonely := sorted(set(run) - set(common)))
     ]
     timed = common[1:] or common  # the first step warms up, measures rates and checks itself
-    timings = compare_seconds(*runs, timed, sorted(n for n in runs[0][common[-1]] if n.startswith("timing_s/")))
+    names = sorted(name for name in runs[0][common[-1]] if name.startswith("timing_s/"))
+    timings = compare_seconds(runs[0], runs[1], timed, names)
     for row in timings.values():
         row |= {"n": len(row["ratios"]), "speedup": statistics.median(row["ratios"])}
     return {
