@@ -160,6 +160,11 @@ def markdown(report: dict[str, Any]) -> str:
     """report.md."""
     a, b = report["runs"]
     common = report["common_steps"]
+    checked = [(t["name"], f"{t['value']:.2e}", f"{t['limit']:.2e}", t["holds"]) for t in report["tolerances"]]
+    timings = [
+        (name, row["n"], f"{row['stock_s']:.3f}", f"{row['prefix_s']:.3f}", f"{row['speedup']:.2f}")
+        for name, row in report["timings"].items()
+    ]
     lines = [
         f"# {a} against {b}: {'every tolerance holds' if report['holds'] else 'NOT every tolerance holds'}",
         "",
@@ -167,28 +172,15 @@ def markdown(report: dict[str, Any]) -> str:
         _unjudged(report) or "The runs sampled the same responses in their first step: its metrics are judged.",
         *(f"\nNote: {note}." for note in report["notes"]),
         "",
-        *table(
-            ("tolerance", "value", "limit", "holds"),
-            [(t["name"], f"{t['value']:.2e}", f"{t['limit']:.2e}", t["holds"]) for t in report["tolerances"]],
-        ),
-        *table(
-            (f"median seconds, step {report['timed_steps'][0]} on", "n", a, b, "speed-up"),
-            [
-                (name, row["n"], f"{row['stock_s']:.3f}", f"{row['prefix_s']:.3f}", f"{row['speedup']:.2f}")
-                for name, row in report["timings"].items()
-            ],
-        ),
+        *table(("tolerance", "value", "limit", "holds"), checked),
+        *table((f"median seconds, step {report['timed_steps'][0]} on", "n", a, b, "speed-up"), timings),
     ]
     first, last = str(common[0]), str(common[-1])
+    columns = [(run, step) for step in (first, last) for run in report["metrics"]]
     names = [name for name in (*CURVES, *JUDGED) if all(name in run[last] for run in report["metrics"])]
-    lines += table(
-        ("metric", f"{a}, step {first}", f"{b}, step {first}", f"{a}, step {last}", f"{b}, step {last}"),
-        [
-            (name, *(f"{run[step].get(name, math.nan):.6g}" for step in (first, last) for run in report["metrics"]))
-            for name in dict.fromkeys(names)
-        ],
-    )
-    return "\n".join(lines)
+    rows = [(name, *(f"{run[step].get(name, math.nan):.6g}" for run, step in columns)) for name in dict.fromkeys(names)]
+    head = ("metric", *(f"{run}, step {step}" for step in (first, last) for run in (a, b)))
+    return "\n".join(lines + table(head, rows))
 
 
 def _unjudged(report: dict[str, Any]) -> str | None:
