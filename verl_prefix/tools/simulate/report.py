@@ -125,27 +125,18 @@ def _way(job: Job, arm: Arm, outcome: dict[str, Any], *more: str) -> dict[str, A
 
 
 def longest(peak_gib: Callable[[int], float], gib: float, low: int, high: int) -> int | None:
-    """The largest size of `low` to `high` whose peak fits, to 2 %; None: none fits. By secants, since most peaks are
-    nearly lines, and halves in turn, since an offload fills what room there is and its peak is a plateau.
+    """The largest size of `low` to `high` whose peak fits, to 2 %, by halving their ratio; None: none fits.
 
     Args:
         peak_gib: of a size; no less with more.
     """
-    if (at_low := peak_gib(low)) > gib:
+    if peak_gib(low) > gib:
         return None
-    if (at_high := peak_gib(high)) <= gib:
+    if peak_gib(high) <= gib:
         return high
-    for i in range(12):
-        if high <= 1.02 * low + 1:
-            break
-        along = (gib - at_low) / (at_high - at_low)
-        guess = low + int((high - low) * along) if i % 2 == 0 else math.isqrt(low * high)
-        guess = min(max(guess, low + 1 + low // 100), high - 1)
-        at_guess = peak_gib(guess)
-        if at_guess <= gib:
-            low, at_low = guess, at_guess
-        else:
-            high, at_high = guess, at_guess
+    while high > 1.02 * low + 1:
+        middle = max(low + 1, math.isqrt(low * high))
+        low, high = (middle, high) if peak_gib(middle) <= gib else (low, middle)
     return low
 
 
