@@ -1,10 +1,11 @@
 """The `verl-prefix` command: reads the command line, nothing else; each subcommand has a module of its own."""
 
 import argparse
+import math
 import os
 import sys
 import warnings
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, NoReturn
@@ -116,32 +117,53 @@ def _numbers(form: str, counts: Container[int]) -> Callable[[str], tuple[int, ..
     return read
 
 
-def _names(text: str) -> tuple[str, ...]:
-    return tuple(text.split(","))
+def _names(known: Sequence[str]) -> Callable[[str], tuple[str, ...]]:
+    """Reader of some of the names, comma-separated, each at most once."""
+
+    def read(text: str) -> tuple[str, ...]:
+        names = tuple(text.split(","))
+        if not set(names) <= set(known) or len(set(names)) < len(names):
+            raise argparse.ArgumentTypeError(f"{text!r}: name each of {', '.join(known)} at most once")
+        return names
+
+    return read
+
+
+def _at_least(least: float, kind: type = int) -> Callable[[str], Any]:
+    """Reader of a finite number."""
+
+    def read(text: str) -> Any:
+        try:
+            value = kind(text)
+        except ValueError:
+            value = math.nan
+        if not least <= value < math.inf:
+            raise argparse.ArgumentTypeError(f"{text!r}: give a number of {least} or more")
+        return value
+
+    return read
 
 
 def _add_bench(commands: argparse._SubParsersAction) -> None:
-    from verl_prefix.tools.bench.options import Options
+    from verl_prefix.tools.bench.options import ARMS, SHAPES, Options
     from verl_prefix.tools.bench.report import GRIDS
 
     command = commands.add_parser("bench", help="time, memory and error of stock, a peer and ours; without verl")
     command.set_defaults(run=_bench)
     add = command.add_argument
-    add("--grid", action="append", default=[], help=f"rows by name: {', '.join(GRIDS)}; repeatable")
+    add("--grid", choices=GRIDS, action="append", default=[], help="rows by name; repeatable")
     add("--rows", type=_numbers("P/S/G", (3,)), nargs="+", default=[], metavar="P/S/G",
         help="prefix and response tokens, rows per prompt")  # fmt: skip
-    add("--shape", help=f"model shape, such as qwen3-8b; default {Options.shape}")
-    add("--arms", type=_names, help="some of all arms, comma-separated")
-    add("--layers", type=int, help="default all of the shape")
-    add("--repeats", type=int, help=f"rounds of all arms; default {Options.repeats}")
-    add("--budget", type=int, help="tokens of a pass in every arm; default twice the row")
+    add("--shape", choices=SHAPES, help=f"of the model; default {Options.shape}")
+    add("--arms", type=_names(ARMS), help="some of all arms, comma-separated")
+    add("--layers", type=_at_least(1), help="default all of the shape")
+    add("--repeats", type=_at_least(1), help=f"rounds of all arms; default {Options.repeats}")
     add("--truth", choices=("float64", "float32", "none"), help=f"of gradients; default {Options.truth}")
     add("--device", choices=("cpu", "cuda"), help="default cuda where there is one")
-    add("--dtype", choices=("float32", "bfloat16", "float16"), help="default bfloat16 on cuda")
-    add("--threads", type=int, help="of torch on a CPU")
+    add("--threads", type=_at_least(1), help="of torch on a CPU")
     add("--no-memory", action="store_false", dest="memory", default=None, help="no peak memory")
     add("--compile", action="store_true", default=None, help="compile decoder layers, in every arm")
-    add("--capacity", type=float, metavar="GIB", help="also: the longest rows that train in this")
+    add("--capacity", type=_at_least(0.001, float), metavar="GIB", help="also: the longest rows that train in this")
     add("--out", type=Path, help="JSON, with .md and .png beside it; goes on where it left off")
     add("--allow-dirty", action="store_true", help="write it from uncommitted files too")
     add("--render", type=Path, metavar="JSON", help="only write a report's .md and .png again")
@@ -149,7 +171,7 @@ def _add_bench(commands: argparse._SubParsersAction) -> None:
 
 
 def _add_ab(commands: argparse._SubParsersAction) -> None:
-    from verl_prefix.tools.ab.options import MADE_UP_STEPS, Options
+    from verl_prefix.tools.ab.options import ARMS, MADE_UP_STEPS, Options
 
     command = commands.add_parser("ab", help="replay a run's updates through the stock engine and ours, and compare")
     command.set_defaults(run=_ab)
@@ -161,14 +183,13 @@ def _add_ab(commands: argparse._SubParsersAction) -> None:
         help="two finished runs: JSON lines of verl's file logger, or event files")  # fmt: skip
     add = command.add_argument
     add("--model", help="the model's folder, where it is not the recorded path")
-    add("--arms", type=_names,
+    add("--arms", type=_names(ARMS),
         help="of auto, packed, phased, and stock_repacked (stock again, its rows reversed and micro-batches twice as "
         f"large: what rounding alone changes); default {','.join(Options.arms)}")  # fmt: skip
-    add("--steps", type=int, help=f"steps to replay; default all that were recorded, or {MADE_UP_STEPS}")
-    add("--ranks", type=int, help="ranks to replay on, a divisor of the recorded ones")
+    add("--steps", type=_at_least(1), help=f"steps to replay; default all that were recorded, or {MADE_UP_STEPS}")
+    add("--ranks", type=_at_least(1), help="ranks to replay on, a divisor of the recorded ones")
     add("--dtype", choices=("fp32", "bf16"), help="of forward and backward; default as recorded")
-    add("--lr", type=float, help="learning rate; default as recorded")
-    add("--truth-steps", type=int, help=f"first steps that the truth takes too; default {Options.truth_steps}")
+    add("--truth-steps", type=_at_least(0), help=f"first steps that the truth takes too; default {Options.truth_steps}")
     add("--out", type=Path, default=Path("outputs/ab"), help="folder of the report; default %(default)s")
     add("--force", action="store_true", help="replace a report that is there")
 
@@ -193,7 +214,12 @@ def _add_plan(commands: argparse._SubParsersAction) -> None:
         help="run one mini-batch on fake tensors: GiB, FLOPs and seconds per phase of every schedule, without a GPU",
     )
     add("--gpu", metavar="NAME[,RATE=N]", help="of --simulate: h100, h200, h20, a100, or with rates of one's own")
-    add("--fit", type=float, metavar="GIB", help="of --simulate: also the longest prompt, group and wave that fit")
+    add(
+        "--fit",
+        type=_at_least(0.001, float),
+        metavar="GIB",
+        help="of --simulate: also the longest prompt, group and wave that fit",
+    )
     add("--out", type=Path, help="also write the plan there, as JSON")
 
 

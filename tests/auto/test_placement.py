@@ -185,8 +185,3 @@ def test_groups_stay_whole_in_mini_batches_where_they_can(sizes, num_mini_batche
 def test_mini_batches_follow_the_order_in_which_prompts_came():
     keys = [0, 1, 2, 3] * 3
     assert [{keys[row] for row in rows} for rows in fill_mini_batches(keys, 2)[0]] == [{0, 1}, {2, 3}]
-
-
-def test_rows_that_do_not_divide_into_mini_batches_are_refused():
-    with pytest.raises(ValueError, match="7 rows do not divide into 3 mini-batches"):
-        fill_mini_batches(["a"] * 7, 3)

@@ -32,7 +32,7 @@ LOSS = functools.partial(ppo_loss, config=CONFIG)
 
 
 def rows(step: int, rank: int) -> trace.StepRows:
-    made = synthetic_rows(9, 4 + step, 3, 2, vocab_size=50, seed=10 * step + rank)
+    made = synthetic_rows((9, 4 + step, 3, 2), vocab_size=50, seed=10 * step + rank)
     made.jagged["old_log_probs"] = made.jagged["advantages"]
     return made
 

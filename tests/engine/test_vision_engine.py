@@ -94,11 +94,11 @@ def _case(paths: dict, family: str, name: str) -> dict:
 
 def _others_pixels(paths: dict, family: str) -> dict:
     """Rows with the same tokens share the first one's picture."""
-    from verl_prefix.engine import mini_batch
+    from verl_prefix.engine import rows as engine_rows
 
     options = _default(family)
     with _prepared():
-        with mock.patch.object(mini_batch, "share_pixels", lambda rows: [b""] * len(rows)):
+        with mock.patch.object(engine_rows, "share_pixels", lambda rows: [b""] * len(rows)):
             ours = _measure("prefix", paths[family], get_rank(), options | {"verify": "off"})
         return _compare(ours, _truth(paths[family], options))
 

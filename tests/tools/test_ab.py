@@ -221,12 +221,12 @@ def test_a_replay_that_is_killed_leaves_a_whole_report_of_the_steps_until_then(t
     monkeypatch.setattr(verdict, "build", lambda described, steps: described | {"steps": steps})
     record = ab.Record(tmp_path / "out", {"num_steps": 3})
     record.start()
-    assert record.report() is None
+    assert record.steps() == []
     record.add({"step": 1})
     with (tmp_path / "out" / "steps.jsonl").open("a") as steps:
         steps.write('{"step": 2, "ar')  # cut by a full disk or a kill
-    expected = {"num_steps": 3, "steps": [{"step": 1}]}
-    assert json.loads((tmp_path / "out" / "report.json").read_text()) == record.report() == expected
+    written = json.loads((tmp_path / "out" / "report.json").read_text())
+    assert written == {"num_steps": 3, "steps": [{"step": 1}]} and record.steps() == written["steps"]
 
 
 @pytest.mark.ray
@@ -240,7 +240,6 @@ def test_a_report_is_not_overwritten_and_a_damaged_trace_is_an_error(recorded, n
     assert code(recorded / "output") == 2, "a file, not a folder"
     assert code(tmp_path, "--steps", num_steps + 1) == 2
     assert code(tmp_path, "--ranks", 3) == 2
-    assert code(tmp_path, "--arms", "packed,nonsense") == 2
     assert code(tmp_path, "--arms", "stock_repacked") == 2
     assert code(tmp_path, "--dtype", "bf16", "--truth-steps", 0) == 2
     assert code(tmp_path, "--model", tmp_path) == 2
@@ -378,11 +377,8 @@ def test_every_recorded_option_of_the_loss_is_replayed():
         ("--synthetic 8,8,0", "--synthetic: '8,8,0': write P,S,G or P,S,G,N"),
         ("--synthetic 8,8,2 --trace x", "--trace: not allowed with argument --synthetic"),
         ("--dtype fp64 --trace x", "--dtype: invalid choice: 'fp64'"),
-        ("--trace x --lr fast", "--lr: invalid float value: 'fast'"),
-        ("--synthetic 8,8,2 --model x --lr=-1", "--lr -1.0: give a learning rate of 0 or more"),
-        ("--synthetic 8,8,2 --model x --lr nan", "--lr nan: give a learning rate of 0 or more"),
-        ("--synthetic 8,8,2 --model x --steps 0", "--steps 0: give 1 or more"),
-        ("--synthetic 8,8,2 --model x --truth-steps -1", "--truth-steps -1: give 0 or more"),
+        ("--synthetic 8,8,2 --model x --steps 0", "--steps: '0': give a number of 1 or more"),
+        ("--synthetic 8,8,2 --model x --truth-steps=-1", "--truth-steps: '-1': give a number of 0 or more"),
         ("--synthetic 8,8,1 --model x", "groups of one row has advantages of zero; give G of 2 or more"),
         ("--synthetic 8,8,2 --model /nowhere", "--model /nowhere has no config.json; give a model's folder"),
         ("--trace /nowhere", "/nowhere"),

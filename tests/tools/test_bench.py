@@ -212,10 +212,8 @@ def test_dirty_tree_writes_no_report(tmp_path: Path, monkeypatch, capsys) -> Non
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        ("--arms stock,flex --grid tiny", "--arms: 'flex' is unknown; use some of stock, stock_lean,"),
         ("--arms prefix_grouper --grid tiny --shape small-hybrid", "none of --arms prefix_grouper can run: it shares"),
         ("--grid tiny --layers 99", "--layers 99: tiny has 2; give at most that, or another --shape"),
-        ("--grid tiny --capacity nan", "--capacity nan: give a number of GiB above 0"),
         ("", "nothing to measure: give --grid cpu"),
     ],
 )
@@ -229,7 +227,9 @@ def test_wrong_options_say_what_to_type(words: str, says: str, capsys) -> None:
     ("words", "says"),
     [
         *((f"--rows {row}", f"--rows: '{row}': write P/S/G") for row in ("1/2", "0/4/2", "1/2/3/4", "a/b/c", "1/-2/3")),
-        *((f"--layers {layers}", f"--layers: invalid int value: '{layers}'") for layers in ("x", "1,2")),
+        *((f"--layers {layers}", f"--layers: '{layers}': give a number of 1 or more") for layers in ("x", "1,2")),
+        ("--arms stock,flex", "--arms: 'stock,flex': name each of stock, stock_lean,"),
+        ("--capacity nan", "--capacity: 'nan': give a number of"),
         ("--truth half", "--truth: invalid choice"),
     ],
 )

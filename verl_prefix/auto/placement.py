@@ -8,10 +8,11 @@ where that shortens the pass by 5 %, and where a rank would have no row at all, 
 be made of. Pure and deterministic: every rank finds the same from the same numbers.
 """
 
+import copy
 import heapq
 from collections import Counter
 from collections.abc import Hashable, Sequence, Set
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 
 from verl_prefix.auto.cost import Rates, group_pass
 from verl_prefix.auto.shape import ModelShape
@@ -53,20 +54,53 @@ def row_cost(shape: ModelShape, prefix_len: int, suffix_len: int, patches: int =
     return rates.seconds(shape, [prefix]) + tower, rates.seconds(shape, [suffix])
 
 
-@dataclass
-class _Piece:
-    """Rows of one group on one rank; `bound` where the group must stay whole on a rank that has its pixels."""
+class _Placed:
+    """Rows of groups on ranks, and what they cost.
 
-    group: int
-    prefix: float
-    rows: list[int]
-    bound: bool
+    Args:
+        prefixes: cost of each group's prefix. whole: groups that must stay on one rank.
 
+    Attributes:
+        held: of each rank {group: its rows there}. loads: cost of each rank.
+    """
 
-@dataclass
-class _Rank:
-    load: float = 0.0
-    pieces: list[_Piece] = field(default_factory=list)
+    def __init__(
+        self, prefixes: Sequence[float], suffix_costs: Sequence[float], whole: Set[int], num_ranks: int
+    ) -> None:
+        self.prefixes, self.suffix_costs, self.whole = prefixes, suffix_costs, whole
+        self.held: list[dict[int, list[int]]] = [{} for _ in range(num_ranks)]
+        self.loads = [0.0] * num_ranks
+        self._heap = [(0.0, rank) for rank in range(num_ranks)]  # loads and ranks, some of them of the past
+
+    def copy(self) -> "_Placed":
+        other = copy.copy(self)
+        other.held, other.loads, other._heap = [dict(one) for one in self.held], list(self.loads), list(self._heap)
+        return other
+
+    def least(self) -> int:
+        """The rank with the least to do."""
+        while self._heap[0][0] != self.loads[self._heap[0][1]]:
+            heapq.heappop(self._heap)
+        return self._heap[0][1]
+
+    def add(self, rank: int, group: int, rows: list[int]) -> None:
+        there = self.held[rank].pop(group, [])
+        self.held[rank][group] = there + rows
+        self._change(rank, self._cost(rows) + (0.0 if there else self.prefixes[group]))
+
+    def remove(self, rank: int, group: int, rows: list[int]) -> None:
+        leaving = set(rows)
+        rest = [row for row in self.held[rank].pop(group) if row not in leaving]
+        if rest:
+            self.held[rank][group] = rest
+        self._change(rank, -self._cost(rows) - (0.0 if rest else self.prefixes[group]))
+
+    def _cost(self, rows: list[int]) -> float:
+        return sum([self.suffix_costs[row] for row in rows])
+
+    def _change(self, rank: int, cost: float) -> None:
+        self.loads[rank] += cost
+        heapq.heappush(self._heap, (self.loads[rank], rank))
 
 
 def place_rows(
@@ -96,19 +130,16 @@ def place_rows(
     holds_pixels = holds_pixels or [0] * len(keys)
     holders = [sorted({ranks[row] for row in rows if holds_pixels[row]}) for rows in groups]
 
-    placed = [_Rank() for _ in range(num_ranks)]
-    heap = [(0.0, rank) for rank in range(num_ranks)]
+    placed = _Placed(prefixes, suffix_costs, {group for group, held in enumerate(holders) if held}, num_ranks)
     for group in sorted(range(len(groups)), key=lambda group: (-costs[group], groups[group][0])):
         bound = holders[group]
-        target = min(bound, key=lambda rank: (placed[rank].load, rank)) if bound else _least(heap, placed)
-        placed[target].load += costs[group]
-        placed[target].pieces.append(_Piece(group, prefixes[group], groups[group], bool(bound)))
-        heapq.heappush(heap, (placed[target].load, target))
-    _split_while_it_pays(placed, suffix_costs)
+        target = min(bound, key=lambda rank: (placed.loads[rank], rank)) if bound else placed.least()
+        placed.add(target, group, groups[group])
+    placed = _split_while_it_pays(placed)
 
-    rank_of = {row: rank for rank, one in enumerate(placed) for piece in one.pieces for row in piece.rows}
+    rank_of = {row: rank for rank, held in enumerate(placed.held) for rows in held.values() for row in rows}
     home = [rank_of[row] for row in range(len(keys))]
-    if not here.split_groups and max(one.load for one in placed) > WORTH * here.longest:
+    if not here.split_groups and max(placed.loads) > WORTH * here.longest:
         home = list(ranks)
     visual = {row for rows, held in zip(groups, holders, strict=True) if held for row in rows}
     _fill_empty_ranks(
@@ -138,86 +169,52 @@ def describe_rows(
     return Placement(list(ranks), longest, longest * num_ranks / total if total else 1.0, split)
 
 
-def _least(heap: list[tuple[float, int]], placed: Sequence[_Rank]) -> int:
-    """The rank with the least to do; `heap` has loads and ranks, some of them of the past."""
-    while heap[0][0] != placed[heap[0][1]].load:
-        heapq.heappop(heap)
-    return heap[0][1]
-
-
-def _split_while_it_pays(placed: list[_Rank], suffix_costs: Sequence[float]) -> None:
+def _split_while_it_pays(placed: _Placed) -> _Placed:
     """Moves rows of the costliest ranks to those with the least to do, as often as that shortens the pass by 5 %."""
     steps = 8  # of 5 % at once, fewer where so many cannot be reached
     while steps:
-        target = WORTH**steps * max(one.load for one in placed)
-        before = [_Rank(one.load, list(one.pieces)) for one in placed]
-        if sum(one.load for one in placed) >= target * len(placed) or not _shorten(placed, suffix_costs, target):
-            placed[:] = before
+        target, shorter = WORTH**steps * max(placed.loads), placed.copy()
+        if sum(placed.loads) < target * len(placed.loads) and _shorten(shorter, target):
+            placed = shorter
+        else:
             steps //= 2
+    return placed
 
 
-def _shorten(placed: list[_Rank], suffix_costs: Sequence[float], target: float) -> bool:
+def _shorten(placed: _Placed, target: float) -> bool:
     """Moves rows until no rank's load is above `target`; False where that cannot be reached."""
-    heap = [(one.load, rank) for rank, one in enumerate(placed)]
-    heapq.heapify(heap)
-    above = sorted((rank for rank, one in enumerate(placed) if one.load > target), key=lambda r: (-placed[r].load, r))
-    for high in above:
-        while placed[high].load > target:
-            low = _least(heap, placed)
-            move = _best_move(placed[high], placed[low], suffix_costs, target)
-            if move is None:
+    above = [rank for rank, load in enumerate(placed.loads) if load > target]
+    for high in sorted(above, key=lambda rank: (-placed.loads[rank], rank)):
+        while placed.loads[high] > target:
+            low = placed.least()
+            if (move := _best_move(placed, high, low, target)) is None:
                 return False
-            _apply(placed[high], placed[low], suffix_costs, *move)
-            heapq.heappush(heap, (placed[low].load, low))
-            heapq.heappush(heap, (placed[high].load, high))
+            placed.remove(high, *move)
+            placed.add(low, *move)
     return True
 
 
-def _best_move(
-    high: _Rank, low: _Rank, suffix_costs: Sequence[float], target: float
-) -> tuple[_Piece, list[int]] | None:
-    """Rows of one piece that fit beside what `low` has, and relieve `high` enough at the least price, or else most."""
-    excess, room = high.load - target, target - low.load
-    there = {piece.group for piece in low.pieces}
+def _best_move(placed: _Placed, high: int, low: int, target: float) -> tuple[int, list[int]] | None:
+    """Rows of one group that fit beside what `low` has, and relieve `high` enough at the least price, or else most."""
+    excess, room = placed.loads[high] - target, target - placed.loads[low]
     moves = []
-    for piece in high.pieces:
-        price = 0.0 if piece.group in there else piece.prefix
-        if piece.bound or price >= room:
+    for group, held in placed.held[high].items():
+        price = 0.0 if group in placed.held[low] else placed.prefixes[group]
+        if group in placed.whole or price >= room:
             continue
         rows, relief = [], 0.0
-        for row in sorted(piece.rows, key=lambda row: (-suffix_costs[row], row)):
+        for row in sorted(held, key=lambda row: (-placed.suffix_costs[row], row)):
             if relief >= excess:
                 break
-            if price + relief + suffix_costs[row] <= room:
+            if price + relief + placed.suffix_costs[row] <= room:
                 rows.append(row)
-                relief += suffix_costs[row]
+                relief += placed.suffix_costs[row]
         if not rows or not relief:
             continue
-        if len(rows) == len(piece.rows):
-            relief += piece.prefix
-        moves.append(((1.0, -price) if relief >= excess else (0.0, relief), (piece, rows)))
+        if len(rows) == len(held):
+            relief += placed.prefixes[group]
+        moves.append(((1.0, -price) if relief >= excess else (0.0, relief), (group, rows)))
     return max(moves, key=lambda move: move[0])[1] if moves else None
-
-
-def _apply(high: _Rank, low: _Rank, suffix_costs: Sequence[float], piece: _Piece, rows: list[int]) -> None:
-    leaving = set(rows)
-    rest = [row for row in piece.rows if row not in leaving]
-    cost = sum(suffix_costs[row] for row in rows)
-    # New pieces: those before are kept, in case that this leads nowhere.
-    high.pieces.remove(piece)
-    high.load -= cost
-    if rest:
-        high.pieces.append(replace(piece, rows=rest))
-    else:
-        high.load -= piece.prefix
-    low.load += cost
-    there = next((one for one in low.pieces if one.group == piece.group), None)
-    if there is None:
-        low.load += piece.prefix
-    else:
-        low.pieces.remove(there)
-        rows = there.rows + rows
-    low.pieces.append(replace(piece, rows=rows))
 
 
 def _fill_empty_ranks(

@@ -24,11 +24,6 @@ def _resident(*_args: Any) -> int:
     return psutil.Process().memory_info().rss
 
 
-def _mem_get_info(*_args: Any) -> tuple[int, int]:
-    memory = psutil.virtual_memory()
-    return memory.available, memory.total
-
-
 # `torch.cpu` with what verl asks of `torch.cuda`; memory in bytes, of this process and of the host.
 _DEVICE_MODULE = SimpleNamespace(
     **vars(torch.cpu)
@@ -39,7 +34,7 @@ _DEVICE_MODULE = SimpleNamespace(
         "get_device_name": lambda: "CPU",
         "get_rng_state": torch.get_rng_state,
         "set_rng_state": torch.set_rng_state,
-        "mem_get_info": _mem_get_info,
+        "mem_get_info": lambda *_: (psutil.virtual_memory().available, psutil.virtual_memory().total),
     }
     | dict.fromkeys(("memory_allocated", "memory_reserved", "max_memory_allocated", "max_memory_reserved"), _resident)
     | dict.fromkeys(("empty_cache", "set_device", "reset_peak_memory_stats", "ipc_collect"), _nothing)

@@ -1,7 +1,6 @@
 """Memory in use and at its peak: allocated on CUDA, resident on Linux."""
 
 import ctypes
-import re
 from pathlib import Path
 
 import torch
@@ -23,5 +22,5 @@ def memory_mib(device: str) -> list[float]:
     """In use now, and at the peak."""
     if device == "cuda":
         return [torch.cuda.memory_allocated() / 2**20, torch.cuda.max_memory_allocated() / 2**20]
-    status = Path("/proc/self/status").read_text()
-    return [int(re.search(rf"{field}:\s+(\d+) kB", status)[1]) / 2**10 for field in ("VmRSS", "VmHWM")]
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return [int(status[field].removesuffix("kB")) / 2**10 for field in ("VmRSS", "VmHWM")]

@@ -4,7 +4,7 @@ matplotlib is imported here alone. It is optional: without it a report has no pl
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -73,8 +73,8 @@ class Bars:
     unit: str
     x: str
     ticks: Sequence[str]
-    bars: dict[str, Values]
-    lines: tuple[str, dict[str, Values]] = ("", {})
+    bars: Mapping[str, Values]
+    lines: tuple[str, Mapping[str, Values]] = ("", {})
     texts: Sequence[str] = ()
 
     def labels(self) -> list[str]:
@@ -134,7 +134,8 @@ def save(path: Path, title: str, panels: Iterable[Curves | Bars], columns: int =
     rows = [panels[i : i + columns] for i in range(0, len(panels), columns)]
     figure = Figure(figsize=(width, 3.75 * len(rows)), layout="constrained")
     figure.suptitle(title)
-    grid, handles = figure.add_gridspec(len(rows), 6), {}  # 6: a row holds one, two or three panels
+    grid = figure.add_gridspec(len(rows), 6)  # 6: a row holds one, two or three panels
+    handles: dict[str, Any] = {}
     for y, row in enumerate(rows):
         part = 6 // len(row)
         for x, panel in enumerate(row):
@@ -143,8 +144,7 @@ def save(path: Path, title: str, panels: Iterable[Curves | Bars], columns: int =
             axes.set_title(panel.title)
             for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
                 handles.setdefault(label, handle)
-    figure.legend(
-        handles.values(), handles.keys(), loc="outside lower center", ncols=min(len(handles), round(width / 1.75))
-    )
+    ncols = min(len(handles), round(width / 1.75))
+    figure.legend(list(handles.values()), list(handles), loc="outside lower center", ncols=ncols)
     figure.savefig(path, dpi=110)
     return True

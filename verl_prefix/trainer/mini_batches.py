@@ -15,16 +15,9 @@ def fill_mini_batches(keys: Sequence[Hashable | None], num_mini_batches: int) ->
     room; those for which none has fill up the rooms that are left.
 
     Args:
-        keys: group of each row; None for a row that belongs to none (padding).
-
-    Raises:
-        ValueError: the rows do not divide into `num_mini_batches`.
+        keys: group of each row, a multiple of `num_mini_batches`; None for a row that belongs to none (padding).
     """
-    if num_mini_batches < 1 or len(keys) % num_mini_batches:
-        raise ValueError(
-            f"{len(keys)} rows do not divide into {num_mini_batches} mini-batches; pad the batch to a multiple first "
-            "(verl: upsample_batch_to_divisible_size)"
-        )
+    assert len(keys) % num_mini_batches == 0, "verl pads a batch first"
     members: dict[Hashable, list[int]] = {}
     for row, key in enumerate(keys):
         members.setdefault(("filler", row) if key is None else ("group", key), []).append(row)

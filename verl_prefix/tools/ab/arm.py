@@ -137,7 +137,7 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
     return (tensor.to_local() if hasattr(tensor, "to_local") else tensor).detach()
 
 
-def _reduced(values: list[float], op: dist.ReduceOp = dist.ReduceOp.SUM) -> list[float]:
+def _reduced(values: list[float], op: Any = dist.ReduceOp.SUM) -> list[float]:
     """Reduces each value over ranks."""
     total = torch.tensor(values, dtype=torch.float64)
     dist.all_reduce(total, op=op)  # a gloo group serves host tensors beside NCCL
@@ -288,7 +288,7 @@ def largest_of_ranks(value: float) -> float:
 
 def parameter_distance(arm: Arm, stock: Arm) -> dict[str, float]:
     """max, mean and RMSE of the weights' absolute difference, as they are and after rounding both to bf16."""
-    distance = {}
+    distance: dict[str, float] = {}
     for name, cast in (("fp32", torch.Tensor.double), ("bf16", lambda x: x.bfloat16().double())):
         top, sums = 0.0, [0.0] * 3
         for mine, theirs in zip(arm.weights(), stock.weights(), strict=True):

@@ -45,13 +45,12 @@ class Record:
     def add(self, step: dict[str, Any]) -> None:
         with (self.output / STEPS).open("a") as out:
             out.write(json.dumps(step) + "\n")
-        write_json(self.report(), self.output)
+        write_json(verdict.build(self.described, self.steps()), self.output)
 
-    def report(self) -> dict[str, Any] | None:
-        """The report of the steps that are there; None of none."""
+    def steps(self) -> list[dict[str, Any]]:
+        """Those that are there."""
         lines = (self.output / STEPS).read_text().splitlines(keepends=True)
-        steps = [json.loads(line) for line in lines if line.endswith("\n")]  # a full disk cuts the last one
-        return verdict.build(self.described, steps) if steps else None
+        return [json.loads(line) for line in lines if line.endswith("\n")]  # a full disk cuts the last one
 
 
 def _worker(rank: int, ranks: int, rendezvous: str, source: Source, options: Options, record: Record) -> None:
@@ -120,13 +119,13 @@ def run(options: Options, output: Path) -> int:
         failure = f"the replay failed: {error}"
     except Exception:  # of this rank, under torchrun; mp.spawn catches as much of a rank, to report what was measured
         failure = f"the replay failed: {traceback.format_exc()}"
-    report, code = None if rank else record.report(), 0
-    if report:
-        code = write(report, markdown, draw, output)
+    steps, code = [] if rank else record.steps(), 0
+    if steps:
+        code = write(verdict.build(described, steps), markdown, draw, output)
     if rank == 0:
         (output / STEPS).unlink()
-    if failure and report:
-        print(f"the report is of the first {len(report['steps'])} of {source.num_steps} steps: {failure}")
+    if failure and steps:
+        print(f"the report is of the first {len(steps)} of {source.num_steps} steps: {failure}")
     elif failure:
         print(f"verl-prefix ab: rank {rank}: {failure}", file=sys.stderr)
     return 2 if failure else code

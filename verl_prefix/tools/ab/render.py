@@ -40,10 +40,11 @@ def print_step(step: dict[str, Any], arms: tuple[str, ...]) -> None:
     for name in arms:
         arm = step["arms"][name]
         same, seconds = arm["same_weights"], arm["seconds"]["update"]
-        errors = f"grads {same['grads']:.1e}, log-probs {same['log_probs']:.1e} from the same weights"
-        drift = f"weights {arm['own_weights']['params']['max_fp32']:.1e}"
         print(
-            f"step {step['step']} {name}: {errors}, {drift}, update {seconds:.2f} s, {stock / seconds:.2f}x", flush=True
+            f"step {step['step']} {name}: grads {same['grads']:.1e}, log-probs {same['log_probs']:.1e} from the same "
+            f"weights, weights {arm['own_weights']['params']['max_fp32']:.1e}, update {seconds:.2f} s, "
+            f"{stock / seconds:.2f}x",
+            flush=True,
         )
 
 
@@ -51,66 +52,47 @@ def markdown(report: dict[str, Any]) -> str:
     """report.md."""
     steps, dtype = report["steps"], report["dtype"]
     verdict = "every tolerance holds" if report["holds"] else "NOT every tolerance holds"
+    checked = [
+        (t["arm"], t["name"], f"{t['value']:.2e}", f"{t['limit']:.2e}", t["step"] or "all",
+         "yes" if t["holds"] else "**no**")
+        for t in report["tolerances"]
+    ]  # fmt: skip
     lines = [
         f"# A/B against the stock actor: {verdict}",
         "",
         f"{len(steps)} steps, {report['ranks']} ranks, {dtype}, {report['device']}, commit {report['git']['commit']}; "
         f"model {report['model']['name']}.",
         "",
-        *table(
-            ("arm", "tolerance", "worst value", "limit", "step", "holds"),
-            [
-                (
-                    t["arm"],
-                    t["name"],
-                    f"{t['value']:.2e}",
-                    f"{t['limit']:.2e}",
-                    t["step"] or "all",
-                    "yes" if t["holds"] else "**no**",
-                )
-                for t in report["tolerances"]
-            ],
-        ),
+        *table(("arm", "tolerance", "worst value", "limit", "step", "holds"), checked),
     ]
     for arm, where in report["first_diverging"].items():
-        lines += [
-            f"First divergence of {arm}: step {where['step']}, {where['quantity']} of {where['layer']}, relative error "
-            f"{where['error']:.2e}.",
-            "",
-        ]
+        at = f"step {where['step']}, {where['quantity']} of {where['layer']}"
+        lines.append(f"First divergence of {arm}: {at}, relative error {where['error']:.2e}.\n")
     lines += [f"Note: {note}.\n" for note in report["notes"]]
-    lines += table(
-        ("arm", "pass", "n", "median s", "min to max", "speed-up", "added GiB"),
-        [
-            (arm, name, len(timed(steps, name)), f"{row['median_s']:.3f}",
-             f"{row['min_s']:.3f} to {row['max_s']:.3f}", f"{row['speedup']:.2f}",
-             "-" if row["added_gib"] is None else f"{row['added_gib']:.3f}")
-            for arm, passes in report["passes"].items() for name, row in passes.items()
-        ],
-    )  # fmt: skip
+    passes = [
+        (arm, name, len(timed(steps, name)), f"{row['median_s']:.3f}", f"{row['min_s']:.3f} to {row['max_s']:.3f}",
+         f"{row['speedup']:.2f}", "-" if row["added_gib"] is None else f"{row['added_gib']:.3f}")
+        for arm, of_arm in report["passes"].items() for name, row in of_arm.items()
+    ]  # fmt: skip
+    lines += table(("arm", "pass", "n", "median s", "min to max", "speed-up", "added GiB"), passes)
     keys = ("max_fp32", "mean_fp32", "rmse_fp32", "max_bf16", "rmse_bf16")
     distances = {arm: steps[-1]["arms"][arm]["own_weights"]["params"] for arm in report["passes"] if arm != "stock"}
     drift = [(arm, *(f"{row[key]:.2e}" for key in keys)) for arm, row in distances.items()]
-    lines += [f"Weights after step {len(steps)}, difference from stock (every arm with its own optimizer state):", ""]
+    lines.append(f"Weights after step {len(steps)}, difference from stock (every arm with its own optimizer state):\n")
     lines += table(("arm", "max", "mean", "RMSE", "max after bf16 rounding", "RMSE after bf16 rounding"), drift)
-    lines += [
-        "What the steps report, stock's last value and every arm's largest difference from stock at any step:",
-        "",
-    ]
+    lines.append(
+        "What the steps report, stock's last value and every arm's largest difference from stock at any step:\n"
+    )
     lines += table(("metric", "stock", *distances), _metric_rows(steps, list(distances)))
-    errors = [step["truth_errors"] for step in steps if step["truth_errors"]]
-    if errors:
+    if errors := [step["truth_errors"] for step in steps if step["truth_errors"]]:
         above = "float64" if dtype == "fp32" else "fp32"
-        lines += [
+        lines.append(
             f"Mean relative error against a {above} truth over the first {len(errors)} steps, log-probs and gradients "
-            "from the same weights, weights of runs of their own:",
-            "",
-        ]
-        means = {arm: {k: statistics.fmean(e[arm][k] for e in errors) for k in errors[0][arm]} for arm in errors[0]}
-        lines += table(
-            ("arm", "log-probs", "gradients", "weights"),
-            [(arm, *(f"{row[k]:.2e}" for k in ("log_probs", "grads", "params"))) for arm, row in means.items()],
+            "from the same weights, weights of runs of their own:\n"
         )
+        kinds = ("log_probs", "grads", "params")
+        means = [(arm, *(f"{statistics.fmean(e[arm][k] for e in errors):.2e}" for k in kinds)) for arm in errors[0]]
+        lines += table(("arm", "log-probs", "gradients", "weights"), means)
     return "\n".join(lines)
 
 
@@ -139,7 +121,7 @@ def draw(report: dict[str, Any], path: Path) -> bool:
         return Bars(title, unit, "pass", ticks, heights)
 
     truth = [(arm, [step["truth_errors"][arm]["params"] for step in known]) for arm in arms if known]
-    panels = [
+    panels: list[Curves | Bars] = [
         drift("max_fp32", "Weights: largest difference from stock"),
         drift("rmse_fp32", "Weights: RMSE from stock"),
         Curves(
@@ -157,8 +139,10 @@ def draw(report: dict[str, Any], path: Path) -> bool:
 def write_json(report: dict[str, Any], output: Path) -> None:
     """Writes report.json, floats with six digits: a report of many steps is for reading. JSON has no word for NaN and
     infinity but null. Raises OSError where it cannot."""
-    short = dict(parse_float=lambda text: float(f"{float(text):.6g}"), parse_constant=lambda _: None)
-    write_whole(output / "report.json", json.dumps(json.loads(json.dumps(report), **short)) + "\n")
+    short = json.loads(
+        json.dumps(report), parse_float=lambda text: float(f"{float(text):.6g}"), parse_constant=lambda _: None
+    )
+    write_whole(output / "report.json", json.dumps(short) + "\n")
 
 
 def write(

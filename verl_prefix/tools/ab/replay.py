@@ -15,9 +15,6 @@ import torch
 
 from verl_prefix.engine.trace import StepRows
 from verl_prefix.tools.ab.arm import (
-    REPACKED,
-    STOCK,
-    TRUTH,
     Arm,
     errors_by_parameter,
     largest,
@@ -27,7 +24,8 @@ from verl_prefix.tools.ab.arm import (
     relative_error,
 )
 from verl_prefix.tools.ab.diagnosis import first_diverging
-from verl_prefix.tools.ab.source import Options, Source
+from verl_prefix.tools.ab.options import REPACKED, STOCK, TRUTH, Options
+from verl_prefix.tools.ab.source import Source
 from verl_prefix.tools.ab.verdict import same_weights_limits
 
 
@@ -45,7 +43,8 @@ def replay(source: Source, options: Options, rank: int) -> Iterator[dict[str, An
     stock, *others = order
     truth = Arm(TRUTH, source.manifest) if options.truth_steps else None
     vocab_size = stock.engine.model_config.hf_config.get_text_config().vocab_size
-    diagnosed, stock_error = set(), {}
+    diagnosed: set[str] = set()
+    stock_error: dict[str, float] = {}
     for number in range(source.num_steps):
         rows = source.rows(number, rank, vocab_size)
         if "old_log_probs" not in rows.jagged:
@@ -54,17 +53,17 @@ def replay(source: Source, options: Options, rank: int) -> Iterator[dict[str, An
         if number == 0:
             record |= {"recorded_log_prob_gap": _warm_up(order, rows), "packing_leak": stock.leak}
         start = [w.clone() for w in stock.weights()]
-        at_truth = truth is not None and number < options.truth_steps
-        if at_truth:
-            with truth.at(start):
-                truth.passes(rows, infer=False, optimize=False)
+        judge = truth if number < options.truth_steps else None
+        if judge is not None:
+            with judge.at(start):
+                judge.passes(rows, infer=False, optimize=False)
         results: dict[str, Any] = dict.fromkeys(arms)
         turn = number % len(order)
         for arm in order[turn:] + order[:turn]:
             with nullcontext() if arm is stock else arm.at(start):
                 results[arm.name] = arm.passes(rows, optimize=arm is stock)
         results[STOCK]["values"] = stock.values
-        errors = {arm.name: _errors(arm, truth) for arm in order} if at_truth else {}
+        errors = {arm.name: _errors(arm, judge) for arm in order} if judge is not None else {}
         stock_error = errors.get(STOCK, stock_error)
         same = {arm.name: _same_weights(arm, stock, rows) for arm in others}
         record["first_diverging"] = {}
@@ -72,8 +71,7 @@ def replay(source: Source, options: Options, rank: int) -> Iterator[dict[str, An
         for name in options.judged:
             if name in diagnosed or all(same[name][key] <= limit for key, limit in limits.items()):
                 continue
-            divergence = first_diverging(arms[name], stock, rows, start, dtype=dtype, limits=limits)
-            if divergence:
+            if divergence := first_diverging(arms[name], stock, rows, start, dtype=dtype, limits=limits):
                 record["first_diverging"][name] = divergence
                 diagnosed.add(name)
         for arm in others:
@@ -86,10 +84,10 @@ def replay(source: Source, options: Options, rank: int) -> Iterator[dict[str, An
                 "params": parameter_distance(arm, stock),
             }
             results[arm.name] |= {"values": arm.values, "same_weights": same[arm.name], "own_weights": distances}
-        if at_truth:
-            truth.passes(rows, infer=False)
-        for arm in order if at_truth else ():
-            errors[arm.name]["params"] = relative_error(list(zip(arm.weights(), truth.weights(), strict=True)))
+        if judge is not None:
+            judge.passes(rows, infer=False)
+            for arm in order:
+                errors[arm.name]["params"] = relative_error(list(zip(arm.weights(), judge.weights(), strict=True)))
         yield record | {"arms": results, "truth_errors": errors}
 
 

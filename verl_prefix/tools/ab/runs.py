@@ -102,8 +102,7 @@ def compare_seconds(stock: Steps, ours: Steps, steps: Iterable[int], names: Iter
     seconds follow the length of a step's prompts."""
     timings = {}
     for name in names:
-        pairs = [(stock[step].get(name), ours[step].get(name)) for step in steps]
-        pairs = [pair for pair in pairs if all(pair)]
+        pairs = [(a, b) for step in steps if (a := stock[step].get(name)) and (b := ours[step].get(name))]
         if pairs:
             medians = [statistics.median(seconds) for seconds in zip(*pairs, strict=True)]
             timings[name] = {"stock_s": medians[0], "prefix_s": medians[1], "ratios": [a / b for a, b in pairs]}
@@ -128,7 +127,7 @@ def build(paths: list[str], runs: list[Steps]) -> dict[str, Any]:
     one_update = not any(abs(values.get(OFF_POLICY, 0.0)) > ROUNDING for values in first)  # NaN does not excuse
     for name in JUDGED if same and one_update else ():
         if any(name in values for values in first):  # a metric that one run lacks is none that agrees
-            error = relative_difference(*(values.get(name) for values in first))
+            error = relative_difference(first[0].get(name), first[1].get(name))
             check(f"step {common[0]}: {name}", error, TOLERANCE)
     bad = sum(not math.isfinite(run[step].get("actor/grad_norm", math.nan)) for run in runs for step in common)
     check("steps without a finite actor/grad_norm", float(bad), 0.0)
@@ -138,7 +137,8 @@ def build(paths: list[str], runs: list[Steps]) -> dict[str, Any]:
         if (lonely := sorted(set(run) - set(common)))
     ]
     timed = common[1:] or common  # the first step warms up, measures rates and checks itself
-    timings = compare_seconds(*runs, timed, sorted(n for n in runs[0][common[-1]] if n.startswith("timing_s/")))
+    names = sorted(name for name in runs[0][common[-1]] if name.startswith("timing_s/"))
+    timings = compare_seconds(runs[0], runs[1], timed, names)
     for row in timings.values():
         row |= {"n": len(row["ratios"]), "speedup": statistics.median(row["ratios"])}
     return {
@@ -160,6 +160,11 @@ def markdown(report: dict[str, Any]) -> str:
     """report.md."""
     a, b = report["runs"]
     common = report["common_steps"]
+    checked = [(t["name"], f"{t['value']:.2e}", f"{t['limit']:.2e}", t["holds"]) for t in report["tolerances"]]
+    timings = [
+        (name, row["n"], f"{row['stock_s']:.3f}", f"{row['prefix_s']:.3f}", f"{row['speedup']:.2f}")
+        for name, row in report["timings"].items()
+    ]
     lines = [
         f"# {a} against {b}: {'every tolerance holds' if report['holds'] else 'NOT every tolerance holds'}",
         "",
@@ -167,28 +172,15 @@ def markdown(report: dict[str, Any]) -> str:
         _unjudged(report) or "The runs sampled the same responses in their first step: its metrics are judged.",
         *(f"\nNote: {note}." for note in report["notes"]),
         "",
-        *table(
-            ("tolerance", "value", "limit", "holds"),
-            [(t["name"], f"{t['value']:.2e}", f"{t['limit']:.2e}", t["holds"]) for t in report["tolerances"]],
-        ),
-        *table(
-            (f"median seconds, step {report['timed_steps'][0]} on", "n", a, b, "speed-up"),
-            [
-                (name, row["n"], f"{row['stock_s']:.3f}", f"{row['prefix_s']:.3f}", f"{row['speedup']:.2f}")
-                for name, row in report["timings"].items()
-            ],
-        ),
+        *table(("tolerance", "value", "limit", "holds"), checked),
+        *table((f"median seconds, step {report['timed_steps'][0]} on", "n", a, b, "speed-up"), timings),
     ]
     first, last = str(common[0]), str(common[-1])
+    columns = [(run, step) for step in (first, last) for run in report["metrics"]]
     names = [name for name in (*CURVES, *JUDGED) if all(name in run[last] for run in report["metrics"])]
-    lines += table(
-        ("metric", f"{a}, step {first}", f"{b}, step {first}", f"{a}, step {last}", f"{b}, step {last}"),
-        [
-            (name, *(f"{run[step].get(name, math.nan):.6g}" for step in (first, last) for run in report["metrics"]))
-            for name in dict.fromkeys(names)
-        ],
-    )
-    return "\n".join(lines)
+    rows = [(name, *(f"{run[step].get(name, math.nan):.6g}" for run, step in columns)) for name in dict.fromkeys(names)]
+    head = ("metric", *(f"{run}, step {step}" for step in (first, last) for run in (a, b)))
+    return "\n".join(lines + table(head, rows))
 
 
 def _unjudged(report: dict[str, Any]) -> str | None:

@@ -48,8 +48,6 @@ class Source:
         self.manifest["model"]["path"] = str(model)
         if options.dtype:
             self.manifest["engine"]["mixed_precision"] = _mixed_precision(options.dtype)
-        if options.lr is not None:
-            self.manifest["optimizer"]["lr"] = options.lr
         dtype = precision(self.manifest)
         if dtype == "fp16":
             raise ValueError(
@@ -60,8 +58,9 @@ class Source:
 
     def rows(self, step: int, rank: int, vocab_size: int) -> StepRows:
         """The rows that `rank` of this replay trains on in `step`."""
-        if self.trace is None:
-            return synthetic_rows(*self.synthetic, vocab_size=vocab_size, seed=1000 * step + rank, ranks=self.ranks)
+        if self.synthetic:
+            return synthetic_rows(self.synthetic, vocab_size, seed=1000 * step + rank, ranks=self.ranks)
+        assert self.trace is not None
         joined = self.trace.world_size // self.ranks
         return join_rows([self.trace.read(step, rank * joined + i) for i in range(joined)])
 
@@ -70,8 +69,10 @@ def _mixed_precision(dtype: str) -> dict[str, str]:
     return dict(param_dtype=dtype, reduce_dtype="fp32", buffer_dtype="fp32")
 
 
-def synthetic_rows(prompt: int, response: int, group: int, count: int, vocab_size: int, seed: int, ranks: int = 1):
-    """`count` groups of `group` rows, random tokens; group-relative advantages; `old_log_probs` left to stock."""
+def synthetic_rows(shape: tuple[int, int, int, int], vocab_size: int, seed: int, ranks: int = 1) -> StepRows:
+    """Rows of this shape, (P, S, G, groups), of random tokens; group-relative advantages; `old_log_probs` left to
+    stock."""
+    prompt, response, group, count = shape
     generator = torch.Generator().manual_seed(seed)
     num_rows = count * group
     prompts = torch.randint(vocab_size, (count, prompt), generator=generator).repeat_interleave(group, 0)
@@ -90,7 +91,7 @@ def synthetic_rows(prompt: int, response: int, group: int, count: int, vocab_siz
     }
     jagged = {name: (x.flatten().contiguous(), torch.full((num_rows,), x.shape[1])) for name, x in fields.items()}
     flags = {
-        "use_dynamic_bsz": True, "max_token_len_per_gpu": synthetic_budget((prompt, response, group, count)),
+        "use_dynamic_bsz": True, "max_token_len_per_gpu": synthetic_budget(shape),
         "micro_batch_size_per_gpu": 1, "use_remove_padding": True, "temperature": 1.0, "calculate_entropy": False,
         "global_batch_size": num_rows * ranks,
     }  # fmt: skip

@@ -99,7 +99,7 @@ class Done(NamedTuple):
     seconds: float
     forward: float
     loss: float
-    phase_b: int | None = None
+    phase_b: int = 0
 
 
 def stock_attention(device: str, dtype: torch.dtype) -> str:
@@ -124,15 +124,16 @@ def run_arm(case: Case, arm: str, train: bool = True, attention: str | None = No
     """
     model, batch = case.model, case.batch
     path, _, added = arm.partition("+")
+    plan = make_arm_plan(batch.groups, case.budget, path) if path in ("packed", "phased") else None
     if path == "auto":
-        path = "stock" if case.plan is None else "plan"
+        path, plan = "stock", case.plan
     model.gradient_checkpointing_disable()
     if added == "checkpoint":
         model.gradient_checkpointing_enable({"use_reentrant": False})
     model.zero_grad(set_to_none=False)
     wait = torch.cuda.synchronize if model.device.type == "cuda" else lambda: None
     losses: list[torch.Tensor] = []
-    backward_s, phase_b = 0.0, None
+    backward_s, phase_b = 0.0, 0
 
     def backward(loss: torch.Tensor) -> None:
         nonlocal backward_s
@@ -147,9 +148,8 @@ def run_arm(case: Case, arm: str, train: bool = True, attention: str | None = No
     wait()
     start = time.perf_counter()
     with torch.set_grad_enabled(train):
-        if path in ("packed", "phased", "plan"):
+        if plan is not None:
             model.set_attn_implementation(ATTENTION_NAME)
-            plan = case.plan if path == "plan" else make_arm_plan(batch.groups, case.budget, path)
 
             def step(groups: Sequence[Group], layout: Layout, log_probs: torch.Tensor) -> torch.Tensor:
                 return batch.loss(layout.suffix_index.to(log_probs.device), log_probs)
@@ -161,7 +161,7 @@ def run_arm(case: Case, arm: str, train: bool = True, attention: str | None = No
             )  # fmt: skip
             schedule.run(batch.tokens, plan)
             backward_s += schedule.meter.seconds.get("phase_c", 0.0)
-            phase_b = schedule.meter.phase_b_peak
+            phase_b = schedule.meter.phase_b_peak or 0
         else:
             name, forwards = _forwards(case, path, attention)
             model.set_attn_implementation(name)
@@ -205,8 +205,10 @@ def _run(case: Case, forward: Forward, backward: Callable[[torch.Tensor], None])
     if forward.kept is not None:
         chunks = (x.split(case.logits_chunk) for x in (forward.token_index, hidden.flatten(0, 1)[forward.kept]))
         pieces = list(zip(*chunks, strict=True))
-    whole = len(pieces) == 1
-    backward(sum(loss(*p) if whole else checkpoint(loss, *p, use_reentrant=False) for p in pieces))
+    if len(pieces) == 1:
+        backward(loss(*pieces[0]))
+    else:
+        backward(torch.stack([checkpoint(loss, *piece, use_reentrant=False) for piece in pieces]).sum())
 
 
 def _whole_rows(batch: Batch, lean: bool, attention: str, index: torch.Tensor) -> Forward:

@@ -42,15 +42,14 @@ def update_flops(shape: ModelShape, size: Size, arm: str, budget: int, plan: Pla
     """
     path, _, added = arm.partition("+")
     group = Group(tuple(range(size.group)), size.prefix, (size.suffix,) * size.group)
-    if path == "auto" and plan is None:
-        path = "stock"
-    if path in STOCK:
+    if path in STOCK or (path == "auto" and plan is None):
         head = size.suffix if path == "stock_lean" else size.row
         passes = [PassCost(size.row, head, len(shape.windows) * size.row * (size.row + 1) / 2)] * size.group
     else:
-        budget = group.num_physical_tokens if path == "ideal" else budget
-        schedule = "phased" if path == "phased" else "packed"
-        passes = plan_passes(shape, plan if path == "auto" else make_arm_plan([group], budget, schedule))
+        if path != "auto" or plan is None:
+            budget = group.num_physical_tokens if path == "ideal" else budget
+            plan = make_arm_plan([group], budget, "phased" if path == "phased" else "packed")
+        passes = plan_passes(shape, plan)
     if path == "prefix_grouper":  # its prefix holds the last prompt token, too, and lm_head runs on everything
         passes = [PassCost(p.tokens + 1, p.tokens + 1, p.pairs) for p in passes]
     layers = sum(p.tokens * shape.linear + p.pairs * shape.pair for p in passes)
@@ -59,10 +58,8 @@ def update_flops(shape: ModelShape, size: Size, arm: str, budget: int, plan: Pla
 
 def gradient_error(model: torch.nn.Module, truth: dict[str, torch.Tensor]) -> float:
     """The largest ||g - truth|| / ||truth|| over parameters, in float64."""
-    return max(
-        ((parameter.grad.double() - truth[name].double()).norm() / truth[name].double().norm()).item()
-        for name, parameter in model.named_parameters()
-    )
+    pairs = ((parameter.grad, truth[name].double()) for name, parameter in model.named_parameters())
+    return max(((grad.double() - true).norm() / true.norm()).item() for grad, true in pairs if grad is not None)
 
 
 class Bench:
@@ -92,7 +89,9 @@ class Bench:
                 arms.remove("auto")
         case = Case(self.model, batch, budget, plan=plan)
         truth = self._truth(case) if options.truth != "none" else {}
-        results = {arm: {"flops": update_flops(self.shape, size, arm=arm, budget=budget, plan=plan)} for arm in arms}
+        results: dict[str, dict[str, Any]] = {
+            arm: {"flops": update_flops(self.shape, size, arm=arm, budget=budget, plan=plan)} for arm in arms
+        }
         for arm, result in results.items():
             result |= self._memory(arm, case)
             result["seconds"] = {"update": [], "forward": [], "log_probs": []}
@@ -140,8 +139,10 @@ class Bench:
             tokens = sum(group.num_logical_tokens for group in groups)
             self.chooser.profile = Profile(update=self._rates(budget, tokens, forward_only=False))
         plan = self.chooser.choose(groups, budget, forward_only=False)
+        same: dict[Plan | None, str]
         same = {make_arm_plan(groups, budget, name): name for name in ("packed", "phased") if name in arms}
-        same |= {None: "stock"} if "stock" in arms else {}
+        if "stock" in arms:
+            same[None] = "stock"
         choice = "stock" if plan is None else "phased" if plan.phased else "packed"
         return plan, {"choice": choice, "predicted": self.chooser.speedup, "same_as": same.get(plan)}
 

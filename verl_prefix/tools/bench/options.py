@@ -4,8 +4,7 @@ torch and transformers are imported where they are used: what is wrong with the 
 """
 
 import importlib.util
-import math
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
@@ -89,52 +88,38 @@ def unavailable(arm: str, shape: str) -> str | None:
     return None
 
 
-@dataclass(frozen=True)
+@dataclass
 class Options:
-    """The command line; an empty value is chosen by what there is. Raises ValueError where a value cannot be run."""
+    """The command line; 0 and "" are chosen by what there is. Raises ValueError where a value cannot be run."""
 
     sizes: tuple[Size, ...]
     shape: str = "small"
     arms: tuple[str, ...] = ARMS
-    layers: int | None = None
+    layers: int = 0
     repeats: int = 3
-    budget: int | None = None
     truth: str = "float64"
     device: str = ""
-    dtype: str = ""
-    threads: int | None = None
+    threads: int = 0
     memory: bool = True
     compile: bool = False
-    capacity: float | None = None
+    capacity: float = 0.0
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "sizes", tuple(dict.fromkeys(self.sizes)))
-        if not self.sizes:
-            raise ValueError("nothing to measure: give --grid cpu, another grid, or --rows P/S/G")
-        for name in ("repeats", "threads", "budget", "layers"):
-            if (value := getattr(self, name)) is not None and value < 1:
-                raise ValueError(f"--{name} {value}: use 1 or more")
-        if self.shape not in SHAPES:
-            raise ValueError(f"--shape {self.shape} is unknown; use one of {', '.join(SHAPES)}")
-        for arm in self.arms:
-            if arm not in ARMS:
-                raise ValueError(f"--arms: {arm!r} is unknown; use some of {', '.join(ARMS)}")
-        object.__setattr__(self, "layers", self.layers or full_depth(self.shape))
-        if self.layers > (full := full_depth(self.shape)):
-            raise ValueError(f"--layers {self.layers}: {self.shape} has {full}; give at most that, or another --shape")
-        if self.capacity is not None and not 0 < self.capacity < math.inf:
-            raise ValueError(f"--capacity {self.capacity}: give a number of GiB above 0")
         import torch
 
         from verl_prefix.tools.memory import RESET_PEAK
 
-        cuda = torch.cuda.is_available()
-        if self.device == "cuda" and not cuda:
+        self.sizes = tuple(dict.fromkeys(self.sizes))
+        if not self.sizes:
+            raise ValueError("nothing to measure: give --grid cpu, another grid, or --rows P/S/G")
+        if self.layers > (full := full_depth(self.shape)):
+            raise ValueError(f"--layers {self.layers}: {self.shape} has {full}; give at most that, or another --shape")
+        if self.device == "cuda" and not torch.cuda.is_available():
             raise ValueError("--device cuda: torch.cuda.is_available() is False; use --device cpu")
-        object.__setattr__(self, "device", self.device or ("cuda" if cuda else "cpu"))
-        object.__setattr__(self, "threads", self.threads or torch.get_num_threads())
-        if not self.dtype:
-            object.__setattr__(self, "dtype", "bfloat16" if self.device == "cuda" else "float32")
+        self.layers = self.layers or full
+        self.device = self.device or ("cuda" if torch.cuda.is_available() else "cpu")
+        self.dtype = "bfloat16" if self.device == "cuda" else "float32"
+        self.threads = self.threads or torch.get_num_threads()
         if not self.running:
             reason = unavailable(self.arms[0], self.shape)
             raise ValueError(f"none of --arms {','.join(self.arms)} can run: {reason}")
@@ -152,7 +137,7 @@ class Options:
         return tuple(arm for arm in self.arms if not unavailable(arm, self.shape))
 
     def budget_of(self, size: Size) -> int:
-        return self.budget or max(2 * size.row, 16384 if self.device == "cuda" else 0)
+        return max(2 * size.row, 16384 if self.device == "cuda" else 0)
 
     def model(self) -> "PreTrainedModel":
         import torch
@@ -167,5 +152,4 @@ class Options:
 
     def asdict(self) -> dict[str, Any]:
         """As JSON has it. Rows may differ between runs that go into one file."""
-        fields = ((name, value) for name, value in asdict(self).items() if name != "sizes")
-        return {name: list(value) if isinstance(value, tuple) else value for name, value in fields}
+        return {name: value for name, value in vars(self).items() if name != "sizes"} | {"arms": list(self.arms)}

@@ -30,9 +30,7 @@ LEAST_OF_STOCK = 0.97
 
 
 def grid(names: list[str]) -> list[tuple[int, int, int]]:
-    """The rows of these grids, each once. Raises ValueError where a name is unknown."""
-    if unknown := [name for name in names if name not in GRIDS]:
-        raise ValueError(f"--grid {unknown[0]} is unknown; use one of {', '.join(GRIDS)}, or --rows P/S/G")
+    """The rows of these grids, each once."""
     return list(dict.fromkeys(row for name in names for row in GRIDS[name]))
 
 

@@ -14,7 +14,7 @@ import statistics
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import islice, tee
+from itertools import count, islice, tee
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -46,9 +46,10 @@ from verl_prefix.tools.simulate.command import fits_nothing, read_job, show_simu
 from verl_prefix.tools.simulate.hardware import Request
 
 
-def response_lengths(spec: str | None, longest: int, tokenizer: Any) -> Iterator[int]:
-    """Endless draws, the same in every run: of a normal distribution (`_spread`), cut to 1 to `longest`, or of the
-    outputs in verl's rollout dumps.
+def response_lengths(spec: str | None, longest: int, tokenizer: Any) -> tuple[Iterator[int], list[str]]:
+    """Endless draws, the same in every run: of a normal distribution (`spread`), cut to 1 to `longest`, or of the
+    outputs in verl's rollout dumps; and which spread nobody asked for. Where nothing is said the mean is half of the
+    longest response: rows of one length would hide what a trainer's row order costs.
 
     Raises:
         PlanError: the specification is none of these, or the dumps hold no outputs.
@@ -65,31 +66,18 @@ def response_lengths(spec: str | None, longest: int, tokenizer: Any) -> Iterator
             raise PlanError(f"{spec} holds no rollouts")
         # A finished response also has its end token.
         lengths = [min(len(ids) + 1, longest) for ids in tokenizer(texts, add_special_tokens=False).input_ids]
-        while True:
-            yield draw.choice(lengths)
-    mean, std = _spread(spec, longest)
-    while True:  # a draw may be infinite where STD is huge
-        yield round(min(longest, max(1, draw.gauss(mean, std))))
-
-
-def _spread(spec: str | None, longest: int) -> tuple[float, float]:
-    """`spread`; its mean is half of the longest response where nothing is said: rows of one length would hide what a
-    trainer's row order costs."""
+        return (draw.choice(lengths) for _ in count()), []
     mean, std = spread(spec or str(max(1, longest / 2)))
     if mean > longest:
         raise PlanError(
             f"--response-lengths {spec!r}: write a mean of 1 to {longest} tokens (data.max_response_length; raise it "
             "for more)"
         )
-    return mean, std
-
-
-def assumed(spec: str | None, longest: int) -> list[str]:
-    """Says which spread of response lengths nobody asked for."""
-    if is_dump(spec) or "," in (spec or ""):
-        return []
-    mean, std = _spread(spec, longest)
-    return [
+    # A draw may be infinite where STD is huge.
+    draws = (round(min(longest, max(1, draw.gauss(mean, std)))) for _ in count())
+    if spec and "," in spec:
+        return draws, []
+    return draws, [
         f"response lengths are drawn around {mean:g} tokens with a deviation of {std:g}, from 1 to {longest} (data."
         "max_response_length); --response-lengths MEAN,STD or a folder of trainer.rollout_data_dir says what yours are"
     ]
@@ -192,7 +180,7 @@ def build(
         return {"unsupported": reasons, "notes": []}
     tokenizer = read_tokenizer(config)
     longest = config.data.max_response_length
-    draws = response_lengths(responses, longest, tokenizer)
+    draws, assumed = response_lengths(responses, longest, tokenizer)
     sample = list(islice(draws, 2000))
     prompts, overlong = read_prompts(config, tokenizer)
     empty = read_model(config)
@@ -218,7 +206,7 @@ def build(
     return {
         "unsupported": reasons,
         "notes": notes(config, size, leak, gains[used]["update"], gains_of_whole[used]["update"]),
-        "assumed": assumed(responses, longest),
+        "assumed": assumed,
         "prompt_tokens": percentiles([float(x) for x in lengths]) | {"count": len(lengths), "overlong": overlong},
         "response_tokens": percentiles([float(x) for x in sample]),
         "prefix_share_of_a_row": percentiles(ratio),

@@ -35,9 +35,9 @@ def override_words(words: list[str]) -> list[str]:
     return kept
 
 
-def is_dump(spec: str | None) -> bool:
+def is_dump(spec: str) -> bool:
     """True where --response-lengths names verl's rollout dumps."""
-    return bool(spec) and Path(spec).exists()
+    return Path(spec).exists()
 
 
 def spread(spec: str) -> tuple[float, float]:
@@ -47,7 +47,7 @@ def spread(spec: str) -> tuple[float, float]:
         PlanError: the specification is none.
     """
     try:
-        mean, std = map(float, spec.split(",") if "," in spec else (spec, float(spec) / 2))
+        mean, std = (float(x) for x in (spec.split(",") if "," in spec else (spec, float(spec) / 2)))
     except ValueError:
         raise PlanError(f"--response-lengths {spec!r}: write MEAN, MEAN,STD, or a folder of rollout dumps") from None
     if not (1 <= mean < math.inf and 0 <= std < math.inf):

@@ -3,7 +3,7 @@
 What `plan` shows. Pure functions of lengths; the config is read, not built.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from random import Random
@@ -37,7 +37,7 @@ class MicroBatch:
     tokens: int | None
     rows: int = 1
 
-    def budget(self, groups: list[Group]) -> int:
+    def budget(self, groups: Sequence[Group]) -> int:
         """Tokens of a pass over rows of `groups`."""
         return self.tokens or self.rows * max(g.prefix_len + 1 + max(g.suffix_lens) for g in groups)
 
@@ -108,8 +108,9 @@ class Step:
         home = [i for i, rank in enumerate(ranks) for _ in rank]
         if exchange and len(ranks) > 1:
             costs = (row_cost(self.shape, self.prefixes[row], self.suffixes[row]) for row in rows)
+            prefix_costs, suffix_costs = zip(*costs, strict=True)
             keys = [self.keys[row] for row in rows]
-            home = place_rows(keys, *zip(*costs, strict=True), ranks=home, num_ranks=len(ranks)).ranks
+            home = place_rows(keys, prefix_costs, suffix_costs, ranks=home, num_ranks=len(ranks)).ranks
         members: list[dict[int, list[int]]] = [{} for _ in ranks]
         for row, rank in zip(rows, home, strict=True):
             members[rank].setdefault(self.keys[row], []).append(row)
@@ -152,7 +153,7 @@ class Predictor:
         self.seconds = {path: dict.fromkeys(PASSES, 0.0) for path in (*PATHS, "stock")}
         self.peaks = dict.fromkeys(self.seconds, 0.0)
         self.bins: list[float] = []
-        self.first: list[Group] = []
+        self.first: Sequence[Group] = []
         self.shown: list[tuple[tuple[int, int, int], ...]] = []
         self.logical = self.physical = self.packed = self.phased = self.physical_without = 0
 

@@ -1,6 +1,5 @@
 """A training command as verl reads it: its composed config, what the driver would refuse, how long its prompts are."""
 
-import importlib.util
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -9,6 +8,7 @@ from typing import Any, NamedTuple
 import pyarrow
 import pyarrow.parquet
 import torch
+import verl.trainer
 from hydra import compose, initialize_config_dir
 from hydra.errors import HydraException, InstantiationException
 from omegaconf import DictConfig, OmegaConf
@@ -54,7 +54,7 @@ def compose_config(config_name: str, words: list[str], config_path: str = CONFIG
 
 
 def _compose(config_name: str, overrides: list[str], config_path: str = CONFIG_PATH, **options: bool) -> DictConfig:
-    trainer = Path(importlib.util.find_spec("verl.trainer").origin).parent
+    trainer = Path(verl.trainer.__path__[0])
     try:
         with initialize_config_dir(str((trainer / config_path).resolve()), version_base=None):
             return compose(config_name, overrides=overrides, **options)

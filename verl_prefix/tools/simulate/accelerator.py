@@ -7,7 +7,7 @@ no other device. Registered once per process; all else holds inside `fake_accele
 import contextlib
 import functools
 import gc
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -30,11 +30,10 @@ class Event:
     """A moment of a stream."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
-        self.time, self.link = 0.0, ""
+        self.time = 0.0
 
     def record(self, stream: "Stream | None" = None) -> "Event":
-        stream = stream or CLOCK.stream
-        self.time, self.link = stream.time, stream.link
+        self.time = (stream or CLOCK.stream).time
         return self
 
     def synchronize(self) -> None:
@@ -42,15 +41,13 @@ class Event:
 
 
 class Stream:
-    """A queue of kernels: `time` is when the last of them ends, `link` what it was last busy with, if with one."""
+    """A queue of kernels: `time` is when the last of them ends."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
-        self.time, self.link = 0.0, ""
+        self.time = 0.0
         CLOCK.streams.append(self)
 
     def wait_event(self, event: "Event | Stream") -> None:
-        if self is CLOCK.compute:
-            CLOCK.waited[event.link] += max(0.0, event.time - max(self.time, CLOCK.host))
         self.time = max(self.time, event.time)
 
     wait_stream = wait_event
@@ -64,12 +61,11 @@ class Clock:
 
     def start(self) -> None:
         self.streams: list[Stream] = []
-        self.waited: Counter[str] = Counter()  # seconds that the compute stream waited for a link
-        self.host = 0.0
-        self.links: Counter[str] = Counter()  # when each has moved what it was given
+        self.host: float = 0.0
+        self.links: dict[str, float] = defaultdict(float)  # when each has moved what it was given
         self.on_record: Callable[[torch.Tensor, Stream], None] = lambda tensor, stream: None
         self.room: Callable[[], tuple[int, int]] = lambda: (0, 0)
-        self.compute = self.stream = Stream()
+        self.stream = Stream()
 
     @property
     def now(self) -> float:
@@ -86,10 +82,10 @@ class _Module(_DummyBackendModule):
 
     Stream, Event = Stream, Event
 
-    def current_stream(self, device: Any = None) -> Stream:
+    def current_stream(self, device: Any = None) -> Any:
         return CLOCK.stream
 
-    def stream(self, stream: Stream | None) -> contextlib.AbstractContextManager[Any]:
+    def stream(self, stream: Any) -> contextlib.AbstractContextManager[Any]:
         return mock.patch.object(CLOCK, "stream", stream or CLOCK.stream)
 
     def get_amp_supported_dtype(self) -> list[torch.dtype]:
@@ -104,7 +100,8 @@ class _Module(_DummyBackendModule):
 
 def _in_autocast_dtype(op: Any) -> Callable[..., torch.Tensor]:
     def run(*args: Any, **kwargs: Any) -> torch.Tensor:
-        with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)):
+        autocast = torch._C.DispatchKey.AutocastPrivateUse1  # type: ignore[attr-defined]
+        with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(autocast)):
             args, kwargs = _cast((args, kwargs), DEVICE, torch.get_autocast_dtype(DEVICE))
             return op(*args, **kwargs)
 
@@ -136,12 +133,12 @@ def _register() -> tuple[torch.library.Library, torch.library.Library]:
 _make_tensor = torch.tensor
 
 
-def _tensor(data: Any, *args: Any, device: Any = None, **kwargs: Any) -> torch.Tensor:
+def _tensor(data: Any, *, device: Any = None, **kwargs: Any) -> torch.Tensor:
     """`torch.tensor` makes no fake tensor on a Python backend; as there, data comes from the host."""
-    made = _make_tensor(data, *args, device="cpu", **kwargs)
+    made = _make_tensor(data, device="cpu", **kwargs)
     device = torch.device(torch.empty(0).device if device is None else device)  # empty knows the default device
     if device.type == DEVICE:
-        made.constant = None  # a fake tensor's known value, with which it would really be copied
+        made.constant = None  # type: ignore[attr-defined]  # known value, with which it would really be copied
     return made.to(device)
 
 
@@ -156,15 +153,9 @@ def _stays(self: offload.OffloadedPrefixCache, tensor: torch.Tensor) -> bool:
 @contextlib.contextmanager
 def fake_accelerator(ranks: int, replicas: int = 1) -> Iterator[DeviceMesh]:
     """Inside, tensors are fake, and this is rank 0 of `replicas` times `ranks`; yields FSDP2's mesh, as verl's
-    create_device_mesh makes it (verl/workers/engine/fsdp/utils.py).
-
-    Raises:
-        RuntimeError: the process has a process group already.
-    """
+    create_device_mesh makes it (verl/workers/engine/fsdp/utils.py)."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    if dist.is_initialized():
-        raise RuntimeError("a simulation needs a process without a process group; run it in one of its own")
     _register()
     CLOCK.start()
     dist.init_process_group(f"cpu:fake,{DEVICE}:fake", rank=0, world_size=ranks * replicas, store=FakeStore())

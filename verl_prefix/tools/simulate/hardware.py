@@ -70,7 +70,7 @@ class Request:
         gpu: see `read_hardware`. fit: GiB of one GPU, or None.
 
     Raises:
-        ValueError: an unknown GPU, or GiB that no device has.
+        ValueError: an unknown GPU.
     """
 
     gpu: str = "h100"
@@ -78,5 +78,3 @@ class Request:
 
     def __post_init__(self) -> None:
         read_hardware(self.gpu)
-        if self.fit is not None and not 0 < self.fit < 1 << 20:
-            raise ValueError(f"--fit {self.fit}: give the GiB of one GPU, a number above 0")

@@ -41,12 +41,12 @@ def assumptions(config: PretrainedConfig) -> str:
 
 
 def as_json(phases: dict[str, Phase]) -> dict[str, Any]:
-    """An arm's phases: GiB, FLOPs, seconds and what they are spent on; and their sums and peak."""
+    """An arm's phases: GiB, FLOPs and seconds; and their sums and peak."""
 
     def part(phase: Phase, prefix: str) -> dict[str, float]:
         return {name.removeprefix(prefix): x for name, x in phase.items() if name.startswith(prefix) and x}
 
-    figures = {
+    figures: dict[str, dict[str, Any]] = {
         name: {
             "peak_gib": phase["peak"] / GIB,
             "owners_gib": {owner: phase[f"peak/{owner}"] / GIB for owner in OWNERS if phase[f"peak/{owner}"] > 0},
@@ -56,7 +56,6 @@ def as_json(phases: dict[str, Phase]) -> dict[str, Any]:
             "host_syncs": round(phase["host_syncs"]),
             "collective_bytes": part(phase, "collective/"),
             "host_gib": phase["host_peak"] / GIB,
-            "bound_seconds": part(phase, "bound/"),
         }
         for name, phase in phases.items()
         if name != "setup"
@@ -96,13 +95,16 @@ def settings(job: Job, hardware: Hardware, arms: dict[str, Any]) -> list[dict[st
     ours = [arm for arm in ARMS if not arm.path.startswith("stock")]
     ways = [_way(job, arm, arms[arm.name]) for arm in ours]
     way, best = min(zip(ways, ours, strict=True), key=lambda pair: _rank(pair[0]))
+
+    def also(other: Job, arm: Arm, *overrides: str) -> None:
+        ways.append(_way(other, arm, compare(other, hardware, [arm])[arm.name], *overrides))
+
     key = "actor_rollout_ref.actor.fsdp_config.use_no_sync_for_gradient_accumulation"
-    others = [(replace(job, no_sync=not job.no_sync), best, f"{key}={not job.no_sync}")]
+    also(replace(job, no_sync=not job.no_sync), best, f"{key}={not job.no_sync}")
     if best.path == "phased" or not way["fits"]:
         arm = best if way["fits"] else ours[-1]
         plan = plan_of(job, whole_shape(job), arm, job.budget)
-        others.append((replace(job, wave_tokens=max(1, largest_wave(plan) // 4)), arm))
-    ways += [_way(other, arm, compare(other, hardware, [arm])[arm.name], *more) for other, arm, *more in others]
+        also(replace(job, wave_tokens=max(1, largest_wave(plan) // 4)), arm)
     return sorted(ways, key=_rank)
 
 
@@ -123,27 +125,18 @@ def _way(job: Job, arm: Arm, outcome: dict[str, Any], *more: str) -> dict[str, A
 
 
 def longest(peak_gib: Callable[[int], float], gib: float, low: int, high: int) -> int | None:
-    """The largest size of `low` to `high` whose peak fits, to 2 %; None: none fits. By secants, since most peaks are
-    nearly lines, and halves in turn, since an offload fills what room there is and its peak is a plateau.
+    """The largest size of `low` to `high` whose peak fits, to 2 %, by halving their ratio; None: none fits.
 
     Args:
         peak_gib: of a size; no less with more.
     """
-    if (at_low := peak_gib(low)) > gib:
+    if peak_gib(low) > gib:
         return None
-    if (at_high := peak_gib(high)) <= gib:
+    if peak_gib(high) <= gib:
         return high
-    for i in range(12):
-        if high <= 1.02 * low + 1:
-            break
-        along = (gib - at_low) / (at_high - at_low)
-        guess = low + int((high - low) * along) if i % 2 == 0 else math.isqrt(low * high)
-        guess = min(max(guess, low + 1 + low // 100), high - 1)
-        at_guess = peak_gib(guess)
-        if at_guess <= gib:
-            low, at_low = guess, at_guess
-        else:
-            high, at_high = guess, at_guess
+    while high > 1.02 * low + 1:
+        middle = max(low + 1, math.isqrt(low * high))
+        low, high = (middle, high) if peak_gib(middle) <= gib else (low, middle)
     return low
 
 

@@ -75,8 +75,9 @@ class _DeltaRule(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: torch.Tensor, dstate: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        q, q_rstd, k, k_rstd, *saved = ctx.saved_tensors
-        dq, dk, *others = _delta_rule_backward(q, k, *saved, dout.contiguous(), dstate, *ctx.args)
+        q, q_rstd, k, k_rstd, v, g, beta, A, initial = ctx.saved_tensors
+        dout = dout.contiguous()
+        dq, dk, *others = _delta_rule_backward(q, k, v, g, beta, A, initial, dout, dstate, *ctx.args)
         (dq,) = launch([q, q_rstd, dq], [torch.empty_like(q)])
         (dk,) = launch([k, k_rstd, dk], [torch.empty_like(k)])
         return dq, dk, *others, None, None, None
@@ -95,7 +96,7 @@ def _delta_rule_backward(
     """A function of its own, whose buffers are gone before the norms' gradients."""
     gradient = _GRADIENT * _SHARE * flops
     w, u = launch([k, v, g, beta, A], [torch.empty_like(k), torch.empty_like(v)], flops * _SHARE)
-    written = [_of_chunks(k, u, segments), torch.empty_like(u)]
+    written: list[Any] = [_of_chunks(k, u, segments), torch.empty_like(u)]
     h, v_new = launch([k, w, u, g, initial], written, flops * _SHARE)
     (dv,) = launch([q, k, g, dout], [torch.empty_like(dout)], gradient)
     dinitial = None if initial is None else torch.empty_like(initial, dtype=torch.float32)
@@ -175,13 +176,7 @@ def _rule_of(mixer: GatedDeltaNet) -> Callable[..., tuple[torch.Tensor, torch.Te
 
 def _conv_of(mixer: GatedDeltaNet) -> Callable[..., torch.Tensor]:
     per_token = conv_flops(mixer.module.conv1d)
-
-    def causal_conv1d_fn(
-        x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, **options: object
-    ) -> torch.Tensor:
-        return _Conv.apply(x, weight, bias, per_token * x.shape[-1])
-
-    return causal_conv1d_fn
+    return lambda x, weight, bias=None, **_: _Conv.apply(x, weight, bias, per_token * x.shape[-1])
 
 
 def _norm_of(norm: Any) -> Callable[..., torch.Tensor]:

@@ -50,12 +50,14 @@ class TowerPixels:
     def __init__(self, grids: Sequence[Grids], config: Any) -> None:
         self.grids, self.config = grids, config
 
-    def of(self, groups: Sequence[Group], device: torch.device, tokens: None = None) -> dict[str, torch.Tensor]:
+    def of(self, groups: Sequence[Group], device: torch.device, tokens: Any = None) -> dict[str, torch.Tensor]:
         return self.at([group.rows[0] for group in groups], [group.prefix_len for group in groups], device)
 
     def at(self, rows: Sequence[int], lengths: Iterable[int], device: torch.device) -> dict[str, torch.Tensor]:
         """Arguments of `models.vision.forward` for a packed row: of these rows, one piece of so many tokens each."""
-        c, start, positions, grids = self.config.vision_config, 0, [], []
+        c, start = self.config.vision_config, 0
+        positions: list[torch.Tensor] = []
+        grids: list[tuple[int, int, int]] = []
         for row, length in zip(rows, lengths, strict=True):
             grids += self.grids[row]
             positions.append(torch.arange(start, start + num_features(self.grids[row], self.config)))

@@ -33,9 +33,12 @@ _IS_PINNED, _PIN_MEMORY = torch.ops.aten.is_pinned.default, torch.ops.aten._pin_
 _SET_STORAGE = torch.ops.aten.set_.source_Storage, torch.ops.aten.set_.source_Storage_storage_offset
 
 
-class Phase(Counter[str]):
-    """Amounts of one phase: seconds, launches, host_syncs; "flops/KIND", "bound/KIND" in seconds, "collective/NAME" in
-    bytes; "peak", "peak/OWNER" and "host_peak" in bytes."""
+class Phase(dict[str, float]):
+    """Amounts of one phase: seconds, launches, host_syncs, "flops/KIND"; in bytes "collective/NAME", "peak",
+    "peak/OWNER" and "host_peak". What is not there is 0."""
+
+    def __missing__(self, amount: str) -> float:
+        return 0.0
 
 
 class Tracker(TorchDispatchMode):
@@ -113,15 +116,9 @@ class Tracker(TorchDispatchMode):
         if key in self._blocks:
             return False
         self._collect()
-        on_device = device_of(tensor) == self.device
         nbytes = self._rounded(storage.nbytes())
-        owner = self._owner(tensor) if on_device else None
-
-        def gone(_: Any) -> None:
-            if key in self._blocks:
-                self._free(key)
-
-        self._blocks[key] = [nbytes, owner, weakref.ref(storage, gone)]
+        owner = self._owner(tensor) if device_of(tensor) == self.device else None
+        self._blocks[key] = [nbytes, owner, weakref.ref(storage, lambda _: self._free(key))]
         self._count(nbytes, owner)
         return True
 
@@ -189,12 +186,11 @@ class Tracker(TorchDispatchMode):
             with mock.patch.object(self, "_paused", True):
                 return propagate(propagator, *args)
 
-        for target, name, value in (
-            (torch.UntypedStorage, "resize_", resize_),  # FSDP2's way to free and fill what it gathers
-            (PrefixCache, "capture", captured),  # activations become the prefix cache's
-            (ShardingPropagator, "_propagate_tensor_meta_non_cached", propagated),
-        ):
-            self._patches.enter_context(mock.patch.object(target, name, value))
+        patch = mock.patch.object
+        enter = self._patches.enter_context
+        enter(patch(torch.UntypedStorage, "resize_", resize_))  # FSDP2's way to free and fill what it gathers
+        enter(patch(PrefixCache, "capture", captured))  # activations become the prefix cache's
+        enter(patch(ShardingPropagator, "_propagate_tensor_meta_non_cached", propagated))
         CLOCK.on_record = self._recorded
         CLOCK.room = lambda: (int(self.hardware.capacity) - self.current, int(self.hardware.capacity))
         return super().__enter__()
@@ -207,15 +203,13 @@ class Tracker(TorchDispatchMode):
     def in_phase(self, name: str, weight: float = 1.0) -> Iterator[None]:
         """Counts for the phase of this name, `weight` times over, until the device is done with it."""
         phase, start = self.phases[name], CLOCK.now
-        before, counted, waited = self.phase, Counter(phase), Counter(CLOCK.waited)
+        before, counted = self.phase, Phase(phase)
         self.phase = phase
         gc.collect()
         self._see_peak(0)
         yield
         CLOCK.host = CLOCK.now  # no wait of the run: it tells phases apart
         phase["seconds"] += CLOCK.now - start
-        for link, seconds in (CLOCK.waited - waited).items():
-            phase[f"bound/{link or 'compute'}"] += seconds
         for amount, value in phase.items():
             if not amount.startswith(("peak", "host_peak")):
                 phase[amount] += (weight - 1.0) * (value - counted[amount])
@@ -264,7 +258,10 @@ class Tracker(TorchDispatchMode):
             return
         if len(devices) > 1 and name in ("_to_copy", "copy_", "_copy_from"):
             waits = not (kwargs.get("non_blocking") or (name == "copy_" and len(args) > 2 and args[2]))
-            self._copy(max(x.nbytes for x in outs), device_of(outs[0]) == self.device, waits)
+            link = "pcie/to_device" if device_of(outs[0]) == self.device else "pcie/to_host"
+            self._transfer(link, max(x.nbytes for x in outs) / hardware.pcie)
+            if waits:
+                self.read()
             return
         kind, flops, workspace = flops_of(
             func, name, ins=ins, args=args, kwargs=kwargs, out=out, vocab_size=self.vocab_size
@@ -277,18 +274,12 @@ class Tracker(TorchDispatchMode):
             "attention": hardware.attention_backward if "backward" in name else hardware.attention_forward,
             "recurrent": hardware.matmul_16,
         }.get(kind, hardware.matmul_16 if not ins or ins[-1].element_size() <= 2 else hardware.matmul_32)
-        compute, memory = flops / reached, nbytes / hardware.memory
-        seconds = max(compute, memory, hardware.kernel)
+        seconds = max(flops / reached, nbytes / hardware.memory, hardware.kernel)
         phase["launches"] += 1
         if flops:
             phase[f"flops/{kind}"] += flops
         CLOCK.host += hardware.launch
-        stream = CLOCK.stream
-        idle = max(0.0, CLOCK.host - stream.time)
-        stream.time = max(stream.time, CLOCK.host) + seconds
-        if stream is CLOCK.compute:
-            phase["bound/launch"] += idle
-            phase["bound/compute" if compute >= memory else "bound/memory"] += seconds
+        CLOCK.stream.time = max(CLOCK.stream.time, CLOCK.host) + seconds
 
     def _collective(self, name: str, nbytes: int, members: list[int]) -> None:
         ranks = len(members)
@@ -297,15 +288,8 @@ class Tracker(TorchDispatchMode):
         self.phase[f"collective/{name.strip('_')}"] += nbytes
         self._transfer("network", wire / rate, launches=4, latency=2 * self.hardware.launch)
 
-    def _copy(self, nbytes: int, to_device: bool, waits: bool) -> None:
-        link = "pcie/to_device" if to_device else "pcie/to_host"
-        self._transfer(link, nbytes / self.hardware.pcie)
-        if waits:
-            self.read()
-
     def _transfer(self, link: str, seconds: float, launches: int = 1, latency: float = 0.0) -> None:
         """Keeps the current stream and a link busy, once both are free."""
         CLOCK.host += launches * self.hardware.launch
         stream = CLOCK.stream
-        stream.link = link.partition("/")[0]
         stream.time = CLOCK.links[link] = max(CLOCK.host, stream.time, CLOCK.links[link]) + seconds + latency
