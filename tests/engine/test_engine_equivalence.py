@@ -26,6 +26,7 @@ from engines import (
     _loss_config,
     _measure,
     _relative,
+    _turns,
     depends_on_rates,
 )
 from shared_models import OURS, SharedModels
@@ -92,6 +93,20 @@ CASES = {
     "padded_phased": {"padded": True, "schedule": "phased", "wave_tokens": 40},
     "padded_static_batch_size": {"padded": True, "use_dynamic_bsz": False, "micro_batch_size_per_gpu": 2},
     "padded_empty_responses": {"padded": True, "empty": "ce"},
+    "turns": {"turns": True},
+    "turns_in_pieces": {"turns": True, "schedule": "packed", "budget": 90},
+    "turns_phased": {"turns": True, "schedule": "phased", "wave_tokens": 20},
+    "turns_phased_in_pieces_tool_tokens": dict(turns=True, schedule="phased", budget=90, tool_tokens=True),
+    "turns_checkpointed_offloaded": dict(
+        turns=True, schedule="phased", wave_tokens=20, offload=True, gradient_checkpointing=True, logits_chunk=7
+    ),
+    "turns_of_the_batch": {"turns": True, "trees": "batch"},
+    "turns_whole_prompts_alone": {"turns": True, "trees": "off"},
+    "turns_temperature_per_row": {"turns": True, "temperature": "per_row"},
+    "turns_padded_static_batch_size": {"turns": True, "padded": True, "use_dynamic_bsz": False},
+    "turns_hsdp_sync_every_pass": dict(turns=True, fsdp_size=1, use_no_sync=False, schedule="phased", wave_tokens=20),
+    "turns_window": {"turns": True, "family": "window", "schedule": "phased", "wave_tokens": 20},
+    "turns_lora": {"turns": True, "lora_targets": "all-linear", "schedule": "phased", "wave_tokens": 20},
     "schedule_stock": {"schedule": "stock"},
     "gate_open": {"min_speedup": 1e-6},
     "gate_open_hsdp_sync_every_pass": {"min_speedup": 1e-6, "fsdp_size": 1, "use_no_sync": False},
@@ -106,7 +121,7 @@ CASES = {
 CHECKED = (
     "default", "packed", "phased", "static_batch_size_of_one", "rank_of_empty_responses", "hsdp", "lora_phased",
     "padded", "sliding_window", "offload_params_and_optimizer", "gate_open", "upper_layer_trained_phased",
-    "lm_head_trained_phased", "reshard_off",
+    "lm_head_trained_phased", "reshard_off", "turns", "turns_phased",
 )  # fmt: skip
 
 CORRECTION = dict(loss_type="reinforce", rollout_is="sequence", rollout_rs="token_k2", rollout_rs_threshold="0.05")
@@ -612,6 +627,19 @@ def test_sharing_happens_where_it_should(results):
         assert all(found["prefix/reuse_fraction"][0] > 0.3 for found in metrics(case)), case
     for found in metrics("schedule_stock"):
         assert found["prefix/reuse_fraction"] == [0.0]
+    cases = "turns", "turns_phased", "turns_of_the_batch", "turns_whole_prompts_alone"
+    reused = {case: [found["prefix/reuse_fraction"][0] for found in metrics(case)] for case in cases}
+    for rank, found in enumerate(reused["turns"]):
+        rows = [
+            (uid, [*p.tolist(), *r.tolist()][:-1])
+            for uid, p, r, _ in _turns(rank, 97, torch.Generator().manual_seed(100 + rank))
+        ]
+        beginnings = {(uid, *row[: i + 1]) for uid, row in rows for i in range(len(row))}
+        most = 1 - len(beginnings) / sum(len(row) for _, row in rows)  # of any sharing inside a uid
+        assert 0.9 * most < found <= most and 0 < reused["turns_whole_prompts_alone"][rank] < 0.4 * most
+    assert reused["turns_phased"] == reused["turns_of_the_batch"] == reused["turns"]
+    assert {found["prefix/tree_depth"][0] for found in metrics("turns")} == {6.0}
+    assert [found["prefix/tree_depth"][0] for found in metrics("no_uid")] == [1.0, 1.0]
     for found in metrics("phased"):
         assert found["prefix/waves"][0] >= 1
         assert found["prefix/offloaded_gib"] == [0.0]

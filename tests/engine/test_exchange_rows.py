@@ -371,7 +371,7 @@ def test_a_broken_exchange_is_an_error_on_every_rank_and_none_waits(results, how
 
 
 def test_rows_of_one_uid_prompt_positions_and_pixels_are_a_group_and_no_others():
-    from verl_prefix.engine.rows import group_rows, row_keys
+    from verl_prefix.engine.rows import NO_TREES, group_rows, row_keys
 
     rows = rows_of({"groups": [(5, [3] * 5, "copies")], "mrope": True}, 0)
     rows[1]["uid"] = "another"
@@ -379,7 +379,7 @@ def test_rows_of_one_uid_prompt_positions_and_pixels_are_a_group_and_no_others()
     rows[3]["multi_modal_inputs"]["pixel_values"] += 1
     rows[4]["position_ids"] = rows[4]["position_ids"] + (torch.arange(8) > 4)  # of the response alone
     data = batch_of(rows)
-    groups = group_rows(data, row_keys(data))
+    groups = group_rows(data, row_keys(data), NO_TREES, False)
     assert [(group.rows, group.prefix_len, group.suffix_lens) for group in groups] == [
         ((0, 4), 4, (3, 3)), ((1,), 4, (3,)), ((2,), 4, (3,)), ((3,), 4, (3,))
     ]  # fmt: skip
@@ -387,7 +387,7 @@ def test_rows_of_one_uid_prompt_positions_and_pixels_are_a_group_and_no_others()
     assert pixels[0] is pixels[4] is pixels[1] and pixels[0] is not pixels[3], "equal pixels are held once"
     empty = batch_of(rows_of({"groups": [(5, [3], "text"), (0, [3], "text")], "mrope": False}, 0))
     with pytest.raises(ValueError, match="row 1 has an empty prompt"):
-        group_rows(empty, row_keys(empty))
+        group_rows(empty, row_keys(empty), NO_TREES, False)
 
 
 def test_what_torn_mini_batches_cost_is_said_once_after_the_first_step(caplog):

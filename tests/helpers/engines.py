@@ -37,6 +37,28 @@ def _lens(rank: int, empty: Sequence[str]) -> list[tuple[str, int, list[int], st
     return [(uid, n, [0] * len(lens) if uid in empty else lens, kind) for uid, n, lens, kind in groups[rank]]
 
 
+def _turns(rank: int, vocab: int, generator: torch.Generator) -> list[tuple[str, torch.Tensor, torch.Tensor, int]]:
+    """(uid, prompt, response, session) of a row per turn, whose messages end in token 2, as the tiny models' do: two
+    sessions of three turns per uid. The next prompt goes on behind the last one (rank 0) or behind its response."""
+    end, header = torch.tensor([2]), torch.tensor([5, 6])
+
+    def some(length: int, more: int = 0) -> torch.Tensor:
+        length += int(torch.randint(more + 1, (1,), generator=generator))
+        return torch.cat([torch.randint(3, vocab, (length,), generator=generator), end])
+
+    rows = []
+    for uid in ("ab", "cd")[rank]:
+        question = torch.cat([some(20), some(12)])
+        for session in range(2):
+            history = question
+            for _ in range(3):
+                thoughts, answer = some(4, 3)[:-1], some(5, 4)
+                prompt, response = torch.cat([history, header]), torch.cat([thoughts, answer])
+                rows.append((uid, prompt, response, session))
+                history = torch.cat([history, header, answer if rank == 0 else response, some(10, 5)])
+    return rows
+
+
 def _batch(rank: int, vocab: int, options: dict):
     """Ragged random rows in verl's jagged form; rows of a group are not neighbours."""
     from verl.utils import tensordict_utils as tu
@@ -61,8 +83,14 @@ def _batch(rank: int, vocab: int, options: dict):
     ):  # a uid whose prompts differ, as after a tool call that rewrote the prompt: must not share
         other = torch.randint(3, vocab, (23,), generator=generator)
         rows[1] = ("a", other, *rows[1][2:])
+    sessions = [0] * len(rows)
+    if options.get("turns"):
+        *columns, sessions = zip(*_turns(rank, vocab, generator), strict=True)
+        rows = [(*row, torch.ones_like(row[2])) for row in zip(*columns, strict=True)]
+        for *_, mask in rows:
+            mask[1::3] = not options.get("tool_tokens")
     order = torch.randperm(len(rows), generator=generator).tolist()
-    rows = [rows[i] for i in order]
+    rows, sessions = ([column[i] for i in order] for column in (rows, sessions))
 
     def nested(tensors):
         return torch.nested.as_nested_tensor(list(tensors), layout=torch.jagged)
@@ -84,6 +112,7 @@ def _batch(rank: int, vocab: int, options: dict):
     }
     if options.get("uid", True):
         fields["uid"] = [r[0] for r in rows]
+        fields["session_id"] = sessions
     if options.get("temperature") == "per_row":
         fields["temperature"] = torch.rand(len(rows), generator=generator) + 0.5
     flags = {
@@ -140,7 +169,7 @@ def _configs(backend: str, model_path: str, options: dict, forward_only: bool = 
 
     model_config = HFModelConfig(
         path=model_path,
-        load_tokenizer=False,
+        load_tokenizer=options.get("turns", False),
         use_remove_padding=options.get("use_remove_padding", True),
         use_fused_kernels=options.get("use_fused_kernels", False),
         override_config={"attn_implementation": options.get("attn_implementation", "sdpa")},

@@ -29,6 +29,7 @@ SCHEDULES = ("auto", "packed", "phased", "stock")
 CHOICES = {
     "schedule": SCHEDULES,
     "exchange": ("auto", "off"),
+    "trees": ("uid", "batch", "off"),
     "keep_attention": ("auto", "off"),
     "attention": ("auto", "cpu", "flash_attn", "aten", "reference"),
     "verify_action": ("raise", "fallback"),
@@ -78,6 +79,7 @@ class PrefixConfig(BaseConfig):
 
     schedule: str = "auto"
     exchange: str = "auto"
+    trees: str = "uid"
     wave_tokens: int | None = None
     logits_chunk: int = 4096
     offload: bool = False

@@ -7,7 +7,7 @@ how many others share its prefix. Does not decide what runs together: see `waves
 """
 
 from collections import Counter
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeVar
 
@@ -124,29 +124,41 @@ class Group:
 
     def piece(self, start: int, end: int) -> "Group":
         """The group with its rows [start, end) only, and all strands."""
-        part = slice(start, end)
+        return self.of(range(start, end))
+
+    def of(self, places: Sequence[int]) -> "Group":
+        """The group with some of its rows, by their places among them, and all strands. A row without a suffix needs
+        the rest of its unit."""
         return replace(
             self,
-            rows=self.rows[part],
-            suffix_lens=self.suffix_lens[part],
-            forks=self.forks[part],
-            first_outputs=self.first_outputs[part],
+            rows=tuple(self.rows[i] for i in places),
+            suffix_lens=tuple(self.suffix_lens[i] for i in places),
+            forks=tuple(self.forks[i] for i in places),
+            first_outputs=tuple(self.first_outputs[i] for i in places),
         )
 
     def pruned(self) -> "Group":
-        """The group with what its rows need of the strands."""
-        needed = [0] * len(self.strands)
-        for fork, num_outputs in zip(self.forks, self.output_lens, strict=True):
+        """The group with what its rows need of the strands, as tokens of these rows."""
+        needed = [(0, -1)] * len(self.strands)  # the end, and a row that has all before it
+        for row, fork, num_outputs in zip(self.rows, self.forks, self.output_lens, strict=True):
             for strand, _, end in self.path(fork) if num_outputs else ():
-                needed[strand] = max(needed[strand], end)
-        kept = [i for i, end in enumerate(needed) if end]
+                if end > needed[strand][0]:
+                    needed[strand] = end, row
+        kept = [i for i, (end, _) in enumerate(needed) if end]
         number = {-1: -1} | {i: n for n, i in enumerate(kept)}
         strands = tuple(
-            Strand(self.strands[i].row, self.strands[i].start, needed[i], number[self.strands[i].parent]) for i in kept
+            Strand(row, self.strands[i].start, end, number[self.strands[i].parent])
+            for i, (end, row) in enumerate(needed)
+            if end
         )
         forks = tuple(fork._replace(strand=number.get(fork.strand, -1)) for fork in self.forks)
         prefix_len = sum(strand.end - strand.start for strand in strands)
         return replace(self, prefix_len=prefix_len, strands=strands, forks=forks)
+
+    def renumbered(self, numbers: Mapping[int, int]) -> "Group":
+        """The group with other numbers for its rows."""
+        strands = tuple(strand._replace(row=numbers[strand.row]) for strand in self.strands)
+        return replace(self, rows=tuple(numbers[row] for row in self.rows), strands=strands)
 
 
 def group_rows(

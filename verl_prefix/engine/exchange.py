@@ -26,13 +26,13 @@ from tensordict.tensorclass import NonTensorData
 from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_name
 
-from verl_prefix.auto.placement import describe_rows, place_rows
+from verl_prefix.auto.placement import describe_rows
 from verl_prefix.auto.shape import ModelShape
 from verl_prefix.core.groups import Group
 from verl_prefix.engine.protocol import Engine
 from verl_prefix.engine.row_bytes import Row, RowBytes
 from verl_prefix.engine.row_table import COLUMNS, AllRows, describe
-from verl_prefix.engine.rows import PIXELS, group_rows, row_keys
+from verl_prefix.engine.rows import NO_TREES, PIXELS, Trees, group_rows, row_keys, uids_of
 from verl_prefix.models.vision import PIXEL_NAMES
 from verl_prefix.versions import warn_once
 
@@ -104,12 +104,13 @@ def open_exchange(engine: Engine, data: TensorDict, custom_loss: bool) -> Exchan
         text = "prefix.exchange: rows stay on their ranks in updates: a loss that is not verl's own may read %s"
         warn_once(logger, text, "what does not travel (raw_prompt, extra_fields)")
         group = None
-    return exchange_rows(data, engine.shape, group, torch.device(get_device_name()), everyone=dist.group.WORLD)
+    device = torch.device(get_device_name())
+    return exchange_rows(data, engine.shape, group, device, everyone=dist.group.WORLD, trees=engine.trees)
 
 
 def exchange_rows(
     data: TensorDict, shape: ModelShape, group: dist.ProcessGroup | None, device: torch.device,
-    everyone: dist.ProcessGroup | None = None,
+    everyone: dist.ProcessGroup | None = None, trees: Trees = NO_TREES,
 ) -> Exchange:  # fmt: skip
     """Brings rows to the ranks that compute them, all of which call this, and then give outputs back.
 
@@ -117,17 +118,19 @@ def exchange_rows(
         data: this rank's rows; stays as it is.
         group: the ranks that compute data in parallel; None: rows stay. everyone: with those that compute the same rows
             together, by sequence parallelism; they fail together. device: where their collectives want tensors.
+        trees: what rows share besides whole prompts.
 
     Raises:
         ExchangeError: another rank failed, here or in `give_back`, or ranks do not agree.
     """
     all_together = functools.partial(together, everyone=everyone or group, device=device)
-    routes = None if group is None else _Routes(data, shape, group, device, all_together)
+    routes = None if group is None else _Routes(data, shape, group, device, all_together, trees)
     rows = routes.travel() if routes and routes.moves else data
     with all_together("grouping rows"):
         _receive_pixels(rows)
         keys = routes.keys if routes else row_keys(rows)
-        groups = group_rows(rows, keys)
+        cut = routes.cut if routes else trees.cut(uids_of(rows), keys)
+        groups = group_rows(rows, keys, trees, cut)
     metrics = routes.metrics if routes else {}
     uids = Counter(uid for uid, _ in set(zip(map(str, tu.get(rows, "uid", ())), keys, strict=False)))
     metrics["prefix/split_uids"] = sum(n > 1 for n in uids.values())
@@ -138,14 +141,15 @@ class _Routes:
     """Which rows this rank keeps, sends and gets; the same plan is known to all ranks.
 
     Attributes:
-        keys: of the rows that this rank computes, by `row_keys`.
+        keys: of the rows that this rank computes, by `row_keys`. cut: whether rows are cut at the ends of messages.
         moves: whether any row of any rank travels.
         metrics: prefix/* and timing_s/* of this rank so far; imbalance and groups are those of all ranks.
     """
 
     def __init__(
-        self, data: TensorDict, shape: ModelShape, group: dist.ProcessGroup, device: torch.device, together: Together
-    ) -> None:
+        self, data: TensorDict, shape: ModelShape, group: dist.ProcessGroup, device: torch.device, together: Together,
+        trees: Trees,
+    ) -> None:  # fmt: skip
         self._data, self._group, self._device, self._together = data, group, device, together
         self._size, self._rank = dist.get_world_size(group), dist.get_rank(group)
         self.metrics = dict.fromkeys(("prefix/exchanged_mib", "timing_s/prefix_exchange"), 0.0)
@@ -159,6 +163,7 @@ class _Routes:
             if not compatible:
                 logger.warning("prefix.exchange: the ranks' batches have different fields, so that rows stay")
             self._all = self._gather(table, most)
+            self.cut = trees.cut(self._all.uids, self._all.keys)
             with self._together("placing rows", 2) as agreed:
                 agreed += _same(self._place(compatible))
         if agreed[0] != -agreed[1]:
@@ -217,8 +222,10 @@ class _Routes:
     def _place(self, compatible: bool) -> list[int]:
         """The rank of every row of all ranks; where ranks cannot read each other's rows, each stays."""
         rows, me, first = self._all, self._rank, self._all.starts[self._rank]
-        args = (rows.keys, rows.prefix_costs, rows.suffix_costs, rows.ranks, self._size)
-        placement = place_rows(*args, rows.has_pixels) if compatible else describe_rows(*args)
+        if compatible:
+            placement = rows.place_turns(self._size) if self.cut else rows.place(self._size)
+        else:
+            placement = describe_rows(rows.keys, rows.prefix_costs, rows.suffix_costs, rows.ranks, self._size)
         homes = placement.ranks
         if len(homes) != len(rows.keys) or not set(homes) <= set(range(self._size)):
             raise ExchangeError(f"{len(rows.keys)} rows were placed on ranks {homes}; there are {self._size}")

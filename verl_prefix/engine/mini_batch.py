@@ -118,6 +118,7 @@ def plan_metrics(groups: Sequence[Group], plan: Plan, schedule: Schedule) -> dic
         "prefix/attention_kept": schedule.keep_attention,
         "prefix/groups": len(shared),
         "prefix/stock_rows": sum(len(group.rows) for group in groups if not group.is_shared),
+        "prefix/tree_depth": max((len([*group.path(fork)]) for group in groups for fork in group.forks), default=0),
         "prefix/tokens_saved": num_logical - plan.num_physical_tokens,
         "prefix/recomputed_groups": plan.split_groups,
         "prefix/packed_passes": len(plan.packed),

@@ -126,5 +126,6 @@ def pass_budget(data: TensorDict, groups: Sequence[Group]) -> int:
     hold."""
     if tu.get_non_tensor_data(data, "use_dynamic_bsz", True):
         return int(data["max_token_len_per_gpu"]) * tu.get_non_tensor_data(data, "sp_size", 1)
-    longest = max((group.prefix_len + 1 + n for group in groups for n in group.suffix_lens), default=1)
+    rows = ((fork.start, n) for group in groups for fork, n in zip(group.forks, group.suffix_lens, strict=True))
+    longest = max((start + 1 + n for start, n in rows), default=1)
     return int(data["micro_batch_size_per_gpu"]) * longest

@@ -33,12 +33,14 @@ from verl_prefix.engine.loss import LossFunction, mode_of_verls_loss
 from verl_prefix.engine.mini_batch import MiniBatch, even_out, plan_metrics
 from verl_prefix.engine.out_of_memory import out_of_memory_advice
 from verl_prefix.engine.paths import Paths, Stock, pass_budget
+from verl_prefix.engine.rows import Trees
 from verl_prefix.engine.step_metrics import GROUP_TOKENS, StepMetrics
 from verl_prefix.engine.stock_path import StockPath
 from verl_prefix.engine.trace_writer import open_trace
 from verl_prefix.engine.verify import Verification
 from verl_prefix.models import vision
 from verl_prefix.models.hookup import HookedModel
+from verl_prefix.models.messages import end_tokens
 from verl_prefix.models.support import check_dropout, check_supported
 from verl_prefix.versions import warn_once
 
@@ -205,6 +207,8 @@ class PrefixFSDPEngine(StockPath):
         if self.prefix_config.schedule != "stock":
             check_dropout(self.module)
             self.shape = model_shape(self.module, self._autocast_dtype)
+            ends = frozenset(end_tokens(self.model_config.tokenizer))
+            self.trees = Trees(self.prefix_config.trees, ends, self.model_config.hf_config)
         self._paths = Paths(self)
         self._kept_attention = KeptAttention(self.prefix_config.keep_attention, self.reduce_max)
 

@@ -14,6 +14,7 @@ from verl_prefix.core.groups import Group
 from verl_prefix.core.schedule import Schedule
 from verl_prefix.core.waves import Plan
 from verl_prefix.engine.loss import LossFunction
+from verl_prefix.engine.rows import Trees
 
 
 class Engine(Protocol):
@@ -28,6 +29,7 @@ class Engine(Protocol):
     _autocast_dtype: torch.dtype
     prefix_config: PrefixConfig
     shape: ModelShape
+    trees: Trees
 
     def get_data_parallel_group(self) -> Any: ...
     def get_data_parallel_rank(self) -> int: ...

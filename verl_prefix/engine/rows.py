@@ -2,15 +2,39 @@
 
 import hashlib
 from collections.abc import Hashable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from tensordict import TensorDict
 from verl.utils import tensordict_utils as tu
 
 from verl_prefix.core.groups import Group, rows_by_key
-from verl_prefix.models.vision import share_pixels
+from verl_prefix.core.trees import cuts_at, group_trees, mix
+from verl_prefix.models.messages import message_ends
+from verl_prefix.models.vision import is_vision_config, share_pixels, tree_tokens
 
 PIXELS = "multi_modal_inputs"
+
+
+class Trees(NamedTuple):
+    """What rows share besides whole prompts.
+
+    Args:
+        over: `PrefixConfig.trees`. ends: tokens that end a message (`messages.end_tokens`). config: the model's, which
+            names visual tokens.
+    """
+
+    over: str = "off"
+    ends: frozenset[int] = frozenset()
+    config: Any = None
+
+    def cut(self, uids: Sequence[Hashable], keys: Sequence[Hashable]) -> bool:
+        """Whether rows of all ranks are cut at the ends of messages: they are turns, a uid having several prompts."""
+        are_turns = len({*zip(uids, keys, strict=True)}) > len({*uids})
+        return self.over == "batch" or (self.over == "uid" and are_turns)
+
+
+NO_TREES = Trees()
 
 
 def row_lens(data: TensorDict) -> tuple[list[int], list[int]]:
@@ -43,8 +67,14 @@ def row_keys(data: TensorDict) -> list[bytes]:
     return keys
 
 
-def group_rows(data: TensorDict, keys: Sequence[Hashable]) -> list[Group]:
-    """The groups of all rows that this rank computes: of rows with the same key. The engine makes groups here alone.
+def uids_of(data: TensorDict) -> list[str]:
+    """verl's prompt ids; a row without one is alone."""
+    return [str(uid) for uid in tu.get(data, "uid", [f"row {row}" for row in range(len(data))])]
+
+
+def group_rows(data: TensorDict, keys: Sequence[Hashable], trees: Trees, cut: bool) -> list[Group]:
+    """The groups of all rows that this rank computes: of rows with the same key, or trees of rows that are `cut` at the
+    ends of messages. The engine makes groups here alone.
 
     Args:
         data: the rows, wherever they came from. keys: theirs by `row_keys`, from where they came.
@@ -63,4 +93,24 @@ def group_rows(data: TensorDict, keys: Sequence[Hashable]) -> list[Group]:
         if not all(torch.equal(prompts[row], prompts[rows[0]]) for row in rows):
             raise ValueError(f"rows {rows} arrived as one group, and their prompts differ")
         groups.append(Group(tuple(rows), prompt_lens[rows[0]] - 1, tuple(response_lens[row] for row in rows)))
-    return groups
+    if not cut:
+        return groups
+    places = zip(message_ends(prompts, trees.ends), prompt_lens, strict=True)
+    cuts = [cuts_at(ends, prompt_len) for ends, prompt_len in places]
+    return group_trees(_tree_tokens(data, trees), data["input_ids"].offsets().tolist(), prompt_lens, cuts)
+
+
+def _tree_tokens(data: TensorDict, trees: Trees) -> torch.Tensor:
+    """[N] int64, equal where all is that outputs depend on, and the uid where rows of several do not share."""
+    offsets, lens = data["input_ids"].offsets().tolist(), data["input_ids"].offsets().diff().cpu()
+    ids, positions = (data[name].values().cpu() for name in ("input_ids", "position_ids"))
+    if is_vision_config(trees.config):
+        tokens = tree_tokens(ids, positions, offsets, tu.get(data, PIXELS, [None] * len(data)), trees.config)
+    else:
+        tokens = mix(ids) ^ positions
+    temperature = torch.as_tensor(data["temperature"], dtype=torch.float32).cpu().expand(len(data)).contiguous()
+    tokens = mix(tokens) ^ temperature.view(torch.int32).long().repeat_interleave(lens)
+    if trees.over == "uid":
+        numbers = {uid: number for number, uid in enumerate(dict.fromkeys(uids_of(data)))}
+        tokens = mix(tokens) ^ torch.tensor([numbers[uid] for uid in uids_of(data)]).repeat_interleave(lens)
+    return tokens

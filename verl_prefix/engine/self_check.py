@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 
 from verl_prefix.core.attention import AttentionParams, AttentionPass
-from verl_prefix.core.layout import Layout
+from verl_prefix.core.layout import Layout, ranges
 from verl_prefix.models.recurrent import mixers
 from verl_prefix.models.vision import is_vision_config, tower_of
 
@@ -93,9 +93,9 @@ class LayerCheck:
     ) -> None:  # fmt: skip
         """Compares each segment's outputs with those of a row that begins with the prefix."""
         for behind, own in _segments(layout):
-            row = [torch.cat([x[:behind], x[own]]) for x in inputs]
-            truth = whole(row, 0)[behind:]
-            moved = whole([self._rounding.disturb(x) for x in row], _SHIFT)[behind:]
+            row = [torch.cat([x[behind.to(x.device)], x[own]]) for x in inputs]
+            truth = whole(row, 0)[len(behind) :]
+            moved = whole([self._rounding.disturb(x) for x in row], _SHIFT)[len(behind) :]
             ratio = _ratio((out[own] - truth).square().sum().item(), (moved - truth).square().sum().item())
             if ratio > self.worst_recurrence:
                 self.worst_recurrence, self.key = ratio, key
@@ -109,9 +109,9 @@ class LayerCheck:
         for behind, own in _segments(layout):
             tokens = torch.arange(own.start, own.stop, device=q.device)
             query = torch.cat([tokens[:_QUERIES], tokens[_QUERIES:][-_QUERIES:]])
-            keys, values = (torch.cat([x[:behind], x[own]]) for x in (k, v))
+            keys, values = (torch.cat([x[behind.to(x.device)], x[own]]) for x in (k, v))
             with torch.autocast(q.device.type, enabled=False):  # which would round the scores as well
-                position = query - own.start + behind
+                position = query - own.start + len(behind)
                 truth, rounded = _dense(q[query], keys, values, sinks=sinks, params=params, position=position)
             error += (out[query] - truth).square().sum().item()
             noise += (rounded - truth).square().sum().item()
@@ -138,11 +138,11 @@ def _sum_of_squares(x: torch.Tensor) -> float:
     return x.double().square().sum().item()
 
 
-def _segments(layout: Layout) -> Iterator[tuple[int, slice]]:
-    """Of a pass of one group: the tokens behind which a segment stands, all its prefix or none, and its own tokens."""
+def _segments(layout: Layout) -> Iterator[tuple[torch.Tensor, slice]]:
+    """Of a packed pass: the tokens behind which a segment stands, [n] int64, and its own tokens."""
     start = 0
     for segment in layout.segments:
-        yield layout.num_prefix if segment.prefix_len else 0, slice(start, start + segment.length)
+        yield ranges(segment.path), slice(start, start + segment.length)
         start += segment.length
 
 

@@ -5,7 +5,6 @@ import logging
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 import torch
 from tensordict import TensorDict
@@ -91,7 +90,7 @@ class Verification:
         repeated = group.rows[-1:] * (int(most) - len(group.rows))
         rows = tu.index_select_tensor_dict(data, list(group.rows))
         rows_alone = tu.index_select_tensor_dict(data, [*group.rows, *repeated])
-        group = replace(group, rows=tuple(range(len(group.rows))))
+        group = group.renumbered({row: place for place, row in enumerate(group.rows)})
         _, lens = row_lens(rows)
         flags = dict(calculate_entropy=False, calculate_sum_pi_squared=False, return_model_output=True)
         for chosen in (rows, rows_alone):  # repeated rows count for nothing
@@ -154,11 +153,10 @@ def _cheapest(groups: Sequence[Group], batch: int) -> Group:
     most_rows = max(2, min(_MOST_ROWS, batch // 8))
 
     def longest(group: Group) -> Group:
-        order = sorted(range(len(group.rows)), key=lambda i: -group.suffix_lens[i])
-        tokens = [sum(group.suffix_lens[i] for i in order[:n]) for n in range(2, most_rows)]
+        units = sorted(group.units(), key=lambda unit: -sum(group.suffix_lens[slice(*unit)]))
+        tokens = [sum(sum(group.suffix_lens[slice(*unit)]) for unit in units[:n]) for n in range(2, most_rows)]
         count = next((n for n, sum_ in enumerate(tokens, start=2) if sum_ >= _ENOUGH_TOKENS), most_rows)
-        rows, lens = zip(*((group.rows[i], group.suffix_lens[i]) for i in order[:count]), strict=True)
-        return Group(rows, group.prefix_len, lens)
+        return group.of([row for unit in units[:count] for row in range(*unit)]).pruned()
 
     sampled = [longest(group) for group in groups]
     shared = [group for group in sampled if group.is_shared] or sampled

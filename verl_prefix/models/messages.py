@@ -9,8 +9,9 @@ _CONTENTS = ("question", "answer")
 
 
 def end_tokens(tokenizer: Any) -> set[int]:
-    """Tokens that end a message of the tokenizer's chat template, or a whole text."""
-    ends = {tokenizer.eos_token_id} - {None}
+    """Tokens that end a message of the tokenizer's chat template, or a whole text; without a tokenizer none."""
+    eos = getattr(tokenizer, "eos_token_id", None)
+    ends: set[int] = set() if eos is None else {eos}
     if getattr(tokenizer, "chat_template", None):
         special = {token for token, added in tokenizer.added_tokens_decoder.items() if added.special}
         special |= set(tokenizer.all_special_ids)
