@@ -66,13 +66,14 @@ def _ab(arguments: argparse.Namespace) -> int:
 def _plan(arguments: argparse.Namespace) -> int:
     from verl_prefix.tools.plan import options
     from verl_prefix.tools.report import check_out
-    from verl_prefix.tools.simulate.hardware import Request
+    from verl_prefix.tools.simulate.hardware import read_hardware
 
     check_out(arguments.out)
-    given = _given(arguments, Request)
-    if given and not arguments.simulate:
-        raise ValueError(f"--{next(iter(given))} is for a simulation; add --simulate")
-    request = Request(**given) if arguments.simulate else None
+    if not arguments.simulate and (arguments.gpu or arguments.fit):
+        raise ValueError("--gpu and --fit are for a simulation; add --simulate")
+    gpu = (arguments.gpu or "h100") if arguments.simulate else None
+    if gpu:
+        read_hardware(gpu)
     words, parts = options.override_words(arguments.words), options.shares(arguments.shares)
     if (responses := arguments.response_lengths) and not options.is_dump(responses):
         options.spread(responses)
@@ -83,7 +84,7 @@ def _plan(arguments: argparse.Namespace) -> int:
 
     return command.run(
         arguments.out, arguments.config_name or options.CONFIG_NAME, words, responses=responses, parts=parts,
-        config_path=arguments.config_path or options.CONFIG_PATH, request=request,
+        config_path=arguments.config_path or options.CONFIG_PATH, gpu=gpu, fit_gib=arguments.fit,
     )  # fmt: skip
 
 

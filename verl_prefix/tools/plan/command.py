@@ -43,7 +43,6 @@ from verl_prefix.tools.plan.training_command import (
 )
 from verl_prefix.tools.report import provenance
 from verl_prefix.tools.simulate.command import fits_nothing, read_job, show_simulated, simulated
-from verl_prefix.tools.simulate.hardware import Request
 
 
 def response_lengths(spec: str | None, longest: int, tokenizer: Any) -> tuple[Iterator[int], list[str]]:
@@ -157,12 +156,14 @@ def build(
     responses: str | None,
     parts: dict[str, float] | None,
     config_path: str = CONFIG_PATH,
-    request: Request | None = None,
+    gpu: str | None = None,
+    fit_gib: float | None = None,
 ) -> dict[str, Any]:
     """The plan, as JSON can hold it; without figures where the model is refused.
 
     Args:
-        config_name, words, config_path: see `compose_config`. parts: see `options.shares`. request: also simulate.
+        config_name, words, config_path: see `compose_config`. parts: see `options.shares`. gpu, fit_gib: of a
+            simulation, see `simulated`; or None.
 
     Raises:
         PlanError: something that the plan needs is missing or does not fit.
@@ -171,7 +172,7 @@ def build(
     config = compose_config(config_name, words, config_path)
     check_values(config)
     size, roles = sizes(config), config.actor_rollout_ref
-    if request and size.sequence_ranks > 1:
+    if gpu and size.sequence_ranks > 1:
         raise PlanError(
             "--simulate knows no sequence parallelism; leave it out, or set ulysses_sequence_parallel_size=1"
         )
@@ -198,11 +199,11 @@ def build(
     step = 1.0 / (1.0 - sum(parts.values()) + sum(share / gains[used][name] for name, share in parts.items()))
     ratio = [p / (p + s) for p, s in zip(lengths, sample, strict=False)]
     simulation = {}
-    if request:
+    if gpu:
         first = predicted.first
         budgets = {name: size.micro_batches[name].budget(first) for name in ("update", "old")}
         job = read_job(roles, empty.config, groups=first, shown=predicted.shown, budgets=budgets, ranks=size.ranks)
-        simulation = {"simulated": simulated(job, request, config.trainer.n_gpus_per_node)}
+        simulation = {"simulated": simulated(job, gpu, fit_gib, config.trainer.n_gpus_per_node)}
     return {
         "unsupported": reasons,
         "notes": notes(config, size, leak, gains[used]["update"], gains_of_whole[used]["update"]),

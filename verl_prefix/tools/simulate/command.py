@@ -14,7 +14,7 @@ from verl.utils.torch_dtypes import PrecisionType
 
 from verl_prefix.auto.cost import shard_size, syncs_once
 from verl_prefix.core.groups import Group
-from verl_prefix.tools.simulate.hardware import GIB, Request, read_hardware
+from verl_prefix.tools.simulate.hardware import GIB, read_hardware
 from verl_prefix.tools.simulate.job import Job
 from verl_prefix.tools.simulate.report import assumptions, compare, fit, positions, settings
 from verl_prefix.tools.simulate.tower import Grids
@@ -63,27 +63,26 @@ def read_job(
     )
 
 
-def simulated(job: Job, request: Request, per_node: int) -> dict[str, Any]:
+def simulated(job: Job, gpu: str, fit_gib: float | None, per_node: int) -> dict[str, Any]:
     """The part that `plan` adds to its JSON: arms, the cheapest settings, what fits, and the assumptions.
 
     Args:
-        per_node: GPUs of a node.
+        gpu: see `read_hardware`. fit_gib: of one GPU, to search what fits; or None. per_node: GPUs of a node.
 
     Raises:
         ValueError: attention kernels do not take the job's dtype or heads.
     """
-    hardware = replace(read_hardware(request.gpu), per_node=per_node)
+    hardware = replace(read_hardware(gpu), per_node=per_node)
     if job.dtype not in (torch.bfloat16, torch.float16):
         raise ValueError(
             f"--simulate: flash attention takes 16-bit inputs, and param_dtype is {job.dtype}; set "
             "actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype=bf16"
         )
     arms, fitting = compare(job, hardware), {}
-    if request.fit:
-        fits = fit(job, hardware, request.fit)
-        fitting = {"fits_gib": request.fit, "fits": fits, "positions": positions(job.config)}
+    if fit_gib:
+        fitting = {"fits_gib": fit_gib, "fits": fit(job, hardware, fit_gib), "positions": positions(job.config)}
     return {
-        "gpu": request.gpu,
+        "gpu": gpu,
         "hardware": asdict(hardware),
         "rows": sum(len(group.rows) for group in job.groups),
         "ranks": job.ranks * job.replicas,

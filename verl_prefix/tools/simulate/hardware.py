@@ -60,21 +60,3 @@ def read_hardware(spec: str) -> Hardware:
         if key not in known or not 0 < values[key] < float("inf"):
             raise ValueError(f"--gpu {change!r}: write RATE=NUMBER, one of {', '.join(known)}, above 0")
     return replace(GPUS[name], **values)
-
-
-@dataclass(frozen=True)
-class Request:
-    """Options of the command line.
-
-    Args:
-        gpu: see `read_hardware`. fit: GiB of one GPU, or None.
-
-    Raises:
-        ValueError: an unknown GPU.
-    """
-
-    gpu: str = "h100"
-    fit: float | None = None
-
-    def __post_init__(self) -> None:
-        read_hardware(self.gpu)
