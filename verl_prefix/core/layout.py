@@ -33,11 +33,10 @@ Pieces = tuple[tuple[int, int], ...]
 
 class Segment(NamedTuple):
     """A strand, or one row's suffix: tokens that read themselves, and before them the pieces `path` of the prefix
-    source. So many `rows` of the batch have these tokens."""
+    source."""
 
     length: int
     path: Pieces = ()
-    rows: int = 1
 
     @property
     def prefix_len(self) -> int:

@@ -91,6 +91,7 @@ class StepMetrics:
             logger.warning(
                 "prefix: prompts whose rows lie in several mini-batches are computed in each: %d tokens more than %d "
                 "at this step (+%.0f%%). Set trainer.v1.trainer_mode=prefix_sync (prefix_colocate_async, "
-                "prefix_separate_async), which keeps a prompt's rows in one mini-batch",
+                "prefix_separate_async), which keeps a prompt's rows in one mini-batch. Where it is set and an agent "
+                "loop returns a row per turn, multiply actor.ppo_mini_batch_size by the turns: it counts rows",
                 torn, tokens, 100 * torn / tokens,
             )  # fmt: skip
