@@ -32,6 +32,8 @@ DATA ?=
 ARM ?= prefix
 SEED ?= 1
 PYTEST_ARGS ?=
+# A file is one process's, since its cases share models and ranks; PYTEST_ARGS='-n 0' runs all in one.
+PARALLEL := -n logical --maxprocesses 8 --dist loadfile
 
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint requirements-cpu.txt
@@ -114,7 +116,7 @@ lint: setup
 	$(BIN)/mypy
 
 test: setup
-	$(BIN)/python -m pytest -m 'not full' $(PYTEST_ARGS)
+	$(BIN)/python -m pytest $(PARALLEL) -m 'not full' $(PYTEST_ARGS)
 
 test-full: setup
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
@@ -126,7 +128,7 @@ test-trl: setup-trl
 	$(TRL_BIN)/python -m pytest $(PYTEST_ARGS) tests/clients
 
 test-pinned: $(PINNED)
-	$(PINNED_BIN)/python -m pytest -m 'not full' $(PYTEST_ARGS) $(WITHOUT_VERL) $(ENGINE_TESTS)
+	$(PINNED_BIN)/python -m pytest $(PARALLEL) -m 'not full' $(PYTEST_ARGS) $(WITHOUT_VERL) $(ENGINE_TESTS)
 
 test-verl-main: setup
 	$(call ON_TOP,.venv-verl-main)

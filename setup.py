@@ -63,6 +63,7 @@ setup(
             "prefix-grouper",
             "pytest",
             "pytest-timeout",
+            "pytest-xdist",
             "ruff",
             "triton ; sys_platform == 'linux'",
         ],

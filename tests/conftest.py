@@ -98,7 +98,10 @@ def ranks(
 
 @pytest.fixture(scope="session")
 def python(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """A `python` that starts with what verl imports of others: 8 of the 11 CPU seconds of `import verl`."""
+    """A `python` that starts with what verl imports of others: 8 of the 11 CPU seconds of `import verl`.
+
+    test_doctor.py and test_cpu_platform.py take 25 CPU seconds by it, 70 without.
+    """
     with warm_python(tmp_path_factory.mktemp("python")) as executable:
         yield str(executable)
 
@@ -115,7 +118,10 @@ def fresh(python: str) -> Callable[..., subprocess.CompletedProcess[str]]:
 
 @pytest.fixture(scope="session", autouse=True)
 def yaml_read_once() -> Iterator[None]:
-    """Hydra parses verl's 30 YAML files for every config that it composes: nearly half of its time."""
+    """Hydra parses verl's 30 YAML files for every config that it composes.
+
+    tests/config takes 38 CPU seconds without this fixture and the next, 24 with this one, 15 with both.
+    """
     if importlib.util.find_spec("omegaconf") is None:
         yield
         return

@@ -12,8 +12,8 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.multiprocessing as mp
 from engines import TOLERANCE, _batch, _engine, _loss, _relative
+from ranks import RankError
 from whole_tensors import full
 
 from verl_prefix.auto.chooser import CostModel
@@ -190,7 +190,10 @@ def _pair(rank: int, rendezvous: str, path: str, out: str) -> None:
             results[backend, masked] = {"before": before, **_update(engine, rank, {}, change)}
         results["logged", masked], logged[:] = list(logged), []
     torch.save(results, f"{out}.{rank}")
-    engine = _engine("prefix", path, PHASED)
+
+
+def _oom_on_the_second(path: str) -> None:
+    engine, rank = _engine("prefix", path, PHASED), torch.distributed.get_rank()
     if rank == 1:
         _break(engine, 3, False)
     _update(engine, rank, PHASED)
@@ -211,9 +214,8 @@ def alone(model, tmp_path_factory, spawn):
 @pytest.fixture(scope="module")
 def pair(model, tmp_path_factory, spawn):
     tmp = tmp_path_factory.mktemp("pair")
-    with pytest.raises(mp.ProcessRaisedException) as raised:
-        spawn(_pair, args=(str(tmp / "rendezvous"), model, str(tmp / "out")), nprocs=2)
-    return [torch.load(f"{tmp / 'out'}.{rank}") for rank in range(2)], str(raised.value)
+    spawn(_pair, args=(str(tmp / "rendezvous"), model, str(tmp / "out")), nprocs=2)
+    return [torch.load(f"{tmp / 'out'}.{rank}") for rank in range(2)]
 
 
 @pytest.mark.parametrize("case", OOMS)
@@ -249,7 +251,7 @@ def test_a_nan_in_a_field_that_nobody_reads_changes_nothing(alone):
 
 @pytest.mark.parametrize("masked", [False, True], ids=["in the loss", "masked"])
 def test_an_update_that_is_not_finite_is_skipped_as_by_stock_and_named(pair, masked):
-    results, _ = pair
+    results = pair
     for result in results:
         for backend in ("fsdp2", "prefix"):
             update = result[backend, masked]
@@ -262,9 +264,11 @@ def test_an_update_that_is_not_finite_is_skipped_as_by_stock_and_named(pair, mas
     assert "advantages of rows " in line and "(uid " in line and ("loss nan" in line) != masked
 
 
-def test_an_oom_on_one_of_two_ranks_fails_with_the_key_to_set(pair):
-    _, error = pair
-    assert "Process 1 terminated" in error and "OutOfMemoryError: injected" in error
+def test_an_oom_on_one_of_two_ranks_fails_with_the_key_to_set(ranks, model):
+    with pytest.raises(RankError) as raised:
+        ranks(2, model)(_oom_on_the_second)
+    error = str(raised.value).partition("rank 1 of 2 raised")[2].partition("rank 0 of 2")[0]
+    assert "OutOfMemoryError: injected" in error
     assert "verl_prefix was in phase_b, wave 2 of " in error
     assert "set actor_rollout_ref.actor.prefix.wave_tokens=" in error
 
