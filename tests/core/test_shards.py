@@ -134,8 +134,8 @@ def alone():
 @pytest.mark.parametrize("size", [1, 2, 3, 8])
 def test_every_token_is_one_ranks_and_every_rank_has_its_share_of_lm_head(alone, size):
     groups, offsets = [Group((0, 1), 13, (4, 7)), Group((2,), 0, (5,))], [0, 18, 39, 45]
-    packed, wave = build_layout(groups, offsets), build_layout(groups[:1], offsets, [(0, 0)])
-    for layout in (packed, wave, build_layout(groups, offsets, suffixes=False), build_layout([], offsets)):
+    packed, prefixes = build_layout(groups, offsets), build_layout(groups, offsets, suffixes=False)
+    for layout in (packed, build_layout(groups[:1], offsets, prefixes, [0]), prefixes, build_layout([], offsets)):
         shards = [Shards((rank, size), layout, torch.device("cpu")) for rank in range(size)]
         tokens = [one.tokens for one in shards]
         assert len({len(x) for x in tokens}) == 1

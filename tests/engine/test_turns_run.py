@@ -2,18 +2,22 @@
 verl, Ray, FSDP2 on gloo and HF rollout; neither vLLM nor CUDA.
 """
 
+import os
 from pathlib import Path
 
 import pytest
 import yaml
 from both_arms import both_arms
 
+HELPERS = Path(__file__).parents[1] / "helpers"  # where `turn_loop` is
+
 
 @pytest.mark.ray
 @pytest.mark.parametrize(
     ("ranks", "mode"), [(2, "prefix_sync"), pytest.param(1, "sync", marks=pytest.mark.full)], ids=["2ranks", "1rank"]
 )
-def test_turns_share_by_default_and_step_1_is_stocks(tmp_path: Path, train, ranks: int, mode: str) -> None:
+def test_turns_share_by_default_and_step_1_is_stocks(tmp_path: Path, train, monkeypatch, ranks: int, mode: str):
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(HELPERS), *filter(None, [os.environ.get("PYTHONPATH")])]))
     loops = tmp_path / "loops.yaml"
     loops.write_text(yaml.safe_dump([{"name": "turns", "_target_": "turn_loop.TurnLoop"}]))
     rollout = "actor_rollout_ref.rollout"
