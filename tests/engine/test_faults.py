@@ -34,7 +34,7 @@ OOMS = {
     "first wave": ({}, 2, False, ["in phase_b, wave 1 of ", "rank 0: ", "actor.prefix.wave_tokens=", "largest wave: "]),
     "backward of a wave": ({}, 3, True, ["in phase_b, wave 2 of ", "actor.prefix.wave_tokens="]),
     "one row": ({"wave_tokens": 1}, 2, False, ["in phase_b", "the largest wave is one row already"]),
-    "phase A": ({}, 1, False, ["in phase_a, rank 0: 5 groups of rows [0, 3, 8, 9], ", "actor.prefix.offload=True"]),
+    "phase A": ({}, 1, False, ["in phase_a, rank 0: 6 groups of rows [0, 3, 8, 9], ", "actor.prefix.offload=True"]),
     "phase C": ({}, 1, True, ["in phase_c", "model.enable_gradient_checkpointing=True"]),
     "packed": (PACKED, 1, False, ["in packed, rank 0: ", "actor.prefix.schedule=phased"]),
     "attention kept": (KEPT, 2, False, ["in phase_b, wave 1 of ", "actor.prefix.keep_attention=off"]),

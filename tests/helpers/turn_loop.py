@@ -1,4 +1,5 @@
-"""An agent loop that renders the history anew for every call and returns a row per call: two to four turns."""
+"""An agent loop that renders the history anew for every call and returns a row per call: two to four turns, by what the
+first answer is, so that a prompt's sessions are the same ones whatever the order in which they ask."""
 
 from uuid import uuid4
 
@@ -10,7 +11,7 @@ class TurnLoop(AgentLoopBase):
 
     async def run(self, sampling_params, **kwargs):
         messages, rows = list(kwargs["raw_prompt"]), []
-        for turn in range(2 + (int(kwargs["index"]) + kwargs["session_id"]) % 3):
+        while not rows or len(rows) < 2 + sum(rows[0].response_ids) % 3:
             prompt = self.tokenizer.apply_chat_template(
                 messages, add_generation_prompt=True, tokenize=True, return_dict=False
             )
@@ -20,7 +21,7 @@ class TurnLoop(AgentLoopBase):
             rows.append(
                 AgentLoopOutput(
                     prompt_ids=prompt, response_ids=out.token_ids, response_mask=[1] * len(out.token_ids),
-                    response_logprobs=out.log_probs, num_turns=2 * turn + 2, metrics=AgentLoopMetrics(),
+                    response_logprobs=out.log_probs, num_turns=2 * len(rows) + 2, metrics=AgentLoopMetrics(),
                     extra_fields=dict(out.extra_fields),
                 )
             )  # fmt: skip
