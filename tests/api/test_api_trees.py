@@ -12,6 +12,7 @@ from transformers import AutoTokenizer
 from vision_cases import FAMILIES, Turns, paths  # noqa: F401
 
 from verl_prefix import message_ends, phased_update, response_hidden_states, response_log_probs
+from verl_prefix.models.messages import end_tokens
 from verl_prefix.testing import write_tiny_model
 
 OPTIONS = dict(temperature=0.7, return_entropy=True)
@@ -163,3 +164,23 @@ def test_messages_end_where_the_template_says(tmp_path):
     (ends,) = message_ends(tokenizer, [ids])
     texts = [tokenizer.decode(ids[:end]) for end in ends]
     assert [text[-14:] for text in texts] == ["what<|im_end|>", "that<|im_end|>", "what<|im_end|>"]
+
+
+TEMPLATES = {
+    "llama 3": ("<|head|>{{ m['role'] }}<|/head|>\n\n{{ m['content'] }}<|eot|>", ["<|eot|>"]),
+    "gemma": ("<start>{{ m['role'] }}\n{{ m['content'] }}<end>\n", ["<end>"]),
+    "mistral": (
+        "{% if m['role'] == 'user' %}[INST] {{ m['content'] }}[/INST]{% else %} {{ m['content'] }}</s>{% endif %}",
+        ["[/INST]", "</s>"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_ends_of_messages_of_other_templates(tmp_path, name):
+    tokenizer = AutoTokenizer.from_pretrained(write_tiny_model(tmp_path / "model"))
+    message, ends = TEMPLATES[name]
+    special = ["<|head|>", "<|/head|>", "<|eot|>", "<start>", "<end>", "[INST]", "[/INST]", "</s>"]
+    tokenizer.add_special_tokens({"additional_special_tokens": special})
+    tokenizer.chat_template = "{% for m in messages %}" + message + "{% endfor %}"
+    assert {*tokenizer.convert_ids_to_tokens(end_tokens(tokenizer))} == {*ends, tokenizer.eos_token}
