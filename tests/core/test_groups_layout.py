@@ -84,7 +84,7 @@ def test_layout_holds_each_prefix_once_and_every_suffix_at_its_original_place(sh
         for row, n in zip(group.rows, group.suffix_lens, strict=True)
         for i in range(n)
     ]
-    assert layout.suffix_index.tolist() == expected
+    assert layout.read_places.tolist() == expected
     sharing = [group for group in groups if group.prefix_len]
     _, *crosses = layout.calls(None, CPU)
     assert len(crosses) == bool(sharing)

@@ -146,8 +146,8 @@ def broken(monkeypatch, name: str) -> dict:
 
         def one_block(*args, **options):
             right = make(*args, **options)
-            prefixes = [segment for segment in right.segments if not segment.prefix_len]
-            suffixes = [segment for segment in right.segments if segment.prefix_len]
+            prefixes = [segment for segment in right.segments if not segment.path]
+            suffixes = [segment for segment in right.segments if segment.path]
             blocks = [list(rows) for _, rows in itertools.groupby(suffixes, key=lambda segment: segment[1:])]
             one = [rows[0]._replace(length=sum(segment.length for segment in rows)) for rows in blocks]
             return dataclasses.replace(right, segments=(*prefixes, *one))

@@ -341,7 +341,7 @@ def test_a_simulation_gets_what_prompts_show(monkeypatch, tmp_path, folder_of, t
     model, data = folder_of("Qwen2.5-VL-7B"), train_file(True)
     words = launched(VIDEO, tmp_path, "actor_rollout_ref.actor.freeze_vision_tower=True", MODEL_PATH=str(model),
                      TRAIN_FILE=str(data))  # fmt: skip
-    plan.build("ppo_trainer", words, "64", None, request=plan.Request())
+    plan.build("ppo_trainer", words, "64", None, gpu="h100")
     (job,) = jobs
     assert job.config.vision_config.depth == 32 and job.freeze_tower
     patch = AutoProcessor.from_pretrained(model).image_processor.patch_size

@@ -43,7 +43,7 @@ def sabotage(kind: str) -> None:
 
     def one_off(self, tokens, layout, **options):
         positions = tokens.position_ids.clone()
-        positions[layout.suffix_index] += 1
+        positions[layout.read_places] += 1
         tokens = dataclasses.replace(tokens, position_ids=positions)
         return forward(self, tokens, layout, **options)
 

@@ -37,9 +37,9 @@ class Fork(NamedTuple):
 class Group:
     """Rows of one batch that share prefixes: a tree, whose `strands` are computed once, and whose leaves are suffixes.
 
-    A group of one prompt is a tree of one strand; so is what has no `forks`. Rows of a deeper tree (`trees`) stand
-    depth first, parents before what goes on behind them. A row may lie wholly in strands: its suffix is then empty, and
-    the row with the next suffix goes on behind it.
+    A group of one prompt is a tree of one strand, and needs no `strands` and `forks` when it is made. Rows of a deeper
+    tree (`trees`) stand depth first. A row may lie wholly in strands: its suffix is then empty, and the next row that
+    has one continues it.
 
     Attributes:
         rows: row indices of the batch.
@@ -83,13 +83,11 @@ class Group:
     @property
     def num_strand_outputs(self) -> int:
         """Tokens of strands whose outputs rows read, each once."""
-        read = {
-            (strand, max(start, first), end)
-            for fork, first in zip(self.forks, self.first_outputs, strict=True)
-            for strand, start, end in self.path(fork)
-            if end > first
-        }
-        return sum(end - start for _, start, end in read)
+        read: dict[int, set[int]] = {}
+        for fork, first in zip(self.forks, self.first_outputs, strict=True):
+            for strand, start, end in self.path(fork) if fork.start > first else ():
+                read.setdefault(strand, set()).update(range(max(start, first), end))
+        return sum(map(len, read.values()))
 
     @property
     def num_suffix_tokens(self) -> int:

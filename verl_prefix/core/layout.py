@@ -39,24 +39,24 @@ class Segment(NamedTuple):
     path: Pieces = ()
 
     @property
-    def prefix_len(self) -> int:
+    def path_len(self) -> int:
         return sum(length for _, length in self.path)
 
     @property
-    def behind(self) -> int:
-        """The token of the prefix source that stands after the last one before it; 0: none is before it."""
+    def path_end(self) -> int:
+        """The token of the prefix source after the last one of the path; 0: it has none."""
         return _after(self.path) if self.path else 0
 
 
 class Run(NamedTuple):
-    """Tokens [start, end) of a strand, which go on from the state behind token `behind` - 1 (0: from zeros)."""
+    """Tokens [start, end) of a strand, which go on from the state before token `after` of their path (0: zeros)."""
 
     start: int
     end: int
-    behind: int
+    after: int
 
 
-class Forks(NamedTuple):
+class InitialStates(NamedTuple):
     """Pairs of a suffix and the state that it goes on from, each by its number: among the layout's suffixes [n] int64,
     among the source's `states` [n] int64."""
 
@@ -179,7 +179,8 @@ class Layout:
     states: tuple[Pieces, ...] = ()
     source: "Layout | None" = None
     _calls: dict[tuple[int | None, torch.device], tuple[Call, ...]] = _built_once()
-    _forks: dict[torch.device, Forks] = _built_once()
+    _initial_states: dict[torch.device, InitialStates] = _built_once()
+    _tails: dict[tuple[int, torch.device], torch.Tensor] = _built_once()
 
     @property
     def num_tokens(self) -> int:
@@ -216,13 +217,13 @@ class Layout:
         round_of = {0: -1}
         ends, end = list(self.state_numbers), 0
         for segment in self.segments[: self.num_prefixes]:
-            start, behind, end = end, segment.behind, end + segment.length
+            start, after, end = end, segment.path_end, end + segment.length
             for cut in ends[bisect_right(ends, start) : bisect_right(ends, end)]:
-                round_of[cut] = round_of[behind] + 1
+                round_of[cut] = round_of[after] + 1
                 if round_of[cut] == len(rounds):
                     rounds.append([])
-                rounds[round_of[cut]].append(Run(start, cut, behind))
-                start = behind = cut
+                rounds[round_of[cut]].append(Run(start, cut, after))
+                start = after = cut
             assert start == end, "nothing goes on behind the end of a strand"
         return rounds
 
@@ -231,16 +232,27 @@ class Layout:
         """Numbers of the `states`, by the token after the last one of each."""
         return {_after(path): number for number, path in enumerate(self.states)}
 
-    def forks(self, device: torch.device) -> Forks:
+    def initial_states(self, device: torch.device) -> InitialStates:
         """Suffixes that go on behind strands; built once."""
-        if device not in self._forks:
+        if device not in self._initial_states:
             suffixes, numbers = self.segments[self.num_prefixes :], (self.source or self).state_numbers
-            pairs = [(i, numbers[suffix.behind]) for i, suffix in enumerate(suffixes) if suffix.path]
-            self._forks[device] = Forks(*on_device(torch.tensor(pairs, dtype=torch.int64).reshape(-1, 2).T, device))
-        return self._forks[device]
+            pairs = [(i, numbers[suffix.path_end]) for i, suffix in enumerate(suffixes) if suffix.path]
+            self._initial_states[device] = InitialStates(
+                *on_device(torch.tensor(pairs, dtype=torch.int64).reshape(-1, 2).T, device)
+            )
+        return self._initial_states[device]
+
+    def tails(self, length: int, device: torch.device) -> torch.Tensor:
+        """[states, length] int64: the last tokens before each of `states`, plus 1, behind zeros where there are fewer;
+        built once."""
+        if (length, device) not in self._tails:
+            rows = [ranges(last_of(path, length)) + 1 for path in self.states]
+            padded = [torch.nn.functional.pad(row, (length - len(row), 0)) for row in rows]
+            self._tails[length, device] = on_device(torch.stack(padded), device)
+        return self._tails[length, device]
 
     @property
-    def suffix_index(self) -> torch.Tensor:
+    def read_places(self) -> torch.Tensor:
         """[n]: where the outputs that are read, and so the log-probs of the tokens behind them, stand in the batch."""
         return self.index[self.num_prefix :] if self.reads is None else self.reads.places
 
@@ -255,7 +267,7 @@ class Layout:
     def reading(self, is_read: torch.Tensor) -> "Layout":
         """The layout whose outputs are those of the batch's tokens `is_read` [N] (bool), of one token of this row at
         least: a backward needs something to start from."""
-        index = self.suffix_index
+        index = self.read_places
         own = torch.arange(self.num_prefix, self.num_tokens) if self.reads is None else self.reads.tokens
         chosen = is_read[index]
         if not (chosen & (own >= 0)).any():
@@ -276,8 +288,8 @@ class Layout:
     def _calls_of(self, window: int | None, device: torch.device) -> Iterator[Call]:
         segments = self.segments
         seen = sys.maxsize if window is None else window
-        far = [s.prefix_len + s.length > seen for s in segments]
-        tail_lens = [min(s.prefix_len, seen - 1) if is_far else 0 for s, is_far in zip(segments, far, strict=True)]
+        far = [s.path_len + s.length > seen for s in segments]
+        tail_lens = [min(s.path_len, seen - 1) if is_far else 0 for s, is_far in zip(segments, far, strict=True)]
         starts = (0, *accumulate(s.length for s in segments))
         key_ends = tuple(accumulate(n + s.length for n, s in zip(tail_lens, segments, strict=True)))
         own: slice | torch.Tensor = ALL
@@ -296,7 +308,7 @@ class Layout:
             rows = [row for block in part for row in block]
             spans = Spans(
                 (0, *accumulate(sum(s.length for _, s in block) for block in part)),
-                (0, *accumulate(block[0][1].prefix_len for block in part)),
+                (0, *accumulate(block[0][1].path_len for block in part)),
                 q_parts=(0, *accumulate(s.length for _, s in rows)),
             )
             queries = _token_index([(start, s.length) for start, s in rows], device)
@@ -313,10 +325,10 @@ def _parts(blocks: Sequence[list[tuple[int, Segment]]]) -> Iterator[Sequence[lis
     first, num_keys = 0, 0
     if blocks and not _is_run([piece for block in blocks for piece in block[0][1].path]):
         for i, block in enumerate(blocks):
-            num_keys += block[0][1].prefix_len
+            num_keys += block[0][1].path_len
             if i > first and num_keys > _MAX_COPIED:
                 yield blocks[first:i]
-                first, num_keys = i, block[0][1].prefix_len
+                first, num_keys = i, block[0][1].path_len
     if blocks:
         yield blocks[first:]
 

@@ -140,5 +140,7 @@ def add_at(total: torch.Tensor, rows: slice | torch.Tensor, part: torch.Tensor) 
     if isinstance(rows, slice):
         total[rows] += part
     else:
-        wide = total.to(torch.promote_types(total.dtype, torch.float32))
-        total.copy_(wide.index_add(0, rows, part.to(wide.dtype)))
+        wide = total.to(torch.promote_types(total.dtype, torch.float32))  # itself where it is
+        wide.index_add_(0, rows, part.to(wide.dtype))
+        if wide is not total:
+            total.copy_(wide)

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 
 from verl_prefix.core.attention import AttentionPass
 from verl_prefix.core.groups import rows_by_key
-from verl_prefix.core.layout import Layout, Spans, last_of, ranges
+from verl_prefix.core.layout import Layout, Spans
 from verl_prefix.core.prefix_cache import Key, ReadRows
 
 
@@ -71,7 +71,7 @@ def _scan_strands(layout: Layout, inputs: Sequence[torch.Tensor], scan: Scan) ->
         bounds = (0, *accumulate(run.end - run.start for run in runs))
         spans = Spans(bounds, bounds)
         # All of a first round go on from zeros, all others from states.
-        initial = torch.stack([states[run.behind] for run in runs]) if states else None
+        initial = torch.stack([states[run.after] for run in runs]) if states else None
         row = [torch.cat([x[run.start : run.end] for run in runs]) for x in inputs]
         scanned = scan(row, spans, initial)
         for run, out, state in zip(runs, scanned.outputs.split(spans.lens), scanned.states, strict=True):
@@ -103,7 +103,7 @@ def shared_conv(
     for i, strand in enumerate(layout.segments[:num]):
         if strand.path:
             assert tails is not None
-            before[i] = tails[layout.state_numbers[strand.behind]]
+            before[i] = tails[layout.state_numbers[strand.path_end]]
     if (continued := _continued(attention_pass, key, tails, x.device)) is not None:
         before[num:] = continued.unbind()
     row = conv(torch.cat([part for pair in zip(before, pieces, strict=True) for part in pair]))
@@ -116,8 +116,7 @@ def shared_conv(
 def _tails(layout: Layout, x: torch.Tensor, tail_len: int) -> torch.Tensor:
     """[states, tail_len, D]: of x [T, D] the last inputs before each of the layout's `states`, behind zeros where there
     are fewer."""
-    rows = [ranges(last_of(path, tail_len)) + 1 for path in layout.states]
-    index = torch.stack([F.pad(row, (tail_len - len(row), 0)) for row in rows]).to(x.device)
+    index = layout.tails(tail_len, x.device)
     behind_zeros = torch.cat([x.new_zeros(1, x.shape[-1]), x])
     return behind_zeros.index_select(0, index.flatten()).view(*index.shape, -1)
 
@@ -131,16 +130,16 @@ def _continued(
         states: [N, ...], those of this row's own strands; None in a wave.
     """
     layout, cache = attention_pass.layout, attention_pass.cache
-    forks = layout.forks(device)
-    if not len(forks.suffixes):
+    initial = layout.initial_states(device)
+    if not len(initial.suffixes):
         return None
     if cache is not None:
         (states,) = cache.read(key)
-    chosen: torch.Tensor = ReadRows.apply(states, forks.states, cache, key)  # type: ignore[no-untyped-call]
+    chosen: torch.Tensor = ReadRows.apply(states, initial.states, cache, key)  # type: ignore[no-untyped-call]
     num_suffixes = len(layout.suffixes.lens)
     if len(chosen) == num_suffixes:
         return chosen
-    return chosen.new_zeros(num_suffixes, *chosen.shape[1:]).index_copy(0, forks.suffixes, chosen)
+    return chosen.new_zeros(num_suffixes, *chosen.shape[1:]).index_copy(0, initial.suffixes, chosen)
 
 
 # ([n, longest, ...] of each input, states [n, ...] that they start from) -> outputs and final states, alike

@@ -33,7 +33,7 @@ from verl_prefix.core.waves import PackedPass, PhasedPass, Plan
 Outputs = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 _OUTPUTS = "outputs"  # key of the prefix cache: what `Outputs` made of strands' tokens
 
-# (groups, layout, outputs that its rows read [n, k], in the order of `layout.suffix_index`) -> loss of these rows
+# (groups, layout, outputs that its rows read [n, k], in the order of `layout.read_places`) -> loss of these rows
 Step = Callable[[Sequence[Group], Layout, torch.Tensor], torch.Tensor]
 
 

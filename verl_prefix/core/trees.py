@@ -1,4 +1,4 @@
-"""Rows -> trees: whatever rows have in common before the places where they are cut is computed once.
+"""Rows -> trees: what rows have in common, and are cut alike before, is computed once.
 
     row 0   [ system, question | answer ]                              cut at 20
     row 1   [ system, question | call ]                                cut at 20
@@ -72,25 +72,31 @@ def group_trees(
         hash_of = dict(zip(rows, hashes.of(rows, [ends[row][depth] for row in rows]).tolist(), strict=True))
         following: dict[Fork, list[int]] = {}
         for fork, behind in at.items():
-            first = len(strands)  # of those that begin behind this fork
+            begun: list[int] = []  # strands that begin behind this fork
+            known: dict[int, int] = {}  # of those, by the hash of their first `known_end` + 1 tokens
+            known_end = -1
             # The longest piece first, and of equal ones what goes on: what others are the beginning of is there then.
             pieces = sorted((-ends[row][depth], len(ends[row]) == depth + 1, row) for row in behind)
-            for (end, is_last, _), places in rows_by_key(
-                (-end, last, hash_of[row]) for end, last, row in pieces
+            for (end, is_last, hashed), places in rows_by_key(
+                (-n, last, hash_of[row]) for n, last, row in pieces
             ).items():
                 same = [pieces[place][2] for place in places]
-                begun = [strand.row for strand in strands[first:]]
-                found = hashes.find(same, hash_of[same[0]], begun, fork.start, end)
-                if found is None and is_last:
+                if end != known_end:
+                    found = hashes.of([strands[strand].row for strand in begun], end).tolist()
+                    known, known_end = dict(zip(reversed(found), reversed(begun), strict=True)), end
+                strand = known.get(hashed)
+                hashes.check(same, same[0] if strand is None else strands[strand].row, fork.start, end)
+                if strand is None and is_last:
                     forks |= dict.fromkeys(same, fork)
                     continue
-                if found is None:
-                    found = len(begun)
+                if strand is None:
+                    strand = known[hashed] = len(strands)
+                    begun.append(strand)
                     strands.append(Strand(same[0], fork.start, end, fork.strand))
                 if is_last:
-                    forks |= dict.fromkeys(same, Fork(first + found, end))
+                    forks |= dict.fromkeys(same, Fork(strand, end))
                 else:
-                    following.setdefault(Fork(first + found, end), []).extend(same)
+                    following.setdefault(Fork(strand, end), []).extend(same)
         at = following
     return _groups(strands, forks, lens, [n - 1 for n in prompt_lens])
 
@@ -110,19 +116,12 @@ class _Hashes:
         starts = self.starts[torch.tensor(rows, dtype=torch.int64)]
         return self.sums[starts + torch.as_tensor(ends) + 1] - self.sums[starts]
 
-    def find(self, same: Sequence[int], value: int, others: Sequence[int], start: int, end: int) -> int | None:
-        """The first of rows `others` whose first `end` + 1 tokens are those of the rows `same`, which hash to `value`;
-        all of them are alike in the first `start` tokens, and longer.
-
-        Raises:
-            RuntimeError: rows that differ have the same hash.
-        """
-        found = (self.of(others, end) == value).nonzero()[:, 0].tolist() if others else []
-        model = others[found[0]] if found else same[0]
-        expected = self._between(model, start, end)
-        if not all(row == model or torch.equal(self._between(row, start, end), expected) for row in same):
+    def check(self, rows: Sequence[int], other: int, start: int, end: int) -> None:
+        """Raises RuntimeError where one of `rows`, which have the hash of row `other`, has another of tokens
+        [start, end] than that."""
+        expected = self._between(other, start, end)
+        if not all(row == other or torch.equal(self._between(row, start, end), expected) for row in rows):
             raise RuntimeError("two different prefixes have the same 64-bit hash; shuffle the rows and report this")
-        return found[0] if found else None
 
     def _between(self, row: int, start: int, end: int) -> torch.Tensor:
         first = int(self.starts[row])
@@ -130,7 +129,7 @@ class _Hashes:
 
 
 def mix(x: torch.Tensor) -> torch.Tensor:
-    """Well spread int64 values, a different one for each (as in the finaliser of splitmix64)."""
+    """Well spread int64 values (as by the finaliser of splitmix64)."""
     x = x - 0x61C8864680B583EB
     x = (x ^ (x >> 30)) * -0x40A7B892E31B1A47
     x = (x ^ (x >> 27)) * -0x6B2FB644ECCEEE15

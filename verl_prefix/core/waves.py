@@ -149,7 +149,9 @@ def make_plan(
     """
     live = pass_order(groups)
     fits = [schedule == "packed" or (schedule == "auto" and g.num_physical_tokens <= budget) for g in live]
-    room = budget if offload else budget - wave_tokens if wave_tokens else budget // 2
+    room = budget  # for the strands of a phase A
+    if not offload:
+        room = max(budget - wave_tokens, 0) if wave_tokens else budget // 2
     pieces = [_pieces(group, budget) for group, fit in zip(live, fits, strict=True) if fit]
     packed = first_fit([p for cut in pieces for p in cut], lambda group: group.num_physical_tokens, budget)
     cut = [_pieces(group, room, suffixes=False) for group, fit in zip(live, fits, strict=True) if not fit]
@@ -173,7 +175,8 @@ def largest_wave(plan: Plan) -> int:
 
 
 def limit_waves(plan: Plan, tokens: int) -> Plan:
-    """The plan with waves of at most `tokens` suffix tokens, or one row; as it is where none is larger."""
+    """The plan, before it is padded, with waves of at most `tokens` suffix tokens, or one row; as it is where none is
+    larger."""
     if largest_wave(plan) <= tokens:
         return plan
     phased = (replace(one, waves=make_waves(one.groups, tokens)) for one in plan.phased)

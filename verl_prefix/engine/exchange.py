@@ -83,7 +83,7 @@ class Exchange:
     """A mini-batch at the rank that computes it. Where rows stay, `rows` is the batch and `give_back` the identity.
 
     Attributes:
-        rows: the rows that this rank computes. groups: theirs.
+        rows: the rows that this rank computes. groups: theirs. are_cut: as in `group_rows`.
         metrics: prefix/* and timing_s/* of this rank; `give_back` adds what it took.
         give_back: a model's outputs of `rows`, jagged [rows, tokens] of the same names on every rank -> those of this
             rank's own rows, in the order they came.
@@ -91,6 +91,7 @@ class Exchange:
 
     rows: TensorDict
     groups: list[Group]
+    are_cut: bool
     metrics: dict[str, float]
     give_back: Callable[[Outputs], dict[str, torch.Tensor]]
 
@@ -129,19 +130,19 @@ def exchange_rows(
     with all_together("grouping rows"):
         _receive_pixels(rows)
         keys = routes.keys if routes else row_keys(rows)
-        cut = routes.cut if routes else trees.cut(uids_of(rows, keys), keys)
-        groups = group_rows(rows, keys, trees, cut)
+        are_cut = routes.are_cut if routes else trees.are_cut(uids_of(rows, keys), keys)
+        groups = group_rows(rows, keys, trees, are_cut)
     metrics = routes.metrics if routes else {}
     uids = Counter(uid for uid, _ in set(zip(map(str, tu.get(rows, "uid", ())), keys, strict=False)))
     metrics["prefix/split_uids"] = sum(n > 1 for n in uids.values())
-    return Exchange(rows, groups, metrics, routes.give_back if routes and routes.moves else dict)
+    return Exchange(rows, groups, are_cut, metrics, routes.give_back if routes and routes.moves else dict)
 
 
 class _Routes:
     """Which rows this rank keeps, sends and gets; the same plan is known to all ranks.
 
     Attributes:
-        keys: of the rows that this rank computes, by `row_keys`. cut: whether rows are cut at the ends of messages.
+        keys: of the rows that this rank computes, by `row_keys`. are_cut: as in `group_rows`.
         moves: whether any row of any rank travels.
         metrics: prefix/* and timing_s/* of this rank so far; imbalance and groups are those of all ranks.
     """
@@ -163,7 +164,7 @@ class _Routes:
             if not compatible:
                 logger.warning("prefix.exchange: the ranks' batches have different fields, so that rows stay")
             self._all = self._gather(table, most)
-            self.cut = trees.cut(self._all.uids, self._all.keys)
+            self.are_cut = trees.are_cut(self._all.uids, self._all.keys)
             with self._together("placing rows", 2) as agreed:
                 agreed += _same(self._place(compatible))
         if agreed[0] != -agreed[1]:
@@ -223,7 +224,7 @@ class _Routes:
         """The rank of every row of all ranks; where ranks cannot read each other's rows, each stays."""
         rows, me, first = self._all, self._rank, self._all.starts[self._rank]
         if compatible:
-            placement = rows.place_turns(self._size) if self.cut else rows.place(self._size)
+            placement = rows.place_turns(self._size) if self.are_cut else rows.place(self._size)
         else:
             placement = describe_rows(rows.keys, rows.prefix_costs, rows.suffix_costs, rows.ranks, self._size)
         homes = placement.ranks

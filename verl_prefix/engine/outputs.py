@@ -117,13 +117,13 @@ class TokenOutputs:
         *row_starts, num_tokens = accumulate((end - start for start, end in zip(starts, ends, strict=True)), initial=0)
         firsts = torch.tensor(starts, dtype=torch.int64)
         order = firsts.argsort()
-        rows = order[torch.searchsorted(firsts[order], layout.suffix_index, right=True) - 1]
+        rows = order[torch.searchsorted(firsts[order], layout.read_places, right=True) - 1]
         moves = (torch.tensor(row_starts, dtype=torch.int64) - firsts)[rows]
         full = outputs.new_zeros(num_tokens, outputs.shape[-1])
         if self.tokens.is_read is not None:  # where False: no entropy, and the log-probs that the update starts from
             old = torch.cat([self._old_log_probs[start:end] for start, end in zip(starts, ends, strict=True)])
             full[:, self.names.index("log_probs")] = on_device(old, outputs.device).to(full.dtype)
-        full = full.index_copy(0, on_device(layout.suffix_index + moves, outputs.device), outputs)
+        full = full.index_copy(0, on_device(layout.read_places + moves, outputs.device), outputs)
         return {
             name: torch.nested.nested_tensor_from_jagged(column, offsets)
             for name, column in zip(self.names, full.unbind(-1), strict=True)

@@ -57,6 +57,7 @@ class PrefixFSDPEngine(StockPath):
     # Set where verl's FSDP engine builds its module; engines that build their own (veomni) may set neither.
     scaler = None
     _autocast_dtype = torch.bfloat16
+    trees: Trees
 
     def forward_backward_batch(
         self, data: TensorDict, loss_function: LossFunction | None, forward_only: bool = False
@@ -81,6 +82,7 @@ class PrefixFSDPEngine(StockPath):
             return stock
         custom_loss = loss_function is not None and mode_of_verls_loss(loss_function) is None
         exchange = open_exchange(self, data, custom_loss)
+        self.trees = self.trees._replace(seen=exchange.are_cut)
         groups, metrics = exchange.groups, exchange.metrics
         plan = self._paths.plan(data, groups, forward_only)
         if isinstance(plan, Stock):

@@ -4,6 +4,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from safetensors.torch import load, save
 from tensordict import TensorDict
@@ -71,7 +72,9 @@ class RowBytes:
         if not rows:
             return torch.empty(0, dtype=torch.uint8)
         try:
-            tensors["heads"] = torch.frombuffer(bytearray(json.dumps(heads).encode()), dtype=torch.uint8)
+            tensors["heads"] = torch.frombuffer(
+                bytearray(json.dumps(heads, default=_plain).encode()), dtype=torch.uint8
+            )
         except TypeError as error:
             stay = "set actor_rollout_ref.actor.prefix.exchange=off, and rows stay"
             raise TypeError(f"{', '.join(self.objects)} cannot travel with their rows: {error}; {stay}") from error
@@ -110,3 +113,10 @@ def _join(rows: list[torch.Tensor], like: Any) -> torch.Tensor:
         values = like.values().narrow(like._ragged_idx - 1, 0, 0)
         return torch.nested.nested_tensor_from_jagged(values, like.offsets()[:1])
     return tu.nested_tensor_from_tensor_list(rows, like._ragged_idx).to(like.device)
+
+
+def _plain(value: object) -> object:
+    """For `json`: a number of numpy, as trainers number sessions."""
+    if isinstance(value, np.generic):
+        return value.item()
+    raise TypeError(f"{type(value).__name__} is no JSON")

@@ -28,8 +28,7 @@ def describe(data: TensorDict, shape: ModelShape) -> torch.Tensor:
     lens = data["input_ids"].offsets().diff().tolist()
     patches = map(num_patches, tu.get(data, PIXELS, [None] * len(data)))
     cost = functools.cache(functools.partial(row_cost, shape))
-    table = []
-    keys = row_keys(data)
+    keys, table = row_keys(data), []
     for key, prompt_len, response_len, num, length in zip(keys, prompt_lens, response_lens, patches, lens, strict=True):
         costs = struct.pack("=2d", *cost(max(prompt_len - 1, 0), response_len, num))
         table.append([*struct.unpack("=4q", key + costs), num > 0, length])

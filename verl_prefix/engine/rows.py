@@ -21,16 +21,18 @@ class Trees(NamedTuple):
 
     Args:
         over: `PrefixConfig.trees`. ends: tokens that end a message (`messages.end_tokens`). config: the model's, which
-            names visual tokens.
+            names visual tokens. seen: a batch before had turns: its log-probs and its updates, which hold other rows,
+            are cut alike.
     """
 
     over: str = "off"
     ends: frozenset[int] = frozenset()
     config: Any = None
+    seen: bool = False
 
-    def cut(self, uids: Sequence[Hashable], keys: Sequence[Hashable]) -> bool:
-        """Whether rows of all ranks are cut at the ends of messages: they are turns, a uid having several prompts."""
-        are_turns = len({*zip(uids, keys, strict=True)}) > len({*uids})
+    def are_cut(self, uids: Sequence[Hashable], keys: Sequence[Hashable]) -> bool:
+        """Whether rows are cut at the ends of messages: they are turns, a uid having several prompts."""
+        are_turns = self.seen or len({*zip(uids, keys, strict=True)}) > len({*uids})
         return self.over == "batch" or (self.over == "uid" and are_turns)
 
 
@@ -68,13 +70,13 @@ def row_keys(data: TensorDict) -> list[bytes]:
 
 
 def uids_of(data: TensorDict, keys: Sequence[Hashable]) -> list[str]:
-    """verl's prompt ids; rows without one have that of their `row_keys`."""
+    """verl's prompt ids; without them rows have their prompts', by `row_keys`."""
     return [str(uid) for uid in tu.get(data, "uid", keys)]
 
 
-def group_rows(data: TensorDict, keys: Sequence[Hashable], trees: Trees, cut: bool) -> list[Group]:
-    """The groups of all rows that this rank computes: of rows with the same key, or trees of rows that are `cut` at the
-    ends of messages. The engine makes groups here alone.
+def group_rows(data: TensorDict, keys: Sequence[Hashable], trees: Trees, are_cut: bool) -> list[Group]:
+    """The groups of all rows that this rank computes: of rows with the same key, or where they `are_cut` at the ends of
+    messages, trees. The engine groups rows here alone.
 
     Args:
         data: the rows, wherever they came from. keys: theirs by `row_keys`, from where they came.
@@ -93,7 +95,7 @@ def group_rows(data: TensorDict, keys: Sequence[Hashable], trees: Trees, cut: bo
         if not all(torch.equal(prompts[row], prompts[rows[0]]) for row in rows):
             raise ValueError(f"rows {rows} arrived as one group, and their prompts differ")
         groups.append(Group(tuple(rows), prompt_lens[rows[0]] - 1, tuple(response_lens[row] for row in rows)))
-    if not cut:
+    if not are_cut:
         return groups
     places = zip(message_ends(prompts, trees.ends), prompt_lens, strict=True)
     cuts = [cuts_at(ends, prompt_len) for ends, prompt_len in places]
@@ -101,7 +103,8 @@ def group_rows(data: TensorDict, keys: Sequence[Hashable], trees: Trees, cut: bo
 
 
 def _tree_tokens(data: TensorDict, keys: Sequence[Hashable], trees: Trees) -> torch.Tensor:
-    """[N] int64, equal where all is that outputs depend on, and the uid where rows of several do not share."""
+    """[N] int64: the tokens, mixed with all else that must be equal where rows share: positions, pixels, temperature,
+    and where `trees.over` is uid the uid."""
     offsets, lens = data["input_ids"].offsets().tolist(), data["input_ids"].offsets().diff().cpu()
     ids, positions = (data[name].values().cpu() for name in ("input_ids", "position_ids"))
     if is_vision_config(trees.config):

@@ -46,6 +46,7 @@ _TOWERS: dict[str, Fields] = {
     "qwen3_5": {"num_position_embeddings": 64},
     "qwen3_5_moe": {"num_position_embeddings": 64},
 }
+_FAMILIES = {"qwen3", "llama", *_EXPERTS, *_RECURRENT, *_TOWERS}
 _VISION_TOKENS = {
     "<|vision_start|>": "vision_start_token_id",
     "<|vision_end|>": "vision_end_token_id",
@@ -85,9 +86,17 @@ def write_tiny_model(
             of images and videos.
         vocab_size: upper bound of the vocabulary, at least 259 (256 bytes and 3 special tokens).
         overrides: fields of the model's configuration, such as ``num_hidden_layers=3``.
+
+    Raises:
+        ValueError: ``family`` is unknown or ``vocab_size`` is below 259.
     """
     from tokenizers import ByteLevelBPETokenizer, Tokenizer
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedTokenizerFast
+
+    if family not in _FAMILIES:
+        raise ValueError(f"family={family!r} is unknown; use one of {sorted(_FAMILIES)}")
+    if vocab_size < 259:
+        raise ValueError(f"vocab_size={vocab_size} cannot hold 256 bytes and 3 special tokens; use 259 or more")
 
     bpe = ByteLevelBPETokenizer()
     special_tokens = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *(_VISION_TOKENS if family in _TOWERS else ())]

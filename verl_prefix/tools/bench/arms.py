@@ -152,7 +152,7 @@ def run_arm(case: Case, arm: str, train: bool = True, attention: str | None = No
             model.set_attn_implementation(ATTENTION_NAME)
 
             def step(groups: Sequence[Group], layout: Layout, log_probs: torch.Tensor) -> torch.Tensor:
-                return batch.loss(layout.suffix_index.to(log_probs.device), log_probs)
+                return batch.loss(layout.read_places.to(log_probs.device), log_probs)
 
             schedule = Schedule(
                 HookedModel(model), batch.log_probs, step, backward,
