@@ -259,7 +259,7 @@ def test_a_case_shares_or_takes_verls_path_as_it_should(results, name):
         assert found["prefix/reuse_fraction"][0] > 0.3
         assert found["prefix/waves"][0] >= 1
     for found in metrics("turns_phased"):
-        assert found["prefix/tree_depth"] == [6.0]
+        assert found["prefix/tree_depth"] == [2.0]
     for found in metrics("gate_shut"):
         assert found["prefix/reuse_fraction"] == [0.0]
     for found in metrics("auto_verified"):

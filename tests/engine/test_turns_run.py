@@ -23,7 +23,7 @@ def test_turns_share_by_default_and_step_1_is_stocks(tmp_path: Path, train, monk
     rollout = "actor_rollout_ref.rollout"
     options = [
         f"{rollout}.agent.agent_loop_config_path={loops}", f"{rollout}.agent.default_agent_loop=turns",
-        f"{rollout}.n=3", f"{rollout}.calculate_log_probs=true", "data.max_response_length=48",
+        f"{rollout}.n=2", f"{rollout}.calculate_log_probs=true", "data.max_response_length=24",
         f"trainer.n_gpus_per_node={ranks}",
         # Mini-batches count rows: one step however many turns there are.
         "actor_rollout_ref.actor.ppo_mini_batch_size=12",
@@ -32,7 +32,7 @@ def test_turns_share_by_default_and_step_1_is_stocks(tmp_path: Path, train, monk
     stock, prefix = both_arms(tmp_path, train, options, ours, ["trainer.v1.trainer_mode=sync"])
     prefix = [{name.removeprefix("actor/"): value for name, value in step.items()} for step in prefix]
     for step in prefix:
-        assert step["prefix/tree_depth"] > 3 and step["prefix/reuse_fraction"] > 0.5
+        assert step["prefix/tree_depth"] >= 2 and step["prefix/reuse_fraction"] > 0.5
     for name in ("critic/score/mean", "response_length/mean"):
         assert prefix[0][name] == pytest.approx(stock[0][name], rel=5e-6, abs=5e-6), name
     assert stock[0]["actor/grad_norm"] > 0.01, "a step whose rewards are all equal compares nothing"

@@ -7,9 +7,9 @@
     strand 0 [ system, question ]  -> row 0 [ answer ]
              strand 1 [ call, result ]  -> row 2 [ next call ]         row 1 lies in strand 1, and has no suffix
 
-Cuts follow from a row itself, as ends of messages do, never from who stands beside it: a row is computed piece by piece
-in the same way alone and among others. Between two cuts rows share where one's tokens are the beginning of the other's,
-so that the growing prompts of a session are one strand, which suffixes read in part.
+Cuts follow from a row itself, as ends of messages do, never from who stands beside it: rows do not share where they
+happen to agree. Between two cuts rows share where one's tokens are the beginning of the other's, and strands that
+follow each other alone are one: the growing prompts of a session are one strand, which suffixes read in part.
 """
 
 from collections.abc import Sequence
@@ -98,7 +98,25 @@ def group_trees(
                 else:
                     following.setdefault(Fork(strand, end), []).extend(same)
         at = following
-    return _groups(strands, forks, lens, [n - 1 for n in prompt_lens])
+    return _groups(*_chained(strands, forks), lens, [n - 1 for n in prompt_lens])
+
+
+def _chained(strands: Sequence[Strand], forks: dict[int, Fork]) -> tuple[list[Strand], dict[int, Fork]]:
+    """A strand and the only one that begins at its end are one, so that the growing prompts of a session are one causal
+    segment, and no part of it copies the keys of those before."""
+    following: dict[int, list[int]] = {}
+    for number, strand in enumerate(strands):
+        if strand.parent >= 0 and strand.start == strands[strand.parent].end:
+            following.setdefault(strand.parent, []).append(number)
+    place, joined = {-1: -1}, list[Strand]()  # parents come first
+    for number, strand in enumerate(strands):
+        if following.get(strand.parent) == [number]:
+            place[number] = place[strand.parent]
+            joined[place[number]] = joined[place[number]]._replace(row=strand.row, end=strand.end)
+        else:
+            place[number] = len(joined)
+            joined.append(strand._replace(parent=place[strand.parent]))
+    return joined, {row: fork._replace(strand=place[fork.strand]) for row, fork in forks.items()}
 
 
 class _Hashes:
