@@ -1,11 +1,13 @@
 """Rows -> trees: what rows have in common, and are cut alike before, is computed once.
 
-    row 0   [ system, question | answer ]                              cut at 20
-    row 1   [ system, question | call ]                                cut at 20
-    row 2   [ system, question | call, result | next call ]            cut at 20 and at 35
+    row 0   [ question | answer ]
+    row 1   [ question | call ]
+    row 2   [ question | call, result | next call ]
+    row 3   [ question | other call, result | next call ]
 
-    strand 0 [ system, question ]  -> row 0 [ answer ]
-             strand 1 [ call, result ]  -> row 2 [ next call ]         row 1 lies in strand 1, and has no suffix
+    strand 0 [ question ]              -> row 0 [ answer ]
+      strand 1 [ call, result ]        -> row 2 [ next call ]      row 1 lies in strand 1, and has no suffix
+      strand 2 [ other call, result ]  -> row 3 [ next call ]
 
 Cuts follow from a row itself, as ends of messages do, never from who stands beside it: rows do not share where they
 happen to agree. Between two cuts rows share where one's tokens are the beginning of the other's, and strands that
