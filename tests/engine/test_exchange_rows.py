@@ -219,10 +219,10 @@ class _Break:
     """Breaks one rank's exchange in one of the ways of `BROKEN`."""
 
     def __init__(self, how: str, rank: int) -> None:
-        from verl_prefix.engine import exchange, row_bytes
+        from verl_prefix.engine import exchange, row_bytes, row_table
 
         self.patches = []
-        real_pack, real_place = row_bytes.RowBytes.pack, exchange.place_rows
+        real_pack, real_place = row_bytes.RowBytes.pack, row_table.place_rows
         real_groups, real_empty = exchange.group_rows, torch.empty
 
         def no_memory(*args, **kwargs):
@@ -232,9 +232,9 @@ class _Break:
             received = kwargs.get("dtype") == torch.uint8 and "device" in kwargs
             return (no_memory if received else real_empty)(*args, **kwargs)
 
-        def other_tokens(rows, keys):
+        def other_tokens(rows, *args):
             rows["input_ids"].values()[2] += 1
-            return real_groups(rows, keys)
+            return real_groups(rows, *args)
 
         def pack(change, outputs):
             def changed(one, rows):
@@ -255,8 +255,8 @@ class _Break:
             "outputs in another order": (row_bytes.RowBytes, "pack", pack(lambda rows: rows[::-1], True), 1),
             "a row lost": (row_bytes.RowBytes, "pack", pack(lambda rows: rows[:-1], False), 1),
             "a row twice": (row_bytes.RowBytes, "pack", pack(lambda rows: rows + rows[-1:], False), 1),
-            "a row of a rank that is not there": (exchange, "place_rows", placed(lambda ranks: [9, *ranks[1:]]), None),
-            "another placement": (exchange, "place_rows", placed(lambda ranks: ranks[::-1]), 1),
+            "a row of a rank that is not there": (row_table, "place_rows", placed(lambda ranks: [9, *ranks[1:]]), None),
+            "another placement": (row_table, "place_rows", placed(lambda ranks: ranks[::-1]), 1),
             "no memory while rows are described": (exchange, "describe", no_memory, 2),
             "no memory while rows are sent": (row_bytes.RowBytes, "pack", pack(no_memory, False), 2),
             "no memory while outputs are returned": (row_bytes.RowBytes, "pack", pack(no_memory, True), 2),
