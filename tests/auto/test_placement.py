@@ -101,8 +101,9 @@ def test_a_group_without_pixels_at_hand_goes_anywhere():
     assert place_rows([0, 0, 1], [9.0, 9.0, 1.0], [1.0] * 3, [0, 1, 0], 2, [0, 0, 0]).split_groups == 0
 
 
-def test_fewer_rows_than_ranks_stay():
-    assert place_rows([0, 0], [5.0] * 2, [1.0] * 2, [2, 0], 3).ranks == [2, 0]
+def test_fewer_rows_than_ranks_leave_ranks_empty():
+    assert place_rows([0, 1], [5.0] * 2, [1.0] * 2, [2, 0], 3).ranks == [2, 0]
+    assert place_rows([0, 1, 1], [99.0] * 3, [1.0] * 3, [2, 2, 0], 4).ranks == [1, 0, 0]
     assert place_rows([], [], [], [], 3).ranks == []
 
 

@@ -122,8 +122,6 @@ def place_rows(
         holds_pixels: true for rows that have their group's pixels; such a group goes whole to a rank that has them.
     """
     here = describe_rows(keys, prefix_costs, suffix_costs=suffix_costs, ranks=ranks, num_ranks=num_ranks)
-    if len(keys) < num_ranks:  # verl has no such batch
-        return here
     groups = list(rows_by_key(keys).values())
     prefixes = [max([prefix_costs[row] for row in rows]) for rows in groups]
     costs = [p + sum([suffix_costs[row] for row in rows]) for p, rows in zip(prefixes, groups, strict=True)]
@@ -142,7 +140,7 @@ def place_rows(
     if not here.split_groups and max(placed.loads) > WORTH * here.longest:
         home = list(ranks)
     visual = {row for rows, held in zip(groups, holders, strict=True) if held for row in rows}
-    _fill_empty_ranks(
+    fill_empty_ranks(
         home, ranks, suffix_costs=suffix_costs, num_ranks=num_ranks, visual=visual, holds_pixels=holds_pixels
     )
     return describe_rows(keys, prefix_costs, suffix_costs=suffix_costs, ranks=home, num_ranks=num_ranks)
@@ -217,7 +215,7 @@ def _best_move(placed: _Placed, high: int, low: int, target: float) -> tuple[int
     return max(moves, key=lambda move: move[0])[1] if moves else None
 
 
-def _fill_empty_ranks(
+def fill_empty_ranks(
     home: list[int],
     ranks: Sequence[int],
     suffix_costs: Sequence[float],
@@ -226,7 +224,9 @@ def _fill_empty_ranks(
     holds_pixels: Sequence[int],
 ) -> None:
     """Gives every rank that has no row one of its own, or else of others: it would wait otherwise. One that leaves its
-    group's pixels is the last choice."""
+    group's pixels is the last choice. Fewer rows than ranks, which verl's batches have not, stay as they are."""
+    if len(home) < num_ranks:
+        return
     counts = Counter(home)
     empty = [rank for rank in range(num_ranks) if not counts[rank]]
     own = rows_by_key(ranks)

@@ -4,6 +4,7 @@ import functools
 import hashlib
 import itertools
 import struct
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -11,7 +12,7 @@ import torch
 from tensordict import TensorDict
 from verl.utils import tensordict_utils as tu
 
-from verl_prefix.auto.placement import Placement, place_rows, row_cost
+from verl_prefix.auto.placement import Placement, fill_empty_ranks, place_rows, row_cost
 from verl_prefix.auto.shape import ModelShape
 from verl_prefix.core.groups import rows_by_key
 from verl_prefix.engine.rows import PIXELS, row_keys, row_lens, uids_of
@@ -67,7 +68,8 @@ class AllRows:
         return place_rows(*args, self.has_pixels)
 
     def place_turns(self, num_ranks: int) -> Placement:
-        """Each uid on one rank, or where balance needs it its sessions on several, all rows of a session on one.
+        """Each uid on one rank, or where balance needs it its sessions on several, all rows of a session on one; but
+        where sessions are fewer than ranks, a rank without any has one row of others.
 
         To `place_rows` a session is one row: its prefix is the uid's shortest prompt, which all sessions begin with,
         and its suffix what the session's longest prompt has beyond that, and all its responses. Where rows have pixels
@@ -84,6 +86,9 @@ class AllRows:
         ]
         ranks, has_pixels = [self.ranks[row] for row in longest], [self.has_pixels[row] for row in longest]
         placement = place_rows(uids, [trunks[uid] for uid in uids], suffixes, ranks, num_ranks, has_pixels)
-        homes = dict(zip(longest, placement.ranks, strict=True))
-        of_row = {row: homes[first] for first, rows in zip(longest, sessions, strict=True) for row in rows}
-        return replace(placement, ranks=[of_row[row] for row in range(len(self.keys))])
+        of_row = {row: home for home, rows in zip(placement.ranks, sessions, strict=True) for row in rows}
+        homes = [of_row[row] for row in range(len(self.keys))]
+        visual = {row for row, has in enumerate(self.has_pixels) if has}
+        fill_empty_ranks(homes, self.ranks, self.suffix_costs, num_ranks, visual, self.has_pixels)
+        ranks_of = Counter(uid for uid, _ in {*zip(self.uids, homes, strict=True)})
+        return replace(placement, ranks=homes, split_groups=sum(n > 1 for n in ranks_of.values()))
