@@ -18,6 +18,7 @@ from verl_prefix.auto.shape import ModelShape
 WORLD = 4
 SHAPE = ModelShape(1e6, 1e5, 1e2, (None, 64), 1.0, 1.0, 1.0, 100, tower=1e6)
 SECONDS = 60  # in which an error must be seen
+END = 2  # token that ends a message
 BROKEN = {
     "outputs in another order": "gave back outputs of its rows",
     "a row lost": "rank 1 sent its rows",
@@ -43,7 +44,7 @@ BROKEN = {
 @st.composite
 def batches(draw) -> dict:
     """Groups (prompt length, response lengths, pixels: none, a copy in every row, or carried by one), and each row's
-    rank."""
+    rank. Rows of a group have one prompt, or are turns, of two sessions or of no known one."""
     lens = st.lists(st.integers(0, 9), min_size=1, max_size=draw(st.sampled_from([1, 3, 20])))
     kinds = st.sampled_from(draw(st.sampled_from([["text"], ["text", "copies", "carried"]])))
     groups = draw(st.lists(st.tuples(st.integers(1, 40), lens, kinds), min_size=2, max_size=8))
@@ -51,7 +52,27 @@ def batches(draw) -> dict:
     world = draw(st.integers(2, min(WORLD, num_rows)))  # verl gives every rank a row
     ranks = draw(st.lists(st.integers(0, world - 1), min_size=num_rows, max_size=num_rows))
     ranks[:world] = range(world)
-    return {"world": world, "groups": groups, "ranks": ranks, "mrope": draw(st.booleans())}
+    kind = draw(st.sampled_from(["", "", "sessions", "no sessions"]))
+    mrope = not kind and draw(st.booleans())
+    return {"world": world, "groups": groups, "ranks": ranks, "mrope": mrope, "turns": kind}
+
+
+def turns(groups: list, world: int, kind: str = "text", **fields: object) -> dict:
+    """Groups (prompt length, response lengths) of turns, dealt to ranks."""
+    groups = [(prompt_len, lens, kind) for prompt_len, lens in groups]
+    num_rows = sum(len(lens) for _, lens, _ in groups)
+    ranks = [i % world for i in range(num_rows)]
+    return {"world": world, "groups": groups, "ranks": ranks, "mrope": False, "turns": "sessions"} | fields
+
+
+# Turns of more and of fewer sessions than ranks, of one turn each, and without a response.
+EXAMPLES = [
+    *(turns([(30, [5] * 6), (20, [4, 0, 3, 0, 2]), (25, [3, 8])], world) for world in (2, 4)),
+    turns([(30, [5] * 8)], 4),
+    turns([(30, [5] * 8)], 4, kind="carried"),
+    turns([(30, [5] * 6), (20, [4] * 3)], 3, turns="no sessions"),
+    turns([(30, [0] * 6), (20, [0] * 3)], 2),
+]
 
 
 def examples(count: int) -> list[dict]:
@@ -63,7 +84,7 @@ def examples(count: int) -> list[dict]:
         found.append(batch)
 
     collect()
-    return found
+    return [*EXAMPLES, *found]
 
 
 def rows_of(batch: dict, seed: int) -> list[dict]:
@@ -79,17 +100,23 @@ def rows_of(batch: dict, seed: int) -> list[dict]:
     for group, (prompt_len, lens, kind) in enumerate(batch["groups"]):
         prompt = torch.randint(100, (prompt_len,), generator=generator)
         pixels = {"pixel_values": torch.randn(8, 3, generator=generator), "image_grid_thw": torch.tensor([[1, 4, 2]])}
+        question, histories = prompt, [prompt, prompt]
         for i, n in enumerate(lens):
+            turns = batch.get("turns")
+            prompt = histories[i % 2] if turns else question
             ids = torch.cat([prompt, torch.randint(100, (n,), generator=generator)])
+            histories[i % 2] = torch.cat([ids, torch.tensor([END, 7, END, 8])])
             positions = torch.arange(len(ids))
             seen = {"second_per_grid_ts": [0.5]} if group % 2 else {}
             if kind == "copies":
                 seen |= {name: x.clone() for name, x in pixels.items()}
             elif kind == "carried":
                 seen |= {CARRIES: f"{group}_0"} | pixels if i == 0 else {CARRIED_BY: f"{group}_0"}
+            session = {} if turns == "no sessions" else {"session_id": torch.tensor(i % 2) if turns else i}
             rows.append(
-                {
-                    "uid": f"uid{group}", "session_id": i, "prompts": prompt, "responses": ids[prompt_len:],
+                session
+                | {
+                    "uid": f"uid{group}", "prompts": prompt, "responses": ids[len(prompt) :],
                     "input_ids": ids, "position_ids": positions.expand(3, -1) if batch["mrope"] else positions,
                     "loss_mask": torch.ones(n, dtype=torch.bool), "half": noise(n).to(torch.bfloat16),
                     "wide": noise(n, 2, 3), "row": torch.tensor(len(rows)), "square": noise(2, 2),
@@ -108,7 +135,7 @@ def batch_of(rows: list[dict]):
         values = [row[name] for row in rows]
         if name == "pixels":
             continue
-        if name in ("row", "square"):
+        if name in ("row", "square") or (name == "session_id" and isinstance(values[0], torch.Tensor)):
             fields[name] = torch.stack(values)
         elif isinstance(values[0], torch.Tensor):
             fields[name] = tu.nested_tensor_from_tensor_list(values, values[0].dim() if name == "position_ids" else 1)
@@ -132,6 +159,7 @@ def _problems(batch: dict, seed: int, group) -> list[str]:
     from verl.utils import tensordict_utils as tu
 
     from verl_prefix.engine.exchange import exchange_rows
+    from verl_prefix.engine.rows import NO_TREES, Trees
     from verl_prefix.engine.shared_pixels import CARRIES
 
     rank, problems = dist.get_rank(), []
@@ -156,8 +184,11 @@ def _problems(batch: dict, seed: int, group) -> list[str]:
     )
     for one in counting:
         one.start()
-    exchange = exchange_rows(data, SHAPE, group, torch.device("cpu"))
+    trees = Trees("uid", frozenset([END])) if batch["turns"] else NO_TREES
+    exchange = exchange_rows(data, SHAPE, group, torch.device("cpu"), trees=trees)
     found = exchange.rows
+    if sorted(row for one in exchange.groups for row in one.rows) != list(range(len(found))):
+        problems.append(f"{len(found)} rows are groups {exchange.groups}")
     back = exchange.give_back(outputs_of(found))
     for one in counting:
         one.stop()
@@ -202,6 +233,13 @@ def _problems(batch: dict, seed: int, group) -> list[str]:
         problems.append(f"rows on ranks: {lists}")
     if not all(rows for rows, _ in lists):
         problems.append(f"a rank has no row: {lists}")
+    if batch["turns"]:
+        homes = {row: rank for rank, (rows, _) in enumerate(lists) for row in rows}
+        pixels = any(row["pixels"] for row in every)
+        sessions = [row["uid"] if pixels else f"{row['uid']} {row.get('session_id')}" for row in every]
+        torn = len(set(zip(sessions, map(homes.get, range(len(every))), strict=True))) - len(set(sessions))
+        if torn > max(0, batch["world"] - len(set(sessions))):
+            problems.append(f"{torn} sessions are torn: {lists}")
     on_ranks = sum(n for _, n in lists) - len(batch["groups"])
     metrics = exchange.metrics
     if (on_ranks > 0) != (metrics["prefix/cost_split_groups"] > 0) or metrics["prefix/split_groups"]:

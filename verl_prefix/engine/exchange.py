@@ -263,14 +263,14 @@ class _Routes:
         several epochs asks for its rows again."""
         if PIXELS not in self._bytes.objects:
             return rows
-        from verl_prefix.engine.shared_pixels import CARRIED_BY, CARRIES  # see `_receive_pixels`
+        from verl_prefix.engine.shared_pixels import CARRIED_BY  # see `_receive_pixels`
 
         seen = [dict(row.others[PIXELS] or {}) for row in rows]
         pixels = ({name: x for name, x in one.items() if name in PIXEL_NAMES} for one in seen)
         held = {key: own for key, own in zip(self.keys, pixels, strict=True) if own}
         for key, one, row in zip(self.keys, seen, rows, strict=True):
             if key in held:  # also where pixels were all that a row had, before they stayed behind
-                one = {name: x for name, x in one.items() if name not in (CARRIES, CARRIED_BY)} | held[key]
+                one = {name: x for name, x in one.items() if name != CARRIED_BY} | held[key]
             row.others[PIXELS] = one
         return rows
 
