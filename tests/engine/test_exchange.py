@@ -10,7 +10,7 @@ import random
 
 import pytest
 import torch
-from engines import TOLERANCE, _engine, _loss, _padded, _relative, _responses
+from engines import TOLERANCE, _engine, _loss, _padded, _relative, _responses, _turns
 from whole_tensors import whole
 
 from verl_prefix.testing import write_tiny_model
@@ -48,12 +48,20 @@ CASES = {
     "groups_of_one": {"groups": "groups_of_one"},
     "empty_responses": {"groups": "empty_responses"},
     "uneven": {"dealt": "uneven", "budget": 10**5},
+    "turns": {"turns": True},
+    "turns_without_sessions": {"turns": True, "sessions": False},
+    "turns_of_two_sessions": {"turns": "few"},
+    "turns_padded": {"turns": True, "padded": True, "use_kl_loss": True},
+    "turns_small_budget": {"turns": True, "budget": 130},
     "custom_loss": {"custom_loss": True},
     "gspo": {"policy_loss": {"loss_mode": "gspo"}},
     **{f"loss_{mode}": {"loss_agg_mode": mode} for mode in AGG_MODES},
 }
 # Of these alone at 1 and 4 ranks, in engines other than packed, and with packed's self-check.
-FEW = ("default", "fewer_groups_than_ranks", "one_prompt", "empty_rank", "padded")
+FEW = (
+    "default", "fewer_groups_than_ranks", "one_prompt", "empty_rank", "padded", "turns", "turns_of_two_sessions",
+)  # fmt: skip
+TREES = ("batch", "off")  # engines of the case turns alone
 
 
 def scattered(rank: int, world: int, vocab: int, options: dict, seed: int = 0):
@@ -61,17 +69,22 @@ def scattered(rank: int, world: int, vocab: int, options: dict, seed: int = 0):
     from verl.utils import tensordict_utils as tu
 
     generator = torch.Generator().manual_seed(seed)
-    rows = []
-    for uid, (prompt_len, lens) in enumerate(GROUPS[options.get("groups", "ragged")]):
+    made = turns_of_all(vocab, generator) if "turns" in options else []
+    if options.get("turns") == "few":
+        made = [row for row in made if row[0] == "c"]
+    for uid, (prompt_len, lens) in enumerate([] if made else GROUPS[options.get("groups", "ragged")]):
         prompt = torch.randint(3, vocab, (prompt_len,), generator=generator)
-        for n in lens:
-            response = torch.randint(3, vocab, (n,), generator=generator)
-            floats = [
-                torch.randn(n, generator=generator) * scale + shift for scale, shift in ((1, 1), (0.3, -6), (0.3, -6))
-            ]
-            mask = torch.ones(n, dtype=torch.int64)
-            mask[2:4] = 0
-            rows.append([f"uid{uid}", prompt, response, mask, *floats, torch.rand(1, generator=generator).item() + 0.5])
+        responses = (torch.randint(3, vocab, (n,), generator=generator) for n in lens)
+        made += [(f"uid{uid}", prompt, response, session) for session, response in enumerate(responses)]
+    rows = []
+    for uid, prompt, response, session in made:
+        n = len(response)
+        floats = [
+            torch.randn(n, generator=generator) * scale + shift for scale, shift in ((1, 1), (0.3, -6), (0.3, -6))
+        ]
+        mask = torch.ones(n, dtype=torch.int64) * (not uid.startswith("pad"))
+        mask[2:4] = 0
+        rows.append([uid, prompt, response, mask, *floats, torch.rand(1, generator=generator).item() + 0.5, session])
     dealt = [[i for i in range(len(rows)) if i % world == r] for r in range(world)]
     if "dealt" in options and world > 1:  # most of rank 0's rows, or all, are the last rank's
         kept = options["dealt"] == "uneven"
@@ -107,6 +120,8 @@ def scattered(rank: int, world: int, vocab: int, options: dict, seed: int = 0):
         fields["extra_info"] = [{"row": i, 3: (None, [1.5, "text"]), "lens": torch.arange(i % 3)} for i in order]
     if options.get("uid", True):
         fields["uid"] = [r[0] for r in rows]
+        if options.get("sessions", True):
+            fields["session_id"] = [r[8] for r in rows]
     if options.get("temperature") == "per_row":
         fields["temperature"] = torch.tensor([r[7] for r in rows])
     flags = {
@@ -115,14 +130,31 @@ def scattered(rank: int, world: int, vocab: int, options: dict, seed: int = 0):
         "micro_batch_size_per_gpu": options.get("micro_batch_size_per_gpu", 2),
         "use_remove_padding": True,
         "calculate_entropy": True,
-        "global_batch_size": sum(len(lens) for _, lens in GROUPS[options.get("groups", "ragged")]),
+        "global_batch_size": len(made),
     }
     if "temperature" not in fields:
         flags["temperature"] = 0.9
     if options.get("padded"):
         fields.pop("routed")
-        return _padded(fields, flags, width=64)
+        return _padded(fields, flags, width=128)
     return tu.get_tensordict(fields, flags)
+
+
+def turns_of_all(vocab: int, generator: torch.Generator) -> list[tuple]:
+    """(uid, prompt, response, session) of a row per turn. Two sessions have equal rows, one has a single turn, one an
+    empty response, and one row is padding."""
+    rows = [row for half in (0, 1) for row in _turns(half, vocab, generator)]
+    single, (uid, *pair, _) = _turns(0, vocab, generator)[0], rows[0]
+    empty = rows[-1][1], rows[-1][2][:0]
+    return [*rows, (uid, *pair, 2), ("a", *single[1:3], 3), ("d", *empty, 1), ("pad0", *single[1:3], 0)]
+
+
+def _most_saved(vocab: int) -> int:
+    """Tokens that any sharing inside of uids saves of the turns; an empty response is not computed."""
+    rows = [
+        (uid, *torch.cat(pair).tolist()[:-1]) for uid, *pair, _ in turns_of_all(vocab, torch.Generator().manual_seed(0))
+    ]
+    return sum(len(row) - 1 for row in rows) - len({row[: i + 1] for row in rows for i in range(1, len(row))})
 
 
 def _per_row(data) -> dict:
@@ -212,7 +244,7 @@ def _worker(rank: int, world: int, rendezvous: str, path: str, out: str) -> None
             truth[case] = _measure(stock, rank, world, theirs)
     weights = _train(stock, rank, world)
     for name, engine_options in ENGINES.items():
-        made = {"exchange": "auto", "verify": 1 if name == "packed" else "off"} | engine_options
+        made = {"turns": True, "exchange": "auto", "verify": 1 if name == "packed" else "off"} | engine_options
         checked = unchecked = _engine("prefix", path, made)
         if name == "packed":
             unchecked = _engine("prefix", path, made | {"verify": "off"})
@@ -222,13 +254,19 @@ def _worker(rank: int, world: int, rendezvous: str, path: str, out: str) -> None
             engine = checked if case in FEW else unchecked
             ours = _measure(engine, rank, world, CASES[case])
             metrics = {n: x[0] for n, x in ours["metrics"].items() if n.startswith(("prefix/", "timing_s/prefix"))}
-            results[name, case] = _errors(ours, truth[case]), metrics | {"warnings": len(warned)}
+            metrics |= {"warnings": len(warned), "most": _most_saved(engine.model_config.hf_config.vocab_size)}
+            results[name, case] = _errors(ours, truth[case]), metrics
         ours = _train(checked, rank, world)
         results[name, "default"][0]["weights"] = _relative(ours, weights)
     if world == 2:
         lora = {"exchange": "auto", "lora_targets": "all-linear"}
         both = [_measure(_engine(backend, path, lora), rank, world, {}) for backend in ("prefix", "fsdp2")]
         results["packed", "lora"] = _errors(*both), {}
+        for trees in TREES:
+            engine = _engine("prefix", path, {"turns": True, "exchange": "auto", "verify": "off", "trees": trees})
+            ours = _measure(engine, rank, world, CASES["turns"])
+            metrics = {n: x[0] for n, x in ours["metrics"].items() if n.startswith("prefix/")}
+            results[trees, "turns"] = _errors(ours, truth["turns"]), metrics
     torch.save(results, f"{out}.{rank}")
     torch.distributed.destroy_process_group()
 
@@ -250,7 +288,8 @@ def test_scattered_groups_are_computed_as_stock_computes_them(results):
         for case, (errors, _) in result.items():
             worst = {name: error for name, error in errors.items() if not error <= TOLERANCE}
             assert not worst, f"rank {rank}, {case}: relative errors over {TOLERANCE}: {worst}"
-        assert not any(metrics.get("prefix/split_uids") for _, metrics in result.values())
+        split = {case for (_, case), (_, metrics) in result.items() if metrics.get("prefix/split_uids")}
+        assert all("turns" in case for case in split), split
 
 
 def test_torn_groups_share_as_much_as_whole_ones(results):
@@ -270,6 +309,20 @@ def test_torn_groups_share_as_much_as_whole_ones(results):
         for one in metrics:
             assert one["prefix/split_groups"] == 0 and one["prefix/placement_imbalance"] < 1.6
             assert one["prefix/exchanged_mib"] > 0 and one["timing_s/prefix_exchange"] > 0
+
+
+def test_turns_share_what_their_uid_has_in_common_wherever_they_came_from(results):
+    for engine in ("packed", "phased", "auto"):
+        for metrics in (result[engine, "turns"][1] for result in results):
+            # A uid whose sessions are on several ranks computes its question on each.
+            assert 0.85 * metrics["most"] < metrics["prefix/tokens_saved"] <= metrics["most"], engine
+            assert metrics["prefix/tree_depth"] == 6
+    if len(results) == 2:
+        saved = {name: results[0][name, "turns"][1]["prefix/tokens_saved"] for name in ("off", "packed", "batch")}
+        assert saved["off"] < 0.5 * saved["packed"]
+        assert results[0]["packed", "turns_without_sessions"][1]["prefix/tokens_saved"] > 0.8 * saved["packed"]
+        no_uid, default = (results[0]["packed", case][1]["prefix/tokens_saved"] for case in ("no_uid", "default"))
+        assert no_uid == default
 
 
 def test_rows_stay_where_they_are_told_to_and_go_verls_own_path_where_sharing_does_not_pay(results):

@@ -37,9 +37,13 @@ def _lens(rank: int, empty: Sequence[str]) -> list[tuple[str, int, list[int], st
     return [(uid, n, [0] * len(lens) if uid in empty else lens, kind) for uid, n, lens, kind in groups[rank]]
 
 
-def _turns(rank: int, vocab: int, generator: torch.Generator) -> list[tuple[str, torch.Tensor, torch.Tensor, int]]:
+def _turns(
+    rank: int, vocab: int, generator: torch.Generator, kind: object = True
+) -> list[tuple[str, torch.Tensor, torch.Tensor, int]]:
     """(uid, prompt, response, session) of a row per turn, whose messages end in token 2, as the tiny models' do: two
-    sessions of three turns per uid. The next prompt goes on behind the last one (rank 0) or behind its response."""
+    sessions of three turns per uid. The next prompt goes on behind the last one ("stripped"; rank 0) or behind its
+    response ("kept"; rank 1)."""
+    kept = rank == 1 if kind is True else kind == "kept"
     end, header = torch.tensor([2]), torch.tensor([5, 6])
 
     def some(length: int, more: int = 0) -> torch.Tensor:
@@ -55,7 +59,7 @@ def _turns(rank: int, vocab: int, generator: torch.Generator) -> list[tuple[str,
                 thoughts, answer = some(4, 3)[:-1], some(5, 4)
                 prompt, response = torch.cat([history, header]), torch.cat([thoughts, answer])
                 rows.append((uid, prompt, response, session))
-                history = torch.cat([history, header, answer if rank == 0 else response, some(10, 5)])
+                history = torch.cat([history, header, response if kept else answer, some(10, 5)])
     return rows
 
 
@@ -85,7 +89,7 @@ def _batch(rank: int, vocab: int, options: dict):
         rows[1] = ("a", other, *rows[1][2:])
     sessions = [0] * len(rows)
     if options.get("turns"):
-        *columns, sessions = zip(*_turns(rank, vocab, generator), strict=True)
+        *columns, sessions = zip(*_turns(rank, vocab, generator, options["turns"]), strict=True)
         rows = [(*row, torch.ones_like(row[2])) for row in zip(*columns, strict=True)]
         for *_, mask in rows:
             mask[1::3] = not options.get("tool_tokens")
@@ -169,7 +173,7 @@ def _configs(backend: str, model_path: str, options: dict, forward_only: bool = 
 
     model_config = HFModelConfig(
         path=model_path,
-        load_tokenizer=options.get("turns", False),
+        load_tokenizer="turns" in options,
         use_remove_padding=options.get("use_remove_padding", True),
         use_fused_kernels=options.get("use_fused_kernels", False),
         override_config={"attn_implementation": options.get("attn_implementation", "sdpa")},

@@ -129,7 +129,7 @@ def exchange_rows(
     with all_together("grouping rows"):
         _receive_pixels(rows)
         keys = routes.keys if routes else row_keys(rows)
-        cut = routes.cut if routes else trees.cut(uids_of(rows), keys)
+        cut = routes.cut if routes else trees.cut(uids_of(rows, keys), keys)
         groups = group_rows(rows, keys, trees, cut)
     metrics = routes.metrics if routes else {}
     uids = Counter(uid for uid, _ in set(zip(map(str, tu.get(rows, "uid", ())), keys, strict=False)))

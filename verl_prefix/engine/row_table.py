@@ -29,12 +29,11 @@ def describe(data: TensorDict, shape: ModelShape) -> torch.Tensor:
     patches = map(num_patches, tu.get(data, PIXELS, [None] * len(data)))
     cost = functools.cache(functools.partial(row_cost, shape))
     table = []
-    for key, prompt_len, response_len, num, length in zip(
-        row_keys(data), prompt_lens, response_lens, patches, lens, strict=True
-    ):
+    keys = row_keys(data)
+    for key, prompt_len, response_len, num, length in zip(keys, prompt_lens, response_lens, patches, lens, strict=True):
         costs = struct.pack("=2d", *cost(max(prompt_len - 1, 0), response_len, num))
         table.append([*struct.unpack("=4q", key + costs), num > 0, length])
-    uids = uids_of(data)
+    uids = uids_of(data, keys)
     sessions = zip(uids, tu.get(data, "session_id", [None] * len(data)), strict=True)
     for row, uid, session in zip(table, uids, sessions, strict=True):
         row += [_digest(uid), _digest(f"{uid} {session}")]

@@ -67,9 +67,9 @@ def row_keys(data: TensorDict) -> list[bytes]:
     return keys
 
 
-def uids_of(data: TensorDict) -> list[str]:
-    """verl's prompt ids; a row without one is alone."""
-    return [str(uid) for uid in tu.get(data, "uid", [f"row {row}" for row in range(len(data))])]
+def uids_of(data: TensorDict, keys: Sequence[Hashable]) -> list[str]:
+    """verl's prompt ids; rows without one have that of their `row_keys`."""
+    return [str(uid) for uid in tu.get(data, "uid", keys)]
 
 
 def group_rows(data: TensorDict, keys: Sequence[Hashable], trees: Trees, cut: bool) -> list[Group]:
@@ -97,10 +97,10 @@ def group_rows(data: TensorDict, keys: Sequence[Hashable], trees: Trees, cut: bo
         return groups
     places = zip(message_ends(prompts, trees.ends), prompt_lens, strict=True)
     cuts = [cuts_at(ends, prompt_len) for ends, prompt_len in places]
-    return group_trees(_tree_tokens(data, trees), data["input_ids"].offsets().tolist(), prompt_lens, cuts)
+    return group_trees(_tree_tokens(data, keys, trees), data["input_ids"].offsets().tolist(), prompt_lens, cuts)
 
 
-def _tree_tokens(data: TensorDict, trees: Trees) -> torch.Tensor:
+def _tree_tokens(data: TensorDict, keys: Sequence[Hashable], trees: Trees) -> torch.Tensor:
     """[N] int64, equal where all is that outputs depend on, and the uid where rows of several do not share."""
     offsets, lens = data["input_ids"].offsets().tolist(), data["input_ids"].offsets().diff().cpu()
     ids, positions = (data[name].values().cpu() for name in ("input_ids", "position_ids"))
@@ -111,6 +111,7 @@ def _tree_tokens(data: TensorDict, trees: Trees) -> torch.Tensor:
     temperature = torch.as_tensor(data["temperature"], dtype=torch.float32).cpu().expand(len(data)).contiguous()
     tokens = mix(tokens) ^ temperature.view(torch.int32).long().repeat_interleave(lens)
     if trees.over == "uid":
-        numbers = {uid: number for number, uid in enumerate(dict.fromkeys(uids_of(data)))}
-        tokens = mix(tokens) ^ torch.tensor([numbers[uid] for uid in uids_of(data)]).repeat_interleave(lens)
+        uids = uids_of(data, keys)
+        numbers = {uid: number for number, uid in enumerate(dict.fromkeys(uids))}
+        tokens = mix(tokens) ^ torch.tensor([numbers[uid] for uid in uids]).repeat_interleave(lens)
     return tokens
