@@ -9,6 +9,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from dialogues import VOCAB, rollouts, thinking_kept, thinking_stripped
 
 from verl_prefix.core.groups import Group
 from verl_prefix.core.layout import build_layout
@@ -16,7 +17,7 @@ from verl_prefix.core.prefix_cache import PrefixCache
 from verl_prefix.core.sequence_parallel import Shards
 from verl_prefix.testing import random_rollouts, run_shared, run_stock
 
-VOCAB, HEADS, HEAD_DIM = 61, 8, 8
+HEADS, HEAD_DIM = 8, 8
 # HF's fp32 norms set the floor of gradients, see test_fsdp.py.
 LOG_PROBS, GRADIENTS = 1e-9, 5e-7
 SHAPE = [(23, [7, 5, 6, 3]), (1, [4, 2]), (9, [2, 8, 0, 4]), (14, [5])]
@@ -27,7 +28,13 @@ CASES = {
     "small_budget": dict(schedule="auto", budget=40),
     "offload": dict(schedule="phased", wave_tokens=9, offload=True),
     "logits_in_chunks": dict(schedule="packed", logits_chunk=3),
+    "turns": dict(schedule="packed"),
+    "turns_phased": dict(schedule="phased", wave_tokens=9),
+    "turns_in_pieces": dict(schedule="phased", budget=60, offload=True),
+    "turns_stripped": dict(schedule="phased", wave_tokens=9),
 }
+TURNS = {"turns": thinking_kept, "turns_phased": thinking_kept, "turns_in_pieces": thinking_kept,
+         "turns_stripped": thinking_stripped}  # fmt: skip
 FEW = ("packed", "phased")  # on more ranks, and checkpointed
 
 
@@ -46,9 +53,9 @@ WINDOW = dict(use_sliding_window=True, sliding_window=9, max_window_layers=1)
 MODELS = {"2 key heads": (2, {}), "1 key head": (1, {}), "window": (4, WINDOW)}
 
 
-def _errors(model, truth, rollouts, wanted, options: dict, size: int) -> dict[str, float]:
+def _errors(model, truth, batch, wanted, options: dict, size: int) -> dict[str, float]:
     model.zero_grad()
-    found = run_shared(model, rollouts, sequence_group=dist.group.WORLD, **options)
+    found = run_shared(model, batch, sequence_group=dist.group.WORLD, **options)
     grads = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
     dist.all_reduce(grads)  # as FSDP: the mean over ranks, which all have the whole loss
     grads = (grads / size).split([parameter.numel() for parameter in model.parameters()])
@@ -62,26 +69,27 @@ def _errors(model, truth, rollouts, wanted, options: dict, size: int) -> dict[st
 def _case(model: str, case: str, checkpointed: bool) -> dict:
     """Errors against HF, elements that a call sends, shapes that a cache holds."""
     kv_heads, fields = MODELS[model]
-    size, rollouts, sent, held = dist.get_world_size(), random_rollouts(SHAPE, VOCAB), [], set()
+    size, sent, held = dist.get_world_size(), [], set()
+    batch = rollouts(TURNS[case]) if case in TURNS else random_rollouts(SHAPE, VOCAB)
     all_to_all, capture = dist.all_to_all_single, PrefixCache.capture
 
     def counted(received, x, group=None):
         sent.append(x.numel() * (size - 1) // size)
         return all_to_all(received, x, group=group)
 
-    def looked_at(cache, layer, k, v):
-        held.add(tuple(k.shape))
-        return capture(cache, layer, k, v)
+    def looked_at(cache, layer, *left):
+        held.add(tuple(left[0].shape))
+        return capture(cache, layer, *left)
 
     truth = _build(kv_heads, **fields)
-    ours, wanted = copy.deepcopy(truth), run_stock(truth, rollouts)
+    ours, wanted = copy.deepcopy(truth), run_stock(truth, batch)
     if checkpointed:
         ours.gradient_checkpointing_enable({"use_reentrant": False})
     with (
         mock.patch.object(dist, "all_to_all_single", counted),
         mock.patch.object(PrefixCache, "capture", looked_at),
     ):
-        return _errors(ours, truth, rollouts, wanted, CASES[case], size) | {"sent": sent, "held": held}
+        return _errors(ours, truth, batch, wanted, CASES[case], size) | {"sent": sent, "held": held}
 
 
 # Every case on two ranks; two of them on more ranks, and checkpointed.
@@ -134,8 +142,9 @@ def alone():
 @pytest.mark.parametrize("size", [1, 2, 3, 8])
 def test_every_token_is_one_ranks_and_every_rank_has_its_share_of_lm_head(alone, size):
     groups, offsets = [Group((0, 1), 13, (4, 7)), Group((2,), 0, (5,))], [0, 18, 39, 45]
-    packed, wave = build_layout(groups, offsets), build_layout(groups[:1], offsets, [(0, 0)])
-    for layout in (packed, wave, build_layout(groups, offsets, suffixes=False), build_layout([], offsets)):
+    packed, prefixes = build_layout(groups, offsets), build_layout(groups, offsets, suffixes=False)
+    wave = build_layout(groups[:1], offsets, prefixes, [0])
+    for layout in (packed, wave, prefixes, build_layout([], offsets)):
         shards = [Shards((rank, size), layout, torch.device("cpu")) for rank in range(size)]
         tokens = [one.tokens for one in shards]
         assert len({len(x) for x in tokens}) == 1

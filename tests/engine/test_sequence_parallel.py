@@ -44,6 +44,14 @@ CASES = {
     "moe_lora_phased": WAVES | {"family": "qwen3_moe", "lora_targets": "all-linear"},
     "gpt_oss": {"family": "gpt_oss", "schedule": "packed", "attn_implementation": "eager"},
     "gpt_oss_phased": WAVES | {"family": "gpt_oss", "attn_implementation": "eager"},
+    # With responses inside of the next prompt, or not; in the last but one so on one of the ranks of data.
+    "turns": {"turns": "kept", "schedule": "packed"},
+    "turns_stripped": {"turns": "stripped", "schedule": "packed", "budget": 90},
+    "turns_phased": {"turns": "kept", "schedule": "phased", "wave_tokens": 20},
+    "turns_of_both_kinds_phased": {"turns": True, "schedule": "phased", "wave_tokens": 20},
+    "turns_phased_in_pieces_tool_tokens": dict(
+        turns="kept", schedule="phased", budget=60, tool_tokens=True, logits_chunk=7, gradient_checkpointing=True
+    ),
     # Whose choice and check run verl's own path.
     "auto_verified": {"attn_implementation": "varlen_on_cpu", "verify": "first_step", "min_speedup": 1e-6},
     "verified_phased": WAVES | {"attn_implementation": "varlen_on_cpu", "verify": "first_step"},
@@ -60,7 +68,8 @@ VISION_FAMILIES = ("qwen2_5_vl", "qwen3_vl")
 ALL = [*CASES, *((family, name) for family in VISION_FAMILIES for name in VISION)]
 FEW = [
     "packed", "phased", "gradient_checkpointing_phased", "tool_tokens_phased", "empty_responses", "one_key_head",
-    "auto_verified", "gate_shut", "moe", ("qwen3_vl", "phased"), ("qwen3_vl", "scattered"),
+    "auto_verified", "gate_shut", "moe", ("qwen3_vl", "phased"), ("qwen3_vl", "scattered"), "turns_phased",
+    "turns_of_both_kinds_phased",
 ]  # fmt: skip
 
 
@@ -249,6 +258,8 @@ def test_a_case_shares_or_takes_verls_path_as_it_should(results, name):
     for found in metrics("phased"):
         assert found["prefix/reuse_fraction"][0] > 0.3
         assert found["prefix/waves"][0] >= 1
+    for found in metrics("turns_phased"):
+        assert found["prefix/tree_depth"] == [6.0]
     for found in metrics("gate_shut"):
         assert found["prefix/reuse_fraction"] == [0.0]
     for found in metrics("auto_verified"):
