@@ -129,7 +129,7 @@ def test_a_turn_s_images_are_seen_once(family, paths, float64_inside, monkeypatc
 
 def test_a_cut_inside_an_image_is_refused(paths):  # noqa: F811
     case = Turns(paths["qwen3_vl"])
-    forks = [[*range(1, len(prompt))] for prompt in case.rollouts.prompts]
+    forks = [[8]] * len(case.rollouts.prompts)  # of the question, whose image begins behind four tokens and a mark
     with pytest.raises(ValueError, match="cut inside an image"):
         response_log_probs(
             case.model, case.rollouts.prompts, case.rollouts.responses, pixels=together(case.pixels), forks=forks

@@ -20,6 +20,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from dialogues import ROWS, VOCAB, one_prompt, thinking_kept, thinking_stripped, tree_search
+from dialogues import rollouts as dialogue
 from whole_tensors import whole
 
 from verl_prefix import phased_update, response_log_probs
@@ -29,7 +31,6 @@ from verl_prefix.models import hookup
 from verl_prefix.testing import random_rollouts, run_shared, run_stock
 
 WORLD = 2
-VOCAB = 61
 STANDALONE = [(9, [7, 5, 6, 3]), (4, [2, 8, 5, 4])]
 # HF's fp32 norms set the floor: 6e-8 on gradients (feasibility: float64 model, fp32 RMSNorm).
 TOLERANCE = 5e-7
@@ -39,7 +40,7 @@ SHAPES = st.lists(
 )
 CASES = st.fixed_dictionaries(
     {
-        "shapes": st.tuples(*[SHAPES] * WORLD),
+        "shapes": st.tuples(*[SHAPES | st.sampled_from(ROWS)] * WORLD),
         "schedule": st.sampled_from(["packed", "phased", "auto"]),
         "budget": st.integers(8, 120),
         "wave_tokens": st.one_of(st.none(), st.integers(1, 40)),
@@ -107,7 +108,8 @@ def moved_parameters(model):
 
 def run_case(rank: int, truth_model, models: dict, case: dict) -> dict:
     model = models[case["mesh"]]
-    rollouts = random_rollouts(case["shapes"][rank], VOCAB, seed=case["seed"] + rank)
+    shape, seed = case["shapes"][rank], case["seed"] + rank
+    rollouts = dialogue(shape, seed) if callable(shape) else random_rollouts(shape, VOCAB, seed=seed)
     truth_model.zero_grad()
     truth = run_stock(truth_model, rollouts)
     every = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in truth_model.parameters()])
@@ -244,6 +246,19 @@ def ranks(tmp_path_factory, warm):
 @hypothesis.example(
     dict(shapes=([], []), schedule="auto", budget=50, wave_tokens=None, defer_sync=False, mesh="replicate",
          checkpoint=False, offload=True, seed=0)
+)  # fmt: skip
+# Rows that read outputs of strands against rows that do not, against none, and in other numbers of passes.
+@hypothesis.example(
+    dict(shapes=(thinking_kept, thinking_stripped), schedule="phased", budget=200, wave_tokens=12, defer_sync=True,
+         mesh="shard", checkpoint=False, offload=False, seed=0)
+)  # fmt: skip
+@hypothesis.example(
+    dict(shapes=([], tree_search), schedule="phased", budget=60, wave_tokens=12, defer_sync=False, mesh="shard",
+         checkpoint=True, offload=True, seed=0)
+)  # fmt: skip
+@hypothesis.example(
+    dict(shapes=(thinking_kept, one_prompt), schedule="phased", budget=50, wave_tokens=9, defer_sync=True,
+         mesh="replicate", checkpoint=True, offload=False, seed=0)
 )  # fmt: skip
 # 110 draws: the first number of tens in which every two of schedule, mesh and switches meet with every value.
 @hypothesis.given(CASES)

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
+from broken_states import ancestor_left_out, gradients_of_shared_outputs_dropped, last_token_left_out
 from dialogues import ROWS, VOCAB, rollouts, thinking_kept, thinking_stripped, tree_search
 from families import build, float64_inside  # noqa: F401
 from float64_torch import Float64Torch
@@ -19,8 +20,6 @@ from short_chunks import short_chunks
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from verl_prefix.core import layout as layout_module
-from verl_prefix.core.layout import Layout
-from verl_prefix.core.prefix_cache import PrefixCache
 from verl_prefix.core.trees import group_trees
 from verl_prefix.core.waves import make_plan
 from verl_prefix.testing import run_shared, run_stock
@@ -109,30 +108,6 @@ def test_trees_equal_hf(family, rows, float64_inside, table):  # noqa: F811
             errors[name] = error(ours, truth)
     table.append([family, rows.__name__.replace("_", " "), *errors.values()])
     assert max(errors.values()) < 1e-9, errors
-
-
-def ancestor_left_out(patch):
-    """Of what a segment goes on behind, the first piece, where there are several."""
-    changed_paths(patch, lambda path: path[1:] if len(path) > 1 else path)
-
-
-def last_token_left_out(patch):
-    changed_paths(patch, lambda path: tuple((a, n - (i == len(path) - 1)) for i, (a, n) in enumerate(path) if n > 1))
-
-
-def changed_paths(patch, change):
-    made = Layout._calls_of
-
-    def calls_of(self, *args):
-        segments = tuple(segment._replace(path=change(segment.path)) for segment in self.segments)
-        return made(dataclasses.replace(self, segments=segments), *args)
-
-    patch.setattr(Layout, "_calls_of", calls_of)
-
-
-def gradients_of_shared_outputs_dropped(patch):
-    add = PrefixCache.add_grad
-    patch.setattr(PrefixCache, "add_grad", lambda self, key, *args: key == "outputs" or add(self, key, *args))
 
 
 def labels_of_the_strand_s_row(patch):

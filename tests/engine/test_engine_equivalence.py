@@ -106,6 +106,21 @@ CASES = {
     "turns_padded_static_batch_size": {"turns": True, "padded": True, "use_dynamic_bsz": False},
     "turns_hsdp_sync_every_pass": dict(turns=True, fsdp_size=1, use_no_sync=False, schedule="phased", wave_tokens=20),
     "turns_window": {"turns": True, "family": "window", "schedule": "phased", "wave_tokens": 20},
+    "turns_tied": {"turns": "kept", "family": "tied", "schedule": "phased", "wave_tokens": 20},
+    "turns_tied_sync_every_pass": dict(
+        turns="kept", family="tied", schedule="phased", wave_tokens=20, use_no_sync=False
+    ),
+    "turns_upper_layer_trained": dict(
+        turns="kept", trained=r"layers\.1|model\.norm", schedule="phased", wave_tokens=20
+    ),
+    "turns_lower_layer_trained": {"turns": "kept", "trained": r"layers\.0", "schedule": "phased", "wave_tokens": 20},
+    "turns_lm_head_trained": {"turns": "kept", "trained": "lm_head", "schedule": "phased", "wave_tokens": 20},
+    "turns_of_both_kinds_lm_head_trained": {"turns": True, "trained": "lm_head", "schedule": "phased"},
+    "turns_lora_on_a_layer": dict(
+        turns="kept", lora_targets=r".*layers\.1\..*_proj", schedule="phased", wave_tokens=20
+    ),
+    "turns_whose_answers_the_loss_masks": dict(turns="kept", masked="answers", schedule="phased", wave_tokens=20),
+    "turns_whose_last_answer_the_loss_masks": dict(turns="kept", masked="last", schedule="phased", wave_tokens=20),
     "turns_lora": {"turns": True, "lora_targets": "all-linear", "schedule": "phased", "wave_tokens": 20},
     "schedule_stock": {"schedule": "stock"},
     "gate_open": {"min_speedup": 1e-6},
@@ -393,12 +408,13 @@ def _losses(models: dict, loss: str) -> dict[str, float]:
     return _loss_errors(models["qwen3"], get_rank(), loss)
 
 
-def _half(models: dict, dtype: str, schedule: str) -> dict[str, dict[str, float]]:
+def _half(models: dict, dtype: str, schedule: str, turns: bool) -> dict[str, dict[str, float]]:
     """Where fp32 stock is truth enough: what does stock itself miss, and what do we?"""
     path, waves = models["qwen3"], {"wave_tokens": 40} if schedule == "phased" else {}
-    ours = _measure("prefix", path, get_rank(), {"param_dtype": dtype, "schedule": schedule} | waves)
-    stock = _stock(path, {"param_dtype": dtype})
-    return {name: _half_errors(x, _stock(path, {})) for name, x in (("ours", ours), ("stock", stock))}
+    rows = {"turns": "kept"} if turns else {}
+    ours = _measure("prefix", path, get_rank(), {"param_dtype": dtype, "schedule": schedule} | waves | rows)
+    stock = _stock(path, {"param_dtype": dtype} | rows)
+    return {name: _half_errors(x, _stock(path, rows)) for name, x in (("ours", ours), ("stock", stock))}
 
 
 def _empty_in_bf16(models: dict) -> dict:
@@ -411,6 +427,13 @@ def _loses_a_gradient(models: dict, dtype: str) -> None:
         broken_states.gradients_of_one_layer_dropped(patch)
         with pytest.raises(RuntimeError, match="prefix.verify, update 1: .*gradients of .* stock path's by"):
             _measure("prefix", models["qwen3"], get_rank(), {"param_dtype": dtype, "schedule": "phased"})
+
+
+def _breaks_trees(models: dict, broken: str, schedule: str) -> None:
+    options = {"turns": "kept", "schedule": schedule}
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(RuntimeError, match=MISSED):
+        getattr(broken_states, broken)(patch)
+        _measure("prefix", models["qwen3"], get_rank(), options)
 
 
 def _wrong_on_the_last_rank(models: dict, dtype: str) -> None:
@@ -584,10 +607,11 @@ def test_every_loss_that_verl_has_is_among_those_tested():
     assert set(AGG_MODES) == set(re.findall(r'"((?:token|seq)-[a-z-]+)"', inspect.getsource(agg_loss)))
 
 
+@pytest.mark.parametrize("turns", [False, True], ids=["one_prompt", "turns"])
 @pytest.mark.parametrize("schedule", ["packed", "phased"])
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-def test_half_precision_misses_fp32_by_no_more_than_stock_does(results, dtype, schedule):
-    for result in results(_half, dtype, schedule):
+def test_half_precision_misses_fp32_by_no_more_than_stock_does(results, dtype, schedule, turns):
+    for result in results(_half, dtype, schedule, turns):
         for name, error in result["ours"].items():
             stock = result["stock"][name]
             assert error <= 1.3 * stock, f"{name}: {error:.2e} against stock's {stock:.2e}"
@@ -602,6 +626,13 @@ def test_outputs_of_empty_responses_have_the_form_of_the_others_in_bf16(results)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_a_gradient_that_waves_lose_which_no_log_prob_shows_stops_step_1(results, dtype):
     results(_loses_a_gradient, dtype)
+
+
+@pytest.mark.parametrize(
+    ("broken", "schedule"), [("ancestor_left_out", "packed"), ("gradients_of_shared_outputs_dropped", "phased")]
+)
+def test_broken_trees_stop_step_1(results, broken, schedule):
+    results(_breaks_trees, broken, schedule)
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])

@@ -42,6 +42,8 @@ CASES = {
     "lora_on_mixers": {"lora_targets": MIXERS, "schedule": "packed"},
     "lora_on_mixers_phased": PHASED | {"lora_targets": MIXERS},
     "upper_layer_trained_phased": PHASED | {"trained": r"layers\.1\."},
+    "turns": {"turns": True, "schedule": "packed"},
+    "turns_kept_phased": PHASED | {"turns": "kept"},
     "gate_shut": {"min_speedup": 1e6},
     "padded_model_inputs": {"use_remove_padding": False, "schedule": "packed"},
 }
@@ -61,8 +63,8 @@ BROKEN = {
 
 def cases_of(family: str, world: int) -> tuple[str, ...]:
     if world == 1:
-        return tuple(CASES) if family in MOST else FEW
-    return ("packed", "offload_checkpointed", "gate_shut") if family in MOST else ()
+        return tuple(CASES) if family in MOST else (*FEW, "turns_kept_phased")
+    return ("packed", "offload_checkpointed", "turns", "gate_shut") if family in MOST else ()
 
 
 @contextlib.contextmanager

@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers
 from broken_states import (
+    ancestor_left_out,
     conv_tail_one_token_off,
     earlier_waves_dropped,
     fork_writes_into_the_state,
@@ -18,8 +19,10 @@ from broken_states import (
     gradients_of_keys_dropped_in_packed,
     gradients_of_keys_dropped_in_phased,
     gradients_of_one_layer_dropped,
+    gradients_of_shared_outputs_dropped,
     states_of_zero,
 )
+from dialogues import rollouts, thinking_kept, thinking_stripped, tree_search
 
 from verl_prefix.core.attention import AttentionParams, GroupedAttention
 from verl_prefix.core.gradients import gradients_aside
@@ -53,7 +56,9 @@ RECURRENT = {
 }
 
 
-def verdict(seed: int, dtype: torch.dtype, family: str = "qwen3", broken=None, perturbed: int = 1) -> verify.Verdict:
+def verdict(
+    seed: int, dtype: torch.dtype, family: str = "qwen3", broken=None, perturbed: int = 1, rows=None
+) -> verify.Verdict:
     name, fields = (CONFIGS | RECURRENT)[family]
     config = getattr(transformers, name)(**dict(
         vocab_size=256, hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4,
@@ -66,6 +71,8 @@ def verdict(seed: int, dtype: torch.dtype, family: str = "qwen3", broken=None, p
         if name.endswith("A_log"):  # as drawn, a state would be gone after a token or two
             torch.nn.init.uniform_(parameter, -3.0, 1.0)
     batch = random_rollouts([(40 + seed % 7, [20 + seed % 5, 11])], 256, seed)
+    if rows:
+        batch = rollouts(rows, seed)
     for weight in batch.weights:  # as of `verify._sum_of_log_probs`
         weight.copy_(1 / torch.arange(1, len(weight) + 1))
 
@@ -117,6 +124,29 @@ def test_bf16_rounding_passes(seeds):
     verdicts = [verdict(seed, torch.bfloat16) for seed in range(seeds)]
     assert not [v for v in verdicts if v.missed], [str(v) for v in verdicts if v.missed]
     assert max(v.attention for v in verdicts) > 0.5, "the figure measures something"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("rows", [thinking_stripped, thinking_kept, tree_search])
+def test_rounding_of_trees_passes(rows, dtype):
+    verdicts = [verdict(seed, dtype, rows=rows) for seed in range(10)]
+    assert not [v for v in verdicts if v.missed], [str(v) for v in verdicts if v.missed]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("rows", [thinking_stripped, tree_search])
+def test_an_ancestor_that_is_left_out_is_caught(rows, dtype):
+    for seed in range(3):
+        found = verdict(seed, dtype, broken=ancestor_left_out, rows=rows)
+        assert found.missed and found.attention > 1.5 * verify.MAX_ATTENTION, str(found)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("rows", [thinking_kept, tree_search])
+def test_a_dropped_gradient_of_shared_outputs_is_caught_by_gradients_alone(rows, dtype):
+    found = verdict(0, dtype, broken=gradients_of_shared_outputs_dropped, rows=rows)
+    assert found.log_probs <= verify.MAX_LOG_PROBS and found.attention <= verify.MAX_ATTENTION, str(found)
+    assert found.gradients > (10 if dtype == torch.bfloat16 else 1e4), str(found)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)

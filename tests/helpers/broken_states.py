@@ -1,9 +1,12 @@
-"""States of recurrent layers, and gradients of prefixes, that are wrong on purpose: each takes a
+"""States of recurrent layers, paths of trees, and gradients of prefixes, that are wrong on purpose: each takes a
 `pytest.MonkeyPatch`."""
+
+import dataclasses
 
 import torch
 
 from verl_prefix.core import attention, recurrence
+from verl_prefix.core.layout import Layout
 from verl_prefix.core.prefix_cache import PrefixCache, ReadRows
 
 
@@ -79,3 +82,27 @@ def earlier_waves_dropped(patch):
         add(self, key, *args)
 
     patch.setattr(PrefixCache, "add_grad", replaced)
+
+
+def ancestor_left_out(patch):
+    """Of what a segment goes on behind, the first piece, where there are several."""
+    changed_paths(patch, lambda path: path[1:] if len(path) > 1 else path)
+
+
+def last_token_left_out(patch):
+    changed_paths(patch, lambda path: tuple((a, n - (i == len(path) - 1)) for i, (a, n) in enumerate(path) if n > 1))
+
+
+def changed_paths(patch, change):
+    made = Layout._calls_of
+
+    def calls_of(self, *args):
+        segments = tuple(segment._replace(path=change(segment.path)) for segment in self.segments)
+        return made(dataclasses.replace(self, segments=segments), *args)
+
+    patch.setattr(Layout, "_calls_of", calls_of)
+
+
+def gradients_of_shared_outputs_dropped(patch):
+    add = PrefixCache.add_grad
+    patch.setattr(PrefixCache, "add_grad", lambda self, key, *args: key == "outputs" or add(self, key, *args))

@@ -91,8 +91,11 @@ def _batch(rank: int, vocab: int, options: dict):
     if options.get("turns"):
         *columns, sessions = zip(*_turns(rank, vocab, generator, options["turns"]), strict=True)
         rows = [(*row, torch.ones_like(row[2])) for row in zip(*columns, strict=True)]
-        for *_, mask in rows:
+        for i, (*_, mask) in enumerate(rows):
             mask[1::3] = not options.get("tool_tokens")
+            # Of a session's three turns: those whose responses are in strands, or the others.
+            if options.get("masked") == ("last" if i % 3 == 2 else "answers"):
+                mask[:] = 0
     order = torch.randperm(len(rows), generator=generator).tolist()
     rows, sessions = ([column[i] for i in order] for column in (rows, sessions))
 
