@@ -37,6 +37,9 @@ CASES = {
     "lora_on_text": {"lora_targets": r".*language_model.*\.(q|k|v|o)_proj", "schedule": "phased"},
     "padded": {"padded": True},
     "scattered": {"batch": "scattered", "schedule": "packed", "exchange": "auto"},
+    "turns": {"turns": True, "schedule": "packed"},
+    "turns_phased": {"turns": True, "schedule": "phased", "wave_tokens": 20},
+    "turns_scattered": {"turns": True, "scattered": True, "schedule": "phased", "exchange": "auto"},
     "text_rank": {"batch": "text_rank"},
     "text_rank_phased": {"batch": "text_rank", "schedule": "phased", "wave_tokens": 20},
 }
@@ -44,7 +47,16 @@ CASES = {
 FAMILIES = {
     "qwen2_5_vl": tuple(CASES),
     "qwen3_vl": tuple(CASES),
-    "qwen3_5": ("packed", "phased", "phased_row_by_row", "checkpointed", "scattered", "text_rank"),
+    "qwen3_5": (
+        "packed",
+        "phased",
+        "phased_row_by_row",
+        "checkpointed",
+        "scattered",
+        "text_rank",
+        "turns",
+        "turns_phased",
+    ),
 }
 
 
@@ -167,6 +179,16 @@ def test_tower_sees_a_groups_pixels_once(results, family, case):
             assert (pass_["calls"], pass_["patches"]) == (1, distinct)
             assert stock["patches"] == of_rows
         assert counts["ours"][1]["backwards"] == (0 if case == "frozen_tower" else 1)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tower_sees_an_image_of_several_turns_once(results, family):
+    """Of each uid its question's 32 patches, and in two sessions those of two more turns, 16 and 32."""
+    for result in results(_case, family, "turns_phased"):
+        for ours, stock in zip(result["tower"]["ours"], result["tower"]["stock"], strict=True):
+            assert ours["patches"] == 2 * (32 + 2 * (16 + 32))
+            assert stock["patches"] == 2 * 2 * (32 + (32 + 16) + (32 + 16 + 32))
+        assert result["metrics"]["prefix/tree_depth"][0] > 2
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -41,24 +41,49 @@ def _meta_model(path: str):
         return AutoModelForImageTextToText.from_config(AutoConfig.from_pretrained(path))
 
 
+def _turns(config, generator: torch.Generator) -> list[tuple[str, torch.Tensor, torch.Tensor, dict, int]]:
+    """(uid, prompt, response, pixels, session) of a row per turn, whose messages end in token 2: two sessions of three
+    turns per uid, each turn with an image more, and the next prompt behind its response."""
+    end, header, rows = torch.tensor([2]), torch.tensor([8, 9]), []
+
+    def some(length: int) -> torch.Tensor:
+        return torch.cat([torch.randint(10, config.text_config.vocab_size, (length,), generator=generator), end])
+
+    for uid in "ab":
+        text, pixels = visual_prompt([4, (4, 8), 3], config, generator)
+        question = torch.cat([text, end])
+        for session in range(2):
+            history, images = question, [pixels]
+            for turn in range(3):
+                prompt, response = torch.cat([history, header]), some(5 + turn)
+                shown = {name: torch.cat([one[name] for one in images]) for name in ("pixel_values", "image_grid_thw")}
+                rows.append((uid, prompt, response, shown, session))
+                text, seen = visual_prompt([2, (4, 4 + 4 * (turn % 2)), 3], config, generator)
+                history, images = torch.cat([prompt, response, text, end]), [*images, seen]
+    return rows
+
+
 def _batch(rank: int, config, path: str, options: dict):
     """Rows in verl's jagged form, not sorted by group; every row has its own copy of the pixels, as verl delivers."""
     from verl.utils import tensordict_utils as tu
 
-    scattered = options.get("batch") == "scattered"
+    scattered = options.get("batch") == "scattered" or options.get("scattered", False)
     generator = torch.Generator().manual_seed(100 if scattered else 100 + rank)
-    rows = []
-    for parts, lens, uid in BATCHES[options.get("batch", "mixed")][rank]:
+    rows = _turns(config, generator) if "turns" in options else []
+    sessions = [session for *_, session in rows]
+    rows = [row[:4] for row in rows]
+    for parts, lens, uid in [] if rows else BATCHES[options.get("batch", "mixed")][rank]:
         prompt, pixels = visual_prompt(parts, config, generator)
         for length in lens:
             response = torch.randint(7, config.text_config.vocab_size, (length,), generator=generator)
             rows.append((uid, prompt, response, copy.deepcopy(pixels)))
     # Same prompt and same tokens as `image`, another picture: the last row of the group is alone.
-    if rank == 0 or scattered:
+    if (rank == 0 or scattered) and not sessions:
         rows[3] = (*rows[3][:3], rows[3][3] | {"pixel_values": torch.randn(32, PATCH, generator=generator)})
     order = torch.randperm(len(rows), generator=generator).tolist()
     data_ranks = torch.distributed.get_world_size() // options.get("ulysses", 1)
-    rows = [rows[i] for i in (order[rank::data_ranks] if scattered else order)]
+    order = order[rank::data_ranks] if scattered else order
+    rows, sessions = [rows[i] for i in order], [sessions[i] for i in order if sessions]
 
     def noise(scale, shift):
         return _nested(torch.randn(len(r[2]), generator=generator) * scale + shift for r in rows)
@@ -79,6 +104,8 @@ def _batch(rank: int, config, path: str, options: dict):
         "uid": [r[0] for r in rows],
         "multi_modal_inputs": [r[3] for r in rows],
     }
+    if sessions:
+        fields["session_id"] = sessions
     flags = {
         "use_dynamic_bsz": True,
         "max_token_len_per_gpu": options.get("budget", 4000),

@@ -71,7 +71,7 @@ class AllRows:
 
         To `place_rows` a session is one row: its prefix is the uid's shortest prompt, which all sessions begin with,
         and its suffix what the session's longest prompt has beyond that, and all its responses. Where rows have pixels
-        sessions stay together, since one row holds those of others.
+        a uid's sessions stay together, since one row holds those of others, on any rank: rows bring them.
         """
         units = self.uids if any(self.has_pixels) else self.sessions
         sessions = list(rows_by_key(units).values())
@@ -82,8 +82,8 @@ class AllRows:
             self.prefix_costs[row] - trunks[uid] + sum(self.suffix_costs[i] for i in rows)
             for row, uid, rows in zip(longest, uids, sessions, strict=True)
         ]
-        ranks, has_pixels = [self.ranks[row] for row in longest], [self.has_pixels[row] for row in longest]
-        placement = place_rows(uids, [trunks[uid] for uid in uids], suffixes, ranks, num_ranks, has_pixels)
+        ranks = [self.ranks[row] for row in longest]
+        placement = place_rows(uids, [trunks[uid] for uid in uids], suffixes, ranks, num_ranks)
         of_row = {row: home for home, rows in zip(placement.ranks, sessions, strict=True) for row in rows}
         homes = [of_row[row] for row in range(len(self.keys))]
         visual = {row for row, has in enumerate(self.has_pixels) if has}
