@@ -44,6 +44,28 @@ def random_rollouts(
     return Rollouts(*([rows[i][column] for i in order] for column in range(3)))
 
 
+def turn_rollouts(
+    first: int, sessions: int, turns: int, thinking: int, said: int, tool: int, vocab_size: int, seed: int = 0
+) -> Rollouts:
+    """Sessions of one prompt of `first` tokens, with a row per turn. A row's prompt has of the turns before it what was
+    said and what the tool answered, without the thoughts. Cut at ends of messages."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def some(length: int) -> torch.Tensor:
+        return torch.randint(vocab_size, (length,), generator=generator)
+
+    question, rows = some(first), []
+    for _ in range(sessions):
+        prompt, cuts = question, [first - 1]
+        for _ in range(turns):
+            response = some(thinking + said)
+            rows.append((prompt, response, torch.randn(len(response), generator=generator, dtype=torch.float64), cuts))
+            prompt = torch.cat([prompt, response[thinking:], some(tool)])
+            cuts = [*cuts, len(prompt) - 1]
+    prompts, responses, weights, cut = map(list, zip(*rows, strict=True))
+    return Rollouts(prompts, responses, weights, cut)
+
+
 def flatten(rollouts: Rollouts, device: torch.device | str) -> tuple[TokenBatch, torch.Tensor, list[Group]]:
     """Rows behind each other: their tokens, the weight of each in float64 (a prompt's is 0), and their groups."""
     rows = [torch.cat(pair) for pair in zip(rollouts.prompts, rollouts.responses, strict=True)]
