@@ -66,6 +66,19 @@ def turn_rollouts(
     return Rollouts(prompts, responses, weights, cut)
 
 
+def search_rollouts(first: int, turn: int, branches: Sequence[int], vocab_size: int, seed: int = 0) -> Rollouts:
+    """A tree search from a prompt of `first` tokens: a row per leaf, whose response has a turn of `turn` tokens per
+    level, each of which goes on in so many ways. Cut at ends of turns."""
+    generator = torch.Generator().manual_seed(seed)
+    prompt, responses = torch.randint(vocab_size, (first,), generator=generator), [torch.arange(0)]
+    for ways in branches:
+        turns = (torch.randint(vocab_size, (turn,), generator=generator) for _ in range(ways * len(responses)))
+        responses = [torch.cat([before, next(turns)]) for before in responses for _ in range(ways)]
+    weights = [torch.randn(len(r), generator=generator, dtype=torch.float64) for r in responses]
+    cuts = [first + level * turn - 1 for level in range(len(branches))]
+    return Rollouts([prompt] * len(responses), responses, weights, [cuts] * len(responses))
+
+
 def flatten(rollouts: Rollouts, device: torch.device | str) -> tuple[TokenBatch, torch.Tensor, list[Group]]:
     """Rows behind each other: their tokens, the weight of each in float64 (a prompt's is 0), and their groups."""
     rows = [torch.cat(pair) for pair in zip(rollouts.prompts, rollouts.responses, strict=True)]
