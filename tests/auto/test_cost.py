@@ -14,8 +14,10 @@ from verl_prefix.auto.calibration import Profile
 from verl_prefix.auto.cost import PassCost, Rates
 from verl_prefix.auto.shape import ModelShape, model_shape
 from verl_prefix.core.groups import Group
+from verl_prefix.core.layout import Layout
 from verl_prefix.core.waves import make_plan
 from verl_prefix.testing import random_rollouts, run_shared
+from verl_prefix.testing.rollouts import flatten, search_rollouts, turn_rollouts
 from verl_prefix.tools.plan.predict import Predictor, Sizes
 
 SHAPE = ModelShape(
@@ -70,6 +72,42 @@ def test_flops_are_those_of_the_matmuls_that_run(config_class, fields):
     # torch does not count the CPU attention kernels; rotary angles are a small matmul, which the model leaves out.
     assert counter.get_total_flops() == pytest.approx(56 * shape.linear + 27 * shape.head, rel=1e-2)
     assert (shape.windows, shape.pair, shape.kv) == ((None,) * 3, 4.0 * 4 * 16, 2.0 * 3 * 2 * 16 * 4)
+
+
+TREES = {
+    "turns": turn_rollouts(30, 2, 4, thinking=6, said=3, tool=5, vocab_size=97),
+    "kept thinking": turn_rollouts(30, 2, 4, thinking=0, said=9, tool=5, vocab_size=97),
+    "search": search_rollouts(30, 8, (2, 1, 3), vocab_size=97),
+}
+
+
+@pytest.mark.parametrize("options", [("packed", 10**6), ("packed", 90), ("phased", 100, 20)], ids=str)
+@pytest.mark.parametrize("name", TREES)
+def test_flops_of_trees_are_those_of_the_matmuls_and_kernel_calls_that_run(monkeypatch, name, options):
+    """Linear layers by torch's counter; of attention, which it does not count on a CPU, the pairs that kernels get."""
+    config = transformers.LlamaConfig(
+        vocab_size=97, hidden_size=64, intermediate_size=80, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16,
+    )  # fmt: skip
+    model, rollouts, pairs, read = transformers.LlamaForCausalLM(config), TREES[name], [], Layout.calls
+
+    def calls(layout, *args):
+        found = read(layout, *args)
+        pairs.extend(
+            shape.query_key_pairs(q1 - q0, k1 - k0 - (q1 - q0), None) if call.causal else (q1 - q0) * (k1 - k0)
+            for call in found
+            for q0, q1, k0, k1 in call.spans
+        )
+        return found
+
+    monkeypatch.setattr(Layout, "calls", calls)
+    with FlopCounterMode(display=False) as counter:
+        run_shared(model, rollouts, *options, train=False)
+    found, groups = model_shape(model, torch.float32), flatten(rollouts, "cpu")[2]
+    passes = cost.plan_passes(found, make_plan(groups, options[1], *options[:1], *options[2:]))
+    tokens, head, expected = (sum(column) for column in zip(*passes, strict=True))
+    assert sum(pairs) == expected
+    assert counter.get_total_flops() == pytest.approx(tokens * found.linear + head * found.head, rel=1e-2)
 
 
 @pytest.mark.parametrize(("chunk", "rows"), [(10, [7, 10, 10, 10, 7]), (9, [9, 9, 9, 9, 9]), (27, [27])])
