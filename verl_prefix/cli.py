@@ -98,7 +98,10 @@ def _bench(arguments: argparse.Namespace) -> int:
     from verl_prefix.tools.bench.options import Options, Size
     from verl_prefix.tools.report import check_out
 
-    sizes = tuple(Size(*size) for size in (*report.grid(arguments.grid), *arguments.rows))
+    sizes = tuple(
+        Size(*size).with_turns(arguments.turns, arguments.thinking, arguments.tool)
+        for size in (*report.grid(arguments.grid), *arguments.rows)
+    )
     check_out(arguments.out, arguments.allow_dirty)
     options = Options(sizes, **_given(arguments, Options))
     from verl_prefix.tools.bench import measure
@@ -155,6 +158,10 @@ def _add_bench(commands: argparse._SubParsersAction) -> None:
     add("--grid", choices=GRIDS, action="append", default=[], help="rows by name; repeatable")
     add("--rows", type=_numbers("P/S/G", (3,)), nargs="+", default=[], metavar="P/S/G",
         help="prefix and response tokens, rows per prompt")  # fmt: skip
+    add("--turns", type=_at_least(1), help="of a session, a row each, whose prompt has the turns before it; P/S/G are "
+        "the first prompt, a turn's response, sessions; default %(default)s", default=1)  # fmt: skip
+    add("--thinking", type=_at_least(0), help="of a response: tokens that later prompts leave out; default 3/4 of S")
+    add("--tool", type=_at_least(0), help="tokens of a tool's answer behind a turn; default S")
     add("--shape", choices=SHAPES, help=f"of the model; default {Options.shape}")
     add("--arms", type=_names(ARMS), help="some of all arms, comma-separated")
     add("--layers", type=_at_least(1), help="default all of the shape")

@@ -1,6 +1,9 @@
 """The cost model counts what runs, finds rates that it is given, and every rank takes the same cheapest path."""
 
+import json
 import types
+from dataclasses import replace
+from pathlib import Path
 
 import hypothesis
 import hypothesis.strategies as st
@@ -14,10 +17,14 @@ from verl_prefix.auto.calibration import Profile
 from verl_prefix.auto.cost import PassCost, Rates
 from verl_prefix.auto.shape import ModelShape, model_shape
 from verl_prefix.core.groups import Group
+from verl_prefix.core.layout import Layout
 from verl_prefix.core.waves import make_plan
 from verl_prefix.testing import random_rollouts, run_shared
+from verl_prefix.testing.rollouts import flatten, search_rollouts, turn_rollouts
+from verl_prefix.tools.bench.options import build_model
 from verl_prefix.tools.plan.predict import Predictor, Sizes
 
+TURNS = Path(__file__).parents[2] / "examples/results/simulated_turns.json"
 SHAPE = ModelShape(
     linear=2e6, head=1e6, pair=500.0, windows=(None, 8), activations=100.0, boundary=10.0, kv=5.0, vocab_size=50
 )
@@ -70,6 +77,42 @@ def test_flops_are_those_of_the_matmuls_that_run(config_class, fields):
     # torch does not count the CPU attention kernels; rotary angles are a small matmul, which the model leaves out.
     assert counter.get_total_flops() == pytest.approx(56 * shape.linear + 27 * shape.head, rel=1e-2)
     assert (shape.windows, shape.pair, shape.kv) == ((None,) * 3, 4.0 * 4 * 16, 2.0 * 3 * 2 * 16 * 4)
+
+
+TREES = {
+    "turns": turn_rollouts(30, 2, 4, thinking=6, said=3, tool=5, vocab_size=97),
+    "kept thinking": turn_rollouts(30, 2, 4, thinking=0, said=9, tool=5, vocab_size=97),
+    "search": search_rollouts(30, 8, (2, 1, 3), vocab_size=97),
+}
+
+
+@pytest.mark.parametrize("options", [("packed", 10**6), ("packed", 90), ("phased", 100, 20)], ids=str)
+@pytest.mark.parametrize("name", TREES)
+def test_flops_of_trees_are_those_of_the_matmuls_and_kernel_calls_that_run(monkeypatch, name, options):
+    """Linear layers by torch's counter; of attention, which it does not count on a CPU, the pairs that kernels get."""
+    config = transformers.LlamaConfig(
+        vocab_size=97, hidden_size=64, intermediate_size=80, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16,
+    )  # fmt: skip
+    model, rollouts, pairs, read = transformers.LlamaForCausalLM(config), TREES[name], [], Layout.calls
+
+    def calls(layout, *args):
+        found = read(layout, *args)
+        pairs.extend(
+            shape.query_key_pairs(q1 - q0, k1 - k0 - (q1 - q0), None) if call.causal else (q1 - q0) * (k1 - k0)
+            for call in found
+            for q0, q1, k0, k1 in call.spans
+        )
+        return found
+
+    monkeypatch.setattr(Layout, "calls", calls)
+    with FlopCounterMode(display=False) as counter:
+        run_shared(model, rollouts, *options, train=False)
+    found, groups = model_shape(model, torch.float32), flatten(rollouts, "cpu")[2]
+    passes = cost.plan_passes(found, make_plan(groups, options[1], *options[:1], *options[2:]))
+    tokens, head, expected = (sum(column) for column in zip(*passes, strict=True))
+    assert sum(pairs) == expected
+    assert counter.get_total_flops() == pytest.approx(tokens * found.linear + head * found.head, rel=1e-2)
 
 
 @pytest.mark.parametrize(("chunk", "rows"), [(10, [7, 10, 10, 10, 7]), (9, [9, 9, 9, 9, 9]), (27, [27])])
@@ -203,6 +246,22 @@ def test_the_peak_is_within_15_per_cent_of_the_simulated_one(llama3_8b, arm, che
     memory = cost.Memory(8, checkpointed, no_sync, 4096, bool(offload), kept)
     found = cost.peak_bytes(llama3_8b, plan, stock, memory) / 2**30
     assert found == pytest.approx(SIMULATED[arm, checkpointed, no_sync, kept], rel=0.15)
+
+
+def test_the_peak_of_trees_is_within_15_per_cent_of_the_simulated_one():
+    """Qwen3-8B on 8 ranks, as examples/simulate_turns.py has it."""
+    qwen3_8b = shape.model_shape(build_model("qwen3-8b", 36, "meta", torch.bfloat16), torch.bfloat16)
+    turns = {f"{n} turns": turn_rollouts(2000, 4, n, 300, 100, 400, 1 << 30) for n in (5, 10, 30)}
+    rows = turns | {"tree search, 20 leaves": search_rollouts(2000, 800, (5, 2, 2), 1 << 30)}
+    memory = cost.Memory(8, True, False, 4096, False)
+    for name, found in json.loads(TURNS.read_text())["settings"].items():
+        for arm in (arm for arm in found["arms"] if arm != "stock"):
+            level, path = arm.split(", ")
+            rollouts = rows[name] if level == "tree" else replace(rows[name], cuts=None)
+            plan = cost.plan_batch(qwen3_8b, flatten(rollouts, "cpu")[2], found["budget"], path, None, memory)
+            peak = cost.peak_bytes(qwen3_8b, plan, (), replace(memory, attention_kept=True))
+            added = found["arms"][arm]["peak_gib"] - 16 * qwen3_8b.parameters / 8 / 2**30
+            assert peak / 2**30 == pytest.approx(added, rel=0.15), (name, arm)
 
 
 def test_waves_hide_their_own_cost_for_an_eighth_of_memory(llama3_8b):

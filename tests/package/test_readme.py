@@ -19,7 +19,8 @@ RESULTS = "examples/results/README.md"
 # Files with other numbers: written by a program, and recipes, which say how theirs are computed.
 NOT_HELD = (
     "examples/results/bench_cpu.md", "examples/results/coverage.md", "examples/results/placement.md",
-    "examples/results/simulated_tables.md", "examples/results/trees.md", "examples/results/verl_scripts.md",
+    "examples/results/simulated_tables.md", "examples/results/simulated_turns.md", "examples/results/trees.md",
+    "examples/results/verl_scripts.md",
     "recipes/musique/", "recipes/video_rlvr/",
 )  # fmt: skip
 HELD = [name for name in MARKDOWN if not name.startswith(NOT_HELD)]
@@ -107,6 +108,11 @@ def bench_quotes(load: Load) -> Iterator[tuple]:
            "stock_lean {:.1f} and {:.1f}), {:.1f} ({:.1f} to {:.1f}) and {:.1f} times ({:.1f} to {:.1f}) in log-probs",
            len(whole["steps"]), *(x for arm in ("packed", "phased") for x in faster(whole, arm, "update")),
            *speedups(small), *(x for arm in ("packed", "phased") for x in faster(whole, arm, "log_probs")))  # fmt: skip
+    turns = load("bench_turns")["rows"][0]["arms"]
+    of_turns = [turns[arm][key] for key in ("speedup", "ceiling") for arm in ("one_level", "packed", "phased")]
+    yield ("{} layers, turns of {} tokens, medians of {} rounds): in the update {:.1f} (whole prompts shared alone), "
+           "{:.1f} (packed trees) and {:.1f} times (phased) as fast as stock, for FLOP ratios of {:.1f}, {:.1f} and "
+           "{:.1f}", "two", 24, len(turns["stock"]["seconds"]["update"]), *of_turns)  # fmt: skip
     longest = load("bench_capacity")["rows"][0]["capacity"]
     yield ("stock {stock} tokens, packed {packed}, phased {phased} ({:.1f} times); stock with lm_head on responses "
            "alone, one row at a time, {stock_lean}", longest["phased"] / longest["stock"], longest)  # fmt: skip

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -51,6 +52,30 @@ def build_truth() -> Truth:
 
 
 truth = pytest.fixture(scope="module")(build_truth)
+TURNS = Size(37, 8, 3, turns=4, thinking=6, tool=5)
+
+
+@pytest.mark.parametrize("budget", [10**6, 110])
+def test_rows_of_turns_have_the_gradients_of_stock_and_share_by_prompts_or_trees(budget: int) -> None:
+    model, batch = build_model("tiny", 2, "cpu", torch.float32), arms.build_batch(TURNS, 997, "cpu")
+    shape = model_shape(model, torch.float32)
+    lens = [37 + 1 + 7 * turn + 8 for _ in range(3) for turn in range(4)]
+    assert [b - a for a, b in pairwise(batch.tokens.offsets)] == lens and max(lens) == TURNS.row
+    wide = copy.deepcopy(model).double()
+    arms.run_arm(arms.Case(wide, batch, budget), "stock_lean", attention="sdpa")
+    grads = {name: p.grad for name, p in wide.named_parameters()}
+    tokens, flops = {}, {}
+    for arm in ("stock", "stock_lean", "one_level", "packed", "phased"):
+        arms.run_arm(arms.Case(model, batch, budget), arm)
+        assert measure.gradient_error(model, grads) < 5e-6, arm
+        tokens[arm] = sum(p.tokens for p in measure.arm_passes(shape, batch, arm, budget))
+        flops[arm] = measure.update_flops(shape, TURNS, arm, budget)
+    assert tokens["stock"] == sum(lens) and tokens["packed"] < tokens["one_level"] < tokens["stock"]
+    assert flops["packed"] < flops["one_level"] < flops["stock_lean"] < flops["stock"]
+    if budget == 10**6:  # turns 2 to 4 of a session begin with each other, and every row has a response
+        assert tokens["packed"] == 37 + 3 * (3 * 7 + 4 * 8) and tokens["one_level"] == sum(lens) - 12 - 2 * 37
+        assert flops["packed"] == measure.update_flops(shape, TURNS, "ideal", budget)
+        assert flops["one_level"] == measure.update_flops(shape, TURNS, "ideal_one_level", budget)
 
 
 @pytest.mark.parametrize(("budget", "chunk"), BUDGETS)
@@ -150,6 +175,21 @@ def test_report_has_time_error_and_ceiling_of_every_arm(tmp_path: Path) -> None:
         assert out.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_report_of_turns_has_tokens_and_flop_ratios(tmp_path: Path) -> None:
+    out = tmp_path / "bench.json"
+    command = [*COMMAND, *"--arms stock,one_level,packed,phased --rows 9/4/2 --turns 3 --out".split(), str(out)]
+    assert cli.main(command) == 0
+    (row,) = json.loads(out.read_text())["rows"]
+    assert [row[key] for key in Size._fields] == [9, 4, 2, 3, 3, 4]
+    for name, arm in row["arms"].items():
+        if name != "stock":
+            assert arm["of_ceiling"] == pytest.approx(arm["speedup"] / arm["ceiling"])
+    ceilings = {name: arm.get("ceiling", 1.0) for name, arm in row["arms"].items()}
+    assert 1 < ceilings["one_level"] < ceilings["packed"] == ceilings["phased"]
+    text = out.with_suffix(".md").read_text()
+    assert "| FLOP ratio | tokens |" in text and "| 9/4/2 x 3 turns | stock |" in text
+
+
 def test_an_unfinished_report_is_continued_and_another_run_is_refused(tmp_path: Path, capsys) -> None:
     out = tmp_path / "bench.json"
     command = [*COMMAND, "--arms", "stock,packed", "--out", str(out), "--rows"]
@@ -215,6 +255,9 @@ def test_dirty_tree_writes_no_report(tmp_path: Path, monkeypatch, capsys) -> Non
         ("--arms prefix_grouper --grid tiny --shape small-hybrid", "none of --arms prefix_grouper can run: it shares"),
         ("--grid tiny --layers 99", "--layers 99: tiny has 2; give at most that, or another --shape"),
         ("", "nothing to measure: give --grid cpu"),
+        ("--rows 9/4/2 --tool 3", "--thinking and --tool are of sessions of several turns; add --turns 6"),
+        ("--rows 9/4/2 --turns 2 --thinking 5", "--thinking 5: a response has 4 tokens (S); give at most that"),
+        ("--rows 9/4/2 --arms one_level", "none of --arms one_level can run: rows of one turn have one level"),
     ],
 )
 def test_wrong_options_say_what_to_type(words: str, says: str, capsys) -> None:
@@ -243,7 +286,7 @@ def test_words_that_are_no_numbers_are_one_line(words: str, says: str, capsys) -
 def test_every_grid_row_can_be_asked_for() -> None:
     for name in report.GRIDS:
         sizes = [Size(*row) for row in report.grid([name])]
-        assert sizes and all(min(size) > 0 for size in sizes)
+        assert sizes and all(min(size[:3]) > 0 for size in sizes)
     assert len(report.grid(["cpu", "cpu"])) == len(report.GRIDS["cpu"])
     assert Options((SIZE, Size(1, 2, 3), SIZE), device="cpu").sizes == (SIZE, Size(1, 2, 3))
     assert {size.row for size in (Size(*row) for row in report.grid(["paper"]))} == {12288 + 1}

@@ -35,6 +35,7 @@ from verl_prefix.auto.shape import model_shape
 from verl_prefix.core.groups import Group
 from verl_prefix.core.kernels import KERNELS, aten, choose_kernel, flash_attn
 from verl_prefix.core.prefix_cache import PrefixCache
+from verl_prefix.testing.rollouts import flatten, search_rollouts, turn_rollouts
 from verl_prefix.tools.simulate import depth as simulator
 from verl_prefix.tools.simulate.accelerator import DEVICE, fake_accelerator
 from verl_prefix.tools.simulate.hardware import GIB
@@ -54,6 +55,12 @@ WIDE = LlamaConfig(
     head_dim=128, vocab_size=128256, max_position_embeddings=16384, tie_word_embeddings=False,
 )  # fmt: skip
 ARMS = {arm.name: arm for arm in (Arm("stock"), Arm("packed"), Arm("phased"), Arm("phased", offload=True))}
+
+
+TREES = {
+    "turns": turn_rollouts(120, 3, 3, 40, 20, 30, SMALL.vocab_size),
+    "search": search_rollouts(120, 50, (2, 1, 2), SMALL.vocab_size),
+}
 
 
 def seeing(kind: str, layers: int = 1, depth: int = 2) -> PretrainedConfig:
@@ -122,12 +129,17 @@ def update_on_cpu(job: Job, arm: Arm, fake: bool) -> tuple[float, dict, dict]:
 @pytest.mark.parametrize(
     ("name", "checkpointing", "dtype", "kind"),
     [("stock", False, torch.float32, ""), ("packed", True, torch.bfloat16, ""),
+     ("phased", False, torch.float32, "search"),
      *(pytest.param(*case, marks=pytest.mark.full) for case in (
+         ("packed", True, torch.float32, "search"), ("phased", True, torch.float32, "turns"),
          ("phased", False, torch.bfloat16, ""), ("phased", True, torch.float32, ""),
          ("packed", True, torch.bfloat16, "qwen2_5_vl"), ("stock", False, torch.float32, "qwen3_vl")))],
 )  # fmt: skip
 def test_the_peak_is_the_allocator_s_and_flops_are_the_counter_s(elsewhere, name, checkpointing, dtype, kind):
-    job = clip_job(kind, dtype, checkpointing) if kind else small_job(dtype, checkpointing)
+    if kind in TREES:
+        job = replace(small_job(dtype, checkpointing), groups=tuple(flatten(TREES[kind], "cpu")[2]))
+    else:
+        job = clip_job(kind, dtype, checkpointing) if kind else small_job(dtype, checkpointing)
     peak, flops, _ = elsewhere(update_on_cpu, job, ARMS[name], True)
     real_peak, real_flops, _ = elsewhere(update_on_cpu, job, ARMS[name], False)
     assert peak == pytest.approx(real_peak, rel=0.01)

@@ -44,6 +44,41 @@ def random_rollouts(
     return Rollouts(*([rows[i][column] for i in order] for column in range(3)))
 
 
+def turn_rollouts(
+    first: int, sessions: int, turns: int, thinking: int, said: int, tool: int, vocab_size: int, seed: int = 0
+) -> Rollouts:
+    """Sessions of one prompt of `first` tokens, with a row per turn. A row's prompt has of the turns before it what was
+    said and what the tool answered, without the thoughts. Cut at ends of messages."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def some(length: int) -> torch.Tensor:
+        return torch.randint(vocab_size, (length,), generator=generator)
+
+    question, rows = some(first), []
+    for _ in range(sessions):
+        prompt, cuts = question, [first - 1]
+        for _ in range(turns):
+            response = some(thinking + said)
+            rows.append((prompt, response, torch.randn(len(response), generator=generator, dtype=torch.float64), cuts))
+            prompt = torch.cat([prompt, response[thinking:], some(tool)])
+            cuts = [*cuts, len(prompt) - 1]
+    prompts, responses, weights, cut = map(list, zip(*rows, strict=True))
+    return Rollouts(prompts, responses, weights, cut)
+
+
+def search_rollouts(first: int, turn: int, branches: Sequence[int], vocab_size: int, seed: int = 0) -> Rollouts:
+    """A tree search from a prompt of `first` tokens: a row per leaf, whose response has a turn of `turn` tokens per
+    level, each of which goes on in so many ways. Cut at ends of turns."""
+    generator = torch.Generator().manual_seed(seed)
+    prompt, responses = torch.randint(vocab_size, (first,), generator=generator), [torch.arange(0)]
+    for ways in branches:
+        turns = (torch.randint(vocab_size, (turn,), generator=generator) for _ in range(ways * len(responses)))
+        responses = [torch.cat([before, next(turns)]) for before in responses for _ in range(ways)]
+    weights = [torch.randn(len(r), generator=generator, dtype=torch.float64) for r in responses]
+    cuts = [first + level * turn - 1 for level in range(len(branches))]
+    return Rollouts([prompt] * len(responses), responses, weights, [cuts] * len(responses))
+
+
 def flatten(rollouts: Rollouts, device: torch.device | str) -> tuple[TokenBatch, torch.Tensor, list[Group]]:
     """Rows behind each other: their tokens, the weight of each in float64 (a prompt's is 0), and their groups."""
     rows = [torch.cat(pair) for pair in zip(rollouts.prompts, rollouts.responses, strict=True)]

@@ -13,8 +13,9 @@ Values = Sequence[float | None]  # None and NaN: nothing is drawn there
 # An arm has one colour in every plot; the engine as it comes is `auto`, also where it is called prefix or ours.
 COLORS = {
     "stock": "0.5", "stock_lean": "0.75", "stock+checkpoint": "0.25", "stock_repacked": "tab:olive",
-    "prefix_grouper": "tab:red", "packed": "tab:blue", "phased": "tab:orange", "phased+offload": "tab:green",
-    "phased+checkpoint": "tab:brown", "auto": "tab:purple", "prefix": "tab:purple", "ours": "tab:purple",
+    "prefix_grouper": "tab:red", "one_level": "tab:cyan", "packed": "tab:blue", "phased": "tab:orange",
+    "phased+offload": "tab:green", "phased+checkpoint": "tab:brown",
+    "auto": "tab:purple", "prefix": "tab:purple", "ours": "tab:purple",
 }  # fmt: skip
 
 

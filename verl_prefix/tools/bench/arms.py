@@ -3,6 +3,7 @@
     stock            whole rows in one packed row, verl's default: the best attention there is (see `stock_attention`)
     stock_lean       the same with lm_head on response tokens alone: a stronger baseline than verl has
     prefix_grouper   the package of that name (0.0.1.post1), as published: lm_head on every token of its packed row
+    one_level        packed, of rows of several turns: whole prompts alone are shared, no trees
     packed, phased   `schedule.Schedule`; phased with waves of at most an eighth of the budget
     auto             the plan that `auto.chooser` makes, in waves that fill the budget (the plugin's defaults)
     +checkpoint      gradient checkpointing of decoder layers
@@ -16,7 +17,8 @@ import functools
 import importlib.util
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -30,10 +32,10 @@ from verl_prefix.core.kernels import aten
 from verl_prefix.core.layout import Layout, Segment
 from verl_prefix.core.meter import Meter
 from verl_prefix.core.schedule import Schedule, TokenBatch
-from verl_prefix.core.waves import Plan, make_plan
+from verl_prefix.core.waves import Plan, first_fit, make_plan
 from verl_prefix.models.hookup import ATTENTION_NAME, HookedModel
 from verl_prefix.models.recurrent import is_recurrent
-from verl_prefix.testing.rollouts import flatten, random_rollouts
+from verl_prefix.testing.rollouts import flatten, random_rollouts, turn_rollouts
 from verl_prefix.tools.bench.options import STOCK, Size
 
 WAVES_PER_BUDGET = 8
@@ -41,12 +43,14 @@ WAVES_PER_BUDGET = 8
 
 @dataclass(frozen=True)
 class Batch:
-    """One group of rows of one length; `weights` [N] of log-probs stand at the response tokens of the flat `tokens`."""
+    """Rows of one prompt; `weights` [N] of log-probs stand at the response tokens of the flat `tokens`. `one_level` are
+    the groups of whole prompts."""
 
     size: Size
     tokens: TokenBatch
     weights: torch.Tensor
     groups: list[Group]
+    one_level: list[Group]
 
     def log_probs(self, index: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
         """Log-probs [n, 1] of the successors of tokens `index` [n], in fp32 at least."""
@@ -61,9 +65,14 @@ class Batch:
 
 def build_batch(size: Size, vocab: int, device: str) -> Batch:
     """Random rows of this size."""
-    rollouts = random_rollouts([(size.prefix + 1, [size.suffix] * size.group)], vocab)
+    if size.turns > 1:
+        said = size.suffix - size.thinking
+        rollouts = turn_rollouts(size.prefix + 1, size.group, size.turns, size.thinking, said, size.tool, vocab)
+    else:
+        rollouts = random_rollouts([(size.prefix + 1, [size.suffix] * size.group)], vocab)
     tokens, weights, groups = flatten(rollouts, device)
-    return Batch(size, tokens, weights.float(), groups)
+    one_level = groups if rollouts.cuts is None else flatten(replace(rollouts, cuts=None), device)[2]
+    return Batch(size, tokens, weights.float(), groups, one_level)
 
 
 @dataclass(frozen=True)
@@ -124,7 +133,9 @@ def run_arm(case: Case, arm: str, train: bool = True, attention: str | None = No
     """
     model, batch = case.model, case.batch
     path, _, added = arm.partition("+")
-    plan = make_arm_plan(batch.groups, case.budget, path) if path in ("packed", "phased") else None
+    plan = None
+    if path in ("one_level", "packed", "phased"):
+        plan = make_arm_plan(batch.one_level if path == "one_level" else batch.groups, case.budget, path)
     if path == "auto":
         path, plan = "stock", case.plan
     model.gradient_checkpointing_disable()
@@ -173,9 +184,10 @@ def run_arm(case: Case, arm: str, train: bool = True, attention: str | None = No
 
 
 def make_arm_plan(groups: Sequence[Group], budget: int, schedule: str) -> Plan:
-    """The plan of `packed` or `phased`."""
-    wave_tokens = max(1, budget // WAVES_PER_BUDGET) if schedule == "phased" else None
-    return make_plan(groups, budget, schedule, wave_tokens)
+    """The plan of `one_level`, `packed` or `phased`."""
+    if schedule == "phased":
+        return make_plan(groups, budget, schedule, wave_tokens=max(1, budget // WAVES_PER_BUDGET))
+    return make_plan(groups, budget, "packed")
 
 
 def _forwards(case: Case, path: str, attention: str | None) -> tuple[str, list[Forward]]:
@@ -185,9 +197,10 @@ def _forwards(case: Case, path: str, attention: str | None) -> tuple[str, list[F
     if path in STOCK:
         name = attention or stock_attention(device, model.dtype)
         alone = name == "sdpa" or is_recurrent(model.config.model_type)  # a state would leak into the next packed row
-        rows = 1 if alone else max(1, case.budget // batch.size.row)
-        index = torch.arange(len(batch.weights), device=device).split(rows * batch.size.row)
-        return name, [_whole_rows(batch, path == "stock_lean", name, piece) for piece in index]
+        responses = {row: n for group in batch.groups for row, n in zip(group.rows, group.output_lens, strict=True)}
+        rows = [(*ends, responses[row]) for row, ends in enumerate(pairwise(batch.tokens.offsets))]
+        passes = first_fit(rows, lambda row: row[1] - row[0], 0 if alone else case.budget)
+        return name, [_whole_rows(batch, path == "stock_lean", name, some) for some in passes]
     packed = make_plan(batch.groups, case.budget, "packed").packed
     return _prefix_grouper_attention(model), [_prefix_grouper_forward(batch, *one.groups) for one in packed]
 
@@ -211,18 +224,21 @@ def _run(case: Case, forward: Forward, backward: Callable[[torch.Tensor], None])
         backward(torch.stack([checkpoint(loss, *piece, use_reentrant=False) for piece in pieces]).sum())
 
 
-def _whole_rows(batch: Batch, lean: bool, attention: str, index: torch.Tensor) -> Forward:
-    row = batch.size.row
+def _whole_rows(batch: Batch, lean: bool, attention: str, rows: Sequence[tuple[int, int, int]]) -> Forward:
+    """A micro-batch of rows: (first token, end, response tokens)."""
+    device = batch.weights.device
+    index = torch.cat([torch.arange(start, end, device=device) for start, end, _ in rows])
     ids, positions = (x[index].unsqueeze(0) for x in (batch.tokens.input_ids, batch.tokens.position_ids))
     extra: dict[str, Any] = {}
     if attention == ATTENTION_NAME:
-        segments = (Segment(row),) * (len(index) // row)
+        segments = tuple(Segment(end - start) for start, end, _ in rows)
         extra["prefix_pass"] = AttentionPass(Layout(index, 0, segments), "auto")
     if not lean:
         return Forward(ids, positions, token_index=index, kept=None, extra=extra)
     # The last prompt token up to the last response token but one: their outputs are the responses' log-probs.
-    kept = index.view(-1, row)[:, batch.size.prefix : -1].flatten()
-    return Forward(ids, positions, token_index=kept, kept=kept - index[0], extra=extra)
+    ends = accumulate(end - start for start, end, _ in rows)
+    kept = [torch.arange(end - n - 1, end - 1, device=device) for end, (_, _, n) in zip(ends, rows, strict=True)]
+    return Forward(ids, positions, token_index=index[torch.cat(kept)], kept=torch.cat(kept), extra=extra)
 
 
 _lower_right = functools.cache(causal_lower_right)

@@ -5,6 +5,7 @@ import functools
 import json
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +14,22 @@ from tqdm import tqdm
 
 from verl_prefix.auto.calibration import Profile, measure
 from verl_prefix.auto.chooser import Chooser, CostModel
-from verl_prefix.auto.cost import Memory, PassCost, Rates, plan_passes
+from verl_prefix.auto.cost import Memory, PassCost, Rates, plan_passes, stock_passes
 from verl_prefix.auto.shape import ModelShape, model_shape
 from verl_prefix.core.groups import Group
 from verl_prefix.core.schedule import Schedule
 from verl_prefix.core.waves import Plan
 from verl_prefix.models.hookup import HookedModel
 from verl_prefix.tools.bench import report as tables
-from verl_prefix.tools.bench.arms import WAVES_PER_BUDGET, Case, build_batch, make_arm_plan, run_arm, stock_attention
+from verl_prefix.tools.bench.arms import (
+    WAVES_PER_BUDGET,
+    Batch,
+    Case,
+    build_batch,
+    make_arm_plan,
+    run_arm,
+    stock_attention,
+)
 from verl_prefix.tools.bench.memory import added_peak, capacity, free_memory, in_fresh_process, warm_up
 from verl_prefix.tools.bench.options import STOCK, Options, Size, full_depth, unavailable
 from verl_prefix.tools.report import provenance
@@ -38,22 +47,32 @@ def update_flops(shape: ModelShape, size: Size, arm: str, budget: int, plan: Pla
     angles, what flash backward recomputes, lm_head forwards repeated beyond one logits chunk.
 
     Args:
-        arm: of `ARMS`, or "ideal": every token once, lm_head on responses alone. plan: of auto.
+        arm: of `ARMS`, or "ideal": every token once, lm_head on responses alone; "ideal_one_level": with
+        whole prompts shared alone. plan: of auto.
     """
-    path, _, added = arm.partition("+")
-    group = Group(tuple(range(size.group)), size.prefix, (size.suffix,) * size.group)
+    return _flops(shape, arm_passes(shape, build_batch(size, 1 << 30, "meta"), arm, budget, plan), arm)
+
+
+def _flops(shape: ModelShape, passes: Sequence[PassCost], arm: str) -> float:
+    layers = sum(p.tokens * shape.linear + p.pairs * shape.pair for p in passes)
+    return (4 if "+checkpoint" in arm else 3) * layers + 3 * shape.head * sum(p.head_tokens for p in passes)
+
+
+def arm_passes(shape: ModelShape, batch: Batch, arm: str, budget: int, plan: Plan | None = None) -> list[PassCost]:
+    """What an arm computes in an update; see `update_flops`."""
+    path = arm.partition("+")[0]
+    groups = batch.one_level if path.endswith("one_level") else batch.groups
     if path in STOCK or (path == "auto" and plan is None):
-        head = size.suffix if path == "stock_lean" else size.row
-        passes = [PassCost(size.row, head, len(shape.windows) * size.row * (size.row + 1) / 2)] * size.group
-    else:
-        if path != "auto" or plan is None:
-            budget = group.num_physical_tokens if path == "ideal" else budget
-            plan = make_arm_plan([group], budget, "phased" if path == "phased" else "packed")
-        passes = plan_passes(shape, plan)
+        (whole,) = stock_passes(shape, groups, len(batch.weights), dense_mask=False)
+        read = sum(n for group in groups for n in group.output_lens)
+        return [whole._replace(head_tokens=read) if path == "stock_lean" else whole]
+    if path != "auto" or plan is None:
+        budget = sum(group.num_physical_tokens for group in groups) if path.startswith("ideal") else budget
+        plan = make_arm_plan(groups, budget, path)
+    passes = plan_passes(shape, plan)
     if path == "prefix_grouper":  # its prefix holds the last prompt token, too, and lm_head runs on everything
         passes = [PassCost(p.tokens + 1, p.tokens + 1, p.pairs) for p in passes]
-    layers = sum(p.tokens * shape.linear + p.pairs * shape.pair for p in passes)
-    return (4 if added == "checkpoint" else 3) * layers + 3 * shape.head * sum(p.head_tokens for p in passes)
+    return passes
 
 
 def gradient_error(model: torch.nn.Module, truth: dict[str, torch.Tensor]) -> float:
@@ -88,10 +107,13 @@ class Bench:
             if auto["same_as"]:
                 arms.remove("auto")
         case = Case(self.model, batch, budget, plan=plan)
+        passes = {arm: arm_passes(self.shape, batch, arm, budget, plan) for arm in arms}
         truth = self._truth(case) if options.truth != "none" else {}
         results: dict[str, dict[str, Any]] = {
-            arm: {"flops": update_flops(self.shape, size, arm=arm, budget=budget, plan=plan)} for arm in arms
+            arm: {"tokens": sum(p.tokens for p in of_arm), "flops": _flops(self.shape, of_arm, arm)}
+            for arm, of_arm in passes.items()
         }
+        ideals = {"": "ideal", "+checkpoint": "ideal+checkpoint", "one_level": "ideal_one_level"}
         for arm, result in results.items():
             result |= self._memory(arm, case)
             result["seconds"] = {"update": [], "forward": [], "log_probs": []}
@@ -104,9 +126,7 @@ class Bench:
                 self._measure(arm, case, result=result, truth=truth, turn=turn)
         return size._asdict() | {
             "layers": options.layers, "budget": budget, "wave_tokens": budget // WAVES_PER_BUDGET, "auto": auto,
-            "ideal_flops": {
-                added: update_flops(self.shape, size, f"ideal{added}", budget) for added in ("", "+checkpoint")
-            },
+            "ideal_flops": {name: update_flops(self.shape, size, ideal, budget) for name, ideal in ideals.items()},
             "arms": results,
         }  # fmt: skip
 
@@ -174,7 +194,7 @@ def header(options: Options) -> dict[str, Any]:
         "config": options.asdict(),
         "full_depth": full_depth(options.shape),
         "stock_attention": stock_attention(options.device, options.torch_dtype),
-        "cannot_run": {arm: why for arm in options.arms if (why := unavailable(arm, options.shape))},
+        "cannot_run": {arm: why for arm in options.arms if (why := unavailable(arm, options.shape, options.turns))},
         "rows": [],
     }
 

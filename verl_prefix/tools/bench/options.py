@@ -13,7 +13,8 @@ if TYPE_CHECKING:
 
 STOCK = ("stock", "stock_lean")
 ARMS = (
-    *STOCK, "prefix_grouper", "packed", "phased", "auto", "phased+offload", "stock+checkpoint", "phased+checkpoint",
+    *STOCK, "prefix_grouper", "one_level", "packed", "phased", "auto", "phased+offload", "stock+checkpoint",
+    "phased+checkpoint",
 )  # fmt: skip
 RECOMPILE_LIMIT = 128  # every arm has its own attention, gradient mode and shapes; beyond it, eager code runs unseen
 LLAMA = dict(rms_norm_eps=1e-5)
@@ -61,26 +62,48 @@ def build_model(shape: str, layers: int, device: str, dtype: "torch.dtype", posi
 
 
 class Size(NamedTuple):
-    """One grid row: P prefix tokens and one more prompt token, S response tokens per row, G rows of one prompt."""
+    """One grid row: P prefix tokens and one more prompt token, S response tokens per row, G rows of one prompt.
+
+    With several `turns`: G sessions with a row per turn, whose prompts have the `thinking` first tokens of a response
+    no more, and `tool` tokens behind it."""
 
     prefix: int
     suffix: int
     group: int
+    turns: int = 1
+    thinking: int = 0
+    tool: int = 0
+
+    def with_turns(self, turns: int, thinking: int | None, tool: int | None) -> "Size":
+        if turns == 1 and (thinking or tool):
+            raise ValueError("--thinking and --tool are of sessions of several turns; add --turns 6, or another number")
+        thinking, tool = (
+            (3 * self.suffix // 4 if thinking is None else thinking),
+            (self.suffix if tool is None else tool),
+        )
+        if thinking > self.suffix:
+            raise ValueError(f"--thinking {thinking}: a response has {self.suffix} tokens (S); give at most that")
+        return self._replace(turns=turns, thinking=thinking, tool=tool) if turns > 1 else self
 
     @property
     def row(self) -> int:
-        return self.prefix + 1 + self.suffix
+        """Tokens of the longest row."""
+        return self.prefix + 1 + self.suffix + (self.turns - 1) * (self.suffix - self.thinking + self.tool)
 
     def __str__(self) -> str:
-        return "/".join(map(str, self))
+        return "/".join(map(str, self[:3])) + f" x {self.turns} turns" * (self.turns > 1)
 
 
-def unavailable(arm: str, shape: str) -> str | None:
+def unavailable(arm: str, shape: str, turns: int = 1) -> str | None:
     """The reason why this arm cannot run here, or None."""
     from verl_prefix.models.recurrent import is_recurrent
 
+    if arm == "one_level" and turns == 1:
+        return "rows of one turn have one level, as packed computes it (--turns gives more)"
     if arm != "prefix_grouper":
         return None
+    if turns > 1:
+        return "it has one layout for all groups, whose rows have one length"
     if is_recurrent(SHAPES[shape][0]):
         return f"it shares attention alone, and most layers of {shape} are recurrent"
     if not importlib.util.find_spec("prefix_grouper"):
@@ -121,7 +144,7 @@ class Options:
         self.dtype = "bfloat16" if self.device == "cuda" else "float32"
         self.threads = self.threads or torch.get_num_threads()
         if not self.running:
-            reason = unavailable(self.arms[0], self.shape)
+            reason = unavailable(self.arms[0], self.shape, self.turns)
             raise ValueError(f"none of --arms {','.join(self.arms)} can run: {reason}")
         if (self.memory or self.capacity) and self.device == "cpu" and not RESET_PEAK.exists():
             raise ValueError(f"peak memory on a CPU is read from {RESET_PEAK}, which is not there: add --no-memory")
@@ -133,8 +156,12 @@ class Options:
         return getattr(torch, self.dtype)
 
     @property
+    def turns(self) -> int:
+        return max(size.turns for size in self.sizes)
+
+    @property
     def running(self) -> tuple[str, ...]:
-        return tuple(arm for arm in self.arms if not unavailable(arm, self.shape))
+        return tuple(arm for arm in self.arms if not unavailable(arm, self.shape, self.turns))
 
     def budget_of(self, size: Size) -> int:
         return max(2 * size.row, 16384 if self.device == "cuda" else 0)

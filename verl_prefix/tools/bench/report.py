@@ -63,7 +63,8 @@ def _ratios(row: dict[str, Any], peak: float | None) -> None:
         if "log_probs" in arm and "log_probs" in stock:
             arm["log_probs_speedup"] = stock["log_probs"]["p50"] / arm["log_probs"]["p50"]
         if name.partition("+")[0] not in STOCK:
-            arm["ceiling"] = stock["flops"] / row["ideal_flops"][added]
+            ideal = row["ideal_flops"]
+            arm["ceiling"] = stock["flops"] / ideal.get(name, ideal[added])
             arm["of_ceiling"] = arm["speedup"] / arm["ceiling"]
 
 
@@ -84,20 +85,26 @@ def markdown(report: dict[str, Any]) -> str:
         f"checkpointing (attention: {attention}). n is the number of rounds; stock_lean runs lm_head on "
         "responses alone. The FLOP ratio is stock's FLOPs over those of computing every token once, lm_head on "
         "responses alone. MiB are what one update adds to model and gradients at its peak. Gradient error: "
-        f"{truth}.",
+        f"{truth}." + _TURNS * any(row.get("turns", 1) > 1 for row in rows),
         "",
     ]
     head = ["P/S/G", "arm", "n", "update s", "speed-up", "over stock_lean", "of the FLOP ratio", "forward s",
-            "log-probs s", "speed-up", "added MiB", "gradient error", "MFU"]  # fmt: skip
-    columns = len(head) if any("mfu" in arm for row in rows for arm in row["arms"].values()) else len(head) - 1
+            "log-probs s", "speed-up", "added MiB", "gradient error", "FLOP ratio", "tokens", "MFU"]  # fmt: skip
+    optional = {"MFU": "mfu", "FLOP ratio": "tokens", "tokens": "tokens"}
+    known = {key for row in rows for arm in row["arms"].values() for key in arm}
+    columns = [i for i, name in enumerate(head) if name not in optional or optional[name] in known]
     cells = []
     for row in rows:
         for i, (name, arm) in enumerate(row["arms"].items()):
             cells.append([_size(row) if i == 0 else "", *_cells(row, name, arm)])
-    lines += [*table(head[:columns], [line[:columns] for line in cells]), *_notes(report)]
+    lines += [*table([head[i] for i in columns], [[line[i] for i in columns] for line in cells]), *_notes(report)]
     return "\n".join(lines).rstrip()
 
 
+_TURNS = (
+    " G of several turns are sessions with a row per turn, whose prompt has the turns before it without thoughts; "
+    "one_level shares whole prompts alone, and has a FLOP ratio of its own. Tokens are those that an arm computes."
+)
 _ATTENTION = {
     "sdpa": "sdpa row by row",
     "flash_attention_2": "flash-attn varlen",
@@ -106,7 +113,8 @@ _ATTENTION = {
 
 
 def _size(row: dict[str, Any]) -> str:
-    return f"{row['prefix']}/{row['suffix']}/{row['group']}"
+    turns = row.get("turns", 1)
+    return f"{row['prefix']}/{row['suffix']}/{row['group']}" + f" x {turns} turns" * (turns > 1)
 
 
 def _cells(row: dict[str, Any], name: str, arm: dict[str, Any]) -> list[str]:
@@ -117,7 +125,7 @@ def _cells(row: dict[str, Any], name: str, arm: dict[str, Any]) -> list[str]:
     elif row["auto"] and row["auto"]["same_as"] == name:
         name += " (auto's choice)"
     if "failed" in arm:
-        return [name, "-", arm["failed"], *["-"] * 9]
+        return [name, "-", arm["failed"], *["-"] * 11]
 
     def number(key: str, form: str) -> str:
         return format(arm[key], form) if key in arm else "-"
@@ -128,7 +136,8 @@ def _cells(row: dict[str, Any], name: str, arm: dict[str, Any]) -> list[str]:
     return [name, str(len(arm["seconds"]["update"])) if "seconds" in arm else "-", seconds("update"),
              number("speedup", ".2f"), f"{lean['update']['p50'] / arm['update']['p50']:.2f}" if with_lean else "-",
              number("of_ceiling", ".2f"), seconds("forward"), seconds("log_probs"), number("log_probs_speedup", ".2f"),
-             number("added_peak_mib", ".0f"), number("grad_error", ".1e"), number("mfu", ".2f")]  # fmt: skip
+             number("added_peak_mib", ".0f"), number("grad_error", ".1e"), number("ceiling", ".2f"),
+             number("tokens", "d"), number("mfu", ".2f")]  # fmt: skip
 
 
 def _notes(report: dict[str, Any]) -> list[str]:

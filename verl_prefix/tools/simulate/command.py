@@ -38,7 +38,10 @@ def read_job(
         options = {key: convert_to_regular_types(model[key]) for key in keys if model.get(key)}
         lora = dict(r=model.lora_rank, lora_alpha=model.lora_alpha, **options)
     ends = accumulate(len(group.rows) for group in groups)
-    in_order = [replace(g, rows=tuple(range(end - len(g.rows), end))) for g, end in zip(groups, ends, strict=True)]
+    in_order = [
+        group.renumbered(dict(zip(group.rows, range(end - len(group.rows), end), strict=True)))
+        for group, end in zip(groups, ends, strict=True)
+    ]
     sharded = shard_size(fsdp.get("fsdp_size", -1), ranks)
     return Job(
         config=hf_config,

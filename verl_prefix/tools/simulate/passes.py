@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 from unittest import mock
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim import adam
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.modeling_utils import local_torch_dtype
@@ -26,7 +27,8 @@ from verl_prefix.core.attention import AttentionPass
 from verl_prefix.core.groups import Group
 from verl_prefix.core.layout import Layout, Segment
 from verl_prefix.core.meter import Meter
-from verl_prefix.core.schedule import Schedule, TokenBatch
+from verl_prefix.core.prefix_cache import PrefixCache, ReadRows
+from verl_prefix.core.schedule import _OUTPUTS, Schedule, TokenBatch
 from verl_prefix.core.waves import PackedPass, PhasedPass, Plan, first_fit
 from verl_prefix.models import hookup, vision
 from verl_prefix.models.hookup import HookedModel
@@ -127,6 +129,38 @@ class _Meter(Meter):
             yield
 
 
+class _Schedule(Schedule):
+    """The schedule, which on fake tensors knows by count alone what rows read of strands."""
+
+    def _read(self, outputs: torch.Tensor, layout: Layout, cache: PrefixCache | None) -> torch.Tensor:
+        if layout.reads is None or not isinstance(layout.index, FakeTensor):
+            return super()._read(outputs, layout, cache)
+        total, own = len(layout.reads.tokens), outputs.shape[0]
+        left = total - own if cache is not None else 0
+        own_read = outputs.index_select(0, outputs.new_empty(total - left, dtype=torch.int64))
+        if cache is None or not left:
+            return own_read
+        (of_strands,) = cache.read(_OUTPUTS)
+        at = outputs.new_empty(left, dtype=torch.int64)
+        read = ReadRows.apply(of_strands, at, cache, _OUTPUTS)
+        return torch.cat([own_read, read])
+
+
+_keep: Any = vars(Layout)["keep"].fget
+
+
+def _kept(layout: Layout) -> torch.Tensor:
+    """`Layout.keep`, of fake tokens by their number."""
+    if layout.reads is None or not isinstance(layout.index, FakeTensor):
+        whole: torch.Tensor = _keep(layout)
+        return whole
+    kept = sum(group.num_strand_outputs for group in layout.groups) if layout.num_prefix else 0
+    if layout.num_tokens > layout.num_prefix:
+        pairs = (pair for g in layout.groups for pair in zip(g.suffix_lens, g.output_lens, strict=True))
+        kept += sum(min(pair) for pair in pairs)
+    return torch.arange(kept)
+
+
 class Simulation:
     """A job's model on a device, and its passes; on "sim" as FSDP2 shards it.
 
@@ -165,8 +199,13 @@ class Simulation:
             tracker.assign(tensor, "parameters")
             if tensor.requires_grad:  # FSDP2 calls these hooks on its shards
                 tensor.register_post_accumulate_grad_hook(lambda shard: tracker.assign(shard.grad, "gradients"))
-        self.lengths = [g.prefix_len + 1 + n for g in job.groups for n in g.suffix_lens]
-        self.suffixes = [n for g in job.groups for n in g.suffix_lens]
+        rows = sorted(
+            (row, fork.start + 1 + suffix, outputs)
+            for g in job.groups
+            for row, fork, suffix, outputs in zip(g.rows, g.forks, g.suffix_lens, g.output_lens, strict=True)
+        )
+        self.lengths = [length for _, length, _ in rows]
+        self.suffixes = [outputs for *_, outputs in rows]
         self.offsets = list(accumulate(self.lengths, initial=0))
         ids = torch.zeros(self.offsets[-1], dtype=torch.int64, device=device)
         positions = ids.new_zeros(4, len(ids)) if seeing else torch.zeros_like(ids)
@@ -224,7 +263,7 @@ class Simulation:
         whole = plan_of(job, job.shape or self.shape, arm=arm, budget=budget, forward_only=not update)
         plan, weights = self._thin(whole, update)
         may_keep = may_keep_attention(self.shape, job.checkpointing, job.keep_attention)
-        schedule = Schedule(
+        schedule = _Schedule(
             self.hooked,
             lambda index, logits: self._log_probs(index, logits, update),
             lambda groups, layout, outputs: outputs.sum(),
@@ -237,7 +276,8 @@ class Simulation:
             keep_attention=update and arm.keeps_attention and may_keep,
             meter=_Meter(self.tracker, "" if update else "log_probs/", weights),
         )
-        schedule.run(self.tokens, plan)
+        with mock.patch.object(Layout, "keep", property(_kept)):
+            schedule.run(self.tokens, plan)
         self.tracker.read()  # losses and metrics of all passes
         self.transfers = schedule.meter.transfers
 
