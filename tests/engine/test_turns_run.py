@@ -32,7 +32,7 @@ def test_turns_share_by_default_and_step_1_is_stocks(tmp_path: Path, train, monk
     stock, prefix = both_arms(tmp_path, train, options, ours, ["trainer.v1.trainer_mode=sync"])
     prefix = [{name.removeprefix("actor/"): value for name, value in step.items()} for step in prefix]
     for step in prefix:
-        assert step["prefix/tree_depth"] >= 2 and step["prefix/reuse_fraction"] > 0.5
+        assert step["prefix/reuse_fraction"] > 0.5
     for name in ("critic/score/mean", "response_length/mean"):
         assert prefix[0][name] == pytest.approx(stock[0][name], rel=5e-6, abs=5e-6), name
     assert stock[0]["actor/grad_norm"] > 0.01, "a step whose rewards are all equal compares nothing"
