@@ -25,8 +25,8 @@ def test_turns_share_by_default_and_step_1_is_stocks(tmp_path: Path, train, monk
         f"{rollout}.agent.agent_loop_config_path={loops}", f"{rollout}.agent.default_agent_loop=turns",
         f"{rollout}.n=2", f"{rollout}.calculate_log_probs=true", "data.max_response_length=24",
         f"trainer.n_gpus_per_node={ranks}",
-        # Mini-batches count rows: one step however many turns there are.
-        "actor_rollout_ref.actor.ppo_mini_batch_size=12",
+        # Mini-batches count rows: one step of 4 prompts x 2 sessions x 4 turns at most.
+        "actor_rollout_ref.actor.ppo_mini_batch_size=16",
     ]  # fmt: skip
     ours = [f"trainer.v1.trainer_mode={mode}"]
     stock, prefix = both_arms(tmp_path, train, options, ours, ["trainer.v1.trainer_mode=sync"])

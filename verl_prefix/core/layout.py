@@ -228,6 +228,13 @@ class Layout:
         return rounds
 
     @functools.cached_property
+    def round_spans(self) -> list[Spans]:
+        """The runs of each round, as the segments of a row of their own; the same for all layers, whose kernels keep
+        what they make of them."""
+        bounds = [(0, *accumulate(run.end - run.start for run in runs)) for runs in self.rounds]
+        return [Spans(one, one) for one in bounds]
+
+    @functools.cached_property
     def state_numbers(self) -> dict[int, int]:
         """Numbers of the `states`, by the token after the last one of each."""
         return {_after(path): number for number, path in enumerate(self.states)}

@@ -9,7 +9,6 @@ in fp32 (fp64) before one prefix backward.
 """
 
 from collections.abc import Callable, Sequence
-from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -67,9 +66,7 @@ def _scan_strands(layout: Layout, inputs: Sequence[torch.Tensor], scan: Scan) ->
     """Outputs [num_prefix, ...] of all strands, and the states behind each of the layout's `states`, in their order."""
     outputs: dict[int, torch.Tensor] = {}
     states: dict[int, torch.Tensor] = {}
-    for runs in layout.rounds:
-        bounds = (0, *accumulate(run.end - run.start for run in runs))
-        spans = Spans(bounds, bounds)
+    for runs, spans in zip(layout.rounds, layout.round_spans, strict=True):
         # All of a first round go on from zeros, all others from states.
         initial = torch.stack([states[run.after] for run in runs]) if states else None
         row = [torch.cat([x[run.start : run.end] for run in runs]) for x in inputs]
