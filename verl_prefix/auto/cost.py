@@ -176,11 +176,11 @@ def peak_bytes(
     """Bytes that one update adds at its peak to 16 bytes per parameter and rank; plan None: verl's own path, whose
     log-probs alone (`forward_only`) need one layer at a time, and logits with a copy that entropy makes.
 
-    In closed form, within 15 % of `tools.simulate` on the grid and trees of tests/auto/test_cost.py. Alive at once, of
-    FSDP2 in mixed precision with flash-attn's cross entropy: what layers keep; in backward half of a layer's
-    activations again, two gathered layers, and the fp32 gradient of lm_head on its way to the other ranks; logits and
-    their gradient; keys, values, recurrent states and their fp32 gradients; a copy of its prefix's state for every
-    suffix that starts from it; and unsharded fp32 gradients where several passes share one synchronisation.
+    In closed form, within 15 % of `tools.simulate` on the grid of tests/auto/test_cost.py. Alive at once, of FSDP2 in
+    mixed precision with flash-attn's cross entropy: what layers keep; in backward half of a layer's activations again,
+    two gathered layers, and the fp32 gradient of lm_head on its way to the other ranks; logits and their gradient;
+    keys, values, recurrent states and their fp32 gradients; a copy of its prefix's state for every suffix that starts
+    from it; and unsharded fp32 gradients where several passes share one synchronisation.
     """
     buffers_c = 4 * shape.layer_parameters  # phase C computes no gradient of lm_head
     buffers = 4 * (shape.head / 2) + buffers_c
@@ -211,30 +211,23 @@ def peak_bytes(
         peak = max((kept(tokens) + max(logits(head), backward(tokens)) for tokens, head in passes), default=0.0)
         return peak + (held if memory.no_sync and len(stock) > 1 else 0.0)
     peaks = []
-    for i, planned in enumerate(plan.passes):
-        no_gradients = 0.0 if i else 4 * shape.parameters / memory.ranks  # of 16 bytes, before the first backward's end
+    for planned in plan.passes:
         prefix = sum(group.prefix_len for group in planned.groups) / n
         if isinstance(planned, PackedPass):
             suffix = sum(group.num_suffix_tokens for group in planned.groups) / n
             tokens = prefix + suffix
-            in_pass = max(0.0, kept(tokens) - no_gradients)
-            in_pass += max(logits(min(suffix, memory.logits_chunk)), backward(tokens))
+            in_pass = kept(tokens) + max(logits(min(suffix, memory.logits_chunk)), backward(tokens))
             peaks.append(in_pass + forks(planned.groups))
             continue
         states = shape.state * sum(len({fork for fork in g.forks if fork.start}) for g in planned.groups)
         wave = max((sum(g.num_suffix_tokens for _, g in wave) for wave in planned.waves), default=0) / n
         dormant = back = kept(prefix)
-        if planned.reads_strands:  # phase A's last chunk of logits waits for phase C
-            dormant += logits(min(sum(g.num_strand_outputs for g in planned.groups) / n, memory.logits_chunk)) / 2
         cached = kv * prefix * n
         if memory.offload:
             dormant, back, cached = 0.0, AHEAD * kept(prefix, False), 2 * cached / max(len(shape.windows), 1)
-        at_end = max(logits(min(wave, memory.logits_chunk)), backward(wave))
-        at_end += max((forks(piece for _, piece in wave) for wave in planned.waves), default=0.0)
-        in_wave = kept(wave) + 2 * cached + states
-        if len(planned.waves) == 1:  # its activations go while gradients of keys, values and states come
-            in_wave = max(kept(wave) - no_gradients, 2 * cached + states)
-        phase_b = dormant + cached + states + at_end + in_wave
+        in_wave = kept(wave) + max(logits(min(wave, memory.logits_chunk)), backward(wave))
+        in_wave += max((forks(piece for _, piece in wave) for wave in planned.waves), default=0.0)
+        phase_b = dormant + 3 * cached + 2 * states + in_wave
         phase_c = back + 2 * cached + states + backward(prefix, buffers_c)
         peaks.append(max(phase_b, phase_c))
     several = len(plan.passes) > 1 or bool(plan.waves)
