@@ -3,8 +3,8 @@
 import torch
 
 from smoke.checks import Checks
+from verl_prefix.core.calls import Spans
 from verl_prefix.core.kernels import Kernel, aten, cpu, flash_attn, reference
-from verl_prefix.core.layout import Spans
 
 _COMPARED = 128  # the last queries; a dense truth of 64k would not fit
 

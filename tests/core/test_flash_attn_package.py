@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from verl_prefix.core.calls import Spans
 from verl_prefix.core.kernels import choose_kernel, flash_attn, reference
-from verl_prefix.core.layout import Spans
 
 RECORDED = json.loads(Path(__file__).with_name("flash_attn_signatures.json").read_text())["interfaces"]
 CAPABILITY = {"_FA2": (8, 0), "_FA3": (9, 0), "_FA4": (10, 0)}

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from verl_prefix.core.attention import merge
+from verl_prefix.core.calls import Spans
 from verl_prefix.core.kernels import aten, available_kernels, choose_kernel, cpu, reference
-from verl_prefix.core.layout import Spans
 
 SPANS = {
     True: Spans((0, 5, 6, 23), (0, 5, 6, 23)),

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from verl_prefix.core.attention import _fused_merge, merge
+from verl_prefix.core.calls import Spans
 from verl_prefix.core.kernels import aten, flash_attn, reference
-from verl_prefix.core.layout import Spans
 from verl_prefix.testing import random_rollouts, run_shared, run_stock
 
 pytestmark = [

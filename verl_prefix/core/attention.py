@@ -15,8 +15,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from verl_prefix.core.calls import Call
 from verl_prefix.core.kernels import Kernel, choose_kernel
-from verl_prefix.core.layout import Call, Layout
+from verl_prefix.core.layout import Layout
 from verl_prefix.core.prefix_cache import Key, PrefixCache, Tensors, add_at
 from verl_prefix.core.sequence_parallel import Shards
 

@@ -10,42 +10,16 @@ belong. In deeper trees a block reads pieces of several strands, which are copie
 """
 
 import functools
-import sys
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import accumulate, groupby, pairwise
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 
+from verl_prefix.core.calls import Call, Pieces, Segment, Spans, built_once, calls_of, last_of, on_device, ranges
 from verl_prefix.core.groups import Fork, Group
-
-
-def _built_once() -> Any:
-    """A field that holds what was made of the others, for all layers of a pass."""
-    return field(default_factory=dict, init=False, repr=False, compare=False)
-
-
-# (start, length) pieces of a row of tokens, in the order in which they are read.
-Pieces = tuple[tuple[int, int], ...]
-
-
-class Segment(NamedTuple):
-    """A strand, or one row's suffix: tokens that read themselves, and before them the pieces `path` of the prefix
-    source."""
-
-    length: int
-    path: Pieces = ()
-
-    @property
-    def path_len(self) -> int:
-        return sum(length for _, length in self.path)
-
-    @property
-    def path_end(self) -> int:
-        """The token of the prefix source after the last one of the path; 0: it has none."""
-        return _after(self.path) if self.path else 0
 
 
 class Run(NamedTuple):
@@ -73,93 +47,6 @@ class Reads(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Spans:
-    """Pairs of a query segment and the key segment that it reads, as cumulative bounds from the first token on.
-
-    `q` and `k` hold n + 1 increasing ints for n pairs; no segment is empty, since an empty one kills the CPU kernel.
-    `q_parts` refines `q` where a query segment is made of several rows: a kernel that goes part by part computes each
-    row alike whatever rows stand beside it, to the bit.
-    """
-
-    q: tuple[int, ...]
-    k: tuple[int, ...]
-    q_parts: tuple[int, ...] = ()
-    _cu_seqlens: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = _built_once()
-
-    def __post_init__(self) -> None:
-        assert len(self.q) == len(self.k), (self.q, self.k)
-        for bounds in (self.q, self.k):
-            assert all(b > a for a, b in pairwise(bounds)), f"empty segment in {bounds}"
-
-    def __iter__(self) -> Iterator[tuple[int, int, int, int]]:
-        return zip(self.q, self.q[1:], self.k, self.k[1:], strict=False)
-
-    def parts(self) -> Iterator[tuple[int, int, int, int]]:
-        """As iteration, but by `q_parts`: (query start, query end, key start, key end)."""
-        pair = 0
-        for start, end in pairwise(self.q_parts or self.q):
-            pair += start == self.q[pair + 1]
-            yield start, end, self.k[pair], self.k[pair + 1]
-
-    @functools.cached_property
-    def lens(self) -> list[int]:
-        """Of the query segments."""
-        return [b - a for a, b in pairwise(self.q)]
-
-    @functools.cached_property
-    def max_q(self) -> int:
-        return max(self.lens)
-
-    @functools.cached_property
-    def max_k(self) -> int:
-        return max(b - a for a, b in pairwise(self.k))
-
-    def cu_seqlens(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """int32 [n + 1] on `device`, built once for all layers."""
-        if device not in self._cu_seqlens:
-            q, k = (on_device(torch.tensor(bounds, dtype=torch.int32), device) for bounds in (self.q, self.k))
-            self._cu_seqlens[device] = q, k
-        return self._cu_seqlens[device]
-
-
-class Keys(NamedTuple):
-    """Tokens `tokens` of the prefix source, which are keys `at` of a call: slices, or int64 indices [n]."""
-
-    at: slice | torch.Tensor
-    tokens: slice | torch.Tensor
-
-
-@dataclass(frozen=True)
-class Call:
-    """One kernel call of a layer: queries `queries` of the layout, and the keys that they read.
-
-    `own`: which of the call's keys the layout's own [T] are, in their order; None: none. `prefix`: those of the prefix
-    source, or None. Where the tokens have gaps, indices stand for slices, and copies for views.
-    """
-
-    spans: Spans
-    queries: slice | torch.Tensor
-    own: slice | torch.Tensor | None
-    prefix: Keys | None
-    causal: bool
-    window: int | None = None
-
-    def keys(self, own: torch.Tensor, prefix: torch.Tensor) -> torch.Tensor:
-        """Keys or values [n, K, D] of the call, from the layout's own [T, K, D] and the prefix source's [P, K, D]."""
-        if self.prefix is None:
-            return own
-        if self.own is None:
-            return prefix[self.prefix.tokens]
-        keys = own.new_empty(self.spans.k[-1], *own.shape[1:])
-        keys[self.own] = own
-        keys[self.prefix.at] = prefix[self.prefix.tokens]
-        return keys
-
-
-ALL = slice(None)
-
-
-@dataclass(frozen=True)
 class Layout:
     """One packed row of T tokens, of which the first `num_prefix` are strands.
 
@@ -178,9 +65,9 @@ class Layout:
     reads: Reads | None = None
     states: tuple[Pieces, ...] = ()
     source: "Layout | None" = None
-    _calls: dict[tuple[int | None, torch.device], tuple[Call, ...]] = _built_once()
-    _initial_states: dict[torch.device, InitialStates] = _built_once()
-    _tails: dict[tuple[int, torch.device], torch.Tensor] = _built_once()
+    _calls: dict[tuple[int | None, torch.device], tuple[Call, ...]] = built_once()
+    _initial_states: dict[torch.device, InitialStates] = built_once()
+    _tails: dict[tuple[int, torch.device], torch.Tensor] = built_once()
 
     @property
     def num_tokens(self) -> int:
@@ -283,61 +170,13 @@ class Layout:
 
     def calls(self, window: int | None, device: torch.device) -> tuple[Call, ...]:
         """A layer's kernel calls, the first over all queries, where a query sees `window` tokens, itself included
-        (None: all before it); built once.
-
-        A row that the window covers whole is read as without one. The suffix of any other row is far: it reads its
-        last `window - 1` prefix keys in the causal call, behind a copy of them, since no kernel takes a window per row.
-        """
+        (None: all before it); built once."""
         if (window, device) not in self._calls:
             self._calls[window, device] = tuple(self._calls_of(window, device))
         return self._calls[window, device]
 
     def _calls_of(self, window: int | None, device: torch.device) -> Iterator[Call]:
-        segments = self.segments
-        seen = sys.maxsize if window is None else window
-        far = [s.path_len + s.length > seen for s in segments]
-        tail_lens = [min(s.path_len, seen - 1) if is_far else 0 for s, is_far in zip(segments, far, strict=True)]
-        starts = (0, *accumulate(s.length for s in segments))
-        key_ends = tuple(accumulate(n + s.length for n, s in zip(tail_lens, segments, strict=True)))
-        own: slice | torch.Tensor = ALL
-        tails = None
-        if any(tail_lens):  # the call's keys are [tail | own] of each segment
-            ends = list(zip(segments, tail_lens, key_ends, strict=True))
-            own = on_device(ranges([(end - s.length, s.length) for s, _, end in ends]), device)
-            at = on_device(ranges([(end - s.length - n, n) for s, n, end in ends]), device)
-            tokens = on_device(ranges([piece for s, n, _ in ends for piece in last_of(s.path, n)]), device)
-            tails = Keys(at, tokens)
-        yield Call(Spans(starts, (0, *key_ends)), ALL, own, tails, causal=True, window=window if any(far) else None)
-        near = [(starts[i], s) for i, s in enumerate(segments) if s.path and not far[i]]
-        blocks = [list(block) for _, block in groupby(near, key=lambda item: item[1].path)]
-        for part in _parts(blocks):
-            paths = [block[0][1].path for block in part]
-            rows = [row for block in part for row in block]
-            spans = Spans(
-                (0, *accumulate(sum(s.length for _, s in block) for block in part)),
-                (0, *accumulate(block[0][1].path_len for block in part)),
-                q_parts=(0, *accumulate(s.length for _, s in rows)),
-            )
-            queries = _token_index([(start, s.length) for start, s in rows], device)
-            keys = _token_index([piece for path in paths for piece in path], device)
-            yield Call(spans, queries, None, Keys(ALL, keys), causal=False)
-
-
-# Keys that one call copies where a block reads pieces: 0.5 GiB of keys and values at 8 heads of 128 in bf16.
-_MAX_COPIED = 2**17
-
-
-def _parts(blocks: Sequence[list[tuple[int, Segment]]]) -> Iterator[Sequence[list[tuple[int, Segment]]]]:
-    """Blocks that read together: all where nothing is copied, else of at most `_MAX_COPIED` keys, or one block."""
-    first, num_keys = 0, 0
-    if blocks and not _is_run([piece for block in blocks for piece in block[0][1].path]):
-        for i, block in enumerate(blocks):
-            num_keys += block[0][1].path_len
-            if i > first and num_keys > _MAX_COPIED:
-                yield blocks[first:i]
-                first, num_keys = i, block[0][1].path_len
-    if blocks:
-        yield blocks[first:]
+        return calls_of(self.segments, window, device)
 
 
 def pass_order(groups: Sequence[Group]) -> list[Group]:
@@ -423,35 +262,5 @@ def _reads(
     return Reads(torch.cat(index), torch.cat(tokens)) if any(map(len, tokens)) else None
 
 
-def on_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A host tensor's copy on `device`, for which the host does not wait."""
-    return tensor.to(device) if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
-
-
-def ranges(pieces: Sequence[tuple[int, int]]) -> torch.Tensor:
-    """int64 indices of (start, length) pieces, one after the other."""
-    return torch.cat([torch.arange(0), *(torch.arange(start, start + n) for start, n in pieces)])
-
-
-def _is_run(pieces: Sequence[tuple[int, int]]) -> bool:
-    return all(a + n == b for (a, n), (b, _) in pairwise(pieces))
-
-
-def _token_index(pieces: Sequence[tuple[int, int]], device: torch.device) -> slice | torch.Tensor:
-    """`ranges` on `device`, or a slice where there are no gaps, so that nothing is copied."""
-    return slice(pieces[0][0], sum(pieces[-1])) if _is_run(pieces) else on_device(ranges(pieces), device)
-
-
 def _after(path: Pieces) -> int:
     return sum(path[-1])
-
-
-def last_of(path: Pieces, length: int) -> Pieces:
-    """The last `length` tokens of a path."""
-    pieces: list[tuple[int, int]] = []
-    for start, n in reversed(path):
-        taken = min(n, length)
-        length -= taken
-        if taken:
-            pieces.insert(0, (start + n - taken, taken))
-    return tuple(pieces)

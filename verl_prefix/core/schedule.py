@@ -20,9 +20,10 @@ import torch
 import torch.distributed as dist
 
 from verl_prefix.core.attention import AttentionPass
+from verl_prefix.core.calls import on_device
 from verl_prefix.core.errors import annotate_loop_body
 from verl_prefix.core.groups import Group
-from verl_prefix.core.layout import Layout, build_layout, on_device
+from verl_prefix.core.layout import Layout, build_layout
 from verl_prefix.core.meter import Meter
 from verl_prefix.core.offload import OffloadedPrefixCache
 from verl_prefix.core.prefix_cache import PrefixCache, ReadRows

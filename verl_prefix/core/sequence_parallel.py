@@ -13,7 +13,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from verl_prefix.core.layout import Layout, on_device
+from verl_prefix.core.calls import on_device
+from verl_prefix.core.layout import Layout
 
 
 class Shards:

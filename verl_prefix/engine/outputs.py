@@ -14,8 +14,9 @@ from tensordict import TensorDict
 from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_id
 
+from verl_prefix.core.calls import on_device
 from verl_prefix.core.groups import Group
-from verl_prefix.core.layout import Layout, on_device
+from verl_prefix.core.layout import Layout
 from verl_prefix.core.schedule import TokenBatch
 from verl_prefix.engine.protocol import Engine
 from verl_prefix.engine.rows import PIXELS, row_lens

@@ -24,7 +24,8 @@ from typing import Any, NamedTuple
 import torch
 
 from verl_prefix.core.attention import AttentionParams, AttentionPass
-from verl_prefix.core.layout import Layout, ranges
+from verl_prefix.core.calls import ranges
+from verl_prefix.core.layout import Layout
 from verl_prefix.models.recurrent import mixers
 from verl_prefix.models.vision import is_vision_config, tower_of
 

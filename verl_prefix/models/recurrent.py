@@ -17,8 +17,8 @@ import torch
 import torch.nn.functional as F
 
 from verl_prefix.core.attention import AttentionPass
+from verl_prefix.core.calls import Spans
 from verl_prefix.core.kernels.state_space import chunk_scan
-from verl_prefix.core.layout import Spans
 from verl_prefix.core.recurrence import Scan, Scanned, scan_rows, shared_conv, shared_scan
 
 # Text models whose mixers `mixer_of` knows.

@@ -19,8 +19,8 @@ from typing import Protocol
 
 import torch
 
+from verl_prefix.core.calls import Spans
 from verl_prefix.core.kernels import aten, cpu, flash_attn, reference
-from verl_prefix.core.layout import Spans
 
 logger = logging.getLogger(__name__)
 

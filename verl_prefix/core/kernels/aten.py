@@ -8,8 +8,8 @@ from contextlib import contextmanager
 
 import torch
 
+from verl_prefix.core.calls import Spans
 from verl_prefix.core.kernels.flash_attn import unsupported_by_all
-from verl_prefix.core.layout import Spans
 
 _FORWARD_ARGS = (
     "query key value cum_seq_q cum_seq_k max_q max_k dropout_p is_causal return_debug_mask scale window_size_left "

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
-from verl_prefix.core.layout import Spans
+from verl_prefix.core.calls import Spans
 
 # Queries of one call under a sliding window: such a call reads at most this many keys more than the window.
 _BLOCK = 256

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from verl_prefix.core.layout import Spans
+from verl_prefix.core.calls import Spans
 
 logger = logging.getLogger(__name__)
 

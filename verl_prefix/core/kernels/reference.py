@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import torch
 
-from verl_prefix.core.layout import Spans
+from verl_prefix.core.calls import Spans
 
 _MAX_SCORES = 2**25  # of one block, over all heads
 

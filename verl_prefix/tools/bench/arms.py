@@ -27,9 +27,10 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, PreTrainedModel
 
 from verl_prefix.core.attention import AttentionPass
+from verl_prefix.core.calls import Segment
 from verl_prefix.core.groups import Group
 from verl_prefix.core.kernels import aten
-from verl_prefix.core.layout import Layout, Segment
+from verl_prefix.core.layout import Layout
 from verl_prefix.core.meter import Meter
 from verl_prefix.core.schedule import Schedule, TokenBatch
 from verl_prefix.core.waves import Plan, first_fit, make_plan

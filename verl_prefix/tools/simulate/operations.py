@@ -11,8 +11,8 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.utils.flop_counter import flop_registry
 
 from verl_prefix.auto.shape import query_key_pairs
+from verl_prefix.core.calls import Spans
 from verl_prefix.core.kernels import KERNELS, aten
-from verl_prefix.core.layout import Spans
 from verl_prefix.tools.simulate import scans
 
 _NO_KERNEL = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "lift_fresh", "detach", "alias"}

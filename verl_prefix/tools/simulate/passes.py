@@ -24,8 +24,9 @@ from transformers.modeling_utils import local_torch_dtype
 from verl_prefix.auto.cost import Memory, PassCost, Rates, group_pass, may_keep_attention, plan_batch
 from verl_prefix.auto.shape import ModelShape, model_shape
 from verl_prefix.core.attention import AttentionPass
+from verl_prefix.core.calls import Segment
 from verl_prefix.core.groups import Group
-from verl_prefix.core.layout import Layout, Segment
+from verl_prefix.core.layout import Layout
 from verl_prefix.core.meter import Meter
 from verl_prefix.core.prefix_cache import PrefixCache, ReadRows
 from verl_prefix.core.schedule import _OUTPUTS, Schedule, TokenBatch

@@ -20,9 +20,9 @@ from transformers.vision_utils import (
     get_vision_window_index,
 )
 
+from verl_prefix.core.calls import Spans
 from verl_prefix.core.groups import Group
 from verl_prefix.core.kernels import Kernel, choose_kernel
-from verl_prefix.core.layout import Spans
 from verl_prefix.tools.simulate.operations import KERNEL
 
 ATTENTION = "simulated_flash"  # transformers hands whole rows and their bounds to what has flash in its name
