@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from verl_prefix.api.pixels import pixels_of_prompts, positions_of_row
 from verl_prefix.core.groups import Group, group_rows
 from verl_prefix.core.schedule import PassOutputs, TokenBatch
-from verl_prefix.core.trees import cuts_at, group_trees, mix
+from verl_prefix.core.trees import cuts_at, group_trees, mix_rows
 from verl_prefix.core.waves import Plan, make_plan
 from verl_prefix.models import support, vision
 
@@ -94,8 +94,8 @@ class Batch:
         if vision.is_vision_config(model.config):
             keys = vision.tree_tokens(keys, self.tokens.position_ids.cpu(), offsets, visual, model.config)
         if uids is not None:
-            keys = mix(keys) ^ torch.tensor(uids).repeat_interleave(torch.tensor(offsets).diff())
-        cuts = [cuts_at([*ends], n) for ends, n in zip(forks, prompt_lens, strict=True)]
+            keys = mix_rows(keys, offsets, uids)
+        cuts = [cuts_at(ends, n) for ends, n in zip(forks, prompt_lens, strict=True)]
         groups = group_trees(keys, offsets, prompt_lens, cuts)
         total = sum(group.num_logical_tokens for group in groups)
         computed = sum(group.num_physical_tokens for group in groups)

@@ -150,7 +150,7 @@ class Layout:
         """[n]: where the outputs that are read, and so the log-probs of the tokens behind them, stand in the batch."""
         return self.index[self.num_prefix :] if self.reads is None else self.reads.places
 
-    @property
+    @functools.cached_property
     def keep(self) -> torch.Tensor:
         """[m] int64: tokens whose outputs this row computes, in ascending order."""
         if self.reads is None:

@@ -156,6 +156,12 @@ def mix(x: torch.Tensor) -> torch.Tensor:
     return x ^ (x >> 31)
 
 
+def mix_rows(tokens: torch.Tensor, offsets: Sequence[int], values: Sequence[int]) -> torch.Tensor:
+    """[N] int64: tokens mixed with their row's value, where rows of different values do not share."""
+    lens = torch.tensor(offsets, dtype=torch.int64).diff()
+    return mix(tokens) ^ torch.tensor(values, dtype=torch.int64).repeat_interleave(lens)
+
+
 def _groups(
     strands: Sequence[Strand], forks: dict[int, Fork], lens: Sequence[int], first_outputs: Sequence[int]
 ) -> list[Group]:

@@ -4,7 +4,7 @@ A budget counts physical tokens, those that are computed. Pure functions of leng
 collective.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -69,30 +69,29 @@ def _pieces(group: Group, budget: int, suffixes: bool = True) -> list[Group]:
     """The group cut so that each piece, or with `suffixes=False` each piece's strands, fit the budget; a piece has one
     suffix at least, however long that and what stands before it are."""
     cuts, used = [0], 0
-    have: dict[int, int] = {}  # of each strand, the end of what the piece has of it
+    have: dict[int, int] = {}
     for start, end in group.units():
-        rows = range(start, end)
-        own = sum(group.suffix_lens[row] for row in rows) if suffixes else 0
-
-        def grow(have: dict[int, int], rows: range = rows) -> int:
-            """Tokens that the unit adds to the strands, which it enters."""
-            added = 0
-            for row in rows:
-                for strand, begin, stop in group.path(group.forks[row]) if group.output_lens[row] else ():
-                    added += max(stop - have.get(strand, begin), 0)
-                    have[strand] = max(stop, have.get(strand, begin))
-            return added
-
-        grown = dict(have)
-        added = grow(grown) + own
-        if used and added and used + added > budget:
+        own = sum(group.suffix_lens[start:end]) if suffixes else 0
+        added, grown = _grown(group, range(start, end), have)
+        if used and added + own and used + added + own > budget:
             cuts.append(start)
-            used, grown = 0, {}
-            added = grow(grown) + own
-        used, have = used + added, grown
+            used = 0
+            added, grown = _grown(group, range(start, end), {})
+        used, have = used + added + own, grown
     if len(cuts) == 1:
         return [group]
     return [group.piece(start, end).pruned() for start, end in zip(cuts, [*cuts[1:], len(group.rows)], strict=True)]
+
+
+def _grown(group: Group, rows: Iterable[int], have: Mapping[int, int]) -> tuple[int, dict[int, int]]:
+    """Tokens that some rows, by their places, need of strands besides those up to `have` (strand -> end), and what
+    there is then."""
+    added, grown = 0, dict(have)
+    for row in rows:
+        for strand, start, end in group.path(group.forks[row]) if group.output_lens[row] else ():
+            added += max(end - grown.get(strand, start), 0)
+            grown[strand] = max(end, grown.get(strand, start))
+    return added, grown
 
 
 def first_fit(items: Sequence[Item], size: Callable[[Item], int], budget: int) -> list[list[Item]]:

@@ -9,7 +9,7 @@ from tensordict import TensorDict
 from verl.utils import tensordict_utils as tu
 
 from verl_prefix.core.groups import Group, rows_by_key
-from verl_prefix.core.trees import cuts_at, group_trees, mix
+from verl_prefix.core.trees import cuts_at, group_trees, mix, mix_rows
 from verl_prefix.models.messages import message_ends
 from verl_prefix.models.vision import is_vision_config, share_pixels, tree_tokens
 
@@ -105,16 +105,16 @@ def group_rows(data: TensorDict, keys: Sequence[Hashable], trees: Trees, are_cut
 def _tree_tokens(data: TensorDict, keys: Sequence[Hashable], trees: Trees) -> torch.Tensor:
     """[N] int64: the tokens, mixed with all else that must be equal where rows share: positions, pixels, temperature,
     and where `trees.over` is uid the uid."""
-    offsets, lens = data["input_ids"].offsets().tolist(), data["input_ids"].offsets().diff().cpu()
+    offsets = data["input_ids"].offsets().tolist()
     ids, positions = (data[name].values().cpu() for name in ("input_ids", "position_ids"))
     if is_vision_config(trees.config):
         tokens = tree_tokens(ids, positions, offsets, tu.get(data, PIXELS, [None] * len(data)), trees.config)
     else:
         tokens = mix(ids) ^ positions
     temperature = torch.as_tensor(data["temperature"], dtype=torch.float32).cpu().expand(len(data)).contiguous()
-    tokens = mix(tokens) ^ temperature.view(torch.int32).long().repeat_interleave(lens)
+    tokens = mix_rows(tokens, offsets, temperature.view(torch.int32).tolist())
     if trees.over == "uid":
         uids = uids_of(data, keys)
         numbers = {uid: number for number, uid in enumerate(dict.fromkeys(uids))}
-        tokens = mix(tokens) ^ torch.tensor([numbers[uid] for uid in uids]).repeat_interleave(lens)
+        tokens = mix_rows(tokens, offsets, [numbers[uid] for uid in uids])
     return tokens
