@@ -147,7 +147,7 @@ class _Schedule(Schedule):
         return torch.cat([own_read, read])
 
 
-_keep: Any = vars(Layout)["keep"].fget
+_keep: Any = vars(Layout)["keep"].func
 
 
 def _kept(layout: Layout) -> torch.Tensor:
