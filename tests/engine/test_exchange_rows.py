@@ -447,6 +447,7 @@ def test_what_torn_mini_batches_cost_is_said_once_after_the_first_step(caplog):
     with mock.patch("torch.distributed.get_rank", lambda: 0):
         (told,) = said((1000, 16), (600, 8), (650, 8), (1000, 16), (900, 8), (900, 8))
         assert "250 tokens more than 1000 at this step (+25%)" in told and "trainer_mode=prefix_sync" in told
+        assert "actor_rollout_ref.actor.prefix.mini_batches=prompts" in told
         # Next to nothing; other rows than those before; log-probs or updates on verl's own path.
         for updates in ([505, 8], [505, 8]), ([600, 8], [600, 9]), ([0, 8], [0, 8]):
             assert not said((1000, 16), *updates)

@@ -69,6 +69,11 @@ def row_keys(data: TensorDict) -> list[bytes]:
     return keys
 
 
+def padding_rows(data: TensorDict) -> set[int]:
+    """Rows that verl's v1 trainer adds, which its padding_utils name (their uid is no UUID) and no loss reads."""
+    return {row for row, uid in enumerate(tu.get(data, "uid", ())) if str(uid).startswith("pad")}
+
+
 def uids_of(data: TensorDict, keys: Sequence[Hashable]) -> list[str]:
     """verl's prompt ids; without them rows have their prompts', by `row_keys`."""
     return [str(uid) for uid in tu.get(data, "uid", keys)]
