@@ -94,6 +94,7 @@ CASES = {
     "padded_static_batch_size": {"padded": True, "use_dynamic_bsz": False, "micro_batch_size_per_gpu": 2},
     "padded_empty_responses": {"padded": True, "empty": "ce"},
     "turns": {"turns": True},
+    "turns_odd": {"turns": "odd", "schedule": "phased", "wave_tokens": 20, "use_kl_loss": True},
     "turns_in_pieces": {"turns": True, "schedule": "packed", "budget": 130},
     "turns_phased": {"turns": True, "schedule": "phased", "wave_tokens": 20},
     "turns_phased_in_pieces_tool_tokens": dict(turns=True, schedule="phased", budget=130, tool_tokens=True),
