@@ -24,7 +24,7 @@ import verl  # noqa: F401
 from verl_prefix.auto.placement import place_rows, row_cost
 from verl_prefix.auto.shape import ModelShape
 from verl_prefix.core.trees import mix
-from verl_prefix.engine.row_table import AllRows
+from verl_prefix.engine.row_table import LAST_CUTS, AllRows
 from verl_prefix.tools.plan.predict import Sizes, Step
 from verl_prefix.tools.report import provenance, table
 from verl_prefix.trainer.mini_batches import fill_mini_batches, whole_prompts
@@ -200,8 +200,15 @@ def home_of_turns(rows: Turns, ranks: int, by_session: bool) -> tuple[np.ndarray
     nothing, uid, session = np.zeros_like(key), mixed(rows.uid), mixed(rows.session + 2**43)
     columns = torch.from_numpy(np.stack([key, key, *bits, nothing, rows.length, uid, session], 1))
     tables = [columns[a:b] for a, b in itertools.pairwise(bounds)]
-    cuts = np.searchsorted(rows.row, bounds)
-    pieces = torch.from_numpy(np.stack([rows.row, rows.digest, rows.cost.view(np.int64)], 1))
+    # What ranks tell each other of a row: the first piece, and of the others the last.
+    first = np.searchsorted(rows.row, np.arange(len(rows.uid)))
+    place, begins = np.arange(len(rows.row)), np.maximum(first + 1, last - LAST_CUTS)[rows.row]
+    told = (place == first[rows.row]) | (place >= begins)
+    upto, cost = rows.cost.cumsum(), rows.cost.copy()
+    joined = np.flatnonzero((place == begins) & (place > first[rows.row]))
+    cost[joined] = upto[joined] - upto[first[rows.row[joined]]]
+    cuts = np.searchsorted(rows.row[told], bounds)
+    pieces = torch.from_numpy(np.stack([x[told] for x in (rows.row, rows.digest, cost.view(np.int64))], 1))
     pieces = [
         pieces[a:b] - torch.tensor([n, 0, 0]) for (a, b), n in zip(itertools.pairwise(cuts), bounds, strict=False)
     ]

@@ -67,14 +67,15 @@ def turns(groups: list, world: int, kind: str = "text", **fields: object) -> dic
 
 def agents(kinds: dict[str, str]) -> list[dict]:
     """Rows of sessions by their names, each of five turns: those that are `kept` go on behind the row before them, the
-    others begin anew behind a question of four hundred tokens, all but for the system prompt."""
+    others begin anew behind a question of four hundred tokens, all but for the system prompt. Prompts have ten messages
+    and more, a turn adds two or three."""
     generator, rows = torch.Generator().manual_seed(0), []
 
     def some(length: int) -> torch.Tensor:
         return torch.cat([torch.randint(5, 100, (length - 1,), generator=generator), torch.tensor([END])])
 
     for uid in dict.fromkeys(name[0] for name in kinds):
-        system, question = some(50), some(30)
+        system, question = some(50), torch.cat([some(3) for _ in range(10)])
         for session, kind in ((name[1:], kind) for name, kind in kinds.items() if name[0] == uid):
             prompt = torch.cat([system, question])
             for _ in range(5):
@@ -82,7 +83,7 @@ def agents(kinds: dict[str, str]) -> list[dict]:
                 ids = torch.cat([prompt, response])
                 rows.append({"uid": uid, "session_id": session, "prompts": prompt, "responses": response,
                              "input_ids": ids, "position_ids": torch.arange(len(ids))})  # fmt: skip
-                prompt = torch.cat([ids, some(30)] if kind == "kept" else [system, some(400)])
+                prompt = torch.cat([ids, some(10), some(20)] if kind == "kept" else [system, some(400)])
     return rows
 
 
@@ -254,7 +255,7 @@ def _problems(batch: dict, seed: int, group) -> list[str]:
         problems.append(f"rows on ranks: {lists}")
     if not all(rows for rows, _ in lists):
         problems.append(f"a rank has no row: {lists}")
-    if batch["turns"]:
+    if exchange.are_cut:
         homes = {row: rank for rank, (rows, _) in enumerate(lists) for row in rows}
         pixels = any(row["pixels"] for row in every)
         sessions = [row["uid"] if pixels else f"{row['uid']} {row.get('session_id')}" for row in every]

@@ -21,6 +21,7 @@ from verl_prefix.engine.rows import PIXELS, Trees, row_cuts, row_keys, row_lens,
 from verl_prefix.models.vision import num_patches
 
 COLUMNS = 8
+LAST_CUTS = 8  # of a row that others hear of: more than the messages that a turn adds
 
 
 def describe(data: TensorDict, shape: ModelShape) -> torch.Tensor:
@@ -46,24 +47,32 @@ def _digest(name: str) -> int:
 
 
 def describe_pieces(data: TensorDict, shape: ModelShape, trees: Trees) -> torch.Tensor:
-    """int64 [pieces, 3] of what rows of turns are made of, from cut to cut: the row, 64 bits of its tokens up to the
-    piece's end, and the piece's cost as the bits of a double. A row without a response has none."""
+    """int64 [pieces, 3] of what rows of turns are made of: the row, 64 bits that name the piece, and its cost as the
+    bits of a double; none of a row without a response.
+
+    A piece is what lies between two cuts, and named by all tokens up to its end. Of a long row all between the first
+    cut (the system prompt's) and the last ones is one piece: rows of earlier turns have it in several, of which the
+    last has its name, and costs less. The logits of a response are a piece, too.
+    """
     cost = functools.cache(functools.partial(row_cost, shape))
-    offsets = data["input_ids"].offsets().tolist()
     rows: list[int] = []
     ends: list[int] = []
     costs: list[float] = []
     for row, (prompt_len, response_len, cuts) in enumerate(zip(*row_lens(data), row_cuts(data, trees), strict=True)):
-        if not response_len:
-            continue
-        places = sorted({n for n in cuts if 0 < n < prompt_len})
-        upto = [*(cost(n, 0)[0] for n in places), sum(cost(prompt_len - 1, response_len))]
-        rows += [row] * len(upto)
-        ends += [*places, prompt_len + response_len - 1]
-        costs += [after - before for before, after in itertools.pairwise([0.0, *upto])]
-    digests = Hashes(mix(data["input_ids"].values().cpu()), offsets).of(rows, ends)
+        if response_len:
+            end = prompt_len + response_len - 1
+            places = sorted({n for n in cuts if 0 < n < prompt_len})
+            places = [*places[:1], *places[1:][-LAST_CUTS:], end]
+            upto = [cost(n, 0)[0] for n in places]
+            logits = sum(cost(prompt_len - 1, response_len)) - upto[-1]
+            ends += [*places, end]
+            rows += [row] * (len(places) + 1)
+            costs += [*(after - before for before, after in itertools.pairwise([0.0, *upto])), logits]
+    names = Hashes(mix(data["input_ids"].values().cpu()), data["input_ids"].offsets().tolist()).of(rows, ends)
+    of_row = torch.tensor(rows, dtype=torch.int64)
+    is_last = torch.cat([of_row.diff(), torch.ones(min(len(rows), 1), dtype=torch.int64)]) > 0
     bits = torch.tensor(costs, dtype=torch.float64).view(torch.int64)
-    return torch.stack([torch.tensor(rows, dtype=torch.int64), digests, bits], 1)
+    return torch.stack([of_row, torch.where(is_last, ~names, names), bits], 1)
 
 
 def _named(owners: np.ndarray, digests: np.ndarray) -> np.ndarray:
@@ -114,8 +123,8 @@ class AllRows:
         shifted = [one + torch.tensor([start, 0, 0]) for start, one in zip(self.starts, pieces, strict=False)]
         row, digest, bits = torch.cat(shifted).T.contiguous().numpy()
         found, first, same = np.unique(_named(session_of[row], digest), return_index=True, return_inverse=True)
-        costs = np.zeros(len(found))
-        np.maximum.at(costs, same, bits.view(np.float64))  # of a response that is in another row's prompt, its logits
+        costs = np.full(len(found), np.inf)
+        np.minimum.at(costs, same, bits.view(np.float64))
         session, digest = session_of[row[first]], digest[first]
         of_uid = uid_of[session]
         _, same, count = np.unique(_named(of_uid, digest), return_inverse=True, return_counts=True)
