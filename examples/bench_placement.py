@@ -1,7 +1,7 @@
 """Tokens and balance of a training step by who places rows: verl, `prefix_sync` as it was, the engine's exchange.
 
 Lengths alone, no model: a row costs what `auto.placement.row_cost` says of an 8B model. Writes
-examples/results/placement.md (`make -C examples/results placement`).
+examples/results/placement.md, and with --turns placement_turns.md (`make -C examples/results placement`).
 """
 
 import argparse
@@ -15,13 +15,19 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
+import numpy as np
+import torch
 import verl  # noqa: F401
 
 from verl_prefix.auto.placement import place_rows, row_cost
 from verl_prefix.auto.shape import ModelShape
+from verl_prefix.core.trees import mix
+from verl_prefix.engine.row_table import LAST_CUTS, AllRows
 from verl_prefix.tools.plan.predict import Sizes, Step
-from verl_prefix.tools.report import provenance
+from verl_prefix.tools.report import provenance, table
+from verl_prefix.trainer.mini_batches import fill_mini_batches, whole_prompts
 
 ROOT = Path(__file__).resolve().parents[1]
 BEFORE = "b9faa82"  # the last commit whose prefix_sync placed groups on ranks, by equal row counts
@@ -114,12 +120,173 @@ def measure(kind: str, ranks: int, place: Callable) -> dict[str, dict[str, float
     return outcomes
 
 
+# Turns of so many sessions.
+TURNS: dict[str, Callable[[np.random.Generator, int], np.ndarray]] = {
+    "5 turns": lambda rng, n: np.full(n, 5),
+    "1 to 20 turns": lambda rng, n: rng.integers(1, 21, n),
+    "1 to 20, a tenth 40": lambda rng, n: np.where(rng.random(n) < 0.1, 40, rng.integers(1, 21, n)),
+}
+SESSIONS = 8
+
+
+class Turns(NamedTuple):
+    """Rows of sessions, session by session, and their pieces, as `engine.row_table.describe_pieces` has them.
+
+    Of rows [rows]: uid, session, turn, prompt and length. Of pieces [pieces]: row, digest, tokens and cost.
+    """
+
+    uid: np.ndarray
+    session: np.ndarray
+    turn: np.ndarray
+    prompt: np.ndarray
+    length: np.ndarray
+    row: np.ndarray
+    digest: np.ndarray
+    tokens: np.ndarray
+    cost: np.ndarray
+
+
+def mixed(x: np.ndarray) -> np.ndarray:
+    return mix(torch.from_numpy(np.ascontiguousarray(x, dtype=np.int64))).numpy()
+
+
+def draw_turns(kind: str, prompts: int) -> Turns:
+    rng = np.random.default_rng(0)
+    num = prompts * SESSIONS
+    turns, first = TURNS[kind](rng, num), rng.normal(2000, 300, prompts).clip(100).astype(int).repeat(SESSIONS)
+    rows, pieces, base, ends = [], [], 0, [(first, np.arange(num) // SESSIONS)]
+    for turn in range(turns.max()):
+        here = np.flatnonzero(turns > turn)
+        prompt, response = (
+            ends[-1][0][here],
+            rng.lognormal(5.9, 0.4, len(here)).clip(8).astype(int),
+        )  # 365, thinking too
+        rows.append((here // SESSIONS, here, np.full(len(here), turn), prompt, prompt + response))
+        before, row = np.zeros(len(here), int), base + np.arange(len(here))
+        for end, digest in ends:
+            pieces.append((row, digest[here], before, end[here], np.zeros(len(here), int)))
+            before = end[here]
+        pieces.append((row, here * 256 + turn + 2**40, before, prompt, response))
+        base += len(here)
+        said, tool = (rng.lognormal(mean, 0.5, num).clip(4).astype(int) for mean in (4.5, 5.9))
+        for i, more in enumerate((said, tool)):
+            ends.append((ends[-1][0] + more, (np.arange(num) * 256 + 2 * turn + i) + 2**41))
+    row, digest, start, end, response = (np.concatenate(column) for column in zip(*pieces, strict=True))
+    upto = np.array([row_cost(SHAPE, n, 0)[0] for n in range(int((end + response).max()) + 1)])
+    head = (row_cost(SHAPE, 100, 10)[1] - upto[110] + upto[100]) / 10
+    cost = upto[end + response] - upto[start] + head * response
+    columns = (np.concatenate(column) for column in zip(*rows, strict=True))
+    return Turns(*columns, row, mixed(digest), end + response - start, cost)
+
+
+def some_turns(all_rows: Turns, rows: np.ndarray) -> Turns:
+    """`rows` alone, in their order."""
+    place = np.full(len(all_rows.uid), -1)
+    place[rows] = np.arange(len(rows))
+    kept = np.flatnonzero(place[all_rows.row] >= 0)
+    kept = kept[np.argsort(place[all_rows.row[kept]], kind="stable")]
+    own = (column[rows] for column in all_rows[:5])
+    return Turns(*own, place[all_rows.row[kept]], *(column[kept] for column in all_rows[6:]))
+
+
+def home_of_turns(rows: Turns, ranks: int, by_session: bool) -> tuple[np.ndarray, float]:
+    """Where the engine computes each row, which lie on ranks in their order; and CPU seconds of that."""
+    bounds = np.linspace(0, len(rows.uid), ranks + 1).astype(int)
+    total = np.bincount(rows.row, rows.cost, len(rows.uid))
+    last = np.bincount(rows.row, minlength=len(rows.uid)).cumsum() - 1
+    suffix = rows.cost[last]  # and what stands between the last cut and it
+    key = mixed(np.where(rows.turn == 0, rows.uid, rows.session * 256 + rows.turn + 2**42))
+    bits = [(x + 0.0).view(np.int64) for x in (total - suffix, suffix)]
+    nothing, uid, session = np.zeros_like(key), mixed(rows.uid), mixed(rows.session + 2**43)
+    columns = torch.from_numpy(np.stack([key, key, *bits, nothing, rows.length, uid, session], 1))
+    tables = [columns[a:b] for a, b in itertools.pairwise(bounds)]
+    # What ranks tell each other of a row: the first piece, and of the others the last.
+    first = np.searchsorted(rows.row, np.arange(len(rows.uid)))
+    place, begins = np.arange(len(rows.row)), np.maximum(first + 1, last - LAST_CUTS)[rows.row]
+    told = (place == first[rows.row]) | (place >= begins)
+    upto, cost = rows.cost.cumsum(), rows.cost.copy()
+    joined = np.flatnonzero((place == begins) & (place > first[rows.row]))
+    cost[joined] = upto[joined] - upto[first[rows.row[joined]]]
+    cuts = np.searchsorted(rows.row[told], bounds)
+    pieces = torch.from_numpy(np.stack([x[told] for x in (rows.row, rows.digest, cost.view(np.int64))], 1))
+    pieces = [
+        pieces[a:b] - torch.tensor([n, 0, 0]) for (a, b), n in zip(itertools.pairwise(cuts), bounds, strict=False)
+    ]
+    start = time.process_time()
+    known = AllRows(tables)
+    placed = known.place_turns(ranks, pieces) if by_session else known.place(ranks)
+    return np.array(placed.ranks), time.process_time() - start
+
+
+def measure_turns(kind: str, ranks: int) -> dict[str, dict[str, float]]:
+    every, rng, prompts = draw_turns(kind, max(ranks, 4)), np.random.default_rng(1), max(ranks, 4)
+    sessions = every.session.tolist()
+    of_prompts, _ = whole_prompts(every.uid.tolist(), sessions, 2)
+    size = prompts // 2 * SESSIONS  # verl's, of rows
+    keys = [*every.uid.tolist(), *[None] * (-len(sessions) % size)]
+    by_rows, _ = fill_mini_batches(keys, len(keys) // size)
+    by_rows = [[row for row in rows if row < len(sessions)] for rows in by_rows]
+    anyhow = np.array_split(rng.permutation(len(sessions)), len(by_rows))
+    outcomes = {}
+    for name, cut, by_session in (
+        ("verl", anyhow, None), ("rows, by session", by_rows, True),
+        ("prompts, by prompt's tokens", of_prompts, False), ("prompts, by session", of_prompts, True),
+    ):  # fmt: skip
+        tokens = longest = total = moved = seconds = 0.0
+        for mini_batch in cut:
+            rows = some_turns(every, rng.permutation(mini_batch))
+            lie = np.arange(len(rows.uid)) * ranks // len(rows.uid)
+            home = lie
+            if by_session is not None:
+                home, took = home_of_turns(rows, ranks, by_session)
+                seconds = max(seconds, took)
+            _, at = np.unique(rows.digest ^ mixed(home[rows.row]), return_index=True)
+            tokens += rows.tokens[at].sum()
+            loads = np.bincount(home[rows.row[at]], rows.cost[at], ranks)
+            longest, total = longest + loads.max(), total + loads.sum() / ranks
+            response = rows.length - rows.prompt
+            moved += ((BYTES_PROMPT * rows.prompt + BYTES_RESPONSE * response) * (home != lie)).sum()
+        outcomes[name] = {"ratio": every.length.sum() / tokens, "imbalance": longest / total, "time": longest,
+                          "mib": moved / ranks / 2**20, "steps": len(cut), "seconds": seconds}  # fmt: skip
+    fastest = min(one["time"] for one in outcomes.values())
+    return {name: one | {"time": one["time"] / fastest} for name, one in outcomes.items()}
+
+
+def write_turns(ranks: list[int], out: Path, commit: str) -> None:
+    lines: list[list[str]] = []
+    for kind, num in itertools.product(TURNS, ranks):
+        outcomes = measure_turns(kind, num)
+        cells = [f"{one['steps']} / {one['ratio']:.2f} / {one['imbalance']:.2f} / {one['time']:.2f}"
+                 for one in outcomes.values()]  # fmt: skip
+        last = [*outcomes.values()][-1]
+        lines.append([kind, str(num), *cells, f"{last['mib']:.1f}", f"{last['seconds']:.2f}"])
+        print(" | ".join(lines[-1]), flush=True)
+    text = [
+        "# Placement of rows of turns: tokens and balance", "",
+        f"{SESSIONS} sessions per prompt, as many prompts as ranks (4 at least), `ppo_mini_batch_size` half of them; a "
+        "row per turn, whose history has no thoughts; lengths are drawn, costs those of an 8B model. Each cell: "
+        "optimizer steps / tokens that stock computes over those computed / time of a step over that with perfect "
+        "balance of the same work / time over the fastest of the line. Under `verl` rows lie in mini-batches and on "
+        "ranks at random, and share what they have in common there. Mini-batches of `rows` and `prompts` are those of "
+        "`prefix.mini_batches` under `prefix_sync`, without padding; of each, rows go to the rank of their whole "
+        "prompt's tokens, or of their session. Of the last: MiB that a rank sends in an update, CPU seconds of "
+        f"the placement of a mini-batch. Made by `make -C examples/results placement` at {commit[:7]}.", "",
+        *table(["turns", "ranks", *outcomes, "MiB", "s"], lines)[:-1],
+    ]  # fmt: skip
+    out.write_text("\n".join(text) + "\n")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--ranks", type=int, nargs="*", default=[8, 64, 512, 4096])
-    parser.add_argument("--out", type=Path, default=ROOT / "examples/results/placement.md")
+    parser.add_argument("--turns", action="store_true", help="rows of turns")
+    parser.add_argument("--ranks", type=int, nargs="*")
+    parser.add_argument("--out", type=Path)
     options = parser.parse_args()
+    options.out = options.out or ROOT / f"examples/results/placement{'_turns' * options.turns}.md"
+    options.ranks = options.ranks or ([2, 8, 64, 512, 4096] if options.turns else [8, 64, 512, 4096])
     commit = provenance("placement/1", "cpu")["git"]["commit"]
+    if options.turns:
+        return write_turns(options.ranks, options.out, commit)
     place, names = old_place(), ("verl", "prefix_sync before", "exchange, sync", "exchange, prefix_sync")
     lines = [
         "# Placement of rows: tokens and balance", "",

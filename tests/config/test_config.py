@@ -89,6 +89,7 @@ def test_good_config_passes_the_driver_checks(model_path):
         ),
         (f"{ACTOR}.pad_to_length=True", r"pad_to_length=False"),
         (f"{ACTOR}.fsdp_config.qat.enable=True", r"fsdp_config.qat.enable=False, or model_engine=dp"),
+        (f"{ACTOR}.prefix.mini_batches=turns", r"prefix.mini_batches='turns': set one of rows, prompts"),
         (f"{ACTOR}.prefix.exchange=on", r"prefix.exchange='on': set one of auto, off"),
         (f"{ACTOR}.prefix.schedule=tree", r"prefix.schedule='tree': set one of auto, packed, phased, stock"),
         (f"{ACTOR}.prefix.attention=magi", r"prefix.attention='magi': set one of"),
@@ -167,6 +168,19 @@ def test_drivers_that_were_never_run_are_refused_by_name(name):
         start = Runner.__ray_metadata__.modified_class()._initialize_components
     with pytest.raises(InterpolationResolutionError, match=rf"never run by .*{name}.* set model_engine=dp, or"):
         start(config)
+
+
+@pytest.mark.parametrize(("use_v1", "mode"), [(True, "sync"), (True, "separate_async"), (False, "prefix_sync")])
+def test_mini_batches_of_prompts_are_refused_where_verls_trainer_makes_them(use_v1, mode):
+    from verl.trainer.main_ppo import TaskRunnerV1
+    from verl.trainer.main_ppo_v0 import TaskRunner
+
+    options = f"{ACTOR}.prefix.mini_batches=prompts", f"trainer.use_v1={use_v1}", f"trainer.v1.trainer_mode={mode}"
+    start = (TaskRunnerV1 if use_v1 else TaskRunner).__ray_metadata__.modified_class().run
+    wanted = rf"mini_batches=prompts with trainer.use_v1={use_v1} and .*={mode}: .*=prefix_sync .*mini_batches=rows"
+    with pytest.raises(InterpolationResolutionError, match=wanted):
+        start(composed(*options))
+    OmegaConf.resolve(composed(options[0], "trainer.v1.trainer_mode=prefix_separate_async"))
 
 
 def test_misspelt_prefix_key_is_named():

@@ -65,6 +65,28 @@ def turns(groups: list, world: int, kind: str = "text", **fields: object) -> dic
     return {"world": world, "groups": groups, "ranks": ranks, "mrope": False, "turns": "sessions"} | fields
 
 
+def agents(kinds: dict[str, str]) -> list[dict]:
+    """Rows of sessions by their names, each of five turns: those that are `kept` go on behind the row before them, the
+    others begin anew behind a question of four hundred tokens, all but for the system prompt. Prompts have ten messages
+    and more, a turn adds two or three."""
+    generator, rows = torch.Generator().manual_seed(0), []
+
+    def some(length: int) -> torch.Tensor:
+        return torch.cat([torch.randint(5, 100, (length - 1,), generator=generator), torch.tensor([END])])
+
+    for uid in dict.fromkeys(name[0] for name in kinds):
+        system, question = some(50), torch.cat([some(3) for _ in range(10)])
+        for session, kind in ((name[1:], kind) for name, kind in kinds.items() if name[0] == uid):
+            prompt = torch.cat([system, question])
+            for _ in range(5):
+                response = some(20)
+                ids = torch.cat([prompt, response])
+                rows.append({"uid": uid, "session_id": session, "prompts": prompt, "responses": response,
+                             "input_ids": ids, "position_ids": torch.arange(len(ids))})  # fmt: skip
+                prompt = torch.cat([ids, some(10), some(20)] if kind == "kept" else [system, some(400)])
+    return rows
+
+
 # Turns of more and of fewer sessions than ranks, of one turn each, and without a response.
 EXAMPLES = [
     *(turns([(30, [5] * 6), (20, [4, 0, 3, 0, 2]), (25, [3, 8])], world) for world in (2, 4)),
@@ -233,7 +255,7 @@ def _problems(batch: dict, seed: int, group) -> list[str]:
         problems.append(f"rows on ranks: {lists}")
     if not all(rows for rows, _ in lists):
         problems.append(f"a rank has no row: {lists}")
-    if batch["turns"]:
+    if exchange.are_cut:
         homes = {row: rank for rank, (rows, _) in enumerate(lists) for row in rows}
         pixels = any(row["pixels"] for row in every)
         sessions = [row["uid"] if pixels else f"{row['uid']} {row.get('session_id')}" for row in every]
@@ -246,7 +268,7 @@ def _problems(batch: dict, seed: int, group) -> list[str]:
         problems.append(f"{on_ranks} pieces too many, and metrics say {metrics}")
     if fetched and len(found) > 1:
         problems.append(f"pixels of {fetched} were asked for, beside rows {here}")
-    if len(calls) > (14 if moves else 4):
+    if len(calls) > (14 if moves else 4) + (2 if batch["turns"] else 0):
         problems.append(f"{len(calls)} collectives")
     if (metrics["prefix/exchanged_rows"] > 0) != bool(set(r["row"].item() for r in mine) - set(here)):
         problems.append(f"{metrics['prefix/exchanged_rows']} rows are said to have left")
@@ -428,6 +450,28 @@ def test_rows_of_one_uid_prompt_positions_and_pixels_are_a_group_and_no_others()
         group_rows(empty, row_keys(empty), NO_TREES, False)
 
 
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_sessions_are_balanced_by_the_tokens_of_their_trees(ranks):
+    """A row's cost is its tokens here, so that what placement expects of the longest rank is what it computes."""
+    from verl_prefix.engine.row_table import AllRows, describe, describe_pieces
+    from verl_prefix.engine.rows import Trees, group_rows, row_keys
+
+    shape, trees = ModelShape(1.0, 0.0, 0.0, (None,), 1.0, 1.0, 1.0, 100), Trees("uid", frozenset([END]))
+    kept = [f"{uid}{session}" for uid in "ab" for session in range(8)]
+    rows = agents(dict.fromkeys(kept, "kept") | {"c0": "anew", "c1": "kept"})
+    parts = [batch_of(rows[rank::ranks]) for rank in range(ranks)]
+    table = AllRows([describe(part, shape) for part in parts])
+    placed = table.place_turns(ranks, [describe_pieces(part, shape, trees) for part in parts])
+    every, computed = [row for rank in range(ranks) for row in rows[rank::ranks]], []
+    for rank in range(ranks):
+        here = batch_of([row for row, home in zip(every, placed.ranks, strict=True) if home == rank])
+        groups = group_rows(here, row_keys(here), trees, True)
+        computed.append(sum(group.num_physical_tokens for group in groups))
+    assert placed.longest == pytest.approx(1e-12 * max(computed))
+    assert max(computed) < 1.1 * sum(computed) / ranks
+    assert len({(row["uid"], row["session_id"], home) for row, home in zip(every, placed.ranks, strict=True)}) == 18
+
+
 def test_what_torn_mini_batches_cost_is_said_once_after_the_first_step(caplog):
     from verl.utils import tensordict_utils as tu
 
@@ -447,6 +491,7 @@ def test_what_torn_mini_batches_cost_is_said_once_after_the_first_step(caplog):
     with mock.patch("torch.distributed.get_rank", lambda: 0):
         (told,) = said((1000, 16), (600, 8), (650, 8), (1000, 16), (900, 8), (900, 8))
         assert "250 tokens more than 1000 at this step (+25%)" in told and "trainer_mode=prefix_sync" in told
+        assert "actor_rollout_ref.actor.prefix.mini_batches=prompts" in told
         # Next to nothing; other rows than those before; log-probs or updates on verl's own path.
         for updates in ([505, 8], [505, 8]), ([600, 8], [600, 9]), ([0, 8], [0, 8]):
             assert not said((1000, 16), *updates)

@@ -120,6 +120,19 @@ def test_padded_rows_of_the_legacy_trainer_are_recorded_as_jagged_ones(tmp_path,
             assert all(torch.equal(a, b) for a, b in zip(padded.jagged[name], pair, strict=True)), name
 
 
+@pytest.mark.parametrize("as_tensor", [False, True])
+def test_sessions_of_turns_are_recorded_which_placement_reads(tmp_path, model, as_tensor):
+    made = [_batch(rank, 50, {"turns": True}) for rank in range(2)]
+    sessions = [torch.tensor([*data["session_id"]]) for data in made]
+    for data, session in zip(made, sessions, strict=True):
+        if as_tensor:
+            data["session_id"] = session
+    record(writers(tmp_path / "trace", model), 1, lambda step, rank: made[rank])
+    for rank, session in enumerate(sessions):
+        replayed = to_tensordict(trace.Trace(tmp_path / "trace").read(0, rank))
+        assert torch.equal(replayed["session_id"], session) and len({*session.tolist()}) == 2
+
+
 def test_ranks_join_in_order(folder):
     joined = trace.join_rows([trace.Trace(folder).read(1, rank) for rank in range(2)])
     assert joined.num_rows == 12 and joined.uids == rows(1, 0).uids + rows(1, 1).uids

@@ -9,32 +9,49 @@ import pytest
 import yaml
 from both_arms import both_arms
 
+from verl_prefix.engine.trace import Trace
+
 HELPERS = Path(__file__).parents[1] / "helpers"  # where `turn_loop` is
+ROWS = 4 * 4  # of 4 prompts, a session of each, 4 turns at most
 
 
 @pytest.mark.ray
 @pytest.mark.parametrize(
-    ("ranks", "mode"), [(2, "prefix_sync"), pytest.param(1, "sync", marks=pytest.mark.full)], ids=["2ranks", "1rank"]
+    ("ranks", "n", "prompts"),
+    [
+        (2, 2, 4),
+        *(pytest.param(*case, marks=pytest.mark.full) for case in ((2, 1, 4), (2, 3, 4), (2, 2, 2), (1, 2, None))),
+    ],
+    ids=["2ranks", "2ranks_n1", "2ranks_n3", "2ranks_2updates", "1rank_rows"],
 )
-def test_turns_share_by_default_and_step_1_is_stocks(tmp_path: Path, train, monkeypatch, ranks: int, mode: str):
+def test_turns_share_and_step_1_is_stocks(tmp_path: Path, train, monkeypatch, ranks: int, n: int, prompts: int | None):
+    """With mini-batches of `prompts`, or of rows."""
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(HELPERS), *filter(None, [os.environ.get("PYTHONPATH")])]))
     loops = tmp_path / "loops.yaml"
     loops.write_text(yaml.safe_dump([{"name": "turns", "_target_": "turn_loop.TurnLoop"}]))
-    rollout = "actor_rollout_ref.rollout"
+    rollout, actor = "actor_rollout_ref.rollout", "actor_rollout_ref.actor"
     options = [
         f"{rollout}.agent.agent_loop_config_path={loops}", f"{rollout}.agent.default_agent_loop=turns",
-        f"{rollout}.n=2", f"{rollout}.calculate_log_probs=true", "data.max_response_length=24",
+        f"{rollout}.n={n}", f"{rollout}.calculate_log_probs=true", "data.max_response_length=24",
         f"trainer.n_gpus_per_node={ranks}",
-        # Mini-batches count rows: one step of 4 prompts x 2 sessions x 4 turns at most.
-        "actor_rollout_ref.actor.ppo_mini_batch_size=16",
     ]  # fmt: skip
-    ours = [f"trainer.v1.trainer_mode={mode}"]
-    stock, prefix = both_arms(tmp_path, train, options, ours, ["trainer.v1.trainer_mode=sync"])
+    one_update = f"{actor}.ppo_mini_batch_size={ROWS}"  # which counts n rows a prompt
+    stocks = ["trainer.v1.trainer_mode=sync", one_update]
+    ours = [f"{actor}.prefix.trace_dir={tmp_path / 'trace'}"]
+    if prompts:
+        ours += ["trainer.v1.trainer_mode=prefix_sync", f"{actor}.ppo_mini_batch_size={prompts}"]
+        ours += [f"{actor}.prefix.mini_batches=prompts"]
+    else:
+        ours += stocks
+    stock, prefix = both_arms(tmp_path, train, options, ours, stocks)
     prefix = [{name.removeprefix("actor/"): value for name, value in step.items()} for step in prefix]
     for step in prefix:
-        assert step["prefix/reuse_fraction"] > 0.5
+        assert step["prefix/reuse_fraction"] > 0.5 and step["prefix/split_groups"] == 0
+    trace = Trace(tmp_path / "trace")
+    assert trace.num_steps == 2 * 4 // (prompts or 4), "optimizer steps of two training steps"
     for name in ("critic/score/mean", "response_length/mean"):
         assert prefix[0][name] == pytest.approx(stock[0][name], rel=5e-6, abs=5e-6), name
     assert stock[0]["actor/grad_norm"] > 0.01, "a step whose rewards are all equal compares nothing"
-    for name in ("grad_norm", "pg_loss", "entropy", "kl_loss"):
-        assert prefix[0][name] == pytest.approx(stock[0][f"actor/{name}"], rel=5e-6, abs=5e-6), name
+    if prompts != 2:
+        for name in ("grad_norm", "pg_loss", "entropy", "kl_loss"):
+            assert prefix[0][name] == pytest.approx(stock[0][f"actor/{name}"], rel=5e-6, abs=5e-6), name

@@ -42,8 +42,9 @@ def _turns(
 ) -> list[tuple[str, torch.Tensor, torch.Tensor, int]]:
     """(uid, prompt, response, session) of a row per turn, whose messages end in token 2, as the tiny models' do: two
     sessions of three turns per uid. The next prompt goes on behind the last one ("stripped"; rank 0) or behind its
-    response ("kept"; rank 1)."""
-    kept = rank == 1 if kind is True else kind == "kept"
+    response ("kept"; rank 1). "odd": a uid's second session was lost, one has a single turn, a last response is empty,
+    two sessions are equal, and there are padding rows."""
+    kept = rank == 1 if kind in (True, "odd") else kind == "kept"
     end, header = torch.tensor([2]), torch.tensor([5, 6])
 
     def some(length: int, more: int = 0) -> torch.Tensor:
@@ -60,6 +61,12 @@ def _turns(
                 prompt, response = torch.cat([history, header]), torch.cat([thoughts, answer])
                 rows.append((uid, prompt, response, session))
                 history = torch.cat([history, header, response if kept else answer, some(10, 5)])
+    if kind == "odd":
+        (uid, prompt, response, _), last, equal = rows[0], rows[2], rows[6:9]
+        rows[2] = (*last[:2], last[2][:0], 0)
+        rows[3:6] = [(uid, prompt, response.flip(0), 2)]
+        rows[-3:] = [(*row[:3], 1) for row in equal]
+        rows += [("pad0", torch.full((127,), 2), torch.tensor([2]), session) for session in range(2)]
     return rows
 
 
@@ -93,6 +100,7 @@ def _batch(rank: int, vocab: int, options: dict):
         rows = [(*row, torch.ones_like(row[2])) for row in zip(*columns, strict=True)]
         for i, (*_, mask) in enumerate(rows):
             mask[1::3] = not options.get("tool_tokens")
+            mask *= rows[i][0] != "pad0"
             # Of a session's three turns: those whose responses are in strands, or the others.
             if options.get("masked") == ("last" if i % 3 == 2 else "answers"):
                 mask[:] = 0

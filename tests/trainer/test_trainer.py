@@ -27,6 +27,7 @@ from verl.utils.seqlen_balancing import get_seqlen_balanced_partitions, log_seql
 from verl.utils.tensordict_utils import make_iterator
 
 from verl_prefix.testing import write_tiny_model
+from verl_prefix.trainer.mini_batches import whole_prompts
 from verl_prefix.trainer.prefix_sync import (
     PrefixPPOTrainerSync,
     WholeGroups,
@@ -50,6 +51,34 @@ def build_trainer(mini_batch_size: int, rollout_n: int, dp_rank_of_worker: list[
     trainer.tokenizer = SimpleNamespace(eos_token_id=2)
     trainer.actor_rollout_wg = SimpleNamespace(_dispatch_info={}, _query_dispatch_info=lambda role: dp_rank_of_worker)
     return trainer
+
+
+def trainer_of_prompts(prompts: int, mini_batch_size: int, dp_size: int, **actor: object) -> PrefixPPOTrainerSync:
+    """With a batch of so many prompts, n=3, and `actor` options; as init leaves it."""
+    trainer = build_trainer(mini_batch_size, 3, [*range(dp_size)])
+    trainer._by, trainer.parameter_sync_step = "prompts", 1
+    micro = {"log_prob_use_dynamic_bsz": True, "log_prob_micro_batch_size_per_gpu": None}
+    more = {"rollout": micro, "ref": micro, "actor": {"use_dynamic_bsz": True, "ppo_micro_batch_size_per_gpu": None}}
+    more = {"data": {"train_batch_size": prompts}, "actor_rollout_ref": more}
+    trainer.config = OmegaConf.merge(trainer.config, more, {"actor_rollout_ref": {"actor": actor}})
+    return trainer
+
+
+def turns(sizes: list[list[int]]) -> KVBatchMeta:
+    """Rows of sessions of so many turns per prompt, in the order in which sessions end."""
+    ended = sorted((n, i, session) for i, prompt in enumerate(sizes) for session, n in enumerate(prompt))
+    keys = [f"uid{i}_{session}_{turn}" for n, i, session in ended for turn in range(n)]
+    tags = [{"prompt_len": 40, "response_len": 9, "seq_len": 49 + int(key.rsplit("_", 1)[1])} for key in keys]
+    return KVBatchMeta(keys=keys, tags=tags, partition_id="train", extra_info={"temperature": 1.0})
+
+
+def steps_of(trainer: PrefixPPOTrainerSync, batch: KVBatchMeta, metrics: dict) -> list[list[str]]:
+    """Keys of each optimizer step of a training step, by what the trainer tells verl's workers."""
+    dp_size = len(trainer.actor_rollout_wg._query_dispatch_info("actor"))
+    balanced = trainer._balance_batch(batch, metrics)
+    balanced.extra_info["mini_batch_size"] = trainer.config.actor_rollout_ref.actor.ppo_mini_batch_size * 3
+    told = trainer._update_by_prompts(lambda batch: batch.extra_info["mini_batch_size"], balanced)
+    return mini_batches(balanced, dp_size, told)
 
 
 def build_batch(sizes: list[int]) -> KVBatchMeta:
@@ -161,6 +190,66 @@ def test_sessions_with_several_rows_and_other_prompts_stay_in_one_mini_batch():
     batch = KVBatchMeta(keys=keys, tags=tags, partition_id="train", extra_info={})
     balanced = build_trainer(2, 4, [0, 1])._balance_batch(batch, {})
     assert whole(mini_batches(balanced, dp_size=2, mini_batch_size=8), 4)
+
+
+@pytest.mark.parametrize("dp_size", [1, 2, 4])
+def test_mini_batches_of_prompts_are_as_many_as_without_turns_and_hold_whole_prompts(transfer_queue, dp_size):
+    sizes = [[1, 4, 2], [3, 3, 3], [5, 1, 1], [2, 2], [4, 4, 4], [1], [2, 3, 5], [3, 1, 4]]  # 58 rows
+    metrics, batch = {}, turns(sizes)
+    keys = list(batch.keys)
+    cut = steps_of(trainer_of_prompts(8, 4, dp_size), batch, metrics)
+    assert len(cut) == 2 and len({len(rows) for rows in cut}) == 1 and metrics["prefix/split_groups"] == 0
+    assert sorted(key for rows in cut for key in rows) == sorted(keys + transfer_queue)
+    for rows in cut:
+        for prompt in {uid(key) for key in rows if key not in transfer_queue}:
+            assert sum(uid(key) == prompt for key in rows) == sum(sizes[int(prompt.removeprefix("uid"))])
+    assert len(transfer_queue) <= 2 * dp_size, "rows are balanced"
+    trainer = trainer_of_prompts(8, 4, dp_size)
+    trainer.parameter_sync_step = 2  # batches of an async step, of half its prompts
+    assert len(steps_of(trainer, turns(sizes[:4]), {})) == 1
+    # By rows they are 5, and some prompts lie in several.
+    metrics, trainer = {}, build_trainer(4, 3, [*range(dp_size)])
+    cut = mini_batches(trainer._balance_batch(turns(sizes), metrics), dp_size, mini_batch_size=12)
+    assert len(cut) == 5 and metrics["prefix/split_groups"] > 0
+
+
+def test_every_rank_has_whole_micro_batches_of_a_mini_batch_of_prompts(transfer_queue):
+    trainer = trainer_of_prompts(4, 2, 2, use_dynamic_bsz=False, ppo_micro_batch_size_per_gpu=6)
+    cut = steps_of(trainer, turns([[3, 3, 3]] * 4), {})
+    assert [len(rows) for rows in cut] == [24, 24]
+    trainer.use_critic, trainer.config.critic = True, {"ppo_mini_batch_size": 3}  # of 9 rows: the step has a multiple
+    assert [len(rows) for rows in steps_of(trainer, turns([[3, 3, 3]] * 4), {})] == [36, 36]
+
+
+def test_a_prompt_with_over_twice_an_even_share_is_cut_between_sessions_and_a_session_only_where_it_has_that():
+    assert whole_prompts("a" * 7 + "b", "1112223" + "1", 2) == ([[*range(7)], [7]], 0), "at most twice"
+    (first, second), num_torn = whole_prompts("a" * 12 + "b", "111122223333" + "1", 2)
+    assert (first, second, num_torn) == ([*range(12)], [12], 0)
+    cut, num_torn = whole_prompts("a" * 12 + "bc", "111122223333" + "11", 4)  # an even share is 4
+    assert sorted(map(sorted, cut)) == [[*range(8)], [8, 9, 10, 11], [12], [13]] and num_torn == 1
+    cut, num_torn = whole_prompts("a" * 12 + "bc", "1" * 12 + "11", 4)
+    assert sorted(map(sorted, cut)) == [[*range(8)], [8, 9, 10, 11], [12], [13]] and num_torn == 1
+    assert whole_prompts("aab", "111", 4) == ([[0, 1], [2]], 0), "a mini-batch without a row has no loss"
+
+
+@pytest.mark.parametrize(
+    ("by", "sizes", "told"),
+    [
+        ("rows", [[2, 2, 2]] * 4, 1),
+        ("rows", [[1, 1, 1]] * 4, 0),  # one row a session
+        (None, [[2, 2, 2]] * 4, 0),  # another engine
+        ("prompts", [[2, 2, 2]] * 4, 0),
+    ],
+)
+def test_what_mini_batches_of_prompts_would_save_is_said_once(transfer_queue, caplog, by, sizes, told):
+    trainer = trainer_of_prompts(4, 2, 1)
+    trainer._by = by
+    for _ in range(2):
+        trainer._balance_batch(turns(sizes), {})
+    assert len(caplog.records) == told
+    if told:
+        assert "24 rows of 12 sessions make 4 optimizer steps" in caplog.text
+        assert "actor_rollout_ref.actor.prefix.mini_batches=prompts makes 2 steps" in caplog.text
 
 
 def test_metrics_are_verls_balance_plus_one_of_ours():

@@ -30,6 +30,7 @@ CHOICES = {
     "schedule": SCHEDULES,
     "exchange": ("auto", "off"),
     "trees": ("uid", "batch", "off"),
+    "mini_batches": ("rows", "prompts"),
     "keep_attention": ("auto", "off"),
     "attention": ("auto", "cpu", "flash_attn", "aten", "reference"),
     "verify_action": ("raise", "fallback"),
@@ -51,7 +52,8 @@ def _refuse(wrong: object, message: str) -> None:
 
 def check_driver(config: DictConfig) -> None:
     """Refuses drivers of verl's that no test could run with this engine, since their weights travel by NCCL and the
-    like. They are known by a `rollout` at the top of their config; fully_async_policy has nothing validated.
+    like, and those that do not make the mini-batches that are asked for. The former are known by a `rollout` at the top
+    of their config; fully_async_policy has nothing validated.
 
     Raises:
         ValueError: naming what to set.
@@ -62,6 +64,15 @@ def check_driver(config: DictConfig) -> None:
         f"model_engine=prefix was never run by verl.experimental.{name}, which gives the rollout GPUs of its own "
         "(rollout.nnodes); set model_engine=dp, or use verl.trainer.main_ppo with "
         "trainer.v1.trainer_mode=separate_async (or prefix_separate_async)",
+    )
+    key = "actor_rollout_ref.actor.prefix.mini_batches"
+    by, mode = OmegaConf.select(config, key), OmegaConf.select(config, "trainer.v1.trainer_mode")
+    is_ours = OmegaConf.select(config, "trainer.use_v1") and str(mode).startswith("prefix_")
+    _refuse(
+        by == "prompts" and not is_ours,
+        f"{key}=prompts with trainer.use_v1={OmegaConf.select(config, 'trainer.use_v1')} and trainer.v1.trainer_mode="
+        f"{mode}: verl's own trainers count rows; set trainer.use_v1=true and trainer.v1.trainer_mode=prefix_sync (or "
+        f"prefix_colocate_async, prefix_separate_async), or {key}=rows",
     )
 
 
@@ -80,6 +91,7 @@ class PrefixConfig(BaseConfig):
     schedule: str = "auto"
     exchange: str = "auto"
     trees: str = "uid"
+    mini_batches: str = "rows"
     wave_tokens: int | None = None
     logits_chunk: int = 4096
     offload: bool = False

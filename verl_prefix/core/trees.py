@@ -65,7 +65,7 @@ def group_trees(
     lens = [b - a for a, b in pairwise(offsets)]
     live = [row for row, length in enumerate(lens) if length > prompt_lens[row]]
     ends = {row: [*sorted({n for n in cuts[row] if 0 < n < lens[row] - 1}), lens[row] - 1] for row in live}
-    hashes = _Hashes(tokens, offsets)
+    hashes = Hashes(tokens, offsets)
     strands: list[Strand] = []
     forks: dict[int, Fork] = {}
     at = {Fork(-1, 0): live}
@@ -121,7 +121,7 @@ def _chained(strands: Sequence[Strand], forks: dict[int, Fork]) -> tuple[list[St
     return joined, {row: fork._replace(strand=place[fork.strand]) for row, fork in forks.items()}
 
 
-class _Hashes:
+class Hashes:
     """Hashes of the first tokens of rows: sums of a random number per token and place, modulo 2^64."""
 
     def __init__(self, tokens: torch.Tensor, offsets: Sequence[int]) -> None:
@@ -134,7 +134,7 @@ class _Hashes:
     def of(self, rows: Sequence[int], ends: Sequence[int] | int) -> torch.Tensor:
         """[n] int64, of the first `end` + 1 tokens of each of n rows."""
         starts = self.starts[torch.tensor(rows, dtype=torch.int64)]
-        return self.sums[starts + torch.as_tensor(ends) + 1] - self.sums[starts]
+        return self.sums[starts + torch.as_tensor(ends, dtype=torch.int64) + 1] - self.sums[starts]
 
     def check(self, rows: Sequence[int], other: int, start: int, end: int) -> None:
         """Raises RuntimeError where one of `rows`, which have the hash of row `other`, has another of tokens

@@ -3,7 +3,7 @@
     rank 0: a0 b0 c0 d0  ->  a0 a1 d0 d1      verl's trainers spread a prompt's rows over ranks; where a row is computed
     rank 1: a1 b1 c1 d1      b0 b1 c0 c1      changes neither sums over ranks nor what the row gives back
 
-Fourteen collectives at most, of tensors alone, by all ranks that compute data in parallel. What a rank does between two
+Sixteen collectives at most, of tensors alone, by all ranks that compute data in parallel. What a rank does between two
 of them is followed by one that says whether every rank got through (`together`), so that an error on one is an error on
 all, and nobody waits.
 """
@@ -31,7 +31,7 @@ from verl_prefix.auto.shape import ModelShape
 from verl_prefix.core.groups import Group
 from verl_prefix.engine.protocol import Engine
 from verl_prefix.engine.row_bytes import Row, RowBytes
-from verl_prefix.engine.row_table import COLUMNS, AllRows, describe
+from verl_prefix.engine.row_table import AllRows, describe, describe_pieces
 from verl_prefix.engine.rows import NO_TREES, PIXELS, Trees, group_rows, row_keys, uids_of
 from verl_prefix.models.vision import PIXEL_NAMES
 from verl_prefix.versions import warn_once
@@ -163,10 +163,16 @@ class _Routes:
             compatible = layouts[0] == -layouts[1]
             if not compatible:
                 logger.warning("prefix.exchange: the ranks' batches have different fields, so that rows stay")
-            self._all = self._gather(table, most)
+            self._all = AllRows(self._gather(table, most))
             self.are_cut = trees.are_cut(self._all.uids, self._all.keys)
+            pieces: list[torch.Tensor] = []
+            if self.are_cut:
+                with self._together("describing turns", 1) as agreed:
+                    own = describe_pieces(data, shape, trees)
+                    agreed += [len(own)]
+                pieces = self._gather(own, agreed[0])
             with self._together("placing rows", 2) as agreed:
-                agreed += _same(self._place(compatible))
+                agreed += _same(self._place(compatible, pieces))
         if agreed[0] != -agreed[1]:
             raise ExchangeError(
                 "ranks placed the same rows differently; install the same version of verl_prefix on every node, or set "
@@ -211,20 +217,21 @@ class _Routes:
         yield
         self.metrics["timing_s/prefix_exchange"] += time.perf_counter() - start
 
-    def _gather(self, table: torch.Tensor, most: int) -> AllRows:
-        """Shares what ranks know: each sends its table behind a row that has its count, and as long as that of the rank
+    def _gather(self, table: torch.Tensor, most: int) -> list[torch.Tensor]:
+        """The tables of all ranks: each sends its own behind a row that has its count, and as long as that of the rank
         with `most` rows."""
-        padded = torch.zeros(most + 1, COLUMNS, dtype=torch.int64)
+        padded = torch.zeros(most + 1, table.shape[1], dtype=torch.int64)
         padded[0, 0], padded[1 : len(table) + 1] = len(table), table
         every = torch.empty(self._size, *padded.shape, dtype=torch.int64, device=self._device)
         dist.all_gather(list(every), padded.to(self._device), group=self._group)
-        return AllRows([one[1 : one[0, 0] + 1] for one in every.cpu()])
+        return [one[1 : one[0, 0] + 1] for one in every.cpu()]
 
-    def _place(self, compatible: bool) -> list[int]:
-        """The rank of every row of all ranks; where ranks cannot read each other's rows, each stays."""
+    def _place(self, compatible: bool, pieces: Sequence[torch.Tensor]) -> list[int]:
+        """The rank of every row of all ranks, which `pieces` are of where they are turns; where ranks cannot read each
+        other's rows, each stays."""
         rows, me, first = self._all, self._rank, self._all.starts[self._rank]
         if compatible:
-            placement = rows.place_turns(self._size) if self.are_cut else rows.place(self._size)
+            placement = rows.place_turns(self._size, pieces) if self.are_cut else rows.place(self._size)
         else:
             placement = describe_rows(rows.keys, rows.prefix_costs, rows.suffix_costs, rows.ranks, self._size)
         homes = placement.ranks

@@ -1,7 +1,7 @@
 """One mini-batch on its way through the schedule: rows in; verl's outputs, losses and metrics of every pass out."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import Any, NamedTuple
 
 import torch
@@ -108,8 +108,12 @@ def even_out(metrics: dict[str, object], num_passes: int) -> None:
             metric.extend([filler] * (num_passes - len(metric.values)))
 
 
-def plan_metrics(groups: Sequence[Group], plan: Plan, schedule: Schedule) -> dict[str, float]:
-    """This rank's prefix/* metrics of one mini-batch."""
+def plan_metrics(
+    groups: Sequence[Group], plan: Plan, schedule: Schedule, padding: Set[int] = frozenset()
+) -> dict[str, float]:
+    """This rank's prefix/* metrics of one mini-batch, in which `padding` rows share nothing."""
+    groups = [group for group in groups if padding.isdisjoint(group.rows)]
+    passes = [group for one in plan.passes for group in one.groups if padding.isdisjoint(group.rows)]
     num_logical = sum(group.num_logical_tokens for group in groups)
     shared = [group for group in groups if group.is_shared]
     peak = schedule.meter.phase_b_peak
@@ -119,7 +123,7 @@ def plan_metrics(groups: Sequence[Group], plan: Plan, schedule: Schedule) -> dic
         "prefix/groups": len(shared),
         "prefix/stock_rows": sum(len(group.rows) for group in groups if not group.is_shared),
         "prefix/tree_depth": max((len([*group.path(fork)]) for group in groups for fork in group.forks), default=0),
-        "prefix/tokens_saved": num_logical - plan.num_physical_tokens,
+        "prefix/tokens_saved": num_logical - sum(group.num_physical_tokens for group in passes),
         "prefix/recomputed_groups": plan.split_groups,
         "prefix/packed_passes": len(plan.packed),
         "prefix/waves": len(plan.waves),

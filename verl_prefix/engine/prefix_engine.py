@@ -33,7 +33,7 @@ from verl_prefix.engine.loss import LossFunction, mode_of_verls_loss
 from verl_prefix.engine.mini_batch import MiniBatch, even_out, plan_metrics
 from verl_prefix.engine.out_of_memory import out_of_memory_advice
 from verl_prefix.engine.paths import Paths, Stock, pass_budget
-from verl_prefix.engine.rows import Trees
+from verl_prefix.engine.rows import Trees, padding_rows
 from verl_prefix.engine.step_metrics import GROUP_TOKENS, StepMetrics
 from verl_prefix.engine.stock_path import StockPath
 from verl_prefix.engine.trace_writer import open_trace
@@ -101,8 +101,10 @@ class PrefixFSDPEngine(StockPath):
             )
         self._saw_waves |= "prefix/phase_b_peak_gib" in of_plan
         output["model_output"] = exchange.give_back(output["model_output"])
-        if not custom_loss:  # under which rows stay on their ranks, and those of the log-probs before did not
-            metrics[GROUP_TOKENS] = sum(group.num_physical_tokens for group in groups)
+        # A custom loss keeps rows on their ranks, which those of the log-probs before left; prompts are cut on purpose.
+        if not custom_loss and self.prefix_config.mini_batches == "rows":
+            padding = padding_rows(rows)
+            metrics[GROUP_TOKENS] = sum(g.num_physical_tokens for g in groups if padding.isdisjoint(g.rows))
         return output, metrics | of_plan
 
     def run_plan(
@@ -132,7 +134,9 @@ class PrefixFSDPEngine(StockPath):
         output = postprocess_batch_func(*mini_batch.outputs(plan), data=data)
         even_out(output["metrics"], len(plan.packed) + len(plan.waves))
         assert isinstance(schedule.model, HookedModel)
-        metrics = plan_metrics(groups, plan, schedule) | schedule.model.expert_loads.metrics(self.reduce_sum)
+        metrics = plan_metrics(groups, plan, schedule, padding_rows(data)) | schedule.model.expert_loads.metrics(
+            self.reduce_sum
+        )
         return output, metrics | {"prefix/nonfinite_passes": mini_batch.num_not_finite}
 
     def _prepared(self, data: TensorDict) -> TensorDict:
@@ -176,7 +180,11 @@ class PrefixFSDPEngine(StockPath):
         return torch.autocast(device_type=get_device_name(), dtype=self._autocast_dtype)
 
     def train_batch(self, data: TensorDict, loss_function: LossFunction) -> dict[str, Any]:
-        """One optimizer step, as verl's; recorded first where `prefix.trace_dir` says so."""
+        """One optimizer step, as verl's; recorded first where `prefix.trace_dir` says so. Losses that are means over
+        rows are over those of the mini-batch, where verl's number of them is n per prompt, and padding."""
+        if self.prefix_config.mini_batches == "prompts":
+            (rows,) = self.reduce_sum([len(data) - len(padding_rows(data))])
+            tu.assign_non_tensor(data, global_batch_size=int(rows) // self.ulysses_sequence_parallel_size)
         if self._trace is not None:
             self._trace.record(data, loss_function, self.reduce_max)
         with self._kept_attention.update():

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
 import torch
 from tensordict import TensorDict
 from verl.utils import tensordict_utils as tu
@@ -15,10 +16,12 @@ from verl.utils import tensordict_utils as tu
 from verl_prefix.auto.placement import Placement, fill_empty_ranks, place_rows, row_cost
 from verl_prefix.auto.shape import ModelShape
 from verl_prefix.core.groups import rows_by_key
-from verl_prefix.engine.rows import PIXELS, row_keys, row_lens, uids_of
+from verl_prefix.core.trees import Hashes, mix
+from verl_prefix.engine.rows import PIXELS, Trees, row_cuts, row_keys, row_lens, uids_of
 from verl_prefix.models.vision import num_patches
 
 COLUMNS = 8
+LAST_CUTS = 8  # of a row that others hear of: more than the messages that a turn adds
 
 
 def describe(data: TensorDict, shape: ModelShape) -> torch.Tensor:
@@ -43,6 +46,40 @@ def _digest(name: str) -> int:
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little", signed=True)
 
 
+def describe_pieces(data: TensorDict, shape: ModelShape, trees: Trees) -> torch.Tensor:
+    """int64 [pieces, 3] of what rows of turns are made of: the row, 64 bits that name the piece, and its cost as the
+    bits of a double; none of a row without a response.
+
+    A piece is what lies between two cuts, and named by all tokens up to its end. Of a long row all between the first
+    cut (the system prompt's) and the last ones is one piece: rows of earlier turns have it in several, of which the
+    last has its name, and costs less. The logits of a response are a piece, too.
+    """
+    cost = functools.cache(functools.partial(row_cost, shape))
+    rows: list[int] = []
+    ends: list[int] = []
+    costs: list[float] = []
+    for row, (prompt_len, response_len, cuts) in enumerate(zip(*row_lens(data), row_cuts(data, trees), strict=True)):
+        if response_len:
+            end = prompt_len + response_len - 1
+            places = sorted({n for n in cuts if 0 < n < prompt_len})
+            places = [*places[:1], *places[1:][-LAST_CUTS:], end]
+            upto = [cost(n, 0)[0] for n in places]
+            logits = sum(cost(prompt_len - 1, response_len)) - upto[-1]
+            ends += [*places, end]
+            rows += [row] * (len(places) + 1)
+            costs += [*(after - before for before, after in itertools.pairwise([0.0, *upto])), logits]
+    names = Hashes(mix(data["input_ids"].values().cpu()), data["input_ids"].offsets().tolist()).of(rows, ends)
+    of_row = torch.tensor(rows, dtype=torch.int64)
+    is_last = torch.cat([of_row.diff(), torch.ones(min(len(rows), 1), dtype=torch.int64)]) > 0
+    bits = torch.tensor(costs, dtype=torch.float64).view(torch.int64)
+    return torch.stack([of_row, torch.where(is_last, ~names, names), bits], 1)
+
+
+def _named(owners: np.ndarray, digests: np.ndarray) -> np.ndarray:
+    """Names of what owners have by these digests: one per owner and digest."""
+    return digests ^ mix(torch.from_numpy(owners)).numpy()
+
+
 class AllRows:
     """Columns of all ranks' tables, rank after rank, in lists of one item per row; `starts`: first row of each rank,
     and the end.
@@ -65,25 +102,39 @@ class AllRows:
         args = self.keys, self.prefix_costs, self.suffix_costs, self.ranks, num_ranks
         return place_rows(*args, self.has_pixels)
 
-    def place_turns(self, num_ranks: int) -> Placement:
+    def place_turns(self, num_ranks: int, pieces: Sequence[torch.Tensor]) -> Placement:
         """Each uid on one rank, or where balance needs it its sessions on several, all rows of a session on one; but
         where sessions are fewer than ranks, a rank without any has one row of others.
 
-        To `place_rows` a session is one row: its prefix is the uid's shortest prompt, which all sessions begin with,
-        and its suffix what the session's longest prompt has beyond that, and all its responses. Where rows have pixels
-        a uid's sessions stay together, since one row holds those of others, on any rank: rows bring them.
+        To `place_rows` a session is one row. Its prefix is what all sessions of the uid have, its suffix what else it
+        has, each piece of tokens once. Where rows have pixels a uid's sessions stay together, since one row holds those
+        of others, on any rank: rows bring them.
+
+        Args:
+            pieces: of each rank's rows, as `describe_pieces` makes them.
         """
-        units = self.uids if any(self.has_pixels) else self.sessions
-        sessions = list(rows_by_key(units).values())
-        trunks = {uid: min(self.prefix_costs[row] for row in rows) for uid, rows in rows_by_key(self.uids).items()}
-        longest = [max(rows, key=lambda row: self.prefix_costs[row]) for rows in sessions]
-        uids = [self.uids[row] for row in longest]
-        suffixes = [
-            self.prefix_costs[row] - trunks[uid] + sum(self.suffix_costs[i] for i in rows)
-            for row, uid, rows in zip(longest, uids, sessions, strict=True)
-        ]
-        ranks = [self.ranks[row] for row in longest]
-        placement = place_rows(uids, [trunks[uid] for uid in uids], suffixes, ranks, num_ranks)
+        sessions = list(rows_by_key(self.uids if any(self.has_pixels) else self.sessions).values())
+        uids = list(rows_by_key(self.uids[rows[0]] for rows in sessions).values())  # each one's sessions
+        session_of, uid_of = np.empty(len(self.keys), np.int64), np.empty(len(sessions), np.int64)
+        for names, members in ((session_of, sessions), (uid_of, uids)):
+            for number, places in enumerate(members):
+                names[places] = number
+
+        shifted = [one + torch.tensor([start, 0, 0]) for start, one in zip(self.starts, pieces, strict=False)]
+        row, digest, bits = torch.cat(shifted).T.contiguous().numpy()
+        found, first, same = np.unique(_named(session_of[row], digest), return_index=True, return_inverse=True)
+        costs = np.full(len(found), np.inf)
+        np.minimum.at(costs, same, bits.view(np.float64))
+        session, digest = session_of[row[first]], digest[first]
+        of_uid = uid_of[session]
+        _, same, count = np.unique(_named(of_uid, digest), return_inverse=True, return_counts=True)
+        num_sessions = np.array([len(one) for one in uids])[of_uid]
+        is_trunk = count[same] == num_sessions
+        trunks = np.bincount(of_uid, np.where(is_trunk, costs / num_sessions, 0.0), len(uids))
+        own = np.bincount(session, np.where(is_trunk, 0.0, costs), len(sessions))
+
+        ranks = [self.ranks[rows[0]] for rows in sessions]
+        placement = place_rows(uid_of.tolist(), trunks[uid_of].tolist(), own.tolist(), ranks, num_ranks)
         of_row = {row: home for home, rows in zip(placement.ranks, sessions, strict=True) for row in rows}
         homes = [of_row[row] for row in range(len(self.keys))]
         visual = {row for row, has in enumerate(self.has_pixels) if has}

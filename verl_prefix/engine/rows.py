@@ -69,6 +69,11 @@ def row_keys(data: TensorDict) -> list[bytes]:
     return keys
 
 
+def padding_rows(data: TensorDict) -> set[int]:
+    """Rows that verl's v1 trainer adds, which its padding_utils name (their uid is no UUID) and no loss reads."""
+    return {row for row, uid in enumerate(tu.get(data, "uid", ())) if str(uid).startswith("pad")}
+
+
 def uids_of(data: TensorDict, keys: Sequence[Hashable]) -> list[str]:
     """verl's prompt ids; without them rows have their prompts', by `row_keys`."""
     return [str(uid) for uid in tu.get(data, "uid", keys)]
@@ -97,9 +102,15 @@ def group_rows(data: TensorDict, keys: Sequence[Hashable], trees: Trees, are_cut
         groups.append(Group(tuple(rows), prompt_lens[rows[0]] - 1, tuple(response_lens[row] for row in rows)))
     if not are_cut:
         return groups
-    places = zip(message_ends(prompts, trees.ends), prompt_lens, strict=True)
-    cuts = [cuts_at(ends, prompt_len) for ends, prompt_len in places]
-    return group_trees(_tree_tokens(data, keys, trees), data["input_ids"].offsets().tolist(), prompt_lens, cuts)
+    tokens, offsets = _tree_tokens(data, keys, trees), data["input_ids"].offsets().tolist()
+    return group_trees(tokens, offsets, prompt_lens, row_cuts(data, trees))
+
+
+def row_cuts(data: TensorDict, trees: Trees) -> list[list[int]]:
+    """Where each row is cut that is a turn: see `core.trees.cuts_at`."""
+    prompt_lens, _ = row_lens(data)
+    prompts = [row[:n] for row, n in zip(data["input_ids"].unbind(), prompt_lens, strict=True)]
+    return [cuts_at(ends, n) for ends, n in zip(message_ends(prompts, trees.ends), prompt_lens, strict=True)]
 
 
 def _tree_tokens(data: TensorDict, keys: Sequence[Hashable], trees: Trees) -> torch.Tensor:

@@ -11,6 +11,8 @@ import torch
 from tensordict import TensorDict
 from verl.utils import tensordict_utils as tu
 
+from verl_prefix.engine.rows import padding_rows
+
 logger = logging.getLogger(__name__)
 
 # Each rank counts its own: their sum.
@@ -59,7 +61,9 @@ class StepMetrics:
         """
         step = {} if forward_only else self._step
         totals = {name: float(value) for name, value in metrics.items() if name in _SUMS or name in MOST}
-        for name, value in (totals | {_TOKENS: float(data["input_ids"].offsets()[-1]) - len(data)}).items():
+        lens = data["input_ids"].offsets().diff().tolist()
+        tokens = sum(lens) - len(lens) - sum(lens[row] - 1 for row in padding_rows(data))
+        for name, value in (totals | {_TOKENS: tokens}).items():
             step[name] = step.get(name, 0.0) + value
         reported = {name: value for name, value in metrics.items() if name not in totals}
         if forward_only:
@@ -90,8 +94,8 @@ class StepMetrics:
         if tokens and total[_TOKENS] == whole[_TOKENS] and torn > _TORN * tokens and torch.distributed.get_rank() == 0:
             logger.warning(
                 "prefix: prompts whose rows lie in several mini-batches are computed in each: %d tokens more than %d "
-                "at this step (+%.0f%%). Set trainer.v1.trainer_mode=prefix_sync (prefix_colocate_async, "
-                "prefix_separate_async), which keeps a prompt's rows in one mini-batch. Where it is set and an agent "
-                "loop returns a row per turn, multiply actor.ppo_mini_batch_size by the turns: it counts rows",
+                "at this step (+%.0f%%). What keeps a prompt's rows in one mini-batch: trainer.v1.trainer_mode="
+                "prefix_sync (prefix_colocate_async, prefix_separate_async), and where an agent loop returns a row per "
+                "turn also actor_rollout_ref.actor.prefix.mini_batches=prompts",
                 torn, tokens, 100 * torn / tokens,
             )  # fmt: skip

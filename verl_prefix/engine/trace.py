@@ -30,7 +30,7 @@ FIELDS = (
     "prompts", "responses", "input_ids", "position_ids", "loss_mask", "response_mask", "old_log_probs", "advantages",
 )  # fmt: skip
 SECTIONS = ("model", "engine", "optimizer", "loss")  # of the manifest
-OPTIONAL = ("ref_log_prob", "rollout_is_weights", "rollout_log_probs", "temperature")
+OPTIONAL = ("ref_log_prob", "rollout_is_weights", "rollout_log_probs", "temperature", "session_id")
 
 
 class TraceError(ValueError):

@@ -191,7 +191,9 @@ def split_fields(data: TensorDict) -> tuple[dict[str, torch.Tensor], list[str] |
     data = _without_padding(data)
     for name in data.keys():
         value = data.get(name)
-        if isinstance(value, NonTensorData) and isinstance(value.data, bool | int | float | str | None):
+        if name == "session_id":  # of TransferQueue or not: a tensor, or a number per row
+            tensors[name] = torch.tensor([int(session) for session in tu.get(data, name)])
+        elif isinstance(value, NonTensorData) and isinstance(value.data, bool | int | float | str | None):
             flags[name] = value.data
         elif name in (*FIELDS, *OPTIONAL) and value.is_nested:
             tensors[name] = value.values().detach().cpu().clone()  # safetensors refuses aliases

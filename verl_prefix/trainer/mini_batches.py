@@ -5,7 +5,15 @@ verl hands rank r the r-th contiguous slice of the batch (`BatchData.chunk` in v
 one optimizer step. Rows of one prompt can be computed together only inside one.
 """
 
-from collections.abc import Hashable, Sequence
+from collections import Counter
+from collections.abc import Hashable, Iterable, Sequence
+
+
+def _members(keys: Iterable[Hashable]) -> dict[Hashable, list[int]]:
+    members: dict[Hashable, list[int]] = {}
+    for row, key in enumerate(keys):
+        members.setdefault(key, []).append(row)
+    return members
 
 
 def fill_mini_batches(keys: Sequence[Hashable | None], num_mini_batches: int) -> tuple[list[list[int]], int]:
@@ -18,9 +26,7 @@ def fill_mini_batches(keys: Sequence[Hashable | None], num_mini_batches: int) ->
         keys: group of each row, a multiple of `num_mini_batches`; None for a row that belongs to none (padding).
     """
     assert len(keys) % num_mini_batches == 0, "verl pads a batch first"
-    members: dict[Hashable, list[int]] = {}
-    for row, key in enumerate(keys):
-        members.setdefault(("filler", row) if key is None else ("group", key), []).append(row)
+    members = _members(("filler", row) if key is None else ("group", key) for row, key in enumerate(keys))
     size = len(keys) // num_mini_batches
     mini_batches: list[list[int]] = [[] for _ in range(num_mini_batches)]
     left: list[list[int]] = []
@@ -38,3 +44,33 @@ def fill_mini_batches(keys: Sequence[Hashable | None], num_mini_batches: int) ->
             rows = rows[room:]
     # In the order of their first rows: mini-batches of similarly long groups would train on short and long by turns.
     return sorted((sorted(rows) for rows in mini_batches), key=lambda rows: rows[:1]), len(left)
+
+
+def whole_prompts(
+    prompts: Sequence[Hashable], sessions: Sequence[Hashable], num_mini_batches: int
+) -> tuple[list[list[int]], int]:
+    """Row indices of each mini-batch, about equally many; and the number of prompts in more than one.
+
+    A prompt's rows stay together, the most numerous first, in the mini-batch with the fewest. Those of a prompt that
+    has over twice an even share are cut, between sessions where that is enough. Mini-batches are fewer where one would
+    have no rows.
+
+    Args:
+        prompts, sessions: of each row; a session's rows are in the order of its turns.
+    """
+    most = 2 * -(-len(prompts) // num_mini_batches)
+    pieces: list[list[int]] = []
+    for rows in _members(prompts).values():
+        pieces.append([])
+        for places in _members(sessions[row] for row in rows).values():
+            for start in range(0, len(places), most):
+                run = [rows[place] for place in places[start : start + most]]
+                if len(pieces[-1]) + len(run) > most:
+                    pieces.append([])
+                pieces[-1] += run
+    mini_batches: list[list[int]] = [[] for _ in range(min(num_mini_batches, len(pieces)))]
+    for piece in sorted(pieces, key=len, reverse=True):
+        min(mini_batches, key=len).extend(piece)
+    homes = {(prompts[row], i) for i, rows in enumerate(mini_batches) for row in rows}
+    num_torn = sum(n > 1 for n in Counter(prompt for prompt, _ in homes).values())
+    return mini_batches, num_torn

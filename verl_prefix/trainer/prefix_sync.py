@@ -7,6 +7,10 @@ mini-batch needs none of this: `model_engine=prefix` alone brings a prompt's row
 """
 
 import copy
+import functools
+import itertools
+import logging
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -21,12 +25,15 @@ from verl.trainer.ppo.v1.trainer_separate_async import PPOTrainerSeparateAsync
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 from verl.utils.seqlen_balancing import calculate_workload, get_seqlen_balanced_partitions, log_seqlen_unbalance
 
-from verl_prefix.trainer.mini_batches import fill_mini_batches
+from verl_prefix.trainer.mini_batches import fill_mini_batches, whole_prompts
 from verl_prefix.trainer.watchdog import Watchdog, stall_minutes
 from verl_prefix.versions import check_verl_version
 
+logger = logging.getLogger(__name__)
+
 TRAINER_MODE = "prefix_sync"
 MANAGER = "verl_prefix.engine.shared_pixels.SharedPixelsManager"
+MINI_BATCHES = "actor_rollout_ref.actor.prefix.mini_batches"
 
 
 class WholeGroups(PPOTrainer):
@@ -38,6 +45,9 @@ class WholeGroups(PPOTrainer):
     """
 
     mode: str
+    _by: str | None = None  # prefix.mini_batches; None: another engine's
+    _of_prompts: list[list[int]]  # rows of each mini-batch of the step, as they came, where that is prompts
+    _said = False  # what those would save
 
     def __init__(self, config: DictConfig) -> None:
         check_verl_version()
@@ -60,6 +70,7 @@ class WholeGroups(PPOTrainer):
         key = "actor_rollout_ref.rollout.agent.agent_loop_manager_class"
         if self.mode == "sync" and OmegaConf.select(config, key) is None and _only_we_read_pixels(config):
             OmegaConf.update(config, key, MANAGER, force_add=True)
+        self._by = OmegaConf.select(config, MINI_BATCHES)
         super().__init__(config)
 
     def init(self) -> None:
@@ -67,6 +78,14 @@ class WholeGroups(PPOTrainer):
         self._watchdog = Watchdog(stall_minutes() * 60)
         self._watchdog.enter("the start of workers and rollout servers")
         super().init()
+        if self._by == "prompts":
+            workers = self.actor_rollout_wg
+            workers.update_actor = functools.partial(self._update_by_prompts, workers.update_actor)
+
+    def _update_by_prompts(self, update: Callable[[KVBatchMeta], Any], batch: KVBatchMeta) -> Any:
+        """verl's update, in as many mini-batches as `_balance_batch` made; verl counts n rows a prompt."""
+        batch.extra_info["mini_batch_size"] = len(batch) // len(self._of_prompts)
+        return update(batch)
 
     def fit(self, agent_loop_manager: Any) -> None:
         self._watchdog.lost = _lost(getattr(agent_loop_manager, "agent_loop_workers", []))
@@ -108,11 +127,20 @@ class WholeGroups(PPOTrainer):
         describe the balanced order change.
         """
         arrived = {key: i for i, key in enumerate(batch.keys)}
+        if self._by == "prompts":
+            sessions = [key.rsplit("_", 1)[0] for key in batch.keys]
+            self._of_prompts, num_split = whole_prompts(_group_keys(batch), sessions, self._num_updates())
         batch = super()._balance_batch(batch, metrics, logging_prefix, keep_minibatch)
         dp_size = max(self.actor_rollout_wg._dispatch_info["actor"]) + 1
         order = sorted(range(len(batch)), key=lambda row: arrived.get(batch.keys[row], len(batch)))
-        keys = _group_keys(batch)
-        filled, num_split = fill_mini_batches([keys[row] for row in order], self._num_mini_batches(len(batch), dp_size))
+        if self._by == "prompts":
+            size, padding = len(batch) // len(self._of_prompts), itertools.count(len(arrived))
+            filled = [rows + [*itertools.islice(padding, size - len(rows))] for rows in self._of_prompts]
+        else:
+            keys = _group_keys(batch)
+            num = self._num_mini_batches(len(batch), dp_size)
+            filled, num_split = fill_mini_batches([keys[row] for row in order], num)
+            self._say_prompts([*arrived], num, num_split)
         seqlens = [tag["seq_len"] for tag in batch.tags]
         ranks: list[list[int]] = [[] for _ in range(dp_size)]
         for mini_batch in filled:
@@ -128,6 +156,22 @@ class WholeGroups(PPOTrainer):
         batch.reorder([row for rank in ranks for row in rank])
         return batch
 
+    def _get_required_batch_multiple(self, dp_size: int) -> int:
+        """verl's; with mini-batches of prompts as many rows as the batch will have, so that all have equally many, and
+        every rank whole micro-batches of them."""
+        if self._by != "prompts":
+            return super()._get_required_batch_multiple(dp_size)
+        num, actor = len(self._of_prompts), self.config.actor_rollout_ref
+        critics = self.config.critic.ppo_mini_batch_size * actor.rollout.n if self.use_critic else 1
+        micro_batches = (
+            (actor.actor.use_dynamic_bsz, actor.actor.ppo_micro_batch_size_per_gpu),
+            (actor.rollout.log_prob_use_dynamic_bsz, actor.rollout.log_prob_micro_batch_size_per_gpu),
+            (actor.ref.log_prob_use_dynamic_bsz, actor.ref.log_prob_micro_batch_size_per_gpu),
+        )
+        of_rank = math.lcm(*(rows for is_dynamic, rows in micro_batches if rows and not is_dynamic))
+        unit = math.lcm(dp_size * of_rank, critics // math.gcd(critics, num))
+        return num * unit * math.ceil(max(map(len, self._of_prompts)) / unit)
+
     def _update_actor(self, batch: KVBatchMeta, metrics: dict[str, float]) -> KVBatchMeta:
         """verl's update; it files the engine's metrics under `actor/`, ours go back to `prefix/` and `timing_s/`."""
         batch = super()._update_actor(batch, metrics)
@@ -137,6 +181,25 @@ class WholeGroups(PPOTrainer):
         # Those in several mini-batches, which the driver counts, and on several ranks, which the engine does.
         metrics["prefix/split_groups"] = metrics.get("prefix/split_groups", 0) + num_split
         return batch
+
+    def _num_updates(self) -> int:
+        """Optimizer steps of `ppo_mini_batch_size` prompts in a step."""
+        prompts = self.config.data.train_batch_size // self.parameter_sync_step
+        return math.ceil(prompts / self.config.actor_rollout_ref.actor.ppo_mini_batch_size)
+
+    def _say_prompts(self, keys: list[str], num: int, num_split: int) -> None:
+        """Says once what mini-batches of prompts would save, where rows are turns: `num` of these `keys` were made."""
+        sessions = {key.rsplit("_", 1)[0] for key in keys}
+        if self._by is None or self._said or len(keys) == len(sessions):
+            return
+        if num_split or num > self._num_updates():
+            self._said = True
+            logger.warning(
+                "prefix: %d rows of %d sessions make %d optimizer steps, since ppo_mini_batch_size counts rollout.n "
+                "rows a prompt; %d prompts lie in several and are computed in each. %s=prompts makes %d steps, with a "
+                "prompt's rows in one",
+                len(keys), len(sessions), num, num_split, MINI_BATCHES, self._num_updates(),
+            )  # fmt: skip
 
     def _num_mini_batches(self, num_rows: int, dp_size: int) -> int:
         """Mini-batches per rank that `train_mini_batch` (verl/workers/engine_workers.py) makes of `num_rows` rows."""

@@ -90,7 +90,7 @@ def build_engine(name: str, manifest: dict[str, Any]) -> Any:
         engine_config = FSDPEngineConfig(**engine)
     else:
         recorded = manifest["engine"].get("prefix") or {}
-        kept = ("logits_chunk", "attention", *(() if name == "packed" else ("wave_tokens",)))
+        kept = ("logits_chunk", "attention", "trees", *(() if name == "packed" else ("wave_tokens",)))
         # min_speedup 0: to compare stock with stock would hold, and say nothing.
         options = {key: recorded[key] for key in kept if key in recorded} | {"min_speedup": 0}
         # Off: this replay is the check, and a wrong engine is to be measured, not stopped.
