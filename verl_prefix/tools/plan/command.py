@@ -294,7 +294,7 @@ def _show_figures(report: dict[str, Any], console: Console) -> None:
 def _show_trees(report: dict[str, Any], console: Console) -> None:
     trees = Table(
         "prefix.trees", *(x for name in TIMINGS.values() for x in (f"tokens of {name}", "speed-up")), "added GiB",
-        title=f"rows of turns, {report['turns']:.3g} of a session, {report['updates']} updates of a step, schedule "
+        title=f"rows of turns, {report['turns']:.3g} of a session; updates of a step: {report['updates']}; schedule: "
         f"{report['schedule']}",
     )  # fmt: skip
     nothing = (str(report["tokens"]["logical"]), "1.00") * len(TIMINGS)

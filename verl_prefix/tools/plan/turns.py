@@ -5,22 +5,21 @@ numbers or as a run dumped them, and rows of one turn, whose prompts may begin a
 import json
 import math
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple
 
 import torch
+from tensordict import TensorDict
 from verl.trainer.ppo.padding_utils import SYNTHETIC_PADDING_SEQ_LEN
 from verl.utils import tensordict_utils as tu
 
 from verl_prefix.auto.shape import ModelShape
 from verl_prefix.core.groups import Group
-from verl_prefix.core.trees import cuts_at, group_trees, mix_rows
 from verl_prefix.engine.row_table import AllRows, describe
-from verl_prefix.engine.rows import Trees
-from verl_prefix.models.messages import message_ends
+from verl_prefix.engine.rows import Trees, group_rows
 from verl_prefix.testing.rollouts import turn_rollouts
 from verl_prefix.tools.plan.options import PlanError, Turns
 from verl_prefix.tools.plan.predict import NUM_ROWS, SEED, Sizes, Step
@@ -28,16 +27,16 @@ from verl_prefix.tools.plan.training_command import Prompt
 
 LEVELS = ("off", "uid", "batch")  # of prefix.trees, by what they share
 VOCAB = 1 << 30  # tokens that do not agree by chance
+END = -1  # of a message, whatever the tokenizer ends it with
 
 
 class Row(NamedTuple):
-    """Tokens of a prompt and its response; uid None: padding. cuts: see `group_trees`."""
+    """Tokens of a prompt and its response; uid None: padding."""
 
     uid: int | None
     session: int
     prompt: torch.Tensor
     response: torch.Tensor
-    cuts: list[int]
 
 
 @dataclass(frozen=True)
@@ -45,15 +44,19 @@ class TokenStep(Step):
     """A step whose rows share what `prefix.trees=over` says.
 
     Args:
-        table: the engine's, of all rows: see `row_table.describe`.
+        data: the rows as the engine gets them. table: its own of them, see `row_table.describe`.
+        found: groups of rows that were asked for before, by `over`.
     """
 
     rows: Sequence[Row] = ()
     over: str = "uid"
-    table: torch.Tensor = torch.empty(0)
+    data: TensorDict | None = None
+    table: torch.Tensor | None = None
+    found: dict[tuple[str, tuple[int, ...]], list[Group]] = field(default_factory=dict)
 
     def computed(self, ranks: list[list[int]], exchange: bool) -> list[list[Group]]:
-        """As in the engine's exchange."""
+        """As the engine's exchange and `rows.group_rows` make them."""
+        assert self.table is not None
         step, every = AllRows([self.table]), AllRows([self.table[rank] for rank in ranks])
         are_cut, homes = Trees(self.over).are_cut(step.uids, step.keys), every.ranks
         if exchange and len(ranks) > 1:
@@ -61,35 +64,22 @@ class TokenStep(Step):
         members: list[list[int]] = [[] for _ in ranks]
         for row, home in zip((row for rank in ranks for row in rank), homes, strict=True):
             members[home].append(row)
-        return [self._trees(rows) if are_cut else self._one_level(rows, step.keys) for rows in members]
+        return [self._groups(rows, step.keys, are_cut) for rows in members]
 
-    def _one_level(self, rows: Sequence[int], keys: Sequence[tuple[int, int]]) -> list[Group]:
-        members: dict[tuple[int, int], list[int]] = {}
-        for row in rows:
-            members.setdefault(keys[row], []).append(row)
-        return [
-            Group(tuple(same), self.prefixes[same[0]], tuple(self.suffixes[row] for row in same))
-            for same in members.values()
-        ]
-
-    def _trees(self, rows: Sequence[int]) -> list[Group]:
-        if not rows:
-            return []
-        some = [self.rows[row] for row in rows]
-        tokens = torch.cat([x for row in some for x in (row.prompt, row.response)])
-        offsets = [0, *accumulate(len(row.prompt) + len(row.response) for row in some)]
-        if self.over == "uid":
-            tokens = mix_rows(tokens, offsets, [-1 if row.uid is None else row.uid for row in some])
-        groups = group_trees(tokens, offsets, [len(row.prompt) for row in some], [row.cuts for row in some])
-        return [group.renumbered(dict(enumerate(rows))) for group in groups]
+    def _groups(self, rows: Sequence[int], keys: Sequence[tuple[int, int]], are_cut: bool) -> list[Group]:
+        asked = self.over, tuple(rows)
+        if asked not in self.found and rows:
+            some = tu.index_select_tensor_dict(self.data, list(rows))
+            groups = group_rows(some, [keys[row] for row in rows], Trees(self.over, frozenset({END})), are_cut)
+            self.found[asked] = [group.renumbered(dict(enumerate(rows))) for group in groups]
+        return self.found.get(asked, [])
 
 
 def token_step(size: Sizes, shape: ModelShape, rows: Sequence[Row], mini_batch_rows: int) -> TokenStep:
     """A step of these rows, padded as verl's v1 trainer pads them, to mini-batches of so many rows."""
-    pad, num_rows = SYNTHETIC_PADDING_SEQ_LEN - 1, len(rows)
-    missing = -num_rows % math.lcm(size.ranks, mini_batch_rows)
-    padding = Row(None, 0, torch.zeros(pad, dtype=torch.int64), torch.zeros(1, dtype=torch.int64), [pad - 1])
-    rows = [*rows, *(padding._replace(session=i) for i in range(missing))]
+    missing = -len(rows) % math.lcm(size.ranks, mini_batch_rows)
+    pad = torch.full((SYNTHETIC_PADDING_SEQ_LEN,), END)
+    rows = [*rows, *(Row(None, session, pad[:-1], pad[-1:]) for session in range(missing))]
     size = replace(size, mini_batches=len(rows) // mini_batch_rows)
 
     def jagged(tensors: list[torch.Tensor]) -> torch.Tensor:
@@ -99,11 +89,13 @@ def token_step(size: Sizes, shape: ModelShape, rows: Sequence[Row], mini_batch_r
     fields = {
         "prompts": jagged([row.prompt for row in rows]), "responses": jagged([row.response for row in rows]),
         "input_ids": jagged(whole), "position_ids": jagged([torch.arange(len(row)) for row in whole]),
-        "uid": [str(row.uid) for row in rows], "session_id": [row.session for row in rows],
+        "uid": ["pad" if row.uid is None else str(row.uid) for row in rows],
+        "session_id": [row.session for row in rows],
     }  # fmt: skip
+    data = tu.get_tensordict(fields, {"temperature": 1.0})
     return TokenStep(
         size, shape, [row.uid for row in rows], [len(row.prompt) - 1 for row in rows],
-        [len(row.response) for row in rows], rows=rows, table=describe(tu.get_tensordict(fields), shape),
+        [len(row.response) for row in rows], rows=rows, data=data, table=describe(data, shape),
     )  # fmt: skip
 
 
@@ -122,13 +114,15 @@ def made_up(
     priced = min(size.prompts, max(NUM_ROWS, mini_batch_rows) // of_prompt or 1)
     for uid, prompt in enumerate(Random(SEED).choices(prompts, k=priced)):
         ids = torch.tensor(prompt.ids)
-        (own,) = message_ends([ids], ends)
+        ids[torch.isin(ids, torch.tensor(sorted(ends), dtype=torch.int64))] = END
         for session in range(size.rollouts):
             say = turns.say if turns.turns > 1 else next(responses)
             seed = len(rows)
             made = turn_rollouts(ids, 1, turns.turns, turns.thinking, say, turns.tool, VOCAB, seed)
             for row, response, cuts in zip(made.prompts, made.responses, made.cuts or (), strict=True):
-                rows.append(Row(uid, session, row, response, cuts_at([*own, *(n + 1 for n in cuts[1:])], len(row))))
+                if len(cuts) > 1:
+                    row[cuts[1:]] = END
+                rows.append(Row(uid, session, row, response))
     return token_step(size, shape, rows, mini_batch_rows)
 
 
@@ -144,9 +138,8 @@ def read_dump(folder: str, tokenizer: Any) -> Dump | None:
     """The rows of `trainer.rollout_data_dir`, as verl's v1 trainer writes them; None where none has a session with
     several rows, or none is named.
 
-    verl decodes tokens without special ones: texts are tokenized again, and lack a few tokens per message, the ends of
-    messages among them. Rows are cut where texts of prompts part instead, which is there, or where both go on alike a
-    little longer.
+    verl decodes tokens without special ones: texts are tokenized again, and lack a few tokens per message. The ends of
+    messages, which are among them, are taken to be where rows part: there, or a few tokens behind.
 
     Raises:
         PlanError: the files are not what verl writes.
@@ -174,9 +167,10 @@ def read_dump(folder: str, tokenizer: Any) -> Dump | None:
     lens = [max(1, min(len(prompt), len(ids))) for prompt, ids in zip(prompts, tokens, strict=True)]
     partings = where_rows_part(tokens)
     shared = min((ends[0] for ends in partings if ends), default=0)
-    cuts = [cuts_at([n for n in ends if 0 < n <= length], length) for ends, length in zip(partings, lens, strict=True)]
-    columns = zip(tokens, lens, cuts, (session for rows in found.values() for session, *_ in rows), strict=True)
-    made = iter(Row(0, session, ids[:n], ids[n:], places) for ids, n, places, session in columns)
+    for ids, places in zip(tokens, partings, strict=True):
+        ids[[n - 1 for n in places if n]] = END
+    columns = zip(tokens, lens, (session for rows in found.values() for session, *_ in rows), strict=True)
+    made = iter(Row(0, session, ids[:n], ids[n:]) for ids, n, session in columns)
     return Dump([[next(made) for _ in rows] for rows in found.values()], shared)
 
 
@@ -213,7 +207,7 @@ def of_dump(size: Sizes, shape: ModelShape, dump: Dump, mini_batch_rows: int) ->
         kept = sorted({row.session for row in of_uid})[: size.rollouts]
         for row in of_uid:
             if row.session in kept:
-                prompt, response = row.prompt.clone(), row.response + again * VOCAB
-                prompt[dump.shared :] += again * VOCAB
-                rows.append(Row(uid, row.session, prompt, response, row.cuts))
+                prompt, response = (torch.where(x == END, x, x + again * VOCAB) for x in (row.prompt, row.response))
+                prompt[: dump.shared] = row.prompt[: dump.shared]
+                rows.append(row._replace(uid=uid, prompt=prompt, response=response))
     return token_step(size, shape, rows, mini_batch_rows)
