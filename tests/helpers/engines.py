@@ -72,8 +72,6 @@ def _turns(
 
 def _batch(rank: int, vocab: int, options: dict):
     """Ragged random rows in verl's jagged form; rows of a group are not neighbours."""
-    from verl.utils import tensordict_utils as tu
-
     generator = torch.Generator().manual_seed(100 + rank)
     rows = []
     groups = options.get("groups")  # of this rank, if not as `_lens`
@@ -108,7 +106,12 @@ def _batch(rank: int, vocab: int, options: dict):
             if options.get("masked") == ("last" if i % 3 == 2 else "answers"):
                 mask[:] = 0
     order = torch.randperm(len(rows), generator=generator).tolist()
-    rows, sessions = ([column[i] for i in order] for column in (rows, sessions))
+    return as_batch([rows[i] for i in order], [sessions[i] for i in order], options, generator)
+
+
+def as_batch(rows: list, sessions: list[int], options: dict, generator: torch.Generator):
+    """Rows (uid, prompt, response, loss mask) in verl's jagged form, or padded, with what losses read of them."""
+    from verl.utils import tensordict_utils as tu
 
     def nested(tensors):
         return torch.nested.as_nested_tensor(list(tensors), layout=torch.jagged)

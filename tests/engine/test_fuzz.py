@@ -1,0 +1,257 @@
+"""Random batches through PrefixFSDPEngine and, row by row, through verl's stock fsdp2 engine: gloo ranks, fp32.
+
+    make fuzz BATCHES=1000 SEED=1
+
+draws so many (here 60) and writes what it saw to outputs/fuzz.json. A failure is shrunk by hypothesis, which prints the
+case: paste it into `CASES`. Not drawn: images, CUDA, several nodes.
+"""
+
+import json
+import os
+from collections import Counter
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+from engines import TOLERANCE, _engine, _loss, _responses, as_batch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from shared_models import OURS, SharedModels
+from torch.distributed import get_rank, get_world_size
+from whole_tensors import whole
+
+from verl_prefix.testing import write_tiny_model
+
+BATCHES = int(os.environ.get("FUZZ_BATCHES", 60))
+REPORT = os.environ.get("FUZZ_REPORT")
+END = 2  # of a message, as the tiny models' tokenizer has it
+FAMILIES = {
+    "qwen3": {}, "llama": {}, "qwen3 tied": dict(tie_word_embeddings=True),
+    "qwen3 window": dict(use_sliding_window=True, sliding_window=25, max_window_layers=1),
+    "qwen3_moe": {}, "gpt_oss": {}, "qwen3_5_text": {}, "qwen3_next": {}, "olmo_hybrid": {}, "lfm2": {},
+    "granitemoehybrid": {}, "bamba": {},
+}  # fmt: skip
+
+
+class Prompt(NamedTuple):
+    """Rows of one prompt."""
+
+    uid: str
+    tokens: int
+    responses: tuple[int, ...]
+
+
+class Session(NamedTuple):
+    """A row per turn: (thoughts, said, what comes back) of each. kept: histories have the thoughts."""
+
+    uid: str
+    question: int
+    turns: tuple[tuple[int, int, int], ...]
+    kept: bool
+
+
+class Again(NamedTuple):
+    """The rows of what stands `back` before it once more, in a session of its own: equal rows, or another branch after
+    the first `turns`."""
+
+    back: int
+    turns: int
+
+
+class Case(NamedTuple):
+    ranks: int
+    family: str
+    rows: tuple[Prompt | Session | Again, ...]
+    system: int  # tokens that all rows begin with
+    masked: float  # share of response tokens that no loss reads
+    seed: int
+    options: tuple[tuple[str, object], ...]
+
+
+uids = st.sampled_from("aab")
+few = st.integers(1, 12)
+PROMPTS = st.builds(Prompt, uids, st.integers(1, 40), st.lists(st.integers(0, 20), min_size=1, max_size=6).map(tuple))
+TURNS = st.lists(st.tuples(st.integers(0, 9), few, st.integers(0, 12)), min_size=1, max_size=4).map(tuple)
+SESSIONS = st.builds(Session, uids, st.integers(1, 25), TURNS, st.booleans())
+ROWS = st.lists(
+    st.one_of(PROMPTS, SESSIONS, st.builds(Again, st.integers(1, 3), st.integers(0, 3))), min_size=1, max_size=7
+)
+
+
+def some(values: list[tuple[str, st.SearchStrategy]]) -> st.SearchStrategy:
+    """Some of these options, the others as they are by default."""
+    return st.fixed_dictionaries({}, optional=dict(values)).map(lambda chosen: tuple(sorted(chosen.items())))
+
+
+OPTIONS = some([
+    ("schedule", st.sampled_from(["packed", "phased", "auto"])), ("budget", st.integers(20, 500)),
+    ("wave_tokens", st.integers(1, 80)), ("logits_chunk", st.integers(1, 60)), ("offload", st.just(True)),
+    ("trees", st.sampled_from(["batch", "off"])), ("exchange", st.just("auto")), ("padded", st.just(True)),
+    ("temperature", st.sampled_from([0.7, "per_row"])), ("gradient_checkpointing", st.just(True)),
+    ("use_dynamic_bsz", st.just(False)), ("micro_batch_size_per_gpu", st.integers(1, 4)),
+    ("use_no_sync", st.just(False)), ("fsdp_size", st.just(1)), ("use_kl_loss", st.just(True)),
+    ("loss_agg_mode", st.sampled_from(["seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"])),
+    ("trained", st.sampled_from([r"layers\.1|norm", r"layers\.0", "lm_head"])), ("calculate_entropy", st.just(False)),
+    ("lora_targets", st.just("all-linear")), ("min_speedup", st.just(1.05)),
+])  # fmt: skip
+RANKS = st.sampled_from([1, 2] if not REPORT else [1, 1, 2, 2, 4])
+ANY = st.builds(
+    Case, RANKS, st.sampled_from([*FAMILIES]), ROWS.map(tuple), st.sampled_from([0, 0, 9]),
+    st.sampled_from([0.0, 0.4]), st.integers(0, 99), OPTIONS,
+)  # fmt: skip
+
+
+def makes_sense(case: Case) -> bool:
+    """False where what is drawn has no meaning, or would be refused."""
+    options = dict(case.options)
+    if "trained" in options and ("lora_targets" in options or "tied" in case.family):
+        return False
+    if isinstance(case.rows[0], Again):
+        return False
+    return any(length for _, _, response, mask, _ in rows_of(case, 100) for length in [int(mask.sum())])
+
+
+def rows_of(case: Case, vocab: int) -> list[tuple[str, torch.Tensor, torch.Tensor, torch.Tensor, int]]:
+    """(uid, prompt, response, loss mask, session), as many for every rank."""
+    generator = torch.Generator().manual_seed(case.seed)
+
+    def some(length: int) -> torch.Tensor:
+        return torch.randint(3, vocab, (length,), generator=generator)
+
+    system = torch.cat([some(case.system - 1), torch.tensor([END])]) if case.system else some(0)
+    header, made, rows = torch.tensor([5, 6]), [], []
+
+    def session(one: Session, start: list[torch.Tensor], number: int) -> None:
+        """Goes on behind the first messages of another session, which `start` has."""
+        said = list(start)
+        for thoughts, answer, back in one.turns[len(start) // 2 :]:
+            end = torch.tensor([END])
+            spoken = torch.cat([some(thoughts), some(answer), end])
+            said += [spoken if one.kept else spoken[thoughts:], torch.cat([some(back), end])]
+            rows.append((one.uid, None, spoken, number, made[-1][1], tuple(said[:-2])))
+        made[-1][2].extend(said)
+
+    for number, one in enumerate(case.rows):
+        if isinstance(one, Again):
+            source, question, said, lens = made[max(0, len(made) - one.back)]
+            if isinstance(source, Prompt):
+                made.append((source, question, [], lens))
+                rows += [(source.uid, question, some(n), number, None, ()) for n in source.responses]
+            else:
+                made.append((source, question, [], lens))
+                session(source, said[: 2 * one.turns], number)
+            continue
+        length = one.tokens if isinstance(one, Prompt) else one.question
+        question = torch.cat([system, some(length), torch.tensor([END] if isinstance(one, Session) else [])]).long()
+        made.append((one, question, [], ()))
+        if isinstance(one, Prompt):
+            rows += [(one.uid, question, some(n), number, None, ()) for n in one.responses]
+        else:
+            session(one, [], number)
+    found = []
+    for uid, prompt, response, number, question, said in rows:
+        if prompt is None:
+            history = [question, *(torch.cat([header, x]) if i % 2 == 0 else x for i, x in enumerate(said)), header]
+            prompt = torch.cat(history)
+        mask = (torch.rand(len(response), generator=generator) >= case.masked).long()
+        found.append((uid, prompt, response, mask, number))
+    while len(found) % case.ranks:
+        found.append((f"pad{len(found)}", some(9), some(1), torch.zeros(1, dtype=torch.int64), 0))
+    order = torch.randperm(len(found), generator=generator).tolist()
+    return [found[i] for i in order]
+
+
+# What follows runs on ranks, which are given `models` first; engines share what takes longest to build.
+SHARED = SharedModels(_engine)
+
+
+def _measure(backend: str, path: str, case: Case, options: dict) -> dict[str, torch.Tensor]:
+    engine = SHARED(backend, path, options)
+    all_rows = rows_of(case, engine.model_config.hf_config.vocab_size)
+    rows = all_rows[get_rank() :: get_world_size()]
+    generator = torch.Generator().manual_seed(case.seed + 1 + get_rank())
+    data = as_batch([row[:4] for row in rows], [row[4] for row in rows], options, generator)
+    with engine.eval_mode(disable_auto_offload=True):
+        inferred = engine.infer_batch(data.copy())["model_output"]
+    found = {name: torch.cat(_responses(x, data)) for name, x in inferred.items()}
+    with engine.train_mode(disable_auto_offload=True):
+        engine.optimizer_zero_grad()
+        output = engine.forward_backward_batch(data.copy(), _loss(options))
+        grads = whole({n: p.grad for n, p in engine.module.named_parameters() if p.grad is not None})
+    found["loss"] = torch.tensor(sum(output["loss"]), dtype=torch.float64)
+    torch.distributed.all_reduce(found["loss"])
+    found["gradients"] = torch.cat([x.flatten() for _, x in sorted(grads.items())])
+    found["names of gradients"] = torch.tensor([hash(tuple(sorted(grads))) % 2**31])
+    tokens = output["metrics"].get("prefix/tokens_saved", 0.0)
+    found["tokens saved"] = torch.tensor(tokens if not isinstance(tokens, list) else tokens[0])
+    return found
+
+
+def _errors(models: dict, case: Case) -> tuple[dict[str, float], float]:
+    """Relative errors of what ours gives from what stock does, one row after the other; tokens saved."""
+    path, options = models[case.family], dict(case.options)
+    if case.family == "gpt_oss":
+        options["attn_implementation"] = "eager"
+    alone = {k: v for k, v in options.items() if k not in OURS} | {
+        "use_dynamic_bsz": False,
+        "micro_batch_size_per_gpu": 1,
+    }
+    ours = _measure("prefix", path, case, {"verify": "off", **options})
+    stock = _measure("fsdp2", path, case, alone)
+    saved = ours.pop("tokens saved")
+    stock.pop("tokens saved")
+    assert ours.keys() == stock.keys(), ours.keys() ^ stock.keys()
+    errors = {name: ((ours[name] - x).double().norm() / x.double().norm().clamp(min=1e-30)).item()
+              for name, x in stock.items()}  # fmt: skip
+    return errors, float(saved)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    tmp = tmp_path_factory.mktemp("fuzz")
+    return {
+        name: write_tiny_model(tmp / name.replace(" ", "_"), family=name.split()[0], **fields)
+        for name, fields in FAMILIES.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def seen():
+    found = {"batches": Counter(), "worst": {}, "shared": 0}
+    yield found
+    if REPORT:
+        from verl_prefix.files import write_whole
+        from verl_prefix.tools.report import provenance
+
+        report = provenance("fuzz/1", "cpu") | {"num_batches": BATCHES} | found
+        write_whole(Path(REPORT), json.dumps(report, indent=1) + "\n")
+
+
+def check(ranks, models, case: Case, seen: dict) -> None:
+    for errors, saved in ranks(case.ranks, models)(_errors, case):
+        seen["shared"] += saved > 0
+        for name, error in errors.items():
+            assert error <= TOLERANCE, (name, errors)
+            seen["worst"][name] = max(seen["worst"].get(name, 0.0), error)
+
+
+CASES: tuple[Case, ...] = ()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_was_found(ranks, models, seen, case):
+    check(ranks, models, case, seen)
+
+
+def test_random_batches_are_computed_as_by_stock(ranks, models, seen):
+    @settings(
+        max_examples=BATCHES, deadline=None, database=None, print_blob=False,
+        suppress_health_check=[*HealthCheck],
+    )  # fmt: skip
+    @given(case=ANY.filter(makes_sense))
+    def run(case: Case) -> None:
+        check(ranks, models, case, seen)
+        seen["batches"][case.family] += 1
+
+    run()
