@@ -198,7 +198,7 @@ def home_of_turns(rows: Turns, ranks: int, by_session: bool) -> tuple[np.ndarray
     key = mixed(np.where(rows.turn == 0, rows.uid, rows.session * 256 + rows.turn + 2**42))
     bits = [(x + 0.0).view(np.int64) for x in (total - suffix, suffix)]
     nothing, uid, session = np.zeros_like(key), mixed(rows.uid), mixed(rows.session + 2**43)
-    columns = torch.from_numpy(np.stack([key, key, *bits, nothing, rows.length, uid, session], 1))
+    columns = torch.from_numpy(np.stack([key, key, *bits, nothing, nothing, rows.length, uid, session], 1))
     tables = [columns[a:b] for a, b in itertools.pairwise(bounds)]
     # What ranks tell each other of a row: the first piece, and of the others the last.
     first = np.searchsorted(rows.row, np.arange(len(rows.uid)))

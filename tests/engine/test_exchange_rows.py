@@ -5,6 +5,7 @@ One set of processes runs all of it; the tests read what came back. Does not exe
 
 import os
 import time
+from dataclasses import replace
 from datetime import timedelta
 from unittest import mock
 
@@ -470,6 +471,18 @@ def test_sessions_are_balanced_by_the_tokens_of_their_trees(ranks):
     assert placed.longest == pytest.approx(1e-12 * max(computed))
     assert max(computed) < 1.1 * sum(computed) / ranks
     assert len({(row["uid"], row["session_id"], home) for row, home in zip(every, placed.ranks, strict=True)}) == 18
+
+
+def test_turns_that_show_most_are_alone_on_their_rank():
+    from verl_prefix.engine.row_table import AllRows, describe, describe_pieces
+    from verl_prefix.engine.rows import Trees
+
+    groups = [(30, [5] * 4, "text"), (10, [2] * 4, "copies"), (30, [5] * 4, "text")]
+    data = batch_of(rows_of({"groups": groups, "mrope": False, "turns": "sessions"}, 0))
+    shape = replace(SHAPE, tower=1e8)
+    pieces = [describe_pieces(data, shape, Trees("uid", frozenset([END])))]
+    homes = AllRows([describe(data, shape)]).place_turns(2, pieces).ranks
+    assert homes[:4] == homes[8:] != homes[4:8] and len({*homes[4:8]}) == 1
 
 
 def test_what_torn_mini_batches_cost_is_said_once_after_the_first_step(caplog):

@@ -46,7 +46,7 @@ def test_turns_share_and_step_1_is_stocks(tmp_path: Path, train, monkeypatch, ra
     stock, prefix = both_arms(tmp_path, train, options, ours, stocks)
     prefix = [{name.removeprefix("actor/"): value for name, value in step.items()} for step in prefix]
     for step in prefix:
-        assert step["prefix/reuse_fraction"] > 0.5 and step["prefix/split_groups"] == 0
+        assert step["prefix/reuse_fraction"] > 0.5 and step.get("prefix/split_groups", 0) == 0
     trace = Trace(tmp_path / "trace")
     assert trace.num_steps == 2 * 4 // (prompts or 4), "optimizer steps of two training steps"
     for name in ("critic/score/mean", "response_length/mean"):

@@ -22,10 +22,12 @@ from verl.trainer.ppo.v1 import get_trainer_cls
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer, register_trainer
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 from verl.utils import hf_tokenizer
+from verl.utils import tensordict_utils as tu
 from verl.utils.dataset.rl_dataset import RLHFDataset
 from verl.utils.seqlen_balancing import get_seqlen_balanced_partitions, log_seqlen_unbalance
 from verl.utils.tensordict_utils import make_iterator
 
+from verl_prefix.engine.rows import padding_rows
 from verl_prefix.testing import write_tiny_model
 from verl_prefix.trainer.mini_batches import whole_prompts
 from verl_prefix.trainer.prefix_sync import (
@@ -325,6 +327,14 @@ def test_options_that_nobody_would_read_are_refused():
 def test_verl_still_has_the_signature_we_build_on(symbol, parameters):
     found = list(inspect.signature(symbol).parameters)
     assert found == parameters, f"{symbol.__module__}.{symbol.__qualname__} changed: {found}, we rely on {parameters}"
+
+
+def test_verl_still_asks_its_workers_for_updates_and_names_padding_as_we_read_it(transfer_queue):
+    source = inspect.getsource(PPOTrainer._update_actor)
+    assert '"mini_batch_size": ' in source and "self.actor_rollout_wg.update_actor(batch)" in source
+    padding_utils.upsample_batch_to_divisible_size(build_batch([3]), 4, 2)
+    data = tu.get_tensordict({"uid": ["uid0", *(key.rsplit("_", 2)[0] for key in transfer_queue)]}, {})
+    assert padding_rows(data) == {1}
 
 
 def test_verl_still_pads_to_whole_mini_batches():

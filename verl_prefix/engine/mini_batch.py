@@ -108,9 +108,7 @@ def even_out(metrics: dict[str, object], num_passes: int) -> None:
             metric.extend([filler] * (num_passes - len(metric.values)))
 
 
-def plan_metrics(
-    groups: Sequence[Group], plan: Plan, schedule: Schedule, padding: Set[int] = frozenset()
-) -> dict[str, float]:
+def plan_metrics(groups: Sequence[Group], plan: Plan, schedule: Schedule, padding: Set[int]) -> dict[str, float]:
     """This rank's prefix/* metrics of one mini-batch, in which `padding` rows share nothing."""
     groups = [group for group in groups if padding.isdisjoint(group.rows)]
     passes = [group for one in plan.passes for group in one.groups if padding.isdisjoint(group.rows)]

@@ -139,9 +139,8 @@ class PrefixFSDPEngine(StockPath):
         output = postprocess_batch_func(*mini_batch.outputs(plan), data=data)
         even_out(output["metrics"], len(plan.packed) + len(plan.waves))
         assert isinstance(schedule.model, HookedModel)
-        metrics = plan_metrics(groups, plan, schedule, padding_rows(data)) | schedule.model.expert_loads.metrics(
-            self.reduce_sum
-        )
+        metrics = plan_metrics(groups, plan, schedule, padding_rows(data))
+        metrics |= schedule.model.expert_loads.metrics(self.reduce_sum)
         return output, metrics | {"prefix/nonfinite_passes": mini_batch.num_not_finite}
 
     def _prepared(self, data: TensorDict) -> TensorDict:

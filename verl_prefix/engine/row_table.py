@@ -20,21 +20,21 @@ from verl_prefix.core.trees import Hashes, mix
 from verl_prefix.engine.rows import PIXELS, Trees, row_cuts, row_keys, row_lens, uids_of
 from verl_prefix.models.vision import num_patches
 
-COLUMNS = 8
+COLUMNS = 9
 LAST_CUTS = 8  # of a row that others hear of: more than the messages that a turn adds
 
 
 def describe(data: TensorDict, shape: ModelShape) -> torch.Tensor:
-    """int64 [rows, columns] of what all ranks must know: 128 bits of the key, costs of prefix and suffix as the bits of
-    a double, whether the row has its group's pixels, its length, 64 bits of its uid and of its session."""
+    """int64 [rows, columns] of what all ranks must know: 128 bits of the key, costs of prefix, suffix and pixels as the
+    bits of a double, whether the row has its group's pixels, its length, 64 bits of its uid and of its session."""
     prompt_lens, response_lens = row_lens(data)
     lens = data["input_ids"].offsets().diff().tolist()
     patches = map(num_patches, tu.get(data, PIXELS, [None] * len(data)))
     cost = functools.cache(functools.partial(row_cost, shape))
     keys, table = row_keys(data), []
     for key, prompt_len, response_len, num, length in zip(keys, prompt_lens, response_lens, patches, lens, strict=True):
-        costs = struct.pack("=2d", *cost(max(prompt_len - 1, 0), response_len, num))
-        table.append([*struct.unpack("=4q", key + costs), num > 0, length])
+        costs = struct.pack("=3d", *cost(max(prompt_len - 1, 0), response_len), cost(0, 0, num)[0])
+        table.append([*struct.unpack("=5q", key + costs), num > 0, length])
     uids = uids_of(data, keys)
     sessions = zip(uids, tu.get(data, "session_id", [None] * len(data)), strict=True)
     for row, uid, session in zip(table, uids, sessions, strict=True):
@@ -91,7 +91,8 @@ class AllRows:
     def __init__(self, tables: Sequence[torch.Tensor]) -> None:
         key, check, *costs, has_pixels, lens, uids, sessions = torch.cat(list(tables)).T.contiguous()
         self.keys = list(zip(key.tolist(), check.tolist(), strict=True))
-        self.prefix_costs, self.suffix_costs = (x.view(torch.float64).tolist() for x in costs)
+        prefixes, suffixes, self.towers = (x.view(torch.float64).numpy() for x in costs)
+        self.prefix_costs, self.suffix_costs = (prefixes + self.towers).tolist(), suffixes.tolist()
         self.has_pixels, self.lens = has_pixels.tolist(), lens.tolist()
         self.uids, self.sessions = uids.tolist(), sessions.tolist()
         self.ranks = [rank for rank, table in enumerate(tables) for _ in range(len(table))]
@@ -131,10 +132,12 @@ class AllRows:
         num_sessions = np.array([len(one) for one in uids])[of_uid]
         is_trunk = count[same] == num_sessions
         trunks = np.bincount(of_uid, np.where(is_trunk, costs / num_sessions, 0.0), len(uids))
+        towers = np.zeros(len(uids))
+        np.maximum.at(towers, uid_of[session_of], self.towers)  # of the row that shows most
         own = np.bincount(session, np.where(is_trunk, 0.0, costs), len(sessions))
 
         ranks = [self.ranks[rows[0]] for rows in sessions]
-        placement = place_rows(uid_of.tolist(), trunks[uid_of].tolist(), own.tolist(), ranks, num_ranks)
+        placement = place_rows(uid_of.tolist(), (trunks + towers)[uid_of].tolist(), own.tolist(), ranks, num_ranks)
         of_row = {row: home for home, rows in zip(placement.ranks, sessions, strict=True) for row in rows}
         homes = [of_row[row] for row in range(len(self.keys))]
         visual = {row for row, has in enumerate(self.has_pixels) if has}
