@@ -27,7 +27,12 @@ BESIDE_VLLM = "verl.workers.rollout.vllm_rollout"
 # Parameters, or None where only the name is ours to rely on (registries, base classes, enumerations).
 CONTRACT = {
     "verl.base_config:BaseConfig": None,
-    # recipes/musique/search_tool.py
+    # recipes/musique: search_tool.py and search_turns.py
+    "verl.experimental.agent_loop.agent_loop:AgentLoopMetrics": None,
+    "verl.experimental.agent_loop.agent_loop:AgentLoopOutput": None,
+    "verl.experimental.agent_loop.tool_agent_loop:ToolAgentLoop.run": "self sampling_params priority kwargs",
+    "verl.experimental.agent_loop.tool_agent_loop:ToolAgentLoop._call_tool": "self tool_call tools_kwargs agent_data",
+    "verl.experimental.agent_loop.tool_parser:ToolParser.extract_tool_calls": "self responses_ids tools",
     "verl.tools.base_tool:BaseTool.create": "self instance_id kwargs",
     "verl.tools.base_tool:BaseTool.execute": "self instance_id parameters kwargs",
     "verl.tools.base_tool:BaseTool.release": "self instance_id kwargs",
