@@ -85,8 +85,14 @@ def find(metrics: Metrics, suffix: str) -> float | None:
     return next((v for k, v in metrics.items() if k == suffix or k.endswith(f"/{suffix}")), None)
 
 
-def build(stock: Arm, prefix: Arm, num_steps: int, config: dict[str, Any]) -> dict[str, Any]:
-    """Return the report of both arms; its `problems` lists in words everything that makes the demo fail."""
+def build(
+    stock: Arm, prefix: Arm, num_steps: int, config: dict[str, Any], tokens: dict[str, int] | None = None
+) -> dict[str, Any]:
+    """Return the report of both arms; its `problems` lists in words everything that makes the demo fail.
+
+    Args:
+        tokens: of rows of turns, those of the first step by what is shared: stock, one level, trees.
+    """
     arms = {arm.name: {**_describe(arm), "steps": arm.steps()} for arm in (stock, prefix)}
     first_step = _compare_first_step(*(arm["steps"] for arm in arms.values()))
     report = {
@@ -97,6 +103,10 @@ def build(stock: Arm, prefix: Arm, num_steps: int, config: dict[str, Any]) -> di
     }
     derive(report)
     report["problems"] = _problems(stock, prefix, num_steps, first_step, config.get("rollout") != "vllm")
+    if tokens:
+        report["tokens"] = tokens
+        if not tokens["trees"] < tokens["one level"]:
+            report["problems"].append(f"trees share no more than whole prompts do: {tokens}")
     return report
 
 
@@ -254,6 +264,12 @@ def show(report: dict[str, Any], console: Console) -> None:
     if report["token_ratio"]:
         medians.add_row("tokens computed", "", "", "", _times(report["token_ratio"]))
     console.print(medians)
+
+    if tokens := report.get("tokens"):
+        counted = Table("tokens of step 1", "", "stock / this", title="computed once")
+        for name, number in tokens.items():
+            counted.add_row(name, str(number), _times(tokens["stock"] / number))
+        console.print(counted)
 
     if report["first_step"] and report["first_step"]["same_rollouts"]:
         first = Table("step 1", title="same weights, same responses")
