@@ -19,21 +19,20 @@ NNODES=${NNODES:-1}
 NGPUS_PER_NODE=${NGPUS_PER_NODE:-8}
 
 TRAIN_BATCH_SIZE=${TRAIN_BATCH_SIZE:-128}
+PPO_MINI_BATCH_SIZE=${PPO_MINI_BATCH_SIZE:-64}
 SEARCH=${SEARCH:-False}
 MAX_TURNS=${MAX_TURNS:-5}
 # A prompt's and a response's most tokens. With SEARCH=True the response has all turns and what the tool found; with turns
-# the prompt has the longest history, and the response one turn, whose thoughts no history has. verl's mini-batches count
-# rows, which are MAX_TURNS a session at most there.
+# the prompt has the longest history, and the response one turn, whose thoughts no history has.
 case "${SEARCH}" in
-    False) LENGTHS=(4096 512) ROWS=1 THINKING=False LOOP=single_turn_agent SUFFIX= ;;
-    True) LENGTHS=(1024 4096) ROWS=1 THINKING=False LOOP=tool_agent SUFFIX=_search ;;
-    turns) LENGTHS=(6144 1024) ROWS=${MAX_TURNS} THINKING=True LOOP=search_turns SUFFIX=_search_turns ;;
+    False) LENGTHS=(4096 512) THINKING=False LOOP=single_turn_agent SUFFIX= ;;
+    True) LENGTHS=(1024 4096) THINKING=False LOOP=tool_agent SUFFIX=_search ;;
+    turns) LENGTHS=(6144 1024) THINKING=True LOOP=search_turns SUFFIX=_search_turns ;;
     *)
         echo "Unsupported SEARCH=${SEARCH}. Expected 'False', 'True' or 'turns'." >&2
         exit 1
         ;;
 esac
-PPO_MINI_BATCH_SIZE=${PPO_MINI_BATCH_SIZE:-$((64 * ROWS))}
 MAX_PROMPT_LENGTH=${MAX_PROMPT_LENGTH:-${LENGTHS[0]}}
 MAX_RESPONSE_LENGTH=${MAX_RESPONSE_LENGTH:-${LENGTHS[1]}}
 PPO_MAX_TOKEN_LEN_PER_GPU=${PPO_MAX_TOKEN_LEN_PER_GPU:-$((4 * (MAX_PROMPT_LENGTH + MAX_RESPONSE_LENGTH)))}
@@ -65,11 +64,14 @@ case "${MODEL_ENGINE}" in
     prefix)
         ENGINE=(model_engine=prefix)
         TRAINER_MODE=prefix_sync
+        [[ "${SEARCH}" != turns ]] || ENGINE+=(actor_rollout_ref.actor.prefix.mini_batches=prompts)
         ;;
     dp)
         # FSDP2 here too, so that the two runs differ by prefix sharing alone.
         ENGINE=(model_engine=dp actor_rollout_ref.actor.strategy=fsdp2)
         TRAINER_MODE=sync
+        # verl's mini-batches count rows: the same number of updates where every session has all its turns.
+        [[ "${SEARCH}" != turns ]] || PPO_MINI_BATCH_SIZE=$((PPO_MINI_BATCH_SIZE * MAX_TURNS))
         ;;
     *)
         echo "Unsupported MODEL_ENGINE=${MODEL_ENGINE}. Expected 'prefix' or 'dp'." >&2

@@ -138,17 +138,19 @@ def test_qwen3_5_in_a_recipe(tmp_path, script):
 
 
 @pytest.mark.parametrize(
-    ("search", "loop", "lengths", "thinking", "rows"),
-    [("True", "tool_agent", (1024, 4096), False, 64), ("turns", "search_turns", (6144, 1024), True, 320)],
+    ("search", "loop", "lengths", "thinking"),
+    [("True", "tool_agent", (1024, 4096), False), ("turns", "search_turns", (6144, 1024), True)],
 )
-def test_the_search_of_the_musique_script(tmp_path, search, loop, lengths, thinking, rows):
+def test_the_search_of_the_musique_script(tmp_path, search, loop, lengths, thinking):
     model = write_tiny_model(tmp_path / "model")
     overrides = launched(MUSIQUE, tmp_path, f"actor_rollout_ref.model.path={model}", SEARCH=search, PYTHONPATH="/a:/b")
     config = composed(overrides)
     validate_config(config, use_reference_policy=True, use_critic=False)
     rollout = config.actor_rollout_ref.rollout
     assert (config.data.max_prompt_length, config.data.max_response_length) == lengths
-    assert rollout.max_model_len == sum(lengths) and config.actor_rollout_ref.actor.ppo_mini_batch_size == rows
+    assert rollout.max_model_len == sum(lengths)
+    actor = config.actor_rollout_ref.actor
+    assert (actor.ppo_mini_batch_size, actor.prefix.mini_batches) == (64, "prompts" if thinking else "rows")
     assert config.data.apply_chat_template_kwargs.enable_thinking is thinking
     turns, folder = rollout.multi_turn, RECIPES / "musique"
     assert (turns.enable, turns.format, turns.max_assistant_turns) == (True, "hermes", 5)
@@ -159,8 +161,11 @@ def test_the_search_of_the_musique_script(tmp_path, search, loop, lengths, think
     if search == "turns":
         module, name = own[loop].split(".")
         assert f"class {name}(ToolAgentLoop):" in (folder / f"{module}.py").read_text()
-        four = composed(launched(MUSIQUE, tmp_path, SEARCH=search, MAX_TURNS="4")).actor_rollout_ref
-        assert (four.rollout.multi_turn.max_assistant_turns, four.actor.ppo_mini_batch_size) == (4, 256)
+        knobs = {"MODEL_ENGINE": "dp", "MAX_TURNS": "4", "PPO_MINI_BATCH_SIZE": "32"}
+        stock = composed(launched(MUSIQUE, tmp_path, f"actor_rollout_ref.model.path={model}", SEARCH=search, **knobs))
+        validate_config(stock, use_reference_policy=True, use_critic=False)
+        stock = stock.actor_rollout_ref
+        assert (stock.rollout.multi_turn.max_assistant_turns, stock.actor.ppo_mini_batch_size) == (4, 4 * 32)
     plain = launched(MUSIQUE, tmp_path)
     assert not any("multi_turn" in override or "agent." in override for override in plain)
     names = [composed(words).trainer.experiment_name for words in (overrides, plain)]
