@@ -179,7 +179,7 @@ python3 -m verl.trainer.main_ppo \
 #                         split_groups is 0, and a reuse_fraction of 0 means that nothing is shared
 #   dp against prefix     the same losses and rewards within noise; compare timing_s/update_actor, timing_s/old_log_prob
 #                         and timing_s/ref; the rollout is vLLM's in both and has its own prefix cache
-#   SEARCH=turns          prefix/tree_depth is over 1; val-aux/musique/overlong/mean@1 over 0: raise MAX_PROMPT_LENGTH
+#   SEARCH=turns          prefix/tree_depth is over 1; sessions/overlong/mean over 0: raise MAX_PROMPT_LENGTH
 #   reward                critic/score/mean rises first with the share of well-formed <answer> blocks, then with F1;
 #                         val-core/musique/acc is exact match
 #   out of memory         lower PPO_MAX_TOKEN_LEN_PER_GPU; a group that does not fit runs as suffix waves

@@ -4,7 +4,6 @@ two ranks. Real verl, Ray, FSDP2 on gloo and HF rollout; neither vLLM nor CUDA. 
 
 import json
 import os
-from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -46,10 +45,17 @@ def test_turns_share_and_step_1_is_stocks(tmp_path: Path, train, monkeypatch, ra
     else:
         ours += stocks
     stock, prefix = both_arms(tmp_path, train, options, ours, stocks)
-    for step in (1, 2):
-        rows = [json.loads(line) for line in (tmp_path / f"rollouts/{step}.jsonl").read_text().splitlines()]
-        turns = Counter(row["uid"].rsplit("_", 1)[0] for row in rows if not row["uid"].startswith("pad"))
-        assert len(turns) == 4 * n and len({*turns.values()}) > 1, "every session is there, of different lengths"
+    for number, step in enumerate(prefix, start=1):
+        rows = [json.loads(line) for line in (tmp_path / f"rollouts/{number}.jsonl").read_text().splitlines()]
+        scores: dict[str, list[float]] = {}
+        for row in rows:
+            if not row["uid"].startswith("pad"):
+                scores.setdefault(row["uid"].rsplit("_", 1)[0], []).append(row["score"])
+        assert len(scores) == 4 * n and len({*map(len, scores.values())}) > 1, "all sessions, of different lengths"
+        assert all(len({*own}) == 1 for own in scores.values()), "the last row's score"
+        if prompts:
+            mean = sum(own[0] for own in scores.values()) / len(scores)
+            assert (step["sessions/count"], step["sessions/acc/mean"]) == (4 * n, pytest.approx(mean, rel=1e-6))
     prefix = [{name.removeprefix("actor/"): value for name, value in step.items()} for step in prefix]
     for step in prefix:
         assert step["prefix/reuse_fraction"] > 0.5 and step["prefix/split_groups"] == 0

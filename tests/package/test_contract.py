@@ -78,6 +78,7 @@ CONTRACT = {
     f"{V1}.trainer_base:PPOTrainer.on_sample_end": "self",
     f"{V1}.trainer_base:PPOTrainer.on_step_end": "self",
     f"{V1}.trainer_base:PPOTrainer._update_actor": "self batch metrics",
+    f"{V1}.trainer_base:PPOTrainer._compute_metrics": "self batch metrics timing_raw global_steps epoch",
     f"{V1}.trainer_base:PPOTrainer._balance_batch": "self batch metrics logging_prefix keep_minibatch",
     f"{V1}.trainer_base:PPOTrainer._get_required_batch_multiple": "self dp_size",
     "verl.tools.tool_registry:load_all_tools": "tool_config_path function_tool_path",
