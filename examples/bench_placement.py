@@ -190,7 +190,7 @@ def some_turns(all_rows: Turns, rows: np.ndarray) -> Turns:
 
 
 def home_of_turns(rows: Turns, ranks: int, by_session: bool) -> tuple[np.ndarray, float]:
-    """Where the engine computes each row, which lie on ranks in their order; and seconds of that."""
+    """Where the engine computes each row, which lie on ranks in their order; and CPU seconds of that."""
     bounds = np.linspace(0, len(rows.uid), ranks + 1).astype(int)
     total = np.bincount(rows.row, rows.cost, len(rows.uid))
     last = np.bincount(rows.row, minlength=len(rows.uid)).cumsum() - 1
@@ -212,10 +212,10 @@ def home_of_turns(rows: Turns, ranks: int, by_session: bool) -> tuple[np.ndarray
     pieces = [
         pieces[a:b] - torch.tensor([n, 0, 0]) for (a, b), n in zip(itertools.pairwise(cuts), bounds, strict=False)
     ]
-    start = time.perf_counter()
+    start = time.process_time()
     known = AllRows(tables)
     placed = known.place_turns(ranks, pieces) if by_session else known.place(ranks)
-    return np.array(placed.ranks), time.perf_counter() - start
+    return np.array(placed.ranks), time.process_time() - start
 
 
 def measure_turns(kind: str, ranks: int) -> dict[str, dict[str, float]]:
@@ -269,8 +269,8 @@ def write_turns(ranks: list[int], out: Path, commit: str) -> None:
         "balance of the same work / time over the fastest of the line. Under `verl` rows lie in mini-batches and on "
         "ranks at random, and share what they have in common there. Mini-batches of `rows` and `prompts` are those of "
         "`prefix.mini_batches` under `prefix_sync`, without padding; of each, rows go to the rank of their whole "
-        "prompt's tokens, or of their session. Of the last: MiB that a rank sends in an update, seconds of the "
-        f"placement of a mini-batch on one core. Made by `make -C examples/results placement` at {commit[:7]}.", "",
+        "prompt's tokens, or of their session. Of the last: MiB that a rank sends in an update, CPU seconds of "
+        f"the placement of a mini-batch. Made by `make -C examples/results placement` at {commit[:7]}.", "",
         *table(["turns", "ranks", *outcomes, "MiB", "s"], lines)[:-1],
     ]  # fmt: skip
     out.write_text("\n".join(text) + "\n")

@@ -77,6 +77,9 @@ def _plan(arguments: argparse.Namespace) -> int:
     words, parts = options.override_words(arguments.words), options.shares(arguments.shares)
     if (responses := arguments.response_lengths) and not options.is_dump(responses):
         options.spread(responses)
+    turns = options.read_turns(arguments.turns, arguments.thinking, arguments.say, arguments.tool)
+    if turns and responses:
+        raise ValueError("--response-lengths and --turns both say how long responses are; remove one of them")
     os.environ.setdefault("VERL_PLATFORM", "cpu")  # nothing runs: any machine will do
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # fake ranks have no backend, says torch
     _quieten_verl()
@@ -85,6 +88,7 @@ def _plan(arguments: argparse.Namespace) -> int:
     return command.run(
         arguments.out, arguments.config_name or options.CONFIG_NAME, words, responses=responses, parts=parts,
         config_path=arguments.config_path or options.CONFIG_PATH, gpu=gpu, fit_gib=arguments.fit,
+        turns=turns,
     )  # fmt: skip
 
 
@@ -214,7 +218,11 @@ def _add_plan(commands: argparse._SubParsersAction) -> None:
     add("--config-name", "-cn", help="as on the training command")
     add("--response-lengths", metavar="SPEC",
         help="MEAN, MEAN,STD, or a folder of trainer.rollout_data_dir; default half of data.max_response_length; "
-        "STD without one is half the mean")  # fmt: skip
+        "STD without one is half the mean; of a folder with rows of turns, these rows")  # fmt: skip
+    add("--turns", type=_at_least(2), help="sessions of so many turns, a row each, behind the prompts of the data")
+    add("--thinking", type=_at_least(0), metavar="TOKENS", help="of a turn: thoughts, which later prompts leave out")
+    add("--say", type=_at_least(1), metavar="TOKENS", help="of a turn: what is said, and stays")
+    add("--tool", type=_at_least(0), metavar="TOKENS", help="of a turn: what a tool answers")
     add("--shares", metavar="SPEC", help="a stock step's shares, update=0.5,old=0.1,ref=0.1, or that run's JSON lines")
     add(
         "--simulate",

@@ -1,6 +1,8 @@
 """The cost model counts what runs, finds rates that it is given, and every rank takes the same cheapest path."""
 
+import json
 import types
+from pathlib import Path
 
 import hypothesis
 import hypothesis.strategies as st
@@ -19,6 +21,8 @@ from verl_prefix.core.waves import make_plan
 from verl_prefix.testing import random_rollouts, run_shared
 from verl_prefix.testing.rollouts import flatten, search_rollouts, turn_rollouts
 from verl_prefix.tools.plan.predict import Predictor, Sizes
+from verl_prefix.tools.simulate.job import Job
+from verl_prefix.tools.simulate.passes import whole_shape
 
 SHAPE = ModelShape(
     linear=2e6, head=1e6, pair=500.0, windows=(None, 8), activations=100.0, boundary=10.0, kv=5.0, vocab_size=50
@@ -241,6 +245,70 @@ def test_the_peak_is_within_15_per_cent_of_the_simulated_one(llama3_8b, arm, che
     memory = cost.Memory(8, checkpointed, no_sync, 4096, bool(offload), kept)
     found = cost.peak_bytes(llama3_8b, plan, stock, memory) / 2**30
     assert found == pytest.approx(SIMULATED[arm, checkpointed, no_sync, kept], rel=0.15)
+
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+@pytest.fixture(scope="module")
+def simulations() -> dict[str, list[tuple]]:
+    """Of groups and of trees: (job, shape, groups, simulated seconds and GiB by path) of committed simulations."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(EXAMPLES))
+        import simulate_tables
+        import simulate_turns
+
+        groups, turns = (
+            json.loads((EXAMPLES / "results" / f"simulated_{name}.json").read_text()) for name in ("tables", "turns")
+        )
+        found = {"groups": [], "trees": []}
+        for name, (shape, _, ranks, size, budget, checkpointed) in simulate_tables.SETTINGS.items():
+            job = simulate_tables.job_of(shape, ranks, size, budget, checkpointed)
+            arms = groups["shapes"][name]["arms"]
+            found["groups"].append((job, {path: arms[path] for path in ("stock", "packed", "phased")}))
+        for name, rollouts in simulate_turns.settings().items():
+            of_name = turns["settings"][name]
+            job = Job(simulate_tables.config_of("qwen3-8b"), tuple(flatten(rollouts, "cpu")[2]), of_name["budget"], 8)
+            arms = {path: of_name["arms"][f"tree, {path}"] for path in ("packed", "phased")}
+            found["trees"].append((job, {"stock": of_name["arms"]["stock"], **arms}))
+    return {kind: [(job, whole_shape(job), arms) for job, arms in some] for kind, some in found.items()}
+
+
+def predicted(job: Job, found: shape.ModelShape) -> dict[str, float]:
+    """Speed-ups of an update, as `verl-prefix plan` says them."""
+    memory = cost.Memory(job.ranks, job.checkpointing, job.no_sync, job.logits_chunk, False)
+    costs = chooser.CostModel(found, False, None, 1.05, memory)
+    plans = {path: costs.plan(job.groups, job.budget, path) for path in ("packed", "phased")}
+    passes = {path: cost.plan_passes(found, plan, job.logits_chunk) for path, plan in plans.items()}
+    stock = costs.flops().update.seconds(found, costs.stock_passes(job.groups, job.budget))
+    return {path: stock / costs.flops().update.seconds(found, of_path) for path, of_path in passes.items()}
+
+
+def test_speedups_of_trees_are_predicted_as_well_as_those_of_groups(simulations):
+    """And the schedule that is predicted to be faster costs no more of simulated time than it may with groups."""
+    errors, regrets = {}, {}
+    for kind, some in simulations.items():
+        errors[kind], regrets[kind] = [], []
+        for job, found, arms in some:
+            speedups = predicted(job, found)
+            seconds = {path: arms[path]["update_seconds"] for path in speedups}
+            errors[kind] += [arms["stock"]["update_seconds"] / seconds[path] / speedups[path] for path in seconds]
+            regrets[kind].append(seconds[max(speedups, key=speedups.get)] / min(seconds.values()))
+        assert len(errors[kind]) == 2 * len(some) > 6
+    assert min(errors["groups"]) <= min(errors["trees"]) and max(errors["trees"]) <= max(errors["groups"])
+    assert max(regrets["trees"]) <= max(regrets["groups"])
+
+
+def test_the_peak_of_trees_is_within_15_per_cent_of_the_simulated_one(simulations):
+    """Where an update begins with its largest pass, gradients are not there yet, which the estimate counts."""
+    for job, found, arms in simulations["trees"]:
+        gradients, resident = (n * found.parameters / job.ranks / 2**30 for n in (4, 16))
+        memory = cost.Memory(job.ranks, True, False, job.logits_chunk, False, attention_kept=True)
+        for path in ("packed", "phased"):
+            plan = cost.plan_batch(found, job.groups, job.budget, path, None, memory)
+            peak = cost.peak_bytes(found, plan, (), memory) / 2**30
+            added = arms[path]["peak_gib"] - resident
+            assert 0.85 * added <= peak <= 1.15 * (added + gradients), path
 
 
 def test_waves_hide_their_own_cost_for_an_eighth_of_memory(llama3_8b):

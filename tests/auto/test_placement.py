@@ -89,6 +89,16 @@ def test_one_long_group_is_split_over_ranks_and_a_prefix_that_costs_more_is_not(
     assert dear.split_groups == 0
 
 
+@pytest.mark.parametrize("ranks", [64, 512])
+def test_few_and_unequal_rows_are_balanced_as_sessions_of_one_to_twenty_turns_are(ranks):
+    rng = random.Random(0)
+    keys = [i // 8 for i in range(4 * ranks)]  # half a group's rows per rank
+    costs = [rng.randint(1, 20) * 16.0 for _ in keys]
+    placed = place_rows(keys, [27.0] * len(keys), costs, [rng.randrange(ranks) for _ in keys], ranks)
+    once_each = (sum(costs) + 27.0 * ranks / 2) / ranks
+    assert placed.imbalance < 1.06 and placed.longest < 1.15 * once_each
+
+
 def test_a_group_goes_whole_to_a_rank_that_has_its_pixels():
     keys = [0] * 30 + [1, 1, 2, 2]
     holds = [i == 7 for i in range(30)] + [0, 0, 1, 1]

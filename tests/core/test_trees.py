@@ -1,6 +1,7 @@
 """Trees of rows against HF's own forward of every whole row: log-probs and all gradients."""
 
 import dataclasses
+import functools
 import os
 import sys
 from itertools import accumulate
@@ -20,6 +21,7 @@ from short_chunks import short_chunks
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from verl_prefix.core import layout as layout_module
+from verl_prefix.core.groups import Group
 from verl_prefix.core.trees import group_trees
 from verl_prefix.core.waves import make_plan
 from verl_prefix.testing import run_shared, run_stock
@@ -190,6 +192,38 @@ def test_every_row_is_whole_and_cut_at_its_own_places_alone(rows, seed, budget):
                 if end > first:
                     assert torch.equal(whole[other][start + 1 : end + 1], whole[row][start + 1 : end + 1])
         assert group.num_suffix_tokens or not any(group.output_lens), "outputs, and no suffix for a wave"
+
+
+@settings(max_examples=200, deadline=None)
+@given(rows=st.sampled_from(ROWS), seed=st.integers(0, 2**20), budget=st.integers(1, 300))
+def test_a_tree_is_cut_where_the_fewest_tokens_are_computed(rows, seed, budget):
+    batch = rollouts(rows, seed)
+    whole = [torch.cat(pair) for pair in zip(batch.prompts, batch.responses, strict=True)]
+    groups = group_trees(torch.cat(whole), [0, *accumulate(map(len, whole))], [*map(len, batch.prompts)], batch.cuts)
+    for group in (group for group in groups if group.num_suffix_tokens):
+        units = [*group.units()]
+
+        @functools.cache
+        def least(first, group=group, units=units):
+            """Of all ways to cut the units from `first` on into ranges that fit: tokens and number of pieces."""
+            found = [(0, 0)] if first == len(units) else []
+            for after in range(first + 1, len(units) + 1):
+                piece = group.piece(units[first][0], units[after - 1][1]).pruned()
+                if after == first + 1 or piece.num_physical_tokens <= budget:
+                    tokens, pieces = least(after)
+                    found.append((piece.num_physical_tokens + tokens, pieces + 1))
+            return min(found)
+
+        cut = [piece for one in make_plan([group], budget, "packed").passes for piece in one.groups]
+        alone = [piece for piece in cut if piece.num_physical_tokens > budget]
+        assert all(len([*piece.units()]) == 1 for piece in alone)
+        if group.num_physical_tokens > budget:
+            assert (sum(piece.num_physical_tokens for piece in cut), len(cut)) == least(0)
+
+
+def test_a_prompt_is_cut_behind_as_many_rows_as_fit():
+    cut = [one.groups[0].rows for one in make_plan([Group((*range(7),), 10, (4,) * 7)], 23, "packed").passes]
+    assert cut == [(0, 1, 2), (3, 4, 5), (6,)]
 
 
 def test_what_is_shared():

@@ -402,6 +402,27 @@ def _padded_prompts(models: dict, agg_mode: str, schedule: str) -> dict[str, flo
     return _of_prompts(models["qwen3"], get_rank(), {"loss_agg_mode": agg_mode, "schedule": schedule})
 
 
+def _told_of_trees(models: dict, kind: str, over: str = "uid") -> tuple[list[str], float]:
+    """What two passes of log-probs and an update say, and the tokens that the update computes: of rows of turns, or of
+    five prompts which begin with the same message, or not."""
+    from verl_prefix.engine import step_metrics
+
+    groups = {"groups": [(uid, 60, [4, 6], kind) for uid in "abcde"]}
+    options = {"turns": True} if kind == "turns" else groups | {"turns": False}
+    options |= {"budget": 10**5, "verify": "off", "trees": over}
+    rank, told = get_rank(), []
+    engine = _engine("prefix", models["qwen3"], options)
+    data = _batch(rank, engine.model_config.hf_config.vocab_size, options)
+    with mock.patch.object(step_metrics.logger, "warning", lambda text, *values: told.append(text % values)):
+        with engine.eval_mode():
+            for _ in range(2):
+                engine.infer_batch(data.copy())
+        with engine.train_mode():
+            metrics = engine.train_batch(data.copy(), _loss(options))["metrics"]
+    logical = float(data["input_ids"].offsets()[-1]) - len(data)
+    return told, engine.reduce_sum([logical])[0] - metrics["prefix/tokens_saved"][0]
+
+
 def _idle(models: dict) -> dict[str, tuple[float, float]]:
     return _idle_rows(models["qwen3"], get_rank())
 
@@ -588,6 +609,26 @@ def test_counts_and_seconds_are_those_of_a_step(results):
 def test_a_padded_mini_batch_of_prompts_updates_as_stock_does_with_its_rows_alone(results, agg_mode, schedule):
     for errors in results(_padded_prompts, agg_mode, schedule):
         assert max(errors.values()) <= TOLERANCE, errors
+
+
+def test_the_first_batch_says_what_each_value_of_trees_computes(results):
+    """Once, on rank 0; what such a run then computes."""
+    found = {over: results(_told_of_trees, "turns", over) for over in ("off", "uid", "batch")}
+    computed = {over: ranks[0][1] for over, ranks in found.items()}
+    for over, ((told, _), *others) in found.items():
+        (line,) = told
+        stock, *tokens = map(int, re.findall(r"\d+", line))
+        assert tokens == [computed["off"], computed["uid"], computed["batch"]] and line.endswith(f"; {over} is on")
+        assert stock > computed["off"] > 1.5 * computed["uid"] >= computed["batch"]
+        assert all(rank == ([], computed[over]) for rank in others)
+
+
+def test_prompts_that_begin_alike_are_told_of(results):
+    ((line,), computed), *others = results(_told_of_trees, "alike")
+    of_batch = results(_told_of_trees, "alike", "batch")
+    stock, *tokens = map(int, re.findall(r"\d+", line))
+    assert line.startswith("prefix: prompts begin alike: of ") and tokens == [computed, of_batch[0][1]]
+    assert all(told == [] for told, _ in (*others, *of_batch, *results(_told_of_trees, "others")))
 
 
 def test_rows_without_a_response_give_every_rank_as_many_metrics(results):

@@ -480,7 +480,7 @@ def test_what_torn_mini_batches_cost_is_said_once_after_the_first_step(caplog):
     def said(*batches: tuple[int, int]) -> list[str]:
         """Of log-probs and then updates, two of them a step: tokens of groups, and rows of 101 tokens."""
         caplog.clear()
-        metrics = StepMetrics(list, list, 1)
+        metrics = StepMetrics(list, list, 1, "uid")
         for i, (tokens, rows) in enumerate(batches):
             ids = torch.nested.as_nested_tensor([torch.zeros(101)] * rows, layout=torch.jagged)
             data = tu.get_tensordict({"input_ids": ids}, {"update_lr_scheduler": i % 3 == 2})

@@ -79,6 +79,9 @@ def _batch(rank: int, vocab: int, options: dict):
     groups = options.get("groups")  # of this rank, if not as `_lens`
     for uid, prompt_len, response_lens, kind in groups or _lens(rank, options.get("empty", ())):
         prompt = torch.randint(3, vocab, (prompt_len,), generator=generator)
+        if kind == "alike":  # a message that all begin with
+            prompt[:-10] = torch.arange(prompt_len - 10) % 7 + 3
+            prompt[-11] = 2
         for length in response_lens:
             response = torch.randint(3, vocab, (length,), generator=generator)
             mask = torch.ones(length, dtype=torch.int64)

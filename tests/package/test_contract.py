@@ -82,6 +82,7 @@ CONTRACT = {
     f"{V1}.trainer_base:PPOTrainer._balance_batch": "self batch metrics logging_prefix keep_minibatch",
     f"{V1}.trainer_base:PPOTrainer._get_required_batch_multiple": "self dp_size",
     "verl.tools.tool_registry:load_all_tools": "tool_config_path function_tool_path",
+    "verl.trainer.ppo.padding_utils:SYNTHETIC_PADDING_SEQ_LEN": None,
     "verl.trainer.ppo.core_algos:get_policy_loss_fn": "name",
     "verl.trainer.ppo.utils:need_critic": "config",
     "verl.trainer.ppo.utils:need_reference_policy": "config",

@@ -12,14 +12,19 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 from omegaconf import OmegaConf
 
 os.environ.setdefault("VERL_PLATFORM", "cpu")
 
 import verl  # noqa: E402, F401
+from verl.trainer.ppo.v1.trainer_base import PPOTrainer  # noqa: E402
 from verl.utils import hf_tokenizer  # noqa: E402
+from verl.utils import tensordict_utils as tu  # noqa: E402
 
 from verl_prefix import cli  # noqa: E402
+from verl_prefix.engine.rows import Trees, group_rows, row_keys  # noqa: E402
+from verl_prefix.models.messages import end_tokens  # noqa: E402
 from verl_prefix.testing import write_tiny_model, write_tiny_vlm  # noqa: E402
 from verl_prefix.tools.plan import command as plan  # noqa: E402
 from verl_prefix.tools.plan import options, training_command  # noqa: E402
@@ -300,6 +305,133 @@ def test_response_lengths_from_rollout_dumps(folder, tmp_path):
     assert (wide["p5"], wide["p95"]) == (1, 32)
 
 
+class Session:
+    """A row per call of a chat whose thoughts no later prompt has, as real rows have them: [(prompt, response)]."""
+
+    def __init__(self, tokenizer, question: str, names: list[str]) -> None:
+        def ids(messages: list[dict], **options: bool) -> list[int]:
+            text = tokenizer.apply_chat_template(messages, tokenize=False, **options)
+            return tokenizer(text, add_special_tokens=False).input_ids
+
+        system = {"role": "system", "content": "you know each river and its pilots " * 4}
+        messages, self.rows = [system, {"role": "user", "content": question}], []
+        for name in names:
+            prompt = ids(messages, add_generation_prompt=True)
+            messages.append({"role": "assistant", "content": f"{name} knows the river, I think"})
+            said = ids(messages)[len(prompt) :]
+            thoughts = tokenizer(f"{name}, let me think " * 3, add_special_tokens=False).input_ids
+            self.rows.append((prompt, thoughts + said))
+            messages.append({"role": "user", "content": f"{name} says that the water is high " * 2})
+
+
+def engine_tokens(rows: list[tuple[str, int, list[int], list[int]]], ends: set[int]) -> dict[str, int]:
+    """Tokens that the engine computes of (uid, session, prompt, response), by prefix.trees."""
+
+    def jagged(tokens: list[list[int]]) -> torch.Tensor:
+        return torch.nested.as_nested_tensor([torch.tensor(one) for one in tokens], layout=torch.jagged)
+
+    uids, _, prompts, responses = map(list, zip(*rows, strict=True))
+    whole = [p + r for p, r in zip(prompts, responses, strict=True)]
+    fields = {"prompts": jagged(prompts), "responses": jagged(responses), "input_ids": jagged(whole),
+              "position_ids": jagged([list(range(len(row))) for row in whole]), "uid": uids}  # fmt: skip
+    data = tu.get_tensordict(fields, {"temperature": 1.0})
+    keys, found = row_keys(data), {"stock": sum(map(len, whole)) - len(whole)}
+    for over in ("off", "uid", "batch"):
+        trees = Trees(over, frozenset(ends))
+        groups = group_rows(data, keys, trees, trees.are_cut(uids, keys))
+        found[over] = sum(group.num_physical_tokens for group in groups)
+    return found
+
+
+ONE_RANK = ("trainer.n_gpus_per_node=1", "data.train_batch_size=4", "actor_rollout_ref.actor.prefix.schedule=packed",
+            "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=100000")  # fmt: skip
+
+
+@pytest.mark.parametrize("rollouts", [1, 3])
+def test_turns_by_numbers_share_what_the_engine_shares(folder, rollouts):
+    turns = options.Turns(turns=4, thinking=12, say=5, tool=9)
+    size = (f"actor_rollout_ref.rollout.n={rollouts}", "actor_rollout_ref.actor.ppo_mini_batch_size=16")
+    found = plan.build("ppo_trainer", overrides(folder, *ONE_RANK, *size), None, None, turns=turns)
+    assert found["turns"] == 4 and found["updates"] == 1 and found["notes"] == []
+    tokenizer = hf_tokenizer(str(folder / "model"))
+    ends = end_tokens(tokenizer)
+    chat = [{"role": "user", "content": "the river " * 60}]
+    question = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
+    generator, rows = torch.Generator().manual_seed(1), []
+
+    def some(length: int, end: int | None = None) -> list[int]:
+        ids = torch.randint(10**6, 10**9, (length,), generator=generator).tolist()
+        return ids if end is None else [*ids[1:], end]
+
+    for uid in range(4):
+        for session in range(rollouts):
+            history = question
+            for _ in range(turns.turns):
+                thoughts, said, tool = some(12), some(5, min(ends)), some(9, min(ends))
+                rows.append((str(uid), session, history, thoughts + said))
+                history = history + said + tool
+    counted = engine_tokens(rows, ends)
+    assert found["tokens"]["logical"] == counted.pop("stock")
+    assert 2 * counted["uid"] < counted["off"] and counted["batch"] < counted["uid"]
+    for over, tokens in counted.items():
+        assert found["trees"][over]["tokens"] == dict.fromkeys(("update", "old", "ref"), tokens), over
+    assert found["tokens"]["ratio"] > 2, "prefix.trees is uid"
+    updates = {over: one["speedup"]["update"] for over, one in found["trees"].items()}
+    assert updates["off"] < updates["uid"] < updates["batch"]
+    assert found["verdict"].startswith("set actor_rollout_ref.actor.prefix.trees=batch for an update")
+
+
+def test_rows_of_turns_in_rollout_dumps_share_what_the_engine_shares(folder, tmp_path):
+    """By verl's own writer. Its texts have no special tokens, of which real rows have one or two a message."""
+    tokenizer = hf_tokenizer(str(folder / "model"))
+    rows = [
+        (f"{uid}a-7", session, *row)
+        for uid in range(4)
+        for session in range(3)
+        for row in Session(tokenizer, f"{uid} is the place, and how high is its river " * 8,
+                           [f"{uid}{session}{turn} pilots" for turn in range(2 + session)]).rows
+    ]  # fmt: skip
+    inputs, outputs = ([tokenizer.decode(row[i], skip_special_tokens=True) for row in rows] for i in (2, 3))
+    turn = [sum(row[:2] == other[:2] for other in rows[:i]) for i, row in enumerate(rows)]
+    keys = [f"{uid}_{session}_{t}" for (uid, session, *_), t in zip(rows, turn, strict=True)]
+    nothing = [None] * len(rows)
+    PPOTrainer._write_generations(inputs, outputs, nothing, nothing, {"uid": keys}, str(tmp_path), 1)
+    words = overrides(
+        folder, *ONE_RANK, "actor_rollout_ref.rollout.n=3", "actor_rollout_ref.actor.ppo_mini_batch_size=12"
+    )
+    found = plan.build("ppo_trainer", words, str(tmp_path), None)
+    assert found["turns"] == 3 and found["updates"] == 1
+    counted = engine_tokens(rows, end_tokens(tokenizer))
+    assert 0.4 * counted["off"] < counted["uid"] < 0.6 * counted["off"]
+    for over in ("off", "uid", "batch"):
+        tokens = found["trees"][over]["tokens"]["update"]
+        assert found["tokens"]["logical"] / tokens == pytest.approx(counted["stock"] / counted[over], rel=0.05), over
+    assert "without the special tokens" in found["assumed"][0] and len(found["assumed"]) == 1
+    half = plan.build("ppo_trainer", [*words, "data.train_batch_size=8"], str(tmp_path), None)
+    assert half["tokens"]["logical"] > 1.9 * found["tokens"]["logical"]
+    assert half["assumed"][1] == "4 prompts stand for the 8 of a step"
+    assert half["trees"]["uid"]["tokens"]["update"] == 2 * found["trees"]["uid"]["tokens"]["update"]
+
+
+def test_mini_batches_that_count_rows_are_warned_of(folder):
+    turns = options.Turns(turns=4, thinking=12, say=5, tool=9)
+
+    def built(*more: str) -> dict:
+        return plan.build("ppo_trainer", overrides(folder, *more), None, None, turns=turns)
+
+    torn, whole = built("trainer.v1.trainer_mode=sync"), built("actor_rollout_ref.actor.ppo_mini_batch_size=16")
+    assert (torn["updates"], whole["updates"], whole["notes"]) == (8, 2, [])
+    gains = [f"{one['speedup']['update']:.2f}" for one in (whole, torn)]
+    assert whole["speedup"]["update"] > 1.1 * torn["speedup"]["update"]
+    assert torn["notes"] == [
+        "actor_rollout_ref.actor.ppo_mini_batch_size=4 counts rows: a step makes 8 updates, between which sessions are "
+        "torn; set it to 16, by 4 turns of a session, and trainer.v1.trainer_mode=prefix_sync for an update "
+        f"{gains[0]} times as fast as stock's, not {gains[1]}"
+    ]
+    short = built("actor_rollout_ref.actor.ppo_mini_batch_size=16", "data.max_prompt_length=160")
+    assert short["notes"][0].startswith("histories have up to 1") and "max_prompt_length=160 ends" in short["notes"][0]
+
+
 MESSAGE = {"role": "user", "content": "a"}
 
 
@@ -342,6 +474,11 @@ ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
         ("--response-lengths nan", "--response-lengths 'nan': write a mean"),
         ("--response-lengths 33", "--response-lengths '33': write a mean of 1 to 32 tokens (data.max_response_length;"),
         ("--response-lengths 20,inf", "finite STD"),
+        ("--turns 4 --thinking 5 --say 5", "--turns 4: add --tool, tokens of each turn, as in --turns 10 --thinking"),
+        ("--say 5", "--say is of sessions of several turns; add --turns 10, or another number"),
+        ("--turns 4 --thinking 5 --say 5 --tool 5 --response-lengths 20", "--turns both say how long responses are"),
+        ("--turns 4 --thinking 20 --say 15 --tool 5", "responses of 35 tokens are over data.max_response_length=32"),
+        ("--simulate --fit 75 --turns 4 --thinking 5 --say 5 --tool 5", "--fit searches rows of one prompt, and these"),
         ("actor_rollout_ref.model.tokenizer_path=/none", "model.tokenizer_path=/none cannot be read"),
         ("data.train_files=/nowhere.parquet", "/nowhere.parquet is not a file here; copy it"),
         ("data.train_files=null", "data.train_files=None has no rows; name a file"),

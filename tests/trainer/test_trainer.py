@@ -223,6 +223,9 @@ def test_mini_batches_of_prompts_are_as_many_as_without_turns_and_hold_whole_pro
         for prompt in {uid(key) for key in rows if key not in transfer_queue}:
             assert sum(uid(key) == prompt for key in rows) == sum(sizes[int(prompt.removeprefix("uid"))])
     assert len(transfer_queue) <= 2 * dp_size, "rows are balanced"
+    trainer = trainer_of_prompts(8, 4, dp_size)
+    trainer.parameter_sync_step = 2  # batches of an async step, of half its prompts
+    assert len(steps_of(trainer, turns(sizes[:4]), {})) == 1
     # By rows they are 5, and some prompts lie in several.
     metrics, trainer = {}, build_trainer(4, 3, [*range(dp_size)])
     cut = mini_batches(trainer._balance_batch(turns(sizes), metrics), dp_size, mini_batch_size=12)

@@ -20,6 +20,7 @@ from verl_prefix.core.groups import Group, rows_by_key
 
 # Of the predicted time of a pass: what shortens it by less is not worth moving or splitting a group.
 WORTH = 0.95
+FEW = 8  # rows per rank, up to which they are tried one by one
 
 
 @dataclass(frozen=True)
@@ -113,8 +114,9 @@ def place_rows(
 ) -> Placement:
     """Places the rows of all ranks.
 
-    Groups go, the costliest first, to the rank with the least to do. Rows stay where they are if groups are whole there
-    and no rank has much more to do than the costliest one would have after that.
+    Groups go, the costliest first, to the rank with the least to do, and are then split; or, where rows are few and
+    that is 5 % shorter, rows go one by one. Rows stay where they are if groups are whole there and no rank has much
+    more to do than the costliest one would have after that.
 
     Args:
         keys: group of each row. prefix_costs, suffix_costs: see `row_cost`; of a group, the largest prefix cost counts.
@@ -134,6 +136,9 @@ def place_rows(
         target = min(bound, key=lambda rank: (placed.loads[rank], rank)) if bound else placed.least()
         placed.add(target, group, groups[group])
     placed = _split_while_it_pays(placed)
+    if len(keys) <= FEW * num_ranks:
+        scattered = _scattered(_Placed(prefixes, suffix_costs, placed.whole, num_ranks), groups, holders)
+        placed = scattered if max(scattered.loads) <= WORTH * max(placed.loads) else placed
 
     rank_of = {row: rank for rank, held in enumerate(placed.held) for rows in held.values() for row in rows}
     home = [rank_of[row] for row in range(len(keys))]
@@ -165,6 +170,26 @@ def describe_rows(
             loads[ranks[row]] += suffix_costs[row]
     longest, total = max(loads), sum(loads)
     return Placement(list(ranks), longest, longest * num_ranks / total if total else 1.0, split)
+
+
+def _scattered(placed: _Placed, groups: Sequence[list[int]], holders: Sequence[list[int]]) -> _Placed:
+    """Each row, the costliest first, to the rank with the least to do after that, which includes its group's prefix
+    where a rank has none of it yet: better than splitting groups where rows are few and unequal, as sessions are."""
+    rows = []
+    for group, members in enumerate(groups):
+        if bound := holders[group]:
+            placed.add(min(bound, key=lambda rank: (placed.loads[rank], rank)), group, members)
+        else:
+            rows += [(-placed.suffix_costs[row], row, group) for row in members]
+    homes: list[set[int]] = [set() for _ in groups]
+    for _, row, group in sorted(rows):
+        least = placed.least()
+        own = min(homes[group], key=lambda rank: (placed.loads[rank], rank), default=least)
+        price = 0.0 if least in homes[group] else placed.prefixes[group]
+        target = own if homes[group] and placed.loads[own] <= placed.loads[least] + price else least
+        placed.add(target, group, [row])
+        homes[group].add(target)
+    return placed
 
 
 def _split_while_it_pays(placed: _Placed) -> _Placed:

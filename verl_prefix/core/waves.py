@@ -4,15 +4,15 @@ A budget counts physical tokens, those that are computed. Pure functions of leng
 collective.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import TypeVar
 
 from verl_prefix.core.groups import Group
 from verl_prefix.core.layout import pass_order
 
 Item = TypeVar("Item")
-
 
 # Of one phase-B micro-batch: (index into the pass's groups, the piece of that group whose suffixes the wave holds).
 Wave = tuple[tuple[int, Group], ...]
@@ -66,32 +66,36 @@ class Plan:
 
 
 def _pieces(group: Group, budget: int, suffixes: bool = True) -> list[Group]:
-    """The group cut so that each piece, or with `suffixes=False` each piece's strands, fit the budget; a piece has one
-    suffix at least, however long that and what stands before it are."""
-    cuts, used = [0], 0
-    have: dict[int, int] = {}
-    for start, end in group.units():
-        own = sum(group.suffix_lens[start:end]) if suffixes else 0
-        added, grown = _grown(group, range(start, end), have)
-        if used and added + own and used + added + own > budget:
-            cuts.append(start)
-            used = 0
-            added, grown = _grown(group, range(start, end), {})
-        used, have = used + added + own, grown
-    if len(cuts) == 1:
+    """The group cut between rows so that each piece, or with `suffixes=False` each piece's strands, fit the budget, and
+    all together are as few tokens, and then pieces, as can be; a piece has one suffix at least, however long that and
+    what stands before it are. Of such cuts of a tree that with the smallest largest piece; then the longest first."""
+    if (group.num_physical_tokens if suffixes else group.prefix_len) <= budget:
         return [group]
-    return [group.piece(start, end).pruned() for start, end in zip(cuts, [*cuts[1:], len(group.rows)], strict=True)]
-
-
-def _grown(group: Group, rows: Iterable[int], have: Mapping[int, int]) -> tuple[int, dict[int, int]]:
-    """Tokens that some rows, by their places, need of strands besides those up to `have` (strand -> end), and what
-    there is then."""
-    added, grown = 0, dict(have)
-    for row in rows:
-        for strand, start, end in group.path(group.forks[row]) if group.output_lens[row] else ():
-            added += max(end - grown.get(strand, start), 0)
-            grown[strand] = max(end, grown.get(strand, start))
-    return added, grown
+    units, outputs = list(group.units()), group.output_lens
+    # Per unit: tokens of its suffix, and what its rows need of strands.
+    suffix = [sum(group.suffix_lens[start:end]) if suffixes else 0 for start, end in units]
+    paths = [[x for row in range(*unit) if outputs[row] for x in group.path(group.forks[row])] for unit in units]
+    # From each unit to the last one: tokens, pieces, the largest piece, and the unit after the first piece.
+    best = [(0, 0, 0, len(units))] * (len(units) + 1)
+    for first in reversed(range(len(units))):
+        used, have, found = 0, dict[int, int](), []
+        for unit in range(first, len(units)):
+            added = suffix[unit]
+            for strand, start, end in paths[unit]:
+                added += max(end - have.get(strand, start), 0)
+                have[strand] = max(end, have.get(strand, start))
+            if used and added and used + added > budget:
+                break
+            used += added
+            tokens, pieces, largest, _ = best[unit + 1]
+            found.append((used + tokens, pieces + 1, max(used, largest), unit + 1))
+        best[first] = min(found, key=lambda one: (*one[:2], one[2] * (len(group.strands) > 1), -one[3]))
+    cuts = [0]
+    while cuts[-1] < len(units):
+        cuts.append(best[cuts[-1]][3])
+    if len(cuts) == 2:
+        return [group]
+    return [group.piece(units[i][0], units[j - 1][1]).pruned() for i, j in pairwise(cuts)]
 
 
 def first_fit(items: Sequence[Item], size: Callable[[Item], int], budget: int) -> list[list[Item]]:

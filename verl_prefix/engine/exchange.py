@@ -14,7 +14,7 @@ import itertools
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -83,13 +83,14 @@ class Exchange:
     """A mini-batch at the rank that computes it. Where rows stay, `rows` is the batch and `give_back` the identity.
 
     Attributes:
-        rows: the rows that this rank computes. groups: theirs. are_cut: as in `group_rows`.
+        rows: the rows that this rank computes. keys, groups: theirs. are_cut: as in `group_rows`.
         metrics: prefix/* and timing_s/* of this rank; `give_back` adds what it took.
         give_back: a model's outputs of `rows`, jagged [rows, tokens] of the same names on every rank -> those of this
             rank's own rows, in the order they came.
     """
 
     rows: TensorDict
+    keys: Sequence[Hashable]
     groups: list[Group]
     are_cut: bool
     metrics: dict[str, float]
@@ -135,7 +136,7 @@ def exchange_rows(
     metrics = routes.metrics if routes else {}
     uids = Counter(uid for uid, _ in set(zip(map(str, tu.get(rows, "uid", ())), keys, strict=False)))
     metrics["prefix/split_uids"] = sum(n > 1 for n in uids.values())
-    return Exchange(rows, groups, are_cut, metrics, routes.give_back if routes and routes.moves else dict)
+    return Exchange(rows, keys, groups, are_cut, metrics, routes.give_back if routes and routes.moves else dict)
 
 
 class _Routes:

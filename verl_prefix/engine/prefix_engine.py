@@ -33,8 +33,8 @@ from verl_prefix.engine.loss import LossFunction, mode_of_verls_loss
 from verl_prefix.engine.mini_batch import MiniBatch, even_out, plan_metrics
 from verl_prefix.engine.out_of_memory import out_of_memory_advice
 from verl_prefix.engine.paths import Paths, Stock, pass_budget
-from verl_prefix.engine.rows import Trees, padding_rows
-from verl_prefix.engine.step_metrics import GROUP_TOKENS, StepMetrics
+from verl_prefix.engine.rows import Trees, padding_rows, tokens_by_trees
+from verl_prefix.engine.step_metrics import GROUP_TOKENS, TREE_TOKENS, StepMetrics
 from verl_prefix.engine.stock_path import StockPath
 from verl_prefix.engine.trace_writer import open_trace
 from verl_prefix.engine.verify import Verification
@@ -58,6 +58,7 @@ class PrefixFSDPEngine(StockPath):
     scaler = None
     _autocast_dtype = torch.bfloat16
     trees: Trees
+    _counted = False  # what each value of prefix.trees computes
 
     def forward_backward_batch(
         self, data: TensorDict, loss_function: LossFunction | None, forward_only: bool = False
@@ -82,8 +83,12 @@ class PrefixFSDPEngine(StockPath):
             return stock
         custom_loss = loss_function is not None and mode_of_verls_loss(loss_function) is None
         exchange = open_exchange(self, data, custom_loss)
-        self.trees = self.trees._replace(seen=exchange.are_cut)
         groups, metrics = exchange.groups, exchange.metrics
+        if not (self._counted or self.engine_config.forward_only):
+            self._counted = True
+            by_trees = tokens_by_trees(exchange.rows, exchange.keys, self.trees, groups)
+            metrics |= {TREE_TOKENS[name]: tokens for name, tokens in by_trees.items()}
+        self.trees = self.trees._replace(seen=exchange.are_cut)
         plan = self._paths.plan(data, groups, forward_only)
         if isinstance(plan, Stock):
             return plan._replace(metrics=metrics)
@@ -210,7 +215,9 @@ class PrefixFSDPEngine(StockPath):
         engine_config.strategy = "fsdp2"
         super().__init__(model_config, engine_config, optimizer_config, checkpoint_config)
         self._trace = open_trace(self)
-        self._step_metrics = StepMetrics(self.reduce_sum, self.reduce_max, self.ulysses_sequence_parallel_size)
+        self._step_metrics = StepMetrics(
+            self.reduce_sum, self.reduce_max, self.ulysses_sequence_parallel_size, self.prefix_config.trees
+        )
 
     def initialize(self) -> None:
         super().initialize()

@@ -113,6 +113,25 @@ def row_cuts(data: TensorDict, trees: Trees) -> list[list[int]]:
     return [cuts_at(ends, n) for ends, n in zip(message_ends(prompts, trees.ends), prompt_lens, strict=True)]
 
 
+def tokens_by_trees(
+    data: TensorDict, keys: Sequence[Hashable], trees: Trees, groups: Sequence[Group]
+) -> dict[str, float]:
+    """Tokens that "stock" and each value of `prefix.trees` compute of some rows, where all of a group are one pass's;
+    of single prompts with pixels none for `batch`.
+
+    Args:
+        groups: of these rows, by `trees`.
+    """
+    uids, found = uids_of(data, keys), {trees.over: groups}
+    are_turns = trees._replace(over="uid").are_cut(uids, keys)
+    for over in ("off", "uid", "batch") if are_turns or PIXELS not in data.keys() else ("off", "uid"):
+        if over not in found:
+            other = trees._replace(over=over)
+            found[over] = group_rows(data, keys, other, other.are_cut(uids, keys))
+    computed = {over: float(sum(group.num_physical_tokens for group in some)) for over, some in found.items()}
+    return computed | {"stock": float(sum(group.num_logical_tokens for group in groups))}
+
+
 def _tree_tokens(data: TensorDict, keys: Sequence[Hashable], trees: Trees) -> torch.Tensor:
     """[N] int64: the tokens, mixed with all else that must be equal where rows share: positions, pixels, temperature,
     and where `trees.over` is uid the uid."""

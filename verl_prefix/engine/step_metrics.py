@@ -30,8 +30,10 @@ MOST = [
 ]
 # Counted as well, and not reported: what stock computes, and what ours computes where every group is one pass's.
 _TOKENS, GROUP_TOKENS = "tokens of rows", "tokens of groups"
-_SUMS = (*COUNTS, _TOKENS, GROUP_TOKENS)
-_TORN = 0.02  # of a step's tokens: what torn groups may cost unsaid
+# And of the first batch what `rows.tokens_by_trees` counts.
+TREE_TOKENS = {name: f"tokens of trees: {name}" for name in ("stock", "off", "uid", "batch")}
+_SUMS = (*COUNTS, _TOKENS, GROUP_TOKENS, *TREE_TOKENS.values())
+_TORN = 0.02  # of a step's tokens: what torn groups may cost, or other trees save, unsaid
 Reduce = Callable[[Sequence[float]], Sequence[float]]
 
 
@@ -40,9 +42,11 @@ class StepMetrics:
 
     Args:
         reduce_sum, reduce_max: element-wise over all ranks. sequence_ranks: that compute the same rows, and count them.
+        trees: of `PrefixConfig`.
     """
 
-    def __init__(self, reduce_sum: Reduce, reduce_max: Reduce, sequence_ranks: int) -> None:
+    def __init__(self, reduce_sum: Reduce, reduce_max: Reduce, sequence_ranks: int, trees: str) -> None:
+        self._trees = trees
         self._reduce_sum, self._reduce_max, self._sequence_ranks = reduce_sum, reduce_max, sequence_ranks
         self._step: dict[str, float] = {}
         self._log_prob_stock_rows = 0.0
@@ -77,6 +81,7 @@ class StepMetrics:
         sums = self._reduce_sum([step.get(name, 0.0) for name in _SUMS])
         total = {name: value / self._sequence_ranks for name, value in zip(_SUMS, sums, strict=True)}
         self._see_torn_groups(total, forward_only)
+        self._tell_trees(*(total[name] for name in TREE_TOKENS.values()))
         total |= zip(MOST, self._reduce_max([step.get(name, 0.0) for name in MOST]), strict=True)
         reported |= {name: total[name] for name in (*COUNTS, *MOST) if name in step}
         reported["prefix/reuse_fraction"] = total["prefix/tokens_saved"] / max(total[_TOKENS], 1)
@@ -98,4 +103,18 @@ class StepMetrics:
                 "prefix_sync (prefix_colocate_async, prefix_separate_async), and where an agent loop returns a row per "
                 "turn also actor_rollout_ref.actor.prefix.mini_batches=prompts",
                 torn, tokens, 100 * torn / tokens,
+            )  # fmt: skip
+
+    def _tell_trees(self, stock: float, off: float, uid: float, batch: float) -> None:
+        """Says of the first batch what each value of prefix.trees computes, where rows are turns or prompts begin
+        alike."""
+        if uid != off and torch.distributed.get_rank() == 0:
+            logger.warning(
+                "prefix: rows of turns: of %d tokens prefix.trees=off (whole prompts alone) computes %d, uid %d, batch "
+                "%d; %s is on", stock, off, uid, batch, self._trees
+            )  # fmt: skip
+        elif self._trees != "batch" and 0 < batch < (1 - _TORN) * off and torch.distributed.get_rank() == 0:
+            logger.warning(
+                "prefix: prompts begin alike: of %d tokens %d are computed, and with prefix.trees=batch %d",
+                stock, off, batch,
             )  # fmt: skip

@@ -45,18 +45,19 @@ def random_rollouts(
 
 
 def turn_rollouts(
-    first: int, sessions: int, turns: int, thinking: int, said: int, tool: int, vocab_size: int, seed: int = 0
-) -> Rollouts:
-    """Sessions of one prompt of `first` tokens, with a row per turn. A row's prompt has of the turns before it what was
-    said and what the tool answered, without the thoughts. Cut at ends of messages."""
+    first: int | torch.Tensor, sessions: int, turns: int, thinking: int, said: int, tool: int, vocab_size: int,
+    seed: int = 0,
+) -> Rollouts:  # fmt: skip
+    """Sessions of one prompt, of `first` random tokens or of these, with a row per turn. A row's prompt has of turns
+    before it what was said and what the tool answered, without the thoughts. Cut at ends of messages."""
     generator = torch.Generator().manual_seed(seed)
 
     def some(length: int) -> torch.Tensor:
         return torch.randint(vocab_size, (length,), generator=generator)
 
-    question, rows = some(first), []
+    question, rows = some(first) if isinstance(first, int) else first, []
     for _ in range(sessions):
-        prompt, cuts = question, [first - 1]
+        prompt, cuts = question, [len(question) - 1]
         for _ in range(turns):
             response = some(thinking + said)
             rows.append((prompt, response, torch.randn(len(response), generator=generator, dtype=torch.float64), cuts))

@@ -218,8 +218,8 @@ class WholeGroups(PPOTrainer):
             self._said = True
             logger.warning(
                 "prefix: %d rows of %d sessions make %d optimizer steps, since ppo_mini_batch_size counts rollout.n "
-                "rows a prompt, and %d prompts lie in several, each of which computes them again; "
-                "%s=prompts makes %d steps, with a prompt's rows in one",
+                "rows a prompt; %d prompts lie in several and are computed in each. %s=prompts makes %d steps, with a "
+                "prompt's rows in one",
                 len(keys), len(sessions), num, num_split, MINI_BATCHES, self._num_updates(),
             )  # fmt: skip
 

@@ -12,11 +12,8 @@ import json
 import os
 import statistics
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
-from itertools import count, islice, tee
 from pathlib import Path
-from random import Random
 from typing import Any
 
 import torch
@@ -28,69 +25,33 @@ from verl_prefix.auto.shape import model_shape
 from verl_prefix.files import write_whole
 from verl_prefix.models.recurrent import packing_leak
 from verl_prefix.models.support import unsupported_reasons
-from verl_prefix.tools.plan.options import CONFIG_PATH, TIMINGS, PlanError, is_dump, spread
-from verl_prefix.tools.plan.predict import PATHS, SEED, MicroBatch, Sizes, predict
+from verl_prefix.tools.plan.options import CONFIG_PATH, TIMINGS, PlanError, Turns, is_dump
+from verl_prefix.tools.plan.predict import PATHS, MicroBatch, Predictor, Sizes, predict
 from verl_prefix.tools.plan.training_command import (
     check_values,
     compose_config,
     micro_batches,
     read_model,
     read_model_config,
-    read_prompts,
     read_tokenizer,
     refusals,
     sequence_ranks,
 )
+from verl_prefix.tools.plan.turns import LEVELS, read_dump
+from verl_prefix.tools.plan.work import Work, counts_rows, kept_whole, read_work, splits_groups
 from verl_prefix.tools.report import provenance
 from verl_prefix.tools.simulate.command import fits_nothing, read_job, show_simulated, simulated
 
 
-def response_lengths(spec: str | None, longest: int, tokenizer: Any) -> tuple[Iterator[int], list[str]]:
-    """Endless draws, the same in every run: of a normal distribution (`spread`), cut to 1 to `longest`, or of the
-    outputs in verl's rollout dumps; and which spread nobody asked for. Where nothing is said the mean is half of the
-    longest response: rows of one length would hide what a trainer's row order costs.
-
-    Raises:
-        PlanError: the specification is none of these, or the dumps hold no outputs.
-    """
-    draw = Random(SEED)
-    if spec and is_dump(spec):
-        files = sorted(Path(spec).glob("*.jsonl")) if Path(spec).is_dir() else [Path(spec)]
-        try:
-            texts = [json.loads(line)["output"] for file in files for line in file.read_text().splitlines()]
-        except (ValueError, KeyError, TypeError) as error:
-            wrong = f"{type(error).__name__}: {error}"
-            raise PlanError(f"{spec} is not what trainer.rollout_data_dir writes ({wrong})") from None
-        if not texts:
-            raise PlanError(f"{spec} holds no rollouts")
-        # A finished response also has its end token.
-        lengths = [min(len(ids) + 1, longest) for ids in tokenizer(texts, add_special_tokens=False).input_ids]
-        return (draw.choice(lengths) for _ in count()), []
-    mean, std = spread(spec or str(max(1, longest / 2)))
-    if mean > longest:
-        raise PlanError(
-            f"--response-lengths {spec!r}: write a mean of 1 to {longest} tokens (data.max_response_length; raise it "
-            "for more)"
-        )
-    # A draw may be infinite where STD is huge.
-    draws = (round(min(longest, max(1, draw.gauss(mean, std)))) for _ in count())
-    if spec and "," in spec:
-        return draws, []
-    return draws, [
-        f"response lengths are drawn around {mean:g} tokens with a deviation of {std:g}, from 1 to {longest} (data."
-        "max_response_length); --response-lengths MEAN,STD or a folder of trainer.rollout_data_dir says what yours are"
-    ]
-
-
-def sizes(config: Any) -> Sizes:
-    """Raises PlanError where the batch sizes do not divide."""
+def sizes(config: Any, several_turns: bool = False) -> Sizes:
+    """Raises PlanError where the batch sizes do not divide; rows of several turns are padded, whatever they are."""
     actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
     prompts, mini, ranks = config.data.train_batch_size, actor.ppo_mini_batch_size, config.trainer.n_gpus_per_node
     ranks *= config.trainer.nnodes
     shared, shared_by_ref = (sequence_ranks(config.actor_rollout_ref[role]) for role in ("actor", "ref"))
     if ranks % shared == 0:  # the driver refuses others
         ranks //= shared
-    if prompts % mini or mini * rollout.n % ranks:
+    if (prompts % mini and not several_turns) or mini * rollout.n % ranks:
         raise PlanError(
             f"data.train_batch_size={prompts}, actor.ppo_mini_batch_size={mini}, rollout.n={rollout.n}, {ranks} ranks: "
             "make the batch a multiple of the mini-batch, and mini-batch times n one of the ranks"
@@ -104,44 +65,79 @@ def sizes(config: Any) -> Sizes:
     }
     whole, exchange = config.trainer.v1.trainer_mode.startswith("prefix_"), actor.prefix.exchange != "off"
     return Sizes(
-        prompts, rollout.n, mini_batches=prompts // mini, ranks=ranks, micro_batches=passes, ref_in_actor=ref_in_actor,
-        whole=whole, exchange=exchange, sequence_ranks=shared, ref_sequence_ranks=shared_by_ref,
+        prompts, rollout.n, mini_batches=prompts // mini or 1, ranks=ranks, micro_batches=passes,
+        ref_in_actor=ref_in_actor, whole=whole, exchange=exchange, sequence_ranks=shared,
+        ref_sequence_ranks=shared_by_ref,
     )  # fmt: skip
 
 
-def splits_groups(size: Sizes) -> bool:
-    """True where the trainer may spread a prompt's rows over mini-batches."""
-    return size.rollouts > 1 and size.mini_batches > 1 and not size.whole
-
-
-def notes(config: Any, size: Sizes, leak: str | None, update: float, update_of_whole: float) -> list[str]:
+def notes(config: Any, work: Work, leak: str | None, update: float, update_of_whole: float) -> list[str]:
     """Names what keeps prompts from being shared, and what is wrong with model_engine=dp: `recurrent.packing_leak`.
 
     Args:
-        update, update_of_whole: the update's speed-up, also with the trainer mode that keeps groups whole.
+        update, update_of_whole: the update's speed-up, also of steps that are `kept_whole`.
     """
-    lines = []
+    lines, size, turns = [], work.steps[0].size, work.turns
+    if turns and max(work.prompts) > config.data.max_prompt_length:
+        lines.append(
+            f"histories have up to {max(work.prompts)} tokens, and data.max_prompt_length="
+            f"{config.data.max_prompt_length} ends their sessions, without a word; raise it"
+        )
     if leak and any(micro.tokens or micro.rows > 1 for micro in size.micro_batches.values()):
         lines.append(
             f"model_engine=dp would be wrong for this model: {leak}, and a row's state goes on in the next row. "
             "model_engine=prefix computes row by row where it takes verl's own path; with dp set "
             "actor_rollout_ref.model.use_remove_padding=False"
         )
-    if size.rollouts == 1:
+    if size.rollouts == 1 and not turns:
         return [*lines, "actor_rollout_ref.rollout.n=1: a prompt has one response, nothing to share; set 2 or more"]
-    mode = config.trainer.v1.trainer_mode
+    mode, mini = config.trainer.v1.trainer_mode, config.actor_rollout_ref.actor.ppo_mini_batch_size
     if not size.exchange and size.ranks > 1:
         lines.append(
             f"actor_rollout_ref.actor.prefix.exchange=off leaves a prompt's rows on {size.ranks} ranks, and each "
             "shares only what it holds; set it to auto"
         )
-    if splits_groups(size):
+    updates = round(size.mini_batches * size.prompts / work.priced)
+    gain = f"for an update {update_of_whole:.2f} times as fast as stock's, not {update:.2f}"
+    if counts_rows(config, work):
+        whole = "" if size.whole else f" and trainer.v1.trainer_mode=prefix_{mode}"
+        lines.append(
+            f"actor_rollout_ref.actor.ppo_mini_batch_size={mini} counts rows: a step makes {updates} "
+            f"updates, between which sessions are torn; set it to {round(mini * turns)}, by {turns:.3g} turns of a "
+            f"session,{whole} {gain}"
+        )
+    elif splits_groups(size):
         lines.append(
             f"trainer.v1.trainer_mode={mode} spreads a prompt's rows over {size.mini_batches} mini-batches, and each "
-            f"computes it again; set trainer.v1.trainer_mode=prefix_{mode} for an update {update_of_whole:.2f} times "
-            f"as fast as stock's, not {update:.2f}"
+            f"computes it again; set trainer.v1.trainer_mode=prefix_{mode} {gain}"
         )
     return lines
+
+
+def of_trees(predicted: Predictor) -> dict[str, Any]:
+    """What a value of prefix.trees makes of a step, by the schedule in use."""
+    return {
+        "tokens": dict(predicted.computed),
+        "speedup": predicted.gains[predicted.schedule],
+        "added_gib": predicted.peaks[predicted.schedule] / 2**30,
+    }
+
+
+# What another value of prefix.trees must gain to be worth a word: a system prompt, too, changes bits.
+WORTH = 1.02
+
+
+def verdict(trees: dict[str, dict[str, Any]], used: str) -> str | None:
+    """The value of prefix.trees that pays, of those that gain as much the one that shares least; None where the command
+    has it already, and rows share whole prompts alone."""
+    updates = {over: one["speedup"]["update"] for over, one in trees.items()}
+    best = next(over for over, gain in updates.items() if gain * WORTH >= max(updates.values()))
+    used = used if used in trees else "off"
+    others = ", ".join(f"{gain:.2f} with {over}" for over, gain in updates.items() if over != best)
+    told = f"an update {updates[best]:.2f} times as fast as stock's; {others}"
+    if best != used:
+        return f"set actor_rollout_ref.actor.prefix.trees={best} for {told}"
+    return f"prefix.trees={best} pays: {told}" if best != "off" else None
 
 
 def percentiles(values: list[float]) -> dict[str, float]:
@@ -158,12 +154,13 @@ def build(
     config_path: str = CONFIG_PATH,
     gpu: str | None = None,
     fit_gib: float | None = None,
+    turns: Turns | None = None,
 ) -> dict[str, Any]:
     """The plan, as JSON can hold it; without figures where the model is refused.
 
     Args:
         config_name, words, config_path: see `compose_config`. parts: see `options.shares`. gpu, fit_gib: of a
-            simulation, see `simulated`; or None.
+            simulation, see `simulated`; or None. turns: of sessions; None: one, or as dumps say.
 
     Raises:
         PlanError: something that the plan needs is missing or does not fit.
@@ -171,33 +168,40 @@ def build(
     parts = parts or {}
     config = compose_config(config_name, words, config_path)
     check_values(config)
-    size, roles = sizes(config), config.actor_rollout_ref
-    if gpu and size.sequence_ranks > 1:
-        raise PlanError(
-            "--simulate knows no sequence parallelism; leave it out, or set ulysses_sequence_parallel_size=1"
-        )
+    roles = config.actor_rollout_ref
     reasons = refusals(config, config.trainer.n_gpus_per_node * config.trainer.nnodes)
     if reasons and unsupported_reasons(read_model_config(config)):
         return {"unsupported": reasons, "notes": []}
     tokenizer = read_tokenizer(config)
-    longest = config.data.max_response_length
-    draws, assumed = response_lengths(responses, longest, tokenizer)
-    sample = list(islice(draws, 2000))
-    prompts, overlong = read_prompts(config, tokenizer)
+    dump = read_dump(responses, tokenizer) if responses and is_dump(responses) else None
+    size = sizes(config, several_turns=bool(turns or dump))
+    if gpu and size.sequence_ranks > 1:
+        raise PlanError(
+            "--simulate knows no sequence parallelism; leave it out, or set ulysses_sequence_parallel_size=1"
+        )
+    if fit_gib and (turns or dump):
+        raise PlanError("--fit searches rows of one prompt, and these are of several turns; leave it out")
     empty = read_model(config)
-    lengths = [prompt.tokens for prompt in prompts]
     mixed = (roles.actor.fsdp_config.get("mixed_precision") or {}).get("param_dtype", "bf16")
     num_parameters = sum(parameter.numel() for parameter in empty.parameters())
     shape = model_shape(empty, torch.float32 if mixed == "fp32" else torch.bfloat16)
     leak = packing_leak(empty) if roles.model.use_remove_padding else None
-    draws, again = tee(draws)
-    predicted = predict(roles, size, shape=shape, prompts=prompts, responses=draws, one_row=leak is not None)
-    used, gains, gains_of_whole = roles.actor.prefix.schedule, predicted.gains, predicted.gains
-    if splits_groups(size):
-        whole = replace(size, whole=True)
-        gains_of_whole = predict(roles, whole, shape, prompts=prompts, responses=again, one_row=leak is not None).gains
+    work = read_work(config, size, shape, tokenizer, responses, turns or dump)
+    used, over = roles.actor.prefix.schedule, roles.actor.prefix.trees
+    trees = {
+        level: predict(roles, [replace(work.with_tokens, over=level)], leak is not None)
+        for level in (LEVELS if work.turns else LEVELS[::2])
+        if work.with_tokens is not None
+    }
+    predicted = trees.get(over) if work.turns or over == "batch" else None
+    predicted = predicted or predict(roles, work.steps, leak is not None)
+    gains, of_whole = predicted.gains, predicted.gains[used]["update"]
+    step_size = work.steps[0].size
+    times = work.turns if counts_rows(config, work) else 1.0
+    if times > 1 or splits_groups(step_size):
+        whole = predict(roles, [kept_whole(one, times) for one in work.steps], leak is not None)
+        of_whole = whole.gains[used]["update"]
     step = 1.0 / (1.0 - sum(parts.values()) + sum(share / gains[used][name] for name, share in parts.items()))
-    ratio = [p / (p + s) for p, s in zip(lengths, sample, strict=False)]
     simulation = {}
     if gpu:
         first = predicted.first
@@ -206,18 +210,23 @@ def build(
         simulation = {"simulated": simulated(job, gpu, fit_gib, config.trainer.n_gpus_per_node)}
     return {
         "unsupported": reasons,
-        "notes": notes(config, size, leak, gains[used]["update"], gains_of_whole[used]["update"]),
-        "assumed": assumed,
-        "prompt_tokens": percentiles([float(x) for x in lengths]) | {"count": len(lengths), "overlong": overlong},
-        "response_tokens": percentiles([float(x) for x in sample]),
-        "prefix_share_of_a_row": percentiles(ratio),
+        "notes": notes(config, work, leak, gains[used]["update"], of_whole),
+        "assumed": work.assumed,
+        "prompt_tokens": percentiles([float(x) for x in work.prompts])
+        | {"count": len(work.prompts), "overlong": work.overlong},
+        "response_tokens": percentiles([float(x) for x in work.responses]),
+        "prefix_share_of_a_row": percentiles([p / (p + s) for p, s in zip(work.prompts, work.responses, strict=False)]),
         "groups_per_rank_and_mini_batch": percentiles(predicted.bins),
         "tokens": {
             "logical": predicted.logical,
-            "physical": predicted.physical,
-            "ratio": predicted.logical / predicted.physical,
+            "physical": predicted.computed["update"],
+            "ratio": predicted.logical / predicted.computed["update"],
             "ratio_without_exchange": predicted.logical / predicted.physical_without,
         },
+        "turns": work.turns,
+        "updates": round(step_size.mini_batches * step_size.prompts / work.priced),
+        "trees": {level: of_trees(one) for level, one in trees.items()},
+        "verdict": verdict({level: of_trees(one) for level, one in trees.items()}, over),
         "schedule": used,
         "packed_groups": predicted.packed,
         "phased_groups": predicted.phased,
@@ -257,6 +266,8 @@ def _show_figures(report: dict[str, Any], console: Console) -> None:
     for name in TIMINGS.values():
         gains.add_row(name, *(f"{report['speedup_by_schedule'][s][name]:.2f}" for s in PATHS))
     console.print(gains)
+    if report["turns"]:
+        _show_trees(report, console)
     memory = Table(
         "GiB per rank", *report["added_gib"], title="weights, gradients, AdamW; what an update adds at its peak"
     )
@@ -271,11 +282,27 @@ def _show_figures(report: dict[str, Any], console: Console) -> None:
         f"schedule {report['schedule']}: {report['packed_groups']} groups packed, {report['phased_groups']} in phases"
         + ("" if report["packed_groups"] + report["phased_groups"] else "; verl's own path, sharing would not pay"),
     ]
+    if report["verdict"]:
+        lines.append(report["verdict"])
     if "step" in report["speedup"]:
         lines.append(f"whole step: {report['speedup']['step']:.2f}x")
     if report["prompt_tokens"]["overlong"]:
         lines.append(f"{report['prompt_tokens']['overlong']} prompts are over data.max_prompt_length and not counted")
     _print(lines, console)
+
+
+def _show_trees(report: dict[str, Any], console: Console) -> None:
+    trees = Table(
+        "prefix.trees", *(x for name in TIMINGS.values() for x in (f"tokens of {name}", "speed-up")), "added GiB",
+        title=f"rows of turns, {report['turns']:.3g} of a session; updates of a step: {report['updates']}; schedule: "
+        f"{report['schedule']}",
+    )  # fmt: skip
+    nothing = (str(report["tokens"]["logical"]), "1.00") * len(TIMINGS)
+    trees.add_row("(stock)", *nothing, f"{report['added_gib']['stock']:.2f}")
+    for over, one in report["trees"].items():
+        cells = (x for name in TIMINGS.values() for x in (str(one["tokens"][name]), f"{one['speedup'][name]:.2f}"))
+        trees.add_row(over + " (one level)" * (over == "off"), *cells, f"{one['added_gib']:.2f}")
+    console.print(trees)
 
 
 def run(out: Path | None, *command: Any, **options: Any) -> int:

@@ -4,6 +4,7 @@ import math
 import re
 import statistics
 from pathlib import Path
+from typing import NamedTuple
 
 from verl_prefix.tools.ab.runs import read_run
 
@@ -33,6 +34,35 @@ def override_words(words: list[str]) -> list[str]:
                 "python3 -m verl.trainer.main_ppo key=value ..."
             )
     return kept
+
+
+class Turns(NamedTuple):
+    """A session of so many turns, and tokens of each: thoughts that later prompts leave out, what is said, and what a
+    tool answers."""
+
+    turns: int = 1
+    thinking: int = 0
+    say: int = 0
+    tool: int = 0
+
+
+def read_turns(turns: int | None, thinking: int | None, say: int | None, tool: int | None) -> Turns | None:
+    """The turns of --turns, --thinking, --say and --tool; None where there are none.
+
+    Raises:
+        PlanError: some are missing.
+    """
+    tokens = {"--thinking": thinking, "--say": say, "--tool": tool}
+    if turns is None:
+        if given := [name for name, value in tokens.items() if value is not None]:
+            raise PlanError(f"{given[0]} is of sessions of several turns; add --turns 10, or another number")
+        return None
+    if missing := [name for name, value in tokens.items() if value is None]:
+        raise PlanError(
+            f"--turns {turns}: add {', '.join(missing)}, tokens of each turn, as in --turns 10 --thinking 300 --say "
+            "100 --tool 400"
+        )
+    return Turns(turns, thinking or 0, say or 0, tool or 0)
 
 
 def is_dump(spec: str) -> bool:

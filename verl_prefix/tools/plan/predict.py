@@ -39,7 +39,8 @@ class MicroBatch:
 
     def budget(self, groups: Sequence[Group]) -> int:
         """Tokens of a pass over rows of `groups`."""
-        return self.tokens or self.rows * max(g.prefix_len + 1 + max(g.suffix_lens) for g in groups)
+        rows = (fork.start + 1 + n for g in groups for fork, n in zip(g.forks, g.suffix_lens, strict=True))
+        return self.tokens or self.rows * max(rows)
 
 
 @dataclass(frozen=True)
@@ -67,13 +68,15 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Step:
-    """The rows of one training step, of all ranks: prompt, lengths of prefix and suffix."""
+    """The rows of one training step, of all ranks: prompt (None: padding), lengths of prefix and suffix, and what each
+    shows."""
 
     size: Sizes
     shape: ModelShape
-    keys: list[int]
+    keys: Sequence[int | None]
     prefixes: list[int]
     suffixes: list[int]
+    grids: Sequence[tuple[tuple[int, int, int], ...]] = ()
 
     def dealt(self) -> list[list[list[int]]]:
         """[rank][mini-batch] -> rows, as the trainer deals them."""
@@ -111,7 +114,7 @@ class Step:
             prefix_costs, suffix_costs = zip(*costs, strict=True)
             keys = [self.keys[row] for row in rows]
             home = place_rows(keys, prefix_costs, suffix_costs, ranks=home, num_ranks=len(ranks)).ranks
-        members: list[dict[int, list[int]]] = [{} for _ in ranks]
+        members: list[dict[int | None, list[int]]] = [{} for _ in ranks]
         for row, rank in zip(rows, home, strict=True):
             members[rank].setdefault(self.keys[row], []).append(row)
         return [
@@ -126,7 +129,8 @@ class Predictor:
 
     Attributes:
         seconds: {path: {pass: total}}, at rates that count FLOPs. peaks: {path: bytes that an update adds}.
-        bins, logical, physical, packed, phased: groups per rank and mini-batch; tokens and groups of the path in use.
+        bins, logical, packed, phased: groups per rank and mini-batch; tokens; groups of the path in use.
+        computed: {pass: tokens that the path in use computes}.
         first: groups of the first mini-batch on the rank where it costs stock most; shown: what their prompts show.
         physical_without: tokens that sharing would compute if rows did not travel between ranks.
     """
@@ -155,7 +159,8 @@ class Predictor:
         self.bins: list[float] = []
         self.first: Sequence[Group] = []
         self.shown: list[tuple[tuple[int, int, int], ...]] = []
-        self.logical = self.physical = self.packed = self.phased = self.physical_without = 0
+        self.logical = self.packed = self.phased = self.physical_without = 0
+        self.computed = dict.fromkeys(PASSES, 0)
 
     @property
     def gains(self) -> dict[str, dict[str, float]]:
@@ -194,6 +199,9 @@ class Predictor:
         for path, of_ranks in plans.items():
             seconds = (rates.seconds(shape, plan_passes(shape, plan, chunk)) for plan in of_ranks if plan)
             self.seconds[path][name] += max(seconds, default=balanced)
+        for (batch, _), plan in zip(batches, plans[self.schedule], strict=True):
+            logical = sum(group.num_logical_tokens for group in batch.groups)
+            self.computed[name] += logical if plan is None else plan.num_physical_tokens
         if update:
             self._count(batches, plans, stock)
         return decision
@@ -210,34 +218,39 @@ class Predictor:
         self.physical_without += sum(group.num_physical_tokens for _, own in batches for group in own.groups)
         self.logical += sum(logical)
         self.bins += [float(len(groups)) for groups in ranks]
-        for tokens, plan in zip(logical, plans[self.schedule], strict=True):
-            self.physical += tokens if plan is None else plan.num_physical_tokens
+        for plan in plans[self.schedule]:
             self.packed += sum(len(one.groups) for one in plan.packed) if plan else 0
             self.phased += sum(len(one.groups) for one in plan.phased) if plan else 0
 
 
-def predict(
-    config: Any, size: Sizes, shape: ModelShape, prompts: list[Prompt], responses: Iterator[int], one_row: bool = False
-) -> Predictor:
-    """The `Predictor` after some training steps on prompts drawn from these.
-
-    Args:
-        config: `actor_rollout_ref`. one_row: see `cost.stock_passes`.
-    """
-    predictor, draw = Predictor(config, shape, size, one_row), Random(SEED)
-    num_rows = size.prompts * size.rollouts
+def drawn_steps(size: Sizes, shape: ModelShape, prompts: list[Prompt], responses: Iterator[int]) -> list[Step]:
+    """Some training steps on prompts drawn from these, whose rows share whole prompts."""
+    draw, num_rows, steps = Random(SEED), size.prompts * size.rollouts, []
     for _ in range(max(1, min(NUM_STEPS, NUM_ROWS // num_rows))):
         keys = [i for i in range(size.prompts) for _ in range(size.rollouts)]
         drawn = draw.choices(prompts, k=size.prompts)
         prefixes, suffixes = [drawn[i].tokens - 1 for i in keys], list(islice(responses, num_rows))
-        step = Step(size, shape, keys=keys, prefixes=prefixes, suffixes=suffixes)
+        steps.append(Step(size, shape, keys, prefixes, suffixes, [drawn[i].grids for i in keys]))
+    return steps
+
+
+def predict(config: Any, steps: Sequence[Step], one_row: bool = False) -> Predictor:
+    """The `Predictor` after some training steps.
+
+    Args:
+        config: `actor_rollout_ref`. one_row: see `cost.stock_passes`.
+    """
+    predictor = Predictor(config, steps[0].shape, steps[0].size, one_row)
+    for step in steps:
         dealt = step.dealt()
         whole = [[row for rows in rank for row in rows] for rank in dealt]
         log_probs = predictor.add("old", step.batches(whole, "old"))
-        if not size.ref_in_actor:
+        if not step.size.ref_in_actor:
             whole = step.dealt_to_ref(whole)
-        predictor.add("ref", step.batches(whole, "ref"), ref_engine=not size.ref_in_actor)
-        for k in range(size.mini_batches):
+        predictor.add("ref", step.batches(whole, "ref"), ref_engine=not step.size.ref_in_actor)
+        for k in range(step.size.mini_batches):
             predictor.add("update", step.batches([rank[k] for rank in dealt], "update"), log_probs)
-        predictor.shown = predictor.shown or [drawn[keys[group.rows[0]]].grids for group in predictor.first]
+        if not predictor.shown:
+            rows = [group.rows[0] for group in predictor.first]
+            predictor.shown = [step.grids[row] if step.grids else () for row in rows]
     return predictor

@@ -1,7 +1,7 @@
 """A training command as verl reads it: its composed config, what the driver would refuse, how long its prompts are."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -227,10 +227,12 @@ def _as_text(template: Any, where: str, messages: list[dict[str, Any]], options:
 
 
 class Prompt(NamedTuple):
-    """A training prompt: its tokens after the chat template, and what it shows: [frames, rows, columns] of patches."""
+    """A training prompt: its tokens after the chat template, and what it shows: [frames, rows, columns] of patches; of
+    text alone which tokens."""
 
     tokens: int
     grids: tuple[tuple[int, int, int], ...] = ()
+    ids: Sequence[int] = ()
 
 
 def read_prompts(config: DictConfig, tokenizer: Any) -> tuple[list[Prompt], int]:
@@ -268,7 +270,7 @@ def read_prompts(config: DictConfig, tokenizer: Any) -> tuple[list[Prompt], int]
     else:
         chosen = prompts[:: max(1, -(-len(prompts) // MAX_PROMPTS))]
         texts = [_as_text(tokenizer, *prompt, options) for prompt in chosen]
-        sample = [Prompt(len(ids)) for ids in tokenizer(texts, add_special_tokens=False).input_ids]
+        sample = [Prompt(len(ids), ids=ids) for ids in tokenizer(texts, add_special_tokens=False).input_ids]
     fitting = [prompt for prompt in sample if prompt.tokens <= data.max_prompt_length]
     if not fitting:
         raise PlanError(f"every prompt is longer than data.max_prompt_length={data.max_prompt_length}: raise it")

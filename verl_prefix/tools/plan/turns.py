@@ -1,0 +1,217 @@
+"""Training steps whose rows have tokens, so that the engine's own functions find what they share: rows of turns, by
+numbers or as a run dumped them, and rows of one turn, whose prompts may begin alike.
+"""
+
+import json
+import math
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import accumulate, pairwise
+from pathlib import Path
+from random import Random
+from typing import Any, NamedTuple
+
+import torch
+from tensordict import TensorDict
+from verl.trainer.ppo.padding_utils import SYNTHETIC_PADDING_SEQ_LEN
+from verl.utils import tensordict_utils as tu
+
+from verl_prefix.auto.shape import ModelShape
+from verl_prefix.core.groups import Group
+from verl_prefix.engine.row_table import AllRows, describe, describe_pieces
+from verl_prefix.engine.rows import Trees, group_rows
+from verl_prefix.testing.rollouts import turn_rollouts
+from verl_prefix.tools.plan.options import PlanError, Turns
+from verl_prefix.tools.plan.predict import NUM_ROWS, SEED, Sizes, Step
+from verl_prefix.tools.plan.training_command import Prompt
+
+LEVELS = ("off", "uid", "batch")  # of prefix.trees, by what they share
+VOCAB = 1 << 30  # tokens that do not agree by chance
+END = -1  # of a message, whatever the tokenizer ends it with
+
+
+class Row(NamedTuple):
+    """Tokens of a prompt and its response; uid None: padding."""
+
+    uid: int | None
+    session: int
+    prompt: torch.Tensor
+    response: torch.Tensor
+
+
+@dataclass(frozen=True)
+class TokenStep(Step):
+    """A step whose rows share what `prefix.trees=over` says.
+
+    Args:
+        data: the rows as the engine gets them. table: its own of them, see `row_table.describe`.
+        found: groups of rows that were asked for before, by `over`.
+    """
+
+    rows: Sequence[Row] = ()
+    over: str = "uid"
+    data: TensorDict | None = None
+    table: torch.Tensor | None = None
+    found: dict[tuple[str, tuple[int, ...]], list[Group]] = field(default_factory=dict)
+
+    def computed(self, ranks: list[list[int]], exchange: bool) -> list[list[Group]]:
+        """As the engine's exchange and `rows.group_rows` make them."""
+        assert self.table is not None
+        step, every = AllRows([self.table]), AllRows([self.table[rank] for rank in ranks])
+        trees, homes = Trees(self.over, frozenset({END})), every.ranks
+        are_cut = trees.are_cut(step.uids, step.keys)
+        if exchange and len(ranks) > 1 and are_cut:
+            some = [tu.index_select_tensor_dict(self.data, rank) for rank in ranks]
+            homes = every.place_turns(len(ranks), [describe_pieces(one, self.shape, trees) for one in some]).ranks
+        elif exchange and len(ranks) > 1:
+            homes = every.place(len(ranks)).ranks
+        members: list[list[int]] = [[] for _ in ranks]
+        for row, home in zip((row for rank in ranks for row in rank), homes, strict=True):
+            members[home].append(row)
+        return [self._groups(rows, step.keys, are_cut) for rows in members]
+
+    def _groups(self, rows: Sequence[int], keys: Sequence[tuple[int, int]], are_cut: bool) -> list[Group]:
+        asked = self.over, tuple(rows)
+        if asked not in self.found and rows:
+            some = tu.index_select_tensor_dict(self.data, list(rows))
+            groups = group_rows(some, [keys[row] for row in rows], Trees(self.over, frozenset({END})), are_cut)
+            self.found[asked] = [group.renumbered(dict(enumerate(rows))) for group in groups]
+        return self.found.get(asked, [])
+
+
+def token_step(size: Sizes, shape: ModelShape, rows: Sequence[Row], mini_batch_rows: int) -> TokenStep:
+    """A step of these rows, padded as verl's v1 trainer pads them, to mini-batches of so many rows."""
+    missing = -len(rows) % math.lcm(size.ranks, mini_batch_rows)
+    pad = torch.full((SYNTHETIC_PADDING_SEQ_LEN,), END)
+    rows = [*rows, *(Row(None, session, pad[:-1], pad[-1:]) for session in range(missing))]
+    size = replace(size, mini_batches=len(rows) // mini_batch_rows)
+
+    def jagged(tensors: list[torch.Tensor]) -> torch.Tensor:
+        return torch.nested.as_nested_tensor(tensors, layout=torch.jagged)
+
+    whole = [torch.cat([row.prompt, row.response]) for row in rows]
+    fields = {
+        "prompts": jagged([row.prompt for row in rows]), "responses": jagged([row.response for row in rows]),
+        "input_ids": jagged(whole), "position_ids": jagged([torch.arange(len(row)) for row in whole]),
+        "uid": ["pad" if row.uid is None else str(row.uid) for row in rows],
+        "session_id": [row.session for row in rows],
+    }  # fmt: skip
+    data = tu.get_tensordict(fields, {"temperature": 1.0})
+    return TokenStep(
+        size, shape, [row.uid for row in rows], [len(row.prompt) - 1 for row in rows],
+        [len(row.response) for row in rows], rows=rows, data=data, table=describe(data, shape),
+    )  # fmt: skip
+
+
+def made_up(
+    size: Sizes, shape: ModelShape, prompts: Sequence[Prompt], ends: Collection[int], turns: Turns,
+    responses: Iterator[int], mini_batch_rows: int,
+) -> TokenStep:  # fmt: skip
+    """A step of sessions of these turns on prompts drawn from the training data, or of one response each of a length of
+    its own; where that is over `NUM_ROWS` rows, of fewer prompts, but a mini-batch at least.
+
+    Args:
+        ends: tokens that end a message, see `messages.end_tokens`.
+    """
+    rows: list[Row] = []
+    of_prompt = size.rollouts * turns.turns
+    priced = min(size.prompts, max(NUM_ROWS, mini_batch_rows) // of_prompt or 1)
+    for uid, prompt in enumerate(Random(SEED).choices(prompts, k=priced)):
+        ids = torch.tensor(prompt.ids)
+        ids[torch.isin(ids, torch.tensor(sorted(ends), dtype=torch.int64))] = END
+        for session in range(size.rollouts):
+            say = turns.say if turns.turns > 1 else next(responses)
+            seed = len(rows)
+            made = turn_rollouts(ids, 1, turns.turns, turns.thinking, say, turns.tool, VOCAB, seed)
+            for row, response, cuts in zip(made.prompts, made.responses, made.cuts or (), strict=True):
+                if len(cuts) > 1:
+                    row[cuts[1:]] = END
+                rows.append(Row(uid, session, row, response))
+    return token_step(size, shape, rows, mini_batch_rows)
+
+
+class Dump(NamedTuple):
+    """Rows of turns of verl's rollout dumps: of each uid those of all its sessions; `shared`: tokens that all begin
+    with."""
+
+    uids: list[list[Row]]
+    shared: int
+
+
+def read_dump(folder: str, tokenizer: Any) -> Dump | None:
+    """The rows of `trainer.rollout_data_dir`, as verl's v1 trainer writes them; None where none has a session with
+    several rows, or none is named.
+
+    verl decodes tokens without special ones: texts are tokenized again, and lack a few tokens per message. The ends of
+    messages, which are among them, are taken to be where rows part: there, or a few tokens behind.
+
+    Raises:
+        PlanError: the files are not what verl writes.
+    """
+    files = sorted(Path(folder).glob("*.jsonl")) if Path(folder).is_dir() else [Path(folder)]
+    found: dict[tuple[str, str], list[tuple[int, str, str]]] = {}
+    try:
+        for file in files:
+            for line in file.read_text().splitlines():
+                row = json.loads(line)
+                uid, *numbers = str(row.get("uid", "")).rsplit("_", 2)  # {uid}_{session}_{turn}
+                if len(numbers) == 2 and numbers[0].isdecimal() and not uid.startswith("pad"):
+                    found.setdefault((file.name, uid), []).append((int(numbers[0]), row["input"], row["output"]))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        wrong = f"{type(error).__name__}: {error}"
+        raise PlanError(f"{folder} is not what trainer.rollout_data_dir writes ({wrong})") from None
+    if all(len({session for session, *_ in rows}) == len(rows) for rows in found.values()):
+        return None
+    ends = accumulate(map(len, found.values()))
+    found = {uid: rows for (uid, rows), end in zip(found.items(), ends, strict=True) if end <= max(NUM_ROWS, len(rows))}
+    texts = [text for rows in found.values() for _, *text in rows]
+    whole, prompts = (tokenizer(some, add_special_tokens=False).input_ids for some in (
+        [prompt + response for prompt, response in texts], [prompt for prompt, _ in texts]))  # fmt: skip
+    tokens = [torch.tensor(ids or [0], dtype=torch.int64) for ids in whole]
+    lens = [max(1, min(len(prompt), len(ids))) for prompt, ids in zip(prompts, tokens, strict=True)]
+    partings = where_rows_part(tokens)
+    shared = min((ends[0] for ends in partings if ends), default=0)
+    for ids, places in zip(tokens, partings, strict=True):
+        ids[[n - 1 for n in places if n]] = END
+    columns = zip(tokens, lens, (session for rows in found.values() for session, *_ in rows), strict=True)
+    made = iter(Row(0, session, ids[:n], ids[n:]) for ids, n, session in columns)
+    return Dump([[next(made) for _ in rows] for rows in found.values()], shared)
+
+
+def where_rows_part(rows: Sequence[torch.Tensor]) -> list[list[int]]:
+    """Of each row, in order, the lengths of all that it has in common with another at its beginning and no longer."""
+    # Big-endian, so that bytes are in the order of tokens.
+    keys = [row.numpy().astype(">u4").tobytes() for row in rows]
+    order = sorted(range(len(rows)), key=lambda row: keys[row])
+    common = [0]
+    for a, b in pairwise(order):
+        n = min(len(rows[a]), len(rows[b]))
+        differ = (rows[a][:n] != rows[b][:n]).nonzero()
+        common.append(int(differ[0]) if len(differ) else n)
+    found: list[set[int]] = [set() for _ in rows]
+    for places in (range(len(rows)), range(len(rows) - 1, -1, -1)):
+        open_: list[int] = []  # common lengths with the rows gone by, each longer than the one before
+        for place in places[1:]:
+            with_last = common[max(place, place - places.step)]
+            while open_ and open_[-1] >= with_last:
+                open_.pop()
+            open_.append(with_last)
+            found[order[place]].update(open_)
+    return [sorted(lengths) for lengths in found]
+
+
+def of_dump(size: Sizes, shape: ModelShape, dump: Dump, mini_batch_rows: int) -> TokenStep:
+    """A step of dumped prompts, each with `rollout.n` of its sessions. Where there are fewer than a step has, some
+    stand for others, and share with themselves what all rows begin with."""
+    draw, rows = Random(SEED), list[Row]()
+    order = draw.sample(range(len(dump.uids)), len(dump.uids))
+    for uid in range(size.prompts):
+        again, place = divmod(uid, len(order))
+        of_uid = dump.uids[order[place]]
+        kept = sorted({row.session for row in of_uid})[: size.rollouts]
+        for row in of_uid:
+            if row.session in kept:
+                prompt, response = (torch.where(x == END, x, x + again * VOCAB) for x in (row.prompt, row.response))
+                prompt[: dump.shared] = row.prompt[: dump.shared]
+                rows.append(row._replace(uid=uid, prompt=prompt, response=response))
+    return token_step(size, shape, rows, mini_batch_rows)

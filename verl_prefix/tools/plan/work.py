@@ -1,0 +1,143 @@
+"""Rows that `verl-prefix plan` prices: by data and response lengths, by numbers of turns, or as a run dumped them."""
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import count, islice, tee
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from verl_prefix.auto.shape import ModelShape
+from verl_prefix.models.messages import end_tokens
+from verl_prefix.tools.plan.options import PlanError, Turns, is_dump, spread
+from verl_prefix.tools.plan.predict import SEED, Sizes, Step, drawn_steps
+from verl_prefix.tools.plan.training_command import read_prompts
+from verl_prefix.tools.plan.turns import Dump, TokenStep, made_up, of_dump, token_step
+
+
+def response_lengths(spec: str | None, longest: int, tokenizer: Any) -> tuple[Iterator[int], list[str]]:
+    """Endless draws, the same in every run: of a normal distribution (`spread`), cut to 1 to `longest`, or of the
+    outputs in verl's rollout dumps; and which spread nobody asked for. Where nothing is said the mean is half of the
+    longest response: rows of one length would hide what a trainer's row order costs.
+
+    Raises:
+        PlanError: the specification is none of these, or the dumps hold no outputs.
+    """
+    draw = Random(SEED)
+    if spec and is_dump(spec):
+        files = sorted(Path(spec).glob("*.jsonl")) if Path(spec).is_dir() else [Path(spec)]
+        try:
+            texts = [json.loads(line)["output"] for file in files for line in file.read_text().splitlines()]
+        except (ValueError, KeyError, TypeError) as error:
+            wrong = f"{type(error).__name__}: {error}"
+            raise PlanError(f"{spec} is not what trainer.rollout_data_dir writes ({wrong})") from None
+        if not texts:
+            raise PlanError(f"{spec} holds no rollouts")
+        # A finished response also has its end token.
+        lengths = [min(len(ids) + 1, longest) for ids in tokenizer(texts, add_special_tokens=False).input_ids]
+        return (draw.choice(lengths) for _ in count()), []
+    mean, std = spread(spec or str(max(1, longest / 2)))
+    if mean > longest:
+        raise PlanError(
+            f"--response-lengths {spec!r}: write a mean of 1 to {longest} tokens (data.max_response_length; raise it "
+            "for more)"
+        )
+    # A draw may be infinite where STD is huge.
+    draws = (round(min(longest, max(1, draw.gauss(mean, std)))) for _ in count())
+    if spec and "," in spec:
+        return draws, []
+    return draws, [
+        f"response lengths are drawn around {mean:g} tokens with a deviation of {std:g}, from 1 to {longest} (data."
+        "max_response_length); --response-lengths MEAN,STD or a folder of trainer.rollout_data_dir says what yours are"
+    ]
+
+
+@dataclass(frozen=True)
+class Work:
+    """What is priced.
+
+    Attributes:
+        steps: training steps. with_tokens: one by which values of prefix.trees compare; None where prompts have images.
+        priced: prompts of a step. prompts, responses: lengths of rows. overlong: prompts that are left out.
+        turns: rows of a session, on average; 0: each session is one row, as verl's loops return by default.
+        assumed: what nobody asked for, in words.
+    """
+
+    steps: Sequence[Step]
+    with_tokens: TokenStep | None
+    priced: int
+    prompts: list[int]
+    responses: list[int]
+    overlong: int
+    turns: float
+    assumed: list[str]
+
+
+def read_work(
+    config: Any, size: Sizes, shape: ModelShape, tokenizer: Any, responses: str | None, turns: Turns | Dump | None
+) -> Work:
+    """The training steps of a command.
+
+    Args:
+        responses: see `response_lengths`. turns: by numbers or as dumped, or None: one.
+
+    Raises:
+        PlanError: see `response_lengths` and `read_prompts`; or turns do not fit the config.
+    """
+    data, mini_batch_rows = config.data, config.actor_rollout_ref.actor.ppo_mini_batch_size * size.rollouts
+    if isinstance(turns, Dump):
+        step, overlong = of_dump(size, shape, turns, mini_batch_rows), 0
+        assumed = [
+            f"{sum(map(len, turns.uids))} rows of {len(turns.uids)} prompts in {responses}, tokenized again without "
+            "the special tokens that verl's dumps leave out, and cut where prompts part"
+        ]
+    else:
+        prompts, overlong = read_prompts(config, tokenizer)
+        is_text, ends = all(prompt.ids for prompt in prompts), end_tokens(tokenizer)
+        if turns is None:
+            draws, assumed = response_lengths(responses, data.max_response_length, tokenizer)
+            draws, again = tee(draws)
+            sample = list(islice(draws, 2000))
+            one = made_up(size, shape, prompts, ends, Turns(), again, mini_batch_rows) if is_text else None
+            steps, lengths = drawn_steps(size, shape, prompts, draws), [prompt.tokens for prompt in prompts]
+            return Work(steps, one, size.prompts, lengths, sample, overlong, 0.0, assumed)
+        if not is_text:
+            raise PlanError("--turns is for prompts of text alone, and some have images or videos; leave it out")
+        if (length := turns.thinking + turns.say) > data.max_response_length:
+            raise PlanError(
+                f"--thinking {turns.thinking} --say {turns.say}: responses of {length} tokens are over "
+                f"data.max_response_length={data.max_response_length}; raise it"
+            )
+        step = made_up(size, shape, prompts, ends, turns, iter(()), mini_batch_rows)
+        assumed = [f"every session has {turns.turns} turns, all of these lengths"]
+    real = [row for row in step.rows if row.uid is not None]
+    priced = len({row.uid for row in real})
+    if (known := len(turns.uids) if isinstance(turns, Dump) else priced) < size.prompts:
+        assumed.append(f"{known} prompts stand for the {size.prompts} of a step")
+    sessions = len({(row.uid, row.session) for row in real})
+    lens, of_responses = [len(row.prompt) for row in real], [len(row.response) for row in real]
+    step = replace(step, over=config.actor_rollout_ref.actor.prefix.trees)
+    return Work([step], step, priced, lens, of_responses, overlong, len(real) / sessions, assumed)
+
+
+def counts_rows(config: Any, work: Work) -> bool:
+    """True where a step makes more updates than its prompts are mini-batches: verl's are of rows."""
+    mini, size = config.actor_rollout_ref.actor.ppo_mini_batch_size, work.steps[0].size
+    return mini <= size.prompts and size.mini_batches > -(-work.priced // mini)
+
+
+def kept_whole(step: Step, times: float) -> Step:
+    """The step where prompts stay whole, as far as trainers can: under a mode `prefix_*`, and in mini-batches of
+    so many `times` more rows."""
+    size = replace(step.size, whole=True)
+    if not isinstance(step, TokenStep):
+        return replace(step, size=size)
+    real = [row for row in step.rows if row.uid is not None]
+    rows = min(len(real), round(len(step.rows) // size.mini_batches * times))
+    return replace(token_step(size, step.shape, real, rows + -rows % size.ranks), over=step.over)
+
+
+def splits_groups(size: Sizes) -> bool:
+    """True where the trainer may spread a prompt's rows over mini-batches."""
+    return size.rollouts > 1 and size.mini_batches > 1 and not size.whole
