@@ -9,7 +9,6 @@ import argparse
 import fcntl
 import importlib.util
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -150,35 +149,6 @@ def _turns(most: int) -> list[str]:
         f"{sampler}.agent.default_agent_loop=search_turns",
         f"+ray_kwargs.ray_init.runtime_env.env_vars.PYTHONPATH='{path}'",  # workers import the loop
     ]
-
-
-def count_tokens(trace: Path, model: str) -> dict[str, int]:
-    """Tokens of the updates in `trace`: as stock computes them, with whole prompts once, and in trees."""
-    from transformers import AutoTokenizer
-
-    from verl_prefix.core.groups import group_rows
-    from verl_prefix.core.trees import cuts_at, group_trees, mix_rows
-    from verl_prefix.engine.trace import Trace, join_rows
-    from verl_prefix.models.messages import end_tokens, message_ends
-
-    recorded, ends = Trace(trace), end_tokens(AutoTokenizer.from_pretrained(model))
-    tokens = dict.fromkeys(("stock", "one level", "trees"), 0)
-    for step in range(recorded.num_steps):
-        rows = join_rows([recorded.read(step, rank) for rank in range(recorded.world_size)])
-        (ids, lens), prompt_lens = rows.jagged["input_ids"], rows.jagged["prompts"][1].tolist()
-        prompts = [row[:n] for row, n in zip(ids.split(lens.tolist()), prompt_lens, strict=True)]
-        cuts = [cuts_at(own, n) for own, n in zip(message_ends(prompts, ends), prompt_lens, strict=True)]
-        offsets = [0, *lens.cumsum(0).tolist()]
-        numbers = {uid: number for number, uid in enumerate(dict.fromkeys(rows.uids))}
-        within = mix_rows(ids, offsets, [numbers[uid] for uid in rows.uids])
-        response_lens = [a - b for a, b in zip(lens.tolist(), prompt_lens, strict=True)]
-        tokens["stock"] += len(ids)
-        for name, groups in (
-            ("one level", group_rows(prompts, response_lens, uids=rows.uids)[0]),
-            ("trees", group_trees(within, offsets, prompt_lens, cuts)),
-        ):
-            tokens[name] += sum(group.prefix_len + sum(group.suffix_lens) for group in groups)
-    return tokens
 
 
 def smollm2(path: Path) -> str:
@@ -428,13 +398,9 @@ def demonstrate(args: argparse.Namespace, output: Path, size: Size, console: Con
         # each backward touches all weights.
         waves = size.rollouts * size.turns * size.response_tokens
         arms["prefix"].append(f"actor_rollout_ref.actor.prefix.wave_tokens={waves}")
-    trace = output / "trace"
     if size.turns > 1:
-        shutil.rmtree(trace, ignore_errors=True)
         # A micro-batch's tokens are our budget, and a tree of which it has no room computes its trunk in every part.
         arms["prefix"] += [f"{key}={size.turns}" for key in MICRO_BATCHES]
-        recorded = "actor_rollout_ref.actor.prefix.trace"
-        arms["prefix"] += [f"{recorded}_dir={trace}", f"{recorded}_max_steps=1"]  # step 1 is not in the medians
     columns = [TextColumn("{task.description:>7}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()]
     with Progress(*columns, TextColumn("{task.fields[phase]}"), console=console) as progress:
         stock = run_arm("stock", [*shared, *arms["stock"]], output, size, progress)
@@ -450,7 +416,6 @@ def demonstrate(args: argparse.Namespace, output: Path, size: Size, console: Con
         else:
             prefix = run_arm("prefix", [*shared, *arms["prefix"]], output, size, progress)
     workload = f"{size.prompts} prompts x {size.rollouts} rollouts{f' x {size.turns} turns' * (size.turns > 1)}"
-    tokens = count_tokens(trace, model) if size.turns > 1 and not prefix.error else None
     config = {
         "model": args.model,
         "rollout": args.rollout,
@@ -460,7 +425,7 @@ def demonstrate(args: argparse.Namespace, output: Path, size: Size, console: Con
         "size": asdict(size),
     }
     config |= {"shared": shared, "arms": arms}
-    return demo_report.finish(demo_report.build(stock, prefix, size.steps, config, tokens), output, console)
+    return demo_report.finish(demo_report.build(stock, prefix, size.steps, config), output, console)
 
 
 if __name__ == "__main__":

@@ -2,13 +2,14 @@
 
 Input is what verl's own `file` logger wrote, one JSON object `{"step": int, "data": {metric: number}}` per line.
 Step 1 is compared as `verl-prefix ab --runs` does, on more metrics, and seconds too. Nothing here imports verl, and
-nothing is read from a log except its last lines when an arm failed.
+nothing is read from a log except its last lines when an arm failed, and what trees compute of rows of turns.
 
     python examples/demo_report.py examples/results/demo_*.json     derives and draws again what follows from the steps
 """
 
 import json
 import math
+import re
 import statistics
 import sys
 from dataclasses import dataclass, field
@@ -49,6 +50,9 @@ JUDGED = ("actor/grad_norm", "actor/loss", "actor/entropy", "actor/pg_loss")
 # Largest difference between a token's probability in the rollout and in the actor's own log-probs, in fp32: 3e-9 (tiny)
 # and 2e-5 (SmolLM2) where the rollout has the actor's weights.
 ROLLOUT_NOISE = 1e-4
+# What the engine says of the first batch of rows of turns: tokens of stock, of whole prompts alone, and of trees.
+TREES = re.compile(r"of (\d+) tokens prefix\.trees=off \(whole prompts alone\) computes (\d+), uid (\d+)")
+SHARED = ("stock", "one level", "trees")
 # Above tokens saved, lm_head (not run on prefixes) and attention explain a part, about this much on small models.
 SUSPICIOUS = 1.5
 # Ratios of steps that are further apart, largest over smallest, have no median that can be quoted.
@@ -85,14 +89,8 @@ def find(metrics: Metrics, suffix: str) -> float | None:
     return next((v for k, v in metrics.items() if k == suffix or k.endswith(f"/{suffix}")), None)
 
 
-def build(
-    stock: Arm, prefix: Arm, num_steps: int, config: dict[str, Any], tokens: dict[str, int] | None = None
-) -> dict[str, Any]:
-    """Return the report of both arms; its `problems` lists in words everything that makes the demo fail.
-
-    Args:
-        tokens: of rows of turns, those of the first step by what is shared: stock, one level, trees.
-    """
+def build(stock: Arm, prefix: Arm, num_steps: int, config: dict[str, Any]) -> dict[str, Any]:
+    """Return the report of both arms; its `problems` lists in words everything that makes the demo fail."""
     arms = {arm.name: {**_describe(arm), "steps": arm.steps()} for arm in (stock, prefix)}
     first_step = _compare_first_step(*(arm["steps"] for arm in arms.values()))
     report = {
@@ -103,10 +101,11 @@ def build(
     }
     derive(report)
     report["problems"] = _problems(stock, prefix, num_steps, first_step, config.get("rollout") != "vllm")
-    if tokens:
-        report["tokens"] = tokens
-        if not tokens["trees"] < tokens["one level"]:
-            report["problems"].append(f"trees share no more than whole prompts do: {tokens}")
+    if config.get("size", {}).get("turns", 1) > 1 and not prefix.error:
+        found = TREES.search(prefix.log_path.read_text(errors="replace"))
+        report["tokens"] = tokens = dict(zip(SHARED, map(int, found.groups()), strict=True)) if found else {}
+        if not found or tokens["trees"] >= tokens["one level"]:
+            report["problems"].append(f"trees share no more than whole prompts do: {tokens}; read {prefix.log_path}")
     return report
 
 

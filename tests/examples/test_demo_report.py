@@ -5,7 +5,6 @@ import dataclasses
 import fcntl
 import hashlib
 import io
-import itertools
 import json
 import os
 import sys
@@ -64,7 +63,8 @@ def run(demo_report: ModuleType, tmp_path: Path) -> Callable[..., tuple[int, str
         reuse: float = 0.8,
         rollout: str = "hf",
         last_stock: Edit | None = None,
-        tokens: dict[str, int] | None = None,
+        turns: int = 1,
+        log: str = "",
     ) -> tuple[int, str, dict[str, Any]]:
         arms = []
         for name, edits in (("stock", {1: stock, 3: last_stock}), ("prefix", {1: prefix})):
@@ -77,13 +77,13 @@ def run(demo_report: ModuleType, tmp_path: Path) -> Callable[..., tuple[int, str
                         "data": metrics(name, step, (drop if name == "prefix" else {}) | (edits.get(step) or {})),
                     }
                 )
-            path, log = tmp_path / f"{name}.jsonl", tmp_path / f"{name}.log"
+            path, log_path = tmp_path / f"{name}.jsonl", tmp_path / f"{name}.log"
             path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-            log.write_text("".join(f"{name} line {i}\n" for i in range(99)))
-            arms.append(demo_report.Arm(name, path, log, error if name == "prefix" else None, 60.0))
+            log_path.write_text(log + "".join(f"{name} line {i}\n" for i in range(99)))
+            arms.append(demo_report.Arm(name, path, log_path, error if name == "prefix" else None, 60.0))
         text = io.StringIO()
-        config = {"model": "none", "workload": "synthetic", "rollout": rollout}
-        report = demo_report.build(*arms, num_steps=3, config=config, tokens=tokens)
+        config = {"model": "none", "workload": "synthetic", "rollout": rollout, "size": {"turns": turns}}
+        report = demo_report.build(*arms, num_steps=3, config=config)
         status = demo_report.finish(report, tmp_path, Console(file=text, width=200))
         return status, text.getvalue(), json.loads((tmp_path / "report.json").read_text())
 
@@ -184,54 +184,27 @@ def test_a_ratio_that_is_uneven_or_of_one_step_is_not_there(run: Callable) -> No
         assert report["ratios"]["ref"]["ratio"] == 4.0
 
 
-def test_tokens_of_turns_are_shown_and_trees_must_save_some(run: Callable) -> None:
-    status, text, report = run(tokens={"stock": 9000, "one level": 6000, "trees": 2000})
-    assert status == 0 and report["tokens"]["trees"] == 2000
+def test_tokens_of_turns_are_shown_and_trees_must_save_some(
+    run: Callable, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As the engine says them in the prefix arm's log, on its first rank."""
+    from verl_prefix.engine.step_metrics import StepMetrics
+
+    def said(off: int, uid: int) -> str:
+        caplog.clear()
+        monkeypatch.setattr("torch.distributed.get_rank", lambda: 0)
+        StepMetrics(list, list, 1, "uid")._tell_trees(9000, off, uid, 1900)
+        return caplog.text
+
+    status, text, report = run(turns=4, log=said(6000, 2000))
+    assert status == 0 and report["tokens"] == {"stock": 9000, "one level": 6000, "trees": 2000}
     rows = [[cell.strip() for cell in line.split("\u2502")[1:-1]] for line in text.splitlines()]
     found = [row for row in rows if row and row[0] in report["tokens"]]
     assert found == [["stock", "9000", "1.00x"], ["one level", "6000", "1.50x"], ["trees", "2000", "4.50x"]]
-    status, text, _ = run(tokens={"stock": 9000, "one level": 6000, "trees": 6000})
-    assert status == 1 and "trees share no more than whole prompts do" in text
-
-
-def test_tokens_are_counted_in_what_the_updates_read(
-    demo_report: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Two sessions of two turns, and another prompt's; the recorded rows stand in for the files of a trace."""
-    import demo
-    import torch
-    from transformers import AutoTokenizer
-
-    from verl_prefix.engine import trace
-
-    model = write_tiny_model(tmp_path / "model")
-    tokenizer = AutoTokenizer.from_pretrained(model)
-
-    def rendered(*said: str) -> list[int]:
-        roles = zip(itertools.cycle(("user", "assistant")), said, strict=False)
-        messages = [{"role": role, "content": text} for role, text in roles]
-        return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-
-    question = "the river flows into the lake " * 4
-    prompts = [rendered(question), rendered(question, "no", "why?"), rendered(question), rendered(question, "yes", "a")]
-    prompts.append(rendered(question + "!"))
-    rows = [prompt + [9 + i, 7, 8] for i, prompt in enumerate(prompts)]
-    lens, prompt_lens = (torch.tensor([*map(len, each)]) for each in (rows, prompts))
-    jagged = {
-        "input_ids": (torch.tensor(sum(rows, [])), lens),
-        "prompts": (torch.tensor(sum(prompts, [])), prompt_lens),
-    }
-    step = trace.StepRows(jagged, {}, ["a", "a", "a", "a", "b"], {})
-    monkeypatch.setattr(trace, "Trace", lambda _: SimpleNamespace(num_steps=2, world_size=1, read=lambda *_: step))
-    found = demo.count_tokens(tmp_path, model)
-    # Once for every prompt its tokens but the last, and three behind them; then every message once, where it is cut:
-    # before its last token (the template's newline is behind it).
-    first, no, yes, other = (len(prompts[i]) for i in (0, 1, 3, 4))
-    end = first - len(tokenizer.encode("<|im_start|>assistant\n")) - 2
-    assert found["stock"] == 2 * sum(map(len, rows))
-    assert found["one level"] == 2 * (first + 5 + no + 2 + yes + 2 + other + 2)
-    behind = [first + 2 - end, first + 2 - end, no + 2 - end, yes + 2 - end]
-    assert found["trees"] == 2 * (end + sum(behind) + other + 2)
+    for log in (said(6000, 6001), ""):
+        status, text, _ = run(turns=4, log=log)
+        assert status == 1 and "trees share no more than whole prompts do" in text
+    assert "tokens" not in run(log=said(6000, 2000))[2]
 
 
 def test_committed_reports_hold_what_follows_from_their_steps(demo_report: ModuleType) -> None:
