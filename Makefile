@@ -2,6 +2,7 @@
 #      demo | demo-video | learn | clean
 # Each target installs what it needs into .venv, once.
 #   make demo MODEL=smollm2|tiny DATA=questions.jsonl ROLLOUT=hf|vllm RANKS=1|2 SCHEDULE=auto|packed|phased STEPS=3
+#                   TURNS=4: a row per turn, and what stock, whole prompts and trees compute of them
 #   make demo-video  Qwen2.5-VL, Qwen3-VL, Qwen3.5, tiny, on generated clips of PIXELS=2304 per frame; the rest as in demo
 #   make learn ARM=stock|prefix SEED=n  does GRPO learn: SFT, then one run of MuSiQue-format questions through real verl;
 #                   45 minutes a call at most, the next one goes on
@@ -27,6 +28,7 @@ ROLLOUT ?= hf
 RANKS ?= 1
 SCHEDULE ?= auto
 STEPS ?= 3
+TURNS ?= 1
 PIXELS ?= 2304
 DATA ?=
 ARM ?= prefix
@@ -136,7 +138,7 @@ test-verl-main: setup
 	$(MAIN_BIN)/python -m pytest $(PYTEST_ARGS) $(ENGINE_TESTS) tests/trainer/test_trainer.py tests/engine/test_exchange.py
 
 demo: setup $(if $(filter vllm,$(ROLLOUT)),$(VLLM)) $(if $(filter smollm2,$(MODEL)),$(SMOLLM2))
-	$(if $(filter vllm,$(ROLLOUT)),$(VLLM_BIN),$(BIN))/python examples/demo.py --model $(MODEL) --rollout $(ROLLOUT) --ranks $(RANKS) --schedule $(SCHEDULE) --steps $(STEPS) $(if $(DATA),--data '$(DATA)')
+	$(if $(filter vllm,$(ROLLOUT)),$(VLLM_BIN),$(BIN))/python examples/demo.py --model $(MODEL) --rollout $(ROLLOUT) --ranks $(RANKS) --schedule $(SCHEDULE) --steps $(STEPS) --turns $(TURNS) $(if $(DATA),--data '$(DATA)')
 
 demo-video: setup
 	for model in qwen2_5_vl qwen3_vl qwen3_5; do \

@@ -20,6 +20,8 @@ from pathlib import Path
 
 import demo_report
 import psutil
+import pyarrow as pa
+import pyarrow.parquet as pq
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -31,6 +33,11 @@ ARMS = {
     "stock": ["model_engine=dp", "actor_rollout_ref.actor.strategy=fsdp2"],
     "prefix": ["model_engine=prefix", "actor_rollout_ref.actor.strategy=fsdp2"],
 }
+MICRO_BATCHES = (
+    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu",
+    "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu",
+    "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu",
+)
 # What Ray calls the processes whose memory is measured, in the stock arm or in ours.
 ROLES = {
     "training ranks": ("ray::WorkerDict",),
@@ -49,7 +56,8 @@ PHASES = {
 class Size:
     """What a model's demo runs: prompts per step, rollouts per prompt, lengths in tokens, seconds that a step may take.
 
-    Of vision models also the pixels of a video's frame, at most.
+    Of vision models also the pixels of a video's frame, at most. Of several `turns` each is a row, by the loop of the
+    MuSiQue recipe: what is no answer is asked for again.
     """
 
     prompts: int
@@ -64,6 +72,7 @@ class Size:
     remove_padding: bool = True
     steps: int = NUM_STEPS
     frame_pixels: int = 48 * 48
+    turns: int = 1
 
 
 SIZES = {
@@ -107,14 +116,13 @@ def overrides(model: str, data: Path, rollout: str, ranks: int, size: Size) -> l
         f"actor_rollout_ref.model.use_remove_padding={str(size.remove_padding).lower()}",
         "actor_rollout_ref.model.enable_gradient_checkpointing=false",
         f"{actor}.ppo_mini_batch_size={size.prompts}",
-        f"{actor}.ppo_micro_batch_size_per_gpu=1",
-        f"{sampler}.log_prob_micro_batch_size_per_gpu=1",
-        "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=1",
+        *(f"{key}=1" for key in MICRO_BATCHES),
         f"{actor}.optim.lr={size.lr}",
         f"{actor}.use_kl_loss=true",
         f"{actor}.entropy_coeff=0.001",
         f"{sampler}.name={rollout}",
-        f"{sampler}.n={size.rollouts}",
+        # verl makes an optimizer step of n rows a prompt; of turns, `prepare` says how many sessions they are.
+        f"{sampler}.n={size.rollouts * size.turns}",
         f"{sampler}.temperature=1.0",
         f"{sampler}.seed={SEED}",
         f"{sampler}.calculate_log_probs=true",
@@ -127,6 +135,19 @@ def overrides(model: str, data: Path, rollout: str, ranks: int, size: Size) -> l
         "trainer.test_freq=-1",
         "trainer.save_freq=-1",
         "trainer.resume_mode=disable",
+        *(_turns(size.turns) if size.turns > 1 else ()),
+    ]
+
+
+def _turns(most: int) -> list[str]:
+    """Overrides for a row per turn."""
+    sampler, folder = "actor_rollout_ref.rollout", RECIPES / "musique"
+    path = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
+    return [
+        f"{sampler}.multi_turn.max_assistant_turns={most}",
+        f"{sampler}.agent.agent_loop_config_path={folder / 'search_turns.yaml'}",
+        f"{sampler}.agent.default_agent_loop=search_turns",
+        f"+ray_kwargs.ray_init.runtime_env.env_vars.PYTHONPATH='{path}'",  # workers import the loop
     ]
 
 
@@ -195,6 +216,10 @@ def prepare(output: Path, source: Path | None, size: Size) -> tuple[Path, Path]:
         if source is None:
             run_recipe("musique/make_questions.py", output=questions, num=count, seed=SEED)
         run_recipe("musique/prepare.py", input=questions, output=data, max_paragraphs=size.paragraphs, val_size=2)
+        if size.turns > 1:
+            rows = pq.read_table(data / "train.parquet")
+            sessions = pa.array([size.rollouts] * len(rows))  # instead of rollout.n (verl's ppo/v1/agent_loop_tq.py)
+            pq.write_table(rows.append_column("__rollout_n__", sessions), data / "train.parquet")
     return questions, data
 
 
@@ -312,6 +337,7 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, choices=[1, 2], default=1, help="data-parallel ranks")
     parser.add_argument("--schedule", choices=["auto", "packed", "phased"], default="auto", help="of the prefix arm")
     parser.add_argument("--steps", type=int, default=NUM_STEPS, help="training steps of each arm")
+    parser.add_argument("--turns", type=int, default=1, help="rows of a session, one per turn; text models")
     parser.add_argument("--frame-pixels", type=int, help="of a video's frame, at most; vision models")
     parser.add_argument("--data", type=Path, help="a file of MuSiQue, or of Video-R1, instead of made-up questions")
     parser.add_argument("--output", type=Path, default=ROOT / "outputs" / "demo")
@@ -320,6 +346,10 @@ def main() -> int:
     if args.steps < 1:
         parser.error(f"--steps {args.steps}: train at least one step")
     output, size = args.output.resolve(), replace(SIZES[args.model], steps=args.steps)
+    if args.turns < 1 or (args.turns > 1 and args.model in VISION):
+        parser.error(f"--turns {args.turns}: 1 or more, and 1 of {' and '.join(VISION)}")
+    if args.turns > 1:  # about as many rows
+        size = replace(size, turns=args.turns, rollouts=max(2, size.rollouts // args.turns))
     if args.model in VISION:
         # Of two prompts at least on every rank: verl 0.9.1 cannot cut mini-batches of visual rows of one length.
         size = replace(size, prompts=size.prompts * args.ranks)
@@ -366,8 +396,11 @@ def demonstrate(args: argparse.Namespace, output: Path, size: Size, console: Con
     if args.schedule != "packed":
         # A group's responses: the budget of stock's micro-batches, one row, would make every row a wave of its own, and
         # each backward touches all weights.
-        waves = size.rollouts * size.response_tokens
+        waves = size.rollouts * size.turns * size.response_tokens
         arms["prefix"].append(f"actor_rollout_ref.actor.prefix.wave_tokens={waves}")
+    if size.turns > 1:
+        # A micro-batch's tokens are our budget, and a tree of which it has no room computes its trunk in every part.
+        arms["prefix"] += [f"{key}={size.turns}" for key in MICRO_BATCHES]
     columns = [TextColumn("{task.description:>7}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()]
     with Progress(*columns, TextColumn("{task.fields[phase]}"), console=console) as progress:
         stock = run_arm("stock", [*shared, *arms["stock"]], output, size, progress)
@@ -382,7 +415,7 @@ def demonstrate(args: argparse.Namespace, output: Path, size: Size, console: Con
             prefix = replace(stock, **skipped, **paths)
         else:
             prefix = run_arm("prefix", [*shared, *arms["prefix"]], output, size, progress)
-    workload = f"{size.prompts} prompts x {size.rollouts} rollouts"
+    workload = f"{size.prompts} prompts x {size.rollouts} rollouts{f' x {size.turns} turns' * (size.turns > 1)}"
     config = {
         "model": args.model,
         "rollout": args.rollout,

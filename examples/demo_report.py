@@ -2,13 +2,14 @@
 
 Input is what verl's own `file` logger wrote, one JSON object `{"step": int, "data": {metric: number}}` per line.
 Step 1 is compared as `verl-prefix ab --runs` does, on more metrics, and seconds too. Nothing here imports verl, and
-nothing is read from a log except its last lines when an arm failed.
+nothing is read from a log except its last lines when an arm failed, and what trees compute of rows of turns.
 
     python examples/demo_report.py examples/results/demo_*.json     derives and draws again what follows from the steps
 """
 
 import json
 import math
+import re
 import statistics
 import sys
 from dataclasses import dataclass, field
@@ -49,6 +50,9 @@ JUDGED = ("actor/grad_norm", "actor/loss", "actor/entropy", "actor/pg_loss")
 # Largest difference between a token's probability in the rollout and in the actor's own log-probs, in fp32: 3e-9 (tiny)
 # and 2e-5 (SmolLM2) where the rollout has the actor's weights.
 ROLLOUT_NOISE = 1e-4
+# What the engine says of the first batch of rows of turns: tokens of stock, of whole prompts alone, and of trees.
+TREES = re.compile(r"of (\d+) tokens prefix\.trees=off \(whole prompts alone\) computes (\d+), uid (\d+)")
+SHARED = ("stock", "one level", "trees")
 # Above tokens saved, lm_head (not run on prefixes) and attention explain a part, about this much on small models.
 SUSPICIOUS = 1.5
 # Ratios of steps that are further apart, largest over smallest, have no median that can be quoted.
@@ -97,6 +101,11 @@ def build(stock: Arm, prefix: Arm, num_steps: int, config: dict[str, Any]) -> di
     }
     derive(report)
     report["problems"] = _problems(stock, prefix, num_steps, first_step, config.get("rollout") != "vllm")
+    if config.get("size", {}).get("turns", 1) > 1 and not prefix.error:
+        found = TREES.search(prefix.log_path.read_text(errors="replace"))
+        report["tokens"] = tokens = dict(zip(SHARED, map(int, found.groups()), strict=True)) if found else {}
+        if not found or tokens["trees"] >= tokens["one level"]:
+            report["problems"].append(f"trees share no more than whole prompts do: {tokens}; read {prefix.log_path}")
     return report
 
 
@@ -254,6 +263,12 @@ def show(report: dict[str, Any], console: Console) -> None:
     if report["token_ratio"]:
         medians.add_row("tokens computed", "", "", "", _times(report["token_ratio"]))
     console.print(medians)
+
+    if tokens := report.get("tokens"):
+        counted = Table("tokens of step 1", "", "stock / this", title="computed once")
+        for name, number in tokens.items():
+            counted.add_row(name, str(number), _times(tokens["stock"] / number))
+        console.print(counted)
 
     if report["first_step"] and report["first_step"]["same_rollouts"]:
         first = Table("step 1", title="same weights, same responses")

@@ -46,12 +46,12 @@ SCHEMA = pa.schema(
         ),
     }
 )
-# What verl's tool agent reads beside it (verl/experimental/agent_loop/tool_agent_loop.py).
+# What agents read beside it (verl/experimental/agent_loop/tool_agent_loop.py).
 TOOLS = pa.struct({"search": pa.struct({"create_kwargs": pa.struct({"paragraphs": TEXTS})})})
 SEARCH_SCHEMA = SCHEMA.set(
     SCHEMA.get_field_index("extra_info"),
     pa.field("extra_info", pa.struct([*SCHEMA.field("extra_info").type, pa.field("tools_kwargs", TOOLS)])),
-).append(pa.field("agent_name", pa.string()))
+)
 SURROGATE = re.compile("[\ud800-\udfff]")
 TYPE_NAMES = {str: "text", list: "a list", dict: "an object", int: "an integer", bool: "true or false"}
 
@@ -217,13 +217,12 @@ def row(question: Question, paragraphs: list[Paragraph], split: str, index: int)
 
 
 def search_row(question: Question, paragraphs: list[Paragraph], split: str, index: int) -> dict[str, object]:
-    """Return one row for verl's tool agent: the question alone in its prompt, and the paragraphs for search_tool.py."""
+    """Return one row for an agent: the question alone in its prompt, and the paragraphs for search_tool.py."""
     found = row(question, paragraphs, split, index)
     content = f"{SEARCH_INSTRUCTION}\n\nQuestion: {question.text}"
     texts = [f"{paragraph.title}\n{paragraph.text}" for paragraph in paragraphs]
     return found | {
         "prompt": [{"role": "user", "content": content}],
-        "agent_name": "tool_agent",
         "extra_info": found["extra_info"] | {"tools_kwargs": {"search": {"create_kwargs": {"paragraphs": texts}}}},
     }
 

@@ -17,6 +17,9 @@ from collections import Counter
 import numpy as np
 
 FORMAT_SHARE = 0.1
+# What search_turns.py counts of a session: 1 where its history left no room for a turn; turns with neither a call nor
+# an answer; 1 where the server wrote nothing.
+COUNTED = ("overlong", "astray", "empty")
 OPEN, CLOSE = "<answer>", "</answer>"
 BLOCK = re.compile(r"<answer>((?:(?!</?answer>).)*)</answer>", re.DOTALL)
 ARTICLES = re.compile(r"\b(?:a|an|the)\b")
@@ -34,12 +37,14 @@ def compute_score(
 
     verl trains on `score`, and validates by `acc` (val-core). The answer is the innermost text of the last complete
     block; tags are case-sensitive. Without a block acc and f1 are 0. `format` is 1 where the response has one opening
-    tag, one closing tag after it, and more than blanks between.
+    tag, one closing tag after it, and more than blanks between. Of `extra_info`, where search_turns.py made the rows,
+    also `COUNTED`.
 
     Raises:
         ValueError: the ground truth is not a text or a non-empty sequence of texts. No response raises.
     """
     accepted = _accepted(ground_truth)
+    counted = {name: float(extra_info[name]) for name in COUNTED if name in (extra_info or {})}
     response = solution_str if isinstance(solution_str, str) else ""
     blocks = BLOCK.findall(response)
     if not blocks:
@@ -48,13 +53,14 @@ def compute_score(
             "acc": 0.0,
             "f1": 0.0,
             "format": 0.0,
+            **counted,
         }
     answer = blocks[-1]
     well_formed = float(response.count(OPEN) == response.count(CLOSE) == 1 and bool(answer.strip()))
     best_f1 = max(f1(answer, gold) for gold in accepted)
     exact = max(float(normalize(answer) == normalize(gold)) for gold in accepted)
     score = (1 - FORMAT_SHARE) * best_f1 + FORMAT_SHARE * well_formed
-    return {"score": score, "acc": exact, "f1": best_f1, "format": well_formed}
+    return {"score": score, "acc": exact, "f1": best_f1, "format": well_formed, **counted}
 
 
 def normalize(text: str) -> str:

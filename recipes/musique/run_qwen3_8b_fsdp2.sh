@@ -2,8 +2,9 @@
 # GRPO | Qwen3-8B | MuSiQue, all paragraphs in the prompt | FSDP2 training, vLLM rollout | 8 GPUs
 #
 # MODEL_ENGINE controls the actor: prefix (shared prefix, verl_prefix) or dp (verl's own). Apart from it, only the
-# placement of rows on ranks differs between the two. SEARCH=True is for what `prepare.py --search` wrote: the model
-# searches the paragraphs in several turns (verl's tool agent), and all rows of a prompt share the first one.
+# placement of rows on ranks differs between the two. SEARCH is for what `prepare.py --search` wrote: the model searches
+# the paragraphs in several turns, and SEARCH=True appends them in one row (verl's tool agent), SEARCH=turns makes a row
+# of each (search_turns.py).
 
 set -xeuo pipefail
 
@@ -20,9 +21,20 @@ NGPUS_PER_NODE=${NGPUS_PER_NODE:-8}
 TRAIN_BATCH_SIZE=${TRAIN_BATCH_SIZE:-128}
 PPO_MINI_BATCH_SIZE=${PPO_MINI_BATCH_SIZE:-64}
 SEARCH=${SEARCH:-False}
-# A response of several turns has what the tool found in it.
-MAX_PROMPT_LENGTH=${MAX_PROMPT_LENGTH:-$([[ "${SEARCH}" == True ]] && echo 1024 || echo 4096)}
-MAX_RESPONSE_LENGTH=${MAX_RESPONSE_LENGTH:-$([[ "${SEARCH}" == True ]] && echo 4096 || echo 512)}
+MAX_TURNS=${MAX_TURNS:-5}
+# A prompt's and a response's most tokens. With SEARCH=True the response has all turns and what the tool found; with turns
+# the prompt has the longest history, and the response one turn, whose thoughts no history has.
+case "${SEARCH}" in
+    False) LENGTHS=(4096 512) THINKING=False LOOP=single_turn_agent SUFFIX= ;;
+    True) LENGTHS=(1024 4096) THINKING=False LOOP=tool_agent SUFFIX=_search ;;
+    turns) LENGTHS=(6144 1024) THINKING=True LOOP=search_turns SUFFIX=_search_turns ;;
+    *)
+        echo "Unsupported SEARCH=${SEARCH}. Expected 'False', 'True' or 'turns'." >&2
+        exit 1
+        ;;
+esac
+MAX_PROMPT_LENGTH=${MAX_PROMPT_LENGTH:-${LENGTHS[0]}}
+MAX_RESPONSE_LENGTH=${MAX_RESPONSE_LENGTH:-${LENGTHS[1]}}
 PPO_MAX_TOKEN_LEN_PER_GPU=${PPO_MAX_TOKEN_LEN_PER_GPU:-$((4 * (MAX_PROMPT_LENGTH + MAX_RESPONSE_LENGTH)))}
 
 ACTOR_LR=${ACTOR_LR:-1e-6}
@@ -35,7 +47,7 @@ ROLLOUT_GPU_MEM_UTIL=${ROLLOUT_GPU_MEM_UTIL:-0.6}
 
 PROJECT_NAME=${PROJECT_NAME:-verl_prefix_musique}
 # A name of its own for each kind of run: verl resumes from it, and its file starts anew.
-EXPERIMENT_NAME=${EXPERIMENT_NAME:-${MODEL_NAME}_fsdp2_${MODEL_ENGINE}$([[ "${SEARCH}" == True ]] && echo _search || true)}
+EXPERIMENT_NAME=${EXPERIMENT_NAME:-${MODEL_NAME}_fsdp2_${MODEL_ENGINE}${SUFFIX}}
 SAVE_FREQ=${SAVE_FREQ:--1}
 TEST_FREQ=${TEST_FREQ:-20}
 TOTAL_EPOCHS=${TOTAL_EPOCHS:-1}
@@ -52,11 +64,14 @@ case "${MODEL_ENGINE}" in
     prefix)
         ENGINE=(model_engine=prefix)
         TRAINER_MODE=prefix_sync
+        [[ "${SEARCH}" != turns ]] || ENGINE+=(actor_rollout_ref.actor.prefix.mini_batches=prompts)
         ;;
     dp)
         # FSDP2 here too, so that the two runs differ by prefix sharing alone.
         ENGINE=(model_engine=dp actor_rollout_ref.actor.strategy=fsdp2)
         TRAINER_MODE=sync
+        # verl's mini-batches count rows: the same number of updates where every session has all its turns.
+        [[ "${SEARCH}" != turns ]] || PPO_MINI_BATCH_SIZE=$((PPO_MINI_BATCH_SIZE * MAX_TURNS))
         ;;
     *)
         echo "Unsupported MODEL_ENGINE=${MODEL_ENGINE}. Expected 'prefix' or 'dp'." >&2
@@ -66,7 +81,7 @@ esac
 
 ########################### parameter arrays ###########################
 
-# enable_thinking=False: Qwen3's thinking does not fit into 512 tokens.
+# Qwen3's thinking does not fit into 512 tokens; in a row per turn it has the turn's own.
 DATA=(
     data.train_files="${TRAIN_FILE}"
     data.val_files="${VAL_FILE}"
@@ -75,7 +90,7 @@ DATA=(
     data.max_response_length=${MAX_RESPONSE_LENGTH}
     data.filter_overlong_prompts=True
     data.truncation=error
-    +data.apply_chat_template_kwargs.enable_thinking=False
+    +data.apply_chat_template_kwargs.enable_thinking=${THINKING}
     reward.custom_reward_function.path="${RECIPE_DIR}/reward.py"
     reward.custom_reward_function.name=compute_score
 )
@@ -111,18 +126,19 @@ ROLLOUT=(
     actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu=${PPO_MAX_TOKEN_LEN_PER_GPU}
 )
 
-if [[ "${SEARCH}" == True ]]; then
-    # max_tool_response_length counts characters. Ray's workers import search_tool from the recipe's folder.
+if [[ "${SEARCH}" != False ]]; then
+    # max_tool_response_length counts characters. Ray's workers import from the recipe's folder.
     ROLLOUT+=(
         actor_rollout_ref.rollout.multi_turn.enable=True
         actor_rollout_ref.rollout.multi_turn.format=hermes
-        actor_rollout_ref.rollout.multi_turn.max_assistant_turns=5
+        actor_rollout_ref.rollout.multi_turn.max_assistant_turns=${MAX_TURNS}
         actor_rollout_ref.rollout.multi_turn.max_tool_response_length=4096
         actor_rollout_ref.rollout.multi_turn.tool_config_path="${RECIPE_DIR}/search_tool.yaml"
+        actor_rollout_ref.rollout.agent.default_agent_loop=${LOOP}
+        actor_rollout_ref.rollout.agent.agent_loop_config_path="${RECIPE_DIR}/search_turns.yaml"
         "+ray_kwargs.ray_init.runtime_env.env_vars.PYTHONPATH='${RECIPE_DIR}${PYTHONPATH:+:$PYTHONPATH}'"
     )
 fi
-
 REF=(
     actor_rollout_ref.ref.log_prob_use_dynamic_bsz=True
     actor_rollout_ref.ref.log_prob_max_token_len_per_gpu=${PPO_MAX_TOKEN_LEN_PER_GPU}
@@ -163,6 +179,7 @@ python3 -m verl.trainer.main_ppo \
 #                         split_groups is 0, and a reuse_fraction of 0 means that nothing is shared
 #   dp against prefix     the same losses and rewards within noise; compare timing_s/update_actor, timing_s/old_log_prob
 #                         and timing_s/ref; the rollout is vLLM's in both and has its own prefix cache
+#   SEARCH=turns          prefix/tree_depth is over 1; sessions/overlong/mean over 0: raise MAX_PROMPT_LENGTH
 #   reward                critic/score/mean rises first with the share of well-formed <answer> blocks, then with F1;
 #                         val-core/musique/acc is exact match
 #   out of memory         lower PPO_MAX_TOKEN_LEN_PER_GPU; a group that does not fit runs as suffix waves

@@ -249,12 +249,24 @@ def test_examples_run_and_agree_with_hf(monkeypatch, capsys):
     monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[2] / "examples"))
     import judge_scoring
     import shared_prefix_step
+    import tree_search
 
     shared_prefix_step.main("--prompts 2 --group 3 --prompt-len 37 --response-len 9 --wave-tokens 18".split())
     out = capsys.readouterr().out
     assert [line.split(":")[0] for line in out.splitlines()] == ["6 rows of 37 + 9 tokens, stock", "packed", "phased"]
     differences = [float(x) for x in re.findall(r"gradient difference (\S+),", out)]
     assert len(differences) == 2 and 0 < max(differences) < 5e-6
+
+    tree_search.main("--prompts 1 --prompt-len 37 --turn-len 5 --ways 2 2".split())
+    head, *runs = capsys.readouterr().out.splitlines()
+    assert head == "4 leaves of 37 + 2 x 5 tokens"
+    # Of rows alone all; then without last tokens, which are no inputs: the prompt once, and turns once.
+    tokens = [4 * 47, 36 + 4 * 10, 36 + 2 * 5 + 4 * 5]
+    found = [re.match(r"(.+?) +(\d+) tokens, loss (\S+), gradients differ by (\S+),", line).groups() for line in runs]
+    names = ("rows alone", "one level", "tree", "tree in waves")
+    assert [row[:2] for row in found] == [*zip(names, map(str, [*tokens, tokens[-1]]), strict=True)]
+    assert len({row[2] for row in found}) == 1 and all(0 < float(row[3]) < 5e-6 for row in found[1:])
+    assert float(found[0][2]) != 0
 
     judge_scoring.main(["--max-tokens", "900"])
     out = capsys.readouterr().out

@@ -1,17 +1,17 @@
-"""Rows of turns under real verl: an agent loop that returns a row per call, stock and ours, on one and two ranks. Real
-verl, Ray, FSDP2 on gloo and HF rollout; neither vLLM nor CUDA.
+"""Rows of turns under real verl: the MuSiQue recipe's loop, which returns a row per call, stock and ours, on one and
+two ranks. Real verl, Ray, FSDP2 on gloo and HF rollout; neither vLLM nor CUDA. The random model never calls the tool.
 """
 
+import json
 import os
 from pathlib import Path
 
 import pytest
-import yaml
 from both_arms import both_arms
+from musique import RECIPE
 
 from verl_prefix.engine.trace import Trace
 
-HELPERS = Path(__file__).parents[1] / "helpers"  # where `turn_loop` is
 ROWS = 4 * 4  # of 4 prompts, a session of each, 4 turns at most
 
 
@@ -26,13 +26,14 @@ ROWS = 4 * 4  # of 4 prompts, a session of each, 4 turns at most
 )
 def test_turns_share_and_step_1_is_stocks(tmp_path: Path, train, monkeypatch, ranks: int, n: int, prompts: int | None):
     """With mini-batches of `prompts`, or of rows."""
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(HELPERS), *filter(None, [os.environ.get("PYTHONPATH")])]))
-    loops = tmp_path / "loops.yaml"
-    loops.write_text(yaml.safe_dump([{"name": "turns", "_target_": "turn_loop.TurnLoop"}]))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(RECIPE), *filter(None, [os.environ.get("PYTHONPATH")])]))
     rollout, actor = "actor_rollout_ref.rollout", "actor_rollout_ref.actor"
     options = [
-        f"{rollout}.agent.agent_loop_config_path={loops}", f"{rollout}.agent.default_agent_loop=turns",
+        f"{rollout}.agent.agent_loop_config_path={RECIPE / 'search_turns.yaml'}",
+        f"{rollout}.agent.default_agent_loop=search_turns", f"{rollout}.multi_turn.max_assistant_turns=4",
+        f"{rollout}.multi_turn.tool_config_path={RECIPE / 'search_tool.yaml'}",
         f"{rollout}.n={n}", f"{rollout}.calculate_log_probs=true", "data.max_response_length=24",
+        "data.max_prompt_length=700",  # some histories have no room for the fourth turn, or the third
         f"trainer.n_gpus_per_node={ranks}",
     ]  # fmt: skip
     one_update = f"{actor}.ppo_mini_batch_size={ROWS}"  # which counts n rows a prompt
@@ -44,6 +45,17 @@ def test_turns_share_and_step_1_is_stocks(tmp_path: Path, train, monkeypatch, ra
     else:
         ours += stocks
     stock, prefix = both_arms(tmp_path, train, options, ours, stocks)
+    for number, step in enumerate(prefix, start=1):
+        rows = [json.loads(line) for line in (tmp_path / f"rollouts/{number}.jsonl").read_text().splitlines()]
+        scores: dict[str, list[float]] = {}
+        for row in rows:
+            if not row["uid"].startswith("pad"):
+                scores.setdefault(row["uid"].rsplit("_", 1)[0], []).append(row["score"])
+        assert len(scores) == 4 * n and len({*map(len, scores.values())}) > 1, "all sessions, of different lengths"
+        assert all(len({*own}) == 1 for own in scores.values()), "the last row's score"
+        if prompts:
+            mean = sum(own[0] for own in scores.values()) / len(scores)
+            assert (step["sessions/count"], step["sessions/acc/mean"]) == (4 * n, pytest.approx(mean, rel=1e-6))
     prefix = [{name.removeprefix("actor/"): value for name, value in step.items()} for step in prefix]
     for step in prefix:
         assert step["prefix/reuse_fraction"] > 0.5 and step.get("prefix/split_groups", 0) == 0

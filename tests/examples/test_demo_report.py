@@ -1,6 +1,7 @@
 """`make demo` ends with 0 only if both arms trained, agree at step 1, and ours shared something."""
 
 import contextlib
+import dataclasses
 import fcntl
 import hashlib
 import io
@@ -62,6 +63,8 @@ def run(demo_report: ModuleType, tmp_path: Path) -> Callable[..., tuple[int, str
         reuse: float = 0.8,
         rollout: str = "hf",
         last_stock: Edit | None = None,
+        turns: int = 1,
+        log: str = "",
     ) -> tuple[int, str, dict[str, Any]]:
         arms = []
         for name, edits in (("stock", {1: stock, 3: last_stock}), ("prefix", {1: prefix})):
@@ -74,12 +77,12 @@ def run(demo_report: ModuleType, tmp_path: Path) -> Callable[..., tuple[int, str
                         "data": metrics(name, step, (drop if name == "prefix" else {}) | (edits.get(step) or {})),
                     }
                 )
-            path, log = tmp_path / f"{name}.jsonl", tmp_path / f"{name}.log"
+            path, log_path = tmp_path / f"{name}.jsonl", tmp_path / f"{name}.log"
             path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-            log.write_text("".join(f"{name} line {i}\n" for i in range(99)))
-            arms.append(demo_report.Arm(name, path, log, error if name == "prefix" else None, 60.0))
+            log_path.write_text(log + "".join(f"{name} line {i}\n" for i in range(99)))
+            arms.append(demo_report.Arm(name, path, log_path, error if name == "prefix" else None, 60.0))
         text = io.StringIO()
-        config = {"model": "none", "workload": "synthetic", "rollout": rollout}
+        config = {"model": "none", "workload": "synthetic", "rollout": rollout, "size": {"turns": turns}}
         report = demo_report.build(*arms, num_steps=3, config=config)
         status = demo_report.finish(report, tmp_path, Console(file=text, width=200))
         return status, text.getvalue(), json.loads((tmp_path / "report.json").read_text())
@@ -181,6 +184,29 @@ def test_a_ratio_that_is_uneven_or_of_one_step_is_not_there(run: Callable) -> No
         assert report["ratios"]["ref"]["ratio"] == 4.0
 
 
+def test_tokens_of_turns_are_shown_and_trees_must_save_some(
+    run: Callable, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As the engine says them in the prefix arm's log, on its first rank."""
+    from verl_prefix.engine.step_metrics import StepMetrics
+
+    def said(off: int, uid: int) -> str:
+        caplog.clear()
+        monkeypatch.setattr("torch.distributed.get_rank", lambda: 0)
+        StepMetrics(list, list, 1, "uid")._tell_trees(9000, off, uid, 1900)
+        return caplog.text
+
+    status, text, report = run(turns=4, log=said(6000, 2000))
+    assert status == 0 and report["tokens"] == {"stock": 9000, "one level": 6000, "trees": 2000}
+    rows = [[cell.strip() for cell in line.split("\u2502")[1:-1]] for line in text.splitlines()]
+    found = [row for row in rows if row and row[0] in report["tokens"]]
+    assert found == [["stock", "9000", "1.00x"], ["one level", "6000", "1.50x"], ["trees", "2000", "4.50x"]]
+    for log in (said(6000, 6001), ""):
+        status, text, _ = run(turns=4, log=log)
+        assert status == 1 and "trees share no more than whole prompts do" in text
+    assert "tokens" not in run(log=said(6000, 2000))[2]
+
+
 def test_committed_reports_hold_what_follows_from_their_steps(demo_report: ModuleType) -> None:
     found = [path for path in (ROOT / "examples" / "results").glob("*.json") if "demo/" in path.read_text()[:50]]
     assert len(found) >= 7
@@ -260,6 +286,10 @@ def test_arms_differ_in_the_engine_alone(demo_report: ModuleType, tmp_path: Path
     assert len(keys) == len(set(keys))
     assert set(demo.ARMS["stock"]) ^ set(demo.ARMS["prefix"]) == {"model_engine=dp", "model_engine=prefix"}
     assert not {override.split("=")[0] for arm in demo.ARMS.values() for override in arm} & set(keys)
+    turns = demo.overrides("model", tmp_path, "hf", 1, dataclasses.replace(demo.SIZES["tiny"], turns=4))
+    more = [override.lstrip("+").split("=")[0] for override in turns if override not in shared]
+    assert len(turns) == len(shared) + len(more) - 1 and set(more) & set(keys) == {"actor_rollout_ref.rollout.n"}
+    assert "actor_rollout_ref.rollout.multi_turn.max_assistant_turns=4" in turns
 
 
 @pytest.mark.parametrize("family", ["qwen3", "llama"])

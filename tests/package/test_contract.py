@@ -27,7 +27,12 @@ BESIDE_VLLM = "verl.workers.rollout.vllm_rollout"
 # Parameters, or None where only the name is ours to rely on (registries, base classes, enumerations).
 CONTRACT = {
     "verl.base_config:BaseConfig": None,
-    # recipes/musique/search_tool.py
+    # recipes/musique: search_tool.py and search_turns.py
+    "verl.experimental.agent_loop.agent_loop:AgentLoopMetrics": None,
+    "verl.experimental.agent_loop.agent_loop:AgentLoopOutput": None,
+    "verl.experimental.agent_loop.tool_agent_loop:ToolAgentLoop.run": "self sampling_params priority kwargs",
+    "verl.experimental.agent_loop.tool_agent_loop:ToolAgentLoop._call_tool": "self tool_call tools_kwargs agent_data",
+    "verl.experimental.agent_loop.tool_parser:ToolParser.extract_tool_calls": "self responses_ids tools",
     "verl.tools.base_tool:BaseTool.create": "self instance_id kwargs",
     "verl.tools.base_tool:BaseTool.execute": "self instance_id parameters kwargs",
     "verl.tools.base_tool:BaseTool.release": "self instance_id kwargs",
@@ -73,6 +78,7 @@ CONTRACT = {
     f"{V1}.trainer_base:PPOTrainer.on_sample_end": "self",
     f"{V1}.trainer_base:PPOTrainer.on_step_end": "self",
     f"{V1}.trainer_base:PPOTrainer._update_actor": "self batch metrics",
+    f"{V1}.trainer_base:PPOTrainer._compute_metrics": "self batch metrics timing_raw global_steps epoch",
     f"{V1}.trainer_base:PPOTrainer._balance_batch": "self batch metrics logging_prefix keep_minibatch",
     f"{V1}.trainer_base:PPOTrainer._get_required_batch_multiple": "self dp_size",
     "verl.tools.tool_registry:load_all_tools": "tool_config_path function_tool_path",

@@ -155,6 +155,18 @@ def demo_quotes(load: Load) -> Iterator[tuple]:
            *times(found, "step"))  # fmt: skip
     yield "The tokens alone give {:.1f};", found["token_ratio"]
 
+    turns = load("demo_tiny_turns")
+    size, tokens, loss = turns["config"]["size"], turns["tokens"], turns["first_step"]["metrics"]["actor/loss"]
+    yield "{} prompts x {} sessions x {} turns", size["prompts"], size["rollouts"], size["turns"]
+    yield "step {} agrees too: {:.1e} apart in the loss", 1, loss["relative_difference"]
+    fewer = [x for name in ("one level", "trees") for x in (tokens[name], tokens["stock"] / tokens[name])]
+    yield ("Of its {} tokens whole prompts alone compute {}, {:.2f} times fewer, and trees {}, {:.2f} times fewer",
+           tokens["stock"], *fewer)  # fmt: skip
+    yield ("stock takes {:.1f} times as long for the update ({:.1f} to {:.1f}) and {:.1f} times ({:.1f} to {:.1f}) for "
+           "the step, which waits {:.0f} s for the rollout; for old and ref log-probs at least {:.1f} and {:.1f} times",
+           *times(turns, "update_actor"), *times(turns, "step"), turns["ratios"]["rollout"]["prefix_s"],
+           *(min(turns["ratios"][name]["ratios"]) for name in ("old_log_prob", "ref")))  # fmt: skip
+
     def disagree(*reports: dict[str, Any]) -> float:
         steps = [step for report in reports for arm in report["arms"].values() for step in arm["steps"]]
         return max(step["data"]["training/rollout_probs_diff_max"] for step in steps)

@@ -81,6 +81,7 @@ def test_two_steps_of_a_searching_agent_and_step_1_is_stocks(tmp_path, train, mo
             "actor_rollout_ref.rollout.seed=7", "algorithm.adv_estimator=grpo", f"{turns}.enable=True",
             f"{turns}.format=hermes", f"{turns}.max_assistant_turns=3", f"{turns}.max_tool_response_length=300",
             f"{turns}.tool_config_path={RECIPE / 'search_tool.yaml'}",
+            "actor_rollout_ref.rollout.agent.default_agent_loop=tool_agent",
             "reward.custom_reward_function.path=pkg://verl_prefix.testing",
             "reward.custom_reward_function.name=letter_share", *engine, config="ppo_trainer",
         )  # fmt: skip

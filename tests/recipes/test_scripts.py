@@ -15,9 +15,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from hydra import compose, initialize_config_module
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from PIL import Image
 from transformers import AutoConfig, AutoProcessor
+from verl.experimental.agent_loop.agent_loop import _agent_loop_registry
 from verl.trainer.ppo.reward import get_custom_reward_fn
 from verl.utils.config import validate_config
 from verl.utils.import_utils import load_extern_object
@@ -136,24 +137,48 @@ def test_qwen3_5_in_a_recipe(tmp_path, script):
     assert b"Unsupported recipe 'gsm8k'. Expected 'musique' or 'video_rlvr'." in error.value.stderr
 
 
-def test_the_search_of_the_musique_script(tmp_path):
+@pytest.mark.parametrize(
+    ("search", "loop", "lengths", "thinking"),
+    [("True", "tool_agent", (1024, 4096), False), ("turns", "search_turns", (6144, 1024), True)],
+)
+def test_the_search_of_the_musique_script(tmp_path, search, loop, lengths, thinking):
     model = write_tiny_model(tmp_path / "model")
-    overrides = launched(MUSIQUE, tmp_path, f"actor_rollout_ref.model.path={model}", SEARCH="True", PYTHONPATH="/a:/b")
+    overrides = launched(MUSIQUE, tmp_path, f"actor_rollout_ref.model.path={model}", SEARCH=search, PYTHONPATH="/a:/b")
     config = composed(overrides)
     validate_config(config, use_reference_policy=True, use_critic=False)
     rollout = config.actor_rollout_ref.rollout
-    assert (config.data.max_prompt_length, config.data.max_response_length, rollout.max_model_len) == (1024, 4096, 5120)
+    assert (config.data.max_prompt_length, config.data.max_response_length) == lengths
+    assert rollout.max_model_len == sum(lengths)
+    actor = config.actor_rollout_ref.actor
+    assert (actor.ppo_mini_batch_size, actor.prefix.mini_batches) == (64, "prompts" if thinking else "rows")
+    assert config.data.apply_chat_template_kwargs.enable_thinking is thinking
     turns, folder = rollout.multi_turn, RECIPES / "musique"
     assert (turns.enable, turns.format, turns.max_assistant_turns) == (True, "hermes", 5)
-    assert Path(turns.tool_config_path) == folder / "search_tool.yaml"
+    assert Path(turns.tool_config_path) == Path(config.data.tool_config_path) == folder / "search_tool.yaml"
     assert config.ray_kwargs.ray_init.runtime_env.env_vars.PYTHONPATH == f"{folder}:/a:/b"
+    own = {entry.name: entry._target_ for entry in OmegaConf.load(rollout.agent.agent_loop_config_path)}
+    assert rollout.agent.default_agent_loop == loop and loop in _agent_loop_registry | own
+    if search == "turns":
+        module, name = own[loop].split(".")
+        assert f"class {name}(ToolAgentLoop):" in (folder / f"{module}.py").read_text()
+        knobs = {"MODEL_ENGINE": "dp", "MAX_TURNS": "4", "PPO_MINI_BATCH_SIZE": "32"}
+        stock = composed(launched(MUSIQUE, tmp_path, f"actor_rollout_ref.model.path={model}", SEARCH=search, **knobs))
+        validate_config(stock, use_reference_policy=True, use_critic=False)
+        stock = stock.actor_rollout_ref
+        assert (stock.rollout.multi_turn.max_assistant_turns, stock.actor.ppo_mini_batch_size) == (4, 4 * 32)
     plain = launched(MUSIQUE, tmp_path)
-    assert not any("multi_turn" in override for override in plain)
+    assert not any("multi_turn" in override or "agent." in override for override in plain)
     names = [composed(words).trainer.experiment_name for words in (overrides, plain)]
-    assert names == ["qwen3_8b_fsdp2_prefix_search", "qwen3_8b_fsdp2_prefix"]
-    assert composed(launched(MUSIQUE, tmp_path, SEARCH="True", EXPERIMENT_NAME="x")).trainer.experiment_name == "x"
-    alone = composed(launched(MUSIQUE, tmp_path, SEARCH="True"))
+    assert names == [f"qwen3_8b_fsdp2_prefix_search{'_turns' * thinking}", "qwen3_8b_fsdp2_prefix"]
+    assert composed(launched(MUSIQUE, tmp_path, SEARCH=search, EXPERIMENT_NAME="x")).trainer.experiment_name == "x"
+    alone = composed(launched(MUSIQUE, tmp_path, SEARCH=search))
     assert alone.ray_kwargs.ray_init.runtime_env.env_vars.PYTHONPATH == str(folder)  # an empty entry is the cwd
+
+
+def test_an_unknown_search_is_refused(tmp_path):
+    with pytest.raises(subprocess.CalledProcessError) as error:
+        launched(MUSIQUE, tmp_path, SEARCH="true")
+    assert b"Unsupported SEARCH=true. Expected 'False', 'True' or 'turns'." in error.value.stderr
 
 
 def test_the_preset_of_video_r1(tmp_path):

@@ -14,7 +14,7 @@ import pytest
 import ray
 import torch
 from omegaconf import OmegaConf
-from tensordict import TensorDict
+from tensordict import NonTensorStack, TensorDict
 from transfer_queue import BatchMeta, KVBatchMeta
 from verl.protocol import BatchData
 from verl.trainer.ppo import padding_utils
@@ -162,6 +162,25 @@ def test_ranks_of_a_mini_batch_are_balanced_as_by_verl_and_workers_of_one_dp_ran
         step = slice(8 * k, 8 * k + 8)
         sums = [sum(seqlen[balanced.keys[row]] for row in rows[step]) for rows in (first, second)]
         assert abs(sums[0] - sums[1]) < 0.05 * sum(sums)
+
+
+def test_sessions_are_counted_and_what_their_last_rows_reward_returned_is_a_metric(monkeypatch):
+    """verl's own metrics and the queue are mocks. Of three sessions one has three turns; a padding row is none."""
+    trainer, asked = build_trainer(4, 2, [0, 1]), []
+    keys = ["a_0_1", "a_0_0", "a_1_0", "pad0_0_0", "a_0_2", "b_0_0"]
+    infos = {"a_0_2": {"overlong": 1.0, "text": "x"}, "a_1_0": {"overlong": 0, "text": "y"}, "b_0_0": {"astray": 3}}
+
+    def get(keys, partition_id, select_fields):
+        asked.append((keys, partition_id, select_fields))
+        rows = [{"global_steps": 1, "reward_extra_info": infos[key]} for key in keys]
+        return TensorDict({"extra_fields": NonTensorStack(*rows)}, batch_size=len(keys))
+
+    monkeypatch.setattr("verl_prefix.trainer.prefix_sync.tq.kv_batch_get", get)
+    monkeypatch.setattr(PPOTrainer, "_compute_metrics", lambda self, batch, metrics, *_: metrics.update(theirs=1))
+    tags = [{"is_padding": key.startswith("pad")} for key in keys]
+    trainer._compute_metrics(KVBatchMeta(keys=keys, tags=tags, partition_id="train"), metrics := {}, {}, 1, 0)
+    assert asked == [(["a_0_2", "a_1_0", "b_0_0"], "train", ["extra_fields"])]
+    assert metrics == {"theirs": 1, "sessions/count": 3, "sessions/overlong/mean": 0.5, "sessions/astray/mean": 3.0}
 
 
 def test_failed_rollouts_are_padded_and_groups_stay_whole(transfer_queue):

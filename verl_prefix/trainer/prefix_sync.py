@@ -14,8 +14,10 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import ray
 import torch
+import transfer_queue as tq
 from omegaconf import DictConfig, OmegaConf, read_write
 from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.utils import need_critic
@@ -181,6 +183,26 @@ class WholeGroups(PPOTrainer):
         # Those in several mini-batches, which the driver counts, and on several ranks, which the engine does.
         metrics["prefix/split_groups"] = metrics.get("prefix/split_groups", 0) + num_split
         return batch
+
+    def _compute_metrics(
+        self, batch: KVBatchMeta, metrics: dict[str, float], timing_raw: dict[str, float], global_steps: int, epoch: int
+    ) -> None:
+        """verl's, which are of rows, and `sessions/*`: what the reward returned beside a score verl shows in validation
+        alone, and a session whose loop failed is missing without a word."""
+        super()._compute_metrics(batch, metrics, timing_raw, global_steps, epoch)
+        last: dict[str, int] = {}
+        for uid, key in zip(_group_keys(batch), batch.keys, strict=True):
+            session, turn = key.rsplit("_", 1)
+            if uid is not None:
+                last[session] = max(int(turn), last.get(session, 0))
+        keys = [f"{session}_{turn}" for session, turn in last.items()]
+        found = tq.kv_batch_get(keys=keys, partition_id=batch.partition_id, select_fields=["extra_fields"])
+        infos = [(fields or {}).get("reward_extra_info") or {} for fields in found.pop("extra_fields").tolist()]
+        metrics["sessions/count"] = len(keys)
+        for name in {name: None for info in infos for name in info}:
+            values = [info[name] for info in infos if isinstance(info.get(name), int | float | np.number)]
+            if values:
+                metrics[f"sessions/{name}/mean"] = float(np.mean(values))
 
     def _num_updates(self) -> int:
         """Optimizer steps of `ppo_mini_batch_size` prompts in a step."""
