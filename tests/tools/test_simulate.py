@@ -484,6 +484,20 @@ def test_plan_simulates_a_command_and_says_that_nothing_fits(elsewhere, tmp_path
     assert seconds == sorted(seconds)
 
 
+@pytest.mark.full
+def test_plan_simulates_rows_of_turns(elsewhere, tmp_path):
+    """The rows of the costliest rank: four prompts of four sessions of three turns, half of what two ranks have."""
+    turns = ["--simulate", "--turns", "3", "--thinking", "20", "--say", "8", "--tool", "16"]
+    words = [*turns, "--out", str(tmp_path / "plan.json"), *training_command(tmp_path)]
+    code, out, err = elsewhere(planned, [*words, "actor_rollout_ref.actor.ppo_mini_batch_size=24"])
+    assert (code, err) == (0, "") and "prefix.trees=batch for an update" in out
+    found = json.loads((tmp_path / "plan.json").read_text())
+    simulated, tokens = found["simulated"], {over: one["tokens"]["update"] for over, one in found["trees"].items()}
+    assert simulated["rows"] == 4 * 4 * 3
+    assert 2 * tokens["uid"] < tokens["off"]
+    assert simulated["arms"]["packed"]["flop_ratio"] > found["tokens"]["logical"] / tokens["off"]
+
+
 def test_the_longest_size_that_fits_is_found_on_a_line_and_on_a_plateau():
     asked = []
 
