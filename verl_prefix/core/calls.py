@@ -162,9 +162,9 @@ def calls_of(segments: Sequence[Segment], window: int | None, device: torch.devi
         yield Call(spans, queries, None, Keys(ALL, keys), causal=False)
 
 
-# Keys that one call copies where a block reads pieces: 64 MiB of keys and values at 8 heads of 128 in bf16, four times
-# that in backward, where flash-attn repeats them per query head. Fewer are slower, more are not faster (simulated).
-_MAX_COPIED = 2**14
+# Keys that a call of several blocks copies: 16 MiB of keys and values at 8 heads of 128 in bf16, in backward four times
+# as much, where flash-attn repeats them per query head. A block of its own may be a run, and copies nothing.
+_MAX_COPIED = 2**12
 
 
 def _parts(blocks: Sequence[list[tuple[int, Segment]]]) -> Iterator[Sequence[list[tuple[int, Segment]]]]:
