@@ -21,8 +21,8 @@ from verl_prefix.core.waves import make_plan
 from verl_prefix.testing import random_rollouts, run_shared
 from verl_prefix.testing.rollouts import flatten, search_rollouts, turn_rollouts
 from verl_prefix.tools.plan.predict import Predictor, Sizes
-from verl_prefix.tools.simulate.job import Job
-from verl_prefix.tools.simulate.passes import whole_shape
+from verl_prefix.tools.simulate.job import Arm, Job
+from verl_prefix.tools.simulate.passes import plan_of, whole_shape
 
 SHAPE = ModelShape(
     linear=2e6, head=1e6, pair=500.0, windows=(None, 8), activations=100.0, boundary=10.0, kv=5.0, vocab_size=50
@@ -270,6 +270,9 @@ def simulations() -> dict[str, list[tuple]]:
             of_name = turns["settings"][name]
             job = Job(simulate_tables.config_of("qwen3-8b"), tuple(flatten(rollouts, "cpu")[2]), of_name["budget"], 8)
             arms = {path: of_name["arms"][f"tree, {path}"] for path in ("packed", "phased")}
+            for path, arm in arms.items():
+                plan = plan_of(job, whole_shape(job), Arm(path), job.budget)
+                assert plan.num_physical_tokens == arm["tokens"], "make -C examples/results simulated-turns"
             found["trees"].append((job, {"stock": of_name["arms"]["stock"], **arms}))
     return {kind: [(job, whole_shape(job), arms) for job, arms in some] for kind, some in found.items()}
 

@@ -278,6 +278,27 @@ def learn_quotes(load: Load) -> Iterator[tuple]:
            median(a["timing_s/update_actor"] / b["timing_s/update_actor"] for a, b in pairs[1:]))  # fmt: skip
 
 
+def plan_quotes(load: Load) -> Iterator[tuple]:
+    uid, off = load("plan_turns"), load("plan_turns_off")
+    assert uid["verdict"].startswith("prefix.trees=uid pays") and uid["updates"] == off["updates"] == 1
+    assert uid["trees"] == off["trees"]
+
+    def simulated(report: dict[str, Any], arm: str) -> float:
+        arms = report["simulated"]["arms"]
+        return arms["stock"]["update_seconds"] / arms[arm]["update_seconds"]
+
+    millions = [uid["tokens"]["logical"], *(uid["trees"][over]["tokens"]["update"] for over in ("off", "uid", "batch"))]
+    yield ("an update has {:.1f} million tokens, of which whole prompts alone (`prefix.trees=off`) leave {:.1f} to "
+           "compute, `uid` {:.1f} and `batch` {:.1f}", *(n / 1e6 for n in millions))  # fmt: skip
+    yield ("By `plan` it is {:.2f} times as fast as stock's with `uid`, packed, {:.2f} times phased, and {:.2f} times "
+           "with `off`; by the simulator {:.2f}, {:.2f} and {:.2f} times",
+           *(uid["speedup_by_schedule"][path]["update"] for path in ("packed", "phased")),
+           off["speedup_by_schedule"]["packed"]["update"], simulated(uid, "packed"), simulated(uid, "phased"),
+           simulated(off, "packed"))  # fmt: skip
+    yield ("The largest peak of a rank is {:.1f} GiB packed and {:.1f} phased, stock's {:.1f}",
+           *(uid["simulated"]["arms"][arm]["peak_gib"] for arm in ("packed", "phased", "stock")))  # fmt: skip
+
+
 def trl_quotes(load: Load) -> Iterator[tuple]:
     report = load("trl_smollm2")
     assert report["same_completions"] and report["loss"] == 0 and report["trl"].startswith("1.16")
@@ -299,7 +320,7 @@ def learn_line(load: Load) -> Iterator[tuple]:
 
 QUOTES = {
     "README.md": [readme_quotes, learn_line],
-    RESULTS: [bench_quotes, demo_quotes, learn_quotes, trl_quotes, ab_quotes, fault_quotes],
+    RESULTS: [bench_quotes, demo_quotes, learn_quotes, plan_quotes, trl_quotes, ab_quotes, fault_quotes],
     "recipes/README.md": [hybrid_quotes],
 }
 

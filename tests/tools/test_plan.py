@@ -425,9 +425,12 @@ def test_mini_batches_that_count_rows_are_warned_of(folder):
     assert whole["speedup"]["update"] > 1.1 * torn["speedup"]["update"]
     assert torn["notes"] == [
         "actor_rollout_ref.actor.ppo_mini_batch_size=4 counts rows: a step makes 8 updates, between which sessions are "
-        "torn; set it to 16, by 4 turns of a session, and trainer.v1.trainer_mode=prefix_sync for an update "
-        f"{gains[0]} times as fast as stock's, not {gains[1]}"
+        "torn; set actor_rollout_ref.actor.prefix.mini_batches=prompts and trainer.v1.trainer_mode=prefix_sync for an "
+        f"update {gains[0]} times as fast as stock's, not {gains[1]}"
     ]
+    prompts = built("actor_rollout_ref.actor.prefix.mini_batches=prompts")
+    assert prompts["updates"] == 2 and prompts["notes"] == []
+    assert prompts["tokens"] == whole["tokens"] and prompts["speedup"] == whole["speedup"]
     short = built("actor_rollout_ref.actor.ppo_mini_batch_size=16", "data.max_prompt_length=160")
     assert short["notes"][0].startswith("histories have up to 1") and "max_prompt_length=160 ends" in short["notes"][0]
 

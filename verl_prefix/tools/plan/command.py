@@ -66,8 +66,8 @@ def sizes(config: Any, several_turns: bool = False) -> Sizes:
     whole, exchange = config.trainer.v1.trainer_mode.startswith("prefix_"), actor.prefix.exchange != "off"
     return Sizes(
         prompts, rollout.n, mini_batches=prompts // mini or 1, ranks=ranks, micro_batches=passes,
-        ref_in_actor=ref_in_actor, whole=whole, exchange=exchange, sequence_ranks=shared,
-        ref_sequence_ranks=shared_by_ref,
+        ref_in_actor=ref_in_actor, whole=whole, by_prompts=actor.prefix.mini_batches == "prompts", exchange=exchange,
+        sequence_ranks=shared, ref_sequence_ranks=shared_by_ref,
     )  # fmt: skip
 
 
@@ -103,8 +103,8 @@ def notes(config: Any, work: Work, leak: str | None, update: float, update_of_wh
         whole = "" if size.whole else f" and trainer.v1.trainer_mode=prefix_{mode}"
         lines.append(
             f"actor_rollout_ref.actor.ppo_mini_batch_size={mini} counts rows: a step makes {updates} "
-            f"updates, between which sessions are torn; set it to {round(mini * turns)}, by {turns:.3g} turns of a "
-            f"session,{whole} {gain}"
+            f"updates, between which sessions are torn; set actor_rollout_ref.actor.prefix.mini_batches=prompts{whole} "
+            f"{gain}"
         )
     elif splits_groups(size):
         lines.append(
@@ -197,9 +197,8 @@ def build(
     predicted = predicted or predict(roles, work.steps, leak is not None)
     gains, of_whole = predicted.gains, predicted.gains[used]["update"]
     step_size = work.steps[0].size
-    times = work.turns if counts_rows(config, work) else 1.0
-    if times > 1 or splits_groups(step_size):
-        whole = predict(roles, [kept_whole(one, times) for one in work.steps], leak is not None)
+    if (torn := counts_rows(config, work)) or splits_groups(step_size):
+        whole = predict(roles, [kept_whole(one, torn) for one in work.steps], leak is not None)
         of_whole = whole.gains[used]["update"]
     step = 1.0 / (1.0 - sum(parts.values()) + sum(share / gains[used][name] for name, share in parts.items()))
     simulation = {}

@@ -46,9 +46,9 @@ class MicroBatch:
 @dataclass(frozen=True)
 class Sizes:
     """One training step by its config; `micro_batches`: those of update, old and ref, which the actor's engine computes
-    too where it has LoRA; `whole`: the trainer keeps a prompt's rows in one mini-batch; `exchange`: rows travel to the
-    rank that computes their prompt; `ranks` that compute data in parallel are groups of `sequence_ranks` GPUs, those of
-    a ref engine of `ref_sequence_ranks`."""
+    too where it has LoRA; `whole`: the trainer keeps a prompt's rows in one mini-batch, `by_prompts` those of turns too
+    (`prefix.mini_batches`); `exchange`: rows travel to the rank that computes their prompt; `ranks` that compute data
+    in parallel are groups of `sequence_ranks` GPUs, those of a ref engine of `ref_sequence_ranks`."""
 
     prompts: int
     rollouts: int
@@ -57,6 +57,7 @@ class Sizes:
     micro_batches: dict[str, MicroBatch]
     ref_in_actor: bool = False
     whole: bool = True
+    by_prompts: bool = False
     exchange: bool = True
     sequence_ranks: int = 1
     ref_sequence_ranks: int = 1
@@ -82,11 +83,14 @@ class Step:
         """[rank][mini-batch] -> rows, as the trainer deals them."""
         ranks, steps = self.size.ranks, self.size.mini_batches
         if self.size.whole:
-            filled, _ = fill_mini_batches(self.keys, steps)
-            return [list(rank) for rank in zip(*(self._balanced(rows) for rows in filled), strict=True)]
+            return [list(rank) for rank in zip(*(self._balanced(rows) for rows in self.filled()), strict=True)]
         size = len(self.keys) // ranks // steps
         balanced = self._balanced(list(range(len(self.keys))))
         return [[rows[k * size : (k + 1) * size] for k in range(steps)] for rows in balanced]
+
+    def filled(self) -> list[list[int]]:
+        """Rows of each mini-batch, of a trainer that keeps groups whole."""
+        return fill_mini_batches(self.keys, self.size.mini_batches)[0]
 
     def dealt_to_ref(self, ranks: list[list[int]]) -> list[list[int]]:
         """The same rows in the same order, cut for the ranks of the ref engine."""

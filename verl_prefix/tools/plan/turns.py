@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate, pairwise
+from itertools import accumulate, islice, pairwise
 from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple
@@ -24,6 +24,7 @@ from verl_prefix.testing.rollouts import turn_rollouts
 from verl_prefix.tools.plan.options import PlanError, Turns
 from verl_prefix.tools.plan.predict import NUM_ROWS, SEED, Sizes, Step
 from verl_prefix.tools.plan.training_command import Prompt
+from verl_prefix.trainer.mini_batches import whole_prompts
 
 LEVELS = ("off", "uid", "batch")  # of prefix.trees, by what they share
 VOCAB = 1 << 30  # tokens that do not agree by chance
@@ -54,6 +55,15 @@ class TokenStep(Step):
     table: torch.Tensor | None = None
     found: dict[tuple[str, tuple[int, ...]], list[Group]] = field(default_factory=dict)
 
+    def filled(self) -> list[list[int]]:
+        """As in `Step`; with `prefix.mini_batches=prompts` each is padded, as `trainer.prefix_sync` does."""
+        if not self.size.by_prompts:
+            return super().filled()
+        real = sum(uid is not None for uid in self.keys)
+        padding, size = iter(range(real, len(self.keys))), len(self.keys) // self.size.mini_batches
+        mini_batches = _whole_prompts(self.rows[:real], self.size.mini_batches)
+        return [rows + [*islice(padding, size - len(rows))] for rows in mini_batches]
+
     def computed(self, ranks: list[list[int]], exchange: bool) -> list[list[Group]]:
         """As the engine's exchange and `rows.group_rows` make them."""
         assert self.table is not None
@@ -79,12 +89,24 @@ class TokenStep(Step):
         return self.found.get(asked, [])
 
 
+def _whole_prompts(rows: Sequence[Row], num_mini_batches: int) -> list[list[int]]:
+    sessions = [(row.uid, row.session) for row in rows]
+    return whole_prompts([row.uid for row in rows], sessions, num_mini_batches)[0]
+
+
 def token_step(size: Sizes, shape: ModelShape, rows: Sequence[Row], mini_batch_rows: int) -> TokenStep:
-    """A step of these rows, padded as verl's v1 trainer pads them, to mini-batches of so many rows."""
-    missing = -len(rows) % math.lcm(size.ranks, mini_batch_rows)
+    """A step of these rows, padded as verl's v1 trainer pads them, to mini-batches of so many rows, or of as many
+    prompts with one turn."""
+    num_rows = len(rows) - len(rows) % -math.lcm(size.ranks, mini_batch_rows)
+    num_mini_batches = num_rows // mini_batch_rows
+    if size.by_prompts:
+        updates = -(-len({row.uid for row in rows}) * size.rollouts // mini_batch_rows)
+        mini_batches = _whole_prompts(rows, updates)
+        num_mini_batches, most = len(mini_batches), max(map(len, mini_batches))
+        num_rows = num_mini_batches * (most + -most % size.ranks)
     pad = torch.full((SYNTHETIC_PADDING_SEQ_LEN,), END)
-    rows = [*rows, *(Row(None, session, pad[:-1], pad[-1:]) for session in range(missing))]
-    size = replace(size, mini_batches=len(rows) // mini_batch_rows)
+    rows = [*rows, *(Row(None, session, pad[:-1], pad[-1:]) for session in range(num_rows - len(rows)))]
+    size = replace(size, mini_batches=num_mini_batches)
 
     def jagged(tensors: list[torch.Tensor]) -> torch.Tensor:
         return torch.nested.as_nested_tensor(tensors, layout=torch.jagged)

@@ -124,18 +124,16 @@ def read_work(
 def counts_rows(config: Any, work: Work) -> bool:
     """True where a step makes more updates than its prompts are mini-batches: verl's are of rows."""
     mini, size = config.actor_rollout_ref.actor.ppo_mini_batch_size, work.steps[0].size
-    return mini <= size.prompts and size.mini_batches > -(-work.priced // mini)
+    return not size.by_prompts and mini <= size.prompts and size.mini_batches > -(-work.priced // mini)
 
 
-def kept_whole(step: Step, times: float) -> Step:
-    """The step where prompts stay whole, as far as trainers can: under a mode `prefix_*`, and in mini-batches of
-    so many `times` more rows."""
-    size = replace(step.size, whole=True)
+def kept_whole(step: Step, by_prompts: bool) -> Step:
+    """The step where prompts stay whole, under a mode `prefix_*`, and `by_prompts` in mini-batches of them."""
+    size = replace(step.size, whole=True, by_prompts=by_prompts)
     if not isinstance(step, TokenStep):
         return replace(step, size=size)
     real = [row for row in step.rows if row.uid is not None]
-    rows = min(len(real), round(len(step.rows) // size.mini_batches * times))
-    return replace(token_step(size, step.shape, real, rows + -rows % size.ranks), over=step.over)
+    return replace(token_step(size, step.shape, real, len(step.rows) // step.size.mini_batches), over=step.over)
 
 
 def splits_groups(size: Sizes) -> bool:
