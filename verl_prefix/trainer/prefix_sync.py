@@ -11,10 +11,11 @@ import functools
 import itertools
 import logging
 import math
+import numbers
+import statistics
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import ray
 import torch
 import transfer_queue as tq
@@ -200,9 +201,9 @@ class WholeGroups(PPOTrainer):
         infos = [(fields or {}).get("reward_extra_info") or {} for fields in found.pop("extra_fields").tolist()]
         metrics["sessions/count"] = len(keys)
         for name in {name: None for info in infos for name in info}:
-            values = [info[name] for info in infos if isinstance(info.get(name), int | float | np.number)]
+            values = [info[name] for info in infos if isinstance(info.get(name), numbers.Real)]
             if values:
-                metrics[f"sessions/{name}/mean"] = float(np.mean(values))
+                metrics[f"sessions/{name}/mean"] = statistics.fmean(values)
 
     def _num_updates(self) -> int:
         """Optimizer steps of `ppo_mini_batch_size` prompts in a step."""
