@@ -3,7 +3,7 @@
     make fuzz BATCHES=1000 SEED=1
 
 draws so many (here 60) and writes what it saw to outputs/fuzz.json. A failure is shrunk by hypothesis, which prints the
-case: paste it into `CASES`. Not drawn: images, CUDA, several nodes.
+case: keep it as an `@example` of the test. Not drawn: images, CUDA, several nodes.
 """
 
 import json
@@ -12,6 +12,7 @@ from collections import Counter
 from pathlib import Path
 from typing import NamedTuple
 
+import broken_states
 import pytest
 import torch
 from engines import TOLERANCE, _engine, _loss, _responses, as_batch
@@ -174,7 +175,7 @@ def _measure(backend: str, path: str, case: Case, options: dict) -> dict[str, to
 
 def _errors(models: dict, case: Case) -> tuple[dict[str, float], float]:
     """Relative errors of what ours gives from what stock does, one row after the other; tokens saved."""
-    path, options = models[case.family], dict(case.options)
+    path, options = models[case.family], {"turns": True, **dict(case.options)}  # so that the tokenizer is loaded
     if case.family == "gpt_oss":
         options["attn_implementation"] = "eager"
     alone = {k: v for k, v in options.items() if k not in OURS} | {
@@ -227,14 +228,6 @@ def check(ranks, models, case: Case, seen: dict) -> None:
             seen["worst"][name] = max(seen["worst"].get(name, 0.0), error)
 
 
-CASES: tuple[Case, ...] = ()
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_what_was_found(ranks, models, seen, case):
-    check(ranks, models, case, seen)
-
-
 def test_random_batches_are_computed_as_by_stock(ranks, models, seen):
     @settings(
         max_examples=BATCHES, deadline=None, database=None, print_blob=False,
@@ -246,3 +239,27 @@ def test_random_batches_are_computed_as_by_stock(ranks, models, seen):
         seen["batches"][case.family] += 1
 
     run()
+
+
+def _broken(models: dict, case: Case, name: str) -> dict[str, float]:
+    with pytest.MonkeyPatch.context() as patch:
+        getattr(broken_states, name)(patch)
+        return _errors(models, case)[0]
+
+
+@pytest.mark.parametrize("ranks_of_case", [1, 2])
+@pytest.mark.parametrize(
+    ("name", "schedule"),
+    [
+        ("ancestor_left_out", "packed"), ("gradients_of_keys_dropped_in_packed", "packed"),
+        ("earlier_waves_dropped", "phased"), ("gradients_of_shared_outputs_dropped", "phased"),
+    ],
+)  # fmt: skip
+def test_what_is_broken_on_purpose_is_seen(ranks, models, name, schedule, ranks_of_case):
+    turns = tuple((4, 5 + i, 8) for i in range(3))
+    rows = (Session("a", 20, turns, True), Again(1, 1), Again(2, 1), Again(1, 2))
+    options = (("schedule", schedule), *([("wave_tokens", 20)] * (schedule == "phased")))
+    case = Case(ranks_of_case, "qwen3", rows, 9, 0.0, 1, options)
+    whole = ranks(case.ranks, models)(_errors, case)
+    assert max(max(errors.values()) for errors, _ in whole) <= TOLERANCE and whole[0][1] > 0
+    assert all(max(errors.values()) > 100 * TOLERANCE for errors in ranks(case.ranks, models)(_broken, case, name))
