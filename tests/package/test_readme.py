@@ -166,6 +166,8 @@ def demo_quotes(load: Load) -> Iterator[tuple]:
            "the step, which waits {:.0f} s for the rollout; for old and ref log-probs at least {:.1f} and {:.1f} times",
            *times(turns, "update_actor"), *times(turns, "step"), turns["ratios"]["rollout"]["prefix_s"],
            *(min(turns["ratios"][name]["ratios"]) for name in ("old_log_prob", "ref")))  # fmt: skip
+    yield "ranks take {:.0f} MiB, stock's {:.0f}", *(
+        turns["arms"][arm]["peak_rss_mib"]["training ranks"] for arm in ("prefix", "stock"))  # fmt: skip
 
     def disagree(*reports: dict[str, Any]) -> float:
         steps = [step for report in reports for arm in report["arms"].values() for step in arm["steps"]]
