@@ -207,7 +207,8 @@ def _problems(batch: dict, seed: int, group) -> list[str]:
     )
     for one in counting:
         one.start()
-    trees = Trees("uid", frozenset([END])) if batch["turns"] else NO_TREES
+    # Of a batch before, whose rows stayed, one rank may have seen turns alone.
+    trees = Trees("uid", frozenset([END]), seen=rank == seed % 2) if batch["turns"] else NO_TREES
     exchange = exchange_rows(data, SHAPE, group, torch.device("cpu"), trees=trees)
     found = exchange.rows
     if sorted(row for one in exchange.groups for row in one.rows) != list(range(len(found))):

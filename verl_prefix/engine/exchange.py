@@ -156,11 +156,12 @@ class _Routes:
         self._size, self._rank = dist.get_world_size(group), dist.get_rank(group)
         self.metrics = dict.fromkeys(("prefix/exchanged_mib", "timing_s/prefix_exchange"), 0.0)
         with self._timed():
-            with self._together("describing rows", 3) as agreed:
+            with self._together("describing rows", 4) as agreed:
                 self._bytes = RowBytes.of_batch(data)
                 table = describe(data, shape)
-                agreed += [len(table), *_same(self._bytes.layout)]
-            most, *layouts = agreed
+                agreed += [len(table), trees.seen, *_same(self._bytes.layout)]
+            most, seen, *layouts = agreed
+            trees = trees._replace(seen=bool(seen))  # a batch whose rows stayed may have had turns on some ranks alone
             compatible = layouts[0] == -layouts[1]
             if not compatible:
                 logger.warning("prefix.exchange: the ranks' batches have different fields, so that rows stay")
@@ -236,8 +237,10 @@ class _Routes:
         else:
             placement = describe_rows(rows.keys, rows.prefix_costs, rows.suffix_costs, rows.ranks, self._size)
         homes = placement.ranks
-        if len(homes) != len(rows.keys) or not set(homes) <= set(range(self._size)):
-            raise ExchangeError(f"{len(rows.keys)} rows were placed on ranks {homes}; there are {self._size}")
+        if len(homes) != len(rows.keys) or set(homes) != set(range(self._size)):
+            raise ExchangeError(
+                f"{len(rows.keys)} rows were placed on ranks {homes}; there are {self._size}, and each needs one"
+            )
         self.moves = homes != rows.ranks
         # To each rank, indices into this rank's rows; from each rank, indices into that one's.
         self._sent: list[list[int]] = [[] for _ in range(self._size)]
