@@ -4,15 +4,41 @@ two ranks. Real verl, Ray, FSDP2 on gloo and HF rollout; neither vLLM nor CUDA. 
 
 import json
 import os
+from itertools import accumulate
 from pathlib import Path
 
 import pytest
+import torch
 from both_arms import both_arms
 from musique import RECIPE
+from transformers import AutoTokenizer
 
-from verl_prefix.engine.trace import Trace
+from verl_prefix.core.trees import cuts_at, group_trees, mix_rows
+from verl_prefix.engine.trace import Trace, join_rows
+from verl_prefix.models.messages import end_tokens, message_ends
 
 ROWS = 4 * 4  # of 4 prompts, a session of each, 4 turns at most
+
+
+def saved_by_trees(trace: Trace, num_steps: int, model: str) -> float:
+    """The share of the first optimizer steps' tokens that one tree per uid saves, were all ranks one."""
+    ends, tokens, computed = end_tokens(AutoTokenizer.from_pretrained(model)), 0, 0
+    for step in range(num_steps):
+        rows = join_rows([trace.read(step, rank) for rank in range(trace.world_size)])
+        (ids, lens), prompt_lens = rows.jagged["input_ids"], rows.jagged["prompts"][1].tolist()
+        real = [
+            (uid, row, n)
+            for uid, row, n in zip(rows.uids, ids.split(lens.tolist()), prompt_lens, strict=True)
+            if not uid.startswith("pad")
+        ]
+        uids, whole, prompt_lens = zip(*real, strict=True)
+        offsets = [0, *accumulate(map(len, whole))]
+        prompts = [row[:n] for row, n in zip(whole, prompt_lens, strict=True)]
+        cuts = [cuts_at(at, n) for at, n in zip(message_ends(prompts, ends), prompt_lens, strict=True)]
+        mixed = mix_rows(torch.cat(whole), offsets, [hash(uid) for uid in uids])
+        tokens += offsets[-1] - len(real)
+        computed += sum(group.num_physical_tokens for group in group_trees(mixed, offsets, prompt_lens, cuts))
+    return 1 - computed / tokens
 
 
 @pytest.mark.ray
@@ -60,6 +86,8 @@ def test_turns_share_and_step_1_is_stocks(tmp_path: Path, train, monkeypatch, ra
     for step in prefix:
         assert step["prefix/reuse_fraction"] > 0.5 and step.get("prefix/split_groups", 0) == 0
     trace = Trace(tmp_path / "trace")
+    saved = saved_by_trees(trace, trace.num_steps // 2, str(tmp_path / "model"))
+    assert prefix[0]["prefix/reuse_fraction"] >= 0.9 * saved > 0.5
     assert trace.num_steps == 2 * 4 // (prompts or 4), "optimizer steps of two training steps"
     for name in ("critic/score/mean", "response_length/mean"):
         assert prefix[0][name] == pytest.approx(stock[0][name], rel=5e-6, abs=5e-6), name

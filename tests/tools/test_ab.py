@@ -189,13 +189,14 @@ def test_a_broken_engine_fails_and_the_first_divergence_is_named(
     assert not any(f"FAILED: {arm}, same weights: {name}:" in done.stdout for name in untouched), done.stdout
 
 
-def _record_turns(rank: int, folder: Path, model: str) -> None:
+def _record_turns(rank: int, folder: Path, model: str, trees: str) -> None:
     """One update of turns by the prefix engine on 2 ranks."""
     from engines import _batch, _engine, _loss
 
     os.environ.update(RANK=str(rank), WORLD_SIZE="2")
     torch.distributed.init_process_group("gloo", init_method=f"file://{folder / 'meet'}", rank=rank, world_size=2)
     options = {"turns": "odd", "trace_dir": str(folder / "trace"), "mini_batches": "prompts", "verify": "off"}
+    options["trees"] = trees
     engine = _engine("prefix", model, options | {"loss_agg_mode": "seq-mean-token-mean"})
     data = _batch(rank, engine.model_config.hf_config.vocab_size, options)
     with engine.train_mode(disable_auto_offload=True):
@@ -203,18 +204,20 @@ def _record_turns(rank: int, folder: Path, model: str) -> None:
     torch.distributed.destroy_process_group()
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_turns_of_odd_sessions_replay_within_the_tolerances(tmp_path, replay, spawn, monkeypatch, ranks):
-    """A lost session, one of one turn, an empty response, two equal ones, and padding; of 24 rows 20 are none."""
+@pytest.mark.parametrize(("ranks", "trees"), [(1, "off"), (2, "uid")])
+def test_turns_of_odd_sessions_replay_within_the_tolerances(tmp_path, replay, spawn, monkeypatch, ranks, trees):
+    """A lost session, one of one turn, an empty response, two equal ones, and padding; of 24 rows 20 are none. They
+    share what they shared in the recorded run."""
     monkeypatch.setattr(ab, "draw", lambda *_: False)
-    spawn(_record_turns, args=(tmp_path, write_tiny_model(tmp_path / "model")), nprocs=2)
+    spawn(_record_turns, args=(tmp_path, write_tiny_model(tmp_path / "model"), trees), nprocs=2)
     words = ("--arms", "packed,phased", "--truth-steps", 1, "--ranks", ranks, "--out", tmp_path / "out")
     done = replay("--trace", tmp_path / "trace", *words)
     assert done.returncode == 0, done.stdout
     report = json.loads((tmp_path / "out" / "report.json").read_text())
     assert report["holds"] and len(report["steps"]) == 1
     for arm in ("packed", "phased"):
-        assert report["steps"][0]["arms"][arm]["values"]["prefix/reuse_fraction"] > 0.5
+        reuse = report["steps"][0]["arms"][arm]["values"]["prefix/reuse_fraction"]
+        assert (reuse < 0.5) == (trees == "off"), reuse
     step = json.loads((tmp_path / "trace" / "rank_00000" / "step_00000.json").read_text())
     assert step["flags"]["global_batch_size"] == 20
 
