@@ -128,7 +128,7 @@ test-full: setup
 fuzz: setup
 	mkdir -p outputs
 	FUZZ_BATCHES=$(BATCHES) FUZZ_REPORT=$(or $(OUT),outputs/fuzz.json) $(BIN)/python -m pytest $(PYTEST_ARGS) \
-		--hypothesis-seed $(SEED) tests/engine/test_fuzz.py
+		--timeout 0 --hypothesis-seed $(SEED) tests/engine/test_fuzz.py
 
 test-vllm: setup-vllm
 	$(VLLM_BIN)/python -m pytest $(PYTEST_ARGS) tests/cpu/test_vllm.py

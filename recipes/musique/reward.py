@@ -17,8 +17,8 @@ from collections import Counter
 import numpy as np
 
 FORMAT_SHARE = 0.1
-# What search_turns.py counts of a session: 1 where its history left no room for a turn; turns with neither a call nor
-# an answer; 1 where the server wrote nothing.
+# What search_turns.py counts of a session: 1 where its history left no room for a turn; turns but the last with neither
+# a call nor an answer; 1 where the server wrote nothing.
 COUNTED = ("overlong", "astray", "empty")
 OPEN, CLOSE = "<answer>", "</answer>"
 BLOCK = re.compile(r"<answer>((?:(?!</?answer>).)*)</answer>", re.DOTALL)

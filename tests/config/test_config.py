@@ -180,7 +180,10 @@ def test_mini_batches_of_prompts_are_refused_where_verls_trainer_makes_them(use_
     wanted = rf"mini_batches=prompts with trainer.use_v1={use_v1} and .*={mode}: .*=prefix_sync .*mini_batches=rows"
     with pytest.raises(InterpolationResolutionError, match=wanted):
         start(composed(*options))
-    OmegaConf.resolve(composed(options[0], "trainer.v1.trainer_mode=prefix_separate_async"))
+    accepted = options[0], "trainer.v1.trainer_mode=prefix_separate_async", "algorithm.adv_estimator=grpo"
+    OmegaConf.resolve(composed(*accepted))
+    with pytest.raises(InterpolationResolutionError, match="mini_batches=prompts is for GRPO .* critic.enable=null"):
+        OmegaConf.resolve(composed(*accepted[:2], "algorithm.adv_estimator=gae"))
 
 
 def test_misspelt_prefix_key_is_named():

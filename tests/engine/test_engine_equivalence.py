@@ -10,6 +10,7 @@ import warnings
 from unittest import mock
 
 import broken_states
+import numpy as np
 import pytest
 import torch
 from engines import (
@@ -413,6 +414,7 @@ def _told_of_trees(models: dict, kind: str, over: str = "uid") -> tuple[list[str
     rank, told = get_rank(), []
     engine = _engine("prefix", models["qwen3"], options)
     data = _batch(rank, engine.model_config.hf_config.vocab_size, options)
+    data["multi_modal_inputs"] = np.array([{}] * len(data), dtype=object)  # as verl's v1 trainer has it of text
     with mock.patch.object(step_metrics.logger, "warning", lambda text, *values: told.append(text % values)):
         with engine.eval_mode():
             for _ in range(2):

@@ -27,7 +27,7 @@ from verl_prefix.engine.rows import Trees, group_rows, row_keys  # noqa: E402
 from verl_prefix.models.messages import end_tokens  # noqa: E402
 from verl_prefix.testing import write_tiny_model, write_tiny_vlm  # noqa: E402
 from verl_prefix.tools.plan import command as plan  # noqa: E402
-from verl_prefix.tools.plan import options, training_command  # noqa: E402
+from verl_prefix.tools.plan import options, training_command, work  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -55,6 +55,19 @@ def overrides(folder: Path, *more: str) -> list[str]:
 
 def build(folder: Path, *more: str, responses: str | None = "20,0", shares: str | None = None) -> dict:
     return plan.build("ppo_trainer", overrides(folder, *more), responses, options.shares(shares))
+
+
+def test_of_prompts_with_images_no_value_of_trees_is_counted(folder, monkeypatch):
+    """Which have no tokens to compare; reading them takes long."""
+    read = work.read_prompts
+
+    def without_ids(*args):
+        prompts, overlong = read(*args)
+        return [prompt._replace(ids=()) for prompt in prompts], overlong
+
+    monkeypatch.setattr(work, "read_prompts", without_ids)
+    found = build(folder)
+    assert found["verdict"] is None and not found["trees"] and found["speedup"]["update"] > 1
 
 
 def test_tokens_groups_and_speedups_of_equal_prompts(folder):
@@ -145,6 +158,10 @@ def test_every_refusal_is_named_and_a_refused_model_has_no_figures(folder, capsy
     assert build(folder, "actor_rollout_ref.model.enable_activation_offload=true")["speedup"]["update"] > 1.5
     stock = (f"actor_rollout_ref.model.path={tmp_path}/model", "actor_rollout_ref.actor.prefix.schedule=stock")
     assert build(folder, *stock)["unsupported"] == []
+    (reason,) = build(folder, "actor_rollout_ref.actor.prefix.mini_batches=prompts", "trainer.v1.trainer_mode=sync")[
+        "unsupported"
+    ]
+    assert "mini_batches=prompts with trainer.use_v1=True and trainer.v1.trainer_mode=sync" in reason
 
 
 @pytest.mark.parametrize(

@@ -58,6 +58,8 @@ def check_driver(config: DictConfig) -> None:
     Raises:
         ValueError: naming what to set.
     """
+    from verl.trainer.ppo.utils import need_critic  # here: it loads verl's trainers
+
     name = "fully_async_policy" if "async_training" in config else "one_step_off_policy"
     _refuse(
         "rollout" in config,
@@ -73,6 +75,11 @@ def check_driver(config: DictConfig) -> None:
         f"{key}=prompts with trainer.use_v1={OmegaConf.select(config, 'trainer.use_v1')} and trainer.v1.trainer_mode="
         f"{mode}: verl's own trainers count rows; set trainer.use_v1=true and trainer.v1.trainer_mode=prefix_sync (or "
         f"prefix_colocate_async, prefix_separate_async), or {key}=rows",
+    )
+    _refuse(
+        by == "prompts" and need_critic(config),
+        f"{key}=prompts is for GRPO and the like: verl cuts a critic's mini-batches by rows, some of which would be "
+        f"padding alone; set algorithm.adv_estimator=grpo and critic.enable=null, or {key}=rows",
     )
 
 

@@ -27,7 +27,7 @@ from verl_prefix.core.meter import Meter
 from verl_prefix.core.schedule import Schedule
 from verl_prefix.core.waves import Plan, pad_to_same_passes
 from verl_prefix.cpu.engine import CPUEngineMixin
-from verl_prefix.engine.exchange import open_exchange, receive_pixels
+from verl_prefix.engine.exchange import open_exchange, receive_pixels, together
 from verl_prefix.engine.kept_attention import KeptAttention
 from verl_prefix.engine.loss import LossFunction, mode_of_verls_loss
 from verl_prefix.engine.mini_batch import MiniBatch, even_out, plan_metrics
@@ -86,7 +86,8 @@ class PrefixFSDPEngine(StockPath):
         groups, metrics = exchange.groups, exchange.metrics
         if not (self._counted or self.engine_config.forward_only):
             self._counted = True
-            by_trees = tokens_by_trees(exchange.rows, exchange.keys, self.trees, groups)
+            with together("counting tokens"):
+                by_trees = tokens_by_trees(exchange.rows, exchange.keys, self.trees, groups)
             metrics |= {TREE_TOKENS[name]: tokens for name, tokens in by_trees.items()}
         self.trees = self.trees._replace(seen=exchange.are_cut)
         plan = self._paths.plan(data, groups, forward_only)

@@ -116,20 +116,23 @@ def row_cuts(data: TensorDict, trees: Trees) -> list[list[int]]:
 def tokens_by_trees(
     data: TensorDict, keys: Sequence[Hashable], trees: Trees, groups: Sequence[Group]
 ) -> dict[str, float]:
-    """Tokens that "stock" and each value of `prefix.trees` compute of some rows, where all of a group are one pass's;
-    of single prompts with pixels none for `batch`.
+    """Tokens that "stock" and each value of `prefix.trees` compute of some rows but padding, where all of a group are
+    one pass's; of single prompts with pixels `batch` is not counted, and taken for `uid`.
 
     Args:
         groups: of these rows, by `trees`.
     """
-    uids, found = uids_of(data, keys), {trees.over: groups}
+    uids, found, padding = uids_of(data, keys), {trees.over: groups}, padding_rows(data)
     are_turns = trees._replace(over="uid").are_cut(uids, keys)
-    for over in ("off", "uid", "batch") if are_turns or PIXELS not in data.keys() else ("off", "uid"):
-        if over not in found:
+    for over in ("off", "uid", "batch"):
+        if over == "batch" and any(tu.get(data, PIXELS, ())) and not are_turns:
+            found[over] = found["uid"]
+        elif over not in found:
             other = trees._replace(over=over)
             found[over] = group_rows(data, keys, other, other.are_cut(uids, keys))
-    computed = {over: float(sum(group.num_physical_tokens for group in some)) for over, some in found.items()}
-    return computed | {"stock": float(sum(group.num_logical_tokens for group in groups))}
+    real = {over: [group for group in some if padding.isdisjoint(group.rows)] for over, some in found.items()}
+    computed = {over: float(sum(group.num_physical_tokens for group in some)) for over, some in real.items()}
+    return computed | {"stock": float(sum(group.num_logical_tokens for group in real["off"]))}
 
 
 def _tree_tokens(data: TensorDict, keys: Sequence[Hashable], trees: Trees) -> torch.Tensor:

@@ -107,11 +107,13 @@ class StepMetrics:
 
     def _tell_trees(self, stock: float, off: float, uid: float, batch: float) -> None:
         """Says of the first batch what each value of prefix.trees computes, where rows are turns or prompts begin
-        alike."""
+        alike. Under `off` a session's rows are on several ranks, and would be on one under the others."""
+        scattered = self._trees == "off" and torch.distributed.get_world_size() > self._sequence_ranks
+        most = "at most " if scattered else ""
         if uid != off and torch.distributed.get_rank() == 0:
             logger.warning(
-                "prefix: rows of turns: of %d tokens prefix.trees=off (whole prompts alone) computes %d, uid %d, batch "
-                "%d; %s is on", stock, off, uid, batch, self._trees
+                "prefix: rows of turns: of %d tokens prefix.trees=off (whole prompts alone) computes %d, uid %s%d, "
+                "batch %s%d; %s is on", stock, off, most, uid, most, batch, self._trees
             )  # fmt: skip
         elif self._trees != "batch" and 0 < batch < (1 - _TORN) * off and torch.distributed.get_rank() == 0:
             logger.warning(

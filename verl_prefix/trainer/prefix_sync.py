@@ -165,14 +165,13 @@ class WholeGroups(PPOTrainer):
         if self._by != "prompts":
             return super()._get_required_batch_multiple(dp_size)
         num, actor = len(self._of_prompts), self.config.actor_rollout_ref
-        critics = self.config.critic.ppo_mini_batch_size * actor.rollout.n if self.use_critic else 1
         micro_batches = (
             (actor.actor.use_dynamic_bsz, actor.actor.ppo_micro_batch_size_per_gpu),
             (actor.rollout.log_prob_use_dynamic_bsz, actor.rollout.log_prob_micro_batch_size_per_gpu),
             (actor.ref.log_prob_use_dynamic_bsz, actor.ref.log_prob_micro_batch_size_per_gpu),
         )
         of_rank = math.lcm(*(rows for is_dynamic, rows in micro_batches if rows and not is_dynamic))
-        unit = math.lcm(dp_size * of_rank, critics // math.gcd(critics, num))
+        unit = dp_size * of_rank
         return num * unit * math.ceil(max(map(len, self._of_prompts)) / unit)
 
     def _update_actor(self, batch: KVBatchMeta, metrics: dict[str, float]) -> KVBatchMeta:

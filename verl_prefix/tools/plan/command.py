@@ -129,7 +129,9 @@ WORTH = 1.02
 
 def verdict(trees: dict[str, dict[str, Any]], used: str) -> str | None:
     """The value of prefix.trees that pays, of those that gain as much the one that shares least; None where the command
-    has it already, and rows share whole prompts alone."""
+    has it already, and rows share whole prompts alone, or where none was counted."""
+    if not trees:  # prompts have images
+        return None
     updates = {over: one["speedup"]["update"] for over, one in trees.items()}
     best = next(over for over, gain in updates.items() if gain * WORTH >= max(updates.values()))
     used = used if used in trees else "off"

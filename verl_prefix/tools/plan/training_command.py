@@ -20,6 +20,7 @@ from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.tokenizer import build_multimodal_processor_inputs
 
 from verl_prefix.config import (
+    check_driver,
     check_model_family,
     check_model_options,
     check_sequence_parallel,
@@ -158,7 +159,8 @@ def refusals(config: DictConfig, num_ranks: int) -> list[str]:
     section, model = config.actor_rollout_ref.actor, config.actor_rollout_ref.model
     sizes = num_ranks, config.data.train_batch_size
     # The driver ends with the first; here all are named.
-    reasons = [_refusal(lambda: omega_conf_to_dataclass(section).validate(*sizes, model))]
+    reasons = [_refusal(check_driver, config)]
+    reasons.append(_refusal(lambda: omega_conf_to_dataclass(section).validate(*sizes, model)))
     if section.prefix.schedule != "stock":
         reasons += [
             _refusal(check_model_options, model),
