@@ -113,7 +113,7 @@ def bench_quotes(load: Load) -> Iterator[tuple]:
     of_turns = [turns[arm][key] for key in ("speedup", "ceiling") for arm in ("one_level", "packed", "phased")]
     yield ("{} layers, turns of {} tokens, medians of {} rounds): in the update {:.1f} (whole prompts shared alone), "
            "{:.1f} (packed trees) and {:.1f} times (phased) as fast as stock, for FLOP ratios of {:.1f}, {:.1f} and "
-           "{:.1f}", "two", 24, len(turns["stock"]["seconds"]["update"]), *of_turns)  # fmt: skip
+           "{:.1f}", "two", 128, len(turns["stock"]["seconds"]["update"]), *of_turns)  # fmt: skip
     longest = load("bench_capacity")["rows"][0]["capacity"]
     yield ("stock {stock} tokens, packed {packed}, phased {phased} ({:.1f} times); stock with lm_head on responses "
            "alone, one row at a time, {stock_lean}", longest["phased"] / longest["stock"], longest)  # fmt: skip
