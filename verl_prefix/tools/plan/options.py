@@ -1,12 +1,16 @@
 """What `verl-prefix plan` reads of its command line without config or model: it is said before torch is imported."""
 
+import json
 import math
 import re
 import statistics
+from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from verl_prefix.tools.ab.runs import read_run
+
+T = TypeVar("T")
 
 CONFIG_PATH, CONFIG_NAME = "config", "ppo_trainer"  # verl's own, where the training command names none
 # verl's timing -> the pass that it holds.
@@ -68,6 +72,20 @@ def read_turns(turns: int | None, thinking: int | None, say: int | None, tool: i
 def is_dump(spec: str) -> bool:
     """True where --response-lengths names verl's rollout dumps."""
     return Path(spec).exists()
+
+
+def read_dumps(path: str, read: Callable[[str, dict[str, Any]], T]) -> list[T]:
+    """What `read` makes of each line of a folder of verl's rollout dumps, or of one of its files, and its file's name.
+
+    Raises:
+        PlanError: the files are not what verl writes.
+    """
+    files = sorted(Path(path).glob("*.jsonl")) if Path(path).is_dir() else [Path(path)]
+    try:
+        return [read(file.name, json.loads(line)) for file in files for line in file.read_text().splitlines()]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        wrong = f"{type(error).__name__}: {error}"
+        raise PlanError(f"{path} is not what trainer.rollout_data_dir writes ({wrong})") from None
 
 
 def spread(spec: str) -> tuple[float, float]:

@@ -2,12 +2,10 @@
 numbers or as a run dumped them, and rows of one turn, whose prompts may begin alike.
 """
 
-import json
 import math
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate, islice, pairwise
-from pathlib import Path
+from itertools import accumulate, pairwise
 from random import Random
 from typing import Any, NamedTuple
 
@@ -21,10 +19,10 @@ from verl_prefix.core.groups import Group
 from verl_prefix.engine.row_table import AllRows, describe, describe_pieces
 from verl_prefix.engine.rows import Trees, group_rows
 from verl_prefix.testing.rollouts import turn_rollouts
-from verl_prefix.tools.plan.options import PlanError, Turns
+from verl_prefix.tools.plan.options import Turns, read_dumps
 from verl_prefix.tools.plan.predict import NUM_ROWS, SEED, Sizes, Step
 from verl_prefix.tools.plan.training_command import Prompt
-from verl_prefix.trainer.mini_batches import whole_prompts
+from verl_prefix.trainer.mini_batches import padded, whole_prompts
 
 LEVELS = ("off", "uid", "batch")  # of prefix.trees, by what they share
 VOCAB = 1 << 30  # tokens that do not agree by chance
@@ -60,9 +58,7 @@ class TokenStep(Step):
         if not self.size.by_prompts:
             return super().filled()
         real = sum(uid is not None for uid in self.keys)
-        padding, size = iter(range(real, len(self.keys))), len(self.keys) // self.size.mini_batches
-        mini_batches = _whole_prompts(self.rows[:real], self.size.mini_batches)
-        return [rows + [*islice(padding, size - len(rows))] for rows in mini_batches]
+        return padded(_whole_prompts(self.rows[:real], self.size.mini_batches), len(self.keys))
 
     def computed(self, ranks: list[list[int]], exchange: bool) -> list[list[Group]]:
         """As the engine's exchange and `rows.group_rows` make them."""
@@ -170,18 +166,14 @@ def read_dump(folder: str, tokenizer: Any) -> Dump | None:
     Raises:
         PlanError: the files are not what verl writes.
     """
-    files = sorted(Path(folder).glob("*.jsonl")) if Path(folder).is_dir() else [Path(folder)]
     found: dict[tuple[str, str], list[tuple[int, str, str]]] = {}
-    try:
-        for file in files:
-            for line in file.read_text().splitlines():
-                row = json.loads(line)
-                uid, *numbers = str(row.get("uid", "")).rsplit("_", 2)  # {uid}_{session}_{turn}
-                if len(numbers) == 2 and numbers[0].isdecimal() and not uid.startswith("pad"):
-                    found.setdefault((file.name, uid), []).append((int(numbers[0]), row["input"], row["output"]))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        wrong = f"{type(error).__name__}: {error}"
-        raise PlanError(f"{folder} is not what trainer.rollout_data_dir writes ({wrong})") from None
+
+    def read(file: str, row: dict[str, Any]) -> None:
+        uid, *numbers = str(row.get("uid", "")).rsplit("_", 2)  # {uid}_{session}_{turn}
+        if len(numbers) == 2 and numbers[0].isdecimal() and not uid.startswith("pad"):
+            found.setdefault((file, uid), []).append((int(numbers[0]), row["input"], row["output"]))
+
+    read_dumps(folder, read)
     if all(len({session for session, *_ in rows}) == len(rows) for rows in found.values()):
         return None
     ends = accumulate(map(len, found.values()))

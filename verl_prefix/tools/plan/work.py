@@ -1,16 +1,14 @@
 """Rows that `verl-prefix plan` prices: by data and response lengths, by numbers of turns, or as a run dumped them."""
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import count, islice, tee
-from pathlib import Path
 from random import Random
 from typing import Any
 
 from verl_prefix.auto.shape import ModelShape
 from verl_prefix.models.messages import end_tokens
-from verl_prefix.tools.plan.options import PlanError, Turns, is_dump, spread
+from verl_prefix.tools.plan.options import PlanError, Turns, is_dump, read_dumps, spread
 from verl_prefix.tools.plan.predict import SEED, Sizes, Step, drawn_steps
 from verl_prefix.tools.plan.training_command import read_prompts
 from verl_prefix.tools.plan.turns import Dump, TokenStep, made_up, of_dump, token_step
@@ -26,12 +24,7 @@ def response_lengths(spec: str | None, longest: int, tokenizer: Any) -> tuple[It
     """
     draw = Random(SEED)
     if spec and is_dump(spec):
-        files = sorted(Path(spec).glob("*.jsonl")) if Path(spec).is_dir() else [Path(spec)]
-        try:
-            texts = [json.loads(line)["output"] for file in files for line in file.read_text().splitlines()]
-        except (ValueError, KeyError, TypeError) as error:
-            wrong = f"{type(error).__name__}: {error}"
-            raise PlanError(f"{spec} is not what trainer.rollout_data_dir writes ({wrong})") from None
+        texts = read_dumps(spec, lambda _, row: row["output"])
         if not texts:
             raise PlanError(f"{spec} holds no rollouts")
         # A finished response also has its end token.
