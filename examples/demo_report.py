@@ -55,6 +55,8 @@ TREES = re.compile(r"of (\d+) tokens prefix\.trees=off \(whole prompts alone\) c
 SHARED = ("stock", "one level", "trees")
 # Above tokens saved, lm_head (not run on prefixes) and attention explain a part, about this much on small models.
 SUSPICIOUS = 1.5
+# A mean reward that moves less than this over all steps shows nothing; `make learn` has a run that learns.
+LEAST_MOVE = 0.01
 # Ratios of steps that are further apart, largest over smallest, have no median that can be quoted.
 UNEVEN = 1.5
 
@@ -297,26 +299,41 @@ def save(report: dict[str, Any], output: Path) -> bool:
 
 
 def draw(report: dict[str, Any], path: Path) -> bool:
-    """Draw reward, loss and gradient norm of both arms over each other, and the median seconds side by side."""
+    """Draw both arms over each other (reward, where it moves, loss and gradient norm), how far gradient norms are
+    apart, and the median seconds side by side."""
     config, arms = report["config"], report["arms"]
     steps = sorted({step["step"] for arm in arms.values() for step in arm["steps"]})
 
     def curve(title: str, metric: str) -> Curves:
-        logged = {name: {step["step"]: step["data"].get(metric) for step in arm["steps"]} for name, arm in arms.items()}
-        ys = [(name, [values.get(step) for step in steps]) for name, values in logged.items()]
-        return Curves(f"{title.capitalize()} ({metric})", UNITS[title], steps, ys)
+        return Curves(f"{title.capitalize()} ({metric})", UNITS[title], steps, list(logged(metric).items()))
+
+    def logged(metric: str) -> dict[str, list[float | None]]:
+        found = {name: {step["step"]: step["data"].get(metric) for step in arm["steps"]} for name, arm in arms.items()}
+        return {name: [values.get(step) for step in steps] for name, values in found.items()}
+
+    norms = zip(*logged(CURVES["gradient norm"]).values(), strict=True)
+    apart = [None if None in pair else relative_difference(*pair) for pair in norms]
+    equal = Curves(
+        "Gradient norms are " + ("-" if apart[0] is None else f"{apart[0]:.1e}") + " apart in step 1",
+        "relative difference", steps, [("prefix", apart)], log=True, limit=("tolerance of step 1", TOLERANCE),
+    )  # fmt: skip
+    rewards = [value for values in logged(CURVES["reward"]).values() for value in values if value is not None]
+    moves = rewards and max(rewards) - min(rewards) >= LEAST_MOVE
+    shown = {title: metric for title, metric in CURVES.items() if title != "reward" or moves}
 
     ratios = report["ratios"]
+    step = ratios.get("step", {}).get("ratio")
     seconds = Bars(
-        "Median seconds without step 1, and stock / prefix",
-        "seconds",
+        "A step is " + (f"{step:.1f} times as fast as stock's" if step else "timed in seconds"),
+        "median seconds without step 1",
         "timing",
         [title.replace("_", "\n", 1) + f"\nn = {len(row['ratios'])}" for title, row in ratios.items()],
         {name: [row[f"{name}_s"] for row in ratios.values()] for name in arms},
         texts=[_times(row["ratio"]) for row in ratios.values()],
     )
-    panels = [*(curve(*item) for item in CURVES.items()), seconds]
-    return save_plot(path, f"verl GRPO, stock actor and shared prefix: {config['model']}, {config['workload']}", panels)
+    panels = [*(curve(*item) for item in shown.items()), equal, seconds]
+    title = f"verl GRPO, stock actor and shared prefix: {config['model']}, {config['workload']}"
+    return save_plot(path, title, panels, columns=3 if moves else 2, width=15 if moves else 11)
 
 
 def finish(report: dict[str, Any], output: Path, console: Console) -> int:

@@ -6,6 +6,7 @@ import json
 import math
 import re
 import statistics
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -142,18 +143,30 @@ def draw(report: dict[str, Any], path: Path) -> bool:
             smooth[i - 1] if 0 < (i := bisect.bisect_right(ends, m)) and m <= ends[-1] + 1 else None for m in minutes
         ]
 
-    title = f"Mean reward, moving over {WINDOW} steps"
+    def each(values: Iterable[float | None], digits: int) -> str:
+        return ", ".join("-" if value is None else f"{value:.{digits}f}" for value in values)
+
+    rewards = {name: moving(by_step(run, REWARD)) for name, run in named.items()}
+    pairs = zip(rewards.get("prefix, seed 1", ()), rewards.get("stock, seed 1", ()), strict=False)
+    apart = max((abs(a - b) for a, b in pairs if a is not None and b is not None), default=math.nan)
+    minutes_of = each((run["minutes"] for run in named.values()), 0)
+    seconds_of = each((statistics.median(step[SECONDS] for step in run["steps"]) for run in named.values()), 0)
+    exact_match = each((run["exact_match"]["end"] for run in named.values()), 2)
+    reward = f"mean reward of {WINDOW} steps"
+    by_time = [(name, by_minute(run)) for name, run in named.items()]
+    seconds = [(name, by_step(run, SECONDS)) for name, run in named.items()]
     panels = [
-        Curves(title, "reward", steps, [(n, moving(by_step(run, REWARD))) for n, run in named.items()]),
-        Curves(title, "reward", minutes, [(n, by_minute(run)) for n, run in named.items()], x="minutes of training"),
-        Curves("Seconds of a step", "seconds", steps, [(n, by_step(run, SECONDS)) for n, run in named.items()]),
+        Curves(f"Rewards of seed 1 are within {apart:.2f} of stock's", reward, steps, [*rewards.items()]),
+        Curves(f"All steps take {minutes_of} minutes", reward, minutes, by_time, x="minutes of training"),
+        Curves(f"A step takes {seconds_of} s", "seconds", steps, seconds),
         Bars(
-            f"Exact match on {report['config']['worlds'][report['config']['test']][0]} held-out questions",
-            "share", "weights",
+            f"Exact match rises to {exact_match}",
+            f"share of {report['config']['worlds'][report['config']['test']][0]} held-out questions",
+            "weights",
             ["after SFT", f"after {report['config']['size']['steps']} steps"],
-            {n: [run["exact_match"]["start"], run["exact_match"]["end"]] for n, run in named.items()},
+            {name: [run["exact_match"]["start"], run["exact_match"]["end"]] for name, run in named.items()},
         ),
-    ]  # fmt: skip
+    ]
     return save_plot(path, "verl GRPO of SmolLM2-135M on a CPU, stock actor and shared prefix", panels)
 
 

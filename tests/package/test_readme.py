@@ -137,7 +137,7 @@ def demo_quotes(load: Load) -> Iterator[tuple]:
     norms, losses = apart("actor/grad_norm"), apart("actor/loss")
     yield "{:.1e} (relative) apart in the gradient norm, {:.1e} in the loss", norms[0], losses[0]
     assert max(apart("critic/rewards/mean") + apart("response_length/mean")) <= 1e-6
-    yield ("mean rewards and response lengths stay equal",)
+    yield ("mean rewards, which move by too little to be drawn, and response lengths stay equal",)
     yield ("gradient norms are {:.1e}, {:.1e}, {:.1e} and {:.1e} apart in steps 2 to 5, losses up to {:.1e} (step "
            "{})",
            *norms[1:], max(losses), 1 + losses.index(max(losses)))  # fmt: skip
@@ -317,7 +317,7 @@ def learn_line(load: Load) -> Iterator[tuple]:
     ends = [runs[name]["exact_match"]["end"] for name in ("prefix_1", "prefix_2", "stock_1")]
     yield ("exact match on 256 held-out questions rises from {:.2f} to {:.2f} and {:.2f} with two seeds, to {:.2f} "
            "with stock's actor", runs["prefix_1"]["exact_match"]["start"], *ends)  # fmt: skip
-    yield "in {:.1f} minutes, stock's {:.1f}", runs["prefix_1"]["minutes"], runs["stock_1"]["minutes"]
+    yield "The run takes {:.1f} minutes, stock's {:.1f}", runs["prefix_1"]["minutes"], runs["stock_1"]["minutes"]
 
 
 QUOTES = {

@@ -82,11 +82,46 @@ def check_colors(figure: Figure) -> None:
         shown = to_rgb(handle.get_color() if hasattr(handle, "get_color") else handle.get_facecolor())
         if arm == "FLOP ratio":
             assert shown == (0, 0, 0)
+        elif arm.startswith("tolerance"):
+            assert shown == to_rgb("tab:red")
         elif arm not in seen:
             assert shown == to_rgb(plots.COLORS[arm]), text
         else:
             assert all(pale > full for pale, full in zip(shown, to_rgb(plots.COLORS[arm]), strict=True)), text
         seen.add(arm)
+
+
+def _titles(draw: Callable[[dict, Path], bool], report: dict[str, Any], drawn: list[Figure]) -> list[str]:
+    assert draw(report, Path("unused.png"))
+    return [axes.get_title() for axes in drawn.pop().axes]
+
+
+def test_titles_say_what_the_report_says(drawn: list[Figure]) -> None:
+    report = _load("ab_tiny_cpu.json")
+    assert "Gradients: within 6.1e-07 of stock's" in _titles(render.draw, report, drawn)
+    report["steps"][3]["arms"]["phased"]["same_weights"]["grads"] = 0.25
+    assert "Gradients: within 2.5e-01 of stock's" in _titles(render.draw, report, drawn)
+    report = _load("bench_cpu.json")
+    assert "packed is 1.3 to 4.9 times as fast" in _titles(bench.draw, report, drawn)[0]
+    report["rows"][3]["arms"]["packed"]["speedup"] = 0.5
+    assert "packed is 0.5 to 4.9 times as fast" in _titles(bench.draw, report, drawn)[0]
+
+
+def test_a_reward_that_does_not_move_is_not_drawn(drawn: list[Figure], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    import demo_report
+
+    report = _load("demo_smollm2_cpu.json")
+    assert not any("Reward" in title for title in _titles(demo_report.draw, report, drawn))
+    report["arms"]["stock"]["steps"][2]["data"]["critic/rewards/mean"] = 0.5
+    assert _titles(demo_report.draw, report, drawn)[0] == "Reward (critic/rewards/mean)"
+
+
+def test_a_tolerance_is_a_line(drawn: list[Figure]) -> None:
+    curves = plots.Curves("errors", "relative", [1, 2], [("ours", [1e-7, 2e-7])], log=True, limit=("tolerance", 5e-6))
+    assert plots.save(Path("unused.png"), "title", [curves])
+    check_colors(drawn[0])
+    assert [line.get_label() for line in drawn[0].axes[0].lines if set(line.get_ydata()) == {5e-6}] == ["tolerance"]
 
 
 def test_every_arm_has_a_color_of_its_own() -> None:

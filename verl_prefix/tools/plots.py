@@ -25,7 +25,12 @@ def _known(values: Values) -> bool:
 
 @dataclass(frozen=True)
 class Curves:
-    """Curves over steps, each as (label, its value at every step). `unit` is that of the y axis."""
+    """Curves over steps, each as (label, its value at every step).
+
+    Attributes:
+        unit: of the y axis.
+        limit: (name, tolerance that values have to stay within), a dotted red line.
+    """
 
     title: str
     unit: str
@@ -33,6 +38,7 @@ class Curves:
     curves: Sequence[tuple[str, Values]]
     x: str = "training step"
     log: bool = False
+    limit: tuple[str, float] | None = None
 
     def labels(self) -> list[str]:
         return [label for label, ys in self.curves if _known(ys)]
@@ -47,6 +53,9 @@ class Curves:
             style = dict(lw=width, ls="--" if 0 < i == len(shown) - 1 else "-", alpha=0.7)
             marker = dict(marker="o", markersize=3 + width) if len(ys) < 20 else {}  # one step alone is no line
             axes.plot(self.steps, ys, label=label, color=colors[label], **style, **marker)
+        if self.limit is not None:
+            name, limit = self.limit
+            axes.axhline(limit, color="tab:red", lw=1, ls=":", label=name)
         if self.log and any(y > 0 for _, ys in shown for y in ys):
             axes.set_yscale("log")
             low, high = axes.get_ylim()

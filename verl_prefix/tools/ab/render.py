@@ -1,6 +1,7 @@
 """The report of `verl-prefix ab` for the eye: lines while it runs, Markdown, plots, and the files of both."""
 
 import json
+import math
 import statistics
 import sys
 from collections.abc import Callable
@@ -108,28 +109,53 @@ def _metric_rows(steps: list[dict[str, Any]], arms: list[str]) -> list[tuple[str
 
 
 def draw(report: dict[str, Any], path: Path) -> bool:
-    """Drift of the weights, errors against the truth, seconds and memory of each pass; False: see `plots.save`."""
+    """Gradients beside stock's, drift of the weights, errors against the truth, seconds and memory of each pass, with
+    tolerances; False: see `plots.save`."""
     steps, arms = report["steps"], list(report["passes"])
     known = [step for step in steps if step["truth_errors"]]
+    judged = dict.fromkeys(row["arm"] for row in report["tolerances"])
+    limits = {row["name"]: ("tolerance", row["limit"]) for row in report["tolerances"]}
 
-    def drift(key: str, title: str) -> Curves:
-        ys = [(arm, [step["arms"][arm]["own_weights"]["params"][key] for step in steps]) for arm in arms[1:]]
-        return Curves(title, "difference of weights", [s["step"] for s in steps], ys, x="replayed step", log=True)
+    def curves(title: str, unit: str, of_arm: Callable[[dict], float], tolerance: str = "") -> Curves:
+        ys = [(arm, [of_arm(step["arms"][arm]) for step in steps]) for arm in arms[1:]]
+        top = max(y for arm, values in ys for y in values if arm in judged)
+        return Curves(
+            title.format(top),
+            unit,
+            [s["step"] for s in steps],
+            ys,
+            x="replayed step",
+            log=True,
+            limit=limits.get(tolerance),
+        )
+
+    def times(key: str, invert: bool = False) -> str:
+        """Of an update, of each judged arm over stock."""
+        found = {arm: report["passes"][arm]["update"][key] for arm in ("stock", *judged)}
+        if any(value is None for value in found.values()):
+            return "-"
+        ratios = [found["stock"] / found[arm] if invert else found[arm] / found["stock"] for arm in judged]
+        return " and ".join(f"{ratio:.2g}" for ratio in ratios)
 
     def bars(key: str, title: str, unit: str, ticks: list[str]) -> Bars:
         heights = {arm: [report["passes"][arm][name][key] for name in PASSES] for arm in arms}
         return Bars(title, unit, "pass", ticks, heights)
 
     truth = [(arm, [step["truth_errors"][arm]["params"] for step in known]) for arm in arms if known]
+    means = {arm: statistics.fmean(values) for arm, values in truth}
+    off = max((means[arm] / means["stock"] for arm in judged if means and means["stock"]), default=math.nan)
     panels: list[Curves | Bars] = [
-        drift("max_fp32", "Weights: largest difference from stock"),
-        drift("rmse_fp32", "Weights: RMSE from stock"),
+        curves("Gradients: within {:.1e} of stock's", "relative difference",
+               lambda arm: arm["same_weights"]["grads"], "same weights: grads"),
+        curves("Weights of own runs: within {:.1e}", "largest difference from stock",
+               lambda arm: arm["own_weights"]["params"]["max_fp32"]),
         Curves(
-            "Weights: error against the truth", "relative error", [s["step"] for s in known], truth,
-            x="replayed step", log=True,
+            f"Weights: {off:.2f} of stock's error", "distance from the truth, relative",
+            [s["step"] for s in known], truth, x="replayed step", log=True,
         ),
-        bars("median_s", "Median seconds of a pass", "seconds", [f"{p}, n = {len(timed(steps, p))}" for p in PASSES]),
-        bars("added_gib", "Memory that a pass adds at its peak", "GiB", list(PASSES)),
+        bars("median_s", f"An update is {times('median_s', invert=True)} times as fast as stock's", "median seconds",
+             [f"{p}, n = {len(timed(steps, p))}" for p in PASSES]),
+        bars("added_gib", f"It adds {times('added_gib')} times stock's memory at its peak", "GiB", list(PASSES)),
     ]  # fmt: skip
     where = f"{report['ranks']} rank{'s' * (report['ranks'] > 1)}, {report['dtype']}"
     title = f"Replayed updates of {report['model']['name']}: {len(steps)} steps, {where}"
