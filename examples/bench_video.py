@@ -89,7 +89,7 @@ class Batch:
         self.flat = torch.cat(self.ids).to(options.device)
         self.positions = torch.cat(positions, 1).to(options.device)
         self.rows = [{name: tensor.clone() for name, tensor in pixels.items()} for _ in range(group)]
-        self.groups, _ = group_rows([prompt] * group, [suffix] * group)
+        self.groups = group_rows([prompt] * group, [suffix] * group)
 
     def share(self) -> None:
         share_pixels(self.rows)

@@ -38,30 +38,28 @@ def positions_of(places):
 
 
 def test_rows_of_one_uid_with_equal_prompts_form_a_group():
-    groups, split = group_rows(prompts([1, 2, 3], [4, 5], [1, 2, 3]), [2, 1, 4], ["a", "b", "a"])
+    groups = group_rows(prompts([1, 2, 3], [4, 5], [1, 2, 3]), [2, 1, 4], ["a", "b", "a"])
     assert groups == [Group((0, 2), 2, (2, 4)), Group((1,), 1, (1,))]
-    assert split == 0
 
 
-def test_a_uid_whose_prompts_differ_is_split_and_counted():
-    groups, split = group_rows(prompts([1, 2], [1, 3], [1, 2]), [1, 1, 1], ["a", "a", "a"])
+def test_a_uid_whose_prompts_differ_is_split():
+    groups = group_rows(prompts([1, 2], [1, 3], [1, 2]), [1, 1, 1], ["a", "a", "a"])
     assert [group.rows for group in groups] == [(0, 2), (1,)]
-    assert split == 1
 
 
 def test_a_prompt_that_begins_like_another_does_not_share():
-    groups, _ = group_rows(prompts([1, 2], [1, 2, 3]), [1, 1], ["a", "a"])
+    groups = group_rows(prompts([1, 2], [1, 2, 3]), [1, 1], ["a", "a"])
     assert len(groups) == 2
 
 
 def test_rows_of_different_uids_do_not_share_and_tokens_decide_without_uids():
-    assert len(group_rows(prompts([1, 2], [1, 2]), [1, 1], ["a", "b"])[0]) == 2
-    assert len(group_rows(prompts([1, 2], [1, 2]), [1, 1])[0]) == 1
+    assert len(group_rows(prompts([1, 2], [1, 2]), [1, 1], ["a", "b"])) == 2
+    assert len(group_rows(prompts([1, 2], [1, 2]), [1, 1])) == 1
 
 
 def test_equal_tokens_at_different_positions_do_not_share():
     positions = [torch.tensor([0, 1]), torch.tensor([5, 6])]
-    assert len(group_rows(prompts([1, 2], [1, 2]), [1, 1], None, positions)[0]) == 2
+    assert len(group_rows(prompts([1, 2], [1, 2]), [1, 1], None, positions)) == 2
 
 
 def test_empty_prompt_is_refused():

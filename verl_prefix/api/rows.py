@@ -63,7 +63,7 @@ class Batch:
             # Positions too: those of a clip are of its seconds per grid, which are no pixels.
             sees = vision.is_vision_config(model.config)
             read = [x[..., : len(prompt)] for x, prompt in zip(positions, prompts, strict=True)] if sees else None
-            self.groups, _ = group_rows(prompts, lens, uids=uids, positions=read, pixels=vision.share_pixels(visual))
+            self.groups = group_rows(prompts, lens, uids=uids, positions=read, pixels=vision.share_pixels(visual))
         else:
             vision.share_pixels(visual)
             self.groups = self._trees(model, [*map(len, prompts)], uids=uids, forks=forks, visual=visual)

@@ -6,7 +6,6 @@ prefix never reaches lm_head. Every row is treated so, also a row that is alone:
 how many others share its prefix. Does not decide what runs together: see `waves`.
 """
 
-from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeVar
@@ -165,8 +164,8 @@ def group_rows(
     uids: Sequence[object] | None = None,
     positions: Sequence[torch.Tensor] | None = None,
     pixels: Sequence[bytes] | None = None,
-) -> tuple[list[Group], int]:
-    """Groups the rows of a batch.
+) -> list[Group]:
+    """Groups the rows of a batch, in order of their first rows.
 
     Args:
         prompts: int tensor [prompt_len] per row, at least one token each.
@@ -175,29 +174,24 @@ def group_rows(
         positions: position ids [..., prompt_len] per row; None where they follow from the tokens.
         pixels: digest of what each row's visual tokens show; rows that show different things never share.
 
-    Returns:
-        groups in order of their first row, and how many uids had rows whose prompts differ (such a uid is split).
-
     Raises:
         ValueError: a prompt is empty.
     """
-    members: dict[tuple[object, bytes, bytes, bytes], list[int]] = {}
-    for row, prompt in enumerate(prompts):
-        if len(prompt) == 0:
-            raise ValueError(f"row {row} has an empty prompt; verl needs at least one prompt token per row")
-        key = (
+    if 0 in (lens := [len(prompt) for prompt in prompts]):
+        raise ValueError(f"row {lens.index(0)} has an empty prompt; verl needs at least one prompt token per row")
+    keys = (
+        (
             None if uids is None else uids[row],
             prompt.cpu().numpy().tobytes(),
             b"" if positions is None else positions[row].cpu().contiguous().numpy().tobytes(),
             b"" if pixels is None else pixels[row],
         )
-        members.setdefault(key, []).append(row)
-    groups = [
-        Group(tuple(rows), len(prompts[rows[0]]) - 1, tuple(int(response_lens[row]) for row in rows))
-        for rows in members.values()
+        for row, prompt in enumerate(prompts)
+    )
+    return [
+        Group(tuple(rows), lens[rows[0]] - 1, tuple(int(response_lens[row]) for row in rows))
+        for rows in rows_by_key(keys).values()
     ]
-    keys_per_uid = Counter(uid for uid, *_ in members if uids is not None)
-    return groups, sum(count > 1 for count in keys_per_uid.values())
 
 
 def rows_by_key(keys: Iterable[RowKey]) -> dict[RowKey, list[int]]:

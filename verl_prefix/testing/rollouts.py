@@ -91,7 +91,7 @@ def flatten(rollouts: Rollouts, device: torch.device | str) -> tuple[TokenBatch,
     padded = [torch.nn.functional.pad(weight.double(), (len(prompt), 0)) for prompt, weight in pairs]
     weights = torch.cat(padded or [torch.zeros(1, dtype=torch.float64)])
     if rollouts.cuts is None:
-        groups, _ = group_rows(rollouts.prompts, [len(response) for response in rollouts.responses])
+        groups = group_rows(rollouts.prompts, [len(response) for response in rollouts.responses])
     else:
         groups = group_trees(flat, offsets, [len(prompt) for prompt in rollouts.prompts], rollouts.cuts)
     return TokenBatch(flat.to(device), positions.to(device), offsets), weights.to(device), groups
