@@ -21,7 +21,7 @@ setup(
     python_requires=">=3.10,<3.13",
     # verl's wheel ships top-level packages named `tests` and `scripts`; ours must not add more.
     packages=find_packages(include=["verl_prefix", "verl_prefix.*"]),
-    package_data={"verl_prefix": ["config/**/*.yaml", "cpu/vllm_metadata/*/METADATA", "py.typed"]},
+    package_data={"verl_prefix": ["config/**/*.yaml", "py.typed"]},
     # torch, ray, transformers and vllm stay at the user's own pins: no bounds beyond verl's.
     install_requires=[
         "verl>=0.9.1,<=0.10.0.dev0",  # releases and main branch; versions.py refuses those that were not tested
