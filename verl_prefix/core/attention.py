@@ -36,8 +36,8 @@ class AttentionPass:
         kernel: name for `kernels.choose_kernel`.
         capture: in phase A, the cache that receives the layers' keys and values.
         cache: in a wave, the cache from which suffixes read their prefixes.
-        keep: keeps attention outputs until backward. When gradient checkpointing then recomputes a layer, no attention
-            kernel runs.
+        keep: under gradient checkpointing, keeps attention outputs until backward, whose recomputation of the layers
+            then runs no attention kernel.
         shards: how the row's tokens are spread over ranks; None: this rank has all of them.
     """
 

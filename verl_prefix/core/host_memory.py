@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 PAGE_BYTES = 64 << 20  # a power of two: torch rounds pinned allocations up to one
-LEAVING_BYTES = 2 << 30  # on their way to the host at once; then the host waits, or with a slow PCIe all would stay
+# Bytes that may be on their way to the host. With more the host waits, or over a slow PCIe all would stay on the GPU.
+LEAVING_BYTES = 2 << 30
 MEMINFO, CGROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
 
 

@@ -68,8 +68,8 @@ class Shards:
 
     def gather(self, outputs: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """[m, k] of every rank -> [n, k] on every rank, by the rows of `keep`. Every rank computes the loss of all
-        tokens, and FSDP averages gradients over ranks: so backward multiplies a rank's own gradients by their number.
-        """
+        tokens, and FSDP averages gradients over ranks: so backward multiplies the gradients of a rank's own tokens by
+        n."""
         gathered: torch.Tensor = _Gather.apply(outputs, self.group)  # type: ignore[no-untyped-call]
         return gathered.index_select(0, on_device(rows, outputs.device))
 

@@ -22,16 +22,16 @@ import torch
 
 from verl_prefix.core.groups import Fork, Group, Strand, rows_by_key
 
-# A message that ends within so many tokens of a prompt's end is the last one: only the generation prompt follows it.
+# A message that ends within this many tokens of a prompt's end is the last one: only the generation prompt follows it.
 GENERATION_PROMPT = 16
 
 
 def cuts_at(ends: Sequence[int], prompt_len: int) -> list[int]:
-    """Where a row is cut. After each of its first `ends` tokens other rows may continue differently.
+    """Where a row is cut. `ends` are numbers of its first tokens after which other rows may continue differently.
 
-    A cut stands one token before such an end, as a prefix ends before the last prompt token. The end of the prompt
-    counts as one, too, unless one of `ends` stands just before it: what lies between is a generation prompt, which may
-    have another form in the next turn's history, and which is short enough to be computed with the response.
+    A cut stands one token before such an end, as a prefix ends before the last prompt token. The end of the prompt is
+    one, too, unless one of `ends` stands just before it: what lies between is a generation prompt, which may have
+    another form in the next turn's history, and which is short enough to be computed with the response.
     """
     cuts = [end - 1 for end in ends]
     if not any(prompt_len - GENERATION_PROMPT <= end <= prompt_len for end in ends):

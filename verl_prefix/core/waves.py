@@ -70,7 +70,8 @@ def _pieces(group: Group, budget: int, suffixes: bool = True) -> list[Group]:
     """Cuts the group between rows into pieces that fit the budget; with `suffixes=False` only their strands have to.
 
     It takes the cut with the fewest tokens in all, then with the fewest pieces, then (in trees) with the smallest
-    largest piece, then with the longest pieces first. A piece has at least one suffix, however long it is."""
+    largest piece, then with the longest pieces first. A piece has at least one suffix, however long that and its path
+    are."""
     if (group.num_physical_tokens if suffixes else group.prefix_len) <= budget:
         return [group]
     units, outputs = list(group.units()), group.output_lens
