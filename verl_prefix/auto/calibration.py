@@ -16,10 +16,10 @@ from verl_prefix.core.waves import PackedPass, Plan
 # Tokens of a measured segment, and of a measured pass: enough for a device to reach its usual speed.
 _UNIT = {"cpu": 64, "cuda": 512}
 _PASS = {"cpu": 512, "cuda": 8192}
-# Measuring computes at most this fraction (one over it) of a batch's tokens, or passes of one segment if that is more.
+# Measuring computes at most one token for this many of a batch, or passes of one segment if that is more.
 _SHARE = 20
 _ROUNDS = 3
-_ROUND = 2.5  # tokens of a round, in passes of the most tokens
+_ROUND = 2.5  # a round computes so many times the tokens of its largest pass
 
 
 class Profile(NamedTuple):

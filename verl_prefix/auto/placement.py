@@ -20,7 +20,7 @@ from verl_prefix.core.groups import Group, rows_by_key
 
 # Moving or splitting a group is worth it where it brings the predicted time of a pass down to this share.
 WORTH = 0.95
-FEW = 8  # up to so many rows per rank, placing them one by one is tried as well
+FEW = 8  # with at most this many rows per rank, placing them one by one is tried as well
 
 
 @dataclass(frozen=True)
@@ -195,7 +195,7 @@ def _scattered(placed: _Placed, groups: Sequence[list[int]], holders: Sequence[l
 
 def _split_while_it_pays(placed: _Placed) -> _Placed:
     """Moves rows of the costliest ranks to those with the least to do, as often as that shortens the pass by 5 %."""
-    steps = 8  # so many times 5 % at once, and fewer where that cannot be reached
+    steps = 8  # of 5 % each, tried at once; fewer where that many cannot be reached
     while steps:
         target, shorter = WORTH**steps * max(placed.loads), placed.copy()
         if sum(placed.loads) < target * len(placed.loads) and _shorten(shorter, target):
