@@ -53,7 +53,7 @@ def together(
         everyone: the ranks, all by default. device: where their collectives want tensors, the engine's by default.
 
     Yields:
-        an empty list, for `num_agreed` integers below 2**53, which become their maxima over ranks.
+        an empty list to fill with `num_agreed` integers below 2**53, which become their maxima over ranks.
 
     Raises:
         ExchangeError: another rank failed. An error of this rank is raised as it is.

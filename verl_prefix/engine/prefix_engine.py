@@ -58,7 +58,7 @@ class PrefixFSDPEngine(StockPath):
     scaler = None
     _autocast_dtype = torch.bfloat16
     trees: Trees
-    _counted = False  # whether it was counted what each value of prefix.trees computes
+    _counted = False  # whether the tokens that each value of prefix.trees computes are
 
     def forward_backward_batch(
         self, data: TensorDict, loss_function: LossFunction | None, forward_only: bool = False

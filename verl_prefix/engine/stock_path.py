@@ -48,8 +48,8 @@ class StockPath(FSDPEngineWithLMHead):
 
     def _separate_rows(self, data: TensorDict) -> None:
         """Makes verl's own path keep rows apart: one row in a micro-batch; or padded rows (no token of a row sees
-        padding) where a loss needs its rows together, or where ranks have different numbers of rows, since then only
-        verl evens out their micro-batches."""
+        padding) where a loss needs its rows together, or where ranks have different numbers of rows, since only verl
+        can then even out their micro-batches."""
         most, fewest = self.reduce_max([len(data), -len(data)])
         if most + fewest or tu.get_non_tensor_data(data, "force_group_size", 1) > 1:
             tu.assign_non_tensor(data, use_remove_padding=False)
