@@ -72,21 +72,21 @@ def response_log_probs(
         model: HF causal LM of a supported family (README, Limits), on one device. Not wrapped in DDP or FSDP.
         prompts: at least one token each; rows with the same tokens share. One per row, or one per group with `groups`.
         responses: one per row, may be empty. Padded as TRL's `prompt_ids`, `completion_ids`, or lists (see `Tokens`).
-        prompt_mask, response_mask: [rows, length] for padded tensors, 1 on tokens and 0 on padding, left or right. What
-            only the loss leaves out (tool output) is a token all the same.
+        prompt_mask, response_mask: [rows, length] for padded tensors, 1 on tokens and 0 on padding, left or right. A
+            token that only the loss leaves out (tool output) has a 1, too.
         groups: row i has `prompts[groups[i]]`. Rows of different groups do not share, whatever their tokens.
-        forks: per row, numbers of its tokens (prompt and response) behind which other rows may go on differently: ends
-            of messages (`message_ends`), of turns that a search branches at. Whatever rows have in common up to such a
-            place is computed once, also responses. None: rows share whole prompts only.
+        forks: per row, numbers of its tokens (prompt and response) after which other rows may continue differently:
+            ends of messages (`message_ends`), or of turns where a search branches. Whatever rows have in common up to
+            such a place is computed once, also responses. None: rows share whole prompts only.
         pixels: Qwen2.5-VL and Qwen3-VL: the processor's output for `prompts`, images and videos in their order. Rows
-            share where prompt and pixels are the same, and the vision tower sees those of a group once.
+            share where prompt and pixels are the same, and a group's pixels go through the vision tower once.
         temperature: logits are divided by it, for log-probs and entropy.
         return_entropy: also return the entropy of each response token's distribution, with gradients.
         schedule: "packed": one graph for all rows. "phased": no graph; the backward computes the model once more, wave
             by wave, so that memory stays bounded for whatever loss. The model must not change in between. "auto":
             packed where that is possible, that is within `max_tokens` and without gradient checkpointing.
-        max_tokens: tokens computed in one pass, the prefix counted once; a single row may exceed it. Under
-            `torch.no_grad`, packed, a larger group goes prefix first, then in waves. Phased, as in `phased_update`.
+        max_tokens: tokens computed in one pass, the prefix counted once; a single row may exceed it. Packed, under
+            `torch.no_grad`, a larger group runs its prefix first and then waves. Phased, as in `phased_update`.
         wave_tokens: phased, as in `phased_update`.
         logits_chunk: response tokens whose logits exist at once.
         attention: kernel, see the key `attention` in config/actor/prefix_actor.yaml.
@@ -135,7 +135,7 @@ def response_hidden_states(
 
         states = response_hidden_states(model, prompts, responses)              # lists: [length + 1, hidden size]
         values = [value_head(row[:-1])[:, 0] for row in states]                 # before each response token
-        rewards = torch.stack([reward_head(row[-1])[0] for row in states])      # behind the last one
+        rewards = torch.stack([reward_head(row[-1])[0] for row in states])      # after the last one
 
     Args:
         model: as in `response_log_probs`; its head, if it has one (`AutoModel`, `AutoModelForTokenClassification`),
@@ -143,9 +143,9 @@ def response_hidden_states(
         Others as in `response_log_probs`.
 
     Returns:
-        per row, in the model's dtype, [length + 1, hidden size]: state t is behind t response tokens. Padded responses
-        [rows, length] give [rows, length + 1, hidden size], zero outside: the first state is where the first token
-        stands, and the others follow; that of an empty response comes first.
+        per row, in the model's dtype, [length + 1, hidden size]: state t comes after t response tokens. Padded
+        responses [rows, length] give [rows, length + 1, hidden size], zero elsewhere: a row's first state stands where
+        its first token does, and the others follow. An empty response has one state, which stands first.
 
     Raises, Warns: as `response_log_probs`.
     """
@@ -189,8 +189,8 @@ def phased_update(
 
     Each wave's loss is its share of the batch's loss: divide by the batch's tokens, not by the wave's. Call backward
     on it before the next wave; a wave may be left without one. Rows with an empty response are in no wave. After an
-    exception everything is freed, phase C does not run, and `.grad` holds a part: zero it. Inside the block the model
-    is for the waves alone. Works under `torch.no_grad` too, and with (not reentrant) gradient checkpointing.
+    exception everything is freed, phase C does not run, and `.grad` holds a part: zero it. Inside the block use the
+    model for the waves only. It works under `torch.no_grad` too, and with (not reentrant) gradient checkpointing.
 
     Args:
         max_tokens: tokens alive at once, the prefixes and one wave; a single row may exceed it. Groups whose prefixes
@@ -265,7 +265,7 @@ def _no_graph(model: torch.nn.Module, batch: Batch, max_tokens: int | None) -> s
         return None
     if support.checkpointing(model) is not None:
         return (
-            "gradient checkpointing runs layers again in backward, when response_log_probs is long over; pass "
+            "gradient checkpointing runs layers again in backward, after response_log_probs has returned; pass "
             "schedule='phased', use phased_update, or call model.gradient_checkpointing_disable()"
         )
     if max_tokens is not None and batch.num_tokens > max_tokens:

@@ -1,7 +1,7 @@
-"""Outputs of rows without a graph, whose backward makes it wave by wave: phases A, B and C inside of autograd.
+"""Outputs of rows without a graph. Their backward computes them again, wave by wave: phases A, B and C inside autograd.
 
-As gradient checkpointing, a whole batch at a time: what is alive is one wave's graph beside the prefixes', and the
-price is one more forward. Gradients leave as those of any graph do: once, to the parameters that came in.
+This is gradient checkpointing of a whole batch. Only one wave's graph is alive at a time, beside the prefixes'; the
+price is one more forward. Every parameter gets its gradient once, as from any graph.
 """
 
 import functools
@@ -19,7 +19,8 @@ from verl_prefix.core.waves import Plan
 
 
 def outputs_by_row(schedule: Schedule, batch: Batch, plan: Plan) -> Generator[dict[int, torch.Tensor]]:
-    """`Batch.by_row` of every pass and wave; a backward of them comes before the next, phase C behind the last."""
+    """Yields `Batch.by_row` of every pass and wave. The caller runs a backward before it asks for the next one; phase C
+    follows the last."""
     with schedule.model.grouped_attention():
         for planned in plan.passes:
             with schedule.forwards(batch.tokens, planned) as forwards:
@@ -28,8 +29,8 @@ def outputs_by_row(schedule: Schedule, batch: Batch, plan: Plan) -> Generator[di
 
 
 def autocast_of(device: torch.device) -> Callable[[], AbstractContextManager[Any]]:
-    """Autocast as it is now on `device`, for a backward that runs elsewhere. Casts of weights are not kept: those of a
-    forward without gradients would lack them in a later one."""
+    """Autocast as it is now on `device`, for a backward that runs elsewhere. Casts of weights are not cached: those
+    from a forward without gradients would have none in a later forward, either."""
     kind = device.type
     return functools.partial(
         torch.autocast,
@@ -73,7 +74,7 @@ class _PhasedOutputs(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         model, schedule, batch, plan, lens, parameters = ctx.args
-        # Exact, and so it sees the step of a small learning rate, which is within the rounding of outputs.
+        # This is exact, and so sees even the step of a small learning rate, which rounding hides in the outputs.
         now = _trainable(model)
         if [*map(id, parameters)] != [*map(id, now)] or ctx.versions != [parameter._version for parameter in now]:
             _changed("a parameter was changed, or whether it is trained")
@@ -91,8 +92,8 @@ def _trainable(model: torch.nn.Module) -> list[torch.nn.Parameter]:
 
 
 def _bound(model: torch.nn.Module, device: torch.device) -> float:
-    """Largest relative difference of outputs from those of the same computation: half of the digits of its coarsest
-    dtype, and 3 % at most.
+    """The largest relative difference that two runs of the same computation may show: half of the digits of its
+    coarsest dtype, and 3 % at most.
 
     On a CPU they are bitwise equal. On CUDA, where atomics add in another order each time, last digits may differ;
     another adapter, a dropout mask or other weights change the first ones. In bf16, which has two, a change as small as
@@ -127,8 +128,8 @@ def _changed(what: str) -> NoReturn:
 
 @contextmanager
 def _leaves(model: torch.nn.Module, parameters: Sequence[torch.nn.Parameter]) -> Iterator[list[torch.nn.Parameter]]:
-    """While open, the model computes with leaves in the parameters' memory: a backward inside fills their `.grad`, so
-    that hooks of the parameters, and `.grad` of theirs, see the sum of all waves and phase C, once."""
+    """Context in which the model computes with leaves that share the parameters' memory. A backward inside fills the
+    leaves' `.grad`. So the parameters' own hooks and `.grad` see the sum of all waves and phase C, once."""
     leaves = {id(parameter): torch.nn.Parameter(parameter.detach()) for parameter in parameters}
     slots = [
         (module._parameters, name, parameter)

@@ -29,7 +29,7 @@ PerToken = torch.Tensor | list[torch.Tensor]
 class Batch:
     """Checked rows of one call on their way in (flat tokens, groups) and out (per-token outputs in their form)."""
 
-    num_behind = 0  # tokens behind each response, which lengthen its suffix; see `HiddenBatch`
+    num_behind = 0  # tokens appended to each response, which lengthen its suffix; see `HiddenBatch`
     reads_head = True
 
     def __init__(
@@ -60,7 +60,7 @@ class Batch:
         self.tokens = self._flat(model, prompts, positions=positions, visual=visual)
         uids = None if groups is None else of_row
         if forks is None:
-            # Positions too: those of a clip are of its seconds per grid, which are no pixels.
+            # Positions count too: those of a clip depend on its seconds per grid, which are not among its pixels.
             sees = vision.is_vision_config(model.config)
             read = [x[..., : len(prompt)] for x, prompt in zip(positions, prompts, strict=True)] if sees else None
             self.groups = group_rows(prompts, lens, uids=uids, positions=read, pixels=vision.share_pixels(visual))
@@ -77,7 +77,7 @@ class Batch:
         """Groups of rows that are cut at `forks`.
 
         Raises:
-            ValueError: they are not of these rows.
+            ValueError: `forks` do not fit the rows.
         """
         offsets, keys = self.tokens.offsets, self.tokens.input_ids.cpu()
         lens = [end - start - self.num_behind for start, end in pairwise(offsets)]
@@ -89,7 +89,7 @@ class Batch:
             if bad := [end for end in ends if not 1 <= end <= length]:
                 raise ValueError(
                     f"forks[{row}] has {bad[0]}, and the row has {length} tokens of prompt and response: pass numbers "
-                    "of tokens behind which rows may part, from 1 on"
+                    "of tokens after which rows may part, from 1 on"
                 )
         if vision.is_vision_config(model.config):
             keys = vision.tree_tokens(keys, self.tokens.position_ids.cpu(), offsets, visual, model.config)
@@ -105,7 +105,7 @@ class Batch:
     def _positions(
         self, model: Any, prompts: Sequence[torch.Tensor], lens: Sequence[int], visual: Sequence[dict[str, Any]]
     ) -> list[torch.Tensor]:
-        """Position ids of each row, [length], or [4, length] of a vision model; `lens`: of its tokens behind the
+        """Position ids of each row, [length], or [4, length] of a vision model. `lens`: number of tokens after each
         prompt."""
         if not vision.is_vision_config(model.config):
             return [torch.arange(len(prompt) + n) for prompt, n in zip(prompts, lens, strict=True)]
@@ -116,7 +116,7 @@ class Batch:
         self, model: Any, prompts: Sequence[torch.Tensor], positions: Sequence[torch.Tensor],
         visual: Sequence[dict[str, Any]],
     ) -> TokenBatch:  # fmt: skip
-        """All rows one behind the other.
+        """All rows, one after the other.
 
         Raises:
             ValueError: a token is not in the model's vocabulary.
@@ -176,7 +176,7 @@ class Batch:
 class HiddenBatch(Batch):
     """Rows whose outputs are hidden states: those of the last prompt token and of every response token.
 
-    A token that nobody computes stands behind each response, so that its last token is one of the suffix.
+    A token that is never computed follows each response, so that the response's last token is part of the suffix.
     """
 
     num_behind = 1
@@ -197,7 +197,7 @@ class HiddenBatch(Batch):
 
 
 def row_lens(groups: Sequence[Group]) -> dict[int, int]:
-    """Outputs of each row that has some."""
+    """Number of outputs of each row that has any."""
     return {row: n for group in groups for row, n in zip(group.rows, group.output_lens, strict=True) if n}
 
 
@@ -210,8 +210,8 @@ class LogProbs(torch.autograd.Function):
     """Logits [n, vocabulary] and labels [n, 1] -> [n, 1 or 2]: log-prob of each label, and entropy if asked for.
 
     A log-prob is the label's logit minus logsumexp, as in verl (verl/utils/torch_functional.py): where tokens are
-    nearly certain, log_softmax on a CPU is off by 20 to 40 times as much at a vocabulary of 49k. Written out, since
-    autograd's backward of that difference holds one or two copies of the logits more than that of log_softmax.
+    nearly certain, log_softmax on a CPU is off by 20 to 40 times as much at a vocabulary of 49k. The backward is
+    written out, since autograd's would hold one or two more copies of the logits than that of log_softmax does.
     """
 
     @staticmethod
@@ -291,7 +291,7 @@ def _check_model(model: Any, reads_head: bool) -> None:
     if reads_head and model.get_output_embeddings() is None:
         raise TypeError(
             f"model is a {name}, which has no lm_head to make log-probs; pass the causal LM, or call "
-            "response_hidden_states and put the head of your own behind it"
+            "response_hidden_states and apply your own head to its result"
         )
     if reasons := support.unsupported_reasons(model.config, model.training):
         raise ValueError(
@@ -312,10 +312,10 @@ def _check_model(model: Any, reads_head: bool) -> None:
 
 @functools.cache
 def _warn_of_ranks() -> None:
-    """Once per process: nothing here talks to other ranks."""
+    """Warns, once per process, that nothing here averages gradients over ranks."""
     warnings.warn(
-        f"torch.distributed has {torch.distributed.get_world_size()} ranks, and gradients are of this rank's rows "
-        "alone; where the loss is a mean over them, average before optimizer.step():\n\n"
+        f"torch.distributed has {torch.distributed.get_world_size()} ranks, and gradients come from this rank's "
+        "rows alone; where the loss is a mean over all rows, average them before optimizer.step():\n\n"
         "    for parameter in model.parameters():\n"
         "        if parameter.grad is not None:\n"
         "            torch.distributed.all_reduce(parameter.grad.div_(torch.distributed.get_world_size()))\n",
@@ -347,8 +347,8 @@ def token_rows(name: str, tokens: Tokens, mask: torch.Tensor | None) -> list[tor
         starts = torch.nn.functional.pad(mask.int(), (1, 0)).diff(dim=-1) == 1
         if (holes := starts.sum(-1) > 1).any():
             raise ValueError(
-                f"{name}_mask has a hole in row {int(holes.int().argmax())}: it says where tokens are; what only the "
-                "loss leaves out, leave out of your loss"
+                f"{name}_mask has a hole in row {int(holes.int().argmax())}: it says where tokens are; what only "
+                "the loss skips, leave out of your loss"
             )
         tokens = [row[keep] for row, keep in zip(tokens, mask, strict=True)]
     elif mask is not None:

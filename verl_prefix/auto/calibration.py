@@ -13,13 +13,13 @@ from verl_prefix.core.groups import Group
 from verl_prefix.core.schedule import Schedule, TokenBatch
 from verl_prefix.core.waves import PackedPass, Plan
 
-# Tokens of a measured segment, and of a measured pass: enough to be past what a device needs to get going.
+# Tokens of a measured segment, and of a measured pass: enough for a device to reach its usual speed.
 _UNIT = {"cpu": 64, "cuda": 512}
 _PASS = {"cpu": 512, "cuda": 8192}
-# Measuring computes at most one in so many of a batch's tokens, unless that is not enough for passes of one segment.
+# Measuring computes at most one token for this many of a batch, or passes of one segment if that is more.
 _SHARE = 20
 _ROUNDS = 3
-_ROUND = 2.5  # passes' tokens of a round
+_ROUND = 2.5  # a round computes so many times the tokens of its largest pass
 
 
 class Profile(NamedTuple):
@@ -66,10 +66,10 @@ def measure(
 
 
 def effort(most: int, least: int, batch_tokens: int) -> tuple[int, int]:
-    """(tokens of a pass, rounds) of a measurement that a batch pays for.
+    """How much to measure for a batch of this size: (tokens of a pass, rounds).
 
     Args:
-        most, least: tokens of a pass; `most` where they disagree.
+        most, least: limits of a pass's tokens; `most` wins where they disagree.
         batch_tokens: what the stock path computes of the batch, the same on every rank.
     """
     allowed = batch_tokens / _SHARE
@@ -107,7 +107,7 @@ def calibrate(
 
 
 def _nonnegative_solution(amounts: torch.Tensor, seconds: torch.Tensor) -> list[float]:
-    """Rates of the columns; one that noise makes negative is 0, and the others explain the seconds without it."""
+    """Rates of the columns by least squares. A rate that noise makes negative is 0, and the others are fitted again."""
     scale = amounts.amax(0)
     kept = [column for column in range(amounts.shape[1]) if scale[column] > 0]  # a model may have no attention
     while kept:

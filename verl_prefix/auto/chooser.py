@@ -60,14 +60,16 @@ class Candidates(NamedTuple):
     packed: Plan
 
     def passes(self, costs: CostModel, update: bool) -> list[list[PassCost]]:
-        """Of each path, in the order above."""
+        """The passes of each path, in the order above."""
         chunk = costs.memory.pass_chunk if update else None
         return [self.stock, *(plan_passes(costs.shape, plan, chunk) for plan in (self.mixed, self.packed))]
 
 
 class Decision(NamedTuple):
-    """The choice, the same on every rank: `stock`, or else `packed` where packed passes alone are cheaper than the mix;
-    `speedup` is predicted, seconds of stock over the cheaper of ours."""
+    """The choice, the same on every rank.
+
+    `stock`: the batch takes the stock path. `packed`: if it does not, packed passes alone are cheaper than the mix.
+    `speedup`: predicted seconds of stock over those of the cheaper of our two."""
 
     stock: bool
     packed: bool
@@ -106,9 +108,10 @@ def price(costs: CostModel, paths: Candidates, profile: Profile) -> list[float]:
 
 
 def is_certain(costs: CostModel, paths: Candidates) -> bool:
-    """Whether `mixed` is chosen at any rates, of log-probs and of an update, which is bound to their choice: it is
-    `min_speedup` times less of everything than stock's path, and no more of anything than `packed`. What holds on every
-    rank holds for the slowest."""
+    """Whether `mixed` is chosen at any rates, in log-probs and in the update, which follows their choice.
+
+    It is where stock's path takes at least `min_speedup` times as much of everything, and `packed` no less of anything.
+    What holds on every rank holds for the slowest."""
     kinds = [paths.passes(costs, update) for update in (False, True)]
     return all(
         least_gain(stock, mixed) >= costs.min_speedup and least_gain(packed, mixed) >= 1
@@ -119,12 +122,12 @@ def is_certain(costs: CostModel, paths: Candidates) -> bool:
 def decide(
     seconds: Sequence[float], min_speedup: float, log_probs: Decision | None = None, stock_fits: bool = True
 ) -> Decision:
-    """The path of a batch; never stock where that does not fit.
+    """Decides the path of a batch; it is never stock where that does not fit.
 
     Args:
         seconds: `price` of the slowest rank: the element-wise maximum.
-        log_probs: of an update, the decision on the log-probs before it, which it follows to stock or not: old
-            log-probs and update must round alike.
+        log_probs: for an update, the decision on the log-probs before it. The update takes the stock path if and only
+            if they did, since old log-probs and update must round alike.
     """
     stock, mixed, packed = seconds
     speedup = stock / max(min(mixed, packed), 1e-9)
@@ -140,7 +143,8 @@ class Chooser:
         profile: rates that are known.
         measure: (budget, the batch's tokens on the stock path, forward_only) -> rates; it runs collectives.
         reduce_max: element-wise maximum over ranks.
-        stock_fits: whether stock's passes fit this rank's device: an update, or an engine's log-probs that has none.
+        stock_fits: whether stock's passes fit this rank's device, as an update, or as log-probs in an engine that has
+            no updates.
 
     Attributes:
         speedup: predicted for the last batch.
@@ -170,11 +174,12 @@ class Chooser:
         return None if decision.stock else paths.packed if decision.packed else paths.mixed
 
     def _profile(self, paths: Candidates, own: Batch, forward_only: bool) -> Profile:
-        """Rates for this batch: measured, now if need be; or FLOPs where none have been, and none are needed."""
+        """Rates for this batch. They are measured now where the choice depends on them and they are not known; FLOPs
+        stand in while no rates are known and none are needed."""
         kind = "forward" if forward_only else "update"
         if getattr(self.profile, kind) is not None:
             return self.profile
-        # The least of all ranks: they run as many passes.
+        # The least of all ranks, since all have to run the same passes.
         tokens = sum(group.num_logical_tokens for group in own.groups)
         *least, any_unsure = self.reduce_max([-own.budget, -tokens, float(not is_certain(self.costs, paths))])
         if not any_unsure:

@@ -5,7 +5,7 @@ A pass is forward and backward of one packed row (phases A and C of a set togeth
     seconds = fixed + linear FLOPs * a + attention FLOPs * b + lm_head FLOPs * c
 
 with four rates that `calibration` measures on the model at hand in a few small passes, once for forward alone and once
-for forward and backward. FLOPs are those of matmuls; norms, rotary angles and the like ride on the rate of the layers.
+for forward and backward. FLOPs are those of matmuls; the rate of the layers covers norms, rotary angles and the like.
 """
 
 import functools
@@ -21,7 +21,7 @@ from verl_prefix.core.waves import PackedPass, PhasedPass, Plan, first_fit, limi
 
 
 class PassCost(NamedTuple):
-    """Tokens through the layers, of those through lm_head, and query-key pairs summed over layers."""
+    """Tokens that go through the layers, how many of them through lm_head, and query-key pairs summed over layers."""
 
     tokens: int
     head_tokens: int
@@ -48,8 +48,8 @@ def plan_passes(shape: ModelShape, plan: Plan, logits_chunk: int | None = None) 
     """Costs of the passes of a plan.
 
     Args:
-        logits_chunk: of an update, tokens of all ranks that share a pass; lm_head runs again in backward for those
-            before the last chunk.
+        logits_chunk: for an update, tokens whose logits exist at once on all ranks that share a pass; lm_head runs
+            again in backward for the tokens before the last chunk. None: log-probs.
     """
     passes = []
     for planned in plan.passes:
@@ -105,8 +105,8 @@ class Rates:
 
 
 def least_gain(passes: Sequence[PassCost], others: Sequence[PassCost]) -> float:
-    """The least that `passes` can take over what `others` take, whatever the `Rates`, none of which is negative: of the
-    four amounts that take time, the smallest ratio."""
+    """The smallest ratio that the time of `passes` can have to that of `others`, whatever the `Rates` (none is
+    negative): the smallest of the ratios of the four amounts that take time."""
 
     def amounts(of: Sequence[PassCost]) -> list[float]:
         return [len(of), *(sum(column) for column in zip(PassCost(0, 0, 0.0), *of, strict=True))]
@@ -126,16 +126,16 @@ def shard_size(fsdp_size: int, ranks: int) -> int:
     return fsdp_size if 0 < fsdp_size < ranks else ranks
 
 
-# From so many tokens on a wave hides what it costs besides them: FSDP2 gathers, copies and reduces all parameters, and
-# gradients of all prefix tokens are added up. That takes as long as 400 tokens on 8 H100s (simulated: Llama3-8B).
+# A wave of this many tokens hides its fixed cost: FSDP2 gathers, copies and reduces all parameters, and gradients of
+# all prefix tokens are added up. That takes as long as 400 tokens on 8 H100s (simulated: Llama3-8B).
 LONG_WAVE = 8192
-# With offload, which is for memory: half of that, for a fortieth of the update's time (simulated, likewise).
+# Offload is for memory, so its waves are half as long, which costs a fortieth of the update's time (also simulated).
 OFFLOAD_WAVE = 4096
 # What longer waves may add to the estimated peak of an update.
 GROWTH = 1 / 8
 
-# Attention is kept where an update could take this many times what it is estimated to add: an out-of-memory error costs
-# more than kernels that run again.
+# Attention is kept where there is room for this many times what an update is estimated to add: an out-of-memory error
+# costs more than kernels that run again.
 ROOM_FACTOR = 1.5
 
 
@@ -144,9 +144,9 @@ class Memory:
     """The options of a run that decide what an update keeps.
 
     Args:
-        ranks: that parameters are sharded over. no_sync: verl's use_no_sync_for_gradient_accumulation.
+        ranks: how many share one copy of the parameters. no_sync: verl's use_no_sync_for_gradient_accumulation.
         checkpointed: gradient checkpointing. logits_chunk, offload: of `PrefixConfig`.
-        attention_kept: `Schedule.keep_attention`. sequence_ranks: that share a pass (`core.sequence_parallel`).
+        attention_kept: `Schedule.keep_attention`. sequence_ranks: how many share a pass (`core.sequence_parallel`).
     """
 
     ranks: int
@@ -164,8 +164,11 @@ class Memory:
 
 
 def may_keep_attention(shape: ModelShape, checkpointed: bool, option: str) -> bool:
-    """Whether updates keep attention's outputs where there is room: under gradient checkpointing, whose recomputation
-    then runs no kernel; not of a vision model, whose tower no estimate counts. option: `PrefixConfig.keep_attention`.
+    """Whether updates keep attention's outputs where there is room. They do under gradient checkpointing, whose
+    recomputation then runs no attention kernel, but not for a vision model, whose tower no estimate counts.
+
+    Args:
+        option: `PrefixConfig.keep_attention`.
     """
     return checkpointed and not shape.tower and option == "auto"
 
@@ -173,14 +176,14 @@ def may_keep_attention(shape: ModelShape, checkpointed: bool, option: str) -> bo
 def peak_bytes(
     shape: ModelShape, plan: Plan | None, stock: Sequence[PassCost], memory: Memory, forward_only: bool = False
 ) -> float:
-    """Bytes that one update adds at its peak to 16 bytes per parameter and rank; plan None: verl's own path, whose
-    log-probs alone (`forward_only`) need one layer at a time, and logits with a copy that entropy makes.
+    """Bytes that one update adds at its peak to 16 bytes per parameter and rank. With plan None it is verl's own path;
+    its log-probs alone (`forward_only`) need one layer at a time, and logits with a copy that entropy makes.
 
-    In closed form, within 15 % of `tools.simulate` on the grid of tests/auto/test_cost.py. Alive at once, of FSDP2 in
-    mixed precision with flash-attn's cross entropy: what layers keep; in backward half of a layer's activations again,
-    two gathered layers, and the fp32 gradient of lm_head on its way to the other ranks; logits and their gradient;
-    keys, values, recurrent states and their fp32 gradients; a copy of its prefix's state for every suffix that starts
-    from it; and unsharded fp32 gradients where several passes share one synchronisation.
+    This is a closed form, within 15 % of `tools.simulate` on the grid of tests/auto/test_cost.py. It adds up what is
+    alive at once under FSDP2 in mixed precision, with flash-attn's cross entropy: what layers keep; in backward half of
+    a layer's activations again, two gathered layers, and the fp32 gradient of lm_head on its way to the other ranks;
+    logits and their gradient; keys, values, recurrent states and their fp32 gradients; a copy of its prefix's state for
+    every suffix that starts from it; and unsharded fp32 gradients where several passes share one synchronisation.
     """
     buffers_c = 4 * shape.layer_parameters  # phase C computes no gradient of lm_head
     buffers = 4 * (shape.head / 2) + buffers_c
@@ -200,7 +203,7 @@ def peak_bytes(
         return 2 * shape.logits * tokens
 
     def forks(groups: Iterable[Group]) -> float:
-        """Of suffixes, the states that they start from; under checkpointing those of one layer, with gradients."""
+        """Bytes of the states that suffixes start from; under checkpointing those of one layer, with gradients."""
         suffixes = sum(n > 0 and f.start > 0 for g in groups for n, f in zip(g.suffix_lens, g.forks, strict=True))
         return suffixes * shape.state * (2 / max(shape.recurrent_layers, 1) if memory.checkpointed else 1)
 
@@ -238,9 +241,11 @@ def plan_batch(
     shape: ModelShape, groups: Sequence[Group], budget: int, schedule: str, wave_tokens: int | None, memory: Memory,
     forward_only: bool = False,
 ) -> Plan:  # fmt: skip
-    """`waves.make_plan` of a run. Where `wave_tokens` is None and the budget leaves less, each of the ranks that share
-    a wave has `LONG_WAVE` of its tokens (all of them at most the budget), or the half or quarter ... of that which adds
-    at most `GROWTH` to the update's estimated peak; with offload, in updates, `OFFLOAD_WAVE` at most."""
+    """A run's `waves.make_plan`, which chooses the length of waves where `wave_tokens` is None.
+
+    Where the budget leaves less, a wave has `LONG_WAVE` tokens on each rank that shares it, but no more than the budget
+    on all of them. That is halved until it adds at most `GROWTH` to the update's estimated peak. With offload a wave of
+    an update has at most `OFFLOAD_WAVE` tokens on each rank."""
     make = functools.partial(make_plan, groups, budget, schedule=schedule, offload=memory.offload)
     plan = make(wave_tokens=wave_tokens)
     if wave_tokens is not None or not plan.phased:

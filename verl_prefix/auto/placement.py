@@ -3,9 +3,9 @@
     rows of all ranks                     a group, whole, on one rank
     rank 0: a b c d    rank 1: a b c d -> rank 0: a a d d    rank 1: b b c c
 
-A group is one rank's. It is split, and its prefix computed on each rank that has some of its rows, in two cases alone:
-where that shortens the pass by 5 %, and where a rank would have no row at all, and so nothing that verl's metrics could
-be made of. Pure and deterministic: every rank finds the same from the same numbers.
+A group belongs to one rank. It is split, and its prefix computed on each rank that has some of its rows, in two cases
+only: where that shortens the pass by 5 %, and where a rank would have no row at all, and so nothing to make verl's
+metrics of. The functions are pure and deterministic, so that every rank finds the same from the same numbers.
 """
 
 import copy
@@ -18,19 +18,19 @@ from verl_prefix.auto.cost import Rates, group_pass
 from verl_prefix.auto.shape import ModelShape
 from verl_prefix.core.groups import Group, rows_by_key
 
-# Of the predicted time of a pass: what shortens it by less is not worth moving or splitting a group.
+# Moving or splitting a group is worth it where it brings the predicted time of a pass down to this share.
 WORTH = 0.95
-FEW = 8  # rows per rank, up to which they are tried one by one
+FEW = 8  # with at most this many rows per rank, placing them one by one is tried as well
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Ranks for rows.
+    """Which rank computes which row.
 
     Attributes:
         ranks: the rank that computes each row.
         longest: cost of the costliest rank.
-        imbalance: that over the cost of the average rank.
+        imbalance: `longest` over the cost of the average rank.
         split_groups: groups on several ranks.
     """
 
@@ -41,12 +41,12 @@ class Placement:
 
 
 def row_cost(shape: ModelShape, prefix_len: int, suffix_len: int, patches: int = 0) -> tuple[float, float]:
-    """Cost of a row's prefix, which its group pays once, and of its suffix; FLOPs by another name.
+    """Cost of a row's prefix, which its group pays once, and of its suffix; in units of 1e12 FLOPs.
 
-    FLOPs, not seconds: ranks measure rates of their own, and all must find the same.
+    It is not in seconds, since ranks measure rates of their own, and all must find the same placement.
 
     Args:
-        patches: of the row's pixels, which the vision tower sees once per group.
+        patches: number of patches of the row's pixels, which go through the vision tower once per group.
     """
     one = [Group((0,), prefix_len, (suffix_len,))]
     prefix, suffix = group_pass(shape, one, suffixes=False), group_pass(shape, one, prefixes=False)
@@ -114,9 +114,9 @@ def place_rows(
 ) -> Placement:
     """Places the rows of all ranks.
 
-    Groups go, the costliest first, to the rank with the least to do, and are then split; or, where rows are few and
-    that is 5 % shorter, rows go one by one. Rows stay where they are if groups are whole there and no rank has much
-    more to do than the costliest one would have after that.
+    Groups go, the costliest first, to the rank with the least to do, and are then split while that pays. Where rows are
+    few, they are also placed one by one, and that is taken where it is 5 % shorter. All rows stay where they are if
+    groups are whole there and moving rows would not shorten the pass by 5 %.
 
     Args:
         keys: group of each row. prefix_costs, suffix_costs: see `row_cost`; of a group, the largest prefix cost counts.
@@ -173,8 +173,9 @@ def describe_rows(
 
 
 def _scattered(placed: _Placed, groups: Sequence[list[int]], holders: Sequence[list[int]]) -> _Placed:
-    """Each row, the costliest first, to the rank with the least to do after that, which includes its group's prefix
-    where a rank has none of it yet: better than splitting groups where rows are few and unequal, as sessions are."""
+    """Places rows one by one, the costliest first, each on the rank that then has the least to do. A rank without rows
+    of the group pays for its prefix, too. This beats splitting groups where rows are few and unequal, as sessions are.
+    """
     rows = []
     for group, members in enumerate(groups):
         if bound := holders[group]:
@@ -194,7 +195,7 @@ def _scattered(placed: _Placed, groups: Sequence[list[int]], holders: Sequence[l
 
 def _split_while_it_pays(placed: _Placed) -> _Placed:
     """Moves rows of the costliest ranks to those with the least to do, as often as that shortens the pass by 5 %."""
-    steps = 8  # of 5 % at once, fewer where so many cannot be reached
+    steps = 8  # of 5 % each, tried at once; fewer where that many cannot be reached
     while steps:
         target, shorter = WORTH**steps * max(placed.loads), placed.copy()
         if sum(placed.loads) < target * len(placed.loads) and _shorten(shorter, target):
@@ -218,7 +219,8 @@ def _shorten(placed: _Placed, target: float) -> bool:
 
 
 def _best_move(placed: _Placed, high: int, low: int, target: float) -> tuple[int, list[int]] | None:
-    """Rows of one group that fit beside what `low` has, and relieve `high` enough at the least price, or else most."""
+    """Rows of one group to move from `high` to `low`, which has room for them; None where there are none. They relieve
+    `high` enough at the least price, or where no rows do, as much as possible."""
     excess, room = placed.loads[high] - target, target - placed.loads[low]
     moves = []
     for group, held in placed.held[high].items():
@@ -248,8 +250,10 @@ def fill_empty_ranks(
     visual: Set[int],
     holds_pixels: Sequence[int],
 ) -> None:
-    """Gives every rank that has no row one of its own, or else of others: it would wait otherwise. One that leaves its
-    group's pixels is the last choice. Fewer rows than ranks, which verl's batches have not, stay as they are."""
+    """Gives a row to every rank that has none, since it would wait otherwise: one that came from it, or else another's.
+
+    A row that would leave its group's pixels is the last choice. Where there are fewer rows than ranks, which is not so
+    in verl's batches, nothing changes."""
     if len(home) < num_ranks:
         return
     counts = Counter(home)

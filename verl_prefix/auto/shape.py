@@ -21,8 +21,8 @@ class ModelShape:
     """Costs of a token, forward, in FLOPs and bytes.
 
     Args:
-        linear: FLOPs per token of all layers' matmuls; of a mixture of experts, those of the chosen experts; and of
-            recurrent layers' scans and convolutions, which are as many for every token.
+        linear: FLOPs per token of all layers' matmuls, and of recurrent layers' scans and convolutions, which cost the
+            same for every token. Of a mixture of experts only the chosen ones count.
         head: FLOPs per token of lm_head. pair: per query-key pair of one layer's attention.
         windows: sliding window of every attention layer, None where it sees everything.
         activations: bytes per token that an average layer keeps for backward. boundary: bytes per token of its input
@@ -31,7 +31,7 @@ class ModelShape:
         recurrent_layers: layers that have no attention. state: bytes of all their states of one sequence, and of the
             last inputs of their convolutions, in fp32.
         tower: FLOPs per patch of a vision tower's matmuls; 0 without one.
-        parameters, layer_parameters: numbers of them, and of one layer alone.
+        parameters, layer_parameters: how many the model has, and how many one layer.
     """
 
     linear: float
@@ -62,7 +62,7 @@ class ModelShape:
     def pairs(self, length: int, behind: int) -> float:
         """Query-key pairs of all attention layers, of `length` queries with `behind` keys before them."""
         pairs = 0.0
-        for window, layers in self._layers_by_window:  # a plan asks a hundred thousand times: no generator
+        for window, layers in self._layers_by_window:  # no generator, since a plan calls this a hundred thousand times
             pairs += layers * query_key_pairs(length, behind, window)
         return pairs
 
@@ -76,8 +76,8 @@ def query_key_pairs(length: int, behind: int, window: int | None) -> float:
 
 
 def model_shape(model: PreTrainedModel, dtype: torch.dtype) -> ModelShape:
-    """FLOPs and bytes per token, from the modules (also on the meta device, also sharded by FSDP2). Those of a vision
-    tower, which sharing saves too, stand for themselves.
+    """FLOPs and bytes per token, from the modules (also on the meta device, also sharded by FSDP2). A vision tower,
+    which sharing saves too, is counted apart.
 
     Args:
         dtype: what activations are computed in.
@@ -125,7 +125,7 @@ def model_shape(model: PreTrainedModel, dtype: torch.dtype) -> ModelShape:
 
 
 def conv_flops(conv: torch.nn.Conv1d) -> float:
-    """FLOPs per token of a convolution of every channel by itself."""
+    """FLOPs per token of a depthwise convolution."""
     return 2.0 * conv.weight.numel()
 
 
@@ -133,9 +133,9 @@ def scan_flops(mixer: Mixer) -> float:
     """FLOPs per token of a mixer's scan.
 
     In chunks of c tokens a head of the gated delta rule (arXiv 2412.06464, section 3.3; keys of K, values of V) makes
-    three c x c products over K and two over V, and meets its K x V state three times; what solves the triangular system
-    between is 1 % of that. One of Mamba-2 (arXiv 2405.21060, section 6) makes a c x c product over its head dim and
-    meets its state twice; the product over the state size is one for all heads of a group.
+    three c x c products over K and two over V, and uses its K x V state three times; solving the triangular system in
+    between takes 1 % of that. A head of Mamba-2 (arXiv 2405.21060, section 6) makes a c x c product over its head dim
+    and uses its state twice; the heads of a group share one product over the state size.
     """
     module = mixer.module
     if isinstance(mixer, GatedDeltaNet):
@@ -148,8 +148,9 @@ def scan_flops(mixer: Mixer) -> float:
 
 
 def kept_by(mixer: Mixer) -> float:
-    """Numbers per token that a mixer keeps for backward beside its input: of its convolution what goes in; of its scan
-    what goes in, by flash-linear-attention or mamba_ssm, and comes out; gates, and what they make of it."""
+    """How many numbers per token a mixer keeps for backward, apart from its input: the inputs of its convolution, the
+    inputs and outputs of its scan (by flash-linear-attention or mamba_ssm), its gates, and what it multiplies by them.
+    """
     module, channels = mixer.module, float(sum(conv.in_channels for conv in _convolutions(mixer)))
     if isinstance(mixer, GatedDeltaNet):
         keys, values = module.num_v_heads * module.head_k_dim, module.num_v_heads * module.head_v_dim
@@ -174,7 +175,7 @@ def _convolutions(mixer: Mixer) -> list[torch.nn.Conv1d]:
 
 
 def _parameters(body: torch.nn.Module) -> Iterator[torch.nn.Parameter]:
-    """All but those of convolutions, [channels, 1, width]."""
+    """All parameters but those of convolutions, [channels, 1, width]."""
     for module in body.modules():
         if not isinstance(module, torch.nn.Conv1d):
             yield from module.parameters(recurse=False)

@@ -1,7 +1,7 @@
 """Grouped attention: one causal call over all segments, one call from suffix blocks to their prefixes, merged by LSE.
 
 A suffix query's softmax runs over two sets of keys, the prefix and the suffix so far. Each kernel call normalises over
-its own set and returns the log-sum-exp of its scores; with both, the outputs combine exactly (the ring-attention rule):
+its own set and returns the log-sum-exp of its scores. From these the outputs combine exactly (the ring-attention rule):
 
     lse = log(exp(lse_1) + exp(lse_2))      out = out_1 exp(lse_1 - lse) + out_2 exp(lse_2 - lse)
 
@@ -21,23 +21,24 @@ from verl_prefix.core.layout import Layout
 from verl_prefix.core.prefix_cache import Key, PrefixCache, Tensors, add_at
 from verl_prefix.core.sequence_parallel import Shards
 
-# Attention's outputs [T, H, D] and log-sum-exps [H, T] of layers that will run again.
+# By layer: attention outputs [T, H, D] and log-sum-exps [H, T], kept until gradient checkpointing runs the layer again.
 Kept = dict[int, tuple[torch.Tensor, torch.Tensor]]
 
 
 class AttentionPass:
-    """Everything that the attention layers of one forward need; a keyword argument through the model, so that
-    recomputation under gradient checkpointing sees the same pass on whatever thread autograd runs it.
+    """Everything that the attention layers of one forward need.
 
-    A plain class on purpose: FSDP2 copies dataclass inputs for each layer, and each copy would count its own calls.
+    It goes through the model as a keyword argument. So recomputation under gradient checkpointing sees the same pass,
+    on whatever thread autograd runs it. It is a plain class on purpose: FSDP2 copies dataclass inputs for each layer,
+    and each copy would count its own calls.
 
     Args:
         kernel: name for `kernels.choose_kernel`.
-        capture: phase A, the layers hand their keys and values to it.
-        cache: a wave, suffixes read their prefixes from it.
-        keep: under gradient checkpointing, attention's outputs wait for the backward, whose recomputation of the layers
-            then runs no kernel.
-        shards: the row's tokens are spread over ranks.
+        capture: in phase A, the cache that receives the layers' keys and values.
+        cache: in a wave, the cache from which suffixes read their prefixes.
+        keep: under gradient checkpointing, keeps attention outputs until backward, whose recomputation of the layers
+            then runs no attention kernel.
+        shards: how the row's tokens are spread over ranks; None: this rank has all of them.
     """
 
     def __init__(
@@ -85,22 +86,22 @@ class AttentionPass:
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None,
         params: "AttentionParams", out: torch.Tensor,
     ) -> None:  # fmt: skip
-        """For a subclass that looks at arguments and result of `GroupedAttention`, of all tokens and this rank's
-        heads."""
+        """Does nothing. A subclass overrides it to see the arguments and the result of `GroupedAttention`, which are
+        those of all tokens and this rank's heads."""
 
     def recurred(
         self, key: Key, inputs: Sequence[torch.Tensor], whole: Callable[[Sequence[torch.Tensor], int], torch.Tensor],
         out: torch.Tensor,
     ) -> None:  # fmt: skip
-        """For a subclass that looks at arguments and result of `recurrence.shared_scan` or `shared_conv`; `whole` runs
-        one row from zeros, behind so many tokens that change nothing."""
+        """Does nothing. A subclass overrides it to see the arguments and the result of `recurrence.shared_scan` or
+        `shared_conv`. `whole(row, n)` computes one whole row from zeros, with n tokens that change nothing in front."""
 
 
 def merge(
     out: torch.Tensor, lse: torch.Tensor, out_2: torch.Tensor, lse_2: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Two partial attentions of the same queries: out [T, H, D], lse [H, T]."""
-    # Strided input would take another vector path, and the last bits would depend on the schedule.
+    """Merges two partial attentions of the same queries: out [T, H, D], lse [H, T]."""
+    # Strided input takes another vector path in torch, and the last bits would depend on the schedule.
     lse = lse.contiguous()
     total = _logaddexp(lse, lse_2)
     weight, weight_2 = ((x - total).exp().transpose(0, 1).unsqueeze(-1) for x in (lse, lse_2))
@@ -112,8 +113,8 @@ def _merge_at(
 ) -> None:
     """Merges a second partial attention of some queries into `out` [T, H, D] and `lse` [H, T]; one kernel on CUDA.
 
-    The same one for a slice of queries, in place, and for indices, in a copy: which of them a row's queries are depends
-    on the rows beside it, and its bits must not.
+    A slice of queries is merged in place, and indices in a copy, both by the same kernel: the rows beside a row decide
+    whether its queries are a slice, and they must not change its bits.
     """
     part, part_lse = out[queries], lse[:, queries]
     fused = _fused_merge(out.device.type)
@@ -128,7 +129,7 @@ def _merge_at(
 
 @functools.cache
 def _fused_merge(device_type: str) -> Callable[..., None] | None:
-    """None on other devices than CUDA, and where triton is not installed."""
+    """The Triton kernel that merges in place; None on devices other than CUDA, and where triton is not installed."""
     if device_type != "cuda":
         return None
     try:
@@ -144,7 +145,7 @@ def _logaddexp(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 class AttentionParams(NamedTuple):
-    """The way of a layer from queries and keys to attention scores, besides causality.
+    """How a layer turns queries and keys into attention scores, apart from causality.
 
     `window`: tokens that a query sees, itself included. `softcap`: scores become softcap * tanh(scores / softcap).
     """
@@ -157,9 +158,9 @@ class AttentionParams(NamedTuple):
 class GroupedAttention(torch.autograd.Function):
     """q [T, H, D], k and v [T, K, D], sinks [H] or None -> out [T, H, D].
 
-    Prefix keys are this row's own, or the prefix cache's, whose gradients then go to its grad cache instead of through
-    autograd; `anchor` is `PrefixCache.anchor` of the layer. A sink is one more score per head that has no value
-    (gpt-oss): it joins the log-sum-exp.
+    Without `cache`, prefix keys are this row's own. With it they are the cache's, and their gradients go to its grad
+    cache instead of through autograd; `anchor` is then `PrefixCache.anchor` of the layer. A sink (gpt-oss) is one more
+    score per head, without a value: it joins the log-sum-exp.
     """
 
     @staticmethod
@@ -235,6 +236,6 @@ def _attend(
 def _prefix_of(
     calls: Sequence[Call], k: torch.Tensor, v: torch.Tensor, cache: PrefixCache | None, layer: int
 ) -> Tensors:
-    """Keys and values of the prefix source: the layout's own, or in a wave that reads any the prefix cache's."""
+    """Keys and values of the prefix source: the prefix cache's in a wave that reads a prefix, else the row's own."""
     reads_cache = cache is not None and any(call.prefix is not None for call in calls)
     return cache.read(layer) if cache is not None and reads_cache else (k, v)

@@ -1,7 +1,7 @@
 """Segments of a packed row -> kernel calls: which queries read which keys.
 
-Every segment reads itself in one causal call; a cross call reads what stands before blocks of segments, which is copied
-where it is not one run of tokens.
+In the causal call every segment reads itself. In a cross call blocks of segments read the prefix tokens before them,
+which are copied where they are not one run of tokens.
 """
 
 import functools
@@ -15,7 +15,7 @@ import torch
 
 
 def built_once() -> Any:
-    """A field that holds what was made of the others, for all layers of a pass."""
+    """Declares a dataclass field that holds what is built from the other fields, once for all layers of a pass."""
     return field(default_factory=dict, init=False, repr=False, compare=False)
 
 
@@ -24,8 +24,7 @@ Pieces = tuple[tuple[int, int], ...]
 
 
 class Segment(NamedTuple):
-    """A strand, or one row's suffix: tokens that read themselves, and before them the pieces `path` of the prefix
-    source."""
+    """A strand, or one row's suffix. Its tokens read the pieces `path` of the prefix source, and then themselves."""
 
     length: int
     path: Pieces = ()
@@ -36,7 +35,7 @@ class Segment(NamedTuple):
 
     @property
     def path_end(self) -> int:
-        """The token of the prefix source after the last one of the path; 0: it has none."""
+        """The token of the prefix source that follows the last one of the path; 0 where the path is empty."""
         return sum(self.path[-1]) if self.path else 0
 
 
@@ -44,9 +43,9 @@ class Segment(NamedTuple):
 class Spans:
     """Pairs of a query segment and the key segment that it reads, as cumulative bounds from the first token on.
 
-    `q` and `k` hold n + 1 increasing ints for n pairs; no segment is empty, since an empty one kills the CPU kernel.
-    `q_parts` refines `q` where a query segment is made of several rows: a kernel that goes part by part computes each
-    row alike whatever rows stand beside it, to the bit.
+    `q` and `k` hold n + 1 increasing ints for n pairs; no segment is empty, since an empty one crashes the CPU kernel.
+    `q_parts` refines `q` where a query segment consists of several rows. The reference kernel, and the CPU kernel in
+    its forward, go part by part, so that the rows beside a row do not change its bits.
     """
 
     q: tuple[int, ...]
@@ -63,7 +62,7 @@ class Spans:
         return zip(self.q, self.q[1:], self.k, self.k[1:], strict=False)
 
     def parts(self) -> Iterator[tuple[int, int, int, int]]:
-        """As iteration, but by `q_parts`: (query start, query end, key start, key end)."""
+        """Iterates by `q_parts` instead of `q`: (query start, query end, key start, key end)."""
         pair = 0
         for start, end in pairwise(self.q_parts or self.q):
             pair += start == self.q[pair + 1]
@@ -71,7 +70,7 @@ class Spans:
 
     @functools.cached_property
     def lens(self) -> list[int]:
-        """Of the query segments."""
+        """Lengths of the query segments."""
         return [b - a for a, b in pairwise(self.q)]
 
     @functools.cached_property
@@ -83,7 +82,7 @@ class Spans:
         return max(b - a for a, b in pairwise(self.k))
 
     def cu_seqlens(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """int32 [n + 1] on `device`, built once for all layers."""
+        """Bounds `q` and `k`, each int32 [n + 1] on `device`, built once for all layers."""
         if device not in self._cu_seqlens:
             q, k = (on_device(torch.tensor(bounds, dtype=torch.int32), device) for bounds in (self.q, self.k))
             self._cu_seqlens[device] = q, k
@@ -91,7 +90,7 @@ class Spans:
 
 
 class Keys(NamedTuple):
-    """Tokens `tokens` of the prefix source, which are keys `at` of a call: slices, or int64 indices [n]."""
+    """Prefix keys of a call: tokens `tokens` of the prefix source are its keys `at`. Slices, or int64 indices [n]."""
 
     at: slice | torch.Tensor
     tokens: slice | torch.Tensor
@@ -101,8 +100,9 @@ class Keys(NamedTuple):
 class Call:
     """One kernel call of a layer: queries `queries` of the layout, and the keys that they read.
 
-    `own`: which of the call's keys the layout's own [T] are, in their order; None: none. `prefix`: those of the prefix
-    source, or None. Where the tokens have gaps, indices stand for slices, and copies for views.
+    `own` says which of the call's keys are the layout's own tokens [T], in their order; None: none are. `prefix` says
+    which come from the prefix source; None: none do. Where tokens have gaps, `queries`, `own` and `prefix` hold indices
+    instead of slices, and keys are copies instead of views.
     """
 
     spans: Spans
@@ -128,10 +128,11 @@ ALL = slice(None)
 
 
 def calls_of(segments: Sequence[Segment], window: int | None, device: torch.device) -> Iterator[Call]:
-    """A layer's kernel calls on a packed row, the first over all queries.
+    """Yields a layer's kernel calls on a packed row, the first over all queries.
 
-    A row that the window covers whole is read as without one. The suffix of any other row is far: it reads its
-    last `window - 1` prefix keys in the causal call, behind a copy of them, since no kernel takes a window per row.
+    A segment that fits the window together with its path is read as if there were no window. Any other is far: no
+    kernel takes a window per row, so the last `window - 1` keys of its path are copied to stand before its own keys,
+    and the causal call reads both.
     """
     seen = sys.maxsize if window is None else window
     far = [s.path_len + s.length > seen for s in segments]
@@ -162,13 +163,13 @@ def calls_of(segments: Sequence[Segment], window: int | None, device: torch.devi
         yield Call(spans, queries, None, Keys(ALL, keys), causal=False)
 
 
-# Keys that a call of several blocks copies: 16 MiB of keys and values at 8 heads of 128 in bf16, in backward four times
-# as much, where flash-attn repeats them per query head. A block of its own may be a run, and copies nothing.
+# The most keys that a call of several blocks may copy: 16 MiB of keys and values at 8 heads of 128 in bf16, and in
+# backward four times as much, where flash-attn repeats them per query head. A single block may be a run, not copied.
 _MAX_COPIED = 2**12
 
 
 def _parts(blocks: Sequence[list[tuple[int, Segment]]]) -> Iterator[Sequence[list[tuple[int, Segment]]]]:
-    """Blocks that read together: all where nothing is copied, else of at most `_MAX_COPIED` keys, or one block."""
+    """Yields the blocks of each call: all where nothing is copied, else those of up to `_MAX_COPIED` keys, or one."""
     first, num_keys = 0, 0
     if blocks and not _is_run([piece for block in blocks for piece in block[0][1].path]):
         for i, block in enumerate(blocks):
@@ -181,7 +182,7 @@ def _parts(blocks: Sequence[list[tuple[int, Segment]]]) -> Iterator[Sequence[lis
 
 
 def on_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A host tensor's copy on `device`, for which the host does not wait."""
+    """Copies a host tensor to `device`; the host does not wait for the copy."""
     return tensor.to(device) if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 

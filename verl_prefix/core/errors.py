@@ -1,4 +1,4 @@
-"""Errors inside a pass, in the run's own words: an exception leaves with a note of phase, wave, groups and rank."""
+"""Notes on errors: an exception that leaves a pass says in which phase, wave, groups and rank it was raised."""
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -9,12 +9,12 @@ import torch
 
 from verl_prefix.core.groups import Group
 
-_MANY = 8  # items of a message
+_MANY = 8  # items that a message lists
 _running: ContextVar["annotate_errors | None"] = ContextVar("running", default=None)
 
 
 def add_note(error: BaseException, note: str) -> None:
-    """`BaseException.add_note`, and in Python 3.10, which has none, a longer message."""
+    """Adds a note to an error. Python 3.10 has no notes: there the note is appended to the message."""
     if hasattr(error, "add_note"):
         error.add_note(note)
     elif error.args and isinstance(error.args[0], str):
@@ -22,7 +22,7 @@ def add_note(error: BaseException, note: str) -> None:
 
 
 class annotate_errors(AbstractContextManager[None]):
-    """Context of one pass: what is raised inside gets a note, and `current_pass()` says the same while it runs.
+    """Context of one pass. An error raised inside gets a note of where it was; `current_pass()` says it meanwhile.
 
     Args:
         phase: "packed", "phase_a", "phase_b" or "phase_c".
@@ -48,7 +48,7 @@ class annotate_errors(AbstractContextManager[None]):
         self.note(error)
 
     def note(self, error: BaseException | None) -> None:
-        """Says on an error where it was, once."""
+        """Adds to an error where it was raised, unless it says so already."""
         if error is None or isinstance(error, GeneratorExit) or hasattr(error, "prefix_phase"):
             return
         add_note(error, f"verl_prefix was in {self.where}")

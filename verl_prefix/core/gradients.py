@@ -1,4 +1,4 @@
-"""Gradients that a run has gathered, while passes run that are none of it."""
+"""Sets a run's gradients aside while other passes run, which must not add to them."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,11 +9,11 @@ from torch.distributed.fsdp import FSDPModule
 
 @contextmanager
 def gradients_aside(model: torch.nn.Module) -> Iterator[None]:
-    """While open, the model's parameters have no gradients; then those that they had before, sharded ones too, and what
-    passes left is dropped. Nothing is copied.
+    """Context in which the model's parameters have no gradients.
 
-    FSDP2 modules are sharded first: with reshard_after_forward=False they hold gathered parameters behind a forward,
-    and gradients belong to the sharded ones.
+    On leaving they get back those that they had, sharded ones too; gradients from passes inside are dropped. Nothing is
+    copied. FSDP2 modules are resharded first: with reshard_after_forward=False they still hold gathered parameters
+    after a forward, while gradients belong to the sharded ones.
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):

@@ -3,7 +3,7 @@
 A row is one rollout. Its prompt gives the prefix (all prompt tokens but the last); its suffix is the last prompt token
 and the response but its last token, so that the first response token's log-prob already comes from the suffix and the
 prefix never reaches lm_head. Every row is treated so, also a row that is alone: what a row computes does not depend on
-how many others share its prefix. Does not decide what runs together: see `waves`.
+how many others share its prefix. `waves` decides what runs together.
 """
 
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
@@ -16,8 +16,9 @@ RowKey = TypeVar("RowKey", bound=Hashable)
 
 
 class Strand(NamedTuple):
-    """Tokens [start, end) of row `row`, computed once for all rows that have them and what stands before them: the
-    first `start` tokens of the row, which end in strand `parent` (-1: nothing stands before them, `start` is 0)."""
+    """Tokens [start, end) of row `row`, computed once for all rows that share them and every token before them.
+
+    The row's `start` tokens before them end in strand `parent`; -1: there are none, and `start` is 0."""
 
     row: int
     start: int
@@ -26,7 +27,7 @@ class Strand(NamedTuple):
 
 
 class Fork(NamedTuple):
-    """Where a row's suffix begins: behind the row's first `start` tokens, which end in strand `strand` (-1: none)."""
+    """Where a row's suffix begins: after the row's first `start` tokens, which end in strand `strand` (-1: none)."""
 
     strand: int
     start: int
@@ -36,16 +37,17 @@ class Fork(NamedTuple):
 class Group:
     """Rows of one batch that share prefixes: a tree, whose `strands` are computed once, and whose leaves are suffixes.
 
-    A group of one prompt is a tree of one strand, and needs no `strands` and `forks` when it is made. Rows of a deeper
-    tree (`trees`) stand depth first. A row may lie wholly in strands: its suffix is then empty, and the next row that
-    has one continues it.
+    A group of one prompt is a tree of one strand; its `strands`, `forks` and `first_outputs` may be left out. Rows of a
+    deeper tree (`trees`) stand depth first. A row may lie wholly in strands. Its suffix is then empty, and the next row
+    that has a suffix continues it.
 
     Attributes:
         rows: row indices of the batch.
         prefix_len: P, tokens of all strands; 0: nothing to share.
         suffix_lens: S per row.
-        strands, forks: parents first; per row.
-        first_outputs: per row, its last prompt token, whose output is the first that the row reads.
+        strands: parents first.
+        forks: one per row.
+        first_outputs: per row, the index of its last prompt token; the row reads outputs from that token on.
     """
 
     rows: tuple[int, ...]
@@ -76,12 +78,12 @@ class Group:
 
     @property
     def reads_strands(self) -> bool:
-        """True where rows read outputs of strands, which hold tokens of their responses."""
+        """True where strands hold tokens of responses, so that rows read outputs of strands."""
         return any(fork.start > first for fork, first in zip(self.forks, self.first_outputs, strict=True))
 
     @property
     def num_strand_outputs(self) -> int:
-        """Tokens of strands whose outputs rows read, each once."""
+        """Number of strand tokens whose outputs rows read; a token counts once."""
         read: dict[int, set[int]] = {}
         for fork, first in zip(self.forks, self.first_outputs, strict=True):
             for strand, start, end in self.path(fork) if fork.start > first else ():
@@ -94,23 +96,23 @@ class Group:
 
     @property
     def num_physical_tokens(self) -> int:
-        """Tokens that are computed: the strands once."""
+        """Number of tokens that are computed; strands count once."""
         return self.prefix_len + self.num_suffix_tokens
 
     @property
     def num_logical_tokens(self) -> int:
-        """Tokens that the stock actor computes: what stands before a row's suffix once per row."""
+        """Number of tokens that the stock actor computes: every row's suffix and all tokens before it."""
         return sum(fork.start for fork in self.forks) + self.num_suffix_tokens
 
     def path(self, fork: Fork) -> Iterator[tuple[int, int, int]]:
-        """(strand, start, end) of the pieces of a row's tokens before its fork, the last piece first."""
+        """Yields (strand, start, end) of each piece of a row's tokens before its fork, the last piece first."""
         strand, end = fork
         while strand >= 0:
             yield strand, self.strands[strand].start, end
             strand, end = self.strands[strand].parent, self.strands[strand].start
 
     def units(self) -> Iterator[tuple[int, int]]:
-        """Ranges of `rows` that stay together: one suffix, behind rows without one that lie in strands before it."""
+        """Yields ranges of `rows` that stay together: a row with a suffix, and the rows without one just before it."""
         start = 0
         last = max((i for i, n in enumerate(self.suffix_lens) if n), default=-1)
         for i, suffix_len in enumerate(self.suffix_lens):
@@ -124,8 +126,8 @@ class Group:
         return self.of(range(start, end))
 
     def of(self, places: Sequence[int]) -> "Group":
-        """The group with some of its rows, by their places among them, and all strands. A row without a suffix needs
-        the rest of its unit."""
+        """The group with all strands, and only its rows at `places`. A row without a suffix needs the rest of its
+        unit."""
         return replace(
             self,
             rows=tuple(self.rows[i] for i in places),
@@ -135,7 +137,7 @@ class Group:
         )
 
     def pruned(self) -> "Group":
-        """The group with what its rows need of the strands, as tokens of these rows."""
+        """The group with only those tokens of strands that its rows need, taken from these rows."""
         needed = [(0, -1)] * len(self.strands)  # the end, and a row that has all before it
         for row, fork, num_outputs in zip(self.rows, self.forks, self.output_lens, strict=True):
             for strand, _, end in self.path(fork) if num_outputs else ():

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 PAGE_BYTES = 64 << 20  # a power of two: torch rounds pinned allocations up to one
-LEAVING_BYTES = 2 << 30  # on their way to the host; with more the host waits, or where PCIe is slow all would stay
+# Bytes that may be on their way to the host. With more the host waits, or over a slow PCIe all would stay on the GPU.
+LEAVING_BYTES = 2 << 30
 MEMINFO, CGROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
 
 
@@ -48,12 +49,12 @@ class HostPages:
 
 @functools.cache
 def host_pages(device: torch.device) -> HostPages:
-    """The process's pages for `device`: a schedule lives for one mini-batch, they live on."""
+    """The process's pages for `device`. They outlive a schedule, which lives for one mini-batch."""
     return HostPages(device)
 
 
 class HostCopies:
-    """Host memory that one prefix takes, until `close`, and the copies to it and back."""
+    """Host memory that one prefix holds until `close`, and the copies to it and back."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -82,7 +83,7 @@ class HostCopies:
         return [self._pages[i][max(start - i * PAGE_BYTES, 0) : end - i * PAGE_BYTES] for i in pages]
 
     def to_host(self, pieces: list[torch.Tensor], source: torch.Tensor) -> None:
-        """source: uint8 [n], which may be let go at once."""
+        """Copies `source`, uint8 [n], which the caller may free at once."""
         self._copy(pieces, source.split([len(piece) for piece in pieces]))
         if self._host.stream is None:
             return
@@ -95,8 +96,8 @@ class HostCopies:
             self._num_leaving -= nbytes
 
     def to_device(self, pieces: list[torch.Tensor]) -> tuple[torch.Tensor, Any]:
-        """uint8 [n], and the event after which it may be read or let go."""
-        # Memory of the current stream, where it is read and freed; `_copy` lets that stream's past go first.
+        """Copies pieces back; returns uint8 [n], and the event after which it may be read or freed."""
+        # Allocated on the current stream, which reads and frees it; `_copy` waits for that stream's earlier work.
         into = torch.empty(sum(map(len, pieces)), dtype=torch.uint8, device=self.device)
         self._copy(into.split([len(piece) for piece in pieces]), pieces)
         return into, None if self._host.stream is None else self._host.stream.record_event()
@@ -106,7 +107,7 @@ class HostCopies:
             self._host.module.current_stream(self.device).wait_event(event)
 
     def _copy(self, into: Iterable[torch.Tensor], source: Iterable[torch.Tensor]) -> None:
-        """On the side stream, behind all that the current stream was given so far; on CPU at once."""
+        """Copies on the side stream, after all work that the current stream was given so far; on CPU at once."""
         stream = self._host.stream
         if stream is not None:
             stream.wait_stream(self._host.module.current_stream(self.device))

@@ -1,12 +1,12 @@
-"""Groups -> one packed row: every strand first, all suffixes after them; positions; and back to rows.
+"""Groups -> one packed row, all strands first and all suffixes after them; and its outputs -> rows.
 
     row:     [ P of group 0 | P of group 1 | ... | S S S of group 0 | S S of group 1 | ... ]
     causal call:  every segment (strand or suffix) reads itself
-    cross call:   segments that go on behind the same tokens, a block, read these
+    cross call:   a block (segments that continue the same tokens) reads these tokens
 
-In groups of one prompt the cross call's inputs are plain slices. Nothing is copied but token ids: everything is an
-index into the batch's flat values, so positions continue the original ones and outputs scatter back to where they
-belong. In deeper trees a block reads pieces of several strands, which are copied for it.
+The row is an index into the batch's flat values. So positions stay the original ones, and outputs go back to where they
+belong. In groups of one prompt the cross call reads plain slices, and nothing is copied but token ids. In deeper trees
+a block reads pieces of several strands, which are copied for it.
 """
 
 import functools
@@ -23,7 +23,8 @@ from verl_prefix.core.groups import Fork, Group
 
 
 class Run(NamedTuple):
-    """Tokens [start, end) of a strand, which go on from the state before token `after` of their path (0: zeros)."""
+    """Tokens [start, end) of a strand. They start from the state just before token `after`, where their path ends (0:
+    from zeros)."""
 
     start: int
     end: int
@@ -31,16 +32,16 @@ class Run(NamedTuple):
 
 
 class InitialStates(NamedTuple):
-    """Pairs of a suffix and the state that it goes on from, each by its number: among the layout's suffixes [n] int64,
-    among the source's `states` [n] int64."""
+    """The state from which each suffix starts: suffix `suffixes[i]` of the layout starts from state `states[i]` of the
+    source's `states`; both [n] int64."""
 
     suffixes: torch.Tensor
     states: torch.Tensor
 
 
 class Reads(NamedTuple):
-    """Outputs that rows read: `places` [n] int64 are where they stand in the batch, `tokens` [n] int64 which token of
-    the packed row computes each, or -1 - t for token t of phase A."""
+    """Outputs that rows read. `places` [n] int64 says where each stands in the batch; `tokens` [n] int64 says which
+    token of the packed row computes it, or -1 - t for token t of phase A."""
 
     places: torch.Tensor
     tokens: torch.Tensor
@@ -50,11 +51,11 @@ class Reads(NamedTuple):
 class Layout:
     """One packed row of T tokens, of which the first `num_prefix` are strands.
 
-    `index` [T] (int64) says which token of the batch's flat values each one is. Pieces of a segment's path are counted
-    in the prefix source: this row itself, or for a wave (which has no strands) `source`, the row of phase A, where the
-    strands of `groups` begin at tokens `starts`. `reads` are the outputs that rows read; None: those of all suffix
-    tokens, in their order. `states` are the paths in its strands behind which segments go on, in ascending order of
-    their last tokens.
+    `index` [T] (int64) says which token of the batch's flat values each one is. Paths of segments count tokens of the
+    prefix source. That is this row itself; for a wave, which has no strands, it is `source`, the row of phase A. The
+    strands of each of `groups` begin at token `starts` of the prefix source. `reads` are the outputs that rows read;
+    None: those of all suffix tokens, in their order. `states` are the paths in this row's strands that other segments
+    continue, in ascending order of their last tokens.
     """
 
     index: torch.Tensor
@@ -88,7 +89,7 @@ class Layout:
 
     @functools.cached_property
     def num_prefixes(self) -> int:
-        """Strands among the segments, which they open."""
+        """Number of strands, which are the first segments."""
         return sum(end <= self.num_prefix for end in accumulate(segment.length for segment in self.segments))
 
     @functools.cached_property
@@ -99,7 +100,7 @@ class Layout:
 
     @functools.cached_property
     def rounds(self) -> list[list[Run]]:
-        """The strands as runs of tokens between `states`: each round goes on from states of the rounds before it."""
+        """The strands, cut at `states` into runs of tokens. The runs of a round start from states of earlier rounds."""
         rounds: list[list[Run]] = []
         round_of = {0: -1}
         ends, end = list(self.state_numbers), 0
@@ -116,18 +117,18 @@ class Layout:
 
     @functools.cached_property
     def round_spans(self) -> list[Spans]:
-        """The runs of each round, as the segments of a row of their own; the same for all layers, whose kernels keep
-        what they make of them."""
+        """The runs of each round, as the segments of a row of their own. All layers get the same objects, so that
+        kernels can keep what they derive from them."""
         bounds = [(0, *accumulate(run.end - run.start for run in runs)) for runs in self.rounds]
         return [Spans(one, one) for one in bounds]
 
     @functools.cached_property
     def state_numbers(self) -> dict[int, int]:
-        """Numbers of the `states`, by the token after the last one of each."""
+        """The number of each of `states`, by the token that follows its last one."""
         return {_after(path): number for number, path in enumerate(self.states)}
 
     def initial_states(self, device: torch.device) -> InitialStates:
-        """Suffixes that go on behind strands; built once."""
+        """The suffixes that continue strands, and the state of each; built once."""
         if device not in self._initial_states:
             suffixes, numbers = self.segments[self.num_prefixes :], (self.source or self).state_numbers
             pairs = [(i, numbers[suffix.path_end]) for i, suffix in enumerate(suffixes) if suffix.path]
@@ -137,8 +138,8 @@ class Layout:
         return self._initial_states[device]
 
     def tails(self, length: int, device: torch.device) -> torch.Tensor:
-        """[states, length] int64: the last tokens before each of `states`, plus 1, behind zeros where there are fewer;
-        built once."""
+        """[states, length] int64: the last tokens of each of `states`, plus 1, with zeros in front where there are
+        fewer; built once."""
         if (length, device) not in self._tails:
             rows = [ranges(last_of(path, length)) + 1 for path in self.states]
             padded = [torch.nn.functional.pad(row, (length - len(row), 0)) for row in rows]
@@ -147,7 +148,7 @@ class Layout:
 
     @property
     def read_places(self) -> torch.Tensor:
-        """[n]: where the outputs that are read, and so the log-probs of the tokens behind them, stand in the batch."""
+        """[n] int64: where the outputs that are read stand in the batch; each gives the next token's log-prob."""
         return self.index[self.num_prefix :] if self.reads is None else self.reads.places
 
     @functools.cached_property
@@ -159,8 +160,8 @@ class Layout:
         return own
 
     def reading(self, is_read: torch.Tensor) -> "Layout":
-        """The layout whose outputs are those of the batch's tokens `is_read` [N] (bool), of one token of this row at
-        least: a backward needs something to start from."""
+        """The layout that reads only the outputs of the batch's tokens `is_read` [N] (bool). It reads at least one
+        token of this row, since a backward needs something to start from."""
         index = self.read_places
         own = torch.arange(self.num_prefix, self.num_tokens) if self.reads is None else self.reads.tokens
         chosen = is_read[index]
@@ -169,8 +170,8 @@ class Layout:
         return replace(self, reads=Reads(index[chosen], own[chosen]))
 
     def calls(self, window: int | None, device: torch.device) -> tuple[Call, ...]:
-        """A layer's kernel calls, the first over all queries, where a query sees `window` tokens, itself included
-        (None: all before it); built once."""
+        """A layer's kernel calls, the first over all queries; built once. A query sees `window` tokens, with itself
+        (None: all before it)."""
         if (window, device) not in self._calls:
             self._calls[window, device] = tuple(self._calls_of(window, device))
         return self._calls[window, device]
@@ -191,8 +192,8 @@ def build_layout(
     places: Sequence[int] = (),
     suffixes: bool = True,
 ) -> Layout:
-    """The packed row of `groups`, best in `pass_order`. Where that is nothing, a dummy: one token of the batch that
-    reads itself, which keeps a rank's collectives in step.
+    """Builds the packed row of `groups`, best in `pass_order`. Where there is nothing to compute it is a dummy: one
+    token of the batch that reads itself, which keeps a rank's collectives in step.
 
     Args:
         offsets: first token of each row in the batch's flat values (nested `offsets()`).
@@ -248,8 +249,8 @@ def _paths(group: Group, start: int) -> dict[Fork, Pieces]:
 def _reads(
     rows: Sequence[tuple[int, int, int, int, Pieces]], num_prefix: int, in_wave: bool, suffixes: bool
 ) -> Reads | None:
-    """Of rows: (first token in the batch, tokens before the suffix, suffix tokens, first token whose output is read,
-    path before the suffix). None where they read exactly the outputs of suffixes, or nothing."""
+    """The outputs that rows read; None where they read exactly the outputs of suffixes, or nothing. A row is given as
+    (first token in the batch, tokens before the suffix, suffix tokens, first token whose output is read, path)."""
     if all(start == first for _, start, _, first, _ in rows):
         return None
     index, tokens, own = [], [], num_prefix

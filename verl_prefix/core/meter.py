@@ -1,4 +1,4 @@
-"""Instruments of a run, beside the schedule: seconds of its phases, memory of its waves, bytes that offload moved."""
+"""Measures a run, beside the schedule: seconds of its phases, memory of its waves, bytes that offload moved."""
 
 import time
 from collections import Counter
@@ -31,7 +31,7 @@ class Meter:
 
     @property
     def seconds(self) -> dict[str, float]:
-        """Of each phase so far; asking waits for the device."""
+        """Seconds of each phase so far; reading it waits for the device."""
         seconds: dict[str, float] = {}
         for phase, start, end in self._moments:
             if isinstance(end, torch.cuda.Event):
@@ -42,8 +42,8 @@ class Meter:
 
     @contextmanager
     def phase(self, name: str, groups: Sequence[Group], device: torch.device, part: str = "") -> Iterator[None]:
-        """Context of a phase, or of one of its waves; arguments as of `annotate_errors`, which says where an error
-        came from."""
+        """Context that times a phase, or one of its waves. Errors inside get a note from `annotate_errors`, which takes
+        the same arguments."""
         start = _now(device)
         with annotate_errors(name, groups, part):
             yield
@@ -60,7 +60,7 @@ class Meter:
 
 
 def _now(device: torch.device) -> Any:
-    """On CUDA an event, for which the host does not wait; else seconds."""
+    """The moment: on CUDA an event, for which the host does not wait; else seconds."""
     if device.type != "cuda":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)

@@ -1,12 +1,12 @@
-"""A prefix in host memory: the device has of it what the layer at hand needs, and what the next one will.
+"""Keeps a prefix in host memory; the device holds only what the current layer needs, and what the next one will need.
 
-    phase A   the storage of a saved tensor is copied once, on a side stream, to pinned pages, and let go; so are each
+    phase A   the storage of a saved tensor is copied once, on a side stream, to pinned pages, and freed; so are each
               layer's keys and values
-    phase B   a layer's keys and values come ahead of a wave's pass, its grad cache comes and goes with the backward
+    phase B   a layer's keys and values return before a wave reads them; its grad cache comes and goes with the backward
     phase C   storages and grad caches return in reverse order, ahead of backward while there is room, else when it asks
 
-Schedule-level reuse with dormant offload. On CPU the same code copies to ordinary host memory at once: nothing is
-gained, everything is tested. Knows neither model nor schedule.
+This is schedule-level reuse with dormant offload. On CPU the same code copies to ordinary host memory at once, so that
+everything is tested though nothing is gained. This module knows neither model nor schedule.
 """
 
 import bisect
@@ -24,8 +24,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from verl_prefix.core.host_memory import HostCopies
 from verl_prefix.core.prefix_cache import Key, PrefixCache, Tensors
 
-TINY_BYTES = 4 << 10  # what a smaller storage frees is not worth a copy's latency
-AHEAD = 1 / 16  # of all bytes on the host, what is back before backward asks; of 32 layers two
+TINY_BYTES = 4 << 10  # a smaller storage frees too little to be worth a copy's latency
+AHEAD = 1 / 16  # the share of all bytes on the host that returns before backward asks: two of 32 layers
 
 
 def device_room(device: torch.device) -> int:
@@ -40,12 +40,12 @@ def device_room(device: torch.device) -> int:
 
 @dataclass(eq=False)
 class _Shelved:
-    """A layer's tensors one behind the other: on the device, in host memory, or both."""
+    """A layer's tensors, one after the other: on the device, in host memory, or both."""
 
     dtype: torch.dtype
     like: list[tuple[torch.Size, bool]]  # of each tensor, with whether it requires a gradient
     on_device: torch.Tensor | None  # uint8 [n]
-    is_newer: bool = True  # what is on the device
+    is_newer: bool = True  # the device's copy is newer than the host's
     pieces: list[torch.Tensor] | None = None
     ready: Any = None  # the event behind a copy to the device
 
@@ -62,11 +62,12 @@ class _Shelved:
 class Shelf(MutableMapping[Key, Tensors]):
     """Tensors of layers in host memory: the device has those of the layer asked for last, and of the next one.
 
-    Layers are asked for forward or backward. States of recurrent layers stay on the device, as small as they are: a
-    wave's graph holds them. So does what another device has, or what the host has no room for.
+    Layers are asked for in ascending or in descending order. Some tensors stay where they are: states of recurrent
+    layers, which are small and held by a wave's graph; tensors of another device or of mixed dtypes; and what the host
+    has no room for.
 
     Args:
-        written: who asks for tensors writes to them.
+        written: True where the caller writes to the tensors that it asks for.
     """
 
     def __init__(self, copies: HostCopies, written: bool) -> None:
@@ -131,7 +132,7 @@ class Shelf(MutableMapping[Key, Tensors]):
         self._shelved, self._staying, self._layers = {}, {}, []
 
     def _keep(self, *layers: int) -> None:
-        """Of all others, what the host has not is copied there; the device lets them go."""
+        """Keeps only `layers` on the device. Of all others, what the host lacks is copied there first."""
         for layer, shelved in [*self._shelved.items()]:
             if layer in layers or shelved.on_device is None:
                 continue
@@ -154,19 +155,19 @@ class Shelf(MutableMapping[Key, Tensors]):
             shelved.on_device, shelved.ready = self._copies.to_device(shelved.pieces)
 
     def _wait(self, shelved: _Shelved) -> None:
-        """For the copy to the device, before its memory is read or free for others."""
+        """Waits for the copy to the device, before its memory is read or freed."""
         self._copies.wait(shelved.ready)
         shelved.ready = None
 
 
 def _flat(tensors: Tensors) -> torch.Tensor:
-    """Their bytes, uint8 [n]."""
+    """The bytes of the tensors, one after the other, uint8 [n]."""
     return torch.cat([x.detach().contiguous().view(-1).view(torch.uint8) for x in tensors])
 
 
 @dataclass(eq=False)
 class Dormant:
-    """One storage on the host. `source` keeps its address from meanwhile becoming another storage's."""
+    """One storage on the host. While `source` is held, no other storage can get its address."""
 
     source: StorageWeakRef
     nbytes: int
@@ -177,13 +178,13 @@ class Dormant:
     is_ahead: bool = False  # on the device before backward asks
 
 
-# What the graph holds for a saved tensor: itself, or (dtype, size, stride, storage offset) behind a dormant storage, or
-# behind a parameter whose cast it is.
+# What the graph holds for a saved tensor: the tensor itself; or the dormant storage that it is a view of, or the
+# parameter that it was cast from, with (dtype, size, stride, storage offset).
 Saved = torch.Tensor | tuple[Dormant | torch.nn.Parameter, torch.dtype, torch.Size, tuple[int, ...], int]
 
 
 class OffloadedPrefixCache(PrefixCache):
-    """A prefix cache in host memory, whose prefix graph has its saved activations there between phases A and C.
+    """A prefix cache in host memory, where the prefix graph's saved activations wait, too, between phases A and C.
 
     Args:
         device: where the model runs; tensors elsewhere stay as they are.
@@ -220,19 +221,19 @@ class OffloadedPrefixCache(PrefixCache):
         self._prefetch()
 
     def _stays(self, tensor: torch.Tensor) -> bool:
-        # Parameters, views of them (linear saves weight.t()) and FSDP2's gathered ones, whose storage FSDP2 frees and
-        # fills; subclasses (DTensor) have no storage of their own.
+        # These stay: parameters, views of them (linear saves weight.t()) and FSDP2's gathered ones, whose storage FSDP2
+        # frees and fills; and subclasses (DTensor), which have no storage of their own.
         if type(tensor) is not torch.Tensor or isinstance(tensor._base, torch.nn.Parameter):
             return True
         if tensor.device != self.device or not tensor.is_floating_point():
             return True
-        return tensor.untyped_storage().nbytes() < TINY_BYTES  # a small view keeps all of it alive
+        return tensor.untyped_storage().nbytes() < TINY_BYTES  # a small view keeps the whole storage alive
 
     def _pack(self, tensor: torch.Tensor) -> Saved:
         source: Dormant | torch.nn.Parameter | None = None
         if not self._stays(tensor) and (source := _parameter_of(tensor)) is None:
             source = self._find_or_copy(tensor)
-        if source is None:  # detached: a graph node that holds its own output is a cycle that nothing collects
+        if source is None:  # detached, since a graph node that holds its own output is a cycle that nothing collects
             return tensor.detach()
         if isinstance(source, Dormant):
             source.num_waiting += 1
@@ -265,7 +266,7 @@ class OffloadedPrefixCache(PrefixCache):
         return tensor
 
     def _prefetch(self) -> None:
-        """Storages come back while `AHEAD` of all bytes wait for backward at most, or one storage."""
+        """Brings storages back before backward asks: at most `AHEAD` of all bytes at a time, or one storage."""
         room: int | None = None  # asking the driver takes longer than all else here
         while self._returning:
             dormant = self._returning[-1]
@@ -277,7 +278,7 @@ class OffloadedPrefixCache(PrefixCache):
                     return
                 try:
                     self._copy_in(dormant)
-                except torch.OutOfMemoryError:  # the room is in too small pieces
+                except torch.OutOfMemoryError:  # the free memory is in too small pieces
                     return
                 dormant.is_ahead = True
                 self._num_ahead += dormant.nbytes
@@ -304,7 +305,7 @@ class OffloadedPrefixCache(PrefixCache):
 
 
 def _parameter_of(tensor: torch.Tensor) -> torch.nn.Parameter | None:
-    """The trained parameter that autocast made `tensor` of: backward casts it again, for nothing else in memory."""
+    """The trained parameter that autocast cast to `tensor`, or None. Backward casts it again, so nothing is stored."""
     cast = (tensor if tensor._base is None else tensor._base).grad_fn
     if cast is None or cast.name() != "ToCopyBackward0":
         return None

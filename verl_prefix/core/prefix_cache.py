@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-# What a layer leaves for suffixes: an attention layer by its index, parts of recurrent layers by (part, index).
+# Names what a layer leaves for suffixes: an attention layer's index, or (part, index) of a recurrent layer.
 Key = Hashable
 Tensors = tuple[torch.Tensor, ...]
 
@@ -26,7 +26,7 @@ class PrefixCache:
         self._leaf: MutableMapping[Key, Tensors] = {}
         self._grad: MutableMapping[Key, Tensors] = {}
         self._anchor: dict[Key, torch.Tensor] = {}
-        self._is_open = True  # for what layers leave, until phase C
+        self._is_open = True  # `capture` stores what layers leave, until phase C
 
     def __enter__(self) -> "PrefixCache":
         return self
@@ -40,13 +40,14 @@ class PrefixCache:
         return nullcontext()
 
     def capture(self, key: Key, *tensors: torch.Tensor, beside: Tensors = ()) -> Tensors:
-        """Phase A, and again where gradient checkpointing recomputes it in phase C, which must change nothing.
+        """Stores what a layer leaves, in phase A. In phase C gradient checkpointing calls it again: it stores nothing.
 
         Args:
-            beside: what the prefix itself goes on with, where it does not read `tensors`.
+            beside: what the prefix itself continues with, where that is not `tensors`.
 
         Returns:
-            The same tensors, then `beside`; in backward through any of them the grad cache joins those of `tensors`.
+            The same tensors, then `beside`. Backward through any of them adds the grad cache to the gradients of
+            `tensors`.
         """
         if self._is_open:
             self._leaf[key] = tuple(x.detach().requires_grad_(x.requires_grad) for x in tensors)
@@ -63,13 +64,15 @@ class PrefixCache:
         return self._leaf[key]
 
     def anchor(self, key: Key) -> torch.Tensor:
-        """An empty tensor that requires a gradient where what the layer left does. As an input of the function that
-        reads it, it makes autograd visit that function in backward, whatever else of its inputs is frozen. The leaves
-        themselves would do so too, and the graph of a wave would hold them on the device (`core.offload`)."""
+        """An empty tensor that requires a gradient if what the layer left does.
+
+        The function that reads the layer's tensors takes it as an input, so that autograd visits this function in
+        backward even where its other inputs are frozen. The tensors themselves would do so too, but then a wave's graph
+        would hold them on the device (`core.offload`)."""
         return self._anchor[key]
 
     def add_grad(self, key: Key, rows: slice | torch.Tensor, *grads: torch.Tensor) -> None:
-        """Phase B: a wave's gradients of the rows (tokens, or prefixes) that it read of each tensor."""
+        """Phase B: adds a wave's gradients of the rows (tokens, or states) that it read of each tensor."""
         if key not in self._grad:
             self._grad[key] = tuple(
                 torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32)) for x in self._leaf[key]
@@ -78,7 +81,7 @@ class PrefixCache:
             add_at(total, rows, part)
 
     def backward(self, root: torch.Tensor) -> None:
-        """Phase C: one backward through the prefix graph, which takes each layer's grad cache where it comes to it.
+        """Phase C: runs one backward through the prefix graph, which takes each layer's grad cache as it gets there.
 
         Args:
             root: the FSDP root's output of phase A, which every layer leads to. It enters with a zero gradient.
@@ -92,12 +95,12 @@ class PrefixCache:
         self._leaf.clear()
 
     def take(self, key: Key) -> Tensors | None:
-        """Phase C: what the waves sent back to a layer, which is forgotten; None where no wave read of it."""
+        """Phase C: removes and returns what the waves sent back to a layer; None where no wave read it."""
         return self._grad.pop(key, None)
 
 
 class _JoinGradCache(torch.autograd.Function):
-    """Identity, where the gradients of the first `num_left` tensors get those that the waves sent back."""
+    """Identity, whose backward adds what the waves sent back to the gradients of the first `num_left` tensors."""
 
     @staticmethod
     def forward(ctx: Any, cache: PrefixCache, key: Key, num_left: int, *tensors: torch.Tensor) -> Tensors:
@@ -116,8 +119,8 @@ class _JoinGradCache(torch.autograd.Function):
 
 
 class ReadRows(torch.autograd.Function):
-    """Rows `rows` [n] int64 of what a layer left [N, ...] -> [n, ...]; one may come several times. Gradients add up in
-    fp32 (fp64), and go to the grad cache of a wave, else to what was left."""
+    """Selects rows `rows` [n] int64 of what a layer left [N, ...] -> [n, ...]; a row may come several times. Gradients
+    add up in fp32 (fp64). In a wave they go to the grad cache, else through autograd to what was left."""
 
     @staticmethod
     def forward(ctx: Any, left: torch.Tensor, rows: torch.Tensor, cache: PrefixCache | None, key: Key) -> torch.Tensor:
@@ -140,7 +143,7 @@ def add_at(total: torch.Tensor, rows: slice | torch.Tensor, part: torch.Tensor) 
     if isinstance(rows, slice):
         total[rows] += part
     else:
-        wide = total.to(torch.promote_types(total.dtype, torch.float32))  # itself where it is
+        wide = total.to(torch.promote_types(total.dtype, torch.float32))  # `total` itself where it is wide
         wide.index_add_(0, rows, part.to(wide.dtype))
         if wide is not total:
             total.copy_(wide)

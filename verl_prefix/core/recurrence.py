@@ -1,11 +1,11 @@
-"""Recurrent layers (linear attention, state spaces, short convolutions): a suffix goes on from its prefix's state.
+"""Recurrent layers (linear attention, state spaces, short convolutions): a suffix starts from its prefix's state.
 
     scan          prefixes from zero -> a state each [N, ...]; every suffix starts from its prefix's
     convolution   [tail | P] [tail | S] [tail | S]      tail: the last width - 1 inputs before the segment, or zeros
 
-Where attention hands on keys and values of P tokens, these layers hand on one state. A packed pass does both in one
-graph; in phase A the prefix cache keeps the states, a wave reads them, and the gradients of all forks of a state add up
-in fp32 (fp64) before one prefix backward.
+Attention hands on the keys and values of P tokens; these layers hand on one state. A packed pass computes prefixes and
+suffixes in one graph. In a phased pass the prefix cache keeps the states of phase A, and waves read them. Either way
+the gradients of all suffixes that start from one state add up in fp32 (fp64) before the one prefix backward.
 """
 
 from collections.abc import Callable, Sequence
@@ -68,7 +68,7 @@ def _scan_strands(layout: Layout, inputs: Sequence[torch.Tensor], scan: Scan) ->
     outputs: dict[int, torch.Tensor] = {}
     states: dict[int, torch.Tensor] = {}
     for runs, spans in zip(layout.rounds, layout.round_spans, strict=True):
-        # All of a first round go on from zeros, all others from states.
+        # All runs of the first round start from zeros, all others from states.
         initial = torch.stack([states[run.after] for run in runs]) if states else None
         row = [torch.cat([x[run.start : run.end] for run in runs]) for x in inputs]
         scanned = scan(row, spans, initial)
@@ -112,8 +112,8 @@ def shared_conv(
 
 
 def _tails(layout: Layout, x: torch.Tensor, tail_len: int) -> torch.Tensor:
-    """[states, tail_len, D]: of x [T, D] the last inputs before each of the layout's `states`, behind zeros where there
-    are fewer."""
+    """[states, tail_len, D]: the last inputs of x [T, D] before each of the layout's `states`, with zeros in front
+    where there are fewer."""
     index = layout.tails(tail_len, x.device)
     behind_zeros = torch.cat([x.new_zeros(1, x.shape[-1]), x])
     return behind_zeros.index_select(0, index.flatten()).view(*index.shape, -1)
@@ -140,7 +140,7 @@ def _continued(
     return chosen.new_zeros(num_suffixes, *chosen.shape[1:]).index_copy(0, initial.suffixes, chosen)
 
 
-# ([n, longest, ...] of each input, states [n, ...] that they start from) -> outputs and final states, alike
+# ([n, longest, ...] of each input, states [n, ...] that they start from) -> outputs and final states of these shapes
 RowScan = Callable[[Sequence[torch.Tensor], torch.Tensor | None], tuple[torch.Tensor, torch.Tensor]]
 
 
@@ -148,9 +148,10 @@ def scan_rows(
     scan: RowScan, fills: Sequence[float], inputs: Sequence[torch.Tensor], segments: Spans,
     initial: torch.Tensor | None,
 ) -> Scanned:  # fmt: skip
-    """A `Scan` by a kernel that takes rows, which are padded behind with `fills`: segments of up to 64 tokens, about a
-    kernel's chunk, together, of up to 128, and so on. One long response among many short ones would pad each of them
-    to its length."""
+    """A `Scan` by a kernel that takes rows of one length, which `fills` pad at the end.
+
+    Segments of up to 64 tokens, about a kernel's chunk, run together; then those of up to 128, and so on. In one call
+    a single long response would pad every short one to its length."""
     lens = segments.lens
     pieces = [x.split(lens) for x in inputs]
     outputs, states = list(pieces[0]), [inputs[0]] * len(lens)

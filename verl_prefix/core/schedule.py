@@ -7,8 +7,8 @@
 
 packed is Prefix Grouper (arXiv 2506.05433) with merged attention; phased is schedule-level reuse, for groups that do
 not fit one pass: B needs the memory of one wave, and A and C happen once however many waves there are. The stock actor
-computes P once per suffix instead. Knows neither verl nor losses: logits go to `outputs`, what that returns to `step`
-(`run`, a whole plan), or to whoever iterates over `forwards` and calls backward himself (`api`).
+computes P once per suffix instead. This module knows neither verl nor losses. Logits go to `outputs`. What that returns
+goes to `step` where `run` computes a whole plan, or to a caller of `forwards` that calls backward itself (`api`).
 """
 
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
@@ -39,7 +39,7 @@ Step = Callable[[Sequence[Group], Layout, torch.Tensor], torch.Tensor]
 
 
 class PassOutputs(NamedTuple):
-    """A packed pass or a wave after its forward, as a Step gets it; without groups a dummy, whose loss is zero."""
+    """A packed pass or a wave after its forward, as a Step gets it. One without groups is a dummy: its loss is zero."""
 
     groups: Sequence[Group]
     layout: Layout
@@ -50,8 +50,8 @@ class Pixels(Protocol):
     """Images and videos of a vision model's rows (`models.vision.PixelBatch`)."""
 
     def of(self, groups: Sequence[Group], device: torch.device, tokens: torch.Tensor | None) -> dict[str, torch.Tensor]:
-        """Arguments of the model's forward for a packed row that begins with the prefixes of `groups`, or for `tokens`
-        [t] int64 of it, in host memory."""
+        """Visual arguments of the model's forward, for a packed row that begins with the prefixes of `groups`. `tokens`
+        ([t] int64, in host memory): only for these tokens of the row."""
 
 
 class Model(Protocol):
@@ -64,16 +64,18 @@ class Model(Protocol):
         self, input_ids: torch.Tensor, position_ids: torch.Tensor, keep: torch.Tensor, attention_pass: AttentionPass,
         outputs: Outputs | None, logits_chunk: int, pixels: Mapping[str, torch.Tensor],
     ) -> torch.Tensor:  # fmt: skip
-        """One forward of a packed row [T]; what `outputs` makes of the logits of tokens `keep` [n]: [n, k].
+        """Runs a packed row [T] forward; returns what `outputs` makes of the logits of tokens `keep` [n]: [n, k].
 
-        None: nobody reads it; [n, 1] that a backward can start from, without lm_head."""
+        With `outputs` None nobody reads the result. It is [n, 1], without lm_head, and a backward can start from it."""
 
 
 @dataclass(frozen=True)
 class TokenBatch:
-    """Flat tokens of a batch's rows: `input_ids` [N] int64, `position_ids` [N] or [4, N] (text, time, height, width)
-    int64, `offsets` of the rows' first tokens, the `pixels` of a vision model's rows, and `is_read` [N] bool in host
-    memory, suffix tokens that go through lm_head (None: all)."""
+    """Flat tokens of a batch's rows.
+
+    `input_ids` is [N] int64; `position_ids` is [N] or [4, N] (text, time, height, width) int64; `offsets` are the rows'
+    first tokens. `pixels` belongs to a vision model's rows. `is_read`, [N] bool in host memory, says which suffix
+    tokens go through lm_head; None: all."""
 
     input_ids: torch.Tensor
     position_ids: torch.Tensor
@@ -94,10 +96,10 @@ class Schedule:
         gradient_sync: context of one backward, given whether it is the run's last (verl's `_gradient_sync_context`).
         kernel: name for `kernels.choose_kernel`.
         offload: phased only, with gradients: prefixes wait in host memory (`core.offload`).
-        keep_attention: see `AttentionPass.keep`; not in phase A with `offload`.
+        keep_attention: `keep` of `AttentionPass`; with `offload` it does not hold in phase A.
         pass_type: `AttentionPass`, or a subclass that looks at its layers.
-        sequence_group: ranks that compute every row together (see `core.sequence_parallel`); None: this one alone.
-        meter: sees how long phases take; None: one of its own.
+        sequence_group: ranks that compute every row together (see `core.sequence_parallel`); None: this rank alone.
+        meter: measures the phases; None: the schedule makes its own.
     """
 
     def __init__(
@@ -131,7 +133,7 @@ class Schedule:
         self.meter = meter or Meter()
 
     def run(self, tokens: TokenBatch, plan: Plan) -> None:
-        """All passes of `plan`, in its order, which must be the same on every rank; needs `step`."""
+        """Runs all passes of `plan` in order, which must be the same on every rank; needs `step`."""
         assert self.step is not None
         with self.model.grouped_attention():
             for i, planned in enumerate(plan.passes):
@@ -146,10 +148,11 @@ class Schedule:
     def forwards(
         self, tokens: TokenBatch, planned: PackedPass | PhasedPass, last: bool = True
     ) -> Iterator[Iterator[PassOutputs]]:
-        """One pass, inside `grouped_attention`: phase A on entering, forwards by iterating, phase C on leaving.
+        """Context of one pass, inside `grouped_attention`: phase A runs on entering, a forward at each iteration, phase
+        C on leaving.
 
-        Backward of a forward comes before the next is asked for. After an exception there is no phase C; in any case
-        nothing of the prefix is left. Without gradients (`torch.no_grad`) there is no phase C either.
+        The caller runs a forward's backward before it asks for the next forward. After an exception, and without
+        gradients (`torch.no_grad`), there is no phase C. In any case nothing of the prefix is left.
         """
         if isinstance(planned, PackedPass):
             with closing(self._packed(tokens, planned, last)) as packed, annotate_loop_body():
@@ -167,7 +170,7 @@ class Schedule:
                 if layout.reads is not None and tokens.is_read is not None:
                     layout = layout.reading(tokens.is_read)
                 root = self._prefixes(tokens, planned, layout, cache)
-            # Where lm_head alone is trained, the last wave's backward is the last there is.
+            # Where only lm_head is trained there is no phase C, and the last wave's backward is the last one.
             ends = last and not root.requires_grad
             with closing(self._waves(tokens, planned, layout, cache, ends)) as waves, annotate_loop_body():
                 yield waves
@@ -194,8 +197,8 @@ class Schedule:
                     yield self._suffixes(tokens, groups, layout, cache)
 
     def _prefixes(self, tokens: TokenBatch, planned: PhasedPass, layout: Layout, cache: PrefixCache) -> torch.Tensor:
-        """Phase A; one token goes to the end, since FSDP2 needs the root's output to start phase C from, or those whose
-        outputs waves read."""
+        """Runs phase A. One token goes to the model's end, since FSDP2 needs the root's output to start phase C from;
+        where waves read outputs of strands, those tokens do."""
         keep_attention = self.keep_attention and not self.offload
         attention_pass = self.pass_type(layout, self.kernel, capture=cache, keep=keep_attention)
         keep = torch.tensor([layout.num_tokens - 1])
@@ -223,8 +226,8 @@ class Schedule:
             return PassOutputs(groups, layout, self._read(outputs, layout, cache))
 
     def _read(self, outputs: torch.Tensor, layout: Layout, cache: PrefixCache | None) -> torch.Tensor:
-        """Outputs [m, k] of the layout's tokens `keep` -> those that rows read [n, k], where several read one or waves
-        those of phase A."""
+        """Outputs [m, k] of the layout's tokens `keep` -> those that rows read [n, k]. Several rows may read the same
+        output, and waves may read those of phase A."""
         if layout.reads is None or torch.equal(layout.reads.tokens, layout.keep):
             return outputs
         device, tokens, is_own = outputs.device, layout.reads.tokens, layout.reads.tokens >= 0
@@ -262,5 +265,5 @@ class Schedule:
 
 
 def _sum_logits(index: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-    """Outputs of a dummy wave or pass, which has a gradient for all that those of other ranks have one for."""
+    """Outputs of a dummy wave or pass, which gives a gradient to the same parameters as a real one on other ranks."""
     return logits.sum(-1, keepdim=True)

@@ -1,10 +1,10 @@
-"""Ulysses: a packed row's tokens over the ranks of a group, and over the same ranks, inside attention, its heads.
+"""Ulysses: the ranks of a group share a packed row's tokens in the layers, and its heads inside attention.
 
     layers     rank 0: [ P P . | S S ]  rank 1: [ P P . | S . ]      its slices of prefixes and suffixes, padded alike
     attention  rank 0: heads 0 1 of     [ P P P P P | S S S ]        all tokens, as on one rank alone
 
-Prefixes and suffixes are cut apart, since one cut through the row would give one rank all of lm_head's tokens. What the
-prefix cache holds are this rank's heads of whole prefixes, so that a wave sends no more than its own tokens.
+Prefixes and suffixes are cut apart, since one cut through the row would give one rank all of lm_head's tokens. The
+prefix cache holds this rank's heads of whole prefixes, so that a wave sends only its own tokens.
 DeepSpeed-Ulysses: arXiv 2309.14509; verl's is verl/models/transformers/monkey_patch.py.
 """
 
@@ -20,13 +20,13 @@ from verl_prefix.core.layout import Layout
 class Shards:
     """One packed row on the n ranks of a group.
 
-    Per layer, and again in backward, a rank sends t (2 H + 2 max(K, n)) D (n - 1) / n elements, of its t tokens.
+    In each layer, and again in backward, a rank of t tokens sends t (2 H + 2 max(K, n)) D (n - 1) / n elements.
 
     Args:
         group: the ranks that share the row; all of them run the same passes. H is a multiple of n; K of n, or n of K.
 
     Attributes:
-        tokens: [t] int64, this rank's tokens of the row; what pads a slice is token 0 again, which nobody reads.
+        tokens: [t] int64, this rank's tokens of the row. Slices are padded with token 0, whose result nobody reads.
     """
 
     def __init__(self, group: dist.ProcessGroup, layout: Layout, device: torch.device) -> None:
@@ -39,20 +39,23 @@ class Shards:
         for part, length, before in zip(parts, slices, (0, slices[0]), strict=True):
             number = torch.arange(len(part))
             positions.append(number // max(length, 1) * self._local + before + number % max(length, 1))
-        # Of every token, among those of all ranks, one rank after the other; in host memory and on the device.
+        # Where every token stands among the tokens of rank 0, then rank 1, and so on; in host memory, on the device.
         self._positions = torch.cat(positions)
         self._gathered = on_device(self._positions, device)
         self.tokens = self.own(torch.arange(layout.num_tokens))
 
     def own(self, values: torch.Tensor) -> torch.Tensor:
-        """Values of all tokens [T], in host memory -> of this rank's [t], 0 where a slice is padded."""
+        """Values of all tokens [T], in host memory -> those of this rank's tokens [t], 0 where a slice is padded."""
         padded = values.new_zeros(self.size * self._local)
         padded[self._positions] = values
         return padded.view(self.size, self._local)[self.rank]
 
     def keep(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Positions of the row's tokens `tokens` [n] int64, in ascending order, among those of this rank, as many on
-        every rank [m]; and rows of `tokens` in what `gather` makes of such outputs."""
+        """Which of this rank's tokens to keep, and where their outputs stand after a gather.
+
+        `tokens` [n] int64 are tokens of the row, in ascending order. Returns [m] int64, those of them that this rank
+        has, as positions among its own tokens, padded to one m for all ranks; and [n] int64, each one's row among the
+        outputs of all ranks, for `gather`."""
         owner, local = self._positions[tokens] // self._local, self._positions[tokens] % self._local
         counts = owner.bincount(minlength=self.size)
         most = int(counts.max())
@@ -64,8 +67,9 @@ class Shards:
         return torch.nn.functional.pad(own, (0, most - len(own))), rows
 
     def gather(self, outputs: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """[m, k] of every rank -> [n, k] on every rank, by the rows of `keep`. Each rank's loss is that of all
-        tokens, and FSDP averages gradients over ranks: in backward a rank takes its own tokens' gradients times n."""
+        """[m, k] of every rank -> [n, k] on every rank, by the rows of `keep`. Every rank computes the loss of all
+        tokens, and FSDP averages gradients over ranks: so backward multiplies the gradients of a rank's own tokens by
+        n."""
         gathered: torch.Tensor = _Gather.apply(outputs, self.group)  # type: ignore[no-untyped-call]
         return gathered.index_select(0, on_device(rows, outputs.device))
 
@@ -73,7 +77,7 @@ class Shards:
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """[t, H, D] and [t, K, D] of this rank's tokens -> [T, H / n, D] and [T, max(K / n, 1), D] of all; key heads
-        are repeated where ranks are more."""
+        are repeated where there are more ranks."""
         n = self.size
         if k.shape[1] < n:
             k, v = (x.repeat_interleave(n // k.shape[1], 1) for x in (k, v))

@@ -1,4 +1,4 @@
-"""Rows -> trees: what rows have in common, and are cut alike before, is computed once.
+"""Rows -> trees: tokens that rows have in common before their cuts are computed once.
 
     row 0   [ question | answer ]
     row 1   [ question | call ]
@@ -9,9 +9,10 @@
       strand 1 [ call, result ]        -> row 2 [ next call ]      row 1 lies in strand 1, and has no suffix
       strand 2 [ other call, result ]  -> row 3 [ next call ]
 
-Cuts follow from a row itself, as ends of messages do, never from who stands beside it: rows do not share where they
-happen to agree. Between two cuts rows share where one's tokens are the beginning of the other's, and strands that
-follow each other alone are one: the growing prompts of a session are one strand, which suffixes read in part.
+A row's cuts follow from the row itself, as ends of messages do, never from the rows beside it. So rows that merely
+happen to agree in some tokens do not share them. Between two cuts, rows share where the tokens of one are the beginning
+of the other's. A strand and the only one that follows it are joined: the growing prompts of a session are one strand,
+of which each suffix reads a part.
 """
 
 from collections.abc import Sequence
@@ -21,16 +22,16 @@ import torch
 
 from verl_prefix.core.groups import Fork, Group, Strand, rows_by_key
 
-# Tokens at the end of a prompt in which the last message's end may stand: behind it comes the generation prompt alone.
+# A message that ends within this many tokens of a prompt's end is the last one: only the generation prompt follows it.
 GENERATION_PROMPT = 16
 
 
 def cuts_at(ends: Sequence[int], prompt_len: int) -> list[int]:
-    """Where a row is cut whose first `ends` tokens each are the end of something that others may go on from.
+    """Where a row is cut. `ends` are numbers of its first tokens after which other rows may continue differently.
 
-    Before the last token of each, as a prefix ends before the last prompt token. There as well, unless an end stands
-    just before it: a generation prompt may have another form in the next turn's history, and what is short beside it
-    is computed with the response.
+    A cut stands one token before such an end, as a prefix ends before the last prompt token. The end of the prompt is
+    one, too, unless one of `ends` stands just before it: what lies between is a generation prompt, which may have
+    another form in the next turn's history, and which is short enough to be computed with the response.
     """
     cuts = [end - 1 for end in ends]
     if not any(prompt_len - GENERATION_PROMPT <= end <= prompt_len for end in ends):
@@ -43,13 +44,13 @@ def group_trees(
 ) -> list[Group]:
     """Groups of rows that share what lies before their cuts.
 
-    A cut at n leaves n tokens before it. What is shared up to there is shared with the token behind it, whose log-prob
-    the last of them gives: a cut between a common token and the first that differs is one token early, as a prefix ends
-    before the last prompt token.
+    A cut at n leaves n tokens before it. Rows share these only if they also agree in the next token, whose log-prob the
+    last of them gives. So where token d is the first that differs, the cut stands at d - 1, as a prefix ends before the
+    last prompt token.
 
     Args:
-        tokens: [N] int64 in host memory, all rows one behind the other, with what else must agree mixed in (positions,
-            pixels).
+        tokens: [N] int64 in host memory, all rows one after the other; what else must agree (positions, pixels) is
+            mixed into them.
         offsets: first token of each row, and the end.
         prompt_lens: tokens of each row's prompt, at least 1.
         cuts: of each row, in any order; those outside of [1, row length - 2] cut nothing off.
@@ -77,7 +78,7 @@ def group_trees(
             begun: list[int] = []  # strands that begin behind this fork
             known: dict[int, int] = {}  # of those, by the hash of their first `known_end` + 1 tokens
             known_end = -1
-            # The longest piece first, and of equal ones what goes on: what others are the beginning of is there then.
+            # The longest piece comes first, of equal ones one that goes on: others find what they are a beginning of.
             pieces = sorted((-ends[row][depth], len(ends[row]) == depth + 1, row) for row in behind)
             for (end, is_last, hashed), places in rows_by_key(
                 (-n, last, hash_of[row]) for n, last, row in pieces
@@ -104,8 +105,8 @@ def group_trees(
 
 
 def _chained(strands: Sequence[Strand], forks: dict[int, Fork]) -> tuple[list[Strand], dict[int, Fork]]:
-    """A strand and the only one that begins at its end are one, so that the growing prompts of a session are one causal
-    segment, and no part of it copies the keys of those before."""
+    """Joins a strand and the only one that begins at its end. So the growing prompts of a session are one causal
+    segment, no part of which copies the keys of the parts before it."""
     following: dict[int, list[int]] = {}
     for number, strand in enumerate(strands):
         if strand.parent >= 0 and strand.start == strands[strand.parent].end:
@@ -137,8 +138,11 @@ class Hashes:
         return self.sums[starts + torch.as_tensor(ends, dtype=torch.int64) + 1] - self.sums[starts]
 
     def check(self, rows: Sequence[int], other: int, start: int, end: int) -> None:
-        """Raises RuntimeError where one of `rows`, which have the hash of row `other`, has another of tokens
-        [start, end] than that."""
+        """Compares tokens [start, end] of `rows` with those of row `other`, whose hash they have.
+
+        Raises:
+            RuntimeError: they differ.
+        """
         expected = self._between(other, start, end)
         if not all(row == other or torch.equal(self._between(row, start, end), expected) for row in rows):
             raise RuntimeError("two different prefixes have the same 64-bit hash; shuffle the rows and report this")
@@ -157,7 +161,7 @@ def mix(x: torch.Tensor) -> torch.Tensor:
 
 
 def mix_rows(tokens: torch.Tensor, offsets: Sequence[int], values: Sequence[int]) -> torch.Tensor:
-    """[N] int64: tokens mixed with their row's value, where rows of different values do not share."""
+    """[N] int64: tokens mixed with their row's value, so that rows of different values do not share."""
     lens = torch.tensor(offsets, dtype=torch.int64).diff()
     return mix(tokens) ^ torch.tensor(values, dtype=torch.int64).repeat_interleave(lens)
 
@@ -165,8 +169,8 @@ def mix_rows(tokens: torch.Tensor, offsets: Sequence[int], values: Sequence[int]
 def _groups(
     strands: Sequence[Strand], forks: dict[int, Fork], lens: Sequence[int], first_outputs: Sequence[int]
 ) -> list[Group]:
-    """One group per strand that nothing stands before, depth first; other rows are groups of their own."""
-    # Behind a strand: at which token, whether a strand and which, or a row; rows without a suffix first.
+    """Makes one group per strand that nothing stands before, depth first; other rows are groups of their own."""
+    # What follows a strand: (token, kind, number), where kind is 0 for a row without a suffix, 1 with one, 2 a strand.
     below: dict[int, list[tuple[int, int, int]]] = {}
     for row, fork in forks.items():
         below.setdefault(fork.strand, []).append((fork.start, int(fork.start < lens[row] - 1), row))

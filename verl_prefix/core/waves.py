@@ -41,7 +41,8 @@ class PhasedPass:
 class Plan:
     """All passes of one rank's batch, packed ones first.
 
-    `split_groups` counts groups whose prefix is computed repeatedly; `idle_rows` are groups with empty responses alone.
+    `split_groups` counts groups whose prefix is computed more than once; `idle_rows` are groups in which all responses
+    are empty.
     """
 
     passes: tuple[PackedPass | PhasedPass, ...]
@@ -66,16 +67,18 @@ class Plan:
 
 
 def _pieces(group: Group, budget: int, suffixes: bool = True) -> list[Group]:
-    """The group cut between rows so that each piece, or with `suffixes=False` each piece's strands, fit the budget, and
-    all together are as few tokens, and then pieces, as can be; a piece has one suffix at least, however long that and
-    what stands before it are. Of such cuts of a tree that with the smallest largest piece; then the longest first."""
+    """Cuts the group between rows into pieces that fit the budget; with `suffixes=False` only their strands have to.
+
+    It takes the cut with the fewest tokens in all, then with the fewest pieces, then (in trees) with the smallest
+    largest piece, then with the longest pieces first. A piece has at least one suffix, however long that and its path
+    are."""
     if (group.num_physical_tokens if suffixes else group.prefix_len) <= budget:
         return [group]
     units, outputs = list(group.units()), group.output_lens
     # Per unit: tokens of its suffix, and what its rows need of strands.
     suffix = [sum(group.suffix_lens[start:end]) if suffixes else 0 for start, end in units]
     paths = [[x for row in range(*unit) if outputs[row] for x in group.path(group.forks[row])] for unit in units]
-    # From each unit to the last one: tokens, pieces, the largest piece, and the unit after the first piece.
+    # The best cut from each unit to the last one: tokens, pieces, the largest piece, the unit after the first piece.
     best = [(0, 0, 0, len(units))] * (len(units) + 1)
     for first in reversed(range(len(units))):
         used, have, found = 0, dict[int, int](), []
@@ -148,7 +151,7 @@ def make_plan(
             for all. "auto": packed where the whole group fits the budget, phased where it does not.
         wave_tokens: suffix tokens of one wave; None: what the prefixes of phase A, whose graph stays alive, leave of
             the budget, but no fewer than `least_wave`.
-        offload: during the waves the prefixes wait in host memory, and count for nothing.
+        offload: during the waves the prefixes wait in host memory, and do not count.
     """
     live = pass_order(groups)
     fits = [schedule == "packed" or (schedule == "auto" and g.num_physical_tokens <= budget) for g in live]
@@ -178,8 +181,8 @@ def largest_wave(plan: Plan) -> int:
 
 
 def limit_waves(plan: Plan, tokens: int) -> Plan:
-    """The plan, before it is padded, with waves of at most `tokens` suffix tokens, or one row; as it is where none is
-    larger."""
+    """The plan with waves of at most `tokens` suffix tokens, or of one row. It is returned as it is where no wave is
+    larger. Takes a plan that is not padded yet."""
     if largest_wave(plan) <= tokens:
         return plan
     phased = (replace(one, waves=make_waves(one.groups, tokens)) for one in plan.phased)

@@ -7,12 +7,13 @@ Where a row goes, in the order of `PrefixFSDPEngine.forward_backward_batch`:
                   `row_bytes`: what travels
     rows          rows with the same key (uid, prompt, pixels) become a group
     paths         groups become a plan of passes, or go verl's own path, as where sharing does not pay
-    verify        in step 1, a few rows go both ways first, by `self_check`
+    verify        in step 1, a few rows first take both paths, by `self_check`
     mini_batch    `core.schedule` runs the plan; of each pass `outputs` makes log-probs and entropy from logits, as
                   verl's rows, and `loss` the loss
     exchange      outputs travel back to where the rows came from
     step_metrics  what all ranks and mini-batches of a step did becomes the step's metrics
 
-Beside that way: `kept_attention` and `out_of_memory` (memory of an update), `trace` and `trace_writer` (recording),
-`shared_pixels` (one of a prompt's rows carries the pixels, from rollout on), `protocol` (the engine, to helpers).
+Apart from that: `kept_attention` and `out_of_memory` (memory of an update), `trace` and `trace_writer` (recording),
+`shared_pixels` (one of a prompt's rows carries the pixels, from rollout on), `protocol` (what helpers see of the
+engine).
 """

@@ -3,9 +3,9 @@
     rank 0: a0 b0 c0 d0  ->  a0 a1 d0 d1      verl's trainers spread a prompt's rows over ranks; where a row is computed
     rank 1: a1 b1 c1 d1      b0 b1 c0 c1      changes neither sums over ranks nor what the row gives back
 
-Sixteen collectives at most, of tensors alone, by all ranks that compute data in parallel. What a rank does between two
-of them is followed by one that says whether every rank got through (`together`), so that an error on one is an error on
-all, and nobody waits.
+It takes at most sixteen collectives, all of tensors, by all ranks that compute data in parallel. After each piece of
+work a collective says whether every rank got through it (`together`). So an error on one rank is an error on all, and
+no rank waits for another in vain.
 """
 
 import functools
@@ -53,10 +53,10 @@ def together(
         everyone: the ranks, all by default. device: where their collectives want tensors, the engine's by default.
 
     Yields:
-        an empty list; `num_agreed` integers below 2**53 that are put there become their maxima over ranks.
+        an empty list to fill with `num_agreed` integers below 2**53, which become their maxima over ranks.
 
     Raises:
-        ExchangeError: another rank failed. Of this rank's own errors, that one.
+        ExchangeError: another rank failed. An error of this rank is raised as it is.
     """
     agreed: list[int] = []
     error: Exception | None = None
@@ -98,7 +98,7 @@ class Exchange:
 
 
 def open_exchange(engine: Engine, data: TensorDict, custom_loss: bool) -> Exchange:
-    """An engine's mini-batch, at the ranks that compute it."""
+    """Brings an engine's mini-batch to the ranks that compute it."""
     group = engine.get_data_parallel_group()
     if engine.prefix_config.exchange == "off" or dist.get_world_size(group) == 1:
         group = None
@@ -118,8 +118,8 @@ def exchange_rows(
 
     Args:
         data: this rank's rows; stays as it is.
-        group: the ranks that compute data in parallel; None: rows stay. everyone: with those that compute the same rows
-            together, by sequence parallelism; they fail together. device: where their collectives want tensors.
+        group: the ranks that compute data in parallel; None: rows stay. everyone: these, and the ranks that compute the
+            same rows together by sequence parallelism; all fail together. device: where collectives want tensors.
         trees: what rows share besides whole prompts.
 
     Raises:
@@ -161,7 +161,7 @@ class _Routes:
                 table = describe(data, shape)
                 agreed += [len(table), trees.seen, *_same(self._bytes.layout)]
             most, seen, *layouts = agreed
-            trees = trees._replace(seen=bool(seen))  # a batch whose rows stayed may have had turns on some ranks alone
+            trees = trees._replace(seen=bool(seen))  # a batch before, if its rows stayed, had turns on some ranks only
             compatible = layouts[0] == -layouts[1]
             if not compatible:
                 logger.warning("prefix.exchange: the ranks' batches have different fields, so that rows stay")
@@ -220,8 +220,7 @@ class _Routes:
         self.metrics["timing_s/prefix_exchange"] += time.perf_counter() - start
 
     def _gather(self, table: torch.Tensor, most: int) -> list[torch.Tensor]:
-        """The tables of all ranks: each sends its own behind a row that has its count, and as long as that of the rank
-        with `most` rows."""
+        """The tables of all ranks. Each rank sends a row with its count and then its table, padded to `most` rows."""
         padded = torch.zeros(most + 1, table.shape[1], dtype=torch.int64)
         padded[0, 0], padded[1 : len(table) + 1] = len(table), table
         every = torch.empty(self._size, *padded.shape, dtype=torch.int64, device=self._device)
@@ -229,8 +228,8 @@ class _Routes:
         return [one[1 : one[0, 0] + 1] for one in every.cpu()]
 
     def _place(self, compatible: bool, pieces: Sequence[torch.Tensor]) -> list[int]:
-        """The rank of every row of all ranks, which `pieces` are of where they are turns; where ranks cannot read each
-        other's rows, each stays."""
+        """Finds the rank of every row of all ranks, by `pieces` where rows are turns. Where ranks cannot read each
+        other's rows (not `compatible`), every row stays."""
         rows, me, first = self._all, self._rank, self._all.starts[self._rank]
         if compatible:
             placement = rows.place_turns(self._size, pieces) if self.are_cut else rows.place(self._size)
@@ -326,7 +325,7 @@ def _same(value: object) -> list[int]:
 
 
 def _unpacked(values: RowBytes, parcels: Sequence[torch.Tensor], expected: list[list[int]], did: str) -> list[Row]:
-    """Rows that arrived, by the rank that `did` so, which are those that were `expected` of it."""
+    """The rows that arrived from all ranks, checked to be those that were `expected` of each. `did`: for the error."""
     arrived: list[Row] = []
     for rank, origins in enumerate(expected):
         rows = values.unpack(parcels[rank])

@@ -1,4 +1,4 @@
-"""What a pass's loss is made of, whoever's it is: verl's own, which is known to read rows alone, or a user's."""
+"""The loss of a pass: verl's own, of which we know what it reads, or a user's."""
 
 import functools
 from collections.abc import Callable, Mapping
@@ -32,14 +32,14 @@ class Loss:
         function: as verl's engines get it; None: outputs alone are wanted, and the loss is 1.
 
     Attributes:
-        is_verls: it is one of verl's own, which read tokens with a response_mask alone.
+        is_verls: whether it is one of verl's own, which read only tokens whose response_mask is 1.
     """
 
     def __init__(self, function: LossFunction | None) -> None:
         self._function = function
         mode = mode_of_verls_loss(function)
         self.is_verls = mode is not None
-        # What loss and outputs are made of beside tokens, and a NaN gets in from; None: any field, of a user's loss.
+        # What loss and outputs are made of apart from tokens, so that a NaN can come from it. None, of a user's: all.
         # Source: ppo_loss (verl/workers/utils/losses.py) and compute_policy_loss_<mode>.
         self._fields: set[str] | None = {"temperature"} if function is None else None
         if isinstance(function, functools.partial) and mode is not None:
@@ -48,21 +48,21 @@ class Loss:
             self._fields = fields - {"gpg": {"old_log_probs"}, "bypass_mode": {"rollout_is_weights"}}.get(mode, set())
 
     def floats(self, data: TensorDict) -> dict[str, torch.Tensor]:
-        """Values of `data` that a NaN gets into the loss from."""
+        """Values of `data` from which a NaN can get into the loss."""
         names = data.keys() if self._fields is None else self._fields & set(data.keys())
         floats = {name: data[name] for name in names if isinstance(data[name], torch.Tensor)}
         return {name: x.values() if x.is_nested else x for name, x in floats.items() if x.is_floating_point()}
 
     def reads_masked(self, data: TensorDict) -> bool:
-        """Whether outputs count where response_mask is 0: in a user's loss, and where what the loss reads is not
-        finite; by stock's rule a masked NaN spoils the update, too."""
+        """Whether outputs count where response_mask is 0. They do in a user's loss, and where something that the loss
+        reads is not finite: in stock a masked NaN spoils the update, too."""
         if not self.is_verls or not {"response_mask", "old_log_probs"} <= set(data.keys()):
             return True
         return not all(torch.isfinite(values).all() for values in self.floats(data).values())
 
     def rows(self, data: TensorDict, rows: list[int]) -> TensorDict:
-        """A pass's rows on the device. What verl's own loss reads lengths of stays with the host: it takes each row's
-        apart (no_padding_2_padding), and the device would be idle for some 0.1 ms a row."""
+        """A pass's rows on the device. Tensors of which verl's own loss only needs lengths stay on the host: it reads
+        them row by row (no_padding_2_padding), and the device would be idle for some 0.1 ms a row."""
         on_host = tu.index_select_tensor_dict(data, rows)
         micro_batch = on_host.to(get_device_id())
         if self.is_verls:

@@ -48,7 +48,7 @@ class MiniBatch:
         self.num_not_finite = 0
 
     def step(self, groups: Sequence[Group], layout: Layout, outputs: torch.Tensor) -> torch.Tensor:
-        """Stands for FSDPEngineWithLMHead.forward_step behind the model; outputs [suffix tokens, k]."""
+        """Does what FSDPEngineWithLMHead.forward_step does after the model; outputs [suffix tokens, k]."""
         rows = [row for group in groups for row in group.rows]
         micro_batch = self._loss.rows(self._data, rows)
         model_output = self.token_outputs.of_rows(groups, layout, outputs, micro_batch["input_ids"].offsets())
@@ -62,9 +62,9 @@ class MiniBatch:
         return loss
 
     def outputs(self, plan: Plan) -> tuple[list[dict[str, Any]], list[list[int]]]:
-        """The passes' outputs and their rows. Rows with an empty response, which no pass had, follow where their
-        outputs are wanted, or where a rank has no other row: the metrics of all ranks need the same keys, and as many
-        values of each (`even_out`)."""
+        """The passes' outputs and their rows. Rows with an empty response are in no pass. They follow where their
+        outputs are wanted, or where a rank has no other row, since the metrics of all ranks need the same keys, and
+        equally many values of each (`even_out`)."""
         if plan.idle_rows and (self._keeps_model_output or not self._passes):
             with torch.no_grad(), self._engine.autocast():
                 nothing = Layout(torch.zeros(0, dtype=torch.int64), 0, ())

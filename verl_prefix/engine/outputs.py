@@ -1,6 +1,6 @@
-"""What a mini-batch's tokens give: logits -> verl's per-token outputs -> verl's rows of them.
+"""Makes verl's per-token outputs from logits of a mini-batch's tokens, and verl's rows from those.
 
-All of it is verl's own `prepare_model_outputs`, on suffix tokens instead of rows. Source:
+The outputs are those of verl's own `prepare_model_outputs`, on suffix tokens instead of rows. Source:
 verl/workers/engine/fsdp/transformer_impl.py, FSDPEngineWithLMHead.
 """
 
@@ -57,12 +57,12 @@ class TokenOutputs:
         self._offsets: dict[int, torch.Tensor] = {}
 
     def _is_read(self, offsets: Sequence[int]) -> torch.Tensor | None:
-        """[N] bool: suffix tokens with a response_mask; None where that are all."""
+        """[N] bool: suffix tokens with a response_mask; None where all have one."""
         mask = self._at_suffixes("response_mask", offsets).bool()
         return None if int(mask.sum()) == sum(row_lens(self.data)[1]) else mask
 
     def _at_suffixes(self, name: str, offsets: Sequence[int]) -> torch.Tensor:
-        """A field of the responses (jagged, or padded right) as [N]: at the token before each of a response's."""
+        """A field of the responses (jagged, or padded right) as [N]; a token's value stands at the token before it."""
         prompt_lens, response_lens = row_lens(self.data)
         values = [row[:n].cpu() for row, n in zip(self.data[name].unbind(), response_lens, strict=True)]
         flat = torch.zeros(offsets[-1], dtype=values[0].dtype)
@@ -89,8 +89,8 @@ class TokenOutputs:
             self._offsets[len(index)] = on_device(torch.tensor([0, len(index)]), index.device)
         one_row = torch.nested.nested_tensor_from_jagged(self.tokens.input_ids[index], self._offsets[len(index)])
         tokens = tu.get_tensordict({"input_ids": one_row}, self._flags)
-        # Outputs stay on the rank of their token: under sequence parallelism the schedule gathers a pass's, once, and
-        # verl's engine would gather them here.
+        # Under sequence parallelism verl's engine would gather outputs here. They stay on the rank of their token: the
+        # schedule gathers those of a pass once.
         with replaced(self.engine, "use_ulysses_sp", False):
             model_output = SimpleNamespace(logits=logits.unsqueeze(0))
             outputs = self.engine.prepare_model_outputs(model_output, output_args, tokens, None)
@@ -99,7 +99,7 @@ class TokenOutputs:
         return torch.stack([x.to(dtype) for x in columns], dim=-1)
 
     def of_no_tokens(self) -> torch.Tensor:
-        """[0, k], in the dtype that a token's outputs have: verl's own of one token, whose logits are made up."""
+        """[0, k], in the dtype of a token's outputs, which is that of verl's outputs for a token of made-up logits."""
         vocab_size, device = self.engine.module.config.get_text_config().vocab_size, self.tokens.input_ids.device
         logits = torch.zeros((1, vocab_size), dtype=self.engine._autocast_dtype, device=device)
         return self.of_tokens(torch.tensor([-1], device=device), logits)[:0]
@@ -108,10 +108,10 @@ class TokenOutputs:
         self, groups: Sequence[Group], layout: Layout, outputs: torch.Tensor, offsets: torch.Tensor
     ) -> dict[str, torch.Tensor]:
         """Every output at its position in its row, zeros in the prompt: verl's nested full-length form.
-        A token that lm_head skips has no entropy, and its old log-prob.
+        A token that lm_head skips has entropy 0, and its old log-prob.
 
         Args:
-            groups, layout, outputs: a pass's, [outputs that are read, k]. offsets: of its rows in a row.
+            groups, layout: of a pass. outputs: [outputs that are read, k]. offsets: of its rows, one after the other.
         """
         starts = [self.tokens.offsets[row] for group in groups for row in group.rows]
         ends = [self.tokens.offsets[row + 1] for group in groups for row in group.rows]

@@ -21,7 +21,7 @@ from verl_prefix.models.recurrent import packing_leak
 
 
 class Stock(NamedTuple):
-    """A batch goes to verl's own path, for `reason`; `metrics` that were found before."""
+    """A batch goes to verl's own path, for `reason`; `metrics` are those found before that was known."""
 
     reason: str
     metrics: Mapping[str, float] = MappingProxyType({})
@@ -79,15 +79,15 @@ class Paths:
 
         profile = Profile()
         if config.full_determinism or torch.are_deterministic_algorithms_enabled():
-            flops = costs.flops()  # no clock: it would choose otherwise from run to run
+            flops = costs.flops()  # no clock, which would choose differently from run to run
             profile = Profile(flops.forward) if config.forward_only else flops
         self._chooser = Chooser(costs, profile, measure=rates, reduce_max=engine.reduce_max, stock_fits=stock_fits)
 
     def stock(self, data: TensorDict) -> Stock | None:
-        """verl's own path, where this batch takes it whatever its lengths are; or None.
+        """verl's own path, if this batch takes it whatever its lengths are; else None.
 
         Raises:
-            ValueError: the batch has routes to replay, which neither path does.
+            ValueError: the batch has routes of experts to replay, which neither path does.
         """
         if "routed_experts" in data.keys():
             raise ValueError(NO_REPLAY)

@@ -58,7 +58,7 @@ class PrefixFSDPEngine(StockPath):
     scaler = None
     _autocast_dtype = torch.bfloat16
     trees: Trees
-    _counted = False  # what each value of prefix.trees computes
+    _counted = False  # whether the tokens that each value of prefix.trees computes are
 
     def forward_backward_batch(
         self, data: TensorDict, loss_function: LossFunction | None, forward_only: bool = False
@@ -78,7 +78,7 @@ class PrefixFSDPEngine(StockPath):
     def _sharing(
         self, data: TensorDict, loss_function: LossFunction | None, forward_only: bool
     ) -> tuple[dict[str, Any], dict[str, float]] | Stock:
-        """verl's output of a mini-batch whose prefixes are shared, over ranks, and this rank's metrics of it."""
+        """verl's output of a mini-batch whose prefixes are shared, and this rank's metrics; or why it is not shared."""
         if stock := self._paths.stock(data) or self._verification.failure:
             return stock
         custom_loss = loss_function is not None and mode_of_verls_loss(loss_function) is None
@@ -98,7 +98,7 @@ class PrefixFSDPEngine(StockPath):
             metrics.update(self._verification.check(rows, groups, pass_budget(data, groups)))
             if failure := self._verification.failure:
                 return failure._replace(metrics=metrics)
-        # The first update with waves alone: it resets the peak that verl logs as perf/max_memory_allocated_gb.
+        # Only in the first update with waves, since it resets the peak that verl logs as perf/max_memory_allocated_gb.
         measure_peak = get_device_name() == "cuda" and not forward_only and not self._saw_waves
         keeps = not forward_only and self._kept_attention.fits(plan, self._paths.costs)
         with out_of_memory_advice(plan, keeps):
@@ -107,7 +107,8 @@ class PrefixFSDPEngine(StockPath):
             )
         self._saw_waves |= "prefix/phase_b_peak_gib" in of_plan
         output["model_output"] = exchange.give_back(output["model_output"])
-        # A custom loss keeps rows on their ranks, which those of the log-probs before left; prompts are cut on purpose.
+        # These tokens are compared with those of log-probs. A custom loss keeps rows on ranks that they left for
+        # log-probs, and mini_batches=prompts cuts prompts on purpose.
         if not custom_loss and self.prefix_config.mini_batches == "rows":
             padding = padding_rows(rows)
             metrics[GROUP_TOKENS] = sum(g.num_physical_tokens for g in groups if padding.isdisjoint(g.rows))
@@ -118,7 +119,7 @@ class PrefixFSDPEngine(StockPath):
         forward_only: bool, *, pass_type: Callable[..., AttentionPass] = AttentionPass, keep_attention: bool = False,
         measure_peak: bool = False,
     ) -> tuple[dict[str, Any], dict[str, float]]:  # fmt: skip
-        """verl's output of rows that this rank computes, by all passes of its plan, and its metrics of that.
+        """Runs all passes of this rank's plan; returns verl's output of its rows, and metrics.
 
         Args:
             data: `_prepared` rows. groups: theirs.
@@ -185,8 +186,8 @@ class PrefixFSDPEngine(StockPath):
         return torch.autocast(device_type=get_device_name(), dtype=self._autocast_dtype)
 
     def train_batch(self, data: TensorDict, loss_function: LossFunction) -> dict[str, Any]:
-        """One optimizer step, as verl's; recorded first where `prefix.trace_dir` says so. Losses that are means over
-        rows are over those of the mini-batch, where verl's number of them is n per prompt, and padding."""
+        """Runs one optimizer step, as verl's; `prefix.trace_dir` has it recorded first. Under `mini_batches=prompts` a
+        loss that is a mean over rows divides by the mini-batch's rows, where verl counts n per prompt, and padding."""
         if self.prefix_config.mini_batches == "prompts":
             (rows,) = self.reduce_sum([len(data) - len(padding_rows(data))])
             tu.assign_non_tensor(data, global_batch_size=int(rows) // self.ulysses_sequence_parallel_size)
@@ -246,7 +247,7 @@ class PrefixFSDPEngine(StockPath):
         return module
 
     def load_checkpoint(self, *args, **kwargs) -> None:
-        """As verl's."""
+        """Loads as verl's; after that no trace is recorded."""
         super().load_checkpoint(*args, **kwargs)
         if self._trace is not None:
             self._trace.resumed = True

@@ -13,7 +13,8 @@ from verl.utils import tensordict_utils as tu
 
 from verl_prefix.engine.rows import PIXELS
 
-# Of what is no tensor. The rest (raw_prompt, extra_fields) stays behind: neither outputs nor verl's own losses read it.
+# Fields that travel and are no tensors. All others (raw_prompt, extra_fields) stay behind: neither outputs nor verl's
+# own losses read them.
 TRAVELLING = ("uid", "session_id", PIXELS)
 
 
@@ -42,7 +43,7 @@ class RowBytes:
 
     @classmethod
     def of_batch(cls, data: TensorDict) -> "RowBytes":
-        """Of what travels of all that `data` has per row."""
+        """Takes from `data` what travels with its rows."""
         values = {name: data.get(name) for name in data.keys() if not isinstance(data.get(name), NonTensorData)}
         tensors = {name: x for name, x in values.items() if isinstance(x, torch.Tensor)}
         return cls(
@@ -58,7 +59,7 @@ class RowBytes:
         """Rows as one uint8 tensor: their tensors, those of pixels among them, by safetensors; all else as JSON.
 
         Raises:
-            TypeError: a value is neither.
+            TypeError: a value is neither a tensor nor JSON.
         """
         tensors: dict[str, torch.Tensor] = {}
         heads = []
@@ -78,12 +79,12 @@ class RowBytes:
         except TypeError as error:
             stay = "set actor_rollout_ref.actor.prefix.exchange=off, and rows stay"
             raise TypeError(f"{', '.join(self.objects)} cannot travel with their rows: {error}; {stay}") from error
-        # safetensors refuses rows that are one tensor's.
+        # safetensors refuses tensors that share memory, as rows of one tensor do.
         packed = save({name: x.clone(memory_format=torch.contiguous_format) for name, x in tensors.items()})
         return torch.frombuffer(bytearray(packed), dtype=torch.uint8)
 
     def unpack(self, packed: torch.Tensor) -> list[Row]:
-        """The rows that `pack` of a batch with the same layout packed; tuples are lists."""
+        """The rows that `pack` of a batch with the same layout packed; tuples come back as lists."""
         if not len(packed):
             return []
         tensors = load(packed.numpy().tobytes())
@@ -99,7 +100,7 @@ class RowBytes:
 
 
 def _shape(x: Any) -> tuple[int, list[int]]:
-    """The dimension that differs from row to row, 0 for none, and the other ones' sizes but for the number of rows."""
+    """The dimension in which rows differ (0: none), and the sizes of all others except the number of rows."""
     if not x.is_nested:
         return 0, list(x.shape[1:])
     return x._ragged_idx, [n for i, n in enumerate(x.values().shape, start=1) if i != x._ragged_idx]

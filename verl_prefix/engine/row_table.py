@@ -21,7 +21,7 @@ from verl_prefix.engine.rows import PIXELS, Trees, row_cuts, row_keys, row_lens,
 from verl_prefix.models.vision import num_patches
 
 COLUMNS = 9
-LAST_CUTS = 8  # of a row that others hear of: more than the messages that a turn adds
+LAST_CUTS = 8  # cuts at a row's end that other ranks hear of: more than the messages that a turn adds
 
 
 def describe(data: TensorDict, shape: ModelShape) -> torch.Tensor:
@@ -47,12 +47,12 @@ def _digest(name: str) -> int:
 
 
 def describe_pieces(data: TensorDict, shape: ModelShape, trees: Trees) -> torch.Tensor:
-    """int64 [pieces, 3] of what rows of turns are made of: the row, 64 bits that name the piece, and its cost as the
-    bits of a double; none of a row without a response.
+    """The pieces that rows of turns are made of, int64 [pieces, 3]: the row, 64 bits that name the piece, and its cost
+    as the bits of a double. A row without a response has none.
 
-    A piece is what lies between two cuts, and named by all tokens up to its end. Of a long row all between the first
-    cut (the system prompt's) and the last ones is one piece: rows of earlier turns have it in several, of which the
-    last has its name, and costs less. The logits of a response are a piece, too.
+    A piece lies between two cuts, and is named by all tokens up to its end. In a long row all that lies between the
+    first cut (the system prompt's) and the last ones is one piece. Rows of earlier turns have it in several pieces; the
+    last of these has the same name and costs less. The logits of a response are a piece, too.
     """
     cost = functools.cache(functools.partial(row_cost, shape))
     rows: list[int] = []
@@ -76,7 +76,7 @@ def describe_pieces(data: TensorDict, shape: ModelShape, trees: Trees) -> torch.
 
 
 def _named(owners: np.ndarray, digests: np.ndarray) -> np.ndarray:
-    """Names of what owners have by these digests: one per owner and digest."""
+    """One name for each pair of an owner and a digest."""
     return digests ^ mix(torch.from_numpy(owners)).numpy()
 
 
@@ -104,12 +104,12 @@ class AllRows:
         return place_rows(*args, self.has_pixels)
 
     def place_turns(self, num_ranks: int, pieces: Sequence[torch.Tensor]) -> Placement:
-        """Each uid on one rank, or where balance needs it its sessions on several, all rows of a session on one; but
-        where sessions are fewer than ranks, a rank without any has one row of others.
+        """Places each uid on one rank, or its sessions on several where balance needs it. All rows of a session are on
+        one rank; only where sessions are fewer than ranks, a rank without any gets one row of another's.
 
-        To `place_rows` a session is one row. Its prefix is what all sessions of the uid have, its suffix what else it
-        has, each piece of tokens once. Where rows have pixels a uid's sessions stay together, since one row holds those
-        of others, on any rank: rows bring them.
+        For `place_rows` a session is one row. Its prefix is what all sessions of the uid have, its suffix is what else
+        it has, and each piece of tokens counts once. Where rows have pixels a uid's sessions stay together, since one
+        row holds those of others. They may go to any rank, since rows bring their pixels.
 
         Args:
             pieces: of each rank's rows, as `describe_pieces` makes them.

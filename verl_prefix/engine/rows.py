@@ -21,8 +21,8 @@ class Trees(NamedTuple):
 
     Args:
         over: `PrefixConfig.trees`. ends: tokens that end a message (`messages.end_tokens`). config: the model's, which
-            names visual tokens. seen: a batch before had turns: its log-probs and its updates, which hold other rows,
-            are cut alike.
+            names visual tokens. seen: a batch before had turns. Then later ones are cut, too, so that log-probs and
+            updates, which hold different rows, are cut alike.
     """
 
     over: str = "off"
@@ -31,7 +31,8 @@ class Trees(NamedTuple):
     seen: bool = False
 
     def are_cut(self, uids: Sequence[Hashable], keys: Sequence[Hashable]) -> bool:
-        """Whether rows are cut at the ends of messages: they are turns, a uid having several prompts."""
+        """Whether rows are cut at the ends of messages: under `batch`, and under `uid` where they are turns, that is,
+        where a uid has several prompts."""
         are_turns = self.seen or len({*zip(uids, keys, strict=True)}) > len({*uids})
         return self.over == "batch" or (self.over == "uid" and are_turns)
 
@@ -55,7 +56,7 @@ def row_keys(data: TensorDict) -> list[bytes]:
     from verl_prefix.engine.shared_pixels import CARRIED_BY, CARRIES  # here: it loads verl's trainers
 
     uids, pixels = tu.get(data, "uid", [""] * len(data)), tu.get(data, PIXELS, [None] * len(data))
-    # A row whose pixels another one carries goes by that one's name, as it does itself.
+    # A row whose pixels another row carries is named by that row, as that row itself is.
     carriers = [(row or {}).get(CARRIES) or (row or {}).get(CARRIED_BY) for row in pixels]
     shown = [c.encode() if c else digest for c, digest in zip(carriers, share_pixels(pixels), strict=True)]
     tokens = zip(row_lens(data)[0], data["input_ids"].unbind(), data["position_ids"].unbind(), strict=True)
@@ -70,21 +71,22 @@ def row_keys(data: TensorDict) -> list[bytes]:
 
 
 def padding_rows(data: TensorDict) -> set[int]:
-    """Rows that verl's v1 trainer adds, which its padding_utils name (their uid is no UUID) and no loss reads."""
+    """Rows that verl's v1 trainer adds as padding, which no loss reads. Its padding_utils name them: other uids are
+    UUIDs."""
     return {row for row, uid in enumerate(tu.get(data, "uid", ())) if str(uid).startswith("pad")}
 
 
 def uids_of(data: TensorDict, keys: Sequence[Hashable]) -> list[str]:
-    """verl's prompt ids; without them rows have their prompts', by `row_keys`."""
+    """verl's prompt ids; in a batch without them, the rows' keys stand for them."""
     return [str(uid) for uid in tu.get(data, "uid", keys)]
 
 
 def group_rows(data: TensorDict, keys: Sequence[Hashable], trees: Trees, are_cut: bool) -> list[Group]:
-    """The groups of all rows that this rank computes: of rows with the same key, or where they `are_cut` at the ends of
-    messages, trees. The engine groups rows here alone.
+    """Groups all rows that this rank computes: rows with the same key, or trees where rows `are_cut` at the ends of
+    messages. The engine groups rows nowhere else.
 
     Args:
-        data: the rows, wherever they came from. keys: theirs by `row_keys`, from where they came.
+        data: the rows, wherever they came from. keys: theirs, by `row_keys` on the rank that they came from.
 
     Raises:
         ValueError: a row's prompt is empty, or not that of its group: it did not arrive as it left.
@@ -107,7 +109,7 @@ def group_rows(data: TensorDict, keys: Sequence[Hashable], trees: Trees, are_cut
 
 
 def row_cuts(data: TensorDict, trees: Trees) -> list[list[int]]:
-    """Where each row is cut that is a turn: see `core.trees.cuts_at`."""
+    """Where each row is cut, by the ends of its messages: see `core.trees.cuts_at`."""
     prompt_lens, _ = row_lens(data)
     prompts = [row[:n] for row, n in zip(data["input_ids"].unbind(), prompt_lens, strict=True)]
     return [cuts_at(ends, n) for ends, n in zip(message_ends(prompts, trees.ends), prompt_lens, strict=True)]
@@ -116,8 +118,8 @@ def row_cuts(data: TensorDict, trees: Trees) -> list[list[int]]:
 def tokens_by_trees(
     data: TensorDict, keys: Sequence[Hashable], trees: Trees, groups: Sequence[Group]
 ) -> dict[str, float]:
-    """Tokens that "stock" and each value of `prefix.trees` compute of some rows but padding, where all of a group are
-    one pass's; of single prompts with pixels `batch` is not counted, and taken for `uid`.
+    """Tokens that "stock" and each value of `prefix.trees` compute of these rows, without padding and as if every group
+    were one pass. For single prompts with pixels `batch` is not counted; it gets the number of `uid`.
 
     Args:
         groups: of these rows, by `trees`.

@@ -1,6 +1,6 @@
 """Self-check of a run: one group through the shared-prefix path and through the stock path, on the run's own weights.
 
-Comparisons by the noise floor: what ours misses is measured in units of what rounding alone does.
+All figures are in units of noise: how far ours is off, over how far rounding alone moves the result.
 
 - log-probs, which see everything (positions, layout, hook-up), against the stock path; the unit is how far the stock
   path moves when the outputs of attention and of recurrent mixers are rounded differently.
@@ -8,11 +8,11 @@ Comparisons by the noise floor: what ours misses is measured in units of what ro
   the rounding of probabilities and output to the model's dtype does, and of a log-sum-exp to fp32. In bf16 this sees
   errors of one percent in the kernel, which log-probs of a bf16 model hide.
 - every recurrent layer's convolution and scan against the same kernel on whole rows from zero states; the unit is how
-  far that kernel moves on the same row, rounded differently and some tokens later, behind tokens that change nothing.
-  Ours differs as that does: its chunks begin anew behind the prefix, and so sum in another order, in whatever precision
+  far that kernel moves where the row is rounded differently and stands after some tokens that change nothing. Ours
+  differs in the same way: its chunks begin anew after the prefix, and so sum in another order, in whatever precision
   the kernel has inside. Input rounding alone is too small a unit: in fp32 decays are differences of long sums.
-- gradients of the sum of log-probs, against the stock path's and by its noise, as log-probs: what suffixes send back to
-  their prefix shows nowhere else.
+- gradients of the sum of log-probs against the stock path's, in units of its noise, as for log-probs. What suffixes
+  send back to their prefix shows nowhere else.
 """
 
 import functools
@@ -29,21 +29,22 @@ from verl_prefix.core.layout import Layout
 from verl_prefix.models.recurrent import mixers
 from verl_prefix.models.vision import is_vision_config, tower_of
 
-# A perturbed pass rounds once per layer differently; ours does at its matmuls, too, whose shapes differ from stock's.
+# A perturbed pass rounds differently once per layer; ours also at its matmuls, whose shapes differ from stock's.
 MAX_LOG_PROBS = 3.0
 # Two partial outputs and their sum are rounded where a single call rounds once: sqrt(3).
 MAX_ATTENTION = 2.0
 MAX_RECURRENCE = 3.0
-# As log-probs, and in backward again; where rounding flips an expert of a token, by itself up to 4.5 in 60 runs.
+# As for log-probs, and in backward again. Where rounding flips an expert of a token, noise alone gave up to 4.5 in 60
+# runs.
 MAX_GRADIENTS = 8.0
 
-_SHIFT = 29  # tokens, which no kernel's chunk is a part or multiple of
+_SHIFT = 29  # tokens: no kernel's chunk is a divisor or a multiple of it
 _QUERIES = 16  # of each end of a segment
-_SMALL = 2**20  # elements of a parameter outside of mixers whose gradient is compared: of norms and adapters
+_SMALL = 2**20  # most elements of a parameter outside of mixers that is compared, so that norms and adapters are
 
 
 class Verdict(NamedTuple):
-    """Figures in units of rounding noise, and where the attention, recurrence and gradients with the largest are."""
+    """Figures in units of rounding noise, and where the largest of attention, recurrence and gradients are."""
 
     log_probs: float
     attention: float
@@ -77,8 +78,8 @@ class Verdict(NamedTuple):
 
 
 class LayerCheck:
-    """Figures of the layers of packed passes of one group: the largest ratio of attention and its `layer`, that of
-    recurrent layers and its `key`."""
+    """Measures the layers of one group's packed passes: `worst` is the largest ratio of attention, at `layer`;
+    `worst_recurrence` that of recurrent layers, at `key`."""
 
     def __init__(self) -> None:
         self.worst = 0.0
@@ -140,7 +141,7 @@ def _sum_of_squares(x: torch.Tensor) -> float:
 
 
 def _segments(layout: Layout) -> Iterator[tuple[torch.Tensor, slice]]:
-    """Of a packed pass: the tokens behind which a segment stands, [n] int64, and its own tokens."""
+    """Yields, for each segment of a packed pass, the tokens that it continues, [n] int64, and its own tokens."""
     start = 0
     for segment in layout.segments:
         yield ranges(segment.path), slice(start, start + segment.length)
@@ -148,9 +149,9 @@ def _segments(layout: Layout) -> Iterator[tuple[torch.Tensor, slice]]:
 
 
 def _ratio(error: float, noise: float) -> float:
-    """Of norms, from their squares."""
+    """Ratio of two norms, from their squares."""
     ratio = (error / max(noise, 1e-300)) ** 0.5
-    return math.inf if math.isnan(ratio) else ratio  # a later layer must not hide it
+    return math.inf if math.isnan(ratio) else ratio  # so that no later layer hides it
 
 
 def _dense(q, k, v, sinks, params: AttentionParams, position: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -221,10 +222,11 @@ def rounding_noise(model: torch.nn.Module, dtype: torch.dtype) -> Iterator[None]
 
 
 class Gradients:
-    """Gradients of the checked rows, by parts of the model: each recurrent mixer whole; of each layer, of the vision
-    tower and of all else what is small (norms, biases, adapters), or the smallest where nothing trained is.
+    """Gradients of the checked rows, by parts of the model. A recurrent mixer is compared whole. Of each layer, of the
+    vision tower and of all else, what is small is compared (norms, biases, adapters), or the smallest trained parameter
+    where none is small.
 
-    What each rank has of them; those that the run has gathered are set aside meanwhile (`core.gradients`).
+    They are this rank's shards. Those that the run has gathered are set aside meanwhile (`core.gradients`).
     """
 
     def __init__(self, model: Any) -> None:
@@ -242,7 +244,7 @@ class Gradients:
                 self.parts[name] = small or [min(trained, key=torch.numel)]
 
     def keep(self) -> list[float]:
-        """Takes the last pass's gradients as the truth, which waits in host memory; their squared norms by part."""
+        """Takes the last pass's gradients as the truth, kept in host memory; returns their squared norms by part."""
         self._truth = [[_local_grad(p).cpu() for p in part] for part in self.parts.values()]
         self._forget()
         return [sum(map(_sum_of_squares, part)) for part in self._truth]
@@ -279,9 +281,9 @@ def check(
         stock: [n] log-probs by the stock path, with gradients of their sum.
         ours: the same by schedule "packed" or "phased", with passes of a type (`Schedule.pass_type`).
         rounding_noise: while open, layers' outputs are rounded differently each time.
-        gradients: of the model that both run on; open.
+        gradients: of the model that both run on.
         reduce_sum: element-wise sum over ranks.
-        num_perturbed: stock passes with noise.
+        num_perturbed: how many stock passes run with noise.
     """
     layers = LayerCheck()
     truth, norms = stock(), gradients.keep()
@@ -307,7 +309,7 @@ def check(
     ratios = [(error / noise) ** 0.5 if noise else 0.0 for error, noise in zip(errors, noises, strict=True)]
     part, worst = "", 0.0
     for name, ratio, norm in zip(gradients.parts, ratios[1:], norms, strict=True):
-        # Not finite: by the loss scale of fp16, which falls behind such a step.
+        # A norm is not finite because of the loss scale of fp16, which falls after such a step.
         if math.isfinite(norm) and not ratio <= worst:
             part, worst = name, math.inf if math.isnan(ratio) else ratio
     return Verdict(

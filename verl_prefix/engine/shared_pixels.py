@@ -1,6 +1,6 @@
 """Pixels on their way from rollout to actor: one row of a prompt's rollouts carries them, the others name that row.
 
-verl's agent loop puts a copy of the pixels of every rollout into TransferQueue, whose storage, every actor worker and
+verl's agent loop puts a copy of the pixels with every rollout into TransferQueue. Its storage, every actor worker and
 all that lies between then hold G copies (verl/trainer/ppo/v1/agent_loop_tq.py). `prefix_sync` sets
 `actor_rollout_ref.rollout.agent.agent_loop_manager_class` to `SharedPixelsManager` where our engine is the only reader;
 `receive_pixels` gives the rows their pixels back, in the engine.
@@ -32,8 +32,8 @@ PARTITION = "train"
 #             _compute_position_ids(inputs)    for its rows 0, 1, ... in turn; the last to read a row's pixels
 #             kv_batch_put(rows)
 #
-# Of the asyncio task that runs a prompt: digests of pixels, and the keys of the rows that carry them. Of a session's
-# task within it: the keys of the rows that it still puts.
+# In the asyncio task that runs a prompt: digests of pixels -> keys of the rows that carry them. In the task of a
+# session within it: keys of the rows that it has yet to put.
 _carriers: ContextVar[dict[bytes, str]] = ContextVar("carriers")
 _keys: ContextVar[Iterator[str]] = ContextVar("keys")
 
@@ -59,14 +59,14 @@ class SharedPixelsWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
             raise
 
     async def _compute_score(self, *args: Any, **kwargs: Any) -> None:
-        """verl's, which makes pixels and positions of its own, for the reward."""
+        """As verl's. It makes pixels and positions of its own, for the reward; none of them take a key."""
         keys = _keys.get(iter(()))
         _keys.set(iter(()))
         await super()._compute_score(*args, **kwargs)
         _keys.set(keys)
 
     def _compute_position_ids(self, input_ids: Any, attention_mask: Any, inputs: dict[str, Any], *rest: Any) -> Any:
-        """verl's; it reads a row's pixels last, and the row is put with what is left in `inputs`."""
+        """As verl's, which is the last to read a row's pixels. The row is put with what is then left in `inputs`."""
         positions = super()._compute_position_ids(input_ids, attention_mask, inputs, *rest)
         key = next(_keys.get(iter(())), None)
         if key is not None and (digest := share_pixels([inputs])[0]):
@@ -89,7 +89,7 @@ class SharedPixelsManager(AgentLoopManagerTQ):
 def receive_pixels(rows: Sequence[Row]) -> None:
     """Gives every row its pixels, shared with the row that carried them; changes the rows' dicts.
 
-    A carrier on another rank or in another mini-batch is asked for in TransferQueue.
+    A carrier on another rank or in another mini-batch is fetched from TransferQueue.
 
     Args:
         rows: verl's `multi_modal_inputs`: one dict per row, empty or None for text alone.
@@ -111,7 +111,7 @@ def _fetch(keys: list[str]) -> list[dict[str, Any]]:
     try:
         answer = tq.kv_batch_get(keys=keys, partition_id=PARTITION, select_fields=["multi_modal_inputs"])
         rows = list(answer["multi_modal_inputs"])
-    except ValueError:  # none of them is there; of some, the others come back
+    except ValueError:  # none of the keys is there; where only some are missing, the others come back
         rows = []
     if len(rows) != len(keys):
         raise RuntimeError(

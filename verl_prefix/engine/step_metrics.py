@@ -1,7 +1,7 @@
 """Metrics of a training step: counts and seconds are the step's, of all its ranks and mini-batches.
 
-verl averages what an engine reports over both, and of timing_s/* it takes the least, since it finds "min" in "timing"
-(reduce_metrics, verl/utils/metric/utils.py). So each rank reports the total, once, with the step's last mini-batch.
+verl averages what an engine reports over both. Of timing_s/* it takes the minimum, since it finds "min" in "timing"
+(reduce_metrics, verl/utils/metric/utils.py). So each rank reports the total once, with the step's last mini-batch.
 """
 
 import logging
@@ -15,7 +15,7 @@ from verl_prefix.engine.rows import padding_rows
 
 logger = logging.getLogger(__name__)
 
-# Each rank counts its own: their sum.
+# The sum over ranks is reported, since each rank counts its own.
 COUNTS = [
     f"prefix/{name}"
     for name in (
@@ -23,17 +23,18 @@ COUNTS = [
         "split_uids", "exchanged_rows", "exchanged_mib", "nonfinite_passes",
     )
 ]  # fmt: skip
-# Ranks wait for the slowest, as verl's own seconds do; and what every rank knows of all.
+# The maximum over ranks is reported: of seconds, since ranks wait for the slowest (as verl's own seconds do), and of
+# what every rank knows of all.
 MOST = [
     *(f"timing_s/prefix_{name}" for name in ("exchange", "packed", "phase_a", "phase_b", "phase_c", "verify")),
     *(f"prefix/{name}" for name in ("split_groups", "cost_split_groups", "phase_b_peak_gib")),
 ]
-# Counted as well, and not reported: what stock computes, and what ours computes where every group is one pass's.
+# Counted, but not reported: tokens that stock computes, and that ours would compute if every group were one pass.
 _TOKENS, GROUP_TOKENS = "tokens of rows", "tokens of groups"
 # And of the first batch what `rows.tokens_by_trees` counts.
 TREE_TOKENS = {name: f"tokens of trees: {name}" for name in ("stock", "off", "uid", "batch")}
 _SUMS = (*COUNTS, _TOKENS, GROUP_TOKENS, *TREE_TOKENS.values())
-_TORN = 0.02  # of a step's tokens: what torn groups may cost, or other trees save, unsaid
+_TORN = 0.02  # the share of a step's tokens from which the log says what torn groups cost, or other trees would save
 Reduce = Callable[[Sequence[float]], Sequence[float]]
 
 
@@ -41,7 +42,8 @@ class StepMetrics:
     """Adds up an engine's metrics until a step is over.
 
     Args:
-        reduce_sum, reduce_max: element-wise over all ranks. sequence_ranks: that compute the same rows, and count them.
+        reduce_sum, reduce_max: element-wise over all ranks. sequence_ranks: how many ranks compute the same rows, each
+            of which counts them.
         trees: of `PrefixConfig`.
     """
 
@@ -54,7 +56,7 @@ class StepMetrics:
         self._is_first_step = True
 
     def report(self, metrics: Mapping[str, float], data: TensorDict, forward_only: bool) -> dict[str, list[float]]:
-        """What a rank reports after a batch, `metrics` of which it has found.
+        """What a rank reports after a batch whose own metrics are `metrics`.
 
         Log-probs are a step of their own; since verl's v1 trainer drops their metrics, the next update says how many of
         their rows did not share.
@@ -88,8 +90,8 @@ class StepMetrics:
         return {name: [float(value)] for name, value in reported.items()}
 
     def _see_torn_groups(self, total: Mapping[str, float], forward_only: bool) -> None:
-        """Says once, behind the first step, what groups cost whose rows the trainer put into several mini-batches: the
-        log-probs before the updates saw them whole."""
+        """Says once, after the first step, what it costs that the trainer put rows of a group into several
+        mini-batches. The log-probs before the updates saw these groups whole."""
         if forward_only or not self._is_first_step:
             self._log_prob_total = total
             return

@@ -1,4 +1,4 @@
-"""verl's own path under ours: its engine on rows as they come, where verl computes them right."""
+"""verl's own path: verl's engine on rows as they come, set so that it computes them right."""
 
 import logging
 from collections.abc import Sequence
@@ -21,14 +21,14 @@ logger = logging.getLogger(__name__)
 class StockPath(FSDPEngineWithLMHead):
     """verl's FSDP2 engine for batches that go verl's own path, and figures that all ranks agree on."""
 
-    _unfused = False  # verl's fused kernels are the user's wish, and off
+    _unfused = False  # whether the user asked for verl's fused kernels, which are then off
 
     def stock_batch(self, data: TensorDict, loss_function: LossFunction | None, forward_only: bool) -> dict[str, Any]:
-        """verl's own path; its logits are whole where the user's fused kernels are off, and its micro-batches have one
-        row where packed rows would leak state.
+        """Computes a batch on verl's own path, without the fused kernels that the user asked for. Its micro-batches
+        have one row where packed rows would leak state.
 
         Raises:
-            RuntimeError: it would be wrong, by sequence parallelism without flash attention.
+            RuntimeError: under sequence parallelism without flash attention, where the result would be wrong.
         """
         attention = self.module.config.get_text_config()._attn_implementation
         if self.ulysses_sequence_parallel_size > 1 and not is_varlen(attention):
@@ -47,8 +47,9 @@ class StockPath(FSDPEngineWithLMHead):
         return super().forward_backward_batch(data, loss_function, forward_only)
 
     def _separate_rows(self, data: TensorDict) -> None:
-        """Makes verl's own path compute row by row; behind padding, which no token of a row sees, where a loss needs
-        its rows together, or where ranks differ in rows and verl alone evens out their micro-batches."""
+        """Makes verl's own path keep rows apart: one row in a micro-batch; or padded rows (no token of a row sees
+        padding) where a loss needs its rows together, or where ranks have different numbers of rows, since only verl
+        can then even out their micro-batches."""
         most, fewest = self.reduce_max([len(data), -len(data)])
         if most + fewest or tu.get_non_tensor_data(data, "force_group_size", 1) > 1:
             tu.assign_non_tensor(data, use_remove_padding=False)
@@ -56,8 +57,8 @@ class StockPath(FSDPEngineWithLMHead):
             tu.assign_non_tensor(data, use_dynamic_bsz=False, micro_batch_size_per_gpu=1)
 
     def reduce_max(self, values: Sequence[float]) -> list[float]:
-        """Element-wise maximum over all ranks, those that compute rows together included, so that what follows from it
-        is agreed; exact for integers below 2**53."""
+        """Element-wise maximum over all ranks, those that compute rows together included, so that all of them decide
+        alike; exact for integers below 2**53."""
         return _reduce(values, torch.distributed.ReduceOp.MAX)
 
     def reduce_sum(self, values: Sequence[float]) -> list[float]:

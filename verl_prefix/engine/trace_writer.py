@@ -1,7 +1,7 @@
 """Recording: the writer behind `actor_rollout_ref.actor.prefix.trace_dir`. The format is `trace`'s.
 
 Every file is written beside its name and renamed; a step's JSON comes last. A disk that is full ends the recording, not
-the run. Files hold users' prompts: their owner alone may read them, and enter the folders that are made for them.
+the run. Files hold users' prompts: only their owner may read them, or enter the folders that are made for them.
 """
 
 import json
@@ -50,8 +50,8 @@ class TraceWriter:
         describe: the manifest's part that the engine knows; called once, by rank 0.
 
     Attributes:
-        resumed: the weights are a checkpoint's. Nothing is recorded then, since it could not be replayed from the
-            initial weights, and a trace that is there already is the same run's and is left as it is.
+        resumed: whether the weights are a checkpoint's. Then nothing is recorded, since it could not be replayed from
+            the initial weights. A trace that is there already belongs to the same run, and stays as it is.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class TraceWriter:
             error = problem
         is_full = self.step >= self.max_steps or self.num_bytes + len(content) > self.max_bytes
         exists = self.step == 0 and (self.folder / MANIFEST).exists()
-        # Whatever one rank sees, all do next.
+        # All ranks act on what any of them has seen.
         refused, full, exists = map(bool, reduce_max([error is not None, is_full, exists]))
         if refused:
             error = error or TraceError("actor_rollout_ref.actor.prefix.trace_dir: another rank cannot record its rows")

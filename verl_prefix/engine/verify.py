@@ -31,7 +31,7 @@ class Verification:
     """The self-check of one engine, a `PrefixFSDPEngine`, on every rank at once.
 
     Attributes:
-        failure: once it missed, by prefix.verify_action=fallback: every batch goes verl's own path; or None.
+        failure: why every batch goes verl's own path, once a check missed under prefix.verify_action=fallback; or None.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -40,7 +40,7 @@ class Verification:
         self._num_updates = 0
 
     def check(self, data: TensorDict, groups: Sequence[Group], budget: int) -> dict[str, float]:
-        """Checks two rows or more of the cheapest group where it is due; metrics of that.
+        """Checks at least two rows of the cheapest group, if a check is due; returns its metrics.
 
         Args:
             budget: tokens of one pass; no pass of the check has more, unless one row alone does.
@@ -57,7 +57,7 @@ class Verification:
             return {}
         candidates = self._checkable(data, [group for group in groups if group.num_suffix_tokens] or groups)
         if not candidates:
-            kinds = ", of a vision model with as many kinds of pixels (images, videos)"
+            kinds = ", with the same number of kinds of pixels (images, videos) on every rank"
             warn_once(
                 logger,
                 "prefix.verify waits for a batch in which every rank has a prompt%s; set "
@@ -85,7 +85,7 @@ class Verification:
     def _verdict(self, data: TensorDict, group: Group, budget: int, batch: int) -> Verdict:
         """Checks a group cut to its checked rows; batch: this rank's rows, as `_num_perturbed` counts them."""
         engine = self.engine
-        # Every rank runs as many stock passes, one row each: the budget may have no room for logits of more.
+        # Every rank runs equally many stock passes, of one row each: the budget may have no room for logits of more.
         most, fewer = engine.reduce_max([len(group.rows), -_num_perturbed(batch, len(group.rows))])
         repeated = group.rows[-1:] * (int(most) - len(group.rows))
         rows = tu.index_select_tensor_dict(data, list(group.rows))
@@ -115,14 +115,14 @@ class Verification:
         with gradients_aside(engine.module):
             gradients = Gradients(engine.module)
             verdict = check(stock, ours, noise, gradients, engine.reduce_sum, num_perturbed=int(-fewer))
-        # A NaN, which is no more than anything, must not get lost in the maximum.
+        # A NaN is larger than nothing, and would get lost in the maximum: infinity stands for it.
         figures = verdict.attention, verdict.recurrence
         attention, recurrence = engine.reduce_max([math.inf if math.isnan(x) else x for x in figures])
         return verdict._replace(attention=attention, recurrence=recurrence)
 
     def _checkable(self, data: TensorDict, groups: Sequence[Group]) -> Sequence[Group]:
-        """Groups where every rank has one, and whose stock pass runs a vision tower equally often on every rank: verl's
-        runs once for images and once for videos."""
+        """Groups to choose from, of which every rank has one. Their stock passes run a vision tower equally often on
+        every rank: verl's path runs it once for images and once for videos."""
         chosen = {0: groups}
         if is_vision_config(config := self.engine.module.config):
             rows = tu.get(data, "multi_modal_inputs", [None] * len(data))
@@ -142,8 +142,8 @@ def _sum_of_log_probs(model_output: dict, data: TensorDict, **_: object) -> tupl
 
 
 def _num_perturbed(batch: int, checked: int) -> int:
-    """Stock passes that measure rounding, one to three: with ours and stock's own, which are the forward of about twice
-    the checked rows, an eighth of the update of all rows."""
+    """How many stock passes measure rounding: one to three. Together with ours and stock's own, which count as two
+    passes, they take about an eighth of the time of an update of all rows."""
     return min(3, max(1, 3 * batch // (8 * checked) - 2))
 
 

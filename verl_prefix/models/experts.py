@@ -13,10 +13,10 @@ from verl_prefix.core.calls import on_device
 
 
 class ExpertLoads:
-    """Counts what routers choose in an update's forwards, not where gradient checkpointing runs them again.
+    """Counts what routers choose in an update's forwards; where gradient checkpointing runs them again does not count.
 
-    Routers are those that transformers records as `router_logits`, and that return their choice, int64 [T, chosen], as
-    well; a model without any has no loads.
+    Routers are the modules that transformers records as `router_logits` and that also return their choice, int64
+    [T, chosen]. A model without any has no loads.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -50,8 +50,9 @@ class ExpertLoads:
         load.index_add_(0, chosen.flatten(), multiplicity.repeat_interleave(chosen.shape[-1]))
 
     def metrics(self, reduce_sum: Callable[[Sequence[float]], Sequence[float]]) -> dict[str, float]:
-        """The relative excess over an even load, of the fullest expert (max_vio) and on average (avg_vio), largest and
-        mean of all layers, as verl's rollout/moe/* (verl/trainer/ppo/metric_utils.py); nothing without routers.
+        """How far loads are from an even one, relative to it: the excess of a layer's fullest expert (max_vio), and the
+        mean deviation of its experts (avg_vio). Of each, the largest and the mean of all layers, as in verl's
+        rollout/moe/* (verl/trainer/ppo/metric_utils.py); nothing without routers.
 
         Args:
             reduce_sum: element-wise sum over ranks.

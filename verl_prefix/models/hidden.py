@@ -1,4 +1,4 @@
-"""Hidden states instead of logits: for heads that are their caller's."""
+"""Hidden states instead of logits, for heads that the caller owns."""
 
 from collections.abc import Callable, Mapping
 from types import SimpleNamespace
@@ -24,7 +24,7 @@ class HiddenStateModel(HookedModel):
         logits_chunk: int,
         pixels: Mapping[str, torch.Tensor],
     ) -> torch.Tensor:
-        """As `HookedModel.token_outputs`, of hidden states [n, hidden size], which need no chunks."""
+        """As `HookedModel.token_outputs`, but `outputs` gets hidden states [n, hidden size], all at once."""
         inputs = self.inputs(input_ids, position_ids, attention_pass)
         calls = attention_pass.num_calls
         if (seeing := vision.vision_model(self.model)) is None:

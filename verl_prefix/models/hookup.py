@@ -23,7 +23,7 @@ from verl_prefix.models.support import layer_window
 
 ATTENTION_NAME = "verl_prefix"
 
-# Config attributes by which a model changes logits behind lm_head: there the outputs need all logits at once.
+# Config attributes by which a model changes logits after lm_head. Outputs then need all logits at once.
 _AFTER_LM_HEAD = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
 
 
@@ -68,7 +68,7 @@ AttentionInterface.register(ATTENTION_NAME, torch.compiler.disable(grouped_atten
 
 
 class HookedModel:
-    """A `core.schedule.Model`: a Hugging Face causal LM, or the FSDP2 root, through which every forward enters, so that
+    """A `core.schedule.Model` for a Hugging Face causal LM, or its FSDP2 root. Every forward enters through it, so that
     its hooks run."""
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -101,9 +101,9 @@ class HookedModel:
     ) -> torch.Tensor:
         """Runs one packed row, inside `grouped_attention`, and returns what `outputs` makes of its logits: [n, k].
 
-        lm_head runs inside the model's forward, so that FSDP2 has its weight unsharded, on at most `logits_chunk`
-        tokens at a time; all chunks but the last are checkpointed, so that never more than logits_chunk x vocabulary
-        logits exist. Where the model changes logits behind lm_head, or lm_head's hooks may, all exist at once.
+        lm_head runs inside the model's forward, where FSDP2 has gathered its weight, on at most `logits_chunk` tokens
+        at a time. All chunks but the last are checkpointed, so that never more than logits_chunk x vocabulary logits
+        exist. Where the model changes logits after lm_head, or lm_head's hooks may, all exist at once.
 
         Args:
             input_ids: [T] int64. position_ids: [T] or [4, T] int64. keep: [n] int64, the tokens for lm_head.
@@ -135,8 +135,8 @@ class HookedModel:
         return outputs(torch.arange(len(keep), device=keep.device), logits)
 
     def _needs_all_logits(self, lm_head: torch.nn.Module, outputs: Outputs | None) -> bool:
-        """Whether the model, or a hook of its lm_head, changes logits, which are then not to be hidden from it. FSDP2's
-        own hooks reshard weights."""
+        """Whether the model, or a hook of its lm_head, may change logits, and so has to see all of them. FSDP2's own
+        hooks do not: they reshard weights."""
         hooks = (getattr(hook, "__module__", None) or "" for hook in lm_head._forward_hooks.values())
         scales = (getattr(self.text_config, name, None) for name in _AFTER_LM_HEAD)
         return any(not module.startswith("torch.distributed.") for module in hooks) or (
@@ -159,10 +159,10 @@ class HookedModel:
 
 
 class _ChunkedHead:
-    """Stands for lm_head's forward: what `outputs` makes of the logits, at most `chunk` tokens of them at a time.
+    """Replaces lm_head's forward: gives what `outputs` makes of the logits of at most `chunk` tokens at a time.
 
     Args:
-        forward: what it stands in for: the class's, or one that others put on the instance.
+        forward: what it replaces: the class's forward, or one that others put on the instance.
         outputs: None: nobody reads logits, and sums of hidden states take their place.
     """
 
@@ -174,7 +174,7 @@ class _ChunkedHead:
         if self.outputs is None:
             return hidden.sum(-1, keepdim=True)
         rows = torch.arange(hidden.shape[1], device=hidden.device)
-        # Backward begins with the last chunk: its logits may wait for it, and are no more than a recomputation's.
+        # Backward begins with the last chunk, whose logits are kept: they take no more memory than a recomputation's.
         first = len(rows) % self.chunk or min(len(rows), self.chunk)
         sizes = [first, *[self.chunk] * ((len(rows) - first) // self.chunk)]
         *earlier, last = zip(rows.split(sizes), hidden[0].split(sizes), strict=True)
@@ -187,8 +187,8 @@ class _ChunkedHead:
 
 
 def _prefetch_in_backward(model: PreTrainedModel) -> None:
-    """FSDP2 gathers each layer while the one above it runs backward. By itself it does so in the order of the forwards,
-    which it forgets behind every backward: phase C, whose forward lies behind those of the waves, would gather late."""
+    """Makes FSDP2 gather each layer while the one above it runs backward. By itself it goes by the order of the
+    forwards, which it forgets after every backward. Phase C comes after the waves' backwards, and would gather late."""
     layers = [layer for layer in getattr(model.get_decoder(), "layers", ()) if isinstance(layer, FSDPModule)]
     above = [*layers[1:], model] if isinstance(model, FSDPModule) else layers[1:]
     for layer, module in zip(layers, above, strict=False):

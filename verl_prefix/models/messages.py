@@ -1,4 +1,4 @@
-"""Where the messages of a chat end, which is where rows of turns may part: as the tokenizer's own template says."""
+"""Finds where the messages of a chat end, by the tokenizer's own template. That is where rows of turns may part."""
 
 from collections.abc import Collection, Sequence
 from typing import Any
@@ -25,6 +25,6 @@ def end_tokens(tokenizer: Any) -> set[int]:
 
 
 def message_ends(prompts: Sequence[Sequence[int] | torch.Tensor], tokens: Collection[int]) -> list[list[int]]:
-    """Of each prompt the numbers of tokens after which a message ends: those up to each of `tokens` (`end_tokens`)."""
+    """For each prompt, after how many tokens a message ends: each place just after one of `tokens` (`end_tokens`)."""
     wanted = torch.tensor(sorted(tokens), dtype=torch.int64)
     return [(torch.isin(torch.as_tensor(p).cpu(), wanted).nonzero()[:, 0] + 1).tolist() for p in prompts]

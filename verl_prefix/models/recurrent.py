@@ -1,8 +1,8 @@
 """Recurrent mixers of transformers: what they call is replaced while our attention is selected.
 
 A mixer (gated delta net, Mamba-2, short convolution) projects, calls a convolution and a scan, and projects back. Those
-two calls are exchanged for ones that go by the pass's segments (`core.recurrence`); the rest is the model's own code,
-patched by verl or not. transformers has no registry of mixers as it has of attention.
+two calls are replaced by ones that follow the pass's segments (`core.recurrence`); the rest is the model's own code,
+patched by verl or not. transformers has a registry of attention functions, but none of mixers.
 """
 
 import functools
@@ -41,7 +41,7 @@ def is_recurrent(model_type: str) -> bool:
 
 
 class Mixer:
-    """A mixer, and the pass of the forward that it is in; a subclass says what of it is replaced.
+    """A mixer, and the pass that it is running in. A subclass says what is replaced in it.
 
     Args:
         module: the mixer, a child of a decoder layer.
@@ -52,11 +52,11 @@ class Mixer:
         self.attention_pass: AttentionPass | None = None
 
     def replacements(self) -> Iterator[tuple[Any, str, Callable[..., Any]]]:
-        """Objects, names of their attributes, and what those become."""
+        """Yields (object, name of its attribute, replacement)."""
         raise NotImplementedError
 
     def take_pass(self, layer: torch.nn.Module, args: object, kwargs: Mapping[str, Any]) -> None:
-        """Pre-hook of the decoder layer."""
+        """Takes the pass from the decoder layer's arguments, as a pre-hook of the layer."""
         self.attention_pass = kwargs.get("prefix_pass")
 
     def _pass(self) -> AttentionPass:
@@ -88,8 +88,8 @@ class Mixer:
 
 
 class GatedDeltaNet(Mixer):
-    """Of Qwen3-Next, Qwen3.5 (also as verl patches it) and OLMo-Hybrid; scans by flash-linear-attention, or by the
-    mixer's own torch rule, which takes rows."""
+    """The mixer of Qwen3-Next, Qwen3.5 (also as verl patches it) and OLMo-Hybrid. It scans by flash-linear-attention,
+    or by the mixer's own torch rule, which takes padded rows."""
 
     def replacements(self) -> Iterator[tuple[Any, str, Callable[..., Any]]]:
         yield self.module, "chunk_gated_delta_rule", functools.partial(self._rule, self.module.chunk_gated_delta_rule)
@@ -125,7 +125,7 @@ class GatedDeltaNet(Mixer):
 
 
 class ShortConv(Mixer):
-    """Of LFM2: a convolution between two gates, and no state beside it."""
+    """The mixer of LFM2: a convolution between two gates. It has no other state."""
 
     def replacements(self) -> Iterator[tuple[Any, str, Callable[..., Any]]]:
         yield self.module, "forward", lambda hidden_states, **kwargs: self.module.slow_forward(hidden_states)
@@ -138,7 +138,7 @@ class ShortConv(Mixer):
 
 
 class Mamba2(Mixer):
-    """Of Bamba and Granite 4 H; scans by mamba_ssm where it is installed, whose states go by rows, or by torch."""
+    """The mixer of Bamba and Granite 4 H. It scans by mamba_ssm on CUDA where that is installed, else by torch."""
 
     def replacements(self) -> Iterator[tuple[Any, str, Callable[..., Any]]]:
         yield self.module, "forward", self._forward
@@ -178,12 +178,12 @@ def _conv_call(
     mixer: Mixer, kernel: Callable[..., torch.Tensor] | None, x: torch.Tensor, weight: torch.Tensor,
     bias: torch.Tensor | None = None, activation: str | None = None, **kwargs: object,
 ) -> torch.Tensor:  # fmt: skip
-    """Stands for causal_conv1d_fn: x [1, C, T] -> [1, C, T]."""
+    """Replaces causal_conv1d_fn: x [1, C, T] -> [1, C, T]."""
     return mixer._conv(x[0].T, weight, bias, activation, kernel=kernel).T.unsqueeze(0)
 
 
 class _EmptyCache:
-    """A cache as far as a Mamba-2 mixer asks it in a forward of a whole row: it holds nothing and keeps nothing."""
+    """An empty cache, with the methods that a Mamba-2 mixer calls in a forward of a whole row. It keeps nothing."""
 
     def has_previous_state(self, layer: int) -> bool:
         return False
@@ -208,11 +208,11 @@ def mixers(model: torch.nn.Module) -> list[Any]:
 
 
 def packing_leak(model: Any) -> str | None:
-    """The reason why verl's own path, which packs rows one behind the other under use_remove_padding, would carry the
+    """The reason why verl's own path, which packs rows one after the other under use_remove_padding, would carry the
     state of one row into the next; None where it does not.
 
-    verl 0.9.1 tells the mixers of Qwen3.5 alone where rows begin. It asks whether their rule has an argument
-    `cu_seqlens`, to which the torch rule of transformers says yes and drops it with all other **kwargs.
+    verl 0.9.1 tells only the mixers of Qwen3.5 where rows begin, if their rule accepts an argument `cu_seqlens`. The
+    torch rule of transformers accepts it, but drops it with all other **kwargs.
     """
     modules = mixers(model)
     if not modules:
@@ -229,11 +229,11 @@ def packing_leak(model: Any) -> str | None:
 
 @contextmanager
 def shared_states(model: torch.nn.Module) -> Iterator[None]:
-    """While open, the model's mixers go by the `prefix_pass` that their decoder layer gets.
+    """Context in which the model's mixers follow the `prefix_pass` that their decoder layer gets.
 
-    It comes by a hook of the layer: verl's patched layers pass no keyword arguments on to mixers, and hooks run again
-    where gradient checkpointing calls the layer again. Within another one, such as log-probs between two waves, there
-    is nothing left to do.
+    A hook of the layer hands it on, since verl's patched layers pass no keyword arguments to mixers. The hook runs
+    again where gradient checkpointing calls the layer again. Inside another such context, such as for log-probs between
+    two waves, it does nothing.
     """
     with ExitStack() as undo:
         for layer in model.modules():
@@ -251,8 +251,8 @@ def shared_states(model: torch.nn.Module) -> Iterator[None]:
 
 @contextmanager
 def replaced(owner: Any, name: str, value: object) -> Iterator[None]:
-    """While open, the attribute of the instance, class or module is another; hooks of a torch module, FSDP2's among
-    them, still run around it."""
+    """Context in which the attribute of an instance, class or module is `value`. Around a replaced forward of a torch
+    module, the module's hooks, FSDP2's among them, still run."""
     own = name in vars(owner)  # put there by accelerate, or whoever else
     before = vars(owner).get(name)
     setattr(owner, name, value)

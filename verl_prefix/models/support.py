@@ -27,7 +27,7 @@ _WHY_NOT = {
 
 def unsupported_reasons(config: PretrainedConfig, training: bool = True) -> list[str]:
     """Properties of a model that the shared-prefix path cannot compute, as `attribute=value` phrases; with `training`
-    those that it has in training alone, too."""
+    also those that act in training only."""
     text = config.get_text_config()
     reasons = []
     has_states = is_recurrent(text.model_type)
@@ -42,7 +42,7 @@ def unsupported_reasons(config: PretrainedConfig, training: bool = True) -> list
         if getattr(text, name, None):
             reasons.append(f"{name}={getattr(text, name)}")
     if has_states and (getattr(text, "time_step_limit", None) or (0.0,))[0] > 0:
-        reasons.append(f"time_step_limit={text.time_step_limit}, by which padding would wear a state down")
+        reasons.append(f"time_step_limit={text.time_step_limit}, with which padding would decay a state")
     if has_states and getattr(text, "hidden_act", "silu") not in ("silu", "swish"):
         reasons.append(f"hidden_act={text.hidden_act}, which kernels of causal convolutions do not know")
     if rope_types := _rope_types(text) & {"dynamic", "longrope"}:
@@ -63,7 +63,7 @@ def check_supported(config: PretrainedConfig) -> None:
     """Raises ValueError where the shared-prefix path would not compute what the stock path computes."""
     if reasons := unsupported_reasons(config):
         off = [f"+actor_rollout_ref.model.override_config.{name}=0.0" for name in dropouts(config)]
-        told = "Stock trains with its dropout, whose mask rows of a group would share; turn it off with "
+        told = "Stock trains with this dropout, but here rows of a group would share its mask; turn it off with "
         raise ValueError(
             f"shared-prefix training does not support this {config.model_type} model: {'; '.join(reasons)}. "
             f"{told + ' '.join(off) + '. ' if off else ''}Set model_engine=dp, or "
@@ -73,8 +73,8 @@ def check_supported(config: PretrainedConfig) -> None:
 
 def dropouts(config: PretrainedConfig) -> dict[str, float]:
     """Rates of dropout and jitter above 0 that the model applies in training, by the config's field:
-    `attention_dropout`, or `text_config.attention_dropout` of a section. Those of heads that an actor has not
-    (classifier_dropout, summary_first_dropout), and those that the model's code never reads, are none."""
+    `attention_dropout`, or `text_config.attention_dropout` of a section. Rates of heads that an actor does not have
+    (classifier_dropout, summary_first_dropout), and rates that the model's code never reads, do not count."""
     names = getattr(config, "sub_configs", None) or {}
     sections = {"": config} | {f"{name}.": getattr(config, name, None) for name in names}
     return {
@@ -88,7 +88,7 @@ def dropouts(config: PretrainedConfig) -> dict[str, float]:
 
 @functools.cache
 def _reads(module: str, name: str) -> bool:
-    """Whether the modeling file beside a config's module reads a field of it; True of a model from elsewhere than
+    """Whether the modeling file beside a config's module reads its field `name`. True for a model from outside of
     transformers, whose code may inherit what reads it."""
     if not module.startswith("transformers.models."):
         return True
@@ -118,8 +118,8 @@ def check_dropout(model: torch.nn.Module, instead: str = "model_engine=dp") -> N
 
 
 def checkpointing(model: torch.nn.Module) -> bool | None:
-    """None: layers are not checkpointed. False: they are, and their forward runs again in backward. True: the same by
-    reentrant checkpointing, where what a wave reads of the prefix cache would get no gradient."""
+    """Whether the gradient checkpointing of the model's layers is reentrant; None where there is none. Under reentrant
+    checkpointing, what a wave reads from the prefix cache would get no gradient."""
     funcs = [
         module._gradient_checkpointing_func
         for module in model.modules()

@@ -120,19 +120,19 @@ def tree_tokens(
 
 
 def num_tower_runs(row: Row, config: Any) -> int:
-    """Times that verl's own forward runs the tower on the row: for images, for videos, once on zeros for text alone.
-    0: it fails, that of Qwen2.5-VL on text (verl 0.9.1, by what the tower of transformers 5.10 returns)."""
+    """How often verl's own forward runs the tower on the row: once for images and once for videos, or once on zeros for
+    text alone. 0 where it fails: Qwen2.5-VL's on text (verl 0.9.1, by what the tower of transformers 5.10 returns)."""
     num_kinds = sum((row or {}).get(values) is not None for _, values, _ in PIXELS)
     return num_kinds or int(config.model_type != "qwen2_5_vl")
 
 
 def num_patches(row: Row) -> int:
-    """Number of patches that the row's pixels are, those of images and videos; 0 where it holds none."""
+    """Number of patches of the row's images and videos; 0 where it has none."""
     return sum(len(row[values]) for _, values, _ in PIXELS if row and row.get(values) is not None)
 
 
 class PixelBatch:
-    """Pixels of a batch's rows, and which of its tokens they are.
+    """Pixels of a batch's rows, and the tokens that stand for them.
 
     Args:
         rows: one per row of the batch, as in `share_pixels`.
@@ -204,7 +204,7 @@ class PixelBatch:
         ends = [0, *self._num_features(grid).cumsum(0).tolist()]
         if num_tokens not in ends:
             raise ValueError(
-                f"a row is cut inside an image or clip, whose tokens end at {ends[1:]}: behind {num_tokens}"
+                f"a row is cut inside an image or clip: after {num_tokens} of their tokens, and they end at {ends[1:]}"
             )
         return ends.index(num_tokens)
 
@@ -216,13 +216,13 @@ class PixelBatch:
             if num_tokens != num_features:
                 raise ValueError(
                     f"row {row}: its prompt has {num_tokens} {kind} tokens before the last one, and its {values} make "
-                    f"{num_features} features. A processor expands prompts, which end in text; where tools answer with "
-                    "pictures, set model_engine=dp"
+                    f"{num_features} features. Pass prompts as the processor expands them, ending in text; where tools "
+                    "answer with pictures, set model_engine=dp"
                 )
 
 
 class Output(NamedTuple):
-    """A HF output as far as a pass reads it; a tuple, since FSDP2 looks for tensors in it."""
+    """What a pass reads of a Hugging Face output. It is a tuple, since FSDP2 looks for tensors in it."""
 
     logits: torch.Tensor
 
@@ -238,7 +238,7 @@ def forward(
     chosen: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> "Output":
-    """Stands for the model's own forward on one packed row; call it as such, so that FSDP2's hooks run.
+    """Replaces the model's own forward on one packed row; call it through the model, so that FSDP2's hooks run.
 
     Args:
         input_ids: [1, T] int64. keep: [n] int64, the tokens that go through lm_head.
@@ -251,8 +251,8 @@ def forward(
     """
     embeds: torch.Tensor = model.get_input_embeddings()(input_ids)
     if torch.is_grad_enabled() and any(p.requires_grad for p in model.model.visual.parameters()):
-        # In every pass alike, also in one that does not run the tower: a wave sends gradients back to prefixes that the
-        # tower has seen, and ranks whose passes have none run the same backward.
+        # In every pass, also in one that does not run the tower: a wave sends gradients back to prefixes that the tower
+        # has seen, and ranks without such prefixes have to run the same backward.
         embeds.requires_grad_()
     if tower:
         visual = model.model.visual
@@ -271,11 +271,11 @@ def forward(
                 kwargs["visual_pos_masks"] = torch.zeros_like(input_ids, dtype=torch.bool).index_fill(1, indices, True)
                 kwargs["deepstack_visual_embeds"] = [x[indices.argsort()] for x in deepstack]
     elif torch.is_grad_enabled():
-        # FSDP2 adds up gradients in another dtype until it reduces them, and reduces one dtype at once: what the tower
-        # shards together with text layers gets a gradient (of zero) in waves too, like those.
+        # FSDP2 adds up gradients in another dtype until it reduces them, and one reduction takes one dtype. So what is
+        # sharded together with text layers needs a gradient in waves, too, as those have one: here zero.
         embeds = embeds + sum(0.0 * p.flatten()[0] for p in _in_parents_shard(model.model.visual) if p.requires_grad)
     kwargs |= dict(input_ids=None, inputs_embeds=embeds)  # PEFT passes them too
-    # Under sequence parallelism verl would cut what the text model gets over the ranks, and it has been: see
+    # Under sequence parallelism verl would cut the text model's inputs over the ranks, but they are cut already: see
     # patch_vlm_for_ulysses_input_slicing in verl/models/transformers/monkey_patch.py.
     with replaced(model.model.language_model, "_needs_initial_slice", False):
         hidden = model.model.language_model(**kwargs).last_hidden_state
@@ -283,7 +283,7 @@ def forward(
 
 
 def _in_parents_shard(module: torch.nn.Module) -> list[torch.nn.Parameter]:
-    """Parameters of a module that has FSDP2 modules in it, but of none of those."""
+    """Parameters of a module with FSDP2 modules in it, without the parameters of those."""
     sharded = [m for m in module.modules() if isinstance(m, FSDPModule)]
     inside = {id(p) for m in sharded for p in m.parameters()}
     return [p for p in module.parameters() if sharded and id(p) not in inside]

@@ -1,16 +1,16 @@
 """Varlen attention kernels that return (out, lse) and take the merged out and lse back in backward.
 
-A backward that is handed the output and log-sum-exp of the whole softmax, of which its own keys are a part, gives this
-part's exact gradients. That is what lets two stock kernel calls make one attention (see `attention`).
+A call's keys are a part of the whole softmax. Its backward gets the output and log-sum-exp of the whole, and so returns
+the exact gradients of its part. That is what lets two stock kernel calls make one attention (see `attention`).
 
-Every kernel module has
+Every module in `KERNELS` has
 
     forward(q, k, v, spans, causal, scale, window, softcap) -> out, lse
     backward(dout, q, k, v, out, lse, spans, causal, scale, window, softcap) -> dq, dk, dv
 
 with q [Tq, H, D], k and v [Tk, K, D], H a multiple of K, and lse [H, Tq] in fp32 (fp64 for fp64 inputs). Causal: a
-segment's last query reads up to its last key, the one before it up to the one before, and so on; a window (causal only)
-leaves each query that many keys. softcap: scores become softcap * tanh(scores / softcap).
+segment's last query reads up to its last key, the one before it up to the one before, and so on. With a window (causal
+only) each query reads only the last `window` of these. softcap: scores become softcap * tanh(scores / softcap).
 """
 
 import functools
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 
 class Kernel(Protocol):
-    """A module of this package: the two functions above, and why it cannot run, if so.
+    """What a module in `KERNELS` offers: the two functions above, and the reasons for which it cannot run.
 
     `unavailable` is about the machine, `unsupported` about inputs; each returns the reason in words, or None.
     """
@@ -74,7 +74,7 @@ def choose_kernel(name: str, device_type: str, dtype: torch.dtype, head_dim: int
     if name == "auto":
         for candidate in (cpu, flash_attn, aten):
             if refusal(candidate) is None:
-                logger.warning("prefix.attention=auto: %s", candidate.__name__)  # a level that workers print, once
+                logger.warning("prefix.attention=auto: %s", candidate.__name__)  # workers print this level
                 return candidate
         what = f"{device_type}, {dtype}, head dim {head_dim}{', softcap' if softcap else ''}"
         if device_type == "cuda":

@@ -1,6 +1,6 @@
 """torch's own CUDA varlen flash attention (aten), torch 2.11 to 2.13. bf16 and fp16, head dim up to 256.
 
-The ops are private: their argument names are checked, so that a torch that moved them is named instead of miscalled.
+The ops are private to torch. Their argument names are checked, so that a torch that changed them is reported.
 """
 
 from collections.abc import Iterator
@@ -22,7 +22,7 @@ _BACKWARD_ARGS = (
 
 
 def schema_error() -> str | None:
-    """The difference from the op schemas that this file calls, in words, or None. Runs on any machine."""
+    """How this torch's op schemas differ from those that this file calls, in words, or None. Runs on any machine."""
     for name, wanted in (("_flash_attention_forward", _FORWARD_ARGS), ("_flash_attention_backward", _BACKWARD_ARGS)):
         op = getattr(torch.ops.aten, name, None)
         if op is None:
@@ -81,8 +81,8 @@ def backward(
 
 @contextmanager
 def _deterministic_as_asked() -> Iterator[None]:
-    """verl's full_determinism only warns where an op has no deterministic form; then aten's flash backward, which has
-    one, takes the other."""
+    """Makes aten's flash backward deterministic under verl's full_determinism, which sets torch's mode to "warn": in
+    that mode this op does not take its deterministic form."""
     mode = torch.get_deterministic_debug_mode()
     torch.set_deterministic_debug_mode("error" if mode == 1 else mode)  # 1: "warn"
     try:

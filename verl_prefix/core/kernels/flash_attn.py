@@ -1,6 +1,6 @@
 """The flash-attn packages, in the newest interface that runs the inputs on this GPU: FA4 (flash_attn.cute) on sm_100 to
 sm_11x, FA3 (flash_attn_interface, of tag v2.7.4 or newer) on sm_90, else FA2 (flash_attn 2.7.4 or newer). bf16 and
-fp16, head dim up to 256, softcap. Imported where it is called, since importing it takes seconds.
+fp16, head dim up to 256, softcap. A package is imported where it is called, since the import takes seconds.
 
 No machine of ours has run this file: its tests bind every call to the packages' own signatures and stand in for what
 they compute (tests/core/test_flash_attn_package.py).
@@ -31,7 +31,7 @@ _COMMON_ARGS = {"cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", 
 _OTHER_ARGS = set(
     "q k v out dout lse softmax_lse dq dk dv dropout_p alibi_slopes causal is_causal deterministic".split()
 )
-# Of FA3 up to v2.8.3.post1, which has no defaults for them.
+# Arguments of FA3 up to v2.8.3.post1 that we do not use, and for which it has no defaults.
 _UNUSED_ARGS = set(
     "k_new v_new qv cu_seqlens_k_new seqused_q seqused_k sequed_q sequed_k page_table kv_batch_idx leftpad_k "
     "rotary_cos rotary_sin seqlens_rotary q_descale k_descale v_descale".split()
@@ -40,7 +40,7 @@ _UNUSED_ARGS = set(
 
 @functools.cache
 def _arguments(function: Callable[..., Any]) -> dict[str, bool]:
-    """Name -> whether it has a default."""
+    """Names of the function's arguments -> whether each has a default."""
     function = getattr(function, "_init_fn", function)  # behind torch.library.custom_op
     return {name: p.default is not p.empty for name, p in inspect.signature(function).parameters.items()}
 
@@ -53,7 +53,7 @@ def _has_arguments(function: Callable[..., Any]) -> bool:
 
 
 def _call(function: Callable[..., Any], *tensors: torch.Tensor, **options: object) -> Any:
-    """The function with its own names of some options, and None for what it asks for and we do not use."""
+    """Calls the function by its own names of options, with None for required arguments that we do not use."""
     arguments = _arguments(function)
     if "window_size" in arguments:  # FA3 up to v2.8.3.post1
         options["window_size"] = (options.pop("window_size_left"), options.pop("window_size_right"))
@@ -72,7 +72,7 @@ class _Interface(NamedTuple):
 
 @functools.cache
 def _installed() -> list[_Interface]:
-    """Those that this GPU runs and whose arguments we know, newest first."""
+    """Installed interfaces that this GPU runs and whose arguments we know, newest first."""
     capability, found = torch.cuda.get_device_capability(), []
     for name, (forward_name, backward_name, low, end) in _INTERFACES.items():
         if not low <= capability < end:
@@ -121,7 +121,7 @@ def unavailable() -> str | None:
 
 
 def unsupported_by_all(device_type: str, dtype: torch.dtype, head_dim: int) -> str | None:
-    """Of every CUDA flash attention, aten's too."""
+    """Why no CUDA flash attention, aten's included, runs such inputs, in words, or None."""
     if device_type != "cuda":
         return f"device is {device_type}, not cuda"
     if dtype not in (torch.bfloat16, torch.float16):

@@ -24,7 +24,7 @@ def _merge(
     inside = exists[:, None] & (column < DIM)[None, :]
     a = tl.load(lse + head * lse_head + query * lse_query, mask=exists, other=0.0)
     b = tl.load(lse_2 + head * lse_2_head + query * lse_2_query, mask=exists, other=0.0)
-    smaller = tl.exp(-tl.abs(a - b))  # of the two parts' sums of scores, over the larger
+    smaller = tl.exp(-tl.abs(a - b))  # sum of exp(scores): the smaller part's over the larger's
     total = tl.maximum(a, b) + tl.log(1.0 + smaller)
     pointer = out + head * out_head + query[:, None] * out_query + column[None, :]
     pointer_2 = out_2 + head * out_2_head + query[:, None] * out_2_query + column[None, :]
@@ -38,7 +38,7 @@ def _merge(
 
 
 def merge_into(out: torch.Tensor, lse: torch.Tensor, out_2: torch.Tensor, lse_2: torch.Tensor) -> None:
-    """Two partial attentions of the same queries become one, written over the first.
+    """Merges two partial attentions of the same queries into the first, in place.
 
     Args:
         out, out_2: [T, H, D] of one dtype, whose last dimension is contiguous. lse, lse_2: [H, T] fp32. Views may be of

@@ -1,7 +1,8 @@
-"""Mamba-2's scan in torch, from given states: what mamba_ssm's mamba_chunk_scan_combined computes, where it cannot run.
+"""Mamba-2's scan in torch, from given states. It stands in for mamba_ssm's mamba_chunk_scan_combined where that cannot
+run.
 
-State space duality (arXiv 2405.21060, section 6): within a chunk as attention with decaying weights, between chunks by
-the state. transformers' own torch path starts from zero states alone.
+State space duality (arXiv 2405.21060, section 6): a chunk is computed as attention with decaying weights, and the state
+connects one chunk with the next. transformers' own torch path can only start from zero states.
 """
 
 import torch
