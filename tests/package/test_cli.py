@@ -13,7 +13,7 @@ MISSING = "is in missing, which is no folder here; write the name of a file in a
 WRONG = {
     "plan --out missing/plan.json a=1": f"plan: --out missing/plan.json {MISSING}",
     "plan --out . a=1": "plan: --out . is a folder",
-    "plan --gpu h100 a=1": "plan: --gpu and --fit are for a simulation; add",
+    "plan --fit 75 a=1": "plan: --fit is for a simulation; add --simulate",
     "plan --simulate --gpu b300 a=1": "plan: --gpu 'b300' is unknown; use one of h100, h200, h20, a100",
     "plan --simulate --fit 0 a=1": "plan: argument --fit: '0': give a number of 0.001 or more",
     "plan --shares gen=0.5 a=1": "plan: --shares 'gen=0.5': write update=0.5",
