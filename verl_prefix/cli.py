@@ -67,9 +67,11 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _quieten_verl() -> None:
-    """Before verl's import: its engines that are not installed and its choice of a platform are no news here."""
+    """Before verl's import, here and in ranks: its engines that are not installed and its choice of a platform are no
+    news."""
     os.environ.setdefault("VERL_LOGGING_LEVEL", "WARNING")
-    warnings.filterwarnings("ignore", r"\w+ engine is not available", UserWarning)
+    os.environ.setdefault("PYTHONWARNINGS", "ignore::UserWarning:verl.workers.engine")
+    warnings.filterwarnings("ignore", category=UserWarning, module=r"verl\.workers\.engine")
 
 
 def _given(arguments: argparse.Namespace, options: type) -> dict[str, Any]:
@@ -99,6 +101,7 @@ def _ab(arguments: argparse.Namespace) -> int:
 
     if not torch.cuda.is_available():  # before verl is imported, here and in the ranks
         os.environ["VERL_PLATFORM"] = "cpu"
+    os.environ.setdefault("TQDM_DISABLE", "1")  # transformers' bars, one per arm and rank
     _quieten_verl()
     from verl_prefix.tools.ab import command
 
