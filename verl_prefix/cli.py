@@ -80,9 +80,9 @@ def _given(arguments: argparse.Namespace, options: type) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value is not None}
 
 
-def _doctor(_: argparse.Namespace) -> int:
+def _doctor(arguments: argparse.Namespace) -> int:
     _quieten_verl()
-    return doctor.doctor()
+    return doctor.doctor(arguments.json)
 
 
 def _ab(arguments: argparse.Namespace) -> int:
@@ -299,6 +299,7 @@ def main(argv: list[str] | None = None) -> int:
     command = commands.add_parser("doctor", help="say whether verl will use this package and what runs here",
         epilog=DOCTOR_EXAMPLES)  # fmt: skip
     command.set_defaults(run=_doctor)
+    command.add_argument("--json", action="store_true", help="print JSON alone, for a bug report")
     _add_ab(commands)
     plan = _add_plan(commands)
     _add_bench(commands)
