@@ -20,7 +20,7 @@ examples:
   verl-prefix ab --trace DIR         a run's recorded updates through verl's engine and this one
   verl-prefix bench --grid cpu       time and memory, without verl
 
-exit codes: 0 all is well; 1 the answer is no; 2 wrong words or files, said in one line"""
+exit codes: 0 all is well; 1 the answer is no; 2 wrong words or files, said in one line; 3 of ab: nothing to judge"""
 DOCTOR_EXAMPLES = """\
 examples:
   verl-prefix doctor
@@ -198,7 +198,7 @@ def _at_least(least: float, kind: type = int) -> Callable[[str], Any]:
 
 
 def _add_bench(commands: argparse._SubParsersAction) -> None:
-    from verl_prefix.tools.bench.options import ARMS, SHAPES, Options
+    from verl_prefix.tools.bench.options import ARMS, SHAPES, Options, Size
     from verl_prefix.tools.bench.report import GRIDS
 
     command = commands.add_parser("bench", help="time, memory and error of stock, a peer and ours; without verl",
@@ -209,7 +209,7 @@ def _add_bench(commands: argparse._SubParsersAction) -> None:
     add("--rows", type=_numbers("P/S/G", (3,)), nargs="+", default=[], metavar="P/S/G",
         help="prefix and response tokens, rows per prompt")  # fmt: skip
     add("--turns", type=_at_least(1), help="of a session, a row each, whose prompt has the turns before it; P/S/G are "
-        "the first prompt, a turn's response, sessions; default %(default)s", default=1)  # fmt: skip
+        "the first prompt, a turn's response, sessions; default %(default)s", default=Size(1, 1, 1).turns)  # fmt: skip
     add("--thinking", type=_at_least(0), help="of a response: tokens that later prompts leave out; default 3/4 of S")
     add("--tool", type=_at_least(0), help="tokens of a tool's answer behind a turn; default S")
     add("--shape", choices=SHAPES, help=f"of the model; default {Options.shape}")
