@@ -63,12 +63,12 @@ class Table(NamedTuple):
 
 def markdown(blocks: Iterable[str | Table]) -> str:
     """Paragraphs and tables, an empty line between them."""
-    return "\n\n".join(block if isinstance(block, str) else _lines(block) for block in blocks)
+    return "\n\n".join(block if isinstance(block, str) else "\n".join(table(*block)[:-1]) for block in blocks)
 
 
-def _lines(table: Table) -> str:
-    rows = (table.head, ("---",) * len(table.head), *table.rows)
-    return "\n".join(f"| {' | '.join(map(str, row))} |" for row in rows)
+def table(head: Sequence[object], rows: Iterable[Sequence[object]], _: str = "") -> list[str]:
+    """Lines of a Markdown table, an empty one at the end."""
+    return [f"| {' | '.join(map(str, row))} |" for row in (head, ("---",) * len(head), *rows)] + [""]
 
 
 def show(blocks: Iterable[str | Table], style: str | None = None) -> None:
@@ -87,10 +87,10 @@ def show(blocks: Iterable[str | Table], style: str | None = None) -> None:
             of_block = "bold" if block.startswith("# ") else style
             console.print(block.removeprefix("# "), style=of_block, markup=False, highlight=False, soft_wrap=True)
             continue
-        table = Grid(*map(str, block.head), title=block.title or None, title_justify="left")
+        grid = Grid(*map(str, block.head), title=block.title or None, title_justify="left")
         for row in block.rows:
-            table.add_row(*(str(cell).strip("*") for cell in row))
-        console.print(table, markup=False)
+            grid.add_row(*(str(cell).strip("*") for cell in row))
+        console.print(grid, markup=False)
 
 
 def progress(what: str, shown: bool = True) -> "Progress":
