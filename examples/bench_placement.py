@@ -277,7 +277,7 @@ def write_turns(ranks: list[int], out: Path, commit: str) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], allow_abbrev=False)
     parser.add_argument("--turns", action="store_true", help="rows of turns")
     parser.add_argument("--ranks", type=int, nargs="*")
     parser.add_argument("--out", type=Path)

@@ -286,7 +286,7 @@ def _phase(log_path: Path) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--model", choices=SIZES, default="smollm2")
     parser.add_argument("--rollout", choices=["hf", "vllm"], default="hf", help="what generates the responses")
     parser.add_argument("--ranks", type=int, choices=[1, 2], default=1, help="data-parallel ranks")

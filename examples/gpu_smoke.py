@@ -68,7 +68,7 @@ def run(dry_run: bool, out: Path, start_step: Callable[[str, float], int]) -> di
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--dry-run", action="store_true", help="gloo ranks and tiny models, without a GPU")
     parser.add_argument("--out", type=Path, default=ROOT / "outputs" / "gpu_smoke", help="folder of gpu_smoke.json")
     parser.add_argument("--step", choices=STEPS, help=argparse.SUPPRESS)

@@ -40,7 +40,7 @@ def whole_rows(model: torch.nn.Module, text: list[int], responses: list[list[int
 
 @torch.no_grad()
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--model", help="a causal LM's name or folder; a random tiny one if left out")
     parser.add_argument("--text", type=Path, help="a text file; a few sentences about rivers if left out")
     parser.add_argument("--max-tokens", type=int, default=8192, help="tokens of one pass, the text counted once")

@@ -203,7 +203,7 @@ def _shown(command: list[str]) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--arm", choices=demo.ARMS, default="prefix")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--steps", type=int, default=SIZE.steps, help="of a run")

@@ -28,7 +28,7 @@ def step(model: torch.nn.Module, run: Callable[[], None], device: str) -> tuple[
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--model", help="a causal LM's name or folder; a random small Llama if left out")
     for name, default in {"prompts": 2, "group": 8, "prompt-len": 1024, "response-len": 64, "wave-tokens": 128}.items():
         parser.add_argument(f"--{name}", type=int, default=default)

@@ -201,7 +201,7 @@ def draw(report: dict[str, Any], path: Path) -> bool:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], allow_abbrev=False)
     parser.add_argument("--out", type=Path, default=ROOT / "examples/results/simulated_tables.json")
     options = parser.parse_args()
     start = time.process_time()

@@ -139,7 +139,7 @@ def markdown(report: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], allow_abbrev=False)
     parser.add_argument("--out", type=Path, default=ROOT / "examples/results/simulated_turns.json")
     options = parser.parse_args()
     start = time.process_time()

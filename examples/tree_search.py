@@ -32,7 +32,7 @@ def search(model: torch.nn.Module, prompt: torch.Tensor, ways: list[int], turn: 
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--model", help="a causal LM's name or folder; a random small Llama if left out")
     parser.add_argument("--ways", type=int, nargs="+", default=[3, 3, 2], help="continuations of each level's turns")
     parser.add_argument("--prompts", type=int, default=2)

@@ -158,7 +158,7 @@ def compare(ours: GRPOTrainer, stock: GRPOTrainer) -> dict[str, Any]:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument(
         "--model", help="a causal LM's folder, smollm2 (as `make demo` has it); small and random if out"
     )

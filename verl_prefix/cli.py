@@ -13,21 +13,65 @@ from typing import Any, NoReturn
 from verl_prefix.tools import doctor
 from verl_prefix.versions import installed_version
 
+EXAMPLES = """\
+examples:
+  verl-prefix doctor                 what runs here, and what is missing
+  verl-prefix plan run.sh            whether it is worth it for the training command in run.sh
+  verl-prefix ab --trace DIR         a run's recorded updates through verl's engine and this one
+  verl-prefix bench --grid cpu       time and memory, without verl
+
+exit codes: 0 all is well; 1 the answer is no; 2 wrong words or files, said in one line; 3 of ab: nothing to judge"""
+DOCTOR_EXAMPLES = """\
+examples:
+  verl-prefix doctor
+  VERL_PLATFORM=cpu verl-prefix doctor
+  verl-prefix doctor --json > doctor.json      for a bug report
+
+exit codes: 0 verl will use this package; 1 it will not: each FAIL says what to do"""
+PLAN_EXAMPLES = """\
+examples:
+  verl-prefix plan run.sh                      a script; nothing that it starts is run
+  verl-prefix plan "python3 -m verl.trainer.main_ppo key=value ..."
+  verl-prefix plan python3 -m verl.trainer.main_ppo key=value ...
+  verl-prefix plan --shares update=0.5,old=0.1,ref=0.1 run.sh
+  verl-prefix plan --turns 10 --thinking 300 --say 100 --tool 400 run.sh
+  verl-prefix plan --simulate --gpu h200 --fit 140 --json run.sh
+
+exit codes: 0 planned, worth it or not; 1 the run would be refused, or by --simulate fits no GPU; 2 wrong words or
+files, said in one line"""
+AB_EXAMPLES = """\
+examples:
+  verl-prefix ab --trace DIR --arms packed,phased
+  verl-prefix ab --synthetic 2048,256,8 --model MODEL
+  verl-prefix ab --runs stock.jsonl prefix.jsonl
+
+exit codes: 0 every tolerance holds and something was shared; 1 one does not hold; 2 it could not be run, or not to its
+end; 3 nothing to judge: the runs sampled different responses, or their first step has several updates"""
+BENCH_EXAMPLES = """\
+examples:
+  verl-prefix bench --grid cpu --out bench.json
+  verl-prefix bench --rows 192/48/4 --turns 6
+  verl-prefix bench --render bench.json --into README.md
+
+exit codes: 0 measured; 2 wrong words or files, said in one line"""
+
 
 class _Parser(argparse.ArgumentParser):
     """Takes whole names of options alone; says what is wrong in one line, without the usage above it."""
 
     def __init__(self, **options: Any) -> None:
-        super().__init__(allow_abbrev=False, **options)
+        super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **options)
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
 
 
 def _quieten_verl() -> None:
-    """Before verl's import: its engines that are not installed and its choice of a platform are no news here."""
+    """Before verl's import, here and in ranks: its engines that are not installed and its choice of a platform are no
+    news."""
     os.environ.setdefault("VERL_LOGGING_LEVEL", "WARNING")
-    warnings.filterwarnings("ignore", r"\w+ engine is not available", UserWarning)
+    os.environ.setdefault("PYTHONWARNINGS", "ignore::UserWarning:verl.workers.engine")
+    warnings.filterwarnings("ignore", category=UserWarning, module=r"verl\.workers\.engine")
 
 
 def _given(arguments: argparse.Namespace, options: type) -> dict[str, Any]:
@@ -36,9 +80,9 @@ def _given(arguments: argparse.Namespace, options: type) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value is not None}
 
 
-def _doctor(_: argparse.Namespace) -> int:
+def _doctor(arguments: argparse.Namespace) -> int:
     _quieten_verl()
-    return doctor.doctor()
+    return doctor.doctor(arguments.json)
 
 
 def _ab(arguments: argparse.Namespace) -> int:
@@ -57,6 +101,7 @@ def _ab(arguments: argparse.Namespace) -> int:
 
     if not torch.cuda.is_available():  # before verl is imported, here and in the ranks
         os.environ["VERL_PLATFORM"] = "cpu"
+    os.environ.setdefault("TQDM_DISABLE", "1")  # transformers' bars, one per arm and rank
     _quieten_verl()
     from verl_prefix.tools.ab import command
 
@@ -68,12 +113,12 @@ def _plan(arguments: argparse.Namespace) -> int:
     from verl_prefix.tools.report import check_out
     from verl_prefix.tools.simulate.hardware import read_hardware
 
-    check_out(arguments.out)
-    if not arguments.simulate and (arguments.gpu or arguments.fit):
-        raise ValueError("--gpu and --fit are for a simulation; add --simulate")
-    gpu = (arguments.gpu or "h100") if arguments.simulate else None
-    if gpu:
-        read_hardware(gpu)
+    as_json = arguments.json or str(arguments.out) == "-"
+    out = None if str(arguments.out) == "-" else arguments.out
+    check_out(out)
+    if arguments.fit and not arguments.simulate:
+        raise ValueError("--fit is for a simulation; add --simulate")
+    read_hardware(arguments.gpu)
     words, parts = options.override_words(arguments.words), options.shares(arguments.shares)
     if (responses := arguments.response_lengths) and not options.is_dump(responses):
         options.spread(responses)
@@ -86,9 +131,9 @@ def _plan(arguments: argparse.Namespace) -> int:
     from verl_prefix.tools.plan import command
 
     return command.run(
-        arguments.out, arguments.config_name or options.CONFIG_NAME, words, responses=responses, parts=parts,
-        config_path=arguments.config_path or options.CONFIG_PATH, gpu=gpu, fit_gib=arguments.fit,
-        turns=turns,
+        out, as_json, arguments.config_name or options.CONFIG_NAME, words, responses=responses, parts=parts,
+        config_path=arguments.config_path or options.CONFIG_PATH, gpu=arguments.gpu, simulate=arguments.simulate,
+        fit_gib=arguments.fit, turns=turns,
     )  # fmt: skip
 
 
@@ -153,17 +198,18 @@ def _at_least(least: float, kind: type = int) -> Callable[[str], Any]:
 
 
 def _add_bench(commands: argparse._SubParsersAction) -> None:
-    from verl_prefix.tools.bench.options import ARMS, SHAPES, Options
+    from verl_prefix.tools.bench.options import ARMS, SHAPES, Options, Size
     from verl_prefix.tools.bench.report import GRIDS
 
-    command = commands.add_parser("bench", help="time, memory and error of stock, a peer and ours; without verl")
+    command = commands.add_parser("bench", help="time, memory and error of stock, a peer and ours; without verl",
+        epilog=BENCH_EXAMPLES)  # fmt: skip
     command.set_defaults(run=_bench)
     add = command.add_argument
     add("--grid", choices=GRIDS, action="append", default=[], help="rows by name; repeatable")
     add("--rows", type=_numbers("P/S/G", (3,)), nargs="+", default=[], metavar="P/S/G",
         help="prefix and response tokens, rows per prompt")  # fmt: skip
     add("--turns", type=_at_least(1), help="of a session, a row each, whose prompt has the turns before it; P/S/G are "
-        "the first prompt, a turn's response, sessions; default %(default)s", default=1)  # fmt: skip
+        "the first prompt, a turn's response, sessions; default %(default)s", default=Size(1, 1, 1).turns)  # fmt: skip
     add("--thinking", type=_at_least(0), help="of a response: tokens that later prompts leave out; default 3/4 of S")
     add("--tool", type=_at_least(0), help="tokens of a tool's answer behind a turn; default S")
     add("--shape", choices=SHAPES, help=f"of the model; default {Options.shape}")
@@ -185,7 +231,8 @@ def _add_bench(commands: argparse._SubParsersAction) -> None:
 def _add_ab(commands: argparse._SubParsersAction) -> None:
     from verl_prefix.tools.ab.options import ARMS, MADE_UP_STEPS, Options
 
-    command = commands.add_parser("ab", help="replay a run's updates through the stock engine and ours, and compare")
+    command = commands.add_parser("ab", help="replay a run's updates through the stock engine and ours, and compare",
+        epilog=AB_EXAMPLES)  # fmt: skip
     command.set_defaults(run=_ab)
     add = command.add_mutually_exclusive_group(required=True).add_argument
     add("--trace", metavar="DIR", help="what actor_rollout_ref.actor.prefix.trace_dir recorded")
@@ -206,11 +253,12 @@ def _add_ab(commands: argparse._SubParsersAction) -> None:
     add("--force", action="store_true", help="replace a report that is there")
 
 
-def _add_plan(commands: argparse._SubParsersAction) -> None:
+def _add_plan(commands: argparse._SubParsersAction) -> argparse.ArgumentParser:
     command = commands.add_parser(
         "plan",
-        help="say what sharing would gain a training command, from its own overrides",
-        usage="%(prog)s [options] OVERRIDE...\n       %(prog)s [options] python3 -m verl.trainer.main_ppo OVERRIDE...",
+        help="say whether sharing is worth it for a training command, and what to change",
+        usage="%(prog)s [options] SCRIPT | COMMAND | OVERRIDE...",
+        epilog=PLAN_EXAMPLES,
     )
     command.set_defaults(run=_plan)
     add = command.add_argument
@@ -229,34 +277,44 @@ def _add_plan(commands: argparse._SubParsersAction) -> None:
         action="store_true",
         help="run one mini-batch on fake tensors: GiB, FLOPs and seconds per phase of every schedule, without a GPU",
     )
-    add("--gpu", metavar="NAME[,RATE=N]", help="of --simulate: h100, h200, h20, a100, or with rates of one's own")
+    add("--gpu", metavar="NAME[,RATE=N]", default="h100",
+        help="h100, h200, h20, a100, or with rates of one's own; default %(default)s")  # fmt: skip
     add(
         "--fit",
         type=_at_least(0.001, float),
         metavar="GIB",
         help="of --simulate: also the longest prompt, group and wave that fit",
     )
-    add("--out", type=Path, help="also write the plan there, as JSON")
+    add("--out", type=Path, help="also write the plan there, as JSON; - is --json")
+    add("--json", action="store_true", help="print JSON alone")
+    return command
 
 
 def main(argv: list[str] | None = None) -> int:
     """Entry point of `verl-prefix`; the return value is the exit code."""
-    parser = _Parser(prog="verl-prefix", description="Shared-prefix GRPO for verl's FSDP actor.")
+    parser = _Parser(prog="verl-prefix", description="Shared-prefix GRPO for verl's FSDP actor.", epilog=EXAMPLES)
     ours, verl, torch = (installed_version(name) or "not installed" for name in ("verl-prefix", "verl", "torch"))
     parser.add_argument("--version", action="version", version=f"verl-prefix {ours} (verl {verl}, torch {torch})")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    command = commands.add_parser("doctor", help="say whether verl will use this package and what runs here")
+    command = commands.add_parser("doctor", help="say whether verl will use this package and what runs here",
+        epilog=DOCTOR_EXAMPLES)  # fmt: skip
     command.set_defaults(run=_doctor)
+    command.add_argument("--json", action="store_true", help="print JSON alone, for a bug report")
     _add_ab(commands)
-    _add_plan(commands)
+    plan = _add_plan(commands)
     _add_bench(commands)
     argv = [word for word in (sys.argv[1:] if argv is None else argv) if word != "--"]  # of `ray job submit ... --`
     arguments, words = parser.parse_known_args(argv)
-    if arguments.run is _plan:
-        arguments.words = words
-    elif words:
+    if arguments.run is not _plan and words:
         parser.error(f"unrecognized arguments: {' '.join(words)}")
+    if arguments.run is _plan and not words:
+        plan.print_help(sys.stderr)
+        return 2
     try:
+        if arguments.run is _plan:
+            from verl_prefix.tools.plan.script import expanded
+
+            _, arguments.words = plan.parse_known_args(expanded(words), arguments)
         return arguments.run(arguments)
     except (ValueError, OSError) as error:
         if arguments.run is _doctor:  # the traceback is what it is for

@@ -270,7 +270,7 @@ def same(difference: dict[str, float]) -> bool:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     parser.add_argument("--folder", type=Path, required=True, help="work folder; finished uninterrupted runs are kept")
     parser.add_argument("--out", type=Path, required=True, help="JSON file of the results; cases that are there stay")
     parser.add_argument("--only", default="", help="run the cases whose name has this in it")

@@ -147,7 +147,7 @@ def judge(samples: list[dict], updates: int) -> dict:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     parser.add_argument("--updates", type=int, default=300)
     parser.add_argument("--out", type=Path, required=True, help="JSON file of the results")
     args = parser.parse_args()

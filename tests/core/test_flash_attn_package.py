@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from verl_prefix.core.calls import Spans
-from verl_prefix.core.kernels import choose_kernel, flash_attn, reference
+from verl_prefix.core.kernels import aten, choose_kernel, flash_attn, reference
+from verl_prefix.tools import doctor
 
 RECORDED = json.loads(Path(__file__).with_name("flash_attn_signatures.json").read_text())["interfaces"]
 CAPABILITY = {"_FA2": (8, 0), "_FA3": (9, 0), "_FA4": (10, 0)}
@@ -149,6 +150,30 @@ def test_the_newest_interface_that_the_gpu_runs_is_chosen(install, capability, m
     assert (flash_attn.unavailable() is None) == (chosen is not None)
     best = {8: "_FA2", 9: "_FA3", 10: "_FA4", 12: "_FA2"}[capability[0]]
     assert flash_attn.missing_best() == (None if chosen == best else getattr(flash_attn, best))
+
+
+@pytest.mark.parametrize("modules", [{"_FA2": fa2}, {}, {"_FA2": fa2, "_FA3": fa3}], ids=["FA2", "none", "FA3"])
+def test_the_first_log_line_says_what_a_missing_fa3_costs_and_how_to_install_it(install, modules, caplog, monkeypatch):
+    """By `auto`, on a GPU that could run it; without any package aten's kernel is chosen."""
+    install((9, 0), **modules)
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    monkeypatch.setattr(aten, "unavailable", lambda: None)
+    choose_kernel.cache_clear()
+    chosen = choose_kernel("auto", "cuda", torch.bfloat16, 128).__name__.rpartition(".")[2]
+    assert chosen == ("flash_attn" if modules else "aten")
+    (line,) = caplog.messages
+    told = (
+        "flash_attn_interface, the fastest attention for this GPU, is not installed or has unknown arguments: updates "
+        "take longer (about 13 % of an update of an 8B model, estimated for prompts of 8k tokens, 8 responses of 1k "
+        "each): pip install --no-deps flash-attn-3 --index-url https://download.pytorch.org/whl/cu128"
+    )
+    end = "" if "_FA3" in modules else f"; {told}"
+    assert line == f"prefix.attention=auto: verl_prefix.core.kernels.{chosen}{end}"
+    monkeypatch.setattr(
+        doctor, "_platform", lambda: types.SimpleNamespace(device_name="cuda", is_available=lambda: True)
+    )
+    advised = [f"{found.line}: {found.advice}" for found in doctor._check_kernels() if found.advice]
+    assert advised == ([] if "_FA3" in modules else [told])
 
 
 @pytest.mark.parametrize(

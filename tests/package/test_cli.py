@@ -1,7 +1,10 @@
 """The command line: what is wrong with it is said before anything slow is imported."""
 
+import ast
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -10,10 +13,31 @@ from verl_prefix.tools.ab import options as ab
 from verl_prefix.tools.bench import options as bench
 
 MISSING = "is in missing, which is no folder here; write the name of a file in a folder that exists"
+ROOT = Path(__file__).resolve().parents[2]
+NO_COMMAND = "comes to no python3 -m verl.trainer.main_ppo; give the words of its training command"
 WRONG = {
+    "": "the following arguments are required: COMMAND; see verl-prefix --help",
+    "plans a=1": "invalid choice: 'plans'",
+    "doctor --jsn": "unrecognized arguments: --jsn",
+    "doctor now": "unrecognized arguments: now",
+    "doctor --json=yes": "doctor: argument --json: ignored explicit argument 'yes'",
+    "plan missing.sh": "plan: 'missing.sh' is no Hydra override (key=value) and no script that is here",
+    "plan file": f"plan: file {NO_COMMAND}",
+    "plan --jso a=1": "plan: '--jso' is no Hydra override",
+    "plan --turns 1 a=1": "plan: argument --turns: '1': give a number of 2 or more",
+    "plan --say 5 a=1": "plan: --say is of sessions of several turns; add --turns 10, or another number",
+    "plan --gpu h100,speed=3 a=1": "plan: --gpu 'speed=3': write RATE=NUMBER, one of matmul_16",
+    "plan --shares missing.jsonl a=1": "plan: missing.jsonl: no JSON-lines file and no TensorBoard events",
+    "plan --shares junk.json a=1": "plan: junk.json, line 1 is not what verl's file logger writes",
+    "bench --render junk.json": "bench: --render junk.json is not a report of verl-prefix bench",
+    "bench --into file": "bench: --into is for --render",
+    "bench --rows 9/4": "bench: argument --rows: '9/4': write P/S/G, numbers above 0",
+    "ab --trace file": "ab: --trace file is not a folder; record a trace with",
+    "ab --trace a --runs b c": "ab: argument --runs: not allowed with argument --trace",
+    "ab --runs junk.json missing.jsonl": "ab: junk.json, line 1 is not what verl's file logger writes",
     "plan --out missing/plan.json a=1": f"plan: --out missing/plan.json {MISSING}",
     "plan --out . a=1": "plan: --out . is a folder",
-    "plan --gpu h100 a=1": "plan: --gpu and --fit are for a simulation; add",
+    "plan --fit 75 a=1": "plan: --fit is for a simulation; add --simulate",
     "plan --simulate --gpu b300 a=1": "plan: --gpu 'b300' is unknown; use one of h100, h200, h20, a100",
     "plan --simulate --fit 0 a=1": "plan: argument --fit: '0': give a number of 0.001 or more",
     "plan --shares gen=0.5 a=1": "plan: --shares 'gen=0.5': write update=0.5",
@@ -54,16 +78,60 @@ for words in sys.stdin.read().splitlines():
 """
 
 
-def test_wrong_words_are_said_before_anything_slow_is_imported(tmp_path) -> None:
+@pytest.fixture
+def files(tmp_path) -> Path:
+    """A folder with a file that is empty, and one that is JSON of another kind."""
     (tmp_path / "file").touch()
+    (tmp_path / "junk.json").write_text("[]\n")
+    return tmp_path
+
+
+@pytest.mark.parametrize("words", WRONG)
+def test_bad_input_is_one_line_exit_code_2_and_no_file(files, words, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(files)
+    try:
+        code = cli.main(words.split())
+    except SystemExit as error:  # of argparse
+        code = error.code
+    captured = capsys.readouterr()
+    (line,) = captured.err.splitlines()
+    assert code == 2 and line.startswith("verl-prefix") and WRONG[words] in line
+    assert captured.out == "" and sorted(path.name for path in files.iterdir()) == ["file", "junk.json"]
+
+
+def test_wrong_words_are_said_before_anything_slow_is_imported(files) -> None:
     command = [sys.executable, "-c", CODE]
     done = subprocess.run(
-        command, input="\n".join(WRONG), cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False
+        command, input="\n".join(WRONG), cwd=files, capture_output=True, text=True, timeout=300, check=False
     )
-    lines = done.stderr.splitlines()
-    assert done.returncode == 0 and len(lines) == len(WRONG), done.stderr
-    for line, says in zip(lines, WRONG.values(), strict=True):
-        assert line.startswith("verl-prefix ") and says in line
+    assert done.returncode == 0, done.stderr
+
+
+def test_no_command_of_the_repository_takes_half_an_option() -> None:
+    for path in [*ROOT.glob("verl_prefix/**/*.py"), *ROOT.glob("examples/*.py"), *ROOT.glob("recipes/**/*.py")]:
+        for call in ast.walk(ast.parse(path.read_text())):
+            if isinstance(call, ast.Call) and ast.unparse(call.func) in ("argparse.ArgumentParser", "super().__init__"):
+                given = {word.arg: ast.unparse(word.value) for word in call.keywords}
+                if ast.unparse(call.func) != "super().__init__" or "formatter_class" in given:
+                    assert given.get("allow_abbrev") == "False", path
+
+
+@pytest.mark.parametrize("command", ["", "doctor", "plan", "ab", "bench"])
+def test_every_help_has_examples_and_exit_codes(command, capsys) -> None:
+    with pytest.raises(SystemExit) as error:
+        cli.main([*command.split(), "--help"])
+    told = capsys.readouterr().out
+    assert error.value.code == 0 and "\nexamples:\n  verl-prefix " in told and "\nexit codes: 0 " in told
+
+
+def test_verls_missing_engines_are_no_news_in_a_rank() -> None:
+    """In a process that a command starts, as `ab` does its ranks."""
+    inner = [sys.executable, "-c", "import verl.workers.engine"]
+    code = f"import subprocess; from verl_prefix import cli; cli._quieten_verl(); subprocess.run({inner})"
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONWARNINGS"}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True, env=env)
+    assert "engine is not available" not in done.stderr
 
 
 @pytest.mark.parametrize("words", ["bench --grid tiny --repeat 2", "ab --runs a b --step 2", "doctor --hel"])

@@ -55,7 +55,7 @@ def test_verls_main_branch_is_taken_with_one_warning(monkeypatch, caplog):
         PrefixEngineConfig()
     (record,) = caplog.records
     assert re.search("main branch, of which commit [0-9a-f]{9} of .* was tested", record.message)
-    assert any(versions.TESTED_MAIN in line for _, line in doctor._check_versions())
+    assert any(versions.TESTED_MAIN in found.line for found in doctor._check_versions())
 
 
 def test_another_value_of_the_variable_is_an_error(monkeypatch):
@@ -70,4 +70,4 @@ def test_the_driver_and_the_doctor_say_it(monkeypatch):
     pretend(monkeypatch, "0.99.0")
     with pytest.raises(InstantiationException, match="verl 0.99.0 is not one of those"):
         omega_conf_to_dataclass(config.actor_rollout_ref.actor)
-    assert any("verl 0.99.0 is not one of those" in (problem or "") for problem, _ in doctor._check_versions())
+    assert any("verl 0.99.0 is not one of those" in (found.advice or "") for found in doctor._check_versions())

@@ -362,11 +362,12 @@ def test_a_recipes_command_has_a_plan_without_a_gpu(tmp_path, folder_of, train_f
 def test_a_simulation_gets_what_prompts_show(monkeypatch, tmp_path, folder_of, train_file):
     """The pixels of every group of the costliest rank, in the patches of its processor."""
     jobs = []
-    monkeypatch.setattr(plan, "simulated", lambda job, *_: jobs.append(job))
+    arms = {name: {"peak_gib": 1.0} for name in ("packed", "phased")}
+    monkeypatch.setattr(plan, "simulated", lambda job, *_: jobs.append(job) or {"arms": arms})
     model, data = folder_of("Qwen2.5-VL-7B"), train_file(True)
     words = launched(VIDEO, tmp_path, "actor_rollout_ref.actor.freeze_vision_tower=True", MODEL_PATH=str(model),
                      TRAIN_FILE=str(data))  # fmt: skip
-    plan.build("ppo_trainer", words, "64", None, gpu="h100")
+    plan.build("ppo_trainer", words, "64", None, simulate=True)
     (job,) = jobs
     assert job.config.vision_config.depth == 32 and job.freeze_tower
     patch = AutoProcessor.from_pretrained(model).image_processor.patch_size

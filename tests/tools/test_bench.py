@@ -217,7 +217,8 @@ def test_a_full_disk_leaves_the_old_report_and_the_table_is_printed(tmp_path: Pa
     monkeypatch.setattr(files.os, "fsync", full)
     assert cli.main([*command, "5/6/2"]) == 2
     printed = capsys.readouterr()
-    assert "| 5/6/2 | stock |" in printed.out and "No space left on device" in printed.err
+    assert "│ 5/6/2 │ stock │" in printed.out and "| --- |" not in printed.out
+    assert "No space left on device" in printed.err
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
@@ -358,7 +359,7 @@ def test_the_page_of_results_shows_the_committed_ones() -> None:
     shown = words.split(start)[1].split(end)[0].strip()
     found = json.loads(source.read_text())
     assert found["git"]["dirty"] is False
-    assert shown == report.markdown(found).strip()
+    assert shown == report.markdown(report.blocks(found))
     assert source.with_suffix(".md").read_text().strip() == shown
 
 

@@ -1,10 +1,12 @@
 """`verl-prefix doctor` in fresh processes: verl loads plugins once, at the end of its import."""
 
 import importlib.metadata
+import json
 import os
 import shutil
 import subprocess
 import sys
+import types
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,9 +19,10 @@ from verl_prefix.tools import doctor
 
 @pytest.fixture
 def run_doctor(fresh) -> Callable[..., subprocess.CompletedProcess[str]]:
-    def run(cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
+    def run(cwd: Path, *words: str, **env: str) -> subprocess.CompletedProcess[str]:
         inherited = {name: value for name, value in os.environ.items() if not name.startswith("VERL_")}
-        code = "import runpy, sys; sys.argv[1:] = ['doctor']; runpy.run_module('verl_prefix.cli', None, '__main__')"
+        code = f"import runpy, sys; sys.argv[1:] = {['doctor', *words]}; "
+        code += "runpy.run_module('verl_prefix.cli', None, '__main__')"
         return fresh(code, cwd, inherited | {"VERL_PLATFORM": "cpu"} | env)
 
     return run
@@ -55,11 +58,30 @@ def test_doctor_names_everything_that_is_registered(run_doctor, tmp_path):
     assert result.stdout.endswith("all fine: model_engine=prefix will be used, on cpu\n")
 
 
+def test_json_stands_alone_and_says_what_the_lines_say(run_doctor, tmp_path):
+    result, lines = run_doctor(tmp_path, "--json"), run_doctor(tmp_path).stdout.splitlines()
+    told = json.loads(result.stdout)
+    assert result.returncode == 0 and told["versions"]["verl"] and told["device"] and "commit" in told["git"]
+    found = told["findings"]
+    assert [f"{one['state']:4} {one['line']}" for one in found] == [line for line in lines[:-1] if line[:5] != "     "]
+    assert told["verdict"] == lines[-1] and {one["state"] for one in found} == {"ok", "info"}
+
+
+@pytest.mark.parametrize(("terminal", "no_colour"), [(True, ""), (True, "1"), (False, "")])
+def test_states_have_colours_on_a_terminal_alone(monkeypatch, terminal, no_colour):
+    monkeypatch.setattr(sys, "stdout", types.SimpleNamespace(isatty=lambda: terminal))
+    monkeypatch.setenv("NO_COLOR", no_colour)
+    shown = [doctor._shown(doctor.Finding(state, "it", "do")) for state in ("ok", "info", "FAIL")]
+    plain = ["ok   it\n     -> do", "info it\n     -> do", "FAIL it\n     -> do"]
+    coloured = [f"\x1b[{colour}m{line[:4]}\x1b[0m{line[4:]}" for colour, line in zip((32, 36, 31), plain, strict=True)]
+    assert shown == (coloured if terminal and not no_colour else plain)
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a run would start on this machine's GPU")
 def test_doctor_says_what_a_machine_without_a_gpu_needs(run_doctor, tmp_path):
     result = run_doctor(tmp_path, VERL_PLATFORM="")
     assert result.returncode == 0, result.stdout + result.stderr
-    assert "ok   platform PlatformCUDA device=cuda VERL_PLATFORM=unset, not available here" in result.stdout
+    assert "info platform PlatformCUDA device=cuda VERL_PLATFORM=unset, not available here" in result.stdout
     last = result.stdout.splitlines()[-1]
     assert last == "registered; not runnable here: no CUDA device, set VERL_PLATFORM=cpu"
 
@@ -88,9 +110,9 @@ def test_a_trl_that_ends_verls_workers_is_named(tmp_path, monkeypatch, files, pr
     monkeypatch.syspath_prepend(tmp_path)
     findings = list(doctor._check_trl())
     assert len(findings) == bool(files)
-    for found, line in findings:
-        assert line.startswith("trl 1.13.0") and (found is None) == (problem is None)
-        assert problem is None or (problem in found and "Error: " in line)
+    for state, line, advice in findings:
+        assert line.startswith("trl 1.13.0") and state == ("FAIL" if problem else "ok")
+        assert problem is None or (problem in advice and "Error: " in line)
 
 
 @pytest.mark.parametrize(
@@ -105,8 +127,10 @@ def test_doctor_shows_the_error_that_is_hidden_or_comes_late(run_doctor, tmp_pat
     package = Path(verl_prefix.__file__).parent
     shutil.copytree(package, tmp_path / "verl_prefix", ignore=shutil.ignore_patterns("__pycache__"))
     (tmp_path / "verl_prefix" / broken).write_text('raise KeyError("broken on purpose")\n')
-    result = run_doctor(tmp_path)
-    assert result.returncode == 1
+    result, as_json = run_doctor(tmp_path), run_doctor(tmp_path, "--json")
+    assert result.returncode == as_json.returncode == 1
+    last = json.loads(as_json.stdout)["findings"][-1]
+    assert last["state"] == "FAIL" and last["line"].startswith(said) and "Traceback" in last["advice"]
     assert f"FAIL {said}: KeyError: 'broken on purpose'" in result.stdout
     assert "Traceback" in result.stderr and str(tmp_path / "verl_prefix" / broken) in result.stderr
 
@@ -131,13 +155,13 @@ def test_the_plugin_policy_is_read_as_verl_reads_it(monkeypatch, policy, allowed
 @pytest.mark.parametrize("verl_version", ["0.8.0", "0.10.0", None])
 def test_a_verl_outside_the_supported_range_is_a_problem(monkeypatch, verl_version):
     monkeypatch.setattr(doctor, "installed_version", lambda name: verl_version if name == "verl" else "1.0")
-    problems = {line.split()[0]: problem for problem, line in doctor._check_versions()}
-    assert problems["verl"].startswith("install verl")
+    advice = {found.line.split()[0]: found.advice for found in doctor._check_versions()}
+    assert advice["verl"].startswith("install verl")
 
 
 def test_versions_that_are_optional_may_be_absent(monkeypatch):
     installed, optional = doctor.installed_version, ("vllm", "flash-attn")
     monkeypatch.setattr(doctor, "installed_version", lambda name: None if name in optional else installed(name))
     findings = list(doctor._check_versions())
-    assert (None, "vllm not installed") in findings and (None, "flash-attn not installed") in findings
-    assert all(problem is None for problem, _ in findings)
+    assert {("info", "vllm not installed", None), ("info", "flash-attn not installed", None)} <= set(findings)
+    assert all(finding.state != "FAIL" for finding in findings)

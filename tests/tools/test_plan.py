@@ -1,6 +1,7 @@
 """`verl-prefix plan`: what it reads, counts and refuses. No Ray, no weights; what a run then measures is compared in
 examples/results."""
 
+import functools
 import json
 import os
 import re
@@ -27,7 +28,7 @@ from verl_prefix.engine.rows import Trees, group_rows, row_keys  # noqa: E402
 from verl_prefix.models.messages import end_tokens  # noqa: E402
 from verl_prefix.testing import write_tiny_model, write_tiny_vlm  # noqa: E402
 from verl_prefix.tools.plan import command as plan  # noqa: E402
-from verl_prefix.tools.plan import options, training_command, work  # noqa: E402
+from verl_prefix.tools.plan import options, script, training_command, work  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +68,7 @@ def test_of_prompts_with_images_no_value_of_trees_is_counted(folder, monkeypatch
 
     monkeypatch.setattr(work, "read_prompts", without_ids)
     found = build(folder)
-    assert found["verdict"] is None and not found["trees"] and found["speedup"]["update"] > 1
+    assert found["worth_it"] and not found["trees"] and found["speedup"]["update"] > 1
 
 
 def test_tokens_groups_and_speedups_of_equal_prompts(folder):
@@ -148,7 +149,8 @@ def test_every_refusal_is_named_and_a_refused_model_has_no_figures(folder, capsy
         "actor_rollout_ref.actor.ulysses_sequence_parallel_size=3",
     )
     assert cli.main(["plan", *words]) == 1
-    lines = capsys.readouterr().out.splitlines()
+    first, *lines = capsys.readouterr().out.splitlines()
+    assert first == "Refused: model_engine=prefix cannot run this command, for 4 reason(s) below"
     assert len(lines) == 4 and all(line.startswith("unsupported: ") for line in lines)
     keys = (
         "actor.fsdp_config.ulysses_sequence_parallel_size=3", "enable_activation_offload=True", "attention_dropout=0.1",
@@ -187,6 +189,145 @@ def test_a_whole_command_is_planned_as_its_overrides_are(monkeypatch, start, opt
     assert found == [(name, ["a.b=1", "+c=[1,2]", "~d", "model_engine=prefix"], "config")]
 
 
+SCRIPT = """
+set -euo pipefail
+ray stop; touch ran; pip install nothing; source .venv/bin/activate
+export PATH=/opt/bin:$PATH
+HERE=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+P=${P:-4} G=$(nvidia-smi | wc -l)
+DATA=("data.train_files=['$HERE/a b.parquet']" data.max_prompt_length=$((P * (1 + 2))))
+[[ -n "$G" ]] || DATA+=(trainer.n_gpus_per_node=8)  # a comment with 'a quote
+/usr/bin/env python3 -m verl.trainer.main_ppo --config-name=mine \\
+    "${DATA[@]}" $UNSET \\
+    "$@" 2>&1 | tee train.log
+python3 -m verl.trainer.main_ppo second=1 > second.log
+"""
+
+
+def test_a_script_or_a_quoted_command_is_planned_and_not_run(monkeypatch, tmp_path):
+    composed = []
+    monkeypatch.setattr(training_command, "_compose", lambda *arguments: composed.append(arguments))
+    monkeypatch.chdir(tmp_path)
+    Path("train.sh").write_text(SCRIPT)
+    monkeypatch.setenv("P", "5")
+    words = [
+        f"data.train_files=['{tmp_path}/a b.parquet']", "data.max_prompt_length=15",
+        "trainer.n_gpus_per_node=8", "extra=1", "model_engine=prefix",
+    ]  # fmt: skip
+    for command in (["train.sh", "extra=1"], ["bash", "train.sh", "extra=1"]):
+        with pytest.raises(AttributeError):  # nothing is composed
+            cli.main(["plan", "--turns", "2", "--thinking", "1", "--say", "1", "--tool", "1", *command])
+        assert composed.pop() == ("mine", words, "config")
+    with pytest.raises(AttributeError):
+        cli.main(["plan", "P=3 python3 -u -m verl.trainer.main_ppo -cn mine \\\n a='1 2' b=\"$P\" > log", "c=3"])
+    assert composed.pop() == ("mine", ["a=1 2", "b=5", "c=3", "model_engine=prefix"], "config")
+    assert [path.name for path in tmp_path.iterdir()] == ["train.sh"]
+
+
+def test_a_script_without_a_training_command_is_named(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(script, "SECONDS", 0.5)
+    for text, says in (("echo python3", "comes to no python3 -m verl.trainer.main_ppo"),
+                       ("while :; do :; done", "takes over 0.5 s to read")):  # fmt: skip
+        (tmp_path / "train.sh").write_text(text)
+        assert cli.main(["plan", str(tmp_path / "train.sh")]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith(f"verl-prefix plan: {tmp_path}/train.sh {says}")
+
+
+def test_alone_it_prints_how_it_is_used(capsys):
+    assert cli.main(["plan"]) == cli.main(["plan", "--simulate"]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and captured.err.startswith("usage: verl-prefix plan [options] SCRIPT | COMMAND")
+
+
+def test_json_stands_alone_on_stdout(folder, capsys, tmp_path):
+    assert cli.main(["plan", "--json", "--out", str(tmp_path / "plan.json"), *overrides(folder)]) == 0
+    printed = capsys.readouterr().out
+    assert printed == (tmp_path / "plan.json").read_text()
+    assert json.loads(printed)["verdict"].startswith("Worth it: ")
+    assert cli.main(["plan", "--out", "-", *overrides(folder)]) == 0
+    assert json.loads(capsys.readouterr().out)["verdict"].startswith("Worth it: ")
+
+
+ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+PREFIX = f"{ACTOR}.prefix"
+
+
+@pytest.mark.parametrize(
+    ("words", "first"),
+    [
+        ("", "Worth it: update {update:.2f}x, step about"),
+        (f"{PREFIX}.schedule=stock", "Worth it: update "),
+        (f"{PREFIX}.min_speedup=99", "Not worth it: prompts are 89 % of the tokens; sharing them would gain "),
+        (f"{PREFIX}.min_speedup=2 {ROLLOUT}.n=1", f"Not worth it as it is: a prompt has one response ({ROLLOUT}.n=1)"),
+        ("--gpu h100,capacity=1e6", "Worth it, but does not fit: update {update:.2f}x, step about"),
+        (
+            "--shares update=0.5,old=0.1",
+            "Worth it: update {update:.2f}x, step {step:.2g}x, fits in {needed:.3g} of 80 ",
+        ),
+        ("+platform=cpu --shares update=0.5", "Worth it: update {update:.2f}x, step {step:.2g}x: add model_engine"),
+    ],
+)
+def test_the_first_line_is_the_verdict(folder, capsys, tmp_path, words, first):
+    out = tmp_path / "plan.json"
+    assert cli.main(["plan", "--out", str(out), *overrides(folder), *words.split()]) == 0
+    found, line = json.loads(out.read_text()), capsys.readouterr().out.splitlines()[0]
+    gains = {name: found["speedup"].get(name, 0) for name in ("update", "step")}
+    assert line == found["verdict"]
+    assert line.startswith(first.format(**gains, needed=found["resident_gib"] + found["added_gib"]["auto"]))
+    assert found["worth_it"] == line.startswith("Worth it")
+
+
+def test_sharing_is_worth_it_where_auto_shares(folder):
+    """At the longest responses with which it does, and just behind them."""
+    found = {}
+    for length in (100, 200, 400, 800, 1600, 3200):
+        found[length] = build(folder, "data.max_response_length=3200", responses=f"{length},0")
+    shared = [one["packed_groups"] + one["phased_groups"] > 0 for one in found.values()]
+    assert [one["worth_it"] for one in found.values()] == shared and {True, False} == set(shared)
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("trainer.v1.trainer_mode=sync", "trainer.v1.trainer_mode=prefix_sync"),
+        (f"{PREFIX}.exchange=off trainer.v1.trainer_mode=sync actor_rollout_ref.actor.ppo_mini_batch_size=8",
+         f"{PREFIX}.exchange=auto"),
+        (f"{PREFIX}.schedule=stock", f"{PREFIX}.schedule=auto"),
+        (f"{PREFIX}.schedule=packed actor_rollout_ref.actor.ppo_max_token_len_per_gpu=175", f"{PREFIX}.schedule=auto"),
+        ("", None),
+    ],
+)  # fmt: skip
+def test_the_change_that_gains_most_gains_what_its_own_plan_says(folder, tmp_path, words, expected):
+    """Of prompts that begin differently, so that `trees` gains nothing."""
+    prompts = [[{"role": "user", "content": f"{i} is the river " * 30}] for i in range(16)]
+    pq.write_table(pa.table({"prompt": prompts}), tmp_path / "train.parquet")
+    file = f"data.train_files={tmp_path}/train.parquet"
+    found = build(folder, file, *words.split(), responses=None)
+    if expected is None:
+        assert found["change"] is None and found["advice"] == "No change that was tried gains 2 % more"
+        return
+    change = found["change"]
+    assert change["overrides"] == [expected] and change["instead_of"] == found["speedup"]["update"]
+    again = build(folder, file, *words.split(), *change["overrides"], responses=None)
+    assert change["update"] == pytest.approx(again["speedup"]["update"], rel=0.01) and change["update"] > 1.1
+    assert change["needed_gib"] == again["needed_gib"]
+    said = f"Gains most: {expected}, update {change['update']:.2f}x, not {change['instead_of']:.2f}x"
+    assert found["advice"] == said
+
+
+def test_what_does_not_fit_is_changed_until_it_does(folder):
+    words = overrides(folder, "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=700")
+    plan_on = functools.partial(plan.build, "ppo_trainer", responses="20,0", parts=None)
+    needed = plan_on(words)["needed_gib"]
+    found = plan_on(words, gpu=f"h100,capacity={0.99 * needed * 2**30}")
+    assert not found["fits"] and found["advice"].startswith(f"Fits in {found['change']['needed_gib']:.3g} GiB: ")
+    again = plan_on([*words, *found["change"]["overrides"]], gpu=f"h100,capacity={0.99 * needed * 2**30}")
+    assert again["fits"] and again["needed_gib"] == found["change"]["needed_gib"] < 0.99 * needed
+    small = plan_on(words, gpu="h100,capacity=1000")
+    assert small["change"] is None and small["advice"] == "No change that was tried fits: use more GPUs"
+
+
 def test_a_config_of_the_users_own_composes(folder, tmp_path):
     lines = ("hydra: {searchpath: [pkg://verl.trainer.config]}", "defaults: [ppo_trainer, _self_]",
              "data: {max_response_length: 24}")  # fmt: skip
@@ -222,10 +363,8 @@ def test_what_tears_prompts_apart_is_priced_and_warned_of(folder, capsys):
     # By what is drawn where nothing is known, the mode matters, and the other one's gain is that of its own plan.
     torn, whole = (build(folder, *more, responses=None) for more in ((sync,), ()))
     assert whole["notes"] == [] and whole["tokens"]["ratio"] > torn["tokens"]["ratio"]
-    gains = [f"{found['speedup']['update']:.2f}" for found in (whole, torn)]
-    assert gains[0] > gains[1]
-    end = "set trainer.v1.trainer_mode=prefix_sync for an update {} times as fast as stock's, not {}"
-    assert line.endswith(end.format(*gains))
+    assert whole["speedup"]["update"] > torn["speedup"]["update"]
+    assert line.endswith("set trainer.v1.trainer_mode=prefix_sync")
     (said,) = whole["assumed"]
     assert said.startswith("response lengths are drawn around 16 tokens with a deviation of 8, from 1 to 32")
     assert f"assumed: {said}" in told
@@ -395,7 +534,8 @@ def test_turns_by_numbers_share_what_the_engine_shares(folder, rollouts):
     assert found["tokens"]["ratio"] > 2, "prefix.trees is uid"
     updates = {over: one["speedup"]["update"] for over, one in found["trees"].items()}
     assert updates["off"] < updates["uid"] < updates["batch"]
-    assert found["verdict"].startswith("set actor_rollout_ref.actor.prefix.trees=batch for an update")
+    assert found["change"]["overrides"] == ["actor_rollout_ref.actor.prefix.trees=batch"]
+    assert [found["change"][key] for key in ("update", "instead_of")] == [updates["batch"], updates["uid"]]
 
 
 def test_rows_of_turns_in_rollout_dumps_share_what_the_engine_shares(folder, tmp_path):
@@ -438,12 +578,10 @@ def test_mini_batches_that_count_rows_are_warned_of(folder):
 
     torn, whole = built("trainer.v1.trainer_mode=sync"), built("actor_rollout_ref.actor.ppo_mini_batch_size=16")
     assert (torn["updates"], whole["updates"], whole["notes"]) == (8, 2, [])
-    gains = [f"{one['speedup']['update']:.2f}" for one in (whole, torn)]
     assert whole["speedup"]["update"] > 1.1 * torn["speedup"]["update"]
     assert torn["notes"] == [
         "actor_rollout_ref.actor.ppo_mini_batch_size=4 counts rows: a step makes 8 updates, between which sessions are "
-        "torn; set actor_rollout_ref.actor.prefix.mini_batches=prompts and trainer.v1.trainer_mode=prefix_sync for an "
-        f"update {gains[0]} times as fast as stock's, not {gains[1]}"
+        "torn; set actor_rollout_ref.actor.prefix.mini_batches=prompts and trainer.v1.trainer_mode=prefix_sync"
     ]
     prompts = built("actor_rollout_ref.actor.prefix.mini_batches=prompts")
     assert prompts["updates"] == 2 and prompts["notes"] == []
@@ -476,9 +614,6 @@ def data(folder) -> Path:
 def test_train_files_are_json_too(data):
     lines, whole = (build(data, f"data.train_files={data}/{name}") for name in ("lines.jsonl", "list.json"))
     assert lines == whole and lines["prompt_tokens"]["count"] == 1
-
-
-ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 
 
 @pytest.mark.parametrize(
@@ -515,7 +650,7 @@ ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
         ("actor@actor_rollout_ref.actor=dp_actor", "verl.workers.config.FSDPActorConfig, and model_engine=prefix"),
         ("--config-name=nope", "Cannot find primary config 'nope'"),
         ("--config-path=/none", "config directory '/none' exists"),
-        ("python3 -m recipe.dapo.main_dapo", "'python3' is no Hydra override (key=value); give those of the training"),
+        ("python3 -m recipe.dapo.main_dapo", "'python3' is no Hydra override (key=value) and no script that is here;"),
         (f"{ACTOR}.prefix.schedule=fast", "prefix.schedule='fast': set one of auto, packed, phased, stock"),
         (f"{ACTOR}.prefix.attention=best", "prefix.attention='best': set one of auto, cpu"),
         (f"{ACTOR}.prefix.wave_tokens=-1", "prefix.wave_tokens=-1: set a number of tokens >= 1"),
@@ -531,6 +666,26 @@ def test_bad_input_is_one_line_exit_code_2_and_no_file(data, tmp_path, capsys, w
     (line,) = captured.err.splitlines()
     assert line.startswith("verl-prefix plan: ") and message in line
     assert captured.out == "" and list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("data.train_files=/nowhere.parquet", "/nowhere.parquet is not a file here; copy it"),
+        ("data.train_files=DATA/broken.parquet", "broken.parquet cannot be read as parquet"),
+        ("data.prompt_key=question", "has columns ['prompt']; set data.prompt_key"),
+        ("data.train_batch_size=7", "make the batch a multiple"),
+        ("--response-lengths 33", "--response-lengths '33': write a mean of 1 to 32 tokens"),
+        ("--response-lengths DATA/lines.jsonl", "lines.jsonl is not what trainer.rollout_data_dir writes"),
+        ("--turns 4 --thinking 20 --say 15 --tool 5", "responses of 35 tokens are over data.max_response_length=32"),
+        ("--simulate actor_rollout_ref.actor.ulysses_sequence_parallel_size=2", "--simulate knows no sequence"),
+    ],
+)
+def test_what_needs_no_model_is_said_before_one_is_read(data, capsys, words, message):
+    words = words.replace("DATA", str(data)).split()
+    assert cli.main(["plan", *overrides(data, "actor_rollout_ref.model.path=/none"), *words]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert message in line
 
 
 def test_sizes_are_numbers_above_0(folder):

@@ -37,6 +37,7 @@ from verl_prefix.core.kernels import KERNELS, aten, choose_kernel, flash_attn
 from verl_prefix.core.prefix_cache import PrefixCache
 from verl_prefix.testing.rollouts import flatten, search_rollouts, turn_rollouts
 from verl_prefix.tools.simulate import depth as simulator
+from verl_prefix.tools.simulate import report
 from verl_prefix.tools.simulate.accelerator import DEVICE, fake_accelerator
 from verl_prefix.tools.simulate.hardware import GIB
 from verl_prefix.tools.simulate.job import Arm, Job
@@ -620,6 +621,17 @@ def fitting(gib: float) -> tuple[dict, list[float]]:
     jobs = [replace(job, groups=(group,), budget=1 << 40, kept=1) for group in groups]
     arm = replace(ARMS["packed"], keeps_attention=False)
     return found, [as_json(simulator.simulate(one, [arm], H100)[0])["peak_gib"] for one in jobs]
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_the_search_of_what_fits_shows_its_progress_on_a_terminal(monkeypatch, capsys, terminal):
+    monkeypatch.setattr(report, "simulate", lambda *_: [{}])
+    monkeypatch.setattr(report, "as_json", lambda _: {"peak_gib": 1.0})
+    monkeypatch.setenv("FORCE_COLOR" if terminal else "NO_COLOR", "1")  # by which rich knows one, or not
+    job = Job(SMALL, (Group((0, 1), 600, (300, 200)),), budget=1 << 16, ranks=4)
+    assert fit(job, H100, 75, list(ARMS.values())[:2]).keys() == set(list(ARMS)[:2])
+    printed = capsys.readouterr()
+    assert printed.out == "" and ("2/2" in printed.err) == terminal
 
 
 @pytest.mark.full

@@ -4,16 +4,20 @@ verl logs a plugin that fails to load at DEBUG and goes on without it (the end o
 an exit code: 0 only when everything that a run needs is registered and composes.
 """
 
+import contextlib
 import importlib
 import importlib.metadata
 import importlib.util
+import json
 import os
 import sys
+import traceback
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from packaging.requirements import Requirement
 
+from verl_prefix.tools.report import provenance
 from verl_prefix.versions import installed_version, moving_verl, untested_verl
 
 PACKAGE = "verl-prefix"
@@ -27,17 +31,31 @@ RECURRENT = (
     ("state spaces (Granite 4 H, Bamba)", "mamba-ssm", "mamba_2_ssm"),
     ("convolutions of both", "causal-conv1d", "causal_conv1d"),
 )
-# (problem or None, line): the result of a check, and what to do where it is a problem.
-Finding = tuple[str | None, str]
+COLOURS = {"ok": 32, "info": 36, "FAIL": 31}  # of a terminal
+
+
+class Finding(NamedTuple):
+    """The result of a check: ok, info (nothing that a run needs is missing) or FAIL; and what to do about it."""
+
+    state: str
+    line: str
+    advice: str | None = None
+
+
+class _Broken(Exception):
+    """A module does not load; the cause is its own error."""
+
+
+def _found(problem: str | None, line: str) -> Finding:
+    return Finding("FAIL" if problem else "ok", line, problem)
 
 
 def _load(module: str, headline: str) -> Any:
-    """Imports a module; prints `headline` before the traceback of a failure, which ends the command with code 1."""
+    """Imports a module; raises _Broken where that fails."""
     try:
         return importlib.import_module(module)
     except BaseException as error:
-        print(f"FAIL {headline}: {type(error).__name__}: {error}", flush=True)
-        raise
+        raise _Broken(f"{headline}: {type(error).__name__}: {error}") from error
 
 
 def _check_versions() -> Iterator[Finding]:
@@ -51,11 +69,12 @@ def _check_versions() -> Iterator[Finding]:
         problem = INSTALL if version is None and name == PACKAGE else None
         if requirement and not (version and requirement.specifier.contains(version, prereleases=True)):
             problem = f"install {requirement}"
-        yield problem, f"{name} {version or 'not installed'}{supported}"
+        state = "FAIL" if problem else "ok" if version else "info"
+        yield Finding(state, f"{name} {version or 'not installed'}{supported}", problem)
     if problem := untested_verl():
-        yield problem, "verl is a version that this package was run with"
+        yield Finding("FAIL", "verl is a version that this package was run with", problem)
     if warning := moving_verl():
-        yield None, warning
+        yield Finding("info", warning)
 
 
 def _check_trl() -> Iterator[Finding]:
@@ -71,7 +90,7 @@ def _check_trl() -> Iterator[Finding]:
     except Exception as error:  # as in the worker, which would end with it
         problem = "verl's workers import it: pip install 'trl<1.13', or pip uninstall trl"
         line += f": {type(error).__name__}: {error}"
-    yield problem, line
+    yield _found(problem, line)
 
 
 def _policy() -> tuple[str, bool]:
@@ -83,10 +102,10 @@ def _policy() -> tuple[str, bool]:
 def _check_policy() -> Iterator[Finding]:
     entries = importlib.metadata.entry_points(group="verl.plugins", name=PLUGIN)
     targets = [entry.value for entry in entries] or f"none named {PLUGIN}"
-    yield None if entries else INSTALL, f"entry point verl.plugins: {targets}"
+    yield _found(None if entries else INSTALL, f"entry point verl.plugins: {targets}")
     policy, allowed = _policy()
     advice = f"verl does not load this plugin: unset VERL_USE_EXTERNAL_PLUGINS, or add {PLUGIN} to its names"
-    yield None if allowed else advice, f"VERL_USE_EXTERNAL_PLUGINS={policy}"
+    yield _found(None if allowed else advice, f"VERL_USE_EXTERNAL_PLUGINS={policy}")
 
 
 def _check_plugin() -> Iterator[Finding]:
@@ -97,7 +116,7 @@ def _check_plugin() -> Iterator[Finding]:
         hidden = (
             "verl could not load it; its error: python -c 'import logging; logging.basicConfig(level=10); import verl'"
         )
-        yield None if loaded_by_verl else hidden, f"plugin loaded by {verl.__file__}: {loaded_by_verl}"
+        yield _found(None if loaded_by_verl else hidden, f"plugin loaded by {verl.__file__}: {loaded_by_verl}")
 
 
 def _platform() -> Any:
@@ -115,24 +134,24 @@ def _check_registered() -> Iterator[Finding]:
 
     platform = _platform()
     device, asked = platform.device_name, os.environ.get("VERL_PLATFORM") or "unset"
-    usable = "available" if platform.is_available() else "not available here"
-    yield None, f"platform {type(platform).__name__} device={device} VERL_PLATFORM={asked}, {usable}"
+    state, usable = ("ok", "available") if platform.is_available() else ("info", "not available here")
+    yield Finding(state, f"platform {type(platform).__name__} device={device} VERL_PLATFORM={asked}, {usable}")
 
     engines = EngineRegistry._engines.get("language_model", {}).get(PLUGIN, {})
     listed = ", ".join(f"{key}: {engine.__name__}" for key, engine in engines.items())
     missing = None if device in engines else f"verl_prefix.engine.prefix_engine registers no engine for device {device}"
-    yield missing, f"engine {PLUGIN!r} {{{listed}}}"
+    yield _found(missing, f"engine {PLUGIN!r} {{{listed}}}")
 
     trainer = TRAINER_REGISTRY.get("prefix_sync")
     if not trainer:
         _load("verl_prefix.trainer.prefix_sync", "the trainers of trainer.v1.trainer_mode=prefix_* do not load")
     missing = None if trainer else "verl_prefix.plugin adds no trainer to verl's"
-    yield missing, f"trainer 'prefix_sync' {trainer.__name__ if trainer else 'missing'}"
+    yield _found(missing, f"trainer 'prefix_sync' {trainer.__name__ if trainer else 'missing'}")
 
     loaders = RolloutReplicaRegistry._registry.items()
     ours = [name for name, load in loaders if load.__module__.startswith("verl_prefix")]
     missing = "verl_prefix.cpu registers no rollout" if device == "cpu" and not ours else None
-    yield missing, f"rollouts of this package: {', '.join(ours) or 'none (they belong to VERL_PLATFORM=cpu)'}"
+    yield _found(missing, f"rollouts of this package: {', '.join(ours) or 'none (they belong to VERL_PLATFORM=cpu)'}")
 
 
 def _check_kernels() -> Iterator[Finding]:
@@ -141,7 +160,7 @@ def _check_kernels() -> Iterator[Finding]:
     from verl_prefix.core.kernels import available_kernels, choose_kernel, flash_attn
 
     for name, state in available_kernels().items():
-        yield None, f"attention kernel {name}: {state}"
+        yield Finding("ok" if state == "ok" else "info", f"attention kernel {name}: {state}")
     platform = _platform()
     device, dtype = platform.device_name, torch.bfloat16
     if device == "cpu" or not platform.is_available():
@@ -150,12 +169,11 @@ def _check_kernels() -> Iterator[Finding]:
     try:
         chosen = choose_kernel("auto", device, dtype, HEAD_DIM).__name__
     except ValueError as error:
-        yield str(error), line
+        yield Finding("FAIL", line, str(error))
     else:
-        yield None, f"{line}: {chosen.rpartition('.')[2]}"
-    if device == "cuda" and (missing := flash_attn.missing_best()):
-        line = f"a faster attention kernel for this GPU is missing, or has unknown arguments: {missing} (flash-attn)"
-        yield None, line
+        yield Finding("ok", f"{line}: {chosen.rpartition('.')[2]}")
+    if device == "cuda" and (missed := flash_attn.missed()):
+        yield Finding("info", *missed)
 
 
 def _check_recurrent() -> Iterator[Finding]:
@@ -165,11 +183,11 @@ def _check_recurrent() -> Iterator[Finding]:
     for layers, package, name in RECURRENT:
         version, line = installed_version(package), f"recurrent layers, {layers}: "
         if getattr(import_utils, f"is_{name}_available")():
-            yield None, f"{line}{package} {version}"
+            yield Finding("ok", f"{line}{package} {version}")
         elif version:
-            yield None, f"{line}torch; {package} {version} is for a newer version of it, or for a GPU"
+            yield Finding("info", f"{line}torch; {package} {version} is for a newer version of it, or for a GPU")
         else:
-            yield None, f"{line}torch, slow on a GPU: pip install {package}"
+            yield Finding("info", f"{line}torch, slow on a GPU: pip install {package}")
 
 
 def _check_config() -> Iterator[Finding]:
@@ -178,28 +196,59 @@ def _check_config() -> Iterator[Finding]:
     try:
         sources, targets = prefix_engine_sources()
     except PlanError as error:
-        yield str(error), f"model_engine={PLUGIN} does not compose"
+        yield Finding("FAIL", f"model_engine={PLUGIN} does not compose", str(error))
         return
     problem = None if sources else "verl_prefix.plugin adds no entry"
-    yield problem, f"Hydra search path: {', '.join(sources) or 'missing'}"
+    yield _found(problem, f"Hydra search path: {', '.join(sources) or 'missing'}")
     for role, target in targets.items():
         problem = None if target.startswith("verl_prefix.") else f"another package provides model_engine={PLUGIN}"
-        yield problem, f"model_engine={PLUGIN} composes {role}: {target}"
+        yield _found(problem, f"model_engine={PLUGIN} composes {role}: {target}")
 
 
-def doctor() -> int:
-    """Prints one line per check and returns the exit code: 0, or 1 with what to do for each problem."""
-    problems = 0
-    checks = (_check_versions, _check_policy, _check_plugin, _check_registered, _check_trl, _check_kernels)
-    for check in (*checks, _check_recurrent, _check_config):
-        for problem, line in check():
-            problems += problem is not None
-            print(f"FAIL {line}\n     -> {problem}" if problem else f"ok   {line}", flush=True)
+CHECKS = (
+    _check_versions, _check_policy, _check_plugin, _check_registered, _check_trl, _check_kernels, _check_recurrent,
+    _check_config,
+)  # fmt: skip
+
+
+def doctor(as_json: bool = False) -> int:
+    """Prints a line per check, or all as JSON, and returns the exit code: 0, or 1 with what to do for each problem."""
+    found: list[Finding] = []
+    try:
+        with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
+            for check in CHECKS:
+                for finding in check():
+                    found.append(finding)
+                    if not as_json:
+                        print(_shown(finding), flush=True)
+            verdict = _verdict(sum(finding.state == "FAIL" for finding in found))
+    except _Broken as broken:
+        found.append(Finding("FAIL", verdict := str(broken), traceback.format_exc()))
+        if not as_json:
+            print(_shown(found[-1]._replace(advice=None)), flush=True)
+            raise broken.__cause__ from None  # type: ignore[misc]
+    if as_json:
+        findings = [finding._asdict() for finding in found]
+        print(json.dumps({**provenance("verl_prefix.doctor/1"), "verdict": verdict, "findings": findings}, indent=1))
+    else:
+        print(verdict)
+    return int(any(finding.state == "FAIL" for finding in found))
+
+
+def _shown(finding: Finding) -> str:
+    """A finding in words; its state in colour on a terminal, unless NO_COLOR is set. Without rich, which may be what is
+    broken."""
+    state, line, advice = finding
+    word = f"{state:4}"
+    if sys.stdout.isatty() and not os.environ.get("NO_COLOR"):
+        word = f"\033[{COLOURS[state]}m{word}\033[0m"
+    return f"{word} {line}" + (f"\n     -> {advice}" if advice else "")
+
+
+def _verdict(problems: int) -> str:
     platform = _platform()
     if problems:
-        print(f"{problems} problem(s)")
-    elif platform.is_available():
-        print(f"all fine: model_engine={PLUGIN} will be used, on {platform.device_name}")
-    else:
-        print(f"registered; not runnable here: no {platform.device_name.upper()} device, set VERL_PLATFORM=cpu")
-    return 1 if problems else 0
+        return f"{problems} problem(s)"
+    if platform.is_available():
+        return f"all fine: model_engine={PLUGIN} will be used, on {platform.device_name}"
+    return f"registered; not runnable here: no {platform.device_name.upper()} device, set VERL_PLATFORM=cpu"

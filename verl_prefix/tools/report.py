@@ -1,12 +1,17 @@
-"""Parts of every report: of which code and machine it is, and tables in Markdown."""
+"""Parts of every report: of which code and machine it is, and its text and tables, in Markdown and on a terminal."""
 
+import importlib.util
 import os
+import sys
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from verl_prefix.versions import COMMIT, device_name, git_state, package_versions
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
 
 PACKAGES = ("verl-prefix", "verl", "torch", "transformers", "tensordict", "ray", "TransferQueue", "prefix-grouper",
             "flash-attn")  # fmt: skip
@@ -48,6 +53,58 @@ def provenance(schema: str, device: str | None = None) -> dict[str, Any]:
     }
 
 
-def table(head: Sequence[object], rows: Iterable[Sequence[object]]) -> list[str]:
+class Table(NamedTuple):
+    """A table of a report; the title is for terminals."""
+
+    head: Sequence[object]
+    rows: Iterable[Sequence[object]]
+    title: str = ""
+
+
+def markdown(blocks: Iterable[str | Table]) -> str:
+    """Paragraphs and tables, an empty line between them."""
+    return "\n\n".join(block if isinstance(block, str) else "\n".join(table(*block)[:-1]) for block in blocks)
+
+
+def table(head: Sequence[object], rows: Iterable[Sequence[object]], _: str = "") -> list[str]:
     """Lines of a Markdown table, an empty one at the end."""
     return [f"| {' | '.join(map(str, row))} |" for row in (head, ("---",) * len(head), *rows)] + [""]
+
+
+def show(blocks: Iterable[str | Table], style: str | None = None) -> None:
+    """Prints paragraphs, in a style, and tables on a terminal; in a log, tables keep their columns. In Markdown where
+    rich is not installed, since `bench` needs torch and transformers alone."""
+    if importlib.util.find_spec("rich") is None:
+        print(markdown(blocks))
+        return
+    from rich.console import Console
+    from rich.table import Table as Grid
+
+    told = sys.stdout.isatty() or "COLUMNS" in os.environ
+    console = Console() if told else Console(width=200)
+    for block in blocks:
+        if isinstance(block, str):
+            of_block = "bold" if block.startswith("# ") else style
+            console.print(block.removeprefix("# "), style=of_block, markup=False, highlight=False, soft_wrap=True)
+            continue
+        grid = Grid(*map(str, block.head), title=block.title or None, title_justify="left")
+        for row in block.rows:
+            grid.add_row(*(str(cell).strip("*") for cell in row))
+        console.print(grid, markup=False)
+
+
+def progress(what: str, shown: bool = True) -> "Progress":
+    """A bar with ETA on stderr, where `shown` and that is a terminal."""
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+
+    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("ETA"), TimeRemainingColumn())
+    console = Console(stderr=True)
+    return Progress(TextColumn(what), *columns, console=console, disable=not (shown and console.is_terminal))

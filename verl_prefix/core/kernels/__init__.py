@@ -74,7 +74,9 @@ def choose_kernel(name: str, device_type: str, dtype: torch.dtype, head_dim: int
     if name == "auto":
         for candidate in (cpu, flash_attn, aten):
             if refusal(candidate) is None:
-                logger.warning("prefix.attention=auto: %s", candidate.__name__)  # workers print this level
+                missed = flash_attn.missed() if device_type == "cuda" else None
+                more = "; {}: {}".format(*missed) if missed else ""
+                logger.warning("prefix.attention=auto: %s%s", candidate.__name__, more)  # workers print this level
                 return candidate
         what = f"{device_type}, {dtype}, head dim {head_dim}{', softcap' if softcap else ''}"
         if device_type == "cuda":

@@ -20,10 +20,10 @@ import verl_prefix.plugin  # noqa: F401  first: whatever imports verl imports it
 from verl_prefix.tools.ab import verdict
 from verl_prefix.tools.ab.arm import precision
 from verl_prefix.tools.ab.options import Options
-from verl_prefix.tools.ab.render import STEPS, draw, markdown, print_step, progress, write, write_json
+from verl_prefix.tools.ab.render import STEPS, blocks, draw, print_step, write, write_json
 from verl_prefix.tools.ab.replay import replay
 from verl_prefix.tools.ab.source import Source
-from verl_prefix.tools.report import provenance
+from verl_prefix.tools.report import progress, provenance
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +70,7 @@ def _run_rank(rank: int, ranks: int, init_method: str, source: Source, options: 
     """Replays on this rank; rank 0 records every step as soon as it is measured."""
     join_ranks(rank, ranks, init_method)
     try:
-        with progress(shown=rank == 0) as bar:
+        with progress("step", shown=rank == 0) as bar:
             for step in bar.track(replay(source, options, rank), source.num_steps, description=""):
                 if rank == 0:
                     record.add(step)
@@ -121,7 +121,7 @@ def run(options: Options, output: Path) -> int:
         failure = f"the replay failed: {traceback.format_exc()}"
     steps, code = [] if rank else record.steps(), 0
     if steps:
-        code = write(verdict.build(described, steps), markdown, draw, output)
+        code = write(verdict.build(described, steps), blocks, draw, output)
     if rank == 0:
         (output / STEPS).unlink()
     if failure and steps:

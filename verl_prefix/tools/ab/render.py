@@ -3,18 +3,15 @@
 import json
 import math
 import statistics
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-
 from verl_prefix.files import write_whole
 from verl_prefix.tools.ab.verdict import PASSES, timed
 from verl_prefix.tools.plots import Bars, Curves, save
-from verl_prefix.tools.report import table
+from verl_prefix.tools.report import Table, show
+from verl_prefix.tools.report import markdown as as_markdown
 
 STEPS = "steps.jsonl"  # the steps that are measured, until report.json holds them all
 FILES = ("report.json", "report.md", "report.png", STEPS)
@@ -27,12 +24,6 @@ def refuse_overwrite(output: Path, force: bool) -> None:
     for path in (output / name for name in FILES):
         if path.exists() and path.stat().st_size and not force:
             raise ValueError(f"{path} exists; add --force to replace it, or give another --out")
-
-
-def progress(shown: bool) -> Progress:
-    """A bar with ETA, where `shown` and there is a terminal."""
-    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("ETA"), TimeRemainingColumn())
-    return Progress(TextColumn("step"), *columns, disable=not (shown and sys.stdout.isatty()))
 
 
 def print_step(step: dict[str, Any], arms: tuple[str, ...]) -> None:
@@ -49,8 +40,8 @@ def print_step(step: dict[str, Any], arms: tuple[str, ...]) -> None:
         )
 
 
-def markdown(report: dict[str, Any]) -> str:
-    """report.md."""
+def blocks(report: dict[str, Any]) -> list[str | Table]:
+    """Text and tables of report.md."""
     steps, dtype = report["steps"], report["dtype"]
     verdict = "every tolerance holds" if report["holds"] else "NOT every tolerance holds"
     checked = [
@@ -58,43 +49,39 @@ def markdown(report: dict[str, Any]) -> str:
          "yes" if t["holds"] else "**no**")
         for t in report["tolerances"]
     ]  # fmt: skip
-    lines = [
+    lines: list[str | Table] = [
         f"# A/B against the stock actor: {verdict}",
-        "",
         f"{len(steps)} steps, {report['ranks']} ranks, {dtype}, {report['device']}, commit {report['git']['commit']}; "
         f"model {report['model']['name']}.",
-        "",
-        *table(("arm", "tolerance", "worst value", "limit", "step", "holds"), checked),
+        Table(("arm", "tolerance", "worst value", "limit", "step", "holds"), checked),
     ]
     for arm, where in report["first_diverging"].items():
         at = f"step {where['step']}, {where['quantity']} of {where['layer']}"
-        lines.append(f"First divergence of {arm}: {at}, relative error {where['error']:.2e}.\n")
-    lines += [f"Note: {note}.\n" for note in report["notes"]]
+        lines.append(f"First divergence of {arm}: {at}, relative error {where['error']:.2e}.")
+    lines += [f"Note: {note}." for note in report["notes"]]
     passes = [
         (arm, name, len(timed(steps, name)), f"{row['median_s']:.3f}", f"{row['min_s']:.3f} to {row['max_s']:.3f}",
          f"{row['speedup']:.2f}", "-" if row["added_gib"] is None else f"{row['added_gib']:.3f}")
         for arm, of_arm in report["passes"].items() for name, row in of_arm.items()
     ]  # fmt: skip
-    lines += table(("arm", "pass", "n", "median s", "min to max", "speed-up", "added GiB"), passes)
+    lines.append(Table(("arm", "pass", "n", "median s", "min to max", "speed-up", "added GiB"), passes))
     keys = ("max_fp32", "mean_fp32", "rmse_fp32", "max_bf16", "rmse_bf16")
     distances = {arm: steps[-1]["arms"][arm]["own_weights"]["params"] for arm in report["passes"] if arm != "stock"}
     drift = [(arm, *(f"{row[key]:.2e}" for key in keys)) for arm, row in distances.items()]
-    lines.append(f"Weights after step {len(steps)}, difference from stock (every arm with its own optimizer state):\n")
-    lines += table(("arm", "max", "mean", "RMSE", "max after bf16 rounding", "RMSE after bf16 rounding"), drift)
-    lines.append(
-        "What the steps report, stock's last value and every arm's largest difference from stock at any step:\n"
-    )
-    lines += table(("metric", "stock", *distances), _metric_rows(steps, list(distances)))
+    lines.append(f"Weights after step {len(steps)}, difference from stock (every arm with its own optimizer state):")
+    lines.append(Table(("arm", "max", "mean", "RMSE", "max after bf16 rounding", "RMSE after bf16 rounding"), drift))
+    lines.append("What the steps report, stock's last value and every arm's largest difference from stock at any step:")
+    lines.append(Table(("metric", "stock", *distances), _metric_rows(steps, list(distances))))
     if errors := [step["truth_errors"] for step in steps if step["truth_errors"]]:
         above = "float64" if dtype == "fp32" else "fp32"
         lines.append(
             f"Mean relative error against a {above} truth over the first {len(errors)} steps, log-probs and gradients "
-            "from the same weights, weights of runs of their own:\n"
+            "from the same weights, weights of runs of their own:"
         )
         kinds = ("log_probs", "grads", "params")
         means = [(arm, *(f"{statistics.fmean(e[arm][k] for e in errors):.2e}" for k in kinds)) for arm in errors[0]]
-        lines += table(("arm", "log-probs", "gradients", "weights"), means)
-    return "\n".join(lines)
+        lines.append(Table(("arm", "log-probs", "gradients", "weights"), means))
+    return lines
 
 
 def _metric_rows(steps: list[dict[str, Any]], arms: list[str]) -> list[tuple[str, ...]]:
@@ -172,22 +159,21 @@ def write_json(report: dict[str, Any], output: Path) -> None:
 
 
 def write(
-    report: dict[str, Any], words: Callable[[dict], str], plot: Callable[[dict, Path], bool], output: Path
+    report: dict[str, Any], words: Callable[[dict], list[str | Table]], plot: Callable[[dict, Path], bool], output: Path
 ) -> int:
     """Writes report.json, report.md and, if it can, report.png, and prints what failed; 0 where all holds, else 1."""
-    console = Console(soft_wrap=True, markup=False, highlight=False)
+    text = words(report)
     try:
         output.mkdir(parents=True, exist_ok=True)
         write_json(report, output)
     finally:  # on a full disk too
-        console.print(text := words(report))
+        show(text)
         for row in report["tolerances"]:
             if not row["holds"]:
                 where = f" at step {row['step']}" if row.get("step") else ""
                 arm = f"{row['arm']}, " if "arm" in row else ""
-                line = f"FAILED: {arm}{row['name']}: {row['value']:.3e} > {row['limit']:.3e}{where}"
-                console.print(line, style="bold red")
-    write_whole(output / "report.md", text)
+                show([f"FAILED: {arm}{row['name']}: {row['value']:.3e} > {row['limit']:.3e}{where}"], "bold red")
+    write_whole(output / "report.md", as_markdown(text) + "\n")
     drawn = plot(report, output / "report.png")
-    console.print(f"report: {output / 'report.json'}, report.md{', report.png' if drawn else ''}")
+    show([f"report: {output / 'report.json'}, report.md{', report.png' if drawn else ''}"])
     return 0 if report["holds"] else 1

@@ -7,8 +7,9 @@ Three questions per step, each with its own pair of weights:
   engine's distance from it is that engine's own error.
 """
 
+import io
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import nullcontext, redirect_stdout
 from typing import Any
 
 import torch
@@ -38,10 +39,11 @@ def replay(source: Source, options: Options, rank: int) -> Iterator[dict[str, An
     passes from stock's weights tell each arm's own error.
     """
     dtype = precision(source.manifest)
-    arms = {name: Arm(name, source.manifest) for name in (STOCK, *options.arms)}
+    with redirect_stdout(io.StringIO()):  # verl prints a dozen lines for each
+        arms = {name: Arm(name, source.manifest) for name in (STOCK, *options.arms)}
+        truth = Arm(TRUTH, source.manifest) if options.truth_steps else None
     order = list(arms.values())
     stock, *others = order
-    truth = Arm(TRUTH, source.manifest) if options.truth_steps else None
     vocab_size = stock.engine.model_config.hf_config.get_text_config().vocab_size
     diagnosed: set[str] = set()
     stock_error: dict[str, float] = {}

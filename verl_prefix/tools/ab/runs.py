@@ -14,7 +14,7 @@ from typing import Any
 
 from verl_prefix.tools.ab.render import write
 from verl_prefix.tools.plots import Curves, save
-from verl_prefix.tools.report import provenance, table
+from verl_prefix.tools.report import Table, provenance
 
 SCHEMA = "verl_prefix.runs/2"
 # The runs sampled the same responses in step 1 if these agree, up to the order in which rewards are summed; then the
@@ -156,8 +156,8 @@ def build(paths: list[str], runs: list[Steps]) -> dict[str, Any]:
     }
 
 
-def markdown(report: dict[str, Any]) -> str:
-    """report.md."""
+def blocks(report: dict[str, Any]) -> list[str | Table]:
+    """Text and tables of report.md."""
     a, b = report["runs"]
     common = report["common_steps"]
     checked = [(t["name"], f"{t['value']:.2e}", f"{t['limit']:.2e}", t["holds"]) for t in report["tolerances"]]
@@ -165,22 +165,19 @@ def markdown(report: dict[str, Any]) -> str:
         (name, row["n"], f"{row['stock_s']:.3f}", f"{row['prefix_s']:.3f}", f"{row['speedup']:.2f}")
         for name, row in report["timings"].items()
     ]
-    lines = [
-        f"# {a} against {b}: {'every tolerance holds' if report['holds'] else 'NOT every tolerance holds'}",
-        "",
-        f"{len(common)} steps in common ({common[0]} to {common[-1]}), {report['device']}.",
-        _unjudged(report) or "The runs sampled the same responses in their first step: its metrics are judged.",
-        *(f"\nNote: {note}." for note in report["notes"]),
-        "",
-        *table(("tolerance", "value", "limit", "holds"), checked),
-        *table((f"median seconds, step {report['timed_steps'][0]} on", "n", a, b, "speed-up"), timings),
-    ]
     first, last = str(common[0]), str(common[-1])
     columns = [(run, step) for step in (first, last) for run in report["metrics"]]
     names = [name for name in (*CURVES, *JUDGED) if all(name in run[last] for run in report["metrics"])]
     rows = [(name, *(f"{run[step].get(name, math.nan):.6g}" for run, step in columns)) for name in dict.fromkeys(names)]
-    head = ("metric", *(f"{run}, step {step}" for step in (first, last) for run in (a, b)))
-    return "\n".join(lines + table(head, rows))
+    return [
+        f"# {a} against {b}: {'every tolerance holds' if report['holds'] else 'NOT every tolerance holds'}",
+        f"{len(common)} steps in common ({common[0]} to {common[-1]}), {report['device']}.",
+        _unjudged(report) or "The runs sampled the same responses in their first step: its metrics are judged.",
+        *(f"Note: {note}." for note in report["notes"]),
+        Table(("tolerance", "value", "limit", "holds"), checked),
+        Table((f"median seconds, step {report['timed_steps'][0]} on", "n", a, b, "speed-up"), timings),
+        Table(("metric", *(f"{run}, step {step}" for step in (first, last) for run in (a, b))), rows),
+    ]
 
 
 def _unjudged(report: dict[str, Any]) -> str | None:
@@ -217,5 +214,5 @@ def compare(paths: list[str], output: Path) -> int:
     if Path(paths[0]).resolve() == Path(paths[1]).resolve():
         raise ValueError(f"--runs {paths[0]} {paths[1]} is one run twice; name the stock run and the other")
     report = build(paths, [read_run(path) for path in paths])
-    failed = write(report, markdown, draw, output)
+    failed = write(report, blocks, draw, output)
     return failed or (3 if _unjudged(report) else 0)

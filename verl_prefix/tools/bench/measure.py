@@ -32,7 +32,7 @@ from verl_prefix.tools.bench.arms import (
 )
 from verl_prefix.tools.bench.memory import added_peak, capacity, free_memory, in_fresh_process, warm_up
 from verl_prefix.tools.bench.options import STOCK, Options, Size, full_depth, unavailable
-from verl_prefix.tools.report import provenance
+from verl_prefix.tools.report import provenance, show
 
 SCHEMA = "verl_prefix.bench/3"  # 2: config.layers was a list of one or two depths
 MOST_ROUNDS, QUICK_S = 15, 3.0
@@ -233,7 +233,7 @@ def run(options: Options, out: Path | None = None) -> int:
     finally:
         if report["rows"]:
             tables.compare(report)
-            print(tables.markdown(report))
+            show(tables.blocks(report))
     if out:
         tables.draw(report, out.with_suffix(".png"))
     return 0

@@ -8,7 +8,7 @@ from typing import Any
 from verl_prefix.files import write_whole
 from verl_prefix.tools.bench.options import ARMS, STOCK
 from verl_prefix.tools.plots import Bars, save
-from verl_prefix.tools.report import table
+from verl_prefix.tools.report import Table, markdown
 
 # (P prefix tokens, S response tokens per row, G rows of the prompt); verl's prompt is one token longer than P.
 GRIDS: dict[str, tuple[tuple[int, int, int], ...]] = {
@@ -68,7 +68,7 @@ def _ratios(row: dict[str, Any], peak: float | None) -> None:
             arm["of_ceiling"] = arm["speedup"] / arm["ceiling"]
 
 
-def markdown(report: dict[str, Any]) -> str:
+def blocks(report: dict[str, Any]) -> list[str | Table]:
     """Conditions, the table, and what the table does not show."""
     config, versions, rows = report["config"], report["versions"], report["rows"]
     installed = ", ".join(f"{name} {value}" for name, value in versions.items() if value)
@@ -77,7 +77,7 @@ def markdown(report: dict[str, Any]) -> str:
     commit, dirty = report["git"]["commit"], report["git"]["dirty"]
     code = f"commit {(commit or 'unknown')[:12]}" + ", uncommitted files" * dirty if commit or dirty else "installed"
     compiled = ", decoder layers compiled" if config["compile"] else ""
-    lines = [
+    conditions = (
         f"{report['device']}, {config['dtype']}, {installed}; {code}. "
         f"Model shape {config['shape']} with random weights, {rows[0]['layers']} of {report['full_depth']} layers"
         f"{compiled}. "
@@ -85,9 +85,8 @@ def markdown(report: dict[str, Any]) -> str:
         f"checkpointing (attention: {attention}). n is the number of rounds; stock_lean runs lm_head on "
         "responses alone. The FLOP ratio is stock's FLOPs over those of computing every token once, lm_head on "
         "responses alone. MiB are what one update adds to model and gradients at its peak. Gradient error: "
-        f"{truth}." + _TURNS * any(row.get("turns", 1) > 1 for row in rows),
-        "",
-    ]
+        f"{truth}." + _TURNS * any(row.get("turns", 1) > 1 for row in rows)
+    )
     head = ["P/S/G", "arm", "n", "update s", "speed-up", "over stock_lean", "of the FLOP ratio", "forward s",
             "log-probs s", "speed-up", "added MiB", "gradient error", "FLOP ratio", "tokens", "MFU"]  # fmt: skip
     optional = {"MFU": "mfu", "FLOP ratio": "tokens", "tokens": "tokens"}
@@ -97,8 +96,8 @@ def markdown(report: dict[str, Any]) -> str:
     for row in rows:
         for i, (name, arm) in enumerate(row["arms"].items()):
             cells.append([_size(row) if i == 0 else "", *_cells(row, name, arm)])
-    lines += [*table([head[i] for i in columns], [[line[i] for i in columns] for line in cells]), *_notes(report)]
-    return "\n".join(lines).rstrip()
+    table = Table([head[i] for i in columns], [[line[i] for i in columns] for line in cells])
+    return [conditions, table, *filter(None, ["\n".join(_notes(report))])]
 
 
 _TURNS = (
@@ -172,7 +171,7 @@ def _notes(report: dict[str, Any]) -> list[str]:
 def write(report: dict[str, Any], out: Path) -> None:
     """Writes the JSON, and its Markdown beside it."""
     write_whole(out, json.dumps(report, indent=1) + "\n")
-    write_whole(out.with_suffix(".md"), markdown(report) + "\n")
+    write_whole(out.with_suffix(".md"), markdown(blocks(report)) + "\n")
 
 
 def draw(report: dict[str, Any], path: Path) -> bool:
@@ -203,7 +202,7 @@ def render(source: Path, into: Path | None = None) -> int:
     try:
         report = json.loads(source.read_text())
         compare(report)
-        text = markdown(report)
+        text = markdown(blocks(report))
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"--render {source} is not a report of verl-prefix bench ({error!r})") from error
     write(report, source)

@@ -34,8 +34,8 @@ def override_words(words: list[str]) -> list[str]:
     for word in kept:
         if word.startswith("-") or not ("=" in word or word.startswith("~")):
             raise PlanError(
-                f"{word!r} is no Hydra override (key=value); give those of the training command, or the whole command: "
-                "python3 -m verl.trainer.main_ppo key=value ..."
+                f"{word!r} is no Hydra override (key=value) and no script that is here; give the overrides of the "
+                "training command, or the whole command: python3 -m verl.trainer.main_ppo key=value ..."
             )
     return kept
 

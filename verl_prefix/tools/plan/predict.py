@@ -135,6 +135,7 @@ class Predictor:
         seconds: {path: {pass: total}}, at rates that count FLOPs. peaks: {path: bytes that an update adds}.
         bins, logical, packed, phased: groups per rank and mini-batch; tokens; groups of the path in use.
         computed: {pass: tokens that the path in use computes}.
+        decisions: of `schedule=auto`, on the log-probs of every training step, which its updates follow.
         first: groups of the first mini-batch on the rank where it costs stock most; shown: what their prompts show.
         physical_without: tokens that sharing would compute if rows did not travel between ranks.
     """
@@ -161,6 +162,7 @@ class Predictor:
         self.seconds = {path: dict.fromkeys(PASSES, 0.0) for path in (*PATHS, "stock")}
         self.peaks = dict.fromkeys(self.seconds, 0.0)
         self.bins: list[float] = []
+        self.decisions: list[Decision] = []
         self.first: Sequence[Group] = []
         self.shown: list[tuple[tuple[int, int, int], ...]] = []
         self.logical = self.packed = self.phased = self.physical_without = 0
@@ -171,6 +173,11 @@ class Predictor:
         """{path: {pass: speed-up over stock}}."""
         stock = self.seconds["stock"]
         return {path: {name: stock[name] / ours[name] for name in stock} for path, ours in self.seconds.items()}
+
+    @property
+    def resident_gib(self) -> float:
+        """fp32 weights, gradients and two AdamW moments, over the ranks that share them."""
+        return 16 * self.costs.shape.parameters / self.memory.ranks / 2**30
 
     def decide(
         self, batches: Batches, log_probs: Decision | None = None, ref_engine: bool = False
@@ -206,6 +213,8 @@ class Predictor:
         for (batch, _), plan in zip(batches, plans[self.schedule], strict=True):
             logical = sum(group.num_logical_tokens for group in batch.groups)
             self.computed[name] += logical if plan is None else plan.num_physical_tokens
+        if name == "old":
+            self.decisions.append(decision)
         if update:
             self._count(batches, plans, stock)
         return decision

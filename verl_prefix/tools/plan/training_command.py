@@ -237,12 +237,18 @@ class Prompt(NamedTuple):
     ids: Sequence[int] = ()
 
 
-def read_prompts(config: DictConfig, tokenizer: Any) -> tuple[list[Prompt], int]:
-    """Training prompts within the limit, and how many are longer.
+class Messages(NamedTuple):
+    """Of the train files: where each prompt stands, and its messages; `visual`: images or videos belong to some."""
+
+    prompts: list[tuple[str, Any]]
+    visual: bool
+
+
+def read_messages(config: DictConfig) -> Messages:
+    """The train files of a command, which need no model to be read.
 
     Raises:
-        PlanError: a train file is missing, broken or empty, or has no prompt column or a prompt that is none; prompts
-            hold images or videos that cannot be read, or come with tools that cannot be loaded.
+        PlanError: one is missing, broken or empty, or has no prompt column or a prompt that is none.
     """
     data = config.data
     files = [data.train_files] if isinstance(data.train_files, str) else data.train_files or []
@@ -264,10 +270,20 @@ def read_prompts(config: DictConfig, tokenizer: Any) -> tuple[list[Prompt], int]
         if not isinstance(messages, list) or not messages or not all(isinstance(x, dict) for x in messages):
             shown = repr(messages)[:60]
             raise PlanError(f"{where}: {data.prompt_key} is {shown}; write a list of messages with role and content")
+    return Messages(prompts, visual)
+
+
+def read_prompts(config: DictConfig, messages: Messages, tokenizer: Any) -> tuple[list[Prompt], int]:
+    """Training prompts within the limit, and how many are longer.
+
+    Raises:
+        PlanError: they hold images or videos that cannot be read, or come with tools that cannot be loaded.
+    """
+    data, prompts = config.data, messages.prompts
     options = dict(data.get("apply_chat_template_kwargs") or {}) | {"add_generation_prompt": True, "tokenize": False}
     if (schemas := _tool_schemas(data)) is not None:
         options["tools"] = schemas
-    if visual:
+    if messages.visual:
         sample = list(_visual_prompts(config, tokenizer, options))
     else:
         chosen = prompts[:: max(1, -(-len(prompts) // MAX_PROMPTS))]

@@ -9,9 +9,26 @@ from typing import Any
 from verl_prefix.auto.shape import ModelShape
 from verl_prefix.models.messages import end_tokens
 from verl_prefix.tools.plan.options import PlanError, Turns, is_dump, read_dumps, spread
-from verl_prefix.tools.plan.predict import SEED, Sizes, Step, drawn_steps
-from verl_prefix.tools.plan.training_command import read_prompts
+from verl_prefix.tools.plan.predict import SEED, MicroBatch, Sizes, Step, drawn_steps
+from verl_prefix.tools.plan.training_command import Messages, micro_batches, read_messages, read_prompts, sequence_ranks
 from verl_prefix.tools.plan.turns import Dump, TokenStep, made_up, of_dump, token_step
+
+
+def check_lengths(spec: str | None, turns: Turns | None, longest: int) -> None:
+    """Raises PlanError where responses are longer than `longest`, data.max_response_length, or dumps hold none."""
+    if turns and (length := turns.thinking + turns.say) > longest:
+        raise PlanError(
+            f"--thinking {turns.thinking} --say {turns.say}: responses of {length} tokens are over "
+            f"data.max_response_length={longest}; raise it"
+        )
+    if spec and is_dump(spec):
+        if not read_dumps(spec, lambda _, row: row["output"]):
+            raise PlanError(f"{spec} holds no rollouts")
+    elif spec and spread(spec)[0] > longest:
+        raise PlanError(
+            f"--response-lengths {spec!r}: write a mean of 1 to {longest} tokens (data.max_response_length; raise it "
+            "for more)"
+        )
 
 
 def response_lengths(spec: str | None, longest: int, tokenizer: Any) -> tuple[Iterator[int], list[str]]:
@@ -19,23 +36,16 @@ def response_lengths(spec: str | None, longest: int, tokenizer: Any) -> tuple[It
     outputs in verl's rollout dumps; and which spread nobody asked for. Where nothing is said the mean is half of the
     longest response: rows of one length would hide what a trainer's row order costs.
 
-    Raises:
-        PlanError: the specification is none of these, or the dumps hold no outputs.
+    Args:
+        spec: see `check_lengths`.
     """
     draw = Random(SEED)
     if spec and is_dump(spec):
         texts = read_dumps(spec, lambda _, row: row["output"])
-        if not texts:
-            raise PlanError(f"{spec} holds no rollouts")
         # A finished response also has its end token.
         lengths = [min(len(ids) + 1, longest) for ids in tokenizer(texts, add_special_tokens=False).input_ids]
         return (draw.choice(lengths) for _ in count()), []
     mean, std = spread(spec or str(max(1, longest / 2)))
-    if mean > longest:
-        raise PlanError(
-            f"--response-lengths {spec!r}: write a mean of 1 to {longest} tokens (data.max_response_length; raise it "
-            "for more)"
-        )
     # A draw may be infinite where STD is huge.
     draws = (round(min(longest, max(1, draw.gauss(mean, std)))) for _ in count())
     if spec and "," in spec:
@@ -68,15 +78,17 @@ class Work:
 
 
 def read_work(
-    config: Any, size: Sizes, shape: ModelShape, tokenizer: Any, responses: str | None, turns: Turns | Dump | None
-) -> Work:
+    config: Any, size: Sizes, shape: ModelShape, messages: Messages | None, tokenizer: Any, responses: str | None,
+    turns: Turns | Dump | None,
+) -> Work:  # fmt: skip
     """The training steps of a command.
 
     Args:
-        responses: see `response_lengths`. turns: by numbers or as dumped, or None: one.
+        messages: of the train files; None: read here, unless `turns` are dumped. responses: see `response_lengths`.
+        turns: by numbers or as dumped, or None: one.
 
     Raises:
-        PlanError: see `response_lengths` and `read_prompts`; or turns do not fit the config.
+        PlanError: see `read_messages` and `read_prompts`; or turns come with images.
     """
     data, mini_batch_rows = config.data, config.actor_rollout_ref.actor.ppo_mini_batch_size * size.rollouts
     if isinstance(turns, Dump):
@@ -86,7 +98,7 @@ def read_work(
             "the special tokens that verl's dumps leave out, and cut where prompts part"
         ]
     else:
-        prompts, overlong = read_prompts(config, tokenizer)
+        prompts, overlong = read_prompts(config, messages or read_messages(config), tokenizer)
         is_text, ends = all(prompt.ids for prompt in prompts), end_tokens(tokenizer)
         if turns is None:
             draws, assumed = response_lengths(responses, data.max_response_length, tokenizer)
@@ -97,11 +109,6 @@ def read_work(
             return Work(steps, one, size.prompts, lengths, sample, overlong, 0.0, assumed)
         if not is_text:
             raise PlanError("--turns is for prompts of text alone, and some have images or videos; leave it out")
-        if (length := turns.thinking + turns.say) > data.max_response_length:
-            raise PlanError(
-                f"--thinking {turns.thinking} --say {turns.say}: responses of {length} tokens are over "
-                f"data.max_response_length={data.max_response_length}; raise it"
-            )
         step = made_up(size, shape, prompts, ends, turns, iter(()), mini_batch_rows)
         assumed = [f"every session has {turns.turns} turns, all of these lengths"]
     real = [row for row in step.rows if row.uid is not None]
@@ -114,19 +121,51 @@ def read_work(
     return Work([step], step, priced, lens, of_responses, overlong, len(real) / sessions, assumed)
 
 
+def sizes(config: Any, several_turns: bool = False) -> Sizes:
+    """Raises PlanError where the batch sizes do not divide; rows of several turns are padded, whatever they are."""
+    actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
+    prompts, mini, ranks = config.data.train_batch_size, actor.ppo_mini_batch_size, config.trainer.n_gpus_per_node
+    ranks *= config.trainer.nnodes
+    shared, shared_by_ref = (sequence_ranks(config.actor_rollout_ref[role]) for role in ("actor", "ref"))
+    if ranks % shared == 0:  # the driver refuses others
+        ranks //= shared
+    if (prompts % mini and not several_turns) or mini * rollout.n % ranks:
+        raise PlanError(
+            f"data.train_batch_size={prompts}, actor.ppo_mini_batch_size={mini}, rollout.n={rollout.n}, {ranks} ranks: "
+            "make the batch a multiple of the mini-batch, and mini-batch times n one of the ranks"
+        )
+    keys = micro_batches(config)
+    ref_in_actor = keys["ref"][0].startswith("actor_rollout_ref.rollout.")
+    factors = {name: shared_by_ref if name == "ref" and not ref_in_actor else shared for name in keys}
+    passes = {
+        name: MicroBatch(value and value * factors[name]) if counts_tokens else MicroBatch(None, value or 1)
+        for name, (_, value, counts_tokens) in keys.items()
+    }
+    whole, exchange = config.trainer.v1.trainer_mode.startswith("prefix_"), actor.prefix.exchange != "off"
+    return Sizes(
+        prompts, rollout.n, mini_batches=prompts // mini or 1, ranks=ranks, micro_batches=passes,
+        ref_in_actor=ref_in_actor, whole=whole, by_prompts=actor.prefix.mini_batches == "prompts", exchange=exchange,
+        sequence_ranks=shared, ref_sequence_ranks=shared_by_ref,
+    )  # fmt: skip
+
+
 def counts_rows(config: Any, work: Work) -> bool:
     """True where a step makes more updates than its prompts are mini-batches: verl's are of rows."""
     mini, size = config.actor_rollout_ref.actor.ppo_mini_batch_size, work.steps[0].size
     return not size.by_prompts and mini <= size.prompts and size.mini_batches > -(-work.priced // mini)
 
 
-def kept_whole(step: Step, by_prompts: bool) -> Step:
-    """The step where prompts stay whole, under a mode `prefix_*`, and `by_prompts` in mini-batches of them."""
-    size = replace(step.size, whole=True, by_prompts=by_prompts)
-    if not isinstance(step, TokenStep):
-        return replace(step, size=size)
+def steps_of(work: Work, config: Any, size: Sizes) -> Sequence[Step]:
+    """The steps of `work` under another config, that differs in nothing that makes other rows."""
+    actor = config.actor_rollout_ref.actor
+    over = actor.prefix.trees
+    if work.with_tokens is None or not (work.turns or over == "batch"):
+        return [replace(step, size=size) for step in work.steps]
+    step = work.with_tokens
+    if size.by_prompts == step.size.by_prompts:
+        return [replace(step, size=replace(size, mini_batches=step.size.mini_batches), over=over)]
     real = [row for row in step.rows if row.uid is not None]
-    return replace(token_step(size, step.shape, real, len(step.rows) // step.size.mini_batches), over=step.over)
+    return [replace(token_step(size, step.shape, real, actor.ppo_mini_batch_size * size.rollouts), over=over)]
 
 
 def splits_groups(size: Sizes) -> bool:

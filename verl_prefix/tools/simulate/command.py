@@ -6,14 +6,13 @@ from itertools import accumulate
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Column, Table
 from transformers import PretrainedConfig
 from verl.utils.py_functional import convert_to_regular_types
 from verl.utils.torch_dtypes import PrecisionType
 
 from verl_prefix.auto.cost import shard_size, syncs_once
 from verl_prefix.core.groups import Group
+from verl_prefix.tools.report import Table
 from verl_prefix.tools.simulate.hardware import GIB, read_hardware
 from verl_prefix.tools.simulate.job import Job
 from verl_prefix.tools.simulate.report import assumptions, compare, fit, positions, settings
@@ -96,43 +95,39 @@ def simulated(job: Job, gpu: str, fit_gib: float | None, per_node: int) -> dict[
     }
 
 
-def show_simulated(simulation: dict[str, Any], console: Console) -> None:
-    """Prints what `simulated` returned."""
+def tables(simulation: dict[str, Any]) -> list[str | Table]:
+    """What `simulated` returned, in tables and words."""
 
     def peak(outcome: dict[str, Any]) -> str:
         return f"{outcome['peak_gib']:.1f}" + ("" if outcome["fits"] else " does not fit")
 
-    arms = Table(
-        Column("simulated", no_wrap=True), "update s", "log-probs s", "speed-up", "over lean", "FLOP ratio", "peak GiB",
-        "of which",
-        title=f"one mini-batch of the costliest rank on {simulation['gpu']}, {simulation['rows']} rows, "
-        f"{simulation['ranks']} ranks, simulated; lean: stock with lm_head on responses alone",
-    )  # fmt: skip
+    head = ("simulated", "update s", "log-probs s", "speed-up", "over lean", "FLOP ratio", "peak GiB", "of which")
+    arms = []
     for name, arm in simulation["arms"].items():
         highest = max(arm["phases"].values(), key=lambda phase: phase["peak_gib"])
         owners = sorted(highest["owners_gib"].items(), key=lambda item: -item[1])[:2]
-        arms.add_row(
+        arms.append((
             name, f"{arm['update_seconds']:.3g}", f"{arm['log_prob_seconds']:.3g}", f"{arm['speedup']:.2f}",
             f"{arm['speedup_over_lean']:.2f}", f"{arm['flop_ratio']:.2f}", peak(arm),
             ", ".join(f"{owner} {gib:.1f}" for owner, gib in owners),
-        )  # fmt: skip
-    console.print(arms)
-    ways = Table("simulated: settings, cheapest first", "s", "peak GiB")
-    for way in simulation["settings"]:
-        ways.add_row("\n".join(way["overrides"]), f"{way['seconds']:.3g}", peak(way))
-    console.print(ways)
+        ))  # fmt: skip
+    title = (
+        f"one mini-batch of the costliest rank on {simulation['gpu']}, {simulation['rows']} rows, "
+        f"{simulation['ranks']} ranks, simulated; lean: stock with lm_head on responses alone"
+    )
+    ways = [("\n".join(way["overrides"]), f"{way['seconds']:.3g}", peak(way)) for way in simulation["settings"]]
+    found: list[str | Table] = [
+        Table(head, arms, title), Table(("simulated: settings, cheapest first", "s", "peak GiB"), ways)
+    ]  # fmt: skip
     if "fits" in simulation:
-        sizes = Table(
-            f"simulated: fits {simulation['fits_gib']:g} GiB", "longest prompt", "largest group", "largest wave",
-            caption=f"the model takes rows of {simulation['positions']} tokens",
-        )  # fmt: skip
+        rows = []
         for name, longest in simulation["fits"].items():
             cells = (longest.get(key, "") for key in ("prompt", "group", "wave"))
-            sizes.add_row(name, *("nothing" if x is None else str(x) for x in cells))
-        console.print(sizes)
-    console.print(f"not modelled: {simulation['not_modelled']}", markup=False, highlight=False, soft_wrap=True)
-    if reason := fits_nothing(simulation):
-        console.print(f"warning: {reason}", markup=False, highlight=False, soft_wrap=True)
+            rows.append((name, *("nothing" if x is None else x for x in cells)))
+        sizes = (f"simulated: fits {simulation['fits_gib']:g} GiB", "longest prompt", "largest group", "largest wave")
+        found += [Table(sizes, rows), f"the model takes rows of {simulation['positions']} tokens"]
+    reason = fits_nothing(simulation)
+    return [*found, f"not modelled: {simulation['not_modelled']}", *([f"warning: {reason}"] if reason else ())]
 
 
 def fits_nothing(simulation: dict[str, Any]) -> str | None:

@@ -13,6 +13,7 @@ from transformers import PretrainedConfig
 from verl_prefix.core.groups import Group
 from verl_prefix.core.waves import largest_wave
 from verl_prefix.models.recurrent import is_recurrent
+from verl_prefix.tools.report import progress
 from verl_prefix.tools.simulate.depth import simulate
 from verl_prefix.tools.simulate.hardware import GIB, Hardware
 from verl_prefix.tools.simulate.job import Arm, Job
@@ -180,4 +181,5 @@ def fit(job: Job, hardware: Hardware, gib: float, arms: Sequence[Arm] = ARMS) ->
 
         return {"prompt": prompt, "wave": longest(of_wave, gib, suffix, 64 * suffix)}
 
-    return {arm.name: sizes(arm) for arm in arms}
+    with progress("arms whose longest rows are found") as bar:
+        return {arm.name: sizes(arm) for arm in bar.track(arms)}

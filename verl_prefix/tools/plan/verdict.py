@@ -1,0 +1,151 @@
+"""The first lines of `verl-prefix plan`: whether sharing is worth it, and the one change that would gain most.
+
+It is worth it where `prefix.schedule=auto` shares, by the decision that an engine would make (`chooser.decide`).
+Changes are priced as the command itself is.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+from omegaconf import OmegaConf
+from verl.trainer.ppo.utils import need_reference_policy
+
+from verl_prefix.tools.plan.predict import Predictor
+from verl_prefix.tools.plan.turns import LEVELS
+from verl_prefix.tools.plan.work import Work, counts_rows, splits_groups
+
+WORTH = 1.02  # what a change must gain to be worth a word
+ROLLOUT = 0.5  # of a stock step, where nobody says what its shares are
+ACTOR = "actor_rollout_ref.actor"
+
+
+class Room(NamedTuple):
+    """GiB of a GPU, and its name."""
+
+    gib: float
+    gpu: str
+
+
+class Change(NamedTuple):
+    """Overrides, and what an update gains with and without them; GiB that a rank needs with them."""
+
+    overrides: list[str]
+    update: float
+    instead_of: float
+    needed_gib: float
+
+
+def path_of(predicted: Predictor) -> str:
+    """The schedule in use; of `stock`, which asks for a verdict on sharing, `auto`."""
+    return "auto" if predicted.schedule == "stock" else predicted.schedule
+
+
+def needed_gib(predicted: Predictor) -> float:
+    """What a rank needs at the peak of an update."""
+    return predicted.resident_gib + predicted.peaks[path_of(predicted)] / 2**30
+
+
+def step_gain(config: Any, predicted: Predictor, parts: dict[str, float]) -> float:
+    """Speed-up of a whole step.
+
+    Args:
+        parts: shares of a stock step; empty: `ROLLOUT` of it is no pass of the actor's.
+    """
+    gains = predicted.gains[path_of(predicted)]
+    if not parts:
+        passes = ("update", "old", "ref") if need_reference_policy(config) else ("update", "old")
+        stock, ours = (sum(predicted.seconds[path][x] for x in passes) for path in ("stock", path_of(predicted)))
+        return 1 / (ROLLOUT + (1 - ROLLOUT) * ours / stock)
+    return 1 / (1 - sum(parts.values()) + sum(share / gains[name] for name, share in parts.items()))
+
+
+def is_worth_it(predicted: Predictor) -> bool:
+    """True where `auto` shares; where it is told to share at a loss, False."""
+    return any(not decision.stock and decision.speedup >= 1 for decision in predicted.decisions)
+
+
+def judge(
+    config: Any, work: Work, now: Predictor, trees: dict[str, Predictor], price: Callable[[Any], Predictor],
+    parts: dict[str, float], room: Room | None, needed: float,
+) -> dict[str, Any]:  # fmt: skip
+    """The part of the plan's JSON that says what to do.
+
+    Args:
+        now: predicted of the command. trees: the same by `prefix.trees`. price: predicts another config. parts: see
+            `step_gain`. room: of a GPU; None: no GPU. needed: GiB of a rank.
+    """
+    fits, worth = room is None or needed <= room.gib, is_worth_it(now)
+    change = _best_change(config, work, now, trees, price, room=room, needed=needed)
+    step = f"step {step_gain(config, now, parts):.2g}x"
+    if not parts:
+        step = f"step about {step.removeprefix('step ')} if rollout is half of it"
+    gain = f"update {now.gains[path_of(now)]['update']:.2f}x, {step}"
+    memory = "" if room is None else f"{needed:.3g} of {room.gib:.0f} GiB ({room.gpu})"
+    if not worth:
+        verdict = f"Not worth it{' as it is' if change else ''}: {_reason(work, now)}"
+    elif not fits:
+        verdict = f"Worth it, but does not fit: {gain}, needs {memory}"
+    else:
+        verdict = f"Worth it: {gain}{memory and f', fits in {memory}'}: add model_engine=prefix"
+    if change:
+        do = "Gains most" if fits else f"Fits in {change.needed_gib:.3g} GiB"
+        advice = f"{do}: {' '.join(change.overrides)}, update {change.update:.2f}x, not {change.instead_of:.2f}x"
+    else:
+        advice = "No change that was tried " + ("gains 2 % more" if fits else "fits: use more GPUs")
+    return {"verdict": verdict, "advice": advice, "worth_it": worth, "needed_gib": needed, "fits": fits,
+            "change": change and change._asdict()}  # fmt: skip
+
+
+def _reason(work: Work, now: Predictor) -> str:
+    """Why `auto` does not share."""
+    if work.steps[0].size.rollouts == 1 and not work.turns:
+        return "a prompt has one response (actor_rollout_ref.rollout.n=1)"
+    prompts, responses = (sum(lens) / len(lens) for lens in (work.prompts, work.responses))
+    share, best = 100 * prompts / (prompts + responses), max(decision.speedup for decision in now.decisions)
+    return (
+        f"prompts are {share:.0f} % of the tokens; sharing them would gain {best:.2f}x, and auto shares from "
+        f"{now.costs.min_speedup:g}x on"
+    )
+
+
+def _best_change(
+    config: Any, work: Work, now: Predictor, trees: dict[str, Predictor], price: Callable[[Any], Predictor],
+    room: Room | None, needed: float,
+) -> Change | None:  # fmt: skip
+    """The change that gains most of those that fit; where the command does not fit, the fastest that does; or None."""
+    limit = math.inf if room is None else room.gib
+    fits, found = needed <= limit, list[Change]()
+    for overrides in _changes(config, work, fits):
+        level = overrides[0].partition("prefix.trees=")[2]
+        base = trees.get(config.actor_rollout_ref.actor.prefix.trees, trees["off"]) if level else now
+        other = trees[level] if level else price(OmegaConf.merge(config, OmegaConf.from_dotlist(overrides)))
+        stock = base.seconds["stock"]["update"]
+        update, before = (stock / one.seconds[one.schedule]["update"] for one in (other, base))
+        gib = needed_gib(other) * needed / needed_gib(now)  # a simulation may have said more, or less
+        if gib <= limit and (update >= WORTH * before or not fits):
+            found.append(Change(overrides, update, before, gib))
+    return max(found, key=lambda one: one.update / one.instead_of, default=None)
+
+
+def _changes(config: Any, work: Work, fits: bool) -> Iterator[list[str]]:
+    """Overrides to try: those that keep prompts together or share more; where the command does not fit, also those that
+    need less memory."""
+    actor, size = config.actor_rollout_ref.actor, work.steps[0].size
+    whole = [] if size.whole else [f"trainer.v1.trainer_mode=prefix_{config.trainer.v1.trainer_mode}"]
+    if counts_rows(config, work):
+        yield [f"{ACTOR}.prefix.mini_batches=prompts", *whole]
+    elif splits_groups(size):
+        yield whole
+    for key, value in {"schedule": "auto", "exchange": "auto", "wave_tokens": "null"}.items():
+        if str(actor.prefix[key]) not in (value, "None"):
+            yield [f"{ACTOR}.prefix.{key}={value}"]
+    if work.with_tokens is not None:
+        levels = LEVELS if work.turns else LEVELS[::2]
+        yield from ([f"{ACTOR}.prefix.trees={level}"] for level in levels if level != actor.prefix.trees)
+    key = "ppo_max_token_len_per_gpu" if actor.use_dynamic_bsz else "ppo_micro_batch_size_per_gpu"
+    if budget := actor[key]:
+        yield [f"{ACTOR}.{key}={2 * budget if fits else max(1, budget // 2)}"]
+    if not fits:
+        yield [f"{ACTOR}.prefix.schedule=phased", f"{ACTOR}.prefix.offload=true"]
+        yield ["actor_rollout_ref.model.enable_gradient_checkpointing=true"]
