@@ -3,14 +3,19 @@
     make fuzz BATCHES=1000 SEED=1
 
 draws so many (in make test 40, always the same) and writes what it saw to outputs/fuzz.json. A failure is shrunk by
-hypothesis, which prints the case: keep it as an `@example` of the test. Not drawn: images, CUDA, several nodes.
+hypothesis, which prints the case: keep it as an `@example` of the test. Not drawn: CUDA, several nodes, Qwen2.5-VL,
+whose stock attention verl patches for the whole process.
 """
 
+import copy
+import functools
 import json
 import os
 from collections import Counter
 from pathlib import Path
-from typing import NamedTuple
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+from unittest import mock
 
 import broken_states
 import pytest
@@ -19,11 +24,12 @@ from engines import TOLERANCE, _engine, _loss, _responses, as_batch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from shared_models import OURS, SharedModels
-from torch.distributed import get_rank, get_world_size
+from torch.distributed import all_gather_object, get_rank, get_world_size
 from whole_tensors import whole
 
+from verl_prefix.api.pixels import positions_of_row
 from verl_prefix.config import PrefixConfig
-from verl_prefix.testing import write_tiny_model
+from verl_prefix.testing import visual_prompt, write_tiny_model
 
 BATCHES = int(os.environ.get("FUZZ_BATCHES", 40))
 REPORT = os.environ.get("FUZZ_REPORT")
@@ -32,8 +38,10 @@ FAMILIES = {
     "qwen3": {}, "llama": {}, "qwen3 tied": dict(tie_word_embeddings=True),
     "qwen3 window": dict(use_sliding_window=True, sliding_window=25, max_window_layers=1),
     "qwen3_moe": {}, "gpt_oss": {}, "qwen3_5_text": {}, "qwen3_next": {}, "olmo_hybrid": {}, "lfm2": {},
-    "granitemoehybrid": {}, "bamba": {},
+    "granitemoehybrid": {}, "bamba": {}, "qwen3_vl": {}, "qwen3_5": {},
 }  # fmt: skip
+VISION = ("qwen3_vl", "qwen3_5")  # every prompt and some of a session's turns have pixels
+RECURRENT = ("qwen3_5_text", "qwen3_next", "olmo_hybrid", "lfm2", "granitemoehybrid", "bamba", "qwen3_5")
 
 
 class Prompt(NamedTuple):
@@ -94,7 +102,7 @@ OPTIONS = some([
     ("use_no_sync", st.just(False)), ("fsdp_size", st.just(1)), ("use_kl_loss", st.just(True)),
     ("loss_agg_mode", st.sampled_from(["seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"])),
     ("trained", st.sampled_from([r"layers\.1|norm", r"layers\.0", "lm_head"])), ("calculate_entropy", st.just(False)),
-    ("lora_targets", st.just("all-linear")), ("min_speedup", st.just(1.05)),
+    ("lora_targets", st.just("all-linear")), ("min_speedup", st.just(1.05)), ("ulysses", st.just(2)),
 ])  # fmt: skip
 RANKS = st.sampled_from([1, 2] if not REPORT else [1, 1, 2, 2, 4])
 ANY = st.builds(
@@ -108,6 +116,12 @@ def makes_sense(case: Case) -> bool:
     options = dict(case.options)
     if "trained" in options and ("lora_targets" in options or "tied" in case.family):
         return False
+    if "lora_targets" in options and case.family in VISION:
+        return False
+    if "ulysses" in options:  # verl's own path wants flash attention, and recurrent layers are refused
+        own_path = options.get("schedule", "auto") == "auto" or "min_speedup" in options
+        if case.ranks % 2 or case.family in RECURRENT or own_path or "fsdp_size" in options:
+            return False
     if isinstance(case.rows[0], Again):
         return False
     if "min_speedup" in options and "use_dynamic_bsz" in options:
@@ -116,61 +130,144 @@ def makes_sense(case: Case) -> bool:
         PrefixConfig(**{key: value for key, value in options.items() if key in OURS})
     except ValueError:
         return False
-    return any(mask.any() for _, _, _, mask, _ in rows_of(case, 100))
+    return any(row.mask.any() for row in rows_of(case, SimpleNamespace(vocab_size=100)))
 
 
-def rows_of(case: Case, vocab: int) -> list[tuple[str, torch.Tensor, torch.Tensor, torch.Tensor, int]]:
-    """(uid, prompt, response, loss mask, session), as many for every rank."""
-    generator = torch.Generator().manual_seed(case.seed)
-    end, header = torch.tensor([END]), torch.tensor([5, 6])
+class Row(NamedTuple):
+    uid: str
+    prompt: torch.Tensor
+    response: torch.Tensor
+    mask: torch.Tensor
+    session: int
+    pixels: dict[str, torch.Tensor]
+
+
+def rows_of(case: Case, config: Any) -> list[Row]:
+    """As many for every rank, in an order of their own. config: the model's."""
+    generator, masks = (torch.Generator().manual_seed(case.seed + more) for more in (0, 1000))
+    sees = hasattr(config, "vision_config")
+    lowest, vocab = (10, config.text_config.vocab_size) if sees else (3, config.vocab_size)
+    end, header = torch.tensor([END]), torch.arange(2) + lowest - 2
 
     def some(length: int) -> torch.Tensor:
-        return torch.randint(3, vocab, (length,), generator=generator)
+        return torch.randint(lowest, vocab, (length,), generator=generator)
+
+    def shown(length: int, behind: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Text, and in it an image; on one rank, a video or nothing instead: the stock tower runs on all ranks or on
+        none, once for images and once for videos."""
+        if not sees or (case.ranks == 1 and length % 5 == 4):
+            return torch.cat([some(length), behind]), {}
+        grid = (2, 4, 4) if case.ranks == 1 and length % 5 == 3 else (4, 4 + 4 * (length % 2))
+        text, pixels = visual_prompt([length, grid, 2], config, generator)
+        return torch.cat([text.masked_fill(text == END, lowest), behind]), pixels
+
+    def together(pixels: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+        names = dict.fromkeys(name for one in pixels for name in one)
+        return {name: torch.cat([one[name] for one in pixels if name in one]) for name in names}
 
     system = torch.cat([some(case.system), end]) if case.system else some(0)
     rows, made = [], []
     for number, one in enumerate(case.rows):
-        history: list[torch.Tensor] = []
+        history: list[tuple[torch.Tensor, dict[str, torch.Tensor]]] = []
         if isinstance(one, Again):
             turns = one.turns
             one, question, history = made[max(0, len(made) - one.back)]
             history = history[: 2 * turns]
         else:
-            question = torch.cat([system, some(one.tokens), *([end] if isinstance(one, Session) else [])])
+            text, pixels = shown(one.tokens, end[: isinstance(one, Session)])
+            question = torch.cat([system, text]), pixels
         if isinstance(one, Prompt):
-            rows += [(one.uid, question, some(length), number) for length in one.responses]
+            rows += [(one.uid, *question, some(length), number) for length in one.responses]
         else:
             for thoughts, answer, back in one.turns[len(history) // 2 :]:
                 said = torch.cat([some(thoughts + answer), end])
-                rows.append((one.uid, torch.cat([question, *history, header]), said, number))
-                history += [torch.cat([header, said if one.kept else said[thoughts:]]), torch.cat([some(back), end])]
+                texts, pixels = zip(question, *history, strict=True)
+                rows.append((one.uid, torch.cat([*texts, header]), together(pixels), said, number))
+                answered = torch.cat([header, said if one.kept else said[thoughts:]]), {}
+                history = [*history, answered, shown(back, end) if back % 2 else (torch.cat([some(back), end]), {})]
         made.append((one, question, history))
     while len(rows) % case.ranks:
-        rows.append((f"pad{len(rows)}", some(9), some(1), number))
-    masks = [(torch.rand(len(row[2]), generator=generator) >= case.masked).long() for row in rows]
-    order = torch.randperm(len(rows), generator=generator).tolist()
-    return [(*rows[i][:3], masks[i] * (not rows[i][0].startswith("pad")), rows[i][3]) for i in order]
+        rows.append((f"pad{len(rows)}", *shown(9, end[:0]), some(1), number))
+    found = []
+    for uid, prompt, pixels, response, session in rows:
+        mask = (torch.rand(len(response), generator=masks) >= case.masked).long() * (not uid.startswith("pad"))
+        found.append(Row(uid, prompt, response, mask, session, copy.deepcopy(pixels)))
+    return [found[i] for i in torch.randperm(len(rows), generator=masks).tolist()]
 
 
 # What follows runs on ranks, which are given `models` first; engines share what takes longest to build.
 SHARED = SharedModels(_engine)
 
 
+@functools.cache
+def _meta_model(path: str) -> Any:
+    from transformers import AutoConfig, AutoModelForImageTextToText
+
+    with torch.device("meta"):
+        return AutoModelForImageTextToText.from_config(AutoConfig.from_pretrained(path))
+
+
+def _batch(case: Case, path: str, config: Any, options: dict, chosen: slice) -> tuple[list[int], Any]:
+    """Which rows of a case are chosen, and these."""
+    from verl.utils import tensordict_utils as tu
+
+    numbers, rows = map(list, zip(*[*enumerate(rows_of(case, config))][chosen], strict=True))
+
+    def nested(tensors: list[torch.Tensor]) -> torch.Tensor:
+        return torch.nested.as_nested_tensor(tensors, layout=torch.jagged)
+
+    # Each row's own, whichever rank has it.
+    noise = [torch.Generator().manual_seed(1 + case.seed + 100 * number) for number in numbers]
+    scales = {"advantages": (1.0, 1.0), "old_log_probs": (0.3, -6.0), "ref_log_prob": (0.3, -6.0)}
+    more: dict[str, Any] = {
+        name: nested(
+            [torch.randn(len(row.response), generator=g) * scale + shift for row, g in zip(rows, noise, strict=True)]
+        )
+        for name, (scale, shift) in scales.items()
+    }
+    if options.get("temperature") == "per_row":
+        more["temperature"] = torch.cat([torch.rand(1, generator=g) + 0.5 for g in noise])
+    if hasattr(config, "vision_config"):
+        ids = [torch.cat([row.prompt, row.response]) for row in rows]
+        more["position_ids"] = tu.nested_tensor_from_tensor_list(
+            [positions_of_row(_meta_model(path), x, row.pixels, 0) for x, row in zip(ids, rows, strict=True)]
+        )
+        more["multi_modal_inputs"] = [row.pixels for row in rows]
+    sessions = [row.session for row in rows]
+    return numbers, as_batch([row[:4] for row in rows], sessions, options, torch.Generator(), **more)
+
+
+def _of_all_ranks(rows: list[int], values: list[torch.Tensor]) -> torch.Tensor:
+    """The values of all rows, one behind the other."""
+    parts: list[Any] = [None] * get_world_size()
+    all_gather_object(parts, (rows, values))
+    found = {row: value for some, theirs in parts for row, value in zip(some, theirs, strict=True)}
+    return torch.cat([found[row] for row in sorted(found)])
+
+
 def _measure(backend: str, path: str, case: Case, options: dict) -> dict[str, torch.Tensor]:
-    engine = SHARED(backend, path, options)
-    all_rows = rows_of(case, engine.model_config.hf_config.vocab_size)
-    rows = all_rows[get_rank() :: get_world_size()]
-    generator = torch.Generator().manual_seed(case.seed + 1 + get_rank())
-    data = as_batch([row[:4] for row in rows], [row[4] for row in rows], options, generator)
+    from transformers.modeling_outputs import BaseModelOutputWithPooling
+
+    # See test_vision_engine.
+    with mock.patch.object(BaseModelOutputWithPooling, "mean", lambda x: x.pooler_output.mean(), create=True):
+        engine = SHARED(backend, path, options)
+        size = options.get("ulysses", 1)
+        chosen = slice(get_rank() // size, None, get_world_size() // size)
+        rows, data = _batch(case, path, engine.model_config.hf_config, options, chosen)
+        return _passes(engine, data, rows, options)
+
+
+def _passes(engine: Any, data: Any, rows: list[int], options: dict) -> dict[str, torch.Tensor]:
     with engine.eval_mode(disable_auto_offload=True):
         inferred = engine.infer_batch(data.copy())["model_output"]
-    found = {name: torch.cat(_responses(x, data)) for name, x in inferred.items()}
+    found = {name: _of_all_ranks(rows, _responses(x, data)) for name, x in inferred.items()}
     with engine.train_mode(disable_auto_offload=True):
         engine.optimizer_zero_grad()
         output = engine.forward_backward_batch(data.copy(), _loss(options))
         grads = whole({n: p.grad for n, p in engine.module.named_parameters() if p.grad is not None})
     found["loss"] = torch.tensor(sum(output["loss"]), dtype=torch.float64)
     torch.distributed.all_reduce(found["loss"])
+    found["loss"] /= get_world_size()  # verl multiplies it by ranks of data, and those of a group have the same
     saved = output["metrics"].get("prefix/tokens_saved", 0.0)
     return found | {f"gradient of {name}": x for name, x in grads.items()} | {"tokens saved": torch.tensor(saved)}
 
@@ -180,7 +277,7 @@ def _errors(models: dict, case: Case) -> tuple[dict[str, float], float]:
     path, options = models[case.family], {"turns": True, **dict(case.options)}  # so that the tokenizer is loaded
     if case.family == "gpt_oss":
         options["attn_implementation"] = "eager"
-    alone = {k: v for k, v in options.items() if k not in OURS} | {
+    alone = {k: v for k, v in options.items() if k not in (*OURS, "ulysses")} | {
         "use_dynamic_bsz": False,
         "micro_batch_size_per_gpu": 1,
     }
@@ -212,7 +309,7 @@ def models(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def seen():
-    found = {"batches": Counter(), "worst": {}, "shared": 0}
+    found = {"batches": Counter(), "ranks": Counter(), "options": Counter(), "worst": {}, "shared": 0}
     yield found
     if REPORT:
         from verl_prefix.files import write_whole
@@ -239,6 +336,8 @@ def test_random_batches_are_computed_as_by_stock(ranks, models, seen):
     def run(case: Case) -> None:
         check(ranks, models, case, seen)
         seen["batches"][case.family] += 1
+        seen["ranks"][case.ranks] += 1
+        seen["options"].update(name for name, _ in case.options)
 
     run()
 

@@ -109,8 +109,9 @@ def _batch(rank: int, vocab: int, options: dict):
     return as_batch([rows[i] for i in order], [sessions[i] for i in order], options, generator)
 
 
-def as_batch(rows: list, sessions: list[int], options: dict, generator: torch.Generator):
-    """Rows (uid, prompt, response, loss mask) in verl's jagged form, or padded, with what losses read of them."""
+def as_batch(rows: list, sessions: list[int], options: dict, generator: torch.Generator, **more: object):
+    """Rows (uid, prompt, response, loss mask) in verl's jagged form, or padded, with what losses read of them, and more
+    fields, or others."""
     from verl.utils import tensordict_utils as tu
 
     def nested(tensors):
@@ -136,6 +137,7 @@ def as_batch(rows: list, sessions: list[int], options: dict, generator: torch.Ge
         fields["session_id"] = sessions
     if options.get("temperature") == "per_row":
         fields["temperature"] = torch.rand(len(rows), generator=generator) + 0.5
+    fields |= more
     flags = {
         "use_dynamic_bsz": options.get("use_dynamic_bsz", True),
         "max_token_len_per_gpu": options.get("budget", 400),
