@@ -18,11 +18,13 @@ import pytest
 def train(tmp_path: Path) -> Callable[..., tuple[list[dict[str, Any]], str]]:
     """Two training steps on the recipe's parquet in `tmp_path`; returns the steps' metrics and verl's log."""
 
-    def run(recipe: Path, model: str, *overrides: str, config: str = "prefix_grpo") -> tuple[list[dict[str, Any]], str]:
+    def run(
+        recipe: Path, model: str, *overrides: str, config: str = "prefix_grpo", module: str = "verl.trainer.main_ppo"
+    ) -> tuple[list[dict[str, Any]], str]:
         metrics, log = tmp_path / "metrics.jsonl", tmp_path / "run.log"
         metrics.unlink(missing_ok=True)
         command = [
-            sys.executable, "-m", "verl.trainer.main_ppo", f"--config-name={config}", "+platform=cpu",
+            sys.executable, "-m", module, f"--config-name={config}", "+platform=cpu",
             "+ray_kwargs.ray_init.address=local",
             f"actor_rollout_ref.model.path={model}",
             f"data.train_files={tmp_path / 'train.parquet'}", f"data.val_files={tmp_path / 'val.parquet'}",
