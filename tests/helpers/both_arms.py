@@ -21,10 +21,10 @@ def both_arms(
     stocks: Sequence[str] = (),
     family: str = "qwen3",
     arms: Sequence[str] = ("stock", "prefix"),
-    **driver: str,
+    **driver: str | int,
 ) -> Iterator[list[dict[str, float]]]:
     """Two steps' metrics by stock with `stocks`, then by model_engine=prefix with `ours`, of a tiny model on MuSiQue
-    questions; or by one of these `arms` alone. driver: config and module of another than main_ppo."""
+    questions; or by one of these `arms` alone. driver: options of `train`."""
     questions = tmp_path / "questions.jsonl"
     recipe("make_questions.py", "--output", questions, "--num", 16, "--seed", 1)
     recipe("prepare.py", "--input", questions, "--output", tmp_path, "--max-paragraphs", 4, "--val-size", 4)

@@ -171,7 +171,7 @@ CONTRACT = {
     "verl.workers.rollout.base:BaseRollout.update_weights": "self weights wire_format kwargs",
     "verl.workers.rollout.replica:RolloutMode.HYBRID": None,
     "verl.workers.rollout.replica:RolloutReplica": None,
-    "verl.workers.rollout.replica:RolloutReplica.abort_all_requests": "self reject_request",
+    "verl.workers.rollout.replica:RolloutReplica.abort_all_requests": None,  # main has no reject_request yet
     "verl.workers.rollout.replica:RolloutReplica.launch_servers": "self",
     "verl.workers.rollout.replica:RolloutReplica.resume_generation": "self",
     "verl.workers.rollout.replica:RolloutReplicaRegistry._registry": None,

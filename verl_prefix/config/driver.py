@@ -3,7 +3,7 @@
 from omegaconf import DictConfig, OmegaConf
 from verl.utils.config import omega_conf_to_dataclass
 
-from verl_prefix.config import PrefixActorConfig, _refuse
+from verl_prefix.config import _refuse
 
 
 def check_driver(config: DictConfig) -> None:
@@ -65,11 +65,6 @@ def keeps_prompts(config: DictConfig) -> bool:
 def _check_separate_rollout(config: DictConfig) -> None:
     """Checks of one_step_off_policy and fully_async_policy, of which the latter calls no `validate` of verl's."""
     actor = omega_conf_to_dataclass(config.actor_rollout_ref.actor)
-    _refuse(
-        not isinstance(actor, PrefixActorConfig),
-        f"model_engine=prefix with an actor of {type(actor).__name__}: an override replaces "
-        "actor_rollout_ref.actor._target_; remove it, or set another model_engine",
-    )
     actor.check(config.trainer.n_gpus_per_node * config.trainer.nnodes, config.actor_rollout_ref.model)
     batches, num = _mini_batches(config)
     key = "actor_rollout_ref.actor.use_prefix_grouper"

@@ -32,7 +32,7 @@ class HFReplica(RolloutReplica):
     here, because nothing shares an accelerator's memory with the actor.
     """
 
-    async def abort_all_requests(self, reject_request: bool = False) -> None:
+    async def abort_all_requests(self, **_: bool) -> None:
         """End what is being generated with what it has; nothing starts before `resume_generation`."""
         await self._server_handle.pause.remote()
 
