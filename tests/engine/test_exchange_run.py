@@ -1,7 +1,7 @@
 """`model_engine=prefix` alone under verl's own trainers, on two ranks, beside the stock engine: real verl, Ray, FSDP2
 on gloo and HF rollout. The trainers deal a prompt's rows to both ranks; the engine brings them together.
 
-Shows neither vLLM nor CUDA. `separate_async` needs a rollout on devices of its own, which no test has.
+Shows neither vLLM nor CUDA. Of trainers whose rollout has devices of its own: tests/trainer/test_async_run.py.
 """
 
 from pathlib import Path

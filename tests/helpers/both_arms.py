@@ -20,9 +20,11 @@ def both_arms(
     ours: Sequence[str] = (),
     stocks: Sequence[str] = (),
     family: str = "qwen3",
+    arms: Sequence[str] = ("stock", "prefix"),
+    **driver: str | int,
 ) -> Iterator[list[dict[str, float]]]:
     """Two steps' metrics by stock with `stocks`, then by model_engine=prefix with `ours`, of a tiny model on MuSiQue
-    questions."""
+    questions; or by one of these `arms` alone. driver: options of `train`."""
     questions = tmp_path / "questions.jsonl"
     recipe("make_questions.py", "--output", questions, "--num", 16, "--seed", 1)
     recipe("prepare.py", "--input", questions, "--output", tmp_path, "--max-paragraphs", 4, "--val-size", 4)
@@ -36,7 +38,7 @@ def both_arms(
             "actor_rollout_ref.rollout.seed=7", "algorithm.adv_estimator=grpo", "trainer.n_gpus_per_node=2",
             "reward.custom_reward_function.path=pkg://verl_prefix.testing",
             "reward.custom_reward_function.name=letter_share", *options, *engine,
-            config="ppo_trainer",
+            **{"config": "ppo_trainer"} | driver,
         )[0]
-        for engine in ([*STOCK, *stocks], [*PREFIX, *ours])
+        for engine in map({"stock": [*STOCK, *stocks], "prefix": [*PREFIX, *ours]}.get, arms)
     )  # fmt: skip

@@ -16,13 +16,20 @@ import pytest
 
 @pytest.fixture
 def train(tmp_path: Path) -> Callable[..., tuple[list[dict[str, Any]], str]]:
-    """Two training steps on the recipe's parquet in `tmp_path`; returns the steps' metrics and verl's log."""
+    """Two training steps on the recipe's parquet in `tmp_path`; returns the metrics of `num_steps` and verl's log."""
 
-    def run(recipe: Path, model: str, *overrides: str, config: str = "prefix_grpo") -> tuple[list[dict[str, Any]], str]:
+    def run(
+        recipe: Path,
+        model: str,
+        *overrides: str,
+        config: str = "prefix_grpo",
+        module: str = "verl.trainer.main_ppo",
+        num_steps: int = 2,
+    ) -> tuple[list[dict[str, Any]], str]:
         metrics, log = tmp_path / "metrics.jsonl", tmp_path / "run.log"
         metrics.unlink(missing_ok=True)
         command = [
-            sys.executable, "-m", "verl.trainer.main_ppo", f"--config-name={config}", "+platform=cpu",
+            sys.executable, "-m", module, f"--config-name={config}", "+platform=cpu",
             "+ray_kwargs.ray_init.address=local",
             f"actor_rollout_ref.model.path={model}",
             f"data.train_files={tmp_path / 'train.parquet'}", f"data.val_files={tmp_path / 'val.parquet'}",
@@ -49,7 +56,7 @@ def train(tmp_path: Path) -> Callable[..., tuple[list[dict[str, Any]], str]]:
         assert code == 0, "\n".join(text.splitlines()[-40:])
         steps = [json.loads(line) for line in metrics.read_text().splitlines()]
         steps = [step["data"] for step in steps if "actor/grad_norm" in step["data"]]
-        assert len(steps) == 2
+        assert len(steps) == num_steps
         return steps, text
 
     return run

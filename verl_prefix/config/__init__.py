@@ -1,7 +1,7 @@
 """Options of the prefix actor as verl config dataclasses; `config/*/*.yaml` are their Hydra side.
 
 Everything that cannot work is refused in the driver, before a worker starts: verl's `validate_config` builds
-`PrefixActorConfig` and calls `validate` there.
+`PrefixActorConfig` and calls `validate` there; `driver.check_driver` is called where the config is resolved.
 """
 
 import logging
@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 from verl.base_config import BaseConfig
 from verl.workers.config import FSDPActorConfig, FSDPEngineConfig, PolicyLossConfig
 
@@ -48,39 +48,6 @@ logger = logging.getLogger(__name__)
 def _refuse(wrong: object, message: str) -> None:
     if wrong:
         raise ValueError(message)
-
-
-def check_driver(config: DictConfig) -> None:
-    """Refuses drivers of verl's that no test could run with this engine, since their weights travel by NCCL and the
-    like, and those that do not make the mini-batches that are asked for. The former are known by a `rollout` at the top
-    of their config; fully_async_policy has nothing validated.
-
-    Raises:
-        ValueError: naming what to set.
-    """
-    from verl.trainer.ppo.utils import need_critic  # here: it loads verl's trainers
-
-    name = "fully_async_policy" if "async_training" in config else "one_step_off_policy"
-    _refuse(
-        "rollout" in config,
-        f"model_engine=prefix was never run by verl.experimental.{name}, which gives the rollout GPUs of its own "
-        "(rollout.nnodes); set model_engine=dp, or use verl.trainer.main_ppo with "
-        "trainer.v1.trainer_mode=separate_async (or prefix_separate_async)",
-    )
-    key = "actor_rollout_ref.actor.prefix.mini_batches"
-    by, mode = OmegaConf.select(config, key), OmegaConf.select(config, "trainer.v1.trainer_mode")
-    is_ours = OmegaConf.select(config, "trainer.use_v1") and str(mode).startswith("prefix_")
-    _refuse(
-        by == "prompts" and not is_ours,
-        f"{key}=prompts with trainer.use_v1={OmegaConf.select(config, 'trainer.use_v1')} and trainer.v1.trainer_mode="
-        f"{mode}: verl's own trainers count rows; set trainer.use_v1=true and trainer.v1.trainer_mode=prefix_sync (or "
-        f"prefix_colocate_async, prefix_separate_async), or {key}=rows",
-    )
-    _refuse(
-        by == "prompts" and need_critic(config),
-        f"{key}=prompts is for GRPO and the like: verl cuts a critic's mini-batches by rows, some of which would be "
-        f"padding alone; set algorithm.adv_estimator=grpo and critic.enable=null, or {key}=rows",
-    )
 
 
 def _is_count(value: object) -> bool:
@@ -163,7 +130,8 @@ class PrefixEngineConfig(FSDPEngineConfig):
         check_verl_version()
         _refuse(
             self.strategy not in ("prefix", "fsdp2"),
-            f"strategy={self.strategy!r}: the prefix engine shards with FSDP2 only; set strategy to prefix or fsdp2",
+            f"fsdp_config.strategy={self.strategy!r}: the prefix engine shards with FSDP2 only; set it to fsdp2 in "
+            "actor_rollout_ref.actor.fsdp_config (or ref.fsdp_config), or remove it",
         )
         _refuse(
             self.pad_to_length,
@@ -278,13 +246,6 @@ class PrefixActorConfig(FSDPActorConfig):
             f"{key}.strategy=fsdp2, or model_engine={'dp' if self.strategy == 'fsdp' else self.strategy} without it",
         )
         _refuse(self.shuffle, f"{key}.shuffle=True tears groups apart at mini-batch edges; set {key}.shuffle=False")
-        if self.use_prefix_grouper:
-            warn_once(
-                logger,
-                "%s.use_prefix_grouper=True is nothing to the prefix engine, which shares prompts anyway; verl's "
-                "legacy trainer (trainer.use_v1=false) balances whole groups by it",
-                key,
-            )
         if self.prefix.schedule != "stock":
             _refuse(
                 self.loss_agg_mode == "seq-mean-token-sum-norm" and self.loss_scale_factor is None,
@@ -305,6 +266,10 @@ class PrefixActorConfig(FSDPActorConfig):
             ValueError: a model family, checkpointing or kernel option that the shared-prefix path does not support.
         """
         super().validate(n_gpus, train_batch_size, model_config)
+        self.check(n_gpus, model_config)
+
+    def check(self, n_gpus: int, model_config: Any) -> None:
+        """Ours of `validate`."""
         sequence_ranks = self.fsdp_config.ulysses_sequence_parallel_size
         check_sequence_parallel("actor", sequence_ranks, n_gpus=n_gpus, prefix=self.prefix, model_config=model_config)
         if self.prefix.schedule != "stock" and self.policy_loss.loss_mode not in LOSSES_OF_ROWS:

@@ -1,12 +1,12 @@
-"""`rollout.name=hf` in verl's registries: replicas that are one Ray actor, and the actor's side of a weight update.
+"""`rollout.name=hf` in verl's registries: replicas that are one Ray actor, and the sending side of a weight update.
 
 One server serves the whole job, because its replicas would only divide the same cores, and because a group that is
-spread over replicas would pay its prefix once per replica.
+spread over replicas would pay its prefix once per replica. The actor sends it weights, or, where the rollout has
+resources of its own, the worker of verl's that receives them from the actor by a checkpoint engine.
 """
 
 import re
-from collections.abc import Iterable, Iterator
-from itertools import groupby
+from collections.abc import AsyncIterable, AsyncIterator, Iterable
 from typing import Any
 
 import ray
@@ -15,6 +15,7 @@ import verl.workers.rollout.base as rollout_base
 from verl.utils.torch_dtypes import PrecisionType
 from verl.workers.rollout.base import BaseRollout
 from verl.workers.rollout.replica import RolloutMode, RolloutReplica, RolloutReplicaRegistry
+from verl.workers.rollout.utils import ensure_async_iterator
 
 from verl_prefix.cpu.server import HFServer
 
@@ -27,9 +28,17 @@ def actor_name() -> str:
 class HFReplica(RolloutReplica):
     """Every replica is a handle to the one server.
 
-    ``servers`` stays empty: what verl does to all servers (sleep, wake up, drop caches, abort, profile) has no object
+    ``servers`` stays empty: most of what verl does to all servers (sleep, wake up, drop caches, profile) has no object
     here, because nothing shares an accelerator's memory with the actor.
     """
+
+    async def abort_all_requests(self, **_: bool) -> None:
+        """End what is being generated with what it has; nothing starts before `resume_generation`."""
+        await self._server_handle.pause.remote()
+
+    async def resume_generation(self) -> None:
+        """Go on."""
+        await self._server_handle.resume.remote()
 
     async def launch_servers(self) -> None:
         """Start the server, or find it, and wait until its model is loaded.
@@ -38,10 +47,15 @@ class HFReplica(RolloutReplica):
             ValueError: the configuration asks for what this rollout does not do.
             ray.exceptions.RayActorError: the server cannot start; it carries the server's own traceback.
         """
-        if self.rollout_mode is not RolloutMode.HYBRID or self.is_reward_model or self.is_teacher_model:
+        if self.rollout_mode is RolloutMode.COLOCATED or self.is_reward_model or self.is_teacher_model:
             raise ValueError(
-                f"rollout.name=hf serves the policy of a hybrid trainer only, not rollout mode {self.rollout_mode}, a "
-                "reward model or a teacher; use a trainer that shares its workers, such as trainer.v1.trainer_mode=sync"
+                f"rollout.name=hf serves the policy only, not rollout mode {self.rollout_mode}, a reward model or a "
+                "teacher; use a reward function"
+            )
+        if self.rollout_mode is RolloutMode.STANDALONE and self.config.nnodes * self.config.n_gpus_per_node != 1:
+            raise ValueError(
+                f"rollout.name=hf is one server, and rollout.nnodes={self.config.nnodes} with rollout.n_gpus_per_node="
+                f"{self.config.n_gpus_per_node} asks for more; set both to 1"
             )
         if self.world_size != 1:
             raise ValueError(
@@ -65,7 +79,7 @@ class HFReplica(RolloutReplica):
 
 
 class HFServerAdapter(BaseRollout):
-    """The actor's side of a weight update."""
+    """The sending side of a weight update."""
 
     async def resume(self, tags: list[str]) -> None:
         """Do nothing: nothing was released."""
@@ -75,7 +89,7 @@ class HFServerAdapter(BaseRollout):
 
     async def update_weights(
         self,
-        weights: Iterable[tuple[str, torch.Tensor]],
+        weights: Iterable[tuple[str, torch.Tensor]] | AsyncIterable[tuple[str, torch.Tensor]],
         wire_format: str = "named_tensors",
         global_steps: int | None = None,
         **kwargs: Any,
@@ -90,14 +104,14 @@ class HFServerAdapter(BaseRollout):
         if wire_format != "named_tensors":
             raise ValueError(
                 f"rollout.name=hf takes full tensors, not wire_format={wire_format!r}; set "
-                "actor_rollout_ref.rollout.checkpoint_engine.backend=naive"
+                "actor_rollout_ref.rollout.checkpoint_engine.backend to another than delta_sharded"
             )
         dtype = PrecisionType.to_dtype(self.config.dtype)
         limit = self.config.checkpoint_engine.update_weights_bucket_megabytes << 20
         server = ray.get_actor(actor_name()) if torch.distributed.get_rank() == 0 else None
         bucket: list[tuple[str, torch.Tensor]] = []
         size = 0
-        for name, weight in fused_experts(weights):
+        async for name, weight in fused_experts(weights):
             if server is None:
                 continue
             weight = weight.detach().to("cpu", dtype)
@@ -113,21 +127,30 @@ class HFServerAdapter(BaseRollout):
 _EXPERT = re.compile(r"(.*\.mlp\.experts)\.\d+\.(?:(gate|up)|down)_proj\.weight")
 
 
-def fused_experts(weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+async def fused_experts(
+    weights: Iterable[tuple[str, torch.Tensor]] | AsyncIterable[tuple[str, torch.Tensor]],
+) -> AsyncIterator[tuple[str, torch.Tensor]]:
     """Weights under the names of transformers' modules, [experts, out, in] of a mixture: what verl took apart for vLLM
     (unfuse_moe_params in verl/workers/engine/fsdp/utils.py), expert by expert, gate before up."""
+    of, members = "", list[torch.Tensor]()  # a mixture's weight, and its experts' until the next name
 
-    def fused_name(item: tuple[str, torch.Tensor]) -> str:
-        expert = _EXPERT.fullmatch(item[0])
-        return f"{expert[1]}.{'gate_up_proj' if expert[2] else 'down_proj'}" if expert else item[0]
+    def fused() -> tuple[str, torch.Tensor]:
+        experts = torch.stack(members)
+        return of, experts.unflatten(0, (-1, 2)).flatten(1, 2) if of.endswith("gate_up_proj") else experts
 
-    for name, group in groupby(weights, fused_name):
-        members = list(group)
-        if members[0][0] == name:
-            yield from members
-            continue
-        experts = torch.stack([weight for _, weight in members])
-        yield name, experts.unflatten(0, (-1, 2)).flatten(1, 2) if name.endswith("gate_up_proj") else experts
+    async for name, weight in ensure_async_iterator(weights):
+        expert = _EXPERT.fullmatch(name)
+        now = f"{expert[1]}.{'gate_up_proj' if expert[2] else 'down_proj'}" if expert else ""
+        if members and now != of:
+            yield fused()
+            members.clear()
+        of = now
+        if expert:
+            members.append(weight)
+        else:
+            yield name, weight
+    if members:
+        yield fused()
 
 
 RolloutReplicaRegistry.register("hf", lambda: HFReplica)

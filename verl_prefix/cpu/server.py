@@ -141,6 +141,8 @@ class HFServer:
         self.waiting: list[Request] = []
         self.worker: asyncio.Task | None = None
         self.idle = asyncio.Lock()
+        self.running = asyncio.Event()
+        self.running.set()
         # Names that the weight update under way has not brought yet; None between updates.
         self.missing: set[str] | None = None
 
@@ -180,10 +182,11 @@ class HFServer:
         if self.worker is None or self.worker.done():
             self.worker = asyncio.create_task(self._work())
         token_ids, log_probs = await future
+        is_whole = len(token_ids) == max_tokens or token_ids[-1] in sampling.stop_ids
         return TokenOutput(
             token_ids=token_ids,
             log_probs=log_probs if with_log_probs else None,
-            stop_reason="completed",
+            stop_reason="completed" if is_whole else "aborted",
             extra_fields={"global_steps": self.version},
         )
 
@@ -216,6 +219,7 @@ class HFServer:
             while arrived < len(self.waiting) < self.config.max_num_seqs:
                 arrived = len(self.waiting)
                 await asyncio.sleep(SETTLE_SECONDS)
+            await self.running.wait()
             async with self.idle:
                 batch = self._take()
                 (result,) = await asyncio.gather(asyncio.to_thread(self._generate, batch), return_exceptions=True)
@@ -272,7 +276,7 @@ class HFServer:
             position_ids=positions[..., rows, :],
             past_key_values=cache,
             logits_processor=LogitsProcessorList([sampler.choose]),
-            stopping_criteria=StoppingCriteriaList([sampler.done]),
+            stopping_criteria=StoppingCriteriaList([sampler.done, self._is_paused]),
             generation_config=GenerationConfig(
                 do_sample=False,
                 max_new_tokens=int(sampler.max_tokens.max()),
@@ -287,6 +291,17 @@ class HFServer:
             length = min([request.max_tokens, *ends])
             results.append((tokens[:length], row_log_probs[:length]))
         return results
+
+    def _is_paused(self, input_ids: torch.Tensor, _scores: None) -> torch.Tensor:
+        return torch.full((len(input_ids),), not self.running.is_set())
+
+    def pause(self) -> None:
+        """End the batch that runs, with the tokens that it has; none starts until `resume`."""
+        self.running.clear()
+
+    def resume(self) -> None:
+        """Go on."""
+        self.running.set()
 
     async def update_weights(self, bucket: list[tuple[str, torch.Tensor]], last: bool, version: int | None) -> None:
         """Copy some parameters; from the first to the last bucket no batch runs, nor after an error.

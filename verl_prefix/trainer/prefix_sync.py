@@ -3,7 +3,8 @@
 
 Everything but the row order is verl's. verl balances rows by length, which puts a prompt's rows into several
 mini-batches, that is optimizer steps; the engine can then compute the prompt once in each at best. A step of one
-mini-batch needs none of this: `model_engine=prefix` alone brings a prompt's rows together over ranks.
+mini-batch needs none of this: `model_engine=prefix` alone brings a prompt's rows together over ranks. verl's
+`separate_async` asks for such steps, so that ours reorders rows of turns alone, of which there are more.
 """
 
 import copy

@@ -20,12 +20,12 @@ from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.tokenizer import build_multimodal_processor_inputs
 
 from verl_prefix.config import (
-    check_driver,
     check_model_family,
     check_model_options,
     check_sequence_parallel,
     check_whole_rows,
 )
+from verl_prefix.config.driver import check_driver
 from verl_prefix.models.vision import is_vision_config
 from verl_prefix.tools.plan.options import CONFIG_NAME, CONFIG_PATH, PlanError, override_words
 

@@ -1,0 +1,76 @@
+"""Who drives: which of verl's trainers reads a config, and what cannot work under it."""
+
+from omegaconf import DictConfig, OmegaConf
+from verl.utils.config import omega_conf_to_dataclass
+
+from verl_prefix.config import _refuse
+
+
+def check_driver(config: DictConfig) -> None:
+    """Refuses, before workers start, what cannot work under the driver that reads this config.
+
+    Raises:
+        ValueError: naming what to set.
+    """
+    from verl.trainer.ppo.utils import need_critic  # here: it loads verl's trainers
+
+    if "rollout" in config:
+        _check_separate_rollout(config)
+    key = "actor_rollout_ref.actor.prefix.mini_batches"
+    by, mode = OmegaConf.select(config, key), OmegaConf.select(config, "trainer.v1.trainer_mode")
+    mode_is_ours, is_v1 = str(mode).startswith("prefix_"), _is_v1(config)
+    _refuse(
+        by == "prompts" and not (mode_is_ours and is_v1),
+        f"{key}=prompts with trainer.use_v1={OmegaConf.select(config, 'trainer.use_v1')} and trainer.v1.trainer_mode="
+        f"{mode}: verl's own trainers count rows; set trainer.use_v1=true and trainer.v1.trainer_mode=prefix_sync (or "
+        f"prefix_colocate_async, prefix_separate_async) under verl.trainer.main_ppo, or {key}=rows",
+    )
+    _refuse(
+        mode_is_ours and not is_v1,
+        f"trainer.v1.trainer_mode={mode} is for verl.trainer.main_ppo with trainer.use_v1=true; remove it, since "
+        "mini-batches keep prompts whole here without it, or use that trainer",
+    )
+    _refuse(
+        by == "prompts" and need_critic(config),
+        f"{key}=prompts is for GRPO and the like: verl cuts a critic's mini-batches by rows, some of which would be "
+        f"padding alone; set algorithm.adv_estimator=grpo and critic.enable=null, or {key}=rows",
+    )
+
+
+def _is_v1(config: DictConfig) -> bool:
+    """True under verl's v1 trainers. Its other ones pad their batches: main_ppo with trainer.use_v1=false, and
+    one_step_off_policy and fully_async_policy of verl.experimental, whose configs have a `rollout` at the top."""
+    return bool(OmegaConf.select(config, "trainer.use_v1")) and "rollout" not in config
+
+
+def _mini_batches(config: DictConfig) -> tuple[str, int]:
+    """How many mini-batches a step has under verl's trainers that pad, and the key and value that say so."""
+    key, size = "data.train_batch_size", config.actor_rollout_ref.actor.ppo_mini_batch_size
+    if "async_training" in config:
+        key, size = "async_training.require_batches", 1
+    return f"{key}={OmegaConf.select(config, key)}", OmegaConf.select(config, key) // size
+
+
+def keeps_prompts(config: DictConfig) -> bool:
+    """The default of `actor.use_prefix_grouper`, by which verl's trainers that pad deal prompts to ranks, and not rows:
+    on where that keeps a prompt's rows in one of several mini-batches."""
+    if "actor_rollout_ref" not in config or _is_v1(config):  # a part of a config, whose driver is elsewhere
+        return False
+    actor = config.actor_rollout_ref.actor
+    keys = ("ulysses_sequence_parallel_size", "fsdp_config.ulysses_sequence_parallel_size")  # verl takes either
+    ranks = config.trainer.n_gpus_per_node * config.trainer.nnodes // max(OmegaConf.select(actor, key) for key in keys)
+    return _mini_batches(config)[1] > 1 and ranks > 0 and actor.ppo_mini_batch_size % ranks == 0
+
+
+def _check_separate_rollout(config: DictConfig) -> None:
+    """Checks of one_step_off_policy and fully_async_policy, of which the latter calls no `validate` of verl's."""
+    actor = omega_conf_to_dataclass(config.actor_rollout_ref.actor)
+    actor.check(config.trainer.n_gpus_per_node * config.trainer.nnodes, config.actor_rollout_ref.model)
+    batches, num = _mini_batches(config)
+    key = "actor_rollout_ref.actor.use_prefix_grouper"
+    _refuse(
+        num > 1 and config.trainer.balance_batch and not actor.use_prefix_grouper,
+        f"{batches} makes {num} mini-batches of a step, and with trainer.balance_batch=True and {key}=False verl deals "
+        "rows to them by length, so that every prompt is torn and computed in each; set trainer.balance_batch=False "
+        "(rows stay in order, and this engine balances ranks)",
+    )
