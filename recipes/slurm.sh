@@ -18,7 +18,7 @@ set -euo pipefail
 PORT=${PORT:-6379}
 read -ra CONTAINER <<<"${CONTAINER:-}"
 mapfile -t NODES < <(scontrol show hostnames "${SLURM_JOB_NODELIST}")
-export NNODES=${#NODES[@]} NGPUS_PER_NODE=${SLURM_GPUS_PER_NODE}
+export NNODES=${#NODES[@]} NGPUS_PER_NODE=${SLURM_GPUS_PER_NODE##*:} # h100:8 is 8
 # Ray's token of this job, on every node. Newer releases ask for one, where an older cluster left it in ~/.ray.
 RAY_AUTH_TOKEN=${RAY_AUTH_TOKEN:-$(od -An -N16 -tx8 /dev/urandom | tr -d ' ')}
 export RAY_AUTH_MODE=${RAY_AUTH_MODE:-token} RAY_AUTH_TOKEN
@@ -41,7 +41,7 @@ while sum(node['Alive'] for node in ray.nodes()) < $1:
 
 HEAD_IP=$("${HEAD[@]}" hostname --all-ip-addresses | awk '{print $1}')
 export RAY_ADDRESS=${HEAD_IP}:${PORT}
-RESOURCES=(--num-cpus="${SLURM_CPUS_PER_TASK}" --num-gpus="${SLURM_GPUS_PER_NODE}" --block)
+RESOURCES=(--num-cpus="${SLURM_CPUS_PER_TASK}" --num-gpus="${NGPUS_PER_NODE}" --block)
 
 trap 'jobs -p | xargs -r kill' EXIT
 "${HEAD[@]}" "${CONTAINER[@]}" ray start --head --node-ip-address="${HEAD_IP}" --port="${PORT}" "${RESOURCES[@]}" &

@@ -174,7 +174,7 @@ def rows_of(case: Case, config: Any) -> list[Row]:
             one, question, history = made[max(0, len(made) - one.back)]
             history = history[: 2 * turns]
         else:
-            text, pixels = shown(one.tokens, end[: isinstance(one, Session)])
+            text, pixels = shown(one.tokens, end[: sees or isinstance(one, Session)])  # as chat templates do
             question = torch.cat([system, text]), pixels
         if isinstance(one, Prompt):
             rows += [(one.uid, *question, some(length), number) for length in one.responses]

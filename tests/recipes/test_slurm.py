@@ -27,7 +27,7 @@ def test_ray_starts_on_every_node_and_then_the_command_on_the_first(tmp_path: Pa
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
     env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "LOG": str(tmp_path / "log")}
-    env |= {"SLURM_JOB_NODELIST": "n[1-3]", "SLURM_CPUS_PER_TASK": "64", "SLURM_GPUS_PER_NODE": "8"}
+    env |= {"SLURM_JOB_NODELIST": "n[1-3]", "SLURM_CPUS_PER_TASK": "64", "SLURM_GPUS_PER_NODE": "h100:8"}
     command = ["bash", "run.sh", "a b"]
     done = subprocess.run(["bash", SCRIPT, *command], env=env, capture_output=True, text=True, timeout=50, check=False)
     assert done.returncode == 7, done.stderr  # of the command, although Ray still runs

@@ -224,6 +224,49 @@ def test_a_script_or_a_quoted_command_is_planned_and_not_run(monkeypatch, tmp_pa
     assert [path.name for path in tmp_path.iterdir()] == ["train.sh"]
 
 
+RUN = "python3 -m verl.trainer.main_ppo"
+
+
+@pytest.mark.parametrize(
+    ("text", "arguments", "words"),
+    [
+        (f"pkill -f verl.trainer.main_ppo\n{RUN} a=1", [], ["a=1"]),
+        ("MAIN=/opt/verl/trainer/main_ppo.py; python3 $MAIN a=1", [], ["a=1"]),
+        (f"[[ $0 == verl.trainer.main_ppo ]]\necho {RUN} x=9\n{RUN} a=1", [], ["a=1"]),
+        (f'RUN=({RUN} a=1 "b=c d")\n"${{RUN[@]}}" c=3 "$@"', ["d=4"], ["a=1", "b=c d", "c=3", "d=4"]),
+        (f"E=${{1:-vllm}}; shift\n{RUN} name=$E", ["sglang", "b=2"], ["name=sglang", "b=2"]),
+        (f'{RUN} n=8 n=4 "$@"', ["n=8"], ["n=8", "n=4", "n=8"]),
+        (f". ./env.sh || exit 1\n{RUN} a=1", [], ["a=1"]),
+        (f'D=$(cd -- "$(dirname -- "$0")" && pwd)\n{RUN} f=$D/t', [], ["f={folder}/t"]),
+        (f"cd /data; {RUN} f=$PWD/t", [], ["f=/data/t"]),
+        (f"command -v python3 || exit 1\nexec 3>&1 4>&2 5>&1\n{RUN} a=1", [], ["a=1"]),
+        (f"PS4='[$LINENO] '\n{RUN} a=/数据\necho after", [], ["a=/数据"]),
+        (f"history -s X; history -w mine.txt\n{RUN} a=1", [], ["a=1"]),
+    ],
+)  # fmt: skip
+def test_a_script_is_read_as_bash_would_expand_it(tmp_path, monkeypatch, text, arguments, words):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("LC_ALL", "C")
+    Path("run.sh").write_text(text)
+    expected = [word.format(folder=tmp_path) for word in words]
+    for command in (["run.sh"], ["bash", "-x", "run.sh"]):
+        found = script.expanded([*command, *arguments])
+        assert found[found.index("python3") :][-len(expected) :] == expected and found[0] == "python3"
+        assert len([word for word in found if "=" in word]) == len(expected)
+    assert [path.name for path in tmp_path.iterdir()] == ["run.sh"]
+
+
+def test_a_script_that_is_not_read_to_the_end_is_told(tmp_path, capsys):
+    (tmp_path / "run.sh").write_text(f'set -- "$@" b=2\n{RUN} "$@"')
+    with pytest.raises(plan.PlanError, match="sets its arguments by set --"):
+        script.expanded([str(tmp_path / "run.sh")])
+    (tmp_path / "run.sh").write_text(f"source common.sh\n{RUN} a=$A")
+    assert script.expanded([str(tmp_path / "run.sh")])[-1] == "a="
+    assert capsys.readouterr().err == "note: common.sh was not read; what it sets is empty here\n"
+    words = [sys.executable, "-m", "verl.trainer.main_ppo", "a=1"]
+    assert script.expanded(words) == words and script.expanded(["bash", "-c", f"{RUN} a=1"])[-1] == "a=1"
+
+
 def test_a_script_without_a_training_command_is_named(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(script, "SECONDS", 0.5)
     for text, says in (("echo python3", "comes to no python3 -m verl.trainer.main_ppo"),

@@ -48,7 +48,8 @@ def _mini_batches(config: DictConfig) -> tuple[str, int]:
     key, size = "data.train_batch_size", config.actor_rollout_ref.actor.ppo_mini_batch_size
     if "async_training" in config:
         key, size = "async_training.require_batches", 1
-    return f"{key}={OmegaConf.select(config, key)}", OmegaConf.select(config, key) // size
+    batch = OmegaConf.select(config, key)
+    return f"{key}={batch}", batch // size if batch and size else 0  # verl's own check names what is missing
 
 
 def keeps_prompts(config: DictConfig) -> bool:

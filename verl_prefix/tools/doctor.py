@@ -227,6 +227,10 @@ def doctor(as_json: bool = False) -> int:
         if not as_json:
             print(_shown(found[-1]._replace(advice=None)), flush=True)
             raise broken.__cause__ from None  # type: ignore[misc]
+    except Exception as error:  # a report of what is broken must say so, whatever it is
+        if not as_json:
+            raise
+        found.append(Finding("FAIL", verdict := f"{type(error).__name__}: {error}", traceback.format_exc()))
     if as_json:
         findings = [finding._asdict() for finding in found]
         print(json.dumps({**provenance("verl_prefix.doctor/1"), "verdict": verdict, "findings": findings}, indent=1))

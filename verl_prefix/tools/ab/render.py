@@ -3,7 +3,7 @@
 import json
 import math
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -116,13 +116,13 @@ def draw(report: dict[str, Any], path: Path) -> bool:
             limit=limits.get(tolerance),
         )
 
-    def times(key: str, invert: bool = False) -> str:
-        """Of an update, of each judged arm over stock."""
-        found = {arm: report["passes"][arm]["update"][key] for arm in ("stock", *judged)}
-        if any(value is None for value in found.values()):
-            return "-"
-        ratios = [found["stock"] / found[arm] if invert else found[arm] / found["stock"] for arm in judged]
-        return " and ".join(f"{ratio:.2g}" for ratio in ratios)
+    def each(values: Iterable[float | None]) -> str:
+        return " and ".join("-" if value is None else f"{value:.2g}" for value in values)
+
+    updates = {arm: report["passes"][arm]["update"] for arm in ("stock", *judged)}
+    faster = each(updates[arm]["speedup"] for arm in judged)
+    added = updates["stock"]["added_gib"]
+    more = each(None if not added or (x := updates[arm]["added_gib"]) is None else x / added for arm in judged)
 
     def bars(key: str, title: str, unit: str, ticks: list[str]) -> Bars:
         heights = {arm: [report["passes"][arm][name][key] for name in PASSES] for arm in arms}
@@ -140,9 +140,9 @@ def draw(report: dict[str, Any], path: Path) -> bool:
             f"Weights: {off:.2f} of stock's error", "distance from the truth, relative",
             [s["step"] for s in known], truth, x="replayed step", log=True,
         ),
-        bars("median_s", f"An update is {times('median_s', invert=True)} times as fast as stock's", "median seconds",
+        bars("median_s", f"An update is {faster} times as fast as stock's", "median seconds",
              [f"{p}, n = {len(timed(steps, p))}" for p in PASSES]),
-        bars("added_gib", f"It adds {times('added_gib')} times stock's memory at its peak", "GiB", list(PASSES)),
+        bars("added_gib", f"It adds {more} times stock's memory at its peak", "GiB", list(PASSES)),
     ]  # fmt: skip
     where = f"{report['ranks']} rank{'s' * (report['ranks'] > 1)}, {report['dtype']}"
     title = f"Replayed updates of {report['model']['name']}: {len(steps)} steps, {where}"

@@ -1,25 +1,32 @@
 """The training command inside a shell script, or in one quoted word: bash itself expands it, and nothing else runs."""
 
+import fcntl
+import itertools
 import os
 import re
 import shlex
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
 from verl_prefix.tools.plan.options import MAIN, PlanError
 
-# Restricted bash starts no program by a path and writes no file, and it finds none in an empty PATH. A script goes on
-# where one is missing, or where `set -e` would have ended it.
+# Restricted bash starts no program by a path and opens no file to write, and it finds no program in an empty PATH. A
+# script goes on where one is missing, or where `set -e` would have ended it.
 PRELUDE = """
 BASH_XTRACEFD={descriptor}
+readonly PS4
+enable -n history fc
 command_not_found_handle() {{ return 0; }}
+command() {{ :; }}
 set() {{ :; }}
 kill() {{ :; }}
 source() {{ :; }}
-cd() {{ FOLDER=$1; }}
-pwd() {{ echo "${{FOLDER:-$PWD}}"; }}
-dirname() {{ case $1 in */*) echo "${{1%/*}}" ;; *) echo . ;; esac; }}
+function . {{ :; }}
+cd() {{ [[ $1 != -- ]] || shift; case $1 in /*) PWD=$1 ;; *) PWD=$PWD/$1 ;; esac; }}
+pwd() {{ echo "$PWD"; }}
+dirname() {{ [[ $1 != -- ]] || shift; case $1 in */*) echo "${{1%/*}}" ;; *) echo . ;; esac; }}
 """
 SECONDS = 20  # a script that waits for something waits for ever here
 
@@ -28,38 +35,71 @@ def expanded(words: list[str]) -> list[str]:
     """The words of a training command; of a script's file or a quoted command, as bash expands them.
 
     Args:
-        words: of the command line. Those behind a script's file are its arguments; where it leaves them out they come
-            last.
+        words: of the command line. Those behind a script's file are its arguments; overrides among them come last where
+            the script uses none of its arguments.
 
     Raises:
         PlanError: the script has no training command, or does not come to it.
     """
+    if words and words[0] in ("bash", "sh"):
+        words = list(itertools.dropwhile(lambda word: word.startswith("-"), words[1:]))
     if not words:
         return words
-    first, *rest = words[1:] if words[0] in ("bash", "sh") and len(words) > 1 else words
+    first, *rest = words
     is_quoted = any(map(str.isspace, first)) and any(map(MAIN.fullmatch, first.split()))
-    is_file = "=" not in first and not MAIN.fullmatch(first) and Path(first).is_file()
+    is_file = not any(map(MAIN.fullmatch, words)) and "=" not in first and Path(first).is_file()
     if not (is_quoted or is_file):
-        return [first, *rest]
+        return words
     named = first if is_file else "the quoted command"
+    entries = _trace(["-c", first] if is_quoted else [str(Path(first).resolve()), *rest], named)
+    for entry in entries:
+        if "main_ppo" in entry and _trains(found := shlex.split(entry)):
+            _say_what_was_not_read(entries)
+            is_used = any(word in found for word in rest)
+            return found if is_used else found + [word for word in rest if "=" in word or word.startswith("~")]
+    raise PlanError(
+        f"{named} comes to no python3 -m verl.trainer.main_ppo where no program runs and no file is written; give the "
+        "words of its training command, key=value ..."
+    )
+
+
+def _say_what_was_not_read(entries: list[str]) -> None:
+    files = [match[2] for entry in entries if (match := re.match(r"(source|\.) (\S+)", entry))]
+    if files := [file for file in dict.fromkeys(files) if not file.endswith("activate")]:
+        print(f"note: {', '.join(files)} was not read; what it sets is empty here", file=sys.stderr)
+
+
+def _trains(words: list[str]) -> bool:
+    """Whether this is a training command, and not one that names it, as an assignment, a test or pkill does."""
+    if words[0] in ("echo", "printf", "[", "[[", "test") or re.match(r"\w+(\[.*\])?\+?=", words[0]):
+        return False
+    pairs = zip(words, words[1:], strict=False)
+    return any(MAIN.fullmatch(word) and (before == "-m" or word.endswith(".py")) for before, word in pairs)
+
+
+def _trace(script: list[str], named: str) -> list[str]:
+    """What bash would run, one entry a command.
+
+    Raises:
+        PlanError: it does not end, or `set --` makes it arguments that are not followed here.
+    """
     with tempfile.TemporaryFile("w+") as trace, tempfile.NamedTemporaryFile("w") as prelude:
-        prelude.write(PRELUDE.format(descriptor=trace.fileno()))
-        prelude.flush()
-        script = [str(Path(first).resolve()), *rest] if is_file else ["-c", first]
-        environment = os.environ | {"PATH": "/nonexistent", "BASH_ENV": prelude.name, "PS4": "+ "}
+        descriptor = fcntl.fcntl(trace.fileno(), fcntl.F_DUPFD, 100)  # scripts use those below 10
         try:
+            prelude.write(PRELUDE.format(descriptor=descriptor))
+            prelude.flush()
+            environment = {"PATH": "/nonexistent", "BASH_ENV": prelude.name, "PS4": "+ ", "LC_ALL": "C.UTF-8"}
             subprocess.run(
-                ["/bin/bash", "-r", "-x", *script], env=environment, stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, pass_fds=[trace.fileno()], timeout=SECONDS,
+                ["/bin/bash", "-r", "-x", *script], env=os.environ | environment, stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, pass_fds=[descriptor], timeout=SECONDS,
                 check=False,
             )  # fmt: skip
         except subprocess.TimeoutExpired:
             raise PlanError(f"{named} takes over {SECONDS} s to read; give the words of its training command") from None
+        finally:
+            os.close(descriptor)
         trace.seek(0)
-        text = trace.read()
-    for entry in re.split(r"^\++ ", text, flags=re.MULTILINE):
-        if "main_ppo" in entry and any(map(MAIN.fullmatch, found := shlex.split(entry))):
-            return found + [word for word in rest if word not in found]
-    raise PlanError(
-        f"{named} comes to no python3 -m verl.trainer.main_ppo; give the words of its training command, key=value ..."
-    )
+        entries = re.split(r"^\++ ", trace.read(), flags=re.MULTILINE)
+    if any(entry.startswith("set -- ") for entry in entries):
+        raise PlanError(f"{named} sets its arguments by set --, which is not read; give the words of its command")
+    return entries

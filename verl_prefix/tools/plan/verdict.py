@@ -87,7 +87,8 @@ def judge(
     elif not fits:
         verdict = f"Worth it, but does not fit: {gain}, needs {memory}"
     else:
-        verdict = f"Worth it: {gain}{memory and f', fits in {memory}'}: add model_engine=prefix"
+        schedule = f" and {ACTOR}.prefix.schedule=auto" if now.schedule == "stock" else ""
+        verdict = f"Worth it: {gain}{memory and f', fits in {memory}'}: add model_engine=prefix{schedule}"
     if change:
         do = "Gains most" if fits else f"Fits in {change.needed_gib:.3g} GiB"
         advice = f"{do}: {' '.join(change.overrides)}, update {change.update:.2f}x, not {change.instead_of:.2f}x"
@@ -132,10 +133,14 @@ def _changes(config: Any, work: Work, fits: bool) -> Iterator[list[str]]:
     """Overrides to try: those that keep prompts together or share more; where the command does not fit, also those that
     need less memory."""
     actor, size = config.actor_rollout_ref.actor, work.steps[0].size
-    whole = [] if size.whole else [f"trainer.v1.trainer_mode=prefix_{config.trainer.v1.trainer_mode}"]
+    whole = (
+        []
+        if size.whole or not config.trainer.use_v1
+        else [f"trainer.v1.trainer_mode=prefix_{config.trainer.v1.trainer_mode}"]
+    )
     if counts_rows(config, work):
         yield [f"{ACTOR}.prefix.mini_batches=prompts", *whole]
-    elif splits_groups(size):
+    elif whole and splits_groups(size):
         yield whole
     for key, value in {"schedule": "auto", "exchange": "auto", "wave_tokens": "null"}.items():
         if str(actor.prefix[key]) not in (value, "None"):
@@ -143,9 +148,15 @@ def _changes(config: Any, work: Work, fits: bool) -> Iterator[list[str]]:
     if work.with_tokens is not None:
         levels = LEVELS if work.turns else LEVELS[::2]
         yield from ([f"{ACTOR}.prefix.trees={level}"] for level in levels if level != actor.prefix.trees)
-    key = "ppo_max_token_len_per_gpu" if actor.use_dynamic_bsz else "ppo_micro_batch_size_per_gpu"
-    if budget := actor[key]:
-        yield [f"{ACTOR}.{key}={2 * budget if fits else max(1, budget // 2)}"]
+    # verl's own path, which a batch may take, wants tokens of the longest row, and rows that divide a mini-batch's.
+    if actor.use_dynamic_bsz and (tokens := actor.ppo_max_token_len_per_gpu):
+        tokens = 2 * tokens if fits else tokens // 2
+        if tokens >= config.data.max_prompt_length + config.data.max_response_length:
+            yield [f"{ACTOR}.ppo_max_token_len_per_gpu={tokens}"]
+    elif not actor.use_dynamic_bsz and (rows := actor.ppo_micro_batch_size_per_gpu):
+        rows = 2 * rows if fits else rows // 2
+        if rows and size.prompts * size.rollouts // size.mini_batches % (size.ranks * rows) == 0:
+            yield [f"{ACTOR}.ppo_micro_batch_size_per_gpu={rows}"]
     if not fits:
         yield [f"{ACTOR}.prefix.schedule=phased", f"{ACTOR}.prefix.offload=true"]
         yield ["actor_rollout_ref.model.enable_gradient_checkpointing=true"]

@@ -141,7 +141,8 @@ def sizes(config: Any, several_turns: bool = False) -> Sizes:
         name: MicroBatch(value and value * factors[name]) if counts_tokens else MicroBatch(None, value or 1)
         for name, (_, value, counts_tokens) in keys.items()
     }
-    whole, exchange = config.trainer.v1.trainer_mode.startswith("prefix_"), actor.prefix.exchange != "off"
+    whole = config.trainer.v1.trainer_mode.startswith("prefix_") if config.trainer.use_v1 else actor.use_prefix_grouper
+    exchange = actor.prefix.exchange != "off"
     return Sizes(
         prompts, rollout.n, mini_batches=prompts // mini or 1, ranks=ranks, micro_batches=passes,
         ref_in_actor=ref_in_actor, whole=whole, by_prompts=actor.prefix.mini_batches == "prompts", exchange=exchange,
