@@ -124,8 +124,9 @@ def makes_sense(case: Case) -> bool:
             return False
     if isinstance(case.rows[0], Again):
         return False
-    if "min_speedup" in options and "use_dynamic_bsz" in options:
-        return False  # verl's own path wants whole micro-batches, to which its trainers pad
+    if "min_speedup" in options and ("use_dynamic_bsz" in options or case.family == "gpt_oss"):
+        # verl's own path wants whole micro-batches, to which its trainers pad, and eager attention reads across rows.
+        return False
     try:
         PrefixConfig(**{key: value for key, value in options.items() if key in OURS})
     except ValueError:
