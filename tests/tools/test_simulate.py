@@ -627,6 +627,7 @@ def fitting(gib: float) -> tuple[dict, list[float]]:
 def test_the_search_of_what_fits_shows_its_progress_on_a_terminal(monkeypatch, capsys, terminal):
     monkeypatch.setattr(report, "simulate", lambda *_: [{}])
     monkeypatch.setattr(report, "as_json", lambda _: {"peak_gib": 1.0})
+    monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("FORCE_COLOR" if terminal else "NO_COLOR", "1")  # by which rich knows one, or not
     job = Job(SMALL, (Group((0, 1), 600, (300, 200)),), budget=1 << 16, ranks=4)
     assert fit(job, H100, 75, list(ARMS.values())[:2]).keys() == set(list(ARMS)[:2])

@@ -59,7 +59,9 @@ def test_batches_dealt_by_prompt_keep_it_in_one_mini_batch(deals: bool):
 
 
 @pytest.mark.ray
-@pytest.mark.parametrize("name", DRIVERS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if "fully" in name else pytest.mark.full) for name in DRIVERS]
+)
 def test_two_steps_and_a_weight_sync_with_step_1_as_stocks(tmp_path: Path, train, monkeypatch, name: str):
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(HELPERS), *filter(None, [os.environ.get("PYTHONPATH")])]))
     driver, options = DRIVERS[name]

@@ -2,7 +2,6 @@
 
 import importlib.util
 import os
-import sys
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -72,16 +71,15 @@ def table(head: Sequence[object], rows: Iterable[Sequence[object]], _: str = "")
 
 
 def show(blocks: Iterable[str | Table], style: str | None = None) -> None:
-    """Prints paragraphs, in a style, and tables on a terminal; in a log, tables keep their columns. In Markdown where
-    rich is not installed, since `bench` needs torch and transformers alone."""
+    """Prints paragraphs, in a style, and tables, whose cells are never cut. In Markdown where rich is not installed,
+    since `bench` needs torch and transformers alone."""
     if importlib.util.find_spec("rich") is None:
         print(markdown(blocks))
         return
     from rich.console import Console
     from rich.table import Table as Grid
 
-    told = sys.stdout.isatty() or "COLUMNS" in os.environ
-    console = Console() if told else Console(width=200)
+    console = Console()
     for block in blocks:
         if isinstance(block, str):
             of_block = "bold" if block.startswith("# ") else style
@@ -90,7 +88,8 @@ def show(blocks: Iterable[str | Table], style: str | None = None) -> None:
         grid = Grid(*map(str, block.head), title=block.title or None, title_justify="left")
         for row in block.rows:
             grid.add_row(*(str(cell).strip("*") for cell in row))
-        console.print(grid, markup=False)
+        whole = Console(width=10_000)
+        Console(width=max(console.width, whole.measure(grid).maximum)).print(grid, markup=False)
 
 
 def progress(what: str, shown: bool = True) -> "Progress":
