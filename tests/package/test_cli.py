@@ -14,7 +14,7 @@ from verl_prefix.tools.bench import options as bench
 
 MISSING = "is in missing, which is no folder here; write the name of a file in a folder that exists"
 ROOT = Path(__file__).resolve().parents[2]
-NO_COMMAND = "comes to no python3 -m verl.trainer.main_ppo; give the words of its training command"
+NO_COMMAND = "comes to no python3 -m verl.trainer.main_ppo where no program runs and no file is written; give the words"
 WRONG = {
     "": "the following arguments are required: COMMAND; see verl-prefix --help",
     "plans a=1": "invalid choice: 'plans'",
