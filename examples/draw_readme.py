@@ -11,6 +11,7 @@ from statistics import median
 from typing import Any
 
 from matplotlib.axes import Axes
+from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch, Rectangle
@@ -90,8 +91,6 @@ def draw_idea(path: Path) -> None:
 
 
 def shade(color: str, paler: float) -> tuple[float, ...]:
-    from matplotlib.colors import to_rgb
-
     return tuple(x + paler * (1 - x) for x in to_rgb(color))
 
 

@@ -305,13 +305,14 @@ def main(argv: list[str] | None = None) -> int:
     _add_bench(commands)
     argv = [word for word in (sys.argv[1:] if argv is None else argv) if word != "--"]  # of `ray job submit ... --`
     arguments, words = parser.parse_known_args(argv)
-    if arguments.run is not _plan and words:
+    is_plan = arguments.run is _plan
+    if not is_plan and words:
         parser.error(f"unrecognized arguments: {' '.join(words)}")
-    if arguments.run is _plan and not words:
+    if is_plan and not words:
         plan.print_help(sys.stderr)
         return 2
     try:
-        if arguments.run is _plan:
+        if is_plan:
             from verl_prefix.tools.plan.script import expanded
 
             _, arguments.words = plan.parse_known_args(expanded(words), arguments)

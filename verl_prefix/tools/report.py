@@ -62,10 +62,12 @@ class Table(NamedTuple):
 
 def markdown(blocks: Iterable[str | Table]) -> str:
     """Paragraphs and tables, an empty line between them."""
-    return "\n\n".join(block if isinstance(block, str) else "\n".join(table(*block)[:-1]) for block in blocks)
+    return "\n\n".join(
+        block if isinstance(block, str) else "\n".join(table(block.head, block.rows)[:-1]) for block in blocks
+    )
 
 
-def table(head: Sequence[object], rows: Iterable[Sequence[object]], _: str = "") -> list[str]:
+def table(head: Sequence[object], rows: Iterable[Sequence[object]]) -> list[str]:
     """Lines of a Markdown table, an empty one at the end."""
     return [f"| {' | '.join(map(str, row))} |" for row in (head, ("---",) * len(head), *rows)] + [""]
 
@@ -79,7 +81,7 @@ def show(blocks: Iterable[str | Table], style: str | None = None) -> None:
     from rich.console import Console
     from rich.table import Table as Grid
 
-    console = Console()
+    console, endless = Console(), Console(width=10_000)
     for block in blocks:
         if isinstance(block, str):
             of_block = "bold" if block.startswith("# ") else style
@@ -88,8 +90,7 @@ def show(blocks: Iterable[str | Table], style: str | None = None) -> None:
         grid = Grid(*map(str, block.head), title=block.title or None, title_justify="left")
         for row in block.rows:
             grid.add_row(*(str(cell).strip("*") for cell in row))
-        whole = Console(width=10_000)
-        Console(width=max(console.width, whole.measure(grid).maximum)).print(grid, markup=False)
+        Console(width=max(console.width, endless.measure(grid).maximum)).print(grid, markup=False)
 
 
 def progress(what: str, shown: bool = True) -> "Progress":

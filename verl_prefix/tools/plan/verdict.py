@@ -133,11 +133,8 @@ def _changes(config: Any, work: Work, fits: bool) -> Iterator[list[str]]:
     """Overrides to try: those that keep prompts together or share more; where the command does not fit, also those that
     need less memory."""
     actor, size = config.actor_rollout_ref.actor, work.steps[0].size
-    whole = (
-        []
-        if size.whole or not config.trainer.use_v1
-        else [f"trainer.v1.trainer_mode=prefix_{config.trainer.v1.trainer_mode}"]
-    )
+    tears = config.trainer.use_v1 and not size.whole
+    whole = [f"trainer.v1.trainer_mode=prefix_{config.trainer.v1.trainer_mode}"] if tears else []
     if counts_rows(config, work):
         yield [f"{ACTOR}.prefix.mini_batches=prompts", *whole]
     elif whole and splits_groups(size):
