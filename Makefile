@@ -134,7 +134,7 @@ test-full: setup
 
 fuzz: setup
 	mkdir -p outputs
-	FUZZ_BATCHES=$(BATCHES) FUZZ_REPORT=$(or $(OUT),outputs/fuzz.json) $(BIN)/python -m pytest $(PYTEST_ARGS) \
+	FUZZ_BATCHES=$(BATCHES) FUZZ_SEED=$(SEED) FUZZ_REPORT=$(or $(OUT),outputs/fuzz.json) $(BIN)/python -m pytest $(PYTEST_ARGS) \
 		--timeout 0 --hypothesis-seed $(SEED) tests/engine/test_fuzz.py
 
 test-vllm: setup-vllm

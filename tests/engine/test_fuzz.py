@@ -2,15 +2,16 @@
 
     make fuzz BATCHES=1000 SEED=1
 
-draws so many (in make test 40, always the same) and writes what it saw to outputs/fuzz.json. A failure is shrunk by
-hypothesis, which prints the case: keep it as an `@example` of the test. Not drawn: CUDA, several nodes, Qwen2.5-VL,
-whose stock attention verl patches for the whole process.
+draws so many (in make test 40, always the same) and adds what it saw to outputs/fuzz.json, unless one failed. A failure
+is shrunk by hypothesis, which prints the case: keep it as an `@example` of the test. Not drawn: CUDA, several nodes,
+Qwen2.5-VL, whose stock attention verl patches for the whole process.
 """
 
 import copy
 import functools
 import json
 import os
+import time
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -45,11 +46,12 @@ RECURRENT = ("qwen3_5_text", "qwen3_next", "olmo_hybrid", "lfm2", "granitemoehyb
 
 
 class Prompt(NamedTuple):
-    """Rows of one prompt."""
+    """Rows of one prompt. equal: the same tokens in all responses, as far as they go."""
 
     uid: str
     tokens: int
     responses: tuple[int, ...]
+    equal: bool = False
 
 
 class Session(NamedTuple):
@@ -80,7 +82,10 @@ class Case(NamedTuple):
 
 uids = st.sampled_from("aab")
 few = st.integers(1, 12)
-PROMPTS = st.builds(Prompt, uids, st.integers(1, 40), st.lists(st.integers(0, 20), min_size=1, max_size=6).map(tuple))
+LENGTHS = st.lists(st.integers(0, 20), min_size=1, max_size=6)
+MANY = st.lists(st.integers(0, 3), min_size=20, max_size=40)
+RESPONSES = st.one_of([LENGTHS] * 9 + [MANY]).map(tuple)
+PROMPTS = st.builds(Prompt, uids, st.integers(1, 40), RESPONSES, st.sampled_from([False] * 4 + [True]))
 TURNS = st.lists(st.tuples(st.integers(0, 9), few, st.integers(0, 12)), min_size=1, max_size=4).map(tuple)
 SESSIONS = st.builds(Session, uids, st.integers(1, 25), TURNS, st.booleans())
 ROWS = st.lists(
@@ -101,10 +106,11 @@ OPTIONS = some([
     ("use_dynamic_bsz", st.just(False)), ("micro_batch_size_per_gpu", st.integers(1, 4)),
     ("use_no_sync", st.just(False)), ("fsdp_size", st.just(1)), ("use_kl_loss", st.just(True)),
     ("loss_agg_mode", st.sampled_from(["seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"])),
+    ("policy_loss", st.sampled_from(["gspo", "sapo", "gpg", "cispo", "dppo_tv"]).map(lambda x: (("loss_mode", x),))),
     ("trained", st.sampled_from([r"layers\.1|norm", r"layers\.0", "lm_head"])), ("calculate_entropy", st.just(False)),
     ("lora_targets", st.just("all-linear")), ("min_speedup", st.just(1.05)), ("ulysses", st.just(2)),
 ])  # fmt: skip
-RANKS = st.sampled_from([1, 2] if not REPORT else [1, 1, 2, 2, 4])
+RANKS = st.sampled_from([1, 2] if not REPORT else [1] * 6 + [2] * 3 + [4])
 ANY = st.builds(
     Case, RANKS, st.sampled_from([*FAMILIES]), ROWS.map(tuple), st.sampled_from([0, 0, 9]),
     st.sampled_from([0.0, 0.4]), st.integers(0, 99), OPTIONS,
@@ -178,7 +184,9 @@ def rows_of(case: Case, config: Any) -> list[Row]:
             text, pixels = shown(one.tokens, end[: sees or isinstance(one, Session)])  # as chat templates do
             question = torch.cat([system, text]), pixels
         if isinstance(one, Prompt):
-            rows += [(one.uid, *question, some(length), number) for length in one.responses]
+            same = some(max(one.responses)) if one.equal else None
+            said = [some(length) if same is None else same[:length] for length in one.responses]
+            rows += [(one.uid, *question, response, number) for response in said]
         else:
             for thoughts, answer, back in one.turns[len(history) // 2 :]:
                 said = torch.cat([some(thoughts + answer), end])
@@ -255,17 +263,24 @@ def _measure(backend: str, path: str, case: Case, options: dict) -> dict[str, to
         size = options.get("ulysses", 1)
         chosen = slice(get_rank() // size, None, get_world_size() // size)
         rows, data = _batch(case, path, engine.model_config.hf_config, options, chosen)
-        return _passes(engine, data, rows, options)
+        return _passes(backend, engine, data, rows, options)
 
 
-def _passes(engine: Any, data: Any, rows: list[int], options: dict) -> dict[str, torch.Tensor]:
-    with engine.eval_mode(disable_auto_offload=True):
-        inferred = engine.infer_batch(data.copy())["model_output"]
-    found = {name: _of_all_ranks(rows, _responses(x, data)) for name, x in inferred.items()}
+def _passes(backend: str, engine: Any, data: Any, rows: list[int], options: dict) -> dict[str, torch.Tensor]:
+    """Outputs, loss and gradients of an update; outputs of ours in a log-prob pass, too."""
+    from verl.utils import tensordict_utils as tu
+
+    found = {}
+    if backend == "prefix":
+        with engine.eval_mode(disable_auto_offload=True):
+            inferred = engine.infer_batch(data.copy())["model_output"]
+        found = {f"inferred {name}": _of_all_ranks(rows, _responses(x, data)) for name, x in inferred.items()}
     with engine.train_mode(disable_auto_offload=True):
         engine.optimizer_zero_grad()
+        tu.assign_non_tensor(data, return_model_output=True)
         output = engine.forward_backward_batch(data.copy(), _loss(options))
         grads = whole({n: p.grad for n, p in engine.module.named_parameters() if p.grad is not None})
+    found |= {name: _of_all_ranks(rows, _responses(x, data)) for name, x in output["model_output"].items()}
     found["loss"] = torch.tensor(sum(output["loss"]), dtype=torch.float64)
     torch.distributed.all_reduce(found["loss"])
     found["loss"] /= get_world_size()  # verl multiplies it by ranks of data, and those of a group have the same
@@ -286,6 +301,7 @@ def _errors(models: dict, case: Case) -> tuple[dict[str, float], float]:
     stock = _measure("fsdp2", path, case, alone)
     saved = ours.pop("tokens saved")
     stock.pop("tokens saved")
+    stock |= {f"inferred {name}": stock[name] for name in ("log_probs", "entropy") if name in stock}
     assert ours.keys() == stock.keys(), ours.keys() ^ stock.keys()
     # Small next to terms that cancel: a loss, whose terms are about 1, and a parameter beside all others' gradients.
     norms = {name: x.double().norm() for name, x in stock.items()}
@@ -309,23 +325,22 @@ def models(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def seen():
-    found = {"batches": Counter(), "ranks": Counter(), "options": Counter(), "worst": {}, "shared": 0}
+def seen(request):
+    """What a run saw, and the runs before it that are in the report."""
+    report = json.loads(Path(REPORT).read_text()) if REPORT and Path(REPORT).exists() else {}
+    counts = {name: Counter(report.get(name)) for name in ("families", "ranks", "rows", "options", "shared")}
+    found = {"runs": report.get("runs", []), **counts, "worst": report.get("worst", {})}
+    start, before, failed = time.time(), found["families"].total(), request.session.testsfailed
     yield found
-    if REPORT:
+    if REPORT and request.session.testsfailed == failed:
         from verl_prefix.files import write_whole
         from verl_prefix.tools.report import provenance
 
-        report = provenance("fuzz/1", "cpu") | {"num_batches": BATCHES} | found
-        write_whole(Path(REPORT), json.dumps(report, indent=1) + "\n")
-
-
-def check(ranks, models, case: Case, seen: dict) -> None:
-    for errors, saved in ranks(case.ranks, models)(_errors, case):
-        seen["shared"] += saved > 0
-        for name, error in errors.items():
-            assert error <= TOLERANCE, (name, errors)
-            seen["worst"][name] = max(seen["worst"].get(name, 0.0), error)
+        report = provenance("fuzz/2", "cpu")
+        run = {name: report.pop(name) for name in ("created", "load_average", "git")}
+        run |= {"seed": os.environ["FUZZ_SEED"], "batches": found["families"].total() - before}
+        found["runs"].append(run | {"seconds": round(time.time() - start)})
+        write_whole(Path(REPORT), json.dumps(report | found, indent=1) + "\n")
 
 
 def test_random_batches_are_computed_as_by_stock(ranks, models, seen):
@@ -335,9 +350,15 @@ def test_random_batches_are_computed_as_by_stock(ranks, models, seen):
     )  # fmt: skip
     @given(case=ANY.filter(makes_sense))
     def run(case: Case) -> None:
-        check(ranks, models, case, seen)
-        seen["batches"][case.family] += 1
-        seen["ranks"][case.ranks] += 1
+        found = ranks(case.ranks, models)(_errors, case)
+        for name, error in ((name, error) for errors, _ in found for name, error in errors.items()):
+            assert error <= TOLERANCE, (name, error)
+            worst = seen["worst"].setdefault(case.family, {})
+            worst[name] = max(worst.get(name, 0.0), error)
+        seen["shared"][str(any(saved > 0 for _, saved in found))] += 1
+        seen["families"][case.family] += 1
+        seen["ranks"][str(case.ranks)] += 1
+        seen["rows"].update({type(one).__name__ for one in case.rows})
         seen["options"].update(name for name, _ in case.options)
 
     run()

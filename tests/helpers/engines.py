@@ -179,7 +179,10 @@ def _padded(fields: dict, flags: dict, width: int | None = None):
     dense |= {
         "input_ids": torch.cat([dense["prompts"], dense["responses"]], dim=1), "position_ids": torch.stack(positions)
     }  # fmt: skip
-    return left_right_2_no_padding(tu.get_tensordict(dense, flags))
+    data = left_right_2_no_padding(tu.get_tensordict(dense, flags))
+    if data["position_ids"].dim() == 3:  # verl's own are wrong where all rows are as long: its stock engine fails
+        data["position_ids"] = tu.nested_tensor_from_tensor_list(fields["position_ids"].unbind())
+    return data
 
 
 def _configs(backend: str, model_path: str, options: dict, forward_only: bool = False) -> dict:

@@ -13,8 +13,8 @@ OURS = (
 )  # fmt: skip
 NOT_OF_MODELS = (
     *OURS, "batch", "budget", "calculate_entropy", "calculate_sum_pi_squared", "empty", "entropy_coeff", "groups",
-    "loss_agg_mode", "masked", "micro_batch_size_per_gpu", "on_policy", "padded", "scattered", "temperature",
-    "tool_tokens", "uid", "use_dynamic_bsz", "use_kl_loss",
+    "loss_agg_mode", "masked", "micro_batch_size_per_gpu", "on_policy", "padded", "policy_loss", "scattered",
+    "temperature", "tool_tokens", "uid", "use_dynamic_bsz", "use_kl_loss",
 )  # fmt: skip
 
 
