@@ -8,6 +8,7 @@ import os
 import signal
 import time
 from pathlib import Path
+from types import ModuleType
 
 import torch
 
@@ -22,7 +23,7 @@ def at(point: str) -> bool:
 
 def act(half_written: str | None = None) -> None:
     (FOLDER / "hit").write_text(str(time.time()))
-    if ACTION == "block":  # run.py kills the job now
+    if ACTION in ("block", "hang"):  # run.py kills a job that blocks
         time.sleep(3600)
     if ACTION == "die":
         os.kill(os.getpid(), signal.SIGKILL)
@@ -30,20 +31,20 @@ def act(half_written: str | None = None) -> None:
         raise torch.OutOfMemoryError("injected: out of memory")
     if ACTION == "full":
         raise OSError(errno.ENOSPC, "No space left on device", half_written)
-    raise RuntimeError(f"injected: {POINT}")
+    raise RuntimeError(f"injected: {POINT}, rank {os.environ.get('RANK', '-')}")
 
 
 def last_rank() -> bool:
     return torch.distributed.get_rank() == torch.distributed.get_world_size() - 1
 
 
-def before(owner: type, name: str, breaks) -> None:
-    """Runs `breaks` before the method."""
+def before(owner: type | ModuleType, name: str, breaks) -> None:
+    """Runs `breaks` before the method or function."""
     method = getattr(owner, name)
 
-    def patched(self, *args, **kwargs):
-        breaks(self, *args, **kwargs)
-        return method(self, *args, **kwargs)
+    def patched(*args, **kwargs):
+        breaks(*args, **kwargs)
+        return method(*args, **kwargs)
 
     setattr(owner, name, patched)
 
@@ -69,17 +70,36 @@ def break_wave(self, tokens, groups, layout, cache=None) -> None:
         act()
 
 
+def break_phase_a(self, *_) -> None:
+    if self.backward is not None and at("phase_a") and last_rank():
+        act()
+
+
+def on_last_rank(point: str):
+    return lambda *_, **__: at(point) and last_rank() and act()
+
+
 def install() -> None:
     import verl_prefix.plugin  # noqa: F401, I001  registers the platform, and comes after us otherwise
 
     from verl.trainer.ppo.v1.trainer_base import PPOTrainer
     from verl.workers.engine.fsdp.transformer_impl import FSDPEngine
 
-    from verl_prefix.cpu.server import HFServer
+    from verl_prefix.core.prefix_cache import PrefixCache
     from verl_prefix.core.schedule import Schedule
+    from verl_prefix.cpu.server import HFServer
+    from verl_prefix.engine import exchange
+    from verl_prefix.engine.row_bytes import RowBytes
+    from verl_prefix.engine.trace_writer import TraceWriter
 
     before(PPOTrainer, "step", write_step)
-    before(FSDPEngine, "optimizer_step", lambda *_, **__: at("update") and last_rank() and act())
+    before(FSDPEngine, "optimizer_step", on_last_rank("update"))
+    before(FSDPEngine, "save_checkpoint", on_last_rank("checkpoint"))
+    before(exchange, "describe", on_last_rank("describe"))
+    before(RowBytes, "pack", on_last_rank("exchange"))
+    before(PrefixCache, "backward", on_last_rank("phase_c"))
+    before(Schedule, "_prefixes", break_phase_a)
+    before(TraceWriter, "_write_step", on_last_rank("trace"))
     before(HFServer, "__init__", lambda *_, **__: at("server") and act())
     before(HFServer, "_generate", lambda *_, **__: at("rollout") and act())
     before(Schedule, "_suffixes", break_wave)

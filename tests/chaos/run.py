@@ -12,12 +12,14 @@ import functools
 import json
 import math
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 import pyarrow as pa
@@ -37,17 +39,35 @@ ARMS = {
 }
 # What step 3 is compared by, beside weights and optimizer state.
 METRICS = ("critic/rewards/mean", "response_length/mean", "actor/loss", "actor/grad_norm", "actor/ppo_kl")
-# name -> (arm, ranks, CHAOS, signal to the driver, what the log must say)
+
+
+class Fault(NamedTuple):
+    """chaos: where, in which step, and how a job of so many ranks is broken, by its last rank. said: what the log must
+    say. sent: a signal to the driver. goes_on: the job ends as if nothing had been."""
+
+    chaos: str
+    said: str
+    ranks: int = 2
+    arm: str = "prefix"
+    sent: int | None = None
+    goes_on: bool = False
+
+
+STALL = "0.75"  # VERL_PREFIX_STALL_MINUTES: how long a phase may take where a worker hangs
 FAULTS = {
-    "rollout server fails at start": ("prefix", 1, "server:start:raise", None, "injected: server"),
-    "OOM in a wave on one of two ranks": (
-        "prefix", 2, "wave:1:oom", None, "not repeated with smaller waves: 2 ranks run together",
-    ),
-    "one of two workers killed in an update": ("prefix", 2, "update:1:die", None, "ActorDiedError"),
-    "one of two workers killed in an update, stock": ("stock", 2, "update:1:die", None, "ActorDiedError"),
-    "disk full while saving a checkpoint": ("prefix", 1, "save:3:full", None, "No space left on device"),
-    "SIGTERM to the driver during an update": ("prefix", 1, "update:3:block", signal.SIGTERM, ""),
-}  # fmt: skip
+    "rollout server fails at start": Fault("server:start:raise", "injected: server", ranks=1),
+    "OOM in a wave on one of two ranks": Fault("wave:1:oom", "not repeated with smaller waves: 2 ranks run together"),
+    "one of two workers killed in an update": Fault("update:1:die", "ActorDiedError"),
+    "one of two workers killed in an update, stock": Fault("update:1:die", "ActorDiedError", arm="stock"),
+    "disk full while saving a checkpoint": Fault("save:3:full", "No space left on device", ranks=1),
+    "disk full while a trace is written": Fault("trace:2:full", "No space left on device", goes_on=True),
+    "SIGTERM to the driver during an update": Fault("update:3:block", "", ranks=1, sent=signal.SIGTERM),
+    "one of two workers hangs in an update": Fault("update:3:hang", "minutes"),
+    **{
+        f"one of two ranks raises: {point}": Fault(f"{point}:3:raise", f"injected: {point}, rank 1")
+        for point in ("describe", "exchange", "phase_a", "wave", "phase_c", "update", "checkpoint")
+    },
+}
 
 
 def prepare(folder: Path) -> None:
@@ -113,18 +133,24 @@ def job(folder: Path, run: Path, arm: str, ranks: int = 1, chaos: str | None = N
     env = os.environ | {
         "VERL_PLATFORM": "cpu", "HF_HUB_OFFLINE": "1", "RAY_USAGE_STATS_ENABLED": "0",
         "TOKENIZERS_PARALLELISM": "false", "OMP_WAIT_POLICY": "passive", "HYDRA_FULL_ERROR": "1",
+        "VERL_PREFIX_STALL_MINUTES": STALL if chaos and chaos.endswith(":hang") else "0",
         "VERL_FILE_LOGGER_PATH": str(run / "metrics.jsonl"),
         "PYTHONPATH": os.pathsep.join([str(ROOT), *([str(folder / "plugin")] if chaos else [])]),
     }  # fmt: skip
     env.pop("RAY_ADDRESS", None)
+    extra = []
     if chaos:
         env |= {"CHAOS": chaos, "CHAOS_DIR": str(run)}
+        if chaos.startswith("trace"):
+            extra = [f"actor_rollout_ref.actor.prefix.trace_dir={run / 'trace'}"]
+        if chaos.endswith("hang"):  # verl's own trainers wait without a limit
+            extra = ["trainer.v1.trainer_mode=prefix_sync"]
     kill = chaos is not None and chaos.endswith(":block") and send is None
     start, hit, ended = time.time(), None, None
     with (run / "log").open("ab") as log:
         process = subprocess.Popen(
-            command(folder, run, arm, ranks), env=env, cwd=run, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
-            start_new_session=True,
+            command(folder, run, arm, ranks) + extra, env=env, cwd=run, stdin=subprocess.DEVNULL, stdout=log,
+            stderr=log, start_new_session=True,
         )  # fmt: skip
         try:
             while process.poll() is None and time.time() - start < RUN_LIMIT:
@@ -246,18 +272,19 @@ def crossed_case(folder: Path, source: str, arm: str, results: Report) -> None:
 
 
 def fault_case(folder: Path, name: str, results: Report) -> None:
-    arm, ranks, chaos, send, wanted = FAULTS[name]
-    run = folder / name.replace(" ", "-").replace(",", "")
-    start_from(folder / arm, run, BROKEN - 1 if chaos.split(":")[1] == str(BROKEN) else None)
-    ended = job(folder, run, arm, ranks, chaos, send)
+    fault = FAULTS[name]
+    run = folder / re.sub("[^a-z_0-9]+", "-", name.lower())
+    start_from(folder / fault.arm, run, BROKEN - 1 if fault.ranks == 1 and f":{BROKEN}:" in fault.chaos else None)
+    ended = job(folder, run, fault.arm, fault.ranks, fault.chaos, fault.sent)
     log = (run / "log").read_text(errors="replace").replace(f"{folder}/", "")
-    said = [line.strip()[-300:] for line in log.splitlines() if wanted and wanted in line]
-    found = {"case": name, "arm": arm, "ranks": ranks, **ended, "said": said[-1] if said else None}
+    said = [line.strip()[-300:] for line in log.splitlines() if fault.said and fault.said in line]
+    found = {"case": name, "arm": fault.arm, "ranks": fault.ranks, **ended, "said": said[-1] if said else None}
     took = ended["seconds_from_fault_to_end"]
-    found["ok"] = bool(ended["exit"] != 0 and took is not None and took <= LIMIT and (said or not wanted))
+    in_time = fault.goes_on or (took is not None and took <= LIMIT)
+    found["ok"] = (ended["exit"] == 0) == fault.goes_on and in_time and bool(said or not fault.said)
     found["ok"] = found["ok"] and not ended["processes_left"]
-    if chaos.startswith("save"):
-        again = job(folder, run, arm)
+    if f":{BROKEN}:" in fault.chaos and fault.sent is None:
+        again = job(folder, run, fault.arm, fault.ranks)
         found["again"] = again
         found["resumed_from"] = resumed_from(run)
         found["ok"] = found["ok"] and again["exit"] == 0 and found["resumed_from"] == BROKEN - 1

@@ -288,17 +288,23 @@ def _passes(backend: str, engine: Any, data: Any, rows: list[int], options: dict
     return found | {f"gradient of {name}": x for name, x in grads.items()} | {"tokens saved": torch.tensor(saved)}
 
 
+def options_of(case: Case) -> dict[str, Any]:
+    """Of an engine of ours; "turns" so that the tokenizer is loaded."""
+    eager = {"attn_implementation": "eager"} if case.family == "gpt_oss" else {}
+    return {"verify": "off", "turns": True, **eager, **dict(case.options)}
+
+
+def stock_options(case: Case) -> dict[str, Any]:
+    """One row after the other."""
+    alone = {"use_dynamic_bsz": False, "micro_batch_size_per_gpu": 1}
+    return {k: v for k, v in options_of(case).items() if k not in (*OURS, "ulysses")} | alone
+
+
 def _errors(models: dict, case: Case) -> tuple[dict[str, float], float]:
     """Relative errors of what ours gives from what stock does, one row after the other; tokens saved."""
-    path, options = models[case.family], {"turns": True, **dict(case.options)}  # so that the tokenizer is loaded
-    if case.family == "gpt_oss":
-        options["attn_implementation"] = "eager"
-    alone = {k: v for k, v in options.items() if k not in (*OURS, "ulysses")} | {
-        "use_dynamic_bsz": False,
-        "micro_batch_size_per_gpu": 1,
-    }
-    ours = _measure("prefix", path, case, {"verify": "off", **options})
-    stock = _measure("fsdp2", path, case, alone)
+    path = models[case.family]
+    ours = _measure("prefix", path, case, options_of(case))
+    stock = _measure("fsdp2", path, case, stock_options(case))
     saved = ours.pop("tokens saved")
     stock.pop("tokens saved")
     stock |= {f"inferred {name}": stock[name] for name in ("log_probs", "entropy") if name in stock}

@@ -1,0 +1,301 @@
+"""Small changes of the code that computes, one at a time: who sees that results are wrong?
+
+    python tests/chaos/mutants.py --out mutants.json --count 300
+
+A mutant has one comparison, number, sign, condition or statement changed. It runs batches of several kinds through a
+prefix engine (gloo ranks, fp32), which stock's stored results judge as `make fuzz` does. Where they are wrong, the
+self-check of a first update is asked, in fp32 and in bf16. Mutants that no batch shows are listed: a test of the suite
+kills them, or they change nothing that matters. Each runs in a process of its own.
+"""
+
+import argparse
+import ast
+import copy
+import functools
+import json
+import os
+import pickle
+import random
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator
+from importlib.abc import MetaPathFinder
+from importlib.machinery import PathFinder
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), *(str(ROOT / "tests" / name) for name in ("helpers", "engine"))]
+os.environ |= {"VERL_PLATFORM": "cpu", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+
+CORE = ("attention", "calls", "groups", "layout", "prefix_cache", "recurrence", "schedule", "trees", "waves", "offload")
+ALONE = [f"core/{name}.py" for name in CORE] + [
+    "models/hookup.py", "models/recurrent.py", "models/vision.py", "engine/rows.py", "engine/outputs.py",
+    "engine/mini_batch.py", "engine/loss.py", "core/kernels/cpu.py",
+]  # fmt: skip
+TOGETHER = ["engine/exchange.py", "engine/row_table.py", "engine/row_bytes.py", "auto/placement.py"]
+SECONDS = 300  # that a mutant has; one that hangs is seen
+RELOADED = tuple(f"verl_prefix.{name}" for name in ("core", "models", "engine", "auto", "api"))
+SWAPPED = {
+    ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
+    ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In, ast.Add: ast.Sub, ast.Sub: ast.Add,
+    ast.Mult: ast.Add, ast.FloorDiv: ast.Mult, ast.Mod: ast.FloorDiv, ast.Div: ast.Mult, ast.And: ast.Or,
+    ast.Or: ast.And, ast.BitXor: ast.BitOr, ast.BitOr: ast.BitAnd, ast.BitAnd: ast.BitOr,
+}  # fmt: skip
+
+
+def mutated(source: str) -> Iterator[tuple[int, str, ast.Module]]:
+    """Line, change and tree of every mutant of a file. What raises, logs or annotates stays as it is."""
+    tree = ast.parse(source)
+    places = [node for node in _that_run(tree) if _changes(node)]
+    for place in places:
+        for number, (what, _) in enumerate(_changes(place)):
+            other = copy.deepcopy(tree)
+            node = next(x for x in _that_run(other) if _same(x, place))
+            _changes(node)[number][1]()
+            yield place.lineno, what, ast.fix_missing_locations(other)
+
+
+def _same(one: ast.AST, other: Any) -> bool:
+    at = ("lineno", "col_offset", "end_lineno", "end_col_offset")
+    return type(one) is type(other) and all(getattr(one, name, None) == getattr(other, name, None) for name in at)
+
+
+def _that_run(node: ast.AST) -> Iterator[Any]:
+    for name, child in ast.iter_fields(node):
+        if name in ("annotation", "returns", "decorator_list") or isinstance(node, ast.Raise | ast.Assert):
+            continue
+        for one in child if isinstance(child, list) else [child]:
+            if isinstance(one, ast.AST) and not _is_talk(one):
+                yield one
+                yield from _that_run(one)
+
+
+def _is_talk(node: ast.AST) -> bool:
+    """A message, or a call that logs or warns."""
+    called = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
+    return isinstance(node, ast.JoinedStr) or "warn" in called or "logger" in called or "timed" in called
+
+
+def _changes(node: Any) -> list[tuple[str, Callable[[], None]]]:
+    def put(name: str, value: Any) -> Callable[[], None]:
+        return lambda: setattr(node, name, value)
+
+    def swapped(op: ast.AST) -> Any:
+        return SWAPPED[type(op)]()
+
+    if isinstance(node, ast.Compare) and len(node.ops) == 1 and type(node.ops[0]) in SWAPPED:
+        new = swapped(node.ops[0])
+        return [(f"{type(node.ops[0]).__name__} -> {type(new).__name__}", put("ops", [new]))]
+    if isinstance(node, ast.BinOp | ast.BoolOp) and type(node.op) in SWAPPED:
+        new = swapped(node.op)
+        return [(f"{type(node.op).__name__} -> {type(new).__name__}", put("op", new))]
+    if isinstance(node, ast.Constant) and isinstance(node.value, bool):
+        return [(f"{node.value} -> {not node.value}", put("value", not node.value))]
+    if isinstance(node, ast.Constant) and isinstance(node.value, int):
+        return [(f"{node.value} -> {node.value + 1}", put("value", node.value + 1))]
+    if isinstance(node, ast.If | ast.IfExp) and not ast.unparse(node.test).startswith("TYPE_CHECKING"):
+        return [("condition turned round", put("test", ast.UnaryOp(ast.Not(), node.test)))]
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        return [("minus dropped", put("op", ast.UAdd()))]
+    if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) and not _is_talk(node.value):
+        return [(f"{ast.unparse(node.value.func)}() not called", put("value", ast.Constant(None)))]
+    if isinstance(node, ast.AugAssign):
+        return [("nothing added", put("value", ast.Constant(0)))] if type(node.op) in (ast.Add, ast.Sub) else []
+    return []
+
+
+class Changed(MetaPathFinder):
+    """Loads one module from a tree."""
+
+    def __init__(self, name: str, tree: ast.Module) -> None:
+        self.name, self.tree = name, tree
+
+    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> Any:
+        spec = PathFinder.find_spec(fullname, path) if fullname == self.name else None
+        if spec is not None:
+            loader: Any = spec.loader
+            loader.get_code = lambda _: compile(self.tree, spec.origin or self.name, "exec")
+        return spec
+
+
+def cases() -> dict[int, list[Any]]:
+    """By ranks: kinds of rows and options that together reach what is changed."""
+    from test_fuzz import Again, Case, Prompt, Session
+
+    prompts = (Prompt("a", 9, (5, 7, 4)), Prompt("b", 14, (6, 0, 3)), Prompt("c", 1, (4,)))
+    turns = (Session("a", 12, ((3, 4, 5), (2, 6, 3), (4, 5, 2)), True), Again(1, 1), Again(2, 2))
+    turns_apart = (Session("a", 12, ((3, 4, 5), (2, 6, 3)), False), Again(1, 1), Prompt("b", 8, (3, 4)))
+    waves = ("wave_tokens", 12), ("schedule", "phased")
+    packed = (("schedule", "packed"),)
+
+    def case(family: str, rows: tuple, *options: tuple, ranks: int = 1, system: int = 0, masked: float = 0.0) -> Any:
+        return Case(ranks, family, rows, system, masked, 1, tuple(sorted(options)))
+
+    alone = [
+        case("qwen3", prompts, *packed),
+        case("qwen3", prompts, *waves, ("logits_chunk", 7), masked=0.4),
+        case("qwen3", turns, *packed, ("temperature", "per_row"), system=9),
+        case("qwen3", turns, *waves, ("trees", "batch"), ("gradient_checkpointing", True), system=9),
+        case("qwen3 window", turns, *packed, ("budget", 40)),
+        case("gpt_oss", turns_apart, *waves, ("offload", True)),
+        case("qwen3_next", turns, *waves, ("padded", True)),
+        case("granitemoehybrid", turns_apart, *packed),
+        case("qwen3_vl", turns, *waves),
+    ]
+    moving = ("exchange", "auto")
+    together = [
+        case("qwen3", (*prompts, Prompt("d", 20, (3, 3))), *packed, moving, ranks=2),
+        case("qwen3", turns, *waves, moving, ranks=2, system=9),
+        case("qwen3_vl", turns_apart, *packed, moving, ranks=2),
+    ]
+    return {1: alone, 2: together}
+
+
+def in_ranks(world: int, job: Callable[[], Any]) -> list[Any]:
+    """What `job` returns on each of so many forked processes of one gloo group, or how that failed."""
+    with tempfile.TemporaryDirectory() as folder:
+        left = {_forked(rank, world, Path(folder), job) for rank in range(world)}
+        deadline = time.monotonic() + SECONDS
+        while left and time.monotonic() < deadline:
+            running = {pid for pid in left if os.waitpid(pid, os.WNOHANG) == (0, 0)}
+            if running < left:  # the others wait for one that failed, or are done as well
+                deadline = min(deadline, time.monotonic() + 10)
+            left = running
+            time.sleep(0.02)
+        for pid in left:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+        answers = [Path(folder, str(rank)) for rank in range(world)]
+        return [pickle.loads(x.read_bytes()) if x.exists() else raised("hangs or died") for x in answers]
+
+
+def raised(error: str) -> list[dict]:
+    return [{"result": "raises", "error": error}]
+
+
+def _forked(rank: int, world: int, folder: Path, job: Callable[[], Any]) -> int:
+    import torch
+
+    if pid := os.fork():
+        return pid
+    quiet = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(quiet, 1)
+    os.dup2(quiet, 2)
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world)}
+    try:
+        torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/group", rank=rank, world_size=world)
+        answer = pickle.dumps(job())
+    except BaseException:
+        answer = pickle.dumps(raised(traceback.format_exc(limit=-2)))
+    (folder / f"part{rank}").write_bytes(answer)
+    (folder / f"part{rank}").rename(folder / str(rank))
+    os._exit(0)
+
+
+def run_cases(
+    world: int, models: dict[str, str], stock: list[dict] | None, mutant: tuple[str, ast.Module] | None
+) -> Any:
+    """On a rank: what stock gives of every case, or what a mutant does: one of "same", "raises" and "wrong" per case,
+    with the error and whether the self-check sees it in fp32 and bf16. Two wrong ones are enough."""
+    if mutant:
+        for name in [name for name in sys.modules if name.startswith(RELOADED)]:
+            del sys.modules[name]
+        sys.meta_path.insert(0, Changed(*mutant))
+    import test_fuzz as fuzz
+
+    measure, found = fuzz._measure, []
+    for number, case in enumerate(cases()[world]):
+        if stock is None:
+            found.append(measure("fsdp2", models[case.family], case, fuzz.stock_options(case)))
+            continue
+
+        def ours(backend: str, *args: Any, number: int = number) -> Any:
+            return measure(backend, *args) if backend == "prefix" else dict(stock[int(os.environ["RANK"])][number])
+
+        def sees(dtype: str, case: Any = case) -> bool:
+            options = fuzz.options_of(case) | {"verify": "first_step", "param_dtype": dtype}
+            try:
+                measure("prefix", models[case.family], case, options)
+            except Exception:
+                return True
+            return False
+
+        with mock.patch.object(fuzz, "_measure", ours):
+            try:
+                errors, _ = fuzz._errors(models, case)
+            except Exception:
+                return found + raised(traceback.format_exc(limit=-2))
+        wrong = {name: error for name, error in errors.items() if not error <= fuzz.TOLERANCE}
+        found.append({"result": "wrong" if wrong else "same"})
+        if wrong:
+            found[-1] |= {"case": number, "errors": wrong, "fp32": sees("fp32"), "bf16": sees("bf16")}
+            break
+    return found
+
+
+def shown_by(ranks: list[list[dict]]) -> str:
+    results = {case["result"] for rank in ranks for case in rank}
+    return next((result for result in ("raises", "wrong") if result in results), "nothing")
+
+
+def summary(found: list[dict]) -> dict[str, Any]:
+    """Mutants by what showed them; and of batches that were wrong, how many the self-check alone sees."""
+    wrong = [[rank[-1] for rank in one["ranks"]] for one in found if one["shown by"] == "wrong"]
+    seen = {dtype: sum(any(rank.get(dtype) for rank in ranks) for ranks in wrong) for dtype in ("fp32", "bf16")}
+    return {**Counter(one["shown by"] for one in found), "self-check": {"wrong": len(wrong), **seen}}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
+    parser.add_argument("--out", type=Path, required=True, help="JSON file of the results, written after every mutant")
+    parser.add_argument("--count", type=int, default=300, help="of mutants, drawn from all")
+    parser.add_argument("--only", default="", help="files whose name has this in it")
+    args = parser.parse_args()
+
+    import transformers.models.qwen3.modeling_qwen3  # noqa: F401  what every process needs, once
+    import verl.workers.engine_workers  # noqa: F401
+
+    from verl_prefix.files import write_whole
+    from verl_prefix.testing import write_tiny_model
+    from verl_prefix.tools.report import provenance
+
+    drawn = [
+        (world, file, line, what, tree)
+        for world, files in ((1, ALONE), (2, TOGETHER))
+        for file in files
+        if args.only in file
+        for line, what, tree in mutated((ROOT / "verl_prefix" / file).read_text())
+    ]
+    random.Random(0).shuffle(drawn)
+    report = provenance("mutants/1", "cpu") | {"drawn_from": len(drawn), "summary": {}, "mutants": []}
+    with tempfile.TemporaryDirectory() as folder:
+        families = in_ranks(1, lambda: __import__("test_fuzz").FAMILIES)[0]
+        models = {
+            name: write_tiny_model(Path(folder, name.replace(" ", "_")), family=name.split()[0], **fields)
+            for name, fields in families.items()
+        }
+        stock = {world: in_ranks(world, functools.partial(run_cases, world, models)) for world in (1, 2)}
+        for world in (1, 2):
+            ranks = in_ranks(world, functools.partial(run_cases, world, models, stock[world]))
+            if shown_by(ranks) != "nothing":
+                raise SystemExit(f"without a change, {world} ranks: {ranks}")
+        for world, file, line, what, tree in drawn[: args.count]:
+            module = "verl_prefix." + file.removesuffix(".py").replace("/", ".")
+            ranks = in_ranks(world, functools.partial(run_cases, world, models, stock[world], (module, tree)))
+            found = {"file": file, "line": line, "what": what, "shown by": shown_by(ranks), "ranks": ranks}
+            report["mutants"].append(found)
+            report["summary"] = summary(report["mutants"])
+            write_whole(args.out, json.dumps(report, indent=1) + "\n")
+            print(f"{file}:{line} {what}: {found['shown by']} {[rank[-1] for rank in ranks]}", flush=True)
+    print(report["summary"])
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
