@@ -199,10 +199,11 @@ def _forked(rank: int, world: int, folder: Path, job: Callable[[], Any]) -> int:
 
 
 def run_cases(
-    world: int, models: dict[str, str], stock: list[dict] | None, mutant: tuple[str, ast.Module] | None
-) -> Any:
-    """On a rank: what stock gives of every case, or what a mutant does: one of "same", "raises" and "wrong" per case,
-    with the error and whether the self-check sees it in fp32 and bf16. Two wrong ones are enough."""
+    world: int, models: dict[str, str], stock: list[list[dict]] | None = None,
+    mutant: tuple[str, ast.Module] | None = None,
+) -> list[dict]:  # fmt: skip
+    """On a rank: what stock gives of every case; or, where that is known by rank, what a mutant does, up to the first
+    case that raises or is wrong, and whether the self-check sees that in fp32 and bf16."""
     if mutant:
         for name in [name for name in sys.modules if name.startswith(RELOADED)]:
             del sys.modules[name]
