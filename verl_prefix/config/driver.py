@@ -1,9 +1,13 @@
 """Who drives: which of verl's trainers reads a config, and what cannot work under it."""
 
+import logging
+import os
+
 from omegaconf import DictConfig, OmegaConf
 from verl.utils.config import omega_conf_to_dataclass
 
 from verl_prefix.config import _refuse
+from verl_prefix.versions import TESTED_VERL, installed_version
 
 
 def check_driver(config: DictConfig) -> None:
@@ -19,6 +23,8 @@ def check_driver(config: DictConfig) -> None:
     key = "actor_rollout_ref.actor.prefix.mini_batches"
     by, mode = OmegaConf.select(config, key), OmegaConf.select(config, "trainer.v1.trainer_mode")
     mode_is_ours, is_v1 = str(mode).startswith("prefix_"), _is_v1(config)
+    if is_v1 and mode in ("separate_async", "prefix_separate_async"):
+        _check_separate_async(config)
     _refuse(
         by == "prompts" and not (mode_is_ours and is_v1),
         f"{key}=prompts with trainer.use_v1={OmegaConf.select(config, 'trainer.use_v1')} and trainer.v1.trainer_mode="
@@ -34,6 +40,24 @@ def check_driver(config: DictConfig) -> None:
         by == "prompts" and need_critic(config),
         f"{key}=prompts is for GRPO and the like: verl cuts a critic's mini-batches by rows, some of which would be "
         f"padding alone; set algorithm.adv_estimator=grpo and critic.enable=null, or {key}=rows",
+    )
+
+
+def _check_separate_async(config: DictConfig) -> None:
+    """verl's `separate_async` has rollout servers on the trainer's GPUs too, unless `hybrid_engine` is off."""
+    key = "actor_rollout_ref.hybrid_engine"
+    is_hybrid = OmegaConf.select(config, key)
+    _refuse(
+        is_hybrid and OmegaConf.select(config, "actor_rollout_ref.rollout.name") == "hf",
+        f"actor_rollout_ref.rollout.name=hf is one server, and {key}=True wants servers on the trainer's GPUs too; "
+        f"set {key}=False, and the environment variable VERL_LOGGING_LEVEL=WARN",
+    )
+    level = logging.getLevelName(os.environ.get("VERL_LOGGING_LEVEL", "INFO"))
+    _refuse(
+        not is_hybrid and installed_version("verl") in TESTED_VERL and level <= logging.INFO,
+        f"{key}=False ends verl {TESTED_VERL[-1]} once its servers are up: a line that it logs at INFO has an argument "
+        "of print's (flush, in PPOTrainerSeparateAsync._setup); set the environment variable VERL_LOGGING_LEVEL=WARN, "
+        f"or {key}=True",
     )
 
 

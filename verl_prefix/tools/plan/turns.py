@@ -87,7 +87,7 @@ class TokenStep(Step):
 
 def _whole_prompts(rows: Sequence[Row], num_mini_batches: int) -> list[list[int]]:
     sessions = [(row.uid, row.session) for row in rows]
-    return whole_prompts([row.uid for row in rows], sessions, num_mini_batches)[0]
+    return whole_prompts([row.uid for row in rows], sessions, num_mini_batches)
 
 
 def token_step(size: Sizes, shape: ModelShape, rows: Sequence[Row], mini_batch_rows: int) -> TokenStep:
