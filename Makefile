@@ -17,8 +17,8 @@
 #                   (beside verl 0.9.1 some releases of trl end its workers)
 #   make test-pinned  core, engine and contract tests on the torch and transformers that verl[vllm] 0.9.1 installs,
 #                   in .venv-pinned: 5 GB, since that torch is built for CUDA
-#   make test-verl-main VERL=folder|url  engine and contract tests on a snapshot of verl's main branch, in
-#                   .venv-verl-main, which lies on top of .venv
+#   make test-verl-main VERL=folder|url  engine and contract tests, and runs of asynchronous trainers, on a snapshot of
+#                   verl's main branch, in .venv-verl-main, which lies on top of .venv
 #   make gpu-smoke on a machine with GPUs, verl and vLLM (PYTHON=...): what only they can show, ten minutes at most;
 #                   DRY_RUN=1 tries every step on gloo ranks with tiny models
 #   make test-gpu on a machine with a GPU, torch and transformers (PYTHON=...), nothing installed
@@ -149,7 +149,8 @@ test-pinned: $(PINNED)
 test-verl-main: setup
 	$(call ON_TOP,.venv-verl-main)
 	$(MAIN_BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation $(VERL)
-	$(MAIN_BIN)/python -m pytest $(PYTEST_ARGS) $(ENGINE_TESTS) tests/trainer/test_trainer.py tests/engine/test_exchange.py
+	$(MAIN_BIN)/python -m pytest $(PYTEST_ARGS) $(ENGINE_TESTS) tests/trainer/test_trainer.py \
+		tests/trainer/test_async_run.py tests/engine/test_exchange.py
 
 demo: setup $(if $(filter vllm,$(ROLLOUT)),$(VLLM)) $(if $(filter smollm2,$(MODEL)),$(SMOLLM2))
 	$(if $(filter vllm,$(ROLLOUT)),$(VLLM_BIN),$(BIN))/python examples/demo.py --model $(MODEL) --rollout $(ROLLOUT) --ranks $(RANKS) --schedule $(SCHEDULE) --steps $(STEPS) --turns $(TURNS) $(if $(DATA),--data '$(DATA)')

@@ -221,7 +221,7 @@ def home_of_turns(rows: Turns, ranks: int, by_session: bool) -> tuple[np.ndarray
 def measure_turns(kind: str, ranks: int) -> dict[str, dict[str, float]]:
     every, rng, prompts = draw_turns(kind, max(ranks, 4)), np.random.default_rng(1), max(ranks, 4)
     sessions = every.session.tolist()
-    of_prompts, _ = whole_prompts(every.uid.tolist(), sessions, 2)
+    of_prompts = whole_prompts(every.uid.tolist(), sessions, 2)
     size = prompts // 2 * SESSIONS  # verl's, of rows
     keys = [*every.uid.tolist(), *[None] * (-len(sessions) % size)]
     by_rows, _ = fill_mini_batches(keys, len(keys) // size)

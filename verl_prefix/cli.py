@@ -33,6 +33,7 @@ examples:
   verl-prefix plan run.sh                      a script; nothing that it starts is run
   verl-prefix plan "python3 -m verl.trainer.main_ppo key=value ..."
   verl-prefix plan python3 -m verl.trainer.main_ppo key=value ...
+  verl-prefix plan python3 -m verl.experimental.fully_async_policy.fully_async_main key=value ...
   verl-prefix plan --shares update=0.5,old=0.1,ref=0.1 run.sh
   verl-prefix plan --turns 10 --thinking 300 --say 100 --tool 400 run.sh
   verl-prefix plan --simulate --gpu h200 --fit 140 --json run.sh
@@ -120,6 +121,7 @@ def _plan(arguments: argparse.Namespace) -> int:
         raise ValueError("--fit is for a simulation; add --simulate")
     read_hardware(arguments.gpu)
     words, parts = options.override_words(arguments.words), options.shares(arguments.shares)
+    config_path, config_name = options.config_of(arguments.words, arguments.config_path, arguments.config_name)
     if (responses := arguments.response_lengths) and not options.is_dump(responses):
         options.spread(responses)
     turns = options.read_turns(arguments.turns, arguments.thinking, arguments.say, arguments.tool)
@@ -131,9 +133,8 @@ def _plan(arguments: argparse.Namespace) -> int:
     from verl_prefix.tools.plan import command
 
     return command.run(
-        out, as_json, arguments.config_name or options.CONFIG_NAME, words, responses=responses, parts=parts,
-        config_path=arguments.config_path or options.CONFIG_PATH, gpu=arguments.gpu, simulate=arguments.simulate,
-        fit_gib=arguments.fit, turns=turns,
+        out, as_json, config_name, words, responses=responses, parts=parts, config_path=config_path, gpu=arguments.gpu,
+        simulate=arguments.simulate, fit_gib=arguments.fit, turns=turns,
     )  # fmt: skip
 
 

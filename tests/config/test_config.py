@@ -1,6 +1,7 @@
 """Options: what composes, what is refused, and that it is refused in the driver, where verl's main_ppo validates."""
 
 import importlib
+import inspect
 import re
 
 import pytest
@@ -16,7 +17,7 @@ from verl.utils.config import omega_conf_to_dataclass, validate_config
 from verl_prefix.config import PrefixActorConfig, PrefixConfig, PrefixEngineConfig
 from verl_prefix.models.support import check_supported
 from verl_prefix.testing import write_tiny_model
-from verl_prefix.versions import warn_once
+from verl_prefix.versions import VERL_MAIN, installed_version, warn_once
 
 ACTOR = "actor_rollout_ref.actor"
 SDPA = "+actor_rollout_ref.model.override_config.attn_implementation=sdpa"
@@ -225,6 +226,28 @@ def test_mini_batches_of_prompts_are_refused_where_verls_trainer_makes_them(use_
     OmegaConf.resolve(composed(*accepted))
     with pytest.raises(InterpolationResolutionError, match="mini_batches=prompts is for GRPO .* critic.enable=null"):
         OmegaConf.resolve(composed(*accepted[:2], "algorithm.adv_estimator=gae"))
+
+
+def test_separate_async_without_servers_on_the_trainers_gpus_is_refused_where_verl_fails_at_it(monkeypatch):
+    """verl 0.9.1 itself, by its source; its main branch has none."""
+    from verl.trainer.main_ppo import TaskRunnerV1
+    from verl.trainer.ppo.v1 import PPOTrainerSeparateAsync
+
+    is_main = installed_version("verl") == VERL_MAIN
+    assert ("flush=True" in inspect.getsource(PPOTrainerSeparateAsync._setup)) is not is_main
+    start = TaskRunnerV1.__ray_metadata__.modified_class().run
+    for mode in ("separate_async", "prefix_separate_async"):
+        options = [f"trainer.v1.trainer_mode={mode}"]
+        OmegaConf.resolve(composed(*options))
+        with pytest.raises(InterpolationResolutionError, match="rollout.name=hf is one server.* set .*_engine=False"):
+            start(composed(*options, "actor_rollout_ref.rollout.name=hf"))
+        options += ["actor_rollout_ref.rollout.name=hf", "actor_rollout_ref.hybrid_engine=False"]
+        if not is_main:
+            with pytest.raises(InterpolationResolutionError, match="logs at INFO .*set .*VERL_LOGGING_LEVEL=WARN, or"):
+                start(composed(*options))
+        with monkeypatch.context() as patch:
+            patch.setenv("VERL_LOGGING_LEVEL", "WARN")
+            OmegaConf.resolve(composed(*options))
 
 
 def test_misspelt_prefix_key_is_named():

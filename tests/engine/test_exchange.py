@@ -221,6 +221,34 @@ def _errors(ours: dict, stock: dict) -> dict[str, float]:
     return errors
 
 
+def _torn(engine, rank: int, world: int) -> tuple[dict[str, float], list[str]]:
+    """Metrics and log of a step of two mini-batches and as many epochs, without log-probs before it. Every rank has a
+    prompt's rows in one of them, and a row of padding; all prompts but d, and the padding, are in the other one on the
+    ranks beside."""
+    from verl.utils import tensordict_utils as tu
+
+    said, handler = [], logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    logger = logging.getLogger("verl_prefix.engine.step_metrics")
+    logger.addHandler(handler)
+    data = scattered(rank, world, engine.model_config.hf_config.vocab_size, CASES["turns"])
+    uids = [uid if uid in ("a", "b", "c", "d") else "pad0" for uid in tu.get(data, "uid")]
+    uids[uids.index("c")] = "pad0"
+    tu.assign_non_tensor_stack(data, "uid", uids)
+    place = [1 if uid == "d" else (rank + ["a", "b", "pad0", "c"].index(uid)) % 2 for uid in uids]
+    for i in range(4):
+        rows = tu.index_select_tensor_dict(data, (torch.tensor(place) == i % 2).nonzero().flatten())
+        tu.assign_non_tensor(rows, update_lr_scheduler=i == 3)
+        with engine.train_mode(disable_auto_offload=True):
+            output = engine.train_batch(rows, _loss({}))
+    logger.removeHandler(handler)
+    every = [None] * world
+    torch.distributed.all_gather_object(every, {*zip(uids, place, strict=True)})
+    found = set().union(*every)
+    metrics = {name: x[0] for name, x in output["metrics"].items() if name.startswith("prefix/")}
+    return metrics | {"torn": sum({(uid, 0), (uid, 1)} <= found for uid in "abcd")}, said
+
+
 def _train(engine, rank: int, world: int) -> torch.Tensor:
     """Weights after three mini-batches, scattered differently."""
     for seed in range(3):
@@ -258,6 +286,8 @@ def _worker(rank: int, world: int, rendezvous: str, path: str, out: str) -> None
             results[name, case] = _errors(ours, truth[case]), metrics
         ours = _train(checked, rank, world)
         results[name, "default"][0]["weights"] = _relative(ours, weights)
+    torn = _torn(_engine("prefix", path, {"exchange": "auto", "verify": "off", "schedule": "packed"}), rank, world)
+    results["packed", "torn_turns"] = {}, dict(torn[0], said=torn[1])
     if world == 2:
         lora = {"exchange": "auto", "lora_targets": "all-linear"}
         both = [_measure(_engine(backend, path, lora), rank, world, {}) for backend in ("prefix", "fsdp2")]
@@ -309,6 +339,14 @@ def test_torn_groups_share_as_much_as_whole_ones(results):
         for one in metrics:
             assert one["prefix/split_groups"] == 0 and one["prefix/placement_imbalance"] < 1.6
             assert one["prefix/exchanged_mib"] > 0 and one["timing_s/prefix_exchange"] > 0
+
+
+def test_prompts_with_rows_in_several_mini_batches_are_counted_once_and_said_by_one_rank(results):
+    for rank, result in enumerate(results):
+        metrics = result["packed", "torn_turns"][1]
+        assert metrics["prefix/split_groups"] == metrics["torn"] == (3 if len(results) > 1 else 0)
+        told = [line for line in metrics["said"] if "have rows in several mini-batches" in line]
+        assert [line.split()[1] for line in told] == ["3"] * (len(results) > 1 and rank == 0)
 
 
 def test_turns_share_what_their_uid_has_in_common_wherever_they_came_from(results):

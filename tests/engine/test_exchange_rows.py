@@ -486,30 +486,37 @@ def test_turns_that_show_most_are_alone_on_their_rank():
     assert homes[:4] == homes[8:] != homes[4:8] and len({*homes[4:8]}) == 1
 
 
-def test_what_torn_mini_batches_cost_is_said_once_after_the_first_step(caplog):
+def test_prompts_with_rows_in_several_mini_batches_are_counted_and_said_once_after_the_first_step(caplog):
     from verl.utils import tensordict_utils as tu
 
     from verl_prefix.engine.step_metrics import GROUP_TOKENS, StepMetrics
 
     def said(*batches: tuple[int, int]) -> list[str]:
-        """Of log-probs and then updates, two of them a step: tokens of groups, and rows of 101 tokens."""
+        """Of log-probs and then updates, two of them a step: tokens of groups, and rows of 101 tokens. One prompt of
+        three lies in both."""
         caplog.clear()
         metrics = StepMetrics(list, list, 1, "uid")
         for i, (tokens, rows) in enumerate(batches):
-            ids = torch.nested.as_nested_tensor([torch.zeros(101)] * rows, layout=torch.jagged)
+            ids = torch.nested.as_nested_tensor([torch.full([101], i)] * rows, layout=torch.jagged)
             data = tu.get_tensordict({"input_ids": ids}, {"update_lr_scheduler": i % 3 == 2})
+            if i % 3:
+                metrics.meet(data, set(("ab", "bc")[i % 3 - 1]))
             found = metrics.report({GROUP_TOKENS: tokens, "prefix/stock_rows": 0}, data, forward_only=i % 3 == 0)
             assert not any("tokens of" in name for name in found)
+            assert found.get("prefix/split_groups") == ([1] if i % 3 == 2 else None)
         return [record.getMessage() for record in caplog.records]
 
     with mock.patch("torch.distributed.get_rank", lambda: 0):
         (told,) = said((1000, 16), (600, 8), (650, 8), (1000, 16), (900, 8), (900, 8))
-        assert "250 tokens more than 1000 at this step (+25%)" in told and "trainer_mode=prefix_sync" in told
+        assert "1 prompts have rows in several" in told and "trainer_mode=prefix_sync" in told
+        assert "250 tokens more than 1000 at this step (+25%)" in told
         assert "actor_rollout_ref.actor.prefix.mini_batches=prompts" in told
-        # Next to nothing; other rows than those before; log-probs or updates on verl's own path.
-        for updates in ([505, 8], [505, 8]), ([600, 8], [600, 9]), ([0, 8], [0, 8]):
+        for updates in ([505, 8], [505, 8]), ([0, 8], [0, 8]):  # next to nothing; updates on verl's own path
             assert not said((1000, 16), *updates)
-        assert not said((0, 16), (600, 8), (600, 8))
+        # Other rows than those before; log-probs on verl's own path, or none, as in bypass mode.
+        for batches in ([(1000, 16), (600, 8), (600, 9)], [(0, 16), (600, 8), (600, 8)]):
+            (told,) = said(*batches)
+            assert "1 prompts have rows in several" in told and "tokens more" not in told
 
 
 def test_a_rank_that_dies_is_an_error_on_the_others(results):

@@ -30,7 +30,7 @@ CONTRACT = {
     # recipes/musique: search_tool.py and search_turns.py
     "verl.experimental.agent_loop.agent_loop:AgentLoopMetrics": None,
     "verl.experimental.agent_loop.agent_loop:AgentLoopOutput": None,
-    "verl.experimental.agent_loop.tool_agent_loop:ToolAgentLoop.run": "self sampling_params priority kwargs",
+    "verl.experimental.agent_loop.tool_agent_loop:ToolAgentLoop.run": None,  # main has no priority yet
     "verl.experimental.agent_loop.tool_agent_loop:ToolAgentLoop._call_tool": "self tool_call tools_kwargs agent_data",
     "verl.experimental.agent_loop.tool_parser:ToolParser.extract_tool_calls": "self responses_ids tools",
     "verl.tools.base_tool:BaseTool.create": "self instance_id kwargs",
@@ -82,7 +82,6 @@ CONTRACT = {
     f"{V1}.trainer_base:PPOTrainer._balance_batch": "self batch metrics logging_prefix keep_minibatch",
     f"{V1}.trainer_base:PPOTrainer._get_required_batch_multiple": "self dp_size",
     "verl.tools.tool_registry:load_all_tools": "tool_config_path function_tool_path",
-    "verl.trainer.ppo.padding_utils:SYNTHETIC_PADDING_SEQ_LEN": None,
     "verl.trainer.ppo.core_algos:get_policy_loss_fn": "name",
     "verl.trainer.ppo.ray_trainer:RayPPOTrainer._balance_batch": "self batch metrics logging_prefix keep_minibatch",
     "verl.trainer.ppo.utils:need_critic": "config",

@@ -5,10 +5,12 @@ import functools
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -28,7 +30,7 @@ from verl_prefix.engine.rows import Trees, group_rows, row_keys  # noqa: E402
 from verl_prefix.models.messages import end_tokens  # noqa: E402
 from verl_prefix.testing import write_tiny_model, write_tiny_vlm  # noqa: E402
 from verl_prefix.tools.plan import command as plan  # noqa: E402
-from verl_prefix.tools.plan import options, script, training_command, work  # noqa: E402
+from verl_prefix.tools.plan import options, script, training_command, verdict, work  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -413,6 +415,77 @@ def test_what_tears_prompts_apart_is_priced_and_warned_of(folder, capsys):
     assert f"assumed: {said}" in told
     assert build(folder, responses="16,8")["assumed"] == [] == build(folder, responses="16,0")["assumed"]
     assert build(folder, responses="16") == whole
+
+
+ASYNC = {
+    "fully_async_policy.fully_async_main": ["data.train_batch_size=0", "async_training.require_batches=2"],
+    "one_step_off_policy.main_ppo": ["data.train_batch_size=8"],
+}
+
+
+@pytest.mark.parametrize("module", ASYNC)
+def test_an_asynchronous_command_is_planned_in_its_own_config_by_the_trainers_update(
+    folder, tmp_path, capsys, monkeypatch, module
+):
+    monkeypatch.chdir(tmp_path)  # no clone of verl, whose folders their configs look for
+    out, apart = tmp_path / "plan.json", "actor_rollout_ref.hybrid_engine=False"
+    words = [word for word in overrides(folder, *ASYNC[module], apart) if "trainer_mode" not in word]
+
+    def planned(*more: str, wrap: bool = False) -> dict:
+        command = ["python3", "-m", f"verl.experimental.{module}", *words, *more]
+        (tmp_path / "run.sh").write_text(shlex.join(command))
+        assert cli.main(["plan", "--out", str(out), *(["run.sh"] if wrap else command)]) == 0
+        return json.loads(out.read_text())
+
+    found, whole = planned(), build(folder, responses=None)
+    # The same prompts, mini-batches and ranks; whole prompts go to each.
+    for name in ("tokens", "updates", "packed_groups", "resident_gib", "notes"):
+        assert found[name] == whole[name], name
+    assert found["speedup"]["update"] == whole["speedup"]["update"] > 1.5
+    said = planned(wrap=True)["verdict"]
+    assert said == found["verdict"] and "while it need not wait for the rollout, which is apart" in said
+    if "fully" in module:
+        assert planned("async_training.require_batches=1")["updates"] == 1
+        capsys.readouterr()
+        wrong = [*words, "async_training.require_batches=0"]
+        assert cli.main(["plan", "python3", "-m", f"verl.experimental.{module}", *wrong]) == 2
+        assert capsys.readouterr().err.endswith("async_training.require_batches=0: set a number of 1 or more\n")
+    torn = ["plan", "python3", "-m", f"verl.experimental.{module}", *words, f"{ACTOR}.use_prefix_grouper=False"]
+    assert cli.main(torn) == 1
+    assert "set trainer.balance_batch=False" in capsys.readouterr().out
+
+
+def test_a_step_has_no_rollout_where_that_is_apart_and_no_old_log_probs_in_bypass_mode():
+    seconds = {"stock": {"update": 4.0, "old": 1.0, "ref": 1.0}, "auto": {"update": 1.0, "old": 1.0, "ref": 1.0}}
+    predicted = SimpleNamespace(schedule="auto", gains={"auto": {}}, seconds=seconds)
+
+    def gain(bypass: bool, **trainer: object) -> float:
+        actor, algorithm = {"use_kl_loss": False}, {"use_kl_in_reward": False}
+        algorithm["rollout_correction"] = {"bypass_mode": bypass}
+        config = {"actor_rollout_ref": {"actor": actor}, "algorithm": algorithm, **trainer}
+        return verdict.step_gain(OmegaConf.create(config), predicted, {})
+
+    def of_mode(mode: str) -> dict:
+        return {"trainer": {"use_v1": True, "v1": {"trainer_mode": mode}}}
+
+    assert gain(False, **of_mode("sync")) == pytest.approx(1 / (0.5 + 0.5 * 2 / 5))
+    assert gain(True, **of_mode("sync")) == pytest.approx(1 / (0.5 + 0.5 / 4))
+    for apart in of_mode("separate_async"), of_mode("prefix_separate_async"), of_mode("sync") | {"rollout": {}}:
+        assert gain(False, **apart) == pytest.approx(5 / 2) and gain(True, **apart) == pytest.approx(4)
+
+
+def test_prompts_torn_by_the_legacy_trainer_are_told_what_keeps_them(folder):
+    legacy = "trainer.use_v1=false", "trainer.v1.trainer_mode=sync"
+    torn, whole = build(folder, *legacy, f"{ACTOR}.use_prefix_grouper=False"), build(folder, *legacy)
+    assert whole["notes"] == [] and torn["tokens"]["physical"] >= whole["tokens"]["physical"]
+    (note,) = torn["notes"]
+    assert "ppo_mini_batch_size to a multiple of the 2 ranks, without actor.use_prefix_grouper=False, or " in note
+
+
+def test_separate_async_makes_updates_of_whole_prompts(folder):
+    found = build(folder, "trainer.v1.trainer_mode=separate_async")
+    assert found["notes"] == [] and "rollout, which is apart" in found["verdict"]
+    assert found["tokens"] == build(folder)["tokens"]
 
 
 def test_ref_is_priced_with_its_own_micro_batches(folder):

@@ -74,10 +74,10 @@ def turns(sizes: list[list[int]]) -> KVBatchMeta:
     return KVBatchMeta(keys=keys, tags=tags, partition_id="train", extra_info={"temperature": 1.0})
 
 
-def steps_of(trainer: PrefixPPOTrainerSync, batch: KVBatchMeta, metrics: dict) -> list[list[str]]:
+def steps_of(trainer: PrefixPPOTrainerSync, batch: KVBatchMeta) -> list[list[str]]:
     """Keys of each optimizer step of a training step, by what the trainer tells verl's workers."""
     dp_size = len(trainer.actor_rollout_wg._query_dispatch_info("actor"))
-    balanced = trainer._balance_batch(batch, metrics)
+    balanced = trainer._balance_batch(batch, {})
     balanced.extra_info["mini_batch_size"] = trainer.config.actor_rollout_ref.actor.ppo_mini_batch_size * 3
     told = trainer._update_by_prompts(lambda batch: batch.extra_info["mini_batch_size"], balanced)
     return mini_batches(balanced, dp_size, told)
@@ -135,8 +135,7 @@ def test_every_mini_batch_holds_whole_groups_in_the_order_in_which_they_came():
     trainer, batch = build_trainer(4, 5, [0, 1]), build_batch([5] * 12)
     keys = list(batch.keys)
     tag_of = dict(zip(batch.keys, batch.tags, strict=True))
-    metrics = {}
-    balanced = trainer._balance_batch(batch, metrics)
+    balanced = trainer._balance_batch(batch, {})
     cut = mini_batches(balanced, dp_size=2, mini_batch_size=20)
     assert [len(rows) for rows in cut] == [20] * 3 and whole(cut, 5)
     assert [sorted({uid(key) for key in rows}) for rows in cut] == [
@@ -144,7 +143,6 @@ def test_every_mini_batch_holds_whole_groups_in_the_order_in_which_they_came():
     ]
     assert sorted(balanced.keys) == sorted(keys)
     assert [tag_of[key] for key in balanced.keys] == balanced.tags
-    assert metrics["prefix/split_groups"] == 0
 
 
 def test_verls_own_trainer_splits_the_same_groups():
@@ -187,21 +185,19 @@ def test_failed_rollouts_are_padded_and_groups_stay_whole(transfer_queue):
     sizes = [6, 6, 5, 6, 4, 6, 6, 1]
     trainer, batch = build_trainer(4, 6, [0, 1]), build_batch(sizes)
     keys = list(batch.keys)
-    metrics = {}
-    balanced = trainer._balance_batch(batch, metrics)
+    balanced = trainer._balance_batch(batch, {})
     assert len(transfer_queue) == 8
     assert sorted(balanced.keys) == sorted(keys + transfer_queue)
     cut = mini_batches(balanced, dp_size=2, mini_batch_size=24)
     for group, size in enumerate(sizes):
         assert sorted(sum(uid(key) == f"uid{group}" for key in rows) for rows in cut)[-1] == size
-    assert metrics["prefix/split_groups"] == 0
 
 
-def test_groups_that_mini_batches_tear_apart_are_counted(transfer_queue):
-    metrics = {}
+def test_mini_batches_tear_no_more_groups_apart_than_they_must(transfer_queue):
     # Mini-batches of eight rows, and groups of six: two of them fit whole, the third lies in both.
-    build_trainer(2, 4, [0, 1])._balance_batch(build_batch([6] * 2 + [4]), metrics)
-    assert metrics["prefix/split_groups"] == 1
+    balanced = build_trainer(2, 4, [0, 1])._balance_batch(build_batch([6] * 2 + [4]), {})
+    first, second = ({uid(key) for key in rows} for rows in mini_batches(balanced, 2, 8))
+    assert len(first & second) == 1
 
 
 def test_sessions_with_several_rows_and_other_prompts_stay_in_one_mini_batch():
@@ -216,10 +212,10 @@ def test_sessions_with_several_rows_and_other_prompts_stay_in_one_mini_batch():
 @pytest.mark.parametrize("dp_size", [1, 2, 4])
 def test_mini_batches_of_prompts_are_as_many_as_without_turns_and_hold_whole_prompts(transfer_queue, dp_size):
     sizes = [[1, 4, 2], [3, 3, 3], [5, 1, 1], [2, 2], [4, 4, 4], [1], [2, 3, 5], [3, 1, 4]]  # 58 rows
-    metrics, batch = {}, turns(sizes)
+    batch = turns(sizes)
     keys = list(batch.keys)
-    cut = steps_of(trainer_of_prompts(8, 4, dp_size), batch, metrics)
-    assert len(cut) == 2 and len({len(rows) for rows in cut}) == 1 and metrics["prefix/split_groups"] == 0
+    cut = steps_of(trainer_of_prompts(8, 4, dp_size), batch)
+    assert len(cut) == 2 and len({len(rows) for rows in cut}) == 1
     assert sorted(key for rows in cut for key in rows) == sorted(keys + transfer_queue)
     for rows in cut:
         for prompt in {uid(key) for key in rows if key not in transfer_queue}:
@@ -227,28 +223,26 @@ def test_mini_batches_of_prompts_are_as_many_as_without_turns_and_hold_whole_pro
     assert len(transfer_queue) <= 2 * dp_size, "rows are balanced"
     trainer = trainer_of_prompts(8, 4, dp_size)
     trainer.parameter_sync_step = 2  # batches of an async step, of half its prompts
-    assert len(steps_of(trainer, turns(sizes[:4]), {})) == 1
+    assert len(steps_of(trainer, turns(sizes[:4]))) == 1
     # By rows they are 5, and some prompts lie in several.
-    metrics, trainer = {}, build_trainer(4, 3, [*range(dp_size)])
-    cut = mini_batches(trainer._balance_batch(turns(sizes), metrics), dp_size, mini_batch_size=12)
-    assert len(cut) == 5 and metrics["prefix/split_groups"] > 0
+    trainer = build_trainer(4, 3, [*range(dp_size)])
+    cut = mini_batches(trainer._balance_batch(turns(sizes), {}), dp_size, mini_batch_size=12)
+    assert len(cut) == 5 and sum(len({uid(key) for key in rows}) for rows in cut) > len(sizes) + 1  # and padding
 
 
 def test_every_rank_has_whole_micro_batches_of_a_mini_batch_of_prompts(transfer_queue):
     trainer = trainer_of_prompts(4, 2, 2, use_dynamic_bsz=False, ppo_micro_batch_size_per_gpu=6)
-    cut = steps_of(trainer, turns([[3, 3, 3]] * 4), {})
+    cut = steps_of(trainer, turns([[3, 3, 3]] * 4))
     assert [len(rows) for rows in cut] == [24, 24]
 
 
 def test_a_prompt_with_over_twice_an_even_share_is_cut_between_sessions_and_a_session_only_where_it_has_that():
-    assert whole_prompts("a" * 7 + "b", "1112223" + "1", 2) == ([[*range(7)], [7]], 0), "at most twice"
-    (first, second), num_torn = whole_prompts("a" * 12 + "b", "111122223333" + "1", 2)
-    assert (first, second, num_torn) == ([*range(12)], [12], 0)
-    cut, num_torn = whole_prompts("a" * 12 + "bc", "111122223333" + "11", 4)  # an even share is 4
-    assert sorted(map(sorted, cut)) == [[*range(8)], [8, 9, 10, 11], [12], [13]] and num_torn == 1
-    cut, num_torn = whole_prompts("a" * 12 + "bc", "1" * 12 + "11", 4)
-    assert sorted(map(sorted, cut)) == [[*range(8)], [8, 9, 10, 11], [12], [13]] and num_torn == 1
-    assert whole_prompts("aab", "111", 4) == ([[0, 1], [2]], 0), "a mini-batch without a row has no loss"
+    assert whole_prompts("a" * 7 + "b", "1112223" + "1", 2) == [[*range(7)], [7]], "at most twice"
+    assert whole_prompts("a" * 12 + "b", "111122223333" + "1", 2) == [[*range(12)], [12]]
+    for sessions in ("111122223333", "1" * 12):
+        cut = whole_prompts("a" * 12 + "bc", sessions + "11", 4)  # an even share is 4
+        assert sorted(map(sorted, cut)) == [[*range(8)], [8, 9, 10, 11], [12], [13]]
+    assert whole_prompts("aab", "111", 4) == [[0, 1], [2]], "a mini-batch without a row has no loss"
 
 
 @pytest.mark.parametrize(
@@ -271,12 +265,12 @@ def test_what_mini_batches_of_prompts_would_save_is_said_once(transfer_queue, ca
         assert "actor_rollout_ref.actor.prefix.mini_batches=prompts makes 2 steps" in caplog.text
 
 
-def test_metrics_are_verls_balance_plus_one_of_ours():
+def test_metrics_are_verls_balance():
     trainer, stock_metrics, metrics = build_trainer(4, 5, [0, 1]), {}, {}
     PPOTrainerSync._balance_batch(trainer, build_batch([5] * 12), stock_metrics, "seqlen")
     balanced = trainer._balance_batch(build_batch([5] * 12), metrics, "seqlen")
     verls = {f"seqlen/{name}" for name in STOCK_METRICS}
-    assert set(metrics) == verls | {"prefix/split_groups"}
+    assert set(metrics) == verls
     seqlens = [sum(balanced.tags[row]["seq_len"] for row in rows) for rows in rows_per_rank(balanced, 2)]
     assert (metrics["seqlen/balanced_min"], metrics["seqlen/balanced_max"]) == (min(seqlens), max(seqlens))
     for name in STOCK_METRICS - {"balanced_min", "balanced_max"}:
@@ -385,16 +379,12 @@ def test_engine_metrics_keep_the_names_of_the_design(monkeypatch):
     trainer = object.__new__(PrefixPPOTrainerSync)
 
     def update(self, batch, metrics):
-        metrics.update({"actor/prefix/groups": 2.0, "actor/prefix/split_groups": 1.0})
-        metrics.update({"actor/timing_s/prefix_phase_a": 0.1, "actor/grad_norm": 1.0})
+        metrics.update({"actor/prefix/groups": 2.0, "actor/timing_s/prefix_phase_a": 0.1, "actor/grad_norm": 1.0})
         return batch
 
     monkeypatch.setattr(PPOTrainerSync, "_update_actor", update)
-    metrics = {"prefix/split_groups": 3}  # over mini-batches
-    trainer._update_actor(None, metrics)
-    assert metrics == {
-        "prefix/groups": 2.0, "prefix/split_groups": 4.0, "timing_s/prefix_phase_a": 0.1, "actor/grad_norm": 1.0
-    }  # fmt: skip
+    trainer._update_actor(None, metrics := {})
+    assert metrics == {"prefix/groups": 2.0, "timing_s/prefix_phase_a": 0.1, "actor/grad_norm": 1.0}
 
 
 def test_the_watchdog_hears_of_every_phase_of_a_step(monkeypatch):

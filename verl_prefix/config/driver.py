@@ -1,9 +1,13 @@
 """Who drives: which of verl's trainers reads a config, and what cannot work under it."""
 
+import logging
+import os
+
 from omegaconf import DictConfig, OmegaConf
 from verl.utils.config import omega_conf_to_dataclass
 
 from verl_prefix.config import _refuse
+from verl_prefix.versions import TESTED_VERL, installed_version
 
 
 def check_driver(config: DictConfig) -> None:
@@ -18,15 +22,17 @@ def check_driver(config: DictConfig) -> None:
         _check_separate_rollout(config)
     key = "actor_rollout_ref.actor.prefix.mini_batches"
     by, mode = OmegaConf.select(config, key), OmegaConf.select(config, "trainer.v1.trainer_mode")
-    mode_is_ours, is_v1 = str(mode).startswith("prefix_"), _is_v1(config)
+    mode_is_ours, v1 = str(mode).startswith("prefix_"), is_v1(config)
+    if v1 and mode in ("separate_async", "prefix_separate_async"):
+        _check_separate_async(config)
     _refuse(
-        by == "prompts" and not (mode_is_ours and is_v1),
+        by == "prompts" and not (mode_is_ours and v1),
         f"{key}=prompts with trainer.use_v1={OmegaConf.select(config, 'trainer.use_v1')} and trainer.v1.trainer_mode="
         f"{mode}: verl's own trainers count rows; set trainer.use_v1=true and trainer.v1.trainer_mode=prefix_sync (or "
         f"prefix_colocate_async, prefix_separate_async) under verl.trainer.main_ppo, or {key}=rows",
     )
     _refuse(
-        mode_is_ours and not is_v1,
+        mode_is_ours and not v1,
         f"trainer.v1.trainer_mode={mode} is for verl.trainer.main_ppo with trainer.use_v1=true; remove it, since "
         "mini-batches keep prompts whole here without it, or use that trainer",
     )
@@ -37,7 +43,25 @@ def check_driver(config: DictConfig) -> None:
     )
 
 
-def _is_v1(config: DictConfig) -> bool:
+def _check_separate_async(config: DictConfig) -> None:
+    """verl's `separate_async` has rollout servers on the trainer's GPUs too, unless `hybrid_engine` is off."""
+    key = "actor_rollout_ref.hybrid_engine"
+    is_hybrid = OmegaConf.select(config, key)
+    _refuse(
+        is_hybrid and OmegaConf.select(config, "actor_rollout_ref.rollout.name") == "hf",
+        f"actor_rollout_ref.rollout.name=hf is one server, and {key}=True wants servers on the trainer's GPUs too; "
+        f"set {key}=False, and the environment variable VERL_LOGGING_LEVEL=WARN",
+    )
+    level = logging.getLevelName(os.environ.get("VERL_LOGGING_LEVEL", "INFO"))
+    _refuse(
+        not is_hybrid and installed_version("verl") in TESTED_VERL and level <= logging.INFO,
+        f"{key}=False ends verl {TESTED_VERL[-1]} once its servers are up: a line that it logs at INFO has an argument "
+        "of print's (flush, in PPOTrainerSeparateAsync._setup); set the environment variable VERL_LOGGING_LEVEL=WARN, "
+        f"or {key}=True",
+    )
+
+
+def is_v1(config: DictConfig) -> bool:
     """True under verl's v1 trainers. Its other ones pad their batches: main_ppo with trainer.use_v1=false, and
     one_step_off_policy and fully_async_policy of verl.experimental, whose configs have a `rollout` at the top."""
     return bool(OmegaConf.select(config, "trainer.use_v1")) and "rollout" not in config
@@ -55,7 +79,7 @@ def _mini_batches(config: DictConfig) -> tuple[str, int]:
 def keeps_prompts(config: DictConfig) -> bool:
     """The default of `actor.use_prefix_grouper`, by which verl's trainers that pad deal prompts to ranks, and not rows:
     on where that keeps a prompt's rows in one of several mini-batches."""
-    if "actor_rollout_ref" not in config or _is_v1(config):  # a part of a config, whose driver is elsewhere
+    if "actor_rollout_ref" not in config or is_v1(config):  # a part of a config, whose driver is elsewhere
         return False
     actor = config.actor_rollout_ref.actor
     keys = ("ulysses_sequence_parallel_size", "fsdp_config.ulysses_sequence_parallel_size")  # verl takes either

@@ -14,7 +14,7 @@ import itertools
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -31,8 +31,8 @@ from verl_prefix.auto.shape import ModelShape
 from verl_prefix.core.groups import Group
 from verl_prefix.engine.protocol import Engine
 from verl_prefix.engine.row_bytes import Row, RowBytes
-from verl_prefix.engine.row_table import AllRows, describe, describe_pieces
-from verl_prefix.engine.rows import NO_TREES, PIXELS, Trees, group_rows, row_keys, uids_of
+from verl_prefix.engine.row_table import PADDING, AllRows, describe, describe_pieces
+from verl_prefix.engine.rows import NO_TREES, PIXELS, Trees, group_rows, padding_rows, row_keys, uids_of
 from verl_prefix.models.vision import PIXEL_NAMES
 from verl_prefix.versions import warn_once
 
@@ -84,6 +84,7 @@ class Exchange:
 
     Attributes:
         rows: the rows that this rank computes. keys, groups: theirs. are_cut: as in `group_rows`.
+        prompts: names of the prompts of all ranks, or of this rank where rows stay; padding is none.
         metrics: prefix/* and timing_s/* of this rank; `give_back` adds what it took.
         give_back: a model's outputs of `rows`, jagged [rows, tokens] of the same names on every rank -> those of this
             rank's own rows, in the order they came.
@@ -93,6 +94,7 @@ class Exchange:
     keys: Sequence[Hashable]
     groups: list[Group]
     are_cut: bool
+    prompts: Set[Hashable]
     metrics: dict[str, float]
     give_back: Callable[[Outputs], dict[str, torch.Tensor]]
 
@@ -136,7 +138,11 @@ def exchange_rows(
     metrics = routes.metrics if routes else {}
     uids = Counter(uid for uid, _ in set(zip(map(str, tu.get(rows, "uid", ())), keys, strict=False)))
     metrics["prefix/split_uids"] = sum(n > 1 for n in uids.values())
-    return Exchange(rows, keys, groups, are_cut, metrics, routes.give_back if routes and routes.moves else dict)
+    padding = padding_rows(rows)
+    prompts: Set[Hashable] = {uid for row, uid in enumerate(uids_of(rows, keys)) if row not in padding}
+    prompts = routes.prompts if routes else prompts
+    give_back = routes.give_back if routes and routes.moves else dict
+    return Exchange(rows, keys, groups, are_cut, prompts, metrics, give_back)
 
 
 class _Routes:
@@ -144,7 +150,7 @@ class _Routes:
 
     Attributes:
         keys: of the rows that this rank computes, by `row_keys`. are_cut: as in `group_rows`.
-        moves: whether any row of any rank travels.
+        moves: whether any row of any rank travels. prompts: as in `Exchange`.
         metrics: prefix/* and timing_s/* of this rank so far; imbalance and groups are those of all ranks.
     """
 
@@ -166,6 +172,7 @@ class _Routes:
             if not compatible:
                 logger.warning("prefix.exchange: the ranks' batches have different fields, so that rows stay")
             self._all = AllRows(self._gather(table, most))
+            self.prompts = {uid for uid in self._all.uids if uid != PADDING}
             self.are_cut = trees.are_cut(self._all.uids, self._all.keys)
             pieces: list[torch.Tensor] = []
             if self.are_cut:

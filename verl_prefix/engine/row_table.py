@@ -17,10 +17,11 @@ from verl_prefix.auto.placement import Placement, fill_empty_ranks, place_rows, 
 from verl_prefix.auto.shape import ModelShape
 from verl_prefix.core.groups import rows_by_key
 from verl_prefix.core.trees import Hashes, mix
-from verl_prefix.engine.rows import PIXELS, Trees, row_cuts, row_keys, row_lens, uids_of
+from verl_prefix.engine.rows import PIXELS, Trees, padding_rows, row_cuts, row_keys, row_lens, uids_of
 from verl_prefix.models.vision import num_patches
 
 COLUMNS = 9
+PADDING = 0  # for the uid of verl's padding rows, which all have the same one
 LAST_CUTS = 8  # cuts at a row's end that other ranks hear of: more than the messages that a turn adds
 
 
@@ -35,10 +36,10 @@ def describe(data: TensorDict, shape: ModelShape) -> torch.Tensor:
     for key, prompt_len, response_len, num, length in zip(keys, prompt_lens, response_lens, patches, lens, strict=True):
         costs = struct.pack("=3d", *cost(max(prompt_len - 1, 0), response_len), cost(0, 0, num)[0])
         table.append([*struct.unpack("=5q", key + costs), num > 0, length])
-    uids = uids_of(data, keys)
+    uids, padding = uids_of(data, keys), padding_rows(data)
     sessions = zip(uids, tu.get(data, "session_id", [None] * len(data)), strict=True)
-    for row, uid, session in zip(table, uids, sessions, strict=True):
-        row += [_digest(uid), _digest(f"{uid} {session}")]
+    for i, (row, uid, session) in enumerate(zip(table, uids, sessions, strict=True)):
+        row += [PADDING if i in padding else _digest(uid), _digest(f"{uid} {session}")]
     return torch.tensor(table, dtype=torch.int64).view(-1, COLUMNS)
 
 

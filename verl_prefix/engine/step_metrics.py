@@ -5,7 +5,7 @@ verl averages what an engine reports over both. Of timing_s/* it takes the minim
 """
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence, Set
 
 import torch
 from tensordict import TensorDict
@@ -50,10 +50,30 @@ class StepMetrics:
     def __init__(self, reduce_sum: Reduce, reduce_max: Reduce, sequence_ranks: int, trees: str) -> None:
         self._trees = trees
         self._reduce_sum, self._reduce_max, self._sequence_ranks = reduce_sum, reduce_max, sequence_ranks
-        self._step: dict[str, float] = {}
         self._log_prob_stock_rows = 0.0
         self._log_prob_total: Mapping[str, float] = {}  # of the first step
         self._is_first_step = True
+        self._start_step()
+
+    def _start_step(self) -> None:
+        self._step: dict[str, float] = {}
+        self._met: Set[Hashable] = frozenset()  # prompts of its mini-batches, and of those the torn ones
+        self._torn: Set[Hashable] = frozenset()
+        self._first_ids: torch.Tensor | None = None
+
+    def meet(self, data: TensorDict, prompts: Set[Hashable]) -> None:
+        """Sees the `prompts` of an update's mini-batch, to count those whose rows lie in several of a step.
+
+        Args:
+            data: the rows that the trainer gave this rank. Where they are the step's first ones, another epoch begins.
+        """
+        ids = data["input_ids"].values()
+        if self._first_ids is None:
+            self._first_ids = ids
+        elif torch.equal(ids, self._first_ids):
+            self._met = frozenset()
+        self._torn |= self._met & prompts
+        self._met |= prompts
 
     def report(self, metrics: Mapping[str, float], data: TensorDict, forward_only: bool) -> dict[str, list[float]]:
         """What a rank reports after a batch whose own metrics are `metrics`.
@@ -65,7 +85,7 @@ class StepMetrics:
             data: the batch as verl handed it over, which says with `update_lr_scheduler` (TrainingWorker.
                 train_mini_batch) whether a step ends; a caller who does not say ends one with every batch.
         """
-        step = {} if forward_only else self._step
+        step, num_torn = ({}, 0) if forward_only else (self._step, len(self._torn))
         totals = {name: float(value) for name, value in metrics.items() if name in _SUMS or name in MOST}
         lens = data["input_ids"].offsets().diff().tolist()
         tokens = sum(lens) - len(lens) - sum(lens[row] - 1 for row in padding_rows(data))
@@ -78,33 +98,42 @@ class StepMetrics:
             return {name: [float(value)] for name, value in reported.items()}
         else:
             step["prefix/log_prob_stock_rows"] = self._log_prob_stock_rows
-            self._step, self._log_prob_stock_rows = {}, 0.0
+            step["prefix/split_groups"] = step.get("prefix/split_groups", 0.0) + num_torn
+            self._log_prob_stock_rows = 0.0
+            self._start_step()
         # Of all names, so that ranks never send different numbers of values.
         sums = self._reduce_sum([step.get(name, 0.0) for name in _SUMS])
         total = {name: value / self._sequence_ranks for name, value in zip(_SUMS, sums, strict=True)}
-        self._see_torn_groups(total, forward_only)
+        self._see_torn_groups(total, num_torn, forward_only)
         self._tell_trees(*(total[name] for name in TREE_TOKENS.values()))
         total |= zip(MOST, self._reduce_max([step.get(name, 0.0) for name in MOST]), strict=True)
         reported |= {name: total[name] for name in (*COUNTS, *MOST) if name in step}
         reported["prefix/reuse_fraction"] = total["prefix/tokens_saved"] / max(total[_TOKENS], 1)
         return {name: [float(value)] for name, value in reported.items()}
 
-    def _see_torn_groups(self, total: Mapping[str, float], forward_only: bool) -> None:
-        """Says once, after the first step, what it costs that the trainer put rows of a group into several
-        mini-batches. The log-probs before the updates saw these groups whole."""
+    def _see_torn_groups(self, total: Mapping[str, float], num_torn: int, forward_only: bool) -> None:
+        """Says once, after the first step, that the trainer put rows of prompts into several mini-batches. Log-probs
+        before the updates saw these prompts whole, and tell what it costs; bypass mode has none."""
         if forward_only or not self._is_first_step:
             self._log_prob_total = total
             return
         whole, self._is_first_step = self._log_prob_total, False
         tokens = whole.get(GROUP_TOKENS, 0.0)
-        torn = total[GROUP_TOKENS] - tokens
-        if tokens and total[_TOKENS] == whole[_TOKENS] and torn > _TORN * tokens and torch.distributed.get_rank() == 0:
+        more = total[GROUP_TOKENS] - tokens
+        cost = ""
+        if tokens and total[_TOKENS] == whole[_TOKENS]:
+            if more <= _TORN * tokens:
+                return
+            cost = f", {more:.0f} tokens more than {tokens:.0f} at this step (+{100 * more / tokens:.0f}%)"
+        if num_torn and torch.distributed.get_rank() == 0:
             logger.warning(
-                "prefix: prompts whose rows lie in several mini-batches are computed in each: %d tokens more than %d "
-                "at this step (+%.0f%%). What keeps a prompt's rows in one mini-batch: trainer.v1.trainer_mode="
-                "prefix_sync (prefix_colocate_async, prefix_separate_async), and where an agent loop returns a row per "
-                "turn also actor_rollout_ref.actor.prefix.mini_batches=prompts",
-                torn, tokens, 100 * torn / tokens,
+                "prefix: %d prompts have rows in several mini-batches, and are computed in each%s. What keeps a "
+                "prompt's rows in one mini-batch: trainer.v1.trainer_mode=prefix_sync (prefix_colocate_async, "
+                "prefix_separate_async), and where an agent loop returns a row per turn also actor_rollout_ref.actor."
+                "prefix.mini_batches=prompts; under trainer.use_v1=false and verl.experimental an actor_rollout_ref."
+                "actor.ppo_mini_batch_size that is a multiple of the ranks, with actor.use_prefix_grouper and trainer."
+                "balance_batch not set",
+                num_torn, cost,
             )  # fmt: skip
 
     def _tell_trees(self, stock: float, off: float, uid: float, batch: float) -> None:

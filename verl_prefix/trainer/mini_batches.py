@@ -6,7 +6,6 @@ one optimizer step. Rows of one prompt can be computed together only inside one.
 """
 
 import itertools
-from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
 
 
@@ -47,10 +46,8 @@ def fill_mini_batches(keys: Sequence[Hashable | None], num_mini_batches: int) ->
     return sorted((sorted(rows) for rows in mini_batches), key=lambda rows: rows[:1]), len(left)
 
 
-def whole_prompts(
-    prompts: Sequence[Hashable], sessions: Sequence[Hashable], num_mini_batches: int
-) -> tuple[list[list[int]], int]:
-    """Row indices of each mini-batch, about equally many; and the number of prompts in more than one.
+def whole_prompts(prompts: Sequence[Hashable], sessions: Sequence[Hashable], num_mini_batches: int) -> list[list[int]]:
+    """Row indices of each mini-batch, about equally many.
 
     A prompt's rows stay together, the most numerous first, in the mini-batch with the fewest. Those of a prompt that
     has over twice an even share are cut, between sessions where that is enough. Mini-batches are fewer where one would
@@ -72,9 +69,7 @@ def whole_prompts(
     mini_batches: list[list[int]] = [[] for _ in range(min(num_mini_batches, len(pieces)))]
     for piece in sorted(pieces, key=len, reverse=True):
         min(mini_batches, key=len).extend(piece)
-    homes = {(prompts[row], i) for i, rows in enumerate(mini_batches) for row in rows}
-    num_torn = sum(n > 1 for n in Counter(prompt for prompt, _ in homes).values())
-    return mini_batches, num_torn
+    return mini_batches
 
 
 def padded(mini_batches: Sequence[list[int]], num_rows: int) -> list[list[int]]:

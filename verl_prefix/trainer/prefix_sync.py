@@ -126,13 +126,12 @@ class WholeGroups(PPOTrainer):
         """Pads the batch as verl does, and reorders it so that mini-batches hold whole groups; inside a mini-batch rows
         are dealt to ranks by verl's own balancing, which is what verl's own path needs.
 
-        Adds `prefix/split_groups`, those in several mini-batches, to `metrics`; of verl's balance metrics those that
-        describe the balanced order change.
+        Of verl's balance metrics in `metrics` those that describe the balanced order change.
         """
         arrived = {key: i for i, key in enumerate(batch.keys)}
         if self._by == "prompts":
             sessions = [key.rsplit("_", 1)[0] for key in batch.keys]
-            self._of_prompts, num_split = whole_prompts(_group_keys(batch), sessions, self._num_updates())
+            self._of_prompts = whole_prompts(_group_keys(batch), sessions, self._num_updates())
         batch = super()._balance_batch(batch, metrics, logging_prefix, keep_minibatch)
         dp_size = max(self.actor_rollout_wg._dispatch_info["actor"]) + 1
         order = sorted(range(len(batch)), key=lambda row: arrived.get(batch.keys[row], len(batch)))
@@ -154,7 +153,6 @@ class WholeGroups(PPOTrainer):
         stats = log_seqlen_unbalance(seqlen_list=seqlens, partitions=ranks, prefix=logging_prefix)
         for name in (f"{logging_prefix}/balanced_min", f"{logging_prefix}/balanced_max"):
             metrics[name] = stats[name]
-        metrics["prefix/split_groups"] = num_split
         batch.reorder([row for rank in ranks for row in rank])
         return batch
 
@@ -176,11 +174,8 @@ class WholeGroups(PPOTrainer):
     def _update_actor(self, batch: KVBatchMeta, metrics: dict[str, float]) -> KVBatchMeta:
         """verl's update; it files the engine's metrics under `actor/`, ours go back to `prefix/` and `timing_s/`."""
         batch = super()._update_actor(batch, metrics)
-        num_split = metrics.pop("prefix/split_groups", 0)
         for name in [name for name in metrics if name.startswith(("actor/prefix/", "actor/timing_s/prefix_"))]:
             metrics[name.removeprefix("actor/")] = metrics.pop(name)
-        # Those in several mini-batches, which the driver counts, and on several ranks, which the engine does.
-        metrics["prefix/split_groups"] = metrics.get("prefix/split_groups", 0) + num_split
         return batch
 
     def _compute_metrics(

@@ -20,6 +20,7 @@ import torch
 
 import verl_prefix.plugin  # noqa: F401  first: whatever imports verl imports it, and must not find us half imported
 from verl_prefix.auto.shape import model_shape
+from verl_prefix.config.driver import is_v1
 from verl_prefix.files import write_whole
 from verl_prefix.models.recurrent import packing_leak
 from verl_prefix.models.support import unsupported_reasons
@@ -68,10 +69,16 @@ def notes(config: Any, work: Work, leak: str | None) -> list[str]:
         )
     updates = round(size.mini_batches * size.prompts / work.priced)
     if counts_rows(config, work):
-        whole = "" if size.whole else f" and trainer.v1.trainer_mode=prefix_{mode}"
+        whole = "" if mode.startswith("prefix_") else f" and trainer.v1.trainer_mode=prefix_{mode}"
         lines.append(
             f"actor_rollout_ref.actor.ppo_mini_batch_size={mini} counts rows: a step makes {updates} "
             f"updates, between which sessions are torn; set actor_rollout_ref.actor.prefix.mini_batches=prompts{whole}"
+        )
+    elif splits_groups(size) and not is_v1(config):
+        lines.append(
+            f"verl deals rows to {size.mini_batches} mini-batches by length, and each computes their prompts again; "
+            f"set actor_rollout_ref.actor.ppo_mini_batch_size to a multiple of the {size.ranks} ranks, without actor."
+            "use_prefix_grouper=False, or trainer.balance_batch=False"
         )
     elif splits_groups(size):
         lines.append(

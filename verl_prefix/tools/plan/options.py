@@ -1,7 +1,9 @@
 """What `verl-prefix plan` reads of its command line without config or model: it is said before torch is imported."""
 
+import importlib.util
 import json
 import math
+import os
 import re
 import statistics
 from collections.abc import Callable
@@ -15,7 +17,10 @@ T = TypeVar("T")
 CONFIG_PATH, CONFIG_NAME = "config", "ppo_trainer"  # verl's own, where the training command names none
 # verl's timing -> the pass that it holds.
 TIMINGS = {"timing_s/update_actor": "update", "timing_s/old_log_prob": "old", "timing_s/ref": "ref"}
-MAIN = re.compile(r"(.*/)?verl[./]trainer[./]main_ppo\w*(\.py)?")
+MAIN = re.compile(
+    r"(.*/)?verl[./](trainer[./]main_ppo\w*?|experimental[./](?:fully_async_policy[./]fully_async_main|"
+    r"one_step_off_policy[./]main_ppo))(\.py)?"
+)
 LEFTOVERS = ("$@", "${@}", "$*")  # of a script whose last line is pasted
 
 
@@ -38,6 +43,19 @@ def override_words(words: list[str]) -> list[str]:
                 "training command, or the whole command: python3 -m verl.trainer.main_ppo key=value ..."
             )
     return kept
+
+
+def config_of(words: list[str], path: str | None, name: str | None) -> tuple[str, str]:
+    """Folder, as seen from verl/trainer, and name of the config of a training command: those that its module hands to
+    Hydra, where it gives no `path` or `name` of its own."""
+    module = next((match[2] for word in words if (match := MAIN.fullmatch(word))), "trainer.main_ppo")
+    verl = importlib.util.find_spec("verl")
+    home = Path((verl and verl.origin) or "").parent
+    file = home / (module.replace(".", "/") + ".py")
+    text = file.read_text() if file.is_file() else ""
+    found = re.search(r'@hydra\.main\(config_path="(.+?)", config_name="(.+?)"', text)
+    named = found.groups() if found else (CONFIG_PATH, CONFIG_NAME)
+    return os.path.relpath(file.parent / (path or named[0]), home / "trainer"), name or named[1]
 
 
 class Turns(NamedTuple):

@@ -53,7 +53,7 @@ def expanded(words: list[str]) -> list[str]:
     named = first if is_file else "the quoted command"
     entries = _trace(["-c", first] if is_quoted else [str(Path(first).resolve()), *rest], named)
     for entry in entries:
-        if "main_ppo" in entry and _trains(found := shlex.split(entry)):
+        if any(name in entry for name in ("main_ppo", "fully_async_main")) and _trains(found := shlex.split(entry)):
             _say_what_was_not_read(entries)
             is_used = any(word in found for word in rest)
             return found if is_used else found + [word for word in rest if "=" in word or word.startswith("~")]

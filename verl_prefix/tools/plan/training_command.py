@@ -55,9 +55,12 @@ def compose_config(config_name: str, words: list[str], config_path: str = CONFIG
 
 
 def _compose(config_name: str, overrides: list[str], config_path: str = CONFIG_PATH, **options: bool) -> DictConfig:
-    trainer = Path(verl.trainer.__path__[0])
+    trainer = Path(verl.trainer.__path__[0]).resolve()
+    folder = (trainer / config_path).resolve()
+    if folder.is_relative_to(trainer.parent / "experimental"):  # which finds verl's other files in its clone alone
+        overrides = ["hydra.searchpath=[pkg://verl.trainer.config]", *overrides]
     try:
-        with initialize_config_dir(str((trainer / config_path).resolve()), version_base=None):
+        with initialize_config_dir(str(folder), version_base=None):
             return compose(config_name, overrides=overrides, **options)
     except HydraException as error:
         raise PlanError(f"the overrides do not compose: {' '.join(str(error).split())}") from error
@@ -129,10 +132,18 @@ def sequence_ranks(section: DictConfig) -> int:
     return of_role if of_role > 1 else int(section.fsdp_config.ulysses_sequence_parallel_size)
 
 
+def prompts_of_step(config: DictConfig) -> int:
+    """Prompts that the trainer takes at once."""
+    if "async_training" in config:  # fully_async_policy, which wants data.train_batch_size=0
+        return config.async_training.require_batches * config.actor_rollout_ref.actor.ppo_mini_batch_size
+    return config.data.train_batch_size
+
+
 def check_values(config: DictConfig) -> None:
     """Raises PlanError where a size is no number of 1 or more, or `actor.prefix` has a value that it cannot have."""
     role = "actor_rollout_ref"
-    sizes = ("data.train_batch_size", "data.max_prompt_length", "data.max_response_length", f"{role}.rollout.n",
+    batch = "async_training.require_batches" if "async_training" in config else "data.train_batch_size"
+    sizes = (batch, "data.max_prompt_length", "data.max_response_length", f"{role}.rollout.n",
              f"{role}.actor.ppo_mini_batch_size", "trainer.n_gpus_per_node", "trainer.nnodes")  # fmt: skip
     values = {key: OmegaConf.select(config, key) for key in sizes}
     values |= {key: value for key, value, _ in micro_batches(config).values() if value is not None}
@@ -157,7 +168,7 @@ def _refusal(check: Callable[..., Any], *arguments: Any) -> str | None:
 def refusals(config: DictConfig, num_ranks: int) -> list[str]:
     """Refusals of the driver, in its own words, and of a worker; empty if the run would start."""
     section, model = config.actor_rollout_ref.actor, config.actor_rollout_ref.model
-    sizes = num_ranks, config.data.train_batch_size
+    sizes = num_ranks, prompts_of_step(config)
     # The driver ends with the first; here all are named.
     reasons = [_refusal(check_driver, config)]
     reasons.append(_refusal(lambda: omega_conf_to_dataclass(section).validate(*sizes, model)))

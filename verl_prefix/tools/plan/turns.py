@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 from tensordict import TensorDict
-from verl.trainer.ppo.padding_utils import SYNTHETIC_PADDING_SEQ_LEN
+from verl.trainer.ppo import padding_utils
 from verl.utils import tensordict_utils as tu
 
 from verl_prefix.auto.shape import ModelShape
@@ -26,6 +26,7 @@ from verl_prefix.trainer.mini_batches import padded, whole_prompts
 
 LEVELS = ("off", "uid", "batch")  # of prefix.trees, by what they share
 VOCAB = 1 << 30  # tokens that do not agree by chance
+PADDING_TOKENS = getattr(padding_utils, "SYNTHETIC_PADDING_SEQ_LEN", 2)  # of a row; 2 in verl's main branch
 END = -1  # of a message, whatever the tokenizer ends it with
 
 
@@ -87,7 +88,7 @@ class TokenStep(Step):
 
 def _whole_prompts(rows: Sequence[Row], num_mini_batches: int) -> list[list[int]]:
     sessions = [(row.uid, row.session) for row in rows]
-    return whole_prompts([row.uid for row in rows], sessions, num_mini_batches)[0]
+    return whole_prompts([row.uid for row in rows], sessions, num_mini_batches)
 
 
 def token_step(size: Sizes, shape: ModelShape, rows: Sequence[Row], mini_batch_rows: int) -> TokenStep:
@@ -100,7 +101,7 @@ def token_step(size: Sizes, shape: ModelShape, rows: Sequence[Row], mini_batch_r
         mini_batches = _whole_prompts(rows, updates)
         num_mini_batches, most = len(mini_batches), max(map(len, mini_batches))
         num_rows = num_mini_batches * (most + -most % size.ranks)
-    pad = torch.full((SYNTHETIC_PADDING_SEQ_LEN,), END)
+    pad = torch.full((PADDING_TOKENS,), END)
     rows = [*rows, *(Row(None, session, pad[:-1], pad[-1:]) for session in range(num_rows - len(rows)))]
     size = replace(size, mini_batches=num_mini_batches)
 

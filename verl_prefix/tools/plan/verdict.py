@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from omegaconf import OmegaConf
 from verl.trainer.ppo.utils import need_reference_policy
 
+from verl_prefix.config.driver import is_v1
 from verl_prefix.tools.plan.predict import Predictor
 from verl_prefix.tools.plan.turns import LEVELS
 from verl_prefix.tools.plan.work import Work, counts_rows, splits_groups
@@ -50,14 +51,22 @@ def step_gain(config: Any, predicted: Predictor, parts: dict[str, float]) -> flo
     """Speed-up of a whole step.
 
     Args:
-        parts: shares of a stock step; empty: `ROLLOUT` of it is no pass of the actor's.
+        parts: shares of a stock step; empty: `ROLLOUT` of it is no pass of the actor's, or nothing where the rollout
+            has GPUs of its own.
     """
     gains = predicted.gains[path_of(predicted)]
     if not parts:
-        passes = ("update", "old", "ref") if need_reference_policy(config) else ("update", "old")
+        bypass = OmegaConf.select(config, "algorithm.rollout_correction.bypass_mode")
+        passes = ["update", *(["old"] if not bypass else []), *(["ref"] if need_reference_policy(config) else [])]
         stock, ours = (sum(predicted.seconds[path][x] for x in passes) for path in ("stock", path_of(predicted)))
-        return 1 / (ROLLOUT + (1 - ROLLOUT) * ours / stock)
+        rollout = 0.0 if rollout_is_apart(config) else ROLLOUT
+        return 1 / (rollout + (1 - rollout) * ours / stock)
     return 1 / (1 - sum(parts.values()) + sum(share / gains[name] for name, share in parts.items()))
+
+
+def rollout_is_apart(config: Any) -> bool:
+    """True where other GPUs than the trainer's generate meanwhile."""
+    return not is_v1(config) and "rollout" in config or config.trainer.v1.trainer_mode.endswith("separate_async")
 
 
 def is_worth_it(predicted: Predictor) -> bool:
@@ -78,7 +87,9 @@ def judge(
     fits, worth = room is None or needed <= room.gib, is_worth_it(now)
     change = _best_change(config, work, now, trees, price, room=room, needed=needed)
     step = f"step {step_gain(config, now, parts):.2g}x"
-    if not parts:
+    if not parts and rollout_is_apart(config):
+        step = f"trainer's {step} while it need not wait for the rollout, which is apart and not planned"
+    elif not parts:
         step = f"step about {step.removeprefix('step ')} if rollout is half of it"
     gain = f"update {now.gains[path_of(now)]['update']:.2f}x, {step}"
     memory = "" if room is None else f"{needed:.3g} of {room.gib:.0f} GiB ({room.gpu})"
@@ -133,8 +144,8 @@ def _changes(config: Any, work: Work, fits: bool) -> Iterator[list[str]]:
     """Overrides to try: those that keep prompts together or share more; where the command does not fit, also those that
     need less memory."""
     actor, size = config.actor_rollout_ref.actor, work.steps[0].size
-    tears = config.trainer.use_v1 and not size.whole
-    whole = [f"trainer.v1.trainer_mode=prefix_{config.trainer.v1.trainer_mode}"] if tears else []
+    mode = config.trainer.v1.trainer_mode
+    whole = [f"trainer.v1.trainer_mode=prefix_{mode}"] if is_v1(config) and not mode.startswith("prefix_") else []
     if counts_rows(config, work):
         yield [f"{ACTOR}.prefix.mini_batches=prompts", *whole]
     elif whole and splits_groups(size):

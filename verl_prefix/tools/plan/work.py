@@ -7,10 +7,18 @@ from random import Random
 from typing import Any
 
 from verl_prefix.auto.shape import ModelShape
+from verl_prefix.config.driver import is_v1
 from verl_prefix.models.messages import end_tokens
 from verl_prefix.tools.plan.options import PlanError, Turns, is_dump, read_dumps, spread
 from verl_prefix.tools.plan.predict import SEED, MicroBatch, Sizes, Step, drawn_steps
-from verl_prefix.tools.plan.training_command import Messages, micro_batches, read_messages, read_prompts, sequence_ranks
+from verl_prefix.tools.plan.training_command import (
+    Messages,
+    micro_batches,
+    prompts_of_step,
+    read_messages,
+    read_prompts,
+    sequence_ranks,
+)
 from verl_prefix.tools.plan.turns import Dump, TokenStep, made_up, of_dump, token_step
 
 
@@ -124,7 +132,7 @@ def read_work(
 def sizes(config: Any, several_turns: bool = False) -> Sizes:
     """Raises PlanError where the batch sizes do not divide; rows of several turns are padded, whatever they are."""
     actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
-    prompts, mini, ranks = config.data.train_batch_size, actor.ppo_mini_batch_size, config.trainer.n_gpus_per_node
+    prompts, mini, ranks = prompts_of_step(config), actor.ppo_mini_batch_size, config.trainer.n_gpus_per_node
     ranks *= config.trainer.nnodes
     shared, shared_by_ref = (sequence_ranks(config.actor_rollout_ref[role]) for role in ("actor", "ref"))
     if ranks % shared == 0:  # the driver refuses others
@@ -141,7 +149,10 @@ def sizes(config: Any, several_turns: bool = False) -> Sizes:
         name: MicroBatch(value and value * factors[name]) if counts_tokens else MicroBatch(None, value or 1)
         for name, (_, value, counts_tokens) in keys.items()
     }
-    whole = config.trainer.v1.trainer_mode.startswith("prefix_") if config.trainer.use_v1 else actor.use_prefix_grouper
+    if is_v1(config):  # an update of separate_async has one mini-batch
+        whole = config.trainer.v1.trainer_mode.startswith(("prefix_", "separate_"))
+    else:  # without balance_batch rows stay in order, and few prompts are torn
+        whole = actor.use_prefix_grouper or not config.trainer.balance_batch
     exchange = actor.prefix.exchange != "off"
     return Sizes(
         prompts, rollout.n, mini_batches=prompts // mini or 1, ranks=ranks, micro_batches=passes,
@@ -153,7 +164,9 @@ def sizes(config: Any, several_turns: bool = False) -> Sizes:
 def counts_rows(config: Any, work: Work) -> bool:
     """True where a step makes more updates than its prompts are mini-batches: verl's are of rows."""
     mini, size = config.actor_rollout_ref.actor.ppo_mini_batch_size, work.steps[0].size
-    return not size.by_prompts and mini <= size.prompts and size.mini_batches > -(-work.priced // mini)
+    return (
+        is_v1(config) and not size.by_prompts and mini <= size.prompts and size.mini_batches > -(-work.priced // mini)
+    )
 
 
 def steps_of(work: Work, config: Any, size: Sizes) -> Sequence[Step]:
