@@ -53,6 +53,7 @@ WRONG = {
     "bench --grid tiny --layers 0": "bench: argument --layers: '0': give a number of 1 or more",
     "bench --grid tiny --repeats 0": "bench: argument --repeats: '0': give a number of 1 or more",
     "bench --grid tiny --threads 0": "bench: argument --threads: '0': give a number of 1 or more",
+    "bench --grid tiny --turns 3 --capacity 2": "bench: --capacity is of rows of one turn; remove it, or --turns",
     "bench --grid tiny --capacity 0": "bench: argument --capacity: '0': give a number of",
     "bench --render missing.json": "bench: [Errno 2] No such file or directory: 'missing.json'",
     "ab --trace missing": "ab: --trace missing is not a folder",

@@ -70,8 +70,6 @@ def blocks(report: dict[str, Any]) -> list[str | Table]:
     drift = [(arm, *(f"{row[key]:.2e}" for key in keys)) for arm, row in distances.items()]
     lines.append(f"Weights after step {len(steps)}, difference from stock (every arm with its own optimizer state):")
     lines.append(Table(("arm", "max", "mean", "RMSE", "max after bf16 rounding", "RMSE after bf16 rounding"), drift))
-    lines.append("What the steps report, stock's last value and every arm's largest difference from stock at any step:")
-    lines.append(Table(("metric", "stock", *distances), _metric_rows(steps, list(distances))))
     if errors := [step["truth_errors"] for step in steps if step["truth_errors"]]:
         above = "float64" if dtype == "fp32" else "fp32"
         lines.append(
@@ -82,17 +80,6 @@ def blocks(report: dict[str, Any]) -> list[str | Table]:
         means = [(arm, *(f"{statistics.fmean(e[arm][k] for e in errors):.2e}" for k in kinds)) for arm in errors[0]]
         lines.append(Table(("arm", "log-probs", "gradients", "weights"), means))
     return lines
-
-
-def _metric_rows(steps: list[dict[str, Any]], arms: list[str]) -> list[tuple[str, ...]]:
-    rows = []
-    for name, last in steps[-1]["arms"]["stock"]["values"].items():
-        cells = []
-        for arm in arms:
-            values = [[s["arms"][a]["values"].get(name) for a in (arm, "stock")] for s in steps]
-            cells.append("-" if any(None in pair for pair in values) else f"{max(abs(a - b) for a, b in values):.1e}")
-        rows.append((name, f"{last:.6g}", *cells))
-    return rows
 
 
 def draw(report: dict[str, Any], path: Path) -> bool:

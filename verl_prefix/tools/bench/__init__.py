@@ -1,7 +1,7 @@
 """`verl-prefix bench`: time, memory and gradient error of one actor update and log-prob pass: stock, peers and ours.
 
     verl-prefix bench --grid cpu --out bench.json                    writes bench.json, bench.md and bench.png
-    verl-prefix bench --shape qwen3-8b --layers 6 --grid paper       6 of its 36 layers
+    verl-prefix bench --shape qwen3-8b --layers 6 --grid video       6 of its 36 layers
     verl-prefix bench --rows 192/48/4 --turns 6                      sessions with a row per turn
 
 Needs torch and transformers alone, on CPU or CUDA. An update is forward and backward of the weighted sum of all

@@ -31,7 +31,6 @@ from verl_prefix.core.calls import Segment
 from verl_prefix.core.groups import Group
 from verl_prefix.core.kernels import aten
 from verl_prefix.core.layout import Layout
-from verl_prefix.core.meter import Meter
 from verl_prefix.core.schedule import Schedule, TokenBatch
 from verl_prefix.core.waves import Plan, first_fit, make_plan
 from verl_prefix.models.hookup import ATTENTION_NAME, HookedModel
@@ -104,12 +103,11 @@ class Forward(NamedTuple):
 
 
 class Done(NamedTuple):
-    """Seconds of all, and of forwards with their losses; the batch's loss; bytes allocated at phase B's peak."""
+    """Seconds of all, and of forwards with their losses; the batch's loss."""
 
     seconds: float
     forward: float
     loss: float
-    phase_b: int = 0
 
 
 def stock_attention(device: str, dtype: torch.dtype) -> str:
@@ -126,11 +124,11 @@ def stock_attention(device: str, dtype: torch.dtype) -> str:
     return "sdpa"
 
 
-def run_arm(case: Case, arm: str, train: bool = True, attention: str | None = None, measure_peak: bool = False) -> Done:
+def run_arm(case: Case, arm: str, train: bool = True, attention: str | None = None) -> Done:
     """One update on zeroed gradients, or one log-prob pass.
 
     Args:
-        attention: another one for stock than `stock_attention`. measure_peak: see `Meter`.
+        attention: another one for stock than `stock_attention`.
     """
     model, batch = case.model, case.batch
     path, _, added = arm.partition("+")
@@ -145,7 +143,7 @@ def run_arm(case: Case, arm: str, train: bool = True, attention: str | None = No
     model.zero_grad(set_to_none=False)
     wait = torch.cuda.synchronize if model.device.type == "cuda" else lambda: None
     losses: list[torch.Tensor] = []
-    backward_s, phase_b = 0.0, 0
+    backward_s = 0.0
 
     def backward(loss: torch.Tensor) -> None:
         nonlocal backward_s
@@ -169,11 +167,9 @@ def run_arm(case: Case, arm: str, train: bool = True, attention: str | None = No
             schedule = Schedule(
                 HookedModel(model), batch.log_probs, step, backward,
                 logits_chunk=case.logits_chunk, offload=added == "offload", keep_attention=added == "checkpoint",
-                meter=Meter(measure_peak),
             )  # fmt: skip
             schedule.run(batch.tokens, plan)
             backward_s += schedule.meter.seconds.get("phase_c", 0.0)
-            phase_b = schedule.meter.phase_b_peak or 0
         else:
             name, forwards = _forwards(case, path, attention)
             model.set_attn_implementation(name)
@@ -181,7 +177,7 @@ def run_arm(case: Case, arm: str, train: bool = True, attention: str | None = No
                 _run(case, forward, backward)
     wait()
     seconds = time.perf_counter() - start
-    return Done(seconds, seconds - backward_s, float(sum(losses)), phase_b)
+    return Done(seconds, seconds - backward_s, float(sum(losses)))
 
 
 def make_arm_plan(groups: Sequence[Group], budget: int, schedule: str) -> Plan:

@@ -130,9 +130,14 @@ class Bench:
             "arms": results,
         }  # fmt: skip
 
-    def capacity(self, arm: str, size: Size) -> int:
-        self._say(f"{size} capacity of {arm}")
-        return capacity(self.options, arm, size=size, model=self.model)
+    def capacity(self, size: Size) -> dict[str, int]:
+        """Of every arm but auto, which takes another one for rows of another length."""
+        found = {}
+        for arm in self.options.running:
+            if arm != "auto":
+                self._say(f"{size} capacity of {arm}")
+                found[arm] = capacity(self.options, arm, size=size, model=self.model)
+        return found
 
     def _say(self, text: str) -> None:
         self.progress.set_description(text, refresh=sys.stderr.isatty())
@@ -250,7 +255,7 @@ def _measure_rows(options: Options, report: dict[str, Any], out: Path | None) ->
         for size in sizes:
             row = bench.row(size)
             if options.capacity:
-                row["capacity"] = {arm: bench.capacity(arm, size) for arm in options.running}
+                row["capacity"] = bench.capacity(size)
             report["rows"].append(row)
             progress.update()
             if out:

@@ -31,8 +31,7 @@ def warm_up(options: Options, arm: str, model: PreTrainedModel) -> None:
 def added_peak(
     options: Options, arm: str, size: Size, plan: Plan | None = None, model: PreTrainedModel | None = None
 ) -> dict[str, float]:
-    """MiB that one update adds at its peak to model, gradients, inputs and what a tiny update leaves behind; phased on
-    CUDA also at the peak of phase B.
+    """MiB that one update adds at its peak to model, gradients, inputs and what a tiny update leaves behind.
 
     Args:
         model: None: one of its own, for a fresh process on a CPU: memory that an earlier run freed and the process
@@ -44,10 +43,7 @@ def added_peak(
     warm_up(options, arm, model)
     before = reset_peak_mib(options.device)
     run_arm(case, arm)
-    peaks = {"added_peak_mib": memory_mib(options.device)[1] - before}
-    if options.device == "cuda" and arm.startswith("phased"):
-        peaks["phase_b_peak_mib"] = run_arm(case, arm, measure_peak=True).phase_b / 2**20 - before
-    return peaks
+    return {"added_peak_mib": memory_mib(options.device)[1] - before}
 
 
 def in_fresh_process(function: Callable[..., Any], *args: Any) -> Any:

@@ -27,7 +27,6 @@ SHAPES: dict[str, tuple[str, tuple[int, ...], dict[str, Any]]] = {
     "qwen3-4b": ("qwen3", (2560, 9728, 36, 32, 8, 128, 151936), dict(tie_word_embeddings=True)),
     "qwen3-8b": ("qwen3", (4096, 12288, 36, 32, 8, 128, 151936), {}),
     "llama3-8b": ("llama", (4096, 14336, 32, 32, 8, 128, 128256), LLAMA),
-    "qwen3.5-9b": ("qwen3_5_text", (4096, 12288, 32, 16, 4, 256, 248320), {}),
     "small": ("llama", (512, 1376, 8, 8, 2, 64, 32000), {}),
     "small-hybrid": (
         "qwen3_5_text",
@@ -137,6 +136,8 @@ class Options:
             raise ValueError("nothing to measure: give --grid cpu, another grid, or --rows P/S/G")
         if self.layers > (full := full_depth(self.shape)):
             raise ValueError(f"--layers {self.layers}: {self.shape} has {full}; give at most that, or another --shape")
+        if self.capacity and self.turns > 1:
+            raise ValueError("--capacity is of rows of one turn; remove it, or --turns")
         if self.device == "cuda" and not torch.cuda.is_available():
             raise ValueError("--device cuda: torch.cuda.is_available() is False; use --device cpu")
         self.layers = self.layers or full

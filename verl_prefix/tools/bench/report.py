@@ -12,10 +12,7 @@ from verl_prefix.tools.report import Table, markdown
 
 # (P prefix tokens, S response tokens per row, G rows of the prompt); verl's prompt is one token longer than P.
 GRIDS: dict[str, tuple[tuple[int, int, int], ...]] = {
-    # Prefix Grouper (arXiv 2506.05433): 12288 tokens per row.
-    "paper": tuple((p, 12288 - p, g) for p in (2048, 6144, 8192, 10240) for g in (4, 8, 16, 32)),
     "verl4368": ((3072, 1024, 4), (7168, 1024, 4)),  # verl PR 4368: contexts of 4k and 8k, n=4; S is ours
-    "dualkv": tuple((p, 512, 28) for p in (4096, 16384, 32768)),  # its kernel grid names no S; 512 is ours
     "musique": tuple((2400, s, 8) for s in (64, 128, 256, 512)),
     "video": ((8192, 256, 8),),
     "gsm8k": ((100, 600, 8),),
@@ -154,11 +151,6 @@ def _notes(report: dict[str, Any]) -> list[str]:
         verdict = "holds" if worst >= LEAST_OF_STOCK else "does NOT hold"
         lines.append(f"Never below {LEAST_OF_STOCK} of stock with auto: {verdict} (lowest: {worst:.2f}).")
     for row in rows:
-        for name, arm in row["arms"].items():
-            stock = row["arms"].get("stock+checkpoint" if "+checkpoint" in name else "stock", {})
-            if "phase_b_peak_mib" in arm and "added_peak_mib" in stock:
-                under = 1 - arm["phase_b_peak_mib"] / stock["added_peak_mib"]
-                lines.append(f"Phase B of {name} at {_size(row)}: {under:.1%} under stock's added peak.")
         if capacity := row.get("capacity"):
             longest = ", ".join(f"{arm} {total}" for arm, total in capacity.items())
             limit = f"{report['config']['capacity']:g} GiB"

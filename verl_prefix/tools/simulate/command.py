@@ -15,7 +15,7 @@ from verl_prefix.core.groups import Group
 from verl_prefix.tools.report import Table
 from verl_prefix.tools.simulate.hardware import GIB, read_hardware
 from verl_prefix.tools.simulate.job import Job
-from verl_prefix.tools.simulate.report import assumptions, compare, fit, positions, settings
+from verl_prefix.tools.simulate.report import NOT_MODELLED, compare, fit, settings
 from verl_prefix.tools.simulate.tower import Grids
 
 
@@ -82,13 +82,13 @@ def simulated(job: Job, gpu: str, fit_gib: float | None, per_node: int) -> dict[
         )
     arms, fitting = compare(job, hardware), {}
     if fit_gib:
-        fitting = {"fits_gib": fit_gib, "fits": fit(job, hardware, fit_gib), "positions": positions(job.config)}
+        fitting = {"fits_gib": fit_gib, "fits": fit(job, hardware, fit_gib)}
     return {
         "gpu": gpu,
         "hardware": asdict(hardware),
         "rows": sum(len(group.rows) for group in job.groups),
         "ranks": job.ranks * job.replicas,
-        "not_modelled": assumptions(job.config),
+        "not_modelled": NOT_MODELLED,
         "arms": arms,
         "settings": settings(job, hardware, arms),
         **fitting,
@@ -125,7 +125,7 @@ def tables(simulation: dict[str, Any]) -> list[str | Table]:
             cells = (longest.get(key, "") for key in ("prompt", "group", "wave"))
             rows.append((name, *("nothing" if x is None else x for x in cells)))
         sizes = (f"simulated: fits {simulation['fits_gib']:g} GiB", "longest prompt", "largest group", "largest wave")
-        found += [Table(sizes, rows), f"the model takes rows of {simulation['positions']} tokens"]
+        found.append(Table(sizes, rows))
     reason = fits_nothing(simulation)
     return [*found, f"not modelled: {simulation['not_modelled']}", *([f"warning: {reason}"] if reason else ())]
 

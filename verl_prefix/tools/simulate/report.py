@@ -8,11 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from transformers import PretrainedConfig
-
 from verl_prefix.core.groups import Group
 from verl_prefix.core.waves import largest_wave
-from verl_prefix.models.recurrent import is_recurrent
 from verl_prefix.tools.report import progress
 from verl_prefix.tools.simulate.depth import simulate
 from verl_prefix.tools.simulate.hardware import GIB, Hardware
@@ -26,19 +23,10 @@ ARMS = (
 )  # fmt: skip
 NOT_MODELLED = (
     "fragmentation of the allocator, workspaces of NCCL and cuBLAS, kernels that slow each other down, vLLM's share of "
-    "the device, the reference model, rollout and reward"
-)
-RECURRENT = (
-    "recurrent layers take what a roofline says of flash-linear-attention's and causal_conv1d's kernels, which no GPU "
-    "has measured here and whose steps from chunk to chunk it does not see"
+    "the device, the reference model, rollout and reward; a recurrent layer's steps from chunk to chunk (its kernels, "
+    "flash-linear-attention's and causal_conv1d's, take what a roofline says, which no GPU has measured here)"
 )
 _LOG_PROBS = "log_probs/"
-
-
-def assumptions(config: PretrainedConfig) -> str:
-    """Parts of this model's run that are not modelled, in words."""
-    recurrent = is_recurrent(config.get_text_config().model_type)
-    return NOT_MODELLED + (f"; {RECURRENT}" if recurrent else "")
 
 
 def as_json(phases: dict[str, Phase]) -> dict[str, Any]:
@@ -141,11 +129,6 @@ def longest(peak_gib: Callable[[int], float], gib: float, low: int, high: int) -
     return low
 
 
-def positions(config: PretrainedConfig) -> int:
-    """Tokens of the longest row that a model takes."""
-    return getattr(config.get_text_config(), "max_position_embeddings", 1 << 17)
-
-
 def fit(job: Job, hardware: Hardware, gib: float, arms: Sequence[Arm] = ARMS) -> dict[str, dict[str, int | None]]:
     """Per arm: tokens of the longest prompt, rows of the largest group, and tokens of the largest wave that fit `gib`,
     each with the rest of the job's longest group as it is; None: nothing does. No prompt and response are longer than
@@ -155,7 +138,8 @@ def fit(job: Job, hardware: Hardware, gib: float, arms: Sequence[Arm] = ARMS) ->
     suffix, rows = max(group.suffix_lens), len(group.rows)
     shown = job.grids[job.groups.index(group)] if job.grids else ()
     shortest = 64 + (num_features(shown, job.config) if shown else 0)
-    longest_prompt = positions(job.config) - suffix - 1
+    positions = getattr(job.config.get_text_config(), "max_position_embeddings", 1 << 17)
+    longest_prompt = positions - suffix - 1
 
     def peak(arm: Arm, prefix: int, num_rows: int, wave: int | None) -> float:
         one = Group(tuple(range(num_rows)), prefix, (suffix,) * num_rows)
