@@ -191,7 +191,7 @@ def _check_recurrent() -> Iterator[Finding]:
 
 
 def _check_config() -> Iterator[Finding]:
-    from verl_prefix.tools.plan.training_command import PlanError, prefix_engine_sources
+    from verl_prefix.tools.plan.compose import PlanError, prefix_engine_sources
 
     try:
         sources, targets = prefix_engine_sources()
