@@ -761,7 +761,7 @@ assert code == 2 and not slow, (code, slow)
     [
         ("actor_rollout_ref.nonsense=1", "do not compose"),
         ("data.train_files=/nowhere.parquet", "/nowhere.parquet is not a file here; copy it"),
-        ("actor_rollout_ref.model.path=/none", "model.path=/none cannot be read here (no folder is there)"),
+        ("actor_rollout_ref.model.path=/none", "model.path=/none cannot be read here (nothing is there)"),
         ("actor_rollout_ref.model.tokenizer_path=/none", "model.tokenizer_path=/none cannot be read here"),
     ],
 )

@@ -111,10 +111,8 @@ def check_sizes(config: DictConfig) -> None:
 
 def data_ranks(config: DictConfig) -> int:
     """Ranks that compute data in parallel: groups of GPUs, where some share a row."""
-    gpus, shared = (
-        config.trainer.n_gpus_per_node * config.trainer.nnodes,
-        sequence_ranks(config.actor_rollout_ref.actor),
-    )
+    gpus: int = config.trainer.n_gpus_per_node * config.trainer.nnodes
+    shared = sequence_ranks(config.actor_rollout_ref.actor)
     return gpus if gpus % shared else gpus // shared  # the driver refuses others
 
 
@@ -129,12 +127,12 @@ def check_batch(config: DictConfig, several_turns: bool) -> None:
         )
 
 
-def check_model_folders(config: DictConfig) -> None:
-    """Raises PlanError where the model's path is absolute, and no folder here; a relative one may be a hub's name."""
+def check_model_paths(config: DictConfig) -> None:
+    """Raises PlanError where the model's path is absolute, and nothing is there; a relative one may be a hub's name."""
     for key in ("path", "tokenizer_path", "hf_config_path"):
         path = config.actor_rollout_ref.model.get(key)
-        if path and Path(path).is_absolute() and not Path(path).is_dir():
-            raise unreadable_model(key, path, "no folder is there")
+        if path and Path(path).is_absolute() and not Path(path).exists():
+            raise unreadable_model(key, path, "nothing is there")
 
 
 def unreadable_model(key: str, path: object, reason: str) -> PlanError:
@@ -230,5 +228,5 @@ def read_command(
             "--simulate knows no sequence parallelism; leave it out, or set ulysses_sequence_parallel_size=1"
         )
     messages = None if rollouts else read_messages(config)
-    check_model_folders(config)
+    check_model_paths(config)
     return Asked(config, words, messages, responses, rollouts, turns)
