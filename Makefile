@@ -73,12 +73,12 @@ $(STAMP):
 	$(PIP) torch==2.13.0  # first and alone: what follows must find this build, not choose one
 	$(PIP) setuptools
 	$(PIP) --no-build-isolation --editable '.[cpu,test,video]'
-	$(BIN)/python -c 'import torchvision' 2>/dev/null || $(BIN)/python -c 'import pathlib, re, sysconfig; \
+	@$(BIN)/python -c 'import torchvision' 2>/dev/null || $(BIN)/python -c 'import pathlib, re, sysconfig; \
 		path = pathlib.Path(sysconfig.get_path("purelib"), "torchvision", "_meta_registrations.py"); \
 		old = r"@torch\.library\.register_fake\(.torchvision::(.*).\)"; \
 		path.write_text(re.sub(old, lambda m: f"@register_meta({m[1]!r})", path.read_text()))'
-	rm -f .venv/setup-*
-	touch $@
+	@rm -f .venv/setup-*
+	@touch $@
 
 setup-vllm: $(VLLM)
 

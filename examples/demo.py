@@ -330,8 +330,11 @@ def demonstrate(args: argparse.Namespace, output: Path, size: Size, console: Con
             (output / f"{name}.{kind}").unlink(missing_ok=True)
     questions, data = prepare(output, args.data, size)
     if args.model == "tiny" or args.model in VISION:
+        from transformers.utils.logging import disable_progress_bar
+
         from verl_prefix.testing import write_tiny_model, write_tiny_vlm
 
+        disable_progress_bar()  # of one file's writing
         texts = questions.read_text().splitlines()
         if args.model == "tiny":
             model = write_tiny_model(output / "tiny", texts=texts)

@@ -1,6 +1,7 @@
 """The `verl-prefix` command: reads the command line, nothing else; each subcommand has a module of its own."""
 
 import argparse
+import logging
 import math
 import os
 import sys
@@ -82,6 +83,8 @@ def _given(arguments: argparse.Namespace, options: type) -> dict[str, Any]:
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
+    os.environ.setdefault("VERL_LOGGING_LEVEL", "ERROR")  # what verl and we warn of here is a finding as well
+    logging.getLogger("verl_prefix").setLevel(logging.ERROR)
     _quieten_verl()
     return doctor.doctor(arguments.json)
 

@@ -1,7 +1,7 @@
 """Target of the `verl.plugins` entry point: runs at the end of `import verl`, in the driver and in every Ray worker.
 
-It puts `pkg://verl_prefix.config` on Hydra's search path (so `model_engine=prefix` resolves before `@hydra.main` runs)
-and registers the platform, and resolvers by which that key and another ask who drives. The rest waits: the engine comes
+It puts verl_prefix/config on Hydra's search path (so `model_engine=prefix` resolves before `@hydra.main` runs) and
+registers the platform, and resolvers by which that key and another ask who drives. The rest waits: the engine comes
 with the class that `model_engine=prefix` names for `fsdp_config`, the trainers come behind verl's own. verl swallows
 what is raised here (verl/__init__.py logs it at DEBUG); `verl-prefix doctor` imports this module again and shows the
 traceback.
@@ -15,22 +15,13 @@ from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any
 
-from hydra.core.config_search_path import ConfigSearchPath
-from hydra.core.plugins import Plugins
-from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import DictConfig, OmegaConf
 
-CONFIG_PATH = "pkg://verl_prefix.config"
+import verl_prefix.search_path  # noqa: F401
+
 VERLS_TRAINERS = "verl.trainer.ppo.v1"
 
 logger = logging.getLogger(__name__)
-
-
-class PrefixSearchPathPlugin(SearchPathPlugin):
-    """Appends verl_prefix/config to Hydra's search path, behind verl's own tree."""
-
-    def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
-        search_path.append(provider="verl_prefix", path=CONFIG_PATH)
 
 
 class TrainersFinder(MetaPathFinder):
@@ -75,7 +66,6 @@ def _add_trainers() -> None:
         logger.exception("trainer.v1.trainer_mode=prefix_* are missing")
 
 
-Plugins.instance().register(PrefixSearchPathPlugin)
 OmegaConf.register_new_resolver("verl_prefix.engine_of", _engine_of, replace=True)
 OmegaConf.register_new_resolver("verl_prefix.keeps_prompts", _keeps_prompts, replace=True)
 

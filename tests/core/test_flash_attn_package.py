@@ -154,7 +154,7 @@ def test_the_newest_interface_that_the_gpu_runs_is_chosen(install, capability, m
 
 @pytest.mark.parametrize("modules", [{"_FA2": fa2}, {}, {"_FA2": fa2, "_FA3": fa3}], ids=["FA2", "none", "FA3"])
 def test_the_first_log_line_says_what_a_missing_fa3_costs_and_how_to_install_it(install, modules, caplog, monkeypatch):
-    """By `auto`, on a GPU that could run it; without any package aten's kernel is chosen."""
+    """By `auto` or flash_attn, on a GPU that could run it; without any package `auto` chooses aten's kernel."""
     install((9, 0), **modules)
     monkeypatch.setattr(torch.version, "cuda", "12.8")
     monkeypatch.setattr(aten, "unavailable", lambda: None)
@@ -162,6 +162,10 @@ def test_the_first_log_line_says_what_a_missing_fa3_costs_and_how_to_install_it(
     chosen = choose_kernel("auto", "cuda", torch.bfloat16, 128).__name__.rpartition(".")[2]
     assert chosen == ("flash_attn" if modules else "aten")
     (line,) = caplog.messages
+    caplog.clear()
+    if modules:
+        choose_kernel("flash_attn", "cuda", torch.bfloat16, 128)
+        assert caplog.messages == [line.replace("attention=auto", "attention=flash_attn")]
     told = (
         "flash_attn_interface, the fastest attention for this GPU, is not installed or has unknown arguments: updates "
         "take longer (about 13 % of an update of an 8B model, estimated for prompts of 8k tokens, 8 responses of 1k "

@@ -35,7 +35,7 @@ from verl_prefix.engine.shared_pixels import (  # noqa: E402
 )
 from verl_prefix.models.vision import PIXEL_NAMES  # noqa: E402
 from verl_prefix.testing import write_tiny_vlm  # noqa: E402
-from verl_prefix.tools.plan.training_command import compose_config  # noqa: E402
+from verl_prefix.tools.plan.compose import compose_config  # noqa: E402
 from verl_prefix.trainer.prefix_sync import MANAGER, PrefixPPOTrainerSync  # noqa: E402
 
 G = 4

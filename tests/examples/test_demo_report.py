@@ -278,6 +278,21 @@ def test_a_second_demo_in_the_same_folder_is_refused(
     assert refused.value.code == 2 and "another demo is writing to" in capsys.readouterr().err
 
 
+def test_a_tiny_model_is_written_without_a_bar(
+    demo_report: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import demo
+    from transformers.utils.logging import enable_progress_bar
+
+    enable_progress_bar()
+    monkeypatch.setattr(demo, "run_arm", lambda *_: sys.exit(7))
+    monkeypatch.setattr(sys, "argv", ["demo.py", "--model", "tiny", "--output", str(tmp_path)])
+    with pytest.raises(SystemExit) as ended:
+        demo.main()
+    assert ended.value.code == 7 and (tmp_path / "tiny" / "model.safetensors").is_file()
+    assert "Writing model shards" not in capsys.readouterr().err
+
+
 def test_arms_differ_in_the_engine_alone(demo_report: ModuleType, tmp_path: Path) -> None:
     import demo
 

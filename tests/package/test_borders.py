@@ -22,12 +22,14 @@ ROOMS = {
     "trainer": ("config versions", "verl ray omegaconf transfer_queue"),
     "cpu": ("models", "verl ray psutil omegaconf transformers fastapi uvicorn"),
     "testing": ("core models", "transformers tokenizers"),
-    "tools": ("core models auto config engine trainer files versions testing plugin", "verl transformers numpy pyarrow "
+    "tools": ("core models auto config engine trainer files versions testing plugin "
+              "search_path", "verl transformers numpy pyarrow "
               "hydra omegaconf tensordict rich packaging tensorboard"),
     "files": ("", ""),
     "versions": ("", ""),
     "api": ("core models", ""),
-    "plugin": ("cpu trainer config", "verl hydra omegaconf"),
+    "plugin": ("cpu trainer config search_path", "verl omegaconf"),
+    "search_path": ("", "hydra"),
     "cli": ("tools engine versions", ""),
     "__init__": ("api", ""),
 }  # fmt: skip

@@ -18,7 +18,7 @@ from verl.utils.dataset.rl_dataset import RLHFDataset
 from verl.workers.rollout.replica import TokenOutput
 
 from verl_prefix.testing import write_tiny_model
-from verl_prefix.tools.plan.training_command import compose_config
+from verl_prefix.tools.plan.compose import compose_config
 
 QUESTION = {"role": "user", "content": "Which lake does the river of Oslo flow into?"}
 PARAGRAPHS = ["Oslo\nOslo lies on the Akerselva.", "Akerselva\nThe Akerselva flows into Lake Mjosa."]

@@ -26,6 +26,7 @@ from verl.utils.import_utils import load_extern_object
 from verl_prefix.models.support import unsupported_reasons
 from verl_prefix.testing import write_tiny_model, write_tiny_vlm
 from verl_prefix.tools.plan import command as plan
+from verl_prefix.tools.plan.options import PlanError
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 MUSIQUE, VIDEO = "musique/run_qwen3_8b_fsdp2.sh", "video_rlvr/run_qwen2_5_vl_7b_fsdp2.sh"
@@ -571,7 +572,7 @@ def test_a_key_that_a_script_adds_twice_is_named(folder_of, train_file, word):
     """Of grpo_trainer/run_gpt_oss_20b_fsdp and tuning/lora/run_qwen3_8b_merge_fsdp, which verl 0.9 itself refuses."""
     settings = SCRIPTS["tuning/lora/run_qwen3_8b_fsdp"]
     key = word.removeprefix("+").partition("=")[0]
-    with pytest.raises(plan.PlanError, match=f"do not compose: Could not append to config.* '{key}'"):
+    with pytest.raises(PlanError, match=f"do not compose: Could not append to config.* '{key}'"):
         plan.build("ppo_trainer", [*command_of(settings, folder_of(settings.model), Path("x")), word], None, None)
 
 
@@ -580,7 +581,7 @@ def test_a_model_that_needs_code_of_its_own_is_named(tmp_path, train_file):
     code = {"AutoConfig": "configuration_minicpm.MiniCPMOConfig"}
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "minicpmo", "auto_map": code}))
     words = command_of(SCRIPTS["grpo_trainer/run_glm4_1v_9b_fsdp"], tmp_path, train_file(False))
-    with pytest.raises(plan.PlanError, match="model.path=.* contains custom code"):
+    with pytest.raises(PlanError, match="model.path=.* contains custom code"):
         plan.build("ppo_trainer", words, None, None)
 
 

@@ -49,7 +49,7 @@ def test_doctor_names_everything_that_is_registered(run_doctor, tmp_path):
         "rollouts of this package: hf",
         "attention kernel cpu: ok",
         "prefix.attention=auto on cpu in torch.float32, head dim 128: cpu",
-        "Hydra search path: verl_prefix.config",
+        f"Hydra search path: {Path(verl_prefix.__file__).parent / 'config'}",
         "model_engine=prefix composes actor: verl_prefix.config.",
         "model_engine=prefix composes ref: verl_prefix.config.",
     ):
@@ -65,6 +65,29 @@ def test_json_stands_alone_and_says_what_the_lines_say(run_doctor, tmp_path):
     found = told["findings"]
     assert [f"{one['state']:4} {one['line']}" for one in found] == [line for line in lines[:-1] if line[:5] != "     "]
     assert told["verdict"] == lines[-1] and {one["state"] for one in found} == {"ok", "info"}
+
+
+NOISE = """
+import logging, os, warnings
+warnings.warn("of python")
+logging.warning("of logging")
+os.write(2, b"of C\\n")
+"""
+
+
+def test_warnings_of_others_come_behind_the_findings(run_doctor, fresh, tmp_path):
+    """Of a package that a check in the middle imports; stdout and stderr are one file, as on a terminal."""
+    (tmp_path / "trl").mkdir()
+    (tmp_path / "trl/__init__.py").write_text(NOISE)
+    code = "import os; os.dup2(1, 2); from verl_prefix import cli; raise SystemExit(cli.main(['doctor']))"
+    env = {name: value for name, value in os.environ.items() if not name.startswith(("VERL_", "PYTHONWARNINGS"))}
+    lines = fresh(code, tmp_path, env).stdout.splitlines()
+    noise = next(i for i, line in enumerate(lines) if line[:5] not in ("ok   ", "info ", "FAIL ", "     "))
+    said = "\n".join(lines[noise:-1])
+    assert all(f"of {name}" in said for name in ("python", "logging", "C")) and "accelerator" not in said
+    assert not any(line[:5] in ("ok   ", "info ", "FAIL ") for line in lines[noise:])
+    told = run_doctor(tmp_path, "--json")
+    assert json.loads(told.stdout)["findings"] and "of C" in told.stderr
 
 
 @pytest.mark.parametrize(("terminal", "no_colour"), [(True, ""), (True, "1"), (False, "")])

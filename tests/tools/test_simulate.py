@@ -7,7 +7,9 @@ import contextlib
 import functools
 import gc
 import inspect
+import io
 import json
+import os
 import re
 from collections import Counter
 from collections.abc import Callable
@@ -42,7 +44,7 @@ from verl_prefix.tools.simulate.accelerator import DEVICE, fake_accelerator
 from verl_prefix.tools.simulate.hardware import GIB
 from verl_prefix.tools.simulate.job import Arm, Job
 from verl_prefix.tools.simulate.passes import Simulation
-from verl_prefix.tools.simulate.report import as_json, fit, longest
+from verl_prefix.tools.simulate.report import as_json, compare, fit, longest
 from verl_prefix.tools.simulate.tracker import Tracker
 
 SMALL = LlamaConfig(
@@ -633,6 +635,20 @@ def test_the_search_of_what_fits_shows_its_progress_on_a_terminal(monkeypatch, c
     assert fit(job, H100, 75, list(ARMS.values())[:2]).keys() == set(list(ARMS)[:2])
     printed = capsys.readouterr()
     assert printed.out == "" and ("2/2" in printed.err) == terminal
+
+
+def progress_of_arms(terminal: bool) -> str:
+    """What `compare` writes to stderr of two arms of a model of two layers."""
+    known = {"TERM": "xterm", "FORCE_COLOR" if terminal else "NO_COLOR": "1"}
+    with mock.patch.dict(os.environ, known), contextlib.redirect_stderr(io.StringIO()) as err:
+        compare(Job(SMALL, (Group((0, 1), 600, (300, 200)),), budget=1 << 16), H100, list(ARMS.values())[:2])
+    return err.getvalue()
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_the_arms_of_a_simulation_show_their_progress_on_a_terminal(elsewhere, terminal):
+    said = elsewhere(progress_of_arms, terminal)
+    assert f"arms of {SMALL.num_hidden_layers} layers" in said and "2/2" in said if terminal else said == ""
 
 
 @pytest.mark.full

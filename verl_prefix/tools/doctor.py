@@ -10,7 +10,9 @@ import importlib.metadata
 import importlib.util
 import json
 import os
+import shutil
 import sys
+import tempfile
 import traceback
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -191,7 +193,7 @@ def _check_recurrent() -> Iterator[Finding]:
 
 
 def _check_config() -> Iterator[Finding]:
-    from verl_prefix.tools.plan.training_command import PlanError, prefix_engine_sources
+    from verl_prefix.tools.plan.compose import PlanError, prefix_engine_sources
 
     try:
         sources, targets = prefix_engine_sources()
@@ -211,11 +213,29 @@ CHECKS = (
 )  # fmt: skip
 
 
+@contextlib.contextmanager
+def _stderr_last() -> Iterator[None]:
+    """What anything writes to stderr within, C code too, comes behind it: no warning stands between two findings."""
+    sys.stderr.flush()
+    stderr = os.dup(2)
+    with tempfile.TemporaryFile() as held:
+        os.dup2(held.fileno(), 2)
+        try:
+            yield
+        finally:
+            sys.stderr.flush()
+            os.dup2(stderr, 2)
+            os.close(stderr)
+            held.seek(0)
+            shutil.copyfileobj(held, sys.stderr.buffer)
+            sys.stderr.flush()
+
+
 def doctor(as_json: bool = False) -> int:
     """Prints a line per check, or all as JSON, and returns the exit code: 0, or 1 with what to do for each problem."""
     found: list[Finding] = []
     try:
-        with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
+        with _stderr_last(), contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
             for check in CHECKS:
                 for finding in check():
                     found.append(finding)

@@ -87,7 +87,9 @@ def show(blocks: Iterable[str | Table], style: str | None = None) -> None:
             of_block = "bold" if block.startswith("# ") else style
             console.print(block.removeprefix("# "), style=of_block, markup=False, highlight=False, soft_wrap=True)
             continue
-        grid = Grid(*map(str, block.head), title=block.title or None, title_justify="left")
+        if block.title:  # a line of its own: rich would break it to the table's width
+            console.print(block.title, style="italic", markup=False, highlight=False, soft_wrap=True)
+        grid = Grid(*map(str, block.head))
         for row in block.rows:
             grid.add_row(*(str(cell).strip("*") for cell in row))
         Console(width=max(console.width, endless.measure(grid).maximum)).print(grid, markup=False)

@@ -71,13 +71,16 @@ def choose_kernel(name: str, device_type: str, dtype: torch.dtype, head_dim: int
     def refusal(kernel: Kernel) -> str | None:
         return kernel.unavailable() or kernel.unsupported(device_type, dtype, head_dim, softcap)
 
+    def log(chosen: Kernel) -> Kernel:
+        missed = flash_attn.missed() if device_type == "cuda" else None
+        more = "; {}: {}".format(*missed) if missed else ""
+        logger.warning("prefix.attention=%s: %s%s", name, chosen.__name__, more)  # workers print this level
+        return chosen
+
     if name == "auto":
         for candidate in (cpu, flash_attn, aten):
             if refusal(candidate) is None:
-                missed = flash_attn.missed() if device_type == "cuda" else None
-                more = "; {}: {}".format(*missed) if missed else ""
-                logger.warning("prefix.attention=auto: %s%s", candidate.__name__, more)  # workers print this level
-                return candidate
+                return log(candidate)
         what = f"{device_type}, {dtype}, head dim {head_dim}{', softcap' if softcap else ''}"
         if device_type == "cuda":
             reasons = "; ".join(f"{other}: {refusal(KERNELS[other])}" for other in ("flash_attn", "aten"))
@@ -92,4 +95,4 @@ def choose_kernel(name: str, device_type: str, dtype: torch.dtype, head_dim: int
         raise ValueError(f"prefix.attention={name!r} is unknown; set one of {['auto', *KERNELS]}")
     if reason := refusal(KERNELS[name]):
         raise ValueError(f"prefix.attention={name!r} cannot run here: {reason}; set prefix.attention=auto")
-    return KERNELS[name]
+    return log(KERNELS[name]) if name == "flash_attn" else KERNELS[name]

@@ -6,13 +6,10 @@ import math
 import os
 import re
 import statistics
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple
 
 from verl_prefix.tools.ab.runs import read_run
-
-T = TypeVar("T")
 
 CONFIG_PATH, CONFIG_NAME = "config", "ppo_trainer"  # verl's own, where the training command names none
 # verl's timing -> the pass that it holds.
@@ -92,18 +89,46 @@ def is_dump(spec: str) -> bool:
     return Path(spec).exists()
 
 
-def read_dumps(path: str, read: Callable[[str, dict[str, Any]], T]) -> list[T]:
-    """What `read` makes of each line of a folder of verl's rollout dumps, or of one of its files, and its file's name.
+class Rollout(NamedTuple):
+    """A line of a file of verl's rollout dumps."""
+
+    file: str
+    uid: str
+    prompt: str
+    response: str
+
+
+def read_dumps(path: str) -> list[Rollout]:
+    """The rollouts of a folder of verl's dumps, or of one of its files.
 
     Raises:
-        PlanError: the files are not what verl writes.
+        PlanError: the files are not what verl writes, or hold none.
     """
-    files = sorted(Path(path).glob("*.jsonl")) if Path(path).is_dir() else [Path(path)]
+    files, found = sorted(Path(path).glob("*.jsonl")) if Path(path).is_dir() else [Path(path)], list[Rollout]()
     try:
-        return [read(file.name, json.loads(line)) for file in files for line in file.read_text().splitlines()]
+        for file in files:
+            rows = map(json.loads, file.read_text().splitlines())
+            found += [Rollout(file.name, str(x.get("uid", "")), x.get("input", ""), x["output"]) for x in rows]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         wrong = f"{type(error).__name__}: {error}"
         raise PlanError(f"{path} is not what trainer.rollout_data_dir writes ({wrong})") from None
+    if not found:
+        raise PlanError(f"{path} holds no rollouts")
+    return found
+
+
+def check_lengths(spec: str | None, turns: Turns | None, longest: int) -> None:
+    """Raises PlanError where responses are longer than `longest`, data.max_response_length."""
+    if turns and (length := turns.thinking + turns.say) > longest:
+        raise PlanError(
+            f"--thinking {turns.thinking} --say {turns.say}: responses of {length} tokens are over "
+            f"data.max_response_length={longest}; raise it"
+        )
+    if spec and not is_dump(spec) and spread(spec)[0] > longest:
+        raise PlanError(
+            f"--response-lengths {spec!r}: write a mean of 1 to {longest} tokens (data.max_response_length; raise it "
+            "for more)"
+        )
 
 
 def spread(spec: str) -> tuple[float, float]:

@@ -13,14 +13,16 @@ from pathlib import Path
 from verl_prefix.tools.plan.options import MAIN, PlanError
 
 # Restricted bash starts no program by a path and opens no file to write, and it finds no program in an empty PATH. A
-# script goes on where one is missing, or where `set -e` would have ended it.
+# script goes on where one is missing, or where `set -e` or `exit` would have ended it.
 PRELUDE = """
+ulimit -t {seconds}
 BASH_XTRACEFD={descriptor}
 readonly PS4
 enable -n history fc
 command_not_found_handle() {{ return 0; }}
 command() {{ :; }}
 set() {{ :; }}
+exit() {{ :; }}
 kill() {{ :; }}
 source() {{ :; }}
 function . {{ :; }}
@@ -28,7 +30,12 @@ cd() {{ [[ $1 != -- ]] || shift; case $1 in /*) PWD=$1 ;; *) PWD=$PWD/$1 ;; esac
 pwd() {{ echo "$PWD"; }}
 dirname() {{ [[ $1 != -- ]] || shift; case $1 in */*) echo "${{1%/*}}" ;; *) echo . ;; esac; }}
 """
+# The end of a block whose output goes to files, { ...; } > log 2>&1: restricted bash would leave the block out.
+TO_FILE = re.compile(
+    r"((?:^|[;\s])(?:[})]|done|fi|esac))(?:[ \t]*(?:\d*>[>|]?|&>>?)&?[ \t]*(?:\"[^\"\n]*\"|[^\s;|&()\"])+)+", re.M
+)
 SECONDS = 20  # a script that waits for something waits for ever here
+CPU_SECONDS = 1  # so does a loop in the background, which would watch the training
 
 
 def expanded(words: list[str]) -> list[str]:
@@ -51,10 +58,13 @@ def expanded(words: list[str]) -> list[str]:
     if not (is_quoted or is_file):
         return words
     named = first if is_file else "the quoted command"
-    entries = _trace(["-c", first] if is_quoted else [str(Path(first).resolve()), *rest], named)
-    for entry in entries:
+    text = first if is_quoted else Path(first).read_text(errors="surrogateescape")
+    entries = _trace(text, [] if is_quoted else [str(Path(first).resolve()), *rest], named)
+    for i, entry in enumerate(entries):
         if any(name in entry for name in ("main_ppo", "fully_async_main")) and _trains(found := shlex.split(entry)):
             _say_what_was_not_read(entries)
+            if end := next((entry for entry in entries[:i] if re.match(r"exit\b", entry)), None):
+                print(f"note: {named} ends with {end.strip()} before it trains; it was read on", file=sys.stderr)
             is_used = any(word in found for word in rest)
             return found if is_used else found + [word for word in rest if "=" in word or word.startswith("~")]
     raise PlanError(
@@ -77,8 +87,11 @@ def _trains(words: list[str]) -> bool:
     return any(MAIN.fullmatch(word) and (before == "-m" or word.endswith(".py")) for before, word in pairs)
 
 
-def _trace(script: list[str], named: str) -> list[str]:
-    """What bash would run, one entry a command.
+def _trace(text: str, words: list[str], named: str) -> list[str]:
+    """What bash would run of a script, one entry a command.
+
+    Args:
+        words: its file and its arguments.
 
     Raises:
         PlanError: it does not end, or `set --` makes it arguments that are not followed here.
@@ -86,11 +99,14 @@ def _trace(script: list[str], named: str) -> list[str]:
     with tempfile.TemporaryFile("w+") as trace, tempfile.NamedTemporaryFile("w") as prelude:
         descriptor = fcntl.fcntl(trace.fileno(), fcntl.F_DUPFD, 100)  # scripts use those below 10
         try:
-            prelude.write(PRELUDE.format(descriptor=descriptor))
+            prelude.write(PRELUDE.format(descriptor=descriptor, seconds=CPU_SECONDS))
             prelude.flush()
             environment = {"PATH": "/nonexistent", "BASH_ENV": prelude.name, "PS4": "+ ", "LC_ALL": "C.UTF-8"}
+            environment["SCRIPT_SOURCE"] = "".join(words[:1])
+            script = TO_FILE.sub(r"\1", text).replace("BASH_SOURCE", "SCRIPT_SOURCE")  # of a file alone bash sets it
+            script += "\nwait"  # for a training in the background
             subprocess.run(
-                ["/bin/bash", "-r", "-x", *script], env=os.environ | environment, stdin=subprocess.DEVNULL,
+                ["/bin/bash", "-r", "-x", "-c", script, *words], env=os.environ | environment, stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, pass_fds=[descriptor], timeout=SECONDS,
                 check=False,
             )  # fmt: skip

@@ -1,16 +1,10 @@
-"""A training command as verl reads it: its composed config, what the driver would refuse, how long its prompts are."""
+"""A training command as verl reads it: its model, what the driver would refuse, how long its prompts are."""
 
-import json
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
-import pyarrow
-import pyarrow.parquet
 import torch
-import verl.trainer
-from hydra import compose, initialize_config_dir
-from hydra.errors import HydraException, InstantiationException
+from hydra.errors import InstantiationException
 from omegaconf import DictConfig, OmegaConf
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PretrainedConfig
 from verl.tools.tool_registry import load_all_tools
@@ -27,54 +21,11 @@ from verl_prefix.config import (
 )
 from verl_prefix.config.driver import check_driver
 from verl_prefix.models.vision import is_vision_config
-from verl_prefix.tools.plan.options import CONFIG_NAME, CONFIG_PATH, PlanError, override_words
+from verl_prefix.tools.plan.compose import Messages, micro_batches, prompts_of_step, sequence_ranks, unreadable_model
+from verl_prefix.tools.plan.options import PlanError
 
 MAX_PROMPTS = 2000  # of the train file, evenly spread; their lengths stand for all
 MAX_CLIPS = 64  # the same where their images and videos must be decoded
-TARGET = "verl_prefix.config.PrefixActorConfig"
-
-
-def compose_config(config_name: str, words: list[str], config_path: str = CONFIG_PATH) -> DictConfig:
-    """Composes the config of `python -m verl.trainer.main_ppo --config-name=... overrides...`, with the prefix engine.
-
-    Args:
-        words: of the command, whatever starts it, or of its overrides alone.
-        config_path: folder of the config; a relative one starts at verl/trainer, as in Hydra.
-
-    Raises:
-        PlanError: a word is no override, or they do not compose.
-    """
-    kept = [word for word in override_words(words) if not word.lstrip("+").startswith("model_engine=")]
-    config = _compose(config_name, [*kept, "model_engine=prefix"], config_path)
-    if (actor := config.actor_rollout_ref.actor).get("_target_") != TARGET:
-        raise PlanError(
-            f"actor_rollout_ref.actor is of {actor.get('_target_')}, and model_engine=prefix makes it one of {TARGET}; "
-            "remove the override that replaces it"
-        )
-    return config
-
-
-def _compose(config_name: str, overrides: list[str], config_path: str = CONFIG_PATH, **options: bool) -> DictConfig:
-    trainer = Path(verl.trainer.__path__[0]).resolve()
-    folder = (trainer / config_path).resolve()
-    if folder.is_relative_to(trainer.parent / "experimental"):  # which finds verl's other files in its clone alone
-        overrides = ["hydra.searchpath=[pkg://verl.trainer.config]", *overrides]
-    try:
-        with initialize_config_dir(str(folder), version_base=None):
-            return compose(config_name, overrides=overrides, **options)
-    except HydraException as error:
-        raise PlanError(f"the overrides do not compose: {' '.join(str(error).split())}") from error
-
-
-def prefix_engine_sources() -> tuple[list[str], dict[str, str]]:
-    """Entries of this package on Hydra's search path, and the class that model_engine=prefix gives actor and ref.
-
-    Raises:
-        PlanError: it does not compose.
-    """
-    config = _compose(CONFIG_NAME, ["model_engine=prefix"], return_hydra_config=True)
-    sources = [source.path for source in config.hydra.runtime.config_sources if source.provider == "verl_prefix"]
-    return sources, {role: config.actor_rollout_ref[role]._target_ for role in ("actor", "ref")}
 
 
 def _read(config: DictConfig, key: str, load: Callable[..., Any]) -> Any:
@@ -85,10 +36,7 @@ def _read(config: DictConfig, key: str, load: Callable[..., Any]) -> Any:
         return load(model[key], trust_remote_code=model.trust_remote_code)
     except (OSError, ValueError) as error:
         reason = str(error).strip().partition("\n")[0]
-        raise PlanError(
-            f"actor_rollout_ref.model.{key}={model[key]} cannot be read here ({reason}); set it to the folder of a "
-            "Hugging Face model, or to a hub name that this machine can load"
-        ) from error
+        raise unreadable_model(key, model[key], reason) from error
 
 
 def read_tokenizer(config: DictConfig) -> Any:
@@ -109,47 +57,8 @@ def read_model(config: DictConfig) -> Any:
         return _read(config, "path", lambda _, **options: auto_class.from_config(hf_config, **options))
 
 
-def micro_batches(config: DictConfig) -> dict[str, tuple[str, int | None, bool]]:
-    """Sizes of the micro-batches of update, old and ref: the key, its value, and whether it counts tokens.
-
-    As verl/workers/engine_workers.py reads them; with LoRA the actor computes ref (`ref_in_actor` of verl's trainer).
-    """
-    model = config.actor_rollout_ref.model
-    lora = (model.get("lora") or {}).get("rank", 0) > 0 or model.get("lora_rank", 0) > 0
-    ref = "rollout" if lora or model.get("lora_adapter_path") else "ref"
-    sizes = {}
-    for name, role, of_role in (("update", "actor", "ppo"), ("old", "rollout", "log_prob"), ("ref", ref, "log_prob")):
-        section = config.actor_rollout_ref[role]
-        dynamic = section.use_dynamic_bsz if role == "actor" else section.log_prob_use_dynamic_bsz
-        key = f"{of_role}_{'max_token_len' if dynamic else 'micro_batch_size'}_per_gpu"
-        sizes[name] = (f"actor_rollout_ref.{role}.{key}", section[key], dynamic)
-    return sizes
-
-
-def sequence_ranks(section: DictConfig) -> int:
-    """Ranks that share a row in the engine of `actor_rollout_ref.actor` or `.ref` (verl's FSDPActorConfig)."""
-    of_role: int = section.ulysses_sequence_parallel_size
-    return of_role if of_role > 1 else int(section.fsdp_config.ulysses_sequence_parallel_size)
-
-
-def prompts_of_step(config: DictConfig) -> int:
-    """Prompts that the trainer takes at once."""
-    if "async_training" in config:  # fully_async_policy, which wants data.train_batch_size=0
-        return config.async_training.require_batches * config.actor_rollout_ref.actor.ppo_mini_batch_size
-    return config.data.train_batch_size
-
-
-def check_values(config: DictConfig) -> None:
-    """Raises PlanError where a size is no number of 1 or more, or `actor.prefix` has a value that it cannot have."""
-    role = "actor_rollout_ref"
-    batch = "async_training.require_batches" if "async_training" in config else "data.train_batch_size"
-    sizes = (batch, "data.max_prompt_length", "data.max_response_length", f"{role}.rollout.n",
-             f"{role}.actor.ppo_mini_batch_size", "trainer.n_gpus_per_node", "trainer.nnodes")  # fmt: skip
-    values = {key: OmegaConf.select(config, key) for key in sizes}
-    values |= {key: value for key, value, _ in micro_batches(config).values() if value is not None}
-    for key, value in values.items():
-        if type(value) is not int or value < 1:
-            raise PlanError(f"{key}={'null' if value is None else value}: set a number of 1 or more")
+def check_prefix(config: DictConfig) -> None:
+    """Raises PlanError where `actor.prefix` has a value that it cannot have."""
     if reason := _refusal(omega_conf_to_dataclass, config.actor_rollout_ref.actor.prefix):
         raise PlanError(reason)
 
@@ -218,19 +127,6 @@ def _tool_schemas(data: DictConfig) -> list[dict[str, Any]] | None:
     return [tool.tool_schema.model_dump(exclude_unset=True, exclude_none=True) for tool in tools]
 
 
-def _read_table(path: Path) -> pyarrow.Table:
-    """The rows of a train file of verl's: parquet, or JSON as lines or as a list."""
-    try:
-        if path.suffix not in (".json", ".jsonl"):
-            return pyarrow.parquet.read_table(path)
-        text = path.read_text()
-        if text.lstrip().startswith("["):
-            return pyarrow.Table.from_pylist(json.loads(text))
-        return pyarrow.Table.from_pylist([json.loads(line) for line in text.splitlines() if line.strip()])
-    except (ValueError, AttributeError) as error:  # a row that is no object has no `items`
-        raise PlanError(f"data.train_files: {path} cannot be read as {path.suffix[1:]}: {error}") from error
-
-
 def _as_text(template: Any, where: str, messages: list[dict[str, Any]], options: dict[str, Any]) -> str:
     """The prompt as the chat template of a tokenizer or processor writes it."""
     try:
@@ -246,42 +142,6 @@ class Prompt(NamedTuple):
     tokens: int
     grids: tuple[tuple[int, int, int], ...] = ()
     ids: Sequence[int] = ()
-
-
-class Messages(NamedTuple):
-    """Of the train files: where each prompt stands, and its messages; `visual`: images or videos belong to some."""
-
-    prompts: list[tuple[str, Any]]
-    visual: bool
-
-
-def read_messages(config: DictConfig) -> Messages:
-    """The train files of a command, which need no model to be read.
-
-    Raises:
-        PlanError: one is missing, broken or empty, or has no prompt column or a prompt that is none.
-    """
-    data = config.data
-    files = [data.train_files] if isinstance(data.train_files, str) else data.train_files or []
-    prompts: list[tuple[str, Any]] = []
-    visual = False
-    for file in files:
-        path = Path(str(file)).expanduser()
-        if not path.is_file():
-            raise PlanError(f"data.train_files: {file} is not a file here; copy it to this machine")
-        table = _read_table(path)
-        if data.prompt_key not in table.column_names:
-            raise PlanError(f"{file} has columns {table.column_names}; set data.prompt_key to one of them")
-        kinds = [key for key in (data.image_key, data.video_key) if key in table.column_names]
-        visual = visual or any(any(table[key].to_pylist()) for key in kinds)
-        prompts += [(f"{file}, row {i}", messages) for i, messages in enumerate(table[data.prompt_key].to_pylist())]
-    if not prompts:
-        raise PlanError(f"data.train_files={data.train_files} has no rows; name a file of training prompts")
-    for where, messages in prompts:
-        if not isinstance(messages, list) or not messages or not all(isinstance(x, dict) for x in messages):
-            shown = repr(messages)[:60]
-            raise PlanError(f"{where}: {data.prompt_key} is {shown}; write a list of messages with role and content")
-    return Messages(prompts, visual)
 
 
 def read_prompts(config: DictConfig, messages: Messages, tokenizer: Any) -> tuple[list[Prompt], int]:

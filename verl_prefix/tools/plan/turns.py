@@ -19,7 +19,7 @@ from verl_prefix.core.groups import Group
 from verl_prefix.engine.row_table import AllRows, describe, describe_pieces
 from verl_prefix.engine.rows import Trees, group_rows
 from verl_prefix.testing.rollouts import turn_rollouts
-from verl_prefix.tools.plan.options import Turns, read_dumps
+from verl_prefix.tools.plan.options import Rollout, Turns
 from verl_prefix.tools.plan.predict import NUM_ROWS, SEED, Sizes, Step
 from verl_prefix.tools.plan.training_command import Prompt
 from verl_prefix.trainer.mini_batches import padded, whole_prompts
@@ -157,24 +157,17 @@ class Dump(NamedTuple):
     shared: int
 
 
-def read_dump(folder: str, tokenizer: Any) -> Dump | None:
-    """The rows of `trainer.rollout_data_dir`, as verl's v1 trainer writes them; None where none has a session with
-    several rows, or none is named.
+def read_dump(rollouts: Sequence[Rollout], tokenizer: Any) -> Dump | None:
+    """Those of verl's v1 trainer as rows of turns; None where none has a session with several rows, or none is named.
 
     verl decodes tokens without special ones: texts are tokenized again, and lack a few tokens per message. The ends of
     messages, which are among them, are taken to be where rows part: there, or a few tokens behind.
-
-    Raises:
-        PlanError: the files are not what verl writes.
     """
     found: dict[tuple[str, str], list[tuple[int, str, str]]] = {}
-
-    def read(file: str, row: dict[str, Any]) -> None:
-        uid, *numbers = str(row.get("uid", "")).rsplit("_", 2)  # {uid}_{session}_{turn}
+    for rollout in rollouts:
+        uid, *numbers = rollout.uid.rsplit("_", 2)  # {uid}_{session}_{turn}
         if len(numbers) == 2 and numbers[0].isdecimal() and not uid.startswith("pad"):
-            found.setdefault((file, uid), []).append((int(numbers[0]), row["input"], row["output"]))
-
-    read_dumps(folder, read)
+            found.setdefault((rollout.file, uid), []).append((int(numbers[0]), rollout.prompt, rollout.response))
     if all(len({session for session, *_ in rows}) == len(rows) for rows in found.values()):
         return None
     ends = accumulate(map(len, found.values()))

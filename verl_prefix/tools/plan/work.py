@@ -9,47 +9,33 @@ from typing import Any
 from verl_prefix.auto.shape import ModelShape
 from verl_prefix.config.driver import is_v1
 from verl_prefix.models.messages import end_tokens
-from verl_prefix.tools.plan.options import PlanError, Turns, is_dump, read_dumps, spread
-from verl_prefix.tools.plan.predict import SEED, MicroBatch, Sizes, Step, drawn_steps
-from verl_prefix.tools.plan.training_command import (
+from verl_prefix.tools.plan.compose import (
     Messages,
+    data_ranks,
     micro_batches,
     prompts_of_step,
     read_messages,
-    read_prompts,
     sequence_ranks,
 )
+from verl_prefix.tools.plan.options import PlanError, Rollout, Turns, spread
+from verl_prefix.tools.plan.predict import SEED, MicroBatch, Sizes, Step, drawn_steps
+from verl_prefix.tools.plan.training_command import read_prompts
 from verl_prefix.tools.plan.turns import Dump, TokenStep, made_up, of_dump, token_step
 
 
-def check_lengths(spec: str | None, turns: Turns | None, longest: int) -> None:
-    """Raises PlanError where responses are longer than `longest`, data.max_response_length, or dumps hold none."""
-    if turns and (length := turns.thinking + turns.say) > longest:
-        raise PlanError(
-            f"--thinking {turns.thinking} --say {turns.say}: responses of {length} tokens are over "
-            f"data.max_response_length={longest}; raise it"
-        )
-    if spec and is_dump(spec):
-        if not read_dumps(spec, lambda _, row: row["output"]):
-            raise PlanError(f"{spec} holds no rollouts")
-    elif spec and spread(spec)[0] > longest:
-        raise PlanError(
-            f"--response-lengths {spec!r}: write a mean of 1 to {longest} tokens (data.max_response_length; raise it "
-            "for more)"
-        )
-
-
-def response_lengths(spec: str | None, longest: int, tokenizer: Any) -> tuple[Iterator[int], list[str]]:
+def response_lengths(
+    spec: str | None, rollouts: Sequence[Rollout], longest: int, tokenizer: Any
+) -> tuple[Iterator[int], list[str]]:
     """Endless draws, the same in every run: of a normal distribution (`spread`), cut to 1 to `longest`, or of the
-    outputs in verl's rollout dumps; and which spread nobody asked for. Where nothing is said the mean is half of the
+    responses of `rollouts`; and which spread nobody asked for. Where nothing is said the mean is half of the
     longest response: rows of one length would hide what a trainer's row order costs.
 
     Args:
-        spec: see `check_lengths`.
+        spec: see `spread`.
     """
     draw = Random(SEED)
-    if spec and is_dump(spec):
-        texts = read_dumps(spec, lambda _, row: row["output"])
+    if rollouts:
+        texts = [rollout.response for rollout in rollouts]
         # A finished response also has its end token.
         lengths = [min(len(ids) + 1, longest) for ids in tokenizer(texts, add_special_tokens=False).input_ids]
         return (draw.choice(lengths) for _ in count()), []
@@ -87,12 +73,13 @@ class Work:
 
 def read_work(
     config: Any, size: Sizes, shape: ModelShape, messages: Messages | None, tokenizer: Any, responses: str | None,
-    turns: Turns | Dump | None,
+    rollouts: Sequence[Rollout], turns: Turns | Dump | None,
 ) -> Work:  # fmt: skip
     """The training steps of a command.
 
     Args:
-        messages: of the train files; None: read here, unless `turns` are dumped. responses: see `response_lengths`.
+        messages: of the train files; None: read here, unless `turns` are dumped. responses: --response-lengths.
+        rollouts: that it names.
         turns: by numbers or as dumped, or None: one.
 
     Raises:
@@ -109,7 +96,7 @@ def read_work(
         prompts, overlong = read_prompts(config, messages or read_messages(config), tokenizer)
         is_text, ends = all(prompt.ids for prompt in prompts), end_tokens(tokenizer)
         if turns is None:
-            draws, assumed = response_lengths(responses, data.max_response_length, tokenizer)
+            draws, assumed = response_lengths(responses, rollouts, data.max_response_length, tokenizer)
             draws, again = tee(draws)
             sample = list(islice(draws, 2000))
             one = made_up(size, shape, prompts, ends, Turns(), again, mini_batch_rows) if is_text else None
@@ -129,19 +116,12 @@ def read_work(
     return Work([step], step, priced, lens, of_responses, overlong, len(real) / sessions, assumed)
 
 
-def sizes(config: Any, several_turns: bool = False) -> Sizes:
-    """Raises PlanError where the batch sizes do not divide; rows of several turns are padded, whatever they are."""
-    actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
-    prompts, mini, ranks = prompts_of_step(config), actor.ppo_mini_batch_size, config.trainer.n_gpus_per_node
-    ranks *= config.trainer.nnodes
-    shared, shared_by_ref = (sequence_ranks(config.actor_rollout_ref[role]) for role in ("actor", "ref"))
-    if ranks % shared == 0:  # the driver refuses others
-        ranks //= shared
-    if (prompts % mini and not several_turns) or mini * rollout.n % ranks:
-        raise PlanError(
-            f"data.train_batch_size={prompts}, actor.ppo_mini_batch_size={mini}, rollout.n={rollout.n}, {ranks} ranks: "
-            "make the batch a multiple of the mini-batch, and mini-batch times n one of the ranks"
-        )
+def sizes(config: Any) -> Sizes:
+    """The sizes of a training step, which `compose.check_batch` has let through."""
+    roles = config.actor_rollout_ref
+    actor, rollout = roles.actor, roles.rollout
+    prompts, mini = prompts_of_step(config), actor.ppo_mini_batch_size
+    shared, shared_by_ref = (sequence_ranks(roles[role]) for role in ("actor", "ref"))
     keys = micro_batches(config)
     ref_in_actor = keys["ref"][0].startswith("actor_rollout_ref.rollout.")
     factors = {name: shared_by_ref if name == "ref" and not ref_in_actor else shared for name in keys}
@@ -155,7 +135,7 @@ def sizes(config: Any, several_turns: bool = False) -> Sizes:
         whole = actor.use_prefix_grouper or not config.trainer.balance_batch
     exchange = actor.prefix.exchange != "off"
     return Sizes(
-        prompts, rollout.n, mini_batches=prompts // mini or 1, ranks=ranks, micro_batches=passes,
+        prompts, rollout.n, mini_batches=prompts // mini or 1, ranks=data_ranks(config), micro_batches=passes,
         ref_in_actor=ref_in_actor, whole=whole, by_prompts=actor.prefix.mini_batches == "prompts", exchange=exchange,
         sequence_ranks=shared, ref_sequence_ranks=shared_by_ref,
     )  # fmt: skip

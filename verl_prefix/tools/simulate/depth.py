@@ -11,6 +11,7 @@ from verl_prefix.auto.cost import ROOM_FACTOR
 from verl_prefix.core import host_memory
 from verl_prefix.core.groups import Group
 from verl_prefix.models.recurrent import is_recurrent
+from verl_prefix.tools.report import progress
 from verl_prefix.tools.simulate import scans
 from verl_prefix.tools.simulate.accelerator import DEVICE, fake_accelerator
 from verl_prefix.tools.simulate.hardware import GPUS, Hardware
@@ -69,14 +70,17 @@ def _warm_up() -> None:
     _run(Job(tiny, (Group((0,), 64, (64,)),), 256), (Arm("stock"), Arm("phased")), GPUS["h100"])
 
 
-def _run(job: Job, arms: Sequence[Arm], hardware: Hardware, log_probs: bool = True) -> list[dict[str, Phase]]:
+def _run(
+    job: Job, arms: Sequence[Arm], hardware: Hardware, log_probs: bool = True, shown: bool = False
+) -> list[dict[str, Phase]]:
     vocab_size = job.config.get_text_config().vocab_size
     phases: list[dict[str, Phase]] = []
     of_path: dict[tuple[str, bool], dict[str, Phase]] = {}
-    with fake_accelerator(job.ranks, job.replicas) as mesh, Tracker(hardware, DEVICE, vocab_size) as tracker:
+    bar = progress(f"arms of {job.config.get_text_config().num_hidden_layers} layers", shown)
+    with bar, fake_accelerator(job.ranks, job.replicas) as mesh, Tracker(hardware, DEVICE, vocab_size) as tracker:
         simulation = Simulation(job, tracker, mesh, DEVICE)
         optimizer = simulation.optimizer()
-        for arm in arms:
+        for arm in bar.track(arms):
             tracker.restart()
             host_memory.host_pages.cache_clear()
             if log_probs and (arm.path, arm.offload) not in of_path:
@@ -94,14 +98,16 @@ def _run(job: Job, arms: Sequence[Arm], hardware: Hardware, log_probs: bool = Tr
     return phases
 
 
-def simulate(job: Job, arms: Sequence[Arm], hardware: Hardware, log_probs: bool = True) -> list[dict[str, Phase]]:
+def simulate(
+    job: Job, arms: Sequence[Arm], hardware: Hardware, log_probs: bool = True, shown: bool = False
+) -> list[dict[str, Phase]]:
     """Per arm {phase: amounts} of an update and, if wanted, its log-probs: "log_probs/...", "micro_batch" or "packed",
     "phase_a", "phase_b", "phase_c", "optimizer".
 
     A deep model runs at two smaller depths; every amount of a phase, its peak included, is a line through them. Arms
     run one after the other on one model, whose lazy start the first one pays: log-probs once for every path, which
     rows one by one do not change, and the optimizer's step once. An arm without
-    `ROOM_FACTOR` times the room that it needs keeps no attention, as in the engine.
+    `ROOM_FACTOR` times the room that it needs keeps no attention, as in the engine. shown: with progress on a terminal.
 
     Raises:
         ValueError: the model has recurrent layers whose kernels are not simulated.
@@ -116,7 +122,7 @@ def simulate(job: Job, arms: Sequence[Arm], hardware: Hardware, log_probs: bool 
     job = replace(job, shape=job.shape or whole_shape(job))
 
     def phases(arms: Sequence[Arm]) -> list[dict[str, Phase]]:
-        runs = [_run(replace(job, config=config), arms, hardware, log_probs) for config in configs]
+        runs = [_run(replace(job, config=config), arms, hardware, log_probs, shown) for config in configs]
         if len(runs) == 1:
             return runs[0]
         return [

@@ -60,7 +60,8 @@ def as_json(phases: dict[str, Phase]) -> dict[str, Any]:
 
 def compare(job: Job, hardware: Hardware, arms: Sequence[Arm] = ARMS) -> dict[str, Any]:
     """Every arm's update and log-probs, and what they gain over stock as verl runs it (`arms[0]`)."""
-    outcomes = {arm.name: as_json(phases) for arm, phases in zip(arms, simulate(job, arms, hardware), strict=True)}
+    simulated = map(as_json, simulate(job, arms, hardware, shown=True))
+    outcomes = dict(zip((arm.name for arm in arms), simulated, strict=True))
     for arm in outcomes.values():
         for name, baseline in (("", "stock"), ("_over_lean", "stock_lean")):
             if theirs := outcomes.get(baseline):

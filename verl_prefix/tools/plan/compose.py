@@ -1,0 +1,243 @@
+"""The config of a training command and its train files, read by Hydra and pyarrow alone.
+
+What is wrong with them is said in a second or two; torch and verl take several to be imported.
+"""
+
+import importlib.util
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pyarrow
+import pyarrow.parquet
+from hydra import compose, initialize_config_dir
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+
+import verl_prefix.search_path  # noqa: F401  on which model_engine=prefix is found
+from verl_prefix.tools.plan.options import (
+    CONFIG_NAME,
+    CONFIG_PATH,
+    PlanError,
+    Rollout,
+    Turns,
+    check_lengths,
+    is_dump,
+    override_words,
+    read_dumps,
+)
+
+TARGET = "verl_prefix.config.PrefixActorConfig"
+
+
+def compose_config(config_name: str, words: list[str], config_path: str = CONFIG_PATH) -> DictConfig:
+    """Composes the config of `python -m verl.trainer.main_ppo --config-name=... overrides...`, with the prefix engine.
+
+    Args:
+        words: of the command, whatever starts it, or of its overrides alone.
+        config_path: folder of the config; a relative one starts at verl/trainer, as in Hydra.
+
+    Raises:
+        PlanError: a word is no override, or they do not compose.
+    """
+    kept = [word for word in override_words(words) if not word.lstrip("+").startswith("model_engine=")]
+    config = _compose(config_name, [*kept, "model_engine=prefix"], config_path)
+    if (actor := config.actor_rollout_ref.actor).get("_target_") != TARGET:
+        raise PlanError(
+            f"actor_rollout_ref.actor is of {actor.get('_target_')}, and model_engine=prefix makes it one of {TARGET}; "
+            "remove the override that replaces it"
+        )
+    return config
+
+
+def _compose(config_name: str, overrides: list[str], config_path: str = CONFIG_PATH, **options: bool) -> DictConfig:
+    verl = importlib.util.find_spec("verl")  # found, not imported
+    if verl is None or verl.origin is None:
+        raise PlanError("verl is not installed here, and its configs are needed: pip install verl==0.9.1")
+    trainer = (Path(verl.origin).parent / "trainer").resolve()
+    folder = (trainer / config_path).resolve()
+    if folder.is_relative_to(trainer.parent / "experimental"):  # which finds verl's other files in its clone alone
+        overrides = [f"hydra.searchpath=[file://{trainer / 'config'}]", *overrides]
+    try:
+        with initialize_config_dir(str(folder), version_base=None):
+            return compose(config_name, overrides=overrides, **options)
+    except HydraException as error:
+        raise PlanError(f"the overrides do not compose: {' '.join(str(error).split())}") from error
+
+
+def prefix_engine_sources() -> tuple[list[str], dict[str, str]]:
+    """Entries of this package on Hydra's search path, and the class that model_engine=prefix gives actor and ref.
+
+    Raises:
+        PlanError: it does not compose.
+    """
+    config = _compose(CONFIG_NAME, ["model_engine=prefix"], return_hydra_config=True)
+    sources = [source.path for source in config.hydra.runtime.config_sources if source.provider == "verl_prefix"]
+    return sources, {role: config.actor_rollout_ref[role]._target_ for role in ("actor", "ref")}
+
+
+def micro_batches(config: DictConfig) -> dict[str, tuple[str, int | None, bool]]:
+    """Sizes of the micro-batches of update, old and ref: the key, its value, and whether it counts tokens.
+
+    As verl/workers/engine_workers.py reads them; with LoRA the actor computes ref (`ref_in_actor` of verl's trainer).
+    """
+    model = config.actor_rollout_ref.model
+    lora = (model.get("lora") or {}).get("rank", 0) > 0 or model.get("lora_rank", 0) > 0
+    ref = "rollout" if lora or model.get("lora_adapter_path") else "ref"
+    sizes = {}
+    for name, role, of_role in (("update", "actor", "ppo"), ("old", "rollout", "log_prob"), ("ref", ref, "log_prob")):
+        section = config.actor_rollout_ref[role]
+        dynamic = section.use_dynamic_bsz if role == "actor" else section.log_prob_use_dynamic_bsz
+        key = f"{of_role}_{'max_token_len' if dynamic else 'micro_batch_size'}_per_gpu"
+        sizes[name] = (f"actor_rollout_ref.{role}.{key}", section[key], dynamic)
+    return sizes
+
+
+def sequence_ranks(section: DictConfig) -> int:
+    """Ranks that share a row in the engine of `actor_rollout_ref.actor` or `.ref` (verl's FSDPActorConfig)."""
+    of_role: int = section.ulysses_sequence_parallel_size
+    return of_role if of_role > 1 else int(section.fsdp_config.ulysses_sequence_parallel_size)
+
+
+def prompts_of_step(config: DictConfig) -> int:
+    """Prompts that the trainer takes at once."""
+    if "async_training" in config:  # fully_async_policy, which wants data.train_batch_size=0
+        return config.async_training.require_batches * config.actor_rollout_ref.actor.ppo_mini_batch_size
+    return config.data.train_batch_size
+
+
+def check_sizes(config: DictConfig) -> None:
+    """Raises PlanError where a size is no number of 1 or more."""
+    role = "actor_rollout_ref"
+    batch = "async_training.require_batches" if "async_training" in config else "data.train_batch_size"
+    sizes = (batch, "data.max_prompt_length", "data.max_response_length", f"{role}.rollout.n",
+             f"{role}.actor.ppo_mini_batch_size", "trainer.n_gpus_per_node", "trainer.nnodes")  # fmt: skip
+    values = {key: OmegaConf.select(config, key) for key in sizes}
+    values |= {key: value for key, value, _ in micro_batches(config).values() if value is not None}
+    for key, value in values.items():
+        if type(value) is not int or value < 1:
+            raise PlanError(f"{key}={'null' if value is None else value}: set a number of 1 or more")
+
+
+def data_ranks(config: DictConfig) -> int:
+    """Ranks that compute data in parallel: groups of GPUs, where some share a row."""
+    gpus: int = config.trainer.n_gpus_per_node * config.trainer.nnodes
+    shared = sequence_ranks(config.actor_rollout_ref.actor)
+    return gpus if gpus % shared else gpus // shared  # the driver refuses others
+
+
+def check_batch(config: DictConfig, several_turns: bool) -> None:
+    """Raises PlanError where the batch sizes do not divide; rows of several turns are padded, whatever they are."""
+    roles, prompts, ranks = config.actor_rollout_ref, prompts_of_step(config), data_ranks(config)
+    mini, n = roles.actor.ppo_mini_batch_size, roles.rollout.n
+    if (prompts % mini and not several_turns) or mini * n % ranks:
+        raise PlanError(
+            f"data.train_batch_size={prompts}, actor.ppo_mini_batch_size={mini}, rollout.n={n}, {ranks} ranks: "
+            "make the batch a multiple of the mini-batch, and mini-batch times n one of the ranks"
+        )
+
+
+def check_model_paths(config: DictConfig) -> None:
+    """Raises PlanError where the model's path is absolute, and nothing is there; a relative one may be a hub's name."""
+    for key in ("path", "tokenizer_path", "hf_config_path"):
+        path = config.actor_rollout_ref.model.get(key)
+        if path and Path(path).is_absolute() and not Path(path).exists():
+            raise unreadable_model(key, path, "nothing is there")
+
+
+def unreadable_model(key: str, path: object, reason: str) -> PlanError:
+    """The error of a model that this machine cannot load."""
+    return PlanError(
+        f"actor_rollout_ref.model.{key}={path} cannot be read here ({reason}); set it to the folder of a Hugging Face "
+        "model, or to a hub name that this machine can load"
+    )
+
+
+def _read_table(path: Path) -> pyarrow.Table:
+    """The rows of a train file of verl's: parquet, or JSON as lines or as a list."""
+    try:
+        if path.suffix not in (".json", ".jsonl"):
+            return pyarrow.parquet.read_table(path)
+        text = path.read_text()
+        if text.lstrip().startswith("["):
+            return pyarrow.Table.from_pylist(json.loads(text))
+        return pyarrow.Table.from_pylist([json.loads(line) for line in text.splitlines() if line.strip()])
+    except (ValueError, AttributeError) as error:  # a row that is no object has no `items`
+        raise PlanError(f"data.train_files: {path} cannot be read as {path.suffix[1:]}: {error}") from error
+
+
+class Messages(NamedTuple):
+    """Of the train files: where each prompt stands, and its messages; `visual`: images or videos belong to some."""
+
+    prompts: list[tuple[str, Any]]
+    visual: bool
+
+
+def read_messages(config: DictConfig) -> Messages:
+    """The train files of a command, which need no model to be read.
+
+    Raises:
+        PlanError: one is missing, broken or empty, or has no prompt column or a prompt that is none.
+    """
+    data = config.data
+    files = [data.train_files] if isinstance(data.train_files, str) else data.train_files or []
+    prompts: list[tuple[str, Any]] = []
+    visual = False
+    for file in files:
+        path = Path(str(file)).expanduser()
+        if not path.is_file():
+            raise PlanError(f"data.train_files: {file} is not a file here; copy it to this machine")
+        table = _read_table(path)
+        if data.prompt_key not in table.column_names:
+            raise PlanError(f"{file} has columns {table.column_names}; set data.prompt_key to one of them")
+        kinds = [key for key in (data.image_key, data.video_key) if key in table.column_names]
+        visual = visual or any(any(table[key].to_pylist()) for key in kinds)
+        prompts += [(f"{file}, row {i}", messages) for i, messages in enumerate(table[data.prompt_key].to_pylist())]
+    if not prompts:
+        raise PlanError(f"data.train_files={data.train_files} has no rows; name a file of training prompts")
+    for where, messages in prompts:
+        if not isinstance(messages, list) or not messages or not all(isinstance(x, dict) for x in messages):
+            shown = repr(messages)[:60]
+            raise PlanError(f"{where}: {data.prompt_key} is {shown}; write a list of messages with role and content")
+    return Messages(prompts, visual)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A training command and what was said of its responses.
+
+    Attributes:
+        words: its overrides. messages: of its train files; None: the rollouts may have all that is needed.
+        responses: --response-lengths; rollouts: of the folder that it names. turns: of sessions; None: one, or as
+            the rollouts say.
+    """
+
+    config: DictConfig
+    words: list[str]
+    messages: Messages | None
+    responses: str | None
+    rollouts: list[Rollout]
+    turns: Turns | None
+
+
+def read_command(
+    config_name: str, words: list[str], config_path: str, responses: str | None, turns: Turns | None, simulate: bool
+) -> Asked:
+    """What can be read and checked of a command without its model. Args: see `compose_config` and `Asked`.
+
+    Raises:
+        PlanError: something is missing, or does not fit.
+    """
+    config = compose_config(config_name, words, config_path)
+    check_sizes(config)
+    check_lengths(responses, turns, config.data.max_response_length)
+    rollouts = read_dumps(responses) if responses and is_dump(responses) else []
+    check_batch(config, several_turns=bool(turns or rollouts))
+    if simulate and sequence_ranks(config.actor_rollout_ref.actor) > 1:
+        raise PlanError(
+            "--simulate knows no sequence parallelism; leave it out, or set ulysses_sequence_parallel_size=1"
+        )
+    messages = None if rollouts else read_messages(config)
+    check_model_paths(config)
+    return Asked(config, words, messages, responses, rollouts, turns)
