@@ -209,7 +209,7 @@ def test_verl_finds_the_plugin_and_the_shell_finds_the_command(wheel: zipfile.Zi
     assert dict(entry_points["console_scripts"]) == {"verl-prefix": "verl_prefix.cli:main"}
 
 
-def test_import_verl_loads_of_us_the_platform_alone() -> None:
+def test_import_verl_loads_of_us_the_search_path_and_the_platform_alone() -> None:
     """Whatever the config will say: engine, trainers, and what of verl and transformers they import, come when a config
     asks for them."""
 
@@ -220,7 +220,7 @@ def test_import_verl_loads_of_us_the_platform_alone() -> None:
         done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
         return set(done.stdout.rpartition("LOADED ")[2].split())
 
-    ours = {"verl_prefix", "verl_prefix.plugin", "verl_prefix.cpu", "verl_prefix.cpu.platform"}
+    ours = {f"verl_prefix{name}" for name in ("", ".plugin", ".search_path", ".cpu", ".cpu.platform")}
     added = loaded("prefix") - loaded("none")
     assert {name for name in added if name.split(".")[0] not in ("hydra", *sys.stdlib_module_names)} == ours
 
