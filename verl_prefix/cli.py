@@ -266,8 +266,8 @@ def _add_plan(commands: argparse._SubParsersAction) -> argparse.ArgumentParser:
     )
     command.set_defaults(run=_plan)
     add = command.add_argument
-    add("--config-path", "-cp", help="as on the training command")
-    add("--config-name", "-cn", help="as on the training command")
+    add("--config-path", help="as on the training command; or -cp")
+    add("--config-name", help="as on the training command; or -cn")
     add("--response-lengths", metavar="SPEC",
         help="MEAN, MEAN,STD, or a folder of trainer.rollout_data_dir; default half of data.max_response_length; "
         "STD without one is half the mean; of a folder with rows of turns, these rows")  # fmt: skip
@@ -294,6 +294,11 @@ def _add_plan(commands: argparse._SubParsersAction) -> argparse.ArgumentParser:
     return command
 
 
+def _long(words: list[str]) -> list[str]:
+    """Hydra's options in full: argparse would take `-c`, a launcher's own, for one of its short ones."""
+    return [{"-cp": "--config-path", "-cn": "--config-name"}.get(word, word) for word in words]
+
+
 def main(argv: list[str] | None = None) -> int:
     """Entry point of `verl-prefix`; the return value is the exit code."""
     parser = _Parser(prog="verl-prefix", description="Shared-prefix GRPO for verl's FSDP actor.", epilog=EXAMPLES)
@@ -307,7 +312,7 @@ def main(argv: list[str] | None = None) -> int:
     _add_ab(commands)
     plan = _add_plan(commands)
     _add_bench(commands)
-    argv = [word for word in (sys.argv[1:] if argv is None else argv) if word != "--"]  # of `ray job submit ... --`
+    argv = [word for word in _long(sys.argv[1:] if argv is None else argv) if word != "--"]  # `ray job submit ... --`
     arguments, words = parser.parse_known_args(argv)
     is_plan = arguments.run is _plan
     if not is_plan and words:
@@ -319,7 +324,7 @@ def main(argv: list[str] | None = None) -> int:
         if is_plan:
             from verl_prefix.tools.plan.script import expanded
 
-            _, arguments.words = plan.parse_known_args(expanded(words), arguments)
+            _, arguments.words = plan.parse_known_args(_long(expanded(words)), arguments)
         return arguments.run(arguments)
     except (ValueError, OSError) as error:
         if arguments.run is _doctor:  # the traceback is what it is for

@@ -30,7 +30,7 @@ from typing import Any
 from unittest import mock
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), *(str(ROOT / "tests" / name) for name in ("helpers", "engine"))]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "helpers")]
 os.environ |= {"VERL_PLATFORM": "cpu", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
 
 CORE = ("attention", "calls", "groups", "layout", "prefix_cache", "recurrence", "schedule", "trees", "waves", "offload")
@@ -126,7 +126,7 @@ class Changed(MetaPathFinder):
 
 def cases() -> dict[int, list[Any]]:
     """By ranks: kinds of rows and options that together reach what is changed."""
-    from test_fuzz import Again, Case, Prompt, Session
+    from random_batches import Again, Case, Prompt, Session
 
     prompts = (Prompt("a", 9, (5, 7, 4)), Prompt("b", 14, (6, 0, 3)), Prompt("c", 1, (4,)))
     turns = (Session("a", 12, ((3, 4, 5), (2, 6, 3), (4, 5, 2)), True), Again(1, 1), Again(2, 2))
@@ -208,31 +208,31 @@ def run_cases(
         for name in [name for name in sys.modules if name.startswith(RELOADED)]:
             del sys.modules[name]
         sys.meta_path.insert(0, Changed(*mutant))
-    import test_fuzz as fuzz
+    import random_batches
 
-    measure, found = fuzz._measure, []
+    measure, found = random_batches.measured, []
     for number, case in enumerate(cases()[world]):
         if stock is None:
-            found.append(measure("fsdp2", models[case.family], case, fuzz.stock_options(case)))
+            found.append(measure("fsdp2", models[case.family], case, random_batches.stock_options(case)))
             continue
 
         def ours(backend: str, *args: Any, number: int = number) -> Any:
             return measure(backend, *args) if backend == "prefix" else dict(stock[int(os.environ["RANK"])][number])
 
         def sees(dtype: str, case: Any = case) -> bool:
-            options = fuzz.options_of(case) | {"verify": "first_step", "param_dtype": dtype}
+            options = random_batches.options_of(case) | {"verify": "first_step", "param_dtype": dtype}
             try:
                 measure("prefix", models[case.family], case, options)
             except Exception:
                 return True
             return False
 
-        with mock.patch.object(fuzz, "_measure", ours):
+        with mock.patch.object(random_batches, "measured", ours):
             try:
-                errors, _ = fuzz._errors(models, case)
+                errors, _ = random_batches.errors_of(models, case)
             except Exception:
                 return found + raised(traceback.format_exc(limit=-2))
-        wrong = {name: error for name, error in errors.items() if not error <= fuzz.TOLERANCE}
+        wrong = {name: error for name, error in errors.items() if not error <= random_batches.TOLERANCE}
         found.append({"result": "wrong" if wrong else "same"})
         if wrong:
             found[-1] |= {"case": number, "errors": wrong, "fp32": sees("fp32"), "bf16": sees("bf16")}
@@ -263,7 +263,6 @@ def main() -> int:
     import verl.workers.engine_workers  # noqa: F401
 
     from verl_prefix.files import write_whole
-    from verl_prefix.testing import write_tiny_model
     from verl_prefix.tools.report import provenance
 
     drawn = [
@@ -276,11 +275,7 @@ def main() -> int:
     random.Random(0).shuffle(drawn)
     report = provenance("mutants/1", "cpu") | {"drawn_from": len(drawn), "summary": {}, "mutants": []}
     with tempfile.TemporaryDirectory() as folder:
-        families = in_ranks(1, lambda: __import__("test_fuzz").FAMILIES)[0]
-        models = {
-            name: write_tiny_model(Path(folder, name.replace(" ", "_")), family=name.split()[0], **fields)
-            for name, fields in families.items()
-        }
+        models = in_ranks(1, lambda: __import__("random_batches").write_models(Path(folder)))[0]
         stock = {world: in_ranks(world, functools.partial(run_cases, world, models)) for world in (1, 2)}
         for world in (1, 2):
             ranks = in_ranks(world, functools.partial(run_cases, world, models, stock[world]))

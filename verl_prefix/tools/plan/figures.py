@@ -11,8 +11,6 @@ import statistics
 from dataclasses import replace
 from typing import Any
 
-import torch
-
 import verl_prefix.plugin  # noqa: F401  first: whatever imports verl imports it, and must not find us half imported
 from verl_prefix.auto.shape import model_shape
 from verl_prefix.config.driver import is_v1
@@ -23,10 +21,12 @@ from verl_prefix.tools.plan.options import TIMINGS, PlanError
 from verl_prefix.tools.plan.predict import PATHS, Predictor, predict
 from verl_prefix.tools.plan.training_command import (
     check_prefix,
+    compute_dtype,
     read_model,
     read_model_config,
     read_tokenizer,
     refusals,
+    state_bytes,
 )
 from verl_prefix.tools.plan.turns import LEVELS, read_dump
 from verl_prefix.tools.plan.verdict import Room, judge, needed_gib, step_gain
@@ -117,8 +117,7 @@ def figures(asked: Asked, parts: dict[str, float], gpu: str, simulate: bool, fit
     if fit_gib and (turns or dump):
         raise PlanError("--fit searches rows of one prompt, and these are of several turns; leave it out")
     size, empty = sizes(config), read_model(config)
-    mixed = (roles.actor.fsdp_config.get("mixed_precision") or {}).get("param_dtype", "bf16")
-    shape = model_shape(empty, torch.float32 if mixed == "fp32" else torch.bfloat16)
+    shape, state = model_shape(empty, compute_dtype(roles)), state_bytes(roles, empty)
     leak = packing_leak(empty) if roles.model.use_remove_padding else None
     work = read_work(
         config, size, shape, asked.messages, tokenizer, asked.responses, rollouts=asked.rollouts, turns=turns or dump
@@ -127,10 +126,10 @@ def figures(asked: Asked, parts: dict[str, float], gpu: str, simulate: bool, fit
 
     def price(other: Any) -> Predictor:
         steps = steps_of(work, other, sizes(other))
-        return predict(other.actor_rollout_ref, steps, leak is not None)
+        return predict(other.actor_rollout_ref, steps, leak is not None, state)
 
     trees = {
-        level: predict(roles, [replace(work.with_tokens, over=level)], leak is not None)
+        level: predict(roles, [replace(work.with_tokens, over=level)], leak is not None, state)
         for level in (LEVELS if work.turns else LEVELS[::2])
         if work.with_tokens is not None
     }
@@ -138,7 +137,7 @@ def figures(asked: Asked, parts: dict[str, float], gpu: str, simulate: bool, fit
     predicted = predicted or price(config)
     gains, step_size = predicted.gains, work.steps[0].size
     simulation, room, needed = {}, None, needed_gib(predicted)
-    if "+platform=cpu" not in asked.words:
+    if config.get("platform") != "cpu":
         room = Room(read_hardware(gpu).capacity / GIB, gpu)
     if simulate:
         first = predicted.first

@@ -86,7 +86,7 @@ def read_turns(turns: int | None, thinking: int | None, say: int | None, tool: i
 
 def is_dump(spec: str) -> bool:
     """True where --response-lengths names verl's rollout dumps."""
-    return Path(spec).exists()
+    return not re.fullmatch(r"[\d.,]+", spec) and Path(spec).exists()
 
 
 class Rollout(NamedTuple):

@@ -134,13 +134,13 @@ class Predictor:
     Attributes:
         seconds: {path: {pass: total}}, at rates that count FLOPs. peaks: {path: bytes that an update adds}.
         bins, logical, packed, phased: groups per rank and mini-batch; tokens; groups of the path in use.
-        computed: {pass: tokens that the path in use computes}.
+        computed: {pass: tokens that the path in use computes}. resident_gib: what lasts from pass to pass, per rank.
         decisions: of `schedule=auto`, on the log-probs of every training step, which its updates follow.
         first: groups of the first mini-batch on the rank where it costs stock most; shown: what their prompts show.
         physical_without: tokens that sharing would compute if rows did not travel between ranks.
     """
 
-    def __init__(self, config: Any, shape: ModelShape, size: Sizes, one_row: bool = False) -> None:
+    def __init__(self, config: Any, shape: ModelShape, size: Sizes, one_row: bool, state_bytes: float) -> None:
         options, model = config.actor.prefix, config.model
         self.schedule: str = options.schedule
         fsdp = config.actor.fsdp_config
@@ -153,6 +153,8 @@ class Predictor:
             sequence_ranks=size.sequence_ranks,
         )
         dense = not is_varlen(attention_of(model))
+        # Over the ranks that share it: weights, gradients and AdamW's moments.
+        self.resident_gib = state_bytes / self.memory.ranks / 2**30
         self.costs = CostModel(
             shape=shape, dense_mask=dense, wave_tokens=options.wave_tokens, min_speedup=options.min_speedup,
             memory=self.memory, one_row=one_row,
@@ -173,11 +175,6 @@ class Predictor:
         """{path: {pass: speed-up over stock}}."""
         stock = self.seconds["stock"]
         return {path: {name: stock[name] / ours[name] for name in stock} for path, ours in self.seconds.items()}
-
-    @property
-    def resident_gib(self) -> float:
-        """fp32 weights, gradients and two AdamW moments, over the ranks that share them."""
-        return 16 * self.costs.shape.parameters / self.memory.ranks / 2**30
 
     def decide(
         self, batches: Batches, log_probs: Decision | None = None, ref_engine: bool = False
@@ -247,13 +244,13 @@ def drawn_steps(size: Sizes, shape: ModelShape, prompts: list[Prompt], responses
     return steps
 
 
-def predict(config: Any, steps: Sequence[Step], one_row: bool = False) -> Predictor:
+def predict(config: Any, steps: Sequence[Step], one_row: bool, state_bytes: float) -> Predictor:
     """The `Predictor` after some training steps.
 
     Args:
-        config: `actor_rollout_ref`. one_row: see `cost.stock_passes`.
+        config: `actor_rollout_ref`. one_row: see `cost.stock_passes`. state_bytes: see `training_command.state_bytes`.
     """
-    predictor = Predictor(config, steps[0].shape, steps[0].size, one_row)
+    predictor = Predictor(config, steps[0].shape, steps[0].size, one_row, state_bytes)
     for step in steps:
         dealt = step.dealt()
         whole = [[row for rows in rank for row in rows] for rank in dealt]

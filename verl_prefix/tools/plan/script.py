@@ -1,10 +1,12 @@
 """The training command inside a shell script, or in one quoted word: bash itself expands it, and nothing else runs."""
 
+import contextlib
 import fcntl
 import itertools
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
 import tempfile
@@ -105,13 +107,19 @@ def _trace(text: str, words: list[str], named: str) -> list[str]:
             environment["SCRIPT_SOURCE"] = "".join(words[:1])
             script = TO_FILE.sub(r"\1", text).replace("BASH_SOURCE", "SCRIPT_SOURCE")  # of a file alone bash sets it
             script += "\nwait"  # for a training in the background
-            subprocess.run(
+            bash = subprocess.Popen(
                 ["/bin/bash", "-r", "-x", "-c", script, *words], env=os.environ | environment, stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, pass_fds=[descriptor], timeout=SECONDS,
-                check=False,
+                stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, pass_fds=[descriptor], start_new_session=True,
             )  # fmt: skip
-        except subprocess.TimeoutExpired:
-            raise PlanError(f"{named} takes over {SECONDS} s to read; give the words of its training command") from None
+            try:
+                bash.wait(SECONDS)
+            except subprocess.TimeoutExpired:
+                wrong = f"{named} takes over {SECONDS} s to read; give the words of its training command"
+                raise PlanError(wrong) from None
+            finally:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(bash.pid, signal.SIGKILL)  # with what it left in the background
+                bash.wait()
         finally:
             os.close(descriptor)
         trace.seek(0)

@@ -6,12 +6,20 @@ from typing import Any, NamedTuple
 import torch
 from hydra.errors import InstantiationException
 from omegaconf import DictConfig, OmegaConf
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PretrainedConfig
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 from verl.tools.tool_registry import load_all_tools
 from verl.trainer.ppo.utils import need_reference_policy
 from verl.utils import hf_processor, hf_tokenizer
 from verl.utils.config import omega_conf_to_dataclass
+from verl.utils.model import update_model_config
 from verl.utils.tokenizer import build_multimodal_processor_inputs
+from verl.utils.torch_dtypes import PrecisionType
 
 from verl_prefix.config import (
     check_model_family,
@@ -20,7 +28,7 @@ from verl_prefix.config import (
     check_whole_rows,
 )
 from verl_prefix.config.driver import check_driver
-from verl_prefix.models.vision import is_vision_config
+from verl_prefix.models.vision import is_vision_config, tower_of
 from verl_prefix.tools.plan.compose import Messages, micro_batches, prompts_of_step, sequence_ranks, unreadable_model
 from verl_prefix.tools.plan.options import PlanError
 
@@ -46,7 +54,10 @@ def read_tokenizer(config: DictConfig) -> Any:
 
 def read_model_config(config: DictConfig) -> PretrainedConfig:
     """The config of the command's model; PlanError where this machine has none."""
-    return _read(config, "hf_config_path", AutoConfig.from_pretrained)
+    hf_config = _read(config, "hf_config_path", AutoConfig.from_pretrained)
+    override: Any = OmegaConf.to_container(config.actor_rollout_ref.model.get("override_config") or OmegaConf.create())
+    update_model_config(hf_config, override.get("model_config", override))  # as HFModelConfig does
+    return hf_config
 
 
 def read_model(config: DictConfig) -> Any:
@@ -55,6 +66,34 @@ def read_model(config: DictConfig) -> Any:
     auto_class = AutoModelForImageTextToText if is_vision_config(hf_config) else AutoModelForCausalLM
     with torch.device("meta"):
         return _read(config, "path", lambda _, **options: auto_class.from_config(hf_config, **options))
+
+
+def compute_dtype(roles: DictConfig) -> torch.dtype:
+    """Of passes; roles: `actor_rollout_ref`."""
+    mixed = roles.actor.fsdp_config.get("mixed_precision") or {}
+    return PrecisionType.to_dtype(mixed.get("param_dtype", "bf16"))
+
+
+def state_bytes(roles: DictConfig, model: PreTrainedModel) -> int:
+    """Bytes of weights and, of what is trained, gradients and AdamW's two moments, as verl's FSDP engine holds them:
+    all in `fsdp_config.model_dtype`. Under `offload_policy` they wait in host memory: 0.
+
+    Args:
+        roles: `actor_rollout_ref`. model: its model, shapes alone.
+    """
+    fsdp, options = roles.actor.fsdp_config, roles.model
+    if fsdp.get("offload_policy"):
+        return 0
+    size = PrecisionType.to_dtype(fsdp.get("model_dtype") or "fp32").itemsize
+    weights = trained = sum(p.numel() for p in model.parameters())
+    if rank := options.get("lora_rank", 0) or (options.get("lora") or {}).get("rank", 0):
+        head = model.get_output_embeddings()
+        linear = [m for m in model.modules() if isinstance(m, torch.nn.Linear) and m is not head]
+        trained = sum(rank * (m.in_features + m.out_features) for m in linear)  # of all, whatever its target_modules
+        weights += trained
+    elif roles.actor.get("freeze_vision_tower"):
+        trained -= sum(p.numel() for p in tower_of(model).parameters())
+    return size * (weights + 3 * trained)
 
 
 def check_prefix(config: DictConfig) -> None:

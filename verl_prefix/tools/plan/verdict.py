@@ -103,6 +103,8 @@ def judge(
     if change:
         do = "Gains most" if fits else f"Fits in {change.needed_gib:.3g} GiB"
         advice = f"{do}: {' '.join(change.overrides)}, update {change.update:.2f}x, not {change.instead_of:.2f}x"
+        if "prefix.trees=" in change.overrides[0] and now not in trees.values():
+            advice += " (both of one drawn step; the first line's is of several)"
     else:
         advice = "No change that was tried " + ("gains 2 % more" if fits else "fits: use more GPUs")
     return {"verdict": verdict, "advice": advice, "worth_it": worth, "needed_gib": needed, "fits": fits,
