@@ -236,7 +236,7 @@ class Report:
     def add(self, found: dict) -> None:
         """A case that is run again takes the place of its last result."""
         self.cases = [case for case in self.cases if (case["case"], case["arm"]) != (found["case"], found["arm"])]
-        self.cases.append({"ok": False} | found)
+        self.cases.append({"ok": False, "commit": self.provenance["git"]["commit"]} | found)
         print(json.dumps(self.cases[-1]), flush=True)
         summary = {"tried": len(self.cases), "failed": self.failed}
         self.path.write_text(json.dumps(self.provenance | summary | {"cases": self.cases}, indent=1) + "\n")
