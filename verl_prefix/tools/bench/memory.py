@@ -1,6 +1,7 @@
 """Memory of an arm: what one update adds at its peak, and the longest rows that train within a limit."""
 
 import gc
+import logging
 import multiprocessing
 import os
 from bisect import bisect_left
@@ -52,7 +53,12 @@ def in_fresh_process(function: Callable[..., Any], *args: Any) -> Any:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])
     with ProcessPoolExecutor(1, mp_context=context) as fresh:
-        return fresh.submit(function, *args).result()
+        return fresh.submit(_quietly, function, *args).result()
+
+
+def _quietly(function: Callable[..., Any], *args: Any) -> Any:
+    logging.getLogger("verl_prefix").setLevel(logging.ERROR)  # which kernel is taken was said before
+    return function(*args)
 
 
 def longest_total(trains: Callable[[int], bool], step: int = CAPACITY_STEP, most: int = CAPACITY_MOST) -> int:
