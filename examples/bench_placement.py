@@ -224,7 +224,7 @@ def measure_turns(kind: str, ranks: int) -> dict[str, dict[str, float]]:
     of_prompts = whole_prompts(every.uid.tolist(), sessions, 2)
     size = prompts // 2 * SESSIONS  # verl's, of rows
     keys = [*every.uid.tolist(), *[None] * (-len(sessions) % size)]
-    by_rows, _ = fill_mini_batches(keys, len(keys) // size)
+    by_rows = fill_mini_batches(keys, len(keys) // size)
     by_rows = [[row for row in rows if row < len(sessions)] for rows in by_rows]
     anyhow = np.array_split(rng.permutation(len(sessions)), len(by_rows))
     outcomes = {}

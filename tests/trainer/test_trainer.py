@@ -9,7 +9,6 @@ import inspect
 import math
 from types import SimpleNamespace
 
-import datasets
 import pytest
 import ray
 import torch
@@ -21,21 +20,17 @@ from verl.trainer.ppo import padding_utils
 from verl.trainer.ppo.v1 import get_trainer_cls
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer, register_trainer
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
-from verl.utils import hf_tokenizer
 from verl.utils import tensordict_utils as tu
-from verl.utils.dataset.rl_dataset import RLHFDataset
 from verl.utils.seqlen_balancing import get_seqlen_balanced_partitions, log_seqlen_unbalance
 from verl.utils.tensordict_utils import make_iterator
 
 from verl_prefix.engine.rows import padding_rows
-from verl_prefix.testing import write_tiny_model
 from verl_prefix.trainer.mini_batches import whole_prompts
 from verl_prefix.trainer.prefix_sync import (
     PrefixPPOTrainerSync,
     WholeGroups,
     _group_keys,
     _lost,
-    _refuse_overlong_prompts,
 )
 
 STOCK_METRICS = {"min", "max", "minmax_diff", "balanced_min", "balanced_max", "mean"}
@@ -245,26 +240,6 @@ def test_a_prompt_with_over_twice_an_even_share_is_cut_between_sessions_and_a_se
     assert whole_prompts("aab", "111", 4) == [[0, 1], [2]], "a mini-batch without a row has no loss"
 
 
-@pytest.mark.parametrize(
-    ("by", "sizes", "told"),
-    [
-        ("rows", [[2, 2, 2]] * 4, 1),
-        ("rows", [[1, 1, 1]] * 4, 0),  # one row a session
-        (None, [[2, 2, 2]] * 4, 0),  # another engine
-        ("prompts", [[2, 2, 2]] * 4, 0),
-    ],
-)
-def test_what_mini_batches_of_prompts_would_save_is_said_once(transfer_queue, caplog, by, sizes, told):
-    trainer = trainer_of_prompts(4, 2, 1)
-    trainer._by = by
-    for _ in range(2):
-        trainer._balance_batch(turns(sizes), {})
-    assert len(caplog.records) == told
-    if told:
-        assert "24 rows of 12 sessions make 4 optimizer steps" in caplog.text
-        assert "actor_rollout_ref.actor.prefix.mini_batches=prompts makes 2 steps" in caplog.text
-
-
 def test_metrics_are_verls_balance():
     trainer, stock_metrics, metrics = build_trainer(4, 5, [0, 1]), {}, {}
     PPOTrainerSync._balance_batch(trainer, build_batch([5] * 12), stock_metrics, "seqlen")
@@ -353,26 +328,6 @@ def test_verl_still_pads_to_whole_mini_batches():
     assert trainer._get_required_batch_multiple(4) == math.lcm(4, 30), (
         "verl.trainer.ppo.v1.trainer_base.PPOTrainer._get_required_batch_multiple changed"
     )
-
-
-def test_prompts_longer_than_the_limit_are_refused_or_filtered(tmp_path):
-    tokenizer = hf_tokenizer(write_tiny_model(tmp_path / "model"))
-    rows = [{"prompt": [{"role": "user", "content": "a b " * n}]} for n in (2, 300, 3)]
-    datasets.Dataset.from_list(rows).to_parquet(tmp_path / "train.parquet")
-
-    def dataset(**options):
-        config = OmegaConf.create({"max_prompt_length": 64, "filter_overlong_prompts": False, **options})
-        return RLHFDataset(str(tmp_path / "train.parquet"), tokenizer, config)
-
-    with pytest.raises(
-        ValueError, match=r"1 of 3 training prompts .* data.max_prompt_length=64 .*filter_overlong_prompts"
-    ):
-        _refuse_overlong_prompts(dataset())
-    _refuse_overlong_prompts(dataset(max_prompt_length=4096))
-    _refuse_overlong_prompts(dataset(truncation="left"))
-    filtered = dataset(filter_overlong_prompts=True, filter_overlong_prompts_workers=1)
-    _refuse_overlong_prompts(filtered)
-    assert len(filtered) == 2
 
 
 def test_engine_metrics_keep_the_names_of_the_design(monkeypatch):

@@ -16,8 +16,8 @@ def _members(keys: Iterable[Hashable]) -> dict[Hashable, list[int]]:
     return members
 
 
-def fill_mini_batches(keys: Sequence[Hashable | None], num_mini_batches: int) -> tuple[list[list[int]], int]:
-    """Row indices of each mini-batch, equally many, in order; and the number of groups in more than one.
+def fill_mini_batches(keys: Sequence[Hashable | None], num_mini_batches: int) -> list[list[int]]:
+    """Row indices of each mini-batch, equally many, in order.
 
     Groups go whole, the longest first and of those in the order of their first rows, into the first mini-batch that has
     room; those for which none has fill up the rooms that are left.
@@ -43,7 +43,7 @@ def fill_mini_batches(keys: Sequence[Hashable | None], num_mini_batches: int) ->
             emptiest += rows[:room]
             rows = rows[room:]
     # In the order of their first rows: mini-batches of similarly long groups would train on short and long by turns.
-    return sorted((sorted(rows) for rows in mini_batches), key=lambda rows: rows[:1]), len(left)
+    return sorted((sorted(rows) for rows in mini_batches), key=lambda rows: rows[:1])
 
 
 def whole_prompts(prompts: Sequence[Hashable], sessions: Sequence[Hashable], num_mini_batches: int) -> list[list[int]]:

@@ -7,9 +7,7 @@ mini-batch needs none of this: `model_engine=prefix` alone brings a prompt's row
 `separate_async` asks for such steps, so that ours reorders rows of turns alone, of which there are more.
 """
 
-import copy
 import functools
-import logging
 import math
 import numbers
 import statistics
@@ -32,8 +30,6 @@ from verl_prefix.trainer.mini_batches import fill_mini_batches, padded, whole_pr
 from verl_prefix.trainer.watchdog import Watchdog, stall_minutes
 from verl_prefix.versions import check_verl_version
 
-logger = logging.getLogger(__name__)
-
 TRAINER_MODE = "prefix_sync"
 MANAGER = "verl_prefix.engine.shared_pixels.SharedPixelsManager"
 MINI_BATCHES = "actor_rollout_ref.actor.prefix.mini_batches"
@@ -50,7 +46,6 @@ class WholeGroups(PPOTrainer):
     mode: str
     _by: str | None = None  # prefix.mini_batches; None: another engine's
     _of_prompts: list[list[int]]  # rows of each mini-batch of the step, as they came, where that is prompts
-    _said = False  # what those would save
 
     def __init__(self, config: DictConfig) -> None:
         check_verl_version()
@@ -112,10 +107,6 @@ class WholeGroups(PPOTrainer):
         super().on_step_end()
         self._watchdog.enter(f"validation and logging of step {self.global_steps}")
 
-    def _init_dataloader(self) -> None:
-        super()._init_dataloader()
-        _refuse_overlong_prompts(self.train_dataset)
-
     def _balance_batch(
         self,
         batch: KVBatchMeta,
@@ -140,8 +131,7 @@ class WholeGroups(PPOTrainer):
         else:
             keys = _group_keys(batch)
             num = self._num_mini_batches(len(batch), dp_size)
-            filled, num_split = fill_mini_batches([keys[row] for row in order], num)
-            self._say_prompts([*arrived], num, num_split)
+            filled = fill_mini_batches([keys[row] for row in order], num)
         seqlens = [tag["seq_len"] for tag in batch.tags]
         ranks: list[list[int]] = [[] for _ in range(dp_size)]
         for mini_batch in filled:
@@ -203,20 +193,6 @@ class WholeGroups(PPOTrainer):
         prompts = self.config.data.train_batch_size // self.parameter_sync_step
         return math.ceil(prompts / self.config.actor_rollout_ref.actor.ppo_mini_batch_size)
 
-    def _say_prompts(self, keys: list[str], num: int, num_split: int) -> None:
-        """Says once what mini-batches of prompts would save, where rows are turns: `num` of these `keys` were made."""
-        sessions = {key.rsplit("_", 1)[0] for key in keys}
-        if self._by is None or self._said or len(keys) == len(sessions):
-            return
-        if num_split or num > self._num_updates():
-            self._said = True
-            logger.warning(
-                "prefix: %d rows of %d sessions make %d optimizer steps, since ppo_mini_batch_size counts rollout.n "
-                "rows a prompt; %d prompts lie in several and are computed in each. %s=prompts makes %d steps, with a "
-                "prompt's rows in one",
-                len(keys), len(sessions), num, num_split, MINI_BATCHES, self._num_updates(),
-            )  # fmt: skip
-
     def _num_mini_batches(self, num_rows: int, dp_size: int) -> int:
         """Mini-batches per rank that `train_mini_batch` (verl/workers/engine_workers.py) makes of `num_rows` rows."""
         actor, rollout = self.config.actor_rollout_ref.actor, self.config.actor_rollout_ref.rollout
@@ -274,25 +250,6 @@ def _lost(workers: list[ray.actor.ActorHandle]) -> Callable[[], str | None]:
         return None
 
     return lost
-
-
-def _refuse_overlong_prompts(dataset: Any) -> None:
-    """verl 0.9's v1 trainer reads neither `data.truncation` nor a prompt's length, and fails in the rollout, late.
-
-    Raises:
-        ValueError: prompts are neither filtered nor truncated, and some are longer than `data.max_prompt_length`.
-    """
-    if getattr(dataset, "filter_overlong_prompts", True) or dataset.truncation != "error":
-        return
-    probe = copy.copy(dataset)
-    probe.filter_overlong_prompts = True
-    num_rows = len(dataset.dataframe)
-    num_overlong = num_rows - len(probe.maybe_filter_out_long_prompts(dataset.dataframe))
-    if num_overlong:
-        raise ValueError(
-            f"{num_overlong} of {num_rows} training prompts are longer than data.max_prompt_length="
-            f"{dataset.max_prompt_length} tokens; raise it, or set data.filter_overlong_prompts=True to skip them"
-        )
 
 
 def _group_keys(batch: KVBatchMeta) -> list[str | None]:

@@ -90,7 +90,7 @@ class Step:
 
     def filled(self) -> list[list[int]]:
         """Rows of each mini-batch, of a trainer that keeps groups whole."""
-        return fill_mini_batches(self.keys, self.size.mini_batches)[0]
+        return fill_mini_batches(self.keys, self.size.mini_batches)
 
     def dealt_to_ref(self, ranks: list[list[int]]) -> list[list[int]]:
         """The same rows in the same order, cut for the ranks of the ref engine."""
