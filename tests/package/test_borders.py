@@ -24,7 +24,7 @@ ROOMS = {
     "testing": ("core models", "transformers tokenizers"),
     "tools": ("core models auto config engine trainer files versions testing plugin "
               "search_path", "verl transformers numpy pyarrow "
-              "hydra omegaconf tensordict rich packaging tensorboard"),
+              "hydra omegaconf tensordict rich tqdm packaging tensorboard"),
     "files": ("", ""),
     "versions": ("", ""),
     "api": ("core models", ""),

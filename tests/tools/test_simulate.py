@@ -9,7 +9,6 @@ import gc
 import inspect
 import io
 import json
-import os
 import re
 from collections import Counter
 from collections.abc import Callable
@@ -629,8 +628,7 @@ def fitting(gib: float) -> tuple[dict, list[float]]:
 def test_the_search_of_what_fits_shows_its_progress_on_a_terminal(monkeypatch, capsys, terminal):
     monkeypatch.setattr(report, "simulate", lambda *_: [{}])
     monkeypatch.setattr(report, "as_json", lambda _: {"peak_gib": 1.0})
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setenv("FORCE_COLOR" if terminal else "NO_COLOR", "1")  # by which rich knows one, or not
+    monkeypatch.setattr("sys.stderr.isatty", lambda: terminal)
     job = Job(SMALL, (Group((0, 1), 600, (300, 200)),), budget=1 << 16, ranks=4)
     assert fit(job, H100, 75, list(ARMS.values())[:2]).keys() == set(list(ARMS)[:2])
     printed = capsys.readouterr()
@@ -639,8 +637,7 @@ def test_the_search_of_what_fits_shows_its_progress_on_a_terminal(monkeypatch, c
 
 def progress_of_arms(terminal: bool) -> str:
     """What `compare` writes to stderr of two arms of a model of two layers."""
-    known = {"TERM": "xterm", "FORCE_COLOR" if terminal else "NO_COLOR": "1"}
-    with mock.patch.dict(os.environ, known), contextlib.redirect_stderr(io.StringIO()) as err:
+    with contextlib.redirect_stderr(io.StringIO()) as err, mock.patch.object(err, "isatty", lambda: terminal):
         compare(Job(SMALL, (Group((0, 1), 600, (300, 200)),), budget=1 << 16), H100, list(ARMS.values())[:2])
     return err.getvalue()
 

@@ -5,12 +5,9 @@ import os
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from verl_prefix.versions import COMMIT, device_name, git_state, package_versions
-
-if TYPE_CHECKING:
-    from rich.progress import Progress
 
 PACKAGES = ("verl-prefix", "verl", "torch", "transformers", "tensordict", "ray", "TransferQueue", "prefix-grouper",
             "flash-attn")  # fmt: skip
@@ -93,20 +90,3 @@ def show(blocks: Iterable[str | Table], style: str | None = None) -> None:
         for row in block.rows:
             grid.add_row(*(str(cell).strip("*") for cell in row))
         Console(width=max(console.width, endless.measure(grid).maximum)).print(grid, markup=False)
-
-
-def progress(what: str, shown: bool = True) -> "Progress":
-    """A bar with ETA on stderr, where `shown` and that is a terminal."""
-    from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
-
-    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("ETA"), TimeRemainingColumn())
-    console = Console(stderr=True)
-    return Progress(TextColumn(what), *columns, console=console, disable=not (shown and console.is_terminal))

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from tqdm import tqdm
 
 import verl_prefix.plugin  # noqa: F401  first: whatever imports verl imports it, and must not find us half imported
 from verl_prefix.tools.ab import verdict
@@ -23,7 +24,7 @@ from verl_prefix.tools.ab.options import Options
 from verl_prefix.tools.ab.render import STEPS, blocks, draw, print_step, write, write_json
 from verl_prefix.tools.ab.replay import replay
 from verl_prefix.tools.ab.source import Source
-from verl_prefix.tools.report import progress, provenance
+from verl_prefix.tools.report import provenance
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,11 +71,11 @@ def _run_rank(rank: int, ranks: int, init_method: str, source: Source, options: 
     """Replays on this rank; rank 0 records every step as soon as it is measured."""
     join_ranks(rank, ranks, init_method)
     try:
-        with progress("step", shown=rank == 0) as bar:
-            for step in bar.track(replay(source, options, rank), source.num_steps, description=""):
-                if rank == 0:
-                    record.add(step)
-                    print_step(step, options.arms)
+        steps = replay(source, options, rank)
+        for step in tqdm(steps, total=source.num_steps, unit="step", disable=None if rank == 0 else True):
+            if rank == 0:
+                record.add(step)
+                print_step(step, options.arms)
     finally:
         dist.destroy_process_group()
 

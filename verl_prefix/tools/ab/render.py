@@ -3,9 +3,12 @@
 import json
 import math
 import statistics
+import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
+
+from tqdm import tqdm
 
 from verl_prefix.files import write_whole
 from verl_prefix.tools.ab.verdict import PASSES, timed
@@ -32,12 +35,13 @@ def print_step(step: dict[str, Any], arms: tuple[str, ...]) -> None:
     for name in arms:
         arm = step["arms"][name]
         same, seconds = arm["same_weights"], arm["seconds"]["update"]
-        print(
+        tqdm.write(
             f"step {step['step']} {name}: grads {same['grads']:.1e}, log-probs {same['log_probs']:.1e} from the same "
             f"weights, weights {arm['own_weights']['params']['max_fp32']:.1e}, update {seconds:.2f} s, "
             f"{stock / seconds:.2f}x",
-            flush=True,
+            file=sys.stdout,
         )
+        sys.stdout.flush()
 
 
 def blocks(report: dict[str, Any]) -> list[str | Table]:

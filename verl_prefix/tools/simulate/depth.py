@@ -5,13 +5,13 @@ import gc
 from collections.abc import Sequence
 from dataclasses import replace
 
+from tqdm import tqdm
 from transformers import LlamaConfig, PretrainedConfig
 
 from verl_prefix.auto.cost import ROOM_FACTOR
 from verl_prefix.core import host_memory
 from verl_prefix.core.groups import Group
 from verl_prefix.models.recurrent import is_recurrent
-from verl_prefix.tools.report import progress
 from verl_prefix.tools.simulate import scans
 from verl_prefix.tools.simulate.accelerator import DEVICE, fake_accelerator
 from verl_prefix.tools.simulate.hardware import GPUS, Hardware
@@ -76,11 +76,11 @@ def _run(
     vocab_size = job.config.get_text_config().vocab_size
     phases: list[dict[str, Phase]] = []
     of_path: dict[tuple[str, bool], dict[str, Phase]] = {}
-    bar = progress(f"arms of {job.config.get_text_config().num_hidden_layers} layers", shown)
-    with bar, fake_accelerator(job.ranks, job.replicas) as mesh, Tracker(hardware, DEVICE, vocab_size) as tracker:
+    what = f"arms of {job.config.get_text_config().num_hidden_layers} layers"
+    with fake_accelerator(job.ranks, job.replicas) as mesh, Tracker(hardware, DEVICE, vocab_size) as tracker:
         simulation = Simulation(job, tracker, mesh, DEVICE)
         optimizer = simulation.optimizer()
-        for arm in bar.track(arms):
+        for arm in tqdm(arms, what, disable=None if shown else True):  # None: unless stderr is a terminal
             tracker.restart()
             host_memory.host_pages.cache_clear()
             if log_probs and (arm.path, arm.offload) not in of_path:

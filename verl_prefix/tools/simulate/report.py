@@ -8,9 +8,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from tqdm import tqdm
+
 from verl_prefix.core.groups import Group
 from verl_prefix.core.waves import largest_wave
-from verl_prefix.tools.report import progress
 from verl_prefix.tools.simulate.depth import simulate
 from verl_prefix.tools.simulate.hardware import GIB, Hardware
 from verl_prefix.tools.simulate.job import Arm, Job
@@ -166,5 +167,4 @@ def fit(job: Job, hardware: Hardware, gib: float, arms: Sequence[Arm] = ARMS) ->
 
         return {"prompt": prompt, "wave": longest(of_wave, gib, suffix, 64 * suffix)}
 
-    with progress("arms whose longest rows are found") as bar:
-        return {arm.name: sizes(arm) for arm in bar.track(arms)}
+    return {arm.name: sizes(arm) for arm in tqdm(arms, "arms whose longest rows are found", disable=None)}
