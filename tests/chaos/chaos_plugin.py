@@ -42,9 +42,9 @@ def before(owner: type | ModuleType, name: str, breaks) -> None:
     """Runs `breaks` before the method or function."""
     method = getattr(owner, name)
 
-    def patched(*args, **kwargs):
-        breaks(*args, **kwargs)
-        return method(*args, **kwargs)
+    def patched(self, *args, **kwargs):  # Ray reads the names
+        breaks(self, *args, **kwargs)
+        return method(self, *args, **kwargs)
 
     setattr(owner, name, patched)
 
