@@ -47,7 +47,7 @@ job() {  # NAME ARGUMENTS...: one JSON file; the most important jobs come first
                 6 | 8) word=2 ;; # tiny has two layers
                 float32) word=float64 ;;
                 48) word=0.04 ;;
-                musique | video | gsm8k | verl4368 | dualkv) word=tiny ;;
+                musique | video | gsm8k | verl4368) word=tiny ;;
             esac
         fi
         arguments+=("$word")

@@ -4,6 +4,7 @@ import argparse
 import logging
 import math
 import os
+import re
 import sys
 import warnings
 from collections.abc import Callable, Container, Sequence
@@ -296,7 +297,8 @@ def _add_plan(commands: argparse._SubParsersAction) -> argparse.ArgumentParser:
 
 def _long(words: list[str]) -> list[str]:
     """Hydra's options in full: argparse would take `-c`, a launcher's own, for one of its short ones."""
-    return [{"-cp": "--config-path", "-cn": "--config-name"}.get(word, word) for word in words]
+    names = {"p": "--config-path", "n": "--config-name"}
+    return [re.sub(r"^-c([pn])(?=$|=)", lambda match: names[match[1]], word) for word in words]
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -62,7 +62,7 @@ FAULTS = {
     "disk full while saving a checkpoint": Fault("save:3:full", "No space left on device", ranks=1),
     "disk full while a trace is written": Fault("trace:2:full", "No space left on device", goes_on=True),
     "SIGTERM to the driver during an update": Fault("update:3:block", "", ranks=1, sent=signal.SIGTERM),
-    "one of two workers hangs in an update": Fault("update:3:hang", "minutes"),
+    "one of two workers hangs in an update": Fault("update:3:hang", "takes longer than"),
     **{
         f"one of two ranks raises: {point}": Fault(f"{point}:3:raise", f"injected: {point}, rank 1")
         for point in ("describe", "exchange", "phase_a", "wave", "phase_c", "update", "checkpoint")

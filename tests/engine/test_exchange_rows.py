@@ -491,7 +491,7 @@ def test_prompts_with_rows_in_several_mini_batches_are_counted_and_said_once_aft
 
     from verl_prefix.engine.step_metrics import GROUP_TOKENS, StepMetrics
 
-    def said(*batches: tuple[int, int]) -> list[str]:
+    def said(*batches: tuple[int, int], groups: int = 3) -> list[str]:
         """Of log-probs and then updates, two of them a step: tokens of groups, and rows of 101 tokens. One prompt of
         three lies in both."""
         caplog.clear()
@@ -501,22 +501,24 @@ def test_prompts_with_rows_in_several_mini_batches_are_counted_and_said_once_aft
             data = tu.get_tensordict({"input_ids": ids}, {"update_lr_scheduler": i % 3 == 2})
             if i % 3:
                 metrics.meet(data, set(("ab", "bc")[i % 3 - 1]))
-            found = metrics.report({GROUP_TOKENS: tokens, "prefix/stock_rows": 0}, data, forward_only=i % 3 == 0)
+            own = {GROUP_TOKENS: tokens, "prefix/stock_rows": 0, "prefix/groups": groups}
+            found = metrics.report(own, data, forward_only=i % 3 == 0)
             assert not any("tokens of" in name for name in found)
             assert found.get("prefix/split_groups") == ([1] if i % 3 == 2 else None)
         return [record.getMessage() for record in caplog.records]
 
     with mock.patch("torch.distributed.get_rank", lambda: 0):
         (told,) = said((1000, 16), (600, 8), (650, 8), (1000, 16), (900, 8), (900, 8))
-        assert "1 prompts have rows in several" in told and "trainer_mode=prefix_sync" in told
+        assert "which computes them: 1, 250" in told and "trainer_mode=prefix_sync" in told
         assert "250 tokens more than 1000 at this step (+25%)" in told
         assert "actor_rollout_ref.actor.prefix.mini_batches=prompts" in told
-        for updates in ([505, 8], [505, 8]), ([0, 8], [0, 8]):  # next to nothing; updates on verl's own path
-            assert not said((1000, 16), *updates)
-        # Other rows than those before; log-probs on verl's own path, or none, as in bypass mode.
-        for batches in ([(1000, 16), (600, 8), (600, 9)], [(0, 16), (600, 8), (600, 8)]):
+        assert not said((1000, 16), (505, 8), (505, 8)), "next to nothing"
+        assert not said((1000, 16), (0, 8), (0, 8), groups=0), "verl's own path"
+        # Other rows than those before; log-probs on verl's own path, or none, as in bypass mode; a custom loss, which
+        # keeps rows on ranks that they left for log-probs.
+        for batches in ([(1000, 16), (600, 8), (600, 9)], [(0, 16), (600, 8), (600, 8)], [(1000, 16), (0, 8), (0, 8)]):
             (told,) = said(*batches)
-            assert "1 prompts have rows in several" in told and "tokens more" not in told
+            assert "which computes them: 1. Set" in told
 
 
 def test_a_rank_that_dies_is_an_error_on_the_others(results):

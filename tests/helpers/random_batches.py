@@ -192,8 +192,8 @@ def rows_of(case: Case, config: Any) -> list[Row]:
                 answered = torch.cat([header, said if one.kept else said[thoughts:]]), {}
                 history = [*history, answered, shown(back, end) if back % 2 else (torch.cat([some(back), end]), {})]
         made.append((one, question, history))
-    while len(rows) % case.ranks:
-        rows.append((f"pad{len(rows)}", *shown(9, end[:0]), some(1), number))
+    padding = "pad", *shown(9, end[:0]), some(1), number  # verl's are of one prompt, too
+    rows += [padding] * (-len(rows) % case.ranks)
     found = []
     for uid, prompt, pixels, response, session in rows:
         mask = (torch.rand(len(response), generator=masks) >= case.masked).long() * (not uid.startswith("pad"))

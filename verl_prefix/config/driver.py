@@ -10,8 +10,11 @@ from verl_prefix.config import _refuse
 from verl_prefix.versions import TESTED_VERL, installed_version
 
 
-def check_driver(config: DictConfig) -> None:
+def check_driver(config: DictConfig, in_job: bool = True) -> None:
     """Refuses, before workers start, what cannot work under the driver that reads this config.
+
+    Args:
+        in_job: this process has the job's environment.
 
     Raises:
         ValueError: naming what to set.
@@ -24,7 +27,7 @@ def check_driver(config: DictConfig) -> None:
     by, mode = OmegaConf.select(config, key), OmegaConf.select(config, "trainer.v1.trainer_mode")
     mode_is_ours, v1 = str(mode).startswith("prefix_"), is_v1(config)
     if v1 and mode in ("separate_async", "prefix_separate_async"):
-        _check_separate_async(config)
+        _check_separate_async(config, in_job)
     _refuse(
         by == "prompts" and not (mode_is_ours and v1),
         f"{key}=prompts with trainer.use_v1={OmegaConf.select(config, 'trainer.use_v1')} and trainer.v1.trainer_mode="
@@ -43,18 +46,18 @@ def check_driver(config: DictConfig) -> None:
     )
 
 
-def _check_separate_async(config: DictConfig) -> None:
+def _check_separate_async(config: DictConfig, in_job: bool) -> None:
     """verl's `separate_async` has rollout servers on the trainer's GPUs too, unless `hybrid_engine` is off."""
     key = "actor_rollout_ref.hybrid_engine"
     is_hybrid = OmegaConf.select(config, key)
     _refuse(
         is_hybrid and OmegaConf.select(config, "actor_rollout_ref.rollout.name") == "hf",
         f"actor_rollout_ref.rollout.name=hf is one server, and {key}=True wants servers on the trainer's GPUs too; "
-        f"set {key}=False, and the environment variable VERL_LOGGING_LEVEL=WARN",
+        f"set {key}=False where this verl can, and the environment variable VERL_LOGGING_LEVEL=WARN",
     )
     level = logging.getLevelName(os.environ.get("VERL_LOGGING_LEVEL", "INFO"))
     _refuse(
-        not is_hybrid and installed_version("verl") in TESTED_VERL and level <= logging.INFO,
+        in_job and not is_hybrid and installed_version("verl") in TESTED_VERL and level <= logging.INFO,
         f"{key}=False ends verl {TESTED_VERL[-1]} once its servers are up: a line that it logs at INFO has an argument "
         "of print's (flush, in PPOTrainerSeparateAsync._setup); set the environment variable VERL_LOGGING_LEVEL=WARN, "
         f"or {key}=True",

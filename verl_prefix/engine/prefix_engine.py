@@ -84,7 +84,7 @@ class PrefixFSDPEngine(StockPath):
         custom_loss = loss_function is not None and mode_of_verls_loss(loss_function) is None
         exchange = open_exchange(self, data, custom_loss)
         groups, metrics = exchange.groups, exchange.metrics
-        if not forward_only:
+        if not forward_only and self.prefix_config.mini_batches == "rows":  # prompts are cut on purpose
             self._step_metrics.meet(data, exchange.prompts)
         if not (self._counted or self.engine_config.forward_only):
             self._counted = True

@@ -21,7 +21,7 @@ from verl_prefix.engine.rows import PIXELS, Trees, padding_rows, row_cuts, row_k
 from verl_prefix.models.vision import num_patches
 
 COLUMNS = 9
-PADDING = 0  # for the uid of verl's padding rows, which all have the same one
+PADDING = 0  # stands for the uid of verl's padding rows, which is one for all of them
 LAST_CUTS = 8  # cuts at a row's end that other ranks hear of: more than the messages that a turn adds
 
 

@@ -59,19 +59,19 @@ class StepMetrics:
         self._step: dict[str, float] = {}
         self._met: Set[Hashable] = frozenset()  # prompts of its mini-batches, and of those the torn ones
         self._torn: Set[Hashable] = frozenset()
-        self._first_ids: torch.Tensor | None = None
+        self._rows: Set[int] = frozenset()  # hashes of this rank's rows of an epoch
 
     def meet(self, data: TensorDict, prompts: Set[Hashable]) -> None:
         """Sees the `prompts` of an update's mini-batch, to count those whose rows lie in several of a step.
 
         Args:
-            data: the rows that the trainer gave this rank. Where they are the step's first ones, another epoch begins.
+            data: the rows that the trainer gave this rank. Where all of them came before, another epoch begins: verl
+                may shuffle each anew.
         """
-        ids = data["input_ids"].values()
-        if self._first_ids is None:
-            self._first_ids = ids
-        elif torch.equal(ids, self._first_ids):
-            self._met = frozenset()
+        rows = {hash(row.cpu().numpy().tobytes()) for row in data["input_ids"].unbind()}
+        if rows <= self._rows:
+            self._met = self._rows = frozenset()
+        self._rows |= rows
         self._torn |= self._met & prompts
         self._met |= prompts
 
@@ -104,35 +104,36 @@ class StepMetrics:
         # Of all names, so that ranks never send different numbers of values.
         sums = self._reduce_sum([step.get(name, 0.0) for name in _SUMS])
         total = {name: value / self._sequence_ranks for name, value in zip(_SUMS, sums, strict=True)}
-        self._see_torn_groups(total, num_torn, forward_only)
+        *most, torn_anywhere = self._reduce_max([*(step.get(name, 0.0) for name in MOST), num_torn])
+        self._see_torn_groups(total, int(torn_anywhere), forward_only)
         self._tell_trees(*(total[name] for name in TREE_TOKENS.values()))
-        total |= zip(MOST, self._reduce_max([step.get(name, 0.0) for name in MOST]), strict=True)
+        total |= zip(MOST, most, strict=True)
         reported |= {name: total[name] for name in (*COUNTS, *MOST) if name in step}
         reported["prefix/reuse_fraction"] = total["prefix/tokens_saved"] / max(total[_TOKENS], 1)
         return {name: [float(value)] for name, value in reported.items()}
 
     def _see_torn_groups(self, total: Mapping[str, float], num_torn: int, forward_only: bool) -> None:
-        """Says once, after the first step, that the trainer put rows of prompts into several mini-batches. Log-probs
-        before the updates saw these prompts whole, and tell what it costs; bypass mode has none."""
+        """Says once, after the first step that shares, that the trainer put rows of prompts into several mini-batches.
+        Log-probs of the same rows saw these prompts whole, and tell what it costs; bypass mode has none."""
         if forward_only or not self._is_first_step:
             self._log_prob_total = total
             return
         whole, self._is_first_step = self._log_prob_total, False
-        tokens = whole.get(GROUP_TOKENS, 0.0)
-        more = total[GROUP_TOKENS] - tokens
-        cost = ""
-        if tokens and total[_TOKENS] == whole[_TOKENS]:
+        tokens, again, cost = whole.get(GROUP_TOKENS, 0.0), total[GROUP_TOKENS], ""
+        if not total["prefix/groups"]:  # verl's own path computes every row
+            return
+        if tokens and again and total[_TOKENS] == whole[_TOKENS]:
+            more = again - tokens
             if more <= _TORN * tokens:
                 return
             cost = f", {more:.0f} tokens more than {tokens:.0f} at this step (+{100 * more / tokens:.0f}%)"
         if num_torn and torch.distributed.get_rank() == 0:
             logger.warning(
-                "prefix: %d prompts have rows in several mini-batches, and are computed in each%s. What keeps a "
-                "prompt's rows in one mini-batch: trainer.v1.trainer_mode=prefix_sync (prefix_colocate_async, "
-                "prefix_separate_async), and where an agent loop returns a row per turn also actor_rollout_ref.actor."
-                "prefix.mini_batches=prompts; under trainer.use_v1=false and verl.experimental an actor_rollout_ref."
-                "actor.ppo_mini_batch_size that is a multiple of the ranks, with actor.use_prefix_grouper and trainer."
-                "balance_batch not set",
+                "prefix: prompts with rows in several mini-batches, each of which computes them: %d%s. Set trainer.v1."
+                "trainer_mode=prefix_sync (or prefix_colocate_async, prefix_separate_async) and, where an agent loop "
+                "returns a row per turn, also actor_rollout_ref.actor.prefix.mini_batches=prompts. Under trainer."
+                "use_v1=false and verl.experimental leave actor_rollout_ref.actor.use_prefix_grouper and trainer."
+                "balance_batch at their defaults, and make ppo_mini_batch_size a multiple of the ranks",
                 num_torn, cost,
             )  # fmt: skip
 

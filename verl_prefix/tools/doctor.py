@@ -8,11 +8,10 @@ import contextlib
 import importlib
 import importlib.metadata
 import importlib.util
+import io
 import json
 import os
-import shutil
 import sys
-import tempfile
 import traceback
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -214,28 +213,22 @@ CHECKS = (
 
 
 @contextlib.contextmanager
-def _stderr_last() -> Iterator[None]:
-    """What anything writes to stderr within, C code too, comes behind it: no warning stands between two findings."""
-    sys.stderr.flush()
-    stderr = os.dup(2)
-    with tempfile.TemporaryFile() as held:
-        os.dup2(held.fileno(), 2)
-        try:
+def _warnings_last() -> Iterator[None]:
+    """What Python writes to stderr within comes behind it: no warning stands between two findings. What C code says
+    before it ends the process is not held."""
+    held = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(held):
             yield
-        finally:
-            sys.stderr.flush()
-            os.dup2(stderr, 2)
-            os.close(stderr)
-            held.seek(0)
-            shutil.copyfileobj(held, sys.stderr.buffer)
-            sys.stderr.flush()
+    finally:
+        sys.stderr.write(held.getvalue())
 
 
 def doctor(as_json: bool = False) -> int:
     """Prints a line per check, or all as JSON, and returns the exit code: 0, or 1 with what to do for each problem."""
     found: list[Finding] = []
     try:
-        with _stderr_last(), contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
+        with _warnings_last(), contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
             for check in CHECKS:
                 for finding in check():
                     found.append(finding)

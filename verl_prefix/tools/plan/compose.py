@@ -133,7 +133,8 @@ def check_batch(config: DictConfig, several_turns: bool) -> None:
     mini, n = roles.actor.ppo_mini_batch_size, roles.rollout.n
     if (prompts % mini and not several_turns) or mini * n % ranks:
         raise PlanError(
-            f"data.train_batch_size={prompts}, actor.ppo_mini_batch_size={mini}, rollout.n={n}, {ranks} ranks: "
+            f"{prompts} prompts a step (data.train_batch_size, or async_training.require_batches mini-batches), actor."
+            f"ppo_mini_batch_size={mini}, rollout.n={n}, {ranks} ranks: "
             "make the batch a multiple of the mini-batch, and mini-batch times n one of the ranks"
         )
 

@@ -29,7 +29,7 @@ from verl_prefix.tools.plan.training_command import (
     state_bytes,
 )
 from verl_prefix.tools.plan.turns import LEVELS, read_dump
-from verl_prefix.tools.plan.verdict import Room, judge, needed_gib, step_gain
+from verl_prefix.tools.plan.verdict import Room, judge, needed_gib, rollout_is_apart, step_gain
 from verl_prefix.tools.plan.work import Work, counts_rows, read_work, sizes, splits_groups, steps_of
 from verl_prefix.tools.report import Table
 from verl_prefix.tools.simulate.command import read_job, simulated, tables
@@ -50,6 +50,8 @@ def notes(config: Any, work: Work, leak: str | None) -> list[str]:
             "model_engine=prefix computes row by row where it takes verl's own path; with dp set "
             "actor_rollout_ref.model.use_remove_padding=False"
         )
+    if rollout_is_apart(config) and is_v1(config) and not config.actor_rollout_ref.hybrid_engine:
+        lines.append("actor_rollout_ref.hybrid_engine=False needs VERL_LOGGING_LEVEL=WARN in the job's environment")
     if size.rollouts == 1 and not turns:
         return [*lines, "actor_rollout_ref.rollout.n=1: a prompt has one response, nothing to share; set 2 or more"]
     mode, mini = config.trainer.v1.trainer_mode, config.actor_rollout_ref.actor.ppo_mini_batch_size

@@ -34,7 +34,9 @@ dirname() {{ [[ $1 != -- ]] || shift; case $1 in */*) echo "${{1%/*}}" ;; *) ech
 """
 # The end of a block whose output goes to files, { ...; } > log 2>&1: restricted bash would leave the block out.
 TO_FILE = re.compile(
-    r"((?:^|[;\s])(?:[})]|done|fi|esac))(?:[ \t]*(?:\d*>[>|]?|&>>?)&?[ \t]*(?:\"[^\"\n]*\"|[^\s;|&()\"])+)+", re.M
+    r"((?:^|[;\s])(?:[})]|done|fi|esac))"
+    r"(?:[ \t]*(?:\d*>[>|]?|&>>?)&?[ \t]*(?:\"[^\"\n]*\"|'[^'\n]*'|\$\([^()\n]*\)|[^\s;|&()\"'])+)+",
+    re.M,
 )
 SECONDS = 20  # a script that waits for something waits for ever here
 CPU_SECONDS = 1  # so does a loop in the background, which would watch the training
@@ -106,7 +108,7 @@ def _trace(text: str, words: list[str], named: str) -> list[str]:
             environment = {"PATH": "/nonexistent", "BASH_ENV": prelude.name, "PS4": "+ ", "LC_ALL": "C.UTF-8"}
             environment["SCRIPT_SOURCE"] = "".join(words[:1])
             script = TO_FILE.sub(r"\1", text).replace("BASH_SOURCE", "SCRIPT_SOURCE")  # of a file alone bash sets it
-            script += "\nwait"  # for a training in the background
+            script += "\n\nwait"  # behind a last line that ends in a backslash; for a training in the background
             bash = subprocess.Popen(
                 ["/bin/bash", "-r", "-x", "-c", script, *words], env=os.environ | environment, stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, pass_fds=[descriptor], start_new_session=True,

@@ -86,12 +86,14 @@ def state_bytes(roles: DictConfig, model: PreTrainedModel) -> int:
         return 0
     size = PrecisionType.to_dtype(fsdp.get("model_dtype") or "fp32").itemsize
     weights = trained = sum(p.numel() for p in model.parameters())
-    if rank := options.get("lora_rank", 0) or (options.get("lora") or {}).get("rank", 0):
+    rank = options.get("lora_rank", 0) or (options.get("lora") or {}).get("rank", 0)
+    if rank or options.get("lora_adapter_path"):  # an adapter's own rank is not read: one of 16 stands for it
+        rank = rank or 16
         head = model.get_output_embeddings()
         linear = [m for m in model.modules() if isinstance(m, torch.nn.Linear) and m is not head]
         trained = sum(rank * (m.in_features + m.out_features) for m in linear)  # of all, whatever its target_modules
         weights += trained
-    elif roles.actor.get("freeze_vision_tower"):
+    elif roles.actor.get("freeze_vision_tower") and is_vision_config(model.config):
         trained -= sum(p.numel() for p in tower_of(model).parameters())
     return size * (weights + 3 * trained)
 
@@ -118,7 +120,7 @@ def refusals(config: DictConfig, num_ranks: int) -> list[str]:
     section, model = config.actor_rollout_ref.actor, config.actor_rollout_ref.model
     sizes = num_ranks, prompts_of_step(config)
     # The driver ends with the first; here all are named.
-    reasons = [_refusal(check_driver, config)]
+    reasons = [_refusal(check_driver, config, False)]
     reasons.append(_refusal(lambda: omega_conf_to_dataclass(section).validate(*sizes, model)))
     if section.prefix.schedule != "stock":
         reasons += [

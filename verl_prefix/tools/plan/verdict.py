@@ -66,7 +66,7 @@ def step_gain(config: Any, predicted: Predictor, parts: dict[str, float]) -> flo
 
 def rollout_is_apart(config: Any) -> bool:
     """True where other GPUs than the trainer's generate meanwhile."""
-    return not is_v1(config) and "rollout" in config or config.trainer.v1.trainer_mode.endswith("separate_async")
+    return config.trainer.v1.trainer_mode.endswith("separate_async") if is_v1(config) else "rollout" in config
 
 
 def is_worth_it(predicted: Predictor) -> bool:
