@@ -270,6 +270,15 @@ def test_few_tokens_of_one_rank_are_judged_together_with_those_of_the_others():
     assert not verify.check(lambda: torch.ones(0), lambda *args: torch.ones(0), contextlib.nullcontext, none).missed
 
 
+@pytest.mark.parametrize("off", [1e-3, float("nan"), 0.0])
+def test_a_part_without_noise_may_not_be_off(off):
+    """Its ratio has no unit. Where ours is off by nothing too, rows are empty or nothing reaches the part."""
+    distances = iter([[0.0]] * 3 + [[0.0], [off]])  # perturbed, packed, phased
+    part = types.SimpleNamespace(parts={"a part": []}, keep=lambda: [1.0], distances=lambda: next(distances))
+    found = verify.check(lambda: torch.zeros(2), lambda *args: torch.zeros(2), contextlib.nullcontext, part)
+    assert found.missed == (off != 0) and found.part == ("a part" if off else "")
+
+
 def test_noise_is_where_the_output_is():
     """Parameters wait on the host under fsdp_config.offload_policy=True; here on meta, where no generator is."""
 

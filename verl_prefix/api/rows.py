@@ -278,15 +278,15 @@ def _check_responses(config: Any, responses: Sequence[torch.Tensor]) -> None:
 
 def _check_model(model: Any, reads_head: bool) -> None:
     name = type(model).__name__
-    if isinstance(model, FSDPModule | FullyShardedDataParallel):
-        raise TypeError(
-            f"{name} is sharded by FSDP, whose ranks must run the same passes; use verl_prefix.core.schedule.Schedule "
-            "with verl_prefix.core.waves.pad_to_same_passes, or the verl plugin"
-        )
     if not hasattr(model, "get_output_embeddings"):
         raise TypeError(
             f"model is a {name}, not a Hugging Face causal LM; pass the model itself, such as accelerator.unwrap_model("
             "model) or ddp.module (and average .grad over ranks before optimizer.step)"
+        )
+    if any(isinstance(module, FSDPModule | FullyShardedDataParallel) for module in model.modules()):
+        raise TypeError(
+            f"{name} is sharded by FSDP, whose ranks must run the same passes; use verl_prefix.core.schedule.Schedule "
+            "with verl_prefix.core.waves.pad_to_same_passes, or the verl plugin"
         )
     if reads_head and model.get_output_embeddings() is None:
         raise TypeError(

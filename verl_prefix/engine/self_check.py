@@ -149,9 +149,10 @@ def _segments(layout: Layout) -> Iterator[tuple[torch.Tensor, slice]]:
 
 
 def _ratio(error: float, noise: float) -> float:
-    """Ratio of two norms, from their squares."""
+    """Ratio of two norms, from their squares: 0 of nothing to nothing, as where responses are empty, and infinity where
+    either is NaN, so that nothing that is compared later hides it."""
     ratio = (error / max(noise, 1e-300)) ** 0.5
-    return math.inf if math.isnan(ratio) else ratio  # so that no later layer hides it
+    return math.inf if math.isnan(ratio) else ratio
 
 
 def _dense(q, k, v, sinks, params: AttentionParams, position: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -305,13 +306,12 @@ def check(
     packed, phased, noises, norms = (reduced[i : i + size] for i in range(0, 4 * size, size))
     # A NaN must not get lost in max().
     errors = [math.nan if math.isnan(a + b) else max(a, b) for a, b in zip(packed, phased, strict=True)]
-    # No noise: empty responses on every rank.
-    ratios = [(error / noise) ** 0.5 if noise else 0.0 for error, noise in zip(errors, noises, strict=True)]
+    ratios = [_ratio(*pair) for pair in zip(errors, noises, strict=True)]
     part, worst = "", 0.0
     for name, ratio, norm in zip(gradients.parts, ratios[1:], norms, strict=True):
         # A norm is not finite because of the loss scale of fp16, which falls after such a step.
-        if math.isfinite(norm) and not ratio <= worst:
-            part, worst = name, math.inf if math.isnan(ratio) else ratio
+        if math.isfinite(norm) and ratio > worst:
+            part, worst = name, ratio
     return Verdict(
         ratios[0], layers.worst, layer=layers.layer, recurrence=layers.worst_recurrence, key=layers.key,
         gradients=worst, part=part,
