@@ -2,7 +2,6 @@
 states of recurrent layers, and gradients of states."""
 
 import contextlib
-import dataclasses
 import functools
 import types
 
@@ -24,6 +23,7 @@ from broken_states import (
 )
 from dialogues import rollouts, thinking_kept, thinking_stripped, tree_search
 
+from verl_prefix.core import layout as core_layout
 from verl_prefix.core.attention import AttentionParams, GroupedAttention
 from verl_prefix.core.gradients import gradients_aside
 from verl_prefix.core.groups import Group
@@ -97,13 +97,12 @@ def scaled_kernel(patch):
 
 
 def last_prefix_token_dropped(patch):
-    made = Layout._calls_of
+    made = core_layout.calls_of
 
-    def shorter(self, *args):
-        segments = tuple(s._replace(path=tuple((a, n - 1) for a, n in s.path if n > 1)) for s in self.segments)
-        return made(dataclasses.replace(self, segments=segments), *args)
+    def shorter(segments, *args):
+        return made([s._replace(path=tuple((a, n - 1) for a, n in s.path if n > 1)) for s in segments], *args)
 
-    patch.setattr(Layout, "_calls_of", shorter)
+    patch.setattr(core_layout, "calls_of", shorter)
 
 
 def window_ignored(patch):

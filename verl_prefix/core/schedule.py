@@ -193,6 +193,7 @@ class Schedule:
     def _suffixes(
         self, tokens: TokenBatch, groups: Sequence[Group], layout: Layout, cache: PrefixCache | None
     ) -> PassOutputs:
+        """A forward whose row ends in suffixes: a wave, or without `cache` a packed pass, whose strands come first."""
         attention_pass = self.pass_type(layout, self.kernel, cache=cache, keep=self.keep_attention)
         if tokens.is_read is not None and groups:
             layout = layout.reading(tokens.is_read)

@@ -231,12 +231,12 @@ class Gradients:
     """
 
     def __init__(self, model: Any) -> None:
-        self._all = [p for p in model.parameters() if p.requires_grad]
+        self._model = model
         modules: dict[str, Any] = {f"the mixer of layer {mixer.layer_idx}": mixer for mixer in mixers(model)}
         layers = {f"layer {i}": layer for i, layer in enumerate(getattr(model.get_decoder(), "layers", ()))}
         tower = {"the vision tower": tower_of(model)} if is_vision_config(model.config) else {}
         self.parts: dict[str, list[torch.nn.Parameter]] = {}
-        left = set(self._all)
+        left = {p for p in model.parameters() if p.requires_grad}
         for name, module in (modules | layers | tower | {"all else": model}).items():
             trained = [p for p in module.parameters() if p in left]
             left.difference_update(trained)
@@ -247,19 +247,15 @@ class Gradients:
     def keep(self) -> list[float]:
         """Takes the last pass's gradients as the truth, kept in host memory; returns their squared norms by part."""
         self._truth = [[_local_grad(p).cpu() for p in part] for part in self.parts.values()]
-        self._forget()
+        self._model.zero_grad()
         return [sum(map(_sum_of_squares, part)) for part in self._truth]
 
     def distances(self) -> list[float]:
         """Squared distances of the last pass's from the truth, by part."""
         pairs = (zip(part, truth, strict=True) for part, truth in zip(self.parts.values(), self._truth, strict=True))
         distances = [sum(_sum_of_squares(_local_grad(p).cpu() - x) for p, x in part) for part in pairs]
-        self._forget()
+        self._model.zero_grad()
         return distances
-
-    def _forget(self) -> None:
-        for parameter in self._all:
-            parameter.grad = None
 
 
 def _local_grad(parameter: torch.nn.Parameter) -> torch.Tensor:
