@@ -29,7 +29,7 @@ from rich.table import Table
 from transformers import AutoModelForImageTextToText, PreTrainedModel
 
 from verl_prefix.api.pixels import positions_of_row
-from verl_prefix.core.groups import group_rows
+from verl_prefix.core.groups import group_by_key
 from verl_prefix.core.layout import Layout
 from verl_prefix.core.schedule import Schedule, TokenBatch
 from verl_prefix.core.waves import make_plan
@@ -89,7 +89,7 @@ class Batch:
         self.flat = torch.cat(self.ids).to(options.device)
         self.positions = torch.cat(positions, 1).to(options.device)
         self.rows = [{name: tensor.clone() for name, tensor in pixels.items()} for _ in range(group)]
-        self.groups = group_rows([prompt] * group, [suffix] * group)
+        self.groups = group_by_key([0] * group, [len(prompt)] * group, [suffix] * group)
 
     def share(self) -> None:
         share_pixels(self.rows)

@@ -187,8 +187,11 @@ def test_rows_of_different_groups_do_not_share(monkeypatch):
 
 def test_nothing_shared_is_said():
     model = build()
-    with pytest.warns(UserWarning, match="no two of 2 rows have the same prompt"):
+    with pytest.warns(UserWarning, match="no two of 2 rows have the same prompt") as told:
         response_log_probs(model, [[1, 2], [1, 3]], [[4], [5]])
+        with phased_update(model, [[1, 2], [1, 3]], [[4], [5]]) as waves:
+            list(waves)
+    assert [warning.filename for warning in told] == [__file__] * 2
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         response_log_probs(model, [[1, 2], [1, 2]], [[4], [5]])

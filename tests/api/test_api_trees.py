@@ -184,3 +184,20 @@ def test_ends_of_messages_of_other_templates(tmp_path, name):
     tokenizer.add_special_tokens({"additional_special_tokens": special})
     tokenizer.chat_template = "{% for m in messages %}" + message + "{% endfor %}"
     assert {*tokenizer.convert_ids_to_tokens(end_tokens(tokenizer))} == {*ends, tokenizer.eos_token}
+
+
+@pytest.mark.parametrize(
+    ("template", "warns"),
+    [
+        ("{{ raise_exception('a system message comes first') }}", True),
+        ("{{ messages[9].content.missing }}", True),
+        ("<|im_start|>{% for m in messages %}{{ m['content'] | upper }}{% endfor %}", False),
+        ("<|im_start|>user{% for m in messages[1:] %}{{ m['content'] }}{% endfor %}", False),
+    ],
+    ids=["raises", "fails", "changes contents", "drops a message"],
+)
+def test_a_template_without_messages_to_find_leaves_the_end_of_text(tmp_path, caplog, template, warns):
+    tokenizer = AutoTokenizer.from_pretrained(write_tiny_model(tmp_path / "model"))
+    tokenizer.chat_template = template
+    assert end_tokens(tokenizer) == {tokenizer.eos_token_id}
+    assert ["prefix.trees" in line and "chat_template" in line for line in caplog.messages] == [True] * warns

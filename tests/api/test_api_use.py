@@ -165,9 +165,11 @@ def test_models_that_cannot_be_computed_say_what_to_do():
     model = build()
     with pytest.raises(TypeError, match="model is a Wrapped, not a Hugging Face causal LM; pass the model itself"):
         response_log_probs(type("Wrapped", (torch.nn.Module,), {})(), **TWO)
-    sharded = object.__new__(type("Sharded", (FSDPModule, torch.nn.Module), {}))
-    with pytest.raises(TypeError, match="Sharded is sharded by FSDP.*or the verl plugin"):
-        response_log_probs(sharded, **TWO)
+    for part in (lambda sharded: sharded, lambda sharded: sharded.model.layers[0]):
+        sharded = build()
+        part(sharded).__class__ = type("Sharded", (FSDPModule, type(part(sharded))), {})  # as fully_shard does
+        with pytest.raises(TypeError, match=f"{type(sharded).__name__} is sharded by FSDP.*or the verl plugin"):
+            response_log_probs(sharded, **TWO)
     model.config.attention_dropout = 0.1
     response_log_probs(model.eval(), **TWO)
     with pytest.raises(ValueError, match="llama model: attention_dropout=0.1. Call the model on whole rows"):

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from verl_prefix.core import kernels
 from verl_prefix.core.calls import Spans
 from verl_prefix.core.kernels import aten, choose_kernel, flash_attn, reference
 from verl_prefix.tools import doctor
@@ -86,9 +87,11 @@ def install(monkeypatch):
             fill(module)
             monkeypatch.setitem(sys.modules, getattr(flash_attn, name), module)
 
-    flash_attn._installed.cache_clear()
+    for cached in (flash_attn._installed, kernels._chosen):
+        cached.cache_clear()
     yield installed
-    flash_attn._installed.cache_clear()
+    for cached in (flash_attn._installed, kernels._chosen):
+        cached.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -149,7 +152,8 @@ def test_the_newest_interface_that_the_gpu_runs_is_chosen(install, capability, m
     assert (found and found.module) == (chosen and getattr(flash_attn, chosen))
     assert (flash_attn.unavailable() is None) == (chosen is not None)
     best = {8: "_FA2", 9: "_FA3", 10: "_FA4", 12: "_FA2"}[capability[0]]
-    assert flash_attn.missing_best() == (None if chosen == best else getattr(flash_attn, best))
+    missed = flash_attn.missed()
+    assert missed is None if chosen == best else missed[0].startswith(f"{getattr(flash_attn, best)}, the fastest")
 
 
 @pytest.mark.parametrize("modules", [{"_FA2": fa2}, {}, {"_FA2": fa2, "_FA3": fa3}], ids=["FA2", "none", "FA3"])
@@ -158,7 +162,6 @@ def test_the_first_log_line_says_what_a_missing_fa3_costs_and_how_to_install_it(
     install((9, 0), **modules)
     monkeypatch.setattr(torch.version, "cuda", "12.8")
     monkeypatch.setattr(aten, "unavailable", lambda: None)
-    choose_kernel.cache_clear()
     chosen = choose_kernel("auto", "cuda", torch.bfloat16, 128).__name__.rpartition(".")[2]
     assert chosen == ("flash_attn" if modules else "aten")
     (line,) = caplog.messages
@@ -207,10 +210,18 @@ def test_inputs_that_the_newest_interface_refuses_take_the_next_one(
     assert reason is None if runs else reason.startswith(f"{getattr(flash_attn, newest)}: ")
 
 
+def test_a_kernel_is_chosen_anew_once_algorithms_must_be_deterministic(install, monkeypatch):
+    install((9, 0), _FA3=fa3)
+    monkeypatch.setattr(aten, "unavailable", lambda: None)
+    chosen = []
+    for deterministic in (False, True, False):
+        monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda value=deterministic: value)
+        chosen.append(choose_kernel("auto", "cuda", torch.bfloat16, 256))
+    assert chosen == [flash_attn, aten, flash_attn]
+
+
 def test_on_a_gpu_nothing_falls_back_to_the_dense_reference_unasked(install):
     install((9, 0), _FA2=fa2)
-    choose_kernel.cache_clear()
     with pytest.raises(ValueError, match="no fast kernel for cuda, torch.float32.*param_dtype=bf16"):
         choose_kernel("auto", "cuda", torch.float32, 64)
     assert choose_kernel("auto", "cuda", torch.bfloat16, 64, softcap=True) is flash_attn
-    choose_kernel.cache_clear()

@@ -5,7 +5,7 @@ import hypothesis.strategies as st
 import pytest
 import torch
 
-from verl_prefix.core.groups import Group, group_rows
+from verl_prefix.core.groups import Group, group_by_key
 from verl_prefix.core.layout import build_layout, pass_order
 from verl_prefix.core.waves import make_plan, make_waves, pad_to_same_passes
 
@@ -13,10 +13,6 @@ CPU = torch.device("cpu")
 SHAPES = st.lists(
     st.tuples(st.integers(1, 30), st.lists(st.integers(0, 20), min_size=1, max_size=6)), min_size=1, max_size=6
 )
-
-
-def prompts(*rows):
-    return [torch.tensor(row) for row in rows]
 
 
 def groups_of(shape):
@@ -37,34 +33,14 @@ def positions_of(places):
     return list(range(places.start or 0, places.stop)) if isinstance(places, slice) else places.tolist()
 
 
-def test_rows_of_one_uid_with_equal_prompts_form_a_group():
-    groups = group_rows(prompts([1, 2, 3], [4, 5], [1, 2, 3]), [2, 1, 4], ["a", "b", "a"])
-    assert groups == [Group((0, 2), 2, (2, 4)), Group((1,), 1, (1,))]
-
-
-def test_a_uid_whose_prompts_differ_is_split():
-    groups = group_rows(prompts([1, 2], [1, 3], [1, 2]), [1, 1, 1], ["a", "a", "a"])
-    assert [group.rows for group in groups] == [(0, 2), (1,)]
-
-
-def test_a_prompt_that_begins_like_another_does_not_share():
-    groups = group_rows(prompts([1, 2], [1, 2, 3]), [1, 1], ["a", "a"])
-    assert len(groups) == 2
-
-
-def test_rows_of_different_uids_do_not_share_and_tokens_decide_without_uids():
-    assert len(group_rows(prompts([1, 2], [1, 2]), [1, 1], ["a", "b"])) == 2
-    assert len(group_rows(prompts([1, 2], [1, 2]), [1, 1])) == 1
-
-
-def test_equal_tokens_at_different_positions_do_not_share():
-    positions = [torch.tensor([0, 1]), torch.tensor([5, 6])]
-    assert len(group_rows(prompts([1, 2], [1, 2]), [1, 1], None, positions)) == 2
+def test_rows_of_one_key_form_a_group_in_the_order_of_first_rows():
+    groups = group_by_key(["a", 7, "a", ("a", 7)], [3, 2, 3, 1], [2, 1, 4, 0])
+    assert groups == [Group((0, 2), 2, (2, 4)), Group((1,), 1, (1,)), Group((3,), 0, (0,))]
 
 
 def test_empty_prompt_is_refused():
     with pytest.raises(ValueError, match="row 1 has an empty prompt"):
-        group_rows([torch.tensor([1]), torch.tensor([], dtype=torch.int64)], [1, 1])
+        group_by_key("ab", [1, 0], [1, 1])
 
 
 @hypothesis.given(SHAPES)

@@ -34,7 +34,9 @@ from torch.distributed import get_rank
 from transformers import AutoConfig
 from whole_tensors import full, whole
 
+from verl_prefix.core.groups import Group
 from verl_prefix.core.kernels import cpu
+from verl_prefix.engine.self_check import LayerCheck
 from verl_prefix.testing import write_tiny_model
 
 AGG_MODES = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
@@ -501,6 +503,45 @@ def _wrong_on_the_last_rank(models: dict, dtype: str) -> None:
         _measure("prefix", models["qwen3"], get_rank(), {"param_dtype": dtype})
 
 
+def _names_another_ranks_layer(models: dict) -> None:
+    """Layer 1 is the worst by far on the last rank, which is alone to know it, and layer 0 on the others."""
+    last = get_rank() == torch.distributed.get_world_size() - 1
+
+    def attention(self, *_: object, **__: object) -> None:
+        self.worst, self.layer = (9.0, 1) if last else (4.0, 0)
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(RuntimeError, match="attention of layer 1 .*by 9 times"):
+        patch.setattr(LayerCheck, "attention", attention)
+        _measure("prefix", models["qwen3"], get_rank(), {})
+
+
+def _paths_of_batches(models: dict) -> list[tuple[bool, float]]:
+    """Whether predicted_speedup is among the metrics, and stock_rows: of log-probs by `auto`, of rows that need stock's
+    path, and of an update after a missed self-check; each has a row of padding."""
+    from verl.utils import tensordict_utils as tu
+
+    from verl_prefix.engine.paths import Stock
+
+    groups, found = [("a", 60, [9, 9], ""), ("pad0", 5, [2], "pad")], []
+    engine = _engine("prefix", models["qwen3"], {"min_speedup": 1e-6, "verify_action": "fallback"})
+    data = _batch(0, 64, {"groups": groups})
+    with engine.eval_mode(disable_auto_offload=True):
+        for size in (1, 3):
+            tu.assign_non_tensor(data, force_group_size=size)
+            found.append(engine.infer_batch(data.copy())["metrics"])
+    tu.assign_non_tensor(data, force_group_size=1)
+    engine._verification.failure = Stock("the self-check missed")
+    with engine.train_mode(disable_auto_offload=True):
+        found.append(engine.forward_backward_batch(data.copy(), _loss({}))["metrics"])
+    return [("prefix/predicted_speedup" in metrics, metrics["prefix/stock_rows"][0]) for metrics in found]
+
+
+def _reasons_for_stock(models: dict) -> list[str]:
+    data, engine = _batch(0, 512, {}), _engine("prefix", models["qwen3"], {"min_speedup": 1e6})
+    groups = [Group((row,), 10, (5,)) for row in range(len(data))]
+    return [engine._paths.plan(data, groups, forward_only).reason for forward_only in (False, True, False)]
+
+
 def _falls_back(models: dict) -> dict:
     static = CASES["static_batch_size_of_one"]
     with pytest.MonkeyPatch.context() as patch:
@@ -548,6 +589,19 @@ def one_rank(models, ranks):
 @pytest.fixture(scope="module", params=[1, 2], ids=["1rank", "2ranks"])
 def results(request, models, ranks):
     return ranks(request.param, models)
+
+
+def test_the_self_check_names_the_layer_of_the_rank_that_is_off_most(results):
+    results(_names_another_ranks_layer)
+
+
+def test_an_update_takes_stocks_path_as_its_log_probs_did_and_the_log_says_so(one_rank):
+    ((alone, log_probs, update),) = one_rank(_reasons_for_stock)
+    assert alone == log_probs and "prefix.min_speedup=1000000.0" in alone and "follows its log-probs" in update
+
+
+def test_what_a_batch_reports_of_its_path_is_its_own_and_leaves_padding_out(one_rank):
+    assert one_rank(_paths_of_batches) == [[(True, 0.0), (False, 2.0), (False, 2.0)]]
 
 
 def test_the_self_check_stays_within_the_budget_with_as_many_passes_on_every_rank(results):

@@ -160,6 +160,14 @@ def test_a_folder_with_a_trace_and_a_foreign_loss_are_refused(folder, tmp_path, 
     with pytest.raises(trace.TraceError, match="ppo_loss.*sft_loss"):
         record(writers(tmp_path / "sft", model), steps=1, loss=functools.partial(sft_loss, config=CONFIG))
 
+    def named_as_verls(config, **_):
+        raise AssertionError
+
+    named_as_verls.__name__ = "ppo_loss"
+    for loss in (functools.partial(named_as_verls, config=CONFIG), ppo_loss, functools.partial(ppo_loss, CONFIG)):
+        with pytest.raises(trace.TraceError, match="verl's ppo_loss.*remove trace_dir"):
+            record(writers(tmp_path / "other", model), steps=1, loss=loss)
+
 
 def test_a_run_that_goes_on_from_a_checkpoint_leaves_its_trace_as_it_is_and_starts_none(folder, tmp_path, model):
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
@@ -206,6 +214,26 @@ def test_one_ranks_images_end_the_run_on_all_and_later_on_only_the_recording(tmp
     with pytest.raises(trace.TraceError, match="another rank cannot record"):
         record(ranks, steps=1, make=with_pictures)
     assert not (tmp_path / "trace").exists()
+
+
+@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.parametrize(("field", "value"), [("session_id", "a-b"), ("old_log_probs", None)])
+def test_a_field_of_one_rank_that_cannot_be_read_ends_the_recording_on_all(tmp_path, model, first, field, value):
+    def odd(step: int, rank: int):
+        data = to_tensordict(rows(step, rank))
+        if rank and step >= first:
+            data[field] = NonTensorStack.from_list([value] * len(data))
+        return data
+
+    ranks = writers(tmp_path / "trace", model)
+    if first:
+        record(ranks, steps=3, make=odd)
+        assert all(writer.ended for writer in ranks) and trace.Trace(tmp_path / "trace").num_steps == 1
+        return
+    with pytest.raises(trace.TraceError, match="another rank cannot record"):
+        record(ranks, steps=1, make=odd)
+    with pytest.raises(trace.TraceError, match="trace_dir cannot record these rows: .*; remove it"):
+        writers(tmp_path / "trace", model)[1].record(odd(0, 1), LOSS, lambda counts: counts)
 
 
 def test_positions_of_a_vision_language_model_are_refused(tmp_path, model):

@@ -2,7 +2,6 @@
 states of recurrent layers, and gradients of states."""
 
 import contextlib
-import dataclasses
 import functools
 import types
 
@@ -24,6 +23,7 @@ from broken_states import (
 )
 from dialogues import rollouts, thinking_kept, thinking_stripped, tree_search
 
+from verl_prefix.core import layout as core_layout
 from verl_prefix.core.attention import AttentionParams, GroupedAttention
 from verl_prefix.core.gradients import gradients_aside
 from verl_prefix.core.groups import Group
@@ -97,13 +97,12 @@ def scaled_kernel(patch):
 
 
 def last_prefix_token_dropped(patch):
-    made = Layout._calls_of
+    made = core_layout.calls_of
 
-    def shorter(self, *args):
-        segments = tuple(s._replace(path=tuple((a, n - 1) for a, n in s.path if n > 1)) for s in self.segments)
-        return made(dataclasses.replace(self, segments=segments), *args)
+    def shorter(segments, *args):
+        return made([s._replace(path=tuple((a, n - 1) for a, n in s.path if n > 1)) for s in segments], *args)
 
-    patch.setattr(Layout, "_calls_of", shorter)
+    patch.setattr(core_layout, "calls_of", shorter)
 
 
 def window_ignored(patch):
@@ -268,6 +267,15 @@ def test_few_tokens_of_one_rank_are_judged_together_with_those_of_the_others():
     assert seven_others.log_probs == pytest.approx(2) and not seven_others.missed
     assert found(ours=(float("nan"), 0.0)).missed
     assert not verify.check(lambda: torch.ones(0), lambda *args: torch.ones(0), contextlib.nullcontext, none).missed
+
+
+@pytest.mark.parametrize("off", [1e-3, float("nan"), 0.0])
+def test_a_part_without_noise_may_not_be_off(off):
+    """Its ratio has no unit. Where ours is off by nothing too, rows are empty or nothing reaches the part."""
+    distances = iter([[0.0]] * 3 + [[0.0], [off]])  # perturbed, packed, phased
+    part = types.SimpleNamespace(parts={"a part": []}, keep=lambda: [1.0], distances=lambda: next(distances))
+    found = verify.check(lambda: torch.zeros(2), lambda *args: torch.zeros(2), contextlib.nullcontext, part)
+    assert found.missed == (off != 0) and found.part == ("a part" if off else "")
 
 
 def test_noise_is_where_the_output_is():

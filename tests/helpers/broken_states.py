@@ -1,12 +1,9 @@
 """States of recurrent layers, paths of trees, and gradients of prefixes, that are wrong on purpose: each takes a
 `pytest.MonkeyPatch`."""
 
-import dataclasses
-
 import torch
 
-from verl_prefix.core import attention, recurrence
-from verl_prefix.core.layout import Layout
+from verl_prefix.core import attention, layout, recurrence
 from verl_prefix.core.prefix_cache import PrefixCache, ReadRows
 
 
@@ -94,13 +91,12 @@ def last_token_left_out(patch):
 
 
 def changed_paths(patch, change):
-    made = Layout._calls_of
+    made = layout.calls_of
 
-    def calls_of(self, *args):
-        segments = tuple(segment._replace(path=change(segment.path)) for segment in self.segments)
-        return made(dataclasses.replace(self, segments=segments), *args)
+    def calls_of(segments, *args):
+        return made([segment._replace(path=change(segment.path)) for segment in segments], *args)
 
-    patch.setattr(Layout, "_calls_of", calls_of)
+    patch.setattr(layout, "calls_of", calls_of)
 
 
 def gradients_of_shared_outputs_dropped(patch):

@@ -13,7 +13,7 @@ from families import float64_inside  # noqa: F401
 from schedules import errors, measure
 from vision_cases import FAMILIES, Case, paths  # noqa: F401
 
-from verl_prefix.core.groups import Group, group_rows
+from verl_prefix.core.groups import Group
 from verl_prefix.models import vision
 
 SCHEDULES = {
@@ -129,9 +129,6 @@ def test_shared_pixels_are_one_tensor_and_digests_see_every_bit():
     video = {"pixel_values_videos": pixels.clone(), "video_grid_thw": grid.clone()}
     other_grid = rows[0] | {"image_grid_thw": torch.tensor([[1, 2, 8]])}
     assert len({*vision.share_pixels([rows[0], video, other_grid])}) == 3
-    # Equal tokens with different pixels never share.
-    groups = group_rows([torch.arange(5)] * 3, [2] * 3, ["a"] * 3, pixels=digests[:3])
-    assert [group.rows for group in groups] == [(0, 1), (2,)]
 
 
 @pytest.mark.parametrize("held", [False, True])

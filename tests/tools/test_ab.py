@@ -41,11 +41,11 @@ def sabotage(kind: str) -> None:
     forward, add_grad = schedule.Schedule._forward, prefix_cache.PrefixCache.add_grad
     of_tokens, made = TokenOutputs.of_tokens, source.synthetic_rows
 
-    def one_off(self, tokens, layout, **options):
+    def one_off(self, tokens, keep, attention_pass, outputs):
         positions = tokens.position_ids.clone()
-        positions[layout.read_places] += 1
+        positions[attention_pass.layout.read_places] += 1
         tokens = dataclasses.replace(tokens, position_ids=positions)
-        return forward(self, tokens, layout, **options)
+        return forward(self, tokens, keep, attention_pass, outputs)
 
     def dropped(self, layer, *args):
         if layer != 1:

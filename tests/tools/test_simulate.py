@@ -33,8 +33,9 @@ from transformers import (
 )
 
 from verl_prefix.auto.shape import model_shape
+from verl_prefix.core import kernels
 from verl_prefix.core.groups import Group
-from verl_prefix.core.kernels import KERNELS, aten, choose_kernel, flash_attn
+from verl_prefix.core.kernels import KERNELS, aten, flash_attn
 from verl_prefix.core.prefix_cache import PrefixCache
 from verl_prefix.testing.rollouts import flatten, search_rollouts, turn_rollouts
 from verl_prefix.tools.simulate import depth as simulator
@@ -589,7 +590,7 @@ def kernel_on_fake_tensors(kernel: str) -> tuple[Counter[str], list[float]]:
     job = Job(config, groups, 600, wave_tokens=128, logits_chunk=50, kept=9, master=torch.bfloat16)
     found = package_on_fake_tensors(kernel) if kernel.startswith("FA") else None
     counted = Counted(flash_attn if found else KERNELS[kernel])
-    choose_kernel.cache_clear()
+    kernels._chosen.cache_clear()
     with (
         mock.patch.dict(KERNELS, counted=counted), mock.patch.object(flash_attn, "_choose", lambda *args: found),
         fake_accelerator(1), Tracker(H100, DEVICE, SMALL.vocab_size) as tracker,

@@ -10,7 +10,7 @@ as tokens; the split into prefix and suffix happens here, and rows are grouped b
 """
 
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ import torch
 from verl_prefix.api.recompute import autocast_of, outputs_by_row, recomputed_by_row
 from verl_prefix.api.rows import Batch, HiddenBatch, PerToken, Tokens, check_sizes, token_rows
 from verl_prefix.core.schedule import PassOutputs, Schedule
+from verl_prefix.core.waves import Plan
 from verl_prefix.models import messages, support
 from verl_prefix.models.hidden import HiddenStateModel
 from verl_prefix.models.hookup import HookedModel
@@ -161,7 +162,6 @@ def response_hidden_states(
     return batch.in_form(by_row)
 
 
-@contextmanager
 def phased_update(
     model: torch.nn.Module,
     prompts: Tokens,
@@ -179,7 +179,7 @@ def phased_update(
     logits_chunk: int = 4096,
     offload: bool = False,
     attention: str = "auto",
-) -> Iterator[Iterator[Wave]]:
+) -> AbstractContextManager[Iterator[Wave]]:
     """`response_log_probs` in bounded memory: one wave's graph at a time beside the prefixes'. Fills `.grad`.
 
         with phased_update(model, prompts, responses, max_tokens=16384) as waves:   # phase A
@@ -200,7 +200,7 @@ def phased_update(
         Others as in `response_log_probs`.
 
     Raises:
-        TypeError, ValueError: as `response_log_probs`, on entering.
+        TypeError, ValueError: as `response_log_probs`.
         RuntimeError: on leaving, where not every wave was iterated; in backward, where it comes after phase C.
     """
     batch = Batch(
@@ -210,7 +210,12 @@ def phased_update(
     check_sizes(max_tokens=max_tokens, wave_tokens=wave_tokens, logits_chunk=logits_chunk)
     _check_waves(model, max_tokens, wave_tokens)
     schedule = Schedule(HookedModel(model), batch.outputs, kernel=attention, logits_chunk=logits_chunk, offload=offload)
-    plan = batch.plan("phased", max_tokens, wave_tokens, offload)
+    return _waves(schedule, batch, batch.plan("phased", max_tokens, wave_tokens, offload))
+
+
+@contextmanager
+def _waves(schedule: Schedule, batch: Batch, plan: Plan) -> Iterator[Iterator[Wave]]:
+    """The context of `phased_update`."""
     planned, num_waves = plan.phased, len(plan.waves)
     missing = num_waves
 

@@ -12,7 +12,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 from verl_prefix.api.pixels import pixels_of_prompts, positions_of_row
-from verl_prefix.core.groups import Group, group_rows
+from verl_prefix.core.groups import Group, group_by_key
 from verl_prefix.core.schedule import PassOutputs, TokenBatch
 from verl_prefix.core.trees import cuts_at, group_trees, mix_rows
 from verl_prefix.core.waves import Plan, make_plan
@@ -61,9 +61,10 @@ class Batch:
         uids = None if groups is None else of_row
         if forks is None:
             # Positions count too: those of a clip depend on its seconds per grid, which are not among its pixels.
-            sees = vision.is_vision_config(model.config)
-            read = [x[..., : len(prompt)] for x, prompt in zip(positions, prompts, strict=True)] if sees else None
-            self.groups = group_rows(prompts, lens, uids=uids, positions=read, pixels=vision.share_pixels(visual))
+            read = [x[..., : len(prompt)].cpu() for x, prompt in zip(positions, prompts, strict=True)]
+            parts = [[x.numpy().tobytes() for x in each] for each in (prompts, read)]
+            keys = zip(*parts, vision.share_pixels(visual), uids or [0] * len(lens), strict=True)
+            self.groups = group_by_key(keys, [*map(len, prompts)], lens)
         else:
             vision.share_pixels(visual)
             self.groups = self._trees(model, [*map(len, prompts)], uids=uids, forks=forks, visual=visual)
@@ -278,15 +279,15 @@ def _check_responses(config: Any, responses: Sequence[torch.Tensor]) -> None:
 
 def _check_model(model: Any, reads_head: bool) -> None:
     name = type(model).__name__
-    if isinstance(model, FSDPModule | FullyShardedDataParallel):
-        raise TypeError(
-            f"{name} is sharded by FSDP, whose ranks must run the same passes; use verl_prefix.core.schedule.Schedule "
-            "with verl_prefix.core.waves.pad_to_same_passes, or the verl plugin"
-        )
     if not hasattr(model, "get_output_embeddings"):
         raise TypeError(
             f"model is a {name}, not a Hugging Face causal LM; pass the model itself, such as accelerator.unwrap_model("
             "model) or ddp.module (and average .grad over ranks before optimizer.step)"
+        )
+    if any(isinstance(module, FSDPModule | FullyShardedDataParallel) for module in model.modules()):
+        raise TypeError(
+            f"{name} is sharded by FSDP, whose ranks must run the same passes; use verl_prefix.core.schedule.Schedule "
+            "with verl_prefix.core.waves.pad_to_same_passes, or the verl plugin"
         )
     if reads_head and model.get_output_embeddings() is None:
         raise TypeError(

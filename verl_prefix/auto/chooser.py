@@ -148,6 +148,7 @@ class Chooser:
 
     Attributes:
         speedup: predicted for the last batch.
+        log_probs: the last decision on log-probs, which updates follow; None: there was none.
     """
 
     costs: CostModel
@@ -156,7 +157,7 @@ class Chooser:
     reduce_max: Callable[[Sequence[float]], Sequence[float]]
     stock_fits: Callable[[Sequence[PassCost]], bool] = lambda passes: True
     speedup: float | None = field(default=None, init=False)
-    _log_probs: Decision | None = field(default=None, init=False)
+    log_probs: Decision | None = field(default=None, init=False)
 
     def choose(self, groups: Sequence[Group], budget: int, forward_only: bool, own: Batch | None = None) -> Plan | None:
         """This rank's plan; None: the stock path. `own`: see `candidates`."""
@@ -166,10 +167,10 @@ class Chooser:
         profile = self._profile(paths, own or Batch(groups, budget), forward_only)
         lacks_room = float(not self.stock_fits(paths.stock))
         *seconds, lacks_room = self.reduce_max([*price(self.costs, paths, profile), lacks_room])
-        before = None if forward_only else self._log_probs
+        before = None if forward_only else self.log_probs
         decision = decide(seconds, self.costs.min_speedup, before, not lacks_room)
         if forward_only:
-            self._log_probs = decision
+            self.log_probs = decision
         self.speedup = decision.speedup
         return None if decision.stock else paths.packed if decision.packed else paths.mixed
 

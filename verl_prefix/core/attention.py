@@ -15,10 +15,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from verl_prefix.core.calls import Call
 from verl_prefix.core.kernels import Kernel, choose_kernel
 from verl_prefix.core.layout import Layout
-from verl_prefix.core.prefix_cache import Key, PrefixCache, Tensors, add_at
+from verl_prefix.core.prefix_cache import Key, PrefixCache, add_at
 from verl_prefix.core.sequence_parallel import Shards
 
 # By layer: attention outputs [T, H, D] and log-sum-exps [H, T], kept until gradient checkpointing runs the layer again.
@@ -38,6 +37,8 @@ class AttentionPass:
         cache: in a wave, the cache from which suffixes read their prefixes.
         keep: under gradient checkpointing, keeps attention outputs until backward, whose recomputation of the layers
             then runs no attention kernel.
+
+    Attributes:
         shards: how the row's tokens are spread over ranks; None: this rank has all of them.
     """
 
@@ -48,13 +49,12 @@ class AttentionPass:
         capture: PrefixCache | None = None,
         cache: PrefixCache | None = None,
         keep: bool = False,
-        shards: Shards | None = None,
     ) -> None:
         self.layout = layout
         self.kernel = kernel
         self.capture = capture
         self.cache = cache
-        self.shards = shards
+        self.shards: Shards | None = None
         self.kept: Kept | None = {} if keep else None
         self.num_calls = 0  # layers seen, so that a model that bypasses us is noticed
 
@@ -75,7 +75,7 @@ class AttentionPass:
             (q, k, v), sinks = self.shards.to_heads(q, k, v), self.shards.heads(sinks)
         if self.capture is not None:
             k, v = self.capture.capture(layer, k, v)
-        anchor = None if self.cache is None else self.cache.anchor(layer)
+        anchor = None if self.cache is None else self.cache.anchors[layer]
         out: torch.Tensor = GroupedAttention.apply(  # type: ignore[no-untyped-call]
             q, k, v, sinks, self.layout, kernel, params, self.cache, layer, self.kept, anchor
         )
@@ -159,8 +159,8 @@ class GroupedAttention(torch.autograd.Function):
     """q [T, H, D], k and v [T, K, D], sinks [H] or None -> out [T, H, D].
 
     Without `cache`, prefix keys are this row's own. With it they are the cache's, and their gradients go to its grad
-    cache instead of through autograd; `anchor` is then `PrefixCache.anchor` of the layer. A sink (gpt-oss) is one more
-    score per head, without a value: it joins the log-sum-exp.
+    cache instead of through autograd; `anchor` is then the layer's of `PrefixCache.anchors`. A sink (gpt-oss) is one
+    more score per head, without a value: it joins the log-sum-exp.
     """
 
     @staticmethod
@@ -172,9 +172,21 @@ class GroupedAttention(torch.autograd.Function):
         if kept is not None and layer in kept:  # gradient checkpointing runs the layer again
             out, lse = kept.pop(layer)
         else:
-            out, lse = _attend(
-                q, k, v=v, sinks=sinks, layout=layout, kernel=kernel, params=params, cache=cache, layer=layer
-            )
+            calls = layout.calls(params.window, q.device)
+            prefix_k, prefix_v = (k, v) if cache is None else cache.read(layer)
+            for call in calls:
+                out_2, lse_2 = kernel.forward(
+                    q[call.queries], call.keys(k, prefix_k), call.keys(v, prefix_v), call.spans,
+                    causal=call.causal, scale=params.scale, window=call.window, softcap=params.softcap,
+                )  # fmt: skip
+                if call is calls[0]:
+                    out, lse = out_2, lse_2
+                else:
+                    _merge_at(call.queries, out, lse=lse, out_2=out_2, lse_2=lse_2)
+            if sinks is not None:
+                total = _logaddexp(lse, sinks.to(lse.dtype).unsqueeze(-1))
+                out *= (lse - total).exp().transpose(0, 1).unsqueeze(-1)
+                lse = total
             if kept is not None:
                 kept[layer] = out.detach(), lse
         ctx.save_for_backward(q, k, v, sinks, out, lse)
@@ -186,7 +198,7 @@ class GroupedAttention(torch.autograd.Function):
         q, k, v, sinks, out, lse = ctx.saved_tensors
         layout, kernel, params, cache, layer = ctx.args
         calls = layout.calls(params.window, q.device)
-        prefix_k, prefix_v = _prefix_of(calls, k, v, cache=cache, layer=layer)
+        prefix_k, prefix_v = (k, v) if cache is None else cache.read(layer)
         dout = dout.contiguous()
         for call in calls:
             dq_call, dk_call, dv_call = kernel.backward(
@@ -208,34 +220,3 @@ class GroupedAttention(torch.autograd.Function):
             share = (sinks.to(lse.dtype).unsqueeze(-1) - lse).exp()
             dsinks = -(share * (dout * out).sum(-1, dtype=lse.dtype).transpose(0, 1)).sum(-1).to(sinks.dtype)
         return dq, dk, dv, dsinks, None, None, None, None, None, None, None
-
-
-def _attend(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None,
-    layout: Layout, kernel: Kernel, params: AttentionParams, cache: PrefixCache | None, layer: int,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """`GroupedAttention` without gradients: out [T, H, D] and the log-sum-exp of all scores of a query [H, T]."""
-    calls = layout.calls(params.window, q.device)
-    prefix_k, prefix_v = _prefix_of(calls, k, v, cache=cache, layer=layer)
-    for call in calls:
-        out_2, lse_2 = kernel.forward(
-            q[call.queries], call.keys(k, prefix_k), call.keys(v, prefix_v), call.spans,
-            causal=call.causal, scale=params.scale, window=call.window, softcap=params.softcap,
-        )  # fmt: skip
-        if call is calls[0]:
-            out, lse = out_2, lse_2
-        else:
-            _merge_at(call.queries, out, lse=lse, out_2=out_2, lse_2=lse_2)
-    if sinks is not None:
-        total = _logaddexp(lse, sinks.to(lse.dtype).unsqueeze(-1))
-        out *= (lse - total).exp().transpose(0, 1).unsqueeze(-1)
-        lse = total
-    return out, lse
-
-
-def _prefix_of(
-    calls: Sequence[Call], k: torch.Tensor, v: torch.Tensor, cache: PrefixCache | None, layer: int
-) -> Tensors:
-    """Keys and values of the prefix source: the prefix cache's in a wave that reads a prefix, else the row's own."""
-    reads_cache = cache is not None and any(call.prefix is not None for call in calls)
-    return cache.read(layer) if cache is not None and reads_cache else (k, v)

@@ -114,7 +114,7 @@ class Call:
 
     def keys(self, own: torch.Tensor, prefix: torch.Tensor) -> torch.Tensor:
         """Keys or values [n, K, D] of the call, from the layout's own [T, K, D] and the prefix source's [P, K, D]."""
-        if self.prefix is None:
+        if self.prefix is None:  # then `self.own` is all of them
             return own
         if self.own is None:
             return prefix[self.prefix.tokens]

@@ -20,8 +20,7 @@ def gradients_aside(model: torch.nn.Module) -> Iterator[None]:
             module.reshard()
     parameters = list(model.parameters())
     gathered = [parameter.grad for parameter in parameters]
-    for parameter in parameters:
-        parameter.grad = None
+    model.zero_grad()
     try:
         yield
     finally:

@@ -10,8 +10,6 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeVar
 
-import torch
-
 RowKey = TypeVar("RowKey", bound=Hashable)
 
 
@@ -77,11 +75,6 @@ class Group:
         return tuple(fork.start + n - first for fork, n, first in columns)
 
     @property
-    def reads_strands(self) -> bool:
-        """True where strands hold tokens of responses, so that rows read outputs of strands."""
-        return any(fork.start > first for fork, first in zip(self.forks, self.first_outputs, strict=True))
-
-    @property
     def num_strand_outputs(self) -> int:
         """Number of strand tokens whose outputs rows read; a token counts once."""
         read: dict[int, set[int]] = {}
@@ -121,10 +114,6 @@ class Group:
                 start = i + 1
         yield start, len(self.rows)
 
-    def piece(self, start: int, end: int) -> "Group":
-        """The group with its rows [start, end) only, and all strands."""
-        return self.of(range(start, end))
-
     def of(self, places: Sequence[int]) -> "Group":
         """The group with all strands, and only its rows at `places`. A row without a suffix needs the rest of its
         unit."""
@@ -160,38 +149,21 @@ class Group:
         return replace(self, rows=tuple(numbers[row] for row in self.rows), strands=strands)
 
 
-def group_rows(
-    prompts: Sequence[torch.Tensor],
-    response_lens: Sequence[int],
-    uids: Sequence[object] | None = None,
-    positions: Sequence[torch.Tensor] | None = None,
-    pixels: Sequence[bytes] | None = None,
-) -> list[Group]:
-    """Groups the rows of a batch, in order of their first rows.
+def group_by_key(keys: Iterable[Hashable], prompt_lens: Sequence[int], response_lens: Sequence[int]) -> list[Group]:
+    """Groups the rows of a batch that have the same key, in order of their first rows.
 
     Args:
-        prompts: int tensor [prompt_len] per row, at least one token each.
-        response_lens: number of response tokens per row.
-        uids: verl's prompt ids; rows of different uids never share. None: tokens alone decide.
-        positions: position ids [..., prompt_len] per row; None where they follow from the tokens.
-        pixels: digest of what each row's visual tokens show; rows that show different things never share.
+        keys: of each row, what must be equal where rows share: its prompt's tokens, and positions, pixels or a uid
+            where tokens do not decide.
+        prompt_lens, response_lens: each row's numbers of tokens, at least one of a prompt.
 
     Raises:
         ValueError: a prompt is empty.
     """
-    if 0 in (lens := [len(prompt) for prompt in prompts]):
-        raise ValueError(f"row {lens.index(0)} has an empty prompt; verl needs at least one prompt token per row")
-    keys = (
-        (
-            None if uids is None else uids[row],
-            prompt.cpu().numpy().tobytes(),
-            b"" if positions is None else positions[row].cpu().contiguous().numpy().tobytes(),
-            b"" if pixels is None else pixels[row],
-        )
-        for row, prompt in enumerate(prompts)
-    )
+    if 0 in prompt_lens:
+        raise ValueError(f"row {prompt_lens.index(0)} has an empty prompt; pass at least one prompt token per row")
     return [
-        Group(tuple(rows), lens[rows[0]] - 1, tuple(int(response_lens[row]) for row in rows))
+        Group(tuple(rows), prompt_lens[rows[0]] - 1, tuple(response_lens[row] for row in rows))
         for rows in rows_by_key(keys).values()
     ]
 

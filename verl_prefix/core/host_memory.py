@@ -47,10 +47,8 @@ class HostPages:
         return self.free.pop() if self.free else None
 
 
-@functools.cache
-def host_pages(device: torch.device) -> HostPages:
-    """The process's pages for `device`. They outlive a schedule, which lives for one mini-batch."""
-    return HostPages(device)
+# The process's pages for a device. They outlive a schedule, which lives for one mini-batch.
+host_pages = functools.cache(HostPages)
 
 
 class HostCopies:

@@ -11,7 +11,7 @@ a block reads pieces of several strands, which are copied for it.
 
 import functools
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import NamedTuple
@@ -49,7 +49,7 @@ class Reads(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """One packed row of T tokens, of which the first `num_prefix` are strands.
+    """One packed row of T tokens, of which the first `num_prefix` are strands: the first `num_prefixes` segments.
 
     `index` [T] (int64) says which token of the batch's flat values each one is. Paths of segments count tokens of the
     prefix source. That is this row itself; for a wave, which has no strands, it is `source`, the row of phase A. The
@@ -66,6 +66,7 @@ class Layout:
     reads: Reads | None = None
     states: tuple[Pieces, ...] = ()
     source: "Layout | None" = None
+    num_prefixes: int = 0
     _calls: dict[tuple[int | None, torch.device], tuple[Call, ...]] = built_once()
     _initial_states: dict[torch.device, InitialStates] = built_once()
     _tails: dict[tuple[int, torch.device], torch.Tensor] = built_once()
@@ -88,19 +89,16 @@ class Layout:
         return torch.cat(counts)
 
     @functools.cached_property
-    def num_prefixes(self) -> int:
-        """Number of strands, which are the first segments."""
-        return sum(end <= self.num_prefix for end in accumulate(segment.length for segment in self.segments))
-
-    @functools.cached_property
     def suffixes(self) -> Spans:
         """Suffixes as the segments of a row of their own, which read themselves."""
         bounds = (0, *accumulate(segment.length for segment in self.segments[self.num_prefixes :]))
         return Spans(bounds, bounds)
 
     @functools.cached_property
-    def rounds(self) -> list[list[Run]]:
-        """The strands, cut at `states` into runs of tokens. The runs of a round start from states of earlier rounds."""
+    def rounds(self) -> list[tuple[list[Run], Spans]]:
+        """The strands, cut at `states` into runs of tokens, and these as the segments of a row of their own. The runs
+        of a round start from states of earlier rounds. All layers get the same objects, so that kernels can keep what
+        they derive from them."""
         rounds: list[list[Run]] = []
         round_of = {0: -1}
         ends, end = list(self.state_numbers), 0
@@ -113,14 +111,8 @@ class Layout:
                 rounds[round_of[cut]].append(Run(start, cut, after))
                 start = after = cut
             assert start == end, "nothing goes on behind the end of a strand"
-        return rounds
-
-    @functools.cached_property
-    def round_spans(self) -> list[Spans]:
-        """The runs of each round, as the segments of a row of their own. All layers get the same objects, so that
-        kernels can keep what they derive from them."""
-        bounds = [(0, *accumulate(run.end - run.start for run in runs)) for runs in self.rounds]
-        return [Spans(one, one) for one in bounds]
+        bounds = [(0, *accumulate(run.end - run.start for run in runs)) for runs in rounds]
+        return [(runs, Spans(one, one)) for runs, one in zip(rounds, bounds, strict=True)]
 
     @functools.cached_property
     def state_numbers(self) -> dict[int, int]:
@@ -173,11 +165,8 @@ class Layout:
         """A layer's kernel calls, the first over all queries; built once. A query sees `window` tokens, with itself
         (None: all before it)."""
         if (window, device) not in self._calls:
-            self._calls[window, device] = tuple(self._calls_of(window, device))
+            self._calls[window, device] = tuple(calls_of(self.segments, window, device))
         return self._calls[window, device]
-
-    def _calls_of(self, window: int | None, device: torch.device) -> Iterator[Call]:
-        return calls_of(self.segments, window, device)
 
 
 def pass_order(groups: Sequence[Group]) -> list[Group]:
@@ -227,7 +216,7 @@ def build_layout(
         ranges([(start, segment.length) for start, segment in pieces]), num_prefix,
         tuple(segment for _, segment in pieces), tuple(groups), tuple(starts),
         reads=_reads(rows, num_prefix, in_wave, suffixes),
-        states=tuple(sorted(states, key=_after)), source=source,
+        states=tuple(sorted(states, key=_after)), source=source, num_prefixes=len(strands),
     )  # fmt: skip
 
 

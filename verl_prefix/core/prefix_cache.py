@@ -20,12 +20,18 @@ class PrefixCache:
     states [N, ...] of its prefixes (`core.recurrence`).
 
     The grad cache is fp32 whatever the model's dtype is (fp64 for fp64), since every wave adds to it.
+
+    Attributes:
+        anchors: by key, an empty tensor that requires a gradient if what the layer left does. The function that reads
+            the layer's tensors takes it as an input, so that autograd visits this function in backward even where its
+            other inputs are frozen. The tensors themselves would do so too, but then a wave's graph would hold them on
+            the device (`core.offload`).
     """
 
     def __init__(self) -> None:
         self._leaf: MutableMapping[Key, Tensors] = {}
         self._grad: MutableMapping[Key, Tensors] = {}
-        self._anchor: dict[Key, torch.Tensor] = {}
+        self.anchors: dict[Key, torch.Tensor] = {}
         self._is_open = True  # `capture` stores what layers leave, until phase C
 
     def __enter__(self) -> "PrefixCache":
@@ -51,7 +57,7 @@ class PrefixCache:
         """
         if self._is_open:
             self._leaf[key] = tuple(x.detach().requires_grad_(x.requires_grad) for x in tensors)
-            self._anchor[key] = torch.empty(0, requires_grad=any(x.requires_grad for x in tensors))
+            self.anchors[key] = torch.empty(0, requires_grad=any(x.requires_grad for x in tensors))
         joined: Tensors = _JoinGradCache.apply(self, key, len(tensors), *tensors, *beside)  # type: ignore[no-untyped-call]
         return joined
 
@@ -62,14 +68,6 @@ class PrefixCache:
                 "call backward on each wave's loss before the next wave"
             )
         return self._leaf[key]
-
-    def anchor(self, key: Key) -> torch.Tensor:
-        """An empty tensor that requires a gradient if what the layer left does.
-
-        The function that reads the layer's tensors takes it as an input, so that autograd visits this function in
-        backward even where its other inputs are frozen. The tensors themselves would do so too, but then a wave's graph
-        would hold them on the device (`core.offload`)."""
-        return self._anchor[key]
 
     def add_grad(self, key: Key, rows: slice | torch.Tensor, *grads: torch.Tensor) -> None:
         """Phase B: adds a wave's gradients of the rows (tokens, or states) that it read of each tensor."""

@@ -67,7 +67,7 @@ def _scan_strands(layout: Layout, inputs: Sequence[torch.Tensor], scan: Scan) ->
     """Outputs [num_prefix, ...] of all strands, and the states behind each of the layout's `states`, in their order."""
     outputs: dict[int, torch.Tensor] = {}
     states: dict[int, torch.Tensor] = {}
-    for runs, spans in zip(layout.rounds, layout.round_spans, strict=True):
+    for runs, spans in layout.rounds:
         # All runs of the first round start from zeros, all others from states.
         initial = torch.stack([states[run.after] for run in runs]) if states else None
         row = [torch.cat([x[run.start : run.end] for run in runs]) for x in inputs]

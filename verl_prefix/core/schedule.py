@@ -13,7 +13,7 @@ goes to `step` where `run` computes a whole plan, or to a caller of `forwards` t
 
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -84,6 +84,7 @@ class TokenBatch:
     is_read: torch.Tensor | None = None
 
 
+@dataclass(eq=False)
 class Schedule:
     """Runs a plan on one model.
 
@@ -99,38 +100,22 @@ class Schedule:
         keep_attention: `keep` of `AttentionPass`; with `offload` it does not hold in phase A.
         pass_type: `AttentionPass`, or a subclass that looks at its layers.
         sequence_group: ranks that compute every row together (see `core.sequence_parallel`); None: this rank alone.
-        meter: measures the phases; None: the schedule makes its own.
+        meter: measures the phases.
     """
 
-    def __init__(
-        self,
-        model: Model,
-        outputs: Outputs,
-        step: Step | None = None,
-        backward: Callable[[torch.Tensor], None] | None = None,
-        gradient_sync: Callable[[bool], AbstractContextManager[Any]] = lambda last: nullcontext(),
-        forward_context: Callable[[], AbstractContextManager[Any]] = nullcontext,
-        kernel: str = "auto",
-        logits_chunk: int = 4096,
-        offload: bool = False,
-        keep_attention: bool = False,
-        pass_type: Callable[..., AttentionPass] = AttentionPass,
-        sequence_group: dist.ProcessGroup | None = None,
-        meter: Meter | None = None,
-    ) -> None:
-        self.model = model
-        self.outputs = outputs
-        self.step = step
-        self.backward = backward
-        self.gradient_sync = gradient_sync
-        self.forward_context = forward_context
-        self.kernel = kernel
-        self.logits_chunk = logits_chunk
-        self.offload = offload
-        self.keep_attention = keep_attention
-        self.pass_type = pass_type
-        self.sequence_group = sequence_group
-        self.meter = meter or Meter()
+    model: Model
+    outputs: Outputs
+    step: Step | None = None
+    backward: Callable[[torch.Tensor], None] | None = None
+    gradient_sync: Callable[[bool], AbstractContextManager[Any]] = lambda last: nullcontext()
+    forward_context: Callable[[], AbstractContextManager[Any]] = nullcontext
+    kernel: str = "auto"
+    logits_chunk: int = 4096
+    offload: bool = False
+    keep_attention: bool = False
+    pass_type: Callable[..., AttentionPass] = AttentionPass
+    sequence_group: dist.ProcessGroup | None = None
+    meter: Meter = field(default_factory=Meter)
 
     def run(self, tokens: TokenBatch, plan: Plan) -> None:
         """Runs all passes of `plan` in order, which must be the same on every rank; needs `step`."""
@@ -160,13 +145,9 @@ class Schedule:
             return
         device = tokens.input_ids.device
         offloads = self.offload and torch.is_grad_enabled()
-        offloaded = OffloadedPrefixCache(device, self.meter.transfers) if offloads else None
-        with offloaded or PrefixCache() as cache:
+        with OffloadedPrefixCache(device, self.meter.transfers) if offloads else PrefixCache() as cache:
             layout = build_layout(planned.groups, tokens.offsets, suffixes=False)
-            with (
-                self.meter.phase("phase_a", planned.groups, device),
-                offloaded.saving() if offloaded else nullcontext(),
-            ):
+            with self.meter.phase("phase_a", planned.groups, device), cache.saving():
                 if layout.reads is not None and tokens.is_read is not None:
                     layout = layout.reading(tokens.is_read)
                 root = self._prefixes(tokens, planned, layout, cache)
@@ -206,23 +187,18 @@ class Schedule:
         if layout.reads is not None:
             keep, outputs = layout.keep, self.outputs
         with self.forward_context():
-            root = self._forward(
-                tokens, layout, keep=keep, attention_pass=attention_pass, outputs=outputs, prefixes=planned.groups
-            )
+            root = self._forward(tokens, keep, attention_pass, outputs)
             return root if layout.reads is None else cache.capture(_OUTPUTS, root)[0]
 
     def _suffixes(
         self, tokens: TokenBatch, groups: Sequence[Group], layout: Layout, cache: PrefixCache | None
     ) -> PassOutputs:
+        """A forward whose row ends in suffixes: a wave, or without `cache` a packed pass, whose strands come first."""
         attention_pass = self.pass_type(layout, self.kernel, cache=cache, keep=self.keep_attention)
         if tokens.is_read is not None and groups:
             layout = layout.reading(tokens.is_read)
         with self.forward_context():
-            prefixes = groups if cache is None else ()
-            outputs = self._forward(
-                tokens, layout, keep=layout.keep, attention_pass=attention_pass,
-                outputs=self.outputs if groups else _sum_logits, prefixes=prefixes,
-            )  # fmt: skip
+            outputs = self._forward(tokens, layout.keep, attention_pass, self.outputs if groups else _sum_logits)
             return PassOutputs(groups, layout, self._read(outputs, layout, cache))
 
     def _read(self, outputs: torch.Tensor, layout: Layout, cache: PrefixCache | None) -> torch.Tensor:
@@ -243,11 +219,10 @@ class Schedule:
         return both.index_copy(0, on_device((~is_own).nonzero()[:, 0], device), read)
 
     def _forward(
-        self, tokens: TokenBatch, layout: Layout, keep: torch.Tensor, attention_pass: AttentionPass,
-        outputs: Outputs | None, prefixes: Sequence[Group],
-    ) -> torch.Tensor:  # fmt: skip
-        """The model on one packed row, which begins with the prefixes of `prefixes`."""
-        device = tokens.input_ids.device
+        self, tokens: TokenBatch, keep: torch.Tensor, attention_pass: AttentionPass, outputs: Outputs | None
+    ) -> torch.Tensor:
+        """What `outputs` makes of the packed row's tokens `keep`: see `Model.token_outputs`."""
+        device, layout = tokens.input_ids.device, attention_pass.layout
         own, kept, shards = layout.index, keep, None
         if self.sequence_group is not None:
             shards = attention_pass.shards = Shards(self.sequence_group, layout, device)
@@ -255,6 +230,7 @@ class Schedule:
             kept, gathered = shards.keep(kept)
         index, kept = on_device(own, device), on_device(kept, device)
         of_batch = index[kept]
+        prefixes = layout.groups if layout.source is None else ()
         pixels = tokens.pixels and tokens.pixels.of(prefixes, device, shards.tokens if shards else None)
         result = self.model.token_outputs(
             tokens.input_ids[index], tokens.position_ids[..., index], keep=kept, attention_pass=attention_pass,

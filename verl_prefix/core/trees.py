@@ -57,12 +57,7 @@ def group_trees(
 
     Returns:
         groups in order of their first rows. A row without response tokens is a group of its own.
-
-    Raises:
-        ValueError: a prompt is empty.
     """
-    if any(n < 1 for n in prompt_lens):
-        raise ValueError(f"row {[*prompt_lens].index(0)} has an empty prompt; pass at least one prompt token per row")
     lens = [b - a for a, b in pairwise(offsets)]
     live = [row for row, length in enumerate(lens) if length > prompt_lens[row]]
     ends = {row: [*sorted({n for n in cuts[row] if 0 < n < lens[row] - 1}), lens[row] - 1] for row in live}

@@ -98,7 +98,7 @@ def _pieces(group: Group, budget: int, suffixes: bool = True) -> list[Group]:
         cuts.append(best[cuts[-1]][3])
     if len(cuts) == 2:
         return [group]
-    return [group.piece(units[i][0], units[j - 1][1]).pruned() for i, j in pairwise(cuts)]
+    return [group.of(range(units[i][0], units[j - 1][1])).pruned() for i, j in pairwise(cuts)]
 
 
 def first_fit(items: Sequence[Item], size: Callable[[Item], int], budget: int) -> list[list[Item]]:
@@ -132,7 +132,7 @@ def make_waves(groups: Sequence[Group], wave_tokens: int) -> tuple[Wave, ...]:
                 used = 0
             used += num_tokens
             waves[-1][index] = waves[-1].get(index, (start, end))[0], end
-    return tuple(tuple((index, groups[index].piece(*rows)) for index, rows in wave.items()) for wave in waves)
+    return tuple(tuple((index, groups[index].of(range(*rows))) for index, rows in wave.items()) for wave in waves)
 
 
 def make_plan(
@@ -167,7 +167,7 @@ def make_plan(
         ordered = tuple(pass_order(members))
         resident = 0 if offload else sum(group.prefix_len for group in ordered)
         waves = make_waves(ordered, wave_tokens or max(budget - resident, least_wave))
-        passes.append(PhasedPass(ordered, waves, any(group.reads_strands for group in ordered)))
+        passes.append(PhasedPass(ordered, waves, any(group.num_strand_outputs for group in ordered)))
     return Plan(
         tuple(passes),
         split_groups=sum(len(of_group) > 1 for of_group in [*pieces, *cut]),

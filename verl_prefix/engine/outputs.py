@@ -48,6 +48,8 @@ class TokenOutputs:
         self._flags = {flag: tu.get_non_tensor_data(data, flag, False) for flag in FLAGS}
         self.names = ["log_probs", *(name for flag, name in FLAGS.items() if self._flags[flag])]
         is_read = None if masked or "sum_pi_squared" in self.names else self._is_read(offsets)
+        if is_read is not None:
+            self._old_log_probs = self._at_suffixes("old_log_probs", offsets)
         self.tokens = TokenBatch(
             input_ids.values().to(device), position_ids.values().to(device), offsets=offsets, pixels=pixels,
             is_read=is_read,
@@ -129,7 +131,3 @@ class TokenOutputs:
             name: torch.nested.nested_tensor_from_jagged(column, offsets)
             for name, column in zip(self.names, full.unbind(-1), strict=True)
         }
-
-    @functools.cached_property
-    def _old_log_probs(self) -> torch.Tensor:
-        return self._at_suffixes("old_log_probs", self.tokens.offsets)

@@ -113,10 +113,12 @@ class Paths:
         if self._chooser is None:
             return self.costs.plan(*batch, self.options.schedule, forward_only)
         plan = self._chooser.choose(*batch, forward_only, own)
+        if plan is None and not forward_only and self._chooser.log_probs is not None:
+            return Stock("the update follows its log-probs, which took it, since both must round alike")
         return plan or Stock(f"prefix.min_speedup={self.options.min_speedup} is more than sharing is predicted to gain")
 
     def metrics(self) -> dict[str, float]:
-        """prefix/* about the path that a batch took."""
+        """prefix/* about the path that the last planned batch took."""
         speedup = self._chooser and self._chooser.speedup
         return {"prefix/predicted_speedup": speedup} if speedup else {}
 

@@ -69,10 +69,10 @@ class PrefixFSDPEngine(StockPath):
         if isinstance(done, Stock):
             warn_once(logger, "prefix: stock path, %s", done.reason)
             receive_pixels(data)
-            metrics = {**done.metrics, "prefix/stock_rows": len(data)}
+            metrics = {**done.metrics, "prefix/stock_rows": len(data) - len(padding_rows(data))}
             done = self.stock_batch(data, loss_function, forward_only), metrics
         output, metrics = done
-        output["metrics"].update(self._step_metrics.report(metrics | self._paths.metrics(), data, forward_only))
+        output["metrics"].update(self._step_metrics.report(metrics, data, forward_only))
         return output
 
     def _sharing(
@@ -93,6 +93,7 @@ class PrefixFSDPEngine(StockPath):
             metrics |= {TREE_TOKENS[name]: tokens for name, tokens in by_trees.items()}
         self.trees = self.trees._replace(seen=exchange.are_cut)
         plan = self._paths.plan(data, groups, forward_only)
+        metrics |= self._paths.metrics()
         if isinstance(plan, Stock):
             return plan._replace(metrics=metrics)
         rows = self._prepared(exchange.rows)

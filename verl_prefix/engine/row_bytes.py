@@ -73,9 +73,8 @@ class RowBytes:
         if not rows:
             return torch.empty(0, dtype=torch.uint8)
         try:
-            tensors["heads"] = torch.frombuffer(
-                bytearray(json.dumps(heads, default=_plain).encode()), dtype=torch.uint8
-            )
+            written = json.dumps(heads, default=np.generic.item)  # trainers may number sessions by numpy
+            tensors["heads"] = torch.frombuffer(bytearray(written.encode()), dtype=torch.uint8)
         except TypeError as error:
             stay = "set actor_rollout_ref.actor.prefix.exchange=off, and rows stay"
             raise TypeError(f"{', '.join(self.objects)} cannot travel with their rows: {error}; {stay}") from error
@@ -114,10 +113,3 @@ def _join(rows: list[torch.Tensor], like: Any) -> torch.Tensor:
         values = like.values().narrow(like._ragged_idx - 1, 0, 0)
         return torch.nested.nested_tensor_from_jagged(values, like.offsets()[:1])
     return tu.nested_tensor_from_tensor_list(rows, like._ragged_idx).to(like.device)
-
-
-def _plain(value: object) -> object:
-    """For `json`: a number of numpy, as trainers number sessions."""
-    if isinstance(value, np.generic):
-        return value.item()
-    raise TypeError(f"{type(value).__name__} is no JSON")

@@ -8,7 +8,7 @@ import torch
 from tensordict import TensorDict
 from verl.utils import tensordict_utils as tu
 
-from verl_prefix.core.groups import Group, rows_by_key
+from verl_prefix.core.groups import Group, group_by_key
 from verl_prefix.core.trees import cuts_at, group_trees, mix, mix_rows
 from verl_prefix.models.messages import message_ends
 from verl_prefix.models.vision import is_vision_config, share_pixels, tree_tokens
@@ -93,15 +93,10 @@ def group_rows(data: TensorDict, keys: Sequence[Hashable], trees: Trees, are_cut
     """
     prompt_lens, response_lens = row_lens(data)
     prompts = [row[:n] for row, n in zip(data["input_ids"].unbind(), prompt_lens, strict=True)]
-    if 0 in prompt_lens:
-        raise ValueError(
-            f"row {prompt_lens.index(0)} has an empty prompt; verl needs at least one prompt token per row"
-        )
-    groups = []
-    for rows in rows_by_key(keys).values():
-        if not all(torch.equal(prompts[row], prompts[rows[0]]) for row in rows):
-            raise ValueError(f"rows {rows} arrived as one group, and their prompts differ")
-        groups.append(Group(tuple(rows), prompt_lens[rows[0]] - 1, tuple(response_lens[row] for row in rows)))
+    groups = group_by_key(keys, prompt_lens, response_lens)
+    for group in groups:
+        if not all(torch.equal(prompts[row], prompts[group.rows[0]]) for row in group.rows):
+            raise ValueError(f"rows {[*group.rows]} arrived as one group, and their prompts differ")
     if not are_cut:
         return groups
     tokens, offsets = _tree_tokens(data, keys, trees), data["input_ids"].offsets().tolist()

@@ -149,9 +149,10 @@ def _segments(layout: Layout) -> Iterator[tuple[torch.Tensor, slice]]:
 
 
 def _ratio(error: float, noise: float) -> float:
-    """Ratio of two norms, from their squares."""
+    """Ratio of two norms, from their squares: 0 of nothing to nothing, as where responses are empty, and infinity where
+    either is NaN, so that nothing that is compared later hides it."""
     ratio = (error / max(noise, 1e-300)) ** 0.5
-    return math.inf if math.isnan(ratio) else ratio  # so that no later layer hides it
+    return math.inf if math.isnan(ratio) else ratio
 
 
 def _dense(q, k, v, sinks, params: AttentionParams, position: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -230,12 +231,12 @@ class Gradients:
     """
 
     def __init__(self, model: Any) -> None:
-        self._all = [p for p in model.parameters() if p.requires_grad]
+        self._model = model
         modules: dict[str, Any] = {f"the mixer of layer {mixer.layer_idx}": mixer for mixer in mixers(model)}
         layers = {f"layer {i}": layer for i, layer in enumerate(getattr(model.get_decoder(), "layers", ()))}
         tower = {"the vision tower": tower_of(model)} if is_vision_config(model.config) else {}
         self.parts: dict[str, list[torch.nn.Parameter]] = {}
-        left = set(self._all)
+        left = {p for p in model.parameters() if p.requires_grad}
         for name, module in (modules | layers | tower | {"all else": model}).items():
             trained = [p for p in module.parameters() if p in left]
             left.difference_update(trained)
@@ -246,19 +247,15 @@ class Gradients:
     def keep(self) -> list[float]:
         """Takes the last pass's gradients as the truth, kept in host memory; returns their squared norms by part."""
         self._truth = [[_local_grad(p).cpu() for p in part] for part in self.parts.values()]
-        self._forget()
+        self._model.zero_grad()
         return [sum(map(_sum_of_squares, part)) for part in self._truth]
 
     def distances(self) -> list[float]:
         """Squared distances of the last pass's from the truth, by part."""
         pairs = (zip(part, truth, strict=True) for part, truth in zip(self.parts.values(), self._truth, strict=True))
         distances = [sum(_sum_of_squares(_local_grad(p).cpu() - x) for p, x in part) for part in pairs]
-        self._forget()
+        self._model.zero_grad()
         return distances
-
-    def _forget(self) -> None:
-        for parameter in self._all:
-            parameter.grad = None
 
 
 def _local_grad(parameter: torch.nn.Parameter) -> torch.Tensor:
@@ -305,13 +302,12 @@ def check(
     packed, phased, noises, norms = (reduced[i : i + size] for i in range(0, 4 * size, size))
     # A NaN must not get lost in max().
     errors = [math.nan if math.isnan(a + b) else max(a, b) for a, b in zip(packed, phased, strict=True)]
-    # No noise: empty responses on every rank.
-    ratios = [(error / noise) ** 0.5 if noise else 0.0 for error, noise in zip(errors, noises, strict=True)]
+    ratios = [_ratio(*pair) for pair in zip(errors, noises, strict=True)]
     part, worst = "", 0.0
     for name, ratio, norm in zip(gradients.parts, ratios[1:], norms, strict=True):
         # A norm is not finite because of the loss scale of fp16, which falls after such a step.
-        if math.isfinite(norm) and not ratio <= worst:
-            part, worst = name, math.inf if math.isnan(ratio) else ratio
+        if math.isfinite(norm) and ratio > worst:
+            part, worst = name, ratio
     return Verdict(
         ratios[0], layers.worst, layer=layers.layer, recurrence=layers.worst_recurrence, key=layers.key,
         gradients=worst, part=part,

@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import save
 from tensordict import NonTensorData, TensorDict
 from verl.utils import tensordict_utils as tu
+from verl.workers.utils.losses import ppo_loss
 
 from verl_prefix.engine.protocol import Engine
 from verl_prefix.engine.rows import row_lens
@@ -87,8 +88,11 @@ class TraceWriter:
             loss_options = _describe_loss(loss)
             tensors, uids, flags = split_fields(data)
             content = save(tensors)
-        except TraceError as problem:
-            error = problem
+        except Exception as problem:  # of whatever type: other ranks wait for this one
+            error = TraceError(
+                f"actor_rollout_ref.actor.prefix.trace_dir cannot record these rows: {problem!r}; remove it"
+            )
+            error = problem if isinstance(problem, TraceError) else error
         is_full = self.step >= self.max_steps or self.num_bytes + len(content) > self.max_bytes
         exists = self.step == 0 and (self.folder / MANIFEST).exists()
         # All ranks act on what any of them has seen.
@@ -157,11 +161,10 @@ def open_trace(engine: Engine) -> TraceWriter | None:
 
 
 def _describe_loss(loss: Any) -> dict[str, Any]:
-    name = getattr(getattr(loss, "func", loss), "__name__", "")  # of a partial's function
-    if name != "ppo_loss":
+    if getattr(loss, "func", None) is not ppo_loss or "config" not in loss.keywords:
         raise TraceError(
-            f"actor_rollout_ref.actor.prefix.trace_dir records runs with verl's ppo_loss, and this one trains with "
-            f"{name or loss!r}; remove trace_dir"
+            f"actor_rollout_ref.actor.prefix.trace_dir records runs with a partial of verl's ppo_loss with its config, "
+            f"and this one trains with {loss!r}; remove trace_dir"
         )
     config = loss.keywords["config"]
     owners = ("model_config", "engine", "optim", "checkpoint", "profiler", "fsdp_config", "prefix", "global_batch_info")

@@ -5,6 +5,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from tensordict import TensorDict
@@ -115,10 +116,11 @@ class Verification:
         with gradients_aside(engine.module):
             gradients = Gradients(engine.module)
             verdict = check(stock, ours, noise, gradients, engine.reduce_sum, num_perturbed=int(-fewer))
-        # A NaN is larger than nothing, and would get lost in the maximum: infinity stands for it.
-        figures = verdict.attention, verdict.recurrence
-        attention, recurrence = engine.reduce_max([math.inf if math.isnan(x) else x for x in figures])
-        return verdict._replace(attention=attention, recurrence=recurrence)
+        worst: list[Any] = [None] * torch.distributed.get_world_size()
+        own = (verdict.attention, verdict.layer), (verdict.recurrence, verdict.key)
+        torch.distributed.all_gather_object(worst, own)
+        (attention, layer), (recurrence, key) = (max(c, key=lambda one: one[0]) for c in zip(*worst, strict=True))
+        return verdict._replace(attention=attention, layer=layer, recurrence=recurrence, key=key)
 
     def _checkable(self, data: TensorDict, groups: Sequence[Group]) -> Sequence[Group]:
         """Groups to choose from, of which every rank has one. Their stock passes run a vision tower equally often on

@@ -1,26 +1,36 @@
 """Finds where the messages of a chat end, by the tokenizer's own template. That is where rows of turns may part."""
 
+import logging
 from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
 
-_CONTENTS = ("question", "answer")
+logger = logging.getLogger(__name__)
+
+_CHAT = {"user": "question", "assistant": "answer"}
 
 
 def end_tokens(tokenizer: Any) -> set[int]:
-    """Tokens that end a message of the tokenizer's chat template, or a whole text; without a tokenizer none."""
+    """Tokens that end a message of the tokenizer's chat template, or a whole text; without a tokenizer none. A message
+    whose content the template changes or leaves out has no end; where the template fails, none has one."""
     eos = getattr(tokenizer, "eos_token_id", None)
     ends: set[int] = set() if eos is None else {eos}
     if getattr(tokenizer, "chat_template", None):
         special = {token for token, added in tokenizer.added_tokens_decoder.items() if added.special}
         special |= set(tokenizer.all_special_ids)
-        roles = zip(("user", "assistant"), _CONTENTS, strict=True)
-        chat = [{"role": role, "content": content} for role, content in roles]
-        text = tokenizer.apply_chat_template(chat, tokenize=False)
-        for content in _CONTENTS:
-            behind = tokenizer(text.rpartition(content)[2], add_special_tokens=False)["input_ids"]
-            ends |= {*[token for token in behind if token in special][:1]}
+        chat, text = [{"role": role, "content": content} for role, content in _CHAT.items()], ""
+        try:
+            text = tokenizer.apply_chat_template(chat, tokenize=False)
+        except Exception as error:  # jinja2's, or whatever the template's own code meets
+            logger.warning(
+                "prefix.trees: chat_template of the tokenizer fails on a question and its answer, so rows part at no "
+                "ends of messages but eos: %s", error
+            )  # fmt: skip
+        for content in _CHAT.values():
+            _, found, behind = text.rpartition(content)
+            tokens = tokenizer(behind, add_special_tokens=False)["input_ids"] if found else []
+            ends |= {*[token for token in tokens if token in special][:1]}
     return ends
 
 

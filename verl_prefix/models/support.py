@@ -13,16 +13,12 @@ from verl_prefix.models.vision import MODEL_TYPES, is_vision_config
 
 # Config attributes of layers that carry state from token to token other than by attention over K/V.
 _STATEFUL = ("mamba_d_state", "mamba_d_ssm", "ssm_state_size", "state_size", "linear_conv_kernel_dim", "conv_L_cache")
+# And of attention that reads other keys and values than a layer's own of earlier tokens.
+_OTHERS = (
+    "attention_chunk_size", "num_kv_shared_layers", "use_bidirectional_attention", "qk_nope_head_dim", "kv_lora_rank",
+)  # fmt: skip
 # Layer types of the models whose recurrent layers are supported.
 _RECURRENT_LAYERS = {"linear_attention", "conv", "mamba", "attention"}
-_WHY_NOT = {
-    "jamba": "Mamba-1 kernels take no initial state",
-    "falcon_mamba": "Mamba-1 kernels take no initial state",
-    "mamba": "Mamba-1 kernels take no initial state",
-    "nemotron_h": "transformers' own torch path is wrong for rows of more than one chunk",
-    "zamba2": "transformers' own torch path is wrong for rows of more than one chunk",
-    "falcon_h1": "its layers have a mixer beside their attention",
-}
 
 
 def unsupported_reasons(config: PretrainedConfig, training: bool = True) -> list[str]:
@@ -35,10 +31,7 @@ def unsupported_reasons(config: PretrainedConfig, training: bool = True) -> list
     known = {"full_attention", "sliding_attention"} | (_RECURRENT_LAYERS if has_states else set())
     if unknown := layer_types - known:
         reasons.append(f"layer_types has {sorted(unknown)}")
-    if text.model_type in _WHY_NOT:
-        reasons.append(_WHY_NOT[text.model_type])
-    others = ("attention_chunk_size", "num_kv_shared_layers", "use_bidirectional_attention")
-    for name in others if has_states else (*_STATEFUL, *others):
+    for name in _OTHERS if has_states else (*_STATEFUL, *_OTHERS):
         if getattr(text, name, None):
             reasons.append(f"{name}={getattr(text, name)}")
     if has_states and (getattr(text, "time_step_limit", None) or (0.0,))[0] > 0:
@@ -47,8 +40,6 @@ def unsupported_reasons(config: PretrainedConfig, training: bool = True) -> list
         reasons.append(f"hidden_act={text.hidden_act}, which kernels of causal convolutions do not know")
     if rope_types := _rope_types(text) & {"dynamic", "longrope"}:
         reasons.append(f"rope_type={rope_types.pop()}, whose angles depend on the longest row of a pass")
-    if getattr(text, "qk_nope_head_dim", None) or getattr(text, "kv_lora_rank", None):
-        reasons.append("multi-head latent attention (kv_lora_rank)")
     if training:
         reasons += [f"{name}={value}" for name, value in dropouts(config).items()]
     if getattr(config, "is_encoder_decoder", False):

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from verl_prefix.core.groups import Group, group_rows
+from verl_prefix.core.groups import Group, group_by_key
 from verl_prefix.core.layout import Layout
 from verl_prefix.core.schedule import Schedule, TokenBatch
 from verl_prefix.core.trees import group_trees
@@ -91,7 +91,8 @@ def flatten(rollouts: Rollouts, device: torch.device | str) -> tuple[TokenBatch,
     padded = [torch.nn.functional.pad(weight.double(), (len(prompt), 0)) for prompt, weight in pairs]
     weights = torch.cat(padded or [torch.zeros(1, dtype=torch.float64)])
     if rollouts.cuts is None:
-        groups = group_rows(rollouts.prompts, [len(response) for response in rollouts.responses])
+        keys = [prompt.numpy().tobytes() for prompt in rollouts.prompts]
+        groups = group_by_key(keys, [*map(len, rollouts.prompts)], [*map(len, rollouts.responses)])
     else:
         groups = group_trees(flat, offsets, [len(prompt) for prompt in rollouts.prompts], rollouts.cuts)
     return TokenBatch(flat.to(device), positions.to(device), offsets), weights.to(device), groups

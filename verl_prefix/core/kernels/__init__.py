@@ -57,9 +57,8 @@ def available_kernels() -> dict[str, str]:
     return {name: kernel.unavailable() or "ok" for name, kernel in KERNELS.items()}
 
 
-@functools.cache
 def choose_kernel(name: str, device_type: str, dtype: torch.dtype, head_dim: int, softcap: bool = False) -> Kernel:
-    """The kernel for `prefix.attention`.
+    """The kernel for `prefix.attention`, as long as torch's algorithms must be deterministic, or need not be.
 
     Args:
         name: "auto", or a key of `KERNELS`.
@@ -67,6 +66,14 @@ def choose_kernel(name: str, device_type: str, dtype: torch.dtype, head_dim: int
     Raises:
         ValueError: unknown name, or the kernel that was asked for cannot run these inputs.
     """
+    return _chosen(name, device_type, dtype, head_dim, softcap, torch.are_deterministic_algorithms_enabled())
+
+
+@functools.cache
+def _chosen(
+    name: str, device_type: str, dtype: torch.dtype, head_dim: int, softcap: bool, deterministic: bool
+) -> Kernel:
+    """`deterministic` is torch's mode, by which kernels refuse inputs."""
 
     def refusal(kernel: Kernel) -> str | None:
         return kernel.unavailable() or kernel.unsupported(device_type, dtype, head_dim, softcap)

@@ -107,13 +107,6 @@ def _choose(head_dim: int, softcap: bool) -> _Interface | None:
     return next((one for one in _installed() if _refusal(one.module, head_dim, softcap) is None), None)
 
 
-def missing_best() -> str | None:
-    """The module that would be the choice on this CUDA device, and is missing or has arguments that we do not know."""
-    capability = torch.cuda.get_device_capability()
-    best = next((name for name, (*_, low, end) in _INTERFACES.items() if low <= capability < end), None)
-    return None if best in [one.module for one in _installed()] else best
-
-
 # What a missing best costs, where that is known, and the line that installs it; {cuda}: torch's, as in 128.
 _ADVICE = {
     _FA4: ("", "pip install flash-attn-4"),
@@ -126,8 +119,11 @@ _ADVICE = {
 
 
 def missed() -> tuple[str, str] | None:
-    """What this CUDA device does without, as `missing_best` has it, and the line that installs it; None: nothing."""
-    if (best := missing_best()) is None:
+    """The module that would be the choice on this CUDA device, and is missing or has arguments that we do not know,
+    with what that costs; and the line that installs it. None: the choice is there."""
+    capability = torch.cuda.get_device_capability()
+    best = next((name for name, (*_, low, end) in _INTERFACES.items() if low <= capability < end), None)
+    if best is None or best in [one.module for one in _installed()]:
         return None
     cost, line = _ADVICE[best]
     what = f"{best}, the fastest attention for this GPU, is not installed or has unknown arguments: updates take longer"
