@@ -233,6 +233,7 @@ def test_separate_async_without_servers_on_the_trainers_gpus_is_refused_where_ve
     from verl.trainer.main_ppo import TaskRunnerV1
     from verl.trainer.ppo.v1 import PPOTrainerSeparateAsync
 
+    monkeypatch.delenv("VERL_LOGGING_LEVEL", raising=False)  # which a command of ours may have set here
     is_main = installed_version("verl") == VERL_MAIN
     assert ("flush=True" in inspect.getsource(PPOTrainerSeparateAsync._setup)) is not is_main
     start = TaskRunnerV1.__ray_metadata__.modified_class().run

@@ -522,7 +522,9 @@ def test_a_step_has_no_rollout_where_that_is_apart_and_no_old_log_probs_in_bypas
 
 def test_prompts_torn_by_the_legacy_trainer_are_told_what_keeps_them(folder):
     legacy = "trainer.use_v1=false", "trainer.v1.trainer_mode=sync"
-    torn, whole = build(folder, *legacy, f"{ACTOR}.use_prefix_grouper=False"), build(folder, *legacy)
+    torn, whole = (
+        build(folder, *legacy, *more, responses=None) for more in ([f"{ACTOR}.use_prefix_grouper=False"], [])
+    )
     assert whole["notes"] == [] and torn["tokens"]["physical"] > whole["tokens"]["physical"]
     (note,) = torn["notes"]
     assert "ppo_mini_batch_size to a multiple of the 2 ranks, without actor.use_prefix_grouper=False, or " in note
