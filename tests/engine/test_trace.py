@@ -199,26 +199,13 @@ def test_a_disk_that_is_full_on_one_rank_ends_the_recording_on_all(tmp_path, mod
 
 
 @pytest.mark.parametrize("first", [0, 1])
-def test_one_ranks_images_end_the_run_on_all_and_later_on_only_the_recording(tmp_path, model, first):
-    def with_pictures(step: int, rank: int):
-        data = to_tensordict(rows(step, rank))
-        pictures = [{"pixel_values": torch.zeros(2, 3)} if rank and step >= first else {} for _ in range(len(data))]
-        data["multi_modal_inputs"] = NonTensorStack.from_list(pictures)
-        return data
-
-    ranks = writers(tmp_path / "trace", model)
-    if first:
-        record(ranks, steps=3, make=with_pictures)
-        assert all(writer.ended for writer in ranks) and trace.Trace(tmp_path / "trace").num_steps == 1
-        return
-    with pytest.raises(trace.TraceError, match="another rank cannot record"):
-        record(ranks, steps=1, make=with_pictures)
-    assert not (tmp_path / "trace").exists()
-
-
-@pytest.mark.parametrize("first", [0, 1])
-@pytest.mark.parametrize(("field", "value"), [("session_id", "a-b"), ("old_log_probs", None)])
-def test_a_field_of_one_rank_that_cannot_be_read_ends_the_recording_on_all(tmp_path, model, first, field, value):
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("multi_modal_inputs", {"pixel_values": torch.zeros(2, 3)}), ("session_id", "a-b"), ("old_log_probs", None)],
+)
+def test_what_one_rank_cannot_record_ends_the_run_on_all_and_later_on_only_the_recording(
+    tmp_path, model, first, field, value
+):
     def odd(step: int, rank: int):
         data = to_tensordict(rows(step, rank))
         if rank and step >= first:
@@ -232,7 +219,8 @@ def test_a_field_of_one_rank_that_cannot_be_read_ends_the_recording_on_all(tmp_p
         return
     with pytest.raises(trace.TraceError, match="another rank cannot record"):
         record(ranks, steps=1, make=odd)
-    with pytest.raises(trace.TraceError, match="trace_dir cannot record these rows: .*; remove it"):
+    assert not (tmp_path / "trace").exists()
+    with pytest.raises(trace.TraceError, match="trace_dir"):
         writers(tmp_path / "trace", model)[1].record(odd(0, 1), LOSS, lambda counts: counts)
 
 
