@@ -41,7 +41,7 @@ def seen(request):
         from verl_prefix.tools.report import provenance
 
         report = provenance("fuzz/2", "cpu")
-        run = {name: report.pop(name) for name in ("created", "load_average", "git")}
+        run = {name: report[name] for name in ("created", "load_average", "git")}
         run |= {"seed": os.environ.get("FUZZ_SEED"), "batches": found["families"].total() - before}
         found["runs"].append(run | {"seconds": round(time.time() - start)})
         write_whole(Path(REPORT), json.dumps(report | found, indent=1) + "\n")

@@ -232,6 +232,20 @@ def ab_quotes(load: Load) -> Iterator[tuple]:
            same_weights(smollm2, "grads", "stock_repacked"))  # fmt: skip
 
 
+def fuzz_quotes(load: Load) -> Iterator[tuple]:
+    fuzz = load("fuzz")
+    worst = {
+        name: max(of.get(name, 0.0) for of in fuzz["worst"].values()) for name in ("gradients", "log_probs", "loss")
+    }
+    num = sum(fuzz["families"].values())
+    assert num == sum(run["batches"] for run in fuzz["runs"]) and not any(run["git"]["dirty"] for run in fuzz["runs"])
+    yield (
+        "{:,} random batches of {} kinds of models on 1, 2 and 4 ranks: gradients are at most {:.1e} from stock's row "
+        "by row, log-probs {:.1e}, a loss {:.1e}; {:.0f} % of them shared, {} ran under Ulysses",
+        num, len(fuzz["families"]), *worst.values(), 100 * fuzz["shared"]["True"] / num, fuzz["options"]["ulysses"],
+    )  # fmt: skip
+
+
 def fault_quotes(load: Load) -> Iterator[tuple]:
     soak, chaos = load("soak"), load("chaos")
     assert soak["ok"] and not any(any(rank["grew"].values()) for rank in soak["ranks"])
@@ -324,7 +338,7 @@ def learn_line(load: Load) -> Iterator[tuple]:
 
 QUOTES = {
     "README.md": [readme_quotes, learn_line],
-    RESULTS: [bench_quotes, demo_quotes, learn_quotes, plan_quotes, trl_quotes, ab_quotes, fault_quotes],
+    RESULTS: [bench_quotes, demo_quotes, learn_quotes, plan_quotes, trl_quotes, ab_quotes, fuzz_quotes, fault_quotes],
     "recipes/README.md": [hybrid_quotes],
 }
 
