@@ -242,7 +242,7 @@ def fuzz_quotes(load: Load) -> Iterator[tuple]:
     yield (
         "{:,} random batches of {} kinds of models on 1, 2 and 4 ranks: gradients are at most {:.1e} from stock's row "
         "by row, log-probs {:.1e}, a loss {:.1e}; {:.0f} % of them shared, {} ran under Ulysses",
-        num, len(fuzz["families"]), *worst, 100 * fuzz["shared"]["True"] / num, fuzz["options"]["ulysses"],
+        num, len(fuzz["families"]), *worst.values(), 100 * fuzz["shared"]["True"] / num, fuzz["options"]["ulysses"],
     )  # fmt: skip
 
 
