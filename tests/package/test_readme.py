@@ -246,6 +246,14 @@ def fuzz_quotes(load: Load) -> Iterator[tuple]:
     )  # fmt: skip
 
 
+def mutant_quotes(load: Load) -> Iterator[tuple]:
+    report = load("mutants")
+    by, seen = report["summary"], report["summary"]["self-check"]
+    yield "{} of {:,} small changes", len(report["mutants"]), report["drawn_from"]
+    yield "{} raise, {} make results wrong, and {} change no result", by["raises"], by["wrong"], by["nothing"]
+    yield "alone sees {} of the {} that are wrong in fp32 and {} in bf16", seen["fp32"], seen["wrong"], seen["bf16"]
+
+
 def fault_quotes(load: Load) -> Iterator[tuple]:
     soak, chaos = load("soak"), load("chaos")
     assert soak["ok"] and not any(any(rank["grew"].values()) for rank in soak["ranks"])
@@ -338,7 +346,17 @@ def learn_line(load: Load) -> Iterator[tuple]:
 
 QUOTES = {
     "README.md": [readme_quotes, learn_line],
-    RESULTS: [bench_quotes, demo_quotes, learn_quotes, plan_quotes, trl_quotes, ab_quotes, fuzz_quotes, fault_quotes],
+    RESULTS: [
+        bench_quotes,
+        demo_quotes,
+        learn_quotes,
+        plan_quotes,
+        trl_quotes,
+        ab_quotes,
+        fuzz_quotes,
+        mutant_quotes,
+        fault_quotes,
+    ],
     "recipes/README.md": [hybrid_quotes],
 }
 
