@@ -312,7 +312,9 @@ def _step_of_two_updates(model_path: str, rank: int) -> dict[str, float]:
     prefixes = {(uid, i < len(rows) // 2): n - 1 for i, (uid, n, _) in enumerate(rows) if uid != "pad0"}
     computed = sum(m for uid, _, m in rows if uid != "pad0") + sum(prefixes.values())
     (wanted["prefix/tokens_saved"],) = worker.engine.reduce_sum([tokens - computed])
-    tokens, wanted["prefix/log_prob_stock_rows"] = worker.engine.reduce_sum([tokens, len(data)])
+    tokens, wanted["prefix/log_prob_stock_rows"] = worker.engine.reduce_sum(
+        [tokens, sum(uid != "pad0" for uid, *_ in rows)]
+    )
     wanted["prefix/reuse_fraction"] = wanted["prefix/tokens_saved"] / tokens
     del wanted["prefix/offloaded_gib"]
     wanted["prefix/tree_depth"] = 1.0

@@ -26,6 +26,7 @@ from verl.utils.import_utils import load_extern_object
 from verl_prefix.models.support import unsupported_reasons
 from verl_prefix.testing import write_tiny_model, write_tiny_vlm
 from verl_prefix.tools.plan import command as plan
+from verl_prefix.tools.plan import figures
 from verl_prefix.tools.plan.options import PlanError
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
@@ -334,11 +335,6 @@ def train_file(tmp_path_factory: pytest.TempPathFactory) -> Callable[[bool], Pat
     return write
 
 
-def num_parameters(found: dict[str, Any], ranks: int) -> float:
-    """In billions, from the 16 bytes each of weights, gradients and moments."""
-    return found["resident_gib"] * ranks / 16 * 2**30 / 1e9
-
-
 @pytest.mark.parametrize(
     ("script", "name"),
     [(MUSIQUE, "Qwen3-8B"), pytest.param(MUSIQUE, "Llama-3-8B", marks=pytest.mark.full), (VIDEO, "Qwen2.5-VL-7B")],
@@ -353,7 +349,7 @@ def test_a_recipes_command_has_a_plan_without_a_gpu(tmp_path, folder_of, train_f
 
     found = planned("prefix")
     assert found["unsupported"] == [] == found["notes"]
-    assert num_parameters(found, 8) == pytest.approx({"Qwen3-8B": 8.19, "Llama-3-8B": 8.03}.get(name, 8.29), abs=0.01)
+    assert found["parameters"] / 1e9 == pytest.approx({"Qwen3-8B": 8.19, "Llama-3-8B": 8.03}.get(name, 8.29), abs=0.01)
     assert found["prompt_tokens"]["p50"] > 400 and found["tokens"]["ratio"] > 3 and found["speedup"]["update"] > 2.5
     stock = planned("dp")
     assert "trainer.v1.trainer_mode=prefix_sync" in stock.pop("notes")[0]
@@ -364,7 +360,7 @@ def test_a_simulation_gets_what_prompts_show(monkeypatch, tmp_path, folder_of, t
     """The pixels of every group of the costliest rank, in the patches of its processor."""
     jobs = []
     arms = {name: {"peak_gib": 1.0} for name in ("packed", "phased")}
-    monkeypatch.setattr(plan, "simulated", lambda job, *_: jobs.append(job) or {"arms": arms})
+    monkeypatch.setattr(figures, "simulated", lambda job, *_: jobs.append(job) or {"arms": arms})
     model, data = folder_of("Qwen2.5-VL-7B"), train_file(True)
     words = launched(VIDEO, tmp_path, "actor_rollout_ref.actor.freeze_vision_tower=True", MODEL_PATH=str(model),
                      TRAIN_FILE=str(data))  # fmt: skip
@@ -559,10 +555,9 @@ def test_verls_own_settings_have_a_plan_or_are_refused_by_key(folder_of, train_f
     if unsupported_reasons(AutoConfig.from_pretrained(folder)):
         assert settings.refused and "speedup" not in found
         return
-    gpus, nodes = settings.gpus
     # As its name has it; a tower of 0.7 billion is not in a name.
     named = float(re.search(r"([\d.]+)B", settings.model)[1])
-    assert num_parameters(found, gpus * nodes) == pytest.approx(named, rel=0.2)
+    assert found["parameters"] / 1e9 == pytest.approx(named, rel=0.2)
     assert min(found["speedup"].values()) >= 0.99
 
 

@@ -27,7 +27,7 @@ from verl_prefix.tools.simulate.accelerator import DEVICE, fake_accelerator
 from verl_prefix.tools.simulate.hardware import GPUS
 from verl_prefix.tools.simulate.job import Arm, Job
 from verl_prefix.tools.simulate.passes import Simulation, plan_of, whole_shape
-from verl_prefix.tools.simulate.report import RECURRENT
+from verl_prefix.tools.simulate.report import NOT_MODELLED
 from verl_prefix.tools.simulate.tracker import Tracker
 
 H100 = GPUS["h100"]
@@ -274,7 +274,7 @@ def test_plan_simulates_a_hybrid_and_says_what_fits_and_what_nobody_measured(els
     words = [*training_command(tmp_path, family="qwen3_5_text"), "trainer.v1.trainer_mode=prefix_sync"]
     options = ["--simulate", "--response-lengths", "32,0", "--out", str(tmp_path / "plan.json")]
     code, out, err = elsewhere(planned, [*options, *words])
-    assert (code, err) == (0, "") and RECURRENT in out
+    assert (code, err) == (0, "") and NOT_MODELLED in out
     found = json.loads((tmp_path / "plan.json").read_text())["simulated"]
     packed = found["arms"]["packed"]
     assert packed["flop_ratio_over_lean"] > 2 and packed["fits"]

@@ -127,6 +127,8 @@ class Options:
     capacity: float = 0.0
 
     def __post_init__(self) -> None:
+        if self.capacity and any(size.turns > 1 for size in self.sizes):
+            raise ValueError("--capacity is of rows of one turn; remove it, or --turns")
         import torch
 
         from verl_prefix.tools.memory import RESET_PEAK
@@ -136,8 +138,6 @@ class Options:
             raise ValueError("nothing to measure: give --grid cpu, another grid, or --rows P/S/G")
         if self.layers > (full := full_depth(self.shape)):
             raise ValueError(f"--layers {self.layers}: {self.shape} has {full}; give at most that, or another --shape")
-        if self.capacity and self.turns > 1:
-            raise ValueError("--capacity is of rows of one turn; remove it, or --turns")
         if self.device == "cuda" and not torch.cuda.is_available():
             raise ValueError("--device cuda: torch.cuda.is_available() is False; use --device cpu")
         self.layers = self.layers or full

@@ -139,7 +139,7 @@ def figures(asked: Asked, parts: dict[str, float], gpu: str, simulate: bool, fit
     predicted = predicted or price(config)
     gains, step_size = predicted.gains, work.steps[0].size
     simulation, room, needed = {}, None, needed_gib(predicted)
-    if config.get("platform") != "cpu":
+    if not any(word.lstrip("+") == "platform=cpu" for word in asked.words):
         room = Room(read_hardware(gpu).capacity / GIB, gpu)
     if simulate:
         first = predicted.first
@@ -172,6 +172,7 @@ def figures(asked: Asked, parts: dict[str, float], gpu: str, simulate: bool, fit
         "phased_groups": predicted.phased,
         "speedup": gains[used] | ({"step": step_gain(config, predicted, parts)} if parts else {}),
         "speedup_by_schedule": {schedule: gains[schedule] for schedule in PATHS},
+        "parameters": shape.parameters,
         "resident_gib": predicted.resident_gib,
         "added_gib": {name: value / 2**30 for name, value in predicted.peaks.items()},
         **simulation,
