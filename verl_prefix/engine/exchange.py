@@ -138,10 +138,14 @@ def exchange_rows(
     metrics = routes.metrics if routes else {}
     uids = Counter(uid for uid, _ in set(zip(map(str, tu.get(rows, "uid", ())), keys, strict=False)))
     metrics["prefix/split_uids"] = sum(n > 1 for n in uids.values())
-    padding = padding_rows(rows)
-    own: Set[Hashable] = {uid for row, uid in enumerate(uids_of(rows, keys)) if row not in padding}
+    prompts = routes.prompts if routes else _prompts_of(rows, keys)
     give_back = routes.give_back if routes and routes.moves else dict
-    return Exchange(rows, keys, groups, are_cut, routes.prompts if routes else own, metrics, give_back)
+    return Exchange(rows, keys, groups, are_cut, prompts, metrics, give_back)
+
+
+def _prompts_of(rows: TensorDict, keys: Sequence[Hashable]) -> Set[Hashable]:
+    padding = padding_rows(rows)
+    return {uid for row, uid in enumerate(uids_of(rows, keys)) if row not in padding}
 
 
 class _Routes:

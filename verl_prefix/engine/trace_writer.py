@@ -88,11 +88,12 @@ class TraceWriter:
             loss_options = _describe_loss(loss)
             tensors, uids, flags = split_fields(data)
             content = save(tensors)
+        except TraceError as problem:
+            error = problem
         except Exception as problem:  # of whatever type: other ranks wait for this one
             error = TraceError(
                 f"actor_rollout_ref.actor.prefix.trace_dir cannot record these rows: {problem!r}; remove it"
             )
-            error = problem if isinstance(problem, TraceError) else error
         is_full = self.step >= self.max_steps or self.num_bytes + len(content) > self.max_bytes
         exists = self.step == 0 and (self.folder / MANIFEST).exists()
         # All ranks act on what any of them has seen.

@@ -82,9 +82,7 @@ def micro_batches(config: DictConfig) -> dict[str, tuple[str, int | None, bool]]
 
     As verl/workers/engine_workers.py reads them; with LoRA the actor computes ref (`ref_in_actor` of verl's trainer).
     """
-    model = config.actor_rollout_ref.model
-    lora = (model.get("lora") or {}).get("rank", 0) > 0 or model.get("lora_rank", 0) > 0
-    ref = "rollout" if lora or model.get("lora_adapter_path") else "ref"
+    ref = "rollout" if lora_rank(config.actor_rollout_ref.model) else "ref"
     sizes = {}
     for name, role, of_role in (("update", "actor", "ppo"), ("old", "rollout", "log_prob"), ("ref", ref, "log_prob")):
         section = config.actor_rollout_ref[role]
@@ -92,6 +90,12 @@ def micro_batches(config: DictConfig) -> dict[str, tuple[str, int | None, bool]]
         key = f"{of_role}_{'max_token_len' if dynamic else 'micro_batch_size'}_per_gpu"
         sizes[name] = (f"actor_rollout_ref.{role}.{key}", section[key], dynamic)
     return sizes
+
+
+def lora_rank(model: DictConfig) -> int:
+    """Of the adapters that are trained; 0: none. The rank of an adapter in a folder is not read: 16 stands for it."""
+    rank: int = (model.get("lora") or {}).get("rank", 0) or model.get("lora_rank", 0)
+    return rank or 16 * bool(model.get("lora_adapter_path"))
 
 
 def sequence_ranks(section: DictConfig) -> int:

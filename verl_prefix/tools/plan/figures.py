@@ -21,7 +21,6 @@ from verl_prefix.tools.plan.options import TIMINGS, PlanError
 from verl_prefix.tools.plan.predict import PATHS, Predictor, predict
 from verl_prefix.tools.plan.training_command import (
     check_prefix,
-    compute_dtype,
     read_model,
     read_model_config,
     read_tokenizer,
@@ -32,7 +31,7 @@ from verl_prefix.tools.plan.turns import LEVELS, read_dump
 from verl_prefix.tools.plan.verdict import Room, judge, needed_gib, rollout_is_apart, step_gain
 from verl_prefix.tools.plan.work import Work, counts_rows, read_work, sizes, splits_groups, steps_of
 from verl_prefix.tools.report import Table
-from verl_prefix.tools.simulate.command import read_job, simulated, tables
+from verl_prefix.tools.simulate.command import compute_dtype, read_job, simulated, tables
 from verl_prefix.tools.simulate.hardware import GIB, read_hardware
 
 
@@ -119,7 +118,7 @@ def figures(asked: Asked, parts: dict[str, float], gpu: str, simulate: bool, fit
     if fit_gib and (turns or dump):
         raise PlanError("--fit searches rows of one prompt, and these are of several turns; leave it out")
     size, empty = sizes(config), read_model(config)
-    shape, state = model_shape(empty, compute_dtype(roles)), state_bytes(roles, empty)
+    shape, state = model_shape(empty, compute_dtype(roles.actor.fsdp_config)), state_bytes(roles, empty)
     leak = packing_leak(empty) if roles.model.use_remove_padding else None
     work = read_work(
         config, size, shape, asked.messages, tokenizer, asked.responses, rollouts=asked.rollouts, turns=turns or dump

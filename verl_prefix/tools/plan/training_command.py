@@ -29,7 +29,14 @@ from verl_prefix.config import (
 )
 from verl_prefix.config.driver import check_driver
 from verl_prefix.models.vision import is_vision_config, tower_of
-from verl_prefix.tools.plan.compose import Messages, micro_batches, prompts_of_step, sequence_ranks, unreadable_model
+from verl_prefix.tools.plan.compose import (
+    Messages,
+    lora_rank,
+    micro_batches,
+    prompts_of_step,
+    sequence_ranks,
+    unreadable_model,
+)
 from verl_prefix.tools.plan.options import PlanError
 
 MAX_PROMPTS = 2000  # of the train file, evenly spread; their lengths stand for all
@@ -68,12 +75,6 @@ def read_model(config: DictConfig) -> Any:
         return _read(config, "path", lambda _, **options: auto_class.from_config(hf_config, **options))
 
 
-def compute_dtype(roles: DictConfig) -> torch.dtype:
-    """Of passes; roles: `actor_rollout_ref`."""
-    mixed = roles.actor.fsdp_config.get("mixed_precision") or {}
-    return PrecisionType.to_dtype(mixed.get("param_dtype", "bf16"))
-
-
 def state_bytes(roles: DictConfig, model: PreTrainedModel) -> int:
     """Bytes of weights and, of what is trained, gradients and AdamW's two moments, as verl's FSDP engine holds them:
     all in `fsdp_config.model_dtype`. Under `offload_policy` they wait in host memory: 0.
@@ -81,14 +82,12 @@ def state_bytes(roles: DictConfig, model: PreTrainedModel) -> int:
     Args:
         roles: `actor_rollout_ref`. model: its model, shapes alone.
     """
-    fsdp, options = roles.actor.fsdp_config, roles.model
+    fsdp = roles.actor.fsdp_config
     if fsdp.get("offload_policy"):
         return 0
     size = PrecisionType.to_dtype(fsdp.get("model_dtype") or "fp32").itemsize
     weights = trained = sum(p.numel() for p in model.parameters())
-    rank = options.get("lora_rank", 0) or (options.get("lora") or {}).get("rank", 0)
-    if rank or options.get("lora_adapter_path"):  # an adapter's own rank is not read: one of 16 stands for it
-        rank = rank or 16
+    if rank := lora_rank(roles.model):
         head = model.get_output_embeddings()
         linear = [m for m in model.modules() if isinstance(m, torch.nn.Linear) and m is not head]
         trained = sum(rank * (m.in_features + m.out_features) for m in linear)  # of all, whatever its target_modules

@@ -19,6 +19,11 @@ from verl_prefix.tools.simulate.report import NOT_MODELLED, compare, fit, settin
 from verl_prefix.tools.simulate.tower import Grids
 
 
+def compute_dtype(fsdp: Any) -> torch.dtype:
+    """Of passes, by `actor_rollout_ref.actor.fsdp_config`."""
+    return PrecisionType.to_dtype((fsdp.get("mixed_precision") or {}).get("param_dtype", "bf16"))
+
+
 def read_job(
     config: Any, hf_config: PretrainedConfig, groups: Sequence[Group], shown: Sequence[Grids], budgets: dict[str, int],
     ranks: int,
@@ -30,7 +35,6 @@ def read_job(
     """
     actor, model, rollout = config.actor, config.model, config.rollout
     fsdp = actor.fsdp_config
-    mixed = fsdp.get("mixed_precision") or {}
     lora = None
     if model.get("lora_rank", 0) > 0:
         keys = ("target_modules", "target_parameters", "exclude_modules")
@@ -56,7 +60,7 @@ def read_job(
         no_sync=syncs_once(fsdp),
         reshard=bool(fsdp.get("reshard_after_forward", True)),
         master=PrecisionType.to_dtype(fsdp.get("model_dtype") or "fp32"),
-        dtype=PrecisionType.to_dtype(mixed.get("param_dtype", "bf16")),
+        dtype=compute_dtype(fsdp),
         lora=lora,
         entropy=bool(actor.get("calculate_entropy")) or actor.entropy_coeff != 0,
         temperature=float(rollout.temperature),
