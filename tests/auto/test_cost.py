@@ -436,3 +436,7 @@ def test_stock_is_not_taken_where_it_does_not_fit_on_one_rank():
     assert alone.choose(SHORT, 1000, True) is not None and alone.choose(SHORT, 1000, False) is not None
     told = make_chooser(FLOPS, lambda values: [*values[:-1], 1.0], min_speedup=9.0)
     assert told.choose(SHORT, 1000, True) is not None, "another rank lacks room"
+    longest = max(fork.start + 1 + n for g in SHORT for fork, n in zip(g.forks, g.suffix_lens, strict=True))
+    row_by_row, short = (make_chooser(FLOPS, min_speedup=9.0) for _ in range(2))
+    assert row_by_row.choose(SHORT, longest, True) is None
+    assert short.choose(SHORT, longest - 1, True) is not None, "verl refuses a row that is longer than its budget"

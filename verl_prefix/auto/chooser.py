@@ -164,8 +164,11 @@ class Chooser:
         if not self.costs.min_speedup:
             return self.costs.plan(groups, budget, "auto", forward_only)
         paths = candidates(self.costs, groups, budget=budget, own=own, forward_only=forward_only)
-        profile = self._profile(paths, own or Batch(groups, budget), forward_only)
-        lacks_room = float(not self.stock_fits(paths.stock))
+        own = own or Batch(groups, budget)
+        profile = self._profile(paths, own, forward_only)
+        # verl refuses a row that is longer than its budget (rearrange_micro_batches).
+        longest = max((one.tokens for one in paths.stock), default=0)
+        lacks_room = float(longest > own.budget or not self.stock_fits(paths.stock))
         *seconds, lacks_room = self.reduce_max([*price(self.costs, paths, profile), lacks_room])
         before = None if forward_only else self.log_probs
         decision = decide(seconds, self.costs.min_speedup, before, not lacks_room)
