@@ -53,11 +53,13 @@ class Candidates(NamedTuple):
     """One rank's paths for a batch: stock's passes, and two sharing plans.
 
     `mixed` is packed where the whole group fits the budget and phased where it does not; `packed` cuts such groups.
+    `stock_runs` is False where a row is longer than the budget, which verl refuses (rearrange_micro_batches).
     """
 
     stock: list[PassCost]
     mixed: Plan
     packed: Plan
+    stock_runs: bool = True
 
     def passes(self, costs: CostModel, update: bool) -> list[list[PassCost]]:
         """The passes of each path, in the order above."""
@@ -94,7 +96,9 @@ def candidates(
     """
     mixed = costs.plan(groups, budget, "auto", forward_only)
     packed = costs.plan(groups, budget, "packed", forward_only) if mixed.phased else mixed
-    return Candidates(costs.stock_passes(*(own or Batch(groups, budget))), mixed, packed)
+    own = own or Batch(groups, budget)
+    stock = costs.stock_passes(*own)
+    return Candidates(stock, mixed, packed, stock_runs=all(one.tokens <= own.budget for one in stock))
 
 
 def price(costs: CostModel, paths: Candidates, profile: Profile) -> list[float]:
@@ -164,11 +168,8 @@ class Chooser:
         if not self.costs.min_speedup:
             return self.costs.plan(groups, budget, "auto", forward_only)
         paths = candidates(self.costs, groups, budget=budget, own=own, forward_only=forward_only)
-        own = own or Batch(groups, budget)
-        profile = self._profile(paths, own, forward_only)
-        # verl refuses a row that is longer than its budget (rearrange_micro_batches).
-        longest = max((one.tokens for one in paths.stock), default=0)
-        lacks_room = float(longest > own.budget or not self.stock_fits(paths.stock))
+        profile = self._profile(paths, own or Batch(groups, budget), forward_only)
+        lacks_room = float(not (paths.stock_runs and self.stock_fits(paths.stock)))
         *seconds, lacks_room = self.reduce_max([*price(self.costs, paths, profile), lacks_room])
         before = None if forward_only else self.log_probs
         decision = decide(seconds, self.costs.min_speedup, before, not lacks_room)

@@ -188,7 +188,8 @@ class Predictor:
         costs = self.ref_costs if ref_engine else self.costs
         paths = [candidates(costs, *batch, own) for batch, own in batches]
         slowest = [max(seconds) for seconds in zip(*(price(costs, one, profile) for one in paths), strict=True)]
-        decision = decide(slowest, self.costs.min_speedup, log_probs)
+        runs = all(one.stock_runs for one in paths)
+        decision = decide(slowest, self.costs.min_speedup, log_probs, stock_fits=runs)
         return decision, [None if decision.stock else one.packed if decision.packed else one.mixed for one in paths]
 
     def add(self, name: str, batches: Batches, log_probs: Decision | None = None, ref_engine: bool = False) -> Decision:
