@@ -251,6 +251,22 @@ def _broken_spread(models: dict, size: int, family: str, name: str) -> dict[str,
     return off["errors"]
 
 
+def _checked_rows(models: dict, size: int, budget: int) -> list[int]:
+    """Tokens of the rows that the self-check takes."""
+    from verl_prefix.engine.verify import Verification
+
+    seen, verdict = [], Verification._verdict
+
+    def looked_at(self, data, group, *args):
+        seen.extend(data["input_ids"].offsets().diff()[list(group.rows)].tolist())
+        return verdict(self, data, group, *args)
+
+    options = {"schedule": "packed", "budget": budget, "ulysses": size}
+    with mock.patch.object(Verification, "_verdict", looked_at), mock.patch("engines._engine", SHARED):
+        _measure("prefix", models["qwen3_next"], get_rank() // size, options)
+    return seen
+
+
 def _first_step(models: dict) -> float:
     return _first_step_cost(models["qwen3_5_text"], get_rank(), depends_on_rates(get_rank()))
 
@@ -422,6 +438,12 @@ def test_self_check_passes_under_sequence_parallelism(ranks, models, one_rank, n
     for metrics in (result["metrics"] for result in results):
         assert 0 < metrics["prefix/verify_log_probs"][0] and 0 < metrics["prefix/verify_gradients"][0]
         assert "prefix/verify_recurrence" in metrics
+
+
+@pytest.mark.parametrize(("budget", "longest"), [(400, 52), (30, 30), (5, None)])
+def test_self_check_takes_rows_that_one_rank_of_a_group_may_compute_alone(ranks, models, budget, longest):
+    for seen in ranks(2, models)(_checked_rows, 2, budget):
+        assert max(seen, default=None) == longest
 
 
 @pytest.mark.parametrize(
