@@ -10,6 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from dialogues import VOCAB, rollouts, thinking_kept, thinking_stripped
+from families import build, compute_in_float64
+from short_chunks import short_chunks
 
 from verl_prefix.core.groups import Group
 from verl_prefix.core.layout import build_layout
@@ -36,6 +38,8 @@ CASES = {
 TURNS = {"turns": thinking_kept, "turns_phased": thinking_kept, "turns_in_pieces": thinking_kept,
          "turns_stripped": thinking_stripped}  # fmt: skip
 FEW = ("packed", "phased")  # on more ranks, and checkpointed
+# Recurrent layers; on four ranks the two key heads or groups of some are on two ranks each.
+STATES = ("qwen3.5", "olmo-hybrid", "lfm2", "granite4-h")
 
 
 def _build(kv_heads: int, **fields):
@@ -66,11 +70,33 @@ def _errors(model, truth, batch, wanted, options: dict, size: int) -> dict[str, 
     }
 
 
+def _batch(case: str):
+    return rollouts(TURNS[case]) if case in TURNS else random_rollouts(SHAPE, VOCAB)
+
+
+def _states(family: str, case: str, checkpointed: bool) -> dict:
+    """Errors against HF of a model with recurrent layers, and shapes of the states that a cache holds."""
+    held, capture, batch = set(), PrefixCache.capture, _batch(case)
+
+    def looked_at(cache, key, *left, beside=()):
+        held.update([tuple(left[0].shape[1:])] if beside else ())
+        return capture(cache, key, *left, beside=beside)
+
+    truth = build(family).double()
+    with pytest.MonkeyPatch.context() as patch, short_chunks():
+        compute_in_float64(truth, patch)
+        ours, wanted = copy.deepcopy(truth), run_stock(truth, batch)
+        if checkpointed:
+            ours.gradient_checkpointing_enable({"use_reentrant": False})
+        patch.setattr(PrefixCache, "capture", looked_at)
+        return _errors(ours, truth, batch, wanted, CASES[case], dist.get_world_size()) | {"held": held}
+
+
 def _case(model: str, case: str, checkpointed: bool) -> dict:
     """Errors against HF, elements that a call sends, shapes that a cache holds."""
     kv_heads, fields = MODELS[model]
     size, sent, held = dist.get_world_size(), [], set()
-    batch = rollouts(TURNS[case]) if case in TURNS else random_rollouts(SHAPE, VOCAB)
+    batch = _batch(case)
     all_to_all, capture = dist.all_to_all_single, PrefixCache.capture
 
     def counted(received, x, group=None):
@@ -109,6 +135,26 @@ def test_ranks_compute_together_what_hf_computes_row_by_row(ranks, model, size, 
     for result in ranks(size)(_case, model, case, checkpointed):
         assert result["log_probs"] <= LOG_PROBS
         assert result["grads"] <= GRADIENTS
+
+
+STATE_RUNS = [
+    pytest.param(*run, marks=() if run in [(2, "turns_phased", False), (4, "phased", True)] else pytest.mark.full)
+    for run in RUNS if run[0] < 8
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("size", "case", "checkpointed"), STATE_RUNS)
+@pytest.mark.parametrize("family", STATES)
+def test_ranks_pass_on_states_as_hf_does_row_by_row(ranks, family, size, case, checkpointed):
+    for result in ranks(size)(_states, family, case, checkpointed):
+        assert result["log_probs"] <= LOG_PROBS
+        assert result["grads"] <= GRADIENTS
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_prefix_cache_holds_states_of_this_ranks_heads_and_channels(ranks, size):
+    for result in ranks(size)(_states, "qwen3.5", "phased", False):
+        assert result["held"] == {(4 // size, 8, 12), (3, (2 * 2 * 8 + 4 * 12) // size)}
 
 
 @pytest.mark.parametrize("size", [_sized(2), _sized(4), _sized(8)])

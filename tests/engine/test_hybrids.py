@@ -14,12 +14,19 @@ os.environ.setdefault("VERL_PLATFORM", "cpu")
 
 import verl  # noqa: E402, F401
 from engines import _batch, _engine, _loss  # noqa: E402
-from transformers import GraniteMoeHybridConfig, LlamaConfig, Qwen3NextConfig  # noqa: E402
+from transformers import (  # noqa: E402
+    BambaConfig,
+    GraniteMoeHybridConfig,
+    Lfm2Config,
+    LlamaConfig,
+    OlmoHybridConfig,
+    Qwen3NextConfig,
+)
 from transformers.utils import import_utils  # noqa: E402
 from verl.utils import tensordict_utils as tu  # noqa: E402
 
 from verl_prefix import cli  # noqa: E402
-from verl_prefix.config import check_whole_rows  # noqa: E402
+from verl_prefix.config import check_dealt  # noqa: E402
 from verl_prefix.testing import write_tiny_model  # noqa: E402
 from verl_prefix.tools import doctor  # noqa: E402
 from verl_prefix.tools.plan import command as plan  # noqa: E402
@@ -59,22 +66,47 @@ def test_a_hybrid_has_a_plan(folder, family):
     assert found["speedup"]["update"] > 1.5
 
 
-def test_sequence_parallelism_is_refused_by_key(folder):
-    for config in (Qwen3NextConfig(), GraniteMoeHybridConfig()):
-        check_whole_rows("actor", 1, config)
-        with pytest.raises(
-            ValueError, match=rf"{ROLE}.ref.fsdp_config.ulysses_sequence_parallel_size=2: .*set it to 1"
-        ):
-            check_whole_rows("ref", 2, config)
-    check_whole_rows("actor", 2, LlamaConfig())
+@pytest.mark.parametrize(
+    ("config", "size", "message"),
+    [
+        (Qwen3NextConfig(), 8, None),
+        (Qwen3NextConfig(), 64, "16 heads are not its multiple, 32 heads of linear attention are not .*; set 16"),
+        (Qwen3NextConfig(linear_num_value_heads=6, linear_num_key_heads=2), 8, "6 heads of linear attention .*; set 2"),
+        (
+            OlmoHybridConfig(linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=9),
+            4,
+            "18 channels of",
+        ),
+        (GraniteMoeHybridConfig(mamba_n_groups=2), 8, None),
+        (GraniteMoeHybridConfig(mamba_n_groups=3), 4, "3 groups of Mamba are neither .*; set 1"),
+        (BambaConfig(mamba_n_heads=4, mamba_d_head=2048), 8, "4 heads of Mamba are not its multiple; set 4"),
+        (Lfm2Config(hidden_size=2060, num_attention_heads=4, num_key_value_heads=2), 8, "2060 channels .*; set 4"),
+        (LlamaConfig(num_key_value_heads=2), 8, None),
+        (LlamaConfig(hidden_size=60, num_attention_heads=6, num_key_value_heads=2), 4, "6 heads are .*; set 2"),
+    ],
+)
+def test_a_size_that_does_not_divide_a_model_is_refused_by_key_with_one_that_does(config, size, message):
+    for role in ("actor", "ref"):
+        if message is None:
+            check_dealt(role, size, config)
+            continue
+        key = rf"{ROLE}.{role}.fsdp_config.ulysses_sequence_parallel_size={size}: of this {config.model_type} model"
+        with pytest.raises(ValueError, match=f"^{key} .*{message}"):
+            check_dealt(role, size, config)
+
+
+def test_sequence_parallelism_of_a_hybrid_has_a_plan(folder):
+    write_tiny_model(folder / "odd", family="qwen3_5_text", linear_num_key_heads=1, linear_num_value_heads=3)
     both = f"{ROLE}.actor.ulysses_sequence_parallel_size=2"  # ref's key follows it
     ref = f"{ROLE}.ref.fsdp_config.ulysses_sequence_parallel_size=2"
     for key, roles in ((both, ("actor", "ref")), (ref, ("ref",))):
-        found = plan.build("ppo_trainer", overrides(folder, "lfm2", key), "20", None)
-        assert len(found["unsupported"]) == len(roles)
-        for reason, role in zip(found["unsupported"], roles, strict=True):
-            assert reason.startswith(f"{ROLE}.{role}.fsdp_config.ulysses_sequence_parallel_size=2: recurrent layers")
-        assert plan.build("ppo_trainer", overrides(folder, "qwen3", key), "20", None)["unsupported"] == []
+        found = plan.build("ppo_trainer", overrides(folder, "odd", key), "20", None)["unsupported"]
+        assert len(found) == len(roles)
+        for reason, role in zip(found, roles, strict=True):
+            assert reason.startswith(f"{ROLE}.{role}.fsdp_config.ulysses_sequence_parallel_size=2: of this")
+            assert reason.endswith("3 heads of linear attention are not its multiple; set 1")
+        for family in ("lfm2", "qwen3_5_text", "qwen3"):
+            assert plan.build("ppo_trainer", overrides(folder, family, key), "20", None)["unsupported"] == []
 
 
 def test_a_simulation_of_recurrent_layers_without_stand_ins_is_refused_by_name(folder, capsys):

@@ -30,6 +30,8 @@ RUNS = {
     "moe": ("qwen3_moe", [], [], []),
     "moe_lora_ulysses": ("qwen3_moe", LORA, ULYSSES, []),
     "recurrent": ("qwen3_5", [], [], ROW_BY_ROW),
+    # ref's ranks compute rows by themselves.
+    "recurrent_ulysses": ("qwen3_5", [], [*ULYSSES[:1], ULYSSES[1].replace("=2", "=1")], ROW_BY_ROW),
 }
 
 

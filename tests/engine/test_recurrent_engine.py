@@ -1,11 +1,13 @@
 """Models with recurrent layers through PrefixFSDPEngine, against verl's stock fsdp2 engine on one row at a time.
 
 Stock's own packed rows leak states into each other, which is measured here. Tiny models whose states last, 1 and 2 gloo
-ranks, fp32, HF's torch rules. Does not exercise flash-linear-attention, mamba-ssm or CUDA.
+ranks, groups of 2 and 4 under Ulysses, of which stock computes the same rows on each rank; fp32, HF's torch rules. Does
+not exercise flash-linear-attention, mamba-ssm or CUDA.
 """
 
 import contextlib
 import importlib
+import itertools
 from unittest import mock
 
 import broken_states
@@ -47,6 +49,28 @@ CASES = {
     "gate_shut": {"min_speedup": 1e6},
     "padded_model_inputs": {"use_remove_padding": False, "schedule": "packed"},
 }
+# (ranks, ranks of a group) of sequence parallelism, and its cases. Those of SOME run in test, the others in test-full.
+GROUPS = {"sp2": (2, 2), "sp4": (4, 4), "dp2_sp2": (4, 2)}
+SPREAD = {
+    name: CASES[name] for name in
+    ("packed", "phased", "offload_checkpointed", "lora_on_mixers_phased", "upper_layer_trained_phased", "turns",
+     "turns_kept_phased")
+} | {
+    "hsdp": {"schedule": "packed", "fsdp_size": 2},
+    "replicated": PHASED | {"fsdp_size": 1},
+    # verl's own path, which verl would compute within each rank's tokens.
+    "stock": {"schedule": "stock"},
+    "stock_in_small_passes": {"schedule": "stock", "budget": 60},
+    "gate_shut": CASES["gate_shut"],
+}  # fmt: skip
+SOME = {
+    ("sp2", "qwen3_5_text", "offload_checkpointed"), ("sp2", "qwen3_next", "offload_checkpointed"),
+    ("sp2", "olmo_hybrid", "offload_checkpointed"), ("sp2", "lfm2", "offload_checkpointed"),
+    ("sp2", "granitemoehybrid", "turns_kept_phased"), ("sp2", "qwen3_5_text", "turns"),
+    ("sp4", "qwen3_5_text", "phased"), ("sp4", "granitemoehybrid", "packed"),
+    ("dp2_sp2", "qwen3_5_text", "lora_on_mixers_phased"), ("dp2_sp2", "qwen3_5_text", "hsdp"),
+    ("sp2", "qwen3_next", "stock"), ("sp2", "lfm2", "gate_shut"),
+}  # fmt: skip
 MOST = ("qwen3_5_text",)  # families that run every case
 FAMILIES = {False: ("qwen3_5_text", "qwen3_next", "olmo_hybrid", "lfm2", "granitemoehybrid")}
 FAMILIES[True] = (*FAMILIES[False], "bamba")
@@ -58,6 +82,15 @@ BROKEN = {
     "gradients_dropped_in_packed": "packed",
     "gradients_dropped_in_phased": "phased",
     "fork_writes_into_the_state": "phased",
+}
+# And under sequence parallelism.
+BROKEN_SPREAD = {
+    "states_of_another_ranks_heads": "packed",
+    "conv_tail_one_token_off": "phased",
+    "channels_in_wrong_order": "packed",
+    "heads_in_wrong_order": "phased",
+    "gradients_of_dealt_weights_too_small": "packed",
+    "gradients_dropped_in_phased": "phased",
 }
 
 
@@ -158,10 +191,10 @@ def _rule_by_bounds(rule):
 STOCK, SHARED = {}, SharedModels(_engine)
 
 
-def _stock(models: dict, family: str, options: dict) -> dict:
+def _stock(models: dict, family: str, options: dict, size: int = 1) -> dict:
     options = _stock_options(options)
-    if (key := repr((family, sorted(options.items())))) not in STOCK:
-        STOCK[key] = _measure("fsdp2", models[family], get_rank(), options)
+    if (key := repr((family, size, sorted(options.items())))) not in STOCK:
+        STOCK[key] = _measure("fsdp2", models[family], get_rank() // size, options)
     return STOCK[key]
 
 
@@ -171,6 +204,15 @@ def _case(models: dict, family: str, case: str, check: bool) -> dict:
     with _float64(family) if options.get("turns") else mock.patch("engines._engine", SHARED):
         ours = _measure("prefix", models[family], get_rank(), options if check else {"verify": "off"} | options)
         return _compare(ours, _stock(models, family, options))
+
+
+def _spread(models: dict, size: int, family: str, case: str, check: bool = False) -> dict:
+    """Of groups of `size` ranks. The same rows on n ranks are the same gradients, of which stock takes the mean."""
+    options = {k: v for k, v in SPREAD[case].items() if k != "fsdp_size"}
+    ours = SPREAD[case] | {"ulysses": size} | ({} if check else {"verify": "off"})
+    with _float64(family) if options.get("turns") else mock.patch("engines._engine", SHARED):
+        found = _measure("prefix", models[family], get_rank() // size, ours)
+        return _compare(found, _stock(models, family, options, size))
 
 
 def _stocks_own(models: dict, family: str) -> dict[str, float]:
@@ -197,6 +239,32 @@ def _broken(models: dict, name: str) -> dict[str, float]:
         with pytest.raises(RuntimeError, match="prefix.verify, update 1: .*verify_action=fallback"):
             _measure("prefix", path, get_rank(), options)
     return _compare(off, stock)["errors"]
+
+
+def _broken_spread(models: dict, size: int, family: str, name: str) -> dict[str, float]:
+    """Errors without the self-check, which sees them."""
+    with pytest.MonkeyPatch.context() as patch:
+        getattr(broken_states, name)(patch)
+        off = _spread(models, size, family, BROKEN_SPREAD[name])
+        with pytest.raises(RuntimeError, match="prefix.verify, update 1: .*verify_action=fallback"):
+            _spread(models, size, family, BROKEN_SPREAD[name], check=True)
+    return off["errors"]
+
+
+def _checked_rows(models: dict, size: int, budget: int) -> list[int]:
+    """Tokens of the rows that the self-check takes."""
+    from verl_prefix.engine.verify import Verification
+
+    seen, verdict = [], Verification._verdict
+
+    def looked_at(self, data, group, *args):
+        seen.extend(data["input_ids"].offsets().diff()[list(group.rows)].tolist())
+        return verdict(self, data, group, *args)
+
+    options = {"schedule": "packed", "budget": budget, "ulysses": size}
+    with mock.patch.object(Verification, "_verdict", looked_at), mock.patch("engines._engine", SHARED):
+        _measure("prefix", models["qwen3_next"], get_rank() // size, options)
+    return seen
 
 
 def _first_step(models: dict) -> float:
@@ -246,7 +314,7 @@ def two_ranks(ranks, models):
 
 def _limits(one_rank, family: str, case: str = "packed") -> dict[str, float]:
     """5e-6; or what lies between two that are each as far from float64 as stock is: twice that."""
-    if CASES[case].get("turns"):
+    if "turns" in case:
         return {}
     (own,) = one_rank(_stocks_own, family)
     return {name: max(TOLERANCE, 2 * error) for name, error in own.items()}
@@ -281,6 +349,21 @@ def test_engine_computes_what_stock_computes_row_by_row_on_two_ranks(one_rank, t
 def test_every_case_of_every_family(ranks, models, one_rank, world, family, case):
     limits = _limits(one_rank, family, case) if world == 1 or family in FAMILIES[False] else {}
     _assert_equal(ranks(world, models)(_case, family, case, True), limits)
+
+
+@pytest.mark.parametrize(
+    ("name", "family", "case"),
+    [
+        pytest.param(*run, marks=() if run in SOME else pytest.mark.full)
+        for run in itertools.product(GROUPS, FAMILIES[True], SPREAD)
+    ],
+)
+def test_ranks_of_a_group_compute_what_stock_computes_row_by_row(ranks, models, one_rank, name, family, case):
+    world, size = GROUPS[name]
+    found = ranks(world, models)(_spread, size, family, case)
+    _assert_equal(found, _limits(one_rank, family, case))
+    for result in found:
+        assert (result["metrics"]["prefix/reuse_fraction"][0] > 0.3) == ("stock" not in case)
 
 
 @pytest.mark.full
@@ -323,6 +406,44 @@ def test_broken_states_are_far_from_stock_and_seen_by_the_self_check(one_rank, b
     assert errors["grads"] > 1e3 * _limits(one_rank, "qwen3_5_text")["grads"], errors
     if "gradients" in broken:
         assert errors["log_probs"] <= TOLERANCE, "which log-probs do not show"
+
+
+@pytest.mark.parametrize("broken", BROKEN_SPREAD)
+@pytest.mark.parametrize(
+    ("name", "family"),
+    [
+        ("sp2", "qwen3_5_text"),
+        pytest.param("sp2", "granitemoehybrid", marks=pytest.mark.full),
+        pytest.param("dp2_sp2", "qwen3_next", marks=pytest.mark.full),
+    ],
+)
+def test_what_is_broken_between_ranks_is_far_from_stock_and_seen_by_the_self_check(ranks, models, name, family, broken):
+    world, size = GROUPS[name]
+    for errors in ranks(world, models)(_broken_spread, size, family, broken):
+        assert errors["grads"] > 100 * TOLERANCE, errors
+        assert ("gradients" in broken) == (errors["log_probs"] <= TOLERANCE), errors
+
+
+@pytest.mark.parametrize(
+    ("name", "family"),
+    [
+        pytest.param(*run, marks=() if run == ("sp2", "granitemoehybrid") else pytest.mark.full)
+        for run in itertools.product(GROUPS, FAMILIES[True])
+    ],
+)
+def test_self_check_passes_under_sequence_parallelism(ranks, models, one_rank, name, family):
+    world, size = GROUPS[name]
+    results = ranks(world, models)(_spread, size, family, "packed", True)
+    _assert_equal(results, _limits(one_rank, family))
+    for metrics in (result["metrics"] for result in results):
+        assert 0 < metrics["prefix/verify_log_probs"][0] and 0 < metrics["prefix/verify_gradients"][0]
+        assert "prefix/verify_recurrence" in metrics
+
+
+@pytest.mark.parametrize(("budget", "longest"), [(400, 52), (30, 30), (5, None)])
+def test_self_check_takes_rows_that_one_rank_of_a_group_may_compute_alone(ranks, models, budget, longest):
+    for seen in ranks(2, models)(_checked_rows, 2, budget):
+        assert max(seen, default=None) == longest
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """Ulysses sequence parallelism: PrefixFSDPEngine on groups of 2 and 4 gloo ranks against stock verl without it, fp32.
 
-The same rows. verl's own path under it runs with a dense stand-in for flash attention. Does not exercise CUDA or
-NCCL. Each case is a job on ranks that stay up.
+The same rows. verl's own path under it runs with a dense stand-in for flash attention. Recurrent layers without pixels
+are in test_recurrent_engine. Does not exercise CUDA or NCCL. Each case is a job on ranks that stay up.
 """
 
 import contextlib
@@ -14,7 +14,9 @@ import pytest
 import torch
 import vision_engines
 from engines import TOLERANCE, _compare
+from float64_torch import Float64Torch
 from shared_models import OURS, SharedModels
+from short_chunks import short_chunks
 from torch.distributed import get_rank
 
 from verl_prefix.testing import write_tiny_model
@@ -56,6 +58,13 @@ CASES = {
     "auto_verified": {"attn_implementation": "varlen_on_cpu", "verify": "first_step", "min_speedup": 1e-6},
     "verified_phased": WAVES | {"attn_implementation": "varlen_on_cpu", "verify": "first_step"},
     "gate_shut": {"attn_implementation": "varlen_on_cpu", "min_speedup": 1e6},
+    # Where it would be wrong under sequence parallelism, as with sdpa, each rank computes whole rows.
+    "sdpa_verified_phased": WAVES | {"verify": "first_step"},
+    "sdpa_stock": {"schedule": "stock"},
+    "sdpa_stock_in_small_passes": {"schedule": "stock", "budget": 60},
+    "sdpa_gate_shut": {"min_speedup": 1e6},
+    "hsdp": {"schedule": "packed", "fsdp_size": 2},
+    "replicated_phased": WAVES | {"fsdp_size": 1},
 }  # fmt: skip
 VISION = {
     "packed": {"schedule": "packed"},
@@ -64,12 +73,12 @@ VISION = {
     "text_rank": {"batch": "text_rank", "schedule": "packed"},
     "scattered": {"batch": "scattered", "schedule": "packed", "exchange": "auto"},
 }
-VISION_FAMILIES = ("qwen2_5_vl", "qwen3_vl")
+VISION_FAMILIES = ("qwen2_5_vl", "qwen3_vl", "qwen3_5")
 ALL = [*CASES, *((family, name) for family in VISION_FAMILIES for name in VISION)]
 FEW = [
     "packed", "phased", "gradient_checkpointing_phased", "tool_tokens_phased", "empty_responses", "one_key_head",
     "auto_verified", "gate_shut", "moe", ("qwen3_vl", "phased"), ("qwen3_vl", "scattered"), "turns_phased",
-    "turns_of_both_kinds_phased",
+    "turns_of_both_kinds_phased", ("qwen3_5", "checkpointed"), "hsdp", "sdpa_stock",
 ]  # fmt: skip
 
 
@@ -82,10 +91,13 @@ Case = str | tuple[str, str]
 def _prepared() -> Iterator[None]:
     import verl  # noqa: F401  # first: it imports its plugin, ours
     from transformers.modeling_outputs import BaseModelOutputWithPooling
+    from transformers.models.qwen3_5 import modeling_qwen3_5
 
     with (
         mock.patch("engines._engine", SHARED),
+        short_chunks(),
         # See test_vision_engine.
+        mock.patch.object(modeling_qwen3_5, "torch", Float64Torch()),
         mock.patch.object(BaseModelOutputWithPooling, "mean", lambda x: x.pooler_output.mean(), create=True),
     ):
         yield
@@ -106,8 +118,9 @@ def _stock(models: dict, folder: str, case: Case) -> str:
     attention = options.get("attn_implementation")
     if attention == "varlen_on_cpu":
         del options["attn_implementation"]
-    # transformers' eager gpt_oss reads across packed rows, and verl's Qwen2.5-VL needs flash attention for them.
-    if attention == "eager" or family == "qwen2_5_vl":
+    # transformers' eager gpt_oss reads across packed rows, verl's Qwen2.5-VL needs flash attention for them, and
+    # Qwen3.5's state leaks into the next row.
+    if attention == "eager" or family in ("qwen2_5_vl", "qwen3_5"):
         options["use_remove_padding"] = False
     if (key := repr((family, sorted(options.items())))) not in STOCK:
         with _prepared():
@@ -128,8 +141,8 @@ def _case(models: dict, size: int, truth: tuple[str, ...], case: Case, **changed
 def _pads_count(sequence_parallel) -> dict:
     to_heads = sequence_parallel.Shards.to_heads
 
-    def pads_count(self, q, k, v):  # the first token of a row is seen twice by those behind it
-        found = to_heads(self, q, k, v)
+    def pads_count(self, *qkv):  # the first token of a row is seen twice by those behind it
+        found = to_heads(self, *qkv)
         return found[0], *(torch.cat([x[:1], x[:1], x[2:]]) for x in found[1:])
 
     return {"to_heads": pads_count}
@@ -260,8 +273,11 @@ def test_a_case_shares_or_takes_verls_path_as_it_should(results, name):
         assert found["prefix/waves"][0] >= 1
     for found in metrics("turns_phased"):
         assert found["prefix/tree_depth"] == [2.0]
-    for found in metrics("gate_shut"):
-        assert found["prefix/reuse_fraction"] == [0.0]
+    for case in ("gate_shut", "sdpa_stock"):
+        for found in metrics(case):
+            assert found["prefix/reuse_fraction"] == [0.0]
+    for found in metrics("sdpa_gate_shut"):
+        assert found["prefix/reuse_fraction"][0] > 0.3
     for found in metrics("auto_verified"):
         assert 0 < found["prefix/verify_attention"][0] <= 2
         assert 0 < found["prefix/verify_log_probs"][0] <= 3

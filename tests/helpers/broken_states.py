@@ -5,6 +5,7 @@ import torch
 
 from verl_prefix.core import attention, layout, recurrence
 from verl_prefix.core.prefix_cache import PrefixCache, ReadRows
+from verl_prefix.core.sequence_parallel import Shards
 
 
 def states_of_zero(patch):
@@ -54,6 +55,54 @@ def fork_writes_into_the_state(patch):
         return found
 
     patch.setattr(ReadRows, "forward", staticmethod(written))
+
+
+def states_of_another_ranks_heads(patch):
+    """Under sequence parallelism."""
+    made = recurrence._continued
+
+    def others(attention_pass, key, *args):
+        found, shards = made(attention_pass, key, *args), attention_pass.shards
+        if found is None or key[0] != "scan":
+            return found
+        of_ranks = [torch.empty_like(found) for _ in range(shards.size)]
+        torch.distributed.all_gather(of_ranks, found.detach().contiguous(), group=shards.group)
+        return found + (of_ranks[shards.rank - 1] - found).detach()
+
+    patch.setattr(recurrence, "_continued", others)
+
+
+def channels_in_wrong_order(patch):
+    """What comes back of a convolution: every rank's first channel, then its second."""
+    to_tokens = Shards.to_tokens
+
+    def dealt(self, out):
+        found = to_tokens(self, out)
+        return found if found.dim() > 2 else found.unflatten(1, (self.size, -1)).transpose(1, 2).flatten(1)
+
+    patch.setattr(Shards, "to_tokens", dealt)
+
+
+def heads_in_wrong_order(patch):
+    """Of what a scan reads, the values."""
+    to_heads = Shards.to_heads
+
+    def turned(self, *tensors):
+        found = to_heads(self, *tensors)
+        values = {5: 2, 4: 0}.get(len(found))  # of the delta rule, of Mamba
+        return [x.flip(1) if i == values else x for i, x in enumerate(found)]
+
+    patch.setattr(Shards, "to_heads", turned)
+
+
+def gradients_of_dealt_weights_too_small(patch):
+    heads = Shards.heads
+
+    def nth(self, weights):
+        found = heads(self, weights)
+        return found / self.size + (found - found / self.size).detach()
+
+    patch.setattr(Shards, "heads", nth)
 
 
 def gradients_of_keys_dropped_in_packed(patch):

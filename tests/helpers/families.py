@@ -91,12 +91,12 @@ def build(family: str, dtype: torch.dtype = torch.float32):
     return model.to(dtype).train()
 
 
+def compute_in_float64(model, monkeypatch):
+    """HF computes norms, softmax and router scores in fp32 whatever the model's dtype is: now in float64."""
+    monkeypatch.setattr(sys.modules[type(model).__module__], "torch", Float64Torch())
+    monkeypatch.setattr(torch.Tensor, "float", lambda self: self.double())
+
+
 @pytest.fixture
 def float64_inside(monkeypatch):
-    """HF computes norms, softmax and router scores in fp32 whatever the model's dtype is: here in float64."""
-
-    def use(model):
-        monkeypatch.setattr(sys.modules[type(model).__module__], "torch", Float64Torch())
-        monkeypatch.setattr(torch.Tensor, "float", lambda self: self.double())
-
-    yield use
+    yield lambda model: compute_in_float64(model, monkeypatch)

@@ -27,7 +27,6 @@ FAMILIES = {
     "granitemoehybrid": {}, "bamba": {}, "qwen3_vl": {}, "qwen3_5": {},
 }  # fmt: skip
 VISION = ("qwen3_vl", "qwen3_5")  # every prompt and some of a session's turns have pixels
-RECURRENT = ("qwen3_5_text", "qwen3_next", "olmo_hybrid", "lfm2", "granitemoehybrid", "bamba", "qwen3_5")
 
 
 class Prompt(NamedTuple):
@@ -107,15 +106,8 @@ def cases_on(ranks: list[int]) -> st.SearchStrategy[Case]:
 
 
 def with_ranks_of_a_row(case: Case) -> Case:
-    """Under Ulysses, what goes with it: an even number of ranks, attention alone, and a path of ours, since verl's own
-    wants flash attention."""
-    options = dict(case.options)
-    if "ulysses" not in options:
-        return case
-    options["schedule"] = "phased" if options.get("schedule") == "phased" else "packed"
-    kept = {name: value for name, value in options.items() if name not in ("min_speedup", "fsdp_size")}
-    family = "qwen3" if case.family in RECURRENT else case.family
-    return case._replace(ranks=max(2, case.ranks), family=family, options=tuple(sorted(kept.items())))
+    """Under Ulysses an even number of ranks."""
+    return case._replace(ranks=max(2, case.ranks)) if "ulysses" in dict(case.options) else case
 
 
 def write_models(folder: Path) -> dict[str, str]:

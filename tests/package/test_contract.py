@@ -103,6 +103,8 @@ CONTRACT = {
     "verl.utils.metric:Metric.aggregate_dp": "metric_lists",
     "verl.utils.py_functional:convert_to_regular_types": "obj",
     "verl.utils.seqlen_balancing:calculate_workload": "seqlen_list",
+    "verl.utils.ulysses:get_ulysses_sequence_parallel_group": "",
+    "verl.utils.ulysses:set_ulysses_sequence_parallel_group": "group",
     "verl.utils.seqlen_balancing:get_seqlen_balanced_partitions": "seqlen_list k_partitions equal_size",
     "verl.utils.seqlen_balancing:log_seqlen_unbalance": "seqlen_list partitions prefix",
     "verl.utils.tensordict_utils:assign_non_tensor": "tensor_dict kwargs",
@@ -214,6 +216,10 @@ def test_sequence_parallelism_asks_for_what_we_set():
     assert "ulysses_parallel_group" in inspect.getsource(engine._init_device_mesh)
     slicing = inspect.getsource(look_up(f"{PATCHES}:patch_vlm_for_ulysses_input_slicing"))
     assert 'getattr(self, "_needs_initial_slice", True)' in slicing
+    # What our stock path turns off where it would be wrong.
+    assert "if self.use_ulysses_sp:" in inspect.getsource(engine.prepare_model_inputs)
+    size = inspect.getsource(look_up("verl.utils.ulysses:get_ulysses_sequence_parallel_world_size"))
+    assert "get_ulysses_sequence_parallel_group()" in size and "if group else 1" in size
 
 
 def test_prepare_model_outputs_reads_no_argument_that_we_do_not_know():

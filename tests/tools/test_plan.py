@@ -977,5 +977,9 @@ def test_a_leak_of_verls_own_path_is_said_and_priced(folder, tmp_path):
         f"{role}.actor.ppo_{micro}=1", f"{role}.rollout.log_prob_{micro}=1", f"{role}.ref.log_prob_{micro}=1",
     )  # fmt: skip
     assert build(folder, *words, *alone)["notes"] == []
+    spread = build(
+        folder, *words, *alone, "trainer.n_gpus_per_node=2", f"{role}.actor.ulysses_sequence_parallel_size=2"
+    )
+    assert spread["unsupported"] == [] and spread["notes"][0].endswith("ulysses_sequence_parallel_size=1")
     assert found["added_gib"]["stock"] < padded["added_gib"]["stock"], "logits of one row"
     assert found["added_gib"]["packed"] == padded["added_gib"]["packed"]

@@ -190,6 +190,7 @@ def peak_bytes(
     held = 4 * shape.parameters * (1 - 1 / memory.ranks)
     n = memory.sequence_ranks
     kv = shape.kv / min(n, shape.kv_heads)  # of the heads that this rank has, of the tokens of all
+    state = shape.state / n
 
     def kept(tokens: float, attention: bool = memory.attention_kept) -> float:
         if not memory.checkpointed:
@@ -205,7 +206,7 @@ def peak_bytes(
     def forks(groups: Iterable[Group]) -> float:
         """Bytes of the states that suffixes start from; under checkpointing those of one layer, with gradients."""
         suffixes = sum(n > 0 and f.start > 0 for g in groups for n, f in zip(g.suffix_lens, g.forks, strict=True))
-        return suffixes * shape.state * (2 / max(shape.recurrent_layers, 1) if memory.checkpointed else 1)
+        return suffixes * state * (2 / max(shape.recurrent_layers, 1) if memory.checkpointed else 1)
 
     if plan is None:
         passes = ((p.tokens / n, p.head_tokens / n) for p in stock)
@@ -222,7 +223,7 @@ def peak_bytes(
             in_pass = kept(tokens) + max(logits(min(suffix, memory.logits_chunk)), backward(tokens))
             peaks.append(in_pass + forks(planned.groups))
             continue
-        states = shape.state * sum(len({fork for fork in g.forks if fork.start}) for g in planned.groups)
+        states = state * sum(len({fork for fork in g.forks if fork.start}) for g in planned.groups)
         wave = max((sum(g.num_suffix_tokens for _, g in wave) for wave in planned.waves), default=0) / n
         dormant = back = kept(prefix)
         cached = kv * prefix * n

@@ -157,8 +157,8 @@ class PrefixEngineConfig(FSDPEngineConfig):
 
 
 def is_varlen(attn_implementation: str) -> bool:
-    """True where verl's own path reads packed rows by their bounds, and is right under sequence parallelism: flash
-    attention, which alone verl gives an all-to-all (verl/models/transformers/monkey_patch.py)."""
+    """True where verl's own path reads packed rows by their bounds, and attends to other ranks' tokens under sequence
+    parallelism: flash attention, which alone verl gives an all-to-all (verl/models/transformers/monkey_patch.py)."""
     return "flash" in attn_implementation or "varlen" in attn_implementation  # `cpu.varlen`
 
 
@@ -168,8 +168,8 @@ def attention_of(model_config: Any) -> str:
     return override.get("attn_implementation", "flash_attention_2")
 
 
-def check_sequence_parallel(role: str, size: int, n_gpus: int, prefix: PrefixConfig, model_config: Any) -> None:
-    """Refuses an `ulysses_sequence_parallel_size` of actor or ref that cannot work, or would be silently wrong.
+def check_sequence_parallel(role: str, size: int, n_gpus: int, model_config: Any) -> None:
+    """Refuses an `ulysses_sequence_parallel_size` of actor or ref that cannot work on these GPUs.
 
     Raises:
         ValueError: naming the key and what to set.
@@ -180,31 +180,29 @@ def check_sequence_parallel(role: str, size: int, n_gpus: int, prefix: PrefixCon
     _refuse(n_gpus % size, f"{key} does not divide {n_gpus} GPUs; set a divisor of them")
     pads = model_config and not model_config.get("use_remove_padding")
     _refuse(pads, f"{key} needs actor_rollout_ref.model.use_remove_padding=True; set it")
-    attention = attention_of(model_config)
-    may_run_verls = prefix.schedule not in ("packed", "phased") or prefix.verify != "off"
-    _refuse(
-        may_run_verls and not is_varlen(attention),
-        f"{key} with actor_rollout_ref.model.override_config.attn_implementation={attention}: verl's own path, which "
-        f"prefix.schedule={prefix.schedule} and prefix.verify={prefix.verify} may run, computes attention within each "
-        "rank's tokens there, without an error; set attn_implementation=flash_attention_2, or prefix.schedule=packed "
-        "(or phased) and prefix.verify=off",
-    )
 
 
-def check_whole_rows(role: str, size: int, hf_config: Any) -> None:
-    """Refuses an `ulysses_sequence_parallel_size` of actor or ref for a model with recurrent layers.
+def check_dealt(role: str, size: int, hf_config: Any) -> None:
+    """Refuses an `ulysses_sequence_parallel_size` of actor or ref by which the model's heads cannot be dealt to ranks,
+    nor the groups and channels of its recurrent layers.
 
     Raises:
-        ValueError: naming the key and what to set.
+        ValueError: naming the key, and the largest divisor of this size that works.
     """
-    from verl_prefix.models.recurrent import is_recurrent
+    from verl_prefix.models.support import dealt
 
-    kind = hf_config.get_text_config().model_type
+    multiples, shared = dealt(hf_config.get_text_config())
+
+    def wrong(size: int) -> list[str]:
+        told = [f"{n} {name} are not its multiple" for name, n in multiples.items() if n % size]
+        neither = [f"{n} {name}" for name, n in shared.items() if n % size and size % n]
+        return told + [f"{name} are neither its multiple nor its divisor" for name in neither]
+
+    works = next(n for n in range(size, 0, -1) if size % n == 0 and not wrong(n))
     _refuse(
-        size > 1 and is_recurrent(kind),
-        f"actor_rollout_ref.{role}.fsdp_config.ulysses_sequence_parallel_size={size}: recurrent layers of a {kind} "
-        "model pass a state from token to token, and each rank has a part of every row; set it to 1, and "
-        "actor.prefix.schedule=phased where passes are too long",
+        works < size,
+        f"actor_rollout_ref.{role}.fsdp_config.ulysses_sequence_parallel_size={size}: of this {hf_config.model_type} "
+        f"model {', '.join(wrong(size))}; set {works}",
     )
 
 
@@ -271,7 +269,7 @@ class PrefixActorConfig(FSDPActorConfig):
     def check(self, n_gpus: int, model_config: Any) -> None:
         """Ours of `validate`."""
         sequence_ranks = self.fsdp_config.ulysses_sequence_parallel_size
-        check_sequence_parallel("actor", sequence_ranks, n_gpus=n_gpus, prefix=self.prefix, model_config=model_config)
+        check_sequence_parallel("actor", sequence_ranks, n_gpus=n_gpus, model_config=model_config)
         if self.prefix.schedule != "stock" and self.policy_loss.loss_mode not in LOSSES_OF_ROWS:
             warn_once(
                 logger,
@@ -332,16 +330,7 @@ def check_model_family(model_config: Any, freeze_vision_tower: bool, sequence_ra
     override = OmegaConf.to_container(override, resolve=True) if OmegaConf.is_config(override) else override
     update_model_config(hf_config, override.get("model_config", override))  # as HFModelConfig does
     check_supported(hf_config)
-    check_whole_rows("actor", sequence_ranks, hf_config)
-    text = hf_config.get_text_config()
-    heads = text.num_attention_heads
-    kv_heads = getattr(text, "num_key_value_heads", None) or heads
-    _refuse(
-        heads % sequence_ranks or (kv_heads % sequence_ranks and sequence_ranks % kv_heads),
-        f"actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size={sequence_ranks}: the {heads} heads of "
-        f"this {hf_config.model_type} model are not its multiple, or its {kv_heads} key heads neither multiple nor "
-        f"divisor; set {math.gcd(heads, kv_heads, sequence_ranks)}",
-    )
+    check_dealt("actor", sequence_ranks, hf_config)
     _refuse(
         freeze_vision_tower and not is_vision_config(hf_config),
         f"actor_rollout_ref.actor.freeze_vision_tower=True, and a {hf_config.model_type} model has no tower; remove it",

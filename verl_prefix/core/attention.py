@@ -72,7 +72,8 @@ class AttentionPass:
         self.num_calls += 1
         kernel = choose_kernel(self.kernel, q.device.type, q.dtype, q.shape[-1], softcap=params.softcap is not None)
         if self.shards is not None:
-            (q, k, v), sinks = self.shards.to_heads(q, k, v), self.shards.heads(sinks)
+            q, k, v = self.shards.to_heads(q, k, v)
+            sinks = None if sinks is None else self.shards.heads(sinks)
         if self.capture is not None:
             k, v = self.capture.capture(layer, k, v)
         anchor = None if self.cache is None else self.cache.anchors[layer]

@@ -1,10 +1,11 @@
-"""Ulysses: the ranks of a group share a packed row's tokens in the layers, and its heads inside attention.
+"""Ulysses: the ranks of a group share a packed row's tokens in the layers, and its heads inside attention and scans.
 
     layers     rank 0: [ P P . | S S ]  rank 1: [ P P . | S . ]      its slices of prefixes and suffixes, padded alike
     attention  rank 0: heads 0 1 of     [ P P P P P | S S S ]        all tokens, as on one rank alone
 
 Prefixes and suffixes are cut apart, since one cut through the row would give one rank all of lm_head's tokens. The
-prefix cache holds this rank's heads of whole prefixes, so that a wave sends only its own tokens.
+prefix cache holds this rank's heads of whole prefixes, so that a wave sends only its own tokens. A recurrent layer's
+scan has heads as well, and its convolution channels, each of which needs no other: their states stay on their rank.
 DeepSpeed-Ulysses: arXiv 2309.14509; verl's is verl/models/transformers/monkey_patch.py.
 """
 
@@ -20,10 +21,12 @@ from verl_prefix.core.layout import Layout
 class Shards:
     """One packed row on the n ranks of a group.
 
-    In each layer, and again in backward, a rank of t tokens sends t (2 H + 2 max(K, n)) D (n - 1) / n elements.
+    In each layer of attention, and again in backward, a rank of t tokens sends t (2 H + 2 max(K, n)) D (n - 1) / n
+    elements. A recurrent layer sends (n - 1) / n of what its convolutions and its scan read and give.
 
     Args:
         group: the ranks that share the row; all of them run the same passes. H is a multiple of n; K of n, or n of K.
+            So are heads (or channels) and groups of recurrent layers.
 
     Attributes:
         tokens: [t] int64, this rank's tokens of the row. Slices are padded with token 0, whose result nobody reads.
@@ -73,31 +76,32 @@ class Shards:
         gathered: torch.Tensor = _Gather.apply(outputs, self.group)  # type: ignore[no-untyped-call]
         return gathered.index_select(0, on_device(rows, outputs.device))
 
-    def to_heads(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """[t, H, D] and [t, K, D] of this rank's tokens -> [T, H / n, D] and [T, max(K / n, 1), D] of all; key heads
-        are repeated where there are more ranks."""
+    def to_heads(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
+        """[t, H, ...] each, of this rank's tokens -> [T, H / n, ...] of all, by one all-to-all for each dtype. Of fewer
+        heads than ranks each is repeated: [T, 1, ...]."""
         n = self.size
-        if k.shape[1] < n:
-            k, v = (x.repeat_interleave(n // k.shape[1], 1) for x in (k, v))
-        parts = [x.unflatten(1, (n, -1)) for x in (q, k, v)]
-        sent = torch.cat(parts, 2).transpose(0, 1).flatten(0, 1)
-        received: torch.Tensor = _AllToAll.apply(sent, self.group)  # type: ignore[no-untyped-call]
-        heads = received.split([part.shape[2] for part in parts], 1)
-        q, k, v = (x.index_select(0, self._gathered) for x in heads)
-        return q, k, v
+        parts = [x if x.shape[1] >= n else x.repeat_interleave(n // x.shape[1], 1) for x in tensors]
+        parts = [x.unflatten(1, (n, -1)) for x in parts]
+        found = list(parts)
+        for dtype in dict.fromkeys(x.dtype for x in parts):
+            alike = [i for i, x in enumerate(parts) if x.dtype == dtype]
+            sent = torch.cat([parts[i].flatten(2) for i in alike], 2).transpose(0, 1).flatten(0, 1)
+            received: torch.Tensor = _AllToAll.apply(sent, self.group)  # type: ignore[no-untyped-call]
+            columns = received.split([parts[i].shape[2:].numel() for i in alike], 1)
+            for i, x in zip(alike, columns, strict=True):
+                found[i] = x.index_select(0, self._gathered).unflatten(1, parts[i].shape[2:])
+        return found
 
     def to_tokens(self, out: torch.Tensor) -> torch.Tensor:
-        """[T, H / n, D] of all tokens -> [t, H, D] of this rank's, zero where a slice is padded."""
+        """[T, H / n, ...] of all tokens -> [t, H, ...] of this rank's, zero where a slice is padded."""
         padded = out.new_zeros(self.size * self._local, *out.shape[1:]).index_copy(0, self._gathered, out)
         received: torch.Tensor = _AllToAll.apply(padded, self.group)  # type: ignore[no-untyped-call]
         by_rank: torch.Tensor = received.unflatten(0, (self.size, self._local))
         return by_rank.transpose(0, 1).flatten(1, 2)
 
-    def heads(self, sinks: torch.Tensor | None) -> torch.Tensor | None:
-        """[H] -> [H / n], those of this rank's heads."""
-        return None if sinks is None else sinks.chunk(self.size)[self.rank]
+    def heads(self, weights: torch.Tensor) -> torch.Tensor:
+        """[H, ...] -> [H / n, ...], those of this rank's heads."""
+        return weights.chunk(self.size)[self.rank]
 
 
 class _AllToAll(torch.autograd.Function):

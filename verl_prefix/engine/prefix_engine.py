@@ -20,7 +20,7 @@ from verl.workers.engine import EngineRegistry
 from verl.workers.engine.utils import postprocess_batch_func
 
 from verl_prefix.auto.shape import model_shape
-from verl_prefix.config import PrefixEngineConfig, check_model_options, check_sequence_parallel, check_whole_rows
+from verl_prefix.config import PrefixEngineConfig, check_dealt, check_model_options, check_sequence_parallel
 from verl_prefix.core.attention import AttentionPass
 from verl_prefix.core.groups import Group
 from verl_prefix.core.meter import Meter
@@ -208,8 +208,8 @@ class PrefixFSDPEngine(StockPath):
             check_supported(model_config.hf_config)
             role, num_ranks = "ref" if engine_config.forward_only else "actor", torch.distributed.get_world_size()
             size = engine_config.ulysses_sequence_parallel_size
-            check_sequence_parallel(role, size, n_gpus=num_ranks, prefix=self.prefix_config, model_config=model_config)
-            check_whole_rows(role, size, model_config.hf_config)
+            check_sequence_parallel(role, size, n_gpus=num_ranks, model_config=model_config)
+            check_dealt(role, size, model_config.hf_config)
             if model_config.use_fused_kernels:
                 # verl's fused forward makes log-probs of all tokens, and with FSDP2 it meets a sharded lm_head.
                 self._unfused, model_config = True, copy.copy(model_config)

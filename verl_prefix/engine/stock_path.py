@@ -1,18 +1,20 @@
 """verl's own path: verl's engine on rows as they come, set so that it computes them right."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from tensordict import TensorDict
 from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_id
+from verl.utils.ulysses import get_ulysses_sequence_parallel_group, set_ulysses_sequence_parallel_group
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
 from verl_prefix.config import is_varlen
 from verl_prefix.engine.loss import LossFunction
-from verl_prefix.models.recurrent import packing_leak
+from verl_prefix.models.recurrent import packing_leak, replaced
 from verl_prefix.versions import warn_once
 
 logger = logging.getLogger(__name__)
@@ -23,20 +25,20 @@ class StockPath(FSDPEngineWithLMHead):
 
     _unfused = False  # whether the user asked for verl's fused kernels, which are then off
 
+    def whole_rows(self) -> str | None:
+        """Why verl's own path would be wrong, without an error, where the ranks of a group share rows, so that each
+        computes them alone; None where it is right."""
+        if self.ulysses_sequence_parallel_size == 1:
+            return None
+        attention = self.module.config.get_text_config()._attn_implementation
+        if not is_varlen(attention):
+            return f"verl computes attn_implementation={attention} within each rank's tokens"
+        return packing_leak(self.module, "cp_context")
+
     def stock_batch(self, data: TensorDict, loss_function: LossFunction | None, forward_only: bool) -> dict[str, Any]:
         """Computes a batch on verl's own path, without the fused kernels that the user asked for. Its micro-batches
-        have one row where packed rows would leak state.
-
-        Raises:
-            RuntimeError: under sequence parallelism without flash attention, where the result would be wrong.
-        """
-        attention = self.module.config.get_text_config()._attn_implementation
-        if self.ulysses_sequence_parallel_size > 1 and not is_varlen(attention):
-            raise RuntimeError(
-                f"verl's own path computes attn_implementation={attention} within each rank's tokens under "
-                "ulysses_sequence_parallel_size > 1; set actor_rollout_ref.model.override_config.attn_implementation="
-                "flash_attention_2"
-            )
+        have one row where packed rows would leak state, and each rank of a group computes them alone where verl's
+        sequence parallelism would be wrong."""
         data = data.copy()
         if self._unfused:
             tu.assign_non_tensor(data, use_fused_kernels=False)
@@ -44,7 +46,25 @@ class StockPath(FSDPEngineWithLMHead):
             text = "prefix: stock path, rows one by one: %s, so that packed rows would leak state into each other"
             warn_once(logger, text, leak)
             self._separate_rows(data)
-        return super().forward_backward_batch(data, loss_function, forward_only)
+        with self._alone(data) if self.whole_rows() else nullcontext():
+            return super().forward_backward_batch(data, loss_function, forward_only)
+
+    @contextmanager
+    def _alone(self, data: TensorDict) -> Iterator[None]:
+        """Context in which verl's engine computes without sequence parallelism. The ranks of a group have the same
+        rows, and so the same gradients, of which FSDP takes the mean. verl multiplies the token budget of a rank by the
+        ranks of a group in any case."""
+        group, reason = get_ulysses_sequence_parallel_group(), self.whole_rows()
+        if tu.get_non_tensor_data(data, "use_dynamic_bsz", True):
+            budget = max(int(data["max_token_len_per_gpu"]), int(data["input_ids"].offsets().diff().max()))
+            tu.assign_non_tensor(data, max_token_len_per_gpu=-(-budget // self.ulysses_sequence_parallel_size))
+        warn_once(logger, "prefix: stock path, each rank computes whole rows: %s, under sequence parallelism", reason)
+        set_ulysses_sequence_parallel_group(None)
+        try:
+            with replaced(self, "use_ulysses_sp", False):
+                yield
+        finally:
+            set_ulysses_sequence_parallel_group(group)
 
     def _separate_rows(self, data: TensorDict) -> None:
         """Makes verl's own path keep rows apart: one row in a micro-batch; or padded rows (no token of a row sees

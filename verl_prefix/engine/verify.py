@@ -44,7 +44,8 @@ class Verification:
         """Checks at least two rows of the cheapest group, if a check is due; returns its metrics.
 
         Args:
-            budget: tokens of one pass; no pass of the check has more, unless one row alone does.
+            budget: tokens of one pass; no pass of the check has more, unless one row alone does. Where each rank of
+                several computes whole rows on verl's own path, a row that is checked has at most its share.
 
         Raises:
             RuntimeError: ours is off by more than rounding, and prefix.verify_action is raise.
@@ -56,14 +57,19 @@ class Verification:
         if not every or self._num_updates % every:
             self._num_updates += 1
             return {}
-        candidates = self._checkable(data, [group for group in groups if group.num_suffix_tokens] or groups)
+        groups, told = [group for group in groups if group.num_suffix_tokens] or groups, ""
+        if self.engine.whole_rows():
+            most = budget // self.engine.engine_config.ulysses_sequence_parallel_size
+            groups, told = _of_short_rows(data, groups, most), f", with rows of at most {most} tokens (a rank's budget)"
+        candidates = self._checkable(data, groups)
         if not candidates:
-            kinds = ", with the same number of kinds of pixels (images, videos) on every rank"
+            if is_vision_config(self.engine.module.config):
+                told += ", with the same number of kinds of pixels (images, videos) on every rank"
             warn_once(
                 logger,
                 "prefix.verify waits for a batch in which every rank has a prompt%s; set "
                 "actor_rollout_ref.actor.prefix.verify=off where none will come",
-                kinds if is_vision_config(self.engine.module.config) else "",
+                told,
             )
             return {}
         self._num_updates += 1
@@ -147,6 +153,17 @@ def _num_perturbed(batch: int, checked: int) -> int:
     """How many stock passes measure rounding: one to three. Together with ours and stock's own, which count as two
     passes, they take about an eighth of the time of an update of all rows."""
     return min(3, max(1, 3 * batch // (8 * checked) - 2))
+
+
+def _of_short_rows(data: TensorDict, groups: Sequence[Group], most: int) -> list[Group]:
+    """The groups, without rows of more than `most` tokens."""
+    lens = [sum(pair) for pair in zip(*row_lens(data), strict=True)]
+    found = []
+    for group in groups:
+        units = [range(*unit) for unit in group.units()]
+        places = [i for unit in units if all(lens[group.rows[j]] <= most for j in unit) for i in unit]
+        found += [group.of(places)] if places else []
+    return found
 
 
 def _cheapest(groups: Sequence[Group], batch: int) -> Group:

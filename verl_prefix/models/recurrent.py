@@ -70,6 +70,10 @@ class Mixer:
         part: str = "conv", kernel: Callable[..., torch.Tensor] | None = None,
     ) -> torch.Tensor:  # fmt: skip
         """x [T, C], weight [C, width] -> [T, C], by causal_conv1d's `kernel` or torch."""
+        shards = self._pass().shards
+        if shards is not None:
+            (x,), weight = shards.to_heads(x), shards.heads(weight)
+            bias = None if bias is None else shards.heads(bias)
 
         def conv(row: torch.Tensor) -> torch.Tensor:
             row = row.T.unsqueeze(0)
@@ -79,12 +83,17 @@ class Mixer:
             out = F.conv1d(padded, weight.unsqueeze(1), bias, groups=len(weight))
             return (F.silu(out) if activation in ("silu", "swish") else out)[0].T
 
-        return shared_conv(self._pass(), (part, self.module.layer_idx), x=x, width=weight.shape[-1], conv=conv)
+        out = shared_conv(self._pass(), (part, self.module.layer_idx), x=x, width=weight.shape[-1], conv=conv)
+        return out if shards is None else shards.to_tokens(out)
 
     def _scan(self, inputs: Sequence[torch.Tensor], scan: Scan, neutral: Sequence[float]) -> torch.Tensor:
         attention_pass = self._pass()
         attention_pass.num_calls += 1
-        return shared_scan(attention_pass, ("scan", self.module.layer_idx), inputs=inputs, scan=scan, neutral=neutral)
+        shards = attention_pass.shards
+        if shards is not None:
+            inputs = shards.to_heads(*inputs)
+        out = shared_scan(attention_pass, ("scan", self.module.layer_idx), inputs=inputs, scan=scan, neutral=neutral)
+        return out if shards is None else shards.to_tokens(out)
 
 
 class GatedDeltaNet(Mixer):
@@ -161,6 +170,8 @@ class Mamba2(Mixer):
             run = chunk_scan
         else:
             run = functools.partial(kernel, dt_softplus=True, return_final_states=True)
+        if (shards := self._pass().shards) is not None:
+            A, D, dt_bias = map(shards.heads, (A, D, dt_bias))
 
         def by_rows(rows: Sequence[torch.Tensor], initial: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
             x, B, C, dt = rows
@@ -207,24 +218,29 @@ def mixers(model: torch.nn.Module) -> list[Any]:
     return [module for module in model.modules() if mixer_of(module) is not None]
 
 
-def packing_leak(model: Any) -> str | None:
-    """The reason why verl's own path, which packs rows one after the other under use_remove_padding, would carry the
-    state of one row into the next; None where it does not.
+# Arguments of a rule, and what verl says by them.
+_TOLD = {"cu_seqlens": "where packed rows begin", "cp_context": "which tokens other ranks have"}
 
-    verl 0.9.1 tells only the mixers of Qwen3.5 where rows begin, if their rule accepts an argument `cu_seqlens`. The
-    torch rule of transformers accepts it, but drops it with all other **kwargs.
+
+def packing_leak(model: Any, argument: str = "cu_seqlens") -> str | None:
+    """The reason why verl's own path, which packs rows one after the other under use_remove_padding, would carry the
+    state of one row into the next; None where it does not. With `argument` "cp_context" why, under sequence
+    parallelism, it would start each rank's tokens from zero.
+
+    verl 0.9.1 tells only the mixers of Qwen3.5, if their rule accepts the argument. The torch rule of transformers
+    accepts it, but drops it with all other **kwargs.
     """
     modules = mixers(model)
     if not modules:
         return None
-    name = type(modules[0]).__name__
+    name, told = type(modules[0]).__name__, _TOLD[argument]
     if model.config.model_type not in _TOLD_BOUNDS:
-        return f"verl does not tell {name} layers where packed rows begin"
+        return f"verl does not tell {name} layers {told}"
     rules = (module.chunk_gated_delta_rule for module in modules)
-    if all("cu_seqlens" in inspect.signature(rule).parameters for rule in rules):
+    if all(argument in inspect.signature(rule).parameters for rule in rules):
         return None
     missing = "flash-linear-attention, which does not run on this machine"
-    return f"the torch rule of {name} layers, instead of {missing}, ignores where packed rows begin"
+    return f"the torch rule of {name} layers, instead of {missing}, ignores {told}"
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 import functools
 import importlib.util
+import math
 import re
 from pathlib import Path
 
@@ -48,6 +49,27 @@ def unsupported_reasons(config: PretrainedConfig, training: bool = True) -> list
     if towers and not is_vision_config(config):
         reasons.append(f"a vision or audio tower; those of {', '.join(MODEL_TYPES)} are supported")
     return reasons
+
+
+def dealt(text: PretrainedConfig) -> tuple[dict[str, int], dict[str, int]]:
+    """What sequence parallelism deals to ranks inside the layers of a text model, by name: what has to be a multiple of
+    their number; and what may also be a divisor, since it is then repeated."""
+    heads = {"heads": text.num_attention_heads}
+    shared = {"key heads": getattr(text, "num_key_value_heads", None) or text.num_attention_heads}
+    if not is_recurrent(text.model_type):
+        return heads, shared
+    if hasattr(text, "linear_num_value_heads"):
+        heads["heads of linear attention"] = text.linear_num_value_heads
+        keys = text.linear_num_key_heads * text.linear_key_head_dim
+        values = text.linear_num_value_heads * text.linear_value_head_dim
+        # OLMo-Hybrid's keys and values have a convolution each.
+        channels = math.gcd(keys, values) if text.model_type == "olmo_hybrid" else 2 * keys + values
+    elif hasattr(text, "mamba_n_heads"):
+        heads["heads of Mamba"], shared["groups of Mamba"] = text.mamba_n_heads, text.mamba_n_groups
+        channels = int(text.mamba_expand * text.hidden_size) + 2 * text.mamba_n_groups * text.mamba_d_state
+    else:
+        channels = text.hidden_size
+    return heads | {"channels of convolutions": channels}, shared
 
 
 def check_supported(config: PretrainedConfig) -> None:

@@ -43,11 +43,12 @@ def notes(config: Any, work: Work, leak: str | None) -> list[str]:
             f"histories have up to {max(work.prompts)} tokens, and data.max_prompt_length="
             f"{config.data.max_prompt_length} ends their sessions, without a word; raise it"
         )
-    if leak and any(micro.tokens or micro.rows > 1 for micro in size.micro_batches.values()):
+    spread = " and ulysses_sequence_parallel_size=1" if size.sequence_ranks > 1 else ""
+    if leak and (spread or any(micro.tokens or micro.rows > 1 for micro in size.micro_batches.values())):
         lines.append(
-            f"model_engine=dp would be wrong for this model: {leak}, and a row's state goes on in the next row. "
-            "model_engine=prefix computes row by row where it takes verl's own path; with dp set "
-            "actor_rollout_ref.model.use_remove_padding=False"
+            f"model_engine=dp would be wrong for this model: {leak}, and a row's state goes on in the next row"
+            f"{', but not in the same row on the next rank' if spread else ''}. model_engine=prefix computes row by "
+            "row where it takes verl's own path; with dp set actor_rollout_ref.model.use_remove_padding=False" + spread
         )
     if rollout_is_apart(config) and is_v1(config) and not config.actor_rollout_ref.hybrid_engine:
         lines.append("actor_rollout_ref.hybrid_engine=False needs VERL_LOGGING_LEVEL=WARN in the job's environment")

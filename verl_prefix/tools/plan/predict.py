@@ -153,11 +153,12 @@ class Predictor:
             sequence_ranks=size.sequence_ranks,
         )
         dense = not is_varlen(attention_of(model))
+        alone = size.sequence_ranks > 1 and (dense or one_row)  # `StockPath.whole_rows`, which `auto` never takes
         # Over the ranks that share it: weights, gradients and AdamW's moments.
         self.resident_gib = state_bytes / self.memory.ranks / 2**30
         self.costs = CostModel(
-            shape=shape, dense_mask=dense, wave_tokens=options.wave_tokens, min_speedup=options.min_speedup,
-            memory=self.memory, one_row=one_row,
+            shape=shape, dense_mask=dense, wave_tokens=options.wave_tokens,
+            min_speedup=0 if alone else options.min_speedup, memory=self.memory, one_row=one_row,
         )  # fmt: skip
         self.ref_costs = replace(self.costs, memory=replace(self.memory, sequence_ranks=size.ref_sequence_ranks))
         self.profile = self.costs.flops()

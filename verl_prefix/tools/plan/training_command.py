@@ -22,10 +22,10 @@ from verl.utils.tokenizer import build_multimodal_processor_inputs
 from verl.utils.torch_dtypes import PrecisionType
 
 from verl_prefix.config import (
+    check_dealt,
     check_model_family,
     check_model_options,
     check_sequence_parallel,
-    check_whole_rows,
 )
 from verl_prefix.config.driver import check_driver
 from verl_prefix.models.vision import is_vision_config, tower_of
@@ -126,12 +126,11 @@ def refusals(config: DictConfig, num_ranks: int) -> list[str]:
             _refusal(check_model_options, model),
             _refusal(check_model_family, model, section.get("freeze_vision_tower", False), sequence_ranks(section)),
         ]
-        prefix = omega_conf_to_dataclass(section.prefix)
         for role in ("actor", "ref"):
             size = sequence_ranks(config.actor_rollout_ref[role])
-            reasons.append(_refusal(check_sequence_parallel, role, size, num_ranks, prefix, model))
+            reasons.append(_refusal(check_sequence_parallel, role, size, num_ranks, model))
             if role == "ref" and size > 1:
-                reasons.append(_refusal(check_whole_rows, role, size, read_model_config(config)))
+                reasons.append(_refusal(check_dealt, role, size, read_model_config(config)))
     update, old = section.use_dynamic_bsz, config.actor_rollout_ref.rollout.log_prob_use_dynamic_bsz
     if update != old:
         reasons.append(
