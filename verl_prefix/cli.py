@@ -331,7 +331,7 @@ def main(argv: list[str] | None = None) -> int:
     except (ValueError, OSError) as error:
         if arguments.run is _doctor:  # the traceback is what it is for
             raise
-        print(f"verl-prefix {argv[0]}: {error}", file=sys.stderr)
+        print(f"verl-prefix {argv[0]}: {' '.join(str(error).split())}", file=sys.stderr)
         return 2  # 1 is for a tolerance that does not hold
 
 

@@ -1,8 +1,10 @@
-"""Files that are written whole or not at all."""
+"""Files that are written whole or not at all, and JSON of anyone's."""
 
+import json
 import os
 import secrets
 from pathlib import Path
+from typing import Any
 
 
 def write_whole(path: Path, content: bytes | str, mode: int = 0o666) -> None:
@@ -25,3 +27,11 @@ def write_whole(path: Path, content: bytes | str, mode: int = 0o666) -> None:
         part.replace(path)
     finally:
         part.unlink(missing_ok=True)
+
+
+def parse_json(text: bytes | str) -> Any:
+    """The value of a JSON text. Raises ValueError where it is none, or is nested too deeply for Python."""
+    try:
+        return json.loads(text)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 import ray
 import torch
@@ -91,6 +92,23 @@ def test_greedy_batch_equals_generate_of_each_prompt_alone(
         )  # fmt: skip
         assert output.token_ids == expected[0, len(prompt) :].tolist()
         assert output.stop_reason == "completed"
+
+
+def test_a_running_server_listens_on_no_port(make: MakeServer) -> None:
+    """Requests come through Ray alone."""
+    process = psutil.Process()
+    before = [x for x in process.net_connections("inet") if x.status == psutil.CONN_LISTEN]
+    built, during = make(), []
+
+    async def serve() -> None:
+        request = asyncio.create_task(built.generate(PROMPTS[0], {}, request_id=""))
+        await asyncio.sleep(0)
+        during.extend(x for x in process.net_connections("inet") if x.status == psutil.CONN_LISTEN)
+        assert not request.done()
+        await request
+
+    asyncio.run(serve())
+    assert during == before
 
 
 def test_left_padding_changes_neither_samples_nor_log_probs(make: MakeServer) -> None:

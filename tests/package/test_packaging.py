@@ -21,6 +21,8 @@ from typing import Any
 
 import pytest
 import yaml
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from verl_prefix import versions
 
@@ -304,3 +306,17 @@ def test_constraints_pin_torch_and_verl_to_one_release_without_a_local_version()
     pins = [line for line in lines if line and not line.startswith("#")]
     assert "torch==2.13.0" in pins and any(pin.startswith("verl==0.9.") for pin in pins)
     assert all(re.fullmatch(r"[A-Za-z0-9._-]+==[A-Za-z0-9.]+( ; python_version >= \"3\.11\")?", pin) for pin in pins)
+
+
+def test_requirements_have_ranges_where_internals_are_used_and_pins_where_tests_pass(wheel: zipfile.ZipFile) -> None:
+    """verl and TransferQueue have ranges. Another bound would move what a user's environment has: `make setup` pins."""
+    requirements = [Requirement(line) for line in _requirements(wheel)]
+    bounded = {str(x.name): str(x.specifier) for x in requirements if x.specifier}
+    assert bounded.keys() == {"verl", "TransferQueue"}
+    assert all(re.search("<", bounds) and re.search(">=", bounds) for bounds in bounded.values())
+    lines = [line for line in (ROOT / "requirements-cpu.txt").read_text().splitlines() if line[:1] not in ("", "#")]
+    pins = {canonicalize_name(pin.name): pin.specifier for pin in map(Requirement, lines)}
+    for requirement in requirements:
+        if "gpu" not in str(requirement.marker):
+            (pin,) = pins[canonicalize_name(requirement.name)]
+            assert requirement.specifier.contains(pin.version, prereleases=True), requirement

@@ -11,7 +11,6 @@ Nothing is pickled. A run that was killed leaves the steps that all its ranks fi
 import contextlib
 import dataclasses
 import hashlib
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,8 @@ from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
 from safetensors import SafetensorError
 from safetensors.torch import load
+
+from verl_prefix.files import parse_json
 
 SCHEMA = "verl_prefix.trace/1"
 MANIFEST = "manifest.json"
@@ -38,11 +39,13 @@ class TraceError(ValueError):
 
 
 @contextlib.contextmanager
-def _reading(path: Path) -> Iterator[None]:
+def reading(path: Path) -> Iterator[None]:
     """Context that reads `path`: whatever is wrong with it is one error, which names it."""
     try:
         yield
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
+    except (
+        OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RuntimeError, SafetensorError
+    ) as error:  # fmt: skip
         raise TraceError(f"{path} cannot be read: {type(error).__name__}: {error}; record the trace again") from error
 
 
@@ -133,14 +136,16 @@ class Trace:
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
-        with _reading(self.folder / MANIFEST):
-            self.manifest = json.loads((self.folder / MANIFEST).read_bytes())
+        with reading(self.folder / MANIFEST):
+            self.manifest = parse_json((self.folder / MANIFEST).read_bytes())
             if self.manifest["schema"] != SCHEMA:
                 raise ValueError(f"its schema is {self.manifest['schema']!r}, and this version reads {SCHEMA!r}")
             if missing := [name for name in SECTIONS if not isinstance(self.manifest[name], dict)]:
                 raise ValueError(f"it lacks {missing}")
             self.world_size: int = self.manifest["world_size"]
-            folders = [step_path(self.folder, rank, 0).parent for rank in range(self.world_size)]
+            folders = sorted(self.folder.glob("rank_*"))
+            if type(self.world_size) is not int or self.world_size != len(folders):
+                raise ValueError(f"its world_size is {self.world_size!r}, and {len(folders)} ranks have a folder")
             names = [[path.stem.removeprefix("step_") for path in folder.glob("step_*.json")] for folder in folders]
             finished = [{int(name) for name in own if name.isdecimal()} for own in names]
             self.num_steps = max(set.intersection(*finished), default=-1) + 1
@@ -164,11 +169,11 @@ class Trace:
     def read(self, step: int, rank: int) -> StepRows:
         """One rank's rows of one step, checked."""
         path = step_path(self.folder, rank, step)
-        with _reading(path):
-            body = json.loads(path.read_bytes())
+        with reading(path):
+            body = parse_json(path.read_bytes())
             flags, uids = dict(body["flags"]), body["uids"] and list(body["uids"])
         path = path.with_suffix(".safetensors")
-        with _reading(path):
+        with reading(path):
             tensors = load(path.read_bytes())
             jagged = {n: (t, tensors[f"{n}/lengths"]) for n, t in tensors.items() if f"{n}/lengths" in tensors}
             dense = {n: t for n, t in tensors.items() if n not in jagged and not n.endswith("/lengths")}

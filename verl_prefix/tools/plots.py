@@ -130,15 +130,14 @@ def colors_of(labels: Iterable[str]) -> dict[str, Any]:
 def save(path: Path, title: str, panels: Iterable[Curves | Bars], columns: int = 2, width: float = 11.0) -> bool:
     """Writes the PNG, without panels that have no data; says so where it cannot. Returns whether there is one: an older
     one is removed."""
-    path.unlink(missing_ok=True)
+    panels = [panel for panel in panels if panel.labels()]
     try:
         from matplotlib.figure import Figure
     except ImportError:
         print("the plot was left out: pip install matplotlib")
-        return False
-
-    panels = [panel for panel in panels if panel.labels()]
+        panels = []
     if not panels:
+        path.unlink(missing_ok=True)
         return False
     colors = colors_of(label for panel in panels for label in panel.labels())
     rows = [panels[i : i + columns] for i in range(0, len(panels), columns)]

@@ -56,6 +56,26 @@ def loss_function(manifest: dict[str, Any]) -> Callable:
     return functools.partial(ppo_loss, config=config)
 
 
+def _configs(manifest: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any], FSDPOptimizerConfig]:
+    """Options of a manifest's model and engine, and its optimizer."""
+    model = {key: manifest["model"][key] for key in MODEL_KEYS if key in manifest["model"]}
+    # A trace has every row once, and one rank replays what sequence parallelism spread over several.
+    engine = _fields(FSDPEngineConfig, manifest["engine"]) | {"strategy": "fsdp2", "ulysses_sequence_parallel_size": 1}
+    return model, engine, FSDPOptimizerConfig(**_fields(FSDPOptimizerConfig, manifest["optimizer"]))
+
+
+def check_manifest(manifest: dict[str, Any]) -> None:
+    """Raises ValueError, or what its parts raise, where verl's config classes refuse the options."""
+    try:
+        _, engine, _ = _configs(manifest)
+        FSDPEngineConfig(**engine)
+        loss_function(manifest)
+        precision(manifest)
+        torch.manual_seed(manifest["seed"])
+    except AssertionError as error:
+        raise ValueError(f"verl refuses its options: {error!r}") from error
+
+
 def precision(manifest: dict[str, Any]) -> str:
     """Name of the dtype that forward and backward run in: fp32, bf16 or fp16."""
     name = (manifest["engine"].get("mixed_precision") or {}).get("param_dtype", "bf16")
@@ -79,9 +99,7 @@ def build_engine(name: str, manifest: dict[str, Any]) -> Any:
     Raises:
         ValueError: the recorded options do not go with the shared-prefix path.
     """
-    model = {key: manifest["model"][key] for key in MODEL_KEYS if key in manifest["model"]}
-    # A trace has every row once, and one rank replays what sequence parallelism spread over several.
-    engine = _fields(FSDPEngineConfig, manifest["engine"]) | {"strategy": "fsdp2", "ulysses_sequence_parallel_size": 1}
+    model, engine, optimizer = _configs(manifest)
     double = name == TRUTH and precision(manifest) == "fp32"
     if name == TRUTH:
         engine["mixed_precision"] = dict.fromkeys(("param_dtype", "reduce_dtype", "buffer_dtype"), "fp32")
@@ -102,7 +120,7 @@ def build_engine(name: str, manifest: dict[str, Any]) -> Any:
         backend=engine_config.strategy,
         model_config=HFModelConfig(path=manifest["model"]["path"], **model),
         engine_config=engine_config,
-        optimizer_config=FSDPOptimizerConfig(**_fields(FSDPOptimizerConfig, manifest["optimizer"])),
+        optimizer_config=optimizer,
         checkpoint_config=CheckpointConfig(),
     )
     # Every dtype name then means float64 to verl, whose names stop at fp32; HF's RMSNorm stays fp32 either way. Patched

@@ -60,7 +60,10 @@ def _worker(rank: int, ranks: int, rendezvous: str, source: Source, options: Opt
 
 
 def join_ranks(rank: int, ranks: int, init_method: str) -> None:
-    """Starts this rank's process group, on its GPU (LOCAL_RANK) where there are GPUs."""
+    """Starts this rank's process group, on its GPU (LOCAL_RANK) where there are GPUs. Ranks that meet in a file are of
+    one machine: gloo then listens on its loopback alone."""
+    if init_method.startswith("file:"):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     cuda = torch.cuda.is_available()
     if cuda:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))

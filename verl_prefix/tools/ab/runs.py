@@ -5,13 +5,14 @@ rounding into another rollout, so only the first step of runs that sampled the s
 it is one update: which prompts share a mini-batch depends on the order in which rollouts end, in stock too.
 """
 
-import json
 import math
+import os
 import statistics
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from verl_prefix.files import parse_json
 from verl_prefix.tools.ab.render import write
 from verl_prefix.tools.plots import Curves, save
 from verl_prefix.tools.report import Table, provenance
@@ -55,14 +56,14 @@ def _read_lines(run: Path) -> Steps:
     if not files or not files[-1].is_file():
         raise ValueError(f"{run}: no JSON-lines file and no TensorBoard events; set trainer.logger=[console,file]")
     steps: Steps = {}
-    for number, line in enumerate(files[-1].read_text().splitlines(), 1):
+    for number, line in enumerate(files[-1].read_bytes().splitlines(), 1):
         try:
-            record = json.loads(line)
+            record = parse_json(line)
             # orjson, with which verl writes, has no NaN and no infinity: both become null.
             metrics = {k: math.nan if v is None else float(v) for k, v in record["data"].items()
                        if v is None or isinstance(v, int | float)}  # fmt: skip
             steps.setdefault(int(record["step"]), {}).update(metrics)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
             raise ValueError(
                 f"{files[-1]}, line {number} is not what verl's file logger writes: {type(error).__name__}: {error}"
             ) from None
@@ -211,7 +212,7 @@ def compare(paths: list[str], output: Path) -> int:
     Raises:
         ValueError: a run cannot be read.
     """
-    if Path(paths[0]).resolve() == Path(paths[1]).resolve():
+    if os.path.realpath(paths[0]) == os.path.realpath(paths[1]):
         raise ValueError(f"--runs {paths[0]} {paths[1]} is one run twice; name the stock run and the other")
     report = build(paths, [read_run(path) for path in paths])
     failed = write(report, blocks, draw, output)

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from verl.workers.config import ActorConfig, FSDPEngineConfig, FSDPOptimizerConfig
 
-from verl_prefix.engine.trace import StepRows, Trace, join_rows, model_fingerprint, plain
-from verl_prefix.tools.ab.arm import precision
+from verl_prefix.engine.trace import MANIFEST, StepRows, Trace, join_rows, model_fingerprint, plain, reading
+from verl_prefix.tools.ab.arm import check_manifest, precision
 from verl_prefix.tools.ab.options import MADE_UP_STEPS, Options
 
 # Modules that a trace may name as optimizer_impl: verl imports what stands there.
@@ -39,7 +39,9 @@ class Source:
                 raise ValueError(f"--steps {options.steps}: {options.trace} holds {self.trace.num_steps}; leave it out")
             if recorded % self.ranks:
                 raise ValueError(f"--ranks {self.ranks} does not divide the trace's {recorded} ranks")
-            model = model or self.manifest["model"]["local_path"] or self.manifest["model"]["path"]
+            with reading(self.trace.folder / MANIFEST):
+                model = str(model or self.manifest["model"]["local_path"] or self.manifest["model"]["path"])
+                check_manifest(self.manifest)
             self.trace.check_model(model)
             module = self.manifest["optimizer"].get("optimizer_impl") or "torch.optim"
             if module not in OPTIMIZERS:

@@ -2,7 +2,6 @@
 
 import copy
 import functools
-import json
 import sys
 import time
 from collections.abc import Sequence
@@ -19,6 +18,7 @@ from verl_prefix.auto.shape import ModelShape, model_shape
 from verl_prefix.core.groups import Group
 from verl_prefix.core.schedule import Schedule
 from verl_prefix.core.waves import Plan
+from verl_prefix.files import parse_json
 from verl_prefix.models.hookup import HookedModel
 from verl_prefix.tools.bench import report as tables
 from verl_prefix.tools.bench.arms import (
@@ -212,9 +212,9 @@ def resume(fresh: dict[str, Any], out: Path | None) -> dict[str, Any]:
     if out is None or not out.exists():
         return fresh
     try:
-        report = json.loads(out.read_text())
-    except ValueError as error:
-        raise ValueError(f"--out {out} is not JSON ({error}); delete it, or name another file") from error
+        report = dict(parse_json(out.read_text()))
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"--out {out} is no JSON of a report ({error}); delete it, or name another file") from error
     for key in ("schema", "git", "device", "versions", "config"):
         if report.get(key) != fresh[key]:
             raise ValueError(

@@ -5,7 +5,7 @@ from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 
-from verl_prefix.files import write_whole
+from verl_prefix.files import parse_json, write_whole
 from verl_prefix.tools.bench.options import ARMS, STOCK
 from verl_prefix.tools.plots import Bars, save
 from verl_prefix.tools.report import Table, markdown
@@ -191,19 +191,19 @@ def render(source: Path, into: Path | None = None) -> int:
 
     Raises ValueError where `source` is not a report, or `into` has no marks.
     """
+    start, end = MARKS
+    words = into.read_text() if into else f"{start}{end}"
+    if start not in words or end not in words:
+        raise ValueError(f"--into {into} has no lines {start} and {end}; add them around what is to be replaced")
     try:
-        report = json.loads(source.read_text())
+        report = parse_json(source.read_text())
         compare(report)
         text = markdown(blocks(report))
-    except (ValueError, KeyError, TypeError) as error:
+        draw(report, source.with_suffix(".png"))
+    except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
         raise ValueError(f"--render {source} is not a report of verl-prefix bench ({error!r})") from error
     write(report, source)
-    draw(report, source.with_suffix(".png"))
     if into:
-        start, end = MARKS
-        words = into.read_text()
-        if start not in words or end not in words:
-            raise ValueError(f"--into {into} has no lines {start} and {end}; add them around what is to be replaced")
         before, after = words.split(start)[0], words.split(end)[1]
         write_whole(into, f"{before}{start}\n{text}\n{end}{after}")
     return 0

@@ -3,8 +3,10 @@
 What is wrong with them is said in a second or two; torch and verl take several to be imported.
 """
 
+import contextlib
 import importlib.util
-import json
+import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,8 +16,10 @@ import pyarrow.parquet
 from hydra import compose, initialize_config_dir
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 import verl_prefix.search_path  # noqa: F401  on which model_engine=prefix is found
+from verl_prefix.files import parse_json
 from verl_prefix.tools.plan.options import (
     CONFIG_NAME,
     CONFIG_PATH,
@@ -56,7 +60,7 @@ def _compose(config_name: str, overrides: list[str], config_path: str = CONFIG_P
     if verl is None or verl.origin is None:
         raise PlanError("verl is not installed here, and its configs are needed: pip install verl==0.9.1")
     trainer = (Path(verl.origin).parent / "trainer").resolve()
-    folder = (trainer / config_path).resolve()
+    folder = Path(os.path.realpath(trainer / config_path))
     if folder.is_relative_to(trainer.parent / "experimental"):  # which finds verl's other files in its clone alone
         overrides = [f"hydra.searchpath=[file://{trainer / 'config'}]", *overrides]
     try:
@@ -166,9 +170,10 @@ def _read_table(path: Path) -> pyarrow.Table:
             return pyarrow.parquet.read_table(path)
         text = path.read_text()
         if text.lstrip().startswith("["):
-            return pyarrow.Table.from_pylist(json.loads(text))
-        return pyarrow.Table.from_pylist([json.loads(line) for line in text.splitlines() if line.strip()])
-    except (ValueError, AttributeError) as error:  # a row that is no object has no `items`
+            return pyarrow.Table.from_pylist(parse_json(text))
+        return pyarrow.Table.from_pylist([parse_json(line) for line in text.splitlines() if line.strip()])
+    except (ValueError, AttributeError, TypeError, OverflowError, pyarrow.ArrowException) as error:
+        # A row that is no object has no `items`; a column of several types has none.
         raise PlanError(f"data.train_files: {path} cannot be read as {path.suffix[1:]}: {error}") from error
 
 
@@ -226,6 +231,16 @@ class Asked:
     turns: Turns | None
 
 
+@contextlib.contextmanager
+def _sections() -> Iterator[None]:
+    """Context that reads a config: a section that an override removes, or makes a number, is one error in words."""
+    try:
+        yield
+    except (AttributeError, TypeError, KeyError, OmegaConfBaseException) as error:
+        raise PlanError(f"the overrides leave no config of verl's: {type(error).__name__}: {error}") from error
+
+
+@_sections()
 def read_command(
     config_name: str, words: list[str], config_path: str, responses: str | None, turns: Turns | None, simulate: bool
 ) -> Asked:

@@ -1,7 +1,6 @@
 """What `verl-prefix plan` reads of its command line without config or model: it is said before torch is imported."""
 
 import importlib.util
-import json
 import math
 import os
 import re
@@ -9,6 +8,7 @@ import statistics
 from pathlib import Path
 from typing import NamedTuple
 
+from verl_prefix.files import parse_json
 from verl_prefix.tools.ab.runs import read_run
 
 CONFIG_PATH, CONFIG_NAME = "config", "ppo_trainer"  # verl's own, where the training command names none
@@ -107,8 +107,10 @@ def read_dumps(path: str) -> list[Rollout]:
     files, found = sorted(Path(path).glob("*.jsonl")) if Path(path).is_dir() else [Path(path)], list[Rollout]()
     try:
         for file in files:
-            rows = map(json.loads, file.read_text().splitlines())
+            rows = map(parse_json, file.read_text().splitlines())
             found += [Rollout(file.name, str(x.get("uid", "")), x.get("input", ""), x["output"]) for x in rows]
+        if odd := next((text for row in found for text in row[2:] if not isinstance(text, str)), None):
+            raise TypeError(f"{odd!r} is no text")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         wrong = f"{type(error).__name__}: {error}"
         raise PlanError(f"{path} is not what trainer.rollout_data_dir writes ({wrong})") from None
@@ -157,9 +159,10 @@ def shares(spec: str | None) -> dict[str, float]:
     if "=" not in spec:
         steps = list(read_run(spec).values())
         whole = statistics.median(step["timing_s/step"] for step in steps)
-        return {
-            name: statistics.median(step.get(timing, 0.0) for step in steps) / whole for timing, name in TIMINGS.items()
-        }
+        parts = {name: statistics.median(step.get(timing, 0.0) for step in steps) for timing, name in TIMINGS.items()}
+        if not (whole > 0 and all(0 <= part <= whole for part in parts.values())):
+            raise PlanError(f"--shares {spec}: a step takes {whole} s, and its passes {parts}; name another run")
+        return {name: part / whole for name, part in parts.items()}
     try:
         given = {name: float(value) for name, value in (pair.split("=") for pair in spec.split(","))}
     except ValueError:

@@ -62,10 +62,10 @@ def expanded(words: list[str]) -> list[str]:
     if not (is_quoted or is_file):
         return words
     named = first if is_file else "the quoted command"
-    text = first if is_quoted else Path(first).read_text(errors="surrogateescape")
+    text = first if is_quoted else Path(first).read_text(errors="surrogateescape").replace("\0", "")  # as bash does
     entries = _trace(text, [] if is_quoted else [str(Path(first).resolve()), *rest], named)
     for i, entry in enumerate(entries):
-        if any(name in entry for name in ("main_ppo", "fully_async_main")) and _trains(found := shlex.split(entry)):
+        if any(name in entry for name in ("main_ppo", "fully_async_main")) and _trains(found := _words(entry)):
             _say_what_was_not_read(entries)
             if end := next((entry for entry in entries[:i] if re.match(r"exit\b", entry)), None):
                 print(f"note: {named} ends with {end.strip()} before it trains; it was read on", file=sys.stderr)
@@ -83,9 +83,17 @@ def _say_what_was_not_read(entries: list[str]) -> None:
         print(f"note: {', '.join(files)} was not read; what it sets is empty here", file=sys.stderr)
 
 
+def _words(entry: str) -> list[str]:
+    """The words of an entry; none where it is text of several lines, of which one begins as an entry does."""
+    try:
+        return shlex.split(entry)
+    except ValueError:
+        return []
+
+
 def _trains(words: list[str]) -> bool:
     """Whether this is a training command, and not one that names it, as an assignment, a test or pkill does."""
-    if words[0] in ("echo", "printf", "[", "[[", "test") or re.match(r"\w+(\[.*\])?\+?=", words[0]):
+    if not words or words[0] in ("echo", "printf", "[", "[[", "test") or re.match(r"\w+(\[.*\])?\+?=", words[0]):
         return False
     pairs = zip(words, words[1:], strict=False)
     return any(MAIN.fullmatch(word) and (before == "-m" or word.endswith(".py")) for before, word in pairs)
@@ -100,7 +108,7 @@ def _trace(text: str, words: list[str], named: str) -> list[str]:
     Raises:
         PlanError: it does not end, or `set --` makes it arguments that are not followed here.
     """
-    with tempfile.TemporaryFile("w+") as trace, tempfile.NamedTemporaryFile("w") as prelude:
+    with tempfile.TemporaryFile("w+", errors="surrogateescape") as trace, tempfile.NamedTemporaryFile("w") as prelude:
         descriptor = fcntl.fcntl(trace.fileno(), fcntl.F_DUPFD, 100)  # scripts use those below 10
         try:
             prelude.write(PRELUDE.format(descriptor=descriptor, seconds=CPU_SECONDS))
