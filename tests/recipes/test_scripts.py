@@ -430,7 +430,7 @@ SCRIPTS = {
         "Qwen3-Next-80B-A3B", (16, 8, 16), (2048, 20480), "2816 tokens", (8, 4),
         (f"{ULYSSES}=8", "model.enable_activation_offload=True",
          "+actor.fsdp_config.mixed_precision.reduce_dtype=bf16"),
-        ("model.enable_activation_offload=True", "actor.fsdp_config.ulysses_sequence_parallel_size=8"),
+        ("actor.fsdp_config.ulysses_sequence_parallel_size=8",),
     ),
     "prefix_grouper/run_qwen3_8b_fsdp": Settings(
         "Qwen3-8B", (1024, 256, 5), (512, 1024), "12288 tokens", others=(GROUPER, "model.use_remove_padding=False"),

@@ -151,6 +151,7 @@ class Predictor:
             logits_chunk=options.logits_chunk,
             offload=options.offload,
             sequence_ranks=size.sequence_ranks,
+            stock_offloads=bool(model.get("enable_activation_offload")),
         )
         dense = not is_varlen(attention_of(model))
         # Over the ranks that share it: weights, gradients and AdamW's moments.
