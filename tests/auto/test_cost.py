@@ -1,5 +1,6 @@
 """The cost model counts what runs, finds rates that it is given, and every rank takes the same cheapest path."""
 
+import dataclasses
 import json
 import types
 from pathlib import Path
@@ -245,6 +246,20 @@ def test_the_peak_is_within_15_per_cent_of_the_simulated_one(llama3_8b, arm, che
     memory = cost.Memory(8, checkpointed, no_sync, 4096, bool(offload), kept)
     found = cost.peak_bytes(llama3_8b, plan, stock, memory) / 2**30
     assert found == pytest.approx(SIMULATED[arm, checkpointed, no_sync, kept], rel=0.15)
+
+
+@pytest.mark.parametrize("checkpointed", [True, False])
+def test_verls_offload_leaves_two_layers_of_stock_on_the_device(llama3_8b, checkpointed):
+    """By shapes, on the batch above. Under gradient checkpointing ours with `prefix.offload` adds less than that."""
+    groups = [Group(tuple(range(i, i + 4)), 6000, (1000,) * 4) for i in (0, 4)]
+    stock = cost.stock_passes(llama3_8b, groups, 14100, dense_mask=False)
+    memory = cost.Memory(8, checkpointed, False, 4096, True)
+    offloads = dataclasses.replace(memory, stock_offloads=True)
+    before, after = (cost.peak_bytes(llama3_8b, None, stock, one) for one in (memory, offloads))
+    a_layer = llama3_8b.boundary if checkpointed else llama3_8b.activations
+    assert before - after == pytest.approx(30 * 14002 * a_layer, rel=1e-3)
+    ours = cost.peak_bytes(llama3_8b, make_plan(groups, 14100, "phased", 2000, True), (), offloads)
+    assert ours < after or not checkpointed
 
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

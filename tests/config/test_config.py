@@ -94,7 +94,6 @@ def test_good_config_passes_the_driver_checks(model_path):
         (f"{ACTOR}.prefix.verify=sometimes", r"prefix.verify='sometimes': set first_step, off"),
         (f"{ACTOR}.prefix.verify=off {ACTOR}.prefix.verify_action=fallback", r"needs prefix.verify, which is off"),
         (f"{ACTOR}.prefix.min_speedup=-1", r"prefix.min_speedup=-1: set a number >= 0"),
-        ("actor_rollout_ref.model.enable_activation_offload=True", r"set .*enable_activation_offload=False"),
         (f"{ACTOR}.loss_agg_mode=seq-mean-token-sum-norm", r"set actor_rollout_ref.actor.loss_scale_factor"),
         (f"{ACTOR}.policy_loss.loss_mode=geo_mean", r"loss_mode=geo_mean averages .*set .*loss_mode to one of vanilla"),
         (f"{ACTOR}.policy_loss.loss_mode=clip_cov", r"loss_mode=clip_cov drops .*prefix.schedule=stock"),
@@ -127,12 +126,15 @@ def test_a_loss_that_is_not_verls_own_is_warned_of_once(model_path, caplog):
     assert "loss_mode=mine is not of verl 0.9.1" in said
 
 
-def test_fused_kernels_are_warned_of_once(model_path, caplog):
+@pytest.mark.parametrize(
+    ("option", "ours"), [("use_fused_kernels", "logits_chunk"), ("enable_activation_offload", "offload=True")]
+)
+def test_options_that_ours_replaces_are_warned_of_once(model_path, caplog, option, ours):
     warn_once.cache_clear()
     for _ in range(2):
-        validate(model_path, "actor_rollout_ref.model.use_fused_kernels=True")
-    (said,) = [record.message for record in caplog.records if "use_fused_kernels" in record.message]
-    assert "actor.prefix.logits_chunk" in said
+        validate(model_path, f"actor_rollout_ref.model.{option}=True")
+    (said,) = [record.message for record in caplog.records if option in record.message]
+    assert f"actor.prefix.{ours}" in said
 
 
 def async_config(name: str, model_path: str, *overrides: str):
@@ -162,7 +164,6 @@ SEVERAL = {"one_step_off": "data.train_batch_size=256", "fully_async": "async_tr
         (f"{ACTOR}.fsdp_config.strategy=fsdp", "fsdp_config.strategy='fsdp': .* FSDP2 only; set it to fsdp2 in"),
         (f"{ACTOR}.prefix.mini_batches=prompts", "mini_batches=prompts .*prefix_sync .*mini_batches=rows"),
         ("trainer.v1.trainer_mode=prefix_sync", "trainer_mode=prefix_sync is for verl.trainer.main_ppo .*; remove it"),
-        ("actor_rollout_ref.model.enable_activation_offload=True", "set .*enable_activation_offload=False"),
         (f"{ACTOR}.freeze_vision_tower=True", "a qwen3 model has no tower"),
         (
             f"SEVERAL {ACTOR}.ppo_mini_batch_size=60",

@@ -134,6 +134,19 @@ CASES = {
     # Off in ours, against stock without them: with FSDP2 verl's fused forward meets a sharded lm_head.
     "fused_kernels": {"use_fused_kernels": True},
     "fused_kernels_gate_shut": {"use_fused_kernels": True, "min_speedup": 1e6},
+    # Off in ours; on in stock where it is right.
+    "activation_offload": {"activation_offload": True, "family": "deep"},
+    "activation_offload_phased_checkpointed": dict(
+        activation_offload=True,
+        family="deep",
+        gradient_checkpointing=True,
+        schedule="phased",
+        wave_tokens=40,
+        offload=True,
+    ),
+    "activation_offload_gate_shut": dict(
+        activation_offload=True, family="deep", gradient_checkpointing=True, min_speedup=1e6
+    ),
 }
 
 # Cases whose self-check runs: those where ranks differ or must agree. In test-full one rank runs every case's.
@@ -374,10 +387,16 @@ STOCK, ENGINES, SHARED = {}, {}, SharedModels(_engine)
 
 
 def _stock(path: str, options: dict) -> dict:
-    """Of verl's engine, measured once."""
-    options = {k: v for k, v in options.items() if k not in (*OURS, "use_fused_kernels")}
+    """Of verl's engine, measured once. Its offload of activations pins no memory here, and is on under gradient
+    checkpointing alone: without, what layers keep are views of one storage too, and all come back as the first of them
+    (verl/utils/activation_offload.py, bulk_reload_group), so that gradients are wrong."""
+    from verl.utils.activation_offload import SynchronizedGroupOffloadHandler
+
+    dropped = (*OURS, "use_fused_kernels", *["activation_offload"] * (not options.get("gradient_checkpointing")))
+    options = {k: v for k, v in options.items() if k not in dropped}
     if (key := repr((path, sorted(options.items())))) not in STOCK:
-        STOCK[key] = _measure("fsdp2", path, get_rank(), options)
+        with mock.patch.object(SynchronizedGroupOffloadHandler.offload, "__defaults__", (False,)):
+            STOCK[key] = _measure("fsdp2", path, get_rank(), options)
     return STOCK[key]
 
 
@@ -580,6 +599,7 @@ def models(tmp_path_factory):
     window = dict(use_sliding_window=True, sliding_window=25, max_window_layers=1)
     models["window"] = write_tiny_model(tmp / "window", **window)
     models["tied"] = write_tiny_model(tmp / "tied", tie_word_embeddings=True)
+    models["deep"] = write_tiny_model(tmp / "deep", num_hidden_layers=4)  # verl offloads from three layers on
     return models
 
 

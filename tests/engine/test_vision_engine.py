@@ -1,8 +1,8 @@
 """GRPO batches with images and video through PrefixFSDPEngine, against verl's stock fsdp2 engine on the same rows.
 
-Tiny random Qwen2.5-VL, Qwen3-VL (deepstack) and Qwen3.5 (recurrent), pixels and grids made by hand, positions by the
-model's own `get_rope_index`, in the form that verl's agent loop gives them. 1 and 2 gloo ranks, fp32. Does not exercise
-a processor, a rollout or CUDA.
+Tiny random Qwen2.5-VL, Qwen3-VL (deepstack) and Qwen3.5 (recurrent), the last two also of experts; pixels and grids
+made by hand, positions by the model's own `get_rope_index`, in the form that verl's agent loop gives them. 1 and 2 gloo
+ranks, fp32. Does not exercise a processor, a rollout or CUDA.
 """
 
 import contextlib
@@ -43,20 +43,16 @@ CASES = {
     "text_rank": {"batch": "text_rank"},
     "text_rank_phased": {"batch": "text_rank", "schedule": "phased", "wave_tokens": 20},
 }
-# What a recurrent model adds: states beside pixels. Other engine cases of it are in test_recurrent_engine.
+# What a model of experts or of recurrent layers adds. Other engine cases of it are in test_recurrent_engine.
+FEW = (
+    "packed", "phased", "phased_row_by_row", "checkpointed", "scattered", "text_rank", "turns", "turns_phased",
+)  # fmt: skip
 FAMILIES = {
     "qwen2_5_vl": tuple(CASES),
     "qwen3_vl": tuple(CASES),
-    "qwen3_5": (
-        "packed",
-        "phased",
-        "phased_row_by_row",
-        "checkpointed",
-        "scattered",
-        "text_rank",
-        "turns",
-        "turns_phased",
-    ),
+    "qwen3_vl_moe": FEW,
+    "qwen3_5": FEW,
+    "qwen3_5_moe": FEW,
 }
 
 
@@ -69,6 +65,7 @@ def _prepared() -> Iterator[None]:
     import verl  # noqa: F401  # first: it imports its plugin, ours
     from transformers.modeling_outputs import BaseModelOutputWithPooling
     from transformers.models.qwen3_5 import modeling_qwen3_5
+    from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe
 
     with (
         short_chunks(),
@@ -76,6 +73,7 @@ def _prepared() -> Iterator[None]:
         mock.patch.object(BaseModelOutputWithPooling, "mean", lambda x: x.pooler_output.mean(), create=True),
         # HF's own recurrence is up to 1.5e-5 from float64 in fp32; here both engines compute it in float64.
         mock.patch.object(modeling_qwen3_5, "torch", Float64Torch()),
+        mock.patch.object(modeling_qwen3_5_moe, "torch", Float64Torch()),
     ):
         yield
 
@@ -83,7 +81,7 @@ def _prepared() -> Iterator[None]:
 def _default(family: str) -> dict:
     """Stock's only path on a CPU is padding where, without it, verl's Qwen2.5-VL needs flash attention and Qwen3.5's
     state leaks into the next row."""
-    return {"use_remove_padding": family == "qwen3_vl"}
+    return {"use_remove_padding": family.startswith("qwen3_vl")}
 
 
 def _truth(path: str, options: dict) -> dict:
@@ -116,12 +114,14 @@ def _others_pixels(paths: dict, family: str) -> dict:
 
 
 def _bf16(paths: dict, family: str) -> list[dict]:
-    """Ratios far from where the loss clips: a token that rounding sends over that edge is an error of its own."""
+    """Ratios far from where the loss clips, and every token to every expert: where rounding decides between two values
+    that are no neighbours, that is an error of its own."""
     first = _default(family) | {"on_policy": True}
     half = first | {"param_dtype": "bf16", "schedule": "phased", "wave_tokens": 20}
+    path = paths[f"{family}_all" if family.endswith("moe") else family]
     with _prepared():
-        pair = [_measure(backend, paths[family], get_rank(), half) for backend in ("prefix", "fsdp2")]
-        return [_half_errors(found, _truth(paths[family], first)) for found in pair]
+        pair = [_measure(backend, path, get_rank(), half) for backend in ("prefix", "fsdp2")]
+        return [_half_errors(found, _truth(path, first)) for found in pair]
 
 
 def _attention_that_verl_replaced(paths: dict, family: str) -> dict:
@@ -135,7 +135,10 @@ def _attention_that_verl_replaced(paths: dict, family: str) -> dict:
 @pytest.fixture(scope="module")
 def paths(tmp_path_factory):
     tmp = tmp_path_factory.mktemp("vision")
-    return {family: write_tiny_model(tmp / family, family=family) for family in FAMILIES}
+    found = {family: write_tiny_model(tmp / family, family=family) for family in FAMILIES}
+    for family in ("qwen3_vl_moe", "qwen3_5_moe"):
+        found[f"{family}_all"] = write_tiny_model(tmp / f"{family}_all", family=family, num_experts_per_tok=4)
+    return found
 
 
 @pytest.fixture(scope="module", params=[1, 2], ids=["1rank", "2ranks"])

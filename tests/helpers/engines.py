@@ -200,6 +200,7 @@ def _configs(backend: str, model_path: str, options: dict, forward_only: bool = 
         use_fused_kernels=options.get("use_fused_kernels", False),
         override_config={"attn_implementation": options.get("attn_implementation", "sdpa")},
         enable_gradient_checkpointing=options.get("gradient_checkpointing", False),
+        enable_activation_offload=options.get("activation_offload", False),
         lora_rank=4 if "lora_targets" in options else 0,
         target_modules=options.get("lora_targets", "all-linear"),
     )

@@ -108,7 +108,7 @@ SABOTAGES = (
 @pytest.mark.parametrize("sabotage", SABOTAGES)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_broken_on_purpose_is_far_off(family, sabotage, paths, monkeypatch):  # noqa: F811
-    if sabotage is deepstack_dropped and family != "qwen3_vl":
+    if sabotage is deepstack_dropped and "qwen3_vl" not in family:
         return
     case = Case(paths[family], torch.float32)
     truth = measure(case.model, case.truth)

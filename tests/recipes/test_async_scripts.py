@@ -93,7 +93,7 @@ SCRIPTS = {
     ),
     FULLY + "dapo_30b_a3b_math_fsdp_npu": Script("Qwen3-30B-A3B", (1, 16, 4), (16, 8), FSDP, NPU),
     FULLY + "geo3k_qwen3vl_30b_a3b_fsdp2_32_32": Script(
-        "Qwen3-VL-30B-A3B", (1, 32, 16), (32, 8), ACTOR2, "refused: a vision or audio tower"
+        "Qwen3-VL-30B-A3B", (1, 32, 16), (32, 8), ACTOR2, ONE
     ),
     FULLY + "geo3k_qwen3vl_8b_fsdp2_16_16_npu": Script("Qwen3-VL-8B", (2, 64, 4), (16, 1), ACTOR2, NPU),
     OFF + "dapo_7b_math_fsdp2_4_12": Script("Qwen2.5-7B", (512, 32, 12), (12, 4), FSDP2, f"refused: {TORN}"),

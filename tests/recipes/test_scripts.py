@@ -278,7 +278,12 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "Seed-OSS-36B": ("seed_oss", text(5120, 27648, 64, 80, 8, 155136, head_dim=128, attention_dropout=0.1)),
     "GLM-4.1V-9B": ("glm4v", {}),
-    "Qwen3-VL-30B-A3B": ("qwen3_vl_moe", {}),
+    "Qwen3-VL-30B-A3B": (
+        "qwen3_vl_moe",
+        dict(text_config=text(2048, 6144, 48, 32, 4, 151936, head_dim=128, moe_intermediate_size=768, num_experts=128,
+                              num_experts_per_tok=8),
+             vision_config=tower(27, 1152, 4304, 2048)),
+    ),
     "Qwen3.5-27B": (
         "qwen3_5",
         dict(text_config=text(5120, 17408, 64, 24, 4, 248320, head_dim=256, linear_num_value_heads=48),
@@ -302,7 +307,7 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]
 
     def write(name: str) -> Path:
         kind, fields = MODELS[name]
-        family = kind if kind in ("qwen2_5_vl", "qwen3_vl") else "llama"
+        family = kind if "_vl" in kind else "llama"
         if family != "llama":
             pytest.importorskip("qwen_vl_utils")
         if family not in tiny:
@@ -410,7 +415,6 @@ SCRIPTS = {
     "grpo_trainer/run_qwen3_vl_30b_a3b_fsdp": Settings(
         "Qwen3-VL-30B-A3B", (512, 128, 5), (1024, 2048), "10 rows",
         others=(FUSED, f"{ULYSSES}=2", f"{LOG_PROB_ROWS}=2"),
-        refused=(TOWER,),
     ),
     "grpo_trainer/run_seed_oss_36b_fsdp": Settings(
         "Seed-OSS-36B", (64, 8, 2), (512, 1024), "16384 tokens", others=(FUSED,),
@@ -426,7 +430,6 @@ SCRIPTS = {
         "Qwen3-Next-80B-A3B", (16, 8, 16), (2048, 20480), "2816 tokens", (8, 4),
         (f"{ULYSSES}=8", "model.enable_activation_offload=True",
          "+actor.fsdp_config.mixed_precision.reduce_dtype=bf16"),
-        ("model.enable_activation_offload=True",),
     ),
     "prefix_grouper/run_qwen3_8b_fsdp": Settings(
         "Qwen3-8B", (1024, 256, 5), (512, 1024), "12288 tokens", others=(GROUPER, "model.use_remove_padding=False"),

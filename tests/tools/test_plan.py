@@ -133,10 +133,10 @@ def test_a_small_budget_makes_phases_and_nothing_shared_gains_nothing(folder):
 
 
 def test_what_the_driver_refuses_is_said_and_is_the_exit_code(folder, capsys, tmp_path):
-    words = overrides(folder, "actor_rollout_ref.model.enable_activation_offload=true", "model_engine=dp")
+    words = overrides(folder, "actor_rollout_ref.actor.shuffle=true", "model_engine=dp")
     assert cli.main(["plan", "--response-lengths", "20,4", "--out", str(tmp_path / "plan.json"), *words]) == 1
     first, second = capsys.readouterr().out.splitlines()[:2]
-    assert first.startswith("Not possible: actor_rollout_ref.model.enable_activation_offload=True")
+    assert first.startswith("Not possible: actor_rollout_ref.actor.shuffle=True")
     assert second == "lengths"
     written = json.loads((tmp_path / "plan.json").read_text())
     assert written["verdict"] == first == f"Not possible: {written['unsupported'][0]}"
@@ -151,24 +151,34 @@ def test_every_refusal_is_named_and_a_refused_model_has_no_figures(folder, capsy
     words = overrides(
         folder,
         f"actor_rollout_ref.model.path={tmp_path}/model",
-        "actor_rollout_ref.model.enable_activation_offload=true",
         "actor_rollout_ref.actor.ulysses_sequence_parallel_size=3",
     )
     assert cli.main(["plan", *words]) == 1
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 4 and all(line.startswith("Not possible: ") for line in lines)
+    assert len(lines) == 3 and all(line.startswith("Not possible: ") for line in lines)
     keys = (
-        "actor.fsdp_config.ulysses_sequence_parallel_size=3", "enable_activation_offload=True", "attention_dropout=0.1",
+        "actor.fsdp_config.ulysses_sequence_parallel_size=3", "attention_dropout=0.1",
         "ref.fsdp_config.ulysses_sequence_parallel_size=3",
     )  # fmt: skip
     assert all(key in line for line, key in zip(lines, keys, strict=True))
-    assert build(folder, "actor_rollout_ref.model.enable_activation_offload=true")["speedup"]["update"] > 1.5
     stock = (f"actor_rollout_ref.model.path={tmp_path}/model", "actor_rollout_ref.actor.prefix.schedule=stock")
     assert build(folder, *stock)["unsupported"] == []
     (reason,) = build(folder, "actor_rollout_ref.actor.prefix.mini_batches=prompts", "trainer.v1.trainer_mode=sync")[
         "unsupported"
     ]
     assert "mini_batches=prompts with trainer.use_v1=True and trainer.v1.trainer_mode=sync" in reason
+
+
+def test_verls_offload_of_activations_is_said_to_be_off(folder):
+    offload = "actor_rollout_ref.model.enable_activation_offload=true"
+    plain, offloads = build(folder), build(folder, offload)
+    (note,) = offloads["notes"]
+    added, before = offloads["added_gib"], plain["added_gib"]
+    assert f"is off in this engine: an update adds {added['auto']:.3g} GiB, and" in note
+    assert f"{added['stock']:.3g} with that offload" in note
+    assert (added["auto"], offloads["speedup"]) == (before["auto"], plain["speedup"]) and plain["notes"] == []
+    stock = build(folder, offload, "actor_rollout_ref.actor.prefix.schedule=stock")
+    assert not any("off in this engine" in line for line in stock["notes"])
 
 
 @pytest.mark.parametrize(

@@ -147,6 +147,7 @@ class Memory:
         ranks: how many share one copy of the parameters. no_sync: verl's use_no_sync_for_gradient_accumulation.
         checkpointed: gradient checkpointing. logits_chunk, offload: of `PrefixConfig`.
         attention_kept: `Schedule.keep_attention`. sequence_ranks: how many share a pass (`core.sequence_parallel`).
+        stock_offloads: verl's enable_activation_offload, which is off in ours.
     """
 
     ranks: int
@@ -156,6 +157,7 @@ class Memory:
     offload: bool
     attention_kept: bool = False
     sequence_ranks: int = 1
+    stock_offloads: bool = False
 
     @property
     def pass_chunk(self) -> int:
@@ -212,7 +214,9 @@ def peak_bytes(
         passes = ((p.tokens / n, p.head_tokens / n) for p in stock)
         if forward_only:
             return max((max(logits(head), t * shape.activations) + buffers_c for t, head in passes), default=0.0)
-        peak = max((kept(tokens) + max(logits(head), backward(tokens)) for tokens, head in passes), default=0.0)
+        # verl's offload leaves two layers on the device (verl/utils/activation_offload.py).
+        left = min(2 / shape.layers, 1.0) if memory.stock_offloads else 1.0
+        peak = max((left * kept(tokens) + max(logits(head), backward(tokens)) for tokens, head in passes), default=0.0)
         return peak + (held if memory.no_sync and len(stock) > 1 else 0.0)
     peaks = []
     for planned in plan.passes:

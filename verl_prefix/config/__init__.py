@@ -279,24 +279,22 @@ class PrefixActorConfig(FSDPActorConfig):
                 self.policy_loss.loss_mode,
             )
         if model_config is not None and self.prefix.schedule != "stock":
-            check_model_options(model_config)
+            warn_of_replaced_options(model_config)
             check_model_family(model_config, self.freeze_vision_tower, sequence_ranks)
 
 
-def check_model_options(model_config: Any) -> None:
-    """Refuses `actor_rollout_ref.model` options (DictConfig or HFModelConfig) that the shared-prefix path ignores, and
-    warns of one that it replaces.
-
-    Raises:
-        ValueError: naming the key and what to set.
-    """
+def warn_of_replaced_options(model_config: Any) -> None:
+    """Warns of `actor_rollout_ref.model` options (DictConfig or HFModelConfig) that the shared-prefix path replaces."""
     key = "actor_rollout_ref.model"
-    _refuse(
-        model_config.get("enable_activation_offload"),
-        f"{key}.enable_activation_offload=True counts forwards of modules (verl/utils/activation_offload.py), which "
-        f"prefixes, waves and logits chunks change; set {key}.enable_activation_offload=False "
-        "(actor.prefix.offload=True moves prefixes)",
-    )
+    if model_config.get("enable_activation_offload"):
+        # It counts forwards of layers, which prefixes, waves and chunks of logits change.
+        warn_once(
+            logger,
+            "%s.enable_activation_offload=True is off in the prefix engine: what layers keep for backward stays on the "
+            "device, in batches that take verl's own path too. actor.prefix.offload=True moves what prefixes keep to "
+            "the host, and actor.prefix.wave_tokens bounds the rest",
+            key,
+        )
     if model_config.get("use_fused_kernels"):
         warn_once(
             logger,

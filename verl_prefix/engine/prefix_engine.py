@@ -20,7 +20,7 @@ from verl.workers.engine import EngineRegistry
 from verl.workers.engine.utils import postprocess_batch_func
 
 from verl_prefix.auto.shape import model_shape
-from verl_prefix.config import PrefixEngineConfig, check_dealt, check_model_options, check_sequence_parallel
+from verl_prefix.config import PrefixEngineConfig, check_dealt, check_sequence_parallel, warn_of_replaced_options
 from verl_prefix.core.attention import AttentionPass
 from verl_prefix.core.groups import Group
 from verl_prefix.core.meter import Meter
@@ -204,16 +204,16 @@ class PrefixFSDPEngine(StockPath):
         self._saw_waves = False  # of an update
         self._verification = Verification(self)
         if self.prefix_config.schedule != "stock":
-            check_model_options(model_config)
+            warn_of_replaced_options(model_config)
             check_supported(model_config.hf_config)
             role, num_ranks = "ref" if engine_config.forward_only else "actor", torch.distributed.get_world_size()
             size = engine_config.ulysses_sequence_parallel_size
             check_sequence_parallel(role, size, n_gpus=num_ranks, model_config=model_config)
             check_dealt(role, size, model_config.hf_config)
-            if model_config.use_fused_kernels:
-                # verl's fused forward makes log-probs of all tokens, and with FSDP2 it meets a sharded lm_head.
-                self._unfused, model_config = True, copy.copy(model_config)
-                vars(model_config)["use_fused_kernels"] = False
+            # verl's fused forward makes log-probs of all tokens, and with FSDP2 it meets a sharded lm_head. Its offload
+            # counts forwards of layers, and would replace gradient checkpointing by a reentrant one.
+            self._unfused, model_config = bool(model_config.use_fused_kernels), copy.copy(model_config)
+            vars(model_config).update(use_fused_kernels=False, enable_activation_offload=False)
         # The base class branches on its own strategy names (_build_fsdp_module); the caller's config stays as it is.
         engine_config = copy.copy(engine_config)
         engine_config.strategy = "fsdp2"

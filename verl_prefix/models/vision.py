@@ -27,7 +27,7 @@ from verl_prefix.core.groups import Group
 from verl_prefix.core.trees import mix
 from verl_prefix.models.recurrent import replaced
 
-MODEL_TYPES = ("qwen2_5_vl", "qwen3_vl", "qwen3_5", "qwen3_5_moe")
+MODEL_TYPES = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
 
 # A row's pixels, as verl's agent loop makes them with the model's processor: patches [n, patch size] and the grid
 # [m, 3] of images, then of videos. What else is in the row (timestamps) is in its position ids already.

@@ -15,15 +15,17 @@ _CHAT_TEMPLATE = (
 )
 
 Fields = dict[str, Any]
+_FOUR_EXPERTS: Fields = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64)
 _EXPERTS: dict[str, Fields] = {
-    "qwen3_moe": dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64),
+    "qwen3_moe": _FOUR_EXPERTS,
+    "qwen3_vl_moe": _FOUR_EXPERTS,
     "gpt_oss": dict(num_local_experts=4, num_experts_per_tok=2, sliding_window=25),
 }
 _DELTA_NET: Fields = dict(
     layer_types=["linear_attention", "full_attention"], linear_conv_kernel_dim=4, linear_key_head_dim=16,
     linear_value_head_dim=24, linear_num_key_heads=2, linear_num_value_heads=4,
 )  # fmt: skip
-_SHARED_EXPERT = _EXPERTS["qwen3_moe"] | dict(shared_expert_intermediate_size=64)
+_SHARED_EXPERT = _FOUR_EXPERTS | dict(shared_expert_intermediate_size=64)
 _MAMBA: Fields = dict(
     mamba_n_heads=8, mamba_d_head=32, mamba_n_groups=2, mamba_d_state=16, mamba_expand=2, mamba_d_conv=4,
     mamba_chunk_size=32,
@@ -40,9 +42,11 @@ _RECURRENT: dict[str, Fields] = {
     | dict(layer_types=["mamba", "attention"], num_local_experts=0, shared_intermediate_size=256),
     "bamba": _MAMBA | dict(attn_layer_indices=[1]),
 }
+_DEEPSTACK: Fields = {"num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1]}
 _TOWERS: dict[str, Fields] = {
     "qwen2_5_vl": {"window_size": 16, "fullatt_block_indexes": [1]},
-    "qwen3_vl": {"num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1]},
+    "qwen3_vl": _DEEPSTACK,
+    "qwen3_vl_moe": _DEEPSTACK,
     "qwen3_5": {"num_position_embeddings": 64},
     "qwen3_5_moe": {"num_position_embeddings": 64},
 }
@@ -81,9 +85,9 @@ def write_tiny_model(
         family: ``"qwen3"`` (normalised queries and keys), ``"llama"``, of four experts ``"qwen3_moe"`` or ``"gpt_oss"``
             (sinks, every other layer with a window), with one recurrent layer, whose state lasts, ``"qwen3_5_text"``,
             ``"qwen3_next"``, ``"olmo_hybrid"``, ``"lfm2"``, ``"granitemoehybrid"`` or ``"bamba"``, or with a vision
-            tower of two blocks ``"qwen2_5_vl"``, ``"qwen3_vl"`` (deepstack), ``"qwen3_5"`` or ``"qwen3_5_moe"``
-            (recurrent as well); those have the text layers of ``overrides`` and, in their tokenizer, the special tokens
-            of images and videos.
+            tower of two blocks ``"qwen2_5_vl"``, ``"qwen3_vl"`` and ``"qwen3_vl_moe"`` (deepstack), ``"qwen3_5"`` or
+            ``"qwen3_5_moe"`` (recurrent as well); those have the text layers of ``overrides`` and, in their tokenizer,
+            the special tokens of images and videos.
         vocab_size: upper bound of the vocabulary, at least 259 (256 bytes and 3 special tokens).
         overrides: fields of the model's configuration, such as ``num_hidden_layers=3``.
 
@@ -187,7 +191,7 @@ def write_tiny_vlm(path: str | Path, *, family: str, **overrides: Any) -> str:
     verl could not tell from one of the prompt: hidden channel 0 is the same in all text, and pulls those logits down.
 
     Args:
-        family: ``"qwen2_5_vl"``, ``"qwen3_vl"``, ``"qwen3_5"`` or ``"qwen3_5_moe"``.
+        family: any of `write_tiny_model` with a tower.
         overrides: arguments of `write_tiny_model`.
 
     Raises:

@@ -35,8 +35,9 @@ from verl_prefix.tools.simulate.command import compute_dtype, read_job, simulate
 from verl_prefix.tools.simulate.hardware import GIB, read_hardware
 
 
-def notes(config: Any, work: Work, leak: str | None) -> list[str]:
-    """Names what keeps prompts from being shared, and what is wrong with model_engine=dp: `recurrent.packing_leak`."""
+def notes(config: Any, work: Work, leak: str | None, predicted: Predictor) -> list[str]:
+    """Names what keeps prompts from being shared, what is off in ours, and what is wrong with model_engine=dp:
+    `recurrent.packing_leak`."""
     lines, size, turns = [], work.steps[0].size, work.turns
     if turns and max(work.prompts) > config.data.max_prompt_length:
         lines.append(
@@ -49,6 +50,13 @@ def notes(config: Any, work: Work, leak: str | None) -> list[str]:
             f"model_engine=dp would be wrong for this model: {leak}, and a row's state goes on in the next row"
             f"{', but not in the same row on the next rank' if spread else ''}. model_engine=prefix computes row by "
             "row where it takes verl's own path; with dp set actor_rollout_ref.model.use_remove_padding=False" + spread
+        )
+    if config.actor_rollout_ref.model.enable_activation_offload and predicted.schedule != "stock":
+        ours, stock = (predicted.peaks[path] / GIB for path in (predicted.schedule, "stock"))
+        lines.append(
+            f"actor_rollout_ref.model.enable_activation_offload=True is off in this engine: an update adds {ours:.3g} "
+            f"GiB, and under model_engine=dp {stock:.3g} with that offload; ours adds less with "
+            "actor_rollout_ref.actor.prefix.offload=True and a smaller wave_tokens"
         )
     if rollout_is_apart(config) and is_v1(config) and not config.actor_rollout_ref.hybrid_engine:
         lines.append("actor_rollout_ref.hybrid_engine=False needs VERL_LOGGING_LEVEL=WARN in the job's environment")
@@ -151,7 +159,7 @@ def figures(asked: Asked, parts: dict[str, float], gpu: str, simulate: bool, fit
     return {
         **judge(config, work, predicted, trees, price, parts=parts, room=room, needed=needed),
         **refused,
-        "notes": notes(config, work, leak),
+        "notes": notes(config, work, leak, predicted),
         "assumed": work.assumed,
         "prompt_tokens": percentiles([float(x) for x in work.prompts])
         | {"count": len(work.prompts), "overlong": work.overlong},

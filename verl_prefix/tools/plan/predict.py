@@ -151,6 +151,7 @@ class Predictor:
             logits_chunk=options.logits_chunk,
             offload=options.offload,
             sequence_ranks=size.sequence_ranks,
+            stock_offloads=bool(model.get("enable_activation_offload")),
         )
         dense = not is_varlen(attention_of(model))
         alone = size.sequence_ranks > 1 and (dense or one_row)  # `StockPath.whole_rows`, which `auto` never takes

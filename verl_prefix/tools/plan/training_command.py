@@ -24,7 +24,6 @@ from verl.utils.torch_dtypes import PrecisionType
 from verl_prefix.config import (
     check_dealt,
     check_model_family,
-    check_model_options,
     check_sequence_parallel,
 )
 from verl_prefix.config.driver import check_driver
@@ -122,10 +121,8 @@ def refusals(config: DictConfig, num_ranks: int) -> list[str]:
     reasons = [_refusal(check_driver, config, False)]
     reasons.append(_refusal(lambda: omega_conf_to_dataclass(section).validate(*sizes, model)))
     if section.prefix.schedule != "stock":
-        reasons += [
-            _refusal(check_model_options, model),
-            _refusal(check_model_family, model, section.get("freeze_vision_tower", False), sequence_ranks(section)),
-        ]
+        frozen = section.get("freeze_vision_tower", False)
+        reasons.append(_refusal(check_model_family, model, frozen, sequence_ranks(section)))
         for role in ("actor", "ref"):
             size = sequence_ranks(config.actor_rollout_ref[role])
             reasons.append(_refusal(check_sequence_parallel, role, size, num_ranks, model))
