@@ -113,6 +113,18 @@ def test_bad_option_is_refused_in_the_driver_with_what_to_type(model_path, overr
         validate(model_path, *override.split())
 
 
+def test_sequence_parallelism_of_ref_alone_is_checked_where_the_config_is_resolved(model_path):
+    def resolve(*overrides: str) -> None:
+        OmegaConf.resolve(composed(f"actor_rollout_ref.model.path={model_path}", *overrides))
+
+    ref = "actor_rollout_ref.ref.fsdp_config.ulysses_sequence_parallel_size"
+    resolve(f"{ref}=4")
+    resolve(f"{ref}=8", f"{ACTOR}.prefix.schedule=stock")
+    for size, message in ((8, "of this qwen3 model 4 heads .*; set 4$"), (3, "does not divide 8 GPUs")):
+        with pytest.raises(ValueError, match=rf"{ref}={size}:? {message}"):
+            resolve(f"{ref}={size}")
+
+
 @pytest.mark.parametrize("loss_mode", ["geo_mean", "clip_cov", "mine"])
 def test_a_loss_of_a_pass_runs_on_the_stock_path_without_a_word(model_path, caplog, loss_mode):
     validate(model_path, f"{ACTOR}.policy_loss.loss_mode={loss_mode}", f"{ACTOR}.prefix.schedule=stock")

@@ -34,13 +34,15 @@ H100 = GPUS["h100"]
 PREFIX, SUFFIX, ROWS = 2400, 256, 8
 
 
-def wide(checkpointing: bool = True, layers: int = 8) -> Job:
-    """Qwen3.5-9B's layers, fewer of them: three gated delta nets and one of attention, twice; on eight ranks."""
+def wide(checkpointing: bool = True, layers: int = 8, sequence_ranks: int = 1) -> Job:
+    """Qwen3.5-9B's layers, fewer of them: three gated delta nets and one of attention, twice; on eight ranks, of which
+    some share rows that are as much longer."""
     config = AutoConfig.for_model(
         "qwen3_5_text", hidden_size=4096, intermediate_size=12288, num_hidden_layers=layers, vocab_size=248320
     )
-    groups = (Group(tuple(range(ROWS)), PREFIX, (SUFFIX,) * ROWS),)
-    return Job(config, groups, budget=1 << 20, ranks=8, checkpointing=checkpointing, kept=99)
+    n = sequence_ranks
+    groups = (Group(tuple(range(ROWS)), n * PREFIX, (n * SUFFIX,) * ROWS),)
+    return Job(config, groups, budget=1 << 20, ranks=8, checkpointing=checkpointing, kept=99, sequence_ranks=n)
 
 
 def small(kind: str, layers: int = 4) -> PretrainedConfig:
@@ -129,14 +131,58 @@ def test_flops_are_those_of_the_cost_model(elsewhere):
     assert of_update["flops/linear"] + of_update["flops/recurrent"] == pytest.approx(counted, rel=0.01)
 
 
-@pytest.mark.parametrize("checkpointing", [True, pytest.param(False, marks=pytest.mark.full)])
-@pytest.mark.parametrize("path", ["packed", pytest.param("phased", marks=pytest.mark.full)])
-def test_the_estimated_peak_is_within_15_per_cent(elsewhere, path, checkpointing):
+def sent(job: Job) -> list[float]:
+    """Bytes that pass all-to-alls, and FLOPs, of packed log-probs and of verl's own."""
+    arms = Arm("packed"), Arm("stock_lean")
+    phases = simulator.simulate(job, arms, H100)
+    names = "log_probs/packed", "log_probs/micro_batch"
+    found = [of[name] for of, name in zip(phases, names, strict=True)]
+    return [of["collective/alltoall_base"] for of in found] + [
+        sum(x for name, x in of.items() if name.startswith("flops/")) for of in found
+    ]
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.full)])
+def test_layers_send_heads_and_channels_and_ranks_share_flops(elsewhere, ranks):
+    """Attention q, k, v and its output; a gated delta net what its convolution and its scan read and give. verl's
+    engine sends nothing in the latter."""
+    job = replace(small_job("qwen3_next"), ranks=4)
+    alone, spread = elsewhere(sent, job), elsewhere(sent, replace(job, sequence_ranks=ranks))
+    packed, rows, *flops = spread
+    prefix, suffixes = 300 + 50, [1, 64, 130, 1]
+    tokens = -(-prefix // ranks) - (-sum(suffixes) // ranks)
+    attention = (2 * 4 + 2 * max(2, ranks)) * 16 * 2
+    channels = 2 * 2 * 16 + 4 * 24
+    delta_net = 2 * channels * 2 + 4 * (2 * 16 + 2 * 24 + 1) * 2 + 4 * 4  # decays are in fp32
+    assert packed == 2 * tokens * (attention + delta_net)
+    lengths = [300 + 1 + n for n in suffixes[:3]] + [50 + 1 + 1]
+    assert rows == pytest.approx(2 * sum(-(-n // ranks) for n in lengths) * attention, rel=0.05)
+    for one, of_all in zip(flops, alone[2:], strict=True):
+        assert one == pytest.approx(of_all / ranks, rel=0.02)
+    assert alone[:2] == [0.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("path", "checkpointing", "sequence_ranks"),
+    [
+        ("packed", True, 1),
+        *(
+            pytest.param(path, checkpointing, ranks, marks=pytest.mark.full)
+            for path, checkpointing, ranks in (
+                ("packed", False, 1), ("phased", True, 1), ("phased", False, 1), ("packed", True, 4),
+                ("phased", True, 4),
+            )
+        ),
+    ],
+)  # fmt: skip
+def test_the_estimated_peak_is_within_15_per_cent(elsewhere, path, checkpointing, sequence_ranks):
     """Of four layers; of eight where every layer's activations are part of it."""
-    job = replace(wide(checkpointing, 4 if checkpointing else 8), kept=1)
+    job = replace(wide(checkpointing, 4 if checkpointing else 8, sequence_ranks), kept=1)
     phases, shape = elsewhere(update, job, path)
     plan = plan_of(job, shape, Arm(path), job.budget)
-    memory = Memory(job.ranks, job.checkpointing, job.no_sync, job.logits_chunk, offload=False)
+    memory = Memory(
+        job.ranks, job.checkpointing, job.no_sync, job.logits_chunk, offload=False, sequence_ranks=sequence_ranks
+    )
     peak = max(phase.get("peak", 0.0) for name, phase in phases.items() if name != "optimizer")
     assert peak_bytes(shape, plan, (), memory) == pytest.approx(peak - 16 * shape.parameters / job.ranks, rel=0.15)
 

@@ -181,7 +181,8 @@ def peak_bytes(
     """Bytes that one update adds at its peak to 16 bytes per parameter and rank. With plan None it is verl's own path;
     its log-probs alone (`forward_only`) need one layer at a time, and logits with a copy that entropy makes.
 
-    This is a closed form, within 15 % of `tools.simulate` on the grid of tests/auto/test_cost.py. It adds up what is
+    This is a closed form, within 15 % of `tools.simulate` on the grid of tests/auto/test_cost.py; 16 % below it without
+    checkpointing under sequence parallelism, whose copies of heads it leaves out. It adds up what is
     alive at once under FSDP2 in mixed precision, with flash-attn's cross entropy: what layers keep; in backward half of
     a layer's activations again, two gathered layers, and the fp32 gradient of lm_head on its way to the other ranks;
     logits and their gradient; keys, values, recurrent states and their fp32 gradients; a copy of its prefix's state for

@@ -304,29 +304,38 @@ def warn_of_replaced_options(model_config: Any) -> None:
         )
 
 
-def check_model_family(model_config: Any, freeze_vision_tower: bool, sequence_ranks: int = 1) -> None:
-    """Reads the model's HF config where this machine can see it; the worker checks again either way.
-
-    Raises:
-        ValueError: the model has layers that the shared-prefix path does not compute, heads that cannot be dealt to
-            `sequence_ranks`, or no tower to freeze.
-    """
+def read_hf_config(model_config: Any) -> Any:
+    """The HF config of `actor_rollout_ref.model`; None where this machine cannot see it: it is on HDFS, or on a hub
+    that only the workers reach."""
     from transformers import AutoConfig
     from verl.utils.model import update_model_config
-
-    from verl_prefix.models.support import check_supported
-    from verl_prefix.models.vision import is_vision_config
 
     try:
         hf_config = AutoConfig.from_pretrained(
             model_config.get("hf_config_path") or model_config["path"],
             trust_remote_code=bool(model_config.get("trust_remote_code")),
         )
-    except OSError:  # an HDFS path, or a hub that only the workers reach
-        return
+    except OSError:
+        return None
     override: Any = model_config.get("override_config") or {}
     override = OmegaConf.to_container(override, resolve=True) if OmegaConf.is_config(override) else override
     update_model_config(hf_config, override.get("model_config", override))  # as HFModelConfig does
+    return hf_config
+
+
+def check_model_family(model_config: Any, freeze_vision_tower: bool, sequence_ranks: int = 1) -> None:
+    """Checks the model's HF config where this machine can see it; the worker checks again either way.
+
+    Raises:
+        ValueError: the model has layers that the shared-prefix path does not compute, heads that cannot be dealt to
+            `sequence_ranks`, or no tower to freeze.
+    """
+    from verl_prefix.models.support import check_supported
+    from verl_prefix.models.vision import is_vision_config
+
+    hf_config = read_hf_config(model_config)
+    if hf_config is None:
+        return
     check_supported(hf_config)
     check_dealt("actor", sequence_ranks, hf_config)
     _refuse(

@@ -6,7 +6,7 @@ import os
 from omegaconf import DictConfig, OmegaConf
 from verl.utils.config import omega_conf_to_dataclass
 
-from verl_prefix.config import _refuse
+from verl_prefix.config import _refuse, check_dealt, check_sequence_parallel, read_hf_config
 from verl_prefix.versions import TESTED_VERL, installed_version
 
 
@@ -23,6 +23,8 @@ def check_driver(config: DictConfig, in_job: bool = True) -> None:
 
     if "rollout" in config:
         _check_separate_rollout(config)
+    if "actor_rollout_ref" in config and "ref" in config.actor_rollout_ref:
+        _check_ref(config)
     key = "actor_rollout_ref.actor.prefix.mini_batches"
     by, mode = OmegaConf.select(config, key), OmegaConf.select(config, "trainer.v1.trainer_mode")
     mode_is_ours, v1 = str(mode).startswith("prefix_"), is_v1(config)
@@ -44,6 +46,23 @@ def check_driver(config: DictConfig, in_job: bool = True) -> None:
         f"{key}=prompts is for GRPO and the like: verl cuts a critic's mini-batches by rows, some of which would be "
         f"padding alone; set algorithm.adv_estimator=grpo and critic.enable=null, or {key}=rows",
     )
+
+
+def _sequence_ranks(section: DictConfig) -> int:
+    """Ranks that share a row in the engine of `actor_rollout_ref.actor` or `.ref`: verl takes either key."""
+    keys = ("ulysses_sequence_parallel_size", "fsdp_config.ulysses_sequence_parallel_size")
+    return max(int(OmegaConf.select(section, key)) for key in keys)
+
+
+def _check_ref(config: DictConfig) -> None:
+    """Sequence parallelism of the reference policy, where it has a size of its own: the actor's config checks its."""
+    roles = config.actor_rollout_ref
+    size = _sequence_ranks(roles.ref)
+    if size == _sequence_ranks(roles.actor) or roles.actor.prefix.schedule == "stock":
+        return
+    check_sequence_parallel("ref", size, config.trainer.n_gpus_per_node * config.trainer.nnodes, roles.model)
+    if size > 1 and (hf_config := read_hf_config(roles.model)) is not None:
+        check_dealt("ref", size, hf_config)
 
 
 def _check_separate_async(config: DictConfig, in_job: bool) -> None:
@@ -85,8 +104,7 @@ def keeps_prompts(config: DictConfig) -> bool:
     if "actor_rollout_ref" not in config or is_v1(config):  # a part of a config, whose driver is elsewhere
         return False
     actor = config.actor_rollout_ref.actor
-    keys = ("ulysses_sequence_parallel_size", "fsdp_config.ulysses_sequence_parallel_size")  # verl takes either
-    ranks = config.trainer.n_gpus_per_node * config.trainer.nnodes // max(OmegaConf.select(actor, key) for key in keys)
+    ranks = config.trainer.n_gpus_per_node * config.trainer.nnodes // _sequence_ranks(actor)
     return _mini_batches(config)[1] > 1 and ranks > 0 and actor.ppo_mini_batch_size % ranks == 0
 
 

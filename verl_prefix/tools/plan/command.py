@@ -37,7 +37,7 @@ def build(
     Raises:
         PlanError: something that the plan needs is missing or does not fit.
     """
-    asked = read_command(config_name, words, config_path, responses, turns, simulate)
+    asked = read_command(config_name, words, config_path, responses, turns)
     from verl_prefix.tools.plan.figures import figures
 
     return figures(asked, parts or {}, gpu, simulate, fit_gib)

@@ -242,7 +242,7 @@ def _sections() -> Iterator[None]:
 
 @_sections()
 def read_command(
-    config_name: str, words: list[str], config_path: str, responses: str | None, turns: Turns | None, simulate: bool
+    config_name: str, words: list[str], config_path: str, responses: str | None, turns: Turns | None
 ) -> Asked:
     """What can be read and checked of a command without its model. Args: see `compose_config` and `Asked`.
 
@@ -254,10 +254,6 @@ def read_command(
     check_lengths(responses, turns, config.data.max_response_length)
     rollouts = read_dumps(responses) if responses and is_dump(responses) else []
     check_batch(config, several_turns=bool(turns or rollouts))
-    if simulate and sequence_ranks(config.actor_rollout_ref.actor) > 1:
-        raise PlanError(
-            "--simulate knows no sequence parallelism; leave it out, or set ulysses_sequence_parallel_size=1"
-        )
     messages = None if rollouts else read_messages(config)
     check_model_paths(config)
     return Asked(config, words, messages, responses, rollouts, turns)

@@ -16,6 +16,7 @@ from verl_prefix.auto.shape import model_shape
 from verl_prefix.config.driver import is_v1
 from verl_prefix.models.recurrent import packing_leak
 from verl_prefix.models.support import unsupported_reasons
+from verl_prefix.models.vision import is_vision_config
 from verl_prefix.tools.plan.compose import Asked, check_batch
 from verl_prefix.tools.plan.options import TIMINGS, PlanError
 from verl_prefix.tools.plan.predict import PATHS, Predictor, predict
@@ -127,6 +128,10 @@ def figures(asked: Asked, parts: dict[str, float], gpu: str, simulate: bool, fit
     if fit_gib and (turns or dump):
         raise PlanError("--fit searches rows of one prompt, and these are of several turns; leave it out")
     size, empty = sizes(config), read_model(config)
+    if simulate and size.sequence_ranks > 1 and is_vision_config(empty.config):
+        raise PlanError(
+            "--simulate knows no sequence parallelism of pixels; leave it out, or set ulysses_sequence_parallel_size=1"
+        )
     shape, state = model_shape(empty, compute_dtype(roles.actor.fsdp_config)), state_bytes(roles, empty)
     leak = packing_leak(empty) if roles.model.use_remove_padding else None
     work = read_work(
@@ -152,7 +157,10 @@ def figures(asked: Asked, parts: dict[str, float], gpu: str, simulate: bool, fit
     if simulate:
         first = predicted.first
         budgets = {name: size.micro_batches[name].budget(first) for name in ("update", "old")}
-        job = read_job(roles, empty.config, groups=first, shown=predicted.shown, budgets=budgets, ranks=size.ranks)
+        job = read_job(
+            roles, empty.config, groups=first, shown=predicted.shown, budgets=budgets, ranks=size.gpus,
+            sequence_ranks=size.sequence_ranks,
+        )  # fmt: skip
         simulation = {"simulated": simulated(job, gpu, fit_gib, config.trainer.n_gpus_per_node)}
         path = "phased" + "+offload" * roles.actor.prefix.offload if predicted.phased else "packed"
         needed = simulation["simulated"]["arms"][path]["peak_gib"]

@@ -26,12 +26,13 @@ def compute_dtype(fsdp: Any) -> torch.dtype:
 
 def read_job(
     config: Any, hf_config: PretrainedConfig, groups: Sequence[Group], shown: Sequence[Grids], budgets: dict[str, int],
-    ranks: int,
+    ranks: int, sequence_ranks: int = 1,
 ) -> Job:  # fmt: skip
     """The job of a rank that holds `groups` in a mini-batch.
 
     Args:
         config: `actor_rollout_ref`. shown: see `Job.grids`. budgets: tokens of a pass of "update" and "old".
+        ranks: GPUs, of which `sequence_ranks` compute a pass together.
     """
     actor, model, rollout = config.actor, config.model, config.rollout
     fsdp = actor.fsdp_config
@@ -66,6 +67,7 @@ def read_job(
         temperature=float(rollout.temperature),
         grids=tuple(shown),
         freeze_tower=bool(actor.get("freeze_vision_tower", False)),
+        sequence_ranks=sequence_ranks,
     )
 
 

@@ -54,6 +54,8 @@ class Job:
         grids: per group, what its prompt shows a vision model; empty: nothing.
         freeze_tower: the vision tower is not trained.
         shape: of the whole model, by which waves are cut, where `config` is of a smaller one.
+        sequence_ranks: that compute a pass together (`core.sequence_parallel`), which has `budget` tokens on all of
+            them. Not for vision models. Under it a stock pass's recurrent layers send nothing, as in verl's engine.
     """
 
     config: PretrainedConfig
@@ -77,3 +79,4 @@ class Job:
     grids: tuple[Grids, ...] = ()
     freeze_tower: bool = False
     shape: ModelShape | None = None
+    sequence_ranks: int = 1

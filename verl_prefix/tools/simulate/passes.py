@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim import adam
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
@@ -23,6 +24,7 @@ from transformers.modeling_utils import local_torch_dtype
 
 from verl_prefix.auto.cost import Memory, PassCost, Rates, group_pass, may_keep_attention, plan_batch
 from verl_prefix.auto.shape import ModelShape, model_shape
+from verl_prefix.core import schedule as core_schedule
 from verl_prefix.core.attention import AttentionPass
 from verl_prefix.core.calls import Segment
 from verl_prefix.core.groups import Group
@@ -30,6 +32,7 @@ from verl_prefix.core.layout import Layout
 from verl_prefix.core.meter import Meter
 from verl_prefix.core.prefix_cache import PrefixCache, ReadRows
 from verl_prefix.core.schedule import _OUTPUTS, Schedule, TokenBatch
+from verl_prefix.core.sequence_parallel import Shards
 from verl_prefix.core.waves import PackedPass, PhasedPass, Plan, first_fit
 from verl_prefix.models import hookup, vision
 from verl_prefix.models.hookup import HookedModel
@@ -94,8 +97,9 @@ def thin(
 def plan_of(job: Job, shape: ModelShape, arm: Arm, budget: int, forward_only: bool = False) -> Plan:
     """The plan of an arm of ours, as the engine makes it."""
     memory = Memory(
-        job.ranks, job.checkpointing, no_sync=job.no_sync, logits_chunk=job.logits_chunk, offload=arm.offload
-    )
+        job.ranks, job.checkpointing, no_sync=job.no_sync, logits_chunk=job.logits_chunk, offload=arm.offload,
+        sequence_ranks=job.sequence_ranks,
+    )  # fmt: skip
     return plan_batch(
         shape, job.groups, budget=budget, schedule=arm.path, wave_tokens=job.wave_tokens, memory=memory,
         forward_only=forward_only,
@@ -162,6 +166,13 @@ def _kept(layout: Layout) -> torch.Tensor:
     return torch.arange(kept)
 
 
+class _Shards(Shards):
+    """Shards of a row, which on fake tensors know by count alone what a rank keeps."""
+
+    def keep(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.arange(-(-len(tokens) // self.size)), torch.arange(len(tokens))
+
+
 class Simulation:
     """A job's model on a device, and its passes; on "sim" as FSDP2 shards it.
 
@@ -213,6 +224,7 @@ class Simulation:
         shown = job.grids or ((),) * len(job.groups)
         self.grids = [grids for g, grids in zip(job.groups, shown, strict=True) for _ in g.rows]
         self.pixels = TowerPixels(self.grids, job.config) if seeing else None
+        self.group = dist.new_group(range(job.sequence_ranks)) if job.sequence_ranks > 1 else None
         self.tokens = TokenBatch(ids, positions, self.offsets, self.pixels)
 
     def optimizer(self) -> torch.optim.Optimizer:
@@ -275,9 +287,10 @@ class Simulation:
             logits_chunk=job.logits_chunk,
             offload=arm.offload,
             keep_attention=update and arm.keeps_attention and may_keep,
+            sequence_group=self.group,
             meter=_Meter(self.tracker, "" if update else "log_probs/", weights),
         )
-        with mock.patch.object(Layout, "keep", property(_kept)):
+        with mock.patch.object(Layout, "keep", property(_kept)), mock.patch.object(core_schedule, "Shards", _Shards):
             schedule.run(self.tokens, plan)
         self.tracker.read()  # losses and metrics of all passes
         self.transfers = schedule.meter.transfers
@@ -341,6 +354,9 @@ class Simulation:
         index = torch.cat(pieces)
         layout = Layout(index, 0, tuple(map(Segment, lengths)))
         attention = AttentionPass(layout, self.kernel)
+        if self.group is not None:
+            attention.shards = shards = _Shards(self.group, layout, torch.device(self.device))
+            index = index[shards.tokens]
         index = index.to(self.device)
         ids, positions = self.tokens.input_ids[index], self.tokens.position_ids[..., index]
         pixels = self.pixels.at(batch, lengths, index.device) if self.pixels else {}
@@ -361,12 +377,17 @@ class Simulation:
             else:
                 ends = zip(batch, accumulate(lengths), strict=True)
                 kept = [torch.arange(end - self.suffixes[row] - 1, end - 1) for row, end in ends]
-                keep = torch.cat(kept).to(self.device)
+                keep = torch.cat(kept)
+                if attention.shards is not None:
+                    keep, _ = attention.shards.keep(keep)
+                keep = keep.to(self.device)
                 outputs = self.hooked.token_outputs(
                     ids, positions, keep=keep, attention_pass=attention,
                     outputs=lambda rows, logits: self._log_probs(index[keep[rows]], logits, update),
                     logits_chunk=job.logits_chunk, pixels=pixels,
                 )  # fmt: skip
+            if attention.shards is not None:
+                outputs = attention.shards.gather(outputs, torch.arange(len(outputs) * job.sequence_ranks))
             self.tracker.read()  # verl's engine reads every pass's loss
             return outputs.sum()
 

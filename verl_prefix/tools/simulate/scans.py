@@ -167,7 +167,7 @@ def _rule_of(mixer: GatedDeltaNet) -> Callable[..., tuple[torch.Tensor, torch.Te
             cu_seqlens.cpu()  # the host counts chunks
             _known.append(cu_seqlens)
         segments = 1 if cu_seqlens is None else len(cu_seqlens) - 1
-        flops = per_token * q.shape[1]
+        flops = per_token * q.shape[1] * v.shape[2] / mixer.module.num_v_heads  # of this rank's heads
         return _DeltaRule.apply(q, k, v, g, beta, initial_state, output_final_state, segments, flops)
 
     chunk_gated_delta_rule.__module__ = "fla.stand_in"  # by which models.recurrent knows that it takes segments
@@ -175,8 +175,8 @@ def _rule_of(mixer: GatedDeltaNet) -> Callable[..., tuple[torch.Tensor, torch.Te
 
 
 def _conv_of(mixer: GatedDeltaNet) -> Callable[..., torch.Tensor]:
-    per_token = conv_flops(mixer.module.conv1d)
-    return lambda x, weight, bias=None, **_: _Conv.apply(x, weight, bias, per_token * x.shape[-1])
+    per_token = conv_flops(mixer.module.conv1d) / mixer.module.conv1d.in_channels
+    return lambda x, weight, bias=None, **_: _Conv.apply(x, weight, bias, per_token * x.shape[1] * x.shape[-1])
 
 
 def _norm_of(norm: Any) -> Callable[..., torch.Tensor]:

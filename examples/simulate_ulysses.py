@@ -1,0 +1,82 @@
+"""Qwen3-Next-80B-A3B under Ulysses sequence parallelism on H100s, simulated: packed, phased, verl's own path. No GPU.
+
+Writes examples/results/simulated_ulysses.json and .md (`make -C examples/results simulated-ulysses`). Every figure is
+simulated, by `verl_prefix.tools.simulate`.
+"""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from simulate_tables import GIB, GPUS, OFFLOAD, PACKED, PHASED, ROOT, ROW, run
+from transformers import AutoConfig
+
+from verl_prefix.core.groups import Group
+from verl_prefix.files import write_whole
+from verl_prefix.tools.report import provenance, table
+from verl_prefix.tools.simulate.job import Job
+from verl_prefix.tools.simulate.report import NOT_MODELLED
+
+PROMPT, RESPONSE, ROLLOUTS = 8192, 2048, 8
+BUDGET = 4096  # tokens of a pass on each rank
+# GPUs, and how many of them compute a row together: one prompt is computed by as many.
+SETTINGS = ((8, 8), (32, 8), (32, 1))
+
+
+def simulated(gpus: int, together: int) -> dict[str, Any]:
+    """One update of a prompt for every group of ranks, by every arm."""
+    rows = Group(tuple(range(ROLLOUTS)), PROMPT - 1, (RESPONSE,) * ROLLOUTS)
+    config = AutoConfig.for_model("qwen3_next")  # whose defaults are the published model's
+    # A budget of one rank has to hold a row.
+    budget = max(BUDGET * together, PROMPT + RESPONSE)
+    job = Job(config, (rows,), budget, ranks=gpus, sequence_ranks=together)
+    found = {}
+    for arm in (ROW, PACKED, PHASED, OFFLOAD):
+        one = run(job, arm, "h100")
+        sent = sum(phase["collective_bytes"].get("alltoall_base", 0.0) for phase in one["phases"].values())
+        found[arm.name] = {
+            "update_seconds": one["update_seconds"], "peak_gib": one["peak_gib"], "flops": one["flops"],
+            "all_to_all_gib": sent * (together - 1) / together / GIB,
+        }  # fmt: skip
+    return {"gpus": gpus, "sequence_ranks": together, "budget": budget, "arms": found}
+
+
+def markdown(report: dict[str, Any]) -> str:
+    rows = []
+    for setting in report["settings"]:
+        for i, (name, arm) in enumerate(setting["arms"].items()):
+            fits = "" if arm["peak_gib"] * GIB <= GPUS["h100"].capacity else ", does not fit"
+            first = [str(setting[key]) for key in ("gpus", "sequence_ranks", "budget")] if i == 0 else [""] * 3
+            rows.append([
+                *first, name, f"{arm['update_seconds']:.2f}", f"{arm['peak_gib']:.1f}{fits}",
+                f"{arm['all_to_all_gib']:.1f}",
+            ])  # fmt: skip
+    head = ("GPUs", "ranks of a row", "tokens of a pass", "arm", "update s", "peak GiB", "sent by all-to-all, GiB")
+    lines = [
+        "# Simulated: Qwen3-Next-80B-A3B under Ulysses", "",
+        "**Every figure here is simulated** by `verl_prefix.tools.simulate` on fake tensors; no GPU ran. Made by "
+        f"`make -C examples/results simulated-ulysses` at {report['git']['commit'][:7]}, torch "
+        f"{report['versions']['torch']}. Not modelled: {NOT_MODELLED}.", "",
+        f"One update on H100s (FSDP2, gradient checkpointing, bf16, fp32 master weights) of one prompt of {PROMPT} "
+        f"tokens with {ROLLOUTS} responses of {RESPONSE} for every group of ranks. With 8 GPUs weights, gradients and "
+        "moments alone do not fit.", "",
+        *table(head, rows),
+        "stock_row is verl's own path, a row in a pass. Under Ulysses it is the time of verl's engine, which sends "
+        "nothing in recurrent layers, and whose results are wrong for this model.", "",
+    ]  # fmt: skip
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], allow_abbrev=False)
+    parser.add_argument("--out", type=Path, default=ROOT / "examples/results/simulated_ulysses.json")
+    options = parser.parse_args()
+    settings = [simulated(*setting) for setting in SETTINGS]
+    report = provenance("simulated_ulysses/1", "cpu") | {"settings": settings}
+    write_whole(options.out, json.dumps(report, indent=1) + "\n")
+    write_whole(options.out.with_suffix(".md"), markdown(report))
+
+
+if __name__ == "__main__":
+    main()
