@@ -7,6 +7,7 @@ import inspect
 import os
 import re
 import warnings
+from pathlib import Path
 from unittest import mock
 
 import broken_states
@@ -31,15 +32,17 @@ from engines import (
 )
 from shared_models import OURS, SharedModels
 from torch.distributed import get_rank
-from transformers import AutoConfig
+from transformers import AutoConfig, SeedOssConfig, SeedOssForCausalLM
 from whole_tensors import full, whole
 
 from verl_prefix.core.groups import Group
 from verl_prefix.core.kernels import cpu
 from verl_prefix.engine.self_check import LayerCheck
+from verl_prefix.models.support import unsupported_reasons
 from verl_prefix.testing import write_tiny_model
 
 AGG_MODES = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+NO_DROPOUT = {"attention_dropout": 0.0, "residual_dropout": 0.0}
 # What differs from the default case: keys of `_batch`, `_engines` or `_loss`.
 CASES = {
     "default": {},
@@ -86,6 +89,9 @@ CASES = {
     "sliding_window_phased": {"family": "window", "schedule": "phased", "wave_tokens": 40},
     "tied_phased": {"family": "tied", "schedule": "phased", "wave_tokens": 40},
     "tied_phased_sync_every_pass": dict(family="tied", schedule="phased", wave_tokens=40, use_no_sync=False),
+    # Its config drops out; the overrides are those that the refusal names.
+    "seed_oss": {"family": "seed_oss", "override_config": NO_DROPOUT},
+    "seed_oss_phased": dict(family="seed_oss", override_config=NO_DROPOUT, schedule="phased", wave_tokens=40),
     "tool_tokens": {"tool_tokens": True, "use_kl_loss": True},
     "tool_tokens_phased": {"tool_tokens": True, "schedule": "phased", "wave_tokens": 40, "logits_chunk": 7},
     "tool_tokens_padded": {"tool_tokens": True, "padded": True, "loss_agg_mode": "seq-mean-token-mean"},
@@ -591,6 +597,15 @@ def _refuses_routing_replay(models: dict) -> None:
         engine.infer_batch(routed)
 
 
+def _write_seed_oss(path: Path) -> str:
+    sizes = dict(hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4, head_dim=32)
+    config = SeedOssConfig(**sizes, num_key_value_heads=2, vocab_size=512, attention_dropout=0.1, residual_dropout=0.1)
+    reasons = "; ".join(unsupported_reasons(config))
+    assert reasons == "attention_dropout=0.1; residual_dropout=0.1"
+    SeedOssForCausalLM(config).save_pretrained(path)
+    return str(path)
+
+
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
     tmp = tmp_path_factory.mktemp("engine")
@@ -599,6 +614,7 @@ def models(tmp_path_factory):
     window = dict(use_sliding_window=True, sliding_window=25, max_window_layers=1)
     models["window"] = write_tiny_model(tmp / "window", **window)
     models["tied"] = write_tiny_model(tmp / "tied", tie_word_embeddings=True)
+    models["seed_oss"] = _write_seed_oss(tmp / "seed_oss")
     models["deep"] = write_tiny_model(tmp / "deep", num_hidden_layers=4)  # verl offloads from three layers on
     return models
 

@@ -198,7 +198,8 @@ def _configs(backend: str, model_path: str, options: dict, forward_only: bool = 
         load_tokenizer="turns" in options,
         use_remove_padding=options.get("use_remove_padding", True),
         use_fused_kernels=options.get("use_fused_kernels", False),
-        override_config={"attn_implementation": options.get("attn_implementation", "sdpa")},
+        override_config={"attn_implementation": options.get("attn_implementation", "sdpa")}
+        | options.get("override_config", {}),
         enable_gradient_checkpointing=options.get("gradient_checkpointing", False),
         enable_activation_offload=options.get("activation_offload", False),
         lora_rank=4 if "lora_targets" in options else 0,

@@ -55,6 +55,7 @@ FAMILIES = {
     "phi3": ("Phi3Config", dict(sliding_window=None), "fused qkv", "merged"),
     "phi3-window-9": ("Phi3Config", dict(sliding_window=9), "window < P", "merged"),
     "glm4": ("Glm4Config", dict(partial_rotary_factor=0.5), "partial rope", "merged"),
+    "seed-oss": ("SeedOssConfig", dict(residual_dropout=0.0), "biases, head dim of its own", "merged"),
     "olmo2": ("Olmo2Config", {}, "post-norm", "merged"),
     "gemma2-window-9": ("Gemma2Config", GEMMA2 | dict(sliding_window=9), "softcap, alternating window", "reference"),
     "gemma3-window-9": ("Gemma3TextConfig", GEMMA3 | dict(sliding_window=9), "alternating window", "merged"),

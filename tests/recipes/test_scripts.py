@@ -552,7 +552,12 @@ def test_verls_own_settings_have_a_plan_or_are_refused_by_key(folder_of, train_f
     words = command_of(settings, folder, train_file("VL" in settings.model))
     longest = next(word.partition("=")[2] for word in words if word.startswith("data.max_response_length="))
     found = plan.build("ppo_trainer", words, f"{longest},0", None)
-    assert f"| {script} | {settings.model} | {outcome(settings, found)} |" in PAGE
+    text = outcome(settings, found)
+    if off := re.findall(r"\+\S+=0\.0", " ".join(found["unsupported"])):
+        other = plan.build("ppo_trainer", [*words, *off], f"{longest},0", None)
+        assert other["unsupported"] == []
+        text += f"; with the overrides that it names {outcome(settings._replace(refused=()), other)}"
+    assert f"| {script} | {settings.model} | {text} |" in PAGE
     assert len(found["unsupported"]) == len(settings.refused)
     assert all(key in reason for key, reason in zip(settings.refused, found["unsupported"], strict=True))
     if unsupported_reasons(AutoConfig.from_pretrained(folder)):
