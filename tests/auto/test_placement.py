@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verl_prefix.auto.placement import WORTH, describe_rows, place_rows, row_cost
+from verl_prefix.auto.placement import WORTH, _Placed, describe_rows, place_rows, row_cost
 from verl_prefix.auto.shape import ModelShape
 from verl_prefix.trainer.mini_batches import fill_mini_batches
 
@@ -115,6 +115,29 @@ def test_fewer_rows_than_ranks_leave_ranks_empty():
     assert place_rows([0, 1], [5.0] * 2, [1.0] * 2, [2, 0], 3).ranks == [2, 0]
     assert place_rows([0, 1, 1], [99.0] * 3, [1.0] * 3, [2, 2, 0], 4).ranks == [1, 0, 0]
     assert place_rows([], [], [], [], 3).ranks == []
+
+
+@pytest.mark.parametrize(("keys", "num_ranks"), [([0, 0, 1], 3), ([0, 0, 1, 1], 4), ([0, 0, 0, 1], 4)])
+def test_ranks_without_rows_take_those_of_ranks_with_several(keys, num_ranks):
+    """None of them came from there, and prefixes are too dear to be computed twice."""
+    rows = len(keys)
+    placed = place_rows(keys, [1000.0] * rows, [5.0] * rows, [min(i, 1) for i in range(rows)], num_ranks)
+    assert set(placed.ranks) == set(range(num_ranks))
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3), st.integers(1, 3)), max_size=30), st.randoms())
+def test_loads_are_those_of_the_rows_that_ranks_hold(adds, rng):
+    prefixes, suffixes = [7.0, 0.0, 3.0, 11.0], [rng.randint(0, 5) * 1.0 for _ in range(90)]
+    placed, row = _Placed(prefixes, suffixes, set(), 4), iter(range(90))
+    for rank, group, count in adds:
+        placed.add(rank, group, [next(row) for _ in range(count)])
+        assert placed.loads[placed.least()] == min(placed.loads)
+        held = placed.held[rank][group]
+        if rng.random() < 0.5:
+            placed.remove(rank, group, held[: rng.randint(1, len(held))])
+        found = [sum(prefixes[g] + sum(suffixes[i] for i in rows) for g, rows in own.items()) for own in placed.held]
+        assert placed.loads == found and placed.loads[placed.least()] == min(found)
 
 
 def test_rows_that_stay_are_described():

@@ -1,8 +1,8 @@
-"""Hundreds of updates on two gloo ranks with random ragged batches; nothing may grow after the warm-up.
+"""Thousands of updates on two gloo ranks with random ragged batches; nothing may grow after the warm-up.
 
 Every update draws its own groups, lengths and schedule's waves. Watched, per rank: resident memory, tensors that Python
-still knows, open file descriptors, threads; at the end: processes. Writes a JSON file; the exit status is 1 if
-something grew.
+still knows, open file descriptors, threads; at the end: processes. Writes a JSON file and a plot beside it; the exit
+status is 1 if something grew.
 """
 
 import argparse
@@ -23,6 +23,7 @@ import torch.multiprocessing as mp
 from torch.nested import as_nested_tensor
 
 from verl_prefix.testing import write_tiny_model
+from verl_prefix.tools.plots import Curves, save
 from verl_prefix.tools.report import provenance
 
 WARM_UP = 0.2  # share of the updates
@@ -146,9 +147,29 @@ def judge(samples: list[dict], updates: int) -> dict:
     return {"rss_mib_per_100_updates": round(float(slope), 3), "grew": grew, "ok": bool(ok)}
 
 
+def draw(report: dict, path: Path) -> bool:
+    """What was watched, over updates; False: see `plots.save`."""
+    ranks = report["ranks"]
+    at = [sample["update"] for sample in ranks[0]["samples"]]
+
+    def panel(name: str, title: str, unit: str) -> Curves:
+        curves = [(f"ours, rank {i}", [sample[name] for sample in rank["samples"]]) for i, rank in enumerate(ranks)]
+        return Curves(title, unit, at, curves, x="update")
+
+    slope = max(rank["rss_mib_per_100_updates"] for rank in ranks)
+    grew = {name: max(rank["grew"][name] for rank in ranks) for name in ranks[0]["grew"]}
+    panels = [
+        panel("rss_mib", f"Resident memory grows by {slope:.2f} MiB per 100 updates", "MiB"),
+        panel("tensors", f"Tensors: {grew['tensors']:+d} in the second half", "tensors that Python knows"),
+        panel("files", f"Files: {grew['files']:+d}", "open file descriptors"),
+        panel("threads", f"Threads: {grew['threads']:+d}", "threads"),
+    ]
+    return save(path, f"{report['updates']:,} updates of random batches on two ranks", panels)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
-    parser.add_argument("--updates", type=int, default=300)
+    parser.add_argument("--updates", type=int, default=2000)
     parser.add_argument("--out", type=Path, required=True, help="JSON file of the results")
     args = parser.parse_args()
 
@@ -175,6 +196,7 @@ def main() -> int:
     }
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.write_text(json.dumps(result, indent=1) + "\n")
+    draw(result, args.out.with_suffix(".png"))
     for number, rank in enumerate(ranks):
         print(
             f"rank {number}: {rank['rss_mib_per_100_updates']} MiB per 100 updates, grew {rank['grew']}, {rank['seen']}"

@@ -9,6 +9,7 @@ import gc
 import weakref
 from collections import Counter
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -62,6 +63,14 @@ def measure(model, **options) -> list[torch.Tensor]:
 
 def same_bits(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
     return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def test_room_for_prefetching_leaves_an_eighth_of_the_device(monkeypatch):
+    """torch's module of a device, which no CPU has, stands in."""
+    stats = {"reserved_bytes.all.current": 300, "active_bytes.all.current": 100}
+    module = SimpleNamespace(mem_get_info=lambda _: (500, 1600), memory_stats=lambda _: stats)
+    monkeypatch.setattr(torch, "get_device_module", lambda _: module)
+    assert offload.device_room(torch.device("cuda")) == 500 + 300 - 100 - 200
 
 
 @pytest.fixture

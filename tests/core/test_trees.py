@@ -22,7 +22,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from verl_prefix.core import layout as layout_module
 from verl_prefix.core.groups import Group
-from verl_prefix.core.trees import group_trees
+from verl_prefix.core.trees import cuts_at, group_trees
 from verl_prefix.core.waves import make_plan
 from verl_prefix.testing import run_shared, run_stock
 
@@ -48,6 +48,20 @@ def measure(model, run) -> tuple[torch.Tensor, torch.Tensor]:
 def error(ours: tuple[torch.Tensor, ...], truth: tuple[torch.Tensor, ...]) -> float:
     """The larger relative error, of log-probs and of gradients."""
     return max(((a - b).norm() / b.norm()).item() for a, b in zip(ours, truth, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("ends", "prompt_len", "cuts"),
+    [
+        pytest.param((), 30, [29], id="a prompt"),
+        pytest.param((5, 9), 30, [4, 8, 29], id="messages, and a last one without an end"),
+        pytest.param((5, 14), 30, [4, 13], id="a generation prompt of 16 tokens"),
+        pytest.param((5, 13), 30, [4, 12, 29], id="no generation prompt is longer"),
+        pytest.param((30, 40), 30, [29, 39], id="the end of the prompt, and of the response"),
+    ],
+)
+def test_a_row_is_cut_a_token_before_its_messages_end(ends, prompt_len, cuts):
+    assert cuts_at(ends, prompt_len) == cuts
 
 
 @pytest.fixture(scope="module")

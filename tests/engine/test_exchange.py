@@ -339,7 +339,7 @@ def test_torn_groups_share_as_much_as_whole_ones(results):
         assert metrics[0]["prefix/exchanged_rows"] > len(groups)
         for one in metrics:
             assert one["prefix/split_groups"] == 0 and one["prefix/placement_imbalance"] < 1.6
-            assert one["prefix/exchanged_mib"] > 0 and one["timing_s/prefix_exchange"] > 0
+            assert 1e-4 < one["prefix/exchanged_mib"] < 1 and one["timing_s/prefix_exchange"] > 0
 
 
 def test_prompts_with_rows_in_several_mini_batches_are_counted_once_and_said_by_one_rank(results):

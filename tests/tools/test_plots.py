@@ -19,7 +19,7 @@ from verl_prefix.tools.bench import report as bench
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = {path.name: path for path in (ROOT / "examples" / "results").glob("*.json")}
 
-KINDS = ("ab_", "bench_", "demo_", "learn_")
+KINDS = ("ab_", "bench_", "demo_", "learn_", "soak_")
 
 
 def _load(name: str) -> dict[str, Any]:
@@ -47,11 +47,14 @@ def _bar_heights(axes: Any) -> list[float]:
 def test_every_axis_has_a_unit_every_panel_data_and_a_title(
     drawn: list[Figure], monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    for folder in ("examples", "tests/chaos"):
+        monkeypatch.syspath_prepend(str(ROOT / folder))
     import demo_report
     import learn_report
+    import soak
 
-    kind = {"ab": render, "bench": bench, "demo": demo_report, "learn": learn_report}.get(name.split("_")[0], runs)
+    kinds = {"ab": render, "bench": bench, "demo": demo_report, "learn": learn_report, "soak": soak}
+    kind = kinds.get(name.split("_")[0], runs)
     found = _two_runs() if kind is runs else _load(name)
     assert kind.draw(found, Path("unused.png"))
     (figure,) = drawn
