@@ -61,7 +61,6 @@ SPREAD = {
     "replicated": PHASED | {"fsdp_size": 1},
     # verl's own path, which verl would compute within each rank's tokens.
     "stock": {"schedule": "stock"},
-    "stock_in_small_passes": {"schedule": "stock", "budget": 60},
     "gate_shut": CASES["gate_shut"],
 }  # fmt: skip
 SPREAD_OF_ALL = ("packed", "offload_checkpointed", "turns_kept_phased", "stock")

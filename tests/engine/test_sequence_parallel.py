@@ -61,7 +61,8 @@ CASES = {
     # Where it would be wrong under sequence parallelism, as with sdpa, each rank computes whole rows.
     "sdpa_verified_phased": WAVES | {"verify": "first_step"},
     "sdpa_stock": {"schedule": "stock"},
-    "sdpa_stock_in_small_passes": {"schedule": "stock", "budget": 60},
+    # On two ranks that have data the longest rows have 52 and 56 tokens.
+    "sdpa_stock_in_small_passes": {"schedule": "stock", "budget": 50},
     "sdpa_gate_shut": {"min_speedup": 1e6},
     "hsdp": {"schedule": "packed", "fsdp_size": 2},
     "replicated_phased": WAVES | {"fsdp_size": 1},
@@ -79,6 +80,7 @@ FEW = [
     "packed", "phased", "gradient_checkpointing_phased", "tool_tokens_phased", "empty_responses", "one_key_head",
     "auto_verified", "gate_shut", "moe", ("qwen3_vl", "phased"), ("qwen3_vl", "scattered"), "turns_phased",
     "turns_of_both_kinds_phased", ("qwen3_5", "checkpointed"), "hsdp", "sdpa_stock",
+    "sdpa_stock_in_small_passes",
 ]  # fmt: skip
 
 

@@ -292,7 +292,7 @@ def warn_of_replaced_options(model_config: Any) -> None:
             logger,
             "%s.enable_activation_offload=True is off in the prefix engine: what layers keep for backward stays on the "
             "device, in batches that take verl's own path too. actor.prefix.offload=True moves what prefixes keep to "
-            "the host, and actor.prefix.wave_tokens bounds the rest",
+            "the host, and actor.prefix.wave_tokens bounds the rest, in passes that are not packed",
             key,
         )
     if model_config.get("use_fused_kernels"):

@@ -55,7 +55,7 @@ class Paths:
             shape=engine.shape,
             dense_mask=not is_varlen(module.config._attn_implementation),
             wave_tokens=options.wave_tokens,
-            min_speedup=0 if engine.whole_rows() else options.min_speedup,  # that path computes every token n times
+            min_speedup=0 if engine.whole_rows else options.min_speedup,  # that path computes every token n times
             memory=memory,
             one_row=engine.use_remove_padding and packing_leak(module) is not None,
         )

@@ -1,5 +1,6 @@
 """verl's own path: verl's engine on rows as they come, set so that it computes them right."""
 
+import functools
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -14,7 +15,7 @@ from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
 from verl_prefix.config import is_varlen
 from verl_prefix.engine.loss import LossFunction
-from verl_prefix.models.recurrent import packing_leak, replaced
+from verl_prefix.models.recurrent import packing_leak, replaced, sharding_leak
 from verl_prefix.versions import warn_once
 
 logger = logging.getLogger(__name__)
@@ -25,15 +26,18 @@ class StockPath(FSDPEngineWithLMHead):
 
     _unfused = False  # whether the user asked for verl's fused kernels, which are then off
 
+    @functools.cached_property
     def whole_rows(self) -> str | None:
-        """Why verl's own path would be wrong, without an error, where the ranks of a group share rows, so that each
-        computes them alone; None where it is right."""
+        """Why verl's own path would be wrong where the ranks of a group share rows, so that each computes them alone;
+        None where it is right."""
         if self.ulysses_sequence_parallel_size == 1:
             return None
         attention = self.module.config.get_text_config()._attn_implementation
         if not is_varlen(attention):
             return f"verl computes attn_implementation={attention} within each rank's tokens"
-        return packing_leak(self.module, "cp_context")
+        if any(hasattr(module, "sinks") for module in self.module.modules()):
+            return "verl gives the sinks of all heads to each rank's"
+        return sharding_leak(self.module)
 
     def stock_batch(self, data: TensorDict, loss_function: LossFunction | None, forward_only: bool) -> dict[str, Any]:
         """Computes a batch on verl's own path, without the fused kernels that the user asked for. Its micro-batches
@@ -46,19 +50,22 @@ class StockPath(FSDPEngineWithLMHead):
             text = "prefix: stock path, rows one by one: %s, so that packed rows would leak state into each other"
             warn_once(logger, text, leak)
             self._separate_rows(data)
-        with self._alone(data) if self.whole_rows() else nullcontext():
+        with self._alone(data) if self.whole_rows else nullcontext():
             return super().forward_backward_batch(data, loss_function, forward_only)
 
     @contextmanager
     def _alone(self, data: TensorDict) -> Iterator[None]:
         """Context in which verl's engine computes without sequence parallelism. The ranks of a group have the same
-        rows, and so the same gradients, of which FSDP takes the mean. verl multiplies the token budget of a rank by the
-        ranks of a group in any case."""
-        group, reason = get_ulysses_sequence_parallel_group(), self.whole_rows()
+        rows, and so the same gradients, of which FSDP takes the mean. A pass has a rank's token budget, or the longest
+        row (or rows that stay together) of any rank. verl multiplies what it is told by the ranks of a group."""
+        group = get_ulysses_sequence_parallel_group()
         if tu.get_non_tensor_data(data, "use_dynamic_bsz", True):
-            budget = max(int(data["max_token_len_per_gpu"]), int(data["input_ids"].offsets().diff().max()))
+            together = data["input_ids"].offsets().diff().split(tu.get_non_tensor_data(data, "force_group_size", 1))
+            (longest,) = self.reduce_max([max(int(lens.sum()) for lens in together)])
+            budget = max(int(data["max_token_len_per_gpu"]), int(longest))
             tu.assign_non_tensor(data, max_token_len_per_gpu=-(-budget // self.ulysses_sequence_parallel_size))
-        warn_once(logger, "prefix: stock path, each rank computes whole rows: %s, under sequence parallelism", reason)
+        text = "prefix: stock path, each rank computes whole rows: %s, under sequence parallelism"
+        warn_once(logger, text, self.whole_rows)
         set_ulysses_sequence_parallel_group(None)
         try:
             with replaced(self, "use_ulysses_sp", False):

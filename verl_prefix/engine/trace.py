@@ -143,7 +143,7 @@ class Trace:
             if missing := [name for name in SECTIONS if not isinstance(self.manifest[name], dict)]:
                 raise ValueError(f"it lacks {missing}")
             self.world_size: int = self.manifest["world_size"]
-            folders = sorted(self.folder.glob("rank_*"))
+            folders = sorted(path for path in self.folder.glob("rank_*") if path.is_dir())
             if type(self.world_size) is not int or self.world_size != len(folders):
                 raise ValueError(f"its world_size is {self.world_size!r}, and {len(folders)} ranks have a folder")
             names = [[path.stem.removeprefix("step_") for path in folder.glob("step_*.json")] for folder in folders]

@@ -58,7 +58,7 @@ class Verification:
             self._num_updates += 1
             return {}
         groups, told = [group for group in groups if group.num_suffix_tokens] or groups, ""
-        if self.engine.whole_rows():
+        if self.engine.whole_rows:
             most = budget // self.engine.engine_config.ulysses_sequence_parallel_size
             groups, told = _of_short_rows(data, groups, most), f", with rows of at most {most} tokens (a rank's budget)"
         candidates = self._checkable(data, groups)

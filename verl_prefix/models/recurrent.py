@@ -218,29 +218,30 @@ def mixers(model: torch.nn.Module) -> list[Any]:
     return [module for module in model.modules() if mixer_of(module) is not None]
 
 
-# Arguments of a rule, and what verl says by them.
-_TOLD = {"cu_seqlens": "where packed rows begin", "cp_context": "which tokens other ranks have"}
-
-
-def packing_leak(model: Any, argument: str = "cu_seqlens") -> str | None:
+def packing_leak(model: Any) -> str | None:
     """The reason why verl's own path, which packs rows one after the other under use_remove_padding, would carry the
-    state of one row into the next; None where it does not. With `argument` "cp_context" why, under sequence
-    parallelism, it would start each rank's tokens from zero.
+    state of one row into the next; None where it does not."""
+    return _untold(model, "cu_seqlens", "where packed rows begin")
 
-    verl 0.9.1 tells only the mixers of Qwen3.5, if their rule accepts the argument. The torch rule of transformers
-    accepts it, but drops it with all other **kwargs.
-    """
+
+def sharding_leak(model: Any) -> str | None:
+    """The reason why verl's own path would start each rank's tokens from zero under sequence parallelism; or None."""
+    return _untold(model, "cp_context", "which tokens other ranks have")
+
+
+def _untold(model: Any, argument: str, told: str) -> str | None:
+    """verl 0.9.1 tells only the mixers of Qwen3.5, if their rule accepts the argument. The torch rule of transformers
+    accepts it, but drops it with all other **kwargs."""
     modules = mixers(model)
     if not modules:
         return None
-    name, told = type(modules[0]).__name__, _TOLD[argument]
+    name = type(modules[0]).__name__
     if model.config.model_type not in _TOLD_BOUNDS:
         return f"verl does not tell {name} layers {told}"
     rules = (module.chunk_gated_delta_rule for module in modules)
     if all(argument in inspect.signature(rule).parameters for rule in rules):
         return None
-    missing = "flash-linear-attention, which does not run on this machine"
-    return f"the torch rule of {name} layers, instead of {missing}, ignores {told}"
+    return f"the rule of {name} layers ignores {told}; flash-linear-attention's would not, which is not here or too old"
 
 
 @contextmanager

@@ -26,7 +26,7 @@ from verl.workers.utils.losses import ppo_loss
 
 from verl_prefix.config import PrefixConfig
 from verl_prefix.engine.prefix_engine import PrefixEngineConfig
-from verl_prefix.engine.trace import StepRows
+from verl_prefix.engine.trace import MANIFEST, StepRows
 from verl_prefix.models.recurrent import packing_leak
 from verl_prefix.tools.ab.options import REPACKED, STOCK, TRUTH
 from verl_prefix.tools.memory import RESET_PEAK, memory_mib, reset_peak_mib
@@ -65,15 +65,18 @@ def _configs(manifest: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any], 
 
 
 def check_manifest(manifest: dict[str, Any]) -> None:
-    """Raises ValueError, or what its parts raise, where verl's config classes refuse the options."""
+    """Raises ValueError where verl's config classes, of the version that is installed, refuse the options."""
     try:
         _, engine, _ = _configs(manifest)
         FSDPEngineConfig(**engine)
         loss_function(manifest)
         precision(manifest)
-        torch.manual_seed(manifest["seed"])
-    except AssertionError as error:
-        raise ValueError(f"verl refuses its options: {error!r}") from error
+        torch.Generator().manual_seed(manifest["seed"])
+    except (AssertionError, ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"the verl that is installed refuses the options in {MANIFEST}: {error!r}; replay the trace with the verl "
+            "that recorded it, or record it again"
+        ) from error
 
 
 def precision(manifest: dict[str, Any]) -> str:

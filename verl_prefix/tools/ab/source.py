@@ -41,7 +41,7 @@ class Source:
                 raise ValueError(f"--ranks {self.ranks} does not divide the trace's {recorded} ranks")
             with reading(self.trace.folder / MANIFEST):
                 model = str(model or self.manifest["model"]["local_path"] or self.manifest["model"]["path"])
-                check_manifest(self.manifest)
+            check_manifest(self.manifest)
             self.trace.check_model(model)
             module = self.manifest["optimizer"].get("optimizer_impl") or "torch.optim"
             if module not in OPTIMIZERS:

@@ -13,8 +13,9 @@ from typing import Any
 
 import verl_prefix.plugin  # noqa: F401  first: whatever imports verl imports it, and must not find us half imported
 from verl_prefix.auto.shape import model_shape
+from verl_prefix.config import attention_of, is_varlen
 from verl_prefix.config.driver import is_v1
-from verl_prefix.models.recurrent import packing_leak
+from verl_prefix.models.recurrent import packing_leak, sharding_leak
 from verl_prefix.models.support import unsupported_reasons
 from verl_prefix.models.vision import is_vision_config
 from verl_prefix.tools.plan.compose import Asked, check_batch
@@ -36,28 +37,37 @@ from verl_prefix.tools.simulate.command import compute_dtype, read_job, simulate
 from verl_prefix.tools.simulate.hardware import GIB, read_hardware
 
 
-def notes(config: Any, work: Work, leak: str | None, predicted: Predictor) -> list[str]:
-    """Names what keeps prompts from being shared, what is off in ours, and what is wrong with model_engine=dp:
-    `recurrent.packing_leak`."""
+def notes(config: Any, work: Work, leak: str | None, spread: str | None, predicted: Predictor) -> list[str]:
+    """Names what keeps prompts from being shared, what is off in ours, and what is wrong with model_engine=dp.
+
+    Args:
+        leak: `recurrent.packing_leak`. spread: why verl's sequence parallelism is wrong, as `StockPath.whole_rows`.
+    """
     lines, size, turns = [], work.steps[0].size, work.turns
     if turns and max(work.prompts) > config.data.max_prompt_length:
         lines.append(
             f"histories have up to {max(work.prompts)} tokens, and data.max_prompt_length="
             f"{config.data.max_prompt_length} ends their sessions, without a word; raise it"
         )
-    spread = " and ulysses_sequence_parallel_size=1" if size.sequence_ranks > 1 else ""
-    if leak and (spread or any(micro.tokens or micro.rows > 1 for micro in size.micro_batches.values())):
+    if leak and any(micro.tokens or micro.rows > 1 for micro in size.micro_batches.values()):
         lines.append(
-            f"model_engine=dp would be wrong for this model: {leak}, and a row's state goes on in the next row"
-            f"{', but not in the same row on the next rank' if spread else ''}. model_engine=prefix computes row by "
-            "row where it takes verl's own path; with dp set actor_rollout_ref.model.use_remove_padding=False" + spread
+            f"model_engine=dp would be wrong for this model: {leak}, and a row's state goes on in the next row. "
+            "model_engine=prefix computes row by row where it takes verl's own path; with dp set "
+            "actor_rollout_ref.model.use_remove_padding=False"
+        )
+    if spread and max(size.sequence_ranks, size.ref_sequence_ranks) > 1:
+        lines.append(
+            f"model_engine=dp would be wrong under ulysses_sequence_parallel_size > 1: {spread}. model_engine=prefix "
+            "computes whole rows on each rank where it takes verl's own path; with dp set "
+            "actor_rollout_ref.{actor,ref}.fsdp_config.ulysses_sequence_parallel_size=1"
         )
     if config.actor_rollout_ref.model.enable_activation_offload and predicted.schedule != "stock":
         ours, stock = (predicted.peaks[path] / GIB for path in (predicted.schedule, "stock"))
+        offload = "" if config.actor_rollout_ref.actor.prefix.offload else "offload=true and "
+        less = f"; in phases (actor.prefix.schedule=phased) ours adds less with {offload}a smaller wave_tokens"
         lines.append(
             f"actor_rollout_ref.model.enable_activation_offload=True is off in this engine: an update adds {ours:.3g} "
-            f"GiB, and under model_engine=dp {stock:.3g} with that offload; ours adds less with "
-            "actor_rollout_ref.actor.prefix.offload=True and a smaller wave_tokens"
+            f"GiB, and under model_engine=dp {stock:.3g} with that offload" + less
         )
     if rollout_is_apart(config) and is_v1(config) and not config.actor_rollout_ref.hybrid_engine:
         lines.append("actor_rollout_ref.hybrid_engine=False needs VERL_LOGGING_LEVEL=WARN in the job's environment")
@@ -134,6 +144,9 @@ def figures(asked: Asked, parts: dict[str, float], gpu: str, simulate: bool, fit
         )
     shape, state = model_shape(empty, compute_dtype(roles.actor.fsdp_config)), state_bytes(roles, empty)
     leak = packing_leak(empty) if roles.model.use_remove_padding else None
+    attention = attention_of(roles.model)
+    within = f"verl computes attn_implementation={attention} within each rank's tokens"
+    spread = sharding_leak(empty) if is_varlen(attention) else within
     work = read_work(
         config, size, shape, asked.messages, tokenizer, asked.responses, rollouts=asked.rollouts, turns=turns or dump
     )
@@ -167,7 +180,7 @@ def figures(asked: Asked, parts: dict[str, float], gpu: str, simulate: bool, fit
     return {
         **judge(config, work, predicted, trees, price, parts=parts, room=room, needed=needed),
         **refused,
-        "notes": notes(config, work, leak, predicted),
+        "notes": notes(config, work, leak, spread, predicted),
         "assumed": work.assumed,
         "prompt_tokens": percentiles([float(x) for x in work.prompts])
         | {"count": len(work.prompts), "overlong": work.overlong},

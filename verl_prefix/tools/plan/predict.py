@@ -151,17 +151,24 @@ class Predictor:
             logits_chunk=options.logits_chunk,
             offload=options.offload,
             sequence_ranks=size.sequence_ranks,
-            stock_offloads=bool(model.get("enable_activation_offload")),
         )
+        self.stock_memory = replace(self.memory, stock_offloads=bool(model.get("enable_activation_offload")))
         dense = not is_varlen(attention_of(model))
-        alone = size.sequence_ranks > 1 and (dense or one_row)  # `StockPath.whole_rows`, which `auto` never takes
+
+        def alone(sequence_ranks: int) -> bool:
+            """`StockPath.whole_rows`, which `auto` never takes."""
+            return sequence_ranks > 1 and (dense or one_row)
+
         # Over the ranks that share it: weights, gradients and AdamW's moments.
         self.resident_gib = state_bytes / self.memory.ranks / 2**30
         self.costs = CostModel(
             shape=shape, dense_mask=dense, wave_tokens=options.wave_tokens,
-            min_speedup=0 if alone else options.min_speedup, memory=self.memory, one_row=one_row,
+            min_speedup=0 if alone(size.sequence_ranks) else options.min_speedup, memory=self.memory, one_row=one_row,
         )  # fmt: skip
-        self.ref_costs = replace(self.costs, memory=replace(self.memory, sequence_ranks=size.ref_sequence_ranks))
+        self.ref_costs = replace(
+            self.costs, memory=replace(self.memory, sequence_ranks=size.ref_sequence_ranks),
+            min_speedup=0 if alone(size.ref_sequence_ranks) else options.min_speedup,
+        )  # fmt: skip
         self.profile = self.costs.flops()
         self.seconds = {path: dict.fromkeys(PASSES, 0.0) for path in (*PATHS, "stock")}
         self.peaks = dict.fromkeys(self.seconds, 0.0)
@@ -191,7 +198,7 @@ class Predictor:
         paths = [candidates(costs, *batch, own) for batch, own in batches]
         slowest = [max(seconds) for seconds in zip(*(price(costs, one, profile) for one in paths), strict=True)]
         runs = all(one.stock_runs for one in paths)
-        decision = decide(slowest, self.costs.min_speedup, log_probs, stock_fits=runs)
+        decision = decide(slowest, costs.min_speedup, log_probs, stock_fits=runs)
         return decision, [None if decision.stock else one.packed if decision.packed else one.mixed for one in paths]
 
     def add(self, name: str, batches: Batches, log_probs: Decision | None = None, ref_engine: bool = False) -> Decision:
@@ -226,7 +233,8 @@ class Predictor:
         self.first = self.first or ranks[logical.index(max(logical))]
         for path, of_ranks in plans.items():
             pairs = zip(of_ranks, stock, strict=True)
-            added = (peak_bytes(self.costs.shape, plan, passes, self.memory) for plan, passes in pairs)
+            memory = self.stock_memory if path == "stock" else self.memory
+            added = (peak_bytes(self.costs.shape, plan, passes, memory) for plan, passes in pairs)
             self.peaks[path] = max(self.peaks[path], *added)
         self.physical_without += sum(group.num_physical_tokens for _, own in batches for group in own.groups)
         self.logical += sum(logical)
