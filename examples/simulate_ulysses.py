@@ -37,6 +37,7 @@ def simulated(gpus: int, together: int) -> dict[str, Any]:
         sent = sum(phase["collective_bytes"].get("alltoall_base", 0.0) for phase in one["phases"].values())
         found[arm.name] = {
             "update_seconds": one["update_seconds"], "peak_gib": one["peak_gib"], "flops": one["flops"],
+            "passes_peak_gib": max(x["peak_gib"] for name, x in one["phases"].items() if name != "optimizer"),
             "all_to_all_gib": sent * (together - 1) / together / GIB,
         }  # fmt: skip
     return {"gpus": gpus, "sequence_ranks": together, "budget": budget, "arms": found}
@@ -47,12 +48,14 @@ def markdown(report: dict[str, Any]) -> str:
     for setting in report["settings"]:
         for i, (name, arm) in enumerate(setting["arms"].items()):
             fits = "" if arm["peak_gib"] * GIB <= GPUS["h100"].capacity else ", does not fit"
-            first = [str(setting[key]) for key in ("gpus", "sequence_ranks", "budget")] if i == 0 else [""] * 3
+            prompts = setting["gpus"] // setting["sequence_ranks"]
+            first = [str(setting["gpus"]), str(setting["sequence_ranks"]), str(prompts), str(setting["budget"])]
             rows.append([
-                *first, name, f"{arm['update_seconds']:.2f}", f"{arm['peak_gib']:.1f}{fits}",
-                f"{arm['all_to_all_gib']:.1f}",
+                *(first if i == 0 else [""] * 4), name, f"{arm['update_seconds']:.2f}", f"{arm['peak_gib']:.1f}{fits}",
+                f"{arm['passes_peak_gib']:.1f}", f"{arm['all_to_all_gib']:.1f}",
             ])  # fmt: skip
-    head = ("GPUs", "ranks of a row", "tokens of a pass", "arm", "update s", "peak GiB", "sent by all-to-all, GiB")
+    head = ("GPUs", "ranks of a row", "prompts", "tokens of a pass", "arm", "update s", "peak GiB", "peak of passes",
+            "sent by all-to-all, GiB")  # fmt: skip
     lines = [
         "# Simulated: Qwen3-Next-80B-A3B under Ulysses", "",
         "**Every figure here is simulated** by `verl_prefix.tools.simulate` on fake tensors; no GPU ran. Made by "

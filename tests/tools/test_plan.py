@@ -153,10 +153,10 @@ def test_every_refusal_is_named_and_a_refused_model_has_no_figures(folder, capsy
     )
     assert cli.main(["plan", *words]) == 1
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 3 and all(line.startswith("Not possible: ") for line in lines)
+    assert len(lines) == 4 and all(line.startswith("Not possible: ") for line in lines)
     keys = (
         "actor.fsdp_config.ulysses_sequence_parallel_size=3", "attention_dropout=0.1",
-        "ref.fsdp_config.ulysses_sequence_parallel_size=3",
+        "ref.fsdp_config.ulysses_sequence_parallel_size=3 does", "ref.fsdp_config.ulysses_sequence_parallel_size=3: of",
     )  # fmt: skip
     assert all(key in line for line, key in zip(lines, keys, strict=True))
     stock = (f"actor_rollout_ref.model.path={tmp_path}/model", "actor_rollout_ref.actor.prefix.schedule=stock")
