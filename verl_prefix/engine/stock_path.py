@@ -13,6 +13,7 @@ from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 from verl_prefix.config import is_varlen
 from verl_prefix.engine.loss import LossFunction
 from verl_prefix.models.recurrent import packing_leak
+from verl_prefix.models.vision import towers_of_tensors
 from verl_prefix.versions import warn_once
 
 logger = logging.getLogger(__name__)
@@ -44,7 +45,8 @@ class StockPath(FSDPEngineWithLMHead):
             text = "prefix: stock path, rows one by one: %s, so that packed rows would leak state into each other"
             warn_once(logger, text, leak)
             self._separate_rows(data)
-        return super().forward_backward_batch(data, loss_function, forward_only)
+        with towers_of_tensors(self.module):
+            return super().forward_backward_batch(data, loss_function, forward_only)
 
     def _separate_rows(self, data: TensorDict) -> None:
         """Makes verl's own path keep rows apart: one row in a micro-batch; or padded rows (no token of a row sees
