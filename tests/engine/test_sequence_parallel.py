@@ -74,7 +74,7 @@ VISION = {
     "text_rank": {"batch": "text_rank", "schedule": "packed"},
     "scattered": {"batch": "scattered", "schedule": "packed", "exchange": "auto"},
 }
-VISION_FAMILIES = ("qwen2_5_vl", "qwen3_vl", "qwen3_5")
+VISION_FAMILIES = ("qwen2_5_vl", "qwen3_vl", "qwen3_5", "glm4v")
 ALL = [*CASES, *((family, name) for family in VISION_FAMILIES for name in VISION)]
 FEW = [
     "packed", "phased", "gradient_checkpointing_phased", "tool_tokens_phased", "empty_responses", "one_key_head",
@@ -120,9 +120,9 @@ def _stock(models: dict, folder: str, case: Case) -> str:
     attention = options.get("attn_implementation")
     if attention == "varlen_on_cpu":
         del options["attn_implementation"]
-    # transformers' eager gpt_oss reads across packed rows, verl's Qwen2.5-VL needs flash attention for them, and
-    # Qwen3.5's state leaks into the next row.
-    if attention == "eager" or family in ("qwen2_5_vl", "qwen3_5"):
+    # transformers' eager gpt_oss reads across packed rows, verl's own attention of these towers' models is flash
+    # attention, and Qwen3.5's state leaks into the next row.
+    if attention == "eager" or family in ("qwen2_5_vl", "glm4v", "qwen3_5"):
         options["use_remove_padding"] = False
     if (key := repr((family, sorted(options.items())))) not in STOCK:
         with _prepared():

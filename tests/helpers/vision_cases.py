@@ -9,12 +9,13 @@ import pytest
 import torch
 from families import float64_inside  # noqa: F401
 from transformers import AutoModelForImageTextToText
+from vision_engines import seen_by
 
 from verl_prefix.api.pixels import positions_of_row
 from verl_prefix.models import vision
 from verl_prefix.testing import Rollouts, run_shared, visual_prompt, write_tiny_model
 
-FAMILIES = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
+FAMILIES = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "glm4v")
 # (what the prompt consists of, response lengths), see `visual_prompt`.
 SHAPE = [
     ([5, (4, 8), 7], [9, 4, 6]),
@@ -52,7 +53,7 @@ class Case:
     def rows(self, generator: torch.Generator, vocab_size: int) -> Iterator[tuple]:
         """(prompt, response, pixels, cuts); here groups of one prompt."""
         for parts, lens in SHAPE:
-            prompt, pixels = visual_prompt(parts, self.model.config, generator)
+            prompt, pixels = visual_prompt(seen_by(self.model.config, parts), self.model.config, generator)
             for n in lens:
                 response = torch.randint(7, vocab_size, (n,), generator=generator)
                 yield prompt, response, copy.deepcopy(pixels), [len(prompt) - 1]

@@ -1,5 +1,6 @@
 """Engines of verl and ours on tiny batches with images and video."""
 
+import contextlib
 import copy
 import functools
 from collections import Counter
@@ -12,7 +13,6 @@ from verl_prefix.api.pixels import positions_of_row
 from verl_prefix.models import vision
 from verl_prefix.testing import visual_prompt
 
-PATCH = 3 * 2 * 4 * 4  # channels, frames, height and width of a patch
 # Every prompt as (what it consists of, response lengths, uid): numbers are text tokens, pairs and triples are the grids
 # of an image (height, width) and a video (frames, height, width) in patches, of which four make a token.
 IMAGE = ([5, (4, 8), 7], [9, 4, 6, 11], "image")
@@ -27,6 +27,14 @@ BATCHES = {
     # Of these, every second row.
     "scattered": {0: [IMAGE, TEXT, VIDEO, BOTH], 1: [IMAGE, TEXT, VIDEO, BOTH]},
 }  # fmt: skip
+
+
+def seen_by(config, parts: list) -> list:
+    """The parts of a prompt (see `visual_prompt`); for GLM-4.1V, of which images alone are supported, a video is an
+    image of as many patches."""
+    if config.model_type != "glm4v":
+        return parts
+    return [(part[0] * part[1], part[2]) if isinstance(part, tuple) and len(part) == 3 else part for part in parts]
 
 
 def _nested(tensors):
@@ -73,13 +81,14 @@ def _batch(rank: int, config, path: str, options: dict):
     sessions = [session for *_, session in rows]
     rows = [row[:4] for row in rows]
     for parts, lens, uid in [] if rows else BATCHES[options.get("batch", "mixed")][rank]:
-        prompt, pixels = visual_prompt(parts, config, generator)
+        prompt, pixels = visual_prompt(seen_by(config, parts), config, generator)
         for length in lens:
             response = torch.randint(7, config.text_config.vocab_size, (length,), generator=generator)
             rows.append((uid, prompt, response, copy.deepcopy(pixels)))
     # Same prompt and same tokens as `image`, another picture: the last row of the group is alone.
     if (rank == 0 or scattered) and not sessions:
-        rows[3] = (*rows[3][:3], rows[3][3] | {"pixel_values": torch.randn(32, PATCH, generator=generator)})
+        other = torch.randn(rows[3][3]["pixel_values"].shape, generator=generator)
+        rows[3] = (*rows[3][:3], rows[3][3] | {"pixel_values": other})
     order = torch.randperm(len(rows), generator=generator).tolist()
     data_ranks = torch.distributed.get_world_size() // options.get("ulysses", 1)
     order = order[rank::data_ranks] if scattered else order
@@ -135,17 +144,28 @@ class _Seen:
     def forward(self, module, args, kwargs, output) -> None:
         self.count["calls"] += 1
         self.count["patches"] += int(kwargs["grid_thw"].prod(-1).sum())
-        if output.pooler_output.requires_grad:
-            output.pooler_output.register_hook(self.backward)
+        features = getattr(output, "pooler_output", output)
+        if features.requires_grad:
+            features.register_hook(self.backward)
 
     def backward(self, grad) -> None:
         self.count["backwards"] += 1
 
 
 def _measure(backend: str, path: str, rank: int, options: dict) -> dict:
+    """As `engines._measure`. Stock may need `towers_of_tensors`, which ours opens itself, and has the layers' own
+    attention, where ours under sequence parallelism has left verl's in their class."""
     if backend != "prefix" and options.get("frozen_tower"):
         options = options | {"trained": "^(?!.*visual)"}
     engine = engines._engine(backend, path, options)
+    with contextlib.ExitStack() as stack:
+        if backend != "prefix":
+            stack.enter_context(vision.towers_of_tensors(engine.module))
+            stack.enter_context(vision.own_attention(engine.module))
+        return _measured(engine, backend, path, rank, options)
+
+
+def _measured(engine, backend: str, path: str, rank: int, options: dict) -> dict:
     data = _batch(rank, engine.model_config.hf_config, path, options)
     result = {}
     with engine.eval_mode(disable_auto_offload=True), _Seen(engine) as result["inferred"]:

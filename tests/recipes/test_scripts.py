@@ -389,7 +389,7 @@ class Settings(NamedTuple):
     refused: tuple[str, ...] = ()
 
 
-FUSED, LORA, TOWER = "model.use_fused_kernels=True", "model.lora_rank=64", "a vision or audio tower"
+FUSED, LORA = "model.use_fused_kernels=True", "model.lora_rank=64"
 NO_KL, GROUPER = "actor.use_kl_loss=False", "actor.use_prefix_grouper=True"
 LOG_PROB_ROWS = "rollout.log_prob_micro_batch_size_per_gpu"
 ULYSSES = "actor.fsdp_config.ulysses_sequence_parallel_size"
@@ -421,7 +421,7 @@ SCRIPTS = {
         refused=("attention_dropout=0.1",),
     ),
     "grpo_trainer/run_glm4_1v_9b_fsdp": Settings(
-        "GLM-4.1V-9B", (512, 128, 5), (1024, 2048), "10 rows", others=(f"{LOG_PROB_ROWS}=20",), refused=(TOWER,)
+        "GLM-4.1V-9B", (512, 128, 5), (1024, 2048), "10 rows", others=(f"{LOG_PROB_ROWS}=20",)
     ),
     "grpo_trainer/run_qwen3_5_27b_fsdp": Settings(
         "Qwen3.5-27B", (64, 16, 5), (1024, 2048), "1 rows", others=("actor.fsdp_config.offload_policy=True",),

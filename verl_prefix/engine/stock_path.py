@@ -16,6 +16,7 @@ from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 from verl_prefix.config import is_varlen
 from verl_prefix.engine.loss import LossFunction
 from verl_prefix.models.recurrent import packing_leak, replaced, sharding_leak
+from verl_prefix.models.vision import towers_of_tensors
 from verl_prefix.versions import warn_once
 
 logger = logging.getLogger(__name__)
@@ -50,7 +51,8 @@ class StockPath(FSDPEngineWithLMHead):
             text = "prefix: stock path, rows one by one: %s, so that packed rows would leak state into each other"
             warn_once(logger, text, leak)
             self._separate_rows(data)
-        with self._alone(data) if self.whole_rows else nullcontext():
+        alone = self._alone(data) if self.whole_rows else nullcontext()
+        with towers_of_tensors(self.module), alone:
             return super().forward_backward_batch(data, loss_function, forward_only)
 
     @contextmanager

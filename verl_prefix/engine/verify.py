@@ -132,9 +132,9 @@ class Verification:
         """Groups to choose from, of which every rank has one. Their stock passes run a vision tower equally often on
         every rank: verl's path runs it once for images and once for videos."""
         chosen = {0: groups}
-        if is_vision_config(config := self.engine.module.config):
+        if is_vision_config(self.engine.module.config):
             rows = tu.get(data, "multi_modal_inputs", [None] * len(data))
-            runs = [num_tower_runs(rows[group.rows[0]], config) for group in groups]
+            runs = [num_tower_runs(rows[group.rows[0]]) for group in groups]
             chosen = {n: [group for group, m in zip(groups, runs, strict=True) if m == n] for n in (1, 2)}
         lacking = self.engine.reduce_max([not groups for groups in chosen.values()])
         return next((groups for groups, lacks in zip(chosen.values(), lacking, strict=True) if not lacks), [])

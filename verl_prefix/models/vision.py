@@ -17,6 +17,7 @@ import importlib.util
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -27,7 +28,7 @@ from verl_prefix.core.groups import Group
 from verl_prefix.core.trees import mix
 from verl_prefix.models.recurrent import replaced
 
-MODEL_TYPES = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
+MODEL_TYPES = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "glm4v")
 
 # A row's pixels, as verl's agent loop makes them with the model's processor: patches [n, patch size] and the grid
 # [m, 3] of images, then of videos. What else is in the row (timestamps) is in its position ids already.
@@ -119,11 +120,49 @@ def tree_tokens(
     return mixed
 
 
-def num_tower_runs(row: Row, config: Any) -> int:
+def num_tower_runs(row: Row) -> int:
     """How often verl's own forward runs the tower on the row: once for images and once for videos, or once on zeros for
-    text alone. 0 where it fails: Qwen2.5-VL's on text (verl 0.9.1, by what the tower of transformers 5.10 returns)."""
-    num_kinds = sum((row or {}).get(values) is not None for _, values, _ in PIXELS)
-    return num_kinds or int(config.model_type != "qwen2_5_vl")
+    text alone."""
+    return sum((row or {}).get(values) is not None for _, values, _ in PIXELS) or 1
+
+
+@contextmanager
+def towers_of_tensors(model: torch.nn.Module) -> Iterator[None]:
+    """While open, the tower runs under verl's own forward where that takes its output for the features themselves.
+
+    verl 0.9.1's GLM-4.1V always does so, its Qwen2.5-VL on text alone (verl/models/transformers/glm4v.py, qwen2_vl.py).
+    The towers of transformers 5 return more, and without this its own path fails.
+    """
+    if getattr(model.config, "model_type", None) not in ("glm4v", "qwen2_5_vl"):
+        yield
+        return
+    visual: Any = tower_of(model)
+    run = visual.forward
+    with (
+        replaced(visual, "forward", lambda *args, **kwargs: run(*args, **kwargs).pooler_output),
+        _gathered_positions(visual),
+    ):
+        yield
+
+
+@contextmanager
+def _gathered_positions(visual: Any) -> Iterator[None]:
+    """While open, GLM-4.1V's tower reads its table of positions by the table's own forward, where FSDP2 gathers it. By
+    itself it reads the weight beside it, which is sharded: verl's engine fails with FSDP2."""
+    if (embeddings := getattr(visual, "embeddings", None)) is None:
+        yield
+        return
+    table = embeddings.position_embedding
+
+    def forward(hidden: torch.Tensor, *args: torch.Tensor) -> torch.Tensor:
+        weight = table(torch.arange(table.num_embeddings, device=hidden.device))
+        positions = SimpleNamespace(weight=weight)
+        read = SimpleNamespace(position_embedding=positions, interpolated_method=embeddings.interpolated_method)
+        embedded: torch.Tensor = type(embeddings).forward(read, hidden, *args)
+        return embedded
+
+    with replaced(embeddings, "forward", forward):
+        yield
 
 
 def num_patches(row: Row) -> int:
@@ -210,6 +249,11 @@ class PixelBatch:
 
     def _check(self, row: int, prefix_len: int) -> None:
         inputs = self.rows[row] or {}
+        if self.config.model_type == "glm4v" and inputs.get("pixel_values_videos") is not None:
+            raise ValueError(
+                f"row {row} has a video, and this glm4v model marks videos by tokens of images, which verl's own "
+                "forward does not take either; train it on images"
+            )
         for kind, values, grid in PIXELS:
             num_tokens = len(self._tokens(row, kind, 0, prefix_len))
             num_features = int(self._num_features(inputs[grid]).sum()) if inputs.get(values) is not None else 0
@@ -259,7 +303,8 @@ def forward(
         seen = patches is not None
         if not seen:
             patches, grid = _nothing(model.config.vision_config, embeds)
-        output = visual(patches.type(visual.dtype), grid_thw=grid)
+        with _gathered_positions(visual):
+            output = visual(patches.type(visual.dtype), grid_thw=grid)
         features, deepstack = output.pooler_output, getattr(output, "deepstack_features", None)
         if chosen is not None:
             features, deepstack = features[chosen], deepstack and [x[chosen] for x in deepstack]

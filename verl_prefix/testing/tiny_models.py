@@ -49,6 +49,7 @@ _TOWERS: dict[str, Fields] = {
     "qwen3_vl_moe": _DEEPSTACK,
     "qwen3_5": {"num_position_embeddings": 64},
     "qwen3_5_moe": {"num_position_embeddings": 64},
+    "glm4v": {"patch_size": 14, "image_size": 56},  # verl's own forward names the size of its patches
 }
 _FAMILIES = {"qwen3", "llama", *_EXPERTS, *_RECURRENT, *_TOWERS}
 _VISION_TOKENS = {
@@ -85,9 +86,9 @@ def write_tiny_model(
         family: ``"qwen3"`` (normalised queries and keys), ``"llama"``, of four experts ``"qwen3_moe"`` or ``"gpt_oss"``
             (sinks, every other layer with a window), with one recurrent layer, whose state lasts, ``"qwen3_5_text"``,
             ``"qwen3_next"``, ``"olmo_hybrid"``, ``"lfm2"``, ``"granitemoehybrid"`` or ``"bamba"``, or with a vision
-            tower of two blocks ``"qwen2_5_vl"``, ``"qwen3_vl"`` and ``"qwen3_vl_moe"`` (deepstack), ``"qwen3_5"`` or
-            ``"qwen3_5_moe"`` (recurrent as well); those have the text layers of ``overrides`` and, in their tokenizer,
-            the special tokens of images and videos.
+            tower of two blocks ``"qwen2_5_vl"``, ``"qwen3_vl"`` and ``"qwen3_vl_moe"`` (deepstack), ``"qwen3_5"`` and
+            ``"qwen3_5_moe"`` (recurrent as well) or ``"glm4v"`` (images alone); those have the text layers of
+            ``overrides`` and, in their tokenizer, the special tokens of images and videos.
         vocab_size: upper bound of the vocabulary, at least 259 (256 bytes and 3 special tokens).
         overrides: fields of the model's configuration, such as ``num_hidden_layers=3``.
 
@@ -191,7 +192,7 @@ def write_tiny_vlm(path: str | Path, *, family: str, **overrides: Any) -> str:
     verl could not tell from one of the prompt: hidden channel 0 is the same in all text, and pulls those logits down.
 
     Args:
-        family: any of `write_tiny_model` with a tower.
+        family: one of Qwen with a tower.
         overrides: arguments of `write_tiny_model`.
 
     Raises:

@@ -110,7 +110,7 @@ def _with_values(tower: Any, args: tuple[torch.Tensor], kwargs: dict[str, Any]) 
         if hasattr(config, "window_size"):
             windows = get_vision_window_index(real, merge, config.window_size, config.patch_size)
             values["window_index"], values["cu_window_seqlens"] = windows
-        else:
+        elif hasattr(tower, "num_grid_per_side"):
             bilinear = get_vision_bilinear_indices_and_weights(real, tower.num_grid_per_side, merge)
             values["bilinear_indices"], values["bilinear_weights"] = bilinear
         bounds = {name: tuple(x.tolist()) for name, x in values.items() if name.startswith("cu_")}
