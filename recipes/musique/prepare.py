@@ -305,7 +305,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         print(prepare(args.input, args.output, args.max_paragraphs, args.val_size, args.search))
     except (ValueError, OSError) as error:
-        print(f"prepare: {error}", file=sys.stderr)
+        print(f"prepare: {' '.join(str(error).split())}", file=sys.stderr)
         return 1
     return 0
 

@@ -364,7 +364,7 @@ def main(argv: list[str] | None = None) -> int:
         sampling = Sampling(args.fps, args.max_frames, args.min_pixels, args.max_pixels, args.image_max_pixels)
         print(prepare(args.input, args.output, args.media_root, sampling, args.bad, args.long, args.val_size))
     except (ValueError, OSError) as error:
-        print(f"prepare: {error}", file=sys.stderr)
+        print(f"prepare: {' '.join(str(error).split())}", file=sys.stderr)
         return 1
     return 0
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verl_prefix.auto.placement import WORTH, _Placed, describe_rows, place_rows, row_cost
+from verl_prefix.auto.placement import WORTH, _best_move, _Placed, describe_rows, place_rows, row_cost
 from verl_prefix.auto.shape import ModelShape
 from verl_prefix.trainer.mini_batches import fill_mini_batches
 
@@ -138,6 +138,18 @@ def test_loads_are_those_of_the_rows_that_ranks_hold(adds, rng):
             placed.remove(rank, group, held[: rng.randint(1, len(held))])
         found = [sum(prefixes[g] + sum(suffixes[i] for i in rows) for g, rows in own.items()) for own in placed.held]
         assert placed.loads == found and placed.loads[placed.least()] == min(found)
+
+
+@pytest.mark.parametrize("there", [0, 1])
+def test_rows_of_the_group_whose_prefix_is_there_already_move_first(there):
+    placed = _Placed([10.0, 10.0], [4.0] * 5, set(), 2)
+    placed.add(0, 0, [0, 1])
+    placed.add(0, 1, [2, 3])
+    placed.add(1, there, [4])
+    assert _best_move(placed, 0, 1, target=32.0) == (there, [2 * there])
+    # Two rows must leave, and the low rank has room for both: still of that group, since the other's prefix costs more.
+    assert _best_move(placed, 0, 1, target=28.0) == (there, [2 * there, 2 * there + 1])
+    assert _best_move(placed, 0, 1, target=15.0) is None, "no row fits"
 
 
 def test_rows_that_stay_are_described():

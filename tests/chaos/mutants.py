@@ -1,11 +1,12 @@
 """Small changes of the code that computes, one at a time: who sees that results are wrong?
 
     python tests/chaos/mutants.py --out mutants.json --count 300
+    python tests/chaos/mutants.py --out mutants.json --ask
 
 A mutant has one comparison, number, sign, condition or statement changed. It runs batches of several kinds through a
 prefix engine (gloo ranks, fp32), which stock's stored results judge as `make fuzz` does. Where they are wrong, the
-self-check of a first update is asked, in fp32 and in bf16. Mutants that no batch shows are listed: a test of the suite
-kills them, or they change nothing that matters. Each runs in a process of its own.
+self-check of a first update is asked, in fp32 and in bf16. Each runs in a process of its own. `--ask` then asks
+`TESTS` about each mutant that no batch showed, up to the first test that fails.
 """
 
 import argparse
@@ -15,7 +16,10 @@ import json
 import os
 import pickle
 import random
+import re
+import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -45,6 +49,26 @@ SWAPPED = {
     ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In, ast.Add: ast.Sub, ast.Sub: ast.Add,
     ast.Mult: ast.Add, ast.FloorDiv: ast.Mult, ast.Mod: ast.FloorDiv, ast.Div: ast.Mult, ast.And: ast.Or,
     ast.Or: ast.And, ast.BitXor: ast.BitOr, ast.BitOr: ast.BitAnd, ast.BitAnd: ast.BitOr,
+}  # fmt: skip
+
+
+# Tests that are asked about a mutant of a file or a room, the first that its name begins with.
+LAYOUTS = "tests/core/test_groups_layout.py tests/core/test_trees.py"
+TESTS = {
+    "auto/placement": "tests/auto/test_placement.py",
+    "core/calls": "tests/core/test_kernels.py tests/core/test_flash_attn_package.py",
+    "core/kernels": "tests/core/test_kernels.py",
+    "core/trees": "tests/core/test_trees.py",
+    "core/groups": LAYOUTS, "core/layout": LAYOUTS, "core/waves": f"{LAYOUTS} tests/auto/test_cost.py",
+    "core/offload": "tests/core/test_offload.py tests/core/test_fsdp.py",
+    "core/prefix_cache": "tests/core/test_lifetime.py tests/core/test_schedule.py",
+    "core/": "tests/core/test_kernels.py tests/core/test_schedule.py tests/core/test_lifetime.py",
+    "models/recurrent": "tests/auto/test_recurrent_cost.py tests/models/test_recurrent_packages.py",
+    "models/vision": "tests/models/test_vision.py tests/models/test_frozen.py",
+    "models/": "tests/core/test_schedule.py tests/api",
+    "engine/mini_batch": "tests/engine/test_faults.py",
+    "engine/outputs": "tests/engine/test_engine_equivalence.py",
+    "engine/": "tests/engine/test_exchange_rows.py tests/engine/test_exchange.py",
 }  # fmt: skip
 
 
@@ -245,12 +269,52 @@ def summary(found: list[dict]) -> dict[str, Any]:
     return {**Counter(one["shown by"] for one in found), "self-check": {"wrong": len(wrong), **seen}}
 
 
+def ask(out: Path, then: list[str]) -> None:
+    """Adds to a report, of every mutant that no batch showed, the test that fails with it, or None.
+
+    Args:
+        then: tests that are asked last, whatever the mutant.
+    """
+    report = json.loads(out.read_text())
+    for one in report["mutants"]:
+        if one["shown by"] != "nothing" or one.get("seen by test") or one.get("why"):
+            continue
+        tree = ast.parse((ROOT / "verl_prefix" / one["file"]).read_text())
+        line, what, act = changes(tree)[one["number"]]
+        if (line, what) != (one["line"], one["what"]):
+            raise SystemExit(f"{one['file']} is no longer what the report is of")
+        asked = next(tests for name, tests in TESTS.items() if one["file"].startswith(name)).split() + then
+        before = one.get("asked", [])
+        if not (asked := [test for test in asked if test not in before]):
+            continue
+        act()
+        with tempfile.TemporaryDirectory() as folder:
+            for name in ("verl_prefix", "tests", "recipes", "examples", "pyproject.toml", "setup.py", "Makefile"):
+                copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
+                copy(ROOT / name, Path(folder, name))
+            Path(folder, "verl_prefix", one["file"]).write_text(ast.unparse(ast.fix_missing_locations(tree)))
+            words = ["-n", "0", "-x", "-q", "-m", "not full and not ray", "-p", "no:cacheprovider", "--timeout", "300"]
+            command = [sys.executable, "-m", "pytest", *words, *asked]
+            done = subprocess.run(command, cwd=folder, env=os.environ | {"PYTHONPATH": folder}, text=True,
+                                  capture_output=True, check=False)  # fmt: skip
+        failed = re.search(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.M)
+        one["asked"], one["seen by test"] = [*before, *asked], failed and failed[1]
+        if done.returncode and not failed:
+            one["seen by test"] = f"exit code {done.returncode}"
+        out.write_text(json.dumps(report, indent=1) + "\n")
+        print(f"{one['file']}:{line} {what}: {one['seen by test']}", flush=True)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     parser.add_argument("--out", type=Path, required=True, help="JSON file of the results, written after every mutant")
     parser.add_argument("--count", type=int, default=300, help="of mutants, drawn from all")
     parser.add_argument("--only", default="", help="files whose name has this in it")
+    parser.add_argument("--ask", nargs="*", metavar="TEST", help="the suite, about mutants of --out; and these tests")
     args = parser.parse_args()
+    if args.ask is not None:
+        ask(args.out, args.ask)
+        return 0
 
     import transformers.models.qwen3.modeling_qwen3  # noqa: F401  what every process needs, once
     import verl.workers.engine_workers  # noqa: F401
@@ -279,7 +343,8 @@ def main() -> int:
                 world,
                 functools.partial(run_cases, world, models, stock[world], (module, ast.fix_missing_locations(tree))),
             )
-            found = {"file": file, "line": line, "what": what, "shown by": shown_by(ranks), "ranks": ranks}
+            found = {"file": file, "number": number, "line": line, "what": what}
+            found |= {"shown by": shown_by(ranks), "ranks": ranks}
             report["mutants"].append(found)
             report["summary"] = summary(report["mutants"])
             write_whole(args.out, json.dumps(report, indent=1) + "\n")

@@ -147,3 +147,16 @@ def test_fifty_steps_leave_no_tensor_behind():
         return sum(isinstance(x, torch.Tensor) for x in gc.get_objects())
 
     assert count_after(3) == count_after(50)
+
+
+def test_a_cache_that_an_exceptions_frames_hold_frees_what_waves_sent_back():
+    cache = prefix_cache.PrefixCache()
+    with pytest.raises(RuntimeError, match="a wave"), cache:
+        cache.capture("layer", torch.ones(3, 1, 2, requires_grad=True))
+        cache.add_grad("layer", slice(0, 2), torch.ones(2, 1, 2))
+        sent = weakref.ref(cache.take("layer")[0])
+        cache.add_grad("layer", slice(0, 2), torch.ones(2, 1, 2))
+        kept = weakref.ref(cache._grad["layer"][0])
+        assert sent() is None and kept() is not None
+        raise RuntimeError("a wave")
+    assert kept() is None

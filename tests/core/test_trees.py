@@ -64,6 +64,17 @@ def test_a_row_is_cut_a_token_before_its_messages_end(ends, prompt_len, cuts):
     assert cuts_at(ends, prompt_len) == cuts
 
 
+def test_growing_prompts_are_one_strand():
+    """Rows of prompts 10, 20 and 30 tokens long, each with a response of three of its own."""
+    prompts = [10, 20, 30]
+    rows = [torch.cat([torch.arange(n), 100 + 10 * i + torch.arange(3)]) for i, n in enumerate(prompts)]
+    offsets = [0, *accumulate(map(len, rows))]
+    cuts = [[n - 1 for n in prompts[: i + 1]] for i in range(3)]
+    (group,) = group_trees(torch.cat(rows), offsets, prompts, cuts)
+    assert [(strand.start, strand.end) for strand in group.strands] == [(0, 29)] and group.prefix_len == 29
+    assert [fork.start for fork in group.forks] == [9, 19, 29]
+
+
 @pytest.fixture(scope="module")
 def small():
     config = Qwen3Config(

@@ -285,6 +285,22 @@ def test_one_long_response_pads_no_short_one(monkeypatch):
     assert ((torch.cat(run_shared(model, batch, "packed", train=False)) - truth).norm() / truth.norm()).item() < 5e-6
 
 
+@pytest.mark.parametrize("family", ["llama3", "qwen3-next", "granite4-h"])
+def test_a_run_leaves_modules_and_hooks_as_they_were(family):
+    model, batch = build(family), random_rollouts(SHAPE, 128)
+
+    def state() -> list:
+        hooks = "_forward_pre_hooks", "_forward_hooks", "_backward_hooks"
+        return [
+            (name, sorted(vars(module)), *(list(getattr(module, kind).values()) for kind in hooks))
+            for name, module in model.named_modules()
+        ]
+
+    before = state()
+    run_shared(model, batch, "packed")
+    assert state() == before
+
+
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("family", ["llama3", "mistral-window-8", "gpt-oss-window-9"])
 def test_attention_that_is_kept_runs_no_kernel_again_and_changes_nothing(family, schedule, monkeypatch):

@@ -11,6 +11,7 @@ import pytest
 import torch
 from families import float64_inside  # noqa: F401
 from schedules import errors, measure
+from transformers import Qwen3Config, Qwen3ForCausalLM
 from vision_cases import FAMILIES, Case, paths  # noqa: F401
 
 from verl_prefix.core.groups import Group
@@ -148,3 +149,10 @@ def test_a_video_of_glm4v_is_refused():
     batch = vision.PixelBatch([pixels], torch.tensor([5, 5, 5, 5, 4]), [0, 5], config)
     with pytest.raises(ValueError, match="row 0 has a video, .* train it on images"):
         batch.of([Group((0,), 4, (1,))], torch.device("cpu"))
+
+
+def test_the_tower_is_the_one_that_sees_and_text_has_none(paths):  # noqa: F811
+    model = Case(paths[next(iter(FAMILIES))]).model
+    assert vision.tower_of(model) is model.model.visual
+    with pytest.raises(ValueError, match="freeze_vision_tower=True, and a qwen3 model has none; remove it"):
+        vision.tower_of(Qwen3ForCausalLM(Qwen3Config(num_hidden_layers=1, hidden_size=8, vocab_size=8)))

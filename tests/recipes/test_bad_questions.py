@@ -9,7 +9,7 @@ from types import ModuleType
 import pyarrow.parquet
 import pytest
 from broken_files import broken, files, fuzzed, lines_of, put
-from hypothesis import given
+from hypothesis import example, given
 from PIL import Image
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
@@ -58,6 +58,9 @@ def test_broken_questions(recipe, name, whole, values, options, tmp_path, monkey
 
     @fuzzed
     @given(broken(whole, values))
+    @example(("deep", b"DEEP"))
+    @example(("value", json.dumps([VIDEO[0] | {"path": "a\nb"}]).encode()))
+    @example(("value", json.dumps([MUSIQUE[0] | {"id": "a\nb"}] * 2).encode()))
     def run(drawn):
         for path in Path("data").glob("*"):
             path.unlink()
