@@ -66,7 +66,9 @@ def markdown(report: dict[str, Any]) -> str:
         "moments alone do not fit.", "",
         *table(head, rows),
         "stock_row is verl's own path, a row in a pass. Under Ulysses it is the time of verl's engine, which sends "
-        "nothing in recurrent layers, and whose results are wrong for this model.", "",
+        "nothing in recurrent layers, and whose results are wrong for this model. Where one rank computes a row, a "
+        "pass has room for one, and packed shares nothing. On 32 GPUs every pass gathers weights from other nodes, and "
+        "phased has more of them.", "",
     ]  # fmt: skip
     return "\n".join(lines)
 

@@ -20,8 +20,8 @@ RESULTS = "examples/results/README.md"
 NOT_HELD = (
     "examples/results/bench_cpu.md", "examples/results/coverage.md", "examples/results/placement.md",
     "examples/results/placement_turns.md",
-    "examples/results/simulated_tables.md", "examples/results/simulated_turns.md", "examples/results/trees.md",
-    "examples/results/verl_scripts.md",
+    "examples/results/simulated_tables.md", "examples/results/simulated_turns.md",
+    "examples/results/simulated_ulysses.md", "examples/results/trees.md", "examples/results/verl_scripts.md",
     "recipes/musique/", "recipes/video_rlvr/",
 )  # fmt: skip
 HELD = [name for name in MARKDOWN if not name.startswith(NOT_HELD)]
