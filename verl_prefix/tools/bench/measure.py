@@ -214,7 +214,7 @@ def resume(fresh: dict[str, Any], out: Path | None) -> dict[str, Any]:
     try:
         report = dict(parse_json(out.read_text()))
     except (ValueError, TypeError) as error:
-        raise ValueError(f"--out {out} is no JSON of a report ({error}); delete it, or name another file") from error
+        raise ValueError(f"--out {out} is not JSON of a report ({error}); delete it, or name another file") from error
     for key in ("schema", "git", "device", "versions", "config"):
         if report.get(key) != fresh[key]:
             raise ValueError(
