@@ -5,6 +5,7 @@ import json
 import types
 from pathlib import Path
 
+import families
 import hypothesis
 import hypothesis.strategies as st
 import pytest
@@ -61,13 +62,12 @@ def test_passes_of_a_plan_count_each_token_once():
         ("LlamaConfig", {}),
         ("Qwen3Config", dict(tie_word_embeddings=True)),
         ("MixtralConfig", dict(num_local_experts=4, num_experts_per_tok=2)),
+        ("DeepseekV3Config", families.MLA | dict(q_lora_rank=24)),
     ],
 )
 def test_flops_are_those_of_the_matmuls_that_run(config_class, fields):
-    config = getattr(transformers, config_class)(
-        vocab_size=97, hidden_size=64, intermediate_size=80, num_hidden_layers=3, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=16, **fields,
-    )  # fmt: skip
+    sizes = dict(vocab_size=97, hidden_size=64, intermediate_size=80, num_hidden_layers=3, num_attention_heads=4)
+    config = getattr(transformers, config_class)(**sizes | dict(num_key_value_heads=2, head_dim=16) | fields)
     config._experts_implementation = "eager"
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
     batch = random_rollouts([(30, [8, 9, 10])], 97)
@@ -76,7 +76,9 @@ def test_flops_are_those_of_the_matmuls_that_run(config_class, fields):
     shape = model_shape(model, torch.float32)
     # torch does not count the CPU attention kernels; rotary angles are a small matmul, which the model leaves out.
     assert counter.get_total_flops() == pytest.approx(56 * shape.linear + 27 * shape.head, rel=1e-2)
-    assert (shape.windows, shape.pair, shape.kv) == ((None,) * 3, 4.0 * 4 * 16, 2.0 * 3 * 2 * 16 * 4)
+    kv_heads, head_dim = (4, 16 + 8) if config_class == "DeepseekV3Config" else (2, 16)
+    assert (shape.windows, shape.pair) == ((None,) * 3, 4.0 * 4 * head_dim)
+    assert shape.kv == 2.0 * 3 * kv_heads * head_dim * 4
 
 
 TREES = {

@@ -32,7 +32,7 @@ from engines import (
 )
 from shared_models import OURS, SharedModels
 from torch.distributed import get_rank
-from transformers import AutoConfig, SeedOssConfig, SeedOssForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 from whole_tensors import full, whole
 
 from verl_prefix.core.groups import Group
@@ -92,6 +92,9 @@ CASES = {
     # Its config drops out; the overrides are those that the refusal names.
     "seed_oss": {"family": "seed_oss", "override_config": NO_DROPOUT},
     "seed_oss_phased": dict(family="seed_oss", override_config=NO_DROPOUT, schedule="phased", wave_tokens=40),
+    "latent_attention": {"family": "deepseek_v3"},
+    "latent_attention_phased": dict(family="deepseek_v3", schedule="phased", wave_tokens=40, offload=True),
+    "latent_attention_checkpointed": dict(family="deepseek_v3", gradient_checkpointing=True, logits_chunk=7),
     "tool_tokens": {"tool_tokens": True, "use_kl_loss": True},
     "tool_tokens_phased": {"tool_tokens": True, "schedule": "phased", "wave_tokens": 40, "logits_chunk": 7},
     "tool_tokens_padded": {"tool_tokens": True, "padded": True, "loss_agg_mode": "seq-mean-token-mean"},
@@ -597,12 +600,23 @@ def _refuses_routing_replay(models: dict) -> None:
         engine.infer_batch(routed)
 
 
-def _write_seed_oss(path: Path) -> str:
-    sizes = dict(hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4, head_dim=32)
-    config = SeedOssConfig(**sizes, num_key_value_heads=2, vocab_size=512, attention_dropout=0.1, residual_dropout=0.1)
-    reasons = "; ".join(unsupported_reasons(config))
-    assert reasons == "attention_dropout=0.1; residual_dropout=0.1"
-    SeedOssForCausalLM(config).save_pretrained(path)
+def _write(path: Path, kind: str) -> str:
+    """Tiny models of two families that are not `write_tiny_model`'s: with dropout, and with values of another size than
+    keys."""
+    sizes = dict(hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4, vocab_size=512)
+    fields = {
+        "seed_oss": dict(num_key_value_heads=2, head_dim=32, attention_dropout=0.1, residual_dropout=0.1),
+        "deepseek_v3": dict(
+            num_key_value_heads=4, q_lora_rank=48, kv_lora_rank=40, qk_nope_head_dim=24, qk_rope_head_dim=16,
+            v_head_dim=20, n_routed_experts=4, num_experts_per_tok=2, n_group=1, topk_group=1,
+            moe_intermediate_size=64, first_k_dense_replace=1,
+        ),
+    }  # fmt: skip
+    config = AutoConfig.for_model(kind, **sizes, **fields[kind])
+    refused = {"seed_oss": ["attention_dropout=0.1", "residual_dropout=0.1"], "deepseek_v3": []}
+    assert unsupported_reasons(config) == refused[kind]
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(path)
     return str(path)
 
 
@@ -614,7 +628,7 @@ def models(tmp_path_factory):
     window = dict(use_sliding_window=True, sliding_window=25, max_window_layers=1)
     models["window"] = write_tiny_model(tmp / "window", **window)
     models["tied"] = write_tiny_model(tmp / "tied", tie_word_embeddings=True)
-    models["seed_oss"] = _write_seed_oss(tmp / "seed_oss")
+    models |= {kind: _write(tmp / kind, kind) for kind in ("seed_oss", "deepseek_v3")}
     models["deep"] = write_tiny_model(tmp / "deep", num_hidden_layers=4)  # verl offloads from three layers on
     return models
 

@@ -22,6 +22,11 @@ LLAMA3_ROPE = dict(
 QWEN2_WINDOW = dict(use_sliding_window=True, sliding_window=7, max_window_layers=2)
 QWEN3_MOE = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
 SHARED_EXPERT = QWEN3_MOE | dict(shared_expert_intermediate_size=32)
+MLA = dict(
+    kv_lora_rank=20, qk_nope_head_dim=16, head_dim=8, qk_rope_head_dim=8, v_head_dim=12, num_key_value_heads=4,
+    n_routed_experts=4, num_experts_per_tok=2, n_group=1, topk_group=1, moe_intermediate_size=32,
+    first_k_dense_replace=1,
+)  # fmt: skip
 GEMMA3 = dict(query_pre_attn_scalar=24, layer_types=["sliding_attention"] * 3 + ["full_attention"])
 GEMMA2 = dict(attn_logit_softcapping=2.0, final_logit_softcapping=5.0, query_pre_attn_scalar=24)
 DELTA_NET = dict(
@@ -56,6 +61,8 @@ FAMILIES = {
     "phi3-window-9": ("Phi3Config", dict(sliding_window=9), "window < P", "merged"),
     "glm4": ("Glm4Config", dict(partial_rotary_factor=0.5), "partial rope", "merged"),
     "seed-oss": ("SeedOssConfig", dict(residual_dropout=0.0), "biases, head dim of its own", "merged"),
+    "deepseek-v3": ("DeepseekV3Config", MLA | dict(q_lora_rank=24), "MLA, MoE", "merged"),
+    "glm4-moe-lite": ("Glm4MoeLiteConfig", MLA | dict(q_lora_rank=None), "MLA, MoE", "merged"),
     "olmo2": ("Olmo2Config", {}, "post-norm", "merged"),
     "gemma2-window-9": ("Gemma2Config", GEMMA2 | dict(sliding_window=9), "softcap, alternating window", "reference"),
     "gemma3-window-9": ("Gemma3TextConfig", GEMMA3 | dict(sliding_window=9), "alternating window", "merged"),

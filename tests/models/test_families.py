@@ -335,7 +335,7 @@ def test_attention_that_is_kept_runs_no_kernel_again_and_changes_nothing(family,
 @pytest.mark.parametrize(
     ("config_class", "fields", "found"),
     [
-        ("DeepseekV3Config", {}, "kv_lora_rank=512"),
+        ("GlmMoeDsaConfig", {}, "index_topk=2048"),
         ("MambaConfig", {}, "state_size"),
         ("JambaConfig", {}, "mamba"),
         ("FalconH1Config", {}, "mamba"),

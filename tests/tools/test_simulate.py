@@ -72,7 +72,7 @@ def seeing(kind: str, layers: int = 1, depth: int = 2) -> PretrainedConfig:
     marked = list(range(1, depth, 2))
     fields = {"qwen2_5_vl": dict(fullatt_block_indexes=marked, window_size=48),
               "qwen3_vl": dict(deepstack_visual_indexes=marked, num_position_embeddings=64)}  # fmt: skip
-    fields["qwen3_vl_moe"] = fields["qwen3_vl"]
+    fields |= {"qwen3_vl_moe": fields["qwen3_vl"], "glm4v": dict(image_size=32)}
     experts = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48) if kind.endswith("moe") else {}
     return AutoConfig.for_model(
         kind,
@@ -93,7 +93,7 @@ def clip_job(kind: str, dtype: torch.dtype = torch.bfloat16, checkpointing: bool
     """Three responses to a clip, whose 120 tokens the prompt begins with."""
     return replace(
         small_job(dtype, checkpointing), config=seeing(kind), groups=(Group((0, 1, 2), 192, (64, 70, 50)),),
-        budget=1024, grids=(((2, 12, 20),),),
+        budget=1024, grids=(((1, 24, 20) if kind == "glm4v" else (2, 12, 20),),),
     )  # fmt: skip
 
 
@@ -140,7 +140,7 @@ def update_on_cpu(job: Job, arm: Arm, fake: bool) -> tuple[float, dict, dict]:
          ("packed", True, torch.float32, "search"), ("phased", True, torch.float32, "turns"),
          ("phased", False, torch.bfloat16, ""), ("phased", True, torch.float32, ""),
          ("packed", True, torch.bfloat16, "qwen2_5_vl"), ("stock", False, torch.float32, "qwen3_vl"),
-         ("packed", True, torch.bfloat16, "qwen3_vl_moe")))],
+         ("packed", True, torch.bfloat16, "qwen3_vl_moe"), ("packed", True, torch.bfloat16, "glm4v")))],
 )  # fmt: skip
 def test_the_peak_is_the_allocator_s_and_flops_are_the_counter_s(elsewhere, name, checkpointing, dtype, kind):
     if kind in TREES:

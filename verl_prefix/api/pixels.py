@@ -1,4 +1,4 @@
-"""A processor's output for many prompts -> each row's own pixels and positions (Qwen2.5-VL and Qwen3-VL)."""
+"""A processor's output for many prompts -> each row's own pixels and positions."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

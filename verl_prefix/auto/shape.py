@@ -95,10 +95,14 @@ def model_shape(model: PreTrainedModel, dtype: torch.dtype) -> ModelShape:
     layers, heads = text.num_hidden_layers, text.num_attention_heads
     windows = tuple(layer_window(text, layer) for layer in range(layers) if layer not in recurrent)
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
+    if latent := getattr(text, "kv_lora_rank", None):  # its values are padded to this, see `models.hookup`
+        head_dim = text.qk_nope_head_dim + text.qk_rope_head_dim
     kv_heads = getattr(text, "num_key_value_heads", None) or heads
     # Kept per token and layer: inputs of norms, residuals and projections, and the MLP's; of attention q, k, v twice
     # (rotated) and out.
     mixing = 2.0 * len(windows) * (heads + kv_heads) * head_dim * text.hidden_size
+    if latent:
+        mixing = sum(_linear_weights(m) for m in body.modules() if hasattr(m, "kv_b_proj"))
     mixing += sum(_linear_weights(mixer.module) for mixer in mixers)
     mlps = max(weights - mixing, 0) / text.hidden_size / 3
     kept = 6.0 * layers * text.hidden_size + 4 * mlps + 2.0 * len(windows) * (heads + 2 * kv_heads) * head_dim

@@ -41,8 +41,11 @@ def grouped_attention_forward(
     prefix_pass: AttentionPass | None = None,
     **kwargs: object,
 ) -> tuple[torch.Tensor, None]:
-    """transformers' attention interface: query [1, H, T, D], key and value [1, K, T, D], s_aux (sinks) [H]
-    -> [1, T, H, D].
+    """transformers' attention interface: query [1, H, T, D], key [1, K, T, D], value [1, K, T, V] with V <= D, s_aux
+    (sinks) [H] -> [1, T, H, V].
+
+    Where V < D (multi-head latent attention), zeros beside the values make it one size, as transformers does for flash
+    attention: kernels, caches and the self-check know one head dim.
 
     Raises:
         RuntimeError: the model asks for something that `unsupported_reasons` did not foresee.
@@ -60,8 +63,11 @@ def grouped_attention_forward(
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     if torch.is_autocast_enabled(q.device.type):  # as SDPA does: norms may have left fp32 queries beside bf16 values
         q, k, v = (x.to(torch.get_autocast_dtype(q.device.type)) for x in (q, k, v))
+    width = v.shape[-1]
+    v = torch.nn.functional.pad(v, (0, q.shape[-1] - width)) if width < q.shape[-1] else v
     params = AttentionParams(q.shape[-1] ** -0.5 if scaling is None else scaling, sliding_window, softcap)
-    return prefix_pass.attend(module.layer_idx, q, k, v, sinks=s_aux, params=params).unsqueeze(0), None
+    out = prefix_pass.attend(module.layer_idx, q, k, v, sinks=s_aux, params=params)
+    return out[..., :width].unsqueeze(0), None
 
 
 AttentionInterface.register(ATTENTION_NAME, torch.compiler.disable(grouped_attention_forward))

@@ -16,7 +16,7 @@ from verl_prefix.models.vision import MODEL_TYPES, is_vision_config
 _STATEFUL = ("mamba_d_state", "mamba_d_ssm", "ssm_state_size", "state_size", "linear_conv_kernel_dim", "conv_L_cache")
 # And of attention that reads other keys and values than a layer's own of earlier tokens.
 _OTHERS = (
-    "attention_chunk_size", "num_kv_shared_layers", "use_bidirectional_attention", "qk_nope_head_dim", "kv_lora_rank",
+    "attention_chunk_size", "num_kv_shared_layers", "use_bidirectional_attention", "index_topk",
 )  # fmt: skip
 # Layer types of the models whose recurrent layers are supported.
 _RECURRENT_LAYERS = {"linear_attention", "conv", "mamba", "attention"}
