@@ -27,6 +27,7 @@ MLA = dict(
     n_routed_experts=4, num_experts_per_tok=2, n_group=1, topk_group=1, moe_intermediate_size=32,
     first_k_dense_replace=1,
 )  # fmt: skip
+GLM4_MOE = dict(n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, first_k_dense_replace=1)
 GEMMA3 = dict(query_pre_attn_scalar=24, layer_types=["sliding_attention"] * 3 + ["full_attention"])
 GEMMA2 = dict(attn_logit_softcapping=2.0, final_logit_softcapping=5.0, query_pre_attn_scalar=24)
 DELTA_NET = dict(
@@ -60,6 +61,7 @@ FAMILIES = {
     "phi3": ("Phi3Config", dict(sliding_window=None), "fused qkv", "merged"),
     "phi3-window-9": ("Phi3Config", dict(sliding_window=9), "window < P", "merged"),
     "glm4": ("Glm4Config", dict(partial_rotary_factor=0.5), "partial rope", "merged"),
+    "glm4-moe": ("Glm4MoeConfig", GLM4_MOE, "partial rope, biases, MoE", "merged"),
     "seed-oss": ("SeedOssConfig", dict(residual_dropout=0.0), "biases, head dim of its own", "merged"),
     "deepseek-v3": ("DeepseekV3Config", MLA | dict(q_lora_rank=24), "MLA, MoE", "merged"),
     "glm4-moe-lite": ("Glm4MoeLiteConfig", MLA | dict(q_lora_rank=None), "MLA, MoE", "merged"),
