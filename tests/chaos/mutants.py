@@ -54,6 +54,7 @@ SWAPPED = {
 
 # Tests that are asked about a mutant of a file or a room, the first that its name begins with.
 LAYOUTS = "tests/core/test_groups_layout.py tests/core/test_trees.py"
+FAMILIES = "tests/models/test_families.py::test_"
 TESTS = {
     "auto/placement": "tests/auto/test_placement.py",
     "core/calls": "tests/core/test_kernels.py tests/core/test_flash_attn_package.py",
@@ -62,8 +63,10 @@ TESTS = {
     "core/groups": LAYOUTS, "core/layout": LAYOUTS, "core/waves": f"{LAYOUTS} tests/auto/test_cost.py",
     "core/offload": "tests/core/test_offload.py tests/core/test_fsdp.py",
     "core/prefix_cache": "tests/core/test_lifetime.py tests/core/test_schedule.py",
-    "core/": "tests/core/test_kernels.py tests/core/test_schedule.py tests/core/test_lifetime.py",
-    "models/recurrent": "tests/auto/test_recurrent_cost.py tests/models/test_recurrent_packages.py",
+    "core/": "tests/core/test_kernels.py tests/core/test_schedule.py tests/core/test_lifetime.py "
+    f"{FAMILIES}attention_that_is_kept_runs_no_kernel_again_and_changes_nothing",
+    "models/recurrent": "tests/auto/test_recurrent_cost.py tests/models/test_recurrent_packages.py "
+    f"{FAMILIES}a_run_leaves_modules_and_hooks_as_they_were",
     "models/vision": "tests/models/test_vision.py tests/models/test_frozen.py",
     "models/": "tests/core/test_schedule.py tests/api",
     "engine/mini_batch": "tests/engine/test_faults.py",
@@ -187,7 +190,7 @@ def in_ranks(world: int, job: Callable[[], Any]) -> list[Any]:
 
 
 def raised(error: str) -> list[dict]:
-    return [{"result": "raises", "error": error}]
+    return [{"result": "raises", "error": error.replace(f"{ROOT}/", "")}]
 
 
 def _forked(rank: int, world: int, folder: Path, job: Callable[[], Any]) -> int:
@@ -263,14 +266,19 @@ def shown_by(ranks: list[list[dict]]) -> str:
 
 
 def summary(found: list[dict]) -> dict[str, Any]:
-    """Mutants by what showed them; and of batches that were wrong, how many the self-check alone sees."""
+    """Mutants by what showed them; of those that batches do not show, how many a test sees, and how many nothing can;
+    of batches that were wrong, how many the self-check alone sees."""
     wrong = [[rank[-1] for rank in one["ranks"]] for one in found if one["shown by"] == "wrong"]
     seen = {dtype: sum(any(rank.get(dtype) for rank in ranks) for ranks in wrong) for dtype in ("fp32", "bf16")}
-    return {**Counter(one["shown by"] for one in found), "self-check": {"wrong": len(wrong), **seen}}
+    rest = [one for one in found if one["shown by"] == "nothing"]
+    tests = {"seen": sum(bool(one.get("seen by test")) for one in rest), "equal": sum("why" in one for one in rest)}
+    shown = Counter(one["shown by"] for one in found)
+    return {**shown, "tests": tests, "self-check": {"wrong": len(wrong), **seen}}
 
 
 def ask(out: Path, then: list[str]) -> None:
-    """Adds to a report, of every mutant that no batch showed, the test that fails with it, or None.
+    """Adds to a report, of every mutant that no batch showed, the test that fails with it, or None. One that changes
+    nothing may say so there, as `why`: it is not asked about.
 
     Args:
         then: tests that are asked last, whatever the mutant.
@@ -301,6 +309,7 @@ def ask(out: Path, then: list[str]) -> None:
         one["asked"], one["seen by test"] = [*before, *asked], failed and failed[1]
         if done.returncode and not failed:
             one["seen by test"] = f"exit code {done.returncode}"
+        report["summary"] = summary(report["mutants"])
         out.write_text(json.dumps(report, indent=1) + "\n")
         print(f"{one['file']}:{line} {what}: {one['seen by test']}", flush=True)
 

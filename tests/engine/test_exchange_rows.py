@@ -525,3 +525,11 @@ def test_a_rank_that_dies_is_an_error_on_the_others(results):
     for rank in (0, 2, 3):
         error, seconds = results[rank]["a rank dies"]
         assert error and seconds < SECONDS, error
+
+
+def test_a_number_per_row_is_laid_out_otherwise_than_a_jagged_row_of_numbers():
+    from verl_prefix.engine.row_bytes import RowBytes
+
+    jagged = torch.nested.as_nested_tensor([torch.ones(2), torch.ones(1)], layout=torch.jagged)
+    layouts = [RowBytes({"x": x}).layout for x in (torch.ones(2), torch.ones(2, 1), torch.ones(3), jagged)]
+    assert layouts[0] == layouts[2] and len(set(layouts)) == 3

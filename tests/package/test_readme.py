@@ -251,6 +251,11 @@ def mutant_quotes(load: Load) -> Iterator[tuple]:
     by, seen = report["summary"], report["summary"]["self-check"]
     yield "{} of {:,} small changes", len(report["mutants"]), report["drawn_from"]
     yield "{} raise, {} make results wrong, and {} change no result", by["raises"], by["wrong"], by["nothing"]
+    asked = [one for one in report["mutants"] if one["shown by"] == "nothing"]
+    assert all(bool(one.get("seen by test")) != bool(one.get("why")) for one in asked)
+    new = sum(one.get("test is new", False) for one in asked)
+    yield "Of these {} the tests see {} (`--ask`), {} of them since", len(asked), by["tests"]["seen"], new
+    yield "the other {} change nothing that a test could see", by["tests"]["equal"]
     yield "alone sees {} of the {} that are wrong in fp32 and {} in bf16", seen["fp32"], seen["wrong"], seen["bf16"]
 
 
