@@ -361,7 +361,7 @@ def make_predictor():
     prefix = {"schedule": "auto", "logits_chunk": 4096, "wave_tokens": None, "offload": False, "min_speedup": 1.05}
     model = types.SimpleNamespace(enable_gradient_checkpointing=False, get=lambda key: None)
     actor = types.SimpleNamespace(prefix=types.SimpleNamespace(**prefix), fsdp_config={})
-    return Predictor(types.SimpleNamespace(actor=actor, model=model), SHAPE, Sizes(1, 1, 1, 2, {}), False, 0.0)
+    return Predictor(types.SimpleNamespace(actor=actor, model=model), SHAPE, Sizes(1, 1, 1, 2, {}), False, False, 0.0)
 
 
 def test_plan_decides_on_ref_as_the_engine_that_computes_it():

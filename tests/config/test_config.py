@@ -118,11 +118,13 @@ def test_sequence_parallelism_of_ref_alone_is_checked_where_the_config_is_resolv
         OmegaConf.resolve(composed(f"actor_rollout_ref.model.path={model_path}", *overrides))
 
     ref = "actor_rollout_ref.ref.fsdp_config.ulysses_sequence_parallel_size"
-    resolve(f"{ref}=4")
-    resolve(f"{ref}=8", f"{ACTOR}.prefix.schedule=stock")
+    has_ref = f"{ACTOR}.use_kl_loss=True"
+    resolve(has_ref, f"{ref}=4")
+    resolve(f"{ref}=8")
+    resolve(has_ref, f"{ref}=8", f"{ACTOR}.prefix.schedule=stock")
     for size, message in ((8, "of this qwen3 model 4 heads .*; set 4$"), (3, "does not divide 8 GPUs")):
         with pytest.raises(ValueError, match=rf"{ref}={size}:? {message}"):
-            resolve(f"{ref}={size}")
+            resolve(has_ref, f"{ref}={size}")
 
 
 @pytest.mark.parametrize("loss_mode", ["geo_mean", "clip_cov", "mine"])

@@ -7,7 +7,6 @@ import inspect
 import os
 import re
 import warnings
-from pathlib import Path
 from unittest import mock
 
 import broken_states
@@ -30,15 +29,15 @@ from engines import (
     _relative,
     depends_on_rates,
 )
+from other_models import write_other_model
 from shared_models import OURS, SharedModels
 from torch.distributed import get_rank
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 from whole_tensors import full, whole
 
 from verl_prefix.core.groups import Group
 from verl_prefix.core.kernels import cpu
 from verl_prefix.engine.self_check import LayerCheck
-from verl_prefix.models.support import unsupported_reasons
 from verl_prefix.testing import write_tiny_model
 
 AGG_MODES = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
@@ -600,26 +599,6 @@ def _refuses_routing_replay(models: dict) -> None:
         engine.infer_batch(routed)
 
 
-def _write(path: Path, kind: str) -> str:
-    """Tiny models of two families that are not `write_tiny_model`'s: with dropout, and with values of another size than
-    keys."""
-    sizes = dict(hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4, vocab_size=512)
-    fields = {
-        "seed_oss": dict(num_key_value_heads=2, head_dim=32, attention_dropout=0.1, residual_dropout=0.1),
-        "deepseek_v3": dict(
-            num_key_value_heads=4, q_lora_rank=48, kv_lora_rank=40, qk_nope_head_dim=24, qk_rope_head_dim=16,
-            v_head_dim=20, n_routed_experts=4, num_experts_per_tok=2, n_group=1, topk_group=1,
-            moe_intermediate_size=64, first_k_dense_replace=1,
-        ),
-    }  # fmt: skip
-    config = AutoConfig.for_model(kind, **sizes, **fields[kind])
-    refused = {"seed_oss": ["attention_dropout=0.1", "residual_dropout=0.1"], "deepseek_v3": []}
-    assert unsupported_reasons(config) == refused[kind]
-    torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(config).save_pretrained(path)
-    return str(path)
-
-
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
     tmp = tmp_path_factory.mktemp("engine")
@@ -628,7 +607,7 @@ def models(tmp_path_factory):
     window = dict(use_sliding_window=True, sliding_window=25, max_window_layers=1)
     models["window"] = write_tiny_model(tmp / "window", **window)
     models["tied"] = write_tiny_model(tmp / "tied", tie_word_embeddings=True)
-    models |= {kind: _write(tmp / kind, kind) for kind in ("seed_oss", "deepseek_v3")}
+    models |= {kind: write_other_model(tmp / kind, kind) for kind in ("seed_oss", "deepseek_v3")}
     models["deep"] = write_tiny_model(tmp / "deep", num_hidden_layers=4)  # verl offloads from three layers on
     return models
 

@@ -15,6 +15,7 @@ import torch
 import vision_engines
 from engines import TOLERANCE, _compare
 from float64_torch import Float64Torch
+from other_models import write_other_model
 from shared_models import OURS, SharedModels
 from short_chunks import short_chunks
 from torch.distributed import get_rank
@@ -46,6 +47,7 @@ CASES = {
     "moe_lora_phased": WAVES | {"family": "qwen3_moe", "lora_targets": "all-linear"},
     "gpt_oss": {"family": "gpt_oss", "schedule": "packed", "attn_implementation": "eager"},
     "gpt_oss_phased": WAVES | {"family": "gpt_oss", "attn_implementation": "eager"},
+    "latent_attention_phased": WAVES | {"family": "deepseek_v3", "offload": True},
     # With responses inside of the next prompt, or not; in the last but one so on one of the ranks of data.
     "turns": {"turns": "kept", "schedule": "packed"},
     "turns_stripped": {"turns": "stripped", "schedule": "packed", "budget": 90},
@@ -78,8 +80,8 @@ VISION_FAMILIES = ("qwen2_5_vl", "qwen3_vl", "qwen3_5", "glm4v")
 ALL = [*CASES, *((family, name) for family in VISION_FAMILIES for name in VISION)]
 FEW = [
     "packed", "phased", "gradient_checkpointing_phased", "tool_tokens_phased", "empty_responses", "one_key_head",
-    "auto_verified", "gate_shut", "moe", ("qwen3_vl", "phased"), ("qwen3_vl", "scattered"), "turns_phased",
-    "turns_of_both_kinds_phased", ("qwen3_5", "checkpointed"), "hsdp", "sdpa_stock",
+    "latent_attention_phased", "auto_verified", "gate_shut", "moe", ("qwen3_vl", "phased"), ("qwen3_vl", "scattered"),
+    "turns_phased", "turns_of_both_kinds_phased", ("qwen3_5", "checkpointed"), "hsdp", "sdpa_stock",
     "sdpa_stock_in_small_passes",
 ]  # fmt: skip
 
@@ -92,7 +94,6 @@ Case = str | tuple[str, str]
 @contextlib.contextmanager
 def _prepared() -> Iterator[None]:
     import verl  # noqa: F401  # first: it imports its plugin, ours
-    from transformers.modeling_outputs import BaseModelOutputWithPooling
     from transformers.models.qwen3_5 import modeling_qwen3_5
 
     with (
@@ -100,7 +101,6 @@ def _prepared() -> Iterator[None]:
         short_chunks(),
         # See test_vision_engine.
         mock.patch.object(modeling_qwen3_5, "torch", Float64Torch()),
-        mock.patch.object(BaseModelOutputWithPooling, "mean", lambda x: x.pooler_output.mean(), create=True),
     ):
         yield
 
@@ -221,6 +221,7 @@ def models(tmp_path_factory):
     window = dict(use_sliding_window=True, sliding_window=25, max_window_layers=1)
     found["window"] = write_tiny_model(tmp / "window", **window)
     found["tied"] = write_tiny_model(tmp / "tied", tie_word_embeddings=True)
+    found["deepseek_v3"] = write_other_model(tmp / "deepseek_v3", "deepseek_v3")
     return found
 
 

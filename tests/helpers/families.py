@@ -27,6 +27,9 @@ MLA = dict(
     n_routed_experts=4, num_experts_per_tok=2, n_group=1, topk_group=1, moe_intermediate_size=32,
     first_k_dense_replace=1,
 )  # fmt: skip
+YARN = dict(
+    rope_type="yarn", rope_theta=1e4, factor=4.0, mscale=1.0, mscale_all_dim=1.0, original_max_position_embeddings=64,
+)  # fmt: skip
 GLM4_MOE = dict(n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, first_k_dense_replace=1)
 GEMMA3 = dict(query_pre_attn_scalar=24, layer_types=["sliding_attention"] * 3 + ["full_attention"])
 GEMMA2 = dict(attn_logit_softcapping=2.0, final_logit_softcapping=5.0, query_pre_attn_scalar=24)
@@ -64,6 +67,10 @@ FAMILIES = {
     "glm4-moe": ("Glm4MoeConfig", GLM4_MOE, "partial rope, biases, MoE", "merged"),
     "seed-oss": ("SeedOssConfig", dict(residual_dropout=0.0), "biases, head dim of its own", "merged"),
     "deepseek-v3": ("DeepseekV3Config", MLA | dict(q_lora_rank=24), "MLA, MoE", "merged"),
+    "deepseek-v3-yarn": (
+        "DeepseekV3Config", MLA | dict(q_lora_rank=24, rope_parameters=YARN, first_k_dense_replace=4),
+        "MLA, scaled scores", "merged",
+    ),
     "glm4-moe-lite": ("Glm4MoeLiteConfig", MLA | dict(q_lora_rank=None), "MLA, MoE", "merged"),
     "olmo2": ("Olmo2Config", {}, "post-norm", "merged"),
     "gemma2-window-9": ("Gemma2Config", GEMMA2 | dict(sliding_window=9), "softcap, alternating window", "reference"),

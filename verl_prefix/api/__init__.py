@@ -79,9 +79,9 @@ def response_log_probs(
         forks: per row, numbers of its tokens (prompt and response) after which other rows may continue differently:
             ends of messages (`message_ends`), or of turns where a search branches. Whatever rows have in common up to
             such a place is computed once, also responses. None: rows share whole prompts only.
-        pixels: of a vision model (README, Limits), the processor's output for `prompts`, images and videos in their
-            order. Rows share where prompt and pixels are the same, and a group's pixels go through the vision tower
-            once.
+        pixels: of a vision model (README, Limits), the processor's output for `prompts`, images and videos (GLM-4.1V
+            takes none) in their order. Rows share where prompt and pixels are the same, and a group's pixels go through
+            the vision tower once.
         temperature: logits are divided by it, for log-probs and entropy.
         return_entropy: also return the entropy of each response token's distribution, with gradients.
         schedule: "packed": one graph for all rows. "phased": no graph; the backward computes the model once more, wave

@@ -88,7 +88,7 @@ def model_shape(model: PreTrainedModel, dtype: torch.dtype) -> ModelShape:
     body: torch.nn.Module = model if seeing is None else seeing.model.language_model
     weights = _linear_weights(body, lm_head)
     # Experts are [experts, in, out] parameters, of which a token meets `num_experts_per_tok`.
-    chosen = getattr(text, "num_experts_per_tok", None) or 0
+    chosen = getattr(text, "num_experts_per_tok", None) or getattr(text, "moe_topk", None) or 0
     weights += chosen * sum((p.numel() / p.shape[0] for p in _parameters(body) if p.dim() == 3), 0.0)
     mixers = [mixer for mixer in map(mixer_of, body.modules()) if mixer is not None]
     recurrent = {mixer.module.layer_idx for mixer in mixers}

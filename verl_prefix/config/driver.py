@@ -4,6 +4,7 @@ import logging
 import os
 
 from omegaconf import DictConfig, OmegaConf
+from verl.trainer.ppo.utils import need_reference_policy
 from verl.utils.config import omega_conf_to_dataclass
 
 from verl_prefix.config import _refuse, check_dealt, check_sequence_parallel, read_hf_config
@@ -59,6 +60,8 @@ def _check_ref(config: DictConfig) -> None:
     roles = config.actor_rollout_ref
     size = _sequence_ranks(roles.ref)
     if size == _sequence_ranks(roles.actor) or roles.actor.prefix.schedule == "stock":
+        return
+    if not need_reference_policy(config):
         return
     check_sequence_parallel("ref", size, config.trainer.n_gpus_per_node * config.trainer.nnodes, roles.model)
     if size > 1 and (hf_config := read_hf_config(roles.model)) is not None:

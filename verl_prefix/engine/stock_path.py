@@ -22,6 +22,16 @@ from verl_prefix.versions import warn_once
 logger = logging.getLogger(__name__)
 
 
+def wrong_when_sharded(model: torch.nn.Module, attention: str) -> str | None:
+    """Why verl's sequence parallelism computes this model wrong, without an error, with an `attn_implementation`;
+    None where it is right."""
+    if not is_varlen(attention):
+        return f"verl computes attn_implementation={attention} within each rank's tokens"
+    if any(hasattr(module, "sinks") for module in model.modules()):
+        return "verl gives each rank the sinks of all heads"
+    return sharding_leak(model)
+
+
 class StockPath(FSDPEngineWithLMHead):
     """verl's FSDP2 engine for batches that go verl's own path, and figures that all ranks agree on."""
 
@@ -33,12 +43,7 @@ class StockPath(FSDPEngineWithLMHead):
         None where it is right."""
         if self.ulysses_sequence_parallel_size == 1:
             return None
-        attention = self.module.config.get_text_config()._attn_implementation
-        if not is_varlen(attention):
-            return f"verl computes attn_implementation={attention} within each rank's tokens"
-        if any(hasattr(module, "sinks") for module in self.module.modules()):
-            return "verl gives the sinks of all heads to each rank's"
-        return sharding_leak(self.module)
+        return wrong_when_sharded(self.module, self.module.config.get_text_config()._attn_implementation)
 
     def stock_batch(self, data: TensorDict, loss_function: LossFunction | None, forward_only: bool) -> dict[str, Any]:
         """Computes a batch on verl's own path, without the fused kernels that the user asked for. Its micro-batches

@@ -35,6 +35,8 @@ def unsupported_reasons(config: PretrainedConfig, training: bool = True) -> list
     for name in _OTHERS if has_states else (*_STATEFUL, *_OTHERS):
         if getattr(text, name, None):
             reasons.append(f"{name}={getattr(text, name)}")
+    if getattr(text, "kv_lora_rank", None) and not type(text).__module__.startswith("transformers."):
+        reasons.append(f"kv_lora_rank={text.kv_lora_rank} in code from outside of transformers")
     if has_states and (getattr(text, "time_step_limit", None) or (0.0,))[0] > 0:
         reasons.append(f"time_step_limit={text.time_step_limit}, with which padding would decay a state")
     if has_states and getattr(text, "hidden_act", "silu") not in ("silu", "swish"):

@@ -13,9 +13,10 @@ from typing import Any
 
 import verl_prefix.plugin  # noqa: F401  first: whatever imports verl imports it, and must not find us half imported
 from verl_prefix.auto.shape import model_shape
-from verl_prefix.config import attention_of, is_varlen
+from verl_prefix.config import attention_of
 from verl_prefix.config.driver import is_v1
-from verl_prefix.models.recurrent import packing_leak, sharding_leak
+from verl_prefix.engine.stock_path import wrong_when_sharded
+from verl_prefix.models.recurrent import packing_leak
 from verl_prefix.models.support import unsupported_reasons
 from verl_prefix.models.vision import is_vision_config
 from verl_prefix.tools.plan.compose import Asked, check_batch
@@ -41,7 +42,7 @@ def notes(config: Any, work: Work, leak: str | None, spread: str | None, predict
     """Names what keeps prompts from being shared, what is off in ours, and what is wrong with model_engine=dp.
 
     Args:
-        leak: `recurrent.packing_leak`. spread: why verl's sequence parallelism is wrong, as `StockPath.whole_rows`.
+        leak: `recurrent.packing_leak`. spread: `stock_path.wrong_when_sharded`.
     """
     lines, size, turns = [], work.steps[0].size, work.turns
     if turns and max(work.prompts) > config.data.max_prompt_length:
@@ -144,9 +145,7 @@ def figures(asked: Asked, parts: dict[str, float], gpu: str, simulate: bool, fit
         )
     shape, state = model_shape(empty, compute_dtype(roles.actor.fsdp_config)), state_bytes(roles, empty)
     leak = packing_leak(empty) if roles.model.use_remove_padding else None
-    attention = attention_of(roles.model)
-    within = f"verl computes attn_implementation={attention} within each rank's tokens"
-    spread = sharding_leak(empty) if is_varlen(attention) else within
+    spread = wrong_when_sharded(empty, attention_of(roles.model))
     work = read_work(
         config, size, shape, asked.messages, tokenizer, asked.responses, rollouts=asked.rollouts, turns=turns or dump
     )
@@ -154,10 +153,10 @@ def figures(asked: Asked, parts: dict[str, float], gpu: str, simulate: bool, fit
 
     def price(other: Any) -> Predictor:
         steps = steps_of(work, other, sizes(other))
-        return predict(other.actor_rollout_ref, steps, leak is not None, state)
+        return predict(other.actor_rollout_ref, steps, leak is not None, spread is not None, state)
 
     trees = {
-        level: predict(roles, [replace(work.with_tokens, over=level)], leak is not None, state)
+        level: predict(roles, [replace(work.with_tokens, over=level)], leak is not None, spread is not None, state)
         for level in (LEVELS if work.turns else LEVELS[::2])
         if work.with_tokens is not None
     }

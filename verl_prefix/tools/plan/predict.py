@@ -140,7 +140,9 @@ class Predictor:
         physical_without: tokens that sharing would compute if rows did not travel between ranks.
     """
 
-    def __init__(self, config: Any, shape: ModelShape, size: Sizes, one_row: bool, state_bytes: float) -> None:
+    def __init__(
+        self, config: Any, shape: ModelShape, size: Sizes, one_row: bool, wrong_when_sharded: bool, state_bytes: float
+    ) -> None:  # fmt: skip
         options, model = config.actor.prefix, config.model
         self.schedule: str = options.schedule
         fsdp = config.actor.fsdp_config
@@ -157,7 +159,7 @@ class Predictor:
 
         def alone(sequence_ranks: int) -> bool:
             """`StockPath.whole_rows`, which `auto` never takes."""
-            return sequence_ranks > 1 and (dense or one_row)
+            return sequence_ranks > 1 and wrong_when_sharded
 
         # Over the ranks that share it: weights, gradients and AdamW's moments.
         self.resident_gib = state_bytes / self.memory.ranks / 2**30
@@ -255,13 +257,16 @@ def drawn_steps(size: Sizes, shape: ModelShape, prompts: list[Prompt], responses
     return steps
 
 
-def predict(config: Any, steps: Sequence[Step], one_row: bool, state_bytes: float) -> Predictor:
+def predict(
+    config: Any, steps: Sequence[Step], one_row: bool, wrong_when_sharded: bool, state_bytes: float
+) -> Predictor:
     """The `Predictor` after some training steps.
 
     Args:
-        config: `actor_rollout_ref`. one_row: see `cost.stock_passes`. state_bytes: see `training_command.state_bytes`.
+        config: `actor_rollout_ref`. one_row: see `cost.stock_passes`. wrong_when_sharded: see `engine.stock_path`.
+        state_bytes: see `training_command.state_bytes`.
     """
-    predictor = Predictor(config, steps[0].shape, steps[0].size, one_row, state_bytes)
+    predictor = Predictor(config, steps[0].shape, steps[0].size, one_row, wrong_when_sharded, state_bytes)
     for step in steps:
         dealt = step.dealt()
         whole = [[row for rows in rank for row in rows] for rank in dealt]
