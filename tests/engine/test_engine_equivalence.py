@@ -29,7 +29,6 @@ from engines import (
     _relative,
     depends_on_rates,
 )
-from other_models import write_other_model
 from shared_models import OURS, SharedModels
 from torch.distributed import get_rank
 from transformers import AutoConfig
@@ -602,12 +601,12 @@ def _refuses_routing_replay(models: dict) -> None:
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
     tmp = tmp_path_factory.mktemp("engine")
-    models = {family: write_tiny_model(tmp / family, family=family) for family in ("qwen3", "llama")}
+    families = ("qwen3", "llama", "seed_oss", "deepseek_v3")
+    models = {family: write_tiny_model(tmp / family, family=family) for family in families}
     # Shorter than some prefixes, and ending inside the suffixes of others.
     window = dict(use_sliding_window=True, sliding_window=25, max_window_layers=1)
     models["window"] = write_tiny_model(tmp / "window", **window)
     models["tied"] = write_tiny_model(tmp / "tied", tie_word_embeddings=True)
-    models |= {kind: write_other_model(tmp / kind, kind) for kind in ("seed_oss", "deepseek_v3")}
     models["deep"] = write_tiny_model(tmp / "deep", num_hidden_layers=4)  # verl offloads from three layers on
     return models
 

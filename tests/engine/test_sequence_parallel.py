@@ -15,7 +15,6 @@ import torch
 import vision_engines
 from engines import TOLERANCE, _compare
 from float64_torch import Float64Torch
-from other_models import write_other_model
 from shared_models import OURS, SharedModels
 from short_chunks import short_chunks
 from torch.distributed import get_rank
@@ -215,13 +214,12 @@ def _fails_on_the_last_rank(models: dict, size: int, truth: tuple[str, ...]) -> 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
     tmp = tmp_path_factory.mktemp("models")
-    families = ("qwen3", "qwen3_moe", "gpt_oss", *VISION_FAMILIES)
+    families = ("qwen3", "qwen3_moe", "gpt_oss", "deepseek_v3", *VISION_FAMILIES)
     found = {family: write_tiny_model(tmp / family, family=family) for family in families}
     found["one_key_head"] = write_tiny_model(tmp / "one_key_head", family="llama", num_key_value_heads=1)
     window = dict(use_sliding_window=True, sliding_window=25, max_window_layers=1)
     found["window"] = write_tiny_model(tmp / "window", **window)
     found["tied"] = write_tiny_model(tmp / "tied", tie_word_embeddings=True)
-    found["deepseek_v3"] = write_other_model(tmp / "deepseek_v3", "deepseek_v3")
     return found
 
 

@@ -23,10 +23,10 @@ END = 2  # of a message, as the tiny models' tokenizer has it
 FAMILIES = {
     "qwen3": {}, "llama": {}, "qwen3 tied": dict(tie_word_embeddings=True),
     "qwen3 window": dict(use_sliding_window=True, sliding_window=25, max_window_layers=1),
-    "qwen3_moe": {}, "gpt_oss": {}, "qwen3_5_text": {}, "qwen3_next": {}, "olmo_hybrid": {}, "lfm2": {},
-    "granitemoehybrid": {}, "bamba": {}, "qwen3_vl": {}, "qwen3_5": {},
+    "qwen3_moe": {}, "gpt_oss": {}, "deepseek_v3": {}, "qwen3_5_text": {}, "qwen3_next": {}, "olmo_hybrid": {},
+    "lfm2": {}, "granitemoehybrid": {}, "bamba": {}, "qwen3_vl": {}, "qwen3_vl_moe": {}, "qwen3_5": {},
 }  # fmt: skip
-VISION = ("qwen3_vl", "qwen3_5")  # every prompt and some of a session's turns have pixels
+VISION = ("qwen3_vl", "qwen3_vl_moe", "qwen3_5")  # every prompt and some of a session's turns have pixels
 
 
 class Prompt(NamedTuple):

@@ -16,10 +16,17 @@ _CHAT_TEMPLATE = (
 
 Fields = dict[str, Any]
 _FOUR_EXPERTS: Fields = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64)
+# Values of another size than keys.
+_LATENT: Fields = dict(
+    num_key_value_heads=4, head_dim=16, q_lora_rank=48, kv_lora_rank=40, qk_nope_head_dim=24, qk_rope_head_dim=16,
+    v_head_dim=20, n_routed_experts=4, num_experts_per_tok=2, n_group=1, topk_group=1, moe_intermediate_size=64,
+    first_k_dense_replace=1,
+)  # fmt: skip
 _EXPERTS: dict[str, Fields] = {
     "qwen3_moe": _FOUR_EXPERTS,
     "qwen3_vl_moe": _FOUR_EXPERTS,
     "gpt_oss": dict(num_local_experts=4, num_experts_per_tok=2, sliding_window=25),
+    "deepseek_v3": _LATENT,
 }
 _DELTA_NET: Fields = dict(
     layer_types=["linear_attention", "full_attention"], linear_conv_kernel_dim=4, linear_key_head_dim=16,
@@ -51,7 +58,7 @@ _TOWERS: dict[str, Fields] = {
     "qwen3_5_moe": {"num_position_embeddings": 64},
     "glm4v": {"patch_size": 14, "image_size": 56},  # verl's own forward names the size of its patches
 }
-_FAMILIES = {"qwen3", "llama", *_EXPERTS, *_RECURRENT, *_TOWERS}
+_FAMILIES = {"qwen3", "llama", "seed_oss", *_EXPERTS, *_RECURRENT, *_TOWERS}
 _VISION_TOKENS = {
     "<|vision_start|>": "vision_start_token_id",
     "<|vision_end|>": "vision_end_token_id",
@@ -83,12 +90,13 @@ def write_tiny_model(
 
     Args:
         texts: what the tokenizer is trained on; a few built-in sentences if None.
-        family: ``"qwen3"`` (normalised queries and keys), ``"llama"``, of four experts ``"qwen3_moe"`` or ``"gpt_oss"``
-            (sinks, every other layer with a window), with one recurrent layer, whose state lasts, ``"qwen3_5_text"``,
-            ``"qwen3_next"``, ``"olmo_hybrid"``, ``"lfm2"``, ``"granitemoehybrid"`` or ``"bamba"``, or with a vision
-            tower of two blocks ``"qwen2_5_vl"``, ``"qwen3_vl"`` and ``"qwen3_vl_moe"`` (deepstack), ``"qwen3_5"`` and
-            ``"qwen3_5_moe"`` (recurrent as well) or ``"glm4v"`` (images alone); those have the text layers of
-            ``overrides`` and, in their tokenizer, the special tokens of images and videos.
+        family: ``"qwen3"`` (normalised queries and keys), ``"llama"``, ``"seed_oss"`` (with dropout), of four experts
+            ``"qwen3_moe"``, ``"gpt_oss"`` (sinks, every other layer with a window) or ``"deepseek_v3"`` (latent
+            attention), with one recurrent layer, whose state lasts, ``"qwen3_5_text"``, ``"qwen3_next"``,
+            ``"olmo_hybrid"``, ``"lfm2"``, ``"granitemoehybrid"`` or ``"bamba"``, or with a vision tower of two blocks
+            ``"qwen2_5_vl"``, ``"qwen3_vl"`` and ``"qwen3_vl_moe"`` (deepstack), ``"qwen3_5"`` and ``"qwen3_5_moe"``
+            (recurrent as well) or ``"glm4v"`` (images alone); those have the text layers of ``overrides`` and, in their
+            tokenizer, the special tokens of images and videos.
         vocab_size: upper bound of the vocabulary, at least 259 (256 bytes and 3 special tokens).
         overrides: fields of the model's configuration, such as ``num_hidden_layers=3``.
 
