@@ -32,12 +32,12 @@ from api_rows import (
     unpadded,
     weighted,
 )
+from runners import random_rollouts
 
 from verl_prefix import phased_update, response_log_probs
 from verl_prefix.api.rows import Batch, LogProbs
 from verl_prefix.core import schedule
 from verl_prefix.models.hookup import HookedModel
-from verl_prefix.testing import random_rollouts
 
 FORMS = ["tensors", "ints", "padded", "groups"]
 

@@ -11,6 +11,7 @@ import hypothesis.strategies as st
 import pytest
 import torch
 import transformers
+from runners import random_rollouts, run_shared
 from torch.utils.flop_counter import FlopCounterMode
 
 from verl_prefix.auto import calibration, chooser, cost, shape
@@ -20,7 +21,6 @@ from verl_prefix.auto.shape import ModelShape, model_shape
 from verl_prefix.core.groups import Group
 from verl_prefix.core.layout import Layout
 from verl_prefix.core.waves import make_plan
-from verl_prefix.testing import random_rollouts, run_shared
 from verl_prefix.testing.rollouts import flatten, search_rollouts, turn_rollouts
 from verl_prefix.tools.plan.predict import Predictor, Sizes
 from verl_prefix.tools.simulate.job import Arm, Job

@@ -5,6 +5,7 @@ import sys
 import pytest
 import torch
 import transformers
+from runners import random_rollouts, run_shared
 from torch.utils.flop_counter import FlopCounterMode
 
 from verl_prefix.auto import cost
@@ -15,7 +16,7 @@ from verl_prefix.core.groups import Group
 from verl_prefix.core.waves import make_plan
 from verl_prefix.models.recurrent import GatedDeltaNet, Mamba2, _EmptyCache, mixer_of
 from verl_prefix.models.support import unsupported_reasons
-from verl_prefix.testing import random_rollouts, run_shared, write_tiny_model
+from verl_prefix.testing import write_tiny_model
 
 GIB = 2**30
 

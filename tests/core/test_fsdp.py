@@ -22,13 +22,13 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from dialogues import ROWS, VOCAB, one_prompt, thinking_kept, thinking_stripped, tree_search
 from dialogues import rollouts as dialogue
+from runners import random_rollouts, run_shared, run_stock
 from whole_tensors import whole
 
 from verl_prefix import phased_update, response_log_probs
 from verl_prefix.core.offload import OffloadedPrefixCache
 from verl_prefix.core.prefix_cache import PrefixCache
 from verl_prefix.models import hookup
-from verl_prefix.testing import random_rollouts, run_shared, run_stock
 
 WORLD = 2
 STANDALONE = [(9, [7, 5, 6, 3]), (4, [2, 8, 5, 4])]

@@ -6,10 +6,10 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from runners import random_rollouts, run_shared
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from verl_prefix.core import prefix_cache, schedule
-from verl_prefix.testing import random_rollouts, run_shared
 
 SHAPE = [(41, [9, 17, 5]), (23, [3, 11])]
 

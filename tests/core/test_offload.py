@@ -13,13 +13,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from runners import random_rollouts, run_shared
 from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from verl_prefix.core import host_memory, meter, offload
 from verl_prefix.core.host_memory import HostCopies, host_pages
 from verl_prefix.core.offload import OffloadedPrefixCache, Shelf
-from verl_prefix.testing import random_rollouts, run_shared
 
 CPU = torch.device("cpu")
 LAYERS, PREFIX = 3, 22 + 40 + 6  # tokens of phase A

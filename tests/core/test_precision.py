@@ -7,9 +7,10 @@ import functools
 
 import pytest
 import torch
+from runners import random_rollouts, run_shared, run_stock
 from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from verl_prefix.testing import Rollouts, random_rollouts, run_shared, run_stock
+from verl_prefix.testing import Rollouts
 
 FACTOR = 1.3
 SEEDS = 6

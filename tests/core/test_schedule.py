@@ -10,6 +10,7 @@ import itertools
 
 import pytest
 import torch
+from runners import random_rollouts, run_shared, run_stock
 from schedules import errors, measure
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 from transformers.models.llama import modeling_llama
@@ -17,7 +18,6 @@ from transformers.models.qwen3 import modeling_qwen3
 
 from verl_prefix.core import attention, layout, prefix_cache
 from verl_prefix.core.kernels import cpu
-from verl_prefix.testing import random_rollouts, run_shared, run_stock
 
 TOLERANCE = 1e-9
 FIELDS = dict(

@@ -11,13 +11,13 @@ import torch
 import torch.distributed as dist
 from dialogues import VOCAB, rollouts, thinking_kept, thinking_stripped
 from families import build, compute_in_float64
+from runners import random_rollouts, run_shared, run_stock
 from short_chunks import short_chunks
 
 from verl_prefix.core.groups import Group
 from verl_prefix.core.layout import build_layout
 from verl_prefix.core.prefix_cache import PrefixCache
 from verl_prefix.core.sequence_parallel import Shards
-from verl_prefix.testing import random_rollouts, run_shared, run_stock
 
 HEADS, HEAD_DIM = 8, 8
 # HF's fp32 norms set the floor of gradients, see test_fsdp.py.

@@ -17,6 +17,7 @@ from families import build, float64_inside  # noqa: F401
 from float64_torch import Float64Torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from runners import run_shared, run_stock
 from short_chunks import short_chunks
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -24,7 +25,6 @@ from verl_prefix.core import layout as layout_module
 from verl_prefix.core.groups import Group
 from verl_prefix.core.trees import cuts_at, group_trees
 from verl_prefix.core.waves import make_plan
-from verl_prefix.testing import run_shared, run_stock
 
 RUNS = {
     "packed": dict(schedule="packed"),

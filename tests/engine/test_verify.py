@@ -22,6 +22,7 @@ from broken_states import (
     states_of_zero,
 )
 from dialogues import rollouts, thinking_kept, thinking_stripped, tree_search
+from runners import random_rollouts, run_shared, run_stock
 
 from verl_prefix.core import layout as core_layout
 from verl_prefix.core.attention import AttentionParams, GroupedAttention
@@ -31,7 +32,6 @@ from verl_prefix.core.kernels import cpu
 from verl_prefix.core.layout import Layout, build_layout
 from verl_prefix.engine import self_check as verify
 from verl_prefix.models.hookup import HookedModel
-from verl_prefix.testing import random_rollouts, run_shared, run_stock
 
 CONFIGS = {
     "qwen3": ("Qwen3Config", {}),

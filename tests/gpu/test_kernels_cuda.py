@@ -7,11 +7,11 @@ import copy
 
 import pytest
 import torch
+from runners import random_rollouts, run_shared, run_stock
 
 from verl_prefix.core.attention import _fused_merge, merge
 from verl_prefix.core.calls import Spans
 from verl_prefix.core.kernels import aten, flash_attn, reference
-from verl_prefix.testing import random_rollouts, run_shared, run_stock
 
 pytestmark = [
     pytest.mark.gpu,

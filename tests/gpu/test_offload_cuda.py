@@ -10,11 +10,11 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from runners import random_rollouts, run_shared
 
 from verl_prefix.core import host_memory, offload, schedule
 from verl_prefix.core.host_memory import HostCopies, host_pages
 from verl_prefix.core.offload import OffloadedPrefixCache, Shelf
-from verl_prefix.testing import random_rollouts, run_shared
 
 pytestmark = [
     pytest.mark.gpu,

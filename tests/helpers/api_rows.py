@@ -4,13 +4,13 @@ from itertools import accumulate
 
 import pytest
 import torch
+from runners import random_rollouts
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama import modeling_llama
 
 from verl_prefix import phased_update
 from verl_prefix.core import prefix_cache
 from verl_prefix.core.kernels import cpu
-from verl_prefix.testing import random_rollouts
 
 VOCAB = 97
 # Ragged groups, a group of one, 1-token prompts, a prefix of one token, an empty response.

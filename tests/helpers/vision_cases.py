@@ -8,12 +8,13 @@ from itertools import accumulate
 import pytest
 import torch
 from families import float64_inside  # noqa: F401
+from runners import run_shared
 from transformers import AutoModelForImageTextToText
 from vision_engines import seen_by
 
 from verl_prefix.api.pixels import positions_of_row
 from verl_prefix.models import vision
-from verl_prefix.testing import Rollouts, run_shared, visual_prompt, write_tiny_model
+from verl_prefix.testing import Rollouts, visual_prompt, write_tiny_model
 
 FAMILIES = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "glm4v")
 # (what the prompt consists of, response lengths), see `visual_prompt`.

@@ -5,8 +5,7 @@ import pytest
 import torch
 import torch._dynamo.testing
 from families import build
-
-from verl_prefix.testing import random_rollouts, run_shared, run_stock
+from runners import random_rollouts, run_shared, run_stock
 
 
 @pytest.mark.parametrize("family", ["llama3", "granite4-h"])

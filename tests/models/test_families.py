@@ -23,6 +23,7 @@ from families import (
     build,
     float64_inside,  # noqa: F401
 )
+from runners import random_rollouts, run_shared, run_stock
 from short_chunks import short_chunks
 
 from verl_prefix.core import layout
@@ -31,7 +32,6 @@ from verl_prefix.core.kernels import cpu, reference
 from verl_prefix.core.layout import Layout
 from verl_prefix.models import recurrent
 from verl_prefix.models.support import check_dropout, check_supported
-from verl_prefix.testing import random_rollouts, run_shared, run_stock
 
 # Prefixes of 22, 40, 6 and 0 tokens: windows below are shorter than all of a prefix, longer, or end inside a suffix.
 SHAPE = [(23, [9, 17, 5]), (41, [3, 1, 11]), (7, [13, 4]), (1, [6, 30])]

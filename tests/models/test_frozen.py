@@ -11,6 +11,7 @@ import pytest
 import torch
 from api_pixels import by_api, by_waves
 from families import build, float64_inside  # noqa: F401
+from runners import random_rollouts, run_shared, run_stock
 from vision_cases import Case, paths  # noqa: F401
 
 from verl_prefix import response_log_probs
@@ -19,7 +20,6 @@ from verl_prefix.core.groups import Group
 from verl_prefix.core.kernels import cpu
 from verl_prefix.core.layout import build_layout
 from verl_prefix.core.prefix_cache import PrefixCache
-from verl_prefix.testing import random_rollouts, run_shared, run_stock
 
 SHAPE = [(23, [9, 17, 5]), (7, [13, 4]), (1, [6, 30])]
 TEXT = ["mistral-window-8", "gpt-oss-window-9", "qwen3-moe", "lfm2", "granite4-h"]

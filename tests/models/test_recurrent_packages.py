@@ -14,9 +14,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
+from runners import random_rollouts, run_shared, run_stock
 
 from verl_prefix.models.recurrent import Mamba2
-from verl_prefix.testing import random_rollouts, run_shared, run_stock, write_tiny_model
+from verl_prefix.testing import write_tiny_model
 
 RECORDED = json.loads(Path(__file__).with_name("recurrent_signatures.json").read_text())["interfaces"]
 NAMES = {name: next(key for key in found if key not in ("file", "decorators")) for name, found in RECORDED.items()}

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from verl_prefix.testing.rollouts import Rollouts, random_rollouts, run_shared, run_stock
+from verl_prefix.testing.rollouts import Rollouts
 from verl_prefix.testing.tiny_models import (
     visual_prompt,
     write_tiny_model,
@@ -12,9 +12,6 @@ from verl_prefix.testing.tiny_models import (
 __all__ = [
     "Rollouts",
     "letter_share",
-    "random_rollouts",
-    "run_shared",
-    "run_stock",
     "visual_prompt",
     "write_tiny_model",
     "write_tiny_vlm",

@@ -1,18 +1,14 @@
-"""Random rollouts, and the two ways to compute them: the stock reference row by row, and ours."""
+"""Random rollouts, and their rows behind each other."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
 
 import torch
 
 from verl_prefix.core.groups import Group, group_by_key
-from verl_prefix.core.layout import Layout
-from verl_prefix.core.schedule import Schedule, TokenBatch
+from verl_prefix.core.schedule import TokenBatch
 from verl_prefix.core.trees import group_trees
-from verl_prefix.core.waves import Plan, make_plan, pad_to_same_passes
-from verl_prefix.models.hookup import HookedModel
 
 
 @dataclass(frozen=True)
@@ -20,28 +16,13 @@ class Rollouts:
     """Rows of a batch: int64 prompt and response tokens, and a weight per response token; with `cuts`, as of
     `core.trees.group_trees`, trees, else groups of one prompt.
 
-    The loss of both runners below is the weighted sum of response log-probs: any policy gradient at fixed weights.
+    Their loss is the weighted sum of response log-probs: any policy gradient at fixed weights.
     """
 
     prompts: list[torch.Tensor]
     responses: list[torch.Tensor]
     weights: list[torch.Tensor]
     cuts: list[list[int]] | None = None
-
-
-def random_rollouts(
-    shape: Sequence[tuple[int, Sequence[int]]], vocab_size: int, seed: int = 0, dtype: torch.dtype = torch.float64
-) -> Rollouts:
-    """One group per (prompt length, response lengths), rows in random order."""
-    generator = torch.Generator().manual_seed(seed)
-    rows = []
-    for prompt_len, response_lens in shape:
-        prompt = torch.randint(vocab_size, (prompt_len,), generator=generator)
-        for length in response_lens:
-            response = torch.randint(vocab_size, (length,), generator=generator)
-            rows.append((prompt, response, torch.randn(length, generator=generator, dtype=dtype)))
-    order = torch.randperm(len(rows), generator=generator).tolist()
-    return Rollouts(*([rows[i][column] for i in order] for column in range(3)))
 
 
 def turn_rollouts(
@@ -96,54 +77,3 @@ def flatten(rollouts: Rollouts, device: torch.device | str) -> tuple[TokenBatch,
     else:
         groups = group_trees(flat, offsets, [len(prompt) for prompt in rollouts.prompts], rollouts.cuts)
     return TokenBatch(flat.to(device), positions.to(device), offsets), weights.to(device), groups
-
-
-def run_stock(model: torch.nn.Module, rollouts: Rollouts, train: bool = True) -> list[torch.Tensor]:
-    """The truth: HF's own forward of every whole row by itself. Response log-probs per row; `.grad` if `train`."""
-    log_probs = []
-    for prompt, response, weight in zip(rollouts.prompts, rollouts.responses, rollouts.weights, strict=True):
-        ids = torch.cat([prompt, response]).unsqueeze(0)
-        with torch.set_grad_enabled(train):
-            logits = model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1]
-            row = logits.log_softmax(-1).gather(-1, response.unsqueeze(-1)).squeeze(-1)
-        if train:
-            (row * weight.to(row.dtype)).sum().backward()
-        log_probs.append(row.detach())
-    return log_probs
-
-
-def run_shared(
-    model: torch.nn.Module,
-    rollouts: Rollouts,
-    schedule: str,
-    budget: int = 10**6,
-    wave_tokens: int | None = None,
-    train: bool = True,
-    reduce_max: Callable[[Sequence[float]], Sequence[float]] = lambda counts: counts,
-    edit: Callable[[TokenBatch, Plan], TokenBatch] = lambda tokens, plan: tokens,
-    **schedule_args: Any,
-) -> list[torch.Tensor]:
-    """`run_stock` by `core.schedule.Schedule` (`schedule_args`). Tests break the maths by `edit`, which changes the
-    tokens."""
-    parameter = next(model.parameters())
-    device = parameter.device
-    tokens, weights, groups = flatten(rollouts, device)
-    flat, offsets = tokens.input_ids, tokens.offsets
-    plan = pad_to_same_passes(make_plan(groups, budget, schedule, wave_tokens), reduce_max)
-    log_probs = torch.zeros(len(flat), dtype=parameter.dtype, device=device)
-
-    def outputs(index: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-        return logits.log_softmax(-1).gather(-1, flat[index + 1].unsqueeze(-1))
-
-    def step(groups: Sequence[Group], layout: Layout, values: torch.Tensor) -> torch.Tensor:
-        index = layout.read_places.to(device) + 1
-        log_probs[index] = values[:, 0].detach().to(log_probs.dtype)
-        return (values[:, 0] * weights[index].to(values.dtype)).sum()
-
-    runner = Schedule(HookedModel(model), outputs, step, torch.Tensor.backward if train else None, **schedule_args)
-    with torch.set_grad_enabled(train):
-        runner.run(edit(tokens, plan), plan)
-    return [
-        log_probs[start + len(prompt) : end]
-        for prompt, start, end in zip(rollouts.prompts, offsets, offsets[1:], strict=False)
-    ]

@@ -35,7 +35,7 @@ from verl_prefix.core.schedule import Schedule, TokenBatch
 from verl_prefix.core.waves import Plan, first_fit, make_plan
 from verl_prefix.models.hookup import ATTENTION_NAME, HookedModel
 from verl_prefix.models.recurrent import is_recurrent
-from verl_prefix.testing.rollouts import flatten, random_rollouts, turn_rollouts
+from verl_prefix.testing.rollouts import flatten, turn_rollouts
 from verl_prefix.tools.bench.options import STOCK, Size
 
 WAVES_PER_BUDGET = 8
@@ -65,13 +65,10 @@ class Batch:
 
 def build_batch(size: Size, vocab: int, device: str) -> Batch:
     """Random rows of this size."""
-    if size.turns > 1:
-        said = size.suffix - size.thinking
-        rollouts = turn_rollouts(size.prefix + 1, size.group, size.turns, size.thinking, said, size.tool, vocab)
-    else:
-        rollouts = random_rollouts([(size.prefix + 1, [size.suffix] * size.group)], vocab)
+    said = size.suffix - size.thinking
+    rollouts = turn_rollouts(size.prefix + 1, size.group, size.turns, size.thinking, said, size.tool, vocab)
     tokens, weights, groups = flatten(rollouts, device)
-    one_level = groups if rollouts.cuts is None else flatten(replace(rollouts, cuts=None), device)[2]
+    one_level = flatten(replace(rollouts, cuts=None), device)[2]
     return Batch(size, tokens, weights.float(), groups, one_level)
 
 
