@@ -9,7 +9,7 @@ import torch
 
 from smoke.checks import Checks
 from smoke.ranks import Sizes, Variant, on_ranks, save_model
-from verl_prefix.cpu.engine import CPUEngineMixin
+from verl_prefix.cpu.engine import CPUFSDPEngine
 from verl_prefix.tools.ab.replay import replay
 from verl_prefix.tools.ab.verdict import tolerances
 
@@ -51,10 +51,10 @@ def _offload_policy_without_a_gpu() -> Iterator[None]:
     """Lets CPUOffloadPolicy run on gloo ranks: nothing is pinned, and our CPU engine does not refuse it."""
 
     def build(engine, module):
-        return super(CPUEngineMixin, engine)._build_fsdp_module(module)
+        return super(CPUFSDPEngine, engine)._build_fsdp_module(module)
 
     with (
-        mock.patch.object(CPUEngineMixin, "_build_fsdp_module", build),
+        mock.patch.object(CPUFSDPEngine, "_build_fsdp_module", build),
         mock.patch.object(torch.Tensor, "pin_memory", lambda tensor, device=None: tensor),
     ):
         yield

@@ -1,11 +1,8 @@
-"""verl's FSDP2 engine on CPU: a mixin with what differs, and the stock language-model engine with it."""
-
-from typing import TYPE_CHECKING
+"""verl's FSDP2 engine on CPU."""
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from verl.utils.device import get_device_name
 from verl.workers.engine.base import EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
@@ -16,19 +13,13 @@ from verl_prefix.cpu.varlen import register_varlen
 _HOST_THREADS = torch.get_num_threads()
 
 
-if TYPE_CHECKING:
-    from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead as _Engine
-else:
-    _Engine = object  # a mixin's
-
-
-class CPUEngineMixin(_Engine):
-    """Comes before an ``FSDPEngine`` class and changes it where the platform is cpu, nowhere else."""
+class CPUFSDPEngine(FSDPEngineWithLMHead):
+    """``model_engine=dp actor_rollout_ref.actor.strategy=fsdp2`` on CPU; before another ``FSDPEngine`` class, a mixin
+    with what differs there."""
 
     def initialize(self) -> None:
         """Share the machine's cores among the ranks, then build the model."""
-        if get_device_name() == "cpu":
-            torch.set_num_threads(max(1, _HOST_THREADS // dist.get_world_size()))
+        torch.set_num_threads(max(1, _HOST_THREADS // dist.get_world_size()))
         super().initialize()
 
     def _build_fsdp_module(self, module: nn.Module) -> nn.Module:
@@ -38,8 +29,6 @@ class CPUEngineMixin(_Engine):
             ValueError: the user asks for that policy.
         """
         config = self.engine_config
-        if get_device_name() != "cpu":
-            return super()._build_fsdp_module(module)
         if config.offload_policy:
             raise ValueError(
                 "fsdp_config.offload_policy=True moves parameters from an accelerator to the host, and the platform is "
@@ -52,10 +41,6 @@ class CPUEngineMixin(_Engine):
             return super()._build_fsdp_module(module)
         finally:
             object.__setattr__(config, "forward_only", forward_only)
-
-
-class CPUFSDPEngine(CPUEngineMixin, FSDPEngineWithLMHead):
-    """``model_engine=dp actor_rollout_ref.actor.strategy=fsdp2`` on CPU: the stock engine."""
 
 
 if is_selected():

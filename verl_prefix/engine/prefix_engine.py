@@ -26,7 +26,7 @@ from verl_prefix.core.groups import Group
 from verl_prefix.core.meter import Meter
 from verl_prefix.core.schedule import Schedule
 from verl_prefix.core.waves import Plan, pad_to_same_passes
-from verl_prefix.cpu.engine import CPUEngineMixin
+from verl_prefix.cpu.engine import CPUFSDPEngine
 from verl_prefix.engine.exchange import open_exchange, receive_pixels, together
 from verl_prefix.engine.kept_attention import KeptAttention
 from verl_prefix.engine.loss import LossFunction, mode_of_verls_loss
@@ -256,7 +256,7 @@ class PrefixFSDPEngine(StockPath):
             self._trace.resumed = True
 
 
-class PrefixFSDPEngineCPU(CPUEngineMixin, PrefixFSDPEngine):
+class PrefixFSDPEngineCPU(CPUFSDPEngine, PrefixFSDPEngine):
     """`PrefixFSDPEngine` on gloo ranks without an accelerator."""
 
 
