@@ -536,7 +536,7 @@ def _names_another_ranks_layer(models: dict) -> None:
     last = get_rank() == torch.distributed.get_world_size() - 1
 
     def attention(self, *_: object, **__: object) -> None:
-        self.worst, self.layer = (9.0, 1) if last else (4.0, 0)
+        self.worst_attention = (9.0, 1) if last else (4.0, 0)
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(RuntimeError, match="attention of layer 1 .*by 9 times"):
         patch.setattr(LayerCheck, "attention", attention)

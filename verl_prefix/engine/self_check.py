@@ -78,14 +78,12 @@ class Verdict(NamedTuple):
 
 
 class LayerCheck:
-    """Measures the layers of one group's packed passes: `worst` is the largest ratio of attention, at `layer`;
-    `worst_recurrence` that of recurrent layers, at `key`."""
+    """Measures the layers of one group's packed passes: the largest ratio of attention and its layer, that of recurrent
+    layers and its key."""
 
     def __init__(self) -> None:
-        self.worst = 0.0
-        self.layer = -1
-        self.worst_recurrence = 0.0
-        self.key: Hashable = None
+        self.worst_attention: tuple[float, int] = (0.0, -1)
+        self.worst_recurrence: tuple[float, Hashable] = (0.0, None)
         self._rounding = _Rounding()
 
     @torch.no_grad()
@@ -99,8 +97,7 @@ class LayerCheck:
             truth = whole(row, 0)[len(behind) :]
             moved = whole([self._rounding.disturb(x) for x in row], _SHIFT)[len(behind) :]
             ratio = _ratio((out[own] - truth).square().sum().item(), (moved - truth).square().sum().item())
-            if ratio > self.worst_recurrence:
-                self.worst_recurrence, self.key = ratio, key
+            self.worst_recurrence = max(self.worst_recurrence, (ratio, key), key=lambda one: one[0])
 
     @torch.no_grad()
     def attention(
@@ -117,9 +114,7 @@ class LayerCheck:
                 truth, rounded = _dense(q[query], keys, values, sinks=sinks, params=params, position=position)
             error += (out[query] - truth).square().sum().item()
             noise += (rounded - truth).square().sum().item()
-        ratio = _ratio(error, noise)
-        if ratio > self.worst:
-            self.worst, self.layer = ratio, layer
+        self.worst_attention = max(self.worst_attention, (_ratio(error, noise), layer), key=lambda one: one[0])
 
 
 class CheckedPass(AttentionPass):
@@ -308,7 +303,4 @@ def check(
         # A norm is not finite because of the loss scale of fp16, which falls after such a step.
         if math.isfinite(norm) and ratio > worst:
             part, worst = name, ratio
-    return Verdict(
-        ratios[0], layers.worst, layer=layers.layer, recurrence=layers.worst_recurrence, key=layers.key,
-        gradients=worst, part=part,
-    )  # fmt: skip
+    return Verdict(ratios[0], *layers.worst_attention, *layers.worst_recurrence, worst, part)

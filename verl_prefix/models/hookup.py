@@ -127,18 +127,26 @@ class HookedModel:
         with self.expert_loads.counting(attention_pass, keep.device), ExitStack() as stack:
             if not whole:
                 stack.enter_context(replaced(lm_head, "forward", _ChunkedHead(lm_head.forward, outputs, logits_chunk)))
-            if (seeing := vision.vision_model(self.model)) is None:
-                inputs["logits_to_keep"] = keep
-            else:
-                stack.enter_context(replaced(seeing, "forward", functools.partial(vision.forward, seeing)))
-                inputs |= dict(keep=keep, tower=attention_pass.cache is None, **pixels)
-            logits = self.model(**inputs).logits[0]
+            logits = self.logits(inputs, keep, dict(tower=attention_pass.cache is None, **pixels))
         self.check_calls(attention_pass.num_calls - calls)
         if not whole:
             return logits
         if outputs is None:
             return logits.sum(-1, keepdim=True)
         return outputs(torch.arange(len(keep), device=keep.device), logits)
+
+    def logits(self, inputs: dict[str, Any], keep: torch.Tensor, seen: dict[str, Any]) -> torch.Tensor:
+        """[n, vocabulary] of tokens `keep`, or what lm_head's forward was replaced by.
+
+        Args:
+            inputs: of any model. seen: those that a vision model also takes (`vision.forward`).
+        """
+        if (seeing := vision.vision_model(self.model)) is None:
+            logits: torch.Tensor = self.model(**inputs, logits_to_keep=keep).logits[0]
+            return logits
+        with replaced(seeing, "forward", functools.partial(vision.forward, seeing)):
+            logits = self.model(**inputs, keep=keep, **seen).logits[0]
+        return logits
 
     def _needs_all_logits(self, lm_head: torch.nn.Module, outputs: Outputs | None) -> bool:
         """Whether the model, or a hook of its lm_head, may change logits, and so has to see all of them. FSDP2's own
