@@ -47,10 +47,25 @@ def unsupported_reasons(config: PretrainedConfig, training: bool = True) -> list
         reasons += [f"{name}={value}" for name, value in dropouts(config).items()]
     if getattr(config, "is_encoder_decoder", False):
         reasons.append("is_encoder_decoder=True")
-    towers = [name for name in ("vision_config", "audio_config") if getattr(config, name, None) is not None]
-    if towers and not is_vision_config(config):
-        reasons.append(f"a vision or audio tower; those of {', '.join(MODEL_TYPES)} are supported")
+    if (towers := _towers(config)) and not is_vision_config(config):
+        told = ("two towers, " if len(towers) > 1 else "") + " and ".join(towers)
+        reasons.append(f"{told}; towers of {', '.join(MODEL_TYPES)} are supported")
     return reasons
+
+
+def _towers(config: PretrainedConfig) -> list[str]:
+    """A model's towers by section and type, with what is known to stand in their way."""
+    towers = []
+    for name in ("vision_config", "audio_config"):
+        if (section := getattr(config, name, None)) is not None:
+            known = []
+            if name == "vision_config" and not hasattr(section, "spatial_merge_size"):
+                known.append("no spatial_merge_size, by which a grid of patches becomes tokens")
+            if config.model_type == "gemma3":  # no field says so
+                known.append("tokens of an image attend both ways")
+            told = f" ({'; '.join(known)})" if known else ""
+            towers.append(f"{name} of type {getattr(section, 'model_type', '') or type(section).__name__}{told}")
+    return towers
 
 
 def dealt(text: PretrainedConfig) -> tuple[dict[str, int], dict[str, int]]:
