@@ -3,6 +3,7 @@
 One set of processes runs all of it; the tests read what came back. Does not exercise NCCL.
 """
 
+import ctypes
 import os
 import time
 from dataclasses import replace
@@ -533,3 +534,15 @@ def test_a_number_per_row_is_laid_out_otherwise_than_a_jagged_row_of_numbers():
     jagged = torch.nested.as_nested_tensor([torch.ones(2), torch.ones(1)], layout=torch.jagged)
     layouts = [RowBytes({"x": x}).layout for x in (torch.ones(2), torch.ones(2, 1), torch.ones(3), jagged)]
     assert layouts[0] == layouts[2] and len(set(layouts)) == 3
+
+
+def test_rows_of_any_length_leave_no_type_behind():
+    """ctypes keeps a type per length of an array for ever: by safetensors.torch, 9 KiB for each length of a row."""
+    from verl_prefix.engine.row_bytes import RowBytes
+
+    rows = torch.nested.as_nested_tensor([torch.arange(n) for n in range(1, 300)], layout=torch.jagged)
+    batch = RowBytes({"input_ids": rows, "half": rows.to(torch.bfloat16)})
+    before = len(ctypes.Array.__subclasses__())
+    found = batch.unpack(batch.pack([batch.row(i, i) for i in range(len(rows))]))
+    assert len(ctypes.Array.__subclasses__()) == before
+    assert all(torch.equal(row.tensors["half"], x.to(torch.bfloat16)) for row, x in zip(found, rows, strict=True))

@@ -6,7 +6,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from safetensors.torch import load, save
+from safetensors.numpy import save
+from safetensors.torch import load
 from tensordict import TensorDict
 from tensordict.tensorclass import NonTensorData
 from verl.utils import tensordict_utils as tu
@@ -61,26 +62,24 @@ class RowBytes:
         Raises:
             TypeError: a value is neither a tensor nor JSON.
         """
-        tensors: dict[str, torch.Tensor] = {}
+        arrays: dict[str, np.ndarray] = {}
         heads = []
         for i, row in enumerate(rows):
             pixels = row.others.get(PIXELS) or {}
             seen = {name: x for name, x in pixels.items() if isinstance(x, torch.Tensor)}
-            tensors |= {f"{i}/own/{name}": x for name, x in row.tensors.items()}
-            tensors |= {f"{i}/{PIXELS}/{name}": x.detach().cpu() for name, x in seen.items()}
+            for kind, tensors in (("own", row.tensors), (PIXELS, seen)):
+                arrays |= {f"{i}/{kind}/{str(x.dtype)[6:]}/{name}": _array(x) for name, x in tensors.items()}
             others = {name: x for name, x in pixels.items() if name not in seen}
             heads.append([row.origin, row.others | {PIXELS: others} if pixels else row.others])
         if not rows:
             return torch.empty(0, dtype=torch.uint8)
         try:
             written = json.dumps(heads, default=np.generic.item)  # trainers may number sessions by numpy
-            tensors["heads"] = torch.frombuffer(bytearray(written.encode()), dtype=torch.uint8)
+            arrays["heads"] = np.frombuffer(written.encode(), dtype=np.uint8)
         except TypeError as error:
             stay = "set actor_rollout_ref.actor.prefix.exchange=off, and rows stay"
             raise TypeError(f"{', '.join(self.objects)} cannot travel with their rows: {error}; {stay}") from error
-        # safetensors refuses tensors that share memory, as rows of one tensor do.
-        packed = save({name: x.clone(memory_format=torch.contiguous_format) for name, x in tensors.items()})
-        return torch.frombuffer(bytearray(packed), dtype=torch.uint8)
+        return torch.frombuffer(bytearray(save(arrays)), dtype=torch.uint8)
 
     def unpack(self, packed: torch.Tensor) -> list[Row]:
         """The rows that `pack` of a batch with the same layout packed; tuples come back as lists."""
@@ -89,13 +88,21 @@ class RowBytes:
         tensors = load(packed.numpy().tobytes())
         rows = [Row(origin, {}, others) for origin, others in json.loads(tensors.pop("heads").numpy().tobytes())]
         for path, x in tensors.items():
-            i, kind, name = path.split("/", 2)
-            (rows[int(i)].tensors if kind == "own" else rows[int(i)].others[PIXELS])[name] = x
+            i, kind, dtype, name = path.split("/", 3)
+            row = rows[int(i)]
+            (row.tensors if kind == "own" else row.others[PIXELS])[name] = x.view(getattr(torch, dtype))
         return rows
 
     def join(self, rows: Sequence[Row]) -> dict[str, torch.Tensor]:
         """The tensors of a batch of these rows, by name."""
         return {name: _join([row.tensors[name] for row in rows], x) for name, x in self._tensors.items()}
+
+
+def _array(x: torch.Tensor) -> np.ndarray:
+    """The tensor for safetensors.numpy, which unlike safetensors.torch makes no ctypes type per number of bytes: Python
+    keeps those for ever. numpy has no bfloat16, whose bits then stand in int16."""
+    x = x.detach().cpu().contiguous()
+    return (x.view(torch.int16) if x.dtype == torch.bfloat16 else x).numpy()
 
 
 def _shape(x: Any) -> tuple[int, list[int]]:
