@@ -1,8 +1,8 @@
 """Thousands of updates on two gloo ranks with random ragged batches; nothing may grow after the warm-up.
 
-Every update draws its own groups, lengths and schedule's waves. Watched, per rank: resident memory, tensors that Python
-still knows, open file descriptors, threads; at the end: processes. Writes a JSON file and a plot beside it; the exit
-status is 1 if something grew.
+Every update draws its own groups, lengths and schedule's waves. Watched, per rank: resident memory, what of it is in
+use (the rest the C allocator keeps in pieces), tensors that Python still knows, open file descriptors, threads; at the
+end: processes. Writes a JSON file and a plot beside it; the exit status is 1 if something grew. Needs glibc.
 """
 
 import argparse
@@ -27,9 +27,19 @@ from verl_prefix.tools.plots import Curves, save
 from verl_prefix.tools.report import provenance
 
 WARM_UP = 0.2  # share of the updates
-# Growth after the warm-up that counts as a leak: MiB of resident memory per 100 updates (a prefix graph of the largest
-# batch is about 3 MiB), and nothing at all of what can be counted.
-MAX_RSS_SLOPE = 2.0
+MEMORY = ("rss_mib", "in_use_mib")
+# Growth after the warm-up that counts as a leak: MiB of memory per 100 updates (a prefix graph of the largest batch is
+# about 3 MiB), and nothing at all of what can be counted.
+MAX_SLOPE = 2.0
+
+
+class _Mallinfo2(ctypes.Structure):
+    """Of glibc's malloc.h."""
+
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost".split()
+    ]
 
 
 def random_batch(rng: np.random.Generator, vocab: int, budget: int):
@@ -104,7 +114,9 @@ def worker(rank: int, rendezvous: str, model: str, updates: int, out: str) -> No
     config = ActorConfig(strategy="fsdp2", rollout_n=4, use_dynamic_bsz=True, entropy_coeff=0.01)
     loss = functools.partial(ppo_loss, config=config)
     rng, process = np.random.default_rng(rank), psutil.Process()
-    libc, samples, seen = ctypes.CDLL(None), [], {"packed_passes": 0.0, "waves": 0.0, "groups": 0.0}
+    libc = ctypes.CDLL(None)
+    libc.mallinfo2.restype = _Mallinfo2
+    samples, seen = [], {"packed_passes": 0.0, "waves": 0.0, "groups": 0.0}
     for update in range(updates):
         # Small budgets make waves, large ones packed passes; both ranks need the same.
         data = random_batch(rng, engine.model_config.hf_config.vocab_size, (120, 400, 4000)[update % 3])
@@ -118,11 +130,14 @@ def worker(rank: int, rendezvous: str, model: str, updates: int, out: str) -> No
             print(f"{update + 1} of {updates} updates", flush=True)
         if update % 10 == 9:
             gc.collect()
-            libc.malloc_trim(0)  # resident is then what is allocated, not what the allocator keeps for later
+            libc.malloc_trim(0)
+            allocator = libc.mallinfo2()
             samples.append(
                 {
                     "update": update + 1,
                     "rss_mib": round(process.memory_info().rss / 2**20, 1),
+                    "in_use_mib": round((allocator.uordblks + allocator.hblkhd) / 2**20, 2),
+                    "objects": len(gc.get_objects()),
                     "tensors": sum(isinstance(x, torch.Tensor) for x in gc.get_objects()),
                     "files": process.num_fds(),
                     "threads": process.num_threads(),
@@ -137,14 +152,14 @@ def judge(samples: list[dict], updates: int) -> dict:
     """Slopes and growth after the warm-up."""
     after = [s for s in samples if s["update"] > WARM_UP * updates]
     at = np.array([s["update"] for s in after], dtype=float)
-    slope = 100 * np.polyfit(at, [s["rss_mib"] for s in after], 1)[0]
+    slopes = {f"{name}_per_100_updates": 100 * np.polyfit(at, [s[name] for s in after], 1)[0] for name in MEMORY}
     half = len(after) // 2
     grew = {
         name: max(s[name] for s in after[half:]) - max(s[name] for s in after[:half])
         for name in ("tensors", "files", "threads", "children")
     }
-    ok = slope <= MAX_RSS_SLOPE and all(value <= 0 for value in grew.values())
-    return {"rss_mib_per_100_updates": round(float(slope), 3), "grew": grew, "ok": bool(ok)}
+    ok = all(slope <= MAX_SLOPE for slope in slopes.values()) and all(value <= 0 for value in grew.values())
+    return {name: round(float(slope), 3) for name, slope in slopes.items()} | {"grew": grew, "ok": bool(ok)}
 
 
 def draw(report: dict, path: Path) -> bool:
@@ -156,10 +171,11 @@ def draw(report: dict, path: Path) -> bool:
         curves = [(f"ours, rank {i}", [sample[name] for sample in rank["samples"]]) for i, rank in enumerate(ranks)]
         return Curves(title, unit, at, curves, x="update")
 
-    slope = max(rank["rss_mib_per_100_updates"] for rank in ranks)
+    rss, in_use = (max(rank[f"{name}_per_100_updates"] for rank in ranks) for name in MEMORY)
     grew = {name: max(rank["grew"][name] for rank in ranks) for name in ranks[0]["grew"]}
     panels = [
-        panel("rss_mib", f"Resident memory grows by {slope:.2f} MiB per 100 updates", "MiB"),
+        panel("rss_mib", f"Resident memory grows by {rss:.2f} MiB per 100 updates", "MiB"),
+        panel("in_use_mib", f"What is in use by {in_use:.2f}", "MiB"),
         panel("tensors", f"Tensors: {grew['tensors']:+d} in the second half", "tensors that Python knows"),
         panel("files", f"Files: {grew['files']:+d}", "open file descriptors"),
         panel("threads", f"Threads: {grew['threads']:+d}", "threads"),
@@ -199,7 +215,8 @@ def main() -> int:
     draw(result, args.out.with_suffix(".png"))
     for number, rank in enumerate(ranks):
         print(
-            f"rank {number}: {rank['rss_mib_per_100_updates']} MiB per 100 updates, grew {rank['grew']}, {rank['seen']}"
+            f"rank {number}: {rank['rss_mib_per_100_updates']} MiB per 100 updates, in use "
+            f"{rank['in_use_mib_per_100_updates']}, grew {rank['grew']}, {rank['seen']}"
         )
     print("ok" if result["ok"] else "something grew", f"after {args.updates} updates; {args.out}")
     return 0 if result["ok"] else 1

@@ -537,7 +537,7 @@ def test_a_number_per_row_is_laid_out_otherwise_than_a_jagged_row_of_numbers():
 
 
 def test_rows_of_any_length_leave_no_type_behind():
-    """ctypes keeps a type per length of an array for ever: by safetensors.torch, 9 KiB for each length of a row."""
+    """ctypes keeps a type per length of an array for ever: by safetensors.torch, 6 KB for each length of a row."""
     from verl_prefix.engine.row_bytes import RowBytes
 
     rows = torch.nested.as_nested_tensor([torch.arange(n) for n in range(1, 300)], layout=torch.jagged)
