@@ -9,6 +9,7 @@ import functools
 import json
 import os
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -127,12 +128,40 @@ def shapes() -> dict[str, Any]:
     return found
 
 
+def heading(title: str, target: str, report: dict[str, Any]) -> list[str]:
+    """The first lines of a page, made by a target of examples/results/Makefile: what its figures are."""
+    rates = f"Rates: {report['rates']}. " if "rates" in report else ""
+    return [
+        f"# Simulated: {title}", "",
+        "**Every figure here is simulated** by `verl_prefix.tools.simulate` on fake tensors; no GPU ran. Made by "
+        f"`make -C examples/results {target}` at {report['git']['commit'][:7]}, torch {report['versions']['torch']}. "
+        f"{rates}Not modelled: {NOT_MODELLED}.", "",
+    ]  # fmt: skip
+
+
+def write_report(
+    about: str | None, name: str, schema: str, measured: Callable[[], dict[str, Any]],
+    words: Callable[[dict[str, Any]], str],
+) -> tuple[dict[str, Any], Path]:  # fmt: skip
+    """The command of a script: writes what it measures as NAME.json, and in words as .md. Returns the report, its file.
+
+    Args:
+        about: the script's docstring. measured: makes the report, but for its provenance.
+    """
+    parser = argparse.ArgumentParser(description=(about or "").partition("\n")[0], allow_abbrev=False)
+    parser.add_argument("--out", type=Path, default=ROOT / f"examples/results/{name}.json")
+    out: Path = parser.parse_args().out
+    start = time.process_time()
+    report = provenance(schema, "cpu") | measured()
+    report["cpu_seconds"] = round(time.process_time() - start)
+    write_whole(out, json.dumps(report, indent=1) + "\n")
+    write_whole(out.with_suffix(".md"), words(report))
+    return report, out
+
+
 def markdown(report: dict[str, Any]) -> str:
     lines = [
-        "# Simulated: the literature's settings and ours", "",
-        "**Every figure here is simulated** by `verl_prefix.tools.simulate` on fake tensors; no GPU ran. Made by "
-        f"`make -C examples/results simulated` at {report['git']['commit'][:7]}, torch "
-        f"{report['versions']['torch']}. Rates: {report['rates']}. Not modelled: {NOT_MODELLED}.", "",
+        *heading("the literature's settings and ours", "simulated", report),
         "## One step (FSDP2, gradient checkpointing), simulated", "",
     ]  # fmt: skip
     rows = []
@@ -201,20 +230,12 @@ def draw(report: dict[str, Any], path: Path) -> bool:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], allow_abbrev=False)
-    parser.add_argument("--out", type=Path, default=ROOT / "examples/results/simulated_tables.json")
-    options = parser.parse_args()
-    start = time.process_time()
-    report = provenance("simulated/1", "cpu") | {
-        "rates": "those of verl_prefix/tools/simulate/hardware.py",
-        "shapes": shapes(),
-        "paper": paper(),
-        "longest": longest_rows(),
-    }
-    report["cpu_seconds"] = round(time.process_time() - start)
-    write_whole(options.out, json.dumps(report, indent=1) + "\n")
-    write_whole(options.out.with_suffix(".md"), markdown(report))
-    draw(report, options.out.with_suffix(".png"))
+    def measured() -> dict[str, Any]:
+        rates = "those of verl_prefix/tools/simulate/hardware.py"
+        return {"rates": rates, "shapes": shapes(), "paper": paper(), "longest": longest_rows()}
+
+    report, out = write_report(__doc__, "simulated_tables", "simulated/1", measured, markdown)
+    draw(report, out.with_suffix(".png"))
 
 
 if __name__ == "__main__":

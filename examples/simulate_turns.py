@@ -4,25 +4,19 @@ Writes examples/results/simulated_turns.json and .md (`make -C examples/results 
 simulated, by `verl_prefix.tools.simulate`.
 """
 
-import argparse
-import json
 import math
-import time
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-from simulate_tables import ROOT, config_of, run
+from simulate_tables import config_of, heading, run, write_report
 
 from verl_prefix.auto.cost import Rates, group_pass, plan_passes
 from verl_prefix.core.groups import Group
-from verl_prefix.files import write_whole
 from verl_prefix.testing.rollouts import Rollouts, flatten, search_rollouts, turn_rollouts
-from verl_prefix.tools.report import provenance, table
+from verl_prefix.tools.report import table
 from verl_prefix.tools.simulate.hardware import GPUS
 from verl_prefix.tools.simulate.job import Arm, Job
 from verl_prefix.tools.simulate.passes import plan_of, whole_shape
-from verl_prefix.tools.simulate.report import NOT_MODELLED
 
 VOCAB = 1 << 30  # tokens that do not agree by chance
 FIRST, THINKING, SAID, TOOL = 2000, 300, 100, 400
@@ -115,10 +109,7 @@ def markdown(report: dict[str, Any]) -> str:
     head = ("setting", "arm", "tokens", "update s", "PFLOP", "peak GiB", "time ratio", "FLOP ratio", "time / FLOPs",
             "kernels alone", "tree once")  # fmt: skip
     lines = [
-        "# Simulated: rows of turns, and a tree search", "",
-        "**Every figure here is simulated** by `verl_prefix.tools.simulate` on fake tensors; no GPU ran. Made by "
-        f"`make -C examples/results simulated-turns` at {report['git']['commit'][:7]}, torch "
-        f"{report['versions']['torch']}. Not modelled: {NOT_MODELLED}.", "",
+        *heading("rows of turns, and a tree search", "simulated-turns", report),
         "One update of Qwen3-8B on 8 H100s (FSDP2, gradient checkpointing, bf16), of a rank that has 4 of a prompt's 8 "
         f"sessions: first prompt {FIRST}, per turn {THINKING} thinking (stripped later), {SAID} said, {TOOL} of a "
         f"tool. The tree search has one prompt a rank and branches {' x '.join(map(str, BRANCHES))} times, at turns "
@@ -138,18 +129,9 @@ def markdown(report: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], allow_abbrev=False)
-    parser.add_argument("--out", type=Path, default=ROOT / "examples/results/simulated_turns.json")
-    options = parser.parse_args()
-    start = time.process_time()
-    report = provenance("simulated_turns/1", "cpu") | {
-        "settings": {name: simulated(rollouts) for name, rollouts in settings().items()}
-    }
-    report["cpu_seconds"] = round(time.process_time() - start)
-    write_whole(options.out, json.dumps(report, indent=1) + "\n")
-    write_whole(options.out.with_suffix(".md"), markdown(report))
+def measured() -> dict[str, Any]:
+    return {"settings": {name: simulated(rollouts) for name, rollouts in settings().items()}}
 
 
 if __name__ == "__main__":
-    main()
+    write_report(__doc__, "simulated_turns", "simulated_turns/1", measured, markdown)

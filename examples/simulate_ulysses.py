@@ -4,19 +4,14 @@ Writes examples/results/simulated_ulysses.json and .md (`make -C examples/result
 simulated, by `verl_prefix.tools.simulate`.
 """
 
-import argparse
-import json
-from pathlib import Path
 from typing import Any
 
-from simulate_tables import GIB, GPUS, OFFLOAD, PACKED, PHASED, ROOT, ROW, run
+from simulate_tables import GIB, GPUS, OFFLOAD, PACKED, PHASED, ROW, heading, run, write_report
 from transformers import AutoConfig
 
 from verl_prefix.core.groups import Group
-from verl_prefix.files import write_whole
-from verl_prefix.tools.report import provenance, table
+from verl_prefix.tools.report import table
 from verl_prefix.tools.simulate.job import Job
-from verl_prefix.tools.simulate.report import NOT_MODELLED
 
 PROMPT, RESPONSE, ROLLOUTS = 8192, 2048, 8
 BUDGET = 4096  # tokens of a pass on each rank
@@ -57,10 +52,7 @@ def markdown(report: dict[str, Any]) -> str:
     head = ("GPUs", "ranks of a row", "prompts", "tokens of a pass", "arm", "update s", "peak GiB", "peak of passes",
             "sent by all-to-all, GiB")  # fmt: skip
     lines = [
-        "# Simulated: Qwen3-Next-80B-A3B under Ulysses", "",
-        "**Every figure here is simulated** by `verl_prefix.tools.simulate` on fake tensors; no GPU ran. Made by "
-        f"`make -C examples/results simulated-ulysses` at {report['git']['commit'][:7]}, torch "
-        f"{report['versions']['torch']}. Not modelled: {NOT_MODELLED}.", "",
+        *heading("Qwen3-Next-80B-A3B under Ulysses", "simulated-ulysses", report),
         f"One update on H100s (FSDP2, gradient checkpointing, bf16, fp32 master weights) of one prompt of {PROMPT} "
         f"tokens with {ROLLOUTS} responses of {RESPONSE} for every group of ranks. With 8 GPUs weights, gradients and "
         "moments alone do not fit.", "",
@@ -73,15 +65,9 @@ def markdown(report: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], allow_abbrev=False)
-    parser.add_argument("--out", type=Path, default=ROOT / "examples/results/simulated_ulysses.json")
-    options = parser.parse_args()
-    settings = [simulated(*setting) for setting in SETTINGS]
-    report = provenance("simulated_ulysses/1", "cpu") | {"settings": settings}
-    write_whole(options.out, json.dumps(report, indent=1) + "\n")
-    write_whole(options.out.with_suffix(".md"), markdown(report))
+def measured() -> dict[str, Any]:
+    return {"settings": [simulated(*setting) for setting in SETTINGS]}
 
 
 if __name__ == "__main__":
-    main()
+    write_report(__doc__, "simulated_ulysses", "simulated_ulysses/1", measured, markdown)

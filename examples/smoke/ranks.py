@@ -2,7 +2,6 @@
 
 import gc
 import json
-import os
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -64,7 +63,6 @@ def on_ranks(function: Callable[..., Any], world: int, *args: Any) -> Any:
 
 
 def _rank(rank: int, world: int, scratch: str, function: Callable[..., Any], args: tuple) -> None:
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world))
     join_ranks(rank, world, f"file://{scratch}/rendezvous")
     found = function(rank, world, *args)
     if rank == 0:

@@ -14,9 +14,10 @@ from omegaconf import OmegaConf
 from omegaconf.errors import InterpolationResolutionError
 from verl.utils.config import omega_conf_to_dataclass, validate_config
 
-from verl_prefix.config import PrefixActorConfig, PrefixConfig, PrefixEngineConfig
+from verl_prefix.config import PrefixActorConfig, PrefixConfig, PrefixEngineConfig, driver
 from verl_prefix.models.support import check_supported
 from verl_prefix.testing import write_tiny_model
+from verl_prefix.tools.plan import compose as compose_of_plan
 from verl_prefix.versions import VERL_MAIN, installed_version, warn_once
 
 ACTOR = "actor_rollout_ref.actor"
@@ -125,6 +126,22 @@ def test_sequence_parallelism_of_ref_alone_is_checked_where_the_config_is_resolv
     for size, message in ((8, "of this qwen3 model 4 heads .*; set 4$"), (3, "does not divide 8 GPUs")):
         with pytest.raises(ValueError, match=rf"{ref}={size}:? {message}"):
             resolve(has_ref, f"{ref}={size}")
+
+
+def test_the_size_of_sequence_parallelism_is_that_of_verls_own_class(model_path):
+    """A role's own key over `fsdp_config`'s, where it is over 1; in the driver's checks and in the plan, too."""
+    key = "ulysses_sequence_parallel_size"
+    for own, of_engine, found in ((1, 1, 1), (1, 4, 4), (2, 1, 2), (2, 4, 2), (4, 2, 4), (2, 8, 2)):
+        sizes = [f"actor_rollout_ref.ref.{key}={own}", f"actor_rollout_ref.ref.fsdp_config.{key}={of_engine}"]
+        config = composed(f"actor_rollout_ref.model.path={model_path}", f"{ACTOR}.use_kl_loss=True", *sizes)
+        OmegaConf.resolve(config)  # (2, 8): 8 does not go with this model's 4 heads, and verl takes 2
+        ref = config.actor_rollout_ref.ref
+        assert driver._sequence_ranks(ref) == compose_of_plan.sequence_ranks(ref) == found
+        OmegaConf.set_struct(ref, False)
+        for name in [name for name in ref if name.startswith("log_prob_")]:
+            ref.pop(name)  # as ActorRolloutRefWorker.init_model does
+        ref.use_dynamic_bsz = True
+        assert omega_conf_to_dataclass(ref).engine.ulysses_sequence_parallel_size == found
 
 
 @pytest.mark.parametrize("loss_mode", ["geo_mean", "clip_cov", "mine"])

@@ -70,7 +70,7 @@ def sabotage(kind: str) -> None:
 
 def broken_rank(*args: object, kind: str) -> None:
     sabotage(kind)
-    ab._worker(*args)
+    ab._run_rank(*args)
 
 
 def run(command: list, timeout: int, **env: str) -> subprocess.CompletedProcess[str]:
@@ -86,7 +86,7 @@ def replay(spawn) -> Callable[..., SimpleNamespace]:
         with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as printed:
             patch.setattr(torch.multiprocessing, "spawn", spawn)
             if kind:
-                patch.setattr(ab, "_worker", functools.partial(broken_rank, kind=kind))
+                patch.setattr(ab, "_run_rank", functools.partial(broken_rank, kind=kind))
             code = cli.main(["ab", *map(str, words)])
         return SimpleNamespace(returncode=code, stdout=printed.getvalue(), stderr="")
 

@@ -50,22 +50,21 @@ def check_driver(config: DictConfig, in_job: bool = True) -> None:
 
 
 def _sequence_ranks(section: DictConfig) -> int:
-    """Ranks that share a row in the engine of `actor_rollout_ref.actor` or `.ref`: verl takes either key."""
-    keys = ("ulysses_sequence_parallel_size", "fsdp_config.ulysses_sequence_parallel_size")
-    return max(int(OmegaConf.select(section, key)) for key in keys)
+    """Ranks that share a row in the engine of `actor_rollout_ref.actor` or `.ref`, by the rule of verl's
+    FSDPActorConfig: the role's own key, where it is over 1, and else that of its `fsdp_config`."""
+    own: int = section.ulysses_sequence_parallel_size
+    return own if own > 1 else int(section.fsdp_config.ulysses_sequence_parallel_size)
 
 
 def _check_ref(config: DictConfig) -> None:
     """Sequence parallelism of the reference policy, where it has a size of its own: the actor's config checks its."""
     roles = config.actor_rollout_ref
     size = _sequence_ranks(roles.ref)
-    if size == _sequence_ranks(roles.actor) or roles.actor.prefix.schedule == "stock":
-        return
-    if not need_reference_policy(config):
-        return
-    check_sequence_parallel("ref", size, config.trainer.n_gpus_per_node * config.trainer.nnodes, roles.model)
-    if size > 1 and (hf_config := read_hf_config(roles.model)) is not None:
-        check_dealt("ref", size, hf_config)
+    differs = size != _sequence_ranks(roles.actor) and roles.actor.prefix.schedule != "stock"
+    if differs and need_reference_policy(config):
+        check_sequence_parallel("ref", size, config.trainer.n_gpus_per_node * config.trainer.nnodes, roles.model)
+        if size > 1 and (hf_config := read_hf_config(roles.model)) is not None:
+            check_dealt("ref", size, hf_config)
 
 
 def _check_separate_async(config: DictConfig, in_job: bool) -> None:

@@ -54,15 +54,11 @@ class Record:
         return [json.loads(line) for line in lines if line.endswith("\n")]  # a full disk cuts the last one
 
 
-def _worker(rank: int, ranks: int, rendezvous: str, source: Source, options: Options, record: Record) -> None:
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks))
-    _run_rank(rank, ranks, init_method=f"file://{rendezvous}", source=source, options=options, record=record)
-
-
 def join_ranks(rank: int, ranks: int, init_method: str) -> None:
     """Starts this rank's process group, on its GPU (LOCAL_RANK) where there are GPUs. Ranks that meet in a file are of
-    one machine: gloo then listens on its loopback alone."""
+    one machine: they get torchrun's environment here, and gloo listens on the machine's loopback alone."""
     if init_method.startswith("file:"):
+        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks))
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     cuda = torch.cuda.is_available()
     if cuda:
@@ -112,11 +108,12 @@ def run(options: Options, output: Path) -> int:
         record.start()
     try:
         if under_torchrun:
-            _run_rank(rank, ranks, init_method="env://", source=source, options=options, record=record)
+            _run_rank(rank, ranks, "env://", source, options, record)
         else:
             os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # ranks that spin at barriers slow each other down
             with tempfile.TemporaryDirectory() as scratch:
-                mp.spawn(_worker, (source.ranks, f"{scratch}/rendezvous", source, options, record), nprocs=source.ranks)
+                arguments = source.ranks, f"file://{scratch}/rendezvous", source, options, record
+                mp.spawn(_run_rank, arguments, nprocs=source.ranks)
     except KeyboardInterrupt:
         failure = "interrupted"
     except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:

@@ -97,15 +97,8 @@ def draw(report: dict[str, Any], path: Path) -> bool:
     def curves(title: str, unit: str, of_arm: Callable[[dict], float], tolerance: str = "") -> Curves:
         ys = [(arm, [of_arm(step["arms"][arm]) for step in steps]) for arm in arms[1:]]
         top = max(y for arm, values in ys for y in values if arm in judged)
-        return Curves(
-            title.format(top),
-            unit,
-            [s["step"] for s in steps],
-            ys,
-            x="replayed step",
-            log=True,
-            limit=limits.get(tolerance),
-        )
+        numbers, limit = [step["step"] for step in steps], limits.get(tolerance)
+        return Curves(title.format(top), unit, numbers, ys, x="replayed step", log=True, limit=limit)
 
     def each(values: Iterable[float | None]) -> str:
         return " and ".join("-" if value is None else f"{value:.2g}" for value in values)

@@ -74,13 +74,13 @@ def build_batch(size: Size, vocab: int, device: str) -> Batch:
 
 @dataclass(frozen=True)
 class Case:
-    """Model and rows of an arm. `plan`: of the arm auto; None where the chooser took stock."""
+    """Model and rows of an arm. `auto`: see `arm_plan`."""
 
     model: PreTrainedModel
     batch: Batch
     budget: int
     logits_chunk: int = 4096
-    plan: Plan | None = None
+    auto: Plan | None = None
 
 
 class Forward(NamedTuple):
@@ -129,11 +129,7 @@ def run_arm(case: Case, arm: str, train: bool = True, attention: str | None = No
     """
     model, batch = case.model, case.batch
     path, _, added = arm.partition("+")
-    plan = None
-    if path in ("one_level", "packed", "phased"):
-        plan = make_arm_plan(batch.one_level if path == "one_level" else batch.groups, case.budget, path)
-    if path == "auto":
-        path, plan = "stock", case.plan
+    plan = arm_plan(batch, path, case.budget, case.auto) if path != "prefix_grouper" else None
     model.gradient_checkpointing_disable()
     if added == "checkpoint":
         model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -177,10 +173,19 @@ def run_arm(case: Case, arm: str, train: bool = True, attention: str | None = No
     return Done(seconds, seconds - backward_s, float(sum(losses)))
 
 
-def make_arm_plan(groups: Sequence[Group], budget: int, schedule: str) -> Plan:
-    """The plan of `one_level`, `packed` or `phased`."""
-    if schedule == "phased":
-        return make_plan(groups, budget, schedule, wave_tokens=max(1, budget // WAVES_PER_BUDGET))
+def arm_plan(batch: Batch, path: str, budget: int, auto: Plan | None = None) -> Plan | None:
+    """What an arm shares, or an ideal of `measure.update_flops`; None: nothing, as stock.
+
+    Args:
+        path: the arm without what is added. auto: what the chooser took for the arm of that name.
+    """
+    if path in STOCK or path == "auto":
+        return auto if path == "auto" else None
+    groups = batch.one_level if path.endswith("one_level") else batch.groups
+    if path == "phased":
+        return make_plan(groups, budget, path, wave_tokens=max(1, budget // WAVES_PER_BUDGET))
+    if path.startswith("ideal"):
+        budget = sum(group.num_physical_tokens for group in groups)
     return make_plan(groups, budget, "packed")
 
 
@@ -188,7 +193,7 @@ def _forwards(case: Case, path: str, attention: str | None) -> tuple[str, list[F
     """An arm's attention implementation and its micro-batches."""
     model, batch = case.model, case.batch
     device = model.device.type
-    if path in STOCK:
+    if path != "prefix_grouper":
         name = attention or stock_attention(device, model.dtype)
         alone = name == "sdpa" or is_recurrent(model.config.model_type)  # a state would leak into the next packed row
         responses = {row: n for group in batch.groups for row, n in zip(group.rows, group.output_lens, strict=True)}

@@ -15,23 +15,14 @@ from verl_prefix.auto.calibration import Profile, measure
 from verl_prefix.auto.chooser import Chooser, CostModel
 from verl_prefix.auto.cost import Memory, PassCost, Rates, plan_passes, stock_passes
 from verl_prefix.auto.shape import ModelShape, model_shape
-from verl_prefix.core.groups import Group
 from verl_prefix.core.schedule import Schedule
 from verl_prefix.core.waves import Plan
 from verl_prefix.files import parse_json
 from verl_prefix.models.hookup import HookedModel
 from verl_prefix.tools.bench import report as tables
-from verl_prefix.tools.bench.arms import (
-    WAVES_PER_BUDGET,
-    Batch,
-    Case,
-    build_batch,
-    make_arm_plan,
-    run_arm,
-    stock_attention,
-)
+from verl_prefix.tools.bench.arms import WAVES_PER_BUDGET, Batch, Case, arm_plan, build_batch, run_arm, stock_attention
 from verl_prefix.tools.bench.memory import added_peak, capacity, free_memory, in_fresh_process, warm_up
-from verl_prefix.tools.bench.options import STOCK, Options, Size, full_depth, unavailable
+from verl_prefix.tools.bench.options import Options, Size, full_depth, unavailable
 from verl_prefix.tools.report import provenance, show
 
 SCHEMA = "verl_prefix.bench/3"  # 2: config.layers was a list of one or two depths
@@ -39,7 +30,7 @@ MOST_ROUNDS, QUICK_S = 15, 3.0
 MIN_SPEEDUP = 1.05  # the default of actor.prefix.min_speedup
 
 
-def update_flops(shape: ModelShape, size: Size, arm: str, budget: int, plan: Plan | None = None) -> float:
+def update_flops(shape: ModelShape, size: Size, arm: str, budget: int) -> float:
     """FLOPs of one update in matmuls, of what the arm computes; a log-prob pass has a third of them.
 
     Forward, per layer: 2 per weight and token, and 4 H D per (query, key) pair; lm_head: 2 per weight and token that it
@@ -47,10 +38,10 @@ def update_flops(shape: ModelShape, size: Size, arm: str, budget: int, plan: Pla
     angles, what flash backward recomputes, lm_head forwards repeated beyond one logits chunk.
 
     Args:
-        arm: of `ARMS`, or "ideal": every token once, lm_head on responses alone; "ideal_one_level": with
-        whole prompts shared alone. plan: of auto.
+        arm: of `ARMS` but auto, or "ideal": every token once, lm_head on responses alone; "ideal_one_level": with
+            whole prompts shared alone.
     """
-    return _flops(shape, arm_passes(shape, build_batch(size, 1 << 30, "meta"), arm, budget, plan), arm)
+    return _flops(shape, arm_passes(shape, build_batch(size, 1 << 30, "meta"), arm, budget), arm)
 
 
 def _flops(shape: ModelShape, passes: Sequence[PassCost], arm: str) -> float:
@@ -58,17 +49,14 @@ def _flops(shape: ModelShape, passes: Sequence[PassCost], arm: str) -> float:
     return (4 if "+checkpoint" in arm else 3) * layers + 3 * shape.head * sum(p.head_tokens for p in passes)
 
 
-def arm_passes(shape: ModelShape, batch: Batch, arm: str, budget: int, plan: Plan | None = None) -> list[PassCost]:
-    """What an arm computes in an update; see `update_flops`."""
+def arm_passes(shape: ModelShape, batch: Batch, arm: str, budget: int, auto: Plan | None = None) -> list[PassCost]:
+    """What an arm computes in an update; see `update_flops` and, of `auto`, `arm_plan`."""
     path = arm.partition("+")[0]
-    groups = batch.one_level if path.endswith("one_level") else batch.groups
-    if path in STOCK or (path == "auto" and plan is None):
-        (whole,) = stock_passes(shape, groups, len(batch.weights), dense_mask=False)
-        read = sum(n for group in groups for n in group.output_lens)
+    plan = arm_plan(batch, path, budget, auto)
+    if plan is None:
+        (whole,) = stock_passes(shape, batch.groups, len(batch.weights), dense_mask=False)
+        read = sum(n for group in batch.groups for n in group.output_lens)
         return [whole._replace(head_tokens=read) if path == "stock_lean" else whole]
-    if path != "auto" or plan is None:
-        budget = sum(group.num_physical_tokens for group in groups) if path.startswith("ideal") else budget
-        plan = make_arm_plan(groups, budget, path)
     passes = plan_passes(shape, plan)
     if path == "prefix_grouper":  # its prefix holds the last prompt token, too, and lm_head runs on everything
         passes = [PassCost(p.tokens + 1, p.tokens + 1, p.pairs) for p in passes]
@@ -103,10 +91,10 @@ class Bench:
         arms, auto, plan = list(options.running), None, None
         if "auto" in arms:
             self._say(f"{size} chooser")
-            plan, auto = self._choose(batch.groups, budget, arms)
+            plan, auto = self._choose(batch, budget, arms)
             if auto["same_as"]:
                 arms.remove("auto")
-        case = Case(self.model, batch, budget, plan=plan)
+        case = Case(self.model, batch, budget, auto=plan)
         passes = {arm: arm_passes(self.shape, batch, arm, budget, plan) for arm in arms}
         truth = self._truth(case) if options.truth != "none" else {}
         results: dict[str, dict[str, Any]] = {
@@ -159,15 +147,12 @@ class Bench:
             model=self.model, forward_only=forward_only,
         )  # fmt: skip
 
-    def _choose(self, groups: list[Group], budget: int, arms: list[str]) -> tuple[Plan | None, dict[str, Any]]:
+    def _choose(self, batch: Batch, budget: int, arms: list[str]) -> tuple[Plan | None, dict[str, Any]]:
         if self.chooser.profile.update is None:  # for the prediction, even where no rates would choose otherwise
-            tokens = sum(group.num_logical_tokens for group in groups)
+            tokens = sum(group.num_logical_tokens for group in batch.groups)
             self.chooser.profile = Profile(update=self._rates(budget, tokens, forward_only=False))
-        plan = self.chooser.choose(groups, budget, forward_only=False)
-        same: dict[Plan | None, str]
-        same = {make_arm_plan(groups, budget, name): name for name in ("packed", "phased") if name in arms}
-        if "stock" in arms:
-            same[None] = "stock"
+        plan = self.chooser.choose(batch.groups, budget, forward_only=False)
+        same = {arm_plan(batch, name, budget): name for name in ("stock", "packed", "phased") if name in arms}
         choice = "stock" if plan is None else "phased" if plan.phased else "packed"
         return plan, {"choice": choice, "predicted": self.chooser.speedup, "same_as": same.get(plan)}
 
@@ -184,9 +169,9 @@ class Bench:
         size = case.batch.size
         self._say(f"{size} memory of {arm}")
         if self.options.device == "cpu":
-            return in_fresh_process(added_peak, self.options, arm, size, case.plan)
+            return in_fresh_process(added_peak, self.options, arm, size, case.auto)
         try:
-            return added_peak(self.options, arm, size, plan=case.plan, model=self.model)
+            return added_peak(self.options, arm, size, auto=case.auto, model=self.model)
         except torch.OutOfMemoryError as error:
             reason = f"out of memory: {str(error).splitlines()[0]}"
         free_memory()

@@ -13,7 +13,7 @@ import torch
 from transformers import PreTrainedModel
 
 from verl_prefix.core.waves import Plan
-from verl_prefix.tools.bench.arms import Case, build_batch, make_arm_plan, run_arm
+from verl_prefix.tools.bench.arms import Case, arm_plan, build_batch, run_arm
 from verl_prefix.tools.bench.options import Options, Size
 from verl_prefix.tools.memory import memory_mib, reset_peak_mib
 
@@ -23,14 +23,13 @@ CAPACITY_STEP, CAPACITY_MOST = 512, 1 << 19
 
 def warm_up(options: Options, arm: str, model: PreTrainedModel) -> None:
     tiny = build_batch(TINY, model.config.vocab_size, options.device)
-    plan = make_arm_plan(tiny.groups, TINY.row, "phased")
-    case = Case(model, tiny, options.budget_of(TINY), plan=plan)
+    case = Case(model, tiny, options.budget_of(TINY), auto=arm_plan(tiny, "phased", TINY.row))
     run_arm(case, arm)
     run_arm(case, arm, train=False)
 
 
 def added_peak(
-    options: Options, arm: str, size: Size, plan: Plan | None = None, model: PreTrainedModel | None = None
+    options: Options, arm: str, size: Size, auto: Plan | None = None, model: PreTrainedModel | None = None
 ) -> dict[str, float]:
     """MiB that one update adds at its peak to model, gradients, inputs and what a tiny update leaves behind.
 
@@ -40,7 +39,7 @@ def added_peak(
     """
     torch.set_num_threads(options.threads)
     model = model or options.model()
-    case = Case(model, build_batch(size, model.config.vocab_size, options.device), options.budget_of(size), plan=plan)
+    case = Case(model, build_batch(size, model.config.vocab_size, options.device), options.budget_of(size), auto=auto)
     warm_up(options, arm, model)
     before = reset_peak_mib(options.device)
     run_arm(case, arm)

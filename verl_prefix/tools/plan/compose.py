@@ -103,9 +103,10 @@ def lora_rank(model: DictConfig) -> int:
 
 
 def sequence_ranks(section: DictConfig) -> int:
-    """Ranks that share a row in the engine of `actor_rollout_ref.actor` or `.ref` (verl's FSDPActorConfig)."""
-    of_role: int = section.ulysses_sequence_parallel_size
-    return of_role if of_role > 1 else int(section.fsdp_config.ulysses_sequence_parallel_size)
+    """Ranks that share a row in the engine of `actor_rollout_ref.actor` or `.ref`, by the rule of verl's
+    FSDPActorConfig: the role's own key, where it is over 1, and else that of its `fsdp_config`."""
+    own: int = section.ulysses_sequence_parallel_size
+    return own if own > 1 else int(section.fsdp_config.ulysses_sequence_parallel_size)
 
 
 def prompts_of_step(config: DictConfig) -> int:

@@ -157,19 +157,19 @@ class Predictor:
         self.stock_memory = replace(self.memory, stock_offloads=bool(model.get("enable_activation_offload")))
         dense = not is_varlen(attention_of(model))
 
-        def alone(sequence_ranks: int) -> bool:
-            """`StockPath.whole_rows`, which `auto` never takes."""
-            return sequence_ranks > 1 and wrong_when_sharded
+        def min_speedup(sequence_ranks: int) -> float:
+            """0 where verl's own path would be `StockPath.whole_rows`, which `auto` never takes."""
+            return 0 if sequence_ranks > 1 and wrong_when_sharded else options.min_speedup
 
         # Over the ranks that share it: weights, gradients and AdamW's moments.
         self.resident_gib = state_bytes / self.memory.ranks / 2**30
         self.costs = CostModel(
             shape=shape, dense_mask=dense, wave_tokens=options.wave_tokens,
-            min_speedup=0 if alone(size.sequence_ranks) else options.min_speedup, memory=self.memory, one_row=one_row,
+            min_speedup=min_speedup(size.sequence_ranks), memory=self.memory, one_row=one_row,
         )  # fmt: skip
         self.ref_costs = replace(
             self.costs, memory=replace(self.memory, sequence_ranks=size.ref_sequence_ranks),
-            min_speedup=0 if alone(size.ref_sequence_ranks) else options.min_speedup,
+            min_speedup=min_speedup(size.ref_sequence_ranks),
         )  # fmt: skip
         self.profile = self.costs.flops()
         self.seconds = {path: dict.fromkeys(PASSES, 0.0) for path in (*PATHS, "stock")}

@@ -39,7 +39,7 @@ class Row(NamedTuple):
     response: torch.Tensor
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class TokenStep(Step):
     """A step whose rows share what `prefix.trees=over` says.
 
@@ -48,10 +48,10 @@ class TokenStep(Step):
         found: groups of rows that were asked for before, by `over`.
     """
 
-    rows: Sequence[Row] = ()
+    rows: Sequence[Row]
+    data: TensorDict
+    table: torch.Tensor
     over: str = "uid"
-    data: TensorDict | None = None
-    table: torch.Tensor | None = None
     found: dict[tuple[str, tuple[int, ...]], list[Group]] = field(default_factory=dict)
 
     def filled(self) -> list[list[int]]:
@@ -63,7 +63,6 @@ class TokenStep(Step):
 
     def computed(self, ranks: list[list[int]], exchange: bool) -> list[list[Group]]:
         """As the engine's exchange and `rows.group_rows` make them."""
-        assert self.table is not None
         step, every = AllRows([self.table]), AllRows([self.table[rank] for rank in ranks])
         trees, homes = Trees(self.over, frozenset({END})), every.ranks
         are_cut = trees.are_cut(step.uids, step.keys)

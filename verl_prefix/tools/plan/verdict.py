@@ -5,7 +5,7 @@ Changes are priced as the command itself is.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 from omegaconf import OmegaConf
@@ -13,7 +13,6 @@ from verl.trainer.ppo.utils import need_reference_policy
 
 from verl_prefix.config.driver import is_v1
 from verl_prefix.tools.plan.predict import Predictor
-from verl_prefix.tools.plan.turns import LEVELS
 from verl_prefix.tools.plan.work import Work, counts_rows, splits_groups
 
 WORTH = 1.02  # what a change must gain to be worth a word
@@ -130,7 +129,7 @@ def _best_change(
     """The change that gains most of those that fit; where the command does not fit, the fastest that does; or None."""
     limit = math.inf if room is None else room.gib
     fits, found = needed <= limit, list[Change]()
-    for overrides in _changes(config, work, fits):
+    for overrides in _changes(config, work, trees, fits):
         level = overrides[0].partition("prefix.trees=")[2]
         base = trees.get(config.actor_rollout_ref.actor.prefix.trees, trees["off"]) if level else now
         other = trees[level] if level else price(OmegaConf.merge(config, OmegaConf.from_dotlist(overrides)))
@@ -142,9 +141,9 @@ def _best_change(
     return max(found, key=lambda one: one.update / one.instead_of, default=None)
 
 
-def _changes(config: Any, work: Work, fits: bool) -> Iterator[list[str]]:
-    """Overrides to try: those that keep prompts together or share more; where the command does not fit, also those that
-    need less memory."""
+def _changes(config: Any, work: Work, trees: Iterable[str], fits: bool) -> Iterator[list[str]]:
+    """Overrides to try: those that keep prompts together or share more, by other values of `trees`; where the command
+    does not fit, also those that need less memory."""
     actor, size = config.actor_rollout_ref.actor, work.steps[0].size
     mode = config.trainer.v1.trainer_mode
     whole = [f"trainer.v1.trainer_mode=prefix_{mode}"] if is_v1(config) and not mode.startswith("prefix_") else []
@@ -155,9 +154,7 @@ def _changes(config: Any, work: Work, fits: bool) -> Iterator[list[str]]:
     for key, value in {"schedule": "auto", "exchange": "auto", "wave_tokens": "null"}.items():
         if str(actor.prefix[key]) not in (value, "None"):
             yield [f"{ACTOR}.prefix.{key}={value}"]
-    if work.with_tokens is not None:
-        levels = LEVELS if work.turns else LEVELS[::2]
-        yield from ([f"{ACTOR}.prefix.trees={level}"] for level in levels if level != actor.prefix.trees)
+    yield from ([f"{ACTOR}.prefix.trees={level}"] for level in trees if level != actor.prefix.trees)
     # verl's own path, which a batch may take, wants tokens of the longest row, and rows that divide a mini-batch's.
     if actor.use_dynamic_bsz and (tokens := actor.ppo_max_token_len_per_gpu):
         tokens = 2 * tokens if fits else tokens // 2

@@ -17,27 +17,24 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim import adam
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.modeling_utils import local_torch_dtype
 
 from verl_prefix.auto.cost import Memory, PassCost, Rates, group_pass, may_keep_attention, plan_batch
 from verl_prefix.auto.shape import ModelShape, model_shape
-from verl_prefix.core import schedule as core_schedule
 from verl_prefix.core.attention import AttentionPass
 from verl_prefix.core.calls import Segment
 from verl_prefix.core.groups import Group
 from verl_prefix.core.layout import Layout
 from verl_prefix.core.meter import Meter
-from verl_prefix.core.prefix_cache import PrefixCache, ReadRows
-from verl_prefix.core.schedule import _OUTPUTS, Schedule, TokenBatch
-from verl_prefix.core.sequence_parallel import Shards
+from verl_prefix.core.schedule import TokenBatch
 from verl_prefix.core.waves import PackedPass, PhasedPass, Plan, first_fit
 from verl_prefix.models import hookup, vision
 from verl_prefix.models.hookup import HookedModel
 from verl_prefix.models.recurrent import packing_leak
 from verl_prefix.tools.simulate import scans
+from verl_prefix.tools.simulate.counted import CountedSchedule, CountedShards, known_by_count
 from verl_prefix.tools.simulate.job import Arm, Job
 from verl_prefix.tools.simulate.operations import KERNEL
 from verl_prefix.tools.simulate.tower import TowerPixels, num_patches, prepare_tower
@@ -132,45 +129,6 @@ class _Meter(Meter):
         weight = self.weights.get(tuple(groups), 1.0)
         with self.tracker.in_phase(self.prefix + name, weight), super().phase(name, groups, device, part):
             yield
-
-
-class _Schedule(Schedule):
-    """The schedule, which on fake tensors knows by count alone what rows read of strands."""
-
-    def _read(self, outputs: torch.Tensor, layout: Layout, cache: PrefixCache | None) -> torch.Tensor:
-        if layout.reads is None or not isinstance(layout.index, FakeTensor):
-            return super()._read(outputs, layout, cache)
-        total, own = len(layout.reads.tokens), outputs.shape[0]
-        left = total - own if cache is not None else 0
-        own_read = outputs.index_select(0, outputs.new_empty(total - left, dtype=torch.int64))
-        if cache is None or not left:
-            return own_read
-        (of_strands,) = cache.read(_OUTPUTS)
-        at = outputs.new_empty(left, dtype=torch.int64)
-        read = ReadRows.apply(of_strands, at, cache, _OUTPUTS)
-        return torch.cat([own_read, read])
-
-
-_keep: Any = vars(Layout)["keep"].func
-
-
-def _kept(layout: Layout) -> torch.Tensor:
-    """`Layout.keep`, of fake tokens by their number."""
-    if layout.reads is None or not isinstance(layout.index, FakeTensor):
-        whole: torch.Tensor = _keep(layout)
-        return whole
-    kept = sum(group.num_strand_outputs for group in layout.groups) if layout.num_prefix else 0
-    if layout.num_tokens > layout.num_prefix:
-        pairs = (pair for g in layout.groups for pair in zip(g.suffix_lens, g.output_lens, strict=True))
-        kept += sum(min(pair) for pair in pairs)
-    return torch.arange(kept)
-
-
-class _Shards(Shards):
-    """Shards of a row, which on fake tensors know by count alone what a rank keeps."""
-
-    def keep(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return torch.arange(-(-len(tokens) // self.size)), torch.arange(len(tokens))
 
 
 class Simulation:
@@ -276,7 +234,7 @@ class Simulation:
         whole = plan_of(job, job.shape or self.shape, arm=arm, budget=budget, forward_only=not update)
         plan, weights = self._thin(whole, update)
         may_keep = may_keep_attention(self.shape, job.checkpointing, job.keep_attention)
-        schedule = _Schedule(
+        schedule = CountedSchedule(
             self.hooked,
             lambda index, logits: self._log_probs(index, logits, update),
             lambda groups, layout, outputs: outputs.sum(),
@@ -290,7 +248,7 @@ class Simulation:
             sequence_group=self.group,
             meter=_Meter(self.tracker, "" if update else "log_probs/", weights),
         )
-        with mock.patch.object(Layout, "keep", property(_kept)), mock.patch.object(core_schedule, "Shards", _Shards):
+        with known_by_count():
             schedule.run(self.tokens, plan)
         self.tracker.read()  # losses and metrics of all passes
         self.transfers = schedule.meter.transfers
@@ -355,7 +313,7 @@ class Simulation:
         layout = Layout(index, 0, tuple(map(Segment, lengths)))
         attention = AttentionPass(layout, self.kernel)
         if self.group is not None:
-            attention.shards = shards = _Shards(self.group, layout, torch.device(self.device))
+            attention.shards = shards = CountedShards(self.group, layout, torch.device(self.device))
             index = index[shards.tokens]
         index = index.to(self.device)
         ids, positions = self.tokens.input_ids[index], self.tokens.position_ids[..., index]

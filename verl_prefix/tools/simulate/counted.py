@@ -1,0 +1,64 @@
+"""What the core reads of its indices, by count alone: those of fake tensors have no values.
+
+How many tokens are kept, read and sent follows from lengths; which ones they are costs nothing.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+from verl_prefix.core import schedule
+from verl_prefix.core.layout import Layout
+from verl_prefix.core.prefix_cache import PrefixCache, ReadRows
+from verl_prefix.core.schedule import _OUTPUTS, Schedule
+from verl_prefix.core.sequence_parallel import Shards
+
+
+class CountedSchedule(Schedule):
+    """The schedule, which on fake tensors knows by count alone what rows read of strands."""
+
+    def _read(self, outputs: torch.Tensor, layout: Layout, cache: PrefixCache | None) -> torch.Tensor:
+        if layout.reads is None or not isinstance(layout.index, FakeTensor):
+            return super()._read(outputs, layout, cache)
+        total, own = len(layout.reads.tokens), outputs.shape[0]
+        left = total - own if cache is not None else 0
+        own_read = outputs.index_select(0, outputs.new_empty(total - left, dtype=torch.int64))
+        if cache is None or not left:
+            return own_read
+        (of_strands,) = cache.read(_OUTPUTS)
+        at = outputs.new_empty(left, dtype=torch.int64)
+        read = ReadRows.apply(of_strands, at, cache, _OUTPUTS)
+        return torch.cat([own_read, read])
+
+
+class CountedShards(Shards):
+    """Shards of a row, which on fake tensors know by count alone what a rank keeps."""
+
+    def keep(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.arange(-(-len(tokens) // self.size)), torch.arange(len(tokens))
+
+
+_keep: Any = vars(Layout)["keep"].func
+
+
+def _kept(layout: Layout) -> torch.Tensor:
+    """`Layout.keep`, of fake tokens by their number."""
+    if layout.reads is None or not isinstance(layout.index, FakeTensor):
+        whole: torch.Tensor = _keep(layout)
+        return whole
+    kept = sum(group.num_strand_outputs for group in layout.groups) if layout.num_prefix else 0
+    if layout.num_tokens > layout.num_prefix:
+        pairs = (pair for g in layout.groups for pair in zip(g.suffix_lens, g.output_lens, strict=True))
+        kept += sum(min(pair) for pair in pairs)
+    return torch.arange(kept)
+
+
+@contextlib.contextmanager
+def known_by_count() -> Iterator[None]:
+    """Context in which a `CountedSchedule` runs: its layouts and shards are counted too."""
+    with mock.patch.object(Layout, "keep", property(_kept)), mock.patch.object(schedule, "Shards", CountedShards):
+        yield
