@@ -156,7 +156,7 @@ def judge(samples: list[dict], updates: int) -> dict:
     half = len(after) // 2
     grew = {
         name: max(s[name] for s in after[half:]) - max(s[name] for s in after[:half])
-        for name in ("tensors", "files", "threads", "children")
+        for name in ("objects", "tensors", "files", "threads", "children")
     }
     ok = all(slope <= MAX_SLOPE for slope in slopes.values()) and all(value <= 0 for value in grew.values())
     return {name: round(float(slope), 3) for name, slope in slopes.items()} | {"grew": grew, "ok": bool(ok)}
