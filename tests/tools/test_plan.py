@@ -27,11 +27,14 @@ from verl.utils import hf_tokenizer  # noqa: E402
 from verl.utils import tensordict_utils as tu  # noqa: E402
 
 from verl_prefix import cli  # noqa: E402
+from verl_prefix.auto.shape import ModelShape  # noqa: E402
 from verl_prefix.engine.rows import Trees, group_rows, row_keys  # noqa: E402
 from verl_prefix.models.messages import end_tokens  # noqa: E402
 from verl_prefix.testing import write_tiny_model, write_tiny_vlm  # noqa: E402
 from verl_prefix.tools.plan import command as plan  # noqa: E402
-from verl_prefix.tools.plan import compose, options, script, verdict, work  # noqa: E402
+from verl_prefix.tools.plan import compose, options, script, turns, verdict, work  # noqa: E402
+from verl_prefix.tools.plan.predict import Sizes  # noqa: E402
+from verl_prefix.tools.plan.training_command import Prompt  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -993,3 +996,14 @@ def test_a_leak_of_verls_own_path_is_said_and_priced(folder, tmp_path):
     assert spread["unsupported"] == [] and spread["notes"][0].endswith("ulysses_sequence_parallel_size=1")
     assert found["added_gib"]["stock"] < padded["added_gib"]["stock"], "logits of one row"
     assert found["added_gib"]["packed"] == padded["added_gib"]["packed"]
+
+
+@pytest.mark.parametrize(("num_turns", "prompts"), [(1, 768), (3, 256)])
+def test_a_part_of_a_large_step_is_priced_without_padding(num_turns, prompts):
+    """1024 prompts x 5 in mini-batches of 256 prompts: 4,000 rows would be filled up with 1,120 of padding."""
+    size = Sizes(1024, 5, mini_batches=4, ranks=8, micro_batches={})
+    shape = ModelShape(1e6, 1e5, 1e2, (None,), 1.0, 1.0, 1.0, 100)
+    made = turns.made_up(
+        size, shape, [Prompt(4, ids=[3, 4, 5, 6])], {2}, options.Turns(num_turns, 1, 2, 1), iter([3] * 5120), 1280
+    )
+    assert None not in made.keys and len(set(made.keys)) == prompts and made.size.mini_batches == 3

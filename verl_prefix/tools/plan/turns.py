@@ -126,14 +126,15 @@ def made_up(
     responses: Iterator[int], mini_batch_rows: int,
 ) -> TokenStep:  # fmt: skip
     """A step of sessions of these turns on prompts drawn from the training data, or of one response each of a length of
-    its own; where that is over `NUM_ROWS` rows, of fewer prompts, but a mini-batch at least.
+    its own; where that is over `NUM_ROWS` rows, of fewer prompts: as many mini-batches as they fill, or one.
 
     Args:
         ends: tokens that end a message, see `messages.end_tokens`.
     """
     rows: list[Row] = []
     of_prompt = size.rollouts * turns.turns
-    priced = min(size.prompts, max(NUM_ROWS, mini_batch_rows) // of_prompt or 1)
+    most = max(1, NUM_ROWS // mini_batch_rows) * mini_batch_rows  # the trainer would fill up another with padding
+    priced = min(size.prompts, most // of_prompt or 1)
     for uid, prompt in enumerate(Random(SEED).choices(prompts, k=priced)):
         ids = torch.tensor(prompt.ids)
         ids[torch.isin(ids, torch.tensor(sorted(ends), dtype=torch.int64))] = END
