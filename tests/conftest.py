@@ -28,7 +28,7 @@ pytest_plugins = ["processes"]
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Trainings, and what make test leaves out, may take an hour; the others what pyproject.toml says."""
     for item in items:
-        if any(item.get_closest_marker(name) for name in ("ray", "full")):
+        if any(item.get_closest_marker(name) for name in ("ray", "ci", "full")):
             item.add_marker(pytest.mark.timeout(3600))  # behind one of its own
 
 

@@ -616,7 +616,7 @@ def one_rank(models, ranks):
     return ranks(1, models)
 
 
-@pytest.fixture(scope="module", params=[1, 2], ids=["1rank", "2ranks"])
+@pytest.fixture(scope="module", params=[pytest.param(1, marks=pytest.mark.ci), 2], ids=["1rank", "2ranks"])
 def results(request, models, ranks):
     return ranks(request.param, models)
 
@@ -784,7 +784,7 @@ def test_every_loss_that_verl_has_is_among_those_tested():
 
 @pytest.mark.parametrize("turns", [False, True], ids=["one_prompt", "turns"])
 @pytest.mark.parametrize("schedule", ["packed", "phased"])
-@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("dtype", ["bf16", pytest.param("fp16", marks=pytest.mark.ci)])
 def test_half_precision_misses_fp32_by_no_more_than_stock_does(results, dtype, schedule, turns):
     for result in results(_half, dtype, schedule, turns):
         for name, error in result["ours"].items():

@@ -50,7 +50,7 @@ CASES = {
     "padded_model_inputs": {"use_remove_padding": False, "schedule": "packed"},
 }
 # (ranks, ranks of a group) of sequence parallelism, and its cases, which two families run on all of them. Those of SOME
-# run in test, the others in test-full.
+# run in test, on four ranks in CI, the others in test-full.
 GROUPS = {"sp2": (2, 2), "sp4": (4, 4), "dp2_sp2": (4, 2)}
 SPREAD = {
     name: CASES[name] for name in
@@ -357,7 +357,7 @@ def test_every_case_of_every_family(ranks, models, one_rank, world, family, case
 @pytest.mark.parametrize(
     ("name", "family", "case"),
     [
-        pytest.param(*run, marks=() if run in SOME else pytest.mark.full)
+        pytest.param(*run, marks=pytest.mark.full if run not in SOME else () if run[0] == "sp2" else pytest.mark.ci)
         for run in itertools.product(GROUPS, FAMILIES[True], SPREAD)
         if run[1] in ("qwen3_5_text", "granitemoehybrid") or run[2] in SPREAD_OF_ALL
     ],

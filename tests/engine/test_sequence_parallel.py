@@ -22,7 +22,7 @@ from torch.distributed import get_rank
 from verl_prefix.testing import write_tiny_model
 
 WAVES = {"schedule": "phased", "wave_tokens": 40}
-# (ranks, ranks of a group): what the cases are run on; four ranks outside test-full run FEW.
+# (ranks, ranks of a group): what the cases are run on, see `_mark`.
 GROUPS = {"sp2": (2, 2), "sp4": (4, 4), "dp2_sp2": (4, 2)}
 CASES = {
     "packed": {"schedule": "packed"},
@@ -245,10 +245,17 @@ def results(models, stock, ranks):
     return run
 
 
-RUNS = [
-    pytest.param(name, case, marks=() if name == "sp2" or case in FEW else pytest.mark.full, id=f"{name}-{case}")
-    for name in GROUPS for case in ALL
-]  # fmt: skip
+SOME = ["sp2", *(pytest.param(name, marks=pytest.mark.ci) for name in ("sp4", "dp2_sp2"))]
+
+
+def _mark(name: str, case: Case) -> tuple | pytest.MarkDecorator:
+    """make test has FEW on two ranks; CI all of these, and FEW on four."""
+    if name == "sp2":
+        return () if case in FEW else pytest.mark.ci
+    return pytest.mark.ci if case in FEW else pytest.mark.full
+
+
+RUNS = [pytest.param(name, case, marks=_mark(name, case), id=f"{name}-{case}") for name in GROUPS for case in ALL]
 
 
 @pytest.mark.parametrize(("name", "case"), RUNS)
@@ -259,12 +266,12 @@ def test_ranks_of_a_group_compute_what_the_stock_engine_computes_on_one(results,
 
 
 @pytest.mark.parametrize("broken", BROKEN)
-@pytest.mark.parametrize("name", GROUPS)
+@pytest.mark.parametrize("name", SOME)
 def test_what_is_broken_on_purpose_is_far_off(results, name, broken):
     assert min(results(name, _broken, "packed", broken)) > 100 * TOLERANCE
 
 
-@pytest.mark.parametrize("name", GROUPS)
+@pytest.mark.parametrize("name", SOME)
 def test_a_case_shares_or_takes_verls_path_as_it_should(results, name):
     def metrics(case: Case) -> list[dict]:
         return [result["metrics"] for result in results(name, _case, case, case)]
@@ -286,7 +293,7 @@ def test_a_case_shares_or_takes_verls_path_as_it_should(results, name):
         assert found["prefix/groups"][0] > 1
 
 
-@pytest.mark.parametrize("name", GROUPS)
+@pytest.mark.parametrize("name", SOME)
 def test_experts_loads_are_those_of_every_row_by_itself(results, models, name):
     """verl computes a row's last token as well, which no loss reads; ours are of all others."""
     from transformers import AutoModelForCausalLM
@@ -313,7 +320,7 @@ def test_experts_loads_are_those_of_every_row_by_itself(results, models, name):
         assert not any(name.startswith("prefix/moe/") for name in result["metrics"])
 
 
-@pytest.mark.parametrize("name", GROUPS)
+@pytest.mark.parametrize("name", SOME)
 def test_ranks_that_price_differently_take_the_same_path(results, name):
     """If the data-parallel ranks alone agreed, those of a group would wait for each other."""
     for found in results(name, _priced_differently, "auto_verified"):
@@ -321,7 +328,7 @@ def test_ranks_that_price_differently_take_the_same_path(results, name):
         assert found["metrics"]["prefix/predicted_speedup"] == [9.0 / 2.0]
 
 
-@pytest.mark.parametrize("name", GROUPS)
+@pytest.mark.parametrize("name", SOME)
 def test_a_trace_has_every_row_once(ranks, models, tmp_path, name):
     world, size = GROUPS[name]
     for files in ranks(world, models)(_recorded, size, str(tmp_path)):

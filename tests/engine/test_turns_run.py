@@ -45,7 +45,7 @@ def saved_by_trees(trace: Trace, num_steps: int, model: str) -> float:
 @pytest.mark.parametrize(
     ("ranks", "n", "prompts"),
     [
-        (2, 2, 4),
+        pytest.param(2, 2, 4, marks=pytest.mark.ci),
         *(pytest.param(*case, marks=pytest.mark.full) for case in ((2, 1, 4), (2, 3, 4), (2, 2, 2), (1, 2, None))),
     ],
     ids=["2ranks", "2ranks_n1", "2ranks_n3", "2ranks_2updates", "1rank_rows"],

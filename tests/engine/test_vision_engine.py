@@ -139,19 +139,31 @@ def paths(tmp_path_factory):
     return found
 
 
-@pytest.fixture(scope="module", params=[1, 2], ids=["1rank", "2ranks"])
+@pytest.fixture(scope="module", params=[pytest.param(1, marks=pytest.mark.ci), 2], ids=["1rank", "2ranks"])
 def results(request, paths, ranks):
     return ranks(request.param, paths)
 
 
-@pytest.mark.parametrize(("family", "case"), [(family, case) for family in FAMILIES for case in FAMILIES[family]])
+def _cases(*names: str) -> list:
+    """Of every family, all or these; make test has those of one family, and of the others what differs most."""
+    quick = ("packed", "phased", "turns_phased")
+    return [
+        pytest.param(family, case, marks=() if family == "qwen3_vl" or case in quick else pytest.mark.ci)
+        for family in FAMILIES for case in FAMILIES[family] if case in (names or CASES)
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("family", "case"), _cases())
 def test_engine_computes_what_the_stock_engine_computes(results, family, case):
     for rank, result in enumerate(results(_case, family, case)):
         worst = {name: error for name, error in result["errors"].items() if not error <= TOLERANCE}
         assert not worst, f"rank {rank}: relative errors over {TOLERANCE}: {worst}"
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+ONE_FAMILY = [x if x == "qwen3_vl" else pytest.param(x, marks=pytest.mark.ci) for x in FAMILIES]
+
+
+@pytest.mark.parametrize("family", ONE_FAMILY)
 def test_bf16_misses_fp32_by_no_more_than_stock_does(ranks, paths, family):
     ((ours, stock),) = ranks(1, paths)(_bf16, family)
     for name in ours:
@@ -167,10 +179,9 @@ def _patches(rank: int, batch: str, repeated: bool) -> int:
     return total
 
 
-@pytest.mark.parametrize(("family", "case"), [
-    (family, case) for family in FAMILIES for case in FAMILIES[family]
-    if case in ("packed", "phased", "checkpointed", "frozen_tower", "text_rank", "text_rank_phased")
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("family", "case"), _cases("packed", "phased", "checkpointed", "frozen_tower", "text_rank", "text_rank_phased")
+)
 def test_tower_sees_a_groups_pixels_once(results, family, case):
     batch = CASES[case].get("batch", "mixed")
     for rank, result in enumerate(results(_case, family, case)):
@@ -226,7 +237,7 @@ def test_another_rows_pixels_are_far_off(results, family):
     assert max(results(_others_pixels, family)[0]["errors"].values()) > 100 * TOLERANCE
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ONE_FAMILY)
 def test_layers_go_through_our_attention_where_verl_replaced_theirs(results, family):
     # A layer that bypasses ours would end the pass (`HookedModel.token_outputs` counts them).
     for result in results(_attention_that_verl_replaced, family):

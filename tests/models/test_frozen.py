@@ -122,8 +122,12 @@ def test_adapters_on_some_layers(family, layers, schedule, float64_inside):  # n
 
 @pytest.mark.parametrize("pattern", TOWER_PATTERNS)
 @pytest.mark.parametrize(
-    ("family", "checkpointed"), [("qwen2_5_vl", False), ("qwen3_vl", False), ("qwen3_vl", True), ("qwen3_5", False)]
-)
+    ("family", "checkpointed"),
+    [
+        pytest.param("qwen2_5_vl", False, marks=pytest.mark.ci), ("qwen3_vl", False),
+        pytest.param("qwen3_vl", True, marks=pytest.mark.ci), pytest.param("qwen3_5", False, marks=pytest.mark.ci),
+    ],
+)  # fmt: skip
 def test_vision_models(family, checkpointed, pattern, paths, float64_inside):  # noqa: F811
     case = Case(paths[family])
     float64_inside(case.model)

@@ -112,6 +112,7 @@ def listen(rank, folder):
     torch.distributed.barrier()
 
 
+@pytest.mark.ci
 def test_ranks_of_ab_listen_on_this_machine_alone(monkeypatch, tmp_path):
     """By default gloo takes the address of the host's name, which others reach on most machines."""
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)

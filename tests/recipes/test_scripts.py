@@ -342,7 +342,11 @@ def train_file(tmp_path_factory: pytest.TempPathFactory) -> Callable[[bool], Pat
 
 @pytest.mark.parametrize(
     ("script", "name"),
-    [(MUSIQUE, "Qwen3-8B"), pytest.param(MUSIQUE, "Llama-3-8B", marks=pytest.mark.full), (VIDEO, "Qwen2.5-VL-7B")],
+    [
+        (MUSIQUE, "Qwen3-8B"),
+        pytest.param(MUSIQUE, "Llama-3-8B", marks=pytest.mark.full),
+        pytest.param(VIDEO, "Qwen2.5-VL-7B", marks=pytest.mark.ci),
+    ],
 )
 def test_a_recipes_command_has_a_plan_without_a_gpu(tmp_path, folder_of, train_file, script, name):
     data = train_file(script == VIDEO)

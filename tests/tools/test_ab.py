@@ -1,7 +1,7 @@
 """`verl-prefix ab` end to end: optimizer steps recorded by real verl (Ray, FSDP2 on 2 gloo ranks, HF rollout) and
 replayed through stock, packed and phased; engines that are broken on purpose; damaged input.
 
-`make test` records 4 steps, `make test-full` 10 as well, `make -C examples/results ab-100` 100. Does not exercise CUDA
+`.ci/run` records 4 steps, `make test-full` 10 as well, `make -C examples/results ab-100` 100. Does not exercise CUDA
 or NCCL.
 """
 
@@ -93,7 +93,11 @@ def replay(spawn) -> Callable[..., SimpleNamespace]:
     return run_here
 
 
-@pytest.fixture(scope="module", params=[4, pytest.param(10, marks=pytest.mark.full)], ids=["4steps", "10steps"])
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(4, marks=pytest.mark.ci), pytest.param(10, marks=pytest.mark.full)],
+    ids=["4steps", "10steps"],
+)
 def num_steps(request) -> int:
     """Optimizer steps of `recorded`."""
     return request.param

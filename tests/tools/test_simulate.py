@@ -323,7 +323,8 @@ def long_prompt(arms: list[Arm], budget: int = 12289, checkpointing: bool = True
 
 
 @pytest.mark.parametrize(
-    ("checkpointing", "speedup", "share"), [(True, 3.26, 0.9), pytest.param(False, 2.0, 0.41, marks=pytest.mark.full)],
+    ("checkpointing", "speedup", "share"),
+    [pytest.param(True, 3.26, 0.9, marks=pytest.mark.ci), pytest.param(False, 2.0, 0.41, marks=pytest.mark.full)],
     ids=["checkpointed", "activations_kept"],
 )  # fmt: skip
 def test_offload_needs_less_memory_than_stock_row_by_row(elsewhere, checkpointing, speedup, share):

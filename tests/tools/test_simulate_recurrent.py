@@ -142,7 +142,7 @@ def sent(job: Job) -> list[float]:
     ]
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.full)])
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.ci), pytest.param(4, marks=pytest.mark.full)])
 def test_layers_send_heads_and_channels_and_ranks_share_flops(elsewhere, ranks):
     """Attention q, k, v and its output; a gated delta net what its convolution and its scan read and give. verl's
     engine sends nothing in the latter."""
