@@ -44,6 +44,8 @@ class Ranks:
     def close(self) -> None:
         for process, pipe in self._up:
             pipe.close()
+            process.terminate()  # coverage writes what it saw
+            process.join(10)
             process.kill()
             process.join()
         self._up = []
