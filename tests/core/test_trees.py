@@ -64,6 +64,11 @@ def test_a_row_is_cut_a_token_before_its_messages_end(ends, prompt_len, cuts):
     assert cuts_at(ends, prompt_len) == cuts
 
 
+def test_what_has_an_image_is_no_generation_prompt():
+    assert cuts_at([5, 14], 30, shown=14) == [4, 13]
+    assert cuts_at([5, 14], 30, shown=28) == [4, 13, 29]
+
+
 def test_growing_prompts_are_one_strand():
     """Rows of prompts 10, 20 and 30 tokens long, each with a response of three of its own."""
     prompts = [10, 20, 30]

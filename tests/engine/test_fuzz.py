@@ -16,8 +16,8 @@ from pathlib import Path
 import broken_states
 import pytest
 from engines import TOLERANCE
-from hypothesis import HealthCheck, given, settings
-from random_batches import Again, Case, Session, cases_on, errors_of, write_models
+from hypothesis import HealthCheck, example, given, settings
+from random_batches import Again, Case, Prompt, Session, cases_on, errors_of, write_models
 
 BATCHES = int(os.environ.get("FUZZ_BATCHES", 20))
 REPORT = os.environ.get("FUZZ_REPORT")
@@ -52,6 +52,7 @@ def test_random_batches_are_computed_as_by_stock(ranks, models, seen):
         max_examples=BATCHES, deadline=None, database=None, print_blob=False, derandomize=REPORT is None,
         suppress_health_check=[*HealthCheck],
     )  # fmt: skip
+    @example(Case(1, "qwen3_vl", (Prompt("a", 6, (4, 5)),), 9, 0.0, 0, (("trees", "batch"),)))  # ends in an image
     @given(case=cases_on([1] * 6 + [2] * 3 + [4] if REPORT else [1, 2]))
     def run(case: Case) -> None:
         found = ranks(case.ranks, models)(errors_of, case)

@@ -178,7 +178,8 @@ def rows_of(case: Case, config: Any) -> list[Row]:
             one, question, history = made[max(0, len(made) - one.back)]
             history = history[: 2 * turns]
         else:
-            text, pixels = shown(one.tokens, end[: sees or isinstance(one, Session)])  # as chat templates do
+            # A chat template ends the message; behind an image others may not.
+            text, pixels = shown(one.tokens, end[: isinstance(one, Session) or (sees and one.tokens % 3 > 0)])
             question = torch.cat([system, text]), pixels
         if isinstance(one, Prompt):
             same = some(max(one.responses)) if one.equal else None

@@ -67,12 +67,12 @@ class Batch:
             self.groups = group_by_key(keys, [*map(len, prompts)], lens)
         else:
             vision.share_pixels(visual)
-            self.groups = self._trees(model, [*map(len, prompts)], uids=uids, forks=forks, visual=visual)
+            self.groups = self._trees(model, prompts, uids=uids, forks=forks, visual=visual)
         if len(prompts) > 1 and all(len(group.rows) == 1 for group in self.groups):
             warnings.warn(f"no two of {len(prompts)} rows have the same prompt: nothing is shared", stacklevel=3)
 
     def _trees(
-        self, model: Any, prompt_lens: Sequence[int], uids: Sequence[int] | None, forks: Sequence[Sequence[int]],
+        self, model: Any, prompts: Sequence[torch.Tensor], uids: Sequence[int] | None, forks: Sequence[Sequence[int]],
         visual: Sequence[dict[str, Any]],
     ) -> list[Group]:  # fmt: skip
         """Groups of rows that are cut at `forks`.
@@ -96,7 +96,8 @@ class Batch:
             keys = vision.tree_tokens(keys, self.tokens.position_ids.cpu(), offsets, visual, model.config)
         if uids is not None:
             keys = mix_rows(keys, offsets, uids)
-        cuts = [cuts_at(ends, n) for ends, n in zip(forks, prompt_lens, strict=True)]
+        prompt_lens, shown_lens = [*map(len, prompts)], vision.shown_lens(prompts, model.config)
+        cuts = [cuts_at(ends, n, shown) for ends, n, shown in zip(forks, prompt_lens, shown_lens, strict=True)]
         groups = group_trees(keys, offsets, prompt_lens, cuts)
         total = sum(group.num_logical_tokens for group in groups)
         computed = sum(group.num_physical_tokens for group in groups)

@@ -26,15 +26,16 @@ from verl_prefix.core.groups import Fork, Group, Strand, rows_by_key
 GENERATION_PROMPT = 16
 
 
-def cuts_at(ends: Sequence[int], prompt_len: int) -> list[int]:
+def cuts_at(ends: Sequence[int], prompt_len: int, shown: int = 0) -> list[int]:
     """Where a row is cut. `ends` are numbers of its first tokens after which other rows may continue differently.
 
     A cut stands one token before such an end, as a prefix ends before the last prompt token. The end of the prompt is
     one, too, unless one of `ends` stands just before it: what lies between is a generation prompt, which may have
-    another form in the next turn's history, and which is short enough to be computed with the response.
+    another form in the next turn's history, and which is short enough to be computed with the response. Of the first
+    `shown` tokens, up to the last one of an image, nothing is a generation prompt.
     """
     cuts = [end - 1 for end in ends]
-    if not any(prompt_len - GENERATION_PROMPT <= end <= prompt_len for end in ends):
+    if not any(max(prompt_len - GENERATION_PROMPT, shown) <= end <= prompt_len for end in ends):
         cuts.append(prompt_len - 1)
     return cuts
 

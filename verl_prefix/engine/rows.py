@@ -11,7 +11,7 @@ from verl.utils import tensordict_utils as tu
 from verl_prefix.core.groups import Group, group_by_key
 from verl_prefix.core.trees import cuts_at, group_trees, mix, mix_rows
 from verl_prefix.models.messages import message_ends
-from verl_prefix.models.vision import is_vision_config, share_pixels, tree_tokens
+from verl_prefix.models.vision import is_vision_config, share_pixels, shown_lens, tree_tokens
 
 PIXELS = "multi_modal_inputs"
 
@@ -107,7 +107,8 @@ def row_cuts(data: TensorDict, trees: Trees) -> list[list[int]]:
     """Where each row is cut, by the ends of its messages: see `core.trees.cuts_at`."""
     prompt_lens, _ = row_lens(data)
     prompts = [row[:n] for row, n in zip(data["input_ids"].unbind(), prompt_lens, strict=True)]
-    return [cuts_at(ends, n) for ends, n in zip(message_ends(prompts, trees.ends), prompt_lens, strict=True)]
+    found = zip(message_ends(prompts, trees.ends), prompt_lens, shown_lens(prompts, trees.config), strict=True)
+    return [cuts_at(ends, n, shown) for ends, n, shown in found]
 
 
 def tokens_by_trees(

@@ -120,6 +120,15 @@ def tree_tokens(
     return mixed
 
 
+def shown_lens(prompts: Sequence[torch.Tensor], config: Any) -> list[int]:
+    """Of each prompt [n] int64, how many tokens there are up to the last one of an image or video; 0 without."""
+    if not is_vision_config(config):
+        return [0] * len(prompts)
+    tokens = torch.tensor([getattr(config, f"{kind}_token_id") for kind, *_ in PIXELS])
+    seen = (torch.isin(prompt.cpu(), tokens).nonzero()[-1:, 0] for prompt in prompts)
+    return [int(last) + 1 if len(last) else 0 for last in seen]
+
+
 def num_tower_runs(row: Row) -> int:
     """How often verl's own forward runs the tower on the row: once for images and once for videos, or once on zeros for
     text alone."""
