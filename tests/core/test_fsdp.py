@@ -265,6 +265,7 @@ def ranks(tmp_path_factory, warm):
 @hypothesis.settings(
     max_examples=110, deadline=None, derandomize=True, suppress_health_check=list(hypothesis.HealthCheck)
 )
+@pytest.mark.ci
 def test_random_batches_finish_agree_with_stock_and_keep_their_rows(ranks, case):
     for rank, result in enumerate(ranks(case)):
         assert result["rows"], f"rank {rank} lost rows"

@@ -193,7 +193,7 @@ def test_tower_sees_a_groups_pixels_once(results, family, case):
         assert counts["ours"][1]["backwards"] == (0 if case == "frozen_tower" else 1)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ONE_FAMILY)
 def test_tower_sees_an_image_of_several_turns_once(results, family):
     """Of each uid its question's 32 patches, and in two sessions those of two more turns, 16 and 32."""
     for result in results(_case, family, "turns_phased"):
@@ -203,13 +203,13 @@ def test_tower_sees_an_image_of_several_turns_once(results, family):
         assert result["metrics"]["prefix/tree_depth"][0] == 2
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ONE_FAMILY)
 def test_tower_runs_once_in_each_phase_a_the_same_on_every_rank(results, family):
     counts = [result["tower"]["ours"][1] for result in results(_case, family, "phased_row_by_row")]
     assert all(found["calls"] == found["backwards"] == counts[0]["calls"] > 1 for found in counts)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ONE_FAMILY)
 def test_scattered_rows_meet_where_their_pixels_are(ranks, paths, family):
     """Of a picture or clip that both ranks have, one tower computes it."""
     found = ranks(2, paths)(_case, family, "scattered")
@@ -218,7 +218,7 @@ def test_scattered_rows_meet_where_their_pixels_are(ranks, paths, family):
     assert found[0]["metrics"]["prefix/exchanged_rows"][0] >= 4
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ONE_FAMILY)
 def test_rows_with_other_pixels_do_not_share(results, family):
     metrics = results(_case, family, "packed")[0]["metrics"]
     # Of all ranks: the second has three groups and a row by itself.

@@ -343,7 +343,7 @@ def train_file(tmp_path_factory: pytest.TempPathFactory) -> Callable[[bool], Pat
 @pytest.mark.parametrize(
     ("script", "name"),
     [
-        (MUSIQUE, "Qwen3-8B"),
+        pytest.param(MUSIQUE, "Qwen3-8B", marks=pytest.mark.ci),
         pytest.param(MUSIQUE, "Llama-3-8B", marks=pytest.mark.full),
         pytest.param(VIDEO, "Qwen2.5-VL-7B", marks=pytest.mark.ci),
     ],
