@@ -246,6 +246,13 @@ def fuzz_quotes(load: Load) -> Iterator[tuple]:
     )  # fmt: skip
 
 
+def line_quotes(load: Load) -> Iterator[tuple]:
+    rooms = load("lines")["rooms"]
+    names = ("core", "engine", "models", "auto", "api", "tools")
+    told = ", ".join(f"{{:.1f}} % in {name}" for name in names[:-1]) + " and {:.1f} % in " + names[-1]
+    yield told, *(rooms[name]["percent"] for name in names)
+
+
 def mutant_quotes(load: Load) -> Iterator[tuple]:
     report = load("mutants")
     by, seen = report["summary"], report["summary"]["self-check"]
@@ -361,6 +368,7 @@ QUOTES = {
         trl_quotes,
         ab_quotes,
         fuzz_quotes,
+        line_quotes,
         mutant_quotes,
         fault_quotes,
     ],
