@@ -37,6 +37,7 @@ OOMS = {
     "phase A": ({}, 1, False, ["in phase_a, rank 0: 6 groups of rows [0, 3, 8, 9], ", "actor.prefix.offload=True"]),
     "phase C": ({}, 1, True, ["in phase_c", "model.enable_gradient_checkpointing=True"]),
     "packed": (PACKED, 1, False, ["in packed, rank 0: ", "actor.prefix.schedule=phased"]),
+    "self-check": ({"verify": "first_step"}, 5, False, ["in packed, rank 0: ", "actor.prefix.verify=off"]),
     "attention kept": (KEPT, 2, False, ["in phase_b, wave 1 of ", "actor.prefix.keep_attention=off"]),
 }
 

@@ -20,13 +20,16 @@ ADVICE = {
 
 
 @contextmanager
-def out_of_memory_advice(plan: Plan, keeps_attention: bool) -> Iterator[None]:
-    """Context of a plan's passes: an OutOfMemoryError leaves it with a note on what to set."""
+def out_of_memory_advice(plan: Plan | None, keeps_attention: bool = False) -> Iterator[None]:
+    """Context of a plan's passes, or of the self-check's (None): an OutOfMemoryError leaves it with a note on what to
+    set."""
     try:
         yield
     except torch.OutOfMemoryError as error:
-        largest = largest_wave(plan)
-        if keeps_attention:
+        largest = largest_wave(plan) if plan else 0
+        if plan is None:
+            advice = f"that was the self-check, which holds the gradients of two paths; set {_PREFIX}.verify=off"
+        elif keeps_attention:
             advice = f"set {_PREFIX}.keep_attention=off"
         elif (phase := getattr(error, "prefix_phase", "packed")) in ADVICE:
             advice = ADVICE[phase]

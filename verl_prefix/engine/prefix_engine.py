@@ -98,7 +98,8 @@ class PrefixFSDPEngine(StockPath):
             return plan._replace(metrics=metrics)
         rows = self._prepared(exchange.rows)
         if not forward_only:
-            metrics.update(self._verification.check(rows, groups, pass_budget(data, groups)))
+            with out_of_memory_advice(None):
+                metrics.update(self._verification.check(rows, groups, pass_budget(data, groups)))
             if failure := self._verification.failure:
                 return failure._replace(metrics=metrics)
         # Only in the first update with waves, since it resets the peak that verl logs as perf/max_memory_allocated_gb.
