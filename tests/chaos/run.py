@@ -57,7 +57,7 @@ class Fault(NamedTuple):
 STALL = "0.75"  # VERL_PREFIX_STALL_MINUTES: how long a phase may take where a worker hangs
 FAULTS = {
     "rollout server fails at start": Fault("server:start:raise", "injected: server", ranks=1),
-    "OOM in a wave on one of two ranks": Fault("wave:2:oom", "set actor_rollout_ref.actor.prefix.wave_tokens="),
+    "OOM in a wave on one of two ranks": Fault("wave:2:oom", "actor.prefix.keep_attention=off"),
     "one of two workers killed in an update": Fault("update:1:die", "ActorDiedError"),
     "one of two workers killed in an update, stock": Fault("update:1:die", "ActorDiedError", arm="stock"),
     "disk full while saving a checkpoint": Fault("save:3:full", "No space left on device", ranks=1),

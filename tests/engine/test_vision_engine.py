@@ -1,8 +1,8 @@
 """GRPO batches with images and video through PrefixFSDPEngine, against verl's stock fsdp2 engine on the same rows.
 
-Tiny random Qwen2.5-VL, Qwen3-VL (deepstack), Qwen3.5 (recurrent), the last two also of experts, and GLM-4.1V; pixels
-and grids made by hand, positions by the model's own `get_rope_index`, in the form that verl's agent loop gives them. 1
-and 2 gloo ranks, fp32. Does not exercise a processor, a rollout or CUDA.
+Tiny random Qwen2.5-VL, Qwen3-VL (deepstack), Qwen3.5 (recurrent), the last two also of experts, GLM-4.1V and GLM-4.5V;
+pixels and grids made by hand, positions by the model's own `get_rope_index`, in the form that verl's agent loop gives
+them. 1 and 2 gloo ranks, fp32. Does not exercise a processor, a rollout or CUDA.
 """
 
 import contextlib
@@ -17,8 +17,10 @@ from float64_torch import Float64Torch
 from shared_models import OURS, SharedModels
 from short_chunks import short_chunks
 from torch.distributed import get_rank
+from transformers import AutoConfig, AutoModelForImageTextToText
 from vision_engines import BATCHES, _measure
 
+from verl_prefix.engine.stock_path import wrong_when_sharded
 from verl_prefix.testing import write_tiny_model
 
 CASES = {
@@ -54,6 +56,7 @@ FAMILIES = {
     "qwen3_5": FEW,
     "qwen3_5_moe": FEW,
     "glm4v": tuple(CASES),
+    "glm4v_moe": FEW,
 }
 
 
@@ -122,19 +125,19 @@ def _bf16(paths: dict, family: str) -> list[dict]:
         return [_half_errors(found, _truth(path, first)) for found in pair]
 
 
-def _attention_that_verl_replaced(paths: dict, family: str) -> dict:
+def _attention_that_verl_replaced(paths: dict, family: str, *changed: tuple) -> dict:
     options = _default(family)
     with _prepared():
         found = _truth(paths[family], options)
-        patched = _measure("prefix", paths[family], get_rank(), options | {"use_remove_padding": True, "verify": "off"})
-        return _compare(patched, found)
+        options |= {"use_remove_padding": True, "verify": "off"} | dict(changed)
+        return _compare(_measure("prefix", paths[family], get_rank(), options), found)
 
 
 @pytest.fixture(scope="module")
 def paths(tmp_path_factory):
     tmp = tmp_path_factory.mktemp("vision")
     found = {family: write_tiny_model(tmp / family, family=family) for family in FAMILIES}
-    for family in ("qwen3_vl_moe", "qwen3_5_moe"):
+    for family in (family for family in FAMILIES if family.endswith("moe")):
         found[f"{family}_all"] = write_tiny_model(tmp / f"{family}_all", family=family, num_experts_per_tok=4)
     return found
 
@@ -243,3 +246,11 @@ def test_layers_go_through_our_attention_where_verl_replaced_theirs(results, fam
     for result in results(_attention_that_verl_replaced, family):
         assert max(result["errors"].values()) <= TOLERANCE
     results.close()  # verl changes classes for good: ours undoes that where it needs to
+
+
+def test_verls_own_path_pads_rows_of_glm4v_moe(ranks, paths):
+    for result in ranks(2, paths)(_attention_that_verl_replaced, "glm4v_moe", ("schedule", "stock")):
+        assert max(result["errors"].values()) <= TOLERANCE and result["metrics"]["prefix/stock_rows"] > [0]
+    with torch.device("meta"):
+        model = AutoModelForImageTextToText.from_config(AutoConfig.from_pretrained(paths["glm4v_moe"]))
+    assert "all tokens of a row" in wrong_when_sharded(model, "flash_attention_2")

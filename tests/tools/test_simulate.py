@@ -72,8 +72,11 @@ def seeing(kind: str, layers: int = 1, depth: int = 2) -> PretrainedConfig:
     marked = list(range(1, depth, 2))
     fields = {"qwen2_5_vl": dict(fullatt_block_indexes=marked, window_size=48),
               "qwen3_vl": dict(deepstack_visual_indexes=marked, num_position_embeddings=64)}  # fmt: skip
-    fields |= {"qwen3_vl_moe": fields["qwen3_vl"], "glm4v": dict(image_size=32)}
+    fields |= {"qwen3_vl_moe": fields["qwen3_vl"], "glm4v": dict(image_size=32), "glm4v_moe": dict(image_size=32)}
     experts = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48) if kind.endswith("moe") else {}
+    if kind == "glm4v_moe":
+        rope["partial_rotary_factor"], experts["n_routed_experts"] = 1.0, experts.pop("num_experts")
+        experts["first_k_dense_replace"] = 0
     return AutoConfig.for_model(
         kind,
         text_config=SIZES | dict(num_hidden_layers=layers, rope_parameters=rope, bos_token_id=0, eos_token_id=0)
@@ -93,7 +96,7 @@ def clip_job(kind: str, dtype: torch.dtype = torch.bfloat16, checkpointing: bool
     """Three responses to a clip, whose 120 tokens the prompt begins with."""
     return replace(
         small_job(dtype, checkpointing), config=seeing(kind), groups=(Group((0, 1, 2), 192, (64, 70, 50)),),
-        budget=1024, grids=(((1, 24, 20) if kind == "glm4v" else (2, 12, 20),),),
+        budget=1024, grids=(((1, 24, 20) if "glm" in kind else (2, 12, 20),),),
     )  # fmt: skip
 
 
@@ -140,7 +143,8 @@ def update_on_cpu(job: Job, arm: Arm, fake: bool) -> tuple[float, dict, dict]:
          ("packed", True, torch.float32, "search"), ("phased", True, torch.float32, "turns"),
          ("phased", False, torch.bfloat16, ""), ("phased", True, torch.float32, ""),
          ("packed", True, torch.bfloat16, "qwen2_5_vl"), ("stock", False, torch.float32, "qwen3_vl"),
-         ("packed", True, torch.bfloat16, "qwen3_vl_moe"), ("packed", True, torch.bfloat16, "glm4v")))],
+         ("packed", True, torch.bfloat16, "qwen3_vl_moe"), ("packed", True, torch.bfloat16, "glm4v"),
+         ("packed", True, torch.bfloat16, "glm4v_moe")))],
 )  # fmt: skip
 def test_the_peak_is_the_allocator_s_and_flops_are_the_counter_s(elsewhere, name, checkpointing, dtype, kind):
     if kind in TREES:

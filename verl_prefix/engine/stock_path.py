@@ -22,13 +22,15 @@ from verl_prefix.versions import warn_once
 logger = logging.getLogger(__name__)
 
 
-def wrong_when_sharded(model: torch.nn.Module, attention: str) -> str | None:
+def wrong_when_sharded(model: Any, attention: str) -> str | None:
     """Why verl's sequence parallelism computes this model wrong, without an error, with an `attn_implementation`;
     None where it is right."""
     if not is_varlen(attention):
         return f"verl computes attn_implementation={attention} within each rank's tokens"
     if any(hasattr(module, "sinks") for module in model.modules()):
         return "verl gives each rank the sinks of all heads"
+    if model.config.model_type == "glm4v_moe":
+        return "verl gives each rank all tokens of a row of glm4v_moe"
     return sharding_leak(model)
 
 
@@ -52,7 +54,12 @@ class StockPath(FSDPEngineWithLMHead):
         data = data.copy()
         if self._unfused:
             tu.assign_non_tensor(data, use_fused_kernels=False)
-        if tu.get_non_tensor_data(data, "use_remove_padding", True) and (leak := packing_leak(self.module)):
+        packs = tu.get_non_tensor_data(data, "use_remove_padding", True)
+        if packs and self.module.config.model_type == "glm4v_moe":
+            text = "prefix: stock path, rows padded: flash attention in transformers would take glm4v_moe's positions, "
+            warn_once(logger, text + "which have three axes, for those of packed rows")
+            tu.assign_non_tensor(data, use_remove_padding=False)
+        elif packs and (leak := packing_leak(self.module)):
             text = "prefix: stock path, rows one by one: %s, so that packed rows would leak state into each other"
             warn_once(logger, text, leak)
             self._separate_rows(data)

@@ -27,6 +27,7 @@ _EXPERTS: dict[str, Fields] = {
     "qwen3_vl_moe": _FOUR_EXPERTS,
     "gpt_oss": dict(num_local_experts=4, num_experts_per_tok=2, sliding_window=25),
     "deepseek_v3": _LATENT,
+    "glm4v_moe": dict(n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=64, first_k_dense_replace=1),
 }
 _DELTA_NET: Fields = dict(
     layer_types=["linear_attention", "full_attention"], linear_conv_kernel_dim=4, linear_key_head_dim=16,
@@ -57,6 +58,7 @@ _TOWERS: dict[str, Fields] = {
     "qwen3_5": {"num_position_embeddings": 64},
     "qwen3_5_moe": {"num_position_embeddings": 64},
     "glm4v": {"patch_size": 14, "image_size": 56},  # verl's own forward names the size of its patches
+    "glm4v_moe": {"image_size": 16},
 }
 _FAMILIES = {"qwen3", "llama", "seed_oss", *_EXPERTS, *_RECURRENT, *_TOWERS}
 _VISION_TOKENS = {
@@ -95,8 +97,8 @@ def write_tiny_model(
             attention), with one recurrent layer, whose state lasts, ``"qwen3_5_text"``, ``"qwen3_next"``,
             ``"olmo_hybrid"``, ``"lfm2"``, ``"granitemoehybrid"`` or ``"bamba"``, or with a vision tower of two blocks
             ``"qwen2_5_vl"``, ``"qwen3_vl"`` and ``"qwen3_vl_moe"`` (deepstack), ``"qwen3_5"`` and ``"qwen3_5_moe"``
-            (recurrent as well) or ``"glm4v"`` (images alone); those have the text layers of ``overrides`` and, in their
-            tokenizer, the special tokens of images and videos.
+            (recurrent as well), or of images alone ``"glm4v"`` and ``"glm4v_moe"``; those have the text layers of
+            ``overrides`` and, in their tokenizer, the special tokens of images and videos.
         vocab_size: upper bound of the vocabulary, at least 259 (256 bytes and 3 special tokens).
         overrides: fields of the model's configuration, such as ``num_hidden_layers=3``.
 
@@ -154,7 +156,7 @@ def _with_tower(family: str, fields: dict[str, Any], tokenizer: Any) -> dict[str
     """Fields of the whole model's configuration, from those of its text layers."""
     # Rotary angles of time, height and width, for head_dim 32.
     rope: Fields = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 6, 6]}
-    rope |= {"partial_rotary_factor": 1.0} if family in _RECURRENT else {}
+    rope |= {"partial_rotary_factor": 1.0} if family in (*_RECURRENT, "glm4v_moe") else {}
     ids = dict(zip(_VISION_TOKENS.values(), tokenizer.convert_tokens_to_ids(list(_VISION_TOKENS)), strict=True))
     tower: Fields = dict(depth=2, hidden_size=32, intermediate_size=48, num_heads=2, patch_size=4)
     tower |= dict(out_hidden_size=fields["hidden_size"], **_TOWERS[family])
