@@ -3,6 +3,7 @@ from verl's stock fsdp2 engine, which takes one row after the other."""
 
 import copy
 import functools
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -17,6 +18,7 @@ from whole_tensors import whole
 
 from verl_prefix.api.pixels import positions_of_row
 from verl_prefix.config import PrefixConfig
+from verl_prefix.models.vision import towers_of_tensors
 from verl_prefix.testing import visual_prompt, write_tiny_model
 
 END = 2  # of a message, as the tiny models' tokenizer has it
@@ -25,8 +27,9 @@ FAMILIES = {
     "qwen3 window": dict(use_sliding_window=True, sliding_window=25, max_window_layers=1),
     "qwen3_moe": {}, "gpt_oss": {}, "deepseek_v3": {}, "qwen3_5_text": {}, "qwen3_next": {}, "olmo_hybrid": {},
     "lfm2": {}, "granitemoehybrid": {}, "bamba": {}, "qwen3_vl": {}, "qwen3_vl_moe": {}, "qwen3_5": {},
+    "glm4v_moe": {},
 }  # fmt: skip
-VISION = ("qwen3_vl", "qwen3_vl_moe", "qwen3_5")  # every prompt and some of a session's turns have pixels
+VISION = ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "glm4v_moe")  # every prompt and some of a session's turns have pixels
 
 
 class Prompt(NamedTuple):
@@ -157,11 +160,12 @@ def rows_of(case: Case, config: Any) -> list[Row]:
         return torch.randint(lowest, vocab, (length,), generator=generator)
 
     def shown(length: int, behind: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Text, and in it an image; on one rank, a video or nothing instead: the stock tower runs on all ranks or on
-        none, once for images and once for videos."""
+        """Text, and in it an image; on one rank, a video (not of GLM) or nothing instead: the stock tower runs
+        on all ranks or on none, once for images and once for videos."""
         if not sees or (case.ranks == 1 and length % 5 == 4):
             return torch.cat([some(length), behind]), {}
-        grid = (2, 4, 4) if case.ranks == 1 and length % 5 == 3 else (4, 4 + 4 * (length % 2))
+        has_video = case.ranks == 1 and length % 5 == 3 and case.family != "glm4v_moe"
+        grid = (2, 4, 4) if has_video else (4, 4 + 4 * (length % 2))
         text, pixels = visual_prompt([length, grid, 2], config, generator)
         return torch.cat([text.masked_fill(text == END, lowest), behind]), pixels
 
@@ -261,7 +265,8 @@ def measured(backend: str, path: str, case: Case, options: dict) -> dict[str, to
         size = options.get("ulysses", 1)
         chosen = slice(get_rank() // size, None, get_world_size() // size)
         rows, data = _batch(case, path, engine.model_config.hf_config, options, chosen)
-        return _passes(backend, engine, data, rows, options)
+        with nullcontext() if backend == "prefix" else towers_of_tensors(engine.module):
+            return _passes(backend, engine, data, rows, options)
 
 
 def _passes(backend: str, engine: Any, data: Any, rows: list[int], options: dict) -> dict[str, torch.Tensor]:
