@@ -23,7 +23,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from verl_prefix.core import layout as layout_module
 from verl_prefix.core.groups import Group
-from verl_prefix.core.trees import cuts_at, group_trees
+from verl_prefix.core.trees import cuts_at, group_trees, mix_rows
 from verl_prefix.core.waves import make_plan
 
 RUNS = {
@@ -205,11 +205,15 @@ def test_every_row_is_whole_and_cut_at_its_own_places_alone(rows, seed, budget):
     groups = group_trees(torch.cat(whole), offsets, [*map(len, batch.prompts)], batch.cuts)
     assert sorted(row for group in groups for row in group.rows) == [*range(len(whole))]
     plan = make_plan(groups, budget, "packed")
+    for one in plan.passes:
+        counted = layout_module.build_layout(one.groups, offsets).multiplicity.sum()
+        assert counted == sum(group.num_logical_tokens for group in one.groups)
     for group in [*groups, *(group for one in plan.passes for group in one.groups)]:
         assert group.prefix_len == sum(strand.end - strand.start for strand in group.strands)
         for row, fork, n, first in zip(group.rows, group.forks, group.suffix_lens, group.first_outputs, strict=True):
             assert first == len(batch.prompts[row]) - 1
             if not len(batch.responses[row]):
+                assert group == Group((row,), first, (0,))
                 continue
             assert fork.start + n == len(whole[row]) - 1
             path = [(group.strands[i].row, start, end) for i, start, end in group.path(fork)][::-1]
@@ -273,6 +277,13 @@ def test_what_is_shared():
     assert computed(a, turn) == 6 + 2, "a response that the next prompt goes on behind is part of its strand"
     assert computed(a, a, turn) == 6 + 2
     assert computed(a, a) == 3 + 3 + 3, "equal responses alone are not"
+
+
+def test_mixed_tokens_are_equal_only_where_tokens_and_values_of_their_rows_are():
+    """Nothing compares tokens again as they were before."""
+    vocabulary = 1 << 18
+    mixed = mix_rows(torch.arange(vocabulary).repeat(2), [0, vocabulary, 2 * vocabulary], [0, 1])
+    assert len(mixed.unique()) == 2 * vocabulary
 
 
 def test_hashes_that_collide_are_noticed(monkeypatch):
