@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from collections import Counter
 from contextlib import nullcontext
 
 import pytest
@@ -10,6 +11,7 @@ from runners import random_rollouts, run_shared
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from verl_prefix.core import prefix_cache, schedule
+from verl_prefix.core.offload import OffloadedPrefixCache
 
 SHAPE = [(41, [9, 17, 5]), (23, [3, 11])]
 
@@ -115,9 +117,10 @@ def test_a_prefix_graph_has_no_lm_head(monkeypatch):
     assert {name for name, p in model.named_parameters() if p.grad is None} == {"lm_head.weight"}
 
 
-def test_where_lm_head_alone_is_trained_the_last_wave_is_told_to_be_the_last(monkeypatch):
+@pytest.mark.parametrize("trained", ["all", "lm_head"])
+def test_one_backward_is_told_to_be_the_last_phase_c_or_without_it_the_last_wave(trained):
     model, told = build(), []
-    model.requires_grad_(False)
+    model.requires_grad_(trained == "all")
     model.lm_head.requires_grad_(True)
     rollouts = random_rollouts(SHAPE, 61)
 
@@ -126,7 +129,7 @@ def test_where_lm_head_alone_is_trained_the_last_wave_is_told_to_be_the_last(mon
         return nullcontext()
 
     grads = []
-    for options in (dict(schedule="packed"), dict(schedule="phased", wave_tokens=12)):
+    for options in (dict(schedule="packed"), dict(schedule="phased", budget=60, wave_tokens=12)):
         model.zero_grad()
         told.clear()
         run_shared(model, rollouts, gradient_sync=gradient_sync, **options)
@@ -149,8 +152,9 @@ def test_fifty_steps_leave_no_tensor_behind():
     assert count_after(3) == count_after(50)
 
 
-def test_a_cache_that_an_exceptions_frames_hold_frees_what_waves_sent_back():
-    cache = prefix_cache.PrefixCache()
+@pytest.mark.parametrize("offload", [False, True])
+def test_a_cache_that_an_exceptions_frames_hold_frees_what_waves_sent_back(offload):
+    cache = OffloadedPrefixCache(torch.device("cpu"), Counter()) if offload else prefix_cache.PrefixCache()
     with pytest.raises(RuntimeError, match="a wave"), cache:
         cache.capture("layer", torch.ones(3, 1, 2, requires_grad=True))
         cache.add_grad("layer", slice(0, 2), torch.ones(2, 1, 2))
