@@ -7,6 +7,8 @@ import functools
 
 import pytest
 import torch
+from dialogues import VOCAB, thinking_stripped
+from dialogues import rollouts as dialogue
 from runners import random_rollouts, run_shared, run_stock
 from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM
 
@@ -15,7 +17,10 @@ from verl_prefix.testing import Rollouts
 FACTOR = 1.3
 SEEDS = 6
 SHAPE = [(61, [19, 37, 5, 23]), (33, [9, 14, 27])]
-VOCAB = 127
+ROWS = {
+    "prompts": functools.partial(random_rollouts, SHAPE, VOCAB),
+    "trees": functools.partial(dialogue, thinking_stripped),
+}
 
 
 def build(seed: int):
@@ -39,21 +44,22 @@ def relative(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 @functools.cache
-def bf16_and_truth(seed: int) -> tuple[torch.nn.Module, Rollouts, tuple[torch.Tensor, ...], list[float]]:
+def bf16_and_truth(rows: str, seed: int) -> tuple[torch.nn.Module, Rollouts, tuple[torch.Tensor, ...], list[float]]:
     """A model in bf16, its rollouts, the float64 truth, and stock's errors from that."""
-    model, rollouts = build(seed), random_rollouts(SHAPE, VOCAB, seed)
+    model, rollouts = build(seed), ROWS[rows](seed=seed)
     truth = measure(model, lambda m: run_stock(m, rollouts))
     low = model.bfloat16()
     stock = measure(low, lambda m: run_stock(m, rollouts))
     return low, rollouts, truth, [relative(found, true) for found, true in zip(stock, truth, strict=True)]
 
 
+@pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("kernel", ["cpu", "reference"])
 @pytest.mark.parametrize("options", [dict(schedule="packed"), dict(schedule="phased", wave_tokens=40)], ids=str)
-def test_bf16_errors_are_those_of_stock(kernel, options):
+def test_bf16_errors_are_those_of_stock(kernel, options, rows):
     ours, stock = [0.0, 0.0], [0.0, 0.0]
     for seed in range(SEEDS):
-        low, rollouts, truth, stock_errors = bf16_and_truth(seed)
+        low, rollouts, truth, stock_errors = bf16_and_truth(rows, seed)
         found = measure(low, lambda m, r=rollouts: run_shared(m, r, kernel=kernel, **options))
         for i, true in enumerate(truth):
             stock[i] += stock_errors[i] / SEEDS
