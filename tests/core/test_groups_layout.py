@@ -5,6 +5,7 @@ import hypothesis.strategies as st
 import pytest
 import torch
 
+from verl_prefix.core.calls import Segment, calls_of
 from verl_prefix.core.groups import Group, group_by_key
 from verl_prefix.core.layout import build_layout, pass_order
 from verl_prefix.core.waves import make_plan, make_waves, pad_to_same_passes
@@ -139,6 +140,14 @@ def test_every_query_reads_the_last_window_tokens_of_its_own_row(shape, window, 
     for wave in make_waves(groups, wave_tokens):
         layout = build_layout([piece for _, piece in wave], offsets, prefixes, [i for i, _ in wave])
         assert keys_read(layout, window, prefixes.index) == [expected(place) for place in layout.index.tolist()]
+
+
+def test_a_call_of_several_blocks_copies_at_most_16_mib_of_keys_and_values():
+    """At 8 heads of 128 in bf16. Each of ten rows reads a strand of its own behind a system prompt."""
+    segments = [Segment(3, path=((0, 500), (500 + 1000 * i, 1000))) for i in range(10)]
+    _, *crosses = calls_of(segments, None, CPU)
+    assert sum(len(call.spans.lens) for call in crosses) == 10
+    assert max(call.spans.k[-1] for call in crosses) * 8 * 128 * 2 * 2 <= 16 << 20
 
 
 @hypothesis.given(SHAPES, st.integers(1, 200), st.sampled_from(["packed", "phased", "auto"]))
