@@ -125,6 +125,10 @@ def test_ranks_without_rows_take_those_of_ranks_with_several(keys, num_ranks):
     assert set(placed.ranks) == set(range(num_ranks))
 
 
+def test_the_only_row_of_a_rank_stays_also_where_others_would_leave_their_pixels():
+    assert place_rows([0, 0, 1], [1000.0] * 3, [5.0] * 3, [0, 0, 1], 3, [1, 1, 0]).ranks == [2, 0, 1]
+
+
 @settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3), st.integers(1, 3)), max_size=30), st.randoms())
 def test_loads_are_those_of_the_rows_that_ranks_hold(adds, rng):
