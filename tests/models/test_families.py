@@ -31,6 +31,7 @@ from verl_prefix.core.attention import AttentionPass, GroupedAttention
 from verl_prefix.core.kernels import cpu, reference
 from verl_prefix.core.layout import Layout
 from verl_prefix.models import recurrent
+from verl_prefix.models.hookup import grouped_attention_forward
 from verl_prefix.models.support import check_dropout, check_supported
 
 # Prefixes of 22, 40, 6 and 0 tokens: windows below are shorter than all of a prefix, longer, or end inside a suffix.
@@ -285,6 +286,14 @@ def test_one_long_response_pads_no_short_one(monkeypatch):
     assert ((torch.cat(run_shared(model, batch, "packed", train=False)) - truth).norm() / truth.norm()).item() < 5e-6
 
 
+@pytest.mark.parametrize("family", ["llama3", "lfm2", "qwen3.5", "granite4-h"])
+@pytest.mark.parametrize("passes", [(1, 0), (0, 1)], ids=["packed", "phased"])
+def test_dummies_of_a_rank_without_rows_give_every_parameter_a_gradient_of_zero(family, passes):
+    model, answers = build(family), iter([passes, (1, False)])
+    assert run_shared(model, random_rollouts([], 128), "auto", reduce_max=lambda counts: next(answers)) == []
+    assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
+
+
 @pytest.mark.parametrize("family", ["llama3", "qwen3-next", "granite4-h"])
 def test_a_run_leaves_modules_and_hooks_as_they_were(family):
     model, batch = build(family), random_rollouts(SHAPE, 128)
@@ -397,6 +406,23 @@ def test_dropout_inside_the_model_is_refused():
     model.model.layers[1].mlp.act_fn = torch.nn.Sequential(model.model.layers[1].mlp.act_fn, torch.nn.Dropout(0.1))
     with pytest.raises(ValueError, match=r"layers.1.mlp.act_fn.1 drops out with p=0.1"):
         check_dropout(model)
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        dict(prefix_pass=None), dict(attention_mask=torch.zeros(1, 1, 1, 1)), dict(dropout=0.1),
+        dict(sliding_window=9), dict(batch=2),
+    ],
+    ids=lambda asked: "".join(asked),
+)  # fmt: skip
+def test_what_a_layer_asks_for_and_would_not_get_is_refused(asked):
+    attention = build("mistral-window-8").model.layers[0].self_attn
+    options = dict(prefix_pass=AttentionPass(layout.build_layout([], [0]), "auto"), attention_mask=None)
+    options |= dict(sliding_window=8, batch=1) | asked
+    x = torch.zeros(options.pop("batch"), 4, 1, 8)
+    with pytest.raises(RuntimeError, match="MistralAttention layer 0 called the .*; set model_engine=dp and report"):
+        grouped_attention_forward(attention, x, x, x, **options)
 
 
 def test_a_model_that_bypasses_the_attention_interface_is_noticed(monkeypatch):

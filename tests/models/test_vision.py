@@ -4,6 +4,7 @@ Tiny random Qwen2.5-VL, Qwen3-VL (deepstack), Qwen3.5 (recurrent) and GLM-4.1V; 
 from those. float64 and 1e-9 relative on log-probs and every gradient, of tower, merger and text layers.
 """
 
+import copy
 import dataclasses
 from unittest import mock
 
@@ -150,6 +151,16 @@ def test_a_video_of_glm_is_refused(model_type):
     batch = vision.PixelBatch([pixels], torch.tensor([5, 5, 5, 5, 4]), [0, 5], config)
     with pytest.raises(ValueError, match="row 0 has a video, .* train it on images"):
         batch.of([Group((0,), 4, (1,))], torch.device("cpu"))
+
+
+@pytest.mark.parametrize("merge_size", [1, 2, 3])
+def test_where_nobody_has_pixels_any_tower_sees_four_tokens(paths, merge_size):  # noqa: F811
+    tower = vision.tower_of(Case(paths["qwen3_vl"]).model)
+    config = copy.deepcopy(tower.config)
+    config.spatial_merge_size = merge_size
+    patches, grid = vision._nothing(config, torch.zeros(1))
+    with torch.no_grad():
+        assert len(type(tower)(config)(patches, grid_thw=grid).pooler_output) == 4
 
 
 def test_the_tower_is_the_one_that_sees_and_text_has_none(paths):  # noqa: F811
