@@ -454,6 +454,15 @@ def test_rows_of_one_uid_prompt_positions_and_pixels_are_a_group_and_no_others()
         group_rows(empty, row_keys(empty), NO_TREES, False)
 
 
+def test_rows_are_cut_by_uid_once_a_uid_had_several_prompts():
+    from verl_prefix.engine.rows import Trees
+
+    one, several = ("aab", [1, 1, 2]), ("aab", [1, 3, 2])
+    found = {over: (Trees(over).are_cut(*one), Trees(over).are_cut(*several)) for over in ("off", "uid", "batch")}
+    assert found == {"off": (False, False), "uid": (False, True), "batch": (True, True)}
+    assert Trees("uid", seen=True).are_cut(*one)
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_sessions_are_balanced_by_the_tokens_of_their_trees(ranks):
     """A row's cost is its tokens here, so that what placement expects of the longest rank is what it computes."""
