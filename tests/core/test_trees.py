@@ -23,7 +23,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from verl_prefix.core import layout as layout_module
 from verl_prefix.core.groups import Group
-from verl_prefix.core.trees import cuts_at, group_trees, mix_rows
+from verl_prefix.core.trees import Hashes, cuts_at, group_trees, mix_rows
 from verl_prefix.core.waves import make_plan
 
 RUNS = {
@@ -279,11 +279,18 @@ def test_what_is_shared():
     assert computed(a, a) == 3 + 3 + 3, "equal responses alone are not"
 
 
+VOCABULARY = 1 << 18
+
+
 def test_mixed_tokens_are_equal_only_where_tokens_and_values_of_their_rows_are():
     """Nothing compares tokens again as they were before."""
-    vocabulary = 1 << 18
-    mixed = mix_rows(torch.arange(vocabulary).repeat(2), [0, vocabulary, 2 * vocabulary], [0, 1])
-    assert len(mixed.unique()) == 2 * vocabulary
+    mixed = mix_rows(torch.arange(VOCABULARY).repeat(2), [0, VOCABULARY, 2 * VOCABULARY], [0, 1])
+    assert len(mixed.unique()) == 2 * VOCABULARY
+
+
+def test_hashes_of_as_many_prefixes_as_there_are_tokens_differ():
+    hashes = Hashes(torch.arange(VOCABULARY), range(VOCABULARY + 1))
+    assert len(hashes.of(range(VOCABULARY), 0).unique()) == VOCABULARY
 
 
 def test_hashes_that_collide_are_noticed(monkeypatch):
