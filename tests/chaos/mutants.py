@@ -308,7 +308,7 @@ def ask(out: Path, then: list[str]) -> None:
             command = [sys.executable, "-m", "pytest", *words, *asked]
             done = subprocess.run(command, cwd=folder, env=os.environ | {"PYTHONPATH": folder}, text=True,
                                   capture_output=True, check=False)  # fmt: skip
-        failed = re.search(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.M)
+        failed = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - |$)", done.stdout, re.M)
         one["asked"], one["seen by test"] = [*before, *asked], failed and failed[1]
         if done.returncode and not failed:
             one["seen by test"] = f"exit code {done.returncode}"
