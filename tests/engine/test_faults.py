@@ -267,7 +267,7 @@ def test_an_update_that_is_not_finite_is_skipped_as_by_stock_and_named(pair, mas
 
 def test_an_oom_on_one_of_two_ranks_fails_with_the_key_to_set(ranks, model):
     with pytest.raises(RankError) as raised:
-        ranks(2, model)(_oom_on_the_second)
+        ranks(2, model)(_oom_on_the_second, later=1)  # rank 0 waits for rank 1
     error = str(raised.value).partition("rank 1 of 2 raised")[2].partition("rank 0 of 2")[0]
     assert "OutOfMemoryError: injected" in error
     assert "verl_prefix was in phase_b, wave 2 of " in error

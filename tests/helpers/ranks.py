@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-LATER = 10  # seconds that the others have to answer where one rank has failed
+LATER = 10  # seconds that the others have to answer where one rank has failed, unless a job says how many
 
 
 class RankError(RuntimeError):
@@ -35,10 +35,10 @@ class Ranks:
         self._up: list[tuple[multiprocessing.Process, Connection]] = []
         self._done: dict[tuple, list[Any]] = {}
 
-    def __call__(self, job: Callable[..., Any], *args: Any, seconds: float = 300) -> list[Any]:
+    def __call__(self, job: Callable[..., Any], *args: Any, seconds: float = 300, later: float = LATER) -> list[Any]:
         __tracebackhide__ = True
         if (job, args) not in self._done:
-            self._done[job, args] = self._run(pickle.dumps((job, (*self.first, *args))), seconds)
+            self._done[job, args] = self._run(pickle.dumps((job, (*self.first, *args))), seconds, later)
         return self._done[job, args]
 
     def close(self) -> None:
@@ -50,7 +50,7 @@ class Ranks:
             process.join()
         self._up = []
 
-    def _run(self, job: bytes, seconds: float) -> list[Any]:
+    def _run(self, job: bytes, seconds: float, later: float) -> list[Any]:
         __tracebackhide__ = True  # what went wrong stands in the message
         if not self._up:
             self._start()
@@ -69,7 +69,7 @@ class Ranks:
                     self._up[rank][0].join(LATER)
                     error = f"ended with exit code {self._up[rank][0].exitcode}"
                 if error and not failed:
-                    end = min(end, time.monotonic() + LATER)
+                    end = min(end, time.monotonic() + later)
                 if error:
                     failed[rank] = error
         if not failed and waiting:

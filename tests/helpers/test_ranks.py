@@ -42,6 +42,6 @@ def _hangs(_) -> None:
 def test_a_job_that_fails_fails_alone(ranks, job, seconds, told):
     assert ranks(2, 1)(_sum, 2) == [7.0, 7.0]
     with pytest.raises(RankError) as raised:
-        ranks(2)(job, seconds=seconds)
+        ranks(2)(job, seconds=seconds, later=1)
     assert re.search(told, str(raised.value), re.DOTALL), raised.value
     assert ranks(2)(_sum, 3) == [9.0, 9.0]
