@@ -163,6 +163,17 @@ CHECKED = (
     "lm_head_trained_phased", "reshard_off", "turns", "turns_phased",
 )  # fmt: skip
 
+# Left to CI on two ranks as on one: each option of theirs is in a case that stays, alone or with others.
+ALIKE = (
+    "phased_waves_of_some_rows", "static_batch_size", "temperature", "loss_token-sum", "loss_seq-mean-token-sum",
+    "loss_seq-mean-token-mean", "gradient_checkpointing_phased", "offload_checkpointed", "logits_in_chunks", "lora",
+    "lora_on_queries_alone", "lora_on_a_layer_phased", "upper_layer_trained", "lower_layer_trained_phased", "llama",
+    "sliding_window_phased", "tied_phased", "seed_oss", "latent_attention", "latent_attention_checkpointed",
+    "empty_responses", "padded_phased", "padded_static_batch_size", "padded_empty_responses", "tool_tokens_padded",
+    "turns_temperature_per_row", "turns_tied_sync_every_pass", "turns_lm_head_trained", "turns_lora",
+    "activation_offload",
+)  # fmt: skip
+
 CORRECTION = dict(loss_type="reinforce", rollout_is="sequence", rollout_rs="token_k2", rollout_rs_threshold="0.05")
 LOSSES = {mode: {"policy_loss": {"loss_mode": mode} | options} for mode, options in LOSS_MODES.items()} | {
     "bypass_mode reinforce": {"policy_loss": {"loss_mode": "bypass_mode", "rollout_correction": CORRECTION}},
@@ -748,7 +759,7 @@ def _assert_equal(results: list[dict]) -> None:
         assert not worst, f"rank {rank}: relative errors over {TOLERANCE}: {worst}"
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [pytest.param(x, marks=pytest.mark.ci) if x in ALIKE else x for x in CASES])
 def test_engine_computes_what_the_stock_engine_computes(results, case):
     _assert_equal(results(_case, case, case in CHECKED))
 
