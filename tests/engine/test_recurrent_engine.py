@@ -50,7 +50,7 @@ CASES = {
     "padded_model_inputs": {"use_remove_padding": False, "schedule": "packed"},
 }
 # (ranks, ranks of a group) of sequence parallelism, and its cases, which two families run on all of them. Those of SOME
-# run in test, on four ranks in CI, the others in test-full.
+# run in test, on four ranks and of TWINS in CI, the others in test-full.
 GROUPS = {"sp2": (2, 2), "sp4": (4, 4), "dp2_sp2": (4, 2)}
 SPREAD = {
     name: CASES[name] for name in
@@ -72,6 +72,7 @@ SOME = {
     ("dp2_sp2", "qwen3_5_text", "lora_on_mixers_phased"), ("dp2_sp2", "qwen3_5_text", "hsdp"),
     ("sp2", "qwen3_next", "stock"), ("sp2", "granitemoehybrid", "gate_shut"),
 }  # fmt: skip
+TWINS = ("olmo_hybrid", "lfm2")  # whose states test_shards passes on
 MOST = ("qwen3_5_text",)  # families that run every case
 FAMILIES = {False: ("qwen3_5_text", "qwen3_next", "olmo_hybrid", "lfm2", "granitemoehybrid")}
 FAMILIES[True] = (*FAMILIES[False], "bamba")
@@ -354,10 +355,16 @@ def test_every_case_of_every_family(ranks, models, one_rank, world, family, case
     _assert_equal(ranks(world, models)(_case, family, case, True), limits)
 
 
+def _marks(name: str, family: str, case: str) -> tuple | pytest.MarkDecorator:
+    if (name, family, case) not in SOME:
+        return pytest.mark.full
+    return () if name == "sp2" and family not in TWINS else pytest.mark.ci
+
+
 @pytest.mark.parametrize(
     ("name", "family", "case"),
     [
-        pytest.param(*run, marks=pytest.mark.full if run not in SOME else () if run[0] == "sp2" else pytest.mark.ci)
+        pytest.param(*run, marks=_marks(*run))
         for run in itertools.product(GROUPS, FAMILIES[True], SPREAD)
         if run[1] in ("qwen3_5_text", "granitemoehybrid") or run[2] in SPREAD_OF_ALL
     ],
