@@ -126,7 +126,8 @@ RUNS = [(2, case, False) for case in CASES] + [
 
 
 def _sized(size: int, *values: object):
-    return pytest.param(size, *values, marks=pytest.mark.full if size == 8 else ())
+    """make test has two ranks, which both have the only key head of a model; CI four."""
+    return pytest.param(size, *values, marks={2: (), 4: pytest.mark.ci, 8: pytest.mark.full}[size])
 
 
 @pytest.mark.parametrize(("size", "case", "checkpointed"), [_sized(*run) for run in RUNS])
@@ -137,21 +138,23 @@ def test_ranks_compute_together_what_hf_computes_row_by_row(ranks, model, size, 
         assert result["grads"] <= GRADIENTS
 
 
-STATE_RUNS = [
-    pytest.param(*run, marks=() if run in [(2, "turns_phased", False), (4, "phased", True)] else pytest.mark.full)
-    for run in RUNS if run[0] < 8
-]  # fmt: skip
+def _marks(family: str, *run: object) -> tuple | pytest.MarkDecorator:
+    if run == (2, "turns_phased", False) or (family, *run) == ("qwen3.5", 4, "phased", True):
+        return ()
+    return pytest.mark.ci if run == (4, "phased", True) else pytest.mark.full
 
 
-@pytest.mark.parametrize(("size", "case", "checkpointed"), STATE_RUNS)
-@pytest.mark.parametrize("family", STATES)
+STATE_RUNS = [pytest.param(family, *run, marks=_marks(family, *run)) for family in STATES for run in RUNS if run[0] < 8]
+
+
+@pytest.mark.parametrize(("family", "size", "case", "checkpointed"), STATE_RUNS)
 def test_ranks_pass_on_states_as_hf_does_row_by_row(ranks, family, size, case, checkpointed):
     for result in ranks(size)(_states, family, case, checkpointed):
         assert result["log_probs"] <= LOG_PROBS
         assert result["grads"] <= GRADIENTS
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [_sized(2), _sized(4)])
 def test_a_prefix_cache_holds_states_of_this_ranks_heads_and_channels(ranks, size):
     for result in ranks(size)(_states, "qwen3.5", "phased", False):
         assert result["held"] == {(4 // size, 8, 12), (3, (2 * 2 * 8 + 4 * 12) // size)}
