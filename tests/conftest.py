@@ -4,6 +4,7 @@ import dataclasses
 import gc
 import importlib.util
 import io
+import multiprocessing
 import os
 import pickle
 import subprocess
@@ -18,7 +19,6 @@ from unittest import mock
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch reads it; also of the processes that tests start
 
 import pytest  # noqa: E402
-import torch.multiprocessing as mp  # noqa: E402
 from ranks import Ranks  # noqa: E402
 from warm_python import warm_python  # noqa: E402
 
@@ -40,7 +40,7 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_unconfigure() -> None:
-    for child in mp.active_children():  # ranks of a test that ran into its limit: Python would wait for them
+    for child in multiprocessing.active_children():  # ranks of a test at its limit: Python would wait for them
         child.kill()
     gc.unfreeze()  # what stays frozen at the end of the process triton reports as leaked
 
@@ -73,6 +73,8 @@ def spawn(warm: Callable[..., AbstractContextManager]) -> Callable[..., None]:
     """`torch.multiprocessing.spawn` of `warm` processes."""
 
     def run(fn: Callable[..., None], args: tuple = (), nprocs: int = 1) -> None:
+        import torch.multiprocessing as mp  # not by the process that deals files to others
+
         with warm():
             mp.start_processes(fn, args, nprocs, start_method="forkserver")
 

@@ -13,8 +13,6 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-import torch
-
 LATER = 10  # seconds that the others have to answer where one rank has failed, unless a job says how many
 
 
@@ -96,6 +94,8 @@ class Ranks:
 
 
 def _serve(rank: int, world: int, folder: Path, pipe: Connection) -> None:
+    import torch  # by ranks alone: the process that deals files to others reads this file too
+
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), VERL_PLATFORM="cpu")
     faulthandler.register(signal.SIGUSR1, (folder / f"stack.{rank}").open("w"))
     torch.set_num_threads(1)
