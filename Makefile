@@ -6,12 +6,12 @@
 #   make demo-video  Qwen2.5-VL, Qwen3-VL, Qwen3.5, tiny, on generated clips of PIXELS=2304 per frame; the rest as in demo
 #   make learn ARM=stock|prefix SEED=n  does GRPO learn: SFT, then one run of MuSiQue-format questions through real verl;
 #                   45 minutes a call at most, the next one goes on
-#   make test-full  every test; make test leaves out those marked ci, which .ci/run runs (the same on other numbers of
-#                   ranks, and trainings), and those marked full: trainings of stock, on MuSiQue and on clips,
-#                   the exchange on 1 and 4 ranks, ten recorded steps, torchrun, the self-check over 100 seeds; and what
-#                   .ci/run runs of them: most of the simulator and of the plans of verl's own scripts, the self-check
-#                   of every case, fifty steps without leaks, 210 exchanged batches where make test has 70, imports
-#                   without verl and without a network
+#   make test-full  every test; make test leaves out those marked ci, which .ci/run runs (trainings, the same on other
+#                   numbers of ranks, cases of which others have every part), and those marked full: trainings of
+#                   stock, on MuSiQue and on clips, the exchange on 1 and 4 ranks, ten recorded steps, torchrun, the
+#                   self-check over 100 seeds; and what .ci/run runs of them: most of the simulator and of the plans of
+#                   verl's own scripts, the self-check of every case, fifty steps without leaks, 210 exchanged batches
+#                   where make test has 70, imports without verl and without a network
 #   make audit   asks PyPI for known vulnerabilities of what requirements-*.txt pin, by pip-audit in .venv-audit. A package
 #                   that PyPI does not answer for fails it. Nobody has seen its answer yet
 #   make fuzz BATCHES=1000 SEED=1  random batches through both engines on 1, 2 and 4 ranks; make test has 12 on 1 and 2
