@@ -155,11 +155,13 @@ def configs_composed_once() -> Iterator[None]:
     from hydra._internal.defaults_list import Overrides
 
     list_files, compose = loader.create_defaults_list, loader.ConfigLoaderImpl._compose_config_from_defaults_list
-    verl, found = Path(importlib.util.find_spec("verl").origin).resolve().parent, {}
+    packages = [Path(importlib.util.find_spec(name).origin).resolve().parent for name in ("verl", "verl_prefix")]
+    found: dict[str, bytes] = {}
 
     def once(make: Callable[[], Any], repo: Any, *key: Any) -> Any:
         sources = [(source.scheme(), source.path) for source in repo.get_sources()]
-        if any(scheme == "file" and not Path(path).resolve().is_relative_to(verl) for scheme, path in sources):
+        folders = [Path(path).resolve() for scheme, path in sources if scheme == "file"]
+        if not all(any(map(folder.is_relative_to, packages)) for folder in folders):
             return make()
         key = repr((key, sources, version.getbase()))
         if key not in found:
