@@ -75,7 +75,7 @@ VISION = {
     "text_rank": {"batch": "text_rank", "schedule": "packed"},
     "scattered": {"batch": "scattered", "schedule": "packed", "exchange": "auto"},
 }
-VISION_FAMILIES = ("qwen2_5_vl", "qwen3_vl", "qwen3_5", "glm4v", "glm4v_moe")
+VISION_FAMILIES = ("qwen2_5_vl", "qwen3_vl", "qwen3_5", "glm4v", "glm4v_moe", "glm46v")
 ALL = [*CASES, *((family, name) for family in VISION_FAMILIES for name in VISION)]
 FEW = [
     "packed", "phased", "gradient_checkpointing_phased", "tool_tokens_phased", "empty_responses", "one_key_head",
@@ -121,7 +121,7 @@ def _stock(models: dict, folder: str, case: Case) -> str:
         del options["attn_implementation"]
     # transformers' eager gpt_oss reads across packed rows, verl's own attention of these towers' models is flash
     # attention, and Qwen3.5's state leaks into the next row.
-    if attention == "eager" or family in ("qwen2_5_vl", "glm4v", "glm4v_moe", "qwen3_5"):
+    if attention == "eager" or family in ("qwen2_5_vl", "glm4v", "glm4v_moe", "glm46v", "qwen3_5"):
         options["use_remove_padding"] = False
     if (key := repr((family, sorted(options.items())))) not in STOCK:
         with _prepared():

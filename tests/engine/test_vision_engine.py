@@ -1,8 +1,8 @@
 """GRPO batches with images and video through PrefixFSDPEngine, against verl's stock fsdp2 engine on the same rows.
 
-Tiny random Qwen2.5-VL, Qwen3-VL (deepstack), Qwen3.5 (recurrent), the last two also of experts, GLM-4.1V and GLM-4.5V;
-pixels and grids made by hand, positions by the model's own `get_rope_index`, in the form that verl's agent loop gives
-them. 1 and 2 gloo ranks, fp32. Does not exercise a processor, a rollout or CUDA.
+Tiny random Qwen2.5-VL, Qwen3-VL (deepstack), Qwen3.5 (recurrent), the last two also of experts, GLM-4.1V, GLM-4.5V and
+GLM-4.6V; pixels and grids made by hand, positions by the model's own `get_rope_index`, in the form that verl's agent
+loop gives them. 1 and 2 gloo ranks, fp32. Does not exercise a processor, a rollout or CUDA.
 """
 
 import contextlib
@@ -21,6 +21,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 from vision_engines import BATCHES, _measure
 
 from verl_prefix.engine.stock_path import wrong_when_sharded
+from verl_prefix.models.vision import UNPATCHED
 from verl_prefix.testing import write_tiny_model
 
 CASES = {
@@ -57,6 +58,7 @@ FAMILIES = {
     "qwen3_5_moe": FEW,
     "glm4v": tuple(CASES),
     "glm4v_moe": FEW,
+    "glm46v": FEW,
 }
 
 
@@ -248,9 +250,10 @@ def test_layers_go_through_our_attention_where_verl_replaced_theirs(results, fam
     results.close()  # verl changes classes for good: ours undoes that where it needs to
 
 
-def test_verls_own_path_pads_rows_of_glm4v_moe(ranks, paths):
-    for result in ranks(2, paths)(_attention_that_verl_replaced, "glm4v_moe", ("schedule", "stock")):
+@pytest.mark.parametrize("family", UNPATCHED)
+def test_verls_own_path_pads_rows_where_it_leaves_the_model_to_transformers(ranks, paths, family):
+    for result in ranks(2, paths)(_attention_that_verl_replaced, family, ("schedule", "stock")):
         assert max(result["errors"].values()) <= TOLERANCE and result["metrics"]["prefix/stock_rows"] > [0]
     with torch.device("meta"):
-        model = AutoModelForImageTextToText.from_config(AutoConfig.from_pretrained(paths["glm4v_moe"]))
+        model = AutoModelForImageTextToText.from_config(AutoConfig.from_pretrained(paths[family]))
     assert "all tokens of a row" in wrong_when_sharded(model, "flash_attention_2")

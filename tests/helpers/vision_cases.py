@@ -16,7 +16,7 @@ from verl_prefix.api.pixels import positions_of_row
 from verl_prefix.models import vision
 from verl_prefix.testing import Rollouts, visual_prompt, write_tiny_model
 
-FAMILIES = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "glm4v", "glm4v_moe")
+FAMILIES = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "glm4v", "glm4v_moe", "glm46v")
 # (what the prompt consists of, response lengths), see `visual_prompt`.
 SHAPE = [
     ([5, (4, 8), 7], [9, 4, 6]),

@@ -32,7 +32,7 @@ BATCHES = {
 def seen_by(config, parts: list) -> list:
     """The parts of a prompt (see `visual_prompt`); for GLM-V, of which images alone are supported, a video is an
     image of as many patches."""
-    if not config.model_type.startswith("glm4v"):
+    if not config.model_type.startswith("glm"):
         return parts
     return [(part[0] * part[1], part[2]) if isinstance(part, tuple) and len(part) == 3 else part for part in parts]
 

@@ -112,7 +112,7 @@ SABOTAGES = (
 def test_broken_on_purpose_is_far_off(family, sabotage, paths, monkeypatch):  # noqa: F811
     if sabotage is deepstack_dropped and "qwen3_vl" not in family:
         return
-    if sabotage is features_in_the_batchs_order and family.startswith("glm4v"):  # of images alone
+    if sabotage is features_in_the_batchs_order and family.startswith("glm"):  # of images alone
         return
     case = Case(paths[family], torch.float32)
     truth = measure(case.model, case.truth)
@@ -144,7 +144,7 @@ def test_visual_tokens_without_their_features_name_the_row(held):
         batch.of([Group((1,), 3, (1,))], torch.device("cpu"))
 
 
-@pytest.mark.parametrize("model_type", ["glm4v", "glm4v_moe"])
+@pytest.mark.parametrize("model_type", ["glm4v", "glm4v_moe", "glm46v"])
 def test_a_video_of_glm_is_refused(model_type):
     config = mock.Mock(model_type=model_type, image_token_id=5, video_token_id=6)
     pixels = {"pixel_values_videos": torch.zeros(16, 1176), "video_grid_thw": torch.tensor([[1, 4, 4]])}

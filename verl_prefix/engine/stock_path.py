@@ -16,7 +16,7 @@ from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 from verl_prefix.config import is_varlen
 from verl_prefix.engine.loss import LossFunction
 from verl_prefix.models.recurrent import packing_leak, replaced, sharding_leak
-from verl_prefix.models.vision import towers_of_tensors
+from verl_prefix.models.vision import UNPATCHED, towers_of_tensors
 from verl_prefix.versions import warn_once
 
 logger = logging.getLogger(__name__)
@@ -29,8 +29,8 @@ def wrong_when_sharded(model: Any, attention: str) -> str | None:
         return f"verl computes attn_implementation={attention} within each rank's tokens"
     if any(hasattr(module, "sinks") for module in model.modules()):
         return "verl gives each rank the sinks of all heads"
-    if model.config.model_type == "glm4v_moe":
-        return "verl gives each rank all tokens of a row of glm4v_moe"
+    if model.config.model_type in UNPATCHED:
+        return f"verl gives each rank all tokens of a row of {model.config.model_type}"
     return sharding_leak(model)
 
 
@@ -55,9 +55,9 @@ class StockPath(FSDPEngineWithLMHead):
         if self._unfused:
             tu.assign_non_tensor(data, use_fused_kernels=False)
         packs = tu.get_non_tensor_data(data, "use_remove_padding", True)
-        if packs and self.module.config.model_type == "glm4v_moe":
-            text = "prefix: stock path, rows padded: flash attention in transformers would take glm4v_moe's positions, "
-            warn_once(logger, text + "which have three axes, for those of packed rows")
+        if packs and self.module.config.model_type in UNPATCHED:
+            text = "prefix: stock path, rows padded: flash attention in transformers would take positions of "
+            warn_once(logger, text + "three axes for those of packed rows")
             tu.assign_non_tensor(data, use_remove_padding=False)
         elif packs and (leak := packing_leak(self.module)):
             text = "prefix: stock path, rows one by one: %s, so that packed rows would leak state into each other"

@@ -28,7 +28,8 @@ from verl_prefix.core.groups import Group
 from verl_prefix.core.trees import mix
 from verl_prefix.models.recurrent import replaced
 
-MODEL_TYPES = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "glm4v", "glm4v_moe")
+UNPATCHED = ("glm4v_moe", "glm46v")  # GLM-4.5V and GLM-4.6V, whose forward verl leaves to transformers
+MODEL_TYPES = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "glm4v", *UNPATCHED)
 
 # A row's pixels, as verl's agent loop makes them with the model's processor: patches [n, patch size] and the grid
 # [m, 3] of images, then of videos. What else is in the row (timestamps) is in its position ids already.
@@ -138,13 +139,13 @@ def num_tower_runs(row: Row) -> int:
 @contextmanager
 def towers_of_tensors(model: torch.nn.Module) -> Iterator[None]:
     """While open, the tower runs under verl's own forward where that takes its output for the features themselves, and
-    under GLM-4.5V's, which verl leaves to transformers, in passes of text as well, so that ranks do not wait.
+    under transformers' own (`UNPATCHED`) in passes of text as well, so that ranks do not wait.
 
     verl 0.9.1's GLM-4.1V always takes it so, its Qwen2.5-VL on text alone (verl/models/transformers/glm4v.py,
     qwen2_vl.py). The towers of transformers 5 return more, and without this its own path fails.
     """
     model_type = getattr(model.config, "model_type", None)
-    if model_type not in ("glm4v", "glm4v_moe", "qwen2_5_vl"):
+    if model_type not in ("glm4v", "qwen2_5_vl", *UNPATCHED):
         yield
         return
     inner: Any = vision_model(model).model
@@ -161,7 +162,7 @@ def towers_of_tensors(model: torch.nn.Module) -> Iterator[None]:
     with (
         _gathered_positions(visual),
         replaced(inner, "forward", with_tower)
-        if model_type == "glm4v_moe"
+        if model_type in UNPATCHED
         else replaced(visual, "forward", lambda *args, **kwargs: run_tower(*args, **kwargs).pooler_output),
     ):
         yield
@@ -271,7 +272,7 @@ class PixelBatch:
 
     def _check(self, row: int, prefix_len: int) -> None:
         inputs = self.rows[row] or {}
-        if self.config.model_type.startswith("glm4v") and inputs.get("pixel_values_videos") is not None:
+        if self.config.model_type.startswith("glm") and inputs.get("pixel_values_videos") is not None:
             raise ValueError(
                 f"row {row} has a video, and this {self.config.model_type} model marks videos by tokens of images, "
                 "which verl's own forward does not take either; train it on images"

@@ -59,6 +59,7 @@ _TOWERS: dict[str, Fields] = {
     "qwen3_5_moe": {"num_position_embeddings": 64},
     "glm4v": {"patch_size": 14, "image_size": 56},  # verl's own forward names the size of its patches
     "glm4v_moe": {"image_size": 16},
+    "glm46v": {"image_size": 16},
 }
 _FAMILIES = {"qwen3", "llama", "seed_oss", *_EXPERTS, *_RECURRENT, *_TOWERS}
 _VISION_TOKENS = {
@@ -97,8 +98,8 @@ def write_tiny_model(
             attention), with one recurrent layer, whose state lasts, ``"qwen3_5_text"``, ``"qwen3_next"``,
             ``"olmo_hybrid"``, ``"lfm2"``, ``"granitemoehybrid"`` or ``"bamba"``, or with a vision tower of two blocks
             ``"qwen2_5_vl"``, ``"qwen3_vl"`` and ``"qwen3_vl_moe"`` (deepstack), ``"qwen3_5"`` and ``"qwen3_5_moe"``
-            (recurrent as well), or of images alone ``"glm4v"`` and ``"glm4v_moe"``; those have the text layers of
-            ``overrides`` and, in their tokenizer, the special tokens of images and videos.
+            (recurrent as well), or of images alone ``"glm4v"``, ``"glm4v_moe"`` and ``"glm46v"``; those have the text
+            layers of ``overrides`` and, in their tokenizer, the special tokens of images and videos.
         vocab_size: upper bound of the vocabulary, at least 259 (256 bytes and 3 special tokens).
         overrides: fields of the model's configuration, such as ``num_hidden_layers=3``.
 
