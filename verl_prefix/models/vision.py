@@ -274,8 +274,8 @@ class PixelBatch:
         inputs = self.rows[row] or {}
         if self.config.model_type.startswith("glm") and inputs.get("pixel_values_videos") is not None:
             raise ValueError(
-                f"row {row} has a video, and this {self.config.model_type} model marks videos by tokens of images, "
-                "which verl's own forward does not take either; train it on images"
+                f"row {row} has a video, which a {self.config.model_type} model marks by tokens of images: "
+                "videos of GLM are not supported, train it on images"
             )
         for kind, values, grid in PIXELS:
             num_tokens = len(self._tokens(row, kind, 0, prefix_len))
