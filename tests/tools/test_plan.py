@@ -323,6 +323,13 @@ def test_a_script_is_read_as_bash_would_expand_it(tmp_path, monkeypatch, text, a
     assert [path.name for path in tmp_path.iterdir()] == ["run.sh"]
 
 
+def test_a_loop_that_sleeps_beside_the_training_costs_no_time(tmp_path, monkeypatch):
+    monkeypatch.setattr(script, "SECONDS", 1.5)
+    text = "(while :; do nvidia-smi; sleep 9; done) &\nx=$(sleep 9; echo 3)\nsleep 9\n"
+    (tmp_path / "run.sh").write_text(f"{text}{RUN} a=$x")
+    assert script.expanded([str(tmp_path / "run.sh")]) == [*RUN.split(), "a=3"]
+
+
 def test_a_script_that_is_not_read_to_the_end_is_told(tmp_path, capsys):
     (tmp_path / "run.sh").write_text(f'set -- "$@" b=2\n{RUN} "$@"')
     with pytest.raises(options.PlanError, match="sets its arguments by set --"):

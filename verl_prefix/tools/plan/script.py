@@ -15,7 +15,8 @@ from pathlib import Path
 from verl_prefix.tools.plan.options import MAIN, PlanError
 
 # Restricted bash starts no program by a path and opens no file to write, and it finds no program in an empty PATH. A
-# script goes on where one is missing, or where `set -e` or `exit` would have ended it.
+# script goes on where one is missing, or where `set -e` or `exit` would have ended it. A loop in the background that
+# sleeps ends after twenty rounds.
 PRELUDE = """
 ulimit -t {seconds}
 BASH_XTRACEFD={descriptor}
@@ -26,6 +27,7 @@ command() {{ :; }}
 set() {{ :; }}
 exit() {{ :; }}
 kill() {{ :; }}
+sleep() {{ (( ++SLEPT < 20 )) || [[ $BASHPID = "$$" ]] || builtin exit; }}
 source() {{ :; }}
 function . {{ :; }}
 cd() {{ [[ $1 != -- ]] || shift; case $1 in /*) PWD=$1 ;; *) PWD=$PWD/$1 ;; esac; }}
