@@ -822,6 +822,7 @@ def test_train_files_are_json_too(data):
         ("--shares update=-0.5", "--shares 'update=-0.5': write update=0.5"),
         ("--shares update=nan", "--shares 'update=nan': write update=0.5"),
         ("--simulate --gpu h100,network=0", "--gpu 'network=0': write RATE=NUMBER, one of matmul_16"),
+        ("--simulate --gpu h100,per_node=2", "--gpu 'per_node=2': write RATE=NUMBER, one of matmul_16"),
         ("--simulate trainer.n_gpus_per_node=0", "trainer.n_gpus_per_node=0: set a number of 1 or more"),
         ("--response-lengths=-5", "--response-lengths '-5': write a mean"),
         ("--response-lengths inf", "--response-lengths 'inf': write a mean"),

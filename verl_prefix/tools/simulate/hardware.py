@@ -49,7 +49,7 @@ def read_hardware(spec: str) -> Hardware:
     name, *changes = spec.split(",")
     if name not in GPUS:
         raise ValueError(f"--gpu {name!r} is unknown; use one of {', '.join(GPUS)}, as in h100 or h100,network=25e9")
-    known = [field.name for field in fields(Hardware)]
+    known = [field.name for field in fields(Hardware) if field.name != "per_node"]  # the trainer's n_gpus_per_node
     values: dict[str, float] = {}
     for change in changes:
         key, _, text = change.partition("=")
