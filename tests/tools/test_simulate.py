@@ -32,6 +32,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
+from verl_prefix.auto.cost import group_pass
 from verl_prefix.auto.shape import model_shape
 from verl_prefix.core import kernels
 from verl_prefix.core.groups import Group
@@ -95,7 +96,7 @@ def small_job(dtype: torch.dtype, checkpointing: bool) -> Job:
 def clip_job(kind: str, dtype: torch.dtype = torch.bfloat16, checkpointing: bool = False) -> Job:
     """Three responses to a clip, whose 120 tokens the prompt begins with."""
     return replace(
-        small_job(dtype, checkpointing), config=seeing(kind), groups=(Group((0, 1, 2), 192, (64, 70, 50)),),
+        small_job(dtype, checkpointing), config=seeing(kind), groups=(Group((0, 1, 2), 192, (128, 140, 100)),),
         budget=1024, grids=(((1, 24, 20) if "glm" in kind else (2, 12, 20),),),
     )  # fmt: skip
 
@@ -157,7 +158,7 @@ def test_the_peak_is_the_allocator_s_and_flops_are_the_counter_s(elsewhere, name
     names = ("aten.mm", "aten.addmm", "aten.bmm", "aten.convolution", "aten.convolution_backward")
     matmuls = sum(n for op, n in real_flops.items() if op in names)
     if kind.endswith("moe"):  # torch's counter lacks products of two experts each: forward twice, and backward's two
-        matmuls += 4 * 2 * (192 + 64 + 70 + 50) * 2 * 3 * 64 * 48
+        matmuls += 4 * 2 * (192 + 128 + 140 + 100) * 2 * 3 * 64 * 48
     assert flops["linear"] + flops["lm_head"] == pytest.approx(matmuls, rel=1e-6)
 
 
@@ -267,16 +268,16 @@ PINNED = {
         "optimizer": (4.478, 18, 1, 0.0),
     },
     "packed": {
-        "log_probs/packed": (5.455, 238, 0, 3.846),
-        "packed": (8.907, 751, 0, 15.385),
+        "log_probs/packed": (5.455, 247, 0, 3.846),
+        "packed": (8.172, 778, 0, 15.385),
         "optimizer": (4.478, 18, 1, 0.0),
     },
     "phased+offload": {
-        "log_probs/phase_a": (5.238, 189, 0, 3.846),
+        "log_probs/phase_a": (5.238, 198, 0, 3.846),
         "log_probs/phase_b": (5.502, 450, 0, 7.693),
-        "phase_a": (5.680, 200, 0, 3.846),
+        "phase_a": (5.680, 209, 0, 3.846),
         "phase_b": (8.095, 1509, 0, 30.77),
-        "phase_c": (7.541, 548, 0, 9.437),
+        "phase_c": (7.541, 566, 0, 9.437),
         "optimizer": (4.478, 18, 1, 0.0),
     },
 }
@@ -374,7 +375,8 @@ def linear_flops(config: PretrainedConfig, lora: dict | None) -> tuple[float, fl
     phases = simulator.simulate(job, [ARMS["packed"]], H100)[0]
     with torch.device("meta"):
         shape = model_shape(AutoModelForCausalLM.from_config(config), torch.bfloat16)
-    return phases["log_probs/packed"]["flops/linear"], shape.linear * 294, phases["optimizer"]["peak/optimizer"] / GIB
+    linear = group_pass(shape, job.groups).linear(shape)
+    return phases["log_probs/packed"]["flops/linear"], linear, phases["optimizer"]["peak/optimizer"] / GIB
 
 
 @pytest.mark.full
@@ -662,6 +664,6 @@ def test_the_arms_of_a_simulation_show_their_progress_on_a_terminal(elsewhere, t
 
 @pytest.mark.full
 def test_the_prompt_that_fits_fits_and_a_longer_one_does_not(elsewhere):
-    found, (fits, longer) = elsewhere(fitting, 0.006)
-    assert fits <= 0.006 < longer
+    found, (fits, longer) = elsewhere(fitting, 0.005)
+    assert fits <= 0.005 < longer
     assert 64 < found["prompt"] < 1400 - 301 and found["group"] >= 1

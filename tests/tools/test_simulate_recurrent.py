@@ -116,7 +116,7 @@ def test_flops_are_those_of_the_cost_model(elsewhere):
     cost = group_pass(shape, job.groups)
     forward = {name: phases["log_probs/packed"][f"flops/{name}"] for name in ("linear", "recurrent", "attention")}
     assert forward["attention"] == shape.pair * cost.pairs
-    assert forward["linear"] + forward["recurrent"] == pytest.approx(shape.linear * cost.tokens, rel=1e-4)
+    assert forward["linear"] + forward["recurrent"] == pytest.approx(cost.linear(shape), rel=1e-4)
     text = job.config
     keys, values = text.linear_key_head_dim, text.linear_value_head_dim
     scan = 2 * DELTA_CHUNK * (3 * keys + 2 * values) + 6 * keys * values  # of a head and token
@@ -127,7 +127,7 @@ def test_flops_are_those_of_the_cost_model(elsewhere):
     assert forward["recurrent"] == pytest.approx(scans_of_all + convs, rel=1e-9)
     of_update = phases["packed"]
     assert of_update["flops/recurrent"] == pytest.approx(3.5 * scans_of_all + 3 * convs, rel=1e-9)
-    counted = 3 * shape.linear * cost.tokens
+    counted = 3 * cost.linear(shape)
     assert of_update["flops/linear"] + of_update["flops/recurrent"] == pytest.approx(counted, rel=0.01)
 
 

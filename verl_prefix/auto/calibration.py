@@ -102,7 +102,7 @@ def calibrate(
             run(groups)
             seconds[name] = min(seconds[name], time.perf_counter() - start)
     passes = [group_pass(shape, groups) for groups in probes.values()]
-    amounts = [(1.0, p.tokens * shape.linear, p.pairs * shape.pair, p.head_tokens * shape.head) for p in passes]
+    amounts = [(1.0, p.linear(shape), p.pairs * shape.pair, p.head_tokens * shape.head) for p in passes]
     return Rates(*_nonnegative_solution(torch.tensor(amounts).double(), torch.tensor(list(seconds.values())).double()))
 
 

@@ -118,7 +118,7 @@ def is_certain(costs: CostModel, paths: Candidates) -> bool:
     What holds on every rank holds for the slowest."""
     kinds = [paths.passes(costs, update) for update in (False, True)]
     return all(
-        least_gain(stock, mixed) >= costs.min_speedup and least_gain(packed, mixed) >= 1
+        least_gain(costs.shape, stock, mixed) >= costs.min_speedup and least_gain(costs.shape, packed, mixed) >= 1
         for stock, mixed, packed in kinds
     )
 

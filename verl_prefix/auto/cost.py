@@ -21,27 +21,34 @@ from verl_prefix.core.waves import PackedPass, PhasedPass, Plan, first_fit, limi
 
 
 class PassCost(NamedTuple):
-    """Tokens that go through the layers, how many of them through lm_head, and query-key pairs summed over layers."""
+    """Tokens that go through the layers, how many of them through lm_head, query-key pairs summed over layers, and
+    tokens that skip most of the last layer (`models.last_layer`)."""
 
     tokens: int
     head_tokens: int
     pairs: float
+    skipped: int = 0
+
+    def linear(self, shape: ModelShape) -> float:
+        """Forward FLOPs of the layers without attention's pairs."""
+        return self.tokens * shape.linear - self.skipped * shape.last
 
 
 def group_pass(shape: ModelShape, groups: Iterable[Group], prefixes: bool = True, suffixes: bool = True) -> PassCost:
     """One packed row of these groups' strands, suffixes, or both."""
-    tokens = head = 0
+    tokens = head = skipped = 0
     pairs = 0.0
     for group in groups:
         if prefixes:
             tokens += group.prefix_len
             head += group.num_strand_outputs
+            skipped += group.prefix_len - group.num_strand_outputs
             pairs += sum(shape.pairs(strand.end - strand.start, strand.start) for strand in group.strands)
         if suffixes:
             tokens += group.num_suffix_tokens
             head += group.num_suffix_tokens
             pairs += sum(shape.pairs(n, fork.start) for n, fork in zip(group.suffix_lens, group.forks, strict=True))
-    return PassCost(tokens, head, pairs)
+    return PassCost(tokens, head, pairs, skipped)
 
 
 def plan_passes(shape: ModelShape, plan: Plan, logits_chunk: int | None = None) -> list[PassCost]:
@@ -99,17 +106,18 @@ class Rates:
     def seconds(self, shape: ModelShape, passes: Iterable[PassCost]) -> float:
         seconds = 0.0
         for p in passes:
-            seconds += self.fixed + p.tokens * shape.linear * self.linear
+            seconds += self.fixed + p.linear(shape) * self.linear
             seconds += p.pairs * shape.pair * self.attention + p.head_tokens * shape.head * self.head
         return seconds
 
 
-def least_gain(passes: Sequence[PassCost], others: Sequence[PassCost]) -> float:
+def least_gain(shape: ModelShape, passes: Sequence[PassCost], others: Sequence[PassCost]) -> float:
     """The smallest ratio that the time of `passes` can have to that of `others`, whatever the `Rates` (none is
     negative): the smallest of the ratios of the four amounts that take time."""
 
     def amounts(of: Sequence[PassCost]) -> list[float]:
-        return [len(of), *(sum(column) for column in zip(PassCost(0, 0, 0.0), *of, strict=True))]
+        of_each = ((1, p.linear(shape), p.head_tokens, p.pairs) for p in of)
+        return [sum(column) for column in zip((0,) * 4, *of_each, strict=True)]
 
     ratios = (x / y for x, y in zip(amounts(passes), amounts(others), strict=True) if y)
     return min(ratios, default=math.inf)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from verl_prefix.models.last_layer import head_only
 from verl_prefix.models.recurrent import GatedDeltaNet, Mamba2, Mixer, mixer_of
 from verl_prefix.models.support import layer_window
 from verl_prefix.models.vision import vision_model
@@ -23,7 +24,8 @@ class ModelShape:
     Args:
         linear: FLOPs per token of all layers' matmuls, and of recurrent layers' scans and convolutions, which cost the
             same for every token. Of a mixture of experts only the chosen ones count.
-        head: FLOPs per token of lm_head. pair: per query-key pair of one layer's attention.
+        head: FLOPs per token of lm_head. last: those of `linear` that only tokens of lm_head take on our path, in the
+            last layer (`models.last_layer`). pair: per query-key pair of one layer's attention.
         windows: sliding window of every attention layer, None where it sees everything.
         activations: bytes per token that an average layer keeps for backward. boundary: bytes per token of its input
             alone. attention: bytes per token of one layer's attention output and log-sum-exp.
@@ -42,6 +44,7 @@ class ModelShape:
     boundary: float
     kv: float
     vocab_size: int
+    last: float = 0.0
     attention: float = 0.0
     tower: float = 0.0
     logits: float = 0.0
@@ -110,6 +113,7 @@ def model_shape(model: PreTrainedModel, dtype: torch.dtype) -> ModelShape:
     return ModelShape(
         linear=2.0 * weights + sum(scan_flops(mixer) + sum(map(conv_flops, _convolutions(mixer))) for mixer in mixers),
         head=2.0 * lm_head.weight.numel(),
+        last=2.0 * sum(map(_linear_weights, head_only(model))),
         pair=4.0 * heads * head_dim,
         windows=windows,
         activations=kept / layers * dtype.itemsize,

@@ -40,6 +40,7 @@ class AttentionPass:
 
     Attributes:
         shards: how the row's tokens are spread over ranks; None: this rank has all of them.
+        head_tokens: [n] int64, this rank's tokens that go through lm_head; None: all of them.
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class AttentionPass:
         self.capture = capture
         self.cache = cache
         self.shards: Shards | None = None
+        self.head_tokens: torch.Tensor | None = None
         self.kept: Kept | None = {} if keep else None
         self.num_calls = 0  # layers seen, so that a model that bypasses us is noticed
 

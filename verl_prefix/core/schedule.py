@@ -229,6 +229,7 @@ class Schedule:
             own = layout.index[shards.tokens]
             kept, gathered = shards.keep(kept)
         index, kept = on_device(own, device), on_device(kept, device)
+        attention_pass.head_tokens = kept
         of_batch = index[kept]
         prefixes = layout.groups if layout.source is None else ()
         pixels = tokens.pixels and tokens.pixels.of(prefixes, device, shards.tokens if shards else None)

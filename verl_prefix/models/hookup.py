@@ -18,6 +18,7 @@ from verl_prefix.core.attention import AttentionParams, AttentionPass
 from verl_prefix.core.schedule import Outputs
 from verl_prefix.models import vision
 from verl_prefix.models.experts import ExpertLoads
+from verl_prefix.models.last_layer import on_head_tokens
 from verl_prefix.models.recurrent import replaced, shared_states
 from verl_prefix.models.support import layer_window
 
@@ -90,7 +91,7 @@ class HookedModel:
         chosen = config._attn_implementation
         config._attn_implementation = ATTENTION_NAME
         try:
-            with vision.own_attention(self.model), shared_states(self.model):
+            with vision.own_attention(self.model), shared_states(self.model), on_head_tokens(self.model):
                 yield
         finally:
             config._attn_implementation = chosen

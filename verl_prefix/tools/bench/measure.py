@@ -45,7 +45,7 @@ def update_flops(shape: ModelShape, size: Size, arm: str, budget: int) -> float:
 
 
 def _flops(shape: ModelShape, passes: Sequence[PassCost], arm: str) -> float:
-    layers = sum(p.tokens * shape.linear + p.pairs * shape.pair for p in passes)
+    layers = sum(p.linear(shape) + p.pairs * shape.pair for p in passes)
     return (4 if "+checkpoint" in arm else 3) * layers + 3 * shape.head * sum(p.head_tokens for p in passes)
 
 
@@ -60,6 +60,8 @@ def arm_passes(shape: ModelShape, batch: Batch, arm: str, budget: int, auto: Pla
     passes = plan_passes(shape, plan)
     if path == "prefix_grouper":  # its prefix holds the last prompt token, too, and lm_head runs on everything
         passes = [PassCost(p.tokens + 1, p.tokens + 1, p.pairs) for p in passes]
+    if path.startswith("ideal"):
+        passes = [p._replace(skipped=0) for p in passes]
     return passes
 
 

@@ -1,0 +1,109 @@
+"""The last layer runs on tokens of lm_head where nothing else needs it. Every test that compares with a model's own
+forward runs through this, too."""
+
+import pytest
+from families import build
+from runners import random_rollouts, run_shared, run_stock
+from schedules import errors, measure
+
+from verl_prefix.models import last_layer
+from verl_prefix.models.hookup import HookedModel
+
+SHAPE = [(23, [9, 17, 5]), (41, [3, 4, 11, 7, 6])]  # 62 prefix tokens and 62 of suffixes; the model has 4 layers
+
+
+def seen(model, **options) -> list[tuple[str, int, int]]:
+    """(module, layer, tokens) of what runs in an update."""
+    found = []
+    for number, layer in enumerate(model.model.layers):
+        attention = layer.self_attn
+        for name, module in dict(q=attention.q_proj, k=attention.k_proj, o=attention.o_proj, mlp=layer.mlp).items():
+            inner = module.down_proj if name == "mlp" else module
+            forward = inner.forward  # `on_head_tokens` replaces that of the MLP alone, and calls this one
+            spy = lambda x, f=forward, n=name, i=number: found.append((n, i, x.shape[1])) or f(x)  # noqa: E731
+            inner.forward = spy
+    run_shared(model, random_rollouts(SHAPE, 97), **options)
+    return found
+
+
+@pytest.mark.parametrize("checkpointed", [False, True], ids=["", "checkpointed"])
+@pytest.mark.parametrize(
+    ("options", "passes"),
+    [
+        (dict(schedule="packed"), [(124, 62)]),
+        (dict(schedule="phased"), [(62, 1), (62, 62)]),
+        (dict(schedule="phased", wave_tokens=31), [(62, 1), (31, 31), (31, 31)]),
+    ],
+    ids=str,
+)
+def test_the_last_layer_runs_on_tokens_of_lm_head(options, passes, checkpointed):
+    model = build("llama3")
+    model.train()
+    if checkpointed:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    times = 2 if checkpointed else 1
+    found = seen(model, **options)
+    for layer in range(4):
+        for name in ("q", "k", "o", "mlp"):
+            of_all = [tokens for tokens, _ in passes]
+            wanted = of_all if name == "k" or layer < 3 else [tokens for _, tokens in passes]
+            assert sorted(n for one, i, n in found if (one, i) == (name, layer)) == sorted(wanted * times), (
+                name,
+                layer,
+            )
+
+
+def shifted(monkeypatch):
+    call = last_layer._OnHeadTokens.__call__
+
+    def wrong(self, x):
+        own = self.attention_pass.head_tokens
+        self.attention_pass.head_tokens = (own - 1).clamp(min=0)
+        try:
+            return call(self, x)
+        finally:
+            self.attention_pass.head_tokens = own
+
+    monkeypatch.setattr(last_layer._OnHeadTokens, "__call__", wrong)
+
+
+def keys_too(monkeypatch):
+    found = last_layer.head_only
+    of_layer = lambda model: [*found(model), model.model.layers[-1].self_attn.k_proj]  # noqa: E731
+    monkeypatch.setattr(last_layer, "head_only", of_layer)
+
+
+@pytest.mark.parametrize(
+    ("sabotage", "schedule"), [(shifted, "packed"), (keys_too, "packed"), (keys_too, "phased")]
+)  # a wave skips nothing
+def test_what_skips_a_token_that_is_read_is_far_off(monkeypatch, sabotage, schedule):
+    model, rollouts = build("llama3").double(), random_rollouts([(23, [9, 17, 5]), (41, [3, 11])], 97)
+    truth = measure(model, lambda: run_stock(model, rollouts))
+    sabotage(monkeypatch)
+    ours = measure(model, lambda: run_shared(model, rollouts, schedule, wave_tokens=31))
+    assert max(errors(ours, truth).values()) > 100 * 5e-6
+
+
+@pytest.mark.parametrize("family", ["qwen3-moe", "lfm2", "llama3"])
+def test_layers_that_run_whole(family):
+    """Experts, a convolution, and what is compiled."""
+    model = build(family)
+    layer = model.model.layers[-1]
+    if family == "lfm2":
+        assert len(last_layer.head_only(model)) == 3, "this one ends in attention"
+        del model.model.layers[-1]
+    if family == "llama3":
+        assert len(last_layer.head_only(model)) == 3
+        layer.compile()
+    assert last_layer.head_only(model) == []
+
+
+def test_a_context_inside_another_changes_nothing():
+    model = build("llama3")
+    layer, hooked = model.model.layers[-1], HookedModel(model)
+    with hooked.grouped_attention():
+        outer, hooks = layer.mlp.forward, len(layer._forward_pre_hooks)
+        with hooked.grouped_attention():
+            assert layer.mlp.forward is outer and len(layer._forward_pre_hooks) == hooks
+        assert layer.mlp.forward is outer and isinstance(outer, last_layer._OnHeadTokens)
+    assert "forward" not in vars(layer.mlp) and not layer._forward_pre_hooks
