@@ -203,6 +203,8 @@ def test_every_token_is_one_ranks_and_every_rank_has_its_share_of_lm_head(alone,
             if not len(keep):
                 continue
             kept = [one.keep(keep) for one in shards]
+            assert len({len(own) for own, _ in kept}) == 1
+            assert all(len(own.unique()) == len(own) for own, _ in kept), "what is put back twice has two gradients"
             gathered = torch.cat([x[mine] for x, (mine, _) in zip(tokens, kept, strict=True)])
             assert all(gathered[places].tolist() == keep.tolist() for _, places in kept)
             if keep is suffix:

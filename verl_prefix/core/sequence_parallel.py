@@ -57,8 +57,8 @@ class Shards:
         """Which of this rank's tokens to keep, and where their outputs stand after a gather.
 
         `tokens` [n] int64 are tokens of the row, in ascending order. Returns [m] int64, those of them that this rank
-        has, as positions among its own tokens, padded to one m for all ranks; and [n] int64, each one's row among the
-        outputs of all ranks, for `gather`."""
+        has, as positions among its own tokens, then others of its own, none twice, up to one m for all ranks; and [n]
+        int64, each one's row among the outputs of all ranks, for `gather`."""
         owner, local = self._positions[tokens] // self._local, self._positions[tokens] % self._local
         counts = owner.bincount(minlength=self.size)
         most = int(counts.max())
@@ -66,8 +66,9 @@ class Shards:
         number = torch.arange(len(tokens)) - (counts.cumsum(0) - counts)[owner[order]]
         rows = torch.empty_like(owner)
         rows[order] = owner[order] * most + number
-        own = local[owner == self.rank]
-        return torch.nn.functional.pad(own, (0, most - len(own))), rows
+        own, is_other = local[owner == self.rank], torch.ones(self._local, dtype=torch.bool)
+        is_other[own] = False
+        return torch.cat([own, is_other.nonzero()[: most - len(own), 0]]), rows
 
     def gather(self, outputs: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """[m, k] of every rank -> [n, k] on every rank, by the rows of `keep`. Every rank computes the loss of all
