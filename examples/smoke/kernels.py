@@ -1,5 +1,8 @@
 """The kernels of a GPU on shapes that they have not met elsewhere."""
 
+import statistics
+import time
+
 import torch
 
 from smoke.checks import Checks
@@ -42,6 +45,29 @@ def kernels(checks: Checks) -> None:
                 error, noise = (((x.double() - true).norm() / true.norm()).item() for x in (ours, low))
                 # As tests/gpu: the dense reference rounds once, a flash kernel its probabilities as well.
                 checks.that(f"{kernel.__name__}, {case}: error of {name}", error, most=2 * noise + 2**-9)
+        ratio = _of_two_calls(kernel, 128 if checks.dry_run else 8192, heads, dim, device)
+        checks.on_gpu(f"{kernel.__name__}, a prefix and 64 short suffixes: seconds of one causal call over two", ratio)
+
+
+def _of_two_calls(kernel: Kernel, prefix: int, heads: tuple[int, int], dim: int, device: str) -> float:
+    """Seconds, forward and backward, of a causal call whose grid is that of its longest segment, over those of a call
+    for the prefix and one for suffixes."""
+    bounds = (0, *range(prefix, prefix + 65 * 128, 128))
+    suffixes = tuple(bound - prefix for bound in bounds[1:])
+    q = torch.randn(bounds[-1], heads[0], dim, device=device, dtype=torch.bfloat16)
+    k, v = (torch.randn(bounds[-1], heads[1], dim, device=device, dtype=torch.bfloat16) for _ in range(2))
+    parts = ((slice(prefix), Spans((0, prefix), (0, prefix))), (slice(prefix, None), Spans(suffixes, suffixes)))
+    ways = {1: ((slice(None), Spans(bounds, bounds)),), 2: parts}
+    seconds: dict[int, list[float]] = {calls: [] for calls in ways}
+    for _ in range(7):
+        for calls, way in ways.items():
+            torch.cuda.synchronize() if device == "cuda" else None
+            start = time.perf_counter()
+            for part, spans in way:
+                _run(kernel, q[part], q[part], k[part], v[part], spans, causal=True)
+            torch.cuda.synchronize() if device == "cuda" else None
+            seconds[calls].append(time.perf_counter() - start)
+    return statistics.median(seconds[1]) / statistics.median(seconds[2])
 
 
 def _run(
