@@ -2,6 +2,7 @@
 forward runs through this, too."""
 
 import pytest
+import torch
 from families import build
 from runners import random_rollouts, run_shared, run_stock
 from schedules import errors, measure
@@ -96,6 +97,13 @@ def test_layers_that_run_whole(family):
         assert len(last_layer.head_only(model)) == 3
         layer.compile()
     assert last_layer.head_only(model) == []
+
+
+def test_a_forward_without_a_pass_is_refused_by_attention():
+    model = build("llama3")
+    del model.model.layers[1:]
+    with HookedModel(model).grouped_attention(), pytest.raises(RuntimeError, match="prefix_pass=False"):
+        model(input_ids=torch.arange(5)[None])
 
 
 def test_a_context_inside_another_changes_nothing():

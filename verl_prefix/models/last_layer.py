@@ -45,12 +45,11 @@ class _OnHeadTokens:
         self.attention_pass: AttentionPass | None = None
 
     def take_pass(self, layer: torch.nn.Module, args: object, kwargs: Mapping[str, Any]) -> None:
-        self.attention_pass = kwargs["prefix_pass"]
+        self.attention_pass = kwargs.get("prefix_pass")
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[1, T, n] -> [1, T, m]; zeros for other tokens."""
-        assert self.attention_pass is not None
-        tokens = self.attention_pass.head_tokens
+        tokens = None if self.attention_pass is None else self.attention_pass.head_tokens
         if tokens is None or len(tokens) == x.shape[1]:
             return self.forward(x)
         found = self.forward(x.index_select(1, tokens))
