@@ -8,6 +8,7 @@ import torch
 from verl_prefix.core.calls import Segment, calls_of
 from verl_prefix.core.groups import Group, group_by_key
 from verl_prefix.core.layout import build_layout, pass_order
+from verl_prefix.core.prefix_cache import add_at
 from verl_prefix.core.waves import make_plan, make_waves, pad_to_same_passes
 
 CPU = torch.device("cpu")
@@ -101,6 +102,11 @@ def keys_read(layout, window, prefix_place):
             keys[call.own] = layout.index
         if call.prefix is not None:
             keys[call.prefix.at] = prefix_place[call.prefix.tokens]
+            grad = torch.arange(1.0, len(keys) + 1, dtype=torch.float64)[call.prefix.at]
+            wanted, total = torch.zeros(2, len(prefix_place), dtype=torch.float64)
+            wanted.index_add_(0, torch.arange(len(wanted))[call.prefix.tokens], grad)
+            add_at(total, call.prefix.rows, call.prefix.summed(grad))
+            assert torch.equal(total, wanted), "gradients of a token's copies are not its own"
         assert (keys >= 0).all() and torch.equal(call.keys(layout.index, prefix_place), keys)
         queries = torch.arange(layout.num_tokens)[call.queries].tolist()
         for q0, q1, k0, k1 in call.spans.parts():
@@ -140,6 +146,13 @@ def test_every_query_reads_the_last_window_tokens_of_its_own_row(shape, window, 
     for wave in make_waves(groups, wave_tokens):
         layout = build_layout([piece for _, piece in wave], offsets, prefixes, [i for i, _ in wave])
         assert keys_read(layout, window, prefixes.index) == [expected(place) for place in layout.index.tolist()]
+
+
+def test_siblings_tails_are_added_to_one_run_of_tokens():
+    """A prompt's rows under a window: what they send back is summed, and no index repeats."""
+    layout = build_layout([Group((0, 1, 2), 20, (9, 8, 7))], [0, 30, 60, 90])
+    (call,) = layout.calls(6, CPU)
+    assert call.prefix.copies == ((3, 5),) and call.prefix.rows == slice(15, 20)
 
 
 def test_a_call_of_several_blocks_copies_at_most_16_mib_of_keys_and_values():

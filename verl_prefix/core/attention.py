@@ -214,10 +214,11 @@ class GroupedAttention(torch.autograd.Function):
             else:
                 dq[call.queries] += dq_call
             if call.prefix is not None and cache is None:
-                add_at(dk, call.prefix.tokens, dk_call[call.prefix.at])
-                add_at(dv, call.prefix.tokens, dv_call[call.prefix.at])
+                for total, grad in ((dk, dk_call), (dv, dv_call)):
+                    add_at(total[: layout.num_prefix], call.prefix.rows, call.prefix.summed(grad[call.prefix.at]))
             elif call.prefix is not None and ctx.needs_input_grad[-1]:
-                cache.add_grad(layer, call.prefix.tokens, dk_call[call.prefix.at], dv_call[call.prefix.at])
+                grads = (call.prefix.summed(grad[call.prefix.at]) for grad in (dk_call, dv_call))
+                cache.add_grad(layer, call.prefix.rows, *grads)
         dsinks = None
         if sinks is not None:
             share = (sinks.to(lse.dtype).unsqueeze(-1) - lse).exp()

@@ -90,10 +90,23 @@ class Spans:
 
 
 class Keys(NamedTuple):
-    """Prefix keys of a call: tokens `tokens` of the prefix source are its keys `at`. Slices, or int64 indices [n]."""
+    """Prefix keys of a call: tokens `tokens` of the prefix source are its keys `at`. Slices, or int64 indices [n].
+
+    Where segments have copies of the same keys, `copies` says (times, tokens) of each block of them, and `rows` are the
+    tokens of all blocks."""
 
     at: slice | torch.Tensor
     tokens: slice | torch.Tensor
+    rows: slice | torch.Tensor
+    copies: tuple[tuple[int, int], ...] = ()
+
+    def summed(self, grad: torch.Tensor) -> torch.Tensor:
+        """Gradients of keys `at` [n, K, D] -> of tokens `rows`; sums over copies are in fp32 (fp64)."""
+        if not self.copies:
+            return grad
+        wide = torch.promote_types(grad.dtype, torch.float32)
+        blocks = zip(grad.split([times * n for times, n in self.copies]), self.copies, strict=True)
+        return torch.cat([block.unflatten(0, copies).sum(0, dtype=wide) for block, copies in blocks])
 
 
 @dataclass(frozen=True)
@@ -145,8 +158,11 @@ def calls_of(segments: Sequence[Segment], window: int | None, device: torch.devi
         ends = list(zip(segments, tail_lens, key_ends, strict=True))
         own = on_device(ranges([(end - s.length, s.length) for s, _, end in ends]), device)
         at = on_device(ranges([(end - s.length - n, n) for s, n, end in ends]), device)
-        tokens = on_device(ranges([piece for s, n, _ in ends for piece in last_of(s.path, n)]), device)
-        tails = Keys(at, tokens)
+        paths = [last_of(s.path, n) for s, n, _ in ends if n]
+        tokens = on_device(ranges([piece for path in paths for piece in path]), device)
+        siblings = [(path, len(list(same))) for path, same in groupby(paths)]
+        once = _token_index([piece for path, _ in siblings for piece in path], device)
+        tails = Keys(at, tokens, once, tuple((times, sum(n for _, n in path)) for path, times in siblings))
     yield Call(Spans(starts, (0, *key_ends)), ALL, own, tails, causal=True, window=window if any(far) else None)
     near = [(starts[i], s) for i, s in enumerate(segments) if s.path and not far[i]]
     blocks = [list(block) for _, block in groupby(near, key=lambda item: item[1].path)]
@@ -160,7 +176,7 @@ def calls_of(segments: Sequence[Segment], window: int | None, device: torch.devi
         )
         queries = _token_index([(start, s.length) for start, s in rows], device)
         keys = _token_index([piece for path in paths for piece in path], device)
-        yield Call(spans, queries, None, Keys(ALL, keys), causal=False)
+        yield Call(spans, queries, None, Keys(ALL, keys, keys), causal=False)
 
 
 # The most keys that a call of several blocks may copy: 16 MiB of keys and values at 8 heads of 128 in bf16, and in
