@@ -46,8 +46,7 @@ def test_passes_of_a_plan_count_each_token_once():
     phased = cost.plan_passes(SHAPE, make_plan(groups, 10**6, "phased", wave_tokens=11))
     assert sum(p.tokens for p in phased) == 52 and sum(p.head_tokens for p in phased) == 22
     assert sum(p.pairs for p in phased) == packed[0].pairs
-    memory = cost.Memory(1, False, False, 10, False)
-    twice = cost.plan_passes(SHAPE, make_plan(groups, 10**6, "packed"), memory)
+    twice = cost.plan_passes(SHAPE, make_plan(groups, 10**6, "packed"), logits_chunk=10)
     assert [(p.tokens, p.head_tokens) for p in twice] == [(52, 22 + 12 // 3)]
     stock = cost.stock_passes(SHAPE, groups, budget=60, dense_mask=False)
     assert sum(p.tokens for p in stock) == 3 * 21 + 18 + 11 + 4 and len(stock) == 2
@@ -133,29 +132,8 @@ def test_lm_head_runs_twice_but_for_the_last_chunk(monkeypatch, chunk, rows):
     run_shared(model, batch, "packed", logits_chunk=chunk)
     assert seen == rows
     groups = [Group((0, 1, 2), 30, (8, 9, 10))]
-    passes = cost.plan_passes(SHAPE, make_plan(groups, 10**6, "packed"), cost.Memory(1, False, False, chunk, False))
+    passes = cost.plan_passes(SHAPE, make_plan(groups, 10**6, "packed"), logits_chunk=chunk)
     assert [p.head_tokens for p in passes] == [27 + (sum(seen) - 27) // 3]
-
-
-@pytest.mark.parametrize("schedule", ["packed", "phased"])
-@pytest.mark.parametrize(("prefix", "suffix"), [(8192, 1024), (2048, 2048), (20000, 4096)])
-def test_as_many_logits_exist_at_once_as_add_nothing_to_the_peak(llama3_8b, schedule, prefix, suffix):
-    plan = make_plan([Group(tuple(range(8)), prefix, (suffix,) * 8)], 10**5, schedule, 6 * suffix)
-    memory = cost.Memory(8, True, False, None, False)
-
-    def peak(chunk: int | None) -> float:
-        return cost.peak_bytes(llama3_8b, plan, (), dataclasses.replace(memory, logits_chunk=chunk))
-
-    chunk = cost.logits_chunk(llama3_8b, plan, memory)
-    assert chunk >= 8192 and peak(chunk) == peak(4096) == peak(None)
-    assert peak(2 * chunk) > peak(chunk) or chunk >= plan.num_physical_tokens
-    assert cost.logits_chunk(llama3_8b, plan, dataclasses.replace(memory, logits_chunk=7)) == 7
-    once, chunked = (
-        cost.plan_passes(llama3_8b, plan, dataclasses.replace(memory, logits_chunk=n)) for n in (None, 4096)
-    )
-    assert sum(p.head_tokens for p in once) < sum(p.head_tokens for p in chunked)
-    small = dataclasses.replace(llama3_8b, activations=1.0, layer_parameters=1.0, head=1.0)
-    assert cost.logits_chunk(small, plan, memory) == 4096, "logits are what there is"
 
 
 @hypothesis.given(*(st.floats(1e-12, 1e-9) for _ in range(3)), st.floats(0, 1e-2))
@@ -323,7 +301,7 @@ def predicted(job: Job, found: shape.ModelShape) -> dict[str, float]:
     memory = cost.Memory(job.ranks, job.checkpointing, job.no_sync, job.logits_chunk, False)
     costs = chooser.CostModel(found, False, None, 1.05, memory)
     plans = {path: costs.plan(job.groups, job.budget, path) for path in ("packed", "phased")}
-    passes = {path: cost.plan_passes(found, plan, memory) for path, plan in plans.items()}
+    passes = {path: cost.plan_passes(found, plan, job.logits_chunk) for path, plan in plans.items()}
     stock = costs.flops().update.seconds(found, costs.stock_passes(job.groups, job.budget))
     return {path: stock / costs.flops().update.seconds(found, of_path) for path, of_path in passes.items()}
 

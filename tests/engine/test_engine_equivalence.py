@@ -34,11 +34,8 @@ from torch.distributed import get_rank
 from transformers import AutoConfig
 from whole_tensors import full, whole
 
-from verl_prefix.auto import cost
 from verl_prefix.core.groups import Group
 from verl_prefix.core.kernels import cpu
-from verl_prefix.core.schedule import Schedule
-from verl_prefix.engine import prefix_engine
 from verl_prefix.engine.self_check import LayerCheck
 from verl_prefix.testing import write_tiny_model
 
@@ -498,21 +495,6 @@ def _tool_logits(models: dict, schedule: str, custom_loss: bool) -> list[int]:
     return _logits_of_an_update(models["qwen3"], get_rank(), options)
 
 
-def _chunks(models: dict, given: int | None) -> list[int]:
-    """`Schedule.logits_chunk` of log-probs and of an update, with 1 in place of 4096."""
-    options = {"logits_chunk": given, "verify": "off", "min_speedup": 0}
-    engine, found = _engine("prefix", models["qwen3"], options), []
-    data = _batch(get_rank(), engine.model_config.hf_config.vocab_size, options)
-    run = Schedule.run
-    spy = mock.patch.object(Schedule, "run", lambda self, *args: found.append(self.logits_chunk) or run(self, *args))
-    with spy, mock.patch.object(cost, "LOGITS_CHUNK", 1), mock.patch.object(prefix_engine, "LOGITS_CHUNK", 1):
-        with engine.eval_mode(disable_auto_offload=True):
-            engine.infer_batch(data.copy())
-        with engine.train_mode(disable_auto_offload=True):
-            engine.forward_backward_batch(data, _loss(options))
-    return found
-
-
 def _tool_tokens_one_token_off(models: dict) -> dict:
     from verl_prefix.engine.outputs import TokenOutputs
 
@@ -680,12 +662,6 @@ def test_the_self_check_stays_within_the_budget_with_as_many_passes_on_every_ran
 )
 def test_lm_head_runs_where_the_loss_reads_alone(results, schedule, custom_loss, calls):
     assert all(found == calls for found in results(_tool_logits, schedule, custom_loss))
-
-
-def test_an_update_computes_as_many_logits_at_once_as_add_nothing_to_its_peak(one_rank):
-    """Log-probs have no backward in which chunks would run again."""
-    (log_probs, update), explicit = one_rank(_chunks, None)[0], one_rank(_chunks, 7)[0]
-    assert log_probs == 1 and update >= 16 and explicit == [7, 7]
 
 
 def test_tool_tokens_one_token_off_are_far_off(results):

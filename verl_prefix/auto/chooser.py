@@ -63,8 +63,8 @@ class Candidates(NamedTuple):
 
     def passes(self, costs: CostModel, update: bool) -> list[list[PassCost]]:
         """The passes of each path, in the order above."""
-        memory = costs.memory if update else None
-        return [self.stock, *(plan_passes(costs.shape, plan, memory) for plan in (self.mixed, self.packed))]
+        chunk = costs.memory.pass_chunk if update else None
+        return [self.stock, *(plan_passes(costs.shape, plan, chunk) for plan in (self.mixed, self.packed))]
 
 
 class Decision(NamedTuple):

@@ -11,13 +11,12 @@ for forward and backward. FLOPs are those of matmuls; the rate of the layers cov
 import functools
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from verl_prefix.auto.shape import ModelShape
 from verl_prefix.core.groups import Group
 from verl_prefix.core.offload import AHEAD
-from verl_prefix.core.schedule import LOGITS_CHUNK
 from verl_prefix.core.waves import PackedPass, PhasedPass, Plan, first_fit, limit_waves, make_plan
 
 
@@ -52,12 +51,12 @@ def group_pass(shape: ModelShape, groups: Iterable[Group], prefixes: bool = True
     return PassCost(tokens, head, pairs, skipped)
 
 
-def plan_passes(shape: ModelShape, plan: Plan, memory: "Memory | None" = None) -> list[PassCost]:
+def plan_passes(shape: ModelShape, plan: Plan, logits_chunk: int | None = None) -> list[PassCost]:
     """Costs of the passes of a plan.
 
     Args:
-        memory: of an update, in whose backward lm_head runs again for the tokens before the last chunk of logits. None:
-            log-probs.
+        logits_chunk: for an update, tokens whose logits exist at once on all ranks that share a pass; lm_head runs
+            again in backward for the tokens before the last chunk. None: log-probs.
     """
     passes = []
     for planned in plan.passes:
@@ -65,11 +64,10 @@ def plan_passes(shape: ModelShape, plan: Plan, memory: "Memory | None" = None) -
         if isinstance(planned, PhasedPass):
             waves = ([piece for _, piece in wave] for wave in planned.waves)
             passes += [group_pass(shape, wave, prefixes=False) for wave in waves]
-    if memory is None:
+    if logits_chunk is None:
         return passes
-    chunk = logits_chunk(shape, plan, memory) * memory.sequence_ranks
     # One forward more, of three that forward and backward cost.
-    return [p._replace(head_tokens=p.head_tokens + max(0, p.head_tokens - chunk) // 3) for p in passes]
+    return [p._replace(head_tokens=p.head_tokens + max(0, p.head_tokens - logits_chunk) // 3) for p in passes]
 
 
 def stock_passes(
@@ -163,11 +161,16 @@ class Memory:
     ranks: int
     checkpointed: bool
     no_sync: bool
-    logits_chunk: int | None
+    logits_chunk: int
     offload: bool
     attention_kept: bool = False
     sequence_ranks: int = 1
     stock_offloads: bool = False
+
+    @property
+    def pass_chunk(self) -> int:
+        """Tokens of a pass whose logits exist at once, on all ranks that share it."""
+        return self.logits_chunk * self.sequence_ranks
 
 
 def may_keep_attention(shape: ModelShape, checkpointed: bool, option: str) -> bool:
@@ -196,7 +199,7 @@ def peak_bytes(
     buffers_c = 4 * shape.layer_parameters  # phase C computes no gradient of lm_head
     buffers = 4 * (shape.head / 2) + buffers_c
     held = 4 * shape.parameters * (1 - 1 / memory.ranks)
-    n, chunk = memory.sequence_ranks, memory.logits_chunk or LOGITS_CHUNK
+    n = memory.sequence_ranks
     kv = shape.kv / min(n, shape.kv_heads)  # of the heads that this rank has, of the tokens of all
     state = shape.state / n
 
@@ -230,7 +233,7 @@ def peak_bytes(
         if isinstance(planned, PackedPass):
             suffix = sum(group.num_suffix_tokens for group in planned.groups) / n
             tokens = prefix + suffix
-            in_pass = kept(tokens) + max(logits(min(suffix, chunk)), backward(tokens))
+            in_pass = kept(tokens) + max(logits(min(suffix, memory.logits_chunk)), backward(tokens))
             peaks.append(in_pass + forks(planned.groups))
             continue
         states = state * sum(len({fork for fork in g.forks if fork.start}) for g in planned.groups)
@@ -239,26 +242,13 @@ def peak_bytes(
         cached = kv * prefix * n
         if memory.offload:
             dormant, back, cached = 0.0, AHEAD * kept(prefix, False), 2 * cached / max(len(shape.windows), 1)
-        in_wave = kept(wave) + max(logits(min(wave, chunk)), backward(wave))
+        in_wave = kept(wave) + max(logits(min(wave, memory.logits_chunk)), backward(wave))
         in_wave += max((forks(piece for _, piece in wave) for wave in planned.waves), default=0.0)
         phase_b = dormant + 3 * cached + 2 * states + in_wave
         phase_c = back + 2 * cached + states + backward(prefix, buffers_c)
         peaks.append(max(phase_b, phase_c))
     several = len(plan.passes) > 1 or bool(plan.waves)
     return max(peaks, default=0.0) + (held if memory.no_sync and several else 0.0)
-
-
-def logits_chunk(shape: ModelShape, plan: Plan, memory: Memory) -> int:
-    """Tokens of one rank whose logits exist at once in an update: `memory.logits_chunk`, or if that is None as many as
-    add nothing to the estimated peak, `LOGITS_CHUNK` times a power of two."""
-    if memory.logits_chunk is not None:
-        return memory.logits_chunk
-    chunk, peak = LOGITS_CHUNK, peak_bytes(shape, plan, (), memory)
-    while chunk < plan.num_physical_tokens:
-        if peak_bytes(shape, plan, (), replace(memory, logits_chunk=2 * chunk)) > peak:
-            break
-        chunk *= 2
-    return chunk
 
 
 def plan_batch(

@@ -19,13 +19,12 @@ from verl.utils.device import get_device_id, get_device_name
 from verl.workers.engine import EngineRegistry
 from verl.workers.engine.utils import postprocess_batch_func
 
-from verl_prefix.auto.cost import logits_chunk
 from verl_prefix.auto.shape import model_shape
 from verl_prefix.config import PrefixEngineConfig, check_dealt, check_sequence_parallel, warn_of_replaced_options
 from verl_prefix.core.attention import AttentionPass
 from verl_prefix.core.groups import Group
 from verl_prefix.core.meter import Meter
-from verl_prefix.core.schedule import LOGITS_CHUNK, Schedule
+from verl_prefix.core.schedule import Schedule
 from verl_prefix.core.waves import Plan, pad_to_same_passes
 from verl_prefix.cpu.engine import CPUFSDPEngine
 from verl_prefix.engine.exchange import open_exchange, receive_pixels, together
@@ -137,7 +136,6 @@ class PrefixFSDPEngine(StockPath):
             mini_batch.step,
             None if forward_only else self._backward,
             offload=self.prefix_config.offload,
-            logits_chunk=None if forward_only else logits_chunk(self.shape, plan, self._paths.costs.memory),
             keep_attention=keep_attention,
             meter=Meter(measure_peak),
             pass_type=pass_type,
@@ -165,10 +163,7 @@ class PrefixFSDPEngine(StockPath):
         )
         return data
 
-    def schedule(
-        self, outputs: Callable, step: Callable, backward: Callable | None, logits_chunk: int | None = None,
-        **options: Any,
-    ) -> Schedule:  # fmt: skip
+    def schedule(self, outputs: Callable, step: Callable, backward: Callable | None, **options: Any) -> Schedule:
         """A schedule on this engine's model, with its autocast and gradient synchronisation."""
         return Schedule(
             HookedModel(self.module),
@@ -180,7 +175,7 @@ class PrefixFSDPEngine(StockPath):
             ),
             forward_context=self.autocast,
             kernel=self.prefix_config.attention,
-            logits_chunk=logits_chunk or self.prefix_config.logits_chunk or LOGITS_CHUNK,
+            logits_chunk=self.prefix_config.logits_chunk,
             sequence_group=self.ulysses_parallel_group,
             **options,
         )

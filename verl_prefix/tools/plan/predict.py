@@ -208,7 +208,7 @@ class Predictor:
         step's rows, or the update of a mini-batch after the old log-probs were decided on; see `decide`."""
         shape, update = self.costs.shape, name == "update"
         costs = self.ref_costs if ref_engine else self.costs
-        rates, memory = (self.profile.update, self.memory) if update else (self.profile.forward, None)
+        rates, chunk = (self.profile.update, self.memory.pass_chunk) if update else (self.profile.forward, None)
         assert rates is not None
         decision, auto = self.decide(batches, log_probs, ref_engine)
         plans: dict[str, list[Plan | None]] = {"auto": auto, "stock": [None] * len(batches)}
@@ -217,7 +217,7 @@ class Predictor:
         # verl balances rows over ranks, so that its ranks share the sum.
         balanced = sum(rates.seconds(shape, passes) for passes in stock) / len(stock)
         for path, of_ranks in plans.items():
-            seconds = (rates.seconds(shape, plan_passes(shape, plan, memory)) for plan in of_ranks if plan)
+            seconds = (rates.seconds(shape, plan_passes(shape, plan, chunk)) for plan in of_ranks if plan)
             self.seconds[path][name] += max(seconds, default=balanced)
         for (batch, _), plan in zip(batches, plans[self.schedule], strict=True):
             logical = sum(group.num_logical_tokens for group in batch.groups)

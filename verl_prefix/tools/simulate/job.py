@@ -64,7 +64,7 @@ class Job:
     ranks: int = 1
     replicas: int = 1
     wave_tokens: int | None = None
-    logits_chunk: int | None = None
+    logits_chunk: int = 4096
     keep_attention: str = "auto"
     checkpointing: bool = True
     no_sync: bool = False

@@ -21,14 +21,14 @@ from torch.optim import adam
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.modeling_utils import local_torch_dtype
 
-from verl_prefix.auto.cost import Memory, PassCost, Rates, group_pass, logits_chunk, may_keep_attention, plan_batch
+from verl_prefix.auto.cost import Memory, PassCost, Rates, group_pass, may_keep_attention, plan_batch
 from verl_prefix.auto.shape import ModelShape, model_shape
 from verl_prefix.core.attention import AttentionPass
 from verl_prefix.core.calls import Segment
 from verl_prefix.core.groups import Group
 from verl_prefix.core.layout import Layout
 from verl_prefix.core.meter import Meter
-from verl_prefix.core.schedule import LOGITS_CHUNK, TokenBatch
+from verl_prefix.core.schedule import TokenBatch
 from verl_prefix.core.waves import PackedPass, PhasedPass, Plan, first_fit
 from verl_prefix.models import hookup, vision
 from verl_prefix.models.hookup import HookedModel
@@ -91,18 +91,14 @@ def thin(
     return [(items[i], weights[i]) for i in sorted(weights)]
 
 
-def memory_of(job: Job, arm: Arm) -> Memory:
-    """The options of an arm of ours that decide what an update keeps."""
-    return Memory(
+def plan_of(job: Job, shape: ModelShape, arm: Arm, budget: int, forward_only: bool = False) -> Plan:
+    """The plan of an arm of ours, as the engine makes it."""
+    memory = Memory(
         job.ranks, job.checkpointing, no_sync=job.no_sync, logits_chunk=job.logits_chunk, offload=arm.offload,
         sequence_ranks=job.sequence_ranks,
     )  # fmt: skip
-
-
-def plan_of(job: Job, shape: ModelShape, arm: Arm, budget: int, forward_only: bool = False) -> Plan:
-    """The plan of an arm of ours, as the engine makes it."""
     return plan_batch(
-        shape, job.groups, budget=budget, schedule=arm.path, wave_tokens=job.wave_tokens, memory=memory_of(job, arm),
+        shape, job.groups, budget=budget, schedule=arm.path, wave_tokens=job.wave_tokens, memory=memory,
         forward_only=forward_only,
     )  # fmt: skip
 
@@ -235,9 +231,7 @@ class Simulation:
 
     def _shared(self, arm: Arm, budget: int, update: bool) -> None:
         job = self.job
-        shape, memory = job.shape or self.shape, memory_of(job, arm)
-        whole = plan_of(job, shape, arm=arm, budget=budget, forward_only=not update)
-        chunk = logits_chunk(shape, whole, memory) if update else job.logits_chunk
+        whole = plan_of(job, job.shape or self.shape, arm=arm, budget=budget, forward_only=not update)
         plan, weights = self._thin(whole, update)
         may_keep = may_keep_attention(self.shape, job.checkpointing, job.keep_attention)
         schedule = CountedSchedule(
@@ -248,7 +242,7 @@ class Simulation:
             lambda last: self._gradient_sync(update, last),
             self._autocast,
             kernel=self.kernel,
-            logits_chunk=chunk or LOGITS_CHUNK,
+            logits_chunk=job.logits_chunk,
             offload=arm.offload,
             keep_attention=update and arm.keeps_attention and may_keep,
             sequence_group=self.group,
@@ -348,7 +342,7 @@ class Simulation:
                 outputs = self.hooked.token_outputs(
                     ids, positions, keep=keep, attention_pass=attention,
                     outputs=lambda rows, logits: self._log_probs(index[keep[rows]], logits, update),
-                    logits_chunk=job.logits_chunk or LOGITS_CHUNK, pixels=pixels,
+                    logits_chunk=job.logits_chunk, pixels=pixels,
                 )  # fmt: skip
             if attention.shards is not None:
                 outputs = attention.shards.gather(outputs, torch.arange(len(outputs) * job.sequence_ranks))
