@@ -1,11 +1,14 @@
 """The last layer runs on tokens of lm_head where nothing else needs it. Every test that compares with a model's own
 forward runs through this, too."""
 
+import functools
+
 import pytest
 import torch
 from families import build
 from runners import random_rollouts, run_shared, run_stock
 from schedules import errors, measure
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 
 from verl_prefix.models import last_layer
 from verl_prefix.models.hookup import HookedModel
@@ -54,6 +57,21 @@ def test_the_last_layer_runs_on_tokens_of_lm_head(options, passes, checkpointed)
             )
 
 
+@pytest.mark.parametrize("schedule", ["packed", "phased"])
+@pytest.mark.parametrize("wrapped", ["layer", "self_attn", "mlp"])
+def test_what_torch_wraps_for_checkpointing_runs_again_on_its_own_tokens(wrapped, schedule):
+    model, rollouts = build("llama3").double(), random_rollouts(SHAPE, 97)
+    layers, layer = model.model.layers, model.model.layers[-1]
+    wrap = functools.partial(checkpoint_wrapper, checkpoint_impl=CheckpointImpl.NO_REENTRANT)
+    if wrapped == "layer":
+        layers[-1] = wrap(layer)
+    else:
+        setattr(layer, wrapped, wrap(getattr(layer, wrapped)))
+    truth = measure(model, lambda: run_stock(model, rollouts))
+    ours = measure(model, lambda: run_shared(model, rollouts, schedule, wave_tokens=31))
+    assert max(errors(ours, truth).values()) < 1e-6  # HF's fp32 norms
+
+
 def shifted(monkeypatch):
     call = last_layer._OnHeadTokens.__call__
 
@@ -70,8 +88,12 @@ def shifted(monkeypatch):
 
 def keys_too(monkeypatch):
     found = last_layer.head_only
-    of_layer = lambda model: [*found(model), model.model.layers[-1].self_attn.k_proj]  # noqa: E731
-    monkeypatch.setattr(last_layer, "head_only", of_layer)
+
+    def and_keys(model):
+        attention = model.model.layers[-1].self_attn
+        return [*found(model), (attention, attention.k_proj)]
+
+    monkeypatch.setattr(last_layer, "head_only", and_keys)
 
 
 @pytest.mark.parametrize(
@@ -111,6 +133,7 @@ def test_a_context_inside_another_changes_nothing():
     layer, hooked = model.model.layers[-1], HookedModel(model)
     with hooked.grouped_attention():
         outer, hooks = layer.mlp.forward, len(layer._forward_pre_hooks)
+        assert hooks == 1 and len(layer.self_attn._forward_pre_hooks) == 2
         with hooked.grouped_attention():
             assert layer.mlp.forward is outer and len(layer._forward_pre_hooks) == hooks
         assert layer.mlp.forward is outer and isinstance(outer, last_layer._OnHeadTokens)

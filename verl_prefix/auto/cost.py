@@ -36,19 +36,18 @@ class PassCost(NamedTuple):
 
 def group_pass(shape: ModelShape, groups: Iterable[Group], prefixes: bool = True, suffixes: bool = True) -> PassCost:
     """One packed row of these groups' strands, suffixes, or both."""
-    tokens = head = skipped = 0
+    tokens = head = 0
     pairs = 0.0
     for group in groups:
         if prefixes:
             tokens += group.prefix_len
             head += group.num_strand_outputs
-            skipped += group.prefix_len - group.num_strand_outputs
             pairs += sum(shape.pairs(strand.end - strand.start, strand.start) for strand in group.strands)
         if suffixes:
             tokens += group.num_suffix_tokens
             head += group.num_suffix_tokens
             pairs += sum(shape.pairs(n, fork.start) for n, fork in zip(group.suffix_lens, group.forks, strict=True))
-    return PassCost(tokens, head, pairs, skipped)
+    return PassCost(tokens, head, pairs, tokens - head)
 
 
 def plan_passes(shape: ModelShape, plan: Plan, logits_chunk: int | None = None) -> list[PassCost]:

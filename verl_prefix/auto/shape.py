@@ -113,7 +113,7 @@ def model_shape(model: PreTrainedModel, dtype: torch.dtype) -> ModelShape:
     return ModelShape(
         linear=2.0 * weights + sum(scan_flops(mixer) + sum(map(conv_flops, _convolutions(mixer))) for mixer in mixers),
         head=2.0 * lm_head.weight.numel(),
-        last=2.0 * sum(map(_linear_weights, head_only(model))),
+        last=2.0 * sum(_linear_weights(module) for _, module in head_only(model)),
         pair=4.0 * heads * head_dim,
         windows=windows,
         activations=kept / layers * dtype.itemsize,

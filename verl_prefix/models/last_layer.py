@@ -10,29 +10,29 @@ from transformers import PreTrainedModel
 from verl_prefix.core.attention import AttentionPass
 from verl_prefix.models.recurrent import replaced
 
+_NAMES = ("q_proj", "o_proj", "out_proj", "mlp", "feed_forward")
 
-def head_only(model: PreTrainedModel) -> list[torch.nn.Module]:
+
+def head_only(model: PreTrainedModel) -> list[tuple[torch.nn.Module, torch.nn.Module]]:
     """Modules of the last layer that only tokens of lm_head need: the projections of queries and of attention's output,
-    and the MLP. There are none in a layer with experts, whose routers count every token, with a convolution, or
-    compiled (torch would run the other layers in as many pieces as the last one)."""
+    and the MLP; each behind its parent. There are none in a layer with experts, whose routers count every token, with a
+    convolution, or compiled (torch would run the other layers in as many pieces as the last one)."""
     *_, layer = getattr(model.get_decoder(), "layers", None) or [None]
     if layer is None or layer._compiled_call_impl or any(p.dim() > 2 for p in layer.parameters()):
         return []
-    projections = (getattr(getattr(layer, "self_attn", None), name, None) for name in ("q_proj", "o_proj", "out_proj"))
-    mlps = (getattr(layer, name, None) for name in ("mlp", "feed_forward"))
-    return [module for module in (*projections, *mlps) if module is not None]
+    return [(parent, child) for parent in layer.modules() for name, child in parent.named_children() if name in _NAMES]
 
 
 @contextmanager
 def on_head_tokens(model: PreTrainedModel) -> Iterator[None]:
-    """Context in which modules `head_only` run on `AttentionPass.head_tokens` alone. A hook of the layer takes the
-    pass, also where gradient checkpointing runs the layer again. Inside another such context it does nothing."""
+    """Context in which modules `head_only` run on `AttentionPass.head_tokens` alone. A hook of the parent takes the
+    pass, also where gradient checkpointing runs it again. Inside another such context it does nothing."""
     with ExitStack() as undo:
-        for module in head_only(model):
+        for parent, module in head_only(model):
             if isinstance(module.forward, _OnHeadTokens):
                 continue
-            call, layer = _OnHeadTokens(module.forward), model.get_decoder().layers[-1]
-            undo.callback(layer.register_forward_pre_hook(call.take_pass, prepend=True, with_kwargs=True).remove)
+            call = _OnHeadTokens(module.forward)
+            undo.callback(parent.register_forward_pre_hook(call.take_pass, prepend=True, with_kwargs=True).remove)
             undo.enter_context(replaced(module, "forward", call))
         yield
 
@@ -44,7 +44,7 @@ class _OnHeadTokens:
         self.forward = forward
         self.attention_pass: AttentionPass | None = None
 
-    def take_pass(self, layer: torch.nn.Module, args: object, kwargs: Mapping[str, Any]) -> None:
+    def take_pass(self, parent: torch.nn.Module, args: object, kwargs: Mapping[str, Any]) -> None:
         self.attention_pass = kwargs.get("prefix_pass")
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:

@@ -21,17 +21,20 @@ def _depth(name: str) -> float:
 
 
 def _layer_outputs(arm: Arm, rows: StepRows, start: list[torch.Tensor]) -> dict[str, tuple[torch.Tensor, ...]]:
-    """Every decoder layer's output at the batch's flat tokens: [N] whether the engine computed it, and [N, hidden]."""
+    """Every decoder layer's output at the batch's flat tokens: [N] whether the engine computed it, and [N, hidden]. Our
+    last layer computes it whole only of tokens of lm_head (`models.last_layer`)."""
     num_tokens = len(rows.jagged["input_ids"][0])
     layers = {n: m for n, m in arm.engine.module.named_modules() if re.search(r"(?:^|\.)layers\.\d+$", n)}
     outputs: dict[str, tuple[torch.Tensor, ...]] = {}
-    cursors = dict.fromkeys(layers, 0)
+    cursors, (*_, last) = dict.fromkeys(layers, 0), layers
 
     def keep(name: str, _module, _args, kwargs: dict[str, Any], output: Any) -> None:
         hidden = (output[0] if isinstance(output, tuple) else output).detach()[0].double().cpu()
         ours = kwargs.get("prefix_pass")
         tokens = torch.arange(cursors[name], cursors[name] + len(hidden)) if ours is None else ours.layout.index.cpu()
         cursors[name] += len(hidden)
+        if ours is not None and name == last:
+            tokens, hidden = (x[ours.head_tokens.cpu()] for x in (tokens, hidden))
         none = torch.zeros(num_tokens, dtype=torch.bool), torch.zeros(num_tokens, hidden.shape[-1], dtype=torch.float64)
         computed, values = outputs.setdefault(name, none)
         computed[tokens], values[tokens] = True, hidden
