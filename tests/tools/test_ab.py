@@ -164,8 +164,8 @@ def test_real_steps_replay_within_the_tolerances(recorded, num_steps):
     ("kind", "words", "failing", "quantity", "layer"),
     [
         ("positions", "--arms phased", {"log_probs", "infer_log_probs", "grads"}, "layer output", "layers.0"),
-        # In bf16 one position is less than the rounding of activations and log-probs, and more than a gradient's.
-        ("positions", "--arms packed --dtype bf16", {"grads", "worst_grad"}, "gradient", ".weight"),
+        # In bf16 one position is less than the rounding of log-probs; it shows in the last layer, on response tokens.
+        ("positions", "--arms packed --dtype bf16", {"grads", "worst_grad"}, "layer output", "layers.1"),
         # A gradient that is dropped leaves the log-probs alone, which are forward's.
         ("grads", "--arms phased", {"grads", "worst_grad"}, "gradient", "layers.1.self_attn."),
         ("grads", "--arms phased --dtype bf16", {"worst_grad"}, "gradient", "layers.1.self_attn."),
