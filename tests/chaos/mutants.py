@@ -251,16 +251,17 @@ def run_cases(
     return found
 
 
-def _sees(model: str, case: Any, dtype: str) -> bool:
-    """Whether the self-check of the first update misses; what else is raised is not its merit."""
+def _sees(model: str, case: Any, dtype: str) -> str:
+    """What the self-check of a first update does: it "sees" that results are wrong, its passes "raise" something else,
+    or "nothing"."""
     import random_batches
 
     options = random_batches.options_of(case) | {"verify": "first_step", "param_dtype": dtype}
     try:
         random_batches.measured("prefix", model, case, options)
     except Exception as error:
-        return str(error).startswith("prefix.verify")
-    return False
+        return "sees" if str(error).startswith("prefix.verify") else "raises"
+    return "nothing"
 
 
 def shown_by(ranks: list[list[dict]]) -> str:
@@ -270,9 +271,13 @@ def shown_by(ranks: list[list[dict]]) -> str:
 
 def summary(found: list[dict]) -> dict[str, Any]:
     """Mutants by what showed them; of those that batches do not show, how many a test sees, and how many nothing can;
-    of batches that were wrong, how many the self-check alone sees."""
+    of batches that were wrong, how many the self-check alone sees, and in how many more its passes raise."""
     wrong = [[rank[-1] for rank in one["ranks"]] for one in found if one["shown by"] == "wrong"]
-    seen = {dtype: sum(any(rank.get(dtype) for rank in ranks) for ranks in wrong) for dtype in ("fp32", "bf16")}
+    seen: dict[str, Any] = {}
+    for dtype in ("fp32", "bf16"):
+        said = [{rank.get(dtype) for rank in ranks} for ranks in wrong]
+        seen[dtype] = sum("sees" in of_ranks for of_ranks in said)
+        seen[f"{dtype} raises"] = sum("raises" in of_ranks and "sees" not in of_ranks for of_ranks in said)
     rest = [one for one in found if one["shown by"] == "nothing"]
     tests = {"seen": sum(bool(one.get("seen by test")) for one in rest), "equal": sum("why" in one for one in rest)}
     shown = Counter(one["shown by"] for one in found)
@@ -343,7 +348,9 @@ def main() -> int:
         stock = {world: in_ranks(world, functools.partial(run_cases, world, models)) for world in (1, 2)}
         for world in (1, 2):
             ranks = in_ranks(world, functools.partial(run_cases, world, models, stock[world]))
-            if shown_by(ranks) != "nothing" or any(x["fp32"] or x["bf16"] for rank in ranks for x in rank):
+            if shown_by(ranks) != "nothing" or any(
+                x[dtype] != "nothing" for rank in ranks for x in rank for dtype in ("fp32", "bf16")
+            ):
                 raise SystemExit(f"without a change, {world} ranks: {ranks}")
         for file, number in drawn[: args.count]:
             tree = ast.parse(sources[file])
