@@ -1,4 +1,4 @@
-"""The hook-up of a Hugging Face model: grouped attention in its layers, lm_head on suffixes alone.
+"""The hook-up of a Hugging Face model: grouped attention in its layers, lm_head and most of the last layer on suffixes.
 
 Our attention is registered with transformers' AttentionInterface, and a pass selects it only for its own duration, so
 verl's own paths keep the implementation that the user chose.
@@ -86,7 +86,8 @@ class HookedModel:
 
     @contextmanager
     def grouped_attention(self) -> Iterator[None]:
-        """Selects our attention for a forward and its backward, where gradient checkpointing calls the layers again."""
+        """Selects our attention for a forward and its backward, where gradient checkpointing calls the layers again.
+        The last layer leaves out what nobody reads (`models.last_layer`)."""
         config = self.text_config
         chosen = config._attn_implementation
         config._attn_implementation = ATTENTION_NAME
