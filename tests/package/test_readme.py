@@ -283,8 +283,9 @@ def mutant_quotes(load: Load) -> Iterator[tuple]:
         seen["bf16"],
         seen["fp32 raises"],
     )
-    yield "Tests were asked about {} of the rest", sum("asked" in one for one in core["mutants"])
-    yield "and see {}", by["tests"]["seen"]
+    asked = sum("asked" in one for one in core["mutants"])
+    told = "Tests were asked about {} of the rest so far: they see {}, and {} change nothing"
+    yield told, asked, by["tests"]["seen"], by["tests"]["equal"]
 
 
 def fault_quotes(load: Load) -> Iterator[tuple]:
