@@ -90,6 +90,11 @@ CASES = {
     # Its config drops out; the overrides are those that the refusal names.
     "seed_oss": {"family": "seed_oss", "override_config": NO_DROPOUT},
     "seed_oss_phased": dict(family="seed_oss", override_config=NO_DROPOUT, schedule="phased", wave_tokens=40),
+    **{
+        f"{family}{name}": {"family": family} | options
+        for family in ("phi3", "qwen2_moe", "glm4_moe")
+        for name, options in {"": {}, "_phased": {"schedule": "phased", "wave_tokens": 40}}.items()
+    },
     "latent_attention": {"family": "deepseek_v3"},
     "latent_attention_phased": dict(family="deepseek_v3", schedule="phased", wave_tokens=40, offload=True),
     "latent_attention_checkpointed": dict(family="deepseek_v3", gradient_checkpointing=True, logits_chunk=7),
@@ -612,7 +617,7 @@ def _refuses_routing_replay(models: dict) -> None:
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
     tmp = tmp_path_factory.mktemp("engine")
-    families = ("qwen3", "llama", "seed_oss", "deepseek_v3")
+    families = ("qwen3", "llama", "seed_oss", "deepseek_v3", "phi3", "qwen2_moe", "glm4_moe")
     models = {family: write_tiny_model(tmp / family, family=family) for family in families}
     # Shorter than some prefixes, and ending inside the suffixes of others.
     window = dict(use_sliding_window=True, sliding_window=25, max_window_layers=1)

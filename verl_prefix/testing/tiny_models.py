@@ -16,6 +16,7 @@ _CHAT_TEMPLATE = (
 
 Fields = dict[str, Any]
 _FOUR_EXPERTS: Fields = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64)
+_ROUTED: Fields = dict(n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=64, first_k_dense_replace=1)
 # Values of another size than keys.
 _LATENT: Fields = dict(
     num_key_value_heads=4, head_dim=16, q_lora_rank=48, kv_lora_rank=40, qk_nope_head_dim=24, qk_rope_head_dim=16,
@@ -27,7 +28,9 @@ _EXPERTS: dict[str, Fields] = {
     "qwen3_vl_moe": _FOUR_EXPERTS,
     "gpt_oss": dict(num_local_experts=4, num_experts_per_tok=2, sliding_window=25),
     "deepseek_v3": _LATENT,
-    "glm4v_moe": dict(n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=64, first_k_dense_replace=1),
+    "glm4_moe": _ROUTED,
+    "glm4v_moe": _ROUTED,
+    "qwen2_moe": _FOUR_EXPERTS | dict(shared_expert_intermediate_size=64),
 }
 _DELTA_NET: Fields = dict(
     layer_types=["linear_attention", "full_attention"], linear_conv_kernel_dim=4, linear_key_head_dim=16,
@@ -61,7 +64,7 @@ _TOWERS: dict[str, Fields] = {
     "glm4v_moe": {"image_size": 16},
     "glm46v": {"image_size": 16},
 }
-_FAMILIES = {"qwen3", "llama", "seed_oss", *_EXPERTS, *_RECURRENT, *_TOWERS}
+_FAMILIES = {"qwen3", "llama", "phi3", "seed_oss", *_EXPERTS, *_RECURRENT, *_TOWERS}
 _VISION_TOKENS = {
     "<|vision_start|>": "vision_start_token_id",
     "<|vision_end|>": "vision_end_token_id",
@@ -93,13 +96,14 @@ def write_tiny_model(
 
     Args:
         texts: what the tokenizer is trained on; a few built-in sentences if None.
-        family: ``"qwen3"`` (normalised queries and keys), ``"llama"``, ``"seed_oss"`` (with dropout), of four experts
-            ``"qwen3_moe"``, ``"gpt_oss"`` (sinks, every other layer with a window) or ``"deepseek_v3"`` (latent
-            attention), with one recurrent layer, whose state lasts, ``"qwen3_5_text"``, ``"qwen3_next"``,
-            ``"olmo_hybrid"``, ``"lfm2"``, ``"granitemoehybrid"`` or ``"bamba"``, or with a vision tower of two blocks
-            ``"qwen2_5_vl"``, ``"qwen3_vl"`` and ``"qwen3_vl_moe"`` (deepstack), ``"qwen3_5"`` and ``"qwen3_5_moe"``
-            (recurrent as well), or of images alone ``"glm4v"``, ``"glm4v_moe"`` and ``"glm46v"``; those have the text
-            layers of ``overrides`` and, in their tokenizer, the special tokens of images and videos.
+        family: ``"qwen3"`` (normalised queries and keys), ``"llama"``, ``"phi3"``, ``"seed_oss"`` (with dropout), of
+            four experts ``"qwen3_moe"``, ``"qwen2_moe"``, ``"glm4_moe"``, ``"gpt_oss"`` (sinks, every other layer with
+            a window) or ``"deepseek_v3"`` (latent attention), with one recurrent layer, whose state lasts,
+            ``"qwen3_5_text"``, ``"qwen3_next"``, ``"olmo_hybrid"``, ``"lfm2"``, ``"granitemoehybrid"`` or ``"bamba"``,
+            or with a vision tower of two blocks ``"qwen2_5_vl"``, ``"qwen3_vl"`` and ``"qwen3_vl_moe"`` (deepstack),
+            ``"qwen3_5"`` and ``"qwen3_5_moe"`` (recurrent as well), or of images alone ``"glm4v"``, ``"glm4v_moe"`` and
+            ``"glm46v"``; those have the text layers of ``overrides`` and, in their tokenizer, the special tokens of
+            images and videos.
         vocab_size: upper bound of the vocabulary, at least 259 (256 bytes and 3 special tokens).
         overrides: fields of the model's configuration, such as ``num_hidden_layers=3``.
 
