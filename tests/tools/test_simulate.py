@@ -44,7 +44,7 @@ from verl_prefix.tools.simulate import report
 from verl_prefix.tools.simulate.accelerator import DEVICE, fake_accelerator
 from verl_prefix.tools.simulate.hardware import GIB
 from verl_prefix.tools.simulate.job import Arm, Job
-from verl_prefix.tools.simulate.passes import Simulation
+from verl_prefix.tools.simulate.passes import Simulation, whole_shape
 from verl_prefix.tools.simulate.report import as_json, compare, fit, longest
 from verl_prefix.tools.simulate.tracker import Tracker
 
@@ -361,6 +361,34 @@ def test_smaller_models_tell_the_peak_of_a_tied_one(elsewhere):
     """Two layers have less gathered at their peak than any more, and told 8 % too much."""
     told, seen = elsewhere(tied_peaks)
     assert told == pytest.approx(seen, rel=1e-3)
+
+
+def deep_peaks() -> dict[str, tuple[float, float, float]]:
+    """Per phase of an update of 16 layers: its peak by two smaller models, as it is, and by one line through theirs."""
+    config = LlamaConfig(
+        hidden_size=512, intermediate_size=512, num_hidden_layers=16, num_attention_heads=8, num_key_value_heads=8,
+        head_dim=64, vocab_size=64000, tie_word_embeddings=False,
+    )  # fmt: skip
+    job = Job(config, tuple(Group((i, i + 1), 2000, (50, 50)) for i in (0, 2)), budget=1 << 16, ranks=4)
+    job = replace(job, shape=whole_shape(job))
+    told, seen = (run(job, [ARMS["phased"]], H100, False)[0] for run in (simulator.simulate, simulator._run))
+    configs, times = simulator._depths(config)
+    first, second = (simulator._run(replace(job, config=c), [ARMS["phased"]], H100, False)[0] for c in configs)
+
+    def line(name: str) -> float:
+        return first[name]["peak"] + times * (second[name]["peak"] - first[name]["peak"])
+
+    names = ("phase_a", "phase_b", "phase_c")
+    return {name: (told[name]["peak"], seen[name]["peak"], line(name)) for name in names}
+
+
+@pytest.mark.full
+def test_smaller_models_tell_a_peak_that_is_in_another_layer_than_theirs(elsewhere):
+    """Theirs are where the embedding gets its gradient, and those of many layers where all wait for their backward."""
+    found = elsewhere(deep_peaks)
+    for name, (told, seen, _) in found.items():
+        assert told == pytest.approx(seen, rel=1e-3), name
+    assert min(line / seen for _, seen, line in found.values()) < 0.9
 
 
 MOE = Qwen3MoeConfig(

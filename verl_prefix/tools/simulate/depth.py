@@ -1,4 +1,4 @@
-"""A deep model by two smaller ones: every amount of a phase, its peak included, is a line through them."""
+"""A deep model by two smaller ones: every amount of a phase is a line through them."""
 
 import functools
 import gc
@@ -98,16 +98,27 @@ def _run(
     return phases
 
 
+def _deeper(a: Phase, b: Phase, times: int) -> Phase:
+    """A phase of the whole model. Its peak may be in another layer than those of the smaller models, so each site's
+    peak is a line of its own."""
+    found = Phase({name: a[name] + (b[name] - a[name]) * times for name in b})
+    sites = [name for name in b if "@" in name and "/" not in name and name in a]
+    if sites:
+        highest = max(sites, key=lambda site: found[site])
+        found |= {name.replace(highest, "peak"): x for name, x in found.items() if name.startswith(highest)}
+    return found
+
+
 def simulate(
     job: Job, arms: Sequence[Arm], hardware: Hardware, log_probs: bool = True, shown: bool = False
 ) -> list[dict[str, Phase]]:
     """Per arm {phase: amounts} of an update and, if wanted, its log-probs: "log_probs/...", "micro_batch" or "packed",
     "phase_a", "phase_b", "phase_c", "optimizer".
 
-    A deep model runs at two smaller depths; every amount of a phase, its peak included, is a line through them. Arms
-    run one after the other on one model, whose lazy start the first one pays: log-probs once for every path, which
-    rows one by one do not change, and the optimizer's step once. An arm without
-    `ROOM_FACTOR` times the room that it needs keeps no attention, as in the engine. shown: with progress on a terminal.
+    A deep model runs at two smaller depths; every amount of a phase is a line through them, and so is its peak at each
+    `Tracker.site`. Arms run one after the other on one model, whose lazy start the first one pays: log-probs once for
+    every path, which rows one by one do not change, and the optimizer's step once. An arm without `ROOM_FACTOR` times
+    the room that it needs keeps no attention, as in the engine. shown: with progress on a terminal.
 
     Raises:
         ValueError: the model has recurrent layers whose kernels are not simulated.
@@ -125,13 +136,7 @@ def simulate(
         runs = [_run(replace(job, config=config), arms, hardware, log_probs, shown) for config in configs]
         if len(runs) == 1:
             return runs[0]
-        return [
-            {
-                phase: Phase({name: a[phase][name] + (b[phase][name] - a[phase][name]) * times for name in amounts})
-                for phase, amounts in b.items()
-            }
-            for a, b in zip(*runs, strict=True)
-        ]
+        return [{phase: _deeper(a[phase], b[phase], times) for phase in b} for a, b in zip(*runs, strict=True)]
 
     def lacks_room(of: dict[str, Phase]) -> bool:
         resident = of["optimizer"]["peak"]

@@ -181,6 +181,7 @@ class Simulation:
         positions = ids.new_zeros(4, len(ids)) if seeing else torch.zeros_like(ids)
         shown = job.grids or ((),) * len(job.groups)
         self.grids = [grids for g, grids in zip(job.groups, shown, strict=True) for _ in g.rows]
+        _tell_sites(model, tracker)
         self.pixels = TowerPixels(self.grids, job.config) if seeing else None
         self.group = dist.new_group(range(job.sequence_ranks)) if job.sequence_ranks > 1 else None
         self.tokens = TokenBatch(ids, positions, self.offsets, self.pixels)
@@ -348,6 +349,27 @@ class Simulation:
                 outputs = attention.shards.gather(outputs, torch.arange(len(outputs) * job.sequence_ranks))
             self.tracker.read()  # verl's engine reads every pass's loss
             return outputs.sum()
+
+
+def _tell_sites(model: Any, tracker: Tracker) -> None:
+    """Has `tracker.site` say which layer a pass is in, first, last or between, and in which direction."""
+    layers = model.get_decoder().layers
+    for i, layer in enumerate(layers):
+        place = {0: "first", len(layers) - 1: "last"}.get(i, "middle")
+
+        def enter(*_: Any, place: str = place) -> None:
+            backward = torch._C._current_graph_task_id() != -1
+            tracker.site = f"{'backward' if backward else 'forward'}, {place}"
+
+        def leave(module: Any, args: Any, out: Any, place: str = place, enter: Any = enter) -> None:
+            hidden = out[0] if isinstance(out, tuple) else out
+            if hidden.requires_grad:  # its gradient comes where the layer's backward begins
+                hidden.register_hook(lambda _: enter())
+            if place == "last" and tracker.site == "forward, last":
+                tracker.site = "lm_head"
+
+        layer.register_forward_pre_hook(enter)
+        layer.register_forward_hook(leave)
 
 
 def _with_adapters(model: Any, options: dict[str, Any], dtype: torch.dtype, device: str) -> Any:

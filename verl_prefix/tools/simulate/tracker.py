@@ -35,7 +35,7 @@ _SET_STORAGE = torch.ops.aten.set_.source_Storage, torch.ops.aten.set_.source_St
 
 class Phase(dict[str, float]):
     """Amounts of one phase: seconds, launches, host_syncs, "flops/KIND"; in bytes "collective/NAME", "peak",
-    "peak/OWNER" and "host_peak". What is not there is 0."""
+    "peak/OWNER" and "host_peak"; "peak@SITE" and "peak@SITE/OWNER" by `Tracker.site`. What is not there is 0."""
 
     def __missing__(self, amount: str) -> float:
         return 0.0
@@ -50,6 +50,7 @@ class Tracker(TorchDispatchMode):
     Attributes:
         phases: {name: amounts}; `in_phase` names the one that counts.
         current: bytes on the device. host: bytes of copies on the host.
+        site: where in the model the pass is, so that a peak there is a line over the model's depth.
     """
 
     def __init__(self, hardware: Hardware, device: str, vocab_size: int) -> None:
@@ -58,6 +59,7 @@ class Tracker(TorchDispatchMode):
         self._block = 1 if device == "cpu" else 512  # bytes to which a device's allocator rounds; torch's for CUDA
         self.restart()
         self.current = self.host = 0
+        self.site = "before layers"
         self._blocks: dict[int, list[Any]] = {}  # storage -> [bytes, owner; None: on the host, weak reference]
         self._owned: Counter[str] = Counter()
         self._used_until: dict[int, float] = {}  # storage -> when a side stream has read it
@@ -87,12 +89,14 @@ class Tracker(TorchDispatchMode):
 
     def _see_peak(self, nbytes: int) -> None:
         # Fake tensors' dispatch leaves cycles that hold tensors, which no peak may count.
-        if self.current > self.phase["peak"] and nbytes > self.current / 500:
+        at_site = f"peak@{self.site}"
+        if self.current > self.phase[at_site] and nbytes > self.current / 500:
             gc.collect(1)
-        if self.current > self.phase["peak"]:
-            self.phase["peak"] = self.current
-            for name in OWNERS:
-                self.phase[f"peak/{name}"] = self._owned[name]
+        for peak in (at_site, "peak"):
+            if self.current > self.phase[peak]:
+                self.phase[peak] = self.current
+                for name in OWNERS:
+                    self.phase[f"{peak}/{name}"] = self._owned[name]
 
     def _collect(self) -> None:
         """Gives back what nobody held and no stream reads any more."""
@@ -204,9 +208,10 @@ class Tracker(TorchDispatchMode):
         """Counts for the phase of this name, `weight` times over, until the device is done with it."""
         phase, start = self.phases[name], CLOCK.now
         before, counted = self.phase, Phase(phase)
-        self.phase = phase
+        self.phase, self.site = phase, "start"
         gc.collect()
         self._see_peak(0)
+        self.site = "before layers"
         yield
         CLOCK.host = CLOCK.now  # no wait of the run: it tells phases apart
         phase["seconds"] += CLOCK.now - start
