@@ -18,7 +18,7 @@ from verl_prefix.auto import calibration, chooser, cost, shape
 from verl_prefix.auto.calibration import Profile
 from verl_prefix.auto.cost import PassCost, Rates
 from verl_prefix.auto.shape import ModelShape, model_shape
-from verl_prefix.core.groups import Group
+from verl_prefix.core.groups import Fork, Group, Strand
 from verl_prefix.core.layout import Layout
 from verl_prefix.core.waves import make_plan
 from verl_prefix.testing.rollouts import flatten, search_rollouts, turn_rollouts
@@ -218,15 +218,15 @@ def test_ranks_decide_alike():
 # P 6000, S 1000, budget 14,100, waves of 2,000. (arm, checkpointed, no_sync, attention kept) -> GiB.
 SIMULATED = {
     ("stock", True, False, False): 10.54, ("stock", True, True, False): 36.72,
-    ("packed", True, False, False): 7.81, ("packed", True, True, False): 32.27,
-    ("packed", True, False, True): 10.21, ("packed", True, True, True): 34.71,
+    ("packed", True, False, False): 7.16, ("packed", True, True, False): 32.23,
+    ("packed", True, False, True): 9.56, ("packed", True, True, True): 34.71,
     ("phased", True, False, False): 11.74, ("phased", True, True, False): 37.19,
     ("phased", True, False, True): 15.21, ("phased", True, True, True): 40.66,
-    ("phased+offload", True, False, False): 4.99, ("phased+offload", True, True, False): 30.51,
-    ("phased+offload", True, False, True): 4.99, ("phased+offload", True, True, True): 30.51,
+    ("phased+offload", True, False, False): 4.99, ("phased+offload", True, True, False): 29.73,
+    ("phased+offload", True, False, True): 4.99, ("phased+offload", True, True, True): 30.22,
     ("stock", False, False, False): 90.93, ("stock", False, True, False): 117.11,
-    ("packed", False, False, False): 63.71, ("packed", False, True, False): 89.65,
-    ("phased", False, False, False): 90.66, ("phased", False, True, False): 116.10,
+    ("packed", False, False, False): 63.17, ("packed", False, True, False): 89.11,
+    ("phased", False, False, False): 89.28, ("phased", False, True, False): 114.73,
     ("phased+offload", False, False, False): 15.76, ("phased+offload", False, True, False): 41.20,
 }  # fmt: skip
 
@@ -250,6 +250,36 @@ def test_the_peak_is_within_15_per_cent_of_the_simulated_one(llama3_8b, arm, che
     memory = cost.Memory(8, checkpointed, no_sync, 4096, bool(offload), kept)
     found = cost.peak_bytes(llama3_8b, plan, stock, memory) / 2**30
     assert found == pytest.approx(SIMULATED[arm, checkpointed, no_sync, kept], rel=0.15)
+
+
+@pytest.mark.parametrize(("path", "checkpointed", "temperature", "simulated"), [
+    ("packed", True, 1.0, 17.36), ("packed", True, 0.7, 20.19), ("packed", False, 1.0, 126.76),
+    ("packed", False, 0.7, 130.21), ("phased", True, 1.0, 15.80), ("phased", True, 0.7, 17.08),
+    ("phased", False, 1.0, 101.58), ("phased", False, 0.7, 103.08),
+])  # fmt: skip
+def test_the_peak_with_all_logits_is_within_15_per_cent_of_the_simulated_one(
+    llama3_8b, path, checkpointed, temperature, simulated
+):
+    """GiB by tools/simulate, as above: four groups of eight, P 2000, S 1000, budget 20,100, waves of 8,000. A
+    temperature other than 1 makes a second copy of logits, which the estimate counts in any case."""
+    groups = [Group(tuple(range(i, i + 8)), 2000, (1000,) * 8) for i in range(0, 32, 8)]
+    memory = cost.Memory(8, checkpointed, False, None, False, attention_kept=checkpointed, all_logits=True)
+    found = cost.peak_bytes(llama3_8b, make_plan(groups, 20100, path, 8000), (), memory) / 2**30
+    assert found == pytest.approx(simulated, rel=0.15)
+
+
+@pytest.mark.parametrize(("path", "copies"), [("packed", 2), ("phased", 1)])
+def test_strand_tokens_that_a_row_reads_count_among_logits(llama3_8b, path, copies):
+    """By shapes: 600 tokens of lm_head more. In phases their logits wait until phase C, and get no gradient before."""
+    strands, forks = (Strand(0, 0, 1000),), (Fork(0, 1000),) * 2
+    logits_alone = dataclasses.replace(llama3_8b, activations=0.0, layer_parameters=0.0, head=0.0)
+    memory = cost.Memory(8, True, False, None, False, all_logits=True)
+
+    def peak(first_output: int) -> float:
+        group = Group((0, 1), 1000, (10, 10), strands, forks, (first_output, 1000))
+        return cost.peak_bytes(logits_alone, make_plan([group], 2000, path, 20), (), memory)
+
+    assert peak(400) - peak(1000) == copies * 600 * llama3_8b.logits
 
 
 @pytest.mark.parametrize("checkpointed", [True, False])
@@ -301,7 +331,7 @@ def predicted(job: Job, found: shape.ModelShape) -> dict[str, float]:
     memory = cost.Memory(job.ranks, job.checkpointing, job.no_sync, job.logits_chunk, False)
     costs = chooser.CostModel(found, False, None, 1.05, memory)
     plans = {path: costs.plan(job.groups, job.budget, path) for path in ("packed", "phased")}
-    passes = {path: cost.plan_passes(found, plan, job.logits_chunk) for path, plan in plans.items()}
+    passes = {path: cost.plan_passes(found, plan, memory.pass_chunk) for path, plan in plans.items()}
     stock = costs.flops().update.seconds(found, costs.stock_passes(job.groups, job.budget))
     return {path: stock / costs.flops().update.seconds(found, of_path) for path, of_path in passes.items()}
 

@@ -6,6 +6,7 @@ Each case is a job on ranks that stay up. Does not exercise CUDA or NCCL.
 import inspect
 import os
 import re
+import sys
 import warnings
 from unittest import mock
 
@@ -36,6 +37,8 @@ from whole_tensors import full, whole
 
 from verl_prefix.core.groups import Group
 from verl_prefix.core.kernels import cpu
+from verl_prefix.core.schedule import LOGITS_CHUNK, Schedule
+from verl_prefix.engine import prefix_engine
 from verl_prefix.engine.self_check import LayerCheck
 from verl_prefix.testing import write_tiny_model
 
@@ -507,6 +510,27 @@ def _tool_tokens_one_token_off(models: dict) -> dict:
     with mock.patch.object(TokenOutputs, "_at_suffixes", lambda self, *args: at_suffixes(self, *args).roll(1)):
         off = _measure("prefix", models["qwen3"], get_rank(), options | {"verify": "off"})
     return _compare(off, _stock(models["qwen3"], options))
+
+
+def _chunks(models: dict, given: int | None) -> list[int]:
+    """`Schedule.logits_chunk` of log-probs and of an update. MOCK: flash-attn's cross entropy is installed."""
+    options = {"logits_chunk": given, "verify": "off", "min_speedup": 0}
+    engine, found = _engine("prefix", models["qwen3"], options), []
+    data = _batch(get_rank(), engine.model_config.hf_config.vocab_size, options)
+    run = Schedule.run
+    spy = mock.patch.object(Schedule, "run", lambda self, *args: found.append(self.logits_chunk) or run(self, *args))
+    with spy, mock.patch.object(prefix_engine, "reads_logits_once", lambda data: True):
+        with engine.eval_mode(disable_auto_offload=True):
+            engine.infer_batch(data.copy())
+        with engine.train_mode(disable_auto_offload=True):
+            engine.forward_backward_batch(data, _loss(options))
+    return found
+
+
+def test_an_update_has_all_logits_of_a_pass_at_once_where_there_is_room(one_rank):
+    """Log-probs have no backward in which chunks would run again."""
+    assert one_rank(_chunks, None)[0] == [LOGITS_CHUNK, sys.maxsize]
+    assert one_rank(_chunks, 7)[0] == [7, 7]
 
 
 def _losses(models: dict, loss: str) -> dict[str, float]:

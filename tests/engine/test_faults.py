@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import logging
 import os
+import sys
 import traceback
 from unittest import mock
 
@@ -14,6 +15,7 @@ import pytest
 import torch
 from engines import TOLERANCE, _batch, _engine, _loss, _relative
 from ranks import RankError
+from verl.utils import tensordict_utils as tu
 from whole_tensors import full
 
 from verl_prefix.auto.chooser import CostModel
@@ -22,8 +24,9 @@ from verl_prefix.auto.shape import ModelShape
 from verl_prefix.core.errors import add_note
 from verl_prefix.core.groups import Group
 from verl_prefix.core.waves import make_plan
-from verl_prefix.engine import kept_attention, prefix_engine
+from verl_prefix.engine import outputs, prefix_engine, room
 from verl_prefix.engine import paths as engine_paths
+from verl_prefix.engine.out_of_memory import out_of_memory_advice
 from verl_prefix.testing import write_tiny_model
 
 PHASED = {"schedule": "phased", "wave_tokens": 40, "verify": "off"}
@@ -288,43 +291,101 @@ def test_a_note_without_add_note():
     assert error.args == ("broken\nhere", 3)
 
 
-@pytest.mark.parametrize(("room", "checkpointed", "tower", "option", "keeps"), [
+@pytest.mark.parametrize(("factor", "checkpointed", "tower", "option", "keeps"), [
     (1.6, True, 0.0, "auto", True), (1.4, True, 0.0, "auto", False), (1.6, False, 0.0, "auto", False),
     (1.6, True, 1.0, "auto", False), (1.6, True, 0.0, "off", False),
 ])  # fmt: skip
 def test_attention_is_kept_where_updates_without_left_room_to_spare(
-    monkeypatch, room, checkpointed, tower, option, keeps
+    monkeypatch, factor, checkpointed, tower, option, keeps
 ):
     """MOCK: the free memory of a GPU, and the word of another rank."""
-    monkeypatch.setattr(kept_attention, "get_device_name", lambda: "cuda")
-    others = [0.0]  # whether another rank lacks room
-    attention = kept_attention.KeptAttention(option, lambda values: [max(*values, *others)])
+    monkeypatch.setattr(room, "get_device_name", lambda: "cuda")
+    others = [0.0]  # what another rank leaves out, of two
+    updates = room.Room(lambda values: [max(*values, *others)])
     shape = ModelShape(2e6, 1e6, 500.0, (None, 8), 100.0, 10.0, 5.0, 50, attention=12.0, tower=tower)
     memory = Memory(ranks=2, checkpointed=checkpointed, no_sync=False, logits_chunk=4096, offload=False)
     costs = CostModel(shape, dense_mask=False, wave_tokens=None, min_speedup=1.05, memory=memory)
 
     def kept(plan, free=None) -> bool:
         """In an update behind which that much is free."""
-        with attention.update():
-            found = attention.fits(plan, costs)
+        with updates.update():
+            found = updates.memory(plan, costs, option, one_copy=False).attention_kept
             if free is not None:
                 monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free, 0))
         return found
 
     plan = make_plan([Group((0, 1), 300, (20, 30))], 400, "phased")
     own, unkept = (peak_bytes(shape, plan, (), dataclasses.replace(memory, attention_kept=x)) for x in (True, False))
-    left, small = room * own - unkept, make_plan([Group((0, 1), 30, (2, 3))], 400, "phased")
-    after_kept = room * own - own if keeps else left
+    left, small = factor * own - unkept, make_plan([Group((0, 1), 30, (2, 3))], 400, "phased")
+    after_kept = factor * own - own if keeps else left
     for made, free, expected in (
         (plan, left, False), (plan, after_kept, keeps), (small, after_kept, keeps), (plan, after_kept, keeps)
     ):  # fmt: skip
         assert kept(made, free) == expected
     # The allocator holds what the largest update took: a small one without attention tells no less room.
-    others[:] = [1.0]
+    others[:] = [2.0]
     assert not kept(small), "another rank lacks room"
     others[:] = [0.0]
     assert kept(plan) == keeps
-    others[:] = [1.0]
+    others[:] = [2.0]
     assert not kept(plan, 0.0), "another rank lacks room"
     others[:] = [0.0]
     assert not kept(plan), "and an update without left nothing"
+
+
+@pytest.mark.parametrize("checkpointed", [True, False])
+def test_all_logits_of_a_pass_exist_where_updates_left_room_for_them_too(monkeypatch, checkpointed):
+    """MOCK: the free memory of a GPU, and the word of another rank."""
+    monkeypatch.setattr(room, "get_device_name", lambda: "cuda")
+    shape = ModelShape(2e6, 1e6, 5.0, (None, None), 100.0, 10.0, 5.0, 50, attention=12.0, logits=1000.0)
+    memory = Memory(ranks=2, checkpointed=checkpointed, no_sync=False, logits_chunk=None, offload=False)
+    plan = make_plan([Group((0, 1), 300, (3000, 3000))], 10**5, "packed")
+    others = [0.0]
+
+    def left(factor: float, one_copy: bool = True, **changed) -> tuple[bool, bool]:
+        """Whether attention and all logits are kept, behind an update that left so many times what both need."""
+        costs = CostModel(shape, dense_mask=False, wave_tokens=None, min_speedup=1.05, memory=memory)
+        costs = dataclasses.replace(costs, **changed)
+        updates = room.Room(lambda values: [max(*values, *others)])
+        most = dataclasses.replace(memory, attention_kept=checkpointed, all_logits=True)
+        free = factor * peak_bytes(shape, plan, (), most) - peak_bytes(shape, plan, (), memory)
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free, 0))
+        for _ in range(2):
+            with updates.update():
+                kept = updates.memory(plan, costs, "auto", one_copy)
+        assert kept.chunk == (sys.maxsize if kept.all_logits else costs.memory.logits_chunk or 4096)
+        return kept.attention_kept, kept.all_logits
+
+    assert left(1.6) == (checkpointed, True)
+    assert left(1.4) == (checkpointed, False), "attention alone needs less"
+    assert left(0.5) == (False, False)
+    assert left(1.6, one_copy=False) == (checkpointed, False), "entropy needs copies that no estimate counts"
+    assert left(1.6, memory=dataclasses.replace(memory, logits_chunk=4096)) == (checkpointed, False), "as the user says"
+    assert left(1.6, shape=dataclasses.replace(shape, tower=1.0)) == (False, False)
+    others[:] = [1.0]
+    assert left(1.6) == (checkpointed, False), "another rank lacks room"
+    others[:] = [2.0]
+    assert left(1.6) == (False, False)
+
+
+@pytest.mark.parametrize(("flags", "installed", "disabled", "once"), [
+    ({}, True, "0", True), ({}, False, "0", False), ({}, True, "1", False),
+    ({"calculate_entropy": True}, True, "0", False), ({"calculate_sum_pi_squared": True}, True, "0", False),
+])  # fmt: skip
+def test_logits_are_read_once_by_flash_attns_cross_entropy_alone(monkeypatch, flags, installed, disabled, once):
+    """MOCK: whether flash-attn is installed."""
+    monkeypatch.setattr(outputs.torch_functional, "FLAH_ATTN_CROSS_ENTROPY_LOSS_AVAILABLE", installed)
+    monkeypatch.setenv("VERL_DISABLE_FLASH_ATTN_CE", disabled)
+    assert outputs.reads_logits_once(tu.get_tensordict({"input_ids": torch.zeros(1, 1)}, flags)) == once
+
+
+def test_out_of_memory_names_all_that_was_kept():
+    kept = Memory(2, True, False, None, False, attention_kept=True, all_logits=True)
+    plan = make_plan([Group((0, 1), 30, (3, 3))], 10**5, "packed")
+    with pytest.raises(torch.OutOfMemoryError) as error, out_of_memory_advice(plan, kept):
+        raise torch.OutOfMemoryError("injected")
+    (note,) = error.value.__notes__
+    assert note == (
+        "verl_prefix: set actor_rollout_ref.actor.prefix.logits_chunk=4096 and "
+        "actor_rollout_ref.actor.prefix.keep_attention=off"
+    )

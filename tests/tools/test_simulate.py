@@ -391,6 +391,30 @@ def test_smaller_models_tell_a_peak_that_is_in_another_layer_than_theirs(elsewhe
     assert min(line / seen for _, seen, line in found.values()) < 0.9
 
 
+def head_tokens(**changed: Any) -> dict[str, float]:
+    """Tokens that lm_head computes in an update of 6000 suffix tokens, forward and backward as three, on a GPU with
+    room and on one without."""
+    config = LlamaConfig(
+        hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2,
+        head_dim=32, vocab_size=1000, tie_word_embeddings=False,
+    )  # fmt: skip
+    job = replace(Job(config, (Group((0, 1), 300, (3000, 3000)),), budget=1 << 16, ranks=2), **changed)
+    rooms = {"room": H100, "none": replace(H100, capacity=1.0)}
+    found = {}
+    for name, hardware in rooms.items():
+        (phases,) = simulator.simulate(job, [ARMS["packed"]], hardware, False)
+        found[name] = phases["packed"]["flops/lm_head"] / (2 * 64 * 1000)
+    return found
+
+
+def test_all_logits_of_a_pass_exist_where_there_is_room(elsewhere):
+    """As in the engine. Otherwise those of the first 6000 - 4096 tokens are computed twice."""
+    at_once, in_chunks = 3 * 6000, 3 * 6000 + 6000 - 4096
+    assert elsewhere(head_tokens) == {"room": at_once, "none": in_chunks}
+    assert elsewhere(functools.partial(head_tokens, entropy=True)) == {"room": in_chunks, "none": in_chunks}
+    assert elsewhere(functools.partial(head_tokens, logits_chunk=4096)) == {"room": in_chunks, "none": in_chunks}
+
+
 MOE = Qwen3MoeConfig(
     hidden_size=128, intermediate_size=256, moe_intermediate_size=64, num_hidden_layers=5, num_attention_heads=4,
     num_key_value_heads=2, head_dim=32, vocab_size=1024, num_experts=8, num_experts_per_tok=2,

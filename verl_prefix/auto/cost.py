@@ -10,6 +10,7 @@ for forward and backward. FLOPs are those of matmuls; the rate of the layers cov
 
 import functools
 import math
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -17,6 +18,7 @@ from typing import Any, NamedTuple
 from verl_prefix.auto.shape import ModelShape
 from verl_prefix.core.groups import Group
 from verl_prefix.core.offload import AHEAD
+from verl_prefix.core.schedule import LOGITS_CHUNK
 from verl_prefix.core.waves import PackedPass, PhasedPass, Plan, first_fit, limit_waves, make_plan
 
 
@@ -141,8 +143,8 @@ OFFLOAD_WAVE = 4096
 # What longer waves may add to the estimated peak of an update.
 GROWTH = 1 / 8
 
-# Attention is kept where there is room for this many times what an update is estimated to add: an out-of-memory error
-# costs more than kernels that run again.
+# Attention and logits are kept where there is room for this many times what an update is estimated to add: an
+# out-of-memory error costs more than kernels that run again.
 ROOM_FACTOR = 1.5
 
 
@@ -153,23 +155,30 @@ class Memory:
     Args:
         ranks: how many share one copy of the parameters. no_sync: verl's use_no_sync_for_gradient_accumulation.
         checkpointed: gradient checkpointing. logits_chunk, offload: of `PrefixConfig`.
-        attention_kept: `Schedule.keep_attention`. sequence_ranks: how many share a pass (`core.sequence_parallel`).
+        attention_kept: `Schedule.keep_attention`. all_logits: a pass has all of its logits at once.
+        sequence_ranks: how many share a pass (`core.sequence_parallel`).
         stock_offloads: verl's enable_activation_offload, which is off in ours.
     """
 
     ranks: int
     checkpointed: bool
     no_sync: bool
-    logits_chunk: int
+    logits_chunk: int | None
     offload: bool
     attention_kept: bool = False
+    all_logits: bool = False
     sequence_ranks: int = 1
     stock_offloads: bool = False
 
     @property
+    def chunk(self) -> int:
+        """Tokens of one rank whose logits exist at once."""
+        return sys.maxsize if self.all_logits else self.logits_chunk or LOGITS_CHUNK
+
+    @property
     def pass_chunk(self) -> int:
         """Tokens of a pass whose logits exist at once, on all ranks that share it."""
-        return self.logits_chunk * self.sequence_ranks
+        return self.chunk * self.sequence_ranks
 
 
 def may_keep_attention(shape: ModelShape, checkpointed: bool, option: str) -> bool:
@@ -213,6 +222,9 @@ def peak_bytes(
     def logits(tokens: float) -> float:
         return 2 * shape.logits * tokens
 
+    def chunk(tokens: float) -> float:
+        return logits(min(tokens, memory.chunk))
+
     def forks(groups: Iterable[Group]) -> float:
         """Bytes of the states that suffixes start from; under checkpointing those of one layer, with gradients."""
         suffixes = sum(n > 0 and f.start > 0 for g in groups for n, f in zip(g.suffix_lens, g.forks, strict=True))
@@ -229,19 +241,20 @@ def peak_bytes(
     peaks = []
     for planned in plan.passes:
         prefix = sum(group.prefix_len for group in planned.groups) / n
+        strand_outputs = sum(group.num_strand_outputs for group in planned.groups) / n
         if isinstance(planned, PackedPass):
             suffix = sum(group.num_suffix_tokens for group in planned.groups) / n
             tokens = prefix + suffix
-            in_pass = kept(tokens) + max(logits(min(suffix, memory.logits_chunk)), backward(tokens))
+            in_pass = kept(tokens) + max(chunk(suffix + strand_outputs), backward(tokens))
             peaks.append(in_pass + forks(planned.groups))
             continue
         states = state * sum(len({fork for fork in g.forks if fork.start}) for g in planned.groups)
         wave = max((sum(g.num_suffix_tokens for _, g in wave) for wave in planned.waves), default=0) / n
-        dormant = back = kept(prefix)
+        dormant = back = kept(prefix) + chunk(strand_outputs) / 2  # without their gradient
         cached = kv * prefix * n
         if memory.offload:
             dormant, back, cached = 0.0, AHEAD * kept(prefix, False), 2 * cached / max(len(shape.windows), 1)
-        in_wave = kept(wave) + max(logits(min(wave, memory.logits_chunk)), backward(wave))
+        in_wave = kept(wave) + max(chunk(wave), backward(wave))
         in_wave += max((forks(piece for _, piece in wave) for wave in planned.waves), default=0.0)
         phase_b = dormant + 3 * cached + 2 * states + in_wave
         phase_c = back + 2 * cached + states + backward(prefix, buffers_c)

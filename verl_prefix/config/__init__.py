@@ -67,7 +67,7 @@ class PrefixConfig(BaseConfig):
     trees: str = "uid"
     mini_batches: str = "rows"
     wave_tokens: int | None = None
-    logits_chunk: int = 4096
+    logits_chunk: int | None = None
     offload: bool = False
     keep_attention: str = "auto"
     attention: str = "auto"
@@ -84,11 +84,12 @@ class PrefixConfig(BaseConfig):
 
         for key, allowed in CHOICES.items():
             refuse(getattr(self, key) not in allowed, key, f": set one of {', '.join(allowed)}")
-        refuse(not _is_count(self.logits_chunk), "logits_chunk", ": set a number of tokens >= 1")
+        for key in ("wave_tokens", "logits_chunk"):
+            tokens = getattr(self, key)
+            refuse(tokens is not None and not _is_count(tokens), key, ": set a number of tokens >= 1")
         here = f"with prefix.schedule={self.schedule!r}"
         has_waves = self.schedule in ("auto", "phased")
         if self.wave_tokens is not None:
-            refuse(not _is_count(self.wave_tokens), "wave_tokens", ": set a number of tokens >= 1")
             advice = "remove it, or set prefix.schedule to auto or phased"
             refuse(not has_waves, "wave_tokens", f" sets nothing {here}; {advice}")
         refuse(not isinstance(self.offload, bool), "offload", ": set true or false")
@@ -298,8 +299,8 @@ def warn_of_replaced_options(model_config: Any) -> None:
     if model_config.get("use_fused_kernels"):
         warn_once(
             logger,
-            "%s.use_fused_kernels=True is off in the prefix engine, whose lm_head runs on responses alone, "
-            "actor.prefix.logits_chunk tokens at a time; batches that take verl's own path have all their logits",
+            "%s.use_fused_kernels=True is off in the prefix engine, whose lm_head runs on responses alone, in chunks "
+            "of tokens (actor.prefix.logits_chunk); batches that take verl's own path have all their logits",
             key,
         )
 

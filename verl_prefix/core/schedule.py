@@ -32,6 +32,7 @@ from verl_prefix.core.waves import PackedPass, PhasedPass, Plan
 
 # (suffix tokens' indices in the batch's flat values [n], their logits [n, vocabulary]) -> what the loss needs [n, k]
 Outputs = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+LOGITS_CHUNK = 4096  # tokens whose logits exist at once, where nobody says otherwise
 _OUTPUTS = "outputs"  # key of the prefix cache: what `Outputs` made of strands' tokens
 
 # (groups, layout, outputs that its rows read [n, k], in the order of `layout.read_places`) -> loss of these rows
@@ -110,7 +111,7 @@ class Schedule:
     gradient_sync: Callable[[bool], AbstractContextManager[Any]] = lambda last: nullcontext()
     forward_context: Callable[[], AbstractContextManager[Any]] = nullcontext
     kernel: str = "auto"
-    logits_chunk: int = 4096
+    logits_chunk: int = LOGITS_CHUNK
     offload: bool = False
     keep_attention: bool = False
     pass_type: Callable[..., AttentionPass] = AttentionPass

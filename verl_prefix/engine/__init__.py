@@ -13,7 +13,7 @@ Where a row goes, in the order of `PrefixFSDPEngine.forward_backward_batch`:
     exchange      outputs travel back to where the rows came from
     step_metrics  what all ranks and mini-batches of a step did becomes the step's metrics
 
-Apart from that: `kept_attention` and `out_of_memory` (memory of an update), `trace` and `trace_writer` (recording),
+Apart from that: `room` and `out_of_memory` (memory of an update), `trace` and `trace_writer` (recording),
 `shared_pixels` (one of a prompt's rows carries the pixels, from rollout on), `protocol` (what helpers see of the
 engine).
 """

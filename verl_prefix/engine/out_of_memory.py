@@ -6,7 +6,9 @@ from contextlib import contextmanager
 
 import torch
 
+from verl_prefix.auto.cost import Memory
 from verl_prefix.core.errors import add_note
+from verl_prefix.core.schedule import LOGITS_CHUNK
 from verl_prefix.core.waves import Plan, largest_wave, limit_waves
 
 _PREFIX = "actor_rollout_ref.actor.prefix"
@@ -20,17 +22,23 @@ ADVICE = {
 
 
 @contextmanager
-def out_of_memory_advice(plan: Plan | None, keeps_attention: bool = False) -> Iterator[None]:
+def out_of_memory_advice(plan: Plan | None, keeps: Memory | None = None) -> Iterator[None]:
     """Context of a plan's passes, or of the self-check's (None): an OutOfMemoryError leaves it with a note on what to
-    set."""
+    set.
+
+    Args:
+        keeps: what the passes keep.
+    """
     try:
         yield
     except torch.OutOfMemoryError as error:
         largest = largest_wave(plan) if plan else 0
         if plan is None:
             advice = f"that was the self-check, which holds the gradients of two paths; set {_PREFIX}.verify=off"
-        elif keeps_attention:
-            advice = f"set {_PREFIX}.keep_attention=off"
+        elif keeps and (keeps.all_logits or keeps.attention_kept):
+            settings = [f"{_PREFIX}.logits_chunk={LOGITS_CHUNK}"] * keeps.all_logits
+            settings += [f"{_PREFIX}.keep_attention=off"] * keeps.attention_kept
+            advice = f"set {' and '.join(settings)}"
         elif (phase := getattr(error, "prefix_phase", "packed")) in ADVICE:
             advice = ADVICE[phase]
         elif largest_wave(limit_waves(plan, largest // 2)) < largest:

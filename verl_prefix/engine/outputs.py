@@ -5,6 +5,7 @@ verl/workers/engine/fsdp/transformer_impl.py, FSDPEngineWithLMHead.
 """
 
 import functools
+import os
 from collections.abc import Sequence
 from itertools import accumulate
 from types import SimpleNamespace
@@ -12,6 +13,7 @@ from types import SimpleNamespace
 import torch
 from tensordict import TensorDict
 from verl.utils import tensordict_utils as tu
+from verl.utils import torch_functional
 from verl.utils.device import get_device_id
 
 from verl_prefix.core.calls import on_device
@@ -25,6 +27,14 @@ from verl_prefix.models.vision import PixelBatch, is_vision_config
 
 # verl's flags of a batch, and what each adds to the outputs.
 FLAGS = {"calculate_entropy": "entropy", "calculate_sum_pi_squared": "sum_pi_squared"}
+
+
+def reads_logits_once(data: TensorDict) -> bool:
+    """Whether verl's outputs of this batch need logits once: log-probs alone, by flash-attn's cross entropy, which
+    writes the gradient over the logits. Entropy, and log-probs without that package, need several copies in fp32."""
+    by_flash_attn = torch_functional.FLAH_ATTN_CROSS_ENTROPY_LOSS_AVAILABLE
+    by_flash_attn = by_flash_attn and os.environ.get("VERL_DISABLE_FLASH_ATTN_CE", "0") != "1"
+    return by_flash_attn and not any(tu.get_non_tensor_data(data, flag, False) for flag in FLAGS)
 
 
 class TokenOutputs:

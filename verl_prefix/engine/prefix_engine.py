@@ -19,6 +19,7 @@ from verl.utils.device import get_device_id, get_device_name
 from verl.workers.engine import EngineRegistry
 from verl.workers.engine.utils import postprocess_batch_func
 
+from verl_prefix.auto.cost import Memory
 from verl_prefix.auto.shape import model_shape
 from verl_prefix.config import PrefixEngineConfig, check_dealt, check_sequence_parallel, warn_of_replaced_options
 from verl_prefix.core.attention import AttentionPass
@@ -28,11 +29,12 @@ from verl_prefix.core.schedule import Schedule
 from verl_prefix.core.waves import Plan, pad_to_same_passes
 from verl_prefix.cpu.engine import CPUFSDPEngine
 from verl_prefix.engine.exchange import open_exchange, receive_pixels, together
-from verl_prefix.engine.kept_attention import KeptAttention
 from verl_prefix.engine.loss import LossFunction, mode_of_verls_loss
 from verl_prefix.engine.mini_batch import MiniBatch, even_out, plan_metrics
 from verl_prefix.engine.out_of_memory import out_of_memory_advice
+from verl_prefix.engine.outputs import reads_logits_once
 from verl_prefix.engine.paths import Paths, Stock, pass_budget
+from verl_prefix.engine.room import Room
 from verl_prefix.engine.rows import Trees, padding_rows, tokens_by_trees
 from verl_prefix.engine.step_metrics import GROUP_TOKENS, TREE_TOKENS, StepMetrics
 from verl_prefix.engine.stock_path import StockPath
@@ -104,10 +106,14 @@ class PrefixFSDPEngine(StockPath):
                 return failure._replace(metrics=metrics)
         # Only in the first update with waves, since it resets the peak that verl logs as perf/max_memory_allocated_gb.
         measure_peak = get_device_name() == "cuda" and not forward_only and not self._saw_waves
-        keeps = not forward_only and self._kept_attention.fits(plan, self._paths.costs)
+        keeps = self._paths.costs.memory
+        if not forward_only:
+            keeps = self._room.memory(
+                plan, self._paths.costs, self.prefix_config.keep_attention, one_copy=reads_logits_once(data)
+            )
         with out_of_memory_advice(plan, keeps):
             output, of_plan = self.run_plan(
-                rows, groups, plan, loss_function, forward_only, keep_attention=keeps, measure_peak=measure_peak
+                rows, groups, plan, loss_function, forward_only, keeps=keeps, measure_peak=measure_peak
             )
         self._saw_waves |= "prefix/phase_b_peak_gib" in of_plan
         output["model_output"] = exchange.give_back(output["model_output"])
@@ -120,23 +126,25 @@ class PrefixFSDPEngine(StockPath):
 
     def run_plan(
         self, data: TensorDict, groups: Sequence[Group], plan: Plan, loss_function: LossFunction | None,
-        forward_only: bool, *, pass_type: Callable[..., AttentionPass] = AttentionPass, keep_attention: bool = False,
+        forward_only: bool, *, pass_type: Callable[..., AttentionPass] = AttentionPass, keeps: Memory | None = None,
         measure_peak: bool = False,
     ) -> tuple[dict[str, Any], dict[str, float]]:  # fmt: skip
         """Runs all passes of this rank's plan; returns verl's output of its rows, and metrics.
 
         Args:
             data: `_prepared` rows. groups: theirs.
-            pass_type, keep_attention: as in `core.schedule.Schedule`. measure_peak: as in `core.meter.Meter`.
+            pass_type: as in `core.schedule.Schedule`. measure_peak: as in `core.meter.Meter`.
+            keeps: what the passes keep; None: as little as they need.
         """
-        plan = pad_to_same_passes(plan, self.reduce_max)
+        plan, keeps = pad_to_same_passes(plan, self.reduce_max), keeps or self._paths.costs.memory
         mini_batch = MiniBatch(self, data, loss_function, forward_only)
         schedule = self.schedule(
             mini_batch.token_outputs.of_tokens,
             mini_batch.step,
             None if forward_only else self._backward,
             offload=self.prefix_config.offload,
-            keep_attention=keep_attention,
+            keep_attention=keeps.attention_kept,
+            logits_chunk=keeps.chunk,
             meter=Meter(measure_peak),
             pass_type=pass_type,
         )
@@ -165,6 +173,7 @@ class PrefixFSDPEngine(StockPath):
 
     def schedule(self, outputs: Callable, step: Callable, backward: Callable | None, **options: Any) -> Schedule:
         """A schedule on this engine's model, with its autocast and gradient synchronisation."""
+        options = {"logits_chunk": self._paths.costs.memory.chunk} | options
         return Schedule(
             HookedModel(self.module),
             outputs=outputs,
@@ -175,7 +184,6 @@ class PrefixFSDPEngine(StockPath):
             ),
             forward_context=self.autocast,
             kernel=self.prefix_config.attention,
-            logits_chunk=self.prefix_config.logits_chunk,
             sequence_group=self.ulysses_parallel_group,
             **options,
         )
@@ -197,7 +205,7 @@ class PrefixFSDPEngine(StockPath):
             tu.assign_non_tensor(data, global_batch_size=int(rows) // self.ulysses_sequence_parallel_size)
         if self._trace is not None:
             self._trace.record(data, loss_function, self.reduce_max)
-        with self._kept_attention.update():
+        with self._room.update():
             return super().train_batch(data, loss_function)
 
     def __init__(self, model_config, engine_config: PrefixEngineConfig, optimizer_config, checkpoint_config) -> None:
@@ -232,7 +240,7 @@ class PrefixFSDPEngine(StockPath):
             ends = frozenset(end_tokens(self.model_config.tokenizer))
             self.trees = Trees(self.prefix_config.trees, ends, self.model_config.hf_config)
         self._paths = Paths(self)
-        self._kept_attention = KeptAttention(self.prefix_config.keep_attention, self.reduce_max)
+        self._room = Room(self.reduce_max)
 
     def _build_module(self) -> torch.nn.Module:
         module = super()._build_module()

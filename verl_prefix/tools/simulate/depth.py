@@ -2,7 +2,7 @@
 
 import functools
 import gc
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from tqdm import tqdm
@@ -16,7 +16,7 @@ from verl_prefix.tools.simulate import scans
 from verl_prefix.tools.simulate.accelerator import DEVICE, fake_accelerator
 from verl_prefix.tools.simulate.hardware import GPUS, Hardware
 from verl_prefix.tools.simulate.job import Arm, Job
-from verl_prefix.tools.simulate.passes import Simulation, whole_shape
+from verl_prefix.tools.simulate.passes import Simulation, keeps_all_logits, whole_shape
 from verl_prefix.tools.simulate.tower import deepstack_layers, kinds_of_blocks, with_blocks
 from verl_prefix.tools.simulate.tracker import Phase, Tracker
 
@@ -98,12 +98,13 @@ def _run(
     return phases
 
 
-def _deeper(a: Phase, b: Phase, times: int) -> Phase:
+def _deeper(a: Phase, b: Phase, times: int, arm: Arm) -> Phase:
     """A phase of the whole model. Its peak may be in another layer than those of the smaller models, so each site's
-    peak is a line of its own."""
+    peak is a line of its own. With offload few layers wait on the device for their backward, and one line tells more:
+    what is on its way depends on time."""
     found = Phase({name: a[name] + (b[name] - a[name]) * times for name in b})
     sites = [name for name in b if "@" in name and "/" not in name and name in a]
-    if sites:
+    if sites and not arm.offload:
         highest = max(sites, key=lambda site: found[site])
         found |= {name.replace(highest, "peak"): x for name, x in found.items() if name.startswith(highest)}
     return found
@@ -118,7 +119,8 @@ def simulate(
     A deep model runs at two smaller depths; every amount of a phase is a line through them, and so is its peak at each
     `Tracker.site`. Arms run one after the other on one model, whose lazy start the first one pays: log-probs once for
     every path, which rows one by one do not change, and the optimizer's step once. An arm without `ROOM_FACTOR` times
-    the room that it needs keeps no attention, as in the engine. shown: with progress on a terminal.
+    the room that it needs has its logits in chunks, and if that is not enough keeps no attention, as in the engine.
+    shown: with progress on a terminal.
 
     Raises:
         ValueError: the model has recurrent layers whose kernels are not simulated.
@@ -136,14 +138,24 @@ def simulate(
         runs = [_run(replace(job, config=config), arms, hardware, log_probs, shown) for config in configs]
         if len(runs) == 1:
             return runs[0]
-        return [{phase: _deeper(a[phase], b[phase], times) for phase in b} for a, b in zip(*runs, strict=True)]
+        pairs = zip(arms, *runs, strict=True)
+        return [{phase: _deeper(a[phase], b[phase], times, arm) for phase in b} for arm, a, b in pairs]
 
     def lacks_room(of: dict[str, Phase]) -> bool:
         resident = of["optimizer"]["peak"]
         return ROOM_FACTOR * (max(phase["peak"] for phase in of.values()) - resident) > hardware.capacity - resident
 
-    by_arm = dict(zip(arms, phases(arms), strict=True))
-    keeping = [arm for arm in arms if job.checkpointing and arm.path in ("packed", "phased") and arm.keeps_attention]
-    if again := [arm for arm in keeping if lacks_room(by_arm[arm])]:
-        by_arm |= zip(again, phases([replace(arm, keeps_attention=False) for arm in again]), strict=True)
-    return list(by_arm.values())
+    lesser: list[Callable[[Arm], Arm]] = []
+    if keeps_all_logits(job):
+        lesser.append(lambda arm: replace(arm, all_logits=False))
+    if job.checkpointing:
+        lesser.append(lambda arm: replace(arm, keeps_attention=False))
+    found, tried = phases(arms), list(arms)
+    for less in lesser:
+        more = [i for i, arm in enumerate(tried) if arm.path in ("packed", "phased") and arm != less(arm)]
+        if again := [i for i in more if lacks_room(found[i])]:
+            for i in again:
+                tried[i] = less(tried[i])
+            for i, of_arm in zip(again, phases([tried[i] for i in again]), strict=True):
+                found[i] = of_arm
+    return found

@@ -21,12 +21,15 @@ class Arm:
         rows: of a micro-batch of stock at most; None: as the budget allows.
         offload: `prefix.offload`, of phases.
         keeps_attention: packed and phased, under gradient checkpointing; see `Schedule.keep_attention`.
+        all_logits: packed and phased, where `Job.logits_chunk` is None and there is no entropy: all logits of a pass of
+            an update exist at once.
     """
 
     path: str
     rows: int | None = None
     offload: bool = False
     keeps_attention: bool = True
+    all_logits: bool = True
 
     @property
     def name(self) -> str:
@@ -64,7 +67,7 @@ class Job:
     ranks: int = 1
     replicas: int = 1
     wave_tokens: int | None = None
-    logits_chunk: int = 4096
+    logits_chunk: int | None = None
     keep_attention: str = "auto"
     checkpointing: bool = True
     no_sync: bool = False

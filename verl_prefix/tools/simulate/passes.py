@@ -28,7 +28,7 @@ from verl_prefix.core.calls import Segment
 from verl_prefix.core.groups import Group
 from verl_prefix.core.layout import Layout
 from verl_prefix.core.meter import Meter
-from verl_prefix.core.schedule import TokenBatch
+from verl_prefix.core.schedule import LOGITS_CHUNK, TokenBatch
 from verl_prefix.core.waves import PackedPass, PhasedPass, Plan, first_fit
 from verl_prefix.models import hookup, vision
 from verl_prefix.models.hookup import HookedModel
@@ -91,16 +91,25 @@ def thin(
     return [(items[i], weights[i]) for i in sorted(weights)]
 
 
-def plan_of(job: Job, shape: ModelShape, arm: Arm, budget: int, forward_only: bool = False) -> Plan:
-    """The plan of an arm of ours, as the engine makes it."""
-    memory = Memory(
+def memory_of(job: Job, arm: Arm) -> Memory:
+    """Options of an arm of ours, with the least that it may keep."""
+    return Memory(
         job.ranks, job.checkpointing, no_sync=job.no_sync, logits_chunk=job.logits_chunk, offload=arm.offload,
         sequence_ranks=job.sequence_ranks,
     )  # fmt: skip
+
+
+def plan_of(job: Job, shape: ModelShape, arm: Arm, budget: int, forward_only: bool = False) -> Plan:
+    """The plan of an arm of ours, as the engine makes it."""
     return plan_batch(
-        shape, job.groups, budget=budget, schedule=arm.path, wave_tokens=job.wave_tokens, memory=memory,
+        shape, job.groups, budget=budget, schedule=arm.path, wave_tokens=job.wave_tokens, memory=memory_of(job, arm),
         forward_only=forward_only,
     )  # fmt: skip
+
+
+def keeps_all_logits(job: Job) -> bool:
+    """Whether updates of ours have all logits of a pass where there is room, as in the engine (`engine.room`)."""
+    return job.logits_chunk is None and not job.entropy and not vision.is_vision_config(job.config)
 
 
 def build_model(job: Job) -> Any:
@@ -235,6 +244,7 @@ class Simulation:
         whole = plan_of(job, job.shape or self.shape, arm=arm, budget=budget, forward_only=not update)
         plan, weights = self._thin(whole, update)
         may_keep = may_keep_attention(self.shape, job.checkpointing, job.keep_attention)
+        all_logits = update and arm.all_logits and keeps_all_logits(job)
         schedule = CountedSchedule(
             self.hooked,
             lambda index, logits: self._log_probs(index, logits, update),
@@ -243,7 +253,7 @@ class Simulation:
             lambda last: self._gradient_sync(update, last),
             self._autocast,
             kernel=self.kernel,
-            logits_chunk=job.logits_chunk,
+            logits_chunk=replace(memory_of(job, arm), all_logits=all_logits).chunk,
             offload=arm.offload,
             keep_attention=update and arm.keeps_attention and may_keep,
             sequence_group=self.group,
@@ -343,7 +353,7 @@ class Simulation:
                 outputs = self.hooked.token_outputs(
                     ids, positions, keep=keep, attention_pass=attention,
                     outputs=lambda rows, logits: self._log_probs(index[keep[rows]], logits, update),
-                    logits_chunk=job.logits_chunk, pixels=pixels,
+                    logits_chunk=job.logits_chunk or LOGITS_CHUNK, pixels=pixels,
                 )  # fmt: skip
             if attention.shards is not None:
                 outputs = attention.shards.gather(outputs, torch.arange(len(outputs) * job.sequence_ranks))

@@ -150,8 +150,9 @@ def fit(job: Job, hardware: Hardware, gib: float, arms: Sequence[Arm] = ARMS) ->
         changed = replace(
             job, groups=(one,), grids=(shown,), budget=budget, log_prob_budget=None, wave_tokens=wave, kept=1
         )
-        # Where room ends, no attention is kept.
-        return as_json(simulate(changed, [replace(arm, keeps_attention=False)], hardware)[0])["peak_gib"]
+        # Where room ends, nothing is kept that can be computed again.
+        least = replace(arm, keeps_attention=False, all_logits=False)
+        return as_json(simulate(changed, [least], hardware)[0])["peak_gib"]
 
     def sizes(arm: Arm) -> dict[str, int | None]:
         wave = (job.wave_tokens or suffix) if arm.path == "phased" else None
