@@ -35,6 +35,7 @@ from transformers import (
 from verl_prefix.auto.cost import group_pass
 from verl_prefix.auto.shape import model_shape
 from verl_prefix.core import kernels
+from verl_prefix.core.calls import Spans
 from verl_prefix.core.groups import Group
 from verl_prefix.core.kernels import KERNELS, aten, flash_attn
 from verl_prefix.core.prefix_cache import PrefixCache
@@ -44,6 +45,7 @@ from verl_prefix.tools.simulate import report
 from verl_prefix.tools.simulate.accelerator import DEVICE, fake_accelerator
 from verl_prefix.tools.simulate.hardware import GIB
 from verl_prefix.tools.simulate.job import Arm, Job
+from verl_prefix.tools.simulate.operations import KERNEL
 from verl_prefix.tools.simulate.passes import Simulation, whole_shape
 from verl_prefix.tools.simulate.report import as_json, compare, fit, longest
 from verl_prefix.tools.simulate.tracker import Tracker
@@ -340,9 +342,10 @@ def test_offload_needs_less_memory_than_stock_row_by_row(elsewhere, checkpointin
 
 
 def test_packed_is_as_much_faster_as_it_computes_less(elsewhere):
-    """Passes of two rows: 0.97 of the FLOP ratio."""
+    """Passes of two rows: 0.96 of the FLOP ratio; it was 0.97 before blocks of the causal call's grid that find no token
+    took time, of which stock's rows of one length have none."""
     (stock_seconds, _, stock), (seconds, _, ours) = elsewhere(long_prompt, [Arm("stock"), ARMS["packed"]], 26625)
-    assert stock_seconds / seconds >= 0.97 * stock / ours
+    assert stock_seconds / seconds >= 0.96 * stock / ours
 
 
 def tied_peaks() -> list[float]:
@@ -719,3 +722,11 @@ def test_the_prompt_that_fits_fits_and_a_longer_one_does_not(elsewhere):
     found, (fits, longer) = elsewhere(fitting, 0.005)
     assert fits <= 0.005 < longer
     assert 64 < found["prompt"] < 1400 - 301 and found["group"] >= 1
+
+
+@pytest.mark.parametrize(("backward", "blocks"), [(False, 3 * 64 - 64 - 2 - 1), (True, 3 * 64 - 64 - 3 - 1)])
+def test_blocks_that_find_no_token_take_time(monkeypatch, backward, blocks):
+    """Three segments in a grid of the longest, over queries, and in backward over keys."""
+    spans = Spans((0, 8192, 8400, 8401), (0, 8192, 8500, 8501))
+    monkeypatch.setattr(KERNEL, "reads", (spans, True, None), raising=False)
+    assert KERNEL.empty_blocks(backward) == blocks

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.utils.flop_counter import flop_registry
 
 from verl_prefix.auto.shape import query_key_pairs
-from verl_prefix.core.calls import Spans
+from verl_prefix.core.calls import BLOCK, Spans, grid
 from verl_prefix.core.kernels import KERNELS, aten
 from verl_prefix.tools.simulate import scans
 
@@ -48,6 +49,12 @@ class FakeFlashAttention:
         if not causal:
             return float(sum((q1 - q0) * (k1 - k0) for q0, q1, k0, k1 in spans))
         return sum(query_key_pairs(q1 - q0, (k1 - k0) - (q1 - q0), window) for q0, q1, k0, k1 in spans)
+
+    def empty_blocks(self, backward: bool) -> int:
+        """Blocks per head without a token, in the grid of the last call: over queries, and in backward over keys."""
+        spans = self.reads[0]
+        lens = [b - a for a, b in pairwise(spans.k if backward else spans.q)]
+        return grid(lens) - sum(-(-n // BLOCK) for n in lens)
 
 
 KERNEL = KERNELS["simulated"] = FakeFlashAttention()

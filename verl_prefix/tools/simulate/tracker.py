@@ -23,7 +23,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from verl_prefix.core.prefix_cache import Key, PrefixCache
 from verl_prefix.tools.simulate.accelerator import CLOCK, Stream
 from verl_prefix.tools.simulate.hardware import Hardware
-from verl_prefix.tools.simulate.operations import bytes_of, device_of, flops_of, members_of, runs_kernel, tensors_of
+from verl_prefix.tools.simulate.operations import (
+    KERNEL,
+    bytes_of,
+    device_of,
+    flops_of,
+    members_of,
+    runs_kernel,
+    tensors_of,
+)
 
 OWNERS = (
     "parameters", "gradients", "optimizer", "activations", "prefix cache", "grad cache", "logits", "fsdp buffers",
@@ -280,6 +288,9 @@ class Tracker(TorchDispatchMode):
             "recurrent": hardware.matmul_16,
         }.get(kind, hardware.matmul_16 if not ins or ins[-1].element_size() <= 2 else hardware.matmul_32)
         seconds = max(flops / reached, nbytes / hardware.memory, hardware.kernel)
+        if name.startswith("_flash_attention"):
+            heads = ins[0].shape[1]
+            seconds += heads * KERNEL.empty_blocks("backward" in name) * hardware.empty_block
         phase["launches"] += 1
         if flops:
             phase[f"flops/{kind}"] += flops
