@@ -274,7 +274,7 @@ def mutant_quotes(load: Load) -> Iterator[tuple]:
     yield "alone sees {} of the {} that are wrong in fp32 and {} in bf16", seen["fp32"], seen["wrong"], seen["bf16"]
     core = load("mutants_core")
     by, seen = core["summary"], core["summary"]["self-check"]
-    yield "All {} changes of {} files of core", len(core["mutants"]), len(core["files"])
+    yield "All {:,} changes of {} files of core", len(core["mutants"]), len(core["files"])
     yield "{} raise, {} make results wrong, and {} change no result", by["raises"], by["wrong"], by["nothing"]
     yield (
         "sees {} of the {} in fp32 and {} in bf16, and {}",
