@@ -268,18 +268,22 @@ def test_the_peak_with_all_logits_is_within_15_per_cent_of_the_simulated_one(
     assert found == pytest.approx(simulated, rel=0.15)
 
 
-@pytest.mark.parametrize(("path", "copies"), [("packed", 2), ("phased", 1)])
-def test_strand_tokens_that_a_row_reads_count_among_logits(llama3_8b, path, copies):
-    """By shapes: 600 tokens of lm_head more. In phases their logits wait until phase C, and get no gradient before."""
+@pytest.mark.parametrize(("path", "offload", "sequence_ranks", "tokens"), [
+    ("packed", False, 1, 2 * (600 + 40)), ("phased", False, 1, 2 * 600), ("phased", True, 1, 2 * 600),
+    ("packed", False, 4, 2 * (250 + 10)), ("phased", True, 4, 2 * 250),
+])  # fmt: skip
+def test_strand_tokens_that_a_row_reads_count_among_logits(llama3_8b, path, offload, sequence_ranks, tokens):
+    """By shapes: 600 of 1000 tokens go through lm_head, too, of which each of four ranks may have all of its 250. In
+    phases their logits wait until phase C, with offload on the host, and get their gradient there."""
     strands, forks = (Strand(0, 0, 1000),), (Fork(0, 1000),) * 2
-    logits_alone = dataclasses.replace(llama3_8b, activations=0.0, layer_parameters=0.0, head=0.0)
-    memory = cost.Memory(8, True, False, None, False, all_logits=True)
+    logits_alone = dataclasses.replace(
+        llama3_8b, activations=0.0, boundary=0.0, kv=0.0, parameters=0.0, layer_parameters=0.0, head=0.0
+    )  # fmt: skip
+    memory = cost.Memory(8, True, False, None, offload, all_logits=True, sequence_ranks=sequence_ranks)
 
-    def peak(first_output: int) -> float:
-        group = Group((0, 1), 1000, (10, 10), strands, forks, (first_output, 1000))
-        return cost.peak_bytes(logits_alone, make_plan([group], 2000, path, 20), (), memory)
-
-    assert peak(400) - peak(1000) == copies * 600 * llama3_8b.logits
+    group = Group((0, 1), 1000, (20, 20), strands, forks, (400, 1000))
+    plan = make_plan([group], 4000, path, 40, offload)
+    assert cost.peak_bytes(logits_alone, plan, (), memory) == tokens * llama3_8b.logits
 
 
 @pytest.mark.parametrize("checkpointed", [True, False])

@@ -379,13 +379,15 @@ def test_logits_are_read_once_by_flash_attns_cross_entropy_alone(monkeypatch, fl
     assert outputs.reads_logits_once(tu.get_tensordict({"input_ids": torch.zeros(1, 1)}, flags)) == once
 
 
-def test_out_of_memory_names_all_that_was_kept():
-    kept = Memory(2, True, False, None, False, attention_kept=True, all_logits=True)
-    plan = make_plan([Group((0, 1), 30, (3, 3))], 10**5, "packed")
+@pytest.mark.parametrize(("suffix", "attention", "advice"), [
+    (3000, True, "{}.logits_chunk=4096 and {}.keep_attention=off"), (3000, False, "{}.logits_chunk=4096"),
+    (2000, True, "{}.keep_attention=off"), (2000, False, "{}.schedule=phased"),
+])  # fmt: skip
+def test_out_of_memory_names_what_was_kept(suffix, attention, advice):
+    """Chunks of 4096 logits are less than all only of longer passes."""
+    kept = Memory(2, True, False, None, False, attention_kept=attention, all_logits=True)
+    plan = make_plan([Group((0, 1), 30, (suffix, suffix))], 10**5, "packed")
     with pytest.raises(torch.OutOfMemoryError) as error, out_of_memory_advice(plan, kept):
         raise torch.OutOfMemoryError("injected")
     (note,) = error.value.__notes__
-    assert note == (
-        "verl_prefix: set actor_rollout_ref.actor.prefix.logits_chunk=4096 and "
-        "actor_rollout_ref.actor.prefix.keep_attention=off"
-    )
+    assert note.endswith(f"set {advice.replace('{}', 'actor_rollout_ref.actor.prefix')}")

@@ -241,7 +241,8 @@ def peak_bytes(
     peaks = []
     for planned in plan.passes:
         prefix = sum(group.prefix_len for group in planned.groups) / n
-        strand_outputs = sum(group.num_strand_outputs for group in planned.groups) / n
+        # Ranks that share a pass have one slice of the prefixes each, of which one may hold all outputs.
+        strand_outputs = min(sum(group.num_strand_outputs for group in planned.groups), prefix)
         if isinstance(planned, PackedPass):
             suffix = sum(group.num_suffix_tokens for group in planned.groups) / n
             tokens = prefix + suffix
@@ -250,15 +251,17 @@ def peak_bytes(
             continue
         states = state * sum(len({fork for fork in g.forks if fork.start}) for g in planned.groups)
         wave = max((sum(g.num_suffix_tokens for _, g in wave) for wave in planned.waves), default=0) / n
-        dormant = back = kept(prefix) + chunk(strand_outputs) / 2  # without their gradient
+        dormant = back = kept(prefix)
+        waiting = chunk(strand_outputs) / 2  # logits of phase A, without their gradients
         cached = kv * prefix * n
         if memory.offload:
             dormant, back, cached = 0.0, AHEAD * kept(prefix, False), 2 * cached / max(len(shape.windows), 1)
+            waiting = 0.0
         in_wave = kept(wave) + max(chunk(wave), backward(wave))
         in_wave += max((forks(piece for _, piece in wave) for wave in planned.waves), default=0.0)
-        phase_b = dormant + 3 * cached + 2 * states + in_wave
-        phase_c = back + 2 * cached + states + backward(prefix, buffers_c)
-        peaks.append(max(phase_b, phase_c))
+        phase_b = dormant + waiting + 3 * cached + 2 * states + in_wave
+        phase_c = back + 2 * cached + states + max(chunk(strand_outputs), backward(prefix, buffers_c))
+        peaks.append(max(phase_b, phase_c))  # phase A has no gradients yet
     several = len(plan.passes) > 1 or bool(plan.waves)
     return max(peaks, default=0.0) + (held if memory.no_sync and several else 0.0)
 

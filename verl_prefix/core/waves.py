@@ -180,6 +180,13 @@ def largest_wave(plan: Plan) -> int:
     return max((sum(piece.num_suffix_tokens for _, piece in wave) for wave in plan.waves), default=0)
 
 
+def most_outputs(plan: Plan) -> int:
+    """The most tokens of one forward of the plan that go through lm_head."""
+    packed = (sum(g.num_suffix_tokens + g.num_strand_outputs for g in one.groups) for one in plan.packed)
+    phase_a = (sum(g.num_strand_outputs for g in one.groups) for one in plan.phased)
+    return max(*packed, *phase_a, largest_wave(plan), 0)
+
+
 def limit_waves(plan: Plan, tokens: int) -> Plan:
     """The plan with waves of at most `tokens` suffix tokens, or of one row. It is returned as it is where no wave is
     larger. Takes a plan that is not padded yet."""

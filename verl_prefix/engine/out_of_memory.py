@@ -9,7 +9,7 @@ import torch
 from verl_prefix.auto.cost import Memory
 from verl_prefix.core.errors import add_note
 from verl_prefix.core.schedule import LOGITS_CHUNK
-from verl_prefix.core.waves import Plan, largest_wave, limit_waves
+from verl_prefix.core.waves import Plan, largest_wave, limit_waves, most_outputs
 
 _PREFIX = "actor_rollout_ref.actor.prefix"
 _CHECKPOINTS = "set actor_rollout_ref.model.enable_gradient_checkpointing=True"
@@ -19,6 +19,15 @@ ADVICE = {
     "phase_a": f"set {_PREFIX}.offload=True, {_CHECKPOINTS}, or {_FEWER}",
     "phase_c": f"{_CHECKPOINTS}, or {_FEWER}",
 }
+
+
+def _settings(plan: Plan, keeps: Memory | None) -> list[str]:
+    """Overrides by which the passes keep less that can be computed again."""
+    if keeps is None:
+        return []
+    in_chunks = keeps.all_logits and most_outputs(plan) > LOGITS_CHUNK * keeps.sequence_ranks
+    found = [f"{_PREFIX}.logits_chunk={LOGITS_CHUNK}"] * in_chunks
+    return found + [f"{_PREFIX}.keep_attention=off"] * keeps.attention_kept
 
 
 @contextmanager
@@ -35,9 +44,7 @@ def out_of_memory_advice(plan: Plan | None, keeps: Memory | None = None) -> Iter
         largest = largest_wave(plan) if plan else 0
         if plan is None:
             advice = f"that was the self-check, which holds the gradients of two paths; set {_PREFIX}.verify=off"
-        elif keeps and (keeps.all_logits or keeps.attention_kept):
-            settings = [f"{_PREFIX}.logits_chunk={LOGITS_CHUNK}"] * keeps.all_logits
-            settings += [f"{_PREFIX}.keep_attention=off"] * keeps.attention_kept
+        elif settings := _settings(plan, keeps):
             advice = f"set {' and '.join(settings)}"
         elif (phase := getattr(error, "prefix_phase", "packed")) in ADVICE:
             advice = ADVICE[phase]
