@@ -48,7 +48,8 @@ def answer(fresh, tmp_path: Path) -> Callable[..., list[str]]:
     """Runs ``code`` in a fresh interpreter, without this process's platform and thread variables."""
 
     def run(code: str, **env: str) -> list[str]:
-        inherited = {k: v for k, v in os.environ.items() if k not in ("VERL_PLATFORM", "OMP_NUM_THREADS")}
+        ours = ("VERL_PLATFORM", "OMP_NUM_THREADS", "VLLM_CPU_KVCACHE_SPACE")
+        inherited = {k: v for k, v in os.environ.items() if k not in ours}
         done = fresh(code, tmp_path, inherited | env)
         assert done.returncode == 0, done.stderr
         return re.search(r"ANSWER (.*)", done.stdout)[1].split()
