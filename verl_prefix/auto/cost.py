@@ -191,6 +191,15 @@ def may_keep_attention(shape: ModelShape, checkpointed: bool, option: str) -> bo
     return checkpointed and not shape.tower and option == "auto"
 
 
+def may_have_all_logits(shape: ModelShape, logits_chunk: int | None, one_copy: bool) -> bool:
+    """Whether updates have all logits of a pass at once where there is room; not for a vision model, as above.
+
+    Args:
+        logits_chunk: of `PrefixConfig`. one_copy: whether outputs need logits once (`engine.outputs`).
+    """
+    return one_copy and logits_chunk is None and not shape.tower
+
+
 def peak_bytes(
     shape: ModelShape, plan: Plan | None, stock: Sequence[PassCost], memory: Memory, forward_only: bool = False
 ) -> float:

@@ -10,7 +10,7 @@ import torch
 from verl.utils.device import get_device_name
 
 from verl_prefix.auto.chooser import CostModel
-from verl_prefix.auto.cost import ROOM_FACTOR, Memory, may_keep_attention, peak_bytes
+from verl_prefix.auto.cost import ROOM_FACTOR, Memory, may_have_all_logits, may_keep_attention, peak_bytes
 from verl_prefix.core.waves import Plan
 
 
@@ -46,7 +46,7 @@ class Room:
         """
         shape, least = costs.shape, costs.memory
         attention = may_keep_attention(shape, least.checkpointed, option)
-        all_logits = one_copy and least.logits_chunk is None and not shape.tower
+        all_logits = may_have_all_logits(shape, least.logits_chunk, one_copy)
         if not attention and not all_logits:
             return least
         more = replace(least, attention_kept=attention)

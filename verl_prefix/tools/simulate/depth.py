@@ -8,7 +8,7 @@ from dataclasses import replace
 from tqdm import tqdm
 from transformers import LlamaConfig, PretrainedConfig
 
-from verl_prefix.auto.cost import ROOM_FACTOR
+from verl_prefix.auto.cost import ROOM_FACTOR, may_have_all_logits
 from verl_prefix.core import host_memory
 from verl_prefix.core.groups import Group
 from verl_prefix.models.recurrent import is_recurrent
@@ -16,7 +16,7 @@ from verl_prefix.tools.simulate import scans
 from verl_prefix.tools.simulate.accelerator import DEVICE, fake_accelerator
 from verl_prefix.tools.simulate.hardware import GPUS, Hardware
 from verl_prefix.tools.simulate.job import Arm, Job
-from verl_prefix.tools.simulate.passes import Simulation, keeps_all_logits, whole_shape
+from verl_prefix.tools.simulate.passes import Simulation, whole_shape
 from verl_prefix.tools.simulate.tower import deepstack_layers, kinds_of_blocks, with_blocks
 from verl_prefix.tools.simulate.tracker import Phase, Tracker
 
@@ -132,7 +132,8 @@ def simulate(
         )
     _warm_up()
     configs, times = _depths(job.config, OFFLOAD_DEPTH if any(arm.offload for arm in arms) else DEPTH)
-    job = replace(job, shape=job.shape or whole_shape(job))
+    shape = job.shape or whole_shape(job)
+    job = replace(job, shape=shape)
 
     def phases(arms: Sequence[Arm]) -> list[dict[str, Phase]]:
         runs = [_run(replace(job, config=config), arms, hardware, log_probs, shown) for config in configs]
@@ -146,7 +147,7 @@ def simulate(
         return ROOM_FACTOR * (max(phase["peak"] for phase in of.values()) - resident) > hardware.capacity - resident
 
     lesser: list[Callable[[Arm], Arm]] = []
-    if keeps_all_logits(job):
+    if may_have_all_logits(shape, job.logits_chunk, one_copy=not job.entropy):
         lesser.append(lambda arm: replace(arm, all_logits=False))
     if job.checkpointing:
         lesser.append(lambda arm: replace(arm, keeps_attention=False))

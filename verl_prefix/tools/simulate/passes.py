@@ -21,7 +21,15 @@ from torch.optim import adam
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.modeling_utils import local_torch_dtype
 
-from verl_prefix.auto.cost import Memory, PassCost, Rates, group_pass, may_keep_attention, plan_batch
+from verl_prefix.auto.cost import (
+    Memory,
+    PassCost,
+    Rates,
+    group_pass,
+    may_have_all_logits,
+    may_keep_attention,
+    plan_batch,
+)
 from verl_prefix.auto.shape import ModelShape, model_shape
 from verl_prefix.core.attention import AttentionPass
 from verl_prefix.core.calls import Segment
@@ -105,11 +113,6 @@ def plan_of(job: Job, shape: ModelShape, arm: Arm, budget: int, forward_only: bo
         shape, job.groups, budget=budget, schedule=arm.path, wave_tokens=job.wave_tokens, memory=memory_of(job, arm),
         forward_only=forward_only,
     )  # fmt: skip
-
-
-def keeps_all_logits(job: Job) -> bool:
-    """Whether updates of ours have all logits of a pass where there is room, as in the engine (`engine.room`)."""
-    return job.logits_chunk is None and not job.entropy and not vision.is_vision_config(job.config)
 
 
 def build_model(job: Job) -> Any:
@@ -244,7 +247,8 @@ class Simulation:
         whole = plan_of(job, job.shape or self.shape, arm=arm, budget=budget, forward_only=not update)
         plan, weights = self._thin(whole, update)
         may_keep = may_keep_attention(self.shape, job.checkpointing, job.keep_attention)
-        all_logits = update and arm.all_logits and keeps_all_logits(job)
+        may_have_all = may_have_all_logits(self.shape, job.logits_chunk, one_copy=not job.entropy)
+        all_logits = update and arm.all_logits and may_have_all
         schedule = CountedSchedule(
             self.hooked,
             lambda index, logits: self._log_probs(index, logits, update),
