@@ -502,17 +502,17 @@ def test_prompts_with_rows_in_several_mini_batches_are_counted_and_said_once_aft
 
     from verl_prefix.engine.step_metrics import GROUP_TOKENS, StepMetrics
 
-    def said(*batches: tuple[int, int], groups: int = 3) -> list[str]:
-        """Of log-probs and then updates, two of them a step: tokens of groups, and rows of 101 tokens. One prompt of
-        three lies in both."""
+    def said(*batches: tuple[int, ...]) -> list[str]:
+        """Of log-probs and then updates, two of them a step: tokens of groups, rows of 101 tokens, and groups, where
+        not three. One prompt of three lies in both."""
         caplog.clear()
         metrics = StepMetrics(list, list, 1, "uid")
-        for i, (tokens, rows) in enumerate(batches):
+        for i, (tokens, rows, *groups) in enumerate(batches):
             ids = torch.nested.as_nested_tensor([torch.full([101], i)] * rows, layout=torch.jagged)
             data = tu.get_tensordict({"input_ids": ids}, {"update_lr_scheduler": i % 3 == 2})
             if i % 3:
                 metrics.meet(data, set(("ab", "bc")[i % 3 - 1]))
-            own = {GROUP_TOKENS: tokens, "prefix/stock_rows": 0, "prefix/groups": groups}
+            own = {GROUP_TOKENS: tokens, "prefix/stock_rows": 0, "prefix/groups": sum(groups or [3])}
             found = metrics.report(own, data, forward_only=i % 3 == 0)
             assert not any("tokens of" in name for name in found)
             assert found.get("prefix/split_groups") == ([1] if i % 3 == 2 else None)
@@ -524,7 +524,10 @@ def test_prompts_with_rows_in_several_mini_batches_are_counted_and_said_once_aft
         assert "250 tokens more than 1000 at this step (+25%)" in told
         assert "actor_rollout_ref.actor.prefix.mini_batches=prompts" in told
         assert not said((1000, 16), (505, 8), (505, 8)), "next to nothing"
-        assert not said((1000, 16), (0, 8), (0, 8), groups=0), "verl's own path"
+        alone = [(1000, 16), (0, 8, 0), (0, 8, 0)]
+        assert not said(*alone), "verl's own path"
+        (told,) = said(*alone, (1000, 16), (600, 8), (650, 8))
+        assert "(+25%)" in told, "of the first step that shares"
         # Other rows than those before; log-probs on verl's own path, or none, as in bypass mode; a custom loss, which
         # keeps rows on ranks that they left for log-probs.
         for batches in ([(1000, 16), (600, 8), (600, 9)], [(0, 16), (600, 8), (600, 8)], [(1000, 16), (0, 8), (0, 8)]):

@@ -224,6 +224,17 @@ def test_what_one_rank_cannot_record_ends_the_run_on_all_and_later_on_only_the_r
         writers(tmp_path / "trace", model)[1].record(odd(0, 1), LOSS, lambda counts: counts)
 
 
+def test_a_model_that_cannot_be_described_ends_the_run_on_all_ranks(tmp_path, model):
+    """Only rank 0 describes it, and the others wait."""
+    ranks = writers(tmp_path / "trace", model)
+    ranks[0].describe = lambda: {"engine": object.no_such_attribute}
+    with pytest.raises(trace.TraceError, match="no_such_attribute"):
+        ranks[0].record(to_tensordict(rows(0, 0)), LOSS, lambda counts: counts)
+    with pytest.raises(trace.TraceError, match="another rank cannot record"):
+        ranks[1].record(to_tensordict(rows(0, 1)), LOSS, lambda counts: [True, *counts[1:]])
+    assert not (tmp_path / "trace").exists()
+
+
 def test_positions_of_a_vision_language_model_are_refused(tmp_path, model):
     """verl gives them to text-only rows too where the processor knows them: [4, tokens] per row."""
 

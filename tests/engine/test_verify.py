@@ -23,6 +23,7 @@ from broken_states import (
 )
 from dialogues import rollouts, thinking_kept, thinking_stripped, tree_search
 from runners import random_rollouts, run_shared, run_stock
+from verl.utils import tensordict_utils as tu
 
 from verl_prefix.core import layout as core_layout
 from verl_prefix.core.attention import AttentionParams, GroupedAttention
@@ -31,6 +32,7 @@ from verl_prefix.core.groups import Group
 from verl_prefix.core.kernels import cpu
 from verl_prefix.core.layout import Layout, build_layout
 from verl_prefix.engine import self_check as verify
+from verl_prefix.engine.verify import Verification
 from verl_prefix.models.hookup import HookedModel
 
 CONFIGS = {
@@ -251,6 +253,20 @@ def test_a_window_that_is_ignored_is_caught():
 def test_wrong_positions_are_caught_by_log_probs(dtype):
     found = verdict(0, dtype, broken=positions_restarted)
     assert found.attention <= verify.MAX_ATTENTION < verify.MAX_LOG_PROBS < found.log_probs, str(found)
+
+
+def test_every_row_of_a_checked_tree_runs_the_tower_as_often_as_those_of_other_ranks():
+    """Turns of a session may show more and more. A rank whose stock passes ran the tower once more would wait for ever:
+    the other rank, which stands in here, has an image with every row."""
+    image, clip = {"pixel_values": torch.ones(1)}, {"pixel_values_videos": torch.ones(1)}
+    seen = [image, image | clip, image, {}, clip, None]
+    data = tu.get_tensordict({"input_ids": torch.ones(6, 3), "multi_modal_inputs": seen})
+    groups = [Group((0, 1), 1, (1, 1)), Group((2, 3), 1, (1, 1)), Group((4, 5), 1, (1, 1))]
+    engine = types.SimpleNamespace(
+        module=types.SimpleNamespace(config=types.SimpleNamespace(model_type="qwen3_vl")),
+        reduce_max=lambda lacking: [lacks or other for lacks, other in zip(lacking, (False, True), strict=True)],
+    )
+    assert Verification(engine)._checkable(data, groups) == groups[1:]
 
 
 def test_few_tokens_of_one_rank_are_judged_together_with_those_of_the_others():

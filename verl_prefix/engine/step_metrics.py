@@ -51,7 +51,7 @@ class StepMetrics:
         self._trees = trees
         self._reduce_sum, self._reduce_max, self._sequence_ranks = reduce_sum, reduce_max, sequence_ranks
         self._log_prob_stock_rows = 0.0
-        self._log_prob_total: Mapping[str, float] = {}  # of the first step
+        self._log_prob_total: Mapping[str, float] = {}  # of the last log-probs
         self._is_first_step = True
         self._start_step()
 
@@ -115,13 +115,14 @@ class StepMetrics:
     def _see_torn_groups(self, total: Mapping[str, float], num_torn: int, forward_only: bool) -> None:
         """Says once, after the first step that shares, that the trainer put rows of prompts into several mini-batches.
         Log-probs of the same rows saw these prompts whole, and tell what it costs; bypass mode has none."""
-        if forward_only or not self._is_first_step:
+        if forward_only:
             self._log_prob_total = total
+        if forward_only or not self._is_first_step:
+            return
+        if not total["prefix/groups"]:  # verl's own path computes every row
             return
         whole, self._is_first_step = self._log_prob_total, False
         tokens, again, cost = whole.get(GROUP_TOKENS, 0.0), total[GROUP_TOKENS], ""
-        if not total["prefix/groups"]:  # verl's own path computes every row
-            return
         if tokens and again and total[_TOKENS] == whole[_TOKENS]:
             more = again - tokens
             if more <= _TORN * tokens:

@@ -17,7 +17,7 @@ from verl.utils import tensordict_utils as tu
 from verl.workers.utils.losses import ppo_loss
 
 from verl_prefix.engine.protocol import Engine
-from verl_prefix.engine.rows import row_lens
+from verl_prefix.engine.rows import PIXELS, row_lens
 from verl_prefix.engine.trace import (
     FIELDS,
     MANIFEST,
@@ -88,6 +88,7 @@ class TraceWriter:
             loss_options = _describe_loss(loss)
             tensors, uids, flags = split_fields(data)
             content = save(tensors)
+            of_engine = self.describe() if leads else {}
         except TraceError as problem:
             error = problem
         except Exception as problem:  # of whatever type: other ranks wait for this one
@@ -117,7 +118,7 @@ class TraceWriter:
             if leads:
                 run = {"schema": SCHEMA, "world_size": self.world_size, "loss": loss_options}
                 where = {"versions": package_versions(PACKAGES), "device": device_name(), "seed": torch.initial_seed()}
-                _write_json(self.folder / MANIFEST, run | where | self.describe())
+                _write_json(self.folder / MANIFEST, run | where | of_engine)
             if self.writes:
                 self._write_step(content, uids, flags)
         except OSError as problem:
@@ -189,7 +190,7 @@ def _without_padding(data: TensorDict) -> TensorDict:
 
 def split_fields(data: TensorDict) -> tuple[dict[str, torch.Tensor], list[str] | None, dict[str, Any]]:
     """Jagged fields as flat values and `NAME/lengths` [rows] int64, row-wise tensors as they are; uids; scalars."""
-    if any(tu.get(data, "multi_modal_inputs", ())):
+    if any(tu.get(data, PIXELS, ())):
         raise TraceError("actor_rollout_ref.actor.prefix.trace_dir does not record images; remove it")
     tensors, flags = {}, {}
     data = _without_padding(data)

@@ -17,7 +17,7 @@ from verl_prefix.core.groups import Group
 from verl_prefix.core.waves import make_plan
 from verl_prefix.engine.paths import Stock
 from verl_prefix.engine.protocol import Engine
-from verl_prefix.engine.rows import row_lens
+from verl_prefix.engine.rows import PIXELS, row_lens
 from verl_prefix.engine.self_check import Gradients, Verdict, check, rounding_noise
 from verl_prefix.models.recurrent import mixers
 from verl_prefix.models.vision import is_vision_config, num_tower_runs
@@ -131,13 +131,14 @@ class Verification:
     def _checkable(self, data: TensorDict, groups: Sequence[Group]) -> Sequence[Group]:
         """Groups to choose from, of which every rank has one. Their stock passes run a vision tower equally often on
         every rank: verl's path runs it once for images and once for videos."""
-        chosen = {0: groups}
+        chosen = [groups]
         if is_vision_config(self.engine.module.config):
-            rows = tu.get(data, "multi_modal_inputs", [None] * len(data))
-            runs = [num_tower_runs(rows[group.rows[0]]) for group in groups]
-            chosen = {n: [group for group, m in zip(groups, runs, strict=True) if m == n] for n in (1, 2)}
-        lacking = self.engine.reduce_max([not groups for groups in chosen.values()])
-        return next((groups for groups, lacks in zip(chosen.values(), lacking, strict=True) if not lacks), [])
+            rows = tu.get(data, PIXELS, [None] * len(data))
+            # Rows of a tree may show other pixels each.
+            runs = [{num_tower_runs(rows[row]) for row in group.rows} for group in groups]
+            chosen = [[group for group, found in zip(groups, runs, strict=True) if found == {n}] for n in (1, 2)]
+        lacking = self.engine.reduce_max([not groups for groups in chosen])
+        return next((groups for groups, lacks in zip(chosen, lacking, strict=True) if not lacks), [])
 
 
 def _sum_of_log_probs(model_output: dict, data: TensorDict, **_: object) -> tuple[torch.Tensor, dict]:
