@@ -90,8 +90,9 @@ def test_nothing_is_left_after_an_exception_between_a_and_c(tracked, monkeypatch
     assert len(tracked) > 5 and left(tracked) == 0
 
 
+@pytest.mark.parametrize("offload", [False, True])
 @pytest.mark.parametrize("checkpoint", [False, True])
-def test_phase_c_forgets_each_layers_caches_as_it_comes_to_it(monkeypatch, checkpoint):
+def test_phase_c_forgets_each_layers_caches_as_it_comes_to_it(monkeypatch, checkpoint, offload):
     model, left, take = build(), [], prefix_cache.PrefixCache.take
     if checkpoint:
         model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -103,7 +104,7 @@ def test_phase_c_forgets_each_layers_caches_as_it_comes_to_it(monkeypatch, check
         return grads
 
     monkeypatch.setattr(prefix_cache.PrefixCache, "take", spy)
-    run_shared(model, random_rollouts(SHAPE, 61), "phased", wave_tokens=12)
+    run_shared(model, random_rollouts(SHAPE, 61), "phased", wave_tokens=12, offload=offload)
     layers = model.config.num_hidden_layers
     assert left == [(layer, layer, 0) for layer in reversed(range(layers))]
 
@@ -161,6 +162,7 @@ def test_a_cache_that_an_exceptions_frames_hold_frees_what_waves_sent_back(offlo
         sent = weakref.ref(cache.take("layer")[0])
         cache.add_grad("layer", slice(0, 2), torch.ones(2, 1, 2))
         kept = weakref.ref(cache._grad["layer"][0])
-        assert sent() is None and kept() is not None
+        leaf = weakref.ref(cache.read("layer")[0])
+        assert sent() is None and None not in (kept(), leaf())
         raise RuntimeError("a wave")
-    assert kept() is None
+    assert kept() is None and leaf() is None

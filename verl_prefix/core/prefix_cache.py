@@ -73,7 +73,7 @@ class PrefixCache:
         """Phase B: adds a wave's gradients of the rows (tokens, or states) that it read of each tensor."""
         if key not in self._grad:
             self._grad[key] = tuple(
-                torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32)) for x in self._leaf[key]
+                torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32)) for x in self.read(key)
             )
         for total, part in zip(self._grad[key], grads, strict=True):
             add_at(total, rows, part)
