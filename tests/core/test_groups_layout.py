@@ -52,7 +52,7 @@ def test_layout_holds_each_prefix_once_and_every_suffix_at_its_original_place(sh
     hypothesis.assume(groups)
     offsets = offsets_of(groups_of(shape))
     layout = build_layout(groups, offsets)
-    assert layout.num_prefix == sum(g.prefix_len for g in groups)
+    assert layout.num_strand_tokens == sum(g.prefix_len for g in groups)
     assert layout.num_tokens == sum(g.num_physical_tokens for g in groups) == layout.calls(None, CPU)[0].spans.q[-1]
     expected = [
         offsets[row] + group.prefix_len + i
@@ -68,7 +68,8 @@ def test_layout_holds_each_prefix_once_and_every_suffix_at_its_original_place(sh
         assert [b - a for a, b in zip(cross.k, cross.k[1:], strict=False)] == [g.prefix_len for g in sharing]
         assert [b - a for a, b in zip(cross.q, cross.q[1:], strict=False)] == [g.num_suffix_tokens for g in sharing]
         assert (
-            build_layout(groups, offsets, suffixes=False).index.tolist() == layout.index[: layout.num_prefix].tolist()
+            build_layout(groups, offsets, suffixes=False).index.tolist()
+            == layout.index[: layout.num_strand_tokens].tolist()
         )
 
 
@@ -86,7 +87,7 @@ def test_waves_hold_every_suffix_once_in_order_within_the_budget(shape, wave_tok
         offsets = offsets_of(groups_of(shape))
         source = build_layout(groups, offsets, suffixes=False)
         layout = build_layout([piece for _, piece in wave], offsets, source, [i for i, _ in wave])
-        assert layout.num_prefix == 0 and layout.num_tokens == sum(lens)
+        assert layout.num_strand_tokens == 0 and layout.num_tokens == sum(lens)
         sharing = [i for i, piece in wave if piece.num_suffix_tokens and piece.prefix_len]
         keys = [starts[i] + token for i in sharing for token in range(groups[i].prefix_len)]
         found = [positions_of(call.prefix.tokens) for call in layout.calls(None, CPU)[1:]]
@@ -105,7 +106,7 @@ def keys_read(layout, window, prefix_place):
             grad = torch.arange(1.0, len(keys) + 1, dtype=torch.float64)[call.prefix.at]
             wanted, total = torch.zeros(2, len(prefix_place), dtype=torch.float64)
             wanted.index_add_(0, torch.arange(len(wanted))[call.prefix.tokens], grad)
-            add_at(total, call.prefix.rows, call.prefix.summed(grad))
+            add_at(total, call.prefix.once, call.prefix.summed(grad))
             assert torch.equal(total, wanted), "gradients of a token's copies are not its own"
         assert (keys >= 0).all() and torch.equal(call.keys(layout.index, prefix_place), keys)
         queries = torch.arange(layout.num_tokens)[call.queries].tolist()
@@ -152,7 +153,7 @@ def test_siblings_tails_are_added_to_one_run_of_tokens():
     """A prompt's rows under a window: what they send back is summed, and no index repeats."""
     layout = build_layout([Group((0, 1, 2), 20, (9, 8, 7))], [0, 30, 60, 90])
     (call,) = layout.calls(6, CPU)
-    assert call.prefix.copies == ((3, 5),) and call.prefix.rows == slice(15, 20)
+    assert call.prefix.copies == ((3, 5),) and call.prefix.once == slice(15, 20)
 
 
 def test_a_call_of_several_blocks_copies_at_most_16_mib_of_keys_and_values():
@@ -169,7 +170,7 @@ def test_plan_computes_every_live_row_once_within_the_budget(shape, budget, sche
     groups = groups_of(shape)
     plan = make_plan(groups, budget, schedule)
     rows = sorted(row for one in plan.passes for group in one.groups for row in group.rows)
-    idle = [row for group in plan.idle_rows for row in group.rows]
+    idle = [row for group in plan.idle_groups for row in group.rows]
     assert sorted(rows + idle) == list(range(sum(len(g.rows) for g in groups)))
     for packed in plan.packed:
         tokens = sum(group.num_physical_tokens for group in packed.groups)

@@ -198,7 +198,7 @@ def test_every_token_is_one_ranks_and_every_rank_has_its_share_of_lm_head(alone,
         tokens = [one.tokens for one in shards]
         assert len({len(x) for x in tokens}) == 1
         assert set(torch.cat(tokens).tolist()) == set(range(layout.num_tokens))
-        suffix = torch.arange(layout.num_prefix, layout.num_tokens)
+        suffix = torch.arange(layout.num_strand_tokens, layout.num_tokens)
         for keep in (suffix, suffix[::3], suffix[-1:], torch.tensor([layout.num_tokens - 1])):
             if not len(keep):
                 continue

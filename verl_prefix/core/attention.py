@@ -1,4 +1,4 @@
-"""Grouped attention: a causal call over all segments, one call from suffix blocks to their prefixes, merged by LSE.
+"""Grouped attention: a causal call over all segments, and calls from blocks of them to their prefixes, merged by LSE.
 
 A suffix query's softmax runs over two sets of keys, the prefix and the suffix so far. Each kernel call normalises over
 its own set and returns the log-sum-exp of its scores. From these the outputs combine exactly (the ring-attention rule):
@@ -6,7 +6,7 @@ its own set and returns the log-sum-exp of its scores. From these the outputs co
     lse = log(exp(lse_1) + exp(lse_2))      out = out_1 exp(lse_1 - lse) + out_2 exp(lse_2 - lse)
 
 In backward each call gets the merged out and lse, and so returns its own keys' exact share of the gradients. The
-prefix's keys and values are never repeated per suffix (Prefix Grouper, arXiv 2506.05433, repeats them).
+prefix's keys and values are not repeated per suffix (Prefix Grouper, arXiv 2506.05433, repeats them).
 """
 
 import functools
@@ -36,8 +36,8 @@ class AttentionPass:
         kernel: name for `kernels.choose_kernel`.
         capture: in phase A, the cache that receives the layers' keys and values.
         cache: in a wave, the cache from which suffixes read their prefixes.
-        keep: under gradient checkpointing, keeps attention outputs until backward, whose recomputation of the layers
-            then runs no attention kernel.
+        keep_attention: under gradient checkpointing, keeps attention outputs until backward, whose recomputation of
+            the layers then runs no attention kernel.
 
     Attributes:
         shards: how the row's tokens are spread over ranks; None: this rank has all of them.
@@ -50,7 +50,7 @@ class AttentionPass:
         kernel: str,
         capture: PrefixCache | None = None,
         cache: PrefixCache | None = None,
-        keep: bool = False,
+        keep_attention: bool = False,
     ) -> None:
         self.layout = layout
         self.kernel = kernel
@@ -58,7 +58,7 @@ class AttentionPass:
         self.cache = cache
         self.shards: Shards | None = None
         self.head_tokens: torch.Tensor | None = None
-        self.kept: Kept | None = {} if keep else None
+        self.kept: Kept | None = {} if keep_attention else None
         self.num_calls = 0  # layers seen, so that a model that bypasses us is noticed
 
     def attend(
@@ -191,7 +191,7 @@ class GroupedAttention(torch.autograd.Function):
     """q [T, H, D], k and v [T, K, D], sinks [H] or None -> out [T, H, D].
 
     Without `cache`, prefix keys are this row's own. With it they are the cache's, and their gradients go to its grad
-    cache instead of through autograd; `anchor` is then the layer's of `PrefixCache.anchors`. A sink (gpt-oss) is one
+    cache instead of through autograd; `anchor` is then `cache.anchors[layer]`. A sink (gpt-oss) is one
     more score per head, without a value: it joins the log-sum-exp.
     """
 
@@ -241,10 +241,12 @@ class GroupedAttention(torch.autograd.Function):
                 dq[call.queries] += dq_call
             if call.prefix is not None and cache is None:
                 for total, grad in ((dk, dk_call), (dv, dv_call)):
-                    add_at(total[: layout.num_prefix], call.prefix.rows, call.prefix.summed(grad[call.prefix.at]))
+                    add_at(
+                        total[: layout.num_strand_tokens], call.prefix.once, call.prefix.summed(grad[call.prefix.at])
+                    )
             elif call.prefix is not None and ctx.needs_input_grad[-1]:
                 grads = (call.prefix.summed(grad[call.prefix.at]) for grad in (dk_call, dv_call))
-                cache.add_grad(layer, call.prefix.rows, *grads)
+                cache.add_grad(layer, call.prefix.once, *grads)
         dsinks = None
         if sinks is not None:
             share = (sinks.to(lse.dtype).unsqueeze(-1) - lse).exp()

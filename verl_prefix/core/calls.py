@@ -35,8 +35,7 @@ class Segment(NamedTuple):
 
     @property
     def path_end(self) -> int:
-        """The token of the prefix source that follows the last one of the path; 0 where the path is empty."""
-        return sum(self.path[-1]) if self.path else 0
+        return end_of(self.path)
 
 
 @dataclass(frozen=True)
@@ -101,9 +100,9 @@ class Spans:
 
 
 BLOCK = 128  # tokens that one block of flash attention's grid computes
-# By simulation (`tools.simulate`, H100) a cut pays where it saves a block for every nine tokens, whose outputs and
-# gradients are then copied together. No GPU has measured it, so it has to save almost twice as many. FA2, aten and the
-# backward of FA3 have such grids; the forward of FA3 leaves no block empty.
+# By simulation (`tools.simulate`, H100) a cut pays where it saves a block for every nine tokens of the call, since all
+# outputs and gradients are then copied together. No GPU has measured it, so it has to save almost twice as many. FA2,
+# aten and the backward of FA3 have such grids; the forward of FA3 leaves no block empty.
 _TOKENS_PER_SAVED_BLOCK = 5
 
 
@@ -125,18 +124,18 @@ def _cut(lens: Sequence[int]) -> int:
 
 
 class Keys(NamedTuple):
-    """Prefix keys of a call: tokens `tokens` of the prefix source are its keys `at`. Slices, or int64 indices [n].
+    """Prefix keys of a call: its keys `at` are tokens `tokens` of the prefix source. Slices, or int64 indices [n].
 
-    Where segments have copies of the same keys, `copies` says (times, tokens) of each block of them, and `rows` are the
-    tokens of all blocks."""
+    Where segments have copies of the same keys, `copies` says (times, tokens) of each block of them, and `once` are
+    `tokens` without the copies."""
 
     at: slice | torch.Tensor
     tokens: slice | torch.Tensor
-    rows: slice | torch.Tensor
+    once: slice | torch.Tensor
     copies: tuple[tuple[int, int], ...] = ()
 
     def summed(self, grad: torch.Tensor) -> torch.Tensor:
-        """Gradients of keys `at` [n, K, D] -> of tokens `rows`; sums over copies are in fp32 (fp64)."""
+        """Gradients of keys `at` [n, K, D] -> of tokens `once`; sums over copies are in fp32 (fp64)."""
         if not self.copies:
             return grad
         wide = torch.promote_types(grad.dtype, torch.float32)
@@ -249,6 +248,11 @@ def _is_run(pieces: Sequence[tuple[int, int]]) -> bool:
 def _token_index(pieces: Sequence[tuple[int, int]], device: torch.device) -> slice | torch.Tensor:
     """`ranges` on `device`, or a slice where there are no gaps, so that nothing is copied."""
     return slice(pieces[0][0], sum(pieces[-1])) if _is_run(pieces) else on_device(ranges(pieces), device)
+
+
+def end_of(path: Pieces) -> int:
+    """The token of the prefix source that follows the last one of a path; 0 where the path is empty."""
+    return sum(path[-1]) if path else 0
 
 
 def last_of(path: Pieces, length: int) -> Pieces:

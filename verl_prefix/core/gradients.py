@@ -19,10 +19,10 @@ def gradients_aside(model: torch.nn.Module) -> Iterator[None]:
         if isinstance(module, FSDPModule):
             module.reshard()
     parameters = list(model.parameters())
-    gathered = [parameter.grad for parameter in parameters]
+    kept = [parameter.grad for parameter in parameters]
     model.zero_grad()
     try:
         yield
     finally:
-        for parameter, grad in zip(parameters, gathered, strict=True):
+        for parameter, grad in zip(parameters, kept, strict=True):
             parameter.grad = grad

@@ -1,9 +1,7 @@
 """Rows -> groups: rollouts whose prompts are the same, token for token, position for position and pixel for pixel.
 
-A row is one rollout. Its prompt gives the prefix (all prompt tokens but the last); its suffix is the last prompt token
-and the response but its last token, so that the first response token's log-prob already comes from the suffix and the
-prefix never reaches lm_head. Every row is treated so, also a row that is alone: what a row computes does not depend on
-how many others share its prefix. `waves` decides what runs together.
+Every row has a prefix and a suffix, also one that is alone: what a row computes does not depend on how many others
+share its prefix. `waves` decides what runs together.
 """
 
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
@@ -37,7 +35,7 @@ class Group:
 
     A group of one prompt is a tree of one strand; its `strands`, `forks` and `first_outputs` may be left out. Rows of a
     deeper tree (`trees`) stand depth first. A row may lie wholly in strands. Its suffix is then empty, and the next row
-    that has a suffix continues it.
+    that has a suffix begins with its tokens.
 
     Attributes:
         rows: row indices of the batch.
@@ -105,7 +103,8 @@ class Group:
             strand, end = self.strands[strand].parent, self.strands[strand].start
 
     def units(self) -> Iterator[tuple[int, int]]:
-        """Yields ranges of `rows` that stay together: a row with a suffix, and the rows without one just before it."""
+        """Yields ranges of `rows` that stay together: a row with a suffix, and the rows without one just before it (or
+        behind the last one)."""
         start = 0
         last = max((i for i, n in enumerate(self.suffix_lens) if n), default=-1)
         for i, suffix_len in enumerate(self.suffix_lens):
@@ -126,7 +125,7 @@ class Group:
         )
 
     def pruned(self) -> "Group":
-        """The group with only those tokens of strands that its rows need, taken from these rows."""
+        """The group with only those tokens of strands that its rows need; each strand names one of these rows."""
         needed = [(0, -1)] * len(self.strands)  # the end, and a row that has all before it
         for row, fork, num_outputs in zip(self.rows, self.forks, self.output_lens, strict=True):
             for strand, _, end in self.path(fork) if num_outputs else ():

@@ -29,7 +29,7 @@ def host_room() -> int:
 class HostPages:
     """A device's host memory, in pages of PAGE_BYTES (uint8; pinned but for CPU), and the stream of all its copies.
 
-    Grows to the largest set of groups seen while `host_room` allows, and never shrinks: pinning costs more than a
+    Grows to the largest pass seen while `host_room` allows, and never shrinks: pinning costs more than a
     copy. One stream orders all copies, so a page that is given back and taken again needs no event.
     """
 

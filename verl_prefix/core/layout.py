@@ -5,8 +5,8 @@
     cross call:   a block (segments that continue the same tokens) reads these tokens
 
 The row is an index into the batch's flat values. So positions stay the original ones, and outputs go back to where they
-belong. In groups of one prompt the cross call reads plain slices, and nothing is copied but token ids. In deeper trees
-a block reads pieces of several strands, which are copied for it.
+belong. In groups of one prompt the cross call reads plain slices, and nothing is copied but token ids. In deeper trees,
+and where a window cuts a path, a block reads copies of what stands before it.
 """
 
 import functools
@@ -18,22 +18,33 @@ from typing import NamedTuple
 
 import torch
 
-from verl_prefix.core.calls import Call, Pieces, Segment, Spans, built_once, calls_of, last_of, on_device, ranges
+from verl_prefix.core.calls import (
+    Call,
+    Pieces,
+    Segment,
+    Spans,
+    built_once,
+    calls_of,
+    end_of,
+    last_of,
+    on_device,
+    ranges,
+)
 from verl_prefix.core.groups import Fork, Group
 
 
 class Run(NamedTuple):
-    """Tokens [start, end) of a strand. They start from the state just before token `after`, where their path ends (0:
-    from zeros)."""
+    """Tokens [start, end) of a strand. They start from the state that their path leaves, which ends just before token
+    `path_end` (0: from zeros)."""
 
     start: int
     end: int
-    after: int
+    path_end: int
 
 
 class InitialStates(NamedTuple):
     """The state from which each suffix starts: suffix `suffixes[i]` of the layout starts from state `states[i]` of the
-    source's `states`; both [n] int64."""
+    source's `state_paths`; both [n] int64."""
 
     suffixes: torch.Tensor
     states: torch.Tensor
@@ -49,24 +60,24 @@ class Reads(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """One packed row of T tokens, of which the first `num_prefix` are strands: the first `num_prefixes` segments.
+    """One packed row of T tokens, of which the first `num_strand_tokens` are strands: the first `num_strands` segments.
 
     `index` [T] (int64) says which token of the batch's flat values each one is. Paths of segments count tokens of the
     prefix source. That is this row itself; for a wave, which has no strands, it is `source`, the row of phase A. The
     strands of each of `groups` begin at token `starts` of the prefix source. `reads` are the outputs that rows read;
-    None: those of all suffix tokens, in their order. `states` are the paths in this row's strands that other segments
-    continue, in ascending order of their last tokens.
+    None: those of all suffix tokens, in their order. `state_paths` are the paths in this row's strands that other
+    segments continue, in ascending order of their last tokens; behind each a recurrent layer leaves a state.
     """
 
     index: torch.Tensor
-    num_prefix: int
+    num_strand_tokens: int
     segments: tuple[Segment, ...]
     groups: tuple[Group, ...] = ()
     starts: tuple[int, ...] = ()
     reads: Reads | None = None
-    states: tuple[Pieces, ...] = ()
+    state_paths: tuple[Pieces, ...] = ()
     source: "Layout | None" = None
-    num_prefixes: int = 0
+    num_strands: int = 0
     _calls: dict[tuple[int | None, torch.device], tuple[Call, ...]] = built_once()
     _initial_states: dict[torch.device, InitialStates] = built_once()
     _tails: dict[tuple[int, torch.device], torch.Tensor] = built_once()
@@ -78,8 +89,8 @@ class Layout:
     @property
     def multiplicity(self) -> torch.Tensor:
         """[T] int64: how often each token counts in the logical batch, 0 in a dummy."""
-        counts = [torch.full((self.num_tokens - self.num_prefix,), int(bool(self.groups)))]
-        for group in reversed(self.groups if self.num_prefix else ()):
+        counts = [torch.full((self.num_tokens - self.num_strand_tokens,), int(bool(self.groups)))]
+        for group in reversed(self.groups if self.num_strand_tokens else ()):
             steps = [torch.zeros(strand.end - strand.start + 1, dtype=torch.int64) for strand in group.strands]
             for fork, num_outputs in zip(group.forks, group.output_lens, strict=True):
                 for strand, start, end in group.path(fork) if num_outputs else ():
@@ -91,38 +102,38 @@ class Layout:
     @functools.cached_property
     def suffixes(self) -> Spans:
         """Suffixes as the segments of a row of their own, which read themselves."""
-        bounds = (0, *accumulate(segment.length for segment in self.segments[self.num_prefixes :]))
+        bounds = (0, *accumulate(segment.length for segment in self.segments[self.num_strands :]))
         return Spans(bounds, bounds)
 
     @functools.cached_property
     def rounds(self) -> list[tuple[list[Run], Spans]]:
-        """The strands, cut at `states` into runs of tokens, and these as the segments of a row of their own. The runs
+        """The strands, cut at the ends of `state_paths` into runs of tokens, and each round's runs as `Spans`. The runs
         of a round start from states of earlier rounds. All layers get the same objects, so that kernels can keep what
         they derive from them."""
         rounds: list[list[Run]] = []
         round_of = {0: -1}
         ends, end = list(self.state_numbers), 0
-        for segment in self.segments[: self.num_prefixes]:
-            start, after, end = end, segment.path_end, end + segment.length
+        for segment in self.segments[: self.num_strands]:
+            start, path_end, end = end, segment.path_end, end + segment.length
             for cut in ends[bisect_right(ends, start) : bisect_right(ends, end)]:
-                round_of[cut] = round_of[after] + 1
+                round_of[cut] = round_of[path_end] + 1
                 if round_of[cut] == len(rounds):
                     rounds.append([])
-                rounds[round_of[cut]].append(Run(start, cut, after))
-                start = after = cut
-            assert start == end, "nothing goes on behind the end of a strand"
+                rounds[round_of[cut]].append(Run(start, cut, path_end))
+                start = path_end = cut
+            assert start == end, "no segment continues the end of this strand"
         bounds = [(0, *accumulate(run.end - run.start for run in runs)) for runs in rounds]
         return [(runs, Spans(one, one)) for runs, one in zip(rounds, bounds, strict=True)]
 
     @functools.cached_property
     def state_numbers(self) -> dict[int, int]:
-        """The number of each of `states`, by the token that follows its last one."""
-        return {_after(path): number for number, path in enumerate(self.states)}
+        """The number of each of `state_paths`, by `end_of` it."""
+        return {end_of(path): number for number, path in enumerate(self.state_paths)}
 
     def initial_states(self, device: torch.device) -> InitialStates:
         """The suffixes that continue strands, and the state of each; built once."""
         if device not in self._initial_states:
-            suffixes, numbers = self.segments[self.num_prefixes :], (self.source or self).state_numbers
+            suffixes, numbers = self.segments[self.num_strands :], (self.source or self).state_numbers
             pairs = [(i, numbers[suffix.path_end]) for i, suffix in enumerate(suffixes) if suffix.path]
             self._initial_states[device] = InitialStates(
                 *on_device(torch.tensor(pairs, dtype=torch.int64).reshape(-1, 2).T, device)
@@ -130,10 +141,10 @@ class Layout:
         return self._initial_states[device]
 
     def tails(self, length: int, device: torch.device) -> torch.Tensor:
-        """[states, length] int64: the last tokens of each of `states`, plus 1, with zeros in front where there are
+        """[states, length] int64: the last tokens of each of `state_paths`, plus 1, with zeros in front where there are
         fewer; built once."""
         if (length, device) not in self._tails:
-            rows = [ranges(last_of(path, length)) + 1 for path in self.states]
+            rows = [ranges(last_of(path, length)) + 1 for path in self.state_paths]
             padded = [torch.nn.functional.pad(row, (length - len(row), 0)) for row in rows]
             self._tails[length, device] = on_device(torch.stack(padded), device)
         return self._tails[length, device]
@@ -141,13 +152,13 @@ class Layout:
     @property
     def read_places(self) -> torch.Tensor:
         """[n] int64: where the outputs that are read stand in the batch; each gives the next token's log-prob."""
-        return self.index[self.num_prefix :] if self.reads is None else self.reads.places
+        return self.index[self.num_strand_tokens :] if self.reads is None else self.reads.places
 
     @functools.cached_property
     def keep(self) -> torch.Tensor:
         """[m] int64: tokens whose outputs this row computes, in ascending order."""
         if self.reads is None:
-            return torch.arange(self.num_prefix, self.num_tokens)
+            return torch.arange(self.num_strand_tokens, self.num_tokens)
         own: torch.Tensor = self.reads.tokens[self.reads.tokens >= 0].unique()
         return own
 
@@ -155,7 +166,7 @@ class Layout:
         """The layout that reads only the outputs of the batch's tokens `is_read` [N] (bool). It reads at least one
         token of this row, since a backward needs something to start from."""
         index = self.read_places
-        own = torch.arange(self.num_prefix, self.num_tokens) if self.reads is None else self.reads.tokens
+        own = torch.arange(self.num_strand_tokens, self.num_tokens) if self.reads is None else self.reads.tokens
         chosen = is_read[index]
         if not (chosen & (own >= 0)).any():
             chosen[(own >= 0).nonzero()[0]] = True
@@ -170,7 +181,7 @@ class Layout:
 
 
 def pass_order(groups: Sequence[Group]) -> list[Group]:
-    """Groups to compute, those without a prefix last, so that the suffix blocks that read a prefix stay one slice."""
+    """Groups with suffix tokens, those without a prefix last, so that suffix blocks that read one stay one slice."""
     return sorted((g for g in groups if g.num_suffix_tokens), key=lambda group: group.prefix_len == 0)
 
 
@@ -210,13 +221,13 @@ def build_layout(
     pieces = [*strands, *(leaves if suffixes else ())]
     if not pieces:
         return Layout(torch.zeros(1, dtype=torch.int64), 0, (Segment(1),), starts=tuple(starts))
-    num_prefix = sum(segment.length for _, segment in strands)
+    num_strand_tokens = sum(segment.length for _, segment in strands)
     states = {segment.path for _, segment in [*strands, *leaves] if segment.path and not in_wave}
     return Layout(
-        ranges([(start, segment.length) for start, segment in pieces]), num_prefix,
+        ranges([(start, segment.length) for start, segment in pieces]), num_strand_tokens,
         tuple(segment for _, segment in pieces), tuple(groups), tuple(starts),
-        reads=_reads(rows, num_prefix, in_wave, suffixes),
-        states=tuple(sorted(states, key=_after)), source=source, num_prefixes=len(strands),
+        reads=_reads(rows, num_strand_tokens, in_wave, suffixes),
+        state_paths=tuple(sorted(states, key=end_of)), source=source, num_strands=len(strands),
     )  # fmt: skip
 
 
@@ -236,13 +247,13 @@ def _paths(group: Group, start: int) -> dict[Fork, Pieces]:
 
 
 def _reads(
-    rows: Sequence[tuple[int, int, int, int, Pieces]], num_prefix: int, in_wave: bool, suffixes: bool
+    rows: Sequence[tuple[int, int, int, int, Pieces]], num_strand_tokens: int, in_wave: bool, suffixes: bool
 ) -> Reads | None:
     """The outputs that rows read; None where they read exactly the outputs of suffixes, or nothing. A row is given as
     (first token in the batch, tokens before the suffix, suffix tokens, first token whose output is read, path)."""
     if all(start == first for _, start, _, first, _ in rows):
         return None
-    index, tokens, own = [], [], num_prefix
+    index, tokens, own = [], [], num_strand_tokens
     for offset, start, suffix_len, first, path in rows:
         in_strands = ranges(last_of(path, max(start - first, 0)))
         in_suffix = torch.arange(suffix_len if suffixes else 0)[max(first - start, 0) :]
@@ -250,7 +261,3 @@ def _reads(
         tokens += [-1 - in_strands if in_wave else in_strands, own + in_suffix]
         own += suffix_len
     return Reads(torch.cat(index), torch.cat(tokens)) if any(map(len, tokens)) else None
-
-
-def _after(path: Pieces) -> int:
-    return sum(path[-1])

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-# Names what a layer leaves for suffixes: an attention layer's index, or (part, index) of a recurrent layer.
+# Names what is left for suffixes: an attention layer's index, (part, index) of a recurrent layer, or "outputs".
 Key = Hashable
 Tensors = tuple[torch.Tensor, ...]
 
@@ -22,10 +22,10 @@ class PrefixCache:
     The grad cache is fp32 whatever the model's dtype is (fp64 for fp64), since every wave adds to it.
 
     Attributes:
-        anchors: by key, an empty tensor that requires a gradient if what the layer left does. The function that reads
-            the layer's tensors takes it as an input, so that autograd visits this function in backward even where its
-            other inputs are frozen. The tensors themselves would do so too, but then a wave's graph would hold them on
-            the device (`core.offload`).
+        anchors: by key, an empty tensor that requires a gradient if what the layer left does. `GroupedAttention` takes
+            it as an input, so that autograd visits that function in backward even where its other inputs are frozen.
+            The tensors themselves would do so too, but then a wave's graph would hold them on the device
+            (`core.offload`).
     """
 
     def __init__(self) -> None:
@@ -49,7 +49,7 @@ class PrefixCache:
         """Stores what a layer leaves, in phase A. In phase C gradient checkpointing calls it again: it stores nothing.
 
         Args:
-            beside: what the prefix itself continues with, where that is not `tensors`.
+            beside: what the prefix's own forward goes on with, where that is not `tensors`.
 
         Returns:
             The same tensors, then `beside`. Backward through any of them adds the grad cache to the gradients of

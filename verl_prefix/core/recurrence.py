@@ -1,6 +1,6 @@
 """Recurrent layers (linear attention, state spaces, short convolutions): a suffix starts from its prefix's state.
 
-    scan          prefixes from zero -> a state each [N, ...]; every suffix starts from its prefix's
+    scan          strands -> a state each [N, ...]; what continues a strand starts from its state
     convolution   [tail | P] [tail | S] [tail | S]      tail: the last width - 1 inputs before the segment, or zeros
 
 Attention hands on the keys and values of P tokens; these layers hand on one state. A packed pass computes prefixes and
@@ -48,7 +48,7 @@ def shared_scan(
         return scan(filled, Spans((0, length), (0, length)), None).outputs[shift:]
 
     layout = attention_pass.layout
-    suffixes, split = layout.suffixes, layout.num_prefix
+    suffixes, split = layout.suffixes, layout.num_strand_tokens
     parts, states = [], None
     if split:
         outputs, states = _scan_strands(layout, inputs, scan)
@@ -64,12 +64,12 @@ def shared_scan(
 
 
 def _scan_strands(layout: Layout, inputs: Sequence[torch.Tensor], scan: Scan) -> Scanned:
-    """Outputs [num_prefix, ...] of all strands, and the states behind each of the layout's `states`, in their order."""
+    """Outputs of all strands' tokens, and the states behind the layout's `state_paths`, in their order."""
     outputs: dict[int, torch.Tensor] = {}
     states: dict[int, torch.Tensor] = {}
     for runs, spans in layout.rounds:
         # All runs of the first round start from zeros, all others from states.
-        initial = torch.stack([states[run.after] for run in runs]) if states else None
+        initial = torch.stack([states[run.path_end] for run in runs]) if states else None
         row = [torch.cat([x[run.start : run.end] for run in runs]) for x in inputs]
         scanned = scan(row, spans, initial)
         for run, out, state in zip(runs, scanned.outputs.split(spans.lens), scanned.states, strict=True):
@@ -90,7 +90,7 @@ def shared_conv(
         conv: causal convolution of one row [t, D] -> [t, D], with zeros in front of it.
     """
     layout, tail_len = attention_pass.layout, width - 1
-    num, lens = layout.num_prefixes, [segment.length for segment in layout.segments]
+    num, lens = layout.num_strands, [segment.length for segment in layout.segments]
     tails = None
     if num:
         tails = _tails(layout, x, tail_len)
@@ -112,7 +112,7 @@ def shared_conv(
 
 
 def _tails(layout: Layout, x: torch.Tensor, tail_len: int) -> torch.Tensor:
-    """[states, tail_len, D]: the last inputs of x [T, D] before each of the layout's `states`, with zeros in front
+    """[states, tail_len, D]: the last inputs of x [T, D] on each of the layout's `state_paths`, with zeros in front
     where there are fewer."""
     index = layout.tails(tail_len, x.device)
     behind_zeros = torch.cat([x.new_zeros(1, x.shape[-1]), x])

@@ -30,7 +30,7 @@ from verl_prefix.core.prefix_cache import PrefixCache, ReadRows
 from verl_prefix.core.sequence_parallel import Shards
 from verl_prefix.core.waves import PackedPass, PhasedPass, Plan
 
-# (suffix tokens' indices in the batch's flat values [n], their logits [n, vocabulary]) -> what the loss needs [n, k]
+# (tokens' indices in the batch's flat values [n], their logits [n, vocabulary]) -> what the loss needs [n, k]
 Outputs = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 LOGITS_CHUNK = 4096  # tokens whose logits exist at once, where nobody says otherwise
 _OUTPUTS = "outputs"  # key of the prefix cache: what `Outputs` made of strands' tokens
@@ -75,8 +75,8 @@ class TokenBatch:
     """Flat tokens of a batch's rows.
 
     `input_ids` is [N] int64; `position_ids` is [N] or [4, N] (text, time, height, width) int64; `offsets` are the rows'
-    first tokens. `pixels` belongs to a vision model's rows. `is_read`, [N] bool in host memory, says which suffix
-    tokens go through lm_head; None: all."""
+    first tokens. `pixels` belongs to a vision model's rows. `is_read`, [N] bool in host memory, says which of the
+    tokens whose outputs rows read go through lm_head; None: all."""
 
     input_ids: torch.Tensor
     position_ids: torch.Tensor
@@ -98,7 +98,7 @@ class Schedule:
         gradient_sync: context of one backward, given whether it is the run's last (verl's `_gradient_sync_context`).
         kernel: name for `kernels.choose_kernel`.
         offload: phased only, with gradients: prefixes wait in host memory (`core.offload`).
-        keep_attention: `keep` of `AttentionPass`; with `offload` it does not hold in phase A.
+        keep_attention: of `AttentionPass`; with `offload` it does not hold in phase A.
         pass_type: `AttentionPass`, or a subclass that looks at its layers.
         sequence_group: ranks that compute every row together (see `core.sequence_parallel`); None: this rank alone.
         meter: measures the phases.
@@ -137,8 +137,8 @@ class Schedule:
         """Context of one pass, inside `grouped_attention`: phase A runs on entering, a forward at each iteration, phase
         C on leaving.
 
-        The caller runs a forward's backward before it asks for the next forward. After an exception, and without
-        gradients (`torch.no_grad`), there is no phase C. In any case nothing of the prefix is left.
+        The caller runs a forward's backward before it asks for the next forward. There is no phase C after an exception
+        and where no prefix has a gradient. In any case nothing of the prefix is left.
         """
         if isinstance(planned, PackedPass):
             with closing(self._packed(tokens, planned, last)) as packed, annotate_loop_body():
@@ -179,10 +179,10 @@ class Schedule:
                     yield self._suffixes(tokens, groups, layout, cache)
 
     def _prefixes(self, tokens: TokenBatch, planned: PhasedPass, layout: Layout, cache: PrefixCache) -> torch.Tensor:
-        """Runs phase A. One token goes to the model's end, since FSDP2 needs the root's output to start phase C from;
-        where waves read outputs of strands, those tokens do."""
+        """Runs phase A. Its result is the root's output, which FSDP2 needs to start phase C from: of one token, or of
+        those strand tokens whose outputs waves read."""
         keep_attention = self.keep_attention and not self.offload
-        attention_pass = self.pass_type(layout, self.kernel, capture=cache, keep=keep_attention)
+        attention_pass = self.pass_type(layout, self.kernel, capture=cache, keep_attention=keep_attention)
         keep = torch.tensor([layout.num_tokens - 1])
         outputs: Outputs | None = _sum_logits if planned.reads_strands else None
         if layout.reads is not None:
@@ -195,9 +195,9 @@ class Schedule:
         self, tokens: TokenBatch, groups: Sequence[Group], layout: Layout, cache: PrefixCache | None
     ) -> PassOutputs:
         """A forward whose row ends in suffixes: a wave, or without `cache` a packed pass, whose strands come first."""
-        attention_pass = self.pass_type(layout, self.kernel, cache=cache, keep=self.keep_attention)
         if tokens.is_read is not None and groups:
             layout = layout.reading(tokens.is_read)
+        attention_pass = self.pass_type(layout, self.kernel, cache=cache, keep_attention=self.keep_attention)
         with self.forward_context():
             outputs = self._forward(tokens, layout.keep, attention_pass, self.outputs if groups else _sum_logits)
             return PassOutputs(groups, layout, self._read(outputs, layout, cache))

@@ -1,6 +1,6 @@
 """Ulysses: the ranks of a group share a packed row's tokens in the layers, and its heads inside attention and scans.
 
-    layers     rank 0: [ P P . | S S ]  rank 1: [ P P . | S . ]      its slices of prefixes and suffixes, padded alike
+    layers     rank 0: [ P P P | S S ]  rank 1: [ P P . | S . ]      its slices of strands and suffixes, padded alike
     attention  rank 0: heads 0 1 of     [ P P P P P | S S S ]        all tokens, as on one rank alone
 
 Prefixes and suffixes are cut apart, since one cut through the row would give one rank all of lm_head's tokens. The
@@ -35,7 +35,7 @@ class Shards:
     def __init__(self, group: dist.ProcessGroup, layout: Layout, device: torch.device) -> None:
         self.group = group
         self.size, self.rank = dist.get_world_size(group), dist.get_rank(group)
-        parts = (range(layout.num_prefix), range(layout.num_prefix, layout.num_tokens))
+        parts = (range(layout.num_strand_tokens), range(layout.num_strand_tokens, layout.num_tokens))
         slices = [-(-len(part) // self.size) for part in parts]
         self._local = sum(slices)
         positions = []
@@ -56,9 +56,13 @@ class Shards:
     def keep(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Which of this rank's tokens to keep, and where their outputs stand after a gather.
 
-        `tokens` [n] int64 are tokens of the row, in ascending order. Returns [m] int64, those of them that this rank
-        has, as positions among its own tokens, then others of its own, none twice, up to one m for all ranks; and [n]
-        int64, each one's row among the outputs of all ranks, for `gather`."""
+        Args:
+            tokens: [n] int64, tokens of the row, in ascending order.
+
+        Returns:
+            [m] int64, positions among this rank's tokens: those of `tokens` that it has, then others, none twice, up to
+            as many as any rank has. And [n] int64, the row that each of `tokens` gets by `gather`.
+        """
         owner, local = self._positions[tokens] // self._local, self._positions[tokens] % self._local
         counts = owner.bincount(minlength=self.size)
         most = int(counts.max())

@@ -31,8 +31,8 @@ def cuts_at(ends: Sequence[int], prompt_len: int, shown: int = 0) -> list[int]:
 
     A cut stands one token before such an end, as a prefix ends before the last prompt token. The end of the prompt is
     one, too, unless one of `ends` stands just before it: what lies between is a generation prompt, which may have
-    another form in the next turn's history, and which is short enough to be computed with the response. Of the first
-    `shown` tokens, up to the last one of an image, nothing is a generation prompt.
+    another form in the next turn's history, and which is short enough to be computed with the response. The first
+    `shown` tokens end with an image, and none of them is of a generation prompt.
     """
     cuts = [end - 1 for end in ends]
     if not any(max(prompt_len - GENERATION_PROMPT, shown) <= end <= prompt_len for end in ends):
@@ -46,8 +46,8 @@ def group_trees(
     """Groups of rows that share what lies before their cuts.
 
     A cut at n leaves n tokens before it. Rows share these only if they also agree in the next token, whose log-prob the
-    last of them gives. So where token d is the first that differs, the cut stands at d - 1, as a prefix ends before the
-    last prompt token.
+    last of them gives. So of rows that may first differ in token d the cut is d - 1, as a prefix ends before the last
+    prompt token.
 
     Args:
         tokens: [N] int64 in host memory, all rows one after the other; what else must agree (positions, pixels) is
@@ -74,7 +74,8 @@ def group_trees(
             begun: list[int] = []  # strands that begin behind this fork
             known: dict[int, int] = {}  # of those, by the hash of their first `known_end` + 1 tokens
             known_end = -1
-            # The longest piece comes first, of equal ones one that goes on: others find what they are a beginning of.
+            # The longest pieces come first, of equal ones those that go on. A shorter one finds the strand that begins
+            # with it.
             pieces = sorted((-ends[row][depth], len(ends[row]) == depth + 1, row) for row in behind)
             for (end, is_last, hashed), places in rows_by_key(
                 (-n, last, hash_of[row]) for n, last, row in pieces

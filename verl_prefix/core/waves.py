@@ -6,7 +6,7 @@ collective.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import TypeVar
 
 from verl_prefix.core.groups import Group
@@ -41,13 +41,13 @@ class PhasedPass:
 class Plan:
     """All passes of one rank's batch, packed ones first.
 
-    `split_groups` counts groups whose prefix is computed more than once; `idle_rows` are groups in which all responses
+    `split_groups` counts groups whose prefix is computed more than once; `idle_groups` are those in which all responses
     are empty.
     """
 
     passes: tuple[PackedPass | PhasedPass, ...]
     split_groups: int = 0
-    idle_rows: tuple[Group, ...] = ()
+    idle_groups: tuple[Group, ...] = ()
 
     @property
     def packed(self) -> list[PackedPass]:
@@ -158,20 +158,19 @@ def make_plan(
     room = budget  # for the strands of a phase A
     if not offload:
         room = max(budget - wave_tokens, 0) if wave_tokens else budget // 2
-    pieces = [_pieces(group, budget) for group, fit in zip(live, fits, strict=True) if fit]
-    packed = first_fit([p for cut in pieces for p in cut], lambda group: group.num_physical_tokens, budget)
-    cut = [_pieces(group, room, suffixes=False) for group, fit in zip(live, fits, strict=True) if not fit]
-    phased = [piece for pieces in cut for piece in pieces]
+    to_pack = [_pieces(group, budget) for group, fit in zip(live, fits, strict=True) if fit]
+    to_phase = [_pieces(group, room, suffixes=False) for group, fit in zip(live, fits, strict=True) if not fit]
+    packed = first_fit([*chain(*to_pack)], lambda group: group.num_physical_tokens, budget)
     passes: list[PackedPass | PhasedPass] = [PackedPass(tuple(pass_order(members))) for members in packed]
-    for members in first_fit(phased, lambda group: group.prefix_len, room):
+    for members in first_fit([*chain(*to_phase)], lambda group: group.prefix_len, room):
         ordered = tuple(pass_order(members))
         resident = 0 if offload else sum(group.prefix_len for group in ordered)
         waves = make_waves(ordered, wave_tokens or max(budget - resident, least_wave))
         passes.append(PhasedPass(ordered, waves, any(group.num_strand_outputs for group in ordered)))
     return Plan(
         tuple(passes),
-        split_groups=sum(len(of_group) > 1 for of_group in [*pieces, *cut]),
-        idle_rows=tuple(group for group in groups if not group.num_suffix_tokens),
+        split_groups=sum(len(of_group) > 1 for of_group in [*to_pack, *to_phase]),
+        idle_groups=tuple(group for group in groups if not group.num_suffix_tokens),
     )
 
 
@@ -181,7 +180,7 @@ def largest_wave(plan: Plan) -> int:
 
 
 def most_outputs(plan: Plan) -> int:
-    """The most tokens of one forward of the plan that go through lm_head."""
+    """The most tokens of one forward of the plan that can go through lm_head."""
     packed = (sum(g.num_suffix_tokens + g.num_strand_outputs for g in one.groups) for one in plan.packed)
     phase_a = (sum(g.num_strand_outputs for g in one.groups) for one in plan.phased)
     return max(*packed, *phase_a, largest_wave(plan), 0)

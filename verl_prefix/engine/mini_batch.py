@@ -42,8 +42,8 @@ class MiniBatch:
         self._engine, self._data = engine, data
         self._loss = Loss(loss_function)
         self._keeps_model_output = forward_only or tu.get_non_tensor_data(data, "return_model_output", False)
-        masked = self._keeps_model_output or self._loss.reads_masked(data)
-        self.token_outputs = TokenOutputs(engine, data, masked)
+        reads_masked = self._keeps_model_output or self._loss.reads_masked(data)
+        self.token_outputs = TokenOutputs(engine, data, reads_masked)
         self._passes: list[_Pass] = []
         self.num_not_finite = 0
 
@@ -62,13 +62,13 @@ class MiniBatch:
         return loss
 
     def outputs(self, plan: Plan) -> tuple[list[dict[str, Any]], list[list[int]]]:
-        """The passes' outputs and their rows. Rows with an empty response are in no pass. They follow where their
-        outputs are wanted, or where a rank has no other row, since the metrics of all ranks need the same keys, and
-        equally many values of each (`even_out`)."""
-        if plan.idle_rows and (self._keeps_model_output or not self._passes):
+        """The passes' outputs and their rows; asked once. Rows with an empty response are in no pass. They get a step
+        of their own where their outputs are wanted, or where a rank has no other row, since the metrics of all ranks
+        need the same keys, and equally many values of each (`even_out`)."""
+        if plan.idle_groups and (self._keeps_model_output or not self._passes):
             with torch.no_grad(), self._engine.autocast():
                 nothing = Layout(torch.zeros(0, dtype=torch.int64), 0, ())
-                self.step(plan.idle_rows, nothing, self.token_outputs.of_no_tokens())
+                self.step(plan.idle_groups, nothing, self.token_outputs.of_no_tokens())
             if len(self._passes) > 1:
                 self._passes[-1].output["metrics"] = {}
         not_finite = [one for one in self._passes if not one.finite]

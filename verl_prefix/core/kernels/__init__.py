@@ -58,7 +58,7 @@ def available_kernels() -> dict[str, str]:
 
 
 def choose_kernel(name: str, device_type: str, dtype: torch.dtype, head_dim: int, softcap: bool = False) -> Kernel:
-    """The kernel for `prefix.attention`, as long as torch's algorithms must be deterministic, or need not be.
+    """The kernel for `prefix.attention`; chosen once, and again where torch's deterministic mode changes.
 
     Args:
         name: "auto", or a key of `KERNELS`.
@@ -73,7 +73,7 @@ def choose_kernel(name: str, device_type: str, dtype: torch.dtype, head_dim: int
 def _chosen(
     name: str, device_type: str, dtype: torch.dtype, head_dim: int, softcap: bool, deterministic: bool
 ) -> Kernel:
-    """`deterministic` is torch's mode, by which kernels refuse inputs."""
+    """`deterministic` is torch's mode, which kernels ask for themselves."""
 
     def refusal(kernel: Kernel) -> str | None:
         return kernel.unavailable() or kernel.unsupported(device_type, dtype, head_dim, softcap)

@@ -50,8 +50,8 @@ def _kept(layout: Layout) -> torch.Tensor:
     if layout.reads is None or not isinstance(layout.index, FakeTensor):
         whole: torch.Tensor = _keep(layout)
         return whole
-    kept = sum(group.num_strand_outputs for group in layout.groups) if layout.num_prefix else 0
-    if layout.num_tokens > layout.num_prefix:
+    kept = sum(group.num_strand_outputs for group in layout.groups) if layout.num_strand_tokens else 0
+    if layout.num_tokens > layout.num_strand_tokens:
         pairs = (pair for g in layout.groups for pair in zip(g.suffix_lens, g.output_lens, strict=True))
         kept += sum(min(pair) for pair in pairs)
     return torch.arange(kept)
