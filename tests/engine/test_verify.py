@@ -75,7 +75,7 @@ def verdict(
     batch = random_rollouts([(40 + seed % 7, [20 + seed % 5, 11])], 256, seed)
     if rows:
         batch = rollouts(rows, seed)
-    for weight in batch.weights:  # as of `verify._sum_of_log_probs`
+    for weight in batch.weights:  # as of `verify._falling_loss`
         weight.copy_(1 / torch.arange(1, len(weight) + 1))
 
     def ours(schedule, pass_type):

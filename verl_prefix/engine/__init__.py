@@ -3,11 +3,11 @@
 Where a row goes, in the order of `PrefixFSDPEngine.forward_backward_batch`:
 
     paths         is this batch one for verl's own path, whatever its lengths? Then `stock_path` computes it
-    exchange      rows travel to the rank that computes their prompt's; `row_table`: what ranks know of all rows before,
+    exchange      rows travel to the rank that computes their group; `row_table`: what ranks know of all rows before,
                   `row_bytes`: what travels
-    rows          rows with the same key (uid, prompt, pixels) become a group
+    rows          rows with the same key (uid, prompt, pixels) become a group, rows of turns a tree
     paths         groups become a plan of passes, or go verl's own path, as where sharing does not pay
-    verify        in step 1, a few rows first take both paths, by `self_check`
+    verify        where a check is due, a few rows first take both paths, by `self_check`
     mini_batch    `core.schedule` runs the plan; of each pass `outputs` makes log-probs and entropy from logits, as
                   verl's rows, and `loss` the loss
     exchange      outputs travel back to where the rows came from

@@ -119,7 +119,7 @@ def exchange_rows(
     """Brings rows to the ranks that compute them, all of which call this, and then give outputs back.
 
     Args:
-        data: this rank's rows; stays as it is.
+        data: this rank's rows, of which none changes but for its pixels (`shared_pixels`).
         group: the ranks that compute data in parallel; None: rows stay. everyone: these, and the ranks that compute the
             same rows together by sequence parallelism; all fail together. device: where collectives want tensors.
         trees: what rows share besides whole prompts.
@@ -170,7 +170,7 @@ class _Routes:
                 table = describe(data, shape)
                 agreed += [len(table), trees.seen, *_same(self._bytes.layout)]
             most, seen, *layouts = agreed
-            trees = trees._replace(seen=bool(seen))  # a batch before, if its rows stayed, had turns on some ranks only
+            trees = trees._replace(seen=bool(seen))  # ranks differ after a batch whose rows stayed
             compatible = layouts[0] == -layouts[1]
             if not compatible:
                 logger.warning("prefix.exchange: the ranks' batches have different fields, so that rows stay")
@@ -329,7 +329,7 @@ def _receive_pixels(data: TensorDict) -> None:
 
 
 def _same(value: object) -> list[int]:
-    """Two integers whose maxima over ranks are each other's negative where all ranks have the same value."""
+    """A digest and its negative. Their maxima over ranks are each other's negative where all have the same value."""
     digest = int.from_bytes(hashlib.blake2b(repr(value).encode(), digest_size=6).digest(), "little")
     return [digest, -digest]
 

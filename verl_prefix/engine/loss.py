@@ -17,7 +17,7 @@ LossFunction = Callable[..., tuple[torch.Tensor, dict[str, Any]]]
 
 
 def mode_of_verls_loss(loss: LossFunction | None) -> str | None:
-    """`loss_mode` where the loss is verl's own, of rows; None for any other, also one registered under verl's name."""
+    """`loss_mode` where the loss is verl's own, of rows; None for any other, even one under verl's name."""
     if not isinstance(loss, functools.partial) or loss.func is not ppo_loss or "config" not in loss.keywords:
         return None
     mode: str = loss.keywords["config"].policy_loss.get("loss_mode", "vanilla")

@@ -41,13 +41,13 @@ class TokenOutputs:
     """Outputs of a mini-batch's suffix tokens: log-probs, and what verl's flags ask for.
 
     Args:
-        masked: whether somebody reads outputs where response_mask is 0; lm_head skips those tokens otherwise.
+        reads_masked: whether somebody reads outputs where response_mask is 0; lm_head skips those tokens otherwise.
 
     Attributes:
         tokens: the batch as the schedule wants it. names: of the outputs, one column each.
     """
 
-    def __init__(self, engine: Engine, data: TensorDict, masked: bool) -> None:
+    def __init__(self, engine: Engine, data: TensorDict, reads_masked: bool) -> None:
         self.engine, self.data = engine, data
         device, config = get_device_id(), engine.module.config
         input_ids, position_ids = data["input_ids"], data["position_ids"]
@@ -57,7 +57,7 @@ class TokenOutputs:
             pixels = PixelBatch(pixels, input_ids.values().cpu(), offsets, config)
         self._flags = {flag: tu.get_non_tensor_data(data, flag, False) for flag in FLAGS}
         self.names = ["log_probs", *(name for flag, name in FLAGS.items() if self._flags[flag])]
-        is_read = None if masked or "sum_pi_squared" in self.names else self._is_read(offsets)
+        is_read = None if reads_masked or "sum_pi_squared" in self.names else self._is_read(offsets)
         if is_read is not None:
             self._old_log_probs = self._at_suffixes("old_log_probs", offsets)
         self.tokens = TokenBatch(

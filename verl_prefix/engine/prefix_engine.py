@@ -1,4 +1,4 @@
-"""PrefixFSDPEngine: verl's FSDP2 engine with `forward_backward_batch` overridden, and nothing else of substance.
+"""PrefixFSDPEngine: verl's FSDP2 engine with a `forward_backward_batch` that shares prefixes.
 
 verl hands the engine a rank's whole mini-batch. The stock engine cuts it into micro-batches of rows; ours groups the
 rows, plans passes over groups (`core.waves`), runs them (`core.schedule`) and computes log-probs, entropy and loss of
@@ -60,7 +60,7 @@ class PrefixFSDPEngine(StockPath):
     scaler = None
     _autocast_dtype = torch.bfloat16
     trees: Trees
-    _counted = False  # whether the tokens that each value of prefix.trees computes are
+    _counted = False  # whether `tokens_by_trees` has run
 
     def forward_backward_batch(
         self, data: TensorDict, loss_function: LossFunction | None, forward_only: bool = False
@@ -86,7 +86,7 @@ class PrefixFSDPEngine(StockPath):
         custom_loss = loss_function is not None and mode_of_verls_loss(loss_function) is None
         exchange = open_exchange(self, data, custom_loss)
         groups, metrics = exchange.groups, exchange.metrics
-        if not forward_only and self.prefix_config.mini_batches == "rows":  # prompts are cut on purpose
+        if not forward_only and self.prefix_config.mini_batches == "rows":  # "prompts" tears them on purpose
             self._step_metrics.meet(data, exchange.prompts)
         if not (self._counted or self.engine_config.forward_only):
             self._counted = True
@@ -118,7 +118,7 @@ class PrefixFSDPEngine(StockPath):
         self._saw_waves |= "prefix/phase_b_peak_gib" in of_plan
         output["model_output"] = exchange.give_back(output["model_output"])
         # These tokens are compared with those of log-probs. A custom loss keeps rows on ranks that they left for
-        # log-probs, and mini_batches=prompts cuts prompts on purpose.
+        # log-probs, and mini_batches=prompts tears prompts on purpose.
         if not custom_loss and self.prefix_config.mini_batches == "rows":
             padding = padding_rows(rows)
             metrics[GROUP_TOKENS] = sum(g.num_physical_tokens for g in groups if padding.isdisjoint(g.rows))
@@ -199,7 +199,7 @@ class PrefixFSDPEngine(StockPath):
 
     def train_batch(self, data: TensorDict, loss_function: LossFunction) -> dict[str, Any]:
         """Runs one optimizer step, as verl's; `prefix.trace_dir` has it recorded first. Under `mini_batches=prompts` a
-        loss that is a mean over rows divides by the mini-batch's rows, where verl counts n per prompt, and padding."""
+        loss that is a mean over rows divides by the mini-batch's rows, where verl counts n per prompt and padding."""
         if self.prefix_config.mini_batches == "prompts":
             (rows,) = self.reduce_sum([len(data) - len(padding_rows(data))])
             tu.assign_non_tensor(data, global_batch_size=int(rows) // self.ulysses_sequence_parallel_size)
@@ -210,7 +210,7 @@ class PrefixFSDPEngine(StockPath):
 
     def __init__(self, model_config, engine_config: PrefixEngineConfig, optimizer_config, checkpoint_config) -> None:
         self.prefix_config = engine_config.prefix
-        self._saw_waves = False  # of an update
+        self._saw_waves = False  # in an update
         self._verification = Verification(self)
         if self.prefix_config.schedule != "stock":
             warn_of_replaced_options(model_config)

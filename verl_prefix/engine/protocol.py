@@ -1,4 +1,4 @@
-"""What the helpers of this room ask of the engine, a `PrefixFSDPEngine`; what is verl's has verl's name."""
+"""What the helpers of this package ask of the engine, a `PrefixFSDPEngine`; what is verl's has verl's name."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager

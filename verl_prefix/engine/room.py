@@ -23,9 +23,8 @@ class Room:
 
     def __init__(self, reduce_max: Callable[[Sequence[float]], Sequence[float]]) -> None:
         self._reduce_max = reduce_max
-        # Bytes that an update may add, judged by earlier ones; estimates of what the largest and the present one add.
-        self._seen = 0.0 if get_device_name() == "cuda" else math.inf
-        self._most_added = self._adds = 0.0
+        self._seen = 0.0 if get_device_name() == "cuda" else math.inf  # bytes that an update may add, by earlier ones
+        self._most_added = self._adds = 0.0  # estimates of what the largest and the present one add
 
     @contextmanager
     def update(self) -> Iterator[None]:

@@ -52,8 +52,8 @@ def describe_pieces(data: TensorDict, shape: ModelShape, trees: Trees) -> torch.
     as the bits of a double. A row without a response has none.
 
     A piece lies between two cuts, and is named by all tokens up to its end. In a long row all that lies between the
-    first cut (the system prompt's) and the last ones is one piece. Rows of earlier turns have it in several pieces; the
-    last of these has the same name and costs less. The logits of a response are a piece, too.
+    first cut (the system prompt's) and the last ones is one piece. A row of an earlier turn may have it in several
+    pieces, the last of which has the same name and costs less. The logits of a response are a piece, too.
     """
     cost = functools.cache(functools.partial(row_cost, shape))
     rows: list[int] = []
@@ -73,7 +73,7 @@ def describe_pieces(data: TensorDict, shape: ModelShape, trees: Trees) -> torch.
     of_row = torch.tensor(rows, dtype=torch.int64)
     is_last = torch.cat([of_row.diff(), torch.ones(min(len(rows), 1), dtype=torch.int64)]) > 0
     bits = torch.tensor(costs, dtype=torch.float64).view(torch.int64)
-    return torch.stack([of_row, torch.where(is_last, ~names, names), bits], 1)
+    return torch.stack([of_row, torch.where(is_last, ~names, names), bits], 1)  # ~: of logits
 
 
 def _named(owners: np.ndarray, digests: np.ndarray) -> np.ndarray:

@@ -4,9 +4,9 @@ All figures are in units of noise: how far ours is off, over how far rounding al
 
 - log-probs, which see everything (positions, layout, hook-up), against the stock path; the unit is how far the stock
   path moves when the outputs of attention and of recurrent mixers are rounded differently.
-- every layer's attention output against dense float64 attention on the same queries, keys and values; the unit is what
-  the rounding of probabilities and output to the model's dtype does, and of a log-sum-exp to fp32. In bf16 this sees
-  errors of one percent in the kernel, which log-probs of a bf16 model hide.
+- every layer's attention output, of a few queries of each segment, against dense float64 attention on the same keys
+  and values; the unit is what the rounding of probabilities and output to the model's dtype does, and of a log-sum-exp
+  to fp32. In bf16 this sees errors of one percent in the kernel, which log-probs of a bf16 model hide.
 - every recurrent layer's convolution and scan against the same kernel on whole rows from zero states; the unit is how
   far that kernel moves where the row is rounded differently and stands after some tokens that change nothing. Ours
   differs in the same way: its chunks begin anew after the prefix, and so sum in another order, in whatever precision
@@ -40,7 +40,7 @@ MAX_GRADIENTS = 8.0
 
 _SHIFT = 29  # tokens: no kernel's chunk is a divisor or a multiple of it
 _QUERIES = 16  # of each end of a segment
-_SMALL = 2**20  # most elements of a parameter outside of mixers that is compared, so that norms and adapters are
+_SMALL = 2**20  # most elements of a parameter outside of mixers that is compared; norms and adapters have fewer
 
 
 class Verdict(NamedTuple):
@@ -181,7 +181,6 @@ class _Rounding:
 
     def disturb(self, x: torch.Tensor, eps: float | None = None) -> torch.Tensor:
         """x, rounded differently; eps: a rounding step, if not that of its dtype."""
-        # Parameters may wait on another device (fsdp_config.offload_policy).
         generator = self._generators.setdefault(x.device, torch.Generator(x.device).manual_seed(0))
         step = torch.finfo(x.dtype).eps if eps is None else eps
         return (x * (1 + step * (2 * torch.rand(x.shape, device=x.device, generator=generator) - 1))).to(x.dtype)

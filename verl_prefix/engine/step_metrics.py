@@ -23,8 +23,8 @@ COUNTS = [
         "split_uids", "exchanged_rows", "exchanged_mib", "nonfinite_passes",
     )
 ]  # fmt: skip
-# The maximum over ranks is reported: of seconds, since ranks wait for the slowest (as verl's own seconds do), and of
-# what every rank knows of all.
+# The maximum over ranks is reported: of seconds, since ranks wait for the slowest (as verl's own seconds do), of peaks,
+# and of what every rank knows of all.
 MOST = [
     *(f"timing_s/prefix_{name}" for name in ("exchange", "packed", "phase_a", "phase_b", "phase_c", "verify")),
     *(f"prefix/{name}" for name in ("split_groups", "cost_split_groups", "phase_b_peak_gib")),
@@ -57,7 +57,7 @@ class StepMetrics:
 
     def _start_step(self) -> None:
         self._step: dict[str, float] = {}
-        self._met: Set[Hashable] = frozenset()  # prompts of its mini-batches, and of those the torn ones
+        self._met: Set[Hashable] = frozenset()  # prompts of its mini-batches so far, and those met twice
         self._torn: Set[Hashable] = frozenset()
         self._rows: Set[int] = frozenset()  # hashes of this rank's rows of an epoch
 

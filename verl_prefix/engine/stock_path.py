@@ -35,7 +35,7 @@ def wrong_when_sharded(model: Any, attention: str) -> str | None:
 
 
 class StockPath(FSDPEngineWithLMHead):
-    """verl's FSDP2 engine for batches that go verl's own path, and figures that all ranks agree on."""
+    """verl's FSDP2 engine for batches that go verl's own path, and reductions over ranks."""
 
     _unfused = False  # whether the user asked for verl's fused kernels, which are then off
 
@@ -71,7 +71,7 @@ class StockPath(FSDPEngineWithLMHead):
     def _alone(self, data: TensorDict) -> Iterator[None]:
         """Context in which verl's engine computes without sequence parallelism. The ranks of a group have the same
         rows, and so the same gradients, of which FSDP takes the mean. A pass has a rank's token budget, or the longest
-        row (or rows that stay together) of any rank. verl multiplies what it is told by the ranks of a group."""
+        row (or rows that stay together) of any rank. verl multiplies it by `sp_size`."""
         group = get_ulysses_sequence_parallel_group()
         if tu.get_non_tensor_data(data, "use_dynamic_bsz", True):
             together = data["input_ids"].offsets().diff().split(tu.get_non_tensor_data(data, "force_group_size", 1))

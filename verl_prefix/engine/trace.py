@@ -25,12 +25,12 @@ from verl_prefix.files import parse_json
 
 SCHEMA = "verl_prefix.trace/1"
 MANIFEST = "manifest.json"
+SECTIONS = ("model", "engine", "optimizer", "loss")  # of the manifest
 PACKAGES = ("verl-prefix", "verl", "torch", "transformers", "tensordict", "ray")
 # Tensors that an update reads; the optional ones are recorded where a step has them.
 FIELDS = (
     "prompts", "responses", "input_ids", "position_ids", "loss_mask", "response_mask", "old_log_probs", "advantages",
 )  # fmt: skip
-SECTIONS = ("model", "engine", "optimizer", "loss")  # of the manifest
 OPTIONAL = ("ref_log_prob", "rollout_is_weights", "rollout_log_probs", "temperature", "session_id")
 
 

@@ -45,7 +45,7 @@ class Verification:
 
         Args:
             budget: tokens of one pass; no pass of the check has more, unless one row alone does. Where each rank of
-                several computes whole rows on verl's own path, a row that is checked has at most its share.
+                several computes whole rows on verl's own path, a row that is checked has at most a rank's budget.
 
         Raises:
             RuntimeError: ours is off by more than rounding, and prefix.verify_action is raise.
@@ -57,7 +57,8 @@ class Verification:
         if not every or self._num_updates % every:
             self._num_updates += 1
             return {}
-        groups, told = [group for group in groups if group.num_suffix_tokens] or groups, ""
+        groups = [group for group in groups if group.num_suffix_tokens] or groups
+        told = ""
         if self.engine.whole_rows:
             most = budget // self.engine.engine_config.ulysses_sequence_parallel_size
             groups, told = _of_short_rows(data, groups, most), f", with rows of at most {most} tokens (a rank's budget)"
@@ -73,8 +74,7 @@ class Verification:
             )
             return {}
         self._num_updates += 1
-        # Forward and backward take as long as three forwards: fewer rows, or passes with noise.
-        verdict = self._verdict(data, _cheapest(candidates, len(data) // 3), budget, len(data) // 3)
+        verdict = self._verdict(data, _cheapest(candidates, len(data)), budget)
         if verdict.missed:
             message = f"prefix.verify, update {self._num_updates}: {verdict}"
             if options.verify_action == "raise":
@@ -89,11 +89,11 @@ class Verification:
         metrics = {f"prefix/verify_{name}": value for name, value in figures.items()}
         return metrics | {"timing_s/prefix_verify": time.perf_counter() - start}
 
-    def _verdict(self, data: TensorDict, group: Group, budget: int, batch: int) -> Verdict:
-        """Checks a group cut to its checked rows; batch: this rank's rows, as `_num_perturbed` counts them."""
+    def _verdict(self, data: TensorDict, group: Group, budget: int) -> Verdict:
+        """Checks a group cut to its checked rows."""
         engine = self.engine
         # Every rank runs equally many stock passes, of one row each: the budget may have no room for logits of more.
-        most, fewer = engine.reduce_max([len(group.rows), -_num_perturbed(batch, len(group.rows))])
+        most, minus_fewest = engine.reduce_max([len(group.rows), -_num_perturbed(len(data), len(group.rows))])
         repeated = group.rows[-1:] * (int(most) - len(group.rows))
         rows = tu.index_select_tensor_dict(data, list(group.rows))
         rows_alone = tu.index_select_tensor_dict(data, [*group.rows, *repeated])
@@ -110,18 +110,18 @@ class Verification:
             return torch.cat([row[len(row) - n - 1 : len(row) - 1] for row, n in zip(log_probs, lens, strict=True)])
 
         def stock() -> torch.Tensor:
-            return responses(engine.stock_batch(rows_alone.copy(), _sum_of_log_probs, forward_only=False))
+            return responses(engine.stock_batch(rows_alone, _falling_loss, forward_only=False))
 
         def ours(path: str, pass_type: Callable[..., AttentionPass]) -> torch.Tensor:
             # Several waves read one prefix, and their gradients add up.
             plan = make_plan([group], budget, path, wave_tokens=1)
-            output, _ = engine.run_plan(rows, [group], plan, _sum_of_log_probs, forward_only=False, pass_type=pass_type)
+            output, _ = engine.run_plan(rows, [group], plan, _falling_loss, forward_only=False, pass_type=pass_type)
             return responses(output)
 
         noise = functools.partial(rounding_noise, engine.module, engine._autocast_dtype)
         with gradients_aside(engine.module):
             gradients = Gradients(engine.module)
-            verdict = check(stock, ours, noise, gradients, engine.reduce_sum, num_perturbed=int(-fewer))
+            verdict = check(stock, ours, noise, gradients, engine.reduce_sum, num_perturbed=int(-minus_fewest))
         worst: list[Any] = [None] * torch.distributed.get_world_size()
         own = (verdict.attention, verdict.layer), (verdict.recurrence, verdict.key)
         torch.distributed.all_gather_object(worst, own)
@@ -141,7 +141,7 @@ class Verification:
         return next((groups for groups, lacks in zip(chosen, lacking, strict=True) if not lacks), [])
 
 
-def _sum_of_log_probs(model_output: dict, data: TensorDict, **_: object) -> tuple[torch.Tensor, dict]:
+def _falling_loss(model_output: dict, data: TensorDict, **_: object) -> tuple[torch.Tensor, dict]:
     """A loss to compare gradients by: the first tokens of a response, which read most of their prefix, count most."""
     log_probs, loss = model_output["log_probs"], 0.0 * model_output["log_probs"].values().sum()
     for row, length, weight in zip(log_probs.unbind(), row_lens(data)[1], data["verify_weight"], strict=True):
@@ -150,10 +150,10 @@ def _sum_of_log_probs(model_output: dict, data: TensorDict, **_: object) -> tupl
     return loss, {}
 
 
-def _num_perturbed(batch: int, checked: int) -> int:
+def _num_perturbed(num_rows: int, checked: int) -> int:
     """How many stock passes measure rounding: one to three. Together with ours and stock's own, which count as two
-    passes, they take about an eighth of the time of an update of all rows."""
-    return min(3, max(1, 3 * batch // (8 * checked) - 2))
+    passes, they take about an eighth of the time of an update of a rank's rows."""
+    return min(3, max(1, num_rows // (8 * checked) - 2))
 
 
 def _of_short_rows(data: TensorDict, groups: Sequence[Group], most: int) -> list[Group]:
@@ -167,10 +167,10 @@ def _of_short_rows(data: TensorDict, groups: Sequence[Group], most: int) -> list
     return found
 
 
-def _cheapest(groups: Sequence[Group], batch: int) -> Group:
-    """The cheapest group whose longest rows have enough response tokens to compare, cut to those rows: two, or up to an
-    eighth of a rank's `batch`."""
-    most_rows = max(2, min(_MOST_ROWS, batch // 8))
+def _cheapest(groups: Sequence[Group], num_rows: int) -> Group:
+    """The cheapest group whose longest rows have enough response tokens to compare, cut to those rows: two, or more
+    where a rank has so many rows that three passes over them are an eighth of its update."""
+    most_rows = max(2, min(_MOST_ROWS, num_rows // 24))
 
     def longest(group: Group) -> Group:
         units = sorted(group.units(), key=lambda unit: -sum(group.suffix_lens[slice(*unit)]))
