@@ -55,13 +55,23 @@ SWAPPED = {
 # Tests that are asked about a mutant of a file or a room, the first that its name begins with.
 LAYOUTS = "tests/core/test_groups_layout.py tests/core/test_trees.py"
 FAMILIES = "tests/models/test_families.py::test_"
+VERIFY = "tests/engine/test_verify.py"
 DUMMIES = f"{FAMILIES}dummies_of_a_rank_without_rows_give_every_parameter_a_gradient_of_zero"
 TESTS = {
     "auto/placement": "tests/auto/test_placement.py",
     "core/calls": "tests/core/test_kernels.py tests/core/test_flash_attn_package.py tests/core/test_groups_layout.py",
     "core/kernels": "tests/core/test_kernels.py",
+    "core/attention": "tests/core/test_kernels.py tests/core/test_schedule.py tests/core/test_fused_merge.py "
+    f"tests/models/test_frozen.py {FAMILIES}a_model_that_bypasses_the_attention_interface_is_noticed {VERIFY} "
+    "tests/engine/test_sequence_parallel.py",
+    "core/recurrence": f"{FAMILIES}one_long_response_pads_no_short_one {FAMILIES}family_equals_hf {VERIFY} "
+    "tests/models/test_recurrent_packages.py",
+    "core/schedule": "tests/core/test_schedule.py tests/core/test_lifetime.py tests/core/test_offload.py "
+    f"tests/core/test_shards.py {DUMMIES} tests/models/test_frozen.py tests/api",
     "core/trees": "tests/core/test_trees.py",
-    "core/groups": LAYOUTS, "core/layout": f"{LAYOUTS} {DUMMIES}", "core/waves": f"{LAYOUTS} tests/auto/test_cost.py",
+    "core/groups": f"{LAYOUTS} tests/auto/test_placement.py tests/engine/test_exchange.py tests/core/test_schedule.py",
+    "core/layout": f"{LAYOUTS} {DUMMIES} tests/models/test_experts.py tests/core/test_schedule.py tests/api",
+    "core/waves": f"{LAYOUTS} tests/auto/test_cost.py",
     "core/offload": "tests/core/test_offload.py tests/core/test_fsdp.py tests/core/test_lifetime.py",
     "core/prefix_cache": "tests/core/test_lifetime.py tests/core/test_schedule.py tests/core/test_precision.py",
     "core/": f"tests/core/test_kernels.py tests/core/test_schedule.py tests/core/test_lifetime.py {DUMMIES} "

@@ -149,6 +149,20 @@ def test_every_query_reads_the_last_window_tokens_of_its_own_row(shape, window, 
         assert keys_read(layout, window, prefixes.index) == [expected(place) for place in layout.index.tolist()]
 
 
+def test_a_layout_reads_what_it_is_told_to_and_at_least_one_token_of_its_own():
+    """Of three rows, whose suffixes begin at 4, 11 and 18 of the batch, the last one of a single token."""
+    groups = [Group((0, 1), 4, (2, 2)), Group((2,), 4, (1,))]
+    layout, is_read = build_layout(groups, [0, 7, 14, 20]), torch.zeros(20, dtype=torch.bool)
+    one = build_layout(groups[1:], [0, 7, 14, 20], suffixes=True)
+    is_read[[5, 18]] = True
+    found = layout.reading(is_read)
+    assert found.reads.places.tolist() == [5, 18] and found.keep.tolist() == [9, 12]
+    assert one.reading(is_read).reads.places.tolist() == [18] == one.reading(~is_read).reads.places.tolist()
+    assert layout.reading(~is_read).reads.places.tolist() == [4, 11, 12]
+    nothing = layout.reading(torch.zeros_like(is_read))
+    assert nothing.reads.places.tolist() == [4] and nothing.keep.tolist() == [8]
+
+
 def test_siblings_tails_are_added_to_one_run_of_tokens():
     """A prompt's rows under a window: what they send back is summed, and no index repeats."""
     layout = build_layout([Group((0, 1, 2), 20, (9, 8, 7))], [0, 30, 60, 90])

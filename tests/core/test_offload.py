@@ -193,7 +193,7 @@ def test_few_storages_are_back_before_backward_asks(monkeypatch, counts):
 
     monkeypatch.setattr(OffloadedPrefixCache, "_prefetch", spy)
     measure(build(layers=12), offload=True)
-    assert len(ahead) > 50 and max(ahead) <= offload.AHEAD
+    assert len(ahead) > 50 and max(ahead) <= 1 / 16
     assert counts["prefetched_bytes"] == counts["offloaded_bytes"] and not counts["demand_loads"]
 
 
@@ -247,6 +247,16 @@ def test_a_storage_moves_once_and_its_views_come_back_as_views(counts):
         assert back[0].untyped_storage()._cdata != base.untyped_storage()._cdata
         assert torch.equal(cache._unpack(saved[1]), views[1]), "a second use loads again"
     assert counts["host_bytes"] == -(-base.nbytes // 512) * 512
+
+
+def test_what_is_back_or_was_used_does_not_come_again(counts):
+    with OffloadedPrefixCache(CPU, counts) as cache:
+        waiting, half_used, used = (torch.randn(n) for n in (2000, 3000, 4000))
+        saved = [cache._pack(x) for x in (waiting, half_used, half_used, used)]
+        cache._unpack(saved[3]), cache._unpack(saved[2])
+        cache._end_waves()
+        assert (counts["demand_loads"], counts["prefetched_bytes"]) == (2, waiting.nbytes)
+        assert torch.equal(cache._unpack(saved[0]), waiting) and torch.equal(cache._unpack(saved[1]), half_used)
 
 
 def test_a_small_view_takes_its_whole_storage_along(counts):

@@ -80,6 +80,29 @@ def test_growing_prompts_are_one_strand():
     assert [fork.start for fork in group.forks] == [9, 19, 29]
 
 
+def groups_of(*rows: list[int], cuts: list[list[int]]) -> list[Group]:
+    """Of rows with prompts of two tokens."""
+    tokens = torch.tensor([token for row in rows for token in row])
+    return group_trees(tokens, [0, *accumulate(map(len, rows))], [2] * len(rows), cuts)
+
+
+def test_a_row_that_lies_in_strands_stands_before_the_row_that_begins_with_its_tokens():
+    """So that a cut between rows leaves the two together; also before a row that goes on by one token."""
+    (group,) = groups_of([1, 2, 3, 4, 5, 9], [1, 2, 3, 4, 5, 8, 8], [1, 2, 3, 4, 5], cuts=[[4], [4], []])
+    assert (group.rows, group.suffix_lens, group.prefix_len) == ((2, 0, 1), (0, 1, 2), 4)
+    assert [*group.units()] == [(0, 2), (2, 3)]
+
+
+@pytest.mark.parametrize("cut", [1, 2])
+def test_rows_share_what_stands_before_the_first_and_the_last_cut_that_there_can_be(cut):
+    """Rows of 4 tokens share no more than 2: nobody reads the last token, and the one before it gives its log-prob.
+    They agree in one token more than they share."""
+    rows = [[1, 2, 3, 4], [1, 2, 3, 5]] if cut == 2 else [[1, 2, 3, 4], [1, 2, 5, 6]]
+    (group,) = groups_of(*rows, cuts=[[cut], [cut]])
+    assert (group.prefix_len, group.suffix_lens) == (cut, (3 - cut,) * 2)
+    assert len(groups_of(*rows, cuts=[[0, 3], [0, 3]])) == 2, "outside of [1, 2]"
+
+
 @pytest.fixture(scope="module")
 def small():
     config = Qwen3Config(
