@@ -3,6 +3,7 @@
 Each case is a job on ranks that stay up. Does not exercise CUDA or NCCL.
 """
 
+import functools
 import inspect
 import os
 import re
@@ -28,6 +29,7 @@ from engines import (
     _loss_config,
     _measure,
     _relative,
+    as_batch,
     depends_on_rates,
 )
 from shared_models import OURS, SharedModels
@@ -251,7 +253,7 @@ def _compare_workers(model_path: str, rank: int) -> dict[str, float]:
 
 def _loss_errors(model_path: str, rank: int, loss: str) -> dict[str, float]:
     """Largest relative gradient error of a parameter, by schedule, against stock's micro-batches."""
-    # Passes, in every schedule; verl's bypass_mode raises where one has padding rows alone.
+    # Passes, in every schedule.
     several = {"budget": 130, "verify": "off", "padding_rows": False, "tool_tokens": True}
     arms = {"fsdp2": {}, "packed": {"schedule": "packed"}, "phased": {"schedule": "phased", "wave_tokens": 40}}
     grads = {}
@@ -264,6 +266,51 @@ def _loss_errors(model_path: str, rank: int, loss: str) -> dict[str, float]:
             ENGINES[name].forward_backward_batch(data, _loss(LOSSES[loss]))
             grads[name] = whole({n: p.grad for n, p in ENGINES[name].module.named_parameters()})
     return {name: max(_relative(grads[name][n], x) for n, x in grads["fsdp2"].items()) for name in ("packed", "phased")}
+
+
+def _masked_passes(model_path: str, rank: int, loss: str) -> dict[str, dict[str, float]]:
+    """By schedule, errors of an update with passes of masked rows alone, which rewards filter out: gradients, and sums
+    that are logged. On two ranks the exchange leaves one with such rows alone. Stock has all rows in one pass."""
+    from types import SimpleNamespace
+
+    from verl.trainer.distillation.losses import distillation_ppo_loss
+    from verl.utils.metric import Metric
+    from verl.utils.torch_functional import allgather_dict_into_dict
+    from verl.workers.config import ActorConfig
+    from verl.workers.config.distillation import DistillationLossConfig
+
+    options = {"verify": "off", "calculate_entropy": False, "budget": 2000, "policy_loss": {"loss_mode": "bypass_mode"}}
+    prompts = {uid: torch.arange(120) % 17 + n for n, uid in enumerate("am", start=3)}
+    rows = [
+        (uid, prompts[uid], torch.arange(30) + n, torch.full((30,), int(uid == "a"))) for n in range(4) for uid in "am"
+    ]
+    world = torch.distributed.get_world_size()
+    rows = rows[rank * len(rows) // world : (rank + 1) * len(rows) // world]
+    data = as_batch(rows, [0] * len(rows), options, torch.Generator().manual_seed(rank))
+    function, summed = _loss(options), "actor/pg_loss"
+    if loss == "distillation":
+        offsets = data["input_ids"].offsets()
+        data["teacher_logprobs"] = torch.nested.nested_tensor_from_jagged(-6 - torch.rand(int(offsets[-1]), 1), offsets)
+        config = SimpleNamespace(distillation_loss=DistillationLossConfig(loss_mode="k3", use_policy_gradient=False))
+        function = functools.partial(
+            distillation_ppo_loss, config=_loss_config(ActorConfig, options), distillation_config=config
+        )
+        summed = "distillation/loss"
+    found = {}
+    for name, changed in {"fsdp2": {}, "packed": {}, "phased": {"wave_tokens": 40}}.items():
+        engine = _engine(
+            name if name == "fsdp2" else "prefix",
+            model_path,
+            options | {"schedule": name, "exchange": "auto"} | changed,
+        )
+        with engine.train_mode(disable_auto_offload=True):
+            engine.optimizer_zero_grad()
+            output = engine.forward_backward_batch(data.copy(), function)
+            grads = whole({n: p.grad for n, p in engine.module.named_parameters()})
+        metrics = allgather_dict_into_dict(output["metrics"])
+        found[name] = grads | {summed: torch.tensor(float(Metric.aggregate_dp(metrics[summed])))}
+    stock = found.pop("fsdp2")
+    return {name: {n: _relative(ours[n], x) for n, x in stock.items()} for name, ours in found.items()}
 
 
 def _logits_of_an_update(model_path: str, rank: int, options: dict) -> list[int]:
@@ -535,6 +582,10 @@ def test_an_update_has_all_logits_of_a_pass_at_once_where_there_is_room(one_rank
 
 def _losses(models: dict, loss: str) -> dict[str, float]:
     return _loss_errors(models["qwen3"], get_rank(), loss)
+
+
+def _masked(models: dict, loss: str) -> dict[str, dict[str, float]]:
+    return _masked_passes(models["qwen3"], get_rank(), loss)
 
 
 def _half(models: dict, dtype: str, schedule: str, turns: bool) -> dict[str, dict[str, float]]:
@@ -826,6 +877,14 @@ def test_a_loss_that_is_let_through_has_the_gradients_of_stock_and_one_that_is_r
     for errors in results(_losses, loss):
         found = errors.values()
         assert min(found) > 1e-3 if refused else max(found) <= TOLERANCE, f"refused: {refused}, {errors}"
+
+
+@pytest.mark.parametrize("loss", ["bypass_mode", "distillation"])
+def test_rows_that_are_masked_may_have_passes_of_their_own(results, loss):
+    """verl's loss would raise, and the other ranks wait."""
+    for errors in results(_masked, loss):
+        for schedule, of_each in errors.items():
+            assert max(of_each.values()) <= TOLERANCE, (schedule, of_each)
 
 
 def test_every_loss_that_verl_has_is_among_those_tested():

@@ -9,6 +9,7 @@ from tensordict import TensorDict
 from verl.trainer.ppo.core_algos import get_policy_loss_fn
 from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_id
+from verl.utils.metric import AggregationType, Metric
 from verl.workers.utils.losses import ppo_loss
 
 from verl_prefix.config import LOSSES_OF_ROWS
@@ -39,6 +40,10 @@ class Loss:
         self._function = function
         mode = mode_of_verls_loss(function)
         self.is_verls = mode is not None
+        # These raise where no token counts: compute_rollout_correction_and_rejection_mask (verl/trainer/ppo/
+        # rollout_corr_helper.py), compute_distillation_loss_range (verl/trainer/distillation/losses.py).
+        of = function.func.__module__ if isinstance(function, functools.partial) else ""
+        self._needs_a_token = mode == "bypass_mode" or of.startswith("verl.trainer.distillation")
         # What loss and outputs are made of apart from tokens, so that a NaN can come from it. None, of a user's: all.
         # Source: ppo_loss (verl/workers/utils/losses.py) and compute_policy_loss_<mode>.
         self._fields: set[str] | None = {"temperature"} if function is None else None
@@ -73,8 +78,21 @@ class Loss:
 
     def __call__(
         self, model_output: Mapping[str, torch.Tensor], rows: TensorDict, group: Any
-    ) -> tuple[torch.Tensor, dict[str, Any]]:
-        """Loss and metrics of a pass; `group`: the ranks that compute data in parallel."""
+    ) -> tuple[torch.Tensor, dict[str, Any], bool]:
+        """Loss and metrics of a pass, and whether any of its tokens counts. Where none does, and verl's loss would
+        raise, loss and sums are zero. Other metrics, there for their names, are then of tokens that do not count.
+
+        Args:
+            group: the ranks that compute data in parallel.
+        """
         if self._function is None:
-            return torch.ones((), device=model_output["log_probs"].device), {}
-        return self._function(model_output=model_output, data=rows, dp_group=group)
+            return torch.ones((), device=model_output["log_probs"].device), {}, True
+        if not self._needs_a_token or rows["response_mask"].any():
+            return *self._function(model_output=model_output, data=rows, dp_group=group), True
+        rows = rows.copy()
+        rows["response_mask"] = torch.ones_like(rows["response_mask"])
+        _, metrics = self._function(model_output=model_output, data=rows, dp_group=group)
+        sums = [x for x in metrics.values() if isinstance(x, Metric) and x.aggregation == AggregationType.SUM]
+        for metric in sums:
+            metric.values = [0.0] * len(metric.values)
+        return 0.0 * model_output["log_probs"].values().sum(), metrics, False

@@ -22,12 +22,14 @@ logger = logging.getLogger(__name__)
 
 
 class _Pass(NamedTuple):
-    """A pass that is done: its output as verl wants it, whether all of it was finite ([] bool), and where it ran."""
+    """A pass that is done: its output as verl wants it, whether all of it was finite ([] bool), where it ran, and
+    whether any of its tokens counts."""
 
     rows: list[int]
     output: dict[str, Any]
     finite: torch.Tensor
     where: str
+    counts: bool
 
 
 class MiniBatch:
@@ -52,13 +54,13 @@ class MiniBatch:
         rows = [row for group in groups for row in group.rows]
         micro_batch = self._loss.rows(self._data, rows)
         model_output = self.token_outputs.of_rows(groups, layout, outputs, micro_batch["input_ids"].offsets())
-        loss, metrics = self._loss(model_output, micro_batch, self._engine.get_data_parallel_group())
+        loss, metrics, counts = self._loss(model_output, micro_batch, self._engine.get_data_parallel_group())
         # A NaN that the loss masks counts too: its gradient is NaN times zero.
         values = [loss.detach(), outputs, *self._loss.floats(micro_batch).values()]
         finite = torch.stack([torch.isfinite(x).all() for x in values]).all()
         model_output = {name: values.detach() for name, values in model_output.items()}
         output = {"loss": loss.detach(), "metrics": metrics, "model_output": model_output}
-        self._passes.append(_Pass(rows, output, finite, where=current_pass()))
+        self._passes.append(_Pass(rows, output, finite, where=current_pass(), counts=counts))
         return loss
 
     def outputs(self, plan: Plan) -> tuple[list[dict[str, Any]], list[list[int]]]:
@@ -69,8 +71,10 @@ class MiniBatch:
             with torch.no_grad(), self._engine.autocast():
                 nothing = Layout(torch.zeros(0, dtype=torch.int64), 0, ())
                 self.step(plan.idle_groups, nothing, self.token_outputs.of_no_tokens())
-            if len(self._passes) > 1:
-                self._passes[-1].output["metrics"] = {}
+            self._passes[-1] = self._passes[-1]._replace(counts=False)
+        if any(one.counts for one in self._passes):
+            for one in self._passes:
+                one.output["metrics"] = one.output["metrics"] if one.counts else {}
         not_finite = [one for one in self._passes if not one.finite]
         self.num_not_finite = len(not_finite)
         if not_finite:
