@@ -1,6 +1,7 @@
 """Clients of verl's engine besides its trainers, asked of ours and of the stock engine alike: the Tinker-like worker,
 and what verl's own tests (tests/models/test_engine.py, tests/workers) ask of an engine with FSDP2. Two gloo ranks."""
 
+import functools
 import os
 
 import pytest
@@ -93,6 +94,23 @@ def _compare_asked(models: dict[str, str], family: str) -> dict[str, float]:
     return errors
 
 
+def _compare_prompt_loss(models: dict[str, str]) -> tuple[float, list[float]]:
+    """The largest relative error of a gradient by verl's sft_loss of all tokens; the rows on its own path."""
+    from verl.workers.utils.losses import sft_loss
+
+    grads, metrics = {}, {}
+    for backend in ("prefix", "fsdp2"):
+        engine = _engine(backend, models["qwen3"], {"verify": "off"})
+        data = _batch(get_rank(), engine.model_config.hf_config.vocab_size, {})
+        data["loss_mask"] = torch.ones_like(data["input_ids"])
+        with engine.train_mode(disable_auto_offload=True):
+            engine.optimizer_zero_grad()
+            output = engine.forward_backward_batch(data, functools.partial(sft_loss, config=None))
+            metrics = metrics or output["metrics"]
+            grads[backend] = whole({n: p.grad for n, p in engine.module.named_parameters()})
+    return max(_relative(grads["prefix"][n], x) for n, x in grads["fsdp2"].items()), metrics["prefix/stock_rows"]
+
+
 @pytest.fixture(scope="module")
 def results(ranks, tmp_path_factory):
     models = {name: write_tiny_model(tmp_path_factory.mktemp(name), family=name) for name in FAMILIES}
@@ -108,3 +126,8 @@ def test_a_tinker_client_gets_stocks_losses_log_probs_gradients_and_step(results
 def test_what_verls_tests_ask_of_an_engine_is_answered_as_by_stocks(results, family):
     for errors in results(_compare_asked, family):
         assert max(errors.values()) <= TOLERANCE, errors
+
+
+def test_a_loss_whose_mask_holds_prompts_goes_verls_own_path(results):
+    for error, stock_rows in results(_compare_prompt_loss):
+        assert error <= TOLERANCE and stock_rows[0] > 0

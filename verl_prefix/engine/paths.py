@@ -95,6 +95,9 @@ class Paths:
             return self.lasting
         if "prompts" not in data.keys() or "responses" not in data.keys():
             return Stock("the batch has no prompts and responses (not an RL batch)")
+        mask = data["loss_mask"]
+        if mask.is_nested and 0 < len(mask.values()) == len(data["input_ids"].values()):
+            return Stock("loss_mask is of prompts, too, whose outputs are not computed")
         if tu.get_non_tensor_data(data, "force_group_size", 1) > 1:
             return Stock("force_group_size keeps rows together by their order")
         if tu.get_non_tensor_data(data, "distillation_use_topk", False):

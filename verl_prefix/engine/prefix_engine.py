@@ -84,6 +84,8 @@ class PrefixFSDPEngine(StockPath):
         if stock := self._paths.stock(data) or self._verification.failure:
             return stock
         custom_loss = loss_function is not None and mode_of_verls_loss(loss_function) is None
+        if custom_loss:
+            warn_once(logger, "prefix: a loss that is not verl's own gets zeros in place of outputs of prompts")
         exchange = open_exchange(self, data, custom_loss)
         groups, metrics = exchange.groups, exchange.metrics
         if not forward_only and self.prefix_config.mini_batches == "rows":  # "prompts" tears them on purpose
