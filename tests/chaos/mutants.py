@@ -69,8 +69,7 @@ TESTS = {
     "core/schedule": "tests/core/test_schedule.py tests/core/test_lifetime.py tests/core/test_offload.py "
     f"tests/core/test_shards.py {DUMMIES} tests/models/test_frozen.py tests/api",
     "core/trees": "tests/core/test_trees.py",
-    "core/groups": f"{LAYOUTS} tests/auto/test_placement.py tests/engine/test_exchange.py tests/core/test_schedule.py",
-    "core/layout": f"{LAYOUTS} {DUMMIES} tests/models/test_experts.py tests/core/test_schedule.py tests/api",
+    "core/groups": LAYOUTS, "core/layout": f"{LAYOUTS} {DUMMIES} tests/models/test_experts.py",
     "core/waves": f"{LAYOUTS} tests/auto/test_cost.py",
     "core/offload": "tests/core/test_offload.py tests/core/test_fsdp.py tests/core/test_lifetime.py",
     "core/prefix_cache": "tests/core/test_lifetime.py tests/core/test_schedule.py tests/core/test_precision.py",

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from verl_prefix.core.calls import Segment, calls_of
-from verl_prefix.core.groups import Group, group_by_key
+from verl_prefix.core.groups import Fork, Group, Strand, group_by_key
 from verl_prefix.core.layout import build_layout, pass_order
 from verl_prefix.core.prefix_cache import add_at
 from verl_prefix.core.waves import make_plan, make_waves, pad_to_same_passes
@@ -38,6 +38,20 @@ def positions_of(places):
 def test_rows_of_one_key_form_a_group_in_the_order_of_first_rows():
     groups = group_by_key(["a", 7, "a", ("a", 7)], [3, 2, 3, 1], [2, 1, 4, 0])
     assert groups == [Group((0, 2), 2, (2, 4)), Group((1,), 1, (1,)), Group((3,), 0, (0,))]
+
+
+def test_what_is_shared_and_where_it_stands_in_a_pass():
+    alone, nothing, one = Group((0,), 5, (2,)), Group((1, 2), 0, (2, 2)), Group((3, 4), 1, (1, 1))
+    assert [group.is_shared for group in (alone, nothing, one)] == [False, False, True]
+    assert pass_order([nothing, Group((5,), 9, (0,)), one, alone]) == [one, alone, nothing]
+
+
+def test_a_strand_that_only_empty_responses_need_is_pruned():
+    strands = Strand(0, 0, 3), Strand(1, 3, 5, parent=0)
+    group = Group((0, 1), 5, (2, 0), strands, forks=(Fork(0, 3), Fork(1, 5)), first_outputs=(3, 5))
+    assert group.output_lens == (2, 0)
+    pruned = group.pruned()
+    assert (pruned.prefix_len, pruned.strands, pruned.forks) == (3, strands[:1], (Fork(0, 3), Fork(-1, 5)))
 
 
 def test_empty_prompt_is_refused():
@@ -161,6 +175,9 @@ def test_a_layout_reads_what_it_is_told_to_and_at_least_one_token_of_its_own():
     assert layout.reading(~is_read).reads.places.tolist() == [4, 11, 12]
     nothing = layout.reading(torch.zeros_like(is_read))
     assert nothing.reads.places.tolist() == [4] and nothing.keep.tolist() == [8]
+    source = build_layout(groups[1:], [0, 7, 14, 20], suffixes=False)
+    wave = build_layout(groups[1:], [0, 7, 14, 20], source, [0]).reading(torch.zeros_like(is_read))
+    assert wave.reads.places.tolist() == [18] and wave.keep.tolist() == [0]
 
 
 def test_siblings_tails_are_added_to_one_run_of_tokens():

@@ -19,6 +19,17 @@ def states_of_zero(patch):
     patch.setattr(recurrence, "_continued", zero)
 
 
+def scan_states_of_zero(patch):
+    """Of the two that a layer leaves, its convolution's inputs are right."""
+    made = recurrence._continued
+
+    def zero(attention_pass, key, *args):
+        found = made(attention_pass, key, *args)
+        return found if found is None or key[0] != "scan" else torch.zeros_like(found)
+
+    patch.setattr(recurrence, "_continued", zero)
+
+
 def conv_tail_one_token_off(patch):
     made = recurrence._continued
 
