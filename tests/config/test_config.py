@@ -2,7 +2,9 @@
 
 import importlib
 import inspect
+import json
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,7 +16,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import InterpolationResolutionError
 from verl.utils.config import omega_conf_to_dataclass, validate_config
 
-from verl_prefix.config import PrefixActorConfig, PrefixConfig, PrefixEngineConfig, driver
+from verl_prefix.config import PrefixActorConfig, PrefixConfig, PrefixEngineConfig, driver, read_hf_config
 from verl_prefix.models.support import check_supported
 from verl_prefix.testing import write_tiny_model
 from verl_prefix.tools.plan import compose as compose_of_plan
@@ -107,11 +109,42 @@ def test_good_config_passes_the_driver_checks(model_path):
         (f"{ACTOR}.freeze_vision_tower=True", r"a qwen3 model has no tower; remove it"),
         ("actor_rollout_ref.rollout.enable_rollout_routing_replay=True", r"replays no routes.*set it to False"),
         (f"+{ACTOR}.fsdp_config.router_replay.mode=R2", r"router_replay.mode=R2: .*router_replay.mode=disabled, or"),
+        (f"++{ACTOR}.fsdp_config.prefix.schedule=phased", r"actor.fsdp_config.prefix is filled .*set its keys there"),
     ],
 )
 def test_bad_option_is_refused_in_the_driver_with_what_to_type(model_path, override, message):
     with pytest.raises((ValueError, InstantiationException), match=message):
         validate(model_path, *override.split())
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ("strategy=fsdp", r"ref.strategy='fsdp': .*ref.strategy=fsdp2"),
+        ("fsdp_config.strategy=fsdp", r"ref.fsdp_config.strategy='fsdp': .*ref.fsdp_config.strategy=fsdp2"),
+        ("fsdp_config.pad_to_length=True", r"ref.fsdp_config.pad_to_length=True, .*ref.pad_to_length=False"),
+        ("fsdp_config.qat.enable=True", r"ref.fsdp_config.qat.enable=True: .*ref.fsdp_config.qat.enable=False"),
+        ("fsdp_config.router_replay.mode=R2", r"ref.fsdp_config.router_replay.mode=R2"),
+        ("fsdp_config.prefix.schedule=stock", r"ref.fsdp_config.prefix is filled in from .*actor.prefix"),
+        ("prefix.schedule=stock", r"ref.prefix=.*set them in actor_rollout_ref.actor.prefix"),
+    ],
+)
+def test_what_ref_cannot_have_is_refused_in_the_driver_by_its_own_key(model_path, option, message):
+    overrides = f"actor_rollout_ref.model.path={model_path}", f"++actor_rollout_ref.ref.{option}"
+    OmegaConf.resolve(composed(*overrides))  # nobody asks for a reference policy
+    with pytest.raises((ValueError, InstantiationException), match=message):
+        OmegaConf.resolve(composed(f"{ACTOR}.use_kl_loss=True", *overrides))
+
+
+def test_a_model_type_of_external_lib_is_known_in_the_driver(tmp_path, model_path, monkeypatch):
+    (tmp_path / "a_users_models.py").write_text(
+        "from transformers import AutoConfig, Qwen3Config\n"
+        "AutoConfig.register('a_users_model', type('AUsersConfig', (Qwen3Config,), {'model_type': 'a_users_model'}))\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    config = json.loads((Path(model_path) / "config.json").read_text()) | {"model_type": "a_users_model"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert read_hf_config({"path": tmp_path, "external_lib": "a_users_models"}).model_type == "a_users_model"
 
 
 def test_sequence_parallelism_of_ref_alone_is_checked_where_the_config_is_resolved(model_path):
@@ -192,7 +225,7 @@ SEVERAL = {"one_step_off": "data.train_batch_size=256", "fully_async": "async_tr
         (f"{ACTOR}.shuffle=True", "shuffle=False"),
         (f"{ACTOR}.policy_loss.loss_mode=geo_mean", "loss_mode=geo_mean averages .*set "),
         (f"{ACTOR}.prefix.verify=sometimes", "prefix.verify='sometimes': set first_step, off"),
-        (f"{ACTOR}.fsdp_config.strategy=fsdp", "fsdp_config.strategy='fsdp': .* FSDP2 only; set it to fsdp2 in"),
+        (f"{ACTOR}.fsdp_config.strategy=fsdp", "fsdp_config.strategy='fsdp': .* FSDP2 only; set .*strategy=fsdp2"),
         (f"{ACTOR}.prefix.mini_batches=prompts", "mini_batches=prompts .*prefix_sync .*mini_batches=rows"),
         ("trainer.v1.trainer_mode=prefix_sync", "trainer_mode=prefix_sync is for verl.trainer.main_ppo .*; remove it"),
         (f"{ACTOR}.freeze_vision_tower=True", "a qwen3 model has no tower"),
@@ -275,6 +308,14 @@ def test_separate_async_without_servers_on_the_trainers_gpus_is_refused_where_ve
             OmegaConf.resolve(composed(*options))
 
 
+def test_sdpa_which_drops_the_softcap_of_gemma_2_is_refused(tmp_path):
+    transformers.Gemma2Config().save_pretrained(tmp_path)
+    validate(str(tmp_path))
+    validate(str(tmp_path), SDPA.replace("sdpa", "eager"))
+    with pytest.raises(ValueError, match="=sdpa drops a gemma2 model's .*; set eager or flash_attention_2"):
+        validate(str(tmp_path), SDPA)
+
+
 def test_misspelt_prefix_key_is_named():
     with pytest.raises(ConfigCompositionException, match="shedule"):
         composed(f"{ACTOR}.prefix.shedule=packed")
@@ -333,5 +374,5 @@ def test_a_vision_tower_is_accepted_and_frozen_on_demand(tmp_path, family):
 def test_engine_config_in_code():
     config = PrefixEngineConfig(prefix=PrefixConfig(schedule="phased", wave_tokens=64))
     assert (config.strategy, config.prefix.wave_tokens) == ("prefix", 64)
-    with pytest.raises(ValueError, match="fsdp_config.strategy='fsdp': .*to fsdp2"):
+    with pytest.raises(ValueError, match="fsdp_config.strategy='fsdp': .*strategy=fsdp2"):
         PrefixEngineConfig(strategy="fsdp")

@@ -110,6 +110,11 @@ class PrefixConfig(BaseConfig):
         refuse(self.trace_dir is None and not is_default, "trace_max_steps", f", trace_max_gib={gib} {advice}")
 
 
+def _role(engine: Any) -> str:
+    """The key of the role that an engine config is of; the YAML of ref, in verl, says that it only runs forward."""
+    return f"actor_rollout_ref.{'ref' if engine.get('forward_only') else 'actor'}"
+
+
 @dataclass
 class PrefixEngineConfig(FSDPEngineConfig):
     """verl's FSDP2 engine config plus `prefix` and the actor's `freeze_vision_tower`, which verl's own FSDP ignores;
@@ -129,26 +134,28 @@ class PrefixEngineConfig(FSDPEngineConfig):
 
     def __post_init__(self) -> None:
         check_verl_version()
+        role = _role(self)
+        key = f"{role}.fsdp_config"
         _refuse(
             self.strategy not in ("prefix", "fsdp2"),
-            f"fsdp_config.strategy={self.strategy!r}: the prefix engine shards with FSDP2 only; set it to fsdp2 in "
-            "actor_rollout_ref.actor.fsdp_config (or ref.fsdp_config), or remove it",
+            f"{key}.strategy={self.strategy!r}: the prefix engine shards with FSDP2 only; set {key}.strategy=fsdp2, or "
+            "remove it",
         )
         _refuse(
             self.pad_to_length,
-            "pad_to_length=True: the prefix engine packs without padding; set "
-            "actor_rollout_ref.actor.pad_to_length=False",
+            f"{key}.pad_to_length=True, or {role}'s: the prefix engine packs without padding; set both to False: "
+            f"{key}.pad_to_length=False {role}.pad_to_length=False",
         )
         _refuse(
             self.get("qat") and self.qat.get("enable", False),
-            "fsdp_config.qat.enable=True: nobody has tried quantization-aware training with a shared prefix; set "
-            "actor_rollout_ref.actor.fsdp_config.qat.enable=False, or model_engine=dp",
+            f"{key}.qat.enable=True: nobody has tried quantization-aware training with a shared prefix; set "
+            f"{key}.qat.enable=False, or model_engine=dp",
         )
         replay = (self.get("router_replay") or {}).get("mode", "disabled")
         _refuse(
             replay != "disabled",
-            f"fsdp_config.router_replay.mode={replay}: verl's FSDP engine replays no routes; set "
-            "actor_rollout_ref.actor.fsdp_config.router_replay.mode=disabled, or model_engine=veomni or megatron",
+            f"{key}.router_replay.mode={replay}: verl's FSDP engine replays no routes; set {key}.router_replay."
+            "mode=disabled, or model_engine=veomni or megatron",
         )
         # verl's own check knows only its own names (verl/workers/config/engine.py), and so does its engine's base class
         # (FSDPEngine._build_fsdp_module), which gets a copy that says fsdp2; the registry's backend name is prefix.
@@ -237,7 +244,15 @@ class PrefixActorConfig(FSDPActorConfig):
     enable_rollout_routing_replay: bool = False
 
     def __post_init__(self) -> None:
-        key = "actor_rollout_ref.actor"
+        key, ours = _role(self.fsdp_config), "actor_rollout_ref.actor.prefix"
+        _refuse(
+            not isinstance(self.prefix, PrefixConfig),
+            f"{key}.prefix={self.prefix}: actor and ref share their options; set them in {ours}",
+        )
+        _refuse(
+            self.fsdp_config.prefix not in (self.prefix, PrefixConfig()),
+            f"{key}.fsdp_config.prefix is filled in from {ours}, and differs from it; set its keys there",
+        )
         _refuse(self.enable_rollout_routing_replay, NO_REPLAY)
         _refuse(
             self.strategy != "fsdp2",
@@ -309,8 +324,10 @@ def read_hf_config(model_config: Any) -> Any:
     """The HF config of `actor_rollout_ref.model`; None where this machine cannot see it: it is on HDFS, or on a hub
     that only the workers reach."""
     from transformers import AutoConfig
+    from verl.utils.import_utils import import_external_libs
     from verl.utils.model import update_model_config
 
+    import_external_libs(model_config.get("external_lib"))
     try:
         hf_config = AutoConfig.from_pretrained(
             model_config.get("hf_config_path") or model_config["path"],
@@ -328,8 +345,8 @@ def check_model_family(model_config: Any, freeze_vision_tower: bool, sequence_ra
     """Checks the model's HF config where this machine can see it; the worker checks again either way.
 
     Raises:
-        ValueError: the model has layers that the shared-prefix path does not compute, heads that cannot be dealt to
-            `sequence_ranks`, or no tower to freeze.
+        ValueError: the model has layers that the shared-prefix path or its kernel does not compute, heads that cannot
+            be dealt to `sequence_ranks`, or no tower to freeze.
     """
     from verl_prefix.models.support import check_supported
     from verl_prefix.models.vision import is_vision_config
@@ -338,6 +355,11 @@ def check_model_family(model_config: Any, freeze_vision_tower: bool, sequence_ra
     if hf_config is None:
         return
     check_supported(hf_config)
+    _refuse(
+        attention_of(model_config) == "sdpa" and getattr(hf_config.get_text_config(), "attn_logit_softcapping", None),
+        f"actor_rollout_ref.model.override_config.attn_implementation=sdpa drops a {hf_config.model_type} model's "
+        "attn_logit_softcapping on verl's own path, with which ours is compared; set eager or flash_attention_2",
+    )
     check_dealt("actor", sequence_ranks, hf_config)
     _refuse(
         freeze_vision_tower and not is_vision_config(hf_config),

@@ -57,11 +57,19 @@ def _sequence_ranks(section: DictConfig) -> int:
 
 
 def _check_ref(config: DictConfig) -> None:
-    """Sequence parallelism of the reference policy, where it has a size of its own: the actor's config checks its."""
+    """Options of the reference policy, whose config verl builds in workers alone, and its sequence parallelism where
+    that has a size of its own: the actor's config checks its."""
+    if not need_reference_policy(config):
+        return
     roles = config.actor_rollout_ref
+    ref = OmegaConf.to_container(roles.ref, resolve=True)
+    assert isinstance(ref, dict)
+    # As ActorRolloutRefWorker.init_model, which gives these keys the actor's names.
+    ref = {name: value for name, value in ref.items() if not str(name).startswith("log_prob_")}
+    ref["use_dynamic_bsz"] = True
+    omega_conf_to_dataclass(OmegaConf.create(ref))
     size = _sequence_ranks(roles.ref)
-    differs = size != _sequence_ranks(roles.actor) and roles.actor.prefix.schedule != "stock"
-    if differs and need_reference_policy(config):
+    if size != _sequence_ranks(roles.actor) and roles.actor.prefix.schedule != "stock":
         check_sequence_parallel("ref", size, config.trainer.n_gpus_per_node * config.trainer.nnodes, roles.model)
         if size > 1 and (hf_config := read_hf_config(roles.model)) is not None:
             check_dealt("ref", size, hf_config)
