@@ -1,5 +1,7 @@
 """Rows -> groups -> packed row, and the plans that every rank must pad_to_same_passes on."""
 
+from dataclasses import replace
+
 import hypothesis
 import hypothesis.strategies as st
 import pytest
@@ -49,7 +51,9 @@ def test_what_is_shared_and_where_it_stands_in_a_pass():
 def test_a_strand_that_only_empty_responses_need_is_pruned():
     strands = Strand(0, 0, 3), Strand(1, 3, 5, parent=0)
     group = Group((0, 1), 5, (2, 0), strands, forks=(Fork(0, 3), Fork(1, 5)), first_outputs=(3, 5))
-    assert group.output_lens == (2, 0)
+    assert group.output_lens == (2, 0) and group.num_strand_outputs == 0
+    in_strand = replace(group, strands=(strands[0], Strand(1, 3, 7, parent=0)), forks=(Fork(0, 3), Fork(1, 7)))
+    assert in_strand.output_lens == (2, 2) and in_strand.num_strand_outputs == 2, "tokens 5 and 6"
     pruned = group.pruned()
     assert (pruned.prefix_len, pruned.strands, pruned.forks) == (3, strands[:1], (Fork(0, 3), Fork(-1, 5)))
 

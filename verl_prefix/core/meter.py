@@ -42,10 +42,10 @@ class Meter:
 
     @contextmanager
     def phase(self, name: str, groups: Sequence[Group], device: torch.device, part: str = "") -> Iterator[None]:
-        """Context that times a phase, or one of its waves. Errors inside get a note from `annotate_errors`, which takes
-        the same arguments."""
+        """Context that times a phase, or one of its waves, which torch's profiler shows by name. Errors inside get a
+        note from `annotate_errors`, which takes the same arguments."""
         start = _now(device)
-        with annotate_errors(name, groups, part):
+        with annotate_errors(name, groups, part), torch.profiler.record_function(f"prefix {part or name}"):
             yield
         self._moments.append((name, start, _now(device)))
 

@@ -1,5 +1,6 @@
 """The path of a batch: shared, by a plan, or verl's own, for a reason that is logged once and counted in metrics."""
 
+import logging
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
@@ -18,6 +19,9 @@ from verl_prefix.core.waves import Plan
 from verl_prefix.engine.protocol import Engine
 from verl_prefix.engine.rows import row_lens
 from verl_prefix.models.recurrent import packing_leak
+from verl_prefix.versions import warn_once
+
+logger = logging.getLogger(__name__)
 
 
 class Stock(NamedTuple):
@@ -110,9 +114,17 @@ class Paths:
         Args:
             data: this rank's own rows, which verl's path would compute. groups: of the rows that ours computes.
         """
-        lens = zip(*row_lens(data), strict=True)
+        lens = [*zip(*row_lens(data), strict=True)]
         own_rows = [Group((row,), prompt_len - 1, (n,)) for row, (prompt_len, n) in enumerate(lens)]
         batch, own = (Batch(each, pass_budget(data, each)) for each in (groups, own_rows))
+        if any(sum(pair) > own.budget for pair in lens):
+            key = "log_prob_max_token_len_per_gpu" if forward_only else "ppo_max_token_len_per_gpu"
+            warn_once(
+                logger,
+                "prefix: a row alone is over the %d tokens of a pass, where verl's own engine would end; raise %s",
+                own.budget,
+                key,
+            )
         if self._chooser is None:
             return self.costs.plan(*batch, self.options.schedule, forward_only)
         plan = self._chooser.choose(*batch, forward_only, own)
