@@ -54,6 +54,11 @@ SWAPPED = {
 
 # Tests that are asked about a mutant of a file or a room, the first that its name begins with.
 LAYOUTS = "tests/core/test_groups_layout.py tests/core/test_trees.py"
+COST = "tests/auto/test_cost.py::test_"
+CUT = (
+    "tests/core/test_trees.py::test_a_tree_is_cut_where_the_fewest_tokens_are_computed "
+    "tests/core/test_trees.py::test_a_prompt_is_cut_behind_as_many_rows_as_fit"
+)
 FAMILIES = "tests/models/test_families.py::test_"
 VERIFY = "tests/engine/test_verify.py"
 DUMMIES = f"{FAMILIES}dummies_of_a_rank_without_rows_give_every_parameter_a_gradient_of_zero"
@@ -70,7 +75,9 @@ TESTS = {
     f"tests/core/test_shards.py {DUMMIES} tests/models/test_frozen.py tests/api",
     "core/trees": "tests/core/test_trees.py",
     "core/groups": LAYOUTS, "core/layout": f"{LAYOUTS} {DUMMIES} tests/models/test_experts.py",
-    "core/waves": f"{LAYOUTS} tests/auto/test_cost.py",
+    "core/waves": f"tests/core/test_groups_layout.py {CUT} {COST}passes_of_a_plan_count_each_token_once "
+    f"{COST}what_does_not_fit_is_cut_or_phased_by_cost {COST}waves_hide_their_own_cost_for_an_eighth_of_memory "
+    f"{COST}plan_says_what_the_engine_does",
     "core/offload": "tests/core/test_offload.py tests/core/test_fsdp.py tests/core/test_lifetime.py",
     "core/prefix_cache": "tests/core/test_lifetime.py tests/core/test_schedule.py tests/core/test_precision.py",
     "core/": f"tests/core/test_kernels.py tests/core/test_schedule.py tests/core/test_lifetime.py {DUMMIES} "

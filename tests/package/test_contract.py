@@ -118,6 +118,7 @@ CONTRACT = {
     "verl.utils.dataset.rl_dataset:get_dataset_class": "data_config",
     "verl.utils.dataset.rl_dataset:RLHFDataset._build_messages": "self example key",
     "verl.utils.dataset.rl_dataset:RLHFDataset._process_multi_modal_info": "messages image_patch_size config",
+    "verl.utils.import_utils:import_external_libs": "external_libs",
     "verl.utils.model:get_hf_auto_model_class": "hf_config",
     "verl.utils.model:update_model_config": "module_config override_config_kwargs",
     "verl.utils.tokenizer:build_multimodal_processor_inputs": (
