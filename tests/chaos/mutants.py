@@ -52,6 +52,14 @@ SWAPPED = {
 }  # fmt: skip
 
 
+# hypothesis reports what fails at once, and not the smallest example.
+FIRST_FAILURE = """
+import hypothesis
+
+hypothesis.settings.register_profile("first failure", phases=[hypothesis.Phase.explicit, hypothesis.Phase.generate])
+hypothesis.settings.load_profile("first failure")
+"""
+
 # Tests that are asked about a mutant of a file or a room, the first that its name begins with.
 LAYOUTS = "tests/core/test_groups_layout.py tests/core/test_trees.py"
 COST = "tests/auto/test_cost.py::test_"
@@ -325,7 +333,10 @@ def ask(out: Path, then: list[str]) -> None:
                 copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
                 copy(ROOT / name, Path(folder, name))
             Path(folder, "verl_prefix", one["file"]).write_text(ast.unparse(ast.fix_missing_locations(tree)))
-            words = ["-n", "0", "-x", "-q", "-m", "not full and not ray", "-p", "no:cacheprovider", "--timeout", "300"]
+            with Path(folder, "tests", "conftest.py").open("a") as conftest:
+                conftest.write(FIRST_FAILURE)
+            words = ["-n", "0", "-x", "-q", "-m", "not full and not ray", "-p", "no:cacheprovider"]
+            words += ["--timeout", "60", "--timeout-method", "thread"]  # which ends pytest where a mutant hangs
             command = [sys.executable, "-m", "pytest", *words, *asked]
             done = subprocess.run(command, cwd=folder, env=os.environ | {"PYTHONPATH": folder}, text=True,
                                   capture_output=True, check=False)  # fmt: skip

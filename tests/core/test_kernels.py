@@ -5,8 +5,8 @@ import hypothesis.strategies as st
 import pytest
 import torch
 
-from verl_prefix.core import calls
-from verl_prefix.core.attention import AttentionParams, GroupedAttention, merge
+from verl_prefix.core import attention, calls
+from verl_prefix.core.attention import AttentionParams, AttentionPass, GroupedAttention, merge
 from verl_prefix.core.calls import Spans
 from verl_prefix.core.kernels import aten, available_kernels, choose_kernel, cpu, reference
 from verl_prefix.core.layout import Layout
@@ -173,3 +173,39 @@ def test_two_calls_compute_what_one_does(kernel, window, monkeypatch):
     monkeypatch.setattr(calls, "_cut", cut)
     monkeypatch.setattr(torch, "cat", lambda parts, dim=0: cat(list(parts)[::-1], dim=dim))
     assert error(run()) > 0.1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("queries", [slice(2, 5), torch.tensor([1, 4, 6])], ids=["slice", "indices"])
+def test_the_fused_merge_writes_what_the_one_in_torch_does_and_takes_fp32_alone(monkeypatch, queries, dtype):
+    """The one in torch stands in for Triton's, whose arithmetic is test_fused_merge.py's."""
+    torch.manual_seed(0)
+    given = torch.randn(8, 2, 4, dtype=dtype), torch.randn(2, 8, dtype=dtype)
+    second = torch.randn(3, 2, 4, dtype=dtype), torch.randn(2, 3, dtype=dtype)
+    fused = []
+
+    def into(part, part_lse, *others):
+        fused.append(part.dtype)
+        for x, merged in zip((part, part_lse), merge(part.clone(), part_lse.clone(), *others), strict=True):
+            x.copy_(merged)
+
+    found = []
+    for kernel in (None, into):
+        monkeypatch.setattr(attention, "_fused_merge", lambda device, kernel=kernel: kernel)
+        out, lse = (x.clone() for x in given)
+        attention._merge_at(queries, out, lse, *second)
+        found.append((out, lse))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True)) and not torch.equal(found[0][0], given[0])
+    assert fused == [torch.float32] * (dtype == torch.float32)
+
+
+def test_a_pass_asks_for_a_kernel_of_its_tensors_and_keeps_nothing_unasked(monkeypatch):
+    asked = []
+    monkeypatch.setattr(attention, "choose_kernel", lambda *args, **options: asked.append((args, options)) or reference)
+    layout = Layout(torch.arange(5), 0, (calls.Segment(5),))
+    one, q, k = AttentionPass(layout, "reference"), torch.randn(5, 4, 24), torch.randn(5, 2, 24)
+    one.attend(0, q, k, k, None, AttentionParams(0.2))
+    one.attend(0, q, k, k, None, AttentionParams(0.2, softcap=5.0))
+    of = "reference", "cpu", torch.float32, 24
+    assert asked == [(of, {"softcap": False}), (of, {"softcap": True})]
+    assert one.num_calls == 2 and one.kept is None

@@ -249,6 +249,14 @@ def test_a_storage_moves_once_and_its_views_come_back_as_views(counts):
     assert counts["host_bytes"] == -(-base.nbytes // 512) * 512
 
 
+def test_prefetching_begins_as_soon_as_there_is_room(monkeypatch, counts):
+    """There is none at the end of the waves, and some once backward has loaded what it needs first."""
+    rooms, model = iter([0]), build()
+    monkeypatch.setattr(offload, "device_room", lambda device: next(rooms, 10**9))
+    measure(model, offload=True)
+    assert 0 < counts["demand_loads"] < 10 and counts["prefetched_bytes"] > counts["offloaded_bytes"] / 2
+
+
 def test_what_is_back_or_was_used_does_not_come_again(counts):
     with OffloadedPrefixCache(CPU, counts) as cache:
         waiting, half_used, used = (torch.randn(n) for n in (2000, 3000, 4000))
