@@ -107,7 +107,9 @@ def test_installed_torch_has_the_cuda_op_schemas_that_we_call():
 def test_kernel_choice_says_what_is_wrong():
     assert choose_kernel("auto", "cpu", torch.float32, 64) is cpu
     assert available_kernels()["cpu"] == "ok"
-    assert aten.unsupported("cuda", torch.float32, 64) == "dtype is torch.float32, not bfloat16 or float16"
+    assert (
+        aten.unsupported("cuda", torch.float32, 64, softcap=False) == "dtype is torch.float32, not bfloat16 or float16"
+    )
     with pytest.raises(ValueError, match="prefix.attention='magi' is unknown; set one of"):
         choose_kernel("magi", "cpu", torch.float32, 64)
     assert choose_kernel("auto", "cpu", torch.float32, 64, softcap=True) is reference

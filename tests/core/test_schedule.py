@@ -18,6 +18,7 @@ from transformers.models.qwen3 import modeling_qwen3
 
 from verl_prefix.core import attention, layout, prefix_cache
 from verl_prefix.core.kernels import cpu
+from verl_prefix.core.schedule import Schedule
 
 TOLERANCE = 1e-9
 FIELDS = dict(
@@ -193,3 +194,8 @@ def test_broken_maths_is_far_off(monkeypatch, name):
     options = broken(monkeypatch, name)
     ours = measure(model, lambda: run_shared(model, rollouts, kernel="cpu", **options))
     assert max(errors(ours, truth).values()) > 100 * 5e-6, "a broken schedule passes even the fp32 tolerance"
+
+
+def test_a_schedule_keeps_and_offloads_nothing_unasked():
+    plain = Schedule(model=None, outputs=None)
+    assert not plain.keep_attention and not plain.offload

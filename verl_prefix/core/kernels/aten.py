@@ -44,7 +44,7 @@ def unavailable() -> str | None:
     )
 
 
-def unsupported(device_type: str, dtype: torch.dtype, head_dim: int, softcap: bool = False) -> str | None:
+def unsupported(device_type: str, dtype: torch.dtype, head_dim: int, softcap: bool) -> str | None:
     return "it has no softcap" if softcap else unsupported_by_all(device_type, dtype, head_dim)
 
 

@@ -16,7 +16,7 @@ def unavailable() -> str | None:
     return None
 
 
-def unsupported(device_type: str, dtype: torch.dtype, head_dim: int, softcap: bool = False) -> str | None:
+def unsupported(device_type: str, dtype: torch.dtype, head_dim: int, softcap: bool) -> str | None:
     if softcap:
         return "it has no softcap"
     return None if device_type == "cpu" else f"device is {device_type}, not cpu"

@@ -147,7 +147,7 @@ def unsupported_by_all(device_type: str, dtype: torch.dtype, head_dim: int) -> s
     return None
 
 
-def unsupported(device_type: str, dtype: torch.dtype, head_dim: int, softcap: bool = False) -> str | None:
+def unsupported(device_type: str, dtype: torch.dtype, head_dim: int, softcap: bool) -> str | None:
     reason = unsupported_by_all(device_type, dtype, head_dim)
     if reason is None and _choose(head_dim, softcap) is None:
         return "; ".join(f"{one.module}: {_refusal(one.module, head_dim, softcap)}" for one in _installed())

@@ -13,7 +13,7 @@ def unavailable() -> str | None:
     return None
 
 
-def unsupported(device_type: str, dtype: torch.dtype, head_dim: int, softcap: bool = False) -> str | None:
+def unsupported(device_type: str, dtype: torch.dtype, head_dim: int, softcap: bool) -> str | None:
     return None
 
 
