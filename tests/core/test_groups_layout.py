@@ -11,7 +11,7 @@ from verl_prefix.core.calls import Segment, calls_of
 from verl_prefix.core.groups import Fork, Group, Strand, group_by_key
 from verl_prefix.core.layout import build_layout, pass_order
 from verl_prefix.core.prefix_cache import add_at
-from verl_prefix.core.waves import make_plan, make_waves, pad_to_same_passes
+from verl_prefix.core.waves import PackedPass, make_plan, make_waves, pad_to_same_passes
 
 CPU = torch.device("cpu")
 SHAPES = st.lists(
@@ -61,6 +61,13 @@ def test_a_strand_that_only_empty_responses_need_is_pruned():
 def test_empty_prompt_is_refused():
     with pytest.raises(ValueError, match="row 1 has an empty prompt"):
         group_by_key("ab", [1, 0], [1, 1])
+
+
+def test_what_fits_a_budget_to_the_token_is_whole_and_one_token_less_cuts_it_in_two():
+    group = Group((0, 1), 6, (2, 2))
+    whole, cut = make_plan([group], 10, "auto"), make_plan([group], 9, "packed")
+    assert whole.passes == (PackedPass((group,)),) and whole.split_groups == 0
+    assert len(cut.packed) == 2 and cut.split_groups == 1
 
 
 @hypothesis.given(SHAPES)
