@@ -80,7 +80,7 @@ TESTS = {
     "core/recurrence": f"{FAMILIES}one_long_response_pads_no_short_one {FAMILIES}family_equals_hf {VERIFY} "
     "tests/models/test_recurrent_packages.py",
     "core/schedule": "tests/core/test_schedule.py tests/core/test_lifetime.py tests/core/test_offload.py "
-    f"tests/core/test_shards.py {DUMMIES} tests/models/test_frozen.py tests/api",
+    f"{DUMMIES} tests/engine/test_engine_equivalence.py::test_lm_head_runs_where_the_loss_reads_alone",
     "core/trees": "tests/core/test_trees.py",
     "core/groups": LAYOUTS, "core/layout": f"{LAYOUTS} {DUMMIES} tests/models/test_experts.py",
     "core/waves": f"tests/core/test_groups_layout.py {CUT} {COST}passes_of_a_plan_count_each_token_once "

@@ -11,7 +11,15 @@ from verl_prefix.core.calls import Segment, calls_of
 from verl_prefix.core.groups import Fork, Group, Strand, group_by_key
 from verl_prefix.core.layout import build_layout, pass_order
 from verl_prefix.core.prefix_cache import add_at
-from verl_prefix.core.waves import PackedPass, make_plan, make_waves, pad_to_same_passes
+from verl_prefix.core.waves import (
+    PackedPass,
+    Plan,
+    first_fit,
+    make_plan,
+    make_waves,
+    most_outputs,
+    pad_to_same_passes,
+)
 
 CPU = torch.device("cpu")
 SHAPES = st.lists(
@@ -54,6 +62,7 @@ def test_a_strand_that_only_empty_responses_need_is_pruned():
     assert group.output_lens == (2, 0) and group.num_strand_outputs == 0
     in_strand = replace(group, strands=(strands[0], Strand(1, 3, 7, parent=0)), forks=(Fork(0, 3), Fork(1, 7)))
     assert in_strand.output_lens == (2, 2) and in_strand.num_strand_outputs == 2, "tokens 5 and 6"
+    assert [most_outputs(Plan(passes)) for passes in ((), (PackedPass((in_strand,)),))] == [0, 4]
     pruned = group.pruned()
     assert (pruned.prefix_len, pruned.strands, pruned.forks) == (3, strands[:1], (Fork(0, 3), Fork(-1, 5)))
 
@@ -61,6 +70,18 @@ def test_a_strand_that_only_empty_responses_need_is_pruned():
 def test_empty_prompt_is_refused():
     with pytest.raises(ValueError, match="row 1 has an empty prompt"):
         group_by_key("ab", [1, 0], [1, 1])
+
+
+def test_a_bin_takes_the_smallest_item_that_just_fits():
+    assert first_fit([2, 5, 3], int, 5) == [[5], [3, 2]]
+
+
+def test_dummies_of_a_rank_without_groups_read_no_strands():
+    asked: list = []
+    padded = pad_to_same_passes(
+        Plan(()), lambda values: asked.append(values) or ([0, 1] if len(asked) == 1 else values)
+    )
+    assert [one.reads_strands for one in padded.passes] == [False] and asked == [[0, 0], [0, False]]
 
 
 def test_what_fits_a_budget_to_the_token_is_whole_and_one_token_less_cuts_it_in_two():
