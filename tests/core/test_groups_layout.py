@@ -13,6 +13,7 @@ from verl_prefix.core.layout import build_layout, pass_order
 from verl_prefix.core.prefix_cache import add_at
 from verl_prefix.core.waves import (
     PackedPass,
+    PhasedPass,
     Plan,
     first_fit,
     make_plan,
@@ -82,6 +83,14 @@ def test_dummies_of_a_rank_without_groups_read_no_strands():
         Plan(()), lambda values: asked.append(values) or ([0, 1] if len(asked) == 1 else values)
     )
     assert [one.reads_strands for one in padded.passes] == [False] and asked == [[0, 0], [0, False]]
+
+
+def test_the_longest_phased_passes_of_two_ranks_run_together():
+    """The other rank has one, of three waves: the wave of our shorter one has no partner there."""
+    most = iter([[0, 1], [3, False, 0, False]])
+    plan = Plan((PhasedPass(waves=((),)), PhasedPass(waves=((),) * 3)))
+    padded = pad_to_same_passes(plan, lambda values: [max(*pair) for pair in zip(values, next(most), strict=True)])
+    assert [len(one.waves) for one in padded.phased] == [3, 1]
 
 
 def test_what_fits_a_budget_to_the_token_is_whole_and_one_token_less_cuts_it_in_two():
