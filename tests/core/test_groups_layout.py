@@ -98,6 +98,10 @@ def test_what_fits_a_budget_to_the_token_is_whole_and_one_token_less_cuts_it_in_
     whole, cut = make_plan([group], 10, "auto"), make_plan([group], 9, "packed")
     assert whole.passes == (PackedPass((group,)),) and whole.split_groups == 0
     assert len(cut.packed) == 2 and cut.split_groups == 1
+    # Strands beside a wave of 4 tokens have 6 of the 10; those that wait in host memory have none.
+    two = [Group((0, 1), 4, (2, 2)), Group((2, 3), 3, (2, 2))]
+    assert [len(make_plan(two, n, "phased", wave_tokens=4).phased) for n in (10, 11)] == [2, 1]
+    assert [len(make_plan([group], n, "phased", offload=True).waves) for n in (3, 4)] == [2, 1]
 
 
 @hypothesis.given(SHAPES)
