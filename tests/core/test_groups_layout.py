@@ -102,6 +102,10 @@ def test_what_fits_a_budget_to_the_token_is_whole_and_one_token_less_cuts_it_in_
     two = [Group((0, 1), 4, (2, 2)), Group((2, 3), 3, (2, 2))]
     assert [len(make_plan(two, n, "phased", wave_tokens=4).phased) for n in (10, 11)] == [2, 1]
     assert [len(make_plan([group], n, "phased", offload=True).waves) for n in (3, 4)] == [2, 1]
+    # Where nobody says how long a wave is, strands have half of it.
+    assert [len(make_plan(two, n, "phased").phased) for n in (13, 14)] == [2, 1]
+    pieces = make_plan([Group((0, 1, 2, 3), 0, (4,) * 4)], 8, "packed").packed
+    assert [[piece.rows for piece in one.groups] for one in pieces] == [[(0, 1)], [(2, 3)]], "no more than have to be"
 
 
 @hypothesis.given(SHAPES)
