@@ -26,6 +26,11 @@ def mode_of_verls_loss(loss: LossFunction | None) -> str | None:
     return mode if mode in LOSSES_OF_ROWS and is_verls else None
 
 
+def module_of(loss: LossFunction | None) -> str:
+    """Where the function of a partial is from; "" of what is none."""
+    return loss.func.__module__ if isinstance(loss, functools.partial) else ""
+
+
 class Loss:
     """The loss of a mini-batch's passes.
 
@@ -42,8 +47,7 @@ class Loss:
         self.is_verls = mode is not None
         # These raise where no token counts: compute_rollout_correction_and_rejection_mask (verl/trainer/ppo/
         # rollout_corr_helper.py), compute_distillation_loss_range (verl/trainer/distillation/losses.py).
-        of = function.func.__module__ if isinstance(function, functools.partial) else ""
-        self._needs_a_token = mode == "bypass_mode" or of.startswith("verl.trainer.distillation")
+        self._needs_a_token = mode == "bypass_mode" or module_of(function).startswith("verl.trainer.distillation")
         # What loss and outputs are made of apart from tokens, so that a NaN can come from it. None, of a user's: all.
         # Source: ppo_loss (verl/workers/utils/losses.py) and compute_policy_loss_<mode>.
         self._fields: set[str] | None = {"temperature"} if function is None else None

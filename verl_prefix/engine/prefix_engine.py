@@ -29,7 +29,7 @@ from verl_prefix.core.schedule import Schedule
 from verl_prefix.core.waves import Plan, pad_to_same_passes
 from verl_prefix.cpu.engine import CPUFSDPEngine
 from verl_prefix.engine.exchange import open_exchange, receive_pixels, together
-from verl_prefix.engine.loss import LossFunction, mode_of_verls_loss
+from verl_prefix.engine.loss import LossFunction, mode_of_verls_loss, module_of
 from verl_prefix.engine.mini_batch import MiniBatch, even_out, plan_metrics
 from verl_prefix.engine.out_of_memory import out_of_memory_advice
 from verl_prefix.engine.outputs import reads_logits_once
@@ -84,7 +84,7 @@ class PrefixFSDPEngine(StockPath):
         if stock := self._paths.stock(data) or self._verification.failure:
             return stock
         custom_loss = loss_function is not None and mode_of_verls_loss(loss_function) is None
-        if custom_loss:
+        if custom_loss and not module_of(loss_function).startswith("verl."):
             warn_once(logger, "prefix: a loss that is not verl's own gets zeros in place of outputs of prompts")
         exchange = open_exchange(self, data, custom_loss)
         groups, metrics = exchange.groups, exchange.metrics
