@@ -122,12 +122,15 @@ def test_kernel_choice_says_what_is_wrong():
 @hypothesis.given(st.lists(st.integers(1, 3000), min_size=1, max_size=12))
 @hypothesis.example([8000, *[5] * 300])
 @hypothesis.example([*[5] * 300, 8000])
+@hypothesis.example([1500, 3000, *[5] * 40])  # saves too few
+@hypothesis.example([300, 1500, *[9] * 40])
 def test_a_call_is_cut_where_its_grids_are_smallest(lens):
     def blocks(part) -> int:
         return len(part) * max(-(-n // 128) for n in part)
 
     cut = calls._cut(lens)
     least = min([blocks(lens), *(blocks(lens[:i]) + blocks(lens[i:]) for i in range(1, len(lens)))])
+    assert SPANS[False].runs is None, "the rows of a block keep their parts"
     if (blocks(lens) - least) * 5 > sum(lens):
         assert 0 < cut < len(lens) and blocks(lens[:cut]) + blocks(lens[cut:]) == least
     else:

@@ -261,13 +261,19 @@ def line_quotes(load: Load) -> Iterator[tuple]:
     yield told, *(rooms[name]["percent"] for name in names)
 
 
+def settled(report: dict) -> list[dict]:
+    """Mutants that change no result of the batches: a test sees each, or the file says why none could."""
+    rest = [one for one in report["mutants"] if one["shown by"] == "nothing"]
+    assert all(bool(one.get("seen by test")) != bool(one.get("why")) for one in rest)
+    return rest
+
+
 def mutant_quotes(load: Load) -> Iterator[tuple]:
     report = load("mutants")
     by, seen = report["summary"], report["summary"]["self-check"]
     yield "{} of {:,} small changes", len(report["mutants"]), report["drawn_from"]
     yield "{} raise, {} make results wrong, and {} change no result", by["raises"], by["wrong"], by["nothing"]
-    asked = [one for one in report["mutants"] if one["shown by"] == "nothing"]
-    assert all(bool(one.get("seen by test")) != bool(one.get("why")) for one in asked)
+    asked = settled(report)
     new = sum(one.get("test is new", False) for one in asked)
     yield "Of these {} the tests see {} (`--ask`), {} of them since", len(asked), by["tests"]["seen"], new
     yield "the other {} change nothing that a test could see", by["tests"]["equal"]
@@ -283,9 +289,7 @@ def mutant_quotes(load: Load) -> Iterator[tuple]:
         seen["bf16"],
         seen["fp32 raises"],
     )
-    asked = sum("asked" in one for one in core["mutants"])
-    told = "Tests were asked about {} of the rest so far: they see {}, and {} change nothing"
-    yield told, asked, by["tests"]["seen"], by["tests"]["equal"]
+    yield "Of the {} the tests see {}, and the other {}", len(settled(core)), by["tests"]["seen"], by["tests"]["equal"]
 
 
 def fault_quotes(load: Load) -> Iterator[tuple]:
