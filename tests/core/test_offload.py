@@ -337,6 +337,7 @@ def test_what_a_shelf_leaves_on_the_device(monkeypatch):
     shelf.update(stays)
     shelf.update({1: (torch.ones(3),), 2: (torch.zeros(3),)})
     assert all(shelf[key] is tensors for key, tensors in stays.items()) and set(shelf) == {1, 2, *stays}
+    assert len(shelf) == 5
     monkeypatch.setattr(host_memory, "host_room", lambda: 0)
     shelf._copies.num_used += host_memory.PAGE_BYTES  # the page that layer 1 took is full
     assert (float(shelf[1][0].sum()), float(shelf[2][0].sum())) == (3, 0) and 2 in shelf._staying
