@@ -132,6 +132,7 @@ def test_bad_option_is_refused_in_the_driver_with_what_to_type(model_path, overr
 def test_what_ref_cannot_have_is_refused_in_the_driver_by_its_own_key(model_path, option, message):
     overrides = f"actor_rollout_ref.model.path={model_path}", f"++actor_rollout_ref.ref.{option}"
     OmegaConf.resolve(composed(*overrides))  # nobody asks for a reference policy
+    OmegaConf.resolve(composed(f"{ACTOR}.use_kl_loss=True", "actor_rollout_ref.model.lora_rank=8", *overrides))
     with pytest.raises((ValueError, InstantiationException), match=message):
         OmegaConf.resolve(composed(f"{ACTOR}.use_kl_loss=True", *overrides))
 
@@ -144,7 +145,10 @@ def test_a_model_type_of_external_lib_is_known_in_the_driver(tmp_path, model_pat
     monkeypatch.syspath_prepend(tmp_path)
     config = json.loads((Path(model_path) / "config.json").read_text()) | {"model_type": "a_users_model"}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    assert read_hf_config({"path": tmp_path, "external_lib": "a_users_models"}).model_type == "a_users_model"
+    libs = OmegaConf.create({"path": str(tmp_path), "external_lib": ["a_users_models"]})
+    assert read_hf_config(libs).model_type == "a_users_model"
+    elsewhere = {"path": model_path, "external_lib": "what_only_workers_have"}
+    assert read_hf_config(elsewhere).model_type == "qwen3"
 
 
 def test_sequence_parallelism_of_ref_alone_is_checked_where_the_config_is_resolved(model_path):
@@ -312,7 +316,7 @@ def test_sdpa_which_drops_the_softcap_of_gemma_2_is_refused(tmp_path):
     transformers.Gemma2Config().save_pretrained(tmp_path)
     validate(str(tmp_path))
     validate(str(tmp_path), SDPA.replace("sdpa", "eager"))
-    with pytest.raises(ValueError, match="=sdpa drops a gemma2 model's .*; set eager or flash_attention_2"):
+    with pytest.raises(ValueError, match="=sdpa drops a gemma2 model's .*; set eager, or"):
         validate(str(tmp_path), SDPA)
 
 

@@ -274,6 +274,7 @@ def _masked_passes(model_path: str, rank: int, loss: str) -> dict[str, dict[str,
     from types import SimpleNamespace
 
     from verl.trainer.distillation.losses import distillation_ppo_loss
+    from verl.utils import tensordict_utils as tu
     from verl.utils.metric import Metric
     from verl.utils.torch_functional import allgather_dict_into_dict
     from verl.workers.config import ActorConfig
@@ -286,7 +287,9 @@ def _masked_passes(model_path: str, rank: int, loss: str) -> dict[str, dict[str,
     ]
     world = torch.distributed.get_world_size()
     rows = rows[rank * len(rows) // world : (rank + 1) * len(rows) // world]
+    rows.append(("a", prompts["a"], torch.arange(0), torch.ones(0, dtype=torch.int64)))
     data = as_batch(rows, [0] * len(rows), options, torch.Generator().manual_seed(rank))
+    tu.assign_non_tensor(data, return_model_output=True)  # also of the empty response
     function, summed = _loss(options), "actor/pg_loss"
     if loss == "distillation":
         offsets = data["input_ids"].offsets()

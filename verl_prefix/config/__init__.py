@@ -4,6 +4,7 @@ Everything that cannot work is refused in the driver, before a worker starts: ve
 `PrefixActorConfig` and calls `validate` there; `driver.check_driver` is called where the config is resolved.
 """
 
+import contextlib
 import logging
 import math
 from dataclasses import dataclass, field
@@ -327,7 +328,9 @@ def read_hf_config(model_config: Any) -> Any:
     from verl.utils.import_utils import import_external_libs
     from verl.utils.model import update_model_config
 
-    import_external_libs(model_config.get("external_lib"))
+    libs: Any = model_config.get("external_lib")
+    with contextlib.suppress(ImportError):  # one that only workers have
+        import_external_libs(OmegaConf.to_container(libs) if OmegaConf.is_config(libs) else libs)
     try:
         hf_config = AutoConfig.from_pretrained(
             model_config.get("hf_config_path") or model_config["path"],
@@ -342,7 +345,7 @@ def read_hf_config(model_config: Any) -> Any:
 
 
 def check_model_family(model_config: Any, freeze_vision_tower: bool, sequence_ranks: int = 1) -> None:
-    """Checks the model's HF config where this machine can see it; the worker checks again either way.
+    """Checks the model's HF config where this machine can see it; the worker checks again all but kernels.
 
     Raises:
         ValueError: the model has layers that the shared-prefix path or its kernel does not compute, heads that cannot
@@ -358,7 +361,7 @@ def check_model_family(model_config: Any, freeze_vision_tower: bool, sequence_ra
     _refuse(
         attention_of(model_config) == "sdpa" and getattr(hf_config.get_text_config(), "attn_logit_softcapping", None),
         f"actor_rollout_ref.model.override_config.attn_implementation=sdpa drops a {hf_config.model_type} model's "
-        "attn_logit_softcapping on verl's own path, with which ours is compared; set eager or flash_attention_2",
+        "attn_logit_softcapping on verl's own path, with which ours is compared; set eager, or on a GPU flash_attention_2",
     )
     check_dealt("actor", sequence_ranks, hf_config)
     _refuse(

@@ -56,12 +56,19 @@ def _sequence_ranks(section: DictConfig) -> int:
     return own if own > 1 else int(section.fsdp_config.ulysses_sequence_parallel_size)
 
 
+def _trains_adapters(model: DictConfig) -> bool:
+    """Whether the actor computes ref, without its adapters (`ref_in_actor` of verl's trainers)."""
+    rank = (model.get("lora") or {}).get("rank", 0) or model.get("lora_rank", 0)
+    return rank > 0 or model.get("lora_adapter_path") is not None
+
+
 def _check_ref(config: DictConfig) -> None:
     """Options of the reference policy, whose config verl builds in workers alone, and its sequence parallelism where
     that has a size of its own: the actor's config checks its."""
-    if not need_reference_policy(config):
-        return
     roles = config.actor_rollout_ref
+    is_ours = roles.ref.get("_target_") == roles.actor.get("_target_")
+    if not is_ours or "algorithm" not in config or not need_reference_policy(config) or _trains_adapters(roles.model):
+        return
     ref = OmegaConf.to_container(roles.ref, resolve=True)
     assert isinstance(ref, dict)
     # As ActorRolloutRefWorker.init_model, which gives these keys the actor's names.

@@ -27,7 +27,7 @@ def _dense(
         NotImplementedError: the layer has sinks or a softcap.
     """
     if s_aux is not None or softcap is not None:
-        raise NotImplementedError(f"attn_implementation={VARLEN_ON_CPU} has neither sinks nor a softcap; set sdpa")
+        raise NotImplementedError(f"attn_implementation={VARLEN_ON_CPU} has neither sinks nor a softcap; set eager")
     row = (position_ids.reshape(-1) == 0).cumsum(0)
     behind = torch.arange(query_length).unsqueeze(1) - torch.arange(query_length)
     seen = (behind >= 0) & (row.unsqueeze(1) == row)

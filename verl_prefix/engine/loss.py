@@ -27,8 +27,8 @@ def mode_of_verls_loss(loss: LossFunction | None) -> str | None:
 
 
 def module_of(loss: LossFunction | None) -> str:
-    """Where the function of a partial is from; "" of what is none."""
-    return loss.func.__module__ if isinstance(loss, functools.partial) else ""
+    """Where a loss, or the function of its partial, is from; "" where nothing says so."""
+    return getattr(getattr(loss, "func", loss), "__module__", None) or ""
 
 
 class Loss:
@@ -84,7 +84,8 @@ class Loss:
         self, model_output: Mapping[str, torch.Tensor], rows: TensorDict, group: Any
     ) -> tuple[torch.Tensor, dict[str, Any], bool]:
         """Loss and metrics of a pass, and whether any of its tokens counts. Where none does, and verl's loss would
-        raise, loss and sums are zero. Other metrics, there for their names, are then of tokens that do not count.
+        raise, loss and sums are zero. Other metrics, there for their names, are then of tokens that do not count; where
+        all responses are empty there are none.
 
         Args:
             group: the ranks that compute data in parallel.
@@ -93,10 +94,12 @@ class Loss:
             return torch.ones((), device=model_output["log_probs"].device), {}, True
         if not self._needs_a_token or rows["response_mask"].any():
             return *self._function(model_output=model_output, data=rows, dp_group=group), True
-        rows = rows.copy()
+        zero, rows = 0.0 * model_output["log_probs"].values().sum(), rows.copy()
         rows["response_mask"] = torch.ones_like(rows["response_mask"])
+        if not rows["response_mask"].any():
+            return zero, {}, False
         _, metrics = self._function(model_output=model_output, data=rows, dp_group=group)
         sums = [x for x in metrics.values() if isinstance(x, Metric) and x.aggregation == AggregationType.SUM]
         for metric in sums:
             metric.values = [0.0] * len(metric.values)
-        return 0.0 * model_output["log_probs"].values().sum(), metrics, False
+        return zero, metrics, False

@@ -71,7 +71,8 @@ class MiniBatch:
             with torch.no_grad(), self._engine.autocast():
                 nothing = Layout(torch.zeros(0, dtype=torch.int64), 0, ())
                 self.step(plan.idle_groups, nothing, self.token_outputs.of_no_tokens())
-            self._passes[-1] = self._passes[-1]._replace(counts=False)
+            if len(self._passes) > 1:
+                self._passes[-1].output["metrics"] = {}
         if any(one.counts for one in self._passes):
             for one in self._passes:
                 one.output["metrics"] = one.output["metrics"] if one.counts else {}

@@ -45,7 +45,7 @@ class Paths:
         self._chooser: Chooser | None = None
         if self.lasting is not None:
             return
-        config, module = engine.engine_config, engine.module
+        config, module, self._whole_rows = engine.engine_config, engine.module, engine.whole_rows
         device = torch.device(get_device_name())
         memory = Memory(
             ranks=shard_size(config.fsdp_size, torch.distributed.get_world_size()),
@@ -59,7 +59,7 @@ class Paths:
             shape=engine.shape,
             dense_mask=not is_varlen(module.config._attn_implementation),
             wave_tokens=options.wave_tokens,
-            min_speedup=0 if engine.whole_rows else options.min_speedup,  # that path computes every token n times
+            min_speedup=0 if self._whole_rows else options.min_speedup,  # that path computes every token n times
             memory=memory,
             one_row=engine.use_remove_padding and packing_leak(module) is not None,
         )
@@ -117,11 +117,12 @@ class Paths:
         lens = [*zip(*row_lens(data), strict=True)]
         own_rows = [Group((row,), prompt_len - 1, (n,)) for row, (prompt_len, n) in enumerate(lens)]
         batch, own = (Batch(each, pass_budget(data, each)) for each in (groups, own_rows))
-        if any(sum(pair) > own.budget for pair in lens):
+        if not (self._whole_rows or self.costs.one_row) and any(sum(pair) > own.budget for pair in lens):
             key = "log_prob_max_token_len_per_gpu" if forward_only else "ppo_max_token_len_per_gpu"
             warn_once(
                 logger,
-                "prefix: a row alone is over the %d tokens of a pass, where verl's own engine would end; raise %s",
+                "prefix: a row alone is over the %d tokens of a pass (%s, of all ranks that share it), where verl's "
+                "engine would end; raise it",
                 own.budget,
                 key,
             )
