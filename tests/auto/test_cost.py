@@ -445,6 +445,9 @@ MIN_SPEEDUPS = st.sampled_from([0.5, 1.0, 1.05, 2.0])
 
 @hypothesis.given(st.lists(LENGTHS, min_size=1, max_size=4), st.integers(100, 2000), RATES, RATES, MIN_SPEEDUPS)
 @hypothesis.example([(700, 90, 8)] * 3, 800, Rates(), Rates(fixed=1.0), 2.0)
+@hypothesis.example(
+    [(1, 99, 1), (99, 1, 2)], 100, Rates(0.0, 0.0, 0.0, 0.0), Rates(0.0, 0.0, 0.0, 4.3272773257458697e-10), 0.5
+)
 @hypothesis.settings(deadline=None)
 def test_what_is_not_measured_would_be_chosen_at_any_rates(lengths, budget, forward, update, min_speedup):
     """On two ranks, of which the second computes the rows of the first beside its own."""

@@ -136,7 +136,8 @@ def decide(
     stock, mixed, packed = seconds
     speedup = stock / max(min(mixed, packed), 1e-9)
     takes_stock = speedup < min_speedup if log_probs is None else log_probs.stock
-    return Decision(takes_stock and stock_fits, packed < mixed and min_speedup > 0, speedup)
+    is_packed = packed < (1 - 1e-9) * mixed  # by more than sums are rounded
+    return Decision(takes_stock and stock_fits, is_packed and min_speedup > 0, speedup)
 
 
 @dataclass

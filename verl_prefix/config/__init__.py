@@ -361,7 +361,8 @@ def check_model_family(model_config: Any, freeze_vision_tower: bool, sequence_ra
     _refuse(
         attention_of(model_config) == "sdpa" and getattr(hf_config.get_text_config(), "attn_logit_softcapping", None),
         f"actor_rollout_ref.model.override_config.attn_implementation=sdpa drops a {hf_config.model_type} model's "
-        "attn_logit_softcapping on verl's own path, with which ours is compared; set eager, or on a GPU flash_attention_2",
+        "attn_logit_softcapping on verl's own path, with which ours is compared; set eager, or on a GPU "
+        "flash_attention_2",
     )
     check_dealt("actor", sequence_ranks, hf_config)
     _refuse(
