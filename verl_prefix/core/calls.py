@@ -33,10 +33,6 @@ class Segment(NamedTuple):
     def path_len(self) -> int:
         return sum(length for _, length in self.path)
 
-    @property
-    def path_end(self) -> int:
-        return end_of(self.path)
-
 
 @dataclass(frozen=True)
 class Spans:

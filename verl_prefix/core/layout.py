@@ -114,7 +114,7 @@ class Layout:
         round_of = {0: -1}
         ends, end = list(self.state_numbers), 0
         for segment in self.segments[: self.num_strands]:
-            start, path_end, end = end, segment.path_end, end + segment.length
+            start, path_end, end = end, end_of(segment.path), end + segment.length
             for cut in ends[bisect_right(ends, start) : bisect_right(ends, end)]:
                 round_of[cut] = round_of[path_end] + 1
                 if round_of[cut] == len(rounds):
@@ -134,7 +134,7 @@ class Layout:
         """The suffixes that continue strands, and the state of each; built once."""
         if device not in self._initial_states:
             suffixes, numbers = self.segments[self.num_strands :], (self.source or self).state_numbers
-            pairs = [(i, numbers[suffix.path_end]) for i, suffix in enumerate(suffixes) if suffix.path]
+            pairs = [(i, numbers[end_of(suffix.path)]) for i, suffix in enumerate(suffixes) if suffix.path]
             self._initial_states[device] = InitialStates(
                 *on_device(torch.tensor(pairs, dtype=torch.int64).reshape(-1, 2).T, device)
             )
@@ -222,12 +222,12 @@ def build_layout(
     if not pieces:
         return Layout(torch.zeros(1, dtype=torch.int64), 0, (Segment(1),), starts=tuple(starts))
     num_strand_tokens = sum(segment.length for _, segment in strands)
-    states = {segment.path for _, segment in [*strands, *leaves] if segment.path and not in_wave}
+    state_paths = {segment.path for _, segment in [*strands, *leaves] if segment.path and not in_wave}
     return Layout(
         ranges([(start, segment.length) for start, segment in pieces]), num_strand_tokens,
         tuple(segment for _, segment in pieces), tuple(groups), tuple(starts),
         reads=_reads(rows, num_strand_tokens, in_wave, suffixes),
-        state_paths=tuple(sorted(states, key=end_of)), source=source, num_strands=len(strands),
+        state_paths=tuple(sorted(state_paths, key=end_of)), source=source, num_strands=len(strands),
     )  # fmt: skip
 
 

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from verl_prefix.core.attention import AttentionPass
-from verl_prefix.core.calls import Spans
+from verl_prefix.core.calls import Spans, end_of
 from verl_prefix.core.groups import rows_by_key
 from verl_prefix.core.layout import Layout
 from verl_prefix.core.prefix_cache import Key, ReadRows
@@ -101,7 +101,7 @@ def shared_conv(
     for i, strand in enumerate(layout.segments[:num]):
         if strand.path:
             assert tails is not None
-            before[i] = tails[layout.state_numbers[strand.path_end]]
+            before[i] = tails[layout.state_numbers[end_of(strand.path)]]
     if (continued := _continued(attention_pass, key, tails, x.device)) is not None:
         before[num:] = continued.unbind()
     row = conv(torch.cat([part for pair in zip(before, pieces, strict=True) for part in pair]))

@@ -117,9 +117,7 @@ class StepMetrics:
         Log-probs of the same rows saw these prompts whole, and tell what it costs; bypass mode has none."""
         if forward_only:
             self._log_prob_total = total
-        if forward_only or not self._is_first_step:
-            return
-        if not total["prefix/groups"]:  # verl's own path computes every row
+        if forward_only or not self._is_first_step or not total["prefix/groups"]:  # verl's path computes every row
             return
         whole, self._is_first_step = self._log_prob_total, False
         tokens, again, cost = whole.get(GROUP_TOKENS, 0.0), total[GROUP_TOKENS], ""
