@@ -5,6 +5,7 @@ gradient. Also against the prefix-grouper package on the same padded inputs. The
 """
 
 import dataclasses
+import functools
 import warnings
 
 import pytest
@@ -33,6 +34,8 @@ from api_rows import (
     weighted,
 )
 from runners import random_rollouts
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
+from torch.utils.checkpoint import checkpoint
 
 from verl_prefix import phased_update, response_log_probs
 from verl_prefix.api.rows import Batch, LogProbs
@@ -43,7 +46,7 @@ FORMS = ["tensors", "ints", "padded", "groups"]
 
 
 def run_packed(model, rows, form="tensors", **options):
-    options |= dict(temperature=TEMPERATURE, return_entropy=True, schedule="packed")
+    options = dict(schedule="packed") | options | dict(temperature=TEMPERATURE, return_entropy=True)
     found = response_log_probs(model, **inputs(form, rows), **options)
     log_probs, entropy = (unpadded(x, rows.responses) for x in found)
     weighted(log_probs, entropy, rows.weights).backward()
@@ -85,8 +88,38 @@ def test_gradient_checkpointing_changes_nothing_in_waves_and_is_refused_in_one_g
     with torch.no_grad():
         assert torch.equal(response_log_probs(model, rows.prompts, rows.responses)[0], model_log_probs(model, rows)[0])
     model.gradient_checkpointing_enable({"use_reentrant": True})
-    with pytest.raises(ValueError, match="'use_reentrant': False"):
-        run_phased(model, rows)
+    assert error(run_phased(model, rows, wave_tokens=12), truth) < 1e-9
+
+
+def by_torch(layer):
+    return checkpoint_wrapper(layer, checkpoint_impl=CheckpointImpl.REENTRANT)
+
+
+def by_hand(layer):
+    """No module shows it."""
+    forward = layer.forward
+    layer.forward = lambda hidden, **options: checkpoint(
+        functools.partial(forward, **options), hidden, use_reentrant=True
+    )
+    return layer
+
+
+@pytest.mark.parametrize("wrapped", [by_torch, by_hand])
+def test_layers_that_others_checkpoint(wrapped):
+    rows = batch()
+    truth = by_hf(build(), rows)
+    model = build().train()
+    model.model.layers = torch.nn.ModuleList(map(wrapped, model.model.layers))
+
+    def phased(model, rows):
+        return run_packed(model, rows, schedule="phased", wave_tokens=12)
+
+    for run in (run_phased, phased) if wrapped is by_torch else ():
+        log_probs, entropy, gradients = run(model, rows)
+        gradients = {name.replace("_checkpoint_wrapped_module.", ""): x for name, x in gradients.items()}
+        assert error((log_probs, entropy, gradients), truth) < 1e-9
+    with pytest.raises(ValueError, match="pass schedule='phased'"):
+        run_packed(model, rows)
 
 
 @pytest.mark.parametrize("run", RUNS.values(), ids=RUNS)

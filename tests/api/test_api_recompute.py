@@ -212,9 +212,6 @@ def test_bad_use_says_what_to_do():
         model.lm_head.weight.add_(1)
     with pytest.raises(RuntimeError, match=r"a parameter was changed.*Call optimizer.step\(\).* after the backward"):
         found[0].sum().backward()
-    model.train().gradient_checkpointing_enable({"use_reentrant": True})
-    with pytest.raises(ValueError, match="'use_reentrant': False"):
-        response_log_probs(model, **args, schedule="phased")
 
 
 def two_adapters(model, zero=False):

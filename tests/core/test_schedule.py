@@ -75,12 +75,13 @@ def test_head_layouts_equal_repeated_prefix(heads):
         assert max(errors(ours, truth).values()) < TOLERANCE
 
 
+@pytest.mark.parametrize("reentrant", [False, True], ids=["", "reentrant"])
 @pytest.mark.parametrize("options", SCHEDULES.values(), ids=SCHEDULES)
-def test_gradient_checkpointing_changes_nothing(options):
+def test_gradient_checkpointing_changes_nothing(options, reentrant):
     model, rollouts = build(), random_rollouts(SHAPE, 97)
     truth = measure(model, lambda: run_stock(model, rollouts))
     model.train()
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
     ours = measure(model, lambda: run_shared(model, rollouts, **options))
     assert max(errors(ours, truth).values()) < TOLERANCE
 

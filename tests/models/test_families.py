@@ -250,12 +250,13 @@ def test_broken_states_are_far_off(family, broken, schedule, monkeypatch):
     assert max(errors(ours, truth).values()) > 100 * 5e-6
 
 
+@pytest.mark.parametrize("reentrant", [False, True], ids=["", "reentrant"])
 @pytest.mark.parametrize("family", marked(RECURRENT))
-def test_states_are_found_again_by_checkpointing_and_offload(family, float64_inside):  # noqa: F811
+def test_states_are_found_again_by_checkpointing_and_offload(family, reentrant, float64_inside):  # noqa: F811
     model, batch = build(family).double(), random_rollouts(LONG_SHAPE, 128)
     float64_inside(model)
     truth = EXACT.get(family) or measure(model, lambda: run_stock(model, batch))
-    model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     for options in (dict(schedule="packed"), dict(SCHEDULES["phased"]), dict(SCHEDULES["phased"], offload=True)):
         ours = measure(model, lambda options=options: run_shared(model, batch, **options))
         assert max(errors(ours, truth).values()) < 1e-9

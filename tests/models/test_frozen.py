@@ -116,6 +116,18 @@ def test_text_models(family, schedule, pattern, float64_inside):  # noqa: F811
     check(model, lambda: run_stock(model, rollouts), by_schedule(model, rollouts, schedule))
 
 
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_reentrant_checkpointing(pattern, float64_inside):  # noqa: F811
+    """Phase A sees no layer's gradients, those of frozen layers included."""
+    model = build("qwen3", torch.float64).train()
+    float64_inside(model)
+    freeze(model, PATTERNS[pattern])
+    model.enable_input_require_grads()  # without it stock has no gradients of layers either
+    model.gradient_checkpointing_enable({"use_reentrant": True})
+    rollouts = random_rollouts(SHAPE, model.config.vocab_size)
+    check(model, lambda: run_stock(model, rollouts), by_schedule(model, rollouts, "phased"))
+
+
 @pytest.mark.parametrize(("family", "schedule"), _runs(*SCHEDULES))
 @pytest.mark.parametrize("layers", [[0], [1], [2, 3]], ids=str)
 def test_adapters_on_some_layers(family, layers, schedule, float64_inside):  # noqa: F811

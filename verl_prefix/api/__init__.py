@@ -18,11 +18,17 @@ import torch
 
 from verl_prefix.api.recompute import autocast_of, outputs_by_row, recomputed_by_row
 from verl_prefix.api.rows import Batch, HiddenBatch, PerToken, Tokens, check_sizes, token_rows
+from verl_prefix.core.attention import AttentionPass
 from verl_prefix.core.schedule import PassOutputs, Schedule
 from verl_prefix.core.waves import Plan
 from verl_prefix.models import messages, support
 from verl_prefix.models.hidden import HiddenStateModel
 from verl_prefix.models.hookup import HookedModel
+
+_CHECKPOINTED = (
+    "gradient checkpointing runs layers again in backward, after response_log_probs has returned; pass "
+    "schedule='phased', use phased_update, or call model.gradient_checkpointing_disable()"
+)
 
 
 @dataclass(frozen=True)
@@ -191,7 +197,7 @@ def phased_update(
     Each wave's loss is its share of the batch's loss: divide by the batch's tokens, not by the wave's. Call backward
     on it before the next wave; a wave may be left without one. Rows with an empty response are in no wave. After an
     exception everything is freed, phase C does not run, and `.grad` holds a part: zero it. Inside the block use the
-    model for the waves only. It works under `torch.no_grad` too, and with (not reentrant) gradient checkpointing.
+    model for the waves only. It works under `torch.no_grad` too, and with gradient checkpointing.
 
     Args:
         max_tokens: tokens alive at once, the prefixes and one wave; a single row may exceed it. Groups whose prefixes
@@ -209,7 +215,7 @@ def phased_update(
         forks=forks, pixels=pixels, temperature=temperature, return_entropy=return_entropy,
     )  # fmt: skip
     check_sizes(max_tokens=max_tokens, wave_tokens=wave_tokens, logits_chunk=logits_chunk)
-    _check_waves(model, max_tokens, wave_tokens)
+    _check_waves(max_tokens, wave_tokens)
     schedule = Schedule(HookedModel(model), batch.outputs, kernel=attention, logits_chunk=logits_chunk, offload=offload)
     return _waves(schedule, batch, batch.plan("phased", max_tokens, wave_tokens, offload))
 
@@ -253,9 +259,10 @@ def _by_row(
     runner = Schedule(
         model, batch.outputs, kernel=attention, logits_chunk=logits_chunk,
         forward_context=autocast_of(batch.device) if schedule == "phased" else nullcontext,
+        pass_type=_GraphPass if schedule == "packed" and torch.is_grad_enabled() else AttentionPass,
     )  # fmt: skip
     if schedule == "phased":
-        _check_waves(model.model, max_tokens, wave_tokens)
+        _check_waves(max_tokens, wave_tokens)
         return recomputed_by_row(model.model, runner, batch, batch.plan("phased", max_tokens, wave_tokens))
     if schedule != "packed":
         raise ValueError(f"schedule={schedule!r}: pass 'auto', 'packed' (one graph) or 'phased' (waves)")
@@ -265,15 +272,22 @@ def _by_row(
     return {row: outputs for rows in passes for row, outputs in rows.items()}
 
 
+class _GraphPass(AttentionPass):
+    """A pass whose graph outlives the call. Reentrant checkpointing that no module shows would run its layers again
+    with another attention."""
+
+    def attended(self, *args: Any, **options: Any) -> None:
+        """Raises ValueError where a layer runs without gradients."""
+        if not torch.is_grad_enabled():
+            raise ValueError(_CHECKPOINTED)
+
+
 def _no_graph(model: torch.nn.Module, batch: Batch, max_tokens: int | None) -> str | None:
     """The reason why all rows cannot be one graph, in words."""
     if not torch.is_grad_enabled():
         return None
-    if support.checkpointing(model) is not None:
-        return (
-            "gradient checkpointing runs layers again in backward, after response_log_probs has returned; pass "
-            "schedule='phased', use phased_update, or call model.gradient_checkpointing_disable()"
-        )
+    if support.checkpointing(model):
+        return _CHECKPOINTED
     if max_tokens is not None and batch.num_tokens > max_tokens:
         return (
             f"{batch.num_tokens} tokens are more than max_tokens={max_tokens}, and with gradients they are one "
@@ -282,14 +296,9 @@ def _no_graph(model: torch.nn.Module, batch: Batch, max_tokens: int | None) -> s
     return None
 
 
-def _check_waves(model: torch.nn.Module, max_tokens: int | None, wave_tokens: int | None) -> None:
+def _check_waves(max_tokens: int | None, wave_tokens: int | None) -> None:
     if max_tokens is not None and wave_tokens is not None and wave_tokens >= max_tokens:
         raise ValueError(
             f"wave_tokens={wave_tokens} leaves nothing of max_tokens={max_tokens} for prefixes; pass a smaller "
             "wave_tokens, or None"
-        )
-    if torch.is_grad_enabled() and support.checkpointing(model):
-        raise ValueError(
-            "reentrant gradient checkpointing would lose the prefix's gradients; call "
-            "model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={'use_reentrant': False})"
         )

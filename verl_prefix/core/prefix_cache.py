@@ -22,9 +22,9 @@ class PrefixCache:
     The grad cache is fp32 whatever the model's dtype is (fp64 for fp64), since every wave adds to it.
 
     Attributes:
-        anchors: by key, an empty tensor that requires a gradient if what the layer left does. `GroupedAttention` takes
-            it as an input, so that autograd visits that function in backward even where its other inputs are frozen.
-            The tensors themselves would do so too, but then a wave's graph would hold them on the device
+        anchors: by key, an empty tensor that requires a gradient if what is kept of the layer does. `GroupedAttention`
+            takes it as an input, so that autograd visits that function in backward even where its other inputs are
+            frozen. The tensors themselves would do so too, but then a wave's graph would hold them on the device
             (`core.offload`).
     """
 
@@ -33,6 +33,7 @@ class PrefixCache:
         self._grad: MutableMapping[Key, Tensors] = {}
         self.anchors: dict[Key, torch.Tensor] = {}
         self._is_open = True  # `capture` stores what layers leave, until phase C
+        self._in_update = torch.is_grad_enabled()
 
     def __enter__(self) -> "PrefixCache":
         return self
@@ -48,6 +49,9 @@ class PrefixCache:
     def capture(self, key: Key, *tensors: torch.Tensor, beside: Tensors = ()) -> Tensors:
         """Stores what a layer leaves, in phase A. In phase C gradient checkpointing calls it again: it stores nothing.
 
+        Reentrant checkpointing runs the layers of phase A without gradients, and only phase C shows which tensors need
+        one. So all of them get one.
+
         Args:
             beside: what the prefix's own forward goes on with, where that is not `tensors`.
 
@@ -56,8 +60,9 @@ class PrefixCache:
             `tensors`.
         """
         if self._is_open:
-            self._leaf[key] = tuple(x.detach().requires_grad_(x.requires_grad) for x in tensors)
-            self.anchors[key] = torch.empty(0, requires_grad=any(x.requires_grad for x in tensors))
+            unknown = self._in_update and not torch.is_grad_enabled()
+            self._leaf[key] = tuple(x.detach().requires_grad_(unknown or x.requires_grad) for x in tensors)
+            self.anchors[key] = torch.empty(0, requires_grad=any(x.requires_grad for x in self._leaf[key]))
         joined: Tensors = _JoinGradCache.apply(self, key, len(tensors), *tensors, *beside)  # type: ignore[no-untyped-call]
         return joined
 

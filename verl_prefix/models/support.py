@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 import torch
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from transformers import PretrainedConfig
 
 from verl_prefix.models.recurrent import is_recurrent
@@ -147,15 +148,13 @@ def check_dropout(model: torch.nn.Module, instead: str = "model_engine=dp") -> N
             )
 
 
-def checkpointing(model: torch.nn.Module) -> bool | None:
-    """Whether the gradient checkpointing of the model's layers is reentrant; None where there is none. Under reentrant
-    checkpointing, what a wave reads from the prefix cache would get no gradient."""
-    funcs = [
-        module._gradient_checkpointing_func
+def checkpointing(model: torch.nn.Module) -> bool:
+    """Whether backward runs layers of the model again, as far as its modules show it: by transformers' gradient
+    checkpointing, or torch's `checkpoint_wrapper`."""
+    return any(
+        isinstance(module, CheckpointWrapper) or (module.training and getattr(module, "gradient_checkpointing", False))
         for module in model.modules()
-        if module.training and getattr(module, "gradient_checkpointing", False)
-    ]
-    return any(getattr(func, "keywords", {}).get("use_reentrant", True) for func in funcs) if funcs else None
+    )
 
 
 def _rope_types(text: PretrainedConfig) -> set[str]:
