@@ -6,6 +6,7 @@ gradient. Also against the prefix-grouper package on the same padded inputs. The
 
 import dataclasses
 import functools
+import types
 import warnings
 
 import pytest
@@ -36,10 +37,12 @@ from api_rows import (
 from runners import random_rollouts
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 from torch.utils.checkpoint import checkpoint
+from transformers import LlamaForCausalLM
 
 from verl_prefix import phased_update, response_log_probs
 from verl_prefix.api.rows import Batch, LogProbs
 from verl_prefix.core import schedule
+from verl_prefix.models import logits
 from verl_prefix.models.hookup import HookedModel
 
 FORMS = ["tensors", "ints", "padded", "groups"]
@@ -170,6 +173,119 @@ def test_an_lm_head_that_others_changed_runs_as_they_changed_it(changed, logits_
     run = run_phased if checkpointed else run_packed
     assert error(run(model, rows, logits_chunk=logits_chunk), truth) < 1e-9
     assert vars(head).get("forward") is before.get("forward")
+
+
+def halved(output):
+    output.logits = output.logits * 0.5
+    return output
+
+
+def model_hook(model):
+    model.register_forward_hook(lambda module, args, output: halved(output))
+    return model
+
+
+def hook_of_every_module(model):
+    """It changes what this model returns; `undone` removes it."""
+    torch.nn.modules.module.register_module_forward_hook(
+        lambda module, args, output: halved(output) if module is model else output
+    )
+    return model
+
+
+def model_forward(model):
+    forward = model.forward
+    model.forward = lambda *args, **options: halved(forward(*args, **options))
+    return model
+
+
+def model_forward_in_its_name(model):
+    forward = model.forward
+    model.forward = functools.wraps(forward)(lambda *args, **options: halved(forward(*args, **options)))
+    return model
+
+
+def subclass(model):
+    class Halved(LlamaForCausalLM):
+        def forward(self, *args, **options):
+            return halved(super().forward(*args, **options))
+
+    model.__class__ = Halved
+    return model
+
+
+def masked_vocabulary(model):
+    """In place."""
+
+    def mask(module, args, output):
+        output.logits[..., 5:9] = -30.0
+
+    model.register_forward_hook(mask)
+    return model
+
+
+def hook_within_peft(model):
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False)
+    return peft.get_peft_model(model_hook(model), config).double()
+
+
+@pytest.fixture
+def undone():
+    hooks = torch.nn.modules.module._global_forward_hooks
+    yield
+    hooks.clear()
+
+
+CHANGED_BEHIND = [
+    model_hook, hook_of_every_module, model_forward, model_forward_in_its_name, subclass, masked_vocabulary,
+    hook_within_peft,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("run", RUNS.values(), ids=RUNS)
+@pytest.mark.parametrize("changed", CHANGED_BEHIND)
+def test_logits_that_others_change_behind_lm_head(changed, run, undone):
+    plain = by_hf(build(), batch())
+    model, rows = changed(build()), batch()
+    truth = by_hf(model, rows)
+    assert error((*truth[:2], {}), (*plain[:2], {})) > 1e-3
+    assert error(run(model, rows, logits_chunk=7), truth) < 1e-9
+
+
+def test_who_reads_logits_behind_lm_head_sees_all_of_them_and_their_gradients():
+    seen, rows = [], batch()
+    model = build()
+    model.register_forward_hook(lambda module, args, output: seen.append(output.logits.shape[-1]))
+    model.lm_head.register_full_backward_hook(lambda module, given, taken: seen.append(taken[0].shape[-1]))
+    assert error(run_packed(model, rows, logits_chunk=7), by_hf(build(), rows)) < 1e-9
+    assert seen == [VOCAB] * 2
+
+
+def test_casts_of_accelerate_leave_logits_in_chunks(monkeypatch):
+    utils, sizes = pytest.importorskip("accelerate.utils"), []
+    model, rows = build(torch.float32), batch()
+    truth = by_hf(model, rows)
+    forward = torch.autocast("cpu", torch.bfloat16, enabled=False)(model.forward.__func__)  # as Accelerator does
+    model.forward = types.MethodType(utils.convert_outputs_to_fp32(forward), model)
+    head = model.lm_head.forward
+    monkeypatch.setattr(model.lm_head, "forward", lambda hidden: sizes.append(len(hidden)) or head(hidden))
+    assert error(run_packed(model, rows, logits_chunk=7), truth) < 5e-6
+    assert max(sizes) == 7
+
+
+def test_logits_that_change_though_nothing_shows_it_are_refused(monkeypatch):
+    monkeypatch.setattr(logits, "_HANDS_ON", (*logits._HANDS_ON, f"{__name__}."))
+    with pytest.raises(RuntimeError, match="no hook, forward or config key shows that; set model_engine=dp"):
+        run_packed(subclass(build()), batch())
+
+
+def test_a_model_that_ignores_logits_to_keep_is_refused():
+    model = build()
+    forward = model.forward
+    model.forward = lambda logits_to_keep=0, **options: forward(**options)
+    with pytest.raises(RuntimeError, match=r"logits of \d+ tokens. It returned \d+, or changed"):
+        run_packed(model, batch())
 
 
 def model_log_probs(model, rows) -> list[torch.Tensor]:

@@ -49,6 +49,29 @@ def test_equals_the_models_own_forward(family, paths, float64_inside, monkeypatc
     assert error(measured(case, lambda: by_waves(case)), truth) < 1e-9
 
 
+def halved(module, args, output):
+    output.logits = output.logits * 0.5
+
+
+def test_a_hook_that_changes_logits(paths, float64_inside):  # noqa: F811
+    case = Case(paths["qwen3_vl"])
+    float64_inside(case.model)
+    plain = measured(case, case.truth)
+    case.model.register_forward_hook(halved)
+    truth = measured(case, case.truth)
+    assert (truth[0] - plain[0]).norm() > 1e-3 * plain[0].norm()
+    assert error(measured(case, lambda: by_api(case)), truth) < 1e-9
+    assert error(measured(case, lambda: by_waves(case)), truth) < 1e-9
+
+
+def test_a_forward_of_others_is_refused(paths):  # noqa: F811
+    case = Case(paths["qwen3_vl"])
+    forward = case.model.forward
+    case.model.forward = lambda *args, **options: forward(*args, **options)
+    with pytest.raises(RuntimeError, match="has a forward of test_api_vision.*use a forward hook instead"):
+        by_api(case)
+
+
 def images_of_other_prompts(case, monkeypatch):
     case.pixels = [p | {"pixel_values": p["pixel_values"].flip(0)} if "pixel_values" in p else p for p in case.pixels]
 

@@ -10,7 +10,7 @@ from verl_prefix.models.hookup import HookedModel
 
 
 class HiddenStateModel(HookedModel):
-    """A `core.schedule.Model` whose "logits" are the decoder's last hidden states [n, hidden size], all at once; the
+    """A `core.schedule.Model` whose "logits" are the decoder's last hidden states [1, n, hidden size], all at once; the
     model may have any head."""
 
     def _needs_all_logits(self, lm_head: object, outputs: object) -> bool:
@@ -18,10 +18,10 @@ class HiddenStateModel(HookedModel):
 
     def logits(self, inputs: dict[str, Any], keep: torch.Tensor, seen: dict[str, Any]) -> torch.Tensor:
         if (seeing := vision.vision_model(self.model)) is None:
-            hidden: torch.Tensor = self.model.get_decoder()(**inputs).last_hidden_state[0, keep]
+            hidden: torch.Tensor = self.model.get_decoder()(**inputs).last_hidden_state[:, keep]
             return hidden
         headless: Any = SimpleNamespace(
             config=seeing.config, model=seeing.model, get_input_embeddings=seeing.get_input_embeddings,
             lm_head=lambda hidden: hidden,
         )  # fmt: skip
-        return vision.forward(headless, keep=keep, **seen, **inputs).logits[0]
+        return vision.forward(headless, keep=keep, **seen, **inputs).logits

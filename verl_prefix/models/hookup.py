@@ -5,6 +5,7 @@ verl's own paths keep the implementation that the user chose.
 """
 
 import functools
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -19,13 +20,13 @@ from verl_prefix.core.schedule import Outputs
 from verl_prefix.models import vision
 from verl_prefix.models.experts import ExpertLoads
 from verl_prefix.models.last_layer import on_head_tokens
+from verl_prefix.models.logits import readers, scales, written_elsewhere
 from verl_prefix.models.recurrent import replaced, shared_states
 from verl_prefix.models.support import layer_window
 
 ATTENTION_NAME = "verl_prefix"
 
-# Config attributes by which a model changes logits after lm_head. Outputs then need all logits at once.
-_AFTER_LM_HEAD = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
+logger = logging.getLogger(__name__)
 
 
 def grouped_attention_forward(
@@ -111,7 +112,7 @@ class HookedModel:
 
         lm_head runs inside the model's forward, where FSDP2 has gathered its weight, on at most `logits_chunk` tokens
         at a time. All chunks but the last are checkpointed, so that never more than logits_chunk x vocabulary logits
-        exist. Where the model changes logits after lm_head, or lm_head's hooks may, all exist at once.
+        exist. Where somebody behind lm_head sees logits (`models.logits`), all exist at once.
 
         Args:
             input_ids: [T] int64. position_ids: [T] or [4, T] int64. keep: [n] int64, the tokens for lm_head.
@@ -120,7 +121,8 @@ class HookedModel:
             pixels: of a vision model, `PixelBatch.of` this row.
 
         Raises:
-            RuntimeError: some attention layer did not go through our attention.
+            RuntimeError: some attention layer did not go through our attention, or the model returned other logits
+                than those that it was asked for.
         """
         calls = attention_pass.num_calls
         lm_head = self.model.get_output_embeddings()
@@ -128,36 +130,49 @@ class HookedModel:
         inputs = self.inputs(input_ids, position_ids, attention_pass)
         with self.expert_loads.counting(attention_pass, keep.device), ExitStack() as stack:
             if not whole:
-                stack.enter_context(replaced(lm_head, "forward", _ChunkedHead(lm_head.forward, outputs, logits_chunk)))
+                head = _ChunkedHead(lm_head.forward, outputs, logits_chunk)
+                stack.enter_context(replaced(lm_head, "forward", head))
             logits = self.logits(inputs, keep, dict(tower=attention_pass.cache is None, **pixels))
         self.check_calls(attention_pass.num_calls - calls)
+        same = whole or outputs is None or scales(self.text_config) or logits is head.result
+        if logits.shape[1] != len(keep) or not same:
+            raise RuntimeError(
+                f"logits_to_keep asked {type(self.model).__name__} for logits of {len(keep)} tokens. It returned "
+                f"{logits.shape[1]}, or changed what lm_head gave it, and no hook, forward or config key shows that; "
+                "set model_engine=dp and report this model"
+            )
         if not whole:
-            return logits
-        if outputs is None:
-            return logits.sum(-1, keepdim=True)
-        return outputs(torch.arange(len(keep), device=keep.device), logits)
+            return logits[0]
+        rows = torch.arange(len(keep), device=keep.device)
+        return logits[0].sum(-1, keepdim=True) if outputs is None else outputs(rows, logits[0])
 
     def logits(self, inputs: dict[str, Any], keep: torch.Tensor, seen: dict[str, Any]) -> torch.Tensor:
-        """[n, vocabulary] of tokens `keep`, or what lm_head's forward was replaced by.
+        """[1, n, vocabulary] of tokens `keep`, or what lm_head's forward was replaced by.
 
         Args:
             inputs: of any model. seen: those that a vision model also takes (`vision.forward`).
+
+        Raises:
+            RuntimeError: a vision model has a forward of others, which `vision.forward` would replace.
         """
         if (seeing := vision.vision_model(self.model)) is None:
-            logits: torch.Tensor = self.model(**inputs, logits_to_keep=keep).logits[0]
+            logits: torch.Tensor = self.model(**inputs, logits_to_keep=keep).logits
             return logits
+        if elsewhere := written_elsewhere(seeing.forward):
+            raise RuntimeError(
+                f"{type(seeing).__name__} has a forward of {elsewhere}. A shared prefix replaces a vision model's "
+                "forward, and would leave it out; use a forward hook instead, or set model_engine=dp"
+            )
         with replaced(seeing, "forward", functools.partial(vision.forward, seeing)):
-            logits = self.model(**inputs, keep=keep, **seen).logits[0]
+            logits = self.model(**inputs, keep=keep, **seen).logits
         return logits
 
     def _needs_all_logits(self, lm_head: torch.nn.Module, outputs: Outputs | None) -> bool:
-        """Whether the model, or a hook of its lm_head, may change logits, and so has to see all of them. FSDP2's own
-        hooks do not: they reshard weights."""
-        hooks = (getattr(hook, "__module__", None) or "" for hook in lm_head._forward_hooks.values())
-        scales = (getattr(self.text_config, name, None) for name in _AFTER_LM_HEAD)
-        return any(not module.startswith("torch.distributed.") for module in hooks) or (
-            outputs is not None and any(scale not in (None, 1, 1.0) for scale in scales)
-        )
+        """Whether somebody behind lm_head has to see all logits, which is told once."""
+        others = readers(self.model, lm_head)
+        if others:
+            _tell(", ".join(others))
+        return bool(others) or (outputs is not None and any(x != 1 for x in scales(self.text_config)))
 
     @staticmethod
     def inputs(input_ids: torch.Tensor, position_ids: torch.Tensor, attention_pass: AttentionPass) -> dict[str, Any]:
@@ -184,9 +199,14 @@ class _ChunkedHead:
 
     def __init__(self, forward: Callable[[torch.Tensor], torch.Tensor], outputs: Outputs | None, chunk: int) -> None:
         self.forward, self.outputs, self.chunk = forward, outputs, chunk
+        self.result: torch.Tensor | None = None
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[1, n, hidden size] -> [1, n, k]."""
+        """[1, n, hidden size] -> [1, n, k], which is kept as `result`."""
+        self.result = self._of_chunks(hidden)
+        return self.result
+
+    def _of_chunks(self, hidden: torch.Tensor) -> torch.Tensor:
         if self.outputs is None:
             return hidden.sum(-1, keepdim=True)
         rows = torch.arange(hidden.shape[1], device=hidden.device)
@@ -200,6 +220,11 @@ class _ChunkedHead:
     def _of(self, rows: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
         assert self.outputs is not None
         return self.outputs(rows, self.forward(hidden))
+
+
+@functools.cache
+def _tell(readers: str) -> None:
+    logger.warning("prefix: all logits of a pass exist at once, since %s may change them", readers)
 
 
 def _prefetch_in_backward(model: PreTrainedModel) -> None:

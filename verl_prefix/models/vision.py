@@ -8,8 +8,7 @@
 A wave has no visual tokens, since responses are text, and never runs the tower. Every other pass runs it exactly once,
 on a few zeros where it has no pixels: its FSDP2 collectives are then in step over ranks whatever they hold. verl's own
 forward runs it once for images and once for videos, and on zeros where a micro-batch has neither
-(verl/models/transformers/qwen2_vl.py, qwen3_vl.py). Knows neither verl nor transformers, only what their models are
-made of.
+(verl/models/transformers/qwen2_vl.py, qwen3_vl.py).
 """
 
 import functools
@@ -18,11 +17,12 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.weak import WeakIdKeyDictionary
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from verl_prefix.core.groups import Group
 from verl_prefix.core.trees import mix
@@ -288,12 +288,6 @@ class PixelBatch:
                 )
 
 
-class Output(NamedTuple):
-    """What a pass reads of a Hugging Face output. It is a tuple, since FSDP2 looks for tensors in it."""
-
-    logits: torch.Tensor
-
-
 def forward(
     model: Any,
     input_ids: torch.Tensor,
@@ -304,7 +298,7 @@ def forward(
     indices: Any = None,
     chosen: torch.Tensor | None = None,
     **kwargs: Any,
-) -> "Output":
+) -> CausalLMOutputWithPast:
     """Replaces the model's own forward on one packed row; call it through the model, so that FSDP2's hooks run.
 
     Args:
@@ -347,7 +341,7 @@ def forward(
     # patch_vlm_for_ulysses_input_slicing in verl/models/transformers/monkey_patch.py.
     with replaced(model.model.language_model, "_needs_initial_slice", False):
         hidden = model.model.language_model(**kwargs).last_hidden_state
-    return Output(model.lm_head(hidden[:, keep]))
+    return CausalLMOutputWithPast(logits=model.lm_head(hidden[:, keep]))
 
 
 def _in_parents_shard(module: torch.nn.Module) -> list[torch.nn.Parameter]:

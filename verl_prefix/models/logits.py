@@ -1,0 +1,49 @@
+"""Who changes logits between lm_head and the model's output, or reads them there: all logits have to exist at once for
+them, and outputs of tokens are made behind them."""
+
+from collections.abc import Callable, Iterator
+
+import torch
+from transformers import PretrainedConfig, PreTrainedModel
+
+# Config attributes by which a model of transformers changes logits after lm_head.
+_SCALES = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
+# Code that hands logits on as they are, but for `_SCALES`. That of accelerate casts what is not fp32.
+_HANDS_ON = ("transformers.", "torch.", "peft.", "verl.", "accelerate.utils.operations.")
+
+
+def scales(config: PretrainedConfig) -> list[float]:
+    """What a text model's own code makes of logits after lm_head, by its config; at 1 it leaves them as they are."""
+    return [getattr(config, name) for name in _SCALES if getattr(config, name, None) is not None]
+
+
+def written_elsewhere(call: Callable[..., object]) -> str | None:
+    """The Python module of a function, or of one that it wraps, that may do to logits what it likes; or None."""
+    seen: object = call
+    while seen is not None:
+        seen = getattr(seen, "__func__", seen)
+        module = getattr(seen, "__globals__", {}).get("__name__") or type(seen).__module__
+        if not f"{module}.".startswith(_HANDS_ON):
+            return str(module)
+        seen = getattr(seen, "__wrapped__", None)
+    return None
+
+
+def readers(model: PreTrainedModel, lm_head: torch.nn.Module) -> list[str]:
+    """Hooks and forwards of others that see the logits of `lm_head`, in words. FSDP2's hooks reshard weights, and are
+    none of them."""
+    name = next((name for name, module in model.named_modules() if module is lm_head), "")
+    parents = name.split(".")[:-1]
+    around = [model.get_submodule(".".join(parents[:n])) for n in range(len(parents) + 1)]
+    forwards = ((type(module).__name__, written_elsewhere(module.forward)) for module in around)
+    return [f"a hook of {elsewhere}" for elsewhere in _hooks(lm_head, *around)] + [
+        f"the forward of {kind}, by {elsewhere}," for kind, elsewhere in forwards if elsewhere
+    ]
+
+
+def _hooks(*modules: torch.nn.Module) -> Iterator[str]:
+    """Where others wrote hooks of these modules' outputs, and of every module's."""
+    owners = [*((module, "") for module in modules), (torch.nn.modules.module, "_global")]
+    for owner, prefix in owners:
+        for kind in ("_forward_hooks", "_backward_hooks", "_backward_pre_hooks"):
+            yield from filter(None, map(written_elsewhere, getattr(owner, prefix + kind).values()))
