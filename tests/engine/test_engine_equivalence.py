@@ -29,6 +29,7 @@ from engines import (
     _loss_config,
     _measure,
     _relative,
+    _responses,
     as_batch,
     depends_on_rates,
 )
@@ -72,6 +73,8 @@ CASES = {
     "logits_in_chunks": {"logits_chunk": 7},
     "logits_in_chunks_with_entropy_checkpointing": {"logits_chunk": 7, "entropy_checkpointing": True},
     "logits_in_chunks_phased_checkpointed": {"logits_chunk": 7, "schedule": "phased", "gradient_checkpointing": True},
+    "logits_that_a_hook_changes": {"halved_logits": True, "logits_chunk": 7},
+    "logits_that_a_hook_changes_phased": {"halved_logits": True, "schedule": "phased", "wave_tokens": 40},
     "sum_pi_squared": {"calculate_sum_pi_squared": True, "logits_chunk": 7},
     "sync_every_pass": {"use_no_sync": False, "budget": 90},
     "reshard_off": {"reshard_after_forward": False, "schedule": "phased", "wave_tokens": 40},
@@ -672,6 +675,28 @@ def _falls_back(models: dict) -> dict:
     return _compare(ours, _stock(models["qwen3"], static))
 
 
+def _ref_checks_itself(models: dict) -> list[dict]:
+    """Metrics of two batches of an engine for log-probs alone, which equal stock's; then with a wrong kernel."""
+    stock, ours, wrong = (_engine(backend, models["qwen3"], {}, True) for backend in ("fsdp2", "prefix", "prefix"))
+    data, found = _batch(get_rank(), stock.model_config.hf_config.vocab_size, {}), []
+
+    def infer(engine) -> tuple[torch.Tensor, dict]:
+        with engine.eval_mode(disable_auto_offload=True):
+            output = engine.infer_batch(data.copy())
+        return torch.cat(_responses(output["model_output"]["log_probs"], data)), output["metrics"]
+
+    truth, _ = infer(stock)
+    for _ in range(2):
+        log_probs, metrics = infer(ours)
+        assert _relative(log_probs, truth) < TOLERANCE
+        found.append(metrics)
+    with pytest.MonkeyPatch.context() as patch:
+        _break_the_last_ranks_kernel(patch)
+        with pytest.raises(RuntimeError, match="prefix.verify, batch of ref 1: .*verify_action=fallback"):
+            infer(wrong)
+    return found
+
+
 MISSED = "prefix.verify, update 1: .*verify_action=fallback"
 
 
@@ -717,6 +742,12 @@ def results(request, models, ranks):
 
 def test_the_self_check_names_the_layer_of_the_rank_that_is_off_most(results):
     results(_names_another_ranks_layer)
+
+
+def test_an_engine_for_log_probs_alone_checks_its_first_batch(results):
+    for first, second in results(_ref_checks_itself):
+        assert 0 < first["prefix/verify_log_probs"][0] < 3 and 0 < first["prefix/verify_attention"][0] < 2
+        assert not any("verify" in name for name in second)
 
 
 def test_an_update_takes_stocks_path_as_its_log_probs_did_and_the_log_says_so(one_rank):

@@ -258,12 +258,18 @@ def _engine(backend: str, model_path: str, options: dict, forward_only: bool = F
         module = build(self)
         for name, parameter in module.named_parameters():
             parameter.requires_grad_(bool(re.search(options.get("trained", ""), name)))
+        if options.get("halved_logits"):
+            module.register_forward_hook(_halve_logits)
         return module
 
     with mock.patch.object(FSDPEngine, "_build_module", built):
         engine = EngineRegistry.new(model_type="language_model", backend=backend, **configs)
         engine.initialize()
     return engine
+
+
+def _halve_logits(module, args, output) -> None:
+    output.logits = output.logits * 0.5
 
 
 def _loss(options: dict):

@@ -101,7 +101,7 @@ class PrefixFSDPEngine(StockPath):
         if isinstance(plan, Stock):
             return plan._replace(metrics=metrics)
         rows = self._prepared(exchange.rows)
-        if not forward_only:
+        if not forward_only or self.engine_config.forward_only:
             with out_of_memory_advice(None):
                 metrics.update(self._verification.check(rows, groups, pass_budget(data, groups)))
             if failure := self._verification.failure:

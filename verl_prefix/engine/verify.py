@@ -29,7 +29,8 @@ _ENOUGH_TOKENS, _MOST_ROWS = 32, 8  # of a group that is checked
 
 
 class Verification:
-    """The self-check of one engine, a `PrefixFSDPEngine`, on every rank at once.
+    """The self-check of one engine, a `PrefixFSDPEngine`, on every rank at once: of updates, or of an engine for
+    log-probs alone, which has no gradients to compare, of its batches.
 
     Attributes:
         failure: why every batch goes verl's own path, once a check missed under prefix.verify_action=fallback; or None.
@@ -38,7 +39,7 @@ class Verification:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.failure: Stock | None = None
-        self._num_updates = 0
+        self._num_batches = 0
 
     def check(self, data: TensorDict, groups: Sequence[Group], budget: int) -> dict[str, float]:
         """Checks at least two rows of the cheapest group, if a check is due; returns its metrics.
@@ -54,8 +55,8 @@ class Verification:
         named = {"off": 0.0, "first_step": math.inf}
         every = named[options.verify] if isinstance(options.verify, str) else options.verify
         start = time.perf_counter()
-        if not every or self._num_updates % every:
-            self._num_updates += 1
+        if not every or self._num_batches % every:
+            self._num_batches += 1
             return {}
         groups = [group for group in groups if group.num_suffix_tokens] or groups
         told = ""
@@ -73,10 +74,11 @@ class Verification:
                 told,
             )
             return {}
-        self._num_updates += 1
+        self._num_batches += 1
         verdict = self._verdict(data, _cheapest(candidates, len(data)), budget)
         if verdict.missed:
-            message = f"prefix.verify, update {self._num_updates}: {verdict}"
+            batches = "batch of ref" if self.engine.engine_config.forward_only else "update"
+            message = f"prefix.verify, {batches} {self._num_batches}: {verdict}"
             if options.verify_action == "raise":
                 raise RuntimeError(
                     f"{message}. The shared-prefix path is wrong for this model; set model_engine=dp and report it, or "
@@ -109,13 +111,15 @@ class Verification:
             log_probs = output["model_output"]["log_probs"].unbind()[: len(lens)]
             return torch.cat([row[len(row) - n - 1 : len(row) - 1] for row, n in zip(log_probs, lens, strict=True)])
 
+        forward_only = engine.engine_config.forward_only  # then no gradient differs from zero
+
         def stock() -> torch.Tensor:
-            return responses(engine.stock_batch(rows_alone, _falling_loss, forward_only=False))
+            return responses(engine.stock_batch(rows_alone, _falling_loss, forward_only))
 
         def ours(path: str, pass_type: Callable[..., AttentionPass]) -> torch.Tensor:
             # Several waves read one prefix, and their gradients add up.
             plan = make_plan([group], budget, path, wave_tokens=1)
-            output, _ = engine.run_plan(rows, [group], plan, _falling_loss, forward_only=False, pass_type=pass_type)
+            output, _ = engine.run_plan(rows, [group], plan, _falling_loss, forward_only, pass_type=pass_type)
             return responses(output)
 
         noise = functools.partial(rounding_noise, engine.module, engine._autocast_dtype)
