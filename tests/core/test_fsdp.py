@@ -11,7 +11,7 @@ import re
 import textwrap
 import warnings
 from collections import Counter
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from unittest import mock
 
 import hypothesis
@@ -167,6 +167,7 @@ def run_standalone(rank: int) -> dict:
 
 def run_phase_c(truth_model) -> dict:
     """How phase C gathers parameters, and its gradients, as they are and where nothing tells FSDP2 what comes next."""
+    from torch.distributed.fsdp import FSDPModule
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
     rollouts, results = random_rollouts(STANDALONE, VOCAB), {}
@@ -195,10 +196,16 @@ def run_phase_c(truth_model) -> dict:
             prefetching = staticmethod(within("prefetching", ahead))
             patched.enter_context(mock.patch.object(FSDPParamGroup, "_prefetch_unshard", prefetching))
             if not told:
-                patched.enter_context(mock.patch.object(hookup, "_prefetch_in_backward", lambda model: None))
+                patched.enter_context(mock.patch.object(hookup, "_prefetched_in_backward", lambda model: nullcontext()))
             run_shared(model, rollouts, "phased", wave_tokens=6)
         grads = {name: p.grad.full_tensor().numpy() for name, p in model.named_parameters()}
-        results[told] = {"gathers": dict(gathers), "grads": grads}
+        states = [module._get_fsdp_state() for module in model.modules() if isinstance(module, FSDPModule)]
+        left = sum(len(state._states_to_backward_prefetch) for state in states)
+        results[told] = {"gathers": dict(gathers), "grads": grads, "left": left}
+    own = [*reversed(model.model.layers)]
+    model.set_modules_to_backward_prefetch(own)
+    with hookup.HookedModel(model).grouped_attention():
+        results["own"] = model._get_fsdp_state()._states_to_backward_prefetch == [x._get_fsdp_state() for x in own]
     return results
 
 
@@ -279,6 +286,7 @@ def test_random_batches_finish_agree_with_stock_and_keep_their_rows(ranks, draws
 
 def test_phase_c_gathers_layers_ahead_with_the_same_gradients(ranks):
     for result in ranks("phase C"):
+        assert result[True]["left"] == 0 and result["own"], "lists of the user, or none, are what is left"
         assert result[True]["gathers"] == {"on demand": 3, "prefetched": 2}, "root, lm_head and embeddings; layers"
         assert result[False]["gathers"] == {"on demand": 5}
         for name, grad in result[True]["grads"].items():

@@ -83,7 +83,6 @@ class HookedModel:
         self.model = model
         self.text_config: PretrainedConfig = model.config.get_text_config()
         self.expert_loads = ExpertLoads(model)
-        _prefetch_in_backward(model)
 
     @contextmanager
     def grouped_attention(self) -> Iterator[None]:
@@ -93,7 +92,10 @@ class HookedModel:
         chosen = config._attn_implementation
         config._attn_implementation = ATTENTION_NAME
         try:
-            with vision.own_attention(self.model), shared_states(self.model), on_head_tokens(self.model):
+            with (
+                vision.own_attention(self.model), shared_states(self.model), on_head_tokens(self.model),
+                _prefetched_in_backward(self.model),
+            ):  # fmt: skip
                 yield
         finally:
             config._attn_implementation = chosen
@@ -227,10 +229,16 @@ def _tell(readers: str) -> None:
     logger.warning("prefix: all logits of a pass exist at once, since %s may change them", readers)
 
 
-def _prefetch_in_backward(model: PreTrainedModel) -> None:
-    """Makes FSDP2 gather each layer while the one above it runs backward. By itself it goes by the order of the
-    forwards, which it forgets after every backward. Phase C comes after the waves' backwards, and would gather late."""
+@contextmanager
+def _prefetched_in_backward(model: PreTrainedModel) -> Iterator[None]:
+    """While open, FSDP2 gathers each layer while the one above it runs backward; a user's own lists stay. By itself it
+    goes by the order of the forwards, which it forgets after every backward. Phase C comes after the waves' backwards,
+    and would gather late."""
     layers = [layer for layer in getattr(model.get_decoder(), "layers", ()) if isinstance(layer, FSDPModule)]
     above = [*layers[1:], model] if isinstance(model, FSDPModule) else layers[1:]
-    for layer, module in zip(layers, above, strict=False):
-        module.set_modules_to_backward_prefetch([layer])
+    with ExitStack() as undo:
+        for layer, module in zip(layers, above, strict=False):
+            if not module._get_fsdp_state()._states_to_backward_prefetch:
+                module.set_modules_to_backward_prefetch([layer])
+                undo.callback(module.set_modules_to_backward_prefetch, [])
+        yield
