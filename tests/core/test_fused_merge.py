@@ -1,7 +1,12 @@
-"""The Triton kernel of the LSE merge, in Triton's interpreter, against the torch version. No GPU."""
+"""The Triton kernel of the LSE merge, in Triton's interpreter, against the torch version; and what Triton's compiler
+makes of it for GPUs that are not here."""
 
 import importlib.util
+import re
+import subprocess
+from itertools import product
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -12,15 +17,19 @@ from verl_prefix.core import attention
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 
 
-@pytest.fixture
-def merge_into(monkeypatch):
-    """Of a copy of the module: the one that attention imports stays compiled where there is a GPU."""
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
+def copied() -> ModuleType:
+    """A copy of the module: the one that attention imports stays as it is."""
     path = Path(attention.__file__).parent / "kernels" / "fused_merge.py"
-    spec = importlib.util.spec_from_file_location("interpreted_merge", path)
+    spec = importlib.util.spec_from_file_location("copied_merge", path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return module.merge_into
+    return module
+
+
+@pytest.fixture
+def merge_into(monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    return copied().merge_into
 
 
 def parts(num_queries: int, heads: int, dim: int, dtype: torch.dtype, spread: float = 8.0):
@@ -106,3 +115,72 @@ def test_rows_with_gaps_are_refused(merge_into):
     out, lse, out_2, lse_2 = parts(4, 2, 32, torch.float32)
     with pytest.raises(ValueError, match="has to be contiguous"):
         merge_into(out[..., ::2], lse, out_2[..., ::2], lse_2)
+
+
+@pytest.fixture
+def compiled(monkeypatch, tmp_path):
+    """`compiled(target)` is a module whose `merge_into` compiles for a GPU and launches nothing; and its compilations.
+
+    MOCK: the driver, which names the GPU. Compiler and arguments are the real ones.
+    """
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime import driver
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+
+    def build(backend: str, arch: int | str, warp: int) -> tuple[ModuleType, dict]:
+        here = SimpleNamespace(
+            get_current_target=lambda: GPUTarget(backend, arch, warp),
+            get_current_device=lambda: 0,
+            get_current_stream=lambda device: 0,
+        )
+        monkeypatch.setattr(driver, "_active", here)
+        module = copied()
+        kernel = module._merge
+        monkeypatch.setattr(
+            kernel, "run", lambda *args, warmup, run=kernel.run, **options: run(*args, warmup=True, **options)
+        )
+        return module, kernel.device_caches[0][0]
+
+    return build
+
+
+def resources(kernel, folder: Path) -> dict[str, int]:
+    """What a thread takes: registers, and bytes of stack, shared and local memory."""
+    from triton import knobs
+
+    path = folder / "kernel.cubin"
+    path.write_bytes(kernel.asm["cubin"])
+    command = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", str(path)]
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return {name: int(re.search(rf"\b{name}:(\d+)", said)[1]) for name in ("REG", "STACK", "SHARED", "LOCAL")}
+
+
+@pytest.mark.parametrize(
+    "target", [("cuda", 80, 32), ("cuda", 90, 32), ("cuda", 100, 32), ("hip", "gfx942", 64)], ids=str
+)
+def test_it_compiles_for_gpus_that_are_not_here_into_registers_alone(compiled, tmp_path, target):
+    module, kernels = compiled(*target)
+    for dim, dtype in product((64, 128, 192, 256), (torch.bfloat16, torch.float16)):
+        module.merge_into(*parts(33, 2, dim, dtype))
+    assert len(kernels) == 8
+    for kernel in kernels.values():
+        if target[0] == "hip":
+            found = dict(re.findall(r"\.(\w+_count|private_segment_fixed_size): +(\d+)", kernel.asm["amdgcn"]))
+            assert [found[f"{kind}_spill_count"] for kind in ("sgpr", "vgpr")] == ["0", "0"]
+            assert found["private_segment_fixed_size"] == "0" and int(found["vgpr_count"]) <= 64
+            assert kernel.asm["hsaco"]
+        else:
+            found = resources(kernel, tmp_path)
+            assert found["REG"] <= 64 and found["STACK"] == found["SHARED"] == found["LOCAL"] == 0
+
+
+def test_it_is_compiled_once_whatever_rows_there_are(compiled):
+    """By itself Triton compiles anew for 1, for multiples of 16 and for addresses that are: these would be 12."""
+    module, kernels = compiled("cuda", 90, 32)
+    for start, rows, more in product((0, 3), (1, 16, 33), (0, 7)):
+        out, out_2 = torch.zeros(64, 2, 64), torch.zeros(rows, 2, 64)
+        lse, lse_2 = torch.zeros(2, 64 + more), torch.zeros(2, rows + more)[:, more:]
+        module.merge_into(out[start : start + rows], lse[:, start : start + rows], out_2, lse_2)
+    assert len(kernels) == 1
