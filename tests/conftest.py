@@ -25,6 +25,20 @@ from warm_python import warm_python  # noqa: E402
 pytest_plugins = ["processes"]
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config: pytest.Config) -> None:
+    """Random tests draw the same every time, and no clock fails one; `--hypothesis-seed` draws others."""
+    if importlib.util.find_spec("hypothesis") is None:
+        return
+    from hypothesis import HealthCheck, settings
+
+    settings.register_profile(
+        "tests", derandomize=config.getoption("--hypothesis-seed", None) is None, database=None, print_blob=False,
+        deadline=None, suppress_health_check=[HealthCheck.too_slow],
+    )  # fmt: skip
+    settings.load_profile("tests")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Trainings, and what make test leaves out, may take an hour; the others what pyproject.toml says."""
     for item in items:

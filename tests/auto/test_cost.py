@@ -137,7 +137,6 @@ def test_lm_head_runs_twice_but_for_the_last_chunk(monkeypatch, chunk, rows):
 
 
 @hypothesis.given(*(st.floats(1e-12, 1e-9) for _ in range(3)), st.floats(0, 1e-2))
-@hypothesis.settings(deadline=None)
 def test_calibration_finds_the_rates_of_a_device(linear, attention, head, fixed):
     true, clock = Rates(fixed, linear, attention, head), [0.0]
 
@@ -417,7 +416,6 @@ RATES = st.builds(Rates, *[st.floats(0.0, 1e-9)] * 4)
     st.lists(LENGTHS, min_size=1, max_size=4), st.integers(200, 8000), st.tuples(RATES, RATES), st.booleans()
 )
 @hypothesis.example([(60, 700, 8)] * 2, 8000, (Rates(), Rates()), True)
-@hypothesis.settings(deadline=None)
 def test_plan_says_what_the_engine_does(lengths, budget, rates, has_log_probs):
     """`verl-prefix plan` and the engines of two ranks on the same batches: old log-probs, then the update."""
     groups = [Group(tuple(range(g)), p, (s,) * g) for p, s, g in lengths]
@@ -448,7 +446,6 @@ MIN_SPEEDUPS = st.sampled_from([0.5, 1.0, 1.05, 2.0])
 @hypothesis.example(
     [(1, 99, 1), (99, 1, 2)], 100, Rates(0.0, 0.0, 0.0, 0.0), Rates(0.0, 0.0, 0.0, 4.3272773257458697e-10), 0.5
 )
-@hypothesis.settings(deadline=None)
 def test_what_is_not_measured_would_be_chosen_at_any_rates(lengths, budget, forward, update, min_speedup):
     """On two ranks, of which the second computes the rows of the first beside its own."""
     groups = [Group(tuple(range(g)), p, (s,) * g) for p, s, g in lengths]

@@ -5,7 +5,7 @@ import time
 from collections import Counter
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from verl_prefix.auto.placement import WORTH, _best_move, _Placed, describe_rows, place_rows, row_cost
@@ -42,7 +42,6 @@ def splits(keys, home) -> int:
     return sum(count > 1 for count in Counter(key for key, _ in set(zip(keys, home, strict=True))).values())
 
 
-@settings(deadline=None)
 @given(batches())
 def test_every_rank_has_rows_and_what_is_said_of_the_placement_is_true(batch):
     keys, _, _, _, num_ranks = batch
@@ -54,7 +53,6 @@ def test_every_rank_has_rows_and_what_is_said_of_the_placement_is_true(batch):
     assert placed.split_groups == splits(keys, placed.ranks)
 
 
-@settings(deadline=None)
 @given(batches())
 def test_groups_are_split_only_where_that_is_worth_it(batch):
     """Against groups that go whole, the costliest first, to the rank with the least to do."""
@@ -129,7 +127,6 @@ def test_the_only_row_of_a_rank_stays_also_where_others_would_leave_their_pixels
     assert place_rows([0, 0, 1], [1000.0] * 3, [5.0] * 3, [0, 0, 1], 3, [1, 1, 0]).ranks == [2, 0, 1]
 
 
-@settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3), st.integers(1, 3)), max_size=30), st.randoms())
 def test_loads_are_those_of_the_rows_that_ranks_hold(adds, rng):
     prefixes, suffixes = [7.0, 0.0, 3.0, 11.0], [rng.randint(0, 5) * 1.0 for _ in range(90)]
@@ -197,7 +194,6 @@ def test_a_large_batch_is_placed_fast(kind, size):
     assert max(found) < 1.35 * max(sum(found) / 4096, longest_row) and min(found) > 0
 
 
-@settings(deadline=None)
 @given(st.integers(1, 5), st.lists(st.integers(1, 9), max_size=20), st.randoms(use_true_random=False))
 def test_mini_batches_are_equally_long_and_hold_every_row_once(num_mini_batches, sizes, rng):
     keys = [group for group, size in enumerate(sizes) for _ in range(size)]

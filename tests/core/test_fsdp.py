@@ -271,9 +271,7 @@ def test_random_batches_finish_agree_with_stock_and_keep_their_rows(ranks, draws
              mesh="replicate", checkpoint=True, offload=False, seed=0)
     )  # fmt: skip
     @hypothesis.given(CASES)
-    @hypothesis.settings(
-        max_examples=draws, deadline=None, derandomize=True, suppress_health_check=list(hypothesis.HealthCheck)
-    )
+    @hypothesis.settings(max_examples=draws, suppress_health_check=list(hypothesis.HealthCheck))
     def run(case: dict) -> None:
         for rank, result in enumerate(ranks(case)):
             assert result["rows"], f"rank {rank} lost rows"

@@ -109,7 +109,6 @@ def test_what_fits_a_budget_to_the_token_is_whole_and_one_token_less_cuts_it_in_
 
 
 @hypothesis.given(SHAPES)
-@hypothesis.settings(deadline=None)
 def test_layout_holds_each_prefix_once_and_every_suffix_at_its_original_place(shape):
     groups = pass_order(groups_of(shape))
     hypothesis.assume(groups)
@@ -137,7 +136,6 @@ def test_layout_holds_each_prefix_once_and_every_suffix_at_its_original_place(sh
 
 
 @hypothesis.given(SHAPES, st.integers(1, 60))
-@hypothesis.settings(deadline=None)
 def test_waves_hold_every_suffix_once_in_order_within_the_budget(shape, wave_tokens):
     groups = pass_order(groups_of(shape))
     waves = make_waves(groups, wave_tokens)
@@ -182,7 +180,6 @@ def keys_read(layout, window, prefix_place):
 
 
 @hypothesis.given(SHAPES, st.one_of(st.none(), st.integers(1, 40)), st.integers(1, 60))
-@hypothesis.settings(deadline=None)
 def test_every_query_reads_the_last_window_tokens_of_its_own_row(shape, window, wave_tokens):
     groups = pass_order(groups_of(shape))
     hypothesis.assume(groups)
@@ -245,7 +242,6 @@ def test_a_call_of_several_blocks_copies_at_most_16_mib_of_keys_and_values():
 
 
 @hypothesis.given(SHAPES, st.integers(1, 200), st.sampled_from(["packed", "phased", "auto"]))
-@hypothesis.settings(deadline=None)
 def test_plan_computes_every_live_row_once_within_the_budget(shape, budget, schedule):
     groups = groups_of(shape)
     plan = make_plan(groups, budget, schedule)
@@ -266,7 +262,6 @@ def test_plan_computes_every_live_row_once_within_the_budget(shape, budget, sche
 
 
 @hypothesis.given(st.lists(SHAPES, min_size=2, max_size=4), st.integers(5, 100), st.sampled_from(["packed", "auto"]))
-@hypothesis.settings(deadline=None)
 def test_every_rank_runs_the_same_passes_and_waves(shapes, budget, schedule):
     plans = [make_plan(groups_of(shape), budget, schedule) for shape in shapes]
     # The collective: what every rank would contribute, call by call.

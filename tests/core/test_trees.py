@@ -194,7 +194,7 @@ def test_broken_trees_are_far_off(monkeypatch, broken, rows, name):
     assert error(measure(model, lambda: run_shared(model, batch, **RUNS[name])), truth) > 100 * 5e-6
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     rows=st.sampled_from(ROWS), seed=st.integers(0, 2**20), budget=st.integers(20, 400),
     wave_tokens=st.none() | st.integers(1, 60), schedule=st.sampled_from(["packed", "phased", "auto"]),
@@ -219,7 +219,7 @@ def test_any_rows_in_any_plan_equal_hf(small, rows, seed, budget, wave_tokens, s
     assert torch.allclose(our_gradient, gradient, rtol=0, atol=1e-9 * max(1, gradient.abs().max().item()))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(rows=st.sampled_from(ROWS), seed=st.integers(0, 2**20), budget=st.integers(1, 300))
 def test_every_row_is_whole_and_cut_at_its_own_places_alone(rows, seed, budget):
     batch = rollouts(rows, seed)
@@ -251,7 +251,7 @@ def test_every_row_is_whole_and_cut_at_its_own_places_alone(rows, seed, budget):
         assert group.num_suffix_tokens or not any(group.output_lens), "outputs, and no suffix for a wave"
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(rows=st.sampled_from(ROWS), seed=st.integers(0, 2**20), budget=st.integers(1, 300))
 def test_a_tree_is_cut_where_the_fewest_tokens_are_computed(rows, seed, budget):
     batch = rollouts(rows, seed)

@@ -102,7 +102,7 @@ EXAMPLES = [
 def examples(count: int) -> list[dict]:
     found = []
 
-    @settings(max_examples=count, phases=[Phase.generate], database=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=count, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
     @given(batches())
     def collect(batch):
         found.append(batch)

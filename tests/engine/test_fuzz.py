@@ -48,10 +48,7 @@ def seen(request):
 
 
 def test_random_batches_are_computed_as_by_stock(ranks, models, seen):
-    @settings(
-        max_examples=BATCHES, deadline=None, database=None, print_blob=False, derandomize=REPORT is None,
-        suppress_health_check=[*HealthCheck],
-    )  # fmt: skip
+    @settings(max_examples=BATCHES, suppress_health_check=[*HealthCheck])
     @example(Case(1, "qwen3_vl", (Prompt("a", 6, (4, 5)),), 9, 0.0, 0, (("trees", "batch"),)))  # ends in an image
     @given(case=cases_on([1] * 6 + [2] * 3 + [4] if REPORT else [1, 2]))
     def run(case: Case) -> None:

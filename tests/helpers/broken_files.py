@@ -19,10 +19,7 @@ NUMBERS = [0, -1, 2**31, 2**63, 10**400, 0.5, 1e308, -1e308, 1e-320, math.nan, m
 ODD = [None, True, "", "a\nb", "\0", "x" * 300, "1", "\ud800", [], {}, [[]], [None], {"": 1}, *NUMBERS]
 KINDS = ["bytes", "cut", "flipped", "value", "value", "value", "gone", "deep", "folder", "missing", "loop", "link"]
 
-fuzzed = settings(
-    max_examples=LONG or 30, deadline=None, database=None, print_blob=False, derandomize=not LONG,
-    suppress_health_check=[*HealthCheck],
-)  # fmt: skip
+fuzzed = settings(max_examples=LONG or 30, derandomize=not LONG, suppress_health_check=[*HealthCheck])
 
 
 def changed(draw, value, gone):

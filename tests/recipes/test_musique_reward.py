@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 SPEC = importlib.util.spec_from_file_location(
@@ -136,7 +136,6 @@ def test_broken_ground_truth_is_named(ground_truth):
     assert repr(ground_truth) in str(error.value)
 
 
-@settings(max_examples=100, deadline=None)
 @given(answer=WORDS, accepted=st.lists(WORDS, min_size=1, max_size=3))
 @example(answer="the", accepted=["Red", "a"])
 def test_em_and_f1_equal_a_second_implementation(answer, accepted):
@@ -145,7 +144,6 @@ def test_em_and_f1_equal_a_second_implementation(answer, accepted):
     assert result["acc"] == max(reference_tokens(answer) == reference_tokens(gold) for gold in accepted)
 
 
-@settings(max_examples=100, deadline=None)
 @given(response=st.one_of(RESPONSES, st.text()), accepted=st.lists(st.text(), min_size=1, max_size=3))
 def test_any_response_is_scored_within_bounds(response, accepted):
     result = scored(response, *accepted)
