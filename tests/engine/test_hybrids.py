@@ -1,5 +1,5 @@
 """Hybrids (attention and recurrent layers) in what is not the pass itself: plan, refusals, doctor, and `auto` in a real
-engine on one rank, whose rates it measures."""
+engine on one rank, which measures its rates."""
 
 import json
 import os
@@ -26,6 +26,8 @@ from transformers.utils import import_utils  # noqa: E402
 from verl.utils import tensordict_utils as tu  # noqa: E402
 
 from verl_prefix import cli  # noqa: E402
+from verl_prefix.auto import calibration  # noqa: E402
+from verl_prefix.auto.cost import Rates  # noqa: E402
 from verl_prefix.config import check_dealt  # noqa: E402
 from verl_prefix.testing import write_tiny_model  # noqa: E402
 from verl_prefix.tools import doctor  # noqa: E402
@@ -137,6 +139,13 @@ def _auto(rank: int, folder: str) -> None:
     os.environ.update(RANK="0", WORLD_SIZE="1", VERL_PLATFORM="cpu")
     torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/join", rank=0, world_size=1)
     groups = [("a", 200, [20] * 6, ""), ("b", 150, [30] * 4, ""), ("c", 30, [20] * 2, "")]
+    calibrate, rates = calibration.calibrate, []
+
+    def measured(*args, **options) -> Rates:
+        rates.append(list(vars(calibrate(*args, **options)).values()))
+        return Rates()  # a clock decides nothing here
+
+    calibration.calibrate = measured
     options = dict(schedule="auto", min_speedup=1.05, verify="off", budget=300, groups=groups)
     engine = _engine("prefix", f"{folder}/model", options)
     data, metrics = _batch(0, engine.model_config.hf_config.vocab_size, options), []
@@ -146,8 +155,6 @@ def _auto(rank: int, folder: str) -> None:
     with engine.train_mode(disable_auto_offload=True):
         metrics.append(engine.train_batch(data.copy(), _loss(options))["metrics"])
     names = ("prefix/groups", "prefix/reuse_fraction", "prefix/predicted_speedup", "prefix/stock_rows")
-    profile = engine._paths._chooser.profile
-    rates = [list(vars(profile.forward).values()), list(vars(profile.update).values())]
     Path(folder, "found.json").write_text(
         json.dumps({"rates": rates, "metrics": [{name: one[name][0] for name in names} for one in metrics]})
     )
@@ -158,6 +165,7 @@ def test_auto_measures_and_shares(tmp_path, spawn):
     write_tiny_model(tmp_path / "model", family="qwen3_5_text")
     spawn(_auto, args=(str(tmp_path),), nprocs=1)
     saved = json.loads((tmp_path / "found.json").read_text())
+    assert len(saved["rates"]) == 2  # of log-probs and updates
     for rates in saved["rates"]:  # on a busy machine noise takes any of them to zero
         assert min(rates) >= 0 and max(rates) > 0
     for found in saved["metrics"]:

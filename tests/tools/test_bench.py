@@ -4,6 +4,7 @@ import copy
 import errno
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -164,7 +165,7 @@ def test_report_has_time_error_and_ceiling_of_every_arm(tmp_path: Path) -> None:
         for name, arm in row["arms"].items():
             assert 0 < arm["grad_error"] < 5e-6
             assert 0 < arm["update"]["p20"] <= arm["update"]["p50"] <= arm["update"]["p80"]
-            assert arm["forward"]["p50"] < arm["update"]["p50"]
+            assert arm["forward"]["p50"] < arm["update"]["p50"]  # round by round a part of it
             assert ("log_probs" in arm) == ("+" not in name)
             stock = row["arms"]["stock+checkpoint" if "+checkpoint" in name else "stock"]
             assert arm["speedup"] == pytest.approx(stock["update"]["p50"] / arm["update"]["p50"])
@@ -345,7 +346,7 @@ def test_runs_where_nothing_but_torch_and_transformers_is_installed(fresh) -> No
     )
     done = fresh(code, ROOT, dict(os.environ))
     assert done.returncode == 0, done.stderr
-    assert "| 9/4/2 | stock |" in done.stdout
+    assert re.search(r"\| 9/4/2 \| stock( \(auto's choice\))? \|", done.stdout), done.stdout  # by measured rates
 
 
 def test_a_report_without_a_plot_says_what_to_install(tmp_path: Path, monkeypatch, capsys) -> None:
