@@ -5,7 +5,6 @@ One set of processes runs all of it; the tests read what came back. Does not exe
 
 import ctypes
 import os
-import time
 from dataclasses import replace
 from datetime import timedelta
 from unittest import mock
@@ -19,7 +18,7 @@ from verl_prefix.auto.shape import ModelShape
 
 WORLD = 4
 SHAPE = ModelShape(1e6, 1e5, 1e2, (None, 64), 1.0, 1.0, 1.0, 100, tower=1e6)
-SECONDS = 60  # in which an error must be seen
+WAITS = timedelta(minutes=10)  # that a rank would wait for others: an error must be seen without
 END = 2  # token that ends a message
 BROKEN = {
     "outputs in another order": "gave back outputs of its rows",
@@ -356,15 +355,12 @@ class _Uid:
         return self.uid
 
 
-def _broken(how: str, rank: int, group) -> tuple[str, float]:
+def _broken(how: str, rank: int, group) -> str:
     from verl.utils import tensordict_utils as tu
 
     from verl_prefix.engine.exchange import exchange_rows, receive_pixels
 
-    data, start = (
-        batch_of([r for r, at in zip(rows_of(TORN, 0), TORN["ranks"], strict=True) if at == rank]),
-        time.time(),
-    )
+    data = batch_of([r for r, at in zip(rows_of(TORN, 0), TORN["ranks"], strict=True) if at == rank])
     if how == "a uid that cannot travel" and rank == 3:
         tu.assign_non_tensor(data, uid=[_Uid(uid) for uid in tu.get(data, "uid")])
     try:
@@ -383,17 +379,16 @@ def _broken(how: str, rank: int, group) -> tuple[str, float]:
                 del outputs["entropy"]
             exchange.give_back(outputs)
     except Exception as error:
-        return f"{type(error).__name__}: {error}", time.time() - start
-    return "", time.time() - start
+        return f"{type(error).__name__}: {error}"
+    return ""
 
 
 def _worker(rank: int, rendezvous: str, batches: list[dict], out: str) -> None:
     import torch.distributed as dist
 
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(WORLD), VERL_PLATFORM="cpu")
-    limit = timedelta(seconds=SECONDS)
-    dist.init_process_group("gloo", timeout=limit, init_method=f"file://{rendezvous}", rank=rank, world_size=WORLD)
-    groups = {world: dist.new_group(list(range(world)), limit) for world in range(2, WORLD + 1)}
+    dist.init_process_group("gloo", timeout=WAITS, init_method=f"file://{rendezvous}", rank=rank, world_size=WORLD)
+    groups = {world: dist.new_group(list(range(world)), WAITS) for world in range(2, WORLD + 1)}
     results = {"problems": []}
     for seed, batch in enumerate(batches):
         if rank < batch["world"]:
@@ -428,10 +423,10 @@ def test_random_batches_arrive_whole_and_their_outputs_come_back_in_order(result
 
 @pytest.mark.parametrize("how", BROKEN)
 def test_a_broken_exchange_is_an_error_on_every_rank_and_none_waits(results, how):
-    errors, seconds = zip(*(result[how] for result in results), strict=True)
+    errors = [result[how] for result in results]
     assert all(errors), errors
     assert any(BROKEN[how] in error for error in errors), errors
-    assert max(seconds) < SECONDS
+    assert not any("timed out" in error.lower() for error in errors), errors
 
 
 def test_rows_of_one_uid_prompt_positions_and_pixels_are_a_group_and_no_others():
@@ -537,8 +532,8 @@ def test_prompts_with_rows_in_several_mini_batches_are_counted_and_said_once_aft
 
 def test_a_rank_that_dies_is_an_error_on_the_others(results):
     for rank in (0, 2, 3):
-        error, seconds = results[rank]["a rank dies"]
-        assert error and seconds < SECONDS, error
+        error = results[rank]["a rank dies"]
+        assert error and "timed out" not in error.lower(), error
 
 
 def test_a_number_per_row_is_laid_out_otherwise_than_a_jagged_row_of_numbers():

@@ -48,7 +48,7 @@ def mini_batch(step: int, rank: int) -> TensorDict:
 
 def record(ranks: list[trace_writer.TraceWriter], steps: int, make=mini_batch, loss=LOSS) -> None:
     """All ranks at once, in threads: a rank that reduces less often than the others breaks the barrier."""
-    barrier, asked = threading.Barrier(len(ranks), timeout=30), {}
+    barrier, asked = threading.Barrier(len(ranks), timeout=300), {}
 
     def run(writer: trace_writer.TraceWriter) -> None:
         def reduce_max(counts: list[int]) -> list[int]:

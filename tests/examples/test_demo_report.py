@@ -219,18 +219,15 @@ def test_committed_reports_hold_what_follows_from_their_steps(demo_report: Modul
 def test_leaving_a_run_ends_what_it_started_in_other_process_groups(demo_report: ModuleType, tmp_path: Path) -> None:
     import demo
 
-    child = "import os, time; os.setpgid(0, 0); print(os.getpid(), flush=True); time.sleep(60)"
+    child = "import os, time; os.setpgid(0, 0); print(os.getpid(), flush=True); time.sleep(3600)"
     command = [sys.executable, "-c", f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"]
     log = tmp_path / "log"
     with demo.process_group(command, dict(os.environ), log) as process:
-        deadline = time.monotonic() + 20
-        while not log.read_text().strip() and time.monotonic() < deadline:
+        while not log.read_text().endswith("\n") and process.poll() is None:
             time.sleep(0.05)
         pid = int(log.read_text())
         assert psutil.pid_exists(pid) and process.poll() is None
-        left = time.monotonic()
-    # Ended, not waited for.
-    assert process.poll() is not None and time.monotonic() - left < 40
+    assert process.poll() is not None  # ended, not waited for
     assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 

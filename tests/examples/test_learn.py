@@ -5,9 +5,10 @@ import json
 import os
 import re
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pyarrow.parquet as pq
 import pytest
@@ -188,18 +189,29 @@ def test_arms_differ_in_the_engine_and_its_micro_batches_alone(learn: ModuleType
     assert keys == {"model_engine", "actor_rollout_ref.actor.use_dynamic_bsz"}
 
 
-def test_a_call_ends_at_its_deadline_with_all_that_it_started(learn: ModuleType, tmp_path: Path) -> None:
+def test_a_call_ends_at_its_deadline_with_all_that_it_started(
+    learn: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The deadline is past as soon as the process has said who it is."""
     code = (
         "import os, sys, time; print(os.getpid(), flush=True); "
-        "time.sleep(60 * (sys.argv[1] == 'long')); sys.exit(sys.argv[1] == 'bad')"
+        "time.sleep(3600 * (sys.argv[1] == 'long')); sys.exit(sys.argv[1] == 'bad')"
     )
-    metrics, now = tmp_path / "call_01.jsonl", learn.time.monotonic
-    assert learn.call(["-c", code], ["long"], metrics, now() + 1) is False
+    metrics = tmp_path / "call_01.jsonl"
+    log = metrics.with_suffix(".log")
+
+    def monotonic() -> float:
+        while not log.read_text().endswith("\n"):
+            time.sleep(0.01)
+        return 0.0
+
+    monkeypatch.setattr(learn, "time", SimpleNamespace(monotonic=monotonic))
+    assert learn.call(["-c", code], ["long"], metrics, deadline=0.0) is False
     with pytest.raises(ProcessLookupError):
-        os.kill(int(metrics.with_suffix(".log").read_text()), 0)
-    assert learn.call(["-c", code], ["good"], metrics, now() + 30) is True
+        os.kill(int(log.read_text()), 0)
+    assert learn.call(["-c", code], ["good"], metrics, deadline=600.0) is True
     with pytest.raises(SystemExit, match=r"status 1; its log is .*call_01\.log"):
-        learn.call(["-c", code], ["bad"], metrics, now() + 30)
+        learn.call(["-c", code], ["bad"], metrics, deadline=600.0)
 
 
 def test_other_settings_do_not_mix_with_the_runs_of_a_folder(learn: ModuleType, tmp_path: Path) -> None:

@@ -9,4 +9,4 @@ RECIPE = ROOT / "recipes" / "musique"
 
 
 def recipe(script: str, *args: object) -> None:
-    subprocess.run([sys.executable, RECIPE / script, *map(str, args)], check=True, timeout=120)
+    subprocess.run([sys.executable, RECIPE / script, *map(str, args)], check=True, timeout=300)

@@ -33,7 +33,7 @@ class Ranks:
         self._up: list[tuple[multiprocessing.Process, Connection]] = []
         self._done: dict[tuple, list[Any]] = {}
 
-    def __call__(self, job: Callable[..., Any], *args: Any, seconds: float = 300, later: float = LATER) -> list[Any]:
+    def __call__(self, job: Callable[..., Any], *args: Any, seconds: float = 600, later: float = LATER) -> list[Any]:
         __tracebackhide__ = True
         if (job, args) not in self._done:
             self._done[job, args] = self._run(pickle.dumps((job, (*self.first, *args))), seconds, later)
@@ -89,8 +89,10 @@ class Ranks:
 
     def _stack(self, rank: int) -> str:
         os.kill(self._up[rank][0].pid, signal.SIGUSR1)
-        time.sleep(1)
-        return (self.folder / f"stack.{rank}").read_text()
+        stack, end = self.folder / f"stack.{rank}", time.monotonic() + 60
+        while not stack.read_text().endswith("in <module>\n") and time.monotonic() < end:
+            time.sleep(0.1)
+        return stack.read_text()
 
 
 def _serve(rank: int, world: int, folder: Path, pipe: Connection) -> None:
@@ -107,6 +109,7 @@ def _serve(rank: int, world: int, folder: Path, pipe: Connection) -> None:
             os._exit(0)
         try:
             job, args = pickle.loads(message)
+            torch.manual_seed(0)  # whatever jobs there were before
             answer = pickle.dumps((job(*args), ""))
         except BaseException:
             answer = pickle.dumps((None, f"raised\n{traceback.format_exc()}"))

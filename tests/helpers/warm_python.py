@@ -56,7 +56,7 @@ def warm_python(folder: Path) -> Iterator[Path]:
         yield executable
     finally:
         server.stdin.close()
-        server.wait(timeout=60)
+        server.wait(timeout=300)
 
 
 def serve(listener: socket.socket) -> list[Any] | None:

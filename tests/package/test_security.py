@@ -120,7 +120,7 @@ def test_ranks_of_ab_listen_on_this_machine_alone(monkeypatch, tmp_path):
     for rank in ranks:
         rank.start()
     for rank in ranks:
-        rank.join(120)
+        rank.join(600)
     found = [json.loads((tmp_path / str(i)).read_text()) for i in range(2)]
     assert all(hosts and set(hosts) <= {"127.0.0.1", "::1"} and name == "lo" for hosts, name in found), found
 
@@ -154,6 +154,6 @@ print(len(names), "modules")
 )
 def test_importing_opens_no_connection(probe):
     command = [sys.executable, "-c", IMPORT_ALL, *(["probe"] if probe else [])]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert (result.returncode == 0) != probe, result.stdout + result.stderr
     assert ("modules" in result.stdout) != probe and ("network: " in result.stderr) == probe

@@ -154,7 +154,7 @@ def test_any_response_is_scored_within_bounds(response, accepted):
     assert result == scored(response, *reversed(accepted))
 
 
-@pytest.mark.timeout(20)  # linear time is half a second
+@pytest.mark.timeout(600)  # linear time is half a second, quadratic time hours
 def test_a_long_broken_response_costs_linear_time():
     scored("<answer>" * 200_000, "Rome")
     scored("<answer>" + "x" * 2_000_000, "Rome")

@@ -38,7 +38,7 @@ def test_the_tool_searches_the_paragraphs_of_its_own_row(tool, tmp_path):
         ["make_questions.py", "--output", questions, "--num", 6, "--seed", 1],
         ["prepare.py", "--input", questions, "--output", tmp_path, "--max-paragraphs", 4, "--search"],
     ):
-        subprocess.run([sys.executable, RECIPE / command[0], *map(str, command[1:])], check=True, timeout=60)
+        subprocess.run([sys.executable, RECIPE / command[0], *map(str, command[1:])], check=True, timeout=300)
     assert tool.name == "search" and tool.tool_schema.function.parameters.required == ["query"]
 
     async def call(row, query):

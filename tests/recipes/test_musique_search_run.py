@@ -33,7 +33,7 @@ ARMS = {
 
 
 def recipe(script: str, *args: object) -> None:
-    subprocess.run([sys.executable, RECIPE / script, *map(str, args)], check=True, timeout=120)
+    subprocess.run([sys.executable, RECIPE / script, *map(str, args)], check=True, timeout=300)
 
 
 def write_calling_model(folder: Path, prompts: list[list[dict]], texts: list[str]) -> str:

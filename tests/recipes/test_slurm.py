@@ -17,7 +17,11 @@ if [[ $1 == timeout ]]; then set -- wait "${@: -1}"; fi
 settings="$RAY_ADDRESS $RAY_AUTH_MODE $RAY_AUTH_TOKEN $NNODES $NGPUS_PER_NODE"
 printf '%s|%s|%s\\n' "$node" "$settings" "${*//$'\\n'/ }" >> "$LOG"
 [[ $1 != bash ]] || exit 7
-if [[ $1 == ray ]]; then exec sleep 60; fi
+if [[ $1 == ray ]]; then exec sleep 3600; fi
+if [[ $1 == wait ]]; then
+    nodes=${2##*< } && nodes=${nodes%%:*}
+    until (( $(grep -c '|ray start' "$LOG") >= nodes )); do sleep 0.05; done
+fi
 """
 
 
@@ -29,7 +33,7 @@ def test_ray_starts_on_every_node_and_then_the_command_on_the_first(tmp_path: Pa
     env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "LOG": str(tmp_path / "log")}
     env |= {"SLURM_JOB_NODELIST": "n[1-3]", "SLURM_CPUS_PER_TASK": "64", "SLURM_GPUS_PER_NODE": "h100:8"}
     command = ["bash", "run.sh", "a b"]
-    done = subprocess.run(["bash", SCRIPT, *command], env=env, capture_output=True, text=True, timeout=50, check=False)
+    done = subprocess.run(["bash", SCRIPT, *command], env=env, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 7, done.stderr  # of the command, although Ray still runs
     calls = [line.split("|", 2) for line in (tmp_path / "log").read_text().splitlines()]
     (settings,) = {settings for _, settings, _ in calls}

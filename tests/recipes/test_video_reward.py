@@ -238,11 +238,12 @@ def test_any_response_is_scored_within_bounds(response, problem_type):
     assert result == reward.compute_score("x", response, GOLD[problem_type], {"problem_type": problem_type}, more=1)
 
 
-@pytest.mark.timeout(20)  # linear time is half a second
+@pytest.mark.timeout(600)  # linear time is five seconds, quadratic time half an hour
 @pytest.mark.parametrize("problem_type", reward.PROBLEM_TYPES)
 @pytest.mark.parametrize("filling", ["<answer>", "7", "7 ", ",777", "word "])
 def test_a_long_response_costs_no_more_than_linear_time(problem_type, filling):
-    scored(problem_type, f"<think>{filling * 20_000}</think><answer>{filling * 20_000}</answer>", GOLD[problem_type])
+    long = filling * (1_000_000 // len(filling))
+    scored(problem_type, f"<think>{long}</think><answer>{long}</answer>", GOLD[problem_type])
 
 
 def test_the_share_of_the_format_is_a_setting():

@@ -21,7 +21,7 @@ RECIPE = Path(__file__).resolve().parents[2] / "recipes" / "video_rlvr"
 
 def recipe(script: str, *args: object) -> None:
     environment = {"PYTHONPATH": ":".join(sys.path)}
-    subprocess.run([sys.executable, RECIPE / script, *map(str, args)], check=True, timeout=120, env=environment)
+    subprocess.run([sys.executable, RECIPE / script, *map(str, args)], check=True, timeout=300, env=environment)
 
 
 @pytest.mark.ray

@@ -21,7 +21,7 @@ RECIPE = Path(__file__).resolve().parents[2] / "recipes" / "video_rlvr"
 
 def recipe(script: str, *args: object) -> None:
     environment = {"PYTHONPATH": ":".join(sys.path)}
-    subprocess.run([sys.executable, RECIPE / script, *map(str, args)], check=True, timeout=60, env=environment)
+    subprocess.run([sys.executable, RECIPE / script, *map(str, args)], check=True, timeout=300, env=environment)
 
 
 @pytest.mark.parametrize(("max_frames", "frames"), [pytest.param(16, 10, marks=pytest.mark.full), (6, 6)])
