@@ -7,11 +7,14 @@ import io
 import multiprocessing
 import os
 import pickle
+import random
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from multiprocessing import forkserver
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -39,11 +42,30 @@ def pytest_configure(config: pytest.Config) -> None:
     settings.load_profile("tests")
 
 
+@pytest.hookimpl(tryfirst=True)  # pytest then puts those together that share a parameter of a module's fixture
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Trainings, and what make test leaves out, may take an hour; the others what pyproject.toml says."""
+    """Trainings, and what make test leaves out, may take an hour; the others what pyproject.toml says.
+
+    ORDER_SEED in the environment shuffles files, and the tests of each.
+    """
     for item in items:
         if any(item.get_closest_marker(name) for name in ("ray", "ci", "full")):
             item.add_marker(pytest.mark.timeout(3600))  # behind one of its own
+    if seed := os.environ.get("ORDER_SEED"):
+
+        def place(name: str) -> float:
+            return random.Random(f"{seed} {name}").random()
+
+        items.sort(key=lambda item: (place(item.nodeid.split("::")[0]), place(item.nodeid)))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """What a test draws does not depend on what was drawn before it."""
+    random.seed(0)
+    for name, seed in (("numpy", "random.seed"), ("torch", "manual_seed")):
+        if name in sys.modules:
+            attrgetter(seed)(sys.modules[name])(0)
 
 
 def pytest_collection_finish() -> None:
