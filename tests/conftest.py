@@ -52,11 +52,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if any(item.get_closest_marker(name) for name in ("ray", "ci", "full")):
             item.add_marker(pytest.mark.timeout(3600))  # behind one of its own
     if seed := os.environ.get("ORDER_SEED"):
+        shuffle(items, seed)
 
-        def place(name: str) -> float:
-            return random.Random(f"{seed} {name}").random()
 
-        items.sort(key=lambda item: (place(item.nodeid.split("::")[0]), place(item.nodeid)))
+def shuffle(items: list[pytest.Item], seed: str) -> None:
+    """The same order in every process, as xdist wants it, and each file in one piece."""
+
+    def place(name: str) -> float:
+        return random.Random(f"{seed} {name}").random()
+
+    items.sort(key=lambda item: (place(item.nodeid.split("::")[0]), place(item.nodeid)))
 
 
 @pytest.hookimpl(tryfirst=True)
