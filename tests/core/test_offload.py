@@ -27,8 +27,11 @@ SHAPE = [(23, [9, 17, 5]), (41, [3, 1, 11, 7, 2]), (7, [13])]
 
 
 @pytest.fixture(autouse=True)
-def pages():
-    """A page pool of the test's own."""
+def pages(monkeypatch, tmp_path):
+    """A page pool of the test's own, on a machine with a terabyte free, whatever this one has."""
+    monkeypatch.setattr(host_memory, "MEMINFO", tmp_path / "plenty")
+    monkeypatch.setattr(host_memory, "CGROUP", tmp_path)
+    host_memory.MEMINFO.write_text(f"MemTotal: {2**30} kB\nMemAvailable: {2**30} kB\n")
     host_pages.cache_clear()
     yield host_pages(CPU)
     host_pages.cache_clear()

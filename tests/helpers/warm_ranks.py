@@ -11,7 +11,9 @@ from transformers.models.qwen3 import modeling_qwen3  # noqa: F401
 
 import verl_prefix.engine.shared_pixels  # noqa: F401
 import verl_prefix.tools.ab.replay  # noqa: F401
+from verl_prefix.core import host_memory
 
+host_memory.host_room = lambda: 2**40  # whatever this machine has free
 AutoModelForImageTextToText._model_mapping.keys()  # verl looks a model up among all, whose modules this imports
 
 # Ranks share what is imported here: collections of garbage that walk through it would copy it page by page.
