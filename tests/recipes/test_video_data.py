@@ -308,7 +308,7 @@ def test_the_first_rows_of_each_reason_are_named(clips, tmp_path):
 def test_long_work_says_how_far_it_is(capsys):
     assert list(prepare.progress("abc", 1234, seconds=0)) == list("abc")
     assert capsys.readouterr().err.splitlines() == [f"prepare: {i} of 1,234 files opened" for i in (1, 2, 3)]
-    assert list(prepare.progress("abc", 1234)) == list("abc") and not capsys.readouterr().err
+    assert list(prepare.progress("abc", 1234, seconds=3600)) == list("abc") and not capsys.readouterr().err
 
 
 # As Video-R1-260k.json has them: the fields, an `./` path, and text of each type (made up here, like the media).
