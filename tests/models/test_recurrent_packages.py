@@ -8,6 +8,7 @@ import inspect
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -15,6 +16,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 from runners import random_rollouts, run_shared, run_stock
+from transformers.integrations import hub_kernels
 
 from verl_prefix.models.recurrent import Mamba2
 from verl_prefix.testing import write_tiny_model
@@ -23,6 +25,9 @@ RECORDED = json.loads(Path(__file__).with_name("recurrent_signatures.json").read
 NAMES = {name: next(key for key in found if key not in ("file", "decorators")) for name, found in RECORDED.items()}
 # Prefixes of 70, 0 and 5 tokens.
 BATCH = [(71, [9, 3]), (1, [5]), (6, [2, 8, 1])]
+# Since 5.15 transformers chooses between packages and its own functions where a model's module is imported; before,
+# each mixer does.
+CHOOSE = getattr(hub_kernels, "use_kernel_func_from_hub_with_fallback", None)
 SCHEDULES = {"packed": dict(schedule="packed"), "phased": dict(schedule="phased", wave_tokens=12)}
 
 
@@ -44,6 +49,7 @@ def stand_in(recorded, compute):
         assert not bound.arguments.get("kwargs"), "an argument that this version swallows without a word"
         return compute(**bound.arguments)
 
+    run.__signature__ = signature  # by which transformers leaves arguments out
     run.__module__ = RECORDED[recorded]["file"].removesuffix(".py").replace("/", ".")
     return torch.compiler.disable(run) if "torch.compiler.disable" in RECORDED[recorded]["decorators"] else run
 
@@ -60,6 +66,8 @@ def delta_rule(
         "transpose_state_layout",
     )
     assert not any(others.get(name) for name in switches) and scale is None and output_final_state
+    if CHOOSE:  # transformers repeats them no more
+        q, k = (x.repeat_interleave(v.shape[2] // x.shape[2], 2) for x in (q, k))
     (_, _, heads, keys), values = q.shape, v.shape[-1]
     assert q.shape[0] == 1 and q.dtype == k.dtype == v.dtype and q.shape == k.shape and v.shape[2] == heads
     assert g.shape == beta.shape == q.shape[:3] and not cu_seqlens.is_floating_point()
@@ -132,34 +140,53 @@ def model_of(tmp_path_factory):
     return build
 
 
+def chosen(space, names, package, run):
+    """transformers' function of its module `space`, as it is where the package is installed and has `run`; the first of
+    `names` is the package's."""
+    *_, own = (name for name in names if hasattr(space, name))
+    found = run
+    for name in reversed([*hub_kernels._KERNELS_INTERNAL_PATH_MAPPINGS.get(names[0], "").split("."), names[0]]):
+        found = SimpleNamespace(**{name: found}) if name else found
+    with mock.patch.dict(sys.modules, {package: found}):
+        function = CHOOSE(names[0], package)(inspect.unwrap(getattr(space, own)))
+    assert inspect.getclosurevars(function).nonlocals["implementation"] is run
+    return mock.patch.object(space, own, function)
+
+
 @contextlib.contextmanager
 def installed(model, packages):
     """The model with these stand-ins, each where transformers puts the real function."""
+    space = sys.modules[type(model).__module__]
     with contextlib.ExitStack() as stack:
         for name in packages:
+            run = stand_in(name, packages[name])
             if name.startswith("flash-linear-attention"):
-                rule = stand_in(name, packages[name])
-                assert rule.__module__.startswith("fla.")
+                assert run.__module__.startswith("fla.")
+                if CHOOSE:
+                    names = ("chunk_gated_delta_rule", "torch_chunk_gated_delta_rule")
+                    stack.enter_context(chosen(space, names, "fla", run))
+                    continue
                 for module in model.modules():
                     if hasattr(module, "chunk_gated_delta_rule"):
-                        stack.enter_context(mock.patch.object(module, "chunk_gated_delta_rule", rule))
+                        stack.enter_context(mock.patch.object(module, "chunk_gated_delta_rule", run))
                         for conv in ("q_conv1d", "k_conv1d", "v_conv1d"):  # its ShortConvolution has a name for it
                             if hasattr(module, conv):
                                 stack.enter_context(mock.patch.object(getattr(module, conv), "act_fn", None))
             elif name.startswith("causal-conv1d"):
-                run = stand_in(name, packages[name])
+                if CHOOSE:
+                    stack.enter_context(chosen(space, ("causal_conv1d_fn",), "causal_conv1d", run))
+                    continue
                 for module in model.modules():
                     if hasattr(module, "causal_conv1d_fn"):
                         stack.enter_context(mock.patch.object(module, "causal_conv1d_fn", run))
-                space = sys.modules[type(model).__module__]
                 stack.enter_context(mock.patch.object(space, "causal_conv1d_fn", run, create=True))
             else:
-                space, run, scan = (
-                    sys.modules[type(model).__module__],
-                    stand_in(name, packages[name]),
-                    Mamba2._chunk_scan,
-                )
-                stack.enter_context(mock.patch.object(space, "mamba_chunk_scan_combined", run))
+                if CHOOSE:
+                    names = ("mamba_chunk_scan_combined", "mamba2_chunk_scan")
+                    stack.enter_context(chosen(space, names, "mamba_ssm", run))
+                else:
+                    stack.enter_context(mock.patch.object(space, "mamba_chunk_scan_combined", run))
+                scan = Mamba2._chunk_scan
 
                 def on_a_gpu(mixer, kernel, *args, scan=scan, **options):
                     with mock.patch.object(torch.Tensor, "is_cuda", True):

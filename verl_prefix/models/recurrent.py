@@ -2,7 +2,8 @@
 
 A mixer (gated delta net, Mamba-2, short convolution) projects, calls a convolution and a scan, and projects back. Those
 two calls are replaced by ones that follow the pass's segments (`core.recurrence`); the rest is the model's own code,
-patched by verl or not. transformers has a registry of attention functions, but none of mixers.
+patched by verl or not. transformers has a registry of attention functions, but none of mixers. A mixer's kernels are
+its own attributes or, since transformers 5.15, functions of its Python module: they are replaced while it runs.
 """
 
 import functools
@@ -11,7 +12,6 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
-from weakref import WeakSet
 
 import torch
 import torch.nn.functional as F
@@ -32,8 +32,6 @@ _TOLD_BOUNDS = ("qwen3_5", "qwen3_5_moe")
 # A softplus of this is zero: the state stays as it is.
 _NO_STEP = -1e4
 
-_replaced: WeakSet[torch.nn.Module] = WeakSet()  # mixers within `shared_states`
-
 
 def is_recurrent(model_type: str) -> bool:
     """Whether a text model of this type has recurrent layers, whose prefixes are shared."""
@@ -41,23 +39,54 @@ def is_recurrent(model_type: str) -> bool:
 
 
 class Mixer:
-    """A mixer, and the pass that it is running in. A subclass says what is replaced in it.
+    """A mixer's forward while our attention is selected. A subclass says what is replaced in it.
 
     Args:
         module: the mixer, a child of a decoder layer.
     """
 
+    cache: Any = None  # with which the mixer runs
+
     def __init__(self, module: Any) -> None:
         self.module = module
         self.attention_pass: AttentionPass | None = None
+        # Before transformers 5.15 Mamba-2 and LFM2 have a forward for kernels, and one without any.
+        self.forward = getattr(module, "cuda_kernels_forward", module.forward)
 
     def replacements(self) -> Iterator[tuple[Any, str, Callable[..., Any]]]:
         """Yields (object, name of its attribute, replacement)."""
         raise NotImplementedError
 
+    @torch.compiler.disable
+    def __call__(
+        self, hidden_states: torch.Tensor, prefix_pass: AttentionPass | None = None, **kwargs: object
+    ) -> torch.Tensor:
+        """Replaces the module's forward. The pass comes as an argument, or to `take_pass` before; it ends with the run,
+        so that none runs in another's."""
+        with ExitStack() as undo:
+            undo.callback(setattr, self, "attention_pass", None)
+            self.attention_pass = self.attention_pass if prefix_pass is None else prefix_pass
+            for owner, name, call in self.replacements():
+                undo.enter_context(replaced(owner, name, call))
+            out: torch.Tensor = self.forward(hidden_states, self.cache)
+        return out
+
     def take_pass(self, layer: torch.nn.Module, args: object, kwargs: Mapping[str, Any]) -> None:
         """Takes the pass from the decoder layer's arguments, as a pre-hook of the layer."""
         self.attention_pass = kwargs.get("prefix_pass")
+
+    def kernel(self, *names: str) -> tuple[Any, str, Any]:
+        """(object, name of its attribute, value) of the first name that the mixer or its Python module has.
+
+        Raises:
+            RuntimeError: there is none.
+        """
+        kind = type(self.module)
+        for owner in (self.module, *(sys.modules[part.__module__] for part in kind.__mro__)):
+            for name in names:
+                if hasattr(owner, name):
+                    return owner, name, getattr(owner, name)
+        raise RuntimeError(f"{kind.__name__} has no {' or '.join(names)}, which would be replaced; set model_engine=dp")
 
     def _pass(self) -> AttentionPass:
         if self.attention_pass is None:
@@ -78,7 +107,7 @@ class Mixer:
         def conv(row: torch.Tensor) -> torch.Tensor:
             row = row.T.unsqueeze(0)
             if kernel is not None:
-                return kernel(x=row, weight=weight, bias=bias, activation=activation)[0].T
+                return kernel(row, weight, bias, activation=activation)[0].T
             padded = F.pad(row, (weight.shape[-1] - 1, 0))
             out = F.conv1d(padded, weight.unsqueeze(1), bias, groups=len(weight))
             return (F.silu(out) if activation in ("silu", "swish") else out)[0].T
@@ -100,13 +129,18 @@ class GatedDeltaNet(Mixer):
     """The mixer of Qwen3-Next, Qwen3.5 (also as verl patches it) and OLMo-Hybrid. It scans by flash-linear-attention,
     or by the mixer's own torch rule, which takes padded rows."""
 
+    def rule(self) -> tuple[Any, str, Any]:
+        """`kernel` of the scan."""
+        return self.kernel("chunk_gated_delta_rule", "torch_chunk_gated_delta_rule")
+
     def replacements(self) -> Iterator[tuple[Any, str, Callable[..., Any]]]:
-        yield self.module, "chunk_gated_delta_rule", functools.partial(self._rule, self.module.chunk_gated_delta_rule)
-        if hasattr(self.module, "causal_conv1d_fn"):
-            yield self.module, "causal_conv1d_fn", functools.partial(_conv_call, self, self.module.causal_conv1d_fn)
-        for name in ("q_conv1d", "k_conv1d", "v_conv1d"):
-            if hasattr(self.module, name):
-                yield getattr(self.module, name), "forward", functools.partial(self._olmo_conv, name)
+        owner, name, rule = self.rule()
+        yield owner, name, functools.partial(self._rule, rule)
+        convs = [name for name in ("q_conv1d", "k_conv1d", "v_conv1d") if hasattr(self.module, name)]
+        for name in convs:  # OLMo-Hybrid's, before transformers 5.15
+            yield getattr(self.module, name), "forward", functools.partial(self._olmo_conv, name)
+        if not convs:
+            yield _conv_of(self)
 
     def _olmo_conv(self, name: str, x: torch.Tensor, **kwargs: object) -> tuple[torch.Tensor, None]:
         conv = getattr(self.module, name)  # transformers' own, or flash-linear-attention's, which has no `act_fn`
@@ -129,7 +163,8 @@ class GatedDeltaNet(Mixer):
             return Scanned(outputs[0], states)
 
         neutral = [0.0] * 5  # where k, v, beta and g are 0 the state stays
-        scan = varlen if rule.__module__.startswith("fla.") else functools.partial(scan_rows, by_rows, neutral)
+        segmented = _chosen(rule).__module__.startswith("fla.")
+        scan = varlen if segmented else functools.partial(scan_rows, by_rows, neutral)
         return self._scan([x[0] for x in (query, key, value, g, beta)], scan, neutral).unsqueeze(0), None
 
 
@@ -137,29 +172,26 @@ class ShortConv(Mixer):
     """The mixer of LFM2: a convolution between two gates. It has no other state."""
 
     def replacements(self) -> Iterator[tuple[Any, str, Callable[..., Any]]]:
-        yield self.module, "forward", lambda hidden_states, **kwargs: self.module.slow_forward(hidden_states)
-        yield self.module.conv, "forward", self._forward
+        owner, name, _ = self.kernel("causal_conv1d_fn")
+        yield owner, name, self._whole
 
-    def _forward(self, x: torch.Tensor) -> torch.Tensor:
+    def _whole(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         self._pass().num_calls += 1
-        conv = self.module.conv
-        return self._conv(x[0].T, conv.weight.squeeze(1), conv.bias).T.unsqueeze(0)
+        return _conv_call(self, None, *args, **kwargs)
 
 
 class Mamba2(Mixer):
-    """The mixer of Bamba and Granite 4 H. It scans by mamba_ssm on CUDA where that is installed, else by torch."""
+    """The mixer of Bamba and Granite 4 H. It scans by mamba_ssm on CUDA where that is installed, else by torch. With a
+    cache it calls its kernels one by one, not the fused one."""
+
+    def __init__(self, module: Any) -> None:
+        super().__init__(module)
+        self.cache = _EmptyCache()
 
     def replacements(self) -> Iterator[tuple[Any, str, Callable[..., Any]]]:
-        yield self.module, "forward", self._forward
-
-    def _forward(self, hidden_states: torch.Tensor, **kwargs: object) -> torch.Tensor:
-        # The mixer's kernels are globals of its module; with a cache it calls them one by one, not the fused one.
-        space = sys.modules[type(self.module).__module__]
-        conv = functools.partial(_conv_call, self, space.causal_conv1d_fn)
-        scan = functools.partial(self._chunk_scan, space.mamba_chunk_scan_combined)
-        with replaced(space, "causal_conv1d_fn", conv), replaced(space, "mamba_chunk_scan_combined", scan):
-            out: torch.Tensor = self.module.cuda_kernels_forward(hidden_states, _EmptyCache(), None)
-        return out
+        yield _conv_of(self)
+        owner, name, scan = self.kernel("mamba_chunk_scan_combined", "mamba2_chunk_scan")
+        yield owner, name, functools.partial(self._chunk_scan, scan)
 
     def _chunk_scan(
         self, kernel: Callable[..., tuple[torch.Tensor, torch.Tensor]] | None, x: torch.Tensor, dt: torch.Tensor,
@@ -193,13 +225,25 @@ def _conv_call(
     return mixer._conv(x[0].T, weight, bias, activation, kernel=kernel).T.unsqueeze(0)
 
 
+def _conv_of(mixer: Mixer) -> tuple[Any, str, Callable[..., Any]]:
+    owner, name, conv = mixer.kernel("causal_conv1d_fn")
+    return owner, name, functools.partial(_conv_call, mixer, conv)
+
+
+def _chosen(rule: Callable[..., Any]) -> Callable[..., Any]:
+    """The function behind one of transformers that has chosen between a package's and its own, as since 5.15."""
+    return inspect.getclosurevars(rule).nonlocals.get("implementation", rule) if inspect.isfunction(rule) else rule
+
+
 class _EmptyCache:
     """An empty cache, with the methods that a Mamba-2 mixer calls in a forward of a whole row. It keeps nothing."""
 
-    def has_previous_state(self, layer: int) -> bool:
-        return False
+    def has_previous_state(self, layer_idx: int, state_idx: int = 0) -> None:
+        return None
 
-    def update_conv_state(self, state: torch.Tensor, layer: int) -> torch.Tensor:
+    get_conv_state = get_recurrent_state = has_previous_state
+
+    def update_conv_state(self, state: torch.Tensor, layer_idx: int, **kwargs: object) -> torch.Tensor:
         return state
 
     update_recurrent_state = update_conv_state
@@ -207,10 +251,12 @@ class _EmptyCache:
 
 def mixer_of(module: torch.nn.Module) -> Mixer | None:
     """A recurrent mixer, or None for any other module."""
-    for name, kind in (("chunk_gated_delta_rule", GatedDeltaNet), ("slow_forward", ShortConv), ("A_log", Mamba2)):
-        if hasattr(module, name) and hasattr(module, "layer_idx"):
-            return kind(module)
-    return None
+    if not hasattr(module, "layer_idx"):
+        return None
+    own = {name for name, _ in (*module.named_parameters(recurse=False), *module.named_children())}
+    if "A_log" in own:
+        return Mamba2(module) if "D" in own else GatedDeltaNet(module)
+    return ShortConv(module) if {"in_proj", "conv", "out_proj"} <= own else None
 
 
 def mixers(model: torch.nn.Module) -> list[Any]:
@@ -232,14 +278,14 @@ def sharding_leak(model: Any) -> str | None:
 def _untold(model: Any, argument: str, told: str) -> str | None:
     """verl 0.9.1 tells only the mixers of Qwen3.5, if their rule accepts the argument. The torch rule of transformers
     accepts it, but drops it with all other **kwargs."""
-    modules = mixers(model)
-    if not modules:
+    found = [mixer for mixer in map(mixer_of, model.modules()) if mixer is not None]
+    if not found:
         return None
-    name = type(modules[0]).__name__
+    name = type(found[0].module).__name__
     if model.config.model_type not in _TOLD_BOUNDS:
         return f"verl does not tell {name} layers {told}"
-    rules = (module.chunk_gated_delta_rule for module in modules)
-    if all(argument in inspect.signature(rule).parameters for rule in rules):
+    rules = (mixer.rule()[-1] for mixer in found if isinstance(mixer, GatedDeltaNet))
+    if all(argument in inspect.signature(_chosen(rule)).parameters for rule in rules):
         return None
     return f"the rule of {name} layers ignores {told}; flash-linear-attention's would not, which is not here or too old"
 
@@ -248,21 +294,18 @@ def _untold(model: Any, argument: str, told: str) -> str | None:
 def shared_states(model: torch.nn.Module) -> Iterator[None]:
     """Context in which the model's mixers follow the `prefix_pass` that their decoder layer gets.
 
-    A hook of the layer hands it on, since verl's patched layers pass no keyword arguments to mixers. The hook runs
-    again where gradient checkpointing calls the layer again. Inside another such context, such as for log-probs between
-    two waves, it does nothing.
+    Their layer hands it on as an argument, or a hook of the layer does: layers that verl patches, and some of before
+    transformers 5.15, pass no keyword arguments to mixers. Gradient checkpointing runs one of the two again. Inside
+    another such context, such as for log-probs between two waves, it does nothing.
     """
     with ExitStack() as undo:
         for layer in model.modules():
             for mixer in filter(None, map(mixer_of, layer.children())):
-                if mixer.module in _replaced:
+                if isinstance(mixer.module.forward, Mixer):
                     continue
-                _replaced.add(mixer.module)
-                undo.callback(_replaced.remove, mixer.module)
                 hook = layer.register_forward_pre_hook(mixer.take_pass, prepend=True, with_kwargs=True)
                 undo.callback(hook.remove)
-                for owner, name, call in mixer.replacements():
-                    undo.enter_context(replaced(owner, name, torch.compiler.disable(call)))
+                undo.enter_context(replaced(mixer.module, "forward", mixer))
         yield
 
 
