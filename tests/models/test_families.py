@@ -26,6 +26,7 @@ from families import (
 )
 from runners import random_rollouts, run_shared, run_stock
 from short_chunks import short_chunks
+from torch.utils.checkpoint import checkpoint
 
 from verl_prefix.core import layout
 from verl_prefix.core.attention import AttentionPass, GroupedAttention
@@ -281,6 +282,25 @@ def test_a_scan_in_torch_is_as_exact_under_autocast():
     with torch.autocast("cpu", torch.bfloat16):
         found = recurrent.chunk_scan(x, dt, A, B, C, 16, D, dt_bias, None)
     assert all(torch.equal(*pair) for pair in zip(found, truth, strict=True))
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("family", ["llama3", "lfm2", "qwen3.5", "granite4-h"])
+def test_a_forward_that_others_checkpoint_runs_again_in_its_own_pass(family, schedule, float64_inside):  # noqa: F811
+    """The layer's hooks do not run again, as where transformers checkpoints it since 5.23. LFM2's layers hand nothing
+    on to convolutions before 5.15: these say so, and do not run in another pass."""
+    model, batch = build(family, torch.float64), random_rollouts(SHAPE, 128)
+    float64_inside(model)
+    truth = measure(model, lambda: run_stock(model, batch))
+    for layer in model.model.layers:
+        layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
+    try:
+        ours = measure(model, lambda: run_shared(model, batch, **SCHEDULES[schedule]))
+    except RuntimeError as error:
+        assert "Lfm2ShortConv layer 2 ran without a prefix_pass" in str(error)
+        assert family == "lfm2" and hasattr(model.model.layers[2].conv, "slow_forward"), "5.15 mended its layers"
+        return
+    assert max(errors(ours, truth).values()) < 1e-9
 
 
 def test_one_long_response_pads_no_short_one(monkeypatch):

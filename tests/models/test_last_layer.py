@@ -76,12 +76,13 @@ def shifted(monkeypatch):
     call = last_layer._OnHeadTokens.__call__
 
     def wrong(self, x):
-        own = self.attention_pass.head_tokens
-        self.attention_pass.head_tokens = (own - 1).clamp(min=0)
+        attention_pass = self.attention_pass
+        own = attention_pass.head_tokens
+        attention_pass.head_tokens = (own - 1).clamp(min=0)
         try:
             return call(self, x)
         finally:
-            self.attention_pass.head_tokens = own
+            attention_pass.head_tokens = own
 
     monkeypatch.setattr(last_layer._OnHeadTokens, "__call__", wrong)
 
@@ -121,10 +122,13 @@ def test_layers_that_run_whole(family):
     assert last_layer.head_only(model) == []
 
 
-def test_a_forward_without_a_pass_is_refused_by_attention():
+@pytest.mark.parametrize(
+    ("layers", "told"), [(2, "prefix_pass=False"), (1, "the last layer ran without a prefix_pass")]
+)
+def test_a_forward_without_a_pass_is_refused(layers, told):
     model = build("llama3")
-    del model.model.layers[1:]
-    with HookedModel(model).grouped_attention(), pytest.raises(RuntimeError, match="prefix_pass=False"):
+    del model.model.layers[layers:]
+    with HookedModel(model).grouped_attention(), pytest.raises(RuntimeError, match=told):
         model(input_ids=torch.arange(5)[None])
 
 
@@ -133,7 +137,7 @@ def test_a_context_inside_another_changes_nothing():
     layer, hooked = model.model.layers[-1], HookedModel(model)
     with hooked.grouped_attention():
         outer, hooks = layer.mlp.forward, len(layer._forward_pre_hooks)
-        assert hooks == 1 and len(layer.self_attn._forward_pre_hooks) == 2
+        assert hooks == len(layer.self_attn._forward_pre_hooks) == 1
         with hooked.grouped_attention():
             assert layer.mlp.forward is outer and len(layer._forward_pre_hooks) == hooks
         assert layer.mlp.forward is outer and isinstance(outer, last_layer._OnHeadTokens)
