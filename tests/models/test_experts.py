@@ -1,7 +1,7 @@
 """Loads of experts without FSDP; tests/engine/test_sequence_parallel.py compares them with rows by themselves."""
 
 import torch
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import JetMoeConfig, JetMoeForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from verl_prefix.core.attention import AttentionPass
 from verl_prefix.core.calls import Segment
@@ -24,3 +24,14 @@ def test_tokens_are_counted_where_they_are_and_not_where_parameters_wait(monkeyp
     assert not router._forward_hooks and loads._loads[0].is_meta
     with torch.no_grad(), loads.counting(five, torch.device("cpu")):
         assert not router._forward_hooks, "log-probs are not counted"
+
+
+def test_a_router_that_sorts_tokens_by_expert_is_not_counted():
+    """JetMoe's, which transformers 5.24 records by itself: its integers are places, not the choice of each token."""
+    fields = dict(vocab_size=20, hidden_size=16, intermediate_size=16, num_hidden_layers=2, kv_channels=8)
+    model = JetMoeForCausalLM(JetMoeConfig(**fields, num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2))
+    loads, layout = ExpertLoads(model), Layout(torch.arange(5), 0, (Segment(5),))
+    loads._routers = [layer.mlp.router for layer in model.model.layers]
+    with loads.counting(AttentionPass(layout, "auto"), torch.device("cpu")):
+        model(input_ids=torch.arange(5)[None], use_cache=False)
+    assert loads.metrics(list) == {}

@@ -41,7 +41,8 @@ class ExpertLoads:
     def _count(
         self, layer: int, multiplicity: torch.Tensor, router: torch.nn.Module, args: object, output: object
     ) -> None:
-        tensors = [x for x in output if isinstance(x, torch.Tensor)] if isinstance(output, tuple) else []
+        found = output if isinstance(output, tuple) else ()
+        tensors = [x for x in found if isinstance(x, torch.Tensor) and x.dim() > 1]  # JetMoe's has flat ones, sorted
         chosen = next((x for x in tensors if not x.is_floating_point()), None)
         if chosen is None:
             return
