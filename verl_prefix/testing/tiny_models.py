@@ -216,10 +216,9 @@ def write_tiny_vlm(path: str | Path, *, family: str, **overrides: Any) -> str:
     import transformers
     from transformers import AutoModelForImageTextToText, AutoTokenizer, Qwen2VLImageProcessor
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
-    from transformers.models.auto.video_processing_auto import VIDEO_PROCESSOR_MAPPING_NAMES
 
     processor_class = getattr(transformers, PROCESSOR_MAPPING_NAMES[family])
-    video_class = getattr(transformers, VIDEO_PROCESSOR_MAPPING_NAMES[family])
+    video_class = getattr(transformers, f"Qwen{2 if family == 'qwen2_5_vl' else 3}VLVideoProcessor")
     write_tiny_model(path, family=family, **overrides)
     tokenizer = AutoTokenizer.from_pretrained(path)
     # The sizes leave the pixels as qwen_vl_utils has scaled them.
