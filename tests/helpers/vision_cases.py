@@ -36,9 +36,10 @@ class Case:
     """A model, rows with pixels, and both ways to compute them."""
 
     def __init__(self, path: str, dtype: torch.dtype = torch.float64) -> None:
-        self.model = AutoModelForImageTextToText.from_pretrained(
+        model = AutoModelForImageTextToText.from_pretrained(
             path, dtype=dtype, attn_implementation="sdpa", experts_implementation="eager"
-        ).train()
+        )
+        self.model = model.train().to(dtype)  # transformers keeps weights of some routers in fp32, and their gradients
         generator = torch.Generator().manual_seed(0)
         vocab_size = self.model.config.text_config.vocab_size
         rows = [
