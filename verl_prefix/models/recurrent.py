@@ -295,7 +295,7 @@ def shared_states(model: torch.nn.Module) -> Iterator[None]:
     """Context in which the model's mixers follow the `prefix_pass` that their decoder layer gets.
 
     Their layer hands it on as an argument, or a hook of the layer does: layers that verl patches, and some of before
-    transformers 5.15, pass no keyword arguments to mixers. Gradient checkpointing runs one of the two again. Inside
+    transformers 5.22, pass no keyword arguments to mixers. Gradient checkpointing runs one of the two again. Inside
     another such context, such as for log-probs between two waves, it does nothing.
     """
     with ExitStack() as undo:
