@@ -1,9 +1,9 @@
-"""Versions: the verl that this package was run with and the refusal of any other, what is warned of once, and code and
-machine for reports.
+"""Versions: the verl and the transformers that this package was run with and the refusal of any other, what is warned
+of once, and code and machine for reports.
 
 verl hides what a plugin raises while it is imported (the end of verl/__init__.py logs it at DEBUG), so the check stands
-in the constructors of our configs and trainer, where its message reaches the user. Imports nothing but the standard
-library: it must work where verl does not.
+in the constructors of our configs and trainer, where its message reaches the user; the API's stands where it checks its
+model. Imports nothing but the standard library: it must work where verl does not.
 """
 
 import functools
@@ -23,6 +23,8 @@ TESTED_VERL = ("0.9.1",)
 VERL_MAIN = "0.10.0.dev0"  # of the main branch, which moves under this version
 TESTED_MAIN = "1dda039b9 of 2026-08-22"
 OVERRIDE = "VERL_PREFIX_ALLOW_UNTESTED_VERL"
+TESTED_TRANSFORMERS = (5, 9), (5, 24)  # the first and the last release; those between are let in
+OVERRIDE_TRANSFORMERS = "VERL_PREFIX_ALLOW_UNTESTED_TRANSFORMERS"
 COMMIT = "VERL_PREFIX_COMMIT"  # the clean commit of a copy that is neither installed nor a checkout
 
 
@@ -40,17 +42,36 @@ def _verl_version() -> str:
 
 def untested_verl() -> str | None:
     """The fault of the installed verl in words, or None; `OVERRIDE=1` makes everything right."""
-    allowed = os.environ.get(OVERRIDE, "0").strip()
-    if allowed not in ("0", "1"):
-        return f"{OVERRIDE}={allowed!r}: set it to 1, or unset it"
     version = _verl_version()
-    if version in (*TESTED_VERL, VERL_MAIN) or allowed == "1":
-        return None
-    return (
+    told = (
         f"verl {version} is not one of those that verl_prefix was tested with ({', '.join(TESTED_VERL)}), and it "
         f"overrides methods of verl: pip install verl=={TESTED_VERL[-1]}, or set {OVERRIDE}=1 to try this one "
         "(tests/package/test_contract.py names what changed)"
     )
+    return _fault(OVERRIDE, told, known=version in (*TESTED_VERL, VERL_MAIN))
+
+
+def untested_transformers() -> str | None:
+    """The fault of the installed transformers in words, or None; `OVERRIDE_TRANSFORMERS=1` makes everything right."""
+    version = installed_version("transformers") or "unknown (no package metadata)"
+    first, last = TESTED_TRANSFORMERS
+    told = (
+        f"transformers {version} is not one of those that verl_prefix was tested with ({first[0]}.{first[1]} to "
+        f"{last[0]}.{last[1]}), and it replaces parts of transformers' models: pip install "
+        f"'transformers>={first[0]}.{first[1]},<{last[0]}.{last[1] + 1}', or set {OVERRIDE_TRANSFORMERS}=1 to try this "
+        "one (tests/models compares every family with transformers' own forward)"
+    )
+    found = re.match(r"(\d+)\.(\d+)", version)
+    known = found is not None and first <= (int(found[1]), int(found[2])) <= last
+    return _fault(OVERRIDE_TRANSFORMERS, told, known)
+
+
+def _fault(override: str, told: str, known: bool) -> str | None:
+    """`told` of a version that is not `known`, or None; a variable `override` of 1 lets it in."""
+    allowed = os.environ.get(override, "0").strip()
+    if allowed not in ("0", "1"):
+        return f"{override}={allowed!r}: set it to 1, or unset it"
+    return None if known or allowed == "1" else told
 
 
 def moving_verl() -> str | None:
@@ -69,17 +90,29 @@ def warn_once(log: logging.Logger, message: str, *values: object) -> None:
     log.warning(message, *values)
 
 
-def check_verl_version() -> None:
-    """Refuses a verl that this package was not tested with; warns once per process of one that moves.
+def check_versions() -> None:
+    """Refuses a verl or transformers that this package was not tested with; warns once per process of a moving verl.
 
     Raises:
-        ImportError: its version is neither in `TESTED_VERL` nor `VERL_MAIN`, and the environment variable `OVERRIDE`
-            is not 1.
+        ImportError: verl's version is neither in `TESTED_VERL` nor `VERL_MAIN`, and the environment variable `OVERRIDE`
+            is not 1; or as `check_transformers_version`.
     """
     if problem := untested_verl():
         raise ImportError(problem)
+    check_transformers_version()
     if warning := moving_verl():
         warn_once(logger, warning)
+
+
+def check_transformers_version() -> None:
+    """Refuses a transformers that this package was not tested with.
+
+    Raises:
+        ImportError: its version is not within `TESTED_TRANSFORMERS`, and the environment variable
+            `OVERRIDE_TRANSFORMERS` is not 1.
+    """
+    if problem := untested_transformers():
+        raise ImportError(problem)
 
 
 def git_state() -> dict[str, Any]:

@@ -27,7 +27,7 @@ ROOMS = {
               "hydra omegaconf tensordict rich tqdm packaging tensorboard"),
     "files": ("", ""),
     "versions": ("", ""),
-    "api": ("core models", ""),
+    "api": ("core models versions", ""),
     "plugin": ("cpu trainer config search_path", "verl omegaconf"),
     "search_path": ("", "hydra"),
     "cli": ("tools engine versions", ""),

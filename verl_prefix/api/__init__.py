@@ -105,8 +105,9 @@ def response_log_probs(
 
     Raises:
         TypeError: model, tokens or mask have the wrong type. ValueError: a value or a model that cannot be computed.
-        The message says which, what was seen, and what to pass. RuntimeError: in backward, phased, where the model
-        computes something else than in the call: weights, adapters, train() or eval() changed.
+        The message says which, what was seen, and what to pass. ImportError: a version of transformers that is not
+        known (README, Tested versions). RuntimeError: in backward, phased, where the model computes something else
+        than in the call: weights, adapters, train() or eval() changed.
 
     Warns:
         UserWarning: no two rows share; with gradients on several ranks, once, that they are not averaged, and how to.

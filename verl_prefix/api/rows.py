@@ -17,6 +17,7 @@ from verl_prefix.core.schedule import PassOutputs, TokenBatch
 from verl_prefix.core.trees import cuts_at, group_trees, mix_rows
 from verl_prefix.core.waves import Plan, make_plan
 from verl_prefix.models import support, vision
+from verl_prefix.versions import check_transformers_version
 
 logger = logging.getLogger(__name__)
 
@@ -279,6 +280,7 @@ def _check_responses(config: Any, responses: Sequence[torch.Tensor]) -> None:
 
 
 def _check_model(model: Any, reads_head: bool) -> None:
+    check_transformers_version()
     name = type(model).__name__
     if not hasattr(model, "get_output_embeddings"):
         raise TypeError(

@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 from verl.base_config import BaseConfig
 from verl.workers.config import FSDPActorConfig, FSDPEngineConfig, PolicyLossConfig
 
-from verl_prefix.versions import check_verl_version, warn_once
+from verl_prefix.versions import check_versions, warn_once
 
 # Losses of verl 0.9.1 (verl/trainer/ppo/core_algos.py) that are sums over rows: compute_policy_loss_<mode> makes a loss
 # of every token from its own row alone, and agg_loss divides their sum by numbers of the whole mini-batch. bypass_mode
@@ -134,7 +134,7 @@ class PrefixEngineConfig(FSDPEngineConfig):
     freeze_vision_tower: bool = False
 
     def __post_init__(self) -> None:
-        check_verl_version()
+        check_versions()
         role = _role(self)
         key = f"{role}.fsdp_config"
         _refuse(

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from packaging.requirements import Requirement
 
 from verl_prefix.tools.report import provenance
-from verl_prefix.versions import installed_version, moving_verl, untested_verl
+from verl_prefix.versions import installed_version, moving_verl, untested_transformers, untested_verl
 
 PACKAGE = "verl-prefix"
 INSTALL = "run pip install . in a clone of this package, which is on no index"
@@ -74,6 +74,8 @@ def _check_versions() -> Iterator[Finding]:
         yield Finding(state, f"{name} {version or 'not installed'}{supported}", problem)
     if problem := untested_verl():
         yield Finding("FAIL", "verl is a version that this package was run with", problem)
+    if problem := untested_transformers():
+        yield Finding("FAIL", "transformers is a version that this package was run with", problem)
     if warning := moving_verl():
         yield Finding("info", warning)
 

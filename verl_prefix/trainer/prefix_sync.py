@@ -28,7 +28,7 @@ from verl.utils.seqlen_balancing import calculate_workload, get_seqlen_balanced_
 
 from verl_prefix.trainer.mini_batches import fill_mini_batches, padded, whole_prompts
 from verl_prefix.trainer.watchdog import Watchdog, stall_minutes
-from verl_prefix.versions import check_verl_version
+from verl_prefix.versions import check_versions
 
 TRAINER_MODE = "prefix_sync"
 MANAGER = "verl_prefix.engine.shared_pixels.SharedPixelsManager"
@@ -48,7 +48,7 @@ class WholeGroups(PPOTrainer):
     _of_prompts: list[list[int]]  # rows of each mini-batch of the step, as they came, where that is prompts
 
     def __init__(self, config: DictConfig) -> None:
-        check_verl_version()
+        check_versions()
         ours = f"prefix_{self.mode}"
         if config.actor_rollout_ref.actor.shuffle:
             raise ValueError(
