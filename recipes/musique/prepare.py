@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+from reward import normalize
 
 INSTRUCTION = (
     "Answer the question from the paragraphs below. It takes facts from several of them: find these facts first, in a "
@@ -53,6 +54,7 @@ SEARCH_SCHEMA = SCHEMA.set(
     pa.field("extra_info", pa.struct([*SCHEMA.field("extra_info").type, pa.field("tools_kwargs", TOOLS)])),
 )
 SURROGATE = re.compile("[\ud800-\udfff]")
+UNSCORED = "without an answer that scores (the reward drops articles and punctuation)"
 TYPE_NAMES = {str: "text", list: "a list", dict: "an object", int: "an integer", bool: "true or false"}
 
 
@@ -67,7 +69,9 @@ class Paragraph:
 
 @dataclass(frozen=True)
 class Question:
-    """One answerable question: the accepted answers, the answer itself first, and the paragraphs in their order."""
+    """One answerable question: the accepted answers, the answer itself first, and the paragraphs in their order.
+
+    An answer of which the reward's `normalize` leaves nothing ("A", "-") is not among them, and they may be none."""
 
     id: str
     text: str
@@ -150,7 +154,7 @@ def read_questions(path: Path) -> Iterator[Question | None]:
 
 
 def parse(line: Line) -> Question:
-    """Return the question of one line, without blank aliases; ValueError where the line is not in the format."""
+    """Return the question of one line; ValueError where the line is not in the format."""
     paragraphs = line.items("paragraphs", dict)
     number_of: dict[int, int] = {}
     for number, paragraph in enumerate(paragraphs):
@@ -168,12 +172,12 @@ def parse(line: Line) -> Question:
                 hop.path("paragraph_support_idx"), f"{idx} is out of range; paragraphs has {_shown(list(number_of))}"
             )
         supporting.add(number_of[idx])
-    aliases = [alias for alias in line.items("answer_aliases", str) if alias.strip()]
+    answers = dict.fromkeys([line.text("answer"), *line.items("answer_aliases", str)])
     return Question(
         id=line.text("id"),
         text=line.text("question"),
         hops=len(hops),
-        answers=list(dict.fromkeys([line.text("answer"), *aliases])),
+        answers=[answer for answer in answers if normalize(answer)],
         paragraphs=[
             Paragraph(
                 p.get("title", str), p.get("paragraph_text", str), p.get("is_supporting", bool) or i in supporting
@@ -243,7 +247,10 @@ def prepare(
     if val_size < 0:
         raise ValueError(f"--val-size {val_size}: set 0 or more")
     read = list(read_questions(source))
-    questions = [question for question in read if question]
+    answerable = [question for question in read if question]
+    questions = [question for question in answerable if question.answers]
+    if not questions:
+        raise ValueError(f"{source}: all {len(answerable)} answerable questions are {UNSCORED}")
     if val_size >= len(questions):
         raise ValueError(f"--val-size {val_size}: set fewer than the {len(questions)} answerable questions of {source}")
     held_out = {q.id for q in sorted(questions, key=lambda q: hashlib.sha256(q.id.encode()).digest())[:val_size]}
@@ -257,7 +264,9 @@ def prepare(
     make, schema = (search_row, SEARCH_SCHEMA) if search else (row, SCHEMA)
     rows = {split: [make(q, kept[q.id], split, i) for i, q in enumerate(chosen)] for split, chosen in splits.items()}
     write(output, {f"{split}.parquet": pa.Table.from_pylist(rows[split], schema) for split in rows})
-    lines = [*summary(rows), f"skipped    {len(read) - len(questions)} unanswerable"]
+    lines = [*summary(rows), f"skipped    {len(read) - len(answerable)} unanswerable"]
+    if unscored := len(answerable) - len(questions):
+        lines.append(f"skipped    {unscored} {UNSCORED}")
     if max_paragraphs is not None:
         over = sum(len(paragraphs) > max_paragraphs for paragraphs in kept.values())
         lines.append(f"over limit {over} with more than {max_paragraphs} supporting paragraphs, all of which are kept")

@@ -1,7 +1,8 @@
 """Reward of the MuSiQue recipe: exact match and F1 of the last `<answer>...</answer>`, as MuSiQue evaluates answers.
 
 Exact match and F1 follow `metrics/answer.py` of StonyBrookNLP/musique (SQuAD's): lower case, no ASCII punctuation, no
-articles, single spaces; the best value over the accepted answers counts.
+articles, single spaces; the best value over the accepted answers counts. A text of which that leaves nothing ("A", "-")
+is no answer here, and scores nothing; there two such texts agree.
 
     score = 0.9 * f1 + 0.1 * format          with a block
     score = 0.1 * F1 of the whole response   without one
@@ -37,8 +38,8 @@ def compute_score(
 
     verl trains on `score`, and validates by `acc` (val-core). The answer is the innermost text of the last complete
     block; tags are case-sensitive. Without a block acc and f1 are 0. `format` is 1 where the response has one opening
-    tag, one closing tag after it, and more than blanks between. Of `extra_info`, where search_turns.py made the rows,
-    also `COUNTED`.
+    tag, one closing tag after it, and between them words that `normalize` keeps. Of `extra_info`, where
+    search_turns.py made the rows, also `COUNTED`.
 
     Raises:
         ValueError: the ground truth is not a text or a non-empty sequence of texts. No response raises.
@@ -56,9 +57,9 @@ def compute_score(
             **counted,
         }
     answer = blocks[-1]
-    well_formed = float(response.count(OPEN) == response.count(CLOSE) == 1 and bool(answer.strip()))
+    well_formed = float(response.count(OPEN) == response.count(CLOSE) == 1 and bool(normalize(answer)))
     best_f1 = max(f1(answer, gold) for gold in accepted)
-    exact = max(float(normalize(answer) == normalize(gold)) for gold in accepted)
+    exact = max(float(normalize(answer) == normalize(gold) != "") for gold in accepted)
     score = (1 - FORMAT_SHARE) * best_f1 + FORMAT_SHARE * well_formed
     return {"score": score, "acc": exact, "f1": best_f1, "format": well_formed, **counted}
 
@@ -69,10 +70,10 @@ def normalize(text: str) -> str:
 
 
 def f1(answer: str, gold: str) -> float:
-    """Return the F1 of the words that both texts have, as often as both have them; two empty texts agree (1.0)."""
+    """Return the F1 of the words that both texts have, as often as both have them; 0.0 where one has none."""
     words, gold_words = normalize(answer).split(), normalize(gold).split()
     if not words or not gold_words:
-        return float(words == gold_words)
+        return 0.0
     common = (Counter(words) & Counter(gold_words)).total()
     return 2 * common / (len(words) + len(gold_words))
 

@@ -25,7 +25,10 @@ def load(name: str) -> ModuleType:
     return module
 
 
-make_questions, prepare, reward = load("make_questions"), load("prepare"), load("reward")
+make_questions, reward = load("make_questions"), load("reward")
+with pytest.MonkeyPatch.context() as patch:
+    patch.setitem(sys.modules, "reward", reward)  # prepare.py imports it from its own folder
+    prepare = load("prepare")
 
 
 def generated(num: int = 40, seed: int = 3, paragraphs: int = 7) -> list[dict]:
@@ -259,6 +262,23 @@ def test_blank_aliases_and_repeated_answers_are_dropped(tmp_path):
     question = generated(num=1)[0] | {"answer": "Rome", "answer_aliases": ["", "Roma", " ", "Rome", "Roma"]}
     prepare.prepare(write(tmp_path / "q.jsonl", [question]), tmp_path)
     assert read(tmp_path / "train.parquet")[0]["reward_model"]["ground_truth"] == ["Rome", "Roma"]
+
+
+def test_what_the_metric_leaves_nothing_of_is_no_answer_and_questions_without_one_are_counted(tmp_path, capsys):
+    nothing = ["A", "-", "the", "...", "An -"]
+    answers = [("A", ["-", "Vitamin A"]), ("Rome", nothing), *((answer, nothing) for answer in nothing)]
+    questions = generated(num=len(answers))
+    for question, (answer, aliases) in zip(questions, answers, strict=True):
+        question |= {"answer": answer, "answer_aliases": aliases}
+    summary = prepare.prepare(write(tmp_path / "q.jsonl", questions), tmp_path)
+    rows = read(tmp_path / "train.parquet")
+    assert [row["reward_model"]["ground_truth"] for row in rows] == [["Vitamin A"], ["Rome"]]
+    assert "rows       train 2" in summary and "skipped    5 without an answer that scores" in summary
+    path = write(tmp_path / "nothing.jsonl", questions[2:])
+    capsys.readouterr()  # of what reads parquet
+    assert prepare.main(["--input", str(path), "--output", str(tmp_path / "out")]) == 1
+    (message,) = capsys.readouterr().err.splitlines()
+    assert "nothing.jsonl: all 5 answerable questions are without an answer that scores" in message
 
 
 def changed(*path: object, value: object = ...) -> bytes:
