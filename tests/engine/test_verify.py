@@ -4,6 +4,7 @@ states of recurrent layers, and gradients of states."""
 import contextlib
 import functools
 import types
+from dataclasses import replace
 
 import pytest
 import torch
@@ -29,7 +30,7 @@ from verl.utils import tensordict_utils as tu
 from verl_prefix.core import layout as core_layout
 from verl_prefix.core.attention import AttentionParams, GroupedAttention
 from verl_prefix.core.gradients import gradients_aside
-from verl_prefix.core.groups import Group
+from verl_prefix.core.groups import Fork, Group, Strand
 from verl_prefix.core.kernels import cpu
 from verl_prefix.core.layout import Layout, build_layout
 from verl_prefix.engine import self_check as verify
@@ -258,18 +259,40 @@ def test_wrong_positions_are_caught_by_log_probs(dtype):
     assert found.attention <= verify.MAX_ATTENTION < verify.MAX_LOG_PROBS < found.log_probs, str(found)
 
 
+def _vision_rows(responses: list[list[int]], pixels: list) -> tuple:
+    """A batch of rows whose prompt is 1 5 1, where 5 is the token of an image, and an engine on one of two ranks."""
+
+    def nested(rows):
+        return torch.nested.as_nested_tensor([torch.tensor(row) for row in rows], layout=torch.jagged)
+
+    rows = {"prompts": [[1, 5, 1]] * len(responses), "responses": responses}
+    rows["input_ids"] = [[*pair[0], *pair[1]] for pair in zip(*rows.values(), strict=True)]
+    data = tu.get_tensordict({name: nested(x) for name, x in rows.items()} | {"multi_modal_inputs": pixels})
+    config = types.SimpleNamespace(model_type="qwen3_vl", image_token_id=5, video_token_id=6)
+    return data, types.SimpleNamespace(module=types.SimpleNamespace(config=config), reduce_max=lambda lacking: lacking)
+
+
 def test_every_row_of_a_checked_tree_runs_the_tower_as_often_as_those_of_other_ranks():
     """Turns of a session may show more and more. A rank whose stock passes ran the tower once more would wait for ever:
     the other rank, which stands in here, has an image with every row."""
     image, clip = {"pixel_values": torch.ones(1)}, {"pixel_values_videos": torch.ones(1)}
-    seen = [image, image | clip, image, {}, clip, None]
-    data = tu.get_tensordict({"input_ids": torch.ones(6, 3), "multi_modal_inputs": seen})
+    data, engine = _vision_rows([[1]] * 6, [image, image | clip, image, {}, clip, None])
     groups = [Group((0, 1), 1, (1, 1)), Group((2, 3), 1, (1, 1)), Group((4, 5), 1, (1, 1))]
-    engine = types.SimpleNamespace(
-        module=types.SimpleNamespace(config=types.SimpleNamespace(model_type="qwen3_vl")),
-        reduce_max=lambda lacking: [lacks or other for lacks, other in zip(lacking, (False, True), strict=True)],
-    )
+    engine.reduce_max = lambda lacking: [lacks or other for lacks, other in zip(lacking, (False, True), strict=True)]
     assert Verification(engine)._checkable(data, groups) == groups[1:]
+
+
+def test_rows_that_verls_own_path_cannot_compute_are_not_checked():
+    """A model may sample the token of an image (5) or video (6)."""
+    data, engine = _vision_rows([[1, 1], [1, 5], [6, 1], [1, 1]], [{"pixel_values": torch.ones(1)}] * 4)
+    groups = [Group((0, 1), 2, (2, 2)), Group((2,), 2, (2,)), Group((3,), 2, (2,))]
+    tree = Group((0, 1, 3), 3, (1, 0, 2), (Strand(1, 0, 2), Strand(1, 2, 3, 0)), (Fork(1, 3), Fork(1, 3), Fork(0, 2)))
+    tree = replace(tree, first_outputs=(2, 2, 2))
+    checkable = Verification(engine)._checkable
+    assert [group.rows for group in checkable(data, groups)] == [(0,), (3,)]
+    # A row that lies wholly in strands goes with the row behind it, whose tokens it has.
+    assert [group.rows for group in checkable(data, [tree])] == [(0,)]
+    assert checkable(data, groups[1:2]) == []
 
 
 def test_few_tokens_of_one_rank_are_judged_together_with_those_of_the_others():

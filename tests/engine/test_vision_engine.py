@@ -45,6 +45,12 @@ CASES = {
     "turns_scattered": {"turns": True, "scattered": True, "schedule": "phased", "exchange": "auto"},
     "text_rank": {"batch": "text_rank"},
     "text_rank_phased": {"batch": "text_rank", "schedule": "phased", "wave_tokens": 20},
+    # verl#7475: text alone on every rank, in several passes between two synchronisations of gradients.
+    "text_alone": {"batch": "text", "schedule": "phased", "wave_tokens": 8, "use_no_sync": True},
+    "text_alone_sync_every_pass": {"batch": "text", "schedule": "phased", "wave_tokens": 8, "use_no_sync": False},
+    # EasyR1#11012: seven rows on a rank, one on the other.
+    "one_text_row": {"batch": "one_text_row", "schedule": "phased", "wave_tokens": 8},
+    "one_text_row_travels": {"batch": "one_text_row", "exchange": "auto"},
 }
 # What a model of experts or of recurrent layers adds. Other engine cases of it are in test_recurrent_engine.
 FEW = (
@@ -97,7 +103,7 @@ def _truth(path: str, options: dict) -> dict:
 def _case(paths: dict, family: str, name: str) -> dict:
     options = _default(family) | CASES[name]
     # The self-check of every case of text is test_engine_equivalence's; here where ranks must agree.
-    checked = name in ("packed", "phased", "scattered", "text_rank", "tower_and_upper_layer")
+    checked = name in ("packed", "phased", "scattered", "text_rank", "tower_and_upper_layer", "one_text_row")
     with _prepared(), mock.patch("engines._engine", SHARED):
         ours = _measure("prefix", paths[family], get_rank(), options if checked else {"verify": "off"} | options)
         found = _truth(paths[family], options)
@@ -127,6 +133,25 @@ def _bf16(paths: dict, family: str) -> list[dict]:
         return [_half_errors(found, _truth(path, first)) for found in pair]
 
 
+def _sampled(paths: dict, uids: tuple[str, ...], schedule: str) -> dict:
+    """Errors where responses of `uids` have an image's token, which no pixels stand behind. verl's own path ends there.
+    So it has another token that the model cannot tell from that one, and whose rows of weights are compared with its.
+    """
+    path, twin = paths["twins"], 1
+    token = AutoConfig.from_pretrained(path).image_token_id
+    options = _default("qwen3_vl") | {"sampled_by": uids, "schedule": schedule}
+    with _prepared():
+        if torch.distributed.get_world_size() == 1:  # a rank that has no such row would wait
+            with pytest.raises(ValueError, match="features and image tokens do not match"):
+                _measure("fsdp2", path, get_rank(), options | {"sampled": token})
+        ours = _measure("prefix", path, get_rank(), options | {"sampled": token})
+        stock = _measure("fsdp2", path, get_rank(), options | {"sampled": twin})
+    for name in ("lm_head.weight", "model.language_model.embed_tokens.weight"):
+        for found in (stock["grads"][name], stock["params"][name]):
+            found[[token, twin]] = found[[twin, token]]
+    return _compare(ours, stock)
+
+
 def _attention_that_verl_replaced(paths: dict, family: str, *changed: tuple) -> dict:
     options = _default(family)
     with _prepared():
@@ -141,6 +166,11 @@ def paths(tmp_path_factory):
     found = {family: write_tiny_model(tmp / family, family=family) for family in FAMILIES}
     for family in (family for family in FAMILIES if family.endswith("moe")):
         found[f"{family}_all"] = write_tiny_model(tmp / f"{family}_all", family=family, num_experts_per_tok=4)
+    model = AutoModelForImageTextToText.from_pretrained(found["qwen3_vl"], dtype=torch.float32)
+    for weight in (model.lm_head.weight, model.get_input_embeddings().weight):
+        weight.data[1] = weight.data[model.config.image_token_id]
+    model.save_pretrained(tmp / "twins")
+    found["twins"] = str(tmp / "twins")
     return found
 
 
@@ -173,6 +203,17 @@ def test_bf16_misses_fp32_by_no_more_than_stock_does(ranks, paths, family):
     ((ours, stock),) = ranks(1, paths)(_bf16, family)
     for name in ours:
         assert ours[name] <= 1.3 * stock[name], name
+
+
+@pytest.mark.parametrize("schedule", ["packed", "phased"])
+def test_image_tokens_that_a_model_samples_are_text_and_are_left_out_of_the_self_check(results, schedule):
+    """Of `image` and `text` two rows are such on rank 0, on rank 1 none."""
+    for result in results(_sampled, ("image", "text"), schedule):
+        assert max(result["errors"].values()) <= TOLERANCE, result["errors"]
+        assert result["metrics"]["prefix/verify_log_probs"][0] < 3
+    # Where no rank has another row, or one has not, the check waits.
+    for result in results(_sampled, ("image", "text", "video", "both"), schedule):
+        assert max(result["errors"].values()) <= TOLERANCE and "prefix/verify_log_probs" not in result["metrics"]
 
 
 def _patches(rank: int, batch: str, repeated: bool) -> int:

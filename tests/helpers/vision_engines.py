@@ -24,6 +24,8 @@ BATCHES = {
     "mixed": {0: [IMAGE, TEXT, VIDEO, BOTH], 1: [VIDEO, BOTH, ([17], [8, 5], "other text"), ONE]},
     # verl runs the tower once for images and once for videos: ranks that differ in that would wait for each other.
     "text_rank": {0: [IMAGE, TEXT], 1: [TEXT, ([13], [4, 9], "other text")]},
+    "text": {0: [TEXT, ([9], [5, 5, 8, 2], "more text")], 1: [([13], [4, 9], "other text")]},
+    "one_text_row": {0: [([5, (4, 8), 7], [9, 4, 6, 11, 3, 8, 5], "image")], 1: [([13], [4], "text")]},
     # Of these, every second row.
     "scattered": {0: [IMAGE, TEXT, VIDEO, BOTH], 1: [IMAGE, TEXT, VIDEO, BOTH]},
 }  # fmt: skip
@@ -86,7 +88,7 @@ def _batch(rank: int, config, path: str, options: dict):
             response = torch.randint(7, config.text_config.vocab_size, (length,), generator=generator)
             rows.append((uid, prompt, response, copy.deepcopy(pixels)))
     # Same prompt and same tokens as `image`, another picture: the last row of the group is alone.
-    if (rank == 0 or scattered) and not sessions:
+    if (rank == 0 or scattered) and not sessions and rows[3][3]:
         other = torch.randn(rows[3][3]["pixel_values"].shape, generator=generator)
         rows[3] = (*rows[3][:3], rows[3][3] | {"pixel_values": other})
     order = torch.randperm(len(rows), generator=generator).tolist()
@@ -98,14 +100,17 @@ def _batch(rank: int, config, path: str, options: dict):
         return _nested(torch.randn(len(r[2]), generator=generator) * scale + shift for r in rows)
 
     ids = [torch.cat([r[1], r[2]]) for r in rows]
+    positions = [positions_of_row(_meta_model(path), x, r[3], 0) for x, r in zip(ids, rows, strict=True)]
+    for x, (uid, _, response, _) in zip(ids, rows, strict=True):
+        if uid in options.get("sampled_by", ()):  # by the model, behind its first token
+            response[1] = x[1 - len(response)] = options["sampled"]
     masks = _nested(torch.ones(len(r[2]), dtype=torch.int64) for r in rows)
     fields = {
         "prompts": _nested(r[1] for r in rows),
         "responses": _nested(r[2] for r in rows),
         "input_ids": _nested(ids),
-        "position_ids": _nested(
-            positions_of_row(_meta_model(path), x, r[3], 0) for x, r in zip(ids, rows, strict=True)
-        ),
+        # torch's own takes the four axes for what is ragged where all rows are as long.
+        "position_ids": tu.nested_tensor_from_tensor_list(positions),
         "loss_mask": masks,
         "response_mask": masks,
         "advantages": noise(1.0, 1.0),

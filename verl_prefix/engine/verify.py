@@ -20,7 +20,7 @@ from verl_prefix.engine.protocol import Engine
 from verl_prefix.engine.rows import PIXELS, row_lens
 from verl_prefix.engine.self_check import Gradients, Verdict, check, rounding_noise
 from verl_prefix.models.recurrent import mixers
-from verl_prefix.models.vision import is_vision_config, num_tower_runs
+from verl_prefix.models.vision import is_vision_config, num_tower_runs, shown_lens
 from verl_prefix.versions import warn_once
 
 logger = logging.getLogger(__name__)
@@ -62,11 +62,13 @@ class Verification:
         told = ""
         if self.engine.whole_rows:
             most = budget // self.engine.engine_config.ulysses_sequence_parallel_size
-            groups, told = _of_short_rows(data, groups, most), f", with rows of at most {most} tokens (a rank's budget)"
+            fits = [sum(pair) <= most for pair in zip(*row_lens(data), strict=True)]
+            groups, told = _of_rows(groups, fits), f", with rows of at most {most} tokens (a rank's budget)"
         candidates = self._checkable(data, groups)
         if not candidates:
             if is_vision_config(self.engine.module.config):
-                told += ", with the same number of kinds of pixels (images, videos) on every rank"
+                told += ", without tokens of images or videos in responses and with the same number of kinds of pixels "
+                told += "(images, videos) on every rank"
             warn_once(
                 logger,
                 "prefix.verify waits for a batch in which every rank has a prompt%s; set "
@@ -134,9 +136,12 @@ class Verification:
 
     def _checkable(self, data: TensorDict, groups: Sequence[Group]) -> Sequence[Group]:
         """Groups to choose from, of which every rank has one. Their stock passes run a vision tower equally often on
-        every rank: verl's path runs it once for images and once for videos."""
-        chosen = [groups]
-        if is_vision_config(self.engine.module.config):
+        every rank: verl's path runs it once for images and once for videos. It takes every visual token for one of
+        these, also one that a model samples, and ends where pixels make fewer: such rows are left out."""
+        chosen, config = [groups], self.engine.module.config
+        if is_vision_config(config):
+            shown = zip(shown_lens(data["input_ids"].unbind(), config), row_lens(data)[0], strict=True)
+            groups = _of_rows(groups, [last <= prompt_len for last, prompt_len in shown])
             rows = tu.get(data, PIXELS, [None] * len(data))
             # Rows of a tree may show other pixels each.
             runs = [{num_tower_runs(rows[row]) for row in group.rows} for group in groups]
@@ -160,13 +165,12 @@ def _num_perturbed(num_rows: int, checked: int) -> int:
     return min(3, max(1, num_rows // (8 * checked) - 2))
 
 
-def _of_short_rows(data: TensorDict, groups: Sequence[Group], most: int) -> list[Group]:
-    """The groups, without rows of more than `most` tokens."""
-    lens = [sum(pair) for pair in zip(*row_lens(data), strict=True)]
+def _of_rows(groups: Sequence[Group], chosen: Sequence[bool]) -> list[Group]:
+    """The groups, without rows that are not `chosen`."""
     found = []
     for group in groups:
         units = [range(*unit) for unit in group.units()]
-        places = [i for unit in units if all(lens[group.rows[j]] <= most for j in unit) for i in unit]
+        places = [i for unit in units if all(chosen[group.rows[j]] for j in unit) for i in unit]
         found += [group.of(places)] if places else []
     return found
 

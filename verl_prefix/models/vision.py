@@ -116,6 +116,7 @@ def tree_tokens(
             lens //= config.vision_config.spatial_merge_size**2
             tokens = (input_ids[start:end] == getattr(config, f"{kind}_token_id")).nonzero()[:, 0]
             each = torch.tensor(shown).repeat_interleave(lens)
+            tokens = tokens[: len(each)]  # those behind them stand for nothing: a model may sample one
             if len(each) == len(tokens):  # else `PixelBatch.of` says what is wrong
                 mixed[start + tokens] = mix(mixed[start + tokens]) ^ each
     return mixed
