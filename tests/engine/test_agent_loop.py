@@ -26,13 +26,8 @@ from verl.trainer.ppo.v1 import AgentLoopWorkerTQ  # noqa: E402
 from verl.utils.import_utils import load_class_from_fqn  # noqa: E402
 from verl.workers.rollout.replica import TokenOutput  # noqa: E402
 
-from verl_prefix.engine.shared_pixels import (  # noqa: E402
-    CARRIED_BY,
-    CARRIES,
-    SharedPixelsManager,
-    SharedPixelsWorker,
-    receive_pixels,
-)
+from verl_prefix.engine.carried_pixels import CARRIED_BY, CARRIES, receive_pixels  # noqa: E402
+from verl_prefix.engine.shared_pixels import SharedPixelsManager, SharedPixelsWorker  # noqa: E402
 from verl_prefix.models.vision import PIXEL_NAMES  # noqa: E402
 from verl_prefix.testing import write_tiny_vlm  # noqa: E402
 from verl_prefix.tools.plan.compose import compose_config  # noqa: E402

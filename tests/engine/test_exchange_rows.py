@@ -5,6 +5,7 @@ One set of processes runs all of it; the tests read what came back. Does not exe
 
 import ctypes
 import os
+import sys
 from dataclasses import replace
 from datetime import timedelta
 from unittest import mock
@@ -112,7 +113,7 @@ def examples(count: int) -> list[dict]:
 
 def rows_of(batch: dict, seed: int) -> list[dict]:
     """All rows, each as a dict of what its batch holds for it."""
-    from verl_prefix.engine.shared_pixels import CARRIED_BY, CARRIES
+    from verl_prefix.engine.carried_pixels import CARRIED_BY, CARRIES
 
     generator = torch.Generator().manual_seed(seed)
     rows = []
@@ -181,9 +182,9 @@ def _problems(batch: dict, seed: int, group) -> list[str]:
     import torch.distributed as dist
     from verl.utils import tensordict_utils as tu
 
+    from verl_prefix.engine.carried_pixels import CARRIES
     from verl_prefix.engine.exchange import exchange_rows
     from verl_prefix.engine.rows import NO_TREES, Trees
-    from verl_prefix.engine.shared_pixels import CARRIES
 
     rank, problems = dist.get_rank(), []
     every = rows_of(batch, seed)
@@ -202,7 +203,7 @@ def _problems(batch: dict, seed: int, group) -> list[str]:
     # Pixels are fetched only for a rank that would have no row otherwise.
     counting.append(
         mock.patch(
-            "verl_prefix.engine.shared_pixels._fetch", lambda keys: fetched.extend(keys) or [carriers[k] for k in keys]
+            "verl_prefix.engine.carried_pixels._fetch", lambda keys: fetched.extend(keys) or [carriers[k] for k in keys]
         )
     )
     for one in counting:
@@ -528,6 +529,32 @@ def test_prompts_with_rows_in_several_mini_batches_are_counted_and_said_once_aft
         for batches in ([(1000, 16), (600, 8), (600, 9)], [(0, 16), (600, 8), (600, 8)], [(1000, 16), (0, 8), (0, 8)]):
             (told,) = said(*batches)
             assert "which computes them: 1. Set" in told
+
+
+UPDATE = """
+import os
+import sys
+import torch
+import verl.workers.engine_workers
+from engines import _batch, _engine, _loss
+from verl_prefix.testing import write_tiny_model
+
+torch.distributed.init_process_group("gloo", init_method=f"file://{os.getcwd()}/ranks", rank=0, world_size=1)
+engine = _engine("prefix", write_tiny_model("model", family="qwen3"), {})
+data = _batch(0, 97, {})
+data["multi_modal_inputs"] = [{} for _ in range(len(data))]  # as verl's agent loop sends text
+with engine.train_mode(disable_auto_offload=True):
+    engine.train_batch(data, _loss({}))
+parts = "verl.trainer.ppo.v1", "verl.experimental.agent_loop", "verl_prefix.trainer", "verl.tools"
+print([name for name in sys.modules if name.startswith(parts)])
+"""
+
+
+def test_an_engine_that_sees_text_loads_no_trainer_and_no_agent_loop(fresh, tmp_path):
+    env = dict(os.environ, VERL_PLATFORM="cpu", RANK="0", WORLD_SIZE="1", PYTHONPATH=os.pathsep.join(sys.path))
+    done = fresh(UPDATE, tmp_path, env)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "[]"
 
 
 def test_a_rank_that_dies_is_an_error_on_the_others(results):

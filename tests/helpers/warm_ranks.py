@@ -9,7 +9,6 @@ import verl.workers.engine_workers  # noqa: F401
 from transformers import AutoModelForImageTextToText
 from transformers.models.qwen3 import modeling_qwen3  # noqa: F401
 
-import verl_prefix.engine.shared_pixels  # noqa: F401
 import verl_prefix.tools.ab.replay  # noqa: F401
 from verl_prefix.core import host_memory
 

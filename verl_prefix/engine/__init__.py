@@ -14,6 +14,6 @@ Where a row goes, in the order of `PrefixFSDPEngine.forward_backward_batch`:
     step_metrics  what all ranks and mini-batches of a step did becomes the step's metrics
 
 Apart from that: `room` and `out_of_memory` (memory of an update), `trace` and `trace_writer` (recording),
-`shared_pixels` (one of a prompt's rows carries the pixels, from rollout on), `protocol` (what helpers see of the
-engine).
+`shared_pixels` (one of a prompt's rows carries the pixels, from rollout on), `carried_pixels` (the others get them
+back), `protocol` (what helpers see of the engine).
 """

@@ -29,6 +29,7 @@ from verl.utils.device import get_device_name
 from verl_prefix.auto.placement import describe_rows
 from verl_prefix.auto.shape import ModelShape
 from verl_prefix.core.groups import Group
+from verl_prefix.engine import carried_pixels
 from verl_prefix.engine.protocol import Engine
 from verl_prefix.engine.row_bytes import Row, RowBytes
 from verl_prefix.engine.row_table import PADDING, AllRows, describe, describe_pieces
@@ -119,7 +120,7 @@ def exchange_rows(
     """Brings rows to the ranks that compute them, all of which call this, and then give outputs back.
 
     Args:
-        data: this rank's rows, of which none changes but for its pixels (`shared_pixels`).
+        data: this rank's rows, of which none changes but for its pixels (`carried_pixels`).
         group: the ranks that compute data in parallel; None: rows stay. everyone: these, and the ranks that compute the
             same rows together by sequence parallelism; all fail together. device: where collectives want tensors.
         trees: what rows share besides whole prompts.
@@ -284,14 +285,12 @@ class _Routes:
         several epochs asks for its rows again."""
         if PIXELS not in self._bytes.objects:
             return rows
-        from verl_prefix.engine.shared_pixels import CARRIED_BY  # see `_receive_pixels`
-
         seen = [dict(row.others[PIXELS] or {}) for row in rows]
         pixels = ({name: x for name, x in one.items() if name in PIXEL_NAMES} for one in seen)
         held = {key: own for key, own in zip(self.keys, pixels, strict=True) if own}
         for key, one, row in zip(self.keys, seen, rows, strict=True):
             if key in held:  # also where pixels were all that a row had, before they stayed behind
-                one = {name: x for name, x in one.items() if name != CARRIED_BY} | held[key]
+                one = {name: x for name, x in one.items() if name != carried_pixels.CARRIED_BY} | held[key]
             row.others[PIXELS] = one
         return rows
 
@@ -323,9 +322,7 @@ def receive_pixels(data: TensorDict) -> None:
 
 def _receive_pixels(data: TensorDict) -> None:
     if PIXELS in data.keys():
-        from verl_prefix.engine import shared_pixels  # here: it loads verl's trainers
-
-        shared_pixels.receive_pixels(tu.get(data, PIXELS))
+        carried_pixels.receive_pixels(tu.get(data, PIXELS))
 
 
 def _same(value: object) -> list[int]:

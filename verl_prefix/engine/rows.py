@@ -10,6 +10,7 @@ from verl.utils import tensordict_utils as tu
 
 from verl_prefix.core.groups import Group, group_by_key
 from verl_prefix.core.trees import cuts_at, group_trees, mix, mix_rows
+from verl_prefix.engine.carried_pixels import CARRIED_BY, CARRIES
 from verl_prefix.models.messages import message_ends
 from verl_prefix.models.vision import is_vision_config, share_pixels, shown_lens, tree_tokens
 
@@ -53,8 +54,6 @@ def row_lens(data: TensorDict) -> tuple[list[int], list[int]]:
 def row_keys(data: TensorDict) -> list[bytes]:
     """Digest of every row's uid, pixels, prompt tokens and their positions: rows with the same one belong together.
     Those that hold equal pixels then hold one tensor of them (`vision.share_pixels`)."""
-    from verl_prefix.engine.shared_pixels import CARRIED_BY, CARRIES  # here: it loads verl's trainers
-
     uids, pixels = tu.get(data, "uid", [""] * len(data)), tu.get(data, PIXELS, [None] * len(data))
     # A row whose pixels another row carries is named by that row, as that row itself is.
     carriers = [(row or {}).get(CARRIES) or (row or {}).get(CARRIED_BY) for row in pixels]

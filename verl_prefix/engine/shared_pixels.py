@@ -3,26 +3,22 @@
 verl's agent loop puts a copy of the pixels with every rollout into TransferQueue. Its storage, every actor worker and
 all that lies between then hold G copies (verl/trainer/ppo/v1/agent_loop_tq.py). `prefix_sync` sets
 `actor_rollout_ref.rollout.agent.agent_loop_manager_class` to `SharedPixelsManager` where our engine is the only reader;
-`receive_pixels` gives the rows their pixels back, in the engine.
+`carried_pixels` gives the rows their pixels back, in the engine, which loads no agent loop.
 
     rollout   row a_0_0: {"pixel_values": ..., CARRIES: "a_0_0"}    row a_1_0: {CARRIED_BY: "a_0_0"}
     actor     both rows: {"pixel_values": ...}, one tensor
 """
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextvars import ContextVar
 from typing import Any
 
 import ray
-import transfer_queue as tq
 from verl.trainer.ppo.v1 import AgentLoopManagerTQ, AgentLoopWorkerTQ
 
-from verl_prefix.models.vision import PIXEL_NAMES, Row, share_pixels
-
-# In `multi_modal_inputs`: this row's own key in TransferQueue, beside its pixels; the key of the row that has them.
-CARRIES, CARRIED_BY = "verl_prefix.carries", "verl_prefix.carried_by"
-PARTITION = "train"
+from verl_prefix.engine.carried_pixels import CARRIED_BY, CARRIES
+from verl_prefix.models.vision import PIXEL_NAMES, share_pixels
 
 # The order of verl's calls that this relies on (verl/experimental/agent_loop/agent_loop.py, ppo/v1/agent_loop_tq.py):
 #
@@ -84,39 +80,3 @@ class SharedPixelsManager(AgentLoopManagerTQ):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.agent_loop_workers_class = ray.remote(SharedPixelsWorker)
-
-
-def receive_pixels(rows: Sequence[Row]) -> None:
-    """Gives every row its pixels, shared with the row that carried them; changes the rows' dicts.
-
-    A carrier on another rank or in another mini-batch is fetched from TransferQueue.
-
-    Args:
-        rows: verl's `multi_modal_inputs`: one dict per row, empty or None for text alone.
-
-    Raises:
-        RuntimeError: TransferQueue has no such row any more.
-    """
-    carried = {row.pop(CARRIES): row for row in rows if row and CARRIES in row}
-    wanted = {row[CARRIED_BY] for row in rows if row and CARRIED_BY in row}
-    if missing := sorted(wanted - set(carried)):
-        carried |= zip(missing, _fetch(missing), strict=True)
-    for row in rows:
-        if row and CARRIED_BY in row:
-            carrier = carried[row.pop(CARRIED_BY)]
-            row.update((name, carrier[name]) for name in PIXEL_NAMES if name in carrier)
-
-
-def _fetch(keys: list[str]) -> list[dict[str, Any]]:
-    try:
-        answer = tq.kv_batch_get(keys=keys, partition_id=PARTITION, select_fields=["multi_modal_inputs"])
-        rows = list(answer["multi_modal_inputs"])
-    except ValueError:  # none of the keys is there; where only some are missing, the others come back
-        rows = []
-    if len(rows) != len(keys):
-        raise RuntimeError(
-            f"of the rows {', '.join(keys)}, which carry the pixels of others, TransferQueue has {len(rows)}; set "
-            "actor_rollout_ref.rollout.agent.agent_loop_manager_class=verl.trainer.ppo.v1.AgentLoopManagerTQ, with "
-            "which every row carries its own"
-        )
-    return rows

@@ -1,0 +1,48 @@
+"""Pixels that one row of a prompt carries for the others, as they reach the engine; `shared_pixels` sent them so."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from verl_prefix.models.vision import PIXEL_NAMES, Row
+
+# In `multi_modal_inputs`: this row's own key in TransferQueue, beside its pixels; the key of the row that has them.
+CARRIES, CARRIED_BY = "verl_prefix.carries", "verl_prefix.carried_by"
+PARTITION = "train"
+
+
+def receive_pixels(rows: Sequence[Row]) -> None:
+    """Gives every row its pixels, shared with the row that carried them; changes the rows' dicts.
+
+    A carrier on another rank or in another mini-batch is fetched from TransferQueue.
+
+    Args:
+        rows: verl's `multi_modal_inputs`: one dict per row, empty or None for text alone.
+
+    Raises:
+        RuntimeError: TransferQueue has no such row any more.
+    """
+    carried = {row.pop(CARRIES): row for row in rows if row and CARRIES in row}
+    wanted = {row[CARRIED_BY] for row in rows if row and CARRIED_BY in row}
+    if missing := sorted(wanted - set(carried)):
+        carried |= zip(missing, _fetch(missing), strict=True)
+    for row in rows:
+        if row and CARRIED_BY in row:
+            carrier = carried[row.pop(CARRIED_BY)]
+            row.update((name, carrier[name]) for name in PIXEL_NAMES if name in carrier)
+
+
+def _fetch(keys: list[str]) -> list[dict[str, Any]]:
+    import transfer_queue as tq  # here: text does without
+
+    try:
+        answer = tq.kv_batch_get(keys=keys, partition_id=PARTITION, select_fields=["multi_modal_inputs"])
+        rows = list(answer["multi_modal_inputs"])
+    except ValueError:  # none of the keys is there; where only some are missing, the others come back
+        rows = []
+    if len(rows) != len(keys):
+        raise RuntimeError(
+            f"of the rows {', '.join(keys)}, which carry the pixels of others, TransferQueue has {len(rows)}; set "
+            "actor_rollout_ref.rollout.agent.agent_loop_manager_class=verl.trainer.ppo.v1.AgentLoopManagerTQ, with "
+            "which every row carries its own"
+        )
+    return rows
