@@ -17,6 +17,7 @@ import pytest
 import torch
 from engines import (
     LOSS_MODES,
+    PAD,
     TOLERANCE,
     _accumulated,
     _batch,
@@ -111,7 +112,7 @@ CASES = {
     "tool_tokens_padded": {"tool_tokens": True, "padded": True, "loss_agg_mode": "seq-mean-token-mean"},
     "empty_responses": {"empty": "ce"},
     "empty_responses_phased": {"empty": "ce", "schedule": "phased", "wave_tokens": 40},
-    "rank_of_empty_responses": {"empty": ("e", "pad0", "f")},
+    "rank_of_empty_responses": {"empty": ("e", PAD, "f")},
     "padded": {"padded": True, "use_kl_loss": True},
     "padded_phased": {"padded": True, "schedule": "phased", "wave_tokens": 40},
     "padded_static_batch_size": {"padded": True, "use_dynamic_bsz": False, "micro_batch_size_per_gpu": 2},
@@ -340,7 +341,7 @@ def _idle_rows(model_path: str, rank: int) -> dict[str, tuple[float, float]]:
     from verl.utils.metric import Metric
     from verl.utils.torch_functional import allgather_dict_into_dict
 
-    options, found = {"empty": ("pad0",), "budget": 130, "verify": "off"}, []
+    options, found = {"empty": (PAD,), "budget": 130, "verify": "off"}, []
     for backend in ("prefix", "fsdp2"):
         engine = _engine(backend, model_path, options)
         data = _batch(rank, engine.model_config.hf_config.vocab_size, options)
@@ -372,7 +373,7 @@ def _step_of_two_updates(model_path: str, rank: int) -> dict[str, float]:
     worker.set_loss_fn(_loss({}))
     # Both ranks have as many rows; in the order they come the first mini-batch shares less than the second.
     groups = [("a", 20 + 9 * rank, [5], ""), ("b", 50, [7] * (3 - rank), ""), ("c", 40 + rank, [9] * (4 + rank), "")]
-    groups.append(("pad0", 127, [1] * 2, "pad"))
+    groups.append((PAD, 127, [1] * 2, "pad"))
     data = _batch(rank, worker.model_config.hf_config.vocab_size, {"groups": groups})
     order = sorted(range(len(data)), key=lambda i: data["uid"][i])
     data = tu.index_select_tensor_dict(data, order)
@@ -400,12 +401,12 @@ def _step_of_two_updates(model_path: str, rank: int) -> dict[str, float]:
         reduce = worker.engine.reduce_max if is_time else worker.engine.reduce_sum
         (wanted[name],) = reduce([value])
     rows = [*zip(data["uid"], map(len, data["prompts"].unbind()), map(len, data["responses"].unbind()), strict=True)]
-    tokens = sum(n - 1 + m for uid, n, m in rows if uid != "pad0")
-    prefixes = {(uid, i < len(rows) // 2): n - 1 for i, (uid, n, _) in enumerate(rows) if uid != "pad0"}
-    computed = sum(m for uid, _, m in rows if uid != "pad0") + sum(prefixes.values())
+    tokens = sum(n - 1 + m for uid, n, m in rows if uid != PAD)
+    prefixes = {(uid, i < len(rows) // 2): n - 1 for i, (uid, n, _) in enumerate(rows) if uid != PAD}
+    computed = sum(m for uid, _, m in rows if uid != PAD) + sum(prefixes.values())
     (wanted["prefix/tokens_saved"],) = worker.engine.reduce_sum([tokens - computed])
     tokens, wanted["prefix/log_prob_stock_rows"] = worker.engine.reduce_sum(
-        [tokens, sum(uid != "pad0" for uid, *_ in rows)]
+        [tokens, sum(uid != PAD for uid, *_ in rows)]
     )
     wanted["prefix/reuse_fraction"] = wanted["prefix/tokens_saved"] / tokens
     del wanted["prefix/offloaded_gib"]
@@ -426,7 +427,7 @@ def _of_prompts(model_path: str, rank: int, options: dict) -> dict[str, float]:
         data = _batch(rank, vocab_size, options)
         if backend == "prefix":
             (num_rows,) = engine.reduce_sum([len(data)])
-            groups = [("pad0", 127, [1] * (4 - 2 * rank), "pad")]
+            groups = [(PAD, 127, [1] * (4 - 2 * rank), "pad")]
             padding = _batch(rank, vocab_size, {**options, "turns": False, "groups": groups})
             data = tu.concat_tensordict([data, padding])
         else:
@@ -503,6 +504,18 @@ def _step_metrics(models: dict) -> dict[str, float]:
 
 def _padded_prompts(models: dict, agg_mode: str, schedule: str) -> dict[str, float]:
     return _of_prompts(models["qwen3"], get_rank(), {"loss_agg_mode": agg_mode, "schedule": schedule})
+
+
+def _named(models: dict, uid: str) -> dict[str, float]:
+    """Loss and prefix/* of a mini-batch of prompts, the first of which has this uid. Names sort as "a" does."""
+    groups = [(uid, 40, [5, 6, 7], ""), ("qs", 30, [4, 4], ""), (PAD, 127, [1] * 3, "pad")]
+    options = {"groups": groups, "mini_batches": "prompts", "verify": "off", "loss_agg_mode": "seq-mean-token-sum"}
+    engine = SHARED("prefix", models["qwen3"], options)
+    data = _batch(get_rank(), engine.model_config.hf_config.vocab_size, options)
+    with engine.train_mode(disable_auto_offload=True):
+        output = engine.train_batch(data, _loss(options))
+    counts = {name: x[0] for name, x in output["metrics"].items() if name.startswith("prefix/")}
+    return {"loss": sum(output["loss"]), **{name: x for name, x in counts.items() if not name.endswith("gib")}}
 
 
 def _told_of_trees(models: dict, kind: str, over: str = "uid") -> tuple[list[str], float]:
@@ -647,7 +660,7 @@ def _paths_of_batches(models: dict) -> list[tuple[bool, float]]:
 
     from verl_prefix.engine.paths import Stock
 
-    groups, found = [("a", 60, [9, 9], ""), ("pad0", 5, [2], "pad")], []
+    groups, found = [("a", 60, [9, 9], ""), (PAD, 5, [2], "pad")], []
     engine = _engine("prefix", models["qwen3"], {"min_speedup": 1e-6, "verify_action": "fallback"})
     data = _batch(0, 64, {"groups": groups})
     with engine.eval_mode(disable_auto_offload=True):
@@ -820,6 +833,14 @@ def test_counts_and_seconds_are_those_of_a_step(results):
 def test_a_padded_mini_batch_of_prompts_updates_as_stock_does_with_its_rows_alone(results, agg_mode, schedule):
     for errors in results(_padded_prompts, agg_mode, schedule):
         assert max(errors.values()) <= TOLERANCE, errors
+
+
+@pytest.mark.parametrize("uid", ["padme-1", "pad", "pad0", f"pad{7:031x}", f"pad{7:033x}", "pad-" + "0" * 32])
+def test_a_prompt_whose_uid_begins_with_pad_is_a_prompt_and_verls_padding_is_none(one_rank, uid):
+    (found,), (wanted,) = one_rank(_named, uid), one_rank(_named, "a")
+    assert found == wanted and found["prefix/groups"] == 2 and found["prefix/stock_rows"] == 0
+    (padding,) = one_rank(_named, PAD)
+    assert padding["prefix/groups"] == 1, "verl's own is"
 
 
 def test_the_first_batch_says_what_each_value_of_trees_computes(results):

@@ -10,7 +10,7 @@ import random
 
 import pytest
 import torch
-from engines import TOLERANCE, _engine, _loss, _padded, _relative, _responses, _turns
+from engines import PAD, TOLERANCE, _engine, _loss, _padded, _relative, _responses, _turns
 from whole_tensors import whole
 
 from verl_prefix.testing import write_tiny_model
@@ -146,7 +146,7 @@ def turns_of_all(vocab: int, generator: torch.Generator) -> list[tuple]:
     rows = [row for half in (0, 1) for row in _turns(half, vocab, generator)]
     single, (uid, *pair, _) = _turns(0, vocab, generator)[0], rows[0]
     empty = rows[-1][1], rows[-1][2][:0]
-    return [*rows, (uid, *pair, 2), ("a", *single[1:3], 3), ("d", *empty, 1), ("pad0", *single[1:3], 0)]
+    return [*rows, (uid, *pair, 2), ("a", *single[1:3], 3), ("d", *empty, 1), (PAD, *single[1:3], 0)]
 
 
 def _most_saved(vocab: int) -> int:
@@ -232,10 +232,10 @@ def _torn(engine, rank: int, world: int) -> tuple[dict[str, float], list[str]]:
     logger = logging.getLogger("verl_prefix.engine.step_metrics")
     logger.addHandler(handler)
     data = scattered(rank, world, engine.model_config.hf_config.vocab_size, CASES["turns"])
-    uids = [uid if uid in ("a", "b", "c", "d") else "pad0" for uid in tu.get(data, "uid")]
-    uids[uids.index("c")] = "pad0"
+    uids = [uid if uid in ("a", "b", "c", "d") else PAD for uid in tu.get(data, "uid")]
+    uids[uids.index("c")] = PAD
     tu.assign_non_tensor_stack(data, "uid", uids)
-    place = [1 if uid == "d" else (rank + ["a", "b", "pad0", "c"].index(uid)) % 2 for uid in uids]
+    place = [1 if uid == "d" else (rank + ["a", "b", PAD, "c"].index(uid)) % 2 for uid in uids]
     for i in range(4):  # the second epoch in another order, which verl's may have
         rows = tu.index_select_tensor_dict(data, (torch.tensor(place) == i % 2).nonzero().flatten())
         rows = rows if i < 2 else tu.index_select_tensor_dict(rows, torch.arange(len(rows)).flip(0))

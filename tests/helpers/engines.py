@@ -11,6 +11,7 @@ from shared_models import OURS
 from whole_tensors import whole
 
 TOLERANCE = 5e-6  # fp32, relative, of design.md
+PAD = f"pad{7:032x}"  # a uid of verl's padding
 # Options of every loss of verl with which it does what is its own on these rows.
 LOSS_MODES = {
     "vanilla": {},
@@ -32,7 +33,7 @@ def _lens(rank: int, empty: Sequence[str]) -> list[tuple[str, int, list[int], st
     """(uid, prompt length, response lengths, kind) per group: ranks hold different numbers of groups, equal rows."""
     groups = {
         0: [("a", 23, [9, 17, 5], ""), ("b", 41, [3, 11, 1, 7], ""), ("c", 1, [6, 8], ""), ("d", 17, [13], "")],
-        1: [("e", 37, [5, 12, 19, 2, 8, 4, 10, 3], ""), ("pad0", 15, [1], "pad"), ("f", 29, [12], "holes")],
+        1: [("e", 37, [5, 12, 19, 2, 8, 4, 10, 3], ""), (PAD, 15, [1], "pad"), ("f", 29, [12], "holes")],
     }
     return [(uid, n, [0] * len(lens) if uid in empty else lens, kind) for uid, n, lens, kind in groups[rank]]
 
@@ -66,7 +67,7 @@ def _turns(
         rows[2] = (*last[:2], last[2][:0], 0)
         rows[3:6] = [(uid, prompt, response.flip(0), 2)]
         rows[-3:] = [(*row[:3], 1) for row in equal]
-        rows += [("pad0", torch.full((127,), 2), torch.tensor([2]), session) for session in range(2)]
+        rows += [(PAD, torch.full((127,), 2), torch.tensor([2]), session) for session in range(2)]
     return rows
 
 
@@ -101,7 +102,7 @@ def _batch(rank: int, vocab: int, options: dict):
         rows = [(*row, torch.ones_like(row[2])) for row in zip(*columns, strict=True)]
         for i, (*_, mask) in enumerate(rows):
             mask[1::3] = not options.get("tool_tokens")
-            mask *= rows[i][0] != "pad0"
+            mask *= rows[i][0] != PAD
             # Of a session's three turns: those whose responses are in strands, or the others.
             if options.get("masked") == ("last" if i % 3 == 2 else "answers"):
                 mask[:] = 0

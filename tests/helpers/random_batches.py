@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
-from engines import TOLERANCE, _engine, _loss, _responses, as_batch
+from engines import PAD, TOLERANCE, _engine, _loss, _responses, as_batch
 from hypothesis import strategies as st
 from shared_models import OURS, SharedModels
 from torch.distributed import all_gather_object, get_rank, get_world_size
@@ -197,7 +197,7 @@ def rows_of(case: Case, config: Any) -> list[Row]:
                 answered = torch.cat([header, said if one.kept else said[thoughts:]]), {}
                 history = [*history, answered, shown(back, end) if back % 2 else (torch.cat([some(back), end]), {})]
         made.append((one, question, history))
-    padding = "pad", *shown(9, end[:0]), some(1), number  # verl's are of one prompt, too
+    padding = PAD, *shown(9, end[:0]), some(1), number  # verl's are of one prompt, too
     rows += [padding] * (-len(rows) % case.ranks)
     found = []
     for uid, prompt, pixels, response, session in rows:

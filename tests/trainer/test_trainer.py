@@ -319,7 +319,7 @@ def test_verl_still_asks_its_workers_for_updates_and_names_padding_as_we_read_it
     source = inspect.getsource(PPOTrainer._update_actor)
     assert '"mini_batch_size": ' in source and "self.actor_rollout_wg.update_actor(batch)" in source
     padding_utils.upsample_batch_to_divisible_size(build_batch([3]), 4, 2)
-    data = tu.get_tensordict({"uid": ["uid0", *(key.rsplit("_", 2)[0] for key in transfer_queue)]}, {})
+    data = tu.get_tensordict({"uid": ["padme-1", *(key.rsplit("_", 2)[0] for key in transfer_queue)]}, {})
     assert padding_rows(data) == {1}
 
 

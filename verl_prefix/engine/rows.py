@@ -1,6 +1,7 @@
 """Rows of verl's batch: how long they are, which belong together, and the groups that they make."""
 
 import hashlib
+import re
 from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
@@ -69,10 +70,15 @@ def row_keys(data: TensorDict) -> list[bytes]:
     return keys
 
 
+def is_padding(uid: str) -> bool:
+    """Whether a uid is one that verl's v1 trainer makes for rows of padding, its only mark that reaches workers
+    (upsample_batch_to_divisible_size, verl/trainer/ppo/padding_utils.py)."""
+    return re.fullmatch("pad[0-9a-f]{32}", uid) is not None
+
+
 def padding_rows(data: TensorDict) -> set[int]:
-    """Rows that verl's v1 trainer adds as padding, which no loss reads. Its padding_utils name them: other uids are
-    UUIDs."""
-    return {row for row, uid in enumerate(tu.get(data, "uid", ())) if str(uid).startswith("pad")}
+    """Rows that verl's v1 trainer adds as padding, which no loss reads."""
+    return {row for row, uid in enumerate(tu.get(data, "uid", ())) if is_padding(str(uid))}
 
 
 def uids_of(data: TensorDict, keys: Sequence[Hashable]) -> list[str]:

@@ -17,7 +17,7 @@ from verl.utils import tensordict_utils as tu
 from verl_prefix.auto.shape import ModelShape
 from verl_prefix.core.groups import Group
 from verl_prefix.engine.row_table import AllRows, describe, describe_pieces
-from verl_prefix.engine.rows import Trees, group_rows
+from verl_prefix.engine.rows import Trees, group_rows, is_padding
 from verl_prefix.testing.rollouts import turn_rollouts
 from verl_prefix.tools.plan.options import Rollout, Turns
 from verl_prefix.tools.plan.predict import NUM_ROWS, SEED, Sizes, Step
@@ -111,7 +111,7 @@ def token_step(size: Sizes, shape: ModelShape, rows: Sequence[Row], mini_batch_r
     fields = {
         "prompts": jagged([row.prompt for row in rows]), "responses": jagged([row.response for row in rows]),
         "input_ids": jagged(whole), "position_ids": jagged([torch.arange(len(row)) for row in whole]),
-        "uid": ["pad" if row.uid is None else str(row.uid) for row in rows],
+        "uid": [f"pad{0:032x}" if row.uid is None else str(row.uid) for row in rows],
         "session_id": [row.session for row in rows],
     }  # fmt: skip
     data = tu.get_tensordict(fields, {"temperature": 1.0})
@@ -166,7 +166,7 @@ def read_dump(rollouts: Sequence[Rollout], tokenizer: Any) -> Dump | None:
     found: dict[tuple[str, str], list[tuple[int, str, str]]] = {}
     for rollout in rollouts:
         uid, *numbers = rollout.uid.rsplit("_", 2)  # {uid}_{session}_{turn}
-        if len(numbers) == 2 and numbers[0].isdecimal() and not uid.startswith("pad"):
+        if len(numbers) == 2 and numbers[0].isdecimal() and not is_padding(uid):
             found.setdefault((rollout.file, uid), []).append((int(numbers[0]), rollout.prompt, rollout.response))
     if all(len({session for session, *_ in rows}) == len(rows) for rows in found.values()):
         return None
