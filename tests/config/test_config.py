@@ -375,6 +375,12 @@ def test_a_vision_tower_is_accepted_and_frozen_on_demand(tmp_path, family):
         assert actor.engine.freeze_vision_tower is frozen
 
 
+def test_the_engine_is_told_how_many_epochs_a_step_has():
+    for epochs in (1, 3):
+        actor = omega_conf_to_dataclass(composed(f"{ACTOR}.ppo_epochs={epochs}").actor_rollout_ref.actor)
+        assert actor.engine.ppo_epochs == actor.ppo_epochs == epochs
+
+
 def test_engine_config_in_code():
     config = PrefixEngineConfig(prefix=PrefixConfig(schedule="phased", wave_tokens=64))
     assert (config.strategy, config.prefix.wave_tokens) == ("prefix", 64)

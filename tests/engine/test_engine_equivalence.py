@@ -5,6 +5,7 @@ Each case is a job on ranks that stay up. Does not exercise CUDA or NCCL.
 
 import functools
 import inspect
+import itertools
 import os
 import re
 import sys
@@ -413,6 +414,57 @@ def _step_of_two_updates(model_path: str, rank: int) -> dict[str, float]:
     wanted["prefix/tree_depth"] = 1.0
     assert wanted["prefix/groups"] > torch.distributed.get_world_size() and wanted["timing_s/prefix_packed"] > 0
     return {name: float(abs(found.get(name, torch.inf) - value) / max(value, 1e-9)) for name, value in wanted.items()}
+
+
+def _split_of_equal_rows(models: dict) -> dict[tuple, tuple[float, int]]:
+    """prefix/split_groups of a step by verl's own worker, and prompts whose rows lay in several of its mini-batches in
+    an epoch: of two prompts per rank, one of them in all ranks, with rows that are equal to the last token. Where rows
+    stay each rank counts its own, and the most is reported."""
+    from verl.utils import tensordict_utils as tu
+    from verl.utils.metric import reduce_metrics
+    from verl.workers.config import TrainingWorkerConfig
+    from verl.workers.engine_workers import TrainingWorker
+
+    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="0")
+    world, own, found = torch.distributed.get_world_size(), "ab"[get_rank()], {}
+    rows = [
+        (uid, torch.full((30,), ord(uid)), torch.tensor([7, 7, 2]), torch.ones(3, dtype=torch.int64))
+        for uid in [own, own, "s", "s"] * 2
+    ]
+    for exchange, epochs in itertools.product(("auto", "off"), (1, 2, 3)):
+        configs = _configs("prefix", models["qwen3"], {"verify": "off", "exchange": exchange, "epochs": epochs})
+        configs["engine_config"].use_dynamic_bsz = True
+        worker = TrainingWorker(TrainingWorkerConfig(model_type="language_model", **configs))
+        worker.reset()
+        worker.set_loss_fn(_loss({}))
+        for shuffle, num in itertools.product((False, True), (1, 2, 4)):
+            data = as_batch(rows, [0] * len(rows), {}, torch.Generator().manual_seed(0))
+            tu.assign_non_tensor(data, num_mini_batch=num, epochs=epochs, dataloader_kwargs={"shuffle": shuffle})
+            seen, train_batch = [], worker.train_batch
+
+            def spy(data, seen=seen, train_batch=train_batch):
+                seen.append(set(tu.get(data, "uid")))
+                return train_batch(data)
+
+            with mock.patch.object(worker, "train_batch", spy):
+                output = tu.get(worker.train_mini_batch(data), "metrics")
+            every = [None] * world
+            torch.distributed.all_gather_object(every, seen)
+            if exchange == "auto":
+                every = [[set().union(*uids) for uids in zip(*every, strict=True)]]
+            assert all(len(batches) == num * epochs for batches in every)
+            wanted = [
+                {
+                    uid
+                    for start in range(0, len(batches), num)
+                    for a, b in itertools.combinations(batches[start : start + num], 2)
+                    for uid in a & b
+                }
+                for batches in every
+            ]
+            counted = reduce_metrics({"split": output["prefix/split_groups"]})["split"]
+            found[exchange, epochs, shuffle, num] = counted, max(map(len, wanted))
+    return found
 
 
 def _of_prompts(model_path: str, rank: int, options: dict) -> dict[str, float]:
@@ -841,6 +893,14 @@ def test_a_prompt_whose_uid_begins_with_pad_is_a_prompt_and_verls_padding_is_non
     assert found == wanted and found["prefix/groups"] == 2 and found["prefix/stock_rows"] == 0
     (padding,) = one_rank(_named, PAD)
     assert padding["prefix/groups"] == 1, "verl's own is"
+
+
+def test_torn_prompts_of_a_collapsed_policy_are_counted_in_every_epoch(results):
+    found = results(_split_of_equal_rows)
+    for one in found:
+        assert {case: counted for case, (counted, _) in one.items()} == {case: n for case, (_, n) in one.items()}
+        whole = {n for (_, _, _, num), (_, n) in one.items() if num == 1}
+        assert whole == {0} and one["auto", 1, False, 2][1] == 1 + len(found), "a mini-batch alone tears nothing"
 
 
 def test_the_first_batch_says_what_each_value_of_trees_computes(results):

@@ -287,7 +287,9 @@ def _worker(rank: int, world: int, rendezvous: str, path: str, out: str) -> None
             results[name, case] = _errors(ours, truth[case]), metrics
         ours = _train(checked, rank, world)
         results[name, "default"][0]["weights"] = _relative(ours, weights)
-    torn = _torn(_engine("prefix", path, {"exchange": "auto", "verify": "off", "schedule": "packed"}), rank, world)
+    torn = _torn(
+        _engine("prefix", path, {"exchange": "auto", "verify": "off", "schedule": "packed", "epochs": 2}), rank, world
+    )
     results["packed", "torn_turns"] = {}, dict(torn[0], said=torn[1])
     if world == 2:
         lora = {"exchange": "auto", "lora_targets": "all-linear"}

@@ -502,12 +502,12 @@ def test_prompts_with_rows_in_several_mini_batches_are_counted_and_said_once_aft
         """Of log-probs and then updates, two of them a step: tokens of groups, rows of 101 tokens, and groups, where
         not three. One prompt of three lies in both."""
         caplog.clear()
-        metrics = StepMetrics(list, list, 1, "uid")
+        metrics = StepMetrics(list, list, 1, "uid", epochs=1)
         for i, (tokens, rows, *groups) in enumerate(batches):
             ids = torch.nested.as_nested_tensor([torch.full([101], i)] * rows, layout=torch.jagged)
             data = tu.get_tensordict({"input_ids": ids}, {"update_lr_scheduler": i % 3 == 2})
             if i % 3:
-                metrics.meet(data, set(("ab", "bc")[i % 3 - 1]))
+                metrics.meet(set(("ab", "bc")[i % 3 - 1]))
             own = {GROUP_TOKENS: tokens, "prefix/stock_rows": 0, "prefix/groups": sum(groups or [3])}
             found = metrics.report(own, data, forward_only=i % 3 == 0)
             assert not any("tokens of" in name for name in found)

@@ -227,7 +227,8 @@ def _configs(backend: str, model_path: str, options: dict, forward_only: bool = 
         # Rows stay, so that what a rank computes is known; test_exchange.py is about those that travel.
         prefix = {"min_speedup": 0, "exchange": "off"} | {key: options[key] for key in OURS if key in options}
         frozen = options.get("frozen_tower", False)
-        engine_config = PrefixEngineConfig(**shared, prefix=PrefixConfig(**prefix), freeze_vision_tower=frozen)
+        more = dict(freeze_vision_tower=frozen, ppo_epochs=options.get("epochs", 1))
+        engine_config = PrefixEngineConfig(**shared, prefix=PrefixConfig(**prefix), **more)
     else:
         engine_config = FSDPEngineConfig(**shared, strategy="fsdp2")
     return dict(

@@ -118,20 +118,22 @@ def _role(engine: Any) -> str:
 
 @dataclass
 class PrefixEngineConfig(FSDPEngineConfig):
-    """verl's FSDP2 engine config plus `prefix` and the actor's `freeze_vision_tower`, which verl's own FSDP ignores;
-    its strategy is the registry's backend name, always "prefix". `engine.prefix_engine` registers that: our YAML names
-    this class there, and code that builds one imports it from there.
+    """verl's FSDP2 engine config plus `prefix` and, of the actor, `freeze_vision_tower`, which verl's own FSDP ignores,
+    and `ppo_epochs`, which verl's worker keeps to itself. Its strategy is the registry's backend name, always "prefix".
+    `engine.prefix_engine` registers that: our YAML names this class there, and code that builds one imports it from
+    there.
 
     Raises:
         ValueError: an FSDP option that the shared-prefix path cannot honour.
         ImportError: this verl was never tested (see `versions`).
     """
 
-    _mutable_fields = FSDPEngineConfig._mutable_fields | {"strategy", "prefix", "freeze_vision_tower"}
+    _mutable_fields = FSDPEngineConfig._mutable_fields | {"strategy", "prefix", "freeze_vision_tower", "ppo_epochs"}
 
     strategy: str = "prefix"
     prefix: PrefixConfig = field(default_factory=PrefixConfig)
     freeze_vision_tower: bool = False
+    ppo_epochs: int = 1
 
     def __post_init__(self) -> None:
         check_versions()
@@ -273,6 +275,7 @@ class PrefixActorConfig(FSDPActorConfig):
         self.engine.strategy = "prefix"
         self.engine.prefix = self.prefix
         self.engine.freeze_vision_tower = self.freeze_vision_tower
+        self.engine.ppo_epochs = self.ppo_epochs
 
     def validate(self, n_gpus: int, train_batch_size: int, model_config: Any = None) -> None:
         """The checks that need the model's config; verl calls this in the driver.

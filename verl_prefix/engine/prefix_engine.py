@@ -89,7 +89,7 @@ class PrefixFSDPEngine(StockPath):
         exchange = open_exchange(self, data, custom_loss)
         groups, metrics = exchange.groups, exchange.metrics
         if not forward_only and self.prefix_config.mini_batches == "rows":  # "prompts" tears them on purpose
-            self._step_metrics.meet(data, exchange.prompts)
+            self._step_metrics.meet(exchange.prompts)
         if not (self._counted or self.engine_config.forward_only):
             self._counted = True
             with together("counting tokens"):
@@ -231,8 +231,9 @@ class PrefixFSDPEngine(StockPath):
         super().__init__(model_config, engine_config, optimizer_config, checkpoint_config)
         self._trace = open_trace(self)
         self._step_metrics = StepMetrics(
-            self.reduce_sum, self.reduce_max, self.ulysses_sequence_parallel_size, self.prefix_config.trees
-        )
+            self.reduce_sum, self.reduce_max, self.ulysses_sequence_parallel_size, self.prefix_config.trees,
+            epochs=engine_config.ppo_epochs,
+        )  # fmt: skip
 
     def initialize(self) -> None:
         super().initialize()

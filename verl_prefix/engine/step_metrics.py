@@ -4,7 +4,9 @@ verl averages what an engine reports over both. Of timing_s/* it takes the minim
 (reduce_metrics, verl/utils/metric/utils.py). So each rank reports the total once, with the step's last mini-batch.
 """
 
+import itertools
 import logging
+from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence, Set
 
 import torch
@@ -44,11 +46,11 @@ class StepMetrics:
     Args:
         reduce_sum, reduce_max: element-wise over all ranks. sequence_ranks: how many ranks compute the same rows, each
             of which counts them.
-        trees: of `PrefixConfig`.
+        trees: of `PrefixConfig`. epochs: how often a step goes through its rows, in equally many mini-batches.
     """
 
-    def __init__(self, reduce_sum: Reduce, reduce_max: Reduce, sequence_ranks: int, trees: str) -> None:
-        self._trees = trees
+    def __init__(self, reduce_sum: Reduce, reduce_max: Reduce, sequence_ranks: int, trees: str, epochs: int) -> None:
+        self._trees, self._epochs = trees, epochs
         self._reduce_sum, self._reduce_max, self._sequence_ranks = reduce_sum, reduce_max, sequence_ranks
         self._log_prob_stock_rows = 0.0
         self._log_prob_total: Mapping[str, float] = {}  # of the last log-probs
@@ -57,23 +59,18 @@ class StepMetrics:
 
     def _start_step(self) -> None:
         self._step: dict[str, float] = {}
-        self._met: Set[Hashable] = frozenset()  # prompts of its mini-batches so far, and those met twice
-        self._torn: Set[Hashable] = frozenset()
-        self._rows: Set[int] = frozenset()  # hashes of this rank's rows of an epoch
+        self._prompts: list[Set[Hashable]] = [frozenset()]  # of its mini-batches, the last of which is under way
 
-    def meet(self, data: TensorDict, prompts: Set[Hashable]) -> None:
-        """Sees the `prompts` of an update's mini-batch, to count those whose rows lie in several of a step.
+    def meet(self, prompts: Set[Hashable]) -> None:
+        """Sees the prompts of an update's mini-batch, to count those whose rows lie in several of an epoch."""
+        self._prompts[-1] = prompts
 
-        Args:
-            data: the rows that the trainer gave this rank. Where all of them came before, another epoch begins: verl
-                may shuffle each anew.
-        """
-        rows = {hash(row.cpu().numpy().tobytes()) for row in data["input_ids"].unbind()}
-        if rows <= self._rows:
-            self._met = self._rows = frozenset()
-        self._rows |= rows
-        self._torn |= self._met & prompts
-        self._met |= prompts
+    def _torn(self) -> Set[Hashable]:
+        """Prompts with rows in several mini-batches of an epoch of the step, which is over."""
+        num = -(-len(self._prompts) // self._epochs)
+        epochs = (self._prompts[start : start + num] for start in range(0, len(self._prompts), num))
+        counts = (Counter(itertools.chain(*epoch)) for epoch in epochs)
+        return {prompt for count in counts for prompt, times in count.items() if times > 1}
 
     def report(self, metrics: Mapping[str, float], data: TensorDict, forward_only: bool) -> dict[str, list[float]]:
         """What a rank reports after a batch whose own metrics are `metrics`.
@@ -85,7 +82,7 @@ class StepMetrics:
             data: the batch as verl handed it over, which says with `update_lr_scheduler` (TrainingWorker.
                 train_mini_batch) whether a step ends; a caller who does not say ends one with every batch.
         """
-        step, num_torn = ({}, 0) if forward_only else (self._step, len(self._torn))
+        step, num_torn = {} if forward_only else self._step, 0
         totals = {name: float(value) for name, value in metrics.items() if name in _SUMS or name in MOST}
         lens = data["input_ids"].offsets().diff().tolist()
         tokens = sum(lens) - len(lens) - sum(lens[row] - 1 for row in padding_rows(data))
@@ -95,9 +92,11 @@ class StepMetrics:
         if forward_only:
             self._log_prob_stock_rows += metrics["prefix/stock_rows"]
         elif not tu.get_non_tensor_data(data, "update_lr_scheduler", True):
+            self._prompts.append(frozenset())
             return {name: [float(value)] for name, value in reported.items()}
         else:
             step["prefix/log_prob_stock_rows"] = self._log_prob_stock_rows
+            num_torn = len(self._torn())
             step["prefix/split_groups"] = step.get("prefix/split_groups", 0.0) + num_torn
             self._log_prob_stock_rows = 0.0
             self._start_step()
