@@ -381,7 +381,7 @@ def test_waves_hide_their_own_cost_for_an_eighth_of_memory(llama3_8b):
     assert found == [2 * rows] * 4
     shortest = make_plan(groups, 12289, "phased")
     before, after, too_long = (cost.peak_bytes(llama3_8b, plan, (), memory["checkpointed"]) for plan in (
-        shortest, longer, make_plan(groups, 12289, "phased", 8192)))  # fmt: skip
+        shortest, longer, make_plan(groups, 12289, "phased", least_wave=8192)))  # fmt: skip
     assert before < after <= before * 9 / 8 < too_long
     assert waves("offload")[0] == waves("offload", budget=20000)[0] == [2 * rows] * 4, "it is for memory"
     log_probs = cost.plan_batch(llama3_8b, groups, 12289, "phased", None, memory["offload"], forward_only=True)
@@ -390,6 +390,10 @@ def test_waves_hide_their_own_cost_for_an_eighth_of_memory(llama3_8b):
     assert waves("checkpointed", wave_tokens=rows)[0] == [rows] * 8, "as the user says"
     assert waves("checkpointed", budget=3000)[0] == [rows] * 8, "no wave is longer than the budget"
     assert waves("checkpointed", budget=20000)[0] == [4 * rows] * 2, "as the budget leaves"
+    for name in ("checkpointed", "offload"):
+        assert waves(name, 20000, wave_tokens=20001) == waves(name, 20000), "no wave leaves nothing for prefixes"
+    assert waves("checkpointed", 20000, wave_tokens=20000) == waves("checkpointed", 20000)
+    assert waves("offload", 20000, wave_tokens=20000)[0] == [8 * rows]
 
 
 def make_predictor():

@@ -137,6 +137,40 @@ def test_what_ref_cannot_have_is_refused_in_the_driver_by_its_own_key(model_path
         OmegaConf.resolve(composed(f"{ACTOR}.use_kl_loss=True", *overrides))
 
 
+REF = "actor_rollout_ref.ref"
+WAVES = f"{ACTOR}.prefix.wave_tokens"
+ROWS = (
+    f"{ACTOR}.use_dynamic_bsz=False actor_rollout_ref.rollout.log_prob_use_dynamic_bsz=False "
+    f"{ACTOR}.ppo_micro_batch_size_per_gpu=2 actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=3 "
+    "data.max_prompt_length=500 data.max_response_length=300"
+)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "most", "told"),
+    [
+        ("", 16383, rf"of the 16384 .*\({ACTOR}.ppo_max_token_len_per_gpu=16384\); set .*\(4096, say\), or null"),
+        (f"{ACTOR}.prefix.offload=True", 16384, "over the 16384 tokens of a pass"),
+        (f"{ACTOR}.ulysses_sequence_parallel_size=2", 32767, "ppo_max_token_len_per_gpu=16384 on 2 GPUs"),
+        ("actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu=9000", 8999, "rollout.log_prob_max_.*=9000"),
+        (f"{REF}.log_prob_max_token_len_per_gpu=100", 16383, "ppo_max_token_len"),  # nobody asks for one
+        (f"{ACTOR}.use_kl_loss=True {REF}.log_prob_max_token_len_per_gpu=100", 99, "ref.log_prob_max_token_len_.*=100"),
+        (
+            f"{ACTOR}.use_kl_loss=True {REF}.log_prob_max_token_len_per_gpu=100 {REF}.ulysses_sequence_parallel_size=2",
+            199, "=100 on 2 GPUs",
+        ),
+        (ROWS, 1599, r"ppo_micro_batch_size_per_gpu=2 rows of data.max_prompt_length=500 \+ max_response_length=300"),
+        (f"{ROWS} {ACTOR}.ulysses_sequence_parallel_size=2", 1599, "the 1600 tokens of a pass"),
+    ],
+)  # fmt: skip
+def test_waves_that_leave_nothing_of_a_pass_to_prefixes_are_refused_in_the_driver(model_path, overrides, most, told):
+    model = f"actor_rollout_ref.model.path={model_path}"
+    OmegaConf.resolve(composed(model, *overrides.split(), f"{WAVES}={most}"))
+    for waves in (most + 1, 10 * most):
+        with pytest.raises(InterpolationResolutionError, match=rf"prefix.wave_tokens={waves} .*{told}"):
+            OmegaConf.resolve(composed(model, *overrides.split(), f"{WAVES}={waves}"))
+
+
 def test_a_model_type_of_external_lib_is_known_in_the_driver(tmp_path, model_path, monkeypatch):
     (tmp_path / "a_users_models.py").write_text(
         "from transformers import AutoConfig, Qwen3Config\n"

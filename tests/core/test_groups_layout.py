@@ -16,6 +16,7 @@ from verl_prefix.core.waves import (
     PhasedPass,
     Plan,
     first_fit,
+    leaves_room,
     make_plan,
     make_waves,
     most_outputs,
@@ -241,10 +242,16 @@ def test_a_call_of_several_blocks_copies_at_most_16_mib_of_keys_and_values():
     assert max(call.spans.k[-1] for call in crosses) * 8 * 128 * 2 * 2 <= 16 << 20
 
 
-@hypothesis.given(SHAPES, st.integers(1, 200), st.sampled_from(["packed", "phased", "auto"]))
-def test_plan_computes_every_live_row_once_within_the_budget(shape, budget, schedule):
+@hypothesis.given(
+    SHAPES, st.integers(1, 200), st.sampled_from(["packed", "phased", "auto"]), st.none() | st.integers(1, 250),
+    st.booleans(),
+)  # fmt: skip
+@hypothesis.example([(90, [50, 50]), (80, [60, 40])], 100, "phased", 99, False)
+@hypothesis.example([(90, [50, 50]), (80, [60, 40])], 100, "phased", 100, False)
+@hypothesis.example([(90, [50, 50]), (80, [60, 40])], 100, "phased", 150, True)
+def test_plan_computes_every_live_row_once_within_the_budget(shape, budget, schedule, wave_tokens, offload):
     groups = groups_of(shape)
-    plan = make_plan(groups, budget, schedule)
+    plan = make_plan(groups, budget, schedule, wave_tokens, offload)
     rows = sorted(row for one in plan.passes for group in one.groups for row in group.rows)
     idle = [row for group in plan.idle_groups for row in group.rows]
     assert sorted(rows + idle) == list(range(sum(len(g.rows) for g in groups)))
@@ -253,10 +260,13 @@ def test_plan_computes_every_live_row_once_within_the_budget(shape, budget, sche
         assert tokens <= budget or sum(n > 0 for group in packed.groups for n in group.suffix_lens) == 1
     for phased in plan.phased:
         prefixes = sum(group.prefix_len for group in phased.groups)
-        assert prefixes <= budget // 2 or len(phased.groups) == 1
+        is_heeded = wave_tokens is not None and leaves_room(wave_tokens, budget, offload)
+        room = budget if offload else budget - wave_tokens if is_heeded else budget // 2
+        assert prefixes <= room or len(phased.groups) == 1
         for wave in phased.waves:
             lens = [n for _, piece in wave for n in piece.suffix_lens if n]
-            assert prefixes + sum(lens) <= budget or len(lens) == 1
+            assert prefixes * (not offload) + sum(lens) <= budget or len(lens) == 1
+            assert not is_heeded or sum(lens) <= wave_tokens or len(lens) == 1
     if schedule == "auto":
         assert plan.split_groups == 0, "auto runs what does not fit in phases, and never computes a prefix twice"
 

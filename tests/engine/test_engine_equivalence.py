@@ -55,6 +55,10 @@ CASES = {
     "packed": {"schedule": "packed"},
     "phased": {"schedule": "phased"},
     "phased_waves_of_one_row": {"schedule": "phased", "wave_tokens": 1},
+    "phased_waves_over_the_budget": dict(
+        schedule="phased", wave_tokens=10**6, use_dynamic_bsz=False, micro_batch_size_per_gpu=2
+    ),
+    "phased_waves_almost_the_budget": {"schedule": "phased", "wave_tokens": 99, "budget": 100},
     "phased_waves_of_some_rows": {"schedule": "phased", "wave_tokens": 40},
     "packed_small_budget_cuts_groups": {"schedule": "packed", "budget": 60},
     "auto_small_budget": {"budget": 90},
@@ -732,6 +736,30 @@ def _reasons_for_stock(models: dict) -> list[str]:
     return [engine._paths.plan(data, groups, forward_only).reason for forward_only in (False, True, False)]
 
 
+def _told_of_waves(models: dict, options: tuple) -> tuple[list[str], float]:
+    """What two updates say, and passes A of the second."""
+    from verl_prefix.engine import paths
+
+    groups = {"groups": [(uid, 20, [6, 7], "") for uid in "abcde"]}
+    options = {"schedule": "phased", "verify": "off"} | dict(options)
+    engine, said = _engine("prefix", models["qwen3"], options), []
+    data, plans = _batch(0, engine.model_config.hf_config.vocab_size, options | groups), []
+    run_plan = engine.run_plan
+
+    def seen(rows, groups, plan, *args, **more):
+        plans.append(plan)
+        return run_plan(rows, groups, plan, *args, **more)
+
+    with (
+        mock.patch.object(paths.logger, "warning", lambda text, *values: said.append(text % values)),
+        mock.patch.object(engine, "run_plan", seen),
+        engine.train_mode(disable_auto_offload=True),
+    ):
+        for _ in range(2):
+            engine.train_batch(data.copy(), _loss(options))
+    return said, len(plans[-1].phased)
+
+
 def _falls_back(models: dict) -> dict:
     static = CASES["static_batch_size_of_one"]
     with pytest.MonkeyPatch.context() as patch:
@@ -901,6 +929,21 @@ def test_torn_prompts_of_a_collapsed_policy_are_counted_in_every_epoch(results):
         assert {case: counted for case, (counted, _) in one.items()} == {case: n for case, (_, n) in one.items()}
         whole = {n for (_, _, _, num), (_, n) in one.items() if num == 1}
         assert whole == {0} and one["auto", 1, False, 2][1] == 1 + len(found), "a mini-batch alone tears nothing"
+
+
+@pytest.mark.parametrize("waves", [200, 10**6])
+@pytest.mark.parametrize(
+    "rows", [{"budget": 100}, {"use_dynamic_bsz": False, "micro_batch_size_per_gpu": 4}], ids=["tokens", "rows"]
+)
+def test_waves_that_leave_prefixes_nothing_of_a_pass_are_said_once_and_not_heeded(one_rank, rows, waves):
+    """Of five groups; nobody but the driver refuses them."""
+    rows = tuple(rows.items())
+    ((said, phases),) = one_rank(_told_of_waves, (*rows, ("wave_tokens", waves)))
+    ((nothing, wanted),) = one_rank(_told_of_waves, rows)
+    assert phases == wanted < 5 and not nothing
+    assert [re.sub("[0-9]+", "N", line).split(",")[0] for line in said] == [
+        "prefix: prefix.wave_tokens=N leaves nothing for prefixes of the N tokens of a pass"
+    ]
 
 
 def test_the_first_batch_says_what_each_value_of_trees_computes(results):

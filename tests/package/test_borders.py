@@ -14,7 +14,7 @@ ROOMS = {
     "core": ("", ""),
     "models": ("core", "transformers xxhash"),
     "auto": ("core models files", "transformers"),
-    "config": ("models versions", "verl transformers omegaconf"),
+    "config": ("core models versions", "verl transformers omegaconf"),
     "engine": (
         "core models auto config cpu files versions", "verl ray tensordict transfer_queue huggingface_hub safetensors "
         "numpy",

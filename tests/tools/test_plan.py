@@ -583,6 +583,12 @@ def test_ref_is_priced_with_its_own_micro_batches(folder):
     assert adapter["ref"] == adapter["old"]
 
 
+def test_waves_that_leave_nothing_of_a_pass_are_refused_as_by_the_driver(folder):
+    waves = "actor_rollout_ref.actor.prefix.wave_tokens"
+    (reason,) = build(folder, f"{waves}=100000")["unsupported"]
+    assert reason.endswith("or null") and f"{waves}=100000 leaves nothing for prefixes of the " in reason
+
+
 def test_a_missing_micro_batch_is_refused_where_its_pass_runs(folder):
     rows = ("actor_rollout_ref.ref.log_prob_use_dynamic_bsz=false",)
     assert build(folder, *rows)["unsupported"] == []  # no KL, no ref

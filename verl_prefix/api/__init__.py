@@ -20,7 +20,7 @@ from verl_prefix.api.recompute import autocast_of, outputs_by_row, recomputed_by
 from verl_prefix.api.rows import Batch, HiddenBatch, PerToken, Tokens, check_sizes, token_rows
 from verl_prefix.core.attention import AttentionPass
 from verl_prefix.core.schedule import PassOutputs, Schedule
-from verl_prefix.core.waves import Plan
+from verl_prefix.core.waves import Plan, leaves_room
 from verl_prefix.models import messages, support
 from verl_prefix.models.hidden import HiddenStateModel
 from verl_prefix.models.hookup import HookedModel
@@ -216,7 +216,7 @@ def phased_update(
         forks=forks, pixels=pixels, temperature=temperature, return_entropy=return_entropy,
     )  # fmt: skip
     check_sizes(max_tokens=max_tokens, wave_tokens=wave_tokens, logits_chunk=logits_chunk)
-    _check_waves(max_tokens, wave_tokens)
+    _check_waves(max_tokens, wave_tokens, offload)
     schedule = Schedule(HookedModel(model), batch.outputs, kernel=attention, logits_chunk=logits_chunk, offload=offload)
     return _waves(schedule, batch, batch.plan("phased", max_tokens, wave_tokens, offload))
 
@@ -297,8 +297,8 @@ def _no_graph(model: torch.nn.Module, batch: Batch, max_tokens: int | None) -> s
     return None
 
 
-def _check_waves(max_tokens: int | None, wave_tokens: int | None) -> None:
-    if max_tokens is not None and wave_tokens is not None and wave_tokens >= max_tokens:
+def _check_waves(max_tokens: int | None, wave_tokens: int | None, offload: bool = False) -> None:
+    if max_tokens is not None and wave_tokens is not None and not leaves_room(wave_tokens, max_tokens, offload):
         raise ValueError(
             f"wave_tokens={wave_tokens} leaves nothing of max_tokens={max_tokens} for prefixes; pass a smaller "
             "wave_tokens, or None"

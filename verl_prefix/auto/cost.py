@@ -19,7 +19,7 @@ from verl_prefix.auto.shape import ModelShape
 from verl_prefix.core.groups import Group
 from verl_prefix.core.offload import AHEAD
 from verl_prefix.core.schedule import LOGITS_CHUNK
-from verl_prefix.core.waves import PackedPass, PhasedPass, Plan, first_fit, limit_waves, make_plan
+from verl_prefix.core.waves import PackedPass, PhasedPass, Plan, first_fit, leaves_room, limit_waves, make_plan
 
 
 class PassCost(NamedTuple):
@@ -286,7 +286,8 @@ def plan_batch(
     an update has at most `OFFLOAD_WAVE` tokens on each rank."""
     make = functools.partial(make_plan, groups, budget, schedule=schedule, offload=memory.offload)
     plan = make(wave_tokens=wave_tokens)
-    if wave_tokens is not None or not plan.phased:
+    is_set = wave_tokens is not None and leaves_room(wave_tokens, budget, memory.offload)
+    if is_set or not plan.phased:
         return plan
     if memory.offload:
         return plan if forward_only else limit_waves(plan, OFFLOAD_WAVE * memory.sequence_ranks)

@@ -7,7 +7,8 @@ from omegaconf import DictConfig, OmegaConf
 from verl.trainer.ppo.utils import need_reference_policy
 from verl.utils.config import omega_conf_to_dataclass
 
-from verl_prefix.config import _refuse, check_dealt, check_sequence_parallel, read_hf_config
+from verl_prefix.config import _is_count, _refuse, check_dealt, check_sequence_parallel, read_hf_config
+from verl_prefix.core.waves import leaves_room
 from verl_prefix.versions import TESTED_VERL, installed_version
 
 
@@ -26,6 +27,7 @@ def check_driver(config: DictConfig, in_job: bool = True) -> None:
         _check_separate_rollout(config)
     if "actor_rollout_ref" in config and "ref" in config.actor_rollout_ref:
         _check_ref(config)
+        _check_waves(config)
     key = "actor_rollout_ref.actor.prefix.mini_batches"
     by, mode = OmegaConf.select(config, key), OmegaConf.select(config, "trainer.v1.trainer_mode")
     mode_is_ours, v1 = str(mode).startswith("prefix_"), is_v1(config)
@@ -62,12 +64,50 @@ def _trains_adapters(model: DictConfig) -> bool:
     return rank > 0 or model.get("lora_adapter_path") is not None
 
 
+def _has_ref(config: DictConfig) -> bool:
+    """Whether a ref engine of ours is built."""
+    roles = config.actor_rollout_ref
+    is_ours = roles.ref.get("_target_") == roles.actor.get("_target_")
+    return is_ours and "algorithm" in config and need_reference_policy(config) and not _trains_adapters(roles.model)
+
+
+def _check_waves(config: DictConfig) -> None:
+    """Waves that leave nothing of a pass to prefixes, in updates, old or ref log-probs.
+
+    Where a pass is a number of rows, it has at most as many tokens as the longest could have. The engine does not heed
+    waves for which its rows are too short.
+    """
+    roles, prefix = config.actor_rollout_ref, config.actor_rollout_ref.actor.prefix
+    if not _is_count(prefix.wave_tokens) or prefix.schedule not in ("auto", "phased"):
+        return  # no such waves, or refused by `PrefixConfig`
+    prompt, response = (OmegaConf.select(config, f"data.max_{part}_length") or 0 for part in ("prompt", "response"))
+    budgets = []
+    # As ActorRolloutRefWorker.init_model reads them.
+    for role in ("actor", "rollout", *(["ref"] if _has_ref(config) else [])):
+        section, of_role = roles[role], "" if role == "actor" else "log_prob_"
+        counts_tokens = section[f"{of_role}use_dynamic_bsz"]
+        key = f"{of_role or 'ppo_'}{'max_token_len' if counts_tokens else 'micro_batch_size'}_per_gpu"
+        told, factor = f"actor_rollout_ref.{role}.{key}={section[key]}", prompt + response
+        if counts_tokens:
+            factor = _sequence_ranks(roles.ref if role == "ref" else roles.actor)
+            told += f" on {factor} GPUs" if factor > 1 else ""
+        else:
+            told += f" rows of data.max_prompt_length={prompt} + max_response_length={response}"
+        budgets.append(((section[key] or 0) * factor, told))
+    budget, told = min((one for one in budgets if one[0]), default=(0, ""))
+    _refuse(
+        budget and not leaves_room(prefix.wave_tokens, budget, prefix.offload),
+        f"actor_rollout_ref.actor.prefix.wave_tokens={prefix.wave_tokens} "
+        f"{'is over' if prefix.offload else 'leaves nothing for prefixes of'} the {budget} tokens of a pass ({told}); "
+        f"set a smaller number ({max(budget // 4, 1)}, say), or null",
+    )
+
+
 def _check_ref(config: DictConfig) -> None:
     """Options of the reference policy, whose config verl builds in workers alone, and its sequence parallelism where
     that has a size of its own: the actor's config checks its."""
     roles = config.actor_rollout_ref
-    is_ours = roles.ref.get("_target_") == roles.actor.get("_target_")
-    if not is_ours or "algorithm" not in config or not need_reference_policy(config) or _trains_adapters(roles.model):
+    if not _has_ref(config):
         return
     ref = OmegaConf.to_container(roles.ref, resolve=True)
     assert isinstance(ref, dict)

@@ -135,6 +135,12 @@ def make_waves(groups: Sequence[Group], wave_tokens: int) -> tuple[Wave, ...]:
     return tuple(tuple((index, groups[index].of(range(*rows))) for index, rows in wave.items()) for wave in waves)
 
 
+def leaves_room(wave_tokens: int, budget: int, offload: bool) -> bool:
+    """Whether waves of `wave_tokens` leave any of the budget to prefixes, or fit it where prefixes wait in host memory.
+    `make_plan` does not heed others; what reads them from a user refuses them."""
+    return wave_tokens <= budget if offload else wave_tokens < budget
+
+
 def make_plan(
     groups: Sequence[Group],
     budget: int,
@@ -149,15 +155,17 @@ def make_plan(
         budget: physical tokens of one pass (verl's ppo_max_token_len_per_gpu).
         schedule: "packed": every group in as few packed passes as its pieces need. "phased": phase A, waves, phase C
             for all. "auto": packed where the whole group fits the budget, phased where it does not.
-        wave_tokens: suffix tokens of one wave; None: what the prefixes of phase A, whose graph stays alive, leave of
-            the budget, but no fewer than `least_wave`.
+        wave_tokens: the most suffix tokens of one wave; a wave has fewer where a prefix leaves fewer of the budget.
+            None: what the prefixes of phase A, whose graph stays alive, leave of it, but no fewer than `least_wave`.
         offload: during the waves the prefixes wait in host memory, and do not count.
     """
     live = pass_order(groups)
     fits = [schedule == "packed" or (schedule == "auto" and g.num_physical_tokens <= budget) for g in live]
+    if wave_tokens is not None and not leaves_room(wave_tokens, budget, offload):
+        wave_tokens = None
     room = budget  # for the strands of a phase A
     if not offload:
-        room = max(budget - wave_tokens, 0) if wave_tokens else budget // 2
+        room = budget - wave_tokens if wave_tokens else budget // 2
     to_pack = [_pieces(group, budget) for group, fit in zip(live, fits, strict=True) if fit]
     to_phase = [_pieces(group, room, suffixes=False) for group, fit in zip(live, fits, strict=True) if not fit]
     packed = first_fit([*chain(*to_pack)], lambda group: group.num_physical_tokens, budget)
@@ -165,7 +173,8 @@ def make_plan(
     for members in first_fit([*chain(*to_phase)], lambda group: group.prefix_len, room):
         ordered = tuple(pass_order(members))
         resident = 0 if offload else sum(group.prefix_len for group in ordered)
-        waves = make_waves(ordered, wave_tokens or max(budget - resident, least_wave))
+        left = max(budget - resident, least_wave)
+        waves = make_waves(ordered, min(wave_tokens or left, left))
         passes.append(PhasedPass(ordered, waves, any(group.num_strand_outputs for group in ordered)))
     return Plan(
         tuple(passes),

@@ -15,7 +15,7 @@ from verl_prefix.auto.chooser import Batch, Chooser, CostModel
 from verl_prefix.auto.cost import Memory, PassCost, Rates, peak_bytes, shard_size, syncs_once
 from verl_prefix.config import NO_REPLAY, is_varlen
 from verl_prefix.core.groups import Group
-from verl_prefix.core.waves import Plan
+from verl_prefix.core.waves import Plan, leaves_room
 from verl_prefix.engine.protocol import Engine
 from verl_prefix.engine.rows import row_lens
 from verl_prefix.models.recurrent import packing_leak
@@ -43,6 +43,7 @@ class Paths:
         self.options = options = engine.prefix_config
         self.lasting = Stock("prefix.schedule=stock") if options.schedule == "stock" else None
         self._chooser: Chooser | None = None
+        self._told_waves = False
         if self.lasting is not None:
             return
         config, module, self._whole_rows = engine.engine_config, engine.module, engine.whole_rows
@@ -126,6 +127,13 @@ class Paths:
                 own.budget,
                 key,
             )
+        waves, offload = self.options.wave_tokens, self.options.offload
+        if waves is not None and not leaves_room(waves, batch.budget, offload) and not self._told_waves:
+            self._told_waves = True
+            logger.warning(
+                "prefix: prefix.wave_tokens=%d %s the %d tokens of a pass, and is not heeded in such; set a smaller "
+                "number, or null", waves, "is over" if offload else "leaves nothing for prefixes of", batch.budget,
+            )  # fmt: skip
         if self._chooser is None:
             return self.costs.plan(*batch, self.options.schedule, forward_only)
         plan = self._chooser.choose(*batch, forward_only, own)
