@@ -18,7 +18,8 @@ from shared_models import OURS, SharedModels
 from short_chunks import short_chunks
 from torch.distributed import get_rank
 from transformers import AutoConfig, AutoModelForImageTextToText
-from vision_engines import BATCHES, _measure
+from verl.utils import tensordict_utils as tu
+from vision_engines import BATCHES, _batch, _measure
 
 from verl_prefix.engine.stock_path import wrong_when_sharded
 from verl_prefix.models.vision import UNPATCHED
@@ -152,6 +153,20 @@ def _sampled(paths: dict, uids: tuple[str, ...], schedule: str) -> dict:
     return _compare(ours, stock)
 
 
+def _pictures_in_responses(paths: dict) -> str:
+    """What log-probs say of rows that show twice as much as their prompts have tokens for, on rank 0."""
+    options = _default("qwen3_vl") | {"schedule": "packed"}
+    with _prepared():
+        engine = engines._engine("prefix", paths["qwen3_vl"], options)
+        data = _batch(get_rank(), engine.model_config.hf_config, paths["qwen3_vl"], options)
+        for uid, row in zip(data["uid"], tu.get(data, "multi_modal_inputs"), strict=True):
+            if uid == "image":
+                row |= {name: torch.cat([row[name]] * 2) for name in ("pixel_values", "image_grid_thw")}
+        with engine.eval_mode(disable_auto_offload=True), pytest.raises((ValueError, RuntimeError)) as error:
+            engine.infer_batch(data)
+    return str(error.value)
+
+
 def _attention_that_verl_replaced(paths: dict, family: str, *changed: tuple) -> dict:
     options = _default(family)
     with _prepared():
@@ -214,6 +229,12 @@ def test_image_tokens_that_a_model_samples_are_text_and_are_left_out_of_the_self
     # Where no rank has another row, or one has not, the check waits.
     for result in results(_sampled, ("image", "text", "video", "both"), schedule):
         assert max(result["errors"].values()) <= TOLERANCE and "prefix/verify_log_probs" not in result["metrics"]
+
+
+def test_pictures_in_responses_are_refused_by_uid_and_on_every_rank(ranks, paths):
+    first, other = ranks(2, paths)(_pictures_in_responses)
+    assert "(uid image): its prompt has 8 image tokens before the last one, and its pixel_values make 16" in first
+    assert "set model_engine=dp" in first and "rank 0 failed while checking rows" in other
 
 
 def _patches(rank: int, batch: str, repeated: bool) -> int:

@@ -35,7 +35,7 @@ from verl_prefix.engine.out_of_memory import out_of_memory_advice
 from verl_prefix.engine.outputs import reads_logits_once
 from verl_prefix.engine.paths import Paths, Stock, pass_budget
 from verl_prefix.engine.room import Room
-from verl_prefix.engine.rows import Trees, padding_rows, tokens_by_trees
+from verl_prefix.engine.rows import Trees, check_rows, padding_rows, tokens_by_trees
 from verl_prefix.engine.step_metrics import GROUP_TOKENS, TREE_TOKENS, StepMetrics
 from verl_prefix.engine.stock_path import StockPath
 from verl_prefix.engine.trace_writer import open_trace
@@ -100,6 +100,8 @@ class PrefixFSDPEngine(StockPath):
         metrics |= self._paths.metrics()
         if isinstance(plan, Stock):
             return plan._replace(metrics=metrics)
+        with together("checking rows"):
+            check_rows(exchange.rows, self.module.config)
         rows = self._prepared(exchange.rows)
         if not forward_only or self.engine_config.forward_only:
             with out_of_memory_advice(None):

@@ -9,11 +9,12 @@ import torch
 from tensordict import TensorDict
 from verl.utils import tensordict_utils as tu
 
+from verl_prefix.config import is_varlen
 from verl_prefix.core.groups import Group, group_by_key
 from verl_prefix.core.trees import cuts_at, group_trees, mix, mix_rows
 from verl_prefix.engine.carried_pixels import CARRIED_BY, CARRIES
 from verl_prefix.models.messages import message_ends
-from verl_prefix.models.vision import is_vision_config, share_pixels, shown_lens, tree_tokens
+from verl_prefix.models.vision import check_pixels, is_vision_config, share_pixels, shown_lens, tree_tokens
 
 PIXELS = "multi_modal_inputs"
 
@@ -40,6 +41,40 @@ class Trees(NamedTuple):
 
 
 NO_TREES = Trees()
+
+
+def check_rows(data: TensorDict, config: Any) -> None:
+    """Checks that verl's own path computes these rows whole, and that their pixels are those of their prompts.
+
+    That path reads the bounds of packed rows from position ids. By flash attention a row begins wherever they are 0,
+    else wherever they do not go up by 1. Of four axes the first decides, that of text; the others jump at images.
+
+    Args:
+        config: the model's.
+
+    Raises:
+        ValueError: naming row and uid.
+    """
+    names = [f"row {row} (uid {uid})" for row, uid in enumerate(tu.get(data, "uid", [None] * len(data)))]
+    lens, positions = data["input_ids"].offsets().diff().cpu(), data["position_ids"].values().cpu()
+    positions = positions[0] if positions.dim() == 2 else positions
+    of_row = torch.arange(len(lens)).repeat_interleave(lens)
+    place = torch.arange(len(of_row)) - (lens.cumsum(0) - lens)[of_row]
+    by_zeros = is_varlen(config.get_text_config()._attn_implementation)
+    begins = positions == 0 if by_zeros else (place == 0) | (positions.diff(prepend=positions[:1]) != 1)
+    wrong = (begins != (place == 0)).nonzero()[:, 0]
+    if len(wrong) and (by_zeros or tu.get_non_tensor_data(data, "use_remove_padding", True)):
+        row, at = int(of_row[wrong[0]]), int(place[wrong[0]])
+        near = ", ".join(map(str, positions[of_row == row][max(at - 2, 0) : at + 3].tolist()))
+        raise ValueError(
+            f"{names[row]}: position_ids are {near} around its token {at}, where verl's own path would "
+            f"{'begin another row' if at else 'see no row begin'}; number the tokens of each row 0, 1, 2, ..."
+        )
+    if is_vision_config(config):
+        prompts = (row[: n - 1].cpu() for row, n in zip(data["input_ids"].unbind(), row_lens(data)[0], strict=True))
+        pixels = tu.get(data, PIXELS, [None] * len(data))
+        for name, prompt, shown in zip(names, prompts, pixels, strict=True):
+            check_pixels(shown, prompt, config, name)
 
 
 def row_lens(data: TensorDict) -> tuple[list[int], list[int]]:

@@ -117,7 +117,7 @@ def tree_tokens(
             tokens = (input_ids[start:end] == getattr(config, f"{kind}_token_id")).nonzero()[:, 0]
             each = torch.tensor(shown).repeat_interleave(lens)
             tokens = tokens[: len(each)]  # those behind them stand for nothing: a model may sample one
-            if len(each) == len(tokens):  # else `PixelBatch.of` says what is wrong
+            if len(each) == len(tokens):  # else `check_pixels` says what is wrong
                 mixed[start + tokens] = mix(mixed[start + tokens]) ^ each
     return mixed
 
@@ -228,7 +228,9 @@ class PixelBatch:
         start = 0
         for group in groups:
             for fork in dict.fromkeys(group.forks):
-                self._check(group.rows[group.forks.index(fork)], fork.start)
+                reader = group.rows[group.forks.index(fork)]
+                prefix = self.input_ids[self.offsets[reader] :][: fork.start]
+                check_pixels(self.rows[reader], prefix, self.config, f"row {reader}")
             for strand in group.strands:
                 for kind, values, grid in PIXELS:
                     positions = self._tokens(strand.row, kind, strand.start, strand.end)
@@ -258,35 +260,42 @@ class PixelBatch:
         tokens = self.input_ids[first + start : first + end]
         return torch.nonzero(tokens == getattr(self.config, f"{kind}_token_id"))[:, 0]
 
-    def _num_features(self, grid: torch.Tensor) -> torch.Tensor:
-        """[m]: features that the tower makes of each image or clip."""
-        return grid.prod(-1) // self.config.vision_config.spatial_merge_size**2
-
     def _number(self, grid: torch.Tensor, num_tokens: int) -> int:
         """Images or clips whose features are the first `num_tokens`."""
-        ends = [0, *self._num_features(grid).cumsum(0).tolist()]
+        ends = [0, *_num_features(grid, self.config).cumsum(0).tolist()]
         if num_tokens not in ends:
             raise ValueError(
                 f"a row is cut inside an image or clip: after {num_tokens} of their tokens, and they end at {ends[1:]}"
             )
         return ends.index(num_tokens)
 
-    def _check(self, row: int, prefix_len: int) -> None:
-        inputs = self.rows[row] or {}
-        if self.config.model_type.startswith("glm") and inputs.get("pixel_values_videos") is not None:
+
+def check_pixels(inputs: Row, prefix: torch.Tensor, config: Any, name: str) -> None:
+    """Checks that a row's tokens before its suffix, [n] int64, stand for as many features as its pixels make.
+
+    Raises:
+        ValueError: they do not, or a GLM row has a video; it begins with `name`.
+    """
+    inputs = inputs or {}
+    if config.model_type.startswith("glm") and inputs.get("pixel_values_videos") is not None:
+        raise ValueError(
+            f"{name} has a video, which a {config.model_type} model marks by tokens of images: videos of GLM are not "
+            "supported, train it on images"
+        )
+    for kind, values, grid in PIXELS:
+        num_tokens = int((prefix == getattr(config, f"{kind}_token_id")).sum())
+        num_features = int(_num_features(inputs[grid], config).sum()) if inputs.get(values) is not None else 0
+        if num_tokens != num_features:
             raise ValueError(
-                f"row {row} has a video, which a {self.config.model_type} model marks by tokens of images: "
-                "videos of GLM are not supported, train it on images"
+                f"{name}: its prompt has {num_tokens} {kind} tokens before the last one, and its {values} make "
+                f"{num_features} features. Pass prompts as the processor expands them, ending in text; where tools "
+                "answer with pictures, set model_engine=dp"
             )
-        for kind, values, grid in PIXELS:
-            num_tokens = len(self._tokens(row, kind, 0, prefix_len))
-            num_features = int(self._num_features(inputs[grid]).sum()) if inputs.get(values) is not None else 0
-            if num_tokens != num_features:
-                raise ValueError(
-                    f"row {row}: its prompt has {num_tokens} {kind} tokens before the last one, and its {values} make "
-                    f"{num_features} features. Pass prompts as the processor expands them, ending in text; where tools "
-                    "answer with pictures, set model_engine=dp"
-                )
+
+
+def _num_features(grid: torch.Tensor, config: Any) -> torch.Tensor:
+    """[m]: features that the tower makes of each image or clip."""
+    return grid.prod(-1) // config.vision_config.spatial_merge_size**2
 
 
 def forward(
