@@ -117,7 +117,7 @@ def test_layers_that_others_checkpoint(wrapped):
     def phased(model, rows):
         return run_packed(model, rows, schedule="phased", wave_tokens=12)
 
-    for run in (run_phased, phased) if wrapped is by_torch else ():
+    for run in (run_phased, phased):
         log_probs, entropy, gradients = run(model, rows)
         gradients = {name.replace("_checkpoint_wrapped_module.", ""): x for name, x in gradients.items()}
         assert error((log_probs, entropy, gradients), truth) < 1e-9
