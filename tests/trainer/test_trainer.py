@@ -6,23 +6,26 @@ queue. Batches are real KVBatchMeta, the padding and the cutting into ranks and 
 """
 
 import inspect
+import itertools
 import math
 from types import SimpleNamespace
 
 import pytest
 import ray
 import torch
+import transfer_queue as transfer_queue_package
 from omegaconf import OmegaConf
 from tensordict import NonTensorStack, TensorDict
 from transfer_queue import BatchMeta, KVBatchMeta
 from verl.protocol import BatchData
 from verl.trainer.ppo import padding_utils
+from verl.trainer.ppo.core_algos import AdaptiveKLController
 from verl.trainer.ppo.v1 import get_trainer_cls
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer, register_trainer
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 from verl.utils import tensordict_utils as tu
 from verl.utils.seqlen_balancing import get_seqlen_balanced_partitions, log_seqlen_unbalance
-from verl.utils.tensordict_utils import make_iterator
+from verl.utils.tensordict_utils import list_of_dict_to_tensordict, make_iterator
 
 from verl_prefix.engine.rows import padding_rows
 from verl_prefix.trainer.mini_batches import whole_prompts
@@ -250,6 +253,87 @@ def test_metrics_are_verls_balance():
     assert (metrics["seqlen/balanced_min"], metrics["seqlen/balanced_max"]) == (min(seqlens), max(seqlens))
     for name in STOCK_METRICS - {"balanced_min", "balanced_max"}:
         assert metrics[f"seqlen/{name}"] == stock_metrics[f"seqlen/{name}"]
+
+
+@pytest.fixture
+def rows_in_queue(monkeypatch: pytest.MonkeyPatch) -> dict[str, dict]:
+    """A mock of TransferQueue: the fields of every row by its key."""
+    rows: dict[str, dict] = {}
+
+    def get(keys, partition_id, select_fields=None):
+        names = set.intersection(*(set(rows[key]) for key in keys))
+        names &= names if select_fields is None else {*select_fields}
+        return list_of_dict_to_tensordict([{name: rows[key][name] for name in names} for key in keys])
+
+    def put(keys, partition_id, fields, tags=None):
+        for name in fields.keys():
+            for key, value in zip(keys, tu.get(fields, name), strict=True):
+                rows.setdefault(key, {})[name] = value
+        names = set.intersection(*(set(rows[key]) for key in keys))
+        return KVBatchMeta(keys=keys, tags=tags or [{}] * len(keys), partition_id=partition_id, fields=sorted(names))
+
+    monkeypatch.setattr(transfer_queue_package, "kv_batch_get", get)
+    monkeypatch.setattr(transfer_queue_package, "kv_batch_put", put)
+    return rows
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [{}, {"adv_estimator": "gpg"}, {"use_kl_in_reward": True}, {"rollout_correction": None}],
+    ids=["grpo", "gpg", "kl_in_reward", "nothing corrected"],
+)
+def test_padding_of_mini_batches_of_prompts_changes_no_number_of_the_batch(rows_in_queue, algorithm):
+    """verl#7771: against verl's own trainer without any, and with it. As much padding as rows."""
+    correction = {"rollout_is": "sequence", "rollout_is_threshold": 2.0, "rollout_rs": "seq_mean_k1",
+                  "rollout_rs_threshold": "0.8_1.3", "bypass_mode": False}  # fmt: skip
+    algorithm = {
+        "adv_estimator": "grpo", "use_kl_in_reward": False, "kl_penalty": "kl", "gamma": 1.0, "lam": 1.0,
+        "norm_adv_by_std_in_grpo": True, "rollout_correction": correction,
+    } | algorithm  # fmt: skip
+
+    def run(trainer_class: type, padded: bool) -> tuple[dict[str, float], dict[str, dict], KVBatchMeta]:
+        rows_in_queue.clear()
+        generator = torch.Generator().manual_seed(0)
+        keys, fields, tags = [], [], []
+        for uid, session in itertools.product("abc", range(2)):
+            n = 3 + session
+            rollout, change, scores = torch.randn(3, n, generator=generator)
+            responses, mask = torch.arange(n), torch.ones(n, dtype=torch.int64)
+            keys.append(f"{uid}_{session}_0")
+            tags.append({"prompt_len": 5, "response_len": n, "seq_len": 5 + n})
+            fields.append({
+                "uid": uid, "session_id": session, "prompts": torch.arange(5), "responses": responses,
+                "response_mask": mask, "rm_scores": scores, "rollout_log_probs": rollout - 2,
+                "old_log_probs": rollout - 2 + 0.1 * change, "ref_log_prob": rollout - 2 + 0.2 * change,
+            })  # fmt: skip
+        put = transfer_queue_package.kv_batch_put
+        batch = put(keys, "train", list_of_dict_to_tensordict(fields), tags)
+        if padded:
+            batch = padding_utils.upsample_batch_to_divisible_size(batch, 12, 2)
+            zeros = [{name: torch.zeros(1) for name in ("old_log_probs", "ref_log_prob")}] * 6
+            put(batch.keys[6:], "train", list_of_dict_to_tensordict(zeros))
+            batch.reorder([i for pair in zip(range(6), range(6, 12), strict=True) for i in pair])
+        trainer = object.__new__(trainer_class)
+        trainer._by, trainer.kl_ctrl_in_reward = "prompts", AdaptiveKLController(0.1, 1.0, 100)
+        trainer.config = OmegaConf.create({"algorithm": algorithm, "actor_rollout_ref": {"rollout": {"n": 2}}})
+        done = trainer._compute_advantage(batch, metrics := {})
+        assert done.keys == batch.keys
+        return metrics | {"kl_coef": trainer.kl_ctrl_in_reward.value}, dict(rows_in_queue), done
+
+    wanted, rows, _ = run(PPOTrainerSync, padded=False)
+    diluted, *_ = run(PPOTrainerSync, padded=True)
+    found, ours, done = run(PrefixPPOTrainerSync, padded=True)
+    assert found == pytest.approx(wanted, rel=1e-6)
+    assert (diluted == pytest.approx(wanted, rel=1e-3)) is (algorithm["rollout_correction"] is None)
+    for key, row in rows.items():
+        for name in set(row) - {"uid"}:
+            assert torch.equal(torch.as_tensor(ours[key][name]), torch.as_tensor(row[name])), (key, name)
+    padding = [row for key, row in ours.items() if key not in rows]
+    assert len(padding) == 6 and set(done.fields) == set(rows["a_0_0"])
+    put = {"advantages", "returns", "response_mask", "rollout_is_weights", "token_level_rewards"} & set(done.fields)
+    for row in padding:
+        assert set(done.fields) <= set(row)
+        assert all(len(row[name]) == 1 and not row[name].any() for name in put)
 
 
 def test_a_batch_without_actor_update_is_one_mini_batch():

@@ -25,6 +25,7 @@ from verl.trainer.ppo.v1.trainer_colocate_async import PPOTrainerColocateAsync
 from verl.trainer.ppo.v1.trainer_separate_async import PPOTrainerSeparateAsync
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 from verl.utils.seqlen_balancing import calculate_workload, get_seqlen_balanced_partitions, log_seqlen_unbalance
+from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 
 from verl_prefix.trainer.mini_batches import fill_mini_batches, padded, whole_prompts
 from verl_prefix.trainer.watchdog import Watchdog, stall_minutes
@@ -160,6 +161,23 @@ class WholeGroups(PPOTrainer):
         of_rank = math.lcm(*(rows for is_dynamic, rows in micro_batches if rows and not is_dynamic))
         unit = dp_size * of_rank
         return num * unit * math.ceil(max(map(len, self._of_prompts)) / unit)
+
+    def _compute_advantage(self, batch: KVBatchMeta, metrics: dict[str, float]) -> KVBatchMeta:
+        """verl's, which takes means over rows, of padding too: off-policy metrics, KL in rewards (verl#7771). Padding
+        of ours may be as many rows as there are. So verl gets the others alone, and padding has zeros put for it."""
+        padding = [key for key, tag in zip(batch.keys, batch.tags, strict=True) if tag.get("is_padding", False)]
+        if self._by != "prompts" or not padding:
+            return super()._compute_advantage(batch, metrics)
+        rows = batch.select_keys([key for key in batch.keys if key not in set(padding)])
+        done = super()._compute_advantage(rows, metrics)
+        ours = tq.kv_batch_get(keys=padding, partition_id=batch.partition_id)
+        put = tq.kv_batch_get(keys=rows.keys[:1], partition_id=batch.partition_id, select_fields=done.fields)
+        zeros = {name: put[name][0].new_zeros(1) for name in set(put.keys()) - set(ours.keys())}
+        tq.kv_batch_put(
+            keys=padding, partition_id=batch.partition_id, fields=list_of_dict_to_tensordict([zeros] * len(padding))
+        )
+        batch.fields = done.fields
+        return batch
 
     def _update_actor(self, batch: KVBatchMeta, metrics: dict[str, float]) -> KVBatchMeta:
         """verl's update; it files the engine's metrics under `actor/`, ours go back to `prefix/` and `timing_s/`."""
