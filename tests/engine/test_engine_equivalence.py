@@ -562,6 +562,26 @@ def _padded_prompts(models: dict, agg_mode: str, schedule: str) -> dict[str, flo
     return _of_prompts(models["qwen3"], get_rank(), {"loss_agg_mode": agg_mode, "schedule": schedule})
 
 
+def _metrics_of_prompts(models: dict, padding: int, budget: int, mode: str) -> dict[str, list[float]]:
+    """What verl's loss says of a mini-batch of prompts and so many rows of padding: of each pass."""
+    from verl.utils import tensordict_utils as tu
+
+    policy_loss = {"loss_mode": mode} | ({"rollout_correction": CORRECTION} if mode == "bypass_mode" else {})
+    options = {"mini_batches": "prompts", "verify": "off", "schedule": "packed", "policy_loss": policy_loss}
+    groups = [("a", 40, [5, 6, 7], ""), ("b", 30, [4, 4], ""), (PAD, 127, [1] * 5, "pad")]
+    engine = SHARED("prefix", models["qwen3"], options)
+    more = {"groups": groups, "budget": budget}
+    data = _batch(get_rank(), engine.model_config.hf_config.vocab_size, options | more)
+    rows = [i for i, uid in enumerate(data["uid"]) if uid != PAD] + [
+        i for i, uid in enumerate(data["uid"]) if uid == PAD
+    ]
+    data = tu.index_select_tensor_dict(data, rows[: 5 + padding])
+    with engine.train_mode(disable_auto_offload=True):
+        metrics = engine.train_batch(data, _loss(options))["metrics"]
+    return {name: [float(v) for v in getattr(x, "values", x if isinstance(x, list) else [x])]
+            for name, x in metrics.items() if name.startswith(("rollout_corr/", "actor/", "grad_norm"))}  # fmt: skip
+
+
 def _named(models: dict, uid: str) -> dict[str, float]:
     """Loss and prefix/* of a mini-batch of prompts, the first of which has this uid. Names sort as "a" does."""
     groups = [(uid, 40, [5, 6, 7], ""), ("qs", 30, [4, 4], ""), (PAD, 127, [1] * 3, "pad")]
@@ -921,6 +941,25 @@ def test_a_prompt_whose_uid_begins_with_pad_is_a_prompt_and_verls_padding_is_non
     assert found == wanted and found["prefix/groups"] == 2 and found["prefix/stock_rows"] == 0
     (padding,) = one_rank(_named, PAD)
     assert padding["prefix/groups"] == 1, "verl's own is"
+
+
+@pytest.mark.parametrize(
+    ("budget", "mode", "telling"),
+    [(400, "bypass_mode", "rollout_corr/training_ppl"), (100, "vanilla", "actor/ppo_kl")],
+    ids=["one pass", "passes of a prompt or of padding"],
+)
+def test_padding_of_a_mini_batch_of_prompts_changes_no_metric_of_the_loss(one_rank, budget, mode, telling):
+    """verl#7771: perplexities, say, which are means over the rows that the loss is given; others over passes."""
+    (wanted,) = one_rank(_metrics_of_prompts, 0, budget, mode)
+    assert all(wanted[telling]) and wanted["grad_norm"]
+    for padding in (1, 5):
+        (found,) = one_rank(_metrics_of_prompts, padding, budget, mode)
+        assert found.keys() == wanted.keys()
+        for name, values in wanted.items():
+            mean, of_rows = (sum(each) / len(each) for each in (found[name], values))
+            counted = name in ("actor/pg_loss", "actor/entropy_loss")  # sums over passes
+            mean, of_rows = (sum(found[name]), sum(values)) if counted else (mean, of_rows)
+            assert mean == pytest.approx(of_rows, rel=1e-5, abs=1e-7), name
 
 
 def test_torn_prompts_of_a_collapsed_policy_are_counted_in_every_epoch(results):

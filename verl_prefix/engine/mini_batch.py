@@ -17,6 +17,7 @@ from verl_prefix.core.waves import Plan
 from verl_prefix.engine.loss import Loss, LossFunction
 from verl_prefix.engine.outputs import TokenOutputs
 from verl_prefix.engine.protocol import Engine
+from verl_prefix.engine.rows import padding_rows
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +47,9 @@ class MiniBatch:
         self._keeps_model_output = forward_only or tu.get_non_tensor_data(data, "return_model_output", False)
         reads_masked = self._keeps_model_output or self._loss.reads_masked(data)
         self.token_outputs = TokenOutputs(engine, data, reads_masked)
+        # Rows that no loss is told of: means over rows are among its metrics (verl#7771).
+        hides = not forward_only and engine.prefix_config.mini_batches == "prompts"
+        self._padding = padding_rows(data) if hides else set[int]()
         self._passes: list[_Pass] = []
         self.num_not_finite = 0
 
@@ -54,13 +58,18 @@ class MiniBatch:
         rows = [row for group in groups for row in group.rows]
         micro_batch = self._loss.rows(self._data, rows)
         model_output = self.token_outputs.of_rows(groups, layout, outputs, micro_batch["input_ids"].offsets())
-        loss, metrics, counts = self._loss(model_output, micro_batch, self._engine.get_data_parallel_group())
+        read, told = model_output, [i for i, row in enumerate(rows) if row not in self._padding]
+        if 0 < len(told) < len(rows):
+            micro_batch = self._loss.rows(self._data, [rows[i] for i in told])
+            unbound = {name: values.unbind() for name, values in model_output.items()}
+            read = {name: tu.nested_tensor_from_tensor_list([x[i] for i in told]) for name, x in unbound.items()}
+        loss, metrics, counts = self._loss(read, micro_batch, self._engine.get_data_parallel_group())
         # A NaN that the loss masks counts too: its gradient is NaN times zero.
         values = [loss.detach(), outputs, *self._loss.floats(micro_batch).values()]
         finite = torch.stack([torch.isfinite(x).all() for x in values]).all()
         model_output = {name: values.detach() for name, values in model_output.items()}
         output = {"loss": loss.detach(), "metrics": metrics, "model_output": model_output}
-        self._passes.append(_Pass(rows, output, finite, where=current_pass(), counts=counts))
+        self._passes.append(_Pass(rows, output, finite, where=current_pass(), counts=counts and bool(told)))
         return loss
 
     def outputs(self, plan: Plan) -> tuple[list[dict[str, Any]], list[list[int]]]:
