@@ -210,7 +210,7 @@ def test_a_pass_asks_for_a_kernel_of_its_tensors_and_keeps_nothing_unasked(monke
     layout = Layout(torch.arange(5), 0, (calls.Segment(5),))
     one, q, k = AttentionPass(layout, "reference"), torch.randn(5, 4, 24), torch.randn(5, 2, 24)
     one.attend(0, q, k, k, None, AttentionParams(0.2))
-    one.attend(0, q, k, k, None, AttentionParams(0.2, softcap=5.0))
+    one.attend(1, q, k, k, None, AttentionParams(0.2, softcap=5.0))
     of = "reference", "cpu", torch.float32, 24
     assert asked == [(of, {"softcap": False}), (of, {"softcap": True})]
     assert one.num_calls == 2 and one.kept is None

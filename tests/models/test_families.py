@@ -447,7 +447,7 @@ def test_dropout_inside_the_model_is_refused():
     "asked",
     [
         dict(prefix_pass=None), dict(attention_mask=torch.zeros(1, 1, 1, 1)), dict(dropout=0.1),
-        dict(sliding_window=9), dict(batch=2),
+        dict(sliding_window=9), dict(batch=2), dict(is_causal=False),
     ],
     ids=lambda asked: "".join(asked),
 )  # fmt: skip
@@ -458,6 +458,33 @@ def test_what_a_layer_asks_for_and_would_not_get_is_refused(asked):
     x = torch.zeros(options.pop("batch"), 4, 1, 8)
     with pytest.raises(RuntimeError, match="MistralAttention layer 0 called the .*; set model_engine=dp and report"):
         grouped_attention_forward(attention, x, x, x, **options)
+
+
+def test_a_layer_that_attends_both_ways_is_refused():
+    model, batch = build("llama3"), random_rollouts(SHAPE, 128)
+    model.model.layers[2].self_attn.is_causal = False
+    with pytest.raises(RuntimeError, match="LlamaAttention layer 2 called .* is_causal=False; set model_engine=dp"):
+        run_shared(model, batch, "packed")
+
+
+@pytest.mark.parametrize(
+    "options", [*SCHEDULES.values(), dict(schedule="packed", keep_attention=True)], ids=[*SCHEDULES, "kept"]
+)
+def test_layers_under_one_index_are_refused(options):
+    """Of each layer the prefix cache, and what is kept for checkpointing, hold one run: the last, or the first."""
+    model, batch = build("llama3").train(), random_rollouts(SHAPE, 128)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    run_shared(model, batch, **options)
+    model.model.layers[2].self_attn.layer_idx = 1
+    with pytest.raises(RuntimeError, match="layer 1 ran twice in one forward, .*; set model_engine=dp"):
+        run_shared(model, batch, **options)
+
+
+def test_recurrent_layers_under_one_index_are_refused_where_states_are_left():
+    model, batch = build("lfm2"), random_rollouts(SHAPE, 128)
+    model.model.layers[2].conv.layer_idx = 0
+    with pytest.raises(RuntimeError, match=r"layer \('conv', 0\) ran twice in one forward"):
+        run_shared(model, batch, **SCHEDULES["phased"])
 
 
 def test_a_model_that_bypasses_the_attention_interface_is_noticed(monkeypatch):

@@ -18,7 +18,7 @@ import torch
 from verl_prefix.core.calls import Call
 from verl_prefix.core.kernels import Kernel, choose_kernel
 from verl_prefix.core.layout import Layout
-from verl_prefix.core.prefix_cache import Key, PrefixCache, add_at
+from verl_prefix.core.prefix_cache import Key, PrefixCache, add_at, ran_twice
 from verl_prefix.core.sequence_parallel import Shards
 
 # By layer: attention outputs [T, H, D] and log-sum-exps [H, T], kept until gradient checkpointing runs the layer again.
@@ -60,6 +60,7 @@ class AttentionPass:
         self.head_tokens: torch.Tensor | None = None
         self.kept: Kept | None = {} if keep_attention else None
         self.num_calls = 0  # layers seen, so that a model that bypasses us is noticed
+        self._attended: set[int] = set()
 
     def attend(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None,
@@ -71,7 +72,12 @@ class AttentionPass:
 
         Raises:
             ValueError: the kernel that was asked for cannot run such inputs (`kernels.choose_kernel`).
+            RuntimeError: the layer runs a second time in one forward.
         """
+        in_backward = torch._C._current_graph_task_id() >= 0  # where gradient checkpointing runs a layer again
+        if layer in self._attended and not in_backward:
+            raise ran_twice(layer)
+        self._attended.add(layer)
         self.num_calls += 1
         kernel = choose_kernel(self.kernel, q.device.type, q.dtype, q.shape[-1], softcap=params.softcap is not None)
         if self.shards is not None:

@@ -58,8 +58,13 @@ class PrefixCache:
         Returns:
             The same tensors, then `beside`. Backward through any of them adds the grad cache to the gradients of
             `tensors`.
+
+        Raises:
+            RuntimeError: there is something under this key already.
         """
         if self._is_open:
+            if key in self._leaf:
+                raise ran_twice(key)
             unknown = self._in_update and not torch.is_grad_enabled()
             self._leaf[key] = tuple(x.detach().requires_grad_(unknown or x.requires_grad) for x in tensors)
             self.anchors[key] = torch.empty(0, requires_grad=any(x.requires_grad for x in self._leaf[key]))
@@ -100,6 +105,14 @@ class PrefixCache:
     def take(self, key: Key) -> Tensors | None:
         """Phase C: removes and returns what the waves sent back to a layer; None where no wave read it."""
         return self._grad.pop(key, None)
+
+
+def ran_twice(key: Key) -> RuntimeError:
+    """An error for a model that runs a layer several times in one forward, or several layers under one index."""
+    return RuntimeError(
+        f"layer {key} ran twice in one forward, and what is kept of a layer is of one run; set model_engine=dp, or "
+        "call the model on whole rows"
+    )
 
 
 class _JoinGradCache(torch.autograd.Function):

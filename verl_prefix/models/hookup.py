@@ -40,6 +40,7 @@ def grouped_attention_forward(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
+    is_causal: bool | None = None,
     prefix_pass: AttentionPass | None = None,
     **kwargs: object,
 ) -> tuple[torch.Tensor, None]:
@@ -53,13 +54,15 @@ def grouped_attention_forward(
         RuntimeError: the model asks for something that `unsupported_reasons` did not foresee.
     """
     wanted = layer_window(module.config.get_text_config(), module.layer_idx)
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal  # as transformers reads it
     if (
         prefix_pass is None or attention_mask is not None or dropout or sliding_window != wanted or query.shape[0] != 1
+        or not causal
     ):  # fmt: skip
         raise RuntimeError(
             f"{type(module).__name__} layer {module.layer_idx} called the shared-prefix attention with "
             f"prefix_pass={prefix_pass is not None}, attention_mask={attention_mask is not None}, dropout={dropout}, "
-            f"sliding_window={sliding_window} (its config says {wanted}), batch {query.shape[0]}; "
+            f"sliding_window={sliding_window} (its config says {wanted}), batch {query.shape[0]}, is_causal={causal}; "
             "set model_engine=dp and report this model"
         )
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
