@@ -404,6 +404,16 @@ def test_attention_that_is_kept_runs_no_kernel_again_and_changes_nothing(family,
         ("PaliGemmaConfig", {}, "use_bidirectional_attention=True; vision_config of type siglip_vision_model "),
         ("VoxtralConfig", {}, "model: audio_config of type voxtral_encoder; towers"),
         ("Qwen2_5OmniThinkerConfig", {}, "two towers, vision_config of .* and audio_config of type qwen2_5_omni_"),
+        (
+            "BertConfig",
+            dict(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0),
+            "is_decoder=False, with which ",
+        ),
+        ("ElectraConfig", dict(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0), "model: is_decoder=False, "),
+        ("Qwen3OmniMoeConfig", {}, "model_type=qwen3_omni_moe, of which transformers has no causal language model"),
+        ("BloomConfig", {}, "BloomForCausalLM, whose layers do not hand all they get on to transformers' attention"),
+        ("StableLmConfig", {}, "StableLmForCausalLM, whose layers do not hand all they get on"),
+        ("DogeConfig", {}, "DogeForCausalLM, whose attention flash attention cannot compute"),
     ],
 )
 def test_what_would_be_wrong_is_refused_by_config(config_class, fields, found):

@@ -2,23 +2,30 @@
 
 import functools
 import importlib.util
+import inspect
 import math
 import re
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from transformers import PretrainedConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from verl_prefix.models.recurrent import is_recurrent
 from verl_prefix.models.vision import MODEL_TYPES, is_vision_config
 
 # Config attributes of layers that carry state from token to token other than by attention over K/V.
 _STATEFUL = ("mamba_d_state", "mamba_d_ssm", "ssm_state_size", "state_size", "linear_conv_kernel_dim", "conv_L_cache")
-# And of attention that reads other keys and values than a layer's own of earlier tokens.
+# And of attention that reads other keys and values than a layer's own of earlier tokens, and of layers that run more
+# than once in a forward, or attend twice, under one index.
 _OTHERS = (
-    "attention_chunk_size", "num_kv_shared_layers", "use_bidirectional_attention", "index_topk",
+    "attention_chunk_size", "num_kv_shared_layers", "use_bidirectional_attention", "index_topk", "L_cycles",
+    "n_recurrent_loops", "lambda_std_dev",
 )  # fmt: skip
+# Types of transformers from 5.11 on whose classes promise the attention interface more than their layers hand on.
+_BROKEN_PROMISES = ("moshi", "nemotron")
 # Layer types of the models whose recurrent layers are supported.
 _RECURRENT_LAYERS = {"linear_attention", "conv", "mamba", "attention"}
 
@@ -26,7 +33,7 @@ _RECURRENT_LAYERS = {"linear_attention", "conv", "mamba", "attention"}
 def unsupported_reasons(config: PretrainedConfig, training: bool = True) -> list[str]:
     """Properties of a model that the shared-prefix path cannot compute, as `attribute=value` phrases; with `training`
     also those that act in training only."""
-    text = config.get_text_config()
+    text = config.get_text_config(decoder=True)
     reasons = []
     has_states = is_recurrent(text.model_type)
     layer_types = set(getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None) or ())
@@ -34,10 +41,13 @@ def unsupported_reasons(config: PretrainedConfig, training: bool = True) -> list
     if unknown := layer_types - known:
         reasons.append(f"layer_types has {sorted(unknown)}")
     for name in _OTHERS if has_states else (*_STATEFUL, *_OTHERS):
-        if getattr(text, name, None):
-            reasons.append(f"{name}={getattr(text, name)}")
-    if getattr(text, "kv_lora_rank", None) and not type(text).__module__.startswith("transformers."):
-        reasons.append(f"kv_lora_rank={text.kv_lora_rank} in code from outside of transformers")
+        if values := _of_layers(text, name):
+            reasons.append(f"{name}={values[0]}")
+    if (ranks := _of_layers(text, "kv_lora_rank")) and not type(text).__module__.startswith("transformers."):
+        reasons.append(f"kv_lora_rank={ranks[0]} in code from outside of transformers")
+    # Of models that attend both ways or not; gpt_neox, say, has the first field alone, and does not read it.
+    if all(hasattr(type(text), name) for name in ("is_decoder", "add_cross_attention")) and not text.is_decoder:
+        reasons.append("is_decoder=False, with which tokens attend to later ones")
     if has_states and (getattr(text, "time_step_limit", None) or (0.0,))[0] > 0:
         reasons.append(f"time_step_limit={text.time_step_limit}, with which padding would decay a state")
     if has_states and getattr(text, "hidden_act", "silu") not in ("silu", "swish"):
@@ -51,7 +61,33 @@ def unsupported_reasons(config: PretrainedConfig, training: bool = True) -> list
     if (towers := _towers(config)) and not is_vision_config(config):
         told = ("two towers, " if len(towers) > 1 else "") + " and ".join(towers)
         reasons.append(f"{told}; towers of {', '.join(MODEL_TYPES)} are supported")
-    return reasons
+    return reasons or _class_reasons(config)
+
+
+def _class_reasons(config: PretrainedConfig) -> list[str]:
+    """What the model's class in transformers says of itself, which is imported and not built. Of models from outside of
+    transformers, whose classes need not say it, the first pass tells (`hookup`)."""
+    if is_vision_config(config) or not type(config).__module__.startswith("transformers."):
+        return []
+    model = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    if model is None:
+        return [f"model_type={config.model_type}, of which transformers has no causal language model"]
+    if is_recurrent(config.get_text_config().model_type):
+        return []
+    if "logits_to_keep" not in inspect.signature(model.forward).parameters:
+        return [f"{model.__name__}, whose forward takes no logits_to_keep"]
+    if not model._supports_attention_backend or config.model_type in _BROKEN_PROMISES:
+        return [f"{model.__name__}, whose layers do not hand all they get on to transformers' attention interface"]
+    if not model._supports_flash_attn:
+        return [f"{model.__name__}, whose attention flash attention cannot compute, and so neither can ours"]
+    return []
+
+
+def _of_layers(text: PretrainedConfig, name: str) -> list[Any]:
+    """What layers have for a field, where it is set. Newer transformers raise where layers differ in it, and one asks
+    the whole config."""
+    layers = text.per_layer_config if getattr(text, "is_heterogeneous", False) else [text]
+    return [value for layer in layers if (value := getattr(layer, name, None))]
 
 
 def _towers(config: PretrainedConfig) -> list[str]:
@@ -111,7 +147,8 @@ def dropouts(config: PretrainedConfig) -> dict[str, float]:
     return {
         prefix + name: value
         for prefix, section in sections.items()
-        for name, value in vars(section or {}).items()
+        if section is not None
+        for name, value in vars(section).items()
         if re.search("drop|jitter", name) and not name.startswith(("classifier", "summary"))
         and type(value) in (int, float) and value > 0 and _reads(type(section).__module__, name)
     }  # fmt: skip
@@ -158,13 +195,15 @@ def checkpointing(model: torch.nn.Module) -> bool:
 
 
 def _rope_types(text: PretrainedConfig) -> set[str]:
-    rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
-    by_layer_type = [value for value in rope.values() if isinstance(value, dict)]
-    return {str(x.get("rope_type", x.get("type", "default"))) for x in by_layer_type or [rope]}
+    ropes = _of_layers(text, "rope_parameters") or _of_layers(text, "rope_scaling")
+    by_layer_type = [value for rope in ropes for value in rope.values() if isinstance(value, dict)]
+    return {str(x.get("rope_type", x.get("type", "default"))) for x in by_layer_type or ropes}
 
 
 def layer_window(text: PretrainedConfig, layer: int) -> int | None:
     """The sliding window that the config gives this layer."""
+    if getattr(text, "is_heterogeneous", False):
+        text = text.per_layer_config[layer]
     if layer_types := getattr(text, "layer_types", None):
         return text.sliding_window if layer_types[layer] == "sliding_attention" else None
     return getattr(text, "sliding_window", None) if getattr(text, "use_sliding_window", True) else None
