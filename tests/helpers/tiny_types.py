@@ -30,7 +30,7 @@ _GEMMA4 = dict(
 # Fields of a type that those do not fit.
 _FIELDS: dict[str, dict[str, Any]] = {
     "cohere_compass_text": dict(
-        rope_parameters=_PER_LAYER_TYPE, layer_types=["sliding_attention", "full_attention"] * 2
+        rope_parameters=_PER_LAYER_TYPE, layer_types=["sliding_attention", "full_attention"] * 2, logit_scale=0.5
     ),
     "deepseek_v2": MLA,
     "emu3": dict(text_config=COMMON),
