@@ -13,8 +13,9 @@ _HANDS_ON = ("transformers.", "torch.", "peft.", "verl.", "accelerate.utils.oper
 
 
 def scales(config: PretrainedConfig) -> list[float]:
-    """What a text model's own code makes of logits after lm_head, by its config; at 1 it leaves them as they are."""
-    return [getattr(config, name) for name in _SCALES if getattr(config, name, None) is not None]
+    """What a text model's own code makes of logits after lm_head, by its config; at 1 it leaves their values alone."""
+    values = [getattr(config, name) for name in _SCALES if hasattr(config, name)]
+    return [1 if value is None else value for value in values]
 
 
 def written_elsewhere(call: Callable[..., object]) -> str | None:
