@@ -13,7 +13,7 @@ from families import (
 )
 from runners import random_rollouts, run_shared, run_stock
 from tiny_types import default_config, tiny_config
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from verl_prefix.models import vision
@@ -45,7 +45,7 @@ def refusal(config) -> str | None:
 
 def test_a_type_without_a_causal_language_model_is_refused():
     known = {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *vision.MODEL_TYPES}
-    configs = [config for name in sorted(CONFIG_MAPPING) if name not in known if (config := default_config(name))]
+    configs = [config for name in CONFIG_MAPPING_NAMES if name not in known if (config := default_config(name))]
     assert len(configs) > 400
     assert all(map(refusal, configs))
 

@@ -66,8 +66,9 @@ class PrefixCache:
             if key in self._leaf:
                 raise ran_twice(key)
             unknown = self._in_update and not torch.is_grad_enabled()
-            self._leaf[key] = tuple(x.detach().requires_grad_(unknown or x.requires_grad) for x in tensors)
-            self.anchors[key] = torch.empty(0, requires_grad=any(x.requires_grad for x in self._leaf[key]))
+            leaves = tuple(x.detach().requires_grad_(unknown or x.requires_grad) for x in tensors)
+            self._leaf[key] = leaves
+            self.anchors[key] = torch.empty(0, requires_grad=any(x.requires_grad for x in leaves))
         joined: Tensors = _JoinGradCache.apply(self, key, len(tensors), *tensors, *beside)  # type: ignore[no-untyped-call]
         return joined
 
