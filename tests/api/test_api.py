@@ -274,17 +274,54 @@ def test_casts_of_accelerate_leave_logits_in_chunks(monkeypatch):
     assert max(sizes) == 7
 
 
-def test_logits_that_change_though_nothing_shows_it_are_refused(monkeypatch):
+@pytest.mark.parametrize("scale", [None, 1.0])
+def test_logits_that_change_though_nothing_shows_it_are_refused(scale, monkeypatch):
     monkeypatch.setattr(logits, "_HANDS_ON", (*logits._HANDS_ON, f"{__name__}."))
+    model = subclass(build())
+    model.config.logits_scaling = scale
     with pytest.raises(RuntimeError, match="no hook, forward or config key shows that; set model_engine=dp"):
-        run_packed(subclass(build()), batch())
+        run_packed(model, batch())
+
+
+def test_logits_times_one_are_handed_on(monkeypatch):
+    monkeypatch.setattr(logits, "_HANDS_ON", (*logits._HANDS_ON, f"{__name__}."))
+    model, sizes, rows = build(), [], batch()
+    forward, head = model.forward, model.lm_head.forward
+
+    def scaled(*args, **options):
+        output = forward(*args, **options)
+        output.logits = output.logits * 1.0
+        return output
+
+    model.forward = scaled
+    truth = by_hf(model, rows)
+    monkeypatch.setattr(model.lm_head, "forward", lambda hidden: sizes.append(len(hidden)) or head(hidden))
+    assert error(run_packed(model, rows, logits_chunk=7), truth) < 1e-9
+    assert max(sizes) == 7
+
+
+@pytest.mark.parametrize("frozen", ["all", "embeddings and a layer"])
+def test_what_runs_without_gradients_because_it_is_frozen_is_one_graph(frozen):
+    """A reference, and lower layers, under no_grad."""
+    model, rows = build(), batch()
+    truth = by_hf(model, rows)
+    if frozen == "all":
+        model.forward = torch.no_grad()(model.forward)
+        found, _ = response_log_probs(model, rows.prompts, rows.responses, return_entropy=True, temperature=TEMPERATURE)
+        assert error(([x.detach() for x in found], truth[1], {}), (*truth[:2], {})) < 1e-9
+        return
+    for module in (model.model.embed_tokens, model.model.layers[0]):
+        module.requires_grad_(False)
+        module.forward = torch.no_grad()(module.forward)
+    trained = {name: grad for name, grad in truth[2].items() if "embed" not in name and "layers.0." not in name}
+    assert error(run_packed(model, rows), (*truth[:2], trained)) < 1e-9
 
 
 def test_a_model_that_ignores_logits_to_keep_is_refused():
     model = build()
     forward = model.forward
     model.forward = lambda logits_to_keep=0, **options: forward(**options)
-    with pytest.raises(RuntimeError, match=r"logits of \d+ tokens. It returned \d+, or changed"):
+    with pytest.raises(RuntimeError, match=r"logits of \d+ tokens, and it returned those of \d+"):
         run_packed(model, batch())
 
 

@@ -388,6 +388,8 @@ def test_waves_hide_their_own_cost_for_an_eighth_of_memory(llama3_8b):
     assert len(log_probs.waves) == 2, "log-probs keep nothing that would wait in host memory"
     assert waves("activations")[0] == [rows] * 8, "a response more has activations of a tenth of all"
     assert waves("checkpointed", wave_tokens=rows)[0] == [rows] * 8, "as the user says"
+    for most in (2 * rows, 4 * rows):
+        assert waves("checkpointed", wave_tokens=most)[0] == [2 * rows] * 4, "no shorter than without the key"
     assert waves("checkpointed", budget=3000)[0] == [rows] * 8, "no wave is longer than the budget"
     assert waves("checkpointed", budget=20000)[0] == [4 * rows] * 2, "as the budget leaves"
     for name in ("checkpointed", "offload"):

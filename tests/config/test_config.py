@@ -171,6 +171,14 @@ def test_waves_that_leave_nothing_of_a_pass_to_prefixes_are_refused_in_the_drive
             OmegaConf.resolve(composed(model, *overrides.split(), f"{WAVES}={waves}"))
 
 
+def test_waves_may_be_longer_than_passes_of_old_log_probs_that_bypass_mode_leaves_out(model_path):
+    small = f"actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu=64 {WAVES}=100"
+    model, bypass = f"actor_rollout_ref.model.path={model_path}", "algorithm.rollout_correction.bypass_mode=True"
+    with pytest.raises(InterpolationResolutionError, match="the 64 tokens of a pass"):
+        OmegaConf.resolve(composed(model, *small.split()))
+    OmegaConf.resolve(composed(model, *small.split(), bypass))
+
+
 def test_a_model_type_of_external_lib_is_known_in_the_driver(tmp_path, model_path, monkeypatch):
     (tmp_path / "a_users_models.py").write_text(
         "from transformers import AutoConfig, Qwen3Config\n"

@@ -9,6 +9,7 @@ as tokens; the split into prefix and suffix happens here, and rows are grouped b
 (arXiv 2506.05433) for packed, schedule-level reuse for phased; see `schedule`.
 """
 
+import functools
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -257,10 +258,11 @@ def _by_row(
     """`Batch.by_row` of all rows, packed or phased."""
     if schedule == "auto":
         schedule = "phased" if _no_graph(model.model, batch, max_tokens) else "packed"
+    hidden: set[int] = set()
     runner = Schedule(
         model, batch.outputs, kernel=attention, logits_chunk=logits_chunk,
         forward_context=autocast_of(batch.device) if schedule == "phased" else nullcontext,
-        pass_type=_GraphPass if schedule == "packed" and torch.is_grad_enabled() else AttentionPass,
+        pass_type=functools.partial(_GraphPass, hidden) if torch.is_grad_enabled() else AttentionPass,
     )  # fmt: skip
     if schedule == "phased":
         _check_waves(max_tokens, wave_tokens)
@@ -270,17 +272,29 @@ def _by_row(
     if reason := _no_graph(model.model, batch, max_tokens):
         raise ValueError(reason)
     passes = outputs_by_row(runner, batch, batch.plan("auto", max_tokens, None))
-    return {row: outputs for rows in passes for row, outputs in rows.items()}
+    by_row = {row: outputs for rows in passes for row, outputs in rows.items()}
+    if any(outputs.requires_grad for outputs in by_row.values()) and _trains(model.model, hidden):
+        raise ValueError(_CHECKPOINTED)
+    return by_row
 
 
 class _GraphPass(AttentionPass):
-    """A pass whose graph outlives the call. Reentrant checkpointing that no module shows would run its layers again
-    with another attention."""
+    """A pass whose graph outlives the call. `hidden` collects layers that run without gradients: where they have any,
+    reentrant checkpointing, which no module may show, would run them again with another attention."""
 
-    def attended(self, *args: Any, **options: Any) -> None:
-        """Raises ValueError where a layer runs without gradients."""
+    def __init__(self, hidden: set[int], *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.hidden = hidden
+
+    def attended(self, layer: int, *args: Any, **options: Any) -> None:
         if not torch.is_grad_enabled():
-            raise ValueError(_CHECKPOINTED)
+            self.hidden.add(layer)
+
+
+def _trains(model: Any, layers: set[int]) -> bool:
+    """Whether gradients go to or through one of these layers."""
+    modules = [model.get_input_embeddings(), *model.get_decoder().layers[: max(layers) + 1]] if layers else []
+    return any(parameter.requires_grad for module in modules for parameter in module.parameters())
 
 
 def _no_graph(model: torch.nn.Module, batch: Batch, max_tokens: int | None) -> str | None:

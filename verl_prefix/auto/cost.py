@@ -279,18 +279,20 @@ def plan_batch(
     shape: ModelShape, groups: Sequence[Group], budget: int, schedule: str, wave_tokens: int | None, memory: Memory,
     forward_only: bool = False,
 ) -> Plan:  # fmt: skip
-    """A run's `waves.make_plan`, which chooses the length of waves where `wave_tokens` is None.
+    """A run's `waves.make_plan`, which chooses the length of waves.
 
     Where the budget leaves less, a wave has `LONG_WAVE` tokens on each rank that shares it, but no more than the budget
-    on all of them. That is halved until it adds at most `GROWTH` to the update's estimated peak. With offload a wave of
-    an update has at most `OFFLOAD_WAVE` tokens on each rank."""
-    make = functools.partial(make_plan, groups, budget, schedule=schedule, offload=memory.offload)
-    plan = make(wave_tokens=wave_tokens)
-    is_set = wave_tokens is not None and leaves_room(wave_tokens, budget, memory.offload)
-    if is_set or not plan.phased:
+    on all of them, or than `wave_tokens`. That is halved until it adds at most `GROWTH` to the update's estimated peak.
+    With offload a wave of an update has at most `OFFLOAD_WAVE` tokens on each rank where `wave_tokens` is None."""
+    make = functools.partial(
+        make_plan, groups, budget, schedule=schedule, wave_tokens=wave_tokens, offload=memory.offload
+    )
+    plan = make()
+    if not plan.phased:
         return plan
     if memory.offload:
-        return plan if forward_only else limit_waves(plan, OFFLOAD_WAVE * memory.sequence_ranks)
+        is_set = wave_tokens is not None and leaves_room(wave_tokens, budget, offload=True)
+        return plan if forward_only or is_set else limit_waves(plan, OFFLOAD_WAVE * memory.sequence_ranks)
     most = (1 + GROWTH) * peak_bytes(shape, plan, (), memory)
     tokens = min(LONG_WAVE * memory.sequence_ranks, budget)
     while (longer := make(least_wave=tokens)) != plan:

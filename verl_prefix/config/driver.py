@@ -83,7 +83,8 @@ def _check_waves(config: DictConfig) -> None:
     prompt, response = (OmegaConf.select(config, f"data.max_{part}_length") or 0 for part in ("prompt", "response"))
     budgets = []
     # As ActorRolloutRefWorker.init_model reads them.
-    for role in ("actor", "rollout", *(["ref"] if _has_ref(config) else [])):
+    bypass = OmegaConf.select(config, "algorithm.rollout_correction.bypass_mode")  # without old log-probs
+    for role in ("actor", *([] if bypass else ["rollout"]), *(["ref"] if _has_ref(config) else [])):
         section, of_role = roles[role], "" if role == "actor" else "log_prob_"
         counts_tokens = section[f"{of_role}use_dynamic_bsz"]
         key = f"{of_role or 'ppo_'}{'max_token_len' if counts_tokens else 'micro_batch_size'}_per_gpu"

@@ -46,7 +46,8 @@ class StepMetrics:
     Args:
         reduce_sum, reduce_max: element-wise over all ranks. sequence_ranks: how many ranks compute the same rows, each
             of which counts them.
-        trees: of `PrefixConfig`. epochs: how often a step goes through its rows, in equally many mini-batches.
+        trees: of `PrefixConfig`. epochs: how often a step goes through its rows, in equally many
+            mini-batches, by the config; a trainer that sends another number is miscounted.
     """
 
     def __init__(self, reduce_sum: Reduce, reduce_max: Reduce, sequence_ranks: int, trees: str, epochs: int) -> None:

@@ -20,7 +20,7 @@ from verl_prefix.core.schedule import Outputs
 from verl_prefix.models import vision
 from verl_prefix.models.experts import ExpertLoads
 from verl_prefix.models.last_layer import on_head_tokens
-from verl_prefix.models.logits import readers, scales, written_elsewhere
+from verl_prefix.models.logits import readers, scales_logits, written_elsewhere
 from verl_prefix.models.recurrent import replaced, shared_states
 from verl_prefix.models.support import layer_window
 
@@ -139,12 +139,15 @@ class HookedModel:
                 stack.enter_context(replaced(lm_head, "forward", head))
             logits = self.logits(inputs, keep, dict(tower=attention_pass.cache is None, **pixels))
         self.check_calls(attention_pass.num_calls - calls)
-        same = whole or outputs is None or scales(self.text_config) or logits is head.result
-        if logits.shape[1] != len(keep) or not same:
+        if logits.shape[1] != len(keep):
             raise RuntimeError(
-                f"logits_to_keep asked {type(self.model).__name__} for logits of {len(keep)} tokens. It returned "
-                f"{logits.shape[1]}, or changed what lm_head gave it, and no hook, forward or config key shows that; "
-                "set model_engine=dp and report this model"
+                f"logits_to_keep asked {type(self.model).__name__} for logits of {len(keep)} tokens, and it returned "
+                f"those of {logits.shape[1]}; set model_engine=dp and report this model"
+            )
+        if not whole and outputs is not None and not self.hands_on(head.result, logits):
+            raise RuntimeError(
+                f"{type(self.model).__name__} changed what lm_head returned, and no hook, forward or config key shows "
+                "that; set model_engine=dp and report this model"
             )
         if not whole:
             return logits[0]
@@ -172,12 +175,20 @@ class HookedModel:
             logits = self.model(**inputs, keep=keep, **seen).logits
         return logits
 
+    def hands_on(self, made: torch.Tensor | None, logits: torch.Tensor) -> bool:
+        """Whether the model returned what lm_head made, or the same values: some scale them by 1, and FSDP2 may cast
+        them."""
+        if made is None or logits is made:
+            return logits is made
+        made = made.to(logits.dtype)
+        return logits.shape == made.shape and torch.allclose(logits, made, rtol=0, atol=0, equal_nan=True)
+
     def _needs_all_logits(self, lm_head: torch.nn.Module, outputs: Outputs | None) -> bool:
         """Whether somebody behind lm_head has to see all logits, which is told once."""
         others = readers(self.model, lm_head)
         if others:
             _tell(", ".join(others))
-        return bool(others) or (outputs is not None and any(x != 1 for x in scales(self.text_config)))
+        return bool(others) or (outputs is not None and scales_logits(self.text_config))
 
     @staticmethod
     def inputs(input_ids: torch.Tensor, position_ids: torch.Tensor, attention_pass: AttentionPass) -> dict[str, Any]:

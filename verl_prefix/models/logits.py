@@ -9,20 +9,19 @@ from transformers import PretrainedConfig, PreTrainedModel
 # Config attributes by which a model of transformers changes logits after lm_head.
 _SCALES = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
 # Code that hands logits on as they are, but for `_SCALES`. That of accelerate casts what is not fp32.
-_HANDS_ON = ("transformers.", "torch.", "peft.", "verl.", "accelerate.utils.operations.")
+_HANDS_ON = ("transformers.", "torch.", "peft.", "verl.", "liger_kernel.", "accelerate.utils.operations.")
 
 
-def scales(config: PretrainedConfig) -> list[float]:
-    """What a text model's own code makes of logits after lm_head, by its config; at 1 it leaves their values alone."""
-    values = [getattr(config, name) for name in _SCALES if hasattr(config, name)]
-    return [1 if value is None else value for value in values]
+def scales_logits(config: PretrainedConfig) -> bool:
+    """Whether a text model's own code changes logits after lm_head, by its config."""
+    return any(getattr(config, name, None) not in (None, 1, 1.0) for name in _SCALES)
 
 
 def written_elsewhere(call: Callable[..., object]) -> str | None:
     """The Python module of a function, or of one that it wraps, that may do to logits what it likes; or None."""
     seen: object = call
     while seen is not None:
-        seen = getattr(seen, "__func__", seen)
+        seen = getattr(seen, "__func__", getattr(seen, "func", seen))  # of a method, or of a partial
         module = getattr(seen, "__globals__", {}).get("__name__") or type(seen).__module__
         if not f"{module}.".startswith(_HANDS_ON):
             return str(module)

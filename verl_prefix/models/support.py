@@ -13,6 +13,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import Checkpoi
 from transformers import PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
+from verl_prefix.models.logits import written_elsewhere
 from verl_prefix.models.recurrent import is_recurrent
 from verl_prefix.models.vision import MODEL_TYPES, is_vision_config
 
@@ -74,10 +75,10 @@ def _class_reasons(config: PretrainedConfig) -> list[str]:
         return [f"model_type={config.model_type}, of which transformers has no causal language model"]
     if is_recurrent(config.get_text_config().model_type):
         return []
-    if "logits_to_keep" not in inspect.signature(model.forward).parameters:
+    if "logits_to_keep" not in inspect.signature(model.forward).parameters and not written_elsewhere(model.forward):
         return [f"{model.__name__}, whose forward takes no logits_to_keep"]
     if not model._supports_attention_backend or config.model_type in _BROKEN_PROMISES:
-        return [f"{model.__name__}, whose layers do not hand all they get on to transformers' attention interface"]
+        return [f"{model.__name__}, whose class does not promise to call transformers' attention interface"]
     if not model._supports_flash_attn:
         return [f"{model.__name__}, whose attention flash attention cannot compute, and so neither can ours"]
     return []
