@@ -23,7 +23,7 @@ TESTED_VERL = ("0.9.1",)
 VERL_MAIN = "0.10.0.dev0"  # of the main branch, which moves under this version
 TESTED_MAIN = "1dda039b9 of 2026-08-22"
 OVERRIDE = "VERL_PREFIX_ALLOW_UNTESTED_VERL"
-TESTED_TRANSFORMERS = (5, 9), (5, 24)  # the first and the last release; those between are let in
+TESTED_TRANSFORMERS = (5, 6), (5, 24)  # the first and the last release; those between are let in
 OVERRIDE_TRANSFORMERS = "VERL_PREFIX_ALLOW_UNTESTED_TRANSFORMERS"
 COMMIT = "VERL_PREFIX_COMMIT"  # the clean commit of a copy that is neither installed nor a checkout
 

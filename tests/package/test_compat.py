@@ -76,18 +76,18 @@ CALLS = {
 
 
 @pytest.mark.parametrize("call", CALLS)
-@pytest.mark.parametrize("version", ["5.25.0", "6.0.0", "5.8.1", "4.57.1", "main"])
+@pytest.mark.parametrize("version", ["5.25.0", "6.0.0", "5.5.3", "4.57.1", "main"])
 def test_another_transformers_is_refused(monkeypatch, version, call):
     variable = versions.OVERRIDE_TRANSFORMERS
     pretend(monkeypatch, version, package="transformers", variable=variable)
-    told = rf"transformers {version} .*\(5.9 to 5.24\).*pip install 'transformers>=5.9,<5.25', or set {variable}=1"
+    told = rf"transformers {version} .*\(5.6 to 5.24\).*pip install 'transformers>=5.6,<5.25', or set {variable}=1"
     with pytest.raises(ImportError, match=told):
         CALLS[call]()
     assert any(f"transformers {version} is" in (found.advice or "") for found in doctor._check_versions())
 
 
 @pytest.mark.parametrize(
-    ("version", "allowed"), [("5.9.0", None), ("5.24.3", None), ("5.24.0.dev0", "0"), ("5.25.0", "1"), ("main", "1")]
+    ("version", "allowed"), [("5.6.2", None), ("5.24.3", None), ("5.24.0.dev0", "0"), ("5.25.0", "1"), ("main", "1")]
 )
 def test_a_known_or_allowed_transformers_is_let_in(monkeypatch, version, allowed):
     pretend(monkeypatch, version, allowed, package="transformers", variable=versions.OVERRIDE_TRANSFORMERS)
