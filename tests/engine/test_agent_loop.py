@@ -9,6 +9,8 @@ import itertools
 import os
 import pickle
 from collections.abc import Iterator
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -21,6 +23,7 @@ import ray  # noqa: E402
 import transfer_queue as tq  # noqa: E402
 from omegaconf import DictConfig, OmegaConf  # noqa: E402
 from PIL import Image  # noqa: E402
+from ray._private import node  # noqa: E402
 from verl.experimental.agent_loop.agent_loop import AgentLoopOutput  # noqa: E402
 from verl.trainer.ppo.v1 import AgentLoopWorkerTQ  # noqa: E402
 from verl.utils.import_utils import load_class_from_fqn  # noqa: E402
@@ -52,7 +55,9 @@ def config(tmp_path_factory: pytest.TempPathFactory, python: str) -> Iterator[Di
     )  # fmt: skip
     OmegaConf.resolve(composed)
     runtime_env = {"py_executable": python}
-    ray.init(address="local", num_cpus=4, include_dashboard=False, runtime_env=runtime_env)
+    clock = SimpleNamespace(**vars(node.time) | {"monotonic": lambda: 0.0})
+    with mock.patch.object(node, "time", clock):  # Ray gives a node 30 seconds to start, whatever else runs
+        ray.init(address="local", num_cpus=4, include_dashboard=False, runtime_env=runtime_env)
     composed.transfer_queue.enable = True
     tq.init(composed.transfer_queue)
     yield composed
