@@ -12,7 +12,7 @@ PACKAGE = Path(verl_prefix.__file__).parent
 # Room -> the rooms that it may import, and packages beside torch; a package of a longer path's own stands there.
 ROOMS = {
     "core": ("", ""),
-    "models": ("core", "transformers xxhash"),
+    "models": ("core versions", "transformers xxhash"),
     "auto": ("core models files", "transformers"),
     "config": ("core models versions", "verl transformers omegaconf"),
     "engine": (

@@ -23,6 +23,7 @@ from verl_prefix.models.last_layer import on_head_tokens
 from verl_prefix.models.logits import readers, scales_logits, written_elsewhere
 from verl_prefix.models.recurrent import replaced, shared_states
 from verl_prefix.models.support import layer_window
+from verl_prefix.versions import warn_once
 
 ATTENTION_NAME = "verl_prefix"
 
@@ -187,7 +188,8 @@ class HookedModel:
         """Whether somebody behind lm_head has to see all logits, which is told once."""
         others = readers(self.model, lm_head)
         if others:
-            _tell(", ".join(others))
+            text = "prefix: all logits of a pass exist at once, since %s may change them"
+            warn_once(logger, text, ", ".join(others))
         return bool(others) or (outputs is not None and scales_logits(self.text_config))
 
     @staticmethod
@@ -236,11 +238,6 @@ class _ChunkedHead:
     def _of(self, rows: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
         assert self.outputs is not None
         return self.outputs(rows, self.forward(hidden))
-
-
-@functools.cache
-def _tell(readers: str) -> None:
-    logger.warning("prefix: all logits of a pass exist at once, since %s may change them", readers)
 
 
 @contextmanager

@@ -39,11 +39,11 @@ from verl_prefix.core.meter import Meter
 from verl_prefix.core.schedule import LOGITS_CHUNK, TokenBatch
 from verl_prefix.core.waves import PackedPass, PhasedPass, Plan, first_fit
 from verl_prefix.models import hookup, vision
-from verl_prefix.models.hookup import HookedModel
 from verl_prefix.models.recurrent import packing_leak
 from verl_prefix.tools.simulate import scans
 from verl_prefix.tools.simulate.counted import CountedSchedule, CountedShards, known_by_count
 from verl_prefix.tools.simulate.job import Arm, Job
+from verl_prefix.tools.simulate.logits import FakeHookedModel, outputs_of
 from verl_prefix.tools.simulate.operations import KERNEL
 from verl_prefix.tools.simulate.tower import TowerPixels, num_patches, prepare_tower
 from verl_prefix.tools.simulate.tracker import Tracker
@@ -51,34 +51,6 @@ from verl_prefix.tools.simulate.tracker import Tracker
 Item = TypeVar("Item")
 
 _RATES = Rates()
-
-
-class _CrossEntropy(torch.autograd.Function):
-    """flash_attn.ops.triton.cross_entropy: reads logits once, and writes their gradient over them where it may."""
-
-    @staticmethod
-    def forward(ctx: Any, logits: torch.Tensor, labels: torch.Tensor, inplace: bool) -> torch.Tensor:
-        loss, lse = (torch.empty(len(logits), dtype=torch.float32, device=logits.device) for _ in range(2))
-        logits.amax(-1)
-        ctx.save_for_backward(logits, lse, labels)
-        ctx.inplace = inplace
-        return loss
-
-    @staticmethod
-    def backward(ctx: Any, dloss: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        logits, _, _ = ctx.saved_tensors
-        scale = dloss.unsqueeze(-1).to(logits.dtype)
-        return logits.mul_(scale) if ctx.inplace else logits * scale, None, None
-
-
-def _outputs(logits: torch.Tensor, labels: torch.Tensor, entropy: bool, temperature: float) -> torch.Tensor:
-    """`prepare_model_outputs` of verl's engine: log-prob, and entropy where it is wanted: [n, 1 or 2] fp32."""
-    from verl.utils.torch_functional import entropy_from_logits
-
-    if temperature != 1.0:
-        logits = logits / temperature
-    columns = [entropy_from_logits(logits).float()] if entropy else []
-    return torch.stack([-_CrossEntropy.apply(logits, labels, not entropy), *columns], dim=-1)
 
 
 def thin(
@@ -129,12 +101,6 @@ def whole_shape(job: Job) -> ModelShape:
         return model_shape(build_model(job), job.dtype)
 
 
-class _HookedModel(HookedModel):
-    def hands_on(self, made: torch.Tensor | None, logits: torch.Tensor) -> bool:
-        """True: fake tensors have no values to compare."""
-        return True
-
-
 class _Meter(Meter):
     """Tells the tracker its phases, behind `prefix`, of which groups stand for several by `weights`."""
 
@@ -182,7 +148,7 @@ class Simulation:
             apply_fsdp2(
                 model, dict(mesh=mesh, mp_policy=policy, reshard_after_forward=job.reshard), {"wrap_policy": {}}
             )
-        self.model, self.hooked, self.shape = model, _HookedModel(model), model_shape(model, job.dtype)
+        self.model, self.hooked, self.shape = model, FakeHookedModel(model), model_shape(model, job.dtype)
         for tensor in (*model.parameters(), *model.buffers()):
             tracker.assign(tensor, "parameters")
             if tensor.requires_grad:  # FSDP2 calls these hooks on its shards
@@ -246,7 +212,7 @@ class Simulation:
 
     def _log_probs(self, index: torch.Tensor, logits: torch.Tensor, update: bool) -> torch.Tensor:
         labels = self.tokens.input_ids[index + 1]
-        return _outputs(logits, labels, self.job.entropy or not update, self.job.temperature)
+        return outputs_of(logits, labels, self.job.entropy or not update, self.job.temperature)
 
     def _shared(self, arm: Arm, budget: int, update: bool) -> None:
         job = self.job
@@ -351,7 +317,7 @@ class Simulation:
                         input_ids=ids.unsqueeze(0), position_ids=positions.unsqueeze(-2), attention_mask=None,
                         use_cache=False, prefix_pass=attention, **inputs,
                     ).logits[0]  # fmt: skip
-                outputs = _outputs(logits, ids.roll(-1), job.entropy or not update, job.temperature)
+                outputs = outputs_of(logits, ids.roll(-1), job.entropy or not update, job.temperature)
                 del logits
             else:
                 ends = zip(batch, accumulate(lengths), strict=True)
