@@ -82,8 +82,8 @@ def build_engine(model: str):
     from verl.workers.config import FSDPOptimizerConfig, HFModelConfig
     from verl.workers.engine import EngineRegistry
 
+    from verl_prefix.backends.fsdp import PrefixEngineConfig
     from verl_prefix.config import PrefixConfig
-    from verl_prefix.engine.prefix_engine import PrefixEngineConfig
 
     engine = EngineRegistry.new(
         model_type="language_model",

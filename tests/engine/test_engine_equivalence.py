@@ -40,10 +40,11 @@ from torch.distributed import get_rank
 from transformers import AutoConfig
 from whole_tensors import full, whole
 
+from verl_prefix.backends.fsdp import FSDPBackend
 from verl_prefix.core.groups import Group
 from verl_prefix.core.kernels import cpu
 from verl_prefix.core.schedule import LOGITS_CHUNK, Schedule
-from verl_prefix.engine import prefix_engine
+from verl_prefix.engine.rows import BatchRows
 from verl_prefix.engine.self_check import LayerCheck
 from verl_prefix.testing import write_tiny_model
 
@@ -399,20 +400,19 @@ def _step_of_two_updates(model_path: str, rank: int) -> dict[str, float]:
         output = tu.get(worker.train_mini_batch(data.copy()), "metrics")
     found = reduce_metrics({name: values for name, values in output.items() if "prefix" in name})
     assert len(seen) == 2
+    ranks = worker.engine.backend.ranks
     own = {name: sum(one.get(name, 0.0) for one in seen) for name in sorted({name for one in seen for name in one})}
     wanted = {}
     for name, value in own.items():
         is_time = name.startswith("timing_s/")
-        reduce = worker.engine.reduce_max if is_time else worker.engine.reduce_sum
+        reduce = ranks.most if is_time else ranks.total
         (wanted[name],) = reduce([value])
     rows = [*zip(data["uid"], map(len, data["prompts"].unbind()), map(len, data["responses"].unbind()), strict=True)]
     tokens = sum(n - 1 + m for uid, n, m in rows if uid != PAD)
     prefixes = {(uid, i < len(rows) // 2): n - 1 for i, (uid, n, _) in enumerate(rows) if uid != PAD}
     computed = sum(m for uid, _, m in rows if uid != PAD) + sum(prefixes.values())
-    (wanted["prefix/tokens_saved"],) = worker.engine.reduce_sum([tokens - computed])
-    tokens, wanted["prefix/log_prob_stock_rows"] = worker.engine.reduce_sum(
-        [tokens, sum(uid != PAD for uid, *_ in rows)]
-    )
+    (wanted["prefix/tokens_saved"],) = ranks.total([tokens - computed])
+    tokens, wanted["prefix/log_prob_stock_rows"] = ranks.total([tokens, sum(uid != PAD for uid, *_ in rows)])
     wanted["prefix/reuse_fraction"] = wanted["prefix/tokens_saved"] / tokens
     del wanted["prefix/offloaded_gib"]
     wanted["prefix/tree_depth"] = 1.0
@@ -482,7 +482,7 @@ def _of_prompts(model_path: str, rank: int, options: dict) -> dict[str, float]:
         vocab_size = engine.model_config.hf_config.vocab_size
         data = _batch(rank, vocab_size, options)
         if backend == "prefix":
-            (num_rows,) = engine.reduce_sum([len(data)])
+            (num_rows,) = engine.backend.ranks.total([len(data)])
             groups = [(PAD, 127, [1] * (4 - 2 * rank), "pad")]
             padding = _batch(rank, vocab_size, {**options, "turns": False, "groups": groups})
             data = tu.concat_tensordict([data, padding])
@@ -502,8 +502,8 @@ def _register_over_another_engine() -> None:
     from torch.distributed.fsdp import fully_shard
     from verl.workers.engine import EngineRegistry
 
+    from verl_prefix.backends.fsdp import PrefixFSDPEngine
     from verl_prefix.cpu.engine import CPUFSDPEngine
-    from verl_prefix.engine.prefix_engine import PrefixFSDPEngine
 
     class Another(CPUFSDPEngine):
         def _build_fsdp_module(self, module):
@@ -613,7 +613,7 @@ def _told_of_trees(models: dict, kind: str, over: str = "uid") -> tuple[list[str
         with engine.train_mode():
             metrics = engine.train_batch(data.copy(), _loss(options))["metrics"]
     logical = float(data["input_ids"].offsets()[-1]) - len(data)
-    return told, engine.reduce_sum([logical])[0] - metrics["prefix/tokens_saved"][0]
+    return told, engine.backend.ranks.total([logical])[0] - metrics["prefix/tokens_saved"][0]
 
 
 def _idle(models: dict) -> dict[str, tuple[float, float]]:
@@ -661,7 +661,7 @@ def _chunks(models: dict, given: int | None) -> list[int]:
     data = _batch(get_rank(), engine.model_config.hf_config.vocab_size, options)
     run = Schedule.run
     spy = mock.patch.object(Schedule, "run", lambda self, *args: found.append(self.logits_chunk) or run(self, *args))
-    with spy, mock.patch.object(prefix_engine, "reads_logits_once", lambda data: True):
+    with spy, mock.patch.object(FSDPBackend, "reads_logits_once", lambda self, flags: True):
         with engine.eval_mode(disable_auto_offload=True):
             engine.infer_batch(data.copy())
         with engine.train_mode(disable_auto_offload=True):
@@ -753,7 +753,7 @@ def _paths_of_batches(models: dict) -> list[tuple[bool, float]]:
 def _reasons_for_stock(models: dict) -> list[str]:
     data, engine = _batch(0, 512, {}), _engine("prefix", models["qwen3"], {"min_speedup": 1e6})
     groups = [Group((row,), 10, (5,)) for row in range(len(data))]
-    return [engine._paths.plan(data, groups, forward_only).reason for forward_only in (False, True, False)]
+    return [str(engine._paths.plan(BatchRows(data), groups, forward_only)) for forward_only in (False, True, False)]
 
 
 def _told_of_waves(models: dict, options: tuple) -> tuple[list[str], float]:

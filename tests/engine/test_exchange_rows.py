@@ -8,6 +8,7 @@ import os
 import sys
 from dataclasses import replace
 from datetime import timedelta
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -184,7 +185,8 @@ def _problems(batch: dict, seed: int, group) -> list[str]:
 
     from verl_prefix.engine.carried_pixels import CARRIES
     from verl_prefix.engine.exchange import exchange_rows
-    from verl_prefix.engine.rows import NO_TREES, Trees
+    from verl_prefix.engine.grouping import NO_TREES, Trees
+    from verl_prefix.engine.rows import BatchRows
 
     rank, problems = dist.get_rank(), []
     every = rows_of(batch, seed)
@@ -210,8 +212,8 @@ def _problems(batch: dict, seed: int, group) -> list[str]:
         one.start()
     # Of a batch before, whose rows stayed, one rank may have seen turns alone.
     trees = Trees("uid", frozenset([END]), seen=rank == seed % 2) if batch["turns"] else NO_TREES
-    exchange = exchange_rows(data, SHAPE, group, torch.device("cpu"), trees=trees)
-    found = exchange.rows
+    exchange = exchange_rows(BatchRows(data), SHAPE, group, torch.device("cpu"), trees=trees)
+    found = exchange.rows.data
     if sorted(row for one in exchange.groups for row in one.rows) != list(range(len(found))):
         problems.append(f"{len(found)} rows are groups {exchange.groups}")
     back = exchange.give_back(outputs_of(found))
@@ -258,7 +260,7 @@ def _problems(batch: dict, seed: int, group) -> list[str]:
         problems.append(f"rows on ranks: {lists}")
     if not all(rows for rows, _ in lists):
         problems.append(f"a rank has no row: {lists}")
-    if exchange.are_cut:
+    if exchange.trees.seen:
         homes = {row: rank for rank, (rows, _) in enumerate(lists) for row in rows}
         pixels = any(row["pixels"] for row in every)
         sessions = [row["uid"] if pixels else f"{row['uid']} {row.get('session_id')}" for row in every]
@@ -297,7 +299,7 @@ class _Break:
             return (no_memory if received else real_empty)(*args, **kwargs)
 
         def other_tokens(rows, *args):
-            rows["input_ids"].values()[2] += 1
+            rows.data["input_ids"].values()[2] += 1
             return real_groups(rows, *args)
 
         def pack(change, outputs):
@@ -360,6 +362,7 @@ def _broken(how: str, rank: int, group) -> str:
     from verl.utils import tensordict_utils as tu
 
     from verl_prefix.engine.exchange import exchange_rows, receive_pixels
+    from verl_prefix.engine.rows import BatchRows
 
     data = batch_of([r for r, at in zip(rows_of(TORN, 0), TORN["ranks"], strict=True) if at == rank])
     if how == "a uid that cannot travel" and rank == 3:
@@ -369,9 +372,9 @@ def _broken(how: str, rank: int, group) -> str:
             if "own path" in how:
                 receive_pixels(data)
             if "stay" in how:
-                exchange_rows(data, SHAPE, None, torch.device("cpu"))
-            exchange = exchange_rows(data, SHAPE, group, torch.device("cpu"))
-            outputs = outputs_of(exchange.rows)
+                exchange_rows(BatchRows(data), SHAPE, None, torch.device("cpu"))
+            exchange = exchange_rows(BatchRows(data), SHAPE, group, torch.device("cpu"))
+            outputs = outputs_of(exchange.rows.data)
             if how == "an output lost" and rank == 1:
                 outputs = {
                     n: torch.nested.as_nested_tensor(x.unbind()[1:], layout=torch.jagged) for n, x in outputs.items()
@@ -431,7 +434,8 @@ def test_a_broken_exchange_is_an_error_on_every_rank_and_none_waits(results, how
 
 
 def test_rows_of_one_uid_prompt_positions_and_pixels_are_a_group_and_no_others():
-    from verl_prefix.engine.rows import NO_TREES, group_rows, row_keys
+    from verl_prefix.engine.grouping import NO_TREES, group_rows
+    from verl_prefix.engine.rows import BatchRows
 
     rows = rows_of({"groups": [(5, [3] * 5, "copies")], "mrope": True}, 0)
     rows[1]["uid"] = "another"
@@ -439,7 +443,7 @@ def test_rows_of_one_uid_prompt_positions_and_pixels_are_a_group_and_no_others()
     rows[3]["multi_modal_inputs"]["pixel_values"] += 1
     rows[4]["position_ids"] = rows[4]["position_ids"] + (torch.arange(8) > 4)  # of the response alone
     data = batch_of(rows)
-    groups = group_rows(data, row_keys(data), NO_TREES, False)
+    groups = group_rows(BatchRows(data), NO_TREES, False)
     assert [(group.rows, group.prefix_len, group.suffix_lens) for group in groups] == [
         ((0, 4), 4, (3, 3)), ((1,), 4, (3,)), ((2,), 4, (3,)), ((3,), 4, (3,))
     ]  # fmt: skip
@@ -447,11 +451,11 @@ def test_rows_of_one_uid_prompt_positions_and_pixels_are_a_group_and_no_others()
     assert pixels[0] is pixels[4] is pixels[1] and pixels[0] is not pixels[3], "equal pixels are held once"
     empty = batch_of(rows_of({"groups": [(5, [3], "text"), (0, [3], "text")], "mrope": False}, 0))
     with pytest.raises(ValueError, match="row 1 has an empty prompt"):
-        group_rows(empty, row_keys(empty), NO_TREES, False)
+        group_rows(BatchRows(empty), NO_TREES, False)
 
 
 def test_rows_are_cut_by_uid_once_a_uid_had_several_prompts():
-    from verl_prefix.engine.rows import Trees
+    from verl_prefix.engine.grouping import Trees
 
     one, several = ("aab", [1, 1, 2]), ("aab", [1, 3, 2])
     found = {over: (Trees(over).are_cut(*one), Trees(over).are_cut(*several)) for over in ("off", "uid", "batch")}
@@ -462,19 +466,20 @@ def test_rows_are_cut_by_uid_once_a_uid_had_several_prompts():
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_sessions_are_balanced_by_the_tokens_of_their_trees(ranks):
     """A row's cost is its tokens here, so that what placement expects of the longest rank is what it computes."""
+    from verl_prefix.engine.grouping import Trees, group_rows
     from verl_prefix.engine.row_table import AllRows, describe, describe_pieces
-    from verl_prefix.engine.rows import Trees, group_rows, row_keys
+    from verl_prefix.engine.rows import BatchRows
 
     shape, trees = ModelShape(1.0, 0.0, 0.0, (None,), 1.0, 1.0, 1.0, 100), Trees("uid", frozenset([END]))
     kept = [f"{uid}{session}" for uid in "ab" for session in range(8)]
     rows = agents(dict.fromkeys(kept, "kept") | {"c0": "anew", "c1": "kept"})
-    parts = [batch_of(rows[rank::ranks]) for rank in range(ranks)]
+    parts = [BatchRows(batch_of(rows[rank::ranks])) for rank in range(ranks)]
     table = AllRows([describe(part, shape) for part in parts])
     placed = table.place_turns(ranks, [describe_pieces(part, shape, trees) for part in parts])
     every, computed = [row for rank in range(ranks) for row in rows[rank::ranks]], []
     for rank in range(ranks):
         here = batch_of([row for row, home in zip(every, placed.ranks, strict=True) if home == rank])
-        groups = group_rows(here, row_keys(here), trees, True)
+        groups = group_rows(BatchRows(here), trees, True)
         computed.append(sum(group.num_physical_tokens for group in groups))
     assert placed.longest == pytest.approx(1e-12 * max(computed))
     assert max(computed) < 1.1 * sum(computed) / ranks
@@ -482,11 +487,12 @@ def test_sessions_are_balanced_by_the_tokens_of_their_trees(ranks):
 
 
 def test_turns_that_show_most_are_alone_on_their_rank():
+    from verl_prefix.engine.grouping import Trees
     from verl_prefix.engine.row_table import AllRows, describe, describe_pieces
-    from verl_prefix.engine.rows import Trees
+    from verl_prefix.engine.rows import BatchRows
 
     groups = [(30, [5] * 4, "text"), (10, [2] * 4, "copies"), (30, [5] * 4, "text")]
-    data = batch_of(rows_of({"groups": groups, "mrope": False, "turns": "sessions"}, 0))
+    data = BatchRows(batch_of(rows_of({"groups": groups, "mrope": False, "turns": "sessions"}, 0)))
     shape = replace(SHAPE, tower=1e8)
     pieces = [describe_pieces(data, shape, Trees("uid", frozenset([END])))]
     homes = AllRows([describe(data, shape)]).place_turns(2, pieces).ranks
@@ -496,20 +502,26 @@ def test_turns_that_show_most_are_alone_on_their_rank():
 def test_prompts_with_rows_in_several_mini_batches_are_counted_and_said_once_after_the_first_step(caplog):
     from verl.utils import tensordict_utils as tu
 
+    from verl_prefix.config import PrefixConfig
+    from verl_prefix.engine.exchange import Exchange
+    from verl_prefix.engine.grouping import NO_TREES
+    from verl_prefix.engine.rows import BatchRows
     from verl_prefix.engine.step_metrics import GROUP_TOKENS, StepMetrics
 
     def said(*batches: tuple[int, ...]) -> list[str]:
         """Of log-probs and then updates, two of them a step: tokens of groups, rows of 101 tokens, and groups, where
         not three. One prompt of three lies in both."""
         caplog.clear()
-        metrics = StepMetrics(list, list, 1, "uid", epochs=1)
+        ranks = SimpleNamespace(total=list, most=list, copies=1)
+        metrics = StepMetrics(SimpleNamespace(ranks=ranks, forward_only=True), PrefixConfig(), epochs=1)
         for i, (tokens, rows, *groups) in enumerate(batches):
             ids = torch.nested.as_nested_tensor([torch.full([101], i)] * rows, layout=torch.jagged)
             data = tu.get_tensordict({"input_ids": ids}, {"update_lr_scheduler": i % 3 == 2})
-            if i % 3:
-                metrics.meet(set(("ab", "bc")[i % 3 - 1]))
+            batch = BatchRows(data, keys=range(rows))
+            exchange = Exchange(batch, [], NO_TREES, set(("ab", "bc")[i % 3 - 1]), {})
+            assert metrics.see(exchange, NO_TREES, forward_only=i % 3 == 0) == {"prefix/split_uids": 0}
             own = {GROUP_TOKENS: tokens, "prefix/stock_rows": 0, "prefix/groups": sum(groups or [3])}
-            found = metrics.report(own, data, forward_only=i % 3 == 0)
+            found = metrics.report(own, batch, forward_only=i % 3 == 0)
             assert not any("tokens of" in name for name in found)
             assert found.get("prefix/split_groups") == ([1] if i % 3 == 2 else None)
         return [record.getMessage() for record in caplog.records]

@@ -9,6 +9,7 @@ import logging
 import os
 import sys
 import traceback
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -21,10 +22,11 @@ from whole_tensors import full
 from verl_prefix.auto.chooser import CostModel
 from verl_prefix.auto.cost import Memory, PassCost, peak_bytes
 from verl_prefix.auto.shape import ModelShape
+from verl_prefix.backends import fsdp
 from verl_prefix.core.errors import add_note
 from verl_prefix.core.groups import Group
 from verl_prefix.core.waves import make_plan
-from verl_prefix.engine import outputs, prefix_engine, room
+from verl_prefix.engine import outputs, room
 from verl_prefix.engine import paths as engine_paths
 from verl_prefix.engine.out_of_memory import out_of_memory_advice
 from verl_prefix.testing import write_tiny_model
@@ -124,15 +126,15 @@ def _room(path: str) -> dict[bool, list[bool]]:
     zeros = dict.fromkeys(("memory_reserved", "memory_allocated"), lambda: 0)
     for forward_only in (False, True):
         engine = _engine("prefix", path, {}, forward_only)
-        shape = engine.shape  # one layer at a time, and two gathered in bf16; or logits twice
+        shape = engine.backend.shape  # one layer at a time, and two gathered in bf16; or logits twice
         free = 1000 * max(shape.activations, 2 * shape.logits) + 4 * shape.layer_parameters
         with (
-            mock.patch.object(engine_paths, "get_device_name", lambda: "cuda"),
+            mock.patch.object(room, "get_device_name", lambda: "cuda"),
             mock.patch.multiple(torch.cuda, get_device_name=lambda: "GPU", **zeros),
             mock.patch.object(torch.cuda, "mem_get_info", side_effect=[(free, 0), (free - 1, 0)]),
         ):
-            paths = engine_paths.Paths(engine)
-            found[forward_only] = [paths._chooser.stock_fits(stock) for _ in range(2)]
+            device = room.Room(engine.backend)
+            found[forward_only] = [device.fits(engine._paths.costs, stock) for _ in range(2)]
     return found
 
 
@@ -140,7 +142,7 @@ def _peaks(path: str) -> list[dict]:
     """MOCK: a GPU's memory statistics."""
     cuda = {"reset_peak_memory_stats": lambda _: None, "max_memory_allocated": lambda _: 2**30}
     with (
-        mock.patch.object(prefix_engine, "get_device_name", lambda: "cuda"),
+        mock.patch.object(room, "get_device_name", lambda: "cuda"),
         mock.patch.multiple(torch.cuda, **cuda),
     ):
         engine = _engine("prefix", path, PHASED)
@@ -291,6 +293,11 @@ def test_a_note_without_add_note():
     assert error.args == ("broken\nhere", 3)
 
 
+def _two_ranks(others: list[float]) -> SimpleNamespace:
+    """MOCK: a backend of one of two ranks, of which the other says `others`."""
+    return SimpleNamespace(ranks=SimpleNamespace(most=lambda values: [max(*values, *others)]))
+
+
 @pytest.mark.parametrize(("factor", "checkpointed", "tower", "option", "keeps"), [
     (1.6, True, 0.0, "auto", True), (1.4, True, 0.0, "auto", False), (1.6, False, 0.0, "auto", False),
     (1.6, True, 1.0, "auto", False), (1.6, True, 0.0, "off", False),
@@ -301,7 +308,7 @@ def test_attention_is_kept_where_updates_without_left_room_to_spare(
     """MOCK: the free memory of a GPU, and the word of another rank."""
     monkeypatch.setattr(room, "get_device_name", lambda: "cuda")
     others = [0.0]  # what another rank leaves out, of two
-    updates = room.Room(lambda values: [max(*values, *others)])
+    updates = room.Room(_two_ranks(others))
     shape = ModelShape(2e6, 1e6, 500.0, (None, 8), 100.0, 10.0, 5.0, 50, attention=12.0, tower=tower)
     memory = Memory(ranks=2, checkpointed=checkpointed, no_sync=False, logits_chunk=4096, offload=False)
     costs = CostModel(shape, dense_mask=False, wave_tokens=None, min_speedup=1.05, memory=memory)
@@ -309,7 +316,7 @@ def test_attention_is_kept_where_updates_without_left_room_to_spare(
     def kept(plan, free=None) -> bool:
         """In an update behind which that much is free."""
         with updates.update():
-            found = updates.memory(plan, costs, option, one_copy=False).attention_kept
+            found = updates.keeps(plan, costs, option, one_copy=False).attention_kept
             if free is not None:
                 monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free, 0))
         return found
@@ -346,13 +353,13 @@ def test_all_logits_of_a_pass_exist_where_updates_left_room_for_them_too(monkeyp
         """Whether attention and all logits are kept, behind an update that left so many times what both need."""
         costs = CostModel(shape, dense_mask=False, wave_tokens=None, min_speedup=1.05, memory=memory)
         costs = dataclasses.replace(costs, **changed)
-        updates = room.Room(lambda values: [max(*values, *others)])
+        updates = room.Room(_two_ranks(others))
         most = dataclasses.replace(memory, attention_kept=checkpointed, all_logits=True)
         free = factor * peak_bytes(shape, plan, (), most) - peak_bytes(shape, plan, (), memory)
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free, 0))
         for _ in range(2):
             with updates.update():
-                kept = updates.memory(plan, costs, "auto", one_copy)
+                kept = updates.keeps(plan, costs, "auto", one_copy)
         assert kept.chunk == (sys.maxsize if kept.all_logits else costs.memory.logits_chunk or 4096)
         return kept.attention_kept, kept.all_logits
 
@@ -374,9 +381,10 @@ def test_all_logits_of_a_pass_exist_where_updates_left_room_for_them_too(monkeyp
 ])  # fmt: skip
 def test_logits_are_read_once_by_flash_attns_cross_entropy_alone(monkeypatch, flags, installed, disabled, once):
     """MOCK: whether flash-attn is installed."""
-    monkeypatch.setattr(outputs.torch_functional, "FLAH_ATTN_CROSS_ENTROPY_LOSS_AVAILABLE", installed)
+    monkeypatch.setattr(fsdp.torch_functional, "FLAH_ATTN_CROSS_ENTROPY_LOSS_AVAILABLE", installed)
     monkeypatch.setenv("VERL_DISABLE_FLASH_ATTN_CE", disabled)
-    assert outputs.reads_logits_once(tu.get_tensordict({"input_ids": torch.zeros(1, 1)}, flags)) == once
+    flags = outputs.flags_of(tu.get_tensordict({"input_ids": torch.zeros(1, 1)}, flags))
+    assert fsdp.FSDPBackend.reads_logits_once(None, flags) == once
 
 
 @pytest.mark.parametrize(("suffix", "attention", "advice"), [

@@ -261,9 +261,9 @@ def _checked_rows(models: dict, size: int, budget: int) -> list[int]:
 
     seen, verdict = [], Verification._verdict
 
-    def looked_at(self, data, group, *args):
-        seen.extend(data["input_ids"].offsets().diff()[list(group.rows)].tolist())
-        return verdict(self, data, group, *args)
+    def looked_at(self, batch, group, *args):
+        seen.extend(batch.data["input_ids"].offsets().diff()[list(group.rows)].tolist())
+        return verdict(self, batch, group, *args)
 
     options = {"schedule": "packed", "budget": budget, "ulysses": size}
     with mock.patch.object(Verification, "_verdict", looked_at), mock.patch("engines._engine", SHARED):

@@ -21,7 +21,6 @@ from verl_prefix.auto.shape import ModelShape
 from verl_prefix.config import LOSSES_OF_ROWS
 from verl_prefix.core.groups import Group
 from verl_prefix.cpu.varlen import VARLEN_ON_CPU, register_varlen
-from verl_prefix.engine import prefix_engine
 from verl_prefix.testing import write_tiny_model
 
 # What follows runs on ranks, which are given the model's path first.
@@ -70,12 +69,12 @@ def _numbered(path: str, how: str, attention: str, packs: bool) -> tuple[str, fl
         _number(data, how, "b")
         with (
             engine.eval_mode(disable_auto_offload=True),
-            mock.patch.object(prefix_engine, "check_rows", lambda *args: None),
+            mock.patch.object(rows.BatchRows, "check", lambda *args: None),
         ):
             output = engine.infer_batch(data.copy())["model_output"]
             found[backend] = torch.cat(_responses(output["log_probs"], data))
         try:
-            rows.check_rows(data, engine.module.config)
+            rows.BatchRows(data).check(engine.module.config)
         except ValueError as error:
             message = str(error)
     return message, _relative(found["prefix"], found["fsdp2"])

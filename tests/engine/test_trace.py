@@ -263,8 +263,8 @@ def _train(rank: int, scratch: Path, model: str) -> None:
     from verl.workers.config import FSDPOptimizerConfig, HFModelConfig
     from verl.workers.engine import EngineRegistry
 
+    from verl_prefix.backends.fsdp import PrefixEngineConfig
     from verl_prefix.config import PrefixConfig
-    from verl_prefix.engine.prefix_engine import PrefixEngineConfig
 
     os.environ.update(RANK=str(rank), WORLD_SIZE="1")
     torch.distributed.init_process_group("gloo", init_method=f"file://{scratch / 'rendezvous'}", rank=0, world_size=1)

@@ -27,6 +27,7 @@ from dialogues import rollouts, thinking_kept, thinking_stripped, tree_search
 from runners import random_rollouts, run_shared, run_stock
 from verl.utils import tensordict_utils as tu
 
+from verl_prefix.backends.fsdp import gradients_of, noise_of
 from verl_prefix.core import layout as core_layout
 from verl_prefix.core.attention import AttentionParams, GroupedAttention
 from verl_prefix.core.gradients import gradients_aside
@@ -34,6 +35,7 @@ from verl_prefix.core.groups import Fork, Group, Strand
 from verl_prefix.core.kernels import cpu
 from verl_prefix.core.layout import Layout, build_layout
 from verl_prefix.engine import self_check as verify
+from verl_prefix.engine.rows import BatchRows
 from verl_prefix.engine.verify import Verification
 from verl_prefix.models.hookup import HookedModel
 
@@ -86,10 +88,10 @@ def verdict(
                 broken(patch)
             return torch.cat(run_shared(model, batch, schedule, pass_type=pass_type, wave_tokens=1))
 
-    noise = functools.partial(verify.rounding_noise, model, dtype)
+    noise = functools.partial(noise_of, model, dtype)
     with gradients_aside(model):
         return verify.check(
-            lambda: torch.cat(run_stock(model, batch)), ours, noise, verify.Gradients(model), num_perturbed=perturbed
+            lambda: torch.cat(run_stock(model, batch)), ours, noise, gradients_of(model), num_perturbed=perturbed
         )
 
 
@@ -260,7 +262,7 @@ def test_wrong_positions_are_caught_by_log_probs(dtype):
 
 
 def _vision_rows(responses: list[list[int]], pixels: list) -> tuple:
-    """A batch of rows whose prompt is 1 5 1, where 5 is the token of an image, and an engine on one of two ranks."""
+    """Rows whose prompt is 1 5 1, where 5 is the token of an image, and a backend on one of two ranks."""
 
     def nested(rows):
         return torch.nested.as_nested_tensor([torch.tensor(row) for row in rows], layout=torch.jagged)
@@ -269,26 +271,27 @@ def _vision_rows(responses: list[list[int]], pixels: list) -> tuple:
     rows["input_ids"] = [[*pair[0], *pair[1]] for pair in zip(*rows.values(), strict=True)]
     data = tu.get_tensordict({name: nested(x) for name, x in rows.items()} | {"multi_modal_inputs": pixels})
     config = types.SimpleNamespace(model_type="qwen3_vl", image_token_id=5, video_token_id=6)
-    return data, types.SimpleNamespace(module=types.SimpleNamespace(config=config), reduce_max=lambda lacking: lacking)
+    ranks = types.SimpleNamespace(most=lambda lacking: lacking)
+    return BatchRows(data), types.SimpleNamespace(config=config, ranks=ranks)
 
 
 def test_every_row_of_a_checked_tree_runs_the_tower_as_often_as_those_of_other_ranks():
     """Turns of a session may show more and more. A rank whose stock passes ran the tower once more would wait for ever:
     the other rank, which stands in here, has an image with every row."""
     image, clip = {"pixel_values": torch.ones(1)}, {"pixel_values_videos": torch.ones(1)}
-    data, engine = _vision_rows([[1]] * 6, [image, image | clip, image, {}, clip, None])
+    data, backend = _vision_rows([[1]] * 6, [image, image | clip, image, {}, clip, None])
     groups = [Group((0, 1), 1, (1, 1)), Group((2, 3), 1, (1, 1)), Group((4, 5), 1, (1, 1))]
-    engine.reduce_max = lambda lacking: [lacks or other for lacks, other in zip(lacking, (False, True), strict=True)]
-    assert Verification(engine)._checkable(data, groups) == groups[1:]
+    backend.ranks.most = lambda lacking: [a or b for a, b in zip(lacking, (False, True), strict=True)]
+    assert Verification(backend, None, None)._checkable(data, groups) == groups[1:]
 
 
 def test_rows_that_verls_own_path_cannot_compute_are_not_checked():
     """A model may sample the token of an image (5) or video (6)."""
-    data, engine = _vision_rows([[1, 1], [1, 5], [6, 1], [1, 1]], [{"pixel_values": torch.ones(1)}] * 4)
+    data, backend = _vision_rows([[1, 1], [1, 5], [6, 1], [1, 1]], [{"pixel_values": torch.ones(1)}] * 4)
     groups = [Group((0, 1), 2, (2, 2)), Group((2,), 2, (2,)), Group((3,), 2, (2,))]
     tree = Group((0, 1, 3), 3, (1, 0, 2), (Strand(1, 0, 2), Strand(1, 2, 3, 0)), (Fork(1, 3), Fork(1, 3), Fork(0, 2)))
     tree = replace(tree, first_outputs=(2, 2, 2))
-    checkable = Verification(engine)._checkable
+    checkable = Verification(backend, None, None)._checkable
     assert [group.rows for group in checkable(data, groups)] == [(0,), (3,)]
     # A row that lies wholly in strands goes with the row behind it, whose tokens it has.
     assert [group.rows for group in checkable(data, [tree])] == [(0,)]
@@ -338,7 +341,7 @@ def test_noise_is_where_the_output_is():
             return x, None
 
     module, x = Attention(), torch.ones(100)
-    with verify.rounding_noise(module, torch.bfloat16):
+    with noise_of(module, torch.bfloat16):
         off = (module(x)[0] - x).abs().max()
     assert 0 < off <= torch.finfo(torch.bfloat16).eps
 
@@ -353,7 +356,7 @@ def test_gradients_that_a_run_has_gathered_wait_for_the_check():
     batch = random_rollouts([(9, [4, 3])], 64)
     run_stock(model, batch)
     gathered = [parameter.grad.clone() for parameter in model.parameters()]
-    gradients = verify.Gradients(model)
+    gradients = gradients_of(model)
     with gradients_aside(model):
         assert all(parameter.grad is None for parameter in model.parameters())
         run_stock(model, batch)

@@ -21,7 +21,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 from verl.utils import tensordict_utils as tu
 from vision_engines import BATCHES, _batch, _measure
 
-from verl_prefix.engine.stock_path import wrong_when_sharded
+from verl_prefix.backends.own_path import wrong_when_sharded
 from verl_prefix.models.vision import UNPATCHED
 from verl_prefix.testing import write_tiny_model
 

@@ -188,12 +188,15 @@ def test_tokens_of_turns_are_shown_and_trees_must_save_some(
     run: Callable, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """As the engine says them in the prefix arm's log, on its first rank."""
+    from verl_prefix.config import PrefixConfig
     from verl_prefix.engine.step_metrics import StepMetrics
+
+    backend = SimpleNamespace(ranks=SimpleNamespace(copies=1), forward_only=False)
 
     def said(off: int, uid: int) -> str:
         caplog.clear()
         monkeypatch.setattr("torch.distributed.get_rank", lambda: 0)
-        StepMetrics(list, list, 1, "uid", epochs=1)._tell_trees(9000, off, uid, 1900)
+        StepMetrics(backend, PrefixConfig(), epochs=1)._tell_trees(9000, off, uid, 1900)
         return caplog.text
 
     status, text, report = run(turns=4, log=said(6000, 2000))

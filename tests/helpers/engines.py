@@ -191,8 +191,8 @@ def _configs(backend: str, model_path: str, options: dict, forward_only: bool = 
     from verl.trainer.config import CheckpointConfig
     from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
 
+    from verl_prefix.backends.fsdp import PrefixEngineConfig
     from verl_prefix.config import PrefixConfig
-    from verl_prefix.engine.prefix_engine import PrefixEngineConfig
 
     model_config = HFModelConfig(
         path=model_path,

@@ -15,14 +15,15 @@ ROOMS = {
     "models": ("core versions", "transformers xxhash"),
     "auto": ("core models files", "transformers"),
     "config": ("core models versions", "verl transformers omegaconf"),
+    "backends": ("core models auto config cpu engine versions", "verl tensordict"),
     "engine": (
-        "core models auto config cpu files versions", "verl ray tensordict transfer_queue huggingface_hub safetensors "
+        "core models auto config files versions", "verl ray tensordict transfer_queue huggingface_hub safetensors "
         "numpy",
     ),
     "trainer": ("config versions", "verl ray omegaconf transfer_queue"),
     "cpu": ("models", "verl ray psutil omegaconf transformers fastapi uvicorn"),
     "testing": ("core models", "transformers tokenizers"),
-    "tools": ("core models auto config engine trainer files versions testing plugin "
+    "tools": ("core models auto config engine backends trainer files versions testing plugin "
               "search_path", "verl transformers numpy pyarrow "
               "hydra omegaconf tensordict rich tqdm packaging tensorboard"),
     "files": ("", ""),

@@ -28,7 +28,8 @@ from verl.utils import tensordict_utils as tu  # noqa: E402
 
 from verl_prefix import cli  # noqa: E402
 from verl_prefix.auto.shape import ModelShape  # noqa: E402
-from verl_prefix.engine.rows import Trees, group_rows, row_keys  # noqa: E402
+from verl_prefix.engine.grouping import Trees, group_rows  # noqa: E402
+from verl_prefix.engine.rows import BatchRows  # noqa: E402
 from verl_prefix.models.messages import end_tokens  # noqa: E402
 from verl_prefix.testing import write_tiny_model, write_tiny_vlm  # noqa: E402
 from verl_prefix.tools.plan import command as plan  # noqa: E402
@@ -696,11 +697,11 @@ def engine_tokens(rows: list[tuple[str, int, list[int], list[int]]], ends: set[i
     whole = [p + r for p, r in zip(prompts, responses, strict=True)]
     fields = {"prompts": jagged(prompts), "responses": jagged(responses), "input_ids": jagged(whole),
               "position_ids": jagged([list(range(len(row))) for row in whole]), "uid": uids}  # fmt: skip
-    data = tu.get_tensordict(fields, {"temperature": 1.0})
-    keys, found = row_keys(data), {"stock": sum(map(len, whole)) - len(whole)}
+    batch = BatchRows(tu.get_tensordict(fields, {"temperature": 1.0}))
+    found = {"stock": sum(map(len, whole)) - len(whole)}
     for over in ("off", "uid", "batch"):
         trees = Trees(over, frozenset(ends))
-        groups = group_rows(data, keys, trees, trees.are_cut(uids, keys))
+        groups = group_rows(batch, trees, trees.are_cut(uids, batch.keys))
         found[over] = sum(group.num_physical_tokens for group in groups)
     return found
 

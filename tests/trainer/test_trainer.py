@@ -27,7 +27,7 @@ from verl.utils import tensordict_utils as tu
 from verl.utils.seqlen_balancing import get_seqlen_balanced_partitions, log_seqlen_unbalance
 from verl.utils.tensordict_utils import list_of_dict_to_tensordict, make_iterator
 
-from verl_prefix.engine.rows import padding_rows
+from verl_prefix.engine.rows import BatchRows
 from verl_prefix.trainer.mini_batches import whole_prompts
 from verl_prefix.trainer.prefix_sync import (
     PrefixPPOTrainerSync,
@@ -404,7 +404,7 @@ def test_verl_still_asks_its_workers_for_updates_and_names_padding_as_we_read_it
     assert '"mini_batch_size": ' in source and "self.actor_rollout_wg.update_actor(batch)" in source
     padding_utils.upsample_batch_to_divisible_size(build_batch([3]), 4, 2)
     data = tu.get_tensordict({"uid": ["padme-1", *(key.rsplit("_", 2)[0] for key in transfer_queue)]}, {})
-    assert padding_rows(data) == {1}
+    assert BatchRows(data).padding == {1}
 
 
 def test_verl_still_pads_to_whole_mini_batches():

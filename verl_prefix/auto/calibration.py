@@ -2,13 +2,13 @@
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import NamedTuple
 
 import torch
 
 from verl_prefix.auto.cost import Rates, group_pass
 from verl_prefix.auto.shape import ModelShape
-from verl_prefix.core.gradients import gradients_aside
 from verl_prefix.core.groups import Group
 from verl_prefix.core.schedule import Schedule, TokenBatch
 from verl_prefix.core.waves import PackedPass, Plan
@@ -35,15 +35,15 @@ def measure(
     batch_tokens: int,
     device: torch.device,
     schedule: Callable[..., Schedule],
-    model: torch.nn.Module,
+    gradients_aside: Callable[[], AbstractContextManager[None]],
     forward_only: bool,
 ) -> Rates:
     """Rates of packed passes over made-up rows; gradients stay as they are.
 
     Args:
         budget: most tokens of a pass. batch_tokens: see `effort`.
-        schedule: makes a `Schedule` of the run's kind from (outputs, step, backward or None).
-        model: whose passes these are.
+        schedule: makes a `Schedule` of the run's kind from (outputs, step, forward_only).
+        gradients_aside: context in which the model's parameters have no gradients; those that they had come back.
     """
     max_tokens, rounds = effort(min(budget, _PASS[device.type]), _UNIT[device.type], batch_tokens)
     unit = max(2, min(_UNIT[device.type], max_tokens // 8))
@@ -53,7 +53,7 @@ def measure(
     runner = schedule(
         lambda _, logits: torch.logsumexp(logits.float(), -1, keepdim=True),
         lambda groups, layout, outputs: outputs.sum() * 0.0,
-        None if forward_only else torch.Tensor.backward,
+        forward_only,
     )
 
     def run(groups: Sequence[Group]) -> None:
@@ -61,7 +61,7 @@ def measure(
         if device.type == "cuda":
             torch.cuda.synchronize()
 
-    with torch.no_grad() if forward_only else torch.enable_grad(), gradients_aside(model):
+    with torch.no_grad() if forward_only else torch.enable_grad(), gradients_aside():
         return calibrate(shape, run, max_tokens=max_tokens, unit=unit, rounds=rounds)
 
 

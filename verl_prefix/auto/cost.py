@@ -195,7 +195,7 @@ def may_have_all_logits(shape: ModelShape, logits_chunk: int | None, one_copy: b
     """Whether updates have all logits of a pass at once where there is room; not for a vision model, as above.
 
     Args:
-        logits_chunk: of `PrefixConfig`. one_copy: whether outputs need logits once (`engine.outputs`).
+        logits_chunk: of `PrefixConfig`. one_copy: whether outputs need logits once (`Backend.reads_logits_once`).
     """
     return one_copy and logits_chunk is None and not shape.tower
 

@@ -120,7 +120,7 @@ def _role(engine: Any) -> str:
 class PrefixEngineConfig(FSDPEngineConfig):
     """verl's FSDP2 engine config plus `prefix` and, of the actor, `freeze_vision_tower`, which verl's own FSDP ignores,
     and `ppo_epochs`, which verl's worker keeps to itself. Its strategy is the registry's backend name, always "prefix".
-    `engine.prefix_engine` registers that: our YAML names this class there, and code that builds one imports it from
+    `backends.fsdp` registers that: our YAML names this class there, and code that builds one imports it from
     there.
 
     Raises:

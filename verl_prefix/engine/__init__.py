@@ -1,11 +1,11 @@
-"""verl's worker side: the FSDP2 engine that computes a group's prefix once. Read `prefix_engine` first.
+"""verl's worker side, the same for every engine of verl: rows in, each prompt computed once, outputs back.
 
-Where a row goes, in the order of `PrefixFSDPEngine.forward_backward_batch`:
+Read `prefix_engine` first. A mini-batch goes, in the order of `PrefixEngine.forward_backward_batch`, through
 
-    paths         is this batch one for verl's own path, whatever its lengths? Then `stock_path` computes it
-    exchange      rows travel to the rank that computes their group; `row_table`: what ranks know of all rows before,
-                  `row_bytes`: what travels
-    rows          rows with the same key (uid, prompt, pixels) become a group, rows of turns a tree
+    rows          what is derived from verl's batch, once: lengths, keys, padding, the budget of a pass
+    paths         is this batch one for verl's own path, whatever its lengths? Then the backend computes it so
+    exchange      rows travel to the rank that computes their group (`row_table`: what ranks know of all rows before;
+                  `routes`: which rows go where; `row_bytes`: what travels), where `grouping` makes groups of them
     paths         groups become a plan of passes, or go verl's own path, as where sharing does not pay
     verify        where a check is due, a few rows first take both paths, by `self_check`
     mini_batch    `core.schedule` runs the plan; of each pass `outputs` makes log-probs and entropy from logits, as
@@ -13,7 +13,10 @@ Where a row goes, in the order of `PrefixFSDPEngine.forward_backward_batch`:
     exchange      outputs travel back to where the rows came from
     step_metrics  what all ranks and mini-batches of a step did becomes the step's metrics
 
+`backend` says what is asked of one engine of verl; `verl_prefix.backends` answers. Every rank reaches every collective:
+one without rows runs dummies, one without outputs sends nothing, and after an error `together` tells the others.
+
 Apart from that: `room` and `out_of_memory` (memory of an update), `trace` and `trace_writer` (recording),
 `shared_pixels` (one of a prompt's rows carries the pixels, from rollout on), `carried_pixels` (the others get them
-back), `protocol` (what helpers see of the engine).
+back).
 """

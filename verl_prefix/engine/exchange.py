@@ -13,7 +13,6 @@ import hashlib
 import itertools
 import logging
 import time
-from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -26,53 +25,20 @@ from tensordict.tensorclass import NonTensorData
 from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_name
 
-from verl_prefix.auto.placement import describe_rows
 from verl_prefix.auto.shape import ModelShape
 from verl_prefix.core.groups import Group
 from verl_prefix.engine import carried_pixels
-from verl_prefix.engine.protocol import Engine
+from verl_prefix.engine.backend import Backend
+from verl_prefix.engine.grouping import NO_TREES, Trees, group_rows
+from verl_prefix.engine.routes import Routes
 from verl_prefix.engine.row_bytes import Row, RowBytes
 from verl_prefix.engine.row_table import PADDING, AllRows, describe, describe_pieces
-from verl_prefix.engine.rows import NO_TREES, PIXELS, Trees, group_rows, padding_rows, row_keys, uids_of
+from verl_prefix.engine.rows import PIXELS, BatchRows
+from verl_prefix.engine.together import ExchangeError, together
 from verl_prefix.models.vision import PIXEL_NAMES
 from verl_prefix.versions import warn_once
 
 logger = logging.getLogger(__name__)
-
-
-class ExchangeError(RuntimeError):
-    """Rows or outputs are not where they belong, or another rank failed."""
-
-
-@contextmanager
-def together(
-    doing: str, num_agreed: int = 0, *, everyone: dist.ProcessGroup | None = None, device: torch.device | None = None
-) -> Iterator[list[int]]:
-    """Runs what is inside, then finds out whether it went well on every rank.
-
-    Args:
-        everyone: the ranks, all by default. device: where their collectives want tensors, the engine's by default.
-
-    Yields:
-        an empty list to fill with `num_agreed` integers below 2**53, which become their maxima over ranks.
-
-    Raises:
-        ExchangeError: another rank failed. An error of this rank is raised as it is.
-    """
-    agreed: list[int] = []
-    error: Exception | None = None
-    try:
-        yield agreed
-    except Exception as failure:  # whatever it is, the others wait to hear of it; raised again below
-        error = failure
-    mine = [0, *agreed] if error is None else [dist.get_rank(everyone) + 1, *[0] * num_agreed]
-    reduced = torch.tensor(mine, dtype=torch.float64, device=device or get_device_name())
-    dist.all_reduce(reduced, op=dist.ReduceOp.MAX, group=everyone)
-    failed, *agreed[:] = map(int, reduced.tolist())
-    if error is not None:
-        raise error
-    if failed:
-        raise ExchangeError(f"prefix: rank {failed - 1} failed while {doing}; its own error says why")
 
 
 Outputs = Mapping[str, torch.Tensor]
@@ -81,147 +47,184 @@ Together = Callable[..., AbstractContextManager[list[int]]]
 
 @dataclass
 class Exchange:
-    """A mini-batch at the rank that computes it. Where rows stay, `rows` is the batch and `give_back` the identity.
+    """A mini-batch at the rank that computes it. Where rows stay, `rows` are the batch's, and come back at once.
 
     Attributes:
-        rows: the rows that this rank computes. keys, groups: theirs. are_cut: as in `group_rows`.
+        rows: the rows that this rank computes. groups: theirs.
+        trees: what they share, for this batch and those that follow.
         prompts: names of the prompts of all ranks, or of this rank where rows stay; padding is none.
         metrics: prefix/* and timing_s/* of this rank; `give_back` adds what it took.
-        give_back: a model's outputs of `rows`, jagged [rows, tokens] of the same names on every rank -> those of this
-            rank's own rows, in the order they came.
     """
 
-    rows: TensorDict
-    keys: Sequence[Hashable]
+    rows: BatchRows
     groups: list[Group]
-    are_cut: bool
+    trees: Trees
     prompts: Set[Hashable]
     metrics: dict[str, float]
-    give_back: Callable[[Outputs], dict[str, torch.Tensor]]
+    _travel: "_Travel | None" = None
+
+    def give_back(self, outputs: Outputs | None) -> dict[str, torch.Tensor]:
+        """Sends outputs back to where their rows came from, in the order they came. Every rank calls it.
+
+        Args:
+            outputs: of `rows`, jagged [rows, tokens], of the same names on every rank; {}: nobody wants any; None: this
+                rank has none, and others do.
+        """
+        if self._travel is None:
+            return dict(outputs or {})
+        return {} if outputs == {} else self._travel.give_back(outputs)
 
 
-def open_exchange(engine: Engine, data: TensorDict, custom_loss: bool) -> Exchange:
-    """Brings an engine's mini-batch to the ranks that compute it."""
-    group = engine.get_data_parallel_group()
-    if engine.prefix_config.exchange == "off" or dist.get_world_size(group) == 1:
+def open_exchange(backend: Backend, option: str, rows: BatchRows, trees: Trees, is_custom: bool) -> Exchange:
+    """Brings a mini-batch to the ranks that compute it.
+
+    Args:
+        option: `prefix.exchange`. is_custom: the loss is a user's.
+    """
+    group: dist.ProcessGroup | None = backend.ranks.data
+    if option == "off" or backend.ranks.data_size == 1:
         group = None
-    elif custom_loss:
+    elif is_custom:
         text = "prefix.exchange: rows stay on their ranks in updates: a loss that is not verl's own may read %s"
         warn_once(logger, text, "what does not travel (raw_prompt, extra_fields)")
         group = None
     device = torch.device(get_device_name())
-    return exchange_rows(data, engine.shape, group, device, everyone=dist.group.WORLD, trees=engine.trees)
+    return exchange_rows(rows, backend.shape, group, device, everyone=dist.group.WORLD, trees=trees)
 
 
 def exchange_rows(
-    data: TensorDict, shape: ModelShape, group: dist.ProcessGroup | None, device: torch.device,
+    rows: BatchRows, shape: ModelShape, group: dist.ProcessGroup | None, device: torch.device,
     everyone: dist.ProcessGroup | None = None, trees: Trees = NO_TREES,
 ) -> Exchange:  # fmt: skip
     """Brings rows to the ranks that compute them, all of which call this, and then give outputs back.
 
     Args:
-        data: this rank's rows, of which none changes but for its pixels (`carried_pixels`).
-        group: the ranks that compute data in parallel; None: rows stay. everyone: these, and the ranks that compute the
-            same rows together by sequence parallelism; all fail together. device: where collectives want tensors.
-        trees: what rows share besides whole prompts.
+        rows: this rank's, of which none changes but for its pixels (`carried_pixels`).
+        group: the ranks that have different rows; None: rows stay. everyone: these and their copies; all fail together.
+        device: where collectives want tensors. trees: what rows share besides whole prompts.
 
     Raises:
         ExchangeError: another rank failed, here or in `give_back`, or ranks do not agree.
     """
     all_together = functools.partial(together, everyone=everyone or group, device=device)
-    routes = None if group is None else _Routes(data, shape, group, device, all_together, trees)
-    rows = routes.travel() if routes and routes.moves else data
+    travel = None if group is None else _Travel(rows, group, device, all_together)
+    are_cut = travel.plan(shape, trees) if travel else None
+    rows = travel.rows() if travel and travel.routes.moves else rows
     with all_together("grouping rows"):
-        _receive_pixels(rows)
-        keys = routes.keys if routes else row_keys(rows)
-        are_cut = routes.are_cut if routes else trees.are_cut(uids_of(rows, keys), keys)
-        groups = group_rows(rows, keys, trees, are_cut)
-    metrics = routes.metrics if routes else {}
-    uids = Counter(uid for uid, _ in set(zip(map(str, tu.get(rows, "uid", ())), keys, strict=False)))
-    metrics["prefix/split_uids"] = sum(n > 1 for n in uids.values())
-    prompts = routes.prompts if routes else _prompts_of(rows, keys)
-    give_back = routes.give_back if routes and routes.moves else dict
-    return Exchange(rows, keys, groups, are_cut, prompts, metrics, give_back)
+        _receive_pixels(rows.data)
+        if are_cut is None:
+            are_cut = trees.are_cut(rows.uids, rows.keys)
+        groups = group_rows(rows, trees, are_cut)
+    trees = trees._replace(seen=are_cut)
+    if travel is None:
+        prompts = {uid for row, uid in enumerate(rows.uids) if row not in rows.padding}
+        return Exchange(rows, groups, trees, prompts, {})
+    prompts = {uid for uid in travel.table.uids if uid != PADDING}
+    return Exchange(rows, groups, trees, prompts, travel.metrics, travel if travel.routes.moves else None)
 
 
-def _prompts_of(rows: TensorDict, keys: Sequence[Hashable]) -> Set[Hashable]:
-    padding = padding_rows(rows)
-    return {uid for row, uid in enumerate(uids_of(rows, keys)) if row not in padding}
-
-
-class _Routes:
-    """Which rows this rank keeps, sends and gets; the same plan is known to all ranks.
+class _Travel:
+    """One rank's rows on their way there and back. Only this class sends anything.
 
     Attributes:
-        keys: of the rows that this rank computes, by `row_keys`. are_cut: as in `group_rows`.
-        moves: whether any row of any rank travels. prompts: as in `Exchange`.
+        table: all ranks' rows. routes: theirs. Both from `plan` on.
         metrics: prefix/* and timing_s/* of this rank so far; imbalance and groups are those of all ranks.
     """
 
-    def __init__(
-        self, data: TensorDict, shape: ModelShape, group: dist.ProcessGroup, device: torch.device, together: Together,
-        trees: Trees,
-    ) -> None:  # fmt: skip
-        self._data, self._group, self._device, self._together = data, group, device, together
+    table: AllRows
+    routes: Routes
+
+    def __init__(self, rows: BatchRows, group: dist.ProcessGroup, device: torch.device, together: Together) -> None:
+        self._rows, self._group, self._device, self._together = rows, group, device, together
         self._size, self._rank = dist.get_world_size(group), dist.get_rank(group)
         self.metrics = dict.fromkeys(("prefix/exchanged_mib", "timing_s/prefix_exchange"), 0.0)
+
+    def plan(self, shape: ModelShape, trees: Trees) -> bool:
+        """Tells all ranks of all rows, and finds each a rank. Returns whether rows are cut, as in `group_rows`."""
         with self._timed():
             with self._together("describing rows", 4) as agreed:
-                self._bytes = RowBytes.of_batch(data)
-                table = describe(data, shape)
-                agreed += [len(table), trees.seen, *_same(self._bytes.layout)]
+                self._bytes = RowBytes.of_batch(self._rows.data)
+                own = describe(self._rows, shape)
+                agreed += [len(own), trees.seen, *_same(self._bytes.layout)]
             most, seen, *layouts = agreed
             trees = trees._replace(seen=bool(seen))  # ranks differ after a batch whose rows stayed
             compatible = layouts[0] == -layouts[1]
             if not compatible:
                 logger.warning("prefix.exchange: the ranks' batches have different fields, so that rows stay")
-            self._all = AllRows(self._gather(table, most))
-            self.prompts = {uid for uid in self._all.uids if uid != PADDING}
-            self.are_cut = trees.are_cut(self._all.uids, self._all.keys)
+            self.table = AllRows(self._gather(own, most))
+            are_cut = trees.are_cut(self.table.uids, self.table.keys)
             pieces: list[torch.Tensor] = []
-            if self.are_cut:
+            if are_cut:
                 with self._together("describing turns", 1) as agreed:
-                    own = describe_pieces(data, shape, trees)
+                    own = describe_pieces(self._rows, shape, trees)
                     agreed += [len(own)]
                 pieces = self._gather(own, agreed[0])
             with self._together("placing rows", 2) as agreed:
-                agreed += _same(self._place(compatible, pieces))
+                agreed += _same(self._place(compatible, pieces if are_cut else None))
         if agreed[0] != -agreed[1]:
             raise ExchangeError(
                 "ranks placed the same rows differently; install the same version of verl_prefix on every node, or set "
                 "actor_rollout_ref.actor.prefix.exchange=off"
             )
+        return are_cut
 
-    def travel(self) -> TensorDict:
-        """The rows that this rank computes: its own that stay, then those that arrive, by rank."""
+    def _place(self, compatible: bool, pieces: Sequence[torch.Tensor] | None) -> list[int]:
+        """Finds the rank of every row of all ranks, by `pieces` where rows are turns. Where ranks cannot read each
+        other's rows (not `compatible`), every row stays."""
+        table = self.table
+        if not compatible:
+            placement = table.as_it_is(self._size)
+        else:
+            placement = table.place(self._size) if pieces is None else table.place_turns(self._size, pieces)
+        homes = placement.ranks
+        if len(homes) != len(table.keys) or set(homes) != set(range(self._size)):
+            raise ExchangeError(
+                f"{len(table.keys)} rows were placed on ranks {homes}; there are {self._size}, and each needs one"
+            )
+        self.routes = Routes(table, homes, self._rank, self._size)
+        self.metrics |= {
+            "prefix/placement_imbalance": placement.imbalance,
+            "prefix/split_groups": 0 if compatible else placement.split_groups,
+            "prefix/cost_split_groups": placement.split_groups if compatible else 0,
+            "prefix/exchanged_rows": sum(map(len, self.routes.sent)),
+        }
+        return homes
+
+    def rows(self) -> BatchRows:
+        """Sends rows; returns those that this rank computes, in the order of `Routes.computed`."""
         with self._timed():
             with self._together("sending rows"):
-                parcels = [self._bytes.pack([self._for(to, i) for i in rows]) for to, rows in enumerate(self._sent)]
+                sent = enumerate(self.routes.sent)
+                parcels = [self._bytes.pack([self._for(to, i) for i in rows]) for to, rows in sent]
             received = self._swap(parcels)
             with self._together("receiving rows"):
-                rows = [self._bytes.row(i, i) for i in self._kept]
-                rows += _unpacked(self._bytes, received, self._got, "sent")
-                return self._batch(self._with_pixels(rows))
+                rows = [self._bytes.row(i, i) for i in self.routes.kept]
+                rows += _unpacked(self._bytes, received, self.routes.got, "sent")
+                keys = [self.table.keys[row] for row in self.routes.computed]
+                return BatchRows(self._batch(self._with_pixels(rows, keys)), keys)
 
-    def give_back(self, output: Outputs) -> dict[str, torch.Tensor]:
-        """As `Exchange.give_back`."""
-        if not output:
-            return {}
+    def give_back(self, output: Outputs | None) -> dict[str, torch.Tensor]:
+        """As `Exchange.give_back`. A rank without outputs takes part in what all ranks do."""
+        routes, lens = self.routes, self.table.lens
         with self._timed():
             with self._together("returning outputs", 2) as agreed:
-                _check_lens(output, [self._all.lens[row] for row in self._computed], "were computed")
-                out, at = RowBytes(output), itertools.count(len(self._kept))
-                parcels = [out.pack([out.row(next(at), i) for i in rows]) for rows in self._got]
-                agreed += _same(out.layout)
+                out, at = RowBytes(output or {}), itertools.count(len(routes.kept))
+                if output is None:
+                    parcels, agreed[:] = [out.pack([])] * self._size, [0, -NOBODYS]
+                else:
+                    _check_lens(output, [lens[row] for row in routes.computed], "were computed")
+                    parcels = [out.pack([out.row(next(at), i) for i in rows]) for rows in routes.got]
+                    agreed += _same(out.layout)
             if agreed[0] != -agreed[1]:
-                raise ExchangeError(f"ranks computed different outputs; this one has {', '.join(output)}")
+                raise ExchangeError(f"ranks computed different outputs; this one has {', '.join(output or ())}")
             received = self._swap(parcels)
             with self._together("receiving outputs"):
-                rows = [out.row(at, i) for at, i in enumerate(self._kept)]
-                rows += _unpacked(out, received, self._sent, "gave back outputs of")
+                if output is None:
+                    return {}
+                rows = [out.row(at, i) for at, i in enumerate(routes.kept)]
+                rows += _unpacked(out, received, routes.sent, "gave back outputs of")
                 back = out.join(sorted(rows, key=lambda row: row.origin))
-                own = self._all.lens[self._all.starts[self._rank] : self._all.starts[self._rank + 1]]
-                _check_lens(back, own, "left")
+                _check_lens(back, lens[self.table.starts[self._rank] : self.table.starts[self._rank + 1]], "left")
         return back
 
     @contextmanager
@@ -238,65 +241,36 @@ class _Routes:
         dist.all_gather(list(every), padded.to(self._device), group=self._group)
         return [one[1 : one[0, 0] + 1] for one in every.cpu()]
 
-    def _place(self, compatible: bool, pieces: Sequence[torch.Tensor]) -> list[int]:
-        """Finds the rank of every row of all ranks, by `pieces` where rows are turns. Where ranks cannot read each
-        other's rows (not `compatible`), every row stays."""
-        rows, me, first = self._all, self._rank, self._all.starts[self._rank]
-        if compatible:
-            placement = rows.place_turns(self._size, pieces) if self.are_cut else rows.place(self._size)
-        else:
-            placement = describe_rows(rows.keys, rows.prefix_costs, rows.suffix_costs, rows.ranks, self._size)
-        homes = placement.ranks
-        if len(homes) != len(rows.keys) or set(homes) != set(range(self._size)):
-            raise ExchangeError(
-                f"{len(rows.keys)} rows were placed on ranks {homes}; there are {self._size}, and each needs one"
-            )
-        self.moves = homes != rows.ranks
-        # To each rank, indices into this rank's rows; from each rank, indices into that one's.
-        self._sent: list[list[int]] = [[] for _ in range(self._size)]
-        self._got: list[list[int]] = [[] for _ in range(self._size)]
-        for row, (rank, home) in enumerate(zip(rows.ranks, homes, strict=True)):
-            if rank == me:
-                self._sent[home].append(row - first)
-            if home == me:
-                self._got[rank].append(row - rows.starts[rank])
-        self._kept, self._sent[me], self._got[me] = self._sent[me], [], []
-        self._computed = [first + i for i in self._kept]
-        self._computed += [start + i for start, got in zip(rows.starts, self._got, strict=False) for i in got]
-        self.keys = [rows.keys[row] for row in self._computed]
-        self._holders = {(k, r) for k, r, has in zip(rows.keys, rows.ranks, rows.has_pixels, strict=True) if has}
-        self.metrics |= {
-            "prefix/placement_imbalance": placement.imbalance,
-            "prefix/split_groups": 0 if compatible else placement.split_groups,
-            "prefix/cost_split_groups": placement.split_groups if compatible else 0,
-            "prefix/exchanged_rows": sum(map(len, self._sent)),
-        }
-        return homes
+    @functools.cached_property
+    def _holders(self) -> set[tuple[Hashable, int]]:
+        """(key, rank) of rows that have their pixels with them."""
+        table = self.table
+        return {(k, r) for k, r, has in zip(table.keys, table.ranks, table.has_pixels, strict=True) if has}
 
     def _for(self, to: int, i: int) -> Row:
         """Row i as it goes to rank `to`: without its pixels where that one has them."""
-        row, key = self._bytes.row(i, i), self._all.keys[self._all.starts[self._rank] + i]
+        row, key = self._bytes.row(i, i), self.table.keys[self.table.starts[self._rank] + i]
         if row.others.get(PIXELS) and (key, to) in self._holders:
             row.others[PIXELS] = {name: x for name, x in row.others[PIXELS].items() if name not in PIXEL_NAMES}
         return row
 
-    def _with_pixels(self, rows: list[Row]) -> list[Row]:
-        """Gives rows the pixels that another row of their group has here. No dict of `data` changes: an update of
+    def _with_pixels(self, rows: list[Row], keys: Sequence[Hashable]) -> list[Row]:
+        """Gives rows the pixels that another row of their group has here. No dict of the batch changes: an update of
         several epochs asks for its rows again."""
         if PIXELS not in self._bytes.objects:
             return rows
         seen = [dict(row.others[PIXELS] or {}) for row in rows]
         pixels = ({name: x for name, x in one.items() if name in PIXEL_NAMES} for one in seen)
-        held = {key: own for key, own in zip(self.keys, pixels, strict=True) if own}
-        for key, one, row in zip(self.keys, seen, rows, strict=True):
+        held = {key: own for key, own in zip(keys, pixels, strict=True) if own}
+        for key, one, row in zip(keys, seen, rows, strict=True):
             if key in held:  # also where pixels were all that a row had, before they stayed behind
                 one = {name: x for name, x in one.items() if name != carried_pixels.CARRIED_BY} | held[key]
             row.others[PIXELS] = one
         return rows
 
     def _batch(self, rows: Sequence[Row]) -> TensorDict:
-        """Rows as verl's batch, with what `data` has once."""
-        once = {name: x.data for name, x in self._data.items() if isinstance(x, NonTensorData)}
+        """Rows as verl's batch, with what the batch has once."""
+        once = {name: x.data for name, x in self._rows.data.items() if isinstance(x, NonTensorData)}
         lists = {name: [row.others[name] for row in rows] for name in self._bytes.objects}
         return tu.get_tensordict(self._bytes.join(rows) | lists, once)
 
@@ -323,6 +297,9 @@ def receive_pixels(data: TensorDict) -> None:
 def _receive_pixels(data: TensorDict) -> None:
     if PIXELS in data.keys():
         carried_pixels.receive_pixels(tu.get(data, PIXELS))
+
+
+NOBODYS = 2**48  # no digest of `_same` is as large
 
 
 def _same(value: object) -> list[int]:

@@ -1,6 +1,7 @@
 """The loss of a pass: verl's own, of which we know what it reads, or a user's."""
 
 import functools
+import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -13,6 +14,9 @@ from verl.utils.metric import AggregationType, Metric
 from verl.workers.utils.losses import ppo_loss
 
 from verl_prefix.config import LOSSES_OF_ROWS
+from verl_prefix.versions import warn_once
+
+logger = logging.getLogger(__name__)
 
 LossFunction = Callable[..., tuple[torch.Tensor, dict[str, Any]]]
 
@@ -39,12 +43,14 @@ class Loss:
 
     Attributes:
         is_verls: whether it is one of verl's own, which read only tokens whose response_mask is 1.
+        is_custom: whether it is none of verl's losses of rows, and may read what does not travel.
     """
 
     def __init__(self, function: LossFunction | None) -> None:
-        self._function = function
+        self.function = function
         mode = mode_of_verls_loss(function)
         self.is_verls = mode is not None
+        self.is_custom = function is not None and mode is None
         # These raise where no token counts: compute_rollout_correction_and_rejection_mask (verl/trainer/ppo/
         # rollout_corr_helper.py), compute_distillation_loss_range (verl/trainer/distillation/losses.py).
         self._needs_a_token = mode == "bypass_mode" or module_of(function).startswith("verl.trainer.distillation")
@@ -56,6 +62,11 @@ class Loss:
             fields |= {"ref_log_prob"} if function.keywords["config"].use_kl_loss else set()
             self._fields = fields - {"gpg": {"old_log_probs"}, "bypass_mode": {"rollout_is_weights"}}.get(mode, set())
 
+    def tell(self) -> None:
+        """Says once what a user's loss does not get."""
+        if self.is_custom and not module_of(self.function).startswith("verl."):
+            warn_once(logger, "prefix: a loss that is not verl's own gets zeros in place of outputs of prompts")
+
     def floats(self, data: TensorDict) -> dict[str, torch.Tensor]:
         """Values of `data` from which a NaN can get into the loss."""
         names = data.keys() if self._fields is None else self._fields & set(data.keys())
@@ -63,8 +74,8 @@ class Loss:
         return {name: x.values() if x.is_nested else x for name, x in floats.items() if x.is_floating_point()}
 
     def reads_masked(self, data: TensorDict) -> bool:
-        """Whether outputs count where response_mask is 0. They do in a user's loss, and where something that the loss
-        reads is not finite: in stock a masked NaN spoils the update, too."""
+        """Whether outputs count where response_mask is 0. They do in a user's loss. They also do where something that
+        the loss reads is not finite, since in stock a masked NaN spoils the update, too."""
         if not self.is_verls or not {"response_mask", "old_log_probs"} <= set(data.keys()):
             return True
         return not all(torch.isfinite(values).all() for values in self.floats(data).values())
@@ -83,22 +94,24 @@ class Loss:
     def __call__(
         self, model_output: Mapping[str, torch.Tensor], rows: TensorDict, group: Any
     ) -> tuple[torch.Tensor, dict[str, Any], bool]:
-        """Loss and metrics of a pass, and whether any of its tokens counts. Where none does, and verl's loss would
-        raise, loss and sums are zero. Other metrics, there for their names, are then of tokens that do not count; where
-        all responses are empty there are none.
+        """Computes the loss and the metrics of a pass, and says whether any of its tokens counts.
+
+        verl's loss may raise where no token counts. Then the loss is zero, and so are sums among the metrics. Means
+        are of tokens that do not count: they are there for their names, which all ranks must have in common. Where all
+        responses are empty there are no metrics.
 
         Args:
             group: the ranks that compute data in parallel.
         """
-        if self._function is None:
+        if self.function is None:
             return torch.ones((), device=model_output["log_probs"].device), {}, True
         if not self._needs_a_token or rows["response_mask"].any():
-            return *self._function(model_output=model_output, data=rows, dp_group=group), True
+            return *self.function(model_output=model_output, data=rows, dp_group=group), True
         zero, rows = 0.0 * model_output["log_probs"].values().sum(), rows.copy()
         rows["response_mask"] = torch.ones_like(rows["response_mask"])
         if not rows["response_mask"].any():
             return zero, {}, False
-        _, metrics = self._function(model_output=model_output, data=rows, dp_group=group)
+        _, metrics = self.function(model_output=model_output, data=rows, dp_group=group)
         sums = [x for x in metrics.values() if isinstance(x, Metric) and x.aggregation == AggregationType.SUM]
         for metric in sums:
             metric.values = [0.0] * len(metric.values)

@@ -1,5 +1,7 @@
-"""What to set after an out-of-memory error, by the phase that had it. Nothing is repeated: a rank that left the middle
-of FSDP's collectives cannot join them again, and the others wait in them."""
+"""What to set after an out-of-memory error, by the phase that had it.
+
+Nothing is repeated: a rank that left the collectives of a pass cannot join them again, and the others wait in them.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

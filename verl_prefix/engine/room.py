@@ -1,8 +1,7 @@
-"""Decides what updates keep instead of computing it again in backward, where every rank has room: attention's outputs
-and logits."""
+"""What this rank's device has room for: verl's own passes; what an update keeps instead of computing it again."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -10,21 +9,32 @@ import torch
 from verl.utils.device import get_device_name
 
 from verl_prefix.auto.chooser import CostModel
-from verl_prefix.auto.cost import ROOM_FACTOR, Memory, may_have_all_logits, may_keep_attention, peak_bytes
+from verl_prefix.auto.cost import ROOM_FACTOR, Memory, PassCost, may_have_all_logits, may_keep_attention, peak_bytes
+from verl_prefix.core.meter import Meter
 from verl_prefix.core.waves import Plan
+from verl_prefix.engine.backend import Backend
 
 
 class Room:
-    """Judges by the memory that earlier updates left what the next one may keep.
+    """The device's memory, by which an engine decides.
 
-    Args:
-        reduce_max: element-wise maximum over ranks.
+    Without CUDA nobody knows it, and there is room for everything.
     """
 
-    def __init__(self, reduce_max: Callable[[Sequence[float]], Sequence[float]]) -> None:
-        self._reduce_max = reduce_max
-        self._seen = 0.0 if get_device_name() == "cuda" else math.inf  # bytes that an update may add, by earlier ones
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self._is_known = get_device_name() == "cuda"
+        self._seen = 0.0 if self._is_known else math.inf  # bytes that an update may add, by earlier ones
         self._most_added = self._adds = 0.0  # estimates of what the largest and the present one add
+        self._meter = Meter()  # of the last update
+
+    def fits(self, costs: CostModel, passes: Sequence[PassCost]) -> bool:
+        """Whether verl's own passes fit, as an update, or as log-probs in an engine that has no updates."""
+        if not self._is_known:
+            return True
+        cached = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+        free = torch.cuda.mem_get_info()[0] + cached - self._backend.gradient_bytes()
+        return peak_bytes(costs.shape, None, passes, costs.memory, self._backend.forward_only) <= free
 
     @contextmanager
     def update(self) -> Iterator[None]:
@@ -32,16 +42,16 @@ class Room:
         so the memory that is free on the device is what that update left."""
         self._adds = 0.0
         yield
-        if self._adds and get_device_name() == "cuda":
+        if self._adds and self._is_known:
             self._most_added = max(self._most_added, self._adds)
             self._seen = min(self._seen or math.inf, torch.cuda.mem_get_info()[0] + self._most_added)
 
-    def memory(self, plan: Plan, costs: CostModel, option: str, one_copy: bool) -> Memory:
+    def keeps(self, plan: Plan, costs: CostModel, option: str, one_copy: bool) -> Memory:
         """What this update keeps, the same on every rank: attention's outputs and all logits of a pass, attention's
         outputs alone, or neither.
 
         Args:
-            plan: this rank's. option: `prefix.keep_attention`. one_copy: `outputs.reads_logits_once`.
+            plan: this rank's. option: `prefix.keep_attention`. one_copy: `Backend.reads_logits_once`.
         """
         shape, least = costs.shape, costs.memory
         attention = may_keep_attention(shape, least.checkpointed, option)
@@ -52,6 +62,16 @@ class Room:
         choices = (replace(more, all_logits=all_logits), more, least)
         adds = [peak_bytes(shape, plan, (), memory) for memory in choices]
         fits = [ROOM_FACTOR * added <= self._seen for added in adds[:-1]]
-        (chosen,) = self._reduce_max([float([*fits, True].index(True))])
+        (chosen,) = self._backend.ranks.most([float([*fits, True].index(True))])
         self._adds = adds[int(chosen)]
         return choices[int(chosen)]
+
+    def meter(self, forward_only: bool) -> Meter:
+        """The meter of a batch. It measures the peak of the waves in the first update that has any, and then no more,
+        since that resets the peak that verl logs as perf/max_memory_allocated_gb."""
+        if forward_only:
+            return Meter()
+        if not self._meter.phase_b_peak:
+            self._meter = Meter(measure_peak=self._is_known)
+            return self._meter
+        return Meter()

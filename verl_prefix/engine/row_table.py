@@ -10,14 +10,14 @@ from dataclasses import replace
 
 import numpy as np
 import torch
-from tensordict import TensorDict
 from verl.utils import tensordict_utils as tu
 
-from verl_prefix.auto.placement import Placement, fill_empty_ranks, place_rows, row_cost
+from verl_prefix.auto.placement import Placement, describe_rows, fill_empty_ranks, place_rows, row_cost
 from verl_prefix.auto.shape import ModelShape
 from verl_prefix.core.groups import rows_by_key
 from verl_prefix.core.trees import Hashes, mix
-from verl_prefix.engine.rows import PIXELS, Trees, padding_rows, row_cuts, row_keys, row_lens, uids_of
+from verl_prefix.engine.grouping import Trees, row_cuts
+from verl_prefix.engine.rows import BatchRows
 from verl_prefix.models.vision import num_patches
 
 COLUMNS = 9
@@ -25,21 +25,19 @@ PADDING = 0  # stands for the uid of verl's padding rows, which is one for all o
 LAST_CUTS = 8  # cuts at a row's end that other ranks hear of: more than the messages that a turn adds
 
 
-def describe(data: TensorDict, shape: ModelShape) -> torch.Tensor:
+def describe(rows: BatchRows, shape: ModelShape) -> torch.Tensor:
     """int64 [rows, columns] of what all ranks must know: 128 bits of the key, costs of prefix, suffix and pixels as the
     bits of a double, whether the row has its group's pixels, its length, 64 bits of its uid and of its session."""
-    prompt_lens, response_lens = row_lens(data)
-    lens = data["input_ids"].offsets().diff().tolist()
-    patches = map(num_patches, tu.get(data, PIXELS, [None] * len(data)))
     cost = functools.cache(functools.partial(row_cost, shape))
-    keys, table = row_keys(data), []
-    for key, prompt_len, response_len, num, length in zip(keys, prompt_lens, response_lens, patches, lens, strict=True):
-        costs = struct.pack("=3d", *cost(max(prompt_len - 1, 0), response_len), cost(0, 0, num)[0])
-        table.append([*struct.unpack("=5q", key + costs), num > 0, length])
-    uids, padding = uids_of(data, keys), padding_rows(data)
-    sessions = zip(uids, tu.get(data, "session_id", [None] * len(data)), strict=True)
-    for i, (row, uid, session) in enumerate(zip(table, uids, sessions, strict=True)):
-        row += [PADDING if i in padding else _digest(uid), _digest(f"{uid} {session}")]
+    lens = zip(rows.prompt_lens, rows.response_lens, itertools.pairwise(rows.offsets), strict=True)
+    sessions = zip(rows.uids, tu.get(rows.data, "session_id", [None] * len(rows)), strict=True)
+    table = []
+    for i, (key, (prompt_len, response_len, (start, end)), patches, (uid, session)) in enumerate(
+        zip(rows.digests, lens, map(num_patches, rows.pixels), sessions, strict=True)
+    ):
+        costs = struct.pack("=3d", *cost(max(prompt_len - 1, 0), response_len), cost(0, 0, patches)[0])
+        names = [PADDING if i in rows.padding else _digest(uid), _digest(f"{uid} {session}")]
+        table.append([*struct.unpack("=5q", key + costs), patches > 0, end - start, *names])
     return torch.tensor(table, dtype=torch.int64).view(-1, COLUMNS)
 
 
@@ -47,7 +45,7 @@ def _digest(name: str) -> int:
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little", signed=True)
 
 
-def describe_pieces(data: TensorDict, shape: ModelShape, trees: Trees) -> torch.Tensor:
+def describe_pieces(rows: BatchRows, shape: ModelShape, trees: Trees) -> torch.Tensor:
     """The pieces that rows of turns are made of, int64 [pieces, 3]: the row, 64 bits that name the piece, and its cost
     as the bits of a double. A row without a response has none.
 
@@ -56,10 +54,11 @@ def describe_pieces(data: TensorDict, shape: ModelShape, trees: Trees) -> torch.
     pieces, the last of which has the same name and costs less. The logits of a response are a piece, too.
     """
     cost = functools.cache(functools.partial(row_cost, shape))
-    rows: list[int] = []
+    owners: list[int] = []
     ends: list[int] = []
     costs: list[float] = []
-    for row, (prompt_len, response_len, cuts) in enumerate(zip(*row_lens(data), row_cuts(data, trees), strict=True)):
+    found = zip(rows.prompt_lens, rows.response_lens, row_cuts(rows, trees), strict=True)
+    for row, (prompt_len, response_len, cuts) in enumerate(found):
         if response_len:
             end = prompt_len + response_len - 1
             places = sorted({n for n in cuts if 0 < n < prompt_len})
@@ -67,11 +66,11 @@ def describe_pieces(data: TensorDict, shape: ModelShape, trees: Trees) -> torch.
             upto = [cost(n, 0)[0] for n in places]
             logits = sum(cost(prompt_len - 1, response_len)) - upto[-1]
             ends += [*places, end]
-            rows += [row] * (len(places) + 1)
+            owners += [row] * (len(places) + 1)
             costs += [*(after - before for before, after in itertools.pairwise([0.0, *upto])), logits]
-    names = Hashes(mix(data["input_ids"].values().cpu()), data["input_ids"].offsets().tolist()).of(rows, ends)
-    of_row = torch.tensor(rows, dtype=torch.int64)
-    is_last = torch.cat([of_row.diff(), torch.ones(min(len(rows), 1), dtype=torch.int64)]) > 0
+    names = Hashes(mix(rows.data["input_ids"].values().cpu()), rows.offsets).of(owners, ends)
+    of_row = torch.tensor(owners, dtype=torch.int64)
+    is_last = torch.cat([of_row.diff(), torch.ones(min(len(owners), 1), dtype=torch.int64)]) > 0
     bits = torch.tensor(costs, dtype=torch.float64).view(torch.int64)
     return torch.stack([of_row, torch.where(is_last, ~names, names), bits], 1)  # ~: of logits
 
@@ -98,6 +97,10 @@ class AllRows:
         self.uids, self.sessions = uids.tolist(), sessions.tolist()
         self.ranks = [rank for rank, table in enumerate(tables) for _ in range(len(table))]
         self.starts = list(itertools.accumulate(map(len, tables), initial=0))
+
+    def as_it_is(self, num_ranks: int) -> Placement:
+        """Every row on the rank that has it."""
+        return describe_rows(self.keys, self.prefix_costs, self.suffix_costs, self.ranks, num_ranks)
 
     def place(self, num_ranks: int) -> Placement:
         """Each group on one rank, as `place_rows`."""

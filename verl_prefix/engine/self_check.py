@@ -17,7 +17,7 @@ All figures are in units of noise: how far ours is off, over how far rounding al
 
 import functools
 import math
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 
@@ -26,8 +26,6 @@ import torch
 from verl_prefix.core.attention import AttentionParams, AttentionPass
 from verl_prefix.core.calls import ranges
 from verl_prefix.core.layout import Layout
-from verl_prefix.models.recurrent import mixers
-from verl_prefix.models.vision import is_vision_config, tower_of
 
 # A perturbed pass rounds differently once per layer; ours also at its matmuls, whose shapes differ from stock's.
 MAX_LOG_PROBS = 3.0
@@ -187,9 +185,11 @@ class _Rounding:
 
 
 @contextmanager
-def rounding_noise(model: torch.nn.Module, dtype: torch.dtype) -> Iterator[None]:
-    """While open, every output of attention and of recurrent mixers is off by up to one rounding step of `dtype`,
-    differently each time, and so are its gradient and, in fp32, what mixers read."""
+def rounding_noise(
+    attention: Sequence[torch.nn.Module], recurrent: Sequence[torch.nn.Module], dtype: torch.dtype
+) -> Iterator[None]:
+    """While open, every output of these modules, attention and recurrent mixers, is off by up to one rounding step of
+    `dtype`, differently each time, and so are its gradient and, in fp32, what mixers read."""
     eps, rounding = torch.finfo(dtype).eps, _Rounding()
 
     def disturb_output(module: torch.nn.Module, args: tuple, output: Any) -> Any:
@@ -203,8 +203,6 @@ def rounding_noise(model: torch.nn.Module, dtype: torch.dtype) -> Iterator[None]
             return (rounding.disturb(args[0], eps), *args[1:]), kwargs
         return args, kwargs | {"hidden_states": rounding.disturb(kwargs["hidden_states"], eps)}
 
-    recurrent = mixers(model)
-    attention = [m for m in model.modules() if hasattr(m, "layer_idx") and hasattr(m, "is_causal")]
     handles = [module.register_forward_hook(disturb_output) for module in [*attention, *recurrent]]
     # In fp32 a scan's own rounding (of decays, which are differences of sums) is larger than that of what it gives.
     if dtype == torch.float32:
@@ -217,45 +215,42 @@ def rounding_noise(model: torch.nn.Module, dtype: torch.dtype) -> Iterator[None]
 
 
 class Gradients:
-    """Gradients of the checked rows, by parts of the model. A recurrent mixer is compared whole. Of each layer, of the
-    vision tower and of all else, what is small is compared (norms, biases, adapters), or the smallest trained parameter
-    where none is small.
+    """Gradients of the checked rows, by parts of the model: this rank's shards of them.
 
-    They are this rank's shards. Those that the run has gathered are set aside meanwhile (`core.gradients`).
+    Args:
+        model: all of this rank's part.
+        whole: modules of it that are compared whole, by name.
+        parts: others. Of each of them, and of all else, what is small is compared (norms, biases, adapters), or the
+            smallest trained parameter where none is small.
+        local: a parameter -> this rank's shard of its gradient.
     """
 
-    def __init__(self, model: Any) -> None:
-        self._model = model
-        modules: dict[str, Any] = {f"the mixer of layer {mixer.layer_idx}": mixer for mixer in mixers(model)}
-        layers = {f"layer {i}": layer for i, layer in enumerate(getattr(model.get_decoder(), "layers", ()))}
-        tower = {"the vision tower": tower_of(model)} if is_vision_config(model.config) else {}
+    def __init__(
+        self, model: torch.nn.Module, whole: Mapping[str, torch.nn.Module], parts: Mapping[str, torch.nn.Module],
+        local: Callable[[torch.nn.Parameter], torch.Tensor],
+    ) -> None:  # fmt: skip
+        self._model, self._local = model, local
         self.parts: dict[str, list[torch.nn.Parameter]] = {}
         left = {p for p in model.parameters() if p.requires_grad}
-        for name, module in (modules | layers | tower | {"all else": model}).items():
+        for name, module in {**whole, **parts, "all else": model}.items():
             trained = [p for p in module.parameters() if p in left]
             left.difference_update(trained)
-            small = trained if name in modules else [p for p in trained if p.numel() <= _SMALL]
+            small = trained if name in whole else [p for p in trained if p.numel() <= _SMALL]
             if trained:
                 self.parts[name] = small or [min(trained, key=torch.numel)]
 
     def keep(self) -> list[float]:
         """Takes the last pass's gradients as the truth, kept in host memory; returns their squared norms by part."""
-        self._truth = [[_local_grad(p).cpu() for p in part] for part in self.parts.values()]
+        self._truth = [[self._local(p).cpu() for p in part] for part in self.parts.values()]
         self._model.zero_grad()
         return [sum(map(_sum_of_squares, part)) for part in self._truth]
 
     def distances(self) -> list[float]:
         """Squared distances of the last pass's from the truth, by part."""
         pairs = (zip(part, truth, strict=True) for part, truth in zip(self.parts.values(), self._truth, strict=True))
-        distances = [sum(_sum_of_squares(_local_grad(p).cpu() - x) for p, x in part) for part in pairs]
+        distances = [sum(_sum_of_squares(self._local(p).cpu() - x) for p, x in part) for part in pairs]
         self._model.zero_grad()
         return distances
-
-
-def _local_grad(parameter: torch.nn.Parameter) -> torch.Tensor:
-    """This rank's shard."""
-    grad: Any = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-    return (grad.to_local() if hasattr(grad, "to_local") else grad).detach()
 
 
 def check(

@@ -1,19 +1,25 @@
 """Metrics of a training step: counts and seconds are the step's, of all its ranks and mini-batches.
 
-verl averages what an engine reports over both. Of timing_s/* it takes the minimum, since it finds "min" in "timing"
-(reduce_metrics, verl/utils/metric/utils.py). So each rank reports the total once, with the step's last mini-batch.
+verl averages over both what an engine reports. Of timing_s/* it takes the minimum, since it finds "min" in "timing"
+(reduce_metrics, verl/utils/metric/utils.py). So each rank reports a step's total once, with its last mini-batch.
 """
 
 import itertools
 import logging
 from collections import Counter
-from collections.abc import Callable, Hashable, Mapping, Sequence, Set
+from collections.abc import Hashable, Mapping, Sequence, Set
 
 import torch
-from tensordict import TensorDict
-from verl.utils import tensordict_utils as tu
 
-from verl_prefix.engine.rows import padding_rows
+from verl_prefix.config import PrefixConfig
+from verl_prefix.core.groups import Group
+from verl_prefix.core.schedule import Schedule
+from verl_prefix.core.waves import Plan
+from verl_prefix.engine.backend import Backend
+from verl_prefix.engine.exchange import Exchange
+from verl_prefix.engine.grouping import Trees, tokens_by_trees
+from verl_prefix.engine.rows import BatchRows
+from verl_prefix.engine.together import together
 
 logger = logging.getLogger(__name__)
 
@@ -33,26 +39,23 @@ MOST = [
 ]
 # Counted, but not reported: tokens that stock computes, and that ours would compute if every group were one pass.
 _TOKENS, GROUP_TOKENS = "tokens of rows", "tokens of groups"
-# And of the first batch what `rows.tokens_by_trees` counts.
+# And of the first batch what `grouping.tokens_by_trees` counts.
 TREE_TOKENS = {name: f"tokens of trees: {name}" for name in ("stock", "off", "uid", "batch")}
 _SUMS = (*COUNTS, _TOKENS, GROUP_TOKENS, *TREE_TOKENS.values())
 _TORN = 0.02  # the share of a step's tokens from which the log says what torn groups cost, or other trees would save
-Reduce = Callable[[Sequence[float]], Sequence[float]]
 
 
 class StepMetrics:
     """Adds up an engine's metrics until a step is over.
 
     Args:
-        reduce_sum, reduce_max: element-wise over all ranks. sequence_ranks: how many ranks compute the same rows, each
-            of which counts them.
-        trees: of `PrefixConfig`. epochs: how often a step goes through its rows, in equally many
-            mini-batches, by the config; a trainer that sends another number is miscounted.
+        epochs: how often a step goes through its rows, in equally many mini-batches, by the config; a trainer that
+            sends another number is miscounted.
     """
 
-    def __init__(self, reduce_sum: Reduce, reduce_max: Reduce, sequence_ranks: int, trees: str, epochs: int) -> None:
-        self._trees, self._epochs = trees, epochs
-        self._reduce_sum, self._reduce_max, self._sequence_ranks = reduce_sum, reduce_max, sequence_ranks
+    def __init__(self, backend: Backend, options: PrefixConfig, epochs: int) -> None:
+        self._ranks, self._options, self._epochs = backend.ranks, options, epochs
+        self._counts_trees = not backend.forward_only  # until it has
         self._log_prob_stock_rows = 0.0
         self._log_prob_total: Mapping[str, float] = {}  # of the last log-probs
         self._is_first_step = True
@@ -62,9 +65,26 @@ class StepMetrics:
         self._step: dict[str, float] = {}
         self._prompts: list[Set[Hashable]] = [frozenset()]  # of its mini-batches, the last of which is under way
 
-    def meet(self, prompts: Set[Hashable]) -> None:
-        """Sees the prompts of an update's mini-batch, to count those whose rows lie in several of an epoch."""
-        self._prompts[-1] = prompts
+    def see(self, exchange: Exchange, trees: Trees, forward_only: bool) -> dict[str, float]:
+        """Sees the rows of a mini-batch, before it is known whether they share; metrics of them.
+
+        Prompts of an update are kept, to count those whose rows lie in several mini-batches of an epoch. Of the first
+        batch all ranks count what each value of `prefix.trees` would compute.
+
+        Args:
+            trees: what rows share, as it was before this batch.
+        """
+        rows, metrics = exchange.rows, dict(exchange.metrics)
+        if not forward_only and self._options.mini_batches == "rows":  # "prompts" tears them on purpose
+            self._prompts[-1] = exchange.prompts
+        of_uid = Counter(uid for uid, _ in {*zip(rows.uids, rows.keys, strict=True)})
+        metrics["prefix/split_uids"] = sum(n > 1 for n in of_uid.values()) if "uid" in rows.data.keys() else 0
+        if self._counts_trees:
+            self._counts_trees = False
+            with together("counting tokens"):
+                tokens = tokens_by_trees(rows, trees, exchange.groups)
+            metrics |= {TREE_TOKENS[name]: number for name, number in tokens.items()}
+        return metrics
 
     def _torn(self) -> Set[Hashable]:
         """Prompts with rows in several mini-batches of an epoch of the step, which is over."""
@@ -73,26 +93,26 @@ class StepMetrics:
         counts = (Counter(itertools.chain(*epoch)) for epoch in epochs)
         return {prompt for count in counts for prompt, times in count.items() if times > 1}
 
-    def report(self, metrics: Mapping[str, float], data: TensorDict, forward_only: bool) -> dict[str, list[float]]:
+    def report(self, metrics: Mapping[str, float], rows: BatchRows, forward_only: bool) -> dict[str, list[float]]:
         """What a rank reports after a batch whose own metrics are `metrics`.
 
         Log-probs are a step of their own; since verl's v1 trainer drops their metrics, the next update says how many of
         their rows did not share.
 
         Args:
-            data: the batch as verl handed it over, which says with `update_lr_scheduler` (TrainingWorker.
+            rows: the batch as verl handed it over, which says with `update_lr_scheduler` (TrainingWorker.
                 train_mini_batch) whether a step ends; a caller who does not say ends one with every batch.
         """
         step, num_torn = {} if forward_only else self._step, 0
         totals = {name: float(value) for name, value in metrics.items() if name in _SUMS or name in MOST}
-        lens = data["input_ids"].offsets().diff().tolist()
-        tokens = sum(lens) - len(lens) - sum(lens[row] - 1 for row in padding_rows(data))
+        lens = [end - start for start, end in itertools.pairwise(rows.offsets)]
+        tokens = sum(n - 1 for row, n in enumerate(lens) if row not in rows.padding)
         for name, value in (totals | {_TOKENS: tokens}).items():
             step[name] = step.get(name, 0.0) + value
         reported = {name: value for name, value in metrics.items() if name not in totals}
         if forward_only:
             self._log_prob_stock_rows += metrics["prefix/stock_rows"]
-        elif not tu.get_non_tensor_data(data, "update_lr_scheduler", True):
+        elif not rows.flag("update_lr_scheduler", True):
             self._prompts.append(frozenset())
             return {name: [float(value)] for name, value in reported.items()}
         else:
@@ -102,9 +122,9 @@ class StepMetrics:
             self._log_prob_stock_rows = 0.0
             self._start_step()
         # Of all names, so that ranks never send different numbers of values.
-        sums = self._reduce_sum([step.get(name, 0.0) for name in _SUMS])
-        total = {name: value / self._sequence_ranks for name, value in zip(_SUMS, sums, strict=True)}
-        *most, torn_anywhere = self._reduce_max([*(step.get(name, 0.0) for name in MOST), num_torn])
+        sums = self._ranks.total([step.get(name, 0.0) for name in _SUMS])
+        total = {name: value / self._ranks.copies for name, value in zip(_SUMS, sums, strict=True)}
+        *most, torn_anywhere = self._ranks.most([*(step.get(name, 0.0) for name in MOST), num_torn])
         self._see_torn_groups(total, int(torn_anywhere), forward_only)
         self._tell_trees(*(total[name] for name in TREE_TOKENS.values()))
         total |= zip(MOST, most, strict=True)
@@ -113,8 +133,11 @@ class StepMetrics:
         return {name: [float(value)] for name, value in reported.items()}
 
     def _see_torn_groups(self, total: Mapping[str, float], num_torn: int, forward_only: bool) -> None:
-        """Says once, after the first step that shares, that the trainer put rows of prompts into several mini-batches.
-        Log-probs of the same rows saw these prompts whole, and tell what it costs; bypass mode has none."""
+        """Says once, after the first step that shares, which prompts the trainer put into several mini-batches.
+
+        What that costs follows from the log-probs of the same rows, which saw their prompts whole. Bypass mode has no
+        log-probs, and then the cost is not said.
+        """
         if forward_only:
             self._log_prob_total = total
         if forward_only or not self._is_first_step or not total["prefix/groups"]:  # verl's path computes every row
@@ -138,16 +161,39 @@ class StepMetrics:
 
     def _tell_trees(self, stock: float, off: float, uid: float, batch: float) -> None:
         """Says of the first batch what each value of prefix.trees computes, where rows are turns or prompts begin
-        alike. Under `off` a session's rows are on several ranks, and would be on one under the others."""
-        scattered = self._trees == "off" and torch.distributed.get_world_size() > self._sequence_ranks
+        alike. Under `off` a session's rows lie on several ranks. Under the others they would lie on one, and might
+        share more: then the numbers are upper bounds."""
+        scattered = self._options.trees == "off" and torch.distributed.get_world_size() > self._ranks.copies
         most = "at most " if scattered else ""
         if uid != off and torch.distributed.get_rank() == 0:
             logger.warning(
                 "prefix: rows of turns: of %d tokens prefix.trees=off (whole prompts alone) computes %d, uid %s%d, "
-                "batch %s%d; %s is on", stock, off, most, uid, most, batch, self._trees
+                "batch %s%d; %s is on", stock, off, most, uid, most, batch, self._options.trees
             )  # fmt: skip
-        elif self._trees != "batch" and 0 < batch < (1 - _TORN) * off and torch.distributed.get_rank() == 0:
+        elif self._options.trees != "batch" and 0 < batch < (1 - _TORN) * off and torch.distributed.get_rank() == 0:
             logger.warning(
                 "prefix: prompts begin alike: of %d tokens %d are computed, and with prefix.trees=batch %d",
                 stock, off, batch,
             )  # fmt: skip
+
+
+def plan_metrics(groups: Sequence[Group], plan: Plan, schedule: Schedule, padding: Set[int]) -> dict[str, float]:
+    """This rank's prefix/* metrics of one mini-batch, in which `padding` rows share nothing."""
+    groups = [group for group in groups if padding.isdisjoint(group.rows)]
+    passes = [group for one in plan.passes for group in one.groups if padding.isdisjoint(group.rows)]
+    num_logical = sum(group.num_logical_tokens for group in groups)
+    shared = [group for group in groups if group.is_shared]
+    peak = schedule.meter.phase_b_peak
+    return {
+        **({"prefix/phase_b_peak_gib": peak / 2**30} if peak else {}),
+        "prefix/attention_kept": schedule.keep_attention,
+        "prefix/groups": len(shared),
+        "prefix/stock_rows": sum(len(group.rows) for group in groups if not group.is_shared),
+        "prefix/tree_depth": max((len([*group.path(fork)]) for group in groups for fork in group.forks), default=0),
+        "prefix/tokens_saved": num_logical - sum(group.num_physical_tokens for group in passes),
+        "prefix/recomputed_groups": plan.split_groups,
+        "prefix/packed_passes": len(plan.packed),
+        "prefix/waves": len(plan.waves),
+        "prefix/offloaded_gib": schedule.meter.transfers["host_bytes"] / 2**30,
+        **{f"timing_s/prefix_{phase}": seconds for phase, seconds in schedule.meter.seconds.items()},
+    }

@@ -16,8 +16,9 @@ from tensordict import NonTensorData, TensorDict
 from verl.utils import tensordict_utils as tu
 from verl.workers.utils.losses import ppo_loss
 
-from verl_prefix.engine.protocol import Engine
-from verl_prefix.engine.rows import PIXELS, row_lens
+from verl_prefix.config import PrefixConfig
+from verl_prefix.engine.backend import Ranks
+from verl_prefix.engine.rows import PIXELS, BatchRows
 from verl_prefix.engine.trace import (
     FIELDS,
     MANIFEST,
@@ -46,7 +47,7 @@ class TraceWriter:
 
     Args:
         rank, world_size: of the ranks that compute data in parallel.
-        writes: False on all but one of those that compute the same rows together, by sequence parallelism.
+        writes: False on all but one of the ranks that have the same rows.
         max_steps, max_gib: recording ends, on every rank at the same step, before either is exceeded; GiB of all ranks.
         describe: the manifest's part that the engine knows; called once, by rank 0.
 
@@ -139,11 +140,13 @@ class TraceWriter:
         _write_json(path, {"uids": uids, "flags": flags})
 
 
-def open_trace(engine: Engine) -> TraceWriter | None:
-    """The writer that `prefix.trace_dir` asks for, for a `PrefixFSDPEngine` that trains; else None."""
-    options = engine.prefix_config
-    if not options.trace_dir or engine.engine_config.forward_only:
-        return None
+def open_trace(options: PrefixConfig, ranks: Ranks, engine: Any) -> TraceWriter:
+    """The writer that `prefix.trace_dir` asks for.
+
+    Args:
+        ranks: this rank's place. engine: verl's, which knows the configs.
+    """
+    assert options.trace_dir is not None
 
     def describe() -> dict[str, Any]:
         model = engine.model_config
@@ -156,9 +159,8 @@ def open_trace(engine: Engine) -> TraceWriter | None:
         }
 
     return TraceWriter(
-        options.trace_dir, engine.get_data_parallel_rank(), engine.get_data_parallel_size(),
-        max_steps=options.trace_max_steps, max_gib=options.trace_max_gib, describe=describe,
-        writes=engine.is_mp_src_rank_with_outputs(),
+        options.trace_dir, ranks.data_rank, ranks.data_size, max_steps=options.trace_max_steps,
+        max_gib=options.trace_max_gib, describe=describe, writes=ranks.writes,
     )  # fmt: skip
 
 
@@ -174,16 +176,16 @@ def _describe_loss(loss: Any) -> dict[str, Any]:
 
 
 def _without_padding(data: TensorDict) -> TensorDict:
-    """The batch with every recorded field jagged, where the legacy trainer pads (see `row_lens`)."""
+    """The batch with every recorded field jagged, where the legacy trainer pads (see `BatchRows`)."""
     if "prompts" not in data.keys() or data["prompts"].is_nested:
         return data
-    prompt_lens, response_lens = row_lens(data)
+    rows = BatchRows(data)
     jagged = data.exclude("max_seq_len", "max_response_len")  # to which verl would pad log-probs again
     for name in (*FIELDS, *OPTIONAL):
         value = data.get(name, None)
         if isinstance(value, torch.Tensor) and not value.is_nested and value.dim() == 2:
-            rows, lens = (data["input_ids"].unbind(), prompt_lens) if name == "prompts" else (value, response_lens)
-            pieces = [row[:n] for row, n in zip(rows, lens, strict=True)]
+            pieces = [row[:n] for row, n in zip(value, rows.response_lens, strict=True)]
+            pieces = rows.prompts if name == "prompts" else pieces
             jagged[name] = torch.nested.as_nested_tensor(pieces, layout=torch.jagged)
     return jagged
 

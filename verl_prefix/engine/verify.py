@@ -1,6 +1,5 @@
 """`prefix.verify`: when the self-check runs, on which rows, and what happens where it misses."""
 
-import functools
 import logging
 import math
 import time
@@ -11,15 +10,16 @@ import torch
 from tensordict import TensorDict
 from verl.utils import tensordict_utils as tu
 
+from verl_prefix.config import PrefixConfig
 from verl_prefix.core.attention import AttentionPass
-from verl_prefix.core.gradients import gradients_aside
 from verl_prefix.core.groups import Group
 from verl_prefix.core.waves import make_plan
+from verl_prefix.engine.backend import Backend
+from verl_prefix.engine.loss import Loss
+from verl_prefix.engine.out_of_memory import out_of_memory_advice
 from verl_prefix.engine.paths import Stock
-from verl_prefix.engine.protocol import Engine
-from verl_prefix.engine.rows import PIXELS, row_lens
-from verl_prefix.engine.self_check import Gradients, Verdict, check, rounding_noise
-from verl_prefix.models.recurrent import mixers
+from verl_prefix.engine.rows import BatchRows
+from verl_prefix.engine.self_check import Verdict, check
 from verl_prefix.models.vision import is_vision_config, num_tower_runs, shown_lens
 from verl_prefix.versions import warn_once
 
@@ -29,19 +29,22 @@ _ENOUGH_TOKENS, _MOST_ROWS = 32, 8  # of a group that is checked
 
 
 class Verification:
-    """The self-check of one engine, a `PrefixFSDPEngine`, on every rank at once: of updates, or of an engine for
-    log-probs alone, which has no gradients to compare, of its batches.
+    """The self-check of one engine, on every rank at once: of updates, or of an engine for log-probs alone, which has
+    no gradients to compare, of its batches.
+
+    Args:
+        run_plan: `PrefixEngine.run_plan`.
 
     Attributes:
         failure: why every batch goes verl's own path, once a check missed under prefix.verify_action=fallback; or None.
     """
 
-    def __init__(self, engine: Engine) -> None:
-        self.engine = engine
+    def __init__(self, backend: Backend, options: PrefixConfig, run_plan: Callable[..., tuple[dict, dict]]) -> None:
+        self._backend, self._options, self._run_plan = backend, options, run_plan
         self.failure: Stock | None = None
         self._num_batches = 0
 
-    def check(self, data: TensorDict, groups: Sequence[Group], budget: int) -> dict[str, float]:
+    def check(self, rows: BatchRows, groups: Sequence[Group], budget: int) -> dict[str, float]:
         """Checks at least two rows of the cheapest group, if a check is due; returns its metrics.
 
         Args:
@@ -51,7 +54,7 @@ class Verification:
         Raises:
             RuntimeError: ours is off by more than rounding, and prefix.verify_action is raise.
         """
-        options = self.engine.prefix_config
+        options, own = self._options, self._backend.own
         named = {"off": 0.0, "first_step": math.inf}
         every = named[options.verify] if isinstance(options.verify, str) else options.verify
         start = time.perf_counter()
@@ -60,13 +63,13 @@ class Verification:
             return {}
         groups = [group for group in groups if group.num_suffix_tokens] or groups
         told = ""
-        if self.engine.whole_rows:
-            most = budget // self.engine.engine_config.ulysses_sequence_parallel_size
-            fits = [sum(pair) <= most for pair in zip(*row_lens(data), strict=True)]
+        if own.whole_rows:
+            most = budget // self._backend.ranks.slices
+            fits = [sum(pair) <= most for pair in zip(rows.prompt_lens, rows.response_lens, strict=True)]
             groups, told = _of_rows(groups, fits), f", with rows of at most {most} tokens (a rank's budget)"
-        candidates = self._checkable(data, groups)
+        candidates = self._checkable(rows, groups)
         if not candidates:
-            if is_vision_config(self.engine.module.config):
+            if is_vision_config(self._backend.config):
                 told += ", without tokens of images or videos in responses and with the same number of kinds of pixels "
                 told += "(images, videos) on every rank"
             warn_once(
@@ -77,9 +80,10 @@ class Verification:
             )
             return {}
         self._num_batches += 1
-        verdict = self._verdict(data, _cheapest(candidates, len(data)), budget)
+        with out_of_memory_advice(None):
+            verdict = self._verdict(rows, _cheapest(candidates, len(rows)), budget)
         if verdict.missed:
-            batches = "batch of ref" if self.engine.engine_config.forward_only else "update"
+            batches = "batch of ref" if self._backend.forward_only else "update"
             message = f"prefix.verify, {batches} {self._num_batches}: {verdict}"
             if options.verify_action == "raise":
                 raise RuntimeError(
@@ -88,72 +92,77 @@ class Verification:
                 )
             self.failure = Stock(f"the self-check missed: {message}")
         figures = {name: getattr(verdict, name) for name in ("log_probs", "attention", "recurrence", "gradients")}
-        if not mixers(self.engine.module):
+        if not self._backend.shape.recurrent_layers:
             del figures["recurrence"]
         metrics = {f"prefix/verify_{name}": value for name, value in figures.items()}
         return metrics | {"timing_s/prefix_verify": time.perf_counter() - start}
 
-    def _verdict(self, data: TensorDict, group: Group, budget: int) -> Verdict:
+    def _verdict(self, batch: BatchRows, group: Group, budget: int) -> Verdict:
         """Checks a group cut to its checked rows."""
-        engine = self.engine
+        backend = self._backend
         # Every rank runs equally many stock passes, of one row each: the budget may have no room for logits of more.
-        most, minus_fewest = engine.reduce_max([len(group.rows), -_num_perturbed(len(data), len(group.rows))])
+        most, minus_fewest = backend.ranks.most([len(group.rows), -_num_perturbed(len(batch), len(group.rows))])
         repeated = group.rows[-1:] * (int(most) - len(group.rows))
-        rows = tu.index_select_tensor_dict(data, list(group.rows))
-        rows_alone = tu.index_select_tensor_dict(data, [*group.rows, *repeated])
+        rows, rows_alone = batch.select(group.rows), batch.select([*group.rows, *repeated])
         group = group.renumbered({row: place for place, row in enumerate(group.rows)})
-        _, lens = row_lens(rows)
+        lens = rows.response_lens
         flags = dict(calculate_entropy=False, calculate_sum_pi_squared=False, return_model_output=True)
         for chosen in (rows, rows_alone):  # repeated rows count for nothing
-            tu.assign_non_tensor(chosen, **flags)
-            chosen["verify_weight"] = torch.tensor([float(i < len(lens)) / len(lens) for i in range(len(chosen))])
-        tu.assign_non_tensor(rows_alone, use_dynamic_bsz=False, micro_batch_size_per_gpu=1)
+            tu.assign_non_tensor(chosen.data, **flags)
+            weights = [float(i < len(lens)) / len(lens) for i in range(len(chosen))]
+            chosen.data["verify_weight"] = torch.tensor(weights)
+        tu.assign_non_tensor(rows_alone.data, use_dynamic_bsz=False, micro_batch_size_per_gpu=1)
 
         def responses(output: dict) -> torch.Tensor:
+            if not backend.ranks.has_outputs:
+                return torch.zeros(0)
             log_probs = output["model_output"]["log_probs"].unbind()[: len(lens)]
             return torch.cat([row[len(row) - n - 1 : len(row) - 1] for row, n in zip(log_probs, lens, strict=True)])
 
-        forward_only = engine.engine_config.forward_only  # then no gradient differs from zero
+        forward_only = backend.forward_only  # then no gradient differs from zero
 
         def stock() -> torch.Tensor:
-            return responses(engine.stock_batch(rows_alone, _falling_loss, forward_only))
+            return responses(backend.own_batch(rows_alone.data, _falling_loss, forward_only))
 
         def ours(path: str, pass_type: Callable[..., AttentionPass]) -> torch.Tensor:
             # Several waves read one prefix, and their gradients add up.
             plan = make_plan([group], budget, path, wave_tokens=1)
-            output, _ = engine.run_plan(rows, [group], plan, _falling_loss, forward_only, pass_type=pass_type)
+            loss = Loss(_falling_loss)
+            output, _ = self._run_plan(rows, [group], plan, loss, forward_only, pass_type=pass_type)
             return responses(output)
 
-        noise = functools.partial(rounding_noise, engine.module, engine._autocast_dtype)
-        with gradients_aside(engine.module):
-            gradients = Gradients(engine.module)
-            verdict = check(stock, ours, noise, gradients, engine.reduce_sum, num_perturbed=int(-minus_fewest))
+        with backend.gradients_aside():
+            verdict = check(
+                stock, ours, backend.rounding_noise, backend.gradients(), backend.ranks.total,
+                num_perturbed=int(-minus_fewest),
+            )  # fmt: skip
         worst: list[Any] = [None] * torch.distributed.get_world_size()
         own = (verdict.attention, verdict.layer), (verdict.recurrence, verdict.key)
         torch.distributed.all_gather_object(worst, own)
         (attention, layer), (recurrence, key) = (max(c, key=lambda one: one[0]) for c in zip(*worst, strict=True))
         return verdict._replace(attention=attention, layer=layer, recurrence=recurrence, key=key)
 
-    def _checkable(self, data: TensorDict, groups: Sequence[Group]) -> Sequence[Group]:
+    def _checkable(self, batch: BatchRows, groups: Sequence[Group]) -> Sequence[Group]:
         """Groups to choose from, of which every rank has one. Their stock passes run a vision tower equally often on
         every rank: verl's path runs it once for images and once for videos. It takes every visual token for one of
         these, also one that a model samples, and ends where pixels make fewer: such rows are left out."""
-        chosen, config = [groups], self.engine.module.config
+        chosen, config = [groups], self._backend.config
         if is_vision_config(config):
-            shown = zip(shown_lens(data["input_ids"].unbind(), config), row_lens(data)[0], strict=True)
+            shown = zip(shown_lens(batch.data["input_ids"].unbind(), config), batch.prompt_lens, strict=True)
             groups = _of_rows(groups, [last <= prompt_len for last, prompt_len in shown])
-            rows = tu.get(data, PIXELS, [None] * len(data))
+            pixels = batch.pixels
             # Rows of a tree may show other pixels each.
-            runs = [{num_tower_runs(rows[row]) for row in group.rows} for group in groups]
+            runs = [{num_tower_runs(pixels[row]) for row in group.rows} for group in groups]
             chosen = [[group for group, found in zip(groups, runs, strict=True) if found == {n}] for n in (1, 2)]
-        lacking = self.engine.reduce_max([not groups for groups in chosen])
+        lacking = self._backend.ranks.most([not groups for groups in chosen])
         return next((groups for groups, lacks in zip(chosen, lacking, strict=True) if not lacks), [])
 
 
 def _falling_loss(model_output: dict, data: TensorDict, **_: object) -> tuple[torch.Tensor, dict]:
     """A loss to compare gradients by: the first tokens of a response, which read most of their prefix, count most."""
     log_probs, loss = model_output["log_probs"], 0.0 * model_output["log_probs"].values().sum()
-    for row, length, weight in zip(log_probs.unbind(), row_lens(data)[1], data["verify_weight"], strict=True):
+    lens = BatchRows(data).response_lens
+    for row, length, weight in zip(log_probs.unbind(), lens, data["verify_weight"], strict=True):
         falling = 1 / torch.arange(1, length + 1, device=row.device)
         loss = loss - weight * (row[len(row) - length - 1 : len(row) - 1] * falling).sum()
     return loss, {}

@@ -130,7 +130,7 @@ def _platform() -> Any:
 
 
 def _check_registered() -> Iterator[Finding]:
-    _load("verl_prefix.engine.prefix_engine", f"the engine of model_engine={PLUGIN} does not load")
+    _load("verl_prefix.backends.fsdp", f"the engine of model_engine={PLUGIN} does not load")
     from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY
     from verl.workers.engine.base import EngineRegistry
     from verl.workers.rollout.replica import RolloutReplicaRegistry
@@ -142,7 +142,7 @@ def _check_registered() -> Iterator[Finding]:
 
     engines = EngineRegistry._engines.get("language_model", {}).get(PLUGIN, {})
     listed = ", ".join(f"{key}: {engine.__name__}" for key, engine in engines.items())
-    missing = None if device in engines else f"verl_prefix.engine.prefix_engine registers no engine for device {device}"
+    missing = None if device in engines else f"verl_prefix.backends.fsdp registers no engine for device {device}"
     yield _found(missing, f"engine {PLUGIN!r} {{{listed}}}")
 
     trainer = TRAINER_REGISTRY.get("prefix_sync")

@@ -24,8 +24,8 @@ from verl.workers.config import ActorConfig, FSDPEngineConfig, FSDPOptimizerConf
 from verl.workers.engine import EngineRegistry
 from verl.workers.utils.losses import ppo_loss
 
+from verl_prefix.backends.fsdp import PrefixEngineConfig
 from verl_prefix.config import PrefixConfig
-from verl_prefix.engine.prefix_engine import PrefixEngineConfig
 from verl_prefix.engine.trace import MANIFEST, StepRows
 from verl_prefix.models.recurrent import packing_leak
 from verl_prefix.tools.ab.options import REPACKED, STOCK, TRUTH

@@ -4,7 +4,7 @@ import copy
 import functools
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from verl_prefix.auto.calibration import Profile, measure
 from verl_prefix.auto.chooser import Chooser, CostModel
 from verl_prefix.auto.cost import Memory, PassCost, Rates, plan_passes, stock_passes
 from verl_prefix.auto.shape import ModelShape, model_shape
+from verl_prefix.core.gradients import gradients_aside
 from verl_prefix.core.schedule import Schedule
 from verl_prefix.core.waves import Plan
 from verl_prefix.files import parse_json
@@ -143,10 +144,12 @@ class Bench:
             result["seconds"]["log_probs"].append(run_arm(case, arm, train=False).seconds)
 
     def _rates(self, budget: int, batch_tokens: int, forward_only: bool) -> Rates:
-        schedule = functools.partial(Schedule, HookedModel(self.model))
+        def schedule(outputs: Callable, step: Callable, forward_only: bool) -> Schedule:
+            return Schedule(HookedModel(self.model), outputs, step, None if forward_only else torch.Tensor.backward)
+
         return measure(
             self.shape, budget, batch_tokens=batch_tokens, device=self.model.device, schedule=schedule,
-            model=self.model, forward_only=forward_only,
+            gradients_aside=functools.partial(gradients_aside, self.model), forward_only=forward_only,
         )  # fmt: skip
 
     def _choose(self, batch: Batch, budget: int, arms: list[str]) -> tuple[Plan | None, dict[str, Any]]:

@@ -13,9 +13,9 @@ from typing import Any
 
 import verl_prefix.plugin  # noqa: F401  first: whatever imports verl imports it, and must not find us half imported
 from verl_prefix.auto.shape import model_shape
+from verl_prefix.backends.own_path import wrong_when_sharded
 from verl_prefix.config import attention_of
 from verl_prefix.config.driver import is_v1
-from verl_prefix.engine.stock_path import wrong_when_sharded
 from verl_prefix.models.recurrent import packing_leak
 from verl_prefix.models.support import unsupported_reasons
 from verl_prefix.models.vision import is_vision_config

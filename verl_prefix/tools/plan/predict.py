@@ -158,7 +158,7 @@ class Predictor:
         dense = not is_varlen(attention_of(model))
 
         def min_speedup(sequence_ranks: int) -> float:
-            """0 where verl's own path would be `StockPath.whole_rows`, which `auto` never takes."""
+            """0 where verl's own path would be `OwnPath.whole_rows`, which `auto` never takes."""
             return 0 if sequence_ranks > 1 and wrong_when_sharded else options.min_speedup
 
         # Over the ranks that share it: weights, gradients and AdamW's moments.
@@ -263,7 +263,7 @@ def predict(
     """The `Predictor` after some training steps.
 
     Args:
-        config: `actor_rollout_ref`. one_row: see `cost.stock_passes`. wrong_when_sharded: see `engine.stock_path`.
+        config: `actor_rollout_ref`. one_row: see `cost.stock_passes`. wrong_when_sharded: see `backends.own_path`.
         state_bytes: see `training_command.state_bytes`.
     """
     predictor = Predictor(config, steps[0].shape, steps[0].size, one_row, wrong_when_sharded, state_bytes)

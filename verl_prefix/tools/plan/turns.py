@@ -10,14 +10,14 @@ from random import Random
 from typing import Any, NamedTuple
 
 import torch
-from tensordict import TensorDict
 from verl.trainer.ppo import padding_utils
 from verl.utils import tensordict_utils as tu
 
 from verl_prefix.auto.shape import ModelShape
 from verl_prefix.core.groups import Group
+from verl_prefix.engine.grouping import Trees, group_rows
 from verl_prefix.engine.row_table import AllRows, describe, describe_pieces
-from verl_prefix.engine.rows import Trees, group_rows, is_padding
+from verl_prefix.engine.rows import BatchRows, is_padding
 from verl_prefix.testing.rollouts import turn_rollouts
 from verl_prefix.tools.plan.options import Rollout, Turns
 from verl_prefix.tools.plan.predict import NUM_ROWS, SEED, Sizes, Step
@@ -44,12 +44,12 @@ class TokenStep(Step):
     """A step whose rows share what `prefix.trees=over` says.
 
     Args:
-        data: the rows as the engine gets them. table: its own of them, see `row_table.describe`.
+        batch: the rows as the engine gets them. table: its own of them, see `row_table.describe`.
         found: groups of rows that were asked for before, by `over`.
     """
 
     rows: Sequence[Row]
-    data: TensorDict
+    batch: BatchRows
     table: torch.Tensor
     over: str = "uid"
     found: dict[tuple[str, tuple[int, ...]], list[Group]] = field(default_factory=dict)
@@ -62,13 +62,13 @@ class TokenStep(Step):
         return padded(_whole_prompts(self.rows[:real], self.size.mini_batches), len(self.keys))
 
     def computed(self, ranks: list[list[int]], exchange: bool) -> list[list[Group]]:
-        """As the engine's exchange and `rows.group_rows` make them."""
+        """As the engine's exchange and `grouping.group_rows` make them."""
         step, every = AllRows([self.table]), AllRows([self.table[rank] for rank in ranks])
         trees, homes = Trees(self.over, frozenset({END})), every.ranks
         are_cut = trees.are_cut(step.uids, step.keys)
         if exchange and len(ranks) > 1 and are_cut:
-            some = [tu.index_select_tensor_dict(self.data, rank) for rank in ranks]
-            homes = every.place_turns(len(ranks), [describe_pieces(one, self.shape, trees) for one in some]).ranks
+            pieces = [describe_pieces(self.batch.select(rank), self.shape, trees) for rank in ranks]
+            homes = every.place_turns(len(ranks), pieces).ranks
         elif exchange and len(ranks) > 1:
             homes = every.place(len(ranks)).ranks
         members: list[list[int]] = [[] for _ in ranks]
@@ -79,8 +79,8 @@ class TokenStep(Step):
     def _groups(self, rows: Sequence[int], keys: Sequence[tuple[int, int]], are_cut: bool) -> list[Group]:
         asked = self.over, tuple(rows)
         if asked not in self.found and rows:
-            some = tu.index_select_tensor_dict(self.data, list(rows))
-            groups = group_rows(some, [keys[row] for row in rows], Trees(self.over, frozenset({END})), are_cut)
+            some = self.batch.select(rows, [keys[row] for row in rows])
+            groups = group_rows(some, Trees(self.over, frozenset({END})), are_cut)
             self.found[asked] = [group.renumbered(dict(enumerate(rows))) for group in groups]
         return self.found.get(asked, [])
 
@@ -114,10 +114,10 @@ def token_step(size: Sizes, shape: ModelShape, rows: Sequence[Row], mini_batch_r
         "uid": [f"pad{0:032x}" if row.uid is None else str(row.uid) for row in rows],
         "session_id": [row.session for row in rows],
     }  # fmt: skip
-    data = tu.get_tensordict(fields, {"temperature": 1.0})
+    batch = BatchRows(tu.get_tensordict(fields, {"temperature": 1.0}))
     return TokenStep(
         size, shape, [row.uid for row in rows], [len(row.prompt) - 1 for row in rows],
-        [len(row.response) for row in rows], rows=rows, data=data, table=describe(data, shape),
+        [len(row.response) for row in rows], rows=rows, batch=batch, table=describe(batch, shape),
     )  # fmt: skip
 
 

@@ -1,0 +1,240 @@
+"""verl's FSDP2 engine as a backend, with Ulysses: `model_engine=prefix`.
+
+Source: verl/workers/engine/fsdp/transformer_impl.py, FSDPEngine and FSDPEngineWithLMHead.
+"""
+
+import copy
+import functools
+import os
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+from verl.utils import tensordict_utils as tu
+from verl.utils import torch_functional
+from verl.utils.device import get_device_id, get_device_name
+from verl.workers.engine import EngineRegistry
+from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
+
+from verl_prefix.auto.cost import Memory, shard_size, syncs_once
+from verl_prefix.auto.shape import ModelShape, model_shape
+from verl_prefix.backends.own_path import HFOwnPath
+from verl_prefix.config import (
+    PrefixConfig,
+    PrefixEngineConfig,
+    check_dealt,
+    check_sequence_parallel,
+    warn_of_replaced_options,
+)
+from verl_prefix.core.gradients import gradients_aside
+from verl_prefix.core.schedule import Schedule
+from verl_prefix.cpu.engine import CPUFSDPEngine
+from verl_prefix.engine.backend import OwnPath, Ranks
+from verl_prefix.engine.loss import LossFunction
+from verl_prefix.engine.prefix_engine import PrefixEngine
+from verl_prefix.engine.self_check import Gradients, rounding_noise
+from verl_prefix.models import vision
+from verl_prefix.models.hookup import HookedModel
+from verl_prefix.models.recurrent import mixers, replaced
+from verl_prefix.models.support import check_dropout, check_supported
+
+
+class FSDPBackend:
+    """`engine.backend.Backend` of verl's FSDPEngine, and of engines that derive from it.
+
+    Args:
+        engine: verl's. unfused: the user asked for verl's fused kernels, which are then off.
+    """
+
+    def __init__(self, engine: Any, unfused: bool) -> None:
+        self._engine, self._unfused = engine, unfused
+        self.forward_only: bool = engine.engine_config.forward_only
+        self.deterministic: bool = engine.engine_config.full_determinism
+        size = engine.ulysses_sequence_parallel_size
+        self.ranks = Ranks(
+            engine.get_data_parallel_group(), engine.get_data_parallel_rank(), engine.get_data_parallel_size(),
+            copies=size, slices=size, slice_group=engine.ulysses_parallel_group,
+            writes=engine.is_mp_src_rank_with_outputs(),
+        )  # fmt: skip
+
+    def built(self) -> None:
+        check_dropout(self._engine.module)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        # Set where verl's FSDP engine builds its module; engines that build their own (veomni) may not.
+        dtype: torch.dtype = getattr(self._engine, "_autocast_dtype", torch.bfloat16)
+        return dtype
+
+    @property
+    def config(self) -> Any:
+        return self._engine.module.config
+
+    @functools.cached_property
+    def shape(self) -> ModelShape:
+        return model_shape(self._engine.module, self.dtype)
+
+    @functools.cached_property
+    def _own_path(self) -> HFOwnPath:
+        return HFOwnPath(self._engine, self.ranks, self._unfused)
+
+    @property
+    def own(self) -> OwnPath:
+        return self._own_path.facts
+
+    def own_batch(self, data: TensorDict, loss_function: LossFunction | None, forward_only: bool) -> dict[str, Any]:
+        return self._own_path.batch(data, loss_function, forward_only)
+
+    @property
+    def _shards(self) -> int:
+        return shard_size(self._engine.engine_config.fsdp_size, torch.distributed.get_world_size())
+
+    def memory(self, options: PrefixConfig) -> Memory:
+        return Memory(
+            ranks=self._shards,
+            checkpointed=self._engine.model_config.enable_gradient_checkpointing,
+            no_sync=syncs_once(self._engine.engine_config),
+            logits_chunk=options.logits_chunk,
+            offload=options.offload,
+            sequence_ranks=self.ranks.slices,
+        )
+
+    def gradient_bytes(self) -> float:
+        trained = sum(p.numel() for p in self._engine.module.parameters() if p.requires_grad)
+        return 0.0 if self.forward_only else 4.0 * trained / self._shards
+
+    def schedule(self, outputs: Callable, step: Callable, forward_only: bool, **options: Any) -> Schedule:
+        def gradient_sync(last: bool) -> AbstractContextManager[Any]:
+            return nullcontext() if forward_only else self._engine._gradient_sync_context(is_last_micro_batch=last)
+
+        return Schedule(
+            HookedModel(self._engine.module),
+            outputs=outputs,
+            step=step,
+            backward=None if forward_only else self._backward,
+            gradient_sync=gradient_sync,
+            forward_context=self.autocast,
+            sequence_group=self.ranks.slice_group,
+            **options,
+        )
+
+    def _backward(self, loss: torch.Tensor) -> None:
+        scaler = getattr(self._engine, "scaler", None)  # of fp16
+        (loss if scaler is None else scaler.scale(loss)).backward()
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        if self.dtype == torch.float32:
+            return nullcontext()
+        return torch.autocast(device_type=get_device_name(), dtype=self.dtype)
+
+    def token_outputs(
+        self, logits: torch.Tensor, labels: torch.Tensor, temperature: torch.Tensor, is_one: bool,
+        flags: Mapping[str, bool], offsets: torch.Tensor,
+    ) -> dict[str, torch.Tensor]:  # fmt: skip
+        """By verl's prepare_model_outputs, as of one row."""
+        output_args = {
+            "temperature_is_one": is_one, "temperature_rmpad": temperature, "input_ids_rmpad_rolled": labels,
+            "pad_size": 0,
+        }  # fmt: skip
+        one_row = torch.nested.nested_tensor_from_jagged(labels, offsets)
+        tokens = tu.get_tensordict({"input_ids": one_row}, dict(flags))
+        # Under sequence parallelism verl's engine would gather outputs here. They stay on the rank of their token: the
+        # schedule gathers those of a pass once.
+        with replaced(self._engine, "use_ulysses_sp", False):
+            model_output = SimpleNamespace(logits=logits.unsqueeze(0))
+            outputs = self._engine.prepare_model_outputs(model_output, output_args, tokens, None)
+        return {name: x.values() for name, x in outputs.items()}
+
+    def reads_logits_once(self, flags: Mapping[str, bool]) -> bool:
+        """Log-probs alone do, by flash-attn's cross entropy, which writes the gradient over the logits. Entropy, and
+        log-probs without that package, need several copies in fp32."""
+        by_flash_attn = torch_functional.FLAH_ATTN_CROSS_ENTROPY_LOSS_AVAILABLE
+        by_flash_attn = by_flash_attn and os.environ.get("VERL_DISABLE_FLASH_ATTN_CE", "0") != "1"
+        return by_flash_attn and not any(flags.values())
+
+    def logits_like(self) -> torch.Tensor:
+        vocab_size = self.config.get_text_config().vocab_size
+        return torch.zeros((1, vocab_size), dtype=self.dtype, device=get_device_id())
+
+    def gradients(self) -> Gradients:
+        return gradients_of(self._engine.module)
+
+    def rounding_noise(self) -> AbstractContextManager[None]:
+        return noise_of(self._engine.module, self.dtype)
+
+    def gradients_aside(self) -> AbstractContextManager[None]:
+        return gradients_aside(self._engine.module)
+
+
+def gradients_of(model: Any) -> Gradients:
+    """`Gradients` of a Hugging Face model: recurrent mixers whole; of each layer, and of the vision tower, a part."""
+    layers = {f"layer {i}": layer for i, layer in enumerate(getattr(model.get_decoder(), "layers", ()))}
+    tower = {"the vision tower": vision.tower_of(model)} if vision.is_vision_config(model.config) else {}
+    whole = {f"the mixer of layer {mixer.layer_idx}": mixer for mixer in mixers(model)}
+    return Gradients(model, whole, layers | tower, _local_grad)
+
+
+def _local_grad(parameter: torch.nn.Parameter) -> torch.Tensor:
+    """This rank's shard."""
+    grad: Any = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+    return (grad.to_local() if hasattr(grad, "to_local") else grad).detach()
+
+
+def noise_of(model: torch.nn.Module, dtype: torch.dtype) -> AbstractContextManager[None]:
+    """`rounding_noise` in the attention and the recurrent mixers of a Hugging Face model."""
+    attention = [m for m in model.modules() if hasattr(m, "layer_idx") and hasattr(m, "is_causal")]
+    return rounding_noise(attention, mixers(model), dtype)
+
+
+class PrefixFSDPEngine(PrefixEngine, FSDPEngineWithLMHead):
+    """verl's FSDP2 actor or ref engine that computes a group's prefix once.
+
+    Raises:
+        ValueError: at construction, a model or option that the shared-prefix path does not support.
+    """
+
+    def __init__(self, model_config, engine_config: PrefixEngineConfig, optimizer_config, checkpoint_config) -> None:
+        self.prefix_config, unfused = engine_config.prefix, False
+        if self.prefix_config.schedule != "stock":
+            warn_of_replaced_options(model_config)
+            check_supported(model_config.hf_config)
+            role, num_ranks = "ref" if engine_config.forward_only else "actor", torch.distributed.get_world_size()
+            size = engine_config.ulysses_sequence_parallel_size
+            check_sequence_parallel(role, size, n_gpus=num_ranks, model_config=model_config)
+            check_dealt(role, size, model_config.hf_config)
+            # verl's fused forward makes log-probs of all tokens, and with FSDP2 it meets a sharded lm_head. Its offload
+            # counts forwards of layers, and would replace gradient checkpointing by a reentrant one.
+            unfused, model_config = bool(model_config.use_fused_kernels), copy.copy(model_config)
+            vars(model_config).update(use_fused_kernels=False, enable_activation_offload=False)
+        # The base class branches on its own strategy names (_build_fsdp_module); the caller's config stays as it is.
+        of_verl = copy.copy(engine_config)
+        of_verl.strategy = "fsdp2"
+        super().__init__(model_config, of_verl, optimizer_config, checkpoint_config)
+        self.take(FSDPBackend(self, unfused), engine_config)
+
+    def _build_module(self) -> torch.nn.Module:
+        module = super()._build_module()
+        if self.engine_config.freeze_vision_tower:
+            vision.tower_of(module).requires_grad_(False)
+        return module
+
+    def _build_lora_module(self, module: torch.nn.Module) -> torch.nn.Module:
+        module = super()._build_lora_module(module)
+        frozen = vision.tower_of(module).parameters() if self.engine_config.freeze_vision_tower else ()
+        if any(parameter.requires_grad for parameter in frozen):
+            raise ValueError(
+                "actor_rollout_ref.actor.freeze_vision_tower=True, and LoRA adapts the tower; set "
+                "actor_rollout_ref.model.exclude_modules='.*visual.*'"
+            )
+        return module
+
+
+class PrefixFSDPEngineCPU(CPUFSDPEngine, PrefixFSDPEngine):
+    """`PrefixFSDPEngine` on gloo ranks without an accelerator."""
+
+
+EngineRegistry.register(model_type="language_model", backend="prefix", device="cuda")(PrefixFSDPEngine)
+EngineRegistry.register(model_type="language_model", backend="prefix", device="cpu")(PrefixFSDPEngineCPU)

@@ -1,0 +1,108 @@
+"""verl's own path of a Hugging Face model: verl's engine on rows as they come, set so that it computes them right."""
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+from tensordict import TensorDict
+from verl.utils import tensordict_utils as tu
+from verl.utils.ulysses import get_ulysses_sequence_parallel_group, set_ulysses_sequence_parallel_group
+
+from verl_prefix.config import is_varlen
+from verl_prefix.engine.backend import OwnPath, Ranks
+from verl_prefix.engine.loss import LossFunction
+from verl_prefix.models.recurrent import packing_leak, replaced, sharding_leak
+from verl_prefix.models.vision import UNPATCHED, towers_of_tensors
+from verl_prefix.versions import warn_once
+
+logger = logging.getLogger(__name__)
+
+
+def wrong_when_sharded(model: Any, attention: str) -> str | None:
+    """Why verl's sequence parallelism computes this model wrong, without an error, with an `attn_implementation`;
+    None where it is right."""
+    if not is_varlen(attention):
+        return f"verl computes attn_implementation={attention} within each rank's tokens"
+    if any(hasattr(module, "sinks") for module in model.modules()):
+        return "verl gives each rank the sinks of all heads"
+    if model.config.model_type in UNPATCHED:
+        return f"verl gives each rank all tokens of a row of {model.config.model_type}"
+    return sharding_leak(model)
+
+
+class HFOwnPath:
+    """verl's own path of one engine.
+
+    Args:
+        engine: a `PrefixEngine` over verl's engine, which has its model. ranks: its ranks.
+        unfused: the user asked for verl's fused kernels, which are then off.
+
+    Attributes:
+        facts: what it does with this model.
+    """
+
+    def __init__(self, engine: Any, ranks: Ranks, unfused: bool) -> None:
+        self._engine, self._ranks, self._unfused = engine, ranks, unfused
+        config = engine.module.config
+        attention = config.get_text_config()._attn_implementation
+        self.facts = OwnPath(
+            dense_mask=not is_varlen(config._attn_implementation),
+            one_row=engine.use_remove_padding and packing_leak(engine.module) is not None,
+            whole_rows=None if ranks.slices == 1 else wrong_when_sharded(engine.module, attention),
+        )
+
+    def batch(self, data: TensorDict, loss_function: LossFunction | None, forward_only: bool) -> dict[str, Any]:
+        """Computes a batch without the fused kernels that the user asked for. Its micro-batches have one row where
+        packed rows would leak state, and each rank of a group computes them alone where verl's sequence parallelism
+        would be wrong."""
+        data, module = data.copy(), self._engine.module
+        if self._unfused:
+            tu.assign_non_tensor(data, use_fused_kernels=False)
+        packs = tu.get_non_tensor_data(data, "use_remove_padding", True)
+        if packs and module.config.model_type in UNPATCHED:
+            text = "prefix: stock path, rows padded: flash attention in transformers would take positions of "
+            warn_once(logger, text + "three axes for those of packed rows")
+            tu.assign_non_tensor(data, use_remove_padding=False)
+        elif packs and (leak := packing_leak(module)):
+            text = "prefix: stock path, rows one by one: %s, so that packed rows would leak state into each other"
+            warn_once(logger, text, leak)
+            self._separate_rows(data)
+        with towers_of_tensors(module), self._alone(data) if self.facts.whole_rows else nullcontext():
+            output: dict[str, Any] = self._engine.verls_batch(data, loss_function, forward_only)
+        return output
+
+    @contextmanager
+    def _alone(self, data: TensorDict) -> Iterator[None]:
+        """Context in which verl's engine computes without sequence parallelism.
+
+        The ranks of a group have the same rows, and so the same gradients, of which FSDP takes the mean. A pass has a
+        rank's token budget; or the longest row of any rank, or the longest rows that stay together, if that is more.
+        verl multiplies the budget by `sp_size`, so that it is divided by it here.
+        """
+        group = get_ulysses_sequence_parallel_group()
+        if tu.get_non_tensor_data(data, "use_dynamic_bsz", True):
+            together = data["input_ids"].offsets().diff().split(tu.get_non_tensor_data(data, "force_group_size", 1))
+            (longest,) = self._ranks.most([max(int(lens.sum()) for lens in together)])
+            budget = max(int(data["max_token_len_per_gpu"]), int(longest))
+            tu.assign_non_tensor(data, max_token_len_per_gpu=-(-budget // self._ranks.slices))
+        text = "prefix: stock path, each rank computes whole rows: %s, under sequence parallelism"
+        warn_once(logger, text, self.facts.whole_rows)
+        set_ulysses_sequence_parallel_group(None)
+        try:
+            with replaced(self._engine, "use_ulysses_sp", False):
+                yield
+        finally:
+            set_ulysses_sequence_parallel_group(group)
+
+    def _separate_rows(self, data: TensorDict) -> None:
+        """Makes verl's own path keep rows apart, by one row in a micro-batch.
+
+        Rows are padded instead where a loss needs its rows together, and where ranks have different numbers of rows:
+        only verl can then even out their micro-batches. No token of a row sees padding.
+        """
+        most, fewest = self._ranks.most([len(data), -len(data)])
+        if most + fewest or tu.get_non_tensor_data(data, "force_group_size", 1) > 1:
+            tu.assign_non_tensor(data, use_remove_padding=False)
+        else:
+            tu.assign_non_tensor(data, use_dynamic_bsz=False, micro_batch_size_per_gpu=1)

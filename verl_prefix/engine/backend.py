@@ -1,0 +1,155 @@
+"""What the engine room asks of a backend, the part that only one engine of verl knows."""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+from tensordict import TensorDict
+from verl.utils.device import get_device_id
+
+from verl_prefix.auto.cost import Memory
+from verl_prefix.auto.shape import ModelShape
+from verl_prefix.config import PrefixConfig
+from verl_prefix.core.schedule import Schedule
+from verl_prefix.engine.loss import LossFunction
+from verl_prefix.engine.self_check import Gradients
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Where this rank stands among all.
+
+    Args:
+        data: the process group of ranks that have different rows, one of each set of copies. Never None.
+        data_rank, data_size: this rank's place in it, and its size.
+        copies: how many ranks have the same rows. Each of them counts them.
+        slices: how many of the copies cut one packed row among themselves; their group is `slice_group`, None for one.
+        has_outputs: whether this rank sees outputs and losses; the first stages of a pipeline do not.
+        writes: True on one of the copies.
+    """
+
+    data: dist.ProcessGroup
+    data_rank: int
+    data_size: int
+    copies: int = 1
+    slices: int = 1
+    slice_group: dist.ProcessGroup | None = None
+    has_outputs: bool = True
+    writes: bool = True
+
+    def most(self, values: Sequence[float]) -> list[float]:
+        """Element-wise maximum over all ranks, copies included, so that all of them decide alike. Exact for integers
+        below 2**53. Every rank calls it."""
+        return _reduce(values, dist.ReduceOp.MAX)
+
+    def total(self, values: Sequence[float]) -> list[float]:
+        """Element-wise sum over all ranks, copies included. Every rank calls it."""
+        return _reduce(values, dist.ReduceOp.SUM)
+
+
+def _reduce(values: Sequence[float], op: dist.ReduceOp.RedOpType) -> list[float]:
+    reduced = torch.tensor(values, dtype=torch.float64, device=get_device_id())
+    dist.all_reduce(reduced, op=op)
+    return reduced.tolist()
+
+
+class OwnPath(NamedTuple):
+    """What verl's own path does with this model.
+
+    Args:
+        dense_mask: rows of one micro-batch read a T x T mask, as by sdpa.
+        one_row: a micro-batch has one row, since packed rows would leak state.
+        whole_rows: why each of the ranks that share a row computes it alone; None: they share it.
+    """
+
+    dense_mask: bool
+    one_row: bool
+    whole_rows: str | None
+
+
+class Backend(Protocol):
+    """One engine of verl. `ranks`, `dtype` and `forward_only` are known at construction, the rest from `built` on.
+
+    Attributes:
+        ranks: who computes what with whom.
+        forward_only: the engine computes log-probs alone, as ref does.
+        deterministic: the run must not depend on a clock.
+    """
+
+    ranks: Ranks
+    forward_only: bool
+    deterministic: bool
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of activations."""
+
+    @property
+    def config(self) -> Any:
+        """The model's, of Hugging Face."""
+
+    @property
+    def shape(self) -> ModelShape:
+        """Of the whole model, not of this rank's part."""
+
+    @property
+    def own(self) -> OwnPath:
+        """What verl's own path does with the model."""
+
+    def built(self) -> None:
+        """Called once verl's engine has its model.
+
+        Raises:
+            ValueError: the model has something that cannot be shared.
+        """
+
+    def memory(self, options: PrefixConfig) -> Memory:
+        """What an update keeps at least, for the cost model."""
+
+    def gradient_bytes(self) -> float:
+        """Bytes of this rank's gradients, which an update will hold; 0 in an engine for log-probs alone."""
+
+    def schedule(self, outputs: Callable, step: Callable, forward_only: bool, **options: Any) -> Schedule:
+        """A schedule that runs plans on this model, with its autocast and its synchronisation of gradients.
+
+        Args:
+            outputs, step, options: as of `core.schedule.Schedule`. forward_only: without backward.
+        """
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """Context of forwards and losses."""
+
+    def token_outputs(
+        self, logits: torch.Tensor, labels: torch.Tensor, temperature: torch.Tensor, is_one: bool,
+        flags: Mapping[str, bool], offsets: torch.Tensor,
+    ) -> dict[str, torch.Tensor]:  # fmt: skip
+        """verl's outputs of tokens, by verl's names, [n] each.
+
+        Args:
+            logits: [n, this rank's part of the vocabulary]. labels: [n] int64.
+            temperature: [n] float32. is_one: all of it is known to be 1.
+            flags: verl's flags of the batch (`outputs.FLAGS`).
+            offsets: int64 [0, n]. One object per n, since a jagged tensor that checkpointing makes again is equal only
+                if its offsets are the same.
+        """
+
+    def reads_logits_once(self, flags: Mapping[str, bool]) -> bool:
+        """Whether `token_outputs` by these flags needs no copy of the logits."""
+
+    def logits_like(self) -> torch.Tensor:
+        """Logits [1, this rank's part of the vocabulary] of a made-up token."""
+
+    def own_batch(self, data: TensorDict, loss_function: LossFunction | None, forward_only: bool) -> dict[str, Any]:
+        """Computes a batch on verl's own path, set so that it computes this model right; verl's output."""
+
+    def gradients(self) -> Gradients:
+        """The parts of this rank's model whose gradients the self-check compares."""
+
+    def rounding_noise(self) -> AbstractContextManager[None]:
+        """Context in which layers' outputs are rounded differently each time, for the self-check."""
+
+    def gradients_aside(self) -> AbstractContextManager[None]:
+        """Context in which parameters have no gradients; those that they had come back."""

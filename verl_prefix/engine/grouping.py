@@ -1,0 +1,95 @@
+"""Groups of rows: one prompt's rows, or trees where rows share more. The engine groups rows nowhere else."""
+
+from collections.abc import Hashable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from verl_prefix.core.groups import Group, group_by_key
+from verl_prefix.core.trees import cuts_at, group_trees, mix, mix_rows
+from verl_prefix.engine.rows import BatchRows
+from verl_prefix.models.messages import message_ends
+from verl_prefix.models.vision import is_vision_config, shown_lens, tree_tokens
+
+
+class Trees(NamedTuple):
+    """What rows share besides whole prompts.
+
+    Args:
+        over: `PrefixConfig.trees`. ends: tokens that end a message (`messages.end_tokens`). config: the model's, which
+            names visual tokens. seen: a batch before had turns. Then later ones are cut, too, so that log-probs and
+            updates, which hold different rows, are cut alike.
+    """
+
+    over: str = "off"
+    ends: frozenset[int] = frozenset()
+    config: Any = None
+    seen: bool = False
+
+    def are_cut(self, uids: Sequence[Hashable], keys: Sequence[Hashable]) -> bool:
+        """Whether rows are cut at the ends of messages: under `batch`, and under `uid` where they are turns, that is,
+        where a uid has several prompts."""
+        are_turns = self.seen or len({*zip(uids, keys, strict=True)}) > len({*uids})
+        return self.over == "batch" or (self.over == "uid" and are_turns)
+
+
+NO_TREES = Trees()
+
+
+def group_rows(rows: BatchRows, trees: Trees, are_cut: bool) -> list[Group]:
+    """Groups all rows that this rank computes: rows with the same key, or trees where rows `are_cut` at the ends of
+    messages.
+
+    Raises:
+        ValueError: a row's prompt is empty, or not that of its group: it did not arrive as it left.
+    """
+    groups, prompts = group_by_key(rows.keys, rows.prompt_lens, rows.response_lens), rows.prompts
+    for group in groups:
+        if not all(torch.equal(prompts[row], prompts[group.rows[0]]) for row in group.rows):
+            raise ValueError(f"rows {[*group.rows]} arrived as one group, and their prompts differ")
+    if not are_cut:
+        return groups
+    return group_trees(_tree_tokens(rows, trees), rows.offsets, rows.prompt_lens, row_cuts(rows, trees))
+
+
+def row_cuts(rows: BatchRows, trees: Trees) -> list[list[int]]:
+    """Where each row is cut, by the ends of its messages: see `core.trees.cuts_at`."""
+    prompts = rows.prompts
+    found = zip(message_ends(prompts, trees.ends), rows.prompt_lens, shown_lens(prompts, trees.config), strict=True)
+    return [cuts_at(ends, n, shown) for ends, n, shown in found]
+
+
+def tokens_by_trees(rows: BatchRows, trees: Trees, groups: Sequence[Group]) -> dict[str, float]:
+    """Tokens that "stock" and each value of `prefix.trees` compute of these rows, without padding and as if every group
+    were one pass. For single prompts with pixels `batch` is not counted; it gets the number of `uid`.
+
+    Args:
+        groups: of these rows, by `trees`.
+    """
+    found = {trees.over: groups}
+    are_turns = trees._replace(over="uid").are_cut(rows.uids, rows.keys)
+    for over in ("off", "uid", "batch"):
+        if over == "batch" and any(rows.pixels) and not are_turns:
+            found[over] = found["uid"]
+        elif over not in found:
+            other = trees._replace(over=over)
+            found[over] = group_rows(rows, other, other.are_cut(rows.uids, rows.keys))
+    real = {over: [group for group in some if rows.padding.isdisjoint(group.rows)] for over, some in found.items()}
+    computed = {over: float(sum(group.num_physical_tokens for group in some)) for over, some in real.items()}
+    return computed | {"stock": float(sum(group.num_logical_tokens for group in real["off"]))}
+
+
+def _tree_tokens(rows: BatchRows, trees: Trees) -> torch.Tensor:
+    """[N] int64: the tokens, mixed with all else that must be equal where rows share: positions, pixels, temperature,
+    and where `trees.over` is uid the uid."""
+    ids, positions = (rows.data[name].values().cpu() for name in ("input_ids", "position_ids"))
+    if is_vision_config(trees.config):
+        tokens = tree_tokens(ids, positions, rows.offsets, rows.pixels, trees.config)
+    else:
+        tokens = mix(ids) ^ positions
+    temperature = torch.as_tensor(rows.data["temperature"], dtype=torch.float32).cpu().expand(len(rows)).contiguous()
+    tokens = mix_rows(tokens, rows.offsets, temperature.view(torch.int32).tolist())
+    if trees.over == "uid":
+        numbers = {uid: number for number, uid in enumerate(dict.fromkeys(rows.uids))}
+        tokens = mix_rows(tokens, rows.offsets, [numbers[uid] for uid in rows.uids])
+    return tokens
