@@ -1,12 +1,10 @@
 """Kernels against autograd on the dense formula, in float64, and what is said where one cannot run."""
 
-import hypothesis
-import hypothesis.strategies as st
 import pytest
 import torch
 
 from verl_prefix.core import attention, calls
-from verl_prefix.core.attention import AttentionParams, AttentionPass, GroupedAttention, merge
+from verl_prefix.core.attention import AttentionParams, AttentionPass, merge
 from verl_prefix.core.calls import Spans
 from verl_prefix.core.kernels import aten, available_kernels, choose_kernel, cpu, reference
 from verl_prefix.core.layout import Layout
@@ -117,67 +115,6 @@ def test_kernel_choice_says_what_is_wrong():
         choose_kernel("cpu", "cpu", torch.float32, 64, softcap=True)
     with pytest.raises(ValueError, match="prefix.attention='aten' cannot run here: .*; set prefix.attention=auto"):
         choose_kernel("aten", "cpu", torch.float32, 64)
-
-
-@hypothesis.given(st.lists(st.integers(1, 3000), min_size=1, max_size=12))
-@hypothesis.example([8000, *[5] * 300])
-@hypothesis.example([*[5] * 300, 8000])
-@hypothesis.example([1500, 3000, *[5] * 40])  # saves too few
-@hypothesis.example([300, 1500, *[9] * 40])
-def test_a_call_is_cut_where_its_grids_are_smallest(lens):
-    def blocks(part) -> int:
-        return len(part) * max(-(-n // 128) for n in part)
-
-    cut = calls._cut(lens)
-    least = min([blocks(lens), *(blocks(lens[:i]) + blocks(lens[i:]) for i in range(1, len(lens)))])
-    assert SPANS[False].runs is None, "the rows of a block keep their parts"
-    if (blocks(lens) - least) * 5 > sum(lens):
-        assert 0 < cut < len(lens) and blocks(lens[:cut]) + blocks(lens[cut:]) == least
-    else:
-        assert cut == 0
-
-
-@pytest.mark.parametrize("window", [None, 200])
-@pytest.mark.parametrize("kernel", [cpu, reference], ids=["cpu", "reference"])
-def test_two_calls_compute_what_one_does(kernel, window, monkeypatch):
-    """A prefix of 400 tokens before 50 suffixes, forward and backward: the same bits, and what dense attention of
-    whole rows says. Outputs and gradients of the two in the wrong order are far off."""
-    lens = [400, *(1 + i % 3 for i in range(50))]
-    segments = tuple(calls.Segment(n, ((0, 400),) if i else ()) for i, n in enumerate(lens))
-
-    def layout() -> Layout:
-        return Layout(torch.arange(sum(lens)), 400, segments)
-
-    assert layout().calls(window, torch.device("cpu"))[0].spans.runs is not None
-    torch.manual_seed(0)
-    tensors = [torch.randn(sum(lens), n, 8, dtype=torch.float64, requires_grad=True) for n in (4, 2, 2)]
-    weights = torch.randn(sum(lens), 4, 8, dtype=torch.float64)
-
-    def run() -> list[torch.Tensor]:
-        params = AttentionParams(8**-0.5, window)
-        out = GroupedAttention.apply(*tensors, None, layout(), kernel, params, None, 0)
-        return [out, *torch.autograd.grad((out * weights).sum(), tensors)]
-
-    found, truth = run(), [torch.zeros(sum(lens), n, 8, dtype=torch.float64) for n in (4, 4, 2, 2)]
-    for i, n in enumerate(lens):
-        own = torch.arange(sum(lens[:i]), sum(lens[:i]) + n)
-        rows = torch.cat([torch.arange(400), own]) if i else own
-        q, k, v = (x.detach()[rows].requires_grad_() for x in tensors)
-        whole = dense(q, k, v, Spans((0, len(rows)), (0, len(rows))), True, 8**-0.5, window)[-n:]
-        truth[0][own] = whole.detach()
-        for total, grad in zip(truth[1:], torch.autograd.grad((whole * weights[own]).sum(), (q, k, v)), strict=True):
-            total.index_add_(0, rows, grad)
-
-    def error(found: list[torch.Tensor]) -> float:
-        return max(((a - b).norm() / b.norm()).item() for a, b in zip(found, truth, strict=True))
-
-    assert error(found) < 1e-12
-    cut, cat = calls._cut, torch.cat
-    monkeypatch.setattr(calls, "_cut", lambda lens: 0)
-    assert all(torch.equal(a, b) for a, b in zip(found, run(), strict=True))
-    monkeypatch.setattr(calls, "_cut", cut)
-    monkeypatch.setattr(torch, "cat", lambda parts, dim=0: cat(list(parts)[::-1], dim=dim))
-    assert error(run()) > 0.1
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from verl_prefix.core.calls import Call
 from verl_prefix.core.kernels import Kernel, choose_kernel
 from verl_prefix.core.layout import Layout
 from verl_prefix.core.prefix_cache import Key, PrefixCache, add_at, ran_twice
@@ -165,34 +164,6 @@ class AttentionParams(NamedTuple):
     softcap: float | None = None
 
 
-def _forward(
-    kernel: Kernel, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, params: AttentionParams
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """out [T, H, D] and lse [H, T] of a call."""
-    run = functools.partial(
-        kernel.forward, causal=call.causal, scale=params.scale, window=call.window, softcap=params.softcap
-    )
-    if call.spans.runs is None:
-        return run(q, k, v, call.spans)
-    outs, lses = zip(*(run(q[a], k[b], v[b], spans) for a, b, spans in call.spans.runs), strict=True)
-    return torch.cat(outs), torch.cat(lses, dim=1)
-
-
-def _backward(
-    kernel: Kernel, dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
-    lse: torch.Tensor, call: Call, params: AttentionParams,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """dq, dk, dv of a call."""
-    run = functools.partial(
-        kernel.backward, causal=call.causal, scale=params.scale, window=call.window, softcap=params.softcap
-    )
-    if call.spans.runs is None:
-        return run(dout, q, k, v, out, lse, call.spans)
-    grads = (run(dout[a], q[a], k[b], v[b], out[a], lse[:, a], spans) for a, b, spans in call.spans.runs)
-    dq, dk, dv = (torch.cat(parts) for parts in zip(*grads, strict=True))
-    return dq, dk, dv
-
-
 class GroupedAttention(torch.autograd.Function):
     """q [T, H, D], k and v [T, K, D], sinks [H] or None -> out [T, H, D].
 
@@ -213,8 +184,10 @@ class GroupedAttention(torch.autograd.Function):
             calls = layout.calls(params.window, q.device)
             prefix_k, prefix_v = (k, v) if cache is None else cache.read(layer)
             for call in calls:
-                tensors = q[call.queries], call.keys(k, prefix_k), call.keys(v, prefix_v)
-                out_2, lse_2 = _forward(kernel, *tensors, call, params)
+                out_2, lse_2 = kernel.forward(
+                    q[call.queries], call.keys(k, prefix_k), call.keys(v, prefix_v), call.spans, causal=call.causal,
+                    scale=params.scale, window=call.window, softcap=params.softcap,
+                )  # fmt: skip
                 if call is calls[0]:
                     out, lse = out_2, lse_2
                 else:
@@ -237,9 +210,10 @@ class GroupedAttention(torch.autograd.Function):
         prefix_k, prefix_v = (k, v) if cache is None else cache.read(layer)
         dout = dout.contiguous()
         for call in calls:
-            dq_call, dk_call, dv_call = _backward(
-                kernel, dout[call.queries], q[call.queries], call.keys(k, prefix_k), call.keys(v, prefix_v),
-                out[call.queries], lse[:, call.queries], call, params,
+            dq_call, dk_call, dv_call = kernel.backward(
+                dout[call.queries], q[call.queries], call.keys(k, prefix_k), call.keys(v, prefix_v),
+                out[call.queries], lse[:, call.queries], call.spans, causal=call.causal, scale=params.scale,
+                window=call.window, softcap=params.softcap,
             )  # fmt: skip
             if call is calls[0]:
                 dq, dk, dv = dq_call, dk_call[call.own], dv_call[call.own]

@@ -76,47 +76,12 @@ class Spans:
     def max_k(self) -> int:
         return max(b - a for a, b in pairwise(self.k))
 
-    @functools.cached_property
-    def runs(self) -> "tuple[tuple[slice, slice, Spans], ...] | None":
-        """(queries, keys, spans of these) of two kernel calls, where one would leave much of its grid empty."""
-        cut = 0 if self.q_parts else _cut(self.lens)
-        if not cut:
-            return None
-        q, k = self.q[cut], self.k[cut]
-        first = Spans(self.q[: cut + 1], self.k[: cut + 1])
-        second = Spans(tuple(x - q for x in self.q[cut:]), tuple(x - k for x in self.k[cut:]))
-        return (slice(q), slice(k), first), (slice(q, None), slice(k, None), second)
-
     def cu_seqlens(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         """Bounds `q` and `k`, each int32 [n + 1] on `device`, built once for all layers."""
         if device not in self._cu_seqlens:
             q, k = (on_device(torch.tensor(bounds, dtype=torch.int32), device) for bounds in (self.q, self.k))
             self._cu_seqlens[device] = q, k
         return self._cu_seqlens[device]
-
-
-BLOCK = 128  # tokens that one block of flash attention's grid computes
-# By simulation (`tools.simulate`, H100) a cut pays where it saves a block for every nine tokens of the call, since all
-# outputs and gradients are then copied together. No GPU has measured it, so it has to save almost twice as many. FA2,
-# aten and the backward of FA3 have such grids; the forward of FA3 leaves no block empty.
-_TOKENS_PER_SAVED_BLOCK = 5
-
-
-def grid(lens: Sequence[int]) -> int:
-    """Blocks per head of a flash kernel: for every segment as many as the longest needs."""
-    return len(lens) * -(-max(lens) // BLOCK)
-
-
-def _cut(lens: Sequence[int]) -> int:
-    """The segment before which a call is best cut in two, as where a long prefix stands before many short suffixes; 0
-    where that saves too few blocks."""
-    longest = list(accumulate(lens, max)), list(accumulate(reversed(lens), max))
-    grids = [
-        i * -(-before // BLOCK) + (len(lens) - i) * -(-after // BLOCK)
-        for i, (before, after) in enumerate(zip(longest[0], longest[1][-2::-1], strict=False), start=1)
-    ]
-    least = min(grids, default=grid(lens))
-    return grids.index(least) + 1 if (grid(lens) - least) * _TOKENS_PER_SAVED_BLOCK > sum(lens) else 0
 
 
 class Keys(NamedTuple):

@@ -14,8 +14,9 @@ class Hardware:
         network: of a collective per rank inside a node. nodes: the same where ranks lie on several nodes of `per_node`.
         pcie: to and from pinned host memory.
         launch: host time of an operation that launches a kernel. kernel: shortest time of a kernel.
-        empty_block: device time of a thread block of flash attention that finds no token (`core.calls.grid`): 1 us, two
-            at a time on each of an H100's 132 SMs; others have 78 to 132.
+        empty_block: device time of a thread block of flash attention that finds no token
+            (`operations.FakeFlashAttention.empty_blocks`): 1 us, two at a time on each of an H100's 132 SMs; others
+            have 78 to 132.
     """
 
     matmul_16: float

@@ -12,10 +12,11 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.utils.flop_counter import flop_registry
 
 from verl_prefix.auto.shape import query_key_pairs
-from verl_prefix.core.calls import BLOCK, Spans, grid
+from verl_prefix.core.calls import Spans
 from verl_prefix.core.kernels import KERNELS, aten
 from verl_prefix.tools.simulate import scans
 
+_BLOCK = 128  # tokens that one thread block of flash attention computes
 _NO_KERNEL = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "lift_fresh", "detach", "alias"}
 _READS_PART = {"index", "index_select", "embedding", "gather"}
 _WRITES_PART = {"index_put_", "index_put", "_index_put_impl_", "index_copy_", "index_copy", "index_add_", "index_add",
@@ -51,10 +52,11 @@ class FakeFlashAttention:
         return sum(query_key_pairs(q1 - q0, (k1 - k0) - (q1 - q0), window) for q0, q1, k0, k1 in spans)
 
     def empty_blocks(self, backward: bool) -> int:
-        """Blocks per head without a token, in the grid of the last call: over queries, and in backward over keys."""
+        """Blocks per head without a token in the last call, over queries, and in backward over keys. Its grid has for
+        every segment as many blocks as the longest needs."""
         spans = self.reads[0]
-        lens = [b - a for a, b in pairwise(spans.k if backward else spans.q)]
-        return grid(lens) - sum(-(-n // BLOCK) for n in lens)
+        blocks = [-(-(b - a) // _BLOCK) for a, b in pairwise(spans.k if backward else spans.q)]
+        return len(blocks) * max(blocks) - sum(blocks)
 
 
 KERNEL = KERNELS["simulated"] = FakeFlashAttention()
