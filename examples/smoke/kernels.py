@@ -6,7 +6,7 @@ import time
 import torch
 
 from smoke.checks import Checks
-from verl_prefix.core.calls import Spans
+from verl_prefix.core.calls import Call, Spans
 from verl_prefix.core.kernels import Kernel, aten, cpu, flash_attn, reference
 
 _COMPARED = 128  # the last queries; a dense truth of 64k would not fit
@@ -74,6 +74,6 @@ def _run(
     kernel: Kernel, dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spans: Spans, causal: bool
 ) -> tuple[torch.Tensor, ...]:
     """Output, and gradients of q, k and v."""
-    scale = q.shape[-1] ** -0.5
-    out, lse = kernel.forward(q, k, v, spans, causal, scale)
-    return out, *kernel.backward(dout, q, k, v, out, lse, spans, causal, scale)
+    call = Call(spans, causal, q.shape[-1] ** -0.5)
+    out, lse = kernel.forward(q, k, v, call)
+    return out, *kernel.backward(dout, (q, k, v, out, lse), call)

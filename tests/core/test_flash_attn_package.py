@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from verl_prefix.core import kernels
-from verl_prefix.core.calls import Spans
+from verl_prefix.core.calls import Call, Spans
 from verl_prefix.core.kernels import aten, choose_kernel, flash_attn, reference
 from verl_prefix.tools import doctor
 
@@ -51,11 +51,11 @@ def stand_in(arguments):
         left, right = x["window_size"] if "window_size" in x else (x[side] for side in sides)
         assert right == (none if left == none else 0) and (causal or left == none)
         window = None if left == none else left + 1
-        options = spans, causal, x["softmax_scale"], window, x["softcap"] or None
+        call = Call(spans, causal, x["softmax_scale"], window, x["softcap"] or None)
         if "dout" not in x:
-            return *reference.forward(x["q"], x["k"], x["v"], *options), None, None
+            return *reference.forward(x["q"], x["k"], x["v"], call), None, None
         lse = x["lse"] if "lse" in x else x["softmax_lse"]
-        grads = reference.backward(x["dout"], x["q"], x["k"], x["v"], x["out"], lse, *options)
+        grads = reference.backward(x["dout"], (x["q"], x["k"], x["v"], x["out"], lse), call)
         for name, grad in zip(("dq", "dk", "dv"), grads, strict=True):
             x[name].copy_(grad)
 
@@ -105,29 +105,28 @@ def test_each_interface_is_called_with_its_own_arguments(install, recorded, caus
     module = f"_{recorded[:3]}"
     install(CAPABILITY[module], **{module: package(recorded)})
     torch.manual_seed(0)
-    pairs = Spans((0, 5, 6, 23), (0, 9, 12, 30))
+    call = Call(Spans((0, 5, 6, 23), (0, 9, 12, 30)), causal, 0.3, **options)
     q, dout = (torch.randn(23, 4, 8) for _ in range(2))
     k, v = (torch.randn(30, 2, 8) for _ in range(2))
-    out, lse = flash_attn.forward(q, k, v, pairs, causal, 0.3, **options)
-    torch.testing.assert_close((out, lse), reference.forward(q, k, v, pairs, causal, 0.3, **options))
-    grads = flash_attn.backward(dout, q, k, v, out, lse, pairs, causal, 0.3, **options)
-    torch.testing.assert_close(grads, reference.backward(dout, q, k, v, out, lse, pairs, causal, 0.3, **options))
+    out, lse = flash_attn.forward(q, k, v, call)
+    torch.testing.assert_close((out, lse), reference.forward(q, k, v, call))
+    saved = q, k, v, out, lse
+    torch.testing.assert_close(flash_attn.backward(dout, saved, call), reference.backward(dout, saved, call))
 
 
 @pytest.mark.parametrize("recorded", CALLED)
 def test_tensors_in_another_order_are_seen(install, recorded, monkeypatch):
     module = f"_{recorded[:3]}"
     install(CAPABILITY[module], **{module: package(recorded)})
-    call = flash_attn._call
-    monkeypatch.setattr(flash_attn, "_call", lambda run, a, b, *more, **options: call(run, b, a, *more, **options))
+    right = flash_attn._call
+    monkeypatch.setattr(flash_attn, "_call", lambda run, a, b, *more, **options: right(run, b, a, *more, **options))
     torch.manual_seed(0)
-    pairs = Spans((0, 5, 30), (0, 5, 30))
+    call = Call(Spans((0, 5, 30), (0, 5, 30)), True, 0.3)
     q, k, v, dout = (torch.randn(30, 2, 8) for _ in range(4))
-    out, lse = reference.forward(q, k, v, pairs, True, 0.3)
-    wrong, _ = flash_attn.forward(q, k, v, pairs, True, 0.3)
+    out, lse = reference.forward(q, k, v, call)
+    wrong, _ = flash_attn.forward(q, k, v, call)
     assert (wrong - out).abs().max() > 0.1
-    grads = flash_attn.backward(dout, q, k, v, out, lse, pairs, True, 0.3)
-    true = reference.backward(dout, q, k, v, out, lse, pairs, True, 0.3)
+    grads, true = (kernel.backward(dout, (q, k, v, out, lse), call) for kernel in (flash_attn, reference))
     assert max((x - y).abs().max() for x, y in zip(grads, true, strict=True)) > 0.1
 
 

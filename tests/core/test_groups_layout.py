@@ -7,7 +7,7 @@ import hypothesis.strategies as st
 import pytest
 import torch
 
-from verl_prefix.core.calls import Segment, calls_of
+from verl_prefix.core.calls import AttentionParams, Segment, calls_of
 from verl_prefix.core.groups import Fork, Group, Strand, group_by_key
 from verl_prefix.core.layout import build_layout, pass_order
 from verl_prefix.core.prefix_cache import add_at
@@ -116,7 +116,11 @@ def test_layout_holds_each_prefix_once_and_every_suffix_at_its_original_place(sh
     offsets = offsets_of(groups_of(shape))
     layout = build_layout(groups, offsets)
     assert layout.num_strand_tokens == sum(g.prefix_len for g in groups)
-    assert layout.num_tokens == sum(g.num_physical_tokens for g in groups) == layout.calls(None, CPU)[0].spans.q[-1]
+    assert (
+        layout.num_tokens
+        == sum(g.num_physical_tokens for g in groups)
+        == layout.calls(AttentionParams(1.0), CPU)[0].spans.q[-1]
+    )
     expected = [
         offsets[row] + group.prefix_len + i
         for group in groups
@@ -125,7 +129,7 @@ def test_layout_holds_each_prefix_once_and_every_suffix_at_its_original_place(sh
     ]
     assert layout.read_places.tolist() == expected
     sharing = [group for group in groups if group.prefix_len]
-    _, *crosses = layout.calls(None, CPU)
+    _, *crosses = layout.calls(AttentionParams(1.0), CPU)
     assert len(crosses) == bool(sharing)
     for cross in (call.spans for call in crosses):
         assert [b - a for a, b in zip(cross.k, cross.k[1:], strict=False)] == [g.prefix_len for g in sharing]
@@ -152,14 +156,14 @@ def test_waves_hold_every_suffix_once_in_order_within_the_budget(shape, wave_tok
         assert layout.num_strand_tokens == 0 and layout.num_tokens == sum(lens)
         sharing = [i for i, piece in wave if piece.num_suffix_tokens and piece.prefix_len]
         keys = [starts[i] + token for i in sharing for token in range(groups[i].prefix_len)]
-        found = [positions_of(call.prefix.tokens) for call in layout.calls(None, CPU)[1:]]
+        found = [positions_of(call.prefix.tokens) for call in layout.calls(AttentionParams(1.0), CPU)[1:]]
         assert found == ([keys] if keys else [])
 
 
 def keys_read(layout, window, prefix_place):
     """{query: sorted places in the batch of the keys that it reads}; prefix_place: of each prefix source token."""
     found = {query: [] for query in range(layout.num_tokens)}
-    for call in layout.calls(window, CPU):
+    for call in layout.calls(AttentionParams(1.0, window), CPU):
         keys = torch.full((call.spans.k[-1],), -1)
         if call.own is not None:
             keys[call.own] = layout.index
@@ -230,14 +234,14 @@ def test_a_layout_reads_what_it_is_told_to_and_at_least_one_token_of_its_own():
 def test_siblings_tails_are_added_to_one_run_of_tokens():
     """A prompt's rows under a window: what they send back is summed, and no index repeats."""
     layout = build_layout([Group((0, 1, 2), 20, (9, 8, 7))], [0, 30, 60, 90])
-    (call,) = layout.calls(6, CPU)
+    (call,) = layout.calls(AttentionParams(1.0, window=6), CPU)
     assert call.prefix.copies == ((3, 5),) and call.prefix.once == slice(15, 20)
 
 
 def test_a_call_of_several_blocks_copies_at_most_16_mib_of_keys_and_values():
     """At 8 heads of 128 in bf16. Each of ten rows reads a strand of its own behind a system prompt."""
     segments = [Segment(3, path=((0, 500), (500 + 1000 * i, 1000))) for i in range(10)]
-    _, *crosses = calls_of(segments, None, CPU)
+    _, *crosses = calls_of(segments, AttentionParams(1.0), CPU)
     assert sum(len(call.spans.lens) for call in crosses) == 10
     assert max(call.spans.k[-1] for call in crosses) * 8 * 128 * 2 * 2 <= 16 << 20
 

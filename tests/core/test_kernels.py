@@ -5,7 +5,7 @@ import torch
 
 from verl_prefix.core import attention, calls
 from verl_prefix.core.attention import AttentionParams, AttentionPass, merge
-from verl_prefix.core.calls import Spans
+from verl_prefix.core.calls import Call, Spans
 from verl_prefix.core.kernels import aten, available_kernels, choose_kernel, cpu, reference
 from verl_prefix.core.layout import Layout
 
@@ -39,8 +39,9 @@ def check(kernel, spans, causal, heads=(6, 2), head_dim=8, **options):
     dout = torch.randn_like(truth)
     grads = torch.autograd.grad(truth, (q, k, v), dout)
     with torch.no_grad():
-        out, lse = kernel.forward(q, k, v, spans, causal, 0.3, **options)
-        found = kernel.backward(dout, q, k, v, out, lse, spans, causal, 0.3, **options)
+        call = Call(spans, causal, 0.3, **options)
+        out, lse = kernel.forward(q, k, v, call)
+        found = kernel.backward(dout, (q, k, v, out, lse), call)
     torch.testing.assert_close(out, truth.detach(), rtol=1e-9, atol=1e-12)
     for ours, true in zip(found, grads, strict=True):
         torch.testing.assert_close(ours, true, rtol=1e-9, atol=1e-12)
@@ -75,8 +76,9 @@ def test_autocast_rounds_nothing_inside_the_dense_kernel(dtype):
     k, v = (torch.randn(23, 2, 8).to(dtype) for _ in range(2))
 
     def run():
-        out, lse = reference.forward(q, k, v, SPANS[True], True, 0.3, softcap=0.7)
-        return out, lse, *reference.backward(dout, q, k, v, out, lse, SPANS[True], True, 0.3, softcap=0.7)
+        call = Call(SPANS[True], True, 0.3, softcap=0.7)
+        out, lse = reference.forward(q, k, v, call)
+        return out, lse, *reference.backward(dout, (q, k, v, out, lse), call)
 
     outside = run()
     with torch.autocast("cpu", torch.bfloat16):
@@ -87,10 +89,13 @@ def test_autocast_rounds_nothing_inside_the_dense_kernel(dtype):
 def test_merge_of_two_key_sets_is_attention_over_both():
     torch.manual_seed(0)
     q, k, v = (torch.randn(7, 2, 8, dtype=torch.float64) for _ in range(3))
-    parts = [reference.forward(q, k[a:b], v[a:b], Spans((0, 7), (0, b - a)), False, 0.3) for a, b in ((0, 3), (3, 7))]
+
+    def attend(a, b):
+        return reference.forward(q, k[a:b], v[a:b], Call(Spans((0, 7), (0, b - a)), False, 0.3))
+
+    parts = [attend(0, 3), attend(3, 7)]
     out, lse = merge(*parts[0], *parts[1])
-    true_out, true_lse = reference.forward(q, k, v, Spans((0, 7), (0, 7)), False, 0.3)
-    torch.testing.assert_close((out, lse), (true_out, true_lse), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close((out, lse), attend(0, 7), rtol=1e-12, atol=1e-12)
 
 
 def test_empty_segments_never_reach_a_kernel():

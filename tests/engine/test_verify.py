@@ -113,7 +113,7 @@ def last_prefix_token_dropped(patch):
 
 def window_ignored(patch):
     calls = Layout.calls
-    patch.setattr(Layout, "calls", lambda self, window, device: calls(self, None, device))
+    patch.setattr(Layout, "calls", lambda self, params, device: calls(self, params._replace(window=None), device))
 
 
 def positions_restarted(patch):

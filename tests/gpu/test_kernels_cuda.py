@@ -10,7 +10,7 @@ import torch
 from runners import random_rollouts, run_shared, run_stock
 
 from verl_prefix.core.attention import _fused_merge, merge
-from verl_prefix.core.calls import Spans
+from verl_prefix.core.calls import Call, Spans
 from verl_prefix.core.kernels import aten, flash_attn, reference
 
 pytestmark = [
@@ -34,12 +34,12 @@ def test_forward_and_backward_miss_float64_like_a_bf16_reference(kernel, heads, 
     q = torch.randn(num_q, heads[0], head_dim, device="cuda", dtype=torch.bfloat16)
     k, v = (torch.randn(num_k, heads[1], head_dim, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     dout = torch.randn_like(q)
-    scale = head_dim**-0.5
+    call = Call(spans, causal, head_dim**-0.5, window)
 
     def run(kernel, dtype):
         inputs = [x.to(dtype) for x in (q, k, v)]
-        out, lse = kernel.forward(*inputs, spans, causal, scale, window)
-        return out, lse, *kernel.backward(dout.to(dtype), *inputs, out, lse, spans, causal, scale, window)
+        out, lse = kernel.forward(*inputs, call)
+        return out, lse, *kernel.backward(dout.to(dtype), (*inputs, out, lse), call)
 
     truth, floor, ours = run(reference, torch.float64), run(reference, torch.bfloat16), run(kernel, torch.bfloat16)
     for name, true, low, found in zip(("out", "lse", "dq", "dk", "dv"), truth, floor, ours, strict=True):

@@ -7,7 +7,6 @@ error in fp32 as well.
 """
 
 import copy
-import dataclasses
 import functools
 import itertools
 import os
@@ -166,7 +165,7 @@ def window_one_longer(monkeypatch):
 
 def window_ignored(monkeypatch):
     calls = Layout.calls
-    monkeypatch.setattr(Layout, "calls", lambda self, window, device: calls(self, None, device))
+    monkeypatch.setattr(Layout, "calls", lambda self, params, device: calls(self, params._replace(window=None), device))
 
 
 def tails_shifted(monkeypatch):
@@ -175,7 +174,7 @@ def tails_shifted(monkeypatch):
     def shifted(*args):
         for call in made(*args):
             if call.causal and call.prefix is not None:
-                call = dataclasses.replace(call, prefix=call.prefix._replace(tokens=(call.prefix.tokens - 1).clamp(0)))
+                call = call._replace(prefix=call.prefix._replace(tokens=(call.prefix.tokens - 1).clamp(0)))
             yield call
 
     monkeypatch.setattr(layout, "calls_of", shifted)

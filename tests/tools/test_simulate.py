@@ -35,7 +35,7 @@ from transformers import (
 from verl_prefix.auto.cost import group_pass
 from verl_prefix.auto.shape import model_shape
 from verl_prefix.core import kernels
-from verl_prefix.core.calls import Spans
+from verl_prefix.core.calls import Call, Spans
 from verl_prefix.core.groups import Group
 from verl_prefix.core.kernels import KERNELS, aten, flash_attn
 from verl_prefix.core.prefix_cache import PrefixCache
@@ -728,7 +728,7 @@ def test_the_prompt_that_fits_fits_and_a_longer_one_does_not(elsewhere):
 def test_blocks_of_a_grid_that_find_no_token_are_counted(monkeypatch, backward, blocks):
     """Three segments in a grid of the longest, over queries, and in backward over keys."""
     spans = Spans((0, 8192, 8400, 8401), (0, 8192, 8500, 8501))
-    monkeypatch.setattr(KERNEL, "reads", (spans, True, None), raising=False)
+    monkeypatch.setattr(KERNEL, "call", Call(spans, causal=True, scale=1.0), raising=False)
     assert KERNEL.empty_blocks(backward) == blocks
 
 

@@ -11,14 +11,17 @@ prefix's keys and values are not repeated per suffix (Prefix Grouper, arXiv 2506
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
+from verl_prefix.core.calls import AttentionParams
 from verl_prefix.core.kernels import Kernel, choose_kernel
 from verl_prefix.core.layout import Layout
 from verl_prefix.core.prefix_cache import Key, PrefixCache, add_at, ran_twice
 from verl_prefix.core.sequence_parallel import Shards
+
+__all__ = ["AttentionParams", "AttentionPass", "GroupedAttention", "merge"]
 
 # By layer: attention outputs [T, H, D] and log-sum-exps [H, T], kept until gradient checkpointing runs the layer again.
 Kept = dict[int, tuple[torch.Tensor, torch.Tensor]]
@@ -63,7 +66,7 @@ class AttentionPass:
 
     def attend(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None,
-        params: "AttentionParams",
+        params: AttentionParams,
     ) -> torch.Tensor:  # fmt: skip
         """A layer's attention, in place of the model's own: q [T, H, D], k and v [T, K, D], sinks [H] -> [T, H, D].
 
@@ -93,7 +96,7 @@ class AttentionPass:
 
     def attended(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None,
-        params: "AttentionParams", out: torch.Tensor,
+        params: AttentionParams, out: torch.Tensor,
     ) -> None:  # fmt: skip
         """Does nothing. A subclass overrides it to see the arguments and the result of `GroupedAttention`, which are
         those of all tokens and this rank's heads."""
@@ -153,17 +156,6 @@ def _logaddexp(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return torch.maximum(a, b) + torch.log1p(torch.exp(-(a - b).abs()))
 
 
-class AttentionParams(NamedTuple):
-    """How a layer turns queries and keys into attention scores, apart from causality.
-
-    `window`: tokens that a query sees, itself included. `softcap`: scores become softcap * tanh(scores / softcap).
-    """
-
-    scale: float
-    window: int | None = None
-    softcap: float | None = None
-
-
 class GroupedAttention(torch.autograd.Function):
     """q [T, H, D], k and v [T, K, D], sinks [H] or None -> out [T, H, D].
 
@@ -181,13 +173,11 @@ class GroupedAttention(torch.autograd.Function):
         if kept is not None and layer in kept:  # gradient checkpointing runs the layer again
             out, lse = kept.pop(layer)
         else:
-            calls = layout.calls(params.window, q.device)
+            calls = layout.calls(params, q.device)
             prefix_k, prefix_v = (k, v) if cache is None else cache.read(layer)
             for call in calls:
-                out_2, lse_2 = kernel.forward(
-                    q[call.queries], call.keys(k, prefix_k), call.keys(v, prefix_v), call.spans, causal=call.causal,
-                    scale=params.scale, window=call.window, softcap=params.softcap,
-                )  # fmt: skip
+                keys, values = call.keys(k, prefix_k), call.keys(v, prefix_v)
+                out_2, lse_2 = kernel.forward(q[call.queries], keys, values, call)
                 if call is calls[0]:
                     out, lse = out_2, lse_2
                 else:
@@ -206,15 +196,12 @@ class GroupedAttention(torch.autograd.Function):
     def backward(ctx: Any, dout: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         q, k, v, sinks, out, lse = ctx.saved_tensors
         layout, kernel, params, cache, layer = ctx.args
-        calls = layout.calls(params.window, q.device)
+        calls = layout.calls(params, q.device)
         prefix_k, prefix_v = (k, v) if cache is None else cache.read(layer)
         dout = dout.contiguous()
         for call in calls:
-            dq_call, dk_call, dv_call = kernel.backward(
-                dout[call.queries], q[call.queries], call.keys(k, prefix_k), call.keys(v, prefix_v),
-                out[call.queries], lse[:, call.queries], call.spans, causal=call.causal, scale=params.scale,
-                window=call.window, softcap=params.softcap,
-            )  # fmt: skip
+            at, keys, values = call.queries, call.keys(k, prefix_k), call.keys(v, prefix_v)
+            dq_call, dk_call, dv_call = kernel.backward(dout[at], (q[at], keys, values, out[at], lse[:, at]), call)
             if call is calls[0]:
                 dq, dk, dv = dq_call, dk_call[call.own], dv_call[call.own]
             else:

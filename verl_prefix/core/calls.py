@@ -1,7 +1,7 @@
 """Segments of a packed row -> kernel calls: which queries read which keys.
 
-In the causal call every segment reads itself. In a cross call blocks of segments read the prefix tokens before them,
-which are copied where they are not one run of tokens.
+In the causal call every segment reads itself. In cross calls segments read the prefix tokens before them: neighbours
+with the same path are one block, and a block's path is copied where it is not one run of tokens.
 """
 
 import functools
@@ -19,15 +19,15 @@ def built_once() -> Any:
     return field(default_factory=dict, init=False, repr=False, compare=False)
 
 
-# (start, length) pieces of a row of tokens, in the order in which they are read.
-Pieces = tuple[tuple[int, int], ...]
+# The tokens before a segment, in their order: (start, length) pieces of the prefix source's tokens.
+Path = tuple[tuple[int, int], ...]
 
 
 class Segment(NamedTuple):
-    """A strand, or one row's suffix. Its tokens read the pieces `path` of the prefix source, and then themselves."""
+    """A strand or a suffix: `length` tokens of a packed row that read `path`, and then themselves."""
 
     length: int
-    path: Pieces = ()
+    path: Path = ()
 
     @property
     def path_len(self) -> int:
@@ -36,11 +36,15 @@ class Segment(NamedTuple):
 
 @dataclass(frozen=True)
 class Spans:
-    """Pairs of a query segment and the key segment that it reads, as cumulative bounds from the first token on.
+    """Bounds of a kernel call: queries q[i] to q[i + 1] read keys k[i] to k[i + 1].
 
-    `q` and `k` hold n + 1 increasing ints for n pairs; no segment is empty, since an empty one crashes the CPU kernel.
-    `q_parts` refines `q` where a query segment consists of several rows. The reference kernel, and the CPU kernel in
-    its forward, go part by part, so that the rows beside a row do not change its bits.
+    No span is empty, since an empty one crashes the CPU kernel.
+
+    Attributes:
+        q, k: n + 1 increasing ints for n spans, from 0 on.
+        q_parts: the bounds `q` and those between, where the queries of a span belong to several rows. The reference
+            kernel, and the CPU kernel in its forward, go part by part, so that the rows beside a row do not change its
+            bits. Empty: as `q`.
     """
 
     q: tuple[int, ...]
@@ -54,18 +58,19 @@ class Spans:
             assert all(b > a for a, b in pairwise(bounds)), f"empty segment in {bounds}"
 
     def __iter__(self) -> Iterator[tuple[int, int, int, int]]:
+        """Yields (query start, query end, key start, key end) of each span."""
         return zip(self.q, self.q[1:], self.k, self.k[1:], strict=False)
 
     def parts(self) -> Iterator[tuple[int, int, int, int]]:
-        """Iterates by `q_parts` instead of `q`: (query start, query end, key start, key end)."""
-        pair = 0
+        """Yields the same of each part: its queries, and the keys of its span."""
+        span = 0
         for start, end in pairwise(self.q_parts or self.q):
-            pair += start == self.q[pair + 1]
-            yield start, end, self.k[pair], self.k[pair + 1]
+            span += start == self.q[span + 1]
+            yield start, end, self.k[span], self.k[span + 1]
 
     @functools.cached_property
     def lens(self) -> list[int]:
-        """Lengths of the query segments."""
+        """Numbers of queries of each span."""
         return [b - a for a, b in pairwise(self.q)]
 
     @functools.cached_property
@@ -84,11 +89,29 @@ class Spans:
         return self._cu_seqlens[device]
 
 
-class Keys(NamedTuple):
-    """Prefix keys of a call: its keys `at` are tokens `tokens` of the prefix source. Slices, or int64 indices [n].
+class AttentionParams(NamedTuple):
+    """How a layer turns queries and keys into attention scores, apart from causality.
 
-    Where segments have copies of the same keys, `copies` says (times, tokens) of each block of them, and `once` are
-    `tokens` without the copies."""
+    Attributes:
+        scale: a score is this times the product of query and key.
+        window: tokens that a query sees, itself included; None: all before it.
+        softcap: scores become softcap * tanh(scores / softcap); None: they stay.
+    """
+
+    scale: float
+    window: int | None = None
+    softcap: float | None = None
+
+
+class PrefixKeys(NamedTuple):
+    """Keys of a call that come from the prefix source. Each field but `copies` is a slice, or int64 indices [n].
+
+    Attributes:
+        at: where they stand among the call's keys.
+        tokens: which tokens of the prefix source they are.
+        once: `tokens` without copies, where several segments have copies of the same keys.
+        copies: (times, tokens) of each set of copies, in the order of `tokens`; empty: there are none.
+    """
 
     at: slice | torch.Tensor
     tokens: slice | torch.Tensor
@@ -104,24 +127,37 @@ class Keys(NamedTuple):
         return torch.cat([block.unflatten(0, copies).sum(0, dtype=wide) for block, copies in blocks])
 
 
-@dataclass(frozen=True)
-class Call:
-    """One kernel call of a layer: queries `queries` of the layout, and the keys that they read.
+ALL = slice(None)
 
-    `own` says which of the call's keys are the layout's own tokens [T], in their order; None: none are. `prefix` says
-    which come from the prefix source; None: none do. Where tokens have gaps, `queries`, `own` and `prefix` hold indices
-    instead of slices, and keys are copies instead of views.
+
+class Call(NamedTuple):
+    """One kernel call of a layer: which queries read which keys, and how scores are made.
+
+    By default queries and keys are all tokens of the packed row. Where the chosen tokens have gaps, `queries`, `own`
+    and `prefix` hold int64 indices instead of slices, and keys are copies instead of views.
+
+    Attributes:
+        spans: which of the call's queries read which of its keys.
+        causal: a span's last query reads up to its last key, the query before it up to the key before, and so on.
+            False: every query reads all keys of its span.
+        scale, softcap: as in `AttentionParams`.
+        window: each query reads only the last `window` keys that `causal` lets it read; None: all of them.
+        queries: the packed row's tokens that are the call's queries.
+        own: where the packed row's own keys stand among the call's, in their order; None: the call reads none of them.
+        prefix: what the call reads of the prefix source; None: nothing.
     """
 
     spans: Spans
-    queries: slice | torch.Tensor
-    own: slice | torch.Tensor | None
-    prefix: Keys | None
     causal: bool
+    scale: float
     window: int | None = None
+    softcap: float | None = None
+    queries: slice | torch.Tensor = ALL
+    own: slice | torch.Tensor | None = ALL
+    prefix: PrefixKeys | None = None
 
     def keys(self, own: torch.Tensor, prefix: torch.Tensor) -> torch.Tensor:
-        """Keys or values [n, K, D] of the call, from the layout's own [T, K, D] and the prefix source's [P, K, D]."""
+        """Keys or values [n, K, D] of the call, from the packed row's [T, K, D] and the prefix source's [P, K, D]."""
         if self.prefix is None:  # then `self.own` is all of them
             return own
         if self.own is None:
@@ -132,54 +168,58 @@ class Call:
         return keys
 
 
-ALL = slice(None)
-
-
-def calls_of(segments: Sequence[Segment], window: int | None, device: torch.device) -> Iterator[Call]:
+def calls_of(segments: Sequence[Segment], params: AttentionParams, device: torch.device) -> Iterator[Call]:
     """Yields a layer's kernel calls on a packed row, the first over all queries.
 
-    A segment that fits the window together with its path is read as if there were no window. Any other is far: no
-    kernel takes a window per row, so the last `window - 1` keys of its path are copied to stand before its own keys,
-    and the causal call reads both.
+    A segment that fits the window together with its path is near: it is read as if there were no window. Any other is
+    far. No kernel takes a window per segment. So the last `window - 1` keys of a far segment's path are copied to stand
+    before its own keys, and the causal call reads both.
     """
-    seen = sys.maxsize if window is None else window
+    seen = sys.maxsize if params.window is None else params.window
     far = [s.path_len + s.length > seen for s in segments]
-    tail_lens = [min(s.path_len, seen - 1) if is_far else 0 for s, is_far in zip(segments, far, strict=True)]
     starts = (0, *accumulate(s.length for s in segments))
+    tail_lens = [min(s.path_len, seen - 1) if is_far else 0 for s, is_far in zip(segments, far, strict=True)]
     key_ends = tuple(accumulate(n + s.length for n, s in zip(tail_lens, segments, strict=True)))
-    own: slice | torch.Tensor = ALL
-    tails = None
-    if any(tail_lens):  # the call's keys are [tail | own] of each segment
-        ends = list(zip(segments, tail_lens, key_ends, strict=True))
-        own = on_device(ranges([(end - s.length, s.length) for s, _, end in ends]), device)
-        at = on_device(ranges([(end - s.length - n, n) for s, n, end in ends]), device)
-        paths = [last_of(s.path, n) for s, n, _ in ends if n]
-        tokens = on_device(ranges([piece for path in paths for piece in path]), device)
-        siblings = [(path, len(list(same))) for path, same in groupby(paths)]
-        once = _token_index([piece for path, _ in siblings for piece in path], device)
-        tails = Keys(at, tokens, once, tuple((times, sum(n for _, n in path)) for path, times in siblings))
-    yield Call(Spans(starts, (0, *key_ends)), ALL, own, tails, causal=True, window=window if any(far) else None)
+    own, tails = _behind_tails(segments, tail_lens, key_ends, device) if any(tail_lens) else (ALL, None)
+    window = params.window if any(far) else None
+    yield Call(Spans(starts, (0, *key_ends)), True, params.scale, window, params.softcap, own=own, prefix=tails)
     near = [(starts[i], s) for i, s in enumerate(segments) if s.path and not far[i]]
-    blocks = [list(block) for _, block in groupby(near, key=lambda item: item[1].path)]
-    for part in _parts(blocks):
-        paths = [block[0][1].path for block in part]
-        rows = [row for block in part for row in block]
+    for blocks in _of_one_call([list(block) for _, block in groupby(near, key=lambda item: item[1].path)]):
+        paths = [block[0][1].path for block in blocks]
+        members = [member for block in blocks for member in block]
         spans = Spans(
-            (0, *accumulate(sum(s.length for _, s in block) for block in part)),
-            (0, *accumulate(block[0][1].path_len for block in part)),
-            q_parts=(0, *accumulate(s.length for _, s in rows)),
+            (0, *accumulate(sum(s.length for _, s in block) for block in blocks)),
+            (0, *accumulate(block[0][1].path_len for block in blocks)),
+            q_parts=(0, *accumulate(s.length for _, s in members)),
         )
-        queries = _token_index([(start, s.length) for start, s in rows], device)
+        queries = _token_index([(start, s.length) for start, s in members], device)
         keys = _token_index([piece for path in paths for piece in path], device)
-        yield Call(spans, queries, None, Keys(ALL, keys, keys), causal=False)
+        prefix = PrefixKeys(ALL, keys, keys)
+        yield Call(spans, False, params.scale, softcap=params.softcap, queries=queries, own=None, prefix=prefix)
 
 
+def _behind_tails(
+    segments: Sequence[Segment], tail_lens: Sequence[int], key_ends: Sequence[int], device: torch.device
+) -> tuple[torch.Tensor, PrefixKeys]:
+    """`own` and `prefix` of a causal call whose keys are [tail | own] of each segment, a tail being the end of its
+    path."""
+    ends = list(zip(segments, tail_lens, key_ends, strict=True))
+    own = on_device(ranges([(end - s.length, s.length) for s, _, end in ends]), device)
+    at = on_device(ranges([(end - s.length - n, n) for s, n, end in ends]), device)
+    tails = [last_of(s.path, n) for s, n, _ in ends if n]
+    tokens = on_device(ranges([piece for tail in tails for piece in tail]), device)
+    siblings = [(tail, len(list(same))) for tail, same in groupby(tails)]
+    once = _token_index([piece for tail, _ in siblings for piece in tail], device)
+    return own, PrefixKeys(at, tokens, once, tuple((times, sum(n for _, n in tail)) for tail, times in siblings))
+
+
+Block = list[tuple[int, Segment]]  # segments with the same path, behind the first token of each in the packed row
 # The most keys that a call of several blocks may copy: 16 MiB of keys and values at 8 heads of 128 in bf16, and in
-# backward four times as much, where flash-attn repeats them per query head. A single block may be a run, not copied.
+# backward four times as much, where flash-attn repeats them per query head. The keys of one block may need no copy.
 _MAX_COPIED = 2**12
 
 
-def _parts(blocks: Sequence[list[tuple[int, Segment]]]) -> Iterator[Sequence[list[tuple[int, Segment]]]]:
+def _of_one_call(blocks: Sequence[Block]) -> Iterator[Sequence[Block]]:
     """Yields the blocks of each call: all where nothing is copied, else those of up to `_MAX_COPIED` keys, or one."""
     first, num_keys = 0, 0
     if blocks and not _is_run([piece for block in blocks for piece in block[0][1].path]):
@@ -211,12 +251,12 @@ def _token_index(pieces: Sequence[tuple[int, int]], device: torch.device) -> sli
     return slice(pieces[0][0], sum(pieces[-1])) if _is_run(pieces) else on_device(ranges(pieces), device)
 
 
-def end_of(path: Pieces) -> int:
+def end_of(path: Path) -> int:
     """The token of the prefix source that follows the last one of a path; 0 where the path is empty."""
     return sum(path[-1]) if path else 0
 
 
-def last_of(path: Pieces, length: int) -> Pieces:
+def last_of(path: Path, length: int) -> Path:
     """The last `length` tokens of a path."""
     pieces: list[tuple[int, int]] = []
     for start, n in reversed(path):

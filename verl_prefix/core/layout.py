@@ -19,8 +19,9 @@ from typing import NamedTuple
 import torch
 
 from verl_prefix.core.calls import (
+    AttentionParams,
     Call,
-    Pieces,
+    Path,
     Segment,
     Spans,
     built_once,
@@ -75,10 +76,10 @@ class Layout:
     groups: tuple[Group, ...] = ()
     starts: tuple[int, ...] = ()
     reads: Reads | None = None
-    state_paths: tuple[Pieces, ...] = ()
+    state_paths: tuple[Path, ...] = ()
     source: "Layout | None" = None
     num_strands: int = 0
-    _calls: dict[tuple[int | None, torch.device], tuple[Call, ...]] = built_once()
+    _calls: dict[tuple[AttentionParams, torch.device], tuple[Call, ...]] = built_once()
     _initial_states: dict[torch.device, InitialStates] = built_once()
     _tails: dict[tuple[int, torch.device], torch.Tensor] = built_once()
 
@@ -172,12 +173,11 @@ class Layout:
             chosen[(own >= 0).nonzero()[0]] = True
         return replace(self, reads=Reads(index[chosen], own[chosen]))
 
-    def calls(self, window: int | None, device: torch.device) -> tuple[Call, ...]:
-        """A layer's kernel calls, the first over all queries; built once. A query sees `window` tokens, with itself
-        (None: all before it)."""
-        if (window, device) not in self._calls:
-            self._calls[window, device] = tuple(calls_of(self.segments, window, device))
-        return self._calls[window, device]
+    def calls(self, params: AttentionParams, device: torch.device) -> tuple[Call, ...]:
+        """A layer's kernel calls, the first over all queries; built once for all layers of the same `params`."""
+        if (params, device) not in self._calls:
+            self._calls[params, device] = tuple(calls_of(self.segments, params, device))
+        return self._calls[params, device]
 
 
 def pass_order(groups: Sequence[Group]) -> list[Group]:
@@ -231,7 +231,7 @@ def build_layout(
     )  # fmt: skip
 
 
-def _paths(group: Group, start: int) -> dict[Fork, Pieces]:
+def _paths(group: Group, start: int) -> dict[Fork, Path]:
     """What stands before each fork of the group, whose strands begin at token `start` of the prefix source."""
     starts = [*accumulate((strand.end - strand.start for strand in group.strands), initial=start)]
     paths = {}
@@ -247,7 +247,7 @@ def _paths(group: Group, start: int) -> dict[Fork, Pieces]:
 
 
 def _reads(
-    rows: Sequence[tuple[int, int, int, int, Pieces]], num_strand_tokens: int, in_wave: bool, suffixes: bool
+    rows: Sequence[tuple[int, int, int, int, Path]], num_strand_tokens: int, in_wave: bool, suffixes: bool
 ) -> Reads | None:
     """The outputs that rows read; None where they read exactly the outputs of suffixes, or nothing. A row is given as
     (first token in the batch, tokens before the suffix, suffix tokens, first token whose output is read, path)."""

@@ -5,12 +5,11 @@ the exact gradients of its part. That is what lets two stock kernel calls make o
 
 Every module in `KERNELS` has
 
-    forward(q, k, v, spans, causal, scale, window, softcap) -> out, lse
-    backward(dout, q, k, v, out, lse, spans, causal, scale, window, softcap) -> dq, dk, dv
+    forward(q, k, v, call) -> out, lse
+    backward(dout, saved, call) -> dq, dk, dv        saved: (q, k, v, out, lse), the last two merged
 
-with q [Tq, H, D], k and v [Tk, K, D], H a multiple of K, and lse [H, Tq] in fp32 (fp64 for fp64 inputs). Causal: a
-segment's last query reads up to its last key, the one before it up to the one before, and so on. With a window (causal
-only) each query reads only the last `window` of these. softcap: scores become softcap * tanh(scores / softcap).
+with q, out and dout [Tq, H, D], k and v [Tk, K, D], H a multiple of K, and lse [H, Tq] in fp32 (fp64 for fp64 inputs).
+Gradients have their tensor's dtype. What else a kernel needs is in `call` (`core.calls.Call`).
 """
 
 import functools
@@ -19,7 +18,7 @@ from typing import Protocol
 
 import torch
 
-from verl_prefix.core.calls import Spans
+from verl_prefix.core.calls import Call
 from verl_prefix.core.kernels import aten, cpu, flash_attn, reference
 
 logger = logging.getLogger(__name__)
@@ -34,15 +33,12 @@ class Kernel(Protocol):
     __name__: str
 
     def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spans: Spans, causal: bool, scale: float,
-        window: int | None = None, softcap: float | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call
+    ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
     def backward(
-        self, dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
-        lse: torch.Tensor, spans: Spans, causal: bool, scale: float, window: int | None = None,
-        softcap: float | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]: ...  # fmt: skip
+        self, dout: torch.Tensor, saved: tuple[torch.Tensor, ...], call: Call
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]: ...
 
     def unavailable(self) -> str | None: ...
 

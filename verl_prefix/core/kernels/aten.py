@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import torch
 
-from verl_prefix.core.calls import Spans
+from verl_prefix.core.calls import Call
 from verl_prefix.core.kernels.flash_attn import unsupported_by_all
 
 _FORWARD_ARGS = (
@@ -48,34 +48,32 @@ def unsupported(device_type: str, dtype: torch.dtype, head_dim: int, softcap: bo
     return "it has no softcap" if softcap else unsupported_by_all(device_type, dtype, head_dim)
 
 
-def _window_args(window: int | None) -> dict[str, int]:
-    return {} if window is None else {"window_size_left": window - 1, "window_size_right": 0}
+def _args(call: Call, device: torch.device) -> tuple[object, ...]:
+    """Arguments from `cum_seq_q` to `is_causal`."""
+    return *call.spans.cu_seqlens(device), call.spans.max_q, call.spans.max_k, 0.0, call.causal
 
 
-def forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spans: Spans, causal: bool, scale: float,
-    window: int | None = None, softcap: float | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """See `verl_prefix.core.kernels`."""
-    cu_q, cu_k = spans.cu_seqlens(q.device)
-    out, lse, *_ = torch.ops.aten._flash_attention_forward(
-        q, k, v, cu_q, cu_k, spans.max_q, spans.max_k, 0.0, causal, False, scale=scale, **_window_args(window)
-    )
+def _options(call: Call) -> dict[str, float]:
+    window = {} if call.window is None else {"window_size_left": call.window - 1, "window_size_right": 0}
+    return {"scale": call.scale, **window}
+
+
+def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `core.kernels`."""
+    out, lse, *_ = torch.ops.aten._flash_attention_forward(q, k, v, *_args(call, q.device), False, **_options(call))
     return out, lse
 
 
 def backward(
-    dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
-    spans: Spans, causal: bool, scale: float, window: int | None = None, softcap: float | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """dq, dk, dv like q, k, v, given the merged `out` and `lse`."""
-    cu_q, cu_k = spans.cu_seqlens(q.device)
+    dout: torch.Tensor, saved: tuple[torch.Tensor, ...], call: Call
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """See `core.kernels`."""
+    q, k, v, out, lse = saved
     unread = torch.empty(2, dtype=torch.uint64, device=q.device)  # random state: there is no dropout
     with _deterministic_as_asked():
         dq, dk, dv = torch.ops.aten._flash_attention_backward(
-            dout, q, k, v, out, lse.contiguous(), cu_q, cu_k, spans.max_q, spans.max_k, 0.0, causal, unread, unread,
-            scale=scale, **_window_args(window),
-        )  # fmt: skip
+            dout, q, k, v, out, lse.contiguous(), *_args(call, q.device), unread, unread, **_options(call)
+        )
     return dq, dk, dv
 
 

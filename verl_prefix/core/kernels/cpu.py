@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
-from verl_prefix.core.calls import Spans
+from verl_prefix.core.calls import Call
 
 # Queries of one call under a sliding window: such a call reads at most this many keys more than the window.
 _BLOCK = 256
@@ -26,14 +26,15 @@ def _heads_first(x_THD: torch.Tensor) -> torch.Tensor:
     return x_THD.transpose(0, 1).unsqueeze(0)
 
 
-def _calls(
-    segments: Iterable[tuple[int, int, int, int]], causal: bool, window: int | None, dtype: torch.dtype
+def _of_torch(
+    spans: Iterable[tuple[int, int, int, int]], call: Call, dtype: torch.dtype
 ) -> Iterator[tuple[slice, slice, bool, torch.Tensor | None]]:
-    """(query slice, key slice, is_causal, mask [q, k] or None) of each call."""
-    for q0, q1, k0, k1 in segments:
+    """(query slice, key slice, is_causal, mask [q, k] or None) of each call of torch's kernel."""
+    window = call.window
+    for q0, q1, k0, k1 in spans:
         q_len, k_len = q1 - q0, k1 - k0
         if window is None or (q_len == k_len <= window):
-            yield slice(q0, q1), slice(k0, k1), causal, None
+            yield slice(q0, q1), slice(k0, k1), call.causal, None
             continue
         for start in range(0, q_len, _BLOCK):
             end = min(start + _BLOCK, q_len)
@@ -46,17 +47,14 @@ def _calls(
             yield slice(q0 + start, q0 + end), slice(k0 + first_key, k0 + int(last[-1]) + 1), False, mask
 
 
-def forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spans: Spans, causal: bool, scale: float,
-    window: int | None = None, softcap: float | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """See `verl_prefix.core.kernels`; `spans` pairs query and key segments."""
+def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `core.kernels`."""
     out = torch.empty_like(q)
     lse = q.new_empty((q.shape[1], q.shape[0]), dtype=torch.promote_types(q.dtype, torch.float32))
-    for query, key, is_causal, mask in _calls(spans.parts(), causal, window, q.dtype):
+    for query, key, is_causal, mask in _of_torch(call.spans.parts(), call, q.dtype):
         parts = (_heads_first(x) for x in (q[query], k[key], v[key]))
         o, m = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            *parts, 0.0, is_causal, attn_mask=mask, scale=scale
+            *parts, 0.0, is_causal, attn_mask=mask, scale=call.scale
         )
         out[query] = o[0].transpose(0, 1)
         lse[:, query] = m[0]
@@ -64,16 +62,16 @@ def forward(
 
 
 def backward(
-    dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
-    spans: Spans, causal: bool, scale: float, window: int | None = None, softcap: float | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """dq, dk, dv like q, k, v, given the merged `out` and `lse`."""
+    dout: torch.Tensor, saved: tuple[torch.Tensor, ...], call: Call
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """See `core.kernels`."""
+    q, k, v, out, lse = saved
     dq = torch.empty_like(q)
     dk, dv = (torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32)) for x in (k, v))
-    for query, key, is_causal, mask in _calls(spans, causal, window, q.dtype):
+    for query, key, is_causal, mask in _of_torch(call.spans, call, q.dtype):
         parts = (_heads_first(x) for x in (dout[query], q[query], k[key], v[key], out[query]))
         grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            *parts, lse[:, query].contiguous().unsqueeze(0), 0.0, is_causal, attn_mask=mask, scale=scale
+            *parts, lse[:, query].contiguous().unsqueeze(0), 0.0, is_causal, attn_mask=mask, scale=call.scale
         )
         dq[query], grad_k, grad_v = (grad[0].transpose(0, 1) for grad in grads)
         dk[key] += grad_k

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from verl_prefix.core.calls import Spans
+from verl_prefix.core.calls import Call
 
 logger = logging.getLogger(__name__)
 
@@ -154,31 +154,27 @@ def unsupported(device_type: str, dtype: torch.dtype, head_dim: int, softcap: bo
     return reason
 
 
-def forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spans: Spans, causal: bool, scale: float,
-    window: int | None = None, softcap: float | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """See `verl_prefix.core.kernels`."""
-    name, run, _ = _chosen(q, softcap)
+def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `core.kernels`."""
+    name, run, _ = _chosen(q, call.softcap)
     extras: dict[str, dict[str, object]] = {_FA2: {"dropout_p": 0.0}, _FA3: {}, _FA4: {"return_lse": True}}
-    options = _options(name, spans, q.device, scale=scale, window=window, softcap=softcap)
-    out, lse, *_ = _call(run, q, k, v, causal=causal, **extras[name], **options)
+    out, lse, *_ = _call(run, q, k, v, **extras[name], **_options(name, call, q.device))
     return out, lse
 
 
 def backward(
-    dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
-    spans: Spans, causal: bool, scale: float, window: int | None = None, softcap: float | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """dq, dk, dv like q, k, v, given the merged `out` and `lse`."""
-    name, _, run = _chosen(q, softcap)
+    dout: torch.Tensor, saved: tuple[torch.Tensor, ...], call: Call
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """See `core.kernels`."""
+    q, k, v, out, lse = saved
+    name, _, run = _chosen(q, call.softcap)
     lse = lse.contiguous()
     dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
     extras = {"dropout_p": 0.0} if name == _FA2 else {}
     tensors = (q, k, v, out, dout, lse) if name == _FA4 else (dout, q, k, v, out, lse)
-    options = _options(name, spans, q.device, scale=scale, window=window, softcap=softcap)
     deterministic = torch.are_deterministic_algorithms_enabled()
-    _call(run, *tensors, causal=causal, deterministic=deterministic, dq=dq, dk=dk, dv=dv, **extras, **options)
+    options = extras | _options(name, call, q.device)
+    _call(run, *tensors, deterministic=deterministic, dq=dq, dk=dk, dv=dv, **options)
     return dq, dk, dv
 
 
@@ -188,14 +184,13 @@ def _chosen(q: torch.Tensor, softcap: float | None) -> _Interface:
     return interface
 
 
-def _options(
-    name: str, spans: Spans, device: torch.device, scale: float, window: int | None, softcap: float | None
-) -> dict[str, object]:
+def _options(name: str, call: Call, device: torch.device) -> dict[str, object]:
     """Arguments that forward and backward of every interface have in common."""
+    spans, window = call.spans, call.window
     cu_q, cu_k = spans.cu_seqlens(device)
     none = None if name == _FA4 else -1
     left, right = (none, none) if window is None else (window - 1, 0)
     return dict(
-        cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, max_seqlen_q=spans.max_q, max_seqlen_k=spans.max_k, softmax_scale=scale,
-        window_size_left=left, window_size_right=right, softcap=softcap or 0.0,
+        causal=call.causal, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, max_seqlen_q=spans.max_q, max_seqlen_k=spans.max_k,
+        softmax_scale=call.scale, window_size_left=left, window_size_right=right, softcap=call.softcap or 0.0,
     )  # fmt: skip

@@ -12,7 +12,7 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.utils.flop_counter import flop_registry
 
 from verl_prefix.auto.shape import query_key_pairs
-from verl_prefix.core.calls import Spans
+from verl_prefix.core.calls import Call
 from verl_prefix.core.kernels import KERNELS, aten
 from verl_prefix.tools.simulate import scans
 
@@ -24,19 +24,23 @@ _WRITES_PART = {"index_put_", "index_put", "_index_put_impl_", "index_copy_", "i
 
 
 class FakeFlashAttention:
-    """aten's flash attention as a `core.kernels.Kernel` of any device, where its fake kernels run; `reads` is what the
-    last call read, which the operation itself is told in tensors that hold nothing here: (spans, causal, window)."""
+    """aten's flash attention as a `core.kernels.Kernel` of any device, where its fake kernels run; `call` is the last
+    one, whose spans the operation itself is told in tensors that hold nothing here."""
 
     __name__ = "simulated"
-    reads: tuple[Spans, bool, int | None]
+    call: Call
 
-    def forward(self, *inputs: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        self.reads = inputs[-1], options["causal"], options.get("window")
-        return aten.forward(*inputs, **options)
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self.call = call
+        return aten.forward(q, k, v, call)
 
-    def backward(self, *inputs: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        self.reads = inputs[-1], options["causal"], options.get("window")
-        return aten.backward(*inputs, **options)
+    def backward(
+        self, dout: torch.Tensor, saved: tuple[torch.Tensor, ...], call: Call
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        self.call = call
+        return aten.backward(dout, saved, call)
 
     def unavailable(self) -> str | None:
         return aten.schema_error()
@@ -46,15 +50,15 @@ class FakeFlashAttention:
 
     def pairs(self) -> float:
         """Query-key pairs of the last call."""
-        spans, causal, window = self.reads
-        if not causal:
+        spans = self.call.spans
+        if not self.call.causal:
             return float(sum((q1 - q0) * (k1 - k0) for q0, q1, k0, k1 in spans))
-        return sum(query_key_pairs(q1 - q0, (k1 - k0) - (q1 - q0), window) for q0, q1, k0, k1 in spans)
+        return sum(query_key_pairs(q1 - q0, (k1 - k0) - (q1 - q0), self.call.window) for q0, q1, k0, k1 in spans)
 
     def empty_blocks(self, backward: bool) -> int:
         """Blocks per head without a token in the last call, over queries, and in backward over keys. Its grid has for
         every segment as many blocks as the longest needs."""
-        spans = self.reads[0]
+        spans = self.call.spans
         blocks = [-(-(b - a) // _BLOCK) for a, b in pairwise(spans.k if backward else spans.q)]
         return len(blocks) * max(blocks) - sum(blocks)
 
@@ -113,7 +117,7 @@ def flops_of(
 ) -> tuple[str, float, int]:
     """Kind, FLOPs, and bytes that exist during an operation alone; vocab_size: tells logits by shape."""
     if name in ("_flash_attention_forward", "_flash_attention_backward"):
-        spans = KERNEL.reads[0]
+        spans = KERNEL.call.spans
         backward = name.endswith("backward")
         q, k = args[int(backward)], args[1 + int(backward)]
         heads, dim = q.shape[1], q.shape[2]

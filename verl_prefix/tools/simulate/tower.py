@@ -20,7 +20,7 @@ from transformers.vision_utils import (
     get_vision_window_index,
 )
 
-from verl_prefix.core.calls import Spans
+from verl_prefix.core.calls import Call, Spans
 from verl_prefix.core.groups import Group
 from verl_prefix.core.kernels import Kernel, choose_kernel
 from verl_prefix.tools.simulate.operations import KERNEL
@@ -125,18 +125,18 @@ def _with_values(tower: Any, args: tuple[torch.Tensor], kwargs: dict[str, Any]) 
 class _FlashAttention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kernel: Kernel, spans: Spans, scale: float
+        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kernel: Kernel, call: Call
     ) -> torch.Tensor:
-        out, lse = kernel.forward(q, k, v, spans, causal=False, scale=scale)
+        out, lse = kernel.forward(q, k, v, call)
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.args = kernel, spans, scale
+        ctx.args = kernel, call
         return out
 
     @staticmethod
     def backward(ctx: Any, dout: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        kernel, spans, scale = ctx.args
-        grads = kernel.backward(dout.contiguous(), *ctx.saved_tensors, spans, causal=False, scale=scale)
-        return *grads, None, None, None
+        kernel, call = ctx.args
+        grads = kernel.backward(dout.contiguous(), ctx.saved_tensors, call)
+        return *grads, None, None
 
 
 def _attend(
@@ -151,7 +151,7 @@ def _attend(
     max_length_q.cpu()  # flash attention takes a number
     name = "cpu" if q.device.type == "cpu" else KERNEL.__name__
     kernel = choose_kernel(name, q.device.type, q.dtype, q.shape[-1])
-    return _FlashAttention.apply(q, k, v, kernel, spans, scaling).unsqueeze(0), None
+    return _FlashAttention.apply(q, k, v, kernel, Call(spans, causal=False, scale=scaling)).unsqueeze(0), None
 
 
 AttentionInterface.register(ATTENTION, _attend)
