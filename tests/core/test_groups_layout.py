@@ -221,14 +221,14 @@ def test_a_layout_reads_what_it_is_told_to_and_at_least_one_token_of_its_own():
     one = build_layout(groups[1:], [0, 7, 14, 20], suffixes=True)
     is_read[[5, 18]] = True
     found = layout.reading(is_read)
-    assert found.reads.places.tolist() == [5, 18] and found.keep.tolist() == [9, 12]
+    assert found.reads.places.tolist() == [5, 18] and found.head_tokens.tolist() == [9, 12]
     assert one.reading(is_read).reads.places.tolist() == [18] == one.reading(~is_read).reads.places.tolist()
     assert layout.reading(~is_read).reads.places.tolist() == [4, 11, 12]
     nothing = layout.reading(torch.zeros_like(is_read))
-    assert nothing.reads.places.tolist() == [4] and nothing.keep.tolist() == [8]
+    assert nothing.reads.places.tolist() == [4] and nothing.head_tokens.tolist() == [8]
     source = build_layout(groups[1:], [0, 7, 14, 20], suffixes=False)
     wave = build_layout(groups[1:], [0, 7, 14, 20], source, [0]).reading(torch.zeros_like(is_read))
-    assert wave.reads.places.tolist() == [18] and wave.keep.tolist() == [0]
+    assert wave.reads.places.tolist() == [18] and wave.head_tokens.tolist() == [0]
 
 
 def test_siblings_tails_are_added_to_one_run_of_tokens():

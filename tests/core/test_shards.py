@@ -199,13 +199,13 @@ def test_every_token_is_one_ranks_and_every_rank_has_its_share_of_lm_head(alone,
         assert len({len(x) for x in tokens}) == 1
         assert set(torch.cat(tokens).tolist()) == set(range(layout.num_tokens))
         suffix = torch.arange(layout.num_strand_tokens, layout.num_tokens)
-        for keep in (suffix, suffix[::3], suffix[-1:], torch.tensor([layout.num_tokens - 1])):
-            if not len(keep):
+        for chosen in (suffix, suffix[::3], suffix[-1:], torch.tensor([layout.num_tokens - 1])):
+            if not len(chosen):
                 continue
-            kept = [one.keep(keep) for one in shards]
+            kept = [one.head_tokens(chosen) for one in shards]
             assert len({len(own) for own, _ in kept}) == 1
             assert all(len(own.unique()) == len(own) for own, _ in kept), "what is put back twice has two gradients"
             gathered = torch.cat([x[mine] for x, (mine, _) in zip(tokens, kept, strict=True)])
-            assert all(gathered[places].tolist() == keep.tolist() for _, places in kept)
-            if keep is suffix:
+            assert all(gathered[places].tolist() == chosen.tolist() for _, places in kept)
+            if chosen is suffix:
                 assert len(kept[0][0]) == -(-len(suffix) // size)

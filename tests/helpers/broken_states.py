@@ -4,7 +4,7 @@
 import torch
 
 from verl_prefix.core import attention, layout, recurrence
-from verl_prefix.core.prefix_cache import PrefixCache, ReadRows
+from verl_prefix.core.prefix_cache import PrefixCache, ReadPrefix
 from verl_prefix.core.sequence_parallel import Shards
 
 
@@ -41,12 +41,12 @@ def conv_tail_one_token_off(patch):
 
 
 def gradients_dropped_in_packed(patch):
-    backward = ReadRows.backward
+    backward = ReadPrefix.backward
 
     def dropped(ctx, grad):
         return backward(ctx, torch.zeros_like(grad) if ctx.args[1] is None else grad)
 
-    patch.setattr(ReadRows, "backward", staticmethod(dropped))
+    patch.setattr(ReadPrefix, "backward", staticmethod(dropped))
 
 
 def gradients_dropped_in_phased(patch):
@@ -58,14 +58,14 @@ def gradients_dropped_in_phased(patch):
 
 def fork_writes_into_the_state(patch):
     """As a kernel that works in place: a later wave goes on from what an earlier one left."""
-    forward = ReadRows.forward
+    forward = ReadPrefix.forward
 
     def written(ctx, states, *args):
         found = forward(ctx, states, *args)
         states.detach().mul_(-1)
         return found
 
-    patch.setattr(ReadRows, "forward", staticmethod(written))
+    patch.setattr(ReadPrefix, "forward", staticmethod(written))
 
 
 def states_of_another_ranks_heads(patch):

@@ -19,7 +19,7 @@ def built_once() -> Any:
     return field(default_factory=dict, init=False, repr=False, compare=False)
 
 
-# The tokens before a segment, in their order: (start, length) pieces of the prefix source's tokens.
+# The tokens before a segment, in their order, as (start, length) runs of tokens of the prefix source.
 Path = tuple[tuple[int, int], ...]
 
 
@@ -193,7 +193,7 @@ def calls_of(segments: Sequence[Segment], params: AttentionParams, device: torch
             q_parts=(0, *accumulate(s.length for _, s in members)),
         )
         queries = _token_index([(start, s.length) for start, s in members], device)
-        keys = _token_index([piece for path in paths for piece in path], device)
+        keys = _token_index([run for path in paths for run in path], device)
         prefix = PrefixKeys(ALL, keys, keys)
         yield Call(spans, False, params.scale, softcap=params.softcap, queries=queries, own=None, prefix=prefix)
 
@@ -207,9 +207,9 @@ def _behind_tails(
     own = on_device(ranges([(end - s.length, s.length) for s, _, end in ends]), device)
     at = on_device(ranges([(end - s.length - n, n) for s, n, end in ends]), device)
     tails = [last_of(s.path, n) for s, n, _ in ends if n]
-    tokens = on_device(ranges([piece for tail in tails for piece in tail]), device)
+    tokens = on_device(ranges([run for tail in tails for run in tail]), device)
     siblings = [(tail, len(list(same))) for tail, same in groupby(tails)]
-    once = _token_index([piece for tail, _ in siblings for piece in tail], device)
+    once = _token_index([run for tail, _ in siblings for run in tail], device)
     return own, PrefixKeys(at, tokens, once, tuple((times, sum(n for _, n in tail)) for tail, times in siblings))
 
 
@@ -222,7 +222,7 @@ _MAX_COPIED = 2**12
 def _of_one_call(blocks: Sequence[Block]) -> Iterator[Sequence[Block]]:
     """Yields the blocks of each call: all where nothing is copied, else those of up to `_MAX_COPIED` keys, or one."""
     first, num_keys = 0, 0
-    if blocks and not _is_run([piece for block in blocks for piece in block[0][1].path]):
+    if blocks and not _is_one_run([run for block in blocks for run in block[0][1].path]):
         for i, block in enumerate(blocks):
             num_keys += block[0][1].path_len
             if i > first and num_keys > _MAX_COPIED:
@@ -237,18 +237,18 @@ def on_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     return tensor.to(device) if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
-def ranges(pieces: Sequence[tuple[int, int]]) -> torch.Tensor:
-    """int64 indices of (start, length) pieces, one after the other."""
-    return torch.cat([torch.arange(0), *(torch.arange(start, start + n) for start, n in pieces)])
+def ranges(runs: Sequence[tuple[int, int]]) -> torch.Tensor:
+    """int64 indices of the tokens of (start, length) runs, one after the other."""
+    return torch.cat([torch.arange(0), *(torch.arange(start, start + n) for start, n in runs)])
 
 
-def _is_run(pieces: Sequence[tuple[int, int]]) -> bool:
-    return all(a + n == b for (a, n), (b, _) in pairwise(pieces))
+def _is_one_run(runs: Sequence[tuple[int, int]]) -> bool:
+    return all(a + n == b for (a, n), (b, _) in pairwise(runs))
 
 
-def _token_index(pieces: Sequence[tuple[int, int]], device: torch.device) -> slice | torch.Tensor:
+def _token_index(runs: Sequence[tuple[int, int]], device: torch.device) -> slice | torch.Tensor:
     """`ranges` on `device`, or a slice where there are no gaps, so that nothing is copied."""
-    return slice(pieces[0][0], sum(pieces[-1])) if _is_run(pieces) else on_device(ranges(pieces), device)
+    return slice(runs[0][0], sum(runs[-1])) if _is_one_run(runs) else on_device(ranges(runs), device)
 
 
 def end_of(path: Path) -> int:
@@ -258,10 +258,10 @@ def end_of(path: Path) -> int:
 
 def last_of(path: Path, length: int) -> Path:
     """The last `length` tokens of a path."""
-    pieces: list[tuple[int, int]] = []
+    runs: list[tuple[int, int]] = []
     for start, n in reversed(path):
         taken = min(n, length)
         length -= taken
         if taken:
-            pieces.insert(0, (start + n - taken, taken))
-    return tuple(pieces)
+            runs.insert(0, (start + n - taken, taken))
+    return tuple(runs)

@@ -1,7 +1,7 @@
 """Rows -> groups: rollouts whose prompts are the same, token for token, position for position and pixel for pixel.
 
-Every row has a prefix and a suffix, also one that is alone: what a row computes does not depend on how many others
-share its prefix. `waves` decides what runs together.
+A row alone in its group is cut into prefix and suffix as well: what a row computes does not depend on how many others
+share its prefix. `waves` decides which groups run together.
 """
 
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
@@ -12,9 +12,13 @@ RowKey = TypeVar("RowKey", bound=Hashable)
 
 
 class Strand(NamedTuple):
-    """Tokens [start, end) of row `row`, computed once for all rows that share them and every token before them.
+    """A run of tokens that is computed once, for all rows that share it and every token before it.
 
-    The row's `start` tokens before them end in strand `parent`; -1: there are none, and `start` is 0."""
+    Attributes:
+        row: one of these rows.
+        start, end: the strand's tokens are this row's tokens start to end.
+        parent: number of the strand in which the `start` tokens before it end; -1: there are none.
+    """
 
     row: int
     start: int
@@ -23,7 +27,12 @@ class Strand(NamedTuple):
 
 
 class Fork(NamedTuple):
-    """Where a row's suffix begins: after the row's first `start` tokens, which end in strand `strand` (-1: none)."""
+    """Where a row leaves the strands.
+
+    Attributes:
+        strand: number of the strand in which the row's shared tokens end; -1: it shares none.
+        start: how many these are, from the row's first on; its suffix begins behind them.
+    """
 
     strand: int
     start: int
@@ -31,19 +40,19 @@ class Fork(NamedTuple):
 
 @dataclass(frozen=True)
 class Group:
-    """Rows of one batch that share prefixes: a tree, whose `strands` are computed once, and whose leaves are suffixes.
+    """Rows of one batch that share tokens: a tree of strands, with the rows' suffixes as its leaves.
 
-    A group of one prompt is a tree of one strand; its `strands`, `forks` and `first_outputs` may be left out. Rows of a
-    deeper tree (`trees`) stand depth first. A row may lie wholly in strands. Its suffix is then empty, and the next row
-    that has a suffix begins with its tokens.
+    A group of one prompt has one strand, which follows from `prefix_len`: leave out `strands`, `forks` and
+    `first_outputs`. Deeper trees come from `trees`, with their rows depth first. There a row may have no suffix, since
+    all its tokens are in strands; then the next row that has one begins with the same tokens.
 
     Attributes:
-        rows: row indices of the batch.
-        prefix_len: P, tokens of all strands; 0: nothing to share.
-        suffix_lens: S per row.
-        strands: parents first.
-        forks: one per row.
-        first_outputs: per row, the index of its last prompt token; the row reads outputs from that token on.
+        rows: numbers of the rows in the batch.
+        prefix_len: P, tokens of all strands; 0: the rows share nothing.
+        suffix_lens: S of each row.
+        strands: every strand behind its parent.
+        forks: of each row.
+        first_outputs: of each row, the number of its last prompt token: the first token whose output the row reads.
     """
 
     rows: tuple[int, ...]
@@ -63,12 +72,12 @@ class Group:
 
     @property
     def is_shared(self) -> bool:
-        """True where a strand is computed once for several rows."""
+        """Whether several rows share tokens."""
         return len(self.rows) > 1 and self.prefix_len > 0
 
     @property
     def output_lens(self) -> tuple[int, ...]:
-        """Outputs that each row reads, one per response token; 0 for an empty response: nothing to compute."""
+        """Numbers of outputs that each row reads: as many as response tokens."""
         columns = zip(self.forks, self.suffix_lens, self.first_outputs, strict=True)
         return tuple(fork.start + n - first for fork, n, first in columns)
 
@@ -96,15 +105,16 @@ class Group:
         return sum(fork.start for fork in self.forks) + self.num_suffix_tokens
 
     def path(self, fork: Fork) -> Iterator[tuple[int, int, int]]:
-        """Yields (strand, start, end) of each piece of a row's tokens before its fork, the last piece first."""
+        """Yields what a row reads of each strand before its fork, the last one first: (strand, start, end), where start
+        and end count the row's tokens."""
         strand, end = fork
         while strand >= 0:
             yield strand, self.strands[strand].start, end
             strand, end = self.strands[strand].parent, self.strands[strand].start
 
     def units(self) -> Iterator[tuple[int, int]]:
-        """Yields ranges of `rows` that stay together: a row with a suffix, and the rows without one just before it (or
-        behind the last one)."""
+        """Yields (start, end) of each part of `rows` that is never cut: one row with a suffix and, before it, rows that
+        have none. Those behind the last suffix belong to the last unit."""
         start = 0
         last = max((i for i, n in enumerate(self.suffix_lens) if n), default=-1)
         for i, suffix_len in enumerate(self.suffix_lens):
@@ -113,26 +123,28 @@ class Group:
                 start = i + 1
         yield start, len(self.rows)
 
-    def of(self, places: Sequence[int]) -> "Group":
-        """The group with all strands, and only its rows at `places`. A row without a suffix needs the rest of its
-        unit."""
+    def of(self, members: Sequence[int]) -> "Group":
+        """The group with all its strands and some of its rows.
+
+        Args:
+            members: which of `rows`, counted from 0, by whole `units`.
+        """
         return replace(
             self,
-            rows=tuple(self.rows[i] for i in places),
-            suffix_lens=tuple(self.suffix_lens[i] for i in places),
-            forks=tuple(self.forks[i] for i in places),
-            first_outputs=tuple(self.first_outputs[i] for i in places),
+            rows=tuple(self.rows[i] for i in members),
+            suffix_lens=tuple(self.suffix_lens[i] for i in members),
+            forks=tuple(self.forks[i] for i in members),
+            first_outputs=tuple(self.first_outputs[i] for i in members),
         )
 
     def pruned(self) -> "Group":
-        """The group with only those tokens of strands that its rows need; each strand names one of these rows."""
-        needed = [(0, -1)] * len(self.strands)  # the end, and a row that has all before it
+        """The group without the strand tokens that none of its rows reads, as after `of`."""
+        needed = [(0, -1)] * len(self.strands)  # of each strand: its last token that a row reads, and that row
         for row, fork, num_outputs in zip(self.rows, self.forks, self.output_lens, strict=True):
             for strand, _, end in self.path(fork) if num_outputs else ():
                 if end > needed[strand][0]:
                     needed[strand] = end, row
-        kept = [i for i, (end, _) in enumerate(needed) if end]
-        number = {-1: -1} | {i: n for n, i in enumerate(kept)}
+        number = {-1: -1} | {i: n for n, i in enumerate(i for i, (end, _) in enumerate(needed) if end)}
         strands = tuple(
             Strand(row, self.strands[i].start, end, number[self.strands[i].parent])
             for i, (end, row) in enumerate(needed)
@@ -152,9 +164,9 @@ def group_by_key(keys: Iterable[Hashable], prompt_lens: Sequence[int], response_
     """Groups the rows of a batch that have the same key, in order of their first rows.
 
     Args:
-        keys: of each row, what must be equal where rows share: its prompt's tokens, and positions, pixels or a uid
-            where tokens do not decide.
-        prompt_lens, response_lens: each row's numbers of tokens, at least one of a prompt.
+        keys: of each row; rows share a prompt where these are equal. A key stands for the prompt's tokens, and for its
+            positions, pixels or uid where tokens do not decide.
+        prompt_lens, response_lens: tokens of each row's prompt, at least one, and of its response.
 
     Raises:
         ValueError: a prompt is empty.

@@ -1,12 +1,12 @@
-"""Groups -> one packed row, all strands first and all suffixes after them; and its outputs -> rows.
+"""Groups -> one packed row: first all strands, then all suffixes; and its outputs -> rows.
 
-    row:     [ P of group 0 | P of group 1 | ... | S S S of group 0 | S S of group 1 | ... ]
-    causal call:  every segment (strand or suffix) reads itself
-    cross call:   a block (segments that continue the same tokens) reads these tokens
+    packed row    [ P of group 0 | P of group 1 | ... | S S S of group 0 | S S of group 1 | ... ]
+    causal call   every segment (a strand or a suffix) reads itself
+    cross calls   every segment reads the tokens before it: its path
 
-The row is an index into the batch's flat values. So positions stay the original ones, and outputs go back to where they
-belong. In groups of one prompt the cross call reads plain slices, and nothing is copied but token ids. In deeper trees,
-and where a window cuts a path, a block reads copies of what stands before it.
+A packed row says of each of its tokens where that stands in the batch. So positions stay the original ones, and outputs
+go back to where they belong. In groups of one prompt, cross calls read slices of the prefixes, and only token ids are
+copied. In deeper trees, and where a window cuts a path, keys are copied.
 """
 
 import functools
@@ -34,26 +34,13 @@ from verl_prefix.core.calls import (
 from verl_prefix.core.groups import Fork, Group
 
 
-class Run(NamedTuple):
-    """Tokens [start, end) of a strand. They start from the state that their path leaves, which ends just before token
-    `path_end` (0: from zeros)."""
-
-    start: int
-    end: int
-    path_end: int
-
-
-class InitialStates(NamedTuple):
-    """The state from which each suffix starts: suffix `suffixes[i]` of the layout starts from state `states[i]` of the
-    source's `state_paths`; both [n] int64."""
-
-    suffixes: torch.Tensor
-    states: torch.Tensor
-
-
 class Reads(NamedTuple):
-    """Outputs that rows read. `places` [n] int64 says where each stands in the batch; `tokens` [n] int64 says which
-    token of the packed row computes it, or -1 - t for token t of phase A."""
+    """Outputs that rows read, one for each response token.
+
+    Attributes:
+        places: [n] int64, where in the batch each stands.
+        tokens: [n] int64, the token of the packed row that computes it; -1 - t for token t of phase A.
+    """
 
     places: torch.Tensor
     tokens: torch.Tensor
@@ -61,13 +48,21 @@ class Reads(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """One packed row of T tokens, of which the first `num_strand_tokens` are strands: the first `num_strands` segments.
+    """One packed row of T tokens.
 
-    `index` [T] (int64) says which token of the batch's flat values each one is. Paths of segments count tokens of the
-    prefix source. That is this row itself; for a wave, which has no strands, it is `source`, the row of phase A. The
-    strands of each of `groups` begin at token `starts` of the prefix source. `reads` are the outputs that rows read;
-    None: those of all suffix tokens, in their order. `state_paths` are the paths in this row's strands that other
-    segments continue, in ascending order of their last tokens; behind each a recurrent layer leaves a state.
+    Paths count tokens of the prefix source: of this packed row, or of `source`.
+
+    Attributes:
+        index: [T] int64, the place of each token: where it stands in the batch's flat values.
+        num_strand_tokens: the first tokens, which are strands.
+        segments: the strands, then the suffixes.
+        groups: those whose rows it computes; none in a dummy.
+        starts: where the strands of each group begin in the prefix source.
+        reads: outputs that rows read; None: those of all suffix tokens, in their order.
+        state_paths: paths that end in this packed row and that segments continue, by their last tokens. Behind each of
+            them a recurrent layer leaves a state.
+        source: of a wave, which has no strands, the packed row of phase A; else None.
+        num_strands: the first segments, which are strands.
     """
 
     index: torch.Tensor
@@ -80,7 +75,7 @@ class Layout:
     source: "Layout | None" = None
     num_strands: int = 0
     _calls: dict[tuple[AttentionParams, torch.device], tuple[Call, ...]] = built_once()
-    _initial_states: dict[torch.device, InitialStates] = built_once()
+    _initial_states: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = built_once()
     _tails: dict[tuple[int, torch.device], torch.Tensor] = built_once()
 
     @property
@@ -89,7 +84,7 @@ class Layout:
 
     @property
     def multiplicity(self) -> torch.Tensor:
-        """[T] int64: how often each token counts in the logical batch, 0 in a dummy."""
+        """[T] int64: how often each token stands in the stock actor's batch; 0 in a dummy."""
         counts = [torch.full((self.num_tokens - self.num_strand_tokens,), int(bool(self.groups)))]
         for group in reversed(self.groups if self.num_strand_tokens else ()):
             steps = [torch.zeros(strand.end - strand.start + 1, dtype=torch.int64) for strand in group.strands]
@@ -102,16 +97,19 @@ class Layout:
 
     @functools.cached_property
     def suffixes(self) -> Spans:
-        """Suffixes as the segments of a row of their own, which read themselves."""
+        """The suffixes, which read themselves, as spans of their tokens alone."""
         bounds = (0, *accumulate(segment.length for segment in self.segments[self.num_strands :]))
         return Spans(bounds, bounds)
 
     @functools.cached_property
-    def rounds(self) -> list[tuple[list[Run], Spans]]:
-        """The strands, cut at the ends of `state_paths` into runs of tokens, and each round's runs as `Spans`. The runs
-        of a round start from states of earlier rounds. All layers get the same objects, so that kernels can keep what
-        they derive from them."""
-        rounds: list[list[Run]] = []
+    def rounds(self) -> list[tuple[list[tuple[int, int, int]], Spans]]:
+        """The strands, cut where a path of `state_paths` ends, in rounds: a round starts from states of earlier ones.
+
+        Returns:
+            of each round, (start, end, end of the path that it continues; 0: none) of each of its runs of tokens, and
+            these as spans. All layers get the same objects, so that kernels can store what they derive from them.
+        """
+        rounds: list[list[tuple[int, int, int]]] = []
         round_of = {0: -1}
         ends, end = list(self.state_numbers), 0
         for segment in self.segments[: self.num_strands]:
@@ -120,58 +118,58 @@ class Layout:
                 round_of[cut] = round_of[path_end] + 1
                 if round_of[cut] == len(rounds):
                     rounds.append([])
-                rounds[round_of[cut]].append(Run(start, cut, path_end))
+                rounds[round_of[cut]].append((start, cut, path_end))
                 start = path_end = cut
             assert start == end, "no segment continues the end of this strand"
-        bounds = [(0, *accumulate(run.end - run.start for run in runs)) for runs in rounds]
+        bounds = [(0, *accumulate(end - start for start, end, _ in runs)) for runs in rounds]
         return [(runs, Spans(one, one)) for runs, one in zip(rounds, bounds, strict=True)]
 
     @functools.cached_property
     def state_numbers(self) -> dict[int, int]:
-        """The number of each of `state_paths`, by `end_of` it."""
+        """Numbers of `state_paths`, by the `end_of` each."""
         return {end_of(path): number for number, path in enumerate(self.state_paths)}
 
-    def initial_states(self, device: torch.device) -> InitialStates:
-        """The suffixes that continue strands, and the state of each; built once."""
+    def initial_states(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """Which suffixes continue strands, and the number of the state from which each starts; both [n] int64, built
+        once."""
         if device not in self._initial_states:
             suffixes, numbers = self.segments[self.num_strands :], (self.source or self).state_numbers
             pairs = [(i, numbers[end_of(suffix.path)]) for i, suffix in enumerate(suffixes) if suffix.path]
-            self._initial_states[device] = InitialStates(
-                *on_device(torch.tensor(pairs, dtype=torch.int64).reshape(-1, 2).T, device)
-            )
+            chosen, states = on_device(torch.tensor(pairs, dtype=torch.int64).reshape(-1, 2).T, device)
+            self._initial_states[device] = chosen, states
         return self._initial_states[device]
 
     def tails(self, length: int, device: torch.device) -> torch.Tensor:
-        """[states, length] int64: the last tokens of each of `state_paths`, plus 1, with zeros in front where there are
-        fewer; built once."""
+        """[states, length] int64: the last tokens of each of `state_paths`, counted from 1, with zeros in front where
+        there are fewer; built once."""
         if (length, device) not in self._tails:
-            rows = [ranges(last_of(path, length)) + 1 for path in self.state_paths]
-            padded = [torch.nn.functional.pad(row, (length - len(row), 0)) for row in rows]
+            tails = [ranges(last_of(path, length)) + 1 for path in self.state_paths]
+            padded = [torch.nn.functional.pad(tail, (length - len(tail), 0)) for tail in tails]
             self._tails[length, device] = on_device(torch.stack(padded), device)
         return self._tails[length, device]
 
     @property
     def read_places(self) -> torch.Tensor:
-        """[n] int64: where the outputs that are read stand in the batch; each gives the next token's log-prob."""
+        """[n] int64: where in the batch the outputs stand that rows read; each gives the next token's log-prob."""
         return self.index[self.num_strand_tokens :] if self.reads is None else self.reads.places
 
     @functools.cached_property
-    def keep(self) -> torch.Tensor:
-        """[m] int64: tokens whose outputs this row computes, in ascending order."""
+    def head_tokens(self) -> torch.Tensor:
+        """[m] int64: tokens of the packed row that go through lm_head, in ascending order."""
         if self.reads is None:
             return torch.arange(self.num_strand_tokens, self.num_tokens)
         own: torch.Tensor = self.reads.tokens[self.reads.tokens >= 0].unique()
         return own
 
     def reading(self, is_read: torch.Tensor) -> "Layout":
-        """The layout that reads only the outputs of the batch's tokens `is_read` [N] (bool). It reads at least one
-        token of this row, since a backward needs something to start from."""
-        index = self.read_places
+        """The layout that reads fewer outputs: those of the batch's tokens `is_read` [N] (bool). One of this packed row
+        is always among them, since a backward needs something to start from."""
+        places = self.read_places
         own = torch.arange(self.num_strand_tokens, self.num_tokens) if self.reads is None else self.reads.tokens
-        chosen = is_read[index]
+        chosen = is_read[places]
         if not (chosen & (own >= 0)).any():
             chosen[(own >= 0).nonzero()[0]] = True
-        return replace(self, reads=Reads(index[chosen], own[chosen]))
+        return replace(self, reads=Reads(places[chosen], own[chosen]))
 
     def calls(self, params: AttentionParams, device: torch.device) -> tuple[Call, ...]:
         """A layer's kernel calls, the first over all queries; built once for all layers of the same `params`."""
@@ -181,7 +179,8 @@ class Layout:
 
 
 def pass_order(groups: Sequence[Group]) -> list[Group]:
-    """Groups with suffix tokens, those without a prefix last, so that suffix blocks that read one stay one slice."""
+    """Groups with suffix tokens, those without a prefix last. So the suffixes that read a prefix have no gaps between
+    them, and are one slice."""
     return sorted((g for g in groups if g.num_suffix_tokens), key=lambda group: group.prefix_len == 0)
 
 
@@ -189,7 +188,7 @@ def build_layout(
     groups: Sequence[Group],
     offsets: Sequence[int],
     source: Layout | None = None,
-    places: Sequence[int] = (),
+    numbers: Sequence[int] = (),
     suffixes: bool = True,
 ) -> Layout:
     """Builds the packed row of `groups`, best in `pass_order`. Where there is nothing to compute it is a dummy: one
@@ -197,15 +196,14 @@ def build_layout(
 
     Args:
         offsets: first token of each row in the batch's flat values (nested `offsets()`).
-        source: None for a row with its strands. For a wave: the row of phase A, of whose groups these are pieces; the
-            wave has suffixes only and reads the prefix cache.
-        places: for a wave, the places of its groups among those of `source`.
-        suffixes: False for phase A: strands alone.
+        source: for a wave, which has suffixes alone: the packed row of phase A, whose groups have all rows of these.
+        numbers: for a wave: which group of `source` each of `groups` is.
+        suffixes: False for phase A, which has strands alone.
     """
     in_wave = source is not None
     *starts, _ = accumulate((group.prefix_len for group in groups), initial=0)
     if source is not None:
-        starts = [source.starts[place] for place in places]
+        starts = [source.starts[number] for number in numbers]
     strands, leaves, rows = [], [], []
     for group, start in zip(groups, starts, strict=True):
         paths = _paths(group, start)
@@ -218,28 +216,29 @@ def build_layout(
             rows.append((int(offsets[row]), fork.start, suffix_len, first, paths[fork]))
             if suffix_len:
                 leaves.append((int(offsets[row]) + fork.start, Segment(suffix_len, paths[fork])))
-    pieces = [*strands, *(leaves if suffixes else ())]
-    if not pieces:
+    chosen = [*strands, *(leaves if suffixes else ())]
+    if not chosen:
         return Layout(torch.zeros(1, dtype=torch.int64), 0, (Segment(1),), starts=tuple(starts))
     num_strand_tokens = sum(segment.length for _, segment in strands)
     state_paths = {segment.path for _, segment in [*strands, *leaves] if segment.path and not in_wave}
     return Layout(
-        ranges([(start, segment.length) for start, segment in pieces]), num_strand_tokens,
-        tuple(segment for _, segment in pieces), tuple(groups), tuple(starts),
+        ranges([(start, segment.length) for start, segment in chosen]), num_strand_tokens,
+        tuple(segment for _, segment in chosen), tuple(groups), tuple(starts),
         reads=_reads(rows, num_strand_tokens, in_wave, suffixes),
         state_paths=tuple(sorted(state_paths, key=end_of)), source=source, num_strands=len(strands),
     )  # fmt: skip
 
 
 def _paths(group: Group, start: int) -> dict[Fork, Path]:
-    """What stands before each fork of the group, whose strands begin at token `start` of the prefix source."""
+    """The path before each fork, also of strands, of a group whose strands begin at token `start` of the prefix
+    source."""
     starts = [*accumulate((strand.end - strand.start for strand in group.strands), initial=start)]
     paths = {}
     for fork in {*group.forks, *(Fork(strand.parent, strand.start) for strand in group.strands)}:
         path: list[tuple[int, int]] = []
         for strand, begin, end in group.path(fork):
             length = end - begin
-            if path and starts[strand] + length == path[-1][0]:  # the strand behind its parent: one piece
+            if path and starts[strand] + length == path[-1][0]:  # the next strand begins behind this one: one run
                 length += path.pop()[1]
             path.append((starts[strand], length))
         paths[fork] = tuple(reversed(path))
@@ -249,15 +248,19 @@ def _paths(group: Group, start: int) -> dict[Fork, Path]:
 def _reads(
     rows: Sequence[tuple[int, int, int, int, Path]], num_strand_tokens: int, in_wave: bool, suffixes: bool
 ) -> Reads | None:
-    """The outputs that rows read; None where they read exactly the outputs of suffixes, or nothing. A row is given as
-    (first token in the batch, tokens before the suffix, suffix tokens, first token whose output is read, path)."""
+    """The outputs that rows read; None where they read those of all suffix tokens, or nothing.
+
+    Args:
+        rows: of each row (place of its first token, tokens before its suffix, suffix tokens, the first of its tokens
+            whose output it reads, path before its suffix).
+    """
     if all(start == first for _, start, _, first, _ in rows):
         return None
-    index, tokens, own = [], [], num_strand_tokens
+    places, tokens, own = [], [], num_strand_tokens
     for offset, start, suffix_len, first, path in rows:
         in_strands = ranges(last_of(path, max(start - first, 0)))
         in_suffix = torch.arange(suffix_len if suffixes else 0)[max(first - start, 0) :]
-        index += [offset + first + torch.arange(len(in_strands)), offset + start + in_suffix]
+        places += [offset + first + torch.arange(len(in_strands)), offset + start + in_suffix]
         tokens += [-1 - in_strands if in_wave else in_strands, own + in_suffix]
         own += suffix_len
-    return Reads(torch.cat(index), torch.cat(tokens)) if any(map(len, tokens)) else None
+    return Reads(torch.cat(places), torch.cat(tokens)) if any(map(len, tokens)) else None

@@ -43,10 +43,10 @@ class _Shelved:
     """A layer's tensors, one after the other: on the device, in host memory, or both."""
 
     dtype: torch.dtype
-    like: list[tuple[torch.Size, bool]]  # of each tensor, with whether it requires a gradient
+    like: list[tuple[torch.Size, bool]]  # shape of each tensor, and whether it requires a gradient
     on_device: torch.Tensor | None  # uint8 [n]
     is_newer: bool = True  # the device's copy is newer than the host's
-    pieces: list[torch.Tensor] | None = None
+    pieces: list[torch.Tensor] | None = None  # of host memory; None: it was never there
     ready: Any = None  # the event behind a copy to the device
 
     def tensors(self) -> Tensors:
@@ -62,12 +62,13 @@ class _Shelved:
 class Shelf(MutableMapping[Key, Tensors]):
     """Tensors of layers in host memory: the device has those of the layer asked for last, and of the next one.
 
-    Layers are asked for in ascending or in descending order. Some tensors stay where they are: states of recurrent
+    Layers are asked for in ascending or in descending order. Some tensors stay on the device: states of recurrent
     layers, which are small and held by a wave's graph; tensors of another device or of mixed dtypes; and what the host
     has no room for.
 
     Args:
-        written: True where the caller writes to the tensors that it asks for.
+        copies: host memory, and copies to it and back.
+        written: whether the caller writes to the tensors that it asks for.
     """
 
     def __init__(self, copies: HostCopies, written: bool) -> None:
@@ -86,7 +87,7 @@ class Shelf(MutableMapping[Key, Tensors]):
         like = [(x.shape, x.requires_grad) for x in tensors]
         self._shelved[key] = _Shelved(tensors[0].dtype, like, _flat(tensors))
         bisect.insort(self._layers, key)
-        self._keep(key)
+        self._free_all_but(key)
         self._last = key
 
     def __getitem__(self, key: Key) -> Tensors:
@@ -99,7 +100,7 @@ class Shelf(MutableMapping[Key, Tensors]):
         if key != self._last:
             at = self._layers.index(key) + (1 if key > self._last else -1)
             following = self._layers[at] if 0 <= at < len(self._layers) else key
-            self._keep(key, following)
+            self._free_all_but(key, following)
             self._load(key)
             with contextlib.suppress(torch.OutOfMemoryError):  # it is loaded again when it is asked for
                 self._load(following)
@@ -131,8 +132,8 @@ class Shelf(MutableMapping[Key, Tensors]):
             self._wait(shelved)
         self._shelved, self._staying, self._layers = {}, {}, []
 
-    def _keep(self, *layers: int) -> None:
-        """Keeps only `layers` on the device. Of all others, what the host lacks is copied there first."""
+    def _free_all_but(self, *layers: int) -> None:
+        """Frees the device of all other layers. What the host lacks of them is copied there first."""
         for layer, shelved in [*self._shelved.items()]:
             if layer in layers or shelved.on_device is None:
                 continue
@@ -167,28 +168,28 @@ def _flat(tensors: Tensors) -> torch.Tensor:
 
 @dataclass(eq=False)
 class Dormant:
-    """One storage on the host. While `source` is held, no other storage can get its address."""
+    """A storage that waits in host memory."""
 
-    source: StorageWeakRef
+    source: StorageWeakRef  # while it is held, no other storage can get the address
     nbytes: int
-    pieces: list[torch.Tensor]
+    pieces: list[torch.Tensor]  # of host memory
     num_waiting: int = 0  # saved tensors on it that backward has not asked for
     on_device: torch.Tensor | None = None  # uint8 [nbytes]
     ready: Any = None  # an event of the side stream
     is_ahead: bool = False  # on the device before backward asks
 
 
-# What the graph holds for a saved tensor: the tensor itself; or the dormant storage that it is a view of, or the
-# parameter that it was cast from, with (dtype, size, stride, storage offset).
+# What the graph holds for a saved tensor: the tensor itself; or what to make it from, with its dtype, size, stride and
+# storage offset: the dormant storage that it is a view of, or the parameter that it was cast from.
 Saved = torch.Tensor | tuple[Dormant | torch.nn.Parameter, torch.dtype, torch.Size, tuple[int, ...], int]
 
 
 class OffloadedPrefixCache(PrefixCache):
-    """A prefix cache in host memory, where the prefix graph's saved activations wait, too, between phases A and C.
+    """A prefix cache in host memory. Between phases A and C, what the prefix graph saved waits there, too.
 
     Args:
         device: where the model runs; tensors elsewhere stay as they are.
-        counts: "offloaded_bytes", "prefetched_bytes" and "demand_loads" of saved activations are added to it, and
+        counts: gets "offloaded_bytes", "prefetched_bytes" and "demand_loads" of saved activations added, and
             "host_bytes" of all that waits.
     """
 
@@ -266,7 +267,7 @@ class OffloadedPrefixCache(PrefixCache):
         return tensor
 
     def _prefetch(self) -> None:
-        """Brings storages back before backward asks: at most `AHEAD` of all bytes at a time, or one storage."""
+        """Brings storages back before backward asks for them: at a time one, or at most `AHEAD` of all bytes."""
         room: int | None = None  # asking the driver takes longer than all else here
         while self._returning:
             dormant = self._returning[-1]

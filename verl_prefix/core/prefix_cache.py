@@ -1,7 +1,7 @@
 """Prefix cache (what suffixes read of their prefixes, detached) and grad cache (gradients that they send back).
 
-Schedule-level shared-prefix reuse: phase A fills the cache, phase B reads it and adds to the grad cache, phase C runs
-one prefix backward on what was accumulated. Leaving the context frees all of it, also after an exception.
+Phase A fills the prefix cache. Phase B reads it and adds to the grad cache. Phase C runs one prefix backward from the
+grad cache. Leaving the context frees both, also after an exception.
 """
 
 from collections.abc import Hashable, MutableMapping
@@ -10,19 +10,19 @@ from typing import Any
 
 import torch
 
-# Names what is left for suffixes: an attention layer's index, (part, index) of a recurrent layer, or "outputs".
+# What leaves tensors for suffixes: an attention layer's index, (part, index) of a recurrent layer, or "outputs".
 Key = Hashable
 Tensors = tuple[torch.Tensor, ...]
 
 
 class PrefixCache:
-    """Tensors that the layers of a prefix row leave for suffixes, by key: keys and values [P, K, D] of its tokens, or
-    states [N, ...] of its prefixes (`core.recurrence`).
+    """Tensors that phase A leaves for suffixes, by key: keys and values [P, K, D] of all prefix tokens; states
+    [N, ...] of recurrent layers (`core.recurrence`); outputs [m, k] of prefix tokens.
 
     The grad cache is fp32 whatever the model's dtype is (fp64 for fp64), since every wave adds to it.
 
     Attributes:
-        anchors: by key, an empty tensor that requires a gradient if what is kept of the layer does. `GroupedAttention`
+        anchors: by key, an empty tensor that requires a gradient if the layer's tensors here do. `GroupedAttention`
             takes it as an input, so that autograd visits that function in backward even where its other inputs are
             frozen. The tensors themselves would do so too, but then a wave's graph would hold them on the device
             (`core.offload`).
@@ -47,12 +47,13 @@ class PrefixCache:
         return nullcontext()
 
     def capture(self, key: Key, *tensors: torch.Tensor, beside: Tensors = ()) -> Tensors:
-        """Stores what a layer leaves, in phase A. In phase C gradient checkpointing calls it again: it stores nothing.
+        """Stores what a layer leaves in phase A. Gradient checkpointing calls it again in phase C; that stores nothing.
 
         Reentrant checkpointing runs the layers of phase A without gradients, and only phase C shows which tensors need
         one. So all of them get one.
 
         Args:
+            key: the layer's. tensors: what suffixes read.
             beside: what the prefix's own forward goes on with, where that is not `tensors`.
 
         Returns:
@@ -73,6 +74,11 @@ class PrefixCache:
         return joined
 
     def read(self, key: Key) -> Tensors:
+        """What a layer left, without its graph.
+
+        Raises:
+            RuntimeError: it left nothing, or phase C has begun.
+        """
         if key not in self._leaf:
             raise RuntimeError(
                 f"the prefix cache has no layer {key}: backward of a wave came after phase C, which frees the cache; "
@@ -80,14 +86,18 @@ class PrefixCache:
             )
         return self._leaf[key]
 
-    def add_grad(self, key: Key, rows: slice | torch.Tensor, *grads: torch.Tensor) -> None:
-        """Phase B: adds a wave's gradients of the rows (tokens, or states) that it read of each tensor."""
+    def add_grad(self, key: Key, at: slice | torch.Tensor, *grads: torch.Tensor) -> None:
+        """Phase B: adds a wave's gradients to the grad cache.
+
+        Args:
+            key: the layer's. at: which tokens or states the wave has read. grads: of these, for each tensor of `key`.
+        """
         if key not in self._grad:
             self._grad[key] = tuple(
                 torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32)) for x in self.read(key)
             )
         for total, part in zip(self._grad[key], grads, strict=True):
-            add_at(total, rows, part)
+            add_at(total, at, part)
 
     def backward(self, root: torch.Tensor) -> None:
         """Phase C: runs one backward through the prefix graph, which takes each layer's grad cache as it gets there.
@@ -111,8 +121,8 @@ class PrefixCache:
 def ran_twice(key: Key) -> RuntimeError:
     """An error for a model that runs a layer several times in one forward, or several layers under one index."""
     return RuntimeError(
-        f"layer {key} ran twice in one forward, and what is kept of a layer is of one run; set model_engine=dp, or "
-        "call the model on whole rows"
+        f"layer {key} ran twice in one forward, and a prefix is shared of layers that run once; set model_engine=dp, "
+        "or call the model on whole rows"
     )
 
 
@@ -135,32 +145,34 @@ class _JoinGradCache(torch.autograd.Function):
         return None, None, None, *joined
 
 
-class ReadRows(torch.autograd.Function):
-    """Selects rows `rows` [n] int64 of what a layer left [N, ...] -> [n, ...]; a row may come several times. Gradients
-    add up in fp32 (fp64). In a wave they go to the grad cache, else through autograd to what was left."""
+class ReadPrefix(torch.autograd.Function):
+    """What a layer left [N, ...], at `index` [n] int64, which may repeat -> [n, ...].
+
+    Gradients add up in fp32 (fp64). In a wave, which has a `cache`, they go to the grad cache; else through autograd to
+    what the layer left."""
 
     @staticmethod
-    def forward(ctx: Any, left: torch.Tensor, rows: torch.Tensor, cache: PrefixCache | None, key: Key) -> torch.Tensor:
-        ctx.args = rows, cache, key, left.shape, left.dtype
-        return left.index_select(0, rows)
+    def forward(ctx: Any, left: torch.Tensor, index: torch.Tensor, cache: PrefixCache | None, key: Key) -> torch.Tensor:
+        ctx.args = index, cache, key, left.shape, left.dtype
+        return left.index_select(0, index)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        rows, cache, key, shape, dtype = ctx.args
+        index, cache, key, shape, dtype = ctx.args
         if cache is not None:
-            cache.add_grad(key, rows, grad)
+            cache.add_grad(key, index, grad)
             return None, None, None, None
         wide = torch.promote_types(dtype, torch.float32)
-        total = torch.zeros(shape, dtype=wide, device=grad.device).index_add_(0, rows, grad.to(wide))
+        total = torch.zeros(shape, dtype=wide, device=grad.device).index_add_(0, index, grad.to(wide))
         return total.to(dtype), None, None, None
 
 
-def add_at(total: torch.Tensor, rows: slice | torch.Tensor, part: torch.Tensor) -> None:
-    """total[rows] += part, where int64 indices may repeat."""
-    if isinstance(rows, slice):
-        total[rows] += part
+def add_at(total: torch.Tensor, at: slice | torch.Tensor, part: torch.Tensor) -> None:
+    """total[at] += part, where int64 indices may repeat."""
+    if isinstance(at, slice):
+        total[at] += part
     else:
         wide = total.to(torch.promote_types(total.dtype, torch.float32))  # `total` itself where it is wide
-        wide.index_add_(0, rows, part.to(wide.dtype))
+        wide.index_add_(0, at, part.to(wide.dtype))
         if wide is not total:
             total.copy_(wide)

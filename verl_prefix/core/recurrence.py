@@ -1,10 +1,10 @@
 """Recurrent layers (linear attention, state spaces, short convolutions): a suffix starts from its prefix's state.
 
-    scan          strands -> a state each [N, ...]; what continues a strand starts from its state
+    scan          strands -> a state behind each [N, ...]; what continues a strand starts from its state
     convolution   [tail | P] [tail | S] [tail | S]      tail: the last width - 1 inputs before the segment, or zeros
 
 Attention hands on the keys and values of P tokens; these layers hand on one state. A packed pass computes prefixes and
-suffixes in one graph. In a phased pass the prefix cache keeps the states of phase A, and waves read them. Either way
+suffixes in one graph. In a phased pass phase A leaves its states in the prefix cache, and waves read them. Either way
 the gradients of all suffixes that start from one state add up in fp32 (fp64) before the one prefix backward.
 """
 
@@ -18,17 +18,21 @@ from verl_prefix.core.attention import AttentionPass
 from verl_prefix.core.calls import Spans, end_of
 from verl_prefix.core.groups import rows_by_key
 from verl_prefix.core.layout import Layout
-from verl_prefix.core.prefix_cache import Key, ReadRows
+from verl_prefix.core.prefix_cache import Key, ReadPrefix
 
 
 class Scanned(NamedTuple):
-    """Results of a scan of n segments: outputs [t, ...] of their tokens, and their final states [n, ...]."""
+    """Results of a scan of n segments.
+
+    Attributes:
+        outputs: [t, ...], of their tokens. states: [n, ...], behind the last token of each.
+    """
 
     outputs: torch.Tensor
     states: torch.Tensor
 
 
-# (inputs [t, ...] each, their n segments, initial states [n, ...]; None: zeros) -> Scanned
+# (inputs [t, ...] each, their n segments, states [n, ...] from which these start; None: zeros) -> Scanned
 Scan = Callable[[Sequence[torch.Tensor], Spans, torch.Tensor | None], Scanned]
 
 
@@ -38,8 +42,8 @@ def shared_scan(
     """Outputs [T, ...] of a recurrence over the pass's segments, whose suffixes start from their prefix's state.
 
     Args:
-        key: the layer's, for the prefix cache. inputs: [T, ...] each, of every token.
-        neutral: the inputs of a token that leaves the state as it is.
+        key: the layer's, for the prefix cache. inputs: [T, ...] each, of every token. scan: the recurrence.
+        neutral: one value per input; a token of these inputs leaves the state as it is.
     """
 
     def whole(row: Sequence[torch.Tensor], shift: int) -> torch.Tensor:
@@ -69,11 +73,10 @@ def _scan_strands(layout: Layout, inputs: Sequence[torch.Tensor], scan: Scan) ->
     states: dict[int, torch.Tensor] = {}
     for runs, spans in layout.rounds:
         # All runs of the first round start from zeros, all others from states.
-        initial = torch.stack([states[run.path_end] for run in runs]) if states else None
-        row = [torch.cat([x[run.start : run.end] for run in runs]) for x in inputs]
-        scanned = scan(row, spans, initial)
-        for run, out, state in zip(runs, scanned.outputs.split(spans.lens), scanned.states, strict=True):
-            outputs[run.start], states[run.end] = out, state
+        initial = torch.stack([states[path_end] for *_, path_end in runs]) if states else None
+        scanned = scan([torch.cat([x[start:end] for start, end, _ in runs]) for x in inputs], spans, initial)
+        for (start, end, _), out, state in zip(runs, scanned.outputs.split(spans.lens), scanned.states, strict=True):
+            outputs[start], states[end] = out, state
     return Scanned(
         torch.cat([outputs[start] for start in sorted(outputs)]),
         torch.stack([states[end] for end in layout.state_numbers]),
@@ -87,7 +90,7 @@ def shared_conv(
 
     Args:
         key: the layer's, for the prefix cache. width: tokens that an output sees, itself included.
-        conv: causal convolution of one row [t, D] -> [t, D], with zeros in front of it.
+        conv: the convolution of t tokens, with zeros in front of them: [t, D] -> [t, D].
     """
     layout, tail_len = attention_pass.layout, width - 1
     num, lens = layout.num_strands, [segment.length for segment in layout.segments]
@@ -96,17 +99,17 @@ def shared_conv(
         tails = _tails(layout, x, tail_len)
         if attention_pass.capture is not None:
             x = attention_pass.capture.capture(key, tails, beside=(x,))[-1]
-    pieces = x.split(lens)
-    before = [x.new_zeros(tail_len, x.shape[-1])] * len(pieces)
+    of_segments = x.split(lens)
+    before = [x.new_zeros(tail_len, x.shape[-1])] * len(of_segments)
     for i, strand in enumerate(layout.segments[:num]):
         if strand.path:
             assert tails is not None
             before[i] = tails[layout.state_numbers[end_of(strand.path)]]
     if (continued := _continued(attention_pass, key, tails, x.device)) is not None:
         before[num:] = continued.unbind()
-    row = conv(torch.cat([part for pair in zip(before, pieces, strict=True) for part in pair]))
-    lens = [n for piece in pieces for n in (tail_len, len(piece))]
-    out = torch.cat(row.split(lens)[1::2])
+    behind_tails = conv(torch.cat([part for pair in zip(before, of_segments, strict=True) for part in pair]))
+    lens = [n for segment in of_segments for n in (tail_len, len(segment))]
+    out = torch.cat(behind_tails.split(lens)[1::2])
     attention_pass.recurred(key, [x], lambda row, shift: conv(row[0]), out)
     return out
 
@@ -128,41 +131,42 @@ def _continued(
         states: [N, ...], those of this row's own strands; None in a wave.
     """
     layout, cache = attention_pass.layout, attention_pass.cache
-    initial = layout.initial_states(device)
-    if not len(initial.suffixes):
+    suffixes, numbers = layout.initial_states(device)
+    if not len(suffixes):
         return None
     if cache is not None:
         (states,) = cache.read(key)
-    chosen: torch.Tensor = ReadRows.apply(states, initial.states, cache, key)  # type: ignore[no-untyped-call]
+    chosen: torch.Tensor = ReadPrefix.apply(states, numbers, cache, key)  # type: ignore[no-untyped-call]
     num_suffixes = len(layout.suffixes.lens)
     if len(chosen) == num_suffixes:
         return chosen
-    return chosen.new_zeros(num_suffixes, *chosen.shape[1:]).index_copy(0, initial.suffixes, chosen)
+    return chosen.new_zeros(num_suffixes, *chosen.shape[1:]).index_copy(0, suffixes, chosen)
 
 
-# ([n, longest, ...] of each input, states [n, ...] that they start from) -> outputs and final states of these shapes
-RowScan = Callable[[Sequence[torch.Tensor], torch.Tensor | None], tuple[torch.Tensor, torch.Tensor]]
+# (inputs [n, longest, ...] of n padded segments, states [n, ...] from which they start; None: zeros) -> outputs and
+# final states of these shapes
+PaddedScan = Callable[[Sequence[torch.Tensor], torch.Tensor | None], tuple[torch.Tensor, torch.Tensor]]
 
 
-def scan_rows(
-    scan: RowScan, fills: Sequence[float], inputs: Sequence[torch.Tensor], segments: Spans,
+def scan_padded(
+    scan: PaddedScan, fills: Sequence[float], inputs: Sequence[torch.Tensor], segments: Spans,
     initial: torch.Tensor | None,
 ) -> Scanned:  # fmt: skip
-    """A `Scan` by a kernel that takes rows of one length, which `fills` pad at the end.
+    """A `Scan` by a kernel that takes segments of one length, padded at the end by `fills`, one value per input.
 
     Segments of up to 64 tokens, about a kernel's chunk, run together; then those of up to 128, and so on. In one call
     a single long response would pad every short one to its length."""
     lens = segments.lens
-    pieces = [x.split(lens) for x in inputs]
-    outputs, states = list(pieces[0]), [inputs[0]] * len(lens)
+    of_segments = [x.split(lens) for x in inputs]
+    outputs, states = list(of_segments[0]), [inputs[0]] * len(lens)
     starts = None if initial is None else initial.unbind()
     for members in rows_by_key(max(length - 1, 63).bit_length() for length in lens).values():
         longest = max(lens[i] for i in members)
-        rows = [
-            torch.stack([F.pad(p[i], (0, 0) * (p[i].ndim - 1) + (0, longest - lens[i]), value=fill) for i in members])
-            for p, fill in zip(pieces, fills, strict=True)
+        padded = [
+            torch.stack([F.pad(x[i], (0, 0) * (x[i].ndim - 1) + (0, longest - lens[i]), value=fill) for i in members])
+            for x, fill in zip(of_segments, fills, strict=True)
         ]
-        scanned = scan(rows, None if starts is None else torch.stack([starts[i] for i in members]))
-        for i, row, state in zip(members, *scanned, strict=True):
-            outputs[i], states[i] = row[: lens[i]], state
+        scanned = scan(padded, None if starts is None else torch.stack([starts[i] for i in members]))
+        for i, out, state in zip(members, *scanned, strict=True):
+            outputs[i], states[i] = out[: lens[i]], state
     return Scanned(torch.cat(outputs), torch.stack(states))

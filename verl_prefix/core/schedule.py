@@ -26,7 +26,7 @@ from verl_prefix.core.groups import Group
 from verl_prefix.core.layout import Layout, build_layout
 from verl_prefix.core.meter import Meter
 from verl_prefix.core.offload import OffloadedPrefixCache
-from verl_prefix.core.prefix_cache import PrefixCache, ReadRows
+from verl_prefix.core.prefix_cache import PrefixCache, ReadPrefix
 from verl_prefix.core.sequence_parallel import Shards
 from verl_prefix.core.waves import PackedPass, PhasedPass, Plan
 
@@ -62,10 +62,10 @@ class Model(Protocol):
         """While open, attention layers call `GroupedAttention` with the `AttentionPass` of the forward."""
 
     def token_outputs(
-        self, input_ids: torch.Tensor, position_ids: torch.Tensor, keep: torch.Tensor, attention_pass: AttentionPass,
-        outputs: Outputs | None, logits_chunk: int, pixels: Mapping[str, torch.Tensor],
+        self, input_ids: torch.Tensor, position_ids: torch.Tensor, head_tokens: torch.Tensor,
+        attention_pass: AttentionPass, outputs: Outputs | None, logits_chunk: int, pixels: Mapping[str, torch.Tensor],
     ) -> torch.Tensor:  # fmt: skip
-        """Runs a packed row [T] forward; returns what `outputs` makes of the logits of tokens `keep` [n]: [n, k].
+        """Runs a packed row [T] forward; returns what `outputs` makes of the logits of `head_tokens` [n]: [n, k].
 
         With `outputs` None nobody reads the result. It is [n, 1], without lm_head, and a backward can start from it."""
 
@@ -183,12 +183,12 @@ class Schedule:
         those strand tokens whose outputs waves read."""
         keep_attention = self.keep_attention and not self.offload
         attention_pass = self.pass_type(layout, self.kernel, capture=cache, keep_attention=keep_attention)
-        keep = torch.tensor([layout.num_tokens - 1])
+        head_tokens = torch.tensor([layout.num_tokens - 1])
         outputs: Outputs | None = _sum_logits if planned.reads_strands else None
         if layout.reads is not None:
-            keep, outputs = layout.keep, self.outputs
+            head_tokens, outputs = layout.head_tokens, self.outputs
         with self.forward_context():
-            root = self._forward(tokens, keep, attention_pass, outputs)
+            root = self._forward(tokens, head_tokens, attention_pass, outputs)
             return root if layout.reads is None else cache.capture(_OUTPUTS, root)[0]
 
     def _suffixes(
@@ -199,45 +199,45 @@ class Schedule:
             layout = layout.reading(tokens.is_read)
         attention_pass = self.pass_type(layout, self.kernel, cache=cache, keep_attention=self.keep_attention)
         with self.forward_context():
-            outputs = self._forward(tokens, layout.keep, attention_pass, self.outputs if groups else _sum_logits)
+            outputs = self._forward(tokens, layout.head_tokens, attention_pass, self.outputs if groups else _sum_logits)
             return PassOutputs(groups, layout, self._read(outputs, layout, cache))
 
     def _read(self, outputs: torch.Tensor, layout: Layout, cache: PrefixCache | None) -> torch.Tensor:
-        """Outputs [m, k] of the layout's tokens `keep` -> those that rows read [n, k]. Several rows may read the same
+        """Outputs [m, k] of the layout's `head_tokens` -> those that rows read [n, k]. Several rows may read the same
         output, and waves may read those of phase A."""
-        if layout.reads is None or torch.equal(layout.reads.tokens, layout.keep):
+        if layout.reads is None or torch.equal(layout.reads.tokens, layout.head_tokens):
             return outputs
         device, tokens, is_own = outputs.device, layout.reads.tokens, layout.reads.tokens >= 0
-        own = outputs[on_device(torch.searchsorted(layout.keep, tokens[is_own]), device)]
+        own = outputs[on_device(torch.searchsorted(layout.head_tokens, tokens[is_own]), device)]
         if is_own.all():
             return own
         assert cache is not None and layout.source is not None
-        places = torch.searchsorted(layout.source.keep, -1 - tokens[~is_own])
+        places = torch.searchsorted(layout.source.head_tokens, -1 - tokens[~is_own])
         (left,) = cache.read(_OUTPUTS)
-        read = ReadRows.apply(left, on_device(places, device), cache, _OUTPUTS)  # type: ignore[no-untyped-call]
+        read = ReadPrefix.apply(left, on_device(places, device), cache, _OUTPUTS)  # type: ignore[no-untyped-call]
         both = outputs.new_empty(len(tokens), outputs.shape[-1])
         both = both.index_copy(0, on_device(is_own.nonzero()[:, 0], device), own)
         return both.index_copy(0, on_device((~is_own).nonzero()[:, 0], device), read)
 
     def _forward(
-        self, tokens: TokenBatch, keep: torch.Tensor, attention_pass: AttentionPass, outputs: Outputs | None
+        self, tokens: TokenBatch, head_tokens: torch.Tensor, attention_pass: AttentionPass, outputs: Outputs | None
     ) -> torch.Tensor:
-        """What `outputs` makes of the packed row's tokens `keep`: see `Model.token_outputs`."""
+        """What `outputs` makes of the packed row's `head_tokens`: see `Model.token_outputs`."""
         device, layout = tokens.input_ids.device, attention_pass.layout
-        own, kept, shards = layout.index, keep, None
+        own, shards = layout.index, None
         if self.sequence_group is not None:
             shards = attention_pass.shards = Shards(self.sequence_group, layout, device)
             own = layout.index[shards.tokens]
-            kept, gathered = shards.keep(kept)
-        index, kept = on_device(own, device), on_device(kept, device)
-        attention_pass.head_tokens = kept
-        of_batch = index[kept]
+            head_tokens, gathered = shards.head_tokens(head_tokens)
+        index, head_tokens = on_device(own, device), on_device(head_tokens, device)
+        attention_pass.head_tokens = head_tokens
+        places = index[head_tokens]
         prefixes = layout.groups if layout.source is None else ()
         pixels = tokens.pixels and tokens.pixels.of(prefixes, device, shards.tokens if shards else None)
         result = self.model.token_outputs(
-            tokens.input_ids[index], tokens.position_ids[..., index], keep=kept, attention_pass=attention_pass,
-            outputs=outputs and (lambda rows, logits: outputs(of_batch[rows], logits)), logits_chunk=self.logits_chunk,
-            pixels=pixels or {},
+            tokens.input_ids[index], tokens.position_ids[..., index], head_tokens=head_tokens,
+            attention_pass=attention_pass, outputs=outputs and (lambda which, logits: outputs(places[which], logits)),
+            logits_chunk=self.logits_chunk, pixels=pixels or {},
         )  # fmt: skip
         return result if shards is None else shards.gather(result, gathered)
 

@@ -21,15 +21,17 @@ from verl_prefix.core.layout import Layout
 class Shards:
     """One packed row on the n ranks of a group.
 
-    In each layer of attention, and again in backward, a rank of t tokens sends t (2 H + 2 max(K, n)) D (n - 1) / n
-    elements. A recurrent layer sends (n - 1) / n of what its convolutions and its scan read and give.
+    In each attention layer, and again in its backward, a rank of t tokens sends t (2 H + 2 max(K, n)) D (n - 1) / n
+    elements. A recurrent layer sends (n - 1) / n of what its convolutions and its scan take and return.
 
     Args:
-        group: the ranks that share the row; all of them run the same passes. H is a multiple of n; K of n, or n of K.
-            So are heads (or channels) and groups of recurrent layers.
+        group: the ranks that share the packed row; all of them run the same passes. H is a multiple of n, and K is one
+            of n, or n of K. The same holds for heads (or channels) and groups of recurrent layers.
 
     Attributes:
-        tokens: [t] int64, this rank's tokens of the row. Slices are padded with token 0, whose result nobody reads.
+        size, rank: n, and which of the group's ranks this one is.
+        tokens: [t] int64, this rank's tokens of the packed row. Slices are padded with token 0, whose result nobody
+            reads.
     """
 
     def __init__(self, group: dist.ProcessGroup, layout: Layout, device: torch.device) -> None:
@@ -42,9 +44,9 @@ class Shards:
         for part, length, before in zip(parts, slices, (0, slices[0]), strict=True):
             number = torch.arange(len(part))
             positions.append(number // max(length, 1) * self._local + before + number % max(length, 1))
-        # Where every token stands among the tokens of rank 0, then rank 1, and so on; in host memory, on the device.
+        # Where every token stands among the tokens of rank 0, then rank 1, and so on.
         self._positions = torch.cat(positions)
-        self._gathered = on_device(self._positions, device)
+        self._on_device = on_device(self._positions, device)
         self.tokens = self.own(torch.arange(layout.num_tokens))
 
     def own(self, values: torch.Tensor) -> torch.Tensor:
@@ -53,37 +55,39 @@ class Shards:
         padded[self._positions] = values
         return padded.view(self.size, self._local)[self.rank]
 
-    def keep(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Which of this rank's tokens to keep, and where their outputs stand after a gather.
+    def head_tokens(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Which of this rank's tokens go through lm_head, so that `tokens` do on all ranks together.
 
         Args:
-            tokens: [n] int64, tokens of the row, in ascending order.
+            tokens: [n] int64, tokens of the packed row, in ascending order.
 
         Returns:
             [m] int64, positions among this rank's tokens: those of `tokens` that it has, then others, none twice, up to
-            as many as any rank has. And [n] int64, the row that each of `tokens` gets by `gather`.
+            as many as any rank has. And [n] int64: where the output of each of `tokens` stands among those of all
+            ranks, for `gather`.
         """
         owner, local = self._positions[tokens] // self._local, self._positions[tokens] % self._local
         counts = owner.bincount(minlength=self.size)
         most = int(counts.max())
         order = owner.argsort(stable=True)
         number = torch.arange(len(tokens)) - (counts.cumsum(0) - counts)[owner[order]]
-        rows = torch.empty_like(owner)
-        rows[order] = owner[order] * most + number
+        places = torch.empty_like(owner)
+        places[order] = owner[order] * most + number
         own, is_other = local[owner == self.rank], torch.ones(self._local, dtype=torch.bool)
         is_other[own] = False
-        return torch.cat([own, is_other.nonzero()[: most - len(own), 0]]), rows
+        return torch.cat([own, is_other.nonzero()[: most - len(own), 0]]), places
 
-    def gather(self, outputs: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """[m, k] of every rank -> [n, k] on every rank, by the rows of `keep`. Every rank computes the loss of all
-        tokens, and FSDP averages gradients over ranks: so backward multiplies the gradients of a rank's own tokens by
-        n."""
+    def gather(self, outputs: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+        """Outputs [m, k] of every rank -> [n, k] on every rank, by what `head_tokens` returned.
+
+        Every rank computes the loss of all tokens, and FSDP averages gradients over ranks. So backward multiplies the
+        gradients of a rank's own tokens by n."""
         gathered: torch.Tensor = _Gather.apply(outputs, self.group)  # type: ignore[no-untyped-call]
-        return gathered.index_select(0, on_device(rows, outputs.device))
+        return gathered.index_select(0, on_device(places, outputs.device))
 
     def to_heads(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
-        """[t, H, ...] each, of this rank's tokens -> [T, H / n, ...] of all, by one all-to-all for each dtype. Of fewer
-        heads than ranks each is repeated: [T, 1, ...]."""
+        """[t, H, ...] each, of this rank's tokens -> [T, H / n, ...] of all tokens, by one all-to-all for each dtype.
+        Fewer heads than ranks are repeated: [T, 1, ...]."""
         n = self.size
         parts = [x if x.shape[1] >= n else x.repeat_interleave(n // x.shape[1], 1) for x in tensors]
         parts = [x.unflatten(1, (n, -1)) for x in parts]
@@ -94,12 +98,12 @@ class Shards:
             received: torch.Tensor = _AllToAll.apply(sent, self.group)  # type: ignore[no-untyped-call]
             columns = received.split([parts[i].shape[2:].numel() for i in alike], 1)
             for i, x in zip(alike, columns, strict=True):
-                found[i] = x.index_select(0, self._gathered).unflatten(1, parts[i].shape[2:])
+                found[i] = x.index_select(0, self._on_device).unflatten(1, parts[i].shape[2:])
         return found
 
     def to_tokens(self, out: torch.Tensor) -> torch.Tensor:
         """[T, H / n, ...] of all tokens -> [t, H, ...] of this rank's, zero where a slice is padded."""
-        padded = out.new_zeros(self.size * self._local, *out.shape[1:]).index_copy(0, self._gathered, out)
+        padded = out.new_zeros(self.size * self._local, *out.shape[1:]).index_copy(0, self._on_device, out)
         received: torch.Tensor = _AllToAll.apply(padded, self.group)  # type: ignore[no-untyped-call]
         by_rank: torch.Tensor = received.unflatten(0, (self.size, self._local))
         return by_rank.transpose(0, 1).flatten(1, 2)

@@ -9,10 +9,10 @@
       strand 1 [ call, result ]        -> row 2 [ next call ]      row 1 lies in strand 1, and has no suffix
       strand 2 [ other call, result ]  -> row 3 [ next call ]
 
-A row's cuts follow from the row itself, as ends of messages do, never from the rows beside it. So rows that merely
-happen to agree in some tokens do not share them. Between two cuts, rows share where the tokens of one are the beginning
-of the other's. A strand and the only one that follows it are joined: the growing prompts of a session are one strand,
-of which each suffix reads a part.
+A row's cuts follow from the row itself, as ends of messages do, never from the rows beside it. So rows that agree in
+some tokens by chance do not share them. Between two cuts, two rows share their tokens where those of one begin with
+those of the other. A strand and the only one that follows it are joined: the growing prompts of a session are one
+strand, and each suffix reads a part of it.
 """
 
 from collections.abc import Sequence
@@ -27,12 +27,15 @@ GENERATION_PROMPT = 16
 
 
 def cuts_at(ends: Sequence[int], prompt_len: int, shown: int = 0) -> list[int]:
-    """Where a row is cut. `ends` are numbers of its first tokens after which other rows may continue differently.
+    """Where a row is cut: one token before each end, as a prefix ends before the last prompt token.
 
-    A cut stands one token before such an end, as a prefix ends before the last prompt token. The end of the prompt is
-    one, too, unless one of `ends` stands just before it: what lies between is a generation prompt, which may have
-    another form in the next turn's history, and which is short enough to be computed with the response. The first
-    `shown` tokens end with an image, and none of them is of a generation prompt.
+    The end of the prompt counts as one, too, unless one of `ends` lies just before it. Between the two is then a
+    generation prompt. In the next turn's history it may look different, and it is short: it is computed with the
+    response.
+
+    Args:
+        ends: numbers of the row's first tokens after which other rows may continue differently.
+        shown: number of the row's first tokens up to its last image, which are no generation prompt.
     """
     cuts = [end - 1 for end in ends]
     if not any(max(prompt_len - GENERATION_PROMPT, shown) <= end <= prompt_len for end in ends):
@@ -43,21 +46,23 @@ def cuts_at(ends: Sequence[int], prompt_len: int, shown: int = 0) -> list[int]:
 def group_trees(
     tokens: torch.Tensor, offsets: Sequence[int], prompt_lens: Sequence[int], cuts: Sequence[Sequence[int]]
 ) -> list[Group]:
-    """Groups of rows that share what lies before their cuts.
+    """Groups rows that share what lies before their cuts.
 
-    A cut at n leaves n tokens before it. Rows share these only if they also agree in the next token, whose log-prob the
-    last of them gives. So of rows that may first differ in token d the cut is d - 1, as a prefix ends before the last
-    prompt token.
+    Rows share the n tokens before a cut only if they also agree in the next one, whose log-prob token n - 1 gives. So
+    where rows may first differ in token d, the cut is at d - 1.
 
     Args:
-        tokens: [N] int64 in host memory, all rows one after the other; what else must agree (positions, pixels) is
+        tokens: [N] int64 in host memory, all rows one after the other. What else must agree (positions, pixels) is
             mixed into them.
         offsets: first token of each row, and the end.
         prompt_lens: tokens of each row's prompt, at least 1.
-        cuts: of each row, in any order; those outside of [1, row length - 2] cut nothing off.
+        cuts: of each row, in any order; those outside of [1, row length - 2] are left out.
 
     Returns:
         groups in order of their first rows. A row without response tokens is a group of its own.
+
+    Raises:
+        RuntimeError: two different prefixes have the same hash.
     """
     lens = [b - a for a, b in pairwise(offsets)]
     live = [row for row, length in enumerate(lens) if length > prompt_lens[row]]
@@ -74,13 +79,12 @@ def group_trees(
             begun: list[int] = []  # strands that begin behind this fork
             known: dict[int, int] = {}  # of those, by the hash of their first `known_end` + 1 tokens
             known_end = -1
-            # The longest pieces come first, of equal ones those that go on. A shorter one finds the strand that begins
-            # with it.
-            pieces = sorted((-ends[row][depth], len(ends[row]) == depth + 1, row) for row in behind)
-            for (end, is_last, hashed), places in rows_by_key(
-                (-n, last, hash_of[row]) for n, last, row in pieces
-            ).items():
-                same = [pieces[place][2] for place in places]
+            # Rows by their next cut, the last one first, so that a shorter row finds the strand that begins with it; of
+            # rows with the same cut those that go on behind it come first.
+            order = sorted((-ends[row][depth], len(ends[row]) == depth + 1, row) for row in behind)
+            alike = rows_by_key((-n, last, hash_of[row]) for n, last, row in order)
+            for (end, is_last, hashed), members in alike.items():
+                same = [order[i][2] for i in members]
                 if end != known_end:
                     found = hashes.of([strands[strand].row for strand in begun], end).tolist()
                     known, known_end = dict(zip(reversed(found), reversed(begun), strict=True)), end
@@ -102,35 +106,40 @@ def group_trees(
 
 
 def _chained(strands: Sequence[Strand], forks: dict[int, Fork]) -> tuple[list[Strand], dict[int, Fork]]:
-    """Joins a strand and the only one that begins at its end. So the growing prompts of a session are one causal
-    segment, no part of which copies the keys of the parts before it."""
+    """Joins a strand and the only one that begins at its end. So the growing prompts of a session are one segment of
+    the causal call, and no part of it copies the keys of the parts before it."""
     following: dict[int, list[int]] = {}
     for number, strand in enumerate(strands):
         if strand.parent >= 0 and strand.start == strands[strand.parent].end:
             following.setdefault(strand.parent, []).append(number)
-    place, joined = {-1: -1}, list[Strand]()  # parents come first
+    new, joined = {-1: -1}, list[Strand]()  # strands' new numbers; parents come first
     for number, strand in enumerate(strands):
         if following.get(strand.parent) == [number]:
-            place[number] = place[strand.parent]
-            joined[place[number]] = joined[place[number]]._replace(row=strand.row, end=strand.end)
+            new[number] = new[strand.parent]
+            joined[new[number]] = joined[new[number]]._replace(row=strand.row, end=strand.end)
         else:
-            place[number] = len(joined)
-            joined.append(strand._replace(parent=place[strand.parent]))
-    return joined, {row: fork._replace(strand=place[fork.strand]) for row, fork in forks.items()}
+            new[number] = len(joined)
+            joined.append(strand._replace(parent=new[strand.parent]))
+    return joined, {row: fork._replace(strand=new[fork.strand]) for row, fork in forks.items()}
 
 
 class Hashes:
-    """Hashes of the first tokens of rows: sums of a random number per token and place, modulo 2^64."""
+    """Hashes of the first tokens of rows: sums of a random number per token and position, modulo 2^64.
+
+    Args:
+        tokens: [N] int64 in host memory, all rows one after the other.
+        offsets: first token of each row, and the end.
+    """
 
     def __init__(self, tokens: torch.Tensor, offsets: Sequence[int]) -> None:
         self.tokens, self.starts = tokens, torch.tensor(offsets[:-1], dtype=torch.int64)
         lens = torch.tensor(offsets, dtype=torch.int64).diff()
-        places = torch.arange(len(tokens)) - self.starts.repeat_interleave(lens)
-        values = mix(tokens) * (mix(places) | 1)
+        positions = torch.arange(len(tokens)) - self.starts.repeat_interleave(lens)
+        values = mix(tokens) * (mix(positions) | 1)
         self.sums = torch.nn.functional.pad((values ^ (values >> 32)).cumsum(0), (1, 0))
 
     def of(self, rows: Sequence[int], ends: Sequence[int] | int) -> torch.Tensor:
-        """[n] int64, of the first `end` + 1 tokens of each of n rows."""
+        """[n] int64: hashes of the first `end` + 1 tokens of each of n rows."""
         starts = self.starts[torch.tensor(rows, dtype=torch.int64)]
         return self.sums[starts + torch.as_tensor(ends, dtype=torch.int64) + 1] - self.sums[starts]
 
@@ -166,8 +175,9 @@ def mix_rows(tokens: torch.Tensor, offsets: Sequence[int], values: Sequence[int]
 def _groups(
     strands: Sequence[Strand], forks: dict[int, Fork], lens: Sequence[int], first_outputs: Sequence[int]
 ) -> list[Group]:
-    """Makes one group per strand that nothing stands before, depth first; other rows are groups of their own."""
-    # What follows a strand: (token, kind, number), where kind is 0 for a row without a suffix, 1 with one, 2 a strand.
+    """Makes a group of each strand without a parent and all behind it, depth first, and of each other row."""
+    # What follows a strand: (first token, kind, number), by kind a row without a suffix (0) or with one (1), or a
+    # strand (2).
     below: dict[int, list[tuple[int, int, int]]] = {}
     for row, fork in forks.items():
         below.setdefault(fork.strand, []).append((fork.start, int(fork.start < lens[row] - 1), row))
@@ -185,12 +195,12 @@ def _groups(
                 todo += sorted(below.get(item, ()), reverse=True)
             else:
                 rows.append(item)
-        numbers = {-1: -1} | {strand: place for place, strand in enumerate(order)}
-        kept = tuple(strands[i]._replace(parent=numbers[strands[i].parent]) for i in order)
+        numbers = {-1: -1} | {strand: number for number, strand in enumerate(order)}
+        members = tuple(strands[i]._replace(parent=numbers[strands[i].parent]) for i in order)
         own = tuple(forks[row]._replace(strand=numbers[forks[row].strand]) for row in rows)
         suffix_lens = tuple(lens[row] - 1 - fork.start for row, fork in zip(rows, own, strict=True))
-        prefix_len = sum(strand.end - strand.start for strand in kept)
+        prefix_len = sum(strand.end - strand.start for strand in members)
         first = tuple(first_outputs[row] for row in rows)
-        groups.append(Group(tuple(rows), prefix_len, suffix_lens, kept, own, first))
+        groups.append(Group(tuple(rows), prefix_len, suffix_lens, members, own, first))
     groups += [Group((row,), first, (0,)) for row, first in enumerate(first_outputs) if row not in forks]
     return sorted(groups, key=lambda group: min(group.rows))

@@ -1,7 +1,7 @@
 """Budgets: which groups share a pass, how suffixes fall into waves, and the same counts on every rank.
 
-A budget counts physical tokens, those that are computed. Pure functions of lengths; `pad_to_same_passes` is the one
-collective.
+A budget counts physical tokens, those that are computed. All here are pure functions of lengths, but for
+`pad_to_same_passes`, which is a collective.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,22 +14,28 @@ from verl_prefix.core.layout import pass_order
 
 Item = TypeVar("Item")
 
-# Of one phase-B micro-batch: (index into the pass's groups, the piece of that group whose suffixes the wave holds).
+# One phase-B micro-batch: for each of its groups, (number among the phased pass's groups, that group with only those
+# rows whose suffixes the wave computes).
 Wave = tuple[tuple[int, Group], ...]
 
 
 @dataclass(frozen=True)
 class PackedPass:
-    """Groups in one graph. Without groups: a dummy without rows, which keeps this rank's collectives in step."""
+    """Groups whose prefixes and suffixes are one graph. Without groups it is a dummy, which keeps this rank's
+    collectives in step."""
 
     groups: tuple[Group, ...] = ()
 
 
 @dataclass(frozen=True)
 class PhasedPass:
-    """Groups whose prefixes run together in phases A and C, and the waves between; dummies as in `PackedPass`.
+    """Groups whose prefixes run together in phases A and C, and the waves between. Without groups, or with an empty
+    wave, there are dummies as in `PackedPass`.
 
-    `reads_strands`: rows read outputs of strands, so that lm_head runs in phase A, on every rank.
+    Attributes:
+        groups: those whose prefixes phase A computes.
+        waves: phase B, in its order.
+        reads_strands: on some rank rows read outputs of strands; then lm_head runs in phase A on every rank.
     """
 
     groups: tuple[Group, ...] = ()
@@ -39,10 +45,12 @@ class PhasedPass:
 
 @dataclass(frozen=True)
 class Plan:
-    """All passes of one rank's batch, packed ones first.
+    """All passes of one rank's batch.
 
-    `split_groups` counts groups whose prefix is computed more than once; `idle_groups` are those in which all responses
-    are empty.
+    Attributes:
+        passes: packed ones first.
+        split_groups: number of groups whose prefix is computed more than once.
+        idle_groups: those without response tokens, which no pass computes.
     """
 
     passes: tuple[PackedPass | PhasedPass, ...]
@@ -69,16 +77,16 @@ class Plan:
 def _pieces(group: Group, budget: int, suffixes: bool = True) -> list[Group]:
     """Cuts the group between rows into pieces that fit the budget; with `suffixes=False` only their strands have to.
 
-    It takes the cut with the fewest tokens in all, then with the fewest pieces, then (in trees) with the smallest
-    largest piece, then with the longest pieces first. A piece has at least one suffix, however long that and its path
-    are."""
+    Of all ways to cut it takes that with the fewest tokens to compute; among those the fewest pieces; then, in trees,
+    that whose largest piece is smallest; then that whose first pieces are longest. A piece has at least one suffix,
+    however long that and its path are."""
     if (group.num_physical_tokens if suffixes else group.prefix_len) <= budget:
         return [group]
     units, outputs = list(group.units()), group.output_lens
-    # Per unit: tokens of its suffix, and what its rows need of strands.
+    # Of each unit: tokens of its suffix, and what its rows read of strands.
     suffix = [sum(group.suffix_lens[start:end]) if suffixes else 0 for start, end in units]
     paths = [[x for row in range(*unit) if outputs[row] for x in group.path(group.forks[row])] for unit in units]
-    # The best cut from each unit to the last one: tokens, pieces, the largest piece, the unit after the first piece.
+    # The best way to cut the units from each one on: tokens, pieces, the largest piece, the unit after the first piece.
     best = [(0, 0, 0, len(units))] * (len(units) + 1)
     for first in reversed(range(len(units))):
         used, have, found = 0, dict[int, int](), []
@@ -121,23 +129,23 @@ def first_fit(items: Sequence[Item], size: Callable[[Item], int], budget: int) -
 
 
 def make_waves(groups: Sequence[Group], wave_tokens: int) -> tuple[Wave, ...]:
-    """Suffixes of `groups` in order, in waves of at most `wave_tokens` tokens (one suffix at least)."""
-    waves: list[dict[int, tuple[int, int]]] = [{}] if groups else []  # group -> its rows
+    """Suffixes of `groups` in order, in waves of at most `wave_tokens` tokens, or of one suffix."""
+    waves: list[dict[int, tuple[int, int]]] = [{}] if groups else []  # number of a group -> start and end of its rows
     used = 0
-    for index, group in enumerate(groups):
+    for number, group in enumerate(groups):
         for start, end in group.units():
             num_tokens = sum(group.suffix_lens[start:end])
             if used and num_tokens and used + num_tokens > wave_tokens:
                 waves.append({})
                 used = 0
             used += num_tokens
-            waves[-1][index] = waves[-1].get(index, (start, end))[0], end
-    return tuple(tuple((index, groups[index].of(range(*rows))) for index, rows in wave.items()) for wave in waves)
+            waves[-1][number] = waves[-1].get(number, (start, end))[0], end
+    return tuple(tuple((number, groups[number].of(range(*rows))) for number, rows in wave.items()) for wave in waves)
 
 
 def leaves_room(wave_tokens: int, budget: int, offload: bool) -> bool:
-    """Whether waves of `wave_tokens` leave any of the budget to prefixes, or fit it where prefixes wait in host memory.
-    `make_plan` does not heed others; what reads them from a user refuses them."""
+    """Whether waves of `wave_tokens` leave some of the budget to prefixes; where these wait in host memory, whether
+    waves fit it. `make_plan` ignores a `wave_tokens` that does not, and readers of users' options refuse it."""
     return wave_tokens <= budget if offload else wave_tokens < budget
 
 
@@ -149,15 +157,17 @@ def make_plan(
     offload: bool = False,
     least_wave: int = 1,
 ) -> Plan:
-    """One rank's plan. What is alive at once fits the budget, unless one row alone exceeds it.
+    """Makes one rank's plan. What is alive at once fits the budget, unless one row alone exceeds it.
 
     Args:
+        groups: all groups of the rank's rows.
         budget: physical tokens of one pass (verl's ppo_max_token_len_per_gpu).
         schedule: "packed": every group in as few packed passes as its pieces need. "phased": phase A, waves, phase C
             for all. "auto": packed where the whole group fits the budget, phased where it does not.
-        wave_tokens: the most suffix tokens of one wave; a wave has fewer where a prefix leaves fewer of the budget.
-            None: what the prefixes of phase A, whose graph stays alive, leave of it, but no fewer than `least_wave`.
-        offload: during the waves the prefixes wait in host memory, and do not count.
+        wave_tokens: the most suffix tokens of one wave. Waves are smaller where prefixes, whose graph stays alive,
+            leave less of the budget. None: what prefixes leave.
+        offload: prefixes wait in host memory during the waves, and do not count.
+        least_wave: tokens that a wave may always have, whatever prefixes leave.
     """
     live = pass_order(groups)
     fits = [schedule == "packed" or (schedule == "auto" and g.num_physical_tokens <= budget) for g in live]
@@ -196,8 +206,11 @@ def most_outputs(plan: Plan) -> int:
 
 
 def limit_waves(plan: Plan, tokens: int) -> Plan:
-    """The plan with waves of at most `tokens` suffix tokens, or of one row. It is returned as it is where no wave is
-    larger. Takes a plan that is not padded yet."""
+    """The plan with waves of at most `tokens` suffix tokens, or of one row; the same plan where no wave is larger.
+
+    Args:
+        plan: as of `make_plan`, before `pad_to_same_passes`.
+    """
     if largest_wave(plan) <= tokens:
         return plan
     phased = (replace(one, waves=make_waves(one.groups, tokens)) for one in plan.phased)
@@ -205,9 +218,10 @@ def limit_waves(plan: Plan, tokens: int) -> Plan:
 
 
 def pad_to_same_passes(plan: Plan, reduce_max: Callable[[Sequence[float]], Sequence[float]]) -> Plan:
-    """The plan with dummies added, so that every rank runs the same passes and waves in the same order.
+    """Adds dummies to the plan, so that every rank runs the same passes and waves in the same order.
 
     Args:
+        plan: this rank's.
         reduce_max: element-wise maximum over ranks of a list, equally long on every rank.
     """
     packed, phased = plan.packed, sorted(plan.phased, key=lambda one: -len(one.waves))

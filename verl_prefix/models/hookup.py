@@ -108,7 +108,7 @@ class HookedModel:
         self,
         input_ids: torch.Tensor,
         position_ids: torch.Tensor,
-        keep: torch.Tensor,
+        head_tokens: torch.Tensor,
         attention_pass: AttentionPass,
         outputs: Outputs | None,
         logits_chunk: int,
@@ -121,9 +121,10 @@ class HookedModel:
         exist. Where somebody behind lm_head sees logits (`models.logits`), all exist at once.
 
         Args:
-            input_ids: [T] int64. position_ids: [T] or [4, T] int64. keep: [n] int64, the tokens for lm_head.
-            outputs: (rows of `keep` [m] int64, their logits [m, vocabulary]) -> [m, k]; None: sums of hidden states
-                come back, [n, 1], and lm_head's weight gets no gradient.
+            input_ids: [T] int64. position_ids: [T] or [4, T] int64.
+            head_tokens: [n] int64, those that go through lm_head.
+            outputs: (which of `head_tokens`, [m] int64; their logits [m, vocabulary]) -> [m, k]; None: sums of hidden
+                states come back, [n, 1], and lm_head's weight gets no gradient.
             pixels: of a vision model, `PixelBatch.of` this row.
 
         Raises:
@@ -134,16 +135,16 @@ class HookedModel:
         lm_head = self.model.get_output_embeddings()
         whole = self._needs_all_logits(lm_head, outputs)
         inputs = self.inputs(input_ids, position_ids, attention_pass)
-        with self.expert_loads.counting(attention_pass, keep.device), ExitStack() as stack:
+        with self.expert_loads.counting(attention_pass, head_tokens.device), ExitStack() as stack:
             if not whole:
                 head = _ChunkedHead(lm_head.forward, outputs, logits_chunk)
                 stack.enter_context(replaced(lm_head, "forward", head))
-            logits = self.logits(inputs, keep, dict(tower=attention_pass.cache is None, **pixels))
+            logits = self.logits(inputs, head_tokens, dict(tower=attention_pass.cache is None, **pixels))
         self.check_calls(attention_pass.num_calls - calls)
-        if logits.shape[1] != len(keep):
+        if logits.shape[1] != len(head_tokens):
             raise RuntimeError(
-                f"logits_to_keep asked {type(self.model).__name__} for logits of {len(keep)} tokens, and it returned "
-                f"those of {logits.shape[1]}; set model_engine=dp and report this model"
+                f"logits_to_keep asked {type(self.model).__name__} for logits of {len(head_tokens)} tokens, and it "
+                f"returned those of {logits.shape[1]}; set model_engine=dp and report this model"
             )
         if not whole and outputs is not None and not self.hands_on(head.result, logits):
             raise RuntimeError(
@@ -152,14 +153,15 @@ class HookedModel:
             )
         if not whole:
             return logits[0]
-        rows = torch.arange(len(keep), device=keep.device)
-        return logits[0].sum(-1, keepdim=True) if outputs is None else outputs(rows, logits[0])
+        which = torch.arange(len(head_tokens), device=head_tokens.device)
+        return logits[0].sum(-1, keepdim=True) if outputs is None else outputs(which, logits[0])
 
     def logits(self, inputs: dict[str, Any], keep: torch.Tensor, seen: dict[str, Any]) -> torch.Tensor:
         """[1, n, vocabulary] of tokens `keep`, or what lm_head's forward was replaced by.
 
         Args:
             inputs: of any model. seen: those that a vision model also takes (`vision.forward`).
+            keep: [n] int64, transformers' `logits_to_keep`.
 
         Raises:
             RuntimeError: a vision model has a forward of others, which `vision.forward` would replace.
@@ -227,17 +229,17 @@ class _ChunkedHead:
     def _of_chunks(self, hidden: torch.Tensor) -> torch.Tensor:
         if self.outputs is None:
             return hidden.sum(-1, keepdim=True)
-        rows = torch.arange(hidden.shape[1], device=hidden.device)
+        which = torch.arange(hidden.shape[1], device=hidden.device)
         # Backward begins with the last chunk, whose logits are kept: they take no more memory than a recomputation's.
-        first = len(rows) % self.chunk or min(len(rows), self.chunk)
-        sizes = [first, *[self.chunk] * ((len(rows) - first) // self.chunk)]
-        *earlier, last = zip(rows.split(sizes), hidden[0].split(sizes), strict=True)
+        first = len(which) % self.chunk or min(len(which), self.chunk)
+        sizes = [first, *[self.chunk] * ((len(which) - first) // self.chunk)]
+        *earlier, last = zip(which.split(sizes), hidden[0].split(sizes), strict=True)
         chunks = [*(checkpoint(self._of, *x, use_reentrant=False) for x in earlier), self._of(*last)]
         return torch.cat([x.unsqueeze(0) for x in chunks], dim=1)  # no view, which FSDP2's hooks would warn of
 
-    def _of(self, rows: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+    def _of(self, which: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
         assert self.outputs is not None
-        return self.outputs(rows, self.forward(hidden))
+        return self.outputs(which, self.forward(hidden))
 
 
 @contextmanager

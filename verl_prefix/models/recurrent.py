@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from verl_prefix.core.attention import AttentionPass
 from verl_prefix.core.calls import Spans
 from verl_prefix.core.kernels.state_space import chunk_scan
-from verl_prefix.core.recurrence import Scan, Scanned, scan_rows, shared_conv, shared_scan
+from verl_prefix.core.recurrence import Scan, Scanned, scan_padded, shared_conv, shared_scan
 
 # Text models whose mixers `mixer_of` knows.
 MODEL_TYPES = (
@@ -152,8 +152,8 @@ class GatedDeltaNet(Mixer):
     ) -> tuple[torch.Tensor, None]:  # fmt: skip
         options = dict(output_final_state=True, use_qk_l2norm_in_kernel=True)
 
-        def by_rows(rows: Sequence[torch.Tensor], initial: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-            q, k, v, g, beta = rows
+        def padded(inputs: Sequence[torch.Tensor], initial: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+            q, k, v, g, beta = inputs
             return rule(q, k, v, g=g, beta=beta, initial_state=initial, **options)
 
         def varlen(inputs: Sequence[torch.Tensor], segments: Spans, initial: torch.Tensor | None) -> Scanned:
@@ -164,7 +164,7 @@ class GatedDeltaNet(Mixer):
 
         neutral = [0.0] * 5  # where k, v, beta and g are 0 the state stays
         segmented = _chosen(rule).__module__.startswith("fla.")
-        scan = varlen if segmented else functools.partial(scan_rows, by_rows, neutral)
+        scan = varlen if segmented else functools.partial(scan_padded, padded, neutral)
         return self._scan([x[0] for x in (query, key, value, g, beta)], scan, neutral).unsqueeze(0), None
 
 
@@ -205,15 +205,15 @@ class Mamba2(Mixer):
         if (shards := self._pass().shards) is not None:
             A, D, dt_bias = map(shards.heads, (A, D, dt_bias))
 
-        def by_rows(rows: Sequence[torch.Tensor], initial: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-            x, B, C, dt = rows
+        def padded(inputs: Sequence[torch.Tensor], initial: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+            x, B, C, dt = inputs
             return run(
                 x, dt, A, B, C, chunk_size=chunk_size, D=D, dt_bias=dt_bias,
                 initial_states=initial, dt_limit=dt_limit,
             )  # fmt: skip
 
         neutral = (0.0, 0.0, 0.0, _NO_STEP)
-        scan = functools.partial(scan_rows, by_rows, neutral)
+        scan = functools.partial(scan_padded, padded, neutral)
         return self._scan([y[0] for y in (x, B, C, dt)], scan, neutral).unsqueeze(0), None
 
 

@@ -1,6 +1,6 @@
 """What the core reads of its indices, by count alone: those of fake tensors have no values.
 
-How many tokens are kept, read and sent follows from lengths; which ones they are costs nothing.
+How many tokens go through lm_head, are read and sent follows from lengths; which ones they are costs nothing.
 """
 
 import contextlib
@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from verl_prefix.core import schedule
 from verl_prefix.core.layout import Layout
-from verl_prefix.core.prefix_cache import PrefixCache, ReadRows
+from verl_prefix.core.prefix_cache import PrefixCache, ReadPrefix
 from verl_prefix.core.schedule import _OUTPUTS, Schedule
 from verl_prefix.core.sequence_parallel import Shards
 
@@ -31,24 +31,24 @@ class CountedSchedule(Schedule):
             return own_read
         (of_strands,) = cache.read(_OUTPUTS)
         at = outputs.new_empty(left, dtype=torch.int64)
-        read = ReadRows.apply(of_strands, at, cache, _OUTPUTS)
+        read = ReadPrefix.apply(of_strands, at, cache, _OUTPUTS)
         return torch.cat([own_read, read])
 
 
 class CountedShards(Shards):
-    """Shards of a row, which on fake tensors know by count alone what a rank keeps."""
+    """Shards of a row, which on fake tensors know by count alone which tokens of a rank go through lm_head."""
 
-    def keep(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def head_tokens(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return torch.arange(-(-len(tokens) // self.size)), torch.arange(len(tokens))
 
 
-_keep: Any = vars(Layout)["keep"].func
+_head_tokens: Any = vars(Layout)["head_tokens"].func
 
 
-def _kept(layout: Layout) -> torch.Tensor:
-    """`Layout.keep`, of fake tokens by their number."""
+def _counted_head_tokens(layout: Layout) -> torch.Tensor:
+    """`Layout.head_tokens`, of fake tokens by their number."""
     if layout.reads is None or not isinstance(layout.index, FakeTensor):
-        whole: torch.Tensor = _keep(layout)
+        whole: torch.Tensor = _head_tokens(layout)
         return whole
     kept = sum(group.num_strand_outputs for group in layout.groups) if layout.num_strand_tokens else 0
     if layout.num_tokens > layout.num_strand_tokens:
@@ -60,5 +60,8 @@ def _kept(layout: Layout) -> torch.Tensor:
 @contextlib.contextmanager
 def known_by_count() -> Iterator[None]:
     """Context in which a `CountedSchedule` runs: its layouts and shards are counted too."""
-    with mock.patch.object(Layout, "keep", property(_kept)), mock.patch.object(schedule, "Shards", CountedShards):
+    with (
+        mock.patch.object(Layout, "head_tokens", property(_counted_head_tokens)),
+        mock.patch.object(schedule, "Shards", CountedShards),
+    ):
         yield

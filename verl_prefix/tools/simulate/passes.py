@@ -322,13 +322,13 @@ class Simulation:
             else:
                 ends = zip(batch, accumulate(lengths), strict=True)
                 kept = [torch.arange(end - self.suffixes[row] - 1, end - 1) for row, end in ends]
-                keep = torch.cat(kept)
+                head_tokens = torch.cat(kept)
                 if attention.shards is not None:
-                    keep, _ = attention.shards.keep(keep)
-                keep = keep.to(self.device)
+                    head_tokens, _ = attention.shards.head_tokens(head_tokens)
+                head_tokens = head_tokens.to(self.device)
                 outputs = self.hooked.token_outputs(
-                    ids, positions, keep=keep, attention_pass=attention,
-                    outputs=lambda rows, logits: self._log_probs(index[keep[rows]], logits, update),
+                    ids, positions, head_tokens=head_tokens, attention_pass=attention,
+                    outputs=lambda some, logits: self._log_probs(index[head_tokens[some]], logits, update),
                     logits_chunk=job.logits_chunk or LOGITS_CHUNK, pixels=pixels,
                 )  # fmt: skip
             if attention.shards is not None:
