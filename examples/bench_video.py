@@ -31,7 +31,7 @@ from transformers import AutoModelForImageTextToText, PreTrainedModel
 from verl_prefix.api.pixels import positions_of_row
 from verl_prefix.core.groups import group_by_key
 from verl_prefix.core.layout import Layout
-from verl_prefix.core.schedule import Schedule, TokenBatch
+from verl_prefix.core.schedule import PackedForward, Schedule, TokenBatch
 from verl_prefix.core.waves import make_plan
 from verl_prefix.files import write_whole
 from verl_prefix.models.hookup import HookedModel
@@ -136,7 +136,7 @@ def run_shared(model: PreTrainedModel, batch: Batch, schedule: str) -> None:
     # The wave budget is that of one suffix, the pass's that of the whole group.
     plan = make_plan(batch.groups, batch.groups[0].num_physical_tokens, schedule, batch.suffix)
     tokens = TokenBatch(batch.flat, batch.positions, offsets, pixels)
-    Schedule(HookedModel(model), outputs, step, torch.Tensor.backward).run(tokens, plan)
+    Schedule(PackedForward(HookedModel(model), outputs), step, torch.Tensor.backward).run(tokens, plan)
 
 
 def run_arm(model: PreTrainedModel, arm: str, batch: Batch) -> float:

@@ -41,7 +41,7 @@ from transformers import LlamaForCausalLM
 
 from verl_prefix import phased_update, response_log_probs
 from verl_prefix.api.rows import Batch, LogProbs
-from verl_prefix.core import schedule
+from verl_prefix.core.forward import PackedForward
 from verl_prefix.models import logits
 from verl_prefix.models.hookup import HookedModel
 
@@ -337,13 +337,13 @@ def test_forward_only_is_the_same_numbers_in_bounded_passes(max_tokens, monkeypa
     model, rows = build(), batch()
     truth = torch.cat(by_hf(model, rows)[0])
     sizes = []
-    suffixes = schedule.Schedule._suffixes
+    suffixes = PackedForward.suffixes
 
     def spy(self, tokens, groups, layout, cache):
         sizes.append(layout.num_tokens)
         return suffixes(self, tokens, groups, layout, cache)
 
-    monkeypatch.setattr(schedule.Schedule, "_suffixes", spy)
+    monkeypatch.setattr(PackedForward, "suffixes", spy)
     with torch.no_grad():
         args = dict(**inputs("tensors", rows), temperature=TEMPERATURE, max_tokens=max_tokens)
         packed = torch.cat(response_log_probs(model, **args))

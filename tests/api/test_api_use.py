@@ -17,7 +17,8 @@ from api_rows import batch, build, float64_norm, grads, inputs  # noqa: F401
 from torch.distributed.fsdp import FSDPModule
 
 from verl_prefix import phased_update, response_hidden_states, response_log_probs
-from verl_prefix.core import prefix_cache, schedule
+from verl_prefix.core import prefix_cache
+from verl_prefix.core.forward import PackedForward
 
 # The block's life: what is left after it, and what it says where it is misused.
 
@@ -27,7 +28,7 @@ def tracked(monkeypatch):
     """Weak references to every captured K/V, every grad cache and every phase A output."""
     refs: list[weakref.ref] = []
     capture, add_grad = prefix_cache.PrefixCache.capture, prefix_cache.PrefixCache.add_grad
-    prefixes = schedule.Schedule._prefixes
+    prefixes = PackedForward.prefixes
 
     def spy_capture(self, layer, k, v):
         joined = capture(self, layer, k, v)
@@ -38,14 +39,14 @@ def tracked(monkeypatch):
         add_grad(self, layer, *args)
         refs.extend(weakref.ref(x) for x in self._grad[layer])
 
-    def spy_prefixes(self, *args):
-        root = prefixes(self, *args)
+    def spy_prefixes(self, *args, **options):
+        root = prefixes(self, *args, **options)
         refs.append(weakref.ref(root))
         return root
 
     monkeypatch.setattr(prefix_cache.PrefixCache, "capture", spy_capture)
     monkeypatch.setattr(prefix_cache.PrefixCache, "add_grad", spy_add_grad)
-    monkeypatch.setattr(schedule.Schedule, "_prefixes", spy_prefixes)
+    monkeypatch.setattr(PackedForward, "prefixes", spy_prefixes)
     return refs
 
 

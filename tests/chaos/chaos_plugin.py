@@ -66,12 +66,12 @@ def break_save(save):
 
 
 def break_wave(self, tokens, groups, layout, cache=None) -> None:
-    if cache is not None and self.backward is not None and at("wave") and last_rank():
+    if cache is not None and torch.is_grad_enabled() and at("wave") and last_rank():
         act()
 
 
-def break_phase_a(self, *_) -> None:
-    if self.backward is not None and at("phase_a") and last_rank():
+def break_phase_a(self, *_, **__) -> None:
+    if torch.is_grad_enabled() and at("phase_a") and last_rank():
         act()
 
 
@@ -86,7 +86,7 @@ def install() -> None:
     from verl.workers.engine.fsdp.transformer_impl import FSDPEngine
 
     from verl_prefix.core.prefix_cache import PrefixCache
-    from verl_prefix.core.schedule import Schedule
+    from verl_prefix.core.schedule import PackedForward
     from verl_prefix.cpu.server import HFServer
     from verl_prefix.engine import exchange
     from verl_prefix.engine.row_bytes import RowBytes
@@ -98,11 +98,11 @@ def install() -> None:
     before(exchange, "describe", on_last_rank("describe"))
     before(RowBytes, "pack", on_last_rank("exchange"))
     before(PrefixCache, "backward", on_last_rank("phase_c"))
-    before(Schedule, "_prefixes", break_phase_a)
+    before(PackedForward, "prefixes", break_phase_a)
     before(TraceWriter, "_write_step", on_last_rank("trace"))
     before(HFServer, "__init__", lambda *_, **__: at("server") and act())
     before(HFServer, "_generate", lambda *_, **__: at("rollout") and act())
-    before(Schedule, "_suffixes", break_wave)
+    before(PackedForward, "suffixes", break_wave)
     torch.save = break_save(torch.save)
 
 

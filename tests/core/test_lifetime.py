@@ -11,6 +11,7 @@ from runners import random_rollouts, run_shared
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from verl_prefix.core import prefix_cache, schedule
+from verl_prefix.core.forward import PackedForward
 from verl_prefix.core.offload import OffloadedPrefixCache
 
 SHAPE = [(41, [9, 17, 5]), (23, [3, 11])]
@@ -30,7 +31,7 @@ def tracked(monkeypatch):
     """Weak references to every captured K/V (of the graph and leaf), every grad cache and every phase A output."""
     refs: list[weakref.ref] = []
     capture, add_grad = prefix_cache.PrefixCache.capture, prefix_cache.PrefixCache.add_grad
-    prefixes = schedule.Schedule._prefixes
+    prefixes = PackedForward.prefixes
 
     def spy_capture(self, layer, k, v):
         joined = capture(self, layer, k, v)
@@ -41,14 +42,14 @@ def tracked(monkeypatch):
         add_grad(self, layer, *args)
         refs.extend(weakref.ref(x) for x in self._grad[layer])
 
-    def spy_prefixes(self, *args):
-        root = prefixes(self, *args)
+    def spy_prefixes(self, *args, **options):
+        root = prefixes(self, *args, **options)
         refs.append(weakref.ref(root))
         return root
 
     monkeypatch.setattr(prefix_cache.PrefixCache, "capture", spy_capture)
     monkeypatch.setattr(prefix_cache.PrefixCache, "add_grad", spy_add_grad)
-    monkeypatch.setattr(schedule.Schedule, "_prefixes", spy_prefixes)
+    monkeypatch.setattr(PackedForward, "prefixes", spy_prefixes)
     return refs
 
 
@@ -80,9 +81,7 @@ def test_nothing_is_left_after_an_exception_between_a_and_c(tracked, monkeypatch
 
     model, rollouts = build(), random_rollouts(SHAPE, 61)
     real = schedule.Schedule.__init__
-    monkeypatch.setattr(
-        schedule.Schedule, "__init__", lambda self, m, o, s, b, **kw: real(self, m, o, s, backward, **kw)
-    )
+    monkeypatch.setattr(schedule.Schedule, "__init__", lambda self, f, s, b, **kw: real(self, f, s, backward, **kw))
     with pytest.raises(FloatingPointError, match=where):
         run_shared(model, rollouts, "phased", wave_tokens=20)
     assert model.config._attn_implementation == "sdpa"
@@ -112,7 +111,7 @@ def test_phase_c_forgets_each_layers_caches_as_it_comes_to_it(monkeypatch, check
 def test_a_prefix_graph_has_no_lm_head(monkeypatch):
     model, real = build(), schedule.Schedule.__init__
     monkeypatch.setattr(
-        schedule.Schedule, "__init__", lambda self, m, o, s, b, **kw: real(self, m, o, s, lambda loss: None, **kw)
+        schedule.Schedule, "__init__", lambda self, f, s, b, **kw: real(self, f, s, lambda loss: None, **kw)
     )
     run_shared(model, random_rollouts(SHAPE, 61), "phased", wave_tokens=12)
     assert {name for name, p in model.named_parameters() if p.grad is None} == {"lm_head.weight"}

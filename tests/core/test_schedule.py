@@ -18,7 +18,7 @@ from transformers.models.qwen3 import modeling_qwen3
 
 from verl_prefix.core import attention, layout, prefix_cache
 from verl_prefix.core.kernels import cpu
-from verl_prefix.core.schedule import Schedule
+from verl_prefix.core.schedule import PackedForward, Schedule
 
 TOLERANCE = 1e-9
 FIELDS = dict(
@@ -198,5 +198,5 @@ def test_broken_maths_is_far_off(monkeypatch, name):
 
 
 def test_a_schedule_keeps_and_offloads_nothing_unasked():
-    plain = Schedule(model=None, outputs=None)
-    assert not plain.keep_attention and not plain.offload
+    plain = Schedule(PackedForward(model=None, outputs=None))
+    assert not plain.forward.keep_attention and not plain.offload

@@ -655,12 +655,12 @@ def _tool_tokens_one_token_off(models: dict) -> dict:
 
 
 def _chunks(models: dict, given: int | None) -> list[int]:
-    """`Schedule.logits_chunk` of log-probs and of an update. MOCK: flash-attn's cross entropy is installed."""
+    """`PackedForward.logits_chunk` of log-probs and of an update. MOCK: flash-attn's cross entropy is installed."""
     options = {"logits_chunk": given, "verify": "off", "min_speedup": 0}
     engine, found = _engine("prefix", models["qwen3"], options), []
     data = _batch(get_rank(), engine.model_config.hf_config.vocab_size, options)
     run = Schedule.run
-    spy = mock.patch.object(Schedule, "run", lambda self, *args: found.append(self.logits_chunk) or run(self, *args))
+    spy = mock.patch.object(Schedule, "run", lambda self, *a: found.append(self.forward.logits_chunk) or run(self, *a))
     with spy, mock.patch.object(FSDPBackend, "reads_logits_once", lambda self, flags: True):
         with engine.eval_mode(disable_auto_offload=True):
             engine.infer_batch(data.copy())

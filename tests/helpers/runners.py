@@ -1,13 +1,14 @@
 """Random groups, and the two ways to compute rows: the stock reference row by row, and ours."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import fields
 from typing import Any
 
 import torch
 
 from verl_prefix.core.groups import Group
 from verl_prefix.core.layout import Layout
-from verl_prefix.core.schedule import Schedule, TokenBatch
+from verl_prefix.core.schedule import PackedForward, Schedule, TokenBatch
 from verl_prefix.core.waves import Plan, make_plan, pad_to_same_passes
 from verl_prefix.models.hookup import HookedModel
 from verl_prefix.testing.rollouts import Rollouts, flatten
@@ -51,10 +52,10 @@ def run_shared(
     train: bool = True,
     reduce_max: Callable[[Sequence[float]], Sequence[float]] = lambda counts: counts,
     edit: Callable[[TokenBatch, Plan], TokenBatch] = lambda tokens, plan: tokens,
-    **schedule_args: Any,
+    **options: Any,
 ) -> list[torch.Tensor]:
-    """`run_stock` by `core.schedule.Schedule` (`schedule_args`). Tests break the maths by `edit`, which changes the
-    tokens."""
+    """`run_stock` by `core.schedule.Schedule`. Options are fields of it and of its `PackedForward`. Tests break the
+    maths by `edit`, which changes the tokens."""
     parameter = next(model.parameters())
     device = parameter.device
     tokens, weights, groups = flatten(rollouts, device)
@@ -70,7 +71,9 @@ def run_shared(
         log_probs[index] = values[:, 0].detach().to(log_probs.dtype)
         return (values[:, 0] * weights[index].to(values.dtype)).sum()
 
-    runner = Schedule(HookedModel(model), outputs, step, torch.Tensor.backward if train else None, **schedule_args)
+    of_forward = {field.name: options.pop(field.name) for field in fields(PackedForward) if field.name in options}
+    forward = PackedForward(HookedModel(model), outputs, **of_forward)
+    runner = Schedule(forward, step, torch.Tensor.backward if train else None, **options)
     with torch.set_grad_enabled(train):
         runner.run(edit(tokens, plan), plan)
     return [

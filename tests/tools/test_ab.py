@@ -35,17 +35,18 @@ ENVIRONMENT.pop("RAY_ADDRESS", None)
 
 def sabotage(kind: str) -> None:
     """Breaks the engine of this process, for as long as it lives."""
-    from verl_prefix.core import prefix_cache, schedule
+    from verl_prefix.core.forward import PackedForward
+    from verl_prefix.core.prefix_cache import PrefixCache
     from verl_prefix.engine.outputs import TokenOutputs
 
-    forward, add_grad = schedule.Schedule._forward, prefix_cache.PrefixCache.add_grad
+    run, add_grad = PackedForward._run, PrefixCache.add_grad
     of_tokens, made = TokenOutputs.of_tokens, source.synthetic_rows
 
-    def one_off(self, tokens, keep, attention_pass, outputs):
+    def one_off(self, tokens, head_tokens, attention_pass, outputs):
         positions = tokens.position_ids.clone()
         positions[attention_pass.layout.read_places] += 1
         tokens = dataclasses.replace(tokens, position_ids=positions)
-        return forward(self, tokens, keep, attention_pass, outputs)
+        return run(self, tokens, head_tokens, attention_pass, outputs)
 
     def dropped(self, layer, *args):
         if layer != 1:
@@ -59,9 +60,9 @@ def sabotage(kind: str) -> None:
         return made(*args, seed=seed, **more) if seed < 1000 else 1 / 0
 
     if kind == "positions":
-        schedule.Schedule._forward = one_off
+        PackedForward._run = one_off
     elif kind == "grads":
-        prefix_cache.PrefixCache.add_grad = dropped
+        PrefixCache.add_grad = dropped
     elif kind == "old_log_probs":
         TokenOutputs.of_tokens = one_percent
     else:

@@ -20,7 +20,7 @@ import torch
 from verl_prefix.api.recompute import autocast_of, outputs_by_row, recomputed_by_row
 from verl_prefix.api.rows import Batch, HiddenBatch, PerToken, Tokens, check_sizes, token_rows
 from verl_prefix.core.attention import AttentionPass
-from verl_prefix.core.schedule import PassOutputs, Schedule
+from verl_prefix.core.schedule import PackedForward, PassOutputs, Schedule
 from verl_prefix.core.waves import Plan, leaves_room
 from verl_prefix.models import messages, support
 from verl_prefix.models.hidden import HiddenStateModel
@@ -218,8 +218,8 @@ def phased_update(
     )  # fmt: skip
     check_sizes(max_tokens=max_tokens, wave_tokens=wave_tokens, logits_chunk=logits_chunk)
     _check_waves(max_tokens, wave_tokens, offload)
-    schedule = Schedule(HookedModel(model), batch.outputs, kernel=attention, logits_chunk=logits_chunk, offload=offload)
-    return _waves(schedule, batch, batch.plan("phased", max_tokens, wave_tokens, offload))
+    forward = PackedForward(HookedModel(model), batch.outputs, kernel=attention, logits_chunk=logits_chunk)
+    return _waves(Schedule(forward, offload=offload), batch, batch.plan("phased", max_tokens, wave_tokens, offload))
 
 
 @contextmanager
@@ -240,7 +240,7 @@ def _waves(schedule: Schedule, batch: Batch, plan: Plan) -> Iterator[Iterator[Wa
                 rows = sorted(by_row)
                 yield Wave(rows, *batch.shaped(rows, by_row))
 
-    with schedule.model.grouped_attention(), ExitStack() as phases:
+    with schedule.forward.model.grouped_attention(), ExitStack() as phases:
         first = phases.enter_context(schedule.forwards(batch.tokens, planned[0])) if planned else iter(())
         with closing(iterate(phases, first)) as waves:
             yield waves
@@ -259,11 +259,12 @@ def _by_row(
     if schedule == "auto":
         schedule = "phased" if _no_graph(model.model, batch, max_tokens) else "packed"
     hidden: set[int] = set()
-    runner = Schedule(
+    forward = PackedForward(
         model, batch.outputs, kernel=attention, logits_chunk=logits_chunk,
-        forward_context=autocast_of(batch.device) if schedule == "phased" else nullcontext,
+        context=autocast_of(batch.device) if schedule == "phased" else nullcontext,
         pass_type=functools.partial(_GraphPass, hidden) if torch.is_grad_enabled() else AttentionPass,
     )  # fmt: skip
+    runner = Schedule(forward)
     if schedule == "phased":
         _check_waves(max_tokens, wave_tokens)
         return recomputed_by_row(model.model, runner, batch, batch.plan("phased", max_tokens, wave_tokens))

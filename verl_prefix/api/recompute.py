@@ -21,7 +21,7 @@ from verl_prefix.core.waves import Plan
 def outputs_by_row(schedule: Schedule, batch: Batch, plan: Plan) -> Generator[dict[int, torch.Tensor]]:
     """Yields `Batch.by_row` of every pass and wave. The caller runs a backward before it asks for the next one; phase C
     follows the last."""
-    with schedule.model.grouped_attention():
+    with schedule.forward.model.grouped_attention():
         for planned in plan.passes:
             with schedule.forwards(batch.tokens, planned) as forwards:
                 for done in forwards:

@@ -155,7 +155,7 @@ class Memory:
     Args:
         ranks: how many share one copy of the parameters. no_sync: verl's use_no_sync_for_gradient_accumulation.
         checkpointed: gradient checkpointing. logits_chunk, offload: of `PrefixConfig`.
-        attention_kept: `Schedule.keep_attention`. all_logits: a pass has all of its logits at once.
+        attention_kept: `PackedForward.keep_attention`. all_logits: a pass has all of its logits at once.
         sequence_ranks: how many share a pass (`core.sequence_parallel`).
         stock_offloads: verl's enable_activation_offload, which is off in ours.
     """

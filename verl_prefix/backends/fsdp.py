@@ -30,7 +30,8 @@ from verl_prefix.config import (
     warn_of_replaced_options,
 )
 from verl_prefix.core.gradients import gradients_aside
-from verl_prefix.core.schedule import Schedule
+from verl_prefix.core.meter import Meter
+from verl_prefix.core.schedule import PackedForward, Schedule
 from verl_prefix.cpu.engine import CPUFSDPEngine
 from verl_prefix.engine.backend import OwnPath, Ranks
 from verl_prefix.engine.loss import LossFunction
@@ -106,19 +107,26 @@ class FSDPBackend:
         trained = sum(p.numel() for p in self._engine.module.parameters() if p.requires_grad)
         return 0.0 if self.forward_only else 4.0 * trained / self._shards
 
-    def schedule(self, outputs: Callable, step: Callable, forward_only: bool, **options: Any) -> Schedule:
+    def schedule(
+        self, outputs: Callable, step: Callable, forward_only: bool, offload: bool = False,
+        meter: Meter | None = None, **options: Any,
+    ) -> Schedule:  # fmt: skip
         def gradient_sync(last: bool) -> AbstractContextManager[Any]:
             return nullcontext() if forward_only else self._engine._gradient_sync_context(is_last_micro_batch=last)
 
         return Schedule(
-            HookedModel(self._engine.module),
-            outputs=outputs,
-            step=step,
-            backward=None if forward_only else self._backward,
+            PackedForward(
+                HookedModel(self._engine.module),
+                outputs,
+                context=self.autocast,
+                sequence_group=self.ranks.slice_group,
+                **options,
+            ),
+            step,
+            None if forward_only else self._backward,
             gradient_sync=gradient_sync,
-            forward_context=self.autocast,
-            sequence_group=self.ranks.slice_group,
-            **options,
+            offload=offload,
+            meter=meter or Meter(),
         )
 
     def _backward(self, loss: torch.Tensor) -> None:

@@ -13,6 +13,7 @@ from verl.utils.device import get_device_id
 from verl_prefix.auto.cost import Memory
 from verl_prefix.auto.shape import ModelShape
 from verl_prefix.config import PrefixConfig
+from verl_prefix.core.meter import Meter
 from verl_prefix.core.schedule import Schedule
 from verl_prefix.engine.loss import LossFunction
 from verl_prefix.engine.self_check import Gradients
@@ -112,11 +113,15 @@ class Backend(Protocol):
     def gradient_bytes(self) -> float:
         """Bytes of this rank's gradients, which an update will hold; 0 in an engine for log-probs alone."""
 
-    def schedule(self, outputs: Callable, step: Callable, forward_only: bool, **options: Any) -> Schedule:
+    def schedule(
+        self, outputs: Callable, step: Callable, forward_only: bool, offload: bool = False,
+        meter: Meter | None = None, **options: Any,
+    ) -> Schedule:  # fmt: skip
         """A schedule that runs plans on this model, with its autocast and its synchronisation of gradients.
 
         Args:
-            outputs, step, options: as of `core.schedule.Schedule`. forward_only: without backward.
+            outputs, options: of `core.schedule.PackedForward`. step, offload, meter: of `core.schedule.Schedule`.
+            forward_only: without backward.
         """
 
     def autocast(self) -> AbstractContextManager[Any]:

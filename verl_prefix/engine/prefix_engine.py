@@ -126,7 +126,7 @@ class PrefixEngine:
         """Runs all passes of this rank's plan; returns verl's output of its rows, and metrics.
 
         Args:
-            rows: `_prepared`. groups: theirs. pass_type, meter: as in `core.schedule.Schedule`.
+            rows: `_prepared`. groups: theirs. pass_type: as in `core.schedule.PackedForward`. meter: of the phases.
             keeps: what the passes keep; None: as little as they need.
         """
         ranks, keeps = self.backend.ranks, keeps or self._paths.costs.memory
@@ -143,8 +143,10 @@ class PrefixEngine:
         if ranks.has_outputs:
             output = postprocess_batch_func(*mini_batch.outputs(plan), data=rows.data)
             even_out(output["metrics"], len(plan.packed) + len(plan.waves))
-        assert isinstance(schedule.model, HookedModel)
-        metrics = plan_metrics(groups, plan, schedule, rows.padding) | schedule.model.expert_loads.metrics(ranks.total)
+        assert isinstance(schedule.forward.model, HookedModel)
+        metrics = plan_metrics(groups, plan, schedule, rows.padding) | schedule.forward.model.expert_loads.metrics(
+            ranks.total
+        )
         metrics["prefix/nonfinite_passes"] = mini_batch.num_not_finite
         if not loss.is_custom:  # which keeps rows on ranks that they left for log-probs, whose tokens are compared
             real = (group for group in groups if rows.padding.isdisjoint(group.rows))

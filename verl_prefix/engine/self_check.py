@@ -265,7 +265,7 @@ def check(
 
     Args:
         stock: [n] log-probs by the stock path, with gradients of their sum.
-        ours: the same by schedule "packed" or "phased", with passes of a type (`Schedule.pass_type`).
+        ours: the same by schedule "packed" or "phased", with passes of a type (`PackedForward.pass_type`).
         rounding_noise: while open, layers' outputs are rounded differently each time.
         gradients: of the model that both run on.
         reduce_sum: element-wise sum over ranks.

@@ -186,7 +186,7 @@ def plan_metrics(groups: Sequence[Group], plan: Plan, schedule: Schedule, paddin
     peak = schedule.meter.phase_b_peak
     return {
         **({"prefix/phase_b_peak_gib": peak / 2**30} if peak else {}),
-        "prefix/attention_kept": schedule.keep_attention,
+        "prefix/attention_kept": schedule.forward.keep_attention,
         "prefix/groups": len(shared),
         "prefix/stock_rows": sum(len(group.rows) for group in groups if not group.is_shared),
         "prefix/tree_depth": max((len([*group.path(fork)]) for group in groups for fork in group.forks), default=0),

@@ -10,7 +10,7 @@ from verl_prefix.models.hookup import HookedModel
 
 
 class HiddenStateModel(HookedModel):
-    """A `core.schedule.Model` whose "logits" are the decoder's last hidden states [1, n, hidden size], all at once; the
+    """A `core.forward.Model` whose "logits" are the decoder's last hidden states [1, n, hidden size], all at once; the
     model may have any head."""
 
     def _needs_all_logits(self, lm_head: object, outputs: object) -> bool:

@@ -80,7 +80,7 @@ AttentionInterface.register(ATTENTION_NAME, torch.compiler.disable(grouped_atten
 
 
 class HookedModel:
-    """A `core.schedule.Model` for a Hugging Face causal LM, or its FSDP2 root. Every forward enters through it, so that
+    """A `core.forward.Model` for a Hugging Face causal LM, or its FSDP2 root. Every forward enters through it, so that
     its hooks run."""
 
     def __init__(self, model: PreTrainedModel) -> None:

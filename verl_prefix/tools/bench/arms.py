@@ -31,7 +31,7 @@ from verl_prefix.core.calls import Segment
 from verl_prefix.core.groups import Group
 from verl_prefix.core.kernels import aten
 from verl_prefix.core.layout import Layout
-from verl_prefix.core.schedule import Schedule, TokenBatch
+from verl_prefix.core.schedule import PackedForward, Schedule, TokenBatch
 from verl_prefix.core.waves import Plan, first_fit, make_plan
 from verl_prefix.models.hookup import ATTENTION_NAME, HookedModel
 from verl_prefix.models.recurrent import is_recurrent
@@ -157,10 +157,11 @@ def run_arm(case: Case, arm: str, train: bool = True, attention: str | None = No
             def step(groups: Sequence[Group], layout: Layout, log_probs: torch.Tensor) -> torch.Tensor:
                 return batch.loss(layout.read_places.to(log_probs.device), log_probs)
 
-            schedule = Schedule(
-                HookedModel(model), batch.log_probs, step, backward,
-                logits_chunk=case.logits_chunk, offload=added == "offload", keep_attention=added == "checkpoint",
+            ours = PackedForward(
+                HookedModel(model), batch.log_probs, logits_chunk=case.logits_chunk,
+                keep_attention=added == "checkpoint",
             )  # fmt: skip
+            schedule = Schedule(ours, step, backward, offload=added == "offload")
             schedule.run(batch.tokens, plan)
             backward_s += schedule.meter.seconds.get("phase_c", 0.0)
         else:

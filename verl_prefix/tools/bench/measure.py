@@ -1,10 +1,9 @@
 """Measures rows of a grid, one after the other, and writes the report after each; `bench` says what it holds."""
 
 import copy
-import functools
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from verl_prefix.auto.chooser import Chooser, CostModel
 from verl_prefix.auto.cost import Memory, PassCost, Rates, plan_passes, stock_passes
 from verl_prefix.auto.shape import ModelShape, model_shape
 from verl_prefix.core.gradients import gradients_aside
-from verl_prefix.core.schedule import Schedule
+from verl_prefix.core.schedule import Outputs, PackedForward, Schedule, Step
 from verl_prefix.core.waves import Plan
 from verl_prefix.files import parse_json
 from verl_prefix.models.hookup import HookedModel
@@ -144,8 +143,9 @@ class Bench:
             result["seconds"]["log_probs"].append(run_arm(case, arm, train=False).seconds)
 
     def _rates(self, budget: int, batch_tokens: int, forward_only: bool) -> Rates:
-        def schedule(outputs: Callable, step: Callable, forward_only: bool) -> Schedule:
-            return Schedule(HookedModel(self.model), outputs, step, None if forward_only else torch.Tensor.backward)
+        def schedule(outputs: Outputs, step: Step, forward_only: bool) -> Schedule:
+            forward = PackedForward(HookedModel(self.model), outputs)
+            return Schedule(forward, step, None if forward_only else torch.Tensor.backward)
 
         return measure(
             self.shape, budget, batch_tokens=batch_tokens, device=self.model.device, schedule=schedule,

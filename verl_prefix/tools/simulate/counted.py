@@ -11,15 +11,15 @@ from unittest import mock
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from verl_prefix.core import schedule
+from verl_prefix.core import forward
+from verl_prefix.core.forward import _OUTPUTS, PackedForward
 from verl_prefix.core.layout import Layout
 from verl_prefix.core.prefix_cache import PrefixCache, ReadPrefix
-from verl_prefix.core.schedule import _OUTPUTS, Schedule
 from verl_prefix.core.sequence_parallel import Shards
 
 
-class CountedSchedule(Schedule):
-    """The schedule, which on fake tensors knows by count alone what rows read of strands."""
+class CountedForward(PackedForward):
+    """The forward, which on fake tensors knows by count alone what rows read of strands."""
 
     def _read(self, outputs: torch.Tensor, layout: Layout, cache: PrefixCache | None) -> torch.Tensor:
         if layout.reads is None or not isinstance(layout.index, FakeTensor):
@@ -59,9 +59,9 @@ def _counted_head_tokens(layout: Layout) -> torch.Tensor:
 
 @contextlib.contextmanager
 def known_by_count() -> Iterator[None]:
-    """Context in which a `CountedSchedule` runs: its layouts and shards are counted too."""
+    """Context in which a `CountedForward` runs: its layouts and shards are counted too."""
     with (
         mock.patch.object(Layout, "head_tokens", property(_counted_head_tokens)),
-        mock.patch.object(schedule, "Shards", CountedShards),
+        mock.patch.object(forward, "Shards", CountedShards),
     ):
         yield

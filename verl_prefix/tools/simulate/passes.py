@@ -36,12 +36,12 @@ from verl_prefix.core.calls import Segment
 from verl_prefix.core.groups import Group
 from verl_prefix.core.layout import Layout
 from verl_prefix.core.meter import Meter
-from verl_prefix.core.schedule import LOGITS_CHUNK, TokenBatch
+from verl_prefix.core.schedule import LOGITS_CHUNK, Schedule, TokenBatch
 from verl_prefix.core.waves import PackedPass, PhasedPass, Plan, first_fit
 from verl_prefix.models import hookup, vision
 from verl_prefix.models.recurrent import packing_leak
 from verl_prefix.tools.simulate import scans
-from verl_prefix.tools.simulate.counted import CountedSchedule, CountedShards, known_by_count
+from verl_prefix.tools.simulate.counted import CountedForward, CountedShards, known_by_count
 from verl_prefix.tools.simulate.job import Arm, Job
 from verl_prefix.tools.simulate.logits import FakeHookedModel, outputs_of
 from verl_prefix.tools.simulate.operations import KERNEL
@@ -221,18 +221,21 @@ class Simulation:
         may_keep = may_keep_attention(self.shape, job.checkpointing, job.keep_attention)
         may_have_all = may_have_all_logits(self.shape, job.logits_chunk, one_copy=not job.entropy)
         all_logits = update and arm.all_logits and may_have_all
-        schedule = CountedSchedule(
+        forward = CountedForward(
             self.hooked,
             lambda index, logits: self._log_probs(index, logits, update),
+            context=self._autocast,
+            kernel=self.kernel,
+            logits_chunk=replace(memory_of(job, arm), all_logits=all_logits).chunk,
+            keep_attention=update and arm.keeps_attention and may_keep,
+            sequence_group=self.group,
+        )
+        schedule = Schedule(
+            forward,
             lambda groups, layout, outputs: outputs.sum(),
             torch.Tensor.backward if update else None,
             lambda last: self._gradient_sync(update, last),
-            self._autocast,
-            kernel=self.kernel,
-            logits_chunk=replace(memory_of(job, arm), all_logits=all_logits).chunk,
             offload=arm.offload,
-            keep_attention=update and arm.keeps_attention and may_keep,
-            sequence_group=self.group,
             meter=_Meter(self.tracker, "" if update else "log_probs/", weights),
         )
         with known_by_count():

@@ -1,0 +1,182 @@
+"""One packed row through the model: its tokens forward, and of their logits what the loss needs."""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+
+from verl_prefix.core.attention import AttentionPass
+from verl_prefix.core.calls import on_device
+from verl_prefix.core.groups import Group
+from verl_prefix.core.layout import Layout
+from verl_prefix.core.prefix_cache import PrefixCache, ReadPrefix
+from verl_prefix.core.sequence_parallel import Shards
+
+# (tokens' places in the batch [n], their logits [n, vocabulary]) -> what the loss needs of each [n, k]
+Outputs = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+LOGITS_CHUNK = 4096  # tokens whose logits exist at once, where nobody says otherwise
+_OUTPUTS = "outputs"  # key of the prefix cache: what `Outputs` made of strands' tokens
+
+
+class PassOutputs(NamedTuple):
+    """A packed pass or a wave after its forward.
+
+    Attributes:
+        groups: those whose rows it computes; none in a dummy, whose loss is zero.
+        layout: its packed row.
+        outputs: [n, k], those that rows read, in the order of `layout.read_places`.
+    """
+
+    groups: Sequence[Group]
+    layout: Layout
+    outputs: torch.Tensor
+
+
+class Pixels(Protocol):
+    """Images and videos of a vision model's rows (`models.vision.PixelBatch`)."""
+
+    def of(self, groups: Sequence[Group], device: torch.device, tokens: torch.Tensor | None) -> dict[str, torch.Tensor]:
+        """Visual arguments of the model's forward, for a packed row that begins with the prefixes of `groups`. `tokens`
+        ([t] int64, in host memory): only for these tokens of it."""
+
+
+class Model(Protocol):
+    """A model as `PackedForward` calls it (`models.hookup.HookedModel` for those of Hugging Face)."""
+
+    def grouped_attention(self) -> AbstractContextManager[None]:
+        """While open, attention layers call `AttentionPass.attend` of the forward's pass."""
+
+    def token_outputs(
+        self, input_ids: torch.Tensor, position_ids: torch.Tensor, head_tokens: torch.Tensor,
+        attention_pass: AttentionPass, outputs: Outputs | None, logits_chunk: int, pixels: Mapping[str, torch.Tensor],
+    ) -> torch.Tensor:  # fmt: skip
+        """Runs a packed row [T] forward; returns what `outputs` makes of the logits of `head_tokens` [n]: [n, k].
+
+        With `outputs` None nobody reads the result. It is [n, 1], without lm_head, and a backward can start from it."""
+
+
+@dataclass(frozen=True)
+class TokenBatch:
+    """Flat tokens of a batch's rows.
+
+    Attributes:
+        input_ids: [N] int64.
+        position_ids: [N] or [4, N] (text, time, height, width) int64.
+        offsets: first token of each row.
+        pixels: of a vision model's rows.
+        is_read: [N] bool in host memory: of the tokens whose outputs rows read, those that go through lm_head; None:
+            all.
+    """
+
+    input_ids: torch.Tensor
+    position_ids: torch.Tensor
+    offsets: Sequence[int]
+    pixels: Pixels | None = None
+    is_read: torch.Tensor | None = None
+
+
+@dataclass(eq=False)
+class PackedForward:
+    """Runs packed rows forward through one model.
+
+    Attributes:
+        model: hooked up for grouped attention; see `Model`.
+        outputs: what the loss needs of logits, per token (log-prob, entropy); gets `logits_chunk` tokens at most.
+        context: context of one forward and its loss, not of backward (autocast).
+        kernel: name for `kernels.choose_kernel`.
+        logits_chunk: tokens whose logits exist at once.
+        keep_attention: of `AttentionPass`.
+        pass_type: `AttentionPass`, or a subclass that looks at its layers.
+        sequence_group: ranks that compute every packed row together (see `core.sequence_parallel`); None: this rank
+            alone.
+    """
+
+    model: Model
+    outputs: Outputs
+    context: Callable[[], AbstractContextManager[Any]] = nullcontext
+    kernel: str = "auto"
+    logits_chunk: int = LOGITS_CHUNK
+    keep_attention: bool = False
+    pass_type: Callable[..., AttentionPass] = AttentionPass
+    sequence_group: dist.ProcessGroup | None = None
+
+    def prefixes(
+        self, tokens: TokenBatch, layout: Layout, cache: PrefixCache, with_head: bool, keep_attention: bool
+    ) -> torch.Tensor:
+        """Phase A: the forward of a packed row of strands, which leaves in `cache` what suffixes read.
+
+        Args:
+            with_head: some rank's rows read outputs of strands, so lm_head runs on every rank.
+            keep_attention: False: never, whatever the field says.
+
+        Returns:
+            the root's output, from which FSDP2 starts phase C: of one token, or of those strand tokens whose outputs
+            waves read.
+        """
+        keep_attention = keep_attention and self.keep_attention
+        attention_pass = self.pass_type(layout, self.kernel, capture=cache, keep_attention=keep_attention)
+        head_tokens = torch.tensor([layout.num_tokens - 1])
+        outputs: Outputs | None = _sum_logits if with_head else None
+        if layout.reads is not None:
+            head_tokens, outputs = layout.head_tokens, self.outputs
+        with self.context():
+            root = self._run(tokens, head_tokens, attention_pass, outputs)
+            return root if layout.reads is None else cache.capture(_OUTPUTS, root)[0]
+
+    def suffixes(
+        self, tokens: TokenBatch, groups: Sequence[Group], layout: Layout, cache: PrefixCache | None
+    ) -> PassOutputs:
+        """The forward of a packed row that ends in suffixes: of a wave, or without `cache` of a packed pass."""
+        if tokens.is_read is not None and groups:
+            layout = layout.reading(tokens.is_read)
+        attention_pass = self.pass_type(layout, self.kernel, cache=cache, keep_attention=self.keep_attention)
+        with self.context():
+            outputs = self._run(tokens, layout.head_tokens, attention_pass, self.outputs if groups else _sum_logits)
+            return PassOutputs(groups, layout, self._read(outputs, layout, cache))
+
+    def _read(self, outputs: torch.Tensor, layout: Layout, cache: PrefixCache | None) -> torch.Tensor:
+        """Outputs [m, k] of the layout's `head_tokens` -> those that rows read [n, k]. Several rows may read the same
+        output, and waves may read those of phase A."""
+        if layout.reads is None or torch.equal(layout.reads.tokens, layout.head_tokens):
+            return outputs
+        device, tokens, is_own = outputs.device, layout.reads.tokens, layout.reads.tokens >= 0
+        own = outputs[on_device(torch.searchsorted(layout.head_tokens, tokens[is_own]), device)]
+        if is_own.all():
+            return own
+        assert cache is not None and layout.source is not None
+        index = torch.searchsorted(layout.source.head_tokens, -1 - tokens[~is_own])
+        (left,) = cache.read(_OUTPUTS)
+        read = ReadPrefix.apply(left, on_device(index, device), cache, _OUTPUTS)  # type: ignore[no-untyped-call]
+        both = outputs.new_empty(len(tokens), outputs.shape[-1])
+        both = both.index_copy(0, on_device(is_own.nonzero()[:, 0], device), own)
+        return both.index_copy(0, on_device((~is_own).nonzero()[:, 0], device), read)
+
+    def _run(
+        self, tokens: TokenBatch, head_tokens: torch.Tensor, attention_pass: AttentionPass, outputs: Outputs | None
+    ) -> torch.Tensor:
+        """What `outputs` makes of the packed row's `head_tokens`: see `Model.token_outputs`."""
+        device, layout = tokens.input_ids.device, attention_pass.layout
+        own, shards = layout.index, None
+        if self.sequence_group is not None:
+            shards = attention_pass.shards = Shards(self.sequence_group, layout, device)
+            own = layout.index[shards.tokens]
+            head_tokens, gathered = shards.head_tokens(head_tokens)
+        index, head_tokens = on_device(own, device), on_device(head_tokens, device)
+        attention_pass.head_tokens = head_tokens
+        places = index[head_tokens]
+        prefixes = layout.groups if layout.source is None else ()
+        pixels = tokens.pixels and tokens.pixels.of(prefixes, device, shards.tokens if shards else None)
+        result = self.model.token_outputs(
+            tokens.input_ids[index], tokens.position_ids[..., index], head_tokens=head_tokens,
+            attention_pass=attention_pass, outputs=outputs and (lambda which, logits: outputs(places[which], logits)),
+            logits_chunk=self.logits_chunk, pixels=pixels or {},
+        )  # fmt: skip
+        return result if shards is None else shards.gather(result, gathered)
+
+
+def _sum_logits(places: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+    """`Outputs` of a dummy, which gives a gradient to the same parameters as a real pass on other ranks."""
+    return logits.sum(-1, keepdim=True)
