@@ -224,11 +224,11 @@ else:
     assert done.returncode == 0, done.stderr
 
 
-# The README of core and the examples do what they say.
+# README.md of api and the examples do what they say.
 
 
 def test_readme_snippet_trains_as_hf_does():
-    text = Path(__file__).resolve().parents[2].joinpath("verl_prefix/core/README.md").read_text()
+    text = Path(__file__).resolve().parents[2].joinpath("verl_prefix/api/README.md").read_text()
     (snippet,) = re.findall(r"```python\n(from verl_prefix import phased_update.*?)```", text, re.DOTALL)
     model, rows = build(), batch()
     given = inputs("padded", rows)

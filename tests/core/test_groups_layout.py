@@ -1,6 +1,7 @@
 """Rows -> groups -> packed row, and the plans that every rank must pad_to_same_passes on."""
 
 from dataclasses import replace
+from itertools import accumulate
 
 import hypothesis
 import hypothesis.strategies as st
@@ -11,6 +12,7 @@ from verl_prefix.core.calls import AttentionParams, Segment, calls_of
 from verl_prefix.core.groups import Fork, Group, Strand, group_by_key
 from verl_prefix.core.layout import build_layout, pass_order
 from verl_prefix.core.prefix_cache import add_at
+from verl_prefix.core.trees import group_trees
 from verl_prefix.core.waves import (
     PackedPass,
     PhasedPass,
@@ -229,6 +231,23 @@ def test_a_layout_reads_what_it_is_told_to_and_at_least_one_token_of_its_own():
     source = build_layout(groups[1:], [0, 7, 14, 20], suffixes=False)
     wave = build_layout(groups[1:], [0, 7, 14, 20], source, [0]).reading(torch.zeros_like(is_read))
     assert wave.reads.places.tolist() == [18] and wave.head_tokens.tolist() == [0]
+
+
+def test_the_example_of_the_readme():
+    """Segments, paths and calls in verl_prefix/core/README.md."""
+    question, call_a, call_b = range(9), range(20, 25), range(30, 34)
+    before = question, [*question, *call_a], [*question, *call_a], [*question, *call_b]
+    rows = [[*tokens, 3 * i + 40, 3 * i + 41, 3 * i + 42] for i, tokens in enumerate(before)]
+    offsets = [0, *accumulate(map(len, rows))]
+    cuts = [8], [8, 13], [8, 13], [8, 12]
+    (group,) = group_trees(torch.tensor([x for row in rows for x in row]), offsets, [9, 14, 14, 13], cuts)
+    layout = build_layout([group], offsets)
+    assert [one.length for one in layout.segments] == [8, 5, 4, 3, 3, 3, 3] and layout.num_strands == 3
+    prompt, to_a, to_b = ((0, 8),), ((0, 13),), ((0, 8), (13, 4))
+    assert [one.path for one in layout.segments] == [(), prompt, prompt, prompt, to_a, to_a, to_b]
+    causal, cross = layout.calls(AttentionParams(1.0), CPU)
+    assert causal.spans.q == causal.spans.k == (0, 8, 13, 17, 20, 23, 26, 29)
+    assert cross.queries == slice(8, 29) and cross.spans.q == (0, 12, 18, 21) and cross.spans.k == (0, 8, 21, 33)
 
 
 def test_siblings_tails_are_added_to_one_run_of_tokens():

@@ -1,1 +1,1 @@
-"""THE IDEA: a group's prefix is computed once, forward and backward. README.md says in which order to read."""
+"""THE IDEA: a group's prefix is computed once, forward and backward. README.md has its words and the order to read."""
