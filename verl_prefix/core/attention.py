@@ -1,12 +1,13 @@
-"""Grouped attention: a causal call over all segments, and calls from blocks of them to their prefixes, merged by LSE.
+"""Grouped attention: a causal call, in which segments read themselves, and cross calls, in which they read their
+paths, merged by their log-sum-exps (LSE).
 
 A suffix query's softmax runs over two sets of keys, the prefix and the suffix so far. Each kernel call normalises over
 its own set and returns the log-sum-exp of its scores. From these the outputs combine exactly (the ring-attention rule):
 
     lse = log(exp(lse_1) + exp(lse_2))      out = out_1 exp(lse_1 - lse) + out_2 exp(lse_2 - lse)
 
-In backward each call gets the merged out and lse, and so returns its own keys' exact share of the gradients. The
-prefix's keys and values are not repeated per suffix (Prefix Grouper, arXiv 2506.05433, repeats them).
+In backward each call gets the merged out and lse, and so returns its own keys' exact share of the gradients. Prefix
+Grouper (arXiv 2506.05433) repeats the prefix's keys and values for each suffix; here one call reads them as they are.
 """
 
 import functools
@@ -23,18 +24,19 @@ from verl_prefix.core.sequence_parallel import Shards
 
 __all__ = ["AttentionParams", "AttentionPass", "GroupedAttention", "merge"]
 
-# By layer: attention outputs [T, H, D] and log-sum-exps [H, T], kept until gradient checkpointing runs the layer again.
+# By layer: outputs [T, H, D] and log-sum-exps [H, T] of attention, kept until gradient checkpointing runs it again.
 Kept = dict[int, tuple[torch.Tensor, torch.Tensor]]
 
 
 class AttentionPass:
     """Everything that the attention layers of one forward need.
 
-    It goes through the model as a keyword argument. So recomputation under gradient checkpointing sees the same pass,
-    on whatever thread autograd runs it. It is a plain class on purpose: FSDP2 copies dataclass inputs for each layer,
-    and each copy would count its own calls.
+    It goes through the model as a keyword argument. So gradient checkpointing, which runs layers again, hands them the
+    same pass, on whatever thread autograd runs them. It is no dataclass on purpose: FSDP2 copies dataclass inputs for
+    each layer, and each copy would count its own calls.
 
     Args:
+        layout: the packed row that runs.
         kernel: name for `kernels.choose_kernel`.
         capture: in phase A, the cache that receives the layers' keys and values.
         cache: in a wave, the cache from which suffixes read their prefixes.
@@ -42,8 +44,10 @@ class AttentionPass:
             the layers then runs no attention kernel.
 
     Attributes:
-        shards: how the row's tokens are spread over ranks; None: this rank has all of them.
+        shards: how the packed row's tokens are spread over ranks; None: this rank has all of them.
         head_tokens: [n] int64, this rank's tokens that go through lm_head; None: all of them.
+        kept: attention outputs that wait for backward; None: they are not kept.
+        num_calls: layers that have called `attend`. A model that bypasses it is noticed by this count.
     """
 
     def __init__(
@@ -61,7 +65,7 @@ class AttentionPass:
         self.shards: Shards | None = None
         self.head_tokens: torch.Tensor | None = None
         self.kept: Kept | None = {} if keep_attention else None
-        self.num_calls = 0  # layers seen, so that a model that bypasses us is noticed
+        self.num_calls = 0
         self._attended: set[int] = set()
 
     def attend(
@@ -70,7 +74,7 @@ class AttentionPass:
     ) -> torch.Tensor:  # fmt: skip
         """A layer's attention, in place of the model's own: q [T, H, D], k and v [T, K, D], sinks [H] -> [T, H, D].
 
-        Under sequence parallelism T are this rank's tokens of the row.
+        Under sequence parallelism T counts this rank's tokens of the packed row.
 
         Raises:
             ValueError: the kernel that was asked for cannot run such inputs (`kernels.choose_kernel`).
@@ -106,7 +110,7 @@ class AttentionPass:
         out: torch.Tensor,
     ) -> None:  # fmt: skip
         """Does nothing. A subclass overrides it to see the arguments and the result of `recurrence.shared_scan` or
-        `shared_conv`. `whole(row, n)` computes one whole row from zeros, with n tokens that change nothing in front."""
+        `shared_conv`. `whole(inputs, n)` computes one whole row from zeros, behind n tokens that change nothing."""
 
 
 def merge(
@@ -125,8 +129,8 @@ def _merge_at(
 ) -> None:
     """Merges a second partial attention of some queries into `out` [T, H, D] and `lse` [H, T]; one kernel on CUDA.
 
-    A slice of queries is merged in place, and indices in a copy, both by the same kernel: the rows beside a row decide
-    whether its queries are a slice, and they must not change its bits.
+    A slice of queries is merged in place, and indices in a copy, both by the same kernel. For the rows beside a row
+    decide whether its queries are a slice, and they must not change its bits.
     """
     part, part_lse = out[queries], lse[:, queries]
     fused = _fused_merge(out.device.type)
@@ -159,9 +163,9 @@ def _logaddexp(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 class GroupedAttention(torch.autograd.Function):
     """q [T, H, D], k and v [T, K, D], sinks [H] or None -> out [T, H, D].
 
-    Without `cache`, prefix keys are this row's own. With it they are the cache's, and their gradients go to its grad
-    cache instead of through autograd; `anchor` is then `cache.anchors[layer]`. A sink (gpt-oss) is one
-    more score per head, without a value: it joins the log-sum-exp.
+    Without `cache`, prefix keys are the packed row's own. In a wave they are those of `cache`, their gradients go to
+    its grad cache instead of through autograd, and `anchor` is `cache.anchors[layer]`. A sink (gpt-oss) is one more
+    score per head, without a value: it joins the log-sum-exp.
     """
 
     @staticmethod

@@ -22,12 +22,12 @@ def add_note(error: BaseException, note: str) -> None:
 
 
 class annotate_errors(AbstractContextManager[None]):
-    """Context of one pass. An error raised inside gets a note of where it was; `current_pass()` says it meanwhile.
+    """Context of one pass. An error raised inside gets a note of where that was; `current_pass` says it meanwhile.
 
     Args:
         phase: "packed", "phase_a", "phase_b" or "phase_c".
         groups: those that the pass computes; none for a dummy.
-        part: which of how many, as "wave 2 of 5".
+        part: which part of the phase, as "wave 2 of 5"; empty: all of it.
     """
 
     def __init__(self, phase: str, groups: Sequence[Group], part: str = "") -> None:
@@ -56,7 +56,7 @@ class annotate_errors(AbstractContextManager[None]):
 
 
 class annotate_loop_body(AbstractContextManager[None]):
-    """Wraps the caller's loop body: an exception raised there gets the note of the pass it happened in."""
+    """Context of a caller's loop over forwards: an error of its body gets the note of the pass that runs then."""
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         if running := _running.get():

@@ -29,8 +29,14 @@ def host_room() -> int:
 class HostPages:
     """A device's host memory, in pages of PAGE_BYTES (uint8; pinned but for CPU), and the stream of all its copies.
 
-    Grows to the largest pass seen while `host_room` allows, and never shrinks: pinning costs more than a
-    copy. One stream orders all copies, so a page that is given back and taken again needs no event.
+    It grows to what the largest pass needs, as far as `host_room` allows, and never shrinks: pinning takes longer than
+    a copy. One stream orders all copies, so a page that is given back and taken again needs no event.
+
+    Attributes:
+        module: torch's module of the device, as torch.cuda.
+        stream: of all copies; None on CPU, where a copy is done at once.
+        free: pages that nobody holds.
+        num_pages: how many there are.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -52,24 +58,29 @@ host_pages = functools.cache(HostPages)
 
 
 class HostCopies:
-    """Host memory that one prefix holds until `close`, and the copies to it and back."""
+    """Host memory that the prefixes of one phased pass hold until `close`, and the copies to it and back.
+
+    Attributes:
+        num_used: bytes of it that are reserved.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._host = host_pages(device)
         self._pages: list[torch.Tensor] = []
-        self.num_used = 0  # bytes of them
+        self.num_used = 0
         self._leaving: deque[tuple[Any, int]] = deque()  # an event behind each copy to the host, and its bytes
         self._num_leaving = 0
 
     def close(self) -> None:
+        """Gives the memory back."""
         if self._host.stream is not None:  # it may still write to prefetched memory, which is freed now
             self._host.module.current_stream(self.device).wait_stream(self._host.stream)
         self._host.free += self._pages
         self._pages = []
 
     def reserve(self, nbytes: int) -> list[torch.Tensor] | None:
-        """`nbytes` of host memory as slices of pages; None where it has no room for them."""
+        """`nbytes` of host memory as slices of pages; None where the host has no room for them."""
         start, end = self.num_used, self.num_used + nbytes
         while len(self._pages) * PAGE_BYTES < end:
             page = self._host.take()
@@ -101,6 +112,7 @@ class HostCopies:
         return into, None if self._host.stream is None else self._host.stream.record_event()
 
     def wait(self, event: Any) -> None:
+        """Makes the current stream wait for an event of `to_device`."""
         if event is not None:
             self._host.module.current_stream(self.device).wait_event(event)
 

@@ -1,4 +1,4 @@
-"""Measures a run, beside the schedule: seconds of its phases, memory of its waves, bytes that offload moved."""
+"""Measures what a schedule runs: seconds of its phases, memory of its waves, bytes that offload moved."""
 
 import time
 from collections import Counter
@@ -13,13 +13,14 @@ from verl_prefix.core.groups import Group
 
 
 class Meter:
-    """What a run took.
+    """What a schedule's runs took.
 
     Args:
-        measure_peak: on CUDA, `phase_b_peak` becomes the most bytes allocated during phase B. It resets the device's
-            peak statistics, which other code may read.
+        measure_peak: measures `phase_b_peak`, on CUDA alone. It resets the device's peak statistics, which other code
+            may read.
 
     Attributes:
+        phase_b_peak: the most bytes allocated during phase B; None: not measured.
         transfers: bytes and counts of `core.offload`.
     """
 
@@ -42,8 +43,8 @@ class Meter:
 
     @contextmanager
     def phase(self, name: str, groups: Sequence[Group], device: torch.device, part: str = "") -> Iterator[None]:
-        """Context that times a phase, or one of its waves, which torch's profiler shows by name. Errors inside get a
-        note from `annotate_errors`, which takes the same arguments."""
+        """Context that times a phase, or a `part` of it, and names it to torch's profiler. Errors inside get a note, by
+        the arguments of `annotate_errors`."""
         start = _now(device)
         with annotate_errors(name, groups, part), torch.profiler.record_function(f"prefix {part or name}"):
             yield

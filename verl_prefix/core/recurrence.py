@@ -46,8 +46,9 @@ def shared_scan(
         neutral: one value per input; a token of these inputs leaves the state as it is.
     """
 
-    def whole(row: Sequence[torch.Tensor], shift: int) -> torch.Tensor:
-        filled = [torch.cat([x.new_full((shift, *x.shape[1:]), fill), x]) for x, fill in zip(row, neutral, strict=True)]
+    def whole(of_row: Sequence[torch.Tensor], shift: int) -> torch.Tensor:
+        pairs = zip(of_row, neutral, strict=True)
+        filled = [torch.cat([x.new_full((shift, *x.shape[1:]), fill), x]) for x, fill in pairs]
         length = len(filled[0])
         return scan(filled, Spans((0, length), (0, length)), None).outputs[shift:]
 
@@ -110,7 +111,7 @@ def shared_conv(
     behind_tails = conv(torch.cat([part for pair in zip(before, of_segments, strict=True) for part in pair]))
     lens = [n for segment in of_segments for n in (tail_len, len(segment))]
     out = torch.cat(behind_tails.split(lens)[1::2])
-    attention_pass.recurred(key, [x], lambda row, shift: conv(row[0]), out)
+    attention_pass.recurred(key, [x], lambda of_row, shift: conv(of_row[0]), out)
     return out
 
 
@@ -128,7 +129,7 @@ def _continued(
     """[suffixes, ...]: the state from which each suffix of the pass starts; None where all start from zero.
 
     Args:
-        states: [N, ...], those of this row's own strands; None in a wave.
+        states: [N, ...], those that the packed row's own strands leave; None in a wave.
     """
     layout, cache = attention_pass.layout, attention_pass.cache
     suffixes, numbers = layout.initial_states(device)

@@ -3,9 +3,10 @@
     layers     rank 0: [ P P P | S S ]  rank 1: [ P P . | S . ]      its slices of strands and suffixes, padded alike
     attention  rank 0: heads 0 1 of     [ P P P P P | S S S ]        all tokens, as on one rank alone
 
-Prefixes and suffixes are cut apart, since one cut through the row would give one rank all of lm_head's tokens. The
-prefix cache holds this rank's heads of whole prefixes, so that a wave sends only its own tokens. A recurrent layer's
-scan has heads as well, and its convolution channels, each of which needs no other: their states stay on their rank.
+Prefixes and suffixes are cut apart, since cuts through the whole packed row would give one rank all of lm_head's
+tokens. The prefix cache holds this rank's heads of whole prefixes, so that a wave sends only its own tokens. In a
+recurrent layer the scan has heads as well, and the convolution has channels, each of which needs no other: their states
+stay on their rank.
 DeepSpeed-Ulysses: arXiv 2309.14509; verl's is verl/models/transformers/monkey_patch.py.
 """
 
