@@ -126,7 +126,8 @@ class PrefixEngine:
         """Runs all passes of this rank's plan; returns verl's output of its rows, and metrics.
 
         Args:
-            rows: `_prepared`. groups: theirs. pass_type: as in `core.schedule.PackedForward`. meter: of the phases.
+            rows: `_prepared`. groups: theirs. meter: of the phases.
+            pass_type: as in `core.schedule.PackedForward`.
             keeps: what the passes keep; None: as little as they need.
         """
         ranks, keeps = self.backend.ranks, keeps or self._paths.costs.memory
@@ -155,8 +156,8 @@ class PrefixEngine:
 
     def _schedule(self, outputs: Callable, step: Callable, forward_only: bool, **options: Any) -> Schedule:
         """The backend's schedule, by this run's options."""
-        options = {"logits_chunk": self._paths.costs.memory.chunk, "kernel": self.prefix_config.attention} | options
-        return self.backend.schedule(outputs, step, forward_only, **options)
+        options.setdefault("logits_chunk", self._paths.costs.memory.chunk)
+        return self.backend.schedule(outputs, step, forward_only, kernel=self.prefix_config.attention, **options)
 
     def verls_batch(self, data: TensorDict, loss_function: LossFunction | None, forward_only: bool) -> dict[str, Any]:
         """verl's own `forward_backward_batch`."""

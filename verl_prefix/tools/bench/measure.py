@@ -1,6 +1,7 @@
 """Measures rows of a grid, one after the other, and writes the report after each; `bench` says what it holds."""
 
 import copy
+import functools
 import sys
 import time
 from collections.abc import Sequence
