@@ -20,7 +20,7 @@ ROOMS = {
         "core models auto config files versions", "verl ray tensordict transfer_queue huggingface_hub safetensors "
         "numpy",
     ),
-    "trainer": ("config versions", "verl ray omegaconf transfer_queue"),
+    "trainer": ("core config versions", "verl ray omegaconf transfer_queue"),
     "cpu": ("models", "verl ray psutil omegaconf transformers fastapi uvicorn"),
     "testing": ("core models", "transformers tokenizers"),
     "tools": ("core models auto config engine backends trainer files versions testing plugin "

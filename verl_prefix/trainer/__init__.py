@@ -1,1 +1,1 @@
-"""verl's driver side: the trainer that keeps groups whole on ranks and in mini-batches."""
+"""verl's driver side: trainers that keep a prompt's rows in one mini-batch."""

@@ -1,32 +1,28 @@
-"""Mini-batches in the driver: which rows make one. Which rank computes them is the engine's (`engine.exchange`).
+"""Which rows make a mini-batch, decided in the driver. Which rank computes them is decided in `engine.exchange`.
 
-verl hands rank r the r-th contiguous slice of the batch (`BatchData.chunk` in verl/protocol.py), and
-`TrainingWorker.train_mini_batch` walks that slice in order, in chunks of equal size; the k-th chunks of all ranks are
-one optimizer step. Rows of one prompt can be computed together only inside one.
+verl hands rank r the r-th contiguous slice of the batch (`BatchData.chunk` in verl/protocol.py). On the rank
+`TrainingWorker.train_mini_batch` walks through that slice in chunks of equal size, and the k-th chunks of all ranks are
+one mini-batch, that is one optimizer step. A prompt is computed once for those of its rows that are in one mini-batch.
 """
 
 import itertools
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Sequence
 
-
-def _members(keys: Iterable[Hashable]) -> dict[Hashable, list[int]]:
-    members: dict[Hashable, list[int]] = {}
-    for row, key in enumerate(keys):
-        members.setdefault(key, []).append(row)
-    return members
+from verl_prefix.core.groups import rows_by_key
 
 
 def fill_mini_batches(keys: Sequence[Hashable | None], num_mini_batches: int) -> list[list[int]]:
-    """Row indices of each mini-batch, equally many, in order.
+    """Row indices of each mini-batch, in increasing order. All mini-batches have equally many rows.
 
-    Groups go whole, the longest first and of those in the order of their first rows, into the first mini-batch that has
-    room; those for which none has fill up the rooms that are left.
+    A group goes whole into the first mini-batch that has room for all of its rows. Large groups go first, and equally
+    large ones in the order of their first rows. A group that fits nowhere is cut, and fills the room that is left.
 
     Args:
-        keys: group of each row, a multiple of `num_mini_batches`; None for a row that belongs to none (padding).
+        keys: group of each row; None for a row that belongs to none (padding). Their number is a multiple of
+            `num_mini_batches`.
     """
     assert len(keys) % num_mini_batches == 0, "verl pads a batch first"
-    members = _members(("filler", row) if key is None else ("group", key) for row, key in enumerate(keys))
+    members = rows_by_key(("filler", row) if key is None else ("group", key) for row, key in enumerate(keys))
     size = len(keys) // num_mini_batches
     mini_batches: list[list[int]] = [[] for _ in range(num_mini_batches)]
     left: list[list[int]] = []
@@ -47,20 +43,20 @@ def fill_mini_batches(keys: Sequence[Hashable | None], num_mini_batches: int) ->
 
 
 def whole_prompts(prompts: Sequence[Hashable], sessions: Sequence[Hashable], num_mini_batches: int) -> list[list[int]]:
-    """Row indices of each mini-batch, about equally many.
+    """Row indices of each mini-batch. All mini-batches have about equally many rows.
 
-    A prompt's rows stay together, the most numerous first, in the mini-batch with the fewest. Those of a prompt that
-    has over twice an even share are cut, between sessions where that is enough. Mini-batches are fewer where one would
-    have no rows.
+    A prompt's rows stay together, in the mini-batch that has the fewest rows; the prompt with the most rows goes first.
+    A prompt with more than twice an even share of the rows is cut, between sessions where that is enough. There are
+    fewer mini-batches than asked for where one would have no rows.
 
     Args:
-        prompts, sessions: of each row; a session's rows are in the order of its turns.
+        prompts, sessions: the prompt and the session of each row; a session's rows are in the order of its turns.
     """
     most = 2 * -(-len(prompts) // num_mini_batches)
     pieces: list[list[int]] = []
-    for rows in _members(prompts).values():
+    for rows in rows_by_key(prompts).values():
         pieces.append([])
-        for places in _members(sessions[row] for row in rows).values():
+        for places in rows_by_key(sessions[row] for row in rows).values():
             for start in range(0, len(places), most):
                 run = [rows[place] for place in places[start : start + most]]
                 if len(pieces[-1]) + len(run) > most:
@@ -73,6 +69,8 @@ def whole_prompts(prompts: Sequence[Hashable], sessions: Sequence[Hashable], num
 
 
 def padded(mini_batches: Sequence[list[int]], num_rows: int) -> list[list[int]]:
-    """The mini-batches of `whole_prompts`, made equally large by the rows behind all of theirs, up to `num_rows`."""
+    """The mini-batches of `whole_prompts` with rows of padding, so that all are equally large: `num_rows` in sum.
+
+    Padding stands behind all other rows of the batch."""
     size, padding = num_rows // len(mini_batches), itertools.count(sum(map(len, mini_batches)))
     return [rows + [*itertools.islice(padding, size - len(rows))] for rows in mini_batches]

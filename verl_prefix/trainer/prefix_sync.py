@@ -1,10 +1,10 @@
-"""v1 trainers that keep groups whole in mini-batches: `trainer.v1.trainer_mode=prefix_sync`, and
+"""verl's v1 trainers with a prompt's rows in one mini-batch: `trainer.v1.trainer_mode=prefix_sync`,
 `prefix_colocate_async` and `prefix_separate_async`.
 
-Everything but the row order is verl's. verl balances rows by length, which puts a prompt's rows into several
-mini-batches, that is optimizer steps; the engine can then compute the prompt once in each at best. A step of one
-mini-batch needs none of this: `model_engine=prefix` alone brings a prompt's rows together over ranks. verl's
-`separate_async` asks for such steps, so that ours reorders rows of turns alone, of which there are more.
+They change the order of rows; all else is verl's. verl orders rows by length, so that a prompt's rows are in several
+mini-batches (optimizer steps), and the engine has to compute the prompt in each of them. Where a training step has one
+mini-batch, verl's own trainer does as well: `model_engine=prefix` brings a prompt's rows together over ranks.
+`separate_async` always has one, so `prefix_separate_async` matters only for rows of turns, which make several.
 """
 
 import functools
@@ -37,7 +37,10 @@ MINI_BATCHES = "actor_rollout_ref.actor.prefix.mini_batches"
 
 
 class WholeGroups(PPOTrainer):
-    """Mixin of one of verl's v1 trainers, whose name is `mode`: adds whole groups in mini-batches, and a watchdog.
+    """Mixin for one of verl's v1 trainers: keeps groups whole in mini-batches, and adds a watchdog.
+
+    Attributes:
+        mode: the name of verl's trainer.
 
     Raises:
         ValueError: `actor.shuffle` is on, or options are given under this trainer's own name.
@@ -45,8 +48,8 @@ class WholeGroups(PPOTrainer):
     """
 
     mode: str
-    _by: str | None = None  # prefix.mini_batches; None: another engine's
-    _of_prompts: list[list[int]]  # rows of each mini-batch of the step, as they came, where that is prompts
+    _by: str | None = None  # the key prefix.mini_batches; None: the actor has another engine, and no such key
+    _of_prompts: list[list[int]]  # under mini_batches=prompts: rows of each mini-batch, numbered as verl handed them on
 
     def __init__(self, config: DictConfig) -> None:
         check_versions()
@@ -62,8 +65,8 @@ class WholeGroups(PPOTrainer):
                 f"trainer.v1.{ours}={config.trainer.v1[ours]} would be ignored; {ours} reads the options of verl's own "
                 f"trainer: set them under trainer.v1.{self.mode}"
             )
-        # verl compares the mode with its own names (replay buffer, dataloader, checkpoints) and reads
-        # `trainer.v1.<mode>`; the agent loop reads the same config object, so a copy would not do.
+        # verl knows its own names alone: replay buffer, dataloader and checkpoints compare the mode with them, and its
+        # options stand in `trainer.v1.<mode>`. The agent loop reads the same config object, so a copy would not do.
         with read_write(config.trainer.v1):
             config.trainer.v1.trainer_mode = self.mode
         key = "actor_rollout_ref.rollout.agent.agent_loop_manager_class"
@@ -82,7 +85,7 @@ class WholeGroups(PPOTrainer):
             workers.update_actor = functools.partial(self._update_by_prompts, workers.update_actor)
 
     def _update_by_prompts(self, update: Callable[[KVBatchMeta], Any], batch: KVBatchMeta) -> Any:
-        """verl's update, in as many mini-batches as `_balance_batch` made; verl counts n rows a prompt."""
+        """verl's update, in the mini-batches of `_balance_batch`. verl itself takes n rows for each prompt of one."""
         batch.extra_info["mini_batch_size"] = len(batch) // len(self._of_prompts)
         return update(batch)
 
@@ -115,10 +118,10 @@ class WholeGroups(PPOTrainer):
         logging_prefix: str = "global_seqlen",
         keep_minibatch: bool = False,
     ) -> KVBatchMeta:
-        """Pads the batch as verl does, and reorders it so that mini-batches hold whole groups; inside a mini-batch rows
-        are dealt to ranks by verl's own balancing, which is what verl's own path needs.
+        """Pads the batch as verl does, and reorders it so that groups are whole in mini-batches. Inside a mini-batch
+        verl's own balancing deals rows to ranks, as verl's own path needs it.
 
-        Of verl's balance metrics in `metrics` those that describe the balanced order change.
+        Corrects those of verl's metrics in `metrics` that describe the order of rows.
         """
         arrived = {key: i for i, key in enumerate(batch.keys)}
         if self._by == "prompts":
@@ -148,8 +151,8 @@ class WholeGroups(PPOTrainer):
         return batch
 
     def _get_required_batch_multiple(self, dp_size: int) -> int:
-        """verl's; with mini-batches of prompts as many rows as the batch will have, so that all have equally many, and
-        every rank whole micro-batches of them."""
+        """verl's; or, under mini_batches=prompts, the number of rows to which verl has to pad the batch. With it all
+        mini-batches have equally many rows, and every rank's part of one is whole micro-batches."""
         if self._by != "prompts":
             return super()._get_required_batch_multiple(dp_size)
         num, actor = len(self._of_prompts), self.config.actor_rollout_ref
@@ -163,8 +166,8 @@ class WholeGroups(PPOTrainer):
         return num * unit * math.ceil(max(map(len, self._of_prompts)) / unit)
 
     def _compute_advantage(self, batch: KVBatchMeta, metrics: dict[str, float]) -> KVBatchMeta:
-        """verl's, which takes means over rows, of padding too: off-policy metrics, KL in rewards (verl#7771). Padding
-        of ours may be as many rows as there are. So verl gets the others alone, and padding has zeros put for it."""
+        """verl's, on the rows that are no padding. verl takes means over padding too (of off-policy metrics and KL:
+        verl#7771), and mini_batches=prompts may add as much padding as there are rows. Padding gets zeros instead."""
         padding = [key for key, tag in zip(batch.keys, batch.tags, strict=True) if tag.get("is_padding", False)]
         if self._by != "prompts" or not padding:
             return super()._compute_advantage(batch, metrics)
@@ -180,7 +183,7 @@ class WholeGroups(PPOTrainer):
         return batch
 
     def _update_actor(self, batch: KVBatchMeta, metrics: dict[str, float]) -> KVBatchMeta:
-        """verl's update; it files the engine's metrics under `actor/`, ours go back to `prefix/` and `timing_s/`."""
+        """verl's update. It puts `actor/` before names of the engine's metrics; ours get their own names back."""
         batch = super()._update_actor(batch, metrics)
         for name in [name for name in metrics if name.startswith(("actor/prefix/", "actor/timing_s/prefix_"))]:
             metrics[name.removeprefix("actor/")] = metrics.pop(name)
@@ -189,8 +192,9 @@ class WholeGroups(PPOTrainer):
     def _compute_metrics(
         self, batch: KVBatchMeta, metrics: dict[str, float], timing_raw: dict[str, float], global_steps: int, epoch: int
     ) -> None:
-        """verl's, which are of rows, and `sessions/*`: what the reward returned beside a score verl shows in validation
-        alone, and a session whose loop failed is missing without a word."""
+        """verl's metrics, which are over rows, and `sessions/*`, over agent runs. `sessions/count` shows that runs
+        failed, of which verl says nothing. `sessions/*/mean` are values that the reward function returned beside its
+        score, which verl shows in validation alone."""
         super()._compute_metrics(batch, metrics, timing_raw, global_steps, epoch)
         last: dict[str, int] = {}
         for uid, key in zip(_group_keys(batch), batch.keys, strict=True):
@@ -207,15 +211,15 @@ class WholeGroups(PPOTrainer):
                 metrics[f"sessions/{name}/mean"] = statistics.fmean(values)
 
     def _num_updates(self) -> int:
-        """Optimizer steps of `ppo_mini_batch_size` prompts in a step."""
+        """Mini-batches of `ppo_mini_batch_size` prompts in a training step."""
         prompts = self.config.data.train_batch_size // self.parameter_sync_step
         return math.ceil(prompts / self.config.actor_rollout_ref.actor.ppo_mini_batch_size)
 
     def _num_mini_batches(self, num_rows: int, dp_size: int) -> int:
-        """Mini-batches per rank that `train_mini_batch` (verl/workers/engine_workers.py) makes of `num_rows` rows."""
+        """Mini-batches that `train_mini_batch` (verl/workers/engine_workers.py) makes of `num_rows` rows."""
         actor, rollout = self.config.actor_rollout_ref.actor, self.config.actor_rollout_ref.rollout
         mini_batch_size = actor.ppo_mini_batch_size * rollout.n
-        # Only batches that update the actor are padded to whole mini-batches (trainer.critic_warmup).
+        # verl pads to whole mini-batches only where the batch will update the actor (trainer.critic_warmup).
         if num_rows % mini_batch_size or mini_batch_size % dp_size:
             return 1
         return num_rows // mini_batch_size
@@ -243,7 +247,7 @@ class PrefixPPOTrainerSeparateAsync(WholeGroups, PPOTrainerSeparateAsync):
 
 
 def _only_we_read_pixels(config: DictConfig) -> bool:
-    """True where actor, old and ref log-probs go through our engine, and nobody else reads, dumps or drops rows."""
+    """Whether all that reads rows' pixels is our engine: no critic, and no option of verl that stores or drops rows."""
     return (
         config.get("model_engine") == "prefix"
         and not need_critic(config)
@@ -271,10 +275,10 @@ def _lost(workers: list[ray.actor.ActorHandle]) -> Callable[[], str | None]:
 
 
 def _group_keys(batch: KVBatchMeta) -> list[str | None]:
-    """The uid of each row, None for padding; its key is `{uid}_{session}_{index}` (verl's ppo/v1/agent_loop_tq.py).
+    """The uid of each row, None for padding. A row's key is `{uid}_{session}_{turn}` (verl's ppo/v1/agent_loop_tq.py).
 
-    Rows of one prompt with other tokens before the response (agent loops) are several groups of the engine, and a
-    mini-batch has room for them all the same.
+    Rows of one uid may have different prompts, as those of turns do: several groups for the engine. They stay in one
+    mini-batch all the same.
     """
     return [
         None if tag.get("is_padding", False) else key.rsplit("_", 2)[0]

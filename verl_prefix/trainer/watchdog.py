@@ -1,9 +1,9 @@
 """Ends a trainer that waits for something that will never come.
 
 verl waits without a limit for rollouts (verl/trainer/ppo/v1/replay_buffer.py polls until every prompt is done, even if
-the agent loop worker that had them is dead) and for a weight update that a rollout server lost. The process that waits
-cannot notice, so a thread of it does: it says what was waited for, prints all stacks and exits; the job ends with it.
-It always notices a dead agent loop worker. A phase may take as long as it likes, unless the user sets a limit.
+the agent loop worker that had them is dead), and for a weight update that a rollout server lost. The waiting process
+cannot notice, so a thread of it does: it logs what was waited for, prints all stacks and exits, which ends the job. A
+dead agent loop worker is always noticed. A phase of a step that takes too long is noticed if the user sets a limit.
 """
 
 import faulthandler
@@ -20,7 +20,7 @@ POLL_SECONDS = 15.0
 
 
 def stall_minutes() -> float:
-    """Minutes that one phase of a step may take; 0, or no variable: no limit.
+    """Minutes that one phase of a step may take, from the environment variable `VARIABLE`; 0: no limit.
 
     Raises:
         ValueError: the environment variable is not a number of minutes.
@@ -41,12 +41,15 @@ def _exit() -> None:
 
 
 class Watchdog:
-    """A thread that calls `end` once a phase took longer than `limit_s`, or `lost` names something that is gone.
+    """A thread that calls `end` once a phase takes longer than `limit_s`, or `lost` names something that is gone.
 
     Args:
         limit_s: seconds; 0: no limit.
         poll_s: seconds between two looks.
-        end: what ends the process.
+        end: ends the process.
+
+    Attributes:
+        lost: names what is gone; None: nothing is. The trainer sets it.
     """
 
     def __init__(self, limit_s: float, poll_s: float = POLL_SECONDS, end: Callable[[], None] = _exit) -> None:
@@ -58,7 +61,7 @@ class Watchdog:
         threading.Thread(target=self._watch, name="verl_prefix watchdog", daemon=True).start()
 
     def enter(self, phase: str) -> None:
-        """The trainer got as far as `phase`."""
+        """Tells the watchdog that the trainer now begins `phase`."""
         self._phase, self._since = phase, time.monotonic()
 
     def _watch(self) -> None:
