@@ -436,7 +436,7 @@ def test_the_dropout_of_a_section_is_turned_off_there():
 @pytest.mark.parametrize(
     ("config_class", "field"),
     [
-        ("Qwen3Config", "dropout"), ("Phi3Config", "embd_pdrop"), ("LlamaConfig", "classifier_dropout"),
+        ("Qwen3Config", "dropout"), ("LlamaConfig", "embd_pdrop"), ("LlamaConfig", "classifier_dropout"),
         ("MistralConfig", "summary_first_dropout"), ("Qwen2MoeConfig", "router_jitter_noise"),
     ],
 )  # fmt: skip

@@ -1,11 +1,7 @@
-"""Refusals: models and settings that the shared-prefix path cannot compute, in words; and the windows of layers."""
+"""Refuses models and settings that the shared-prefix path cannot compute, and says why; knows the windows of layers."""
 
-import functools
-import importlib.util
 import inspect
 import math
-import re
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,23 +13,26 @@ from verl_prefix.models.logits import written_elsewhere
 from verl_prefix.models.recurrent import is_recurrent
 from verl_prefix.models.vision import MODEL_TYPES, is_vision_config
 
-# Config attributes of layers that carry state from token to token other than by attention over K/V.
+# Fields of configs whose layers carry a state from token to token.
 _STATEFUL = ("mamba_d_state", "mamba_d_ssm", "ssm_state_size", "state_size", "linear_conv_kernel_dim", "conv_L_cache")
-# And of attention that reads other keys and values than a layer's own of earlier tokens, and of layers that run more
-# than once in a forward, or attend twice, under one index.
+# Fields of configs with layers whose attention reads other keys and values than the layer's own, or later tokens; or
+# with layers that run several times in one forward, or call attention several times.
 _OTHERS = (
     "attention_chunk_size", "num_kv_shared_layers", "use_bidirectional_attention", "index_topk", "L_cycles",
     "n_recurrent_loops", "lambda_std_dev",
 )  # fmt: skip
-# Types of transformers from 5.11 on whose classes promise the attention interface more than their layers hand on.
+# Types whose classes promise transformers' attention interface, from 5.11 on, and whose layers do not keep that.
 _BROKEN_PROMISES = ("moshi", "nemotron")
-# Layer types of the models whose recurrent layers are supported.
+# Layer types that models with supported recurrent layers name.
 _RECURRENT_LAYERS = {"linear_attention", "conv", "mamba", "attention"}
 
 
 def unsupported_reasons(config: PretrainedConfig, training: bool = True) -> list[str]:
-    """Properties of a model that the shared-prefix path cannot compute, as `attribute=value` phrases; with `training`
-    also those that act in training only."""
+    """What the shared-prefix path cannot compute of a model, as `field=value` phrases; none: it is supported.
+
+    Args:
+        training: also count what acts in training alone: dropout.
+    """
     text = config.get_text_config(decoder=True)
     reasons = []
     has_states = is_recurrent(text.model_type)
@@ -44,9 +43,9 @@ def unsupported_reasons(config: PretrainedConfig, training: bool = True) -> list
     for name in _OTHERS if has_states else (*_STATEFUL, *_OTHERS):
         if values := _of_layers(text, name):
             reasons.append(f"{name}={values[0]}")
-    if (ranks := _of_layers(text, "kv_lora_rank")) and not type(text).__module__.startswith("transformers."):
+    if (ranks := _of_layers(text, "kv_lora_rank")) and not _is_transformers(text):
         reasons.append(f"kv_lora_rank={ranks[0]} in code from outside of transformers")
-    # Of models that attend both ways or not; gpt_neox, say, has the first field alone, and does not read it.
+    # Models that attend both ways or not declare both fields. gpt_neox has the first alone, and does not read it.
     if all(hasattr(type(text), name) for name in ("is_decoder", "add_cross_attention")) and not text.is_decoder:
         reasons.append("is_decoder=False, with which tokens attend to later ones")
     if has_states and (getattr(text, "time_step_limit", None) or (0.0,))[0] > 0:
@@ -66,9 +65,9 @@ def unsupported_reasons(config: PretrainedConfig, training: bool = True) -> list
 
 
 def _class_reasons(config: PretrainedConfig) -> list[str]:
-    """What the model's class in transformers says of itself, which is imported and not built. Of models from outside of
-    transformers, whose classes need not say it, the first pass tells (`hookup`)."""
-    if is_vision_config(config) or not type(config).__module__.startswith("transformers."):
+    """What transformers' class of the model says against it. The class is imported, and no model is built. Classes from
+    outside of transformers need not say such things: their first pass does (`hookup`)."""
+    if is_vision_config(config) or not _is_transformers(config):
         return []
     model = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     if model is None:
@@ -84,15 +83,20 @@ def _class_reasons(config: PretrainedConfig) -> list[str]:
     return []
 
 
+def _is_transformers(config: PretrainedConfig) -> bool:
+    """Whether the config's class is one of transformers, and so is the model's."""
+    return type(config).__module__.startswith("transformers.")
+
+
 def _of_layers(text: PretrainedConfig, name: str) -> list[Any]:
-    """What layers have for a field, where it is set. Newer transformers raise where layers differ in it, and one asks
-    the whole config."""
+    """The values of a field that is set, from every layer's config: where layers differ in it, newer transformers raise
+    if the whole config is asked."""
     layers = text.per_layer_config if getattr(text, "is_heterogeneous", False) else [text]
     return [value for layer in layers if (value := getattr(layer, name, None))]
 
 
 def _towers(config: PretrainedConfig) -> list[str]:
-    """A model's towers by section and type, with what is known to stand in their way."""
+    """A model's towers in words: section, type, and what is known to stand in the way of sharing."""
     towers = []
     for name in ("vision_config", "audio_config"):
         if (section := getattr(config, name, None)) is not None:
@@ -107,8 +111,8 @@ def _towers(config: PretrainedConfig) -> list[str]:
 
 
 def dealt(text: PretrainedConfig) -> tuple[dict[str, int], dict[str, int]]:
-    """What sequence parallelism deals to ranks inside the layers of a text model, by name: what has to be a multiple of
-    their number; and what may also be a divisor, since it is then repeated."""
+    """What sequence parallelism deals to ranks inside the layers of a text model, by name: (numbers that must be
+    multiples of the number of ranks, numbers that may also divide it, since what is dealt is then repeated)."""
     heads = {"heads": text.num_attention_heads}
     shared = {"key heads": getattr(text, "num_key_value_heads", None) or text.num_attention_heads}
     if not is_recurrent(text.model_type):
@@ -140,9 +144,10 @@ def check_supported(config: PretrainedConfig) -> None:
 
 
 def dropouts(config: PretrainedConfig) -> dict[str, float]:
-    """Rates of dropout and jitter above 0 that the model applies in training, by the config's field:
-    `attention_dropout`, or `text_config.attention_dropout` of a section. Rates of heads that an actor does not have
-    (classifier_dropout, summary_first_dropout), and rates that the model's code never reads, do not count."""
+    """Rates of dropout and jitter above 0, by the config's field: `attention_dropout`, or
+    `text_config.attention_dropout` of a section. Those of heads that an actor does not have (classifier_dropout,
+    summary_first_dropout) do not count, nor do those that the config's class does not declare: a config.json may hold
+    fields of other models. Code from outside of transformers may read a field that nobody declares."""
     names = getattr(config, "sub_configs", None) or {}
     sections = {"": config} | {f"{name}.": getattr(config, name, None) for name in names}
     return {
@@ -150,20 +155,10 @@ def dropouts(config: PretrainedConfig) -> dict[str, float]:
         for prefix, section in sections.items()
         if section is not None
         for name, value in vars(section).items()
-        if re.search("drop|jitter", name) and not name.startswith(("classifier", "summary"))
-        and type(value) in (int, float) and value > 0 and _reads(type(section).__module__, name)
+        if ("drop" in name or "jitter" in name) and not name.startswith(("classifier", "summary"))
+        and type(value) in (int, float) and value > 0
+        and (name in inspect.signature(type(section)).parameters or not _is_transformers(section))
     }  # fmt: skip
-
-
-@functools.cache
-def _reads(module: str, name: str) -> bool:
-    """Whether the modeling file beside a config's module reads its field `name`. True for a model from outside of
-    transformers, whose code may inherit what reads it."""
-    if not module.startswith("transformers.models."):
-        return True
-    spec = importlib.util.find_spec(module.replace(".configuration_", ".modeling_"))
-    text = Path(spec.origin).read_text(encoding="utf-8") if spec and spec.origin else ""
-    return re.search(rf"""(config\.|["']){name}\b""", text) is not None
 
 
 def prompt_learning(model: torch.nn.Module) -> list[str]:
