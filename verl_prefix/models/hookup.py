@@ -21,7 +21,8 @@ from verl_prefix.models import vision
 from verl_prefix.models.experts import ExpertLoads
 from verl_prefix.models.last_layer import on_head_tokens
 from verl_prefix.models.logits import readers, scales_logits, written_elsewhere
-from verl_prefix.models.recurrent import replaced, shared_states
+from verl_prefix.models.recurrent import shared_states
+from verl_prefix.models.replaced import replaced
 from verl_prefix.models.support import layer_window
 from verl_prefix.versions import warn_once
 

@@ -1,23 +1,22 @@
-"""The last decoder layer: of tokens that lm_head does not see, only keys and values are read, by other tokens."""
+"""Shortens the last decoder layer: of tokens that do not go through lm_head, others read only its keys and values."""
 
-import functools
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 from transformers import PreTrainedModel
 
-from verl_prefix.core.attention import AttentionPass
-from verl_prefix.models.recurrent import replaced
+from verl_prefix.models.replaced import PassForward, pass_forwards
 
 _NAMES = ("q_proj", "o_proj", "out_proj", "mlp", "feed_forward")
 
 
 def head_only(model: PreTrainedModel) -> list[tuple[torch.nn.Module, torch.nn.Module]]:
-    """Modules of the last layer that only tokens of lm_head need: the projections of queries and of attention's output,
-    and the MLP; each behind its parent. There are none in a layer with experts, whose routers count every token, with a
-    convolution, or compiled (torch would run the other layers in as many pieces as the last one)."""
+    """(parent, module) of what only tokens of lm_head need in the last layer: the projections of queries and of
+    attention's output, and the MLP.
+
+    There are none in a layer with experts, whose routers count every token; in one with a convolution; and in a
+    compiled one, for whose sake torch would run the other layers in as many pieces."""
     *_, layer = getattr(model.get_decoder(), "layers", None) or [None]
     if layer is None or layer._compiled_call_impl or any(p.dim() > 2 for p in layer.parameters()):
         return []
@@ -26,45 +25,26 @@ def head_only(model: PreTrainedModel) -> list[tuple[torch.nn.Module, torch.nn.Mo
 
 @contextmanager
 def on_head_tokens(model: PreTrainedModel) -> Iterator[None]:
-    """Context in which modules `head_only` run on `AttentionPass.head_tokens` alone. Inside another it does nothing.
-
-    Hooks hand the pass on wherever it comes as an argument: to the layer, and to its attention, which runs before the
-    MLP. Gradient checkpointing runs the layer with its hooks again, or its forward alone, as transformers does since
-    5.23.
-    """
-    with ExitStack() as undo:
-        calls: list[_OnHeadTokens] = []
-        told: set[torch.nn.Module] = set()
-        for parent, module in head_only(model):
-            if isinstance(module.forward, _OnHeadTokens):
-                continue
-            calls.append(_OnHeadTokens(module.forward))
-            told |= {parent, *parent.children()}
-            undo.enter_context(replaced(module, "forward", calls[-1]))
-        for module in told:
-            hook = functools.partial(_hand_on, calls)
-            undo.callback(module.register_forward_pre_hook(hook, prepend=True, with_kwargs=True).remove)
+    """Context in which modules `head_only` run on `AttentionPass.head_tokens` alone. Inside another it does nothing."""
+    found = [pair for pair in head_only(model) if not isinstance(pair[1].forward, _OnHeadTokens)]
+    forwards = {module: _OnHeadTokens(module.forward) for _, module in found}
+    # An MLP runs behind the attention of its layer, which is told the pass where the layer is not.
+    with pass_forwards(forwards, {teller for parent, _ in found for teller in (parent, *parent.children())}):
         yield
 
 
-def _hand_on(calls: list["_OnHeadTokens"], module: torch.nn.Module, args: object, kwargs: Mapping[str, Any]) -> None:
-    for call in calls if "prefix_pass" in kwargs else ():
-        call.attention_pass = kwargs["prefix_pass"]
-
-
-class _OnHeadTokens:
-    """Replaces a module's forward. Each run takes the pass that it was told; none runs in another's."""
+class _OnHeadTokens(PassForward):
+    """Replaces a module's forward."""
 
     def __init__(self, forward: Callable[[torch.Tensor], torch.Tensor]) -> None:
         self.forward = forward
-        self.attention_pass: AttentionPass | None = None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """[1, T, n] -> [1, T, m]; zeros for other tokens.
+        """[1, T, n] -> [1, T, m], which is 0 for tokens that do not go through lm_head.
 
         Raises:
-            RuntimeError: nobody told the pass, such as where others checkpoint the forward of a layer whose MLP runs
-                first.
+            RuntimeError: nobody told the pass. That happens where others checkpoint the forward of a layer, and its MLP
+                runs before its attention.
         """
         attention_pass, self.attention_pass = self.attention_pass, None
         if attention_pass is None:

@@ -1,15 +1,15 @@
-"""Recurrent mixers of transformers: what they call is replaced while our attention is selected.
+"""Recurrent mixers of transformers: while our attention is selected, their states follow the tree of a pass.
 
-A mixer (gated delta net, Mamba-2, short convolution) projects, calls a convolution and a scan, and projects back. Those
+A mixer (gated delta net, Mamba-2, short convolution) projects, calls a convolution and a scan, and projects back. These
 two calls are replaced by ones that follow the pass's segments (`core.recurrence`); the rest is the model's own code,
-patched by verl or not. transformers has a registry of attention functions, but none of mixers. A mixer's kernels are
-its own attributes or, since transformers 5.15, functions of its Python module: they are replaced while it runs.
+patched by verl or not. transformers has a registry of attention functions, but none of mixers. So while a mixer runs,
+the kernels that it calls are replaced: its own attributes or, since transformers 5.15, functions of its Python module.
 """
 
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -20,16 +20,17 @@ from verl_prefix.core.attention import AttentionPass
 from verl_prefix.core.calls import Spans
 from verl_prefix.core.kernels.state_space import chunk_scan
 from verl_prefix.core.recurrence import Scan, Scanned, scan_padded, shared_conv, shared_scan
+from verl_prefix.models.replaced import PassForward, pass_forwards, replaced
 
 # Text models whose mixers `mixer_of` knows.
 MODEL_TYPES = (
     "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "olmo_hybrid", "lfm2", "lfm2_moe", "bamba", "granitemoehybrid",
 )  # fmt: skip
 
-# Models whose mixers verl tells where packed rows begin (verl/models/transformers/monkey_patch.py).
+# Models to whose mixers verl says where packed rows begin (verl/models/transformers/monkey_patch.py).
 _TOLD_BOUNDS = ("qwen3_5", "qwen3_5_moe")
 
-# A softplus of this is zero: the state stays as it is.
+# A time step of Mamba-2 before its softplus, which makes it 0: the state stays as it is.
 _NO_STEP = -1e4
 
 
@@ -38,18 +39,20 @@ def is_recurrent(model_type: str) -> bool:
     return model_type in MODEL_TYPES
 
 
-class Mixer:
+class Mixer(PassForward):
     """A mixer's forward while our attention is selected. A subclass says what is replaced in it.
 
     Args:
         module: the mixer, a child of a decoder layer.
+
+    Attributes:
+        cache: what the mixer's own forward gets as its cache.
     """
 
-    cache: Any = None  # with which the mixer runs
+    cache: Any = None
 
     def __init__(self, module: Any) -> None:
         self.module = module
-        self.attention_pass: AttentionPass | None = None
         # Before transformers 5.15 Mamba-2 and LFM2 have a forward for kernels, and one without any.
         self.forward = getattr(module, "cuda_kernels_forward", module.forward)
 
@@ -58,25 +61,18 @@ class Mixer:
         raise NotImplementedError
 
     @torch.compiler.disable
-    def __call__(
-        self, hidden_states: torch.Tensor, prefix_pass: AttentionPass | None = None, **kwargs: object
-    ) -> torch.Tensor:
-        """Replaces the module's forward. The pass comes as an argument, or to `take_pass` before; it ends with the run,
-        so that none runs in another's."""
+    def __call__(self, hidden_states: torch.Tensor, **kwargs: object) -> torch.Tensor:
+        """Replaces the module's forward."""
         with ExitStack() as undo:
             undo.callback(setattr, self, "attention_pass", None)
-            self.attention_pass = self.attention_pass if prefix_pass is None else prefix_pass
             for owner, name, call in self.replacements():
                 undo.enter_context(replaced(owner, name, call))
             out: torch.Tensor = self.forward(hidden_states, self.cache)
         return out
 
-    def take_pass(self, layer: torch.nn.Module, args: object, kwargs: Mapping[str, Any]) -> None:
-        """Takes the pass from the decoder layer's arguments, as a pre-hook of the layer."""
-        self.attention_pass = kwargs.get("prefix_pass")
-
     def kernel(self, *names: str) -> tuple[Any, str, Any]:
-        """(object, name of its attribute, value) of the first name that the mixer or its Python module has.
+        """Finds a kernel: (object, name of its attribute, value) of the first name that the mixer or the Python module
+        of one of its classes has.
 
         Raises:
             RuntimeError: there is none.
@@ -130,7 +126,7 @@ class GatedDeltaNet(Mixer):
     or by the mixer's own torch rule, which takes padded rows."""
 
     def rule(self) -> tuple[Any, str, Any]:
-        """`kernel` of the scan."""
+        """The scan, as `kernel` finds it."""
         return self.kernel("chunk_gated_delta_rule", "torch_chunk_gated_delta_rule")
 
     def replacements(self) -> Iterator[tuple[Any, str, Callable[..., Any]]]:
@@ -231,12 +227,13 @@ def _conv_of(mixer: Mixer) -> tuple[Any, str, Callable[..., Any]]:
 
 
 def _chosen(rule: Callable[..., Any]) -> Callable[..., Any]:
-    """The function behind one of transformers that has chosen between a package's and its own, as since 5.15."""
+    """The function that a kernel runs. Since transformers 5.15 a kernel may be a closure that has chosen between a
+    package's function and its own."""
     return inspect.getclosurevars(rule).nonlocals.get("implementation", rule) if inspect.isfunction(rule) else rule
 
 
 class _EmptyCache:
-    """An empty cache, with the methods that a Mamba-2 mixer calls in a forward of a whole row. It keeps nothing."""
+    """A cache that keeps nothing, with the methods that a Mamba-2 mixer calls in a forward of a whole row."""
 
     def has_previous_state(self, layer_idx: int, state_idx: int = 0) -> None:
         return None
@@ -265,19 +262,19 @@ def mixers(model: torch.nn.Module) -> list[Any]:
 
 
 def packing_leak(model: Any) -> str | None:
-    """The reason why verl's own path, which packs rows one after the other under use_remove_padding, would carry the
-    state of one row into the next; None where it does not."""
+    """Why verl's own path would carry the state of a row into the next one, where it packs rows one behind the other
+    (use_remove_padding); or None."""
     return _untold(model, "cu_seqlens", "where packed rows begin")
 
 
 def sharding_leak(model: Any) -> str | None:
-    """The reason why verl's own path would start each rank's tokens from zero under sequence parallelism; or None."""
+    """Why verl's own path would start every rank's tokens from a state of zero under sequence parallelism; or None."""
     return _untold(model, "cp_context", "which tokens other ranks have")
 
 
 def _untold(model: Any, argument: str, told: str) -> str | None:
-    """verl 0.9.1 tells only the mixers of Qwen3.5, if their rule accepts the argument. The torch rule of transformers
-    accepts it, but drops it with all other **kwargs."""
+    """Why the model's mixers do not learn what verl would say by `argument`; None: they do. verl 0.9.1 tells the mixers
+    of Qwen3.5 alone, and these hand it to their rule. transformers' own torch rule drops it among its **kwargs."""
     found = [mixer for mixer in map(mixer_of, model.modules()) if mixer is not None]
     if not found:
         return None
@@ -292,33 +289,12 @@ def _untold(model: Any, argument: str, told: str) -> str | None:
 
 @contextmanager
 def shared_states(model: torch.nn.Module) -> Iterator[None]:
-    """Context in which the model's mixers follow the `prefix_pass` that their decoder layer gets.
+    """Context in which the model's mixers follow the pass that their decoder layer, or they, get as `prefix_pass`.
 
-    Their layer hands it on as an argument, or a hook of the layer does: layers that verl patches, and some of before
-    transformers 5.22, pass no keyword arguments to mixers. Gradient checkpointing runs one of the two again. Inside
-    another such context, such as for log-probs between two waves, it does nothing.
-    """
+    Inside another such context, such as for log-probs between two waves, it does nothing."""
     with ExitStack() as undo:
         for layer in model.modules():
             for mixer in filter(None, map(mixer_of, layer.children())):
-                if isinstance(mixer.module.forward, Mixer):
-                    continue
-                hook = layer.register_forward_pre_hook(mixer.take_pass, prepend=True, with_kwargs=True)
-                undo.callback(hook.remove)
-                undo.enter_context(replaced(mixer.module, "forward", mixer))
+                if not isinstance(mixer.module.forward, Mixer):
+                    undo.enter_context(pass_forwards({mixer.module: mixer}, (layer, mixer.module)))
         yield
-
-
-@contextmanager
-def replaced(owner: Any, name: str, value: object) -> Iterator[None]:
-    """Context in which the attribute of an instance, class or module is `value`. Around a replaced forward of a torch
-    module, the module's hooks, FSDP2's among them, still run."""
-    own = name in vars(owner)  # put there by accelerate, or whoever else
-    before = vars(owner).get(name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        delattr(owner, name)
-        if own:
-            setattr(owner, name, before)

@@ -26,7 +26,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from verl_prefix.core.groups import Group
 from verl_prefix.core.trees import mix
-from verl_prefix.models.recurrent import replaced
+from verl_prefix.models.replaced import replaced
 
 UNPATCHED = ("glm4v_moe", "glm46v")  # GLM-4.5V and GLM-4.6V, whose forward verl leaves to transformers
 MODEL_TYPES = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "glm4v", *UNPATCHED)
