@@ -18,7 +18,7 @@ from whole_tensors import whole
 
 from verl_prefix.api.pixels import positions_of_row
 from verl_prefix.config import PrefixConfig
-from verl_prefix.models.vision import towers_of_tensors
+from verl_prefix.models.verls_vision import towers_of_tensors
 from verl_prefix.testing import visual_prompt, write_tiny_model
 
 END = 2  # of a message, as the tiny models' tokenizer has it

@@ -10,7 +10,7 @@ import torch
 from whole_tensors import whole
 
 from verl_prefix.api.pixels import positions_of_row
-from verl_prefix.models import vision
+from verl_prefix.models import verls_vision, vision
 from verl_prefix.testing import visual_prompt
 
 # Every prompt as (what it consists of, response lengths, uid): numbers are text tokens, pairs and triples are the grids
@@ -165,8 +165,8 @@ def _measure(backend: str, path: str, rank: int, options: dict) -> dict:
     engine = engines._engine(backend, path, options)
     with contextlib.ExitStack() as stack:
         if backend != "prefix":
-            stack.enter_context(vision.towers_of_tensors(engine.module))
-            stack.enter_context(vision.own_attention(engine.module))
+            stack.enter_context(verls_vision.towers_of_tensors(engine.module))
+            stack.enter_context(verls_vision.own_attention(engine.module))
         return _measured(engine, backend, path, rank, options)
 
 

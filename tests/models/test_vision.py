@@ -139,18 +139,24 @@ def test_shared_pixels_are_one_tensor_and_digests_see_every_bit():
 def test_visual_tokens_without_their_features_name_the_row(held):
     config = mock.Mock(image_token_id=5, video_token_id=6, vision_config=mock.Mock(spatial_merge_size=2))
     pixels = {"pixel_values": torch.zeros(16, 96), "image_grid_thw": torch.tensor([[1, 4, 4]])} if held else {}
-    batch = vision.PixelBatch([{}, pixels], torch.tensor([1, 2, 3, 5, 5, 5, 4]), [0, 3, 7], config)
     with pytest.raises(ValueError, match=f"row 1: its prompt has 3 image tokens .* make {4 * held} features"):
-        batch.of([Group((1,), 3, (1,))], torch.device("cpu"))
+        vision.check_pixels(pixels, torch.tensor([5, 5, 5]), config, "row 1")
+
+
+def test_a_row_that_is_cut_inside_an_image_is_refused():
+    config = mock.Mock(image_token_id=5, video_token_id=6, vision_config=mock.Mock(spatial_merge_size=2))
+    pixels = {"pixel_values": torch.zeros(16, 96), "image_grid_thw": torch.tensor([[1, 4, 4]])}
+    batch = vision.PixelBatch([pixels], torch.tensor([5, 5, 5, 5, 4]), [0, 5], config)
+    with pytest.raises(ValueError, match=r"cut inside an image or clip: after 3 of their tokens, .* end at \[4\]"):
+        batch.of([Group((0,), 3, (2,))], torch.device("cpu"))
 
 
 @pytest.mark.parametrize("model_type", ["glm4v", "glm4v_moe", "glm46v"])
 def test_a_video_of_glm_is_refused(model_type):
     config = mock.Mock(model_type=model_type, image_token_id=5, video_token_id=6)
     pixels = {"pixel_values_videos": torch.zeros(16, 1176), "video_grid_thw": torch.tensor([[1, 4, 4]])}
-    batch = vision.PixelBatch([pixels], torch.tensor([5, 5, 5, 5, 4]), [0, 5], config)
     with pytest.raises(ValueError, match="row 0 has a video, .* train it on images"):
-        batch.of([Group((0,), 4, (1,))], torch.device("cpu"))
+        vision.check_pixels(pixels, torch.tensor([5, 5, 5, 5]), config, "row 0")
 
 
 @pytest.mark.parametrize("merge_size", [1, 2, 3])
@@ -158,7 +164,7 @@ def test_where_nobody_has_pixels_any_tower_sees_four_tokens(paths, merge_size): 
     tower = vision.tower_of(Case(paths["qwen3_vl"]).model)
     config = copy.deepcopy(tower.config)
     config.spatial_merge_size = merge_size
-    patches, grid = vision._nothing(config, torch.zeros(1))
+    patches, grid = vision.black_image(config, torch.zeros(1))
     with torch.no_grad():
         assert len(type(tower)(config)(patches, grid_thw=grid).pooler_output) == 4
 

@@ -1,11 +1,11 @@
-"""A processor's output for many prompts -> each row's own pixels and positions."""
+"""Deals a processor's output for many prompts to its prompts: each one's own pixels, and position ids by these."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
-from verl_prefix.models.vision import MODEL_TYPES, PIXELS, is_vision_config
+from verl_prefix.models.vision import MODEL_TYPES, PIXELS, check_pixels, is_vision_config
 
 
 def pixels_of_prompts(
@@ -13,14 +13,18 @@ def pixels_of_prompts(
 ) -> list[dict[str, Any]]:
     """Each prompt's part of a processor's output, which holds images and videos in the order of the prompts.
 
+    Args:
+        config: the model's. prompts: [length] int64 each. given: the output; None: there are no pixels.
+
     Raises:
         ValueError: the model takes no pixels, or prompts and pixels do not belong together.
     """
     by_prompt: list[dict[str, Any]] = [{} for _ in prompts]
-    if given is None:
-        return by_prompt
     if not is_vision_config(config):
-        raise ValueError(f"pixels are for {', '.join(MODEL_TYPES)}, and this is a {config.model_type} model")
+        if given is not None:
+            raise ValueError(f"pixels are for {', '.join(MODEL_TYPES)}, and this is a {config.model_type} model")
+        return by_prompt
+    given = given or {}
     for kind, values, grid in PIXELS:
         grids = given.get(grid)
         if (given.get(values) is None) != (grids is None):
@@ -56,12 +60,14 @@ def pixels_of_prompts(
                 f"{grid} has {len(grids)} {kind}s, and prompts have tokens for {start}; pass the processor's output "
                 "for these prompts, one per row, or one per group with `groups`"
             )
+    for i, (prompt, shown) in enumerate(zip(prompts, by_prompt, strict=True)):
+        check_pixels(shown, prompt[:-1], config, f"prompts[{i}]")
     return by_prompt
 
 
 def positions_of_row(model: Any, prompt: torch.Tensor, pixels: Mapping[str, Any], num_more: int) -> torch.Tensor:
-    """[4, length] int64 (text, time, height, width) of a prompt, by the model's own `get_rope_index`, and `num_more`
-    tokens of text behind it."""
+    """Position ids of a prompt and `num_more` tokens of text behind it: [4, length] int64 (text, time, height, width),
+    by the model's own `get_rope_index`."""
     config = model.config
     kinds = torch.where(prompt == config.image_token_id, 1, 2 * (prompt == config.video_token_id).int())
     others = {name: value for name, value in pixels.items() if not name.startswith("pixel_values")}

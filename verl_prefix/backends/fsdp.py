@@ -39,7 +39,8 @@ from verl_prefix.engine.prefix_engine import PrefixEngine
 from verl_prefix.engine.self_check import Gradients, rounding_noise
 from verl_prefix.models import vision
 from verl_prefix.models.hookup import HookedModel
-from verl_prefix.models.recurrent import mixers, replaced
+from verl_prefix.models.recurrent import mixers
+from verl_prefix.models.replaced import replaced
 from verl_prefix.models.support import check_dropout, check_supported
 
 

@@ -12,8 +12,10 @@ from verl.utils.ulysses import get_ulysses_sequence_parallel_group, set_ulysses_
 from verl_prefix.config import is_varlen
 from verl_prefix.engine.backend import OwnPath, Ranks
 from verl_prefix.engine.loss import LossFunction
-from verl_prefix.models.recurrent import packing_leak, replaced, sharding_leak
-from verl_prefix.models.vision import UNPATCHED, towers_of_tensors
+from verl_prefix.models.recurrent import packing_leak, sharding_leak
+from verl_prefix.models.replaced import replaced
+from verl_prefix.models.verls_vision import towers_of_tensors
+from verl_prefix.models.vision import UNPATCHED
 from verl_prefix.versions import warn_once
 
 logger = logging.getLogger(__name__)

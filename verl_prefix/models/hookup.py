@@ -24,6 +24,7 @@ from verl_prefix.models.logits import readers, scales_logits, written_elsewhere
 from verl_prefix.models.recurrent import shared_states
 from verl_prefix.models.replaced import replaced
 from verl_prefix.models.support import layer_window
+from verl_prefix.models.verls_vision import own_attention
 from verl_prefix.versions import warn_once
 
 ATTENTION_NAME = "verl_prefix"
@@ -98,7 +99,7 @@ class HookedModel:
         config._attn_implementation = ATTENTION_NAME
         try:
             with (
-                vision.own_attention(self.model), shared_states(self.model), on_head_tokens(self.model),
+                own_attention(self.model), shared_states(self.model), on_head_tokens(self.model),
                 _prefetched_in_backward(self.model),
             ):  # fmt: skip
                 yield

@@ -1,4 +1,4 @@
-"""Vision: a group's pixels are held, moved and seen by the vision tower once, with its prefix.
+"""Pixels of a group, which are held, moved and seen by the vision tower once, with the group's prefix.
 
     rollouts -> `engine.shared_pixels` one row of a prompt carries the pixels to the actor
     rows -> `share_pixels`   rows with the same pixels hold the same tensors; their digest is part of the group key
@@ -6,16 +6,13 @@
     pass -> `forward`        the tower once per packed pass or phase A, on the pixels of all its groups at once
 
 A wave has no visual tokens, since responses are text, and never runs the tower. Every other pass runs it exactly once,
-on a few zeros where it has no pixels: its FSDP2 collectives are then in step over ranks whatever they hold. verl's own
-forward runs it once for images and once for videos, and on zeros where a micro-batch has neither
+on a few zeros where it has no pixels, so that all ranks run the tower's FSDP2 collectives equally often. verl's own
+forward runs the tower once for images and once for videos, and on zeros where a micro-batch has neither
 (verl/models/transformers/qwen2_vl.py, qwen3_vl.py).
 """
 
-import functools
-import importlib.util
-import sys
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -31,14 +28,14 @@ from verl_prefix.models.replaced import replaced
 UNPATCHED = ("glm4v_moe", "glm46v")  # GLM-4.5V and GLM-4.6V, whose forward verl leaves to transformers
 MODEL_TYPES = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "glm4v", *UNPATCHED)
 
-# A row's pixels, as verl's agent loop makes them with the model's processor: patches [n, patch size] and the grid
-# [m, 3] of images, then of videos. What else is in the row (timestamps) is in its position ids already.
+# Names of a row's pixels, as verl's agent loop has them from the model's processor: (kind, patches [n, patch size],
+# grid [m, 3]). What else the processor makes (timestamps) is in the row's position ids already.
 PIXELS = (("image", "pixel_values", "image_grid_thw"), ("video", "pixel_values_videos", "video_grid_thw"))
 PIXEL_NAMES = tuple(name for _, *names in PIXELS for name in names)
 
-Row = dict[str, Any] | None
+Row = dict[str, Any] | None  # a row's pixels by name; None or empty: it has none
 
-_digests = WeakIdKeyDictionary()  # of tensors that are still alive: rows of a group share them from the first call on
+_digests = WeakIdKeyDictionary()  # of tensors while they live: after `share_pixels` a group's rows have the same ones
 
 
 def is_vision_config(config: Any) -> bool:
@@ -116,14 +113,14 @@ def tree_tokens(
             lens //= config.vision_config.spatial_merge_size**2
             tokens = (input_ids[start:end] == getattr(config, f"{kind}_token_id")).nonzero()[:, 0]
             each = torch.tensor(shown).repeat_interleave(lens)
-            tokens = tokens[: len(each)]  # those behind them stand for nothing: a model may sample one
+            tokens = tokens[: len(each)]  # a model may sample more of them behind these, which show nothing
             if len(each) == len(tokens):  # else `check_pixels` says what is wrong
                 mixed[start + tokens] = mix(mixed[start + tokens]) ^ each
     return mixed
 
 
 def shown_lens(prompts: Sequence[torch.Tensor], config: Any) -> list[int]:
-    """Of each prompt [n] int64, how many tokens there are up to the last one of an image or video; 0 without."""
+    """For each prompt [n] int64, the number of its tokens up to and with the last one of an image or video; or 0."""
     if not is_vision_config(config):
         return [0] * len(prompts)
     tokens = torch.tensor([getattr(config, f"{kind}_token_id") for kind, *_ in PIXELS])
@@ -132,61 +129,8 @@ def shown_lens(prompts: Sequence[torch.Tensor], config: Any) -> list[int]:
 
 
 def num_tower_runs(row: Row) -> int:
-    """How often verl's own forward runs the tower on the row: once for images and once for videos, or once on zeros for
-    text alone."""
+    """How often verl's own forward runs the tower on a row: for images, for videos, or, without both, on zeros."""
     return sum((row or {}).get(values) is not None for _, values, _ in PIXELS) or 1
-
-
-@contextmanager
-def towers_of_tensors(model: torch.nn.Module) -> Iterator[None]:
-    """While open, the tower runs under verl's own forward where that takes its output for the features themselves, and
-    under transformers' own (`UNPATCHED`) in passes of text as well, so that ranks do not wait.
-
-    verl 0.9.1's GLM-4.1V always takes it so, its Qwen2.5-VL on text alone (verl/models/transformers/glm4v.py,
-    qwen2_vl.py). The towers of transformers 5 return more, and without this its own path fails.
-    """
-    model_type = getattr(model.config, "model_type", None)
-    if model_type not in ("glm4v", "qwen2_5_vl", *UNPATCHED):
-        yield
-        return
-    inner: Any = vision_model(model).model
-    visual, run, run_tower = inner.visual, inner.forward, inner.visual.forward
-
-    def with_tower(input_ids: torch.Tensor, **kwargs: Any) -> Any:
-        if kwargs.get("pixel_values") is not None:
-            return run(input_ids, **kwargs)
-        embeds = inner.get_input_embeddings()(input_ids)
-        patches, grid = _nothing(inner.config.vision_config, embeds)
-        features = visual(patches.type(visual.dtype), grid_thw=grid).pooler_output
-        return run(**kwargs | {"inputs_embeds": embeds + 0.0 * features.mean()})
-
-    with (
-        _gathered_positions(visual),
-        replaced(inner, "forward", with_tower)
-        if model_type in UNPATCHED
-        else replaced(visual, "forward", lambda *args, **kwargs: run_tower(*args, **kwargs).pooler_output),
-    ):
-        yield
-
-
-@contextmanager
-def _gathered_positions(visual: Any) -> Iterator[None]:
-    """While open, GLM-4.1V's tower reads its table of positions by the table's own forward, where FSDP2 gathers it. By
-    itself it reads the weight beside it, which is sharded: verl's engine fails with FSDP2."""
-    if (embeddings := getattr(visual, "embeddings", None)) is None:
-        yield
-        return
-    table = embeddings.position_embedding
-
-    def forward(hidden: torch.Tensor, *args: torch.Tensor) -> torch.Tensor:
-        weight = table(torch.arange(table.num_embeddings, device=hidden.device))
-        positions = SimpleNamespace(weight=weight)
-        read = SimpleNamespace(position_embedding=positions, interpolated_method=embeddings.interpolated_method)
-        embedded: torch.Tensor = type(embeddings).forward(read, hidden, *args)
-        return embedded
-
-    with replaced(embeddings, "forward", forward):
-        yield
 
 
 def num_patches(row: Row) -> int:
@@ -195,7 +139,7 @@ def num_patches(row: Row) -> int:
 
 
 class PixelBatch:
-    """Pixels of a batch's rows, and the tokens that stand for them.
+    """Pixels of a batch's rows, and the tokens that stand for them. The rows have passed `check_pixels`.
 
     Args:
         rows: one per row of the batch, as in `share_pixels`.
@@ -217,20 +161,15 @@ class PixelBatch:
         `grid` [m, 3], and `indices` [k] int64, where in the row the tower's k features belong; nothing without pixels.
 
         Args:
-            tokens: [t] int64, in host memory, those of the row that this rank has under sequence parallelism. `indices`
-                count among them, and `chosen` [k] int64 are the features that belong there.
+            tokens: [t] int64, in host memory: which of the packed row's tokens this rank has under sequence
+                parallelism. `indices` then count among these, and `chosen` [k] int64 are the features that go there.
 
         Raises:
-            ValueError: a row has more or fewer visual tokens before its suffix than its pixels make features, or is cut
-                inside of an image.
+            ValueError: a row is cut inside an image or clip.
         """
         patches, grids, indices = [], [], []
         start = 0
         for group in groups:
-            for fork in dict.fromkeys(group.forks):
-                reader = group.rows[group.forks.index(fork)]
-                prefix = self.input_ids[self.offsets[reader] :][: fork.start]
-                check_pixels(self.rows[reader], prefix, self.config, f"row {reader}")
             for strand in group.strands:
                 for kind, values, grid in PIXELS:
                     positions = self._tokens(strand.row, kind, strand.start, strand.end)
@@ -255,13 +194,13 @@ class PixelBatch:
         return {name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()}
 
     def _tokens(self, row: int, kind: str, start: int, end: int) -> torch.Tensor:
-        """[n] int64: which of the row's tokens [start, end), counted from `start`, stand for images or videos."""
+        """[n] int64: which of the row's tokens [start, end) stand for images or videos, counted from `start`."""
         first = int(self.offsets[row])
         tokens = self.input_ids[first + start : first + end]
         return torch.nonzero(tokens == getattr(self.config, f"{kind}_token_id"))[:, 0]
 
     def _number(self, grid: torch.Tensor, num_tokens: int) -> int:
-        """Images or clips whose features are the first `num_tokens`."""
+        """How many images or clips make the first `num_tokens` features."""
         ends = [0, *_num_features(grid, self.config).cumsum(0).tolist()]
         if num_tokens not in ends:
             raise ValueError(
@@ -271,10 +210,10 @@ class PixelBatch:
 
 
 def check_pixels(inputs: Row, prefix: torch.Tensor, config: Any, name: str) -> None:
-    """Checks that a row's tokens before its suffix, [n] int64, stand for as many features as its pixels make.
+    """Checks that the visual tokens of a row's prefix, [n] int64, are as many as the features that its pixels make.
 
     Raises:
-        ValueError: they do not, or a GLM row has a video; it begins with `name`.
+        ValueError: they are not, or a GLM row has a video. The message begins with `name`.
     """
     inputs = inputs or {}
     if config.model_type.startswith("glm") and inputs.get("pixel_values_videos") is not None:
@@ -309,7 +248,7 @@ def forward(
     chosen: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> CausalLMOutputWithPast:
-    """Replaces the model's own forward on one packed row; call it through the model, so that FSDP2's hooks run.
+    """Replaces the model's own forward on one packed row. It is called through the model, so that FSDP2's hooks run.
 
     Args:
         input_ids: [1, T] int64. keep: [n] int64, the tokens that go through lm_head.
@@ -322,15 +261,15 @@ def forward(
     """
     embeds: torch.Tensor = model.get_input_embeddings()(input_ids)
     if torch.is_grad_enabled() and any(p.requires_grad for p in model.model.visual.parameters()):
-        # In every pass, also in one that does not run the tower: a wave sends gradients back to prefixes that the tower
-        # has seen, and ranks without such prefixes have to run the same backward.
+        # In a pass without the tower, too: a wave sends gradients back to prefixes that the tower has seen, and ranks
+        # without such prefixes have to run the same backward.
         embeds.requires_grad_()
     if tower:
         visual = model.model.visual
         seen = patches is not None
         if not seen:
-            patches, grid = _nothing(model.config.vision_config, embeds)
-        with _gathered_positions(visual):
+            patches, grid = black_image(model.config.vision_config, embeds)
+        with gathered_positions(visual):
             output = visual(patches.type(visual.dtype), grid_thw=grid)
         features, deepstack = output.pooler_output, getattr(output, "deepstack_features", None)
         if chosen is not None:
@@ -339,12 +278,12 @@ def forward(
             embeds = embeds + sum(0.0 * x.mean() for x in (features, *(deepstack or ())))
         else:
             embeds = embeds.index_copy(1, indices, features.to(embeds.dtype).unsqueeze(0))
-            if deepstack:  # the text model adds them by a mask, and so in the order of the row
+            if deepstack:  # the text model adds them by a mask, which takes them in the order of the packed row
                 kwargs["visual_pos_masks"] = torch.zeros_like(input_ids, dtype=torch.bool).index_fill(1, indices, True)
                 kwargs["deepstack_visual_embeds"] = [x[indices.argsort()] for x in deepstack]
     elif torch.is_grad_enabled():
-        # FSDP2 adds up gradients in another dtype until it reduces them, and one reduction takes one dtype. So what is
-        # sharded together with text layers needs a gradient in waves, too, as those have one: here zero.
+        # From pass to pass FSDP2 keeps gradients in another dtype, and it reduces a shard's gradients in one dtype. So
+        # parameters of the tower that are in one shard with text layers need a gradient in a wave, too: zero.
         embeds = embeds + sum(0.0 * p.flatten()[0] for p in _in_parents_shard(model.model.visual) if p.requires_grad)
     kwargs |= dict(input_ids=None, inputs_embeds=embeds)  # PEFT passes them too
     # Under sequence parallelism verl would cut the text model's inputs over the ranks, but they are cut already: see
@@ -355,40 +294,35 @@ def forward(
 
 
 def _in_parents_shard(module: torch.nn.Module) -> list[torch.nn.Parameter]:
-    """Parameters of a module with FSDP2 modules in it, without the parameters of those."""
+    """Parameters of a module that FSDP2 shards with those of its parents: it shards some of its children by themselves,
+    and not these."""
     sharded = [m for m in module.modules() if isinstance(m, FSDPModule)]
     inside = {id(p) for m in sharded for p in m.parameters()}
     return [p for p in module.parameters() if sharded and id(p) not in inside]
 
 
-def _nothing(config: Any, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Patches and grid of a black image of four tokens."""
+def black_image(config: Any, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Patches [n, patch size] and grid [1, 3] of a black image of four tokens."""
     side = 2 * config.spatial_merge_size
     patch = config.in_channels * config.temporal_patch_size * config.patch_size**2
     return like.new_zeros(side**2, patch), torch.tensor([[1, side, side]], device=like.device)
 
 
 @contextmanager
-def own_attention(model: torch.nn.Module) -> Iterator[None]:
-    """While open, a vision model's text layers have the attention forward of their own library.
-
-    Under remove-padding verl replaces it in the class by one that calls flash attention itself
-    (verl/models/transformers/monkey_patch.py). The original comes from a second copy of its module, because verl may
-    have replaced it before we were there.
-    """
-    modules = () if vision_model(model) is None else model.modules()
-    with ExitStack() as stack:
-        for cls in {type(m) for m in modules if hasattr(m, "layer_idx") and hasattr(m, "is_causal")}:
-            if cls.forward.__module__ != cls.__module__:
-                own = getattr(_second_copy(cls.__module__), cls.__name__).forward
-                stack.enter_context(replaced(cls, "forward", own))
+def gathered_positions(visual: Any) -> Iterator[None]:
+    """Context in which GLM-4.1V's tower looks positions up by the forward of their table, in which FSDP2 gathers it. By
+    itself the tower reads the table's weight, which is then a shard: under FSDP2 verl's own engine fails there."""
+    if (embeddings := getattr(visual, "embeddings", None)) is None:
         yield
+        return
+    table = embeddings.position_embedding
 
+    def forward(hidden: torch.Tensor, *args: torch.Tensor) -> torch.Tensor:
+        weight = table(torch.arange(table.num_embeddings, device=hidden.device))
+        positions = SimpleNamespace(weight=weight)
+        read = SimpleNamespace(position_embedding=positions, interpolated_method=embeddings.interpolated_method)
+        embedded: torch.Tensor = type(embeddings).forward(read, hidden, *args)
+        return embedded
 
-@functools.cache
-def _second_copy(module_name: str) -> Any:
-    spec = importlib.util.spec_from_file_location(module_name, sys.modules[module_name].__file__)
-    assert spec is not None and spec.loader is not None
-    copy = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(copy)  # sys.modules keeps the first
-    return copy
+    with replaced(embeddings, "forward", forward):
+        yield

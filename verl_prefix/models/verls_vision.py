@@ -1,0 +1,76 @@
+"""Vision models of transformers 5 under verl 0.9.1: what its own path lacks there, and what ours takes back."""
+
+import functools
+import importlib.util
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+
+from verl_prefix.models.replaced import replaced
+from verl_prefix.models.vision import UNPATCHED, black_image, gathered_positions, vision_model
+
+
+@contextmanager
+def towers_of_tensors(model: torch.nn.Module) -> Iterator[None]:
+    """Context in which verl's own path runs on a vision model.
+
+    verl 0.9.1 takes a tower's output for the features themselves: always with GLM-4.1V, on text alone with Qwen2.5-VL
+    (verl/models/transformers/glm4v.py, qwen2_vl.py). Towers of transformers 5 return more, so here they return features
+    alone. The forwards of `UNPATCHED` run no tower on text alone, for which other ranks would wait; here they do.
+    """
+    model_type = getattr(model.config, "model_type", None)
+    if model_type not in ("glm4v", "qwen2_5_vl", *UNPATCHED):
+        yield
+        return
+    inner: Any = vision_model(model).model
+    visual, run, run_tower = inner.visual, inner.forward, inner.visual.forward
+
+    def with_tower(input_ids: torch.Tensor, **kwargs: Any) -> Any:
+        if kwargs.get("pixel_values") is not None:
+            return run(input_ids, **kwargs)
+        embeds = inner.get_input_embeddings()(input_ids)
+        patches, grid = black_image(inner.config.vision_config, embeds)
+        features = visual(patches.type(visual.dtype), grid_thw=grid).pooler_output
+        return run(**kwargs | {"inputs_embeds": embeds + 0.0 * features.mean()})
+
+    with (
+        gathered_positions(visual),
+        replaced(inner, "forward", with_tower)
+        if model_type in UNPATCHED
+        else replaced(visual, "forward", lambda *args, **kwargs: run_tower(*args, **kwargs).pooler_output),
+    ):
+        yield
+
+
+@contextmanager
+def own_attention(model: torch.nn.Module) -> Iterator[None]:
+    """Context in which text layers of a vision model have the attention forward of transformers.
+
+    Under remove-padding verl puts another into the class, which calls flash attention itself on repeated keys and
+    values (verl/models/transformers/monkey_patch.py), so that no attention function of ours would be called.
+    """
+    modules = () if vision_model(model) is None else model.modules()
+    with ExitStack() as stack:
+        for cls in {type(m) for m in modules if hasattr(m, "layer_idx") and hasattr(m, "is_causal")}:
+            if cls.forward.__module__ != cls.__module__:
+                own = getattr(_second_copy(cls.__module__), cls.__name__).forward
+                stack.enter_context(replaced(cls, "forward", own))
+        yield
+
+
+@functools.cache
+def _second_copy(module_name: str) -> Any:
+    """A copy of a module, with all that others have put into the first one as it was.
+
+    verl keeps no original of a forward that it replaces, and may replace it before any code of ours runs: a critic, or
+    verl's engine in the same process, comes first. A forward of our own would have to follow each version's rotary
+    angles. So transformers' file is run once more, once per process; sys.modules keeps the first module.
+    """
+    spec = importlib.util.spec_from_file_location(module_name, sys.modules[module_name].__file__)
+    assert spec is not None and spec.loader is not None
+    copy = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(copy)
+    return copy
