@@ -10,7 +10,7 @@ from typing import Any
 
 from simulate_tables import config_of, heading, run, write_report
 
-from verl_prefix.auto.cost import Rates, group_pass, plan_passes
+from verl_prefix.auto.cost import Rates
 from verl_prefix.core.groups import Group
 from verl_prefix.testing.rollouts import Rollouts, flatten, search_rollouts, turn_rollouts
 from verl_prefix.tools.report import table
@@ -47,7 +47,7 @@ def simulated(rollouts: Rollouts) -> dict[str, Any]:
     budget = max(16384, 2 * max(rows))  # verl's default, and its advice
     job = Job(config_of("qwen3-8b"), tuple(trees), budget, ranks=8, kept=4)
     shape = whole_shape(job)
-    once = Rates().seconds(shape, [group_pass(shape, trees)])
+    once = Rates().seconds(shape, [shape.pass_of(trees)])
     found: dict[str, Any] = {"rows": len(rows), "tokens": sum(rows), "longest_row": max(rows), "budget": budget}
     full = full_budget(max(rows), len(rollouts.responses[0]), budget)
     found["one_prompt_peak_gib"] = run(replace(job, groups=full), Arm("phased"), "h100")["peak_gib"]
@@ -66,7 +66,7 @@ def simulated(rollouts: Rollouts) -> dict[str, Any]:
             continue
         stock, plan = by_arm["stock"], plan_of(of_arm, shape, arm, budget)
         ours["tokens"] = plan.num_physical_tokens
-        ours["of_tree_once"] = once / Rates().seconds(shape, plan_passes(shape, plan))
+        ours["of_tree_once"] = once / Rates().seconds(shape, shape.passes_of(plan))
         ours["speedup"] = stock["update_seconds"] / ours["update_seconds"]
         ours["flop_ratio"] = stock["flops"] / ours["flops"]
         ours["of_flop_ratio"] = ours["speedup"] / ours["flop_ratio"]

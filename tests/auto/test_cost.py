@@ -41,17 +41,17 @@ def test_pairs_are_those_that_the_mask_leaves(length, behind, window):
 
 def test_passes_of_a_plan_count_each_token_once():
     groups = [Group((0, 1, 2), 20, (5, 6, 7)), Group((3,), 10, (4,))]
-    packed = cost.plan_passes(SHAPE, make_plan(groups, 10**6, "packed"))
+    packed = SHAPE.passes_of(make_plan(groups, 10**6, "packed"))
     assert [p.tokens for p in packed] == [52] and packed[0].head_tokens == 22
-    phased = cost.plan_passes(SHAPE, make_plan(groups, 10**6, "phased", wave_tokens=11))
+    phased = SHAPE.passes_of(make_plan(groups, 10**6, "phased", wave_tokens=11))
     assert sum(p.tokens for p in phased) == 52 and sum(p.head_tokens for p in phased) == 22
     assert sum(p.pairs for p in phased) == packed[0].pairs
-    twice = cost.plan_passes(SHAPE, make_plan(groups, 10**6, "packed"), logits_chunk=10)
+    twice = SHAPE.passes_of(make_plan(groups, 10**6, "packed"), logits_chunk=10)
     assert [(p.tokens, p.head_tokens) for p in twice] == [(52, 22 + 12 // 3)]
-    stock = cost.stock_passes(SHAPE, groups, budget=60, dense_mask=False)
+    stock = SHAPE.stock_passes(groups, budget=60, dense_mask=False)
     assert sum(p.tokens for p in stock) == 3 * 21 + 18 + 11 + 4 and len(stock) == 2
-    assert sum(p.pairs for p in cost.stock_passes(SHAPE, groups, 60, dense_mask=True)) > sum(p.pairs for p in stock)
-    alone = cost.stock_passes(SHAPE, groups, 60, dense_mask=True, one_row=True)
+    assert sum(p.pairs for p in SHAPE.stock_passes(groups, 60, dense_mask=True)) > sum(p.pairs for p in stock)
+    alone = SHAPE.stock_passes(groups, 60, dense_mask=True, one_row=True)
     assert len(alone) == sum(len(group.rows) for group in groups) > len(stock)
     assert [sum(column) for column in zip(*alone, strict=True)] == [sum(column) for column in zip(*stock, strict=True)]
 
@@ -113,7 +113,7 @@ def test_flops_of_trees_are_those_of_the_matmuls_and_kernel_calls_that_run(monke
     with FlopCounterMode(display=False) as counter:
         run_shared(model, rollouts, *options, train=False)
     found, groups = model_shape(model, torch.float32), flatten(rollouts, "cpu")[2]
-    passes = cost.plan_passes(found, make_plan(groups, options[1], *options[:1], *options[2:]))
+    passes = found.passes_of(make_plan(groups, options[1], *options[:1], *options[2:]))
     assert sum(pairs) == sum(p.pairs for p in passes)
     expected = sum(p.linear(found) + p.head_tokens * found.head for p in passes)
     assert counter.get_total_flops() == pytest.approx(expected, rel=1e-2)
@@ -121,7 +121,7 @@ def test_flops_of_trees_are_those_of_the_matmuls_and_kernel_calls_that_run(monke
 
 @pytest.mark.parametrize(("chunk", "rows"), [(10, [7, 10, 10, 10, 7]), (9, [9, 9, 9, 9, 9]), (27, [27])])
 def test_lm_head_runs_twice_but_for_the_last_chunk(monkeypatch, chunk, rows):
-    """Forward, then the others once more, in backward's order, as `plan_passes` counts them."""
+    """Forward, then the others once more, in backward's order, as `passes_of` counts them."""
     config = transformers.LlamaConfig(
         vocab_size=97, hidden_size=64, intermediate_size=80, num_hidden_layers=1, num_attention_heads=4
     )
@@ -132,7 +132,7 @@ def test_lm_head_runs_twice_but_for_the_last_chunk(monkeypatch, chunk, rows):
     run_shared(model, batch, "packed", logits_chunk=chunk)
     assert seen == rows
     groups = [Group((0, 1, 2), 30, (8, 9, 10))]
-    passes = cost.plan_passes(SHAPE, make_plan(groups, 10**6, "packed"), logits_chunk=chunk)
+    passes = SHAPE.passes_of(make_plan(groups, 10**6, "packed"), logits_chunk=chunk)
     assert [p.head_tokens for p in passes] == [27 + (sum(seen) - 27) // 3]
 
 
@@ -141,7 +141,7 @@ def test_calibration_finds_the_rates_of_a_device(linear, attention, head, fixed)
     true, clock = Rates(fixed, linear, attention, head), [0.0]
 
     def run(groups):
-        clock[0] += true.seconds(SHAPE, [cost.group_pass(SHAPE, groups)])
+        clock[0] += true.seconds(SHAPE, [SHAPE.pass_of(groups)])
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(calibration.time, "perf_counter", lambda: clock[0])
@@ -245,7 +245,7 @@ def test_the_peak_is_within_15_per_cent_of_the_simulated_one(llama3_8b, arm, che
     groups = [Group(tuple(range(i, i + 4)), 6000, (1000,) * 4) for i in (0, 4)]
     path, _, offload = arm.partition("+")
     plan = None if path == "stock" else make_plan(groups, 14100, path, 2000, bool(offload))
-    stock = cost.stock_passes(llama3_8b, groups, 14100, dense_mask=False)
+    stock = llama3_8b.stock_passes(groups, 14100, dense_mask=False)
     memory = cost.Memory(8, checkpointed, no_sync, 4096, bool(offload), kept)
     found = cost.peak_bytes(llama3_8b, plan, stock, memory) / 2**30
     assert found == pytest.approx(SIMULATED[arm, checkpointed, no_sync, kept], rel=0.15)
@@ -289,7 +289,7 @@ def test_strand_tokens_that_a_row_reads_count_among_logits(llama3_8b, path, offl
 def test_verls_offload_leaves_two_layers_of_stock_on_the_device(llama3_8b, checkpointed):
     """By shapes, on the batch above. Under gradient checkpointing ours with `prefix.offload` adds less than that."""
     groups = [Group(tuple(range(i, i + 4)), 6000, (1000,) * 4) for i in (0, 4)]
-    stock = cost.stock_passes(llama3_8b, groups, 14100, dense_mask=False)
+    stock = llama3_8b.stock_passes(groups, 14100, dense_mask=False)
     memory = cost.Memory(8, checkpointed, False, 4096, True)
     offloads = dataclasses.replace(memory, stock_offloads=True)
     before, after = (cost.peak_bytes(llama3_8b, None, stock, one) for one in (memory, offloads))
@@ -334,7 +334,7 @@ def predicted(job: Job, found: shape.ModelShape) -> dict[str, float]:
     memory = cost.Memory(job.ranks, job.checkpointing, job.no_sync, job.logits_chunk, False)
     costs = chooser.CostModel(found, False, None, 1.05, memory)
     plans = {path: costs.plan(job.groups, job.budget, path) for path in ("packed", "phased")}
-    passes = {path: cost.plan_passes(found, plan, memory.pass_chunk) for path, plan in plans.items()}
+    passes = {path: found.passes_of(plan, memory.pass_chunk) for path, plan in plans.items()}
     stock = costs.flops().update.seconds(found, costs.stock_passes(job.groups, job.budget))
     return {path: stock / costs.flops().update.seconds(found, of_path) for path, of_path in passes.items()}
 
@@ -360,7 +360,7 @@ def test_the_peak_of_trees_is_within_15_per_cent_of_the_simulated_one(simulation
         gradients, resident = (n * found.parameters / job.ranks / 2**30 for n in (4, 16))
         memory = cost.Memory(job.ranks, True, False, job.logits_chunk, False, attention_kept=True)
         for path in ("packed", "phased"):
-            plan = cost.plan_batch(found, job.groups, job.budget, path, None, memory)
+            plan = chooser.CostModel(found, False, None, 1.05, memory).plan(job.groups, job.budget, path)
             peak = cost.peak_bytes(found, plan, (), memory) / 2**30
             added = arms[path]["peak_gib"] - resident
             assert 0.85 * added <= peak <= 1.15 * (added + gradients), path
@@ -373,7 +373,7 @@ def test_waves_hide_their_own_cost_for_an_eighth_of_memory(llama3_8b):
               for name in ("checkpointed", "activations", "offload")}  # fmt: skip
 
     def waves(name, budget=12289, wave_tokens=None):
-        plan = cost.plan_batch(llama3_8b, groups, budget, "phased", wave_tokens, memory[name])
+        plan = chooser.CostModel(llama3_8b, False, wave_tokens, 1.05, memory[name]).plan(groups, budget, "phased")
         (one,) = plan.phased
         return [sum(piece.num_suffix_tokens for _, piece in wave) for wave in one.waves], plan
 
@@ -384,7 +384,8 @@ def test_waves_hide_their_own_cost_for_an_eighth_of_memory(llama3_8b):
         shortest, longer, make_plan(groups, 12289, "phased", least_wave=8192)))  # fmt: skip
     assert before < after <= before * 9 / 8 < too_long
     assert waves("offload")[0] == waves("offload", budget=20000)[0] == [2 * rows] * 4, "it is for memory"
-    log_probs = cost.plan_batch(llama3_8b, groups, 12289, "phased", None, memory["offload"], forward_only=True)
+    offloads = chooser.CostModel(llama3_8b, False, None, 1.05, memory["offload"])
+    log_probs = offloads.plan(groups, 12289, "phased", forward_only=True)
     assert len(log_probs.waves) == 2, "log-probs keep nothing that would wait in host memory"
     assert waves("activations")[0] == [rows] * 8, "a response more has activations of a tenth of all"
     assert waves("checkpointed", wave_tokens=rows)[0] == [rows] * 8, "as the user says"
@@ -457,10 +458,10 @@ def test_what_is_not_measured_would_be_chosen_at_any_rates(lengths, budget, forw
     groups = [Group(tuple(range(g)), p, (s,) * g) for p, s, g in lengths]
     costs = make_chooser(FLOPS, min_speedup=min_speedup).costs
     own = [None, chooser.Batch(groups[1:], budget)]
-    ranks = [chooser.candidates(costs, groups, budget, one) for one in own]
-    if not all(chooser.is_certain(costs, paths) for paths in ranks):
+    ranks = [chooser.Candidates(costs, chooser.Batch(groups, budget), one) for one in own]
+    if not all(paths.is_certain() for paths in ranks):
         return
-    priced = [chooser.price(costs, paths, Profile(forward, update)) for paths in ranks]
+    priced = [paths.seconds(Profile(forward, update)) for paths in ranks]
     slowest = [max(seconds) for seconds in zip(*priced, strict=True)]
     hypothesis.assume(slowest[1] > 1e-9)
     assert chooser.decide(slowest, min_speedup * (1 - 1e-9))[:2] == (False, False)
@@ -484,8 +485,8 @@ def test_rates_are_measured_where_the_choice_depends_on_them_alone():
 def test_logits_in_chunks_run_again_by_each_ranks_tokens(sequence_ranks, head_tokens):
     memory = cost.Memory(2, False, False, 4096, False, sequence_ranks=sequence_ranks)
     costs = chooser.CostModel(SHAPE, False, None, 1.05, memory)
-    paths = chooser.candidates(costs, [Group((0, 1), 1000, (4000, 4000))], 10**5)
-    assert [one.head_tokens for one in paths.passes(costs, update=True)[1]] == [head_tokens]
+    paths = chooser.Candidates(costs, chooser.Batch([Group((0, 1), 1000, (4000, 4000))], 10**5))
+    assert [one.head_tokens for one in paths.passes(update=True)[1]] == [head_tokens]
 
 
 def test_stock_is_not_taken_where_it_does_not_fit_on_one_rank():

@@ -94,7 +94,7 @@ def test_what_sharing_gains_on_a_model_like_qwen3_5_9b(prefix, over_stock, over_
     """Counted by hand for a report of its own, with the recurrence as verl counts it (15 FLOPs per number of a state,
     forward and backward): lean is stock with lm_head on responses alone. It has the last layer compute every token."""
     found, rates, row = on_meta(transformers.Qwen3_5TextConfig()), Rates(), prefix + 256
-    (ours,) = cost.plan_passes(found, make_plan([Group(tuple(range(8)), prefix, (256,) * 8)], 10**6, "packed"))
+    (ours,) = found.passes_of(make_plan([Group(tuple(range(8)), prefix, (256,) * 8)], 10**6, "packed"))
     for head, gain in ((row, over_stock), (256, over_lean)):
         stock = [PassCost(row, head, found.pairs(row, 0))] * 8
         whole = rates.seconds(found, [ours._replace(skipped=0)])
@@ -200,7 +200,7 @@ def test_calibration_of_a_model_without_attention_layers_has_no_rate_for_it():
     assert found.windows == () and found.pairs(100, 10) == 0
 
     def run(groups):
-        clock[0] += true.seconds(found, [cost.group_pass(found, groups)])
+        clock[0] += true.seconds(found, [found.pass_of(groups)])
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("verl_prefix.auto.calibration.time.perf_counter", lambda: clock[0])

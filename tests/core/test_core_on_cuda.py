@@ -150,7 +150,7 @@ def test_a_pass_is_measured_until_the_device_has_computed_it(monkeypatch):
     def schedule(outputs, step, backward):
         def run(tokens, plan):
             (packed,) = plan.passes
-            queue.append(true.seconds(shape, [cost.group_pass(shape, packed.groups)]))
+            queue.append(true.seconds(shape, [shape.pass_of(packed.groups)]))
 
         return SimpleNamespace(run=run)
 

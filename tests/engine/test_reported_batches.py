@@ -16,7 +16,6 @@ from verl.utils import tensordict_utils as tu
 from verl.utils.seqlen_balancing import rearrange_micro_batches
 from whole_tensors import full
 
-from verl_prefix.auto.cost import stock_passes
 from verl_prefix.auto.shape import ModelShape
 from verl_prefix.config import LOSSES_OF_ROWS
 from verl_prefix.core.groups import Group
@@ -223,4 +222,4 @@ def test_stocks_passes_are_as_many_as_verls_hard_limit_makes(lens, budget):
         linear=1.0, head=1.0, pair=1.0, windows=(None,), activations=1.0, boundary=1.0, kv=1.0, vocab_size=1
     )
     groups = [Group((i,), 0, (n - 1,)) for i, n in enumerate(lens)]
-    assert len(stock_passes(shape, groups, budget, dense_mask=False)) == len(micro_batches)
+    assert len(shape.stock_passes(groups, budget, dense_mask=False)) == len(micro_batches)

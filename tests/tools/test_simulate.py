@@ -32,7 +32,6 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from verl_prefix.auto.cost import group_pass
 from verl_prefix.auto.shape import model_shape
 from verl_prefix.core import kernels
 from verl_prefix.core.calls import Call, Spans
@@ -430,7 +429,7 @@ def linear_flops(config: PretrainedConfig, lora: dict | None) -> tuple[float, fl
     phases = simulator.simulate(job, [ARMS["packed"]], H100)[0]
     with torch.device("meta"):
         shape = model_shape(AutoModelForCausalLM.from_config(config), torch.bfloat16)
-    linear = group_pass(shape, job.groups).linear(shape)
+    linear = shape.pass_of(job.groups).linear(shape)
     return phases["log_probs/packed"]["flops/linear"], linear, phases["optimizer"]["peak/optimizer"] / GIB
 
 

@@ -16,7 +16,7 @@ import torch
 from simulations import planned, training_command, without_step
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
-from verl_prefix.auto.cost import Memory, group_pass, peak_bytes
+from verl_prefix.auto.cost import Memory, peak_bytes
 from verl_prefix.auto.shape import DELTA_CHUNK, ModelShape, kept_by
 from verl_prefix.core.groups import Group
 from verl_prefix.core.prefix_cache import PrefixCache
@@ -113,7 +113,7 @@ def test_flops_are_those_of_the_cost_model(elsewhere):
     cost model leaves out, are less than 1 in 10,000."""
     job = wide(checkpointing=False, layers=4)
     phases, shape = elsewhere(update, job, "packed", "", True)
-    cost = group_pass(shape, job.groups)
+    cost = shape.pass_of(job.groups)
     forward = {name: phases["log_probs/packed"][f"flops/{name}"] for name in ("linear", "recurrent", "attention")}
     assert forward["attention"] == shape.pair * cost.pairs
     assert forward["linear"] + forward["recurrent"] == pytest.approx(cost.linear(shape), rel=1e-4)

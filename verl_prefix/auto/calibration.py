@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from verl_prefix.auto.cost import Rates, group_pass
+from verl_prefix.auto.cost import Rates
 from verl_prefix.auto.shape import ModelShape
 from verl_prefix.core.groups import Group
 from verl_prefix.core.schedule import Schedule, TokenBatch
@@ -16,14 +16,14 @@ from verl_prefix.core.waves import PackedPass, Plan
 # Tokens of a measured segment, and of a measured pass: enough for a device to reach its usual speed.
 _UNIT = {"cpu": 64, "cuda": 512}
 _PASS = {"cpu": 512, "cuda": 8192}
-# Measuring computes at most one token for this many of a batch, or passes of one segment if that is more.
+# Measuring computes at most one token for this many tokens of a batch, or passes of one segment if that is more.
 _SHARE = 20
-_ROUNDS = 3
-_ROUND = 2.5  # a round computes so many times the tokens of its largest pass
+_ROUNDS = 3  # at most
+_ROUND = 2.5  # passes of the largest size that make as many tokens as a round
 
 
 class Profile(NamedTuple):
-    """Rates of a model on a device; None: not measured yet."""
+    """Rates of a model on a device, of log-probs and of updates; None: not measured yet."""
 
     forward: Rates | None = None
     update: Rates | None = None
@@ -44,6 +44,7 @@ def measure(
         budget: most tokens of a pass. batch_tokens: see `effort`.
         schedule: makes a `Schedule` of the run's kind from (outputs, step, forward_only).
         gradients_aside: context in which the model's parameters have no gradients; those that they had come back.
+        forward_only: measure passes without backward.
     """
     max_tokens, rounds = effort(min(budget, _PASS[device.type]), _UNIT[device.type], batch_tokens)
     unit = max(2, min(_UNIT[device.type], max_tokens // 8))
@@ -66,11 +67,11 @@ def measure(
 
 
 def effort(most: int, least: int, batch_tokens: int) -> tuple[int, int]:
-    """How much to measure for a batch of this size: (tokens of a pass, rounds).
+    """How much to measure for a batch: (tokens of a pass, rounds).
 
     Args:
         most, least: limits of a pass's tokens; `most` wins where they disagree.
-        batch_tokens: what the stock path computes of the batch, the same on every rank.
+        batch_tokens: tokens that the stock path computes of the batch; the same number on every rank.
     """
     allowed = batch_tokens / _SHARE
     max_tokens = min(most, max(least, int(allowed / (1 + _ROUND))))
@@ -101,13 +102,14 @@ def calibrate(
             start = time.perf_counter()
             run(groups)
             seconds[name] = min(seconds[name], time.perf_counter() - start)
-    passes = [group_pass(shape, groups) for groups in probes.values()]
+    passes = [shape.pass_of(groups) for groups in probes.values()]
     amounts = [(1.0, p.linear(shape), p.pairs * shape.pair, p.head_tokens * shape.head) for p in passes]
     return Rates(*_nonnegative_solution(torch.tensor(amounts).double(), torch.tensor(list(seconds.values())).double()))
 
 
 def _nonnegative_solution(amounts: torch.Tensor, seconds: torch.Tensor) -> list[float]:
-    """Rates of the columns by least squares. A rate that noise makes negative is 0, and the others are fitted again."""
+    """Rates by least squares from `amounts` [passes, rates] and `seconds` [passes]. A rate that noise makes negative is
+    0, and the others are fitted again."""
     scale = amounts.amax(0)
     kept = [column for column in range(amounts.shape[1]) if scale[column] > 0]  # a model may have no attention
     while kept:

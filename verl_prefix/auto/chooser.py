@@ -1,27 +1,39 @@
 """schedule=auto: the cheapest path for a batch (stock, packed, or a mix with phases), the same on every rank.
 
 Sharing short prompts can cost more than it saves. What a path costs is predicted by `cost`: with rates measured on this
-model and device, or with FLOPs where no rates would choose otherwise. The engine asks a `Chooser`; `verl-prefix plan`
-asks `candidates`, `price` and `decide`, as the chooser does.
+model and device, or with FLOPs where no rates would choose otherwise. The engine asks a `Chooser`, which asks
+`Candidates` and `decide`; `verl-prefix plan` asks these two for every rank of a run.
 """
 
+import functools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from verl_prefix.auto.calibration import Profile
-from verl_prefix.auto.cost import Memory, PassCost, Rates, least_gain, plan_batch, plan_passes, stock_passes
-from verl_prefix.auto.shape import ModelShape
+from verl_prefix.auto.cost import Memory, Rates, peak_bytes
+from verl_prefix.auto.shape import ModelShape, PassCost
 from verl_prefix.core.groups import Group
-from verl_prefix.core.waves import Plan
+from verl_prefix.core.waves import Plan, leaves_room, limit_waves, make_plan
+
+# A wave of so many tokens hides its fixed cost: FSDP2 gathers, copies and reduces all parameters, and gradients of all
+# prefix tokens are added up. That takes as long as 400 tokens on 8 H100s (simulated: Llama3-8B).
+LONG_WAVE = 8192
+# With offload, which is for memory, waves are half as long. That costs a fortieth of an update's time (also simulated).
+OFFLOAD_WAVE = 4096
+# What longer waves may add to the estimated peak of an update.
+GROWTH = 1 / 8
 
 
 @dataclass(frozen=True)
 class CostModel:
     """The facts of a run that decide between paths.
 
-    Args:
-        dense_mask, one_row: see `cost.stock_passes`. wave_tokens: of `PrefixConfig`.
+    Attributes:
+        shape: of the model. memory: what updates keep at least.
+        dense_mask, one_row: of verl's own path, see `ModelShape.stock_passes`.
+        wave_tokens: of `PrefixConfig`.
         min_speedup: predicted stock seconds over ours below which a batch goes to the stock path; 0: it never does.
     """
 
@@ -34,48 +46,37 @@ class CostModel:
 
     def stock_passes(self, groups: Sequence[Group], budget: int) -> list[PassCost]:
         """A rank's passes on verl's own path."""
-        return stock_passes(self.shape, groups, budget=budget, dense_mask=self.dense_mask, one_row=self.one_row)
+        return self.shape.stock_passes(groups, budget, dense_mask=self.dense_mask, one_row=self.one_row)
 
     def plan(self, groups: Sequence[Group], budget: int, schedule: str, forward_only: bool = False) -> Plan:
-        """A rank's plan by one schedule: "packed", "phased", or "auto", see `waves.make_plan`."""
-        return plan_batch(
-            self.shape, groups, budget=budget, schedule=schedule, wave_tokens=self.wave_tokens, memory=self.memory,
-            forward_only=forward_only,
-        )  # fmt: skip
+        """A rank's plan by one schedule: "packed", "phased" or "auto", see `waves.make_plan`.
+
+        Waves for which the budget leaves little are made longer: up to `LONG_WAVE` tokens on each rank that shares one,
+        but not over the budget or `wave_tokens`. This length is halved until longer waves add at most `GROWTH` to the
+        update's estimated peak. With offload, and `wave_tokens` None, waves of an update have at most `OFFLOAD_WAVE`
+        tokens on each rank."""
+        memory = self.memory
+        make = functools.partial(
+            make_plan, groups, budget, schedule=schedule, wave_tokens=self.wave_tokens, offload=memory.offload
+        )
+        plan = make()
+        if not plan.phased:
+            return plan
+        if memory.offload:
+            is_set = self.wave_tokens is not None and leaves_room(self.wave_tokens, budget, offload=True)
+            return plan if forward_only or is_set else limit_waves(plan, OFFLOAD_WAVE * memory.sequence_ranks)
+        most = (1 + GROWTH) * peak_bytes(self.shape, plan, (), memory)
+        tokens = min(LONG_WAVE * memory.sequence_ranks, budget)
+        while (longer := make(least_wave=tokens)) != plan:
+            if peak_bytes(self.shape, longer, (), memory) <= most:
+                return longer
+            tokens //= 2
+        return plan
 
     def flops(self) -> Profile:
         """Rates that count FLOPs: backward is two forwards; checkpointing runs the layers, not lm_head, once more."""
         layers = 4.0 if self.memory.checkpointed else 3.0
         return Profile(Rates(), Rates(0.0, *(x * 1e-12 for x in (layers, layers, 3.0))))
-
-
-class Candidates(NamedTuple):
-    """One rank's paths for a batch: stock's passes, and two sharing plans.
-
-    `mixed` is packed where the whole group fits the budget and phased where it does not; `packed` cuts such groups.
-    `stock_runs` is False where a row is longer than the budget, which verl refuses (rearrange_micro_batches).
-    """
-
-    stock: list[PassCost]
-    mixed: Plan
-    packed: Plan
-    stock_runs: bool = True
-
-    def passes(self, costs: CostModel, update: bool) -> list[list[PassCost]]:
-        """The passes of each path, in the order above."""
-        chunk = costs.memory.pass_chunk if update else None
-        return [self.stock, *(plan_passes(costs.shape, plan, chunk) for plan in (self.mixed, self.packed))]
-
-
-class Decision(NamedTuple):
-    """The choice, the same on every rank.
-
-    `stock`: the batch takes the stock path. `packed`: if it does not, packed passes alone are cheaper than the mix.
-    `speedup`: predicted seconds of stock over those of the cheaper of our two."""
-
-    stock: bool
-    packed: bool
-    speedup: float
 
 
 class Batch(NamedTuple):
@@ -85,42 +86,81 @@ class Batch(NamedTuple):
     budget: int
 
 
-def candidates(
-    costs: CostModel, groups: Sequence[Group], budget: int, own: Batch | None = None, forward_only: bool = False
-) -> Candidates:
-    """The paths of a rank's batch.
+class Decision(NamedTuple):
+    """The choice, the same on every rank.
+
+    Attributes:
+        stock: the batch takes the stock path.
+        packed: if it does not, packed passes alone are cheaper than the mix.
+        speedup: predicted seconds of stock over those of the cheaper of our two.
+    """
+
+    stock: bool
+    packed: bool
+    speedup: float
+
+
+class Candidates:
+    """One rank's paths for a batch: stock's passes, and two sharing plans.
 
     Args:
-        budget: physical tokens of one pass.
-        own: what verl's path would compute here, where `groups` are rows that came from other ranks.
+        batch: what this rank computes where rows share.
+        own: what verl's path would compute here, where `batch` are rows that came from other ranks; None: the same.
+
+    Attributes:
+        stock: passes of verl's own path. stock_runs: False where a row is longer than the budget, which verl refuses
+            (rearrange_micro_batches).
+        mixed: the plan that is packed where a whole group fits the budget, and phased where it does not.
+        packed: the plan that cuts such groups.
     """
-    mixed = costs.plan(groups, budget, "auto", forward_only)
-    packed = costs.plan(groups, budget, "packed", forward_only) if mixed.phased else mixed
-    own = own or Batch(groups, budget)
-    stock = costs.stock_passes(*own)
-    return Candidates(stock, mixed, packed, stock_runs=all(one.tokens <= own.budget for one in stock))
 
+    def __init__(self, costs: CostModel, batch: Batch, own: Batch | None = None, forward_only: bool = False) -> None:
+        self.costs = costs
+        self.mixed = costs.plan(*batch, "auto", forward_only)
+        self.packed = costs.plan(*batch, "packed", forward_only) if self.mixed.phased else self.mixed
+        own = own or batch
+        self.stock = costs.stock_passes(*own)
+        self.stock_runs = all(one.tokens <= own.budget for one in self.stock)
 
-def price(costs: CostModel, paths: Candidates, profile: Profile) -> list[float]:
-    """Seconds of each path: the sum of log-probs and update, as far as their rates are known."""
-    seconds = [0.0] * 3
-    for update, rates in enumerate((profile.forward, profile.update)):
-        if rates is not None:
-            by_path = paths.passes(costs, bool(update))
-            seconds = [x + rates.seconds(costs.shape, passes) for x, passes in zip(seconds, by_path, strict=True)]
-    return seconds
+    def passes(self, update: bool) -> list[list[PassCost]]:
+        """The passes of stock, mixed and packed, in this order."""
+        chunk = self.costs.memory.pass_chunk if update else None
+        return [self.stock, *(self.costs.shape.passes_of(plan, chunk) for plan in (self.mixed, self.packed))]
 
+    def seconds(self, profile: Profile) -> list[float]:
+        """Seconds of each path: the sum of log-probs and update, as far as their rates are known."""
+        seconds = [0.0] * 3
+        for update, rates in enumerate(profile):
+            if rates is not None:
+                by_path = self.passes(bool(update))
+                seconds = [x + rates.seconds(self.costs.shape, one) for x, one in zip(seconds, by_path, strict=True)]
+        return seconds
 
-def is_certain(costs: CostModel, paths: Candidates) -> bool:
-    """Whether `mixed` is chosen at any rates, in log-probs and in the update, which follows their choice.
+    def is_certain(self) -> bool:
+        """Whether `mixed` is chosen at any rates, in log-probs and in the update, which follows their choice.
 
-    It is where stock's path takes at least `min_speedup` times as much of everything, and `packed` no less of anything.
-    What holds on every rank holds for the slowest."""
-    kinds = [paths.passes(costs, update) for update in (False, True)]
-    return all(
-        least_gain(costs.shape, stock, mixed) >= costs.min_speedup and least_gain(costs.shape, packed, mixed) >= 1
-        for stock, mixed, packed in kinds
-    )
+        It is where stock's path takes at least `min_speedup` times as much of everything, and `packed` no less of
+        anything. What holds on every rank holds for the slowest."""
+        kinds = [self.passes(update) for update in (False, True)]
+        return all(
+            self._least_gain(stock, mixed) >= self.costs.min_speedup and self._least_gain(packed, mixed) >= 1
+            for stock, mixed, packed in kinds
+        )
+
+    def _least_gain(self, passes: Sequence[PassCost], others: Sequence[PassCost]) -> float:
+        """The smallest ratio that the time of `passes` can have to that of `others`, whatever the `Rates` (none is
+        negative): the smallest of the ratios of the four amounts that take time."""
+
+        def amounts(of: Sequence[PassCost]) -> list[float]:
+            of_each = ((1, p.linear(self.costs.shape), p.head_tokens, p.pairs) for p in of)
+            return [sum(column) for column in zip((0,) * 4, *of_each, strict=True)]
+
+        ratios = (x / y for x, y in zip(amounts(passes), amounts(others), strict=True) if y)
+        return min(ratios, default=math.inf)
+
+    def taken(self, decision: Decision) -> Plan | None:
+        """This rank's plan; None: the stock path."""
+        return None if decision.stock else self.packed if decision.packed else self.mixed
 
 
 def decide(
@@ -129,9 +169,10 @@ def decide(
     """Decides the path of a batch; it is never stock where that does not fit.
 
     Args:
-        seconds: `price` of the slowest rank: the element-wise maximum.
+        seconds: `Candidates.seconds` of the slowest rank: the element-wise maximum.
         log_probs: for an update, the decision on the log-probs before it. The update takes the stock path if and only
             if they did, since old log-probs and update must round alike.
+        stock_fits: whether the stock path runs on every rank.
     """
     stock, mixed, packed = seconds
     speedup = stock / max(min(mixed, packed), 1e-9)
@@ -145,6 +186,7 @@ class Chooser:
     """Chooses a rank's plan batch by batch, and measures the rates that it needs.
 
     Args:
+        costs: facts of the run.
         profile: rates that are known.
         measure: (budget, the batch's tokens on the stock path, forward_only) -> rates; it runs collectives.
         reduce_max: element-wise maximum over ranks.
@@ -165,29 +207,30 @@ class Chooser:
     log_probs: Decision | None = field(default=None, init=False)
 
     def choose(self, groups: Sequence[Group], budget: int, forward_only: bool, own: Batch | None = None) -> Plan | None:
-        """This rank's plan; None: the stock path. `own`: see `candidates`."""
+        """This rank's plan; None: the stock path. `own`: see `Candidates`."""
         if not self.costs.min_speedup:
             return self.costs.plan(groups, budget, "auto", forward_only)
-        paths = candidates(self.costs, groups, budget=budget, own=own, forward_only=forward_only)
-        profile = self._profile(paths, own or Batch(groups, budget), forward_only)
+        batch = Batch(groups, budget)
+        paths = Candidates(self.costs, batch, own, forward_only)
+        profile = self._profile(paths, own or batch, forward_only)
         lacks_room = float(not (paths.stock_runs and self.stock_fits(paths.stock)))
-        *seconds, lacks_room = self.reduce_max([*price(self.costs, paths, profile), lacks_room])
+        *seconds, lacks_room = self.reduce_max([*paths.seconds(profile), lacks_room])
         before = None if forward_only else self.log_probs
         decision = decide(seconds, self.costs.min_speedup, before, not lacks_room)
         if forward_only:
             self.log_probs = decision
         self.speedup = decision.speedup
-        return None if decision.stock else paths.packed if decision.packed else paths.mixed
+        return paths.taken(decision)
 
     def _profile(self, paths: Candidates, own: Batch, forward_only: bool) -> Profile:
-        """Rates for this batch. They are measured now where the choice depends on them and they are not known; FLOPs
-        stand in while no rates are known and none are needed."""
+        """Rates for this batch. They are measured now if the choice depends on them and they are not known. FLOPs stand
+        in for them while none were measured and none are needed."""
         kind = "forward" if forward_only else "update"
         if getattr(self.profile, kind) is not None:
             return self.profile
         # The least of all ranks, since all have to run the same passes.
         tokens = sum(group.num_logical_tokens for group in own.groups)
-        *least, any_unsure = self.reduce_max([-own.budget, -tokens, float(not is_certain(self.costs, paths))])
+        *least, any_unsure = self.reduce_max([-own.budget, -tokens, float(not paths.is_certain())])
         if not any_unsure:
             return self.profile if self.profile.forward or self.profile.update else self.costs.flops()
         budget, tokens = (-int(x) for x in least)

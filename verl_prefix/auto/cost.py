@@ -1,102 +1,32 @@
-"""FLOP, time and memory model of one rank's batch: which path is the cheapest, and what sharing gains.
+"""Time and memory of one rank's batch: which path is the cheapest, and what sharing gains.
 
-A pass is forward and backward of one packed row (phases A and C of a set together count as one). Its time is taken as
+A pass is forward and backward of one packed row; phases A and C of a set count as one pass. Its time is taken as
 
     seconds = fixed + linear FLOPs * a + attention FLOPs * b + lm_head FLOPs * c
 
-with four rates that `calibration` measures on the model at hand in a few small passes, once for forward alone and once
-for forward and backward. FLOPs are those of matmuls; the rate of the layers covers norms, rotary angles and the like.
+`calibration` measures fixed, a, b and c on the model at hand in a few small passes: once for forward alone, once for
+forward and backward. FLOPs are those of matmuls; a also covers norms, rotary angles and the like.
 """
 
-import functools
-import math
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any
 
-from verl_prefix.auto.shape import ModelShape
+from verl_prefix.auto.shape import ModelShape, PassCost
 from verl_prefix.core.groups import Group
 from verl_prefix.core.offload import AHEAD
 from verl_prefix.core.schedule import LOGITS_CHUNK
-from verl_prefix.core.waves import PackedPass, PhasedPass, Plan, first_fit, leaves_room, limit_waves, make_plan
-
-
-class PassCost(NamedTuple):
-    """Tokens that go through the layers, how many of them through lm_head, query-key pairs summed over layers, and
-    tokens that skip most of the last layer (`models.last_layer`)."""
-
-    tokens: int
-    head_tokens: int
-    pairs: float
-    skipped: int = 0
-
-    def linear(self, shape: ModelShape) -> float:
-        """Forward FLOPs of the layers without attention's pairs."""
-        return self.tokens * shape.linear - self.skipped * shape.last
-
-
-def group_pass(shape: ModelShape, groups: Iterable[Group], prefixes: bool = True, suffixes: bool = True) -> PassCost:
-    """One packed row of these groups' strands, suffixes, or both."""
-    tokens = head = 0
-    pairs = 0.0
-    for group in groups:
-        if prefixes:
-            tokens += group.prefix_len
-            head += group.num_strand_outputs
-            pairs += sum(shape.pairs(strand.end - strand.start, strand.start) for strand in group.strands)
-        if suffixes:
-            tokens += group.num_suffix_tokens
-            head += group.num_suffix_tokens
-            pairs += sum(shape.pairs(n, fork.start) for n, fork in zip(group.suffix_lens, group.forks, strict=True))
-    return PassCost(tokens, head, pairs, tokens - head)
-
-
-def plan_passes(shape: ModelShape, plan: Plan, logits_chunk: int | None = None) -> list[PassCost]:
-    """Costs of the passes of a plan.
-
-    Args:
-        logits_chunk: for an update, tokens whose logits exist at once on all ranks that share a pass; lm_head runs
-            again in backward for the tokens before the last chunk. None: log-probs.
-    """
-    passes = []
-    for planned in plan.passes:
-        passes.append(group_pass(shape, planned.groups, suffixes=isinstance(planned, PackedPass)))
-        if isinstance(planned, PhasedPass):
-            waves = ([piece for _, piece in wave] for wave in planned.waves)
-            passes += [group_pass(shape, wave, prefixes=False) for wave in waves]
-    if logits_chunk is None:
-        return passes
-    # One forward more, of three that forward and backward cost.
-    return [p._replace(head_tokens=p.head_tokens + max(0, p.head_tokens - logits_chunk) // 3) for p in passes]
-
-
-def stock_passes(
-    shape: ModelShape, groups: Sequence[Group], budget: int, dense_mask: bool, one_row: bool = False
-) -> list[PassCost]:
-    """Costs of verl's own path: whole rows in micro-batches of up to `budget` tokens, logits of every token.
-
-    Args:
-        dense_mask: attention has no varlen form (sdpa, eager): several rows in a micro-batch read a T x T mask.
-        one_row: a micro-batch has one row, since packed rows would leak state (`recurrent.packing_leak`).
-    """
-    lens = [fork.start + 1 + n for g in groups for fork, n in zip(g.forks, g.suffix_lens, strict=True)]
-    passes = []
-    for batch in first_fit(lens, int, 0 if one_row else budget):
-        tokens = sum(batch)
-        if dense_mask and len(batch) > 1:
-            pairs = float(tokens**2 * len(shape.windows))
-        else:
-            pairs = sum((shape.pairs(n, 0) for n in batch), 0.0)
-        passes.append(PassCost(tokens, tokens, pairs))
-    return passes
+from verl_prefix.core.waves import PackedPass, PhasedPass, Plan
 
 
 @dataclass(frozen=True)
 class Rates:
-    """Seconds per pass, and per forward FLOP of layers, attention and lm_head, backward included where it runs.
+    """What passes of one kind take, forward alone or with backward. The default counts FLOPs alone, for ratios.
 
-    The default counts FLOPs alone: good for ratios where nothing was measured.
+    Attributes:
+        fixed: seconds of a pass.
+        linear, attention, head: seconds per forward FLOP of layers, attention's pairs and lm_head.
     """
 
     fixed: float = 0.0
@@ -105,6 +35,7 @@ class Rates:
     head: float = 1e-12
 
     def seconds(self, shape: ModelShape, passes: Iterable[PassCost]) -> float:
+        """What these passes of a model take, one after the other."""
         seconds = 0.0
         for p in passes:
             seconds += self.fixed + p.linear(shape) * self.linear
@@ -112,21 +43,9 @@ class Rates:
         return seconds
 
 
-def least_gain(shape: ModelShape, passes: Sequence[PassCost], others: Sequence[PassCost]) -> float:
-    """The smallest ratio that the time of `passes` can have to that of `others`, whatever the `Rates` (none is
-    negative): the smallest of the ratios of the four amounts that take time."""
-
-    def amounts(of: Sequence[PassCost]) -> list[float]:
-        of_each = ((1, p.linear(shape), p.head_tokens, p.pairs) for p in of)
-        return [sum(column) for column in zip((0,) * 4, *of_each, strict=True)]
-
-    ratios = (x / y for x, y in zip(amounts(passes), amounts(others), strict=True) if y)
-    return min(ratios, default=math.inf)
-
-
 def syncs_once(fsdp: Mapping[str, Any]) -> bool:
-    """Whether verl's engine reduces gradients after an update's last pass alone: use_no_sync_for_gradient_accumulation
-    of its `fsdp_config`; always in verl's main branch, which has no such key."""
+    """Whether verl's engine reduces gradients only after the last pass of an update: the key
+    use_no_sync_for_gradient_accumulation of its `fsdp_config`. verl's main branch has no such key, and always does."""
     return bool(fsdp.get("use_no_sync_for_gradient_accumulation", True))
 
 
@@ -135,15 +54,7 @@ def shard_size(fsdp_size: int, ranks: int) -> int:
     return fsdp_size if 0 < fsdp_size < ranks else ranks
 
 
-# A wave of this many tokens hides its fixed cost: FSDP2 gathers, copies and reduces all parameters, and gradients of
-# all prefix tokens are added up. That takes as long as 400 tokens on 8 H100s (simulated: Llama3-8B).
-LONG_WAVE = 8192
-# Offload is for memory, so its waves are half as long, which costs a fortieth of the update's time (also simulated).
-OFFLOAD_WAVE = 4096
-# What longer waves may add to the estimated peak of an update.
-GROWTH = 1 / 8
-
-# Attention and logits are kept where there is room for this many times what an update is estimated to add: an
+# Attention's outputs and logits are kept where there is room for so many times what an update is estimated to add: an
 # out-of-memory error costs more than kernels that run again.
 ROOM_FACTOR = 1.5
 
@@ -152,12 +63,15 @@ ROOM_FACTOR = 1.5
 class Memory:
     """The options of a run that decide what an update keeps.
 
-    Args:
-        ranks: how many share one copy of the parameters. no_sync: verl's use_no_sync_for_gradient_accumulation.
-        checkpointed: gradient checkpointing. logits_chunk, offload: of `PrefixConfig`.
-        attention_kept: `PackedForward.keep_attention`. all_logits: a pass has all of its logits at once.
+    Attributes:
+        ranks: how many share one copy of the parameters.
+        checkpointed: gradient checkpointing is on.
+        no_sync: gradients are reduced after the last pass alone, see `syncs_once`.
+        logits_chunk, offload: of `PrefixConfig`.
+        attention_kept: attention's outputs are kept, see `PackedForward.keep_attention`.
+        all_logits: a pass has all of its logits at once.
         sequence_ranks: how many share a pass (`core.sequence_parallel`).
-        stock_offloads: verl's enable_activation_offload, which is off in ours.
+        stock_offloads: verl's enable_activation_offload, which our path has not.
     """
 
     ranks: int
@@ -182,8 +96,8 @@ class Memory:
 
 
 def may_keep_attention(shape: ModelShape, checkpointed: bool, option: str) -> bool:
-    """Whether updates keep attention's outputs where there is room. They do under gradient checkpointing, whose
-    recomputation then runs no attention kernel, but not for a vision model, whose tower no estimate counts.
+    """Whether updates keep attention's outputs where there is room: under gradient checkpointing, which then runs no
+    attention kernel again. A vision model's do not, since no estimate counts its tower.
 
     Args:
         option: `PrefixConfig.keep_attention`.
@@ -200,103 +114,110 @@ def may_have_all_logits(shape: ModelShape, logits_chunk: int | None, one_copy: b
     return one_copy and logits_chunk is None and not shape.tower
 
 
+class _Added:
+    """Bytes that one rank's part of a pass adds to an update at its peak: the parts of `peak_bytes`."""
+
+    def __init__(self, shape: ModelShape, memory: Memory) -> None:
+        self.shape, self.memory, self.ranks = shape, memory, memory.sequence_ranks
+        self.state = shape.state / self.ranks  # of one sequence
+        self.layers = 4 * shape.layer_parameters  # two gathered layers
+        self.buffers = 4 * (shape.head / 2) + self.layers  # and the fp32 gradient of lm_head, which phase C has not
+
+    def stock(self, one: PassCost, forward_only: bool) -> float:
+        """A pass of verl's own path."""
+        tokens, head_tokens = one.tokens / self.ranks, one.head_tokens / self.ranks
+        if forward_only:
+            return max(self.logits(head_tokens), tokens * self.shape.activations) + self.layers
+        # verl's offload leaves two layers on the device (verl/utils/activation_offload.py).
+        left = min(2 / self.shape.layers, 1.0) if self.memory.stock_offloads else 1.0
+        return left * self.kept(tokens) + max(self.logits(head_tokens), self.backward(tokens, self.buffers))
+
+    def packed(self, planned: PackedPass) -> float:
+        """A packed pass."""
+        prefix, strand_outputs = self.prefix(planned.groups)
+        suffix = sum(group.num_suffix_tokens for group in planned.groups) / self.ranks
+        tokens = prefix + suffix
+        in_backward = max(self.chunk(suffix + strand_outputs), self.backward(tokens, self.buffers))
+        return self.kept(tokens) + in_backward + self.forks(planned.groups)
+
+    def phased(self, planned: PhasedPass) -> float:
+        """Phase B or C, whichever adds more; phase A has no gradients yet."""
+        shape, memory = self.shape, self.memory
+        prefix, strand_outputs = self.prefix(planned.groups)
+        states = self.state * sum(len({fork for fork in g.forks if fork.start}) for g in planned.groups)
+        wave = max((sum(g.num_suffix_tokens for _, g in wave) for wave in planned.waves), default=0) / self.ranks
+        dormant = back = self.kept(prefix)
+        waiting = self.chunk(strand_outputs) / 2  # logits of phase A, without their gradients
+        # Keys and values of the heads that this rank has, of the tokens of all ranks that share the pass.
+        cached = shape.kv / min(self.ranks, shape.kv_heads) * prefix * self.ranks
+        if memory.offload:
+            least = replace(memory, attention_kept=False)
+            back, cached = AHEAD * _Added(shape, least).kept(prefix), 2 * cached / max(len(shape.windows), 1)
+            dormant = waiting = 0.0
+        in_wave = self.kept(wave) + max(self.chunk(wave), self.backward(wave, self.buffers))
+        in_wave += max((self.forks(piece for _, piece in wave) for wave in planned.waves), default=0.0)
+        in_phase_c = max(self.chunk(strand_outputs), self.backward(prefix, self.layers))
+        return max(dormant + waiting + 3 * cached + 2 * states + in_wave, back + 2 * cached + states + in_phase_c)
+
+    def prefix(self, groups: Sequence[Group]) -> tuple[float, float]:
+        """Tokens of the strands, and of those whose outputs rows read. Ranks that share a pass have one slice of the
+        strands each, of which one may hold all outputs."""
+        tokens = sum(group.prefix_len for group in groups) / self.ranks
+        return tokens, min(sum(group.num_strand_outputs for group in groups), tokens)
+
+    def kept(self, tokens: float) -> float:
+        """What layers keep for backward."""
+        shape = self.shape
+        if not self.memory.checkpointed:
+            return shape.layers * tokens * shape.activations
+        attention = len(shape.windows) * shape.attention * self.memory.attention_kept
+        return tokens * (shape.layers * shape.boundary + attention)
+
+    def backward(self, tokens: float, buffers: float) -> float:
+        """What backward has of one layer, which checkpointing computes again."""
+        return tokens * self.shape.activations * (1.5 if self.memory.checkpointed else 0.5) + buffers
+
+    def logits(self, tokens: float) -> float:
+        """Logits and their gradient, or a copy of them."""
+        return 2 * self.shape.logits * tokens
+
+    def chunk(self, tokens: float) -> float:
+        """Logits that exist at once."""
+        return self.logits(min(tokens, self.memory.chunk))
+
+    def forks(self, groups: Iterable[Group]) -> float:
+        """The states that suffixes start from; under checkpointing those of one layer, with gradients."""
+        suffixes = sum(n > 0 and f.start > 0 for g in groups for n, f in zip(g.suffix_lens, g.forks, strict=True))
+        layers = 2 / max(self.shape.recurrent_layers, 1) if self.memory.checkpointed else 1
+        return suffixes * self.state * layers
+
+
 def peak_bytes(
     shape: ModelShape, plan: Plan | None, stock: Sequence[PassCost], memory: Memory, forward_only: bool = False
 ) -> float:
-    """Bytes that one update adds at its peak to 16 bytes per parameter and rank. With plan None it is verl's own path;
-    its log-probs alone (`forward_only`) need one layer at a time, and logits with a copy that entropy makes.
+    """Bytes that one update adds at its peak to 16 bytes per parameter and rank.
 
     This is a closed form, within 15 % of `tools.simulate` on the grid of tests/auto/test_cost.py; 16 % below it without
-    checkpointing under sequence parallelism, whose copies of heads it leaves out. It adds up what is
-    alive at once under FSDP2 in mixed precision, with flash-attn's cross entropy: what layers keep; in backward half of
-    a layer's activations again, two gathered layers, and the fp32 gradient of lm_head on its way to the other ranks;
-    logits and their gradient; keys, values, recurrent states and their fp32 gradients; a copy of its prefix's state for
-    every suffix that starts from it; and unsharded fp32 gradients where several passes share one synchronisation.
+    checkpointing under sequence parallelism, whose copies of heads it leaves out. It adds up what is alive at once
+    under FSDP2 in mixed precision, with flash-attn's cross entropy:
+
+    - what layers keep, and in backward half of a layer's activations again;
+    - two gathered layers, and the fp32 gradient of lm_head on its way to other ranks;
+    - logits and their gradient;
+    - keys, values, recurrent states and their fp32 gradients, and for every suffix a copy of the state that it starts
+      from;
+    - unsharded fp32 gradients, where several passes share one synchronisation.
+
+    Args:
+        plan: ours; None: verl's own path, by its passes `stock`.
+        forward_only: verl's own path computes log-probs alone. They need one layer at a time, and logits with a copy
+            that entropy makes.
     """
-    buffers_c = 4 * shape.layer_parameters  # phase C computes no gradient of lm_head
-    buffers = 4 * (shape.head / 2) + buffers_c
-    held = 4 * shape.parameters * (1 - 1 / memory.ranks)
-    n = memory.sequence_ranks
-    kv = shape.kv / min(n, shape.kv_heads)  # of the heads that this rank has, of the tokens of all
-    state = shape.state / n
-
-    def kept(tokens: float, attention: bool = memory.attention_kept) -> float:
-        if not memory.checkpointed:
-            return shape.layers * tokens * shape.activations
-        return tokens * (shape.layers * shape.boundary + len(shape.windows) * shape.attention * attention)
-
-    def backward(tokens: float, buffers: float = buffers) -> float:
-        return tokens * shape.activations * (1.5 if memory.checkpointed else 0.5) + buffers
-
-    def logits(tokens: float) -> float:
-        return 2 * shape.logits * tokens
-
-    def chunk(tokens: float) -> float:
-        return logits(min(tokens, memory.chunk))
-
-    def forks(groups: Iterable[Group]) -> float:
-        """Bytes of the states that suffixes start from; under checkpointing those of one layer, with gradients."""
-        suffixes = sum(n > 0 and f.start > 0 for g in groups for n, f in zip(g.suffix_lens, g.forks, strict=True))
-        return suffixes * state * (2 / max(shape.recurrent_layers, 1) if memory.checkpointed else 1)
-
+    added = _Added(shape, memory)
     if plan is None:
-        passes = ((p.tokens / n, p.head_tokens / n) for p in stock)
-        if forward_only:
-            return max((max(logits(head), t * shape.activations) + buffers_c for t, head in passes), default=0.0)
-        # verl's offload leaves two layers on the device (verl/utils/activation_offload.py).
-        left = min(2 / shape.layers, 1.0) if memory.stock_offloads else 1.0
-        peak = max((left * kept(tokens) + max(logits(head), backward(tokens)) for tokens, head in passes), default=0.0)
-        return peak + (held if memory.no_sync and len(stock) > 1 else 0.0)
-    peaks = []
-    for planned in plan.passes:
-        prefix = sum(group.prefix_len for group in planned.groups) / n
-        # Ranks that share a pass have one slice of the prefixes each, of which one may hold all outputs.
-        strand_outputs = min(sum(group.num_strand_outputs for group in planned.groups), prefix)
-        if isinstance(planned, PackedPass):
-            suffix = sum(group.num_suffix_tokens for group in planned.groups) / n
-            tokens = prefix + suffix
-            in_pass = kept(tokens) + max(chunk(suffix + strand_outputs), backward(tokens))
-            peaks.append(in_pass + forks(planned.groups))
-            continue
-        states = state * sum(len({fork for fork in g.forks if fork.start}) for g in planned.groups)
-        wave = max((sum(g.num_suffix_tokens for _, g in wave) for wave in planned.waves), default=0) / n
-        dormant = back = kept(prefix)
-        waiting = chunk(strand_outputs) / 2  # logits of phase A, without their gradients
-        cached = kv * prefix * n
-        if memory.offload:
-            dormant, back, cached = 0.0, AHEAD * kept(prefix, False), 2 * cached / max(len(shape.windows), 1)
-            waiting = 0.0
-        in_wave = kept(wave) + max(chunk(wave), backward(wave))
-        in_wave += max((forks(piece for _, piece in wave) for wave in planned.waves), default=0.0)
-        phase_b = dormant + waiting + 3 * cached + 2 * states + in_wave
-        phase_c = back + 2 * cached + states + max(chunk(strand_outputs), backward(prefix, buffers_c))
-        peaks.append(max(phase_b, phase_c))  # phase A has no gradients yet
-    several = len(plan.passes) > 1 or bool(plan.waves)
+        peaks, several = [added.stock(one, forward_only) for one in stock], len(stock) > 1 and not forward_only
+    else:
+        peaks = [added.packed(one) if isinstance(one, PackedPass) else added.phased(one) for one in plan.passes]
+        several = len(plan.passes) > 1 or bool(plan.waves)
+    held = 4 * shape.parameters * (1 - 1 / memory.ranks)
     return max(peaks, default=0.0) + (held if memory.no_sync and several else 0.0)
-
-
-def plan_batch(
-    shape: ModelShape, groups: Sequence[Group], budget: int, schedule: str, wave_tokens: int | None, memory: Memory,
-    forward_only: bool = False,
-) -> Plan:  # fmt: skip
-    """A run's `waves.make_plan`, which chooses the length of waves.
-
-    Where the budget leaves less, a wave has `LONG_WAVE` tokens on each rank that shares it, but no more than the budget
-    on all of them, or than `wave_tokens`. That is halved until it adds at most `GROWTH` to the update's estimated peak.
-    With offload a wave of an update has at most `OFFLOAD_WAVE` tokens on each rank where `wave_tokens` is None."""
-    make = functools.partial(
-        make_plan, groups, budget, schedule=schedule, wave_tokens=wave_tokens, offload=memory.offload
-    )
-    plan = make()
-    if not plan.phased:
-        return plan
-    if memory.offload:
-        is_set = wave_tokens is not None and leaves_room(wave_tokens, budget, offload=True)
-        return plan if forward_only or is_set else limit_waves(plan, OFFLOAD_WAVE * memory.sequence_ranks)
-    most = (1 + GROWTH) * peak_bytes(shape, plan, (), memory)
-    tokens = min(LONG_WAVE * memory.sequence_ranks, budget)
-    while (longer := make(least_wave=tokens)) != plan:
-        if peak_bytes(shape, longer, (), memory) <= most:
-            return longer
-        tokens //= 2
-    return plan

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Hashable, Sequence, Set
 from dataclasses import dataclass
 
-from verl_prefix.auto.cost import Rates, group_pass
+from verl_prefix.auto.cost import Rates
 from verl_prefix.auto.shape import ModelShape
 from verl_prefix.core.groups import Group, rows_by_key
 
@@ -49,7 +49,7 @@ def row_cost(shape: ModelShape, prefix_len: int, suffix_len: int, patches: int =
         patches: number of patches of the row's pixels, which go through the vision tower once per group.
     """
     one = [Group((0,), prefix_len, (suffix_len,))]
-    prefix, suffix = group_pass(shape, one, suffixes=False), group_pass(shape, one, prefixes=False)
+    prefix, suffix = shape.pass_of(one, suffixes=False), shape.pass_of(one, prefixes=False)
     rates = Rates()
     tower = patches * shape.tower * rates.linear
     return rates.seconds(shape, [prefix]) + tower, rates.seconds(shape, [suffix])

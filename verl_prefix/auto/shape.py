@@ -1,14 +1,16 @@
-"""Costs of a model's token, read from its modules and config, without weights."""
+"""Costs of a model's tokens and passes, read from its modules and config, without weights."""
 
 import functools
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers import PreTrainedModel
 
+from verl_prefix.core.groups import Group
+from verl_prefix.core.waves import PackedPass, PhasedPass, Plan, first_fit
 from verl_prefix.models.last_layer import head_only
 from verl_prefix.models.recurrent import GatedDeltaNet, Mamba2, Mixer, mixer_of
 from verl_prefix.models.support import layer_window
@@ -17,23 +19,47 @@ from verl_prefix.models.vision import vision_model
 DELTA_CHUNK = 64  # of flash-linear-attention's kernels, and of transformers' own rule
 
 
+class PassCost(NamedTuple):
+    """What one pass computes.
+
+    Attributes:
+        tokens: that go through the layers. head_tokens: of them, those that go through lm_head.
+        pairs: query-key pairs of attention, summed over layers.
+        skipped: tokens that skip most of the last layer (`models.last_layer`).
+    """
+
+    tokens: int
+    head_tokens: int
+    pairs: float
+    skipped: int = 0
+
+    def linear(self, shape: "ModelShape") -> float:
+        """Forward FLOPs of the layers without attention's pairs."""
+        return self.tokens * shape.linear - self.skipped * shape.last
+
+
 @dataclass(frozen=True)
 class ModelShape:
     """Costs of a token, forward, in FLOPs and bytes.
 
-    Args:
-        linear: FLOPs per token of all layers' matmuls, and of recurrent layers' scans and convolutions, which cost the
-            same for every token. Of a mixture of experts only the chosen ones count.
-        head: FLOPs per token of lm_head. last: those of `linear` that only tokens of lm_head take on our path, in the
-            last layer (`models.last_layer`). pair: per query-key pair of one layer's attention.
-        windows: sliding window of every attention layer, None where it sees everything.
-        activations: bytes per token that an average layer keeps for backward. boundary: bytes per token of its input
-            alone. attention: bytes per token of one layer's attention output and log-sum-exp.
-        kv: bytes per token of all layers' keys and values, of `kv_heads` heads. logits: bytes per token of them.
-        recurrent_layers: layers that have no attention. state: bytes of all their states of one sequence, and of the
-            last inputs of their convolutions, in fp32.
+    Attributes:
+        linear: FLOPs per token of all layers' matmuls, and of recurrent layers' scans and convolutions. Of a mixture of
+            experts the chosen ones count.
+        head: FLOPs per token of lm_head.
+        pair: FLOPs per query-key pair of one layer's attention.
+        windows: sliding window of every attention layer; None: it sees everything.
+        activations: bytes per token that an average layer keeps for backward.
+        boundary: bytes per token of a layer's input alone.
+        kv: bytes per token of all layers' keys and values.
+        vocab_size: of the logits.
+        last: the part of `linear` that tokens without lm_head skip in the last layer (`models.last_layer`).
+        attention: bytes per token of one layer's attention output and log-sum-exp.
         tower: FLOPs per patch of a vision tower's matmuls; 0 without one.
+        logits: bytes of a token's logits.
         parameters, layer_parameters: how many the model has, and how many one layer.
+        kv_heads: of an attention layer.
+        recurrent_layers: layers that have no attention.
+        state: bytes in fp32 of a sequence's states in all of them, and of the last inputs of their convolutions.
     """
 
     linear: float
@@ -69,6 +95,59 @@ class ModelShape:
             pairs += layers * query_key_pairs(length, behind, window)
         return pairs
 
+    def pass_of(self, groups: Iterable[Group], prefixes: bool = True, suffixes: bool = True) -> PassCost:
+        """One packed row of these groups' strands, suffixes, or both."""
+        tokens = head = 0
+        pairs = 0.0
+        for group in groups:
+            if prefixes:
+                tokens += group.prefix_len
+                head += group.num_strand_outputs
+                pairs += sum(self.pairs(strand.end - strand.start, strand.start) for strand in group.strands)
+            if suffixes:
+                tokens += group.num_suffix_tokens
+                head += group.num_suffix_tokens
+                pairs += sum(self.pairs(n, fork.start) for n, fork in zip(group.suffix_lens, group.forks, strict=True))
+        return PassCost(tokens, head, pairs, tokens - head)
+
+    def passes_of(self, plan: Plan, logits_chunk: int | None = None) -> list[PassCost]:
+        """The passes of a plan; phases A and C of a set count as one.
+
+        Args:
+            logits_chunk: for an update, tokens whose logits exist at once on all ranks that share a pass; lm_head runs
+                again in backward for the tokens before the last chunk. None: log-probs.
+        """
+        passes = []
+        for planned in plan.passes:
+            passes.append(self.pass_of(planned.groups, suffixes=isinstance(planned, PackedPass)))
+            if isinstance(planned, PhasedPass):
+                waves = ([piece for _, piece in wave] for wave in planned.waves)
+                passes += [self.pass_of(wave, prefixes=False) for wave in waves]
+        if logits_chunk is None:
+            return passes
+        # One forward more, of three that forward and backward cost.
+        return [p._replace(head_tokens=p.head_tokens + max(0, p.head_tokens - logits_chunk) // 3) for p in passes]
+
+    def stock_passes(
+        self, groups: Sequence[Group], budget: int, dense_mask: bool, one_row: bool = False
+    ) -> list[PassCost]:
+        """The passes of verl's own path: whole rows in micro-batches of up to `budget` tokens, logits of every token.
+
+        Args:
+            dense_mask: attention has no varlen form (sdpa, eager), so that rows in one micro-batch share a T x T mask.
+            one_row: a micro-batch has one row, since packed rows would leak state (`recurrent.packing_leak`).
+        """
+        lens = [fork.start + 1 + n for g in groups for fork, n in zip(g.forks, g.suffix_lens, strict=True)]
+        passes = []
+        for batch in first_fit(lens, int, 0 if one_row else budget):
+            tokens = sum(batch)
+            if dense_mask and len(batch) > 1:
+                pairs = float(tokens**2 * len(self.windows))
+            else:
+                pairs = sum((self.pairs(n, 0) for n in batch), 0.0)
+            passes.append(PassCost(tokens, tokens, pairs))
+        return passes
+
 
 def query_key_pairs(length: int, behind: int, window: int | None) -> float:
     """Query-key pairs of `length` queries that see themselves and up to `behind` keys before them."""
@@ -79,11 +158,11 @@ def query_key_pairs(length: int, behind: int, window: int | None) -> float:
 
 
 def model_shape(model: PreTrainedModel, dtype: torch.dtype) -> ModelShape:
-    """FLOPs and bytes per token, from the modules (also on the meta device, also sharded by FSDP2). A vision tower,
-    which sharing saves too, is counted apart.
+    """Reads a model's `ModelShape` from its modules, which may be on the meta device, or sharded by FSDP2. A vision
+    tower counts as `tower` alone.
 
     Args:
-        dtype: what activations are computed in.
+        dtype: of activations.
     """
     text = model.config.get_text_config()
     lm_head = model.get_output_embeddings()
@@ -101,8 +180,8 @@ def model_shape(model: PreTrainedModel, dtype: torch.dtype) -> ModelShape:
     if latent := getattr(text, "kv_lora_rank", None):  # its values are padded to this, see `models.hookup`
         head_dim = text.qk_nope_head_dim + text.qk_rope_head_dim
     kv_heads = getattr(text, "num_key_value_heads", None) or heads
-    # Kept per token and layer: inputs of norms, residuals and projections, and the MLP's; of attention q, k, v twice
-    # (rotated) and out.
+    # Each layer keeps per token: inputs of norms, residuals, projections and the MLP; q, k and v, each before and after
+    # rotation; and the output of attention.
     mixing = 2.0 * len(windows) * (heads + kv_heads) * head_dim * text.hidden_size
     if latent:
         mixing = sum(_linear_weights(m) for m in body.modules() if hasattr(m, "kv_b_proj"))
@@ -140,10 +219,10 @@ def conv_flops(conv: torch.nn.Conv1d) -> float:
 def scan_flops(mixer: Mixer) -> float:
     """FLOPs per token of a mixer's scan.
 
-    In chunks of c tokens a head of the gated delta rule (arXiv 2412.06464, section 3.3; keys of K, values of V) makes
-    three c x c products over K and two over V, and uses its K x V state three times; solving the triangular system in
-    between takes 1 % of that. A head of Mamba-2 (arXiv 2405.21060, section 6) makes a c x c product over its head dim
-    and uses its state twice; the heads of a group share one product over the state size.
+    A head of the gated delta rule (arXiv 2412.06464, section 3.3) has keys of size K and values of size V. For each
+    chunk of c tokens it makes three c x c products over K and two over V, and uses its K x V state three times. Solving
+    the triangular system in between takes 1 % of that. A head of Mamba-2 (arXiv 2405.21060, section 6) makes a c x c
+    product over its head dim, and uses its state twice; the heads of a group share one product over the state size.
     """
     module = mixer.module
     if isinstance(mixer, GatedDeltaNet):
@@ -156,9 +235,8 @@ def scan_flops(mixer: Mixer) -> float:
 
 
 def kept_by(mixer: Mixer) -> float:
-    """How many numbers per token a mixer keeps for backward, apart from its input: the inputs of its convolution, the
-    inputs and outputs of its scan (by flash-linear-attention or mamba_ssm), its gates, and what it multiplies by them.
-    """
+    """How many numbers per token a mixer keeps for backward, beside its input: inputs of its convolution, inputs and
+    outputs of its scan (by flash-linear-attention or mamba_ssm), its gates, and what it multiplies by them."""
     module, channels = mixer.module, float(sum(conv.in_channels for conv in _convolutions(mixer)))
     if isinstance(mixer, GatedDeltaNet):
         keys, values = module.num_v_heads * module.head_k_dim, module.num_v_heads * module.head_v_dim
@@ -183,7 +261,7 @@ def _convolutions(mixer: Mixer) -> list[torch.nn.Conv1d]:
 
 
 def _parameters(body: torch.nn.Module) -> Iterator[torch.nn.Parameter]:
-    """All parameters but those of convolutions, [channels, 1, width]."""
+    """All parameters but those of convolutions, whose [channels, 1, width] would look like experts."""
     for module in body.modules():
         if not isinstance(module, torch.nn.Conv1d):
             yield from module.parameters(recurse=False)

@@ -13,7 +13,7 @@ from tqdm import tqdm
 
 from verl_prefix.auto.calibration import Profile, measure
 from verl_prefix.auto.chooser import Chooser, CostModel
-from verl_prefix.auto.cost import Memory, PassCost, Rates, plan_passes, stock_passes
+from verl_prefix.auto.cost import Memory, PassCost, Rates
 from verl_prefix.auto.shape import ModelShape, model_shape
 from verl_prefix.core.gradients import gradients_aside
 from verl_prefix.core.schedule import Outputs, PackedForward, Schedule, Step
@@ -55,10 +55,10 @@ def arm_passes(shape: ModelShape, batch: Batch, arm: str, budget: int, auto: Pla
     path = arm.partition("+")[0]
     plan = arm_plan(batch, path, budget, auto)
     if plan is None:
-        (whole,) = stock_passes(shape, batch.groups, len(batch.weights), dense_mask=False)
+        (whole,) = shape.stock_passes(batch.groups, len(batch.weights), dense_mask=False)
         read = sum(n for group in batch.groups for n in group.output_lens)
         return [whole._replace(head_tokens=read) if path == "stock_lean" else whole]
-    passes = plan_passes(shape, plan)
+    passes = shape.passes_of(plan)
     if path == "prefix_grouper":  # its prefix holds the last prompt token, too, and lm_head runs on everything
         passes = [PassCost(p.tokens + 1, p.tokens + 1, p.pairs) for p in passes]
     if path.startswith("ideal"):

@@ -13,8 +13,8 @@ import torch
 from verl.utils.seqlen_balancing import calculate_workload, get_seqlen_balanced_partitions
 
 from verl_prefix.auto.calibration import Profile
-from verl_prefix.auto.chooser import Batch, CostModel, Decision, candidates, decide, price
-from verl_prefix.auto.cost import Memory, PassCost, peak_bytes, plan_passes, shard_size, syncs_once
+from verl_prefix.auto.chooser import Batch, Candidates, CostModel, Decision, decide
+from verl_prefix.auto.cost import Memory, PassCost, peak_bytes, shard_size, syncs_once
 from verl_prefix.auto.placement import place_rows, row_cost
 from verl_prefix.auto.shape import ModelShape
 from verl_prefix.config import attention_of, is_varlen
@@ -197,11 +197,11 @@ class Predictor:
         """
         profile = Profile(self.profile.forward) if ref_engine else self.profile
         costs = self.ref_costs if ref_engine else self.costs
-        paths = [candidates(costs, *batch, own) for batch, own in batches]
-        slowest = [max(seconds) for seconds in zip(*(price(costs, one, profile) for one in paths), strict=True)]
+        paths = [Candidates(costs, batch, own) for batch, own in batches]
+        slowest = [max(seconds) for seconds in zip(*(one.seconds(profile) for one in paths), strict=True)]
         runs = all(one.stock_runs for one in paths)
         decision = decide(slowest, costs.min_speedup, log_probs, stock_fits=runs)
-        return decision, [None if decision.stock else one.packed if decision.packed else one.mixed for one in paths]
+        return decision, [one.taken(decision) for one in paths]
 
     def add(self, name: str, batches: Batches, log_probs: Decision | None = None, ref_engine: bool = False) -> Decision:
         """Adds to every path the seconds of one of `PASSES`, until its last rank is done: log-probs of a training
@@ -217,7 +217,7 @@ class Predictor:
         # verl balances rows over ranks, so that its ranks share the sum.
         balanced = sum(rates.seconds(shape, passes) for passes in stock) / len(stock)
         for path, of_ranks in plans.items():
-            seconds = (rates.seconds(shape, plan_passes(shape, plan, chunk)) for plan in of_ranks if plan)
+            seconds = (rates.seconds(shape, shape.passes_of(plan, chunk)) for plan in of_ranks if plan)
             self.seconds[path][name] += max(seconds, default=balanced)
         for (batch, _), plan in zip(batches, plans[self.schedule], strict=True):
             logical = sum(group.num_logical_tokens for group in batch.groups)
@@ -263,8 +263,8 @@ def predict(
     """The `Predictor` after some training steps.
 
     Args:
-        config: `actor_rollout_ref`. one_row: see `cost.stock_passes`. wrong_when_sharded: see `backends.own_path`.
-        state_bytes: see `training_command.state_bytes`.
+        config: `actor_rollout_ref`. one_row: see `ModelShape.stock_passes`.
+        wrong_when_sharded: see `backends.own_path`. state_bytes: see `training_command.state_bytes`.
     """
     predictor = Predictor(config, steps[0].shape, steps[0].size, one_row, wrong_when_sharded, state_bytes)
     for step in steps:

@@ -21,15 +21,8 @@ from torch.optim import adam
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.modeling_utils import local_torch_dtype
 
-from verl_prefix.auto.cost import (
-    Memory,
-    PassCost,
-    Rates,
-    group_pass,
-    may_have_all_logits,
-    may_keep_attention,
-    plan_batch,
-)
+from verl_prefix.auto.chooser import CostModel
+from verl_prefix.auto.cost import Memory, PassCost, Rates, may_have_all_logits, may_keep_attention
 from verl_prefix.auto.shape import ModelShape, model_shape
 from verl_prefix.core.attention import AttentionPass
 from verl_prefix.core.calls import Segment
@@ -81,10 +74,8 @@ def memory_of(job: Job, arm: Arm) -> Memory:
 
 def plan_of(job: Job, shape: ModelShape, arm: Arm, budget: int, forward_only: bool = False) -> Plan:
     """The plan of an arm of ours, as the engine makes it."""
-    return plan_batch(
-        shape, job.groups, budget=budget, schedule=arm.path, wave_tokens=job.wave_tokens, memory=memory_of(job, arm),
-        forward_only=forward_only,
-    )  # fmt: skip
+    costs = CostModel(shape, False, job.wave_tokens, min_speedup=0, memory=memory_of(job, arm))
+    return costs.plan(job.groups, budget, arm.path, forward_only)
 
 
 def build_model(job: Job) -> Any:
@@ -247,7 +238,7 @@ class Simulation:
         """The plan with `job.kept` of its packed passes, of its phased ones, and of each one's waves; and weights."""
 
         def cost(groups: Sequence[Group], **part: bool) -> float:
-            seconds = _RATES.seconds(self.shape, [group_pass(self.shape, groups, **part)])
+            seconds = _RATES.seconds(self.shape, [self.shape.pass_of(groups, **part)])
             return seconds + (self._seeing([g.rows[0] for g in groups]) if part.get("prefixes", True) else 0.0)
 
         kept = self.job.kept if update else 1
