@@ -3,9 +3,9 @@
     rows of all ranks                     a group, whole, on one rank
     rank 0: a b c d    rank 1: a b c d -> rank 0: a a d d    rank 1: b b c c
 
-A group belongs to one rank. It is split, and its prefix computed on each rank that has some of its rows, in two cases
-only: where that shortens the pass by 5 %, and where a rank would have no row at all, and so nothing to make verl's
-metrics of. The functions are pure and deterministic, so that every rank finds the same from the same numbers.
+A group belongs to one rank. Split, its prefix is computed on every rank that has some of its rows. It is split in two
+cases only: where that shortens the pass by 5 %, and where a rank would have no row, and so nothing to make verl's
+metrics of. The functions are pure and deterministic: every rank finds the same placement from the same numbers.
 """
 
 import copy
@@ -18,9 +18,9 @@ from verl_prefix.auto.cost import Rates
 from verl_prefix.auto.shape import ModelShape
 from verl_prefix.core.groups import Group, rows_by_key
 
-# Moving or splitting a group is worth it where it brings the predicted time of a pass down to this share.
+# Rows are moved, and groups are split, where that brings the predicted time of a pass down to this share.
 WORTH = 0.95
-FEW = 8  # with at most this many rows per rank, placing them one by one is tried as well
+FEW = 8  # rows per rank, up to which placing them one by one is tried as well
 
 
 @dataclass(frozen=True)
@@ -41,9 +41,8 @@ class Placement:
 
 
 def row_cost(shape: ModelShape, prefix_len: int, suffix_len: int, patches: int = 0) -> tuple[float, float]:
-    """Cost of a row's prefix, which its group pays once, and of its suffix; in units of 1e12 FLOPs.
-
-    It is not in seconds, since ranks measure rates of their own, and all must find the same placement.
+    """Cost of a row's prefix, which its group pays once, and of its suffix, in units of 1e12 FLOPs. Ranks measure rates
+    of their own, so that placements by seconds would differ.
 
     Args:
         patches: number of patches of the row's pixels, which go through the vision tower once per group.
@@ -59,10 +58,13 @@ class _Placed:
     """Rows of groups on ranks, and what they cost.
 
     Args:
-        prefixes: cost of each group's prefix. whole: groups that must stay on one rank.
+        prefixes: cost of each group's prefix.
+        suffix_costs: cost of each row's suffix.
+        whole: groups that must stay on one rank.
 
     Attributes:
-        held: of each rank {group: its rows there}. loads: cost of each rank.
+        held: {group: its rows on the rank} of each rank.
+        loads: cost of each rank.
     """
 
     def __init__(
@@ -71,7 +73,7 @@ class _Placed:
         self.prefixes, self.suffix_costs, self.whole = prefixes, suffix_costs, whole
         self.held: list[dict[int, list[int]]] = [{} for _ in range(num_ranks)]
         self.loads = [0.0] * num_ranks
-        self._heap = [(0.0, rank) for rank in range(num_ranks)]  # loads and ranks, some of them of the past
+        self._heap = [(0.0, rank) for rank in range(num_ranks)]  # (load, rank), among them loads of the past
 
     def copy(self) -> "_Placed":
         other = copy.copy(self)
@@ -114,12 +116,13 @@ def place_rows(
 ) -> Placement:
     """Places the rows of all ranks.
 
-    Groups go, the costliest first, to the rank with the least to do, and are then split while that pays. Where rows are
-    few, they are also placed one by one, and that is taken where it is 5 % shorter. All rows stay where they are if
-    groups are whole there and moving rows would not shorten the pass by 5 %.
+    Each group goes to the rank with the least to do, the costliest group first. Then groups are split while that pays.
+    Where rows are few, they are also placed one by one, and that placement is taken if it is 5 % shorter. But all rows
+    stay where they are if groups are whole there, and moving rows would not shorten the pass by 5 %.
 
     Args:
-        keys: group of each row. prefix_costs, suffix_costs: see `row_cost`; of a group, the largest prefix cost counts.
+        keys: group of each row.
+        prefix_costs, suffix_costs: of each row, see `row_cost`; a group's prefix costs as much as its costliest one.
         ranks: where each row is.
         holds_pixels: true for rows that have their group's pixels; such a group goes whole to a rank that has them.
     """
@@ -173,9 +176,9 @@ def describe_rows(
 
 
 def _scattered(placed: _Placed, groups: Sequence[list[int]], holders: Sequence[list[int]]) -> _Placed:
-    """Places rows one by one, the costliest first, each on the rank that then has the least to do. A rank without rows
-    of the group pays for its prefix, too. This beats splitting groups where rows are few and unequal, as sessions are.
-    """
+    """Places rows one by one, the costliest first, each on the rank that then has the least to do; on a rank without
+    rows of its group it costs its prefix, too. This beats splitting groups where rows are few and unequal, as in agent
+    runs. Groups that are bound to `holders` go there whole."""
     rows = []
     for group, members in enumerate(groups):
         if bound := holders[group]:
@@ -219,8 +222,8 @@ def _shorten(placed: _Placed, target: float) -> bool:
 
 
 def _best_move(placed: _Placed, high: int, low: int, target: float) -> tuple[int, list[int]] | None:
-    """Rows of one group to move from `high` to `low`, which has room for them; None where there are none. They relieve
-    `high` enough at the least price, or where no rows do, as much as possible."""
+    """(group, rows) to move from `high` to `low`, which has room for them; None: there are no such rows. Of moves that
+    bring `high` down to `target` it is the one with the least extra cost; without any, the one that relieves most."""
     excess, room = placed.loads[high] - target, target - placed.loads[low]
     moves = []
     for group, held in placed.held[high].items():
@@ -250,10 +253,15 @@ def fill_empty_ranks(
     visual: Set[int],
     holds_pixels: Sequence[int],
 ) -> None:
-    """Gives a row to every rank that has none, since it would wait otherwise: one that came from it, or else another's.
+    """Changes `home`, so that every rank has a row: one that came from it, or else one of others.
 
-    A row that would leave its group's pixels is the last choice. Where there are fewer rows than ranks, which is not so
-    in verl's batches, nothing changes."""
+    A row that would leave its group's pixels is the last choice. Nothing changes where rows are fewer than ranks, which
+    does not happen in verl's batches.
+
+    Args:
+        home: the rank that computes each row. ranks: where each row is.
+        visual: rows of groups that have pixels. holds_pixels: see `place_rows`.
+    """
     if len(home) < num_ranks:
         return
     counts = Counter(home)
