@@ -5,8 +5,8 @@
     phased_update           phased: phase A on entering, waves of rows by iterating, phase C on leaving
 
 Log-probs, entropies and gradients are those of the model's own forward on every whole row. Prompts and responses go in
-as tokens; the split into prefix and suffix happens here, and rows are grouped by it. Sources: Prefix Grouper
-(arXiv 2506.05433) for packed, schedule-level reuse for phased; see `schedule`.
+as tokens; rows are cut into prefix and suffix here, and grouped. Sources: Prefix Grouper (arXiv 2506.05433) for packed,
+schedule-level reuse (arXiv 2606.01143) for phased; see `core.schedule`.
 """
 
 import functools
@@ -17,11 +17,12 @@ from typing import Any
 
 import torch
 
+from verl_prefix.api.checks import Tokens, check_sizes, check_waves, token_rows
 from verl_prefix.api.recompute import autocast_of, outputs_by_row, recomputed_by_row
-from verl_prefix.api.rows import Batch, HiddenBatch, PerToken, Tokens, check_sizes, token_rows
+from verl_prefix.api.rows import Batch, HiddenBatch, PerToken
 from verl_prefix.core.attention import AttentionPass
 from verl_prefix.core.schedule import PackedForward, PassOutputs, Schedule
-from verl_prefix.core.waves import Plan, leaves_room
+from verl_prefix.core.waves import Plan
 from verl_prefix.models import messages, support
 from verl_prefix.models.hidden import HiddenStateModel
 from verl_prefix.models.hookup import HookedModel
@@ -34,9 +35,11 @@ _CHECKPOINTED = (
 
 @dataclass(frozen=True)
 class Wave:
-    """Some rows of the batch. `rows` are their indices, in increasing order: `advantages[wave.rows]` are theirs.
+    """Some rows of the batch.
 
-    `log_probs` and `entropy` (None unless asked for) are as in `response_log_probs`, for these rows.
+    Attributes:
+        rows: their indices, in increasing order: `advantages[wave.rows]` are theirs.
+        log_probs, entropy: of these rows, as `response_log_probs` returns them; no entropy unless asked for.
     """
 
     rows: list[int]
@@ -217,7 +220,7 @@ def phased_update(
         forks=forks, pixels=pixels, temperature=temperature, return_entropy=return_entropy,
     )  # fmt: skip
     check_sizes(max_tokens=max_tokens, wave_tokens=wave_tokens, logits_chunk=logits_chunk)
-    _check_waves(max_tokens, wave_tokens, offload)
+    check_waves(max_tokens, wave_tokens, offload)
     forward = PackedForward(HookedModel(model), batch.outputs, kernel=attention, logits_chunk=logits_chunk)
     return _waves(Schedule(forward, offload=offload), batch, batch.plan("phased", max_tokens, wave_tokens, offload))
 
@@ -266,7 +269,7 @@ def _by_row(
     )  # fmt: skip
     runner = Schedule(forward)
     if schedule == "phased":
-        _check_waves(max_tokens, wave_tokens)
+        check_waves(max_tokens, wave_tokens)
         return recomputed_by_row(model.model, runner, batch, batch.plan("phased", max_tokens, wave_tokens))
     if schedule != "packed":
         raise ValueError(f"schedule={schedule!r}: pass 'auto', 'packed' (one graph) or 'phased' (waves)")
@@ -280,8 +283,12 @@ def _by_row(
 
 
 class _GraphPass(AttentionPass):
-    """A pass whose graph outlives the call. `hidden` collects layers that run without gradients: where they have any,
-    reentrant checkpointing, which no module may show, would run them again with another attention."""
+    """A pass whose graph outlives the call.
+
+    Args:
+        hidden: collects layers that ran without gradients, as under reentrant checkpointing, which no module may show.
+            If such a layer is trained, backward would run it again, and then with another attention.
+    """
 
     def __init__(self, hidden: set[int], *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -293,13 +300,13 @@ class _GraphPass(AttentionPass):
 
 
 def _trains(model: Any, layers: set[int]) -> bool:
-    """Whether gradients go to or through one of these layers."""
+    """Whether one of these layers, or what lies before it, is trained."""
     modules = [model.get_input_embeddings(), *model.get_decoder().layers[: max(layers) + 1]] if layers else []
     return any(parameter.requires_grad for module in modules for parameter in module.parameters())
 
 
 def _no_graph(model: torch.nn.Module, batch: Batch, max_tokens: int | None) -> str | None:
-    """The reason why all rows cannot be one graph, in words."""
+    """Why not all rows can be one graph; None: they can."""
     if not torch.is_grad_enabled():
         return None
     if support.checkpointing(model):
@@ -310,11 +317,3 @@ def _no_graph(model: torch.nn.Module, batch: Batch, max_tokens: int | None) -> s
             "graph; pass schedule='phased', use phased_update, torch.no_grad(), fewer rows, or a larger max_tokens"
         )
     return None
-
-
-def _check_waves(max_tokens: int | None, wave_tokens: int | None, offload: bool = False) -> None:
-    if max_tokens is not None and wave_tokens is not None and not leaves_room(wave_tokens, max_tokens, offload):
-        raise ValueError(
-            f"wave_tokens={wave_tokens} leaves nothing of max_tokens={max_tokens} for prefixes; pass a smaller "
-            "wave_tokens, or None"
-        )

@@ -1,6 +1,6 @@
 """Outputs of rows without a graph. Their backward computes them again, wave by wave: phases A, B and C inside autograd.
 
-This is gradient checkpointing of a whole batch. Only one wave's graph is alive at a time, beside the prefixes'; the
+This is gradient checkpointing of a whole batch. One wave's graph at a time is alive, beside the prefixes' graph; the
 price is one more forward. Every parameter gets its gradient once, as from any graph.
 """
 
@@ -29,8 +29,8 @@ def outputs_by_row(schedule: Schedule, batch: Batch, plan: Plan) -> Generator[di
 
 
 def autocast_of(device: torch.device) -> Callable[[], AbstractContextManager[Any]]:
-    """Autocast as it is now on `device`, for a backward that runs elsewhere. Casts of weights are not cached: those
-    from a forward without gradients would have none in a later forward, either."""
+    """Makes contexts with the autocast that `device` has now, for a backward that runs outside of it. They cache no
+    casts of weights: those of a forward without gradients would have none in a later forward, either."""
     kind = device.type
     return functools.partial(
         torch.autocast,
@@ -50,7 +50,8 @@ def recomputed_by_row(model: torch.nn.Module, schedule: Schedule, batch: Batch, 
 
 
 class _PhasedOutputs(torch.autograd.Function):
-    """A phased plan of a model with these trainable parameters -> [n, k], rows one after the other as in `lens`."""
+    """Runs a phased plan of a model with these trainable parameters. Returns outputs [n, k] of all rows, one after the
+    other as in `lens`."""
 
     @staticmethod
     def forward(
@@ -74,7 +75,7 @@ class _PhasedOutputs(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         model, schedule, batch, plan, lens, parameters = ctx.args
-        # This is exact, and so sees even the step of a small learning rate, which rounding hides in the outputs.
+        # Versions are exact: they show even the step of a small learning rate, which rounding hides in the outputs.
         now = _trainable(model)
         if [*map(id, parameters)] != [*map(id, now)] or ctx.versions != [parameter._version for parameter in now]:
             _changed("a parameter was changed, or whether it is trained")
@@ -92,12 +93,12 @@ def _trainable(model: torch.nn.Module) -> list[torch.nn.Parameter]:
 
 
 def _bound(model: torch.nn.Module, device: torch.device) -> float:
-    """The largest relative difference that two runs of the same computation may show: half of the digits of its
+    """The largest relative difference that two runs of the same computation may show: that of half the digits of its
     coarsest dtype, and 3 % at most.
 
-    On a CPU they are bitwise equal. On CUDA, where atomics add in another order each time, last digits may differ;
-    another adapter, a dropout mask or other weights change the first ones. In bf16, which has two, a change as small as
-    rounding passes.
+    On a CPU two runs are bitwise equal. On CUDA, where atomics add in another order each time, their last digits may
+    differ. Another adapter, a dropout mask or other weights change the first digits. bf16 has but two digits, so that a
+    change as small as rounding is not seen.
     """
     kinds = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
     if torch.is_autocast_enabled(device.type):
@@ -112,8 +113,8 @@ def _check_same(
     with torch.no_grad():
         old = torch.cat([before[row].flatten() for row in rows]).to(dtype)
         difference = (torch.cat([x.flatten() for x in rows.values()]).to(dtype) - old).square().mean().sqrt()
-        # Log-probs of nearly certain tokens have the rounding of logits, which are not as small: hence the 1. NaN
-        # passes, and is in the loss already.
+        # Log-probs near 0 are rounded as the logits that they are made of, which are larger: hence the 1. NaN is not
+        # raised here, since the loss has it already.
         if difference > bound * old.square().mean().sqrt().clamp(min=1.0):
             _changed(f"in rows {sorted(rows)} outputs are off by {difference.item():.2g} (root mean square)")
 
@@ -129,7 +130,7 @@ def _changed(what: str) -> NoReturn:
 @contextmanager
 def _leaves(model: torch.nn.Module, parameters: Sequence[torch.nn.Parameter]) -> Iterator[list[torch.nn.Parameter]]:
     """Context in which the model computes with leaves that share the parameters' memory. A backward inside fills the
-    leaves' `.grad`. So the parameters' own hooks and `.grad` see the sum of all waves and phase C, once."""
+    leaves' `.grad`. The parameters' own hooks and `.grad` then see the sum of all waves and phase C, once."""
     leaves = {id(parameter): torch.nn.Parameter(parameter.detach()) for parameter in parameters}
     slots = [
         (module._parameters, name, parameter)
