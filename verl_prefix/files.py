@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all, and JSON of anyone's."""
+"""Writes files whole or not at all, and reads JSON that anyone wrote."""
 
 import json
 import os
@@ -8,12 +8,12 @@ from typing import Any
 
 
 def write_whole(path: Path, content: bytes | str, mode: int = 0o666) -> None:
-    """Writes beside `path`, to the disk, and renames: a full disk or a kill leaves what was there before.
+    """Writes beside `path`, to the disk, and then renames: a full disk or a kill leaves what was there before.
 
     Of several writers the last one's content stays. An error leaves nothing beside `path`.
 
     Args:
-        mode: permissions of the file; the process's umask takes some away.
+        mode: permissions of the file, less the process's umask.
 
     Raises:
         OSError: it cannot be written.

@@ -1,10 +1,10 @@
 """Target of the `verl.plugins` entry point: runs at the end of `import verl`, in the driver and in every Ray worker.
 
-It puts verl_prefix/config on Hydra's search path (so `model_engine=prefix` resolves before `@hydra.main` runs) and
-registers the platform, and resolvers by which that key and another ask who drives. The rest waits: the engine comes
-with the class that `model_engine=prefix` names for `fsdp_config`, the trainers come behind verl's own. verl swallows
-what is raised here (verl/__init__.py logs it at DEBUG); `verl-prefix doctor` imports this module again and shows the
-traceback.
+It puts verl_prefix/config on Hydra's search path, so that `model_engine=prefix` resolves before `@hydra.main` runs.
+It registers the platform for CPUs, and two resolvers by which a config is checked and adapts to verl's trainer. The
+rest comes later: our trainers are imported when verl's are, and the engine with the class that `model_engine=prefix`
+names for `fsdp_config`. verl swallows what is raised here (verl/__init__.py logs it at DEBUG);
+`verl-prefix doctor` imports this module again and shows the traceback.
 """
 
 import logging
@@ -25,8 +25,8 @@ logger = logging.getLogger(__name__)
 
 
 class TrainersFinder(MetaPathFinder):
-    """Imports our trainers right behind verl's, in whichever process does so: verl looks a trainer up by the name in
-    `trainer.v1.trainer_mode` and asks nobody, and its registry takes no class before verl's trainers are loaded."""
+    """Imports our trainers right behind verl's, in any process that imports those. verl looks a trainer up by its name,
+    `trainer.v1.trainer_mode`, in a registry of its own, which is there once verl's trainers are loaded."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
@@ -45,8 +45,7 @@ class TrainersFinder(MetaPathFinder):
 
 
 def _engine_of(name: str, *, _root_: DictConfig) -> str:
-    """`name`, wherever the config is resolved: the first that every driver of verl's does with it, before workers
-    start."""
+    """Returns `name`, after a check of the whole config: every driver of verl resolves it before workers start."""
     from verl_prefix.config.driver import check_driver
 
     check_driver(_root_)
@@ -54,6 +53,7 @@ def _engine_of(name: str, *, _root_: DictConfig) -> str:
 
 
 def _keeps_prompts(*, _root_: DictConfig) -> bool:
+    """Whether verl's own dispatch keeps whole prompts in mini-batches, see `config.driver`."""
     from verl_prefix.config.driver import keeps_prompts
 
     return keeps_prompts(_root_)
@@ -62,7 +62,7 @@ def _keeps_prompts(*, _root_: DictConfig) -> bool:
 def _add_trainers() -> None:
     try:
         import verl_prefix.trainer.prefix_sync  # noqa: F401
-    except Exception:  # verl's own trainers work without
+    except Exception:  # verl's own trainers work without ours
         logger.exception("trainer.v1.trainer_mode=prefix_* are missing")
 
 

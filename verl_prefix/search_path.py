@@ -1,7 +1,7 @@
-"""Puts verl_prefix/config on Hydra's search path, behind verl's own tree, wherever this module is imported.
+"""Puts verl_prefix/config on Hydra's search path, behind verl's own folders, when it is imported.
 
-It imports Hydra alone, and names a folder, since Hydra imports the package of a `pkg://`: `verl-prefix plan` composes a
-command's config before verl is imported.
+`verl-prefix plan` composes a command's config before it imports verl. So this module imports Hydra alone, and names a
+folder: of a `pkg://` Hydra would import the package.
 """
 
 from pathlib import Path

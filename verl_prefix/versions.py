@@ -1,9 +1,8 @@
-"""Versions: the verl and the transformers that this package was run with and the refusal of any other, what is warned
-of once, and code and machine for reports.
+"""Refuses a verl or transformers that this package was not tested with; names code, packages and device for reports.
 
-verl hides what a plugin raises while it is imported (the end of verl/__init__.py logs it at DEBUG), so the check stands
-in the constructors of our configs and trainer, where its message reaches the user; the API's stands where it checks its
-model. Imports nothing but the standard library: it must work where verl does not.
+verl hides what a plugin raises while it is imported (the end of verl/__init__.py logs it at DEBUG). So versions are not
+checked there, but where our configs, trainers and the API's batches are made: there the message reaches the user. This
+module imports the standard library alone, since it must work where verl does not.
 """
 
 import functools
@@ -20,12 +19,12 @@ from typing import Any
 logger = logging.getLogger(__name__)
 
 TESTED_VERL = ("0.9.1",)
-VERL_MAIN = "0.10.0.dev0"  # of the main branch, which moves under this version
+VERL_MAIN = "0.10.0.dev0"  # what verl's main branch calls itself, whichever commit it is
 TESTED_MAIN = "1dda039b9 of 2026-08-22"
 OVERRIDE = "VERL_PREFIX_ALLOW_UNTESTED_VERL"
-TESTED_TRANSFORMERS = (5, 6), (5, 24)  # the first and the last release; those between are let in
+TESTED_TRANSFORMERS = (5, 6), (5, 24)  # the first and the last release; all between them are let in
 OVERRIDE_TRANSFORMERS = "VERL_PREFIX_ALLOW_UNTESTED_TRANSFORMERS"
-COMMIT = "VERL_PREFIX_COMMIT"  # the clean commit of a copy that is neither installed nor a checkout
+COMMIT = "VERL_PREFIX_COMMIT"  # the commit of a copy of this code that is neither installed nor a checkout
 
 
 def installed_version(name: str) -> str | None:
@@ -41,7 +40,7 @@ def _verl_version() -> str:
 
 
 def untested_verl() -> str | None:
-    """The fault of the installed verl in words, or None; `OVERRIDE=1` makes everything right."""
+    """Why the installed verl is refused; None: it was tested, or the variable `OVERRIDE` is 1."""
     version = _verl_version()
     told = (
         f"verl {version} is not one of those that verl_prefix was tested with ({', '.join(TESTED_VERL)}), and it "
@@ -52,7 +51,7 @@ def untested_verl() -> str | None:
 
 
 def untested_transformers() -> str | None:
-    """The fault of the installed transformers in words, or None; `OVERRIDE_TRANSFORMERS=1` makes everything right."""
+    """Why the installed transformers is refused; None: it was tested, or the variable `OVERRIDE_TRANSFORMERS` is 1."""
     version = installed_version("transformers") or "unknown (no package metadata)"
     first, last = TESTED_TRANSFORMERS
     told = (
@@ -67,7 +66,7 @@ def untested_transformers() -> str | None:
 
 
 def _fault(override: str, told: str, known: bool) -> str | None:
-    """`told` of a version that is not `known`, or None; a variable `override` of 1 lets it in."""
+    """`told`; None: the version is `known`, or the environment variable `override` is 1, and lets any in."""
     allowed = os.environ.get(override, "0").strip()
     if allowed not in ("0", "1"):
         return f"{override}={allowed!r}: set it to 1, or unset it"
@@ -75,7 +74,7 @@ def _fault(override: str, told: str, known: bool) -> str | None:
 
 
 def moving_verl() -> str | None:
-    """A warning for users of verl's main branch, or None: its version does not say which commit it is."""
+    """A warning for users of verl's main branch, whose version does not say which commit it is; None: it is another."""
     if _verl_version() != VERL_MAIN:
         return None
     return (
@@ -86,12 +85,12 @@ def moving_verl() -> str | None:
 
 @functools.cache
 def warn_once(log: logging.Logger, message: str, *values: object) -> None:
-    """Logs a warning once in a process; with other values it is another one."""
+    """Logs a warning once in a process. The same message with other values is another warning."""
     log.warning(message, *values)
 
 
 def check_versions() -> None:
-    """Refuses a verl or transformers that this package was not tested with; warns once per process of a moving verl.
+    """Refuses a verl or transformers that this package was not tested with; warns of verl's main branch, once.
 
     Raises:
         ImportError: verl's version is neither in `TESTED_VERL` nor `VERL_MAIN`, and the environment variable `OVERRIDE`
@@ -116,10 +115,10 @@ def check_transformers_version() -> None:
 
 
 def git_state() -> dict[str, Any]:
-    """Commit of this package's own checkout, and whether files other than results differ from it.
+    """The commit of this package's code, and whether its files differ from that commit, those of results apart.
 
-    An installed package has its version instead: None, False, whatever repository it lies in. Another copy has the
-    commit that `COMMIT` says, or None, True.
+    A checkout is asked by git. An installed package has its version instead, and so no commit: None, False, whatever
+    repository it lies in. Any other copy has the commit that the variable `COMMIT` names; without it None, True.
     """
     root = Path(__file__).resolve().parents[1]
     if any(root.glob("verl_prefix-*.dist-info")):
@@ -142,7 +141,11 @@ def package_versions(packages: Iterable[str]) -> dict[str, str | None]:
 
 
 def device_name(device: str | None = None) -> str:
-    """The GPU's name, or the processor's; None: of what there is."""
+    """The name of the GPU, or of the processor.
+
+    Args:
+        device: "cuda" or "cpu"; None: the GPU where there is one.
+    """
     import torch
 
     if device == "cuda" or (device is None and torch.cuda.is_available()):

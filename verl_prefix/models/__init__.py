@@ -1,1 +1,1 @@
-"""The Hugging Face side: attention hook-up, vision, and the models that are refused."""
+"""The Hugging Face side: hooks attention and recurrent layers up, sees pixels once, and refuses other models."""

@@ -1,4 +1,4 @@
-"""Load of a mixture's experts: how many tokens of the logical batch each one gets, though a prefix runs once."""
+"""Loads of a mixture's experts: how many tokens of the logical batch each one gets, though a prefix runs once."""
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
@@ -13,10 +13,10 @@ from verl_prefix.core.calls import on_device
 
 
 class ExpertLoads:
-    """Counts what routers choose in an update's forwards; where gradient checkpointing runs them again does not count.
+    """Counts what routers choose in forwards of an update, and not again where gradient checkpointing repeats them.
 
-    Routers are the modules that transformers records as `router_logits` and that also return their choice, int64
-    [T, chosen]. A model without any has no loads.
+    Routers are modules that transformers records as `router_logits`, and that return their choice, [T, chosen] int64,
+    beside the logits. A model without any has no loads.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -28,7 +28,7 @@ class ExpertLoads:
 
     @contextmanager
     def counting(self, attention_pass: AttentionPass, device: torch.device) -> Iterator[None]:
-        """While open, a forward's tokens on `device` count as often as the logical batch has them."""
+        """Context of a forward on `device`, whose tokens count as often as the logical batch has them."""
         with ExitStack() as hooks:
             if self._routers and torch.is_grad_enabled():
                 multiplicity, shards = attention_pass.layout.multiplicity, attention_pass.shards
@@ -51,9 +51,9 @@ class ExpertLoads:
         load.index_add_(0, chosen.flatten(), multiplicity.repeat_interleave(chosen.shape[-1]))
 
     def metrics(self, reduce_sum: Callable[[Sequence[float]], Sequence[float]]) -> dict[str, float]:
-        """How far loads are from an even one, relative to it: the excess of a layer's fullest expert (max_vio), and the
-        mean deviation of its experts (avg_vio). Of each, the largest and the mean of all layers, as in verl's
-        rollout/moe/* (verl/trainer/ppo/metric_utils.py); nothing without routers.
+        """How far a layer's loads are from an even load, relative to it: by how much its fullest expert exceeds it
+        (max_vio), and how far its experts are off on average (avg_vio). Both as the largest and the mean over layers,
+        as verl's rollout/moe/* (verl/trainer/ppo/metric_utils.py). Empty without routers.
 
         Args:
             reduce_sum: element-wise sum over ranks.

@@ -1,4 +1,4 @@
-"""Hidden states instead of logits, for heads that the caller owns."""
+"""Gives hidden states instead of logits, for heads that the caller owns."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -10,8 +10,8 @@ from verl_prefix.models.hookup import HookedModel
 
 
 class HiddenStateModel(HookedModel):
-    """A `core.forward.Model` whose "logits" are the decoder's last hidden states [1, n, hidden size], all at once; the
-    model may have any head."""
+    """A `core.forward.Model` whose "logits" are the decoder's last hidden states [1, n, hidden size], all at once. The
+    model may have any head, which does not run."""
 
     def _needs_all_logits(self, lm_head: object, outputs: object) -> bool:
         return True

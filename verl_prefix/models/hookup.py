@@ -1,7 +1,7 @@
-"""The hook-up of a Hugging Face model: grouped attention in its layers, lm_head and most of the last layer on suffixes.
+"""Hooks a Hugging Face model up: grouped attention in its layers, lm_head and most of the last layer on few tokens.
 
-Our attention is registered with transformers' AttentionInterface, and a pass selects it only for its own duration, so
-verl's own paths keep the implementation that the user chose.
+Our attention is registered with transformers' AttentionInterface. A pass selects it for its own duration alone, so that
+verl's own path keeps the implementation that the user chose.
 """
 
 import functools
@@ -47,11 +47,11 @@ def grouped_attention_forward(
     prefix_pass: AttentionPass | None = None,
     **kwargs: object,
 ) -> tuple[torch.Tensor, None]:
-    """transformers' attention interface: query [1, H, T, D], key [1, K, T, D], value [1, K, T, V] with V <= D, s_aux
-    (sinks) [H] -> [1, T, H, V].
+    """Our attention behind transformers' interface: query [1, H, T, D], key [1, K, T, D], value [1, K, T, V], V <= D,
+    s_aux (sinks) [H] -> [1, T, H, V].
 
-    Where V < D (multi-head latent attention), zeros beside the values make it one size, as transformers does for flash
-    attention: kernels, caches and the self-check know one head dim.
+    Values with V < D (multi-head latent attention) are padded with zeros, as transformers does for flash attention:
+    kernels, caches and the self-check know one head dim.
 
     Raises:
         RuntimeError: the model asks for something that `unsupported_reasons` did not foresee.
@@ -82,8 +82,12 @@ AttentionInterface.register(ATTENTION_NAME, torch.compiler.disable(grouped_atten
 
 
 class HookedModel:
-    """A `core.forward.Model` for a Hugging Face causal LM, or its FSDP2 root. Every forward enters through it, so that
-    its hooks run."""
+    """A `core.forward.Model` for a Hugging Face causal LM, or its FSDP2 root.
+
+    Attributes:
+        model: every forward enters through it, so that its hooks run.
+        text_config: of its text model. expert_loads: of its updates.
+    """
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
@@ -92,8 +96,8 @@ class HookedModel:
 
     @contextmanager
     def grouped_attention(self) -> Iterator[None]:
-        """Selects our attention for a forward and its backward, where gradient checkpointing calls the layers again.
-        The last layer leaves out what nobody reads (`models.last_layer`)."""
+        """Context of forwards by our attention, and of their backwards, in which gradient checkpointing calls layers
+        again. The last layer leaves out what nobody reads (`models.last_layer`)."""
         config = self.text_config
         chosen = config._attn_implementation
         config._attn_implementation = ATTENTION_NAME
@@ -119,8 +123,8 @@ class HookedModel:
         """Runs one packed row, inside `grouped_attention`, and returns what `outputs` makes of its logits: [n, k].
 
         lm_head runs inside the model's forward, where FSDP2 has gathered its weight, on at most `logits_chunk` tokens
-        at a time. All chunks but the last are checkpointed, so that never more than logits_chunk x vocabulary logits
-        exist. Where somebody behind lm_head sees logits (`models.logits`), all exist at once.
+        at a time. All chunks but the last are checkpointed, so that at most logits_chunk x vocabulary logits exist at
+        once. But all exist where somebody else sees them behind lm_head (`models.logits`).
 
         Args:
             input_ids: [T] int64. position_ids: [T] or [4, T] int64.
@@ -130,8 +134,8 @@ class HookedModel:
             pixels: of a vision model, `PixelBatch.of` this row.
 
         Raises:
-            RuntimeError: some attention layer did not go through our attention, or the model returned other logits
-                than those that it was asked for.
+            RuntimeError: a layer did not go through our attention, or the model returned other logits than those
+                that it was asked for.
         """
         calls = attention_pass.num_calls
         lm_head = self.model.get_output_embeddings()
@@ -159,10 +163,10 @@ class HookedModel:
         return logits[0].sum(-1, keepdim=True) if outputs is None else outputs(which, logits[0])
 
     def logits(self, inputs: dict[str, Any], keep: torch.Tensor, seen: dict[str, Any]) -> torch.Tensor:
-        """[1, n, vocabulary] of tokens `keep`, or what lm_head's forward was replaced by.
+        """Logits [1, n, vocabulary] of tokens `keep`, or what lm_head returns where it was replaced.
 
         Args:
-            inputs: of any model. seen: those that a vision model also takes (`vision.forward`).
+            inputs: arguments of any model's forward. seen: those that `vision.forward` also takes.
             keep: [n] int64, transformers' `logits_to_keep`.
 
         Raises:
@@ -181,15 +185,15 @@ class HookedModel:
         return logits
 
     def hands_on(self, made: torch.Tensor | None, logits: torch.Tensor) -> bool:
-        """Whether the model returned what lm_head made, or the same values: some scale them by 1, and FSDP2 may cast
-        them."""
+        """Whether the model returned what lm_head made, or the same values: some models scale them by 1, and FSDP2 may
+        cast them."""
         if made is None or logits is made:
             return logits is made
         made = made.to(logits.dtype)
         return logits.shape == made.shape and torch.allclose(logits, made, rtol=0, atol=0, equal_nan=True)
 
     def _needs_all_logits(self, lm_head: torch.nn.Module, outputs: Outputs | None) -> bool:
-        """Whether somebody behind lm_head has to see all logits, which is told once."""
+        """Whether somebody behind lm_head has to see all logits. One warning says who."""
         others = readers(self.model, lm_head)
         if others:
             text = "prefix: all logits of a pass exist at once, since %s may change them"
@@ -203,6 +207,7 @@ class HookedModel:
         return dict(input_ids=input_ids[None], position_ids=position_ids.unsqueeze(-2), **options)
 
     def check_calls(self, num_calls: int) -> None:
+        """Raises RuntimeError where a forward did not call our attention, or a scan, once in every layer."""
         num_layers = self.text_config.num_hidden_layers
         if num_calls != num_layers:
             raise RuntimeError(
@@ -212,11 +217,14 @@ class HookedModel:
 
 
 class _ChunkedHead:
-    """Replaces lm_head's forward: gives what `outputs` makes of the logits of at most `chunk` tokens at a time.
+    """Replaces lm_head's forward: returns what `outputs` makes of the logits of at most `chunk` tokens at a time.
 
     Args:
-        forward: what it replaces: the class's forward, or one that others put on the instance.
-        outputs: None: nobody reads logits, and sums of hidden states take their place.
+        forward: the forward that it replaces: the class's, or one that others put on the instance.
+        outputs: as in `HookedModel.token_outputs`.
+
+    Attributes:
+        result: what it returned last.
     """
 
     def __init__(self, forward: Callable[[torch.Tensor], torch.Tensor], outputs: Outputs | None, chunk: int) -> None:
@@ -224,7 +232,7 @@ class _ChunkedHead:
         self.result: torch.Tensor | None = None
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[1, n, hidden size] -> [1, n, k], which is kept as `result`."""
+        """Hidden states [1, n, hidden size] -> [1, n, k]."""
         self.result = self._of_chunks(hidden)
         return self.result
 
@@ -246,9 +254,9 @@ class _ChunkedHead:
 
 @contextmanager
 def _prefetched_in_backward(model: PreTrainedModel) -> Iterator[None]:
-    """While open, FSDP2 gathers each layer while the one above it runs backward; a user's own lists stay. By itself it
-    goes by the order of the forwards, which it forgets after every backward. Phase C comes after the waves' backwards,
-    and would gather late."""
+    """Context in which FSDP2 gathers each layer while the layer above it runs backward. By itself it goes by the order
+    of the forwards, and forgets that after every backward: phase C, behind backwards of waves, would wait for every
+    layer. Lists of layers that a user set stay."""
     layers = [layer for layer in getattr(model.get_decoder(), "layers", ()) if isinstance(layer, FSDPModule)]
     above = [*layers[1:], model] if isinstance(model, FSDPModule) else layers[1:]
     with ExitStack() as undo:

@@ -1,24 +1,24 @@
-"""Who changes logits between lm_head and the model's output, or reads them there: all logits have to exist at once for
-them, and outputs of tokens are made behind them."""
+"""Finds who changes or reads logits between lm_head and the model's output. For them all logits of a pass have to exist
+at once, and outputs of tokens are made of what they leave."""
 
 from collections.abc import Callable, Iterator
 
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
-# Config attributes by which a model of transformers changes logits after lm_head.
+# Fields of configs by which models of transformers change logits behind lm_head.
 _SCALES = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
-# Code that hands logits on as they are, but for `_SCALES`. That of accelerate casts what is not fp32.
+# Where code comes from that hands logits on as they are, `_SCALES` apart. accelerate's casts what is not fp32.
 _HANDS_ON = ("transformers.", "torch.", "peft.", "verl.", "liger_kernel.", "accelerate.utils.operations.")
 
 
 def scales_logits(config: PretrainedConfig) -> bool:
-    """Whether a text model's own code changes logits after lm_head, by its config."""
+    """Whether a text model's own code changes logits behind lm_head, by its config."""
     return any(getattr(config, name, None) not in (None, 1, 1.0) for name in _SCALES)
 
 
 def written_elsewhere(call: Callable[..., object]) -> str | None:
-    """The Python module of a function, or of one that it wraps, that may do to logits what it likes; or None."""
+    """The Python module of a function, or of one that it wraps, if that may change logits; None: it hands them on."""
     seen: object = call
     while seen is not None:
         seen = getattr(seen, "__func__", getattr(seen, "func", seen))  # of a method, or of a partial
@@ -30,8 +30,8 @@ def written_elsewhere(call: Callable[..., object]) -> str | None:
 
 
 def readers(model: PreTrainedModel, lm_head: torch.nn.Module) -> list[str]:
-    """Hooks and forwards of others that see the logits of `lm_head`, in words. FSDP2's hooks reshard weights, and are
-    none of them."""
+    """Hooks and forwards that others put around `lm_head`, and that see its logits, in words. FSDP2's hooks, which
+    reshard weights, are not among them."""
     name = next((name for name, module in model.named_modules() if module is lm_head), "")
     parents = name.split(".")[:-1]
     around = [model.get_submodule(".".join(parents[:n])) for n in range(len(parents) + 1)]
@@ -42,7 +42,7 @@ def readers(model: PreTrainedModel, lm_head: torch.nn.Module) -> list[str]:
 
 
 def _hooks(*modules: torch.nn.Module) -> Iterator[str]:
-    """Where others wrote hooks of these modules' outputs, and of every module's."""
+    """Python modules of others that have hooks on outputs of these modules, or of every module."""
     owners = [*((module, "") for module in modules), (torch.nn.modules.module, "_global")]
     for owner, prefix in owners:
         for kind in ("_forward_hooks", "_backward_hooks", "_backward_pre_hooks"):

@@ -1,4 +1,4 @@
-"""Finds where the messages of a chat end, by the tokenizer's own template. That is where rows of turns may part."""
+"""Finds where the messages of a chat end, by the tokenizer's chat template. There rows of turns may part."""
 
 import logging
 from collections.abc import Collection, Sequence
@@ -12,8 +12,8 @@ _CHAT = {"user": "question", "assistant": "answer"}
 
 
 def end_tokens(tokenizer: Any) -> set[int]:
-    """Tokens that end a message of the tokenizer's chat template, or a whole text; without a tokenizer none. A message
-    whose content the template changes or leaves out has no end; where the template fails, none has one."""
+    """Tokens that end a message by the tokenizer's chat template, or that end a whole text. A message whose content the
+    template changes or leaves out has no such token, nor has any if the template fails, or without a tokenizer."""
     eos = getattr(tokenizer, "eos_token_id", None)
     ends: set[int] = set() if eos is None else {eos}
     if getattr(tokenizer, "chat_template", None):
@@ -35,6 +35,6 @@ def end_tokens(tokenizer: Any) -> set[int]:
 
 
 def message_ends(prompts: Sequence[Sequence[int] | torch.Tensor], tokens: Collection[int]) -> list[list[int]]:
-    """For each prompt, after how many tokens a message ends: each place just after one of `tokens` (`end_tokens`)."""
+    """For each prompt, the numbers of its tokens after which a message ends, by one of `tokens` (`end_tokens`)."""
     wanted = torch.tensor(sorted(tokens), dtype=torch.int64)
     return [(torch.isin(torch.as_tensor(p).cpu(), wanted).nonzero()[:, 0] + 1).tolist() for p in prompts]
