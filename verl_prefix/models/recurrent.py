@@ -90,6 +90,18 @@ class Mixer(PassForward):
             raise RuntimeError(f"{name} layer {self.module.layer_idx} ran without a prefix_pass; set model_engine=dp")
         return self.attention_pass
 
+    def conv_replacement(self) -> tuple[Any, str, Callable[..., Any]]:
+        """What replaces causal_conv1d_fn."""
+        owner, name, conv = self.kernel("causal_conv1d_fn")
+        return owner, name, functools.partial(self._conv_call, conv)
+
+    def _conv_call(
+        self, kernel: Callable[..., torch.Tensor] | None, x: torch.Tensor, weight: torch.Tensor,
+        bias: torch.Tensor | None = None, activation: str | None = None, **kwargs: object,
+    ) -> torch.Tensor:  # fmt: skip
+        """x [1, C, T] -> [1, C, T]."""
+        return self._conv(x[0].T, weight, bias, activation, kernel=kernel).T.unsqueeze(0)
+
     def _conv(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str | None = None,
         part: str = "conv", kernel: Callable[..., torch.Tensor] | None = None,
@@ -136,7 +148,7 @@ class GatedDeltaNet(Mixer):
         for name in convs:  # OLMo-Hybrid's, before transformers 5.15
             yield getattr(self.module, name), "forward", functools.partial(self._olmo_conv, name)
         if not convs:
-            yield _conv_of(self)
+            yield self.conv_replacement()
 
     def _olmo_conv(self, name: str, x: torch.Tensor, **kwargs: object) -> tuple[torch.Tensor, None]:
         conv = getattr(self.module, name)  # transformers' own, or flash-linear-attention's, which has no `act_fn`
@@ -173,7 +185,7 @@ class ShortConv(Mixer):
 
     def _whole(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         self._pass().num_calls += 1
-        return _conv_call(self, None, *args, **kwargs)
+        return self._conv_call(None, *args, **kwargs)
 
 
 class Mamba2(Mixer):
@@ -185,7 +197,7 @@ class Mamba2(Mixer):
         self.cache = _EmptyCache()
 
     def replacements(self) -> Iterator[tuple[Any, str, Callable[..., Any]]]:
-        yield _conv_of(self)
+        yield self.conv_replacement()
         owner, name, scan = self.kernel("mamba_chunk_scan_combined", "mamba2_chunk_scan")
         yield owner, name, functools.partial(self._chunk_scan, scan)
 
@@ -211,19 +223,6 @@ class Mamba2(Mixer):
         neutral = (0.0, 0.0, 0.0, _NO_STEP)
         scan = functools.partial(scan_padded, padded, neutral)
         return self._scan([y[0] for y in (x, B, C, dt)], scan, neutral).unsqueeze(0), None
-
-
-def _conv_call(
-    mixer: Mixer, kernel: Callable[..., torch.Tensor] | None, x: torch.Tensor, weight: torch.Tensor,
-    bias: torch.Tensor | None = None, activation: str | None = None, **kwargs: object,
-) -> torch.Tensor:  # fmt: skip
-    """Replaces causal_conv1d_fn: x [1, C, T] -> [1, C, T]."""
-    return mixer._conv(x[0].T, weight, bias, activation, kernel=kernel).T.unsqueeze(0)
-
-
-def _conv_of(mixer: Mixer) -> tuple[Any, str, Callable[..., Any]]:
-    owner, name, conv = mixer.kernel("causal_conv1d_fn")
-    return owner, name, functools.partial(_conv_call, mixer, conv)
 
 
 def _chosen(rule: Callable[..., Any]) -> Callable[..., Any]:
