@@ -23,6 +23,7 @@ from verl_prefix.core.layout import Layout
 from verl_prefix.core.waves import make_plan
 from verl_prefix.testing.rollouts import flatten, search_rollouts, turn_rollouts
 from verl_prefix.tools.plan.predict import Predictor, Sizes
+from verl_prefix.tools.plan.training_command import Model
 from verl_prefix.tools.simulate.job import Arm, Job
 from verl_prefix.tools.simulate.passes import plan_of, whole_shape
 
@@ -403,7 +404,8 @@ def make_predictor():
     prefix = {"schedule": "auto", "logits_chunk": 4096, "wave_tokens": None, "offload": False, "min_speedup": 1.05}
     model = types.SimpleNamespace(enable_gradient_checkpointing=False, get=lambda key: None)
     actor = types.SimpleNamespace(prefix=types.SimpleNamespace(**prefix), fsdp_config={})
-    return Predictor(types.SimpleNamespace(actor=actor, model=model), SHAPE, Sizes(1, 1, 1, 2, {}), False, False, 0.0)
+    config = types.SimpleNamespace(actor=actor, model=model)
+    return Predictor(config, Sizes(1, 1, 1, 2, {}), Model(None, SHAPE, 0, None, None))
 
 
 def test_plan_decides_on_ref_as_the_engine_that_computes_it():

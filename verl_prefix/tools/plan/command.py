@@ -54,7 +54,7 @@ def run(out: Path | None, as_json: bool, *command: Any, **options: Any) -> int:
     """
     with contextlib.redirect_stdout(sys.stderr):  # of what verl and transformers print
         report = build(*command, **options)
-        from verl_prefix.tools.plan.figures import lines
+        from verl_prefix.tools.plan.report import lines
         from verl_prefix.tools.simulate.command import fits_nothing
     text = json.dumps({**provenance(SCHEMA), **report}, indent=1) + "\n"
     if as_json:

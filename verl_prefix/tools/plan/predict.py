@@ -20,7 +20,7 @@ from verl_prefix.auto.shape import ModelShape
 from verl_prefix.config import attention_of, is_varlen
 from verl_prefix.core.groups import Group
 from verl_prefix.core.waves import Plan
-from verl_prefix.tools.plan.training_command import Prompt
+from verl_prefix.tools.plan.training_command import Model, Prompt
 from verl_prefix.trainer.mini_batches import fill_mini_batches
 
 SEED = 0
@@ -140,32 +140,30 @@ class Predictor:
         physical_without: tokens that sharing would compute if rows did not travel between ranks.
     """
 
-    def __init__(
-        self, config: Any, shape: ModelShape, size: Sizes, one_row: bool, wrong_when_sharded: bool, state_bytes: float
-    ) -> None:  # fmt: skip
-        options, model = config.actor.prefix, config.model
+    def __init__(self, config: Any, size: Sizes, model: Model) -> None:
+        options = config.actor.prefix
         self.schedule: str = options.schedule
         fsdp = config.actor.fsdp_config
         self.memory = Memory(
             ranks=shard_size(fsdp.get("fsdp_size", -1), size.gpus),
-            checkpointed=bool(model.enable_gradient_checkpointing),
+            checkpointed=bool(config.model.enable_gradient_checkpointing),
             no_sync=syncs_once(fsdp),
             logits_chunk=options.logits_chunk,
             offload=options.offload,
             sequence_ranks=size.sequence_ranks,
         )
-        self.stock_memory = replace(self.memory, stock_offloads=bool(model.get("enable_activation_offload")))
-        dense = not is_varlen(attention_of(model))
+        self.stock_memory = replace(self.memory, stock_offloads=bool(config.model.get("enable_activation_offload")))
+        dense = not is_varlen(attention_of(config.model))
 
         def min_speedup(sequence_ranks: int) -> float:
             """0 where verl's own path would be `OwnPath.whole_rows`, which `auto` never takes."""
-            return 0 if sequence_ranks > 1 and wrong_when_sharded else options.min_speedup
+            return 0 if sequence_ranks > 1 and model.spread else options.min_speedup
 
         # Over the ranks that share it: weights, gradients and AdamW's moments.
-        self.resident_gib = state_bytes / self.memory.ranks / 2**30
+        self.resident_gib = model.state_bytes / self.memory.ranks / 2**30
         self.costs = CostModel(
-            shape=shape, dense_mask=dense, wave_tokens=options.wave_tokens,
-            min_speedup=min_speedup(size.sequence_ranks), memory=self.memory, one_row=one_row,
+            shape=model.shape, dense_mask=dense, wave_tokens=options.wave_tokens,
+            min_speedup=min_speedup(size.sequence_ranks), memory=self.memory, one_row=model.leak is not None,
         )  # fmt: skip
         self.ref_costs = replace(
             self.costs, memory=replace(self.memory, sequence_ranks=size.ref_sequence_ranks),
@@ -257,16 +255,9 @@ def drawn_steps(size: Sizes, shape: ModelShape, prompts: list[Prompt], responses
     return steps
 
 
-def predict(
-    config: Any, steps: Sequence[Step], one_row: bool, wrong_when_sharded: bool, state_bytes: float
-) -> Predictor:
-    """The `Predictor` after some training steps.
-
-    Args:
-        config: `actor_rollout_ref`. one_row: see `ModelShape.stock_passes`.
-        wrong_when_sharded: see `backends.own_path`. state_bytes: see `training_command.state_bytes`.
-    """
-    predictor = Predictor(config, steps[0].shape, steps[0].size, one_row, wrong_when_sharded, state_bytes)
+def predict(config: Any, steps: Sequence[Step], model: Model) -> Predictor:
+    """The `Predictor` after some training steps. config: `actor_rollout_ref`."""
+    predictor = Predictor(config, steps[0].size, model)
     for step in steps:
         dealt = step.dealt()
         whole = [[row for rows in rank for row in rows] for rank in dealt]

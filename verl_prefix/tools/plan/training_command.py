@@ -21,12 +21,11 @@ from verl.utils.model import update_model_config
 from verl.utils.tokenizer import build_multimodal_processor_inputs
 from verl.utils.torch_dtypes import PrecisionType
 
-from verl_prefix.config import (
-    check_dealt,
-    check_model_family,
-    check_sequence_parallel,
-)
+from verl_prefix.auto.shape import ModelShape, model_shape
+from verl_prefix.config import attention_of, check_dealt, check_model_family, check_sequence_parallel
 from verl_prefix.config.driver import check_driver
+from verl_prefix.engine.stock_path import wrong_when_sharded
+from verl_prefix.models.recurrent import packing_leak
 from verl_prefix.models.vision import is_vision_config, tower_of
 from verl_prefix.tools.plan.compose import (
     Messages,
@@ -37,6 +36,7 @@ from verl_prefix.tools.plan.compose import (
     unreadable_model,
 )
 from verl_prefix.tools.plan.options import PlanError
+from verl_prefix.tools.simulate.command import compute_dtype
 
 MAX_PROMPTS = 2000  # of the train file, evenly spread; their lengths stand for all
 MAX_CLIPS = 64  # the same where their images and videos must be decoded
@@ -66,12 +66,31 @@ def read_model_config(config: DictConfig) -> PretrainedConfig:
     return hf_config
 
 
-def read_model(config: DictConfig) -> Any:
-    """The command's model on torch's meta device, shapes without weights; PlanError where this machine has none."""
-    hf_config = read_model_config(config)
+class Model(NamedTuple):
+    """The command's model, shapes without weights.
+
+    Attributes:
+        hf: Hugging Face's. shape: what it costs. state_bytes: see `state_bytes`.
+        leak: what is wrong with verl's own path where it packs rows (`recurrent.packing_leak`), or None.
+        spread: the same where ranks share a row (`stock_path.wrong_when_sharded`).
+    """
+
+    hf: Any
+    shape: ModelShape
+    state_bytes: int
+    leak: str | None
+    spread: str | None
+
+
+def read_model(config: DictConfig) -> Model:
+    """The command's model, on torch's meta device; PlanError where this machine has none."""
+    roles, hf_config = config.actor_rollout_ref, read_model_config(config)
     auto_class = AutoModelForImageTextToText if is_vision_config(hf_config) else AutoModelForCausalLM
     with torch.device("meta"):
-        return _read(config, "path", lambda _, **options: auto_class.from_config(hf_config, **options))
+        hf = _read(config, "path", lambda _, **options: auto_class.from_config(hf_config, **options))
+    shape = model_shape(hf, compute_dtype(roles.actor.fsdp_config))
+    leak = packing_leak(hf) if roles.model.use_remove_padding else None
+    return Model(hf, shape, state_bytes(roles, hf), leak, wrong_when_sharded(hf, attention_of(roles.model)))
 
 
 def state_bytes(roles: DictConfig, model: PreTrainedModel) -> int:

@@ -18,6 +18,7 @@ from verl_prefix.tools.plan.work import Work, counts_rows, splits_groups
 WORTH = 1.02  # what a change must gain to be worth a word
 ROLLOUT = 0.5  # of a stock step, where nobody says what its shares are
 ACTOR = "actor_rollout_ref.actor"
+Price = Callable[[Any], Predictor]  # predicts another config
 
 
 class Room(NamedTuple):
@@ -74,7 +75,7 @@ def is_worth_it(predicted: Predictor) -> bool:
 
 
 def judge(
-    config: Any, work: Work, now: Predictor, trees: dict[str, Predictor], price: Callable[[Any], Predictor],
+    config: Any, work: Work, now: Predictor, trees: dict[str, Predictor], price: Price,
     parts: dict[str, float], room: Room | None, needed: float,
 ) -> dict[str, Any]:  # fmt: skip
     """The part of the plan's JSON that says what to do.
@@ -123,7 +124,7 @@ def _reason(work: Work, now: Predictor) -> str:
 
 
 def _best_change(
-    config: Any, work: Work, now: Predictor, trees: dict[str, Predictor], price: Callable[[Any], Predictor],
+    config: Any, work: Work, now: Predictor, trees: dict[str, Predictor], price: Price,
     room: Room | None, needed: float,
 ) -> Change | None:  # fmt: skip
     """The change that gains most of those that fit; where the command does not fit, the fastest that does; or None."""

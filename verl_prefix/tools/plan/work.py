@@ -70,6 +70,12 @@ class Work:
     turns: float
     assumed: list[str]
 
+    @property
+    def updates(self) -> int:
+        """Updates of a step, of all its prompts."""
+        size = self.steps[0].size
+        return round(size.mini_batches * size.prompts / self.priced)
+
 
 def read_work(
     config: Any, size: Sizes, shape: ModelShape, messages: Messages | None, tokenizer: Any, responses: str | None,
