@@ -8,7 +8,7 @@
 #                   45 minutes a call at most, the next one goes on
 #   make test-full  every test; make test leaves out those marked ci, which .ci/run runs (trainings, the same on other
 #                   numbers of ranks, cases of which others have every part), and those marked full: trainings of
-#                   stock, on MuSiQue and on clips, the exchange on 1 and 4 ranks, ten recorded steps, torchrun, the
+#                   stock, on MuSiQue and on clips, the exchange on 1 and 4 ranks, ten recorded steps, the
 #                   self-check over 100 seeds; and what .ci/run runs of them: most of the simulator and of the plans of
 #                   verl's own scripts, the self-check of every case, fifty steps without leaks, 210 exchanged batches
 #                   where make test has 70, imports without verl and without a network

@@ -230,18 +230,6 @@ def test_turns_of_odd_sessions_replay_within_the_tolerances(tmp_path, replay, sp
 ROWS = ("--synthetic", "24,8,2,1", "--steps", 2, "--truth-steps", 1)
 
 
-@pytest.mark.full
-def test_under_torchrun(tmp_path):
-    rows = (*ROWS, "--model", write_tiny_model(tmp_path / "model"))
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", 2]
-    words = ("-m", "verl_prefix.cli", "ab", *rows, "--ranks", 2, "--out", tmp_path / "torchrun")
-    done = run([*torchrun, *words], timeout=900)
-    assert done.returncode == 0, done.stdout + done.stderr
-    found = json.loads((tmp_path / "torchrun" / "report.json").read_text())
-    assert found["holds"] and found["ranks"] == 2 and len(found["steps"]) == 2
-    assert sorted(path.name for path in (tmp_path / "torchrun").iterdir()) == ["report.json", "report.md", "report.png"]
-
-
 @pytest.mark.ray
 def test_of_a_replay_that_dies_the_steps_until_then_are_reported(tmp_path, replay, monkeypatch):
     rows = (*ROWS, "--model", write_tiny_model(tmp_path / "model"))

@@ -135,10 +135,10 @@ def test_a_rank_of_ab_takes_its_gpu_and_both_kinds_of_collectives(gpu, monkeypat
 
     joined = []
     monkeypatch.setattr(command.dist, "init_process_group", lambda *args, **options: joined.append((args, options)))
-    monkeypatch.setenv("LOCAL_RANK", "2")
-    command.join_ranks(10, 16, "env://")
+    monkeypatch.setattr(command.os, "environ", {})
+    command.join_ranks(2, 8, "file:///folder/rendezvous")
     assert gpu.said == ["device 2"]
-    assert joined == [(("cpu:gloo,cuda:nccl", "env://"), {"rank": 10, "world_size": 16})]
+    assert joined == [(("cpu:gloo,cuda:nccl", "file:///folder/rendezvous"), {"rank": 2, "world_size": 8})]
 
 
 def test_a_pass_of_ab_is_measured_on_the_gpu(gpu, monkeypatch):

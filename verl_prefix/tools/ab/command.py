@@ -1,14 +1,10 @@
-"""`verl-prefix ab`: replays a trace, or made-up rows, through the stock engine and ours, and writes the report.
-
-Starts one process per rank itself, or runs as a rank under torchrun.
-"""
+"""`verl-prefix ab`: replays a trace, or made-up rows, in one process per rank, and writes the report."""
 
 import dataclasses
 import json
 import os
 import sys
 import tempfile
-import traceback
 from pathlib import Path
 from typing import Any
 
@@ -55,14 +51,17 @@ class Record:
 
 
 def join_ranks(rank: int, ranks: int, init_method: str) -> None:
-    """Starts this rank's process group, on its GPU (LOCAL_RANK) where there are GPUs. Ranks that meet in a file are of
-    one machine: they get torchrun's environment here, and gloo listens on the machine's loopback alone."""
-    if init_method.startswith("file:"):
-        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks))
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    """Starts this rank's process group, on its GPU where there are GPUs. All ranks are of one machine: gloo listens on
+    its loopback alone.
+
+    Args:
+        init_method: file:// and a path where ranks meet.
+    """
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks))  # as torchrun tells verl
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     cuda = torch.cuda.is_available()
     if cuda:
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(rank)
     dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", init_method, rank=rank, world_size=ranks)
 
 
@@ -79,20 +78,10 @@ def _run_rank(rank: int, ranks: int, init_method: str, source: Source, options: 
         dist.destroy_process_group()
 
 
-def run(options: Options, output: Path) -> int:
-    """The command; returns its exit code: 0 only if every tolerance holds, 2 if not all steps were replayed.
-
-    Raises:
-        ValueError: the trace, the model or an option is not usable.
-        OSError: `output` cannot be written.
-    """
-    source = Source(options)
-    under_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
-    rank, ranks = (int(os.environ[name]) if under_torchrun else 0 for name in ("RANK", "WORLD_SIZE"))
-    if under_torchrun and ranks != source.ranks:
-        raise ValueError(f"torchrun started {ranks} ranks, the replay has {source.ranks}: add --ranks {ranks}")
-    model, failure = source.manifest["model"], None
-    described = {
+def _described(source: Source, options: Options) -> dict[str, Any]:
+    """What a report says before any step is measured."""
+    model = source.manifest["model"]
+    return {
         **provenance(verdict.SCHEMA),  # of the code that runs, before it can change
         # Names, not paths: a report is for others to read.
         "options": {k: Path(v).name if k in ("trace", "model") and v else v for k, v in vars(options).items()},
@@ -103,30 +92,32 @@ def run(options: Options, output: Path) -> int:
         "judged": options.judged,
         "num_steps": source.num_steps,
     }
-    record = Record(output, described)
-    if rank == 0:
-        record.start()
+
+
+def run(options: Options, output: Path) -> int:
+    """The command; returns its exit code: 0 only if every tolerance holds, 2 if not all steps were replayed.
+
+    Raises:
+        ValueError: the trace, the model or an option is not usable.
+        OSError: `output` cannot be written.
+    """
+    source, failure, code = Source(options), None, 0
+    record = Record(output, _described(source, options))
+    record.start()
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # ranks that spin at barriers slow each other down
     try:
-        if under_torchrun:
-            _run_rank(rank, ranks, "env://", source, options, record)
-        else:
-            os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # ranks that spin at barriers slow each other down
-            with tempfile.TemporaryDirectory() as scratch:
-                arguments = source.ranks, f"file://{scratch}/rendezvous", source, options, record
-                mp.spawn(_run_rank, arguments, nprocs=source.ranks)
+        with tempfile.TemporaryDirectory() as scratch:
+            arguments = source.ranks, f"file://{scratch}/rendezvous", source, options, record
+            mp.spawn(_run_rank, arguments, nprocs=source.ranks)
     except KeyboardInterrupt:
         failure = "interrupted"
     except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
         failure = f"the replay failed: {error}"
-    except Exception:  # of this rank, under torchrun; mp.spawn catches as much of a rank, to report what was measured
-        failure = f"the replay failed: {traceback.format_exc()}"
-    steps, code = [] if rank else record.steps(), 0
-    if steps:
-        code = write(verdict.build(described, steps), blocks, draw, output)
-    if rank == 0:
-        (output / STEPS).unlink()
+    if steps := record.steps():
+        code = write(verdict.build(record.described, steps), blocks, draw, output)
+    (output / STEPS).unlink()
     if failure and steps:
         print(f"the report is of the first {len(steps)} of {source.num_steps} steps: {failure}")
     elif failure:
-        print(f"verl-prefix ab: rank {rank}: {failure}", file=sys.stderr)
+        print(f"verl-prefix ab: {failure}", file=sys.stderr)
     return 2 if failure else code

@@ -38,59 +38,61 @@ def replay(source: Source, options: Options, rank: int) -> Iterator[dict[str, An
     update again from their own weights and take the optimizer's step; `values` are of that. So does the truth, whose
     passes from stock's weights tell each arm's own error.
     """
-    dtype = precision(source.manifest)
     with redirect_stdout(io.StringIO()):  # verl prints a dozen lines for each
-        arms = {name: Arm(name, source.manifest) for name in (STOCK, *options.arms)}
+        arms = [Arm(name, source.manifest) for name in (STOCK, *options.arms)]
         truth = Arm(TRUTH, source.manifest) if options.truth_steps else None
-    order = list(arms.values())
-    stock, *others = order
+    stock, *others = arms
     vocab_size = stock.engine.model_config.hf_config.get_text_config().vocab_size
-    diagnosed: set[str] = set()
-    stock_error: dict[str, float] = {}
+    undiagnosed = [arm for arm in others if arm.name in options.judged]
+    dtype, stock_error = precision(source.manifest), dict[str, float]()
     for number in range(source.num_steps):
         rows = source.rows(number, rank, vocab_size)
         if "old_log_probs" not in rows.jagged:
             rows.jagged["old_log_probs"] = stock.responses(stock.infer(rows), rows).float(), rows.jagged["responses"][1]
         record: dict[str, Any] = {"step": number + 1}
         if number == 0:
-            record |= {"recorded_log_prob_gap": _warm_up(order, rows), "packing_leak": stock.leak}
+            record |= {"recorded_log_prob_gap": _warm_up(arms, rows), "packing_leak": stock.leak}
         start = [w.clone() for w in stock.weights()]
         judge = truth if number < options.truth_steps else None
         if judge is not None:
             with judge.at(start):
                 judge.passes(rows, infer=False, optimize=False)
-        results: dict[str, Any] = dict.fromkeys(arms)
-        turn = number % len(order)
-        for arm in order[turn:] + order[:turn]:
+        results: dict[str, Any] = dict.fromkeys(arm.name for arm in arms)
+        turn = number % len(arms)
+        for arm in arms[turn:] + arms[:turn]:
             with nullcontext() if arm is stock else arm.at(start):
                 results[arm.name] = arm.passes(rows, optimize=arm is stock)
         results[STOCK]["values"] = stock.values
-        errors = {arm.name: _errors(arm, judge) for arm in order} if judge is not None else {}
-        stock_error = errors.get(STOCK, stock_error)
+        errors = {arm.name: _errors(arm, judge) for arm in arms} if judge is not None else {}
         same = {arm.name: _same_weights(arm, stock, rows) for arm in others}
-        record["first_diverging"] = {}
+        stock_error = errors.get(STOCK, stock_error)
         limits = same_weights_limits(dtype, stock_error, same.get(REPACKED))
-        for name in options.judged:
-            if name in diagnosed or all(same[name][key] <= limit for key, limit in limits.items()):
-                continue
-            if divergence := first_diverging(arms[name], stock, rows, start, dtype=dtype, limits=limits):
-                record["first_diverging"][name] = divergence
-                diagnosed.add(name)
+        off = [arm for arm in undiagnosed if not all(same[arm.name][key] <= limit for key, limit in limits.items())]
+        first = {arm.name: first_diverging(arm, stock, rows, start, dtype=dtype, limits=limits) for arm in off}
+        record["first_diverging"] = {name: where for name, where in first.items() if where}
+        undiagnosed = [arm for arm in undiagnosed if arm.name not in record["first_diverging"]]
         for arm in others:
-            own = arm.passes(rows, infer=False)
-            for figures in ("seconds", "added_gib"):
-                results[arm.name][figures] = own[figures] | results[arm.name][figures]  # the optimizer's is own's
-            distances = {
-                "log_probs_max": largest_of_ranks(largest(arm.log_probs.double() - stock.log_probs.double())),
-                "grads": relative_error(list(zip(arm.grads, stock.grads, strict=True))),
-                "params": parameter_distance(arm, stock),
-            }
-            results[arm.name] |= {"values": arm.values, "same_weights": same[arm.name], "own_weights": distances}
+            results[arm.name] |= {"same_weights": same[arm.name], **_own_step(arm, stock, rows, results[arm.name])}
         if judge is not None:
             judge.passes(rows, infer=False)
-            for arm in order:
+            for arm in arms:
                 errors[arm.name]["params"] = relative_error(list(zip(arm.weights(), judge.weights(), strict=True)))
         yield record | {"arms": results, "truth_errors": errors}
+
+
+def _own_step(arm: Arm, stock: Arm, rows: StepRows, timed: dict[str, Any]) -> dict[str, Any]:
+    """What an arm's update from its own weights, and its optimizer's step, add to the figures that were `timed`."""
+    own = arm.passes(rows, infer=False)
+    return {
+        "seconds": own["seconds"] | timed["seconds"],  # the optimizer's is own's
+        "added_gib": own["added_gib"] | timed["added_gib"],
+        "values": arm.values,
+        "own_weights": {
+            "log_probs_max": largest_of_ranks(largest(arm.log_probs.double() - stock.log_probs.double())),
+            "grads": relative_error(list(zip(arm.grads, stock.grads, strict=True))),
+            "params": parameter_distance(arm, stock),
+        },
+    }
 
 
 def _warm_up(arms: list[Arm], rows: StepRows) -> float | None:
