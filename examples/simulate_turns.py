@@ -16,7 +16,8 @@ from verl_prefix.testing.rollouts import Rollouts, flatten, search_rollouts, tur
 from verl_prefix.tools.report import table
 from verl_prefix.tools.simulate.hardware import GPUS
 from verl_prefix.tools.simulate.job import Arm, Job
-from verl_prefix.tools.simulate.passes import plan_of, whole_shape
+from verl_prefix.tools.simulate.model import whole_shape
+from verl_prefix.tools.simulate.passes import plan_of
 
 VOCAB = 1 << 30  # tokens that do not agree by chance
 FIRST, THINKING, SAID, TOOL = 2000, 300, 100, 400

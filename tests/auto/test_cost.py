@@ -25,7 +25,8 @@ from verl_prefix.testing.rollouts import flatten, search_rollouts, turn_rollouts
 from verl_prefix.tools.plan.predict import Predictor, Sizes
 from verl_prefix.tools.plan.training_command import Model
 from verl_prefix.tools.simulate.job import Arm, Job
-from verl_prefix.tools.simulate.passes import plan_of, whole_shape
+from verl_prefix.tools.simulate.model import whole_shape
+from verl_prefix.tools.simulate.passes import plan_of
 
 SHAPE = ModelShape(
     linear=2e6, head=1e6, pair=500.0, windows=(None, 8), activations=100.0, boundary=10.0, kv=5.0, vocab_size=50

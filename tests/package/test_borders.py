@@ -43,7 +43,7 @@ FILES = {
     "tools/bench/arms.py": "prefix_grouper",
     "tools/bench/measure.py": "tqdm",
     "tools/doctor.py": "trl",
-    "tools/simulate/passes.py": "peft",
+    "tools/simulate/model.py": "peft",
 }
 MODULES = sorted(str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py"))
 

@@ -44,8 +44,9 @@ from verl_prefix.tools.simulate import report
 from verl_prefix.tools.simulate.accelerator import DEVICE, fake_accelerator
 from verl_prefix.tools.simulate.hardware import GIB
 from verl_prefix.tools.simulate.job import Arm, Job
+from verl_prefix.tools.simulate.model import whole_shape
 from verl_prefix.tools.simulate.operations import KERNEL
-from verl_prefix.tools.simulate.passes import Simulation, whole_shape
+from verl_prefix.tools.simulate.passes import Simulation
 from verl_prefix.tools.simulate.report import as_json, compare, fit, longest
 from verl_prefix.tools.simulate.tracker import Tracker
 

@@ -26,7 +26,8 @@ from verl_prefix.tools.simulate import scans
 from verl_prefix.tools.simulate.accelerator import DEVICE, fake_accelerator
 from verl_prefix.tools.simulate.hardware import GPUS
 from verl_prefix.tools.simulate.job import Arm, Job
-from verl_prefix.tools.simulate.passes import Simulation, plan_of, whole_shape
+from verl_prefix.tools.simulate.model import whole_shape
+from verl_prefix.tools.simulate.passes import Simulation, plan_of
 from verl_prefix.tools.simulate.report import NOT_MODELLED
 from verl_prefix.tools.simulate.tracker import Tracker
 

@@ -14,7 +14,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.amp.autocast_mode import _cast
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.backend_registration import _DummyBackendModule, _setup_privateuseone_for_python_backend
@@ -142,12 +142,9 @@ def _tensor(data: Any, *, device: Any = None, **kwargs: Any) -> torch.Tensor:
     return made.to(device)
 
 
-def _stays(self: offload.OffloadedPrefixCache, tensor: torch.Tensor) -> bool:
-    """As the original, for which a fake tensor is a subclass of unknown storage."""
-    is_weight = any(isinstance(x, torch.nn.Parameter) for x in (tensor, tensor._base))
-    if is_weight or tensor.device.type != DEVICE or not tensor.is_floating_point():
-        return True
-    return tensor.untyped_storage().nbytes() < offload.TINY_BYTES
+def _real_type(value: object) -> type:
+    """`type` of what a fake tensor stands for: a plain tensor, where it is no parameter."""
+    return torch.Tensor if type(value) is FakeTensor and not isinstance(value, torch.nn.Parameter) else type(value)
 
 
 @contextlib.contextmanager
@@ -169,7 +166,7 @@ def fake_accelerator(ranks: int, replicas: int = 1) -> Iterator[DeviceMesh]:
             mock.patch.object(torch.Tensor, "record_stream", lambda *record: CLOCK.on_record(*record), create=True),
             mock.patch.object(torch.accelerator, "current_stream", lambda *_: CLOCK.stream),
             # Ours ask for a plain tensor, for CUDA, and for this machine's memory.
-            mock.patch.object(offload.OffloadedPrefixCache, "_stays", _stays),
+            mock.patch.object(offload, "type", _real_type, create=True),
             mock.patch.object(attention, "_fused_merge", lambda device_type: operations.merge_into),
             mock.patch.object(host_memory, "host_room", lambda: 1 << 60),
             torch.autograd.set_multithreading_enabled(False),  # an error on another thread aborts

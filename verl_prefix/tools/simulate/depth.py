@@ -16,7 +16,8 @@ from verl_prefix.tools.simulate import scans
 from verl_prefix.tools.simulate.accelerator import DEVICE, fake_accelerator
 from verl_prefix.tools.simulate.hardware import GPUS, Hardware
 from verl_prefix.tools.simulate.job import Arm, Job
-from verl_prefix.tools.simulate.passes import Simulation, whole_shape
+from verl_prefix.tools.simulate.model import whole_shape
+from verl_prefix.tools.simulate.passes import Simulation
 from verl_prefix.tools.simulate.tower import deepstack_layers, kinds_of_blocks, with_blocks
 from verl_prefix.tools.simulate.tracker import Phase, Tracker
 
@@ -102,12 +103,12 @@ def _deeper(a: Phase, b: Phase, times: int, arm: Arm) -> Phase:
     """A phase of the whole model. Its peak may be in another layer than those of the smaller models, so each site's
     peak is a line of its own. With offload few layers wait on the device for their backward, and one line tells more:
     what is on its way depends on time."""
-    found = Phase({name: a[name] + (b[name] - a[name]) * times for name in b})
+    whole = Phase({name: a[name] + (b[name] - a[name]) * times for name in b})
     sites = [name for name in b if "@" in name and "/" not in name and name in a]
     if sites and not arm.offload:
-        highest = max(sites, key=lambda site: found[site])
-        found |= {name.replace(highest, "peak"): x for name, x in found.items() if name.startswith(highest)}
-    return found
+        highest = max(sites, key=lambda site: whole[site])
+        whole |= {name.replace(highest, "peak"): x for name, x in whole.items() if name.startswith(highest)}
+    return whole
 
 
 def simulate(
@@ -151,12 +152,12 @@ def simulate(
         lesser.append(lambda arm: replace(arm, all_logits=False))
     if job.checkpointing:
         lesser.append(lambda arm: replace(arm, keeps_attention=False))
-    found, tried = phases(arms), list(arms)
+    of_arms, tried = phases(arms), list(arms)
     for less in lesser:
         more = [i for i, arm in enumerate(tried) if arm.path in ("packed", "phased") and arm != less(arm)]
-        if again := [i for i in more if lacks_room(found[i])]:
+        if again := [i for i in more if lacks_room(of_arms[i])]:
             for i in again:
                 tried[i] = less(tried[i])
             for i, of_arm in zip(again, phases([tried[i] for i in again]), strict=True):
-                found[i] = of_arm
-    return found
+                of_arms[i] = of_arm
+    return of_arms

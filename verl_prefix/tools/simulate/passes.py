@@ -6,7 +6,6 @@ synchronisation, the log-probs of logits; with flash-attn's cross entropy, whose
 """
 
 import contextlib
-import copy
 import functools
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -18,8 +17,6 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch.optim import adam
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
-from transformers.modeling_utils import local_torch_dtype
 
 from verl_prefix.auto.chooser import CostModel
 from verl_prefix.auto.cost import Memory, PassCost, Rates, may_have_all_logits, may_keep_attention
@@ -36,7 +33,7 @@ from verl_prefix.models.recurrent import packing_leak
 from verl_prefix.tools.simulate import scans
 from verl_prefix.tools.simulate.counted import CountedForward, CountedShards, known_by_count
 from verl_prefix.tools.simulate.job import Arm, Job
-from verl_prefix.tools.simulate.logits import FakeHookedModel, outputs_of
+from verl_prefix.tools.simulate.model import FakeHookedModel, build_model, outputs_of, tell_sites, with_adapters
 from verl_prefix.tools.simulate.operations import KERNEL
 from verl_prefix.tools.simulate.tower import TowerPixels, num_patches, prepare_tower
 from verl_prefix.tools.simulate.tracker import Tracker
@@ -78,20 +75,6 @@ def plan_of(job: Job, shape: ModelShape, arm: Arm, budget: int, forward_only: bo
     return costs.plan(job.groups, budget, arm.path, forward_only)
 
 
-def build_model(job: Job) -> Any:
-    """The job's model on the default device, in `job.master`."""
-    seeing = vision.is_vision_config(job.config)
-    auto_class = AutoModelForImageTextToText if seeing else AutoModelForCausalLM
-    with scans.without_package(auto_class._model_mapping[type(job.config)]):
-        return auto_class.from_config(copy.deepcopy(job.config), dtype=job.master)
-
-
-def whole_shape(job: Job) -> ModelShape:
-    """Costs of the job's model, without its weights."""
-    with torch.device("meta"):
-        return model_shape(build_model(job), job.dtype)
-
-
 class _Meter(Meter):
     """Tells the tracker its phases, behind `prefix`, of which groups stand for several by `weights`."""
 
@@ -130,7 +113,7 @@ class Simulation:
             vision.tower_of(model).requires_grad_(False)
         if job.lora is not None:
             model.enable_input_require_grads()
-            model = _with_adapters(model, job.lora, job.master, device)
+            model = with_adapters(model, job.lora, job.master, device)
         if mesh is not None:
             from torch.distributed.fsdp import MixedPrecisionPolicy
             from verl.utils.fsdp_utils import apply_fsdp2
@@ -156,7 +139,7 @@ class Simulation:
         positions = ids.new_zeros(4, len(ids)) if seeing else torch.zeros_like(ids)
         shown = job.grids or ((),) * len(job.groups)
         self.grids = [grids for g, grids in zip(job.groups, shown, strict=True) for _ in g.rows]
-        _tell_sites(model, tracker)
+        tell_sites(model, tracker)
         self.pixels = TowerPixels(self.grids, job.config) if seeing else None
         self.group = dist.new_group(range(job.sequence_ranks)) if job.sequence_ranks > 1 else None
         self.tokens = TokenBatch(ids, positions, self.offsets, self.pixels)
@@ -329,34 +312,3 @@ class Simulation:
                 outputs = attention.shards.gather(outputs, torch.arange(len(outputs) * job.sequence_ranks))
             self.tracker.read()  # verl's engine reads every pass's loss
             return outputs.sum()
-
-
-def _tell_sites(model: Any, tracker: Tracker) -> None:
-    """Has `tracker.site` say which layer a pass is in, first, last or between, and in which direction."""
-    layers = model.get_decoder().layers
-    for i, layer in enumerate(layers):
-        place = {0: "first", len(layers) - 1: "last"}.get(i, "middle")
-
-        def enter(*_: Any, place: str = place) -> None:
-            backward = torch._C._current_graph_task_id() != -1
-            tracker.site = f"{'backward' if backward else 'forward'}, {place}"
-
-        def leave(module: Any, args: Any, out: Any, place: str = place, enter: Any = enter) -> None:
-            hidden = out[0] if isinstance(out, tuple) else out
-            if hidden.requires_grad:  # its gradient comes where the layer's backward begins
-                hidden.register_hook(lambda _: enter())
-            if place == "last" and tracker.site == "forward, last":
-                tracker.site = "lm_head"
-
-        layer.register_forward_pre_hook(enter)
-        layer.register_forward_hook(leave)
-
-
-def _with_adapters(model: Any, options: dict[str, Any], dtype: torch.dtype, device: str) -> Any:
-    """The model with LoRA's adapters, made where they stay: a fake tensor that others refer to cannot be moved."""
-    import peft
-
-    stays = mock.patch.object(torch.nn.Module, "to", lambda module, *_, **__: module)
-    with torch.device(device), local_torch_dtype(dtype), stays:
-        config = peft.LoraConfig(task_type="CAUSAL_LM", **options)
-        return peft.get_peft_model(model, config, autocast_adapter_dtype=False)

@@ -15,7 +15,8 @@ from verl_prefix.core.waves import largest_wave
 from verl_prefix.tools.simulate.depth import simulate
 from verl_prefix.tools.simulate.hardware import GIB, Hardware
 from verl_prefix.tools.simulate.job import Arm, Job
-from verl_prefix.tools.simulate.passes import plan_of, whole_shape
+from verl_prefix.tools.simulate.model import whole_shape
+from verl_prefix.tools.simulate.passes import plan_of
 from verl_prefix.tools.simulate.tower import num_features
 from verl_prefix.tools.simulate.tracker import OWNERS, Phase
 
