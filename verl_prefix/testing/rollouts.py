@@ -13,10 +13,11 @@ from verl_prefix.core.trees import group_trees
 
 @dataclass(frozen=True)
 class Rollouts:
-    """Rows of a batch: int64 prompt and response tokens, and a weight per response token; with `cuts`, as of
-    `core.trees.group_trees`, trees, else groups of one prompt.
+    """Rows of a batch. Their loss is the weighted sum of response log-probs: any policy gradient at fixed weights.
 
-    Their loss is the weighted sum of response log-probs: any policy gradient at fixed weights.
+    Attributes:
+        prompts, responses: int64 tokens of each row. weights: float64, of each response token.
+        cuts: of each row, see `core.trees.group_trees`; None: rows share whole prompts alone.
     """
 
     prompts: list[torch.Tensor]
@@ -29,8 +30,12 @@ def turn_rollouts(
     first: int | torch.Tensor, sessions: int, turns: int, thinking: int, said: int, tool: int, vocab_size: int,
     seed: int = 0,
 ) -> Rollouts:  # fmt: skip
-    """Sessions of one prompt, of `first` random tokens or of these, with a row per turn. A row's prompt has of turns
-    before it what was said and what the tool answered, without the thoughts. Cut at ends of messages."""
+    """Sessions of one prompt with a row per turn, cut at ends of messages. A row's prompt has what was said in the
+    turns before it and what the tool answered, without the thoughts.
+
+    Args:
+        first: the prompt, or its number of random tokens. thinking, said, tool: tokens of each turn.
+    """
     generator = torch.Generator().manual_seed(seed)
 
     def some(length: int) -> torch.Tensor:
@@ -49,8 +54,11 @@ def turn_rollouts(
 
 
 def search_rollouts(first: int, turn: int, branches: Sequence[int], vocab_size: int, seed: int = 0) -> Rollouts:
-    """A tree search from a prompt of `first` tokens: a row per leaf, whose response has a turn of `turn` tokens per
-    level, each of which goes on in so many ways. Cut at ends of turns."""
+    """A tree search with a row per leaf, cut at ends of turns. A response has a turn for each level.
+
+    Args:
+        first, turn: tokens of the prompt, and of a turn. branches: in how many ways a row goes on at each level.
+    """
     generator = torch.Generator().manual_seed(seed)
     prompt, responses = torch.randint(vocab_size, (first,), generator=generator), [torch.arange(0)]
     for ways in branches:
@@ -62,7 +70,7 @@ def search_rollouts(first: int, turn: int, branches: Sequence[int], vocab_size: 
 
 
 def flatten(rollouts: Rollouts, device: torch.device | str) -> tuple[TokenBatch, torch.Tensor, list[Group]]:
-    """Rows behind each other: their tokens, the weight of each in float64 (a prompt's is 0), and their groups."""
+    """Rows one behind the other: their tokens, float64 weights (0 of a prompt's tokens), and their groups."""
     rows = [torch.cat(pair) for pair in zip(rollouts.prompts, rollouts.responses, strict=True)]
     offsets = [0, *accumulate(map(len, rows))]
     # A rank without rows still runs dummies, which need a token.

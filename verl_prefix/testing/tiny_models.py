@@ -1,12 +1,12 @@
 """Tiny models that are written on the spot instead of downloaded, and prompts with pixels for them."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-# What a message consists of stays in its order, as in Qwen-VL's own templates.
+# Text and media of a message stay in their order, as in Qwen-VL's own templates.
 _CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{% if message['content'] is string %}"
     "{{ message['content'] }}{% else %}{% for part in message['content'] %}{% if part['type'] == 'text' %}"
@@ -88,7 +88,7 @@ def write_tiny_model(
     vocab_size: int = 512,
     **overrides: Any,
 ) -> str:
-    """Write a random Hugging Face causal LM and its tokenizer to ``path`` and return ``str(path)``.
+    """Writes a random Hugging Face model and its tokenizer to ``path``; returns ``str(path)``.
 
     Two layers, 4 query and 2 kv heads of size 32, about 0.4M fp32 parameters in safetensors, 8192 positions. The
     tokenizer is a byte-level BPE trained on ``texts``, with ``<|im_start|>``/``<|im_end|>`` chat markup, eos
@@ -96,38 +96,28 @@ def write_tiny_model(
 
     Args:
         texts: what the tokenizer is trained on; a few built-in sentences if None.
-        family: ``"qwen3"`` (normalised queries and keys), ``"llama"``, ``"phi3"``, ``"seed_oss"`` (with dropout), of
-            four experts ``"qwen3_moe"``, ``"qwen2_moe"``, ``"glm4_moe"``, ``"gpt_oss"`` (sinks, every other layer with
-            a window) or ``"deepseek_v3"`` (latent attention), with one recurrent layer, whose state lasts,
-            ``"qwen3_5_text"``, ``"qwen3_next"``, ``"olmo_hybrid"``, ``"lfm2"``, ``"granitemoehybrid"`` or ``"bamba"``,
-            or with a vision tower of two blocks ``"qwen2_5_vl"``, ``"qwen3_vl"`` and ``"qwen3_vl_moe"`` (deepstack),
-            ``"qwen3_5"`` and ``"qwen3_5_moe"`` (recurrent as well), or of images alone ``"glm4v"``, ``"glm4v_moe"`` and
-            ``"glm46v"``; those have the text layers of ``overrides`` and, in their tokenizer, the special tokens of
+        family: a dense text model (``"qwen3"``, with normalised queries and keys; ``"llama"``, ``"phi3"``;
+            ``"seed_oss"``, with dropout); of four experts ``"qwen3_moe"``, ``"qwen2_moe"``, ``"glm4_moe"``,
+            ``"gpt_oss"`` (sinks, every other layer with a window) or ``"deepseek_v3"`` (latent attention); with one
+            recurrent layer, whose state lasts, ``"qwen3_5_text"``, ``"qwen3_next"``, ``"olmo_hybrid"``, ``"lfm2"``,
+            ``"granitemoehybrid"`` or ``"bamba"``; with a vision tower of two blocks ``"qwen2_5_vl"``, ``"qwen3_vl"``
+            and ``"qwen3_vl_moe"`` (deepstack), ``"qwen3_5"`` and ``"qwen3_5_moe"`` (recurrent as well), and of images
+            alone ``"glm4v"``, ``"glm4v_moe"`` and ``"glm46v"``. The tokenizers of these have the special tokens of
             images and videos.
         vocab_size: upper bound of the vocabulary, at least 259 (256 bytes and 3 special tokens).
-        overrides: fields of the model's configuration, such as ``num_hidden_layers=3``.
+        overrides: fields of the model's configuration, of a vision model those of its text layers, such as
+            ``num_hidden_layers=3``.
 
     Raises:
         ValueError: ``family`` is unknown or ``vocab_size`` is below 259.
     """
-    from tokenizers import ByteLevelBPETokenizer, Tokenizer
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedTokenizerFast
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
     if family not in _FAMILIES:
         raise ValueError(f"family={family!r} is unknown; use one of {sorted(_FAMILIES)}")
     if vocab_size < 259:
         raise ValueError(f"vocab_size={vocab_size} cannot hold 256 bytes and 3 special tokens; use 259 or more")
-
-    bpe = ByteLevelBPETokenizer()
-    special_tokens = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *(_VISION_TOKENS if family in _TOWERS else ())]
-    bpe.train_from_iterator(
-        _TEXTS if texts is None else texts, vocab_size, min_frequency=0, show_progress=False,
-        special_tokens=special_tokens,
-    )  # fmt: skip
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer.from_str(bpe.to_str()), eos_token="<|im_end|>", pad_token="<|endoftext|>",
-        chat_template=_CHAT_TEMPLATE,
-    )  # fmt: skip
+    tokenizer = _tokenizer(_TEXTS if texts is None else texts, vocab_size, _VISION_TOKENS if family in _TOWERS else ())
     fields: Fields = {
         "vocab_size": len(tokenizer),
         "hidden_size": 128,
@@ -155,6 +145,22 @@ def write_tiny_model(
     tokenizer.save_pretrained(path)
     model.save_pretrained(path)
     return str(path)
+
+
+def _tokenizer(texts: Iterable[str], vocab_size: int, special_tokens: Iterable[str]) -> Any:
+    """A byte-level BPE that is trained on `texts`."""
+    from tokenizers import ByteLevelBPETokenizer, Tokenizer
+    from transformers import PreTrainedTokenizerFast
+
+    bpe = ByteLevelBPETokenizer()
+    bpe.train_from_iterator(
+        texts, vocab_size, min_frequency=0, show_progress=False,
+        special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>", *special_tokens],
+    )  # fmt: skip
+    return PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_str(bpe.to_str()), eos_token="<|im_end|>", pad_token="<|endoftext|>",
+        chat_template=_CHAT_TEMPLATE,
+    )  # fmt: skip
 
 
 def _with_tower(family: str, fields: dict[str, Any], tokenizer: Any) -> dict[str, Any]:
@@ -201,10 +207,11 @@ def visual_prompt(
 
 
 def write_tiny_vlm(path: str | Path, *, family: str, **overrides: Any) -> str:
-    """Write a tiny model that reads text, images and videos, with its processor, to ``path``; return ``str(path)``.
+    """Writes a tiny model that reads text, images and videos, and its processor, to ``path``; returns ``str(path)``.
 
-    As `write_tiny_model` with a vision family, patches of 4 x 4 pixels. The model never samples a visual token, which
-    verl could not tell from one of the prompt: hidden channel 0 is the same in all text, and pulls those logits down.
+    As `write_tiny_model` with a vision family, and patches of 4 x 4 pixels. The model never samples a visual token,
+    which verl could not tell from one of the prompt: hidden channel 0 is the same in all text, and pulls those logits
+    down.
 
     Args:
         family: one of Qwen with a tower.
