@@ -9,6 +9,7 @@ import importlib
 import importlib.metadata
 import importlib.util
 import io
+import itertools
 import json
 import os
 import sys
@@ -36,7 +37,7 @@ COLOURS = {"ok": 32, "info": 36, "FAIL": 31}  # of a terminal
 
 
 class Finding(NamedTuple):
-    """The result of a check: ok, info (nothing that a run needs is missing) or FAIL; and what to do about it."""
+    """The result of a check: ok, info (a run does without) or FAIL, a line, and what to do about it."""
 
     state: str
     line: str
@@ -44,10 +45,11 @@ class Finding(NamedTuple):
 
 
 class _Broken(Exception):
-    """A module does not load; the cause is its own error."""
+    """A module does not load; `__cause__` is its own error."""
 
 
-def _found(problem: str | None, line: str) -> Finding:
+def _required(problem: str | None, line: str) -> Finding:
+    """The finding of what every run needs: FAIL where there is a problem."""
     return Finding("FAIL" if problem else "ok", line, problem)
 
 
@@ -93,7 +95,7 @@ def _check_trl() -> Iterator[Finding]:
     except Exception as error:  # as in the worker, which would end with it
         problem = "verl's workers import it: pip install 'trl<1.13', or pip uninstall trl"
         line += f": {type(error).__name__}: {error}"
-    yield _found(problem, line)
+    yield _required(problem, line)
 
 
 def _policy() -> tuple[str, bool]:
@@ -105,10 +107,10 @@ def _policy() -> tuple[str, bool]:
 def _check_policy() -> Iterator[Finding]:
     entries = importlib.metadata.entry_points(group="verl.plugins", name=PLUGIN)
     targets = [entry.value for entry in entries] or f"none named {PLUGIN}"
-    yield _found(None if entries else INSTALL, f"entry point verl.plugins: {targets}")
+    yield _required(None if entries else INSTALL, f"entry point verl.plugins: {targets}")
     policy, allowed = _policy()
     advice = f"verl does not load this plugin: unset VERL_USE_EXTERNAL_PLUGINS, or add {PLUGIN} to its names"
-    yield _found(None if allowed else advice, f"VERL_USE_EXTERNAL_PLUGINS={policy}")
+    yield _required(None if allowed else advice, f"VERL_USE_EXTERNAL_PLUGINS={policy}")
 
 
 def _check_plugin() -> Iterator[Finding]:
@@ -119,7 +121,7 @@ def _check_plugin() -> Iterator[Finding]:
         hidden = (
             "verl could not load it; its error: python -c 'import logging; logging.basicConfig(level=10); import verl'"
         )
-        yield _found(None if loaded_by_verl else hidden, f"plugin loaded by {verl.__file__}: {loaded_by_verl}")
+        yield _required(None if loaded_by_verl else hidden, f"plugin loaded by {verl.__file__}: {loaded_by_verl}")
 
 
 def _platform() -> Any:
@@ -143,18 +145,20 @@ def _check_registered() -> Iterator[Finding]:
     engines = EngineRegistry._engines.get("language_model", {}).get(PLUGIN, {})
     listed = ", ".join(f"{key}: {engine.__name__}" for key, engine in engines.items())
     missing = None if device in engines else f"verl_prefix.backends.fsdp registers no engine for device {device}"
-    yield _found(missing, f"engine {PLUGIN!r} {{{listed}}}")
+    yield _required(missing, f"engine {PLUGIN!r} {{{listed}}}")
 
     trainer = TRAINER_REGISTRY.get("prefix_sync")
     if not trainer:
         _load("verl_prefix.trainer.prefix_sync", "the trainers of trainer.v1.trainer_mode=prefix_* do not load")
     missing = None if trainer else "verl_prefix.plugin adds no trainer to verl's"
-    yield _found(missing, f"trainer 'prefix_sync' {trainer.__name__ if trainer else 'missing'}")
+    yield _required(missing, f"trainer 'prefix_sync' {trainer.__name__ if trainer else 'missing'}")
 
     loaders = RolloutReplicaRegistry._registry.items()
     ours = [name for name, load in loaders if load.__module__.startswith("verl_prefix")]
     missing = "verl_prefix.cpu registers no rollout" if device == "cpu" and not ours else None
-    yield _found(missing, f"rollouts of this package: {', '.join(ours) or 'none (they belong to VERL_PLATFORM=cpu)'}")
+    yield _required(
+        missing, f"rollouts of this package: {', '.join(ours) or 'none (they belong to VERL_PLATFORM=cpu)'}"
+    )
 
 
 def _check_kernels() -> Iterator[Finding]:
@@ -202,10 +206,10 @@ def _check_config() -> Iterator[Finding]:
         yield Finding("FAIL", f"model_engine={PLUGIN} does not compose", str(error))
         return
     problem = None if sources else "verl_prefix.plugin adds no entry"
-    yield _found(problem, f"Hydra search path: {', '.join(sources) or 'missing'}")
+    yield _required(problem, f"Hydra search path: {', '.join(sources) or 'missing'}")
     for role, target in targets.items():
         problem = None if target.startswith("verl_prefix.") else f"another package provides model_engine={PLUGIN}"
-        yield _found(problem, f"model_engine={PLUGIN} composes {role}: {target}")
+        yield _required(problem, f"model_engine={PLUGIN} composes {role}: {target}")
 
 
 CHECKS = (
@@ -216,8 +220,8 @@ CHECKS = (
 
 @contextlib.contextmanager
 def _warnings_last() -> Iterator[None]:
-    """What Python writes to stderr within comes behind it: no warning stands between two findings. What C code says
-    before it ends the process is not held."""
+    """Context whose stderr comes behind it, so that no warning stands between two findings. It holds what Python
+    writes, not what C code does."""
     held = io.StringIO()
     try:
         with contextlib.redirect_stderr(held):
@@ -228,30 +232,28 @@ def _warnings_last() -> Iterator[None]:
 
 def doctor(as_json: bool = False) -> int:
     """Prints a line per check, or all as JSON, and returns the exit code: 0, or 1 with what to do for each problem."""
-    found: list[Finding] = []
+    findings: list[Finding] = []
     try:
         with _warnings_last(), contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
-            for check in CHECKS:
-                for finding in check():
-                    found.append(finding)
-                    if not as_json:
-                        print(_shown(finding), flush=True)
-            verdict = _verdict(sum(finding.state == "FAIL" for finding in found))
-    except _Broken as broken:
-        found.append(Finding("FAIL", verdict := str(broken), traceback.format_exc()))
-        if not as_json:
-            print(_shown(found[-1]._replace(advice=None)), flush=True)
-            raise broken.__cause__ from None  # type: ignore[misc]
+            for finding in itertools.chain.from_iterable(check() for check in CHECKS):
+                findings.append(finding)
+                if not as_json:
+                    print(_shown(finding), flush=True)
+            verdict = _verdict(sum(finding.state == "FAIL" for finding in findings))
     except Exception as error:  # a report of what is broken must say so, whatever it is
+        cause = error.__cause__ if isinstance(error, _Broken) else error
+        verdict = str(error) if isinstance(error, _Broken) else f"{type(error).__name__}: {error}"
+        findings.append(Finding("FAIL", verdict, traceback.format_exc()))
         if not as_json:
-            raise
-        found.append(Finding("FAIL", verdict := f"{type(error).__name__}: {error}", traceback.format_exc()))
+            print(_shown(findings[-1]._replace(advice=None)), flush=True)
+            assert cause is not None
+            raise cause from None
     if as_json:
-        findings = [finding._asdict() for finding in found]
-        print(json.dumps({**provenance("verl_prefix.doctor/1"), "verdict": verdict, "findings": findings}, indent=1))
+        report = {"verdict": verdict, "findings": [finding._asdict() for finding in findings]}
+        print(json.dumps(provenance("verl_prefix.doctor/1") | report, indent=1))
     else:
         print(verdict)
-    return int(any(finding.state == "FAIL" for finding in found))
+    return int(any(finding.state == "FAIL" for finding in findings))
 
 
 def _shown(finding: Finding) -> str:

@@ -116,15 +116,15 @@ def colors_of(labels: Iterable[str]) -> dict[str, Any]:
     """The colour of each label, "arm" or "arm, run"; each further run of an arm is paler."""
     from matplotlib.colors import to_rgb
 
-    found: dict[str, Any] = {}
+    colors: dict[str, Any] = {}
     runs: dict[str, int] = {}
     for label in dict.fromkeys(labels):
         arm = label.partition(",")[0]
         shade = 0.5 ** runs.setdefault(arm, 0)
         runs[arm] += 1
         # Black: an arm of an older report, which is no more.
-        found[label] = tuple(x + (1 - shade) * (1 - x) for x in to_rgb(COLORS.get(arm, "black")))
-    return found
+        colors[label] = tuple(x + (1 - shade) * (1 - x) for x in to_rgb(COLORS.get(arm, "black")))
+    return colors
 
 
 def save(path: Path, title: str, panels: Iterable[Curves | Bars], columns: int = 2, width: float = 11.0) -> bool:

@@ -123,12 +123,12 @@ class Bench:
 
     def capacity(self, size: Size) -> dict[str, int]:
         """Of every arm but auto, which takes another one for rows of another length."""
-        found = {}
+        longest = {}
         for arm in self.options.running:
             if arm != "auto":
                 self._say(f"{size} capacity of {arm}")
-                found[arm] = capacity(self.options, arm, size=size, model=self.model)
-        return found
+                longest[arm] = capacity(self.options, arm, size=size, model=self.model)
+        return longest
 
     def _say(self, text: str) -> None:
         self.progress.set_description(text, refresh=sys.stderr.isatty())

@@ -54,13 +54,13 @@ def run(out: Path | None, as_json: bool, *command: Any, **options: Any) -> int:
     """
     with contextlib.redirect_stdout(sys.stderr):  # of what verl and transformers print
         report = build(*command, **options)
-        from verl_prefix.tools.plan.report import lines
+        from verl_prefix.tools.plan.report import blocks
         from verl_prefix.tools.simulate.command import fits_nothing
     text = json.dumps({**provenance(SCHEMA), **report}, indent=1) + "\n"
     if as_json:
         print(text, end="")
     else:
-        show(lines(report))
+        show(blocks(report))
     if out:
         write_whole(out, text)
     return 1 if report["unsupported"] or ("simulated" in report and fits_nothing(report["simulated"])) else 0

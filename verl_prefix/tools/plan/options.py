@@ -50,8 +50,8 @@ def config_of(words: list[str], path: str | None, name: str | None) -> tuple[str
     home = Path((verl and verl.origin) or "").parent
     file = home / (module.replace(".", "/") + ".py")
     text = file.read_text() if file.is_file() else ""
-    found = re.search(r'@hydra\.main\(config_path="(.+?)", config_name="(.+?)"', text)
-    named = found.groups() if found else (CONFIG_PATH, CONFIG_NAME)
+    decorated = re.search(r'@hydra\.main\(config_path="(.+?)", config_name="(.+?)"', text)
+    named = decorated.groups() if decorated else (CONFIG_PATH, CONFIG_NAME)
     return os.path.relpath(file.parent / (path or named[0]), home / "trainer"), name or named[1]
 
 
@@ -104,19 +104,19 @@ def read_dumps(path: str) -> list[Rollout]:
     Raises:
         PlanError: the files are not what verl writes, or hold none.
     """
-    files, found = sorted(Path(path).glob("*.jsonl")) if Path(path).is_dir() else [Path(path)], list[Rollout]()
+    files, rollouts = sorted(Path(path).glob("*.jsonl")) if Path(path).is_dir() else [Path(path)], list[Rollout]()
     try:
         for file in files:
             rows = map(parse_json, file.read_text().splitlines())
-            found += [Rollout(file.name, str(x.get("uid", "")), x.get("input", ""), x["output"]) for x in rows]
-        if odd := next((text for row in found for text in row[2:] if not isinstance(text, str)), None):
+            rollouts += [Rollout(file.name, str(x.get("uid", "")), x.get("input", ""), x["output"]) for x in rows]
+        if odd := next((text for row in rollouts for text in row[2:] if not isinstance(text, str)), None):
             raise TypeError(f"{odd!r} is no text")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         wrong = f"{type(error).__name__}: {error}"
         raise PlanError(f"{path} is not what trainer.rollout_data_dir writes ({wrong})") from None
-    if not found:
+    if not rollouts:
         raise PlanError(f"{path} holds no rollouts")
-    return found
+    return rollouts
 
 
 def check_lengths(spec: str | None, turns: Turns | None, longest: int) -> None:

@@ -8,17 +8,17 @@ from verl_prefix.tools.report import Table
 from verl_prefix.tools.simulate.command import tables
 
 
-def lines(report: dict[str, Any]) -> list[str | Table]:
-    """What `build` says, in words and tables; the verdict first, of a command that is refused each reason."""
+def blocks(report: dict[str, Any]) -> list[str | Table]:
+    """Text and tables of a plan: the verdict first; of a command that is refused, each reason."""
     reasons = report["unsupported"]
-    found: list[str | Table] = [f"# {report['verdict']}", *(f"Not possible: {reason}" for reason in reasons[1:])]
+    parts: list[str | Table] = [f"# {report['verdict']}", *(f"Not possible: {reason}" for reason in reasons[1:])]
     if not reasons:
-        found.append(report["advice"])
+        parts.append(report["advice"])
     if "speedup" in report:
-        found += _figures(report)
+        parts += _figures(report)
     if "simulated" in report:
-        found += tables(report["simulated"])
-    return [*found, *(f"warning: {note}" for note in report["notes"])]
+        parts += tables(report["simulated"])
+    return [*parts, *(f"warning: {note}" for note in report["notes"])]
 
 
 def _figures(report: dict[str, Any]) -> list[str | Table]:

@@ -67,12 +67,12 @@ def expanded(words: list[str]) -> list[str]:
     text = first if is_quoted else Path(first).read_text(errors="surrogateescape").replace("\0", "")  # as bash does
     entries = _trace(text, [] if is_quoted else [str(Path(first).resolve()), *rest], named)
     for i, entry in enumerate(entries):
-        if any(name in entry for name in ("main_ppo", "fully_async_main")) and _trains(found := _words(entry)):
+        if any(name in entry for name in ("main_ppo", "fully_async_main")) and _trains(command := _words(entry)):
             _say_what_was_not_read(entries)
             if end := next((entry for entry in entries[:i] if re.match(r"exit\b", entry)), None):
                 print(f"note: {named} ends with {end.strip()} before it trains; it was read on", file=sys.stderr)
-            is_used = any(word in found for word in rest)
-            return found if is_used else found + [word for word in rest if "=" in word or word.startswith("~")]
+            is_used = any(word in command for word in rest)
+            return command if is_used else command + [word for word in rest if "=" in word or word.startswith("~")]
     raise PlanError(
         f"{named} comes to no python3 -m verl.trainer.main_ppo where no program runs and no file is written; give the "
         "words of its training command, key=value ..."

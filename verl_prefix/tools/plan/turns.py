@@ -3,6 +3,7 @@ numbers or as a run dumped them, and rows of one turn, whose prompts may begin a
 """
 
 import math
+import operator
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
@@ -45,14 +46,14 @@ class TokenStep(Step):
 
     Args:
         batch: the rows as the engine gets them. table: its own of them, see `row_table.describe`.
-        found: groups of rows that were asked for before, by `over`.
+        known: groups of rows that were asked for before, by `over`.
     """
 
     rows: Sequence[Row]
     batch: BatchRows
     table: torch.Tensor
     over: str = "uid"
-    found: dict[tuple[str, tuple[int, ...]], list[Group]] = field(default_factory=dict)
+    known: dict[tuple[str, tuple[int, ...]], list[Group]] = field(default_factory=dict)
 
     def filled(self) -> list[list[int]]:
         """As in `Step`; with `prefix.mini_batches=prompts` each is padded, as `trainer.prefix_sync` does."""
@@ -78,11 +79,11 @@ class TokenStep(Step):
 
     def _groups(self, rows: Sequence[int], keys: Sequence[tuple[int, int]], are_cut: bool) -> list[Group]:
         asked = self.over, tuple(rows)
-        if asked not in self.found and rows:
+        if asked not in self.known and rows:
             some = self.batch.select(rows, [keys[row] for row in rows])
             groups = group_rows(some, Trees(self.over, frozenset({END})), are_cut)
-            self.found[asked] = [group.renumbered(dict(enumerate(rows))) for group in groups]
-        return self.found.get(asked, [])
+            self.known[asked] = [group.renumbered(dict(enumerate(rows))) for group in groups]
+        return self.known.get(asked, [])
 
 
 def _whole_prompts(rows: Sequence[Row], num_mini_batches: int) -> list[list[int]]:
@@ -163,27 +164,25 @@ def read_dump(rollouts: Sequence[Rollout], tokenizer: Any) -> Dump | None:
     verl decodes tokens without special ones: texts are tokenized again, and lack a few tokens per message. The ends of
     messages, which are among them, are taken to be where rows part: there, or a few tokens behind.
     """
-    found: dict[tuple[str, str], list[tuple[int, str, str]]] = {}
+    of_uids: dict[tuple[str, str], list[tuple[int, str, str]]] = {}  # of each uid (session, prompt, response)
     for rollout in rollouts:
         uid, *numbers = rollout.uid.rsplit("_", 2)  # {uid}_{session}_{turn}
         if len(numbers) == 2 and numbers[0].isdecimal() and not is_padding(uid):
-            found.setdefault((rollout.file, uid), []).append((int(numbers[0]), rollout.prompt, rollout.response))
-    if all(len({session for session, *_ in rows}) == len(rows) for rows in found.values()):
+            of_uids.setdefault((rollout.file, uid), []).append((int(numbers[0]), rollout.prompt, rollout.response))
+    if all(len({session for session, *_ in rows}) == len(rows) for rows in of_uids.values()):
         return None
-    ends = accumulate(map(len, found.values()))
-    found = {uid: rows for (uid, rows), end in zip(found.items(), ends, strict=True) if end <= max(NUM_ROWS, len(rows))}
-    texts = [text for rows in found.values() for _, *text in rows]
-    whole, prompts = (tokenizer(some, add_special_tokens=False).input_ids for some in (
-        [prompt + response for prompt, response in texts], [prompt for prompt, _ in texts]))  # fmt: skip
+    ends = accumulate(map(len, of_uids.values()))
+    some = [rows for rows, end in zip(of_uids.values(), ends, strict=True) if end <= max(NUM_ROWS, len(rows))]
+    _, prompts, responses = zip(*(row for rows in some for row in rows), strict=True)
+    texts = list(map(operator.add, prompts, responses)), list(prompts)
+    whole, of_prompts = (tokenizer(part, add_special_tokens=False).input_ids for part in texts)
     tokens = [torch.tensor(ids or [0], dtype=torch.int64) for ids in whole]
-    lens = [max(1, min(len(prompt), len(ids))) for prompt, ids in zip(prompts, tokens, strict=True)]
     partings = where_rows_part(tokens)
-    shared = min((ends[0] for ends in partings if ends), default=0)
-    for ids, places in zip(tokens, partings, strict=True):
-        ids[[n - 1 for n in places if n]] = END
-    columns = zip(tokens, lens, (session for rows in found.values() for session, *_ in rows), strict=True)
-    made = iter(Row(0, session, ids[:n], ids[n:]) for ids, n, session in columns)
-    return Dump([[next(made) for _ in rows] for rows in found.values()], shared)
+    for ids, lengths in zip(tokens, partings, strict=True):
+        ids[[n - 1 for n in lengths if n]] = END
+    cut = (ids.tensor_split([max(1, min(len(p), len(ids)))]) for p, ids in zip(of_prompts, tokens, strict=True))
+    uids = [[Row(0, session, *next(cut)) for session, *_ in rows] for rows in some]
+    return Dump(uids, shared=min((lengths[0] for lengths in partings if lengths), default=0))
 
 
 def where_rows_part(rows: Sequence[torch.Tensor]) -> list[list[int]]:
@@ -191,21 +190,17 @@ def where_rows_part(rows: Sequence[torch.Tensor]) -> list[list[int]]:
     # Big-endian, so that bytes are in the order of tokens.
     keys = [row.numpy().astype(">u4").tobytes() for row in rows]
     order = sorted(range(len(rows)), key=lambda row: keys[row])
-    common = [0]
-    for a, b in pairwise(order):
-        n = min(len(rows[a]), len(rows[b]))
-        differ = (rows[a][:n] != rows[b][:n]).nonzero()
-        common.append(int(differ[0]) if len(differ) else n)
-    found: list[set[int]] = [set() for _ in rows]
-    for places in (range(len(rows)), range(len(rows) - 1, -1, -1)):
-        open_: list[int] = []  # common lengths with the rows gone by, each longer than the one before
-        for place in places[1:]:
-            with_last = common[max(place, place - places.step)]
-            while open_ and open_[-1] >= with_last:
-                open_.pop()
-            open_.append(with_last)
-            found[order[place]].update(open_)
-    return [sorted(lengths) for lengths in found]
+    common = [_length_in_common(rows[a], rows[b]) for a, b in pairwise(order)]
+    lengths: list[list[int]] = [[] for _ in rows]
+    for i, row in enumerate(order):  # what a sorted row has in common with one further off is the least on the way
+        lengths[row] = sorted({*accumulate(reversed(common[:i]), min), *accumulate(common[i:], min)})
+    return lengths
+
+
+def _length_in_common(a: torch.Tensor, b: torch.Tensor) -> int:
+    n = min(len(a), len(b))
+    differ = (a[:n] != b[:n]).nonzero()
+    return int(differ[0]) if len(differ) else n
 
 
 def of_dump(size: Sizes, shape: ModelShape, dump: Dump, mini_batch_rows: int) -> TokenStep:
@@ -214,8 +209,8 @@ def of_dump(size: Sizes, shape: ModelShape, dump: Dump, mini_batch_rows: int) ->
     draw, rows = Random(SEED), list[Row]()
     order = draw.sample(range(len(dump.uids)), len(dump.uids))
     for uid in range(size.prompts):
-        again, place = divmod(uid, len(order))
-        of_uid = dump.uids[order[place]]
+        again, at = divmod(uid, len(order))
+        of_uid = dump.uids[order[at]]
         kept = sorted({row.session for row in of_uid})[: size.rollouts]
         for row in of_uid:
             if row.session in kept:

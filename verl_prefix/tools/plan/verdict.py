@@ -129,7 +129,7 @@ def _best_change(
 ) -> Change | None:  # fmt: skip
     """The change that gains most of those that fit; where the command does not fit, the fastest that does; or None."""
     limit = math.inf if room is None else room.gib
-    fits, found = needed <= limit, list[Change]()
+    fits, changes = needed <= limit, list[Change]()
     for overrides in _changes(config, work, trees, fits):
         level = overrides[0].partition("prefix.trees=")[2]
         base = trees.get(config.actor_rollout_ref.actor.prefix.trees, trees["off"]) if level else now
@@ -138,8 +138,8 @@ def _best_change(
         update, before = (stock / one.seconds[one.schedule]["update"] for one in (other, base))
         gib = needed_gib(other) * needed / needed_gib(now)  # a simulation may have said more, or less
         if gib <= limit and (update >= WORTH * before or not fits):
-            found.append(Change(overrides, update, before, gib))
-    return max(found, key=lambda one: one.update / one.instead_of, default=None)
+            changes.append(Change(overrides, update, before, gib))
+    return max(changes, key=lambda one: one.update / one.instead_of, default=None)
 
 
 def _changes(config: Any, work: Work, trees: Iterable[str], fits: bool) -> Iterator[list[str]]:

@@ -122,7 +122,7 @@ def tables(simulation: dict[str, Any]) -> list[str | Table]:
         f"{simulation['ranks']} ranks, simulated; lean: stock with lm_head on responses alone"
     )
     ways = [("\n".join(way["overrides"]), f"{way['seconds']:.3g}", peak(way)) for way in simulation["settings"]]
-    found: list[str | Table] = [
+    blocks: list[str | Table] = [
         Table(head, arms, title), Table(("simulated: settings, cheapest first", "s", "peak GiB"), ways)
     ]  # fmt: skip
     if "fits" in simulation:
@@ -131,9 +131,9 @@ def tables(simulation: dict[str, Any]) -> list[str | Table]:
             cells = (longest.get(key, "") for key in ("prompt", "group", "wave"))
             rows.append((name, *("nothing" if x is None else x for x in cells)))
         sizes = (f"simulated: fits {simulation['fits_gib']:g} GiB", "longest prompt", "largest group", "largest wave")
-        found.append(Table(sizes, rows))
+        blocks.append(Table(sizes, rows))
     reason = fits_nothing(simulation)
-    return [*found, f"not modelled: {simulation['not_modelled']}", *([f"warning: {reason}"] if reason else ())]
+    return [*blocks, f"not modelled: {simulation['not_modelled']}", *([f"warning: {reason}"] if reason else ())]
 
 
 def fits_nothing(simulation: dict[str, Any]) -> str | None:
