@@ -114,32 +114,19 @@ def _ab(arguments: argparse.Namespace) -> int:
 
 
 def _plan(arguments: argparse.Namespace) -> int:
-    from verl_prefix.tools.plan import options
+    from verl_prefix.tools.plan.options import Options
     from verl_prefix.tools.report import check_out
-    from verl_prefix.tools.simulate.hardware import read_hardware
 
     as_json = arguments.json or str(arguments.out) == "-"
     out = None if str(arguments.out) == "-" else arguments.out
     check_out(out)
-    if arguments.fit and not arguments.simulate:
-        raise ValueError("--fit is for a simulation; add --simulate")
-    read_hardware(arguments.gpu)
-    words, parts = options.override_words(arguments.words), options.shares(arguments.shares)
-    config_path, config_name = options.config_of(arguments.words, arguments.config_path, arguments.config_name)
-    if (responses := arguments.response_lengths) and not options.is_dump(responses):
-        options.spread(responses)
-    turns = options.read_turns(arguments.turns, arguments.thinking, arguments.say, arguments.tool)
-    if turns and responses:
-        raise ValueError("--response-lengths and --turns both say how long responses are; remove one of them")
+    options = Options(**_given(arguments, Options))
     os.environ.setdefault("VERL_PLATFORM", "cpu")  # nothing runs: any machine will do
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # fake ranks have no backend, says torch
     _quieten_verl()
     from verl_prefix.tools.plan import command
 
-    return command.run(
-        out, as_json, config_name, words, responses=responses, parts=parts, config_path=config_path, gpu=arguments.gpu,
-        simulate=arguments.simulate, fit_gib=arguments.fit, turns=turns,
-    )  # fmt: skip
+    return command.run(options, out, as_json)
 
 
 def _bench(arguments: argparse.Namespace) -> int:

@@ -32,6 +32,7 @@ from verl_prefix.config import check_dealt  # noqa: E402
 from verl_prefix.testing import write_tiny_model  # noqa: E402
 from verl_prefix.tools import doctor  # noqa: E402
 from verl_prefix.tools.plan import command as plan  # noqa: E402
+from verl_prefix.tools.plan.options import Options  # noqa: E402
 
 ROLE = "actor_rollout_ref"
 
@@ -61,7 +62,9 @@ def overrides(folder: Path, family: str, *more: str) -> list[str]:
 @pytest.mark.parametrize("family", ["qwen3_5_text", "lfm2"])
 def test_a_hybrid_has_a_plan(folder, family):
     """As many FLOPs for every token but attention's and lm_head's: about the gain of a model with attention alone."""
-    found, attention = (plan.build("ppo_trainer", overrides(folder, name), "20", None) for name in (family, "qwen3"))
+    found, attention = (
+        plan.build(Options(overrides(folder, name), response_lengths="20")) for name in (family, "qwen3")
+    )
     assert found["unsupported"] == []
     assert found["tokens"] == attention["tokens"] and found["packed_groups"] == 4 * 8
     assert found["speedup"]["update"] == pytest.approx(attention["speedup"]["update"], rel=0.1)
@@ -102,13 +105,13 @@ def test_sequence_parallelism_of_a_hybrid_has_a_plan(folder):
     both = f"{ROLE}.actor.ulysses_sequence_parallel_size=2"  # ref's key follows it
     ref = f"{ROLE}.ref.fsdp_config.ulysses_sequence_parallel_size=2"
     for key, roles in ((both, ("actor", "ref")), (ref, ("ref",))):
-        found = plan.build("ppo_trainer", overrides(folder, "odd", key), "20", None)["unsupported"]
+        found = plan.build(Options(overrides(folder, "odd", key), response_lengths="20"))["unsupported"]
         assert len(found) == len(roles)
         for reason, role in zip(found, roles, strict=True):
             assert reason.startswith(f"{ROLE}.{role}.fsdp_config.ulysses_sequence_parallel_size=2: of this")
             assert reason.endswith("3 heads of linear attention are not its multiple; set 1")
         for family in ("lfm2", "qwen3_5_text", "qwen3"):
-            assert plan.build("ppo_trainer", overrides(folder, family, key), "20", None)["unsupported"] == []
+            assert plan.build(Options(overrides(folder, family, key), response_lengths="20"))["unsupported"] == []
 
 
 def test_a_simulation_of_recurrent_layers_without_stand_ins_is_refused_by_name(folder, capsys):

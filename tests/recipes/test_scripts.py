@@ -27,7 +27,7 @@ from verl_prefix.models.support import unsupported_reasons
 from verl_prefix.testing import write_tiny_model, write_tiny_vlm
 from verl_prefix.tools.plan import command as plan
 from verl_prefix.tools.plan import figures
-from verl_prefix.tools.plan.options import PlanError
+from verl_prefix.tools.plan.options import Options, PlanError
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 MUSIQUE, VIDEO = "musique/run_qwen3_8b_fsdp2.sh", "video_rlvr/run_qwen2_5_vl_7b_fsdp2.sh"
@@ -354,7 +354,7 @@ def test_a_recipes_command_has_a_plan_without_a_gpu(tmp_path, folder_of, train_f
     def planned(engine: str) -> dict[str, Any]:
         model = str(folder_of(name))
         words = launched(script, tmp_path, MODEL_ENGINE=engine, MODEL_PATH=model, TRAIN_FILE=str(data))
-        return plan.build("ppo_trainer", ["python3", "-m", "verl.trainer.main_ppo", *words], "64", None)
+        return plan.build(Options(["python3", "-m", "verl.trainer.main_ppo", *words], response_lengths="64"))
 
     found = planned("prefix")
     assert found["unsupported"] == [] == found["notes"]
@@ -373,7 +373,7 @@ def test_a_simulation_gets_what_prompts_show(monkeypatch, tmp_path, folder_of, t
     model, data = folder_of("Qwen2.5-VL-7B"), train_file(True)
     words = launched(VIDEO, tmp_path, "actor_rollout_ref.actor.freeze_vision_tower=True", MODEL_PATH=str(model),
                      TRAIN_FILE=str(data))  # fmt: skip
-    plan.build("ppo_trainer", words, "64", None, simulate=True)
+    plan.build(Options(words, response_lengths="64", simulate=True))
     (job,) = jobs
     assert job.config.vision_config.depth == 32 and job.freeze_tower
     patch = AutoProcessor.from_pretrained(model).image_processor.patch_size
@@ -555,10 +555,10 @@ def test_verls_own_settings_have_a_plan_or_are_refused_by_key(folder_of, train_f
     folder = folder_of(settings.model)
     words = command_of(settings, folder, train_file("VL" in settings.model))
     longest = next(word.partition("=")[2] for word in words if word.startswith("data.max_response_length="))
-    found = plan.build("ppo_trainer", words, f"{longest},0", None)
+    found = plan.build(Options(words, response_lengths=f"{longest},0"))
     text = outcome(settings, found)
     if off := re.findall(r"\+\S+=0\.0", " ".join(found["unsupported"])):
-        other = plan.build("ppo_trainer", [*words, *off], f"{longest},0", None)
+        other = plan.build(Options([*words, *off], response_lengths=f"{longest},0"))
         assert other["unsupported"] == []
         text += f"; with the overrides that it names {outcome(settings._replace(refused=()), other)}"
     assert f"| {script} | {settings.model} | {text} |" in PAGE
@@ -580,7 +580,7 @@ def test_a_key_that_a_script_adds_twice_is_named(folder_of, train_file, word):
     settings = SCRIPTS["tuning/lora/run_qwen3_8b_fsdp"]
     key = word.removeprefix("+").partition("=")[0]
     with pytest.raises(PlanError, match=f"do not compose: Could not append to config.* '{key}'"):
-        plan.build("ppo_trainer", [*command_of(settings, folder_of(settings.model), Path("x")), word], None, None)
+        plan.build(Options([*command_of(settings, folder_of(settings.model), Path("x")), word]))
 
 
 def test_a_model_that_needs_code_of_its_own_is_named(tmp_path, train_file):
@@ -589,12 +589,12 @@ def test_a_model_that_needs_code_of_its_own_is_named(tmp_path, train_file):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "minicpmo", "auto_map": code}))
     words = command_of(SCRIPTS["grpo_trainer/run_glm4_1v_9b_fsdp"], tmp_path, train_file(False))
     with pytest.raises(PlanError, match="model.path=.* contains custom code"):
-        plan.build("ppo_trainer", words, None, None)
+        plan.build(Options(words))
 
 
 def test_options_that_verls_own_class_does_not_take_are_named(folder_of, train_file):
     """Of sapo_trainer/run_qwen3_{8b,30b_a3b}_fsdp: tau_pos and tau_neg are the actor's, not its policy_loss's."""
     settings = SCRIPTS["tuning/lora/run_qwen3_8b_fsdp"]
     words = command_of(settings, folder_of(settings.model), train_file(False))
-    found = plan.build("ppo_trainer", [*words, "+actor_rollout_ref.actor.policy_loss.tau_pos=1.0"], None, None)
+    found = plan.build(Options([*words, "+actor_rollout_ref.actor.policy_loss.tau_pos=1.0"]))
     assert any("tau_pos" in reason for reason in found["unsupported"]), found["unsupported"]

@@ -1,7 +1,6 @@
 """`verl-prefix plan`: what it reads, counts and refuses. No Ray, no weights; what a run then measures is compared in
 examples/results."""
 
-import functools
 import json
 import os
 import re
@@ -34,6 +33,7 @@ from verl_prefix.models.messages import end_tokens  # noqa: E402
 from verl_prefix.testing import write_tiny_model, write_tiny_vlm  # noqa: E402
 from verl_prefix.tools.plan import command as plan  # noqa: E402
 from verl_prefix.tools.plan import compose, options, script, turns, verdict, work  # noqa: E402
+from verl_prefix.tools.plan.options import Options  # noqa: E402
 from verl_prefix.tools.plan.predict import Sizes  # noqa: E402
 from verl_prefix.tools.plan.training_command import Prompt  # noqa: E402
 
@@ -62,7 +62,7 @@ def overrides(folder: Path, *more: str) -> list[str]:
 
 
 def build(folder: Path, *more: str, responses: str | None = "20,0", shares: str | None = None) -> dict:
-    return plan.build("ppo_trainer", overrides(folder, *more), responses, options.shares(shares))
+    return plan.build(Options(overrides(folder, *more), response_lengths=responses, shares=shares))
 
 
 def test_of_prompts_with_images_no_value_of_trees_is_counted(folder, monkeypatch):
@@ -248,7 +248,7 @@ RUN = "python3 -m verl.trainer.main_ppo"
 
 
 def test_a_launcher_may_have_an_option_that_begins_as_hydras(capsys, monkeypatch):
-    monkeypatch.setattr(plan, "run", lambda out, as_json, name, words, **_: print(name, words) or 0)
+    monkeypatch.setattr(plan, "run", lambda options, *_: print(options.config_name, options.overrides) or 0)
     for words in (["srun", "-c", "8", *RUN.split(), "-cn", "mine", "a=1"], [f"srun -c 8 {RUN} -cn=mine a=1"]):
         assert cli.main(["plan", *words]) == 0
         assert capsys.readouterr().out == "mine ['a=1']\n"
@@ -442,7 +442,10 @@ def test_the_change_that_gains_most_gains_what_its_own_plan_says(folder, tmp_pat
 
 def test_what_does_not_fit_is_changed_until_it_does(folder):
     words = overrides(folder, "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=700")
-    plan_on = functools.partial(plan.build, "ppo_trainer", responses="20,0", parts=None)
+
+    def plan_on(words: list[str], **more: str) -> dict:
+        return plan.build(Options(words, response_lengths="20,0", **more))
+
     needed = plan_on(words)["needed_gib"]
     found = plan_on(words, gpu=f"h100,capacity={0.99 * needed * 2**30}")
     assert not found["fits"] and found["advice"].startswith(f"Fits in {found['change']['needed_gib']:.3g} GiB: ")
@@ -457,7 +460,7 @@ def test_a_config_of_the_users_own_composes(folder, tmp_path):
              "data: {max_response_length: 24}")  # fmt: skip
     (tmp_path / "mine.yaml").write_text("\n".join(lines))
     words = [word for word in overrides(folder) if "max_response" not in word]
-    found = plan.build("mine", words, None, None, config_path=str(tmp_path))
+    found = plan.build(Options(words, config_path=str(tmp_path), config_name="mine"))
     assert found["response_tokens"]["p5"] < 12 < found["response_tokens"]["p95"] <= 24
     assert found["assumed"][0].startswith(
         "response lengths are drawn around 12 tokens with a deviation of 6, from 1 to 24"
@@ -714,7 +717,7 @@ ONE_RANK = ("trainer.n_gpus_per_node=1", "data.train_batch_size=4", "actor_rollo
 def test_turns_by_numbers_share_what_the_engine_shares(folder, rollouts):
     turns = options.Turns(turns=4, thinking=12, say=5, tool=9)
     size = (f"actor_rollout_ref.rollout.n={rollouts}", "actor_rollout_ref.actor.ppo_mini_batch_size=16")
-    found = plan.build("ppo_trainer", overrides(folder, *ONE_RANK, *size), None, None, turns=turns)
+    found = plan.build(Options(overrides(folder, *ONE_RANK, *size), **turns._asdict()))
     assert found["turns"] == 4 and found["updates"] == 1 and found["notes"] == []
     tokenizer = hf_tokenizer(str(folder / "model"))
     ends = end_tokens(tokenizer)
@@ -763,7 +766,7 @@ def test_rows_of_turns_in_rollout_dumps_share_what_the_engine_shares(folder, tmp
     words = overrides(
         folder, *ONE_RANK, "actor_rollout_ref.rollout.n=3", "actor_rollout_ref.actor.ppo_mini_batch_size=12"
     )
-    found = plan.build("ppo_trainer", words, str(tmp_path), None)
+    found = plan.build(Options(words, response_lengths=str(tmp_path)))
     assert found["turns"] == 3 and found["updates"] == 1
     counted = engine_tokens(rows, end_tokens(tokenizer))
     assert 0.4 * counted["off"] < counted["uid"] < 0.6 * counted["off"]
@@ -771,7 +774,7 @@ def test_rows_of_turns_in_rollout_dumps_share_what_the_engine_shares(folder, tmp
         tokens = found["trees"][over]["tokens"]["update"]
         assert found["tokens"]["logical"] / tokens == pytest.approx(counted["stock"] / counted[over], rel=0.05), over
     assert "without the special tokens" in found["assumed"][0] and len(found["assumed"]) == 1
-    half = plan.build("ppo_trainer", [*words, "data.train_batch_size=8"], str(tmp_path), None)
+    half = plan.build(Options([*words, "data.train_batch_size=8"], response_lengths=str(tmp_path)))
     assert half["tokens"]["logical"] > 1.9 * found["tokens"]["logical"]
     assert half["assumed"][1] == "4 prompts stand for the 8 of a step"
     assert half["trees"]["uid"]["tokens"]["update"] == 2 * found["trees"]["uid"]["tokens"]["update"]
@@ -781,7 +784,7 @@ def test_mini_batches_that_count_rows_are_warned_of(folder):
     turns = options.Turns(turns=4, thinking=12, say=5, tool=9)
 
     def built(*more: str) -> dict:
-        return plan.build("ppo_trainer", overrides(folder, *more), None, None, turns=turns)
+        return plan.build(Options(overrides(folder, *more), **turns._asdict()))
 
     torn, whole = built("trainer.v1.trainer_mode=sync"), built("actor_rollout_ref.actor.ppo_mini_batch_size=16")
     assert (torn["updates"], whole["updates"], whole["notes"]) == (8, 2, [])
@@ -984,7 +987,7 @@ def test_prompts_with_clips_are_as_long_as_verl_makes_them(tmp_path):
     )
     run("prepare.py", "--input", tmp_path / "questions.json", "--output", tmp_path, "--val-size", 2, *limits)
     words = overrides(tmp_path, "data.image_patch_size=4", f"actor_rollout_ref.model.path={model}")
-    found = plan.build("ppo_trainer", words, "20", None)
+    found = plan.build(Options(words, response_lengths="20"))
     text = pq.read_table(tmp_path / "train.parquet")["prompt"].to_pylist()
     tokenizer = hf_tokenizer(model)
     asked = [len(tokenizer(row[0]["content"], add_special_tokens=False).input_ids) for row in text]
@@ -994,12 +997,12 @@ def test_prompts_with_clips_are_as_long_as_verl_makes_them(tmp_path):
     assert found["unsupported"] == [] and found["speedup"]["update"] > 1.5
     show_tools(Path(model))
     (tmp_path / "tools.py").write_text(TOOLS.format(name="river_depth"))
-    shown = plan.build("ppo_trainer", [*words, f"data.function_tool_path={tmp_path}/tools.py"], "20", None)
+    shown = plan.build(Options([*words, f"data.function_tool_path={tmp_path}/tools.py"], response_lengths="20"))
     assert shown["prompt_tokens"]["p50"] > found["prompt_tokens"]["p50"] + 20
     for clip in tmp_path.rglob("*.mp4"):
         clip.write_bytes(b"")
     with pytest.raises(options.PlanError, match="row 0: its images or videos cannot be read"):
-        plan.build("ppo_trainer", words, "20", None)
+        plan.build(Options(words, response_lengths="20"))
 
 
 def test_a_leak_of_verls_own_path_is_said_and_priced(folder, tmp_path):

@@ -7,7 +7,6 @@ import contextlib
 import importlib.util
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,11 +22,9 @@ from verl_prefix.files import parse_json
 from verl_prefix.tools.plan.options import (
     CONFIG_NAME,
     CONFIG_PATH,
+    Options,
     PlanError,
     Rollout,
-    Turns,
-    check_lengths,
-    is_dump,
     override_words,
     read_dumps,
 )
@@ -214,22 +211,14 @@ def read_messages(config: DictConfig) -> Messages:
     return Messages(prompts, visual)
 
 
-@dataclass(frozen=True)
-class Asked:
-    """A training command and what was said of its responses.
+class Asked(NamedTuple):
+    """A training command: its config, `messages` of its train files (None: the rollouts may have all that is needed),
+    and `rollouts` of the folder that --response-lengths names."""
 
-    Attributes:
-        words: its overrides. messages: of its train files; None: the rollouts may have all that is needed.
-        responses: --response-lengths; rollouts: of the folder that it names. turns: of sessions; None: one, or as
-            the rollouts say.
-    """
-
+    options: Options
     config: DictConfig
-    words: list[str]
     messages: Messages | None
-    responses: str | None
     rollouts: list[Rollout]
-    turns: Turns | None
 
 
 @contextlib.contextmanager
@@ -242,19 +231,18 @@ def _sections() -> Iterator[None]:
 
 
 @_sections()
-def read_command(
-    config_name: str, words: list[str], config_path: str, responses: str | None, turns: Turns | None
-) -> Asked:
-    """What can be read and checked of a command without its model. Args: see `compose_config` and `Asked`.
+def read_command(options: Options) -> Asked:
+    """What can be read and checked of a command without its model.
 
     Raises:
         PlanError: something is missing, or does not fit.
     """
-    config = compose_config(config_name, words, config_path)
+    assert options.config_name and options.config_path
+    config = compose_config(options.config_name, options.overrides, options.config_path)
     check_sizes(config)
-    check_lengths(responses, turns, config.data.max_response_length)
-    rollouts = read_dumps(responses) if responses and is_dump(responses) else []
-    check_batch(config, several_turns=bool(turns or rollouts))
+    options.check_lengths(config.data.max_response_length)
+    rollouts = read_dumps(options.response_lengths) if options.response_lengths and options.has_dump else []
+    check_batch(config, several_turns=bool(options.session or rollouts))
     messages = None if rollouts else read_messages(config)
     check_model_paths(config)
-    return Asked(config, words, messages, responses, rollouts, turns)
+    return Asked(options, config, messages, rollouts)

@@ -51,16 +51,13 @@ def _predictions(config: Any, work: Work, model: Model) -> tuple[Predictor, dict
     return of_level or price(config), trees, price
 
 
-def figures(asked: Asked, parts: dict[str, float], gpu: str, simulate: bool, fit_gib: float | None) -> dict[str, Any]:
+def figures(asked: Asked) -> dict[str, Any]:
     """The plan, as JSON can hold it; without figures where the model is refused.
-
-    Args:
-        parts: see `options.shares`. gpu: see `read_hardware`. simulate, fit_gib: see `simulated`.
 
     Raises:
         PlanError: the model cannot be read, or something does not fit it.
     """
-    config, turns = asked.config, asked.turns
+    options, config, parts = asked.options, asked.config, asked.options.parts
     check_prefix(config)
     # From here on the model's folder is read.
     reasons = refusals(config, config.trainer.n_gpus_per_node * config.trainer.nnodes)
@@ -69,24 +66,22 @@ def figures(asked: Asked, parts: dict[str, float], gpu: str, simulate: bool, fit
         return {**refused, "notes": []}
     tokenizer = read_tokenizer(config)
     dump = read_dump(asked.rollouts, tokenizer)
-    check_batch(config, several_turns=bool(turns or dump))
-    if fit_gib and (turns or dump):
+    has_turns = bool(options.session or dump)
+    check_batch(config, several_turns=has_turns)
+    if options.fit and has_turns:
         raise PlanError("--fit searches rows of one prompt, and these are of several turns; leave it out")
     size, model = sizes(config), read_model(config)
-    if simulate and size.sequence_ranks > 1 and is_vision_config(model.hf.config):
+    if options.simulate and size.sequence_ranks > 1 and is_vision_config(model.hf.config):
         raise PlanError(
             "--simulate knows no sequence parallelism of pixels; leave it out, or set ulysses_sequence_parallel_size=1"
         )
-    work = read_work(
-        config, size, model.shape, asked.messages, tokenizer, asked.responses, rollouts=asked.rollouts,
-        turns=turns or dump,
-    )  # fmt: skip
+    work = read_work(asked, size, model.shape, tokenizer, dump)
     now, trees, price = _predictions(config, work, model)
     room, needed, simulation = None, needed_gib(now), {}
-    if not any(word.lstrip("+") == "platform=cpu" for word in asked.words):
-        room = Room(read_hardware(gpu).capacity / GIB, gpu)
-    if simulate:
-        simulation = _simulated(config, size, now, model=model, gpu=gpu, fit_gib=fit_gib)
+    if not any(word.lstrip("+") == "platform=cpu" for word in options.overrides):
+        room = Room(read_hardware(options.gpu).capacity / GIB, options.gpu)
+    if options.simulate:
+        simulation = _simulated(asked, size, now, model)
         path = "phased" + "+offload" * config.actor_rollout_ref.actor.prefix.offload if now.phased else "packed"
         needed = simulation["arms"][path]["peak_gib"]
     return {
@@ -97,19 +92,17 @@ def figures(asked: Asked, parts: dict[str, float], gpu: str, simulate: bool, fit
         **_of_passes(now, trees),
         "speedup": now.gains[now.schedule] | ({"step": step_gain(config, now, parts)} if parts else {}),
         "parameters": model.shape.parameters,
-        **({"simulated": simulation} if simulate else {}),
+        **({"simulated": simulation} if options.simulate else {}),
     }
 
 
-def _simulated(
-    config: Any, size: Sizes, now: Predictor, model: Model, gpu: str, fit_gib: float | None
-) -> dict[str, Any]:
+def _simulated(asked: Asked, size: Sizes, now: Predictor, model: Model) -> dict[str, Any]:
     budgets = {name: size.micro_batches[name].budget(now.first) for name in ("update", "old")}
     job = read_job(
-        config.actor_rollout_ref, model.hf.config, groups=now.first, shown=now.shown, budgets=budgets, ranks=size.gpus,
-        sequence_ranks=size.sequence_ranks,
+        asked.config.actor_rollout_ref, model.hf.config, groups=now.first, shown=now.shown, budgets=budgets,
+        ranks=size.gpus, sequence_ranks=size.sequence_ranks,
     )  # fmt: skip
-    return simulated(job, gpu, fit_gib, config.trainer.n_gpus_per_node)
+    return simulated(job, asked.options.gpu, asked.options.fit, asked.config.trainer.n_gpus_per_node)
 
 
 def _of_rows(work: Work) -> dict[str, Any]:

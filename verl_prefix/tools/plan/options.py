@@ -1,15 +1,17 @@
-"""What `verl-prefix plan` reads of its command line without config or model: it is said before torch is imported."""
+"""The command line of `verl-prefix plan`; what is wrong with it is said before config, model or torch are read."""
 
 import importlib.util
 import math
 import os
 import re
 import statistics
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
 from verl_prefix.files import parse_json
 from verl_prefix.tools.ab.runs import read_run
+from verl_prefix.tools.simulate.hardware import read_hardware
 
 CONFIG_PATH, CONFIG_NAME = "config", "ppo_trainer"  # verl's own, where the training command names none
 # verl's timing -> the pass that it holds.
@@ -65,30 +67,6 @@ class Turns(NamedTuple):
     tool: int = 0
 
 
-def read_turns(turns: int | None, thinking: int | None, say: int | None, tool: int | None) -> Turns | None:
-    """The turns of --turns, --thinking, --say and --tool; None where there are none.
-
-    Raises:
-        PlanError: some are missing.
-    """
-    tokens = {"--thinking": thinking, "--say": say, "--tool": tool}
-    if turns is None:
-        if given := [name for name, value in tokens.items() if value is not None]:
-            raise PlanError(f"{given[0]} is of sessions of several turns; add --turns 10, or another number")
-        return None
-    if missing := [name for name, value in tokens.items() if value is None]:
-        raise PlanError(
-            f"--turns {turns}: add {', '.join(missing)}, tokens of each turn, as in --turns 10 --thinking 300 --say "
-            "100 --tool 400"
-        )
-    return Turns(turns, thinking or 0, say or 0, tool or 0)
-
-
-def is_dump(spec: str) -> bool:
-    """True where --response-lengths names verl's rollout dumps."""
-    return not re.fullmatch(r"[\d.,]+", spec) and Path(spec).exists()
-
-
 class Rollout(NamedTuple):
     """A line of a file of verl's rollout dumps."""
 
@@ -117,20 +95,6 @@ def read_dumps(path: str) -> list[Rollout]:
     if not rollouts:
         raise PlanError(f"{path} holds no rollouts")
     return rollouts
-
-
-def check_lengths(spec: str | None, turns: Turns | None, longest: int) -> None:
-    """Raises PlanError where responses are longer than `longest`, data.max_response_length."""
-    if turns and (length := turns.thinking + turns.say) > longest:
-        raise PlanError(
-            f"--thinking {turns.thinking} --say {turns.say}: responses of {length} tokens are over "
-            f"data.max_response_length={longest}; raise it"
-        )
-    if spec and not is_dump(spec) and spread(spec)[0] > longest:
-        raise PlanError(
-            f"--response-lengths {spec!r}: write a mean of 1 to {longest} tokens (data.max_response_length; raise it "
-            "for more)"
-        )
 
 
 def spread(spec: str) -> tuple[float, float]:
@@ -174,3 +138,80 @@ def shares(spec: str | None) -> dict[str, float]:
             "file"
         )
     return given
+
+
+@dataclass
+class Options:
+    """The command line; None where nothing is said.
+
+    Attributes:
+        words: of the training command; `overrides`: its overrides.
+        config_path, config_name: of its config, see `compose.compose_config`.
+        response_lengths: see `spread`, or verl's rollout dumps. fit: GiB of a GPU.
+        session: by turns, thinking, say and tool; None: sessions have one turn, or are dumped.
+        parts: by shares, see the function `shares`.
+
+    Raises:
+        ValueError: an option cannot be, or does not go with another.
+    """
+
+    words: list[str]
+    config_path: str | None = None
+    config_name: str | None = None
+    response_lengths: str | None = None
+    turns: int | None = None
+    thinking: int | None = None
+    say: int | None = None
+    tool: int | None = None
+    shares: str | None = None
+    gpu: str = "h100"
+    simulate: bool = False
+    fit: float | None = None
+    overrides: list[str] = field(init=False)
+    session: Turns | None = field(init=False)
+    parts: dict[str, float] = field(init=False)
+
+    def __post_init__(self) -> None:
+        if self.fit and not self.simulate:
+            raise ValueError("--fit is for a simulation; add --simulate")
+        read_hardware(self.gpu)
+        self.overrides, self.parts = override_words(self.words), shares(self.shares)
+        self.config_path, self.config_name = config_of(self.words, self.config_path, self.config_name)
+        if self.response_lengths and not self.has_dump:
+            spread(self.response_lengths)
+        self.session = self._session()
+        if self.session and self.response_lengths:
+            raise ValueError("--response-lengths and --turns both say how long responses are; remove one of them")
+
+    @property
+    def has_dump(self) -> bool:
+        """True where --response-lengths names verl's rollout dumps."""
+        spec = self.response_lengths
+        return bool(spec and not re.fullmatch(r"[\d.,]+", spec) and Path(spec).exists())
+
+    def _session(self) -> Turns | None:
+        tokens = {"--thinking": self.thinking, "--say": self.say, "--tool": self.tool}
+        if self.turns is None:
+            if given := [name for name, value in tokens.items() if value is not None]:
+                raise PlanError(f"{given[0]} is of sessions of several turns; add --turns 10, or another number")
+            return None
+        if missing := [name for name, value in tokens.items() if value is None]:
+            raise PlanError(
+                f"--turns {self.turns}: add {', '.join(missing)}, tokens of each turn, as in --turns 10 --thinking 300 "
+                "--say 100 --tool 400"
+            )
+        return Turns(self.turns, self.thinking or 0, self.say or 0, self.tool or 0)
+
+    def check_lengths(self, longest: int) -> None:
+        """Raises PlanError where responses are longer than `longest`, data.max_response_length."""
+        if self.session and (length := self.session.thinking + self.session.say) > longest:
+            raise PlanError(
+                f"--thinking {self.thinking} --say {self.say}: responses of {length} tokens are over "
+                f"data.max_response_length={longest}; raise it"
+            )
+        spec = self.response_lengths
+        if spec and not self.has_dump and spread(spec)[0] > longest:
+            raise PlanError(
+                f"--response-lengths {spec!r}: write a mean of 1 to {longest} tokens (data.max_response_length; raise "
+                "it for more)"
+            )

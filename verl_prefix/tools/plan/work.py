@@ -10,32 +10,26 @@ from verl_prefix.auto.shape import ModelShape
 from verl_prefix.config.driver import is_v1
 from verl_prefix.models.messages import end_tokens
 from verl_prefix.tools.plan.compose import (
-    Messages,
+    Asked,
     data_ranks,
     micro_batches,
     prompts_of_step,
     read_messages,
     sequence_ranks,
 )
-from verl_prefix.tools.plan.options import PlanError, Rollout, Turns, spread
+from verl_prefix.tools.plan.options import PlanError, Turns, spread
 from verl_prefix.tools.plan.predict import SEED, MicroBatch, Sizes, Step, drawn_steps
 from verl_prefix.tools.plan.training_command import read_prompts
 from verl_prefix.tools.plan.turns import Dump, TokenStep, made_up, of_dump, token_step
 
 
-def response_lengths(
-    spec: str | None, rollouts: Sequence[Rollout], longest: int, tokenizer: Any
-) -> tuple[Iterator[int], list[str]]:
-    """Endless draws, the same in every run: of a normal distribution (`spread`), cut to 1 to `longest`, or of the
-    responses of `rollouts`; and which spread nobody asked for. Where nothing is said the mean is half of the
-    longest response: rows of one length would hide what a trainer's row order costs.
-
-    Args:
-        spec: see `spread`.
-    """
-    draw = Random(SEED)
-    if rollouts:
-        texts = [rollout.response for rollout in rollouts]
+def response_lengths(asked: Asked, tokenizer: Any) -> tuple[Iterator[int], list[str]]:
+    """Endless draws, the same in every run, and which spread nobody asked for. They are of a normal distribution
+    (`options.spread`), cut to 1 to data.max_response_length, or of the responses of the rollouts. Where nothing is said
+    the mean is half of the longest response: rows of one length would hide what a trainer's row order costs."""
+    draw, longest, spec = Random(SEED), asked.config.data.max_response_length, asked.options.response_lengths
+    if asked.rollouts:
+        texts = [rollout.response for rollout in asked.rollouts]
         # A finished response also has its end token.
         lengths = [min(len(ids) + 1, longest) for ids in tokenizer(texts, add_special_tokens=False).input_ids]
         return (draw.choice(lengths) for _ in count()), []
@@ -77,32 +71,25 @@ class Work:
         return round(size.mini_batches * size.prompts / self.priced)
 
 
-def read_work(
-    config: Any, size: Sizes, shape: ModelShape, messages: Messages | None, tokenizer: Any, responses: str | None,
-    rollouts: Sequence[Rollout], turns: Turns | Dump | None,
-) -> Work:  # fmt: skip
-    """The training steps of a command.
-
-    Args:
-        messages: of the train files; None: read here, unless `turns` are dumped. responses: --response-lengths.
-        rollouts: that it names.
-        turns: by numbers or as dumped, or None: one.
+def read_work(asked: Asked, size: Sizes, shape: ModelShape, tokenizer: Any, dump: Dump | None) -> Work:
+    """The training steps of a command. dump: rows of turns of its rollouts.
 
     Raises:
         PlanError: see `read_messages` and `read_prompts`; or turns come with images.
     """
-    data, mini_batch_rows = config.data, config.actor_rollout_ref.actor.ppo_mini_batch_size * size.rollouts
-    if isinstance(turns, Dump):
-        step, overlong = of_dump(size, shape, turns, mini_batch_rows), 0
+    config, options = asked.config, asked.options
+    mini_batch_rows = config.actor_rollout_ref.actor.ppo_mini_batch_size * size.rollouts
+    if dump:
+        step, overlong = of_dump(size, shape, dump, mini_batch_rows), 0
         assumed = [
-            f"{sum(map(len, turns.uids))} rows of {len(turns.uids)} prompts in {responses}, tokenized again without "
-            "the special tokens that verl's dumps leave out, and cut where prompts part"
+            f"{sum(map(len, dump.uids))} rows of {len(dump.uids)} prompts in {options.response_lengths}, tokenized "
+            "again without the special tokens that verl's dumps leave out, and cut where prompts part"
         ]
     else:
-        prompts, overlong = read_prompts(config, messages or read_messages(config), tokenizer)
+        prompts, overlong = read_prompts(config, asked.messages or read_messages(config), tokenizer)
         is_text, ends = all(prompt.ids for prompt in prompts), end_tokens(tokenizer)
-        if turns is None:
-            draws, assumed = response_lengths(responses, rollouts, data.max_response_length, tokenizer)
+        if (turns := options.session) is None:
+            draws, assumed = response_lengths(asked, tokenizer)
             draws, again = tee(draws)
             sample = list(islice(draws, 2000))
             one = made_up(size, shape, prompts, ends, Turns(), again, mini_batch_rows) if is_text else None
@@ -114,7 +101,7 @@ def read_work(
         assumed = [f"every session has {turns.turns} turns, all of these lengths"]
     real = [row for row in step.rows if row.uid is not None]
     priced = len({row.uid for row in real})
-    if (known := len(turns.uids) if isinstance(turns, Dump) else priced) < size.prompts:
+    if (known := len(dump.uids) if dump else priced) < size.prompts:
         assumed.append(f"{known} prompts stand for the {size.prompts} of a step")
     sessions = len({(row.uid, row.session) for row in real})
     lens, of_responses = [len(row.prompt) for row in real], [len(row.response) for row in real]
