@@ -15,7 +15,8 @@ OPTIMIZERS = ("torch.optim", "torchao.optim", "bitsandbytes.optim")
 
 
 class Source:
-    """Steps to replay, the same for every arm: those of a trace, its ranks joined if fewer run here, or made-up ones.
+    """The steps to replay, the same for every arm: of a trace, or of random rows. Where fewer ranks run here than were
+    recorded, each has the rows of several.
 
     Attributes:
         manifest: what `build_engine` reads, with the command line's model and dtype. num_steps, ranks: ints.

@@ -43,8 +43,12 @@ WAVES_PER_BUDGET = 8
 
 @dataclass(frozen=True)
 class Batch:
-    """Rows of one prompt; `weights` [N] of log-probs stand at the response tokens of the flat `tokens`. `one_level` are
-    the groups of whole prompts."""
+    """Rows of one prompt, N tokens in all.
+
+    Attributes:
+        tokens: one row behind the other. weights: [N], of the log-prob of each response token; 0 elsewhere.
+        groups: what packed and phased share. one_level: the same rows, of which whole prompts alone are shared.
+    """
 
     size: Size
     tokens: TokenBatch
@@ -59,7 +63,7 @@ class Batch:
         return -torch.nn.functional.cross_entropy(wide, labels, reduction="none").unsqueeze(-1)
 
     def loss(self, index: torch.Tensor, log_probs: torch.Tensor) -> torch.Tensor:
-        """Their weighted sum: any policy gradient at fixed weights. After a prompt token or a row's end it is 0."""
+        """The weighted sum of log-probs: any policy gradient at fixed weights."""
         return (log_probs[:, 0] * self.weights[(index + 1) % len(self.weights)]).sum()
 
 
@@ -74,7 +78,7 @@ def build_batch(size: Size, vocab: int, device: str) -> Batch:
 
 @dataclass(frozen=True)
 class Case:
-    """Model and rows of an arm. `auto`: see `arm_plan`."""
+    """Model and rows of an arm. auto: the chooser's plan, for the arm of that name."""
 
     model: PreTrainedModel
     batch: Batch
@@ -175,10 +179,10 @@ def run_arm(case: Case, arm: str, train: bool = True, attention: str | None = No
 
 
 def arm_plan(batch: Batch, path: str, budget: int, auto: Plan | None = None) -> Plan | None:
-    """What an arm shares, or an ideal of `measure.update_flops`; None: nothing, as stock.
+    """The plan of an arm, or of an ideal of `measure.update_flops`; None: nothing is shared.
 
     Args:
-        path: the arm without what is added. auto: what the chooser took for the arm of that name.
+        path: the arm's name, up to its "+". auto: see `Case`.
     """
     if path in STOCK or path == "auto":
         return auto if path == "auto" else None

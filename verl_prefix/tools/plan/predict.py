@@ -1,6 +1,7 @@
-"""Prices training steps: rows -> ranks and mini-batches, as trainer deals and engine exchanges -> passes -> seconds.
+"""Prices training steps: rows -> mini-batches of ranks, as verl's trainer deals them -> groups of ranks, as the engine
+exchanges rows -> passes -> seconds.
 
-What `plan` shows. Pure functions of lengths; the config is read, not built.
+All follows from lengths and the config; no engine and no trainer is built.
 """
 
 from collections.abc import Iterator, Sequence
@@ -45,10 +46,16 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class Sizes:
-    """One training step by its config; `micro_batches`: those of update, old and ref, which the actor's engine computes
-    too where it has LoRA; `whole`: the trainer keeps a prompt's rows in one mini-batch, `by_prompts` those of turns too
-    (`prefix.mini_batches`); `exchange`: rows travel to the rank that computes their prompt; `ranks` that compute data
-    in parallel are groups of `sequence_ranks` GPUs, those of a ref engine of `ref_sequence_ranks`."""
+    """One training step by its config.
+
+    Attributes:
+        prompts: of a step. rollouts: of a prompt. mini_batches: of a step.
+        ranks: that compute data in parallel, each of `sequence_ranks` GPUs; in a ref engine of `ref_sequence_ranks`.
+        micro_batches: of the update, and of old and ref log-probs.
+        ref_in_actor: the actor's engine computes ref log-probs, as it does with LoRA.
+        whole: the trainer keeps a prompt's rows in one mini-batch; by_prompts: those of its turns too.
+        exchange: rows travel to the rank that computes their prompt.
+    """
 
     prompts: int
     rollouts: int
@@ -69,8 +76,12 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Step:
-    """The rows of one training step, of all ranks: prompt (None: padding), lengths of prefix and suffix, and what each
-    shows."""
+    """The rows of one training step, of all ranks.
+
+    Attributes:
+        keys: of each row which prompt it has; None: padding. prefixes, suffixes: tokens of each row.
+        grids: of each row what it shows a vision model, see `Prompt`; empty: nothing.
+    """
 
     size: Sizes
     shape: ModelShape
@@ -110,7 +121,7 @@ class Step:
         return [(Batch(groups, budget(groups)), Batch(own, budget(own))) for groups, own in pairs]
 
     def computed(self, ranks: list[list[int]], exchange: bool) -> list[list[Group]]:
-        """Groups of each rank; rows where they are, or where the engine's exchange brings them."""
+        """Groups of each rank, of the rows that it has, or that the engine's exchange brings it."""
         rows = [row for rank in ranks for row in rank]
         home = [i for i, rank in enumerate(ranks) for _ in rank]
         if exchange and len(ranks) > 1:

@@ -22,9 +22,9 @@ from verl.utils.tokenizer import build_multimodal_processor_inputs
 from verl.utils.torch_dtypes import PrecisionType
 
 from verl_prefix.auto.shape import ModelShape, model_shape
+from verl_prefix.backends.own_path import wrong_when_sharded
 from verl_prefix.config import attention_of, check_dealt, check_model_family, check_sequence_parallel
 from verl_prefix.config.driver import check_driver
-from verl_prefix.backends.own_path import wrong_when_sharded
 from verl_prefix.models.recurrent import packing_leak
 from verl_prefix.models.vision import is_vision_config, tower_of
 from verl_prefix.tools.plan.compose import (
@@ -191,8 +191,12 @@ def _as_text(template: Any, where: str, messages: list[dict[str, Any]], options:
 
 
 class Prompt(NamedTuple):
-    """A training prompt: its tokens after the chat template, and what it shows: [frames, rows, columns] of patches; of
-    text alone which tokens."""
+    """A training prompt after the chat template.
+
+    Attributes:
+        tokens: their number; ids: which they are, of a prompt without images and videos.
+        grids: [frames, rows, columns] of patches of each image or video.
+    """
 
     tokens: int
     grids: tuple[tuple[int, int, int], ...] = ()

@@ -1,5 +1,6 @@
-"""Training steps whose rows have tokens, so that the engine's own functions find what they share: rows of turns, by
-numbers or as a run dumped them, and rows of one turn, whose prompts may begin alike.
+"""Training steps whose rows have tokens, so that the engine's own functions find what they share.
+
+They are rows of turns, made up or as a run dumped them, and rows of one turn, whose prompts may begin alike.
 """
 
 import math
@@ -42,11 +43,12 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class TokenStep(Step):
-    """A step whose rows share what `prefix.trees=over` says.
+    """A step whose rows have tokens.
 
-    Args:
-        batch: the rows as the engine gets them. table: its own of them, see `row_table.describe`.
-        known: groups of rows that were asked for before, by `over`.
+        Attributes:
+        rows: the rows. batch: the same, as the engine gets them. table: what `row_table.describe` makes of them.
+        over: value of prefix.trees, which says what the rows share.
+        known: groups that were asked for before, by `over` and rows.
     """
 
     rows: Sequence[Row]
@@ -92,8 +94,8 @@ def _whole_prompts(rows: Sequence[Row], num_mini_batches: int) -> list[list[int]
 
 
 def token_step(size: Sizes, shape: ModelShape, rows: Sequence[Row], mini_batch_rows: int) -> TokenStep:
-    """A step of these rows, padded as verl's v1 trainer pads them, to mini-batches of so many rows, or of as many
-    prompts with one turn."""
+    """A step of these rows with padding, as verl's v1 trainer makes it: in mini-batches of `mini_batch_rows`, or with
+    prefix.mini_batches=prompts in as many as these rows' prompts would fill with one turn each."""
     num_rows = len(rows) - len(rows) % -math.lcm(size.ranks, mini_batch_rows)
     num_mini_batches = num_rows // mini_batch_rows
     if size.by_prompts:
@@ -126,11 +128,12 @@ def made_up(
     size: Sizes, shape: ModelShape, prompts: Sequence[Prompt], ends: Collection[int], turns: Turns,
     responses: Iterator[int], mini_batch_rows: int,
 ) -> TokenStep:  # fmt: skip
-    """A step of sessions of these turns on prompts drawn from the training data, or of one response each of a length of
-    its own; where that is over `NUM_ROWS` rows, of fewer prompts: as many mini-batches as they fill, or one.
+    """A step of sessions on prompts drawn from the training data. Where that is over `NUM_ROWS` rows it has fewer
+    prompts: as many as fill whole mini-batches, or one mini-batch.
 
     Args:
         ends: tokens that end a message, see `messages.end_tokens`.
+        turns: of every session. responses: lengths of responses, where sessions have one turn.
     """
     rows: list[Row] = []
     of_prompt = size.rollouts * turns.turns
@@ -151,18 +154,21 @@ def made_up(
 
 
 class Dump(NamedTuple):
-    """Rows of turns of verl's rollout dumps: of each uid those of all its sessions; `shared`: tokens that all begin
-    with."""
+    """Rows of turns of verl's rollout dumps.
+
+    Attributes:
+        uids: of each uid the rows of all its sessions. shared: the number of tokens that all rows begin with.
+    """
 
     uids: list[list[Row]]
     shared: int
 
 
 def read_dump(rollouts: Sequence[Rollout], tokenizer: Any) -> Dump | None:
-    """Those of verl's v1 trainer as rows of turns; None where none has a session with several rows, or none is named.
+    """Rows of turns, of what verl's v1 trainer dumped; None where no session has several rows.
 
-    verl decodes tokens without special ones: texts are tokenized again, and lack a few tokens per message. The ends of
-    messages, which are among them, are taken to be where rows part: there, or a few tokens behind.
+    verl's dumps have texts without special tokens. They are tokenized again, and lack a few tokens per message, among
+    them those that end it. A message is taken to end where rows part, which it does there or a few tokens before.
     """
     of_uids: dict[tuple[str, str], list[tuple[int, str, str]]] = {}  # of each uid (session, prompt, response)
     for rollout in rollouts:
@@ -186,7 +192,7 @@ def read_dump(rollouts: Sequence[Rollout], tokenizer: Any) -> Dump | None:
 
 
 def where_rows_part(rows: Sequence[torch.Tensor]) -> list[list[int]]:
-    """Of each row, in order, the lengths of all that it has in common with another at its beginning and no longer."""
+    """Of each row the lengths, in ascending order, of the beginnings that it has in common with other rows."""
     # Big-endian, so that bytes are in the order of tokens.
     keys = [row.numpy().astype(">u4").tobytes() for row in rows]
     order = sorted(range(len(rows)), key=lambda row: keys[row])
@@ -204,8 +210,8 @@ def _length_in_common(a: torch.Tensor, b: torch.Tensor) -> int:
 
 
 def of_dump(size: Sizes, shape: ModelShape, dump: Dump, mini_batch_rows: int) -> TokenStep:
-    """A step of dumped prompts, each with `rollout.n` of its sessions. Where there are fewer than a step has, some
-    stand for others, and share with themselves what all rows begin with."""
+    """A step of dumped prompts, each with `rollout.n` of its sessions. Where a step has more prompts than were dumped,
+    some come again with other tokens, but for those that all rows begin with."""
     draw, rows = Random(SEED), list[Row]()
     order = draw.sample(range(len(dump.uids)), len(dump.uids))
     for uid in range(size.prompts):

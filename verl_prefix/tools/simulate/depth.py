@@ -37,8 +37,8 @@ def _with_layers(config: PretrainedConfig, layers: int, blocks: Sequence[int]) -
 
 
 def _depths(config: PretrainedConfig, depth: int = DEPTH) -> tuple[list[PretrainedConfig], int]:
-    """Two smaller models of at least `depth` layers, and how often their difference is between the first and the whole
-    model: each kind of layer, and of a tower's blocks, as often; or the whole model alone."""
+    """Two smaller models of at least `depth` layers, and how many times their difference makes the first one the whole
+    model, with every kind of layer and of a tower's blocks in proportion; or the whole model alone, and 0."""
     text = config.get_text_config()
     layers, blocks = text.num_hidden_layers, kinds_of_blocks(config)
     kinds = list(getattr(text, "layer_types", None) or [0] * layers)

@@ -1,4 +1,4 @@
-"""Input of a simulation: a path, and the mini-batch that one rank trains on."""
+"""What is simulated: a mini-batch of one rank (`Job`), and a path through it (`Arm`)."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -43,7 +43,7 @@ class Job:
     Args:
         config: of the model. groups: of the rank's mini-batch; rows lie one after the other.
         budget: tokens of a pass or micro-batch. wave_tokens, logits_chunk, keep_attention: see `PrefixConfig`.
-        ranks, replicas: of FSDP2's mesh: that share one copy of the parameters, and such copies (HSDP).
+        ranks: that share one copy of the parameters. replicas: the number of such copies (HSDP).
         checkpointing, no_sync, reshard: gradient checkpointing; verl's use_no_sync_for_gradient_accumulation and
             reshard_after_forward.
         master, dtype: of parameters and optimizer, and of the computation.
@@ -51,14 +51,13 @@ class Job:
         entropy: computed with the log-probs of an update too (entropy_coeff is not 0).
         temperature: other than 1 scales a copy of the logits.
         log_prob_budget: of log-probs, where it is another.
-        kept: passes of each kind that run in an update, and waves of the costliest; half as many waves of every other,
-            and one pass in log-probs. Others count as copies of one that costs about as much. The second update sees
-            what the first leaves.
+        kept: passes of each kind that run in an update, and waves of the costliest; every other one runs half as many
+            waves, and log-probs run one pass. A pass or wave that runs also counts for those that cost about as much.
         grids: per group, what its prompt shows a vision model; empty: nothing.
         freeze_tower: the vision tower is not trained.
-        shape: of the whole model, by which waves are cut, where `config` is of a smaller one.
-        sequence_ranks: that compute a pass together (`core.sequence_parallel`), which has `budget` tokens on all of
-            them. Not for vision models. Under it a stock pass's recurrent layers send nothing, as in verl's engine.
+        shape: costs of the whole model, where `config` is of a smaller one; waves are as long as they say.
+        sequence_ranks: that compute a pass together (`core.sequence_parallel`); `budget` is of all of them. Not for
+            vision models. Recurrent layers of stock then send nothing, as in verl's engine.
     """
 
     config: PretrainedConfig
