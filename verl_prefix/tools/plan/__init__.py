@@ -7,5 +7,7 @@ work, turns         the rows of some training steps: drawn, made up, or as a run
 predict             rows -> ranks and mini-batches -> passes -> seconds and bytes, by the engine's own functions
 verdict             is it worth it, and which change gains most?
 notes, report       warnings; tables
-command, figures    all of this in order, and the plan as JSON
+command, figures    all of this in order, as one report
+
+A plan (`core.waves.Plan`) is what a rank computes of one batch; what the command says is its report.
 """

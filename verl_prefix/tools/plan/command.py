@@ -19,10 +19,10 @@ SCHEMA = "verl_prefix.plan/2"  # 1: `verdict` was about prefix.trees alone
 
 
 def build(options: Options) -> dict[str, Any]:
-    """The plan, as JSON can hold it.
+    """The report, as JSON can hold it.
 
     Raises:
-        PlanError: something that the plan needs is missing or does not fit.
+        PlanError: something that the report needs is missing or does not fit.
     """
     asked = read_command(options)
     from verl_prefix.tools.plan.figures import figures

@@ -52,7 +52,7 @@ def _predictions(config: Any, work: Work, model: Model) -> tuple[Predictor, dict
 
 
 def figures(asked: Asked) -> dict[str, Any]:
-    """The plan, as JSON can hold it; without figures where the model is refused.
+    """The report, as JSON can hold it; without figures where the model is refused.
 
     Raises:
         PlanError: the model cannot be read, or something does not fit it.
@@ -106,7 +106,7 @@ def _simulated(asked: Asked, size: Sizes, now: Predictor, model: Model) -> dict[
 
 
 def _of_rows(work: Work) -> dict[str, Any]:
-    """The figures of the plan that are of rows alone."""
+    """The figures of rows."""
     return {
         "assumed": work.assumed,
         "prompt_tokens": percentiles(work.prompts) | {"count": len(work.prompts), "overlong": work.overlong},
@@ -118,7 +118,7 @@ def _of_rows(work: Work) -> dict[str, Any]:
 
 
 def _of_passes(now: Predictor, trees: dict[str, Predictor]) -> dict[str, Any]:
-    """The figures of the plan that are of groups, tokens, speed-ups and memory."""
+    """The figures of groups, tokens, speed-ups and memory."""
     return {
         "groups_per_rank_and_mini_batch": percentiles(now.bins),
         "tokens": {

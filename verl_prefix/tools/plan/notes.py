@@ -1,4 +1,4 @@
-"""What a plan warns of: prompts that are torn, options that are off in ours, and what is wrong with model_engine=dp."""
+"""What the report warns of: torn prompts, options that are off in ours, and what is wrong with model_engine=dp."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -12,7 +12,7 @@ from verl_prefix.tools.simulate.hardware import GIB
 
 
 def notes(config: Any, work: Work, model: Model, predicted: Predictor) -> list[str]:
-    """The warnings of a plan, a sentence each."""
+    """The warnings, a sentence each."""
     return [*_of_options(config, work, model, predicted), *_of_torn_prompts(config, work)]
 
 

@@ -1,4 +1,4 @@
-"""The plan in words and tables, the verdict first."""
+"""The report in words and tables."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from verl_prefix.tools.simulate.command import tables
 
 
 def blocks(report: dict[str, Any]) -> list[str | Table]:
-    """Text and tables of a plan: the verdict first; of a command that is refused, each reason."""
+    """Text and tables, the verdict first; of a command that is refused, each reason."""
     reasons = report["unsupported"]
     parts: list[str | Table] = [f"# {report['verdict']}", *(f"Not possible: {reason}" for reason in reasons[1:])]
     if not reasons:

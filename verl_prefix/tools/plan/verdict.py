@@ -78,7 +78,7 @@ def judge(
     config: Any, work: Work, now: Predictor, trees: dict[str, Predictor], price: Price,
     parts: dict[str, float], room: Room | None, needed: float,
 ) -> dict[str, Any]:  # fmt: skip
-    """The part of the plan's JSON that says what to do.
+    """The part of the report that says what to do.
 
     Args:
         now: predicted of the command. trees: the same by `prefix.trees`. price: predicts another config. parts: see

@@ -72,7 +72,7 @@ def read_job(
 
 
 def simulated(job: Job, gpu: str, fit_gib: float | None, per_node: int) -> dict[str, Any]:
-    """The part that `plan` adds to its JSON: arms, the cheapest settings, what fits, and the assumptions.
+    """The part of `plan`'s report: arms, the cheapest settings, what fits, and the assumptions.
 
     Args:
         gpu: see `read_hardware`. fit_gib: of one GPU, to search what fits; or None. per_node: GPUs of a node.

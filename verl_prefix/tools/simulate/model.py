@@ -1,4 +1,4 @@
-"""The model of a simulated run: Hugging Face's own, the place of a pass in it, and what becomes of its logits."""
+"""The model of a simulated run: Hugging Face's own, the layer that a pass is in, and what becomes of its logits."""
 
 import copy
 from typing import Any
