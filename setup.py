@@ -28,7 +28,7 @@ class Sdist(sdist):
     def make_distribution(self) -> None:
         for folder in (".ci", ".github", "examples", "recipes", "tests", "verl_prefix"):
             self.filelist.graft(folder)
-        for pattern in ("*.md", "*.txt", "CITATION.cff", "Makefile", ".gitignore"):
+        for pattern in ("*.md", "CITATION.cff", "Makefile", ".gitignore"):
             self.filelist.include(pattern)
         self.filelist.global_exclude("*.py[co]")
         super().make_distribution()

@@ -301,9 +301,13 @@ def test_the_citation_names_this_project_and_both_papers() -> None:
     assert len(set(numbers)) == 2 and all(f"arxiv.org/abs/{number}" in readme for number in numbers)
 
 
+def _pins() -> list[str]:
+    lines = (ROOT / ".ci" / "requirements-cpu.txt").read_text().splitlines()
+    return [line for line in lines if line and not line.startswith("#")]
+
+
 def test_constraints_pin_torch_and_verl_to_one_release_without_a_local_version() -> None:
-    lines = (ROOT / "requirements-cpu.txt").read_text().splitlines()
-    pins = [line for line in lines if line and not line.startswith("#")]
+    pins = _pins()
     assert "torch==2.13.0" in pins and any(pin.startswith("verl==0.9.") for pin in pins)
     assert all(re.fullmatch(r"[A-Za-z0-9._-]+==[A-Za-z0-9.]+( ; python_version >= \"3\.11\")?", pin) for pin in pins)
 
@@ -314,8 +318,7 @@ def test_requirements_have_ranges_where_internals_are_used_and_pins_where_tests_
     bounded = {str(x.name): str(x.specifier) for x in requirements if x.specifier}
     assert bounded.keys() == {"verl", "TransferQueue"}
     assert all(re.search("<", bounds) and re.search(">=", bounds) for bounds in bounded.values())
-    lines = [line for line in (ROOT / "requirements-cpu.txt").read_text().splitlines() if line[:1] not in ("", "#")]
-    pins = {canonicalize_name(pin.name): pin.specifier for pin in map(Requirement, lines)}
+    pins = {canonicalize_name(pin.name): pin.specifier for pin in map(Requirement, _pins())}
     for requirement in requirements:
         if "gpu" not in str(requirement.marker):
             (pin,) = pins[canonicalize_name(requirement.name)]
