@@ -22,7 +22,7 @@ READ = {
 SHORT = {
     "core/test_fsdp.py": "looks again whether ranks are there; ranks that were told to end",
 }
-APART = ("chaos", "clients", "gpu")  # no part of make test
+APART = ("studies", "clients", "gpu")  # no part of make test
 
 
 def files() -> list[tuple[str, ast.AST]]:

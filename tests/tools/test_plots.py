@@ -18,8 +18,8 @@ from verl_prefix.tools.bench import report as bench
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = {path.name: path for path in (ROOT / "examples" / "results").glob("*.json")}
-
-KINDS = ("ab_", "bench_", "demo_", "learn_", "soak_")
+WITHOUT_STEPS = ("ab_tiny_cpu.json", "ab_bf16_cpu.json")  # examples/ab_figures.py cut them
+KINDS = ("ab_", "bench_", "demo_", "learn_")
 
 
 def _load(name: str) -> dict[str, Any]:
@@ -43,17 +43,17 @@ def _bar_heights(axes: Any) -> list[float]:
     return [patch.get_height() for patch in axes.patches]
 
 
-@pytest.mark.parametrize("name", [name for name in RESULTS if name.startswith(KINDS)] + ["runs"])
+@pytest.mark.parametrize(
+    "name", sorted(name for name in RESULTS.keys() - {*WITHOUT_STEPS} if name.startswith(KINDS)) + ["runs"]
+)
 def test_every_axis_has_a_unit_every_panel_data_and_a_title(
     drawn: list[Figure], monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    for folder in ("examples", "tests/chaos"):
-        monkeypatch.syspath_prepend(str(ROOT / folder))
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
     import demo_report
     import learn_report
-    import soak
 
-    kinds = {"ab": render, "bench": bench, "demo": demo_report, "learn": learn_report, "soak": soak}
+    kinds = {"ab": render, "bench": bench, "demo": demo_report, "learn": learn_report}
     kind = kinds.get(name.split("_")[0], runs)
     found = _two_runs() if kind is runs else _load(name)
     assert kind.draw(found, Path("unused.png"))
@@ -100,9 +100,9 @@ def _titles(draw: Callable[[dict, Path], bool], report: dict[str, Any], drawn: l
 
 
 def test_titles_say_what_the_report_says(drawn: list[Figure]) -> None:
-    report = _load("ab_tiny_cpu.json")
-    assert "Gradients: within 6.1e-07 of stock's" in _titles(render.draw, report, drawn)
-    report["steps"][3]["arms"]["phased"]["same_weights"]["grads"] = 0.25
+    report = _load("ab_smollm2_cpu.json")
+    assert "Gradients: within 6.5e-06 of stock's" in _titles(render.draw, report, drawn)
+    report["steps"][3]["arms"]["auto"]["same_weights"]["grads"] = 0.25
     assert "Gradients: within 2.5e-01 of stock's" in _titles(render.draw, report, drawn)
     report = _load("bench_cpu.json")
     assert "packed is 1.3 to 4.9 times as fast" in _titles(bench.draw, report, drawn)[0]

@@ -1,12 +1,14 @@
 """Small changes of the code that computes, one at a time: who sees that results are wrong?
 
-    python tests/chaos/mutants.py --out mutants.json --count 300
-    python tests/chaos/mutants.py --out mutants.json --ask
+    python tests/studies/mutants.py --out outputs/mutants.json --count 300
+    python tests/studies/mutants.py --out outputs/mutants.json --ask
+    python tests/studies/mutants.py --out examples/results/mutants_cpu.json --sum outputs/mutants.json
 
 A mutant has one comparison, number, sign, condition or statement changed. It runs batches of several kinds through a
 prefix engine (gloo ranks, fp32), which stock's stored results judge as `make fuzz` does. Where they are wrong, the
 self-check of a first update is asked, in fp32 and in bf16. Each runs in a process of its own. `--ask` then asks
-`TESTS` about each mutant that no batch showed, up to the first test that fails.
+`TESTS` about each mutant that no batch showed, up to the first test that fails. A mutant that changes nothing gets the
+reason by hand, as `why` in the JSON file. `--sum` writes the counts of one or several such files, for the repository.
 """
 
 import argparse
@@ -24,7 +26,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from importlib.abc import MetaPathFinder
 from importlib.machinery import PathFinder
@@ -301,11 +303,25 @@ def summary(found: list[dict]) -> dict[str, Any]:
     for dtype in ("fp32", "bf16"):
         said = [{rank.get(dtype) for rank in ranks} for ranks in wrong]
         seen[dtype] = sum("sees" in of_ranks for of_ranks in said)
-        seen[f"{dtype} raises"] = sum("raises" in of_ranks and "sees" not in of_ranks for of_ranks in said)
+        seen[f"{dtype}_raises"] = sum("raises" in of_ranks and "sees" not in of_ranks for of_ranks in said)
     rest = [one for one in found if one["shown by"] == "nothing"]
     tests = {"seen": sum(bool(one.get("seen by test")) for one in rest), "equal": sum("why" in one for one in rest)}
+    tests["new"] = sum(one.get("test is new", False) for one in rest)
     shown = Counter(one["shown by"] for one in found)
-    return {**shown, "tests": tests, "self-check": {"wrong": len(wrong), **seen}}
+    return {**shown, "tests": tests, "self_check": {"wrong": len(wrong), **seen}}
+
+
+def figures(reports: list[dict]) -> dict[str, Any]:
+    """Counts of all mutants of the reports, and how often which reason says that a mutant changes nothing, by file."""
+    mutants = [one for report in reports for one in report["mutants"]]
+    reasons: dict[str, Counter] = defaultdict(Counter)
+    for one in mutants:
+        if one.get("why"):
+            reasons[one["file"]][one["why"]] += 1
+    counts = {"drawn_from": sum(report["drawn_from"] for report in reports), "mutants": len(mutants)}
+    files = {"files": sorted({one["file"] for one in mutants})}
+    told = {name: value for name, value in reports[-1].items() if name not in (*counts, *files)}
+    return told | counts | files | {"summary": summary(mutants), "why": reasons}
 
 
 def ask(out: Path, then: list[str]) -> None:
@@ -355,7 +371,13 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=300, help="of mutants, drawn from all")
     parser.add_argument("--only", default="", help="files whose name has this in it")
     parser.add_argument("--ask", nargs="*", metavar="TEST", help="the suite, about mutants of --out; and these tests")
+    parser.add_argument("--sum", nargs="+", type=Path, metavar="JSON", help="files of earlier runs; counts go to --out")
     args = parser.parse_args()
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    if args.sum:
+        found = figures([json.loads(path.read_text()) for path in args.sum])
+        args.out.write_text(json.dumps(found, indent=1) + "\n")
+        return 0
     if args.ask is not None:
         ask(args.out, args.ask)
         return 0

@@ -1,6 +1,6 @@
 """A verl plugin that breaks a run at one point: CHAOS=point:step:action, CHAOS_DIR for what processes tell each other.
 
-run.py puts it on a run's path next to an entry point of its own, so neither verl nor verl_prefix knows about it.
+chaos.py puts it on a run's path next to an entry point of its own, so neither verl nor verl_prefix knows about it.
 """
 
 import errno
@@ -23,7 +23,7 @@ def at(point: str) -> bool:
 
 def act(half_written: str | None = None) -> None:
     (FOLDER / "hit").write_text(str(time.time()))
-    if ACTION in ("block", "hang"):  # run.py kills a job that blocks
+    if ACTION in ("block", "hang"):  # chaos.py kills a job that blocks
         time.sleep(3600)
     if ACTION == "die":
         os.kill(os.getpid(), signal.SIGKILL)

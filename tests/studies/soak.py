@@ -2,7 +2,8 @@
 
 Every update draws its own groups, lengths and schedule's waves. Watched, per rank: resident memory, what of it is in
 use (the rest the C allocator keeps in pieces), tensors that Python still knows, open file descriptors, threads; at the
-end: processes. Writes a JSON file and a plot beside it; the exit status is 1 if something grew. Needs glibc.
+end: processes. Writes how fast each grew to a JSON file, and every sample to a folder; the exit status is 1 if
+something grew. Needs glibc.
 """
 
 import argparse
@@ -23,7 +24,6 @@ import torch.multiprocessing as mp
 from torch.nested import as_nested_tensor
 
 from verl_prefix.testing import write_tiny_model
-from verl_prefix.tools.plots import Curves, save
 from verl_prefix.tools.report import provenance
 
 WARM_UP = 0.2  # share of the updates
@@ -103,7 +103,7 @@ def build_engine(model: str):
     return engine
 
 
-def worker(rank: int, rendezvous: str, model: str, updates: int, out: str) -> None:
+def worker(rank: int, rendezvous: str, model: str, updates: int, out: Path) -> None:
     os.environ.update(RANK=str(rank), WORLD_SIZE="2", VERL_PLATFORM="cpu")
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2)
@@ -144,7 +144,7 @@ def worker(rank: int, rendezvous: str, model: str, updates: int, out: str) -> No
                     "children": len(process.children(recursive=True)),
                 }
             )
-    Path(f"{out}.{rank}").write_text(json.dumps({"samples": samples, "seen": seen}))
+    (out / f"rank{rank}.json").write_text(json.dumps({"samples": samples, "seen": seen}))
     torch.distributed.destroy_process_group()
 
 
@@ -162,46 +162,26 @@ def judge(samples: list[dict], updates: int) -> dict:
     return {name: round(float(slope), 3) for name, slope in slopes.items()} | {"grew": grew, "ok": bool(ok)}
 
 
-def draw(report: dict, path: Path) -> bool:
-    """What was watched, over updates; False: see `plots.save`."""
-    ranks = report["ranks"]
-    at = [sample["update"] for sample in ranks[0]["samples"]]
-
-    def panel(name: str, title: str, unit: str) -> Curves:
-        curves = [(f"ours, rank {i}", [sample[name] for sample in rank["samples"]]) for i, rank in enumerate(ranks)]
-        return Curves(title, unit, at, curves, x="update")
-
-    rss, in_use = (max(rank[f"{name}_per_100_updates"] for rank in ranks) for name in MEMORY)
-    grew = {name: max(rank["grew"][name] for rank in ranks) for name in ranks[0]["grew"]}
-    panels = [
-        panel("rss_mib", f"Resident memory grows by {rss:.2f} MiB per 100 updates", "MiB"),
-        panel("in_use_mib", f"What is in use by {in_use:.2f}", "MiB"),
-        panel("tensors", f"Tensors: {grew['tensors']:+d} in the second half", "tensors that Python knows"),
-        panel("files", f"Files: {grew['files']:+d}", "open file descriptors"),
-        panel("threads", f"Threads: {grew['threads']:+d}", "threads"),
-    ]
-    return save(path, f"{report['updates']:,} updates of random batches on two ranks", panels)
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     parser.add_argument("--updates", type=int, default=2000)
     parser.add_argument("--out", type=Path, required=True, help="JSON file of the results")
+    parser.add_argument("--samples", type=Path, default="outputs/soak", help="folder: a JSON file per rank")
     args = parser.parse_args()
 
     before = {p.pid for p in psutil.Process().children(recursive=True)}
     start = time.time()
+    args.samples.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as tmp:
         model = write_tiny_model(f"{tmp}/model")
-        mp.spawn(worker, args=(f"{tmp}/rendezvous", model, args.updates, f"{tmp}/out"), nprocs=2)
-        ranks = [json.loads(Path(f"{tmp}/out.{rank}").read_text()) for rank in range(2)]
+        mp.spawn(worker, args=(f"{tmp}/rendezvous", model, args.updates, args.samples), nprocs=2)
     left = [
         p.name()
         for p in psutil.Process().children(recursive=True)
         if p.pid not in before and "resource_tracker" not in " ".join(p.cmdline())
     ]
-    for rank in ranks:
-        rank |= judge(rank["samples"], args.updates)
+    found = [json.loads((args.samples / f"rank{rank}.json").read_text()) for rank in range(2)]
+    ranks = [{"seen": rank["seen"]} | judge(rank["samples"], args.updates) for rank in found]
     result = {
         **provenance("verl_prefix.soak/1"),
         "updates": args.updates,
@@ -212,7 +192,6 @@ def main() -> int:
     }
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.write_text(json.dumps(result, indent=1) + "\n")
-    draw(result, args.out.with_suffix(".png"))
     for number, rank in enumerate(ranks):
         print(
             f"rank {number}: {rank['rss_mib_per_100_updates']} MiB per 100 updates, in use "
