@@ -45,10 +45,10 @@ class Row(NamedTuple):
 class TokenStep(Step):
     """A step whose rows have tokens.
 
-        Attributes:
-        rows: the rows. batch: the same, as the engine gets them. table: what `row_table.describe` makes of them.
-        over: value of prefix.trees, which says what the rows share.
-        known: groups that were asked for before, by `over` and rows.
+    Attributes:
+    rows: the rows. batch: the same, as the engine gets them. table: what `row_table.describe` makes of them.
+    over: value of prefix.trees, which says what the rows share.
+    known: groups that were asked for before, by `over` and rows.
     """
 
     rows: Sequence[Row]
