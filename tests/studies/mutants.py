@@ -35,9 +35,6 @@ from typing import Any
 from unittest import mock
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "helpers")]
-os.environ |= {"VERL_PLATFORM": "cpu", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-
 CORE = ("attention", "calls", "groups", "layout", "prefix_cache", "recurrence", "schedule", "trees", "waves", "offload")
 ALONE = [f"core/{name}.py" for name in CORE] + [
     "models/hookup.py", "models/recurrent.py", "models/vision.py", "engine/rows.py", "engine/outputs.py",
@@ -374,6 +371,8 @@ def main() -> int:
     parser.add_argument("--sum", nargs="+", type=Path, metavar="JSON", help="files of earlier runs; counts go to --out")
     args = parser.parse_args()
     args.out.parent.mkdir(parents=True, exist_ok=True)
+    sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "helpers")]
+    os.environ |= {"VERL_PLATFORM": "cpu", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     if args.sum:
         found = figures([json.loads(path.read_text()) for path in args.sum])
         args.out.write_text(json.dumps(found, indent=1) + "\n")
