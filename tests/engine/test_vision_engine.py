@@ -195,10 +195,12 @@ def results(request, paths, ranks):
 
 
 def _cases(*names: str) -> list:
-    """Of every family, all or these; make test has those of one family, and of the others what differs most."""
-    quick = ("phased", "turns_phased")
+    """Of every family, all or these; make test has those of one family, and of the others what differs most: of GLM's
+    with experts and GLM-4.6V there is nothing that GLM-4.1V and Qwen3-VL with experts do not have."""
+    quick = [(family, "phased") for family in ("qwen2_5_vl", "qwen3_vl_moe", "qwen3_5", "glm4v")]
+    quick.append(("qwen3_5", "turns_phased"))
     return [
-        pytest.param(family, case, marks=() if family == "qwen3_vl" or case in quick else pytest.mark.ci)
+        pytest.param(family, case, marks=() if family == "qwen3_vl" or (family, case) in quick else pytest.mark.ci)
         for family in FAMILIES for case in FAMILIES[family] if case in (names or CASES)
     ]  # fmt: skip
 
@@ -220,7 +222,7 @@ def test_bf16_misses_fp32_by_no_more_than_stock_does(ranks, paths, family):
         assert ours[name] <= 1.3 * stock[name], name
 
 
-@pytest.mark.parametrize("schedule", ["packed", "phased"])
+@pytest.mark.parametrize("schedule", [pytest.param("packed", marks=pytest.mark.ci), "phased"])
 def test_image_tokens_that_a_model_samples_are_text_and_are_left_out_of_the_self_check(results, schedule):
     """Of `image` and `text` two rows are such on rank 0, on rank 1 none."""
     for result in results(_sampled, ("image", "text"), schedule):

@@ -38,10 +38,13 @@ from verl_prefix.models.support import check_dropout, check_supported
 # Prefixes of 22, 40, 6 and 0 tokens: windows below are shorter than all of a prefix, longer, or end inside a suffix.
 SHAPE = [(23, [9, 17, 5]), (41, [3, 1, 11]), (7, [13, 4]), (1, [6, 30])]
 RECURRENT = [name for name, (*_, core) in FAMILIES.items() if "states" in core]
-# Left to CI: what these have, others have here by themselves: sizes of heads, windows, experts, Mamba-2.
+# Left to CI: what these have, others have here by themselves: sizes of heads, windows, experts, Mamba-2, biases, the
+# delta rule; or test_kernels.py (scaled scores, one key head) and the engine's cases (tied embeddings).
 TWINS = (
-    "qwen2-window-7", "phi3-window-9", "mixtral", "qwen2-moe", "glm4-moe", "glm4-moe-lite", "head-dim-64",
-    "head-dim-128", "head-dim-256", "qwen3.5-moe", "lfm2-moe", "granite4-h-moe", "bamba",
+    "smollm2", "qwen2.5", "mistral-window-8", "mistral-window-300", "mistral-mqa", "deepseek-v3-yarn", "head-dim-96",
+    "qwen3-next", "olmo-hybrid", "qwen2-window-7", "phi3-window-9", "mixtral", "qwen2-moe", "glm4-moe",
+    "glm4-moe-lite", "head-dim-64", "head-dim-128", "head-dim-256", "qwen3.5-moe", "lfm2-moe", "granite4-h-moe",
+    "bamba",
 )  # fmt: skip
 # Prefixes of several chunks of any scan (`short_chunks`), and shorter than its convolution; a group of one; a suffix so
 # long among short ones that it is scanned by itself.
