@@ -12,10 +12,10 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from smoke.checks import Checks
-from verl_prefix.engine.trace import StepRows
 from verl_prefix.tools.ab.command import join_ranks
 from verl_prefix.tools.ab.source import Options, Source
 from verl_prefix.tools.bench.options import build_model
+from verl_prefix.trace import StepRows
 
 Sizes = tuple[int, int, int, int]  # P, S, G, groups, as `ab --synthetic`
 

@@ -29,12 +29,16 @@ from verl.trainer.ppo.v1 import AgentLoopWorkerTQ  # noqa: E402
 from verl.utils.import_utils import load_class_from_fqn  # noqa: E402
 from verl.workers.rollout.replica import TokenOutput  # noqa: E402
 
-from verl_prefix.engine.carried_pixels import CARRIED_BY, CARRIES, receive_pixels  # noqa: E402
-from verl_prefix.engine.shared_pixels import SharedPixelsManager, SharedPixelsWorker  # noqa: E402
-from verl_prefix.models.vision import PIXEL_NAMES  # noqa: E402
+from verl_prefix.engine.carried_pixels import receive_pixels  # noqa: E402
+from verl_prefix.models.vision import (  # noqa: E402
+    CARRIED_BY,
+    CARRIES,
+    PIXEL_NAMES,  # noqa: E402
+)
 from verl_prefix.testing import write_tiny_vlm  # noqa: E402
 from verl_prefix.tools.plan.compose import compose_config  # noqa: E402
 from verl_prefix.trainer.prefix_sync import MANAGER, PrefixPPOTrainerSync  # noqa: E402
+from verl_prefix.trainer.shared_pixels import SharedPixelsManager, SharedPixelsWorker  # noqa: E402
 
 G = 4
 StockWorker = AgentLoopWorkerTQ.__ray_metadata__.modified_class
@@ -181,7 +185,7 @@ def test_a_session_that_fails_carries_nothing_for_the_others(config, monkeypatch
 def test_a_worker_that_starts_with_the_agent_loop_has_the_trainers(fresh, tmp_path):
     """Ray unpickles the worker's class before anything else has imported verl."""
     code = (
-        "import verl_prefix.engine.shared_pixels, sys; sys.exit('verl_prefix.trainer.prefix_sync' not in sys.modules)"
+        "import verl_prefix.trainer.shared_pixels, sys; sys.exit('verl_prefix.trainer.prefix_sync' not in sys.modules)"
     )
     done = fresh(code, tmp_path, dict(os.environ))
     assert done.returncode == 0, done.stderr

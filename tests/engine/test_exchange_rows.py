@@ -114,7 +114,7 @@ def examples(count: int) -> list[dict]:
 
 def rows_of(batch: dict, seed: int) -> list[dict]:
     """All rows, each as a dict of what its batch holds for it."""
-    from verl_prefix.engine.carried_pixels import CARRIED_BY, CARRIES
+    from verl_prefix.models.vision import CARRIED_BY, CARRIES
 
     generator = torch.Generator().manual_seed(seed)
     rows = []
@@ -183,10 +183,10 @@ def _problems(batch: dict, seed: int, group) -> list[str]:
     import torch.distributed as dist
     from verl.utils import tensordict_utils as tu
 
-    from verl_prefix.engine.carried_pixels import CARRIES
     from verl_prefix.engine.exchange import exchange_rows
     from verl_prefix.engine.grouping import NO_TREES, Trees
     from verl_prefix.engine.rows import BatchRows
+    from verl_prefix.models.vision import CARRIES
 
     rank, problems = dist.get_rank(), []
     every = rows_of(batch, seed)

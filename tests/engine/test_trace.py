@@ -22,10 +22,12 @@ os.environ.setdefault("VERL_PLATFORM", "cpu")
 from verl.workers.config import ActorConfig  # noqa: E402
 from verl.workers.utils.losses import ppo_loss, sft_loss  # noqa: E402
 
-from verl_prefix.engine import trace, trace_writer  # noqa: E402
+from verl_prefix import trace  # noqa: E402
+from verl_prefix.engine.rows import BatchRows  # noqa: E402
 from verl_prefix.testing import write_tiny_model  # noqa: E402
 from verl_prefix.tools.ab.arm import to_tensordict  # noqa: E402
 from verl_prefix.tools.ab.source import synthetic_rows  # noqa: E402
+from verl_prefix.trace import writer as trace_writer  # noqa: E402
 
 CONFIG = ActorConfig(strategy="fsdp2", rollout_n=3, ppo_micro_batch_size_per_gpu=1)
 LOSS = functools.partial(ppo_loss, config=CONFIG)
@@ -59,7 +61,7 @@ def record(ranks: list[trace_writer.TraceWriter], steps: int, make=mini_batch, l
             return found
 
         for step in range(steps):
-            writer.record(make(step, writer.rank), loss, reduce_max)
+            writer.record(BatchRows(make(step, writer.rank)), loss, reduce_max)
 
     with ThreadPoolExecutor(len(ranks)) as pool:
         futures = [pool.submit(run, writer) for writer in ranks]

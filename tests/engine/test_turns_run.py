@@ -14,8 +14,8 @@ from musique import RECIPE
 from transformers import AutoTokenizer
 
 from verl_prefix.core.trees import cuts_at, group_trees, mix_rows
-from verl_prefix.engine.trace import Trace, join_rows
 from verl_prefix.models.messages import end_tokens, message_ends
+from verl_prefix.trace import Trace, join_rows
 
 ROWS = 4 * 4  # of 4 prompts, a session of each, 4 turns at most
 

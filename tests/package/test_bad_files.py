@@ -23,7 +23,6 @@ from omegaconf import OmegaConf
 from safetensors.torch import save
 
 from verl_prefix import cli
-from verl_prefix.engine.trace import MANIFEST, SCHEMA, step_path
 from verl_prefix.testing import write_tiny_model
 from verl_prefix.tools.ab.options import Options
 from verl_prefix.tools.ab.source import Source, synthetic_manifest, synthetic_rows
@@ -31,6 +30,7 @@ from verl_prefix.tools.bench.measure import resume
 from verl_prefix.tools.plan.compose import read_messages
 from verl_prefix.tools.plan.options import override_words, read_dumps, shares
 from verl_prefix.tools.plan.script import expanded
+from verl_prefix.trace import MANIFEST, SCHEMA, step_path
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -16,14 +16,12 @@ ROOMS = {
     "auto": ("core models files", "transformers"),
     "config": ("core models versions", "verl transformers omegaconf"),
     "backends": ("core models auto config cpu engine versions", "verl tensordict"),
-    "engine": (
-        "core models auto config files versions", "verl ray tensordict transfer_queue huggingface_hub safetensors "
-        "numpy",
-    ),
-    "trainer": ("core config versions", "verl ray omegaconf transfer_queue"),
+    "engine": ("core models auto config trace versions", "verl tensordict transfer_queue safetensors numpy"),
+    "trace": ("config files versions", "verl tensordict huggingface_hub safetensors"),
+    "trainer": ("core models config versions", "verl ray omegaconf transfer_queue"),
     "cpu": ("models", "verl ray psutil omegaconf transformers fastapi uvicorn"),
     "testing": ("core models", "transformers tokenizers"),
-    "tools": ("core models auto config engine backends trainer files versions testing plugin "
+    "tools": ("core models auto config engine backends trace trainer files versions testing plugin "
               "search_path", "verl transformers numpy pyarrow "
               "hydra omegaconf tensordict rich tqdm packaging tensorboard"),
     "files": ("", ""),
@@ -31,7 +29,7 @@ ROOMS = {
     "api": ("core models versions", ""),
     "plugin": ("cpu trainer config search_path", "verl omegaconf"),
     "search_path": ("", "hydra"),
-    "cli": ("tools engine versions", ""),
+    "cli": ("tools trace versions", ""),
     "__init__": ("api", ""),
 }  # fmt: skip
 # A package that few files know.

@@ -265,11 +265,11 @@ def classes() -> list[type]:
     import verl_prefix.cpu.engine
     import verl_prefix.cpu.platform
     import verl_prefix.cpu.rollout
-    import verl_prefix.engine.shared_pixels
     import verl_prefix.trainer.prefix_sync
+    import verl_prefix.trainer.shared_pixels
 
     modules = [
-        verl_prefix.config, verl_prefix.backends.fsdp, verl_prefix.engine.shared_pixels,
+        verl_prefix.config, verl_prefix.backends.fsdp, verl_prefix.trainer.shared_pixels,
         verl_prefix.trainer.prefix_sync,
         verl_prefix.cpu.engine, verl_prefix.cpu.platform, verl_prefix.cpu.rollout,
     ]  # fmt: skip

@@ -90,7 +90,7 @@ def install() -> None:
     from verl_prefix.cpu.server import HFServer
     from verl_prefix.engine import exchange
     from verl_prefix.engine.row_bytes import RowBytes
-    from verl_prefix.engine.trace_writer import TraceWriter
+    from verl_prefix.trace.writer import TraceWriter
 
     before(PPOTrainer, "step", write_step)
     before(FSDPEngine, "optimizer_step", on_last_rank("update"))

@@ -382,8 +382,8 @@ def test_every_recorded_option_of_the_loss_is_replayed():
     from verl.workers.config import ActorConfig
     from verl.workers.config.actor import PolicyLossConfig
 
-    from verl_prefix.engine.trace import plain
     from verl_prefix.tools.ab import arm
+    from verl_prefix.trace import plain
 
     correction = RolloutCorrectionConfig(rollout_is="token", rollout_is_threshold=3.5, bypass_mode=True)
     policy_loss = PolicyLossConfig(loss_mode="gspo", rollout_correction=correction)

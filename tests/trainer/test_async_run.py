@@ -12,7 +12,7 @@ import torch
 from both_arms import both_arms
 from musique import RECIPE
 
-from verl_prefix.engine.trace import Trace
+from verl_prefix.trace import Trace
 from verl_prefix.versions import TESTED_VERL, installed_version
 
 HELPERS = Path(__file__).resolve().parents[1] / "helpers"

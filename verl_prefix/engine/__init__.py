@@ -16,7 +16,6 @@ Read `prefix_engine` first. A mini-batch goes, in the order of `PrefixEngine.for
 `backend` says what is asked of one engine of verl; `verl_prefix.backends` answers. Every rank reaches every collective:
 one without rows runs dummies, one without outputs sends nothing, and after an error `together` tells the others.
 
-Apart from that: `room` and `out_of_memory` (memory of an update), `trace` and `trace_writer` (recording),
-`shared_pixels` (one of a prompt's rows carries the pixels, from rollout on), `carried_pixels` (the others get them
-back).
+Apart from that: `room` and `out_of_memory` (memory of an update), `carried_pixels` (one of a prompt's rows carried the
+pixels from the rollout on; the others get them back).
 """

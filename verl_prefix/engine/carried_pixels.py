@@ -1,12 +1,13 @@
-"""Pixels that one row of a prompt carries for the others, as they reach the engine; `shared_pixels` sent them so."""
+"""Pixels that one row of a prompt carries for the others, as they reach the engine.
+
+`trainer.shared_pixels` sent them so.
+"""
 
 from collections.abc import Sequence
 from typing import Any
 
-from verl_prefix.models.vision import PIXEL_NAMES, Row
+from verl_prefix.models.vision import CARRIED_BY, CARRIES, PIXEL_NAMES, Row
 
-# In `multi_modal_inputs`: this row's own key in TransferQueue, beside its pixels; the key of the row that has them.
-CARRIES, CARRIED_BY = "verl_prefix.carries", "verl_prefix.carried_by"
 PARTITION = "train"
 
 

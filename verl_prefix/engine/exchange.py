@@ -35,7 +35,7 @@ from verl_prefix.engine.row_bytes import Row, RowBytes
 from verl_prefix.engine.row_table import PADDING, AllRows, describe, describe_pieces
 from verl_prefix.engine.rows import PIXELS, BatchRows
 from verl_prefix.engine.together import ExchangeError, together
-from verl_prefix.models.vision import PIXEL_NAMES
+from verl_prefix.models.vision import CARRIED_BY, PIXEL_NAMES
 from verl_prefix.versions import warn_once
 
 logger = logging.getLogger(__name__)
@@ -264,7 +264,7 @@ class _Travel:
         held = {key: own for key, own in zip(keys, pixels, strict=True) if own}
         for key, one, row in zip(keys, seen, rows, strict=True):
             if key in held:  # also where pixels were all that a row had, before they stayed behind
-                one = {name: x for name, x in one.items() if name != carried_pixels.CARRIED_BY} | held[key]
+                one = {name: x for name, x in one.items() if name != CARRIED_BY} | held[key]
             row.others[PIXELS] = one
         return rows
 

@@ -35,10 +35,10 @@ from verl_prefix.engine.room import Room
 from verl_prefix.engine.rows import BatchRows
 from verl_prefix.engine.step_metrics import GROUP_TOKENS, StepMetrics, plan_metrics
 from verl_prefix.engine.together import together
-from verl_prefix.engine.trace_writer import TraceWriter, open_trace
 from verl_prefix.engine.verify import Verification
 from verl_prefix.models.hookup import HookedModel
 from verl_prefix.models.messages import end_tokens
+from verl_prefix.trace.writer import TraceWriter, open_trace
 from verl_prefix.versions import warn_once
 
 logger = logging.getLogger(__name__)
@@ -168,11 +168,12 @@ class PrefixEngine:
         """Runs one optimizer step, as verl's; `prefix.trace_dir` has it recorded first. Under `mini_batches=prompts` a
         loss that is a mean over rows divides by the mini-batch's rows, where verl counts n per prompt and padding."""
         ranks = self.backend.ranks
+        rows = BatchRows(data)
         if self.prefix_config.mini_batches == "prompts":
-            (rows,) = ranks.total([BatchRows(data).num_real])
-            tu.assign_non_tensor(data, global_batch_size=int(rows) // ranks.copies)
+            (num_rows,) = ranks.total([rows.num_real])
+            tu.assign_non_tensor(data, global_batch_size=int(num_rows) // ranks.copies)
         if self._trace is not None:
-            self._trace.record(data, loss_function, ranks.most)
+            self._trace.record(rows, loss_function, ranks.most)
         with self._room.update():
             output: dict[str, Any] = super().train_batch(data, loss_function)  # type: ignore[misc]
         return output
@@ -183,7 +184,8 @@ class PrefixEngine:
         self._verification = Verification(backend, self.prefix_config, self.run_plan)
         self._step_metrics = StepMetrics(backend, self.prefix_config, engine_config.ppo_epochs)
         if self.prefix_config.trace_dir and not backend.forward_only:
-            self._trace = open_trace(self.prefix_config, backend.ranks, self)
+            ranks = backend.ranks
+            self._trace = open_trace(self.prefix_config, ranks.data_rank, ranks.data_size, ranks.writes, self)
 
     def initialize(self) -> None:
         """Builds verl's engine, and what needs its model."""

@@ -12,8 +12,7 @@ from verl.utils import tensordict_utils as tu
 
 from verl_prefix.config import is_varlen
 from verl_prefix.core.groups import Group
-from verl_prefix.engine.carried_pixels import CARRIED_BY, CARRIES
-from verl_prefix.models.vision import check_pixels, is_vision_config, share_pixels
+from verl_prefix.models.vision import CARRIED_BY, CARRIES, check_pixels, is_vision_config, share_pixels
 
 PIXELS = "multi_modal_inputs"
 

@@ -1,6 +1,6 @@
 """Pixels of a group, which are held, moved and seen by the vision tower once, with the group's prefix.
 
-    rollouts -> `engine.shared_pixels` one row of a prompt carries the pixels to the actor
+    rollouts -> `trainer.shared_pixels` one row of a prompt carries the pixels to the actor
     rows -> `share_pixels`   rows with the same pixels hold the same tensors; their digest is part of the group key
     pass -> `PixelBatch.of`  the pixels of the pass's groups, and where their tokens stand in the packed row
     pass -> `forward`        the tower once per packed pass or phase A, on the pixels of all its groups at once
@@ -32,6 +32,8 @@ MODEL_TYPES = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe
 # grid [m, 3]). What else the processor makes (timestamps) is in the row's position ids already.
 PIXELS = (("image", "pixel_values", "image_grid_thw"), ("video", "pixel_values_videos", "video_grid_thw"))
 PIXEL_NAMES = tuple(name for _, *names in PIXELS for name in names)
+# Beside a row's pixels, the row's own key in TransferQueue; in place of pixels, the key of the row that has them.
+CARRIES, CARRIED_BY = "verl_prefix.carries", "verl_prefix.carried_by"
 
 Row = dict[str, Any] | None  # a row's pixels by name; None or empty: it has none
 

@@ -32,7 +32,7 @@ from verl_prefix.trainer.watchdog import Watchdog, stall_minutes
 from verl_prefix.versions import check_versions
 
 TRAINER_MODE = "prefix_sync"
-MANAGER = "verl_prefix.engine.shared_pixels.SharedPixelsManager"
+MANAGER = "verl_prefix.trainer.shared_pixels.SharedPixelsManager"
 MINI_BATCHES = "actor_rollout_ref.actor.prefix.mini_batches"
 
 

@@ -26,10 +26,10 @@ from verl.workers.utils.losses import ppo_loss
 
 from verl_prefix.backends.fsdp import PrefixEngineConfig
 from verl_prefix.config import PrefixConfig
-from verl_prefix.engine.trace import MANIFEST, StepRows
 from verl_prefix.models.recurrent import packing_leak
 from verl_prefix.tools.ab.options import REPACKED, STOCK, TRUTH
 from verl_prefix.tools.memory import RESET_PEAK, memory_mib, reset_peak_mib
+from verl_prefix.trace import MANIFEST, StepRows
 
 # Not trust_remote_code: a trace is data, and must not bring code along.
 MODEL_KEYS = (

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from verl_prefix.engine.trace import StepRows
 from verl_prefix.tools.ab.arm import STOCK, Arm, errors_by_parameter, relative_error
+from verl_prefix.trace import StepRows
 
 # ||difference|| / ||stock's|| of a layer's outputs above which it is named.
 DIVERGED = {"fp32": 5e-6, "bf16": 6e-2}

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from verl_prefix.engine.trace import StepRows
 from verl_prefix.tools.ab.arm import (
     Arm,
     errors_by_parameter,
@@ -28,6 +27,7 @@ from verl_prefix.tools.ab.diagnosis import first_diverging
 from verl_prefix.tools.ab.options import REPACKED, STOCK, TRUTH, Options
 from verl_prefix.tools.ab.source import Source
 from verl_prefix.tools.ab.verdict import same_weights_limits
+from verl_prefix.trace import StepRows
 
 
 def replay(source: Source, options: Options, rank: int) -> Iterator[dict[str, Any]]:

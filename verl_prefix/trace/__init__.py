@@ -5,7 +5,7 @@
     DIR/rank_00000/step_00000.json          its uids and flags; written last: it exists for whole steps only
 
 Nothing is pickled. A run that was killed leaves the steps that all its ranks finished; those are what `Trace` reads.
-`engine.trace_writer` writes.
+`trace.writer` writes.
 """
 
 import contextlib

@@ -8,7 +8,7 @@ import json
 import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors.torch import save
@@ -17,9 +17,8 @@ from verl.utils import tensordict_utils as tu
 from verl.workers.utils.losses import ppo_loss
 
 from verl_prefix.config import PrefixConfig
-from verl_prefix.engine.backend import Ranks
-from verl_prefix.engine.rows import PIXELS, BatchRows
-from verl_prefix.engine.trace import (
+from verl_prefix.files import write_whole
+from verl_prefix.trace import (
     FIELDS,
     MANIFEST,
     OPTIONAL,
@@ -30,12 +29,24 @@ from verl_prefix.engine.trace import (
     plain,
     step_path,
 )  # fmt: skip
-from verl_prefix.files import write_whole
 from verl_prefix.versions import device_name, package_versions
 
 logger = logging.getLogger(__name__)
 
 PRIVATE_FILE, PRIVATE_FOLDER = 0o600, 0o700
+
+
+class Rows(Protocol):
+    """A mini-batch, as `engine.rows.BatchRows` reads it."""
+
+    data: TensorDict
+
+    @property
+    def prompts(self) -> list[torch.Tensor]: ...
+    @property
+    def response_lens(self) -> list[int]: ...
+    @property
+    def pixels(self) -> Sequence[Any]: ...
 
 
 def _write_json(path: Path, body: dict[str, Any]) -> None:
@@ -65,11 +76,11 @@ class TraceWriter:
         self.max_steps, self.max_bytes = max_steps, max_gib * 2**30 / world_size
         self.step, self.num_bytes, self.ended, self.resumed = 0, 0, False, False
 
-    def record(self, data: TensorDict, loss: Callable, reduce_max: Callable[[Sequence[float]], list[float]]) -> None:
+    def record(self, rows: Rows, loss: Callable, reduce_max: Callable[[Sequence[float]], list[float]]) -> None:
         """Writes this rank's rows of one optimizer step, before they are computed.
 
         Args:
-            data: verl's mini-batch; its jagged or row-wise tensors, `uid` and scalars are kept.
+            rows: verl's mini-batch; its jagged or row-wise tensors, `uid` and scalars are kept.
             loss: verl's loss function, a partial of `ppo_loss` with its config.
             reduce_max: element-wise maximum over ranks.
 
@@ -87,7 +98,7 @@ class TraceWriter:
         error: Exception | None = None
         try:
             loss_options = _describe_loss(loss)
-            tensors, uids, flags = split_fields(data)
+            tensors, uids, flags = split_fields(rows)
             content = save(tensors)
             of_engine = self.describe() if leads else {}
         except TraceError as problem:
@@ -140,11 +151,11 @@ class TraceWriter:
         _write_json(path, {"uids": uids, "flags": flags})
 
 
-def open_trace(options: PrefixConfig, ranks: Ranks, engine: Any) -> TraceWriter:
+def open_trace(options: PrefixConfig, rank: int, world_size: int, writes: bool, engine: Any) -> TraceWriter:
     """The writer that `prefix.trace_dir` asks for.
 
     Args:
-        ranks: this rank's place. engine: verl's, which knows the configs.
+        rank, world_size, writes: of `TraceWriter`. engine: verl's, which knows the configs.
     """
     assert options.trace_dir is not None
 
@@ -159,8 +170,8 @@ def open_trace(options: PrefixConfig, ranks: Ranks, engine: Any) -> TraceWriter:
         }
 
     return TraceWriter(
-        options.trace_dir, ranks.data_rank, ranks.data_size, max_steps=options.trace_max_steps,
-        max_gib=options.trace_max_gib, describe=describe, writes=ranks.writes,
+        options.trace_dir, rank, world_size, max_steps=options.trace_max_steps, max_gib=options.trace_max_gib,
+        describe=describe, writes=writes,
     )  # fmt: skip
 
 
@@ -175,11 +186,11 @@ def _describe_loss(loss: Any) -> dict[str, Any]:
     return {name: value for name, value in plain(config).items() if name not in owners}
 
 
-def _without_padding(data: TensorDict) -> TensorDict:
-    """The batch with every recorded field jagged, where the legacy trainer pads (see `BatchRows`)."""
+def _without_padding(rows: Rows) -> TensorDict:
+    """The batch with every recorded field jagged, where the legacy trainer pads."""
+    data = rows.data
     if "prompts" not in data.keys() or data["prompts"].is_nested:
         return data
-    rows = BatchRows(data)
     jagged = data.exclude("max_seq_len", "max_response_len")  # to which verl would pad log-probs again
     for name in (*FIELDS, *OPTIONAL):
         value = data.get(name, None)
@@ -190,12 +201,12 @@ def _without_padding(data: TensorDict) -> TensorDict:
     return jagged
 
 
-def split_fields(data: TensorDict) -> tuple[dict[str, torch.Tensor], list[str] | None, dict[str, Any]]:
+def split_fields(rows: Rows) -> tuple[dict[str, torch.Tensor], list[str] | None, dict[str, Any]]:
     """Jagged fields as flat values and `NAME/lengths` [rows] int64, row-wise tensors as they are; uids; scalars."""
-    if any(tu.get(data, PIXELS, ())):
+    if any(rows.pixels):
         raise TraceError("actor_rollout_ref.actor.prefix.trace_dir does not record images; remove it")
     tensors, flags = {}, {}
-    data = _without_padding(data)
+    data = _without_padding(rows)
     for name in data.keys():
         value = data.get(name)
         if name == "session_id":  # of TransferQueue or not: a tensor, or a number per row
