@@ -2,13 +2,15 @@
 mixture of experts, recurrent. Stock is never sequence parallel. Shows neither vLLM nor CUDA.
 """
 
+import os
 from pathlib import Path
 
 import pytest
 from both_arms import both_arms
 
 ULYSSES = [f"actor_rollout_ref.{role}.fsdp_config.ulysses_sequence_parallel_size=2" for role in ("actor", "ref")] + [
-    "actor_rollout_ref.model.override_config.attn_implementation=varlen_on_cpu"
+    "actor_rollout_ref.model.external_lib=varlen",
+    "actor_rollout_ref.model.override_config.attn_implementation=varlen_on_cpu",
 ]
 # verl draws an adapter's first matrix from a seed of the process, unless told otherwise.
 LORA = [
@@ -38,7 +40,9 @@ RUNS = {
 @pytest.mark.ray
 @pytest.mark.full
 @pytest.mark.parametrize("run", RUNS)
-def test_step_1_is_stocks_and_prompts_are_shared(tmp_path: Path, run: str, train) -> None:
+def test_step_1_is_stocks_and_prompts_are_shared(tmp_path: Path, run: str, train, monkeypatch) -> None:
+    helpers = str(Path(__file__).parents[1] / "helpers")
+    monkeypatch.setenv("PYTHONPATH", helpers, prepend=os.pathsep)
     family, both, ours, stocks = RUNS[run]
     options = ["trainer.v1.trainer_mode=sync", *both]
     stock, prefix = both_arms(tmp_path, train, options, [SHARED, *ours], stocks, family)

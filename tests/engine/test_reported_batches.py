@@ -19,7 +19,6 @@ from whole_tensors import full
 from verl_prefix.auto.shape import ModelShape
 from verl_prefix.config import LOSSES_OF_ROWS
 from verl_prefix.core.groups import Group
-from verl_prefix.cpu.varlen import VARLEN_ON_CPU, register_varlen
 from verl_prefix.testing import write_tiny_model
 
 # What follows runs on ranks, which are given the model's path first.
@@ -57,9 +56,10 @@ def _number(data, how: str, uid: str) -> None:
 
 def _numbered(path: str, how: str, attention: str, packs: bool) -> tuple[str, float]:
     """What the engine says of such rows, and how far its log-probs are from stock's if it says nothing of any."""
+    import varlen  # noqa: F401
+
     from verl_prefix.engine import rows
 
-    register_varlen()
     options = {"schedule": "packed", "attn_implementation": attention, "use_remove_padding": packs}
     found, message = {}, ""
     for backend in ("fsdp2", "prefix"):
@@ -81,7 +81,7 @@ def _numbered(path: str, how: str, attention: str, packs: bool) -> tuple[str, fl
 
 @pytest.mark.parametrize("how", _some(NUMBERED, "from 0 three times", "with a jump behind the prompt"))
 @pytest.mark.parametrize(
-    ("attention", "packs"), [(VARLEN_ON_CPU, True), ("sdpa", True), ("sdpa", False)], ids=["flash", "sdpa", "padded"]
+    ("attention", "packs"), [("varlen_on_cpu", True), ("sdpa", True), ("sdpa", False)], ids=["flash", "sdpa", "padded"]
 )
 def test_rows_are_refused_where_verls_own_path_takes_their_positions_for_bounds(ranks, path, attention, packs, how):
     """Both kernels are those of a CPU: flash attention is a stand-in that reads bounds as transformers does."""

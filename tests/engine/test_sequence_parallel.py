@@ -92,6 +92,7 @@ Case = str | tuple[str, str]
 
 @contextlib.contextmanager
 def _prepared() -> Iterator[None]:
+    import varlen  # noqa: F401
     import verl  # noqa: F401  # first: it imports its plugin, ours
     from transformers.models.qwen3_5 import modeling_qwen3_5
 

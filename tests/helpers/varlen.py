@@ -1,7 +1,8 @@
-"""A stand-in for flash attention on a machine without it, for tests: verl's sequence parallelism sits inside
-transformers' call of it, and is silently wrong with `attn_implementation=sdpa`.
+"""A stand-in for flash attention on a machine without it: verl's sequence parallelism sits inside transformers' call of
+it, and is silently wrong with `attn_implementation=sdpa`. Where this is imported, transformers knows it:
 
-    ... +platform=cpu actor_rollout_ref.model.override_config.attn_implementation=varlen_on_cpu
+    ... actor_rollout_ref.model.external_lib=varlen
+    actor_rollout_ref.model.override_config.attn_implementation=varlen_on_cpu
 """
 
 from typing import Any
@@ -37,9 +38,7 @@ def _dense(
     return scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=softmax_scale, enable_gqa=True).transpose(1, 2)
 
 
-def register_varlen() -> None:
-    """Makes `varlen_on_cpu` an attention implementation of transformers, in this process."""
-    # What transformers' and verl's functions call by this name can only fail without the package.
-    flash_attention._flash_attention_forward = monkey_patch._ulysses_flash_attention_forward
-    monkey_patch._flash_attention_forward = _dense
-    AttentionInterface.register(VARLEN_ON_CPU, flash_attention.flash_attention_forward)
+# What transformers' and verl's functions call by this name can only fail without the package.
+flash_attention._flash_attention_forward = monkey_patch._ulysses_flash_attention_forward
+monkey_patch._flash_attention_forward = _dense
+AttentionInterface.register(VARLEN_ON_CPU, flash_attention.flash_attention_forward)

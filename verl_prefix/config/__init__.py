@@ -170,7 +170,7 @@ class PrefixEngineConfig(FSDPEngineConfig):
 def is_varlen(attn_implementation: str) -> bool:
     """True where verl's own path reads packed rows by their bounds, and attends to other ranks' tokens under sequence
     parallelism: flash attention, which alone verl gives an all-to-all (verl/models/transformers/monkey_patch.py)."""
-    return "flash" in attn_implementation or "varlen" in attn_implementation  # `cpu.varlen`
+    return "flash" in attn_implementation or "varlen" in attn_implementation  # of tests, on a CPU
 
 
 def attention_of(model_config: Any) -> str:

@@ -7,7 +7,6 @@ from verl.workers.engine.base import EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
 from verl_prefix.cpu.platform import is_selected
-from verl_prefix.cpu.varlen import register_varlen
 
 # Before any engine sets it: an actor and its ref model live in one process.
 _HOST_THREADS = torch.get_num_threads()
@@ -44,5 +43,4 @@ class CPUFSDPEngine(FSDPEngineWithLMHead):
 
 
 if is_selected():
-    register_varlen()
     EngineRegistry.register(model_type="language_model", backend="fsdp2", device="cpu")(CPUFSDPEngine)

@@ -37,7 +37,6 @@ from verl.workers.config import HFModelConfig, RolloutConfig
 from verl.workers.rollout.replica import TokenOutput
 
 from verl_prefix.cpu.prompts import Prompt, pad_left, read_prompt
-from verl_prefix.cpu.varlen import VARLEN_ON_CPU
 
 # How long the queue must be quiet before a batch starts: a group arrives as n calls.
 SETTLE_SECONDS = 0.02
@@ -128,7 +127,7 @@ class HFServer:
             dtype=PrecisionType.to_dtype(config.dtype),
             trust_remote_code=model_config.trust_remote_code,
         )
-        if self.model.config._attn_implementation == VARLEN_ON_CPU:  # of training, which has no KV cache
+        if "varlen" in self.model.config._attn_implementation:  # of packed rows, in training: it has no KV cache
             self.model.set_attn_implementation("sdpa")
         self.processor = model_config.processor
         self.eos_ids = _token_ids(model_config.tokenizer.eos_token_id, self.model.generation_config.eos_token_id)
