@@ -296,8 +296,8 @@ def forward(
 
 
 def _in_parents_shard(module: torch.nn.Module) -> list[torch.nn.Parameter]:
-    """Parameters of a module that FSDP2 shards with those of its parents: it shards some of its children by themselves,
-    and not these."""
+    """Parameters of a module that are in its parents' FSDP2 shard, as some of its children alone have shards of their
+    own."""
     sharded = [m for m in module.modules() if isinstance(m, FSDPModule)]
     inside = {id(p) for m in sharded for p in m.parameters()}
     return [p for p in module.parameters() if sharded and id(p) not in inside]
