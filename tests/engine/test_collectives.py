@@ -75,6 +75,7 @@ def _seen(frame) -> list[str]:
 def _walk(models: dict, rows: str, has_outputs: bool) -> tuple[list, list[str], list, list[int]]:
     """One rank's collectives in order, each with the size of its group; the functions of ours that made them; the
     log-probs that it gave back, by uid; how many metrics it reported."""
+    import varlen  # noqa: F401  # which transformers then knows
     import verl  # noqa: F401  # first: it imports its plugin, ours
 
     calls, within, copy = [], set(), get_rank() % 2
