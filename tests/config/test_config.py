@@ -16,7 +16,8 @@ from omegaconf import OmegaConf
 from omegaconf.errors import InterpolationResolutionError
 from verl.utils.config import omega_conf_to_dataclass, validate_config
 
-from verl_prefix.config import PrefixActorConfig, PrefixConfig, PrefixEngineConfig, driver, read_hf_config
+from verl_prefix.config import PrefixActorConfig, PrefixConfig, PrefixEngineConfig, driver
+from verl_prefix.config.model import read_hf_config
 from verl_prefix.models.support import check_supported
 from verl_prefix.testing import write_tiny_model
 from verl_prefix.tools.plan import compose as compose_of_plan

@@ -28,7 +28,7 @@ from verl.utils import tensordict_utils as tu  # noqa: E402
 from verl_prefix import cli  # noqa: E402
 from verl_prefix.auto import calibration  # noqa: E402
 from verl_prefix.auto.cost import Rates  # noqa: E402
-from verl_prefix.config import check_dealt  # noqa: E402
+from verl_prefix.config.model import check_dealt  # noqa: E402
 from verl_prefix.testing import write_tiny_model  # noqa: E402
 from verl_prefix.tools import doctor  # noqa: E402
 from verl_prefix.tools.plan import command as plan  # noqa: E402

@@ -22,13 +22,8 @@ from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 from verl_prefix.auto.cost import Memory, shard_size, syncs_once
 from verl_prefix.auto.shape import ModelShape, model_shape
 from verl_prefix.backends.own_path import HFOwnPath
-from verl_prefix.config import (
-    PrefixConfig,
-    PrefixEngineConfig,
-    check_dealt,
-    check_sequence_parallel,
-    warn_of_replaced_options,
-)
+from verl_prefix.config import PrefixConfig, PrefixEngineConfig
+from verl_prefix.config.model import check_dealt, check_sequence_parallel, warn_of_replaced_options
 from verl_prefix.core.gradients import gradients_aside
 from verl_prefix.core.meter import Meter
 from verl_prefix.core.schedule import PackedForward, Schedule

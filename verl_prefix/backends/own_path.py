@@ -9,7 +9,7 @@ from tensordict import TensorDict
 from verl.utils import tensordict_utils as tu
 from verl.utils.ulysses import get_ulysses_sequence_parallel_group, set_ulysses_sequence_parallel_group
 
-from verl_prefix.config import is_varlen
+from verl_prefix.config.model import is_varlen
 from verl_prefix.engine.backend import OwnPath, Ranks
 from verl_prefix.engine.loss import LossFunction
 from verl_prefix.models.recurrent import packing_leak, sharding_leak

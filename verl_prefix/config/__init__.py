@@ -4,16 +4,21 @@ Everything that cannot work is refused in the driver, before a worker starts: ve
 `PrefixActorConfig` and calls `validate` there; `driver.check_driver` is called where the config is resolved.
 """
 
-import contextlib
 import logging
 import math
 from dataclasses import dataclass, field
 from typing import Any
 
-from omegaconf import OmegaConf
 from verl.base_config import BaseConfig
 from verl.workers.config import FSDPActorConfig, FSDPEngineConfig, PolicyLossConfig
 
+from verl_prefix.config.model import (
+    check_model_family,
+    check_sequence_parallel,
+    is_count,
+    refuse,
+    warn_of_replaced_options,
+)
 from verl_prefix.versions import check_versions, warn_once
 
 # Losses of verl 0.9.1 (verl/trainer/ppo/core_algos.py) that are sums over rows: compute_policy_loss_<mode> makes a loss
@@ -46,15 +51,6 @@ NO_REPLAY = (
 logger = logging.getLogger(__name__)
 
 
-def _refuse(wrong: object, message: str) -> None:
-    if wrong:
-        raise ValueError(message)
-
-
-def _is_count(value: object) -> bool:
-    return type(value) is int and value >= 1
-
-
 @dataclass
 class PrefixConfig(BaseConfig):
     """`actor_rollout_ref.actor.prefix.*`; the keys are documented in config/actor/prefix_actor.yaml.
@@ -80,35 +76,35 @@ class PrefixConfig(BaseConfig):
     trace_max_gib: float = 8.0
 
     def __post_init__(self) -> None:
-        def refuse(wrong: object, key: str, why: str) -> None:
-            _refuse(wrong, f"actor_rollout_ref.actor.prefix.{key}={getattr(self, key)!r}{why}")
+        def check(wrong: object, key: str, why: str) -> None:
+            refuse(wrong, f"actor_rollout_ref.actor.prefix.{key}={getattr(self, key)!r}{why}")
 
         for key, allowed in CHOICES.items():
-            refuse(getattr(self, key) not in allowed, key, f": set one of {', '.join(allowed)}")
+            check(getattr(self, key) not in allowed, key, f": set one of {', '.join(allowed)}")
         for key in ("wave_tokens", "logits_chunk"):
             tokens = getattr(self, key)
-            refuse(tokens is not None and not _is_count(tokens), key, ": set a number of tokens >= 1")
+            check(tokens is not None and not is_count(tokens), key, ": set a number of tokens >= 1")
         here = f"with prefix.schedule={self.schedule!r}"
         has_waves = self.schedule in ("auto", "phased")
         if self.wave_tokens is not None:
             advice = "remove it, or set prefix.schedule to auto or phased"
-            refuse(not has_waves, "wave_tokens", f" sets nothing {here}; {advice}")
-        refuse(not isinstance(self.offload, bool), "offload", ": set true or false")
+            check(not has_waves, "wave_tokens", f" sets nothing {here}; {advice}")
+        check(not isinstance(self.offload, bool), "offload", ": set true or false")
         advice = "set prefix.schedule to auto or phased, or prefix.offload=False"
-        refuse(self.offload and not has_waves, "offload", f" moves nothing {here}; {advice}")
-        is_known = self.verify in ("first_step", "off") or _is_count(self.verify)
-        refuse(not is_known, "verify", ": set first_step, off, or a number n >= 1 for every n updates")
+        check(self.offload and not has_waves, "offload", f" moves nothing {here}; {advice}")
+        is_known = self.verify in ("first_step", "off") or is_count(self.verify)
+        check(not is_known, "verify", ": set first_step, off, or a number n >= 1 for every n updates")
         falls_back = self.verify_action == "fallback"
-        refuse(falls_back and self.verify == "off", "verify_action", " needs prefix.verify, which is off")
+        check(falls_back and self.verify == "off", "verify_action", " needs prefix.verify, which is off")
         is_ratio = type(self.min_speedup) in (int, float) and 0 <= self.min_speedup < math.inf
-        refuse(not is_ratio, "min_speedup", ": set a number >= 0 (0: always share)")
+        check(not is_ratio, "min_speedup", ": set a number >= 0 (0: always share)")
         steps, gib = self.trace_max_steps, self.trace_max_gib
-        is_bound = _is_count(steps) and type(gib) in (int, float) and gib > 0
+        is_bound = is_count(steps) and type(gib) in (int, float) and gib > 0
         advice = "set at least 1 step and more than 0 GiB, or trace_dir=null for no trace"
-        refuse(not is_bound, "trace_max_steps", f", trace_max_gib={gib!r}: {advice}")
+        check(not is_bound, "trace_max_steps", f", trace_max_gib={gib!r}: {advice}")
         is_default = (steps, gib) == (type(self).trace_max_steps, type(self).trace_max_gib)
         advice = "bound a trace, and trace_dir is null; remove them, or set trace_dir"
-        refuse(self.trace_dir is None and not is_default, "trace_max_steps", f", trace_max_gib={gib} {advice}")
+        check(self.trace_dir is None and not is_default, "trace_max_steps", f", trace_max_gib={gib} {advice}")
 
 
 def _role(engine: Any) -> str:
@@ -139,23 +135,23 @@ class PrefixEngineConfig(FSDPEngineConfig):
         check_versions()
         role = _role(self)
         key = f"{role}.fsdp_config"
-        _refuse(
+        refuse(
             self.strategy not in ("prefix", "fsdp2"),
             f"{key}.strategy={self.strategy!r}: the prefix engine shards with FSDP2 only; set {key}.strategy=fsdp2, or "
             "remove it",
         )
-        _refuse(
+        refuse(
             self.pad_to_length,
             f"{key}.pad_to_length=True, or {role}'s: the prefix engine packs without padding; set both to False: "
             f"{key}.pad_to_length=False {role}.pad_to_length=False",
         )
-        _refuse(
+        refuse(
             self.get("qat") and self.qat.get("enable", False),
             f"{key}.qat.enable=True: nobody has tried quantization-aware training with a shared prefix; set "
             f"{key}.qat.enable=False, or model_engine=dp",
         )
         replay = (self.get("router_replay") or {}).get("mode", "disabled")
-        _refuse(
+        refuse(
             replay != "disabled",
             f"{key}.router_replay.mode={replay}: verl's FSDP engine replays no routes; set {key}.router_replay."
             "mode=disabled, or model_engine=veomni or megatron",
@@ -167,65 +163,15 @@ class PrefixEngineConfig(FSDPEngineConfig):
         self.strategy = "prefix"
 
 
-def is_varlen(attn_implementation: str) -> bool:
-    """True where verl's own path reads packed rows by their bounds, and attends to other ranks' tokens under sequence
-    parallelism: flash attention, which alone verl gives an all-to-all (verl/models/transformers/monkey_patch.py)."""
-    return "flash" in attn_implementation or "varlen" in attn_implementation  # of tests, on a CPU
-
-
-def attention_of(model_config: Any) -> str:
-    """The attention of verl's own path, by `actor_rollout_ref.model` (DictConfig or HFModelConfig)."""
-    override = (model_config or {}).get("override_config") or {}
-    return override.get("attn_implementation", "flash_attention_2")
-
-
-def check_sequence_parallel(role: str, size: int, n_gpus: int, model_config: Any) -> None:
-    """Refuses an `ulysses_sequence_parallel_size` of actor or ref that cannot work on these GPUs.
-
-    Raises:
-        ValueError: naming the key and what to set.
-    """
-    if size == 1:
-        return
-    key = f"actor_rollout_ref.{role}.fsdp_config.ulysses_sequence_parallel_size={size}"
-    _refuse(n_gpus % size, f"{key} does not divide {n_gpus} GPUs; set a divisor of them")
-    pads = model_config and not model_config.get("use_remove_padding")
-    _refuse(pads, f"{key} needs actor_rollout_ref.model.use_remove_padding=True; set it")
-
-
-def check_dealt(role: str, size: int, hf_config: Any) -> None:
-    """Refuses an `ulysses_sequence_parallel_size` of actor or ref by which the model's heads cannot be dealt to ranks,
-    nor the groups and channels of its recurrent layers.
-
-    Raises:
-        ValueError: naming the key, and the largest divisor of this size that works.
-    """
-    from verl_prefix.models.support import dealt
-
-    multiples, shared = dealt(hf_config.get_text_config())
-
-    def wrong(size: int) -> list[str]:
-        told = [f"{n} {name} are not its multiple" for name, n in multiples.items() if n % size]
-        neither = [f"{n} {name}" for name, n in shared.items() if n % size and size % n]
-        return told + [f"{name} are neither its multiple nor its divisor" for name in neither]
-
-    works = next(n for n in range(size, 0, -1) if size % n == 0 and not wrong(n))
-    _refuse(
-        works < size,
-        f"actor_rollout_ref.{role}.fsdp_config.ulysses_sequence_parallel_size={size}: of this {hf_config.model_type} "
-        f"model {', '.join(wrong(size))}; set {works}",
-    )
-
-
 def _refuse_losses_of_passes(key: str, policy_loss: PolicyLossConfig) -> None:
     mode, correction = policy_loss.loss_mode, policy_loss.rollout_correction or {}
     instead = "or actor_rollout_ref.actor.prefix.schedule=stock (verl's own micro-batches)"
-    _refuse(
+    refuse(
         mode in LOSSES_OF_PASSES,
         f"{key}.loss_mode={mode} {LOSSES_OF_PASSES.get(mode)}, so that gradients follow prefix.schedule and the token "
         f"budget; set {key}.loss_mode to one of {', '.join(LOSSES_OF_ROWS)}, {instead}",
     )
-    _refuse(
+    refuse(
         mode == "bypass_mode" and correction.get("rollout_is") and correction.get("rollout_is_batch_normalize"),
         f"{key}.rollout_correction.rollout_is_batch_normalize=True divides by a mean over one pass of every rank, and "
         f"waits for ranks that have fewer passes (compute_rollout_correction_weights); set it to False, {instead}",
@@ -248,23 +194,23 @@ class PrefixActorConfig(FSDPActorConfig):
 
     def __post_init__(self) -> None:
         key, ours = _role(self.fsdp_config), "actor_rollout_ref.actor.prefix"
-        _refuse(
+        refuse(
             not isinstance(self.prefix, PrefixConfig),
             f"{key}.prefix={self.prefix}: actor and ref share their options; set them in {ours}",
         )
-        _refuse(
+        refuse(
             self.fsdp_config.prefix not in (self.prefix, PrefixConfig()),
             f"{key}.fsdp_config.prefix is filled in from {ours}, and differs from it; set its keys there",
         )
-        _refuse(self.enable_rollout_routing_replay, NO_REPLAY)
-        _refuse(
+        refuse(self.enable_rollout_routing_replay, NO_REPLAY)
+        refuse(
             self.strategy != "fsdp2",
             f"{key}.strategy={self.strategy!r}: model_engine=prefix is verl's FSDP engine with FSDP2; set "
             f"{key}.strategy=fsdp2, or model_engine={'dp' if self.strategy == 'fsdp' else self.strategy} without it",
         )
-        _refuse(self.shuffle, f"{key}.shuffle=True tears groups apart at mini-batch edges; set {key}.shuffle=False")
+        refuse(self.shuffle, f"{key}.shuffle=True tears groups apart at mini-batch edges; set {key}.shuffle=False")
         if self.prefix.schedule != "stock":
-            _refuse(
+            refuse(
                 self.loss_agg_mode == "seq-mean-token-sum-norm" and self.loss_scale_factor is None,
                 f"{key}.loss_agg_mode=seq-mean-token-sum-norm with {key}.loss_scale_factor=null divides by the longest "
                 f"row of a pass, so that the loss follows the token budget; set {key}.loss_scale_factor to "
@@ -301,74 +247,3 @@ class PrefixActorConfig(FSDPActorConfig):
         if model_config is not None and self.prefix.schedule != "stock":
             warn_of_replaced_options(model_config)
             check_model_family(model_config, self.freeze_vision_tower, sequence_ranks)
-
-
-def warn_of_replaced_options(model_config: Any) -> None:
-    """Warns of `actor_rollout_ref.model` options (DictConfig or HFModelConfig) that the shared-prefix path replaces."""
-    key = "actor_rollout_ref.model"
-    if model_config.get("enable_activation_offload"):
-        # It counts forwards of layers, which prefixes, waves and chunks of logits change.
-        warn_once(
-            logger,
-            "%s.enable_activation_offload=True is off in the prefix engine: what layers keep for backward stays on the "
-            "device, in batches that take verl's own path too. actor.prefix.offload=True moves what prefixes keep to "
-            "the host, and actor.prefix.wave_tokens bounds the rest, in passes that are not packed",
-            key,
-        )
-    if model_config.get("use_fused_kernels"):
-        warn_once(
-            logger,
-            "%s.use_fused_kernels=True is off in the prefix engine, whose lm_head runs on responses alone, in chunks "
-            "of tokens (actor.prefix.logits_chunk); batches that take verl's own path have all their logits",
-            key,
-        )
-
-
-def read_hf_config(model_config: Any) -> Any:
-    """The HF config of `actor_rollout_ref.model`; None where this machine cannot see it: it is on HDFS, or on a hub
-    that only the workers reach."""
-    from transformers import AutoConfig
-    from verl.utils.import_utils import import_external_libs
-    from verl.utils.model import update_model_config
-
-    libs: Any = model_config.get("external_lib")
-    with contextlib.suppress(ImportError):  # one that only workers have
-        import_external_libs(OmegaConf.to_container(libs) if OmegaConf.is_config(libs) else libs)
-    try:
-        hf_config = AutoConfig.from_pretrained(
-            model_config.get("hf_config_path") or model_config["path"],
-            trust_remote_code=bool(model_config.get("trust_remote_code")),
-        )
-    except OSError:
-        return None
-    override: Any = model_config.get("override_config") or {}
-    override = OmegaConf.to_container(override, resolve=True) if OmegaConf.is_config(override) else override
-    update_model_config(hf_config, override.get("model_config", override))  # as HFModelConfig does
-    return hf_config
-
-
-def check_model_family(model_config: Any, freeze_vision_tower: bool, sequence_ranks: int = 1) -> None:
-    """Checks the model's HF config where this machine can see it; the worker checks again all but kernels.
-
-    Raises:
-        ValueError: the model has layers that the shared-prefix path or its kernel does not compute, heads that cannot
-            be dealt to `sequence_ranks`, or no tower to freeze.
-    """
-    from verl_prefix.models.support import check_supported
-    from verl_prefix.models.vision import is_vision_config
-
-    hf_config = read_hf_config(model_config)
-    if hf_config is None:
-        return
-    check_supported(hf_config)
-    _refuse(
-        attention_of(model_config) == "sdpa" and getattr(hf_config.get_text_config(), "attn_logit_softcapping", None),
-        f"actor_rollout_ref.model.override_config.attn_implementation=sdpa drops a {hf_config.model_type} model's "
-        "attn_logit_softcapping on verl's own path, with which ours is compared; set eager, or on a GPU "
-        "flash_attention_2",
-    )
-    check_dealt("actor", sequence_ranks, hf_config)
-    _refuse(
-        freeze_vision_tower and not is_vision_config(hf_config),
-        f"actor_rollout_ref.actor.freeze_vision_tower=True, and a {hf_config.model_type} model has no tower; remove it",
-    )

@@ -7,7 +7,7 @@ from omegaconf import DictConfig, OmegaConf
 from verl.trainer.ppo.utils import need_reference_policy
 from verl.utils.config import omega_conf_to_dataclass
 
-from verl_prefix.config import _is_count, _refuse, check_dealt, check_sequence_parallel, read_hf_config
+from verl_prefix.config.model import check_dealt, check_sequence_parallel, is_count, read_hf_config, refuse
 from verl_prefix.core.waves import leaves_room
 from verl_prefix.versions import TESTED_VERL, installed_version
 
@@ -33,18 +33,18 @@ def check_driver(config: DictConfig, in_job: bool = True) -> None:
     mode_is_ours, v1 = str(mode).startswith("prefix_"), is_v1(config)
     if v1 and mode in ("separate_async", "prefix_separate_async"):
         _check_separate_async(config, in_job)
-    _refuse(
+    refuse(
         by == "prompts" and not (mode_is_ours and v1),
         f"{key}=prompts with trainer.use_v1={OmegaConf.select(config, 'trainer.use_v1')} and trainer.v1.trainer_mode="
         f"{mode}: verl's own trainers count rows; set trainer.use_v1=true and trainer.v1.trainer_mode=prefix_sync (or "
         f"prefix_colocate_async, prefix_separate_async) under verl.trainer.main_ppo, or {key}=rows",
     )
-    _refuse(
+    refuse(
         mode_is_ours and not v1,
         f"trainer.v1.trainer_mode={mode} is for verl.trainer.main_ppo with trainer.use_v1=true; remove it, since "
         "mini-batches keep prompts whole here without it, or use that trainer",
     )
-    _refuse(
+    refuse(
         by == "prompts" and need_critic(config),
         f"{key}=prompts is for GRPO and the like: verl cuts a critic's mini-batches by rows, some of which would be "
         f"padding alone; set algorithm.adv_estimator=grpo and critic.enable=null, or {key}=rows",
@@ -78,7 +78,7 @@ def _check_waves(config: DictConfig) -> None:
     waves for which its rows are too short.
     """
     roles, prefix = config.actor_rollout_ref, config.actor_rollout_ref.actor.prefix
-    if not _is_count(prefix.wave_tokens) or prefix.schedule not in ("auto", "phased"):
+    if not is_count(prefix.wave_tokens) or prefix.schedule not in ("auto", "phased"):
         return  # no such waves, or refused by `PrefixConfig`
     prompt, response = (OmegaConf.select(config, f"data.max_{part}_length") or 0 for part in ("prompt", "response"))
     budgets = []
@@ -96,7 +96,7 @@ def _check_waves(config: DictConfig) -> None:
             told += f" rows of data.max_prompt_length={prompt} + max_response_length={response}"
         budgets.append(((section[key] or 0) * factor, told))
     budget, told = min((one for one in budgets if one[0]), default=(0, ""))
-    _refuse(
+    refuse(
         budget and not leaves_room(prefix.wave_tokens, budget, prefix.offload),
         f"actor_rollout_ref.actor.prefix.wave_tokens={prefix.wave_tokens} "
         f"{'is over' if prefix.offload else 'leaves nothing for prefixes of'} the {budget} tokens of a pass ({told}); "
@@ -127,13 +127,13 @@ def _check_separate_async(config: DictConfig, in_job: bool) -> None:
     """verl's `separate_async` has rollout servers on the trainer's GPUs too, unless `hybrid_engine` is off."""
     key = "actor_rollout_ref.hybrid_engine"
     is_hybrid = OmegaConf.select(config, key)
-    _refuse(
+    refuse(
         is_hybrid and OmegaConf.select(config, "actor_rollout_ref.rollout.name") == "hf",
         f"actor_rollout_ref.rollout.name=hf is one server, and {key}=True wants servers on the trainer's GPUs too; "
         f"set {key}=False where this verl can, and the environment variable VERL_LOGGING_LEVEL=WARN",
     )
     level = logging.getLevelName(os.environ.get("VERL_LOGGING_LEVEL", "INFO"))
-    _refuse(
+    refuse(
         in_job and not is_hybrid and installed_version("verl") in TESTED_VERL and level <= logging.INFO,
         f"{key}=False ends verl {TESTED_VERL[-1]} once its servers are up: a line that it logs at INFO has an argument "
         "of print's (flush, in PPOTrainerSeparateAsync._setup); set the environment variable VERL_LOGGING_LEVEL=WARN, "
@@ -172,7 +172,7 @@ def _check_separate_rollout(config: DictConfig) -> None:
     actor.check(config.trainer.n_gpus_per_node * config.trainer.nnodes, config.actor_rollout_ref.model)
     batches, num = _mini_batches(config)
     key = "actor_rollout_ref.actor.use_prefix_grouper"
-    _refuse(
+    refuse(
         num > 1 and config.trainer.balance_batch and not actor.use_prefix_grouper,
         f"{batches} makes {num} mini-batches of a step, and with trainer.balance_batch=True and {key}=False verl deals "
         "rows to them by length, so that every prompt is torn and computed in each; set trainer.balance_batch=False "

@@ -10,7 +10,7 @@ import torch
 from tensordict import TensorDict
 from verl.utils import tensordict_utils as tu
 
-from verl_prefix.config import is_varlen
+from verl_prefix.config.model import is_varlen
 from verl_prefix.core.groups import Group
 from verl_prefix.models.vision import CARRIED_BY, CARRIES, check_pixels, is_vision_config, share_pixels
 

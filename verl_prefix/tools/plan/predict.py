@@ -18,7 +18,7 @@ from verl_prefix.auto.chooser import Batch, Candidates, CostModel, Decision, dec
 from verl_prefix.auto.cost import Memory, PassCost, peak_bytes, shard_size, syncs_once
 from verl_prefix.auto.placement import place_rows, row_cost
 from verl_prefix.auto.shape import ModelShape
-from verl_prefix.config import attention_of, is_varlen
+from verl_prefix.config.model import attention_of, is_varlen
 from verl_prefix.core.groups import Group
 from verl_prefix.core.waves import Plan
 from verl_prefix.tools.plan.training_command import Model, Prompt

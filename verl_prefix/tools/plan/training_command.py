@@ -23,8 +23,8 @@ from verl.utils.torch_dtypes import PrecisionType
 
 from verl_prefix.auto.shape import ModelShape, model_shape
 from verl_prefix.backends.own_path import wrong_when_sharded
-from verl_prefix.config import attention_of, check_dealt, check_model_family, check_sequence_parallel
 from verl_prefix.config.driver import check_driver
+from verl_prefix.config.model import attention_of, check_dealt, check_model_family, check_sequence_parallel
 from verl_prefix.models.recurrent import packing_leak
 from verl_prefix.models.vision import is_vision_config, tower_of
 from verl_prefix.tools.plan.compose import (

@@ -1,0 +1,141 @@
+"""What `actor_rollout_ref.model` says, and what of it cannot work with a shared prefix."""
+
+import contextlib
+import logging
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from verl_prefix.versions import warn_once
+
+logger = logging.getLogger(__name__)
+
+
+def refuse(wrong: object, message: str) -> None:
+    if wrong:
+        raise ValueError(message)
+
+
+def is_count(value: object) -> bool:
+    return type(value) is int and value >= 1
+
+
+def is_varlen(attn_implementation: str) -> bool:
+    """True where verl's own path reads packed rows by their bounds, and attends to other ranks' tokens under sequence
+    parallelism: flash attention, which alone verl gives an all-to-all (verl/models/transformers/monkey_patch.py)."""
+    return "flash" in attn_implementation or "varlen" in attn_implementation  # of tests, on a CPU
+
+
+def attention_of(model_config: Any) -> str:
+    """The attention of verl's own path, by `actor_rollout_ref.model` (DictConfig or HFModelConfig)."""
+    override = (model_config or {}).get("override_config") or {}
+    return override.get("attn_implementation", "flash_attention_2")
+
+
+def check_sequence_parallel(role: str, size: int, n_gpus: int, model_config: Any) -> None:
+    """Refuses an `ulysses_sequence_parallel_size` of actor or ref that cannot work on these GPUs.
+
+    Raises:
+        ValueError: naming the key and what to set.
+    """
+    if size == 1:
+        return
+    key = f"actor_rollout_ref.{role}.fsdp_config.ulysses_sequence_parallel_size={size}"
+    refuse(n_gpus % size, f"{key} does not divide {n_gpus} GPUs; set a divisor of them")
+    pads = model_config and not model_config.get("use_remove_padding")
+    refuse(pads, f"{key} needs actor_rollout_ref.model.use_remove_padding=True; set it")
+
+
+def check_dealt(role: str, size: int, hf_config: Any) -> None:
+    """Refuses an `ulysses_sequence_parallel_size` of actor or ref by which the model's heads cannot be dealt to ranks,
+    nor the groups and channels of its recurrent layers.
+
+    Raises:
+        ValueError: naming the key, and the largest divisor of this size that works.
+    """
+    from verl_prefix.models.support import dealt
+
+    multiples, shared = dealt(hf_config.get_text_config())
+
+    def wrong(size: int) -> list[str]:
+        told = [f"{n} {name} are not its multiple" for name, n in multiples.items() if n % size]
+        neither = [f"{n} {name}" for name, n in shared.items() if n % size and size % n]
+        return told + [f"{name} are neither its multiple nor its divisor" for name in neither]
+
+    works = next(n for n in range(size, 0, -1) if size % n == 0 and not wrong(n))
+    refuse(
+        works < size,
+        f"actor_rollout_ref.{role}.fsdp_config.ulysses_sequence_parallel_size={size}: of this {hf_config.model_type} "
+        f"model {', '.join(wrong(size))}; set {works}",
+    )
+
+
+def warn_of_replaced_options(model_config: Any) -> None:
+    """Warns of `actor_rollout_ref.model` options (DictConfig or HFModelConfig) that the shared-prefix path replaces."""
+    key = "actor_rollout_ref.model"
+    if model_config.get("enable_activation_offload"):
+        # It counts forwards of layers, which prefixes, waves and chunks of logits change.
+        warn_once(
+            logger,
+            "%s.enable_activation_offload=True is off in the prefix engine: what layers keep for backward stays on the "
+            "device, in batches that take verl's own path too. actor.prefix.offload=True moves what prefixes keep to "
+            "the host, and actor.prefix.wave_tokens bounds the rest, in passes that are not packed",
+            key,
+        )
+    if model_config.get("use_fused_kernels"):
+        warn_once(
+            logger,
+            "%s.use_fused_kernels=True is off in the prefix engine, whose lm_head runs on responses alone, in chunks "
+            "of tokens (actor.prefix.logits_chunk); batches that take verl's own path have all their logits",
+            key,
+        )
+
+
+def read_hf_config(model_config: Any) -> Any:
+    """The HF config of `actor_rollout_ref.model`; None where this machine cannot see it: it is on HDFS, or on a hub
+    that only the workers reach."""
+    from transformers import AutoConfig
+    from verl.utils.import_utils import import_external_libs
+    from verl.utils.model import update_model_config
+
+    libs: Any = model_config.get("external_lib")
+    with contextlib.suppress(ImportError):  # one that only workers have
+        import_external_libs(OmegaConf.to_container(libs) if OmegaConf.is_config(libs) else libs)
+    try:
+        hf_config = AutoConfig.from_pretrained(
+            model_config.get("hf_config_path") or model_config["path"],
+            trust_remote_code=bool(model_config.get("trust_remote_code")),
+        )
+    except OSError:
+        return None
+    override: Any = model_config.get("override_config") or {}
+    override = OmegaConf.to_container(override, resolve=True) if OmegaConf.is_config(override) else override
+    update_model_config(hf_config, override.get("model_config", override))  # as HFModelConfig does
+    return hf_config
+
+
+def check_model_family(model_config: Any, freeze_vision_tower: bool, sequence_ranks: int = 1) -> None:
+    """Checks the model's HF config where this machine can see it; the worker checks again all but kernels.
+
+    Raises:
+        ValueError: the model has layers that the shared-prefix path or its kernel does not compute, heads that cannot
+            be dealt to `sequence_ranks`, or no tower to freeze.
+    """
+    from verl_prefix.models.support import check_supported
+    from verl_prefix.models.vision import is_vision_config
+
+    hf_config = read_hf_config(model_config)
+    if hf_config is None:
+        return
+    check_supported(hf_config)
+    refuse(
+        attention_of(model_config) == "sdpa" and getattr(hf_config.get_text_config(), "attn_logit_softcapping", None),
+        f"actor_rollout_ref.model.override_config.attn_implementation=sdpa drops a {hf_config.model_type} model's "
+        "attn_logit_softcapping on verl's own path, with which ours is compared; set eager, or on a GPU "
+        "flash_attention_2",
+    )
+    check_dealt("actor", sequence_ranks, hf_config)
+    refuse(
+        freeze_vision_tower and not is_vision_config(hf_config),
+        f"actor_rollout_ref.actor.freeze_vision_tower=True, and a {hf_config.model_type} model has no tower; remove it",
+    )
