@@ -10,8 +10,9 @@ import pickle
 import random
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from multiprocessing import forkserver
 from operator import attrgetter
@@ -22,6 +23,7 @@ from unittest import mock
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch reads it; also of the processes that tests start
 
 import pytest  # noqa: E402
+from fork_server import ForkServer  # noqa: E402
 from ranks import Ranks  # noqa: E402
 from warm_python import warm_python  # noqa: E402
 
@@ -87,16 +89,15 @@ def pytest_unconfigure() -> None:
 
 
 @pytest.fixture(scope="session")
-def warm() -> Callable[..., AbstractContextManager]:
+def warm(python: str) -> Iterator[Callable[..., AbstractContextManager]]:
     """Within `with warm():` processes of the start method forkserver come from one that has imported verl, under
     VERL_PLATFORM=cpu.
 
-    The import takes 12 CPU seconds, most ranks less. They have the environment and the modules of the session's first
-    call: what a test sets or patches in its own process does not reach them.
+    The import takes 8 CPU seconds, 1.4 behind what `python` has imported, most ranks less. They have the environment and
+    the modules of the session: what a test sets or patches in its own process does not reach them.
     """
-    server = forkserver.ForkServer()
-    server.set_forkserver_preload(["warm_ranks"])
     path = os.pathsep.join([str(Path(__file__).parent / "helpers"), *filter(None, [os.environ.get("PYTHONPATH")])])
+    server = ForkServer(python, ["warm_ranks"], os.environ | {"VERL_PLATFORM": "cpu", "PYTHONPATH": path})
 
     @contextmanager
     def run() -> Iterator[None]:
@@ -106,7 +107,8 @@ def warm() -> Callable[..., AbstractContextManager]:
         ):
             yield
 
-    return run
+    yield run
+    server.close()
 
 
 @pytest.fixture(scope="session")
@@ -139,12 +141,27 @@ def ranks(
         one.close()
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """All processes of xdist have one `python`, which the process that deals files to them starts."""
+    config = node.config
+    if not hasattr(config, "warm_python"):
+        stack = ExitStack()
+        config.add_cleanup(stack.close)
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        config.warm_python = str(stack.enter_context(warm_python(folder)))
+    node.workerinput["python"] = config.warm_python
+
+
 @pytest.fixture(scope="session")
-def python(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def python(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """A `python` that starts with what verl imports of others: 8 of the 11 CPU seconds of `import verl`.
 
     test_doctor.py and test_cpu_platform.py take 25 CPU seconds by it, 70 without.
     """
+    if hasattr(pytestconfig, "workerinput"):
+        yield pytestconfig.workerinput["python"]
+        return
     with warm_python(tmp_path_factory.mktemp("python")) as executable:
         yield str(executable)
 
