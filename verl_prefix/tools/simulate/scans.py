@@ -188,8 +188,11 @@ def stand_in(model: torch.nn.Module) -> None:
     _known.clear()
     for mixer in map(mixer_of, model.modules()):
         if isinstance(mixer, GatedDeltaNet):
-            mixer.module.chunk_gated_delta_rule = _rule_of(mixer)
-            mixer.module.causal_conv1d_fn = _conv_of(mixer)
+            # Since transformers 5.15 they are of the Python module, and so of all mixers, which are alike.
+            for (owner, name, _), kernel in (
+                (mixer.rule(), _rule_of(mixer)), (mixer.kernel("causal_conv1d_fn"), _conv_of(mixer)),
+            ):  # fmt: skip
+                setattr(owner, name, kernel)
             mixer.module.norm.forward = _norm_of(mixer.module.norm)
 
 
