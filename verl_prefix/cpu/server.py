@@ -66,8 +66,8 @@ class Request:
 class Sampler:
     """Chooses one token per row by the Gumbel-max trick with the row's own numbers, and records its log-prob.
 
-    Logits that are off by 1e-5 change no token in 4,000 so; where the CDF is inverted at a uniform number, an edge of a
-    vocabulary of 49k moves across it for 7 in 1,000.
+    Rounding hardly moves such a choice: logits that were off by 1e-5 changed no token of 4,000. Where a uniform number
+    was looked up in the CDF of a vocabulary of 49k, they changed 7 in 1,000.
 
     `generate` runs in greedy mode and takes the only finite score, because `torch.multinomial` has one generator for
     the whole batch.
@@ -115,7 +115,7 @@ def _token_ids(*ids: int | Iterable[int] | None) -> tuple[int, ...]:
 
 
 class HFServer:
-    """A plain class, so that tests need no Ray; `HFReplica` makes it a Ray actor."""
+    """The server. It is a plain class, so that tests need no Ray; `HFReplica` makes it a Ray actor."""
 
     def __init__(self, config: RolloutConfig, model_config: DictConfig | HFModelConfig) -> None:
         """Load the model from ``model_config.local_path`` in ``config.dtype``; threads are OMP_NUM_THREADS."""
