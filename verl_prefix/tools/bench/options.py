@@ -63,8 +63,8 @@ def build_model(shape: str, layers: int, device: str, dtype: "torch.dtype", posi
 class Size(NamedTuple):
     """One grid row: P prefix tokens and one more prompt token, S response tokens per row, G rows of one prompt.
 
-    With several `turns`: G sessions with a row per turn, whose prompts have the `thinking` first tokens of a response
-    no more, and `tool` tokens behind it."""
+    With several `turns` G is the number of sessions, each with a row per turn. A turn's prompt has the turns before it
+    without the first `thinking` tokens of their responses, and `tool` tokens behind each."""
 
     prefix: int
     suffix: int

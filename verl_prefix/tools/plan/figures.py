@@ -7,6 +7,7 @@ passes; and, but by `--simulate`, communication, the optimizer and a vision towe
 is larger than said).
 """
 
+import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import replace
@@ -28,7 +29,7 @@ from verl_prefix.tools.plan.training_command import (
     refusals,
 )
 from verl_prefix.tools.plan.turns import LEVELS, read_dump
-from verl_prefix.tools.plan.verdict import Price, Room, judge, needed_gib, step_gain
+from verl_prefix.tools.plan.verdict import Price, judge, needed_gib, step_gain
 from verl_prefix.tools.plan.work import Work, read_work, sizes, steps_of
 from verl_prefix.tools.simulate.command import read_job, simulated
 from verl_prefix.tools.simulate.hardware import GIB, read_hardware
@@ -77,15 +78,15 @@ def figures(asked: Asked) -> dict[str, Any]:
         )
     work = read_work(asked, size, model.shape, tokenizer, dump)
     now, trees, price = _predictions(config, work, model)
-    room, needed, simulation = None, needed_gib(now), {}
-    if not any(word.lstrip("+") == "platform=cpu" for word in options.overrides):
-        room = Room(read_hardware(options.gpu).capacity / GIB, options.gpu)
+    needed, simulation = needed_gib(now), {}
+    on_cpu = any(word.lstrip("+") == "platform=cpu" for word in options.overrides)
+    limit = math.inf if on_cpu else read_hardware(options.gpu).capacity / GIB
     if options.simulate:
         simulation = _simulated(asked, size, now, model)
         path = "phased" + "+offload" * config.actor_rollout_ref.actor.prefix.offload if now.phased else "packed"
         needed = simulation["arms"][path]["peak_gib"]
     return {
-        **judge(config, work, now, trees, price, parts=parts, room=room, needed=needed),
+        **judge(config, work, now, trees, price, parts=parts, gpu=options.gpu, limit=limit, needed=needed),
         **refused,
         "notes": notes(config, work, model, now),
         **_of_rows(work),

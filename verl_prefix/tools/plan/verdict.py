@@ -21,13 +21,6 @@ ACTOR = "actor_rollout_ref.actor"
 Price = Callable[[Any], Predictor]  # predicts another config
 
 
-class Room(NamedTuple):
-    """GiB of a GPU, and its name."""
-
-    gib: float
-    gpu: str
-
-
 class Change(NamedTuple):
     """Overrides, and what an update gains with and without them; GiB that a rank needs with them."""
 
@@ -76,23 +69,23 @@ def is_worth_it(predicted: Predictor) -> bool:
 
 def judge(
     config: Any, work: Work, now: Predictor, trees: dict[str, Predictor], price: Price,
-    parts: dict[str, float], room: Room | None, needed: float,
+    parts: dict[str, float], gpu: str, limit: float, needed: float,
 ) -> dict[str, Any]:  # fmt: skip
     """The part of the report that says what to do.
 
     Args:
         now: predicted of the command. trees: the same by `prefix.trees`. price: predicts another config. parts: see
-            `step_gain`. room: of a GPU; None: no GPU. needed: GiB of a rank.
+            `step_gain`. gpu, limit: its name and GiB; infinite without a GPU. needed: GiB of a rank.
     """
-    fits, worth = room is None or needed <= room.gib, is_worth_it(now)
-    change = _best_change(config, work, now, trees, price, room=room, needed=needed)
+    fits, worth = needed <= limit, is_worth_it(now)
+    change = _best_change(config, work, now, trees, price, limit=limit, needed=needed)
     step = f"step {step_gain(config, now, parts):.2g}x"
     if not parts and rollout_is_apart(config):
         step = f"trainer's {step} while it need not wait for the rollout, which is apart and not planned"
     elif not parts:
         step = f"step about {step.removeprefix('step ')} if rollout is half of it"
     gain = f"update {now.gains[path_of(now)]['update']:.2f}x, {step}"
-    memory = "" if room is None else f"{needed:.3g} of {room.gib:.0f} GiB ({room.gpu})"
+    memory = "" if limit == math.inf else f"{needed:.3g} of {limit:.0f} GiB ({gpu})"
     if not worth:
         verdict = f"Not worth it{' as it is' if change else ''}: {_reason(work, now)}"
     elif not fits:
@@ -125,10 +118,9 @@ def _reason(work: Work, now: Predictor) -> str:
 
 def _best_change(
     config: Any, work: Work, now: Predictor, trees: dict[str, Predictor], price: Price,
-    room: Room | None, needed: float,
+    limit: float, needed: float,
 ) -> Change | None:  # fmt: skip
     """The change that gains most of those that fit; where the command does not fit, the fastest that does; or None."""
-    limit = math.inf if room is None else room.gib
     fits, changes = needed <= limit, list[Change]()
     for overrides in _changes(config, work, trees, fits):
         level = overrides[0].partition("prefix.trees=")[2]
