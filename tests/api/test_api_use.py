@@ -32,7 +32,7 @@ def tracked(monkeypatch):
 
     def spy_capture(self, layer, k, v):
         joined = capture(self, layer, k, v)
-        refs.extend(weakref.ref(x) for x in (k, v, *joined, *self._leaf.get(layer, ())))
+        refs.extend(weakref.ref(x) for x in (k, v, *joined, *self._stored.get(layer, ())))
         return joined
 
     def spy_add_grad(self, layer, *args):

@@ -174,7 +174,7 @@ def keys_read(layout, window, prefix_place):
             grad = torch.arange(1.0, len(keys) + 1, dtype=torch.float64)[call.prefix.at]
             wanted, total = torch.zeros(2, len(prefix_place), dtype=torch.float64)
             wanted.index_add_(0, torch.arange(len(wanted))[call.prefix.tokens], grad)
-            add_at(total, call.prefix.once, call.prefix.summed(grad))
+            add_at(total, call.prefix.grad_at, call.prefix.summed(grad))
             assert torch.equal(total, wanted), "gradients of a token's copies are not its own"
         assert (keys >= 0).all() and torch.equal(call.keys(layout.index, prefix_place), keys)
         queries = torch.arange(layout.num_tokens)[call.queries].tolist()
@@ -254,7 +254,7 @@ def test_siblings_tails_are_added_to_one_run_of_tokens():
     """A prompt's rows under a window: what they send back is summed, and no index repeats."""
     layout = build_layout([Group((0, 1, 2), 20, (9, 8, 7))], [0, 30, 60, 90])
     (call,) = layout.calls(AttentionParams(1.0, window=6), CPU)
-    assert call.prefix.copies == ((3, 5),) and call.prefix.once == slice(15, 20)
+    assert call.prefix.copies == ((3, 5),) and call.prefix.grad_at == slice(15, 20)
 
 
 def test_a_call_of_several_blocks_copies_at_most_16_mib_of_keys_and_values():

@@ -35,7 +35,7 @@ def tracked(monkeypatch):
 
     def spy_capture(self, layer, k, v):
         joined = capture(self, layer, k, v)
-        refs.extend(weakref.ref(x) for x in (k, v, *joined, *self._leaf.get(layer, ())))
+        refs.extend(weakref.ref(x) for x in (k, v, *joined, *self._stored.get(layer, ())))
         return joined
 
     def spy_add_grad(self, layer, *args):
@@ -99,7 +99,7 @@ def test_phase_c_forgets_each_layers_caches_as_it_comes_to_it(monkeypatch, check
 
     def spy(self, layer):
         grads = take(self, layer)
-        left.append((layer, len(self._grad), len(self._leaf)))
+        left.append((layer, len(self._grad), len(self._stored)))
         return grads
 
     monkeypatch.setattr(prefix_cache.PrefixCache, "take", spy)

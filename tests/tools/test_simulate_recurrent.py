@@ -86,7 +86,7 @@ def dropping(cache: PrefixCache, key: Any, *tensors: torch.Tensor, **options: An
     """PrefixCache.capture that keeps no layer's states."""
     found = _capture(cache, key, *tensors, **options)
     if isinstance(key, tuple) and key[0] == "scan":
-        cache._leaf.pop(key, None)
+        cache._stored.pop(key, None)
     return found
 
 

@@ -110,7 +110,7 @@ class AttentionPass:
         out: torch.Tensor,
     ) -> None:  # fmt: skip
         """Does nothing. A subclass overrides it to see the arguments and the result of `recurrence.shared_scan` or
-        `shared_conv`. `whole(inputs, n)` computes one whole row from zeros, behind n tokens that change nothing."""
+        `shared_conv`. `whole(inputs, n)` computes one whole row from zeros, after n tokens that change nothing."""
 
 
 def merge(
@@ -210,14 +210,14 @@ class GroupedAttention(torch.autograd.Function):
                 dq, dk, dv = dq_call, dk_call[call.own], dv_call[call.own]
             else:
                 dq[call.queries] += dq_call
-            if call.prefix is not None and cache is None:
+            if call.prefix is not None and cache is None:  # the prefix source is this packed row, its strands first
                 for total, grad in ((dk, dk_call), (dv, dv_call)):
                     add_at(
-                        total[: layout.num_strand_tokens], call.prefix.once, call.prefix.summed(grad[call.prefix.at])
+                        total[: layout.num_strand_tokens], call.prefix.grad_at, call.prefix.summed(grad[call.prefix.at])
                     )
-            elif call.prefix is not None and ctx.needs_input_grad[-1]:
+            elif call.prefix is not None and ctx.needs_input_grad[-1]:  # of the anchor: is anything before it trained?
                 grads = (call.prefix.summed(grad[call.prefix.at]) for grad in (dk_call, dv_call))
-                cache.add_grad(layer, call.prefix.once, *grads)
+                cache.add_grad(layer, call.prefix.grad_at, *grads)
         dsinks = None
         if sinks is not None:
             share = (sinks.to(lse.dtype).unsqueeze(-1) - lse).exp()

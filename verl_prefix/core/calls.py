@@ -109,17 +109,18 @@ class PrefixKeys(NamedTuple):
     Attributes:
         at: where they stand among the call's keys.
         tokens: which tokens of the prefix source they are.
-        once: `tokens` without copies, where several segments have copies of the same keys.
+        grad_at: where gradients of `summed` are added in the prefix source: `tokens`, without the copies that
+            `copies` names. A token may still be there several times, once for each block that reads it.
         copies: (times, tokens) of each set of copies, in the order of `tokens`; empty: there are none.
     """
 
     at: slice | torch.Tensor
     tokens: slice | torch.Tensor
-    once: slice | torch.Tensor
+    grad_at: slice | torch.Tensor
     copies: tuple[tuple[int, int], ...] = ()
 
     def summed(self, grad: torch.Tensor) -> torch.Tensor:
-        """Gradients of keys `at` [n, K, D] -> of tokens `once`; sums over copies are in fp32 (fp64)."""
+        """Gradients of keys `at` [n, K, D] -> of tokens `grad_at`; sums over copies are in fp32 (fp64)."""
         if not self.copies:
             return grad
         wide = torch.promote_types(grad.dtype, torch.float32)
@@ -180,7 +181,7 @@ def calls_of(segments: Sequence[Segment], params: AttentionParams, device: torch
     starts = (0, *accumulate(s.length for s in segments))
     tail_lens = [min(s.path_len, seen - 1) if is_far else 0 for s, is_far in zip(segments, far, strict=True)]
     key_ends = tuple(accumulate(n + s.length for n, s in zip(tail_lens, segments, strict=True)))
-    own, tails = _behind_tails(segments, tail_lens, key_ends, device) if any(tail_lens) else (ALL, None)
+    own, tails = _after_tails(segments, tail_lens, key_ends, device) if any(tail_lens) else (ALL, None)
     window = params.window if any(far) else None
     yield Call(Spans(starts, (0, *key_ends)), True, params.scale, window, params.softcap, own=own, prefix=tails)
     near = [(starts[i], s) for i, s in enumerate(segments) if s.path and not far[i]]
@@ -198,7 +199,7 @@ def calls_of(segments: Sequence[Segment], params: AttentionParams, device: torch
         yield Call(spans, False, params.scale, softcap=params.softcap, queries=queries, own=None, prefix=prefix)
 
 
-def _behind_tails(
+def _after_tails(
     segments: Sequence[Segment], tail_lens: Sequence[int], key_ends: Sequence[int], device: torch.device
 ) -> tuple[torch.Tensor, PrefixKeys]:
     """`own` and `prefix` of a causal call whose keys are [tail | own] of each segment, a tail being the end of its
@@ -209,11 +210,11 @@ def _behind_tails(
     tails = [last_of(s.path, n) for s, n, _ in ends if n]
     tokens = on_device(ranges([run for tail in tails for run in tail]), device)
     siblings = [(tail, len(list(same))) for tail, same in groupby(tails)]
-    once = _token_index([run for tail, _ in siblings for run in tail], device)
-    return own, PrefixKeys(at, tokens, once, tuple((times, sum(n for _, n in tail)) for tail, times in siblings))
+    grad_at = _token_index([run for tail, _ in siblings for run in tail], device)
+    return own, PrefixKeys(at, tokens, grad_at, tuple((times, sum(n for _, n in tail)) for tail, times in siblings))
 
 
-Block = list[tuple[int, Segment]]  # segments with the same path, behind the first token of each in the packed row
+Block = list[tuple[int, Segment]]  # segments with the same path, each after its first token in the packed row
 # The most keys that a call of several blocks may copy: 16 MiB of keys and values at 8 heads of 128 in bf16, and in
 # backward four times as much, where flash-attn repeats them per query head. The keys of one block may need no copy.
 _MAX_COPIED = 2**12
@@ -252,7 +253,10 @@ def _token_index(runs: Sequence[tuple[int, int]], device: torch.device) -> slice
 
 
 def end_of(path: Path) -> int:
-    """The token of the prefix source that follows the last one of a path; 0 where the path is empty."""
+    """The token of the prefix source that follows the last one of a path; 0 where the path is empty.
+
+    It names the path: a token of the prefix source has one history, so that paths with the same end are equal.
+    """
     return sum(path[-1]) if path else 0
 
 

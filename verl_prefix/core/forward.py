@@ -17,6 +17,8 @@ from verl_prefix.core.sequence_parallel import Shards
 
 # (tokens' places in the batch [n], their logits [n, vocabulary]) -> what the loss needs of each [n, k]
 Outputs = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+# The same, of tokens that are named by their numbers among `head_tokens` [n], since a model knows no places.
+HeadOutputs = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 LOGITS_CHUNK = 4096  # tokens whose logits exist at once, where nobody says otherwise
 _OUTPUTS = "outputs"  # key of the prefix cache: what `Outputs` made of strands' tokens
 
@@ -51,7 +53,8 @@ class Model(Protocol):
 
     def token_outputs(
         self, input_ids: torch.Tensor, position_ids: torch.Tensor, head_tokens: torch.Tensor,
-        attention_pass: AttentionPass, outputs: Outputs | None, logits_chunk: int, pixels: Mapping[str, torch.Tensor],
+        attention_pass: AttentionPass, outputs: HeadOutputs | None, logits_chunk: int,
+        pixels: Mapping[str, torch.Tensor],
     ) -> torch.Tensor:  # fmt: skip
         """Runs a packed row [T] forward; returns what `outputs` makes of the logits of `head_tokens` [n]: [n, k].
 
@@ -103,10 +106,10 @@ class PackedForward:
     pass_type: Callable[..., AttentionPass] = AttentionPass
     sequence_group: dist.ProcessGroup | None = None
 
-    def prefixes(
+    def phase_a(
         self, tokens: TokenBatch, layout: Layout, cache: PrefixCache, with_head: bool, keep_attention: bool
     ) -> torch.Tensor:
-        """Phase A: the forward of a packed row of strands, which leaves in `cache` what suffixes read.
+        """The forward of a packed row of strands, which stores in `cache` what suffixes read.
 
         Args:
             with_head: some rank's rows read outputs of strands, so lm_head runs on every rank.
@@ -126,10 +129,11 @@ class PackedForward:
             root = self._run(tokens, head_tokens, attention_pass, outputs)
             return root if layout.reads is None else cache.capture(_OUTPUTS, root)[0]
 
-    def suffixes(
+    def packed_or_wave(
         self, tokens: TokenBatch, groups: Sequence[Group], layout: Layout, cache: PrefixCache | None
     ) -> PassOutputs:
-        """The forward of a packed row that ends in suffixes: of a wave, or without `cache` of a packed pass."""
+        """The forward of a packed pass, whose row has strands and suffixes; or, with `cache`, of a wave, whose row has
+        suffixes alone."""
         if tokens.is_read is not None and groups:
             layout = layout.reading(tokens.is_read)
         attention_pass = self.pass_type(layout, self.kernel, cache=cache, keep_attention=self.keep_attention)
@@ -148,8 +152,8 @@ class PackedForward:
             return own
         assert cache is not None and layout.source is not None
         index = torch.searchsorted(layout.source.head_tokens, -1 - tokens[~is_own])
-        (left,) = cache.read(_OUTPUTS)
-        read = ReadPrefix.apply(left, on_device(index, device), cache, _OUTPUTS)  # type: ignore[no-untyped-call]
+        (stored,) = cache.read(_OUTPUTS)
+        read = ReadPrefix.apply(stored, on_device(index, device), cache, _OUTPUTS)  # type: ignore[no-untyped-call]
         both = outputs.new_empty(len(tokens), outputs.shape[-1])
         both = both.index_copy(0, on_device(is_own.nonzero()[:, 0], device), own)
         return both.index_copy(0, on_device((~is_own).nonzero()[:, 0], device), read)
@@ -167,12 +171,12 @@ class PackedForward:
         index, head_tokens = on_device(own, device), on_device(head_tokens, device)
         attention_pass.head_tokens = head_tokens
         places = index[head_tokens]
+        of_head = outputs and (lambda number, logits: outputs(places[number], logits))
         prefixes = layout.groups if layout.source is None else ()
         pixels = tokens.pixels and tokens.pixels.of(prefixes, device, shards.tokens if shards else None)
         result = self.model.token_outputs(
             tokens.input_ids[index], tokens.position_ids[..., index], head_tokens=head_tokens,
-            attention_pass=attention_pass, outputs=outputs and (lambda which, logits: outputs(places[which], logits)),
-            logits_chunk=self.logits_chunk, pixels=pixels or {},
+            attention_pass=attention_pass, outputs=of_head, logits_chunk=self.logits_chunk, pixels=pixels or {},
         )  # fmt: skip
         return result if shards is None else shards.gather(result, gathered)
 

@@ -31,7 +31,7 @@ class Fork(NamedTuple):
 
     Attributes:
         strand: number of the strand in which the row's shared tokens end; -1: it shares none.
-        start: how many these are, from the row's first on; its suffix begins behind them.
+        start: how many these are, from the row's first on; its suffix begins after them.
     """
 
     strand: int
@@ -48,9 +48,10 @@ class Group:
 
     Attributes:
         rows: numbers of the rows in the batch.
-        prefix_len: P, tokens of all strands; 0: the rows share nothing.
+        prefix_len: P, tokens of all strands; 0: the rows share nothing. In a tree one row reads only a part of them,
+            the first `fork.start` tokens of its own.
         suffix_lens: S of each row.
-        strands: every strand behind its parent.
+        strands: every strand after its parent.
         forks: of each row.
         first_outputs: of each row, the number of its last prompt token: the first token whose output the row reads.
     """
@@ -114,7 +115,7 @@ class Group:
 
     def units(self) -> Iterator[tuple[int, int]]:
         """Yields (start, end) of each part of `rows` that is never cut: one row with a suffix and, before it, rows that
-        have none. Those behind the last suffix belong to the last unit."""
+        have none. Those after the last suffix belong to the last unit."""
         start = 0
         last = max((i for i, n in enumerate(self.suffix_lens) if n), default=-1)
         for i, suffix_len in enumerate(self.suffix_lens):

@@ -85,15 +85,16 @@ class Layout:
     @property
     def multiplicity(self) -> torch.Tensor:
         """[T] int64: how often each token stands in the stock actor's batch; 0 in a dummy."""
-        counts = [torch.full((self.num_tokens - self.num_strand_tokens,), int(bool(self.groups)))]
-        for group in reversed(self.groups if self.num_strand_tokens else ()):
+        counts = []
+        for group in self.groups if self.num_strand_tokens else ():
             steps = [torch.zeros(strand.end - strand.start + 1, dtype=torch.int64) for strand in group.strands]
             for fork, num_outputs in zip(group.forks, group.output_lens, strict=True):
                 for strand, start, end in group.path(fork) if num_outputs else ():
                     steps[strand][0] += 1
                     steps[strand][end - start] -= 1
-            counts[:0] = [step.cumsum(0)[:-1] for step in steps]
-        return torch.cat(counts)
+            counts += [step.cumsum(0)[:-1] for step in steps]
+        of_suffixes = torch.full((self.num_tokens - self.num_strand_tokens,), int(bool(self.groups)))
+        return torch.cat([*counts, of_suffixes])
 
     @functools.cached_property
     def suffixes(self) -> Spans:
@@ -238,7 +239,7 @@ def _paths(group: Group, start: int) -> dict[Fork, Path]:
         path: list[tuple[int, int]] = []
         for strand, begin, end in group.path(fork):
             length = end - begin
-            if path and starts[strand] + length == path[-1][0]:  # the next strand begins behind this one: one run
+            if path and starts[strand] + length == path[-1][0]:  # the next strand begins where this one ends: one run
                 length += path.pop()[1]
             path.append((starts[strand], length))
         paths[fork] = tuple(reversed(path))

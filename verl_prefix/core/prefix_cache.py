@@ -29,7 +29,7 @@ class PrefixCache:
     """
 
     def __init__(self) -> None:
-        self._leaf: MutableMapping[Key, Tensors] = {}
+        self._stored: MutableMapping[Key, Tensors] = {}  # of `core.offload`: shelves
         self._grad: MutableMapping[Key, Tensors] = {}
         self.anchors: dict[Key, torch.Tensor] = {}
         self._is_open = True  # `capture` stores what layers leave, until phase C
@@ -39,7 +39,7 @@ class PrefixCache:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        self._leaf.clear()
+        self._stored.clear()
         self._grad.clear()
 
     def saving(self) -> AbstractContextManager[Any]:
@@ -64,11 +64,11 @@ class PrefixCache:
             RuntimeError: there is something under this key already.
         """
         if self._is_open:
-            if key in self._leaf:
+            if key in self._stored:
                 raise ran_twice(key)
             unknown = self._in_update and not torch.is_grad_enabled()
             leaves = tuple(x.detach().requires_grad_(unknown or x.requires_grad) for x in tensors)
-            self._leaf[key] = leaves
+            self._stored[key] = leaves
             self.anchors[key] = torch.empty(0, requires_grad=any(x.requires_grad for x in leaves))
         joined: Tensors = _JoinGradCache.apply(self, key, len(tensors), *tensors, *beside)  # type: ignore[no-untyped-call]
         return joined
@@ -79,12 +79,12 @@ class PrefixCache:
         Raises:
             RuntimeError: it left nothing, or phase C has begun.
         """
-        if key not in self._leaf:
+        if key not in self._stored:
             raise RuntimeError(
                 f"the prefix cache has no layer {key}: backward of a wave came after phase C, which frees the cache; "
                 "call backward on each wave's loss before the next wave"
             )
-        return self._leaf[key]
+        return self._stored[key]
 
     def add_grad(self, key: Key, at: slice | torch.Tensor, *grads: torch.Tensor) -> None:
         """Phase B: adds a wave's gradients to the grad cache.
@@ -111,7 +111,7 @@ class PrefixCache:
     def _end_waves(self) -> None:
         """Between phases B and C: nobody reads what layers left any more."""
         self._is_open = False
-        self._leaf.clear()
+        self._stored.clear()
 
     def take(self, key: Key) -> Tensors | None:
         """Phase C: removes and returns what the waves sent back to a layer; None where no wave read it."""
@@ -127,11 +127,11 @@ def ran_twice(key: Key) -> RuntimeError:
 
 
 class _JoinGradCache(torch.autograd.Function):
-    """Identity, whose backward adds what the waves sent back to the gradients of the first `num_left` tensors."""
+    """Identity, whose backward adds what the waves sent back to the gradients of the first `num_stored` tensors."""
 
     @staticmethod
-    def forward(ctx: Any, cache: PrefixCache, key: Key, num_left: int, *tensors: torch.Tensor) -> Tensors:
-        ctx.args = cache, key, [x.dtype for x in tensors[:num_left]]
+    def forward(ctx: Any, cache: PrefixCache, key: Key, num_stored: int, *tensors: torch.Tensor) -> Tensors:
+        ctx.args = cache, key, [x.dtype for x in tensors[:num_stored]]
         ctx.set_materialize_grads(False)
         return tuple(x.view_as(x) for x in tensors)
 

@@ -1,6 +1,6 @@
 """Recurrent layers (linear attention, state spaces, short convolutions): a suffix starts from its prefix's state.
 
-    scan          strands -> a state behind each [N, ...]; what continues a strand starts from its state
+    scan          strands -> a state after each [N, ...]; what continues a strand starts from its state
     convolution   [tail | P] [tail | S] [tail | S]      tail: the last width - 1 inputs before the segment, or zeros
 
 Attention hands on the keys and values of P tokens; these layers hand on one state. A packed pass computes prefixes and
@@ -25,7 +25,7 @@ class Scanned(NamedTuple):
     """Results of a scan of n segments.
 
     Attributes:
-        outputs: [t, ...], of their tokens. states: [n, ...], behind the last token of each.
+        outputs: [t, ...], of their tokens. states: [n, ...], after the last token of each.
     """
 
     outputs: torch.Tensor
@@ -43,7 +43,7 @@ def shared_scan(
 
     Args:
         key: the layer's, for the prefix cache. inputs: [T, ...] each, of every token. scan: the recurrence.
-        neutral: one value per input; a token of these inputs leaves the state as it is.
+        neutral: one value per input; a token of these inputs leaves the state as it is. For `recurred` alone.
     """
 
     def whole(of_row: Sequence[torch.Tensor], shift: int) -> torch.Tensor:
@@ -69,7 +69,7 @@ def shared_scan(
 
 
 def _scan_strands(layout: Layout, inputs: Sequence[torch.Tensor], scan: Scan) -> Scanned:
-    """Outputs of all strands' tokens, and the states behind the layout's `state_paths`, in their order."""
+    """Outputs of all strands' tokens, and the states after the layout's `state_paths`, in their order."""
     outputs: dict[int, torch.Tensor] = {}
     states: dict[int, torch.Tensor] = {}
     for runs, spans in layout.rounds:
@@ -108,9 +108,9 @@ def shared_conv(
             before[i] = tails[layout.state_numbers[end_of(strand.path)]]
     if (continued := _continued(attention_pass, key, tails, x.device)) is not None:
         before[num:] = continued.unbind()
-    behind_tails = conv(torch.cat([part for pair in zip(before, of_segments, strict=True) for part in pair]))
+    after_tails = conv(torch.cat([part for pair in zip(before, of_segments, strict=True) for part in pair]))
     lens = [n for segment in of_segments for n in (tail_len, len(segment))]
-    out = torch.cat(behind_tails.split(lens)[1::2])
+    out = torch.cat(after_tails.split(lens)[1::2])
     attention_pass.recurred(key, [x], lambda of_row, shift: conv(of_row[0]), out)
     return out
 
@@ -119,8 +119,8 @@ def _tails(layout: Layout, x: torch.Tensor, tail_len: int) -> torch.Tensor:
     """[states, tail_len, D]: the last inputs of x [T, D] on each of the layout's `state_paths`, with zeros in front
     where there are fewer."""
     index = layout.tails(tail_len, x.device)
-    behind_zeros = torch.cat([x.new_zeros(1, x.shape[-1]), x])
-    return behind_zeros.index_select(0, index.flatten()).view(*index.shape, -1)
+    after_zeros = torch.cat([x.new_zeros(1, x.shape[-1]), x])
+    return after_zeros.index_select(0, index.flatten()).view(*index.shape, -1)
 
 
 def _continued(

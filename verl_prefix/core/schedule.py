@@ -1,4 +1,4 @@
-"""THE IDEA: a group's prefix is computed once, forward and backward.
+"""THE IDEA: a group's prefix is computed once, forward and backward. The words are those of README.md.
 
     packed   one graph      [ P | S S S S ]                          loss over all suffixes, one backward
     phased   A              [ P ]            forward; the graph stays; detached copies of its K/V: the prefix cache
@@ -39,7 +39,8 @@ class Schedule:
 
     Attributes:
         forward: how a packed row runs through the model.
-        step: gets each pass's groups, layout and outputs, stores what it needs and returns the loss; only for `run`.
+        step: gets each pass's groups, layout and outputs, stores what it needs and returns the loss, by its share of
+            the whole run, since gradients of passes add up; only for `run`.
         backward: what to do with a loss; None for a forward-only run, which the caller wraps in `torch.no_grad`.
         gradient_sync: context of one backward, given whether it is the run's last (verl's `_gradient_sync_context`).
         offload: phased only, with gradients: prefixes wait in host memory (`core.offload`), without kept attention.
@@ -86,12 +87,12 @@ class Schedule:
             with self.meter.phase("phase_a", planned.groups, device), cache.saving():
                 if layout.reads is not None and tokens.is_read is not None:
                     layout = layout.reading(tokens.is_read)
-                root = self.forward.prefixes(
+                root = self.forward.phase_a(
                     tokens, layout, cache, with_head=planned.reads_strands, keep_attention=not self.offload
                 )
             # Where only lm_head is trained there is no phase C, and the last wave's backward is the last one.
-            ends = last and not root.requires_grad
-            with closing(self._waves(tokens, planned, layout, cache, ends)) as waves, annotate_loop_body():
+            waves_are_last = last and not root.requires_grad
+            with closing(self._waves(tokens, planned, layout, cache, waves_are_last)) as waves, annotate_loop_body():
                 yield waves
             if root.requires_grad:
                 with self.meter.phase("phase_c", planned.groups, device), self.gradient_sync(last):
@@ -100,7 +101,7 @@ class Schedule:
     def _packed(self, tokens: TokenBatch, planned: PackedPass, last: bool) -> Generator[PassOutputs]:
         layout = build_layout(planned.groups, tokens.offsets)
         with self.meter.phase("packed", planned.groups, tokens.input_ids.device), self.gradient_sync(last):
-            yield self.forward.suffixes(tokens, planned.groups, layout, cache=None)
+            yield self.forward.packed_or_wave(tokens, planned.groups, layout, cache=None)
 
     def _waves(
         self, tokens: TokenBatch, planned: PhasedPass, source: Layout, cache: PrefixCache, last: bool
@@ -113,4 +114,4 @@ class Schedule:
                 part = f"wave {number} of {len(planned.waves)}"
                 sync = self.gradient_sync(last and number == len(planned.waves))
                 with self.meter.phase("phase_b", groups, device, part), sync:
-                    yield self.forward.suffixes(tokens, groups, layout, cache)
+                    yield self.forward.packed_or_wave(tokens, groups, layout, cache)

@@ -66,42 +66,43 @@ def group_trees(
     """
     lens = [b - a for a, b in pairwise(offsets)]
     live = [row for row, length in enumerate(lens) if length > prompt_lens[row]]
+    # Of each row: its cuts, and its end. The last token is never computed: nothing reads its output.
     ends = {row: [*sorted({n for n in cuts[row] if 0 < n < lens[row] - 1}), lens[row] - 1] for row in live}
     hashes = Hashes(tokens, offsets)
     strands: list[Strand] = []
     forks: dict[int, Fork] = {}
-    at = {Fork(-1, 0): live}
+    rows_at = {Fork(-1, 0): live}  # by the fork that they have reached
     for depth in range(max(map(len, ends.values()), default=0)):
-        rows = [row for behind in at.values() for row in behind]
-        hash_of = dict(zip(rows, hashes.of(rows, [ends[row][depth] for row in rows]).tolist(), strict=True))
+        reached = [row for rows in rows_at.values() for row in rows]
+        hash_of = dict(zip(reached, hashes.of(reached, [ends[row][depth] for row in reached]).tolist(), strict=True))
         following: dict[Fork, list[int]] = {}
-        for fork, behind in at.items():
-            begun: list[int] = []  # strands that begin behind this fork
-            known: dict[int, int] = {}  # of those, by the hash of their first `known_end` + 1 tokens
+        for fork, rows in rows_at.items():
+            new: list[int] = []  # strands that begin after this fork
+            strand_of: dict[int, int] = {}  # of those, by the hash of their first `known_end` + 1 tokens
             known_end = -1
-            # Rows by their next cut, the last one first, so that a shorter row finds the strand that begins with it; of
-            # rows with the same cut those that go on behind it come first.
-            order = sorted((-ends[row][depth], len(ends[row]) == depth + 1, row) for row in behind)
-            alike = rows_by_key((-n, last, hash_of[row]) for n, last, row in order)
-            for (end, is_last, hashed), members in alike.items():
+            # Rows by their next cut or end, the largest first: so a shorter row finds the strand that begins with it.
+            # Of equal ones, rows that go on come first.
+            order = sorted((-ends[row][depth], len(ends[row]) == depth + 1, row) for row in rows)
+            equal = rows_by_key((-n, last, hash_of[row]) for n, last, row in order)
+            for (end, is_last, hashed), members in equal.items():
                 same = [order[i][2] for i in members]
-                if end != known_end:
-                    found = hashes.of([strands[strand].row for strand in begun], end).tolist()
-                    known, known_end = dict(zip(reversed(found), reversed(begun), strict=True)), end
-                strand = known.get(hashed)
+                if end != known_end:  # of strands with the same hash the first one counts
+                    found = hashes.of([strands[strand].row for strand in new], end).tolist()
+                    strand_of, known_end = dict(zip(reversed(found), reversed(new), strict=True)), end
+                strand = strand_of.get(hashed)
                 hashes.check(same, same[0] if strand is None else strands[strand].row, fork.start, end)
-                if strand is None and is_last:
+                if strand is None and is_last:  # nobody shares their last tokens, which become suffixes
                     forks |= dict.fromkeys(same, fork)
                     continue
-                if strand is None:
-                    strand = known[hashed] = len(strands)
-                    begun.append(strand)
+                if strand is None:  # they open a strand
+                    strand = strand_of[hashed] = len(strands)
+                    new.append(strand)
                     strands.append(Strand(same[0], fork.start, end, fork.strand))
-                if is_last:
+                if is_last:  # their suffixes, if any, begin after it
                     forks |= dict.fromkeys(same, Fork(strand, end))
                 else:
                     following.setdefault(Fork(strand, end), []).extend(same)
-        at = following
+        rows_at = following
     return _groups(*_chained(strands, forks), lens, [n - 1 for n in prompt_lens])
 
 
@@ -175,7 +176,7 @@ def mix_rows(tokens: torch.Tensor, offsets: Sequence[int], values: Sequence[int]
 def _groups(
     strands: Sequence[Strand], forks: dict[int, Fork], lens: Sequence[int], first_outputs: Sequence[int]
 ) -> list[Group]:
-    """Makes a group of each strand without a parent and all behind it, depth first, and of each other row."""
+    """Makes a group of each strand without a parent and all after it, depth first, and of each other row."""
     # What follows a strand: (first token, kind, number), by kind a row without a suffix (0) or with one (1), or a
     # strand (2).
     below: dict[int, list[tuple[int, int, int]]] = {}
