@@ -24,10 +24,9 @@ OURS = [PACKAGE / "engine", PACKAGE / "backends"]
 CALLED = ("all_reduce", "all_gather", "all_to_all_single", "all_gather_object")
 # Functions whose collectives these batches do not meet, and the test that does.
 ELSEWHERE = {
-    "HFOwnPath._alone": "engine/test_sequence_parallel.py",
-    "HFOwnPath._separate_rows": "engine/test_recurrent_engine.py",
+    "HFStockPath._alone": "engine/test_sequence_parallel.py",
+    "HFStockPath._separate_rows": "engine/test_recurrent_engine.py",
     "PrefixEngine.train_batch": "engine/test_engine_equivalence.py",  # under mini_batches=prompts
-    "receive_pixels": "engine/test_exchange_rows.py",
 }
 OPTIONS = {
     "ulysses": 2, "attn_implementation": "varlen_on_cpu", "exchange": "auto", "schedule": "auto", "min_speedup": 1e-6,

@@ -758,7 +758,7 @@ def _paths_of_batches(models: dict) -> list[tuple[bool, float]]:
 def _reasons_for_stock(models: dict) -> list[str]:
     data, engine = _batch(0, 512, {}), _engine("prefix", models["qwen3"], {"min_speedup": 1e6})
     groups = [Group((row,), 10, (5,)) for row in range(len(data))]
-    return [str(engine._paths.plan(BatchRows(data), groups, forward_only)) for forward_only in (False, True, False)]
+    return [engine._paths.plan(BatchRows(data), groups, forward_only).reason for forward_only in (False, True, False)]
 
 
 def _told_of_waves(models: dict, options: tuple) -> tuple[list[str], float]:

@@ -184,7 +184,7 @@ def _problems(batch: dict, seed: int, group) -> list[str]:
     from verl.utils import tensordict_utils as tu
 
     from verl_prefix.engine.exchange import exchange_rows
-    from verl_prefix.engine.grouping import NO_TREES, Trees
+    from verl_prefix.engine.grouping import NO_TREES, TreeRule
     from verl_prefix.engine.rows import BatchRows
     from verl_prefix.models.vision import CARRIES
 
@@ -211,7 +211,7 @@ def _problems(batch: dict, seed: int, group) -> list[str]:
     for one in counting:
         one.start()
     # Of a batch before, whose rows stayed, one rank may have seen turns alone.
-    trees = Trees("uid", frozenset([END]), seen=rank == seed % 2) if batch["turns"] else NO_TREES
+    trees = TreeRule("uid", frozenset([END]), had_turns=rank == seed % 2) if batch["turns"] else NO_TREES
     exchange = exchange_rows(BatchRows(data), SHAPE, group, torch.device("cpu"), trees=trees)
     found = exchange.rows.data
     if sorted(row for one in exchange.groups for row in one.rows) != list(range(len(found))):
@@ -250,7 +250,7 @@ def _problems(batch: dict, seed: int, group) -> list[str]:
     kept = [row for row, at in zip(rows_of(batch, seed), batch["ranks"], strict=True) if at == rank]
     for row, wanted in zip(tu.get(data, "multi_modal_inputs"), kept, strict=True):
         wanted = wanted["multi_modal_inputs"]
-        if moves and row.keys() != wanted.keys():
+        if row.keys() != wanted.keys():
             problems.append(f"the caller's row sees {sorted(row)}, not {sorted(wanted)}")
     if tu.get(found, "temperature") != 0.7 or tu.get(found, "max_token_len_per_gpu") != 100:
         problems.append("what the batch has once is lost")
@@ -260,7 +260,7 @@ def _problems(batch: dict, seed: int, group) -> list[str]:
         problems.append(f"rows on ranks: {lists}")
     if not all(rows for rows, _ in lists):
         problems.append(f"a rank has no row: {lists}")
-    if exchange.trees.seen:
+    if exchange.trees.had_turns:
         homes = {row: rank for rank, (rows, _) in enumerate(lists) for row in rows}
         pixels = any(row["pixels"] for row in every)
         sessions = [row["uid"] if pixels else f"{row['uid']} {row.get('session_id')}" for row in every]
@@ -328,7 +328,7 @@ class _Break:
             "no memory while outputs are returned": (row_bytes.RowBytes, "pack", pack(no_memory, True), 2),
             "other tokens": (exchange, "group_rows", other_tokens, 1),
             "no memory while rows arrive": (torch, "empty", no_room, 2),
-            "no pixels": (exchange, "_receive_pixels", no_memory, 2),
+            "no pixels": (exchange, "receive_pixels", no_memory, 2),
             "no groups": (exchange, "group_rows", no_memory, 2),
         }  # fmt: skip
         how = how.partition(" where rows stay")[0].partition(" on verl's own path")[0]
@@ -361,8 +361,10 @@ class _Uid:
 def _broken(how: str, rank: int, group) -> str:
     from verl.utils import tensordict_utils as tu
 
-    from verl_prefix.engine.exchange import exchange_rows, receive_pixels
+    from verl_prefix.engine import exchange as room
+    from verl_prefix.engine.exchange import exchange_rows
     from verl_prefix.engine.rows import BatchRows
+    from verl_prefix.engine.together import together
 
     data = batch_of([r for r, at in zip(rows_of(TORN, 0), TORN["ranks"], strict=True) if at == rank])
     if how == "a uid that cannot travel" and rank == 3:
@@ -370,7 +372,8 @@ def _broken(how: str, rank: int, group) -> str:
     try:
         with _Break(how, rank):
             if "own path" in how:
-                receive_pixels(data)
+                with together("receiving pixels"):  # as the engine does
+                    room.receive_pixels(data)
             if "stay" in how:
                 exchange_rows(BatchRows(data), SHAPE, None, torch.device("cpu"))
             exchange = exchange_rows(BatchRows(data), SHAPE, group, torch.device("cpu"))
@@ -455,22 +458,22 @@ def test_rows_of_one_uid_prompt_positions_and_pixels_are_a_group_and_no_others()
 
 
 def test_rows_are_cut_by_uid_once_a_uid_had_several_prompts():
-    from verl_prefix.engine.grouping import Trees
+    from verl_prefix.engine.grouping import TreeRule
 
     one, several = ("aab", [1, 1, 2]), ("aab", [1, 3, 2])
-    found = {over: (Trees(over).are_cut(*one), Trees(over).are_cut(*several)) for over in ("off", "uid", "batch")}
+    found = {over: (TreeRule(over).are_cut(*one), TreeRule(over).are_cut(*several)) for over in ("off", "uid", "batch")}
     assert found == {"off": (False, False), "uid": (False, True), "batch": (True, True)}
-    assert Trees("uid", seen=True).are_cut(*one)
+    assert TreeRule("uid", had_turns=True).are_cut(*one)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_sessions_are_balanced_by_the_tokens_of_their_trees(ranks):
     """A row's cost is its tokens here, so that what placement expects of the longest rank is what it computes."""
-    from verl_prefix.engine.grouping import Trees, group_rows
+    from verl_prefix.engine.grouping import TreeRule, group_rows
     from verl_prefix.engine.row_table import AllRows, describe, describe_pieces
     from verl_prefix.engine.rows import BatchRows
 
-    shape, trees = ModelShape(1.0, 0.0, 0.0, (None,), 1.0, 1.0, 1.0, 100), Trees("uid", frozenset([END]))
+    shape, trees = ModelShape(1.0, 0.0, 0.0, (None,), 1.0, 1.0, 1.0, 100), TreeRule("uid", frozenset([END]))
     kept = [f"{uid}{session}" for uid in "ab" for session in range(8)]
     rows = agents(dict.fromkeys(kept, "kept") | {"c0": "anew", "c1": "kept"})
     parts = [BatchRows(batch_of(rows[rank::ranks])) for rank in range(ranks)]
@@ -487,14 +490,14 @@ def test_sessions_are_balanced_by_the_tokens_of_their_trees(ranks):
 
 
 def test_turns_that_show_most_are_alone_on_their_rank():
-    from verl_prefix.engine.grouping import Trees
+    from verl_prefix.engine.grouping import TreeRule
     from verl_prefix.engine.row_table import AllRows, describe, describe_pieces
     from verl_prefix.engine.rows import BatchRows
 
     groups = [(30, [5] * 4, "text"), (10, [2] * 4, "copies"), (30, [5] * 4, "text")]
     data = BatchRows(batch_of(rows_of({"groups": groups, "mrope": False, "turns": "sessions"}, 0)))
     shape = replace(SHAPE, tower=1e8)
-    pieces = [describe_pieces(data, shape, Trees("uid", frozenset([END])))]
+    pieces = [describe_pieces(data, shape, TreeRule("uid", frozenset([END])))]
     homes = AllRows([describe(data, shape)]).place_turns(2, pieces).ranks
     assert homes[:4] == homes[8:] != homes[4:8] and len({*homes[4:8]}) == 1
 

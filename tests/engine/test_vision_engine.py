@@ -21,7 +21,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 from verl.utils import tensordict_utils as tu
 from vision_engines import BATCHES, _batch, _measure
 
-from verl_prefix.backends.own_path import wrong_when_sharded
+from verl_prefix.backends.stock_path import wrong_when_sharded
 from verl_prefix.models.vision import UNPATCHED
 from verl_prefix.testing import write_tiny_model
 
@@ -315,7 +315,7 @@ def test_layers_go_through_our_attention_where_verl_replaced_theirs(results, fam
 
 
 @pytest.mark.parametrize("family", UNPATCHED)
-def test_verls_own_path_pads_rows_where_it_leaves_the_model_to_transformers(ranks, paths, family):
+def test_verls_stock_path_pads_rows_where_it_leaves_the_model_to_transformers(ranks, paths, family):
     for result in ranks(2, paths)(_attention_that_verl_replaced, family, ("schedule", "stock")):
         assert max(result["errors"].values()) <= TOLERANCE and result["metrics"]["prefix/stock_rows"] > [0]
     with torch.device("meta"):

@@ -21,14 +21,14 @@ from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
 from verl_prefix.auto.cost import Memory, shard_size, syncs_once
 from verl_prefix.auto.shape import ModelShape, model_shape
-from verl_prefix.backends.own_path import HFOwnPath
+from verl_prefix.backends.stock_path import HFStockPath
 from verl_prefix.config import PrefixConfig, PrefixEngineConfig
 from verl_prefix.config.model import check_dealt, check_sequence_parallel, warn_of_replaced_options
 from verl_prefix.core.gradients import gradients_aside
 from verl_prefix.core.meter import Meter
 from verl_prefix.core.schedule import PackedForward, Schedule
 from verl_prefix.cpu.engine import CPUFSDPEngine
-from verl_prefix.engine.backend import OwnPath, Ranks
+from verl_prefix.engine.backend import Ranks, StockPath
 from verl_prefix.engine.loss import LossFunction
 from verl_prefix.engine.prefix_engine import PrefixEngine
 from verl_prefix.engine.self_check import Gradients, rounding_noise
@@ -57,12 +57,12 @@ class FSDPBackend:
             writes=engine.is_mp_src_rank_with_outputs(),
         )  # fmt: skip
 
-    def built(self) -> None:
+    def check_model(self) -> None:
         check_dropout(self._engine.module)
 
     @property
     def dtype(self) -> torch.dtype:
-        # Set where verl's FSDP engine builds its module; engines that build their own (veomni) may not.
+        # Set where verl's FSDP engine builds its module; engines that build their own may not.
         dtype: torch.dtype = getattr(self._engine, "_autocast_dtype", torch.bfloat16)
         return dtype
 
@@ -75,15 +75,15 @@ class FSDPBackend:
         return model_shape(self._engine.module, self.dtype)
 
     @functools.cached_property
-    def _own_path(self) -> HFOwnPath:
-        return HFOwnPath(self._engine, self.ranks, self._unfused)
+    def _stock_path(self) -> HFStockPath:
+        return HFStockPath(self._engine, self.ranks, self._unfused)
 
     @property
-    def own(self) -> OwnPath:
-        return self._own_path.facts
+    def stock(self) -> StockPath:
+        return self._stock_path.facts
 
-    def own_batch(self, data: TensorDict, loss_function: LossFunction | None, forward_only: bool) -> dict[str, Any]:
-        return self._own_path.batch(data, loss_function, forward_only)
+    def stock_batch(self, data: TensorDict, loss_function: LossFunction | None, forward_only: bool) -> dict[str, Any]:
+        return self._stock_path.batch(data, loss_function, forward_only)
 
     @property
     def _shards(self) -> int:
@@ -124,6 +124,10 @@ class FSDPBackend:
             offload=offload,
             meter=meter or Meter(),
         )
+
+    def model_metrics(self, schedule: Schedule) -> dict[str, float]:
+        assert isinstance(schedule.forward.model, HookedModel)
+        return schedule.forward.model.expert_loads.metrics(self.ranks.total)
 
     def _backward(self, loss: torch.Tensor) -> None:
         scaler = getattr(self._engine, "scaler", None)  # of fp16

@@ -26,7 +26,7 @@ class Ranks:
     Args:
         data: the process group of ranks that have different rows, one of each set of copies. Never None.
         data_rank, data_size: this rank's place in it, and its size.
-        copies: how many ranks have the same rows. Each of them counts them.
+        copies: how many ranks have the same rows. Each adds its counts, so that sums are divided by `copies`.
         slices: how many of the copies cut one packed row among themselves; their group is `slice_group`, None for one.
         has_outputs: whether this rank sees outputs and losses; the first stages of a pipeline do not.
         writes: True on one of the copies.
@@ -57,22 +57,23 @@ def _reduce(values: Sequence[float], op: dist.ReduceOp.RedOpType) -> list[float]
     return reduced.tolist()
 
 
-class OwnPath(NamedTuple):
+class StockPath(NamedTuple):
     """What verl's own path does with this model.
 
-    Args:
+    Attributes:
         dense_mask: rows of one micro-batch read a T x T mask, as by sdpa.
         one_row: a micro-batch has one row, since packed rows would leak state.
-        whole_rows: why each of the ranks that share a row computes it alone; None: they share it.
+        why_not_sharded: why verl's sequence parallelism would be wrong here, so that each rank of a slice group
+            computes whole rows; None: it is right.
     """
 
     dense_mask: bool
     one_row: bool
-    whole_rows: str | None
+    why_not_sharded: str | None
 
 
 class Backend(Protocol):
-    """One engine of verl. `ranks`, `dtype` and `forward_only` are known at construction, the rest from `built` on.
+    """One engine of verl. Attributes are known at construction, properties once verl's engine has its model.
 
     Attributes:
         ranks: who computes what with whom.
@@ -97,11 +98,11 @@ class Backend(Protocol):
         """Of the whole model, not of this rank's part."""
 
     @property
-    def own(self) -> OwnPath:
+    def stock(self) -> StockPath:
         """What verl's own path does with the model."""
 
-    def built(self) -> None:
-        """Called once verl's engine has its model.
+    def check_model(self) -> None:
+        """Checks verl's model, once it is built.
 
         Raises:
             ValueError: the model has something that cannot be shared.
@@ -123,6 +124,9 @@ class Backend(Protocol):
             outputs, options: of `core.schedule.PackedForward`. step, offload, meter: of `core.schedule.Schedule`.
             forward_only: without backward.
         """
+
+    def model_metrics(self, schedule: Schedule) -> dict[str, float]:
+        """prefix/* of what the model's forwards did in this schedule's runs. Every rank calls it."""
 
     def autocast(self) -> AbstractContextManager[Any]:
         """Context of forwards and losses."""
@@ -147,11 +151,11 @@ class Backend(Protocol):
     def logits_like(self) -> torch.Tensor:
         """Logits [1, this rank's part of the vocabulary] of a made-up token."""
 
-    def own_batch(self, data: TensorDict, loss_function: LossFunction | None, forward_only: bool) -> dict[str, Any]:
+    def stock_batch(self, data: TensorDict, loss_function: LossFunction | None, forward_only: bool) -> dict[str, Any]:
         """Computes a batch on verl's own path, set so that it computes this model right; verl's output."""
 
     def gradients(self) -> Gradients:
-        """The parts of this rank's model whose gradients the self-check compares."""
+        """The parts of this rank's model whose gradients the self-check compares: by the same names on every rank."""
 
     def rounding_noise(self) -> AbstractContextManager[None]:
         """Context in which layers' outputs are rounded differently each time, for the self-check."""

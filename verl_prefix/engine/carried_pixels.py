@@ -6,13 +6,28 @@
 from collections.abc import Sequence
 from typing import Any
 
+from tensordict import TensorDict
+from verl.utils import tensordict_utils as tu
+
 from verl_prefix.models.vision import CARRIED_BY, CARRIES, PIXEL_NAMES, Row
 
+PIXELS = "multi_modal_inputs"
 PARTITION = "train"
 
 
-def receive_pixels(rows: Sequence[Row]) -> None:
-    """Gives every row its pixels, shared with the row that carried them; changes the rows' dicts.
+def receive_pixels(data: TensorDict) -> TensorDict:
+    """The batch with every row's pixels. No dict of `data` changes, since an update of several epochs asks for its rows
+    again."""
+    rows: list[Row] = tu.get(data, PIXELS, [])
+    if not any(row and (CARRIES in row or CARRIED_BY in row) for row in rows):
+        return data
+    data = data.copy()
+    tu.assign_non_tensor_stack(data, PIXELS, received(rows))
+    return data
+
+
+def received(rows: Sequence[Row]) -> list[Row]:
+    """Rows with their pixels, shared with the row that carried them.
 
     A carrier on another rank or in another mini-batch is fetched from TransferQueue.
 
@@ -22,14 +37,16 @@ def receive_pixels(rows: Sequence[Row]) -> None:
     Raises:
         RuntimeError: TransferQueue has no such row any more.
     """
-    carried = {row.pop(CARRIES): row for row in rows if row and CARRIES in row}
+    carried = {row[CARRIES]: row for row in rows if row and CARRIES in row}
     wanted = {row[CARRIED_BY] for row in rows if row and CARRIED_BY in row}
     if missing := sorted(wanted - set(carried)):
         carried |= zip(missing, _fetch(missing), strict=True)
+    found: list[Row] = []
     for row in rows:
-        if row and CARRIED_BY in row:
-            carrier = carried[row.pop(CARRIED_BY)]
-            row.update((name, carrier[name]) for name in PIXEL_NAMES if name in carrier)
+        carrier = carried[row[CARRIED_BY]] if row and CARRIED_BY in row else {}
+        own = {name: x for name, x in (row or {}).items() if name not in (CARRIES, CARRIED_BY)}
+        found.append(own | {name: carrier[name] for name in PIXEL_NAMES if name in carrier})
+    return found
 
 
 def _fetch(keys: list[str]) -> list[dict[str, Any]]:

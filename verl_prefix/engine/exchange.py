@@ -27,9 +27,9 @@ from verl.utils.device import get_device_name
 
 from verl_prefix.auto.shape import ModelShape
 from verl_prefix.core.groups import Group
-from verl_prefix.engine import carried_pixels
 from verl_prefix.engine.backend import Backend
-from verl_prefix.engine.grouping import NO_TREES, Trees, group_rows
+from verl_prefix.engine.carried_pixels import receive_pixels
+from verl_prefix.engine.grouping import NO_TREES, TreeRule, group_rows
 from verl_prefix.engine.routes import Routes
 from verl_prefix.engine.row_bytes import Row, RowBytes
 from verl_prefix.engine.row_table import PADDING, AllRows, describe, describe_pieces
@@ -52,14 +52,14 @@ class Exchange:
     Attributes:
         rows: the rows that this rank computes. groups: theirs.
         trees: what they share, for this batch and those that follow.
-        prompts: names of the prompts of all ranks, or of this rank where rows stay; padding is none.
+        uids: those of the mini-batch, without padding: by 64-bit hashes of all ranks, or of this rank where rows stay.
         metrics: prefix/* and timing_s/* of this rank; `give_back` adds what it took.
     """
 
     rows: BatchRows
     groups: list[Group]
-    trees: Trees
-    prompts: Set[Hashable]
+    trees: TreeRule
+    uids: Set[Hashable]
     metrics: dict[str, float]
     _travel: "_Travel | None" = None
 
@@ -75,7 +75,7 @@ class Exchange:
         return {} if outputs == {} else self._travel.give_back(outputs)
 
 
-def open_exchange(backend: Backend, option: str, rows: BatchRows, trees: Trees, is_custom: bool) -> Exchange:
+def open_exchange(backend: Backend, option: str, rows: BatchRows, trees: TreeRule, is_custom: bool) -> Exchange:
     """Brings a mini-batch to the ranks that compute it.
 
     Args:
@@ -94,12 +94,12 @@ def open_exchange(backend: Backend, option: str, rows: BatchRows, trees: Trees, 
 
 def exchange_rows(
     rows: BatchRows, shape: ModelShape, group: dist.ProcessGroup | None, device: torch.device,
-    everyone: dist.ProcessGroup | None = None, trees: Trees = NO_TREES,
+    everyone: dist.ProcessGroup | None = None, trees: TreeRule = NO_TREES,
 ) -> Exchange:  # fmt: skip
     """Brings rows to the ranks that compute them, all of which call this, and then give outputs back.
 
     Args:
-        rows: this rank's, of which none changes but for its pixels (`carried_pixels`).
+        rows: this rank's, none of which changes.
         group: the ranks that have different rows; None: rows stay. everyone: these and their copies; all fail together.
         device: where collectives want tensors. trees: what rows share besides whole prompts.
 
@@ -111,20 +111,20 @@ def exchange_rows(
     are_cut = travel.plan(shape, trees) if travel else None
     rows = travel.rows() if travel and travel.routes.moves else rows
     with all_together("grouping rows"):
-        _receive_pixels(rows.data)
+        rows = rows.replaced(receive_pixels(rows.data))
         if are_cut is None:
             are_cut = trees.are_cut(rows.uids, rows.keys)
         groups = group_rows(rows, trees, are_cut)
-    trees = trees._replace(seen=are_cut)
+    trees = trees._replace(had_turns=are_cut)
     if travel is None:
-        prompts = {uid for row, uid in enumerate(rows.uids) if row not in rows.padding}
-        return Exchange(rows, groups, trees, prompts, {})
-    prompts = {uid for uid in travel.table.uids if uid != PADDING}
-    return Exchange(rows, groups, trees, prompts, travel.metrics, travel if travel.routes.moves else None)
+        uids = {uid for row, uid in enumerate(rows.uids) if row not in rows.padding}
+        return Exchange(rows, groups, trees, set(uids), {})
+    hashes = {uid for uid in travel.table.uids if uid != PADDING}
+    return Exchange(rows, groups, trees, hashes, travel.metrics, travel if travel.routes.moves else None)
 
 
 class _Travel:
-    """One rank's rows on their way there and back. Only this class sends anything.
+    """One rank's rows on their way there and back.
 
     Attributes:
         table: all ranks' rows. routes: theirs. Both from `plan` on.
@@ -139,15 +139,15 @@ class _Travel:
         self._size, self._rank = dist.get_world_size(group), dist.get_rank(group)
         self.metrics = dict.fromkeys(("prefix/exchanged_mib", "timing_s/prefix_exchange"), 0.0)
 
-    def plan(self, shape: ModelShape, trees: Trees) -> bool:
+    def plan(self, shape: ModelShape, trees: TreeRule) -> bool:
         """Tells all ranks of all rows, and finds each a rank. Returns whether rows are cut, as in `group_rows`."""
         with self._timed():
             with self._together("describing rows", 4) as agreed:
                 self._bytes = RowBytes.of_batch(self._rows.data)
                 own = describe(self._rows, shape)
-                agreed += [len(own), trees.seen, *_same(self._bytes.layout)]
+                agreed += [len(own), trees.had_turns, *_same(self._bytes.layout)]
             most, seen, *layouts = agreed
-            trees = trees._replace(seen=bool(seen))  # ranks differ after a batch whose rows stayed
+            trees = trees._replace(had_turns=bool(seen))  # ranks differ after a batch whose rows stayed
             compatible = layouts[0] == -layouts[1]
             if not compatible:
                 logger.warning("prefix.exchange: the ranks' batches have different fields, so that rows stay")
@@ -286,17 +286,6 @@ class _Travel:
         dist.all_to_all_single(received, parcel, got, sent, group=self._group)
         self.metrics["prefix/exchanged_mib"] += sum(sent) / 2**20
         return received.cpu().split(got)
-
-
-def receive_pixels(data: TensorDict) -> None:
-    """Gives rows the pixels that other rows carried for them, on every rank or on none."""
-    with together("receiving pixels"):
-        _receive_pixels(data)
-
-
-def _receive_pixels(data: TensorDict) -> None:
-    if PIXELS in data.keys():
-        carried_pixels.receive_pixels(tu.get(data, PIXELS))
 
 
 NOBODYS = 2**48  # no digest of `_same` is as large

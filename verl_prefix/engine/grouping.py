@@ -12,31 +12,33 @@ from verl_prefix.models.messages import message_ends
 from verl_prefix.models.vision import is_vision_config, shown_lens, tree_tokens
 
 
-class Trees(NamedTuple):
-    """What rows share besides whole prompts.
+class TreeRule(NamedTuple):
+    """By what rule rows share more than whole prompts.
 
-    Args:
-        over: `PrefixConfig.trees`. ends: tokens that end a message (`messages.end_tokens`). config: the model's, which
-            names visual tokens. seen: a batch before had turns. Then later ones are cut, too, so that log-probs and
-            updates, which hold different rows, are cut alike.
+    Attributes:
+        over: `PrefixConfig.trees`.
+        ends: tokens that end a message (`messages.end_tokens`).
+        config: the model's, which names visual tokens.
+        had_turns: a batch had rows of turns. Once True it stays, and later batches are cut, too: log-probs and updates
+            hold different rows, and must be cut alike.
     """
 
     over: str = "off"
     ends: frozenset[int] = frozenset()
     config: Any = None
-    seen: bool = False
+    had_turns: bool = False
 
     def are_cut(self, uids: Sequence[Hashable], keys: Sequence[Hashable]) -> bool:
         """Whether rows are cut at the ends of messages: under `batch`, and under `uid` where they are turns, that is,
         where a uid has several prompts."""
-        are_turns = self.seen or len({*zip(uids, keys, strict=True)}) > len({*uids})
+        are_turns = self.had_turns or len({*zip(uids, keys, strict=True)}) > len({*uids})
         return self.over == "batch" or (self.over == "uid" and are_turns)
 
 
-NO_TREES = Trees()
+NO_TREES = TreeRule()
 
 
-def group_rows(rows: BatchRows, trees: Trees, are_cut: bool) -> list[Group]:
+def group_rows(rows: BatchRows, trees: TreeRule, are_cut: bool) -> list[Group]:
     """Groups all rows that this rank computes: rows with the same key, or trees where rows `are_cut` at the ends of
     messages.
 
@@ -52,14 +54,14 @@ def group_rows(rows: BatchRows, trees: Trees, are_cut: bool) -> list[Group]:
     return group_trees(_tree_tokens(rows, trees), rows.offsets, rows.prompt_lens, row_cuts(rows, trees))
 
 
-def row_cuts(rows: BatchRows, trees: Trees) -> list[list[int]]:
+def row_cuts(rows: BatchRows, trees: TreeRule) -> list[list[int]]:
     """Where each row is cut, by the ends of its messages: see `core.trees.cuts_at`."""
     prompts = rows.prompts
     found = zip(message_ends(prompts, trees.ends), rows.prompt_lens, shown_lens(prompts, trees.config), strict=True)
     return [cuts_at(ends, n, shown) for ends, n, shown in found]
 
 
-def tokens_by_trees(rows: BatchRows, trees: Trees, groups: Sequence[Group]) -> dict[str, float]:
+def tokens_by_trees(rows: BatchRows, trees: TreeRule, groups: Sequence[Group]) -> dict[str, float]:
     """Tokens that "stock" and each value of `prefix.trees` compute of these rows, without padding and as if every group
     were one pass. For single prompts with pixels `batch` is not counted; it gets the number of `uid`.
 
@@ -79,7 +81,7 @@ def tokens_by_trees(rows: BatchRows, trees: Trees, groups: Sequence[Group]) -> d
     return computed | {"stock": float(sum(group.num_logical_tokens for group in real["off"]))}
 
 
-def _tree_tokens(rows: BatchRows, trees: Trees) -> torch.Tensor:
+def _tree_tokens(rows: BatchRows, trees: TreeRule) -> torch.Tensor:
     """[N] int64: the tokens, mixed with all else that must be equal where rows share: positions, pixels, temperature,
     and where `trees.over` is uid the uid."""
     ids, positions = (rows.data[name].values().cpu() for name in ("input_ids", "position_ids"))

@@ -1,7 +1,9 @@
 """The path of a batch: shared, by a plan, or verl's own, for a reason that is logged once and counted in metrics."""
 
+import functools
 import logging
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from verl.utils.device import get_device_name
@@ -21,8 +23,10 @@ from verl_prefix.versions import warn_once
 logger = logging.getLogger(__name__)
 
 
-class Stock(str):
-    """Why a batch goes to verl's own path."""
+class Stock(NamedTuple):
+    """A batch goes to verl's own path, for `reason`."""
+
+    reason: str
 
 
 class Paths:
@@ -43,14 +47,14 @@ class Paths:
         self._told_waves = False
         if self.lasting is not None:
             return
-        self._own = own = backend.own
+        self._stock = stock = backend.stock
         self.costs = costs = CostModel(
             shape=backend.shape,
-            dense_mask=own.dense_mask,
+            dense_mask=stock.dense_mask,
             wave_tokens=options.wave_tokens,
-            min_speedup=0 if own.whole_rows else options.min_speedup,  # that path computes every token n times
+            min_speedup=0 if stock.why_not_sharded else options.min_speedup,  # that path computes every token n times
             memory=backend.memory(options),
-            one_row=own.one_row,
+            one_row=stock.one_row,
         )
         if options.schedule != "auto":
             return
@@ -58,7 +62,8 @@ class Paths:
         def rates(budget: int, batch_tokens: int, forward_only: bool) -> Rates:
             return measure(
                 costs.shape, budget, batch_tokens=batch_tokens, device=torch.device(get_device_name()),
-                schedule=schedule, gradients_aside=backend.gradients_aside, forward_only=forward_only,
+                schedule=functools.partial(schedule, logits_chunk=costs.memory.chunk),
+                gradients_aside=backend.gradients_aside, forward_only=forward_only,
             )  # fmt: skip
 
         def stock_fits(passes: Sequence[PassCost]) -> bool:
@@ -72,6 +77,8 @@ class Paths:
 
     def stock(self, rows: BatchRows) -> Stock | None:
         """verl's own path, if this batch takes it whatever its lengths are; else None.
+
+        It is the same on every rank, since the batches of all ranks have the same fields and flags.
 
         Raises:
             ValueError: the batch has routes of experts to replay, which neither path does.
@@ -99,7 +106,7 @@ class Paths:
             rows: this rank's own, which verl's path would compute. groups: of the rows that ours computes.
         """
         batch, own = (Batch(each, rows.budget(each)) for each in (groups, rows.alone))
-        if not (self._own.whole_rows or self.costs.one_row):
+        if not (self._stock.why_not_sharded or self.costs.one_row):
             self._tell_long_rows(rows, own.budget, forward_only)
         self._tell_waves(batch.budget)
         if self._chooser is None:
@@ -107,7 +114,9 @@ class Paths:
         plan = self._chooser.choose(*batch, forward_only, own)
         if plan is None and not forward_only and self._chooser.log_probs is not None:
             return Stock("the update follows its log-probs, which took it, since both must round alike")
-        return plan or Stock(f"prefix.min_speedup={self.options.min_speedup} is more than sharing is predicted to gain")
+        if plan is None:
+            return Stock(f"prefix.min_speedup={self.options.min_speedup} is more than sharing is predicted to gain")
+        return plan
 
     def metrics(self) -> dict[str, float]:
         """prefix/* about the path that the last planned batch took."""

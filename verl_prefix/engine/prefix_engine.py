@@ -24,8 +24,9 @@ from verl_prefix.core.meter import Meter
 from verl_prefix.core.schedule import Schedule
 from verl_prefix.core.waves import Plan, pad_to_same_passes
 from verl_prefix.engine.backend import Backend
-from verl_prefix.engine.exchange import open_exchange, receive_pixels
-from verl_prefix.engine.grouping import Trees
+from verl_prefix.engine.carried_pixels import receive_pixels
+from verl_prefix.engine.exchange import open_exchange
+from verl_prefix.engine.grouping import TreeRule
 from verl_prefix.engine.loss import Loss, LossFunction
 from verl_prefix.engine.mini_batch import MiniBatch, even_out
 from verl_prefix.engine.out_of_memory import out_of_memory_advice
@@ -36,7 +37,6 @@ from verl_prefix.engine.rows import BatchRows
 from verl_prefix.engine.step_metrics import GROUP_TOKENS, StepMetrics, plan_metrics
 from verl_prefix.engine.together import together
 from verl_prefix.engine.verify import Verification
-from verl_prefix.models.hookup import HookedModel
 from verl_prefix.models.messages import end_tokens
 from verl_prefix.trace.writer import TraceWriter, open_trace
 from verl_prefix.versions import warn_once
@@ -52,7 +52,7 @@ class PrefixEngine:
 
     prefix_config: PrefixConfig
     backend: Backend
-    trees: Trees
+    trees: TreeRule
     _trace: TraceWriter | None = None
 
     def forward_backward_batch(
@@ -60,33 +60,34 @@ class PrefixEngine:
     ) -> dict[str, Any]:
         """A rank's mini-batch: same contract as verl's method, rows in the order they came."""
         tu.assign_non_tensor(data, sp_size=self.backend.ranks.slices)
-        own, loss, metrics = BatchRows(data), Loss(loss_function), dict[str, float]()
-        path: Plan | Stock | None = self._paths.stock(own) or self._verification.failure
+        batch, loss, metrics = BatchRows(data), Loss(loss_function), dict[str, float]()
+        path: Plan | Stock | None = self._paths.stock(batch) or self._verification.failure
         if path is None:
             loss.tell()
-            exchange = open_exchange(self.backend, self.prefix_config.exchange, own, self.trees, loss.is_custom)
+            exchange = open_exchange(self.backend, self.prefix_config.exchange, batch, self.trees, loss.is_custom)
             metrics |= self._step_metrics.see(exchange, self.trees, forward_only)
             self.trees = exchange.trees
-            path = self._paths.plan(own, exchange.groups, forward_only)
+            path = self._paths.plan(batch, exchange.groups, forward_only)
             metrics |= self._paths.metrics()
         if isinstance(path, Plan):
             with together("checking rows"):
-                exchange.rows.check(self.backend.config)
+                exchange.rows.check_positions_and_pixels(self.backend.config)
             rows = self._prepared(exchange.rows)
             if not forward_only or self.backend.forward_only:
-                metrics |= self._verification.check(rows, exchange.groups, own.budget(exchange.groups))
+                budget = batch.budget(exchange.groups)  # `rows` have lost verl's word on it
+                metrics |= self._verification.check(rows, exchange.groups, budget)
             path = self._verification.failure or path
         if isinstance(path, Stock):
-            warn_once(logger, "prefix: stock path, %s", path)
-            receive_pixels(data)
-            metrics["prefix/stock_rows"] = own.num_real
-            output = self.backend.own_batch(data, loss_function, forward_only)
+            warn_once(logger, "prefix: stock path, %s", path.reason)
+            metrics["prefix/stock_rows"] = batch.num_real
+            with together("receiving pixels"):
+                data = receive_pixels(data)
+            output = self.backend.stock_batch(data, loss_function, forward_only)
         else:
-            output = self._shared(rows, exchange.groups, path, loss, forward_only, metrics)
+            output, found = self._shared(rows, exchange.groups, path, loss, forward_only)
             output["model_output"] = exchange.give_back(output["model_output"])
-            metrics |= exchange.metrics
-        reported = self._step_metrics.report(metrics, own, forward_only)
-        output.setdefault("metrics", {}).update(reported)
+            metrics |= found | exchange.metrics
+        output.setdefault("metrics", {}).update(self._step_metrics.report(metrics, batch, forward_only))
         return output
 
     def _prepared(self, rows: BatchRows) -> BatchRows:
@@ -104,19 +105,16 @@ class PrefixEngine:
         return BatchRows(data, rows.keys)
 
     def _shared(
-        self, rows: BatchRows, groups: Sequence[Group], plan: Plan, loss: Loss, forward_only: bool,
-        metrics: dict[str, float],
-    ) -> dict[str, Any]:  # fmt: skip
-        """Runs a plan with as much kept as this device has room for; adds what it took to `metrics`."""
+        self, rows: BatchRows, groups: Sequence[Group], plan: Plan, loss: Loss, forward_only: bool
+    ) -> tuple[dict[str, Any], dict[str, float]]:
+        """As `run_plan`, with as much kept as this device has room for."""
         costs = self._paths.costs
         keeps, meter = costs.memory, self._room.meter(forward_only)
         if not forward_only:
             one_copy = self.backend.reads_logits_once(flags_of(rows.data))
             keeps = self._room.keeps(plan, costs, self.prefix_config.keep_attention, one_copy)
         with out_of_memory_advice(plan, keeps):
-            output, found = self.run_plan(rows, groups, plan, loss, forward_only, keeps=keeps, meter=meter)
-        metrics |= found
-        return output
+            return self.run_plan(rows, groups, plan, loss, forward_only, keeps=keeps, meter=meter)
 
     def run_plan(
         self, rows: BatchRows, groups: Sequence[Group], plan: Plan, loss: Loss, forward_only: bool, *,
@@ -144,19 +142,17 @@ class PrefixEngine:
         if ranks.has_outputs:
             output = postprocess_batch_func(*mini_batch.outputs(plan), data=rows.data)
             even_out(output["metrics"], len(plan.packed) + len(plan.waves))
-        assert isinstance(schedule.forward.model, HookedModel)
-        metrics = plan_metrics(groups, plan, schedule, rows.padding) | schedule.forward.model.expert_loads.metrics(
-            ranks.total
-        )
+        metrics = plan_metrics(groups, plan, schedule, rows.padding) | self.backend.model_metrics(schedule)
         metrics["prefix/nonfinite_passes"] = mini_batch.num_not_finite
-        if not loss.is_custom:  # which keeps rows on ranks that they left for log-probs, whose tokens are compared
+        # Under a custom loss rows stay on their ranks in updates, and travel for log-probs. Then the tokens of both are
+        # not comparable.
+        if not loss.is_custom:
             real = (group for group in groups if rows.padding.isdisjoint(group.rows))
             metrics[GROUP_TOKENS] = sum(group.num_physical_tokens for group in real)
         return output, metrics
 
     def _schedule(self, outputs: Callable, step: Callable, forward_only: bool, **options: Any) -> Schedule:
         """The backend's schedule, by this run's options."""
-        options.setdefault("logits_chunk", self._paths.costs.memory.chunk)
         return self.backend.schedule(outputs, step, forward_only, kernel=self.prefix_config.attention, **options)
 
     def verls_batch(self, data: TensorDict, loss_function: LossFunction | None, forward_only: bool) -> dict[str, Any]:
@@ -191,9 +187,9 @@ class PrefixEngine:
         """Builds verl's engine, and what needs its model."""
         super().initialize()  # type: ignore[misc]
         if self.prefix_config.schedule != "stock":
-            self.backend.built()
+            self.backend.check_model()
             model_config = self.model_config  # type: ignore[attr-defined]
-            self.trees = Trees(
+            self.trees = TreeRule(
                 self.prefix_config.trees, frozenset(end_tokens(model_config.tokenizer)), model_config.hf_config
             )
         self._room = Room(self.backend)

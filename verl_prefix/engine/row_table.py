@@ -16,7 +16,7 @@ from verl_prefix.auto.placement import Placement, describe_rows, fill_empty_rank
 from verl_prefix.auto.shape import ModelShape
 from verl_prefix.core.groups import rows_by_key
 from verl_prefix.core.trees import Hashes, mix
-from verl_prefix.engine.grouping import Trees, row_cuts
+from verl_prefix.engine.grouping import TreeRule, row_cuts
 from verl_prefix.engine.rows import BatchRows
 from verl_prefix.models.vision import num_patches
 
@@ -45,7 +45,7 @@ def _digest(name: str) -> int:
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little", signed=True)
 
 
-def describe_pieces(rows: BatchRows, shape: ModelShape, trees: Trees) -> torch.Tensor:
+def describe_pieces(rows: BatchRows, shape: ModelShape, trees: TreeRule) -> torch.Tensor:
     """The pieces that rows of turns are made of, int64 [pieces, 3]: the row, 64 bits that name the piece, and its cost
     as the bits of a double. A row without a response has none.
 

@@ -1,4 +1,4 @@
-"""Rows of a mini-batch as the engine reads them. What is derived from verl's batch is derived here, once."""
+"""Rows of a mini-batch as the engine reads them: whatever is derived from verl's batch is derived here."""
 
 import functools
 import hashlib
@@ -12,9 +12,8 @@ from verl.utils import tensordict_utils as tu
 
 from verl_prefix.config.model import is_varlen
 from verl_prefix.core.groups import Group
+from verl_prefix.engine.carried_pixels import PIXELS
 from verl_prefix.models.vision import CARRIED_BY, CARRIES, check_pixels, is_vision_config, share_pixels
-
-PIXELS = "multi_modal_inputs"
 
 
 class BatchRows:
@@ -30,6 +29,10 @@ class BatchRows:
 
     def __len__(self) -> int:
         return len(self.data)
+
+    def replaced(self, data: TensorDict) -> "BatchRows":
+        """The same rows in another batch, which has more fields."""
+        return self if data is self.data else BatchRows(data, self.keys)
 
     def select(self, rows: Sequence[int], keys: Sequence[Hashable] | None = None) -> "BatchRows":
         """These rows, which may repeat; `keys`: theirs."""
@@ -65,7 +68,7 @@ class BatchRows:
         offsets: list[int] = self.data["input_ids"].offsets().tolist()
         return offsets
 
-    @property
+    @functools.cached_property
     def prompts(self) -> list[torch.Tensor]:
         """Tokens of each row's prompt, int64."""
         return [row[:n] for row, n in zip(self.data["input_ids"].unbind(), self.prompt_lens, strict=True)]
@@ -83,7 +86,9 @@ class BatchRows:
     @functools.cached_property
     def digests(self) -> list[bytes]:
         """Digest of each row's uid, pixels, prompt tokens and their positions: rows with the same one belong together.
-        Those that hold equal pixels then hold one tensor of them (`vision.share_pixels`)."""
+
+        A side effect: rows with equal pixels then hold one tensor of them (`vision.share_pixels`).
+        """
         # A row whose pixels another row carries is named by that row, as that row itself is.
         carriers = [(row or {}).get(CARRIES) or (row or {}).get(CARRIED_BY) for row in self.pixels]
         shown = [c.encode() if c else digest for c, digest in zip(carriers, share_pixels(self.pixels), strict=True)]
@@ -127,12 +132,12 @@ class BatchRows:
         longest = max((start + 1 + n for start, n in rows), default=1)
         return int(self.data["micro_batch_size_per_gpu"]) * longest
 
-    def check(self, config: Any) -> None:
-        """Checks that verl's own path computes these rows whole, and that their pixels are those of their prompts.
+    def check_positions_and_pixels(self, config: Any) -> None:
+        """Checks that position ids number the tokens of each row 0, 1, 2, ..., and that pixels are those of prompts.
 
-        That path reads the bounds of packed rows from position ids. By flash attention a row begins wherever they are
-        0, else wherever they do not go up by 1. Of four axes the first decides, that of text; the others jump at
-        images.
+        Where they do not, verl's own path would split the row, and ours would silently differ from it: it reads the
+        bounds of packed rows from position ids. By flash attention a row begins wherever they are 0, else wherever they
+        do not go up by 1. Of four axes the first decides, that of text; the others jump at images.
 
         Args:
             config: the model's.

@@ -17,7 +17,7 @@ from verl_prefix.core.schedule import Schedule
 from verl_prefix.core.waves import Plan
 from verl_prefix.engine.backend import Backend
 from verl_prefix.engine.exchange import Exchange
-from verl_prefix.engine.grouping import Trees, tokens_by_trees
+from verl_prefix.engine.grouping import TreeRule, tokens_by_trees
 from verl_prefix.engine.rows import BatchRows
 from verl_prefix.engine.together import together
 
@@ -42,7 +42,8 @@ _TOKENS, GROUP_TOKENS = "tokens of rows", "tokens of groups"
 # And of the first batch what `grouping.tokens_by_trees` counts.
 TREE_TOKENS = {name: f"tokens of trees: {name}" for name in ("stock", "off", "uid", "batch")}
 _SUMS = (*COUNTS, _TOKENS, GROUP_TOKENS, *TREE_TOKENS.values())
-_TORN = 0.02  # the share of a step's tokens from which the log says what torn groups cost, or other trees would save
+# The share of a step's tokens from which the log says what torn groups cost, or other trees would save.
+_WORTH_TELLING = 0.02
 
 
 class StepMetrics:
@@ -55,7 +56,7 @@ class StepMetrics:
 
     def __init__(self, backend: Backend, options: PrefixConfig, epochs: int) -> None:
         self._ranks, self._options, self._epochs = backend.ranks, options, epochs
-        self._counts_trees = not backend.forward_only  # until it has
+        self._is_first_batch = not backend.forward_only  # until it has
         self._log_prob_stock_rows = 0.0
         self._log_prob_total: Mapping[str, float] = {}  # of the last log-probs
         self._is_first_step = True
@@ -63,9 +64,9 @@ class StepMetrics:
 
     def _start_step(self) -> None:
         self._step: dict[str, float] = {}
-        self._prompts: list[Set[Hashable]] = [frozenset()]  # of its mini-batches, the last of which is under way
+        self._uids: list[Set[Hashable]] = [frozenset()]  # of its mini-batches, the last of which is under way
 
-    def see(self, exchange: Exchange, trees: Trees, forward_only: bool) -> dict[str, float]:
+    def see(self, exchange: Exchange, trees: TreeRule, forward_only: bool) -> dict[str, float]:
         """Sees the rows of a mini-batch, before it is known whether they share; metrics of them.
 
         Prompts of an update are kept, to count those whose rows lie in several mini-batches of an epoch. Of the first
@@ -76,11 +77,11 @@ class StepMetrics:
         """
         rows, metrics = exchange.rows, dict(exchange.metrics)
         if not forward_only and self._options.mini_batches == "rows":  # "prompts" tears them on purpose
-            self._prompts[-1] = exchange.prompts
+            self._uids[-1] = exchange.uids
         of_uid = Counter(uid for uid, _ in {*zip(rows.uids, rows.keys, strict=True)})
         metrics["prefix/split_uids"] = sum(n > 1 for n in of_uid.values()) if "uid" in rows.data.keys() else 0
-        if self._counts_trees:
-            self._counts_trees = False
+        if self._is_first_batch:
+            self._is_first_batch = False
             with together("counting tokens"):
                 tokens = tokens_by_trees(rows, trees, exchange.groups)
             metrics |= {TREE_TOKENS[name]: number for name, number in tokens.items()}
@@ -88,8 +89,8 @@ class StepMetrics:
 
     def _torn(self) -> Set[Hashable]:
         """Prompts with rows in several mini-batches of an epoch of the step, which is over."""
-        num = -(-len(self._prompts) // self._epochs)
-        epochs = (self._prompts[start : start + num] for start in range(0, len(self._prompts), num))
+        num = -(-len(self._uids) // self._epochs)
+        epochs = (self._uids[start : start + num] for start in range(0, len(self._uids), num))
         counts = (Counter(itertools.chain(*epoch)) for epoch in epochs)
         return {prompt for count in counts for prompt, times in count.items() if times > 1}
 
@@ -113,7 +114,7 @@ class StepMetrics:
         if forward_only:
             self._log_prob_stock_rows += metrics["prefix/stock_rows"]
         elif not rows.flag("update_lr_scheduler", True):
-            self._prompts.append(frozenset())
+            self._uids.append(frozenset())
             return {name: [float(value)] for name, value in reported.items()}
         else:
             step["prefix/log_prob_stock_rows"] = self._log_prob_stock_rows
@@ -125,14 +126,14 @@ class StepMetrics:
         sums = self._ranks.total([step.get(name, 0.0) for name in _SUMS])
         total = {name: value / self._ranks.copies for name, value in zip(_SUMS, sums, strict=True)}
         *most, torn_anywhere = self._ranks.most([*(step.get(name, 0.0) for name in MOST), num_torn])
-        self._see_torn_groups(total, int(torn_anywhere), forward_only)
-        self._tell_trees(*(total[name] for name in TREE_TOKENS.values()))
+        self._warn_of_torn_groups(total, int(torn_anywhere), forward_only)
+        self._warn_of_trees(*(total[name] for name in TREE_TOKENS.values()))
         total |= zip(MOST, most, strict=True)
         reported |= {name: total[name] for name in (*COUNTS, *MOST) if name in step}
         reported["prefix/reuse_fraction"] = total["prefix/tokens_saved"] / max(total[_TOKENS], 1)
         return {name: [float(value)] for name, value in reported.items()}
 
-    def _see_torn_groups(self, total: Mapping[str, float], num_torn: int, forward_only: bool) -> None:
+    def _warn_of_torn_groups(self, total: Mapping[str, float], num_torn: int, forward_only: bool) -> None:
         """Says once, after the first step that shares, which prompts the trainer put into several mini-batches.
 
         What that costs follows from the log-probs of the same rows, which saw their prompts whole. Bypass mode has no
@@ -142,11 +143,11 @@ class StepMetrics:
             self._log_prob_total = total
         if forward_only or not self._is_first_step or not total["prefix/groups"]:  # verl's path computes every row
             return
-        whole, self._is_first_step = self._log_prob_total, False
-        tokens, again, cost = whole.get(GROUP_TOKENS, 0.0), total[GROUP_TOKENS], ""
-        if tokens and again and total[_TOKENS] == whole[_TOKENS]:
+        of_log_probs, self._is_first_step = self._log_prob_total, False
+        tokens, again, cost = of_log_probs.get(GROUP_TOKENS, 0.0), total[GROUP_TOKENS], ""
+        if tokens and again and total[_TOKENS] == of_log_probs[_TOKENS]:
             more = again - tokens
-            if more <= _TORN * tokens:
+            if more <= _WORTH_TELLING * tokens:
                 return
             cost = f", {more:.0f} tokens more than {tokens:.0f} at this step (+{100 * more / tokens:.0f}%)"
         if num_torn and torch.distributed.get_rank() == 0:
@@ -159,7 +160,7 @@ class StepMetrics:
                 num_torn, cost,
             )  # fmt: skip
 
-    def _tell_trees(self, stock: float, off: float, uid: float, batch: float) -> None:
+    def _warn_of_trees(self, stock: float, off: float, uid: float, batch: float) -> None:
         """Says of the first batch what each value of prefix.trees computes, where rows are turns or prompts begin
         alike. Under `off` a session's rows lie on several ranks. Under the others they would lie on one, and might
         share more: then the numbers are upper bounds."""
@@ -168,9 +169,14 @@ class StepMetrics:
         if uid != off and torch.distributed.get_rank() == 0:
             logger.warning(
                 "prefix: rows of turns: of %d tokens prefix.trees=off (whole prompts alone) computes %d, uid %s%d, "
-                "batch %s%d; %s is on", stock, off, most, uid, most, batch, self._options.trees
+                "batch %s%d; %s is on", stock, off, most, uid, most, batch,
+                self._options.trees,
             )  # fmt: skip
-        elif self._options.trees != "batch" and 0 < batch < (1 - _TORN) * off and torch.distributed.get_rank() == 0:
+        elif (
+            self._options.trees != "batch"
+            and 0 < batch < (1 - _WORTH_TELLING) * off
+            and torch.distributed.get_rank() == 0
+        ):
             logger.warning(
                 "prefix: prompts begin alike: of %d tokens %d are computed, and with prefix.trees=batch %d",
                 stock, off, batch,

@@ -54,16 +54,16 @@ class Verification:
         Raises:
             RuntimeError: ours is off by more than rounding, and prefix.verify_action is raise.
         """
-        options, own = self._options, self._backend.own
+        options = self._options
         named = {"off": 0.0, "first_step": math.inf}
         every = named[options.verify] if isinstance(options.verify, str) else options.verify
         start = time.perf_counter()
-        if not every or self._num_batches % every:
+        if not every or self._num_batches % every:  # n % inf is 0 for n = 0 alone
             self._num_batches += 1
             return {}
         groups = [group for group in groups if group.num_suffix_tokens] or groups
         told = ""
-        if own.whole_rows:
+        if self._backend.stock.why_not_sharded:
             most = budget // self._backend.ranks.slices
             fits = [sum(pair) <= most for pair in zip(rows.prompt_lens, rows.response_lens, strict=True)]
             groups, told = _of_rows(groups, fits), f", with rows of at most {most} tokens (a rank's budget)"
@@ -122,7 +122,7 @@ class Verification:
         forward_only = backend.forward_only  # then no gradient differs from zero
 
         def stock() -> torch.Tensor:
-            return responses(backend.own_batch(rows_alone.data, _falling_loss, forward_only))
+            return responses(backend.stock_batch(rows_alone.data, _falling_loss, forward_only))
 
         def ours(path: str, pass_type: Callable[..., AttentionPass]) -> torch.Tensor:
             # Several waves read one prefix, and their gradients add up.

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 
 from verl_prefix.core.attention import AttentionParams, AttentionPass
-from verl_prefix.core.schedule import Outputs
+from verl_prefix.core.forward import HeadOutputs
 from verl_prefix.models import vision
 from verl_prefix.models.experts import ExpertLoads
 from verl_prefix.models.last_layer import on_head_tokens
@@ -116,7 +116,7 @@ class HookedModel:
         position_ids: torch.Tensor,
         head_tokens: torch.Tensor,
         attention_pass: AttentionPass,
-        outputs: Outputs | None,
+        outputs: HeadOutputs | None,
         logits_chunk: int,
         pixels: Mapping[str, torch.Tensor],
     ) -> torch.Tensor:
@@ -192,7 +192,7 @@ class HookedModel:
         made = made.to(logits.dtype)
         return logits.shape == made.shape and torch.allclose(logits, made, rtol=0, atol=0, equal_nan=True)
 
-    def _needs_all_logits(self, lm_head: torch.nn.Module, outputs: Outputs | None) -> bool:
+    def _needs_all_logits(self, lm_head: torch.nn.Module, outputs: HeadOutputs | None) -> bool:
         """Whether somebody behind lm_head has to see all logits. One warning says who."""
         others = readers(self.model, lm_head)
         if others:
@@ -227,7 +227,9 @@ class _ChunkedHead:
         result: what it returned last.
     """
 
-    def __init__(self, forward: Callable[[torch.Tensor], torch.Tensor], outputs: Outputs | None, chunk: int) -> None:
+    def __init__(
+        self, forward: Callable[[torch.Tensor], torch.Tensor], outputs: HeadOutputs | None, chunk: int
+    ) -> None:
         self.forward, self.outputs, self.chunk = forward, outputs, chunk
         self.result: torch.Tensor | None = None
 

@@ -22,7 +22,7 @@ from verl.utils.tokenizer import build_multimodal_processor_inputs
 from verl.utils.torch_dtypes import PrecisionType
 
 from verl_prefix.auto.shape import ModelShape, model_shape
-from verl_prefix.backends.own_path import wrong_when_sharded
+from verl_prefix.backends.stock_path import wrong_when_sharded
 from verl_prefix.config.driver import check_driver
 from verl_prefix.config.model import attention_of, check_dealt, check_model_family, check_sequence_parallel
 from verl_prefix.models.recurrent import packing_leak
@@ -72,7 +72,7 @@ class Model(NamedTuple):
     Attributes:
         hf: Hugging Face's. shape: what it costs. state_bytes: see `state_bytes`.
         leak: what is wrong with verl's own path where it packs rows (`recurrent.packing_leak`), or None.
-        spread: the same where ranks share a row (`own_path.wrong_when_sharded`).
+        spread: the same where ranks share a row (`stock_path.wrong_when_sharded`).
     """
 
     hf: Any

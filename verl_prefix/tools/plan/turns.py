@@ -17,7 +17,7 @@ from verl.utils import tensordict_utils as tu
 
 from verl_prefix.auto.shape import ModelShape
 from verl_prefix.core.groups import Group
-from verl_prefix.engine.grouping import Trees, group_rows
+from verl_prefix.engine.grouping import TreeRule, group_rows
 from verl_prefix.engine.row_table import AllRows, describe, describe_pieces
 from verl_prefix.engine.rows import BatchRows, is_padding
 from verl_prefix.testing.rollouts import turn_rollouts
@@ -67,7 +67,7 @@ class TokenStep(Step):
     def computed(self, ranks: list[list[int]], exchange: bool) -> list[list[Group]]:
         """As the engine's exchange and `grouping.group_rows` make them."""
         step, every = AllRows([self.table]), AllRows([self.table[rank] for rank in ranks])
-        trees, homes = Trees(self.over, frozenset({END})), every.ranks
+        trees, homes = TreeRule(self.over, frozenset({END})), every.ranks
         are_cut = trees.are_cut(step.uids, step.keys)
         if exchange and len(ranks) > 1 and are_cut:
             pieces = [describe_pieces(self.batch.select(rank), self.shape, trees) for rank in ranks]
@@ -83,7 +83,7 @@ class TokenStep(Step):
         asked = self.over, tuple(rows)
         if asked not in self.known and rows:
             some = self.batch.select(rows, [keys[row] for row in rows])
-            groups = group_rows(some, Trees(self.over, frozenset({END})), are_cut)
+            groups = group_rows(some, TreeRule(self.over, frozenset({END})), are_cut)
             self.known[asked] = [group.renumbered(dict(enumerate(rows))) for group in groups]
         return self.known.get(asked, [])
 

@@ -10,7 +10,7 @@ from verl.utils import tensordict_utils as tu
 from verl.utils.ulysses import get_ulysses_sequence_parallel_group, set_ulysses_sequence_parallel_group
 
 from verl_prefix.config.model import is_varlen
-from verl_prefix.engine.backend import OwnPath, Ranks
+from verl_prefix.engine.backend import Ranks, StockPath
 from verl_prefix.engine.loss import LossFunction
 from verl_prefix.models.recurrent import packing_leak, sharding_leak
 from verl_prefix.models.replaced import replaced
@@ -33,7 +33,7 @@ def wrong_when_sharded(model: Any, attention: str) -> str | None:
     return sharding_leak(model)
 
 
-class HFOwnPath:
+class HFStockPath:
     """verl's own path of one engine.
 
     Args:
@@ -48,10 +48,10 @@ class HFOwnPath:
         self._engine, self._ranks, self._unfused = engine, ranks, unfused
         config = engine.module.config
         attention = config.get_text_config()._attn_implementation
-        self.facts = OwnPath(
+        self.facts = StockPath(
             dense_mask=not is_varlen(config._attn_implementation),
             one_row=engine.use_remove_padding and packing_leak(engine.module) is not None,
-            whole_rows=None if ranks.slices == 1 else wrong_when_sharded(engine.module, attention),
+            why_not_sharded=None if ranks.slices == 1 else wrong_when_sharded(engine.module, attention),
         )
 
     def batch(self, data: TensorDict, loss_function: LossFunction | None, forward_only: bool) -> dict[str, Any]:
@@ -70,7 +70,7 @@ class HFOwnPath:
             text = "prefix: stock path, rows one by one: %s, so that packed rows would leak state into each other"
             warn_once(logger, text, leak)
             self._separate_rows(data)
-        with towers_of_tensors(module), self._alone(data) if self.facts.whole_rows else nullcontext():
+        with towers_of_tensors(module), self._alone(data) if self.facts.why_not_sharded else nullcontext():
             output: dict[str, Any] = self._engine.verls_batch(data, loss_function, forward_only)
         return output
 
@@ -89,7 +89,7 @@ class HFOwnPath:
             budget = max(int(data["max_token_len_per_gpu"]), int(longest))
             tu.assign_non_tensor(data, max_token_len_per_gpu=-(-budget // self._ranks.slices))
         text = "prefix: stock path, each rank computes whole rows: %s, under sequence parallelism"
-        warn_once(logger, text, self.facts.whole_rows)
+        warn_once(logger, text, self.facts.why_not_sharded)
         set_ulysses_sequence_parallel_group(None)
         try:
             with replaced(self._engine, "use_ulysses_sp", False):
