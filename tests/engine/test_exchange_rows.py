@@ -285,7 +285,7 @@ class _Break:
     """Breaks one rank's exchange in one of the ways of `BROKEN`."""
 
     def __init__(self, how: str, rank: int) -> None:
-        from verl_prefix.engine import exchange, row_bytes, row_table
+        from verl_prefix.engine import exchange, row_bytes, row_table, travel
 
         self.patches = []
         real_pack, real_place = row_bytes.RowBytes.pack, row_table.place_rows
@@ -323,7 +323,7 @@ class _Break:
             "a row twice": (row_bytes.RowBytes, "pack", pack(lambda rows: rows + rows[-1:], False), 1),
             "a row of a rank that is not there": (row_table, "place_rows", placed(lambda ranks: [9, *ranks[1:]]), None),
             "another placement": (row_table, "place_rows", placed(lambda ranks: ranks[::-1]), 1),
-            "no memory while rows are described": (exchange, "describe", no_memory, 2),
+            "no memory while rows are described": (travel, "describe", no_memory, 2),
             "no memory while rows are sent": (row_bytes.RowBytes, "pack", pack(no_memory, False), 2),
             "no memory while outputs are returned": (row_bytes.RowBytes, "pack", pack(no_memory, True), 2),
             "other tokens": (exchange, "group_rows", other_tokens, 1),
