@@ -12,7 +12,7 @@ import pytest
 import torch
 from runners import random_rollouts, run_shared
 
-from verl_prefix.core import host_memory, offload, schedule
+from verl_prefix.core import host_memory, meter, offload
 from verl_prefix.core.host_memory import HostCopies, host_pages
 from verl_prefix.core.offload import OffloadedPrefixCache, Shelf
 
@@ -38,7 +38,7 @@ def nan_in_uninitialised_memory():
 def counts(monkeypatch) -> Counter:
     """Transfers of all schedules of the test."""
     total = Counter()
-    monkeypatch.setattr(schedule, "Counter", lambda: total)
+    monkeypatch.setattr(meter, "Counter", lambda: total)
     return total
 
 
