@@ -93,7 +93,7 @@ def warm(python: str) -> Iterator[Callable[..., AbstractContextManager]]:
     """Within `with warm():` processes of the start method forkserver come from one that has imported verl, under
     VERL_PLATFORM=cpu.
 
-    The import takes 8 CPU seconds, 1.4 after what `python` has imported, most ranks less. They have the environment
+    The import takes 8 CPU seconds, 1.4 behind what `python` has imported, most ranks less. They have the environment
     and the modules of the session: what a test sets or patches in its own process does not reach them.
     """
     path = os.pathsep.join([str(Path(__file__).parent / "helpers"), *filter(None, [os.environ.get("PYTHONPATH")])])

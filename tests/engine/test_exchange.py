@@ -265,7 +265,7 @@ def _worker(rank: int, world: int, rendezvous: str, path: str, out: str) -> None
     stock, results, truth, warned = _engine("fsdp2", path, {}), {}, {}, []
     handler = logging.Handler()
     handler.emit = warned.append
-    logging.getLogger("verl_prefix.engine").addHandler(handler)
+    logging.getLogger("verl_prefix.engine.travel").addHandler(handler)
     for case, options in CASES.items():
         if world == 2 or case in FEW:
             # An empty rank is what stock cannot do.

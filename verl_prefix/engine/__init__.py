@@ -2,10 +2,10 @@
 
 Read `prefix_engine` first. A mini-batch goes, in the order of `PrefixEngine.forward_backward_batch`, through
 
-    rows          what is derived from verl's batch, once: lengths, keys, padding, the budget of a pass
+    rows          what is derived from verl's batch: lengths, keys, padding, the budget of a pass
     paths         is this batch one for verl's own path, whatever its lengths? Then the backend computes it so
-    exchange      rows travel to the rank that computes their group (`row_table`: what ranks know of all rows before;
-                  `travel`: who sends which rows where; `row_bytes`: what is sent), where `grouping` makes groups of them
+    exchange      rows travel to the rank that computes their group, where `grouping` makes groups of them (`row_table`:
+                  what ranks know of all rows before; `travel`: who sends which rows where; `row_bytes`: what is sent)
     paths         groups become a plan of passes, or go verl's own path, as where sharing does not pay
     verify        where a check is due, a few rows first take both paths, by `self_check`
     mini_batch    `core.schedule` runs the plan; of each pass `outputs` makes log-probs and entropy from logits, as

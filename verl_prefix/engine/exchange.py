@@ -3,9 +3,9 @@
     rank 0: a0 b0 c0 d0  ->  a0 a1 d0 d1      verl's trainers spread a prompt's rows over ranks; where a row is computed
     rank 1: a1 b1 c1 d1      b0 b1 c0 c1      changes neither sums over ranks nor what the row gives back
 
-It takes at most sixteen collectives (`travel`), all of tensors, by all ranks that compute data in parallel. After each piece of
-work a collective says whether every rank got through it (`together`). So an error on one rank is an error on all, and
-no rank waits for another in vain.
+It takes at most sixteen collectives (`travel`), all of tensors, by all ranks that compute data in parallel. After each
+piece of work a collective says whether every rank got through it (`together`). So an error on one rank is an error on
+all, and no rank waits for another in vain.
 """
 
 import functools
