@@ -88,14 +88,14 @@ def install() -> None:
     from verl_prefix.core.prefix_cache import PrefixCache
     from verl_prefix.core.schedule import PackedForward
     from verl_prefix.cpu.server import HFServer
-    from verl_prefix.engine import exchange
+    from verl_prefix.engine import travel
     from verl_prefix.engine.row_bytes import RowBytes
     from verl_prefix.trace.writer import TraceWriter
 
     before(PPOTrainer, "step", write_step)
     before(FSDPEngine, "optimizer_step", on_last_rank("update"))
     before(FSDPEngine, "save_checkpoint", on_last_rank("checkpoint"))
-    before(exchange, "describe", on_last_rank("describe"))
+    before(travel, "describe", on_last_rank("describe"))
     before(RowBytes, "pack", on_last_rank("exchange"))
     before(PrefixCache, "backward", on_last_rank("phase_c"))
     before(PackedForward, "prefixes", break_phase_a)
