@@ -98,11 +98,11 @@ def install() -> None:
     before(travel, "describe", on_last_rank("describe"))
     before(RowBytes, "pack", on_last_rank("exchange"))
     before(PrefixCache, "backward", on_last_rank("phase_c"))
-    before(PackedForward, "prefixes", break_phase_a)
+    before(PackedForward, "phase_a", break_phase_a)
     before(TraceWriter, "_write_step", on_last_rank("trace"))
     before(HFServer, "__init__", lambda *_, **__: at("server") and act())
     before(HFServer, "_generate", lambda *_, **__: at("rollout") and act())
-    before(PackedForward, "suffixes", break_wave)
+    before(PackedForward, "packed_or_wave", break_wave)
     torch.save = break_save(torch.save)
 
 

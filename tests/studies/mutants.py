@@ -37,9 +37,9 @@ from unittest import mock
 ROOT = Path(__file__).resolve().parents[2]
 CORE = ("attention", "calls", "groups", "layout", "prefix_cache", "recurrence", "schedule", "trees", "waves", "offload")
 ALONE = [f"core/{name}.py" for name in CORE] + [
-    "models/hookup.py", "models/recurrent.py", "models/vision.py", "models/replaced.py", "models/verls_vision.py", "engine/rows.py",
-    "engine/grouping.py", "engine/outputs.py",
-    "engine/mini_batch.py", "engine/loss.py", "core/kernels/cpu.py",
+    "models/hookup.py", "models/recurrent.py", "models/replaced.py", "models/vision.py", "models/verls_vision.py",
+    "engine/rows.py", "engine/grouping.py", "engine/outputs.py", "engine/mini_batch.py", "engine/loss.py",
+    "core/forward.py", "core/kernels/cpu.py",
 ]  # fmt: skip
 TOGETHER = ["engine/exchange.py", "engine/travel.py", "engine/row_table.py", "engine/row_bytes.py", "auto/placement.py"]
 SECONDS = 300  # that a mutant has; one that hangs is seen
