@@ -28,7 +28,7 @@ def tracked(monkeypatch):
     """Weak references to every captured K/V, every grad cache and every phase A output."""
     refs: list[weakref.ref] = []
     capture, add_grad = prefix_cache.PrefixCache.capture, prefix_cache.PrefixCache.add_grad
-    prefixes = PackedForward.prefixes
+    prefixes = PackedForward.phase_a
 
     def spy_capture(self, layer, k, v):
         joined = capture(self, layer, k, v)
@@ -46,7 +46,7 @@ def tracked(monkeypatch):
 
     monkeypatch.setattr(prefix_cache.PrefixCache, "capture", spy_capture)
     monkeypatch.setattr(prefix_cache.PrefixCache, "add_grad", spy_add_grad)
-    monkeypatch.setattr(PackedForward, "prefixes", spy_prefixes)
+    monkeypatch.setattr(PackedForward, "phase_a", spy_prefixes)
     return refs
 
 

@@ -53,6 +53,11 @@ CASES = {
     "one_text_row": {"batch": "one_text_row", "schedule": "phased", "wave_tokens": 8},
     "one_text_row_travels": {"batch": "one_text_row", "exchange": "auto"},
 }
+# Whose options test_engine_equivalence.py has with text: left to CI.
+AS_WITH_TEXT = (
+    "phased_row_by_row", "small_budget", "groups_cut", "offload", "lora_on_text", "padded", "turns",
+    "text_alone_sync_every_pass",
+)  # fmt: skip
 # What a model of experts or of recurrent layers adds. Other engine cases of it are in test_recurrent_engine.
 FEW = (
     "packed", "phased", "phased_row_by_row", "checkpointed", "scattered", "text_rank", "turns", "turns_phased",
@@ -199,8 +204,9 @@ def _cases(*names: str) -> list:
     with experts and GLM-4.6V there is nothing that GLM-4.1V and Qwen3-VL with experts do not have."""
     quick = [(family, "phased") for family in ("qwen2_5_vl", "qwen3_vl_moe", "qwen3_5", "glm4v")]
     quick.append(("qwen3_5", "turns_phased"))
+    quick += [("qwen3_vl", case) for case in CASES if case not in AS_WITH_TEXT]
     return [
-        pytest.param(family, case, marks=() if family == "qwen3_vl" or (family, case) in quick else pytest.mark.ci)
+        pytest.param(family, case, marks=() if (family, case) in quick else pytest.mark.ci)
         for family in FAMILIES for case in FAMILIES[family] if case in (names or CASES)
     ]  # fmt: skip
 
