@@ -47,4 +47,5 @@ def main() -> None:
     Path(sys.argv[1]).write_text(json.dumps(provenance("lines/1", "cpu") | {"rooms": rooms}, indent=1) + "\n")
 
 
-main()
+if __name__ == "__main__":
+    main()
