@@ -222,8 +222,8 @@ def test_casts_of_parameters_never_move(monkeypatch):
         OffloadedPrefixCache, "_find_or_copy", lambda self, x: copied.append(tuple(x.shape)) or copy(self, x)
     )
     model = build(torch.float32)
-    without = measure(model, forward_context=autocast)
-    assert same_bits(measure(model, forward_context=autocast, offload=True), without)
+    without = measure(model, context=autocast)
+    assert same_bits(measure(model, context=autocast, offload=True), without)
     weights = {shape for p in model.parameters() for shape in (tuple(p.shape), tuple(p.shape)[::-1]) if p.dim() > 1}
     assert copied and not weights & set(copied), "of a few tokens each"
 

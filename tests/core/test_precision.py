@@ -85,7 +85,7 @@ def test_softcapped_attention_under_autocast_errs_as_stock_does(options):
         model.float()
         with autocast():
             found = [measure(model, lambda m, r=rollouts: run_stock(m, r))]
-        found.append(measure(model, lambda m, r=rollouts: run_shared(m, r, forward_context=autocast, **options)))
+        found.append(measure(model, lambda m, r=rollouts: run_shared(m, r, context=autocast, **options)))
         for i, true in enumerate(truth):
             for errors, own in zip((stock, ours), found, strict=True):
                 errors[i] += relative(own[i], true) / SEEDS

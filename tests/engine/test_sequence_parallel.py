@@ -184,7 +184,7 @@ def _priced_differently(models: dict, size: int, truth: tuple[str, ...]) -> dict
     from verl_prefix.auto import chooser
 
     priced = {0: [1.0, 2.0, 2.0]}.get(get_rank(), [9.0, 1.0, 1.0])
-    with mock.patch.object(chooser, "price", lambda *_: priced):
+    with mock.patch.object(chooser.Candidates, "seconds", lambda *_: priced):
         return _case(models, size, truth, "auto_verified", min_speedup=1.05, verify="off")
 
 

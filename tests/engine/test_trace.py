@@ -223,7 +223,7 @@ def test_what_one_rank_cannot_record_ends_the_run_on_all_and_later_on_only_the_r
         record(ranks, steps=1, make=odd)
     assert not (tmp_path / "trace").exists()
     with pytest.raises(trace.TraceError, match="trace_dir"):
-        writers(tmp_path / "trace", model)[1].record(odd(0, 1), LOSS, lambda counts: counts)
+        writers(tmp_path / "trace", model)[1].record(BatchRows(odd(0, 1)), LOSS, lambda counts: counts)
 
 
 def test_a_model_that_cannot_be_described_ends_the_run_on_all_ranks(tmp_path, model):
@@ -231,9 +231,9 @@ def test_a_model_that_cannot_be_described_ends_the_run_on_all_ranks(tmp_path, mo
     ranks = writers(tmp_path / "trace", model)
     ranks[0].describe = lambda: {"engine": object.no_such_attribute}
     with pytest.raises(trace.TraceError, match="no_such_attribute"):
-        ranks[0].record(to_tensordict(rows(0, 0)), LOSS, lambda counts: counts)
+        ranks[0].record(BatchRows(to_tensordict(rows(0, 0))), LOSS, lambda counts: counts)
     with pytest.raises(trace.TraceError, match="another rank cannot record"):
-        ranks[1].record(to_tensordict(rows(0, 1)), LOSS, lambda counts: [True, *counts[1:]])
+        ranks[1].record(BatchRows(to_tensordict(rows(0, 1))), LOSS, lambda counts: [True, *counts[1:]])
     assert not (tmp_path / "trace").exists()
 
 

@@ -163,7 +163,11 @@ def test_family_equals_hf(family, float64_inside, table):  # noqa: F811
 
 def window_one_longer(monkeypatch):
     calls = Layout.calls
-    monkeypatch.setattr(Layout, "calls", lambda self, window, device: calls(self, window and window + 1, device))
+
+    def longer(self, params, device):
+        return calls(self, params._replace(window=params.window and params.window + 1), device)
+
+    monkeypatch.setattr(Layout, "calls", longer)
 
 
 def window_ignored(monkeypatch):

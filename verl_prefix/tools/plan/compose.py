@@ -237,8 +237,8 @@ def read_command(options: Options) -> Asked:
     Raises:
         PlanError: something is missing, or does not fit.
     """
-    assert options.config_name and options.config_path
-    config = compose_config(options.config_name, options.overrides, options.config_path)
+    name, folder = map(str, (options.config_name, options.config_path))  # known since construction
+    config = compose_config(name, options.overrides, folder)
     check_sizes(config)
     options.check_lengths(config.data.max_response_length)
     rollouts = read_dumps(options.response_lengths) if options.response_lengths and options.has_dump else []
