@@ -137,8 +137,8 @@ def test_layout_holds_each_prefix_once_and_every_suffix_at_its_original_place(sh
         assert [b - a for a, b in zip(cross.k, cross.k[1:], strict=False)] == [g.prefix_len for g in sharing]
         assert [b - a for a, b in zip(cross.q, cross.q[1:], strict=False)] == [g.num_suffix_tokens for g in sharing]
         assert (
-            build_layout(groups, offsets, suffixes=False).index.tolist()
-            == layout.index[: layout.num_strand_tokens].tolist()
+            build_layout(groups, offsets, suffixes=False).places.tolist()
+            == layout.places[: layout.num_strand_tokens].tolist()
         )
 
 
@@ -168,7 +168,7 @@ def keys_read(layout, window, prefix_place):
     for call in layout.calls(AttentionParams(1.0, window), CPU):
         keys = torch.full((call.spans.k[-1],), -1)
         if call.own is not None:
-            keys[call.own] = layout.index
+            keys[call.own] = layout.places
         if call.prefix is not None:
             keys[call.prefix.at] = prefix_place[call.prefix.tokens]
             grad = torch.arange(1.0, len(keys) + 1, dtype=torch.float64)[call.prefix.at]
@@ -176,7 +176,7 @@ def keys_read(layout, window, prefix_place):
             wanted.index_add_(0, torch.arange(len(wanted))[call.prefix.tokens], grad)
             add_at(total, call.prefix.grad_at, call.prefix.summed(grad))
             assert torch.equal(total, wanted), "gradients of a token's copies are not its own"
-        assert (keys >= 0).all() and torch.equal(call.keys(layout.index, prefix_place), keys)
+        assert (keys >= 0).all() and torch.equal(call.keys(layout.places, prefix_place), keys)
         queries = torch.arange(layout.num_tokens)[call.queries].tolist()
         for q0, q1, k0, k1 in call.spans.parts():
             for i, query in enumerate(queries[q0:q1], start=q0):
@@ -206,14 +206,14 @@ def test_every_query_reads_the_last_window_tokens_of_its_own_row(shape, window, 
         return tokens if window is None else tokens[-window:]
 
     packed = build_layout(groups, offsets)
-    assert keys_read(packed, window, packed.index) == [expected(place) for place in packed.index.tolist()]
+    assert keys_read(packed, window, packed.places) == [expected(place) for place in packed.places.tolist()]
     if not any(group.prefix_len for group in groups):
         return
     prefixes = build_layout(groups, offsets, suffixes=False)
-    assert keys_read(prefixes, window, prefixes.index) == [expected(place) for place in prefixes.index.tolist()]
+    assert keys_read(prefixes, window, prefixes.places) == [expected(place) for place in prefixes.places.tolist()]
     for wave in make_waves(groups, wave_tokens):
         layout = build_layout([piece for _, piece in wave], offsets, prefixes, [i for i, _ in wave])
-        assert keys_read(layout, window, prefixes.index) == [expected(place) for place in layout.index.tolist()]
+        assert keys_read(layout, window, prefixes.places) == [expected(place) for place in layout.places.tolist()]
 
 
 def test_a_layout_reads_what_it_is_told_to_and_at_least_one_token_of_its_own():

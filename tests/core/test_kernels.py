@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from verl_prefix.core import attention, calls
-from verl_prefix.core.attention import AttentionParams, AttentionPass, merge
-from verl_prefix.core.calls import Call, Spans
+from verl_prefix.core.attention import AttentionPass, merge
+from verl_prefix.core.calls import AttentionParams, Call, Spans
 from verl_prefix.core.kernels import aten, available_kernels, choose_kernel, cpu, reference
 from verl_prefix.core.layout import Layout
 

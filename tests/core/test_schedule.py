@@ -17,8 +17,9 @@ from transformers.models.llama import modeling_llama
 from transformers.models.qwen3 import modeling_qwen3
 
 from verl_prefix.core import attention, layout, prefix_cache
+from verl_prefix.core.forward import PackedForward
 from verl_prefix.core.kernels import cpu
-from verl_prefix.core.schedule import PackedForward, Schedule
+from verl_prefix.core.schedule import Schedule
 
 TOLERANCE = 1e-9
 FIELDS = dict(

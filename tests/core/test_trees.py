@@ -239,7 +239,7 @@ def test_every_row_is_whole_and_cut_at_its_own_places_alone(rows, seed, budget):
                 assert group == Group((row,), first, (0,))
                 continue
             assert fork.start + n == len(whole[row]) - 1
-            path = [(group.strands[i].row, start, end) for i, start, end in group.path(fork)][::-1]
+            path = [(group.strands[i].row, start, end) for i, start, end in group.strands_before(fork)][::-1]
             tokens = torch.cat([whole[other][start:end] for other, start, end in path] or [whole[row][:0]])
             assert torch.equal(tokens, whole[row][: fork.start])
             cuts = {0, *batch.cuts[row], len(whole[row]) - 1}

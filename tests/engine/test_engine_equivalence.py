@@ -41,9 +41,10 @@ from transformers import AutoConfig
 from whole_tensors import full, whole
 
 from verl_prefix.backends.fsdp import FSDPBackend
+from verl_prefix.core.forward import LOGITS_CHUNK
 from verl_prefix.core.groups import Group
 from verl_prefix.core.kernels import cpu
-from verl_prefix.core.schedule import LOGITS_CHUNK, Schedule
+from verl_prefix.core.schedule import Schedule
 from verl_prefix.engine.rows import BatchRows
 from verl_prefix.engine.self_check import LayerCheck
 from verl_prefix.testing import write_tiny_model
@@ -410,14 +411,14 @@ def _step_of_two_updates(model_path: str, rank: int) -> dict[str, float]:
     wanted = {}
     for name, value in own.items():
         is_time = name.startswith("timing_s/")
-        reduce = ranks.most if is_time else ranks.total
+        reduce = ranks.max_over_ranks if is_time else ranks.sum_over_ranks
         (wanted[name],) = reduce([value])
     rows = [*zip(data["uid"], map(len, data["prompts"].unbind()), map(len, data["responses"].unbind()), strict=True)]
     tokens = sum(n - 1 + m for uid, n, m in rows if uid != PAD)
     prefixes = {(uid, i < len(rows) // 2): n - 1 for i, (uid, n, _) in enumerate(rows) if uid != PAD}
     computed = sum(m for uid, _, m in rows if uid != PAD) + sum(prefixes.values())
-    (wanted["prefix/tokens_saved"],) = ranks.total([tokens - computed])
-    tokens, wanted["prefix/log_prob_stock_rows"] = ranks.total([tokens, sum(uid != PAD for uid, *_ in rows)])
+    (wanted["prefix/tokens_saved"],) = ranks.sum_over_ranks([tokens - computed])
+    tokens, wanted["prefix/log_prob_stock_rows"] = ranks.sum_over_ranks([tokens, sum(uid != PAD for uid, *_ in rows)])
     wanted["prefix/reuse_fraction"] = wanted["prefix/tokens_saved"] / tokens
     del wanted["prefix/offloaded_gib"]
     wanted["prefix/tree_depth"] = 1.0
@@ -487,7 +488,7 @@ def _of_prompts(model_path: str, rank: int, options: dict) -> dict[str, float]:
         vocab_size = engine.model_config.hf_config.vocab_size
         data = _batch(rank, vocab_size, options)
         if backend == "prefix":
-            (num_rows,) = engine.backend.ranks.total([len(data)])
+            (num_rows,) = engine.backend.ranks.sum_over_ranks([len(data)])
             groups = [(PAD, 127, [1] * (4 - 2 * rank), "pad")]
             padding = _batch(rank, vocab_size, {**options, "turns": False, "groups": groups})
             data = tu.concat_tensordict([data, padding])
@@ -618,7 +619,7 @@ def _told_of_trees(models: dict, kind: str, over: str = "uid") -> tuple[list[str
         with engine.train_mode():
             metrics = engine.train_batch(data.copy(), _loss(options))["metrics"]
     logical = float(data["input_ids"].offsets()[-1]) - len(data)
-    return told, engine.backend.ranks.total([logical])[0] - metrics["prefix/tokens_saved"][0]
+    return told, engine.backend.ranks.sum_over_ranks([logical])[0] - metrics["prefix/tokens_saved"][0]
 
 
 def _idle(models: dict) -> dict[str, tuple[float, float]]:

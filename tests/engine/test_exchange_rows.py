@@ -211,7 +211,7 @@ def _problems(batch: dict, seed: int, group) -> list[str]:
     for one in counting:
         one.start()
     # Of a batch before, whose rows stayed, one rank may have seen turns alone.
-    trees = TreeRule("uid", frozenset([END]), had_turns=rank == seed % 2) if batch["turns"] else NO_TREES
+    trees = TreeRule("uid", frozenset([END]), cut_before=rank == seed % 2) if batch["turns"] else NO_TREES
     exchange = exchange_rows(BatchRows(data), SHAPE, group, torch.device("cpu"), trees=trees)
     found = exchange.rows.data
     if sorted(row for one in exchange.groups for row in one.rows) != list(range(len(found))):
@@ -260,7 +260,7 @@ def _problems(batch: dict, seed: int, group) -> list[str]:
         problems.append(f"rows on ranks: {lists}")
     if not all(rows for rows, _ in lists):
         problems.append(f"a rank has no row: {lists}")
-    if exchange.trees.had_turns:
+    if exchange.trees.cut_before:
         homes = {row: rank for rank, (rows, _) in enumerate(lists) for row in rows}
         pixels = any(row["pixels"] for row in every)
         sessions = [row["uid"] if pixels else f"{row['uid']} {row.get('session_id')}" for row in every]
@@ -463,7 +463,7 @@ def test_rows_are_cut_by_uid_once_a_uid_had_several_prompts():
     one, several = ("aab", [1, 1, 2]), ("aab", [1, 3, 2])
     found = {over: (TreeRule(over).are_cut(*one), TreeRule(over).are_cut(*several)) for over in ("off", "uid", "batch")}
     assert found == {"off": (False, False), "uid": (False, True), "batch": (True, True)}
-    assert TreeRule("uid", had_turns=True).are_cut(*one)
+    assert TreeRule("uid", cut_before=True).are_cut(*one)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
@@ -515,8 +515,8 @@ def test_prompts_with_rows_in_several_mini_batches_are_counted_and_said_once_aft
         """Of log-probs and then updates, two of them a step: tokens of groups, rows of 101 tokens, and groups, where
         not three. One prompt of three lies in both."""
         caplog.clear()
-        ranks = SimpleNamespace(total=list, most=list, copies=1)
-        metrics = StepMetrics(SimpleNamespace(ranks=ranks, forward_only=True), PrefixConfig(), epochs=1)
+        ranks = SimpleNamespace(sum_over_ranks=list, max_over_ranks=list, copies=1)
+        metrics = StepMetrics(SimpleNamespace(ranks=ranks, has_no_updates=True), PrefixConfig(), epochs=1)
         for i, (tokens, rows, *groups) in enumerate(batches):
             ids = torch.nested.as_nested_tensor([torch.full([101], i)] * rows, layout=torch.jagged)
             data = tu.get_tensordict({"input_ids": ids}, {"update_lr_scheduler": i % 3 == 2})

@@ -295,7 +295,7 @@ def test_a_note_without_add_note():
 
 def _two_ranks(others: list[float]) -> SimpleNamespace:
     """MOCK: a backend of one of two ranks, of which the other says `others`."""
-    return SimpleNamespace(ranks=SimpleNamespace(most=lambda values: [max(*values, *others)]))
+    return SimpleNamespace(ranks=SimpleNamespace(max_over_ranks=lambda values: [max(*values, *others)]))
 
 
 @pytest.mark.parametrize(("factor", "checkpointed", "tower", "option", "keeps"), [

@@ -29,7 +29,8 @@ from verl.utils import tensordict_utils as tu
 
 from verl_prefix.backends.fsdp import gradients_of, noise_of
 from verl_prefix.core import layout as core_layout
-from verl_prefix.core.attention import AttentionParams, GroupedAttention
+from verl_prefix.core.attention import GroupedAttention
+from verl_prefix.core.calls import AttentionParams
 from verl_prefix.core.gradients import gradients_aside
 from verl_prefix.core.groups import Fork, Group, Strand
 from verl_prefix.core.kernels import cpu
@@ -271,7 +272,7 @@ def _vision_rows(responses: list[list[int]], pixels: list) -> tuple:
     rows["input_ids"] = [[*pair[0], *pair[1]] for pair in zip(*rows.values(), strict=True)]
     data = tu.get_tensordict({name: nested(x) for name, x in rows.items()} | {"multi_modal_inputs": pixels})
     config = types.SimpleNamespace(model_type="qwen3_vl", image_token_id=5, video_token_id=6)
-    ranks = types.SimpleNamespace(most=lambda lacking: lacking)
+    ranks = types.SimpleNamespace(max_over_ranks=lambda lacking: lacking)
     return BatchRows(data), types.SimpleNamespace(config=config, ranks=ranks)
 
 
@@ -281,7 +282,7 @@ def test_every_row_of_a_checked_tree_runs_the_tower_as_often_as_those_of_other_r
     image, clip = {"pixel_values": torch.ones(1)}, {"pixel_values_videos": torch.ones(1)}
     data, backend = _vision_rows([[1]] * 6, [image, image | clip, image, {}, clip, None])
     groups = [Group((0, 1), 1, (1, 1)), Group((2, 3), 1, (1, 1)), Group((4, 5), 1, (1, 1))]
-    backend.ranks.most = lambda lacking: [a or b for a, b in zip(lacking, (False, True), strict=True)]
+    backend.ranks.max_over_ranks = lambda lacking: [a or b for a, b in zip(lacking, (False, True), strict=True)]
     assert Verification(backend, None, None)._checkable(data, groups) == groups[1:]
 
 

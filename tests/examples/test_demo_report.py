@@ -191,7 +191,7 @@ def test_tokens_of_turns_are_shown_and_trees_must_save_some(
     from verl_prefix.config import PrefixConfig
     from verl_prefix.engine.step_metrics import StepMetrics
 
-    backend = SimpleNamespace(ranks=SimpleNamespace(copies=1), forward_only=False)
+    backend = SimpleNamespace(ranks=SimpleNamespace(copies=1), has_no_updates=False)
 
     def said(off: int, uid: int) -> str:
         caplog.clear()

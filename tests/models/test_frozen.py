@@ -15,7 +15,8 @@ from runners import random_rollouts, run_shared, run_stock
 from vision_cases import Case, paths  # noqa: F401
 
 from verl_prefix import response_log_probs
-from verl_prefix.core.attention import AttentionParams, GroupedAttention
+from verl_prefix.core.attention import GroupedAttention
+from verl_prefix.core.calls import AttentionParams
 from verl_prefix.core.groups import Group
 from verl_prefix.core.kernels import cpu
 from verl_prefix.core.layout import build_layout

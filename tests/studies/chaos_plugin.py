@@ -86,7 +86,7 @@ def install() -> None:
     from verl.workers.engine.fsdp.transformer_impl import FSDPEngine
 
     from verl_prefix.core.prefix_cache import PrefixCache
-    from verl_prefix.core.schedule import PackedForward
+    from verl_prefix.core.forward import PackedForward
     from verl_prefix.cpu.server import HFServer
     from verl_prefix.engine import travel
     from verl_prefix.engine.row_bytes import RowBytes

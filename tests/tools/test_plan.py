@@ -27,7 +27,7 @@ from verl.utils import tensordict_utils as tu  # noqa: E402
 
 from verl_prefix import cli  # noqa: E402
 from verl_prefix.auto.shape import ModelShape  # noqa: E402
-from verl_prefix.engine.grouping import Trees, group_rows  # noqa: E402
+from verl_prefix.engine.grouping import TreeRule, group_rows  # noqa: E402
 from verl_prefix.engine.rows import BatchRows  # noqa: E402
 from verl_prefix.models.messages import end_tokens  # noqa: E402
 from verl_prefix.testing import write_tiny_model, write_tiny_vlm  # noqa: E402
@@ -703,7 +703,7 @@ def engine_tokens(rows: list[tuple[str, int, list[int], list[int]]], ends: set[i
     batch = BatchRows(tu.get_tensordict(fields, {"temperature": 1.0}))
     found = {"stock": sum(map(len, whole)) - len(whole)}
     for over in ("off", "uid", "batch"):
-        trees = Trees(over, frozenset(ends))
+        trees = TreeRule(over, frozenset(ends))
         groups = group_rows(batch, trees, trees.are_cut(uids, batch.keys))
         found[over] = sum(group.num_physical_tokens for group in groups)
     return found

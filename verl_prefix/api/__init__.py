@@ -21,7 +21,8 @@ from verl_prefix.api.checks import Tokens, check_sizes, check_waves, token_rows
 from verl_prefix.api.recompute import autocast_of, outputs_by_row, recomputed_by_row
 from verl_prefix.api.rows import Batch, HiddenBatch, PerToken
 from verl_prefix.core.attention import AttentionPass
-from verl_prefix.core.schedule import PackedForward, PassOutputs, Schedule
+from verl_prefix.core.forward import PackedForward, PassOutputs
+from verl_prefix.core.schedule import Schedule
 from verl_prefix.core.waves import Plan
 from verl_prefix.models import messages, support
 from verl_prefix.models.hidden import HiddenStateModel

@@ -14,9 +14,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from verl_prefix.auto.shape import ModelShape, PassCost
+from verl_prefix.core.forward import LOGITS_CHUNK
 from verl_prefix.core.groups import Group
 from verl_prefix.core.offload import AHEAD
-from verl_prefix.core.schedule import LOGITS_CHUNK
 from verl_prefix.core.waves import PackedPass, PhasedPass, Plan
 
 

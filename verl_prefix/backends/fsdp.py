@@ -24,9 +24,10 @@ from verl_prefix.auto.shape import ModelShape, model_shape
 from verl_prefix.backends.stock_path import HFStockPath
 from verl_prefix.config import PrefixConfig, PrefixEngineConfig
 from verl_prefix.config.model import check_dealt, check_sequence_parallel, warn_of_replaced_options
+from verl_prefix.core.forward import PackedForward
 from verl_prefix.core.gradients import gradients_aside
 from verl_prefix.core.meter import Meter
-from verl_prefix.core.schedule import PackedForward, Schedule
+from verl_prefix.core.schedule import Schedule
 from verl_prefix.cpu.engine import CPUFSDPEngine
 from verl_prefix.engine.backend import Ranks, StockPath
 from verl_prefix.engine.loss import LossFunction
@@ -48,7 +49,7 @@ class FSDPBackend:
 
     def __init__(self, engine: Any, unfused: bool) -> None:
         self._engine, self._unfused = engine, unfused
-        self.forward_only: bool = engine.engine_config.forward_only
+        self.has_no_updates: bool = engine.engine_config.forward_only
         self.deterministic: bool = engine.engine_config.full_determinism
         size = engine.ulysses_sequence_parallel_size
         self.ranks = Ranks(
@@ -79,7 +80,7 @@ class FSDPBackend:
         return HFStockPath(self._engine, self.ranks, self._unfused)
 
     @property
-    def stock(self) -> StockPath:
+    def stock_facts(self) -> StockPath:
         return self._stock_path.facts
 
     def stock_batch(self, data: TensorDict, loss_function: LossFunction | None, forward_only: bool) -> dict[str, Any]:
@@ -101,7 +102,7 @@ class FSDPBackend:
 
     def gradient_bytes(self) -> float:
         trained = sum(p.numel() for p in self._engine.module.parameters() if p.requires_grad)
-        return 0.0 if self.forward_only else 4.0 * trained / self._shards
+        return 0.0 if self.has_no_updates else 4.0 * trained / self._shards
 
     def schedule(
         self, outputs: Callable, step: Callable, forward_only: bool, offload: bool = False,
@@ -127,7 +128,7 @@ class FSDPBackend:
 
     def model_metrics(self, schedule: Schedule) -> dict[str, float]:
         assert isinstance(schedule.forward.model, HookedModel)
-        return schedule.forward.model.expert_loads.metrics(self.ranks.total)
+        return schedule.forward.model.expert_loads.metrics(self.ranks.sum_over_ranks)
 
     def _backward(self, loss: torch.Tensor) -> None:
         scaler = getattr(self._engine, "scaler", None)  # of fp16
@@ -221,7 +222,7 @@ class PrefixFSDPEngine(PrefixEngine, FSDPEngineWithLMHead):
         of_verl = copy.copy(engine_config)
         of_verl.strategy = "fsdp2"
         super().__init__(model_config, of_verl, optimizer_config, checkpoint_config)
-        self.take(FSDPBackend(self, unfused), engine_config)
+        self.set_backend(FSDPBackend(self, unfused), engine_config)
 
     def _build_module(self) -> torch.nn.Module:
         module = super()._build_module()

@@ -85,7 +85,7 @@ class HFStockPath:
         group = get_ulysses_sequence_parallel_group()
         if tu.get_non_tensor_data(data, "use_dynamic_bsz", True):
             together = data["input_ids"].offsets().diff().split(tu.get_non_tensor_data(data, "force_group_size", 1))
-            (longest,) = self._ranks.most([max(int(lens.sum()) for lens in together)])
+            (longest,) = self._ranks.max_over_ranks([max(int(lens.sum()) for lens in together)])
             budget = max(int(data["max_token_len_per_gpu"]), int(longest))
             tu.assign_non_tensor(data, max_token_len_per_gpu=-(-budget // self._ranks.slices))
         text = "prefix: stock path, each rank computes whole rows: %s, under sequence parallelism"
@@ -103,7 +103,7 @@ class HFStockPath:
         Rows are padded instead where a loss needs its rows together, and where ranks have different numbers of rows:
         only verl can then even out their micro-batches. No token of a row sees padding.
         """
-        most, fewest = self._ranks.most([len(data), -len(data)])
+        most, fewest = self._ranks.max_over_ranks([len(data), -len(data)])
         if most + fewest or tu.get_non_tensor_data(data, "force_group_size", 1) > 1:
             tu.assign_non_tensor(data, use_remove_padding=False)
         else:

@@ -22,8 +22,6 @@ from verl_prefix.core.layout import Layout
 from verl_prefix.core.prefix_cache import Key, PrefixCache, add_at, ran_twice
 from verl_prefix.core.sequence_parallel import Shards
 
-__all__ = ["AttentionParams", "AttentionPass", "GroupedAttention", "merge"]
-
 # By layer: outputs [T, H, D] and log-sum-exps [H, T] of attention, kept until gradient checkpointing runs it again.
 Kept = dict[int, tuple[torch.Tensor, torch.Tensor]]
 

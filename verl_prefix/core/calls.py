@@ -111,7 +111,7 @@ class PrefixKeys(NamedTuple):
         tokens: which tokens of the prefix source they are.
         grad_at: where gradients of `summed` are added in the prefix source: `tokens`, without the copies that
             `copies` names. A token may still be there several times, once for each block that reads it.
-        copies: (times, tokens) of each set of copies, in the order of `tokens`; empty: there are none.
+        copies: (times, length) of each set of copies, in the order of `tokens`; empty: there are none.
     """
 
     at: slice | torch.Tensor
@@ -125,7 +125,7 @@ class PrefixKeys(NamedTuple):
             return grad
         wide = torch.promote_types(grad.dtype, torch.float32)
         blocks = zip(grad.split([times * n for times, n in self.copies]), self.copies, strict=True)
-        return torch.cat([block.unflatten(0, copies).sum(0, dtype=wide) for block, copies in blocks])
+        return torch.cat([block.unflatten(0, (times, n)).sum(0, dtype=wide) for block, (times, n) in blocks])
 
 
 ALL = slice(None)

@@ -116,7 +116,7 @@ class PackedForward:
             keep_attention: False: never, whatever the field says.
 
         Returns:
-            the root's output, from which FSDP2 starts phase C: of one token, or of those strand tokens whose outputs
+            the model's output, from which FSDP2 starts phase C: of one token, or of those strand tokens whose outputs
             waves read.
         """
         keep_attention = keep_attention and self.keep_attention
@@ -126,8 +126,8 @@ class PackedForward:
         if layout.reads is not None:
             head_tokens, outputs = layout.head_tokens, self.outputs
         with self.context():
-            root = self._run(tokens, head_tokens, attention_pass, outputs)
-            return root if layout.reads is None else cache.capture(_OUTPUTS, root)[0]
+            result = self._run(tokens, head_tokens, attention_pass, outputs)
+            return result if layout.reads is None else cache.capture(_OUTPUTS, result)[0]
 
     def packed_or_wave(
         self, tokens: TokenBatch, groups: Sequence[Group], layout: Layout, cache: PrefixCache | None
@@ -163,19 +163,19 @@ class PackedForward:
     ) -> torch.Tensor:
         """What `outputs` makes of the packed row's `head_tokens`: see `Model.token_outputs`."""
         device, layout = tokens.input_ids.device, attention_pass.layout
-        own, shards = layout.index, None
+        places, shards = layout.places, None
         if self.sequence_group is not None:
             shards = attention_pass.shards = Shards(self.sequence_group, layout, device)
-            own = layout.index[shards.tokens]
+            places = layout.places[shards.tokens]
             head_tokens, gathered = shards.head_tokens(head_tokens)
-        index, head_tokens = on_device(own, device), on_device(head_tokens, device)
+        places, head_tokens = on_device(places, device), on_device(head_tokens, device)
         attention_pass.head_tokens = head_tokens
-        places = index[head_tokens]
-        of_head = outputs and (lambda number, logits: outputs(places[number], logits))
+        head_places = places[head_tokens]
+        of_head = outputs and (lambda number, logits: outputs(head_places[number], logits))
         prefixes = layout.groups if layout.source is None else ()
         pixels = tokens.pixels and tokens.pixels.of(prefixes, device, shards.tokens if shards else None)
         result = self.model.token_outputs(
-            tokens.input_ids[index], tokens.position_ids[..., index], head_tokens=head_tokens,
+            tokens.input_ids[places], tokens.position_ids[..., places], head_tokens=head_tokens,
             attention_pass=attention_pass, outputs=of_head, logits_chunk=self.logits_chunk, pixels=pixels or {},
         )  # fmt: skip
         return result if shards is None else shards.gather(result, gathered)

@@ -53,7 +53,7 @@ class Group:
         suffix_lens: S of each row.
         strands: every strand after its parent.
         forks: of each row.
-        first_outputs: of each row, the number of its last prompt token: the first token whose output the row reads.
+        first_outputs: of each row, the index of its last prompt token: the first token whose output the row reads.
     """
 
     rows: tuple[int, ...]
@@ -87,7 +87,7 @@ class Group:
         """Number of strand tokens whose outputs rows read; a token counts once."""
         read: dict[int, set[int]] = {}
         for fork, first in zip(self.forks, self.first_outputs, strict=True):
-            for strand, start, end in self.path(fork) if fork.start > first else ():
+            for strand, start, end in self.strands_before(fork) if fork.start > first else ():
                 read.setdefault(strand, set()).update(range(max(start, first), end))
         return sum(map(len, read.values()))
 
@@ -105,7 +105,7 @@ class Group:
         """Number of tokens that the stock actor computes: every row's suffix and all tokens before it."""
         return sum(fork.start for fork in self.forks) + self.num_suffix_tokens
 
-    def path(self, fork: Fork) -> Iterator[tuple[int, int, int]]:
+    def strands_before(self, fork: Fork) -> Iterator[tuple[int, int, int]]:
         """Yields what a row reads of each strand before its fork, the last one first: (strand, start, end), where start
         and end count the row's tokens."""
         strand, end = fork
@@ -142,7 +142,7 @@ class Group:
         """The group without the strand tokens that none of its rows reads, as after `of`."""
         needed = [(0, -1)] * len(self.strands)  # of each strand: its last token that a row reads, and that row
         for row, fork, num_outputs in zip(self.rows, self.forks, self.output_lens, strict=True):
-            for strand, _, end in self.path(fork) if num_outputs else ():
+            for strand, _, end in self.strands_before(fork) if num_outputs else ():
                 if end > needed[strand][0]:
                     needed[strand] = end, row
         number = {-1: -1} | {i: n for n, i in enumerate(i for i, (end, _) in enumerate(needed) if end)}

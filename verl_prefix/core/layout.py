@@ -53,19 +53,19 @@ class Layout:
     Paths count tokens of the prefix source: of this packed row, or of `source`.
 
     Attributes:
-        index: [T] int64, the place of each token: where it stands in the batch's flat values.
+        places: [T] int64, where each token stands in the batch's flat values.
         num_strand_tokens: the first tokens, which are strands.
         segments: the strands, then the suffixes.
         groups: those whose rows it computes; none in a dummy.
         starts: where the strands of each group begin in the prefix source.
-        reads: outputs that rows read; None: those of all suffix tokens, in their order.
+        reads: outputs that rows read; None: those of all its suffix tokens, in their order, and so none in phase A.
         state_paths: paths that end in this packed row and that segments continue, by their last tokens. Behind each of
             them a recurrent layer leaves a state.
         source: of a wave, which has no strands, the packed row of phase A; else None.
         num_strands: the first segments, which are strands.
     """
 
-    index: torch.Tensor
+    places: torch.Tensor
     num_strand_tokens: int
     segments: tuple[Segment, ...]
     groups: tuple[Group, ...] = ()
@@ -80,7 +80,7 @@ class Layout:
 
     @property
     def num_tokens(self) -> int:
-        return len(self.index)
+        return len(self.places)
 
     @property
     def multiplicity(self) -> torch.Tensor:
@@ -89,7 +89,7 @@ class Layout:
         for group in self.groups if self.num_strand_tokens else ():
             steps = [torch.zeros(strand.end - strand.start + 1, dtype=torch.int64) for strand in group.strands]
             for fork, num_outputs in zip(group.forks, group.output_lens, strict=True):
-                for strand, start, end in group.path(fork) if num_outputs else ():
+                for strand, start, end in group.strands_before(fork) if num_outputs else ():
                     steps[strand][0] += 1
                     steps[strand][end - start] -= 1
             counts += [step.cumsum(0)[:-1] for step in steps]
@@ -152,7 +152,7 @@ class Layout:
     @property
     def read_places(self) -> torch.Tensor:
         """[n] int64: where in the batch the outputs stand that rows read; each gives the next token's log-prob."""
-        return self.index[self.num_strand_tokens :] if self.reads is None else self.reads.places
+        return self.places[self.num_strand_tokens :] if self.reads is None else self.reads.places
 
     @functools.cached_property
     def head_tokens(self) -> torch.Tensor:
@@ -237,7 +237,7 @@ def _paths(group: Group, start: int) -> dict[Fork, Path]:
     paths = {}
     for fork in {*group.forks, *(Fork(strand.parent, strand.start) for strand in group.strands)}:
         path: list[tuple[int, int]] = []
-        for strand, begin, end in group.path(fork):
+        for strand, begin, end in group.strands_before(fork):
             length = end - begin
             if path and starts[strand] + length == path[-1][0]:  # the next strand begins where this one ends: one run
                 length += path.pop()[1]

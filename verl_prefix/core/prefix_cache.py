@@ -54,7 +54,9 @@ class PrefixCache:
 
         Args:
             key: the layer's. tensors: what suffixes read.
-            beside: what the prefix's own forward goes on with, where that is not `tensors`.
+            beside: outputs with which the prefix's forward goes on, where that is not `tensors`, to pass through the
+                same node of autograd. A prefix's last states lead to nothing else in phase A: backward would never
+                visit that node, and the waves' gradients would be lost.
 
         Returns:
             The same tensors, then `beside`. Backward through any of them adds the grad cache to the gradients of
@@ -99,14 +101,14 @@ class PrefixCache:
         for total, part in zip(self._grad[key], grads, strict=True):
             add_at(total, at, part)
 
-    def backward(self, root: torch.Tensor) -> None:
+    def backward(self, output: torch.Tensor) -> None:
         """Phase C: runs one backward through the prefix graph, which takes each layer's grad cache as it gets there.
 
         Args:
-            root: the FSDP root's output of phase A, which every layer leads to. It enters with a zero gradient.
+            output: the model's of phase A, which depends on every layer. It enters with a zero gradient.
         """
         self._end_waves()
-        root.backward(torch.zeros_like(root))
+        output.backward(torch.zeros_like(output))
 
     def _end_waves(self) -> None:
         """Between phases B and C: nobody reads what layers left any more."""

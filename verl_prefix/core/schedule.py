@@ -19,15 +19,13 @@ from typing import Any
 import torch
 
 from verl_prefix.core.errors import annotate_loop_body
-from verl_prefix.core.forward import LOGITS_CHUNK, Outputs, PackedForward, PassOutputs, TokenBatch
+from verl_prefix.core.forward import PackedForward, PassOutputs, TokenBatch
 from verl_prefix.core.groups import Group
 from verl_prefix.core.layout import Layout, build_layout
 from verl_prefix.core.meter import Meter
 from verl_prefix.core.offload import OffloadedPrefixCache
 from verl_prefix.core.prefix_cache import PrefixCache
 from verl_prefix.core.waves import PackedPass, PhasedPass, Plan
-
-__all__ = ["LOGITS_CHUNK", "PackedForward", "Outputs", "PassOutputs", "Schedule", "Step", "TokenBatch"]
 
 # The fields of `PassOutputs` -> the loss of their rows
 Step = Callable[[Sequence[Group], Layout, torch.Tensor], torch.Tensor]
@@ -39,8 +37,8 @@ class Schedule:
 
     Attributes:
         forward: how a packed row runs through the model.
-        step: gets each pass's groups, layout and outputs, stores what it needs and returns the loss, by its share of
-            the whole run, since gradients of passes add up; only for `run`.
+        step: gets each pass's groups, layout and outputs, stores what it needs and returns the loss, already
+            scaled so that losses of passes add up; only for `run`.
         backward: what to do with a loss; None for a forward-only run, which the caller wraps in `torch.no_grad`.
         gradient_sync: context of one backward, given whether it is the run's last (verl's `_gradient_sync_context`).
         offload: phased only, with gradients: prefixes wait in host memory (`core.offload`), without kept attention.
@@ -73,7 +71,8 @@ class Schedule:
         """Context of one pass, inside `grouped_attention`: phase A runs on entering, a forward at each iteration, phase
         C on leaving.
 
-        The caller runs a forward's backward before it asks for the next forward. After an exception, and where no
+        The caller runs a forward's backward before it asks for the next forward: contexts of this generator
+        (`gradient_sync`, `meter`) stay open at the yield. After an exception, and where no
         prefix has a gradient, there is no phase C. On leaving, everything of the prefix is freed in any case.
         """
         if isinstance(planned, PackedPass):
@@ -87,16 +86,16 @@ class Schedule:
             with self.meter.phase("phase_a", planned.groups, device), cache.saving():
                 if layout.reads is not None and tokens.is_read is not None:
                     layout = layout.reading(tokens.is_read)
-                root = self.forward.phase_a(
+                output = self.forward.phase_a(
                     tokens, layout, cache, with_head=planned.reads_strands, keep_attention=not self.offload
                 )
             # Where only lm_head is trained there is no phase C, and the last wave's backward is the last one.
-            waves_are_last = last and not root.requires_grad
+            waves_are_last = last and not output.requires_grad
             with closing(self._waves(tokens, planned, layout, cache, waves_are_last)) as waves, annotate_loop_body():
                 yield waves
-            if root.requires_grad:
+            if output.requires_grad:
                 with self.meter.phase("phase_c", planned.groups, device), self.gradient_sync(last):
-                    cache.backward(root)
+                    cache.backward(output)
 
     def _packed(self, tokens: TokenBatch, planned: PackedPass, last: bool) -> Generator[PassOutputs]:
         layout = build_layout(planned.groups, tokens.offsets)

@@ -85,7 +85,9 @@ def _pieces(group: Group, budget: int, suffixes: bool = True) -> list[Group]:
     units, outputs = list(group.units()), group.output_lens
     # Of each unit: tokens of its suffix, and what its rows read of strands.
     suffix = [sum(group.suffix_lens[start:end]) if suffixes else 0 for start, end in units]
-    paths = [[x for row in range(*unit) if outputs[row] for x in group.path(group.forks[row])] for unit in units]
+    paths = [
+        [x for row in range(*unit) if outputs[row] for x in group.strands_before(group.forks[row])] for unit in units
+    ]
     # The best way to cut the units from each one on: tokens, pieces, the largest piece, the unit after the first piece.
     best = [(0, 0, 0, len(units))] * (len(units) + 1)
     for first in reversed(range(len(units))):

@@ -14,8 +14,8 @@ Read `prefix_engine` first. A mini-batch goes, in the order of `PrefixEngine.for
     step_metrics  what all ranks and mini-batches of a step did becomes the step's metrics
 
 `backend` says what is asked of one engine of verl; `verl_prefix.backends` answers. Every rank reaches every collective:
-one with fewer passes runs dummies, and one without outputs sends nothing. Errors before and after the passes reach all
-ranks by `together`; an error within a pass leaves the others waiting until their collectives time out.
+one with fewer passes runs dummies, and one without outputs sends nothing. Errors in the exchange and in the
+checks of rows reach all ranks by `together`; any other leaves them waiting until their collectives time out.
 
 Apart from that: `room` and `out_of_memory` (memory of an update), `carried_pixels` (one of a prompt's rows carried the
 pixels from the rollout on; the others get them back).

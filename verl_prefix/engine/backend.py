@@ -1,4 +1,10 @@
-"""What the engine room asks of a backend, the part that only one engine of verl knows."""
+"""What the engine room asks of a backend, the part that only one engine of verl knows.
+
+An engine is a class with `PrefixEngine` before verl's own; its constructor sets `prefix_config`, lets verl's engine
+build, and ends with `set_backend`. Of verl's engine the engine room uses `train_batch`, `forward_backward_batch` (by
+`verls_batch`, which `stock_batch` calls), `initialize`, `load_checkpoint` and `model_config`; of its config
+`ppo_epochs`. A schedule has what `core.schedule.Schedule` has: `run`, a `meter`, and `forward.keep_attention`.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -26,7 +32,8 @@ class Ranks:
     Args:
         data: the process group of ranks that have different rows, one of each set of copies. Never None.
         data_rank, data_size: this rank's place in it, and its size.
-        copies: how many ranks have the same rows. Each adds its counts, so that sums are divided by `copies`.
+        copies: how many ranks have the same rows: all of one sequence-, tensor- and pipeline-parallel set. Sums over
+            ranks count each of them, and are divided by `copies`.
         slices: how many of the copies cut one packed row among themselves; their group is `slice_group`, None for one.
         has_outputs: whether this rank sees outputs and losses; the first stages of a pipeline do not.
         writes: True on one of the copies.
@@ -41,12 +48,12 @@ class Ranks:
     has_outputs: bool = True
     writes: bool = True
 
-    def most(self, values: Sequence[float]) -> list[float]:
+    def max_over_ranks(self, values: Sequence[float]) -> list[float]:
         """Element-wise maximum over all ranks, copies included, so that all of them decide alike. Exact for integers
         below 2**53. Every rank calls it."""
         return _reduce(values, dist.ReduceOp.MAX)
 
-    def total(self, values: Sequence[float]) -> list[float]:
+    def sum_over_ranks(self, values: Sequence[float]) -> list[float]:
         """Element-wise sum over all ranks, copies included. Every rank calls it."""
         return _reduce(values, dist.ReduceOp.SUM)
 
@@ -77,12 +84,12 @@ class Backend(Protocol):
 
     Attributes:
         ranks: who computes what with whom.
-        forward_only: the engine computes log-probs alone, as ref does.
+        has_no_updates: the engine computes log-probs alone, as ref does.
         deterministic: the run must not depend on a clock.
     """
 
     ranks: Ranks
-    forward_only: bool
+    has_no_updates: bool
     deterministic: bool
 
     @property
@@ -98,7 +105,7 @@ class Backend(Protocol):
         """Of the whole model, not of this rank's part."""
 
     @property
-    def stock(self) -> StockPath:
+    def stock_facts(self) -> StockPath:
         """What verl's own path does with the model."""
 
     def check_model(self) -> None:
@@ -121,7 +128,7 @@ class Backend(Protocol):
         """A schedule that runs plans on this model, with its autocast and its synchronisation of gradients.
 
         Args:
-            outputs, options: of `core.schedule.PackedForward`. step, offload, meter: of `core.schedule.Schedule`.
+            outputs, options: of `core.forward.PackedForward`. step, offload, meter: of `core.schedule.Schedule`.
             forward_only: without backward.
         """
 
@@ -155,7 +162,8 @@ class Backend(Protocol):
         """Computes a batch on verl's own path, set so that it computes this model right; verl's output."""
 
     def gradients(self) -> Gradients:
-        """The parts of this rank's model whose gradients the self-check compares: by the same names on every rank."""
+        """The parts of this rank's model whose gradients the self-check compares: on every rank equally many, by the
+        same names."""
 
     def rounding_noise(self) -> AbstractContextManager[None]:
         """Context in which layers' outputs are rounded differently each time, for the self-check."""

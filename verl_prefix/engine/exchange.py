@@ -101,7 +101,7 @@ def exchange_rows(
         if are_cut is None:
             are_cut = trees.are_cut(rows.uids, rows.keys)
         groups = group_rows(rows, trees, are_cut)
-    trees = trees._replace(had_turns=are_cut)
+    trees = trees._replace(cut_before=are_cut)
     if travel is None:
         uids = {uid for row, uid in enumerate(rows.uids) if row not in rows.padding}
         return Exchange(rows, groups, trees, set(uids), {})

@@ -19,19 +19,19 @@ class TreeRule(NamedTuple):
         over: `PrefixConfig.trees`.
         ends: tokens that end a message (`messages.end_tokens`).
         config: the model's, which names visual tokens.
-        had_turns: a batch had rows of turns. Once True it stays, and later batches are cut, too: log-probs and updates
+        cut_before: an earlier batch was cut. Once True it stays, and later batches are cut, too: log-probs and updates
             hold different rows, and must be cut alike.
     """
 
     over: str = "off"
     ends: frozenset[int] = frozenset()
     config: Any = None
-    had_turns: bool = False
+    cut_before: bool = False
 
     def are_cut(self, uids: Sequence[Hashable], keys: Sequence[Hashable]) -> bool:
         """Whether rows are cut at the ends of messages: under `batch`, and under `uid` where they are turns, that is,
         where a uid has several prompts."""
-        are_turns = self.had_turns or len({*zip(uids, keys, strict=True)}) > len({*uids})
+        are_turns = self.cut_before or len({*zip(uids, keys, strict=True)}) > len({*uids})
         return self.over == "batch" or (self.over == "uid" and are_turns)
 
 

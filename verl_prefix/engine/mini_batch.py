@@ -35,7 +35,8 @@ class MiniBatch:
     """One mini-batch, whose passes the schedule hands to `step`.
 
     Args:
-        hides_padding: no loss is told of rows of padding, since means over rows are among its metrics (verl#7771).
+        hides_padding: the loss of a pass that also has real rows does not see rows of padding, since means over rows
+            are among its metrics (verl#7771). A pass of padding alone gets its loss, and its metrics do not count.
 
     Attributes:
         keeps_model_output: whether outputs of rows are wanted, on every rank or on none.

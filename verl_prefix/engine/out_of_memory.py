@@ -10,7 +10,7 @@ import torch
 
 from verl_prefix.auto.cost import Memory
 from verl_prefix.core.errors import add_note
-from verl_prefix.core.schedule import LOGITS_CHUNK
+from verl_prefix.core.forward import LOGITS_CHUNK
 from verl_prefix.core.waves import Plan, largest_wave, limit_waves, most_outputs
 
 _PREFIX = "actor_rollout_ref.actor.prefix"

@@ -13,9 +13,9 @@ from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_id
 
 from verl_prefix.core.calls import on_device
+from verl_prefix.core.forward import TokenBatch
 from verl_prefix.core.groups import Group
 from verl_prefix.core.layout import Layout
-from verl_prefix.core.schedule import TokenBatch
 from verl_prefix.engine.backend import Backend
 from verl_prefix.engine.rows import PIXELS, BatchRows
 from verl_prefix.models.vision import PixelBatch, is_vision_config
@@ -105,7 +105,8 @@ class TokenOutputs:
         self, groups: Sequence[Group], layout: Layout, outputs: torch.Tensor, offsets: torch.Tensor
     ) -> dict[str, torch.Tensor]:
         """Puts every output at its position in its row, with zeros in the prompt: verl's nested full-length form. A
-        token that lm_head skips has entropy 0, and its old log-prob.
+        token that lm_head skips has entropy 0, and its old log-prob: in updates whose outputs nobody gets back, and
+        whose loss masks these tokens.
 
         Args:
             groups, layout: of a pass. outputs: [outputs that are read, k]. offsets: of its rows, one after the other.

@@ -47,7 +47,7 @@ class Paths:
         self._told_waves = False
         if self.lasting is not None:
             return
-        self._stock = stock = backend.stock
+        self._stock = stock = backend.stock_facts
         self.costs = costs = CostModel(
             shape=backend.shape,
             dense_mask=stock.dense_mask,
@@ -72,10 +72,12 @@ class Paths:
         profile = Profile()
         if backend.deterministic or torch.are_deterministic_algorithms_enabled():
             flops = costs.flops()  # no clock, which would choose differently from run to run
-            profile = Profile(flops.forward) if backend.forward_only else flops
-        self._chooser = Chooser(costs, profile, measure=rates, reduce_max=backend.ranks.most, stock_fits=stock_fits)
+            profile = Profile(flops.forward) if backend.has_no_updates else flops
+        self._chooser = Chooser(
+            costs, profile, measure=rates, reduce_max=backend.ranks.max_over_ranks, stock_fits=stock_fits
+        )
 
-    def stock(self, rows: BatchRows) -> Stock | None:
+    def why_stock(self, rows: BatchRows) -> Stock | None:
         """verl's own path, if this batch takes it whatever its lengths are; else None.
 
         It is the same on every rank, since the batches of all ranks have the same fields and flags.

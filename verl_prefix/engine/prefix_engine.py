@@ -47,7 +47,7 @@ logger = logging.getLogger(__name__)
 class PrefixEngine:
     """What stands before an engine class of verl and computes a group's prefix once.
 
-    Its constructor sets `prefix_config`, builds verl's engine, and then calls `take`.
+    Its constructor sets `prefix_config`, builds verl's engine, and then calls `set_backend`.
     """
 
     prefix_config: PrefixConfig
@@ -61,7 +61,7 @@ class PrefixEngine:
         """A rank's mini-batch: same contract as verl's method, rows in the order they came."""
         tu.assign_non_tensor(data, sp_size=self.backend.ranks.slices)
         batch, loss, metrics = BatchRows(data), Loss(loss_function), dict[str, float]()
-        path: Plan | Stock | None = self._paths.stock(batch) or self._verification.failure
+        path: Plan | Stock | None = self._paths.why_stock(batch) or self._verification.failure
         if path is None:
             loss.tell()
             exchange = open_exchange(self.backend, self.prefix_config.exchange, batch, self.trees, loss.is_custom)
@@ -73,10 +73,10 @@ class PrefixEngine:
             with together("checking rows"):
                 exchange.rows.check_positions_and_pixels(self.backend.config)
             rows = self._prepared(exchange.rows)
-            if not forward_only or self.backend.forward_only:
-                budget = batch.budget(exchange.groups)  # `rows` have lost verl's word on it
+            if not forward_only or self.backend.has_no_updates:
+                budget = batch.budget(exchange.groups)  # which reads use_dynamic_bsz, changed in `rows`
                 metrics |= self._verification.check(rows, exchange.groups, budget)
-            path = self._verification.failure or path
+            path = self._verification.failure or path  # the check may just have missed
         if isinstance(path, Stock):
             warn_once(logger, "prefix: stock path, %s", path.reason)
             metrics["prefix/stock_rows"] = batch.num_real
@@ -125,11 +125,11 @@ class PrefixEngine:
 
         Args:
             rows: `_prepared`. groups: theirs. meter: of the phases.
-            pass_type: as in `core.schedule.PackedForward`.
+            pass_type: as in `core.forward.PackedForward`.
             keeps: what the passes keep; None: as little as they need.
         """
         ranks, keeps = self.backend.ranks, keeps or self._paths.costs.memory
-        plan = pad_to_same_passes(plan, ranks.most)
+        plan = pad_to_same_passes(plan, ranks.max_over_ranks)
         hides_padding = not forward_only and self.prefix_config.mini_batches == "prompts"
         mini_batch = MiniBatch(self.backend, rows, loss, forward_only, hides_padding)
         schedule = self._schedule(
@@ -166,20 +166,21 @@ class PrefixEngine:
         ranks = self.backend.ranks
         rows = BatchRows(data)
         if self.prefix_config.mini_batches == "prompts":
-            (num_rows,) = ranks.total([rows.num_real])
+            (num_rows,) = ranks.sum_over_ranks([rows.num_real])
             tu.assign_non_tensor(data, global_batch_size=int(num_rows) // ranks.copies)
         if self._trace is not None:
-            self._trace.record(rows, loss_function, ranks.most)
+            self._trace.record(rows, loss_function, ranks.max_over_ranks)
         with self._room.update():
             output: dict[str, Any] = super().train_batch(data, loss_function)  # type: ignore[misc]
         return output
 
-    def take(self, backend: Backend, engine_config: Any) -> None:
-        """verl's engine is constructed, by `engine_config`; `backend` computes its rows."""
+    def set_backend(self, backend: Backend, engine_config: Any) -> None:
+        """Ends the constructor: verl's engine is there, by `engine_config`. `trees`, `_room` and `_paths` follow in
+        `initialize`."""
         self.backend = backend
         self._verification = Verification(backend, self.prefix_config, self.run_plan)
         self._step_metrics = StepMetrics(backend, self.prefix_config, engine_config.ppo_epochs)
-        if self.prefix_config.trace_dir and not backend.forward_only:
+        if self.prefix_config.trace_dir and not backend.has_no_updates:
             ranks = backend.ranks
             self._trace = open_trace(self.prefix_config, ranks.data_rank, ranks.data_size, ranks.writes, self)
 

@@ -24,27 +24,28 @@ class Room:
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
         self._is_known = get_device_name() == "cuda"
-        self._seen = 0.0 if self._is_known else math.inf  # bytes that an update may add, by earlier ones
-        self._most_added = self._adds = 0.0  # estimates of what the largest and the present one add
-        self._meter = Meter()  # of the last update
+        self._room = 0.0 if self._is_known else math.inf  # bytes that an update may add, by earlier ones
+        self._largest = self._estimate = 0.0  # what the largest and the present one add, by estimate
+        self._meter = Meter()  # of the last update, until one had waves; then it stays
 
     def fits(self, costs: CostModel, passes: Sequence[PassCost]) -> bool:
-        """Whether verl's own passes fit, as an update, or as log-probs in an engine that has no updates."""
+        """Whether verl's own passes fit this rank, as an update, or as log-probs in an engine that has no updates. The
+        chooser takes the worst of all ranks."""
         if not self._is_known:
             return True
         cached = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
         free = torch.cuda.mem_get_info()[0] + cached - self._backend.gradient_bytes()
-        return peak_bytes(costs.shape, None, passes, costs.memory, self._backend.forward_only) <= free
+        return peak_bytes(costs.shape, None, passes, costs.memory, self._backend.has_no_updates) <= free
 
     @contextmanager
     def update(self) -> Iterator[None]:
         """Context of an optimizer step with its passes. The allocator still holds what the largest update so far took,
         so the memory that is free on the device is what that update left."""
-        self._adds = 0.0
+        self._estimate = 0.0
         yield
-        if self._adds and self._is_known:
-            self._most_added = max(self._most_added, self._adds)
-            self._seen = min(self._seen or math.inf, torch.cuda.mem_get_info()[0] + self._most_added)
+        if self._estimate and self._is_known:
+            self._largest = max(self._largest, self._estimate)
+            self._room = min(self._room or math.inf, torch.cuda.mem_get_info()[0] + self._largest)
 
     def keeps(self, plan: Plan, costs: CostModel, option: str, one_copy: bool) -> Memory:
         """What this update keeps, the same on every rank: attention's outputs and all logits of a pass, attention's
@@ -61,9 +62,9 @@ class Room:
         more = replace(least, attention_kept=attention)
         choices = (replace(more, all_logits=all_logits), more, least)
         adds = [peak_bytes(shape, plan, (), memory) for memory in choices]
-        fits = [ROOM_FACTOR * added <= self._seen for added in adds[:-1]]
-        (chosen,) = self._backend.ranks.most([float([*fits, True].index(True))])
-        self._adds = adds[int(chosen)]
+        fits = [ROOM_FACTOR * added <= self._room for added in adds[:-1]]
+        (chosen,) = self._backend.ranks.max_over_ranks([float([*fits, True].index(True))])
+        self._estimate = adds[int(chosen)]
         return choices[int(chosen)]
 
     def meter(self, forward_only: bool) -> Meter:

@@ -23,8 +23,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from verl_prefix.core.attention import AttentionParams, AttentionPass
-from verl_prefix.core.calls import ranges
+from verl_prefix.core.attention import AttentionPass
+from verl_prefix.core.calls import AttentionParams, ranges
 from verl_prefix.core.layout import Layout
 
 # A perturbed pass rounds differently once per layer; ours also at its matmuls, whose shapes differ from stock's.

@@ -56,7 +56,7 @@ class StepMetrics:
 
     def __init__(self, backend: Backend, options: PrefixConfig, epochs: int) -> None:
         self._ranks, self._options, self._epochs = backend.ranks, options, epochs
-        self._is_first_batch = not backend.forward_only  # until it has
+        self._is_first_batch = not backend.has_no_updates  # True until the first batch was counted
         self._log_prob_stock_rows = 0.0
         self._log_prob_total: Mapping[str, float] = {}  # of the last log-probs
         self._is_first_step = True
@@ -123,9 +123,9 @@ class StepMetrics:
             self._log_prob_stock_rows = 0.0
             self._start_step()
         # Of all names, so that ranks never send different numbers of values.
-        sums = self._ranks.total([step.get(name, 0.0) for name in _SUMS])
+        sums = self._ranks.sum_over_ranks([step.get(name, 0.0) for name in _SUMS])
         total = {name: value / self._ranks.copies for name, value in zip(_SUMS, sums, strict=True)}
-        *most, torn_anywhere = self._ranks.most([*(step.get(name, 0.0) for name in MOST), num_torn])
+        *most, torn_anywhere = self._ranks.max_over_ranks([*(step.get(name, 0.0) for name in MOST), num_torn])
         self._warn_of_torn_groups(total, int(torn_anywhere), forward_only)
         self._warn_of_trees(*(total[name] for name in TREE_TOKENS.values()))
         total |= zip(MOST, most, strict=True)
@@ -195,7 +195,9 @@ def plan_metrics(groups: Sequence[Group], plan: Plan, schedule: Schedule, paddin
         "prefix/attention_kept": schedule.forward.keep_attention,
         "prefix/groups": len(shared),
         "prefix/stock_rows": sum(len(group.rows) for group in groups if not group.is_shared),
-        "prefix/tree_depth": max((len([*group.path(fork)]) for group in groups for fork in group.forks), default=0),
+        "prefix/tree_depth": max(
+            (len([*group.strands_before(fork)]) for group in groups for fork in group.forks), default=0
+        ),
         "prefix/tokens_saved": num_logical - sum(group.num_physical_tokens for group in passes),
         "prefix/recomputed_groups": plan.split_groups,
         "prefix/packed_passes": len(plan.packed),

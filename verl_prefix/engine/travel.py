@@ -85,9 +85,9 @@ class Travel:
             with self._together("describing rows", 4) as agreed:
                 self._bytes = RowBytes.of_batch(self._rows.data)
                 own = describe(self._rows, shape)
-                agreed += [len(own), trees.had_turns, *_same(self._bytes.layout)]
+                agreed += [len(own), trees.cut_before, *_same(self._bytes.layout)]
             most, seen, *layouts = agreed
-            trees = trees._replace(had_turns=bool(seen))  # ranks differ after a batch whose rows stayed
+            trees = trees._replace(cut_before=bool(seen))  # ranks differ after a batch whose rows stayed
             compatible = layouts[0] == -layouts[1]
             if not compatible:
                 logger.warning("prefix.exchange: the ranks' batches have different fields, so that rows stay")

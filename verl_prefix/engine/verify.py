@@ -63,7 +63,7 @@ class Verification:
             return {}
         groups = [group for group in groups if group.num_suffix_tokens] or groups
         told = ""
-        if self._backend.stock.why_not_sharded:
+        if self._backend.stock_facts.why_not_sharded:
             most = budget // self._backend.ranks.slices
             fits = [sum(pair) <= most for pair in zip(rows.prompt_lens, rows.response_lens, strict=True)]
             groups, told = _of_rows(groups, fits), f", with rows of at most {most} tokens (a rank's budget)"
@@ -83,7 +83,7 @@ class Verification:
         with out_of_memory_advice(None):
             verdict = self._verdict(rows, _cheapest(candidates, len(rows)), budget)
         if verdict.missed:
-            batches = "batch of ref" if self._backend.forward_only else "update"
+            batches = "batch of ref" if self._backend.has_no_updates else "update"
             message = f"prefix.verify, {batches} {self._num_batches}: {verdict}"
             if options.verify_action == "raise":
                 raise RuntimeError(
@@ -101,7 +101,9 @@ class Verification:
         """Checks a group cut to its checked rows."""
         backend = self._backend
         # Every rank runs equally many stock passes, of one row each: the budget may have no room for logits of more.
-        most, minus_fewest = backend.ranks.most([len(group.rows), -_num_perturbed(len(batch), len(group.rows))])
+        most, minus_fewest = backend.ranks.max_over_ranks(
+            [len(group.rows), -_num_perturbed(len(batch), len(group.rows))]
+        )
         repeated = group.rows[-1:] * (int(most) - len(group.rows))
         rows, rows_alone = batch.select(group.rows), batch.select([*group.rows, *repeated])
         group = group.renumbered({row: place for place, row in enumerate(group.rows)})
@@ -119,7 +121,7 @@ class Verification:
             log_probs = output["model_output"]["log_probs"].unbind()[: len(lens)]
             return torch.cat([row[len(row) - n - 1 : len(row) - 1] for row, n in zip(log_probs, lens, strict=True)])
 
-        forward_only = backend.forward_only  # then no gradient differs from zero
+        forward_only = backend.has_no_updates  # then no gradient differs from zero
 
         def stock() -> torch.Tensor:
             return responses(backend.stock_batch(rows_alone.data, _falling_loss, forward_only))
@@ -133,7 +135,7 @@ class Verification:
 
         with backend.gradients_aside():
             verdict = check(
-                stock, ours, backend.rounding_noise, backend.gradients(), backend.ranks.total,
+                stock, ours, backend.rounding_noise, backend.gradients(), backend.ranks.sum_over_ranks,
                 num_perturbed=int(-minus_fewest),
             )  # fmt: skip
         worst: list[Any] = [None] * torch.distributed.get_world_size()
@@ -154,7 +156,7 @@ class Verification:
             # Rows of a tree may show other pixels each.
             runs = [{num_tower_runs(pixels[row]) for row in group.rows} for group in groups]
             chosen = [[group for group, found in zip(groups, runs, strict=True) if found == {n}] for n in (1, 2)]
-        lacking = self._backend.ranks.most([not groups for groups in chosen])
+        lacking = self._backend.ranks.max_over_ranks([not groups for groups in chosen])
         return next((groups for groups, lacks in zip(chosen, lacking, strict=True) if not lacks), [])
 
 

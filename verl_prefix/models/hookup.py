@@ -15,7 +15,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 
-from verl_prefix.core.attention import AttentionParams, AttentionPass
+from verl_prefix.core.attention import AttentionPass
+from verl_prefix.core.calls import AttentionParams
 from verl_prefix.core.forward import HeadOutputs
 from verl_prefix.models import vision
 from verl_prefix.models.experts import ExpertLoads

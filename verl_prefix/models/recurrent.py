@@ -18,9 +18,9 @@ import torch.nn.functional as F
 
 from verl_prefix.core.attention import AttentionPass
 from verl_prefix.core.calls import Spans
-from verl_prefix.core.kernels.state_space import chunk_scan
 from verl_prefix.core.recurrence import Scan, Scanned, scan_padded, shared_conv, shared_scan
 from verl_prefix.models.replaced import PassForward, pass_forwards, replaced
+from verl_prefix.models.state_space import chunk_scan
 
 # Text models whose mixers `mixer_of` knows.
 MODEL_TYPES = (

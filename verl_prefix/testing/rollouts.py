@@ -6,8 +6,8 @@ from itertools import accumulate
 
 import torch
 
+from verl_prefix.core.forward import TokenBatch
 from verl_prefix.core.groups import Group, group_by_key
-from verl_prefix.core.schedule import TokenBatch
 from verl_prefix.core.trees import group_trees
 
 

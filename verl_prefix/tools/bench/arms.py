@@ -28,10 +28,11 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from verl_prefix.core.attention import AttentionPass
 from verl_prefix.core.calls import Segment
+from verl_prefix.core.forward import PackedForward, TokenBatch
 from verl_prefix.core.groups import Group
 from verl_prefix.core.kernels import aten
 from verl_prefix.core.layout import Layout
-from verl_prefix.core.schedule import PackedForward, Schedule, TokenBatch
+from verl_prefix.core.schedule import Schedule
 from verl_prefix.core.waves import Plan, first_fit, make_plan
 from verl_prefix.models.hookup import ATTENTION_NAME, HookedModel
 from verl_prefix.models.recurrent import is_recurrent

@@ -15,8 +15,9 @@ from verl_prefix.auto.calibration import Profile, measure
 from verl_prefix.auto.chooser import Chooser, CostModel
 from verl_prefix.auto.cost import Memory, PassCost, Rates
 from verl_prefix.auto.shape import ModelShape, model_shape
+from verl_prefix.core.forward import Outputs, PackedForward
 from verl_prefix.core.gradients import gradients_aside
-from verl_prefix.core.schedule import Outputs, PackedForward, Schedule, Step
+from verl_prefix.core.schedule import Schedule, Step
 from verl_prefix.core.waves import Plan
 from verl_prefix.files import parse_json
 from verl_prefix.models.hookup import HookedModel

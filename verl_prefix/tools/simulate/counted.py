@@ -22,7 +22,7 @@ class CountedForward(PackedForward):
     """The forward, which on fake tensors knows by count alone what rows read of strands."""
 
     def _read(self, outputs: torch.Tensor, layout: Layout, cache: PrefixCache | None) -> torch.Tensor:
-        if layout.reads is None or not isinstance(layout.index, FakeTensor):
+        if layout.reads is None or not isinstance(layout.places, FakeTensor):
             return super()._read(outputs, layout, cache)
         total, own = len(layout.reads.tokens), outputs.shape[0]
         left = total - own if cache is not None else 0
@@ -47,7 +47,7 @@ _head_tokens: Any = vars(Layout)["head_tokens"].func
 
 def _counted_head_tokens(layout: Layout) -> torch.Tensor:
     """`Layout.head_tokens`, of fake tokens by their number."""
-    if layout.reads is None or not isinstance(layout.index, FakeTensor):
+    if layout.reads is None or not isinstance(layout.places, FakeTensor):
         whole: torch.Tensor = _head_tokens(layout)
         return whole
     kept = sum(group.num_strand_outputs for group in layout.groups) if layout.num_strand_tokens else 0

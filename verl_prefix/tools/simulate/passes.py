@@ -23,10 +23,11 @@ from verl_prefix.auto.cost import Memory, PassCost, Rates, may_have_all_logits, 
 from verl_prefix.auto.shape import ModelShape, model_shape
 from verl_prefix.core.attention import AttentionPass
 from verl_prefix.core.calls import Segment
+from verl_prefix.core.forward import LOGITS_CHUNK, TokenBatch
 from verl_prefix.core.groups import Group
 from verl_prefix.core.layout import Layout
 from verl_prefix.core.meter import Meter
-from verl_prefix.core.schedule import LOGITS_CHUNK, Schedule, TokenBatch
+from verl_prefix.core.schedule import Schedule
 from verl_prefix.core.waves import PackedPass, PhasedPass, Plan, first_fit
 from verl_prefix.models import hookup, vision
 from verl_prefix.models.recurrent import packing_leak
