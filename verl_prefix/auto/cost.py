@@ -43,17 +43,6 @@ class Rates:
         return seconds
 
 
-def syncs_once(fsdp: Mapping[str, Any]) -> bool:
-    """Whether verl's engine reduces gradients only after the last pass of an update: the key
-    use_no_sync_for_gradient_accumulation of its `fsdp_config`. verl's main branch has no such key, and always does."""
-    return bool(fsdp.get("use_no_sync_for_gradient_accumulation", True))
-
-
-def shard_size(fsdp_size: int, ranks: int) -> int:
-    """Ranks that share one copy of the parameters: verl's create_device_mesh (verl/workers/engine/fsdp/utils.py)."""
-    return fsdp_size if 0 < fsdp_size < ranks else ranks
-
-
 # Attention's outputs and logits are kept where there is room for so many times what an update is estimated to add: an
 # out-of-memory error costs more than kernels that run again.
 ROOM_FACTOR = 1.5
@@ -66,7 +55,7 @@ class Memory:
     Attributes:
         ranks: how many share one copy of the parameters.
         checkpointed: gradient checkpointing is on.
-        no_sync: gradients are reduced after the last pass alone, see `syncs_once`.
+        no_sync: gradients are reduced after the last pass of an update alone.
         logits_chunk, offload: of `PrefixConfig`.
         attention_kept: attention's outputs are kept, see `PackedForward.keep_attention`.
         all_logits: a pass has all of its logits at once.
@@ -83,6 +72,23 @@ class Memory:
     all_logits: bool = False
     sequence_ranks: int = 1
     stock_offloads: bool = False
+
+    @classmethod
+    def of_fsdp(
+        cls, fsdp: Mapping[str, Any], world: int, checkpointed: bool, sequence_ranks: int, options: Any
+    ) -> "Memory":
+        """Of verl's FSDP2 engine.
+
+        Args:
+            fsdp: its `fsdp_config`. Copies of the parameters are shared as by create_device_mesh
+                (verl/workers/engine/fsdp/utils.py). verl's main branch has no use_no_sync_for_gradient_accumulation,
+                and always reduces gradients once.
+            world: all ranks. options: `PrefixConfig`.
+        """
+        size = int(fsdp.get("fsdp_size", -1))
+        no_sync = bool(fsdp.get("use_no_sync_for_gradient_accumulation", True))
+        ranks = size if 0 < size < world else world
+        return cls(ranks, checkpointed, no_sync, options.logits_chunk, options.offload, sequence_ranks=sequence_ranks)
 
     @property
     def chunk(self) -> int:

@@ -19,7 +19,7 @@ from verl.utils.device import get_device_id, get_device_name
 from verl.workers.engine import EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
-from verl_prefix.auto.cost import Memory, shard_size, syncs_once
+from verl_prefix.auto.cost import Memory
 from verl_prefix.auto.shape import ModelShape, model_shape
 from verl_prefix.backends.stock_path import HFStockPath
 from verl_prefix.config import PrefixConfig, PrefixEngineConfig
@@ -86,23 +86,15 @@ class FSDPBackend:
     def stock_batch(self, data: TensorDict, loss_function: LossFunction | None, forward_only: bool) -> dict[str, Any]:
         return self._stock_path.batch(data, loss_function, forward_only)
 
-    @property
-    def _shards(self) -> int:
-        return shard_size(self._engine.engine_config.fsdp_size, torch.distributed.get_world_size())
-
     def memory(self, options: PrefixConfig) -> Memory:
-        return Memory(
-            ranks=self._shards,
-            checkpointed=self._engine.model_config.enable_gradient_checkpointing,
-            no_sync=syncs_once(self._engine.engine_config),
-            logits_chunk=options.logits_chunk,
-            offload=options.offload,
-            sequence_ranks=self.ranks.slices,
-        )
+        engine = self._engine
+        checkpointed = engine.model_config.enable_gradient_checkpointing
+        world = torch.distributed.get_world_size()
+        return Memory.of_fsdp(engine.engine_config, world, checkpointed, self.ranks.slices, options)
 
-    def gradient_bytes(self) -> float:
+    def gradient_bytes(self, ranks: int) -> float:
         trained = sum(p.numel() for p in self._engine.module.parameters() if p.requires_grad)
-        return 0.0 if self.has_no_updates else 4.0 * trained / self._shards
+        return 0.0 if self.has_no_updates else 4.0 * trained / ranks
 
     def schedule(
         self, outputs: Callable, step: Callable, forward_only: bool, offload: bool = False,

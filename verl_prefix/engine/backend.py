@@ -118,8 +118,9 @@ class Backend(Protocol):
     def memory(self, options: PrefixConfig) -> Memory:
         """What an update keeps at least, for the cost model."""
 
-    def gradient_bytes(self) -> float:
-        """Bytes of this rank's gradients, which an update will hold; 0 in an engine for log-probs alone."""
+    def gradient_bytes(self, ranks: int) -> float:
+        """Bytes of this rank's gradients, which an update will hold, where so many ranks share one copy of the
+        parameters; 0 in an engine for log-probs alone."""
 
     def schedule(
         self, outputs: Callable, step: Callable, forward_only: bool, offload: bool = False,

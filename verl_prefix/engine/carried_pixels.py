@@ -43,9 +43,11 @@ def received(rows: Sequence[Row]) -> list[Row]:
         carried |= zip(missing, _fetch(missing), strict=True)
     found: list[Row] = []
     for row in rows:
-        carrier = carried[row[CARRIED_BY]] if row and CARRIED_BY in row else {}
-        own = {name: x for name, x in (row or {}).items() if name not in (CARRIES, CARRIED_BY)}
-        found.append(own | {name: carrier[name] for name in PIXEL_NAMES if name in carrier})
+        if row:
+            carrier = carried[row[CARRIED_BY]] if CARRIED_BY in row else {}
+            row = {name: x for name, x in row.items() if name not in (CARRIES, CARRIED_BY)}
+            row |= {name: carrier[name] for name in PIXEL_NAMES if name in carrier}
+        found.append(row)
     return found
 
 

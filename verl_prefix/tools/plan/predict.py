@@ -15,7 +15,7 @@ from verl.utils.seqlen_balancing import calculate_workload, get_seqlen_balanced_
 
 from verl_prefix.auto.calibration import Profile
 from verl_prefix.auto.chooser import Batch, Candidates, CostModel, Decision, decide
-from verl_prefix.auto.cost import Memory, PassCost, peak_bytes, shard_size, syncs_once
+from verl_prefix.auto.cost import Memory, PassCost, peak_bytes
 from verl_prefix.auto.placement import place_rows, row_cost
 from verl_prefix.auto.shape import ModelShape
 from verl_prefix.config.model import attention_of, is_varlen
@@ -154,15 +154,8 @@ class Predictor:
     def __init__(self, config: Any, size: Sizes, model: Model) -> None:
         options = config.actor.prefix
         self.schedule: str = options.schedule
-        fsdp = config.actor.fsdp_config
-        self.memory = Memory(
-            ranks=shard_size(fsdp.get("fsdp_size", -1), size.gpus),
-            checkpointed=bool(config.model.enable_gradient_checkpointing),
-            no_sync=syncs_once(fsdp),
-            logits_chunk=options.logits_chunk,
-            offload=options.offload,
-            sequence_ranks=size.sequence_ranks,
-        )
+        checkpointed = bool(config.model.enable_gradient_checkpointing)
+        self.memory = Memory.of_fsdp(config.actor.fsdp_config, size.gpus, checkpointed, size.sequence_ranks, options)
         self.stock_memory = replace(self.memory, stock_offloads=bool(config.model.get("enable_activation_offload")))
         dense = not is_varlen(attention_of(config.model))
 

@@ -10,7 +10,7 @@ from transformers import PretrainedConfig
 from verl.utils.py_functional import convert_to_regular_types
 from verl.utils.torch_dtypes import PrecisionType
 
-from verl_prefix.auto.cost import shard_size, syncs_once
+from verl_prefix.auto.cost import Memory
 from verl_prefix.core.groups import Group
 from verl_prefix.tools.report import Table
 from verl_prefix.tools.simulate.hardware import GIB, read_hardware
@@ -46,19 +46,20 @@ def read_job(
         group.renumbered(dict(zip(group.rows, range(end - len(group.rows), end), strict=True)))
         for group, end in zip(groups, ends, strict=True)
     ]
-    sharded = shard_size(fsdp.get("fsdp_size", -1), ranks)
+    checkpointing = bool(model.enable_gradient_checkpointing)
+    memory = Memory.of_fsdp(fsdp, ranks, checkpointing, sequence_ranks, actor.prefix)
     return Job(
         config=hf_config,
         groups=tuple(in_order),
         budget=budgets["update"],
         log_prob_budget=budgets["old"],
-        ranks=sharded,
-        replicas=ranks // sharded,
+        ranks=memory.ranks,
+        replicas=ranks // memory.ranks,
         wave_tokens=actor.prefix.wave_tokens,
-        logits_chunk=actor.prefix.logits_chunk,
+        logits_chunk=memory.logits_chunk,
         keep_attention=actor.prefix.keep_attention,
-        checkpointing=bool(model.enable_gradient_checkpointing),
-        no_sync=syncs_once(fsdp),
+        checkpointing=checkpointing,
+        no_sync=memory.no_sync,
         reshard=bool(fsdp.get("reshard_after_forward", True)),
         master=PrecisionType.to_dtype(fsdp.get("model_dtype") or "fp32"),
         dtype=compute_dtype(fsdp),
