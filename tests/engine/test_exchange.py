@@ -265,7 +265,7 @@ def _worker(rank: int, world: int, rendezvous: str, path: str, out: str) -> None
     stock, results, truth, warned = _engine("fsdp2", path, {}), {}, {}, []
     handler = logging.Handler()
     handler.emit = warned.append
-    logging.getLogger("verl_prefix.engine.travel").addHandler(handler)
+    logging.getLogger("verl_prefix.engine.exchange").addHandler(handler)
     for case, options in CASES.items():
         if world == 2 or case in FEW:
             # An empty rank is what stock cannot do.
@@ -368,7 +368,7 @@ def test_turns_share_what_their_uid_has_in_common_wherever_they_came_from(result
         assert no_uid == default
 
 
-def test_rows_stay_where_they_are_told_to_and_go_verls_stock_path_where_sharing_does_not_pay(results):
+def test_rows_stay_where_they_are_told_to_and_go_verls_own_path_where_sharing_does_not_pay(results):
     for result in results:
         assert "prefix/exchanged_rows" not in result["off", "default"][1]
         assert result["gate_shut", "default"][1]["prefix/stock_rows"] > 0

@@ -83,7 +83,7 @@ def _numbered(path: str, how: str, attention: str, packs: bool) -> tuple[str, fl
 @pytest.mark.parametrize(
     ("attention", "packs"), [("varlen_on_cpu", True), ("sdpa", True), ("sdpa", False)], ids=["flash", "sdpa", "padded"]
 )
-def test_rows_are_refused_where_verls_stock_path_takes_their_positions_for_bounds(ranks, path, attention, packs, how):
+def test_rows_are_refused_where_verls_own_path_takes_their_positions_for_bounds(ranks, path, attention, packs, how):
     """Both kernels are those of a CPU: flash attention is a stand-in that reads bounds as transformers does."""
     ((message, error),) = ranks(1, path)(_numbered, how, attention, packs)
     assert bool(message) == (error > TOLERANCE), f"{message!r}, and log-probs differ by {error}"

@@ -286,7 +286,7 @@ def test_every_row_of_a_checked_tree_runs_the_tower_as_often_as_those_of_other_r
     assert Verification(backend, None, None)._checkable(data, groups) == groups[1:]
 
 
-def test_rows_that_verls_stock_path_cannot_compute_are_not_checked():
+def test_rows_that_verls_own_path_cannot_compute_are_not_checked():
     """A model may sample the token of an image (5) or video (6)."""
     data, backend = _vision_rows([[1, 1], [1, 5], [6, 1], [1, 1]], [{"pixel_values": torch.ones(1)}] * 4)
     groups = [Group((0, 1), 2, (2, 2)), Group((2,), 2, (2,)), Group((3,), 2, (2,))]

@@ -128,6 +128,6 @@ def test_what_verls_tests_ask_of_an_engine_is_answered_as_by_stocks(results, fam
         assert max(errors.values()) <= TOLERANCE, errors
 
 
-def test_a_loss_whose_mask_holds_prompts_goes_verls_stock_path(results):
+def test_a_loss_whose_mask_holds_prompts_goes_verls_own_path(results):
     for error, stock_rows in results(_compare_prompt_loss):
         assert error <= TOLERANCE and stock_rows[0] > 0

@@ -321,7 +321,7 @@ def test_layers_go_through_our_attention_where_verl_replaced_theirs(results, fam
 
 
 @pytest.mark.parametrize("family", UNPATCHED)
-def test_verls_stock_path_pads_rows_where_it_leaves_the_model_to_transformers(ranks, paths, family):
+def test_verls_own_path_pads_rows_where_it_leaves_the_model_to_transformers(ranks, paths, family):
     for result in ranks(2, paths)(_attention_that_verl_replaced, family, ("schedule", "stock")):
         assert max(result["errors"].values()) <= TOLERANCE and result["metrics"]["prefix/stock_rows"] > [0]
     with torch.device("meta"):
