@@ -76,7 +76,7 @@ def tokens_by_trees(rows: BatchRows, trees: TreeRule, groups: Sequence[Group]) -
         elif over not in found:
             other = trees._replace(over=over)
             found[over] = group_rows(rows, other, other.are_cut(rows.uids, rows.keys))
-    real = {over: [group for group in some if rows.padding.isdisjoint(group.rows)] for over, some in found.items()}
+    real = {over: rows.without_padding(some) for over, some in found.items()}
     computed = {over: float(sum(group.num_physical_tokens for group in some)) for over, some in real.items()}
     return computed | {"stock": float(sum(group.num_logical_tokens for group in real["off"]))}
 

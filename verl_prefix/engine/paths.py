@@ -10,7 +10,7 @@ from verl.utils.device import get_device_name
 
 from verl_prefix.auto.calibration import Profile, measure
 from verl_prefix.auto.chooser import Batch, Chooser, CostModel
-from verl_prefix.auto.cost import PassCost, Rates
+from verl_prefix.auto.cost import Rates
 from verl_prefix.config import NO_REPLAY, PrefixConfig
 from verl_prefix.core.groups import Group
 from verl_prefix.core.schedule import Schedule
@@ -66,16 +66,14 @@ class Paths:
                 gradients_aside=backend.gradients_aside, forward_only=forward_only,
             )  # fmt: skip
 
-        def stock_fits(passes: Sequence[PassCost]) -> bool:
-            return room.fits(costs, passes)
-
         profile = Profile()
         if backend.deterministic or torch.are_deterministic_algorithms_enabled():
             flops = costs.flops()  # no clock, which would choose differently from run to run
             profile = Profile(flops.forward) if backend.has_no_updates else flops
         self._chooser = Chooser(
-            costs, profile, measure=rates, reduce_max=backend.ranks.max_over_ranks, stock_fits=stock_fits
-        )
+            costs, profile, measure=rates, reduce_max=backend.ranks.max_over_ranks,
+            stock_fits=functools.partial(room.fits, costs),
+        )  # fmt: skip
 
     def why_stock(self, rows: BatchRows) -> Stock | None:
         """verl's own path, if this batch takes it whatever its lengths are; else None.

@@ -102,7 +102,7 @@ class PrefixEngine:
             # Our passes are row lists whatever this was: verl restores the row order only under dynamic batch size.
             use_dynamic_bsz=True,
         )
-        return BatchRows(data, rows.keys)
+        return rows.replaced(data)
 
     def _shared(
         self, rows: BatchRows, groups: Sequence[Group], plan: Plan, loss: Loss, forward_only: bool
@@ -142,13 +142,12 @@ class PrefixEngine:
         if ranks.has_outputs:
             output = postprocess_batch_func(*mini_batch.outputs(plan), data=rows.data)
             even_out(output["metrics"], len(plan.packed) + len(plan.waves))
-        metrics = plan_metrics(groups, plan, schedule, rows.padding) | self.backend.model_metrics(schedule)
+        metrics = plan_metrics(rows, groups, plan, schedule) | self.backend.model_metrics(schedule)
         metrics["prefix/nonfinite_passes"] = mini_batch.num_not_finite
         # Under a custom loss rows stay on their ranks in updates, and travel for log-probs. Then the tokens of both are
         # not comparable.
         if not loss.is_custom:
-            real = (group for group in groups if rows.padding.isdisjoint(group.rows))
-            metrics[GROUP_TOKENS] = sum(group.num_physical_tokens for group in real)
+            metrics[GROUP_TOKENS] = sum(group.num_physical_tokens for group in rows.without_padding(groups))
         return output, metrics
 
     def _schedule(self, outputs: Callable, step: Callable, forward_only: bool, **options: Any) -> Schedule:

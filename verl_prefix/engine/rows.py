@@ -1,5 +1,6 @@
 """Rows of a mini-batch as the engine reads them: whatever is derived from verl's batch is derived here."""
 
+import copy
 import functools
 import hashlib
 import re
@@ -31,8 +32,12 @@ class BatchRows:
         return len(self.data)
 
     def replaced(self, data: TensorDict) -> "BatchRows":
-        """The same rows in another batch, which has more fields."""
-        return self if data is self.data else BatchRows(data, self.keys)
+        """The same rows in a batch with other fields; what is known of them stays."""
+        if data is self.data:
+            return self
+        other = copy.copy(self)
+        other.data = data
+        return other
 
     def select(self, rows: Sequence[int], keys: Sequence[Hashable] | None = None) -> "BatchRows":
         """These rows, which may repeat; `keys`: theirs."""
@@ -111,6 +116,10 @@ class BatchRows:
     def padding(self) -> set[int]:
         """Rows that verl's v1 trainer adds as padding, which no loss reads."""
         return {row for row, uid in enumerate(tu.get(self.data, "uid", ())) if is_padding(str(uid))}
+
+    def without_padding(self, groups: Sequence[Group]) -> list[Group]:
+        """Groups of these rows that have no row of padding."""
+        return [group for group in groups if self.padding.isdisjoint(group.rows)]
 
     @property
     def num_real(self) -> int:

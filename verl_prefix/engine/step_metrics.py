@@ -183,10 +183,10 @@ class StepMetrics:
             )  # fmt: skip
 
 
-def plan_metrics(groups: Sequence[Group], plan: Plan, schedule: Schedule, padding: Set[int]) -> dict[str, float]:
-    """This rank's prefix/* metrics of one mini-batch, in which `padding` rows share nothing."""
-    groups = [group for group in groups if padding.isdisjoint(group.rows)]
-    passes = [group for one in plan.passes for group in one.groups if padding.isdisjoint(group.rows)]
+def plan_metrics(rows: BatchRows, groups: Sequence[Group], plan: Plan, schedule: Schedule) -> dict[str, float]:
+    """This rank's prefix/* metrics of one mini-batch, in which rows of padding share nothing."""
+    groups = rows.without_padding(groups)
+    passes = rows.without_padding([group for one in plan.passes for group in one.groups])
     num_logical = sum(group.num_logical_tokens for group in groups)
     shared = [group for group in groups if group.is_shared]
     peak = schedule.meter.phase_b_peak
