@@ -30,11 +30,7 @@ from verl.utils.import_utils import load_class_from_fqn  # noqa: E402
 from verl.workers.rollout.replica import TokenOutput  # noqa: E402
 
 from verl_prefix.engine.carried_pixels import received  # noqa: E402
-from verl_prefix.models.vision import (  # noqa: E402
-    CARRIED_BY,
-    CARRIES,
-    PIXEL_NAMES,  # noqa: E402
-)
+from verl_prefix.models.vision import CARRIED_BY, CARRIES, PIXEL_NAMES  # noqa: E402
 from verl_prefix.testing import write_tiny_vlm  # noqa: E402
 from verl_prefix.tools.plan.compose import compose_config  # noqa: E402
 from verl_prefix.trainer.prefix_sync import MANAGER, PrefixPPOTrainerSync  # noqa: E402

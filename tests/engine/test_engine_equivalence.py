@@ -441,7 +441,7 @@ def _split_of_equal_rows(models: dict) -> dict[tuple, tuple[float, int]]:
         (uid, torch.full((30,), ord(uid)), torch.tensor([7, 7, 2]), torch.ones(3, dtype=torch.int64))
         for uid in [own, own, "s", "s"] * 2
     ]
-    for exchange, epochs in itertools.product(("auto", "off"), (1, 2)):
+    for exchange, epochs in itertools.product(("auto", "off"), (1, 2, 3)):
         configs = _configs("prefix", models["qwen3"], {"verify": "off", "exchange": exchange, "epochs": epochs})
         configs["engine_config"].use_dynamic_bsz = True
         worker = TrainingWorker(TrainingWorkerConfig(model_type="language_model", **configs))

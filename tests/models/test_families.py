@@ -451,6 +451,12 @@ def test_a_dropout_that_the_model_does_not_apply_is_none(config_class, field):
     check_supported(getattr(transformers, config_class)(**{field: 0.1}))
 
 
+def test_a_dropout_that_the_class_declares_counts_applied_or_not():
+    """Phi-3's model does not read this one, and nothing but its source says so."""
+    with pytest.raises(ValueError, match="embd_pdrop"):
+        check_supported(transformers.Phi3Config(embd_pdrop=0.1))
+
+
 def test_dropout_inside_the_model_is_refused():
     model = build("llama3")
     check_dropout(model)

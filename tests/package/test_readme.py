@@ -20,7 +20,11 @@ ROOMS = (".github", "examples", "recipes", "tests", "verl_prefix")
 PAGES = (*ROOT.glob("*.md"), *(page for room in ROOMS for page in (ROOT / room).rglob("*.md")))
 MARKDOWN = sorted(str(page.relative_to(ROOT)) for page in PAGES)
 # Pages with other numbers: written by a program, and recipes, which say how theirs are computed.
-WRITTEN = [f"examples/results/{path.name}" for path in RESULTS.glob("*.md") if path.name != "README.md"]
+BY_PROGRAMS = (
+    "coverage", "placement", "placement_turns", "simulated_tables", "simulated_turns", "simulated_ulysses", "trees",
+    "verl_scripts",
+)  # fmt: skip
+WRITTEN = [f"examples/results/{name}.md" for name in BY_PROGRAMS]
 HELD = [name for name in MARKDOWN if not name.startswith((*WRITTEN, "recipes/musique/", "recipes/video_rlvr/"))]
 REPORTS = {
     path.stem.removesuffix("_cpu"): json.loads(path.read_text(), object_hook=Report) for path in RESULTS.glob("*.json")

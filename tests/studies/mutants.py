@@ -312,6 +312,9 @@ def summary(found: list[dict]) -> dict[str, Any]:
 def figures(reports: list[dict]) -> dict[str, Any]:
     """Counts of all mutants of the reports, and how often which reason says that a mutant changes nothing, by file."""
     mutants = [one for report in reports for one in report["mutants"]]
+    for one in mutants:
+        if one["shown by"] == "nothing":
+            assert bool(one.get("seen by test")) != bool(one.get("why")), one
     reasons: dict[str, Counter] = defaultdict(Counter)
     for one in mutants:
         if one.get("why"):
