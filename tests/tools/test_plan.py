@@ -248,7 +248,7 @@ RUN = "python3 -m verl.trainer.main_ppo"
 
 
 def test_a_launcher_may_have_an_option_that_begins_as_hydras(capsys, monkeypatch):
-    monkeypatch.setattr(plan, "run", lambda options, *_: print(options.config_name, options.overrides) or 0)
+    monkeypatch.setattr(plan, "run", lambda options, *_: print(options.config[1], options.overrides) or 0)
     for words in (["srun", "-c", "8", *RUN.split(), "-cn", "mine", "a=1"], [f"srun -c 8 {RUN} -cn=mine a=1"]):
         assert cli.main(["plan", *words]) == 0
         assert capsys.readouterr().out == "mine ['a=1']\n"

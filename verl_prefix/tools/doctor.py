@@ -241,13 +241,13 @@ def doctor(as_json: bool = False) -> int:
                     print(_shown(finding), flush=True)
             verdict = _verdict(sum(finding.state == "FAIL" for finding in findings))
     except Exception as error:  # a report of what is broken must say so, whatever it is
-        cause = error.__cause__ if isinstance(error, _Broken) else error
         verdict = str(error) if isinstance(error, _Broken) else f"{type(error).__name__}: {error}"
         findings.append(Finding("FAIL", verdict, traceback.format_exc()))
         if not as_json:
             print(_shown(findings[-1]._replace(advice=None)), flush=True)
-            assert cause is not None
-            raise cause from None
+            if isinstance(error, _Broken):
+                raise error.__cause__ from None  # type: ignore[misc]
+            raise
     if as_json:
         report = {"verdict": verdict, "findings": [finding._asdict() for finding in findings]}
         print(json.dumps(provenance("verl_prefix.doctor/1") | report, indent=1))

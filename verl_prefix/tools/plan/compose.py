@@ -237,7 +237,7 @@ def read_command(options: Options) -> Asked:
     Raises:
         PlanError: something is missing, or does not fit.
     """
-    name, folder = map(str, (options.config_name, options.config_path))  # known since construction
+    folder, name = options.config
     config = compose_config(name, options.overrides, folder)
     check_sizes(config)
     options.check_lengths(config.data.max_response_length)

@@ -146,7 +146,7 @@ class Options:
 
     Attributes:
         words: of the training command; `overrides`: its overrides.
-        config_path, config_name: of its config, see `compose.compose_config`.
+        config_path, config_name: as asked. config: folder and name of its config, see `compose.compose_config`.
         response_lengths: see `spread`, or verl's rollout dumps. fit: GiB of a GPU.
         session: by turns, thinking, say and tool; None: sessions have one turn, or are dumped.
         parts: by shares, see the function `shares`.
@@ -168,6 +168,7 @@ class Options:
     simulate: bool = False
     fit: float | None = None
     overrides: list[str] = field(init=False)
+    config: tuple[str, str] = field(init=False)
     session: Turns | None = field(init=False)
     parts: dict[str, float] = field(init=False)
 
@@ -176,7 +177,7 @@ class Options:
             raise ValueError("--fit is for a simulation; add --simulate")
         read_hardware(self.gpu)
         self.overrides, self.parts = override_words(self.words), shares(self.shares)
-        self.config_path, self.config_name = config_of(self.words, self.config_path, self.config_name)
+        self.config = config_of(self.words, self.config_path, self.config_name)
         if self.response_lengths and not self.has_dump:
             spread(self.response_lengths)
         self.session = self._session()

@@ -46,9 +46,9 @@ class TokenStep(Step):
     """A step whose rows have tokens.
 
     Attributes:
-    rows: the rows. batch: the same, as the engine gets them. table: what `row_table.describe` makes of them.
-    over: value of prefix.trees, which says what the rows share.
-    known: groups that were asked for before, by `over` and rows.
+        rows: the rows. batch: the same, as the engine gets them. table: what `row_table.describe` makes of them.
+        over: value of prefix.trees, which says what the rows share.
+        known: groups that were asked for before, by `over` and rows.
     """
 
     rows: Sequence[Row]
@@ -197,10 +197,14 @@ def where_rows_part(rows: Sequence[torch.Tensor]) -> list[list[int]]:
     keys = [row.numpy().astype(">u4").tobytes() for row in rows]
     order = sorted(range(len(rows)), key=lambda row: keys[row])
     common = [_length_in_common(rows[a], rows[b]) for a, b in pairwise(order)]
-    lengths: list[list[int]] = [[] for _ in rows]
-    for i, row in enumerate(order):  # what a sorted row has in common with one further off is the least on the way
-        lengths[row] = sorted({*accumulate(reversed(common[:i]), min), *accumulate(common[i:], min)})
-    return lengths
+    lengths: list[set[int]] = [set() for _ in rows]
+    # What a sorted row has in common with one further off is the least on the way.
+    for walk, gaps in ((order, common), (order[::-1], common[::-1])):
+        least: set[int] = set()
+        for row, gap in zip(walk[1:], gaps, strict=True):
+            least = {gap, *(n for n in least if n < gap)}
+            lengths[row] |= least
+    return [sorted(one) for one in lengths]
 
 
 def _length_in_common(a: torch.Tensor, b: torch.Tensor) -> int:
