@@ -489,7 +489,7 @@ def test_logits_in_chunks_run_again_by_each_ranks_tokens(sequence_ranks, head_to
     memory = cost.Memory(2, False, False, 4096, False, sequence_ranks=sequence_ranks)
     costs = chooser.CostModel(SHAPE, False, None, 1.05, memory)
     paths = chooser.Candidates(costs, chooser.Batch([Group((0, 1), 1000, (4000, 4000))], 10**5))
-    assert [one.head_tokens for one in paths.passes(update=True)[1]] == [head_tokens]
+    assert [one.head_tokens for one in paths.passes[True][1]] == [head_tokens]
 
 
 def test_stock_is_not_taken_where_it_does_not_fit_on_one_rank():

@@ -122,17 +122,18 @@ class Candidates:
         self.stock = costs.stock_passes(*own)
         self.stock_runs = all(one.tokens <= own.budget for one in self.stock)
 
-    def passes(self, update: bool) -> list[list[PassCost]]:
-        """The passes of stock, mixed and packed, in this order."""
-        chunk = self.costs.memory.pass_chunk if update else None
-        return [self.stock, *(self.costs.shape.passes_of(plan, chunk) for plan in (self.mixed, self.packed))]
+    @functools.cached_property
+    def passes(self) -> tuple[list[list[PassCost]], ...]:
+        """The passes of stock, mixed and packed, in this order: for log-probs, and for an update."""
+        of, plans = self.costs.shape.passes_of, (self.mixed, self.packed)
+        chunks = (None, self.costs.memory.pass_chunk)
+        return tuple([self.stock, *(of(plan, chunk) for plan in plans)] for chunk in chunks)
 
     def seconds(self, profile: Profile) -> list[float]:
         """Seconds of each path: the sum of log-probs and update, as far as their rates are known."""
         seconds = [0.0] * 3
-        for update, rates in enumerate(profile):
+        for rates, by_path in zip(profile, self.passes, strict=True):
             if rates is not None:
-                by_path = self.passes(bool(update))
                 seconds = [x + rates.seconds(self.costs.shape, one) for x, one in zip(seconds, by_path, strict=True)]
         return seconds
 
@@ -141,10 +142,9 @@ class Candidates:
 
         It is where stock's path takes at least `min_speedup` times as much of everything, and `packed` no less of
         anything. What holds on every rank holds for the slowest."""
-        kinds = [self.passes(update) for update in (False, True)]
         return all(
             self._least_gain(stock, mixed) >= self.costs.min_speedup and self._least_gain(packed, mixed) >= 1
-            for stock, mixed, packed in kinds
+            for stock, mixed, packed in self.passes
         )
 
     def _least_gain(self, passes: Sequence[PassCost], others: Sequence[PassCost]) -> float:

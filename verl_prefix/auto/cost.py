@@ -10,7 +10,7 @@ forward and backward. FLOPs are those of matmuls; a also covers norms, rotary an
 
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from verl_prefix.auto.shape import ModelShape, PassCost
@@ -124,26 +124,27 @@ class _Added:
     """Bytes that one rank's part of a pass adds to an update at its peak: the parts of `peak_bytes`."""
 
     def __init__(self, shape: ModelShape, memory: Memory) -> None:
-        self.shape, self.memory, self.ranks = shape, memory, memory.sequence_ranks
-        self.state = shape.state / self.ranks  # of one sequence
-        self.layers = 4 * shape.layer_parameters  # two gathered layers
-        self.buffers = 4 * (shape.head / 2) + self.layers  # and the fp32 gradient of lm_head, which phase C has not
+        self.shape, self.memory, self.sequence_ranks = shape, memory, memory.sequence_ranks
+        self.state = shape.state / self.sequence_ranks  # of one sequence
+        self.gathered = 4 * shape.layer_parameters  # two gathered layers
+        # And the fp32 gradient of lm_head, which phase C has not.
+        self.gathered_and_head = 4 * (shape.head / 2) + self.gathered
 
     def stock(self, one: PassCost, forward_only: bool) -> float:
         """A pass of verl's own path."""
-        tokens, head_tokens = one.tokens / self.ranks, one.head_tokens / self.ranks
+        tokens, head_tokens = one.tokens / self.sequence_ranks, one.head_tokens / self.sequence_ranks
         if forward_only:
-            return max(self.logits(head_tokens), tokens * self.shape.activations) + self.layers
+            return max(self.logits(head_tokens), tokens * self.shape.activations) + self.gathered
         # verl's offload leaves two layers on the device (verl/utils/activation_offload.py).
         left = min(2 / self.shape.layers, 1.0) if self.memory.stock_offloads else 1.0
-        return left * self.kept(tokens) + max(self.logits(head_tokens), self.backward(tokens, self.buffers))
+        return left * self.kept(tokens) + max(self.logits(head_tokens), self.backward(tokens, self.gathered_and_head))
 
     def packed(self, planned: PackedPass) -> float:
         """A packed pass."""
         prefix, strand_outputs = self.prefix(planned.groups)
-        suffix = sum(group.num_suffix_tokens for group in planned.groups) / self.ranks
+        suffix = sum(group.num_suffix_tokens for group in planned.groups) / self.sequence_ranks
         tokens = prefix + suffix
-        in_backward = max(self.chunk(suffix + strand_outputs), self.backward(tokens, self.buffers))
+        in_backward = max(self.chunk(suffix + strand_outputs), self.backward(tokens, self.gathered_and_head))
         return self.kept(tokens) + in_backward + self.forks(planned.groups)
 
     def phased(self, planned: PhasedPass) -> float:
@@ -151,33 +152,33 @@ class _Added:
         shape, memory = self.shape, self.memory
         prefix, strand_outputs = self.prefix(planned.groups)
         states = self.state * sum(len({fork for fork in g.forks if fork.start}) for g in planned.groups)
-        wave = max((sum(g.num_suffix_tokens for _, g in wave) for wave in planned.waves), default=0) / self.ranks
+        suffixes = (sum(g.num_suffix_tokens for _, g in wave) for wave in planned.waves)
+        wave = max(suffixes, default=0) / self.sequence_ranks
         dormant = back = self.kept(prefix)
         waiting = self.chunk(strand_outputs) / 2  # logits of phase A, without their gradients
         # Keys and values of the heads that this rank has, of the tokens of all ranks that share the pass.
-        cached = shape.kv / min(self.ranks, shape.kv_heads) * prefix * self.ranks
+        cached = shape.kv / min(self.sequence_ranks, shape.kv_heads) * prefix * self.sequence_ranks
         if memory.offload:
-            least = replace(memory, attention_kept=False)
-            back, cached = AHEAD * _Added(shape, least).kept(prefix), 2 * cached / max(len(shape.windows), 1)
+            back, cached = AHEAD * self.kept(prefix, attention=False), 2 * cached / max(len(shape.windows), 1)
             dormant = waiting = 0.0
-        in_wave = self.kept(wave) + max(self.chunk(wave), self.backward(wave, self.buffers))
+        in_wave = self.kept(wave) + max(self.chunk(wave), self.backward(wave, self.gathered_and_head))
         in_wave += max((self.forks(piece for _, piece in wave) for wave in planned.waves), default=0.0)
-        in_phase_c = max(self.chunk(strand_outputs), self.backward(prefix, self.layers))
+        in_phase_c = max(self.chunk(strand_outputs), self.backward(prefix, self.gathered))
         return max(dormant + waiting + 3 * cached + 2 * states + in_wave, back + 2 * cached + states + in_phase_c)
 
     def prefix(self, groups: Sequence[Group]) -> tuple[float, float]:
         """Tokens of the strands, and of those whose outputs rows read. Ranks that share a pass have one slice of the
         strands each, of which one may hold all outputs."""
-        tokens = sum(group.prefix_len for group in groups) / self.ranks
+        tokens = sum(group.prefix_len for group in groups) / self.sequence_ranks
         return tokens, min(sum(group.num_strand_outputs for group in groups), tokens)
 
-    def kept(self, tokens: float) -> float:
-        """What layers keep for backward."""
+    def kept(self, tokens: float, attention: bool = True) -> float:
+        """What layers keep for backward; `attention` False: without attention's outputs, whatever the memory says."""
         shape = self.shape
         if not self.memory.checkpointed:
             return shape.layers * tokens * shape.activations
-        attention = len(shape.windows) * shape.attention * self.memory.attention_kept
-        return tokens * (shape.layers * shape.boundary + attention)
+        kept = len(shape.windows) * shape.attention * (attention and self.memory.attention_kept)
+        return tokens * (shape.layers * shape.boundary + kept)
 
     def backward(self, tokens: float, buffers: float) -> float:
         """What backward has of one layer, which checkpointing computes again."""

@@ -207,7 +207,7 @@ class GroupedAttention(torch.autograd.Function):
             if call is calls[0]:
                 dq, dk, dv = dq_call, dk_call[call.own], dv_call[call.own]
             else:
-                dq[call.queries] += dq_call
+                dq[at] += dq_call
             if call.prefix is not None and cache is None:  # the prefix source is this packed row, its strands first
                 for total, grad in ((dk, dk_call), (dv, dv_call)):
                     add_at(

@@ -140,16 +140,16 @@ class Group:
 
     def pruned(self) -> "Group":
         """The group without the strand tokens that none of its rows reads, as after `of`."""
-        needed = [(0, -1)] * len(self.strands)  # of each strand: its last token that a row reads, and that row
+        # Of each strand: the end of what rows read of it, and a row that reads so far.
+        needed = [(0, -1)] * len(self.strands)
         for row, fork, num_outputs in zip(self.rows, self.forks, self.output_lens, strict=True):
             for strand, _, end in self.strands_before(fork) if num_outputs else ():
                 if end > needed[strand][0]:
                     needed[strand] = end, row
-        number = {-1: -1} | {i: n for n, i in enumerate(i for i, (end, _) in enumerate(needed) if end)}
+        read = [i for i, (end, _) in enumerate(needed) if end]
+        number = {-1: -1} | {i: n for n, i in enumerate(read)}
         strands = tuple(
-            Strand(row, self.strands[i].start, end, number[self.strands[i].parent])
-            for i, (end, row) in enumerate(needed)
-            if end
+            Strand(needed[i][1], self.strands[i].start, needed[i][0], number[self.strands[i].parent]) for i in read
         )
         forks = tuple(fork._replace(strand=number.get(fork.strand, -1)) for fork in self.forks)
         prefix_len = sum(strand.end - strand.start for strand in strands)

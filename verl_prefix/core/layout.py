@@ -35,7 +35,7 @@ from verl_prefix.core.groups import Fork, Group
 
 
 class Reads(NamedTuple):
-    """Outputs that rows read, one for each response token.
+    """Outputs that rows read: one for each response token, or fewer after `Layout.reading`.
 
     Attributes:
         places: [n] int64, where in the batch each stands.

@@ -72,8 +72,8 @@ class Schedule:
         C on leaving.
 
         The caller runs a forward's backward before it asks for the next forward: contexts of this generator
-        (`gradient_sync`, `meter`) stay open at the yield. After an exception, and where no
-        prefix has a gradient, there is no phase C. On leaving, everything of the prefix is freed in any case.
+        (`gradient_sync`, `meter`) stay open at the yield. After an exception, and where no prefix has a gradient, there
+        is no phase C. On leaving, everything of the prefix is freed in any case.
         """
         if isinstance(planned, PackedPass):
             with closing(self._packed(tokens, planned, last)) as packed, annotate_loop_body():

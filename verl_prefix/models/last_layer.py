@@ -46,7 +46,8 @@ class _OnHeadTokens(PassForward):
             RuntimeError: nobody told the pass. That happens where others checkpoint the forward of a layer, and its MLP
                 runs before its attention.
         """
-        attention_pass, self.attention_pass = self.attention_pass, None
+        attention_pass = self.attention_pass
+        self.end_run()
         if attention_pass is None:
             raise RuntimeError("a module of the last layer ran without a prefix_pass; set model_engine=dp")
         tokens = attention_pass.head_tokens

@@ -64,7 +64,7 @@ class Mixer(PassForward):
     def __call__(self, hidden_states: torch.Tensor, **kwargs: object) -> torch.Tensor:
         """Replaces the module's forward."""
         with ExitStack() as undo:
-            undo.callback(setattr, self, "attention_pass", None)
+            undo.callback(self.end_run)
             for owner, name, call in self.replacements():
                 undo.enter_context(replaced(owner, name, call))
             out: torch.Tensor = self.forward(hidden_states, self.cache)

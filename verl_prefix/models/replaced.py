@@ -25,9 +25,13 @@ def replaced(owner: Any, name: str, value: object) -> Iterator[None]:
 
 
 class PassForward:
-    """Base of forwards that need the pass. A run ends with the pass that it was told, and no other runs in it."""
+    """Base of forwards that need the pass. Each run is told its own."""
 
     attention_pass: AttentionPass | None = None
+
+    def end_run(self) -> None:
+        """Every subclass calls it once per run, also after an error, so that no other run has this pass."""
+        self.attention_pass = None
 
 
 @contextmanager
