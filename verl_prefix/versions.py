@@ -21,6 +21,7 @@ logger = logging.getLogger(__name__)
 TESTED_VERL = ("0.9.1",)
 VERL_MAIN = "0.10.0.dev0"  # what verl's main branch calls itself, whichever commit it is
 TESTED_MAIN = "1dda039b9 of 2026-08-22"
+TESTED_VEOMNI = ("0.1.12",)
 OVERRIDE = "VERL_PREFIX_ALLOW_UNTESTED_VERL"
 TESTED_TRANSFORMERS = (5, 6), (5, 24)  # the first and the last release; all between them are let in
 OVERRIDE_TRANSFORMERS = "VERL_PREFIX_ALLOW_UNTESTED_TRANSFORMERS"
@@ -112,6 +113,18 @@ def check_transformers_version() -> None:
     """
     if problem := untested_transformers():
         raise ImportError(problem)
+
+
+def warn_of_untested_veomni() -> None:
+    """Warns once of a VeOmni that this package was not tested with."""
+    if (version := installed_version("veomni")) not in (None, *TESTED_VEOMNI):
+        warn_once(
+            logger,
+            "veomni %s is not one of those that verl_prefix was tested with (%s): the self-check of the first update "
+            "compares with its own path",
+            version,
+            ", ".join(TESTED_VEOMNI),
+        )
 
 
 def git_state() -> dict[str, Any]:

@@ -404,7 +404,7 @@ def test_waves_hide_their_own_cost_for_an_eighth_of_memory(llama3_8b):
 def make_predictor():
     prefix = {"schedule": "auto", "logits_chunk": 4096, "wave_tokens": None, "offload": False, "min_speedup": 1.05}
     model = types.SimpleNamespace(enable_gradient_checkpointing=False, get=lambda key: None)
-    actor = types.SimpleNamespace(prefix=types.SimpleNamespace(**prefix), fsdp_config={})
+    actor = types.SimpleNamespace(prefix=types.SimpleNamespace(**prefix), fsdp_config={}, get=lambda key: None)
     config = types.SimpleNamespace(actor=actor, model=model)
     return Predictor(config, Sizes(1, 1, 1, 2, {}), Model(None, SHAPE, 0, None, None))
 

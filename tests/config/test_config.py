@@ -16,11 +16,11 @@ from omegaconf import OmegaConf
 from omegaconf.errors import InterpolationResolutionError
 from verl.utils.config import omega_conf_to_dataclass, validate_config
 
-from verl_prefix.config import PrefixActorConfig, PrefixConfig, PrefixEngineConfig, driver
-from verl_prefix.config.model import read_hf_config
+from verl_prefix.config.fsdp import PrefixActorConfig, PrefixEngineConfig
+from verl_prefix.config.model import read_hf_config, sequence_key
+from verl_prefix.config.options import PrefixConfig
 from verl_prefix.models.support import check_supported
 from verl_prefix.testing import write_tiny_model
-from verl_prefix.tools.plan import compose as compose_of_plan
 from verl_prefix.versions import VERL_MAIN, installed_version, warn_once
 
 ACTOR = "actor_rollout_ref.actor"
@@ -108,7 +108,10 @@ def test_good_config_passes_the_driver_checks(model_path):
             r"rollout_is_batch_normalize=True divides .*set it to False",
         ),
         (f"{ACTOR}.freeze_vision_tower=True", r"a qwen3 model has no tower; remove it"),
-        ("actor_rollout_ref.rollout.enable_rollout_routing_replay=True", r"replays no routes.*set it to False"),
+        (
+            "actor_rollout_ref.rollout.enable_rollout_routing_replay=True",
+            r"routed_experts.*does not replay.*set it to False",
+        ),
         (f"+{ACTOR}.fsdp_config.router_replay.mode=R2", r"router_replay.mode=R2: .*router_replay.mode=disabled, or"),
         (f"++{ACTOR}.fsdp_config.prefix.schedule=phased", r"actor.fsdp_config.prefix is filled .*set its keys there"),
     ],
@@ -216,7 +219,7 @@ def test_the_size_of_sequence_parallelism_is_that_of_verls_own_class(model_path)
         config = composed(f"actor_rollout_ref.model.path={model_path}", f"{ACTOR}.use_kl_loss=True", *sizes)
         OmegaConf.resolve(config)  # (2, 8): 8 does not go with this model's 4 heads, and verl takes 2
         ref = config.actor_rollout_ref.ref
-        assert driver._sequence_ranks(ref) == compose_of_plan.sequence_ranks(ref) == found
+        assert sequence_key("ref", ref) == (f"actor_rollout_ref.ref.fsdp_config.{key}", found)
         OmegaConf.set_struct(ref, False)
         for name in [name for name in ref if name.startswith("log_prob_")]:
             ref.pop(name)  # as ActorRolloutRefWorker.init_model does

@@ -1067,7 +1067,7 @@ def test_verls_worker_infers_and_updates_as_hf_and_the_stock_engine_do(results):
 
 @pytest.mark.parametrize("loss", LOSSES)
 def test_a_loss_that_is_let_through_has_the_gradients_of_stock_and_one_that_is_refused_has_not(results, loss):
-    from verl_prefix.config import PrefixActorConfig
+    from verl_prefix.config.fsdp import PrefixActorConfig
 
     try:
         _loss_config(PrefixActorConfig, LOSSES[loss])

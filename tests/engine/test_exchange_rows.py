@@ -505,7 +505,7 @@ def test_turns_that_show_most_are_alone_on_their_rank():
 def test_prompts_with_rows_in_several_mini_batches_are_counted_and_said_once_after_the_first_step(caplog):
     from verl.utils import tensordict_utils as tu
 
-    from verl_prefix.config import PrefixConfig
+    from verl_prefix.config.options import PrefixConfig
     from verl_prefix.engine.exchange import Exchange
     from verl_prefix.engine.grouping import NO_TREES
     from verl_prefix.engine.rows import BatchRows

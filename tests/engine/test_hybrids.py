@@ -92,12 +92,12 @@ def test_a_hybrid_has_a_plan(folder, family):
 )
 def test_a_size_that_does_not_divide_a_model_is_refused_by_key_with_one_that_does(config, size, message):
     for role in ("actor", "ref"):
+        key = f"{ROLE}.{role}.fsdp_config.ulysses_sequence_parallel_size"
         if message is None:
-            check_dealt(role, size, config)
+            check_dealt(key, size, config)
             continue
-        key = rf"{ROLE}.{role}.fsdp_config.ulysses_sequence_parallel_size={size}: of this {config.model_type} model"
-        with pytest.raises(ValueError, match=f"^{key} .*{message}"):
-            check_dealt(role, size, config)
+        with pytest.raises(ValueError, match=f"^{key}={size}: of this {config.model_type} model .*{message}"):
+            check_dealt(key, size, config)
 
 
 def test_sequence_parallelism_of_a_hybrid_has_a_plan(folder):

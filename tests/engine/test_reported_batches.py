@@ -17,7 +17,7 @@ from verl.utils.seqlen_balancing import rearrange_micro_batches
 from whole_tensors import full
 
 from verl_prefix.auto.shape import ModelShape
-from verl_prefix.config import LOSSES_OF_ROWS
+from verl_prefix.config.actor import LOSSES_OF_ROWS
 from verl_prefix.core.groups import Group
 from verl_prefix.testing import write_tiny_model
 

@@ -266,7 +266,7 @@ def _train(rank: int, scratch: Path, model: str) -> None:
     from verl.workers.engine import EngineRegistry
 
     from verl_prefix.backends.fsdp import PrefixEngineConfig
-    from verl_prefix.config import PrefixConfig
+    from verl_prefix.config.options import PrefixConfig
 
     os.environ.update(RANK=str(rank), WORLD_SIZE="1")
     torch.distributed.init_process_group("gloo", init_method=f"file://{scratch / 'rendezvous'}", rank=0, world_size=1)

@@ -188,7 +188,7 @@ def test_tokens_of_turns_are_shown_and_trees_must_save_some(
     run: Callable, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """As the engine says them in the prefix arm's log, on its first rank."""
-    from verl_prefix.config import PrefixConfig
+    from verl_prefix.config.options import PrefixConfig
     from verl_prefix.engine.step_metrics import StepMetrics
 
     backend = SimpleNamespace(ranks=SimpleNamespace(copies=1), has_no_updates=False)

@@ -192,7 +192,7 @@ def _configs(backend: str, model_path: str, options: dict, forward_only: bool = 
     from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
 
     from verl_prefix.backends.fsdp import PrefixEngineConfig
-    from verl_prefix.config import PrefixConfig
+    from verl_prefix.config.options import PrefixConfig
 
     model_config = HFModelConfig(
         path=model_path,

@@ -17,7 +17,7 @@ from torch.distributed import all_gather_object, get_rank, get_world_size
 from whole_tensors import whole
 
 from verl_prefix.api.pixels import positions_of_row
-from verl_prefix.config import PrefixConfig
+from verl_prefix.config.options import PrefixConfig
 from verl_prefix.models.verls_vision import towers_of_tensors
 from verl_prefix.testing import visual_prompt, write_tiny_model
 

@@ -24,8 +24,9 @@ class SharedModels:
     Every engine is new but for these. Adapters, which tests change, and the scaler of fp16 are built for each.
     """
 
-    def __init__(self, make: Callable[..., Any]) -> None:
-        self.make, self.built, self.weights, self.configs = make, {}, {}, {}
+    def __init__(self, make: Callable[..., Any], engine: type | None = None) -> None:
+        """engine: verl's class, if it is not its FSDPEngine."""
+        self.make, self.engine, self.built, self.weights, self.configs = make, engine, {}, {}, {}
 
     def __call__(self, backend: str, path: str, options: dict[str, Any], *args: Any) -> Any:
         from verl.workers import config
@@ -34,11 +35,9 @@ class SharedModels:
         if "lora_targets" in options or options.get("param_dtype") == "fp16":
             return self.make(backend, path, options, *args)
         key = repr((backend, path, args, sorted((k, v) for k, v in options.items() if k not in NOT_OF_MODELS)))
-        build, init_mesh, make_config = (
-            FSDPEngine._build_model_optimizer,
-            FSDPEngine._init_device_mesh,
-            config.HFModelConfig,
-        )
+        of_verl = self.engine or FSDPEngine
+        build, init_mesh = of_verl._build_model_optimizer, FSDPEngine._init_device_mesh
+        make_config = config.HFModelConfig
 
         def model(engine: Any) -> None:
             if self._once(key, engine, build):
@@ -47,7 +46,8 @@ class SharedModels:
             for weight, first in zip(_weights(engine), self.weights[key], strict=True):
                 weight.copy_(first)
             engine.optimizer_zero_grad()
-            engine.optimizer.state.clear()
+            for optimizer in getattr(engine.optimizer, "optimizers_dict", {"": engine.optimizer}).values():
+                optimizer.state.clear()
 
         def mesh(engine: Any) -> None:
             sizes = engine.engine_config.fsdp_size, engine.engine_config.ulysses_sequence_parallel_size
@@ -59,7 +59,8 @@ class SharedModels:
             return found
 
         with (
-            mock.patch.multiple(FSDPEngine, _build_model_optimizer=model, _init_device_mesh=mesh),
+            mock.patch.object(of_verl, "_build_model_optimizer", model),
+            mock.patch.object(FSDPEngine, "_init_device_mesh", mesh),
             mock.patch.object(config, "HFModelConfig", model_config),
         ):
             return self.make(backend, path, options, *args)

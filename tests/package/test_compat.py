@@ -11,7 +11,7 @@ from hydra.errors import InstantiationException
 from verl.utils.config import omega_conf_to_dataclass
 
 from verl_prefix import phased_update, response_hidden_states, response_log_probs, versions
-from verl_prefix.config import PrefixActorConfig, PrefixEngineConfig
+from verl_prefix.config.fsdp import PrefixActorConfig, PrefixEngineConfig
 from verl_prefix.tools import doctor
 from verl_prefix.trainer.prefix_sync import PrefixPPOTrainerSync
 

@@ -21,8 +21,9 @@ V1 = "verl.trainer.ppo.v1"
 PATCHES = "verl.models.transformers.monkey_patch"
 WORKER = f"{V1}:AgentLoopWorkerTQ.__ray_metadata__.modified_class"  # Ray gives its methods one more parameter
 
-# verl imports these only where vLLM is installed; `make test-vllm` runs what we build on them.
-BESIDE_VLLM = "verl.workers.rollout.vllm_rollout"
+# verl imports these only where vLLM or VeOmni is installed; `make test-vllm` and `make test-veomni` run what we build
+# on them.
+BESIDE_OTHERS = ("verl.workers.rollout.vllm_rollout", "verl.workers.engine.veomni")
 
 # Parameters, or None where only the name is ours to rely on (registries, base classes, enumerations).
 CONTRACT = {
@@ -139,9 +140,14 @@ CONTRACT = {
     "verl.workers.config:FSDPEngineConfig.__post_init__": "self",
     "verl.workers.config:FSDPEngineConfig._mutable_fields": None,
     "verl.workers.config:HFModelConfig": None,
+    "verl.workers.config:VeOmniActorConfig.__post_init__": "self",
+    "verl.workers.config:VeOmniActorConfig.validate": "self n_gpus train_batch_size model_config",
+    "verl.workers.config:VeOmniEngineConfig.__post_init__": "self",
+    "verl.workers.config:VeOmniEngineConfig._mutable_fields": None,
     "verl.workers.config:PolicyLossConfig": None,
     "verl.workers.config:RolloutConfig": None,
     "verl.workers.engine:EngineRegistry": None,
+    "verl.workers.engine:VeOmniEngineWithLMHead": None,
     "verl.workers.engine.base:EngineRegistry.register": "model_type backend device vendor",
     "verl.workers.engine.base:EngineRegistry._engines": None,
     f"{TI}:FSDPEngineWithLMHead": None,
@@ -261,7 +267,10 @@ def test_metric_has_values_and_aggregation():
 
 def classes() -> list[type]:
     import verl_prefix.backends.fsdp
-    import verl_prefix.config
+    import verl_prefix.config.actor
+    import verl_prefix.config.fsdp
+    import verl_prefix.config.options
+    import verl_prefix.config.veomni
     import verl_prefix.cpu.engine
     import verl_prefix.cpu.platform
     import verl_prefix.cpu.rollout
@@ -269,7 +278,8 @@ def classes() -> list[type]:
     import verl_prefix.trainer.shared_pixels
 
     modules = [
-        verl_prefix.config, verl_prefix.backends.fsdp, verl_prefix.trainer.shared_pixels,
+        verl_prefix.config.actor, verl_prefix.config.fsdp, verl_prefix.config.options, verl_prefix.backends.fsdp,
+        verl_prefix.config.veomni, verl_prefix.trainer.shared_pixels,
         verl_prefix.trainer.prefix_sync,
         verl_prefix.cpu.engine, verl_prefix.cpu.platform, verl_prefix.cpu.rollout,
     ]  # fmt: skip
@@ -289,7 +299,7 @@ def test_the_table_has_everything_that_we_import():
     for path in PACKAGE.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "verl":
-                if node.module.startswith(BESIDE_VLLM):
+                if node.module.startswith(BESIDE_OTHERS):
                     continue
                 for alias in node.names:
                     try:

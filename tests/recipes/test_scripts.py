@@ -68,7 +68,7 @@ def test_every_override_exists_and_the_driver_accepts_the_config(tmp_path, scrip
     validate_config(config, use_reference_policy=True, use_critic=False)
     actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
     assert actor.strategy == config.actor_rollout_ref.ref.strategy == "fsdp2"
-    assert (actor._target_ == "verl_prefix.config.PrefixActorConfig") == (engine == "prefix")
+    assert (actor._target_ == "verl_prefix.config.fsdp.PrefixActorConfig") == (engine == "prefix")
     assert config.trainer.v1.trainer_mode == {"prefix": "prefix_sync", "dp": "sync"}[engine]
     assert (rollout.name, rollout.n, rollout.tensor_model_parallel_size) == ("vllm", 8, 2)
     lengths = config.data.max_prompt_length, config.data.max_response_length

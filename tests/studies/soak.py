@@ -83,7 +83,7 @@ def build_engine(model: str):
     from verl.workers.engine import EngineRegistry
 
     from verl_prefix.backends.fsdp import PrefixEngineConfig
-    from verl_prefix.config import PrefixConfig
+    from verl_prefix.config.options import PrefixConfig
 
     engine = EngineRegistry.new(
         model_type="language_model",

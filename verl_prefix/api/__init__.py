@@ -102,7 +102,7 @@ def response_log_probs(
             `torch.no_grad`, a larger group runs its prefix first and then waves. Phased, as in `phased_update`.
         wave_tokens: phased, as in `phased_update`.
         logits_chunk: response tokens whose logits exist at once.
-        attention: kernel, see the key `attention` in config/actor/prefix_actor.yaml.
+        attention: kernel, see the key `attention` in config/prefix/options.yaml.
 
     Returns:
         log-probs in the form of the responses, fp32 (fp64 for a float64 model), on the model's device; with

@@ -90,6 +90,19 @@ class Memory:
         ranks = size if 0 < size < world else world
         return cls(ranks, checkpointed, no_sync, options.logits_chunk, options.offload, sequence_ranks=sequence_ranks)
 
+    @classmethod
+    def of_veomni(cls, veomni: Mapping[str, Any], world: int, checkpointed: bool, options: Any) -> "Memory":
+        """Of verl's VeOmni engine, which reduces gradients in every pass.
+
+        Args:
+            veomni: its section of `actor`. world: all ranks, of which those of one sequence share all parameters too
+                (veomni/distributed/parallel_state.py, fsdp_mesh). options: `PrefixConfig`.
+        """
+        sequence_ranks = int(veomni["ulysses_parallel_size"])
+        size, data_ranks = int(veomni["fsdp_size"]), world // sequence_ranks
+        ranks = sequence_ranks * (size if 0 < size < data_ranks else data_ranks)
+        return cls(ranks, checkpointed, False, options.logits_chunk, options.offload, sequence_ranks=sequence_ranks)
+
     @property
     def chunk(self) -> int:
         """Tokens of one rank whose logits exist at once."""

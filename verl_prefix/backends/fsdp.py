@@ -22,8 +22,10 @@ from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 from verl_prefix.auto.cost import Memory
 from verl_prefix.auto.shape import ModelShape, model_shape
 from verl_prefix.backends.stock_path import HFStockPath
-from verl_prefix.config import PrefixConfig, PrefixEngineConfig
+from verl_prefix.config.actor import role_of
+from verl_prefix.config.fsdp import PrefixEngineConfig
 from verl_prefix.config.model import check_dealt, check_sequence_parallel, warn_of_replaced_options
+from verl_prefix.config.options import PrefixConfig
 from verl_prefix.core.forward import PackedForward
 from verl_prefix.core.gradients import gradients_aside
 from verl_prefix.core.meter import Meter
@@ -92,17 +94,14 @@ class FSDPBackend:
         world = torch.distributed.get_world_size()
         return Memory.of_fsdp(engine.engine_config, world, checkpointed, self.ranks.slices, options)
 
-    def gradient_bytes(self, ranks: int) -> float:
-        trained = sum(p.numel() for p in self._engine.module.parameters() if p.requires_grad)
-        return 0.0 if self.has_no_updates else 4.0 * trained / ranks
+    def gradient_bytes(self) -> float:
+        trained = (p for p in self._engine.module.parameters() if p.requires_grad)
+        return 0.0 if self.has_no_updates else 4.0 * sum(_local(p).numel() for p in trained)
 
     def schedule(
         self, outputs: Callable, step: Callable, forward_only: bool, offload: bool = False,
         meter: Meter | None = None, **options: Any,
     ) -> Schedule:  # fmt: skip
-        def gradient_sync(last: bool) -> AbstractContextManager[Any]:
-            return nullcontext() if forward_only else self._engine._gradient_sync_context(is_last_micro_batch=last)
-
         return Schedule(
             PackedForward(
                 HookedModel(self._engine.module),
@@ -113,10 +112,15 @@ class FSDPBackend:
             ),
             step,
             None if forward_only else self._backward,
-            gradient_sync=gradient_sync,
+            gradient_sync=lambda last: nullcontext() if forward_only else self._gradient_sync(last),
             offload=offload,
             meter=meter or Meter(),
         )
+
+    def _gradient_sync(self, last: bool) -> AbstractContextManager[Any]:
+        """Context of a backward, the last of an update or not, in which gradients are reduced as in verl's own path."""
+        context: AbstractContextManager[Any] = self._engine._gradient_sync_context(is_last_micro_batch=last)
+        return context
 
     def model_metrics(self, schedule: Schedule) -> dict[str, float]:
         assert isinstance(schedule.forward.model, HookedModel)
@@ -180,8 +184,13 @@ def gradients_of(model: Any) -> Gradients:
 
 def _local_grad(parameter: torch.nn.Parameter) -> torch.Tensor:
     """This rank's shard."""
-    grad: Any = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-    return (grad.to_local() if hasattr(grad, "to_local") else grad).detach()
+    return _local(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad).detach()
+
+
+def _local(x: Any) -> torch.Tensor:
+    """This rank's shard of a tensor that FSDP2 sharded, and any other as it is."""
+    shard: torch.Tensor = x.to_local() if hasattr(x, "to_local") else x
+    return shard
 
 
 def noise_of(model: torch.nn.Module, dtype: torch.dtype) -> AbstractContextManager[None]:
@@ -202,10 +211,10 @@ class PrefixFSDPEngine(PrefixEngine, FSDPEngineWithLMHead):
         if self.prefix_config.schedule != "stock":
             warn_of_replaced_options(model_config)
             check_supported(model_config.hf_config)
-            role, num_ranks = "ref" if engine_config.forward_only else "actor", torch.distributed.get_world_size()
+            key = f"{role_of(engine_config)}.fsdp_config.ulysses_sequence_parallel_size"
             size = engine_config.ulysses_sequence_parallel_size
-            check_sequence_parallel(role, size, n_gpus=num_ranks, model_config=model_config)
-            check_dealt(role, size, model_config.hf_config)
+            check_sequence_parallel(key, size, torch.distributed.get_world_size(), model_config)
+            check_dealt(key, size, model_config.hf_config)
             # verl's fused forward makes log-probs of all tokens, and with FSDP2 it meets a sharded lm_head. Its offload
             # counts forwards of layers, and would replace gradient checkpointing by a reentrant one.
             unfused, model_config = bool(model_config.use_fused_kernels), copy.copy(model_config)

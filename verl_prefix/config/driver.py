@@ -7,9 +7,17 @@ from omegaconf import DictConfig, OmegaConf
 from verl.trainer.ppo.utils import need_reference_policy
 from verl.utils.config import omega_conf_to_dataclass
 
-from verl_prefix.config.model import check_dealt, check_sequence_parallel, is_count, read_hf_config, refuse
+from verl_prefix.config.model import (
+    check_dealt,
+    check_sequence_parallel,
+    is_count,
+    read_hf_config,
+    refuse,
+    sequence_key,
+)
+from verl_prefix.config.veomni import VEOMNI_TOPOLOGY
 from verl_prefix.core.waves import leaves_room
-from verl_prefix.versions import TESTED_VERL, installed_version
+from verl_prefix.versions import TESTED_VEOMNI, TESTED_VERL, installed_version
 
 
 def check_driver(config: DictConfig, in_job: bool = True) -> None:
@@ -26,6 +34,10 @@ def check_driver(config: DictConfig, in_job: bool = True) -> None:
     if "rollout" in config:
         _check_separate_rollout(config)
     if "actor_rollout_ref" in config and "ref" in config.actor_rollout_ref:
+        refuse(
+            in_job and "veomni" in config.actor_rollout_ref.actor and not installed_version("veomni"),
+            f"model_engine=prefix_veomni, and veomni is not installed: pip install veomni=={TESTED_VEOMNI[-1]}",
+        )
         _check_ref(config)
         _check_waves(config)
     key = "actor_rollout_ref.actor.prefix.mini_batches"
@@ -49,13 +61,6 @@ def check_driver(config: DictConfig, in_job: bool = True) -> None:
         f"{key}=prompts is for GRPO and the like: verl cuts a critic's mini-batches by rows, some of which would be "
         f"padding alone; set algorithm.adv_estimator=grpo and critic.enable=null, or {key}=rows",
     )
-
-
-def _sequence_ranks(section: DictConfig) -> int:
-    """Ranks that share a row in the engine of `actor_rollout_ref.actor` or `.ref`, by the rule of verl's
-    FSDPActorConfig: the role's own key, where it is over 1, and else that of its `fsdp_config`."""
-    own: int = section.ulysses_sequence_parallel_size
-    return own if own > 1 else int(section.fsdp_config.ulysses_sequence_parallel_size)
 
 
 def _trains_adapters(model: DictConfig) -> bool:
@@ -90,7 +95,7 @@ def _check_waves(config: DictConfig) -> None:
         key = f"{of_role or 'ppo_'}{'max_token_len' if counts_tokens else 'micro_batch_size'}_per_gpu"
         told, factor = f"actor_rollout_ref.{role}.{key}={section[key]}", prompt + response
         if counts_tokens:
-            factor = _sequence_ranks(roles.ref if role == "ref" else roles.actor)
+            _, factor = sequence_key(role, roles.ref if role == "ref" else roles.actor)
             told += f" on {factor} GPUs" if factor > 1 else ""
         else:
             told += f" rows of data.max_prompt_length={prompt} + max_response_length={response}"
@@ -116,11 +121,19 @@ def _check_ref(config: DictConfig) -> None:
     ref = {name: value for name, value in ref.items() if not str(name).startswith("log_prob_")}
     ref["use_dynamic_bsz"] = True
     omega_conf_to_dataclass(OmegaConf.create(ref))
-    size = _sequence_ranks(roles.ref)
-    if size != _sequence_ranks(roles.actor) and roles.actor.prefix.schedule != "stock":
-        check_sequence_parallel("ref", size, config.trainer.n_gpus_per_node * config.trainer.nnodes, roles.model)
+    for name in VEOMNI_TOPOLOGY if "veomni" in roles.ref else ():
+        of_ref, of_actor = roles.ref.veomni[name], roles.actor.veomni[name]
+        key = f"actor_rollout_ref.ref.veomni.{name}"
+        refuse(
+            of_ref != of_actor,
+            f"{key}={of_ref}, and the actor's is {of_actor}: VeOmni has one topology in a process, that of the engine "
+            f"that is built first; remove {key}, which follows the actor's",
+        )
+    key, size = sequence_key("ref", roles.ref)
+    if size != sequence_key("actor", roles.actor)[1] and roles.actor.prefix.schedule != "stock":
+        check_sequence_parallel(key, size, config.trainer.n_gpus_per_node * config.trainer.nnodes, roles.model)
         if size > 1 and (hf_config := read_hf_config(roles.model)) is not None:
-            check_dealt("ref", size, hf_config)
+            check_dealt(key, size, hf_config)
 
 
 def _check_separate_async(config: DictConfig, in_job: bool) -> None:
@@ -162,7 +175,7 @@ def keeps_prompts(config: DictConfig) -> bool:
     if "actor_rollout_ref" not in config or is_v1(config):  # a part of a config, whose driver is elsewhere
         return False
     actor = config.actor_rollout_ref.actor
-    ranks = config.trainer.n_gpus_per_node * config.trainer.nnodes // _sequence_ranks(actor)
+    ranks = config.trainer.n_gpus_per_node * config.trainer.nnodes // sequence_key("actor", actor)[1]
     return _mini_batches(config)[1] > 1 and ranks > 0 and actor.ppo_mini_batch_size % ranks == 0
 
 

@@ -26,29 +26,48 @@ def is_varlen(attn_implementation: str) -> bool:
     return "flash" in attn_implementation or "varlen" in attn_implementation  # of tests, on a CPU
 
 
-def attention_of(model_config: Any) -> str:
-    """The attention of verl's own path, by `actor_rollout_ref.model` (DictConfig or HFModelConfig)."""
+def attention_key(section: Any, model_config: Any) -> tuple[str, str]:
+    """The key of the attention of verl's own path, and its value.
+
+    Args:
+        section: `actor_rollout_ref.actor`, DictConfig or dataclass. model_config: `actor_rollout_ref.model`, likewise.
+    """
+    if (veomni := section.get("veomni")) is not None:
+        return "actor_rollout_ref.actor.veomni.attn_implementation", veomni.attn_implementation
     override = (model_config or {}).get("override_config") or {}
-    return override.get("attn_implementation", "flash_attention_2")
+    key = "actor_rollout_ref.model.override_config.attn_implementation"
+    return key, override.get("attn_implementation", "flash_attention_2")
 
 
-def check_sequence_parallel(role: str, size: int, n_gpus: int, model_config: Any) -> None:
-    """Refuses an `ulysses_sequence_parallel_size` of actor or ref that cannot work on these GPUs.
+def sequence_key(role: str, section: Any) -> tuple[str, int]:
+    """How many ranks share a row in the engine of `actor_rollout_ref.actor` or `.ref` (DictConfig or dataclass), and
+    the key that says so.
+
+    Of verl's FSDPActorConfig the role's own key counts, where it is over 1, and else that of its `fsdp_config`.
+    """
+    if (veomni := section.get("veomni")) is not None:
+        return f"actor_rollout_ref.{role}.veomni.ulysses_parallel_size", int(veomni.ulysses_parallel_size)
+    own: int = section.ulysses_sequence_parallel_size
+    size = own if own > 1 else int(section.fsdp_config.ulysses_sequence_parallel_size)
+    return f"actor_rollout_ref.{role}.fsdp_config.ulysses_sequence_parallel_size", size
+
+
+def check_sequence_parallel(key: str, size: int, n_gpus: int, model_config: Any) -> None:
+    """Refuses a number of ranks that share a row, by the key that sets it, if it cannot work on these GPUs.
 
     Raises:
         ValueError: naming the key and what to set.
     """
     if size == 1:
         return
-    key = f"actor_rollout_ref.{role}.fsdp_config.ulysses_sequence_parallel_size={size}"
-    refuse(n_gpus % size, f"{key} does not divide {n_gpus} GPUs; set a divisor of them")
+    refuse(n_gpus % size, f"{key}={size} does not divide {n_gpus} GPUs; set a divisor of them")
     pads = model_config and not model_config.get("use_remove_padding")
-    refuse(pads, f"{key} needs actor_rollout_ref.model.use_remove_padding=True; set it")
+    refuse(pads, f"{key}={size} needs actor_rollout_ref.model.use_remove_padding=True; set it")
 
 
-def check_dealt(role: str, size: int, hf_config: Any) -> None:
-    """Refuses an `ulysses_sequence_parallel_size` of actor or ref by which the model's heads cannot be dealt to ranks,
-    nor the groups and channels of its recurrent layers.
+def check_dealt(key: str, size: int, hf_config: Any) -> None:
+    """Refuses a number of ranks that share a row, by the key that sets it, if the model's heads cannot be dealt to
+    them, nor the groups and channels of its recurrent layers.
 
     Raises:
         ValueError: naming the key, and the largest divisor of this size that works.
@@ -65,8 +84,7 @@ def check_dealt(role: str, size: int, hf_config: Any) -> None:
     works = next(n for n in range(size, 0, -1) if size % n == 0 and not wrong(n))
     refuse(
         works < size,
-        f"actor_rollout_ref.{role}.fsdp_config.ulysses_sequence_parallel_size={size}: of this {hf_config.model_type} "
-        f"model {', '.join(wrong(size))}; set {works}",
+        f"{key}={size}: of this {hf_config.model_type} model {', '.join(wrong(size))}; set {works}",
     )
 
 
@@ -114,12 +132,15 @@ def read_hf_config(model_config: Any) -> Any:
     return hf_config
 
 
-def check_model_family(model_config: Any, freeze_vision_tower: bool, sequence_ranks: int = 1) -> None:
+def check_model_family(section: Any, model_config: Any) -> None:
     """Checks the model's HF config where this machine can see it; the worker checks again all but kernels.
+
+    Args:
+        section: `actor_rollout_ref.actor`, DictConfig or dataclass. model_config: `actor_rollout_ref.model`, likewise.
 
     Raises:
         ValueError: the model has layers that the shared-prefix path or its kernel does not compute, heads that cannot
-            be dealt to `sequence_ranks`, or no tower to freeze.
+            be dealt to the ranks that share a row, or no tower to freeze.
     """
     from verl_prefix.models.support import check_supported
     from verl_prefix.models.vision import is_vision_config
@@ -128,14 +149,14 @@ def check_model_family(model_config: Any, freeze_vision_tower: bool, sequence_ra
     if hf_config is None:
         return
     check_supported(hf_config)
+    key, attention = attention_key(section, model_config)
     refuse(
-        attention_of(model_config) == "sdpa" and getattr(hf_config.get_text_config(), "attn_logit_softcapping", None),
-        f"actor_rollout_ref.model.override_config.attn_implementation=sdpa drops a {hf_config.model_type} model's "
-        "attn_logit_softcapping on verl's own path, with which ours is compared; set eager, or on a GPU "
-        "flash_attention_2",
+        attention == "sdpa" and getattr(hf_config.get_text_config(), "attn_logit_softcapping", None),
+        f"{key}=sdpa drops a {hf_config.model_type} model's attn_logit_softcapping on verl's own path, with which ours "
+        "is compared; set eager, or on a GPU flash_attention_2",
     )
-    check_dealt("actor", sequence_ranks, hf_config)
+    check_dealt(*sequence_key("actor", section), hf_config)
     refuse(
-        freeze_vision_tower and not is_vision_config(hf_config),
+        section.get("freeze_vision_tower") and not is_vision_config(hf_config),
         f"actor_rollout_ref.actor.freeze_vision_tower=True, and a {hf_config.model_type} model has no tower; remove it",
     )

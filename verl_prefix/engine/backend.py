@@ -18,7 +18,7 @@ from verl.utils.device import get_device_id
 
 from verl_prefix.auto.cost import Memory
 from verl_prefix.auto.shape import ModelShape
-from verl_prefix.config import PrefixConfig
+from verl_prefix.config.options import PrefixConfig
 from verl_prefix.core.meter import Meter
 from verl_prefix.core.schedule import Schedule
 from verl_prefix.engine.loss import LossFunction
@@ -118,9 +118,8 @@ class Backend(Protocol):
     def memory(self, options: PrefixConfig) -> Memory:
         """What an update keeps at least, for the cost model."""
 
-    def gradient_bytes(self, ranks: int) -> float:
-        """Bytes of this rank's gradients, which an update will hold, where so many ranks share one copy of the
-        parameters; 0 in an engine for log-probs alone."""
+    def gradient_bytes(self) -> float:
+        """Bytes of this rank's gradients, which an update will hold; 0 in an engine for log-probs alone."""
 
     def schedule(
         self, outputs: Callable, step: Callable, forward_only: bool, offload: bool = False,

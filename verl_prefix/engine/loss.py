@@ -13,7 +13,7 @@ from verl.utils.device import get_device_id
 from verl.utils.metric import AggregationType, Metric
 from verl.workers.utils.losses import ppo_loss
 
-from verl_prefix.config import LOSSES_OF_ROWS
+from verl_prefix.config.actor import LOSSES_OF_ROWS
 from verl_prefix.versions import warn_once
 
 logger = logging.getLogger(__name__)

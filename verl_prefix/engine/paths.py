@@ -11,7 +11,8 @@ from verl.utils.device import get_device_name
 from verl_prefix.auto.calibration import Profile, measure
 from verl_prefix.auto.chooser import Batch, Chooser, CostModel
 from verl_prefix.auto.cost import Rates
-from verl_prefix.config import NO_REPLAY, PrefixConfig
+from verl_prefix.config.actor import NO_REPLAY
+from verl_prefix.config.options import PrefixConfig
 from verl_prefix.core.groups import Group
 from verl_prefix.core.schedule import Schedule
 from verl_prefix.core.waves import Plan, leaves_room

@@ -17,7 +17,7 @@ from verl.utils.device import get_device_id
 from verl.workers.engine.utils import postprocess_batch_func
 
 from verl_prefix.auto.cost import Memory
-from verl_prefix.config import PrefixConfig
+from verl_prefix.config.options import PrefixConfig
 from verl_prefix.core.attention import AttentionPass
 from verl_prefix.core.groups import Group
 from verl_prefix.core.meter import Meter

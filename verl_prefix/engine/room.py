@@ -34,7 +34,7 @@ class Room:
         if not self._is_known:
             return True
         cached = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
-        free = torch.cuda.mem_get_info()[0] + cached - self._backend.gradient_bytes(costs.memory.ranks)
+        free = torch.cuda.mem_get_info()[0] + cached - self._backend.gradient_bytes()
         return peak_bytes(costs.shape, None, passes, costs.memory, self._backend.has_no_updates) <= free
 
     @contextmanager

@@ -11,7 +11,7 @@ from collections.abc import Hashable, Mapping, Sequence, Set
 
 import torch
 
-from verl_prefix.config import PrefixConfig
+from verl_prefix.config.options import PrefixConfig
 from verl_prefix.core.groups import Group
 from verl_prefix.core.schedule import Schedule
 from verl_prefix.core.waves import Plan

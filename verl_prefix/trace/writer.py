@@ -16,7 +16,7 @@ from tensordict import NonTensorData, TensorDict
 from verl.utils import tensordict_utils as tu
 from verl.workers.utils.losses import ppo_loss
 
-from verl_prefix.config import PrefixConfig
+from verl_prefix.config.options import PrefixConfig
 from verl_prefix.files import write_whole
 from verl_prefix.trace import (
     FIELDS,

@@ -25,7 +25,7 @@ from verl.workers.engine import EngineRegistry
 from verl.workers.utils.losses import ppo_loss
 
 from verl_prefix.backends.fsdp import PrefixEngineConfig
-from verl_prefix.config import PrefixConfig
+from verl_prefix.config.options import PrefixConfig
 from verl_prefix.models.recurrent import packing_leak
 from verl_prefix.tools.ab.options import REPACKED, STOCK, TRUTH
 from verl_prefix.tools.memory import RESET_PEAK, memory_mib, reset_peak_mib

@@ -18,6 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 import verl_prefix.search_path  # noqa: F401  on which model_engine=prefix is found
+from verl_prefix.config.model import sequence_key
 from verl_prefix.files import parse_json
 from verl_prefix.tools.plan.options import (
     CONFIG_NAME,
@@ -29,7 +30,7 @@ from verl_prefix.tools.plan.options import (
     read_dumps,
 )
 
-TARGET = "verl_prefix.config.PrefixActorConfig"
+TARGET = "verl_prefix.config.fsdp.PrefixActorConfig"
 
 
 def compose_config(config_name: str, words: list[str], config_path: str = CONFIG_PATH) -> DictConfig:
@@ -99,13 +100,6 @@ def lora_rank(model: DictConfig) -> int:
     return rank or 16 * bool(model.get("lora_adapter_path"))
 
 
-def sequence_ranks(section: DictConfig) -> int:
-    """Ranks that share a row in the engine of `actor_rollout_ref.actor` or `.ref`, by the rule of verl's
-    FSDPActorConfig: the role's own key, where it is over 1, and else that of its `fsdp_config`."""
-    own: int = section.ulysses_sequence_parallel_size
-    return own if own > 1 else int(section.fsdp_config.ulysses_sequence_parallel_size)
-
-
 def prompts_of_step(config: DictConfig) -> int:
     """Prompts that the trainer takes at once."""
     if "async_training" in config:  # fully_async_policy, which wants data.train_batch_size=0
@@ -129,7 +123,7 @@ def check_sizes(config: DictConfig) -> None:
 def data_ranks(config: DictConfig) -> int:
     """Ranks that compute data in parallel: groups of GPUs, where some share a row."""
     gpus: int = config.trainer.n_gpus_per_node * config.trainer.nnodes
-    shared = sequence_ranks(config.actor_rollout_ref.actor)
+    _, shared = sequence_key("actor", config.actor_rollout_ref.actor)
     return gpus if gpus % shared else gpus // shared  # the driver refuses others
 
 

@@ -24,7 +24,13 @@ from verl.utils.torch_dtypes import PrecisionType
 from verl_prefix.auto.shape import ModelShape, model_shape
 from verl_prefix.backends.stock_path import wrong_when_sharded
 from verl_prefix.config.driver import check_driver
-from verl_prefix.config.model import attention_of, check_dealt, check_model_family, check_sequence_parallel
+from verl_prefix.config.model import (
+    attention_key,
+    check_dealt,
+    check_model_family,
+    check_sequence_parallel,
+    sequence_key,
+)
 from verl_prefix.models.recurrent import packing_leak
 from verl_prefix.models.vision import is_vision_config, tower_of
 from verl_prefix.tools.plan.compose import (
@@ -32,7 +38,6 @@ from verl_prefix.tools.plan.compose import (
     lora_rank,
     micro_batches,
     prompts_of_step,
-    sequence_ranks,
     unreadable_model,
 )
 from verl_prefix.tools.plan.options import PlanError
@@ -90,7 +95,9 @@ def read_model(config: DictConfig) -> Model:
         hf = _read(config, "path", lambda _, **options: auto_class.from_config(hf_config, **options))
     shape = model_shape(hf, compute_dtype(roles.actor.fsdp_config))
     leak = packing_leak(hf) if roles.model.use_remove_padding else None
-    return Model(hf, shape, state_bytes(roles, hf), leak, wrong_when_sharded(hf, attention_of(roles.model)))
+    return Model(
+        hf, shape, state_bytes(roles, hf), leak, wrong_when_sharded(hf, attention_key(roles.actor, roles.model)[1])
+    )
 
 
 def state_bytes(roles: DictConfig, model: PreTrainedModel) -> int:
@@ -140,13 +147,12 @@ def refusals(config: DictConfig, num_ranks: int) -> list[str]:
     reasons = [_refusal(check_driver, config, False)]
     reasons.append(_refusal(lambda: omega_conf_to_dataclass(section).validate(*sizes, model)))
     if section.prefix.schedule != "stock":
-        frozen = section.get("freeze_vision_tower", False)
-        reasons.append(_refusal(check_model_family, model, frozen, sequence_ranks(section)))
+        reasons.append(_refusal(check_model_family, section, model))
         for role in ("actor", "ref"):
-            size = sequence_ranks(config.actor_rollout_ref[role])
-            reasons.append(_refusal(check_sequence_parallel, role, size, num_ranks, model))
+            key, size = sequence_key(role, config.actor_rollout_ref[role])
+            reasons.append(_refusal(check_sequence_parallel, key, size, num_ranks, model))
             if role == "ref" and size > 1:
-                reasons.append(_refusal(check_dealt, role, size, read_model_config(config)))
+                reasons.append(_refusal(check_dealt, key, size, read_model_config(config)))
     update, old = section.use_dynamic_bsz, config.actor_rollout_ref.rollout.log_prob_use_dynamic_bsz
     if update != old:
         reasons.append(

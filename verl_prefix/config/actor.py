@@ -1,0 +1,133 @@
+"""What the actor's options of all engines have in common."""
+
+import logging
+from typing import Any, ClassVar
+
+from verl.workers.config import PolicyLossConfig
+
+from verl_prefix.config.model import (
+    check_model_family,
+    check_sequence_parallel,
+    refuse,
+    sequence_key,
+    warn_of_replaced_options,
+)
+from verl_prefix.config.options import PrefixConfig
+from verl_prefix.versions import warn_once
+
+# Losses of verl 0.9.1 (verl/trainer/ppo/core_algos.py) that are sums over rows: compute_policy_loss_<mode> makes a loss
+# of every token from its own row alone, and agg_loss divides their sum by numbers of the whole mini-batch. bypass_mode
+# is vanilla or compute_policy_loss_reinforce, its weights and rejections are those of tokens or rows.
+LOSSES_OF_ROWS = ("vanilla", "dppo_tv", "dppo_kl", "gspo", "sapo", "gpg", "dro", "cispo", "bypass_mode")
+# And those that look at all rows of a pass, so that in stock too the gradient follows how rows fall into micro-batches.
+LOSSES_OF_PASSES = {
+    "geo_mean": "averages over the rows of a pass (torch.mean in compute_policy_loss_geo_mean)",
+    "clip_cov": "drops tokens that it draws from a pass, by their covariance in it (compute_policy_loss_clip_cov)",
+    "kl_cov": "penalises the tokens of a pass that have the largest covariance in it (compute_policy_loss_kl_cov)",
+}
+
+NO_REPLAY = (
+    "actor_rollout_ref.rollout.enable_rollout_routing_replay=True gives batches routed_experts, which a shared prefix "
+    "does not replay, nor does verl's FSDP engine without one; set it to False (prefix/moe/* tells the load of "
+    "experts), or model_engine=veomni or megatron"
+)
+
+logger = logging.getLogger(__name__)
+
+
+def role_of(engine: Any) -> str:
+    """The key of the role that an engine config is of; the YAML of ref, in verl, says that it only runs forward."""
+    return f"actor_rollout_ref.{'ref' if engine.get('forward_only') else 'actor'}"
+
+
+def refuse_padding(key: str, engine: Any) -> None:
+    """Refuses `pad_to_length`, where `key` is that of the engine's section."""
+    role = role_of(engine)
+    refuse(
+        engine.pad_to_length,
+        f"{key}.pad_to_length=True, or {role}'s: the prefix engine packs without padding; set both to False: "
+        f"{key}.pad_to_length=False {role}.pad_to_length=False",
+    )
+
+
+def _refuse_losses_of_passes(key: str, policy_loss: PolicyLossConfig) -> None:
+    mode, correction = policy_loss.loss_mode, policy_loss.rollout_correction or {}
+    instead = "or actor_rollout_ref.actor.prefix.schedule=stock (verl's own micro-batches)"
+    refuse(
+        mode in LOSSES_OF_PASSES,
+        f"{key}.loss_mode={mode} {LOSSES_OF_PASSES.get(mode)}, so that gradients follow prefix.schedule and the token "
+        f"budget; set {key}.loss_mode to one of {', '.join(LOSSES_OF_ROWS)}, {instead}",
+    )
+    refuse(
+        mode == "bypass_mode" and correction.get("rollout_is") and correction.get("rollout_is_batch_normalize"),
+        f"{key}.rollout_correction.rollout_is_batch_normalize=True divides by a mean over one pass of every rank, and "
+        f"waits for ranks that have fewer passes (compute_rollout_correction_weights); set it to False, {instead}",
+    )
+
+
+class PrefixActor:
+    """What stands before an actor config of verl's, a dataclass with `prefix`, `strategy` and verl's section of engine
+    options, and hands `prefix` on to the engine, which sees nothing else of the actor's config.
+
+    Attributes:
+        section: the key of the engine's options. engine_name: the engine's name in verl's registry.
+    """
+
+    section: ClassVar[str]
+    engine_name: ClassVar[str]
+
+    def __post_init__(self: Any) -> None:
+        engine = getattr(self, self.section)
+        key, ours = role_of(engine), "actor_rollout_ref.actor.prefix"
+        refuse(
+            not isinstance(self.prefix, PrefixConfig),
+            f"{key}.prefix={self.prefix}: actor and ref share their options; set them in {ours}",
+        )
+        refuse(
+            engine.prefix not in (self.prefix, PrefixConfig()),
+            f"{key}.{self.section}.prefix is filled in from {ours}, and differs from it; set its keys there",
+        )
+        refuse(self.enable_rollout_routing_replay, NO_REPLAY)
+        refuse(self.shuffle, f"{key}.shuffle=True tears groups apart at mini-batch edges; set {key}.shuffle=False")
+        if self.prefix.schedule != "stock":
+            refuse(
+                self.loss_agg_mode == "seq-mean-token-sum-norm" and self.loss_scale_factor is None,
+                f"{key}.loss_agg_mode=seq-mean-token-sum-norm with {key}.loss_scale_factor=null divides by the longest "
+                f"row of a pass, so that the loss follows the token budget; set {key}.loss_scale_factor to "
+                "data.max_response_length",
+            )
+            _refuse_losses_of_passes(f"{key}.policy_loss", self.policy_loss)
+        super().__post_init__()  # type: ignore[misc]
+        self.engine.strategy = self.engine_name
+        self.engine.prefix = self.prefix
+        self.engine.freeze_vision_tower = self.freeze_vision_tower
+        self.engine.ppo_epochs = self.ppo_epochs
+
+    def validate(self, n_gpus: int, train_batch_size: int, model_config: Any = None) -> None:
+        """The checks that need the model's config; verl calls this in the driver.
+
+        Raises:
+            ValueError: a model family, checkpointing or kernel option that the shared-prefix path does not support.
+        """
+        super().validate(n_gpus, train_batch_size, model_config)  # type: ignore[misc]
+        self.check(n_gpus, model_config)
+
+    def check(self: Any, n_gpus: int, model_config: Any) -> None:
+        """Ours of `validate`."""
+        key, sequence_ranks = sequence_key("actor", self)
+        check_sequence_parallel(key, sequence_ranks, n_gpus=n_gpus, model_config=model_config)
+        if self.prefix.schedule != "stock" and self.policy_loss.loss_mode not in LOSSES_OF_ROWS:
+            warn_once(
+                logger,
+                "actor_rollout_ref.actor.policy_loss.loss_mode=%s is not of verl 0.9.1: where it looks at all rows of "
+                "a micro-batch (a mean that is not agg_loss's, say), gradients follow prefix.schedule and the token "
+                "budget",
+                self.policy_loss.loss_mode,
+            )
+        if model_config is not None and self.prefix.schedule != "stock":
+            self.check_options(model_config)
+            check_model_family(self, model_config)
+
+    def check_options(self, model_config: Any) -> None:
+        """Checks those of `actor_rollout_ref.model` that mean something else to the shared-prefix path."""
+        warn_of_replaced_options(model_config)

@@ -1,0 +1,109 @@
+"""Options of actor and ref on verl's VeOmni engine: `model_engine=prefix_veomni`."""
+
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from verl.workers.config import VeOmniActorConfig, VeOmniEngineConfig
+
+from verl_prefix.config.actor import PrefixActor, refuse_padding, role_of
+from verl_prefix.config.model import is_varlen, refuse
+from verl_prefix.config.options import PrefixConfig
+from verl_prefix.versions import check_versions, warn_of_untested_veomni
+
+# Keys that decide VeOmni's process groups (veomni/distributed/parallel_state.py, init_parallel_state).
+VEOMNI_TOPOLOGY = ("fsdp_size", "ulysses_parallel_size", "expert_parallel_size")
+
+
+@dataclass
+class PrefixVeOmniEngineConfig(VeOmniEngineConfig):
+    """verl's VeOmni engine config plus `prefix` and, of the actor, `freeze_vision_tower`, which verl's own VeOmni
+    ignores, and `ppo_epochs`. Its strategy is the registry's backend name. `backends` registers that, where veomni is
+    installed: our YAML names this class there.
+
+    Raises:
+        ValueError: an option of VeOmni that the shared-prefix path cannot honour.
+        ImportError: this verl was never tested (see `versions`).
+    """
+
+    _mutable_fields = VeOmniEngineConfig._mutable_fields | {"strategy", "prefix", "freeze_vision_tower", "ppo_epochs"}
+
+    strategy: str = "prefix_veomni"
+    prefix: PrefixConfig = field(default_factory=PrefixConfig)
+    freeze_vision_tower: bool = False
+    ppo_epochs: int = 1
+
+    def __post_init__(self) -> None:
+        check_versions()
+        warn_of_untested_veomni()
+        key = f"{role_of(self)}.veomni"
+        refuse_padding(key, self)
+        refuse(
+            self.enable_async_activation_offload,
+            f"{key}.enable_async_activation_offload=True counts forwards of layers, and a prefix and its waves are "
+            f"several; set {key}.enable_async_activation_offload=False, and actor.prefix.offload=True to move what "
+            "prefixes keep",
+        )
+        mode = self.router_replay.mode
+        refuse(
+            mode != "disabled",
+            f"{key}.router_replay.mode={mode}: a shared prefix replays no routes; set {key}.router_replay.mode="
+            "disabled, or model_engine=veomni",
+        )
+        size, attention = self.ulysses_parallel_size, self.attn_implementation
+        refuse(
+            size > 1 and not is_varlen(attention),
+            f"{key}.attn_implementation={attention} attends within each rank's tokens, and {key}.ulysses_parallel_size="
+            f"{size}; set {key}.attn_implementation=flash_attention_2",
+        )
+        self.strategy = "veomni"  # the only name that verl's own check knows
+        super().__post_init__()
+        self.strategy = "prefix_veomni"
+
+
+@dataclass
+class PrefixVeOmniActorConfig(PrefixActor, VeOmniActorConfig):
+    """verl's VeOmni actor config plus `prefix`. The rollout's `enable_rollout_routing_replay` is here to be refused.
+
+    Raises:
+        ValueError: an actor option that would silently undo sharing.
+    """
+
+    section: ClassVar[str] = "veomni"
+    engine_name: ClassVar[str] = "prefix_veomni"
+
+    strategy: str = "veomni"
+    prefix: PrefixConfig = field(default_factory=PrefixConfig)
+    veomni: PrefixVeOmniEngineConfig = field(default_factory=PrefixVeOmniEngineConfig)
+    enable_rollout_routing_replay: bool = False
+
+    def __post_init__(self) -> None:
+        key = role_of(self.veomni)
+        refuse(
+            self.strategy != "veomni",
+            f"{key}.strategy={self.strategy!r}: model_engine=prefix_veomni is verl's VeOmni engine; remove it, or set "
+            "model_engine=prefix for FSDP2",
+        )
+        super().__post_init__()
+
+    def check_options(self, model_config: Any) -> None:
+        """Checks those of `actor_rollout_ref.model` that VeOmni does not have. Its fused kernels stay on, in batches
+        that take verl's own path."""
+        check_no_adapters(model_config)
+
+
+def check_no_adapters(model_config: Any) -> None:
+    """Refuses LoRA, which verl's VeOmni engine reads and does not build: it would train the whole model
+    (verl/workers/engine/veomni/transformer_impl.py, _build_model_optimizer).
+
+    Args:
+        model_config: `actor_rollout_ref.model`, DictConfig or HFModelConfig.
+
+    Raises:
+        ValueError: naming the keys.
+    """
+    key, lora = "actor_rollout_ref.model", model_config.get("lora") or {}
+    values = {"lora_rank": model_config.get("lora_rank", 0), "lora.rank": lora.get("rank", 0)}
+    values["lora_adapter_path"] = model_config.get("lora_adapter_path")
+    for name, value in values.items():
+        told = "verl's VeOmni engine builds no adapters; remove it, or set model_engine=prefix"
+        refuse(value, f"{key}.{name}={value}: {told}")
