@@ -1,0 +1,92 @@
+"""verl's VeOmni engine and ours over it, on a CPU: how both are built, and whole tensors of what they shard."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+import veomni_cpu
+from engines import _configs
+from shared_models import OURS, SharedModels
+from torch.distributed.tensor import DTensor
+from veomni.distributed import parallel_state
+from verl.workers.config import VeOmniEngineConfig, VeOmniOptimizerConfig
+from verl.workers.engine import EngineRegistry
+from verl.workers.engine.veomni.transformer_impl import VeOmniEngine
+from whole_tensors import whole
+
+from verl_prefix.config.options import PrefixConfig
+from verl_prefix.config.veomni import PrefixVeOmniEngineConfig
+
+# Keys of verl's VeOmni engine, as they are named there, which cases may set.
+KEYS = (
+    "attn_implementation", "moe_implementation", "expert_parallel_size", "ulysses_parallel_size", "fsdp_size",
+    "param_offload", "enable_reentrant", "forward_prefetch", "router_replay",
+)  # fmt: skip
+
+
+def _engine(backend: str, model_path: str, options: dict, forward_only: bool = False) -> Any:
+    """`engines._engine` of "veomni" or "prefix_veomni": options of rows, passes and losses as there, and `KEYS`."""
+    configs = _configs("fsdp2", model_path, options, forward_only)
+    keys = {"attn_implementation": "sdpa", "moe_implementation": "eager"} | {
+        k: options[k] for k in KEYS if k in options
+    }
+    shared: dict[str, Any] = dict(
+        forward_only=forward_only, use_torch_compile=False, mixed_precision=True,
+        optimizer_offload=options.get("param_offload", False),
+    )  # fmt: skip
+    if backend == "veomni":
+        configs["engine_config"] = VeOmniEngineConfig(**shared, **keys)
+    else:
+        # Rows stay, so that what a rank computes is known, but where a case says so.
+        prefix = {"min_speedup": 0, "exchange": "off"} | {key: options[key] for key in OURS if key in options}
+        more = dict(freeze_vision_tower=options.get("frozen_tower", False), prefix=PrefixConfig(**prefix))
+        configs["engine_config"] = PrefixVeOmniEngineConfig(**shared, **keys, **more)
+    configs["optimizer_config"] = VeOmniOptimizerConfig(
+        lr=1e-5, weight_decay=0.01, clip_grad=1.0, total_training_steps=10
+    )
+    # An engine takes the process's first topology, whatever its config says.
+    parallel_state._PARALLEL_STATE = None
+    parallel_state._PARALLEL_STATE_REGISTRY.clear()
+    torch.manual_seed(0)
+    with veomni_cpu.half_precision() if options.get("half") else ExitStack():
+        engine = EngineRegistry.new(model_type="language_model", backend=backend, **configs)
+        engine.initialize()
+    return engine
+
+
+def _whole(tensors: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """`whole_tensors.whole` of VeOmni's, whose experts lie on the ranks of expert parallelism."""
+    state = parallel_state.get_parallel_state()
+    if not state.ep_enabled:
+        return whole(tensors)
+    found = {name: _gathered(x, state.ep_group) for name, x in tensors.items() if ".experts." in name}
+    found |= whole({name: x for name, x in tensors.items() if name not in found})
+    return {name: found[name] for name in tensors}
+
+
+def _gathered(x: Any, group: torch.distributed.ProcessGroup) -> torch.Tensor:
+    """Experts [experts of this rank, in, out], of which FSDP2 shards `in`: all of them, whole. gloo's collectives of
+    DTensor know the first dimension alone."""
+    local = x.to_local() if isinstance(x, DTensor) else x
+    if isinstance(x, DTensor):
+        (dim,) = (at.dim for at in x.placements if at.is_shard())
+        local = _all(local.detach(), x.device_mesh.get_group(x.device_mesh.ndim - 1), dim)
+    return _all(local.detach(), group, 0)
+
+
+def _all(x: torch.Tensor, group: torch.distributed.ProcessGroup, dim: int) -> torch.Tensor:
+    parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(group.size())]
+    torch.distributed.all_gather(parts, x.contiguous(), group=group)
+    return torch.cat(parts, dim)
+
+
+_SHARED = SharedModels(_engine, VeOmniEngine)
+
+
+@contextmanager
+def veomni_engines() -> Iterator[None]:
+    """Context in which `engines._measure` is of "veomni" and "prefix_veomni"."""
+    with mock.patch("engines._engine", _SHARED), mock.patch("engines.whole", _whole):
+        yield

@@ -1,0 +1,85 @@
+"""verl's VeOmni engine as a backend: FSDP2, expert parallelism and Ulysses. `model_engine=prefix_veomni`.
+
+Only what VeOmni does otherwise than verl's FSDP2 engine stands here. Source:
+verl/workers/engine/veomni/transformer_impl.py, VeOmniEngine and VeOmniEngineWithLMHead.
+"""
+
+import functools
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+from verl.workers.engine import EngineRegistry
+from verl.workers.engine.veomni.transformer_impl import VeOmniEngineWithLMHead
+
+from verl_prefix.auto.cost import Memory
+from verl_prefix.backends.fsdp import FSDPBackend
+from verl_prefix.config.actor import role_of
+from verl_prefix.config.model import check_dealt, check_sequence_parallel, is_varlen
+from verl_prefix.config.options import PrefixConfig
+from verl_prefix.config.veomni import PrefixVeOmniEngineConfig, check_no_adapters
+from verl_prefix.engine.backend import StockPath
+from verl_prefix.engine.loss import LossFunction
+from verl_prefix.engine.prefix_engine import PrefixEngine
+from verl_prefix.models import vision
+from verl_prefix.models.support import check_supported
+
+
+class VeOmniBackend(FSDPBackend):
+    """`engine.backend.Backend` of verl's VeOmniEngine.
+
+    Expert parallelism spans ranks that have different rows: the experts of a layer lie on `expert_parallel_size` ranks,
+    and every forward and backward of it sends each token to its experts' ranks and back
+    (veomni/distributed/moe/moe_layer.py). The engine room keeps all ranks in step, pass by pass.
+    """
+
+    def __init__(self, engine: Any) -> None:
+        super().__init__(engine, unfused=False)
+
+    @functools.cached_property
+    def stock_facts(self) -> StockPath:
+        attention = self.config.get_text_config()._attn_implementation
+        return StockPath(dense_mask=not is_varlen(attention), one_row=False, why_not_sharded=None)
+
+    def stock_batch(self, data: TensorDict, loss_function: LossFunction | None, forward_only: bool) -> dict[str, Any]:
+        output: dict[str, Any] = self._engine.verls_batch(data.copy(), loss_function, forward_only)
+        return output
+
+    def memory(self, options: PrefixConfig) -> Memory:
+        engine = self._engine
+        checkpointed = engine.model_config.enable_gradient_checkpointing
+        return Memory.of_veomni(engine.engine_config, torch.distributed.get_world_size(), checkpointed, options)
+
+    def _gradient_sync(self, last: bool) -> AbstractContextManager[Any]:
+        return nullcontext()  # every backward reduces, as every micro-batch of VeOmniEngine.forward_backward_batch
+
+
+class PrefixVeOmniEngine(PrefixEngine, VeOmniEngineWithLMHead):
+    """verl's VeOmni actor or ref engine that computes a group's prefix once.
+
+    Raises:
+        ValueError: at construction, a model or option that the shared-prefix path does not support.
+    """
+
+    def __init__(
+        self, model_config, engine_config: PrefixVeOmniEngineConfig, optimizer_config, checkpoint_config
+    ) -> None:
+        self.prefix_config = engine_config.prefix
+        if self.prefix_config.schedule != "stock":
+            check_no_adapters(model_config)
+            check_supported(model_config.hf_config)
+            key, size = f"{role_of(engine_config)}.veomni.ulysses_parallel_size", engine_config.ulysses_parallel_size
+            check_sequence_parallel(key, size, torch.distributed.get_world_size(), model_config)
+            check_dealt(key, size, model_config.hf_config)
+        super().__init__(model_config, engine_config, optimizer_config, checkpoint_config)
+        self.set_backend(VeOmniBackend(self), engine_config)
+
+    def _maybe_apply_async_activation_offload(self, module: torch.nn.Module) -> None:
+        """Freezes the tower where asked to; verl's engine hands over the model here before it shards it."""
+        super()._maybe_apply_async_activation_offload(module)
+        if self.engine_config.freeze_vision_tower:
+            vision.tower_of(module).requires_grad_(False)
+
+
+EngineRegistry.register(model_type="language_model", backend="prefix_veomni", device="cuda")(PrefixVeOmniEngine)
