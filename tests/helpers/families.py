@@ -111,7 +111,7 @@ def build(family: str, dtype: torch.dtype = torch.float32):
 def compute_in_float64(model, monkeypatch):
     """HF computes norms, softmax and router scores in fp32 whatever the model's dtype is: now in float64."""
     for name in {type(part).__module__ for part in model.modules()}:
-        if name.startswith("transformers.models."):
+        if name.startswith(("transformers.models.", "veomni.models.")):
             monkeypatch.setattr(sys.modules[name], "torch", Float64Torch())
     monkeypatch.setattr(torch.Tensor, "float", lambda self: self.double())
 

@@ -36,10 +36,7 @@ class Case:
     """A model, rows with pixels, and both ways to compute them."""
 
     def __init__(self, path: str, dtype: torch.dtype = torch.float64) -> None:
-        model = AutoModelForImageTextToText.from_pretrained(
-            path, dtype=dtype, attn_implementation="sdpa", experts_implementation="eager"
-        )
-        self.model = model.train().to(dtype)  # transformers keeps weights of some routers in fp32, and their gradients
+        self.model = self.build(path, dtype)
         generator = torch.Generator().manual_seed(0)
         vocab_size = self.model.config.text_config.vocab_size
         rows = [
@@ -51,6 +48,17 @@ class Case:
         self.rollouts = Rollouts(*([row[i] for row in rows] for i in range(3)))
         self.cuts = [row[4] for row in rows]
         self.ids = [torch.cat([row[0], row[1]]) for row in rows]
+
+    def build(self, path: str, dtype: torch.dtype) -> torch.nn.Module:
+        model = AutoModelForImageTextToText.from_pretrained(
+            path, dtype=dtype, attn_implementation="sdpa", experts_implementation="eager"
+        )
+        return model.train().to(dtype)  # transformers keeps weights of some routers in fp32, and their gradients
+
+    def whole(self, ids: torch.Tensor, pixels: dict) -> torch.Tensor:
+        """Logits [1, T, vocabulary] of a whole row by the model's own forward."""
+        kinds = (ids == self.model.config.image_token_id) + 2 * (ids == self.model.config.video_token_id)
+        return self.model(input_ids=ids[None], mm_token_type_ids=kinds[None], use_cache=False, **pixels).logits
 
     def rows(self, generator: torch.Generator, vocab_size: int) -> Iterator[tuple]:
         """(prompt, response, pixels, cuts); here groups of one prompt."""
@@ -65,9 +73,9 @@ class Case:
         for ids, pixels, response, weight in zip(
             self.ids, self.pixels, self.rollouts.responses, self.rollouts.weights, strict=True
         ):
-            kinds = (ids == self.model.config.image_token_id) + 2 * (ids == self.model.config.video_token_id)
-            logits = self.model(input_ids=ids[None], mm_token_type_ids=kinds[None], use_cache=False, **pixels).logits
-            log_probs = logits[0, -len(response) - 1 : -1].log_softmax(-1).gather(-1, response[:, None])[:, 0]
+            log_probs = (
+                self.whole(ids, pixels)[0, -len(response) - 1 : -1].log_softmax(-1).gather(-1, response[:, None])[:, 0]
+            )
             loss = (log_probs * weight).sum()
             if loss.requires_grad:  # of text alone, where the tower alone is trained, it does not
                 loss.backward()

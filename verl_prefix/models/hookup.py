@@ -16,15 +16,16 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 
 from verl_prefix.core.attention import AttentionPass
-from verl_prefix.core.calls import AttentionParams
+from verl_prefix.core.calls import AttentionParams, on_device
 from verl_prefix.core.forward import HeadOutputs
 from verl_prefix.models import vision
 from verl_prefix.models.experts import ExpertLoads
 from verl_prefix.models.last_layer import on_head_tokens
 from verl_prefix.models.logits import readers, scales_logits, written_elsewhere
-from verl_prefix.models.recurrent import shared_states
+from verl_prefix.models.recurrent import is_recurrent, shared_states
 from verl_prefix.models.replaced import replaced
 from verl_prefix.models.support import layer_window
+from verl_prefix.models.veomni import unsliced
 from verl_prefix.models.verls_vision import own_attention
 from verl_prefix.versions import warn_once
 
@@ -104,7 +105,7 @@ class HookedModel:
         config._attn_implementation = ATTENTION_NAME
         try:
             with (
-                own_attention(self.model), shared_states(self.model), on_head_tokens(self.model),
+                own_attention(self.model), shared_states(self.model), on_head_tokens(self.model), unsliced(),
                 _prefetched_in_backward(self.model),
             ):  # fmt: skip
                 yield
@@ -201,10 +202,13 @@ class HookedModel:
             warn_once(logger, text, ", ".join(others))
         return bool(others) or (outputs is not None and scales_logits(self.text_config))
 
-    @staticmethod
-    def inputs(input_ids: torch.Tensor, position_ids: torch.Tensor, attention_pass: AttentionPass) -> dict[str, Any]:
+    def inputs(
+        self, input_ids: torch.Tensor, position_ids: torch.Tensor, attention_pass: AttentionPass
+    ) -> dict[str, Any]:
         """Arguments of the forward of any model, on one packed row."""
-        options = dict(attention_mask=None, use_cache=False, prefix_pass=attention_pass)
+        options: dict[str, Any] = dict(attention_mask=None, use_cache=False, prefix_pass=attention_pass)
+        if is_recurrent(self.text_config.model_type):  # VeOmni's Qwen3.5 asks where rows begin; the pass knows it
+            options["cu_seq_lens_q"] = on_device(torch.tensor([0, len(input_ids)], dtype=torch.int32), input_ids.device)
         return dict(input_ids=input_ids[None], position_ids=position_ids.unsqueeze(-2), **options)
 
     def check_calls(self, num_calls: int) -> None:

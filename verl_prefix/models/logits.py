@@ -9,7 +9,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 # Fields of configs by which models of transformers change logits behind lm_head.
 _SCALES = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
 # Where code comes from that hands logits on as they are, `_SCALES` apart. accelerate's casts what is not fp32.
-_HANDS_ON = ("transformers.", "torch.", "peft.", "verl.", "liger_kernel.", "accelerate.utils.operations.")
+_HANDS_ON = ("transformers.", "torch.", "peft.", "verl.", "veomni.", "liger_kernel.", "accelerate.utils.operations.")
 
 
 def scales_logits(config: PretrainedConfig) -> bool:

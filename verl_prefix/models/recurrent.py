@@ -98,9 +98,13 @@ class Mixer(PassForward):
     def _conv_call(
         self, kernel: Callable[..., torch.Tensor] | None, x: torch.Tensor, weight: torch.Tensor,
         bias: torch.Tensor | None = None, activation: str | None = None, **kwargs: object,
-    ) -> torch.Tensor:  # fmt: skip
-        """x [1, C, T] -> [1, C, T]."""
-        return self._conv(x[0].T, weight, bias, activation, kernel=kernel).T.unsqueeze(0)
+    ) -> Any:  # fmt: skip
+        """x [1, C, T] -> [1, C, T]. VeOmni's mixers call flash-linear-attention's, and tell it where rows begin: x
+        [1, T, C] -> ([1, T, C], no state)."""
+        if "cu_seqlens" not in kwargs:
+            return self._conv(x[0].T, weight, bias, activation, kernel=kernel).T.unsqueeze(0)
+        run = kernel and (lambda row, *args, **options: kernel(row.mT, *args, **options)[0].mT)
+        return self._conv(x[0], weight, bias, activation, kernel=run).unsqueeze(0), None
 
     def _conv(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str | None = None,
