@@ -175,7 +175,7 @@ class GatedDeltaNet(Mixer):
             return Scanned(outputs[0], states)
 
         neutral = [0.0] * 5  # where k, v, beta and g are 0 the state stays
-        segmented = _chosen(rule).__module__.startswith("fla.")
+        segmented = "cu_seqlens" in inspect.signature(_chosen(rule)).parameters
         scan = varlen if segmented else functools.partial(scan_padded, padded, neutral)
         return self._scan([x[0] for x in (query, key, value, g, beta)], scan, neutral).unsqueeze(0), None
 

@@ -5,11 +5,58 @@ delta nets slice and exchange tokens by VeOmni's parallel state, where `core.seq
 """
 
 import copy
+import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
+from transformers import PretrainedConfig
+
+from verl_prefix.models.recurrent import is_recurrent
 from verl_prefix.models.replaced import replaced
+
+# Text models that VeOmni has a class of, and whose prefixes it can share: those of another type it does not build.
+TEXT_TYPES = (
+    "llama", "qwen2", "qwen3", "qwen3_moe", "deepseek_v3", "gpt_oss", "seed_oss", "gemma3_text", "qwen3_5_text",
+    "qwen3_5_moe_text",
+)  # fmt: skip
+# Models with a tower, and the tokens that verl's engine takes for images and videos, whatever the model's config says
+# (verl/workers/engine/veomni/utils.py, VL_TYPE2INDEX).
+_QWEN_VL, _QWEN3_5 = (151655, 151656), (248056, 248057)
+VISUAL_TOKENS = {
+    "qwen2_5_vl": _QWEN_VL, "qwen3_vl": _QWEN_VL, "qwen3_vl_moe": _QWEN_VL, "qwen3_5": _QWEN3_5,
+    "qwen3_5_moe": _QWEN3_5,
+}  # fmt: skip
+# Keys of verl's engine config without which VeOmni's gated delta nets refuse packed rows, and what we know how to call.
+_KERNELS = ("causal_conv1d_implementation", "chunk_gated_delta_rule_implementation")
+
+
+def is_veomni(model: Any) -> bool:
+    """Whether the model's class, below FSDP2's, is one of VeOmni's own."""
+    return any(kind.__module__.startswith("veomni.models.") for kind in type(model).__mro__)
+
+
+def veomni_reasons(config: PretrainedConfig, engine_config: Mapping[str, Any]) -> list[str]:
+    """What stands in the way of a model on VeOmni's engine alone, as `field=value` phrases, beside
+    `support.unsupported_reasons`; none: it can share prefixes there.
+
+    Args:
+        engine_config: verl's for VeOmni, by key.
+    """
+    if (backend := os.environ.get("MODELING_BACKEND", "veomni")) != "veomni":
+        return [f"MODELING_BACKEND={backend}, with which VeOmni builds classes of others; unset it"]
+    kind, reasons = config.model_type, []
+    if kind not in (*TEXT_TYPES, *VISUAL_TOKENS):
+        known = ", ".join((*TEXT_TYPES, *VISUAL_TOKENS))
+        return [f"model_type={kind}; of VeOmni's models those of {known} are supported"]
+    for name, token in zip(("image", "video"), VISUAL_TOKENS.get(kind, ()), strict=False):
+        if (own := getattr(config, f"{name}_token_id")) != token:
+            reasons.append(f"{name}_token_id={own}, where verl's engine puts features in place of token {token}")
+    if is_recurrent(config.get_text_config().model_type):
+        found = ((key, engine_config.get(key, "eager")) for key in _KERNELS)
+        reasons += [f"{key}={value}; set fla" for key, value in found if value != "fla"]
+    return reasons
 
 
 @contextmanager

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from verl_prefix.models.replaced import replaced
+from verl_prefix.models.veomni import is_veomni
 from verl_prefix.models.vision import UNPATCHED, black_image, gathered_positions, vision_model
 
 
@@ -20,12 +21,13 @@ def towers_of_tensors(model: torch.nn.Module) -> Iterator[None]:
     verl 0.9.1 takes a tower's output for the features themselves: always with GLM-4.1V, on text alone with Qwen2.5-VL
     (verl/models/transformers/glm4v.py, qwen2_vl.py). Towers of transformers 5 return more, so here they return features
     alone. The forwards of `UNPATCHED` run no tower on text alone, for which other ranks would wait; here they do.
+    VeOmni's models have forwards of their own, and lack nothing.
     """
     model_type = getattr(model.config, "model_type", None)
-    if model_type not in ("glm4v", "qwen2_5_vl", *UNPATCHED):
+    inner: Any = vision_model(model).model if model_type in ("glm4v", "qwen2_5_vl", *UNPATCHED) else None
+    if inner is None or is_veomni(inner):
         yield
         return
-    inner: Any = vision_model(model).model
     visual, run, run_tower = inner.visual, inner.forward, inner.visual.forward
 
     def with_tower(input_ids: torch.Tensor, **kwargs: Any) -> Any:
