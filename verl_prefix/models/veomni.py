@@ -16,7 +16,8 @@ from transformers import PretrainedConfig
 from verl_prefix.models.recurrent import is_recurrent
 from verl_prefix.models.replaced import replaced
 
-# Text models that VeOmni has a class of, and whose prefixes it can share: those of another type it does not build.
+# Text models that VeOmni has a class of. Of other types it builds none, or one whose layers read more of a row than
+# keys, values and states (deepseek_v4, glm_moe_dsa).
 TEXT_TYPES = (
     "llama", "qwen2", "qwen3", "qwen3_moe", "deepseek_v3", "gpt_oss", "seed_oss", "gemma3_text", "qwen3_5_text",
     "qwen3_5_moe_text",
