@@ -3,6 +3,7 @@ from verl's stock fsdp2 engine, which takes one row after the other."""
 
 import copy
 import functools
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -99,10 +100,10 @@ OPTIONS = some([
 ])  # fmt: skip
 
 
-def cases_on(ranks: list[int]) -> st.SearchStrategy[Case]:
+def cases_on(ranks: list[int], families: Iterable[str] = FAMILIES) -> st.SearchStrategy[Case]:
     """Random cases on one of these numbers of ranks."""
     cases = st.builds(
-        Case, st.sampled_from(ranks), st.sampled_from([*FAMILIES]), ROWS.map(tuple), st.sampled_from([0, 0, 9]),
+        Case, st.sampled_from(ranks), st.sampled_from([*families]), ROWS.map(tuple), st.sampled_from([0, 0, 9]),
         st.sampled_from([0.0, 0.4]), st.integers(0, 99), OPTIONS,
     )  # fmt: skip
     return cases.map(with_ranks_of_a_row).filter(makes_sense)
@@ -113,11 +114,11 @@ def with_ranks_of_a_row(case: Case) -> Case:
     return case._replace(ranks=max(2, case.ranks)) if "ulysses" in dict(case.options) else case
 
 
-def write_models(folder: Path) -> dict[str, str]:
+def write_models(folder: Path, families: Iterable[str] = FAMILIES) -> dict[str, str]:
     """The model of every family."""
     return {
         name: write_tiny_model(folder / name.replace(" ", "_"), family=name.split()[0], **fields)
-        for name, fields in FAMILIES.items()
+        for name, fields in ((name, FAMILIES[name]) for name in families)
     }
 
 
@@ -256,25 +257,30 @@ def _of_all_ranks(rows: list[int], values: list[torch.Tensor]) -> torch.Tensor:
     return torch.cat([found[row] for row in sorted(found)])
 
 
-def measured(backend: str, path: str, case: Case, options: dict) -> dict[str, torch.Tensor]:
+def measured(
+    backend: str, path: str, case: Case, options: dict, shared: Callable[..., Any] = SHARED,
+    whole: Callable[[dict], dict[str, torch.Tensor]] = whole,
+) -> dict[str, torch.Tensor]:  # fmt: skip
     from transformers.modeling_outputs import BaseModelOutputWithPooling
 
     # See test_vision_engine.
     with mock.patch.object(BaseModelOutputWithPooling, "mean", lambda x: x.pooler_output.mean(), create=True):
-        engine = SHARED(backend, path, options)
+        engine = shared(backend, path, options)
         size = options.get("ulysses", 1)
         chosen = slice(get_rank() // size, None, get_world_size() // size)
         rows, data = _batch(case, path, engine.model_config.hf_config, options, chosen)
-        with nullcontext() if backend == "prefix" else towers_of_tensors(engine.module):
-            return _passes(backend, engine, data, rows, options)
+        with towers_of_tensors(engine.module) if backend == "fsdp2" else nullcontext():
+            return _passes(backend, engine, data, rows, options, whole)
 
 
-def _passes(backend: str, engine: Any, data: Any, rows: list[int], options: dict) -> dict[str, torch.Tensor]:
+def _passes(
+    backend: str, engine: Any, data: Any, rows: list[int], options: dict, whole: Callable[[dict], dict]
+) -> dict[str, torch.Tensor]:
     """Outputs, loss and gradients of an update; outputs of ours in a log-prob pass, too."""
     from verl.utils import tensordict_utils as tu
 
     found = {}
-    if backend == "prefix":
+    if backend != "fsdp2":
         with engine.eval_mode(disable_auto_offload=True):
             inferred = engine.infer_batch(data.copy())["model_output"]
         found = {f"inferred {name}": _of_all_ranks(rows, _responses(x, data)) for name, x in inferred.items()}
@@ -300,13 +306,16 @@ def options_of(case: Case) -> dict[str, Any]:
 def stock_options(case: Case) -> dict[str, Any]:
     """One row after the other."""
     alone = {"use_dynamic_bsz": False, "micro_batch_size_per_gpu": 1}
-    return {k: v for k, v in options_of(case).items() if k not in (*OURS, "ulysses")} | alone
+    apart = (*OURS, "ulysses", "expert_parallel_size", "moe_implementation")
+    return {k: v for k, v in options_of(case).items() if k not in apart} | alone
 
 
-def errors_of(models: dict, case: Case) -> tuple[dict[str, float], float]:
+def errors_of(
+    models: dict, case: Case, ours_of: Callable[..., dict[str, torch.Tensor]] | None = None
+) -> tuple[dict[str, float], float]:
     """Relative errors of what ours gives from what stock does, one row after the other; tokens saved."""
-    path = models[case.family]
-    ours = measured("prefix", path, case, options_of(case))
+    path, ours_of = models[case.family], ours_of or functools.partial(measured, "prefix")
+    ours = ours_of(path, case, options_of(case))
     stock = measured("fsdp2", path, case, stock_options(case))
     saved = ours.pop("tokens saved")
     stock.pop("tokens saved")

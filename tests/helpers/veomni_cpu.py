@@ -8,7 +8,6 @@ this module replaces it for the process; a worker imports it by
 
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -106,21 +105,8 @@ def _parallelized(*args: Any, **kwargs: Any) -> torch.nn.Module:
     return sum_alone(_parallelize(*args, **kwargs))
 
 
-@contextmanager
-def half_precision() -> Iterator[None]:
-    """Context of engines in bf16, as VeOmni's are."""
-    verls.MixedPrecisionConfig, verls.VeOmniEngine._autocast_dtype = MixedPrecisionConfig, torch.bfloat16
-    try:
-        yield
-    finally:
-        _in_fp32()
-
-
-def _in_fp32() -> None:
-    verls.MixedPrecisionConfig = lambda enable: MixedPrecisionConfig(
-        enable=enable, param_dtype="float32", reduce_dtype="float32"
-    )
-    verls.VeOmniEngine._autocast_dtype = torch.float32
+def _in_fp32(enable: bool) -> MixedPrecisionConfig:
+    return MixedPrecisionConfig(enable=enable, param_dtype="float32", reduce_dtype="float32")
 
 
 def _stand_in(name: str, **functions: Any) -> None:
@@ -139,7 +125,7 @@ from veomni.distributed.moe import moe_layer  # noqa: E402
 
 _parallelize = verls.build_parallelize_model
 verls.build_parallelize_model = _parallelized
-_in_fp32()
+verls.MixedPrecisionConfig, verls.VeOmniEngine._autocast_dtype = _in_fp32, torch.float32
 parallel_state.ParallelState.fsdp_enabled = property(lambda self: True)  # of one rank too
 moe_layer.dist = _Dist()
 moe.is_fused_moe_available = lambda: True

@@ -1,19 +1,19 @@
 """verl's VeOmni engine and ours over it, on a CPU: how both are built, and whole tensors of what they shard."""
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
 import torch
-import veomni_cpu
 from engines import _configs
 from shared_models import OURS, SharedModels
 from torch.distributed.tensor import DTensor
+from veomni.arguments import MixedPrecisionConfig
 from veomni.distributed import parallel_state
 from verl.workers.config import VeOmniEngineConfig, VeOmniOptimizerConfig
 from verl.workers.engine import EngineRegistry
-from verl.workers.engine.veomni.transformer_impl import VeOmniEngine
+from verl.workers.engine.veomni import transformer_impl as verls
 from whole_tensors import whole
 
 from verl_prefix.config.options import PrefixConfig
@@ -28,6 +28,8 @@ KEYS = (
 
 def _engine(backend: str, model_path: str, options: dict, forward_only: bool = False) -> Any:
     """`engines._engine` of "veomni" or "prefix_veomni": options of rows, passes and losses as there, and `KEYS`."""
+    import veomni_cpu  # noqa: F401  by ranks alone: models of other tests are VeOmni's own
+
     configs = _configs("fsdp2", model_path, options, forward_only)
     keys = {"attn_implementation": "sdpa", "moe_implementation": "eager"} | {
         k: options[k] for k in KEYS if k in options
@@ -50,13 +52,16 @@ def _engine(backend: str, model_path: str, options: dict, forward_only: bool = F
     parallel_state._PARALLEL_STATE = None
     parallel_state._PARALLEL_STATE_REGISTRY.clear()
     torch.manual_seed(0)
-    with veomni_cpu.half_precision() if options.get("half") else ExitStack():
-        engine = EngineRegistry.new(model_type="language_model", backend=backend, **configs)
+    engine = EngineRegistry.new(model_type="language_model", backend=backend, **configs)
+    precision = verls.MixedPrecisionConfig
+    if options.get("half"):  # as VeOmni's are without stand-ins
+        precision, engine._autocast_dtype = MixedPrecisionConfig, torch.bfloat16
+    with mock.patch.object(verls, "MixedPrecisionConfig", precision):
         engine.initialize()
     return engine
 
 
-def _whole(tensors: dict[str, Any]) -> dict[str, torch.Tensor]:
+def whole_of_veomni(tensors: dict[str, Any]) -> dict[str, torch.Tensor]:
     """`whole_tensors.whole` of VeOmni's, whose experts lie on the ranks of expert parallelism."""
     state = parallel_state.get_parallel_state()
     if not state.ep_enabled:
@@ -82,11 +87,11 @@ def _all(x: torch.Tensor, group: torch.distributed.ProcessGroup, dim: int) -> to
     return torch.cat(parts, dim)
 
 
-_SHARED = SharedModels(_engine, VeOmniEngine)
+SHARED = SharedModels(_engine, verls.VeOmniEngine)
 
 
 @contextmanager
 def veomni_engines() -> Iterator[None]:
     """Context in which `engines._measure` is of "veomni" and "prefix_veomni"."""
-    with mock.patch("engines._engine", _SHARED), mock.patch("engines.whole", _whole):
+    with mock.patch("engines._engine", SHARED), mock.patch("engines.whole", whole_of_veomni):
         yield

@@ -1,0 +1,58 @@
+"""Random batches through PrefixVeOmniEngine and, row by row, through verl's stock fsdp2 engine: gloo ranks, fp32.
+
+FUZZ_BATCHES in the environment is how many, as in tests/engine/test_fuzz.py. `veomni_cpu` has what VeOmni lacks here.
+"""
+
+import functools
+import os
+
+import pytest
+from engines import TOLERANCE
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from random_batches import Case, cases_on, errors_of, measured, write_models
+
+pytest.importorskip("veomni")
+
+BATCHES = int(os.environ.get("FUZZ_BATCHES", 6))
+TYPES = ("qwen3", "llama", "qwen3 tied", "qwen3 window", "qwen3_moe", "deepseek_v3")
+# VeOmni has no keys for these; test_veomni.py has sizes of FSDP2's shards.
+NOT_THERE = ("use_no_sync", "lora_targets", "trained", "fsdp_size")
+
+
+def with_experts_on_ranks(case: Case, ranks: int) -> Case:
+    """Of a mixture of experts those of a layer lie on `ranks`, if there are as many."""
+    options = {name: value for name, value in case.options if name not in NOT_THERE}
+    if case.family in ("qwen3_moe", "deepseek_v3") and case.ranks % ranks == 0 and ranks > 1:
+        options |= {"expert_parallel_size": ranks, "moe_implementation": "fused_triton"}
+    return case._replace(options=tuple(sorted(options.items())))
+
+
+RANKS = [1, 2, 2, 4]
+CASES = st.builds(with_experts_on_ranks, cases_on(RANKS, TYPES), st.sampled_from(RANKS))
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    return write_models(tmp_path_factory.mktemp("fuzz"), TYPES)
+
+
+def _errors(models: dict, case: Case) -> tuple[dict[str, float], float]:
+    from veomni_engines import SHARED, whole_of_veomni
+
+    return errors_of(models, case, functools.partial(measured, "prefix_veomni", shared=SHARED, whole=whole_of_veomni))
+
+
+def test_random_batches_are_computed_as_by_fsdp2(ranks, models):
+    shared = []
+
+    @settings(max_examples=BATCHES, suppress_health_check=[*HealthCheck])
+    @given(case=CASES)
+    def run(case: Case) -> None:
+        found = ranks(case.ranks, models)(_errors, case)
+        for name, error in ((name, error) for errors, _ in found for name, error in errors.items()):
+            assert error <= TOLERANCE, (name, error)
+        shared.append(any(saved > 0 for _, saved in found))
+
+    run()
+    assert any(shared)
