@@ -15,7 +15,6 @@ from runners import random_rollouts, run_shared
 from torch.utils.flop_counter import FlopCounterMode
 
 from verl_prefix.auto import calibration, chooser, cost, shape
-from verl_prefix.auto.calibration import Profile
 from verl_prefix.auto.cost import PassCost, Rates
 from verl_prefix.auto.shape import ModelShape, model_shape
 from verl_prefix.core.groups import Fork, Group, Strand
@@ -167,20 +166,20 @@ def test_measuring_takes_a_small_part_of_a_batch(most, batch_tokens):
         assert (max_tokens, rounds) == (most, 3)
 
 
-def make_chooser(profile, reduce_max=lambda values: values, min_speedup=1.05, wave_tokens=None, measure=None):
+def make_chooser(rates, reduce_max=lambda values: values, min_speedup=1.05, wave_tokens=None, measure=None):
     costs = chooser.CostModel(SHAPE, False, wave_tokens, min_speedup, cost.Memory(1, False, False, 4096, False))
-    return chooser.Chooser(costs, profile, measure, reduce_max)
+    return chooser.Chooser(costs, dict(rates), measure, reduce_max)
 
 
 LONG, SHORT = [Group(tuple(range(8)), 400, (50,) * 8)], [Group((0, 1), 4, (300, 300))]
-FLOPS = Profile(forward=Rates(), update=Rates())
+FLOPS = {"forward": Rates(), "update": Rates()}
 
 
 def test_long_prefixes_are_shared_and_short_ones_go_to_stock():
     chosen = make_chooser(FLOPS).choose(LONG, 4000, forward_only=False)
     assert len(chosen.passes) == len(chosen.packed) == 1
     assert make_chooser(FLOPS).choose(SHORT, 4000, forward_only=False) is None
-    always = make_chooser(Profile(), min_speedup=0)
+    always = make_chooser({}, min_speedup=0)
     assert always.choose(SHORT, 4000, forward_only=False) is not None
 
 
@@ -188,7 +187,7 @@ def test_what_does_not_fit_is_cut_or_phased_by_cost():
     """700 of 800 tokens fit a pass: a second prefix costs less than many waves only where passes cost much."""
     for fixed, phased in ((0.0, True), (1.0, False)):
         rates = Rates(fixed=fixed)
-        chosen = make_chooser(Profile(rates, rates), wave_tokens=60).choose(LONG, 650, forward_only=False)
+        chosen = make_chooser({"forward": rates, "update": rates}, wave_tokens=60).choose(LONG, 650, forward_only=False)
         assert bool(chosen.phased) == phased
 
 
@@ -199,7 +198,7 @@ def test_update_follows_the_old_log_probs_and_both_are_decided_by_the_cost_of_bo
     assert made.choose(SHORT, 4000, forward_only=True) is None
     assert made.choose(LONG, 4000, forward_only=False) is None
     only_passes_cost = Rates(fixed=1.0, linear=0.0, attention=0.0, head=0.0)
-    assert make_chooser(Profile(Rates(), only_passes_cost)).choose(LONG, 4000, forward_only=True) is None
+    assert make_chooser({"forward": Rates(), "update": only_passes_cost}).choose(LONG, 4000, forward_only=True) is None
 
 
 def test_ranks_decide_alike():
@@ -337,8 +336,8 @@ def predicted(job: Job, found: shape.ModelShape) -> dict[str, float]:
     costs = chooser.CostModel(found, False, None, 1.05, memory)
     plans = {path: costs.plan(job.groups, job.budget, path) for path in ("packed", "phased")}
     passes = {path: found.passes_of(plan, memory.pass_chunk) for path, plan in plans.items()}
-    stock = costs.flops().update.seconds(found, costs.stock_passes(job.groups, job.budget))
-    return {path: stock / costs.flops().update.seconds(found, of_path) for path, of_path in passes.items()}
+    stock = costs.flops()["update"].seconds(found, costs.stock_passes(job.groups, job.budget))
+    return {path: stock / costs.flops()["update"].seconds(found, of_path) for path, of_path in passes.items()}
 
 
 def test_speedups_of_trees_are_predicted_as_well_as_those_of_groups(simulations):
@@ -413,7 +412,7 @@ def test_plan_decides_on_ref_as_the_engine_that_computes_it():
     """An engine of its own never measures an update; with LoRA the actor's computes ref, and decides by both."""
     only_passes_cost = Rates(fixed=1.0, linear=0.0, attention=0.0, head=0.0)
     predictor = make_predictor()
-    predictor.profile = Profile(Rates(), only_passes_cost)
+    predictor.rates = {"forward": Rates(), "update": only_passes_cost}
     assert not predictor.decide([(chooser.Batch(LONG, 4000),) * 2], ref_engine=True)[0].stock
     assert predictor.decide([(chooser.Batch(LONG, 4000),) * 2], ref_engine=False)[0].stock
 
@@ -431,12 +430,12 @@ def test_plan_says_what_the_engine_does(lengths, budget, rates, has_log_probs):
     groups = [Group(tuple(range(g)), p, (s,) * g) for p, s, g in lengths]
     ranks = [groups, groups[: len(groups) // 2 + 1]]
     predictor = make_predictor()
-    predictor.profile = Profile(*rates)
-    engines, log_probs = [make_chooser(predictor.profile) for _ in ranks], None
+    predictor.rates = dict(zip(("forward", "update"), rates, strict=True))
+    engines, log_probs = [make_chooser(predictor.rates) for _ in ranks], None
     for forward_only in [True, False] if has_log_probs else [False]:
         seen = []
         for groups in ranks:  # what each rank gives to the collective
-            make_chooser(predictor.profile, lambda values, seen=seen: seen.append(values) or values).choose(
+            make_chooser(predictor.rates, lambda values, seen=seen: seen.append(values) or values).choose(
                 groups, budget, forward_only
             )
         agreed = [max(column) for column in zip(*seen, strict=True)]
@@ -464,7 +463,7 @@ def test_what_is_not_measured_would_be_chosen_at_any_rates(lengths, budget, forw
     ranks = [chooser.Candidates(costs, chooser.Batch(groups, budget), one) for one in own]
     if not all(paths.is_certain() for paths in ranks):
         return
-    priced = [paths.seconds(Profile(forward, update)) for paths in ranks]
+    priced = [paths.seconds({"forward": forward, "update": update}) for paths in ranks]
     slowest = [max(seconds) for seconds in zip(*priced, strict=True)]
     hypothesis.assume(slowest[1] > 1e-9)
     assert chooser.decide(slowest, min_speedup * (1 - 1e-9))[:2] == (False, False)
@@ -473,7 +472,7 @@ def test_what_is_not_measured_would_be_chosen_at_any_rates(lengths, budget, forw
 def test_rates_are_measured_where_the_choice_depends_on_them_alone():
     def measures(groups, budget, **options):
         asked = []
-        one = make_chooser(Profile(), measure=lambda *args: asked.append(args[2]) or Rates(), **options)
+        one = make_chooser({}, measure=lambda *args: asked.append(args[2]) or Rates(), **options)
         for forward_only in (True, False):
             one.choose(groups, budget, forward_only)
         return asked
@@ -489,7 +488,7 @@ def test_logits_in_chunks_run_again_by_each_ranks_tokens(sequence_ranks, head_to
     memory = cost.Memory(2, False, False, 4096, False, sequence_ranks=sequence_ranks)
     costs = chooser.CostModel(SHAPE, False, None, 1.05, memory)
     paths = chooser.Candidates(costs, chooser.Batch([Group((0, 1), 1000, (4000, 4000))], 10**5))
-    assert [one.head_tokens for one in paths.passes[True][1]] == [head_tokens]
+    assert [one.head_tokens for one in paths.passes["update"][1]] == [head_tokens]
 
 
 def test_stock_is_not_taken_where_it_does_not_fit_on_one_rank():

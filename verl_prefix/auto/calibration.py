@@ -3,7 +3,6 @@
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import NamedTuple
 
 import torch
 
@@ -21,13 +20,6 @@ _PASS = {"cpu": 512, "cuda": 8192}
 _SHARE = 20
 _ROUNDS = 3  # at most
 _ROUND = 2.5  # passes of the largest size that make as many tokens as a round
-
-
-class Profile(NamedTuple):
-    """Rates of a model on a device, of log-probs and of updates; None: not measured yet."""
-
-    forward: Rates | None = None
-    update: Rates | None = None
 
 
 def measure(

@@ -7,11 +7,10 @@ model and device, or with FLOPs where no rates would choose otherwise. The engin
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from verl_prefix.auto.calibration import Profile
 from verl_prefix.auto.cost import Memory, Rates, peak_bytes
 from verl_prefix.auto.shape import ModelShape, PassCost
 from verl_prefix.core.groups import Group
@@ -73,10 +72,10 @@ class CostModel:
             tokens //= 2
         return plan
 
-    def flops(self) -> Profile:
+    def flops(self) -> dict[str, Rates]:
         """Rates that count FLOPs: backward is two forwards; checkpointing runs the layers, not lm_head, once more."""
         layers = 4.0 if self.memory.checkpointed else 3.0
-        return Profile(Rates(), Rates(0.0, *(x * 1e-12 for x in (layers, layers, 3.0))))
+        return {"forward": Rates(), "update": Rates(0.0, *(x * 1e-12 for x in (layers, layers, 3.0)))}
 
 
 class Batch(NamedTuple):
@@ -123,18 +122,18 @@ class Candidates:
         self.stock_runs = all(one.tokens <= own.budget for one in self.stock)
 
     @functools.cached_property
-    def passes(self) -> tuple[list[list[PassCost]], ...]:
-        """The passes of stock, mixed and packed, in this order: for log-probs, and for an update."""
+    def passes(self) -> dict[str, list[list[PassCost]]]:
+        """The passes of stock, mixed and packed, in this order: for log-probs ("forward"), and for an "update"."""
         of, plans = self.costs.shape.passes_of, (self.mixed, self.packed)
-        chunks = (None, self.costs.memory.pass_chunk)
-        return tuple([self.stock, *(of(plan, chunk) for plan in plans)] for chunk in chunks)
+        chunks = {"forward": None, "update": self.costs.memory.pass_chunk}
+        return {kind: [self.stock, *(of(plan, chunk) for plan in plans)] for kind, chunk in chunks.items()}
 
-    def seconds(self, profile: Profile) -> list[float]:
+    def seconds(self, rates: Mapping[str, Rates]) -> list[float]:
         """Seconds of each path: the sum of log-probs and update, as far as their rates are known."""
         seconds = [0.0] * 3
-        for rates, by_path in zip(profile, self.passes, strict=True):
-            if rates is not None:
-                seconds = [x + rates.seconds(self.costs.shape, one) for x, one in zip(seconds, by_path, strict=True)]
+        for kind, by_path in self.passes.items():
+            if known := rates.get(kind):
+                seconds = [x + known.seconds(self.costs.shape, one) for x, one in zip(seconds, by_path, strict=True)]
         return seconds
 
     def is_certain(self) -> bool:
@@ -144,7 +143,7 @@ class Candidates:
         anything. What holds on every rank holds for the slowest."""
         return all(
             self._least_gain(stock, mixed) >= self.costs.min_speedup and self._least_gain(packed, mixed) >= 1
-            for stock, mixed, packed in self.passes
+            for stock, mixed, packed in self.passes.values()
         )
 
     def _least_gain(self, passes: Sequence[PassCost], others: Sequence[PassCost]) -> float:
@@ -187,7 +186,7 @@ class Chooser:
 
     Args:
         costs: facts of the run.
-        profile: rates that are known.
+        rates: of log-probs ("forward") and of updates ("update"), those that are known.
         measure: (budget, the batch's tokens on the stock path, forward_only) -> rates; it runs collectives.
         reduce_max: element-wise maximum over ranks.
         stock_fits: whether stock's passes fit this rank's device, as an update, or as log-probs in an engine that has
@@ -199,7 +198,7 @@ class Chooser:
     """
 
     costs: CostModel
-    profile: Profile
+    rates: dict[str, Rates]
     measure: Callable[[int, int, bool], Rates]
     reduce_max: Callable[[Sequence[float]], Sequence[float]]
     stock_fits: Callable[[Sequence[PassCost]], bool] = lambda passes: True
@@ -212,9 +211,9 @@ class Chooser:
             return self.costs.plan(groups, budget, "auto", forward_only)
         batch = Batch(groups, budget)
         paths = Candidates(self.costs, batch, own, forward_only)
-        profile = self._profile(paths, own or batch, forward_only)
+        rates = self._known_rates(paths, own or batch, forward_only)
         lacks_room = float(not (paths.stock_runs and self.stock_fits(paths.stock)))
-        *seconds, lacks_room = self.reduce_max([*paths.seconds(profile), lacks_room])
+        *seconds, lacks_room = self.reduce_max([*paths.seconds(rates), lacks_room])
         before = None if forward_only else self.log_probs
         decision = decide(seconds, self.costs.min_speedup, before, not lacks_room)
         if forward_only:
@@ -222,18 +221,17 @@ class Chooser:
         self.speedup = decision.speedup
         return paths.taken(decision)
 
-    def _profile(self, paths: Candidates, own: Batch, forward_only: bool) -> Profile:
+    def _known_rates(self, paths: Candidates, own: Batch, forward_only: bool) -> dict[str, Rates]:
         """Rates for this batch. They are measured now if the choice depends on them and they are not known. FLOPs stand
         in for them while none were measured and none are needed."""
         kind = "forward" if forward_only else "update"
-        if getattr(self.profile, kind) is not None:
-            return self.profile
+        if kind in self.rates:
+            return self.rates
         # The least of all ranks, since all have to run the same passes.
         tokens = sum(group.num_logical_tokens for group in own.groups)
         *least, any_unsure = self.reduce_max([-own.budget, -tokens, float(not paths.is_certain())])
         if not any_unsure:
-            return self.profile if self.profile.forward or self.profile.update else self.costs.flops()
+            return self.rates or self.costs.flops()
         budget, tokens = (-int(x) for x in least)
-        rates = self.measure(budget, tokens, forward_only)
-        self.profile = self.profile._replace(**{kind: rates})
-        return self.profile
+        self.rates[kind] = self.measure(budget, tokens, forward_only)
+        return self.rates

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from verl.utils.device import get_device_name
 
-from verl_prefix.auto.calibration import Profile, measure
+from verl_prefix.auto.calibration import measure
 from verl_prefix.auto.chooser import Batch, Chooser, CostModel
 from verl_prefix.auto.cost import Rates
 from verl_prefix.config.actor import NO_REPLAY
@@ -67,12 +67,12 @@ class Paths:
                 gradients_aside=backend.gradients_aside, forward_only=forward_only,
             )  # fmt: skip
 
-        profile = Profile()
+        known: dict[str, Rates] = {}
         if backend.deterministic or torch.are_deterministic_algorithms_enabled():
             flops = costs.flops()  # no clock, which would choose differently from run to run
-            profile = Profile(flops.forward) if backend.has_no_updates else flops
+            known = {"forward": flops["forward"]} if backend.has_no_updates else flops
         self._chooser = Chooser(
-            costs, profile, measure=rates, reduce_max=backend.ranks.max_over_ranks,
+            costs, known, measure=rates, reduce_max=backend.ranks.max_over_ranks,
             stock_fits=functools.partial(room.fits, costs),
         )  # fmt: skip
 

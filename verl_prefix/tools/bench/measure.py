@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from verl_prefix.auto.calibration import Profile, measure
+from verl_prefix.auto.calibration import measure
 from verl_prefix.auto.chooser import Chooser, CostModel
 from verl_prefix.auto.cost import Memory, PassCost, Rates
 from verl_prefix.auto.shape import ModelShape, model_shape
@@ -84,7 +84,7 @@ class Bench:
             shape=self.shape, dense_mask=False, wave_tokens=None, min_speedup=MIN_SPEEDUP,
             memory=Memory(1, False, no_sync=False, logits_chunk=Case.logits_chunk, offload=False),
         )  # fmt: skip
-        self.chooser = Chooser(costs, Profile(), measure=self._rates, reduce_max=lambda values: values)
+        self.chooser = Chooser(costs, {}, measure=self._rates, reduce_max=lambda values: values)
         for arm in options.running:
             warm_up(options, arm, self.model)
 
@@ -155,9 +155,9 @@ class Bench:
         )  # fmt: skip
 
     def _choose(self, batch: Batch, budget: int, arms: list[str]) -> tuple[Plan | None, dict[str, Any]]:
-        if self.chooser.profile.update is None:  # for the prediction, even where no rates would choose otherwise
+        if "update" not in self.chooser.rates:  # for the prediction, even where no rates would choose otherwise
             tokens = sum(group.num_logical_tokens for group in batch.groups)
-            self.chooser.profile = Profile(update=self._rates(budget, tokens, forward_only=False))
+            self.chooser.rates = {"update": self._rates(budget, tokens, forward_only=False)}
         plan = self.chooser.choose(batch.groups, budget, forward_only=False)
         same = {arm_plan(batch, name, budget): name for name in ("stock", "packed", "phased") if name in arms}
         choice = "stock" if plan is None else "phased" if plan.phased else "packed"

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from verl.utils.seqlen_balancing import calculate_workload, get_seqlen_balanced_partitions
 
-from verl_prefix.auto.calibration import Profile
 from verl_prefix.auto.chooser import Batch, Candidates, CostModel, Decision, decide
 from verl_prefix.auto.cost import Memory, PassCost, peak_bytes
 from verl_prefix.auto.placement import place_rows, row_cost
@@ -173,7 +172,7 @@ class Predictor:
             self.costs, memory=replace(self.memory, sequence_ranks=size.ref_sequence_ranks),
             min_speedup=min_speedup(size.ref_sequence_ranks),
         )  # fmt: skip
-        self.profile = self.costs.flops()
+        self.rates = self.costs.flops()
         self.seconds = {path: dict.fromkeys(PASSES, 0.0) for path in (*PATHS, "stock")}
         self.peaks = dict.fromkeys(self.seconds, 0.0)
         self.bins: list[float] = []
@@ -197,10 +196,10 @@ class Predictor:
         Args:
             ref_engine: by the engine of the ref policy, which measures no update.
         """
-        profile = Profile(self.profile.forward) if ref_engine else self.profile
+        rates = {"forward": self.rates["forward"]} if ref_engine else self.rates
         costs = self.ref_costs if ref_engine else self.costs
         paths = [Candidates(costs, batch, own) for batch, own in batches]
-        slowest = [max(seconds) for seconds in zip(*(one.seconds(profile) for one in paths), strict=True)]
+        slowest = [max(seconds) for seconds in zip(*(one.seconds(rates) for one in paths), strict=True)]
         runs = all(one.stock_runs for one in paths)
         decision = decide(slowest, costs.min_speedup, log_probs, stock_fits=runs)
         return decision, [one.taken(decision) for one in paths]
@@ -210,8 +209,7 @@ class Predictor:
         step's rows, or the update of a mini-batch after the old log-probs were decided on; see `decide`."""
         shape, update = self.costs.shape, name == "update"
         costs = self.ref_costs if ref_engine else self.costs
-        rates, chunk = (self.profile.update, self.memory.pass_chunk) if update else (self.profile.forward, None)
-        assert rates is not None
+        rates, chunk = self.rates["update" if update else "forward"], self.memory.pass_chunk if update else None
         decision, auto = self.decide(batches, log_probs, ref_engine)
         plans: dict[str, list[Plan | None]] = {"auto": auto, "stock": [None] * len(batches)}
         plans |= {path: [costs.plan(*batch, path) for batch, _ in batches] for path in ("packed", "phased")}
