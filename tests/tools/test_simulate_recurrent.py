@@ -217,10 +217,10 @@ def test_a_mixer_keeps_what_the_cost_model_counts(elsewhere):
 def cached(job: Job, broken: str = "") -> float:
     """Bytes in the prefix cache at the peak of phase B of log-probs, which hold nothing else of a prefix."""
     tracker = Tracker(H100, DEVICE, job.config.vocab_size)
-    with fake_accelerator(job.ranks) as mesh, tracker, contextlib.ExitStack() as stack:
+    with fake_accelerator(job.ranks) as meshes, tracker, contextlib.ExitStack() as stack:
         for patch in BROKEN[broken]() if broken else ():
             stack.enter_context(patch)
-        Simulation(job, tracker, mesh, DEVICE).run(Arm("phased"), update=False)
+        Simulation(job, tracker, meshes, DEVICE).run(Arm("phased"), update=False)
     return tracker.phases["log_probs/phase_b"]["peak/prefix cache"]
 
 

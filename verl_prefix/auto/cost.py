@@ -61,6 +61,8 @@ class Memory:
         all_logits: a pass has all of its logits at once.
         sequence_ranks: how many share a pass (`core.sequence_parallel`).
         stock_offloads: verl's enable_activation_offload, which our path has not.
+        veomni: the engine is verl's VeOmni's.
+        expert_ranks: how many share a layer's experts there; each gathers its part alone.
     """
 
     ranks: int
@@ -72,6 +74,8 @@ class Memory:
     all_logits: bool = False
     sequence_ranks: int = 1
     stock_offloads: bool = False
+    veomni: bool = False
+    expert_ranks: int = 1
 
     @classmethod
     def of_fsdp(
@@ -95,13 +99,16 @@ class Memory:
         """Of verl's VeOmni engine, which reduces gradients in every pass.
 
         Args:
-            veomni: its section of `actor`. world: all ranks, of which those of one sequence share all parameters too
-                (veomni/distributed/parallel_state.py, fsdp_mesh). options: `PrefixConfig`.
+            veomni: its `veomni` config. Copies of the parameters are shared as by VeOmniEngine
+                (verl/workers/engine/veomni/transformer_impl.py), whose fsdp_size counts sets of ranks that share a row.
+            world: all ranks. options: `PrefixConfig`.
         """
-        sequence_ranks = int(veomni["ulysses_parallel_size"])
-        size, data_ranks = int(veomni["fsdp_size"]), world // sequence_ranks
-        ranks = sequence_ranks * (size if 0 < size < data_ranks else data_ranks)
-        return cls(ranks, checkpointed, False, options.logits_chunk, options.offload, sequence_ranks=sequence_ranks)
+        together, size = int(veomni.get("ulysses_parallel_size", 1)), int(veomni.get("fsdp_size", -1))
+        sets = world // together
+        return cls(
+            (size if 0 < size < sets else sets) * together, checkpointed, False, options.logits_chunk, options.offload,
+            sequence_ranks=together, veomni=True, expert_ranks=int(veomni.get("expert_parallel_size", 1)),
+        )  # fmt: skip
 
     @property
     def chunk(self) -> int:
@@ -139,9 +146,15 @@ class _Added:
     def __init__(self, shape: ModelShape, memory: Memory) -> None:
         self.shape, self.memory, self.sequence_ranks = shape, memory, memory.sequence_ranks
         self.state = shape.state / self.sequence_ranks  # of one sequence
-        self.gathered = 4 * shape.layer_parameters  # two gathered layers
+        experts = shape.expert_parameters / shape.layers
+        own = experts / memory.expert_ranks
+        self.gathered = 4 * (shape.layer_parameters - experts + own)  # two gathered layers
+        self.in_backward = self.gathered
+        if memory.veomni:  # which also keeps the embedding gathered; gradients of a layer's experts come all at once
+            self.gathered += shape.head
+            self.in_backward = self.gathered + 4 * own
         # And the fp32 gradient of lm_head, which phase C has not.
-        self.gathered_and_head = 4 * (shape.head / 2) + self.gathered
+        self.with_head = 4 * (shape.head / 2) + self.in_backward
 
     def stock(self, one: PassCost, forward_only: bool) -> float:
         """A pass of verl's own path."""
@@ -150,14 +163,14 @@ class _Added:
             return max(self.logits(head_tokens), tokens * self.shape.activations) + self.gathered
         # verl's offload leaves two layers on the device (verl/utils/activation_offload.py).
         left = min(2 / self.shape.layers, 1.0) if self.memory.stock_offloads else 1.0
-        return left * self.kept(tokens) + max(self.logits(head_tokens), self.backward(tokens, self.gathered_and_head))
+        return left * self.kept(tokens) + max(self.logits(head_tokens), self.backward(tokens, self.with_head))
 
     def packed(self, planned: PackedPass) -> float:
         """A packed pass."""
         prefix, strand_outputs = self.prefix(planned.groups)
         suffix = sum(group.num_suffix_tokens for group in planned.groups) / self.sequence_ranks
         tokens = prefix + suffix
-        in_backward = max(self.chunk(suffix + strand_outputs), self.backward(tokens, self.gathered_and_head))
+        in_backward = max(self.chunk(suffix + strand_outputs), self.backward(tokens, self.with_head))
         return self.kept(tokens) + in_backward + self.forks(planned.groups)
 
     def phased(self, planned: PhasedPass) -> float:
@@ -174,9 +187,9 @@ class _Added:
         if memory.offload:
             back, cached = AHEAD * self.kept(prefix, attention=False), 2 * cached / max(len(shape.windows), 1)
             dormant = waiting = 0.0
-        in_wave = self.kept(wave) + max(self.chunk(wave), self.backward(wave, self.gathered_and_head))
+        in_wave = self.kept(wave) + max(self.chunk(wave), self.backward(wave, self.with_head))
         in_wave += max((self.forks(piece for _, piece in wave) for wave in planned.waves), default=0.0)
-        in_phase_c = max(self.chunk(strand_outputs), self.backward(prefix, self.gathered))
+        in_phase_c = max(self.chunk(strand_outputs), self.backward(prefix, self.in_backward))
         return max(dormant + waiting + 3 * cached + 2 * states + in_wave, back + 2 * cached + states + in_phase_c)
 
     def prefix(self, groups: Sequence[Group]) -> tuple[float, float]:
@@ -189,7 +202,7 @@ class _Added:
         """What layers keep for backward; `attention` False: without attention's outputs, whatever the memory says."""
         shape = self.shape
         if not self.memory.checkpointed:
-            return shape.layers * tokens * shape.activations
+            return shape.layers * tokens * (shape.activations + shape.routed)
         kept = len(shape.windows) * shape.attention * (attention and self.memory.attention_kept)
         return tokens * (shape.layers * shape.boundary + kept)
 
@@ -222,7 +235,8 @@ def peak_bytes(
     under FSDP2 in mixed precision, with flash-attn's cross entropy:
 
     - what layers keep, and in backward half of a layer's activations again;
-    - two gathered layers, and the fp32 gradient of lm_head on its way to other ranks;
+    - two gathered layers, and the fp32 gradient of lm_head on its way to other ranks; under VeOmni also the embedding,
+      and the fp32 gradients of a layer's experts;
     - logits and their gradient;
     - keys, values, recurrent states and their fp32 gradients, and for every suffix a copy of the state that it starts
       from;

@@ -2,7 +2,7 @@
 
 import functools
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -49,6 +49,7 @@ class ModelShape:
         pair: FLOPs per query-key pair of one layer's attention.
         windows: sliding window of every attention layer; None: it sees everything.
         activations: bytes per token that an average layer keeps for backward.
+        routed: bytes per token that it keeps of experts' inputs and outputs, a row for each that a token meets.
         boundary: bytes per token of a layer's input alone.
         kv: bytes per token of all layers' keys and values.
         vocab_size: of the logits.
@@ -56,7 +57,8 @@ class ModelShape:
         attention: bytes per token of one layer's attention output and log-sum-exp.
         tower: FLOPs per patch of a vision tower's matmuls; 0 without one.
         logits: bytes of a token's logits.
-        parameters, layer_parameters: how many the model has, and how many one layer.
+        parameters, layer_parameters: how many the model has, and how many one layer. expert_parameters: of all of them,
+            those of experts, which expert parallelism spreads.
         kv_heads: of an attention layer.
         recurrent_layers: layers that have no attention.
         state: bytes in fp32 of a sequence's states in all of them, and of the last inputs of their convolutions.
@@ -76,6 +78,8 @@ class ModelShape:
     logits: float = 0.0
     parameters: float = 0.0
     layer_parameters: float = 0.0
+    expert_parameters: float = 0.0
+    routed: float = 0.0
     kv_heads: int = 1
     recurrent_layers: int = 0
     state: float = 0.0
@@ -169,9 +173,10 @@ def model_shape(model: PreTrainedModel, dtype: torch.dtype) -> ModelShape:
     seeing: Any = vision_model(model)
     body: torch.nn.Module = model if seeing is None else seeing.model.language_model
     weights = _linear_weights(body, lm_head)
-    # Experts are [experts, in, out] parameters, of which a token meets `num_experts_per_tok`.
     chosen = getattr(text, "num_experts_per_tok", None) or getattr(text, "moe_topk", None) or 0
-    weights += chosen * sum((p.numel() / p.shape[0] for p in _parameters(body) if p.dim() == 3), 0.0)
+    experts = experts_of(body)
+    products = [p for one in experts for p in one.parameters() if p.dim() == 3]
+    weights += chosen * sum((p.numel() / p.shape[0] for p in products), 0.0)
     mixers = [mixer for mixer in map(mixer_of, body.modules()) if mixer is not None]
     recurrent = {mixer.module.layer_idx for mixer in mixers}
     layers, heads = text.num_hidden_layers, text.num_attention_heads
@@ -205,6 +210,8 @@ def model_shape(model: PreTrainedModel, dtype: torch.dtype) -> ModelShape:
         parameters=float(sum(p.numel() for p in model.parameters())),
         layer_parameters=sum(p.numel() for p in body.parameters() if p.dim() > 1 and p.shape[0] != text.vocab_size)
         / layers,
+        expert_parameters=float(sum(p.numel() for one in experts for p in one.parameters())),
+        routed=2.0 * chosen * text.hidden_size * len(experts) / layers * dtype.itemsize,
         kv_heads=kv_heads,
         recurrent_layers=len(recurrent),
         state=sum(_state_bytes(mixer) for mixer in mixers),
@@ -260,11 +267,11 @@ def _convolutions(mixer: Mixer) -> list[torch.nn.Conv1d]:
     return [child for child in mixer.module.children() if isinstance(child, torch.nn.Conv1d)]
 
 
-def _parameters(body: torch.nn.Module) -> Iterator[torch.nn.Parameter]:
-    """All parameters but those of convolutions, whose [channels, 1, width] would look like experts."""
-    for module in body.modules():
-        if not isinstance(module, torch.nn.Conv1d):
-            yield from module.parameters(recurse=False)
+def experts_of(body: torch.nn.Module) -> list[torch.nn.Module]:
+    """Modules of experts: those with a parameter [experts, in, out]. That of a convolution, [channels, 1, width], is
+    none."""
+    modules = (module for module in body.modules() if not isinstance(module, torch.nn.Conv1d))
+    return [module for module in modules if any(p.dim() == 3 for p in module.parameters(recurse=False))]
 
 
 def _linear_weights(module: torch.nn.Module, lm_head: torch.nn.Module | None = None) -> float:

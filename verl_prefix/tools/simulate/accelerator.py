@@ -148,9 +148,14 @@ def _real_type(value: object) -> type:
 
 
 @contextlib.contextmanager
-def fake_accelerator(ranks: int, replicas: int = 1) -> Iterator[DeviceMesh]:
-    """Inside, tensors are fake, and this is rank 0 of `replicas` times `ranks`; yields FSDP2's mesh, as verl's
-    create_device_mesh makes it (verl/workers/engine/fsdp/utils.py)."""
+def fake_accelerator(
+    ranks: int, replicas: int = 1, expert_ranks: int = 1
+) -> Iterator[tuple[DeviceMesh, DeviceMesh | None]]:
+    """Inside, tensors are fake, and this is rank 0 of `replicas` times `ranks`.
+
+    Yields FSDP2's mesh, as verl's create_device_mesh makes it (verl/workers/engine/fsdp/utils.py), and that of experts
+    which `expert_ranks` share, the last dimension (veomni/distributed/parallel_state.py); None: nobody shares them.
+    """
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     _register()
@@ -159,7 +164,10 @@ def fake_accelerator(ranks: int, replicas: int = 1) -> Iterator[DeviceMesh]:
     gc.freeze()  # `tracker` collects often
     try:
         shape, names = ((ranks,), ("fsdp",)) if replicas == 1 else ((replicas, ranks), ("ddp", "fsdp"))
-        mesh = init_device_mesh(DEVICE, shape, mesh_dim_names=names)
+        mesh, of_experts = init_device_mesh(DEVICE, shape, mesh_dim_names=names), None
+        if expert_ranks > 1:
+            shape, names = (*shape[:-1], ranks // expert_ranks, expert_ranks), (*names, "ep")
+            of_experts = init_device_mesh(DEVICE, shape, mesh_dim_names=names)
         with (
             # torch makes no tensor of data on a Python backend, and knows no streams but its own.
             mock.patch.object(torch, "tensor", _tensor),
@@ -172,7 +180,7 @@ def fake_accelerator(ranks: int, replicas: int = 1) -> Iterator[DeviceMesh]:
             torch.autograd.set_multithreading_enabled(False),  # an error on another thread aborts
             FakeTensorMode(allow_non_fake_inputs=True),
         ):
-            yield mesh
+            yield mesh, of_experts
     finally:
         gc.unfreeze()
         host_memory.host_pages.cache_clear()

@@ -78,8 +78,9 @@ def _run(
     phases: list[dict[str, Phase]] = []
     of_path: dict[tuple[str, bool], dict[str, Phase]] = {}
     what = f"arms of {job.config.get_text_config().num_hidden_layers} layers"
-    with fake_accelerator(job.ranks, job.replicas) as mesh, Tracker(hardware, DEVICE, vocab_size) as tracker:
-        simulation = Simulation(job, tracker, mesh, DEVICE)
+    fake = fake_accelerator(job.ranks, job.replicas, job.expert_ranks)
+    with fake as meshes, Tracker(hardware, DEVICE, vocab_size) as tracker:
+        simulation = Simulation(job, tracker, meshes, DEVICE)
         optimizer = simulation.optimizer()
         for arm in tqdm(arms, what, disable=None if shown else True):  # None: unless stderr is a terminal
             tracker.restart()

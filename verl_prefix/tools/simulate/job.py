@@ -58,6 +58,7 @@ class Job:
         shape: costs of the whole model, where `config` is of a smaller one; waves are as long as they say.
         sequence_ranks: that compute a pass together (`core.sequence_parallel`); `budget` is of all of them. Not for
             vision models. Recurrent layers of stock then send nothing, as in verl's engine.
+        veomni: verl's engine is VeOmni's, whose experts `expert_ranks` share; their tokens travel between these.
     """
 
     config: PretrainedConfig
@@ -82,3 +83,5 @@ class Job:
     freeze_tower: bool = False
     shape: ModelShape | None = None
     sequence_ranks: int = 1
+    veomni: bool = False
+    expert_ranks: int = 1

@@ -144,7 +144,7 @@ def flops_of(
 def bytes_of(name: str, ins: list, outs: list, new: bool, mutates: bool) -> float:
     """Bytes that an operation reads and writes; new: it allocates what it returns."""
     if name in _READS_PART:
-        return 2.0 * sum(x.nbytes for x in outs) + sum(x.nbytes for x in ins if not x.is_floating_point())
+        return 2.0 * sum(x.nbytes for x in outs) + sum(_touched(x) for x in ins if not x.is_floating_point())
     if name in _WRITES_PART:
         return 3.0 * sum(x.nbytes for x in ins[1:]) + (2.0 * outs[0].nbytes if new and outs else 0.0)
     if name in ("slice_backward", "select_backward"):

@@ -31,7 +31,7 @@ from verl_prefix.core.schedule import Schedule
 from verl_prefix.core.waves import PackedPass, PhasedPass, Plan, first_fit
 from verl_prefix.models import hookup, vision
 from verl_prefix.models.recurrent import packing_leak
-from verl_prefix.tools.simulate import scans
+from verl_prefix.tools.simulate import experts, scans
 from verl_prefix.tools.simulate.counted import CountedForward, CountedShards, known_by_count
 from verl_prefix.tools.simulate.job import Arm, Job
 from verl_prefix.tools.simulate.model import FakeHookedModel, build_model, outputs_of, tell_sites, with_adapters
@@ -66,7 +66,7 @@ def memory_of(job: Job, arm: Arm) -> Memory:
     """Options of an arm of ours, with the least that it may keep."""
     return Memory(
         job.ranks, job.checkpointing, no_sync=job.no_sync, logits_chunk=job.logits_chunk, offload=arm.offload,
-        sequence_ranks=job.sequence_ranks,
+        sequence_ranks=job.sequence_ranks, veomni=job.veomni, expert_ranks=job.expert_ranks,
     )  # fmt: skip
 
 
@@ -94,11 +94,12 @@ class Simulation:
     """A job's model on a device, and its passes; on "sim" as FSDP2 shards it.
 
     Args:
-        device: "sim" inside `fake_accelerator`, or "cpu" with `mesh` None: then all is real, or fake, as the caller has
+        meshes: of `fake_accelerator`; None: nothing is sharded.
+        device: "sim" inside `fake_accelerator`, or "cpu" without meshes: then all is real, or fake, as the caller has
             it.
     """
 
-    def __init__(self, job: Job, tracker: Tracker, mesh: Any, device: str, kernel: str = KERNEL.__name__) -> None:
+    def __init__(self, job: Job, tracker: Tracker, meshes: Any, device: str, kernel: str = KERNEL.__name__) -> None:
         self.job, self.tracker, self.device, self.kernel = job, tracker, device, kernel
         self.transfers: Counter[str] = Counter()  # of the last run's schedule
         with torch.device(device):
@@ -115,13 +116,15 @@ class Simulation:
         if job.lora is not None:
             model.enable_input_require_grads()
             model = with_adapters(model, job.lora, job.master, device)
-        if mesh is not None:
+        if meshes is not None and job.veomni:
+            experts.shard(model, meshes[0], expert_mesh=meshes[1], dtype=job.dtype, tracker=tracker)
+        elif meshes is not None:
             from torch.distributed.fsdp import MixedPrecisionPolicy
             from verl.utils.fsdp_utils import apply_fsdp2
 
             policy = MixedPrecisionPolicy(param_dtype=job.dtype, reduce_dtype=torch.float32, cast_forward_inputs=True)
             apply_fsdp2(
-                model, dict(mesh=mesh, mp_policy=policy, reshard_after_forward=job.reshard), {"wrap_policy": {}}
+                model, dict(mesh=meshes[0], mp_policy=policy, reshard_after_forward=job.reshard), {"wrap_policy": {}}
             )
         self.model, self.hooked, self.shape = model, FakeHookedModel(model), model_shape(model, job.dtype)
         for tensor in (*model.parameters(), *model.buffers()):
@@ -147,9 +150,9 @@ class Simulation:
 
     def optimizer(self) -> torch.optim.Optimizer:
         """AdamW with its moments, as after a first step."""
-        parameters = [p for p in self.model.parameters() if p.requires_grad]
-        optimizer = torch.optim.AdamW(parameters, lr=1e-6, foreach=True)
-        for p in parameters:
+        groups = [{"params": parameters} for parameters in self._trained()]
+        optimizer = torch.optim.AdamW(groups, lr=1e-6, foreach=True)
+        for p in (p for group in groups for p in group["params"]):
             state = optimizer.state[p]
             state["step"] = torch.zeros(())
             for name in ("exp_avg", "exp_avg_sq"):
@@ -157,11 +160,20 @@ class Simulation:
                 self.tracker.assign(state[name], "optimizer")
         return optimizer
 
+    def _trained(self) -> list[list[torch.nn.Parameter]]:
+        """The trained parameters of each mesh; experts may have one of their own."""
+        of_meshes: dict[Any, list[torch.nn.Parameter]] = {}
+        for p in self.model.parameters():
+            if p.requires_grad:
+                of_meshes.setdefault(getattr(p, "device_mesh", None), []).append(p)
+        return list(of_meshes.values())
+
     def step(self, optimizer: torch.optim.Optimizer) -> None:
         """The norm of all gradients, and the optimizer's step."""
         # Fake tensors have no values: AdamW's step count is read as 1.
         with self.tracker.in_phase("optimizer"), mock.patch.object(adam, "_get_value", lambda x: 1.0):
-            torch.nn.utils.clip_grad_norm_(self.model.parameters(), max_norm=1.0)
+            for parameters in self._trained():
+                torch.nn.utils.clip_grad_norm_(parameters, max_norm=1.0)
             self.tracker.read()  # verl asks whether the norm is finite
             optimizer.step()
             optimizer.zero_grad()
