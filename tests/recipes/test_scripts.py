@@ -296,6 +296,14 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
              vision_config=tower(24, 1024, 4096, 2048), tie_word_embeddings=True),
     ),
     "Qwen3.5-35B-A3B": ("qwen3_5_moe", dict(vision_config=tower(27, 1152, 4304, 2048))),
+    "Qwen3.5-122B-A10B": (
+        "qwen3_5_moe",
+        dict(text_config=text(3072, 8192, 48, 32, 2, 248320, head_dim=256, linear_num_value_heads=64,
+                              moe_intermediate_size=1024, shared_expert_intermediate_size=1024),
+             vision_config=tower(27, 1152, 4304, 3072)),
+    ),
+    "DeepSeek-V4-Flash": ("deepseek_v4", {}),
+    "Qwen3-0.6B": ("qwen3", text(1024, 3072, 28, 16, 8, 151936, head_dim=128, tie_word_embeddings=True)),
     "Qwen3-Next-80B-A3B": ("qwen3_next", {}),
 }  # fmt: skip
 
@@ -382,7 +390,8 @@ def test_a_simulation_gets_what_prompts_show(monkeypatch, tmp_path, folder_of, t
 
 class Settings(NamedTuple):
     """What a script sets, as far as a plan reads it. batch: prompts, prompts per mini-batch, responses per prompt;
-    lengths: tokens of prompt and response; passes: tokens or rows; gpus: per node, nodes; refused: in these words."""
+    lengths: tokens of prompt and response; passes: tokens or rows; gpus: per node, nodes; refused: in these words;
+    engine: verl's."""
 
     model: str
     batch: tuple[int, int, int]
@@ -391,6 +400,7 @@ class Settings(NamedTuple):
     gpus: tuple[int, int] = (8, 1)
     others: tuple[str, ...] = ()
     refused: tuple[str, ...] = ()
+    engine: str = "dp"
 
 
 FUSED, LORA = "model.use_fused_kernels=True", "model.lora_rank=64"
@@ -499,21 +509,72 @@ SCRIPTS = {
     ),
 }  # fmt: skip
 
-# Of text with LoRA, of pictures, and refused; the others are in test-full.
-TELLING = ("tuning/lora/run_qwen3_8b_fsdp", "grpo_trainer/run_qwen3_vl_8b_fsdp", "grpo_trainer/run_seed_oss_36b_fsdp")
+# verl's VeOmni scripts, of its main branch of 2026-08-22 (1dda039), examples/.
+GSPO = ("actor.use_kl_loss=False", "actor.policy_loss.loss_mode=gspo")
+OFFLOADED = ("actor.veomni.param_offload=True", "actor.veomni.optimizer_offload=True")
+EP, SP = "actor.veomni.expert_parallel_size", "actor.veomni.ulysses_parallel_size"
+DISTILLED = ("model.use_fused_kernels=True", "distillation.enabled=True", "actor.use_kl_loss=False")
+VEOMNI = {
+    "grpo_trainer/run_qwen3_30b_veomni": Settings(
+        "Qwen3-30B-A3B", (16, 8, 4), (2048, 8192), "1 rows", others=(*OFFLOADED, f"{EP}=1"), engine="veomni"
+    ),
+    "grpo_trainer/run_qwen3_vl_30b_moe_veomni": Settings(
+        "Qwen3-VL-30B-A3B", (64, 32, 8), (1024, 2048), "1 rows", (8, 2),
+        (*OFFLOADED, "actor.veomni.fsdp_size=16", "actor.veomni.attn_implementation=veomni_flash_attention_2_with_sp"),
+        engine="veomni",
+    ),
+    "grpo_trainer/run_qwen3_5_35b_a3b_veomni": Settings(
+        "Qwen3.5-35B-A3B", (128, 32, 8), (1024, 2048), "1 rows", (8, 2), (*GSPO, *OFFLOADED, f"{SP}=2"),
+        engine="veomni",
+    ),
+    "grpo_trainer/run_qwen3_5-122b-a10b_veomni": Settings(
+        "Qwen3.5-122B-A10B", (128, 32, 8), (1024, 2048), "1 rows", (8, 8),
+        (*GSPO, *OFFLOADED, f"{SP}=2", f"{EP}=8", "actor.veomni.moe_implementation=fused_triton",
+         "actor.veomni.cross_entropy_loss_implementation=liger_kernel"),
+        engine="veomni",
+    ),
+    "grpo_trainer/run_deepseek_v4_veomni": Settings(
+        "DeepSeek-V4-Flash", (128, 64, 8), (2048, 8192), "2560 tokens", (8, 8),
+        (*GSPO, f"{SP}=4", f"{EP}=8", "actor.veomni.attn_implementation=eager", "actor.pad_to_length=True",
+         "actor.veomni.router_replay.mode=R3", "rollout.enable_rollout_routing_replay=True"),
+        ("actor.veomni.pad_to_length=True", "deepseek_v4 model: layer_types"), "veomni",
+    ),
+    "router_replay/run_qwen3_5_35b_a3b_veomni": Settings(
+        "Qwen3.5-35B-A3B", (128, 32, 8), (1024, 2048), "1 rows", (8, 2),
+        (*GSPO, *OFFLOADED, f"{SP}=2", "actor.veomni.router_replay.mode=R2"), ("actor.veomni.router_replay.mode=R2",),
+        "veomni",
+    ),
+    "on_policy_distillation_trainer/run_qwen3_0.6b_opd_veomni": Settings(
+        "Qwen3-0.6B", (14, 14, 1), (512, 1024), "8192 tokens", (7, 1), DISTILLED, engine="veomni"
+    ),
+    "on_policy_distillation_trainer/run_qwen3_8b_mopd_veomni": Settings(
+        "Qwen3-VL-8B", (128, 128, 1), (1024, 2048), "24576 tokens", others=(*DISTILLED, *OFFLOADED), engine="veomni"
+    ),
+}  # fmt: skip
+EVERY = SCRIPTS | VEOMNI
+
+# On VeOmni, of text with LoRA, of pictures, and refused; the others are in test-full.
+TELLING = (
+    "grpo_trainer/run_qwen3_30b_veomni",
+    "tuning/lora/run_qwen3_8b_fsdp",
+    "grpo_trainer/run_qwen3_vl_8b_fsdp",
+    "grpo_trainer/run_seed_oss_36b_fsdp",
+)
 
 
 PAGE = (RECIPES.parent / "examples" / "results" / "verl_scripts.md").read_text().splitlines()
 
 
-def test_the_page_counts_what_it_lists():
-    lines = [line for line in PAGE if line.startswith("| ") and "/run_" in line]
+@pytest.mark.parametrize(("kind", "scripts"), [("", SCRIPTS), ("VeOmni ", VEOMNI)])
+def test_the_page_counts_what_it_lists(kind, scripts):
+    lines = [line for line in PAGE if line.startswith("| ") and line.split()[1] in scripts]
     refused = [line for line in lines if "refused" in line]
     unshared = [line for line in lines if "unshared" in line]
     counts = (
-        f"{len(lines)} scripts: {len(lines) - len(refused)} accepted, {len(refused)} refused, {len(unshared)} unshared"
+        f"{len(lines)} {kind}scripts: {len(lines) - len(refused)} accepted, {len(refused)} refused, "
+        f"{len(unshared)} unshared"
     )
-    assert any(line.startswith(counts) for line in PAGE) and len(lines) == len(SCRIPTS)
+    assert any(line.startswith(counts) for line in PAGE) and len(lines) == len(scripts)
 
 
 def command_of(settings: Settings, model: Path, data: Path) -> list[str]:
@@ -524,15 +585,19 @@ def command_of(settings: Settings, model: Path, data: Path) -> list[str]:
     passes = "max_token_len_per_gpu" if by_tokens else "micro_batch_size_per_gpu"
     actor = (
         "model.use_remove_padding=True", "model.enable_gradient_checkpointing=True", f"model.path={model}",
-        "actor.strategy=fsdp2", "actor.optim.lr=1e-6", f"actor.ppo_mini_batch_size={mini_batch}",
+        "actor.optim.lr=1e-6", f"actor.ppo_mini_batch_size={mini_batch}",
         f"actor.use_dynamic_bsz={by_tokens}", f"actor.ppo_{passes}={size}", "actor.use_kl_loss=True",
-        "actor.fsdp_config.param_offload=False", "rollout.name=vllm", f"rollout.n={n}",
+        "rollout.name=vllm", f"rollout.n={n}",
         "rollout.gpu_memory_utilization=0.6", "rollout.tensor_model_parallel_size=2",
-        f"rollout.log_prob_{passes}={size}", f"ref.log_prob_{passes}={size}", "ref.fsdp_config.param_offload=True",
-        *settings.others,
+        f"rollout.log_prob_{passes}={size}", f"ref.log_prob_{passes}={size}", *settings.others,
     )  # fmt: skip
+    if settings.engine == "dp":
+        actor += "actor.strategy=fsdp2", "actor.fsdp_config.param_offload=False", "ref.fsdp_config.param_offload=True"
+    elsewhere = [word for word in actor if word.startswith("distillation.")]
+    actor = [word for word in actor if word not in elsewhere]
     return [
-        "python3", "-m", "verl.trainer.main_ppo", "algorithm.adv_estimator=grpo", f"data.train_files={data}",
+        "python3", "-m", "verl.trainer.main_ppo", f"model_engine={settings.engine}", *elsewhere,
+        "algorithm.adv_estimator=grpo", f"data.train_files={data}",
         "data.val_files=['/a.parquet', '/b.parquet']", f"data.train_batch_size={prompts}", "data.truncation=error",
         f"data.max_prompt_length={prompt}", f"data.max_response_length={response}", "data.filter_overlong_prompts=True",
         *("+" * word.startswith("+") + f"actor_rollout_ref.{word.removeprefix('+')}" for word in actor),
@@ -549,9 +614,9 @@ def outcome(settings: Settings, found: dict[str, Any]) -> str:
     return f"accepted, {found['speedup']['update']:.2f}" if shared else "accepted, unshared"
 
 
-@pytest.mark.parametrize("script", [x if x in TELLING else pytest.param(x, marks=pytest.mark.full) for x in SCRIPTS])
+@pytest.mark.parametrize("script", [x if x in TELLING else pytest.param(x, marks=pytest.mark.full) for x in EVERY])
 def test_verls_own_settings_have_a_plan_or_are_refused_by_key(folder_of, train_file, script):
-    settings = SCRIPTS[script]
+    settings = EVERY[script]
     folder = folder_of(settings.model)
     words = command_of(settings, folder, train_file("VL" in settings.model))
     longest = next(word.partition("=")[2] for word in words if word.startswith("data.max_response_length="))

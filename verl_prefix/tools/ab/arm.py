@@ -65,7 +65,13 @@ def _configs(manifest: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any], 
 
 
 def check_manifest(manifest: dict[str, Any]) -> None:
-    """Raises ValueError where verl's config classes, of the version that is installed, refuse the options."""
+    """Raises ValueError where the engine is not verl's FSDP2, or verl's config classes, of the version that is
+    installed, refuse the options."""
+    if "expert_parallel_size" in manifest["engine"]:
+        raise ValueError(
+            f"{MANIFEST} is of verl's VeOmni engine, and a replay is on FSDP2's alone; record the same run with "
+            "model_engine=prefix, or have model_engine=prefix_veomni check itself (actor.prefix.verify)"
+        )
     try:
         _, engine, _ = _configs(manifest)
         FSDPEngineConfig(**engine)

@@ -30,11 +30,16 @@ from verl_prefix.tools.plan.options import (
     read_dumps,
 )
 
-TARGET = "verl_prefix.config.fsdp.PrefixActorConfig"
+# Our engines, and what they make of `actor_rollout_ref.actor`.
+TARGETS = {
+    "prefix": "verl_prefix.config.fsdp.PrefixActorConfig",
+    "prefix_veomni": "verl_prefix.config.veomni.PrefixVeOmniActorConfig",
+}
 
 
 def compose_config(config_name: str, words: list[str], config_path: str = CONFIG_PATH) -> DictConfig:
-    """Composes the config of `python -m verl.trainer.main_ppo --config-name=... overrides...`, with the prefix engine.
+    """Composes the config of `python -m verl.trainer.main_ppo --config-name=... overrides...`, with our engine
+    of verl's engine: with prefix_veomni where the words say veomni, and with prefix where they say anything else.
 
     Args:
         words: of the command, whatever starts it, or of its overrides alone.
@@ -43,14 +48,22 @@ def compose_config(config_name: str, words: list[str], config_path: str = CONFIG
     Raises:
         PlanError: a word is no override, or they do not compose.
     """
+    pairs = [word.lstrip("+").partition("=") for word in override_words(words)]
+    asked = [value for key, _, value in pairs if key == "model_engine"]
     kept = [word for word in override_words(words) if not word.lstrip("+").startswith("model_engine=")]
-    config = _compose(config_name, [*kept, "model_engine=prefix"], config_path)
-    if (actor := config.actor_rollout_ref.actor).get("_target_") != TARGET:
+    engine = "prefix_veomni" if asked and asked[-1].strip("'\"").endswith("veomni") else "prefix"
+    config = _compose(config_name, [*kept, f"model_engine={engine}"], config_path)
+    if (actor := config.actor_rollout_ref.actor).get("_target_") != (target := TARGETS[engine]):
         raise PlanError(
-            f"actor_rollout_ref.actor is of {actor.get('_target_')}, and model_engine=prefix makes it one of {TARGET}; "
-            "remove the override that replaces it"
+            f"actor_rollout_ref.actor is of {actor.get('_target_')}, and model_engine={engine} makes it one of "
+            f"{target}; remove the override that replaces it"
         )
     return config
+
+
+def engines_of(config: DictConfig) -> tuple[str, str]:
+    """verl's engine of a config, and ours, as values of `model_engine`."""
+    return ("veomni", "prefix_veomni") if "veomni" in config.actor_rollout_ref.actor else ("dp", "prefix")
 
 
 def _compose(config_name: str, overrides: list[str], config_path: str = CONFIG_PATH, **options: bool) -> DictConfig:
@@ -68,13 +81,13 @@ def _compose(config_name: str, overrides: list[str], config_path: str = CONFIG_P
         raise PlanError(f"the overrides do not compose: {' '.join(str(error).split())}") from error
 
 
-def prefix_engine_sources() -> tuple[list[str], dict[str, str]]:
-    """Entries of this package on Hydra's search path, and the class that model_engine=prefix gives actor and ref.
+def prefix_engine_sources(engine: str) -> tuple[list[str], dict[str, str]]:
+    """Entries of this package on Hydra's search path, and the class that our `engine` gives actor and ref.
 
     Raises:
         PlanError: it does not compose.
     """
-    config = _compose(CONFIG_NAME, ["model_engine=prefix"], return_hydra_config=True)
+    config = _compose(CONFIG_NAME, [f"model_engine={engine}"], return_hydra_config=True)
     sources = [source.path for source in config.hydra.runtime.config_sources if source.provider == "verl_prefix"]
     return sources, {role: config.actor_rollout_ref[role]._target_ for role in ("actor", "ref")}
 

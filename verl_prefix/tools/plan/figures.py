@@ -101,7 +101,7 @@ def _simulated(asked: Asked, size: Sizes, now: Predictor, model: Model) -> dict[
     budgets = {name: size.micro_batches[name].budget(now.first) for name in ("update", "old")}
     job = read_job(
         asked.config.actor_rollout_ref, model.hf.config, groups=now.first, shown=now.shown, budgets=budgets,
-        ranks=size.gpus, sequence_ranks=size.sequence_ranks,
+        gpus=size.gpus,
     )  # fmt: skip
     return simulated(job, asked.options.gpu, asked.options.fit, asked.config.trainer.n_gpus_per_node)
 

@@ -14,13 +14,14 @@ import torch
 from verl.utils.seqlen_balancing import calculate_workload, get_seqlen_balanced_partitions
 
 from verl_prefix.auto.chooser import Batch, Candidates, CostModel, Decision, decide
-from verl_prefix.auto.cost import Memory, PassCost, peak_bytes
+from verl_prefix.auto.cost import PassCost, peak_bytes
 from verl_prefix.auto.placement import place_rows, row_cost
 from verl_prefix.auto.shape import ModelShape
 from verl_prefix.config.model import attention_key, is_varlen
 from verl_prefix.core.groups import Group
 from verl_prefix.core.waves import Plan
 from verl_prefix.tools.plan.training_command import Model, Prompt
+from verl_prefix.tools.simulate.command import memory_of_engine
 from verl_prefix.trainer.mini_batches import fill_mini_batches
 
 SEED = 0
@@ -153,8 +154,7 @@ class Predictor:
     def __init__(self, config: Any, size: Sizes, model: Model) -> None:
         options = config.actor.prefix
         self.schedule: str = options.schedule
-        checkpointed = bool(config.model.enable_gradient_checkpointing)
-        self.memory = Memory.of_fsdp(config.actor.fsdp_config, size.gpus, checkpointed, size.sequence_ranks, options)
+        self.memory = memory_of_engine(config, size.gpus)
         self.stock_memory = replace(self.memory, stock_offloads=bool(config.model.get("enable_activation_offload")))
         dense = not is_varlen(attention_key(config.actor, config.model)[1])
 

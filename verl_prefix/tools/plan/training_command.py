@@ -19,7 +19,6 @@ from verl.utils import hf_processor, hf_tokenizer
 from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.model import update_model_config
 from verl.utils.tokenizer import build_multimodal_processor_inputs
-from verl.utils.torch_dtypes import PrecisionType
 
 from verl_prefix.auto.shape import ModelShape, model_shape
 from verl_prefix.backends.stock_path import wrong_when_sharded
@@ -41,7 +40,7 @@ from verl_prefix.tools.plan.compose import (
     unreadable_model,
 )
 from verl_prefix.tools.plan.options import PlanError
-from verl_prefix.tools.simulate.command import compute_dtype
+from verl_prefix.tools.simulate.command import dtypes
 
 MAX_PROMPTS = 2000  # of the train file, evenly spread; their lengths stand for all
 MAX_CLIPS = 64  # the same where their images and videos must be decoded
@@ -93,24 +92,24 @@ def read_model(config: DictConfig) -> Model:
     auto_class = AutoModelForImageTextToText if is_vision_config(hf_config) else AutoModelForCausalLM
     with torch.device("meta"):
         hf = _read(config, "path", lambda _, **options: auto_class.from_config(hf_config, **options))
-    shape = model_shape(hf, compute_dtype(roles.actor.fsdp_config))
-    leak = packing_leak(hf) if roles.model.use_remove_padding else None
-    return Model(
-        hf, shape, state_bytes(roles, hf), leak, wrong_when_sharded(hf, attention_key(roles.actor, roles.model)[1])
-    )
+    shape, leak, spread = model_shape(hf, dtypes(roles.actor)[1]), None, None
+    if "veomni" not in roles.actor:  # whose own recurrent layers know where rows begin, and other ranks' tokens
+        leak = packing_leak(hf) if roles.model.use_remove_padding else None
+        spread = wrong_when_sharded(hf, attention_key(roles.actor, roles.model)[1])
+    return Model(hf, shape, state_bytes(roles, hf), leak, spread)
 
 
 def state_bytes(roles: DictConfig, model: PreTrainedModel) -> int:
-    """Bytes of weights and, of what is trained, gradients and AdamW's two moments, as verl's FSDP engine holds them:
-    all in `fsdp_config.model_dtype`. Under `offload_policy` they wait in host memory: 0.
+    """Bytes of weights and, of what is trained, gradients and AdamW's two moments, as verl's engine holds them: all in
+    one dtype. Under FSDP2's CPU offload they wait in host memory: 0.
 
     Args:
         roles: `actor_rollout_ref`. model: its model, shapes alone.
     """
-    fsdp = roles.actor.fsdp_config
-    if fsdp.get("offload_policy"):
+    actor = roles.actor
+    if actor.veomni.enable_fsdp_offload if "veomni" in actor else actor.fsdp_config.get("offload_policy"):
         return 0
-    size = PrecisionType.to_dtype(fsdp.get("model_dtype") or "fp32").itemsize
+    size = dtypes(actor)[0].itemsize
     weights = trained = sum(p.numel() for p in model.parameters())
     if rank := lora_rank(roles.model):
         head = model.get_output_embeddings()

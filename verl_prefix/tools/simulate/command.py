@@ -11,6 +11,7 @@ from verl.utils.py_functional import convert_to_regular_types
 from verl.utils.torch_dtypes import PrecisionType
 
 from verl_prefix.auto.cost import Memory
+from verl_prefix.config.model import sequence_key
 from verl_prefix.core.groups import Group
 from verl_prefix.tools.report import Table
 from verl_prefix.tools.simulate.hardware import GIB, read_hardware
@@ -19,23 +20,35 @@ from verl_prefix.tools.simulate.report import NOT_MODELLED, compare, fit, settin
 from verl_prefix.tools.simulate.tower import Grids
 
 
-def compute_dtype(fsdp: Any) -> torch.dtype:
-    """Of passes, by `actor_rollout_ref.actor.fsdp_config`."""
-    return PrecisionType.to_dtype((fsdp.get("mixed_precision") or {}).get("param_dtype", "bf16"))
+def dtypes(actor: Any) -> tuple[torch.dtype, torch.dtype]:
+    """Of weights, gradients and moments, and of passes, by `actor_rollout_ref.actor`. VeOmni computes in bf16."""
+    if "veomni" in actor:
+        return torch.float32 if actor.veomni.mixed_precision else torch.bfloat16, torch.bfloat16
+    fsdp = actor.fsdp_config
+    names = fsdp.get("model_dtype") or "fp32", (fsdp.get("mixed_precision") or {}).get("param_dtype", "bf16")
+    master, compute = map(PrecisionType.to_dtype, names)
+    return master, compute
+
+
+def memory_of_engine(config: Any, gpus: int) -> Memory:
+    """What updates of `actor_rollout_ref` keep on so many GPUs."""
+    actor, checkpointed = config.actor, bool(config.model.enable_gradient_checkpointing)
+    if "veomni" in actor:
+        return Memory.of_veomni(actor.veomni, gpus, checkpointed, actor.prefix)
+    _, sequence_ranks = sequence_key("actor", actor)
+    return Memory.of_fsdp(actor.fsdp_config, gpus, checkpointed, sequence_ranks, actor.prefix)
 
 
 def read_job(
     config: Any, hf_config: PretrainedConfig, groups: Sequence[Group], shown: Sequence[Grids], budgets: dict[str, int],
-    ranks: int, sequence_ranks: int = 1,
+    gpus: int,
 ) -> Job:  # fmt: skip
     """The job of a rank that holds `groups` in a mini-batch.
 
     Args:
         config: `actor_rollout_ref`. shown: see `Job.grids`. budgets: tokens of a pass of "update" and "old".
-        ranks: GPUs, of which `sequence_ranks` compute a pass together.
     """
     actor, model, rollout = config.actor, config.model, config.rollout
-    fsdp = actor.fsdp_config
     lora = None
     if model.get("lora_rank", 0) > 0:
         keys = ("target_modules", "target_parameters", "exclude_modules")
@@ -46,29 +59,31 @@ def read_job(
         group.renumbered(dict(zip(group.rows, range(end - len(group.rows), end), strict=True)))
         for group, end in zip(groups, ends, strict=True)
     ]
-    checkpointing = bool(model.enable_gradient_checkpointing)
-    memory = Memory.of_fsdp(fsdp, ranks, checkpointing, sequence_ranks, actor.prefix)
+    memory = memory_of_engine(config, gpus)
+    master, dtype = dtypes(actor)
     return Job(
         config=hf_config,
         groups=tuple(in_order),
         budget=budgets["update"],
         log_prob_budget=budgets["old"],
         ranks=memory.ranks,
-        replicas=ranks // memory.ranks,
+        replicas=gpus // memory.ranks,
         wave_tokens=actor.prefix.wave_tokens,
         logits_chunk=memory.logits_chunk,
         keep_attention=actor.prefix.keep_attention,
-        checkpointing=checkpointing,
+        checkpointing=memory.checkpointed,
         no_sync=memory.no_sync,
-        reshard=bool(fsdp.get("reshard_after_forward", True)),
-        master=PrecisionType.to_dtype(fsdp.get("model_dtype") or "fp32"),
-        dtype=compute_dtype(fsdp),
+        reshard=memory.veomni or bool(actor.fsdp_config.get("reshard_after_forward", True)),
+        master=master,
+        dtype=dtype,
         lora=lora,
         entropy=bool(actor.get("calculate_entropy")) or actor.entropy_coeff != 0,
         temperature=float(rollout.temperature),
         grids=tuple(shown),
         freeze_tower=bool(actor.get("freeze_vision_tower", False)),
-        sequence_ranks=sequence_ranks,
+        sequence_ranks=memory.sequence_ranks,
+        veomni=memory.veomni,
+        expert_ranks=memory.expert_ranks,
     )
 
 
@@ -95,6 +110,8 @@ def simulated(job: Job, gpu: str, fit_gib: float | None, per_node: int) -> dict[
         "hardware": asdict(hardware),
         "rows": sum(len(group.rows) for group in job.groups),
         "ranks": job.ranks * job.replicas,
+        "engine": "veomni" if job.veomni else "fsdp2",
+        "expert_ranks": job.expert_ranks,
         "not_modelled": NOT_MODELLED,
         "arms": arms,
         "settings": settings(job, hardware, arms),
@@ -118,9 +135,10 @@ def tables(simulation: dict[str, Any]) -> list[str | Table]:
             f"{arm['speedup_over_lean']:.2f}", f"{arm['flop_ratio']:.2f}", peak(arm),
             ", ".join(f"{owner} {gib:.1f}" for owner, gib in owners),
         ))  # fmt: skip
+    shared = f", of which {n} share experts" if (n := simulation["expert_ranks"]) > 1 else ""
     title = (
         f"one mini-batch of the costliest rank on {simulation['gpu']}, {simulation['rows']} rows, "
-        f"{simulation['ranks']} ranks, simulated; lean: stock with lm_head on responses alone"
+        f"{simulation['ranks']} ranks{shared}, simulated; lean: stock with lm_head on responses alone"
     )
     ways = [("\n".join(way["overrides"]), f"{way['seconds']:.3g}", peak(way)) for way in simulation["settings"]]
     blocks: list[str | Table] = [

@@ -27,6 +27,9 @@ def shard(model: Any, mesh: DeviceMesh, expert_mesh: DeviceMesh | None, dtype: t
         mesh: of all parameters but those of experts. expert_mesh: of those, its last dimension is expert parallel;
             None: experts are sharded like all else.
         dtype: of the computation. Gradients are reduced in fp32.
+
+    Raises:
+        ValueError: the model's experts are not gated by one product.
     """
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=True)
     kinds = set(model._no_split_modules)
@@ -36,6 +39,11 @@ def shard(model: Any, mesh: DeviceMesh, expert_mesh: DeviceMesh | None, dtype: t
     for layer in layers:
         experts = experts_of(layer)
         for one in experts:
+            if {name for name, _ in one.named_parameters()} != {"gate_up_proj", "down_proj"}:
+                raise ValueError(
+                    f"--simulate: experts of {type(one).__name__} have other parameters than gate_up_proj and "
+                    "down_proj, which VeOmni's kernels here take; leave it out"
+                )
             module: Any = one
             if group is not None:
                 for name, parameter in list(one.named_parameters(recurse=False)):

@@ -25,8 +25,9 @@ ARMS = (
 )  # fmt: skip
 NOT_MODELLED = (
     "fragmentation of the allocator, workspaces of NCCL and cuBLAS, kernels that slow each other down, vLLM's share of "
-    "the device, the reference model, rollout and reward; a recurrent layer's steps from chunk to chunk (its kernels, "
-    "flash-linear-attention's and causal_conv1d's, take what a roofline says, which no GPU has measured here)"
+    "the device, the reference model, rollout and reward; experts that get more tokens than others; a recurrent layer's"
+    " steps from chunk to chunk (its kernels, flash-linear-attention's and causal_conv1d's, take what a roofline says, "
+    "which no GPU has measured here)"
 )
 _LOG_PROBS = "log_probs/"
 
@@ -81,8 +82,8 @@ def settings(job: Job, hardware: Hardware, arms: dict[str, Any]) -> list[dict[st
     """Ways to run the job with sharing, cheapest first, those that do not fit behind: overrides, seconds, GiB.
 
     Args:
-        arms: of `compare`; the best of them also runs with the other gradient synchronisation. Where it has waves, or
-            nothing fits, it or the one with offload also runs with waves of a quarter.
+        arms: of `compare`; the best of them also runs with the other gradient synchronisation, if there is one. Where
+            it has waves, or nothing fits, it or the one with offload also runs with waves of a quarter.
     """
     ours = [arm for arm in ARMS if not arm.path.startswith("stock")]
     ways = [_way(job, arm, arms[arm.name]) for arm in ours]
@@ -92,7 +93,8 @@ def settings(job: Job, hardware: Hardware, arms: dict[str, Any]) -> list[dict[st
         ways.append(_way(other, arm, compare(other, hardware, [arm])[arm.name], *overrides))
 
     key = "actor_rollout_ref.actor.fsdp_config.use_no_sync_for_gradient_accumulation"
-    also(replace(job, no_sync=not job.no_sync), best, f"{key}={not job.no_sync}")
+    if not job.veomni:
+        also(replace(job, no_sync=not job.no_sync), best, f"{key}={not job.no_sync}")
     if best.path == "phased" or not way["fits"]:
         arm = best if way["fits"] else ours[-1]
         plan = plan_of(job, whole_shape(job), arm, job.budget)
