@@ -3,6 +3,7 @@
 tests/tools/test_ab.py records a run of real verl; here an engine trains at most, by itself.
 """
 
+import dataclasses
 import errno
 import functools
 import json
@@ -390,6 +391,17 @@ def test_an_empty_folder_is_no_trace(tmp_path):
     for folder in (tmp_path, tmp_path / "nothing"):
         with pytest.raises(trace.TraceError, match="manifest.json cannot be read: FileNotFoundError"):
             trace.Trace(folder)
+
+
+def test_a_trace_of_veomni_is_refused(folder):
+    """Its options are not those of verl's FSDP2 engine, on which traces are replayed."""
+    from verl_prefix.config.veomni import PrefixVeOmniEngineConfig
+    from verl_prefix.tools.ab import arm
+
+    recorded = trace.Trace(folder).manifest
+    arm.check_manifest(recorded)
+    with pytest.raises(ValueError, match="is of verl's VeOmni engine, .* record the same run with model_engine=prefix"):
+        arm.check_manifest(recorded | {"engine": dataclasses.asdict(PrefixVeOmniEngineConfig())})
 
 
 def test_a_trace_brings_no_code_along():

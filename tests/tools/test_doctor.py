@@ -15,6 +15,7 @@ import torch
 
 import verl_prefix
 from verl_prefix.tools import doctor
+from verl_prefix.versions import installed_version
 
 
 @pytest.fixture
@@ -52,8 +53,15 @@ def test_doctor_names_everything_that_is_registered(run_doctor, tmp_path):
         f"Hydra search path: {Path(verl_prefix.__file__).parent / 'config'}",
         "model_engine=prefix composes actor: verl_prefix.config.",
         "model_engine=prefix composes ref: verl_prefix.config.",
+        "model_engine=prefix_veomni composes actor: verl_prefix.config.veomni.",
+        "model_engine=prefix_veomni composes ref: verl_prefix.config.veomni.",
     ):
         assert f"ok   {name}" in result.stdout, result.stdout
+    version = installed_version("veomni")
+    engine = "ok   engine 'prefix_veomni' {cuda: PrefixVeOmniEngine" if version else (
+        "info engine 'prefix_veomni' needs veomni: pip install veomni=="
+    )  # fmt: skip
+    assert engine in result.stdout and f"veomni {version or 'not installed'}\n" in result.stdout
     assert "FAIL" not in result.stdout
     assert result.stdout.endswith("all fine: model_engine=prefix will be used, on cpu\n")
 

@@ -207,6 +207,25 @@ def test_a_whole_command_is_planned_as_its_overrides_are(monkeypatch, start, opt
     assert found == [(name, ["a.b=1", "+c=[1,2]", "~d", "model_engine=prefix"], "config")]
 
 
+def test_a_veomni_command_is_planned_on_its_engine(folder):
+    """Its ranks share a row by its own key, and parameters with it; weights are bf16 where it mixes no precision."""
+    veomni = "actor_rollout_ref.actor.veomni"
+    config = compose.compose_config("ppo_trainer", [*overrides(folder), "model_engine=veomni"])
+    assert compose.engines_of(config) == ("veomni", "prefix_veomni")
+    words = ["model_engine=veomni", "trainer.n_gpus_per_node=4"]
+    alone, shared = build(folder, *words), build(folder, *words, f"{veomni}.ulysses_parallel_size=2")
+    assert alone["unsupported"] == [] == shared["unsupported"]
+    assert "add model_engine=prefix_veomni" in alone["verdict"]
+    assert shared["groups_per_rank_and_mini_batch"]["mean"] == 2 * alone["groups_per_rank_and_mini_batch"]["mean"]
+    assert shared["resident_gib"] == alone["resident_gib"] == build(folder, "trainer.n_gpus_per_node=4")["resident_gib"]
+    replicas = build(folder, *words, f"{veomni}.fsdp_size=2")
+    assert replicas["resident_gib"] == pytest.approx(2 * alone["resident_gib"])
+    half = build(folder, *words, f"{veomni}.mixed_precision=false")
+    assert half["resident_gib"] == pytest.approx(alone["resident_gib"] / 2)
+    (reason,) = build(folder, *words, f"{veomni}.router_replay.mode=R2")["unsupported"]
+    assert f"{veomni}.router_replay.mode=R2" in reason
+
+
 SCRIPT = """
 set -euo pipefail
 ray stop; touch ran; pip install nothing; source .venv/bin/activate
