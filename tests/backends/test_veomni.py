@@ -12,18 +12,23 @@ from pathlib import Path
 from unittest import mock
 
 import broken_states
+import engines
 import pytest
 import torch
 from engines import TOLERANCE, _compare, _half_errors, _lens, _measure
 from safetensors.torch import load_file, save_file
 from torch.distributed import get_rank, get_world_size
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from transformers import AutoConfig, AutoModelForCausalLM
 
 pytest.importorskip("veomni")
 
 from veomni_engines import KEYS, veomni_engines  # noqa: E402
 
+from verl_prefix.auto.cost import Memory  # noqa: E402
+from verl_prefix.auto.shape import ModelShape, model_shape  # noqa: E402
 from verl_prefix.backends.veomni import VeOmniBackend  # noqa: E402
+from verl_prefix.config.options import PrefixConfig  # noqa: E402
 from verl_prefix.models.hookup import HookedModel  # noqa: E402
 from verl_prefix.testing import write_tiny_model  # noqa: E402
 
@@ -261,3 +266,20 @@ def _reductions(models: dict, name: str) -> tuple[int, int, set[bool]]:
 def test_every_backward_reduces_gradients_and_none_are_held_whole(models, ranks, name):
     for passes, reduced, held in ranks(2, models)(_reductions, name):  # a metric is a sum over ranks
         assert reduced >= passes / 2 > 1 and held == {False}
+
+
+def _shape(models: dict, name: str) -> tuple[ModelShape, ModelShape, Memory]:
+    """What the engine's model costs, what Hugging Face's does, and what an update keeps."""
+    path, options = models["qwen3_moe"], CASES[2][name]
+    with veomni_engines():
+        backend = engines._engine("prefix_veomni", path, options).backend
+    with torch.device("meta"):
+        whole = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path))
+    return backend.shape, model_shape(whole, torch.float32), backend.memory(PrefixConfig())
+
+
+@pytest.mark.parametrize(("name", "experts_on"), [("moe_packed", 1), ("ep2_packed", 2)])
+def test_what_a_model_costs_is_that_of_all_its_experts(models, ranks, name, experts_on):
+    for ours, whole, memory in ranks(2, models)(_shape, name):
+        assert ours == whole and whole.expert_parameters > 0
+        assert (memory.ranks, memory.expert_ranks, memory.no_sync) == (2, experts_on, False)

@@ -161,12 +161,13 @@ def query_key_pairs(length: int, behind: int, window: int | None) -> float:
     return growing * behind + growing * (growing + 1) / 2 + (length - growing) * window
 
 
-def model_shape(model: PreTrainedModel, dtype: torch.dtype) -> ModelShape:
+def model_shape(model: PreTrainedModel, dtype: torch.dtype, expert_ranks: int = 1) -> ModelShape:
     """Reads a model's `ModelShape` from its modules, which may be on the meta device, or sharded by FSDP2. A vision
     tower counts as `tower` alone.
 
     Args:
         dtype: of activations.
+        expert_ranks: how many ranks share a layer's experts; the model has one rank's.
     """
     text = model.config.get_text_config()
     lm_head = model.get_output_embeddings()
@@ -175,6 +176,8 @@ def model_shape(model: PreTrainedModel, dtype: torch.dtype) -> ModelShape:
     weights = _linear_weights(body, lm_head)
     chosen = getattr(text, "num_experts_per_tok", None) or getattr(text, "moe_topk", None) or 0
     experts = experts_of(body)
+    own_experts = float(sum(p.numel() for one in experts for p in one.parameters()))
+    elsewhere = own_experts * (expert_ranks - 1)
     products = [p for one in experts for p in one.parameters() if p.dim() == 3]
     weights += chosen * sum((p.numel() / p.shape[0] for p in products), 0.0)
     mixers = [mixer for mixer in map(mixer_of, body.modules()) if mixer is not None]
@@ -207,10 +210,12 @@ def model_shape(model: PreTrainedModel, dtype: torch.dtype) -> ModelShape:
         vocab_size=text.vocab_size,
         tower=0.0 if seeing is None else 2.0 * _linear_weights(seeing.model.visual),
         logits=float(text.vocab_size * dtype.itemsize),
-        parameters=float(sum(p.numel() for p in model.parameters())),
-        layer_parameters=sum(p.numel() for p in body.parameters() if p.dim() > 1 and p.shape[0] != text.vocab_size)
+        parameters=sum(p.numel() for p in model.parameters()) + elsewhere,
+        layer_parameters=(
+            sum(p.numel() for p in body.parameters() if p.dim() > 1 and p.shape[0] != text.vocab_size) + elsewhere
+        )
         / layers,
-        expert_parameters=float(sum(p.numel() for one in experts for p in one.parameters())),
+        expert_parameters=own_experts + elsewhere,
         routed=2.0 * chosen * text.hidden_size * len(experts) / layers * dtype.itemsize,
         kv_heads=kv_heads,
         recurrent_layers=len(recurrent),

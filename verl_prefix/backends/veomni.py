@@ -14,6 +14,7 @@ from verl.workers.engine import EngineRegistry
 from verl.workers.engine.veomni.transformer_impl import VeOmniEngineWithLMHead
 
 from verl_prefix.auto.cost import Memory
+from verl_prefix.auto.shape import ModelShape, model_shape
 from verl_prefix.backends.fsdp import FSDPBackend
 from verl_prefix.config.actor import role_of
 from verl_prefix.config.model import check_dealt, check_sequence_parallel, is_varlen
@@ -36,6 +37,10 @@ class VeOmniBackend(FSDPBackend):
 
     def __init__(self, engine: Any) -> None:
         super().__init__(engine, unfused=False)
+
+    @functools.cached_property
+    def shape(self) -> ModelShape:
+        return model_shape(self._engine.module, self.dtype, self._engine.engine_config.expert_parallel_size)
 
     @functools.cached_property
     def stock_facts(self) -> StockPath:
