@@ -75,7 +75,8 @@ def markdown(report: dict[str, Any]) -> str:
         *heading("mixtures of experts on verl's VeOmni engine", "simulated-veomni", report),
         f"One update on H100s (VeOmni's FSDP2 and fused experts, gradient checkpointing, bf16, fp32 master weights, "
         f"gradients reduced in every pass) of one prompt of {PROMPT} tokens with {ROLLOUTS} responses of {RESPONSE} "
-        f"for every rank, {BUDGET} tokens in a pass. EP: ranks that share a layer's experts, inside a node of eight.", "",
+        f"for every rank, {BUDGET} tokens in a pass. EP: ranks that share a layer's experts, inside a node of eight.",
+        "",
         *table(head, rows), "",
     ]  # fmt: skip
     return "\n".join(lines)
