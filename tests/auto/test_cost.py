@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import types
 from pathlib import Path
 
 import families
@@ -11,6 +10,7 @@ import hypothesis.strategies as st
 import pytest
 import torch
 import transformers
+from omegaconf import OmegaConf
 from runners import random_rollouts, run_shared
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -402,9 +402,9 @@ def test_waves_hide_their_own_cost_for_an_eighth_of_memory(llama3_8b):
 
 def make_predictor():
     prefix = {"schedule": "auto", "logits_chunk": 4096, "wave_tokens": None, "offload": False, "min_speedup": 1.05}
-    model = types.SimpleNamespace(enable_gradient_checkpointing=False, get=lambda key: None)
-    actor = types.SimpleNamespace(prefix=types.SimpleNamespace(**prefix), fsdp_config={}, get=lambda key: None)
-    config = types.SimpleNamespace(actor=actor, model=model)
+    sequences = {"ulysses_sequence_parallel_size": 1}
+    actor = {"prefix": prefix, "fsdp_config": sequences} | sequences
+    config = OmegaConf.create({"actor": actor, "model": {"enable_gradient_checkpointing": False}})
     return Predictor(config, Sizes(1, 1, 1, 2, {}), Model(None, SHAPE, 0, None, None))
 
 
