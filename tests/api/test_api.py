@@ -279,7 +279,7 @@ def test_logits_that_change_though_nothing_shows_it_are_refused(scale, monkeypat
     monkeypatch.setattr(logits, "_HANDS_ON", (*logits._HANDS_ON, f"{__name__}."))
     model = subclass(build())
     model.config.logits_scaling = scale
-    with pytest.raises(RuntimeError, match="no hook, forward or config key shows that; set model_engine=dp"):
+    with pytest.raises(RuntimeError, match="no hook, forward or config key shows that; set actor.*stock"):
         run_packed(model, batch())
 
 

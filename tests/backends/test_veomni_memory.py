@@ -2,10 +2,10 @@
 
 import pytest
 
-pytest.importorskip("veomni.models")  # "veomni" alone is this folder where VeOmni is not installed
+pytest.importorskip("veomni")
 
 import veomni_engines  # noqa: E402
-from helpers.simulations import H100  # noqa: E402
+from simulations import H100  # noqa: E402
 from transformers import AutoConfig  # noqa: E402
 
 from verl_prefix.config.options import PrefixConfig  # noqa: E402

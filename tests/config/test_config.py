@@ -383,7 +383,7 @@ def test_misspelt_prefix_key_is_named():
 )
 def test_unsupported_model_is_refused_in_the_driver(tmp_path, fields, found):
     path = write_tiny_model(tmp_path, **fields)
-    with pytest.raises(ValueError, match=f"{found}.*model_engine=dp"):
+    with pytest.raises(ValueError, match=f"{found}.*schedule=stock"):
         validate(path)
     validate(path, f"{ACTOR}.prefix.schedule=stock")
 

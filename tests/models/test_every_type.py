@@ -38,7 +38,7 @@ def refusal(config) -> str | None:
         check_supported(config)
     except ValueError as error:
         assert f"shared-prefix training does not support this {config.model_type} model: " in str(error)
-        assert "\n" not in str(error) and "et model_engine=dp" in str(error)
+        assert "\n" not in str(error) and "et actor" in str(error)
         return str(error)
     return None
 

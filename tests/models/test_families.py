@@ -426,7 +426,7 @@ def test_what_would_be_wrong_is_refused_by_config(config_class, fields, found):
     config = getattr(transformers, config_class)()
     for name, value in fields.items():
         setattr(config, name, value)
-    with pytest.raises(ValueError, match=f"{found}.*[sS]et model_engine=dp"):
+    with pytest.raises(ValueError, match=f"{found}.*[sS]et actor"):
         check_supported(config)
 
 
@@ -478,14 +478,14 @@ def test_what_a_layer_asks_for_and_would_not_get_is_refused(asked):
     options = dict(prefix_pass=AttentionPass(layout.build_layout([], [0]), "auto"), attention_mask=None)
     options |= dict(sliding_window=8, batch=1) | asked
     x = torch.zeros(options.pop("batch"), 4, 1, 8)
-    with pytest.raises(RuntimeError, match="MistralAttention layer 0 called the .*; set model_engine=dp and report"):
+    with pytest.raises(RuntimeError, match="MistralAttention layer 0 called the .*; set actor.*stock and report"):
         grouped_attention_forward(attention, x, x, x, **options)
 
 
 def test_a_layer_that_attends_both_ways_is_refused():
     model, batch = build("llama3"), random_rollouts(SHAPE, 128)
     model.model.layers[2].self_attn.is_causal = False
-    with pytest.raises(RuntimeError, match="LlamaAttention layer 2 called .* is_causal=False; set model_engine=dp"):
+    with pytest.raises(RuntimeError, match="LlamaAttention layer 2 called .* is_causal=False; set actor.*stock"):
         run_shared(model, batch, "packed")
 
 
@@ -498,7 +498,7 @@ def test_layers_under_one_index_are_refused(options):
     model.gradient_checkpointing_enable({"use_reentrant": False})
     run_shared(model, batch, **options)
     model.model.layers[2].self_attn.layer_idx = 1
-    with pytest.raises(RuntimeError, match="layer 1 ran twice in one forward, .*; set model_engine=dp"):
+    with pytest.raises(RuntimeError, match="layer 1 ran twice in one forward, .*; set actor.*stock"):
         run_shared(model, batch, **options)
 
 

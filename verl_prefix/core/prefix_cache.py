@@ -123,8 +123,8 @@ class PrefixCache:
 def ran_twice(key: Key) -> RuntimeError:
     """An error for a model that runs a layer several times in one forward, or several layers under one index."""
     return RuntimeError(
-        f"layer {key} ran twice in one forward, and a prefix is shared of layers that run once; set model_engine=dp, "
-        "or call the model on whole rows"
+        f"layer {key} ran twice in one forward, and a prefix is shared of layers that run once; set "
+        "actor.prefix.schedule=stock, or call the model on whole rows"
     )
 
 

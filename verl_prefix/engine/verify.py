@@ -87,8 +87,8 @@ class Verification:
             message = f"prefix.verify, {batches} {self._num_batches}: {verdict}"
             if options.verify_action == "raise":
                 raise RuntimeError(
-                    f"{message}. The shared-prefix path is wrong for this model; set model_engine=dp and report it, or "
-                    "actor_rollout_ref.actor.prefix.verify_action=fallback to go on with the stock path"
+                    f"{message}. The shared-prefix path is wrong for this model; set actor.prefix.schedule=stock and "
+                    "report it, or actor_rollout_ref.actor.prefix.verify_action=fallback to go on with the stock path"
                 )
             self.failure = Stock(f"the self-check missed: {message}")
         figures = {name: getattr(verdict, name) for name in ("log_probs", "attention", "recurrence", "gradients")}

@@ -68,7 +68,7 @@ def grouped_attention_forward(
             f"{type(module).__name__} layer {module.layer_idx} called the shared-prefix attention with "
             f"prefix_pass={prefix_pass is not None}, attention_mask={attention_mask is not None}, dropout={dropout}, "
             f"sliding_window={sliding_window} (its config says {wanted}), batch {query.shape[0]}, is_causal={causal}; "
-            "set model_engine=dp and report this model"
+            "set actor.prefix.schedule=stock and report this model"
         )
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     if torch.is_autocast_enabled(q.device.type):  # as SDPA does: norms may have left fp32 queries beside bf16 values
@@ -152,12 +152,12 @@ class HookedModel:
         if logits.shape[1] != len(head_tokens):
             raise RuntimeError(
                 f"logits_to_keep asked {type(self.model).__name__} for logits of {len(head_tokens)} tokens, and it "
-                f"returned those of {logits.shape[1]}; set model_engine=dp and report this model"
+                f"returned those of {logits.shape[1]}; set actor.prefix.schedule=stock and report this model"
             )
         if not whole and outputs is not None and not self.hands_on(head.result, logits):
             raise RuntimeError(
                 f"{type(self.model).__name__} changed what lm_head returned, and no hook, forward or config key shows "
-                "that; set model_engine=dp and report this model"
+                "that; set actor.prefix.schedule=stock and report this model"
             )
         if not whole:
             return logits[0]
@@ -180,7 +180,7 @@ class HookedModel:
         if elsewhere := written_elsewhere(seeing.forward):
             raise RuntimeError(
                 f"{type(seeing).__name__} has a forward of {elsewhere}. A shared prefix replaces a vision model's "
-                "forward, and would leave it out; use a forward hook instead, or set model_engine=dp"
+                "forward, and would leave it out; use a forward hook instead, or set actor.prefix.schedule=stock"
             )
         with replaced(seeing, "forward", functools.partial(vision.forward, seeing)):
             logits = self.model(**inputs, keep=keep, **seen).logits
@@ -217,7 +217,7 @@ class HookedModel:
         if num_calls != num_layers:
             raise RuntimeError(
                 f"{num_calls} of {num_layers} layers of {type(self.model).__name__} shared their prefixes; "
-                "its code bypasses transformers' attention interface: set model_engine=dp"
+                "its code bypasses transformers' attention interface: set actor.prefix.schedule=stock"
             )
 
 

@@ -49,7 +49,7 @@ class _OnHeadTokens(PassForward):
         attention_pass = self.attention_pass
         self.end_run()
         if attention_pass is None:
-            raise RuntimeError("a module of the last layer ran without a prefix_pass; set model_engine=dp")
+            raise RuntimeError("a module of the last layer ran without a prefix_pass; set actor.prefix.schedule=stock")
         tokens = attention_pass.head_tokens
         if tokens is None or len(tokens) == x.shape[1]:
             return self.forward(x)

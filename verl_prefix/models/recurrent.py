@@ -82,12 +82,16 @@ class Mixer(PassForward):
             for name in names:
                 if hasattr(owner, name):
                     return owner, name, getattr(owner, name)
-        raise RuntimeError(f"{kind.__name__} has no {' or '.join(names)}, which would be replaced; set model_engine=dp")
+        raise RuntimeError(
+            f"{kind.__name__} has no {' or '.join(names)}, which would be replaced; set actor.prefix.schedule=stock"
+        )
 
     def _pass(self) -> AttentionPass:
         if self.attention_pass is None:
             name = type(self.module).__name__
-            raise RuntimeError(f"{name} layer {self.module.layer_idx} ran without a prefix_pass; set model_engine=dp")
+            raise RuntimeError(
+                f"{name} layer {self.module.layer_idx} ran without a prefix_pass; set actor.prefix.schedule=stock"
+            )
         return self.attention_pass
 
     def conv_replacement(self) -> tuple[Any, str, Callable[..., Any]]:

@@ -138,8 +138,7 @@ def check_supported(config: PretrainedConfig) -> None:
         told = "Stock trains with this dropout, but here rows of a group would share its mask; turn it off with "
         raise ValueError(
             f"shared-prefix training does not support this {config.model_type} model: {'; '.join(reasons)}. "
-            f"{told + ' '.join(off) + '. ' if off else ''}Set model_engine=dp, or "
-            "actor_rollout_ref.actor.prefix.schedule=stock"
+            f"{told + ' '.join(off) + '. ' if off else ''}Set actor_rollout_ref.actor.prefix.schedule=stock"
         )
 
 
@@ -171,7 +170,7 @@ def prompt_learning(model: torch.nn.Module) -> list[str]:
     ]
 
 
-def check_dropout(model: torch.nn.Module, instead: str = "model_engine=dp") -> None:
+def check_dropout(model: torch.nn.Module, instead: str = "actor.prefix.schedule=stock") -> None:
     """Raises ValueError where a dropout mask would be drawn once for a group instead of once per row."""
     for name, module in model.named_modules():
         if isinstance(module, torch.nn.Dropout) and module.p > 0:

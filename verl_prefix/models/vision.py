@@ -230,7 +230,7 @@ def check_pixels(inputs: Row, prefix: torch.Tensor, config: Any, name: str) -> N
             raise ValueError(
                 f"{name}: its prompt has {num_tokens} {kind} tokens before the last one, and its {values} make "
                 f"{num_features} features. Pass prompts as the processor expands them, ending in text; where tools "
-                "answer with pictures, set model_engine=dp"
+                "answer with pictures, set actor.prefix.schedule=stock"
             )
 
 
