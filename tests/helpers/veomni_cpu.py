@@ -1,4 +1,5 @@
-"""What verl's VeOmni engine lacks on a CPU, as stand-ins: dense grouped GEMMs and flash attention, fp32, gloo's limits.
+"""What verl's VeOmni engine lacks on a CPU, as stand-ins: grouped GEMMs, flash and linear attention, fp32, gloo's
+limits.
 
 VeOmni itself runs unpatched on GPUs alone. What is replaced here is no code of ours, and both arms have it. Importing
 this module replaces it for the process; a worker imports it by
@@ -13,8 +14,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from fla_in_torch import causal_conv1d, of_rows
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.functional import scaled_dot_product_attention
+from transformers.models.qwen3_5 import modeling_qwen3_5
 from veomni.arguments import MixedPrecisionConfig
 from veomni.distributed import parallel_state
 from veomni.ops import kernel_registry
@@ -130,6 +133,17 @@ parallel_state.ParallelState.fsdp_enabled = property(lambda self: True)  # of on
 moe_layer.dist = _Dist()
 moe.is_fused_moe_available = lambda: True
 kernel_registry.HardwareRequirement.is_satisfied = lambda self: True
+for _op, _kernel in (
+    ("causal_conv1d", causal_conv1d),
+    ("chunk_gated_delta_rule", of_rows(modeling_qwen3_5.torch_chunk_gated_delta_rule)),
+):
+    kernel_registry.KERNEL_REGISTRY.register(
+        kernel_registry.KernelSpec(
+            name="fla", op_name=_op, variant="standard", factory=lambda kernel=_kernel: kernel,
+            hardware=kernel_registry.HardwareRequirement("any"),
+        ),
+        force=True,
+    )  # fmt: skip
 flash._flash_attention_forward = _attend
 flash._load_veomni_local_flash_kernel = lambda name: SimpleNamespace(
     flash_attn_func=_attend, flash_attn_varlen_func=_attend

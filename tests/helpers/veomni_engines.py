@@ -1,14 +1,18 @@
 """verl's VeOmni engine and ours over it, on a CPU: how both are built, and whole tensors of what they shard."""
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
 from engines import _configs
+from safetensors.torch import save_file
 from shared_models import OURS, SharedModels
 from torch.distributed.tensor import DTensor
+from transformers import AutoModelForImageTextToText
 from veomni.arguments import MixedPrecisionConfig
 from veomni.distributed import parallel_state
 from verl.workers.config import VeOmniEngineConfig, VeOmniOptimizerConfig
@@ -18,12 +22,33 @@ from whole_tensors import whole
 
 from verl_prefix.config.options import PrefixConfig
 from verl_prefix.config.veomni import PrefixVeOmniEngineConfig
+from verl_prefix.testing import tiny_models, write_tiny_model
 
+# Of tiny models' towers: VeOmni's run on zeros of these sizes where a row has no image, whatever the config says.
+_PATCHES = {
+    "qwen2_5_vl": dict(patch_size=14, window_size=56),
+    "qwen3_5": dict(patch_size=16),
+    "qwen3_5_moe": dict(patch_size=16),
+}
 # Keys of verl's VeOmni engine, as they are named there, which cases may set.
 KEYS = (
     "attn_implementation", "moe_implementation", "expert_parallel_size", "ulysses_parallel_size", "fsdp_size",
-    "param_offload", "enable_reentrant", "forward_prefetch", "router_replay",
+    "param_offload", "enable_reentrant", "forward_prefetch", "router_replay", "causal_conv1d_implementation",
+    "chunk_gated_delta_rule_implementation", "cross_entropy_loss_implementation",
 )  # fmt: skip
+
+
+def write_veomni_model(path: Path, family: str) -> str:
+    """`write_tiny_model`, with the names in its file that VeOmni looks for: it renames no weights of the Qwen2.5-VL on
+    the hub, and takes experts from Qwen3.5's as the hub has them, where transformers writes them one by one."""
+    with mock.patch.dict(tiny_models._TOWERS.get(family, {}), _PATCHES.get(family, {})):
+        # Qwen3-VL's experts are transposed or not, which VeOmni tells by sizes that differ.
+        sizes = {"moe_intermediate_size": 48} if family == "qwen3_vl_moe" else {}
+        written = write_tiny_model(path, family=family, **sizes)
+    if family in tiny_models._TOWERS:
+        model = AutoModelForImageTextToText.from_pretrained(written, dtype=torch.float32)
+        save_file(model.state_dict(), path / "model.safetensors", {"format": "pt"})
+    return written
 
 
 def _engine(backend: str, model_path: str, options: dict, forward_only: bool = False) -> Any:
@@ -56,7 +81,15 @@ def _engine(backend: str, model_path: str, options: dict, forward_only: bool = F
     precision = verls.MixedPrecisionConfig
     if options.get("half"):  # as VeOmni's are without stand-ins
         precision, engine._autocast_dtype = MixedPrecisionConfig, torch.bfloat16
-    with mock.patch.object(verls, "MixedPrecisionConfig", precision):
+
+    def trained(self: verls.VeOmniEngine, module: torch.nn.Module) -> None:  # verl's VeOmni has no key for it
+        for name, parameter in module.named_parameters():
+            parameter.requires_grad_(bool(re.search(options.get("trained", ""), name)))
+
+    with (
+        mock.patch.object(verls, "MixedPrecisionConfig", precision),
+        mock.patch.object(verls.VeOmniEngine, "_maybe_apply_async_activation_offload", trained),
+    ):
         engine.initialize()
     return engine
 

@@ -4,13 +4,12 @@ import dataclasses
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from itertools import pairwise
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
+from fla_in_torch import causal_conv1d, of_rows
 from transformers import PretrainedConfig, PreTrainedModel
 from vision_cases import Case, Turns
 
@@ -36,38 +35,8 @@ def veomni_model(config: PretrainedConfig, like: torch.nn.Module, attention: str
 
 def with_kernels(mixer: Any) -> None:
     """Gives a gated delta net of VeOmni stand-ins of flash-linear-attention, without which it refuses to run."""
-    mixer.chunk_gated_delta_rule = _varlen(sys.modules[type(mixer).__module__].torch_chunk_gated_delta_rule)
+    mixer.chunk_gated_delta_rule = of_rows(sys.modules[type(mixer).__module__].torch_chunk_gated_delta_rule)
     mixer.causal_conv1d_fn = causal_conv1d
-
-
-def _varlen(rule: Callable[..., Any]) -> Callable[..., Any]:
-    """The mixer's own rule in torch, which takes rows, behind the interface of
-    fla.ops.gated_delta_rule.chunk_gated_delta_rule, which takes them one behind the other."""
-
-    def chunk_gated_delta_rule(
-        *inputs: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, initial_state: torch.Tensor | None,
-        output_final_state: bool, use_qk_l2norm_in_kernel: bool, cu_seqlens: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-        options = dict(output_final_state=True, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel)
-        states = [None] * len(cu_seqlens) if initial_state is None else initial_state.split(1)
-        found = [
-            rule(*(x[:, a:b] for x in inputs), g=g[:, a:b], beta=beta[:, a:b], initial_state=state, **options)
-            for (a, b), state in zip(pairwise(cu_seqlens.tolist()), states, strict=False)
-        ]
-        return torch.cat([out for out, _ in found], 1), torch.cat([state for _, state in found])
-
-    chunk_gated_delta_rule.__module__ = "fla.ops.gated_delta_rule.chunk"
-    return chunk_gated_delta_rule
-
-
-def causal_conv1d(
-    x: torch.Tensor, weight: torch.Tensor, bias: None, activation: str, seq_idx: None = None, backend: str = "triton",
-    cu_seqlens: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, None]:  # fmt: skip
-    """That of fla/modules/convolution.py, of one row: x [1, T, C], weight [C, width] -> [1, T, C], no state."""
-    assert (activation, backend) == ("silu", "triton") and (cu_seqlens is None or len(cu_seqlens) == 2)
-    padded = F.pad(x.mT, (weight.shape[-1] - 1, 0))
-    return F.silu(F.conv1d(padded, weight.unsqueeze(1), bias, groups=len(weight))).mT, None
 
 
 class VeomniCase(Case):

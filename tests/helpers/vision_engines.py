@@ -7,7 +7,6 @@ from collections import Counter
 
 import engines
 import torch
-from whole_tensors import whole
 
 from verl_prefix.api.pixels import positions_of_row
 from verl_prefix.models import verls_vision, vision
@@ -26,6 +25,7 @@ BATCHES = {
     "text_rank": {0: [IMAGE, TEXT], 1: [TEXT, ([13], [4, 9], "other text")]},
     "text": {0: [TEXT, ([9], [5, 5, 8, 2], "more text")], 1: [([13], [4, 9], "other text")]},
     "one_text_row": {0: [([5, (4, 8), 7], [9, 4, 6, 11, 3, 8, 5], "image")], 1: [([13], [4], "text")]},
+    "kinds": {0: [(BOTH[0], [7, 2, 8, 5], "both")], 1: [IMAGE]},
     # Of these, every second row.
     "scattered": {0: [IMAGE, TEXT, VIDEO, BOTH], 1: [IMAGE, TEXT, VIDEO, BOTH]},
 }  # fmt: skip
@@ -160,11 +160,11 @@ class _Seen:
 def _measure(backend: str, path: str, rank: int, options: dict) -> dict:
     """As `engines._measure`. Stock may need `towers_of_tensors`, which ours opens itself, and has the layers' own
     attention, where ours under sequence parallelism has left verl's in their class."""
-    if backend != "prefix" and options.get("frozen_tower"):
+    if not backend.startswith("prefix") and options.get("frozen_tower"):
         options = options | {"trained": "^(?!.*visual)"}
     engine = engines._engine(backend, path, options)
     with contextlib.ExitStack() as stack:
-        if backend != "prefix":
+        if not backend.startswith("prefix"):
             stack.enter_context(verls_vision.towers_of_tensors(engine.module))
             stack.enter_context(verls_vision.own_attention(engine.module))
         return _measured(engine, backend, path, rank, options)
@@ -181,18 +181,20 @@ def _measured(engine, backend: str, path: str, rank: int, options: dict) -> dict
         data["old_log_probs"] = _nested(engines._responses(inferred["model_output"]["log_probs"].float(), data))
     with engine.train_mode(disable_auto_offload=True):
         engine.optimizer_zero_grad()
-        if checked := backend == "prefix" and options.get("verify") != "off":  # the self-check has passes of its own
+        if (
+            checked := backend.startswith("prefix") and options.get("verify") != "off"
+        ):  # the self-check has passes of its own
             first = engine.forward_backward_batch(data.copy(), engines._loss(options))
             engine.optimizer_zero_grad()
         with _Seen(engine) as result["updated"]:
             output = engine.forward_backward_batch(data.copy(), engines._loss(options))
         trained = {name: p for name, p in engine.module.named_parameters() if p.requires_grad}
-        grads = whole({name: p if p.grad is None else p.grad for name, p in trained.items()})
+        grads = engines.whole({name: p if p.grad is None else p.grad for name, p in trained.items()})
         result["grads"] = {name: grad * (trained[name].grad is not None) for name, grad in grads.items()}
         result["grad_norm"] = engine.optimizer_step()
     loss = torch.tensor(sum(output["loss"]), dtype=torch.float64)
     torch.distributed.all_reduce(loss)  # with us a rank computes other rows than those that it was given
     result["loss"] = loss.item() / options.get("ulysses", 1)
     result["metrics"] = (first if checked else output)["metrics"]
-    result["params"] = whole(dict(engine.module.named_parameters()))
+    result["params"] = engines.whole(dict(engine.module.named_parameters()))
     return result

@@ -45,7 +45,10 @@ class VeOmniBackend(FSDPBackend):
     @functools.cached_property
     def stock_facts(self) -> StockPath:
         attention = self.config.get_text_config()._attn_implementation
-        return StockPath(dense_mask=not is_varlen(attention), one_row=False, why_not_sharded=None)
+        # VeOmni's models run a tower for images and for videos, on zeros where a micro-batch has none.
+        return StockPath(
+            dense_mask=not is_varlen(attention), one_row=False, why_not_sharded=None, equal_tower_runs=True
+        )
 
     def stock_batch(self, data: TensorDict, loss_function: LossFunction | None, forward_only: bool) -> dict[str, Any]:
         output: dict[str, Any] = self._engine.verls_batch(data.copy(), loss_function, forward_only)

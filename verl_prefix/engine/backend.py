@@ -72,11 +72,13 @@ class StockPath(NamedTuple):
         one_row: a micro-batch has one row, since packed rows would leak state.
         why_not_sharded: why verl's sequence parallelism would be wrong here, so that each rank of a slice group
             computes whole rows; None: it is right.
+        equal_tower_runs: every micro-batch runs a vision tower equally often, whatever it shows.
     """
 
     dense_mask: bool
     one_row: bool
     why_not_sharded: str | None
+    equal_tower_runs: bool = False
 
 
 class Backend(Protocol):

@@ -70,8 +70,9 @@ class Verification:
         candidates = self._checkable(rows, groups)
         if not candidates:
             if is_vision_config(self._backend.config):
-                told += ", without tokens of images or videos in responses and with the same number of kinds of pixels "
-                told += "(images, videos) on every rank"
+                told += ", without tokens of images or videos in responses"
+                if not self._backend.stock_facts.equal_tower_runs:
+                    told += " and with the same number of kinds of pixels (images, videos) on every rank"
             warn_once(
                 logger,
                 "prefix.verify waits for a batch in which every rank has a prompt%s; set "
@@ -146,16 +147,17 @@ class Verification:
 
     def _checkable(self, batch: BatchRows, groups: Sequence[Group]) -> Sequence[Group]:
         """Groups to choose from, of which every rank has one. Their stock passes run a vision tower equally often on
-        every rank: verl's path runs it once for images and once for videos. It takes every visual token for one of
-        these, also one that a model samples, and ends where pixels make fewer: such rows are left out."""
+        every rank: with FSDP2 verl's path runs it once for images and once for videos. It takes every visual token for
+        one of these, also one that a model samples, and ends where pixels make fewer: such rows are left out."""
         chosen, config = [groups], self._backend.config
         if is_vision_config(config):
             shown = zip(shown_lens(batch.data["input_ids"].unbind(), config), batch.prompt_lens, strict=True)
             groups = _of_rows(groups, [last <= prompt_len for last, prompt_len in shown])
-            pixels = batch.pixels
-            # Rows of a tree may show other pixels each.
-            runs = [{num_tower_runs(pixels[row]) for row in group.rows} for group in groups]
-            chosen = [[group for group, found in zip(groups, runs, strict=True) if found == {n}] for n in (1, 2)]
+            pixels, chosen = batch.pixels, [groups]
+            if not self._backend.stock_facts.equal_tower_runs:
+                # Rows of a tree may show other pixels each.
+                runs = [{num_tower_runs(pixels[row]) for row in group.rows} for group in groups]
+                chosen = [[group for group, found in zip(groups, runs, strict=True) if found == {n}] for n in (1, 2)]
         lacking = self._backend.ranks.max_over_ranks([not groups for groups in chosen])
         return next((groups for groups, lacks in zip(chosen, lacking, strict=True) if not lacks), [])
 

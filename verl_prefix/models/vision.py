@@ -131,7 +131,7 @@ def shown_lens(prompts: Sequence[torch.Tensor], config: Any) -> list[int]:
 
 
 def num_tower_runs(row: Row) -> int:
-    """How often verl's own forward runs the tower on a row: for images, for videos, or, without both, on zeros."""
+    """How often verl's own forward runs the tower on a row with FSDP2: for images, for videos, or on zeros."""
     return sum((row or {}).get(values) is not None for _, values, _ in PIXELS) or 1
 
 
