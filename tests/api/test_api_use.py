@@ -209,7 +209,7 @@ def test_importing_the_package_is_cheap():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-@pytest.mark.full
+@pytest.mark.ci
 def test_the_package_and_its_functions_come_without_verl(fresh, tmp_path):
     code = """
 from verl_prefix import phased_update, response_hidden_states, response_log_probs

@@ -533,7 +533,7 @@ def test_backward_after_leaving_is_refused(pages, counts):
         y.backward()
 
 
-@pytest.mark.full
+@pytest.mark.ci
 def test_fifty_steps_grow_neither_pages_nor_tensors(pages, counts):
     model = build()
 

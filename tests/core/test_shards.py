@@ -126,8 +126,8 @@ RUNS = [(2, case, False) for case in CASES] + [
 
 
 def _sized(size: int, *values: object):
-    """make test has two ranks, which both have the only key head of a model; CI four."""
-    return pytest.param(size, *values, marks={2: (), 4: pytest.mark.ci, 8: pytest.mark.full}[size])
+    """make test has two ranks, which both have the only key head of a model; CI four and eight."""
+    return pytest.param(size, *values, marks=() if size == 2 else pytest.mark.ci)
 
 
 @pytest.mark.parametrize(("size", "case", "checkpointed"), [_sized(*run) for run in RUNS])
@@ -139,9 +139,8 @@ def test_ranks_compute_together_what_hf_computes_row_by_row(ranks, model, size, 
 
 
 def _marks(family: str, *run: object) -> tuple | pytest.MarkDecorator:
-    if run == (2, "turns_phased", False) or (family, *run) == ("qwen3.5", 4, "phased", True):
-        return ()
-    return pytest.mark.ci if run == (4, "phased", True) else pytest.mark.full
+    quick = run == (2, "turns_phased", False) or (family, *run) == ("qwen3.5", 4, "phased", True)
+    return () if quick else pytest.mark.ci
 
 
 STATE_RUNS = [pytest.param(family, *run, marks=_marks(family, *run)) for family in STATES for run in RUNS if run[0] < 8]

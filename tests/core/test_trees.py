@@ -123,7 +123,7 @@ FAMILIES = [
 # In make test every kind of rows by one family, and by every family those that hold all that a tree can.
 QUICK = [(family, rows) for family in FAMILIES for rows in ROWS if family == "qwen3" or rows is thinking_kept]
 CASES = [
-    pytest.param(family, rows, marks=() if (family, rows) in QUICK else pytest.mark.full)
+    pytest.param(family, rows, marks=() if (family, rows) in QUICK else pytest.mark.ci)
     for family in FAMILIES
     for rows in ROWS
 ]

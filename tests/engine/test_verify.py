@@ -125,7 +125,7 @@ def positions_restarted(patch):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("seeds", [10, pytest.param(100, marks=pytest.mark.full)])
+@pytest.mark.parametrize("seeds", [10, pytest.param(100, marks=pytest.mark.ci)])
 def test_bf16_rounding_passes(seeds):
     verdicts = [verdict(seed, torch.bfloat16) for seed in range(seeds)]
     assert not [v for v in verdicts if v.missed], [str(v) for v in verdicts if v.missed]

@@ -149,7 +149,7 @@ print(len(names), "modules")
 @pytest.mark.parametrize(
     "probe",
     [
-        pytest.param(False, id="all modules", marks=pytest.mark.full),
+        pytest.param(False, id="all modules", marks=pytest.mark.ci),
         pytest.param(True, id="the check sees a connection"),
     ],
 )

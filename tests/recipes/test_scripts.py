@@ -352,7 +352,7 @@ def train_file(tmp_path_factory: pytest.TempPathFactory) -> Callable[[bool], Pat
     ("script", "name"),
     [
         pytest.param(MUSIQUE, "Qwen3-8B", marks=pytest.mark.ci),
-        pytest.param(MUSIQUE, "Llama-3-8B", marks=pytest.mark.full),
+        pytest.param(MUSIQUE, "Llama-3-8B", marks=pytest.mark.ci),
         pytest.param(VIDEO, "Qwen2.5-VL-7B", marks=pytest.mark.ci),
     ],
 )
@@ -553,7 +553,7 @@ VEOMNI = {
 }  # fmt: skip
 EVERY = SCRIPTS | VEOMNI
 
-# On VeOmni, of text with LoRA, of pictures, and refused; the others are in test-full.
+# On VeOmni, of text with LoRA, of pictures, and refused; the others are left to CI.
 TELLING = (
     "grpo_trainer/run_qwen3_30b_veomni",
     "tuning/lora/run_qwen3_8b_fsdp",
@@ -614,7 +614,7 @@ def outcome(settings: Settings, found: dict[str, Any]) -> str:
     return f"accepted, {found['speedup']['update']:.2f}" if shared else "accepted, unshared"
 
 
-@pytest.mark.parametrize("script", [x if x in TELLING else pytest.param(x, marks=pytest.mark.full) for x in EVERY])
+@pytest.mark.parametrize("script", [x if x in TELLING else pytest.param(x, marks=pytest.mark.ci) for x in EVERY])
 def test_verls_own_settings_have_a_plan_or_are_refused_by_key(folder_of, train_file, script):
     settings = EVERY[script]
     folder = folder_of(settings.model)

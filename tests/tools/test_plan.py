@@ -980,7 +980,7 @@ def test_a_model_that_is_not_there_is_one_line_and_exit_code_2(folder, tmp_path,
     assert f"actor_rollout_ref.model.path={tmp_path}/model cannot be read here" in refused(*broken)
 
 
-@pytest.mark.full
+@pytest.mark.ci
 def test_prompts_with_clips_are_as_long_as_verl_makes_them(tmp_path):
     """Every clip and still of the recipe is 40 x 40 pixels in the end: the tokens can be counted by hand."""
     pytest.importorskip("qwen_vl_utils")
