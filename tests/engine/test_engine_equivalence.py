@@ -177,11 +177,21 @@ CASES = {
     ),
 }
 
-# Cases whose self-check runs: those where ranks differ or must agree. In test-full one rank runs every case's.
+# Cases whose self-check two ranks run: those where ranks differ or must agree. One rank runs every case's.
 CHECKED = (
     "default", "packed", "phased", "static_batch_size_of_one", "rank_of_empty_responses", "hsdp", "lora_phased",
     "padded", "sliding_window", "offload_params_and_optimizer", "gate_open", "upper_layer_trained_phased",
     "lm_head_trained_phased", "reshard_off", "turns", "turns_phased",
+)  # fmt: skip
+
+# On one rank in make test, on two in CI: what they change is the same on every rank. The other way round otherwise.
+ALONE = (
+    "phased_waves_over_the_budget", "phased_waves_almost_the_budget", "auto_small_budget", "reference_attention",
+    "padded_model_inputs", "no_entropy", "entropy_chunked_and_checkpointed", "temperature_per_row",
+    "loss_seq-mean-token-sum-norm", "logits_in_chunks_with_entropy_checkpointing", "logits_that_a_hook_changes",
+    "sum_pi_squared", "seed_oss_phased", "phi3_phased", "qwen2_moe_phased", "glm4_moe_phased",
+    "latent_attention_phased", "tool_tokens", "tool_tokens_phased", "turns_in_pieces", "turns_checkpointed_offloaded",
+    "turns_whose_answers_the_loss_masks", "fused_kernels", "activation_offload_gate_shut",
 )  # fmt: skip
 
 # Left to CI on two ranks as on one: each option of theirs is in a case that stays, alone or with others.
@@ -441,13 +451,13 @@ def _split_of_equal_rows(models: dict) -> dict[tuple, tuple[float, int]]:
         (uid, torch.full((30,), ord(uid)), torch.tensor([7, 7, 2]), torch.ones(3, dtype=torch.int64))
         for uid in [own, own, "s", "s"] * 2
     ]
-    for exchange, epochs in itertools.product(("auto", "off"), (1, 2, 3)):
+    for exchange, epochs in itertools.product(("auto", "off"), (1, 3)):
         configs = _configs("prefix", models["qwen3"], {"verify": "off", "exchange": exchange, "epochs": epochs})
         configs["engine_config"].use_dynamic_bsz = True
         worker = TrainingWorker(TrainingWorkerConfig(model_type="language_model", **configs))
         worker.reset()
         worker.set_loss_fn(_loss({}))
-        for shuffle, num in itertools.product((False, True), (1, 2, 4)):
+        for shuffle, num in ((False, 1), (False, 2), (False, 4), (True, 2), (True, 4)):
             data = as_batch(rows, [0] * len(rows), {}, torch.Generator().manual_seed(0))
             tu.assign_non_tensor(data, num_mini_batch=num, epochs=epochs, dataloader_kwargs={"shuffle": shuffle})
             seen, train_batch = [], worker.train_batch
@@ -542,8 +552,8 @@ def _stock(path: str, options: dict) -> dict:
     return STOCK[key]
 
 
-def _case(models: dict, name: str, check: bool) -> dict:
-    options = CASES[name]
+def _case(models: dict, name: str) -> dict:
+    options, check = CASES[name], name in CHECKED or torch.distributed.get_world_size() == 1
     path = models[options.get("family", "qwen3")]
     with mock.patch("engines._engine", SHARED):
         ours = options if check else {"verify": "off"} | options
@@ -854,7 +864,18 @@ def one_rank(models, ranks):
     return ranks(1, models)
 
 
-@pytest.fixture(scope="module", params=[pytest.param(1, marks=pytest.mark.ci), 2], ids=["1rank", "2ranks"])
+WORLDS = {1: "1rank", 2: "2ranks"}
+
+
+def quick(world: int) -> list:
+    """Values of `results`: so many ranks in make test, the others in CI."""
+    return [pytest.param(n, marks=() if n == world else pytest.mark.ci, id=name) for n, name in WORLDS.items()]
+
+
+on_one = pytest.mark.parametrize("results", quick(1), indirect=True)  # where ranks have nothing to agree on
+
+
+@pytest.fixture(scope="module", params=quick(2))
 def results(request, models, ranks):
     return ranks(request.param, models)
 
@@ -893,10 +914,12 @@ def test_the_self_check_stays_within_the_budget_with_as_many_passes_on_every_ran
         ("phased", True, [1, 2 * (9 + 30 + 1)]),  # a custom loss may read all
     ],
 )
+@on_one
 def test_lm_head_runs_where_the_loss_reads_alone(results, schedule, custom_loss, calls):
     assert all(found == calls for found in results(_tool_logits, schedule, custom_loss))
 
 
+@on_one
 def test_tool_tokens_one_token_off_are_far_off(results):
     for result in results(_tool_tokens_one_token_off):
         assert result["errors"]["grads"] > 100 * TOLERANCE
@@ -1043,15 +1066,21 @@ def _assert_equal(results: list[dict]) -> None:
         assert not worst, f"rank {rank}: relative errors over {TOLERANCE}: {worst}"
 
 
-@pytest.mark.parametrize("case", [pytest.param(x, marks=pytest.mark.ci) if x in ALIKE else x for x in CASES])
+def _quick(case: str) -> int | None:
+    """On how many ranks make test has a case."""
+    return None if case in ALIKE else 1 if case in ALONE else 2
+
+
+@pytest.mark.parametrize(
+    ("results", "case"),
+    [
+        pytest.param(world, case, marks=() if world == _quick(case) else pytest.mark.ci, id=f"{WORLDS[world]}-{case}")
+        for world in WORLDS for case in CASES
+    ],
+    indirect=["results"],
+)  # fmt: skip
 def test_engine_computes_what_the_stock_engine_computes(results, case):
-    _assert_equal(results(_case, case, case in CHECKED))
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("case", CASES)
-def test_engine_checks_itself_in_every_case(one_rank, case):
-    _assert_equal(one_rank(_case, case, True))
+    _assert_equal(results(_case, case))
 
 
 def test_our_engine_goes_over_another_than_verls_own(one_rank):
@@ -1066,6 +1095,7 @@ def test_verls_worker_infers_and_updates_as_hf_and_the_stock_engine_do(results):
 
 
 @pytest.mark.parametrize("loss", LOSSES)
+@on_one
 def test_a_loss_that_is_let_through_has_the_gradients_of_stock_and_one_that_is_refused_has_not(results, loss):
     from verl_prefix.config.fsdp import PrefixActorConfig
 
@@ -1101,6 +1131,7 @@ def test_every_loss_that_verl_has_is_among_those_tested():
 @pytest.mark.parametrize("turns", [pytest.param(False, marks=pytest.mark.ci), True], ids=["one_prompt", "turns"])
 @pytest.mark.parametrize("schedule", ["packed", "phased"])
 @pytest.mark.parametrize("dtype", ["bf16", pytest.param("fp16", marks=pytest.mark.ci)])
+@on_one
 def test_half_precision_misses_fp32_by_no_more_than_stock_does(results, dtype, schedule, turns):
     for result in results(_half, dtype, schedule, turns):
         for name, error in result["ours"].items():
@@ -1144,7 +1175,7 @@ def test_routing_replay_is_refused(results):
 
 def test_sharing_happens_where_it_should(results, models):
     def metrics(case: str) -> list[dict]:
-        return [result["metrics"] for result in results(_case, case, case in CHECKED)]
+        return [result["metrics"] for result in results(_case, case)]
 
     for case in ("default", "packed", "phased", "no_uid", "padded"):
         assert all(found["prefix/reuse_fraction"][0] > 0.3 for found in metrics(case)), case
