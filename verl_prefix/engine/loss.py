@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from tensordict import TensorDict
 from verl.trainer.ppo.core_algos import get_policy_loss_fn
-from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_id
 from verl.utils.metric import AggregationType, Metric
 from verl.workers.utils.losses import ppo_loss
 
 from verl_prefix.config.actor import LOSSES_OF_ROWS
+from verl_prefix.engine.rows import select_rows
 from verl_prefix.versions import warn_once
 
 logger = logging.getLogger(__name__)
@@ -83,7 +83,7 @@ class Loss:
     def rows(self, data: TensorDict, rows: list[int]) -> TensorDict:
         """A pass's rows on the device. Tensors of which verl's own loss only needs lengths stay on the host: it reads
         them row by row (no_padding_2_padding), and the device would be idle for some 0.1 ms a row."""
-        on_host = tu.index_select_tensor_dict(data, rows)
+        on_host = select_rows(data, rows)
         micro_batch = on_host.to(get_device_id())
         if self.is_verls:
             micro_batch.clear_device_()

@@ -15,7 +15,7 @@ from verl_prefix.core.waves import Plan
 from verl_prefix.engine.backend import Backend
 from verl_prefix.engine.loss import Loss
 from verl_prefix.engine.outputs import TokenOutputs
-from verl_prefix.engine.rows import BatchRows
+from verl_prefix.engine.rows import BatchRows, select_rows
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +60,7 @@ class MiniBatch:
         model_output = self.token_outputs.of_rows(groups, layout, outputs, micro_batch["input_ids"].offsets())
         read, told = model_output, [i for i, row in enumerate(rows) if row not in self._padding]
         if 0 < len(told) < len(rows):
-            micro_batch = tu.index_select_tensor_dict(micro_batch, told)
+            micro_batch = select_rows(micro_batch, told)
             unbound = {name: values.unbind() for name, values in model_output.items()}
             read = {name: tu.nested_tensor_from_tensor_list([x[i] for i in told]) for name, x in unbound.items()}
         loss, metrics, counts = self._loss(read, micro_batch, self._backend.ranks.data)
@@ -101,7 +101,7 @@ class MiniBatch:
     def _tell(self, one: _Pass) -> None:
         """Names the rows of a pass that was not finite; verl then skips the update, as it does for the stock actor."""
         uids = tu.get(self._data, "uid", [None] * len(self._data))
-        read = tu.index_select_tensor_dict(self._data, one.rows)
+        read = select_rows(self._data, one.rows)
         problems, fields = [], {name: read[name] for name in self._loss.floats(read)}
         for name, values in (one.output["model_output"] | fields).items():
             pairs = zip(one.rows, values.unbind(), strict=True)

@@ -3,6 +3,7 @@
 import copy
 import functools
 import hashlib
+import itertools
 import re
 from collections.abc import Hashable, Sequence
 from typing import Any
@@ -15,6 +16,29 @@ from verl_prefix.config.model import is_varlen
 from verl_prefix.core.groups import Group
 from verl_prefix.engine.carried_pixels import PIXELS
 from verl_prefix.models.vision import CARRIED_BY, CARRIES, check_pixels, is_vision_config, share_pixels
+
+
+def select_rows(data: TensorDict, rows: Sequence[int]) -> TensorDict:
+    """What verl.utils.tensordict_utils.index_select_tensor_dict gives, without a tensor for every row that the batch
+    has, in every field: a pass of few rows would take as long as the whole batch."""
+    fields: dict[str, Any] = dict(data.items())
+    ragged = {name for name, x in fields.items() if getattr(x, "is_nested", False) and x.lengths() is None}
+    others = dict(tu.index_select_tensor_dict(data.exclude(*ragged), list(rows)).items())
+    found = {name: _ragged_rows(x, rows) if name in ragged else others[name] for name, x in fields.items()}
+    return TensorDict(found, batch_size=len(rows))
+
+
+def _ragged_rows(nested: Any, rows: Sequence[int]) -> torch.Tensor:
+    """Rows of a jagged tensor, as verl's nested_tensor_from_tensor_list makes one of them."""
+    values, ends, dim = nested.values(), nested.offsets().tolist(), nested._ragged_idx - 1
+    lens = [ends[row + 1] - ends[row] for row in rows]
+    values = torch.cat([values.narrow(dim, ends[row], n) for row, n in zip(rows, lens, strict=True)], dim)
+    offsets = torch.tensor([0, *itertools.accumulate(lens)], device=values.device)
+    if values.dim() == 1:
+        return torch.nested.nested_tensor_from_jagged(values, offsets, min_seqlen=min(lens), max_seqlen=max(lens))
+    selected: Any = torch.nested.nested_tensor_from_jagged(values, offsets)
+    selected._ragged_idx = nested._ragged_idx
+    return selected
 
 
 class BatchRows:
@@ -41,7 +65,7 @@ class BatchRows:
 
     def select(self, rows: Sequence[int], keys: Sequence[Hashable] | None = None) -> "BatchRows":
         """These rows, which may repeat; `keys`: theirs."""
-        return BatchRows(tu.index_select_tensor_dict(self.data, list(rows)), keys)
+        return BatchRows(select_rows(self.data, rows), keys)
 
     def flag(self, name: str, default: Any = False) -> Any:
         """A value that the batch has once."""
