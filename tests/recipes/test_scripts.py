@@ -514,6 +514,8 @@ GSPO = ("actor.use_kl_loss=False", "actor.policy_loss.loss_mode=gspo")
 OFFLOADED = ("actor.veomni.param_offload=True", "actor.veomni.optimizer_offload=True")
 EP, SP = "actor.veomni.expert_parallel_size", "actor.veomni.ulysses_parallel_size"
 DISTILLED = ("model.use_fused_kernels=True", "distillation.enabled=True", "actor.use_kl_loss=False")
+# VeOmni's delta nets refuse packed rows without flash-linear-attention's kernels, with a shared prefix or without.
+NO_KERNELS = ("causal_conv1d_implementation=eager",)
 VEOMNI = {
     "grpo_trainer/run_qwen3_30b_veomni": Settings(
         "Qwen3-30B-A3B", (16, 8, 4), (2048, 8192), "1 rows", others=(*OFFLOADED, f"{EP}=1"), engine="veomni"
@@ -525,13 +527,13 @@ VEOMNI = {
     ),
     "grpo_trainer/run_qwen3_5_35b_a3b_veomni": Settings(
         "Qwen3.5-35B-A3B", (128, 32, 8), (1024, 2048), "1 rows", (8, 2), (*GSPO, *OFFLOADED, f"{SP}=2"),
-        engine="veomni",
+        NO_KERNELS, "veomni",
     ),
     "grpo_trainer/run_qwen3_5-122b-a10b_veomni": Settings(
         "Qwen3.5-122B-A10B", (128, 32, 8), (1024, 2048), "1 rows", (8, 8),
         (*GSPO, *OFFLOADED, f"{SP}=2", f"{EP}=8", "actor.veomni.moe_implementation=fused_triton",
          "actor.veomni.cross_entropy_loss_implementation=liger_kernel"),
-        engine="veomni",
+        NO_KERNELS, "veomni",
     ),
     "grpo_trainer/run_deepseek_v4_veomni": Settings(
         "DeepSeek-V4-Flash", (128, 64, 8), (2048, 8192), "2560 tokens", (8, 8),
@@ -552,6 +554,7 @@ VEOMNI = {
     ),
 }  # fmt: skip
 EVERY = SCRIPTS | VEOMNI
+VEOMNI_KEY = "actor_rollout_ref.actor.veomni"
 
 # On VeOmni, of text with LoRA, of pictures, and refused; the others are left to CI.
 TELLING = (
@@ -622,7 +625,10 @@ def test_verls_own_settings_have_a_plan_or_are_refused_by_key(folder_of, train_f
     longest = next(word.partition("=")[2] for word in words if word.startswith("data.max_response_length="))
     found = plan.build(Options(words, response_lengths=f"{longest},0"))
     text = outcome(settings, found)
-    if off := re.findall(r"\+\S+=0\.0", " ".join(found["unsupported"])):
+    reasons = " ".join(found["unsupported"])
+    kernels = re.findall(r"(\w+_implementation)=eager; set fla", reasons)
+    off = re.findall(r"\+\S+=0\.0", reasons) + [f"{VEOMNI_KEY}.{name}=fla" for name in kernels]
+    if off and len(settings.refused) == 1:
         other = plan.build(Options([*words, *off], response_lengths=f"{longest},0"))
         assert other["unsupported"] == []
         text += f"; with the overrides that it names {outcome(settings._replace(refused=()), other)}"
