@@ -77,7 +77,10 @@ def markdown(report: dict[str, Any]) -> str:
         f"gradients reduced in every pass) of one prompt of {PROMPT} tokens with {ROLLOUTS} responses of {RESPONSE} "
         f"for every rank, {BUDGET} tokens in a pass. EP: ranks that share a layer's experts, inside a node of eight.",
         "",
-        *table(head, rows), "",
+        *table(head, rows),
+        "Without expert parallelism every pass gathers all experts of a layer, from other nodes where there are several: "
+        "fewer passes then gain more than FLOPs say, and waves gain less. With it a layer's experts stay, and its tokens "
+        "travel inside the node.", "",
     ]  # fmt: skip
     return "\n".join(lines)
 
