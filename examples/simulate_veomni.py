@@ -78,9 +78,9 @@ def markdown(report: dict[str, Any]) -> str:
         f"for every rank, {BUDGET} tokens in a pass. EP: ranks that share a layer's experts, inside a node of eight.",
         "",
         *table(head, rows),
-        "Without expert parallelism every pass gathers all experts of a layer, from other nodes where there are several: "
-        "fewer passes then gain more than FLOPs say, and waves gain less. With it a layer's experts stay, and its tokens "
-        "travel inside the node.", "",
+        "Without expert parallelism every pass gathers all experts of a layer, from other nodes where there are any; "
+        "fewer passes then gain more than FLOPs say, and waves gain less. With it a rank gathers its own part of them, "
+        "and tokens travel inside the node.", "",
     ]  # fmt: skip
     return "\n".join(lines)
 
