@@ -15,7 +15,7 @@ from verl_prefix.config.model import (
     refuse,
     sequence_key,
 )
-from verl_prefix.config.veomni import VEOMNI_TOPOLOGY
+from verl_prefix.config.veomni import VEOMNI_TOPOLOGY, check_built
 from verl_prefix.core.waves import leaves_room
 from verl_prefix.versions import TESTED_VEOMNI, TESTED_VERL, installed_version
 
@@ -129,6 +129,9 @@ def _check_ref(config: DictConfig) -> None:
             f"{key}={of_ref}, and the actor's is {of_actor}: VeOmni has one topology in a process, that of the engine "
             f"that is built first; remove {key}, which follows the actor's",
         )
+    if "veomni" in roles.ref and roles.actor.prefix.schedule != "stock":
+        if (hf_config := read_hf_config(roles.model)) is not None:
+            check_built(hf_config, roles.ref.veomni)
     key, size = sequence_key("ref", roles.ref)
     if size != sequence_key("actor", roles.actor)[1] and roles.actor.prefix.schedule != "stock":
         check_sequence_parallel(key, size, config.trainer.n_gpus_per_node * config.trainer.nnodes, roles.model)

@@ -54,9 +54,12 @@ def veomni_reasons(config: PretrainedConfig, engine_config: Mapping[str, Any]) -
     for name, token in zip(("image", "video"), VISUAL_TOKENS.get(kind, ()), strict=False):
         if (own := getattr(config, f"{name}_token_id")) != token:
             reasons.append(f"{name}_token_id={own}, where verl's engine puts features in place of token {token}")
-    if is_recurrent(config.get_text_config().model_type):
+    if is_recurrent((text := config.get_text_config()).model_type):
         found = ((key, engine_config.get(key, "eager")) for key in _KERNELS)
         reasons += [f"{key}={value}; set fla" for key, value in found if value != "fla"]
+        size, names = engine_config.get("ulysses_parallel_size", 1), ("linear_num_key_heads", "linear_num_value_heads")
+        heads = ((name, getattr(text, name)) for name in names)
+        reasons += [f"{name}={n}, which ulysses_parallel_size={size} does not divide" for name, n in heads if n % size]
     return reasons
 
 

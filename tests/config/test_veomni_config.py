@@ -1,0 +1,137 @@
+"""Options of `model_engine=prefix_veomni`: what composes, and what is refused in the driver, by which key. Needs no
+VeOmni."""
+
+import pytest
+import verl  # noqa: F401
+from hydra import compose, initialize_config_module
+from hydra.errors import InstantiationException
+from omegaconf import OmegaConf
+from verl.utils.config import omega_conf_to_dataclass, validate_config
+from verl.workers.config import VeOmniActorConfig, VeOmniEngineConfig
+
+from verl_prefix.config import driver
+from verl_prefix.config.veomni import VEOMNI_TOPOLOGY, PrefixVeOmniActorConfig, PrefixVeOmniEngineConfig
+from verl_prefix.testing import write_tiny_model
+
+ROLES = "actor_rollout_ref"
+ACTOR, REF, MODEL = f"{ROLES}.actor", f"{ROLES}.ref", f"{ROLES}.model"
+VEOMNI = f"{ACTOR}.veomni"
+KERNELS = [f"{VEOMNI}.{name}_implementation=fla" for name in ("causal_conv1d", "chunk_gated_delta_rule")]
+ULYSSES = f"{VEOMNI}.ulysses_parallel_size=2"
+
+
+@pytest.fixture(autouse=True)
+def installed(monkeypatch):
+    """veomni is what the driver asks for first."""
+    real = driver.installed_version
+    monkeypatch.setattr(driver, "installed_version", lambda name: "0.1.12" if name == "veomni" else real(name))
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory):
+    tmp = tmp_path_factory.mktemp("tiny")
+    families = ("qwen3", "qwen3_moe", "phi3", "qwen3_5_text", "qwen3_vl")
+    return {family: write_tiny_model(tmp / family, family=family) for family in families}
+
+
+def composed(model_path: str, *overrides: str):
+    rows = [f"{ACTOR}.use_dynamic_bsz=true", f"{ACTOR}.use_kl_loss=true", f"{ROLES}.rollout.n=4"]
+    with initialize_config_module("verl.trainer.config", version_base=None):
+        options = ["model_engine=prefix_veomni", f"{MODEL}.path={model_path}", *rows, *overrides]
+        return compose("ppo_trainer", overrides=options)
+
+
+def checked(model_path: str, *overrides: str):
+    """The config, as verl's driver checks it."""
+    config = composed(model_path, *overrides)
+    validate_config(config, use_reference_policy=True, use_critic=False)
+    OmegaConf.resolve(config)
+    return config
+
+
+@pytest.mark.parametrize(
+    ("family", "overrides"),
+    [
+        ("qwen3", []),
+        ("qwen3", [ULYSSES, f"{VEOMNI}.fsdp_size=2"]),
+        ("qwen3", [f"{VEOMNI}.attn_implementation=sdpa", f"{MODEL}.enable_gradient_checkpointing=True"]),
+        ("qwen3", [f"{VEOMNI}.cross_entropy_loss_implementation=chunk_loss", f"{MODEL}.use_fused_kernels=True"]),
+        ("qwen3", [f"{VEOMNI}.param_offload=True", f"{VEOMNI}.optimizer_offload=True"]),
+        ("qwen3", [f"{VEOMNI}.basic_modules=[Qwen3MLP]", f"{VEOMNI}.mixed_precision=False"]),
+        ("qwen3_moe", [f"{VEOMNI}.expert_parallel_size=8", f"{VEOMNI}.moe_implementation=fused_triton"]),
+        ("qwen3_5_text", KERNELS),
+        ("phi3", [f"{ACTOR}.prefix.schedule=stock"]),
+    ],
+)
+def test_what_is_accepted_builds_both_engines_configs(paths, family, overrides):
+    config = checked(paths[family], *overrides)
+    OmegaConf.set_struct(config, False)
+    ref = config.actor_rollout_ref.ref
+    for key in [key for key in ref if key.startswith("log_prob_")]:
+        ref.pop(key)  # as ActorRolloutRefWorker.init_model does
+    ref.use_dynamic_bsz = True
+    actor, ref = (omega_conf_to_dataclass(role) for role in (config.actor_rollout_ref.actor, ref))
+    for role in (actor, ref):
+        assert isinstance(role, PrefixVeOmniActorConfig) and isinstance(role, VeOmniActorConfig)
+        assert isinstance(role.engine, PrefixVeOmniEngineConfig) and isinstance(role.engine, VeOmniEngineConfig)
+        assert role.engine.strategy == "prefix_veomni" and role.engine.prefix == actor.prefix
+    assert ref.engine.forward_only and not actor.engine.forward_only
+    # One process has one topology, and modules of VeOmni one choice of kernels.
+    same = [name for name in VeOmniEngineConfig.__dataclass_fields__ if name.endswith("_implementation")]
+    for key in (*VEOMNI_TOPOLOGY, *same):
+        assert ref.engine[key] == actor.engine[key], key
+    assert config.critic._target_ == "verl.workers.config.VeOmniCriticConfig"
+
+
+@pytest.mark.parametrize(
+    ("family", "overrides", "message"),
+    [
+        ("qwen3", f"{ACTOR}.pad_to_length=True", r"actor.veomni.pad_to_length=True, or .*pad_to_length=False"),
+        ("qwen3", f"{VEOMNI}.pad_to_length=True", r"actor.veomni.pad_to_length=True, or .*pad_to_length=False"),
+        ("qwen3", f"{REF}.veomni.pad_to_length=True", r"ref.veomni.pad_to_length=True, or .*ref.pad_to_length=False"),
+        (
+            "qwen3", f"{VEOMNI}.enable_async_activation_offload=True",
+            r"actor.veomni.enable_async_activation_offload=True counts .*; set .*=False, and actor.prefix.offload=True",
+        ),
+        ("qwen3", f"{VEOMNI}.router_replay.mode=R2", r"router_replay.mode=R2: .*; set .*=disabled, or model_engine=v"),
+        ("qwen3", f"{REF}.veomni.router_replay.mode=R3", r"ref.veomni.router_replay.mode=R3"),
+        ("qwen3", f"{ROLES}.rollout.enable_rollout_routing_replay=True", r"routed_experts.*set it to False"),
+        (
+            "qwen3", f"{ULYSSES} {VEOMNI}.attn_implementation=sdpa",
+            r"attn_implementation=sdpa attends within .*size=2; set .*=flash_attention_2",
+        ),
+        ("qwen3", f"{VEOMNI}.ulysses_parallel_size=3", r"veomni.ulysses_parallel_size=3 does not divide 8 GPUs"),
+        ("qwen3", f"{VEOMNI}.ulysses_parallel_size=8", r"parallel_size=8: of this qwen3 model 4 heads .*; set 4"),
+        ("qwen3", f"{ULYSSES} {MODEL}.use_remove_padding=False", r"size=2 needs .*model.use_remove_padding=True"),
+        ("qwen3", f"{MODEL}.lora_rank=8", r"model.lora_rank=8: .*builds no adapters; remove it, or .*engine=prefix"),
+        ("qwen3", f"{MODEL}.lora.rank=8", r"model.lora.rank=8: .*builds no adapters"),
+        ("qwen3", f"{MODEL}.lora_adapter_path=/tmp/x", r"model.lora_adapter_path=/tmp/x: .*builds no adapters"),
+        ("qwen3", f"{REF}.veomni.expert_parallel_size=2", r"ref.veomni.expert_parallel_size=2, and the actor's is 1"),
+        ("qwen3", f"{REF}.veomni.ulysses_parallel_size=2", r"ref.veomni.ulysses_parallel_size=2, and the actor's is"),
+        ("qwen3", f"{REF}.veomni.fsdp_size=4", r"ref.veomni.fsdp_size=4, and the actor's is -1: .*; remove"),
+        ("qwen3", f"{ACTOR}.strategy=fsdp2", r"actor.strategy='fsdp2': .*model_engine=prefix for FSDP2"),
+        ("qwen3", f"{ACTOR}.shuffle=True", r"shuffle=False"),
+        ("qwen3", f"{ACTOR}.freeze_vision_tower=True", r"a qwen3 model has no tower; remove it"),
+        ("qwen3", f"++{VEOMNI}.prefix.schedule=phased", r"actor.veomni.prefix is filled .*set its keys there"),
+        ("phi3", "", r"actor.veomni: .*phi3 model on VeOmni: model_type=phi3; of VeOmni's models .*schedule=stock"),
+        ("qwen3_5_text", "", r"causal_conv1d_implementation=eager; set fla; chunk_gated_.*=eager; set fla"),
+        (
+            "qwen3_5_text", f"{' '.join(KERNELS)} {VEOMNI}.ulysses_parallel_size=4",
+            r"linear_num_key_heads=2, which ulysses_parallel_size=4 does not divide",
+        ),
+        (
+            "qwen3_5_text", f"{' '.join(KERNELS)} {REF}.veomni.causal_conv1d_implementation=eager",
+            r"ref.veomni: .*causal_conv1d_implementation=eager; set fla",
+        ),
+        ("qwen3_vl", "", r"image_token_id=\d+, where verl's engine puts features in place of token 151655"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_is_refused_in_the_driver_by_its_key(paths, family, overrides, message):
+    with pytest.raises((ValueError, InstantiationException), match=message):
+        checked(paths[family], *overrides.split())
+
+
+def test_without_veomni_the_driver_says_what_to_install(paths, monkeypatch):
+    monkeypatch.setattr(driver, "installed_version", lambda name: None)
+    with pytest.raises(ValueError, match=r"prefix_veomni, and veomni is not installed: pip install veomni==0\.1\.12"):
+        checked(paths["qwen3"])
