@@ -59,9 +59,11 @@ NEWEST := .venv-newest/$(firstword $(newest))
 
 test-vllm := tests/cpu/test_vllm.py
 test-trl := tests/clients
-test-veomni := $(PARALLEL) tests/backends
+test-veomni := $(PARALLEL) -m 'not ray' tests/backends
 test-newest := $(PARALLEL) -m 'not full and not ci' tests/models tests/api \
 	$(patsubst %,tests/core/test_%.py,fsdp lifetime offload schedule shards trees)
+# What does not run beside other files: trainings, left out where PYTEST_ARGS choose tests.
+alone-veomni := -m ray tests/backends
 ENGINE_TESTS := tests/package/test_contract.py tests/config/test_config.py tests/engine/test_engine_equivalence.py \
 	tests/engine/test_verls_clients.py
 WITHOUT_VERL := tests/core tests/models tests/api tests/auto tests/engine/test_verify.py tests/tools/test_bench.py
@@ -152,6 +154,7 @@ fuzz: setup
 
 test-vllm test-trl test-veomni test-newest: test-%: setup-%
 	.venv-$*/bin/python -m pytest $($@) $(PYTEST_ARGS)
+	$(if $(PYTEST_ARGS),,$(if $(alone-$*),.venv-$*/bin/python -m pytest $(alone-$*)))
 
 test-pinned: $(PINNED)
 	.venv-pinned/bin/python -m pytest $(PARALLEL) -m 'not full' $(PYTEST_ARGS) $(WITHOUT_VERL) $(ENGINE_TESTS)

@@ -23,8 +23,6 @@ ROW_BY_ROW = [
     *(f"actor_rollout_ref.{role}.log_prob_{key}" for role in ("rollout", "ref")
       for key in ("use_dynamic_bsz=false", "micro_batch_size_per_gpu=1")),
 ]  # fmt: skip
-# A step of a tiny model is over in the time that rates are measured to.
-SHARED = "actor_rollout_ref.actor.prefix.min_speedup=0"
 # Family, options of both arms, of ours, and of stock.
 RUNS = {
     "ulysses": ("qwen3", [], ULYSSES, []),
@@ -45,7 +43,7 @@ def test_step_1_is_stocks_and_prompts_are_shared(tmp_path: Path, run: str, train
     monkeypatch.setenv("PYTHONPATH", helpers, prepend=os.pathsep)
     family, both, ours, stocks = RUNS[run]
     options = ["trainer.v1.trainer_mode=sync", *both]
-    stock, prefix = both_arms(tmp_path, train, options, [SHARED, *ours], stocks, family)
+    stock, prefix = both_arms(tmp_path, train, options, ours, stocks, family)
     for step in prefix:
         step = {name.removeprefix("actor/"): value for name, value in step.items()}
         assert step["prefix/reuse_fraction"] > 0.5 and step["prefix/stock_rows"] == 0

@@ -1,6 +1,6 @@
 """Two steps of real verl in both arms."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -10,7 +10,9 @@ from verl_prefix.testing import write_tiny_model
 
 STOCK = ["model_engine=dp", "actor_rollout_ref.actor.strategy=fsdp2", "actor_rollout_ref.ref.strategy=fsdp2"]
 # What `auto` measures on a busy machine may send rows this short verl's own path.
-PREFIX = ["model_engine=prefix", "actor_rollout_ref.actor.prefix.min_speedup=0"]
+SHARED = "actor_rollout_ref.actor.prefix.min_speedup=0"
+FSDP2 = {"stock": STOCK, "prefix": ["model_engine=prefix", SHARED]}
+VEOMNI = {"stock": ["model_engine=veomni"], "prefix": ["model_engine=prefix_veomni", SHARED]}
 
 
 def both_arms(
@@ -21,10 +23,11 @@ def both_arms(
     stocks: Sequence[str] = (),
     family: str = "qwen3",
     arms: Sequence[str] = ("stock", "prefix"),
+    engines: Mapping[str, list[str]] = FSDP2,
     **driver: str | int,
 ) -> Iterator[list[dict[str, float]]]:
-    """Two steps' metrics by stock with `stocks`, then by model_engine=prefix with `ours`, of a tiny model on MuSiQue
-    questions; or by one of these `arms` alone. driver: options of `train`."""
+    """Two steps' metrics by stock with `stocks`, then by our engine with `ours`, of a tiny model on MuSiQue questions;
+    or by one of these `arms` alone. engines: which of verl's, and ours over it. driver: options of `train`."""
     questions = tmp_path / "questions.jsonl"
     recipe("make_questions.py", "--output", questions, "--num", 16, "--seed", 1)
     recipe("prepare.py", "--input", questions, "--output", tmp_path, "--max-paragraphs", 4, "--val-size", 4)
@@ -40,5 +43,5 @@ def both_arms(
             "reward.custom_reward_function.name=letter_share", *options, *engine,
             **{"config": "ppo_trainer"} | driver,
         )[0]
-        for engine in map({"stock": [*STOCK, *stocks], "prefix": [*PREFIX, *ours]}.get, arms)
+        for engine in map({"stock": [*engines["stock"], *stocks], "prefix": [*engines["prefix"], *ours]}.get, arms)
     )  # fmt: skip

@@ -124,29 +124,30 @@ class HFServerAdapter(BaseRollout):
             await server.update_weights.remote(bucket, last=True, version=global_steps)
 
 
-_EXPERT = re.compile(r"(.*\.mlp\.experts)\.\d+\.(?:(gate|up)|down)_proj\.weight")
+_EXPERT = re.compile(r"(.*\.mlp\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
 
 
 async def fused_experts(
     weights: Iterable[tuple[str, torch.Tensor]] | AsyncIterable[tuple[str, torch.Tensor]],
 ) -> AsyncIterator[tuple[str, torch.Tensor]]:
     """Weights under the names of transformers' modules, [experts, out, in] of a mixture: what verl took apart for vLLM
-    (unfuse_moe_params in verl/workers/engine/fsdp/utils.py), expert by expert, gate before up."""
-    of, members = "", list[torch.Tensor]()  # a mixture's weight, and its experts' until the next name
+    (unfuse_moe_params in verl/workers/engine/fsdp/utils.py, expert by expert; default_moe_param_handler in
+    verl/workers/engine/veomni/utils.py, all gates of a rank's experts before their ups)."""
+    of, members = "", dict[tuple[int, str], torch.Tensor]()  # a mixture's weight, and its parts until the next name
 
     def fused() -> tuple[str, torch.Tensor]:
-        experts = torch.stack(members)
+        experts = torch.stack([members[part] for part in sorted(members)])  # gate before up
         return of, experts.unflatten(0, (-1, 2)).flatten(1, 2) if of.endswith("gate_up_proj") else experts
 
     async for name, weight in ensure_async_iterator(weights):
         expert = _EXPERT.fullmatch(name)
-        now = f"{expert[1]}.{'gate_up_proj' if expert[2] else 'down_proj'}" if expert else ""
+        now = f"{expert[1]}.{'down_proj' if expert[3] == 'down' else 'gate_up_proj'}" if expert else ""
         if members and now != of:
             yield fused()
             members.clear()
         of = now
         if expert:
-            members.append(weight)
+            members[int(expert[2]), expert[3]] = weight
         else:
             yield name, weight
     if members:
