@@ -13,6 +13,7 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 from engines import _batch, _engine, _loss, _responses
+from shared_models import SharedModels
 from torch.distributed import get_rank
 
 import verl_prefix
@@ -37,6 +38,9 @@ ROWS = {
     "rows": [[("a", 30, [9, 7], ""), ("b", 50, [5], "")], [("a", 30, [6], ""), ("b", 50, [4, 8], "")]],
     "idle": [[("a", 30, [9, 7], ""), ("b", 50, [5], "")], [("c", 20, [0, 0], "")]],
 }
+
+
+SHARED = SharedModels(_engine)  # on ranks
 
 
 def functions() -> set[str]:
@@ -97,7 +101,7 @@ def _walk(models: dict, rows: str, has_outputs: bool) -> tuple[list, list[str], 
         return mock.patch.object(dist, name, call)
 
     with mock.patch.object(FSDPBackend, "__init__", without):
-        engine = _engine("prefix", models["qwen3"], OPTIONS)
+        engine = SHARED("prefix", models["qwen3"], OPTIONS)
     data = _batch(get_rank() // 2, engine.model_config.hf_config.vocab_size, {"groups": ROWS[rows][get_rank() // 2]})
     patches = [recorded(name) for name in CALLED]
     for one in patches:

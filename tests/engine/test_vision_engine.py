@@ -58,6 +58,8 @@ AS_WITH_TEXT = (
     "phased_row_by_row", "small_budget", "groups_cut", "offload", "lora_on_text", "padded", "turns",
     "text_alone_sync_every_pass",
 )  # fmt: skip
+# On one rank in make test, on two in CI, as is every family but one: nothing there differs between ranks.
+ALONE = ("gate_open", "checkpointed", "frozen_tower", "turns_phased", "text_alone")
 # What a model of experts or of recurrent layers adds. Other engine cases of it are in test_recurrent_engine.
 FEW = (
     "packed", "phased", "phased_row_by_row", "checkpointed", "scattered", "text_rank", "turns", "turns_phased",
@@ -194,24 +196,29 @@ def paths(tmp_path_factory):
     return found
 
 
+WORLDS = {1: "1rank", 2: "2ranks"}
+
+
 @pytest.fixture(scope="module", params=[pytest.param(1, marks=pytest.mark.ci), 2], ids=["1rank", "2ranks"])
 def results(request, paths, ranks):
     return ranks(request.param, paths)
 
 
-def _cases(*names: str) -> list:
+def _cases(*names: str) -> pytest.MarkDecorator:
     """Of every family, all or these; make test has those of one family, and of the others what differs most: of GLM's
     with experts and GLM-4.6V there is nothing that GLM-4.1V and Qwen3-VL with experts do not have."""
-    quick = [(family, "phased") for family in ("qwen2_5_vl", "qwen3_vl_moe", "qwen3_5", "glm4v")]
-    quick.append(("qwen3_5", "turns_phased"))
-    quick += [("qwen3_vl", case) for case in CASES if case not in AS_WITH_TEXT]
-    return [
-        pytest.param(family, case, marks=() if (family, case) in quick else pytest.mark.ci)
-        for family in FAMILIES for case in FAMILIES[family] if case in (names or CASES)
+    quick = {(1, family, "phased") for family in ("qwen2_5_vl", "qwen3_vl_moe", "qwen3_5", "glm4v")}
+    quick.add((1, "qwen3_5", "turns_phased"))
+    quick |= {(1 if case in ALONE else 2, "qwen3_vl", case) for case in CASES if case not in AS_WITH_TEXT}
+    every = [(world, family, case) for world in WORLDS for family in FAMILIES for case in FAMILIES[family]]
+    params = [
+        pytest.param(*one, marks=() if one in quick else pytest.mark.ci, id="-".join([WORLDS[one[0]], *one[1:]]))
+        for one in every if one[2] in (names or CASES)
     ]  # fmt: skip
+    return pytest.mark.parametrize(("results", "family", "case"), params, indirect=["results"])
 
 
-@pytest.mark.parametrize(("family", "case"), _cases())
+@_cases()
 def test_engine_computes_what_the_stock_engine_computes(results, family, case):
     for rank, result in enumerate(results(_case, family, case)):
         worst = {name: error for name, error in result["errors"].items() if not error <= TOLERANCE}
@@ -254,9 +261,7 @@ def _patches(rank: int, batch: str, repeated: bool) -> int:
     return total
 
 
-@pytest.mark.parametrize(
-    ("family", "case"), _cases("packed", "phased", "checkpointed", "frozen_tower", "text_rank", "text_rank_phased")
-)
+@_cases("packed", "phased", "checkpointed", "frozen_tower", "text_rank", "text_rank_phased")
 def test_tower_sees_a_groups_pixels_once(results, family, case):
     batch = CASES[case].get("batch", "mixed")
     for rank, result in enumerate(results(_case, family, case)):
@@ -268,6 +273,7 @@ def test_tower_sees_a_groups_pixels_once(results, family, case):
         assert counts["ours"][1]["backwards"] == (0 if case == "frozen_tower" else 1)
 
 
+@pytest.mark.parametrize("results", [1, pytest.param(2, marks=pytest.mark.ci)], ids=WORLDS.values(), indirect=True)
 @pytest.mark.parametrize("family", ONE_FAMILY)
 def test_tower_sees_an_image_of_several_turns_once(results, family):
     """Of each uid its question's 32 patches, and in two sessions those of two more turns, 16 and 32."""
