@@ -206,13 +206,18 @@ def results(request, paths, ranks):
 
 def _cases(*names: str) -> pytest.MarkDecorator:
     """Of every family, all or these; make test has those of one family, and of the others what differs most: of GLM's
-    with experts and GLM-4.6V there is nothing that GLM-4.1V and Qwen3-VL with experts do not have."""
+    with experts and GLM-4.6V there is nothing that GLM-4.1V and Qwen3-VL with experts do not have. CI has all on two
+    ranks, and on one rank all of one family."""
     quick = {(1, family, "phased") for family in ("qwen2_5_vl", "qwen3_vl_moe", "qwen3_5", "glm4v")}
     quick.add((1, "qwen3_5", "turns_phased"))
     quick |= {(1 if case in ALONE else 2, "qwen3_vl", case) for case in CASES if case not in AS_WITH_TEXT}
+
+    def marks(one: tuple[int, str, str]) -> tuple | pytest.MarkDecorator:
+        return () if one in quick else pytest.mark.ci if one[0] == 2 or one[1] == "qwen3_vl" else pytest.mark.full
+
     every = [(world, family, case) for world in WORLDS for family in FAMILIES for case in FAMILIES[family]]
     params = [
-        pytest.param(*one, marks=() if one in quick else pytest.mark.ci, id="-".join([WORLDS[one[0]], *one[1:]]))
+        pytest.param(*one, marks=marks(one), id="-".join([WORLDS[one[0]], *one[1:]]))
         for one in every if one[2] in (names or CASES)
     ]  # fmt: skip
     return pytest.mark.parametrize(("results", "family", "case"), params, indirect=["results"])

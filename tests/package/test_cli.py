@@ -125,12 +125,12 @@ def test_every_help_has_examples_and_exit_codes(command, capsys) -> None:
     assert error.value.code == 0 and "\nexamples:\n  verl-prefix " in told and "\nexit codes: 0 " in told
 
 
-def test_verls_missing_engines_are_no_news_in_a_rank() -> None:
+def test_verls_missing_engines_are_no_news_in_a_rank(python: str) -> None:
     """In a process that a command starts, as `ab` does its ranks."""
     inner = [sys.executable, "-c", "import verl.workers.engine"]
     code = f"import subprocess; from verl_prefix import cli; cli._quieten_verl(); subprocess.run({inner})"
     env = {name: value for name, value in os.environ.items() if name != "PYTHONWARNINGS"}
-    command = [sys.executable, "-c", code]
+    command = [python, "-c", code]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True, env=env)
     assert "engine is not available" not in done.stderr
 
