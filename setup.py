@@ -37,7 +37,7 @@ class Sdist(sdist):
 setup(
     name="verl-prefix",
     version=VERSION,
-    description="Shared-prefix GRPO for verl's FSDP actor: a group's prompt is computed once",
+    description="Shared-prefix GRPO for verl's actor: a group's prompt is computed once",
     long_description=with_absolute_links((ROOT / "README.md").read_text(encoding="utf-8")),
     long_description_content_type="text/markdown",
     url=URL,
