@@ -145,7 +145,8 @@ def test_ours_is_veomnis_and_fsdp2s(paths, ranks, family, name, world):
             assert max(errors.values()) < TOLERANCE, (arm, errors)
         assert 0 < found["metrics"]["prefix/verify_log_probs"][0] <= 3
         assert found["towers"] == results[0]["towers"]
-        assert all(ours >= 1 and stock == 2 for ours, stock in found["towers"])
+        # One rank alone runs no tower on zeros.
+        assert all(ours >= 1 and (stock == 2 or world == 1) for ours, stock in found["towers"])
 
 
 @pytest.mark.parametrize("name", ["ep2_packed", "ep2_phased"])

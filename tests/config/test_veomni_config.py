@@ -60,6 +60,7 @@ def checked(model_path: str, *overrides: str):
         ("qwen3", [f"{VEOMNI}.basic_modules=[Qwen3MLP]", f"{VEOMNI}.mixed_precision=False"]),
         ("qwen3_moe", [f"{VEOMNI}.expert_parallel_size=8", f"{VEOMNI}.moe_implementation=fused_triton"]),
         ("qwen3_5_text", KERNELS),
+        ("qwen3", ["trainer.n_gpus_per_node=1", f"{VEOMNI}.init_device=cuda"]),
         ("phi3", [f"{ACTOR}.prefix.schedule=stock"]),
     ],
 )
@@ -78,7 +79,7 @@ def test_what_is_accepted_builds_both_engines_configs(paths, family, overrides):
     assert ref.engine.forward_only and not actor.engine.forward_only
     # One process has one topology, and modules of VeOmni one choice of kernels.
     same = [name for name in VeOmniEngineConfig.__dataclass_fields__ if name.endswith("_implementation")]
-    for key in (*VEOMNI_TOPOLOGY, *same):
+    for key in (*VEOMNI_TOPOLOGY, *same, "init_device"):
         assert ref.engine[key] == actor.engine[key], key
     assert config.critic._target_ == "verl.workers.config.VeOmniCriticConfig"
 
@@ -93,6 +94,10 @@ def test_what_is_accepted_builds_both_engines_configs(paths, family, overrides):
             "qwen3", f"{VEOMNI}.enable_async_activation_offload=True",
             r"actor.veomni.enable_async_activation_offload=True counts .*; set .*=False, and actor.prefix.offload=True",
         ),
+        ("qwen3", f"{VEOMNI}.enable_reentrant=True", r"enable_reentrant=True: .*; set .*enable_reentrant=False"),
+        ("qwen3", f"{VEOMNI}.init_device=cpu", r"init_device=cpu: on 8 GPUs VeOmni .* from meta alone; set that"),
+        ("qwen3", f"{VEOMNI}.init_device=cuda", r"veomni.init_device=cuda: on 8 GPUs VeOmni .* from meta alone"),
+        ("qwen3", "trainer.n_gpus_per_node=1", r"init_device=meta: on 1 GPU VeOmni .* from cuda alone; set that"),
         ("qwen3", f"{VEOMNI}.router_replay.mode=R2", r"router_replay.mode=R2: .*; set .*=disabled, or model_engine=v"),
         ("qwen3", f"{REF}.veomni.router_replay.mode=R3", r"ref.veomni.router_replay.mode=R3"),
         ("qwen3", f"{ROLES}.rollout.enable_rollout_routing_replay=True", r"routed_experts.*set it to False"),

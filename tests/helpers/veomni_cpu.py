@@ -15,11 +15,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from fla_in_torch import causal_conv1d, of_rows
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.nn.functional import scaled_dot_product_attention
 from transformers.models.qwen3_5 import modeling_qwen3_5
 from veomni.arguments import MixedPrecisionConfig
-from veomni.distributed import parallel_state
+from veomni.distributed import torch_parallelize
 from veomni.ops import kernel_registry
 from veomni.ops.kernels import moe
 from veomni.ops.kernels.attention import flash
@@ -104,6 +104,11 @@ def _groups(module: FSDPModule) -> list[Any]:
     return [x for x in getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group] if x is not None]
 
 
+def _built(init_device: str, **options: Any) -> torch.nn.Module:
+    """One rank builds its whole model on "cuda", the only device that VeOmni lets it."""
+    return _build(init_device="meta" if init_device == "meta" else "cpu", **options)
+
+
 def _parallelized(*args: Any, **kwargs: Any) -> torch.nn.Module:
     return sum_alone(_parallelize(*args, **kwargs))
 
@@ -126,10 +131,11 @@ _stand_in(
 )  # fmt: skip
 from veomni.distributed.moe import moe_layer  # noqa: E402
 
-_parallelize = verls.build_parallelize_model
+_build, _parallelize = verls.build_foundation_model, verls.build_parallelize_model
+verls.build_foundation_model = _built
 verls.build_parallelize_model = _parallelized
+torch_parallelize.CPUOffloadPolicy = lambda pin_memory: CPUOffloadPolicy(pin_memory=False)
 verls.MixedPrecisionConfig, verls.VeOmniEngine._autocast_dtype = _in_fp32, torch.float32
-parallel_state.ParallelState.fsdp_enabled = property(lambda self: True)  # of one rank too
 moe_layer.dist = _Dist()
 moe.is_fused_moe_available = lambda: True
 kernel_registry.HardwareRequirement.is_satisfied = lambda self: True

@@ -34,7 +34,8 @@ _PATCHES = {
 KEYS = (
     "attn_implementation", "moe_implementation", "expert_parallel_size", "ulysses_parallel_size", "fsdp_size",
     "param_offload", "enable_reentrant", "forward_prefetch", "router_replay", "causal_conv1d_implementation",
-    "chunk_gated_delta_rule_implementation", "cross_entropy_loss_implementation",
+    "chunk_gated_delta_rule_implementation", "cross_entropy_loss_implementation", "basic_modules", "mixed_precision",
+    "enable_fsdp_offload",
 )  # fmt: skip
 
 
@@ -56,11 +57,11 @@ def _engine(backend: str, model_path: str, options: dict, forward_only: bool = F
     import veomni_cpu  # noqa: F401  by ranks alone: models of other tests are VeOmni's own
 
     configs = _configs("fsdp2", model_path, options, forward_only)
-    keys = {"attn_implementation": "sdpa", "moe_implementation": "eager"} | {
-        k: options[k] for k in KEYS if k in options
-    }
+    keys: dict[str, Any] = dict(attn_implementation="sdpa", moe_implementation="eager", mixed_precision=True)
+    keys |= {k: options[k] for k in KEYS if k in options}
     shared: dict[str, Any] = dict(
-        forward_only=forward_only, use_torch_compile=False, mixed_precision=True,
+        forward_only=forward_only, use_torch_compile=False,
+        init_device="meta" if torch.distributed.get_world_size() > 1 else "cuda",
         optimizer_offload=options.get("param_offload", False),
     )  # fmt: skip
     if backend == "veomni":

@@ -43,6 +43,11 @@ class PrefixVeOmniEngineConfig(VeOmniEngineConfig):
             f"several; set {key}.enable_async_activation_offload=False, and actor.prefix.offload=True to move what "
             "prefixes keep",
         )
+        refuse(
+            self.enable_reentrant,
+            f"{key}.enable_reentrant=True: VeOmni's reentrant checkpoint takes no layers of transformers 5, and ends "
+            f"in the first forward, under model_engine=veomni too; set {key}.enable_reentrant=False",
+        )
         mode = self.router_replay.mode
         refuse(
             mode != "disabled",
@@ -84,6 +89,17 @@ class PrefixVeOmniActorConfig(PrefixActor, VeOmniActorConfig):
             "model_engine=prefix for FSDP2",
         )
         super().__post_init__()
+
+    def check(self, n_gpus: int, model_config: Any) -> None:
+        super().check(n_gpus, model_config)
+        device, gpus, wanted = self.veomni.init_device, f"{n_gpus} GPUs", "meta"
+        if n_gpus == 1:
+            gpus, wanted = "1 GPU", "cuda"  # or another accelerator's name
+        refuse(
+            device == "cpu" or (device == "meta") is not (wanted == "meta"),
+            f"{role_of(self.veomni)}.veomni.init_device={device}: on {gpus} VeOmni builds a model from {wanted} alone; "
+            "set that",
+        )
 
     def check_options(self, model_config: Any) -> None:
         """Checks those of `actor_rollout_ref.model` that VeOmni does not have, and the model. Its fused kernels stay
