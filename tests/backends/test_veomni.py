@@ -19,6 +19,7 @@ import torch
 from engines import TOLERANCE, _compare, _half_errors, _lens, _measure
 from safetensors.torch import load_file, save_file
 from torch.distributed import get_rank, get_world_size
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -335,3 +336,26 @@ def test_what_a_model_costs_is_that_of_all_its_experts(models, ranks, name, expe
     for ours, whole, memory in ranks(2, models)(_shape, name):
         assert ours == whole and whole.expert_parameters > 0
         assert (memory.ranks, memory.expert_ranks, memory.no_sync) == (2, experts_on, False)
+
+
+def _prefetched(models: dict) -> tuple[dict, dict]:
+    """Of each module that has a list of what to gather ahead in backward, that list by itself and in passes of ours."""
+    with veomni_engines():
+        options = CASES[2]["ep2_phased"] | {"forward_prefetch": True}
+        model = engines._engine("prefix_veomni", models["qwen3_moe"], options).module
+
+    def lists() -> dict[str, list[int]]:
+        modules = ((name, module) for name, module in model.named_modules() if isinstance(module, FSDPModule))
+        found = {name: module._get_fsdp_state()._states_to_backward_prefetch for name, module in modules}
+        return {name: [*map(id, states)] for name, states in found.items() if states}
+
+    before = lists()
+    with HookedModel(model).grouped_attention():
+        inside = lists()
+    return before, {name: inside[name] for name in before}
+
+
+def test_veomnis_lists_of_what_to_gather_ahead_stay(models, ranks):
+    """Experts are modules of their own in them."""
+    for before, inside in ranks(2, models)(_prefetched):
+        assert before == inside and {len(states) for states in before.values()} == {2}
