@@ -393,15 +393,27 @@ def test_an_empty_folder_is_no_trace(tmp_path):
             trace.Trace(folder)
 
 
-def test_a_trace_of_veomni_is_refused(folder):
-    """Its options are not those of verl's FSDP2 engine, on which traces are replayed."""
+def test_a_trace_of_veomni_becomes_one_of_fsdp2(folder):
+    from verl.workers.config import VeOmniOptimizerConfig
+
     from verl_prefix.config.veomni import PrefixVeOmniEngineConfig
     from verl_prefix.tools.ab import arm
 
     recorded = trace.Trace(folder).manifest
-    arm.check_manifest(recorded)
-    with pytest.raises(ValueError, match="is of verl's VeOmni engine, .* record the same run with model_engine=prefix"):
-        arm.check_manifest(recorded | {"engine": dataclasses.asdict(PrefixVeOmniEngineConfig())})
+    assert arm.of_fsdp2(recorded) is recorded
+    for mixed, weights in ((True, "fp32"), (False, "bf16")):
+        engine = PrefixVeOmniEngineConfig(mixed_precision=mixed, attn_implementation="veomni_flash_attention_2_with_sp")
+        found = arm.of_fsdp2(
+            recorded
+            | {"engine": dataclasses.asdict(engine), "optimizer": dataclasses.asdict(VeOmniOptimizerConfig(lr=3e-6))}
+        )
+        arm.check_manifest(found)
+        model, options, optimizer = arm._configs(found)
+        assert arm.precision(found) == "bf16" and options["model_dtype"] == weights
+        assert options["mixed_precision"]["reduce_dtype"] == weights and optimizer.lr == 3e-6
+        assert model["override_config"]["attn_implementation"] == "flash_attention_2"
+    with pytest.raises(ValueError, match="actor.optim.optimizer=muon of VeOmni, and a replay has adamw alone"):
+        arm.of_fsdp2(found | {"optimizer": {"optimizer": "muon"}})
 
 
 def test_a_trace_brings_no_code_along():

@@ -182,8 +182,8 @@ def _describe_loss(loss: Any) -> dict[str, Any]:
             f"and this one trains with {loss!r}; remove trace_dir"
         )
     config = loss.keywords["config"]
-    owners = ("model_config", "engine", "optim", "checkpoint", "profiler", "fsdp_config", "prefix", "global_batch_info")
-    return {name: value for name, value in plain(config).items() if name not in owners}
+    owners = {"model_config", "engine", "optim", "checkpoint", "profiler", "fsdp_config", "veomni", "prefix"}
+    return {name: value for name, value in plain(config).items() if name not in owners | {"global_batch_info"}}
 
 
 def _without_padding(rows: Rows) -> TensorDict:

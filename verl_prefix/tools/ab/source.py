@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from verl.workers.config import ActorConfig, FSDPEngineConfig, FSDPOptimizerConfig
 
-from verl_prefix.tools.ab.arm import check_manifest, precision
+from verl_prefix.tools.ab.arm import check_manifest, of_fsdp2, precision
 from verl_prefix.tools.ab.options import MADE_UP_STEPS, Options
 from verl_prefix.trace import MANIFEST, StepRows, Trace, join_rows, model_fingerprint, plain, reading
 
@@ -42,6 +42,7 @@ class Source:
                 raise ValueError(f"--ranks {self.ranks} does not divide the trace's {recorded} ranks")
             with reading(self.trace.folder / MANIFEST):
                 model = str(model or self.manifest["model"]["local_path"] or self.manifest["model"]["path"])
+                self.manifest = of_fsdp2(self.manifest)
             check_manifest(self.manifest)
             self.trace.check_model(model)
             module = self.manifest["optimizer"].get("optimizer_impl") or "torch.optim"
