@@ -37,8 +37,9 @@ BIN := .venv/bin
 INSTALL := -m pip install --quiet --disable-pip-version-check
 CONSTRAINTS := .ci/requirements-cpu.txt
 PIP := $(BIN)/python $(INSTALL) --constraint $(CONSTRAINTS)
-# A file is one process's, since its cases share models and ranks; PYTEST_ARGS='-n 0' runs all in one.
-PARALLEL := -n logical --maxprocesses 8 --dist loadfile
+# A file is one process's, since its cases share models and ranks; PYTEST_ARGS='-n 0' runs all in one. xdist's own order,
+# by numbers of cases, has long files of few cases last, as that of random batches, beside which nothing is left to run.
+PARALLEL := -n logical --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 # A stamp's name holds what was installed: another setup.py or other constraints make another name.
 SUM = $(shell cat $(1) | cksum | cut -d ' ' -f 1)
 INSTALLED := setup-$(call SUM,setup.py $(CONSTRAINTS))
