@@ -41,6 +41,7 @@ from transformers import LlamaForCausalLM
 
 from verl_prefix import phased_update, response_log_probs
 from verl_prefix.api.rows import Batch, LogProbs
+from verl_prefix.core.errors import WITHOUT_SHARING
 from verl_prefix.core.forward import PackedForward
 from verl_prefix.models import logits
 from verl_prefix.models.hookup import HookedModel
@@ -279,7 +280,7 @@ def test_logits_that_change_though_nothing_shows_it_are_refused(scale, monkeypat
     monkeypatch.setattr(logits, "_HANDS_ON", (*logits._HANDS_ON, f"{__name__}."))
     model = subclass(build())
     model.config.logits_scaling = scale
-    with pytest.raises(RuntimeError, match="no hook, forward or config key shows that; set actor.*stock"):
+    with pytest.raises(RuntimeError, match=f"no hook, forward or config key shows that; set {WITHOUT_SHARING}"):
         run_packed(model, batch())
 
 

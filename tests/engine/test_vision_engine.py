@@ -254,7 +254,7 @@ def test_image_tokens_that_a_model_samples_are_text_and_are_left_out_of_the_self
 def test_pictures_in_responses_are_refused_by_uid_and_on_every_rank(ranks, paths):
     first, other = ranks(2, paths)(_pictures_in_responses)
     assert "(uid image): its prompt has 8 image tokens before the last one, and its pixel_values make 16" in first
-    assert "set actor.prefix.schedule=stock" in first and "rank 0 failed while checking rows" in other
+    assert "set actor_rollout_ref.actor.prefix.schedule=stock" in first and "rank 0 failed while checking rows" in other
 
 
 def _patches(rank: int, batch: str, repeated: bool) -> int:

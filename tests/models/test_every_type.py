@@ -16,6 +16,7 @@ from tiny_types import default_config, tiny_config
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from verl_prefix.core.errors import WITHOUT_SHARING
 from verl_prefix.models import vision
 from verl_prefix.models.support import check_supported, unsupported_reasons
 
@@ -38,7 +39,7 @@ def refusal(config) -> str | None:
         check_supported(config)
     except ValueError as error:
         assert f"shared-prefix training does not support this {config.model_type} model: " in str(error)
-        assert "\n" not in str(error) and "et actor" in str(error)
+        assert "\n" not in str(error) and f"et {WITHOUT_SHARING}" in str(error)
         return str(error)
     return None
 

@@ -95,8 +95,10 @@ class FSDPBackend:
         return Memory.of_fsdp(engine.engine_config, world, checkpointed, self.ranks.slices, options)
 
     def gradient_bytes(self) -> float:
-        trained = (p for p in self._engine.module.parameters() if p.requires_grad)
-        return 0.0 if self.has_no_updates else 4.0 * sum(_local(p).numel() for p in trained)
+        if self.has_no_updates:
+            return 0.0
+        shards = (local_shard(p) for p in self._engine.module.parameters() if p.requires_grad)
+        return float(sum(shard.nbytes for shard in shards if shard.device.type != "cpu"))
 
     def schedule(
         self, outputs: Callable, step: Callable, forward_only: bool, offload: bool = False,
@@ -184,10 +186,10 @@ def gradients_of(model: Any) -> Gradients:
 
 def _local_grad(parameter: torch.nn.Parameter) -> torch.Tensor:
     """This rank's shard."""
-    return _local(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad).detach()
+    return local_shard(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad).detach()
 
 
-def _local(x: Any) -> torch.Tensor:
+def local_shard(x: Any) -> torch.Tensor:
     """This rank's shard of a tensor that FSDP2 sharded, and any other as it is."""
     shard: torch.Tensor = x.to_local() if hasattr(x, "to_local") else x
     return shard

@@ -19,7 +19,7 @@ from verl_prefix.backends.fsdp import FSDPBackend
 from verl_prefix.config.actor import role_of
 from verl_prefix.config.model import check_dealt, check_sequence_parallel, is_varlen
 from verl_prefix.config.options import PrefixConfig
-from verl_prefix.config.veomni import PrefixVeOmniEngineConfig, check_built, check_no_adapters
+from verl_prefix.config.veomni import PrefixVeOmniEngineConfig, check_built, check_model_options
 from verl_prefix.engine.backend import StockPath
 from verl_prefix.engine.loss import LossFunction
 from verl_prefix.engine.prefix_engine import PrefixEngine
@@ -75,7 +75,7 @@ class PrefixVeOmniEngine(PrefixEngine, VeOmniEngineWithLMHead):
     ) -> None:
         self.prefix_config = engine_config.prefix
         if self.prefix_config.schedule != "stock":
-            check_no_adapters(model_config)
+            check_model_options(model_config)
             check_supported(model_config.hf_config)
             check_built(model_config.hf_config, engine_config)
             key, size = f"{role_of(engine_config)}.veomni.ulysses_parallel_size", engine_config.ulysses_parallel_size
@@ -89,6 +89,15 @@ class PrefixVeOmniEngine(PrefixEngine, VeOmniEngineWithLMHead):
         super()._maybe_apply_async_activation_offload(module)
         if self.engine_config.freeze_vision_tower:
             vision.tower_of(module).requires_grad_(False)
+
+    def initialize(self) -> None:
+        super().initialize()
+        trained = self.engine_config.freeze_vision_tower and vision.tower_of(self.module).parameters()
+        if any(parameter.requires_grad for parameter in trained or ()):
+            raise RuntimeError(
+                "actor_rollout_ref.actor.freeze_vision_tower=True, and this verl builds its VeOmni model where nobody "
+                "can freeze the tower; remove it"
+            )
 
 
 EngineRegistry.register(model_type="language_model", backend="prefix_veomni", device="cuda")(PrefixVeOmniEngine)

@@ -28,8 +28,7 @@ LOSSES_OF_PASSES = {
 
 NO_REPLAY = (
     "actor_rollout_ref.rollout.enable_rollout_routing_replay=True gives batches routed_experts, which a shared prefix "
-    "does not replay, nor does verl's FSDP engine without one; set it to False (prefix/moe/* tells the load of "
-    "experts), or model_engine=veomni or megatron"
+    "does not replay; set it to False (prefix/moe/* tells the load of experts), or model_engine=veomni or megatron"
 )
 
 logger = logging.getLogger(__name__)

@@ -15,7 +15,7 @@ from verl_prefix.config.model import (
     refuse,
     sequence_key,
 )
-from verl_prefix.config.veomni import VEOMNI_TOPOLOGY, check_built
+from verl_prefix.config.veomni import check_built, check_of_one_process
 from verl_prefix.core.waves import leaves_room
 from verl_prefix.versions import TESTED_VEOMNI, TESTED_VERL, installed_version
 
@@ -121,16 +121,9 @@ def _check_ref(config: DictConfig) -> None:
     ref = {name: value for name, value in ref.items() if not str(name).startswith("log_prob_")}
     ref["use_dynamic_bsz"] = True
     omega_conf_to_dataclass(OmegaConf.create(ref))
-    for name in VEOMNI_TOPOLOGY if "veomni" in roles.ref else ():
-        of_ref, of_actor = roles.ref.veomni[name], roles.actor.veomni[name]
-        key = f"actor_rollout_ref.ref.veomni.{name}"
-        refuse(
-            of_ref != of_actor,
-            f"{key}={of_ref}, and the actor's is {of_actor}: VeOmni has one topology in a process, that of the engine "
-            f"that is built first; remove {key}, which follows the actor's",
-        )
-    if "veomni" in roles.ref and roles.actor.prefix.schedule != "stock":
-        if (hf_config := read_hf_config(roles.model)) is not None:
+    if "veomni" in roles.ref:
+        check_of_one_process(roles.actor.veomni, roles.ref.veomni)
+        if roles.actor.prefix.schedule != "stock" and (hf_config := read_hf_config(roles.model)) is not None:
             check_built(hf_config, roles.ref.veomni)
     key, size = sequence_key("ref", roles.ref)
     if size != sequence_key("actor", roles.actor)[1] and roles.actor.prefix.schedule != "stock":

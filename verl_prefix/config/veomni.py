@@ -1,5 +1,6 @@
 """Options of actor and ref on verl's VeOmni engine: `model_engine=prefix_veomni`."""
 
+import math
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -92,6 +93,7 @@ class PrefixVeOmniActorConfig(PrefixActor, VeOmniActorConfig):
 
     def check(self, n_gpus: int, model_config: Any) -> None:
         super().check(n_gpus, model_config)
+        check_spread(self.veomni, n_gpus, None if model_config is None else read_hf_config(model_config))
         device, gpus, wanted = self.veomni.init_device, f"{n_gpus} GPUs", "meta"
         if n_gpus == 1:
             gpus, wanted = "1 GPU", "cuda"  # or another accelerator's name
@@ -102,16 +104,16 @@ class PrefixVeOmniActorConfig(PrefixActor, VeOmniActorConfig):
         )
 
     def check_options(self, model_config: Any) -> None:
-        """Checks those of `actor_rollout_ref.model` that VeOmni does not have, and the model. Its fused kernels stay
+        """Checks those of `actor_rollout_ref.model` that VeOmni does not have, and the model. `use_fused_kernels` stays
         on, in batches that take verl's own path."""
-        check_no_adapters(model_config)
+        check_model_options(model_config)
         if (hf_config := read_hf_config(model_config)) is not None:
             check_built(hf_config, self.veomni)
 
 
-def check_no_adapters(model_config: Any) -> None:
-    """Refuses LoRA, which verl's VeOmni engine reads and does not build: it would train the whole model
-    (verl/workers/engine/veomni/transformer_impl.py, _build_model_optimizer).
+def check_model_options(model_config: Any) -> None:
+    """Refuses what verl's VeOmni engine reads and does not build: LoRA, without which it would train the whole model,
+    and offload of activations (verl/workers/engine/veomni/transformer_impl.py, _build_model_optimizer).
 
     Args:
         model_config: `actor_rollout_ref.model`, DictConfig or HFModelConfig.
@@ -125,6 +127,61 @@ def check_no_adapters(model_config: Any) -> None:
     for name, value in values.items():
         told = "verl's VeOmni engine builds no adapters; remove it, or set model_engine=prefix"
         refuse(value, f"{key}.{name}={value}: {told}")
+    refuse(
+        model_config.get("enable_activation_offload"),
+        f"{key}.enable_activation_offload=True moves nothing on VeOmni; remove it, and set "
+        "actor_rollout_ref.actor.prefix.offload=True to move what prefixes keep",
+    )
+
+
+def check_of_one_process(actor: Any, ref: Any) -> None:
+    """Refuses a ref whose `veomni` section differs from the actor's in what VeOmni has once in a process: its process
+    groups, those of the engine that is built first, and the kernels of a model's modules, those of the last
+    (veomni/ops/dispatch.py, OpSlot.bind).
+
+    Raises:
+        ValueError: naming the key.
+    """
+    kernels = (name for name in ref if str(name).endswith("_implementation") and name != "attn_implementation")
+    for name in (*VEOMNI_TOPOLOGY, *kernels):
+        key = f"actor_rollout_ref.ref.veomni.{name}"
+        refuse(
+            ref[name] != actor[name],
+            f"{key}={ref[name]}, and the actor's is {actor[name]}: VeOmni has one of them in a process; set {key}="
+            f"{actor[name]}",
+        )
+
+
+def check_spread(veomni: Any, n_gpus: int, hf_config: Any) -> None:
+    """Refuses sizes by which VeOmni cannot spread parameters and experts over GPUs
+    (verl/workers/engine/veomni/transformer_impl.py; veomni/distributed/parallel_state.py, init_parallel_state).
+
+    Args:
+        veomni: the section of actor or ref. hf_config: the model's; None: nobody sees it here.
+
+    Raises:
+        ValueError: naming the key, its value and one that works.
+    """
+    key, together = f"{role_of(veomni)}.veomni", veomni.ulysses_parallel_size
+    sets, size, experts_on = n_gpus // together, veomni.fsdp_size, veomni.expert_parallel_size
+    size = size if 0 < size < sets else sets
+    refuse(sets % size, f"{key}.fsdp_size={size} does not divide the {sets} sets of GPUs that have rows; set -1")
+    if experts_on == 1:
+        return
+    text = hf_config and hf_config.get_text_config()
+    counts = (getattr(text, name, None) for name in ("num_experts", "n_routed_experts", "num_local_experts"))
+    experts = next((count for count in counts if count), 0 if text else experts_on)
+    works = math.gcd(size * together, experts)
+    refuse(
+        works % experts_on or not experts,
+        f"{key}.expert_parallel_size={experts_on}: a layer's {experts} experts cannot lie evenly on so many of the "
+        f"{size * together} GPUs that share the parameters; set {works if experts else 1}",
+    )
+    refuse(
+        veomni.moe_implementation == "eager",
+        f"{key}.moe_implementation=eager has all experts on each GPU, and {key}.expert_parallel_size={experts_on}; set "
+        f"{key}.moe_implementation=fused",
+    )
 
 
 def check_built(hf_config: Any, veomni: VeOmniEngineConfig) -> None:

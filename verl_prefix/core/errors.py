@@ -9,6 +9,9 @@ import torch
 
 from verl_prefix.core.groups import Group
 
+# What users of verl set where a model cannot share prefixes, in the words of every engine.
+WITHOUT_SHARING = "actor_rollout_ref.actor.prefix.schedule=stock"
+
 _MANY = 8  # items that a message lists
 _running: ContextVar["annotate_errors | None"] = ContextVar("running", default=None)
 

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from verl_prefix.core.errors import WITHOUT_SHARING
+
 # What leaves tensors for suffixes: an attention layer's index, (part, index) of a recurrent layer, or "outputs".
 Key = Hashable
 Tensors = tuple[torch.Tensor, ...]
@@ -124,7 +126,7 @@ def ran_twice(key: Key) -> RuntimeError:
     """An error for a model that runs a layer several times in one forward, or several layers under one index."""
     return RuntimeError(
         f"layer {key} ran twice in one forward, and a prefix is shared of layers that run once; set "
-        "actor.prefix.schedule=stock, or call the model on whole rows"
+        f"{WITHOUT_SHARING}, or call the model on whole rows"
     )
 
 

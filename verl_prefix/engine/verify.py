@@ -12,6 +12,7 @@ from verl.utils import tensordict_utils as tu
 
 from verl_prefix.config.options import PrefixConfig
 from verl_prefix.core.attention import AttentionPass
+from verl_prefix.core.errors import WITHOUT_SHARING
 from verl_prefix.core.groups import Group
 from verl_prefix.core.waves import make_plan
 from verl_prefix.engine.backend import Backend
@@ -88,7 +89,7 @@ class Verification:
             message = f"prefix.verify, {batches} {self._num_batches}: {verdict}"
             if options.verify_action == "raise":
                 raise RuntimeError(
-                    f"{message}. The shared-prefix path is wrong for this model; set actor.prefix.schedule=stock and "
+                    f"{message}. The shared-prefix path is wrong for this model; set {WITHOUT_SHARING} and "
                     "report it, or actor_rollout_ref.actor.prefix.verify_action=fallback to go on with the stock path"
                 )
             self.failure = Stock(f"the self-check missed: {message}")

@@ -17,6 +17,7 @@ from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 
 from verl_prefix.core.attention import AttentionPass
 from verl_prefix.core.calls import AttentionParams, on_device
+from verl_prefix.core.errors import WITHOUT_SHARING
 from verl_prefix.core.forward import HeadOutputs
 from verl_prefix.models import vision
 from verl_prefix.models.experts import ExpertLoads
@@ -25,7 +26,7 @@ from verl_prefix.models.logits import readers, scales_logits, written_elsewhere
 from verl_prefix.models.recurrent import is_recurrent, shared_states
 from verl_prefix.models.replaced import replaced
 from verl_prefix.models.support import layer_window
-from verl_prefix.models.veomni import unsliced
+from verl_prefix.models.veomni import is_veomni, unsliced
 from verl_prefix.models.verls_vision import own_attention
 from verl_prefix.versions import warn_once
 
@@ -68,7 +69,7 @@ def grouped_attention_forward(
             f"{type(module).__name__} layer {module.layer_idx} called the shared-prefix attention with "
             f"prefix_pass={prefix_pass is not None}, attention_mask={attention_mask is not None}, dropout={dropout}, "
             f"sliding_window={sliding_window} (its config says {wanted}), batch {query.shape[0]}, is_causal={causal}; "
-            "set actor.prefix.schedule=stock and report this model"
+            f"set {WITHOUT_SHARING} and report this model"
         )
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     if torch.is_autocast_enabled(q.device.type):  # as SDPA does: norms may have left fp32 queries beside bf16 values
@@ -152,12 +153,12 @@ class HookedModel:
         if logits.shape[1] != len(head_tokens):
             raise RuntimeError(
                 f"logits_to_keep asked {type(self.model).__name__} for logits of {len(head_tokens)} tokens, and it "
-                f"returned those of {logits.shape[1]}; set actor.prefix.schedule=stock and report this model"
+                f"returned those of {logits.shape[1]}; set {WITHOUT_SHARING} and report this model"
             )
         if not whole and outputs is not None and not self.hands_on(head.result, logits):
             raise RuntimeError(
                 f"{type(self.model).__name__} changed what lm_head returned, and no hook, forward or config key shows "
-                "that; set actor.prefix.schedule=stock and report this model"
+                f"that; set {WITHOUT_SHARING} and report this model"
             )
         if not whole:
             return logits[0]
@@ -180,7 +181,7 @@ class HookedModel:
         if elsewhere := written_elsewhere(seeing.forward):
             raise RuntimeError(
                 f"{type(seeing).__name__} has a forward of {elsewhere}. A shared prefix replaces a vision model's "
-                "forward, and would leave it out; use a forward hook instead, or set actor.prefix.schedule=stock"
+                f"forward, and would leave it out; use a forward hook instead, or set {WITHOUT_SHARING}"
             )
         with replaced(seeing, "forward", functools.partial(vision.forward, seeing)):
             logits = self.model(**inputs, keep=keep, **seen).logits
@@ -207,7 +208,7 @@ class HookedModel:
     ) -> dict[str, Any]:
         """Arguments of the forward of any model, on one packed row."""
         options: dict[str, Any] = dict(attention_mask=None, use_cache=False, prefix_pass=attention_pass)
-        if is_recurrent(self.text_config.model_type):  # VeOmni's Qwen3.5 asks where rows begin; the pass knows it
+        if is_veomni(self.model) and is_recurrent(self.text_config.model_type):  # which asks where rows begin
             options["cu_seq_lens_q"] = on_device(torch.tensor([0, len(input_ids)], dtype=torch.int32), input_ids.device)
         return dict(input_ids=input_ids[None], position_ids=position_ids.unsqueeze(-2), **options)
 
@@ -217,7 +218,7 @@ class HookedModel:
         if num_calls != num_layers:
             raise RuntimeError(
                 f"{num_calls} of {num_layers} layers of {type(self.model).__name__} shared their prefixes; "
-                "its code bypasses transformers' attention interface: set actor.prefix.schedule=stock"
+                f"its code bypasses transformers' attention interface: set {WITHOUT_SHARING}"
             )
 
 

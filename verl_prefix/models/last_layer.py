@@ -6,6 +6,7 @@ from contextlib import contextmanager
 import torch
 from transformers import PreTrainedModel
 
+from verl_prefix.core.errors import WITHOUT_SHARING
 from verl_prefix.models.replaced import PassForward, pass_forwards
 
 _NAMES = ("q_proj", "o_proj", "out_proj", "mlp", "feed_forward")
@@ -49,7 +50,7 @@ class _OnHeadTokens(PassForward):
         attention_pass = self.attention_pass
         self.end_run()
         if attention_pass is None:
-            raise RuntimeError("a module of the last layer ran without a prefix_pass; set actor.prefix.schedule=stock")
+            raise RuntimeError(f"a module of the last layer ran without a prefix_pass; set {WITHOUT_SHARING}")
         tokens = attention_pass.head_tokens
         if tokens is None or len(tokens) == x.shape[1]:
             return self.forward(x)

@@ -9,6 +9,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import Checkpoi
 from transformers import PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
+from verl_prefix.core.errors import WITHOUT_SHARING
 from verl_prefix.models.logits import written_elsewhere
 from verl_prefix.models.recurrent import is_recurrent
 from verl_prefix.models.vision import MODEL_TYPES, is_vision_config
@@ -138,7 +139,7 @@ def check_supported(config: PretrainedConfig) -> None:
         told = "Stock trains with this dropout, but here rows of a group would share its mask; turn it off with "
         raise ValueError(
             f"shared-prefix training does not support this {config.model_type} model: {'; '.join(reasons)}. "
-            f"{told + ' '.join(off) + '. ' if off else ''}Set actor_rollout_ref.actor.prefix.schedule=stock"
+            f"{told + ' '.join(off) + '. ' if off else ''}Set {WITHOUT_SHARING}"
         )
 
 
@@ -170,7 +171,7 @@ def prompt_learning(model: torch.nn.Module) -> list[str]:
     ]
 
 
-def check_dropout(model: torch.nn.Module, instead: str = "actor.prefix.schedule=stock") -> None:
+def check_dropout(model: torch.nn.Module, instead: str = WITHOUT_SHARING) -> None:
     """Raises ValueError where a dropout mask would be drawn once for a group instead of once per row."""
     for name, module in model.named_modules():
         if isinstance(module, torch.nn.Dropout) and module.p > 0:

@@ -14,7 +14,6 @@ from typing import Any
 from transformers import PretrainedConfig
 
 from verl_prefix.models.recurrent import is_recurrent
-from verl_prefix.models.replaced import replaced
 
 # Text models that VeOmni has a class of. Of other types it builds none, or one whose layers read more of a row than
 # keys, values and states (deepseek_v4, glm_moe_dsa).
@@ -70,13 +69,14 @@ def unsliced() -> Iterator[None]:
 
     By itself a tower slices positions of patches, and attention and gated delta nets exchange heads
     (veomni/distributed/parallel_state.py, `ulysses_size`)."""
-    module = sys.modules.get("veomni.distributed.parallel_state")
+    module: Any = sys.modules.get("veomni.distributed.parallel_state")
     state = getattr(module, "_PARALLEL_STATE", None)
     if state is None or not state.sp_enabled:
         yield
         return
     alone = copy.copy(state)
-    for name, value in dict(ulysses_size=1, cp_size=1, async_enabled=False).items():
-        object.__setattr__(alone, name, value)  # a frozen dataclass, which checks sizes against ranks where it is made
-    with replaced(module, "_PARALLEL_STATE", alone):
+    object.__setattr__(
+        alone, "ulysses_size", 1
+    )  # a frozen dataclass, which checks sizes against ranks where it is made
+    with module.use_parallel_state(alone):
         yield

@@ -25,7 +25,7 @@ from verl.workers.config import ActorConfig, FSDPEngineConfig, FSDPOptimizerConf
 from verl.workers.engine import EngineRegistry
 from verl.workers.utils.losses import ppo_loss
 
-from verl_prefix.backends.fsdp import PrefixEngineConfig
+from verl_prefix.backends.fsdp import PrefixEngineConfig, local_shard
 from verl_prefix.config.options import PrefixConfig
 from verl_prefix.models.recurrent import packing_leak
 from verl_prefix.tools.ab.options import REPACKED, STOCK, TRUTH
@@ -178,10 +178,6 @@ def _measured(figures: dict[str, dict[str, float | None]], name: str) -> Iterato
     figures["added_gib"][name] = fullest if known else None
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return (tensor.to_local() if hasattr(tensor, "to_local") else tensor).detach()
-
-
 def _reduced(values: list[float], op: Any = dist.ReduceOp.SUM) -> list[float]:
     """Reduces each value over ranks."""
     total = torch.tensor(values, dtype=torch.float64)
@@ -236,7 +232,7 @@ class Arm:
 
     def weights(self) -> list[torch.Tensor]:
         """This rank's shards of the trained parameters, not copied."""
-        return [_local(p) for p in self.engine.module.parameters() if p.requires_grad]
+        return [local_shard(p).detach() for p in self.engine.module.parameters() if p.requires_grad]
 
     @contextmanager
     def at(self, weights: list[torch.Tensor]) -> Iterator[None]:
@@ -289,7 +285,10 @@ class Arm:
                 output = self.engine.forward_backward_batch(self.data(rows, **flags), self.loss)
             self.log_probs = self.responses(output["model_output"], rows)
             parameters = [p for p in self.engine.module.parameters() if p.requires_grad]
-            self.grads = [torch.zeros_like(_local(p)) if p.grad is None else _local(p.grad).clone() for p in parameters]
+            self.grads = [
+                torch.zeros_like(local_shard(p).detach()) if p.grad is None else local_shard(p.grad).detach().clone()
+                for p in parameters
+            ]
             self.values = {"loss": _reduced([sum(output["loss"])])[0] / dist.get_world_size()}
             self.values |= _gathered(output["metrics"])
             if optimize:
