@@ -60,7 +60,8 @@ CASES = {
 @pytest.fixture(scope="module")
 def paths(tmp_path_factory):
     folder = tmp_path_factory.mktemp("models")
-    return {family: write_veomni_model(folder / family, family) for family in CASES}
+    found = {family: write_veomni_model(folder / family, family) for family in CASES}
+    return found | {"hub": write_veomni_model(folder / "hub", "qwen2_5_vl", as_on_the_hub=True)}
 
 
 # What follows runs on ranks.
@@ -132,6 +133,17 @@ def _broken(paths: dict, name: str) -> tuple[float, str]:
     return max(found["errors"]["veomni"].values()), str(raised.value)
 
 
+def _of_the_hub(paths: dict) -> float:
+    """How far verl's own VeOmni is from FSDP2 on Qwen2.5-VL as it is on the hub, where ours is refused."""
+    options = {"batch": "text"}
+    with _prepared(paths["hub"]), veomni_engines():
+        with pytest.raises(ValueError, match="begins with random weights, under model_engine=veomni too"):
+            _measure("prefix_veomni", paths, "hub", options)
+        found = _measure("veomni", paths, "hub", options)
+    with _prepared(paths["hub"]):
+        return _compare(found, _measure("fsdp2", paths, "hub", options))["errors"]["log_probs"]
+
+
 WORLDS = [(family, name, 2) for family in CASES for name in CASES[family]]
 WORLDS += [("qwen2_5_vl", "packed", 1), ("qwen3_vl_moe", "phased", 1)]
 
@@ -147,6 +159,10 @@ def test_ours_is_veomnis_and_fsdp2s(paths, ranks, family, name, world):
         assert found["towers"] == results[0]["towers"]
         # One rank alone runs no tower on zeros.
         assert all(ours >= 1 and (stock == 2 or world == 1) for ours, stock in found["towers"])
+
+
+def test_weights_under_the_hubs_names_are_not_read_and_refused(paths, ranks):
+    assert min(ranks(2, paths)(_of_the_hub)) > 100 * TOLERANCE
 
 
 @pytest.mark.parametrize("name", ["ep2_packed", "ep2_phased"])

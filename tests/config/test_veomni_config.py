@@ -6,11 +6,13 @@ import verl  # noqa: F401
 from hydra import compose, initialize_config_module
 from hydra.errors import InstantiationException
 from omegaconf import OmegaConf
+from transformers import AutoConfig, AutoModelForImageTextToText
 from verl.utils.config import omega_conf_to_dataclass, validate_config
 from verl.workers.config import VeOmniActorConfig, VeOmniEngineConfig
 
 from verl_prefix.config import driver
 from verl_prefix.config.veomni import VEOMNI_TOPOLOGY, PrefixVeOmniActorConfig, PrefixVeOmniEngineConfig
+from verl_prefix.models.veomni import unread_weight
 from verl_prefix.testing import write_tiny_model
 
 ROLES = "actor_rollout_ref"
@@ -30,7 +32,7 @@ def installed(monkeypatch):
 @pytest.fixture(scope="module")
 def paths(tmp_path_factory):
     tmp = tmp_path_factory.mktemp("tiny")
-    families = ("qwen3", "qwen3_moe", "phi3", "qwen3_5_text", "qwen3_vl")
+    families = ("qwen3", "qwen3_moe", "phi3", "qwen3_5_text", "qwen3_vl", "qwen2_5_vl")
     return {family: write_tiny_model(tmp / family, family=family) for family in families}
 
 
@@ -147,12 +149,26 @@ def test_what_is_accepted_builds_both_engines_configs(paths, family, overrides):
             "qwen3_5_text", f"{' '.join(KERNELS)} {REF}.veomni.causal_conv1d_implementation=eager",
             r"ref.veomni.causal_conv1d_implementation=eager, and the actor's is fla: .*; set .*=fla",
         ),
+        ("qwen2_5_vl", "", r"no parameter of the name visual\..*random weights.*save_original_format=False"),
         ("qwen3_vl", "", r"image_token_id=\d+, where verl's engine puts features in place of token 151655"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_is_refused_in_the_driver_by_its_key(paths, family, overrides, message):
     with pytest.raises((ValueError, InstantiationException), match=message):
         checked(paths[family], *overrides.split())
+
+
+def test_weights_are_read_by_name_in_one_file_or_several(paths, tmp_path):
+    """As Qwen2.5-VL's are on the hub, and as transformers 5 has them."""
+    hf_config = AutoConfig.from_pretrained(paths["qwen2_5_vl"])
+    model = AutoModelForImageTextToText.from_pretrained(paths["qwen2_5_vl"])
+    for original in (True, False):
+        for size in ("1GB", "100KB"):
+            folder = tmp_path / f"{original}{size}"
+            model.save_pretrained(folder, save_original_format=original, max_shard_size=size)
+            assert (unread_weight(hf_config, str(folder)) is not None) is original
+    assert unread_weight(hf_config, "hub/name") is None
+    assert unread_weight(AutoConfig.from_pretrained(paths["qwen3_vl"]), paths["qwen2_5_vl"]) is None
 
 
 def test_without_veomni_the_driver_says_what_to_install(paths, monkeypatch):

@@ -9,7 +9,6 @@ from unittest import mock
 
 import torch
 from engines import _configs
-from safetensors.torch import save_file
 from shared_models import OURS, SharedModels
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForImageTextToText
@@ -39,16 +38,16 @@ KEYS = (
 )  # fmt: skip
 
 
-def write_veomni_model(path: Path, family: str) -> str:
+def write_veomni_model(path: Path, family: str, as_on_the_hub: bool = False) -> str:
     """`write_tiny_model`, with the names in its file that VeOmni looks for: it renames no weights of the Qwen2.5-VL on
     the hub, and takes experts from Qwen3.5's as the hub has them, where transformers writes them one by one."""
     with mock.patch.dict(tiny_models._TOWERS.get(family, {}), _PATCHES.get(family, {})):
         # Qwen3-VL's experts are transposed or not, which VeOmni tells by sizes that differ.
         sizes = {"moe_intermediate_size": 48} if family == "qwen3_vl_moe" else {}
         written = write_tiny_model(path, family=family, **sizes)
-    if family in tiny_models._TOWERS:
+    if family in tiny_models._TOWERS and not as_on_the_hub:
         model = AutoModelForImageTextToText.from_pretrained(written, dtype=torch.float32)
-        save_file(model.state_dict(), path / "model.safetensors", {"format": "pt"})
+        model.save_pretrained(path, save_original_format=False)
     return written
 
 

@@ -19,7 +19,7 @@ from verl_prefix.backends.fsdp import FSDPBackend
 from verl_prefix.config.actor import role_of
 from verl_prefix.config.model import check_dealt, check_sequence_parallel, is_varlen
 from verl_prefix.config.options import PrefixConfig
-from verl_prefix.config.veomni import PrefixVeOmniEngineConfig, check_built, check_model_options
+from verl_prefix.config.veomni import PrefixVeOmniEngineConfig, check_built, check_model_options, check_weights
 from verl_prefix.engine.backend import StockPath
 from verl_prefix.engine.loss import LossFunction
 from verl_prefix.engine.prefix_engine import PrefixEngine
@@ -77,6 +77,7 @@ class PrefixVeOmniEngine(PrefixEngine, VeOmniEngineWithLMHead):
         if self.prefix_config.schedule != "stock":
             check_model_options(model_config)
             check_supported(model_config.hf_config)
+            check_weights(model_config.hf_config, model_config.local_path)
             check_built(model_config.hf_config, engine_config)
             key, size = f"{role_of(engine_config)}.veomni.ulysses_parallel_size", engine_config.ulysses_parallel_size
             check_sequence_parallel(key, size, torch.distributed.get_world_size(), model_config)

@@ -108,6 +108,7 @@ class PrefixVeOmniActorConfig(PrefixActor, VeOmniActorConfig):
         on, in batches that take verl's own path."""
         check_model_options(model_config)
         if (hf_config := read_hf_config(model_config)) is not None:
+            check_weights(hf_config, model_config["path"])
             check_built(hf_config, self.veomni)
 
 
@@ -181,6 +182,23 @@ def check_spread(veomni: Any, n_gpus: int, hf_config: Any) -> None:
         veomni.moe_implementation == "eager",
         f"{key}.moe_implementation=eager has all experts on each GPU, and {key}.expert_parallel_size={experts_on}; set "
         f"{key}.moe_implementation=fused",
+    )
+
+
+def check_weights(hf_config: Any, path: str) -> None:
+    """Refuses a checkpoint in folder `path` that VeOmni would not load, and train random weights instead.
+
+    Raises:
+        ValueError: naming one of its weights, and how to write it again.
+    """
+    from verl_prefix.models.veomni import unread_weight
+
+    name = unread_weight(hf_config, path)
+    refuse(
+        name,
+        f"actor_rollout_ref.model.path={path}: VeOmni has no parameter of the name {name}, and begins with random "
+        "weights, under model_engine=veomni too; write the model again by transformers' save_pretrained(folder, "
+        "save_original_format=False), or set model_engine=prefix",
     )
 
 

@@ -5,12 +5,15 @@ delta nets slice and exchange tokens by VeOmni's parallel state, where `core.seq
 """
 
 import copy
+import json
 import os
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
+from safetensors import safe_open
 from transformers import PretrainedConfig
 
 from verl_prefix.models.recurrent import is_recurrent
@@ -60,6 +63,26 @@ def veomni_reasons(config: PretrainedConfig, engine_config: Mapping[str, Any]) -
         heads = ((name, getattr(text, name)) for name in names)
         reasons += [f"{name}={n}, which ulysses_parallel_size={size} does not divide" for name, n in heads if n % size]
     return reasons
+
+
+def unread_weight(config: PretrainedConfig, path: str) -> str | None:
+    """A weight of a checkpoint in folder `path` that VeOmni finds no parameter for, and so begins with random values;
+    None where there is none that we know.
+
+    Qwen2.5-VL has names of transformers before 4.52 on the hub. VeOmni's loader reads their renaming from the model's
+    class (veomni/models/module_utils.py, _convert_weight_key), where transformers 5 has none.
+    """
+    if config.model_type != "qwen2_5_vl":
+        return None
+    files = [*Path(path).glob("*.safetensors.index.json"), *Path(path).glob("*.safetensors")]
+    for file in files[:1]:
+        if file.suffix == ".json":
+            names = list(json.loads(file.read_text())["weight_map"])
+        else:
+            with safe_open(file, "pt") as weights:
+                names = list(weights.keys())
+        return next((name for name in names if name.startswith("visual.")), None)
+    return None
 
 
 @contextmanager
