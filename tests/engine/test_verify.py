@@ -36,6 +36,7 @@ from verl_prefix.core.groups import Fork, Group, Strand
 from verl_prefix.core.kernels import cpu
 from verl_prefix.core.layout import Layout, build_layout
 from verl_prefix.engine import self_check as verify
+from verl_prefix.engine.backend import StockPath
 from verl_prefix.engine.rows import BatchRows
 from verl_prefix.engine.verify import Verification
 from verl_prefix.models.hookup import HookedModel
@@ -273,7 +274,8 @@ def _vision_rows(responses: list[list[int]], pixels: list) -> tuple:
     data = tu.get_tensordict({name: nested(x) for name, x in rows.items()} | {"multi_modal_inputs": pixels})
     config = types.SimpleNamespace(model_type="qwen3_vl", image_token_id=5, video_token_id=6)
     ranks = types.SimpleNamespace(max_over_ranks=lambda lacking: lacking)
-    return BatchRows(data), types.SimpleNamespace(config=config, ranks=ranks)
+    facts = StockPath(dense_mask=False, one_row=False, why_not_sharded=None)
+    return BatchRows(data), types.SimpleNamespace(config=config, ranks=ranks, stock_facts=facts)
 
 
 def test_every_row_of_a_checked_tree_runs_the_tower_as_often_as_those_of_other_ranks():
@@ -284,6 +286,10 @@ def test_every_row_of_a_checked_tree_runs_the_tower_as_often_as_those_of_other_r
     groups = [Group((0, 1), 1, (1, 1)), Group((2, 3), 1, (1, 1)), Group((4, 5), 1, (1, 1))]
     backend.ranks.max_over_ranks = lambda lacking: [a or b for a, b in zip(lacking, (False, True), strict=True)]
     assert Verification(backend, None, None)._checkable(data, groups) == groups[1:]
+    # With VeOmni every row runs it twice, so that any will do.
+    backend.stock_facts = backend.stock_facts._replace(equal_tower_runs=True)
+    backend.ranks.max_over_ranks = lambda lacking: lacking
+    assert Verification(backend, None, None)._checkable(data, groups) == groups
 
 
 def test_rows_that_verls_own_path_cannot_compute_are_not_checked():
