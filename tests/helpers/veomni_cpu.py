@@ -117,6 +117,11 @@ def _in_fp32(enable: bool) -> MixedPrecisionConfig:
     return MixedPrecisionConfig(enable=enable, param_dtype="float32", reduce_dtype="float32")
 
 
+def _fused_moe(*args: Any, **kwargs: Any) -> torch.Tensor:
+    """Without VeOmni's assertion that experts are in half precision."""
+    return moe._fused_moe_forward(*args, **kwargs)
+
+
 def _stand_in(name: str, **functions: Any) -> None:
     """A module of VeOmni's Triton kernels, whose import asks a GPU what it is."""
     module = ModuleType(f"{moe.__name__}._kernels.kernel.{name}")
@@ -137,6 +142,7 @@ verls.build_parallelize_model = _parallelized
 torch_parallelize.CPUOffloadPolicy = lambda pin_memory: CPUOffloadPolicy(pin_memory=False)
 verls.MixedPrecisionConfig, verls.VeOmniEngine._autocast_dtype = _in_fp32, torch.float32
 moe_layer.dist = _Dist()
+moe.fused_moe_forward = _fused_moe
 moe.is_fused_moe_available = lambda: True
 kernel_registry.HardwareRequirement.is_satisfied = lambda self: True
 for _op, _kernel in (

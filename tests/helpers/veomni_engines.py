@@ -58,6 +58,8 @@ def _engine(backend: str, model_path: str, options: dict, forward_only: bool = F
     configs = _configs("fsdp2", model_path, options, forward_only)
     keys: dict[str, Any] = dict(attn_implementation="sdpa", moe_implementation="eager", mixed_precision=True)
     keys |= {k: options[k] for k in KEYS if k in options}
+    if "ulysses" in options:  # as the FSDP2 engine's cases name it
+        keys |= {"ulysses_parallel_size": options["ulysses"], "attn_implementation": "flash_attention_2"}
     shared: dict[str, Any] = dict(
         forward_only=forward_only, use_torch_compile=False,
         init_device="meta" if torch.distributed.get_world_size() > 1 else "cuda",
