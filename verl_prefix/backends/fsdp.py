@@ -42,15 +42,16 @@ from verl_prefix.models.replaced import replaced
 from verl_prefix.models.support import check_dropout, check_supported
 
 
-class FSDPBackend:
-    """`engine.backend.Backend` of verl's FSDPEngine, and of engines that derive from it.
+class HFBackend:
+    """What `engine.backend.Backend`s of Hugging Face models have in common, on verl's FSDPEngine and on engines that
+    derive from it. Each adds its `memory`, `stock_facts`, `stock_batch` and `_gradient_sync`.
 
     Args:
-        engine: verl's. unfused: the user asked for verl's fused kernels, which are then off.
+        engine: verl's.
     """
 
-    def __init__(self, engine: Any, unfused: bool) -> None:
-        self._engine, self._unfused = engine, unfused
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
         self.has_no_updates: bool = engine.engine_config.forward_only
         self.deterministic: bool = engine.engine_config.full_determinism
         size = engine.ulysses_sequence_parallel_size
@@ -76,23 +77,6 @@ class FSDPBackend:
     @functools.cached_property
     def shape(self) -> ModelShape:
         return model_shape(self._engine.module, self.dtype)
-
-    @functools.cached_property
-    def _stock_path(self) -> HFStockPath:
-        return HFStockPath(self._engine, self.ranks, self._unfused)
-
-    @property
-    def stock_facts(self) -> StockPath:
-        return self._stock_path.facts
-
-    def stock_batch(self, data: TensorDict, loss_function: LossFunction | None, forward_only: bool) -> dict[str, Any]:
-        return self._stock_path.batch(data, loss_function, forward_only)
-
-    def memory(self, options: PrefixConfig) -> Memory:
-        engine = self._engine
-        checkpointed = engine.model_config.enable_gradient_checkpointing
-        world = torch.distributed.get_world_size()
-        return Memory.of_fsdp(engine.engine_config, world, checkpointed, self.ranks.slices, options)
 
     def gradient_bytes(self) -> float:
         if self.has_no_updates:
@@ -121,8 +105,7 @@ class FSDPBackend:
 
     def _gradient_sync(self, last: bool) -> AbstractContextManager[Any]:
         """Context of a backward, the last of an update or not, in which gradients are reduced as in verl's own path."""
-        context: AbstractContextManager[Any] = self._engine._gradient_sync_context(is_last_micro_batch=last)
-        return context
+        raise NotImplementedError
 
     def model_metrics(self, schedule: Schedule) -> dict[str, float]:
         assert isinstance(schedule.forward.model, HookedModel)
@@ -174,6 +157,39 @@ class FSDPBackend:
 
     def gradients_aside(self) -> AbstractContextManager[None]:
         return gradients_aside(self._engine.module)
+
+
+class FSDPBackend(HFBackend):
+    """`engine.backend.Backend` of verl's FSDPEngine.
+
+    Args:
+        engine: verl's. unfused: the user asked for verl's fused kernels, which are then off.
+    """
+
+    def __init__(self, engine: Any, unfused: bool) -> None:
+        super().__init__(engine)
+        self._unfused = unfused
+
+    @functools.cached_property
+    def _stock_path(self) -> HFStockPath:
+        return HFStockPath(self._engine, self.ranks, self._unfused)
+
+    @property
+    def stock_facts(self) -> StockPath:
+        return self._stock_path.facts
+
+    def stock_batch(self, data: TensorDict, loss_function: LossFunction | None, forward_only: bool) -> dict[str, Any]:
+        return self._stock_path.batch(data, loss_function, forward_only)
+
+    def memory(self, options: PrefixConfig) -> Memory:
+        engine = self._engine
+        checkpointed = engine.model_config.enable_gradient_checkpointing
+        world = torch.distributed.get_world_size()
+        return Memory.of_fsdp(engine.engine_config, world, checkpointed, self.ranks.slices, options)
+
+    def _gradient_sync(self, last: bool) -> AbstractContextManager[Any]:
+        context: AbstractContextManager[Any] = self._engine._gradient_sync_context(is_last_micro_batch=last)
+        return context
 
 
 def gradients_of(model: Any) -> Gradients:

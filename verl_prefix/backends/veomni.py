@@ -15,7 +15,7 @@ from verl.workers.engine.veomni.transformer_impl import VeOmniEngineWithLMHead
 
 from verl_prefix.auto.cost import Memory
 from verl_prefix.auto.shape import ModelShape, model_shape
-from verl_prefix.backends.fsdp import FSDPBackend
+from verl_prefix.backends.fsdp import HFBackend
 from verl_prefix.config.actor import role_of
 from verl_prefix.config.model import check_dealt, check_sequence_parallel, is_varlen
 from verl_prefix.config.options import PrefixConfig
@@ -27,16 +27,13 @@ from verl_prefix.models import vision
 from verl_prefix.models.support import check_supported
 
 
-class VeOmniBackend(FSDPBackend):
+class VeOmniBackend(HFBackend):
     """`engine.backend.Backend` of verl's VeOmniEngine.
 
     Expert parallelism spans ranks that have different rows: the experts of a layer lie on `expert_parallel_size` ranks,
     and every forward and backward of it sends each token to its experts' ranks and back
     (veomni/distributed/moe/moe_layer.py). The engine room keeps all ranks in step, pass by pass.
     """
-
-    def __init__(self, engine: Any) -> None:
-        super().__init__(engine, unfused=False)
 
     @functools.cached_property
     def shape(self) -> ModelShape:
