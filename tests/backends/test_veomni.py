@@ -74,7 +74,7 @@ CASES = {
     | {f"ep2_{name}": DENSE[name] | EP for name in DENSE if name not in ("flash", "llama_tied")}
     | {f"sp2_{name}": DENSE[name] | SP for name in ("packed", "phased", "phased_checkpointed", "turns_phased")}
     | {f"sp2_ep2_{name}": DENSE[name] | SP | EP for name in ("packed", "phased", "turns_phased")}
-    | {"ep2_idle_rank_of_experts": EP | PHASED | {"family": "idle_experts"}},
+    | {f"ep2_{family}": EP | PHASED | {"family": family} for family in ("idle_experts", "deepseek_v3")},
     4: {
         "ep2_fsdp2": EP,
         "ep2_exchange": EP | {"exchange": "auto"},
@@ -90,7 +90,9 @@ CASES = {
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
     folder = tmp_path_factory.mktemp("models")
-    paths = {family: write_tiny_model(folder / family, family=family) for family in ("qwen3", "qwen3_moe")}
+    paths = {
+        family: write_tiny_model(folder / family, family=family) for family in ("qwen3", "qwen3_moe", "deepseek_v3")
+    }
     paths["tied"] = write_tiny_model(folder / "tied", family="llama", tie_word_embeddings=True)
     paths["idle_experts"] = _all_tokens_to_the_first_experts(paths["qwen3_moe"], folder / "idle_experts")
     return paths

@@ -18,6 +18,7 @@ from fla_in_torch import causal_conv1d, of_rows
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.nn.functional import scaled_dot_product_attention
 from transformers.models.qwen3_5 import modeling_qwen3_5
+from veomni import ops
 from veomni.arguments import MixedPrecisionConfig
 from veomni.distributed import torch_parallelize
 from veomni.ops import kernel_registry
@@ -142,7 +143,7 @@ verls.build_parallelize_model = _parallelized
 torch_parallelize.CPUOffloadPolicy = lambda pin_memory: CPUOffloadPolicy(pin_memory=False)
 verls.MixedPrecisionConfig, verls.VeOmniEngine._autocast_dtype = _in_fp32, torch.float32
 moe_layer.dist = _Dist()
-moe.fused_moe_forward = _fused_moe
+ops.fused_moe_forward = _fused_moe
 moe.is_fused_moe_available = lambda: True
 kernel_registry.HardwareRequirement.is_satisfied = lambda self: True
 for _op, _kernel in (
