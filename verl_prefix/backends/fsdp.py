@@ -217,6 +217,18 @@ def noise_of(model: torch.nn.Module, dtype: torch.dtype) -> AbstractContextManag
     return rounding_noise(attention, mixers(model), dtype)
 
 
+def check_on_rank(model_config: Any, key: str, size: int) -> None:
+    """Checks in a worker what the driver checked where it saw the model: its layers, and the number of ranks that share
+    a row, which `key` sets.
+
+    Raises:
+        ValueError: naming what stands in the way.
+    """
+    check_supported(model_config.hf_config)
+    check_sequence_parallel(key, size, torch.distributed.get_world_size(), model_config)
+    check_dealt(key, size, model_config.hf_config)
+
+
 class PrefixFSDPEngine(PrefixEngine, FSDPEngineWithLMHead):
     """verl's FSDP2 actor or ref engine that computes a group's prefix once.
 
@@ -228,11 +240,8 @@ class PrefixFSDPEngine(PrefixEngine, FSDPEngineWithLMHead):
         self.prefix_config, unfused = engine_config.prefix, False
         if self.prefix_config.schedule != "stock":
             warn_of_replaced_options(model_config)
-            check_supported(model_config.hf_config)
             key = f"{role_of(engine_config)}.fsdp_config.ulysses_sequence_parallel_size"
-            size = engine_config.ulysses_sequence_parallel_size
-            check_sequence_parallel(key, size, torch.distributed.get_world_size(), model_config)
-            check_dealt(key, size, model_config.hf_config)
+            check_on_rank(model_config, key, engine_config.ulysses_sequence_parallel_size)
             # verl's fused forward makes log-probs of all tokens, and with FSDP2 it meets a sharded lm_head. Its offload
             # counts forwards of layers, and would replace gradient checkpointing by a reentrant one.
             unfused, model_config = bool(model_config.use_fused_kernels), copy.copy(model_config)

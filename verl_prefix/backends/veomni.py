@@ -15,16 +15,15 @@ from verl.workers.engine.veomni.transformer_impl import VeOmniEngineWithLMHead
 
 from verl_prefix.auto.cost import Memory
 from verl_prefix.auto.shape import ModelShape, model_shape
-from verl_prefix.backends.fsdp import HFBackend
+from verl_prefix.backends.fsdp import HFBackend, check_on_rank
 from verl_prefix.config.actor import role_of
-from verl_prefix.config.model import check_dealt, check_sequence_parallel, is_varlen
+from verl_prefix.config.model import is_varlen
 from verl_prefix.config.options import PrefixConfig
 from verl_prefix.config.veomni import PrefixVeOmniEngineConfig, check_built, check_model_options, check_weights
 from verl_prefix.engine.backend import StockPath
 from verl_prefix.engine.loss import LossFunction
 from verl_prefix.engine.prefix_engine import PrefixEngine
 from verl_prefix.models import vision
-from verl_prefix.models.support import check_supported
 
 
 class VeOmniBackend(HFBackend):
@@ -73,12 +72,10 @@ class PrefixVeOmniEngine(PrefixEngine, VeOmniEngineWithLMHead):
         self.prefix_config = engine_config.prefix
         if self.prefix_config.schedule != "stock":
             check_model_options(model_config)
-            check_supported(model_config.hf_config)
+            key = f"{role_of(engine_config)}.veomni.ulysses_parallel_size"
+            check_on_rank(model_config, key, engine_config.ulysses_parallel_size)
             check_weights(model_config.hf_config, model_config.local_path)
             check_built(model_config.hf_config, engine_config)
-            key, size = f"{role_of(engine_config)}.veomni.ulysses_parallel_size", engine_config.ulysses_parallel_size
-            check_sequence_parallel(key, size, torch.distributed.get_world_size(), model_config)
-            check_dealt(key, size, model_config.hf_config)
         super().__init__(model_config, engine_config, optimizer_config, checkpoint_config)
         self.set_backend(VeOmniBackend(self), engine_config)
 
