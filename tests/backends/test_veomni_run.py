@@ -2,20 +2,18 @@
 Shows neither vLLM nor CUDA.
 """
 
-import asyncio
 import os
 from pathlib import Path
 
 import pytest
-import torch
 from both_arms import VEOMNI, both_arms
+from whole_tensors import check_put_together
 
 pytest.importorskip("veomni")
 
 from transformers import AutoModelForCausalLM  # noqa: E402
 from verl.workers.engine.veomni import utils  # noqa: E402
 
-from verl_prefix.cpu import rollout  # noqa: E402
 from verl_prefix.testing import write_tiny_model  # noqa: E402
 
 OPTIONS = [
@@ -39,14 +37,7 @@ def test_experts_that_verls_veomni_took_apart_are_put_together(tmp_path, monkeyp
         for rank, part in enumerate(parts):
             taken = utils.default_moe_param_handler(name, part, 2 * rank) if "experts." in name else [(name, weight)]
             apart |= dict(taken)
-    assert set(apart) != set(weights)
-
-    async def collected() -> dict[str, torch.Tensor]:
-        return {name: weight async for name, weight in rollout.fused_experts(apart.items())}
-
-    together = asyncio.run(collected())
-    assert list(together) == list(weights)
-    assert all(torch.equal(together[name], weight) for name, weight in weights.items())
+    check_put_together(apart, weights)
 
 
 @pytest.mark.ray

@@ -14,6 +14,7 @@ import ray
 import torch
 from omegaconf import OmegaConf
 from transformers import AutoModelForCausalLM
+from whole_tensors import check_put_together
 
 from verl_prefix.testing import write_tiny_model
 
@@ -436,11 +437,4 @@ def test_experts_that_verl_took_apart_are_put_together(tmp_path) -> None:
 
     weights = AutoModelForCausalLM.from_pretrained(write_tiny_model(tmp_path, family="qwen3_moe")).state_dict()
     apart = dict(unfuse_moe_params(weights.items(), "qwen3_moe"))
-    assert set(apart) != set(weights)
-
-    async def collected() -> dict[str, torch.Tensor]:
-        return {name: weight async for name, weight in rollout.fused_experts(apart.items())}
-
-    together = asyncio.run(collected())
-    assert list(together) == list(weights)
-    assert all(torch.equal(together[name], weight) for name, weight in weights.items())
+    check_put_together(apart, weights)

@@ -1,5 +1,7 @@
 """Whole tensors of what FSDP2 shards."""
 
+import asyncio
+
 import torch
 from torch.distributed.tensor import DTensor, Shard
 
@@ -29,3 +31,16 @@ def whole(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         for name, x in zip(names, every.view(size, -1).split(chunks, dim=1), strict=True):
             found[name] = x.flatten()[: tensors[name].numel()].view(tensors[name].shape).clone()
     return {name: found[name] for name in tensors}
+
+
+def check_put_together(apart: dict[str, torch.Tensor], weights: dict[str, torch.Tensor]) -> None:
+    """That the hf rollout makes of a mixture's weights, which verl took `apart`, those that they were."""
+    from verl_prefix.cpu import rollout  # the ranks of most tests need none
+
+    async def collected() -> dict[str, torch.Tensor]:
+        return {name: weight async for name, weight in rollout.fused_experts(apart.items())}
+
+    assert set(apart) != set(weights)
+    together = asyncio.run(collected())
+    assert list(together) == list(weights)
+    assert all(torch.equal(together[name], weight) for name, weight in weights.items())
