@@ -13,18 +13,50 @@ from verl_prefix.core.calls import on_device
 
 
 class ExpertLoads:
-    """Counts what routers choose in forwards of an update, and not again where gradient checkpointing repeats them.
+    """Tokens that each expert of each layer got, in an update. A model without experts has no loads."""
+
+    def __init__(self) -> None:
+        self._loads: dict[int, torch.Tensor] = {}
+
+    def add(self, layer: int, counts: torch.Tensor) -> None:
+        """Adds a forward's tokens by expert, [experts]."""
+        self._loads[layer] = self._loads[layer] + counts if layer in self._loads else counts
+
+    def metrics(self, reduce_sum: Callable[[Sequence[float]], Sequence[float]]) -> dict[str, float]:
+        """How far a layer's loads are from an even load, relative to it: by how much its fullest expert exceeds it
+        (max_vio), and how far its experts are off on average (avg_vio). Both as the largest and the mean over layers,
+        as verl's rollout/moe/* (verl/trainer/ppo/metric_utils.py). Empty without routers.
+
+        Args:
+            reduce_sum: element-wise sum over ranks.
+        """
+        if not self._loads:
+            return {}
+        own = torch.stack([self._loads[layer] for layer in sorted(self._loads)])
+        loads = torch.tensor(reduce_sum(own.flatten().tolist()), dtype=torch.float64).view_as(own)
+        deviation = loads * loads.shape[1] / loads.sum(1, keepdim=True).clamp(min=1) - 1
+        by_layer = {"max_vio": deviation.amax(1), "avg_vio": deviation.abs().mean(1)}
+        return {
+            f"prefix/moe/{name}/{over}": value
+            for name, layers in by_layer.items()
+            for over, value in (("max", layers.max().item()), ("avg", layers.mean().item()))
+        }
+
+
+class CountedRouters(ExpertLoads):
+    """Counts what routers of transformers choose in forwards of an update, and not again where gradient checkpointing
+    repeats them.
 
     Routers are modules that transformers records as `router_logits`, and that return their choice, [T, chosen] int64,
-    beside the logits. A model without any has no loads.
+    beside the logits.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
         parts = (part for part in model.modules() if isinstance(part, PreTrainedModel))
         recorders: list[Any] = [(part._can_record_outputs or {}).get("router_logits") for part in parts]
         kinds = tuple({recorder.target_class for recorder in recorders if hasattr(recorder, "target_class")})
         self._routers = [module for module in model.modules() if isinstance(module, kinds)]
-        self._loads: dict[int, torch.Tensor] = {}
 
     @contextmanager
     def counting(self, attention_pass: AttentionPass, device: torch.device) -> Iterator[None]:
@@ -47,25 +79,5 @@ class ExpertLoads:
         if chosen is None:
             return
         num_experts = next(x.shape[-1] for x in tensors if x.is_floating_point())
-        load = self._loads.setdefault(layer, multiplicity.new_zeros(num_experts))
-        load.index_add_(0, chosen.flatten(), multiplicity.repeat_interleave(chosen.shape[-1]))
-
-    def metrics(self, reduce_sum: Callable[[Sequence[float]], Sequence[float]]) -> dict[str, float]:
-        """How far a layer's loads are from an even load, relative to it: by how much its fullest expert exceeds it
-        (max_vio), and how far its experts are off on average (avg_vio). Both as the largest and the mean over layers,
-        as verl's rollout/moe/* (verl/trainer/ppo/metric_utils.py). Empty without routers.
-
-        Args:
-            reduce_sum: element-wise sum over ranks.
-        """
-        if not self._loads:
-            return {}
-        own = torch.stack([self._loads[layer] for layer in sorted(self._loads)])
-        loads = torch.tensor(reduce_sum(own.flatten().tolist()), dtype=torch.float64).view_as(own)
-        deviation = loads * loads.shape[1] / loads.sum(1, keepdim=True).clamp(min=1) - 1
-        by_layer = {"max_vio": deviation.amax(1), "avg_vio": deviation.abs().mean(1)}
-        return {
-            f"prefix/moe/{name}/{over}": value
-            for name, layers in by_layer.items()
-            for over, value in (("max", layers.max().item()), ("avg", layers.mean().item()))
-        }
+        counts = multiplicity.new_zeros(num_experts)
+        self.add(layer, counts.index_add_(0, chosen.flatten(), multiplicity.repeat_interleave(chosen.shape[-1])))

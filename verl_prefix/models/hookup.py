@@ -6,13 +6,12 @@ verl's own path keeps the implementation that the user chose.
 
 import functools
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch.distributed.fsdp import FSDPModule
-from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 
 from verl_prefix.core.attention import AttentionPass
@@ -20,7 +19,8 @@ from verl_prefix.core.calls import AttentionParams, on_device
 from verl_prefix.core.errors import WITHOUT_SHARING
 from verl_prefix.core.forward import HeadOutputs
 from verl_prefix.models import vision
-from verl_prefix.models.experts import ExpertLoads
+from verl_prefix.models.experts import CountedRouters
+from verl_prefix.models.head import ChunkedHead
 from verl_prefix.models.last_layer import on_head_tokens
 from verl_prefix.models.logits import readers, scales_logits, written_elsewhere
 from verl_prefix.models.recurrent import is_recurrent, shared_states
@@ -95,7 +95,7 @@ class HookedModel:
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
         self.text_config: PretrainedConfig = model.config.get_text_config()
-        self.expert_loads = ExpertLoads(model)
+        self.expert_loads = CountedRouters(model)
 
     @contextmanager
     def grouped_attention(self) -> Iterator[None]:
@@ -146,7 +146,7 @@ class HookedModel:
         inputs = self.inputs(input_ids, position_ids, attention_pass)
         with self.expert_loads.counting(attention_pass, head_tokens.device), ExitStack() as stack:
             if not whole:
-                head = _ChunkedHead(lm_head.forward, outputs, logits_chunk)
+                head = ChunkedHead(lm_head.forward, outputs, logits_chunk)
                 stack.enter_context(replaced(lm_head, "forward", head))
             logits = self.logits(inputs, head_tokens, dict(tower=attention_pass.cache is None, **pixels))
         self.check_calls(attention_pass.num_calls - calls)
@@ -220,44 +220,6 @@ class HookedModel:
                 f"{num_calls} of {num_layers} layers of {type(self.model).__name__} shared their prefixes; "
                 f"its code bypasses transformers' attention interface: set {WITHOUT_SHARING}"
             )
-
-
-class _ChunkedHead:
-    """Replaces lm_head's forward: returns what `outputs` makes of the logits of at most `chunk` tokens at a time.
-
-    Args:
-        forward: the forward that it replaces: the class's, or one that others put on the instance.
-        outputs: as in `HookedModel.token_outputs`.
-
-    Attributes:
-        result: what it returned last.
-    """
-
-    def __init__(
-        self, forward: Callable[[torch.Tensor], torch.Tensor], outputs: HeadOutputs | None, chunk: int
-    ) -> None:
-        self.forward, self.outputs, self.chunk = forward, outputs, chunk
-        self.result: torch.Tensor | None = None
-
-    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Hidden states [1, n, hidden size] -> [1, n, k]."""
-        self.result = self._of_chunks(hidden)
-        return self.result
-
-    def _of_chunks(self, hidden: torch.Tensor) -> torch.Tensor:
-        if self.outputs is None:
-            return hidden.sum(-1, keepdim=True)
-        which = torch.arange(hidden.shape[1], device=hidden.device)
-        # Backward begins with the last chunk, whose logits are kept: they take no more memory than a recomputation's.
-        first = len(which) % self.chunk or min(len(which), self.chunk)
-        sizes = [first, *[self.chunk] * ((len(which) - first) // self.chunk)]
-        *earlier, last = zip(which.split(sizes), hidden[0].split(sizes), strict=True)
-        chunks = [*(checkpoint(self._of, *x, use_reentrant=False) for x in earlier), self._of(*last)]
-        return torch.cat([x.unsqueeze(0) for x in chunks], dim=1)  # no view, which FSDP2's hooks would warn of
-
-    def _of(self, which: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-        assert self.outputs is not None
-        return self.outputs(which, self.forward(hidden))
 
 
 @contextmanager
