@@ -12,7 +12,7 @@ import os
 import platform
 import re
 import subprocess
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -115,15 +115,16 @@ def check_transformers_version() -> None:
         raise ImportError(problem)
 
 
-def warn_of_untested_veomni() -> None:
-    """Warns once of a VeOmni that this package was not tested with."""
-    if (version := installed_version("veomni")) not in (None, *TESTED_VEOMNI):
+def warn_of_untested(package: str, tested: Sequence[str]) -> None:
+    """Warns once of a version of an engine's package that this package was not tested with."""
+    if (version := installed_version(package)) not in (None, *tested):
         warn_once(
             logger,
-            "veomni %s is not one of those that verl_prefix was tested with (%s): the self-check of the first update "
+            "%s %s is not one of those that verl_prefix was tested with (%s): the self-check of the first update "
             "compares with its own path",
+            package,
             version,
-            ", ".join(TESTED_VEOMNI),
+            ", ".join(tested),
         )
 
 

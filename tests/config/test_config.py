@@ -16,8 +16,9 @@ from omegaconf import OmegaConf
 from omegaconf.errors import InterpolationResolutionError
 from verl.utils.config import omega_conf_to_dataclass, validate_config
 
+from verl_prefix.config.engines import slices_of
 from verl_prefix.config.fsdp import PrefixActorConfig, PrefixEngineConfig
-from verl_prefix.config.model import read_hf_config, sequence_key
+from verl_prefix.config.model import read_hf_config
 from verl_prefix.config.options import PrefixConfig
 from verl_prefix.models.support import check_supported
 from verl_prefix.testing import write_tiny_model
@@ -219,7 +220,7 @@ def test_the_size_of_sequence_parallelism_is_that_of_verls_own_class(model_path)
         config = composed(f"actor_rollout_ref.model.path={model_path}", f"{ACTOR}.use_kl_loss=True", *sizes)
         OmegaConf.resolve(config)  # (2, 8): 8 does not go with this model's 4 heads, and verl takes 2
         ref = config.actor_rollout_ref.ref
-        assert sequence_key("ref", ref) == (f"actor_rollout_ref.ref.fsdp_config.{key}", found)
+        assert slices_of("ref", ref) == (f"actor_rollout_ref.ref.fsdp_config.{key}", found)
         OmegaConf.set_struct(ref, False)
         for name in [name for name in ref if name.startswith("log_prob_")]:
             ref.pop(name)  # as ActorRolloutRefWorker.init_model does

@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 from verl.utils.config import omega_conf_to_dataclass, validate_config
 from verl.workers.config import VeOmniActorConfig, VeOmniEngineConfig
 
-from verl_prefix.config import driver
+from verl_prefix.config import engines
 from verl_prefix.config.veomni import VEOMNI_TOPOLOGY, PrefixVeOmniActorConfig, PrefixVeOmniEngineConfig
 from verl_prefix.models.veomni import unread_weight
 from verl_prefix.testing import write_tiny_model
@@ -25,8 +25,8 @@ ULYSSES = f"{VEOMNI}.ulysses_parallel_size=2"
 @pytest.fixture(autouse=True)
 def installed(monkeypatch):
     """veomni is what the driver asks for first."""
-    real = driver.installed_version
-    monkeypatch.setattr(driver, "installed_version", lambda name: "0.1.12" if name == "veomni" else real(name))
+    real = engines.installed_version
+    monkeypatch.setattr(engines, "installed_version", lambda name: "0.1.12" if name == "veomni" else real(name))
 
 
 @pytest.fixture(scope="module")
@@ -172,6 +172,6 @@ def test_weights_are_read_by_name_in_one_file_or_several(paths, tmp_path):
 
 
 def test_without_veomni_the_driver_says_what_to_install(paths, monkeypatch):
-    monkeypatch.setattr(driver, "installed_version", lambda name: None)
+    monkeypatch.setattr(engines, "installed_version", lambda name: None)
     with pytest.raises(ValueError, match=r"prefix_veomni, and veomni is not installed: pip install veomni==0\.1\.12"):
         checked(paths["qwen3"])

@@ -27,6 +27,7 @@ from verl.utils import tensordict_utils as tu  # noqa: E402
 
 from verl_prefix import cli  # noqa: E402
 from verl_prefix.auto.shape import ModelShape  # noqa: E402
+from verl_prefix.config.engines import VEOMNI, engine_of  # noqa: E402
 from verl_prefix.engine.grouping import TreeRule, group_rows  # noqa: E402
 from verl_prefix.engine.rows import BatchRows  # noqa: E402
 from verl_prefix.models.messages import end_tokens  # noqa: E402
@@ -211,7 +212,7 @@ def test_a_veomni_command_is_planned_on_its_engine(folder):
     """Its ranks share a row by its own key, and parameters with it; weights are bf16 where it mixes no precision."""
     veomni = "actor_rollout_ref.actor.veomni"
     config = compose.compose_config("ppo_trainer", [*overrides(folder), "model_engine=veomni"])
-    assert compose.engines_of(config) == ("veomni", "prefix_veomni")
+    assert engine_of(config.actor_rollout_ref.actor) is VEOMNI
     words = ["model_engine=veomni", "trainer.n_gpus_per_node=4"]
     alone, shared = build(folder, *words), build(folder, *words, f"{veomni}.ulysses_parallel_size=2")
     assert alone["unsupported"] == [] == shared["unsupported"]

@@ -1,19 +1,15 @@
-"""What the actor's options of all engines have in common."""
+"""What the options of actor and engine of all engines have in common."""
 
 import logging
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from verl.workers.config import PolicyLossConfig
 
-from verl_prefix.config.model import (
-    check_model_family,
-    check_sequence_parallel,
-    refuse,
-    sequence_key,
-    warn_of_replaced_options,
-)
+from verl_prefix.config.engines import Engine, slices_of
+from verl_prefix.config.model import check_model_family, check_sequence_parallel, refuse, warn_of_replaced_options
 from verl_prefix.config.options import PrefixConfig
-from verl_prefix.versions import warn_once
+from verl_prefix.versions import check_versions, warn_once
 
 # Losses of verl 0.9.1 (verl/trainer/ppo/core_algos.py) that are sums over rows: compute_policy_loss_<mode> makes a loss
 # of every token from its own row alone, and agg_loss divides their sum by numbers of the whole mini-batch. bypass_mode
@@ -64,19 +60,53 @@ def _refuse_losses_of_passes(key: str, policy_loss: PolicyLossConfig) -> None:
     )
 
 
+@dataclass
+class PrefixEngineOptions:
+    """What stands before an engine config of verl's: `prefix` and, of the actor, `freeze_vision_tower`, which verl's
+    own engines ignore, and `ppo_epochs`, which verl's worker keeps to itself. Its strategy is the name of our engine in
+    verl's registry. verl's own check knows verl's name alone (verl/workers/config/engine.py), and is shown that.
+
+    Attributes:
+        on: verl's engine. strategy_of_verl: verl's name of it.
+    """
+
+    on: ClassVar[Engine]
+    strategy_of_verl: ClassVar[str]
+
+    prefix: PrefixConfig = field(default_factory=PrefixConfig)
+    freeze_vision_tower: bool = False
+    ppo_epochs: int = 1
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        ours = {"strategy", "prefix", "freeze_vision_tower", "ppo_epochs"}
+        cls._mutable_fields = cls._mutable_fields | ours  # type: ignore[attr-defined]
+
+    def __post_init__(self: Any) -> None:
+        check_versions()
+        self.on.warn_of_untested()
+        self.check(f"{role_of(self)}.{self.on.section}")
+        self.strategy = self.strategy_of_verl
+        super().__post_init__()  # type: ignore[misc]
+        self.strategy = self.on.name
+
+    def check(self, key: str) -> None:
+        """Refuses, by `key` of the section, options that the shared-prefix path cannot honour."""
+        raise NotImplementedError
+
+
 class PrefixActor:
     """What stands before an actor config of verl's, a dataclass with `prefix`, `strategy` and verl's section of engine
     options, and hands `prefix` on to the engine, which sees nothing else of the actor's config.
 
     Attributes:
-        section: the key of the engine's options. engine_name: the engine's name in verl's registry.
+        on: verl's engine.
     """
 
-    section: ClassVar[str]
-    engine_name: ClassVar[str]
+    on: ClassVar[Engine]
 
     def __post_init__(self: Any) -> None:
-        engine = getattr(self, self.section)
+        engine = getattr(self, self.on.section)
         key, ours = role_of(engine), "actor_rollout_ref.actor.prefix"
         refuse(
             not isinstance(self.prefix, PrefixConfig),
@@ -84,7 +114,7 @@ class PrefixActor:
         )
         refuse(
             engine.prefix not in (self.prefix, PrefixConfig()),
-            f"{key}.{self.section}.prefix is filled in from {ours}, and differs from it; set its keys there",
+            f"{key}.{self.on.section}.prefix is filled in from {ours}, and differs from it; set its keys there",
         )
         refuse(self.enable_rollout_routing_replay, NO_REPLAY)
         refuse(self.shuffle, f"{key}.shuffle=True tears groups apart at mini-batch edges; set {key}.shuffle=False")
@@ -97,7 +127,7 @@ class PrefixActor:
             )
             _refuse_losses_of_passes(f"{key}.policy_loss", self.policy_loss)
         super().__post_init__()  # type: ignore[misc]
-        self.engine.strategy = self.engine_name
+        self.engine.strategy = self.on.name
         self.engine.prefix = self.prefix
         self.engine.freeze_vision_tower = self.freeze_vision_tower
         self.engine.ppo_epochs = self.ppo_epochs
@@ -113,7 +143,7 @@ class PrefixActor:
 
     def check(self: Any, n_gpus: int, model_config: Any) -> None:
         """Ours of `validate`."""
-        key, sequence_ranks = sequence_key("actor", self)
+        key, sequence_ranks = slices_of("actor", self)
         check_sequence_parallel(key, sequence_ranks, n_gpus=n_gpus, model_config=model_config)
         if self.prefix.schedule != "stock" and self.policy_loss.loss_mode not in LOSSES_OF_ROWS:
             warn_once(

@@ -7,17 +7,17 @@ from omegaconf import DictConfig, OmegaConf
 from verl.trainer.ppo.utils import need_reference_policy
 from verl.utils.config import omega_conf_to_dataclass
 
+from verl_prefix.config.engines import VEOMNI, copies_of, engine_of, slices_of
 from verl_prefix.config.model import (
     check_dealt,
     check_sequence_parallel,
     is_count,
     read_hf_config,
     refuse,
-    sequence_key,
 )
 from verl_prefix.config.veomni import check_built, check_of_one_process
 from verl_prefix.core.waves import leaves_room
-from verl_prefix.versions import TESTED_VEOMNI, TESTED_VERL, installed_version
+from verl_prefix.versions import TESTED_VERL, installed_version
 
 
 def check_driver(config: DictConfig, in_job: bool = True) -> None:
@@ -34,9 +34,10 @@ def check_driver(config: DictConfig, in_job: bool = True) -> None:
     if "rollout" in config:
         _check_separate_rollout(config)
     if "actor_rollout_ref" in config and "ref" in config.actor_rollout_ref:
+        engine = engine_of(config.actor_rollout_ref.actor)
         refuse(
-            in_job and "veomni" in config.actor_rollout_ref.actor and not installed_version("veomni"),
-            f"model_engine=prefix_veomni, and veomni is not installed: pip install veomni=={TESTED_VEOMNI[-1]}",
+            in_job and engine.missing,
+            f"model_engine={engine.name}, and {engine.package} is not installed: {engine.missing}",
         )
         _check_ref(config)
         _check_waves(config)
@@ -95,7 +96,7 @@ def _check_waves(config: DictConfig) -> None:
         key = f"{of_role or 'ppo_'}{'max_token_len' if counts_tokens else 'micro_batch_size'}_per_gpu"
         told, factor = f"actor_rollout_ref.{role}.{key}={section[key]}", prompt + response
         if counts_tokens:
-            _, factor = sequence_key(role, roles.ref if role == "ref" else roles.actor)
+            _, factor = slices_of(role, roles.ref if role == "ref" else roles.actor)
             told += f" on {factor} GPUs" if factor > 1 else ""
         else:
             told += f" rows of data.max_prompt_length={prompt} + max_response_length={response}"
@@ -121,12 +122,12 @@ def _check_ref(config: DictConfig) -> None:
     ref = {name: value for name, value in ref.items() if not str(name).startswith("log_prob_")}
     ref["use_dynamic_bsz"] = True
     omega_conf_to_dataclass(OmegaConf.create(ref))
-    if "veomni" in roles.ref:
+    if engine_of(roles.ref) is VEOMNI:
         check_of_one_process(roles.actor.veomni, roles.ref.veomni)
         if roles.actor.prefix.schedule != "stock" and (hf_config := read_hf_config(roles.model)) is not None:
             check_built(hf_config, roles.ref.veomni)
-    key, size = sequence_key("ref", roles.ref)
-    if size != sequence_key("actor", roles.actor)[1] and roles.actor.prefix.schedule != "stock":
+    key, size = slices_of("ref", roles.ref)
+    if size != slices_of("actor", roles.actor)[1] and roles.actor.prefix.schedule != "stock":
         check_sequence_parallel(key, size, config.trainer.n_gpus_per_node * config.trainer.nnodes, roles.model)
         if size > 1 and (hf_config := read_hf_config(roles.model)) is not None:
             check_dealt(key, size, hf_config)
@@ -171,7 +172,7 @@ def keeps_prompts(config: DictConfig) -> bool:
     if "actor_rollout_ref" not in config or is_v1(config):  # a part of a config, whose driver is elsewhere
         return False
     actor = config.actor_rollout_ref.actor
-    ranks = config.trainer.n_gpus_per_node * config.trainer.nnodes // sequence_key("actor", actor)[1]
+    ranks = config.trainer.n_gpus_per_node * config.trainer.nnodes // copies_of(actor)
     return _mini_batches(config)[1] > 1 and ranks > 0 and actor.ppo_mini_batch_size % ranks == 0
 
 

@@ -1,38 +1,31 @@
 """Options of actor and ref on verl's FSDP2 engine: `model_engine=prefix`."""
 
 from dataclasses import dataclass, field
-from typing import ClassVar
 
 from verl.workers.config import FSDPActorConfig, FSDPEngineConfig
 
-from verl_prefix.config.actor import PrefixActor, refuse_padding, role_of
+from verl_prefix.config.actor import PrefixActor, PrefixEngineOptions, refuse_padding, role_of
+from verl_prefix.config.engines import FSDP2
 from verl_prefix.config.model import refuse
 from verl_prefix.config.options import PrefixConfig
-from verl_prefix.versions import check_versions
 
 
 @dataclass
-class PrefixEngineConfig(FSDPEngineConfig):
-    """verl's FSDP2 engine config plus `prefix` and, of the actor, `freeze_vision_tower`, which verl's own FSDP ignores,
-    and `ppo_epochs`, which verl's worker keeps to itself. Its strategy is the registry's backend name, always "prefix".
-    `backends.fsdp` registers that: our YAML names this class there, and code that builds one imports it from
-    there.
+class PrefixEngineConfig(PrefixEngineOptions, FSDPEngineConfig):
+    """verl's FSDP2 engine config plus those of `PrefixEngineOptions`. `backends.fsdp` registers the engine: our YAML
+    names this class there, and code that builds one imports it from there. verl's engine branches on its own names as
+    well (FSDPEngine._build_fsdp_module), and gets a copy that says fsdp2.
 
     Raises:
         ValueError: an FSDP option that the shared-prefix path cannot honour.
         ImportError: this verl was never tested (see `versions`).
     """
 
-    _mutable_fields = FSDPEngineConfig._mutable_fields | {"strategy", "prefix", "freeze_vision_tower", "ppo_epochs"}
+    on, strategy_of_verl = FSDP2, "fsdp2"
 
     strategy: str = "prefix"
-    prefix: PrefixConfig = field(default_factory=PrefixConfig)
-    freeze_vision_tower: bool = False
-    ppo_epochs: int = 1
 
-    def __post_init__(self) -> None:
-        check_versions()
-        key = f"{role_of(self)}.fsdp_config"
+    def check(self, key: str) -> None:
         refuse(
             self.strategy not in ("prefix", "fsdp2"),
             f"{key}.strategy={self.strategy!r}: the prefix engine shards with FSDP2 only; set {key}.strategy=fsdp2, or "
@@ -50,11 +43,6 @@ class PrefixEngineConfig(FSDPEngineConfig):
             f"{key}.router_replay.mode={replay}: verl's FSDP engine replays no routes; set {key}.router_replay."
             "mode=disabled, or model_engine=veomni or megatron",
         )
-        # verl's own check knows only its own names (verl/workers/config/engine.py), and so does its engine's base class
-        # (FSDPEngine._build_fsdp_module), which gets a copy that says fsdp2; the registry's backend name is prefix.
-        self.strategy = "fsdp2"
-        super().__post_init__()
-        self.strategy = "prefix"
 
 
 @dataclass
@@ -65,8 +53,7 @@ class PrefixActorConfig(PrefixActor, FSDPActorConfig):
         ValueError: an actor option that would silently undo sharing.
     """
 
-    section: ClassVar[str] = "fsdp_config"
-    engine_name: ClassVar[str] = "prefix"
+    on = FSDP2
 
     strategy: str = "fsdp2"
     prefix: PrefixConfig = field(default_factory=PrefixConfig)

@@ -6,6 +6,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
+from verl_prefix.config.engines import attention_of, heads_of
 from verl_prefix.versions import warn_once
 
 logger = logging.getLogger(__name__)
@@ -26,32 +27,6 @@ def is_varlen(attn_implementation: str) -> bool:
     return "flash" in attn_implementation or "varlen" in attn_implementation  # of tests, on a CPU
 
 
-def attention_key(section: Any, model_config: Any) -> tuple[str, str]:
-    """The key of the attention of verl's own path, and its value.
-
-    Args:
-        section: `actor_rollout_ref.actor`, DictConfig or dataclass. model_config: `actor_rollout_ref.model`, likewise.
-    """
-    if (veomni := section.get("veomni")) is not None:
-        return "actor_rollout_ref.actor.veomni.attn_implementation", veomni.attn_implementation
-    override = (model_config or {}).get("override_config") or {}
-    key = "actor_rollout_ref.model.override_config.attn_implementation"
-    return key, override.get("attn_implementation", "flash_attention_2")
-
-
-def sequence_key(role: str, section: Any) -> tuple[str, int]:
-    """How many ranks share a row in the engine of `actor_rollout_ref.actor` or `.ref` (DictConfig or dataclass), and
-    the key that says so.
-
-    Of verl's FSDPActorConfig the role's own key counts, where it is over 1, and else that of its `fsdp_config`.
-    """
-    if (veomni := section.get("veomni")) is not None:
-        return f"actor_rollout_ref.{role}.veomni.ulysses_parallel_size", int(veomni.ulysses_parallel_size)
-    own: int = section.ulysses_sequence_parallel_size
-    size = own if own > 1 else int(section.fsdp_config.ulysses_sequence_parallel_size)
-    return f"actor_rollout_ref.{role}.fsdp_config.ulysses_sequence_parallel_size", size
-
-
 def check_sequence_parallel(key: str, size: int, n_gpus: int, model_config: Any) -> None:
     """Refuses a number of ranks that share a row, by the key that sets it, if it cannot work on these GPUs.
 
@@ -66,8 +41,8 @@ def check_sequence_parallel(key: str, size: int, n_gpus: int, model_config: Any)
 
 
 def check_dealt(key: str, size: int, hf_config: Any) -> None:
-    """Refuses a number of ranks that share a row, by the key that sets it, if the model's heads cannot be dealt to
-    them, nor the groups and channels of its recurrent layers.
+    """Refuses a number of ranks, by the key that sets it, if the model's heads cannot be dealt to them, nor the groups
+    and channels of its recurrent layers.
 
     Raises:
         ValueError: naming the key, and the largest divisor of this size that works.
@@ -140,7 +115,7 @@ def check_model_family(section: Any, model_config: Any) -> None:
 
     Raises:
         ValueError: the model has layers that the shared-prefix path or its kernel does not compute, heads that cannot
-            be dealt to the ranks that share a row, or no tower to freeze.
+            be dealt to the ranks that share them, or no tower to freeze.
     """
     from verl_prefix.models.support import check_supported
     from verl_prefix.models.vision import is_vision_config
@@ -149,13 +124,13 @@ def check_model_family(section: Any, model_config: Any) -> None:
     if hf_config is None:
         return
     check_supported(hf_config)
-    key, attention = attention_key(section, model_config)
+    key, attention = attention_of(section, model_config)
     refuse(
         attention == "sdpa" and getattr(hf_config.get_text_config(), "attn_logit_softcapping", None),
         f"{key}=sdpa drops a {hf_config.model_type} model's attn_logit_softcapping on verl's own path, with which ours "
         "is compared; set eager, or on a GPU flash_attention_2",
     )
-    check_dealt(*sequence_key("actor", section), hf_config)
+    check_dealt(*heads_of("actor", section), hf_config)
     refuse(
         section.get("freeze_vision_tower") and not is_vision_config(hf_config),
         f"actor_rollout_ref.actor.freeze_vision_tower=True, and a {hf_config.model_type} model has no tower; remove it",

@@ -2,23 +2,22 @@
 
 import math
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 from verl.workers.config import VeOmniActorConfig, VeOmniEngineConfig
 
-from verl_prefix.config.actor import PrefixActor, refuse_padding, role_of
+from verl_prefix.config.actor import PrefixActor, PrefixEngineOptions, refuse_padding, role_of
+from verl_prefix.config.engines import VEOMNI
 from verl_prefix.config.model import is_varlen, read_hf_config, refuse
 from verl_prefix.config.options import PrefixConfig
-from verl_prefix.versions import check_versions, warn_of_untested_veomni
 
 # Keys that decide VeOmni's process groups (veomni/distributed/parallel_state.py, init_parallel_state).
 VEOMNI_TOPOLOGY = ("fsdp_size", "ulysses_parallel_size", "expert_parallel_size")
 
 
 @dataclass
-class PrefixVeOmniEngineConfig(VeOmniEngineConfig):
-    """verl's VeOmni engine config plus `prefix` and, of the actor, `freeze_vision_tower`, which verl's own VeOmni
-    ignores, and `ppo_epochs`. Its strategy is the registry's backend name. `backends` registers that, where veomni is
+class PrefixVeOmniEngineConfig(PrefixEngineOptions, VeOmniEngineConfig):
+    """verl's VeOmni engine config plus those of `PrefixEngineOptions`. `backends` registers the engine, where veomni is
     installed: our YAML names this class there.
 
     Raises:
@@ -26,17 +25,11 @@ class PrefixVeOmniEngineConfig(VeOmniEngineConfig):
         ImportError: this verl was never tested (see `versions`).
     """
 
-    _mutable_fields = VeOmniEngineConfig._mutable_fields | {"strategy", "prefix", "freeze_vision_tower", "ppo_epochs"}
+    on, strategy_of_verl = VEOMNI, "veomni"
 
     strategy: str = "prefix_veomni"
-    prefix: PrefixConfig = field(default_factory=PrefixConfig)
-    freeze_vision_tower: bool = False
-    ppo_epochs: int = 1
 
-    def __post_init__(self) -> None:
-        check_versions()
-        warn_of_untested_veomni()
-        key = f"{role_of(self)}.veomni"
+    def check(self, key: str) -> None:
         refuse_padding(key, self)
         refuse(
             self.enable_async_activation_offload,
@@ -61,9 +54,6 @@ class PrefixVeOmniEngineConfig(VeOmniEngineConfig):
             f"{key}.attn_implementation={attention} attends within each rank's tokens, and {key}.ulysses_parallel_size="
             f"{size}; set {key}.attn_implementation=flash_attention_2",
         )
-        self.strategy = "veomni"  # the only name that verl's own check knows
-        super().__post_init__()
-        self.strategy = "prefix_veomni"
 
 
 @dataclass
@@ -74,8 +64,7 @@ class PrefixVeOmniActorConfig(PrefixActor, VeOmniActorConfig):
         ValueError: an actor option that would silently undo sharing.
     """
 
-    section: ClassVar[str] = "veomni"
-    engine_name: ClassVar[str] = "prefix_veomni"
+    on = VEOMNI
 
     strategy: str = "veomni"
     prefix: PrefixConfig = field(default_factory=PrefixConfig)

@@ -19,14 +19,17 @@ from typing import Any, NamedTuple
 
 from packaging.requirements import Requirement
 
+from verl_prefix.config.engines import ENGINES, Engine
 from verl_prefix.tools.report import provenance
-from verl_prefix.versions import TESTED_VEOMNI, installed_version, moving_verl, untested_transformers, untested_verl
+from verl_prefix.versions import installed_version, moving_verl, untested_transformers, untested_verl
 
 PACKAGE = "verl-prefix"
 INSTALL = "run pip install . in a clone of this package, which is on no index"
 PLUGIN = "prefix"
-ENGINES = ("prefix", "prefix_veomni")  # values of model_engine
-VERSIONS = ("verl-prefix", "verl", "torch", "transformers", "ray", "TransferQueue", "vllm", "flash-attn", "veomni")
+VERSIONS = (
+    "verl-prefix", "verl", "torch", "transformers", "ray", "TransferQueue", "vllm", "flash-attn",
+    *(engine.package for engine in ENGINES if engine.package),
+)  # fmt: skip
 HEAD_DIM = 128  # of nearly every model; only for what kernel would be chosen
 # Recurrent layers, the package whose kernels they run, and transformers' test for it.
 RECURRENT = (
@@ -148,7 +151,7 @@ def _check_registered() -> Iterator[Finding]:
     missing = None if device in engines else f"verl_prefix.backends.fsdp registers no engine for device {device}"
     yield _required(missing, f"engine {PLUGIN!r} {{{listed}}}")
 
-    yield _veomni()
+    yield from (_optional(engine) for engine in ENGINES if engine.package)
 
     trainer = TRAINER_REGISTRY.get("prefix_sync")
     if not trainer:
@@ -164,17 +167,18 @@ def _check_registered() -> Iterator[Finding]:
     )
 
 
-def _veomni() -> Finding:
-    """The engine on verl's VeOmni engine, which a run does without where veomni is not installed."""
+def _optional(engine: Engine) -> Finding:
+    """An engine that a run does without where its package is not installed."""
     from verl.workers.engine.base import EngineRegistry
 
-    if not installed_version("veomni"):
-        return Finding("info", f"engine 'prefix_veomni' needs veomni: pip install veomni=={TESTED_VEOMNI[-1]}")
-    _load("verl_prefix.backends", "the engine of model_engine=prefix_veomni does not load")
-    engines = EngineRegistry._engines.get("language_model", {}).get("prefix_veomni", {})
-    listed = ", ".join(f"{key}: {engine.__name__}" for key, engine in engines.items())
-    missing = None if engines else "verl's own VeOmni engine does not load: python -c 'import veomni'"
-    return _required(missing, f"engine 'prefix_veomni' {{{listed}}}")
+    if engine.missing:
+        return Finding("info", f"engine {engine.name!r} needs {engine.package}: {engine.missing}")
+    _load("verl_prefix.backends", f"the engine of model_engine={engine.name} does not load")
+    found = EngineRegistry._engines.get("language_model", {}).get(engine.name, {})
+    listed = ", ".join(f"{key}: {kind.__name__}" for key, kind in found.items())
+    load = f"python -c 'import verl.workers.engine.{engine.verls}'"
+    missing = None if found else f"verl's own {engine.title} engine does not load: {load}"
+    return _required(missing, f"engine {engine.name!r} {{{listed}}}")
 
 
 def _check_kernels() -> Iterator[Finding]:
@@ -216,14 +220,14 @@ def _check_recurrent() -> Iterator[Finding]:
 def _check_config() -> Iterator[Finding]:
     from verl_prefix.tools.plan.compose import PlanError, prefix_engine_sources
 
-    for engine in ENGINES:
+    for engine in (engine.name for engine in ENGINES):
         try:
             sources, targets = prefix_engine_sources(engine)
         except PlanError as error:
             yield Finding("FAIL", f"model_engine={engine} does not compose", str(error))
             return
         problem = None if sources else "verl_prefix.plugin adds no entry"
-        if engine == ENGINES[0]:
+        if engine == PLUGIN:
             yield _required(problem, f"Hydra search path: {', '.join(sources) or 'missing'}")
         for role, target in targets.items():
             problem = None if target.startswith("verl_prefix.") else f"another package provides model_engine={engine}"

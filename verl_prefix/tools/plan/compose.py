@@ -18,7 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 import verl_prefix.search_path  # noqa: F401  on which model_engine=prefix is found
-from verl_prefix.config.model import sequence_key
+from verl_prefix.config.engines import copies_of, engine_named
 from verl_prefix.files import parse_json
 from verl_prefix.tools.plan.options import (
     CONFIG_NAME,
@@ -30,16 +30,10 @@ from verl_prefix.tools.plan.options import (
     read_dumps,
 )
 
-# Our engines, and what they make of `actor_rollout_ref.actor`.
-TARGETS = {
-    "prefix": "verl_prefix.config.fsdp.PrefixActorConfig",
-    "prefix_veomni": "verl_prefix.config.veomni.PrefixVeOmniActorConfig",
-}
-
 
 def compose_config(config_name: str, words: list[str], config_path: str = CONFIG_PATH) -> DictConfig:
     """Composes the config of `python -m verl.trainer.main_ppo --config-name=... overrides...`, with our engine
-    of verl's engine: with prefix_veomni where the words say veomni, and with prefix where they say anything else.
+    of verl's engine: with prefix_veomni where the words say veomni, and with prefix where they say one we have not.
 
     Args:
         words: of the command, whatever starts it, or of its overrides alone.
@@ -49,21 +43,15 @@ def compose_config(config_name: str, words: list[str], config_path: str = CONFIG
         PlanError: a word is no override, or they do not compose.
     """
     pairs = [word.lstrip("+").partition("=") for word in override_words(words)]
-    asked = [value for key, _, value in pairs if key == "model_engine"]
+    engine = engine_named(value for key, _, value in pairs if key == "model_engine")
     kept = [word for word in override_words(words) if not word.lstrip("+").startswith("model_engine=")]
-    engine = "prefix_veomni" if asked and asked[-1].strip("'\"").endswith("veomni") else "prefix"
-    config = _compose(config_name, [*kept, f"model_engine={engine}"], config_path)
-    if (actor := config.actor_rollout_ref.actor).get("_target_") != (target := TARGETS[engine]):
+    config = _compose(config_name, [*kept, f"model_engine={engine.name}"], config_path)
+    if (actor := config.actor_rollout_ref.actor).get("_target_") != engine.target:
         raise PlanError(
-            f"actor_rollout_ref.actor is of {actor.get('_target_')}, and model_engine={engine} makes it one of "
-            f"{target}; remove the override that replaces it"
+            f"actor_rollout_ref.actor is of {actor.get('_target_')}, and model_engine={engine.name} makes it one of "
+            f"{engine.target}; remove the override that replaces it"
         )
     return config
-
-
-def engines_of(config: DictConfig) -> tuple[str, str]:
-    """verl's engine of a config, and ours, as values of `model_engine`."""
-    return ("veomni", "prefix_veomni") if "veomni" in config.actor_rollout_ref.actor else ("dp", "prefix")
 
 
 def _compose(config_name: str, overrides: list[str], config_path: str = CONFIG_PATH, **options: bool) -> DictConfig:
@@ -134,9 +122,9 @@ def check_sizes(config: DictConfig) -> None:
 
 
 def data_ranks(config: DictConfig) -> int:
-    """Ranks that compute data in parallel: groups of GPUs, where some share a row."""
+    """Ranks that compute data in parallel: groups of GPUs, where some have the same rows."""
     gpus: int = config.trainer.n_gpus_per_node * config.trainer.nnodes
-    _, shared = sequence_key("actor", config.actor_rollout_ref.actor)
+    shared = copies_of(config.actor_rollout_ref.actor)
     return gpus if gpus % shared else gpus // shared  # the driver refuses others
 
 

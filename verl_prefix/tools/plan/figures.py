@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 import verl_prefix.plugin  # noqa: F401  first: whatever imports verl imports it, and must not find us half imported
-from verl_prefix.config.model import sequence_key
+from verl_prefix.config.engines import slices_of
 from verl_prefix.models.support import unsupported_reasons
 from verl_prefix.models.vision import is_vision_config
 from verl_prefix.tools.plan.compose import Asked, check_batch
@@ -74,7 +74,7 @@ def figures(asked: Asked) -> dict[str, Any]:
         raise PlanError("--fit searches rows of one prompt, and these are of several turns; leave it out")
     size, model = sizes(config), read_model(config)
     if options.simulate and size.sequence_ranks > 1 and is_vision_config(model.hf.config):
-        key, _ = sequence_key("actor", config.actor_rollout_ref.actor)
+        key, _ = slices_of("actor", config.actor_rollout_ref.actor)
         raise PlanError(f"--simulate knows no sequence parallelism of pixels; leave it out, or set {key}=1")
     work = read_work(asked, size, model.shape, tokenizer, dump)
     now, trees, price = _predictions(config, work, model)

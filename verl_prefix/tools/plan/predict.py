@@ -17,7 +17,8 @@ from verl_prefix.auto.chooser import Batch, Candidates, CostModel, Decision, dec
 from verl_prefix.auto.cost import PassCost, peak_bytes
 from verl_prefix.auto.placement import place_rows, row_cost
 from verl_prefix.auto.shape import ModelShape
-from verl_prefix.config.model import attention_key, is_varlen
+from verl_prefix.config.engines import attention_of
+from verl_prefix.config.model import is_varlen
 from verl_prefix.core.groups import Group
 from verl_prefix.core.waves import Plan
 from verl_prefix.tools.plan.training_command import Model, Prompt
@@ -156,7 +157,7 @@ class Predictor:
         self.schedule: str = options.schedule
         self.memory = memory_of_engine(config, size.gpus)
         self.stock_memory = replace(self.memory, stock_offloads=bool(config.model.get("enable_activation_offload")))
-        dense = not is_varlen(attention_key(config.actor, config.model)[1])
+        dense = not is_varlen(attention_of(config.actor, config.model)[1])
 
         def min_speedup(sequence_ranks: int) -> float:
             """0 where verl's own path would be `StockPath.why_not_sharded`, which `auto` never takes."""

@@ -23,13 +23,8 @@ from verl.utils.tokenizer import build_multimodal_processor_inputs
 from verl_prefix.auto.shape import ModelShape, model_shape
 from verl_prefix.backends.stock_path import wrong_when_sharded
 from verl_prefix.config.driver import check_driver
-from verl_prefix.config.model import (
-    attention_key,
-    check_dealt,
-    check_model_family,
-    check_sequence_parallel,
-    sequence_key,
-)
+from verl_prefix.config.engines import FSDP2, VEOMNI, attention_of, engine_of, slices_of
+from verl_prefix.config.model import check_dealt, check_model_family, check_sequence_parallel
 from verl_prefix.models.recurrent import packing_leak
 from verl_prefix.models.vision import is_vision_config, tower_of
 from verl_prefix.tools.plan.compose import (
@@ -93,9 +88,9 @@ def read_model(config: DictConfig) -> Model:
     with torch.device("meta"):
         hf = _read(config, "path", lambda _, **options: auto_class.from_config(hf_config, **options))
     shape, leak, spread = model_shape(hf, dtypes(roles.actor)[1]), None, None
-    if "veomni" not in roles.actor:  # whose own recurrent layers know where rows begin, and other ranks' tokens
+    if engine_of(roles.actor) is FSDP2:  # recurrent layers of others know where rows begin, and other ranks' tokens
         leak = packing_leak(hf) if roles.model.use_remove_padding else None
-        spread = wrong_when_sharded(hf, attention_key(roles.actor, roles.model)[1])
+        spread = wrong_when_sharded(hf, attention_of(roles.actor, roles.model)[1])
     return Model(hf, shape, state_bytes(roles, hf), leak, spread)
 
 
@@ -107,7 +102,7 @@ def state_bytes(roles: DictConfig, model: PreTrainedModel) -> int:
         roles: `actor_rollout_ref`. model: its model, shapes alone.
     """
     actor = roles.actor
-    if actor.veomni.enable_fsdp_offload if "veomni" in actor else actor.fsdp_config.get("offload_policy"):
+    if actor.veomni.enable_fsdp_offload if engine_of(actor) is VEOMNI else actor.fsdp_config.get("offload_policy"):
         return 0
     size = dtypes(actor)[0].itemsize
     weights = trained = sum(p.numel() for p in model.parameters())
@@ -148,7 +143,7 @@ def refusals(config: DictConfig, num_ranks: int) -> list[str]:
     if section.prefix.schedule != "stock":
         reasons.append(_refusal(check_model_family, section, model))
         for role in ("actor", "ref"):
-            key, size = sequence_key(role, config.actor_rollout_ref[role])
+            key, size = slices_of(role, config.actor_rollout_ref[role])
             reasons.append(_refusal(check_sequence_parallel, key, size, num_ranks, model))
             if role == "ref" and size > 1:
                 reasons.append(_refusal(check_dealt, key, size, read_model_config(config)))

@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 from verl.trainer.ppo.utils import need_reference_policy
 
 from verl_prefix.config.driver import is_v1
-from verl_prefix.tools.plan.compose import engines_of
+from verl_prefix.config.engines import engine_of
 from verl_prefix.tools.plan.predict import Predictor
 from verl_prefix.tools.plan.work import Work, counts_rows, splits_groups
 
@@ -92,9 +92,9 @@ def judge(
     elif not fits:
         verdict = f"Worth it, but does not fit: {gain}, needs {memory}"
     else:
-        _, engine = engines_of(config)
+        engine = engine_of(config.actor_rollout_ref.actor)
         schedule = f" and {ACTOR}.prefix.schedule=auto" if now.schedule == "stock" else ""
-        verdict = f"Worth it: {gain}{memory and f', fits in {memory}'}: add model_engine={engine}{schedule}"
+        verdict = f"Worth it: {gain}{memory and f', fits in {memory}'}: add model_engine={engine.name}{schedule}"
     if change:
         do = "Gains most" if fits else f"Fits in {change.needed_gib:.3g} GiB"
         advice = f"{do}: {' '.join(change.overrides)}, update {change.update:.2f}x, not {change.instead_of:.2f}x"

@@ -8,7 +8,7 @@ from typing import Any
 
 from verl_prefix.auto.shape import ModelShape
 from verl_prefix.config.driver import is_v1
-from verl_prefix.config.model import sequence_key
+from verl_prefix.config.engines import slices_of
 from verl_prefix.models.messages import end_tokens
 from verl_prefix.tools.plan.compose import (
     Asked,
@@ -114,7 +114,7 @@ def sizes(config: Any) -> Sizes:
     roles = config.actor_rollout_ref
     actor, rollout = roles.actor, roles.rollout
     prompts, mini = prompts_of_step(config), actor.ppo_mini_batch_size
-    shared, shared_by_ref = (sequence_key(role, roles[role])[1] for role in ("actor", "ref"))
+    shared, shared_by_ref = (slices_of(role, roles[role])[1] for role in ("actor", "ref"))
     keys = micro_batches(config)
     ref_in_actor = keys["ref"][0].startswith("actor_rollout_ref.rollout.")
     factors = {name: shared_by_ref if name == "ref" and not ref_in_actor else shared for name in keys}

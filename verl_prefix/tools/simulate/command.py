@@ -11,7 +11,7 @@ from verl.utils.py_functional import convert_to_regular_types
 from verl.utils.torch_dtypes import PrecisionType
 
 from verl_prefix.auto.cost import Memory
-from verl_prefix.config.model import sequence_key
+from verl_prefix.config.engines import VEOMNI, engine_of, slices_of
 from verl_prefix.core.groups import Group
 from verl_prefix.tools.report import Table
 from verl_prefix.tools.simulate.hardware import GIB, read_hardware
@@ -22,7 +22,7 @@ from verl_prefix.tools.simulate.tower import Grids
 
 def dtypes(actor: Any) -> tuple[torch.dtype, torch.dtype]:
     """Of weights, gradients and moments, and of passes, by `actor_rollout_ref.actor`. VeOmni computes in bf16."""
-    if "veomni" in actor:
+    if engine_of(actor) is VEOMNI:
         return torch.float32 if actor.veomni.mixed_precision else torch.bfloat16, torch.bfloat16
     fsdp = actor.fsdp_config
     names = fsdp.get("model_dtype") or "fp32", (fsdp.get("mixed_precision") or {}).get("param_dtype", "bf16")
@@ -33,9 +33,9 @@ def dtypes(actor: Any) -> tuple[torch.dtype, torch.dtype]:
 def memory_of_engine(config: Any, gpus: int) -> Memory:
     """What updates of `actor_rollout_ref` keep on so many GPUs."""
     actor, checkpointed = config.actor, bool(config.model.enable_gradient_checkpointing)
-    if "veomni" in actor:
+    if engine_of(actor) is VEOMNI:
         return Memory.of_veomni(actor.veomni, gpus, checkpointed, actor.prefix)
-    _, sequence_ranks = sequence_key("actor", actor)
+    _, sequence_ranks = slices_of("actor", actor)
     return Memory.of_fsdp(actor.fsdp_config, gpus, checkpointed, sequence_ranks, actor.prefix)
 
 

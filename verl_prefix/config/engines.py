@@ -1,0 +1,120 @@
+"""The engines of verl on which prefixes are shared: which keys of a config are whose, said once.
+
+This module imports the standard library alone: `verl-prefix plan` reads a command before verl is imported.
+"""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from verl_prefix.versions import TESTED_VEOMNI, installed_version, warn_of_untested
+
+
+@dataclass(frozen=True)
+class Engine:
+    """An engine of verl, and what it is set by. A section is `actor_rollout_ref.actor` or `.ref`, DictConfig or
+    dataclass.
+
+    Attributes:
+        name: ours, a value of `model_engine` and the engine's name in verl's registry. verls: verl's own value.
+        title: in words.
+        section: the key of its options within a section.
+        target: our class of actor and ref.
+        slices: the option that says how many ranks cut one packed row among themselves.
+        heads: the option that says how many ranks a layer's heads are dealt to.
+        copies: options whose product is the number of ranks that have the same rows.
+        attention: the option that is the attention of verl's own path; None: it is one of the model.
+        package, tested: what is installed for it, and in which versions it was tested; None: nothing.
+    """
+
+    name: str
+    verls: str
+    title: str
+    section: str
+    target: str
+    slices: str
+    heads: str
+    copies: tuple[str, ...]
+    attention: str | None = None
+    package: str | None = None
+    tested: tuple[str, ...] = ()
+
+    def key(self, role: str, option: str) -> str:
+        """The whole key of an option of "actor" or "ref"."""
+        return f"actor_rollout_ref.{role}.{self.section}.{option}"
+
+    def size(self, section: Any, option: str) -> int:
+        """The number of ranks that an option sets. Of verl's FSDPActorConfig the role's own key counts, where it is
+        over 1, and else that of its `fsdp_config`."""
+        own = int(section.get(option, 1)) if self.section == "fsdp_config" else 1
+        return own if own > 1 else int(section[self.section][option])
+
+    @property
+    def missing(self) -> str | None:
+        """What to install where the engine's package is not there; None: it is."""
+        if self.package is None or installed_version(self.package):
+            return None
+        return f"pip install {self.package}=={self.tested[-1]}"
+
+    def warn_of_untested(self) -> None:
+        """Warns once of a version of the package that was not tested."""
+        if self.package is not None:
+            warn_of_untested(self.package, self.tested)
+
+
+_ULYSSES = "ulysses_sequence_parallel_size"
+FSDP2 = Engine(
+    "prefix", "dp", "FSDP2", "fsdp_config", "verl_prefix.config.fsdp.PrefixActorConfig",
+    slices=_ULYSSES, heads=_ULYSSES, copies=(_ULYSSES,),
+)  # fmt: skip
+VEOMNI = Engine(
+    "prefix_veomni", "veomni", "VeOmni", "veomni", "verl_prefix.config.veomni.PrefixVeOmniActorConfig",
+    slices="ulysses_parallel_size", heads="ulysses_parallel_size", copies=("ulysses_parallel_size",),
+    attention="attn_implementation", package="veomni", tested=TESTED_VEOMNI,
+)  # fmt: skip
+ENGINES = (FSDP2, VEOMNI)
+
+
+def engine_of(section: Any) -> Engine:
+    """The engine that a section, or the manifest of one, has options of."""
+    return next((engine for engine in ENGINES if section.get(engine.section) is not None), FSDP2)
+
+
+def engine_named(names: Iterable[str]) -> Engine:
+    """The engine of a command that sets `model_engine` to these values in turn, verl's names or ours; FSDP2's if the
+    last is of none."""
+    *_, last = ("", *names)
+    return next((engine for engine in ENGINES if last.strip("'\"") in (engine.name, engine.verls)), FSDP2)
+
+
+def slices_of(role: str, section: Any) -> tuple[str, int]:
+    """The key that says how many ranks cut one packed row among themselves, and its value."""
+    engine = engine_of(section)
+    return engine.key(role, engine.slices), engine.size(section, engine.slices)
+
+
+def heads_of(role: str, section: Any) -> tuple[str, int]:
+    """The key that says to how many ranks a layer's heads are dealt, and its value."""
+    engine = engine_of(section)
+    return engine.key(role, engine.heads), engine.size(section, engine.heads)
+
+
+def copies_of(section: Any) -> int:
+    """How many ranks have the same rows."""
+    engine = engine_of(section)
+    return math.prod(engine.size(section, option) for option in engine.copies)
+
+
+def attention_of(section: Any, model_config: Any) -> tuple[str, str]:
+    """The key of the attention of verl's own path, and its value.
+
+    Args:
+        section: `actor_rollout_ref.actor`. model_config: `actor_rollout_ref.model`, DictConfig or dataclass.
+    """
+    engine = engine_of(section)
+    if engine.attention is not None:
+        return engine.key("actor", engine.attention), section[engine.section][engine.attention]
+    override = (model_config or {}).get("override_config") or {}
+    key = "actor_rollout_ref.model.override_config.attn_implementation"
+    return key, override.get("attn_implementation", "flash_attention_2")
