@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from verl_prefix.auto.megatron import Division
 from verl_prefix.auto.shape import ModelShape, PassCost
 from verl_prefix.core.forward import LOGITS_CHUNK
 from verl_prefix.core.groups import Group
@@ -63,6 +64,9 @@ class Memory:
         stock_offloads: verl's enable_activation_offload, which our path has not.
         veomni: the engine is verl's VeOmni's.
         expert_ranks: how many share a layer's experts there; each gathers its part alone.
+        division: of the model over the ranks of verl's Megatron engine, which gathers no parameters; None: of others,
+            which do.
+        span: layers of a checkpoint. block: of so many layers alone; None: of all.
     """
 
     ranks: int
@@ -76,6 +80,9 @@ class Memory:
     stock_offloads: bool = False
     veomni: bool = False
     expert_ranks: int = 1
+    division: Division | None = None
+    span: int = 1
+    block: int | None = None
 
     @classmethod
     def of_fsdp(
@@ -108,6 +115,24 @@ class Memory:
         return cls(
             (size if 0 < size < sets else sets) * together, checkpointed, False, options.logits_chunk, options.offload,
             sequence_ranks=together, veomni=True, expert_ranks=int(veomni.get("expert_parallel_size", 1)),
+        )  # fmt: skip
+
+    @classmethod
+    def of_megatron(cls, megatron: Mapping[str, Any], world: int, options: Any) -> "Memory":
+        """Of verl's Megatron engine with one pipeline stage. What recompute_granularity=selective leaves out counts as
+        kept: attention's inner products, which flash attention does not keep either, and parts of MLPs.
+
+        Args:
+            megatron: its `megatron` config. world: all ranks. options: `PrefixConfig`.
+        """
+        transformer = megatron.get("override_transformer_config") or {}
+        full = transformer.get("recompute_granularity") == "full"
+        layers = int(transformer.get("recompute_num_layers") or 1)  # (megatron/core/transformer/transformer_block.py)
+        is_block = transformer.get("recompute_method") == "block"
+        division = Division.of(megatron, world)
+        return cls(
+            division.tensor, full, False, options.logits_chunk, options.offload, division=division,
+            span=1 if is_block else layers, block=layers if is_block else None,
         )  # fmt: skip
 
     @property
@@ -144,7 +169,8 @@ class _Added:
     """Bytes that one rank's part of a pass adds to an update at its peak: the parts of `peak_bytes`."""
 
     def __init__(self, shape: ModelShape, memory: Memory) -> None:
-        self.shape, self.memory, self.sequence_ranks = shape, memory, memory.sequence_ranks
+        self.memory, self.sequence_ranks = memory, memory.sequence_ranks
+        self.shape = shape = memory.division.part_of(shape) if memory.division else shape
         self.state = shape.state / self.sequence_ranks  # of one sequence
         experts = shape.expert_parameters / shape.layers
         own = experts / memory.expert_ranks
@@ -155,6 +181,8 @@ class _Added:
             self.in_backward = self.gathered + 4 * own
         # And the fp32 gradient of lm_head, which phase C has not.
         self.with_head = 4 * (shape.head / 2) + self.in_backward
+        if memory.division:  # which gathers no parameters, and adds every gradient to a buffer that lasts
+            self.gathered = self.in_backward = self.with_head = 0.0
 
     def stock(self, one: PassCost, forward_only: bool) -> float:
         """A pass of verl's own path."""
@@ -200,19 +228,25 @@ class _Added:
 
     def kept(self, tokens: float, attention: bool = True) -> float:
         """What layers keep for backward; `attention` False: without attention's outputs, whatever the memory says."""
-        shape = self.shape
-        if not self.memory.checkpointed:
-            return shape.layers * tokens * (shape.activations + shape.routed)
-        kept = len(shape.windows) * shape.attention * (attention and self.memory.attention_kept)
-        return tokens * (shape.layers * shape.boundary + kept)
+        shape, memory = self.shape, self.memory
+        checkpointed = min(shape.layers if memory.block is None else memory.block, shape.layers)
+        if not memory.checkpointed:
+            checkpointed = 0
+        kept = len(shape.windows) * shape.attention * (attention and memory.attention_kept)
+        plain = (shape.layers - checkpointed) * (shape.activations + shape.routed)
+        return tokens * (-(-checkpointed // memory.span) * shape.boundary + plain + kept)
 
     def backward(self, tokens: float, buffers: float) -> float:
         """What backward has of one layer, which checkpointing computes again."""
-        return tokens * self.shape.activations * (1.5 if self.memory.checkpointed else 0.5) + buffers
+        layers = self.memory.span + 0.5 if self.memory.checkpointed else 0.5
+        if division := self.memory.division:  # whose ranks gather a layer's inputs, and their gradients
+            buffers += 2 * tokens * self.shape.boundary * (division.tokens - 1)
+        return tokens * self.shape.activations * layers + buffers
 
     def logits(self, tokens: float) -> float:
-        """Logits and their gradient, or a copy of them."""
-        return 2 * self.shape.logits * tokens
+        """Logits and their gradient, or a copy of them; on Megatron's engine a copy in fp32
+        (tensor_parallel/cross_entropy.py)."""
+        return (3 if self.memory.division else 2) * self.shape.logits * tokens
 
     def chunk(self, tokens: float) -> float:
         """Logits that exist at once."""

@@ -59,6 +59,8 @@ class ModelShape:
         logits: bytes of a token's logits.
         parameters, layer_parameters: how many the model has, and how many one layer. expert_parameters: of all of them,
             those of experts, which expert parallelism spreads.
+        undivided: parameters that tensor parallelism does not divide: norms, routers, and projections to a latent.
+        residual: the part of `activations` that it does not divide: inputs of norms, residuals and projections.
         kv_heads: of an attention layer.
         recurrent_layers: layers that have no attention.
         state: bytes in fp32 of a sequence's states in all of them, and of the last inputs of their convolutions.
@@ -80,6 +82,8 @@ class ModelShape:
     layer_parameters: float = 0.0
     expert_parameters: float = 0.0
     routed: float = 0.0
+    undivided: float = 0.0
+    residual: float = 0.0
     kv_heads: int = 1
     recurrent_layers: int = 0
     state: float = 0.0
@@ -195,7 +199,8 @@ def model_shape(model: PreTrainedModel, dtype: torch.dtype, expert_ranks: int = 
         mixing = sum(_linear_weights(m) for m in body.modules() if hasattr(m, "kv_b_proj"))
     mixing += sum(_linear_weights(mixer.module) for mixer in mixers)
     mlps = max(weights - mixing, 0) / text.hidden_size / 3
-    kept = 6.0 * layers * text.hidden_size + 4 * mlps + 2.0 * len(windows) * (heads + 2 * kv_heads) * head_dim
+    residual = 6.0 * layers * text.hidden_size
+    kept = residual + 4 * mlps + 2.0 * len(windows) * (heads + 2 * kv_heads) * head_dim
     kept += sum(kept_by(mixer) for mixer in mixers)
     return ModelShape(
         linear=2.0 * weights + sum(scan_flops(mixer) + sum(map(conv_flops, _convolutions(mixer))) for mixer in mixers),
@@ -217,10 +222,27 @@ def model_shape(model: PreTrainedModel, dtype: torch.dtype, expert_ranks: int = 
         / layers,
         expert_parameters=own_experts + elsewhere,
         routed=2.0 * chosen * text.hidden_size * len(experts) / layers * dtype.itemsize,
+        undivided=float(sum(p.numel() for name, p in body.named_parameters() if _is_undivided(name, p))),
+        residual=residual / layers * dtype.itemsize,
         kv_heads=kv_heads,
         recurrent_layers=len(recurrent),
         state=sum(_state_bytes(mixer) for mixer in mixers),
     )
+
+
+# Matrices that every rank of a tensor-parallel group has whole, and vectors of which each has a part.
+_WHOLE = ("gate", "router", "shared_expert_gate", "q_a_proj", "kv_a_proj_with_mqa")
+_CUT = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
+
+
+def _is_undivided(name: str, parameter: torch.nn.Parameter) -> bool:
+    """Whether tensor parallelism leaves a parameter whole, by its name, as megatron-core with TransformerEngine does
+    (models/gpt/gpt_layer_specs.py)."""
+    module, _, own = name.rpartition(".")
+    module = module.rpartition(".")[2]
+    if parameter.dim() == 1:
+        return module not in _CUT and own != "sinks"
+    return module in _WHOLE
 
 
 def conv_flops(conv: torch.nn.Conv1d) -> float:
