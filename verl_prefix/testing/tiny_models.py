@@ -27,6 +27,7 @@ _EXPERTS: dict[str, Fields] = {
     "qwen3_moe": _FOUR_EXPERTS,
     "qwen3_vl_moe": _FOUR_EXPERTS,
     "gpt_oss": dict(num_local_experts=4, num_experts_per_tok=2, sliding_window=25),
+    "mixtral": dict(num_local_experts=4, num_experts_per_tok=2, intermediate_size=64),
     "deepseek_v3": _LATENT,
     "glm4_moe": _ROUTED,
     "glm4v_moe": _ROUTED,
@@ -64,7 +65,7 @@ _TOWERS: dict[str, Fields] = {
     "glm4v_moe": {"image_size": 16},
     "glm46v": {"image_size": 16},
 }
-_FAMILIES = {"qwen3", "llama", "phi3", "seed_oss", *_EXPERTS, *_RECURRENT, *_TOWERS}
+_FAMILIES = {"qwen2", "qwen3", "llama", "phi3", "seed_oss", *_EXPERTS, *_RECURRENT, *_TOWERS}
 _VISION_TOKENS = {
     "<|vision_start|>": "vision_start_token_id",
     "<|vision_end|>": "vision_end_token_id",
@@ -96,10 +97,10 @@ def write_tiny_model(
 
     Args:
         texts: what the tokenizer is trained on; a few built-in sentences if None.
-        family: a dense text model (``"qwen3"``, with normalised queries and keys; ``"llama"``, ``"phi3"``;
-            ``"seed_oss"``, with dropout); of four experts ``"qwen3_moe"``, ``"qwen2_moe"``, ``"glm4_moe"``,
-            ``"gpt_oss"`` (sinks, every other layer with a window) or ``"deepseek_v3"`` (latent attention); with one
-            recurrent layer, whose state lasts, ``"qwen3_5_text"``, ``"qwen3_next"``, ``"olmo_hybrid"``, ``"lfm2"``,
+        family: a dense text model (``"qwen3"``, with normalised queries and keys; ``"qwen2"``, ``"llama"``,
+            ``"phi3"``; ``"seed_oss"``, with dropout); of four experts ``"qwen3_moe"``, ``"qwen2_moe"``, ``"glm4_moe"``,
+            ``"mixtral"``, ``"gpt_oss"`` (sinks, every other layer with a window) or ``"deepseek_v3"`` (latent
+            attention); with one recurrent layer, whose state lasts, ``"qwen3_5_text"``, ``"qwen3_next"``, ``"olmo_hybrid"``, ``"lfm2"``,
             ``"granitemoehybrid"`` or ``"bamba"``; with a vision tower of two blocks ``"qwen2_5_vl"``, ``"qwen3_vl"``
             and ``"qwen3_vl_moe"`` (deepstack), ``"qwen3_5"`` and ``"qwen3_5_moe"`` (recurrent as well), and of images
             alone ``"glm4v"``, ``"glm4v_moe"`` and ``"glm46v"``. The tokenizers of these have the special tokens of

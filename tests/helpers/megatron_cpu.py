@@ -1,0 +1,289 @@
+"""What megatron-core 0.16.1, mbridge 0.15.1 and verl's Megatron engine lack on a CPU, as stand-ins: torch.cuda, and
+TransformerEngine's attention, norms and names of weights. They then run on gloo ranks, with the local layer spec.
+
+What is replaced here is no code of ours, and both arms have it. Rows are attended by torch's own attention, one by one.
+Importing this module replaces it for the process; a worker imports it by
+
+    ... actor_rollout_ref.model.external_lib=megatron_cpu
+"""
+
+import contextlib
+import logging
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.nn.functional import pad, scaled_dot_product_attention
+
+CPU = torch.device("cpu")
+
+
+class _Stream:
+    """A stream or an event: on a CPU all is done in order."""
+
+    cuda_stream = 0
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+    def record_event(self, event: Any = None) -> Any:
+        return event or _Stream()
+
+    def _nothing(self, *args: Any) -> None: ...
+
+    wait_stream = wait_event = synchronize = record = wait = _nothing
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None: ...
+
+
+# The device of new tensors (tensor_parallel/layers.py:236 and wherever else), of which verl's stands in `to("cpu:0")`.
+torch.cuda.current_device = lambda: CPU
+# Host code that waits for a device, frees its memory (p2p_communication.py:242, param_and_grad_buffer.py:394) or seeds
+# its generator (tensor_parallel/random.py:235, 422).
+for _name in ("synchronize", "set_device", "empty_cache", "manual_seed"):
+    setattr(torch.cuda, _name, lambda *args, **kwargs: None)  # one each: torch.compile looks them up
+torch.cuda.get_rng_state = lambda *args, **kwargs: torch.get_rng_state()
+# Streams of the token dispatcher, shared experts and gradient buckets (token_dispatcher.py:445, shared_experts.py:121).
+torch.cuda.Stream = torch.cuda.Event = _Stream
+torch.cuda.current_stream = lambda *args: _Stream()
+torch.cuda.default_stream = lambda *args: _Stream()
+torch.cuda.stream = lambda stream: contextlib.nullcontext()
+torch.cuda.is_current_stream_capturing = lambda: False  # transformer/cuda_graphs.py:66
+# Weights and optimizer states that move (language_module.py:244, optimizer.py:375).
+torch.Tensor.cuda = lambda self, *args, **kwargs: self
+torch.Tensor.record_stream = _nothing  # token_dispatcher.py:873
+torch.Tensor.pin_memory = lambda self, *args: self  # verl/utils/megatron_utils.py, offload
+
+# Optimizers know dtypes by names of CUDA's tensor types, and no float64 (clip_grads.py:167, optimizer.py:671, 690,
+# distrib_optimizer.py:361, 420).
+_type = torch.Tensor.type
+
+
+def _type_on_cuda(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    found = _type(self, *args, **kwargs)
+    return found.replace("torch.", "torch.cuda.").replace("Double", "Float") if isinstance(found, str) else found
+
+
+torch.Tensor.type = _type_on_cuda
+# `jit_fuser` and verl's entropy compile (megatron/core/jit.py:23, verl/utils/megatron/tensor_parallel.py:118).
+torch._dynamo.config.disable = True
+
+import megatron.core.utils as core_utils  # noqa: E402
+from mbridge.core import bridge, llm_bridge  # noqa: E402
+from mbridge.models import DeepseekV3Bridge  # noqa: E402
+from megatron.core.models import backends  # noqa: E402
+from megatron.core.models.common.language_module import language_module  # noqa: E402
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec  # noqa: E402
+from megatron.core.optimizer import clip_grads, grad_scaler, optimizer  # noqa: E402
+from megatron.core.packed_seq_params import PackedSeqParams  # noqa: E402
+from megatron.core.pipeline_parallel import schedules  # noqa: E402
+from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed, random  # noqa: E402
+from megatron.core.transformer import (  # noqa: E402
+    MLATransformerConfig,  # noqa: E402
+    multi_latent_attention,
+    torch_norm,
+    utils,
+)
+from megatron.core.transformer.dot_product_attention import DotProductAttention  # noqa: E402
+from megatron.core.transformer.moe import moe_utils, token_dispatcher  # noqa: E402
+from verl.utils import megatron_utils  # noqa: E402
+from verl.workers.engine import EngineRegistry  # noqa: E402
+from verl.workers.engine.megatron import transformer_impl as verls  # noqa: E402
+
+
+class _Torch:
+    """torch for modules that name the device "cuda", or pinned memory: all of it lies in the host's."""
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(torch, name)
+        return _on_cpu(found) if name in ("empty", "ones", "tensor", "zeros") else found
+
+
+def _on_cpu(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def run(*args: Any, device: Any = None, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
+        return make(*args, device=CPU if device is not None else None, **kwargs)
+
+    return run
+
+
+# schedules.py:596, clip_grads.py:90, grad_scaler.py:15, optimizer.py:473, moe_utils.py:998, transformer/utils.py:35,
+# core/utils.py:1207; verl's megatron_utils.py, offload.
+for _module in (schedules, clip_grads, grad_scaler, optimizer, moe_utils, utils, core_utils, megatron_utils):
+    _module.torch = _Torch()
+
+# The GPU's generator: here it draws nothing (tensor_parallel/random.py:250, 447).
+_generator = [torch.get_rng_state()]
+random._get_cuda_rng_state = lambda *args, **kwargs: _generator[0]
+random._set_cuda_rng_state = lambda state, *args, **kwargs: _generator.__setitem__(0, state)
+logging.getLogger(random.__name__).setLevel(logging.ERROR)  # what is drawn for a GPU changes the host's state here
+# verl leaves its seed out where there is no GPU (verl/workers/engine/megatron/utils.py:34).
+_seed = verls.set_random_seed
+
+
+def _seeded(seed: int) -> None:
+    _seed(seed)
+    model_parallel_cuda_manual_seed(seed)
+
+
+verls.set_random_seed = _seeded
+
+
+def _attend_rows(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, ends: list[int], scale: float,
+    window: tuple[int, int] | None = None, sinks: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """Causal attention of rows behind one another: query [T, H, D], key [T, K, D], value [T, K, V], the last bounds of
+    rows, a window's (tokens behind, ahead; -1 is all), sinks [H]. Returns [T, H, V]."""
+    found, start = [], 0
+    for end in ends:
+        q, k, v = (x[start:end].transpose(0, 1).unsqueeze(0) for x in (query, key, value))
+        at = torch.arange(end - start)
+        behind = at.unsqueeze(1) - at
+        seen = behind >= 0
+        if window is not None and window[0] >= 0:
+            seen &= behind <= window[0]
+        mask = seen
+        if sinks is not None:  # a key of zeros, whose value is zero, with the sink for its score
+            mask = torch.zeros(seen.shape, dtype=q.dtype).masked_fill(~seen, float("-inf")).expand(len(sinks), -1, -1)
+            mask = torch.cat([mask, sinks.to(q.dtype).view(-1, 1, 1).expand(-1, end - start, 1)], -1)
+            k, v = (pad(x, (0, 0, 0, 1)) for x in (k, v))
+        row = scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=True)
+        found.append(row.squeeze(0).transpose(0, 1))
+        start = end
+    assert start == len(query), f"rows of {start} tokens, of which there are {len(query)}"
+    return torch.cat(found)
+
+
+class RowAttention(DotProductAttention):
+    """TEDotProductAttention (extensions/transformer_engine.py:1058): rows packed as thd, which the local one refuses
+    (dot_product_attention.py:159), and MLA, whose heads of values it does not know (multi_latent_attention.py:158)."""
+
+    def __init__(self, *args: Any, k_channels: int | None = None, v_channels: int | None = None, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        if v_channels is not None:
+            self.hidden_size_per_partition = v_channels * self.num_attention_heads_per_partition
+
+    def forward(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: torch.Tensor | None,
+        attn_mask_type: Any = None, attention_bias: torch.Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        """thd: query [T, H, D], key [T, K, D], value [T, K, V]; returns [T, H * V]. Else as the local one."""
+        if packed_seq_params is None or packed_seq_params.qkv_format != "thd":
+            return super().forward(query, key, value, attention_mask, attn_mask_type, attention_bias, packed_seq_params)
+        assert attention_bias is None and not (self.training and self.attention_dropout.p)
+        bounds = packed_seq_params.cu_seqlens_q_padded  # rows as they lie in memory
+        bounds = packed_seq_params.cu_seqlens_q if bounds is None else bounds
+        window = self.scale_mask_softmax.window_size
+        found = _attend_rows(query, key, value, bounds[1:].tolist(), self.softmax_scale, window, self.softmax_offset)
+        return found.flatten(1)
+
+
+backends.LocalSpecProvider.core_attention = lambda self: RowAttention
+
+
+def _norm(cls: type, config: Any, hidden_size: int, eps: float = 1e-5, **kwargs: Any) -> torch.nn.Module:
+    """TENorm (extensions/transformer_engine.py:401): in the dtype of the model, its weight marked where ranks of TP
+    share rows, which the local one refuses (torch_norm.py:33)."""
+    assert config.normalization == "RMSNorm", config.normalization
+    norm = torch.nn.RMSNorm(hidden_size, eps=eps, dtype=config.params_dtype)
+    norm.weight.sequence_parallel = config.sequence_parallel
+    return norm
+
+
+torch_norm.WrappedTorchNorm.__new__ = _norm
+# TE's environment is of one kind of attention for a whole process (language_module.py:102).
+language_module.LanguageModule._set_attention_backend = _nothing
+# Without TE its linear layers are mocks, no types (multi_latent_attention.py:185), and the router's GEMM has no name
+# (moe_utils.py:1192).
+multi_latent_attention.HAVE_TE = False
+moe_utils.te_general_gemm = None
+
+
+def _on_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    """moe_utils.py:1078 makes numpy of what was on a GPU; others take the counts for such (token_dispatcher.py:886)."""
+    return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+
+token_dispatcher.maybe_move_tensor_to_cpu = _on_host
+
+# What kernels of TE and Apex fuse (torch_norm.py:31, fused_softmax.py:216, mlp.py:210, experts.py:100).
+_FUSED = (
+    "persist_layer_norm", "masked_softmax_fusion", "bias_activation_fusion", "bias_dropout_fusion", "moe_grouped_gemm",
+    "gradient_accumulation_fusion",
+)  # fmt: skip
+
+
+def _local_spec(config: Any, use_transformer_engine: bool, **kwargs: Any) -> Any:
+    """mbridge asks for TE's (llm_bridge.py:149), in which every rank has MLA's whole down projections. The local one's
+    are sharded, and it loses the gradient of keys' rotary part of other ranks' heads (multi_latent_attention.py:597).
+    """
+    for name in _FUSED:
+        setattr(config, name, False)
+    spec = get_gpt_decoder_block_spec(config, False, normalization="RMSNorm", **kwargs)
+    for layer in spec.layer_specs if config.multi_latent_attention else []:
+        attention = layer.submodules.self_attention.submodules
+        attention.linear_q_down_proj = attention.linear_kv_down_proj = multi_latent_attention.Linear
+    return spec
+
+
+llm_bridge.get_gpt_decoder_block_spec = _local_spec
+
+
+class NamedAsTE:
+    """A model of the local spec with the names of TE's, which alone mbridge knows (bridge.py:190, 336): norms within
+    linear layers, weights of experts side by side. `of` gives what is exported in a parameter's place."""
+
+    def __init__(self, model: torch.nn.Module, of: Callable[[torch.nn.Parameter], torch.Tensor] = lambda p: p) -> None:
+        self.model, self.of = bridge.unwrap_model(model), of
+        self.decoder, self.config = self.model.decoder, self.model.config
+        self.names = {name: self._name(name) for name in self.model.state_dict()}
+
+    def _name(self, name: str) -> str:
+        if not (found := re.fullmatch(r"decoder\.layers\.(\d+)\.(.+)", name)):
+            return name
+        layer, config = self.decoder.layers[int(found[1])], self.config
+        mla = bool(getattr(config, "multi_latent_attention", False))
+        renamed = {"self_attention.q_layernorm": "self_attention.linear_q_up_proj.layer_norm"} if mla else {}
+        renamed |= {"self_attention.kv_layernorm": "self_attention.linear_kv_up_proj.layer_norm"} if mla else {}
+        renamed |= {} if mla else {"input_layernorm": "self_attention.linear_qkv.layer_norm"}
+        if not hasattr(layer.mlp, "router"):
+            renamed["pre_mlp_layernorm"] = "mlp.linear_fc1.layer_norm"
+        inner = found[2]
+        for local, of_te in renamed.items():
+            inner = re.sub(rf"^{re.escape(local)}\.(weight|bias)$", rf"{of_te}_\1", inner)
+        inner = re.sub(r"^mlp\.experts\.local_experts\.(\d+)\.(linear_fc\d)\.(\w+)$", r"mlp.experts.\2.\3\1", inner)
+        return f"decoder.layers.{found[1]}.{inner}"
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        return {self.names[name]: x for name, x in self.model.state_dict().items()}
+
+    def named_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, parameter in self.model.named_parameters():
+            yield self.names[name], self.of(parameter)
+
+
+_load, _export = bridge.Bridge.load_weights, bridge.Bridge.export_weights
+
+
+def _named(models: list) -> list[NamedAsTE]:
+    return [model if isinstance(model, NamedAsTE) else NamedAsTE(model) for model in models]
+
+
+bridge.Bridge.load_weights = lambda self, models, *args, **kwargs: _load(self, _named(models), *args, **kwargs)
+bridge.Bridge.export_weights = lambda self, models: _export(self, _named(models))
+# It reads DeepSeek's weights onto a GPU, those in fp8 by a kernel of Triton (mbridge/models/deepseek_v3.py:281).
+DeepseekV3Bridge._get_safetensor_io = bridge.Bridge._get_safetensor_io
+
+
+def _mla_config(max_position_embeddings: int, **fields: Any) -> MLATransformerConfig:
+    """mcore has another name for the length that YaRN was trained on (mbridge/models/deepseek_v3.py:165)."""
+    return MLATransformerConfig(original_max_position_embeddings=max_position_embeddings, **fields)
+
+
+DeepseekV3Bridge.TransformerConfigClass = staticmethod(_mla_config)
+EngineRegistry.register("language_model", backend="megatron", device="cpu")(verls.MegatronEngineWithLMHead)

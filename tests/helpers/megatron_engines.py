@@ -1,0 +1,189 @@
+"""verl's Megatron engine and ours over it, on gloo ranks of a CPU: models, how both are built, and whole tensors of
+what they shard, by their names on the hub."""
+
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from engines import _batch, _loss, _responses
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from verl_prefix.config.options import PrefixConfig
+from verl_prefix.testing import write_tiny_model
+
+YARN = dict(
+    rope_type="yarn", rope_theta=1e4, factor=4.0, mscale=1.0, mscale_all_dim=1.0, beta_fast=32, beta_slow=1,
+    original_max_position_embeddings=64,
+)  # fmt: skip
+# name -> (family, fields of its config, what verl's megatron.override_transformer_config sets for it).
+MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "llama": ("llama", {}, {}),
+    "qwen2": ("qwen2", {}, {}),
+    "qwen3": ("qwen3", {}, {}),
+    "qwen3_tied": ("qwen3", {"tie_word_embeddings": True}, {}),
+    "qwen3_moe": ("qwen3_moe", {"norm_topk_prob": True}, {}),
+    # mbridge's biases, and scores of experts that were not normalised (mbridge/models/mixtral.py:99).
+    "glm4_moe": ("glm4_moe", {"attention_bias": True}, {}),
+    "mixtral": ("mixtral", {}, {"moe_router_pre_softmax": False}),
+    "deepseek_v3": ("deepseek_v3", {}, {}),
+    "deepseek_v3_yarn": ("deepseek_v3", {"rope_parameters": YARN}, {}),
+}  # fmt: skip
+
+
+def write_megatron_model(path: Path, name: str) -> str:
+    """`write_tiny_model` of `MODELS`, in fp32, with weights at which attention and routing matter."""
+    family, fields, _ = MODELS[name]
+    written = write_tiny_model(path, family=family, vocab_size=420, initializer_range=0.08, **fields)
+    weights, generator = load_file(path / "model.safetensors"), torch.Generator().manual_seed(1)
+    for weight in weights.values():
+        if weight.dim() == 1:  # norms and biases
+            weight.add_(torch.rand(weight.shape, generator=generator) * 0.3)
+    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+    return written
+
+
+def engine(
+    cls: type, path: str, *, model: str = "qwen3", tp: int = 1, ep: int = 1, etp: int | None = None, sp: bool = False,
+    dtype: str = "float32", forward_only: bool = False, distributed_optimizer: bool = True, lr: float = 1e-5,
+    override_transformer_config: dict[str, Any] | None = None, override_ddp_config: dict[str, Any] | None = None,
+    prefix: dict[str, Any] | None = None, **more: Any,
+) -> Any:  # fmt: skip
+    """An initialized engine of a class of verl's or ours.
+
+    Args:
+        path: a checkpoint of `write_megatron_model`, whose name in `MODELS` is `model`.
+        etp: None leaves it to mcore, which takes `tp`.
+        sp: whether ranks of TP share a row's tokens between the layers.
+        prefix: fields of PrefixConfig; None for verl's own engine.
+        more: other keys of verl's McoreEngineConfig.
+    """
+    import megatron_cpu  # noqa: F401  by ranks alone: what it replaces stays
+    from megatron.core import parallel_state
+    from verl.trainer.config import CheckpointConfig
+    from verl.utils.torch_dtypes import PrecisionType
+    from verl.workers.config import HFModelConfig, McoreEngineConfig, McoreOptimizerConfig
+
+    sizes = (tp, ep, tp if etp is None else etp)
+    if parallel_state.is_initialized() and _sizes(parallel_state) != sizes:
+        parallel_state.destroy_model_parallel()  # verl keeps the first topology
+    model_config = HFModelConfig(path=path, use_remove_padding=True)
+    _as_transformers_4(model_config.hf_config)
+    transformer_config = MODELS[model][2] | (override_transformer_config or {})
+    if not sp:  # mbridge has it on wherever TP is, whatever verl's key says (mbridge/core/llm_bridge.py:82)
+        transformer_config["sequence_parallel"] = False
+    fields: dict[str, Any] = dict(
+        tensor_model_parallel_size=tp, expert_model_parallel_size=ep, expert_tensor_parallel_size=etp,
+        sequence_parallel=sp, use_distributed_optimizer=distributed_optimizer, vanilla_mbridge=True,
+        forward_only=forward_only, override_transformer_config=transformer_config,
+        override_ddp_config=dict(override_ddp_config or {}), **more,
+    )  # fmt: skip
+    if prefix is None:
+        engine_config = McoreEngineConfig(**fields)
+    else:
+        from verl_prefix.config.megatron import PrefixMegatronEngineConfig
+
+        # Rows stay, so that what a rank computes is known.
+        options = PrefixConfig(**{"min_speedup": 0, "exchange": "off"} | prefix)
+        engine_config = PrefixMegatronEngineConfig(**fields, prefix=options)
+    object.__setattr__(engine_config, "dtype", dtype)  # of which it knows bfloat16 and float16 (engine.py:218)
+    to_dtype = PrecisionType.to_dtype
+    known = mock.patch.object(
+        PrecisionType, "to_dtype", lambda x: torch.float64 if x in ("float64", torch.float64) else to_dtype(x)
+    )
+    optimizer_config = McoreOptimizerConfig(
+        lr=lr, lr_warmup_steps=0, total_training_steps=10, weight_decay=0.01, clip_grad=1.0
+    )
+    built = cls(model_config, engine_config, optimizer_config, CheckpointConfig())
+    bridge_class = type(_bridge_of(model_config.hf_config))
+    with known, mock.patch.dict(bridge_class._DIRECT_MAPPING):  # tied weights are noted for the whole class
+        built.initialize()
+        built.bridge._DIRECT_MAPPING = dict(bridge_class._DIRECT_MAPPING)
+    return built
+
+
+def _sizes(state: Any) -> tuple[int, int, int]:
+    return (
+        state.get_tensor_model_parallel_world_size(), state.get_expert_model_parallel_world_size(),
+        state.get_expert_tensor_parallel_world_size(),
+    )  # fmt: skip
+
+
+def _bridge_of(hf_config: Any) -> Any:
+    from mbridge.core.bridge import _MODEL_REGISTRY
+
+    return _MODEL_REGISTRY[hf_config.model_type].__new__(_MODEL_REGISTRY[hf_config.model_type])
+
+
+def _as_transformers_4(config: Any) -> None:
+    """The fields from which mbridge 0.15.1 reads rotary angles, which transformers 5 keeps in `rope_parameters`."""
+    rope = dict(config.rope_parameters)
+    config.rope_theta = rope["rope_theta"]
+    if "partial_rotary_factor" in rope:
+        config.partial_rotary_factor = rope["partial_rotary_factor"]
+    if rope["rope_type"] != "default":  # "rope_scaling" is another name of the same now, which `in` does not find
+        config.rope_parameters["type"] = rope["rope_type"]
+        vars(config)["rope_scaling"] = None
+
+
+def exported(engine: Any, of: Callable[[torch.nn.Parameter], torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Whole tensors of what `of` gives in a parameter's place, as verl hands weights to the rollout: by names on the
+    hub, gathered over TP and EP."""
+    from megatron_cpu import NamedAsTE
+
+    def alike(parameter: torch.nn.Parameter) -> torch.Tensor:
+        found = of(parameter).detach().clone()
+        for name in ("tensor_model_parallel", "partition_dim", "partition_stride"):
+            setattr(found, name, getattr(parameter, name))
+        return found
+
+    named = engine.bridge.export_weights([NamedAsTE(module, alike) for module in engine.module])
+    return {name: x.clone() for name, x in named if not name.endswith("e_score_correction_bias")}
+
+
+def gradients(engine: Any) -> dict[str, torch.Tensor]:
+    """Whole gradients after a batch's last pass. The distributed optimizer leaves each rank its part of their sum."""
+    for chunk in engine.module:
+        for group in [*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups]:
+            if not group.ddp_config.use_distributed_optimizer:
+                continue
+            ranks = group.intra_distributed_optimizer_instance_group
+            for bucket in group.buckets:
+                parts = bucket.grad_data.view(ranks.size(), -1)
+                torch.distributed.all_gather(list(parts.unbind()), parts[ranks.rank()].clone(), group=ranks)
+    return exported(engine, lambda parameter: parameter.main_grad)
+
+
+def measure(engine: Any, rank: int, options: dict[str, Any]) -> dict[str, Any]:
+    """`engines._measure` of an engine: outputs of the rows of data rank `rank`, gradients and weights of a step."""
+    data = _batch(rank, engine.model_config.hf_config.vocab_size, options)
+    with engine.eval_mode(disable_auto_offload=True):
+        inferred = engine.infer_batch(data.copy())["model_output"]
+    found: dict[str, Any] = {name: torch.cat(_responses(x, data)) for name, x in inferred.items()}
+    found["lens"] = inferred["log_probs"].offsets().diff()
+    with engine.train_mode(disable_auto_offload=True):
+        engine.optimizer_zero_grad()
+        output = engine.forward_backward_batch(data.copy(), _loss(options))
+        found["grads"] = gradients(engine)
+        found["grad_norm"] = float(engine.optimizer_step())
+    found["params"] = exported(engine, lambda parameter: parameter)
+    return found | {"loss": sum(output["loss"]), "metrics": output["metrics"]}
+
+
+def as_on_the_hub(path: str, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Tensors by names of transformers' modules, by those of the checkpoint in `path`: as transformers itself saves
+    them."""
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    with torch.no_grad():
+        for x in model.state_dict().values():
+            x.fill_(float("nan"))
+        parameters = dict(model.named_parameters())
+        for name, x in tensors.items():
+            parameters[name].copy_(x)
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        saved = load_file(Path(folder, "model.safetensors"))
+    return {name: x for name, x in saved.items() if not x.isnan().all()}
