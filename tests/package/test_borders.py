@@ -37,6 +37,7 @@ FILES = {
     "core/kernels/flash_attn.py": "flash_attn flash_attn_interface flash_attn_3 flash_attn_4 packaging",
     "core/kernels/fused_merge.py": "triton",
     "cpu/vllm_worker.py": "vllm",
+    "models/mcore.py": "megatron",
     "models/veomni.py": "safetensors",
     "tools/plots.py": "matplotlib",
     "tools/bench/arms.py": "prefix_grouper",

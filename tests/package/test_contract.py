@@ -21,9 +21,9 @@ V1 = "verl.trainer.ppo.v1"
 PATCHES = "verl.models.transformers.monkey_patch"
 WORKER = f"{V1}:AgentLoopWorkerTQ.__ray_metadata__.modified_class"  # Ray gives its methods one more parameter
 
-# verl imports these only where vLLM or VeOmni is installed; `make test-vllm` and `make test-veomni` run what we build
-# on them.
-BESIDE_OTHERS = ("verl.workers.rollout.vllm_rollout", "verl.workers.engine.veomni")
+# verl imports these only where vLLM, VeOmni or Megatron is installed; `make test-vllm`, `make test-veomni` and `make
+# test-megatron` run what we build on them.
+BESIDE_OTHERS = ("verl.workers.rollout.vllm_rollout", "verl.workers.engine.veomni", "verl.workers.engine.megatron")
 
 # Parameters, or None where only the name is ours to rely on (registries, base classes, enumerations).
 CONTRACT = {

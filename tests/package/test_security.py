@@ -138,7 +138,8 @@ if sys.argv[1:] == ["probe"]:
     socket.create_connection(("127.0.0.1", 9), timeout=1)
 import verl_prefix
 names = [module.name for module in pkgutil.walk_packages(verl_prefix.__path__, "verl_prefix.")]
-for alone in ("cpu.vllm_worker", "backends.veomni"):  # of vLLM and VeOmni, which only their installations can import
+# Of vLLM, VeOmni and Megatron, which only their installations can import.
+for alone in ("cpu.vllm_worker", "backends.veomni", "backends.megatron", "models.mcore"):
     names.remove(f"verl_prefix.{alone}")
 for name in names:
     importlib.import_module(name)

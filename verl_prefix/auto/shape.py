@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from verl_prefix.core.groups import Group
 from verl_prefix.core.waves import PackedPass, PhasedPass, Plan, first_fit
@@ -233,6 +233,12 @@ def model_shape(model: PreTrainedModel, dtype: torch.dtype, expert_ranks: int = 
 # Matrices that every rank of a tensor-parallel group has whole, and vectors of which each has a part.
 _WHOLE = ("gate", "router", "shared_expert_gate", "q_a_proj", "kv_a_proj_with_mqa")
 _CUT = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
+
+
+def shape_of_config(config: PretrainedConfig, dtype: torch.dtype) -> ModelShape:
+    """`model_shape` of the whole text model of a config, for an engine whose ranks have parts of it."""
+    with torch.device("meta"):
+        return model_shape(AutoModelForCausalLM.from_config(config, attn_implementation="eager"), dtype)
 
 
 def _is_undivided(name: str, parameter: torch.nn.Parameter) -> bool:

@@ -61,6 +61,8 @@ class HFBackend:
             writes=engine.is_mp_src_rank_with_outputs(),
         )  # fmt: skip
 
+    counts_last_tokens = False
+
     def check_model(self) -> None:
         check_dropout(self._engine.module)
 

@@ -73,6 +73,23 @@ class Plan:
     def num_physical_tokens(self) -> int:
         return sum(group.num_physical_tokens for one in self.passes for group in one.groups)
 
+    def with_last_tokens(self) -> "Plan":
+        """The plan that also computes the last token of each row, whose output nobody reads: a `TokenBatch.is_read`
+        leaves it out. Passes are longer by a token per row."""
+
+        def longer(group: Group) -> Group:
+            return replace(group, suffix_lens=tuple(n + 1 for n in group.suffix_lens))
+
+        passes: list[PackedPass | PhasedPass] = []
+        for one in self.passes:
+            groups = tuple(map(longer, one.groups))
+            if isinstance(one, PackedPass):
+                passes.append(replace(one, groups=groups))
+            else:
+                waves = tuple(tuple((number, longer(group)) for number, group in wave) for wave in one.waves)
+                passes.append(replace(one, groups=groups, waves=waves))
+        return replace(self, passes=tuple(passes))
+
 
 def _pieces(group: Group, budget: int, suffixes: bool = True) -> list[Group]:
     """Cuts the group between rows into pieces that fit the budget; with `suffixes=False` only their strands have to.

@@ -110,6 +110,11 @@ class Backend(Protocol):
     def stock_facts(self) -> StockPath:
         """What verl's own path does with the model."""
 
+    @property
+    def counts_last_tokens(self) -> bool:
+        """Whether updates on verl's own path take something from each row's last token, though nobody reads its
+        output: routers that count it for their biases or auxiliary losses."""
+
     def check_model(self) -> None:
         """Checks verl's model, once it is built.
 

@@ -35,6 +35,7 @@ class MiniBatch:
     """One mini-batch, whose passes the schedule hands to `step`.
 
     Args:
+        last_tokens: of `TokenOutputs`.
         hides_padding: the loss of a pass that also has real rows does not see rows of padding, since means over rows
             are among its metrics (verl#7771). A pass of padding alone gets its loss, and its metrics do not count.
 
@@ -44,11 +45,13 @@ class MiniBatch:
         num_not_finite: passes whose loss or outputs were not finite, once `outputs` was asked for.
     """
 
-    def __init__(self, backend: Backend, rows: BatchRows, loss: Loss, forward_only: bool, hides_padding: bool) -> None:
+    def __init__(
+        self, backend: Backend, rows: BatchRows, loss: Loss, forward_only: bool, hides_padding: bool, last_tokens: bool
+    ) -> None:
         self._backend, self._data, self._loss = backend, rows.data, loss
         self.keeps_model_output = forward_only or rows.flag("return_model_output")
         reads_masked = self.keeps_model_output or loss.reads_masked(rows.data)
-        self.token_outputs = TokenOutputs(backend, rows, reads_masked)
+        self.token_outputs = TokenOutputs(backend, rows, reads_masked, last_tokens)
         self._padding = rows.padding if hides_padding else set[int]()
         self._passes: list[_Pass] = []
         self.num_not_finite = 0

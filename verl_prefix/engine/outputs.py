@@ -34,12 +34,13 @@ class TokenOutputs:
 
     Args:
         reads_masked: whether somebody reads outputs where response_mask is 0; lm_head skips those tokens otherwise.
+        last_tokens: rows' last tokens are computed too, and lm_head skips them.
 
     Attributes:
         tokens: the batch as the schedule wants it. names: of the outputs, one column each.
     """
 
-    def __init__(self, backend: Backend, rows: BatchRows, reads_masked: bool) -> None:
+    def __init__(self, backend: Backend, rows: BatchRows, reads_masked: bool, last_tokens: bool = False) -> None:
         self.backend, self.rows, data = backend, rows, rows.data
         device, config, offsets = get_device_id(), backend.config, rows.offsets
         input_ids, position_ids = data["input_ids"], data["position_ids"]
@@ -49,8 +50,10 @@ class TokenOutputs:
         self._flags = flags_of(data)
         self.names = ["log_probs", *(name for flag, name in FLAGS.items() if self._flags[flag])]
         is_read = None if reads_masked or "sum_pi_squared" in self.names else self._is_read()
-        if is_read is not None:
-            self._old_log_probs = self._at_suffixes("old_log_probs")
+        self._old_log_probs = None if is_read is None else self._at_suffixes("old_log_probs")
+        if last_tokens:
+            is_read = torch.ones(offsets[-1], dtype=torch.bool) if is_read is None else is_read
+            is_read[torch.tensor(offsets[1:]) - 1] = False
         self.tokens = TokenBatch(
             input_ids.values().to(device), position_ids.values().to(device), offsets=offsets, pixels=pixels,
             is_read=is_read,
@@ -119,7 +122,7 @@ class TokenOutputs:
         rows = order[torch.searchsorted(firsts[order], layout.read_places, right=True) - 1]
         moves = (torch.tensor(row_starts, dtype=torch.int64) - firsts)[rows]
         full = outputs.new_zeros(num_tokens, outputs.shape[-1])
-        if self.tokens.is_read is not None:  # where False: no entropy, and the log-probs that the update starts from
+        if self._old_log_probs is not None:  # of skipped tokens: no entropy, and what the update starts from
             old = torch.cat([self._old_log_probs[start:end] for start, end in zip(starts, ends, strict=True)])
             full[:, self.names.index("log_probs")] = on_device(old, outputs.device).to(full.dtype)
         full = full.index_copy(0, on_device(layout.read_places + moves, outputs.device), outputs)

@@ -131,7 +131,9 @@ class PrefixEngine:
         ranks, keeps = self.backend.ranks, keeps or self._paths.costs.memory
         plan = pad_to_same_passes(plan, ranks.max_over_ranks)
         hides_padding = not forward_only and self.prefix_config.mini_batches == "prompts"
-        mini_batch = MiniBatch(self.backend, rows, loss, forward_only, hides_padding)
+        last_tokens = not forward_only and self.backend.counts_last_tokens
+        plan = plan.with_last_tokens() if last_tokens else plan
+        mini_batch = MiniBatch(self.backend, rows, loss, forward_only, hides_padding, last_tokens)
         schedule = self._schedule(
             mini_batch.token_outputs.of_tokens, mini_batch.step, forward_only, offload=self.prefix_config.offload,
             keep_attention=keeps.attention_kept, logits_chunk=keeps.chunk, pass_type=pass_type, meter=meter or Meter(),

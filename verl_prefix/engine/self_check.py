@@ -223,13 +223,14 @@ class Gradients:
         parts: others. Of each of them, and of all else, what is small is compared (norms, biases, adapters), or the
             smallest trained parameter where none is small.
         local: a parameter -> this rank's shard of its gradient.
+        clear: forgets all gradients; None: by `model.zero_grad`.
     """
 
     def __init__(
         self, model: torch.nn.Module, whole: Mapping[str, torch.nn.Module], parts: Mapping[str, torch.nn.Module],
-        local: Callable[[torch.nn.Parameter], torch.Tensor],
+        local: Callable[[torch.nn.Parameter], torch.Tensor], clear: Callable[[], None] | None = None,
     ) -> None:  # fmt: skip
-        self._model, self._local = model, local
+        self._local, self._clear = local, clear or model.zero_grad
         self.parts: dict[str, list[torch.nn.Parameter]] = {}
         left = {p for p in model.parameters() if p.requires_grad}
         for name, module in {**whole, **parts, "all else": model}.items():
@@ -241,15 +242,15 @@ class Gradients:
 
     def keep(self) -> list[float]:
         """Takes the last pass's gradients as the truth, kept in host memory; returns their squared norms by part."""
-        self._truth = [[self._local(p).cpu() for p in part] for part in self.parts.values()]
-        self._model.zero_grad()
+        self._truth = [[self._local(p).to("cpu", copy=True) for p in part] for part in self.parts.values()]
+        self._clear()
         return [sum(map(_sum_of_squares, part)) for part in self._truth]
 
     def distances(self) -> list[float]:
         """Squared distances of the last pass's from the truth, by part."""
         pairs = (zip(part, truth, strict=True) for part, truth in zip(self.parts.values(), self._truth, strict=True))
         distances = [sum(_sum_of_squares(self._local(p).cpu() - x) for p, x in part) for part in pairs]
-        self._model.zero_grad()
+        self._clear()
         return distances
 
 

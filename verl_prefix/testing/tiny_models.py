@@ -98,13 +98,13 @@ def write_tiny_model(
     Args:
         texts: what the tokenizer is trained on; a few built-in sentences if None.
         family: a dense text model (``"qwen3"``, with normalised queries and keys; ``"qwen2"``, ``"llama"``,
-            ``"phi3"``; ``"seed_oss"``, with dropout); of four experts ``"qwen3_moe"``, ``"qwen2_moe"``, ``"glm4_moe"``,
-            ``"mixtral"``, ``"gpt_oss"`` (sinks, every other layer with a window) or ``"deepseek_v3"`` (latent
-            attention); with one recurrent layer, whose state lasts, ``"qwen3_5_text"``, ``"qwen3_next"``, ``"olmo_hybrid"``, ``"lfm2"``,
-            ``"granitemoehybrid"`` or ``"bamba"``; with a vision tower of two blocks ``"qwen2_5_vl"``, ``"qwen3_vl"``
-            and ``"qwen3_vl_moe"`` (deepstack), ``"qwen3_5"`` and ``"qwen3_5_moe"`` (recurrent as well), and of images
-            alone ``"glm4v"``, ``"glm4v_moe"`` and ``"glm46v"``. The tokenizers of these have the special tokens of
-            images and videos.
+            ``"phi3"``; ``"seed_oss"``, with dropout); of four experts ``"qwen3_moe"``, ``"qwen2_moe"``,
+            ``"glm4_moe"``, ``"mixtral"``, ``"gpt_oss"`` (sinks, every other layer with a window) or
+            ``"deepseek_v3"`` (latent attention); with one recurrent layer, whose state lasts, ``"qwen3_5_text"``,
+            ``"qwen3_next"``, ``"olmo_hybrid"``, ``"lfm2"``, ``"granitemoehybrid"`` or ``"bamba"``; with a vision tower
+            of two blocks ``"qwen2_5_vl"``, ``"qwen3_vl"`` and ``"qwen3_vl_moe"`` (deepstack), ``"qwen3_5"`` and
+            ``"qwen3_5_moe"`` (recurrent as well), and of images alone ``"glm4v"``, ``"glm4v_moe"`` and ``"glm46v"``.
+            The tokenizers of these have the special tokens of images and videos.
         vocab_size: upper bound of the vocabulary, at least 259 (256 bytes and 3 special tokens).
         overrides: fields of the model's configuration, of a vision model those of its text layers, such as
             ``num_hidden_layers=3``.

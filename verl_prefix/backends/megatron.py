@@ -1,0 +1,228 @@
+"""verl's Megatron engine as a backend: tensor, sequence, expert and data parallelism. `model_engine=prefix_megatron`.
+
+Source: verl/workers/engine/megatron/transformer_impl.py, MegatronEngine and MegatronEngineWithLMHead; megatron-core
+0.16.1, megatron/core/pipeline_parallel/schedules.py (forward_backward_no_pipelining).
+"""
+
+import copy
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+from verl.utils import tensordict_utils as tu
+from verl.utils.device import get_device_id
+from verl.workers.engine import EngineRegistry
+from verl.workers.engine.megatron.transformer_impl import MegatronEngineWithLMHead
+
+from verl_prefix.auto.cost import Memory
+from verl_prefix.auto.shape import ModelShape, shape_of_config
+from verl_prefix.config.megatron import PrefixMegatronEngineConfig
+from verl_prefix.config.options import PrefixConfig
+from verl_prefix.core.errors import WITHOUT_SHARING
+from verl_prefix.core.forward import PackedForward, TokenBatch
+from verl_prefix.core.meter import Meter
+from verl_prefix.core.schedule import Schedule
+from verl_prefix.core.waves import Plan
+from verl_prefix.engine.backend import Ranks, StockPath
+from verl_prefix.engine.loss import LossFunction
+from verl_prefix.engine.prefix_engine import PrefixEngine
+from verl_prefix.engine.self_check import Gradients, rounding_noise
+from verl_prefix.models.mcore import (
+    MegatronModel,
+    counts_tokens,
+    scale_auxiliary_losses,
+    unsupported_reasons,
+    unwrapped,
+)
+from verl_prefix.models.replaced import replaced
+
+
+@dataclass(eq=False)
+class MegatronSchedule(Schedule):
+    """A schedule whose gradients mcore reduces once, behind the last backward, as behind the last micro-batch of verl's
+    own path. No backward finishes all of them: phase C has no lm_head, so that their reduction cannot overlap it.
+
+    Attributes:
+        module: the model, in mcore's DistributedDataParallel where it is trained.
+    """
+
+    module: Any = None
+
+    def run(self, tokens: TokenBatch, plan: Plan) -> None:
+        config = unwrapped(self.module).config
+        scale: Callable[..., torch.Tensor] = config.grad_scale_func or (lambda x: x)
+        if self.backward is None:
+            return super().run(tokens, plan)
+        scale_auxiliary_losses(scale(torch.ones(1, device=tokens.input_ids.device)) / max(len(plan.passes), 1))
+        self.backward = lambda loss: scale(loss).backward()
+        with self.module.no_sync():
+            super().run(tokens, plan)
+        if self.module.ddp_config.overlap_grad_reduce:
+            self.module.start_grad_sync()
+        config.finalize_model_grads_func([self.module], None)
+        return None
+
+
+class MegatronBackend:
+    """`engine.backend.Backend` of verl's MegatronEngine, with one pipeline stage.
+
+    Ranks of a tensor-parallel set have the same rows and run the same plan; each has its heads, its part of every
+    matrix and of the vocabulary. Expert parallelism spans ranks that have different rows, as with VeOmni.
+    """
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+        self.has_no_updates: bool = engine.engine_config.forward_only
+        self.deterministic = False
+        size = engine.get_data_parallel_size()
+        self.ranks = Ranks(
+            engine.get_data_parallel_group(), engine.get_data_parallel_rank(), size,
+            copies=torch.distributed.get_world_size() // size, writes=engine.is_mp_src_rank_with_outputs(),
+        )  # fmt: skip
+
+    @property
+    def _module(self) -> Any:
+        (module,) = self._engine.module
+        return module
+
+    def check_model(self) -> None:
+        if reasons := unsupported_reasons(self._module):
+            raise ValueError(
+                f"a shared prefix does not support this Megatron model: {'; '.join(reasons)}; set {WITHOUT_SHARING}"
+            )
+
+    @property
+    def dtype(self) -> torch.dtype:
+        dtype: torch.dtype = self._engine.param_dtype
+        return dtype
+
+    @property
+    def config(self) -> Any:
+        return self._engine.model_config.hf_config
+
+    @functools.cached_property
+    def shape(self) -> ModelShape:
+        return shape_of_config(self.config, self.dtype)
+
+    @property
+    def stock_facts(self) -> StockPath:
+        return StockPath(dense_mask=False, one_row=False, why_not_sharded=None)
+
+    @property
+    def counts_last_tokens(self) -> bool:
+        return counts_tokens(self._module)
+
+    def memory(self, options: PrefixConfig) -> Memory:
+        return Memory.of_megatron(self._engine.engine_config, torch.distributed.get_world_size(), options)
+
+    def gradient_bytes(self) -> float:
+        return 0.0  # the buffer that holds them is there before an update begins
+
+    def schedule(
+        self, outputs: Callable, step: Callable, forward_only: bool, offload: bool = False,
+        meter: Meter | None = None, **options: Any,
+    ) -> Schedule:  # fmt: skip
+        return MegatronSchedule(
+            PackedForward(MegatronModel(self._module), outputs, **options),
+            step,
+            None if forward_only else torch.Tensor.backward,
+            offload=offload,
+            meter=meter or Meter(),
+            module=self._module,
+        )
+
+    def model_metrics(self, schedule: Schedule) -> dict[str, float]:
+        assert isinstance(schedule.forward.model, MegatronModel)
+        return schedule.forward.model.expert_loads.metrics(self.ranks.sum_over_ranks)
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+    def token_outputs(
+        self, logits: torch.Tensor, labels: torch.Tensor, temperature: torch.Tensor, is_one: bool,
+        flags: Mapping[str, bool], offsets: torch.Tensor,
+    ) -> dict[str, torch.Tensor]:  # fmt: skip
+        """By verl's vocabulary-parallel functions, which every rank of a tensor-parallel set calls."""
+        # mcore hands on logits in fp32 (Float16Module.forward). verl's function writes over them and the temperature.
+        outputs = self._engine._lm_head_logits_processor(
+            logits.float().unsqueeze(0), labels.unsqueeze(0), temperature.unsqueeze(0), **flags,
+            distillation_use_topk=False, distillation_only=False, logits_processor_func=None, batch=None,
+            data_format="thd",
+        )  # fmt: skip
+        return {name: x[0] for name, x in outputs.items()}
+
+    def reads_logits_once(self, flags: Mapping[str, bool]) -> bool:
+        return False  # a copy in fp32, and the gradient
+
+    def logits_like(self) -> torch.Tensor:
+        size = unwrapped(self._module).output_layer.output_size_per_partition
+        return torch.zeros((1, size), dtype=self.dtype, device=get_device_id())
+
+    def stock_batch(self, data: TensorDict, loss_function: LossFunction | None, forward_only: bool) -> dict[str, Any]:
+        data = data.copy()
+        tu.assign_non_tensor(data, use_fused_kernels=False)  # which the engine, when it was built, was told
+        output: dict[str, Any] = self._engine.verls_batch(data, loss_function, forward_only)
+        return output
+
+    def gradients(self) -> Gradients:
+        layers = {f"layer {layer.layer_number - 1}": layer for layer in unwrapped(self._module).decoder.layers}
+        return Gradients(self._module, {}, layers, _local_grad, self._clear)
+
+    def _clear(self) -> None:
+        if not self.has_no_updates:
+            self._module.zero_grad_buffer()
+
+    def rounding_noise(self) -> AbstractContextManager[None]:
+        layers = unwrapped(self._module).decoder.layers
+        return rounding_noise([layer.self_attention for layer in layers], [], self.dtype)
+
+    @contextmanager
+    def gradients_aside(self) -> Iterator[None]:
+        """Also keeps what routers have counted, and their biases, which mcore moves whenever gradients are reduced."""
+        if self.has_no_updates:
+            yield
+            return
+        model, buffers = unwrapped(self._module), [*self._module.buffers, *self._module.expert_parallel_buffers]
+        counts = [m.local_tokens_per_expert for m in model.modules() if getattr(m, "enable_expert_bias", False)]
+        # Where an update begins there are no gradients, and nothing is copied.
+        kept = [(x, x.cpu()) for x in (*(buffer.grad_data for buffer in buffers), *counts) if x.any()]
+        self._clear()
+        with ExitStack() as stack:
+            stack.callback(lambda: [x.copy_(values) for x, values in kept])
+            stack.callback(lambda: [count.zero_() for count in counts])
+            stack.callback(self._clear)
+            stack.enter_context(replaced(model.config, "moe_router_bias_update_rate", 0.0))
+            yield
+
+
+def _local_grad(parameter: torch.nn.Parameter) -> torch.Tensor:
+    """This rank's: of its part of a matrix, where the distributed optimizer has another's shard before its sum over
+    data-parallel ranks, in both paths alike."""
+    grad: torch.Tensor | None = getattr(parameter, "main_grad", None)
+    return torch.zeros_like(parameter) if grad is None else grad.detach()
+
+
+class PrefixMegatronEngine(PrefixEngine, MegatronEngineWithLMHead):
+    """verl's Megatron actor or ref engine that computes a group's prefix once.
+
+    Raises:
+        ValueError: at construction, a model or option that the shared-prefix path does not support.
+    """
+
+    def __init__(
+        self, model_config, engine_config: PrefixMegatronEngineConfig, optimizer_config, checkpoint_config
+    ) -> None:
+        self.prefix_config = engine_config.prefix
+        of_verl = engine_config
+        if self.prefix_config.schedule != "stock":
+            of_verl = copy.copy(engine_config)  # the caller's stays as it is
+            object.__setattr__(of_verl, "use_fused_kernels", False)  # they make log-probs of all tokens
+        super().__init__(model_config, of_verl, optimizer_config, checkpoint_config)
+        self.set_backend(MegatronBackend(self), engine_config)
+
+
+EngineRegistry.register(model_type="language_model", backend="prefix_megatron", device="cuda")(PrefixMegatronEngine)

@@ -1,0 +1,264 @@
+"""Hooks a GPTModel of megatron-core up: grouped attention, rotary angles by position, lm_head on few tokens, and
+routers whose statistics count a prefix as often as the batch has it.
+
+A pass reaches the layers through this object, which knows the pass that runs: set where its forward begins, and again
+where its backward begins, by a hook of the tensor that backward starts from. So whatever mcore computes again in
+backward (recompute_granularity selective or full, both reentrant) finds its own pass, though the forwards of other
+passes have run since. Nothing of mcore is replaced outside of `grouped_attention`.
+
+Source: megatron-core 0.16.1, megatron/core/models/gpt/gpt_model.py (GPTModel.forward), transformer/attention.py,
+transformer/multi_latent_attention.py, transformer/moe/router.py, tensor_parallel/layers.py (ColumnParallelLinear).
+"""
+
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
+from megatron.core.transformer.utils import is_layer_window_attention
+
+from verl_prefix.core.attention import AttentionPass
+from verl_prefix.core.calls import AttentionParams, on_device
+from verl_prefix.core.errors import WITHOUT_SHARING
+from verl_prefix.core.forward import HeadOutputs
+from verl_prefix.models.experts import ExpertLoads
+from verl_prefix.models.head import ChunkedHead
+from verl_prefix.models.replaced import replaced
+
+
+@dataclass(frozen=True)
+class _Running:
+    """The pass that runs.
+
+    Attributes:
+        positions: [T] int64, of all its tokens; under sequence parallelism with padding, so that T divides.
+        longest: tokens of the longest row that it computes a part of.
+        weights: [t] float32, how often the batch has each of this rank's tokens; 0 for padding.
+    """
+
+    attention_pass: AttentionPass
+    positions: torch.Tensor
+    longest: int
+    weights: torch.Tensor
+
+
+class MegatronModel:
+    """A `core.forward.Model` for a GPTModel of megatron-core, of one pipeline stage.
+
+    Args:
+        module: the model as verl's engine holds it, within mcore's wrappers. Every forward enters through it.
+
+    Attributes:
+        expert_loads: of its updates.
+    """
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._module, self._model = module, unwrapped(module)
+        self._config = self._model.config
+        self.layers: list[Any] = list(self._model.decoder.layers)
+        self.expert_loads = ExpertLoads()
+        self._running: _Running | None = None
+
+    @contextmanager
+    def grouped_attention(self) -> Iterator[None]:
+        """Context of forwards by our attention, and of their backwards, in which recomputation calls layers again."""
+        with ExitStack() as stack:
+            rotary = [getattr(module, "rotary_pos_emb", None) for module in self._attentions_and_model()]
+            for module in filter(None, rotary):
+                angles = functools.partial(self._angles, module.forward)
+                stack.enter_context(replaced(module, "forward", angles))
+            for layer in self.layers:
+                core = layer.self_attention.core_attention
+                attend = functools.partial(self._attend, layer.layer_number, layer.self_attention)
+                stack.enter_context(replaced(core, "forward", attend))
+                if (router := getattr(layer.mlp, "router", None)) is not None:
+                    count = functools.partial(self._count, layer.layer_number - 1, router)
+                    stack.enter_context(replaced(router, "_apply_expert_bias", count))
+                    for name in ("_apply_aux_loss", "_apply_seq_aux_loss"):
+                        weigh = functools.partial(self._weigh, getattr(router, name))
+                        stack.enter_context(replaced(router, name, weigh))
+            yield
+        self._running = None
+
+    def _attentions_and_model(self) -> list[Any]:
+        return [self._model, *(layer.self_attention for layer in self.layers)]
+
+    def token_outputs(
+        self,
+        input_ids: torch.Tensor,
+        position_ids: torch.Tensor,
+        head_tokens: torch.Tensor,
+        attention_pass: AttentionPass,
+        outputs: HeadOutputs | None,
+        logits_chunk: int,
+        pixels: Mapping[str, torch.Tensor],
+    ) -> torch.Tensor:
+        """As `core.forward.Model` says. Logits are those of this rank's part of the vocabulary.
+
+        Raises:
+            RuntimeError: a layer did not go through our attention.
+        """
+        running = self._begin(attention_pass, position_ids)
+        calls, more = attention_pass.num_calls, len(running.positions) - len(input_ids)
+        ids = torch.nn.functional.pad(input_ids, (0, more))
+        head = functools.partial(self._head, self._model.output_layer.forward, head_tokens, outputs, logits_chunk)
+        with replaced(self._model.output_layer, "forward", head):
+            # GPTModel hands on [sequence, 1, ...] as [1, sequence, ...].
+            result: torch.Tensor = self._module(ids[None], running.positions[None], None)[0]
+        if (found := attention_pass.num_calls - calls) != len(self.layers):
+            raise RuntimeError(
+                f"{found} of {len(self.layers)} layers of this Megatron model shared their prefixes; set "
+                f"{WITHOUT_SHARING} and report this model"
+            )
+        if result.requires_grad:
+            result.register_hook(functools.partial(self._begin_backward, running))
+        return result
+
+    def _begin(self, attention_pass: AttentionPass, position_ids: torch.Tensor) -> _Running:
+        layout, ranks = attention_pass.layout, 1
+        if self._config.sequence_parallel:
+            ranks = self._config.tensor_model_parallel_size
+        more = -layout.num_tokens % ranks
+        weights = torch.nn.functional.pad(layout.multiplicity, (0, more)).float()
+        if ranks > 1:
+            weights = weights.chunk(ranks)[parallel_state.get_tensor_model_parallel_rank()]
+        self._running = _Running(
+            attention_pass,
+            torch.nn.functional.pad(position_ids, (0, more)),
+            max(segment.path_len + segment.length for segment in layout.segments),
+            on_device(weights, position_ids.device),
+        )
+        return self._running
+
+    def _begin_backward(self, running: _Running, grad: torch.Tensor) -> None:
+        self._running = running
+
+    def _angles(self, forward: Callable[..., Any], length: int, *args: Any, **kwargs: Any) -> Any:
+        """Replaces the forward of a rotary embedding, of the model or of a layer of multi-head latent attention: angles
+        [T, 1, 1, D] of the packed row's tokens by their positions, not by their places in it."""
+        assert self._running is not None
+        found = forward(self._running.longest, *args, **kwargs)
+        positions = self._running.positions
+        return (found[0][positions], *found[1:]) if isinstance(found, tuple) else found[positions]
+
+    def _attend(
+        self, layer_number: int, attention: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+        *args: object, **kwargs: object,
+    ) -> torch.Tensor:  # fmt: skip
+        """Replaces the forward of a layer's core attention: query [T, 1, H, D], key [T, 1, K, D], value [T, 1, K, V],
+        V <= D, of this rank's heads -> [T, 1, H V]."""
+        assert self._running is not None
+        one, core = self._running.attention_pass, attention.core_attention
+        # Padding of sequence parallelism stands behind the packed row.
+        q, k, v = (x[: one.layout.num_tokens, 0] for x in (query, key, value))
+        if getattr(attention, "recompute_up_proj", False):
+            k = k.clone()  # mcore empties the key's memory until backward, and waves read it before
+        width = v.shape[-1]
+        v = torch.nn.functional.pad(v, (0, q.shape[-1] - width)) if width < q.shape[-1] else v
+        sinks = getattr(core, "softmax_offset", None)
+        out = one.attend(
+            layer_number - 1, q, k, v, sinks=None if sinks is None else sinks.flatten(),
+            params=AttentionParams(scale_of(attention, q.shape[-1]), window_of(self._config, layer_number)),
+        )  # fmt: skip
+        out = torch.nn.functional.pad(out[..., :width], (0, 0, 0, 0, 0, len(query) - len(q)))
+        return out.flatten(1).unsqueeze(1)
+
+    def _head(
+        self, forward: Callable[..., Any], head_tokens: torch.Tensor, outputs: HeadOutputs | None, chunk: int,
+        hidden: torch.Tensor, weight: torch.Tensor | None = None, **kwargs: object,
+    ) -> tuple[torch.Tensor, None]:  # fmt: skip
+        """Replaces the forward of the output layer: hidden states [t, 1, H] -> what `outputs` makes of the logits of
+        `head_tokens` [n, 1, k]."""
+        layer = self._model.output_layer
+        sequence = layer.sequence_parallel
+        if sequence:  # backward gives each rank its tokens' part; the layer itself adds the parts of the vocabulary up
+            hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
+
+        def logits(hidden: torch.Tensor) -> torch.Tensor:
+            with (
+                replaced(layer, "sequence_parallel", False),
+                replaced(layer, "allreduce_dgrad", layer.allreduce_dgrad or sequence),
+            ):
+                found: torch.Tensor = forward(hidden.unsqueeze(1), weight=weight)[0]
+            return found.squeeze(1)
+
+        chosen = hidden.squeeze(1).index_select(0, head_tokens)
+        return ChunkedHead(logits, outputs, chunk)(chosen.unsqueeze(0)).transpose(0, 1), None
+
+    def _count(
+        self, layer: int, router: Any, routing_map: torch.Tensor, padding_mask: torch.Tensor | None = None
+    ) -> None:
+        """Replaces TopKRouter._apply_expert_bias, which counts tokens by expert where gradients flow; routing_map
+        [t, experts] bool."""
+        if torch.is_grad_enabled():
+            assert self._running is not None
+            counts = (routing_map * self._running.weights.unsqueeze(1)).sum(0)
+            self.expert_loads.add(layer, counts)
+            if router.enable_expert_bias:
+                router.local_tokens_per_expert += counts
+
+    def _weigh(
+        self, apply: Callable[..., torch.Tensor], probs: torch.Tensor, scores: torch.Tensor, routing_map: torch.Tensor,
+        *args: Any, **kwargs: Any,
+    ) -> torch.Tensor:  # fmt: skip
+        """Replaces a router's auxiliary loss by the same with every token as often as the batch has it; a dummy has
+        none. Told that tokens are masked, mcore divides by the number of those that count."""
+        assert self._running is not None
+        if not self._running.attention_pass.layout.groups:
+            return probs
+        weights = self._running.weights.unsqueeze(1)
+        return apply(probs, scores * weights, routing_map * weights, *args, **kwargs | {"with_padding_mask": True})
+
+
+def unwrapped(module: Any) -> Any:
+    """The GPTModel within mcore's wrappers."""
+    while hasattr(module, "module"):
+        module = module.module
+    return module
+
+
+def scale_auxiliary_losses(scale: torch.Tensor) -> None:
+    """Sets the factor [1] of auxiliary losses' gradients: mcore divides them by the number of micro-batches
+    (pipeline_parallel/schedules.py, forward_step_calc_loss)."""
+    MoEAuxLossAutoScaler.set_loss_scale(scale)
+
+
+def counts_tokens(module: torch.nn.Module) -> bool:
+    """Whether routers count tokens: for biases that follow the counts, or for auxiliary losses."""
+    routers = [layer.mlp.router for layer in unwrapped(module).decoder.layers if hasattr(layer.mlp, "router")]
+    return any(router.enable_expert_bias or router.is_aux_loss_enabled() for router in routers)
+
+
+def scale_of(attention: Any, width: int) -> float:
+    """The factor of a layer's scores, as mcore gives it to its core attention (transformer/attention.py,
+    transformer/multi_latent_attention.py); `width`: of a query's head."""
+    scale = getattr(attention, "softmax_scale", None) or attention.config.softmax_scale
+    return float(scale or width**-0.5)
+
+
+def window_of(config: Any, layer_number: int) -> int | None:
+    """Tokens that a query of the layer sees, itself included; None: all before it. Layers count from 1."""
+    if not is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number):
+        return None
+    return int(config.window_size[0]) + 1
+
+
+def unsupported_reasons(module: torch.nn.Module) -> list[str]:
+    """What of a built model cannot be shared, beyond what its options show."""
+    model = unwrapped(module)
+    config, reasons = model.config, []
+    dropouts = {name: getattr(config, name) for name in ("attention_dropout", "hidden_dropout")}
+    if set(dropouts.values()) != {0.0} and model.training:
+        reasons.append(f"it drops activations at random ({dropouts})")
+    others = {type(layer.self_attention).__name__ for layer in model.decoder.layers}
+    others -= {SelfAttention.__name__, MLASelfAttention.__name__}
+    if others:
+        reasons.append(f"its layers attend by {', '.join(sorted(others))}")
+    return reasons
