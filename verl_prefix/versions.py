@@ -22,6 +22,7 @@ TESTED_VERL = ("0.9.1",)
 VERL_MAIN = "0.10.0.dev0"  # what verl's main branch calls itself, whichever commit it is
 TESTED_MAIN = "1dda039b9 of 2026-08-22"
 TESTED_VEOMNI = ("0.1.12",)
+TESTED_MEGATRON = ("0.16.1",)  # of megatron-core
 OVERRIDE = "VERL_PREFIX_ALLOW_UNTESTED_VERL"
 TESTED_TRANSFORMERS = (5, 6), (5, 24)  # the first and the last release; all between them are let in
 OVERRIDE_TRANSFORMERS = "VERL_PREFIX_ALLOW_UNTESTED_TRANSFORMERS"

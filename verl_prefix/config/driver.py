@@ -7,7 +7,8 @@ from omegaconf import DictConfig, OmegaConf
 from verl.trainer.ppo.utils import need_reference_policy
 from verl.utils.config import omega_conf_to_dataclass
 
-from verl_prefix.config.engines import VEOMNI, copies_of, engine_of, slices_of
+from verl_prefix.config import megatron, veomni
+from verl_prefix.config.engines import FSDP2, VEOMNI, copies_of, engine_of, slices_of
 from verl_prefix.config.model import (
     check_dealt,
     check_sequence_parallel,
@@ -15,7 +16,6 @@ from verl_prefix.config.model import (
     read_hf_config,
     refuse,
 )
-from verl_prefix.config.veomni import check_built, check_of_one_process
 from verl_prefix.core.waves import leaves_room
 from verl_prefix.versions import TESTED_VERL, installed_version
 
@@ -122,10 +122,11 @@ def _check_ref(config: DictConfig) -> None:
     ref = {name: value for name, value in ref.items() if not str(name).startswith("log_prob_")}
     ref["use_dynamic_bsz"] = True
     omega_conf_to_dataclass(OmegaConf.create(ref))
-    if engine_of(roles.ref) is VEOMNI:
-        check_of_one_process(roles.actor.veomni, roles.ref.veomni)
+    if (engine := engine_of(roles.ref)) is not FSDP2:
+        checks = veomni if engine is VEOMNI else megatron
+        checks.check_of_one_process(roles.actor[engine.section], roles.ref[engine.section])
         if roles.actor.prefix.schedule != "stock" and (hf_config := read_hf_config(roles.model)) is not None:
-            check_built(hf_config, roles.ref.veomni)
+            checks.check_built(hf_config, roles.ref[engine.section])
     key, size = slices_of("ref", roles.ref)
     if size != slices_of("actor", roles.actor)[1] and roles.actor.prefix.schedule != "stock":
         check_sequence_parallel(key, size, config.trainer.n_gpus_per_node * config.trainer.nnodes, roles.model)

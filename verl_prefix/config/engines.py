@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from verl_prefix.versions import TESTED_VEOMNI, installed_version, warn_of_untested
+from verl_prefix.versions import TESTED_MEGATRON, TESTED_VEOMNI, installed_version, warn_of_untested
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,14 @@ VEOMNI = Engine(
     slices="ulysses_parallel_size", heads="ulysses_parallel_size", copies=("ulysses_parallel_size",),
     attention="attn_implementation", package="veomni", tested=TESTED_VEOMNI,
 )  # fmt: skip
-ENGINES = (FSDP2, VEOMNI)
+_TENSOR = "tensor_model_parallel_size"  # ranks that have the same rows, and cut none
+MEGATRON = Engine(
+    "prefix_megatron", "megatron", "Megatron", "megatron", "verl_prefix.config.megatron.PrefixMegatronActorConfig",
+    slices="context_parallel_size", heads=_TENSOR,
+    copies=(_TENSOR, "pipeline_model_parallel_size", "context_parallel_size"),
+    attention="override_transformer_config.attention_backend", package="megatron-core", tested=TESTED_MEGATRON,
+)  # fmt: skip
+ENGINES = (FSDP2, VEOMNI, MEGATRON)
 
 
 def engine_of(section: Any) -> Engine:
@@ -114,7 +121,10 @@ def attention_of(section: Any, model_config: Any) -> tuple[str, str]:
     """
     engine = engine_of(section)
     if engine.attention is not None:
-        return engine.key("actor", engine.attention), section[engine.section][engine.attention]
+        options = section[engine.section]
+        for name in engine.attention.split("."):
+            options = options.get(name, "auto")
+        return engine.key("actor", engine.attention), options
     override = (model_config or {}).get("override_config") or {}
     key = "actor_rollout_ref.model.override_config.attn_implementation"
     return key, override.get("attn_implementation", "flash_attention_2")

@@ -1,22 +1,255 @@
 """Options of actor and ref on verl's Megatron engine: `model_engine=prefix_megatron`."""
 
+import math
 from dataclasses import dataclass, field
+from typing import Any
 
-from verl.workers.config import McoreEngineConfig
+from omegaconf import OmegaConf
+from verl.workers.config import McoreActorConfig, McoreEngineConfig
 
+from verl_prefix.config.actor import PrefixActor, PrefixEngineOptions, refuse_padding, role_of
+from verl_prefix.config.engines import MEGATRON, copies_of
+from verl_prefix.config.model import read_hf_config, refuse, refuse_absent_options, warn_of_replaced_options
 from verl_prefix.config.options import PrefixConfig
+from verl_prefix.config.transformer_fields import SIZES, refusal
+
+# Sizes that decide megatron-core's process groups (megatron/core/parallel_state.py, initialize_model_parallel).
+MEGATRON_TOPOLOGY = SIZES[:-1]
+STOCK = "or model_engine=megatron, or actor_rollout_ref.actor.prefix.schedule=stock"
+# Options of megatron-core's gradient buffers (megatron/core/distributed/distributed_data_parallel_config.py) that stand
+# for another way to shard, or for a backward that megatron-core's own schedule ends.
+DDP_REFUSED = ("use_megatron_fsdp", "use_custom_fsdp", "delay_wgrad_compute")
 
 
 @dataclass
-class PrefixMegatronEngineConfig(McoreEngineConfig):
-    """verl's Megatron engine config plus `prefix` and `ppo_epochs`. Its strategy is the registry's backend name."""
+class PrefixMegatronEngineConfig(PrefixEngineOptions, McoreEngineConfig):
+    """verl's Megatron engine config plus those of `PrefixEngineOptions`. `backends` registers the engine, where
+    megatron-core is installed: our YAML names this class there.
 
-    _mutable_fields = McoreEngineConfig._mutable_fields | {"strategy", "prefix", "ppo_epochs"}
+    Raises:
+        ValueError: an option of Megatron that the shared-prefix path cannot honour.
+    """
+
+    on, strategy_of_verl = MEGATRON, "megatron"
+
     strategy: str = "prefix_megatron"
+
+    def check(self, key: str) -> None:
+        refuse_padding(key, self)
+        for name in ("pipeline_model_parallel_size", "context_parallel_size"):
+            refuse(
+                self[name] != 1,
+                f"{key}.{name}={self[name]}: prefixes are shared within one pipeline stage that has whole rows; set "
+                f"{key}.{name}=1, or model_engine=megatron",
+            )
+        refuse(
+            self.virtual_pipeline_model_parallel_size not in (None, 1),
+            f"{key}.virtual_pipeline_model_parallel_size={self.virtual_pipeline_model_parallel_size}: prefixes are "
+            f"shared within one pipeline stage; set {key}.virtual_pipeline_model_parallel_size=null",
+        )
+        told = {
+            "dynamic_context_parallel": "cuts rows over ranks, and a prefix stays whole",
+            "use_megatron_fsdp": "was never tried with a shared prefix",
+        }
+        for name, why in told.items():
+            refuse(self[name], f"{key}.{name}=True {why}; set {key}.{name}=False, or model_engine=megatron")
+        refuse(
+            not self.use_mbridge,
+            f"{key}.use_mbridge=False: verl's Megatron engine asserts it; set {key}.use_mbridge=True",
+        )
+        refuse(
+            self.qat.enable,
+            f"{key}.qat.enable=True: nobody has tried quantization-aware training with a shared prefix; set "
+            f"{key}.qat.enable=False, or model_engine=megatron",
+        )
+        mode = self.router_replay.mode
+        refuse(
+            mode != "disabled",
+            f"{key}.router_replay.mode={mode}: a shared prefix replays no routes; set {key}.router_replay.mode="
+            "disabled, or model_engine=megatron",
+        )
+        if self.prefix.schedule != "stock":
+            self.check_overrides(key)
+
+    def check_overrides(self, key: str) -> None:
+        """Refuses fields of megatron-core's own configs that a shared pass does not honour.
+
+        Args:
+            key: of this section.
+
+        Raises:
+            ValueError: naming the first of them.
+        """
+        for name, value in self.override_transformer_config.items():
+            full = f"{key}.override_transformer_config.{name}"
+            if name in SIZES:
+                refuse(
+                    value != self[name],
+                    f"{full}={value}, and {key}.{name} is {self[name]}: the latter sets it; remove the former",
+                )
+            elif why := refusal(name, value):
+                raise ValueError(f"{full}={value} {why}, {STOCK}")
+        for name in DDP_REFUSED:
+            refuse(
+                self.override_ddp_config.get(name),
+                f"{key}.override_ddp_config.{name}=True was never tried with a shared prefix; set False",
+            )
+
+
+@dataclass
+class PrefixMegatronActorConfig(PrefixActor, McoreActorConfig):
+    """verl's Megatron actor config plus `prefix`. The rollout's `enable_rollout_routing_replay` is here to be refused.
+
+    Raises:
+        ValueError: an actor option that would silently undo sharing.
+    """
+
+    on = MEGATRON
+
+    strategy: str = "megatron"
     prefix: PrefixConfig = field(default_factory=PrefixConfig)
-    ppo_epochs: int = 1
+    megatron: PrefixMegatronEngineConfig = field(default_factory=PrefixMegatronEngineConfig)
+    enable_rollout_routing_replay: bool = False
 
     def __post_init__(self) -> None:
-        self.strategy = "megatron"
+        key = role_of(self.megatron)
+        refuse(
+            self.strategy != "megatron",
+            f"{key}.strategy={self.strategy!r}: model_engine=prefix_megatron is verl's Megatron engine; remove it, or "
+            "set model_engine=prefix for FSDP2",
+        )
         super().__post_init__()
-        self.strategy = "prefix_megatron"
+
+    def check(self, n_gpus: int, model_config: Any) -> None:
+        super().check(n_gpus, model_config)
+        check_spread(self.megatron, n_gpus, None if model_config is None else read_hf_config(model_config))
+
+    def check_options(self, model_config: Any) -> None:
+        """Checks those of `actor_rollout_ref.model` that Megatron has not, and the model."""
+        check_model_options(model_config)
+        if (hf_config := read_hf_config(model_config)) is not None:
+            check_built(hf_config, self.megatron)
+
+
+def check_model_options(model_config: Any) -> None:
+    """Refuses what is not shared on Megatron: LoRA, layers that predict several tokens, and offload of activations,
+    which verl's Megatron engine does not read. Warns of fused kernels, whose place logits in chunks take.
+
+    Args:
+        model_config: `actor_rollout_ref.model`, DictConfig or HFModelConfig.
+
+    Raises:
+        ValueError: naming the keys.
+    """
+    refuse_absent_options(model_config, "Megatron", "a prefix is not shared under adapters of Megatron")
+    mtp = model_config.get("mtp") or {}
+    key = "actor_rollout_ref.model.mtp.enable"
+    refuse(
+        mtp.get("enable"),
+        f"{key}=True trains layers that predict several tokens, and nobody has tried them with a shared prefix; set "
+        f"{key}=False, {STOCK}",
+    )
+    warn_of_replaced_options(model_config)
+
+
+def check_of_one_process(actor: Any, ref: Any) -> None:
+    """Refuses a ref whose `megatron` section differs from the actor's in sizes: megatron-core has one set of process
+    groups in a process, those of the engine that is built first (MegatronEngine._init_device_mesh).
+
+    Raises:
+        ValueError: naming the key.
+    """
+    for name in MEGATRON_TOPOLOGY:
+        key = f"actor_rollout_ref.ref.megatron.{name}"
+        refuse(
+            ref[name] != actor[name],
+            f"{key}={ref[name]}, and the actor's is {actor[name]}: megatron-core has one of them in a process; set "
+            f"{key}={'null' if actor[name] is None else actor[name]}",
+        )
+
+
+def check_spread(megatron: Any, n_gpus: int, hf_config: Any) -> None:
+    """Refuses sizes by which megatron-core cannot spread layers and experts over GPUs
+    (megatron/core/parallel_state.py, initialize_model_parallel; TransformerConfig.__post_init__).
+
+    Args:
+        megatron: the section of actor or ref. hf_config: the model's; None: nobody sees it here.
+
+    Raises:
+        ValueError: naming the key, its value and one that works.
+    """
+    from verl_prefix.models.megatron import spread_sizes
+    from verl_prefix.models.support import num_experts
+
+    key, tensor = f"{role_of(megatron)}.megatron", megatron.tensor_model_parallel_size
+    together = copies_of({"megatron": megatron})
+    refuse(
+        n_gpus % together,
+        f"{key}.tensor_model_parallel_size={tensor}: {together} GPUs have the same rows, and do not divide {n_gpus} "
+        f"GPUs; set {math.gcd(n_gpus, tensor)}",
+    )
+    experts_on, own = megatron.expert_model_parallel_size, megatron.expert_tensor_parallel_size or tensor
+    works = math.gcd(n_gpus, experts_on)
+    refuse(
+        n_gpus % (experts_on * own),
+        f"{key}.expert_model_parallel_size={experts_on} times {key}.expert_tensor_parallel_size={own} does not divide "
+        f"{n_gpus} GPUs; set {works} and {math.gcd(n_gpus // works, own)}",
+    )
+    if hf_config is None:
+        return
+    experts = num_experts(hf_config.get_text_config())
+    works = math.gcd(n_gpus // own, experts) if experts else 1
+    refuse(
+        experts_on > 1 and (not experts or experts % experts_on),
+        f"{key}.expert_model_parallel_size={experts_on}: a layer's {experts} experts cannot lie evenly on so many "
+        f"GPUs; set {works}",
+    )
+    refuse(
+        experts and tensor > 1 and not megatron.sequence_parallel and not megatron.vanilla_mbridge,
+        f"{key}.sequence_parallel=False: megatron-core trains experts under tensor parallelism with it alone; set True",
+    )
+    whole, of_experts = spread_sizes(hf_config, pads_vocab=not megatron.vanilla_mbridge)
+    for name, size, numbers in (
+        ("tensor_model_parallel_size", tensor, whole), ("expert_tensor_parallel_size", own, of_experts)
+    ):  # fmt: skip
+        for told, number in numbers.items():
+            refuse(
+                number % size,
+                f"{key}.{name}={size} does not divide {told}={number} of this {hf_config.model_type} model; set "
+                f"{math.gcd(number, size)}",
+            )
+
+
+def check_built(hf_config: Any, megatron: McoreEngineConfig) -> None:
+    """Refuses a model that megatron-core builds in a way that cannot be shared, and losses of its routers that follow
+    how rows fall into passes.
+
+    Raises:
+        ValueError: naming what stands in the way.
+    """
+    from verl_prefix.models.megatron import BALANCED_BY_MBRIDGE, megatron_reasons
+
+    key, override = f"{role_of(megatron)}.megatron", megatron.override_transformer_config
+    if reasons := megatron_reasons(hf_config, override):
+        raise ValueError(
+            f"{key}: a shared prefix does not support this {hf_config.model_type} model on Megatron: "
+            f"{'; '.join(reasons)}. Set model_engine=prefix where FSDP2 trains it, {STOCK}"
+        )
+    unasked = BALANCED_BY_MBRIDGE.get(hf_config.model_type, "none") if megatron.vanilla_mbridge else "none"
+    balancing = override.get("moe_router_load_balancing_type", unasked)
+    balancing = OmegaConf.to_container(balancing) if OmegaConf.is_config(balancing) else balancing
+    kinds = [balancing] if isinstance(balancing, str) else list(balancing or ())
+    name = f"{key}.override_transformer_config.moe_router_load_balancing_type"
+    refuse(
+        not set(kinds) <= {"none", "aux_loss", "seq_aux_loss"},
+        f"{name}={balancing} balances experts over more than a pass, and shared passes are of other tokens; set {name}="
+        f"none, {STOCK}",
+    )
+    z_loss = override.get("moe_z_loss_coeff")
+    losses = [f"{name}={balancing}"] if set(kinds) - {"none"} else []
+    losses += [f"{key}.override_transformer_config.moe_z_loss_coeff={z_loss}"] if z_loss else []
+    refuse(
+        losses and megatron.prefix.schedule != "packed",
+        f"{' '.join(losses)} is a loss of each pass's tokens together, and phases have parts of them; set "
+        f"actor_rollout_ref.actor.prefix.schedule=packed, or {name}=none without moe_z_loss_coeff",
+    )

@@ -24,6 +24,8 @@ def is_count(value: object) -> bool:
 def is_varlen(attn_implementation: str) -> bool:
     """True where verl's own path reads packed rows by their bounds, and attends to other ranks' tokens under sequence
     parallelism: flash attention, which alone verl gives an all-to-all (verl/models/transformers/monkey_patch.py)."""
+    if attn_implementation in ("auto", "fused", "unfused", "local"):  # of megatron-core, which has its own bounds
+        return True
     return "flash" in attn_implementation or "varlen" in attn_implementation  # of tests, on a CPU
 
 
@@ -60,6 +62,28 @@ def check_dealt(key: str, size: int, hf_config: Any) -> None:
     refuse(
         works < size,
         f"{key}={size}: of this {hf_config.model_type} model {', '.join(wrong(size))}; set {works}",
+    )
+
+
+def refuse_absent_options(model_config: Any, title: str, adapters: str) -> None:
+    """Refuses `actor_rollout_ref.model` options (DictConfig or HFModelConfig) that an engine of verl does not have:
+    LoRA, and offload of activations.
+
+    Args:
+        title: the engine. adapters: why it has none.
+
+    Raises:
+        ValueError: naming the keys.
+    """
+    key, lora = "actor_rollout_ref.model", model_config.get("lora") or {}
+    values = {"lora_rank": model_config.get("lora_rank", 0), "lora.rank": lora.get("rank", 0)}
+    values["lora_adapter_path"] = model_config.get("lora_adapter_path")
+    for name, value in values.items():
+        refuse(value, f"{key}.{name}={value}: {adapters}; remove it, or set model_engine=prefix")
+    refuse(
+        model_config.get("enable_activation_offload"),
+        f"{key}.enable_activation_offload=True moves nothing on {title}; remove it, and set "
+        "actor_rollout_ref.actor.prefix.offload=True to move what prefixes keep",
     )
 
 

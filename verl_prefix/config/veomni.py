@@ -8,7 +8,7 @@ from verl.workers.config import VeOmniActorConfig, VeOmniEngineConfig
 
 from verl_prefix.config.actor import PrefixActor, PrefixEngineOptions, refuse_padding, role_of
 from verl_prefix.config.engines import VEOMNI
-from verl_prefix.config.model import is_varlen, read_hf_config, refuse
+from verl_prefix.config.model import is_varlen, read_hf_config, refuse, refuse_absent_options
 from verl_prefix.config.options import PrefixConfig
 
 # Keys that decide VeOmni's process groups (veomni/distributed/parallel_state.py, init_parallel_state).
@@ -111,17 +111,7 @@ def check_model_options(model_config: Any) -> None:
     Raises:
         ValueError: naming the keys.
     """
-    key, lora = "actor_rollout_ref.model", model_config.get("lora") or {}
-    values = {"lora_rank": model_config.get("lora_rank", 0), "lora.rank": lora.get("rank", 0)}
-    values["lora_adapter_path"] = model_config.get("lora_adapter_path")
-    for name, value in values.items():
-        told = "verl's VeOmni engine builds no adapters; remove it, or set model_engine=prefix"
-        refuse(value, f"{key}.{name}={value}: {told}")
-    refuse(
-        model_config.get("enable_activation_offload"),
-        f"{key}.enable_activation_offload=True moves nothing on VeOmni; remove it, and set "
-        "actor_rollout_ref.actor.prefix.offload=True to move what prefixes keep",
-    )
+    refuse_absent_options(model_config, "VeOmni", "verl's VeOmni engine builds no adapters")
 
 
 def check_of_one_process(actor: Any, ref: Any) -> None:
@@ -152,6 +142,8 @@ def check_spread(veomni: Any, n_gpus: int, hf_config: Any) -> None:
     Raises:
         ValueError: naming the key, its value and one that works.
     """
+    from verl_prefix.models.support import num_experts
+
     key, together = f"{role_of(veomni)}.veomni", veomni.ulysses_parallel_size
     sets, size, experts_on = n_gpus // together, veomni.fsdp_size, veomni.expert_parallel_size
     size = size if 0 < size < sets else sets
@@ -159,8 +151,7 @@ def check_spread(veomni: Any, n_gpus: int, hf_config: Any) -> None:
     if experts_on == 1:
         return
     text = hf_config and hf_config.get_text_config()
-    counts = (getattr(text, name, None) for name in ("num_experts", "n_routed_experts", "num_local_experts"))
-    experts = next((count for count in counts if count), 0 if text else experts_on)
+    experts = num_experts(text) if text else experts_on
     works = math.gcd(size * together, experts)
     refuse(
         works % experts_on or not experts,

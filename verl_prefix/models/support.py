@@ -132,6 +132,12 @@ def dealt(text: PretrainedConfig) -> tuple[dict[str, int], dict[str, int]]:
     return heads | {"channels of convolutions": channels}, shared
 
 
+def num_experts(text: PretrainedConfig) -> int:
+    """Experts of a layer of a text model; 0: it has none."""
+    counts = (getattr(text, name, None) for name in ("num_experts", "n_routed_experts", "num_local_experts"))
+    return next((count for count in counts if count), 0)
+
+
 def check_supported(config: PretrainedConfig) -> None:
     """Raises ValueError where the shared-prefix path would not compute what the stock path computes."""
     if reasons := unsupported_reasons(config):

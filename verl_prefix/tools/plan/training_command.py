@@ -102,7 +102,9 @@ def state_bytes(roles: DictConfig, model: PreTrainedModel) -> int:
         roles: `actor_rollout_ref`. model: its model, shapes alone.
     """
     actor = roles.actor
-    if actor.veomni.enable_fsdp_offload if engine_of(actor) is VEOMNI else actor.fsdp_config.get("offload_policy"):
+    engine = engine_of(actor)
+    option = {FSDP2: "offload_policy", VEOMNI: "enable_fsdp_offload"}.get(engine)
+    if option and actor[engine.section].get(option):
         return 0
     size = dtypes(actor)[0].itemsize
     weights = trained = sum(p.numel() for p in model.parameters())

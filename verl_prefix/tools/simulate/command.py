@@ -11,7 +11,7 @@ from verl.utils.py_functional import convert_to_regular_types
 from verl.utils.torch_dtypes import PrecisionType
 
 from verl_prefix.auto.cost import Memory
-from verl_prefix.config.engines import VEOMNI, engine_of, slices_of
+from verl_prefix.config.engines import FSDP2, MEGATRON, VEOMNI, engine_of, slices_of
 from verl_prefix.core.groups import Group
 from verl_prefix.tools.report import Table
 from verl_prefix.tools.simulate.hardware import GIB, read_hardware
@@ -21,7 +21,10 @@ from verl_prefix.tools.simulate.tower import Grids
 
 
 def dtypes(actor: Any) -> tuple[torch.dtype, torch.dtype]:
-    """Of weights, gradients and moments, and of passes, by `actor_rollout_ref.actor`. VeOmni computes in bf16."""
+    """Of weights, gradients and moments, and of passes, by `actor_rollout_ref.actor`. VeOmni computes in bf16, and
+    Megatron has fp32 beside its 16-bit weights."""
+    if engine_of(actor) is MEGATRON:
+        return torch.float32, PrecisionType.to_dtype(actor.megatron.dtype)
     if engine_of(actor) is VEOMNI:
         return torch.float32 if actor.veomni.mixed_precision else torch.bfloat16, torch.bfloat16
     fsdp = actor.fsdp_config
@@ -35,6 +38,8 @@ def memory_of_engine(config: Any, gpus: int) -> Memory:
     actor, checkpointed = config.actor, bool(config.model.enable_gradient_checkpointing)
     if engine_of(actor) is VEOMNI:
         return Memory.of_veomni(actor.veomni, gpus, checkpointed, actor.prefix)
+    if engine_of(actor) is MEGATRON:
+        return Memory(gpus, checkpointed, True, actor.prefix.logits_chunk, actor.prefix.offload)
     _, sequence_ranks = slices_of("actor", actor)
     return Memory.of_fsdp(actor.fsdp_config, gpus, checkpointed, sequence_ranks, actor.prefix)
 
@@ -73,7 +78,7 @@ def read_job(
         keep_attention=actor.prefix.keep_attention,
         checkpointing=memory.checkpointed,
         no_sync=memory.no_sync,
-        reshard=memory.veomni or bool(actor.fsdp_config.get("reshard_after_forward", True)),
+        reshard=engine_of(actor) is not FSDP2 or bool(actor.fsdp_config.get("reshard_after_forward", True)),
         master=master,
         dtype=dtype,
         lora=lora,
