@@ -68,7 +68,7 @@ class PrefixMegatronEngineConfig(PrefixEngineOptions, McoreEngineConfig):
             f"{key}.router_replay.mode={mode}: a shared prefix replays no routes; set {key}.router_replay.mode="
             "disabled, or model_engine=megatron",
         )
-        if self.prefix.schedule != "stock":
+        if self.prefix.get("schedule") != "stock":
             self.check_overrides(key)
 
     def check_overrides(self, key: str) -> None:

@@ -55,7 +55,7 @@ INERT = frozenset("""
     tp_comm_overlap_disable_fc1 tp_comm_bootstrap_backend
     cross_entropy_loss_fusion cross_entropy_fusion_impl hetereogenous_dist_checkpoint test_mode flash_decode
     inference_rng_tracker inference_sampling_seed symmetric_ar_type inference_fuse_tp_communication
-    mlp_chunks_for_prefill cache_mla_latents autocast_dtype
+    mlp_chunks_for_prefill cache_mla_latents autocast_dtype barrier_with_L1_time
 """.split())  # fmt: skip
 
 # The sizes that verl's own keys set, `actor.megatron.<name>`: another value here would be of another engine.
