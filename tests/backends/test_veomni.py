@@ -16,7 +16,7 @@ import broken_states
 import engines
 import pytest
 import torch
-from engines import TOLERANCE, _compare, _half_errors, _lens, _measure
+from engines import TOLERANCE, _compare, _half_errors, _measure, rows_of
 from safetensors.torch import load_file, save_file
 from torch.distributed import get_rank, get_world_size
 from torch.distributed.fsdp import FSDPModule
@@ -117,15 +117,6 @@ def _data_rank(options: dict) -> int:
     return get_rank() // options.get("ulysses_parallel_size", 1)
 
 
-def _rows(options: dict) -> dict:
-    """Options with rows for more than two ranks that have different ones."""
-    rank = _data_rank(options)
-    if rank < 2:
-        return options
-    groups = [(f"{uid}x", n + rank, lens[:-1] or lens, kind) for uid, n, lens, kind in _lens(rank - 2, ())]
-    return options | {"groups": groups}
-
-
 def _stock(backend: str, path: str, rank: int, options: dict) -> dict:
     ours = ("schedule", "wave_tokens", "offload", "exchange", "verify", "logits_chunk", "trees")
     rows_by = options.get("ulysses_parallel_size", 1)  # the same on all ranks, as what is found must be
@@ -139,8 +130,8 @@ def _stock(backend: str, path: str, rank: int, options: dict) -> dict:
 def _case(models: dict, name: str, more: tuple = ()) -> dict[str, dict[str, float]]:
     """Errors of ours against VeOmni's own path, and against FSDP2's, which shards as many rows otherwise."""
     options = {"verify": "off"} | CASES[get_world_size()][name] | dict(more)
-    path, options = models[options.get("family", "qwen3")], _rows(options)
-    rank = _data_rank(options)
+    path, rank = models[options.get("family", "qwen3")], _data_rank(options)
+    options = rows_of(rank, options)
     with veomni_engines():
         ours = _measure("prefix_veomni", path, rank, options)
         stock = _stock("veomni", path, rank, options)

@@ -38,6 +38,14 @@ def _lens(rank: int, empty: Sequence[str]) -> list[tuple[str, int, list[int], st
     return [(uid, n, [0] * len(lens) if uid in empty else lens, kind) for uid, n, lens, kind in groups[rank]]
 
 
+def rows_of(rank: int, options: dict) -> dict:
+    """Options with rows of their own for ranks behind the first two."""
+    if rank < 2:
+        return options
+    groups = [(f"{uid}x", n + rank, lens[:-1] or lens, kind) for uid, n, lens, kind in _lens(rank - 2, ())]
+    return options | {"groups": groups}
+
+
 def _turns(
     rank: int, vocab: int, generator: torch.Generator, kind: object = True
 ) -> list[tuple[str, torch.Tensor, torch.Tensor, int]]:

@@ -12,8 +12,10 @@ import logging
 import re
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import torch
+from float64_torch import Float64Torch
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 CPU = torch.device("cpu")
@@ -81,7 +83,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec 
 from megatron.core.optimizer import clip_grads, grad_scaler, optimizer  # noqa: E402
 from megatron.core.packed_seq_params import PackedSeqParams  # noqa: E402
 from megatron.core.pipeline_parallel import schedules  # noqa: E402
-from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed, random  # noqa: E402
+from megatron.core.tensor_parallel import mappings, model_parallel_cuda_manual_seed, random  # noqa: E402
 from megatron.core.transformer import (  # noqa: E402
     MLATransformerConfig,  # noqa: E402
     multi_latent_attention,
@@ -89,8 +91,9 @@ from megatron.core.transformer import (  # noqa: E402
     utils,
 )
 from megatron.core.transformer.dot_product_attention import DotProductAttention  # noqa: E402
-from megatron.core.transformer.moe import moe_utils, token_dispatcher  # noqa: E402
+from megatron.core.transformer.moe import moe_utils, router, token_dispatcher  # noqa: E402
 from verl.utils import megatron_utils  # noqa: E402
+from verl.utils.torch_dtypes import PrecisionType  # noqa: E402
 from verl.workers.engine import EngineRegistry  # noqa: E402
 from verl.workers.engine.megatron import transformer_impl as verls  # noqa: E402
 
@@ -112,8 +115,29 @@ def _on_cpu(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
 
 # schedules.py:596, clip_grads.py:90, grad_scaler.py:15, optimizer.py:473, moe_utils.py:998, transformer/utils.py:35,
 # core/utils.py:1207; verl's megatron_utils.py, offload.
-for _module in (schedules, clip_grads, grad_scaler, optimizer, moe_utils, utils, core_utils, megatron_utils):
+_LITERAL = (schedules, clip_grads, grad_scaler, optimizer, moe_utils, utils, core_utils, megatron_utils)
+for _module in _LITERAL:
     _module.torch = _Torch()
+
+
+class _Double(_Torch, Float64Torch): ...
+
+
+@contextlib.contextmanager
+def in_float64() -> Iterator[None]:
+    """Context in which what mcore computes in fp32 whatever the model's dtype is, such as norms of gradients, is in
+    float64. Its routers want `moe_router_dtype="fp64"`."""
+    with contextlib.ExitStack() as stack:
+        for module in (*_LITERAL, router):
+            stack.enter_context(mock.patch.object(module, "torch", _Double()))
+        stack.enter_context(mock.patch.object(torch.Tensor, "float", lambda self: self.double()))
+        stack.enter_context(mock.patch.object(PrecisionType, "to_dtype", _to_dtype))
+        yield
+
+
+def _to_dtype(precision: Any, of_verl: Callable[[Any], torch.dtype] = PrecisionType.to_dtype) -> torch.dtype:
+    return torch.float64 if precision in ("float64", torch.float64) else of_verl(precision)
+
 
 # The GPU's generator: here it draws nothing (tensor_parallel/random.py:250, 447).
 _generator = [torch.get_rng_state()]
@@ -210,6 +234,30 @@ def _on_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -
 
 
 token_dispatcher.maybe_move_tensor_to_cpu = _on_host
+
+# gloo gathers and scatters equal parts alone; ranks of an expert's TP have as many tokens as were routed to them
+# (tensor_parallel/mappings.py:150, 193).
+_gather, _reduce_scatter = mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim
+
+
+def _gather_uneven(x: torch.Tensor, group: Any, sizes: list[int] | None = None, *args: Any) -> torch.Tensor:
+    if sizes is None or group.size() == 1:
+        return _gather(x, group, sizes, *args)
+    parts = [x.new_empty(max(sizes), *x.shape[1:]) for _ in sizes]
+    mine = torch.cat([x, x.new_zeros(max(sizes) - len(x), *x.shape[1:])])
+    torch.distributed.all_gather(parts, mine, group=group)
+    return torch.cat([part[:n] for part, n in zip(parts, sizes, strict=True)])
+
+
+def _reduce_scatter_uneven(x: torch.Tensor, group: Any, sizes: list[int] | None = None, *args: Any) -> torch.Tensor:
+    if sizes is None or group.size() == 1:
+        return _reduce_scatter(x, group, sizes, *args)
+    whole = x.clone(memory_format=torch.contiguous_format)
+    torch.distributed.all_reduce(whole, group=group)
+    return whole.split(sizes)[group.rank()].clone()
+
+
+mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim = _gather_uneven, _reduce_scatter_uneven
 
 # What kernels of TE and Apex fuse (torch_norm.py:31, fused_softmax.py:216, mlp.py:210, experts.py:100).
 _FUSED = (

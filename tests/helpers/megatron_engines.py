@@ -2,13 +2,13 @@
 what they shard, by their names on the hub."""
 
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
-from engines import _batch, _loss, _responses
+from engines import _batch, _loss, _responses, rows_of
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
@@ -23,6 +23,11 @@ YARN = dict(
 MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "llama": ("llama", {}, {}),
     "qwen2": ("qwen2", {}, {}),
+    # The second of two layers has the window.
+    "qwen2_window": (
+        "qwen2", dict(use_sliding_window=True, sliding_window=8, max_window_layers=1),
+        dict(window_size=(7, 0), window_attn_skip_freq=[0, 1]),
+    ),
     "qwen3": ("qwen3", {}, {}),
     "qwen3_tied": ("qwen3", {"tie_word_embeddings": True}, {}),
     "qwen3_moe": ("qwen3_moe", {"norm_topk_prob": True}, {}),
@@ -64,7 +69,6 @@ def engine(
     import megatron_cpu  # noqa: F401  by ranks alone: what it replaces stays
     from megatron.core import parallel_state
     from verl.trainer.config import CheckpointConfig
-    from verl.utils.torch_dtypes import PrecisionType
     from verl.workers.config import HFModelConfig, McoreEngineConfig, McoreOptimizerConfig
 
     sizes = (tp, ep, tp if etp is None else etp)
@@ -90,16 +94,12 @@ def engine(
         options = PrefixConfig(**{"min_speedup": 0, "exchange": "off"} | prefix)
         engine_config = PrefixMegatronEngineConfig(**fields, prefix=options)
     object.__setattr__(engine_config, "dtype", dtype)  # of which it knows bfloat16 and float16 (engine.py:218)
-    to_dtype = PrecisionType.to_dtype
-    known = mock.patch.object(
-        PrecisionType, "to_dtype", lambda x: torch.float64 if x in ("float64", torch.float64) else to_dtype(x)
-    )
     optimizer_config = McoreOptimizerConfig(
         lr=lr, lr_warmup_steps=0, total_training_steps=10, weight_decay=0.01, clip_grad=1.0
     )
     built = cls(model_config, engine_config, optimizer_config, CheckpointConfig())
     bridge_class = type(_bridge_of(model_config.hf_config))
-    with known, mock.patch.dict(bridge_class._DIRECT_MAPPING):  # tied weights are noted for the whole class
+    with mock.patch.dict(bridge_class._DIRECT_MAPPING):  # tied weights are noted for the whole class
         built.initialize()
         built.bridge._DIRECT_MAPPING = dict(bridge_class._DIRECT_MAPPING)
     return built
@@ -157,9 +157,29 @@ def gradients(engine: Any) -> dict[str, torch.Tensor]:
     return exported(engine, lambda parameter: parameter.main_grad)
 
 
-def measure(engine: Any, rank: int, options: dict[str, Any]) -> dict[str, Any]:
-    """`engines._measure` of an engine: outputs of the rows of data rank `rank`, gradients and weights of a step."""
-    data = _batch(rank, engine.model_config.hf_config.vocab_size, options)
+def weights(engine: Any) -> dict[str, torch.Tensor]:
+    """Whole weights. With overlap_param_gather the next forward gathers them."""
+    for chunk in engine.module:
+        if chunk.ddp_config.overlap_param_gather:
+            chunk.start_param_sync(force_sync=True)
+    return exported(engine, lambda parameter: parameter)
+
+
+def batch_of(engine: Any, ranks: Sequence[int], options: dict[str, Any]) -> Any:
+    """The rows of data ranks behind one another: those of each are `engines._batch`."""
+    from verl.utils import tensordict_utils as tu
+
+    vocab = engine.model_config.hf_config.vocab_size
+    return tu.concat_tensordict([_batch(rank, vocab, rows_of(rank, options)) for rank in ranks])
+
+
+def measure(engine: Any, options: dict[str, Any], ranks: Sequence[int] | None = None) -> dict[str, Any]:
+    """As `engines._measure`: outputs of an engine, gradients and their norm of a step, and weights after two.
+
+    ranks: whose rows this rank has; None for its own. Two ranks of data parallelism that have the rows of both find
+    what one has that is alone.
+    """
+    data = batch_of(engine, (engine.get_data_parallel_rank(),) if ranks is None else ranks, options)
     with engine.eval_mode(disable_auto_offload=True):
         inferred = engine.infer_batch(data.copy())["model_output"]
     found: dict[str, Any] = {name: torch.cat(_responses(x, data)) for name, x in inferred.items()}
@@ -169,8 +189,19 @@ def measure(engine: Any, rank: int, options: dict[str, Any]) -> dict[str, Any]:
         output = engine.forward_backward_batch(data.copy(), _loss(options))
         found["grads"] = gradients(engine)
         found["grad_norm"] = float(engine.optimizer_step())
-    found["params"] = exported(engine, lambda parameter: parameter)
-    return found | {"loss": sum(output["loss"]), "metrics": output["metrics"]}
+        engine.lr_scheduler_step()
+        engine.train_batch(data.copy(), _loss(options))
+    found["loss"], found["metrics"] = sum(output["loss"]), output["metrics"]
+    return found | {"params": weights(engine)}
+
+
+def together(engine: Any, found: dict[str, Any]) -> dict[str, Any]:
+    """What data-parallel ranks `measure`d of their own rows, as one would that had them all."""
+    group = engine.get_data_parallel_group()
+    every: list[Any] = [None] * group.size()
+    torch.distributed.all_gather_object(every, found, group=group)
+    whole = {name: torch.cat([each[name] for each in every]) for name in ("log_probs", "entropy", "lens")}
+    return found | whole | {"loss": sum(each["loss"] for each in every) / len(every)}
 
 
 def as_on_the_hub(path: str, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
