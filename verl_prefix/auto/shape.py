@@ -222,7 +222,7 @@ def model_shape(model: PreTrainedModel, dtype: torch.dtype, expert_ranks: int = 
         / layers,
         expert_parameters=own_experts + elsewhere,
         routed=2.0 * chosen * text.hidden_size * len(experts) / layers * dtype.itemsize,
-        undivided=float(sum(p.numel() for name, p in body.named_parameters() if _is_undivided(name, p))),
+        undivided=float(sum(p.numel() for name, p in body.named_parameters() if is_undivided(name, p))),
         residual=residual / layers * dtype.itemsize,
         kv_heads=kv_heads,
         recurrent_layers=len(recurrent),
@@ -241,7 +241,7 @@ def shape_of_config(config: PretrainedConfig, dtype: torch.dtype) -> ModelShape:
         return model_shape(AutoModelForCausalLM.from_config(config, attn_implementation="eager"), dtype)
 
 
-def _is_undivided(name: str, parameter: torch.nn.Parameter) -> bool:
+def is_undivided(name: str, parameter: torch.nn.Parameter) -> bool:
     """Whether tensor parallelism leaves a parameter whole, by its name, as megatron-core with TransformerEngine does
     (models/gpt/gpt_layer_specs.py)."""
     module, _, own = name.rpartition(".")

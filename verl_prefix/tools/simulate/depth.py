@@ -75,6 +75,8 @@ def _run(
     job: Job, arms: Sequence[Arm], hardware: Hardware, log_probs: bool = True, shown: bool = False
 ) -> list[dict[str, Phase]]:
     vocab_size = job.config.get_text_config().vocab_size
+    if job.division:
+        vocab_size = -(-vocab_size // job.division.tensor)
     phases: list[dict[str, Phase]] = []
     of_path: dict[tuple[str, bool], dict[str, Phase]] = {}
     what = f"arms of {job.config.get_text_config().num_hidden_layers} layers"
@@ -149,7 +151,7 @@ def simulate(
         return ROOM_FACTOR * (max(phase["peak"] for phase in of.values()) - resident) > hardware.capacity - resident
 
     lesser: list[Callable[[Arm], Arm]] = []
-    if may_have_all_logits(shape, job.logits_chunk, one_copy=not job.entropy):
+    if may_have_all_logits(shape, job.logits_chunk, one_copy=job.reads_logits_once):
         lesser.append(lambda arm: replace(arm, all_logits=False))
     if job.checkpointing:
         lesser.append(lambda arm: replace(arm, keeps_attention=False))

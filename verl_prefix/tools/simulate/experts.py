@@ -39,11 +39,7 @@ def shard(model: Any, mesh: DeviceMesh, expert_mesh: DeviceMesh | None, dtype: t
     for layer in layers:
         experts = experts_of(layer)
         for one in experts:
-            if {name for name, _ in one.named_parameters()} != {"gate_up_proj", "down_proj"}:
-                raise ValueError(
-                    f"--simulate: experts of {type(one).__name__} have other parameters than gate_up_proj and "
-                    "down_proj, which VeOmni's kernels here take; leave it out"
-                )
+            check_gated(one)
             module: Any = one
             if group is not None:
                 for name, parameter in list(one.named_parameters(recurse=False)):
@@ -66,6 +62,15 @@ def shard(model: Any, mesh: DeviceMesh, expert_mesh: DeviceMesh | None, dtype: t
             layer.set_modules_to_backward_prefetch(before)
 
 
+def check_gated(experts: torch.nn.Module) -> None:
+    """Raises ValueError where experts are not gated by one product."""
+    if {name for name, _ in experts.named_parameters()} != {"gate_up_proj", "down_proj"}:
+        raise ValueError(
+            f"--simulate: experts of {type(experts).__name__} have other parameters than gate_up_proj and down_proj, "
+            "which fused kernels here take; leave it out"
+        )
+
+
 def _experts(
     experts: Any, group: dist.ProcessGroup | None, tracker: Tracker, hidden: torch.Tensor, chosen: torch.Tensor,
     weights: torch.Tensor,
@@ -78,8 +83,8 @@ def _experts(
     ends = chosen.new_empty(num_local, dtype=torch.int32)
     if group is None:
         places = launch([chosen], [chosen.new_empty(rows)])[0]
-        made = _Products.apply(_Scatter.apply(hidden, places), gate_up, down, ends, weights, places)
-        return _Gather.apply(made, places, len(hidden))
+        made = Products.apply(Scatter.apply(hidden, places), gate_up, down, ends, weights, places)
+        return Gather.apply(made, places, len(hidden))
     num = num_local * group.size()
     mask = hidden.new_zeros(*chosen.shape, num, dtype=torch.int64).scatter_(-1, chosen.unsqueeze(-1), 1)
     mask = mask.permute(2, 1, 0)
@@ -91,9 +96,9 @@ def _experts(
     def in_order(x: torch.Tensor) -> torch.Tensor:
         return torch.cat(x.split(sizes))
 
-    received = in_order(_sent(hidden.index_select(0, places), group))
-    made = _Products.apply(received, gate_up, down, ends, None, None)
-    back = _sent(in_order(made), group)
+    received = in_order(sent(hidden.index_select(0, places), group))
+    made = Products.apply(received, gate_up, down, ends, None, None)
+    back = sent(in_order(made), group)
     of_all = weights.new_zeros(len(hidden), num).scatter_add_(1, chosen, weights)
     of_rows = of_all.T.contiguous().flatten().index_select(0, places)
     back = back * of_rows.unsqueeze(-1)
@@ -124,15 +129,15 @@ class _AllToAll(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _sent(grads[0], ctx.group), None
+        return sent(grads[0], ctx.group), None
 
 
-def _sent(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+def sent(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     sent: torch.Tensor = _AllToAll.apply(x, group)
     return sent
 
 
-class _Scatter(torch.autograd.Function):
+class Scatter(torch.autograd.Function):
     """Tokens [T, H] -> rows [T * k, H], a row for every expert that a token meets."""
 
     @staticmethod
@@ -146,7 +151,7 @@ class _Scatter(torch.autograd.Function):
         return _gathered(grads[0], ctx.saved_tensors[0], ctx.tokens), None
 
 
-class _Gather(torch.autograd.Function):
+class Gather(torch.autograd.Function):
     """Rows [T * k, H] -> tokens [T, H], summed."""
 
     @staticmethod
@@ -169,12 +174,14 @@ def _gathered(rows: torch.Tensor, places: torch.Tensor, tokens: int) -> torch.Te
     return gathered
 
 
-class _Products(torch.autograd.Function):
+class Products(torch.autograd.Function):
     """x [n, H], gate_up [E, 2 * I, H], down [E, H, I], rows of each expert end at `ends` [E] -> [n, H].
 
     Args:
         weights: of each token's experts [T, k], which come before the last product, at `places` of the rows; None: they
             come behind it.
+
+    Gradients of parameters with a `main_grad`, as Megatron's have, are added there.
     """
 
     @staticmethod
@@ -191,6 +198,7 @@ class _Products(torch.autograd.Function):
             weighted = acted * of_rows
             kept = [acted, weighted, of_rows, weights, places]
         ctx.save_for_backward(x, gate_up, down, ends, both, *kept)
+        ctx.buffers = [getattr(weight, "main_grad", None) for weight in (gate_up, down)]
         return torch._grouped_mm(weighted, down.mT, offs=ends)
 
     @staticmethod
@@ -201,7 +209,7 @@ class _Products(torch.autograd.Function):
         active = torch.nn.functional.silu(gate)
         weighted = kept[1] if kept else active * up
         grad = torch._grouped_mm(dout, down, offs=ends)
-        of_down = torch._grouped_mm(dout.mT, weighted, offs=ends)
+        of_down = _weight_gradient(dout, weighted, ends, ctx.buffers[1])
         if kept:
             acted, _, of_rows, weights, places = kept
             of_weights = launch([(acted * grad).sum(-1), places], [torch.empty_like(weights)])[0]
@@ -210,5 +218,15 @@ class _Products(torch.autograd.Function):
         of_gate = torch.ops.aten.silu_backward(grad * up, gate)
         of_both = torch.cat([of_gate, of_up], dim=-1)
         of_x = torch._grouped_mm(of_both, gate_up, offs=ends)
-        of_gate_up = torch._grouped_mm(of_both.mT, x, offs=ends)
+        of_gate_up = _weight_gradient(of_both, x, ends, ctx.buffers[0])
         return of_x, of_gate_up, of_down, None, of_weights, None
+
+
+def _weight_gradient(
+    dout: torch.Tensor, x: torch.Tensor, ends: torch.Tensor, buffer: torch.Tensor | None
+) -> torch.Tensor | None:
+    """Gradient [E, out, in] of experts' matrices from dout [n, out] and x [n, in]; None where `buffer` has it."""
+    if buffer is None:
+        return torch._grouped_mm(dout.mT, x, offs=ends)
+    launch([dout, x], [buffer], 2.0 * dout.numel() * x.shape[1], "linear")
+    return None

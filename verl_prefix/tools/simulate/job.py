@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig
 
+from verl_prefix.auto.megatron import Division
 from verl_prefix.auto.shape import ModelShape
 from verl_prefix.core.groups import Group
 from verl_prefix.tools.simulate.tower import Grids
@@ -59,6 +60,7 @@ class Job:
         sequence_ranks: that compute a pass together (`core.sequence_parallel`); `budget` is of all of them. Not for
             vision models. Recurrent layers of stock then send nothing, as in verl's engine.
         veomni: verl's engine is VeOmni's, whose experts `expert_ranks` share; their tokens travel between these.
+        division: verl's engine is Megatron's, whose ranks divide the model so; `ranks` are its tensor-parallel ones.
     """
 
     config: PretrainedConfig
@@ -85,3 +87,9 @@ class Job:
     sequence_ranks: int = 1
     veomni: bool = False
     expert_ranks: int = 1
+    division: Division | None = None
+
+    @property
+    def reads_logits_once(self) -> bool:
+        """As `Backend.reads_logits_once` of an update."""
+        return not self.entropy and self.division is None

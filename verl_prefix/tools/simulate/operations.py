@@ -131,7 +131,7 @@ def flops_of(
             workspace += 2 * k.shape[0] * heads * dim * k.element_size()
         return "attention", flops, workspace
     if name == scans.KERNEL:
-        return "recurrent", args[2], 0
+        return args[3] if args[2] else "", args[2], 0
     if name == "_grouped_mm":  # experts' matmuls: every row meets one [in, out] of [experts, in, out]
         return "linear", 2.0 * ins[0].numel() * ins[1].shape[-1], 0
     if (formula := flop_registry.get(func._overloadpacket)) is None:

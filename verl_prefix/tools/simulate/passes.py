@@ -34,6 +34,7 @@ from verl_prefix.models.recurrent import packing_leak
 from verl_prefix.tools.simulate import experts, scans
 from verl_prefix.tools.simulate.counted import CountedForward, CountedShards, known_by_count
 from verl_prefix.tools.simulate.job import Arm, Job
+from verl_prefix.tools.simulate.megatron import MegatronModel
 from verl_prefix.tools.simulate.model import FakeHookedModel, build_model, outputs_of, tell_sites, with_adapters
 from verl_prefix.tools.simulate.operations import KERNEL
 from verl_prefix.tools.simulate.tower import TowerPixels, num_patches, prepare_tower
@@ -66,7 +67,7 @@ def memory_of(job: Job, arm: Arm) -> Memory:
     """Options of an arm of ours, with the least that it may keep."""
     return Memory(
         job.ranks, job.checkpointing, no_sync=job.no_sync, logits_chunk=job.logits_chunk, offload=arm.offload,
-        sequence_ranks=job.sequence_ranks, veomni=job.veomni, expert_ranks=job.expert_ranks,
+        sequence_ranks=job.sequence_ranks, veomni=job.veomni, expert_ranks=job.expert_ranks, division=job.division,
     )  # fmt: skip
 
 
@@ -116,7 +117,12 @@ class Simulation:
         if job.lora is not None:
             model.enable_input_require_grads()
             model = with_adapters(model, job.lora, job.master, device)
-        if meshes is not None and job.veomni:
+        self.outputs_of, self.megatron = outputs_of, None
+        whole = model_shape(model, job.dtype) if job.division else None
+        if job.division:
+            self.megatron = MegatronModel(model, job.division, job.dtype, tracker)
+            self.outputs_of = self.megatron.outputs_of
+        elif meshes is not None and job.veomni:
             experts.shard(model, meshes[0], expert_mesh=meshes[1], dtype=job.dtype, tracker=tracker)
         elif meshes is not None:
             from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -129,7 +135,7 @@ class Simulation:
         self.model, self.hooked, self.shape = (
             model,
             FakeHookedModel(model),
-            model_shape(model, job.dtype, job.expert_ranks),
+            whole or model_shape(model, job.dtype, job.expert_ranks),
         )
         for tensor in (*model.parameters(), *model.buffers()):
             tracker.assign(tensor, "parameters")
@@ -152,8 +158,10 @@ class Simulation:
         self.group = dist.new_group(range(job.sequence_ranks)) if job.sequence_ranks > 1 else None
         self.tokens = TokenBatch(ids, positions, self.offsets, self.pixels)
 
-    def optimizer(self) -> torch.optim.Optimizer:
+    def optimizer(self) -> torch.optim.Optimizer | MegatronModel:
         """AdamW with its moments, as after a first step."""
+        if self.megatron:
+            return self.megatron
         groups = [{"params": parameters} for parameters in self._trained()]
         optimizer = torch.optim.AdamW(groups, lr=1e-6, foreach=True)
         for p in (p for group in groups for p in group["params"]):
@@ -172,20 +180,26 @@ class Simulation:
                 of_meshes.setdefault(getattr(p, "device_mesh", None), []).append(p)
         return list(of_meshes.values())
 
-    def step(self, optimizer: torch.optim.Optimizer) -> None:
+    def step(self, optimizer: torch.optim.Optimizer | MegatronModel) -> None:
         """The norm of all gradients, and the optimizer's step."""
         # Fake tensors have no values: AdamW's step count is read as 1.
         with self.tracker.in_phase("optimizer"), mock.patch.object(adam, "_get_value", lambda x: 1.0):
-            for parameters in self._trained():
-                torch.nn.utils.clip_grad_norm_(parameters, max_norm=1.0)
-            self.tracker.read()  # verl asks whether the norm is finite
+            if not self.megatron:
+                for parameters in self._trained():
+                    torch.nn.utils.clip_grad_norm_(parameters, max_norm=1.0)
+                self.tracker.read()  # verl asks whether the norm is finite
             optimizer.step()
             optimizer.zero_grad()
 
     def run(self, arm: Arm, update: bool) -> None:
         """The mini-batch forward and backward, or its log-probs with their entropy."""
         budget = self.job.budget if update else self.job.log_prob_budget or self.job.budget
-        with torch.set_grad_enabled(update):
+        with torch.set_grad_enabled(update), contextlib.ExitStack() as stack:
+            if self.megatron:  # only Hugging Face's last layer is shortened; its routers see all tokens
+                stack.enter_context(mock.patch.object(hookup, "on_head_tokens", contextlib.nullcontext))
+                stack.enter_context(
+                    mock.patch.object(self.hooked.expert_loads, "counting", lambda *_: contextlib.nullcontext())
+                )
             (self._stock if arm.path.startswith("stock") else self._shared)(arm, budget, update)
 
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:
@@ -203,14 +217,14 @@ class Simulation:
 
     def _log_probs(self, index: torch.Tensor, logits: torch.Tensor, update: bool) -> torch.Tensor:
         labels = self.tokens.input_ids[index + 1]
-        return outputs_of(logits, labels, self.job.entropy or not update, self.job.temperature)
+        return self.outputs_of(logits, labels, self.job.entropy or not update, self.job.temperature)
 
     def _shared(self, arm: Arm, budget: int, update: bool) -> None:
         job = self.job
         whole = plan_of(job, job.shape or self.shape, arm=arm, budget=budget, forward_only=not update)
         plan, weights = self._thin(whole, update)
         may_keep = may_keep_attention(self.shape, job.checkpointing, job.keep_attention)
-        may_have_all = may_have_all_logits(self.shape, job.logits_chunk, one_copy=not job.entropy)
+        may_have_all = may_have_all_logits(self.shape, job.logits_chunk, one_copy=job.reads_logits_once)
         all_logits = update and arm.all_logits and may_have_all
         forward = CountedForward(
             self.hooked,
@@ -311,7 +325,7 @@ class Simulation:
                         input_ids=ids.unsqueeze(0), position_ids=positions.unsqueeze(-2), attention_mask=None,
                         use_cache=False, prefix_pass=attention, **inputs,
                     ).logits[0]  # fmt: skip
-                outputs = outputs_of(logits, ids.roll(-1), job.entropy or not update, job.temperature)
+                outputs = self.outputs_of(logits, ids.roll(-1), job.entropy or not update, job.temperature)
                 del logits
             else:
                 ends = zip(batch, accumulate(lengths), strict=True)

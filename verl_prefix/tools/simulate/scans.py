@@ -31,14 +31,16 @@ _SHARE = 1 / 4  # equal ones, since memory bounds all four
 _SUMMED = 132  # rows of a norm's partial weight gradients: one of each multiprocessor of an H100
 
 _library = torch.library.Library("verl_prefix", "DEF")
-_library.define(f"{KERNEL}(Tensor[] reads, Tensor(a!)[] writes, float flops) -> ()")
-_library.impl(KERNEL, lambda reads, writes, flops: None, "Meta")
+_library.define(f"{KERNEL}(Tensor[] reads, Tensor(a!)[] writes, float flops, str kind) -> ()")
+_library.impl(KERNEL, lambda reads, writes, flops, kind: None, "Meta")
 
 
-def launch(reads: Sequence[torch.Tensor | None], writes: list[Any], flops: float = 0.0) -> list[Any]:
-    """A kernel that reads and writes these tensors; returns those that it writes."""
+def launch(
+    reads: Sequence[torch.Tensor | None], writes: list[Any], flops: float = 0.0, kind: str = "recurrent"
+) -> list[Any]:
+    """A kernel that reads and writes these tensors; returns those that it writes. kind: of its FLOPs, see `Phase`."""
     given = ([x for x in tensors if x is not None] for tensors in (reads, writes))
-    getattr(torch.ops.verl_prefix, KERNEL)(*given, flops)
+    getattr(torch.ops.verl_prefix, KERNEL)(*given, flops, kind)
     return writes
 
 

@@ -286,7 +286,7 @@ class Tracker(TorchDispatchMode):
         reached = {
             "attention": hardware.attention_backward if "backward" in name else hardware.attention_forward,
             "recurrent": hardware.matmul_16,
-        }.get(kind, hardware.matmul_16 if not ins or ins[-1].element_size() <= 2 else hardware.matmul_32)
+        }.get(kind, hardware.matmul_16 if not ins or ins[0].element_size() <= 2 else hardware.matmul_32)
         seconds = max(flops / reached, nbytes / hardware.memory, hardware.kernel)
         if name.startswith("_flash_attention"):
             heads = ins[0].shape[1]
