@@ -241,7 +241,7 @@ def shape_of_config(config: PretrainedConfig, dtype: torch.dtype) -> ModelShape:
         return model_shape(AutoModelForCausalLM.from_config(config, attn_implementation="eager"), dtype)
 
 
-def is_undivided(name: str, parameter: torch.nn.Parameter) -> bool:
+def is_undivided(name: str, parameter: torch.Tensor) -> bool:
     """Whether tensor parallelism leaves a parameter whole, by its name, as megatron-core with TransformerEngine does
     (models/gpt/gpt_layer_specs.py)."""
     module, _, own = name.rpartition(".")

@@ -91,7 +91,7 @@ class MegatronModel:
         least = self.head_dim if module in ("k_proj", "v_proj") else 1  # a head that several ranks have
         return whole.narrow(dim, 0, max(-(-whole.shape[dim] // division.tensor), least)).clone()
 
-    def _replace_forwards(self, body: Any, head: Any, experts: Sequence[torch.nn.Module]) -> None:
+    def _replace_forwards(self, body: Any, head: Any, experts: Sequence[Any]) -> None:
         tell = functools.partial(_Columns, self)
         embedding, norm = self.model.get_input_embeddings(), body.norm
         embed, normed = embedding.forward, norm.forward
