@@ -19,6 +19,10 @@ from verl_prefix.core.waves import Plan, leaves_room, limit_waves, make_plan
 # A wave of so many tokens hides its fixed cost: FSDP2 gathers, copies and reduces all parameters, and gradients of all
 # prefix tokens are added up. That takes as long as 400 tokens on 8 H100s (simulated: Llama3-8B).
 LONG_WAVE = 8192
+# Megatron gathers no parameters, but adds every wave's gradients to its buffers, and launches as many kernels for short
+# waves: 4096 tokens come within 1 % of an update with the longest ones, 1024 cost it 5 to 40 % (simulated, on H100s:
+# Qwen3-8B TP 2, Qwen3-32B TP 8, Qwen3-30B-A3B TP 4 EP 8).
+MEGATRON_WAVE = 4096
 # With offload, which is for memory, waves are half as long. That costs a fortieth of an update's time (also simulated).
 OFFLOAD_WAVE = 4096
 # What longer waves may add to the estimated peak of an update.
@@ -50,10 +54,10 @@ class CostModel:
     def plan(self, groups: Sequence[Group], budget: int, schedule: str, forward_only: bool = False) -> Plan:
         """A rank's plan by one schedule: "packed", "phased" or "auto", see `waves.make_plan`.
 
-        Waves for which the budget leaves little are made longer: up to `LONG_WAVE` tokens on each rank that shares one,
-        but not over the budget or `wave_tokens`. This length is halved until longer waves add at most `GROWTH` to the
-        update's estimated peak. With offload, and `wave_tokens` None, waves of an update have at most `OFFLOAD_WAVE`
-        tokens on each rank."""
+        Waves for which the budget leaves little are made longer: up to `LONG_WAVE` tokens on each rank that shares one
+        (on Megatron's engine `MEGATRON_WAVE`), but not over the budget or `wave_tokens`. This length is halved until
+        longer waves add at most `GROWTH` to the update's estimated peak. With offload, and `wave_tokens` None, waves of
+        an update have at most `OFFLOAD_WAVE` tokens on each rank."""
         memory = self.memory
         make = functools.partial(
             make_plan, groups, budget, schedule=schedule, wave_tokens=self.wave_tokens, offload=memory.offload
@@ -65,7 +69,7 @@ class CostModel:
             is_set = self.wave_tokens is not None and leaves_room(self.wave_tokens, budget, offload=True)
             return plan if forward_only or is_set else limit_waves(plan, OFFLOAD_WAVE * memory.sequence_ranks)
         most = (1 + GROWTH) * peak_bytes(self.shape, plan, (), memory)
-        tokens = min(LONG_WAVE * memory.sequence_ranks, budget)
+        tokens = min(MEGATRON_WAVE if memory.division else LONG_WAVE * memory.sequence_ranks, budget)
         while (longer := make(least_wave=tokens)) != plan:
             if peak_bytes(self.shape, longer, (), memory) <= most:
                 return longer

@@ -22,7 +22,7 @@ from verl_prefix.config.model import is_varlen
 from verl_prefix.core.groups import Group
 from verl_prefix.core.waves import Plan
 from verl_prefix.tools.plan.training_command import Model, Prompt
-from verl_prefix.tools.simulate.command import memory_of_engine
+from verl_prefix.tools.simulate.command import memory_of_engine, state_of_megatron
 from verl_prefix.trainer.mini_batches import fill_mini_batches
 
 SEED = 0
@@ -164,7 +164,10 @@ class Predictor:
             return 0 if sequence_ranks > 1 and model.spread else options.min_speedup
 
         # Over the ranks that share it: weights, gradients and AdamW's moments.
-        self.resident_gib = model.state_bytes / self.memory.ranks / 2**30
+        resident = model.state_bytes / self.memory.ranks
+        if division := self.memory.division:
+            resident = sum(state_of_megatron(config, division, model.shape))
+        self.resident_gib = resident / 2**30
         self.costs = CostModel(
             shape=model.shape, dense_mask=dense, wave_tokens=options.wave_tokens,
             min_speedup=min_speedup(size.sequence_ranks), memory=self.memory, one_row=model.leak is not None,

@@ -23,7 +23,7 @@ from verl.utils.tokenizer import build_multimodal_processor_inputs
 from verl_prefix.auto.shape import ModelShape, model_shape
 from verl_prefix.backends.stock_path import wrong_when_sharded
 from verl_prefix.config.driver import check_driver
-from verl_prefix.config.engines import FSDP2, VEOMNI, attention_of, engine_of, slices_of
+from verl_prefix.config.engines import FSDP2, MEGATRON, VEOMNI, attention_of, engine_of, slices_of
 from verl_prefix.config.model import check_dealt, check_model_family, check_sequence_parallel
 from verl_prefix.models.recurrent import packing_leak
 from verl_prefix.models.vision import is_vision_config, tower_of
@@ -69,7 +69,8 @@ class Model(NamedTuple):
     """The command's model, shapes without weights.
 
     Attributes:
-        hf: Hugging Face's. shape: what it costs. state_bytes: see `state_bytes`.
+        hf: Hugging Face's. shape: what it costs. state_bytes: see `state_bytes`; on Megatron's engine nothing counts,
+            since every rank has another part (`simulate.command.state_of_megatron`).
         leak: what is wrong with verl's own path where it packs rows (`recurrent.packing_leak`), or None.
         spread: the same where ranks share a row (`stock_path.wrong_when_sharded`).
     """
@@ -103,6 +104,8 @@ def state_bytes(roles: DictConfig, model: PreTrainedModel) -> int:
     """
     actor = roles.actor
     engine = engine_of(actor)
+    if engine is MEGATRON:
+        return 0
     option = {FSDP2: "offload_policy", VEOMNI: "enable_fsdp_offload"}.get(engine)
     if option and actor[engine.section].get(option):
         return 0

@@ -11,6 +11,8 @@ from verl.utils.py_functional import convert_to_regular_types
 from verl.utils.torch_dtypes import PrecisionType
 
 from verl_prefix.auto.cost import Memory
+from verl_prefix.auto.megatron import Division, State
+from verl_prefix.auto.shape import ModelShape
 from verl_prefix.config.engines import FSDP2, MEGATRON, VEOMNI, engine_of, slices_of
 from verl_prefix.core.groups import Group
 from verl_prefix.tools.report import Table
@@ -21,10 +23,11 @@ from verl_prefix.tools.simulate.tower import Grids
 
 
 def dtypes(actor: Any) -> tuple[torch.dtype, torch.dtype]:
-    """Of weights, gradients and moments, and of passes, by `actor_rollout_ref.actor`. VeOmni computes in bf16, and
-    Megatron has fp32 beside its 16-bit weights."""
+    """Of weights, gradients and moments, and of passes, by `actor_rollout_ref.actor`. VeOmni computes in bf16. Megatron
+    has weights in the dtype that it computes in; of gradients and moments see `state_of_megatron`."""
     if engine_of(actor) is MEGATRON:
-        return torch.float32, PrecisionType.to_dtype(actor.megatron.dtype)
+        dtype = PrecisionType.to_dtype(actor.megatron.dtype)
+        return dtype, dtype
     if engine_of(actor) is VEOMNI:
         return torch.float32 if actor.veomni.mixed_precision else torch.bfloat16, torch.bfloat16
     fsdp = actor.fsdp_config
@@ -33,13 +36,31 @@ def dtypes(actor: Any) -> tuple[torch.dtype, torch.dtype]:
     return master, compute
 
 
+def state_of_megatron(config: Any, division: Division, shape: ModelShape) -> State:
+    """Bytes of a rank's weights, gradients and optimizer on verl's Megatron engine, by `actor_rollout_ref`. What
+    optimizer_offload moves is on the device in an update; what optimizer_cpu_offload computes on the host is not
+    (verl/workers/engine/megatron/transformer_impl.py, verl/utils/megatron/optimizer.py)."""
+    ddp, optim = config.actor.megatron.get("override_ddp_config") or {}, config.actor.optim
+    size = {name: PrecisionType.to_dtype(optim.get(name) or "fp32").itemsize
+            for name in ("main_grads_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")}  # fmt: skip
+    aware = bool(optim.get("use_precision_aware_optimizer"))
+    gradient = size["main_grads_dtype"] if aware else 4
+    if (in_fp32 := ddp.get("grad_reduce_in_fp32")) is not None:
+        gradient = 4 if in_fp32 else 2
+    moments = size["exp_avg_dtype"] + size["exp_avg_sq_dtype"] if aware else 8
+    override = optim.get("override_optimizer_config") or {}
+    on_host = float(override.get("optimizer_offload_fraction", 0.0)) if override.get("optimizer_cpu_offload") else 0.0
+    weight = dtypes(config.actor)[1].itemsize
+    return division.state(shape, weight, gradient, (4 + moments) * (1 - on_host))
+
+
 def memory_of_engine(config: Any, gpus: int) -> Memory:
     """What updates of `actor_rollout_ref` keep on so many GPUs."""
     actor, checkpointed = config.actor, bool(config.model.enable_gradient_checkpointing)
+    if engine_of(actor) is MEGATRON:
+        return Memory.of_megatron(actor.megatron, gpus, actor.prefix)
     if engine_of(actor) is VEOMNI:
         return Memory.of_veomni(actor.veomni, gpus, checkpointed, actor.prefix)
-    if engine_of(actor) is MEGATRON:
-        return Memory(gpus, checkpointed, True, actor.prefix.logits_chunk, actor.prefix.offload)
     _, sequence_ranks = slices_of("actor", actor)
     return Memory.of_fsdp(actor.fsdp_config, gpus, checkpointed, sequence_ranks, actor.prefix)
 
@@ -89,6 +110,7 @@ def read_job(
         sequence_ranks=memory.sequence_ranks,
         veomni=memory.veomni,
         expert_ranks=memory.expert_ranks,
+        division=memory.division,
     )
 
 
@@ -115,8 +137,9 @@ def simulated(job: Job, gpu: str, fit_gib: float | None, per_node: int) -> dict[
         "hardware": asdict(hardware),
         "rows": sum(len(group.rows) for group in job.groups),
         "ranks": job.ranks * job.replicas,
-        "engine": "veomni" if job.veomni else "fsdp2",
-        "expert_ranks": job.expert_ranks,
+        "engine": "megatron" if job.division else "veomni" if job.veomni else "fsdp2",
+        "tensor_ranks": job.division.tensor if job.division else 1,
+        "expert_ranks": job.division.experts if job.division else job.expert_ranks,
         "not_modelled": NOT_MODELLED,
         "arms": arms,
         "settings": settings(job, hardware, arms),
@@ -140,7 +163,8 @@ def tables(simulation: dict[str, Any]) -> list[str | Table]:
             f"{arm['speedup_over_lean']:.2f}", f"{arm['flop_ratio']:.2f}", peak(arm),
             ", ".join(f"{owner} {gib:.1f}" for owner, gib in owners),
         ))  # fmt: skip
-    shared = f", of which {n} share experts" if (n := simulation["expert_ranks"]) > 1 else ""
+    shared = f", of which {n} share matrices" if (n := simulation["tensor_ranks"]) > 1 else ""
+    shared += f", of which {n} share experts" if (n := simulation["expert_ranks"]) > 1 else ""
     title = (
         f"one mini-batch of the costliest rank on {simulation['gpu']}, {simulation['rows']} rows, "
         f"{simulation['ranks']} ranks{shared}, simulated; lean: stock with lm_head on responses alone"

@@ -109,9 +109,10 @@ class MegatronModel:
             attention.o_proj.forward = functools.partial(self._row, attention.o_proj)
             for module in layer.mlp.modules():
                 if hasattr(module, "down_proj") and isinstance(module.down_proj, torch.nn.Linear):
-                    pair = [module.gate_proj, module.up_proj]
+                    pair: list[Any] = [module.gate_proj, module.up_proj]
                     pair[0].forward = pair[1].forward = tell(pair)
-                    module.down_proj.forward = functools.partial(self._row, module.down_proj)
+                    down: Any = module.down_proj
+                    down.forward = functools.partial(self._row, down)
         for one in experts:
             check_gated(one)
             one.forward = functools.partial(self._experts, one)

@@ -93,7 +93,7 @@ def settings(job: Job, hardware: Hardware, arms: dict[str, Any]) -> list[dict[st
         ways.append(_way(other, arm, compare(other, hardware, [arm])[arm.name], *overrides))
 
     key = "actor_rollout_ref.actor.fsdp_config.use_no_sync_for_gradient_accumulation"
-    if not job.veomni:
+    if not job.veomni and not job.division:
         also(replace(job, no_sync=not job.no_sync), best, f"{key}={not job.no_sync}")
     if best.path == "phased" or not way["fits"]:
         arm = best if way["fits"] else ours[-1]

@@ -1,0 +1,89 @@
+"""What a rank of verl's own Megatron engine holds, beside what cost model and simulation say."""
+
+import math
+
+import megatron_engines
+import pytest
+from engines import _batch, _loss
+from simulations import H100
+from transformers import AutoConfig
+
+pytest.importorskip("megatron.core")
+
+from verl_prefix.auto.cost import Memory  # noqa: E402
+from verl_prefix.config.options import PrefixConfig  # noqa: E402
+from verl_prefix.core.groups import Group  # noqa: E402
+from verl_prefix.tools.simulate import depth  # noqa: E402
+from verl_prefix.tools.simulate.job import Arm, Job  # noqa: E402
+from verl_prefix.tools.simulate.model import whole_shape  # noqa: E402
+
+# model, ranks, and options of `megatron_engines.engine`
+CASES = {
+    "one rank": ("qwen3", 1, {}),
+    "TP": ("qwen3", 2, {"tp": 2, "sp": True}),
+    "TP, tied": ("qwen3_tied", 2, {"tp": 2}),
+    "TP, biases": ("qwen2", 2, {"tp": 2}),
+    "EP": ("qwen3_moe", 2, {"ep": 2}),
+    "DP": ("qwen3_moe", 2, {}),
+    "DP, whole optimizer": ("qwen3_moe", 2, {"distributed_optimizer": False}),
+    "TP, EP": ("qwen3_moe", 4, {"tp": 2, "sp": True, "ep": 2, "etp": 1}),
+    "TP, EP, expert TP": ("glm4_moe", 4, {"tp": 2, "sp": True, "ep": 2}),
+    "TP, DP, whole optimizer": ("mixtral", 4, {"tp": 2, "sp": True, "distributed_optimizer": False}),
+}
+
+
+def _held(case: str, path: str) -> tuple[int, int, int, int, int]:
+    """Numbers of this rank's parameters and of its gradient buffers, and how many more mcore may pad these with;
+    bytes of both, and of what its optimizer keeps, after a step."""
+    model, _, options = CASES[case]
+    from verl.workers.engine.megatron.transformer_impl import MegatronEngineWithLMHead
+
+    engine = megatron_engines.engine(MegatronEngineWithLMHead, path, model=model, dtype="bfloat16", **options)
+    with engine.train_mode(disable_auto_offload=True):
+        engine.train_batch(_batch(0, engine.model_config.hf_config.vocab_size, {}), _loss({}))
+    (chunk,) = engine.module
+    parameters = list(chunk.parameters())
+    buffers = [*chunk.buffers, *chunk.expert_parallel_buffers]
+    # param_and_grad_buffer.py: a parameter begins at a multiple of 64, a bucket ends at one of 128 and its ranks.
+    padded = 0
+    if options.get("distributed_optimizer", True):
+        padded = sum(math.lcm(b.data_parallel_world_size, 128) for b in buffers) + 64 * len(parameters)
+    kept = 0
+    for optimizer in getattr(engine.optimizer, "chained_optimizers", [engine.optimizer]):
+        main = "shard_fp32_from_float16_groups" if options.get("distributed_optimizer", True) else None
+        groups = getattr(optimizer, main or "fp32_from_float16_groups")
+        kept += sum(x.nbytes for group in groups for x in group)
+        states = optimizer.optimizer.state.values()
+        kept += sum(state[name].nbytes for state in states for name in ("exp_avg", "exp_avg_sq"))
+    gradients = sum(b.grad_data.nbytes for b in buffers)
+    return sum(p.numel() for p in parameters), sum(p.nbytes for p in parameters), gradients, padded, kept
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_rank_holds_what_is_said_of_it(ranks, tmp_path_factory, name):
+    model, world, options = CASES[name]
+    path = megatron_engines.write_megatron_model(tmp_path_factory.mktemp("model"), model)
+    held = ranks(world)(_held, name, path)
+    keys = {
+        "tensor_model_parallel_size": options.get("tp", 1), "sequence_parallel": options.get("sp", False),
+        "expert_model_parallel_size": options.get("ep", 1), "expert_tensor_parallel_size": options.get("etp"),
+        "use_distributed_optimizer": options.get("distributed_optimizer", True),
+    }  # fmt: skip
+    division = Memory.of_megatron(keys, world, PrefixConfig()).division
+    job = Job(
+        AutoConfig.from_pretrained(path), (Group((0, 1), 64, (64, 64)),), 256, division.tensor, division.data,
+        division=division,
+    )  # fmt: skip
+    shape = whole_shape(job)
+    numbers, said = division.numbers(shape), division.state(shape)
+    simulated = depth._run(job, [Arm("packed")], H100, log_probs=False)[0]["optimizer"]
+    for parameters, nbytes, gradients, padded, _ in held:
+        assert (parameters, nbytes) == (numbers.parameters, said.parameters)
+        assert said.gradients <= gradients <= said.gradients + 4 * padded
+        assert gradients == pytest.approx(simulated["peak/gradients"], abs=4 * padded)
+    # Ranks of the same parameters share them as they lie in the buffer, padding included: evenly on average.
+    kept = [optimizer for *_, optimizer in held]
+    assert sum(kept) == pytest.approx(world * said.optimizer, rel=1e-12)
+    most = said.optimizer + 12 * max(padded for *_, padded, _ in held)
+    assert max(kept) <= most
+    assert sum(kept) / world == pytest.approx(simulated["peak/optimizer"], abs=12 * held[0][3])
