@@ -20,7 +20,7 @@ from verl_prefix.core.waves import Plan, leaves_room, limit_waves, make_plan
 # prefix tokens are added up. That takes as long as 400 tokens on 8 H100s (simulated: Llama3-8B).
 LONG_WAVE = 8192
 # Megatron gathers no parameters, but adds every wave's gradients to its buffers, and launches as many kernels for short
-# waves: 4096 tokens come within 1 % of an update with the longest ones, 1024 cost it 5 to 40 % (simulated, on H100s:
+# waves: 4096 tokens come within 2 % of an update with the longest ones, 1024 cost it 5 to 40 % (simulated, on H100s:
 # Qwen3-8B TP 2, Qwen3-32B TP 8, Qwen3-30B-A3B TP 4 EP 8).
 MEGATRON_WAVE = 4096
 # With offload, which is for memory, waves are half as long. That costs a fortieth of an update's time (also simulated).
