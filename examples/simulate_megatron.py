@@ -103,8 +103,8 @@ def markdown(report: dict[str, Any]) -> str:
         "",
         *table(head, rows),
         "No pass gathers parameters, and what TP and EP send shrinks with the tokens, as FLOPs do. What does not "
-        "shrink is the optimizer's step: gradients reduced and weights gathered once per update, between nodes where data "
-        "parallelism spans them.", "",
+        "shrink is the optimizer's step: gradients reduced and weights gathered once per update, between nodes where "
+        "data parallelism spans them.", "",
     ]  # fmt: skip
     return "\n".join(lines)
 

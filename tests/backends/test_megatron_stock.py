@@ -17,6 +17,7 @@ from megatron_engines import (  # noqa: E402
     MODELS,
     as_on_the_hub,
     engine,
+    errors_of,
     measure,
     together,
     write_megatron_model,
@@ -79,18 +80,6 @@ def models(tmp_path_factory):
 TRUTHS: dict[str, dict] = {}
 
 
-def _errors(ours: dict, truth: dict) -> dict[str, float]:
-    """Largest differences over the largest value of each tensor; of weights, of all as one vector."""
-    assert set(ours["grads"]) == set(truth["grads"])
-    pairs = {f"gradient of {name}": (ours["grads"][name], x) for name, x in truth["grads"].items()}
-    pairs |= {name: (ours[name], truth[name]) for name in ("log_probs", "entropy")}
-    errors = {name: ((a - b).abs().max() / b.abs().max()).item() for name, (a, b) in pairs.items()}
-    if "params" in truth:
-        a, b = (torch.cat([found["params"][name].flatten() for name in truth["params"]]) for found in (ours, truth))
-        errors["params"] = ((a - b).norm() / b.norm()).item()
-    return errors | {name: abs(ours[name] - truth[name]) / abs(truth[name]) for name in ("loss", "grad_norm")}
-
-
 def _layout(name: str) -> dict[str, Any]:
     return (DENSE[get_world_size()] | MOE[get_world_size()])[name]
 
@@ -105,7 +94,7 @@ def _against_fsdp2(models: dict, name: str) -> dict[str, float]:
     truth = _measure("fsdp2", models[name], 0, {})
     truth["grads"] = as_on_the_hub(models[name], truth["grads"])
     del truth["params"]  # of one step
-    return _errors(measure(_stock(models, name), {}), truth)
+    return errors_of(measure(_stock(models, name), {}), truth)
 
 
 def _whole(models: dict, name: str, ranks: tuple[int, ...]) -> dict:
@@ -118,7 +107,7 @@ def _whole(models: dict, name: str, ranks: tuple[int, ...]) -> dict:
 def _against_whole(models: dict, name: str, layout: str) -> dict[str, float]:
     sharded = _stock(models, name, **_layout(layout))
     found = together(sharded, measure(sharded, {}))
-    return _errors(found, _whole(models, name, tuple(range(sharded.get_data_parallel_size()))))
+    return errors_of(found, _whole(models, name, tuple(range(sharded.get_data_parallel_size()))))
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -166,7 +155,7 @@ def _in_float64(models: dict, name: str, layout: str) -> dict[str, dict[str, flo
         truth = measure(_stock(models, name, **options), {}, (0,))
         sharded = measure(_stock(models, name, **_layout(layout), **options), {}, (0,))
     assert truth["log_probs"].dtype == torch.float64
-    return {"sharded": _errors(sharded, truth), "fp32": _errors(whole, truth)}
+    return {"sharded": errors_of(sharded, truth), "fp32": errors_of(whole, truth)}
 
 
 @pytest.mark.parametrize(

@@ -119,7 +119,7 @@ REFUSED = [
         ("calculate_per_token_loss", True, False), ("cpu_offloading", True, False),
         ("fine_grained_activation_offloading", True, False), ("experimental_attention_variant", "dsa", "null"),
         ("heterogeneous_block_specs", True, False), ("tp_comm_overlap", True, False), ("mtp_num_layers", 1, "null"),
-        ("moe_router_force_load_balancing", True, False), ("softmax_type", "learnable", "vanilla"),
+        ("moe_router_force_load_balancing", True, False),
         ("overlap_moe_expert_parallel_comm", True, False), ("params_dtype", "bf16", "actor.megatron.dtype"),
     )
 ]  # fmt: skip

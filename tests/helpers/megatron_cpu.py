@@ -11,6 +11,7 @@ import contextlib
 import logging
 import re
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -138,6 +139,10 @@ def in_float64() -> Iterator[None]:
 def _to_dtype(precision: Any, of_verl: Callable[[Any], torch.dtype] = PrecisionType.to_dtype) -> torch.dtype:
     return torch.float64 if precision in ("float64", torch.float64) else of_verl(precision)
 
+
+# TE's state of fp8, of which recomputed layers ask (tensor_parallel/random.py:589, 592, 687).
+random.FP8GlobalStateManager = SimpleNamespace(is_fp8_enabled=lambda: False)
+random.activation_recompute_forward = random.fp8_autocast = lambda **kwargs: contextlib.nullcontext()
 
 # The GPU's generator: here it draws nothing (tensor_parallel/random.py:250, 447).
 _generator = [torch.get_rng_state()]

@@ -39,6 +39,9 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 }  # fmt: skip
 
 
+OUTPUTS = "log_probs", "entropy", "sum_pi_squared"
+
+
 def write_megatron_model(path: Path, name: str) -> str:
     """`write_tiny_model` of `MODELS`, in fp32, with weights at which attention and routing matter."""
     family, fields, _ = MODELS[name]
@@ -200,8 +203,20 @@ def together(engine: Any, found: dict[str, Any]) -> dict[str, Any]:
     group = engine.get_data_parallel_group()
     every: list[Any] = [None] * group.size()
     torch.distributed.all_gather_object(every, found, group=group)
-    whole = {name: torch.cat([each[name] for each in every]) for name in ("log_probs", "entropy", "lens")}
+    whole = {name: torch.cat([each[name] for each in every]) for name in (*OUTPUTS, "lens") if name in found}
     return found | whole | {"loss": sum(each["loss"] for each in every) / len(every)}
+
+
+def errors_of(found: dict[str, Any], truth: dict[str, Any]) -> dict[str, float]:
+    """Largest differences over the largest value of each tensor; of weights, of all as one vector."""
+    assert set(found["grads"]) == set(truth["grads"])
+    pairs = {f"gradient of {name}": (found["grads"][name], x) for name, x in truth["grads"].items()}
+    pairs |= {name: (found[name], truth[name]) for name in OUTPUTS if name in truth}
+    errors = {name: ((a - b).abs().max() / b.abs().max()).item() for name, (a, b) in pairs.items()}
+    if "params" in truth:
+        a, b = (torch.cat([each["params"][name].flatten() for name in truth["params"]]) for each in (found, truth))
+        errors["params"] = ((a - b).norm() / b.norm()).item()
+    return errors | {name: abs(found[name] - truth[name]) / abs(truth[name]) for name in ("loss", "grad_norm")}
 
 
 def as_on_the_hub(path: str, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

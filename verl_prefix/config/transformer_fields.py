@@ -15,6 +15,7 @@ ACTS = frozenset("""
     activation_func_clamp_value normalization qk_layernorm rotary_interleaved apply_residual_connection_post_layernorm
     q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim rope_type rotary_base rotary_percent
     rotary_scaling_factor original_max_position_embeddings beta_fast beta_slow mscale mscale_all_dim
+    window_size window_attn_skip_freq no_rope_freq softmax_scale softmax_type
     attention_backend attention_softmax_in_fp32 masked_softmax_fusion disable_bf16_reduced_precision_matmul
     bias_activation_fusion persist_layer_norm memory_efficient_layer_norm bias_dropout_fusion
     use_fused_weighted_squared_relu use_te_activation_func gradient_accumulation_fusion
@@ -105,8 +106,7 @@ ONLY: dict[str, Values] = {
     **_all("calculate_per_token_loss", "divides gradients by tokens of passes, of which shared ones have fewer"),
     **_all("cpu_offloading fine_grained_activation_offloading", _OFFLOAD),
     "experimental_attention_variant": (_off, "null", _ATTENTION),
-    **_all("linear_attention_freq window_size window_attn_skip_freq no_rope_freq softmax_scale", _ATTENTION, "null"),
-    "softmax_type": (_is("vanilla"), "vanilla", _ATTENTION),
+    **_all("linear_attention_freq", _ATTENTION, "null"),
     **_all("""qk_clip log_max_attention_logit attention_output_gate qk_l2_norm apply_query_key_layer_scaling
               batch_invariant_mode""", _ATTENTION),
     **_all("heterogeneous_block_specs is_hybrid_model", "makes layers of other kinds"),

@@ -69,6 +69,11 @@ class MegatronModel:
     @contextmanager
     def grouped_attention(self) -> Iterator[None]:
         """Context of forwards by our attention, and of their backwards, in which recomputation calls layers again."""
+        for module in self._model.modules():
+            # TransformerEngine's linear layers, which add to gradients themselves (gradient_accumulation_fusion): the
+            # backward of their very first forward writes instead, over what waves have added where that was phase A's.
+            if hasattr(module, "is_first_microbatch"):
+                module.is_first_microbatch = False
         with ExitStack() as stack:
             rotary = [getattr(module, "rotary_pos_emb", None) for module in self._attentions_and_model()]
             for module in filter(None, rotary):

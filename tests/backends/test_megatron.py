@@ -1,0 +1,393 @@
+"""`model_engine=prefix_megatron` against verl's own Megatron engine in the same layout, and against the same model
+whole on one rank: a factor that is wrong in a layout would hide in both of its arms. test_megatron_stock.py compares
+that one rank with verl's FSDP2 engine.
+
+fp32, gloo, tiny models, two steps with Adam. `megatron_cpu` has what Megatron lacks here: CUDA and TransformerEngine.
+"""
+
+import contextlib
+import importlib
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import broken_states
+import pytest
+import torch
+from engines import PAD, TOLERANCE, _half_errors
+from torch.distributed import get_world_size
+
+pytest.importorskip("megatron.core")
+
+from megatron_engines import MODELS, engine, errors_of, measure, together, write_megatron_model  # noqa: E402
+
+from verl_prefix.core.layout import Layout  # noqa: E402
+from verl_prefix.versions import package_versions  # noqa: E402
+
+PACKED, PHASED = {"schedule": "packed"}, {"schedule": "phased", "wave_tokens": 20}
+FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+BLOCK = {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1}
+SELECTIVE = {"recompute_granularity": "selective"}
+UP_PROJECTIONS = SELECTIVE | {"recompute_modules": ["core_attn", "mla_up_proj", "layernorm"]}
+OVERLAP = {"override_ddp_config": {"overlap_grad_reduce": True, "overlap_param_gather": True, "bucket_size": 20_000}}
+SP = {"tp": 2, "sp": True}
+EXCHANGE = {"exchange": "auto"}
+
+
+def case(
+    prefix: dict[str, Any], model: str = "qwen3", rows: dict[str, Any] | None = None,
+    recompute: dict[str, Any] | None = None, **layout: Any,
+) -> tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]:  # fmt: skip
+    """A model, fields of PrefixConfig, options of rows, and how verl's engine is built."""
+    built = layout | ({"override_transformer_config": recompute} if recompute else {})
+    return model, prefix, rows or {}, built
+
+
+YARN = {"model": "deepseek_v3_yarn"}
+CASES = {
+    1: {
+        "packed": case(PACKED),
+        "phased": case(PHASED),
+        "waves_of_1": case(PHASED | {"wave_tokens": 1}),
+        "offload": case(PHASED | {"offload": True}),
+        "small_budget": case(PACKED, rows={"budget": 90}),
+        "logits_in_chunks": case(PHASED | {"logits_chunk": 7}),
+        "kl_temperature": case(PACKED, rows={"use_kl_loss": True, "temperature": 0.7}),
+        "temperature_per_row": case(PHASED, rows={"temperature": "per_row", "calculate_sum_pi_squared": True}),
+        "tool_tokens": case(PHASED, rows={"tool_tokens": True, "entropy_coeff": 0.0, "calculate_entropy": False}),
+        "turns": case(PACKED, rows={"turns": True}),
+        "turns_phased": case(PHASED, rows={"turns": True}),
+        "odd_turns": case(PHASED, rows={"turns": "odd"}),
+        "full_packed": case(PACKED, recompute=FULL),
+        "full_phased": case(PHASED, recompute=FULL),
+        "full_offload": case(PHASED | {"offload": True}, recompute=FULL),
+        "full_turns": case(PHASED, rows={"turns": True}, recompute=FULL),
+        "full_block": case(PHASED, recompute=BLOCK),
+        "selective_packed": case(PACKED, recompute=SELECTIVE),
+        "selective_phased": case(PHASED, recompute=SELECTIVE),
+        "mla_selective": case(PHASED, **YARN, recompute=UP_PROJECTIONS),
+        "mla_selective_offload": case(PHASED | {"offload": True}, **YARN, recompute=UP_PROJECTIONS),
+        "mla_full": case(PHASED, **YARN, recompute=FULL),
+        "mla_packed": case(PACKED, **YARN),
+        "mla_turns": case(PHASED, **YARN, rows={"turns": True}),
+        "sinks_of_zero": case(PHASED, model="qwen2", override_transformer_config={"softmax_type": "off-by-one"}),
+        "experts_selective": case(PHASED, model="qwen3_moe", recompute=SELECTIVE | {"recompute_modules": ["moe"]}),
+    }
+    | {f"{name}_phased": case(PHASED, model=name) for name in MODELS if name != "qwen3"},
+    2: {
+        "dp2_packed": case(PACKED),
+        "dp2_phased": case(PHASED),
+        "dp2_exchange": case(EXCHANGE),
+        "dp2_exchange_turns": case(EXCHANGE | PHASED, rows={"turns": True}),
+        "dp2_rank_of_empty_responses": case(PHASED, rows={"empty": ("e", PAD, "f")}),
+        "dp2_plain_optimizer": case(PHASED, distributed_optimizer=False),
+        "dp2_overlap": case(PHASED, **OVERLAP),
+        "tp2_packed": case(PACKED, tp=2),
+        "tp2_phased": case(PHASED, tp=2),
+        "tp2_sp_packed": case(PACKED, **SP),
+        "tp2_sp_phased": case(PHASED, **SP),
+        "tp2_sp_offload": case(PHASED | {"offload": True}, **SP),
+        "tp2_sp_full": case(PHASED, recompute=FULL, **SP),
+        "tp2_sp_selective": case(PHASED, recompute=SELECTIVE, **SP),
+        "tp2_sp_turns": case(PHASED, rows={"turns": True}, **SP),
+        "tp2_sp_chunks": case(PACKED | {"logits_chunk": 7}, **SP),
+        "tp2_sp_tied": case(PHASED, model="qwen3_tied", **SP),
+        "tp2_sp_moe": case(PHASED, model="qwen3_moe", **SP),
+        "tp2_sp_etp1_ep2": case(PHASED, model="qwen3_moe", ep=2, etp=1, **SP),
+        "tp2_sp_mla": case(PHASED, **YARN, **SP),
+        "tp2_sp_mla_full": case(PACKED, **YARN, recompute=FULL, **SP),
+        "ep2_packed": case(PACKED, model="qwen3_moe", ep=2),
+        "ep2_phased": case(PHASED, model="qwen3_moe", ep=2),
+        "ep2_exchange": case(EXCHANGE | PHASED, model="qwen3_moe", ep=2),
+        "ep2_full": case(PHASED, model="qwen3_moe", ep=2, recompute=FULL),
+        "ep2_turns": case(PHASED, model="qwen3_moe", ep=2, rows={"turns": True}),
+        "ep2_rank_of_empty_responses": case(PHASED, model="qwen3_moe", ep=2, rows={"empty": ("e", PAD, "f")}),
+        "ep2_overlap": case(PHASED, model="qwen3_moe", ep=2, **OVERLAP),
+        "ep2_mla": case(PHASED, **YARN, ep=2),
+        "ep2_auto": case({"schedule": "auto"}, model="qwen3_moe", ep=2),
+    },
+    4: {
+        "dp2_tp2_sp": case(PHASED, **SP),
+        "dp2_tp2_sp_exchange": case(EXCHANGE | PHASED, **SP),
+        "tp2_sp_ep2": case(PHASED, model="qwen3_moe", ep=2, **SP),
+        "tp2_sp_ep2_exchange": case(EXCHANGE, model="qwen3_moe", ep=2, **SP),
+        "tp2_sp_ep4_etp1_mla": case(PHASED, **YARN, ep=4, etp=1, recompute=FULL, **SP),
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models")
+    return {name: write_megatron_model(folder / name, name) for name in MODELS}
+
+
+# What follows runs on ranks.
+TRUTHS: dict[str, dict] = {}
+
+
+@contextlib.contextmanager
+def _routed() -> Iterator[list[torch.Tensor]]:
+    """Collects, at each step, tokens by expert [layers, experts], of which the routers' biases are made."""
+    module, found = importlib.import_module("megatron.core.distributed.finalize_model_grads"), []
+    update = module.get_updated_expert_bias
+
+    def seen(tokens: torch.Tensor, *args: Any) -> torch.Tensor:
+        found.append(tokens.clone())
+        return update(tokens, *args)
+
+    with mock.patch.object(module, "get_updated_expert_bias", seen):
+        yield found
+
+
+def _measure(built: Any, rows: dict[str, Any], ranks: tuple[int, ...] | None = None) -> dict[str, Any]:
+    """`measure`, and what routers counted in its two steps."""
+    with _routed() as routed:
+        found = measure(built, rows, ranks)
+    counts = [torch.zeros(len(one), one.shape[-1]) + one for one in routed[-2:]]
+    for count in counts:  # mcore sums over ranks in the same call
+        torch.distributed.all_reduce(count)
+    return found | {"routed": counts}
+
+
+def _stock(models: dict, name: str, rows: dict, layout: dict) -> dict:
+    """What verl's own engine finds in this layout."""
+    from verl.workers.engine.megatron.transformer_impl import MegatronEngineWithLMHead
+
+    if (key := repr((name, rows, layout))) not in TRUTHS:
+        built = engine(MegatronEngineWithLMHead, models[name], model=name, **layout)
+        TRUTHS[key] = together(built, _measure(built, rows))
+    return TRUTHS[key]
+
+
+def _whole(models: dict, name: str, rows: dict, layout: dict, num_ranks: int) -> dict:
+    """What it finds of the rows of all data ranks, whole on every rank, and without recomputation."""
+    from verl.workers.engine.megatron.transformer_impl import MegatronEngineWithLMHead
+
+    override = {k: v for k, v in layout.get("override_transformer_config", {}).items() if "recompute" not in k}
+    if (key := repr((name, rows, override, num_ranks))) not in TRUTHS:
+        built = engine(MegatronEngineWithLMHead, models[name], model=name, override_transformer_config=override)
+        TRUTHS[key] = _measure(built, rows, tuple(range(num_ranks)))
+    return TRUTHS[key]
+
+
+def _ours(models: dict, name: str, prefix: dict, rows: dict, layout: dict) -> dict:
+    from verl_prefix.backends.megatron import PrefixMegatronEngine
+
+    options = {"verify": "off"} | prefix
+    built = engine(PrefixMegatronEngine, models[name], model=name, prefix=options, **layout)
+    return together(built, _measure(built, rows)) | {"data_ranks": built.get_data_parallel_size()}
+
+
+def _case(models: dict, which: str) -> dict[str, dict[str, float]]:
+    name, prefix, rows, layout = CASES[get_world_size()][which]
+    ours = _ours(models, name, prefix, rows, layout)
+    stock = _stock(models, name, rows, layout)
+    assert set(stock["metrics"]) <= set(ours["metrics"]) and ours["log_probs"].dtype == stock["log_probs"].dtype
+    if layout.get("tp", 1) == 1 and not rows.get("empty"):  # stock counts padding of rows to the ranks of TP, too
+        assert len(ours["routed"]) == len(stock["routed"])
+        for a, b in zip(ours["routed"], stock["routed"], strict=True):
+            assert torch.equal(a, b) and b.sum() > 0
+    whole = _whole(models, name, rows, layout, ours["data_ranks"])
+    return {"megatron": errors_of(ours, stock), "one rank": errors_of(ours, whole)}
+
+
+@pytest.fixture(scope="module")
+def table():
+    """Rows of the table of errors; written as Markdown to the file that VERL_PREFIX_MEGATRON names."""
+    found = []
+    yield found
+    if out := os.environ.get("VERL_PREFIX_MEGATRON"):
+        titles = "ranks", "case", "log-probs, same layout", "gradients", "log-probs, one rank", "gradients"
+        cells = [[f"{x:.1e}" if isinstance(x, float) else str(x) for x in row] for row in found]
+        lines = [" | ".join(row) for row in (titles, ["---"] * len(titles), *cells)]
+        versions = package_versions(("verl", "megatron-core", "mbridge", "torch", "transformers"))
+        Path(out).write_text(
+            "# `model_engine=prefix_megatron` against verl's own Megatron engine, in its layout and on one rank\n\n"
+            "Written by `make -C examples/results megatron` (tests/backends/test_megatron.py), in fp32 on gloo ranks\n"
+            "of a CPU, with tiny models, the local layer spec and stand-ins of CUDA and TransformerEngine:\n"
+            "the largest error of any rank over the largest value, of log-probs and of the gradient of any parameter.\n"
+            "The tolerance is 5e-6, of weights after two steps with Adam, too. tpN, epN, etpN, dpN: ranks of tensor,\n"
+            "expert, expert tensor and data parallelism; sp: ranks of tp share a row's tokens between the layers.\n\n"
+            f"{', '.join(f'{name} {version}' for name, version in versions.items())}.\n\n"
+            + "".join(f"| {line} |\n" for line in lines)
+        )
+
+
+@pytest.mark.parametrize(("world", "which"), [(world, which) for world, cases in CASES.items() for which in cases])
+def test_ours_is_megatrons_and_one_ranks(models, ranks, world, which, table):
+    of_ranks = ranks(world, models)(_case, which)
+
+    def worst(arm: str, kind: str) -> float:
+        return max(error for found in of_ranks for name, error in found[arm].items() if name.startswith(kind))
+
+    table.append(
+        (world, which, *(worst(arm, kind) for arm in ("megatron", "one rank") for kind in ("log_probs", "gradient")))
+    )
+    for found in of_ranks:
+        for arm, errors in found.items():
+            assert max(errors.values()) < TOLERANCE, (arm, max(errors, key=errors.__getitem__), max(errors.values()))
+
+
+BALANCED = {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.1}
+BALANCED_ROWS = BALANCED | {"moe_router_load_balancing_type": "seq_aux_loss"}
+
+
+def _balanced(models: dict, balanced: dict, once: bool, **layout: Any) -> float:
+    """Error of gradients with a loss for balance, of all rows in one pass; once: a prefix counts once in it."""
+    args = "qwen3_moe", {"budget": 4000}, layout | {"override_transformer_config": balanced}
+    stock = _stock(models, args[0], *args[1:])
+    with pytest.MonkeyPatch.context() as patch:
+        if once:
+            prefix_counted_once(patch)
+        ours = _ours(models, args[0], PACKED, *args[1:])
+    errors = errors_of(ours, stock)
+    return max(error for name, error in errors.items() if name.startswith("gradient"))
+
+
+@pytest.mark.parametrize("balanced", [BALANCED, BALANCED_ROWS], ids=["tokens", "rows"])
+@pytest.mark.parametrize(("world", "layout"), [(1, {}), (2, {"ep": 2})], ids=["1", "ep2"])
+def test_a_loss_for_balance_counts_a_prefix_as_often_as_stock_does(models, ranks, world, layout, balanced):
+    assert max(ranks(world, models)(_balanced, balanced, False, **layout)) < TOLERANCE
+    assert min(ranks(world, models)(_balanced, balanced, True, **layout)) > 100 * TOLERANCE
+
+
+def _half(models: dict, name: str, prefix: dict, layout: dict) -> dict[str, dict[str, float]]:
+    """What verl's own bf16 misses of float64, and what ours does."""
+    import megatron_cpu
+    from verl.workers.engine.megatron.transformer_impl import MegatronEngineWithLMHead
+
+    double = {"dtype": "float64", "override_ddp_config": {"grad_reduce_in_fp32": False}}
+    with megatron_cpu.in_float64():
+        routers = {"override_transformer_config": {"moe_router_dtype": "fp64"}}
+        whole = engine(MegatronEngineWithLMHead, models[name], model=name, **routers, **double)
+        truth = measure(whole, {})
+    half = layout | {"dtype": "bfloat16"}
+    found = {"ours": _ours(models, name, prefix, {}, half), "stock": _stock(models, name, {}, half)}
+    return {arm: _half_errors(one, truth) for arm, one in found.items()}
+
+
+@pytest.mark.parametrize(
+    ("name", "prefix", "layout"),
+    [
+        ("qwen3", PACKED, {}), ("qwen3", PHASED, {}), ("qwen3", PHASED, SP | {"override_transformer_config": FULL}),
+        ("deepseek_v3_yarn", PHASED, SP),
+    ],
+)  # fmt: skip
+def test_bf16_misses_float64_by_no_more_than_megatrons_does(models, ranks, name, prefix, layout):
+    world = layout.get("tp", 1)
+    for found in ranks(world, models)(_half, name, prefix, layout):
+        for key, error in found["ours"].items():
+            assert error <= 1.3 * found["stock"][key], (key, error, found["stock"][key])
+
+
+def _checked(models: dict, which: str, dtype: str) -> dict[str, float]:
+    name, prefix, rows, layout = CASES[get_world_size()][which]
+    found = _ours(models, name, prefix | {"verify": "first_step"}, rows, layout | {"dtype": dtype})
+    if dtype == "float32":  # what the check runs is not of the step
+        assert max(errors_of(found, _stock(models, name, rows, layout)).values()) < TOLERANCE
+    return {key: value[0] for key, value in found["metrics"].items() if "verify" in key}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("which", ["dp2_phased", "tp2_sp_full", "ep2_phased", "ep2_mla", "tp2_sp_mla", "ep2_overlap"])
+def test_the_self_check_compares_with_megatrons_path(models, ranks, which, dtype):
+    for found in ranks(2, models)(_checked, which, dtype):
+        assert 0 < found["prefix/verify_log_probs"] <= 3 and 0 < found["prefix/verify_attention"] <= 2
+        assert 0 < found["prefix/verify_gradients"] <= 8
+
+
+def gradients_of_waves_lost(patch):
+    broken_states.gradients_of_keys_dropped_in_phased(patch)
+
+
+def positions_restarted(patch):
+    """Suffixes begin at 0 again."""
+    from verl_prefix.models.mcore import MegatronModel
+
+    begin = MegatronModel._begin
+
+    def restarted(self, attention_pass, position_ids):
+        strands = attention_pass.layout.num_strand_tokens
+        lens = [segment.length for segment in attention_pass.layout.segments[attention_pass.layout.num_strands :]]
+        own = torch.cat([torch.arange(n) for n in lens] or [torch.arange(0)])
+        return begin(self, attention_pass, torch.cat([position_ids[:strands], own]))
+
+    patch.setattr(MegatronModel, "_begin", restarted)
+
+
+def heads_of_another_rank(patch):
+    from megatron.core import parallel_state
+
+    from verl_prefix.models.mcore import MegatronModel
+
+    attend = MegatronModel._attend
+
+    def others(self, *args, **kwargs):
+        found, group = attend(self, *args, **kwargs), parallel_state.get_tensor_model_parallel_group()
+        every = [torch.empty_like(found) for _ in range(group.size())]
+        torch.distributed.all_gather(every, found.detach().contiguous(), group=group)
+        return found + (every[1 - group.rank()] - found).detach()
+
+    patch.setattr(MegatronModel, "_attend", others)
+
+
+def gradients_finalized_twice(patch):
+    from verl_prefix.backends.megatron import MegatronSchedule
+
+    run = MegatronSchedule.run
+
+    def twice(self, *args):
+        run(self, *args)
+        if self.backward is not None:
+            from verl_prefix.models.mcore import unwrapped
+
+            unwrapped(self.module).config.finalize_model_grads_func([self.module], None)
+
+    patch.setattr(MegatronSchedule, "run", twice)
+
+
+def prefix_counted_once(patch):
+    patch.setattr(Layout, "multiplicity", property(lambda self: torch.ones(self.num_tokens, dtype=torch.int64)))
+
+
+def _broken(models: dict, which: str, sabotage: Callable) -> float:
+    name, prefix, rows, layout = CASES[get_world_size()][which]
+    stock = _stock(models, name, rows, layout)
+    with pytest.MonkeyPatch.context() as patch:
+        sabotage(patch)
+        with pytest.raises(RuntimeError, match="prefix.verify, update 1: "):
+            _ours(models, name, prefix | {"verify": "first_step"}, rows, layout)
+        ours = _ours(models, name, prefix, rows, layout)
+    return max(errors_of(ours, stock).values())
+
+
+@pytest.mark.parametrize(
+    ("which", "sabotage"),
+    [
+        ("tp2_sp_phased", gradients_of_waves_lost), ("tp2_sp_full", gradients_of_waves_lost),
+        ("tp2_sp_phased", positions_restarted), ("tp2_sp_mla", positions_restarted),
+        ("ep2_packed", positions_restarted), ("tp2_sp_phased", heads_of_another_rank),
+        ("tp2_sp_packed", gradients_finalized_twice),
+        ("dp2_phased", gradients_finalized_twice),
+    ],
+)  # fmt: skip
+def test_what_is_broken_on_purpose_is_far_off_and_stops_step_1(models, ranks, which, sabotage):
+    assert all(error > 100 * TOLERANCE for error in ranks(2, models)(_broken, which, sabotage))
+
+
+def _counted_once(models: dict) -> float:
+    name, prefix, rows, layout = CASES[1]["mla_packed"]
+    stock = _stock(models, name, rows, layout)
+    with pytest.MonkeyPatch.context() as patch:
+        prefix_counted_once(patch)
+        ours = _ours(models, name, prefix, rows, layout)
+    a, b = ours["routed"][0], stock["routed"][0]
+    return ((a - b).abs().max() / b.max()).item()
+
+
+def test_a_prefix_that_routers_count_once_is_far_off(models, ranks):
+    """The self-check does not see it: it compares gradients, and the routers' biases move behind them."""
+    assert ranks(1, models)(_counted_once)[0] > 100 * TOLERANCE
