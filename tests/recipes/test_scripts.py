@@ -303,6 +303,17 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
              vision_config=tower(27, 1152, 4304, 3072)),
     ),
     "DeepSeek-V4-Flash": ("deepseek_v4", {}),
+    "Qwen3-235B-A22B": (
+        "qwen3_moe",
+        text(4096, 12288, 94, 64, 4, 151936, head_dim=128, moe_intermediate_size=1536, num_experts=128,
+             num_experts_per_tok=8),
+    ),
+    "Moonlight-16B-A3B": (
+        "deepseek_v3",
+        text(2048, 11264, 27, 16, 16, 163840, moe_intermediate_size=1408, n_routed_experts=64, n_shared_experts=2,
+             num_experts_per_tok=6, n_group=1, topk_group=1, first_k_dense_replace=1, q_lora_rank=None),
+    ),
+    "DeepSeek-V3-671B": ("deepseek_v3", {}),
     "Qwen3-0.6B": ("qwen3", text(1024, 3072, 28, 16, 8, 151936, head_dim=128, tie_word_embeddings=True)),
     "Qwen3-Next-80B-A3B": ("qwen3_next", {}),
 }  # fmt: skip
@@ -553,11 +564,129 @@ VEOMNI = {
         "Qwen3-VL-8B", (128, 128, 1), (1024, 2048), "24576 tokens", others=(*DISTILLED, *OFFLOADED), engine="veomni"
     ),
 }  # fmt: skip
-EVERY = SCRIPTS | VEOMNI
+
+# verl's Megatron scripts of the same commit, examples/, without `grad_offload`, a key that verl 0.9.1 has no more.
+REPLAY, PIPELINE = "actor.megatron.router_replay.mode", "megatron.pipeline_model_parallel_size"
+RECOMPUTED = tuple(
+    f"+actor.megatron.override_transformer_config.{key}"
+    for key in ("recompute_method=uniform", "recompute_granularity=full", "recompute_num_layers=1")
+)
+OFF_GPU = ("actor.megatron.param_offload=True", "actor.megatron.optimizer_offload=True")
+EXPERTS = tuple(
+    f"+actor.megatron.override_transformer_config.{key}" for key in ("moe_router_dtype=fp32", "moe_permute_fusion=True")
+)
+
+
+def spread(tensor: int, pipeline: int = 1, experts: int = 1, of_experts: int | None = None) -> tuple[str, ...]:
+    """Keys of sizes: of tensor, pipeline, expert and experts' tensor parallelism; ref follows."""
+    sizes = {"tensor_model": tensor, "pipeline_model": pipeline, "expert_model": experts, "expert_tensor": of_experts}
+    return tuple(f"actor.megatron.{name}_parallel_size={size}" for name, size in sizes.items() if size is not None)
+
+
+def staged(pipeline: int, has_ref: bool = True) -> tuple[str, ...]:
+    """The refusals of so many stages: of ref, and of the actor."""
+    return tuple(f"{role}.{PIPELINE}={pipeline}" for role in (*(["ref"] if has_ref else []), "actor"))
+
+
+def of_megatron(
+    model: str, batch: tuple[int, int, int], lengths: tuple[int, int], passes: str, others: tuple[str, ...],
+    refused: tuple[str, ...] = (), gpus: tuple[int, int] = (8, 1),
+) -> Settings:  # fmt: skip
+    return Settings(model, batch, lengths, passes, gpus, others, refused, "megatron")
+
+
+EIGHT_B, LONG, SHORT = spread(2, 2), (2048, 8192), (1024, 2048)
+MEGATRON = {
+    "dppo_trainer/run_qwen3_30b_a3b_megatron": of_megatron(
+        "Qwen3-30B-A3B", (256, 32, 16), LONG, "30720 tokens",
+        (*spread(2, 1, 8, 1), *RECOMPUTED, *OFF_GPU, *EXPERTS, NO_KL, "actor.policy_loss.loss_mode=dppo_tv",
+         "actor.loss_agg_mode=seq-mean-token-sum-norm"),
+        ("actor.loss_agg_mode=seq-mean-token-sum-norm with",),
+    ),
+    "gspo_trainer/run_qwen3_30b_a3b_megatron": of_megatron(
+        "Qwen3-30B-A3B", (256, 32, 16), LONG, "30720 tokens",
+        (*spread(2, 1, 8, 1), *RECOMPUTED, *OFF_GPU, *EXPERTS, *GSPO, "actor.loss_agg_mode=seq-mean-token-mean",
+         "+actor.megatron.override_transformer_config.apply_rope_fusion=True"),
+    ),
+    "tuning/scaling/run_qwen2_5_32b_megatron": of_megatron(
+        "Qwen2.5-32B", (512, 256, 5), (2048, 6144), "32768 tokens", (*spread(8), *OFF_GPU)
+    ),
+    "on_policy_distillation_trainer/run_qwen3_8b_megatron": of_megatron(
+        "Qwen3-8B", (128, 128, 1), SHORT, "24576 tokens",
+        (*spread(2), *OFF_GPU, "distillation.enabled=True", NO_KL, "distillation.n_gpus_per_node=4"),
+    ),
+    "gpg_trainer/run_qwen3_8b_megatron": of_megatron(
+        "Qwen3-8B", (1024, 256, 5), SHORT, "24576 tokens", (*EIGHT_B, NO_KL, "actor.policy_loss.loss_mode=gpg"),
+        staged(2, has_ref=False),
+    ),
+    "grpo_trainer/run_qwen3_8b_megatron": of_megatron(
+        "Qwen3-8B", (1024, 256, 5), SHORT, "24576 tokens", EIGHT_B, staged(2)
+    ),
+    "grpo_trainer/run_qwen3_30b_a3b_megatron": of_megatron(
+        "Qwen3-30B-A3B", (512, 16, 8), LONG, "30720 tokens",
+        (*spread(4, 2, 2), "actor.megatron.virtual_pipeline_model_parallel_size=2", *RECOMPUTED, NO_KL, FUSED),
+        staged(2, has_ref=False),
+    ),
+    "grpo_trainer/run_qwen3_235b_a22b_megatron": of_megatron(
+        "Qwen3-235B-A22B", (128, 128, 16), (8192, 4096), "12288 tokens", (*spread(4, 8, 4), *RECOMPUTED, *OFF_GPU),
+        staged(8), (8, 8),
+    ),
+    "grpo_trainer/run_moonlight_16b_a3b_megatron": of_megatron(
+        "Moonlight-16B-A3B", (192, 64, 5), SHORT, "16 rows", spread(4, 3, 4, 1), staged(3), (8, 3)
+    ),
+    "grpo_trainer/run_deepseek_v3_671b_megatron": of_megatron(
+        "DeepSeek-V3-671B", (96, 32, 8), LONG, "10240 tokens",
+        (*spread(8, 12, 8, 1), *RECOMPUTED, *OFF_GPU, FUSED,
+         "+actor.megatron.override_transformer_config.apply_rope_fusion=False"),
+        staged(12), (8, 12),
+    ),
+    "router_replay/run_qwen3_30b_a3b_megatron": of_megatron(
+        "Qwen3-30B-A3B", (3, 3, 8), (512, 512), "3 rows",
+        (*spread(1, 6, 8, 1), *RECOMPUTED, *OFF_GPU, NO_KL, f"{REPLAY}=R3"), staged(6, has_ref=False), (8, 6),
+    ),
+    "tuning/lora/run_qwen3_30b_a3b_megatron": of_megatron(
+        "Qwen3-30B-A3B", (128, 16, 4), (1024, 1024), "2048 tokens",
+        (*spread(2, 2, 4, 1), "actor.megatron.context_parallel_size=2", *RECOMPUTED, *OFF_GPU, "+model.lora.rank=32"),
+        staged(2, has_ref=False),
+    ),
+    "grpo_trainer/run_qwen2-7b_math_megatron_fsdp": of_megatron(
+        "Qwen2.5-7B", (32, 16, 2), (512, 512), "2 rows", (*spread(4), "actor.megatron.use_megatron_fsdp=True"),
+        ("actor.megatron.use_megatron_fsdp=True",),
+    ),
+    "grpo_trainer/run_qwen3_5_35b_megatron": of_megatron(
+        "Qwen3.5-35B-A3B", (32, 32, 5), SHORT, "1 rows",
+        (*spread(2, 1, 8, 1), *RECOMPUTED, *OFF_GPU, "actor.megatron.vanilla_mbridge=True",
+         "+actor.megatron.override_transformer_config.moe_z_loss_coeff=0.001"),
+        ("ref.megatron: a shared prefix does not support this qwen3_5_moe", "actor.megatron: a shared prefix does not"),
+    ),
+    "grpo_trainer/run_qwen3_5_122b_a10b_megatron": of_megatron(
+        "Qwen3.5-122B-A10B", (128, 64, 6), (3240, 4096), "1 rows",
+        (*spread(2, 2, 8, 1), *RECOMPUTED, *OFF_GPU, NO_KL, "actor.megatron.vanilla_mbridge=True"),
+        staged(2, has_ref=False), (8, 4),
+    ),
+    "grpo_trainer/run_qwen2_5_vl_7b_megatron": of_megatron(
+        "Qwen2.5-VL-7B", (512, 128, 5), SHORT, "24576 tokens", (*EIGHT_B, FUSED), staged(2)
+    ),
+    "grpo_trainer/run_qwen3_vl_8b_megatron": of_megatron(
+        "Qwen3-VL-8B", (512, 128, 5), SHORT, "24576 tokens", (*EIGHT_B, FUSED), staged(2)
+    ),
+    "grpo_trainer/run_qwen3_vl_30b_a3b_megatron": of_megatron(
+        "Qwen3-VL-30B-A3B", (512, 128, 5), SHORT, "4096 tokens",
+        (*spread(2, 1, 8, 1), "actor.megatron.context_parallel_size=2", *RECOMPUTED, *OFF_GPU, *EXPERTS),
+        ("ref.megatron.context_parallel_size=2", "actor.megatron.context_parallel_size=2"),
+    ),
+    "grpo_trainer/run_deepseek_v4_flash_megatron": of_megatron(
+        "DeepSeek-V4-Flash", (8, 8, 8), (2048, 10240), "12288 tokens",
+        (*spread(1, 8, 8, 1), *OFF_GPU, FUSED, NO_KL, f"{REPLAY}=R3"), (*staged(8, has_ref=False), "deepseek_v4 model"),
+        (8, 8),
+    ),
+}  # fmt: skip
+EVERY = SCRIPTS | VEOMNI | MEGATRON
 VEOMNI_KEY = "actor_rollout_ref.actor.veomni"
 
-# On VeOmni, of text with LoRA, of pictures, and refused; the others are left to CI.
+# On VeOmni and Megatron, of text with LoRA, of pictures, and refused; the others are left to CI.
 TELLING = (
+    "gspo_trainer/run_qwen3_30b_a3b_megatron",
     "grpo_trainer/run_qwen3_30b_veomni",
     "tuning/lora/run_qwen3_8b_fsdp",
     "grpo_trainer/run_qwen3_vl_8b_fsdp",
@@ -568,7 +697,7 @@ TELLING = (
 PAGE = (RECIPES.parent / "examples" / "results" / "verl_scripts.md").read_text().splitlines()
 
 
-@pytest.mark.parametrize(("kind", "scripts"), [("", SCRIPTS), ("VeOmni ", VEOMNI)])
+@pytest.mark.parametrize(("kind", "scripts"), [("", SCRIPTS), ("VeOmni ", VEOMNI), ("Megatron ", MEGATRON)])
 def test_the_page_counts_what_it_lists(kind, scripts):
     lines = [line for line in PAGE if line.startswith("| ") and line.split()[1] in scripts]
     refused = [line for line in lines if "refused" in line]

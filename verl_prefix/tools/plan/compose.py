@@ -6,6 +6,7 @@ What is wrong with them is said in a second or two; torch and verl take several 
 import contextlib
 import importlib.util
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,7 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 import verl_prefix.search_path  # noqa: F401  on which model_engine=prefix is found
-from verl_prefix.config.engines import copies_of, engine_named
+from verl_prefix.config.engines import ENGINES, FSDP2, copies_of, engine_named, engine_of
 from verl_prefix.files import parse_json
 from verl_prefix.tools.plan.options import (
     CONFIG_NAME,
@@ -43,7 +44,8 @@ def compose_config(config_name: str, words: list[str], config_path: str = CONFIG
         PlanError: a word is no override, or they do not compose.
     """
     pairs = [word.lstrip("+").partition("=") for word in override_words(words)]
-    engine = engine_named(value for key, _, value in pairs if key == "model_engine")
+    of_name = [engine.verls for engine in ENGINES if f"_{engine.verls}_" in config_name]  # ppo_megatron_trainer
+    engine = engine_named([*of_name, *(value for key, _, value in pairs if key == "model_engine")])
     kept = [word for word in override_words(words) if not word.lstrip("+").startswith("model_engine=")]
     config = _compose(config_name, [*kept, f"model_engine={engine.name}"], config_path)
     if (actor := config.actor_rollout_ref.actor).get("_target_") != engine.target:
@@ -234,6 +236,8 @@ def read_command(options: Options) -> Asked:
     """
     folder, name = options.config
     config = compose_config(name, options.overrides, folder)
+    if (engine := engine_of(config.actor_rollout_ref.actor)) is not FSDP2:
+        print(f"note: this trains with {engine.verls}: model_engine={engine.name}", file=sys.stderr)
     check_sizes(config)
     options.check_lengths(config.data.max_response_length)
     rollouts = read_dumps(options.response_lengths) if options.response_lengths and options.has_dump else []
