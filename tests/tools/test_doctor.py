@@ -55,6 +55,8 @@ def test_doctor_names_everything_that_is_registered(run_doctor, tmp_path):
         "model_engine=prefix composes ref: verl_prefix.config.",
         "model_engine=prefix_veomni composes actor: verl_prefix.config.veomni.",
         "model_engine=prefix_veomni composes ref: verl_prefix.config.veomni.",
+        "model_engine=prefix_megatron composes actor: verl_prefix.config.megatron.",
+        "model_engine=prefix_megatron composes ref: verl_prefix.config.megatron.",
     ):
         assert f"ok   {name}" in result.stdout, result.stdout
     version = installed_version("veomni")

@@ -27,7 +27,7 @@ from verl.utils import tensordict_utils as tu  # noqa: E402
 
 from verl_prefix import cli  # noqa: E402
 from verl_prefix.auto.shape import ModelShape  # noqa: E402
-from verl_prefix.config.engines import VEOMNI, engine_of  # noqa: E402
+from verl_prefix.config.engines import MEGATRON, VEOMNI, engine_of  # noqa: E402
 from verl_prefix.engine.grouping import TreeRule, group_rows  # noqa: E402
 from verl_prefix.engine.rows import BatchRows  # noqa: E402
 from verl_prefix.models.messages import end_tokens  # noqa: E402
@@ -206,6 +206,16 @@ def test_a_whole_command_is_planned_as_its_overrides_are(monkeypatch, start, opt
     # Nothing is composed.
     assert cli.main(["plan", "--shares", "update=0.5", *words, "--response-lengths", "20"]) == 2
     assert found == [(name, ["a.b=1", "+c=[1,2]", "~d", "model_engine=prefix"], "config")]
+
+
+@pytest.mark.parametrize(
+    ("name", "words"), [("ppo_trainer", ["model_engine=megatron"]), ("ppo_megatron_trainer.yaml", [])]
+)
+def test_a_megatron_command_is_planned_on_its_engine(folder, name, words):
+    """Whichever way it names its engine; ranks of tensor parallelism have the same rows."""
+    tensor = "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2"
+    config = compose.compose_config(name, [*overrides(folder), *words, "trainer.n_gpus_per_node=4", tensor])
+    assert engine_of(config.actor_rollout_ref.actor) is MEGATRON and compose.data_ranks(config) == 2
 
 
 def test_a_veomni_command_is_planned_on_its_engine(folder):
