@@ -324,7 +324,9 @@ class Simulation:
                     logits = self.model(
                         input_ids=ids.unsqueeze(0), position_ids=positions.unsqueeze(-2), attention_mask=None,
                         use_cache=False, prefix_pass=attention, **inputs,
-                    ).logits[0]  # fmt: skip
+                    ).logits  # fmt: skip
+                # On Megatron's engine a view, whose gradient is none of its own.
+                logits = logits.squeeze(0) if self.megatron else logits[0]
                 outputs = self.outputs_of(logits, ids.roll(-1), job.entropy or not update, job.temperature)
                 del logits
             else:
