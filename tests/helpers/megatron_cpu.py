@@ -9,6 +9,7 @@ Importing this module replaces it for the process; a worker imports it by
 
 import contextlib
 import logging
+import os
 import re
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -159,6 +160,17 @@ def _seeded(seed: int) -> None:
 
 
 verls.set_random_seed = _seeded
+# verl's config knows bfloat16 and float16 alone (verl/workers/config/engine.py:218): a run's environment says another.
+_init = verls.MegatronEngine.__init__
+
+
+def _of_dtype(self: Any, model_config: Any, engine_config: Any, *args: Any, **kwargs: Any) -> None:
+    if dtype := os.environ.get("MEGATRON_CPU_DTYPE"):
+        object.__setattr__(engine_config, "dtype", dtype)
+    _init(self, model_config, engine_config, *args, **kwargs)
+
+
+verls.MegatronEngine.__init__ = _of_dtype
 
 
 def _attend_rows(
@@ -316,8 +328,11 @@ class NamedAsTE:
         return {self.names[name]: x for name, x in self.model.state_dict().items()}
 
     def named_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        alike: dict[str, list[tuple[str, torch.nn.Parameter]]] = {}  # weights of experts follow one another
         for name, parameter in self.model.named_parameters():
-            yield self.names[name], self.of(parameter)
+            alike.setdefault(self.names[name].rstrip("0123456789"), []).append((self.names[name], parameter))
+        for named in alike.values():
+            yield from ((name, self.of(parameter)) for name, parameter in named)
 
 
 _load, _export = bridge.Bridge.load_weights, bridge.Bridge.export_weights
