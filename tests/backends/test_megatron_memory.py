@@ -1,5 +1,6 @@
 """What a rank of verl's own Megatron engine holds, beside what cost model and simulation say."""
 
+import contextlib
 import math
 
 import megatron_engines
@@ -44,7 +45,7 @@ def _held(case: str, path: str) -> tuple[int, int, int, int, int]:
     (chunk,) = engine.module
     parameters = list(chunk.parameters())
     buffers = [*chunk.buffers, *chunk.expert_parallel_buffers]
-    # param_and_grad_buffer.py: a parameter begins at a multiple of 64, a bucket ends at one of 128 and its ranks.
+    # param_and_grad_buffer.py: a parameter begins at a multiple of 64, and a bucket ends at one of 128 and its ranks.
     padded = 0
     if options.get("distributed_optimizer", True):
         padded = sum(math.lcm(b.data_parallel_world_size, 128) for b in buffers) + 64 * len(parameters)

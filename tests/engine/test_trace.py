@@ -398,12 +398,13 @@ def test_a_trace_of_veomni_becomes_one_of_fsdp2(folder):
 
     from verl_prefix.config.veomni import PrefixVeOmniEngineConfig
     from verl_prefix.tools.ab import arm
+    from verl_prefix.tools.ab.other_engines import of_fsdp2
 
     recorded = trace.Trace(folder).manifest
-    assert arm.of_fsdp2(recorded) is recorded
+    assert of_fsdp2(recorded) is recorded
     for mixed, weights in ((True, "fp32"), (False, "bf16")):
         engine = PrefixVeOmniEngineConfig(mixed_precision=mixed, attn_implementation="veomni_flash_attention_2_with_sp")
-        found = arm.of_fsdp2(
+        found = of_fsdp2(
             recorded
             | {"engine": dataclasses.asdict(engine), "optimizer": dataclasses.asdict(VeOmniOptimizerConfig(lr=3e-6))}
         )
@@ -413,7 +414,30 @@ def test_a_trace_of_veomni_becomes_one_of_fsdp2(folder):
         assert options["mixed_precision"]["reduce_dtype"] == weights and optimizer.lr == 3e-6
         assert model["override_config"]["attn_implementation"] == "flash_attention_2"
     with pytest.raises(ValueError, match="actor.optim.optimizer=muon of VeOmni, and a replay has adamw alone"):
-        arm.of_fsdp2(found | {"optimizer": {"optimizer": "muon"}})
+        of_fsdp2(found | {"optimizer": {"optimizer": "muon"}})
+
+
+@pytest.mark.parametrize("in_fp32", [None, False])
+def test_a_trace_of_megatron_becomes_one_of_fsdp2(folder, in_fp32):
+    from verl.workers.config import McoreEngineConfig, McoreOptimizerConfig
+
+    from verl_prefix.tools.ab import arm
+    from verl_prefix.tools.ab.other_engines import of_fsdp2
+
+    ddp = {} if in_fp32 is None else {"grad_reduce_in_fp32": in_fp32}
+    engine = McoreEngineConfig(tensor_model_parallel_size=2, override_ddp_config=ddp)
+    optimizer = McoreOptimizerConfig(lr=3e-6, override_optimizer_config={"optimizer_cpu_offload": True})
+    found = of_fsdp2(
+        trace.Trace(folder).manifest
+        | {"engine": dataclasses.asdict(engine), "optimizer": dataclasses.asdict(optimizer)}
+    )
+    arm.check_manifest(found)
+    _, options, replayed = arm._configs(found)
+    assert arm.precision(found) == "bf16" and options["model_dtype"] == "fp32"
+    assert options["mixed_precision"]["reduce_dtype"] == ("fp32" if in_fp32 is None else "bf16")
+    assert (replayed.lr, replayed.optimizer, replayed.override_optimizer_config) == (3e-6, "AdamW", None)
+    with pytest.raises(ValueError, match="actor.optim.optimizer=muon of Megatron, and a replay has AdamW alone"):
+        of_fsdp2(found | {"optimizer": {"optimizer": "muon"}})
 
 
 def test_a_trace_brings_no_code_along():

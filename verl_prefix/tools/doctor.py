@@ -28,7 +28,7 @@ INSTALL = "run pip install . in a clone of this package, which is on no index"
 PLUGIN = "prefix"
 VERSIONS = (
     "verl-prefix", "verl", "torch", "transformers", "ray", "TransferQueue", "vllm", "flash-attn",
-    *(engine.package for engine in ENGINES if engine.package),
+    *(engine.package for engine in ENGINES if engine.package), "mbridge",
 )  # fmt: skip
 HEAD_DIM = 128  # of nearly every model; only for what kernel would be chosen
 # Recurrent layers, the package whose kernels they run, and transformers' test for it.

@@ -5,7 +5,6 @@ Every rank holds its shards; differences are sums over shards, reduced over rank
 
 import dataclasses
 import functools
-import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -63,29 +62,6 @@ def _configs(manifest: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any], 
     # A trace has every row once, and one rank replays what sequence parallelism spread over several.
     engine = _fields(FSDPEngineConfig, manifest["engine"]) | {"strategy": "fsdp2", "ulysses_sequence_parallel_size": 1}
     return model, engine, FSDPOptimizerConfig(**_fields(FSDPOptimizerConfig, manifest["optimizer"]))
-
-
-def of_fsdp2(manifest: dict[str, Any]) -> dict[str, Any]:
-    """The manifest, or that of a run on verl's VeOmni engine with the options of FSDP2 that mean the same: all arms are
-    replayed there, since VeOmni's engine has no fp32 for a truth.
-
-    Raises:
-        ValueError: the run had an optimizer that FSDP2's does not have.
-    """
-    veomni, optimizer = manifest["engine"], dict(manifest["optimizer"])
-    if "expert_parallel_size" not in veomni:
-        return manifest
-    if (name := optimizer.pop("optimizer", "adamw")) != "adamw":
-        raise ValueError(f"{MANIFEST} has actor.optim.optimizer={name} of VeOmni, and a replay has adamw alone")
-    attention = re.sub("^veomni_(.*)_with_sp$", r"\1", veomni["attn_implementation"])
-    override = (manifest["model"].get("override_config") or {}) | {"attn_implementation": attention}
-    kept = "fp32" if veomni["mixed_precision"] else "bf16"  # weights and gradients
-    precision = {"mixed_precision": {"param_dtype": "bf16", "reduce_dtype": kept, "buffer_dtype": "fp32"}}
-    return manifest | {
-        "engine": veomni | precision | {"model_dtype": kept},
-        "model": manifest["model"] | {"override_config": override},
-        "optimizer": optimizer,
-    }
 
 
 def check_manifest(manifest: dict[str, Any]) -> None:

@@ -6,8 +6,9 @@ from typing import Any
 import torch
 from verl.workers.config import ActorConfig, FSDPEngineConfig, FSDPOptimizerConfig
 
-from verl_prefix.tools.ab.arm import check_manifest, of_fsdp2, precision
+from verl_prefix.tools.ab.arm import check_manifest, precision
 from verl_prefix.tools.ab.options import MADE_UP_STEPS, Options
+from verl_prefix.tools.ab.other_engines import of_fsdp2
 from verl_prefix.trace import MANIFEST, StepRows, Trace, join_rows, model_fingerprint, plain, reading
 
 # Modules that a trace may name as optimizer_impl: verl imports what stands there.
