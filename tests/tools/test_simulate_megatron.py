@@ -1,0 +1,151 @@
+"""Megatron's ranks in a simulation: what travels, what is computed, and what a rank holds, by shapes."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from helpers.simulations import H100
+from transformers import AutoConfig
+
+from verl_prefix.auto.chooser import MEGATRON_WAVE, CostModel
+from verl_prefix.auto.cost import Memory, peak_bytes
+from verl_prefix.auto.megatron import Division
+from verl_prefix.config.options import PrefixConfig
+from verl_prefix.core.groups import Group
+from verl_prefix.tools.simulate import depth
+from verl_prefix.tools.simulate.accelerator import CLOCK, DEVICE, fake_accelerator
+from verl_prefix.tools.simulate.job import Arm, Job
+from verl_prefix.tools.simulate.model import whole_shape
+from verl_prefix.tools.simulate.passes import memory_of, plan_of
+from verl_prefix.tools.simulate.tracker import Tracker
+
+LAYERS, TOP, HIDDEN = 3, 2, 128
+SIZES = dict(
+    hidden_size=HIDDEN, intermediate_size=256, num_hidden_layers=LAYERS, num_attention_heads=4, num_key_value_heads=2,
+    head_dim=32, vocab_size=1024,
+)  # fmt: skip
+DENSE = AutoConfig.for_model("llama", **SIZES)
+MOE = AutoConfig.for_model("qwen3_moe", **SIZES, moe_intermediate_size=64, num_experts=16, num_experts_per_tok=TOP)
+ROWS = Group((0, 1), 255, (128, 128))
+TOKENS, OUTPUTS = 255 + 2 * 128, 2 * 128
+PACKED = Arm("packed", keeps_attention=False)
+
+
+def job_of(config, division: Division, **options) -> Job:
+    return Job(config, (ROWS,), 512, division.tensor, division.data, division=division, **options)
+
+
+def amounts(job: Job, amount: str) -> float:
+    phases = depth._run(job, [PACKED], H100, log_probs=False)[0]
+    return sum(phase[amount] for name, phase in phases.items() if name != "optimizer")
+
+
+@pytest.mark.parametrize(("checkpointing", "times"), [(False, 6), (True, 8)])
+def test_ranks_gather_the_tokens_that_they_share(checkpointing, times):
+    """Ahead of attention and MLP: forward, its input again in backward, and the gradient behind it; again forward where
+    layers are computed again. Once ahead of lm_head, and once ahead of the embedding's gradient. bf16; a token more,
+    where ranks do not divide them."""
+    job = job_of(DENSE, Division(4, 2, True), checkpointing=checkpointing)
+    tokens = TOKENS + TOKENS % 2
+    assert amounts(job, "collective/allgather_base") == (times * LAYERS + 2) * tokens * HIDDEN * 2
+
+
+def test_ranks_sum_what_they_do_not_share():
+    """Without sequence parallelism: behind embedding, attention and MLP forward, ahead of these two backward, and ahead
+    of lm_head backward; of the vocabulary three numbers per output in fp32."""
+    job = job_of(DENSE, Division(4, 2, False), checkpointing=False)
+    assert amounts(job, "collective/allgather_base") == amounts(job, "collective/reduce_scatter_base") == 0
+    sent = (4 * LAYERS + 1) * TOKENS * HIDDEN * 2 + OUTPUTS * HIDDEN * 2 + 3 * OUTPUTS * 4
+    assert amounts(job, "collective/allreduce") == sent
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_rows_travel_to_their_experts_and_back(tensor):
+    """Twice forward and twice backward; each rank those of its own tokens."""
+    job = job_of(MOE, Division(8, tensor, tensor > 1, 4), checkpointing=False)
+    tokens = -(-TOKENS // tensor)
+    assert amounts(job, "collective/alltoall_base") == 4 * LAYERS * tokens * TOP * HIDDEN * 2
+    alone = job_of(MOE, Division(8, tensor, tensor > 1), checkpointing=False)
+    assert amounts(alone, "collective/alltoall_base") == 0
+
+
+@pytest.mark.parametrize("config", [DENSE, MOE], ids=lambda config: config.model_type)
+def test_ranks_compute_together_what_one_computes(config):
+    """Matrices and attention by a rank's share; but for the router, and for tokens that pad."""
+    whole = job_of(config, Division(8), checkpointing=False)
+    for kind in ("linear", "attention", "lm_head"):
+        alone, shared = (
+            amounts(job, f"flops/{kind}") for job in (whole, replace(whole, division=Division(8, 2, True)))
+        )
+        assert 2 * shared == pytest.approx(alone, rel=0.01)
+
+
+def test_the_optimizer_reduces_gradients_and_gathers_weights_once():
+    division = Division(8, 2, True, 2)
+    job = job_of(MOE, division)
+    step = depth._run(job, [PACKED], H100, log_probs=False)[0]["optimizer"]
+    said = division.state(whole_shape(job))
+    assert step["collective/reduce_scatter_base"] == pytest.approx(said.gradients, rel=0.01)
+    assert step["collective/allgather_base"] == pytest.approx(said.parameters, rel=0.01)
+    assert step["peak/optimizer"] == pytest.approx(said.optimizer, rel=0.01)
+
+
+def test_products_of_experts_run_at_the_rate_of_their_dtype():
+    """One of [n, in] and [1, in, out] takes as long as one of matrices."""
+    with fake_accelerator(1), Tracker(H100, DEVICE, 7) as tracker:
+        x, weight = (torch.empty(4096, 4096, dtype=torch.bfloat16, device=DEVICE) for _ in range(2))
+        ends = torch.empty(1, dtype=torch.int32, device=DEVICE)
+        seconds = []
+        for product in (lambda: x @ weight, lambda: torch._grouped_mm(x, weight.unsqueeze(0), offs=ends)):
+            start = CLOCK.now
+            with tracker.in_phase("product"):
+                product()
+            seconds.append(CLOCK.now - start)
+    assert seconds[1] == pytest.approx(seconds[0], rel=0.1)
+
+
+LLAMA3_8B = AutoConfig.for_model(
+    "llama", hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
+    num_key_value_heads=8, head_dim=128, vocab_size=128256, tie_word_embeddings=False,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("sequence", [True, False])
+@pytest.mark.parametrize("checkpointing", [True, False])
+def test_the_peak_is_within_15_per_cent_of_the_simulated_one(checkpointing, sequence):
+    division = Division(8, 2, sequence)
+    group = Group(tuple(range(8)), 4095, (1024,) * 8)
+    job = Job(LLAMA3_8B, (group,), 12288, 2, 4, checkpointing=checkpointing, division=division)
+    shape = whole_shape(job)
+    job = replace(job, shape=shape)
+    arms = [Arm("stock"), PACKED, replace(PACKED, path="phased")]
+    room = replace(H100, capacity=400 * 2**30)
+    for arm, phases in zip(arms, depth.simulate(job, arms, room, log_probs=False), strict=True):
+        peak = max(phase["peak"] for name, phase in phases.items() if name not in ("setup", "optimizer"))
+        held = sum(phases["optimizer"][f"peak/{owner}"] for owner in ("parameters", "gradients", "optimizer"))
+        is_stock = arm.path == "stock"
+        plan = None if is_stock else plan_of(job, shape, arm, job.budget)
+        stock = shape.stock_passes(job.groups, job.budget, dense_mask=False) if is_stock else ()
+        assert peak_bytes(shape, plan, stock, memory_of(job, arm)) == pytest.approx(peak - held, rel=0.15)
+
+
+def test_recomputation_is_read_and_waves_are_as_long_as_buffers_want():
+    def memory(**transformer) -> Memory:
+        options = PrefixConfig()
+        return Memory.of_megatron({"override_transformer_config": transformer}, 8, options)
+
+    assert not memory().checkpointed and not memory(recompute_granularity="selective").checkpointed
+    full = memory(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=4)
+    assert (full.checkpointed, full.span, full.block) == (True, 4, None)
+    block = memory(recompute_granularity="full", recompute_method="block", recompute_num_layers=10)
+    assert (block.checkpointed, block.span, block.block) == (True, 1, 10)
+    shape, rows = whole_shape(Job(LLAMA3_8B, (), 1)), [Group(tuple(range(8)), 8191, (1024,) * 8)]
+    stock = shape.stock_passes(rows, 9216, dense_mask=False)
+    kept = [
+        peak_bytes(shape, None, stock, one) for one in (memory(recompute_granularity="full"), full, block, memory())
+    ]
+    assert kept[0] < kept[2] < kept[3] and kept[1] != kept[0]
+    rows = [Group(tuple(range(8)), 32767, (1024,) * 8)]
+    memory_of_waves = replace(memory(recompute_granularity="full"), logits_chunk=512)
+    (phased,) = CostModel(shape, False, None, 1.0, memory_of_waves).plan(rows, 34000, "phased").phased
+    assert max(sum(piece.num_suffix_tokens for _, piece in wave) for wave in phased.waves) == MEGATRON_WAVE
