@@ -4,7 +4,6 @@ import json
 import multiprocessing
 import os
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import AbstractContextManager
@@ -15,8 +14,11 @@ import pytest
 
 
 @pytest.fixture
-def train(tmp_path: Path) -> Callable[..., tuple[list[dict[str, Any]], str]]:
-    """Two training steps on the recipe's parquet in `tmp_path`; returns the metrics of `num_steps` and verl's log."""
+def train(tmp_path: Path, python: str) -> Callable[..., tuple[list[dict[str, Any]], str]]:
+    """Two training steps on the recipe's parquet in `tmp_path`; returns the metrics of `num_steps` and verl's log.
+
+    Driver and workers are `python`: see conftest.py.
+    """
 
     def run(
         recipe: Path,
@@ -29,8 +31,8 @@ def train(tmp_path: Path) -> Callable[..., tuple[list[dict[str, Any]], str]]:
         metrics, log = tmp_path / "metrics.jsonl", tmp_path / "run.log"
         metrics.unlink(missing_ok=True)
         command = [
-            sys.executable, "-m", module, f"--config-name={config}", "+platform=cpu",
-            "+ray_kwargs.ray_init.address=local",
+            python, "-m", module, f"--config-name={config}", "+platform=cpu",
+            "+ray_kwargs.ray_init.address=local", f"+ray_kwargs.ray_init.runtime_env.py_executable={python}",
             f"actor_rollout_ref.model.path={model}",
             f"data.train_files={tmp_path / 'train.parquet'}", f"data.val_files={tmp_path / 'val.parquet'}",
             "data.train_batch_size=4", "data.max_response_length=16",
