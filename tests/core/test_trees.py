@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import os
 import sys
+from collections.abc import Callable
 from itertools import accumulate
 from pathlib import Path
 
@@ -120,13 +121,17 @@ FAMILIES = [
     "qwen3", "mistral-window-8", "gemma3-window-9", "gemma2-window-9", "gpt-oss-window-9", "qwen3-moe", "lfm2",
     "qwen3.5", "qwen3-next", "granite4-h",
 ]  # fmt: skip
-# In make test every kind of rows by one family, and by every family those that hold all that a tree can.
-QUICK = [(family, rows) for family in FAMILIES for rows in ROWS if family == "qwen3" or rows is thinking_kept]
-CASES = [
-    pytest.param(family, rows, marks=() if (family, rows) in QUICK else pytest.mark.ci)
-    for family in FAMILIES
-    for rows in ROWS
-]
+
+
+def _marks(family: str, rows: Callable) -> tuple | pytest.MarkDecorator:
+    """make test has every kind of rows by one family, and by every family those that hold all that a tree can. CI has
+    every kind by a window with sinks and by both kinds of recurrent layers as well."""
+    if family == "qwen3" or rows is thinking_kept:
+        return ()
+    return pytest.mark.ci if family in ("gpt-oss-window-9", "qwen3.5", "granite4-h") else pytest.mark.full
+
+
+CASES = [pytest.param(family, rows, marks=_marks(family, rows)) for family in FAMILIES for rows in ROWS]
 
 
 @pytest.fixture(scope="module")
