@@ -125,12 +125,19 @@ RUNS = [(2, case, False) for case in CASES] + [
 ]  # fmt: skip
 
 
-def _sized(size: int, *values: object):
+def _sized(size: int):
     """make test has two ranks, which both have the only key head of a model; CI four and eight."""
-    return pytest.param(size, *values, marks=() if size == 2 else pytest.mark.ci)
+    return pytest.param(size, marks=() if size == 2 else pytest.mark.ci)
 
 
-@pytest.mark.parametrize(("size", "case", "checkpointed"), [_sized(*run) for run in RUNS])
+def _on_more(size: int, checkpointed: bool) -> tuple | pytest.MarkDecorator:
+    """As `_sized`; what is checkpointed runs again on two ranks as on more, which is left to make test-full."""
+    return () if size == 2 else pytest.mark.full if checkpointed else pytest.mark.ci
+
+
+@pytest.mark.parametrize(
+    ("size", "case", "checkpointed"), [pytest.param(*run, marks=_on_more(run[0], run[2])) for run in RUNS]
+)
 @pytest.mark.parametrize("model", MODELS)
 def test_ranks_compute_together_what_hf_computes_row_by_row(ranks, model, size, case, checkpointed):
     for result in ranks(size)(_case, model, case, checkpointed):
@@ -138,9 +145,12 @@ def test_ranks_compute_together_what_hf_computes_row_by_row(ranks, model, size, 
         assert result["grads"] <= GRADIENTS
 
 
-def _marks(family: str, *run: object) -> tuple | pytest.MarkDecorator:
-    quick = run == (2, "turns_phased", False) or (family, *run) == ("qwen3.5", 4, "phased", True)
-    return () if quick else pytest.mark.ci
+def _marks(family: str, size: int, case: str, checkpointed: bool) -> tuple | pytest.MarkDecorator:
+    """CI has every case by one family; by the others those on four ranks, and of two those that hold most."""
+    if (size, case, checkpointed) == (2, "turns_phased", False) or (family, size, case) == ("qwen3.5", 4, "phased"):
+        return () if checkpointed or size == 2 else pytest.mark.ci
+    most = case in ("phased_row_by_row", "turns_in_pieces", "turns_stripped") or (case in FEW and checkpointed)
+    return pytest.mark.ci if family == "qwen3.5" or (most if size == 2 else not checkpointed) else pytest.mark.full
 
 
 STATE_RUNS = [pytest.param(family, *run, marks=_marks(family, *run)) for family in STATES for run in RUNS if run[0] < 8]
