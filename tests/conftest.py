@@ -142,15 +142,19 @@ def ranks(
 
 
 @pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes(config: pytest.Config, specs: list[Any]) -> None:
+    """All processes of xdist have one `python`, which the process that deals files to them starts, and are its own."""
+    stack = ExitStack()
+    config.add_cleanup(stack.close)
+    folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+    config.warm_python = str(stack.enter_context(warm_python(folder)))
+    for spec in specs:
+        spec.python = config.warm_python
+
+
+@pytest.hookimpl(optionalhook=True)
 def pytest_configure_node(node: Any) -> None:
-    """All processes of xdist have one `python`, which the process that deals files to them starts."""
-    config = node.config
-    if not hasattr(config, "warm_python"):
-        stack = ExitStack()
-        config.add_cleanup(stack.close)
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        config.warm_python = str(stack.enter_context(warm_python(folder)))
-    node.workerinput["python"] = config.warm_python
+    node.workerinput["python"] = node.config.warm_python
 
 
 @pytest.fixture(scope="session")
