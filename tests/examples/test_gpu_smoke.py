@@ -1,7 +1,8 @@
-"""What `make gpu-smoke` decides by, and that a wrong kernel fails it. With DRY_RUN=1 its steps run whole."""
+"""What `make gpu-smoke` decides by, and that a wrong kernel fails it; with DRY_RUN=1, all of its steps."""
 
 import importlib
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,18 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 def smoke(monkeypatch):
     monkeypatch.syspath_prepend(EXAMPLES)
     return importlib.import_module("gpu_smoke")
+
+
+@pytest.mark.ray
+@pytest.mark.ci
+def test_every_step_of_a_dry_run_holds(smoke, tmp_path, monkeypatch, warm_commands):
+    for name in ("VERL_PLATFORM", "CUDA_VISIBLE_DEVICES"):
+        monkeypatch.setenv(name, "")  # which main sets
+    monkeypatch.setattr(sys, "argv", ["gpu_smoke.py", "--dry-run", "--out", str(tmp_path)])
+    assert smoke.main() == 0
+    steps = json.loads((tmp_path / "gpu_smoke.json").read_text())["steps"]
+    made = {name: sum("value" in check for check in step["checks"]) for name, step in steps.items()}
+    assert made.keys() == smoke.STEPS.keys() and all(made.values()), made
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ import json
 import multiprocessing
 import os
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import AbstractContextManager
@@ -62,6 +63,16 @@ def train(tmp_path: Path, python: str) -> Callable[..., tuple[list[dict[str, Any
         return steps, text
 
     return run
+
+
+@pytest.fixture
+def warm_commands(python: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a script of examples/ starts with `sys.executable`, and Ray's workers below it, are `python`."""
+    helpers = str(Path(__file__).parent)
+    monkeypatch.setattr(sys, "executable", python)
+    monkeypatch.setenv("PYTHONPATH", helpers, prepend=os.pathsep)
+    monkeypatch.setenv("RAY_RUNTIME_ENV_HOOK", "warm_python.in_workers")
+    monkeypatch.setenv("WARM_PYTHON", python)
 
 
 @pytest.fixture(scope="session")

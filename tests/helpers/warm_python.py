@@ -59,6 +59,12 @@ def warm_python(folder: Path) -> Iterator[Path]:
         server.wait(timeout=300)
 
 
+def in_workers(runtime_env: dict[str, Any] | None) -> dict[str, Any]:
+    """What RAY_RUNTIME_ENV_HOOK=warm_python.in_workers makes of a job's: its workers are the `python` that WARM_PYTHON
+    names. For commands that take no override of it."""
+    return (runtime_env or {}) | {"py_executable": os.environ["WARM_PYTHON"]}
+
+
 def serve(listener: socket.socket) -> list[Any] | None:
     """Forks for every connection, and returns what the client sent in the process that shall run it. None: the end."""
     for name in PRELOAD:
