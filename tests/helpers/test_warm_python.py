@@ -16,6 +16,7 @@ import pytest
         ("import sys; sys.exit('wrong')", 1, "wrong\n"),
         ("1 / 0", 1, "ZeroDivisionError: division by zero\n"),
         ("import os; os.kill(os.getpid(), 9)", 128 + 9, ""),
+        ("import os; os.killpg(0, 9)", 128 + 9, ""),  # as Ray does to its workers
         ("import atexit; atexit.register(print, 'last')", 0, "last\n"),
         ("import sys; print(*{'verl', 'verl_prefix', 'ray'} & sys.modules.keys())", 0, "\n"),
         ("import os, sys; print(sys.argv[1:], os.getcwd() == os.environ['HERE'])", 0, "['a', 'b c'] True\n"),

@@ -92,6 +92,7 @@ def accept(connection: socket.socket) -> list[Any]:
         message += connection.recv(length - len(message))
     child = os.fork()
     if child == 0:
+        os.setsid()  # Ray ends the process group of a worker, which is not to be that of the tests
         connection.close()
         for fd, stream in enumerate(streams):
             os.dup2(stream, fd)
