@@ -184,7 +184,7 @@ CHECKED = (
     "lm_head_trained_phased", "reshard_off", "turns", "turns_phased",
 )  # fmt: skip
 
-# On one rank in make test, on two in CI: what they change is the same on every rank. The other way round otherwise.
+# On one rank: what they change is the same on every rank. Others have two in make test, and one as well in CI.
 ALONE = (
     "phased_waves_over_the_budget", "phased_waves_almost_the_budget", "auto_small_budget", "reference_attention",
     "padded_model_inputs", "no_entropy", "entropy_chunked_and_checkpointed", "temperature_per_row",
@@ -194,7 +194,7 @@ ALONE = (
     "turns_whose_answers_the_loss_masks", "fused_kernels", "activation_offload_gate_shut",
 )  # fmt: skip
 
-# Left to CI on two ranks as on one: each option of theirs is in a case that stays, alone or with others.
+# On one rank in CI: each option of theirs is in a case of make test, alone or with others.
 ALIKE = (
     "phased_waves_of_some_rows", "static_batch_size", "temperature", "loss_token-sum", "loss_seq-mean-token-sum",
     "loss_seq-mean-token-mean", "gradient_checkpointing_phased", "offload_checkpointed", "logits_in_chunks", "lora",
@@ -866,12 +866,13 @@ def one_rank(models, ranks):
 WORLDS = {1: "1rank", 2: "2ranks"}
 
 
-def quick(world: int) -> list:
-    """Values of `results`: so many ranks in make test, the others in CI."""
-    return [pytest.param(n, marks=() if n == world else pytest.mark.ci, id=name) for n, name in WORLDS.items()]
+def quick(world: int, other: pytest.MarkDecorator = pytest.mark.ci) -> list:
+    """Values of `results`: so many ranks in make test, the others in CI, or where `other` says."""
+    return [pytest.param(n, marks=() if n == world else other, id=name) for n, name in WORLDS.items()]
 
 
-on_one = pytest.mark.parametrize("results", quick(1), indirect=True)  # where ranks have nothing to agree on
+# Where ranks have nothing to agree on.
+on_one = pytest.mark.parametrize("results", quick(1, pytest.mark.full), indirect=True)
 
 
 @pytest.fixture(scope="module", params=quick(2))
@@ -924,7 +925,8 @@ def test_tool_tokens_one_token_off_are_far_off(results):
         assert result["errors"]["grads"] > 100 * TOLERANCE
 
 
-@pytest.mark.ci  # test_recurrent_engine.py has the same of one rank
+@pytest.mark.ci
+@pytest.mark.parametrize("results", quick(2, pytest.mark.full), indirect=True)  # one: test_recurrent_engine.py
 def test_measuring_and_self_check_compute_at_most_a_fifth_of_a_stock_update(results):
     for any_rates, measured in zip(results(_first_step, False), results(_first_step, True), strict=True):
         assert 0 < any_rates < 0.14 < measured <= 0.2
@@ -1070,15 +1072,17 @@ def _assert_equal(results: list[dict]) -> None:
         assert not worst, f"rank {rank}: relative errors over {TOLERANCE}: {worst}"
 
 
-def _quick(case: str) -> int | None:
-    """On how many ranks make test has a case."""
-    return None if case in ALIKE else 1 if case in ALONE else 2
+def _marks(world: int, case: str) -> tuple | pytest.MarkDecorator:
+    """What ALONE and ALIKE have on one rank is left to make test-full on two."""
+    if case in (*ALONE, *ALIKE):
+        return pytest.mark.full if world == 2 else pytest.mark.ci if case in ALIKE else ()
+    return () if world == 2 else pytest.mark.ci
 
 
 @pytest.mark.parametrize(
     ("results", "case"),
     [
-        pytest.param(world, case, marks=() if world == _quick(case) else pytest.mark.ci, id=f"{WORLDS[world]}-{case}")
+        pytest.param(world, case, marks=_marks(world, case), id=f"{WORLDS[world]}-{case}")
         for world in WORLDS for case in CASES
     ],
     indirect=["results"],
