@@ -126,7 +126,7 @@ def positions_restarted(patch):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("seeds", [10, pytest.param(100, marks=pytest.mark.ci)])
+@pytest.mark.parametrize("seeds", [10, pytest.param(100, marks=pytest.mark.full)])
 def test_bf16_rounding_passes(seeds):
     verdicts = [verdict(seed, torch.bfloat16) for seed in range(seeds)]
     assert not [v for v in verdicts if v.missed], [str(v) for v in verdicts if v.missed]
@@ -135,9 +135,12 @@ def test_bf16_rounding_passes(seeds):
 
 @pytest.mark.parametrize(
     ("dtype", "seeds"),
-    [(torch.bfloat16, 3), *(pytest.param(x, 10, marks=pytest.mark.ci) for x in (torch.bfloat16, torch.float32))],
+    [
+        (torch.bfloat16, 3), pytest.param(torch.float32, 3, marks=pytest.mark.ci),
+        *(pytest.param(dtype, 10, marks=pytest.mark.full) for dtype in (torch.bfloat16, torch.float32)),
+    ],
     ids=str,
-)
+)  # fmt: skip
 @pytest.mark.parametrize("rows", [thinking_stripped, thinking_kept, tree_search])
 def test_rounding_of_trees_passes(rows, dtype, seeds):
     verdicts = [verdict(seed, dtype, rows=rows) for seed in range(seeds)]
