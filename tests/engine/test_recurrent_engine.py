@@ -334,11 +334,12 @@ def _of(world: int) -> list[tuple[str, str]]:
     return [(family, case) for family in FAMILIES[False] for case in cases_of(family, world)]
 
 
-# The check of itself once by family; it runs as many stock passes on every rank. Two that have qwen3_5_text's rule are
-# left to CI.
+ALIKE = ("qwen3_next", "olmo_hybrid")  # have qwen3_5_text's rule, and are left to CI
+
+
+# The check of itself once by family; it runs as many stock passes on every rank.
 @pytest.mark.parametrize(
-    ("family", "case"),
-    [pytest.param(*run, marks=pytest.mark.ci if run[0] in ("qwen3_next", "olmo_hybrid") else ()) for run in _of(1)],
+    ("family", "case"), [pytest.param(*run, marks=pytest.mark.ci if run[0] in ALIKE else ()) for run in _of(1)]
 )
 def test_engine_computes_what_stock_computes_row_by_row(one_rank, family, case):
     _assert_equal(one_rank(_case, family, case, case == "packed"), _limits(one_rank, family, case))
@@ -461,15 +462,21 @@ def test_self_check_passes_under_sequence_parallelism(ranks, models, one_rank, n
         assert "prefix/verify_recurrence" in metrics
 
 
-@pytest.mark.parametrize(("budget", "longest"), [(400, 52), (30, 30), (5, None)])
+@pytest.mark.parametrize(
+    ("budget", "longest"), [(30, 30), *(pytest.param(*one, marks=pytest.mark.ci) for one in ((400, 52), (5, None)))]
+)
 def test_self_check_takes_rows_that_one_rank_of_a_group_may_compute_alone(ranks, models, budget, longest):
     for seen in ranks(2, models)(_checked_rows, 2, budget):
         assert max(seen, default=None) == longest
 
 
 @pytest.mark.parametrize(
-    ("world", "family"), [(world, family) for world in (1, 2) for family, case in _of(world) if case == "packed"]
-)
+    ("world", "family"),
+    [
+        pytest.param(world, family, marks=pytest.mark.ci if world == 1 and family in ALIKE else ())
+        for world in (1, 2) for family, case in _of(world) if case == "packed"
+    ],
+)  # fmt: skip
 def test_self_check_passes_and_its_figures_are_those_of_recurrent_layers(ranks, models, world, family):
     for result in ranks(world, models)(_case, family, "packed", True):
         metrics = result["metrics"]
