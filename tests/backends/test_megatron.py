@@ -231,54 +231,51 @@ def test_ours_is_megatrons_and_one_ranks(models, ranks, world, which, table):
             assert max(errors.values()) < TOLERANCE, (arm, max(errors, key=errors.__getitem__), max(errors.values()))
 
 
-BALANCED = {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.1}
-BALANCED_ROWS = BALANCED | {"moe_router_load_balancing_type": "seq_aux_loss"}
+# Losses for balance, over tokens, and over rows, of which a packed row is one in stock, too.
+BALANCED = {
+    name: {"moe_router_load_balancing_type": name, "moe_aux_loss_coeff": 0.1} for name in ("aux_loss", "seq_aux_loss")
+}
 
 
-def _balanced(models: dict, balanced: dict, once: bool, **layout: Any) -> float:
+def _balanced(models: dict, name: str, ep: int, once: bool) -> float:
     """Error of gradients with a loss for balance, of all rows in one pass; once: a prefix counts once in it."""
-    args = "qwen3_moe", {"budget": 4000}, layout | {"override_transformer_config": balanced}
-    stock = _stock(models, args[0], *args[1:])
+    args = "qwen3_moe", {"budget": 4000}, {"ep": ep, "override_transformer_config": BALANCED[name]}
+    stock = _stock(models, *args)
     with pytest.MonkeyPatch.context() as patch:
         if once:
             prefix_counted_once(patch)
         ours = _ours(models, args[0], PACKED, *args[1:])
-    errors = errors_of(ours, stock)
-    return max(error for name, error in errors.items() if name.startswith("gradient"))
+    return max(error for name, error in errors_of(ours, stock).items() if name.startswith("gradient"))
 
 
-@pytest.mark.parametrize("balanced", [BALANCED, BALANCED_ROWS], ids=["tokens", "rows"])
-@pytest.mark.parametrize(("world", "layout"), [(1, {}), (2, {"ep": 2})], ids=["1", "ep2"])
-def test_a_loss_for_balance_counts_a_prefix_as_often_as_stock_does(models, ranks, world, layout, balanced):
-    assert max(ranks(world, models)(_balanced, balanced, False, **layout)) < TOLERANCE
-    assert min(ranks(world, models)(_balanced, balanced, True, **layout)) > 100 * TOLERANCE
+@pytest.mark.parametrize("name", BALANCED)
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_loss_for_balance_counts_a_prefix_as_often_as_stock_does(models, ranks, world, name):
+    assert max(ranks(world, models)(_balanced, name, world, False)) < TOLERANCE
+    assert min(ranks(world, models)(_balanced, name, world, True)) > 100 * TOLERANCE
 
 
-def _half(models: dict, name: str, prefix: dict, layout: dict) -> dict[str, dict[str, float]]:
+def _half(models: dict, which: str) -> dict[str, dict[str, float]]:
     """What verl's own bf16 misses of float64, and what ours does."""
     import megatron_cpu
     from verl.workers.engine.megatron.transformer_impl import MegatronEngineWithLMHead
 
+    name, prefix, rows, layout = CASES[get_world_size()][which]
     double = {"dtype": "float64", "override_ddp_config": {"grad_reduce_in_fp32": False}}
     with megatron_cpu.in_float64():
         routers = {"override_transformer_config": {"moe_router_dtype": "fp64"}}
         whole = engine(MegatronEngineWithLMHead, models[name], model=name, **routers, **double)
-        truth = measure(whole, {})
+        truth = measure(whole, rows, (0,))  # of one data rank
     half = layout | {"dtype": "bfloat16"}
-    found = {"ours": _ours(models, name, prefix, {}, half), "stock": _stock(models, name, {}, half)}
+    found = {"ours": _ours(models, name, prefix, rows, half), "stock": _stock(models, name, rows, half)}
     return {arm: _half_errors(one, truth) for arm, one in found.items()}
 
 
 @pytest.mark.parametrize(
-    ("name", "prefix", "layout"),
-    [
-        ("qwen3", PACKED, {}), ("qwen3", PHASED, {}), ("qwen3", PHASED, SP | {"override_transformer_config": FULL}),
-        ("deepseek_v3_yarn", PHASED, SP),
-    ],
-)  # fmt: skip
-def test_bf16_misses_float64_by_no_more_than_megatrons_does(models, ranks, name, prefix, layout):
-    world = layout.get("tp", 1)
-    for found in ranks(world, models)(_half, name, prefix, layout):
+    ("world", "which"), [(1, "packed"), (1, "phased"), (1, "mla_full"), (2, "tp2_sp_full"), (2, "tp2_sp_mla")]
+)
+def test_bf16_misses_float64_by_no_more_than_megatrons_does(models, ranks, world, which):
+    for found in ranks(world, models)(_half, which):
         for key, error in found["ours"].items():
             assert error <= 1.3 * found["stock"][key], (key, error, found["stock"][key])
 

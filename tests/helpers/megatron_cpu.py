@@ -355,3 +355,7 @@ def _mla_config(max_position_embeddings: int, **fields: Any) -> MLATransformerCo
 
 DeepseekV3Bridge.TransformerConfigClass = staticmethod(_mla_config)
 EngineRegistry.register("language_model", backend="megatron", device="cpu")(verls.MegatronEngineWithLMHead)
+
+from verl_prefix.backends.megatron import PrefixMegatronEngine  # noqa: E402  over the engine above
+
+EngineRegistry.register("language_model", backend="prefix_megatron", device="cpu")(PrefixMegatronEngine)

@@ -6,8 +6,6 @@ Megatron engine (`model_engine=prefix_megatron`), where megatron-core is. Everyt
 room's (`verl_prefix.engine`).
 """
 
-import importlib.util
-
 from verl.workers.engine import MegatronEngineWithLMHead, VeOmniEngineWithLMHead
 
 from verl_prefix.config.megatron import PrefixMegatronEngineConfig
@@ -17,5 +15,5 @@ __all__ = ["PrefixMegatronEngineConfig", "PrefixVeOmniEngineConfig"]
 
 if VeOmniEngineWithLMHead is not None:
     import verl_prefix.backends.veomni  # noqa: F401  which registers the engine
-if MegatronEngineWithLMHead is not None and importlib.util.find_spec("verl_prefix.backends.megatron"):
-    importlib.import_module("verl_prefix.backends.megatron")  # which registers the engine
+if MegatronEngineWithLMHead is not None:
+    import verl_prefix.backends.megatron  # noqa: F401  likewise

@@ -20,7 +20,12 @@ from verl.workers.engine.megatron.transformer_impl import MegatronEngineWithLMHe
 
 from verl_prefix.auto.cost import Memory
 from verl_prefix.auto.shape import ModelShape, shape_of_config
-from verl_prefix.config.megatron import PrefixMegatronEngineConfig
+from verl_prefix.config.megatron import (
+    PrefixMegatronEngineConfig,
+    check_built,
+    check_model_options,
+    check_spread,
+)
 from verl_prefix.config.options import PrefixConfig
 from verl_prefix.core.errors import WITHOUT_SHARING
 from verl_prefix.core.forward import PackedForward, TokenBatch
@@ -39,6 +44,7 @@ from verl_prefix.models.mcore import (
     unwrapped,
 )
 from verl_prefix.models.replaced import replaced
+from verl_prefix.models.support import check_supported
 
 
 @dataclass(eq=False)
@@ -219,6 +225,11 @@ class PrefixMegatronEngine(PrefixEngine, MegatronEngineWithLMHead):
         self.prefix_config = engine_config.prefix
         of_verl = engine_config
         if self.prefix_config.schedule != "stock":
+            hf_config = model_config.hf_config
+            check_model_options(model_config)
+            check_supported(hf_config)
+            check_spread(engine_config, torch.distributed.get_world_size(), hf_config)
+            check_built(hf_config, engine_config)
             of_verl = copy.copy(engine_config)  # the caller's stays as it is
             object.__setattr__(of_verl, "use_fused_kernels", False)  # they make log-probs of all tokens
         super().__init__(model_config, of_verl, optimizer_config, checkpoint_config)

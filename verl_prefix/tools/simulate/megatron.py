@@ -286,7 +286,7 @@ class _Attention:
 
     def __init__(self, owner: MegatronModel, module: Any, columns: Sequence[Any], firsts: Sequence[Any]) -> None:
         self.owner, self.inner = owner, module.forward
-        self.hidden: Any = None  # what comes in, while the module runs
+        self.hidden = torch.empty(0)  # what comes in, while the module runs
         together = _Columns(owner, columns)
         for one in columns:
             one.forward = lambda _: together(self.hidden)
@@ -300,5 +300,5 @@ class _Attention:
         self.owner.tokens = kwargs["position_embeddings"][0].shape[1]  # a checkpoint runs behind other passes
         shape = (1, self.owner.tokens, hidden_states.shape[-1])
         made = self.inner(hidden_states.detach()[:, :1, :1].expand(shape), *args, **kwargs)
-        self.hidden = None
+        self.hidden = torch.empty(0)
         return made
