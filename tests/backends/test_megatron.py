@@ -33,6 +33,7 @@ SELECTIVE = {"recompute_granularity": "selective"}
 UP_PROJECTIONS = SELECTIVE | {"recompute_modules": ["core_attn", "mla_up_proj", "layernorm"]}
 OVERLAP = {"override_ddp_config": {"overlap_grad_reduce": True, "overlap_param_gather": True, "bucket_size": 20_000}}
 SP = {"tp": 2, "sp": True}
+PP = {"pipeline_model_parallel_size": 2}
 EXCHANGE = {"exchange": "auto"}
 
 
@@ -106,6 +107,15 @@ CASES = {
         "ep2_rank_of_empty_responses": case(PHASED, model="qwen3_moe", ep=2, rows={"empty": ("e", PAD, "f")}),
         "ep2_overlap": case(PHASED, model="qwen3_moe", ep=2, **OVERLAP),
         "ep2_mla": case(PHASED, **YARN, ep=2),
+        "pp2_packed": case(PACKED, **PP),
+        "pp2_phased": case(PHASED, **PP),
+        "pp2_waves_of_1_offload": case(PHASED | {"wave_tokens": 1, "offload": True}, **PP),
+        "pp2_small_budget": case(PACKED, rows={"budget": 90}, **PP),
+        "pp2_turns": case(PHASED, rows={"turns": True}, **PP),
+        "pp2_tied": case(PHASED, model="qwen3_tied", **PP),
+        "pp2_full": case(PHASED, recompute=FULL, **PP),
+        "pp2_mla": case(PHASED, **YARN, **PP),
+        "pp2_overlap": case(PHASED, **PP, **OVERLAP),
         "ep2_auto": case({"schedule": "auto"}, model="qwen3_moe", ep=2),
     },
     4: {
@@ -113,6 +123,11 @@ CASES = {
         "dp2_tp2_sp_exchange": case(EXCHANGE | PHASED, **SP),
         "tp2_sp_ep2": case(PHASED, model="qwen3_moe", ep=2, **SP),
         "tp2_sp_ep2_exchange": case(EXCHANGE, model="qwen3_moe", ep=2, **SP),
+        "dp2_pp2_exchange": case(EXCHANGE | PHASED, **PP),
+        "pp2_rank_of_empty_responses": case(PHASED, rows={"empty": ("e", PAD, "f")}, **PP),
+        "tp2_sp_pp2": case(PHASED, **SP, **PP),
+        "ep2_pp2": case(PHASED, model="qwen3_moe", ep=2, **PP),
+        "pp4": case(PHASED, model="qwen3_deep", pipeline_model_parallel_size=4),
         "tp2_sp_ep4_etp1_mla": case(PHASED, **YARN, ep=4, etp=1, recompute=FULL, **SP),
     },
 }
@@ -146,8 +161,9 @@ def _measure(built: Any, rows: dict[str, Any], ranks: tuple[int, ...] | None = N
     """`measure`, and what routers counted in its two steps."""
     with _routed() as routed:
         found = measure(built, rows, ranks)
-    counts = [torch.zeros(len(one), one.shape[-1]) + one for one in routed[-2:]]
-    for count in counts:  # mcore sums over ranks in the same call
+    # Stages have different layers; mcore sums over ranks behind what is collected here.
+    counts = routed[-2:] if built.engine_config.pipeline_model_parallel_size == 1 else []
+    for count in counts:
         torch.distributed.all_reduce(count)
     return found | {"routed": counts}
 
@@ -210,7 +226,7 @@ def table():
             "of a CPU, with tiny models, the local layer spec and stand-ins of CUDA and TransformerEngine:\n"
             "the largest error of any rank over the largest value, of log-probs and of the gradient of any parameter.\n"
             "The tolerance is 5e-6, of weights after two steps with Adam, too. tpN, epN, etpN, dpN: ranks of tensor,\n"
-            "expert, expert tensor and data parallelism; sp: ranks of tp share a row's tokens between the layers.\n\n"
+            "expert, expert tensor and data parallelism, ppN: N stages; sp: ranks of tp share a row's tokens.\n\n"
             f"{', '.join(f'{name} {version}' for name, version in versions.items())}.\n\n"
             + "".join(f"| {line} |\n" for line in lines)
         )
@@ -289,7 +305,7 @@ def _checked(models: dict, which: str, dtype: str) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("which", ["dp2_phased", "tp2_sp_full", "ep2_phased", "ep2_mla", "tp2_sp_mla", "ep2_overlap"])
+@pytest.mark.parametrize("which", ["dp2_phased", "tp2_sp_full", "ep2_phased", "ep2_mla", "tp2_sp_mla", "pp2_mla"])
 def test_the_self_check_compares_with_megatrons_path(models, ranks, which, dtype):
     for found in ranks(2, models)(_checked, which, dtype):
         assert 0 < found["prefix/verify_log_probs"] <= 3 and 0 < found["prefix/verify_attention"] <= 2
@@ -368,7 +384,7 @@ def _broken(models: dict, which: str, sabotage: Callable) -> float:
         ("tp2_sp_phased", positions_restarted), ("tp2_sp_mla", positions_restarted),
         ("ep2_packed", positions_restarted), ("tp2_sp_phased", heads_of_another_rank),
         ("tp2_sp_packed", gradients_finalized_twice),
-        ("dp2_phased", gradients_finalized_twice),
+        ("dp2_phased", gradients_finalized_twice), ("pp2_phased", gradients_of_waves_lost),
     ],
 )  # fmt: skip
 def test_what_is_broken_on_purpose_is_far_off_and_stops_step_1(models, ranks, which, sabotage):

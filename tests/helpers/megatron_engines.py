@@ -29,6 +29,7 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         dict(window_size=(7, 0), window_attn_skip_freq=[0, 1]),
     ),
     "qwen3": ("qwen3", {}, {}),
+    "qwen3_deep": ("qwen3", {"num_hidden_layers": 4}, {}),
     "qwen3_tied": ("qwen3", {"tie_word_embeddings": True}, {}),
     "qwen3_moe": ("qwen3_moe", {"norm_topk_prob": True}, {}),
     # mbridge's biases, and scores of experts that were not normalised (mbridge/models/mixtral.py:99).
@@ -74,7 +75,7 @@ def engine(
     from verl.trainer.config import CheckpointConfig
     from verl.workers.config import HFModelConfig, McoreEngineConfig, McoreOptimizerConfig
 
-    sizes = (tp, ep, tp if etp is None else etp)
+    sizes = (tp, ep, tp if etp is None else etp, more.get("pipeline_model_parallel_size", 1))
     if parallel_state.is_initialized() and _sizes(parallel_state) != sizes:
         parallel_state.destroy_model_parallel()  # verl keeps the first topology
     model_config = HFModelConfig(path=path, use_remove_padding=True)
@@ -108,10 +109,10 @@ def engine(
     return built
 
 
-def _sizes(state: Any) -> tuple[int, int, int]:
+def _sizes(state: Any) -> tuple[int, int, int, int]:
     return (
         state.get_tensor_model_parallel_world_size(), state.get_expert_model_parallel_world_size(),
-        state.get_expert_tensor_parallel_world_size(),
+        state.get_expert_tensor_parallel_world_size(), state.get_pipeline_model_parallel_world_size(),
     )  # fmt: skip
 
 
@@ -177,16 +178,19 @@ def batch_of(engine: Any, ranks: Sequence[int], options: dict[str, Any]) -> Any:
 
 
 def measure(engine: Any, options: dict[str, Any], ranks: Sequence[int] | None = None) -> dict[str, Any]:
-    """As `engines._measure`: outputs of an engine, gradients and their norm of a step, and weights after two.
+    """As `engines._measure`: outputs of an engine, gradients and their norm of a step, and weights after two. Every
+    stage of a pipeline has what its last one found.
 
     ranks: whose rows this rank has; None for its own. Two ranks of data parallelism that have the rows of both find
     what one has that is alone.
     """
     data = batch_of(engine, (engine.get_data_parallel_rank(),) if ranks is None else ranks, options)
     with engine.eval_mode(disable_auto_offload=True):
-        inferred = engine.infer_batch(data.copy())["model_output"]
+        inferred = engine.infer_batch(data.copy()).get("model_output") or {}
     found: dict[str, Any] = {name: torch.cat(_responses(x, data)) for name, x in inferred.items()}
-    found["lens"] = inferred["log_probs"].offsets().diff()
+    found["lens"] = data["input_ids"].offsets().diff()
+    if inferred:
+        assert torch.equal(inferred["log_probs"].offsets().diff(), found["lens"])
     with engine.train_mode(disable_auto_offload=True):
         engine.optimizer_zero_grad()
         output = engine.forward_backward_batch(data.copy(), _loss(options))
@@ -194,8 +198,20 @@ def measure(engine: Any, options: dict[str, Any], ranks: Sequence[int] | None = 
         found["grad_norm"] = float(engine.optimizer_step())
         engine.lr_scheduler_step()
         engine.train_batch(data.copy(), _loss(options))
-    found["loss"], found["metrics"] = sum(output["loss"]), output["metrics"]
-    return found | {"params": weights(engine)}
+    if inferred:
+        found["loss"], found["metrics"] = sum(output["loss"]), output["metrics"]
+    return of_last_stage(found) | {"params": weights(engine)}
+
+
+def of_last_stage(found: dict[str, Any]) -> dict[str, Any]:
+    """What the last stage of this pipeline found, on all of its stages."""
+    from megatron.core import parallel_state
+
+    group, box = parallel_state.get_pipeline_model_parallel_group(), [found]
+    if group.size() > 1:
+        last = torch.distributed.get_global_rank(group, group.size() - 1)
+        torch.distributed.broadcast_object_list(box, src=last, group=group)
+    return box[0]
 
 
 def together(engine: Any, found: dict[str, Any]) -> dict[str, Any]:

@@ -43,7 +43,7 @@ def measure(
     unit = max(2, min(_UNIT[device.type], max_tokens // 8))
     offsets = [i * unit for i in range(_num_segments(max_tokens, unit) + 1)]
     index = torch.arange(offsets[-1] + 1, device=device)
-    tokens = TokenBatch(index % shape.vocab_size, index, offsets)
+    tokens = TokenBatch(index % shape.vocab_size, index % unit, offsets)
     runner = schedule(
         lambda _, logits: torch.logsumexp(logits.float(), -1, keepdim=True),
         lambda groups, layout, outputs: outputs.sum() * 0.0,

@@ -8,7 +8,6 @@ import copy
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,6 +19,8 @@ from verl.workers.engine.megatron.transformer_impl import MegatronEngineWithLMHe
 
 from verl_prefix.auto.cost import Memory
 from verl_prefix.auto.shape import ModelShape, shape_of_config
+from verl_prefix.backends.megatron_schedule import MegatronSchedule
+from verl_prefix.backends.pipeline import PipelineSchedule
 from verl_prefix.config.megatron import (
     PrefixMegatronEngineConfig,
     check_built,
@@ -28,10 +29,9 @@ from verl_prefix.config.megatron import (
 )
 from verl_prefix.config.options import PrefixConfig
 from verl_prefix.core.errors import WITHOUT_SHARING
-from verl_prefix.core.forward import PackedForward, TokenBatch
+from verl_prefix.core.forward import PackedForward
 from verl_prefix.core.meter import Meter
 from verl_prefix.core.schedule import Schedule
-from verl_prefix.core.waves import Plan
 from verl_prefix.engine.backend import Ranks, StockPath
 from verl_prefix.engine.loss import LossFunction
 from verl_prefix.engine.prefix_engine import PrefixEngine
@@ -39,7 +39,7 @@ from verl_prefix.engine.self_check import Gradients, rounding_noise
 from verl_prefix.models.mcore import (
     MegatronModel,
     counts_tokens,
-    scale_auxiliary_losses,
+    is_last_stage,
     unsupported_reasons,
     unwrapped,
 )
@@ -47,37 +47,12 @@ from verl_prefix.models.replaced import replaced
 from verl_prefix.models.support import check_supported
 
 
-@dataclass(eq=False)
-class MegatronSchedule(Schedule):
-    """A schedule whose gradients mcore reduces once, behind the last backward, as behind the last micro-batch of verl's
-    own path. No backward finishes all of them: phase C has no lm_head, so that their reduction cannot overlap it.
-
-    Attributes:
-        module: the model, in mcore's DistributedDataParallel where it is trained.
-    """
-
-    module: Any = None
-
-    def run(self, tokens: TokenBatch, plan: Plan) -> None:
-        config = unwrapped(self.module).config
-        scale: Callable[..., torch.Tensor] = config.grad_scale_func or (lambda x: x)
-        if self.backward is None:
-            return super().run(tokens, plan)
-        scale_auxiliary_losses(scale(torch.ones(1, device=tokens.input_ids.device)) / max(len(plan.passes), 1))
-        self.backward = lambda loss: scale(loss).backward()
-        with self.module.no_sync():
-            super().run(tokens, plan)
-        if self.module.ddp_config.overlap_grad_reduce:
-            self.module.start_grad_sync()
-        config.finalize_model_grads_func([self.module], None)
-        return None
-
-
 class MegatronBackend:
-    """`engine.backend.Backend` of verl's MegatronEngine, with one pipeline stage.
+    """`engine.backend.Backend` of verl's MegatronEngine.
 
-    Ranks of a tensor-parallel set have the same rows and run the same plan; each has its heads, its part of every
-    matrix and of the vocabulary. Expert parallelism spans ranks that have different rows, as with VeOmni.
+    Ranks of a tensor-parallel set and of a pipeline have the same rows and run the same plan; each has its heads, its
+    part of every matrix and of the vocabulary, or its layers. The last stage alone has outputs and losses. Expert
+    parallelism spans ranks that have different rows, as with VeOmni.
     """
 
     def __init__(self, engine: Any) -> None:
@@ -87,7 +62,8 @@ class MegatronBackend:
         size = engine.get_data_parallel_size()
         self.ranks = Ranks(
             engine.get_data_parallel_group(), engine.get_data_parallel_rank(), size,
-            copies=torch.distributed.get_world_size() // size, writes=engine.is_mp_src_rank_with_outputs(),
+            copies=torch.distributed.get_world_size() // size, has_outputs=is_last_stage(),
+            writes=engine.is_mp_src_rank_with_outputs(),
         )  # fmt: skip
 
     @property
@@ -132,7 +108,8 @@ class MegatronBackend:
         self, outputs: Callable, step: Callable, forward_only: bool, offload: bool = False,
         meter: Meter | None = None, **options: Any,
     ) -> Schedule:  # fmt: skip
-        return MegatronSchedule(
+        stages = self._engine.engine_config.pipeline_model_parallel_size
+        return (PipelineSchedule if stages > 1 else MegatronSchedule)(
             PackedForward(MegatronModel(self._module), outputs, **options),
             step,
             None if forward_only else torch.Tensor.backward,
@@ -143,7 +120,11 @@ class MegatronBackend:
 
     def model_metrics(self, schedule: Schedule) -> dict[str, float]:
         assert isinstance(schedule.forward.model, MegatronModel)
-        return schedule.forward.model.expert_loads.metrics(self.ranks.sum_over_ranks)
+        config = unwrapped(self._module).config
+        if config.num_moe_experts is None:
+            return {}
+        loads = schedule.forward.model.expert_loads
+        return loads.metrics(self.ranks.sum_over_ranks, config.num_layers, config.num_moe_experts)
 
     def autocast(self) -> AbstractContextManager[Any]:
         return nullcontext()
@@ -175,8 +156,11 @@ class MegatronBackend:
         return output
 
     def gradients(self) -> Gradients:
-        layers = {f"layer {layer.layer_number - 1}": layer for layer in unwrapped(self._module).decoder.layers}
-        return Gradients(self._module, {}, layers, _local_grad, self._clear)
+        layers = unwrapped(self._module).decoder.layers
+        (most,) = self.ranks.max_over_ranks([len(layers)])  # stages may have different numbers
+        missing = [torch.nn.Module()] * (int(most) - len(layers))
+        parts = {f"layer {i} of a stage": layer for i, layer in enumerate([*layers, *missing])}
+        return Gradients(self._module, {}, parts, _local_grad, self._clear)
 
     def _clear(self) -> None:
         if not self.has_no_updates:

@@ -46,7 +46,13 @@ class Pixels(Protocol):
 
 
 class Model(Protocol):
-    """A model as `PackedForward` calls it (`models.hookup.HookedModel` for those of Hugging Face)."""
+    """A model as `PackedForward` calls it (`models.hookup.HookedModel` for those of Hugging Face).
+
+    Attributes:
+        is_early_stage: it is an earlier stage of a pipeline, whose outputs are hidden states for the next one.
+    """
+
+    is_early_stage: bool
 
     def grouped_attention(self) -> AbstractContextManager[None]:
         """While open, attention layers call `AttentionPass.attend` of the forward's pass."""
@@ -127,7 +133,9 @@ class PackedForward:
             head_tokens, outputs = layout.head_tokens, self.outputs
         with self.context():
             result = self._run(tokens, head_tokens, attention_pass, outputs)
-            return result if layout.reads is None else cache.capture(_OUTPUTS, result)[0]
+            if layout.reads is None or self.model.is_early_stage:
+                return result
+            return cache.capture(_OUTPUTS, result)[0]
 
     def packed_or_wave(
         self, tokens: TokenBatch, groups: Sequence[Group], layout: Layout, cache: PrefixCache | None
@@ -144,7 +152,7 @@ class PackedForward:
     def _read(self, outputs: torch.Tensor, layout: Layout, cache: PrefixCache | None) -> torch.Tensor:
         """Outputs [m, k] of the layout's `head_tokens` -> those that rows read [n, k]. Several rows may read the same
         output, and waves may read those of phase A."""
-        if layout.reads is None or torch.equal(layout.reads.tokens, layout.head_tokens):
+        if self.model.is_early_stage or layout.reads is None or torch.equal(layout.reads.tokens, layout.head_tokens):
             return outputs
         device, tokens, is_own = outputs.device, layout.reads.tokens, layout.reads.tokens >= 0
         own = outputs[on_device(torch.searchsorted(layout.head_tokens, tokens[is_own]), device)]

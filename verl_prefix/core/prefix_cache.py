@@ -103,14 +103,15 @@ class PrefixCache:
         for total, part in zip(self._grad[key], grads, strict=True):
             add_at(total, at, part)
 
-    def backward(self, output: torch.Tensor) -> None:
+    def backward(self, output: torch.Tensor, grad: torch.Tensor | None = None) -> None:
         """Phase C: runs one backward through the prefix graph, which takes each layer's grad cache as it gets there.
 
         Args:
-            output: the model's of phase A, which depends on every layer. It enters with a zero gradient.
+            output: the model's of phase A, which depends on every layer.
+            grad: its gradient, where a later stage of a pipeline sends one; None: zeros.
         """
         self._end_waves()
-        output.backward(torch.zeros_like(output))
+        output.backward(torch.zeros_like(output) if grad is None else grad)
 
     def _end_waves(self) -> None:
         """Between phases B and C: nobody reads what layers left any more."""

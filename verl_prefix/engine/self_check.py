@@ -237,8 +237,7 @@ class Gradients:
             trained = [p for p in module.parameters() if p in left]
             left.difference_update(trained)
             small = trained if name in whole else [p for p in trained if p.numel() <= _SMALL]
-            if trained:
-                self.parts[name] = small or [min(trained, key=torch.numel)]
+            self.parts[name] = small or sorted(trained, key=torch.numel)[:1]  # none where nothing is trained
 
     def keep(self) -> list[float]:
         """Takes the last pass's gradients as the truth, kept in host memory; returns their squared norms by part."""

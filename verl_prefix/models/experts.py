@@ -22,18 +22,25 @@ class ExpertLoads:
         """Adds a forward's tokens by expert, [experts]."""
         self._loads[layer] = self._loads[layer] + counts if layer in self._loads else counts
 
-    def metrics(self, reduce_sum: Callable[[Sequence[float]], Sequence[float]]) -> dict[str, float]:
+    def metrics(
+        self, reduce_sum: Callable[[Sequence[float]], Sequence[float]], layers: int = 0, experts: int = 0
+    ) -> dict[str, float]:
         """How far a layer's loads are from an even load, relative to it: by how much its fullest expert exceeds it
         (max_vio), and how far its experts are off on average (avg_vio). Both as the largest and the mean over layers,
         as verl's rollout/moe/* (verl/trainer/ppo/metric_utils.py). Empty without routers.
 
         Args:
             reduce_sum: element-wise sum over ranks.
+            layers, experts: of the whole model, where ranks have different layers; 0: all have the same.
         """
-        if not self._loads:
+        if not self._loads and not layers:
             return {}
-        own = torch.stack([self._loads[layer] for layer in sorted(self._loads)])
+        numbers = range(layers) if layers else sorted(self._loads)
+        own = torch.stack([self._loads.get(layer, torch.zeros(experts)).cpu().double() for layer in numbers])
         loads = torch.tensor(reduce_sum(own.flatten().tolist()), dtype=torch.float64).view_as(own)
+        loads = loads[loads.sum(1) > 0]
+        if not len(loads):
+            return {}
         deviation = loads * loads.shape[1] / loads.sum(1, keepdim=True).clamp(min=1) - 1
         by_layer = {"max_vio": deviation.amax(1), "avg_vio": deviation.abs().mean(1)}
         return {

@@ -92,6 +92,8 @@ class HookedModel:
         text_config: of its text model. expert_loads: of its updates.
     """
 
+    is_early_stage = False
+
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
         self.text_config: PretrainedConfig = model.config.get_text_config()

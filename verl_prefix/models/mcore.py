@@ -18,6 +18,8 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
@@ -50,18 +52,19 @@ class _Running:
 
 
 class MegatronModel:
-    """A `core.forward.Model` for a GPTModel of megatron-core, of one pipeline stage.
+    """A `core.forward.Model` for a GPTModel of megatron-core: this rank's part of it, on its pipeline stage.
 
     Args:
         module: the model as verl's engine holds it, within mcore's wrappers. Every forward enters through it.
 
     Attributes:
-        expert_loads: of its updates.
+        is_early_stage: of `core.forward.Model`. expert_loads: of its updates.
     """
 
     def __init__(self, module: torch.nn.Module) -> None:
         self._module, self._model = module, unwrapped(module)
         self._config = self._model.config
+        self.is_early_stage = not self._model.post_process
         self.layers: list[Any] = list(self._model.decoder.layers)
         self.expert_loads = ExpertLoads()
         self._running: _Running | None = None
@@ -105,7 +108,8 @@ class MegatronModel:
         logits_chunk: int,
         pixels: Mapping[str, torch.Tensor],
     ) -> torch.Tensor:
-        """As `core.forward.Model` says. Logits are those of this rank's part of the vocabulary.
+        """As `core.forward.Model` says. Logits are those of this rank's part of the vocabulary. An earlier stage
+        returns hidden states [t, 1, H] for the next one, which has got them by `set_input_tensor`.
 
         Raises:
             RuntimeError: a layer did not go through our attention.
@@ -113,10 +117,13 @@ class MegatronModel:
         running = self._begin(attention_pass, position_ids)
         calls, more = attention_pass.num_calls, len(running.positions) - len(input_ids)
         ids = torch.nn.functional.pad(input_ids, (0, more))
-        head = functools.partial(self._head, self._model.output_layer.forward, head_tokens, outputs, logits_chunk)
-        with replaced(self._model.output_layer, "forward", head):
-            # GPTModel hands on [sequence, 1, ...] as [1, sequence, ...].
-            result: torch.Tensor = self._module(ids[None], running.positions[None], None)[0]
+        with ExitStack() as stack:
+            if not self.is_early_stage:
+                layer = self._model.output_layer
+                head = functools.partial(self._head, layer.forward, head_tokens, outputs, logits_chunk)
+                stack.enter_context(replaced(layer, "forward", head))
+            result: torch.Tensor = self._module(ids[None], running.positions[None], None)
+        result = result if self.is_early_stage else result[0]  # GPTModel makes [1, sequence, k] of [sequence, 1, k]
         if (found := attention_pass.num_calls - calls) != len(self.layers):
             raise RuntimeError(
                 f"{found} of {len(self.layers)} layers of this Megatron model shared their prefixes; set "
@@ -164,7 +171,7 @@ class MegatronModel:
         # Padding of sequence parallelism stands behind the packed row.
         q, k, v = (x[: one.layout.num_tokens, 0] for x in (query, key, value))
         if getattr(attention, "recompute_up_proj", False):
-            k = k.clone()  # mcore empties the key's memory until backward, and waves read it before
+            k, v = k.clone(), v.clone()  # mcore empties their memory until backward, and waves read them before
         width = v.shape[-1]
         v = torch.nn.functional.pad(v, (0, q.shape[-1] - width)) if width < q.shape[-1] else v
         sinks = getattr(core, "softmax_offset", None)
@@ -229,6 +236,67 @@ def unwrapped(module: Any) -> Any:
     return module
 
 
+def is_last_stage() -> bool:
+    """Whether this rank has the last layers, and so logits."""
+    return bool(parallel_state.is_pipeline_last_stage())
+
+
+class Neighbours:
+    """The stages before and behind this one, of a model's pipeline."""
+
+    def __init__(self, model: Any) -> None:
+        group = parallel_state.get_pipeline_model_parallel_group()
+        self._first, self._last = group.rank() == 0, group.rank() == group.size() - 1
+        self._model, self._p2p = model, P2PCommunicator(pp_group=group, config=model.config)
+
+    def receive_hidden(self) -> torch.Tensor | None:
+        """Hidden states [t, 1, H] of the stage before; None on the first. Their shape travels before them."""
+        found: torch.Tensor | None = self._p2p.recv_forward((1, 1, self._model.config.hidden_size), self._first)
+        return found
+
+    def take(self, hidden: torch.Tensor | None) -> None:
+        """Gives the next forward what it reads."""
+        self._model.set_input_tensor(hidden)
+
+    def send_hidden(self, output: torch.Tensor) -> None:
+        self._p2p.send_forward(output, self._last)
+
+    def receive_gradient(self, output: torch.Tensor) -> torch.Tensor | None:
+        """Of what this stage handed on; None on the last."""
+        found: torch.Tensor | None = self._p2p.recv_backward(tuple(output.shape), self._last)
+        return found
+
+    def send_gradient(self, read: torch.Tensor | None) -> None:
+        """Of what it read."""
+        self._p2p.send_backward(None if read is None else read.grad, self._first)
+
+
+def run_1f1b(
+    module: Any, forward: Callable[[], tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]], number: int,
+    forward_only: bool,
+) -> None:  # fmt: skip
+    """Runs micro-batches by mcore's own schedule, without what it does once behind the last.
+
+    Args:
+        forward: runs the next one; returns the stage's output and, for the last stage, what makes its loss of it.
+    """
+    if not number:
+        return
+    config = unwrapped(module).config
+
+    def step(batches: object, model: object) -> tuple[torch.Tensor, Callable[[torch.Tensor], Any]]:
+        output, loss_of = forward()
+        return output, lambda found: (loss_of(found) * number, {})  # which mcore divides by the number
+
+    with ExitStack() as stack:
+        for name in ("finalize_model_grads_func", "no_sync_func", "grad_sync_func"):
+            stack.enter_context(replaced(config, name, None))
+        get_forward_backward_func()(
+            forward_step_func=step, data_iterator=[None], model=[module], num_microbatches=number,
+            seq_length=1, micro_batch_size=1, forward_only=forward_only,
+        )  # fmt: skip
+
+
 def scale_auxiliary_losses(scale: torch.Tensor) -> None:
     """Sets the factor [1] of auxiliary losses' gradients: mcore divides them by the number of micro-batches
     (pipeline_parallel/schedules.py, forward_step_calc_loss)."""
@@ -236,9 +304,13 @@ def scale_auxiliary_losses(scale: torch.Tensor) -> None:
 
 
 def counts_tokens(module: torch.nn.Module) -> bool:
-    """Whether routers count tokens: for biases that follow the counts, or for auxiliary losses."""
-    routers = [layer.mlp.router for layer in unwrapped(module).decoder.layers if hasattr(layer.mlp, "router")]
-    return any(router.enable_expert_bias or router.is_aux_loss_enabled() for router in routers)
+    """Whether routers count tokens: for biases that follow the counts, or for auxiliary losses. The same on every
+    stage, whatever layers it has."""
+    config = unwrapped(module).config
+    coefficients = config.moe_aux_loss_coeff
+    balanced = any(coefficients) if isinstance(coefficients, list) else bool(coefficients)
+    balanced = balanced and config.moe_router_load_balancing_type not in ("none", ["none"])
+    return config.num_moe_experts is not None and (config.moe_router_enable_expert_bias or balanced)
 
 
 def scale_of(attention: Any, width: int) -> float:
@@ -250,9 +322,10 @@ def scale_of(attention: Any, width: int) -> float:
 
 def window_of(config: Any, layer_number: int) -> int | None:
     """Tokens that a query of the layer sees, itself included; None: all before it. Layers count from 1."""
-    if not is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number):
+    window = config.window_size
+    if not is_layer_window_attention(window, config.window_attn_skip_freq, layer_number) or window[0] < 0:
         return None
-    return int(config.window_size[0]) + 1
+    return int(window[0]) + 1
 
 
 def unsupported_reasons(module: torch.nn.Module) -> list[str]:

@@ -1,0 +1,42 @@
+"""The schedule of verl's Megatron engine: passes one after the other, then what mcore does once behind the last."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from verl_prefix.core.forward import TokenBatch
+from verl_prefix.core.schedule import Schedule
+from verl_prefix.core.waves import Plan
+from verl_prefix.models.mcore import scale_auxiliary_losses, unwrapped
+
+
+@dataclass(eq=False)
+class MegatronSchedule(Schedule):
+    """A schedule whose gradients mcore reduces once, behind the last backward, as behind the last micro-batch of verl's
+    own path. No backward finishes all of them: phase C has no lm_head, so that their reduction cannot overlap it.
+
+    Attributes:
+        module: the model, in mcore's DistributedDataParallel where it is trained.
+    """
+
+    module: Any = None
+
+    def run(self, tokens: TokenBatch, plan: Plan) -> None:
+        config = unwrapped(self.module).config
+        scale: Callable[..., torch.Tensor] = config.grad_scale_func or (lambda x: x)
+        if self.backward is None:
+            return self.run_passes(tokens, plan)
+        scale_auxiliary_losses(scale(torch.ones(1, device=tokens.input_ids.device)) / max(len(plan.passes), 1))
+        self.backward = lambda loss: scale(loss).backward()
+        with self.module.no_sync():
+            self.run_passes(tokens, plan)
+        if self.module.ddp_config.overlap_grad_reduce:
+            self.module.start_grad_sync()
+        config.finalize_model_grads_func([self.module], None)
+        return None
+
+    def run_passes(self, tokens: TokenBatch, plan: Plan) -> None:
+        """All passes, without what mcore does once behind them."""
+        super().run(tokens, plan)

@@ -1,0 +1,125 @@
+"""Runs a plan on the stages of a Megatron pipeline.
+
+    packed   every pass is a micro-batch of mcore's own 1F1B
+    phased   all phases A, from stage to stage; one 1F1B, whose micro-batches are all waves; all phases C, back
+
+So a pipeline fills and drains once for all passes, and not once for each. Only hidden states, their gradients and
+shapes travel: what suffixes read of prefixes, and what they send back, stays on its stage. The graphs of all prefixes
+live at once, on the host with `offload`.
+
+Source: megatron-core 0.16.1, megatron/core/pipeline_parallel/schedules.py
+(forward_backward_pipelining_without_interleaving), p2p_communication.py.
+"""
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from verl_prefix.backends.megatron_schedule import MegatronSchedule
+from verl_prefix.core.errors import annotate_errors
+from verl_prefix.core.forward import TokenBatch
+from verl_prefix.core.groups import Group
+from verl_prefix.core.layout import Layout, build_layout
+from verl_prefix.core.offload import OffloadedPrefixCache
+from verl_prefix.core.prefix_cache import PrefixCache
+from verl_prefix.core.waves import PhasedPass, Plan
+from verl_prefix.models.mcore import Neighbours, run_1f1b, unwrapped
+
+
+class _Begun(NamedTuple):
+    """A phased pass between its phases A and C: what it read of the stage before, and its output here."""
+
+    planned: PhasedPass
+    layout: Layout
+    cache: PrefixCache
+    read: torch.Tensor | None
+    output: torch.Tensor
+
+
+class _MicroBatch(NamedTuple):
+    """A packed pass, or a wave with the cache that it reads; `where`: in words."""
+
+    groups: Sequence[Group]
+    layout: Layout
+    cache: PrefixCache | None
+    where: tuple[str, str]
+
+
+@dataclass(eq=False)
+class PipelineSchedule(MegatronSchedule):
+    """A schedule for several stages, each of which has a part of the layers. Every stage has the same plan."""
+
+    def run_passes(self, tokens: TokenBatch, plan: Plan) -> None:
+        stages = Neighbours(unwrapped(self.module))
+        with self.forward.model.grouped_attention(), ExitStack() as caches:
+            begun = [self._begin(tokens, one, stages, caches) for one in plan.phased]
+            passes = [
+                _MicroBatch(one.groups, build_layout(one.groups, tokens.offsets), None, ("packed", ""))
+                for one in plan.packed
+            ]
+            passes += [wave for one in begun for wave in _waves(tokens, one)]
+            groups = [group for one in plan.passes for group in one.groups]
+            with self.meter.phase("phase_b" if begun else "packed", groups, tokens.input_ids.device):
+                self._run(tokens, passes)
+            for one in reversed(begun):
+                self._end(one, stages, tokens.input_ids.device)
+
+    def _begin(self, tokens: TokenBatch, planned: PhasedPass, stages: Neighbours, caches: ExitStack) -> _Begun:
+        """Phase A."""
+        device = tokens.input_ids.device
+        offloads = self.offload and torch.is_grad_enabled()
+        cache: PrefixCache = OffloadedPrefixCache(device, self.meter.transfers) if offloads else PrefixCache()
+        caches.enter_context(cache)
+        layout = build_layout(planned.groups, tokens.offsets, suffixes=False)
+        if layout.reads is not None and tokens.is_read is not None:
+            layout = layout.reading(tokens.is_read)
+        read = stages.receive_hidden()
+        with self.meter.phase("phase_a", planned.groups, device), cache.saving():
+            stages.take(read)
+            output = self.forward.phase_a(
+                tokens, layout, cache, with_head=planned.reads_strands, keep_attention=not self.offload
+            )
+        stages.send_hidden(output)
+        return _Begun(planned, layout, cache, read, output)
+
+    def _run(self, tokens: TokenBatch, passes: Sequence[_MicroBatch]) -> None:
+        """All packed passes and waves."""
+        assert self.step is not None
+        step, left = self.step, iter(passes)
+
+        def forward() -> tuple[torch.Tensor, Any]:
+            groups, layout, cache, where = next(left)
+            with annotate_errors(where[0], groups, where[1]):
+                done = self.forward.packed_or_wave(tokens, groups, layout, cache)
+
+            def loss(outputs: torch.Tensor) -> torch.Tensor:
+                if not groups:
+                    return outputs.sum() * 0.0
+                with annotate_errors(where[0], groups, where[1]):
+                    return step(*done._replace(outputs=outputs))
+
+            return done.outputs, loss
+
+        run_1f1b(self.module, forward, len(passes), forward_only=self.backward is None)
+
+    def _end(self, one: _Begun, stages: Neighbours, device: torch.device) -> None:
+        """Phase C."""
+        if self.backward is None or not one.output.requires_grad:
+            return
+        grad = stages.receive_gradient(one.output)
+        with self.meter.phase("phase_c", one.planned.groups, device):
+            one.cache.backward(one.output, grad)
+        stages.send_gradient(one.read)
+
+
+def _waves(tokens: TokenBatch, one: _Begun) -> list[_MicroBatch]:
+    waves = []
+    for number, wave in enumerate(one.planned.waves, start=1):
+        groups = [piece for _, piece in wave]
+        layout = build_layout(groups, tokens.offsets, one.layout, [group for group, _ in wave])
+        part = f"wave {number} of {len(one.planned.waves)}"
+        waves.append(_MicroBatch(groups, layout, one.cache, ("phase_b", part)))
+    return waves
