@@ -18,7 +18,7 @@
 #                   in .venv-pinned, since that torch is built for CUDA
 #   make test-gpu PYTHON=...  on a machine with a GPU, torch and transformers; nothing is installed
 #   make gpu-smoke PYTHON=... on a machine with GPUs, verl and vLLM: what only they can show, ten minutes at most;
-#                   DRY_RUN=1 tries every step on gloo ranks with tiny models
+#                   DRY_RUN=1 tries every step on gloo ranks with tiny models, that of Megatron behind make setup-megatron
 #   make audit      asks PyPI for known vulnerabilities of what .ci/requirements-*.txt pin. A package that PyPI does not
 #                   answer for fails it. Nobody has seen its answer yet
 # What is in examples/results is made by the Makefile there.

@@ -29,8 +29,8 @@ LIMIT_S = 600
 
 # Where each step is; imported in its own process alone, on the platform that it runs on.
 STEPS = {
-    "kernels": "smoke.kernels:kernels", "engines": "smoke.engines:engines", "grpo": "smoke.training:grpo",
-    "video": "smoke.training:video", "profile": "smoke.profiling:profiled",
+    "kernels": "smoke.kernels:kernels", "engines": "smoke.engines:engines", "megatron": "smoke.megatron:megatron",
+    "grpo": "smoke.training:grpo", "video": "smoke.training:video", "profile": "smoke.profiling:profiled",
 }  # fmt: skip
 
 
@@ -84,7 +84,10 @@ def main() -> int:
     out.mkdir(parents=True)
 
     def start_step(name: str, seconds: float) -> int:
-        command = [sys.executable, __file__, "--step", name, "--out", str(out), *["--dry-run"] * args.dry_run]
+        # megatron-core is in an environment of its own where this is developed (`make setup-megatron`).
+        own = ROOT / ".venv-megatron/bin/python"
+        python = own if args.dry_run and name == "megatron" and own.exists() else sys.executable
+        command = [str(python), __file__, "--step", name, "--out", str(out), *["--dry-run"] * args.dry_run]
         log = out / f"{name}.log"
         with demo.process_group(command, dict(os.environ), log) as process:
             try:

@@ -19,9 +19,12 @@ class Checks:
         self.found.append({"check": name, "value": value, "least": least, "most": most})
         assert least <= value <= most, f"{name} is {value:.4g}, and must be {least:g} to {most:g}"
 
+    def skip(self, name: str, why: str) -> None:
+        self.found.append({"check": name, "skipped": why})
+
     def on_gpu(self, name: str, value: float, least: float = -math.inf, most: float = math.inf) -> None:
         if self.dry_run:
-            self.found.append({"check": name, "skipped": "needs a GPU"})
+            self.skip(name, "needs a GPU")
         else:
             self.that(name, value, least, most)
 

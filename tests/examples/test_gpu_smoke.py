@@ -82,6 +82,24 @@ def test_checks_of_a_gpu_are_named_as_skipped_in_a_dry_run_alone(smoke, tmp_path
         checks.that("not a number", float("nan"), most=1.0)
 
 
+def test_without_megatron_its_step_is_named_as_skipped(smoke, tmp_path, monkeypatch):
+    step = importlib.import_module("smoke.megatron")
+    monkeypatch.setattr(step, "_is_installed", lambda name: False)
+    assert smoke.run_step("megatron", True, tmp_path) == 0
+    found = json.loads((tmp_path / "megatron.json").read_text())
+    assert found["checks"] == [{"check": "Megatron", "skipped": "megatron-core is not installed"}]
+
+
+@pytest.mark.parametrize("off", [{}, {"log_probs": 1e-5}, {"grad_norm": 2.1}, {"reuse": 0.0}])
+def test_what_of_megatron_is_off_fails_its_step(smoke, tmp_path, monkeypatch, off):
+    step = importlib.import_module("smoke.megatron")
+    right = {"log_probs": 1e-7, "grad_norm": 2.0, "seconds": 1.0, "peak_mib": 1.0, "reuse": 0.5}
+    monkeypatch.setattr(step, "_is_installed", lambda name: name == "megatron.core")
+    monkeypatch.setattr(step, "save_model", lambda *args: "")
+    monkeypatch.setattr(step, "on_ranks", lambda *args: {"stock": right, "packed": right, "phased": right | off})
+    assert smoke.run_step("megatron", True, tmp_path) == bool(off)
+
+
 @pytest.mark.parametrize("broken", [None, "out", "dk"])
 def test_a_kernel_that_is_off_by_two_percent_fails(smoke, tmp_path, monkeypatch, broken):
     forward, backward = cpu.forward, cpu.backward
