@@ -22,7 +22,14 @@ PACKED, PHASED = {"schedule": "packed"}, {"schedule": "phased", "wave_tokens": 2
 FUSED = {"override_transformer_config": {"gradient_accumulation_fusion": True}}
 ROPE = {"override_transformer_config": {"apply_rope_fusion": True}}
 EXPERTS = {"override_transformer_config": {"moe_router_fusion": True, "gradient_accumulation_fusion": True}}
-SELECTIVE = {"override_transformer_config": {"recompute_granularity": "selective"}}
+SELECTIVE = {"override_transformer_config": {"recompute_granularity": "selective", "apply_rope_fusion": True}}
+LATENT = {"override_transformer_config": {"recompute_granularity": "selective"}}
+FULL = {
+    "override_transformer_config": dict(
+        recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1,
+        gradient_accumulation_fusion=True,
+    ),
+}  # fmt: skip
 SP = {"tp": 2, "sp": True}
 CASES: dict[int, dict[str, te_ranks.Case]] = {
     1: {
@@ -32,12 +39,10 @@ CASES: dict[int, dict[str, te_ranks.Case]] = {
         "tied_fused_gradients": ("qwen3_tied", PHASED, FUSED, "steps"),
         "first_update": ("qwen3", PHASED, FUSED, "update"),
         "overwritten": ("qwen3", PHASED, FUSED, "overwritten"),
-        "fused_rope_selective": (
-            "qwen3", PHASED, {"override_transformer_config": {"recompute_granularity": "selective"} | ROPE[
-                "override_transformer_config"]}, "steps",
-        ),
+        "fused_rope_selective": ("qwen3", PHASED, SELECTIVE, "steps"),
+        "full": ("qwen3", PHASED, FULL, "steps"),
         "experts": ("qwen3_moe", PHASED, EXPERTS, "steps"),
-        "latent_selective": ("deepseek_v3_yarn", PHASED, SELECTIVE, "steps"),
+        "latent_selective": ("deepseek_v3_yarn", PHASED, LATENT, "steps"),
     },
     2: {
         "tp2_sp": ("qwen3", PHASED, SP | FUSED, "steps"),
