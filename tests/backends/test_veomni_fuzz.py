@@ -10,7 +10,7 @@ import pytest
 from engines import TOLERANCE
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from random_batches import Case, cases_on, errors_of, measured, write_models
+from random_batches import Case, cases_on, errors_of, measured, of_update, write_models
 
 pytest.importorskip("veomni")
 
@@ -40,7 +40,8 @@ def models(tmp_path_factory):
 def _errors(models: dict, case: Case) -> tuple[dict[str, float], float]:
     from veomni_engines import SHARED, whole_of_veomni
 
-    return errors_of(models, case, functools.partial(measured, "prefix_veomni", shared=SHARED, whole=whole_of_veomni))
+    left = functools.partial(of_update, whole=whole_of_veomni)
+    return errors_of(models, case, functools.partial(measured, "prefix_veomni", shared=SHARED, left=left))
 
 
 def test_random_batches_are_computed_as_by_fsdp2(ranks, models):

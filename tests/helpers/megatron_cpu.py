@@ -213,13 +213,18 @@ class RowAttention(DotProductAttention):
         attn_mask_type: Any = None, attention_bias: torch.Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> torch.Tensor:  # fmt: skip
-        """thd: query [T, H, D], key [T, K, D], value [T, K, V]; returns [T, H * V]. Else as the local one."""
-        if packed_seq_params is None or packed_seq_params.qkv_format != "thd":
-            return super().forward(query, key, value, attention_mask, attn_mask_type, attention_bias, packed_seq_params)
+        """thd: query [T, H, D], key [T, K, D], value [T, K, V]; returns [T, H * V]. Else [S, rows, H, D] and so on, to
+        [S, rows, H * V]: causal as TE's, which reads no mask then; rows are padded at their ends."""
         assert attention_bias is None and not (self.training and self.attention_dropout.p)
+        window = self.scale_mask_softmax.window_size
+        if packed_seq_params is None or packed_seq_params.qkv_format != "thd":
+            length, rows = query.shape[:2]
+            flat = (x.transpose(0, 1).flatten(0, 1) for x in (query, key, value))
+            ends = [length * (row + 1) for row in range(rows)]
+            found = _attend_rows(*flat, ends, self.softmax_scale, window, self.softmax_offset)
+            return found.flatten(1).unflatten(0, (rows, length)).transpose(0, 1)
         bounds = packed_seq_params.cu_seqlens_q_padded  # rows as they lie in memory
         bounds = packed_seq_params.cu_seqlens_q if bounds is None else bounds
-        window = self.scale_mask_softmax.window_size
         found = _attend_rows(query, key, value, bounds[1:].tolist(), self.softmax_scale, window, self.softmax_offset)
         return found.flatten(1)
 

@@ -39,6 +39,10 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "deepseek_v3_yarn": ("deepseek_v3", {"rope_parameters": YARN}, {}),
 }  # fmt: skip
 
+# Rows of even lengths, for `engines._batch`: verl's engine pads others under sequence parallelism, and its routers
+# count the padding.
+EVEN = {"groups": [("a", 24, [10, 16, 6], ""), ("b", 40, [4, 12, 2, 8, 20], ""), ("c", 2, [6, 8], "")]}
+
 
 OUTPUTS = "log_probs", "entropy", "sum_pi_squared"
 
@@ -158,7 +162,7 @@ def gradients(engine: Any) -> dict[str, torch.Tensor]:
             for bucket in group.buckets:
                 parts = bucket.grad_data.view(ranks.size(), -1)
                 torch.distributed.all_gather(list(parts.unbind()), parts[ranks.rank()].clone(), group=ranks)
-    return exported(engine, lambda parameter: parameter.main_grad)
+    return exported(engine, lambda p: p.main_grad if p.requires_grad else torch.zeros_like(p))
 
 
 def weights(engine: Any) -> dict[str, torch.Tensor]:

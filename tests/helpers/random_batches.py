@@ -257,30 +257,37 @@ def _of_all_ranks(rows: list[int], values: list[torch.Tensor]) -> torch.Tensor:
     return torch.cat([found[row] for row in sorted(found)])
 
 
+def of_update(engine: Any, whole: Callable[[dict], dict[str, torch.Tensor]] = whole) -> dict[str, torch.Tensor]:
+    """What an update leaves in an engine: whole gradients."""
+    grads = whole({n: p.grad for n, p in engine.module.named_parameters() if p.grad is not None})
+    return {f"gradient of {name}": x for name, x in grads.items()}
+
+
 def measured(
     backend: str, path: str, case: Case, options: dict, shared: Callable[..., Any] = SHARED,
-    whole: Callable[[dict], dict[str, torch.Tensor]] = whole,
+    left: Callable[[Any], dict[str, torch.Tensor]] = of_update,
 ) -> dict[str, torch.Tensor]:  # fmt: skip
+    """What is measured of a case. left: what its update leaves, by `of_update` or as it does."""
     from transformers.modeling_outputs import BaseModelOutputWithPooling
 
     # See test_vision_engine.
     with mock.patch.object(BaseModelOutputWithPooling, "mean", lambda x: x.pooler_output.mean(), create=True):
         engine = shared(backend, path, options)
-        size = options.get("ulysses", 1)
+        size = options.get("ulysses", 1) * options.get("tp", 1)  # ranks that have the same rows
         chosen = slice(get_rank() // size, None, get_world_size() // size)
         rows, data = _batch(case, path, engine.model_config.hf_config, options, chosen)
         with towers_of_tensors(engine.module) if backend == "fsdp2" else nullcontext():
-            return _passes(backend, engine, data, rows, options, whole)
+            return _passes(backend, engine, data, rows, options, left)
 
 
 def _passes(
-    backend: str, engine: Any, data: Any, rows: list[int], options: dict, whole: Callable[[dict], dict]
+    backend: str, engine: Any, data: Any, rows: list[int], options: dict, left: Callable[[Any], dict]
 ) -> dict[str, torch.Tensor]:
-    """Outputs, loss and gradients of an update; outputs of ours in a log-prob pass, too."""
+    """Outputs and loss of an update, and what it leaves; outputs of ours in a log-prob pass, too."""
     from verl.utils import tensordict_utils as tu
 
     found = {}
-    if backend != "fsdp2":
+    if backend.startswith("prefix"):
         with engine.eval_mode(disable_auto_offload=True):
             inferred = engine.infer_batch(data.copy())["model_output"]
         found = {f"inferred {name}": _of_all_ranks(rows, _responses(x, data)) for name, x in inferred.items()}
@@ -288,13 +295,13 @@ def _passes(
         engine.optimizer_zero_grad()
         tu.assign_non_tensor(data, return_model_output=True)
         output = engine.forward_backward_batch(data.copy(), _loss(options))
-        grads = whole({n: p.grad for n, p in engine.module.named_parameters() if p.grad is not None})
+        of_engine = left(engine)
     found |= {name: _of_all_ranks(rows, _responses(x, data)) for name, x in output["model_output"].items()}
     found["loss"] = torch.tensor(sum(output["loss"]), dtype=torch.float64)
     torch.distributed.all_reduce(found["loss"])
     found["loss"] /= get_world_size()  # verl multiplies it by ranks of data, and those of a group have the same
     saved = output["metrics"].get("prefix/tokens_saved", 0.0)
-    return found | {f"gradient of {name}": x for name, x in grads.items()} | {"tokens saved": torch.tensor(saved)}
+    return found | of_engine | {"tokens saved": torch.tensor(saved)}
 
 
 def options_of(case: Case) -> dict[str, Any]:
@@ -311,12 +318,17 @@ def stock_options(case: Case) -> dict[str, Any]:
 
 
 def errors_of(
-    models: dict, case: Case, ours_of: Callable[..., dict[str, torch.Tensor]] | None = None
-) -> tuple[dict[str, float], float]:
+    models: dict, case: Case, ours_of: Callable[..., dict[str, torch.Tensor]] | None = None,
+    stock_of: Callable[..., dict[str, torch.Tensor]] | None = None,
+) -> tuple[dict[str, float], float]:  # fmt: skip
     """Relative errors of what ours gives from what stock does, one row after the other; tokens saved."""
-    path, ours_of = models[case.family], ours_of or functools.partial(measured, "prefix")
+    path = models[case.family]
+    ours_of, stock_of = (
+        ours_of or functools.partial(measured, "prefix"),
+        stock_of or functools.partial(measured, "fsdp2"),
+    )
     ours = ours_of(path, case, options_of(case))
-    stock = measured("fsdp2", path, case, stock_options(case))
+    stock = stock_of(path, case, stock_options(case))
     saved = ours.pop("tokens saved")
     stock.pop("tokens saved")
     stock |= {f"inferred {name}": stock[name] for name in ("log_probs", "entropy") if name in stock}

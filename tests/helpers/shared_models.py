@@ -9,7 +9,7 @@ import torch
 # Options of the prefix engine alone, and of rows, passes and losses: a model is the same under all of them.
 OURS = (
     "schedule", "exchange", "wave_tokens", "logits_chunk", "offload", "attention", "min_speedup", "verify",
-    "verify_action", "trace_dir", "trees", "mini_batches",
+    "verify_action", "trace_dir", "trees", "mini_batches", "keep_attention",
 )  # fmt: skip
 NOT_OF_MODELS = (
     *OURS, "batch", "budget", "calculate_entropy", "calculate_sum_pi_squared", "empty", "entropy_coeff", "groups",

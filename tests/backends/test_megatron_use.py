@@ -1,0 +1,202 @@
+"""What users do with an engine of Megatron's beside one update: frozen parameters, several steps, gradients of several
+batches, log-probs alone, rows with padding, and weights that wait on the host. Ours is verl's own each time.
+
+gloo ranks, fp32, with the stand-ins of `megatron_cpu`.
+"""
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from engines import TOLERANCE, _loss, _relative, _responses
+
+pytest.importorskip("megatron.core")
+
+from megatron_engines import EVEN, batch_of, weights, write_megatron_model  # noqa: E402
+
+SP = {"tp": 2, "sp": True}
+PACKED = {"schedule": "packed", "verify": "off"}
+PHASED = {"schedule": "phased", "wave_tokens": 20, "verify": "off"}
+CHECKED = {"schedule": "packed"}  # with verl's own path
+SCHEDULES = {
+    "packed": PACKED, "phased": PHASED, "offload": PHASED | {"offload": True}, "checked": CHECKED,
+    "stock": {"schedule": "stock"},
+}  # fmt: skip
+ROW_BY_ROW = {"use_dynamic_bsz": False, "micro_batch_size_per_gpu": 1}
+FROZEN = {
+    "embeddings": r"^embedding",
+    "a layer": r"layers\.0\.",
+    "embeddings and a layer": r"^embedding|layers\.0\.",
+    "the last layer": r"layers\.1\.",
+    "all but lm_head": r"^(?!output_layer)",
+    "lm_head": r"^output_layer",
+    "attention": r"self_attention",
+    "routers": r"router",
+}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models")
+    return {name: write_megatron_model(folder / name, name) for name in ("qwen3", "qwen3_moe", "deepseek_v3_yarn")}
+
+
+# What follows runs on ranks.
+@functools.cache
+def _shared() -> Any:
+    from megatron_shared import SharedEngines
+
+    return SharedEngines()
+
+
+def _pair(path: str, built: dict[str, Any], schedule: str) -> tuple[Any, Any]:
+    """Ours and verl's own."""
+    return _shared()("prefix_megatron", path, built | SCHEDULES[schedule]), _shared()("megatron", path, built)
+
+
+def _rows(engine: Any, **options: Any) -> Any:
+    ours = hasattr(engine, "prefix_config")
+    return batch_of(engine, (engine.get_data_parallel_rank(),), options | ({} if ours else ROW_BY_ROW))
+
+
+def _update(engine: Any, *batches: Any) -> dict[str, torch.Tensor]:
+    """Gradients and their norm of a step over these batches."""
+    from megatron_shared import left_by_update
+
+    with engine.train_mode(disable_auto_offload=True):
+        engine.optimizer_zero_grad()
+        losses = [sum(engine.forward_backward_batch(data, _loss({}))["loss"]) for data in batches]
+        return left_by_update(engine) | {"loss": torch.tensor(losses)}
+
+
+def _log_probs(engine: Any, **options: Any) -> torch.Tensor:
+    data = _rows(engine, **options)
+    with engine.eval_mode(disable_auto_offload=True):
+        found = engine.infer_batch(data.copy())["model_output"]["log_probs"]
+    return torch.cat(_responses(found, data))
+
+
+def _errors(ours: dict, stock: dict) -> dict[str, float]:
+    assert ours.keys() == stock.keys()
+    return {name: _relative(ours[name], x) for name, x in stock.items()}
+
+
+def _frozen(models: dict, model: str, frozen: str, schedule: str, recompute: str, layout: tuple) -> tuple:
+    """Errors of an update, and how many of the gradients are zero."""
+    engines = _pair(models[model], dict(layout) | {"frozen": FROZEN[frozen], "recompute": recompute}, schedule)
+    ours, stock = (_update(engine, _rows(engine, **EVEN)) for engine in engines)
+    grads = [bool(x.any()) for name, x in stock.items() if name.startswith("gradient")]
+    return _errors(ours, stock), grads.count(False), grads.count(True)
+
+
+@pytest.mark.parametrize("recompute", ["none", "uniform", "block", "selective"])
+@pytest.mark.parametrize("schedule", ["packed", "phased", "offload"])
+@pytest.mark.parametrize("frozen", FROZEN)
+def test_frozen_parameters_stay_and_others_get_stocks_gradients(models, ranks, frozen, schedule, recompute):
+    model = "qwen3_moe" if frozen == "routers" else "qwen3"
+    ((errors, zeros, others),) = ranks(1, models)(_frozen, model, frozen, schedule, recompute, ())
+    assert max(errors.values()) < TOLERANCE, errors
+    assert zeros and others
+
+
+@pytest.mark.parametrize("frozen", ["embeddings and a layer", "all but lm_head"])
+@pytest.mark.parametrize(("model", "recompute"), [("qwen3", "uniform"), ("deepseek_v3_yarn", "none")])
+def test_frozen_parameters_under_tensor_parallelism(models, ranks, model, frozen, recompute):
+    for errors, _, _ in ranks(2, models)(_frozen, model, frozen, "phased", recompute, tuple(SP.items())):
+        assert max(errors.values()) < TOLERANCE, errors
+
+
+def _accumulated(models: dict, schedule: str, built: tuple) -> dict[str, float]:
+    """Errors of the gradients of two batches, the second of other rows."""
+    engines = _pair(models["qwen3"], dict(built), schedule)
+    more = {"groups": [("x", 30, [9, 4, 7], ""), ("y", 12, [5, 8], "")]}
+    ours, stock = (_update(engine, _rows(engine), _rows(engine, **more)) for engine in engines)
+    return _errors(ours, stock)
+
+
+BUILT = {
+    "tp2_sp": SP, "dp2": {}, "dp2_whole_optimizer": {"distributed_optimizer": False},
+    "tp2_sp_recompute": SP | {"recompute": "uniform"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("schedule", ["packed", "phased"])
+@pytest.mark.parametrize("built", BUILT)
+def test_gradients_of_two_batches_add_up_as_stocks(models, ranks, schedule, built):
+    for errors in ranks(2, models)(_accumulated, schedule, tuple(BUILT[built].items())):
+        assert max(errors.values()) < TOLERANCE, errors
+
+
+def _two_steps(models: dict, schedule: str, built: tuple) -> float:
+    """How far weights are off after two steps with Adam, relative to all of them; stock's moved by far more."""
+    found = []
+    for engine in _pair(models["qwen3"], dict(built) | {"lr": 1e-5}, schedule):
+        before = weights(engine)
+        for _ in range(2):
+            with engine.train_mode(disable_auto_offload=True):
+                engine.train_batch(_rows(engine), _loss({}))
+        after = weights(engine)
+        found.append(torch.cat([x.flatten() for x in after.values()]))
+        assert any((after[name] - x).abs().max() > 1e-5 for name, x in before.items())
+    return _relative(*found)
+
+
+@pytest.mark.parametrize("frozen", [None, *FROZEN])
+def test_weights_after_two_steps_are_stocks(models, ranks, frozen):
+    built = {} if frozen is None else {"frozen": FROZEN[frozen]}
+    assert ranks(1, models)(_two_steps, "phased", tuple(built.items()))[0] < TOLERANCE
+
+
+def _inferred(models: dict, model: str, built: tuple) -> float:
+    ours, stock = _pair(models[model], dict(built), "checked")
+    return _relative(_log_probs(ours), _log_probs(stock))
+
+
+@pytest.mark.parametrize("model", ["qwen3", "qwen3_moe", "deepseek_v3_yarn"])
+def test_an_engine_for_log_probs_alone(models, ranks, model):
+    for error in ranks(2, models)(_inferred, model, (*SP.items(), ("forward_only", True))):
+        assert error < TOLERANCE
+
+
+def _padded(models: dict, schedule: str) -> dict[str, float]:
+    """Errors of ours where verl's own path pads rows, from verl's that packs them."""
+    path, built = models["qwen3"], {"use_remove_padding": False}
+    ours, stock = _shared()("prefix_megatron", path, built | SCHEDULES[schedule]), _shared()("megatron", path, {})
+    found, truth = (_update(engine, _rows(engine)) for engine in (ours, stock))
+    return _errors(found, truth) | {"log-probs": _relative(_log_probs(ours), _log_probs(stock))}
+
+
+@pytest.mark.parametrize("schedule", ["checked", "phased", "stock"])
+def test_rows_that_verls_own_path_pads(models, ranks, schedule):
+    (errors,) = ranks(1, models)(_padded, schedule)
+    assert max(errors.values()) < TOLERANCE, errors
+
+
+def _returned(models: dict, schedule: str, built: tuple) -> dict[str, float]:
+    """Errors of log-probs, where gradients stay on the host, and of an update, each behind a stay there."""
+    from verl.utils import megatron_utils
+
+    found = []
+    for engine in _pair(models["qwen3"], dict(built), schedule):
+
+        def stay(load_grad: bool, engine: Any = engine) -> None:
+            megatron_utils.offload_megatron_model_to_cpu(engine.module)
+            megatron_utils.offload_megatron_optimizer(engine.optimizer)
+            assert not any(buffer.param_data.untyped_storage().size() for buffer in engine.module[0].buffers)
+            megatron_utils.load_megatron_model_to_gpu(engine.module, load_grad=load_grad)
+            megatron_utils.load_megatron_optimizer(engine.optimizer)
+
+        _update(engine, _rows(engine))
+        stay(load_grad=False)
+        log_probs = _log_probs(engine)
+        stay(load_grad=True)
+        found.append(_update(engine, _rows(engine)) | {"log-probs": log_probs})
+    return _errors(*found)
+
+
+@pytest.mark.parametrize("schedule", ["packed", "phased", "offload", "checked"])
+@pytest.mark.parametrize("built", [name for name in BUILT if name != "dp2_whole_optimizer"])  # verl's own ends there
+def test_weights_that_were_on_the_host(models, ranks, schedule, built):
+    for errors in ranks(2, models)(_returned, schedule, tuple(BUILT[built].items())):
+        assert max(errors.values()) < TOLERANCE, errors
