@@ -40,6 +40,7 @@ from verl_prefix.models.mcore import (
     MegatronModel,
     counts_tokens,
     is_last_stage,
+    router_counts,
     unsupported_reasons,
     unwrapped,
 )
@@ -177,7 +178,7 @@ class MegatronBackend:
             yield
             return
         model, buffers = unwrapped(self._module), [*self._module.buffers, *self._module.expert_parallel_buffers]
-        counts = [m.local_tokens_per_expert for m in model.modules() if getattr(m, "enable_expert_bias", False)]
+        counts = router_counts(model)
         # Where an update begins there are no gradients, and nothing is copied.
         kept = [(x, x.cpu()) for x in (*(buffer.grad_data for buffer in buffers), *counts) if x.any()]
         self._clear()

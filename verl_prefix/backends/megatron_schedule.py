@@ -9,7 +9,7 @@ import torch
 from verl_prefix.core.forward import TokenBatch
 from verl_prefix.core.schedule import Schedule
 from verl_prefix.core.waves import Plan
-from verl_prefix.models.mcore import scale_auxiliary_losses, unwrapped
+from verl_prefix.models.mcore import router_counts, scale_auxiliary_losses, unwrapped
 
 
 @dataclass(eq=False)
@@ -30,11 +30,16 @@ class MegatronSchedule(Schedule):
             return self.run_passes(tokens, plan)
         scale_auxiliary_losses(scale(torch.ones(1, device=tokens.input_ids.device)) / max(len(plan.passes), 1))
         self.backward = lambda loss: scale(loss).backward()
-        with self.module.no_sync():
-            self.run_passes(tokens, plan)
-        if self.module.ddp_config.overlap_grad_reduce:
-            self.module.start_grad_sync()
-        config.finalize_model_grads_func([self.module], None)
+        try:
+            with self.module.no_sync():
+                self.run_passes(tokens, plan)
+            if self.module.ddp_config.overlap_grad_reduce:
+                self.module.start_grad_sync()
+            config.finalize_model_grads_func([self.module], None)
+        except BaseException:
+            for count in router_counts(self.module):  # else the next update would count these tokens, too
+                count.zero_()
+            raise
         return None
 
     def run_passes(self, tokens: TokenBatch, plan: Plan) -> None:

@@ -236,6 +236,12 @@ def unwrapped(module: Any) -> Any:
     return module
 
 
+def router_counts(module: torch.nn.Module) -> list[torch.Tensor]:
+    """Tokens by expert [experts] that each router with a bias has counted since gradients were last reduced."""
+    routers: list[Any] = [m for m in module.modules() if getattr(m, "enable_expert_bias", False)]
+    return [router.local_tokens_per_expert for router in routers]
+
+
 def is_last_stage() -> bool:
     """Whether this rank has the last layers, and so logits."""
     return bool(parallel_state.is_pipeline_last_stage())
