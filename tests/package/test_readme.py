@@ -22,7 +22,7 @@ MARKDOWN = sorted(str(page.relative_to(ROOT)) for page in PAGES)
 # Pages with other numbers: written by a program, and recipes, which say how theirs are computed.
 BY_PROGRAMS = (
     "coverage", "placement", "placement_turns", "simulated_tables", "simulated_turns", "simulated_ulysses",
-    "simulated_veomni", "trees", "veomni", "verl_scripts",
+    "simulated_megatron", "simulated_veomni", "trees", "veomni", "verl_scripts",
 )  # fmt: skip
 WRITTEN = [f"examples/results/{name}.md" for name in BY_PROGRAMS]
 HELD = [name for name in MARKDOWN if not name.startswith((*WRITTEN, "recipes/musique/", "recipes/video_rlvr/"))]

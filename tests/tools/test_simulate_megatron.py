@@ -65,6 +65,9 @@ def test_rows_travel_to_their_experts_and_back(tensor):
     job = job_of(MOE, Division(8, tensor, tensor > 1, 4), checkpointing=False)
     tokens = -(-TOKENS // tensor)
     assert amounts(job, "collective/alltoall_base") == 4 * LAYERS * tokens * TOP * HIDDEN * 2
+    shared = replace(job, division=replace(job.division, expert_tensor=tensor))  # every expert by several ranks
+    assert amounts(shared, "collective/alltoall_base") == amounts(job, "collective/alltoall_base")
+    assert amounts(shared, "flops/linear") == pytest.approx(amounts(job, "flops/linear"), rel=1e-9)
     alone = job_of(MOE, Division(8, tensor, tensor > 1), checkpointing=False)
     assert amounts(alone, "collective/alltoall_base") == 0
 

@@ -82,7 +82,8 @@ class MegatronModel:
         whole, division = whole.detach(), self.division
         if is_expert:
             part = whole[: len(whole) // division.experts]
-            dim = 2 if part.shape[1] == self.hidden_size else 1
+            outer = 2 if name.endswith("gate_up_proj") else 1  # of [experts, ., .]; some models have them transposed
+            dim = 3 - outer if part.shape[outer] == self.hidden_size else outer
             return part.narrow(dim, 0, part.shape[dim] // division.expert_tensor).clone()
         if is_undivided(name, whole):
             return whole.clone()
@@ -169,7 +170,8 @@ class MegatronModel:
         of_rows = rows * division.expert_tensor
         if division.expert_tensor > 1:
             given = Exchanged.apply(given, groups.expert_tensor, of_rows)
-            weights, places = Exchanged.apply(weights, groups.expert_tensor, of_rows), places.new_empty(of_rows)
+            tokens = len(weights) * division.expert_tensor
+            weights, places = Exchanged.apply(weights, groups.expert_tensor, tokens), places.new_empty(of_rows)
         ends = chosen.new_empty(len(gate_up), dtype=torch.int32)
         order = in_order if division.expert_tensor == 1 else torch.clone
         made = order(Products.apply(order(given), gate_up, down, ends, weights, places))
@@ -282,11 +284,16 @@ class _Attention:
 
     Args:
         columns: projections of the input to heads. firsts: to a latent, which every rank has of its own tokens.
+
+    Attributes:
+        hidden: what comes in, while the module runs.
     """
+
+    hidden: Any
 
     def __init__(self, owner: MegatronModel, module: Any, columns: Sequence[Any], firsts: Sequence[Any]) -> None:
         self.owner, self.inner = owner, module.forward
-        self.hidden = torch.empty(0)  # what comes in, while the module runs
+        self.hidden = None
         together = _Columns(owner, columns)
         for one in columns:
             one.forward = lambda _: together(self.hidden)
@@ -300,5 +307,5 @@ class _Attention:
         self.owner.tokens = kwargs["position_embeddings"][0].shape[1]  # a checkpoint runs behind other passes
         shape = (1, self.owner.tokens, hidden_states.shape[-1])
         made = self.inner(hidden_states.detach()[:, :1, :1].expand(shape), *args, **kwargs)
-        self.hidden = torch.empty(0)
+        self.hidden = None
         return made
