@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from helpers.simulations import H100
+from omegaconf import OmegaConf
 from transformers import AutoConfig
 
 from verl_prefix.auto.chooser import MEGATRON_WAVE, CostModel
@@ -14,6 +15,7 @@ from verl_prefix.config.options import PrefixConfig
 from verl_prefix.core.groups import Group
 from verl_prefix.tools.simulate import depth
 from verl_prefix.tools.simulate.accelerator import CLOCK, DEVICE, fake_accelerator
+from verl_prefix.tools.simulate.command import dtypes, memory_of_engine, state_of_megatron
 from verl_prefix.tools.simulate.job import Arm, Job
 from verl_prefix.tools.simulate.model import whole_shape
 from verl_prefix.tools.simulate.passes import memory_of, plan_of
@@ -152,3 +154,29 @@ def test_recomputation_is_read_and_waves_are_as_long_as_buffers_want():
     memory_of_waves = replace(memory(recompute_granularity="full"), logits_chunk=512)
     (phased,) = CostModel(shape, False, None, 1.0, memory_of_waves).plan(rows, 34000, "phased").phased
     assert max(sum(piece.num_suffix_tokens for _, piece in wave) for wave in phased.waves) == MEGATRON_WAVE
+
+
+@pytest.mark.parametrize(
+    ("optim", "ddp", "gradient", "moments"),
+    [
+        ({}, {}, 4, 12),
+        ({}, {"grad_reduce_in_fp32": False}, 2, 12),
+        ({"use_precision_aware_optimizer": True, "main_grads_dtype": "bf16", "exp_avg_dtype": "bf16"}, {}, 2, 10),
+        ({"main_grads_dtype": "bf16", "exp_avg_dtype": "bf16"}, {}, 4, 12),  # of that optimizer alone
+        ({"override_optimizer_config": {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.5}}, {}, 4, 6),
+    ],
+)
+def test_what_a_rank_holds_is_read_from_a_training_config(optim, ddp, gradient, moments):
+    megatron = {
+        "dtype": "bfloat16", "tensor_model_parallel_size": 2, "sequence_parallel": True, "override_ddp_config": ddp,
+        "expert_model_parallel_size": 4, "expert_tensor_parallel_size": 1, "use_distributed_optimizer": True,
+    }  # fmt: skip
+    actor = {"megatron": megatron, "optim": optim, "prefix": PrefixConfig()}
+    config = OmegaConf.create({"actor": actor, "model": {"enable_gradient_checkpointing": True}})
+    memory = memory_of_engine(config, 8)
+    assert memory.division == Division(8, 2, True, 4) and not memory.checkpointed
+    shape = whole_shape(job_of(MOE, memory.division))
+    numbers = memory.division.numbers(shape)
+    expected = (2 * numbers.parameters, gradient * numbers.gradients, moments * numbers.optimizer)
+    assert state_of_megatron(config, memory.division, shape) == expected
+    assert dtypes(config.actor) == (torch.bfloat16, torch.bfloat16)
