@@ -8,6 +8,7 @@ import copy
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -89,7 +90,7 @@ class MegatronBackend:
 
     @functools.cached_property
     def shape(self) -> ModelShape:
-        return shape_of_config(self.config, self.dtype)
+        return replace(shape_of_config(self.config, self.dtype), last=0.0)  # `models.mcore` shortens no layer
 
     @property
     def stock_facts(self) -> StockPath:
