@@ -14,7 +14,8 @@ from verl.workers.config import McoreActorConfig, McoreEngineConfig
 
 from verl_prefix.config import engines
 from verl_prefix.config import transformer_fields as fields
-from verl_prefix.config.megatron import MEGATRON_TOPOLOGY, PrefixMegatronActorConfig, PrefixMegatronEngineConfig
+from verl_prefix.config.megatron import PrefixMegatronActorConfig, PrefixMegatronEngineConfig
+from verl_prefix.config.transformer_fields import TOPOLOGY
 from verl_prefix.testing import write_tiny_model
 from verl_prefix.versions import warn_once
 
@@ -100,7 +101,7 @@ def test_what_is_accepted_builds_both_engines_configs(paths, family, overrides):
         # verl branches on the role's: sizes of batches, environment of workers, losses of distillation, saved weights.
         assert role.strategy == "megatron"
     assert ref.engine.forward_only and not actor.engine.forward_only
-    for key in MEGATRON_TOPOLOGY:  # one process has one set of process groups
+    for key in TOPOLOGY:  # one process has one set of process groups
         assert ref.engine[key] == actor.engine[key], key
     assert config.critic._target_ == "verl.workers.config.McoreCriticConfig"
 
@@ -132,6 +133,10 @@ REFUSED = [
         ("qwen3", f"{OVERRIDE}.use_flash_attn=True", r"use_flash_attn=True is no field of megatron-core .*remove it"),
         ("qwen3", f"{OVERRIDE}.context_parallel_size=2", r"size=2, and .*context_parallel_size is 1: .*; remove"),
         ("qwen3", sized("pipeline_model_parallel_size", 2), r"l_size=2: .*prefix.schedule=auto .*; set .*=packed, or"),
+        (
+            "qwen3", f"{sized('pipeline_model_parallel_size', 3)} actor_rollout_ref.actor.prefix.schedule=packed",
+            r"pipeline_model_parallel_size=3 does not divide \d+ GPUs; set 1",
+        ),
         ("qwen3", sized("virtual_pipeline_model_parallel_size", 2), r"virtual_pipeline_\w+=2: .*_size=null"),
         ("qwen3", sized("context_parallel_size", 2), r"actor.megatron.context_parallel_size=2: .*whole rows; set .*=1"),
         (
@@ -156,13 +161,19 @@ REFUSED = [
         ("qwen3", f"{TP}=8", r"tensor_model_parallel_size=8: of this qwen3 model 4 heads are not its multiple; set 4"),
         ("qwen3", f"{EP}=2", r"expert_model_parallel_size=2: a layer's 0 experts cannot .*; set 1"),
         ("qwen3_moe", f"{EP}=8", r"expert_model_parallel_size=8: a layer's 4 experts cannot .*; set 4"),
-        ("qwen3_moe", f"{EP}=4 {ETP}=4", r"size=4 times .*expert_tensor_\w+=4 does not divide 8 GPUs; set 4 and 2"),
+        ("qwen3_moe", f"{EP}=4 {ETP}=4", r"size=4 times .*_tensor_\w+=4 does not divide the 8 GPUs .*set 4 and 2"),
         (
             "qwen3_moe", f"{TP}=2 {MEGATRON}.sequence_parallel=False",
             r"sequence_parallel=False: megatron-core trains experts .* it alone; set True",
         ),
         ("qwen3_moe", BALANCED, r"load_balancing_type=aux_loss is a loss of each pass.*; set .*prefix.schedule=packed"),
-        ("qwen3_moe", f"{OVERRIDE}.moe_z_loss_coeff=0.001", r"moe_z_loss_coeff=0.001 is a loss of .*schedule=packed"),
+        ("qwen3_moe", f"{OVERRIDE}.moe_z_loss_coeff=0.001", r"moe_z_loss_coeff=0.001 counts a .*set null"),
+        ("qwen3", f"{OVERRIDE}.overlap_p2p_comm=True", r"overlap_p2p_comm=True belongs to .*set False"),
+        ("qwen3", f"{OVERRIDE}.variable_seq_lengths=False", r"variable_seq_lengths=False gives passes .*set True"),
+        (
+            "qwen3_moe", f"actor_rollout_ref.actor.prefix.schedule=packed {OVERRIDE}.moe_router_fusion=True "
+            f"{OVERRIDE}.moe_router_load_balancing_type=aux_loss", r"fusion=True with .*=aux_loss: .*fusion=False, or",
+        ),
         (
             "qwen3_moe", f"{OVERRIDE}.moe_router_load_balancing_type=sinkhorn {PACKED}",
             r"=sinkhorn balances .*; set .*=none",
@@ -210,7 +221,7 @@ def test_every_field_of_megatron_cores_configs_is_decided_once():
     decided = functools.reduce(lambda one, other: [*one, *other], tables)
     real = {field.name for field in dataclasses.fields(MLATransformerConfig) if not field.name.startswith("_")}
     assert sorted(decided) == sorted(set(decided)) and set(decided) == real
-    # What a bridge that sets nothing leaves is accepted, but megatron-core's own dropout, which both bridges turn off.
+    # What a bridge that sets nothing leaves is accepted, but dropout and passes of one length: both bridges set these.
     config = MLATransformerConfig(num_layers=1, hidden_size=64, num_attention_heads=4)
     left = {name for name in fields.ONLY if fields.refusal(name, getattr(config, name)) is not None}
-    assert left == {"hidden_dropout", "attention_dropout"}
+    assert left == {"hidden_dropout", "attention_dropout", "variable_seq_lengths"}

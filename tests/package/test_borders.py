@@ -38,6 +38,7 @@ FILES = {
     "core/kernels/fused_merge.py": "triton",
     "cpu/vllm_worker.py": "vllm",
     "models/mcore.py": "megatron",
+    "models/mcore_pipeline.py": "megatron",
     "models/veomni.py": "safetensors",
     "tools/plots.py": "matplotlib",
     "tools/bench/arms.py": "prefix_grouper",

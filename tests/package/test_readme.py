@@ -21,7 +21,7 @@ PAGES = (*ROOT.glob("*.md"), *(page for room in ROOMS for page in (ROOT / room).
 MARKDOWN = sorted(str(page.relative_to(ROOT)) for page in PAGES)
 # Pages with other numbers: written by a program, and recipes, which say how theirs are computed.
 BY_PROGRAMS = (
-    "coverage", "placement", "placement_turns", "simulated_tables", "simulated_turns", "simulated_ulysses",
+    "coverage", "megatron", "placement", "placement_turns", "simulated_tables", "simulated_turns", "simulated_ulysses",
     "simulated_megatron", "simulated_veomni", "trees", "veomni", "verl_scripts",
 )  # fmt: skip
 WRITTEN = [f"examples/results/{name}.md" for name in BY_PROGRAMS]

@@ -66,6 +66,7 @@ class Memory:
         expert_ranks: how many share a layer's experts there; each gathers its part alone.
         division: of the model over the ranks of verl's Megatron engine, which gathers no parameters; None: of others,
             which do.
+        stages: of a pipeline, whose passes live together, which no estimate here knows.
         span: layers of a checkpoint. block: of so many layers alone; None: of all.
     """
 
@@ -81,6 +82,7 @@ class Memory:
     veomni: bool = False
     expert_ranks: int = 1
     division: Division | None = None
+    stages: int = 1
     span: int = 1
     block: int | None = None
 
@@ -119,8 +121,8 @@ class Memory:
 
     @classmethod
     def of_megatron(cls, megatron: Mapping[str, Any], world: int, options: Any) -> "Memory":
-        """Of verl's Megatron engine with one pipeline stage. What recompute_granularity=selective leaves out counts as
-        kept: attention's inner products, which flash attention does not keep either, and parts of MLPs.
+        """Of verl's Megatron engine, as if it had one pipeline stage. What recompute_granularity=selective leaves out
+        counts as kept: attention's inner products, which flash attention does not keep either, and parts of MLPs.
 
         Args:
             megatron: its `megatron` config. world: all ranks. options: `PrefixConfig`.
@@ -132,7 +134,8 @@ class Memory:
         division = Division.of(megatron, world)
         return cls(
             division.tensor, full, False, options.logits_chunk, options.offload, division=division,
-            span=1 if is_block else layers, block=layers if is_block else None,
+            stages=int(megatron.get("pipeline_model_parallel_size", 1)), span=1 if is_block else layers,
+            block=layers if is_block else None,
         )  # fmt: skip
 
     @property

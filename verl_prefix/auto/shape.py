@@ -1,5 +1,6 @@
 """Costs of a model's tokens and passes, read from its modules and config, without weights."""
 
+import copy
 import functools
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -237,8 +238,9 @@ _CUT = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 
 def shape_of_config(config: PretrainedConfig, dtype: torch.dtype) -> ModelShape:
     """`model_shape` of the whole text model of a config, for an engine whose ranks have parts of it."""
-    with torch.device("meta"):
-        return model_shape(AutoModelForCausalLM.from_config(config, attn_implementation="eager"), dtype)
+    with torch.device("meta"):  # which writes to the config
+        model = AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation="eager")
+        return model_shape(model, dtype)
 
 
 def is_undivided(name: str, parameter: torch.Tensor) -> bool:

@@ -1,4 +1,5 @@
-"""verl's Megatron engine as a backend: tensor, sequence, expert and data parallelism. `model_engine=prefix_megatron`.
+"""verl's Megatron engine as a backend, `model_engine=prefix_megatron`: tensor, sequence, expert, pipeline and data
+parallelism.
 
 Source: verl/workers/engine/megatron/transformer_impl.py, MegatronEngine and MegatronEngineWithLMHead; megatron-core
 0.16.1, megatron/core/pipeline_parallel/schedules.py (forward_backward_no_pipelining).
@@ -60,7 +61,7 @@ class MegatronBackend:
     def __init__(self, engine: Any) -> None:
         self._engine = engine
         self.has_no_updates: bool = engine.engine_config.forward_only
-        self.deterministic = False
+        self.deterministic = bool(engine.engine_config.override_transformer_config.get("deterministic_mode"))
         size = engine.get_data_parallel_size()
         self.ranks = Ranks(
             engine.get_data_parallel_group(), engine.get_data_parallel_rank(), size,
@@ -123,7 +124,7 @@ class MegatronBackend:
     def model_metrics(self, schedule: Schedule) -> dict[str, float]:
         assert isinstance(schedule.forward.model, MegatronModel)
         config = unwrapped(self._module).config
-        if config.num_moe_experts is None:
+        if config.num_moe_experts is None or schedule.backward is None:
             return {}
         loads = schedule.forward.model.expert_loads
         return loads.metrics(self.ranks.sum_over_ranks, config.num_layers, config.num_moe_experts)

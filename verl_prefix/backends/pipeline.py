@@ -5,7 +5,7 @@
 
 So a pipeline fills and drains once for all passes, and not once for each. Only hidden states, their gradients and
 shapes travel: what suffixes read of prefixes, and what they send back, stays on its stage. The graphs of all prefixes
-live at once, on the host with `offload`.
+live at once, on the host with `offload`. Without backward there is one prefix at a time.
 
 Source: megatron-core 0.16.1, megatron/core/pipeline_parallel/schedules.py
 (forward_backward_pipelining_without_interleaving), p2p_communication.py.
@@ -26,7 +26,8 @@ from verl_prefix.core.layout import Layout, build_layout
 from verl_prefix.core.offload import OffloadedPrefixCache
 from verl_prefix.core.prefix_cache import PrefixCache
 from verl_prefix.core.waves import PhasedPass, Plan
-from verl_prefix.models.mcore import Neighbours, run_1f1b, unwrapped
+from verl_prefix.models.mcore import unwrapped
+from verl_prefix.models.mcore_pipeline import Neighbours, run_1f1b
 
 
 class _Begun(NamedTuple):
@@ -53,22 +54,30 @@ class PipelineSchedule(MegatronSchedule):
     """A schedule for several stages, each of which has a part of the layers. Every stage has the same plan."""
 
     def run_passes(self, tokens: TokenBatch, plan: Plan) -> None:
-        stages = Neighbours(unwrapped(self.module))
-        with self.forward.model.grouped_attention(), ExitStack() as caches:
-            begun = [self._begin(tokens, one, stages, caches) for one in plan.phased]
-            passes = [
-                _MicroBatch(one.groups, build_layout(one.groups, tokens.offsets), None, ("packed", ""))
-                for one in plan.packed
-            ]
-            passes += [wave for one in begun for wave in _waves(tokens, one)]
-            groups = [group for one in plan.passes for group in one.groups]
-            with self.meter.phase("phase_b" if begun else "packed", groups, tokens.input_ids.device):
-                self._run(tokens, passes)
-            for one in reversed(begun):
-                self._end(one, stages, tokens.input_ids.device)
+        device, stages = tokens.input_ids.device, Neighbours(unwrapped(self.module))
+        passes = [
+            _MicroBatch(one.groups, build_layout(one.groups, tokens.offsets), None, ("packed", ""))
+            for one in plan.packed
+        ]
+        rounds: Sequence[Sequence[PhasedPass]] = [plan.phased]
+        if self.backward is None:  # then nothing of a prefix is wanted behind its waves
+            rounds = [[], *([one] for one in plan.phased)]
+        with self.forward.model.grouped_attention():
+            for phased in rounds:
+                with ExitStack() as caches:
+                    begun = [self._phase_a(tokens, one, stages, caches) for one in phased]
+                    passes += [wave for one in begun for wave in _waves(tokens, one)]
+                    groups = [group for one in passes for group in one.groups]
+                    with ExitStack() as measured:
+                        if begun:
+                            measured.enter_context(self.meter.waves(device))
+                        measured.enter_context(self.meter.phase("phase_b" if begun else "packed", groups, device))
+                        self._run(tokens, passes)
+                    passes = []
+                    while begun:
+                        self._phase_c(begun.pop(), stages, device)
 
-    def _begin(self, tokens: TokenBatch, planned: PhasedPass, stages: Neighbours, caches: ExitStack) -> _Begun:
-        """Phase A."""
+    def _phase_a(self, tokens: TokenBatch, planned: PhasedPass, stages: Neighbours, caches: ExitStack) -> _Begun:
         device = tokens.input_ids.device
         offloads = self.offload and torch.is_grad_enabled()
         cache: PrefixCache = OffloadedPrefixCache(device, self.meter.transfers) if offloads else PrefixCache()
@@ -105,13 +114,14 @@ class PipelineSchedule(MegatronSchedule):
 
         run_1f1b(self.module, forward, len(passes), forward_only=self.backward is None)
 
-    def _end(self, one: _Begun, stages: Neighbours, device: torch.device) -> None:
-        """Phase C."""
-        if self.backward is None or not one.output.requires_grad:
+    def _phase_c(self, one: _Begun, stages: Neighbours, device: torch.device) -> None:
+        """Sends gradients back also where no layer of this stage is trained: the next stage does not know."""
+        if self.backward is None:
             return
         grad = stages.receive_gradient(one.output)
-        with self.meter.phase("phase_c", one.planned.groups, device):
-            one.cache.backward(one.output, grad)
+        if one.output.requires_grad:
+            with self.meter.phase("phase_c", one.planned.groups, device):
+                one.cache.backward(one.output, grad)
         stages.send_gradient(one.read)
 
 

@@ -11,10 +11,8 @@ from verl_prefix.config.actor import PrefixActor, PrefixEngineOptions, refuse_pa
 from verl_prefix.config.engines import MEGATRON, copies_of
 from verl_prefix.config.model import read_hf_config, refuse, refuse_absent_options, warn_of_replaced_options
 from verl_prefix.config.options import PrefixConfig
-from verl_prefix.config.transformer_fields import SIZES, refusal
+from verl_prefix.config.transformer_fields import SIZES, TOPOLOGY, refusal
 
-# Sizes that decide megatron-core's process groups (megatron/core/parallel_state.py, initialize_model_parallel).
-MEGATRON_TOPOLOGY = SIZES[:-1]
 STOCK = "or model_engine=megatron, or actor_rollout_ref.actor.prefix.schedule=stock"
 # Options of megatron-core's gradient buffers (megatron/core/distributed/distributed_data_parallel_config.py) that stand
 # for another way to shard, or for a backward that megatron-core's own schedule ends.
@@ -50,8 +48,9 @@ class PrefixMegatronEngineConfig(PrefixEngineOptions, McoreEngineConfig):
         )
         refuse(
             self.virtual_pipeline_model_parallel_size not in (None, 1),
-            f"{key}.virtual_pipeline_model_parallel_size={self.virtual_pipeline_model_parallel_size}: prefixes are "
-            f"shared within one pipeline stage; set {key}.virtual_pipeline_model_parallel_size=null",
+            f"{key}.virtual_pipeline_model_parallel_size={self.virtual_pipeline_model_parallel_size}: shared passes do "
+            "not run by megatron-core's interleaved schedule; set "
+            f"{key}.virtual_pipeline_model_parallel_size=null",
         )
         told = {
             "dynamic_context_parallel": "cuts rows over ranks, and a prefix stays whole",
@@ -165,7 +164,7 @@ def check_of_one_process(actor: Any, ref: Any) -> None:
     Raises:
         ValueError: naming the key.
     """
-    for name in MEGATRON_TOPOLOGY:
+    for name in TOPOLOGY:
         key = f"actor_rollout_ref.ref.megatron.{name}"
         refuse(
             ref[name] != actor[name],
@@ -188,18 +187,23 @@ def check_spread(megatron: Any, n_gpus: int, hf_config: Any) -> None:
     from verl_prefix.models.support import num_experts
 
     key, tensor = f"{role_of(megatron)}.megatron", megatron.tensor_model_parallel_size
-    together = copies_of({"megatron": megatron})
+    stages, together = megatron.pipeline_model_parallel_size, copies_of({"megatron": megatron})
+    refuse(
+        n_gpus % stages,
+        f"{key}.pipeline_model_parallel_size={stages} does not divide {n_gpus} GPUs; set {math.gcd(n_gpus, stages)}",
+    )
     refuse(
         n_gpus % together,
         f"{key}.tensor_model_parallel_size={tensor}: {together} GPUs have the same rows, and do not divide {n_gpus} "
-        f"GPUs; set {math.gcd(n_gpus, tensor)}",
+        f"GPUs; set {math.gcd(n_gpus // stages, tensor)}",
     )
     experts_on, own = megatron.expert_model_parallel_size, megatron.expert_tensor_parallel_size or tensor
+    n_gpus //= stages  # of one stage
     works = math.gcd(n_gpus, experts_on)
     refuse(
         n_gpus % (experts_on * own),
         f"{key}.expert_model_parallel_size={experts_on} times {key}.expert_tensor_parallel_size={own} does not divide "
-        f"{n_gpus} GPUs; set {works} and {math.gcd(n_gpus // works, own)}",
+        f"the {n_gpus} GPUs of a stage; set {works} and {math.gcd(n_gpus // works, own)}",
     )
     if hf_config is None:
         return
@@ -251,11 +255,15 @@ def check_built(hf_config: Any, megatron: McoreEngineConfig) -> None:
         f"{name}={balancing} balances experts over more than a pass, and shared passes are of other tokens; set {name}="
         f"none, {STOCK}",
     )
-    z_loss = override.get("moe_z_loss_coeff")
-    losses = [f"{name}={balancing}"] if set(kinds) - {"none"} else []
-    losses += [f"{key}.override_transformer_config.moe_z_loss_coeff={z_loss}"] if z_loss else []
+    balanced = set(kinds) != {"none"} and bool(kinds)
     refuse(
-        losses and megatron.prefix.schedule != "packed",
-        f"{' '.join(losses)} is a loss of each pass's tokens together, and phases have parts of them; set "
-        f"actor_rollout_ref.actor.prefix.schedule=packed, or {name}=none without moe_z_loss_coeff",
+        balanced and megatron.prefix.schedule != "packed",
+        f"{name}={balancing} is a loss of each pass's tokens together, and phases have parts of them; set "
+        f"actor_rollout_ref.actor.prefix.schedule=packed, or {name}=none",
+    )
+    fusion = f"{key}.override_transformer_config.moe_router_fusion"
+    refuse(
+        balanced and override.get("moe_router_fusion"),
+        f"{fusion}=True with {name}={balancing}: its kernel does not know how often a token counts; set "
+        f"{fusion}=False, or {name}=none",
     )

@@ -29,6 +29,9 @@ ACTS = frozenset("""
     moe_use_legacy_grouped_gemm moe_token_dispatcher_type moe_enable_deepep moe_flex_dispatcher_backend
     moe_permute_fusion moe_apply_probs_on_input moe_latent_size moe_deepep_num_sms moe_hybridep_num_sms moe_extended_tp
     moe_per_layer_logging
+    num_layers_in_first_pipeline_stage num_layers_in_last_pipeline_stage pipeline_model_parallel_layout
+    account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split pipeline_model_parallel_comm_backend
+    batch_p2p_comm batch_p2p_sync use_ring_exchange_p2p deallocate_pipeline_outputs
     init_method output_layer_init_method init_method_std embedding_init_method embedding_init_method_std
     perform_initialization use_cpu_initialization use_te_rng_tracker
 """.split())  # fmt: skip
@@ -36,10 +39,7 @@ ACTS = frozenset("""
 # They act with another field alone, which is refused, or nowhere in training: as in stock, nothing follows from them.
 INERT = frozenset("""
     mtp_loss_scaling_factor mtp_standalone
-    num_layers_in_first_pipeline_stage num_layers_in_last_pipeline_stage pipeline_model_parallel_layout
-    account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split pipeline_model_parallel_comm_backend
-    overlap_p2p_comm batch_p2p_comm batch_p2p_sync use_ring_exchange_p2p deallocate_pipeline_outputs
-    overlap_p2p_comm_warmup_flush microbatch_group_size_per_vp_stage variable_seq_lengths wgrad_deferral_limit
+    overlap_p2p_comm_warmup_flush microbatch_group_size_per_vp_stage wgrad_deferral_limit
     cp_comm_type hierarchical_context_parallel_sizes max_seqlen_per_dp_cp_rank
     fp8_recipe fp8_quantizer_factory fp8_margin fp8_interval fp8_amax_history_len fp8_amax_compute_algo fp8_wgrad
     tp_only_amax_red first_last_layers_bf16 num_layers_at_start_in_bf16 num_layers_at_end_in_bf16
@@ -60,10 +60,11 @@ INERT = frozenset("""
 """.split())  # fmt: skip
 
 # The sizes that verl's own keys set, `actor.megatron.<name>`: another value here would be of another engine.
-SIZES = (
+TOPOLOGY = (
     "tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size",
-    "context_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size", "sequence_parallel",
+    "context_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size",
 )  # fmt: skip
+SIZES = (*TOPOLOGY, "sequence_parallel")
 
 Values = tuple[Callable[[Any], bool], str, str]  # what it may be; a value that works, in words; why
 
@@ -86,9 +87,9 @@ _CAPACITY = "lets tokens of a pass push each other out of an expert, and a share
 _ATTENTION = "makes attention another than a shared prefix's kernels compute"
 _OFFLOAD = "counts forwards of layers, and a prefix and its waves are several; actor.prefix.offload=True moves what "
 _OFFLOAD += "prefixes keep"
-_SCHEDULE = "belongs to megatron-core's own pipeline schedule, which shared passes do not run"
+_SCHEDULE = "belongs to a schedule of megatron-core's that shared passes do not run"
 _DROPOUT = "would give the rows of a group one mask"
-_PRECISION = "is an input of verl's own key"
+_PRECISION = "is set by verl's own key"
 _UNTRIED = "was never tried with a shared prefix"
 
 # Which values they may have.
@@ -97,6 +98,9 @@ ONLY: dict[str, Values] = {
     **_all("""fp8_param fp8_dot_product_attention fp8_multi_head_attention fp4_param use_kitchen use_kitchen_attention
               activation_func_fp8_input_store moe_router_padding_for_fp8
               moe_router_padding_for_quantization""", _SCALE),
+    **_all("moe_z_loss_coeff", "counts a prefix token once, where verl's own path has it in every row", "null"),
+    "overlap_p2p_comm": (_off, "False", _SCHEDULE),
+    "variable_seq_lengths": (_is(True), "True", "gives passes one length, and they have their own"),
     **_all("moe_expert_capacity_factor", _CAPACITY, "null"),
     **_all("moe_pad_expert_input_to_capacity moe_token_dropping", _CAPACITY),
     **_all("enable_cuda_graph external_cuda_graph", _FIXED),
@@ -132,7 +136,7 @@ NEVER: dict[str, str] = {
 }
 # Decided where more is known (`config.megatron`): rotary embeddings by the model, losses of routers by the schedule.
 ELSEWHERE = (
-    "apply_rope_fusion", "multi_latent_attention", "moe_router_load_balancing_type", "moe_z_loss_coeff",
+    "apply_rope_fusion", "multi_latent_attention", "moe_router_load_balancing_type",
 )  # fmt: skip
 
 

@@ -57,7 +57,7 @@ class Room:
         shape, least = costs.shape, costs.memory
         attention = may_keep_attention(shape, least.checkpointed, option)
         all_logits = may_have_all_logits(shape, least.logits_chunk, one_copy)
-        if not attention and not all_logits:
+        if least.stages > 1 or not (attention or all_logits):
             return least
         more = replace(least, attention_kept=attention)
         choices = (replace(more, all_logits=all_logits), more, least)

@@ -36,7 +36,8 @@ class ExpertLoads:
         if not self._loads and not layers:
             return {}
         numbers = range(layers) if layers else sorted(self._loads)
-        own = torch.stack([self._loads.get(layer, torch.zeros(experts)).cpu().double() for layer in numbers])
+        found = next(iter(self._loads.values()), torch.zeros(experts))
+        own = torch.stack([self._loads.get(layer, torch.zeros_like(found)) for layer in numbers])
         loads = torch.tensor(reduce_sum(own.flatten().tolist()), dtype=torch.float64).view_as(own)
         loads = loads[loads.sum(1) > 0]
         if not len(loads):
@@ -45,8 +46,8 @@ class ExpertLoads:
         by_layer = {"max_vio": deviation.amax(1), "avg_vio": deviation.abs().mean(1)}
         return {
             f"prefix/moe/{name}/{over}": value
-            for name, layers in by_layer.items()
-            for over, value in (("max", layers.max().item()), ("avg", layers.mean().item()))
+            for name, by in by_layer.items()
+            for over, value in (("max", by.max().item()), ("avg", by.mean().item()))
         }
 
 

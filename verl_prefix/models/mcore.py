@@ -18,8 +18,6 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
@@ -78,6 +76,7 @@ class MegatronModel:
             if hasattr(module, "is_first_microbatch"):
                 module.is_first_microbatch = False
         with ExitStack() as stack:
+            stack.callback(setattr, self, "_running", None)
             rotary = [getattr(module, "rotary_pos_emb", None) for module in self._attentions_and_model()]
             for module in filter(None, rotary):
                 angles = functools.partial(self._angles, module.forward)
@@ -93,7 +92,6 @@ class MegatronModel:
                         weigh = functools.partial(self._weigh, getattr(router, name))
                         stack.enter_context(replaced(router, name, weigh))
             yield
-        self._running = None
 
     def _attentions_and_model(self) -> list[Any]:
         return [self._model, *(layer.self_attention for layer in self.layers)]
@@ -170,7 +168,7 @@ class MegatronModel:
         one, core = self._running.attention_pass, attention.core_attention
         # Padding of sequence parallelism stands behind the packed row.
         q, k, v = (x[: one.layout.num_tokens, 0] for x in (query, key, value))
-        if getattr(attention, "recompute_up_proj", False):
+        if one.capture is not None and getattr(attention, "recompute_up_proj", False):
             k, v = k.clone(), v.clone()  # mcore empties their memory until backward, and waves read them before
         width = v.shape[-1]
         v = torch.nn.functional.pad(v, (0, q.shape[-1] - width)) if width < q.shape[-1] else v
@@ -245,62 +243,6 @@ def router_counts(module: torch.nn.Module) -> list[torch.Tensor]:
 def is_last_stage() -> bool:
     """Whether this rank has the last layers, and so logits."""
     return bool(parallel_state.is_pipeline_last_stage())
-
-
-class Neighbours:
-    """The stages before and behind this one, of a model's pipeline."""
-
-    def __init__(self, model: Any) -> None:
-        group = parallel_state.get_pipeline_model_parallel_group()
-        self._first, self._last = group.rank() == 0, group.rank() == group.size() - 1
-        self._model, self._p2p = model, P2PCommunicator(pp_group=group, config=model.config)
-
-    def receive_hidden(self) -> torch.Tensor | None:
-        """Hidden states [t, 1, H] of the stage before; None on the first. Their shape travels before them."""
-        found: torch.Tensor | None = self._p2p.recv_forward((1, 1, self._model.config.hidden_size), self._first)
-        return found
-
-    def take(self, hidden: torch.Tensor | None) -> None:
-        """Gives the next forward what it reads."""
-        self._model.set_input_tensor(hidden)
-
-    def send_hidden(self, output: torch.Tensor) -> None:
-        self._p2p.send_forward(output, self._last)
-
-    def receive_gradient(self, output: torch.Tensor) -> torch.Tensor | None:
-        """Of what this stage handed on; None on the last."""
-        found: torch.Tensor | None = self._p2p.recv_backward(tuple(output.shape), self._last)
-        return found
-
-    def send_gradient(self, read: torch.Tensor | None) -> None:
-        """Of what it read."""
-        self._p2p.send_backward(None if read is None else read.grad, self._first)
-
-
-def run_1f1b(
-    module: Any, forward: Callable[[], tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]], number: int,
-    forward_only: bool,
-) -> None:  # fmt: skip
-    """Runs micro-batches by mcore's own schedule, without what it does once behind the last.
-
-    Args:
-        forward: runs the next one; returns the stage's output and, for the last stage, what makes its loss of it.
-    """
-    if not number:
-        return
-    config = unwrapped(module).config
-
-    def step(batches: object, model: object) -> tuple[torch.Tensor, Callable[[torch.Tensor], Any]]:
-        output, loss_of = forward()
-        return output, lambda found: (loss_of(found) * number, {})  # which mcore divides by the number
-
-    with ExitStack() as stack:
-        for name in ("finalize_model_grads_func", "no_sync_func", "grad_sync_func"):
-            stack.enter_context(replaced(config, name, None))
-        get_forward_backward_func()(
-            forward_step_func=step, data_iterator=[None], model=[module], num_microbatches=number,
-            seq_length=1, micro_batch_size=1, forward_only=forward_only,
-        )  # fmt: skip
 
 
 def scale_auxiliary_losses(scale: torch.Tensor) -> None:

@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 import verl_prefix.plugin  # noqa: F401  first: whatever imports verl imports it, and must not find us half imported
-from verl_prefix.config.engines import slices_of
+from verl_prefix.config.engines import MEGATRON, engine_of, slices_of
 from verl_prefix.models.support import unsupported_reasons
 from verl_prefix.models.vision import is_vision_config
 from verl_prefix.tools.plan.compose import Asked, check_batch
@@ -66,6 +66,12 @@ def figures(asked: Asked) -> dict[str, Any]:
     refused = {"unsupported": reasons, "verdict": f"Not possible: {reasons[0]}"} if reasons else {"unsupported": []}
     if reasons and unsupported_reasons(read_model_config(config)):
         return {**refused, "notes": []}
+    actor = config.actor_rollout_ref.actor
+    if engine_of(actor) is MEGATRON and (stages := actor.megatron.pipeline_model_parallel_size) > 1 and not reasons:
+        key = MEGATRON.key("actor", "pipeline_model_parallel_size")
+        raise PlanError(
+            f"{key}={stages}: plan does not know yet what a pipeline costs; set 1 to see what tokens are saved"
+        )
     tokenizer = read_tokenizer(config)
     dump = read_dump(asked.rollouts, tokenizer)
     has_turns = bool(options.session or dump)
