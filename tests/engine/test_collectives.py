@@ -27,6 +27,7 @@ CALLED = ("all_reduce", "all_gather", "all_to_all_single", "all_gather_object")
 ELSEWHERE = {
     "HFStockPath._alone": "engine/test_sequence_parallel.py",
     "HFStockPath._separate_rows": "engine/test_recurrent_engine.py",
+    "MegatronBackend.gradients": "backends/test_megatron.py",
     "PrefixEngine.train_batch": "engine/test_engine_equivalence.py",  # under mini_batches=prompts
 }
 OPTIONS = {

@@ -51,7 +51,8 @@ class Sizes:
 
     Attributes:
         prompts: of a step. rollouts: of a prompt. mini_batches: of a step.
-        ranks: that compute data in parallel, each of `sequence_ranks` GPUs; in a ref engine of `ref_sequence_ranks`.
+        ranks: that compute data in parallel, each of `sequence_ranks` GPUs that cut rows, or of `tensor_ranks` that
+            have the same ones; in a ref engine of `ref_sequence_ranks`.
         micro_batches: of the update, and of old and ref log-probs.
         ref_in_actor: the actor's engine computes ref log-probs, as it does with LoRA.
         whole: the trainer keeps a prompt's rows in one mini-batch; by_prompts: those of its turns too.
@@ -69,10 +70,11 @@ class Sizes:
     exchange: bool = True
     sequence_ranks: int = 1
     ref_sequence_ranks: int = 1
+    tensor_ranks: int = 1
 
     @property
     def gpus(self) -> int:
-        return self.ranks * self.sequence_ranks
+        return self.ranks * self.sequence_ranks * self.tensor_ranks
 
 
 @dataclass(frozen=True)
@@ -107,7 +109,7 @@ class Step:
     def dealt_to_ref(self, ranks: list[list[int]]) -> list[list[int]]:
         """The same rows in the same order, cut for the ranks of the ref engine."""
         rows = [row for rank in ranks for row in rank]
-        size = -(-len(rows) * self.size.ref_sequence_ranks // self.size.gpus)
+        size = -(-len(rows) * self.size.ref_sequence_ranks * self.size.tensor_ranks // self.size.gpus)
         return [rows[start : start + size] for start in range(0, len(rows), size)]
 
     def _balanced(self, rows: list[int]) -> list[list[int]]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from verl_prefix.auto.shape import ModelShape
 from verl_prefix.config.driver import is_v1
-from verl_prefix.config.engines import slices_of
+from verl_prefix.config.engines import copies_of, slices_of
 from verl_prefix.models.messages import end_tokens
 from verl_prefix.tools.plan.compose import (
     Asked,
@@ -130,7 +130,7 @@ def sizes(config: Any) -> Sizes:
     return Sizes(
         prompts, rollout.n, mini_batches=prompts // mini or 1, ranks=data_ranks(config), micro_batches=passes,
         ref_in_actor=ref_in_actor, whole=whole, by_prompts=actor.prefix.mini_batches == "prompts", exchange=exchange,
-        sequence_ranks=shared, ref_sequence_ranks=shared_by_ref,
+        sequence_ranks=shared, ref_sequence_ranks=shared_by_ref, tensor_ranks=copies_of(actor) // shared,
     )  # fmt: skip
 
 
