@@ -253,14 +253,14 @@ BALANCED = {
 }
 
 
-def _balanced(models: dict, name: str, ep: int, once: bool) -> float:
+def _balanced(models: dict, name: str, ep: int, once: bool, verify: str = "off") -> float:
     """Error of gradients with a loss for balance, of all rows in one pass; once: a prefix counts once in it."""
     args = "qwen3_moe", {"budget": 4000}, {"ep": ep, "override_transformer_config": BALANCED[name]}
     stock = _stock(models, *args)
     with pytest.MonkeyPatch.context() as patch:
         if once:
             prefix_counted_once(patch)
-        ours = _ours(models, args[0], PACKED, *args[1:])
+        ours = _ours(models, args[0], PACKED | {"verify": verify}, *args[1:])
     return max(error for name, error in errors_of(ours, stock).items() if name.startswith("gradient"))
 
 
@@ -269,6 +269,11 @@ def _balanced(models: dict, name: str, ep: int, once: bool) -> float:
 def test_a_loss_for_balance_counts_a_prefix_as_often_as_stock_does(models, ranks, world, name):
     assert max(ranks(world, models)(_balanced, name, world, False)) < TOLERANCE
     assert min(ranks(world, models)(_balanced, name, world, True)) > 100 * TOLERANCE
+
+
+def test_the_self_check_is_of_no_loss_for_balance(models, ranks):
+    """Its passes hold other rows than stock's, and the loss follows them."""
+    assert max(ranks(2, models)(_balanced, "aux_loss", 2, False, "first_step")) < TOLERANCE
 
 
 def _half(models: dict, which: str) -> dict[str, dict[str, float]]:

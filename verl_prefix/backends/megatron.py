@@ -175,7 +175,8 @@ class MegatronBackend:
 
     @contextmanager
     def gradients_aside(self) -> Iterator[None]:
-        """Also keeps what routers have counted, and their biases, which mcore moves whenever gradients are reduced."""
+        """Also keeps what routers have counted, and their biases, which mcore moves whenever gradients are reduced.
+        Inside there are no losses that balance experts: they follow how rows fall into passes."""
         if self.has_no_updates:
             yield
             return
@@ -189,6 +190,9 @@ class MegatronBackend:
             stack.callback(lambda: [count.zero_() for count in counts])
             stack.callback(self._clear)
             stack.enter_context(replaced(model.config, "moe_router_bias_update_rate", 0.0))
+            balance = model.config.moe_aux_loss_coeff
+            nothing = [0.0] * len(balance) if isinstance(balance, list) else 0.0
+            stack.enter_context(replaced(model.config, "moe_aux_loss_coeff", nothing))
             yield
 
 
