@@ -23,8 +23,8 @@ from verl_prefix.core.errors import annotate_errors
 from verl_prefix.core.forward import TokenBatch
 from verl_prefix.core.groups import Group
 from verl_prefix.core.layout import Layout, build_layout
-from verl_prefix.core.offload import OffloadedPrefixCache
 from verl_prefix.core.prefix_cache import PrefixCache
+from verl_prefix.core.schedule import wave_layouts
 from verl_prefix.core.waves import PhasedPass, Plan
 from verl_prefix.models.mcore import unwrapped
 from verl_prefix.models.mcore_pipeline import Neighbours, run_1f1b
@@ -65,8 +65,12 @@ class PipelineSchedule(MegatronSchedule):
         with self.forward.model.grouped_attention():
             for phased in rounds:
                 with ExitStack() as caches:
-                    begun = [self._phase_a(tokens, one, stages, caches) for one in phased]
-                    passes += [wave for one in begun for wave in _waves(tokens, one)]
+                    begun = [self._begin(tokens, one, stages, caches) for one in phased]
+                    passes += [
+                        _MicroBatch(groups, layout, one.cache, ("phase_b", part))
+                        for one in begun
+                        for groups, layout, part in wave_layouts(tokens, one.planned, one.layout)
+                    ]
                     groups = [group for one in passes for group in one.groups]
                     with ExitStack() as measured:
                         if begun:
@@ -77,20 +81,11 @@ class PipelineSchedule(MegatronSchedule):
                     while begun:
                         self._phase_c(begun.pop(), stages, device)
 
-    def _phase_a(self, tokens: TokenBatch, planned: PhasedPass, stages: Neighbours, caches: ExitStack) -> _Begun:
-        device = tokens.input_ids.device
-        offloads = self.offload and torch.is_grad_enabled()
-        cache: PrefixCache = OffloadedPrefixCache(device, self.meter.transfers) if offloads else PrefixCache()
-        caches.enter_context(cache)
-        layout = build_layout(planned.groups, tokens.offsets, suffixes=False)
-        if layout.reads is not None and tokens.is_read is not None:
-            layout = layout.reading(tokens.is_read)
+    def _begin(self, tokens: TokenBatch, planned: PhasedPass, stages: Neighbours, caches: ExitStack) -> _Begun:
+        cache = caches.enter_context(self.prefix_cache(tokens.input_ids.device))
         read = stages.receive_hidden()
-        with self.meter.phase("phase_a", planned.groups, device), cache.saving():
-            stages.take(read)
-            output = self.forward.phase_a(
-                tokens, layout, cache, with_head=planned.reads_strands, keep_attention=not self.offload
-            )
+        stages.take(read)
+        layout, output = self.phase_a(tokens, planned, cache)
         stages.send_hidden(output)
         return _Begun(planned, layout, cache, read, output)
 
@@ -123,13 +118,3 @@ class PipelineSchedule(MegatronSchedule):
             with self.meter.phase("phase_c", one.planned.groups, device):
                 one.cache.backward(one.output, grad)
         stages.send_gradient(one.read)
-
-
-def _waves(tokens: TokenBatch, one: _Begun) -> list[_MicroBatch]:
-    waves = []
-    for number, wave in enumerate(one.planned.waves, start=1):
-        groups = [piece for _, piece in wave]
-        layout = build_layout(groups, tokens.offsets, one.layout, [group for group, _ in wave])
-        part = f"wave {number} of {len(one.planned.waves)}"
-        waves.append(_MicroBatch(groups, layout, one.cache, ("phase_b", part)))
-    return waves

@@ -80,15 +80,8 @@ class Schedule:
                 yield packed
             return
         device = tokens.input_ids.device
-        offloads = self.offload and torch.is_grad_enabled()
-        with OffloadedPrefixCache(device, self.meter.transfers) if offloads else PrefixCache() as cache:
-            layout = build_layout(planned.groups, tokens.offsets, suffixes=False)
-            with self.meter.phase("phase_a", planned.groups, device), cache.saving():
-                if layout.reads is not None and tokens.is_read is not None:
-                    layout = layout.reading(tokens.is_read)
-                output = self.forward.phase_a(
-                    tokens, layout, cache, with_head=planned.reads_strands, keep_attention=not self.offload
-                )
+        with self.prefix_cache(device) as cache:
+            layout, output = self.phase_a(tokens, planned, cache)
             # Where only lm_head is trained there is no phase C, and the last wave's backward is the last one.
             waves_are_last = last and not output.requires_grad
             with closing(self._waves(tokens, planned, layout, cache, waves_are_last)) as waves, annotate_loop_body():
@@ -107,10 +100,37 @@ class Schedule:
     ) -> Generator[PassOutputs]:
         device = tokens.input_ids.device
         with self.meter.waves(device):
-            for number, wave in enumerate(planned.waves, start=1):
-                groups = [piece for _, piece in wave]
-                layout = build_layout(groups, tokens.offsets, source, [group for group, _ in wave])
-                part = f"wave {number} of {len(planned.waves)}"
+            for number, (groups, layout, part) in enumerate(wave_layouts(tokens, planned, source), start=1):
                 sync = self.gradient_sync(last and number == len(planned.waves))
                 with self.meter.phase("phase_b", groups, device, part), sync:
                     yield self.forward.packed_or_wave(tokens, groups, layout, cache)
+
+    def prefix_cache(self, device: torch.device) -> PrefixCache:
+        """A cache for one phased pass, which its context frees."""
+        offloads = self.offload and torch.is_grad_enabled()
+        return OffloadedPrefixCache(device, self.meter.transfers) if offloads else PrefixCache()
+
+    def phase_a(self, tokens: TokenBatch, planned: PhasedPass, cache: PrefixCache) -> tuple[Layout, torch.Tensor]:
+        """Runs the prefixes of a pass; returns their packed row and the model's output, see `PackedForward.phase_a`."""
+        layout = build_layout(planned.groups, tokens.offsets, suffixes=False)
+        with self.meter.phase("phase_a", planned.groups, tokens.input_ids.device), cache.saving():
+            if layout.reads is not None and tokens.is_read is not None:
+                layout = layout.reading(tokens.is_read)
+            output = self.forward.phase_a(
+                tokens, layout, cache, with_head=planned.reads_strands, keep_attention=not self.offload
+            )
+        return layout, output
+
+
+def wave_layouts(
+    tokens: TokenBatch, planned: PhasedPass, source: Layout
+) -> Iterator[tuple[Sequence[Group], Layout, str]]:
+    """Yields the groups of each wave of a pass, its packed row, and its name in words.
+
+    Args:
+        source: the packed row of phase A.
+    """
+    for number, wave in enumerate(planned.waves, start=1):
+        groups = [piece for _, piece in wave]
+        layout = build_layout(groups, tokens.offsets, source, [group for group, _ in wave])
+        yield groups, layout, f"wave {number} of {len(planned.waves)}"
