@@ -659,7 +659,7 @@ MEGATRON = {
         "Qwen3.5-35B-A3B", (32, 32, 5), SHORT, "1 rows",
         (*spread(2, 1, 8, 1), *RECOMPUTED, *OFF_GPU, "actor.megatron.vanilla_mbridge=True",
          "+actor.megatron.override_transformer_config.moe_z_loss_coeff=0.001"),
-        ("model_type=qwen3_5_moe",) * 2,
+        ("model_type=qwen3_5_moe", "moe_z_loss_coeff=0.001"),
     ),
     "grpo_trainer/run_qwen3_5_122b_a10b_megatron": of_megatron(
         "Qwen3.5-122B-A10B", (128, 64, 6), (3240, 4096), "1 rows",
