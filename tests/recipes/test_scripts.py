@@ -659,7 +659,7 @@ MEGATRON = {
         "Qwen3.5-35B-A3B", (32, 32, 5), SHORT, "1 rows",
         (*spread(2, 1, 8, 1), *RECOMPUTED, *OFF_GPU, "actor.megatron.vanilla_mbridge=True",
          "+actor.megatron.override_transformer_config.moe_z_loss_coeff=0.001"),
-        ("model_type=qwen3_5_moe", "moe_z_loss_coeff=0.001"),
+        ("moe_z_loss_coeff=0.001",) * 2,
     ),
     "grpo_trainer/run_qwen3_5_122b_a10b_megatron": of_megatron(
         "Qwen3.5-122B-A10B", (128, 64, 6), (3240, 4096), "1 rows",
@@ -778,7 +778,8 @@ def test_verls_own_settings_have_a_plan_or_are_refused_by_key(monkeypatch, folde
         text += f"; with the overrides that it names {outcome(settings._replace(refused=()), other)}"
     assert f"| {script} | {settings.model} | {text} |" in PAGE
     assert len(found["unsupported"]) == len(settings.refused)
-    assert all(key in reason for key, reason in zip(settings.refused, found["unsupported"], strict=True))
+    pairs = zip(settings.refused, found["unsupported"], strict=True)
+    assert all(key in reason for key, reason in pairs), found["unsupported"]
     if "verdict" not in found:
         return
     if unsupported_reasons(AutoConfig.from_pretrained(folder)):
