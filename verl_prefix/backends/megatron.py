@@ -115,11 +115,16 @@ class MegatronBackend:
         return (PipelineSchedule if stages > 1 else MegatronSchedule)(
             PackedForward(MegatronModel(self._module), outputs, **options),
             step,
-            None if forward_only else torch.Tensor.backward,
+            None if forward_only else self._backward,
             offload=offload,
             meter=meter or Meter(),
             module=self._module,
         )
+
+    def _backward(self, loss: torch.Tensor) -> None:
+        """Of one stage alone: mcore's own schedule runs the backwards of a pipeline, and scales likewise."""
+        scale = unwrapped(self._module).config.grad_scale_func
+        (loss if scale is None else scale(loss)).backward()
 
     def model_metrics(self, schedule: Schedule) -> dict[str, float]:
         assert isinstance(schedule.forward.model, MegatronModel)

@@ -1,10 +1,7 @@
 """The schedule of verl's Megatron engine: passes one after the other, then what mcore does once behind the last."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
-
-import torch
 
 from verl_prefix.core.forward import TokenBatch
 from verl_prefix.core.schedule import Schedule
@@ -24,18 +21,14 @@ class MegatronSchedule(Schedule):
     module: Any = None
 
     def run(self, tokens: TokenBatch, plan: Plan) -> None:
-        config = unwrapped(self.module).config
-        scale: Callable[..., torch.Tensor] = config.grad_scale_func or (lambda x: x)
         if self.backward is None:
             return self.run_passes(tokens, plan)
-        scale_auxiliary_losses(scale(torch.ones(1, device=tokens.input_ids.device)) / max(len(plan.passes), 1))
-        self.backward = lambda loss: scale(loss).backward()
         try:
             with self.module.no_sync():
                 self.run_passes(tokens, plan)
             if self.module.ddp_config.overlap_grad_reduce:
                 self.module.start_grad_sync()
-            config.finalize_model_grads_func([self.module], None)
+            unwrapped(self.module).config.finalize_model_grads_func([self.module], None)
         except BaseException:
             for count in router_counts(self.module):  # else the next update would count these tokens, too
                 count.zero_()
@@ -44,4 +37,6 @@ class MegatronSchedule(Schedule):
 
     def run_passes(self, tokens: TokenBatch, plan: Plan) -> None:
         """All passes, without what mcore does once behind them."""
+        if self.backward is not None:
+            scale_auxiliary_losses(self.module, len(plan.passes), tokens.input_ids.device)
         super().run(tokens, plan)

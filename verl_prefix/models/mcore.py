@@ -245,10 +245,11 @@ def is_last_stage() -> bool:
     return bool(parallel_state.is_pipeline_last_stage())
 
 
-def scale_auxiliary_losses(scale: torch.Tensor) -> None:
-    """Sets the factor [1] of auxiliary losses' gradients: mcore divides them by the number of micro-batches
+def scale_auxiliary_losses(module: torch.nn.Module, num_passes: int, device: torch.device) -> None:
+    """Sets the factor of auxiliary losses' gradients, as mcore does by the number of micro-batches
     (pipeline_parallel/schedules.py, forward_step_calc_loss)."""
-    MoEAuxLossAutoScaler.set_loss_scale(scale)
+    scale, ones = unwrapped(module).config.grad_scale_func, torch.ones(1, device=device)
+    MoEAuxLossAutoScaler.set_loss_scale((ones if scale is None else scale(ones)) / max(num_passes, 1))
 
 
 def counts_tokens(module: torch.nn.Module) -> bool:
