@@ -1,7 +1,9 @@
 """verl's Megatron engine and ours over it, on gloo ranks of a CPU: models, how both are built, and whole tensors of
 what they shard, by their names on the hub."""
 
+import gc
 import tempfile
+import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,7 @@ from unittest import mock
 import torch
 from engines import _batch, _loss, _responses, rows_of
 from safetensors.torch import load_file, save_file
+from torch.distributed import distributed_c10d
 from transformers import AutoModelForCausalLM
 
 from verl_prefix.config.options import PrefixConfig
@@ -82,7 +85,7 @@ def engine(
 
     sizes = (tp, ep, tp if etp is None else etp, more.get("pipeline_model_parallel_size", 1))
     if parallel_state.is_initialized() and _sizes(parallel_state) != sizes:
-        parallel_state.destroy_model_parallel()  # verl keeps the first topology
+        _forget(parallel_state)  # verl keeps the first topology
     model_config = HFModelConfig(path=path, use_remove_padding=True)
     _as_transformers_4(model_config.hf_config)
     transformer_config = MODELS[model][2] | (override_transformer_config or {})
@@ -111,7 +114,23 @@ def engine(
     with mock.patch.dict(bridge_class._DIRECT_MAPPING):  # tied weights are noted for the whole class
         built.initialize()
         built.bridge._DIRECT_MAPPING = dict(bridge_class._DIRECT_MAPPING)
+    _CHUNKS.update(built.module)
     return built
+
+
+_CHUNKS: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+
+
+def _forget(state: Any) -> None:
+    """mcore drops its groups without an end to them: each of gloo's has a thread that wakes up 100 times a second, and
+    hooks on parameters hold the modules that hold the groups."""
+    state.destroy_model_parallel()
+    for group in list(distributed_c10d._world.pg_map):
+        if group is not distributed_c10d._get_default_group():
+            torch.distributed.destroy_process_group(group)
+    for chunk in list(_CHUNKS):
+        vars(chunk).clear()
+    gc.collect()
 
 
 def _sizes(state: Any) -> tuple[int, int, int, int]:
