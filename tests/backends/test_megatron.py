@@ -117,6 +117,8 @@ CASES = {
         "pp2_mla": case(PHASED, **YARN, **PP),
         "pp2_overlap": case(PHASED, **PP, **OVERLAP),
         "ep2_auto": case({"schedule": "auto"}, model="qwen3_moe", ep=2),
+        "pp2_auto": case({"schedule": "auto", "min_speedup": 1.0}, **PP),
+        "pp2_rounds": case(PHASED | {"wave_tokens": 40}, rows={"budget": 60}, **PP),
     },
     4: {
         "dp2_tp2_sp": case(PHASED, **SP),
@@ -127,6 +129,7 @@ CASES = {
         "pp2_rank_of_empty_responses": case(PHASED, rows={"empty": ("e", PAD, "f")}, **PP),
         "tp2_sp_pp2": case(PHASED, **SP, **PP),
         "ep2_pp2": case(PHASED, model="qwen3_moe", ep=2, **PP),
+        "ep2_pp2_rounds": case(PHASED | {"wave_tokens": 40}, rows={"budget": 60}, model="qwen3_moe", ep=2, **PP),
         "pp4": case(PHASED, model="qwen3_deep", pipeline_model_parallel_size=4),
         "tp2_sp_ep4_etp1_mla": case(PHASED, **YARN, ep=4, etp=1, recompute=FULL, **SP),
     },
@@ -245,6 +248,23 @@ def test_ours_is_megatrons_and_one_ranks(models, ranks, world, which, table):
     for found in of_ranks:
         for arm, errors in found.items():
             assert max(errors.values()) < TOLERANCE, (arm, max(errors, key=errors.__getitem__), max(errors.values()))
+
+
+def _rounds(models: dict, which: str) -> float:
+    """How often a step's stages drain and fill."""
+    from verl_prefix.backends.pipeline import PipelineSchedule
+
+    run, count = PipelineSchedule._run, []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PipelineSchedule, "_run", lambda self, *args: (count.append(self.backward), run(self, *args)))
+        name, prefix, rows, layout = CASES[get_world_size()][which]
+        _ours(models, name, prefix, rows, layout)
+    return sum(backward is not None for backward in count) / 2
+
+
+@pytest.mark.parametrize(("world", "which", "wanted"), [(2, "pp2_phased", 1), (2, "pp2_rounds", 2)])
+def test_prefixes_that_do_not_live_at_once_follow_each_other(models, ranks, world, which, wanted):
+    assert ranks(world, models)(_rounds, which) == [wanted] * world
 
 
 # Losses for balance, over tokens, and over rows, of which a packed row is one in stock, too.

@@ -132,9 +132,8 @@ REFUSED = [
         *(("qwen3", overrides, message) for overrides, message in REFUSED),
         ("qwen3", f"{OVERRIDE}.use_flash_attn=True", r"use_flash_attn=True is no field of megatron-core .*remove it"),
         ("qwen3", f"{OVERRIDE}.context_parallel_size=2", r"size=2, and .*context_parallel_size is 1: .*; remove"),
-        ("qwen3", sized("pipeline_model_parallel_size", 2), r"l_size=2: .*prefix.schedule=auto .*; set .*=packed, or"),
         (
-            "qwen3", f"{sized('pipeline_model_parallel_size', 3)} actor_rollout_ref.actor.prefix.schedule=packed",
+            "qwen3", sized("pipeline_model_parallel_size", 3),
             r"pipeline_model_parallel_size=3 does not divide \d+ GPUs; set 1",
         ),
         ("qwen3", sized("virtual_pipeline_model_parallel_size", 2), r"virtual_pipeline_\w+=2: .*_size=null"),

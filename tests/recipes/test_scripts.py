@@ -585,11 +585,6 @@ def spread(tensor: int, pipeline: int = 1, experts: int = 1, of_experts: int | N
     return tuple(f"actor.megatron.{name}_parallel_size={size}" for name, size in sizes.items() if size is not None)
 
 
-def staged(pipeline: int, has_ref: bool = True) -> tuple[str, ...]:
-    """The refusals of so many stages: of ref, and of the actor."""
-    return (f"megatron.pipeline_model_parallel_size={pipeline}",) * (2 if has_ref else 1)
-
-
 def of_megatron(
     model: str, batch: tuple[int, int, int], lengths: tuple[int, int], passes: str, others: tuple[str, ...],
     refused: tuple[str, ...] = (), gpus: tuple[int, int] = (8, 1),
@@ -619,37 +614,37 @@ MEGATRON = {
     ),
     "gpg_trainer/run_qwen3_8b_megatron": of_megatron(
         "Qwen3-8B", (1024, 256, 5), SHORT, "24576 tokens", (*EIGHT_B, NO_KL, "actor.policy_loss.loss_mode=gpg"),
-        staged(2, has_ref=False),
     ),
     "grpo_trainer/run_qwen3_8b_megatron": of_megatron(
-        "Qwen3-8B", (1024, 256, 5), SHORT, "24576 tokens", EIGHT_B, staged(2)
+        "Qwen3-8B", (1024, 256, 5), SHORT, "24576 tokens", EIGHT_B
     ),
     "grpo_trainer/run_qwen3_30b_a3b_megatron": of_megatron(
         "Qwen3-30B-A3B", (512, 16, 8), LONG, "30720 tokens",
         (*spread(4, 2, 2), "actor.megatron.virtual_pipeline_model_parallel_size=2", *RECOMPUTED, NO_KL, FUSED),
-        staged(2, has_ref=False),
+        ("virtual_pipeline_model_parallel_size=2",),
     ),
     "grpo_trainer/run_qwen3_235b_a22b_megatron": of_megatron(
         "Qwen3-235B-A22B", (128, 128, 16), (8192, 4096), "12288 tokens", (*spread(4, 8, 4), *RECOMPUTED, *OFF_GPU),
-        staged(8), (8, 8),
+        ("expert_tensor_parallel_size=4",), (8, 8),
     ),
     "grpo_trainer/run_moonlight_16b_a3b_megatron": of_megatron(
-        "Moonlight-16B-A3B", (192, 64, 5), SHORT, "16 rows", spread(4, 3, 4, 1), staged(3), (8, 3)
+        "Moonlight-16B-A3B", (192, 64, 5), SHORT, "16 rows", spread(4, 3, 4, 1), gpus=(8, 3)
     ),
     "grpo_trainer/run_deepseek_v3_671b_megatron": of_megatron(
         "DeepSeek-V3-671B", (96, 32, 8), LONG, "10240 tokens",
         (*spread(8, 12, 8, 1), *RECOMPUTED, *OFF_GPU, FUSED,
          "+actor.megatron.override_transformer_config.apply_rope_fusion=False"),
-        staged(12), (8, 12),
+        gpus=(8, 12),
     ),
     "router_replay/run_qwen3_30b_a3b_megatron": of_megatron(
         "Qwen3-30B-A3B", (3, 3, 8), (512, 512), "3 rows",
-        (*spread(1, 6, 8, 1), *RECOMPUTED, *OFF_GPU, NO_KL, f"{REPLAY}=R3"), staged(6, has_ref=False), (8, 6),
+        (*spread(1, 6, 8, 1), *RECOMPUTED, *OFF_GPU, NO_KL, f"{REPLAY}=R3"),
+        ("megatron.router_replay.mode=R3",), (8, 6),
     ),
     "tuning/lora/run_qwen3_30b_a3b_megatron": of_megatron(
         "Qwen3-30B-A3B", (128, 16, 4), (1024, 1024), "2048 tokens",
         (*spread(2, 2, 4, 1), "actor.megatron.context_parallel_size=2", *RECOMPUTED, *OFF_GPU, "model.lora.rank=32"),
-        staged(2, has_ref=False),
+        ("megatron.context_parallel_size=2",),
     ),
     "grpo_trainer/run_qwen2-7b_math_megatron_fsdp": of_megatron(
         "Qwen2.5-7B", (32, 16, 2), (512, 512), "2 rows", (*spread(4), "actor.megatron.use_megatron_fsdp=True"),
@@ -664,13 +659,15 @@ MEGATRON = {
     "grpo_trainer/run_qwen3_5_122b_a10b_megatron": of_megatron(
         "Qwen3.5-122B-A10B", (128, 64, 6), (3240, 4096), "1 rows",
         (*spread(2, 2, 8, 1), *RECOMPUTED, *OFF_GPU, NO_KL, "actor.megatron.vanilla_mbridge=True"),
-        staged(2, has_ref=False), (8, 4),
+        ("qwen3_5_moe model",), (8, 4),
     ),
     "grpo_trainer/run_qwen2_5_vl_7b_megatron": of_megatron(
-        "Qwen2.5-VL-7B", (512, 128, 5), SHORT, "24576 tokens", (*EIGHT_B, FUSED), staged(2)
+        "Qwen2.5-VL-7B", (512, 128, 5), SHORT, "24576 tokens", (*EIGHT_B, FUSED),
+        ("qwen2_5_vl model",) * 2,
     ),
     "grpo_trainer/run_qwen3_vl_8b_megatron": of_megatron(
-        "Qwen3-VL-8B", (512, 128, 5), SHORT, "24576 tokens", (*EIGHT_B, FUSED), staged(2)
+        "Qwen3-VL-8B", (512, 128, 5), SHORT, "24576 tokens", (*EIGHT_B, FUSED),
+        ("qwen3_vl model",) * 2,
     ),
     "grpo_trainer/run_qwen3_vl_30b_a3b_megatron": of_megatron(
         "Qwen3-VL-30B-A3B", (512, 128, 5), SHORT, "4096 tokens",
@@ -679,8 +676,8 @@ MEGATRON = {
     ),
     "grpo_trainer/run_deepseek_v4_flash_megatron": of_megatron(
         "DeepSeek-V4-Flash", (8, 8, 8), (2048, 10240), "12288 tokens",
-        (*spread(1, 8, 8, 1), *OFF_GPU, FUSED, NO_KL, f"{REPLAY}=R3"), (*staged(8, has_ref=False), "deepseek_v4 model"),
-        (8, 8),
+        (*spread(1, 8, 8, 1), *OFF_GPU, FUSED, NO_KL, f"{REPLAY}=R3"),
+        ("megatron.router_replay.mode=R3", "deepseek_v4 model"), (8, 8),
     ),
 }  # fmt: skip
 EVERY = SCRIPTS | VEOMNI | MEGATRON

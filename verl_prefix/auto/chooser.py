@@ -8,10 +8,11 @@ model and device, or with FLOPs where no rates would choose otherwise. The engin
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from verl_prefix.auto.cost import Memory, Rates, peak_bytes
+from verl_prefix.auto.pipeline import Round, Timeline, Work, timeline
 from verl_prefix.auto.shape import ModelShape, PassCost
 from verl_prefix.core.groups import Group
 from verl_prefix.core.waves import Plan, leaves_room, limit_waves, make_plan
@@ -23,6 +24,9 @@ LONG_WAVE = 8192
 # waves: 4096 tokens come within 2 % of an update with the longest ones, 1024 cost it 5 to 40 % (simulated, on H100s:
 # Qwen3-8B TP 2, Qwen3-32B TP 8, Qwen3-30B-A3B TP 4 EP 8).
 MEGATRON_WAVE = 4096
+# On a pipeline of several stages: how many tokens a pass of each takes as much longer as if it had, by kernels that few
+# tokens do not fill, and below how many tokens of budget no shorter passes are tried.
+SHORT, SHORTEST = 128, 2048
 # With offload, which is for memory, waves are half as long. That costs a fortieth of an update's time (also simulated).
 OFFLOAD_WAVE = 4096
 # What longer waves may add to the estimated peak of an update.
@@ -57,7 +61,21 @@ class CostModel:
         Waves for which the budget leaves little are made longer: up to `LONG_WAVE` tokens on each rank that shares one
         (on Megatron's engine `MEGATRON_WAVE`), but not over the budget or `wave_tokens`. This length is halved until
         longer waves add at most `GROWTH` to the update's estimated peak. With offload, and `wave_tokens` None, waves of
-        an update have at most `OFFLOAD_WAVE` tokens on each rank."""
+        an update have at most `OFFLOAD_WAVE` tokens on each rank.
+
+        On a pipeline of several stages the budget is halved, down to `SHORTEST`, where shorter passes make its stages
+        wait less. A stage keeps its part of the layers alone, so that prefixes of as many passes live together as
+        there are stages, and as halvings left room for."""
+        kind, stages = "forward" if forward_only else "update", self.memory.stages
+        plans = [self._plan(groups, budget, schedule, forward_only)]
+        while stages > 1 and budget >= 2 * SHORTEST:
+            budget //= 2
+            plans.append(self._plan(groups, budget, schedule, forward_only))
+        if not self.memory.offload and stages > 1:
+            plans = [replace(plan, at_once=stages << i) for i, plan in enumerate(plans)]
+        return min(plans, key=lambda plan: self.timeline(plan, kind, self.flops()).seconds) if plans[1:] else plans[0]
+
+    def _plan(self, groups: Sequence[Group], budget: int, schedule: str, forward_only: bool) -> Plan:
         memory = self.memory
         make = functools.partial(
             make_plan, groups, budget, schedule=schedule, wave_tokens=self.wave_tokens, offload=memory.offload
@@ -76,10 +94,44 @@ class CostModel:
             tokens //= 2
         return plan
 
+    @property
+    def _layers(self) -> float:
+        """Forward, backward of twice its FLOPs, and under checkpointing another forward, over forward."""
+        return 4.0 if self.memory.checkpointed else 3.0
+
     def flops(self) -> dict[str, Rates]:
         """Rates that count FLOPs: backward is two forwards; checkpointing runs the layers, not lm_head, once more."""
-        layers = 4.0 if self.memory.checkpointed else 3.0
-        return {"forward": Rates(), "update": Rates(0.0, *(x * 1e-12 for x in (layers, layers, 3.0)))}
+        fixed = SHORT * self.shape.linear if self.memory.stages > 1 else 0.0
+        amounts = {"forward": (fixed, 1.0, 1.0, 1.0), "update": (self._layers * fixed, self._layers, self._layers, 3.0)}
+        return {kind: Rates(*(x * 1e-12 for x in of)) for kind, of in amounts.items()}
+
+    def timeline(self, path: Plan | Sequence[PassCost], kind: str, rates: Mapping[str, Rates]) -> Timeline:
+        """What a path takes, on all stages of a pipeline.
+
+        Args:
+            path: a plan, or stock's passes. kind: "forward", of log-probs, or "update".
+        """
+        chunk = self.memory.pass_chunk if kind == "update" else None
+        if self.memory.stages == 1:
+            passes = self.shape.passes_of(path, chunk) if isinstance(path, Plan) else path
+            return Timeline(rates[kind].seconds(self.shape, passes), 0.0)
+
+        def works(passes: Sequence[PassCost]) -> list[Work]:
+            parts = (rates[kind].parts(self.shape, one) for one in passes)
+            if kind == "forward":
+                return [Work(layers, 0.0, head) for layers, head in parts]
+            once = 1 / self._layers
+            return [Work(x * once, x * (1 - once), head / 3, head * 2 / 3) for x, head in parts]
+
+        if not isinstance(path, Plan):
+            return timeline([Round((), works(path))], self.memory.stages, kind == "forward")
+        rounds, packed = [], self.shape.passes_of(replace(path, passes=(*path.packed,)), chunk)
+        for phased in path.rounds:
+            each = [self.shape.passes_of(Plan((one,)), chunk) for one in phased]
+            waves = [wave for _, *waves in each for wave in waves]
+            rounds.append(Round(works([prefix for prefix, *_ in each]), works([*packed, *waves])))
+            packed = []
+        return timeline(rounds, self.memory.stages, kind == "forward")
 
 
 class Batch(NamedTuple):
@@ -135,9 +187,11 @@ class Candidates:
     def seconds(self, rates: Mapping[str, Rates]) -> list[float]:
         """Seconds of each path: the sum of log-probs and update, as far as their rates are known."""
         seconds = [0.0] * 3
-        for kind, by_path in self.passes.items():
-            if known := rates.get(kind):
-                seconds = [x + known.seconds(self.costs.shape, one) for x, one in zip(seconds, by_path, strict=True)]
+        for kind in rates:
+            paths: Sequence[Plan | Sequence[PassCost]] = (self.stock, self.mixed, self.packed)
+            if self.costs.memory.stages == 1:
+                paths = self.passes[kind]
+            seconds = [x + self.costs.timeline(one, kind, rates).seconds for x, one in zip(seconds, paths, strict=True)]
         return seconds
 
     def is_certain(self) -> bool:

@@ -37,11 +37,12 @@ class Rates:
 
     def seconds(self, shape: ModelShape, passes: Iterable[PassCost]) -> float:
         """What these passes of a model take, one after the other."""
-        seconds = 0.0
-        for p in passes:
-            seconds += self.fixed + p.linear(shape) * self.linear
-            seconds += p.pairs * shape.pair * self.attention + p.head_tokens * shape.head * self.head
-        return seconds
+        return sum((sum(self.parts(shape, p)) for p in passes), 0.0)
+
+    def parts(self, shape: ModelShape, one: PassCost) -> tuple[float, float]:
+        """What a pass takes in the layers, and in lm_head."""
+        layers = self.fixed + one.linear(shape) * self.linear + one.pairs * shape.pair * self.attention
+        return layers, one.head_tokens * shape.head * self.head
 
 
 # Attention's outputs and logits are kept where there is room for so many times what an update is estimated to add: an
@@ -66,7 +67,6 @@ class Memory:
         expert_ranks: how many share a layer's experts there; each gathers its part alone.
         division: of the model over the ranks of verl's Megatron engine, which gathers no parameters; None: of others,
             which do.
-        stages: of a pipeline, whose passes live together, which no estimate here knows.
         span: layers of a checkpoint. block: of so many layers alone; None: of all.
     """
 
@@ -82,7 +82,6 @@ class Memory:
     veomni: bool = False
     expert_ranks: int = 1
     division: Division | None = None
-    stages: int = 1
     span: int = 1
     block: int | None = None
 
@@ -121,7 +120,7 @@ class Memory:
 
     @classmethod
     def of_megatron(cls, megatron: Mapping[str, Any], world: int, options: Any) -> "Memory":
-        """Of verl's Megatron engine, as if it had one pipeline stage. What recompute_granularity=selective leaves out
+        """Of verl's Megatron engine. What recompute_granularity=selective leaves out
         counts as kept: attention's inner products, which flash attention does not keep either, and parts of MLPs.
 
         Args:
@@ -134,9 +133,13 @@ class Memory:
         division = Division.of(megatron, world)
         return cls(
             division.tensor, full, False, options.logits_chunk, options.offload, division=division,
-            stages=int(megatron.get("pipeline_model_parallel_size", 1)), span=1 if is_block else layers,
-            block=layers if is_block else None,
+            span=1 if is_block else layers, block=layers if is_block else None,
         )  # fmt: skip
+
+    @property
+    def stages(self) -> int:
+        """Of a pipeline."""
+        return self.division.stages if self.division else 1
 
     @property
     def chunk(self) -> int:
@@ -204,17 +207,21 @@ class _Added:
         in_backward = max(self.chunk(suffix + strand_outputs), self.backward(tokens, self.with_head))
         return self.kept(tokens) + in_backward + self.forks(planned.groups)
 
-    def phased(self, planned: PhasedPass) -> float:
-        """Phase B or C, whichever adds more; phase A has no gradients yet."""
+    def phased(self, planned: PhasedPass, alive: float) -> float:
+        """Phase B or C, whichever adds more; phase A has no gradients yet.
+
+        Args:
+            alive: how many prefixes like these live at once, over the stages that share their layers.
+        """
         shape, memory = self.shape, self.memory
         prefix, strand_outputs = self.prefix(planned.groups)
         states = self.state * sum(len({fork for fork in g.forks if fork.start}) for g in planned.groups)
         suffixes = (sum(g.num_suffix_tokens for _, g in wave) for wave in planned.waves)
         wave = max(suffixes, default=0) / self.sequence_ranks
-        dormant = back = self.kept(prefix)
+        dormant = back = alive * self.kept(prefix)
         waiting = self.chunk(strand_outputs) / 2  # logits of phase A, without their gradients
         # Keys and values of the heads that this rank has, of the tokens of all ranks that share the pass.
-        cached = shape.kv / min(self.sequence_ranks, shape.kv_heads) * prefix * self.sequence_ranks
+        cached = alive * shape.kv / min(self.sequence_ranks, shape.kv_heads) * prefix * self.sequence_ranks
         if memory.offload:
             back, cached = AHEAD * self.kept(prefix, attention=False), 2 * cached / max(len(shape.windows), 1)
             dormant = waiting = 0.0
@@ -279,6 +286,9 @@ def peak_bytes(
       from;
     - unsharded fp32 gradients, where several passes share one synchronisation.
 
+    Stages of a pipeline have as many micro-batches alive as there are stages, at most, of an equal part of the layers
+    each: together what one stage would keep. The last one, which has the logits, has one.
+
     Args:
         plan: ours; None: verl's own path, by its passes `stock`.
         forward_only: verl's own path computes log-probs alone. They need one layer at a time, and logits with a copy
@@ -288,7 +298,8 @@ def peak_bytes(
     if plan is None:
         peaks, several = [added.stock(one, forward_only) for one in stock], len(stock) > 1 and not forward_only
     else:
-        peaks = [added.packed(one) if isinstance(one, PackedPass) else added.phased(one) for one in plan.passes]
+        alive = max(map(len, plan.rounds)) / memory.stages if memory.stages > 1 else 1.0
+        peaks = [added.packed(one) if isinstance(one, PackedPass) else added.phased(one, alive) for one in plan.passes]
         several = len(plan.passes) > 1 or bool(plan.waves)
     held = 4 * shape.parameters * (1 - 1 / memory.ranks)
     return max(peaks, default=0.0) + (held if memory.no_sync and several else 0.0)

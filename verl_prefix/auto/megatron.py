@@ -1,4 +1,4 @@
-"""How Megatron's ranks divide a model of one pipeline stage: parameters, gradients, moments, and what passes keep.
+"""How Megatron's ranks divide a model: parameters, gradients, moments, and what passes keep.
 
 Source: megatron/core/parallel_state.py, distributed/distributed_data_parallel.py, distributed/param_and_grad_buffer.py,
 optimizer/distrib_optimizer.py (megatron-core 0.16.1); verl/utils/megatron_utils.py. Example: on 8 ranks with tensor=2
@@ -31,6 +31,7 @@ class Division:
         sequence: these also share the tokens between attention and MLP (sequence parallelism).
         experts: how many share a layer's experts. expert_tensor: how many share each expert's matrices.
         distributed: ranks of the same parameters share the moments and fp32 weights of them.
+        stages: how many share the layers. The first one has the embeddings, the last one lm_head.
     """
 
     world: int
@@ -39,6 +40,7 @@ class Division:
     experts: int = 1
     expert_tensor: int = 1
     distributed: bool = True
+    stages: int = 1
 
     @classmethod
     def of(cls, megatron: Mapping[str, Any], world: int) -> "Division":
@@ -49,19 +51,20 @@ class Division:
         return cls(
             world, tensor, tensor > 1 and bool(megatron.get("sequence_parallel", True)),
             int(megatron.get("expert_model_parallel_size", 1)), tensor if own is None else int(own),
-            bool(megatron.get("use_distributed_optimizer", True)),
+            bool(megatron.get("use_distributed_optimizer", True)), int(megatron.get("pipeline_model_parallel_size", 1)),
         )  # fmt: skip
 
     @property
     def data(self) -> int:
         """Ranks that have the same part of the matrices."""
-        return self.world // self.tensor
+        return self.world // self.stages // self.tensor
 
     @property
     def expert_data(self) -> int:
         """Ranks that have the same part of the experts. Without expert parallelism experts are reduced like all else
         (tensor_parallel/layers.py: `allreduce` is False of theirs alone)."""
-        return self.world // (self.experts * self.expert_tensor) if self.experts > 1 else self.data
+        spread = self.stages * self.experts * self.expert_tensor
+        return max(1, self.world // spread) if self.experts > 1 else self.data
 
     @property
     def tokens(self) -> int:
@@ -69,10 +72,14 @@ class Division:
         return self.tensor if self.sequence else 1
 
     def numbers(self, shape: ModelShape) -> State:
-        """How many parameters a rank has of the whole model `shape`, and of how many it keeps gradients and moments."""
-        dense = shape.parameters - shape.expert_parameters - shape.undivided
-        dense = dense / self.tensor + shape.undivided
+        """How many parameters a rank has of the whole model `shape`, and of how many it keeps gradients and moments, on
+        the stage that has most: an equal part of the layers, and one of the two ends."""
+        whole = shape.parameters
+        if self.stages > 1:
+            whole = shape.layers * shape.layer_parameters + self.stages * shape.head / 2
+        dense = (whole - shape.expert_parameters - shape.undivided) / self.tensor + shape.undivided
         experts = shape.expert_parameters / (self.experts * self.expert_tensor)
+        dense, experts = dense / self.stages, experts / self.stages
         kept = dense / self.data + experts / self.expert_data if self.distributed else dense + experts
         return State(dense + experts, dense + experts, kept)
 

@@ -59,7 +59,7 @@ class PipelineSchedule(MegatronSchedule):
             _MicroBatch(one.groups, build_layout(one.groups, tokens.offsets), None, ("packed", ""))
             for one in plan.packed
         ]
-        rounds: Sequence[Sequence[PhasedPass]] = [plan.phased]
+        rounds: Sequence[Sequence[PhasedPass]] = plan.rounds
         if self.backward is None:  # then nothing of a prefix is wanted behind its waves
             rounds = [[], *([one] for one in plan.phased)]
         with self.forward.model.grouped_attention():

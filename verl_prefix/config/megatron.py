@@ -34,13 +34,6 @@ class PrefixMegatronEngineConfig(PrefixEngineOptions, McoreEngineConfig):
 
     def check(self, key: str) -> None:
         refuse_padding(key, self)
-        stages = self.pipeline_model_parallel_size
-        refuse(
-            stages > 1 and self.prefix.get("schedule") == "auto",
-            f"{key}.pipeline_model_parallel_size={stages}: actor_rollout_ref.actor.prefix.schedule=auto does not know "
-            "yet what it costs to fill and drain a pipeline; set actor_rollout_ref.actor.prefix.schedule=packed, or "
-            f"{key}.pipeline_model_parallel_size=1",
-        )
         refuse(
             self.context_parallel_size != 1,
             f"{key}.context_parallel_size={self.context_parallel_size}: prefixes are shared on ranks that have whole "

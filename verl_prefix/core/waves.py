@@ -4,6 +4,7 @@ A budget counts physical tokens, those that are computed. All here are pure func
 `pad_to_same_passes`, which is a collective.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, pairwise
@@ -51,11 +52,14 @@ class Plan:
         passes: packed ones first.
         split_groups: number of groups whose prefix is computed more than once.
         idle_groups: those without response tokens, which no pass computes.
+        at_once: on a pipeline of several stages, how many phased passes have their prefixes in memory at once; None:
+            all.
     """
 
     passes: tuple[PackedPass | PhasedPass, ...]
     split_groups: int = 0
     idle_groups: tuple[Group, ...] = ()
+    at_once: int | None = None
 
     @property
     def packed(self) -> list[PackedPass]:
@@ -72,6 +76,12 @@ class Plan:
     @property
     def num_physical_tokens(self) -> int:
         return sum(group.num_physical_tokens for one in self.passes for group in one.groups)
+
+    @property
+    def rounds(self) -> list[list[PhasedPass]]:
+        """Phased passes by `at_once`; one empty round where there are none."""
+        phased, size = self.phased, self.at_once or max(len(self.phased), 1)
+        return [phased[start : start + size] for start in range(0, len(phased), size)] or [[]]
 
     def with_last_tokens(self) -> "Plan":
         """The plan that also computes the last token of each row, whose output nobody reads: a `TokenBatch.is_read`
@@ -244,7 +254,8 @@ def pad_to_same_passes(plan: Plan, reduce_max: Callable[[Sequence[float]], Seque
         reduce_max: element-wise maximum over ranks of a list, equally long on every rank.
     """
     packed, phased = plan.packed, sorted(plan.phased, key=lambda one: -len(one.waves))
-    num_packed, num_phased = map(int, reduce_max([len(packed), len(phased)]))
+    most = reduce_max([len(packed), len(phased), -(plan.at_once or math.inf)])
+    num_packed, num_phased = map(int, most[:2])
     packed += [PackedPass()] * (num_packed - len(packed))
     phased += [PhasedPass()] * (num_phased - len(phased))
     if phased:
@@ -255,4 +266,4 @@ def pad_to_same_passes(plan: Plan, reduce_max: Callable[[Sequence[float]], Seque
         ]
     if not packed and not phased:
         packed = [PackedPass()]
-    return replace(plan, passes=(*packed, *phased))
+    return replace(plan, passes=(*packed, *phased), at_once=int(-most[2]) if math.isfinite(most[2]) else None)

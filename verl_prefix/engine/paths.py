@@ -10,7 +10,7 @@ from verl.utils.device import get_device_name
 
 from verl_prefix.auto.calibration import measure
 from verl_prefix.auto.chooser import Batch, Chooser, CostModel
-from verl_prefix.auto.cost import Rates
+from verl_prefix.auto.cost import PassCost, Rates
 from verl_prefix.config.actor import NO_REPLAY
 from verl_prefix.config.options import PrefixConfig
 from verl_prefix.core.groups import Group
@@ -46,6 +46,7 @@ class Paths:
         self.lasting = Stock("prefix.schedule=stock") if options.schedule == "stock" else None
         self._chooser: Chooser | None = None
         self._told_waves = False
+        self._bubble: float | None = None  # of the last planned batch
         if self.lasting is not None:
             return
         self._stock = stock = backend.stock_facts
@@ -68,8 +69,10 @@ class Paths:
             )  # fmt: skip
 
         known: dict[str, Rates] = {}
-        if backend.deterministic or torch.are_deterministic_algorithms_enabled():
-            flops = costs.flops()  # no clock, which would choose differently from run to run
+        deterministic = backend.deterministic or torch.are_deterministic_algorithms_enabled()
+        if deterministic or costs.memory.stages > 1:
+            # No clock, which would choose differently from run to run, or would measure how long a pipeline fills.
+            flops = costs.flops()
             known = {"forward": flops["forward"]} if backend.has_no_updates else flops
         self._chooser = Chooser(
             costs, known, measure=rates, reduce_max=backend.ranks.max_over_ranks,
@@ -111,9 +114,11 @@ class Paths:
             self._tell_long_rows(rows, own.budget, forward_only)
         self._tell_waves(batch.budget)
         if self._chooser is None:
-            return self.costs.plan(*batch, self.options.schedule, forward_only)
-        plan = self._chooser.choose(*batch, forward_only, own)
-        if plan is None and not forward_only and self._chooser.log_probs is not None:
+            plan: Plan | None = self.costs.plan(*batch, self.options.schedule, forward_only)
+        else:
+            plan = self._chooser.choose(*batch, forward_only, own)
+        self._see_bubble(plan or self.costs.stock_passes(*own), forward_only)
+        if plan is None and not forward_only and self._chooser and self._chooser.log_probs is not None:
             return Stock("the update follows its log-probs, which took it, since both must round alike")
         if plan is None:
             return Stock(f"prefix.min_speedup={self.options.min_speedup} is more than sharing is predicted to gain")
@@ -122,7 +127,18 @@ class Paths:
     def metrics(self) -> dict[str, float]:
         """prefix/* about the path that the last planned batch took."""
         speedup = self._chooser and self._chooser.speedup
-        return {"prefix/predicted_speedup": speedup} if speedup else {}
+        bubble = {} if self._bubble is None else {"prefix/predicted_bubble": self._bubble}
+        return bubble | ({"prefix/predicted_speedup": speedup} if speedup else {})
+
+    def _see_bubble(self, path: Plan | Sequence[PassCost], forward_only: bool) -> None:
+        """Predicts how much of a batch the stages of a pipeline wait, and says it once of an update."""
+        if self.costs.memory.stages == 1:
+            return
+        self._bubble = self.costs.timeline(path, "forward" if forward_only else "update", self.costs.flops()).bubble
+        if not forward_only:
+            warn_once(
+                logger, "prefix: stages of the pipeline are expected to wait %.0f%% of an update", 100 * self._bubble
+            )
 
     def _tell_long_rows(self, rows: BatchRows, budget: int, forward_only: bool) -> None:
         """Says where a row alone is over the budget."""

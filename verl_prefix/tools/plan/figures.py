@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 import verl_prefix.plugin  # noqa: F401  first: whatever imports verl imports it, and must not find us half imported
-from verl_prefix.config.engines import MEGATRON, engine_of, slices_of
+from verl_prefix.config.engines import MEGATRON, slices_of
 from verl_prefix.models.support import unsupported_reasons
 from verl_prefix.models.vision import is_vision_config
 from verl_prefix.tools.plan.compose import Asked, check_batch
@@ -32,7 +32,7 @@ from verl_prefix.tools.plan.training_command import (
 from verl_prefix.tools.plan.turns import LEVELS, read_dump
 from verl_prefix.tools.plan.verdict import Price, judge, needed_gib, step_gain
 from verl_prefix.tools.plan.work import Work, read_work, sizes, steps_of
-from verl_prefix.tools.simulate.command import read_job, simulated
+from verl_prefix.tools.simulate.command import memory_of_engine, read_job, simulated
 from verl_prefix.tools.simulate.hardware import GIB, read_hardware
 
 
@@ -66,12 +66,6 @@ def figures(asked: Asked) -> dict[str, Any]:
     refused = {"unsupported": reasons, "verdict": f"Not possible: {reasons[0]}"} if reasons else {"unsupported": []}
     if reasons and unsupported_reasons(read_model_config(config)):
         return {**refused, "notes": []}
-    actor = config.actor_rollout_ref.actor
-    if engine_of(actor) is MEGATRON and (stages := actor.megatron.pipeline_model_parallel_size) > 1 and not reasons:
-        key = MEGATRON.key("actor", "pipeline_model_parallel_size")
-        raise PlanError(
-            f"{key}={stages}: plan does not know yet what a pipeline costs; set 1 to see what tokens are saved"
-        )
     tokenizer = read_tokenizer(config)
     dump = read_dump(asked.rollouts, tokenizer)
     has_turns = bool(options.session or dump)
@@ -82,6 +76,9 @@ def figures(asked: Asked) -> dict[str, Any]:
     if options.simulate and size.sequence_ranks > 1 and is_vision_config(model.hf.config):
         key, _ = slices_of("actor", config.actor_rollout_ref.actor)
         raise PlanError(f"--simulate knows no sequence parallelism of pixels; leave it out, or set {key}=1")
+    if options.simulate and (stages := memory_of_engine(config.actor_rollout_ref, size.gpus).stages) > 1:
+        key = MEGATRON.key("actor", "pipeline_model_parallel_size")
+        raise PlanError(f"--simulate knows no pipelines; leave it out, or set {key}=1, which is {stages}")
     work = read_work(asked, size, model.shape, tokenizer, dump)
     now, trees, price = _predictions(config, work, model)
     needed, simulation = needed_gib(now), {}
@@ -142,6 +139,7 @@ def _of_passes(now: Predictor, trees: dict[str, Predictor]) -> dict[str, Any]:
         "schedule": now.schedule,
         "packed_groups": now.packed,
         "phased_groups": now.phased,
+        "bubbles": now.bubbles if now.memory.stages > 1 else {},
         "speedup_by_schedule": {schedule: now.gains[schedule] for schedule in PATHS},
         "resident_gib": now.resident_gib,
         "added_gib": {name: value / GIB for name, value in now.peaks.items()},

@@ -147,6 +147,7 @@ class Predictor:
 
     Attributes:
         seconds: {path: {pass: total}}, at rates that count FLOPs. peaks: {path: bytes that an update adds}.
+        bubbles: {path: the part of an update that stages of a pipeline wait, on the worst rank}.
         bins, logical, packed, phased: groups per rank and mini-batch; tokens; groups of the path in use.
         computed: {pass: tokens that the path in use computes}. resident_gib: what lasts from pass to pass, per rank.
         decisions: of `schedule=auto`, on the log-probs of every training step, which its updates follow.
@@ -181,6 +182,7 @@ class Predictor:
         self.rates = self.costs.flops()
         self.seconds = {path: dict.fromkeys(PASSES, 0.0) for path in (*PATHS, "stock")}
         self.peaks = dict.fromkeys(self.seconds, 0.0)
+        self.bubbles = dict.fromkeys(self.seconds, 0.0)
         self.bins: list[float] = []
         self.decisions: list[Decision] = []
         self.first: Sequence[Group] = []
@@ -213,18 +215,20 @@ class Predictor:
     def add(self, name: str, batches: Batches, log_probs: Decision | None = None, ref_engine: bool = False) -> Decision:
         """Adds to every path the seconds of one of `PASSES`, until its last rank is done: log-probs of a training
         step's rows, or the update of a mini-batch after the old log-probs were decided on; see `decide`."""
-        shape, update = self.costs.shape, name == "update"
-        costs = self.ref_costs if ref_engine else self.costs
-        rates, chunk = self.rates["update" if update else "forward"], self.memory.pass_chunk if update else None
+        update = name == "update"
+        costs, kind = self.ref_costs if ref_engine else self.costs, "update" if update else "forward"
         decision, auto = self.decide(batches, log_probs, ref_engine)
         plans: dict[str, list[Plan | None]] = {"auto": auto, "stock": [None] * len(batches)}
         plans |= {path: [costs.plan(*batch, path) for batch, _ in batches] for path in ("packed", "phased")}
         stock = [self.costs.stock_passes(*batch) for batch, _ in batches]
         # verl balances rows over ranks, so that its ranks share the sum.
-        balanced = sum(rates.seconds(shape, passes) for passes in stock) / len(stock)
+        own = [costs.timeline(passes, kind, self.rates) for passes in stock]
+        balanced = sum(one.seconds for one in own) / len(own)
         for path, of_ranks in plans.items():
-            seconds = (rates.seconds(shape, shape.passes_of(plan, chunk)) for plan in of_ranks if plan)
-            self.seconds[path][name] += max(seconds, default=balanced)
+            ours = [costs.timeline(plan, kind, self.rates) for plan in of_ranks if plan]
+            self.seconds[path][name] += max((one.seconds for one in ours), default=balanced)
+            if update:
+                self.bubbles[path] = max(self.bubbles[path], *(one.bubble for one in ours or own))
         for (batch, _), plan in zip(batches, plans[self.schedule], strict=True):
             logical = sum(group.num_logical_tokens for group in batch.groups)
             self.computed[name] += logical if plan is None else plan.num_physical_tokens

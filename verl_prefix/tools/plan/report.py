@@ -40,6 +40,7 @@ def _figures(report: dict[str, Any]) -> list[str | Table]:
     return [
         Table(("tokens", "p5", "median", "p95", "mean"), lengths, "lengths"),
         Table(("expected speed-up", *PATHS), gains, "FLOPs of verl's path over ours; the slowest rank counts"),
+        *([_bubbles(report["bubbles"])] if report["bubbles"] else ()),
         *([_trees(report)] if report["turns"] else ()),
         Table(("GiB per rank", *added), memory, "weights, gradients, AdamW; what an update adds at its peak"),
         *(f"assumed: {assumption}" for assumption in report["assumed"]),
@@ -49,6 +50,12 @@ def _figures(report: dict[str, Any]) -> list[str | Table]:
         *([f"{overlong} prompts are over data.max_prompt_length and not counted"]
           if (overlong := report["prompt_tokens"]["overlong"]) else ()),
     ]  # fmt: skip
+
+
+def _bubbles(of: dict[str, float]) -> Table:
+    return Table(
+        ("pipeline", *of), [("bubble", *(f"{x:.2f}" for x in of.values()))], "part of an update that stages wait"
+    )
 
 
 def _trees(report: dict[str, Any]) -> Table:

@@ -1,0 +1,86 @@
+"""How long an update takes on the stages of a pipeline, and how much of it they wait.
+
+A stage runs its work in a fixed order, that of `backends.pipeline` and of megatron-core's 1F1B, and waits for hidden
+states of the stage before and for gradients of the stage behind. Here is when it could do so, without the time that
+these take to travel. With m equal micro-batches on p stages that is the bubble of (p - 1) / (m + p - 1) that
+arXiv 2104.04473, section 2.2, has.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+
+class Work(NamedTuple):
+    """Seconds of a micro-batch on all stages together: of the layers, of which each stage has the same part, and of
+    lm_head with the loss, which the last stage has."""
+
+    forward: float
+    backward: float
+    head_forward: float = 0.0
+    head_backward: float = 0.0
+
+
+class Round(NamedTuple):
+    """Prefixes that live together, and the micro-batches between their phases A and C: packed passes and waves."""
+
+    prefixes: Sequence[Work]
+    micro_batches: Sequence[Work]
+
+
+class Timeline(NamedTuple):
+    """How long all stages take until the last one is done, and the part of this that a stage waits on average."""
+
+    seconds: float
+    bubble: float
+
+
+def _order(rounds: Sequence[Round], behind: int, forward_only: bool) -> Iterator[tuple[bool, int, Work]]:
+    """What a stage runs: (whether it is forward, number of the micro-batch, its work).
+
+    Args:
+        behind: stages behind this one.
+    """
+    number = 0
+    for prefixes, micro_batches in rounds:
+        begun = [*enumerate(prefixes, number)]
+        waves = [*enumerate(micro_batches, number + len(begun))]
+        number += len(begun) + len(waves)
+        yield from ((True, *one) for one in begun)
+        warm = len(waves) if forward_only else min(behind, len(waves))
+        yield from ((True, *one) for one in waves[:warm])
+        if forward_only:
+            continue
+        for ahead, one in zip(waves[warm:], waves, strict=False):
+            yield (True, *ahead)
+            yield (False, *one)
+        yield from ((False, *one) for one in waves[len(waves) - warm :])
+        yield from ((False, *one) for one in reversed(begun))
+
+
+def timeline(rounds: Sequence[Round], stages: int, forward_only: bool = False) -> Timeline:
+    """When the stages are done with these rounds.
+
+    Raises:
+        RuntimeError: stages wait for each other, which no order of `_order` lets happen.
+    """
+    orders = [[*_order(rounds, stages - 1 - stage, forward_only)] for stage in range(stages)]
+    done: list[dict[tuple[bool, int], float]] = [{} for _ in orders]  # by stage; when it was, of what has run
+    now, busy, left = [0.0] * stages, 0.0, sum(map(len, orders))
+    while left:
+        before = left
+        for stage, order in enumerate(orders):
+            while len(done[stage]) < len(order):
+                is_forward, number, work = order[len(done[stage])]
+                other = stage - 1 if is_forward else stage + 1
+                ready = done[other].get((is_forward, number)) if 0 <= other < stages else 0.0
+                if ready is None:
+                    break
+                seconds = (work.forward if is_forward else work.backward) / stages
+                if stage == stages - 1:
+                    seconds += work.head_forward if is_forward else work.head_backward
+                now[stage] = done[stage][is_forward, number] = max(now[stage], ready) + seconds
+                busy, left = busy + seconds, left - 1
+        if left == before:
+            raise RuntimeError(f"{stages} stages wait for each other")
+    end = max(now)
+    return Timeline(end, 1 - busy / (stages * end) if end else 0.0)
