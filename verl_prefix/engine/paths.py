@@ -45,7 +45,7 @@ class Paths:
         self.options = options
         self.lasting = Stock("prefix.schedule=stock") if options.schedule == "stock" else None
         self._chooser: Chooser | None = None
-        self._told_waves = False
+        self._told_waves = self._told_bubble = False
         self._bubble: float | None = None  # of the last planned batch
         if self.lasting is not None:
             return
@@ -135,9 +135,10 @@ class Paths:
         if self.costs.memory.stages == 1:
             return
         self._bubble = self.costs.timeline(path, "forward" if forward_only else "update", self.costs.flops()).bubble
-        if not forward_only:
-            warn_once(
-                logger, "prefix: stages of the pipeline are expected to wait %.0f%% of an update", 100 * self._bubble
+        if not (forward_only or self._told_bubble) and torch.distributed.get_rank() == 0:
+            self._told_bubble = True
+            logger.warning(
+                "prefix: stages of the pipeline are expected to wait %.0f%% of an update", 100 * self._bubble
             )
 
     def _tell_long_rows(self, rows: BatchRows, budget: int, forward_only: bool) -> None:
