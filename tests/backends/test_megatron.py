@@ -47,6 +47,7 @@ def case(
 
 
 YARN = {"model": "deepseek_v3_yarn"}
+SINKS = {"override_transformer_config": {"softmax_type": "off-by-one"}}
 CASES = {
     1: {
         "packed": case(PACKED),
@@ -73,7 +74,7 @@ CASES = {
         "mla_full": case(PHASED, **YARN, recompute=FULL),
         "mla_packed": case(PACKED, **YARN),
         "mla_turns": case(PHASED, **YARN, rows={"turns": True}),
-        "sinks_of_zero": case(PHASED, model="qwen2", override_transformer_config={"softmax_type": "off-by-one"}),
+        "sinks_of_zero": case(PHASED, model="qwen2", **SINKS),
         "experts_selective": case(PHASED, model="qwen3_moe", recompute=SELECTIVE | {"recompute_modules": ["moe"]}),
     }
     | {f"{name}_phased": case(PHASED, model=name) for name in MODELS if name != "qwen3"},
@@ -116,6 +117,30 @@ CASES = {
         "pp2_full": case(PHASED, recompute=FULL, **PP),
         "pp2_mla": case(PHASED, **YARN, **PP),
         "pp2_overlap": case(PHASED, **PP, **OVERLAP),
+        "cp2_packed": case(PACKED, cp=2),
+        "cp2_phased": case(PHASED, cp=2),
+        "cp2_waves_of_1_offload": case(PHASED | {"wave_tokens": 1, "offload": True}, cp=2),
+        "cp2_turns": case(PACKED, rows={"turns": True}, cp=2),
+        "cp2_odd_turns": case(PHASED, rows={"turns": "odd"}, cp=2),
+        "cp2_small_budget": case(PACKED | {"logits_chunk": 7}, rows={"budget": 90}, cp=2),
+        "cp2_full": case(PHASED, recompute=FULL, cp=2),
+        "cp2_selective": case(PHASED, recompute=SELECTIVE, cp=2),
+        "cp2_tied": case(PHASED, model="qwen3_tied", cp=2),
+        "cp2_window": case(PHASED, model="qwen2_window", cp=2),
+        "cp2_sinks_of_zero": case(
+            PHASED, model="qwen2", cp=2, override_transformer_config={"softmax_type": "off-by-one"}
+        ),
+        "cp2_moe": case(PHASED, model="qwen3_moe", cp=2),
+        "cp2_moe_packed": case(PACKED, model="glm4_moe", cp=2),
+        "cp2_mla_full": case(PACKED, **YARN, recompute=FULL, cp=2),
+        "cp2_mla_selective": case(PHASED | {"offload": True}, **YARN, recompute=UP_PROJECTIONS, cp=2),
+        "cp2_ep2": case(PHASED, model="qwen3_moe", ep=2, cp=2),
+        "cp2_ep2_packed": case(PACKED, model="qwen3_moe", ep=2, cp=2),
+        "cp2_ep2_mla": case(PHASED, **YARN, ep=2, cp=2),
+        "cp2_plain_optimizer": case(PHASED, distributed_optimizer=False, cp=2),
+        "cp2_overlap": case(PHASED, cp=2, **OVERLAP),
+        "cp2_per_token": case(PHASED, cp=2, per_token=True),
+        "cp2_auto": case({"schedule": "auto"}, cp=2),
         "ep2_auto": case({"schedule": "auto"}, model="qwen3_moe", ep=2),
         "pp2_auto": case({"schedule": "auto", "min_speedup": 1.0}, **PP),
         "pp2_rounds": case(PHASED | {"wave_tokens": 40}, rows={"budget": 60}, **PP),
@@ -130,6 +155,15 @@ CASES = {
         "tp2_sp_pp2": case(PHASED, **SP, **PP),
         "ep2_pp2": case(PHASED, model="qwen3_moe", ep=2, **PP),
         "ep2_pp2_rounds": case(PHASED | {"wave_tokens": 40}, rows={"budget": 60}, model="qwen3_moe", ep=2, **PP),
+        "cp2_pp2": case(PHASED, cp=2, **PP),
+        "cp2_pp2_packed": case(PACKED, model="qwen3_tied", cp=2, per_token=True, **PP),
+        "cp2_tp2_sp": case(PHASED, cp=2, **SP),
+        "cp2_tp2": case(PACKED, cp=2, tp=2),
+        "cp2_tp2_sp_ep2_etp1": case(PHASED, model="qwen3_moe", ep=2, etp=1, cp=2, **SP),
+        "cp2_dp2_exchange": case(EXCHANGE | PHASED, cp=2),
+        "cp2_dp2_ep4_mla": case(EXCHANGE, **YARN, ep=4, cp=2),
+        "cp4": case(PHASED, cp=4),
+        "cp2_pp2_ep2_full": case(PHASED, model="qwen3_moe", ep=2, cp=2, recompute=FULL, **PP),
         "pp4": case(PHASED, model="qwen3_deep", pipeline_model_parallel_size=4),
         "tp2_sp_ep4_etp1_mla": case(PHASED, **YARN, ep=4, etp=1, recompute=FULL, **SP),
     },
@@ -205,11 +239,13 @@ def _case(models: dict, which: str) -> dict[str, dict[str, float]]:
     ours = _ours(models, name, prefix, rows, layout)
     stock = _stock(models, name, rows, layout)
     assert set(stock["metrics"]) <= set(ours["metrics"]) and ours["log_probs"].dtype == stock["log_probs"].dtype
-    if layout.get("tp", 1) == 1 and not rows.get("empty"):  # stock counts padding of rows to the ranks of TP, too
-        assert len(ours["routed"]) == len(stock["routed"])
-        for a, b in zip(ours["routed"], stock["routed"], strict=True):
-            assert torch.equal(a, b) and b.sum() > 0
     whole = _whole(models, name, rows, layout, ours["data_ranks"])
+    if layout.get("tp", 1) == 1 and not rows.get("empty"):
+        padded = layout.get("cp", 1) > 1  # stock counts padding of rows to ranks of TP and CP, too
+        counts = [x // get_world_size() for x in whole["routed"]] if padded else stock["routed"]
+        assert len(ours["routed"]) == len(stock["routed"])
+        for a, b in zip(ours["routed"], counts[: len(ours["routed"])], strict=True):
+            assert torch.equal(a, b) and b.sum() > 0
     return {"megatron": errors_of(ours, stock), "one rank": errors_of(ours, whole)}
 
 
@@ -273,10 +309,12 @@ BALANCED = {
 }
 
 
-def _balanced(models: dict, name: str, ep: int, once: bool, verify: str = "off") -> float:
+def _balanced(models: dict, name: str, layout: str, once: bool, verify: str = "off") -> float:
     """Error of gradients with a loss for balance, of all rows in one pass; once: a prefix counts once in it."""
-    args = "qwen3_moe", {"budget": 4000}, {"ep": ep, "override_transformer_config": BALANCED[name]}
-    stock = _stock(models, *args)
+    sizes = {"ep": 2, "cp": 2} if layout == "cp2_ep2" else {"ep": get_world_size()}
+    args = "qwen3_moe", {"budget": 4000}, sizes | {"override_transformer_config": BALANCED[name]}
+    # Of stock, too, under context parallelism, the loss counts padding of rows.
+    stock = _whole(models, *args, num_ranks=1) if "cp" in sizes else _stock(models, *args)
     with pytest.MonkeyPatch.context() as patch:
         if once:
             prefix_counted_once(patch)
@@ -285,15 +323,16 @@ def _balanced(models: dict, name: str, ep: int, once: bool, verify: str = "off")
 
 
 @pytest.mark.parametrize("name", BALANCED)
-@pytest.mark.parametrize("world", [1, 2])
-def test_a_loss_for_balance_counts_a_prefix_as_often_as_stock_does(models, ranks, world, name):
-    assert max(ranks(world, models)(_balanced, name, world, False)) < TOLERANCE
-    assert min(ranks(world, models)(_balanced, name, world, True)) > 100 * TOLERANCE
+@pytest.mark.parametrize("layout", ["ep1", "ep2", "cp2_ep2"])
+def test_a_loss_for_balance_counts_a_prefix_as_often_as_stock_does(models, ranks, layout, name):
+    world = int(layout[-1])
+    assert max(ranks(world, models)(_balanced, name, layout, False)) < TOLERANCE
+    assert min(ranks(world, models)(_balanced, name, layout, True)) > 100 * TOLERANCE
 
 
 def test_the_self_check_is_of_no_loss_for_balance(models, ranks):
     """Its passes hold other rows than stock's, and the loss follows them."""
-    assert max(ranks(2, models)(_balanced, "aux_loss", 2, False, "first_step")) < TOLERANCE
+    assert max(ranks(2, models)(_balanced, "aux_loss", "ep2", False, "first_step")) < TOLERANCE
 
 
 def _half(models: dict, which: str) -> dict[str, dict[str, float]]:
@@ -329,8 +368,12 @@ def _checked(models: dict, which: str, dtype: str) -> dict[str, float]:
     return {key: value[0] for key, value in found["metrics"].items() if "verify" in key}
 
 
+CHECKED = ["dp2_phased", "tp2_sp_full", "ep2_phased", "ep2_mla", "tp2_sp_mla", "pp2_mla"]
+CHECKED += ["cp2_full", "cp2_ep2_mla", "cp2_overlap", "cp2_plain_optimizer"]
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("which", ["dp2_phased", "tp2_sp_full", "ep2_phased", "ep2_mla", "tp2_sp_mla", "pp2_mla"])
+@pytest.mark.parametrize("which", CHECKED)
 def test_the_self_check_compares_with_megatrons_path(models, ranks, which, dtype):
     for found in ranks(2, models)(_checked, which, dtype):
         assert 0 < found["prefix/verify_log_probs"] <= 3 and 0 < found["prefix/verify_attention"] <= 2
@@ -372,6 +415,31 @@ def heads_of_another_rank(patch):
     patch.setattr(MegatronModel, "_attend", others)
 
 
+def heads_of_another_context_rank(patch):
+    from verl_prefix.core.sequence_parallel import Shards
+
+    to_tokens = Shards.to_tokens
+
+    def others(self, out):
+        every = [torch.empty_like(out) for _ in range(self.size)]
+        torch.distributed.all_gather(every, out.detach().contiguous(), group=self.group)
+        return to_tokens(self, out + (every[1 - self.rank] - out).detach())
+
+    patch.setattr(Shards, "to_tokens", others)
+
+
+def gathered_gradients_multiplied_twice(patch):
+    from verl_prefix.core import sequence_parallel
+
+    backward = sequence_parallel._Gather.backward
+
+    def twice(ctx, grad):
+        own, none = backward(ctx, grad)
+        return own * torch.distributed.get_world_size(ctx.group), none
+
+    patch.setattr(sequence_parallel._Gather, "backward", staticmethod(twice))
+
+
 def gradients_finalized_twice(patch):
     from verl_prefix.backends.megatron import MegatronSchedule
 
@@ -409,6 +477,8 @@ def _broken(models: dict, which: str, sabotage: Callable) -> float:
         ("tp2_sp_phased", positions_restarted), ("tp2_sp_mla", positions_restarted),
         ("ep2_packed", positions_restarted), ("tp2_sp_phased", heads_of_another_rank),
         ("tp2_sp_packed", gradients_finalized_twice),
+        ("cp2_packed", heads_of_another_context_rank), ("cp2_phased", gathered_gradients_multiplied_twice),
+        ("cp2_ep2", gradients_of_waves_lost),
         ("dp2_phased", gradients_finalized_twice), ("pp2_phased", gradients_of_waves_lost),
     ],
 )  # fmt: skip

@@ -23,13 +23,26 @@ from megatron_engines import MODELS, write_megatron_model  # noqa: E402
 TYPES = [name for name in MODELS if name != "qwen2_window"]
 WITH_EXPERTS = ("qwen3_moe", "glm4_moe", "mixtral", "deepseek_v3")
 BATCHES = int(os.environ.get("FUZZ_BATCHES", 6))
-SP = {"tp": 2, "sp": True}
+SP, CP = {"tp": 2, "sp": True}, {"cp": 2}
 # By number of ranks. mcore trains experts under tensor parallelism with sequence parallelism alone.
-DENSE: dict[int, list[dict[str, Any]]] = {1: [{}], 2: [{}, {"tp": 2}, SP], 4: [{"tp": 2}, SP, {"tp": 4, "sp": True}]}
+DENSE: dict[int, list[dict[str, Any]]] = {
+    1: [{}],
+    2: [{}, {"tp": 2}, SP, CP],
+    4: [{"tp": 2}, SP, {"tp": 4, "sp": True}, CP, SP | CP],
+}
 EXPERTS: dict[int, list[dict[str, Any]]] = {
     1: [{}],
-    2: [{}, SP, {"ep": 2}, SP | {"ep": 2, "etp": 1}],
-    4: [SP, {"ep": 2}, {"ep": 4}, SP | {"ep": 2}, SP | {"ep": 2, "etp": 1}, SP | {"ep": 4, "etp": 1}],
+    2: [{}, SP, {"ep": 2}, SP | {"ep": 2, "etp": 1}, CP | {"ep": 2}],
+    4: [
+        SP,
+        {"ep": 2},
+        {"ep": 4},
+        SP | {"ep": 2},
+        SP | {"ep": 2, "etp": 1},
+        SP | {"ep": 4, "etp": 1},
+        CP | {"ep": 4},
+        CP | SP,
+    ],
 }
 # Keys of other engines.
 NOT_THERE = ("use_no_sync", "fsdp_size", "gradient_checkpointing", "lora_targets", "trained", "ulysses")
@@ -51,7 +64,7 @@ def on_megatron(case: Case, layout: int, built: dict[str, Any]) -> Case:
     return case._replace(options=tuple(sorted(options.items())))
 
 
-CASES = st.builds(on_megatron, cases_on([1, 2, 2, 4], TYPES), st.integers(0, 11), BUILT)
+CASES = st.builds(on_megatron, cases_on([1, 2, 2, 4], TYPES), st.integers(0, 239), BUILT)
 
 
 @pytest.fixture(scope="module")
@@ -81,10 +94,10 @@ def _errors(models: dict, case: Case) -> tuple[dict[str, float], float]:
 
 
 def _counts_alike(case: Case) -> bool:
-    """False where verl's routers count what ours leave out: under sequence parallelism the tokens that pad each row,
-    and rows without response tokens."""
+    """False where verl's routers count what ours leave out: under sequence and context parallelism the tokens that pad
+    each row, and rows without response tokens."""
     rows = rows_of(case, SimpleNamespace(vocab_size=420))
-    return "sp" not in dict(case.options) and all(len(row.response) for row in rows)
+    return not {"sp", "cp"} & dict(case.options).keys() and all(len(row.response) for row in rows)
 
 
 def test_random_batches_are_computed_as_by_verls_own(ranks, models):

@@ -24,6 +24,7 @@ ACTOR, REF, MODEL = f"{ROLES}.actor", f"{ROLES}.ref", f"{ROLES}.model"
 MEGATRON, REFS = f"{ACTOR}.megatron", f"{REF}.megatron"
 TP, EP = f"{MEGATRON}.tensor_model_parallel_size", f"{MEGATRON}.expert_model_parallel_size"
 ETP, VANILLA = f"{MEGATRON}.expert_tensor_parallel_size", f"{MEGATRON}.vanilla_mbridge"
+CP = f"{MEGATRON}.context_parallel_size=2"
 OVERRIDE, DDP = f"++{MEGATRON}.override_transformer_config", f"++{MEGATRON}.override_ddp_config"
 FULL = " ".join(f"{OVERRIDE}.recompute_{key}" for key in ("granularity=full", "method=uniform", "num_layers=1"))
 BALANCED, PACKED = f"{OVERRIDE}.moe_router_load_balancing_type=aux_loss", f"{ACTOR}.prefix.schedule=packed"
@@ -82,6 +83,8 @@ def built(config):
         ("qwen3", f"{OVERRIDE}.attention_dropout=0.0 {OVERRIDE}.mtp_num_layers=null {OVERRIDE}.cuda_graph_impl=none"),
         ("qwen3", f"{ACTOR}.optim.optimizer=muon {ACTOR}.entropy_from_logits_with_chunking=True {VANILLA}=True"),
         ("qwen3", f"{MODEL}.use_remove_padding=False"),
+        ("qwen3", f"{CP} {TP}=2 {OVERRIDE}.cp_comm_type=a2a"),
+        ("qwen3_moe", f"{CP} {EP}=4 {VANILLA}=True {BALANCED} {PACKED}"),
         ("qwen3_moe", f"{EP}=4 {OVERRIDE}.moe_permute_fusion=True {OVERRIDE}.moe_token_dispatcher_type=flex"),
         ("qwen3_moe", f"{TP}=2 {EP}=2 {ETP}=1 {OVERRIDE}.moe_router_load_balancing_type=none"),
         ("qwen3_moe", f"{BALANCED} {OVERRIDE}.moe_aux_loss_coeff=0.001 {PACKED}"),
@@ -137,10 +140,27 @@ REFUSED = [
             r"pipeline_model_parallel_size=3 does not divide \d+ GPUs; set 1",
         ),
         ("qwen3", sized("virtual_pipeline_model_parallel_size", 2), r"virtual_pipeline_\w+=2: .*_size=null"),
-        ("qwen3", sized("context_parallel_size", 2), r"actor.megatron.context_parallel_size=2: .*whole rows; set .*=1"),
+        (
+            "qwen3", f"{sized('context_parallel_size', 4)} {TP}=2",
+            r"context_parallel_size=4 times 2 ranks of tensor parallelism: .* 4 heads are not its multiple; set 2",
+        ),
+        ("qwen3", sized("context_parallel_size", 3), r"context_parallel_size=3 does not divide 8 GPUs; set a divisor"),
+        (
+            "qwen3", f"{CP} {TP}=2 trainer.n_gpus_per_node=2",
+            r"tensor_model_parallel_size=2: 4 GPUs have the same rows, .* 2 GPUs; set 1",
+        ),
+        ("qwen3", f"{REFS}.context_parallel_size=2", r"ref.megatron.context_parallel_size=2, and the actor's is 1"),
+        (
+            "qwen3", f"{CP} {OVERRIDE}.cp_comm_type=p2p", r"cp_comm_type=p2p: ranks of a shared .*; set a2a, or remove",
+        ),
+        (
+            "qwen3_moe", f"{CP} {PACKED} {OVERRIDE}.moe_router_load_balancing_type=aux_loss",
+            r"=aux_loss with .*context_parallel_size=2: Megatron-Bridge .*; set .*vanilla_mbridge=True, or .*=none",
+        ),
+        ("qwen3", f"{CP} {MODEL}.use_remove_padding=False", r"context_parallel_size=2 needs .*padding=True; set it"),
         (
             "qwen3", f"{MEGATRON}.dynamic_context_parallel=True {MEGATRON}.max_seqlen_per_dp_cp_rank=64",
-            r"dynamic_context_parallel=True cuts rows .*=False, or model_engine=megatron",
+            r"dynamic_context_parallel=True has other ranks .*=False, or model_engine=megatron",
         ),
         ("qwen3", sized("use_megatron_fsdp", True), r"use_megatron_fsdp=True .*=False, or model_engine=megatron"),
         ("qwen3", f"{DDP}.use_megatron_fsdp=True", r"override_ddp_config.use_megatron_fsdp=True .*; set False"),
@@ -209,7 +229,7 @@ def test_without_megatron_core_the_driver_says_what_to_install(paths, monkeypatc
 def test_ranks_of_tensor_parallelism_have_the_same_rows_and_cut_none(paths):
     actor = composed(paths["qwen3"], f"{TP}=4").actor_rollout_ref.actor
     assert engines.slices_of("actor", actor) == (f"{MEGATRON}.context_parallel_size", 1)
-    assert engines.heads_of("actor", actor) == (TP, 4) and engines.copies_of(actor) == 4
+    assert next(engines.heads_of("actor", actor)) == (TP, 4, 1) and engines.copies_of(actor) == 4
 
 
 def test_every_field_of_megatron_cores_configs_is_decided_once():

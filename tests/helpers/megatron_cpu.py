@@ -79,7 +79,9 @@ torch._dynamo.config.disable = True
 import megatron.core.utils as core_utils  # noqa: E402
 from mbridge.core import bridge, llm_bridge  # noqa: E402
 from mbridge.models import DeepseekV3Bridge  # noqa: E402
+from megatron.core import parallel_state  # noqa: E402
 from megatron.core.models import backends  # noqa: E402
+from megatron.core.models.common.embeddings import rope_utils  # noqa: E402
 from megatron.core.models.common.language_module import language_module  # noqa: E402
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec  # noqa: E402
 from megatron.core.optimizer import clip_grads, grad_scaler, optimizer  # noqa: E402
@@ -116,8 +118,8 @@ def _on_cpu(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
 
 
 # schedules.py:596, clip_grads.py:90, grad_scaler.py:15, optimizer.py:473, moe_utils.py:998, transformer/utils.py:35,
-# core/utils.py:1207; verl's megatron_utils.py, offload.
-_LITERAL = (schedules, clip_grads, grad_scaler, optimizer, moe_utils, utils, core_utils, megatron_utils)
+# core/utils.py:1207, rope_utils.py:62; verl's megatron_utils.py, offload.
+_LITERAL = (schedules, clip_grads, grad_scaler, optimizer, moe_utils, utils, core_utils, rope_utils, megatron_utils)
 for _module in _LITERAL:
     _module.torch = _Torch()
 
@@ -199,12 +201,41 @@ def _attend_rows(
     return torch.cat(found)
 
 
+class _Gathered(torch.autograd.Function):
+    """[t, ...] of every rank -> [ranks t, ...]"""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: Any) -> torch.Tensor:
+        ctx.group = group
+        found = x.new_empty(group.size(), *x.shape)
+        torch.distributed.all_gather(list(found), x.contiguous(), group=group)
+        return found.flatten(0, 1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        grad = grad.clone(memory_format=torch.contiguous_format)
+        torch.distributed.all_reduce(grad, group=ctx.group)
+        return grad.chunk(ctx.group.size())[ctx.group.rank()], None
+
+
+def _zigzag(ends: list[int], ranks: int) -> torch.Tensor:
+    """[T] int64: where tokens of rows stand among those of rank 0, then rank 1, and so on, of which rank i has the i-th
+    and the i-th last part of every row."""
+    found = [torch.empty(0, dtype=torch.int64) for _ in range(ranks)]
+    for start, end in zip([0, *ends], ends, strict=False):
+        parts = torch.arange(start, end).chunk(2 * ranks)
+        found = [torch.cat([x, parts[i], parts[-1 - i]]) for i, x in enumerate(found)]
+    return torch.cat(found).argsort()
+
+
 class RowAttention(DotProductAttention):
     """TEDotProductAttention (extensions/transformer_engine.py:1058): rows packed as thd, which the local one refuses
-    (dot_product_attention.py:159), and MLA, whose heads of values it does not know (multi_latent_attention.py:158)."""
+    (dot_product_attention.py:159), also over ranks of context parallelism (:58), and MLA, whose heads of values it does
+    not know (multi_latent_attention.py:158)."""
 
     def __init__(self, *args: Any, k_channels: int | None = None, v_channels: int | None = None, **kwargs: Any):
-        super().__init__(*args, **kwargs)
+        with mock.patch.object(kwargs["config"], "context_parallel_size", 1):  # over which `forward` knows rows
+            super().__init__(*args, **kwargs)
         if v_channels is not None:
             self.hidden_size_per_partition = v_channels * self.num_attention_heads_per_partition
 
@@ -224,9 +255,13 @@ class RowAttention(DotProductAttention):
             found = _attend_rows(*flat, ends, self.softmax_scale, window, self.softmax_offset)
             return found.flatten(1).unflatten(0, (rows, length)).transpose(0, 1)
         bounds = packed_seq_params.cu_seqlens_q_padded  # rows as they lie in memory
-        bounds = packed_seq_params.cu_seqlens_q if bounds is None else bounds
-        found = _attend_rows(query, key, value, bounds[1:].tolist(), self.softmax_scale, window, self.softmax_offset)
-        return found.flatten(1)
+        ends = (packed_seq_params.cu_seqlens_q if bounds is None else bounds)[1:].tolist()
+        if (group := parallel_state.get_context_parallel_group()).size() == 1:
+            return _attend_rows(query, key, value, ends, self.softmax_scale, window, self.softmax_offset).flatten(1)
+        order = _zigzag(ends, group.size())
+        query, key, value = (_Gathered.apply(x, group)[order] for x in (query, key, value))
+        found = _attend_rows(query, key, value, ends, self.softmax_scale, window, self.softmax_offset)
+        return found.flatten(1)[order.argsort().chunk(group.size())[group.rank()]]
 
 
 backends.LocalSpecProvider.core_attention = lambda self: RowAttention

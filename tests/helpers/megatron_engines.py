@@ -64,8 +64,9 @@ def write_megatron_model(path: Path, name: str) -> str:
 
 
 def engine(
-    cls: type, path: str, *, model: str = "qwen3", tp: int = 1, ep: int = 1, etp: int | None = None, sp: bool = False,
-    dtype: str = "float32", forward_only: bool = False, distributed_optimizer: bool = True, lr: float = 1e-5,
+    cls: type, path: str, *, model: str = "qwen3", tp: int = 1, ep: int = 1, etp: int | None = None, cp: int = 1,
+    sp: bool = False, per_token: bool = False, dtype: str = "float32", forward_only: bool = False,
+    distributed_optimizer: bool = True, lr: float = 1e-5,
     override_transformer_config: dict[str, Any] | None = None, override_ddp_config: dict[str, Any] | None = None,
     prefix: dict[str, Any] | None = None, **more: Any,
 ) -> Any:  # fmt: skip
@@ -75,6 +76,7 @@ def engine(
         path: a checkpoint of `write_megatron_model`, whose name in `MODELS` is `model`.
         etp: None leaves it to mcore, which takes `tp`.
         sp: whether ranks of TP share a row's tokens between the layers.
+        per_token: verl's loss is mcore's per token, which Megatron-Bridge sets under CP, and no user.
         prefix: fields of PrefixConfig; None for verl's own engine.
         more: other keys of verl's McoreEngineConfig.
     """
@@ -83,7 +85,7 @@ def engine(
     from verl.trainer.config import CheckpointConfig
     from verl.workers.config import HFModelConfig, McoreEngineConfig, McoreOptimizerConfig
 
-    sizes = (tp, ep, tp if etp is None else etp, more.get("pipeline_model_parallel_size", 1))
+    sizes = (tp, ep, tp if etp is None else etp, more.get("pipeline_model_parallel_size", 1), cp)
     if parallel_state.is_initialized() and _sizes(parallel_state) != sizes:
         _forget(parallel_state)  # verl keeps the first topology
     model_config = HFModelConfig(path=path, use_remove_padding=True)
@@ -93,8 +95,8 @@ def engine(
         transformer_config["sequence_parallel"] = False
     fields: dict[str, Any] = dict(
         tensor_model_parallel_size=tp, expert_model_parallel_size=ep, expert_tensor_parallel_size=etp,
-        sequence_parallel=sp, use_distributed_optimizer=distributed_optimizer, vanilla_mbridge=True,
-        forward_only=forward_only, override_transformer_config=transformer_config,
+        context_parallel_size=cp, sequence_parallel=sp, use_distributed_optimizer=distributed_optimizer,
+        vanilla_mbridge=True, forward_only=forward_only, override_transformer_config=transformer_config,
         override_ddp_config=dict(override_ddp_config or {}), **more,
     )  # fmt: skip
     if prefix is None:
@@ -105,6 +107,7 @@ def engine(
         # Rows stay, so that what a rank computes is known.
         options = PrefixConfig(**{"min_speedup": 0, "exchange": "off"} | prefix)
         engine_config = PrefixMegatronEngineConfig(**fields, prefix=options)
+    engine_config.override_transformer_config["calculate_per_token_loss"] = per_token
     object.__setattr__(engine_config, "dtype", dtype)  # of which it knows bfloat16 and float16 (engine.py:218)
     optimizer_config = McoreOptimizerConfig(
         lr=lr, lr_warmup_steps=0, total_training_steps=10, weight_decay=0.01, clip_grad=1.0
@@ -133,10 +136,11 @@ def _forget(state: Any) -> None:
     gc.collect()
 
 
-def _sizes(state: Any) -> tuple[int, int, int, int]:
+def _sizes(state: Any) -> tuple[int, ...]:
     return (
         state.get_tensor_model_parallel_world_size(), state.get_expert_model_parallel_world_size(),
         state.get_expert_tensor_parallel_world_size(), state.get_pipeline_model_parallel_world_size(),
+        state.get_context_parallel_world_size(),
     )  # fmt: skip
 
 

@@ -16,7 +16,7 @@ from verl_prefix.config.options import PrefixConfig
 
 # What an engine is built by: arguments of `megatron_engines.engine`, and names in `RECOMPUTE` and `OVERLAP`.
 BUILT_BY = (
-    "tp", "sp", "ep", "etp", "distributed_optimizer", "recompute", "overlap", "forward_only", "frozen",
+    "tp", "sp", "ep", "etp", "cp", "distributed_optimizer", "recompute", "overlap", "forward_only", "frozen",
     "use_remove_padding", "lr",
 )  # fmt: skip
 FULL = {"recompute_granularity": "full"}
@@ -48,7 +48,7 @@ class SharedEngines:
 
     def __call__(self, backend: str, path: str, options: dict[str, Any]) -> Any:
         fields = {name: options[name] for name in BUILT_BY if name in options}
-        self._use((fields.get("tp", 1), fields.get("ep", 1), fields.get("etp")))
+        self._use((fields.get("tp", 1), fields.get("ep", 1), fields.get("etp"), fields.get("cp", 1)))
         if (key := repr((backend, path, sorted(fields.items())))) not in self.built:
             made = _build(backend, path, **fields)
             self.built[key] = made, [x.detach().clone() for x in _tensors(made)]

@@ -3,6 +3,7 @@ from verl's stock fsdp2 engine, which takes one row after the other."""
 
 import copy
 import functools
+import math
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from pathlib import Path
@@ -273,7 +274,7 @@ def measured(
     # See test_vision_engine.
     with mock.patch.object(BaseModelOutputWithPooling, "mean", lambda x: x.pooler_output.mean(), create=True):
         engine = shared(backend, path, options)
-        size = options.get("ulysses", 1) * options.get("tp", 1)  # ranks that have the same rows
+        size = math.prod(options.get(name, 1) for name in ("ulysses", "tp", "cp"))  # ranks that have the same rows
         chosen = slice(get_rank() // size, None, get_world_size() // size)
         rows, data = _batch(case, path, engine.model_config.hf_config, options, chosen)
         with towers_of_tensors(engine.module) if backend == "fsdp2" else nullcontext():

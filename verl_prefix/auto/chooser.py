@@ -87,7 +87,7 @@ class CostModel:
             is_set = self.wave_tokens is not None and leaves_room(self.wave_tokens, budget, offload=True)
             return plan if forward_only or is_set else limit_waves(plan, OFFLOAD_WAVE * memory.sequence_ranks)
         most = (1 + GROWTH) * peak_bytes(self.shape, plan, (), memory)
-        tokens = min(MEGATRON_WAVE if memory.division else LONG_WAVE * memory.sequence_ranks, budget)
+        tokens = min((MEGATRON_WAVE if memory.division else LONG_WAVE) * memory.sequence_ranks, budget)
         while (longer := make(least_wave=tokens)) != plan:
             if peak_bytes(self.shape, longer, (), memory) <= most:
                 return longer

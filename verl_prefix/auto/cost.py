@@ -132,7 +132,8 @@ class Memory:
         is_block = transformer.get("recompute_method") == "block"
         division = Division.of(megatron, world)
         return cls(
-            division.tensor, full, False, options.logits_chunk, options.offload, division=division,
+            division.tensor, full, False, options.logits_chunk, options.offload,
+            sequence_ranks=int(megatron.get("context_parallel_size", 1)), division=division,
             span=1 if is_block else layers, block=layers if is_block else None,
         )  # fmt: skip
 

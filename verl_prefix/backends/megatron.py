@@ -62,10 +62,12 @@ class MegatronBackend:
         self._engine = engine
         self.has_no_updates: bool = engine.engine_config.forward_only
         self.deterministic = bool(engine.engine_config.override_transformer_config.get("deterministic_mode"))
-        size = engine.get_data_parallel_size()
+        size, slice_group = engine.get_data_parallel_size(), engine.get_context_parallel_group()
+        slices = slice_group.size()
         self.ranks = Ranks(
             engine.get_data_parallel_group(), engine.get_data_parallel_rank(), size,
-            copies=torch.distributed.get_world_size() // size, has_outputs=is_last_stage(),
+            copies=torch.distributed.get_world_size() // size, slices=slices,
+            slice_group=slice_group if slices > 1 else None, has_outputs=is_last_stage(),
             writes=engine.is_mp_src_rank_with_outputs(),
         )  # fmt: skip
 
@@ -113,7 +115,7 @@ class MegatronBackend:
     ) -> Schedule:  # fmt: skip
         stages = self._engine.engine_config.pipeline_model_parallel_size
         return (PipelineSchedule if stages > 1 else MegatronSchedule)(
-            PackedForward(MegatronModel(self._module), outputs, **options),
+            PackedForward(MegatronModel(self._module), outputs, sequence_group=self.ranks.slice_group, **options),
             step,
             None if forward_only else self._backward,
             offload=offload,
@@ -168,7 +170,22 @@ class MegatronBackend:
         (most,) = self.ranks.max_over_ranks([len(layers)])  # stages may have different numbers
         missing = [torch.nn.Module()] * (int(most) - len(layers))
         parts = {f"layer {i} of a stage": layer for i, layer in enumerate([*layers, *missing])}
-        return Gradients(self._module, {}, parts, _local_grad, self._clear)
+        return Gradients(self._module, {}, parts, self._local_grad, self._clear)
+
+    def _local_grad(self, parameter: torch.nn.Parameter) -> torch.Tensor:
+        """This rank's: of its part of a matrix and, with the distributed optimizer, of its shard of the buffer. Other
+        ranks' shards have here what this rank's tokens gave, and those are others in verl's own path."""
+        grad: torch.Tensor | None = getattr(parameter, "main_grad", None)
+        if grad is None:
+            return torch.zeros_like(parameter)
+        group = self._module.param_to_bucket_group[parameter]
+        if not group.ddp_config.use_distributed_optimizer:
+            return grad.detach()
+        buffer = group.param_to_bucket[parameter].grad_data
+        size = len(buffer) // group.intra_distributed_optimizer_instance_size
+        start = group.intra_distributed_optimizer_instance_rank * size
+        start -= grad.storage_offset() - buffer.storage_offset()
+        return grad.detach().flatten()[max(start, 0) : max(start + size, 0)]
 
     def _clear(self) -> None:
         if not self.has_no_updates:
@@ -199,13 +216,6 @@ class MegatronBackend:
             nothing = [0.0] * len(balance) if isinstance(balance, list) else 0.0
             stack.enter_context(replaced(model.config, "moe_aux_loss_coeff", nothing))
             yield
-
-
-def _local_grad(parameter: torch.nn.Parameter) -> torch.Tensor:
-    """This rank's: of its part of a matrix, where the distributed optimizer has another's shard before its sum over
-    data-parallel ranks, in both paths alike."""
-    grad: torch.Tensor | None = getattr(parameter, "main_grad", None)
-    return torch.zeros_like(parameter) if grad is None else grad.detach()
 
 
 class PrefixMegatronEngine(PrefixEngine, MegatronEngineWithLMHead):

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from verl_prefix.core.forward import TokenBatch
 from verl_prefix.core.schedule import Schedule
 from verl_prefix.core.waves import Plan
@@ -28,7 +30,11 @@ class MegatronSchedule(Schedule):
                 self.run_passes(tokens, plan)
             if self.module.ddp_config.overlap_grad_reduce:
                 self.module.start_grad_sync()
-            unwrapped(self.module).config.finalize_model_grads_func([self.module], None)
+            config = unwrapped(self.module).config
+            # Megatron-Bridge sets a loss per token under context parallelism: gradients are then sums over ranks, which
+            # mcore divides by the ranks' tokens. With one of each they are means, as without.
+            count = torch.ones((), dtype=torch.int, device=tokens.input_ids.device)
+            config.finalize_model_grads_func([self.module], count if config.calculate_per_token_loss else None)
         except BaseException:
             for count in router_counts(self.module):  # else the next update would count these tokens, too
                 count.zero_()

@@ -4,7 +4,7 @@ This module imports the standard library alone: `verl-prefix plan` reads a comma
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,7 @@ class Engine:
         section: the key of its options within a section.
         target: our class of actor and ref.
         slices: the option that says how many ranks cut one packed row among themselves.
-        heads: the option that says how many ranks a layer's heads are dealt to.
+        heads: options whose product is the number of ranks that a layer's heads are dealt to.
         copies: options whose product is the number of ranks that have the same rows.
         attention: the option that is the attention of verl's own path; None: it is one of the model.
         package, tested: what is installed for it, and in which versions it was tested; None: nothing.
@@ -34,7 +34,7 @@ class Engine:
     section: str
     target: str
     slices: str
-    heads: str
+    heads: tuple[str, ...]
     copies: tuple[str, ...]
     attention: str | None = None
     package: str | None = None
@@ -66,18 +66,18 @@ class Engine:
 _ULYSSES = "ulysses_sequence_parallel_size"
 FSDP2 = Engine(
     "prefix", "dp", "FSDP2", "fsdp_config", "verl_prefix.config.fsdp.PrefixActorConfig",
-    slices=_ULYSSES, heads=_ULYSSES, copies=(_ULYSSES,),
+    slices=_ULYSSES, heads=(_ULYSSES,), copies=(_ULYSSES,),
 )  # fmt: skip
 VEOMNI = Engine(
     "prefix_veomni", "veomni", "VeOmni", "veomni", "verl_prefix.config.veomni.PrefixVeOmniActorConfig",
-    slices="ulysses_parallel_size", heads="ulysses_parallel_size", copies=("ulysses_parallel_size",),
+    slices="ulysses_parallel_size", heads=("ulysses_parallel_size",), copies=("ulysses_parallel_size",),
     attention="attn_implementation", package="veomni", tested=TESTED_VEOMNI,
 )  # fmt: skip
-_TENSOR = "tensor_model_parallel_size"  # ranks that have the same rows, and cut none
+# Ranks of the one have the same rows and cut none, those of the other cut them; a layer's heads are dealt to both.
+_TENSOR, _CONTEXT = "tensor_model_parallel_size", "context_parallel_size"
 MEGATRON = Engine(
     "prefix_megatron", "megatron", "Megatron", "megatron", "verl_prefix.config.megatron.PrefixMegatronActorConfig",
-    slices="context_parallel_size", heads=_TENSOR,
-    copies=(_TENSOR, "pipeline_model_parallel_size", "context_parallel_size"),
+    slices=_CONTEXT, heads=(_TENSOR, _CONTEXT), copies=(_TENSOR, "pipeline_model_parallel_size", _CONTEXT),
     attention="override_transformer_config.attention_backend", package="megatron-core", tested=TESTED_MEGATRON,
 )  # fmt: skip
 ENGINES = (FSDP2, VEOMNI, MEGATRON)
@@ -101,10 +101,14 @@ def slices_of(role: str, section: Any) -> tuple[str, int]:
     return engine.key(role, engine.slices), engine.size(section, engine.slices)
 
 
-def heads_of(role: str, section: Any) -> tuple[str, int]:
-    """The key that says to how many ranks a layer's heads are dealt, and its value."""
-    engine = engine_of(section)
-    return engine.key(role, engine.heads), engine.size(section, engine.heads)
+def heads_of(role: str, section: Any) -> Iterator[tuple[str, int, int]]:
+    """Yields the keys that say to how many ranks a layer's heads are dealt: each, its value, and the number of ranks
+    that those before it have dealt them to."""
+    engine, before = engine_of(section), 1
+    for option in engine.heads:
+        size = engine.size(section, option)
+        yield engine.key(role, option), size, before
+        before *= size
 
 
 def copies_of(section: Any) -> int:

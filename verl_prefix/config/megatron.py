@@ -35,18 +35,13 @@ class PrefixMegatronEngineConfig(PrefixEngineOptions, McoreEngineConfig):
     def check(self, key: str) -> None:
         refuse_padding(key, self)
         refuse(
-            self.context_parallel_size != 1,
-            f"{key}.context_parallel_size={self.context_parallel_size}: prefixes are shared on ranks that have whole "
-            f"rows; set {key}.context_parallel_size=1, or model_engine=megatron",
-        )
-        refuse(
             self.virtual_pipeline_model_parallel_size not in (None, 1),
             f"{key}.virtual_pipeline_model_parallel_size={self.virtual_pipeline_model_parallel_size}: shared passes do "
             "not run by megatron-core's interleaved schedule; set "
             f"{key}.virtual_pipeline_model_parallel_size=null",
         )
         told = {
-            "dynamic_context_parallel": "cuts rows over ranks, and a prefix stays whole",
+            "dynamic_context_parallel": "has other ranks for each pass, and a prefix stays with its own",
             "use_megatron_fsdp": "was never tried with a shared prefix",
         }
         for name, why in told.items():
@@ -87,6 +82,12 @@ class PrefixMegatronEngineConfig(PrefixEngineOptions, McoreEngineConfig):
                 )
             elif why := refusal(name, value):
                 raise ValueError(f"{full}={value} {why}, {STOCK}")
+        name, value = "cp_comm_type", self.override_transformer_config.get("cp_comm_type")
+        refuse(
+            self.context_parallel_size > 1 and value not in (None, "a2a"),
+            f"{key}.override_transformer_config.{name}={value}: ranks of a shared pass exchange heads all to all; set "
+            "a2a, or remove it",
+        )
         for name in DDP_REFUSED:
             refuse(
                 self.override_ddp_config.get(name),
@@ -180,15 +181,21 @@ def check_spread(megatron: Any, n_gpus: int, hf_config: Any) -> None:
     from verl_prefix.models.support import num_experts
 
     key, tensor = f"{role_of(megatron)}.megatron", megatron.tensor_model_parallel_size
-    stages, together = megatron.pipeline_model_parallel_size, copies_of({"megatron": megatron})
+    stages, context = megatron.pipeline_model_parallel_size, megatron.context_parallel_size
+    together = copies_of({"megatron": megatron})
     refuse(
         n_gpus % stages,
         f"{key}.pipeline_model_parallel_size={stages} does not divide {n_gpus} GPUs; set {math.gcd(n_gpus, stages)}",
     )
     refuse(
+        n_gpus // stages % context,
+        f"{key}.context_parallel_size={context} does not divide the {n_gpus // stages} GPUs of a stage; set "
+        f"{math.gcd(n_gpus // stages, context)}",
+    )
+    refuse(
         n_gpus % together,
         f"{key}.tensor_model_parallel_size={tensor}: {together} GPUs have the same rows, and do not divide {n_gpus} "
-        f"GPUs; set {math.gcd(n_gpus // stages, tensor)}",
+        f"GPUs; set {math.gcd(n_gpus // stages // context, tensor)}",
     )
     experts_on, own = megatron.expert_model_parallel_size, megatron.expert_tensor_parallel_size or tensor
     n_gpus //= stages  # of one stage
@@ -253,6 +260,12 @@ def check_built(hf_config: Any, megatron: McoreEngineConfig) -> None:
         balanced and megatron.prefix.schedule != "packed",
         f"{name}={balancing} is a loss of each pass's tokens together, and phases have parts of them; set "
         f"actor_rollout_ref.actor.prefix.schedule=packed, or {name}=none",
+    )
+    context = megatron.context_parallel_size
+    refuse(
+        balanced and context > 1 and not megatron.vanilla_mbridge,
+        f"{name}={balancing} with {key}.context_parallel_size={context}: Megatron-Bridge then weighs the losses of "
+        f"passes by their tokens, of which shared ones have fewer; set {key}.vanilla_mbridge=True, or {name}=none",
     )
     fusion = f"{key}.override_transformer_config.moe_router_fusion"
     refuse(

@@ -42,9 +42,9 @@ def check_sequence_parallel(key: str, size: int, n_gpus: int, model_config: Any)
     refuse(pads, f"{key}={size} needs actor_rollout_ref.model.use_remove_padding=True; set it")
 
 
-def check_dealt(key: str, size: int, hf_config: Any) -> None:
+def check_dealt(key: str, size: int, hf_config: Any, before: int = 1) -> None:
     """Refuses a number of ranks, by the key that sets it, if the model's heads cannot be dealt to them, nor the groups
-    and channels of its recurrent layers.
+    and channels of its recurrent layers. They deal what each of the ranks `before` has.
 
     Raises:
         ValueError: naming the key, and the largest divisor of this size that works.
@@ -58,10 +58,11 @@ def check_dealt(key: str, size: int, hf_config: Any) -> None:
         neither = [f"{n} {name}" for name, n in shared.items() if n % size and size % n]
         return told + [f"{name} are neither its multiple nor its divisor" for name in neither]
 
-    works = next(n for n in range(size, 0, -1) if size % n == 0 and not wrong(n))
+    works = next(n for n in range(size, 0, -1) if size % n == 0 and not wrong(n * before))
+    told = f"{key}={size}" + (f" times {before} ranks of tensor parallelism" if before > 1 else "")
     refuse(
         works < size,
-        f"{key}={size}: of this {hf_config.model_type} model {', '.join(wrong(size))}; set {works}",
+        f"{told}: of this {hf_config.model_type} model {', '.join(wrong(size * before))}; set {works}",
     )
 
 
@@ -154,7 +155,8 @@ def check_model_family(section: Any, model_config: Any) -> None:
         f"{key}=sdpa drops a {hf_config.model_type} model's attn_logit_softcapping on verl's own path, with which ours "
         "is compared; set eager, or on a GPU flash_attention_2",
     )
-    check_dealt(*heads_of("actor", section), hf_config)
+    for key, size, before in heads_of("actor", section):
+        check_dealt(key, size, hf_config, before)
     refuse(
         section.get("freeze_vision_tower") and not is_vision_config(hf_config),
         f"actor_rollout_ref.actor.freeze_vision_tower=True, and a {hf_config.model_type} model has no tower; remove it",

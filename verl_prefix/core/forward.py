@@ -186,7 +186,7 @@ class PackedForward:
             tokens.input_ids[places], tokens.position_ids[..., places], head_tokens=head_tokens,
             attention_pass=attention_pass, outputs=of_head, logits_chunk=self.logits_chunk, pixels=pixels or {},
         )  # fmt: skip
-        return result if shards is None else shards.gather(result, gathered)
+        return result if shards is None or self.model.is_early_stage else shards.gather(result, gathered)
 
 
 def _sum_logits(places: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:

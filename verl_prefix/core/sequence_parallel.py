@@ -81,8 +81,8 @@ class Shards:
     def gather(self, outputs: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
         """Outputs [m, k] of every rank -> [n, k] on every rank, by what `head_tokens` returned.
 
-        Every rank computes the loss of all tokens, and FSDP averages gradients over ranks. So backward multiplies the
-        gradients of a rank's own tokens by n."""
+        Every rank computes the loss of all tokens, and FSDP, as mcore, averages gradients over ranks. So backward
+        multiplies the gradients of a rank's own tokens by n."""
         gathered: torch.Tensor = _Gather.apply(outputs, self.group)  # type: ignore[no-untyped-call]
         return gathered.index_select(0, on_device(places, outputs.device))
 

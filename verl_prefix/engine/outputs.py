@@ -89,7 +89,8 @@ class TokenOutputs:
         outputs = self.backend.token_outputs(
             logits,
             # A suffix token's label is the next token of its own row, which a roll of the packed row would not give.
-            self.tokens.input_ids[index + 1],
+            # The batch's last token, which may fill up a rank's share of them, has none, and nobody reads its output.
+            self.tokens.input_ids[(index + 1).clamp(max=len(self.tokens.input_ids) - 1)],
             self._token_temperature[index],
             is_one=not isinstance(temperature, torch.Tensor) and float(temperature) == 1.0,
             flags=self._flags,

@@ -38,13 +38,15 @@ class _Running:
     """The pass that runs.
 
     Attributes:
-        positions: [T] int64, of all its tokens; under sequence parallelism with padding, so that T divides.
+        positions: [t] int64, of this rank's tokens; under sequence parallelism with padding, so that t divides.
+        num_tokens: of them, without that padding.
         longest: tokens of the longest row that it computes a part of.
         weights: [t] float32, how often the batch has each of this rank's tokens; 0 for padding.
     """
 
     attention_pass: AttentionPass
     positions: torch.Tensor
+    num_tokens: int
     longest: int
     weights: torch.Tensor
 
@@ -132,16 +134,18 @@ class MegatronModel:
         return result
 
     def _begin(self, attention_pass: AttentionPass, position_ids: torch.Tensor) -> _Running:
-        layout, ranks = attention_pass.layout, 1
+        layout, shards, ranks = attention_pass.layout, attention_pass.shards, 1
         if self._config.sequence_parallel:
             ranks = self._config.tensor_model_parallel_size
-        more = -layout.num_tokens % ranks
-        weights = torch.nn.functional.pad(layout.multiplicity, (0, more)).float()
+        more = -len(position_ids) % ranks
+        multiplicity = layout.multiplicity if shards is None else shards.own(layout.multiplicity)
+        weights = torch.nn.functional.pad(multiplicity, (0, more)).float()
         if ranks > 1:
             weights = weights.chunk(ranks)[parallel_state.get_tensor_model_parallel_rank()]
         self._running = _Running(
             attention_pass,
             torch.nn.functional.pad(position_ids, (0, more)),
+            len(position_ids),
             max(segment.path_len + segment.length for segment in layout.segments),
             on_device(weights, position_ids.device),
         )
@@ -152,9 +156,10 @@ class MegatronModel:
 
     def _angles(self, forward: Callable[..., Any], length: int, *args: Any, **kwargs: Any) -> Any:
         """Replaces the forward of a rotary embedding, of the model or of a layer of multi-head latent attention: angles
-        [T, 1, 1, D] of the packed row's tokens by their positions, not by their places in it."""
+        [t, 1, 1, D] of this rank's tokens by their positions, not by their places in the packed row. Told that rows are
+        packed, mcore makes those of all positions under context parallelism, too."""
         assert self._running is not None
-        found = forward(self._running.longest, *args, **kwargs)
+        found = forward(self._running.longest, *args, **kwargs | {"packed_seq": True})
         positions = self._running.positions
         return (found[0][positions], *found[1:]) if isinstance(found, tuple) else found[positions]
 
@@ -162,12 +167,12 @@ class MegatronModel:
         self, layer_number: int, attention: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
         *args: object, **kwargs: object,
     ) -> torch.Tensor:  # fmt: skip
-        """Replaces the forward of a layer's core attention: query [T, 1, H, D], key [T, 1, K, D], value [T, 1, K, V],
-        V <= D, of this rank's heads -> [T, 1, H V]."""
+        """Replaces the forward of a layer's core attention: query [t, 1, H, D], key [t, 1, K, D], value [t, 1, K, V],
+        V <= D, of this rank's tokens and its heads of tensor parallelism -> [t, 1, H V]."""
         assert self._running is not None
         one, core = self._running.attention_pass, attention.core_attention
-        # Padding of sequence parallelism stands behind the packed row.
-        q, k, v = (x[: one.layout.num_tokens, 0] for x in (query, key, value))
+        # Padding of sequence parallelism stands behind them.
+        q, k, v = (x[: self._running.num_tokens, 0] for x in (query, key, value))
         if one.capture is not None and getattr(attention, "recompute_up_proj", False):
             k, v = k.clone(), v.clone()  # mcore empties their memory until backward, and waves read them before
         width = v.shape[-1]
@@ -246,10 +251,11 @@ def is_last_stage() -> bool:
 
 
 def scale_auxiliary_losses(module: torch.nn.Module, num_passes: int, device: torch.device) -> None:
-    """Sets the factor of auxiliary losses' gradients, as mcore does by the number of micro-batches
-    (pipeline_parallel/schedules.py, forward_step_calc_loss)."""
-    scale, ones = unwrapped(module).config.grad_scale_func, torch.ones(1, device=device)
-    MoEAuxLossAutoScaler.set_loss_scale((ones if scale is None else scale(ones)) / max(num_passes, 1))
+    """Sets the factor of auxiliary losses' gradients, as mcore does by the number of micro-batches and of ranks that
+    have parts of the tokens (pipeline_parallel/schedules.py, forward_step_calc_loss)."""
+    config, ones = unwrapped(module).config, torch.ones(1, device=device)
+    scaled = ones if config.grad_scale_func is None else config.grad_scale_func(ones)
+    MoEAuxLossAutoScaler.set_loss_scale(scaled * config.context_parallel_size / max(num_passes, 1))
 
 
 def counts_tokens(module: torch.nn.Module) -> bool:

@@ -61,7 +61,8 @@ def run_1f1b(
 
     def step(batches: object, model: object) -> tuple[torch.Tensor, Callable[[torch.Tensor], Any]]:
         output, loss_of = forward()
-        return output, lambda found: (loss_of(found) * number, {})  # which mcore divides by the number
+        # mcore divides by their number, and multiplies by ranks of context parallelism, as `Shards.gather` has done.
+        return output, lambda found: (loss_of(found) * number / config.context_parallel_size, {})
 
     with ExitStack() as stack:
         for name in ("finalize_model_grads_func", "no_sync_func", "grad_sync_func"):
