@@ -141,6 +141,7 @@ CASES = {
         "cp2_overlap": case(PHASED, cp=2, **OVERLAP),
         "cp2_per_token": case(PHASED, cp=2, per_token=True),
         "cp2_auto": case({"schedule": "auto"}, cp=2),
+        "cp2_timed": case({"schedule": "auto", "min_speedup": 1.05}, cp=2),
         "ep2_auto": case({"schedule": "auto"}, model="qwen3_moe", ep=2),
         "pp2_auto": case({"schedule": "auto", "min_speedup": 1.0}, **PP),
         "pp2_rounds": case(PHASED | {"wave_tokens": 40}, rows={"budget": 60}, **PP),
@@ -352,7 +353,16 @@ def _half(models: dict, which: str) -> dict[str, dict[str, float]]:
 
 
 @pytest.mark.parametrize(
-    ("world", "which"), [(1, "packed"), (1, "phased"), (1, "mla_full"), (2, "tp2_sp_full"), (2, "tp2_sp_mla")]
+    ("world", "which"),
+    [
+        (1, "packed"),
+        (1, "phased"),
+        (1, "mla_full"),
+        (2, "tp2_sp_full"),
+        (2, "tp2_sp_mla"),
+        (2, "cp2_full"),
+        (2, "cp2_mla_full"),
+    ],
 )
 def test_bf16_misses_float64_by_no_more_than_megatrons_does(models, ranks, world, which):
     for found in ranks(world, models)(_half, which):

@@ -24,7 +24,7 @@ pytest.importorskip("megatron.core")
 from megatron_engines import EVEN, batch_of, write_megatron_model  # noqa: E402
 
 SP = {"tp": 2, "sp": True}
-EP = {"ep": 2}
+EP, CP = {"ep": 2}, {"cp": 2}
 PHASED = {"schedule": "phased", "wave_tokens": 40, "verify": "off"}
 PACKED = {"schedule": "packed", "verify": "off"}
 ROW_BY_ROW = {"use_dynamic_bsz": False, "micro_batch_size_per_gpu": 1}
@@ -127,7 +127,7 @@ def _after(path: str, name: str, layout: tuple) -> tuple[str, dict[str, float]]:
 
 
 @pytest.mark.parametrize("name", FAULTS)
-@pytest.mark.parametrize("layout", [SP, EP], ids=["tp2_sp", "ep2"])
+@pytest.mark.parametrize("layout", [SP, EP, CP], ids=["tp2_sp", "ep2", "cp2"])
 def test_the_update_after_one_that_failed_is_right(model, ranks, name, layout):
     for told, errors in ranks(2, model)(_after, name, tuple(layout.items())):
         assert "OutOfMemoryError: injected" in told and FAULTS[name][-1] in told
@@ -194,7 +194,13 @@ ROWS = {
     "none": [[("a", 30, [9, 7, 4], "")], [("a", 30, [6, 5, 3], "")]],
     "idle": [[("a", 30, [9, 7], ""), ("b", 50, [5], "")], [("c", 20, [0, 0, 0], "")]],
 }
-ON_FOUR = {"tp2_dp2": SP, "tp2_ep2": SP | {"ep": 2}, "tp2_ep4_etp1": SP | {"ep": 4, "etp": 1}}
+ON_FOUR = {
+    "tp2_dp2": SP,
+    "tp2_ep2": SP | {"ep": 2},
+    "tp2_ep4_etp1": SP | {"ep": 4, "etp": 1},
+    "cp2_dp2": CP,
+    "cp2_ep4": CP | {"ep": 4},
+}
 
 
 def _walk(path: str, rows: str, layout: str, schedule: tuple) -> tuple[list, bool]:
@@ -212,9 +218,7 @@ def _walk(path: str, rows: str, layout: str, schedule: tuple) -> tuple[list, boo
 @pytest.mark.parametrize("schedule", [PACKED, PHASED, PHASED | FULL], ids=["packed", "phased", "recomputed"])
 @pytest.mark.parametrize("layout", ON_FOUR)
 @pytest.mark.parametrize("rows", ROWS)
-def test_ranks_of_tensor_and_expert_parallelism_make_their_collectives_in_one_order(
-    model, ranks, rows, layout, schedule
-):
+def test_ranks_of_one_layout_make_their_collectives_in_one_order(model, ranks, rows, layout, schedule):
     found = ranks(4, model)(_walk, rows, layout, tuple(schedule.items()))
     for one, other in itertools.combinations(range(4), 2):
         mine, theirs = ([call for call in found[rank][0] if {one, other} <= {*call[1]}] for rank in (one, other))

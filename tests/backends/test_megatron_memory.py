@@ -28,6 +28,8 @@ CASES = {
     "DP, whole optimizer": ("qwen3_moe", 2, {"distributed_optimizer": False}),
     "TP, EP": ("qwen3_moe", 4, {"tp": 2, "sp": True, "ep": 2, "etp": 1}),
     "TP, EP, expert TP": ("glm4_moe", 4, {"tp": 2, "sp": True, "ep": 2}),
+    "CP, EP": ("qwen3_moe", 4, {"cp": 2, "ep": 4}),
+    "CP, TP": ("qwen3", 4, {"cp": 2, "tp": 2, "sp": True}),
     "TP, DP, whole optimizer": ("llama", 4, {"tp": 2, "sp": True, "distributed_optimizer": False}),
 }
 WITHOUT_STEP = ("TP, EP, expert TP",)  # ranks gather as many rows as each got, and gloo no parts of unequal sizes

@@ -43,9 +43,9 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "deepseek_v3_yarn": ("deepseek_v3", {"rope_parameters": YARN}, {}),
 }  # fmt: skip
 
-# Rows of even lengths, for `engines._batch`: verl's engine pads others under sequence parallelism, and its routers
-# count the padding.
-EVEN = {"groups": [("a", 24, [10, 16, 6], ""), ("b", 40, [4, 12, 2, 8, 20], ""), ("c", 2, [6, 8], "")]}
+# Rows of 4 n tokens, for `engines._batch`: verl's engine pads others, to an even number under sequence parallelism and
+# to 4 n on two ranks of context parallelism, and its routers count the padding.
+EVEN = {"groups": [("a", 24, [12, 16, 8], ""), ("b", 40, [4, 12, 4, 8, 20], ""), ("c", 4, [8, 12], "")]}
 
 
 OUTPUTS = "log_probs", "entropy", "sum_pi_squared"

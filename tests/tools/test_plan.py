@@ -27,6 +27,7 @@ from verl.utils import tensordict_utils as tu  # noqa: E402
 
 from verl_prefix import cli  # noqa: E402
 from verl_prefix.auto.shape import ModelShape  # noqa: E402
+from verl_prefix.config import engines  # noqa: E402
 from verl_prefix.config.engines import MEGATRON, VEOMNI, engine_of  # noqa: E402
 from verl_prefix.engine.grouping import TreeRule, group_rows  # noqa: E402
 from verl_prefix.engine.rows import BatchRows  # noqa: E402
@@ -212,10 +213,23 @@ def test_a_whole_command_is_planned_as_its_overrides_are(monkeypatch, start, opt
     ("name", "words"), [("ppo_trainer", ["model_engine=megatron"]), ("ppo_megatron_trainer.yaml", [])]
 )
 def test_a_megatron_command_is_planned_on_its_engine(folder, name, words):
-    """Whichever way it names its engine; ranks of tensor parallelism have the same rows."""
+    """Whichever way it names its engine; ranks of tensor and context parallelism have the same rows."""
     tensor = "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2"
-    config = compose.compose_config(name, [*overrides(folder), *words, "trainer.n_gpus_per_node=4", tensor])
+    context = "actor_rollout_ref.actor.megatron.context_parallel_size=2"
+    config = compose.compose_config(name, [*overrides(folder), *words, "trainer.n_gpus_per_node=8", tensor, context])
     assert engine_of(config.actor_rollout_ref.actor) is MEGATRON and compose.data_ranks(config) == 2
+
+
+def test_megatrons_ranks_of_context_parallelism_share_a_pass(monkeypatch, folder):
+    monkeypatch.setattr(engines, "installed_version", lambda name: "0.16.1")
+    words = ["model_engine=megatron", "trainer.n_gpus_per_node=4"]
+    context = "actor_rollout_ref.actor.megatron.context_parallel_size"
+    alone, shared = build(folder, *words), build(folder, *words, f"{context}=2")
+    assert alone["unsupported"] == [] == shared["unsupported"]
+    assert shared["groups_per_rank_and_mini_batch"]["mean"] == 2 * alone["groups_per_rank_and_mini_batch"]["mean"]
+    assert shared["resident_gib"] == alone["resident_gib"]  # ranks of one pass share moments as others do
+    reason, *_ = build(folder, *words, f"{context}=4", "trainer.n_gpus_per_node=2")["unsupported"]
+    assert f"{context}=4 does not divide 2 GPUs" in reason
 
 
 def test_a_veomni_command_is_planned_on_its_engine(folder):

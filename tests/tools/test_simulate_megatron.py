@@ -78,11 +78,10 @@ def test_rows_travel_to_their_experts_and_back(tensor):
 def test_ranks_compute_together_what_one_computes(config):
     """Matrices and attention by a rank's share; but for the router, and for tokens that pad."""
     whole = job_of(config, Division(8), checkpointing=False)
+    tensor = replace(whole, division=Division(8, 2, True))
     for kind in ("linear", "attention", "lm_head"):
-        alone, shared = (
-            amounts(job, f"flops/{kind}") for job in (whole, replace(whole, division=Division(8, 2, True)))
-        )
-        assert 2 * shared == pytest.approx(alone, rel=0.01)
+        for job, ranks in ((tensor, 2), (replace(whole, sequence_ranks=2), 2), (replace(tensor, sequence_ranks=2), 4)):
+            assert ranks * amounts(job, f"flops/{kind}") == pytest.approx(amounts(whole, f"flops/{kind}"), rel=0.01)
 
 
 def test_the_optimizer_reduces_gradients_and_gathers_weights_once():
@@ -115,12 +114,14 @@ LLAMA3_8B = AutoConfig.for_model(
 )  # fmt: skip
 
 
+@pytest.mark.parametrize("context", [1, 2])
 @pytest.mark.parametrize("sequence", [True, False])
 @pytest.mark.parametrize("checkpointing", [True, False])
-def test_the_peak_is_within_15_per_cent_of_the_simulated_one(checkpointing, sequence):
+def test_the_peak_is_within_15_per_cent_of_the_simulated_one(checkpointing, sequence, context):
     division = Division(8, 2, sequence)
     group = Group(tuple(range(8)), 4095, (1024,) * 8)
-    job = Job(LLAMA3_8B, (group,), 12288, 2, 4, checkpointing=checkpointing, division=division)
+    options = {"checkpointing": checkpointing, "sequence_ranks": context}
+    job = Job(LLAMA3_8B, (group,), 12288, 2, 4, division=division, **options)
     shape = whole_shape(job)
     job = replace(job, shape=shape)
     arms = [Arm("stock"), PACKED, replace(PACKED, path="phased")]
@@ -170,11 +171,12 @@ def test_what_a_rank_holds_is_read_from_a_training_config(optim, ddp, gradient, 
     megatron = {
         "dtype": "bfloat16", "tensor_model_parallel_size": 2, "sequence_parallel": True, "override_ddp_config": ddp,
         "expert_model_parallel_size": 4, "expert_tensor_parallel_size": 1, "use_distributed_optimizer": True,
+        "context_parallel_size": 2,
     }  # fmt: skip
     actor = {"megatron": megatron, "optim": optim, "prefix": PrefixConfig()}
     config = OmegaConf.create({"actor": actor, "model": {"enable_gradient_checkpointing": True}})
     memory = memory_of_engine(config, 8)
-    assert memory.division == Division(8, 2, True, 4) and not memory.checkpointed
+    assert memory.division == Division(8, 2, True, 4) and not memory.checkpointed and memory.sequence_ranks == 2
     shape = whole_shape(job_of(MOE, memory.division))
     numbers = memory.division.numbers(shape)
     expected = (2 * numbers.parameters, gradient * numbers.gradients, moments * numbers.optimizer)
