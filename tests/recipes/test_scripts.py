@@ -644,7 +644,7 @@ MEGATRON = {
     "tuning/lora/run_qwen3_30b_a3b_megatron": of_megatron(
         "Qwen3-30B-A3B", (128, 16, 4), (1024, 1024), "2048 tokens",
         (*spread(2, 2, 4, 1), "actor.megatron.context_parallel_size=2", *RECOMPUTED, *OFF_GPU, "model.lora.rank=32"),
-        ("megatron.context_parallel_size=2",),
+        ("model.lora.rank=32",),
     ),
     "grpo_trainer/run_qwen2-7b_math_megatron_fsdp": of_megatron(
         "Qwen2.5-7B", (32, 16, 2), (512, 512), "2 rows", (*spread(4), "actor.megatron.use_megatron_fsdp=True"),
@@ -672,7 +672,7 @@ MEGATRON = {
     "grpo_trainer/run_qwen3_vl_30b_a3b_megatron": of_megatron(
         "Qwen3-VL-30B-A3B", (512, 128, 5), SHORT, "4096 tokens",
         (*spread(2, 1, 8, 1), "actor.megatron.context_parallel_size=2", *RECOMPUTED, *OFF_GPU, *EXPERTS),
-        ("megatron.context_parallel_size=2",) * 2,
+        ("qwen3_vl_moe model",) * 2,
     ),
     "grpo_trainer/run_deepseek_v4_flash_megatron": of_megatron(
         "DeepSeek-V4-Flash", (8, 8, 8), (2048, 10240), "12288 tokens",

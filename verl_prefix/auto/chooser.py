@@ -24,8 +24,8 @@ LONG_WAVE = 8192
 # waves: 4096 tokens come within 2 % of an update with the longest ones, 1024 cost it 5 to 40 % (simulated, on H100s:
 # Qwen3-8B TP 2, Qwen3-32B TP 8, Qwen3-30B-A3B TP 4 EP 8).
 MEGATRON_WAVE = 4096
-# On a pipeline of several stages: how many tokens a pass of each takes as much longer as if it had, by kernels that few
-# tokens do not fill, and below how many tokens of budget no shorter passes are tried.
+# On a pipeline of several stages: the tokens that a pass costs beside its own, since few tokens do not fill kernels,
+# and the least budget of its passes. Both are of each rank that shares a pass.
 SHORT, SHORTEST = 128, 2048
 # With offload, which is for memory, waves are half as long. That costs a fortieth of an update's time (also simulated).
 OFFLOAD_WAVE = 4096
@@ -68,7 +68,7 @@ class CostModel:
         there are stages, and as halvings left room for."""
         kind, stages = "forward" if forward_only else "update", self.memory.stages
         plans = [self._plan(groups, budget, schedule, forward_only)]
-        while stages > 1 and budget >= 2 * SHORTEST:
+        while stages > 1 and budget >= 2 * SHORTEST * self.memory.sequence_ranks:
             budget //= 2
             plans.append(self._plan(groups, budget, schedule, forward_only))
         if not self.memory.offload and stages > 1:
@@ -101,7 +101,7 @@ class CostModel:
 
     def flops(self) -> dict[str, Rates]:
         """Rates that count FLOPs: backward is two forwards; checkpointing runs the layers, not lm_head, once more."""
-        fixed = SHORT * self.shape.linear if self.memory.stages > 1 else 0.0
+        fixed = SHORT * self.memory.sequence_ranks * self.shape.linear if self.memory.stages > 1 else 0.0
         amounts = {"forward": (fixed, 1.0, 1.0, 1.0), "update": (self._layers * fixed, self._layers, self._layers, 3.0)}
         return {kind: Rates(*(x * 1e-12 for x in of)) for kind, of in amounts.items()}
 
