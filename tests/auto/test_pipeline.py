@@ -45,7 +45,7 @@ def test_two_stages_by_hand():
     stage 1: A 2-4, F1 4-6, B1 6-10, F2 10-12, B2 12-16, C 16-20
     """
     found = timeline([Round([Work(4.0, 8.0)], [Work(2.0, 4.0, 1.0, 2.0)] * 2)], 2)
-    assert found.seconds == 24.0 and found.bubble == pytest.approx(1 - (12 + 18) / 48)
+    assert found.ends == (24.0, 20.0) and found.bubble == pytest.approx(1 - (12 + 18) / 48)
 
 
 @pytest.mark.parametrize("stages", STAGES)

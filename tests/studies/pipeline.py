@@ -88,8 +88,8 @@ def job(path: str, stages: int, which: str, repeats: int) -> dict[str, Any]:
     return found
 
 
-def predicted(stages: int, which: str) -> dict[str, float]:
-    """Seconds that the event simulation says of the same plans: of tokens alone, as stages sleep."""
+def predicted(stages: int, which: str) -> dict[str, list[float]]:
+    """By the event simulation of the same plans, seconds until each stage is done: of tokens alone, as they sleep."""
     from verl_prefix.auto.chooser import CostModel
     from verl_prefix.auto.cost import Memory, Rates
     from verl_prefix.auto.megatron import Division
@@ -105,7 +105,7 @@ def predicted(stages: int, which: str) -> dict[str, float]:
         memory = Memory(1, False, False, None, False, division=Division(stages, stages=stages))
         costs = CostModel(shape, False, ARMS.get(arm, {}).get("wave_tokens"), 0, memory)
         path = costs.stock_passes(rows, budget) if arm == "stock" else costs.plan(rows, budget, arm)
-        found[arm] = costs.timeline(path, "update", {"update": Rates(0.0, 3 * TOKEN, 0.0, 0.0)}).seconds
+        found[arm] = [*costs.timeline(path, "update", {"update": Rates(0.0, 3 * TOKEN, 0.0, 0.0)}).ends]
     return found
 
 
@@ -136,16 +136,13 @@ def main() -> None:
                 torch.multiprocessing.spawn(rank_of, (folder, stages, which, options.repeats), nprocs=stages)
                 ranks = [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(stages)]
                 of_stages = {arm: [statistics.median(rank[arm]) for rank in ranks] for arm in ranks[0]}
-                seconds = {arm: max(stage) for arm, stage in of_stages.items()}
-                said = predicted(stages, which)
-                batches.append(
-                    {
-                        "stages": stages, "prompt": prompt, "response": response, "rows": size, "groups": groups,
-                        "budget": budget, "seconds": seconds, "seconds_of_stages": of_stages, "predicted": said,
-                        "speedup": {arm: seconds["stock"] / seconds[arm] for arm in ARMS},
-                        "predicted_speedup": {arm: said["stock"] / said[arm] for arm in ARMS},
-                    }
-                )  # fmt: skip
+                batch = {"prompt": prompt, "response": response, "rows": size, "groups": groups, "budget": budget}
+                found: dict[str, Any] = {"stages": stages, **batch}
+                for name, ends in (("measured", of_stages), ("predicted", predicted(stages, which))):
+                    seconds = {arm: max(stage) for arm, stage in ends.items()}
+                    speedup = {arm: seconds["stock"] / seconds[arm] for arm in ARMS}
+                    found[name] = {"seconds": seconds, "seconds_of_stages": ends, "speedup": speedup}
+                batches.append(found)
                 print(json.dumps(batches[-1]))
     versions = package_versions(("verl", "megatron-core", "torch"))
     report = {"versions": versions, **git_state(), "token_seconds": TOKEN, "batches": batches}

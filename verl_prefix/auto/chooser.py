@@ -114,7 +114,7 @@ class CostModel:
         chunk = self.memory.pass_chunk if kind == "update" else None
         if self.memory.stages == 1:
             passes = self.shape.passes_of(path, chunk) if isinstance(path, Plan) else path
-            return Timeline(rates[kind].seconds(self.shape, passes), 0.0)
+            return Timeline((rates[kind].seconds(self.shape, passes),), 0.0)
 
         def works(passes: Sequence[PassCost]) -> list[Work]:
             parts = (rates[kind].parts(self.shape, one) for one in passes)

@@ -28,10 +28,14 @@ class Round(NamedTuple):
 
 
 class Timeline(NamedTuple):
-    """How long all stages take until the last one is done, and the part of this that a stage waits on average."""
+    """When each stage is done, and the part of the time until the last one is that a stage waits on average."""
 
-    seconds: float
+    ends: tuple[float, ...]
     bubble: float
+
+    @property
+    def seconds(self) -> float:
+        return max(self.ends)
 
 
 def _order(rounds: Sequence[Round], behind: int, forward_only: bool) -> Iterator[tuple[bool, int, Work]]:
@@ -83,4 +87,4 @@ def timeline(rounds: Sequence[Round], stages: int, forward_only: bool = False) -
         if left == before:
             raise RuntimeError(f"{stages} stages wait for each other")
     end = max(now)
-    return Timeline(end, 1 - busy / (stages * end) if end else 0.0)
+    return Timeline(tuple(now), 1 - busy / (stages * end) if end else 0.0)
