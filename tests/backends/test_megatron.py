@@ -265,8 +265,9 @@ def table():
             "Written by `make -C examples/results megatron` (tests/backends/test_megatron.py), in fp32 on gloo ranks\n"
             "of a CPU, with tiny models, the local layer spec and stand-ins of CUDA and TransformerEngine:\n"
             "the largest error of any rank over the largest value, of log-probs and of the gradient of any parameter.\n"
-            "The tolerance is 5e-6, of weights after two steps with Adam, too. tpN, epN, etpN, dpN: ranks of tensor,\n"
-            "expert, expert tensor and data parallelism, ppN: N stages; sp: ranks of tp share a row's tokens.\n\n"
+            "The tolerance is 5e-6, of weights after two steps with Adam, too. tpN, epN, etpN, cpN, dpN: ranks of\n"
+            "tensor, expert, expert tensor, context and data parallelism, ppN: N stages; sp: ranks of tp share tokens\n"
+            "of a row.\n\n"
             f"{', '.join(f'{name} {version}' for name, version in versions.items())}.\n\n"
             + "".join(f"| {line} |\n" for line in lines)
         )

@@ -1,5 +1,5 @@
 """Two GRPO steps by real verl (Ray, two gloo ranks, HF rollout) in both arms of Megatron: tensor and sequence parallel,
-and with experts of a rank each. Shows neither vLLM nor CUDA.
+context parallel, and with experts of a rank each. Shows neither vLLM nor CUDA.
 """
 
 import importlib.util
@@ -19,6 +19,7 @@ OPTIONS = [
 ]  # fmt: skip
 RUNS = {
     "qwen3": ["actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2"],
+    "qwen2": ["actor_rollout_ref.actor.megatron.context_parallel_size=2"],
     "qwen3_moe": [
         "actor_rollout_ref.actor.megatron.expert_model_parallel_size=2",
         # mbridge takes experts' scores for normalised, as Qwen's own models have them; the tiny one has not.

@@ -1,5 +1,5 @@
-"""verl's Megatron engine as a backend, `model_engine=prefix_megatron`: tensor, sequence, expert, pipeline and data
-parallelism.
+"""verl's Megatron engine as a backend, `model_engine=prefix_megatron`: tensor, sequence, expert, pipeline, context and
+data parallelism.
 
 Source: verl/workers/engine/megatron/transformer_impl.py, MegatronEngine and MegatronEngineWithLMHead; megatron-core
 0.16.1, megatron/core/pipeline_parallel/schedules.py (forward_backward_no_pipelining).
@@ -54,8 +54,10 @@ class MegatronBackend:
     """`engine.backend.Backend` of verl's MegatronEngine.
 
     Ranks of a tensor-parallel set and of a pipeline have the same rows and run the same plan; each has its heads, its
-    part of every matrix and of the vocabulary, or its layers. The last stage alone has outputs and losses. Expert
-    parallelism spans ranks that have different rows, as with VeOmni.
+    part of every matrix and of the vocabulary, or its layers. The last stage alone has outputs and losses. Ranks of
+    context parallelism have the same rows as well, and cut packed rows by `core.sequence_parallel`; verl's own path,
+    with which the self-check compares, cuts each row in zigzag there. Expert parallelism spans ranks that have
+    different rows, as with VeOmni, and ranks of context parallelism.
     """
 
     def __init__(self, engine: Any) -> None:

@@ -40,7 +40,7 @@ ACTS = frozenset("""
 INERT = frozenset("""
     mtp_loss_scaling_factor mtp_standalone
     overlap_p2p_comm_warmup_flush microbatch_group_size_per_vp_stage wgrad_deferral_limit
-    cp_comm_type hierarchical_context_parallel_sizes max_seqlen_per_dp_cp_rank
+    hierarchical_context_parallel_sizes max_seqlen_per_dp_cp_rank
     fp8_recipe fp8_quantizer_factory fp8_margin fp8_interval fp8_amax_history_len fp8_amax_compute_algo fp8_wgrad
     tp_only_amax_red first_last_layers_bf16 num_layers_at_start_in_bf16 num_layers_at_end_in_bf16
     kitchen_attention_backend fp4_recipe fp4_quantizer_factory
@@ -134,9 +134,10 @@ NEVER: dict[str, str] = {
         "is set by verl's code; remove it",
     ),
 }
-# Decided where more is known (`config.megatron`): rotary embeddings by the model, losses of routers by the schedule.
+# Decided where more is known (`config.megatron`): rotary embeddings by the model, losses of routers by the schedule,
+# what ranks of context parallelism exchange by their number.
 ELSEWHERE = (
-    "apply_rope_fusion", "multi_latent_attention", "moe_router_load_balancing_type",
+    "apply_rope_fusion", "multi_latent_attention", "moe_router_load_balancing_type", "cp_comm_type",
 )  # fmt: skip
 
 

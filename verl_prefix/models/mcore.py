@@ -6,6 +6,8 @@ where its backward begins, by a hook of the tensor that backward starts from. So
 backward (recompute_granularity selective or full, both reentrant) finds its own pass, though the forwards of other
 passes have run since. Nothing of mcore is replaced outside of `grouped_attention`.
 
+Under context parallelism a pass is `core.sequence_parallel`'s: this rank's tokens are those of its slices.
+
 Source: megatron-core 0.16.1, megatron/core/models/gpt/gpt_model.py (GPTModel.forward), transformer/attention.py,
 transformer/multi_latent_attention.py, transformer/moe/router.py, tensor_parallel/layers.py (ColumnParallelLinear).
 """
