@@ -70,7 +70,7 @@ test-newest := $(PARALLEL) -m 'not full and not ci' tests/models tests/api \
 	$(patsubst %,tests/core/test_%.py,fsdp lifetime offload schedule shards trees)
 # What does not run beside other files: trainings, left out where PYTEST_ARGS choose tests.
 alone-veomni := -m ray $(wildcard tests/backends/test_veomni*.py)
-alone-megatron := -m ray $(wildcard tests/backends/test_megatron*.py)
+alone-megatron := -m 'ray and not full' $(wildcard tests/backends/test_megatron*.py)
 ENGINE_TESTS := tests/package/test_contract.py tests/config/test_config.py tests/engine/test_engine_equivalence.py \
 	tests/engine/test_verls_clients.py
 WITHOUT_VERL := tests/core tests/models tests/api tests/auto tests/engine/test_verify.py tests/tools/test_bench.py

@@ -31,7 +31,7 @@ SHARES = importlib.util.find_spec("verl_prefix.backends.megatron") is not None
 
 @pytest.mark.ray
 @pytest.mark.ci
-@pytest.mark.parametrize("family", RUNS)
+@pytest.mark.parametrize("family", ["qwen3", *(pytest.param(name, marks=pytest.mark.full) for name in [*RUNS][1:])])
 def test_step_1_is_stocks_and_prompts_are_shared(tmp_path: Path, family: str, train, monkeypatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1] / "helpers"), prepend=os.pathsep)
     monkeypatch.setenv("MEGATRON_CPU_DTYPE", "float32")
