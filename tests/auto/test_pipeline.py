@@ -7,12 +7,12 @@ import hypothesis.strategies as st
 import pytest
 
 from verl_prefix.auto.chooser import Batch, Candidates, CostModel, decide
-from verl_prefix.auto.cost import Memory
+from verl_prefix.auto.cost import Memory, Rates, peak_bytes
 from verl_prefix.auto.megatron import Division
 from verl_prefix.auto.pipeline import Round, Work, timeline
 from verl_prefix.auto.shape import ModelShape
 from verl_prefix.core.groups import Group
-from verl_prefix.core.waves import PackedPass, PhasedPass, Plan, pad_to_same_passes
+from verl_prefix.core.waves import PackedPass, PhasedPass, Plan, make_plan, pad_to_same_passes
 
 # A token costs what it costs; no pairs and no lm_head, so that a saving of tokens is one of time.
 SHAPE = ModelShape(
@@ -89,12 +89,13 @@ def test_auto_is_never_slower_than_stock(stages, share, size):
     ("prefix", "suffix", "size", "budget", "kept"), [(4096, 512, 8, 16384, 0.9), (16384, 4096, 16, 32768, 0.85)]
 )
 def test_a_pipeline_keeps_what_sharing_gains(stages, prefix, suffix, size, budget, kept):
-    """Of fewer tokens, where a rank has 16 prompts, and stock's own stages wait as they do."""
+    """Of fewer tokens, where a rank has 16 prompts, and stock's own stages wait as they do. By tokens alone."""
     groups, model = groups_of(16, prefix, suffix, size), costs(stages)
-    stock = model.timeline(model.stock_passes(groups, budget), "update", model.flops()).seconds
+    rates = {"update": Rates(0.0, 4e-12)}
+    stock = model.timeline(model.stock_passes(groups, budget), "update", rates).seconds
     fewer = size * (prefix + suffix) / (prefix + size * suffix)
     ours = [model.plan(groups, budget, schedule) for schedule in ("auto", "packed")]
-    assert stock / min(model.timeline(one, "update", model.flops()).seconds for one in ours) > kept * fewer
+    assert stock / min(model.timeline(one, "update", rates).seconds for one in ours) > kept * fewer
 
 
 def test_passes_as_large_as_the_budget_would_lose_it():
@@ -107,15 +108,43 @@ def test_passes_as_large_as_the_budget_would_lose_it():
     assert model.plan(groups, 16384, "auto") != large
 
 
-def test_as_many_prefixes_live_at_once_as_memory_of_one_pass_holds():
-    plan = costs(4).plan(groups_of(64, 6000, 700, 8), 8192, "phased")
-    room, halvings = 8192 // 2, plan.at_once.bit_length() - 3  # 4 stages << halvings
-    assert plan.at_once == 4 << halvings
+@pytest.mark.parametrize("stages", [2, 4, 16])
+@pytest.mark.parametrize(("prefix", "suffix", "size", "number", "budget"), [
+    (6000, 700, 8, 64, 8192), (15000, 1000, 8, 32, 16384), (16384, 4096, 16, 16, 32768), (900, 100, 8, 64, 8192),
+])  # fmt: skip
+def test_prefixes_that_live_at_once_are_those_of_one_pass_of_a_whole_model(
+    stages, prefix, suffix, size, number, budget
+):
+    """A prefix that is longer than its room stays whole, however short passes become."""
+    groups = groups_of(number, prefix, suffix, size)
+    plan = costs(stages).plan(groups, budget, "phased")
     for phased in plan.rounds:
-        assert len(phased) <= plan.at_once
-    largest = max(sum(group.prefix_len for group in one.groups) for one in plan.phased)
-    assert largest <= max(room >> halvings, 6000)
-    assert costs(4, offload=True).plan(groups_of(64, 6000, 700, 8), 8192, "phased").at_once is None
+        alive = sum(group.prefix_len for one in phased for group in one.groups)
+        assert alive / stages <= max(budget // 2, prefix)
+    assert len(plan.rounds) > 1 or plan.at_once >= len(plan.phased)
+    assert costs(stages, offload=True).plan(groups, budget, "phased").at_once is None
+
+
+@pytest.mark.parametrize("checkpointed", [True, False])
+@pytest.mark.parametrize(("prefix", "suffix", "size", "number"), [(8000, 700, 8, 64), (8000, 300, 16, 128)])
+def test_longer_waves_add_an_eighth_with_several_stages_too(checkpointed, prefix, suffix, size, number):
+    groups = groups_of(number, prefix, suffix, size)
+    model = costs(8)
+    model = dataclasses.replace(model, memory=dataclasses.replace(model.memory, checkpointed=checkpointed))
+    plan = model._plan(groups, 8192, "phased", False, 4096)
+    shortest = model._at_once(make_plan(groups, 8192, "phased"), 4096)
+    peaks = [peak_bytes(SHAPE, one, (), model.memory) for one in (plan, shortest)]
+    assert peaks[0] <= 1.125 * peaks[1] and (not checkpointed or plan != shortest)
+
+
+def test_what_an_update_takes_is_told_of_the_updates_plan():
+    """Log-probs want longer passes: they drain once."""
+    model, batch = costs(4), Batch(groups_of(64, 6000, 700, 8), 8192)
+    plans = {kind: model.plan(*batch, "auto", kind == "forward") for kind in ("forward", "update")}
+    assert plans["forward"] != plans["update"]
+    seconds = [Candidates(model, batch, forward_only=one).seconds(model.flops()) for one in (True, False)]
+    assert seconds[0] == seconds[1]
+    assert seconds[0][1] == sum(model.timeline(plan, kind, model.flops()).seconds for kind, plan in plans.items())
 
 
 def test_ranks_have_rounds_alike():

@@ -2,7 +2,7 @@
 same rows on 2 and 4 gloo ranks, a stage each.
 
 What is not real: a stage's layers also sleep, for so many milliseconds per token that the tiny model's own work and two
-cores do not count. So this measures order and waiting, over the real schedules and messages, and nothing else. Both
+cores do not count. So this measures order and waiting, over the real schedules and messages, and nothing else. All
 arms take turns in one process.
 """
 
@@ -122,7 +122,7 @@ def rank_of(rank: int, folder: str, stages: int, which: str, repeats: int) -> No
 def main() -> None:
     from megatron_engines import write_megatron_model
 
-    from verl_prefix.versions import git_state, package_versions
+    from verl_prefix.versions import device_name, git_state, package_versions
 
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("out")
@@ -141,11 +141,18 @@ def main() -> None:
                 for name, ends in (("measured", of_stages), ("predicted", predicted(stages, which))):
                     seconds = {arm: max(stage) for arm, stage in ends.items()}
                     speedup = {arm: seconds["stock"] / seconds[arm] for arm in ARMS}
-                    found[name] = {"seconds": seconds, "seconds_of_stages": ends, "speedup": speedup}
+                    # Ours sums metrics over all ranks before it is done: its stages end together.
+                    found[name] = {"seconds": seconds, "seconds_of_stocks_stages": ends["stock"], "speedup": speedup}
                 batches.append(found)
                 print(json.dumps(batches[-1]))
     versions = package_versions(("verl", "megatron-core", "torch"))
-    report = {"versions": versions, **git_state(), "token_seconds": TOKEN, "batches": batches}
+    report = {
+        "versions": versions,
+        "device": device_name("cpu"),
+        "git": git_state(),
+        "token_seconds": TOKEN,
+        "batches": batches,
+    }
     Path(options.out).write_text(json.dumps(report, indent=1) + "\n")
 
 

@@ -15,7 +15,7 @@ from verl_prefix.auto.cost import Memory, Rates, peak_bytes
 from verl_prefix.auto.pipeline import Round, Timeline, Work, timeline
 from verl_prefix.auto.shape import ModelShape, PassCost
 from verl_prefix.core.groups import Group
-from verl_prefix.core.waves import Plan, leaves_room, limit_waves, make_plan
+from verl_prefix.core.waves import Plan, leaves_room, limit_waves, make_plan, prefix_room
 
 # A wave of so many tokens hides its fixed cost: FSDP2 gathers, copies and reduces all parameters, and gradients of all
 # prefix tokens are added up. That takes as long as 400 tokens on 8 H100s (simulated: Llama3-8B).
@@ -25,7 +25,8 @@ LONG_WAVE = 8192
 # Qwen3-8B TP 2, Qwen3-32B TP 8, Qwen3-30B-A3B TP 4 EP 8).
 MEGATRON_WAVE = 4096
 # On a pipeline of several stages: the tokens that a pass costs beside its own, since few tokens do not fill kernels,
-# and the least budget of its passes. Both are of each rank that shares a pass.
+# and the least budget of its passes. Both are of each rank that shares a pass. Assumed, between what the simulation
+# above says of 4096 tokens (3 % by these) and of 1024 (12 %).
 SHORT, SHORTEST = 128, 2048
 # With offload, which is for memory, waves are half as long. That costs a fortieth of an update's time (also simulated).
 OFFLOAD_WAVE = 4096
@@ -63,23 +64,46 @@ class CostModel:
         longer waves add at most `GROWTH` to the update's estimated peak. With offload, and `wave_tokens` None, waves of
         an update have at most `OFFLOAD_WAVE` tokens on each rank.
 
-        On a pipeline of several stages the budget is halved, down to `SHORTEST`, where shorter passes make its stages
-        wait less. A stage keeps its part of the layers alone, so that prefixes of as many passes live together as
-        there are stages, and as halvings left room for."""
-        kind, stages = "forward" if forward_only else "update", self.memory.stages
-        plans = [self._plan(groups, budget, schedule, forward_only)]
-        while stages > 1 and budget >= 2 * SHORTEST * self.memory.sequence_ranks:
-            budget //= 2
-            plans.append(self._plan(groups, budget, schedule, forward_only))
-        if not self.memory.offload and stages > 1:
-            plans = [replace(plan, at_once=stages << i) for i, plan in enumerate(plans)]
-        return min(plans, key=lambda plan: self.timeline(plan, kind, self.flops()).seconds) if plans[1:] else plans[0]
+        On a pipeline of several stages the budget is halved, down to `SHORTEST`, as long as shorter passes make its
+        stages wait less. A stage keeps its part of the layers alone: prefixes of so many passes live together that
+        each stage keeps no more of them than one pass's of the whole budget. Every rank chooses for itself."""
+        return self.timed_plan(groups, budget, schedule, forward_only)[0]
 
-    def _plan(self, groups: Sequence[Group], budget: int, schedule: str, forward_only: bool) -> Plan:
+    def timed_plan(
+        self, groups: Sequence[Group], budget: int, schedule: str, forward_only: bool
+    ) -> tuple[Plan, Timeline | None]:
+        """`plan`, and what it takes by FLOPs; None with one stage, where nothing depends on it."""
+        room = prefix_room(budget, self.wave_tokens, self.memory.offload)
+        best, time = self._plan(groups, budget, schedule, forward_only, room), None
+        if self.memory.stages == 1:
+            return best, time
+        kind, rates = "forward" if forward_only else "update", self.flops()
+        time = self.timeline(best, kind, rates)
+        while (budget := budget // 2) >= SHORTEST * self.memory.sequence_ranks:
+            shorter = self._plan(groups, budget, schedule, forward_only, room)
+            if shorter.passes == best.passes:
+                continue
+            took = self.timeline(shorter, kind, rates)
+            if took.seconds > time.seconds:
+                break
+            best, time = shorter, took
+        return best, time
+
+    def _at_once(self, plan: Plan, room: int) -> Plan:
+        """The plan of a pipeline whose stages keep, together, prefixes of `room` tokens with all their layers."""
+        if self.memory.stages == 1 or self.memory.offload or not plan.phased:
+            return plan
+        longest = max(sum(group.prefix_len for group in one.groups) for one in plan.phased)
+        return replace(plan, at_once=self.memory.stages * max(room, longest) // max(longest, 1))
+
+    def _plan(self, groups: Sequence[Group], budget: int, schedule: str, forward_only: bool, room: int) -> Plan:
         memory = self.memory
-        make = functools.partial(
-            make_plan, groups, budget, schedule=schedule, wave_tokens=self.wave_tokens, offload=memory.offload
-        )
+
+        def make(least_wave: int = 1) -> Plan:
+            return self._at_once(
+                make_plan(groups, budget, schedule, self.wave_tokens, memory.offload, least_wave), room
+            )
+
         plan = make()
         if not plan.phased:
             return plan
@@ -170,7 +194,7 @@ class Candidates:
     """
 
     def __init__(self, costs: CostModel, batch: Batch, own: Batch | None = None, forward_only: bool = False) -> None:
-        self.costs = costs
+        self.costs, self._batch = costs, batch
         self.mixed = costs.plan(*batch, "auto", forward_only)
         self.packed = costs.plan(*batch, "packed", forward_only) if self.mixed.phased else self.mixed
         own = own or batch
@@ -185,13 +209,18 @@ class Candidates:
         return {kind: [self.stock, *(of(plan, chunk) for plan in plans)] for kind, chunk in chunks.items()}
 
     def seconds(self, rates: Mapping[str, Rates]) -> list[float]:
-        """Seconds of each path: the sum of log-probs and update, as far as their rates are known."""
+        """Seconds of each path: the sum of log-probs and update, as far as their rates are known. With several pipeline
+        stages each of the two has a plan of its own, and FLOPs count, whatever the rates are."""
         seconds = [0.0] * 3
         for kind in rates:
-            paths: Sequence[Plan | Sequence[PassCost]] = (self.stock, self.mixed, self.packed)
             if self.costs.memory.stages == 1:
-                paths = self.passes[kind]
-            seconds = [x + self.costs.timeline(one, kind, rates).seconds for x, one in zip(seconds, paths, strict=True)]
+                of_kind = [rates[kind].seconds(self.costs.shape, passes) for passes in self.passes[kind]]
+            else:
+                timed = functools.partial(self.costs.timed_plan, *self._batch, forward_only=kind == "forward")
+                lines = (timed(schedule)[1] for schedule in ("auto", "packed"))
+                of_kind = [self.costs.timeline(self.stock, kind, rates).seconds]
+                of_kind += [line.seconds for line in lines if line]
+            seconds = [x + more for x, more in zip(seconds, of_kind, strict=True)]
         return seconds
 
     def is_certain(self) -> bool:

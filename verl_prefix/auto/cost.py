@@ -120,8 +120,8 @@ class Memory:
 
     @classmethod
     def of_megatron(cls, megatron: Mapping[str, Any], world: int, options: Any) -> "Memory":
-        """Of verl's Megatron engine. What recompute_granularity=selective leaves out
-        counts as kept: attention's inner products, which flash attention does not keep either, and parts of MLPs.
+        """Of verl's Megatron engine. What recompute_granularity=selective leaves out counts as kept: attention's inner
+        products, which flash attention does not keep either, and parts of MLPs.
 
         Args:
             megatron: its `megatron` config. world: all ranks. options: `PrefixConfig`.
@@ -212,20 +212,24 @@ class _Added:
         """Phase B or C, whichever adds more; phase A has no gradients yet.
 
         Args:
-            alive: how many prefixes like these live at once, over the stages that share their layers.
+            alive: how many prefixes like these live at once, divided by the stages that share their layers.
         """
         shape, memory = self.shape, self.memory
         prefix, strand_outputs = self.prefix(planned.groups)
         states = self.state * sum(len({fork for fork in g.forks if fork.start}) for g in planned.groups)
         suffixes = (sum(g.num_suffix_tokens for _, g in wave) for wave in planned.waves)
         wave = max(suffixes, default=0) / self.sequence_ranks
-        dormant = back = alive * self.kept(prefix)
-        waiting = self.chunk(strand_outputs) / 2  # logits of phase A, without their gradients
+        kept = self.kept(prefix)
+        # Logits of phase A, without their gradients; the last stage has those of all prefixes that live at once.
+        waiting = alive * memory.stages * self.chunk(strand_outputs) / 2
         # Keys and values of the heads that this rank has, of the tokens of all ranks that share the pass.
-        cached = alive * shape.kv / min(self.sequence_ranks, shape.kv_heads) * prefix * self.sequence_ranks
+        cached = shape.kv / min(self.sequence_ranks, shape.kv_heads) * prefix * self.sequence_ranks
+        dormant, back = alive * kept, alive * kept
         if memory.offload:
             back, cached = AHEAD * self.kept(prefix, attention=False), 2 * cached / max(len(shape.windows), 1)
             dormant = waiting = 0.0
+        else:
+            cached *= alive
         in_wave = self.kept(wave) + max(self.chunk(wave), self.backward(wave, self.with_head))
         in_wave += max((self.forks(piece for _, piece in wave) for wave in planned.waves), default=0.0)
         in_phase_c = max(self.chunk(strand_outputs), self.backward(prefix, self.in_backward))
@@ -288,7 +292,8 @@ def peak_bytes(
     - unsharded fp32 gradients, where several passes share one synchronisation.
 
     Stages of a pipeline have as many micro-batches alive as there are stages, at most, of an equal part of the layers
-    each: together what one stage would keep. The last one, which has the logits, has one.
+    each: together what one stage would keep. The last one, which has the logits, has one. Prefixes of a round live
+    together beside these.
 
     Args:
         plan: ours; None: verl's own path, by its passes `stock`.
@@ -299,8 +304,16 @@ def peak_bytes(
     if plan is None:
         peaks, several = [added.stock(one, forward_only) for one in stock], len(stock) > 1 and not forward_only
     else:
-        alive = max(map(len, plan.rounds)) / memory.stages if memory.stages > 1 else 1.0
-        peaks = [added.packed(one) if isinstance(one, PackedPass) else added.phased(one, alive) for one in plan.passes]
+        alive, resident = 1.0, 0.0  # prefixes like a phased pass's, and what packed passes find kept of them
+        if memory.stages > 1:
+            alive = max(map(len, plan.rounds)) / memory.stages
+            if not memory.offload:
+                prefixes = (added.kept(added.prefix(one.groups)[0]) for one in plan.phased)
+                resident = alive * max(prefixes, default=0.0)
+        peaks = [
+            added.packed(one) + resident if isinstance(one, PackedPass) else added.phased(one, alive)
+            for one in plan.passes
+        ]
         several = len(plan.passes) > 1 or bool(plan.waves)
     held = 4 * shape.parameters * (1 - 1 / memory.ranks)
     return max(peaks, default=0.0) + (held if memory.no_sync and several else 0.0)

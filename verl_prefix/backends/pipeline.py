@@ -1,11 +1,13 @@
 """Runs a plan on the stages of a Megatron pipeline.
 
     packed   every pass is a micro-batch of mcore's own 1F1B
-    phased   all phases A, from stage to stage; one 1F1B, whose micro-batches are all waves; all phases C, back
+    phased   in rounds (`Plan.rounds`): phases A, from stage to stage; one 1F1B, whose micro-batches are their waves;
+             phases C, back
 
-So a pipeline fills and drains once for all passes, and not once for each. Only hidden states, their gradients and
-shapes travel: what suffixes read of prefixes, and what they send back, stays on its stage. The graphs of all prefixes
-live at once, on the host with `offload`. Without backward there is one prefix at a time.
+So a pipeline fills and drains once for a round, and not once for each pass. Only hidden states, their gradients and
+shapes travel: what suffixes read of prefixes, and what they send back, stays on its stage. The graphs of a round's
+prefixes live at once; with `offload` there is one round, and they wait on the host. Without backward there is one
+prefix at a time.
 
 Source: megatron-core 0.16.1, megatron/core/pipeline_parallel/schedules.py
 (forward_backward_pipelining_without_interleaving), p2p_communication.py.

@@ -178,6 +178,13 @@ def leaves_room(wave_tokens: int, budget: int, offload: bool) -> bool:
     return wave_tokens <= budget if offload else wave_tokens < budget
 
 
+def prefix_room(budget: int, wave_tokens: int | None, offload: bool) -> int:
+    """Tokens of the budget that the strands of a phased pass may have, beside its waves."""
+    if offload:
+        return budget
+    return budget - wave_tokens if wave_tokens and leaves_room(wave_tokens, budget, offload) else budget // 2
+
+
 def make_plan(
     groups: Sequence[Group],
     budget: int,
@@ -186,7 +193,8 @@ def make_plan(
     offload: bool = False,
     least_wave: int = 1,
 ) -> Plan:
-    """Makes one rank's plan. What is alive at once fits the budget, unless one row alone exceeds it.
+    """Makes one rank's plan. What is alive at once fits the budget, unless one row alone exceeds it; on a pipeline of
+    several stages that is what `at_once` is for.
 
     Args:
         groups: all groups of the rank's rows.
@@ -202,9 +210,7 @@ def make_plan(
     fits = [schedule == "packed" or (schedule == "auto" and g.num_physical_tokens <= budget) for g in live]
     if wave_tokens is not None and not leaves_room(wave_tokens, budget, offload):
         wave_tokens = None
-    room = budget  # for the strands of a phase A
-    if not offload:
-        room = budget - wave_tokens if wave_tokens else budget // 2
+    room = prefix_room(budget, wave_tokens, offload)
     to_pack = [_pieces(group, budget) for group, fit in zip(live, fits, strict=True) if fit]
     to_phase = [_pieces(group, room, suffixes=False) for group, fit in zip(live, fits, strict=True) if not fit]
     packed = first_fit([*chain(*to_pack)], lambda group: group.num_physical_tokens, budget)

@@ -197,7 +197,7 @@ class Predictor:
         return {path: {name: stock[name] / ours[name] for name in stock} for path, ours in self.seconds.items()}
 
     def decide(
-        self, batches: Batches, log_probs: Decision | None = None, ref_engine: bool = False
+        self, batches: Batches, log_probs: Decision | None = None, ref_engine: bool = False, forward_only: bool = False
     ) -> tuple[Decision, list[Plan | None]]:
         """The decision of the engine's chooser on a batch, and each rank's plan (None: verl's own path).
 
@@ -206,7 +206,7 @@ class Predictor:
         """
         rates = {"forward": self.rates["forward"]} if ref_engine else self.rates
         costs = self.ref_costs if ref_engine else self.costs
-        paths = [Candidates(costs, batch, own) for batch, own in batches]
+        paths = [Candidates(costs, batch, own, forward_only) for batch, own in batches]
         slowest = [max(seconds) for seconds in zip(*(one.seconds(rates) for one in paths), strict=True)]
         runs = all(one.stock_runs for one in paths)
         decision = decide(slowest, costs.min_speedup, log_probs, stock_fits=runs)
@@ -217,9 +217,9 @@ class Predictor:
         step's rows, or the update of a mini-batch after the old log-probs were decided on; see `decide`."""
         update = name == "update"
         costs, kind = self.ref_costs if ref_engine else self.costs, "update" if update else "forward"
-        decision, auto = self.decide(batches, log_probs, ref_engine)
+        decision, auto = self.decide(batches, log_probs, ref_engine, not update)
         plans: dict[str, list[Plan | None]] = {"auto": auto, "stock": [None] * len(batches)}
-        plans |= {path: [costs.plan(*batch, path) for batch, _ in batches] for path in ("packed", "phased")}
+        plans |= {path: [costs.plan(*batch, path, not update) for batch, _ in batches] for path in ("packed", "phased")}
         stock = [self.costs.stock_passes(*batch) for batch, _ in batches]
         # verl balances rows over ranks, so that its ranks share the sum.
         own = [costs.timeline(passes, kind, self.rates) for passes in stock]
