@@ -149,6 +149,10 @@ REFUSED = [
             "qwen3", f"{CP} {TP}=2 trainer.n_gpus_per_node=2",
             r"tensor_model_parallel_size=2: 4 GPUs have the same rows, .* 2 GPUs; set 1",
         ),
+        (
+            "qwen3", f"{sized('context_parallel_size', 4)} {sized('pipeline_model_parallel_size', 4)} {PACKED}",
+            r"context_parallel_size=4 does not divide the 2 GPUs of a stage; set 2",
+        ),
         ("qwen3", f"{REFS}.context_parallel_size=2", r"ref.megatron.context_parallel_size=2, and the actor's is 1"),
         (
             "qwen3", f"{CP} {OVERRIDE}.cp_comm_type=p2p", r"cp_comm_type=p2p: ranks of a shared .*; set a2a, or remove",
