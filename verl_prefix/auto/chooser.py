@@ -196,7 +196,8 @@ class Candidates:
     def __init__(self, costs: CostModel, batch: Batch, own: Batch | None = None, forward_only: bool = False) -> None:
         self.costs, self._batch = costs, batch
         self.mixed = costs.plan(*batch, "auto", forward_only)
-        self.packed = costs.plan(*batch, "packed", forward_only) if self.mixed.phased else self.mixed
+        differ = self.mixed.phased or costs.memory.stages > 1  # by lengths of passes
+        self.packed = costs.plan(*batch, "packed", forward_only) if differ else self.mixed
         own = own or batch
         self.stock = costs.stock_passes(*own)
         self.stock_runs = all(one.tokens <= own.budget for one in self.stock)
