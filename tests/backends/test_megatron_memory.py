@@ -38,7 +38,9 @@ WITHOUT_STEP = ("TP, EP, expert TP",)  # ranks gather as many rows as each got, 
 def _held(case: str, path: str) -> tuple[int, int, int, int, int]:
     """Numbers of this rank's parameters and of its gradient buffers, and how many more mcore may pad these with;
     bytes of both, and of what its optimizer keeps, after a step."""
-    model, _, options = CASES[case]
+    model, _, options = (CASES | STAGES)[case]
+    if case in STAGES:
+        options = options | {"pipeline_model_parallel_size": 2}
     from verl.workers.engine.megatron.transformer_impl import MegatronEngineWithLMHead
 
     engine = megatron_engines.engine(MegatronEngineWithLMHead, path, model=model, dtype="bfloat16", **options)
@@ -93,3 +95,32 @@ def test_a_rank_holds_what_is_said_of_it(ranks, tmp_path_factory, name):
     most = said.optimizer + 12 * max(padded for *_, padded, _ in held)
     assert max(kept) <= most
     assert sum(kept) / world == pytest.approx(simulated["peak/optimizer"], abs=12 * held[0][3])
+
+
+STAGES = {
+    "PP": ("qwen3", 2, {}),
+    "PP, tied": ("qwen3_tied", 2, {}),
+    "PP, TP": ("qwen2", 4, {"tp": 2, "sp": True}),
+    "PP, EP": ("qwen3_moe", 4, {"ep": 2}),
+}
+
+
+@pytest.mark.parametrize("name", STAGES)
+def test_the_fullest_stage_holds_what_is_said_of_it(ranks, tmp_path_factory, name):
+    """But for vectors: which stage has the last norm is left out."""
+    model, world, options = STAGES[name]
+    path = megatron_engines.write_megatron_model(tmp_path_factory.mktemp("model"), model)
+    held = ranks(world)(_held, name, path)
+    keys = {
+        "tensor_model_parallel_size": options.get("tp", 1), "sequence_parallel": options.get("sp", False),
+        "expert_model_parallel_size": options.get("ep", 1), "pipeline_model_parallel_size": 2,
+    }  # fmt: skip
+    memory = Memory.of_megatron(keys, world, PrefixConfig())
+    assert memory.stages == 2 and memory.division.data == world // 2 // options.get("tp", 1)
+    job = Job(AutoConfig.from_pretrained(path), (Group((0, 1), 64, (64, 64)),), 256, division=memory.division)
+    said = memory.division.state(whole_shape(job))
+    parameters, gradients, kept = (max(of) for of in zip(*((x[1], x[2], x[4]) for x in held), strict=True))
+    assert parameters == pytest.approx(said.parameters, rel=0.01)
+    padded = 4 * max(x[3] for x in held)
+    assert gradients == pytest.approx(said.gradients, rel=0.01, abs=padded)
+    assert kept == pytest.approx(said.optimizer, rel=0.01, abs=3 * padded)

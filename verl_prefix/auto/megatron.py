@@ -74,12 +74,12 @@ class Division:
     def numbers(self, shape: ModelShape) -> State:
         """How many parameters a rank has of the whole model `shape`, and of how many it keeps gradients and moments, on
         the stage that has most: an equal part of the layers, and one of the two ends."""
-        whole = shape.parameters
-        if self.stages > 1:
-            whole = shape.layers * shape.layer_parameters + self.stages * shape.head / 2
-        dense = (whole - shape.expert_parameters - shape.undivided) / self.tensor + shape.undivided
-        experts = shape.expert_parameters / (self.experts * self.expert_tensor)
-        dense, experts = dense / self.stages, experts / self.stages
+        matrix = shape.head / 2  # of the embeddings, and of lm_head, which may be the same
+        ends = round((shape.parameters - shape.layers * shape.layer_parameters) / matrix) if self.stages > 1 else 0
+        layers = shape.parameters - ends * matrix
+        dense = (layers - shape.expert_parameters - shape.undivided) / self.tensor + shape.undivided
+        dense = dense / self.stages + (ends > 0) * matrix / self.tensor
+        experts = shape.expert_parameters / (self.experts * self.expert_tensor) / self.stages
         kept = dense / self.data + experts / self.expert_data if self.distributed else dense + experts
         return State(dense + experts, dense + experts, kept)
 
