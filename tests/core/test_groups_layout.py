@@ -1,5 +1,6 @@
 """Rows -> groups -> packed row, and the plans that every rank must pad_to_same_passes on."""
 
+import math
 from dataclasses import replace
 from itertools import accumulate
 
@@ -83,14 +84,14 @@ def test_a_bin_takes_the_smallest_item_that_just_fits():
 def test_dummies_of_a_rank_without_groups_read_no_strands():
     asked: list = []
     padded = pad_to_same_passes(
-        Plan(()), lambda values: asked.append(values) or ([0, 1] if len(asked) == 1 else values)
+        Plan(()), lambda values: asked.append(values) or ([0, 1, -math.inf] if len(asked) == 1 else values)
     )
-    assert [one.reads_strands for one in padded.passes] == [False] and asked == [[0, 0], [0, False]]
+    assert [one.reads_strands for one in padded.passes] == [False] and asked == [[0, 0, -math.inf], [0, False]]
 
 
 def test_the_longest_phased_passes_of_two_ranks_run_together():
     """The other rank has one, of three waves: the wave of our shorter one has no partner there."""
-    most = iter([[0, 1], [3, False, 0, False]])
+    most = iter([[0, 1, -math.inf], [3, False, 0, False]])
     plan = Plan((PhasedPass(waves=((),)), PhasedPass(waves=((),) * 3)))
     padded = pad_to_same_passes(plan, lambda values: [max(*pair) for pair in zip(values, next(most), strict=True)])
     assert [len(one.waves) for one in padded.phased] == [3, 1]

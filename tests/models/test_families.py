@@ -9,6 +9,7 @@ error in fp32 as well.
 import copy
 import functools
 import itertools
+import math
 import os
 import re
 from collections.abc import Iterable
@@ -334,7 +335,7 @@ def test_one_long_response_pads_no_short_one(monkeypatch):
 @pytest.mark.parametrize("family", ["llama3", "lfm2", "qwen3.5", "granite4-h"])
 @pytest.mark.parametrize("passes", [(1, 0), (0, 1)], ids=["packed", "phased"])
 def test_dummies_of_a_rank_without_rows_give_every_parameter_a_gradient_of_zero(family, passes):
-    model, answers = build(family), iter([passes, (1, False)])
+    model, answers = build(family), iter([(*passes, -math.inf), (1, False)])
     assert run_shared(model, random_rollouts([], 128), "auto", reduce_max=lambda counts: next(answers)) == []
     assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
 
