@@ -194,10 +194,11 @@ class Candidates:
     """
 
     def __init__(self, costs: CostModel, batch: Batch, own: Batch | None = None, forward_only: bool = False) -> None:
-        self.costs, self._batch = costs, batch
-        self.mixed = costs.plan(*batch, "auto", forward_only)
+        self.costs = costs
+        self._timed = functools.cache(functools.partial(costs.timed_plan, *batch))
+        self.mixed = self._timed("auto", forward_only)[0]
         differ = self.mixed.phased or costs.memory.stages > 1  # by lengths of passes
-        self.packed = costs.plan(*batch, "packed", forward_only) if differ else self.mixed
+        self.packed = self._timed("packed", forward_only)[0] if differ else self.mixed
         own = own or batch
         self.stock = costs.stock_passes(*own)
         self.stock_runs = all(one.tokens <= own.budget for one in self.stock)
@@ -217,8 +218,7 @@ class Candidates:
             if self.costs.memory.stages == 1:
                 of_kind = [rates[kind].seconds(self.costs.shape, passes) for passes in self.passes[kind]]
             else:
-                timed = functools.partial(self.costs.timed_plan, *self._batch, forward_only=kind == "forward")
-                lines = (timed(schedule)[1] for schedule in ("auto", "packed"))
+                lines = (self._timed(schedule, kind == "forward")[1] for schedule in ("auto", "packed"))
                 of_kind = [self.costs.timeline(self.stock, kind, rates).seconds]
                 of_kind += [line.seconds for line in lines if line]
             seconds = [x + more for x, more in zip(seconds, of_kind, strict=True)]

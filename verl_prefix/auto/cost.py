@@ -219,12 +219,11 @@ class _Added:
         states = self.state * sum(len({fork for fork in g.forks if fork.start}) for g in planned.groups)
         suffixes = (sum(g.num_suffix_tokens for _, g in wave) for wave in planned.waves)
         wave = max(suffixes, default=0) / self.sequence_ranks
-        kept = self.kept(prefix)
+        dormant = back = alive * self.kept(prefix)
         # Logits of phase A, without their gradients; the last stage has those of all prefixes that live at once.
         waiting = alive * memory.stages * self.chunk(strand_outputs) / 2
         # Keys and values of the heads that this rank has, of the tokens of all ranks that share the pass.
         cached = shape.kv / min(self.sequence_ranks, shape.kv_heads) * prefix * self.sequence_ranks
-        dormant, back = alive * kept, alive * kept
         if memory.offload:
             back, cached = AHEAD * self.kept(prefix, attention=False), 2 * cached / max(len(shape.windows), 1)
             dormant = waiting = 0.0
