@@ -65,17 +65,22 @@ def _held(case: str, path: str) -> tuple[int, int, int, int, int]:
     return sum(p.numel() for p in parameters), sum(p.nbytes for p in parameters), gradients, padded, kept
 
 
+def _memory(world: int, options: dict, stages: int = 1) -> Memory:
+    keys = {
+        "tensor_model_parallel_size": options.get("tp", 1), "sequence_parallel": options.get("sp", False),
+        "expert_model_parallel_size": options.get("ep", 1), "expert_tensor_parallel_size": options.get("etp"),
+        "use_distributed_optimizer": options.get("distributed_optimizer", True),
+        "pipeline_model_parallel_size": stages,
+    }  # fmt: skip
+    return Memory.of_megatron(keys, world, PrefixConfig())
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_a_rank_holds_what_is_said_of_it(ranks, tmp_path_factory, name):
     model, world, options = CASES[name]
     path = megatron_engines.write_megatron_model(tmp_path_factory.mktemp("model"), model)
     held = ranks(world)(_held, name, path)
-    keys = {
-        "tensor_model_parallel_size": options.get("tp", 1), "sequence_parallel": options.get("sp", False),
-        "expert_model_parallel_size": options.get("ep", 1), "expert_tensor_parallel_size": options.get("etp"),
-        "use_distributed_optimizer": options.get("distributed_optimizer", True),
-    }  # fmt: skip
-    division = Memory.of_megatron(keys, world, PrefixConfig()).division
+    division = _memory(world, options).division
     job = Job(
         AutoConfig.from_pretrained(path), (Group((0, 1), 64, (64, 64)),), 256, division.tensor, division.data,
         division=division,
@@ -111,11 +116,7 @@ def test_the_fullest_stage_holds_what_is_said_of_it(ranks, tmp_path_factory, nam
     model, world, options = STAGES[name]
     path = megatron_engines.write_megatron_model(tmp_path_factory.mktemp("model"), model)
     held = ranks(world)(_held, name, path)
-    keys = {
-        "tensor_model_parallel_size": options.get("tp", 1), "sequence_parallel": options.get("sp", False),
-        "expert_model_parallel_size": options.get("ep", 1), "pipeline_model_parallel_size": 2,
-    }  # fmt: skip
-    memory = Memory.of_megatron(keys, world, PrefixConfig())
+    memory = _memory(world, options, stages=2)
     assert memory.stages == 2 and memory.division.data == world // 2 // options.get("tp", 1)
     job = Job(AutoConfig.from_pretrained(path), (Group((0, 1), 64, (64, 64)),), 256, division=memory.division)
     said = memory.division.state(whole_shape(job))
