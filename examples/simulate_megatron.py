@@ -1,4 +1,4 @@
-"""verl's Megatron engine with one pipeline stage, on H100s, simulated: verl's own path, packed, phased. No GPU.
+"""verl's Megatron engine with one pipeline stage and with several, on H100s, simulated: stock, packed, phased. No GPU.
 
 Writes examples/results/simulated_megatron.json and .md (`make -C examples/results simulated-megatron`). Every figure is
 simulated, by `verl_prefix.tools.simulate`.
@@ -17,10 +17,10 @@ from verl_prefix.tools.report import table
 from verl_prefix.tools.simulate.job import Job
 from verl_prefix.tools.simulate.model import whole_shape
 
-PROMPTS = 4  # of each data-parallel rank in an update
+PROMPTS = {False: 4, True: 16}  # of each data-parallel rank in an update, with one stage and with several
 ROWS = ((8192, 1024, 8), (16384, 4096, 16))  # P, S, G; a pass has the tokens of two rows
 _QWEN3 = dict(num_key_value_heads=8, head_dim=128, vocab_size=151936, tie_word_embeddings=False)
-# As the models' config.json has them; and ranks, TP (with sequence parallelism), EP; experts' matrices are whole.
+# As the models' config.json has them; and ranks, TP (with sequence parallelism), EP, PP; experts' matrices are whole.
 MODELS: dict[str, tuple[str, dict[str, Any], Division]] = {
     "Qwen3-8B": ("qwen3", _QWEN3 | dict(
         hidden_size=4096, intermediate_size=12288, num_hidden_layers=36, num_attention_heads=32,
@@ -41,6 +41,16 @@ MODELS: dict[str, tuple[str, dict[str, Any], Division]] = {
         n_shared_experts=1, num_experts_per_tok=8, first_k_dense_replace=1, attention_bias=True, use_qk_norm=False,
         tie_word_embeddings=False,
     ), Division(64, 4, True, 16)),
+    "Qwen3-235B-A22B": ("qwen3_moe", _QWEN3 | dict(
+        hidden_size=4096, intermediate_size=12288, moe_intermediate_size=1536, num_hidden_layers=94,
+        num_attention_heads=64, num_key_value_heads=4, num_experts=128, num_experts_per_tok=8, norm_topk_prob=True,
+    ), Division(64, 4, True, 4, stages=8)),
+    "DeepSeek-V3": ("deepseek_v3", dict(
+        hidden_size=7168, intermediate_size=18432, moe_intermediate_size=2048, num_hidden_layers=61,
+        num_attention_heads=128, num_key_value_heads=128, kv_lora_rank=512, q_lora_rank=1536, qk_nope_head_dim=128,
+        qk_rope_head_dim=64, v_head_dim=128, vocab_size=129280, n_routed_experts=256, n_shared_experts=1,
+        num_experts_per_tok=8, n_group=8, topk_group=4, first_k_dense_replace=3, tie_word_embeddings=False,
+    ), Division(96, 8, True, 8, stages=12)),
 }  # fmt: skip
 ARMS = (STOCK, PACKED, PHASED, OFFLOAD)
 
@@ -51,12 +61,13 @@ def simulated(name: str, rows: tuple[int, int, int]) -> dict[str, Any]:
     prompt, response, rollouts = rows
     groups = [
         Group(tuple(range(start, start + rollouts)), prompt - 1, (response,) * rollouts)
-        for start in range(0, PROMPTS * rollouts, rollouts)
+        for start in range(0, PROMPTS[division.stages > 1] * rollouts, rollouts)
     ]
     budget = 2 * (prompt + response)
     job = Job(
-        AutoConfig.for_model(kind, **fields), tuple(groups), budget, division.tensor, division.data, division=division
-    )
+        AutoConfig.for_model(kind, **fields), tuple(groups), budget, division.tensor,
+        division.data * division.stages, division=division,
+    )  # fmt: skip
     found: dict[str, Any] = {}
     for arm in ARMS:
         one = run(job, arm, "h100")
@@ -68,6 +79,7 @@ def simulated(name: str, rows: tuple[int, int, int]) -> dict[str, Any]:
         found[arm.name] = {
             "update_seconds": one["update_seconds"], "peak_gib": one["peak_gib"], "flops": one["flops"],
             "optimizer_seconds": one["phases"]["optimizer"]["seconds"],
+            "bubble": one["phases"].get("pipeline", {}).get("bubble", 0.0),
             **{f"sent_{of}_gib": nbytes / GIB for of, nbytes in sent.items()},
         }  # fmt: skip
         stock = found["stock"]
@@ -75,7 +87,8 @@ def simulated(name: str, rows: tuple[int, int, int]) -> dict[str, Any]:
         found[arm.name]["flop_ratio"] = stock["flops"] / one["flops"]
     return {
         "model": name, "parameters": whole_shape(job).parameters, "gpus": division.world, "tensor": division.tensor,
-        "experts": division.experts, "P/S/G": rows, "budget": budget, "arms": found,
+        "experts": division.experts, "stages": division.stages, "P/S/G": rows, "prompts": PROMPTS[division.stages > 1],
+        "budget": budget, "arms": found,
     }  # fmt: skip
 
 
@@ -83,28 +96,35 @@ def markdown(report: dict[str, Any]) -> str:
     rows = []
     for setting in report["settings"]:
         layout = f"{setting['gpus']}, TP {setting['tensor']}, EP {setting['experts']}"
+        layout += f", PP {setting['stages']}" if setting["stages"] > 1 else ""
         for i, (name, arm) in enumerate(setting["arms"].items()):
             fits = "" if arm["peak_gib"] * GIB <= GPUS["h100"].capacity else ", does not fit"
             first = [setting["model"], layout, "/".join(map(str, setting["P/S/G"]))]
             rows.append([
                 *(first if i == 0 else [""] * 3), name, f"{arm['update_seconds']:.2f}", f"{arm['speedup']:.2f}",
-                f"{arm['flop_ratio']:.2f}", f"{arm['peak_gib']:.1f}{fits}",
+                f"{arm['flop_ratio']:.2f}", f"{arm['bubble']:.2f}" if setting["stages"] > 1 else "",
+                f"{arm['peak_gib']:.1f}{fits}",
                 f"{arm['sent_tensor_gib']:.0f}, {arm['sent_experts_gib']:.0f}",
             ])  # fmt: skip
     head = ("model", "GPUs", "P/S/G", "arm", "simulated update s", "simulated speed-up", "simulated FLOP ratio",
-            "simulated peak GiB", "simulated GiB sent by TP, EP")  # fmt: skip
+            "simulated bubble", "simulated peak GiB", "simulated GiB sent by TP, EP")  # fmt: skip
     lines = [
-        *heading("verl's Megatron engine, one pipeline stage", "simulated-megatron", report),
+        *heading("verl's Megatron engine", "simulated-megatron", report),
         f"One update on H100s (bf16, gradients and moments in fp32, distributed optimizer, "
-        f"recompute_granularity=full) of {PROMPTS} prompts of P tokens with G responses of S for every data-parallel "
-        "rank, two rows' tokens in a pass. TP with sequence parallelism; experts' matrices are whole. Norms, rotary "
-        "angles and SwiGLU run as Hugging Face's code, not as TransformerEngine's kernels; nothing is sent while "
-        "something is computed.",
+        f"recompute_granularity=full) of {PROMPTS[False]} prompts of P tokens, on pipelines {PROMPTS[True]}, with G "
+        "responses of S for every data-parallel rank, two rows' tokens in a pass. TP with sequence parallelism; "
+        "experts' matrices are whole. Norms, rotary angles and SwiGLU run as Hugging Face's code, not as "
+        "TransformerEngine's kernels; nothing is sent while something is computed.",
         "",
         *table(head, rows),
         "No pass gathers parameters, and what TP and EP send shrinks with the tokens, as FLOPs do. What does not "
         "shrink is the optimizer's step: gradients reduced and weights gathered once per update, between nodes where "
-        "data parallelism spans them.", "",
+        "data parallelism spans them.",
+        "",
+        "On a pipeline (PP) passes run as on one stage with all layers; `verl_prefix.auto.pipeline` says when each "
+        "stage could run its part, an equal one of the layers, with hidden states on the wire. The bubble is the part "
+        "of the passes' time that a stage waits or sends. Sharing leaves fewer micro-batches to fill the pipeline, so "
+        "the speed-up is less than the FLOP ratio. Peaks of pipelines are estimates, as those of `plan`.", "",
     ]  # fmt: skip
     return "\n".join(lines)
 

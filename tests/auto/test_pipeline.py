@@ -48,13 +48,24 @@ def test_two_stages_by_hand():
     assert found.ends == (24.0, 20.0) and found.bubble == pytest.approx(1 - (12 + 18) / 48)
 
 
+@pytest.mark.parametrize(("number", "forward_only"), [(1, False), (1, True), (5, False)])
+def test_what_is_sent_takes_time_of_the_stage_that_sends_it(number, forward_only):
+    """Of one micro-batch every hop there and back; of several the slowest stage, in the middle, sends both ways."""
+    found = timeline([Round((), [Work(3.0, 6.0, sent=0.5)] * number)], 3, forward_only)
+    hops = 2 * 0.5 if forward_only else 4 * 0.5
+    passes = 3.0 if forward_only else 9.0
+    alone = passes + hops
+    assert found.ends[2 if forward_only else 0] == alone if number == 1 else alone + (number - 1) * (passes / 3 + 1.0)
+    assert found.bubble == pytest.approx(1 - number * passes / (3 * found.seconds))
+
+
 @pytest.mark.parametrize("stages", STAGES)
 def test_log_probs_fill_a_pipeline_once(stages):
     rounds = [Round([Work(3.0, 0.0)], [Work(1.0, 0.0)] * 4)] * 5
     assert timeline(rounds, stages, forward_only=True).seconds == pytest.approx((35 + 3 * (stages - 1)) / stages)
 
 
-works = st.lists(st.builds(Work, *[st.floats(0, 9)] * 4), max_size=5)
+works = st.lists(st.builds(Work, *[st.floats(0, 9)] * 5), max_size=5)
 
 
 @hypothesis.given(st.lists(st.tuples(works, works), max_size=4), st.integers(1, 7), st.booleans())

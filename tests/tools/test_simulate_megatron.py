@@ -8,7 +8,7 @@ from helpers.simulations import H100
 from omegaconf import OmegaConf
 from transformers import AutoConfig
 
-from verl_prefix.auto.chooser import MEGATRON_WAVE, CostModel
+from verl_prefix.auto.chooser import LONG_WAVE, CostModel
 from verl_prefix.auto.cost import Memory, peak_bytes
 from verl_prefix.auto.megatron import Division
 from verl_prefix.config.options import PrefixConfig
@@ -108,6 +108,41 @@ def test_products_of_experts_run_at_the_rate_of_their_dtype():
     assert seconds[1] == pytest.approx(seconds[0], rel=0.1)
 
 
+@pytest.mark.parametrize("path", ["stock", "packed", pytest.param("phased", marks=pytest.mark.ci)])
+def test_stages_run_their_part_of_every_pass(path):
+    """Two stages and four equal passes, the last stage the slower one: it waits for the first pass, and the first stage
+    for the last one's gradient. One micro-batch of verl's has the two rows of a group."""
+    layers, arm = 6, replace(PACKED, path=path)
+    config = AutoConfig.for_model("llama", **SIZES | {"num_hidden_layers": layers})
+    groups = tuple(Group((2 * i, 2 * i + 1), 255, (128, 128)) for i in range(4))
+    one = Job(config, groups, 2 * (256 + 128), 2, 2, division=Division(4, 2, True))
+    job = replace(one, replicas=4, division=replace(one.division, world=8, stages=2))
+    whole = replace(one, shape=whole_shape(one))
+    shallow = replace(whole, config=AutoConfig.for_model("llama", **SIZES | {"num_hidden_layers": layers - 1}))
+    of_whole, less = (depth._run(each, [arm], H100, log_probs=False)[0] for each in (whole, shallow))
+    of_stages = depth.simulate(job, [arm], H100)[0]
+    assert set(of_stages) == {"pipeline", "log_probs/pipeline", "optimizer"}
+    names = [name for name in of_whole if name not in ("setup", "optimizer")]
+    for amount in ("flops/linear", "flops/lm_head", "collective/allgather_base"):
+        assert 2 * of_stages["pipeline"][amount] == sum(of_whole[name][amount] for name in names)
+    seconds, fewer = (sum(phases[name]["seconds"] for name in names) for phases in (of_whole, less))
+    of_layers = layers * (seconds - fewer)
+    tokens = 2 * (256 + 128) if path == "stock" else TOKENS
+    hop = tokens * HIDDEN * 2 / 2 / H100.network  # bf16, of a rank's half of the tokens
+    if path != "phased":
+        passes = of_layers / 2 + (seconds - of_layers) + 4 * hop
+        expected = passes + of_layers / 2 / 4 + hop
+        assert of_stages["pipeline"]["seconds"] == pytest.approx(expected, rel=0.03)
+    assert seconds / 2 < of_stages["pipeline"]["seconds"] < seconds
+    assert 0 < of_stages["pipeline"]["bubble"] < 0.5
+    assert of_stages["pipeline"]["peak"] > sum(job.division.state(whole_shape(job)))
+
+
+def test_a_pipeline_of_few_layers_is_refused():
+    with pytest.raises(ValueError, match="2 pipeline stages .* at least 5 layers each, and the model has 3"):
+        depth.simulate(job_of(DENSE, Division(2, stages=2)), [PACKED], H100)
+
+
 LLAMA3_8B = AutoConfig.for_model(
     "llama", hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
     num_key_value_heads=8, head_dim=128, vocab_size=128256, tie_word_embeddings=False,
@@ -135,7 +170,7 @@ def test_the_peak_is_within_15_per_cent_of_the_simulated_one(checkpointing, sequ
         assert peak_bytes(shape, plan, stock, memory_of(job, arm)) == pytest.approx(peak - held, rel=0.15)
 
 
-def test_recomputation_is_read_and_waves_are_as_long_as_buffers_want():
+def test_recomputation_is_read_and_waves_are_long():
     def memory(**transformer) -> Memory:
         options = PrefixConfig()
         return Memory.of_megatron({"override_transformer_config": transformer}, 8, options)
@@ -154,7 +189,7 @@ def test_recomputation_is_read_and_waves_are_as_long_as_buffers_want():
     rows = [Group(tuple(range(8)), 32767, (1024,) * 8)]
     memory_of_waves = replace(memory(recompute_granularity="full"), logits_chunk=512)
     (phased,) = CostModel(shape, False, None, 1.0, memory_of_waves).plan(rows, 34000, "phased").phased
-    assert max(sum(piece.num_suffix_tokens for _, piece in wave) for wave in phased.waves) == MEGATRON_WAVE
+    assert max(sum(piece.num_suffix_tokens for _, piece in wave) for wave in phased.waves) == LONG_WAVE
 
 
 @pytest.mark.parametrize(

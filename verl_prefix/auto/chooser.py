@@ -20,14 +20,12 @@ from verl_prefix.core.waves import Plan, leaves_room, limit_waves, make_plan, pr
 # A wave of so many tokens hides its fixed cost: FSDP2 gathers, copies and reduces all parameters, and gradients of all
 # prefix tokens are added up. That takes as long as 400 tokens on 8 H100s (simulated: Llama3-8B).
 LONG_WAVE = 8192
-# Megatron gathers no parameters, but adds every wave's gradients to its buffers, and launches as many kernels for short
-# waves: 4096 tokens come within 2 % of an update with the longest ones, 1024 cost it 5 to 40 % (simulated, on H100s:
-# Qwen3-8B TP 2, Qwen3-32B TP 8, Qwen3-30B-A3B TP 4 EP 8).
-MEGATRON_WAVE = 4096
-# On a pipeline of several stages: the tokens that a pass costs beside its own, since few tokens do not fill kernels,
-# and the least budget of its passes. Both are of each rank that shares a pass. Assumed, between what the simulation
-# above says of 4096 tokens (3 % by these) and of 1024 (12 %).
-SHORT, SHORTEST = 128, 2048
+# On Megatron's engine a wave adds to buffers of fp32 gradients instead, and launches as many kernels for few tokens.
+# On a pipeline of several stages short passes fill it better. What one costs beside its tokens there, by simulations on
+# H100s (Qwen3-8B, -32B, -30B-A3B and -235B-A22B, DeepSeek-V3): as much as so many tokens, and, for each parameter of
+# the experts of a rank, so many bytes of traffic, of FLOPs in which a device moves one. SHORTEST is the least budget.
+# Tokens are of each rank that shares a pass.
+SHORT, TRAFFIC, FLOPS_PER_BYTE, SHORTEST = 128, {"forward": 2, "update": 10}, 240, 2048
 # With offload, which is for memory, waves are half as long. That costs a fortieth of an update's time (also simulated).
 OFFLOAD_WAVE = 4096
 # What longer waves may add to the estimated peak of an update.
@@ -59,9 +57,9 @@ class CostModel:
     def plan(self, groups: Sequence[Group], budget: int, schedule: str, forward_only: bool = False) -> Plan:
         """A rank's plan by one schedule: "packed", "phased" or "auto", see `waves.make_plan`.
 
-        Waves for which the budget leaves little are made longer: up to `LONG_WAVE` tokens on each rank that shares one
-        (on Megatron's engine `MEGATRON_WAVE`), but not over the budget or `wave_tokens`. This length is halved until
-        longer waves add at most `GROWTH` to the update's estimated peak. With offload, and `wave_tokens` None, waves of
+        Waves for which the budget leaves little are made longer: up to `LONG_WAVE` tokens on each rank that shares one,
+        but not over the budget or `wave_tokens`. This length is halved until longer waves add at most `GROWTH` to the
+        update's estimated peak. With offload, and `wave_tokens` None, waves of
         an update have at most `OFFLOAD_WAVE` tokens on each rank.
 
         On a pipeline of several stages the budget is halved, down to `SHORTEST`, as long as shorter passes make its
@@ -111,7 +109,7 @@ class CostModel:
             is_set = self.wave_tokens is not None and leaves_room(self.wave_tokens, budget, offload=True)
             return plan if forward_only or is_set else limit_waves(plan, OFFLOAD_WAVE * memory.sequence_ranks)
         most = (1 + GROWTH) * peak_bytes(self.shape, plan, (), memory)
-        tokens = min((MEGATRON_WAVE if memory.division else LONG_WAVE) * memory.sequence_ranks, budget)
+        tokens = min(LONG_WAVE * memory.sequence_ranks, budget)
         while (longer := make(least_wave=tokens)) != plan:
             if peak_bytes(self.shape, longer, (), memory) <= most:
                 return longer
@@ -125,9 +123,17 @@ class CostModel:
 
     def flops(self) -> dict[str, Rates]:
         """Rates that count FLOPs: backward is two forwards; checkpointing runs the layers, not lm_head, once more."""
-        fixed = SHORT * self.memory.sequence_ranks * self.shape.linear if self.memory.stages > 1 else 0.0
-        amounts = {"forward": (fixed, 1.0, 1.0, 1.0), "update": (self._layers * fixed, self._layers, self._layers, 3.0)}
-        return {kind: Rates(*(x * 1e-12 for x in of)) for kind, of in amounts.items()}
+        layers, memory = {"forward": 1.0, "update": self._layers}, self.memory
+
+        def fixed(kind: str) -> float:
+            if not (division := memory.division) or division.stages == 1:
+                return 0.0
+            experts = self.shape.expert_parameters / (division.experts * division.expert_tensor)
+            traffic = TRAFFIC[kind] * FLOPS_PER_BYTE * experts * division.tensor  # FLOPs are of all these ranks
+            return memory.sequence_ranks * (layers[kind] * SHORT * self.shape.linear + traffic)
+
+        amounts = {"forward": (1.0, 1.0, 1.0), "update": (self._layers, self._layers, 3.0)}
+        return {kind: Rates(*(x * 1e-12 for x in (fixed(kind), *of))) for kind, of in amounts.items()}
 
     def timeline(self, path: Plan | Sequence[PassCost], kind: str, rates: Mapping[str, Rates]) -> Timeline:
         """What a path takes, on all stages of a pipeline.
@@ -135,27 +141,39 @@ class CostModel:
         Args:
             path: a plan, or stock's passes. kind: "forward", of log-probs, or "update".
         """
-        chunk = self.memory.pass_chunk if kind == "update" else None
         if self.memory.stages == 1:
-            passes = self.shape.passes_of(path, chunk) if isinstance(path, Plan) else path
+            passes = self.shape.passes_of(path, self._chunk(kind)) if isinstance(path, Plan) else path
             return Timeline((rates[kind].seconds(self.shape, passes),), 0.0)
+        return timeline(self.rounds(path, kind, rates), self.memory.stages, kind == "forward")
+
+    def rounds(
+        self, path: Plan | Sequence[PassCost], kind: str, rates: Mapping[str, Rates], sent: float = 0.0
+    ) -> list[Round]:
+        """What the stages of a pipeline run; see `timeline`.
+
+        Args:
+            sent: seconds that a token's hidden states take from stage to stage.
+        """
+        once = 1.0 if kind == "forward" else 1 / self._layers
+        of_head = 1.0 if kind == "forward" else 1 / 3
 
         def works(passes: Sequence[PassCost]) -> list[Work]:
-            parts = (rates[kind].parts(self.shape, one) for one in passes)
-            if kind == "forward":
-                return [Work(layers, 0.0, head) for layers, head in parts]
-            once = 1 / self._layers
-            return [Work(x * once, x * (1 - once), head / 3, head * 2 / 3) for x, head in parts]
+            parts = ((*rates[kind].parts(self.shape, one), one.tokens * sent) for one in passes)
+            return [Work(x * once, x * (1 - once), y * of_head, y * (1 - of_head), wire) for x, y, wire in parts]
 
         if not isinstance(path, Plan):
-            return timeline([Round((), works(path))], self.memory.stages, kind == "forward")
-        rounds, packed = [], self.shape.passes_of(replace(path, passes=(*path.packed,)), chunk)
+            return [Round((), works(path))]
+        chunk, rounds = self._chunk(kind), []
+        packed = self.shape.passes_of(replace(path, passes=(*path.packed,)), chunk)
         for phased in path.rounds:
             each = [self.shape.passes_of(Plan((one,)), chunk) for one in phased]
             waves = [wave for _, *waves in each for wave in waves]
             rounds.append(Round(works([prefix for prefix, *_ in each]), works([*packed, *waves])))
             packed = []
-        return timeline(rounds, self.memory.stages, kind == "forward")
+        return rounds
+
+    def _chunk(self, kind: str) -> int | None:
+        return self.memory.pass_chunk if kind == "update" else None
 
 
 class Batch(NamedTuple):

@@ -1,9 +1,9 @@
 """How long an update takes on the stages of a pipeline, and how much of it they wait.
 
 A stage runs its work in a fixed order, that of `backends.pipeline` and of megatron-core's 1F1B, and waits for hidden
-states of the stage before and for gradients of the stage behind. Here is when it could do so, without the time that
-these take to travel. With m equal micro-batches on p stages that is the bubble of (p - 1) / (m + p - 1) that
-arXiv 2104.04473, section 2.2, has.
+states of the stage before and for gradients of the stage behind. Here is when it could do so. With m equal
+micro-batches on p stages, and nothing to send, that is the bubble of (p - 1) / (m + p - 1) that arXiv 2104.04473,
+section 2.2, has.
 """
 
 from collections.abc import Iterator, Sequence
@@ -12,12 +12,14 @@ from typing import NamedTuple
 
 class Work(NamedTuple):
     """Seconds of a micro-batch on all stages together: of the layers, of which each stage has the same part, and of
-    lm_head with the loss, which the last stage has."""
+    lm_head with the loss, which the last stage has; `sent`: in which a stage sends its hidden states or their gradients
+    to the next one, and does nothing else."""
 
     forward: float
     backward: float
     head_forward: float = 0.0
     head_backward: float = 0.0
+    sent: float = 0.0
 
 
 class Round(NamedTuple):
@@ -82,7 +84,8 @@ def timeline(rounds: Sequence[Round], stages: int, forward_only: bool = False) -
                 seconds = (work.forward if is_forward else work.backward) / stages
                 if stage == stages - 1:
                     seconds += work.head_forward if is_forward else work.head_backward
-                now[stage] = done[stage][is_forward, number] = max(now[stage], ready) + seconds
+                sent = work.sent if stage != (stages - 1 if is_forward else 0) else 0.0
+                now[stage] = done[stage][is_forward, number] = max(now[stage], ready) + seconds + sent
                 busy, left = busy + seconds, left - 1
         if left == before:
             raise RuntimeError(f"{stages} stages wait for each other")

@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 import verl_prefix.plugin  # noqa: F401  first: whatever imports verl imports it, and must not find us half imported
-from verl_prefix.config.engines import MEGATRON, slices_of
+from verl_prefix.config.engines import slices_of
 from verl_prefix.models.support import unsupported_reasons
 from verl_prefix.models.vision import is_vision_config
 from verl_prefix.tools.plan.compose import Asked, check_batch
@@ -32,7 +32,7 @@ from verl_prefix.tools.plan.training_command import (
 from verl_prefix.tools.plan.turns import LEVELS, read_dump
 from verl_prefix.tools.plan.verdict import Price, judge, needed_gib, step_gain
 from verl_prefix.tools.plan.work import Work, read_work, sizes, steps_of
-from verl_prefix.tools.simulate.command import memory_of_engine, read_job, simulated
+from verl_prefix.tools.simulate.command import read_job, simulated
 from verl_prefix.tools.simulate.hardware import GIB, read_hardware
 
 
@@ -76,9 +76,6 @@ def figures(asked: Asked) -> dict[str, Any]:
     if options.simulate and size.sequence_ranks > 1 and is_vision_config(model.hf.config):
         key, _ = slices_of("actor", config.actor_rollout_ref.actor)
         raise PlanError(f"--simulate knows no sequence parallelism of pixels; leave it out, or set {key}=1")
-    if options.simulate and (stages := memory_of_engine(config.actor_rollout_ref, size.gpus).stages) > 1:
-        key = MEGATRON.key("actor", "pipeline_model_parallel_size")
-        raise PlanError(f"--simulate knows no pipelines; leave it out, or set {key}=1, which is {stages}")
     work = read_work(asked, size, model.shape, tokenizer, dump)
     now, trees, price = _predictions(config, work, model)
     needed, simulation = needed_gib(now), {}

@@ -18,6 +18,7 @@ from verl_prefix.tools.simulate.hardware import GPUS, Hardware
 from verl_prefix.tools.simulate.job import Arm, Job
 from verl_prefix.tools.simulate.model import whole_shape
 from verl_prefix.tools.simulate.passes import Simulation
+from verl_prefix.tools.simulate.stages import on_stages
 from verl_prefix.tools.simulate.tower import deepstack_layers, kinds_of_blocks, with_blocks
 from verl_prefix.tools.simulate.tracker import Phase, Tracker
 
@@ -136,21 +137,36 @@ def simulate(
         )
     _warm_up()
     configs, times = _depths(job.config, OFFLOAD_DEPTH if any(arm.offload for arm in arms) else DEPTH)
+    if job.stages > 1 and not times:
+        raise ValueError(
+            f"--simulate: {job.stages} pipeline stages have a part of at least {DEPTH + 2} layers each, and the model "
+            f"has {job.config.get_text_config().num_hidden_layers}"
+        )
     shape = job.shape or whole_shape(job)
     job = replace(job, shape=shape)
 
     def phases(arms: Sequence[Arm]) -> list[dict[str, Phase]]:
         runs = [_run(replace(job, config=config), arms, hardware, log_probs, shown) for config in configs]
-        if len(runs) == 1:
+        if not times:
             return runs[0]
         pairs = zip(arms, *runs, strict=True)
-        return [{phase: _deeper(a[phase], b[phase], times, arm) for phase in b} for arm, a, b in pairs]
+        whole = [{phase: _deeper(a[phase], b[phase], times, arm) for phase in b} for arm, a, b in pairs]
+        if job.stages == 1:
+            return whole
+        first, second, all_layers = (one.get_text_config().num_hidden_layers for one in (*configs, job.config))
+        for of_arm, a, b in zip(whole, *runs, strict=True):
+            for name, phase in of_arm.items():
+                of_layers = (b[name]["seconds"] - a[name]["seconds"]) / (second - first) * all_layers
+                phase["layer_seconds"] = min(max(0.0, of_layers), phase["seconds"])
+        return [on_stages(job, arm, of_arm, hardware) for arm, of_arm in zip(arms, whole, strict=True)]
 
     def lacks_room(of: dict[str, Phase]) -> bool:
         resident = of["optimizer"]["peak"]
         return ROOM_FACTOR * (max(phase["peak"] for phase in of.values()) - resident) > hardware.capacity - resident
 
     lesser: list[Callable[[Arm], Arm]] = []
+    if job.stages > 1:
+        return phases(arms)
     if may_have_all_logits(shape, job.logits_chunk, one_copy=job.reads_logits_once):
         lesser.append(lambda arm: replace(arm, all_logits=False))
     if job.checkpointing:

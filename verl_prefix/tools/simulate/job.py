@@ -90,6 +90,11 @@ class Job:
     division: Division | None = None
 
     @property
+    def stages(self) -> int:
+        """Of a pipeline."""
+        return self.division.stages if self.division else 1
+
+    @property
     def reads_logits_once(self) -> bool:
         """As `Backend.reads_logits_once` of an update."""
         return not self.entropy and self.division is None

@@ -28,11 +28,11 @@ _ROWS = ("o_proj", "down_proj")  # whose inputs are cut, and outputs summed over
 
 
 class Groups:
-    """Process groups of rank 0. Every rank of a tensor-parallel group is next to the others
-    (megatron/core/parallel_state.py)."""
+    """Process groups of rank 0, on the first stage of a pipeline. Every rank of a tensor-parallel group is next to the
+    others, and every rank of a stage (megatron/core/parallel_state.py)."""
 
     def __init__(self, division: Division) -> None:
-        world, tensor, expert_tensor = division.world, division.tensor, division.expert_tensor
+        tensor, expert_tensor, world = division.tensor, division.expert_tensor, division.world // division.stages
         spread = division.experts * expert_tensor
         self.tensor = dist.new_group(range(tensor))
         self.data = dist.new_group(range(0, world, tensor))

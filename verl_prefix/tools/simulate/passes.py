@@ -43,6 +43,7 @@ from verl_prefix.tools.simulate.tracker import Tracker
 Item = TypeVar("Item")
 
 _RATES = Rates()
+BACKWARD = "backward"  # the phase inside those of passes, where a pipeline's stages run them
 
 
 def thin(
@@ -215,6 +216,10 @@ class Simulation:
         if defer:
             self.model.set_requires_gradient_sync(True)
 
+    def _backward(self, loss: torch.Tensor) -> None:
+        with self.tracker.in_phase(BACKWARD) if self.job.stages > 1 else contextlib.nullcontext():
+            loss.backward()
+
     def _log_probs(self, index: torch.Tensor, logits: torch.Tensor, update: bool) -> torch.Tensor:
         labels = self.tokens.input_ids[index + 1]
         return self.outputs_of(logits, labels, self.job.entropy or not update, self.job.temperature)
@@ -223,7 +228,7 @@ class Simulation:
         job = self.job
         whole = plan_of(job, job.shape or self.shape, arm=arm, budget=budget, forward_only=not update)
         plan, weights = self._thin(whole, update)
-        may_keep = may_keep_attention(self.shape, job.checkpointing, job.keep_attention)
+        may_keep = job.stages == 1 and may_keep_attention(self.shape, job.checkpointing, job.keep_attention)
         may_have_all = may_have_all_logits(self.shape, job.logits_chunk, one_copy=job.reads_logits_once)
         all_logits = update and arm.all_logits and may_have_all
         forward = CountedForward(
@@ -238,7 +243,7 @@ class Simulation:
         schedule = Schedule(
             forward,
             lambda groups, layout, outputs: outputs.sum(),
-            torch.Tensor.backward if update else None,
+            self._backward if update else None,
             lambda last: self._gradient_sync(update, last),
             offload=arm.offload,
             meter=_Meter(self.tracker, "" if update else "log_probs/", weights),
@@ -289,7 +294,7 @@ class Simulation:
                 with self.tracker.in_phase(phase, weight), self._gradient_sync(update, i == len(chosen) - 1):
                     loss = self._micro_batch(arm, batch, update)
                     if update:
-                        loss.backward()
+                        self._backward(loss)
                     del loss
 
     def _cost_of_rows(self, rows: list[int]) -> float:

@@ -48,6 +48,7 @@ def as_json(phases: dict[str, Phase]) -> dict[str, Any]:
             "host_syncs": round(phase["host_syncs"]),
             "collective_bytes": part(phase, "collective/"),
             "host_gib": phase["host_peak"] / GIB,
+            **({"bubble": phase["bubble"]} if "bubble" in phase else {}),
         }
         for name, phase in phases.items()
         if name != "setup"

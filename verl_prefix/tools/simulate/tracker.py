@@ -42,8 +42,9 @@ _SET_STORAGE = torch.ops.aten.set_.source_Storage, torch.ops.aten.set_.source_St
 
 
 class Phase(dict[str, float]):
-    """Amounts of one phase: seconds, launches, host_syncs, "flops/KIND"; in bytes "collective/NAME", "peak",
-    "peak/OWNER" and "host_peak"; "peak@SITE" and "peak@SITE/OWNER" by `Tracker.site`. What is not there is 0."""
+    """Amounts of one phase: seconds ("layer_seconds" of them in layers, where stages have a part each), launches,
+    host_syncs, "flops/KIND"; in bytes "collective/NAME", "peak", "peak/OWNER" and "host_peak";
+    "peak@SITE" and "peak@SITE/OWNER" by `Tracker.site`; of a pipeline its "bubble". What is not there is 0."""
 
     def __missing__(self, amount: str) -> float:
         return 0.0
@@ -78,7 +79,7 @@ class Tracker(TorchDispatchMode):
     def restart(self) -> None:
         """Forgets all phases; what is on the device stays."""
         self.phases: dict[str, Phase] = defaultdict(Phase)
-        self.phase = self.phases["setup"]
+        self.phase, self.weight = self.phases["setup"], 1.0
 
     # memory
 
@@ -212,10 +213,12 @@ class Tracker(TorchDispatchMode):
         super().__exit__(*exc_info)
 
     @contextlib.contextmanager
-    def in_phase(self, name: str, weight: float = 1.0) -> Iterator[None]:
-        """Counts for the phase of this name, `weight` times over, until the device is done with it."""
+    def in_phase(self, name: str, weight: float | None = None) -> Iterator[None]:
+        """Counts for the phase of this name, `weight` times over (None: as the phase around it), until the device is
+        done with it. Of what a phase inside it counts it has the seconds alone."""
         phase, start = self.phases[name], CLOCK.now
-        before, counted = self.phase, Phase(phase)
+        outer, counted = (self.phase, self.weight), Phase(phase)
+        self.weight = weight = self.weight if weight is None else weight
         self.phase, self.site = phase, "start"
         gc.collect()
         self._see_peak(0)
@@ -226,7 +229,7 @@ class Tracker(TorchDispatchMode):
         for amount, value in phase.items():
             if not amount.startswith(("peak", "host_peak")):
                 phase[amount] += (weight - 1.0) * (value - counted[amount])
-        self.phase = before
+        self.phase, self.weight = outer
 
     # time
 
