@@ -75,6 +75,8 @@ def test_a_strand_that_only_empty_responses_need_is_pruned():
 def test_empty_prompt_is_refused():
     with pytest.raises(ValueError, match="row 1 has an empty prompt"):
         group_by_key("ab", [1, 0], [1, 1])
+    with pytest.raises(ValueError, match="row 1 has an empty prompt"):
+        group_trees(torch.arange(4), [0, 2, 4], [1, 0], [[], []])
 
 
 def test_a_bin_takes_the_smallest_item_that_just_fits():

@@ -228,6 +228,42 @@ def test_casts_of_parameters_never_move(monkeypatch):
     assert copied and not weights & set(copied), "of a few tokens each"
 
 
+@pytest.mark.parametrize(
+    "cast",
+    [
+        lambda p: p.to(torch.bfloat16, memory_format=torch.contiguous_format),
+        lambda p: torch.no_grad()(torch.Tensor.mul_)(p.to(torch.bfloat16), 2),
+        lambda p: p.to(torch.bfloat16),
+    ],
+    ids=["another layout", "written to", "plain"],
+)
+def test_casts_come_back_as_they_were(counts, cast):
+    parameter = torch.nn.Parameter(torch.randn(64, 96).t())
+    with OffloadedPrefixCache(CPU, counts) as cache, torch.no_grad():
+        with torch.enable_grad():
+            made = cast(parameter)
+        back = cache._unpack(cache._pack(made))
+        assert torch.equal(back, made) and back.stride() == made.stride()
+
+
+def test_what_backward_never_asks_for_does_not_stay_or_stop_the_rest(counts):
+    """A branch on which no result depends. Its graph is let go of; what it saved is neither loaded nor waited for."""
+    x = torch.randn(64, 512, requires_grad=True)
+    with OffloadedPrefixCache(CPU, counts) as cache:
+        with cache.saving():
+            y, dropped = x, []
+            for i in range(64):
+                y = y.sin()
+                if i == 32:
+                    dropped.append((torch.randn(512, 512) * y[0]).exp().sin())
+        loads = counts["demand_loads"]
+        cache._end_waves()
+        dropped.clear()
+        y.backward(torch.ones_like(y))
+        assert counts["demand_loads"] == loads and cache._num_ahead == 0
+        assert not any(one.on_device is not None or one.num_waiting for one in cache._dormant.values())
+
+
 def test_checkpointed_layers_leave_their_inputs_and_nothing_else(packed):
     """torch's checkpoint saves a layer's inputs under our hooks, and all inside under its own."""
     measure(build(checkpoint=True), offload=True)
@@ -248,7 +284,9 @@ def test_a_storage_moves_once_and_its_views_come_back_as_views(counts):
             assert (view.stride(), view.storage_offset()) == (copy.stride(), copy.storage_offset())
         assert len({x.untyped_storage()._cdata for x in back}) == 1
         assert back[0].untyped_storage()._cdata != base.untyped_storage()._cdata
-        assert torch.equal(cache._unpack(saved[1]), views[1]), "a second use loads again"
+        assert torch.equal(cache._unpack(saved[1]), views[1]) and counts["demand_loads"] == 1
+        del saved, back
+        assert not any(one.on_device is not None for one in cache._dormant.values())
     assert counts["host_bytes"] == -(-base.nbytes // 512) * 512
 
 

@@ -6,8 +6,7 @@ its own set and returns the log-sum-exp of its scores. From these the outputs co
 
     lse = log(exp(lse_1) + exp(lse_2))      out = out_1 exp(lse_1 - lse) + out_2 exp(lse_2 - lse)
 
-In backward each call gets the merged out and lse, and so returns its own keys' exact share of the gradients. Prefix
-Grouper (arXiv 2506.05433) repeats the prefix's keys and values for each suffix; here one call reads them as they are.
+In backward each call gets the merged out and lse, and so returns its own keys' exact share of the gradients.
 """
 
 import functools
@@ -45,7 +44,8 @@ class AttentionPass:
         shards: how the packed row's tokens are spread over ranks; None: this rank has all of them.
         head_tokens: [n] int64, this rank's tokens that go through lm_head; None: all of them.
         kept: attention outputs that wait for backward; None: they are not kept.
-        num_calls: layers that have called `attend`. A model that bypasses it is noticed by this count.
+        num_calls: of `attend` and of recurrent layers, so far. Compared before and after a forward, it shows a model
+            that bypasses them.
     """
 
     def __init__(

@@ -75,7 +75,9 @@ class Spans:
 
     @functools.cached_property
     def max_q(self) -> int:
-        return max(self.lens)
+        """A bound of `lens`, of at least 2: for 1 flash attention has kernels for decoding, and a row's bits would depend
+        on the longest row beside it."""
+        return max(2, *self.lens)
 
     @functools.cached_property
     def max_k(self) -> int:
@@ -109,8 +111,8 @@ class PrefixKeys(NamedTuple):
     Attributes:
         at: where they stand among the call's keys.
         tokens: which tokens of the prefix source they are.
-        grad_at: where gradients of `summed` are added in the prefix source: `tokens`, without the copies that
-            `copies` names. A token may still be there several times, once for each block that reads it.
+        grad_at: where what `summed` returns is added in the prefix source. A token may be there several times, once for
+            each block that reads it.
         copies: (times, length) of each set of copies, in the order of `tokens`; empty: there are none.
     """
 
@@ -221,7 +223,7 @@ _MAX_COPIED = 2**12
 
 
 def _of_one_call(blocks: Sequence[Block]) -> Iterator[Sequence[Block]]:
-    """Yields the blocks of each call: all where nothing is copied, else those of up to `_MAX_COPIED` keys, or one."""
+    """Yields the blocks of each call: all where no key is copied, else those of up to `_MAX_COPIED` keys, or one."""
     first, num_keys = 0, 0
     if blocks and not _is_one_run([run for block in blocks for run in block[0][1].path]):
         for i, block in enumerate(blocks):

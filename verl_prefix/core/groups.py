@@ -31,7 +31,7 @@ class Fork(NamedTuple):
 
     Attributes:
         strand: number of the strand in which the row's shared tokens end; -1: it shares none.
-        start: how many these are, from the row's first on; its suffix begins after them.
+        start: number of the row's tokens that it shares; its suffix begins after them.
     """
 
     strand: int
@@ -102,7 +102,7 @@ class Group:
 
     @property
     def num_logical_tokens(self) -> int:
-        """Number of tokens that the stock actor computes: every row's suffix and all tokens before it."""
+        """Number of tokens without sharing: every row's suffix and all tokens before it."""
         return sum(fork.start for fork in self.forks) + self.num_suffix_tokens
 
     def strands_before(self, fork: Fork) -> Iterator[tuple[int, int, int]]:
@@ -172,12 +172,16 @@ def group_by_key(keys: Iterable[Hashable], prompt_lens: Sequence[int], response_
     Raises:
         ValueError: a prompt is empty.
     """
-    if 0 in prompt_lens:
-        raise ValueError(f"row {prompt_lens.index(0)} has an empty prompt; pass at least one prompt token per row")
+    check_prompts(prompt_lens)
     return [
         Group(tuple(rows), prompt_lens[rows[0]] - 1, tuple(response_lens[row] for row in rows))
         for rows in rows_by_key(keys).values()
     ]
+
+
+def check_prompts(prompt_lens: Sequence[int]) -> None:
+    if 0 in prompt_lens:
+        raise ValueError(f"row {prompt_lens.index(0)} has an empty prompt; pass at least one prompt token per row")
 
 
 def rows_by_key(keys: Iterable[RowKey]) -> dict[RowKey, list[int]]:

@@ -39,14 +39,14 @@ class Reads(NamedTuple):
 
     Attributes:
         places: [n] int64, where in the batch each stands.
-        tokens: [n] int64, the token of the packed row that computes it; -1 - t for token t of phase A.
+        tokens: [n] int64, the token of the packed row that computes it; of phase A's, -1 - its token there.
     """
 
     places: torch.Tensor
     tokens: torch.Tensor
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Layout:
     """One packed row of T tokens.
 
@@ -58,9 +58,9 @@ class Layout:
         segments: the strands, then the suffixes.
         groups: those whose rows it computes; none in a dummy.
         starts: where the strands of each group begin in the prefix source.
-        reads: outputs that rows read; None: those of all its suffix tokens, in their order, and so none in phase A.
-        state_paths: paths that end in this packed row and that segments continue, by their last tokens. Behind each of
-            them a recurrent layer leaves a state.
+        reads: outputs that rows read; None: those of all suffix tokens.
+        state_paths: paths after which a recurrent layer leaves a state, since segments continue them, in the order of
+            their ends.
         source: of a wave, which has no strands, the packed row of phase A; else None.
         num_strands: the first segments, which are strands.
     """
@@ -76,7 +76,7 @@ class Layout:
     num_strands: int = 0
     _calls: dict[tuple[AttentionParams, torch.device], tuple[Call, ...]] = built_once()
     _initial_states: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = built_once()
-    _tails: dict[tuple[int, torch.device], torch.Tensor] = built_once()
+    _last_tokens: dict[tuple[int, torch.device], torch.Tensor] = built_once()
 
     @property
     def num_tokens(self) -> int:
@@ -84,7 +84,8 @@ class Layout:
 
     @property
     def multiplicity(self) -> torch.Tensor:
-        """[T] int64: how often each token stands in the stock actor's batch; 0 in a dummy."""
+        """[T] int64: in how many rows of the stock actor's batch each token stands, of those that have outputs; 0 in a
+        dummy."""
         counts = []
         for group in self.groups if self.num_strand_tokens else ():
             steps = [torch.zeros(strand.end - strand.start + 1, dtype=torch.int64) for strand in group.strands]
@@ -103,7 +104,7 @@ class Layout:
         return Spans(bounds, bounds)
 
     @functools.cached_property
-    def rounds(self) -> list[tuple[list[tuple[int, int, int]], Spans]]:
+    def scan_rounds(self) -> list[tuple[list[tuple[int, int, int]], Spans]]:
         """The strands, cut where a path of `state_paths` ends, in rounds: a round starts from states of earlier ones.
 
         Returns:
@@ -140,14 +141,14 @@ class Layout:
             self._initial_states[device] = chosen, states
         return self._initial_states[device]
 
-    def tails(self, length: int, device: torch.device) -> torch.Tensor:
+    def last_tokens(self, length: int, device: torch.device) -> torch.Tensor:
         """[states, length] int64: the last tokens of each of `state_paths`, counted from 1, with zeros in front where
         there are fewer; built once."""
-        if (length, device) not in self._tails:
+        if (length, device) not in self._last_tokens:
             tails = [ranges(last_of(path, length)) + 1 for path in self.state_paths]
             padded = [torch.nn.functional.pad(tail, (length - len(tail), 0)) for tail in tails]
-            self._tails[length, device] = on_device(torch.stack(padded), device)
-        return self._tails[length, device]
+            self._last_tokens[length, device] = on_device(torch.stack(padded), device)
+        return self._last_tokens[length, device]
 
     @property
     def read_places(self) -> torch.Tensor:

@@ -13,7 +13,7 @@ import bisect
 import contextlib
 import sys
 from collections import Counter
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -173,15 +173,32 @@ class Dormant:
     source: StorageWeakRef  # while it is held, no other storage can get the address
     nbytes: int
     pieces: list[torch.Tensor]  # of host memory
-    num_waiting: int = 0  # saved tensors on it that backward has not asked for
+    num_waiting: int = 0  # saved tensors on it that the graph still holds
     on_device: torch.Tensor | None = None  # uint8 [nbytes]
     ready: Any = None  # an event of the side stream
     is_ahead: bool = False  # on the device before backward asks
 
 
-# What the graph holds for a saved tensor: the tensor itself; or what to make it from, with its dtype, size, stride and
-# storage offset: the dormant storage that it is a view of, or the parameter that it was cast from.
-Saved = torch.Tensor | tuple[Dormant | torch.nn.Parameter, torch.dtype, torch.Size, tuple[int, ...], int]
+class _Saved:
+    """What the graph holds of a saved tensor whose storage is dormant. Backward may never ask for it: a part of the
+    graph on which nothing depends is only let go of.
+
+    Args:
+        let_go: called with the storage once the graph has let go of this.
+    """
+
+    def __init__(self, dormant: Dormant, tensor: torch.Tensor, let_go: Callable[[Dormant], None]) -> None:
+        self.dormant, self.dtype, self._let_go = dormant, tensor.dtype, let_go
+        self.view = int(tensor.storage_offset()), tensor.size(), tensor.stride()
+        dormant.num_waiting += 1
+
+    def __del__(self) -> None:
+        self._let_go(self.dormant)
+
+
+# What the graph holds for a saved tensor: the tensor itself, a place in host memory, or the parameter that it was cast
+# from, with the dtype of the cast, its size, its stride and its storage offset.
+Saved = torch.Tensor | _Saved | tuple[torch.nn.Parameter, torch.dtype, torch.Size, tuple[int, ...], int]
 
 
 class OffloadedPrefixCache(PrefixCache):
@@ -203,6 +220,7 @@ class OffloadedPrefixCache(PrefixCache):
         self._returning: list[Dormant] = []  # not back yet, the next one last
         self._num_bytes = 0  # of dormant storages
         self._num_ahead = 0  # of those that came back before backward asked
+        self._has_freed = False  # since the last prefetch
 
     def __exit__(self, *exc_info: object) -> None:
         super().__exit__(*exc_info)
@@ -231,21 +249,20 @@ class OffloadedPrefixCache(PrefixCache):
         return tensor.untyped_storage().nbytes() < TINY_BYTES  # a small view keeps the whole storage alive
 
     def _pack(self, tensor: torch.Tensor) -> Saved:
-        source: Dormant | torch.nn.Parameter | None = None
-        if not self._stays(tensor) and (source := _parameter_of(tensor)) is None:
-            source = self._find_or_copy(tensor)
-        if source is None:  # detached, since a graph node that holds its own output is a cycle that nothing collects
-            return tensor.detach()
-        if isinstance(source, Dormant):
-            source.num_waiting += 1
-        return source, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset())
+        if not self._stays(tensor):
+            if (parameter := _parameter_of(tensor)) is not None:
+                return parameter, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset())
+            if (dormant := self._find_or_copy(tensor)) is not None:
+                return _Saved(dormant, tensor, self._let_go)
+        return tensor.detach()  # since a graph node that holds its own output is a cycle that nothing collects
 
     def _unpack(self, saved: Saved) -> torch.Tensor:
         if isinstance(saved, torch.Tensor):
             return saved
-        dormant, dtype, size, stride, offset = saved
-        if isinstance(dormant, torch.nn.Parameter):
-            return dormant.detach().to(dtype).as_strided(size, stride, offset)
+        if isinstance(saved, tuple):
+            parameter, dtype, size, stride, offset = saved
+            return parameter.detach().to(dtype).as_strided(size, stride, offset)
+        dormant = saved.dormant
         if dormant.on_device is None:
             if not dormant.pieces:
                 raise RuntimeError("backward through a prefix graph whose OffloadedPrefixCache was left before")
@@ -253,22 +270,28 @@ class OffloadedPrefixCache(PrefixCache):
             self.counts["demand_loads"] += 1
         assert dormant.on_device is not None
         self._copies.wait(dormant.ready)
-        tensor = torch.empty(0, dtype=dtype, device=self.device)
-        tensor.set_(dormant.on_device.untyped_storage(), offset, size, stride)
-        dormant.num_waiting -= 1
-        is_done, was_ahead = dormant.num_waiting <= 0, dormant.is_ahead
-        if is_done:
-            dormant.on_device = None
-        if was_ahead:
-            dormant.is_ahead = False
-            self._num_ahead -= dormant.nbytes
-        if is_done or was_ahead:
+        tensor = torch.empty(0, dtype=saved.dtype, device=self.device)
+        tensor.set_(dormant.on_device.untyped_storage(), *saved.view)
+        if self._asked(dormant) or self._has_freed:
             self._prefetch()
         return tensor
+
+    def _asked(self, dormant: Dormant) -> bool:
+        """Counts a storage no longer among those that are back ahead of backward; whether it was."""
+        was_ahead, dormant.is_ahead = dormant.is_ahead, False
+        self._num_ahead -= was_ahead * dormant.nbytes
+        return was_ahead
+
+    def _let_go(self, dormant: Dormant) -> None:
+        dormant.num_waiting -= 1
+        if dormant.num_waiting == 0:
+            self._asked(dormant)
+            dormant.on_device, self._has_freed = None, True
 
     def _prefetch(self) -> None:
         """Brings storages back before backward asks for them: at a time one, or at most `AHEAD` of all bytes."""
         room: int | None = None  # asking the driver takes longer than all else here
+        self._has_freed = False
         while self._returning:
             dormant = self._returning[-1]
             if dormant.num_waiting > 0 and dormant.on_device is None:
@@ -306,9 +329,12 @@ class OffloadedPrefixCache(PrefixCache):
 
 
 def _parameter_of(tensor: torch.Tensor) -> torch.nn.Parameter | None:
-    """The trained parameter that autocast cast to `tensor`, or None. Backward casts it again, so nothing is stored."""
-    cast = (tensor if tensor._base is None else tensor._base).grad_fn
-    if cast is None or cast.name() != "ToCopyBackward0":
+    """The trained parameter that autocast cast to `tensor`, or None. Backward casts it again, so nothing is stored; of
+    a cast that was written to, or made another layout, or another device's, that would be something else."""
+    base = tensor if tensor._base is None else tensor._base
+    if base.grad_fn is None or base.grad_fn.name() != "ToCopyBackward0" or base._version:
         return None
-    variable = getattr(cast.next_functions[0][0], "variable", None)
-    return variable if isinstance(variable, torch.nn.Parameter) else None
+    variable = getattr(base.grad_fn.next_functions[0][0], "variable", None)
+    if not isinstance(variable, torch.nn.Parameter):
+        return None
+    return variable if (variable.device, variable.stride()) == (base.device, base.stride()) else None

@@ -56,9 +56,8 @@ class PrefixCache:
 
         Args:
             key: the layer's. tensors: what suffixes read.
-            beside: outputs with which the prefix's forward goes on, where that is not `tensors`, to pass through the
-                same node of autograd. A prefix's last states lead to nothing else in phase A: backward would never
-                visit that node, and the waves' gradients would be lost.
+            beside: outputs with which phase A goes on, where that is not `tensors`. They join the node of `tensors` in
+                the graph, which backward would else never visit.
 
         Returns:
             The same tensors, then `beside`. Backward through any of them adds the grad cache to the gradients of
@@ -126,7 +125,7 @@ class PrefixCache:
 def ran_twice(key: Key) -> RuntimeError:
     """An error for a model that runs a layer several times in one forward, or several layers under one index."""
     return RuntimeError(
-        f"layer {key} ran twice in one forward, and a prefix is shared of layers that run once; set "
+        f"layer {key} ran twice in one forward, and only layers that run once can share a prefix; set "
         f"{WITHOUT_SHARING}, or call the model on whole rows"
     )
 

@@ -72,7 +72,7 @@ def _scan_strands(layout: Layout, inputs: Sequence[torch.Tensor], scan: Scan) ->
     """Outputs of all strands' tokens, and the states after the layout's `state_paths`, in their order."""
     outputs: dict[int, torch.Tensor] = {}
     states: dict[int, torch.Tensor] = {}
-    for runs, spans in layout.rounds:
+    for runs, spans in layout.scan_rounds:
         # All runs of the first round start from zeros, all others from states.
         initial = torch.stack([states[path_end] for *_, path_end in runs]) if states else None
         scanned = scan([torch.cat([x[start:end] for start, end, _ in runs]) for x in inputs], spans, initial)
@@ -97,7 +97,7 @@ def shared_conv(
     num, lens = layout.num_strands, [segment.length for segment in layout.segments]
     tails = None
     if num:
-        tails = _tails(layout, x, tail_len)
+        tails = _last_inputs(layout, x, tail_len)
         if attention_pass.capture is not None:
             x = attention_pass.capture.capture(key, tails, beside=(x,))[-1]
     of_segments = x.split(lens)
@@ -115,12 +115,12 @@ def shared_conv(
     return out
 
 
-def _tails(layout: Layout, x: torch.Tensor, tail_len: int) -> torch.Tensor:
+def _last_inputs(layout: Layout, x: torch.Tensor, tail_len: int) -> torch.Tensor:
     """[states, tail_len, D]: the last inputs of x [T, D] on each of the layout's `state_paths`, with zeros in front
     where there are fewer."""
-    index = layout.tails(tail_len, x.device)
+    index = layout.last_tokens(tail_len, x.device)
     after_zeros = torch.cat([x.new_zeros(1, x.shape[-1]), x])
-    return after_zeros.index_select(0, index.flatten()).view(*index.shape, -1)
+    return after_zeros.index_select(0, index.flatten()).view(*index.shape, x.shape[-1])
 
 
 def _continued(

@@ -1,14 +1,8 @@
-"""THE IDEA: a group's prefix is computed once, forward and backward. The words are those of README.md.
+"""Runs a plan, in the phases of README.md: packed passes; phases A, B and C.
 
-    packed   one graph      [ P | S S S S ]                          loss over all suffixes, one backward
-    phased   A              [ P ]            forward; the graph stays; detached copies of its K/V: the prefix cache
-             B  wave by wave    [ S S ] [ S S ]  forward and backward; gradients of the cache add up: the grad cache
-             C              [ P ]            one backward of the prefix graph from the grad cache
-
-packed is Prefix Grouper (arXiv 2506.05433) with merged attention; phased is schedule-level reuse, for groups that do
-not fit one pass: B needs the memory of one wave, and A and C happen once however many waves there are. The stock actor
-computes P once per suffix instead. This module knows neither verl nor losses: what a forward returns goes to `step`
-where `run` computes a whole plan, or to a caller of `forwards` that calls backward itself (`api`).
+B needs the memory of one wave, and A and C happen once however many waves there are. This module knows neither verl nor
+losses: what a forward returns goes to `step` where `run` computes a whole plan, or to a caller of `forwards` that calls
+backward itself (`api`).
 """
 
 from collections.abc import Callable, Generator, Iterator, Sequence

@@ -20,7 +20,7 @@ from itertools import pairwise
 
 import torch
 
-from verl_prefix.core.groups import Fork, Group, Strand, rows_by_key
+from verl_prefix.core.groups import Fork, Group, Strand, check_prompts, rows_by_key
 
 # A message that ends within this many tokens of a prompt's end is the last one: only the generation prompt follows it.
 GENERATION_PROMPT = 16
@@ -62,8 +62,10 @@ def group_trees(
         groups in order of their first rows. A row without response tokens is a group of its own.
 
     Raises:
+        ValueError: a prompt is empty.
         RuntimeError: two different prefixes have the same hash.
     """
+    check_prompts(prompt_lens)
     lens = [b - a for a, b in pairwise(offsets)]
     live = [row for row, length in enumerate(lens) if length > prompt_lens[row]]
     # Of each row: its cuts, and its end. The last token is never computed: nothing reads its output.

@@ -164,7 +164,7 @@ def make_waves(groups: Sequence[Group], wave_tokens: int) -> tuple[Wave, ...]:
     for number, group in enumerate(groups):
         for start, end in group.units():
             num_tokens = sum(group.suffix_lens[start:end])
-            if used and num_tokens and used + num_tokens > wave_tokens:
+            if used and used + num_tokens > wave_tokens:
                 waves.append({})
                 used = 0
             used += num_tokens
