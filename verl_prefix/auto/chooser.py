@@ -15,7 +15,7 @@ from verl_prefix.auto.cost import Memory, Rates, peak_bytes
 from verl_prefix.auto.pipeline import Round, Timeline, Work, timeline
 from verl_prefix.auto.shape import ModelShape, PassCost
 from verl_prefix.core.groups import Group
-from verl_prefix.core.waves import Plan, leaves_room, limit_waves, make_plan, prefix_room
+from verl_prefix.core.waves import PackedPass, Plan, leaves_room, limit_waves, make_plan, prefix_room
 
 # A wave of so many tokens hides its fixed cost: FSDP2 gathers, copies and reduces all parameters, and gradients of all
 # prefix tokens are added up. That takes as long as 400 tokens on 8 H100s (simulated: Llama3-8B).
@@ -59,26 +59,27 @@ class CostModel:
 
         Waves for which the budget leaves little are made longer: up to `LONG_WAVE` tokens on each rank that shares one,
         but not over the budget or `wave_tokens`. This length is halved until longer waves add at most `GROWTH` to the
-        update's estimated peak. With offload, and `wave_tokens` None, waves of
-        an update have at most `OFFLOAD_WAVE` tokens on each rank.
+        update's estimated peak. With offload, and `wave_tokens` None, waves of an update have at most `OFFLOAD_WAVE`
+        tokens on each rank.
 
         On a pipeline of several stages the budget is halved, down to `SHORTEST`, as long as shorter passes make its
         stages wait less. A stage keeps its part of the layers alone: prefixes of so many passes live together that
-        each stage keeps no more of them than one pass's of the whole budget. Every rank chooses for itself."""
+        an update is estimated to add no more than one pass of the whole budget would with all layers. Every rank
+        chooses for itself."""
         return self.timed_plan(groups, budget, schedule, forward_only)[0]
 
     def timed_plan(
         self, groups: Sequence[Group], budget: int, schedule: str, forward_only: bool
     ) -> tuple[Plan, Timeline | None]:
         """`plan`, and what it takes by FLOPs; None with one stage, where nothing depends on it."""
-        room = prefix_room(budget, self.wave_tokens, self.memory.offload)
-        best, time = self._plan(groups, budget, schedule, forward_only, room), None
+        whole = budget
+        best, time = self._plan(groups, budget, schedule, forward_only, budget), None
         if self.memory.stages == 1:
             return best, time
         kind, rates = "forward" if forward_only else "update", self.flops()
         time = self.timeline(best, kind, rates)
         while (budget := budget // 2) >= SHORTEST * self.memory.sequence_ranks:
-            shorter = self._plan(groups, budget, schedule, forward_only, room)
+            shorter = self._plan(groups, budget, schedule, forward_only, whole)
             if shorter.passes == best.passes:
                 continue
             took = self.timeline(shorter, kind, rates)
@@ -87,20 +88,30 @@ class CostModel:
             best, time = shorter, took
         return best, time
 
-    def _at_once(self, plan: Plan, room: int) -> Plan:
-        """The plan of a pipeline whose stages keep, together, prefixes of `room` tokens with all their layers."""
-        if self.memory.stages == 1 or self.memory.offload or not plan.phased:
+    def _at_once(self, plan: Plan, room: int, budget: int) -> Plan:
+        """The plan of a pipeline in as few rounds as keep no more on a stage than a pass of the whole budget, with all
+        layers, would; prefixes of `room` tokens with all layers always fit."""
+        memory, num = self.memory, len(plan.phased)
+        if memory.stages == 1 or memory.offload or not plan.phased:
             return plan
         longest = max(sum(group.prefix_len for group in one.groups) for one in plan.phased)
-        return replace(plan, at_once=self.memory.stages * max(room, longest) // max(longest, 1))
+        least = memory.stages * max(room, longest) // max(longest, 1)
+        one_pass = Plan((PackedPass((Group((0,), 0, (budget,)),)),))
+        most = peak_bytes(self.shape, one_pass, (), memory)
+        choices = (replace(plan, at_once=-(-num // rounds)) for rounds in range(1, num))
+        return next(
+            (one for one in choices if one.at_once <= least or peak_bytes(self.shape, one, (), memory) <= most),
+            replace(plan, at_once=1),
+        )
 
-    def _plan(self, groups: Sequence[Group], budget: int, schedule: str, forward_only: bool, room: int) -> Plan:
+    def _plan(self, groups: Sequence[Group], budget: int, schedule: str, forward_only: bool, whole: int) -> Plan:
+        """`plan` by one budget of `whole` and its halves."""
         memory = self.memory
+        room = prefix_room(whole, self.wave_tokens, memory.offload)
 
         def make(least_wave: int = 1) -> Plan:
-            return self._at_once(
-                make_plan(groups, budget, schedule, self.wave_tokens, memory.offload, least_wave), room
-            )
+            made = make_plan(groups, budget, schedule, self.wave_tokens, memory.offload, least_wave)
+            return self._at_once(made, room, whole)
 
         plan = make()
         if not plan.phased:

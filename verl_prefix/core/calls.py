@@ -75,8 +75,8 @@ class Spans:
 
     @functools.cached_property
     def max_q(self) -> int:
-        """A bound of `lens`, of at least 2: for 1 flash attention has kernels for decoding, and a row's bits would depend
-        on the longest row beside it."""
+        """A bound of `lens`, of at least 2: for 1 flash attention decodes by other kernels, and a row's bits would
+        depend on the longest row beside it."""
         return max(2, *self.lens)
 
     @functools.cached_property
