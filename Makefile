@@ -11,7 +11,7 @@
 #   make test-trl   examples/trl_grpo.py against TRL's own GRPOTrainer
 #   make test-veomni  model_engine=prefix_veomni against verl's own VeOmni engine, with stand-ins of its Triton kernels
 #   make test-megatron  model_engine=prefix_megatron against verl's own Megatron engine, with stand-ins of CUDA and
-#                   TransformerEngine
+#                   TransformerEngine; PYTEST_ARGS='-m full' runs what it leaves out
 #   make test-newest  what computes models of transformers, without verl, on the newest one that is known
 #   make test-verl-main VERL=folder|url  engine and contract tests, and asynchronous trainers, on verl's main branch
 #   make test-pinned  core, engine and contract tests on the torch and transformers that verl[vllm] 0.9.1 installs: 5 GB
@@ -65,7 +65,7 @@ NEWEST := .venv-newest/$(firstword $(newest))
 test-vllm := tests/cpu/test_vllm.py
 test-trl := tests/clients
 test-veomni := $(PARALLEL) -m 'not ray' $(wildcard tests/backends/test_veomni*.py)
-test-megatron := $(PARALLEL) -m 'not ray' $(wildcard tests/backends/test_megatron*.py)
+test-megatron := $(PARALLEL) -m 'not ray and not full' $(wildcard tests/backends/test_megatron*.py)
 test-newest := $(PARALLEL) -m 'not full and not ci' tests/models tests/api \
 	$(patsubst %,tests/core/test_%.py,fsdp lifetime offload schedule shards trees)
 # What does not run beside other files: trainings, left out where PYTEST_ARGS choose tests.

@@ -1,5 +1,5 @@
-"""What fails inside a pass of PrefixMegatronEngine ends with its cause and leaves nothing behind; ranks of tensor and
-expert parallelism make their collectives in one order.
+"""What fails inside a pass of PrefixMegatronEngine ends with its cause and leaves nothing behind, on any stage of a
+pipeline, too; ranks of tensor and expert parallelism make their collectives in one order.
 
 gloo ranks, fp32, with the stand-ins of `megatron_cpu`. tests/engine/test_faults.py has what the engine room says of a
 failure, whatever the engine. A failure is an error that a hook raises.
@@ -46,10 +46,37 @@ FAULTS: dict[str, tuple[dict[str, Any], int | str, bool, str]] = {
 }
 
 
+# As FAULTS, on one stage of a pipeline; what the error says, of rank {0}. A step is no pass.
+WAVE_2 = [
+    "verl_prefix was in phase_b, wave 2 of 3, rank {0}: 2 groups of rows [9], [2, 3], 62 prefix and 28 suffix tokens",
+    "verl_prefix: set actor_rollout_ref.actor.prefix.wave_tokens=20 (largest wave: 40 tokens)",
+]
+ON_A_STAGE: dict[str, tuple[dict[str, Any], int | str, bool, list[str]]] = {
+    "phase A": (PHASED, 1, False, ["verl_prefix was in phase_a, rank {0}: ", "actor.prefix.offload=True"]),
+    "wave": (PHASED, 3, False, WAVE_2),
+    "backward of a wave": (PHASED, 3, True, WAVE_2),
+    "phase C": (PHASED, 1, True, ["verl_prefix was in phase_c, rank {0}: ", "enable_gradient_checkpointing=True"]),
+    "step": (PHASED, "step", False, ["in optimizer_step"]),
+    "packed": (PACKED, 1, False, ["verl_prefix was in packed, rank {0}: ", "actor.prefix.schedule=phased"]),
+    "backward of packed": (PACKED, 1, True, ["verl_prefix was in packed, rank {0}: ", "actor.prefix.schedule=phased"]),
+}
+# Stages, the one that fails, and where.
+QUICK = {
+    (2, 0, "phase A"), (2, 1, "wave"), (2, 0, "backward of a wave"), (2, 1, "phase C"), (2, 0, "step"),
+    (4, 1, "backward of a wave"),
+}  # fmt: skip
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     """A mixture whose routers count tokens, for biases that follow."""
     return write_megatron_model(tmp_path_factory.mktemp("model") / "deepseek_v3", "deepseek_v3")
+
+
+@pytest.fixture(scope="module")
+def deep(tmp_path_factory):
+    """A model of four layers, for as many stages."""
+    return write_megatron_model(tmp_path_factory.mktemp("model") / "qwen3_deep", "qwen3_deep")
 
 
 # What follows runs on ranks.
@@ -72,7 +99,7 @@ def _fail(*_: Any) -> None:
 
 @contextlib.contextmanager
 def _broken(engine: Any, at: int | str, in_backward: bool) -> Iterator[None]:
-    """Context in which the last layer's MLP fails in its call `at`, or in the backward of it."""
+    """Context in which the last layer's MLP fails in its call `at`, or in the backward of it; or what `at` names."""
     from megatron.core.utils import get_model_config
 
     from verl_prefix.core.prefix_cache import PrefixCache
@@ -90,8 +117,10 @@ def _broken(engine: Any, at: int | str, in_backward: bool) -> Iterator[None]:
 
     end_waves = PrefixCache._end_waves
     finalize = _fail if at == "finalizing" else get_model_config(engine.module[0]).finalize_model_grads_func
+    step = _fail if at == "step" else engine.optimizer.step
     handle = _layers(engine)[-1].mlp.register_forward_hook(hook)
     with (
+        mock.patch.object(engine.optimizer, "step", step),
         mock.patch.object(PrefixCache, "_end_waves", lambda cache: end_waves(cache) or at_work.append(cache)),
         mock.patch.object(get_model_config(engine.module[0]), "finalize_model_grads_func", finalize),
     ):
@@ -154,6 +183,46 @@ def test_a_failure_on_one_of_two_ranks_is_told_while_the_other_waits(model, rank
     assert told.startswith("rank 1 of 2 raised") and "rank 0 of 2" not in told
     assert "OutOfMemoryError: injected" in told
     assert ("verl_prefix was in phase_" in told) == (backend == "prefix_megatron")
+
+
+def _fails_on_a_stage(other: str, path: str, backend: str, stage: int, name: str) -> None:
+    options, at, in_backward, _ = ON_A_STAGE[name]
+    stages = {"pipeline_model_parallel_size": torch.distributed.get_world_size()}
+    engine = _shared()(backend, path, stages | options)
+    with contextlib.ExitStack() as stack:
+        if torch.distributed.get_rank() == stage:
+            stack.enter_context(_broken(engine, at, in_backward))
+        _update(engine, **(ROW_BY_ROW if backend == "megatron" else {}))
+
+
+@pytest.mark.parametrize(
+    ("stages", "stage", "name"),
+    [
+        pytest.param(stages, stage, name, marks=[] if (stages, stage, name) in QUICK else pytest.mark.full)
+        for stages in (2, 4)
+        for stage in range(stages)
+        for name in ON_A_STAGE
+    ],
+)
+def test_a_stage_that_fails_is_told_while_the_others_wait(model, deep, ranks, stages, stage, name):
+    """Its error alone: the others wait for its messages until their processes end."""
+    with pytest.raises(RankError) as raised:
+        ranks(stages, model)(_fails_on_a_stage, deep, "prefix_megatron", stage, name, later=1)
+    told = str(raised.value)
+    assert told.startswith(f"rank {stage} of {stages} raised") and told.count(f" of {stages} raised") == 1
+    assert "OutOfMemoryError: injected" in told
+    assert all(words.format(stage) in told for words in ON_A_STAGE[name][-1]), told
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["wave", "backward of a wave", "step"])
+@pytest.mark.parametrize("stage", [0, 1])
+def test_a_stage_of_verls_own_that_fails_is_told_while_the_other_waits(model, deep, ranks, stage, name):
+    with pytest.raises(RankError) as raised:
+        ranks(2, model)(_fails_on_a_stage, deep, "megatron", stage, name, later=1)
+    told = str(raised.value)
+    assert told.startswith(f"rank {stage} of 2 raised") and f"rank {1 - stage} of 2" not in told
+    assert "OutOfMemoryError: injected" in told and "verl_prefix was in" not in told
 
 
 def _rows_that_one_cannot_read(path: str) -> str:

@@ -23,7 +23,7 @@ from verl_prefix.auto.chooser import CostModel
 from verl_prefix.auto.cost import Memory, PassCost, peak_bytes
 from verl_prefix.auto.shape import ModelShape
 from verl_prefix.backends import fsdp
-from verl_prefix.core.errors import add_note
+from verl_prefix.core.errors import add_note, annotate_backwards, annotate_errors
 from verl_prefix.core.groups import Group
 from verl_prefix.core.waves import make_plan
 from verl_prefix.engine import outputs, room
@@ -277,6 +277,28 @@ def test_an_oom_on_one_of_two_ranks_fails_with_the_key_to_set(ranks, model):
     assert "OutOfMemoryError: injected" in error
     assert "verl_prefix was in phase_b, wave 2 of " in error
     assert "set actor_rollout_ref.actor.prefix.wave_tokens=" in error
+
+
+def test_an_error_among_backwards_names_the_pass_whose_backward_runs():
+    def backward(number: int, fails: bool) -> None:
+        x = torch.ones(1, requires_grad=True)
+        y = x * 2
+        if fails:
+            y.register_hook(lambda _: 1 / 0)
+        output = y + 1
+        backwards.follow(output, annotate_errors("phase_b", [], f"wave {number} of 2"))
+        output.backward()
+
+    def run(fails: bool) -> str:
+        backward(1, False)
+        backward(2, fails)
+        return str(1 / 0)  # between backwards
+
+    for fails in (True, False):
+        with pytest.raises(ZeroDivisionError) as raised, annotate_backwards() as backwards:
+            run(fails)
+        told = "".join(traceback.format_exception(raised.value))
+        assert ("verl_prefix was in phase_b, wave 2 of 2, " in told) == fails and "wave 1" not in told
 
 
 def test_a_note_without_add_note():

@@ -17,7 +17,7 @@ from verl_prefix.config.options import PrefixConfig
 # What an engine is built by: arguments of `megatron_engines.engine`, and names in `RECOMPUTE` and `OVERLAP`.
 BUILT_BY = (
     "tp", "sp", "ep", "etp", "cp", "distributed_optimizer", "recompute", "overlap", "forward_only", "frozen",
-    "use_remove_padding", "lr",
+    "use_remove_padding", "lr", "pipeline_model_parallel_size",
 )  # fmt: skip
 FULL = {"recompute_granularity": "full"}
 RECOMPUTE: dict[str, dict[str, Any]] = {
@@ -48,7 +48,8 @@ class SharedEngines:
 
     def __call__(self, backend: str, path: str, options: dict[str, Any]) -> Any:
         fields = {name: options[name] for name in BUILT_BY if name in options}
-        self._use((fields.get("tp", 1), fields.get("ep", 1), fields.get("etp"), fields.get("cp", 1)))
+        stages = fields.get("pipeline_model_parallel_size", 1)
+        self._use((fields.get("tp", 1), fields.get("ep", 1), fields.get("etp"), fields.get("cp", 1), stages))
         if (key := repr((backend, path, sorted(fields.items())))) not in self.built:
             made = _build(backend, path, **fields)
             self.built[key] = made, [x.detach().clone() for x in _tensors(made)]

@@ -104,9 +104,10 @@ def faster(of: Report, arm: str) -> float:
     return of.simulated.arms.stock.update_seconds / of.simulated.arms[arm].update_seconds
 
 
-def to_end(of: Report, hung: bool) -> float:
-    """Seconds that a fault took to end a job at most, where a worker hangs or elsewhere."""
-    return max(case.get("seconds_from_fault_to_end") or 0 for case in of.cases if ("hangs" in case.case) == hung)
+def to_end(of: Report, hung: bool, stages: bool = False) -> float:
+    """Seconds that a fault took to end a job at most, where a worker hangs or elsewhere; on two stages or FSDP2."""
+    of_kind = [case for case in of.cases if ("hangs" in case.case, case.arm == "stages") == (hung, stages)]
+    return max(case.get("seconds_from_fault_to_end") or 0 for case in of_kind)
 
 
 def error(of: Report, name: str) -> float:

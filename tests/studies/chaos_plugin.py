@@ -1,4 +1,5 @@
-"""A verl plugin that breaks a run at one point: CHAOS=point:step:action, CHAOS_DIR for what processes tell each other.
+"""A verl plugin that breaks a run at one point: CHAOS=point:step:action, on rank CHAOS_RANK; CHAOS_DIR
+for what processes tell each other.
 
 chaos.py puts it on a run's path next to an entry point of its own, so neither verl nor verl_prefix knows about it.
 """
@@ -34,8 +35,8 @@ def act(half_written: str | None = None) -> None:
     raise RuntimeError(f"injected: {POINT}, rank {os.environ.get('RANK', '-')}")
 
 
-def last_rank() -> bool:
-    return torch.distributed.get_rank() == torch.distributed.get_world_size() - 1
+def broken_rank() -> bool:
+    return torch.distributed.get_rank() == int(os.environ["CHAOS_RANK"])
 
 
 def before(owner: type | ModuleType, name: str, breaks) -> None:
@@ -66,17 +67,17 @@ def break_save(save):
 
 
 def break_wave(self, tokens, groups, layout, cache=None) -> None:
-    if cache is not None and torch.is_grad_enabled() and at("wave") and last_rank():
+    if cache is not None and torch.is_grad_enabled() and at("wave") and broken_rank():
         act()
 
 
 def break_phase_a(self, *_, **__) -> None:
-    if torch.is_grad_enabled() and at("phase_a") and last_rank():
+    if torch.is_grad_enabled() and at("phase_a") and broken_rank():
         act()
 
 
-def on_last_rank(point: str):
-    return lambda *_, **__: at(point) and last_rank() and act()
+def on_rank(point: str):
+    return lambda *_, **__: at(point) and broken_rank() and act()
 
 
 def install() -> None:
@@ -93,13 +94,13 @@ def install() -> None:
     from verl_prefix.trace.writer import TraceWriter
 
     before(PPOTrainer, "step", write_step)
-    before(FSDPEngine, "optimizer_step", on_last_rank("update"))
-    before(FSDPEngine, "save_checkpoint", on_last_rank("checkpoint"))
-    before(travel, "describe", on_last_rank("describe"))
-    before(RowBytes, "pack", on_last_rank("exchange"))
-    before(PrefixCache, "backward", on_last_rank("phase_c"))
+    before(FSDPEngine, "optimizer_step", on_rank("update"))
+    before(FSDPEngine, "save_checkpoint", on_rank("checkpoint"))
+    before(travel, "describe", on_rank("describe"))
+    before(RowBytes, "pack", on_rank("exchange"))
+    before(PrefixCache, "backward", on_rank("phase_c"))
     before(PackedForward, "phase_a", break_phase_a)
-    before(TraceWriter, "_write_step", on_last_rank("trace"))
+    before(TraceWriter, "_write_step", on_rank("trace"))
     before(HFServer, "__init__", lambda *_, **__: at("server") and act())
     before(HFServer, "_generate", lambda *_, **__: at("rollout") and act())
     before(PackedForward, "packed_or_wave", break_wave)

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 
 from verl_prefix.backends.megatron_schedule import MegatronSchedule
-from verl_prefix.core.errors import annotate_errors
+from verl_prefix.core.errors import annotate_backwards, annotate_errors
 from verl_prefix.core.forward import TokenBatch
 from verl_prefix.core.groups import Group
 from verl_prefix.core.layout import Layout, build_layout
@@ -97,19 +97,22 @@ class PipelineSchedule(MegatronSchedule):
         step, left = self.step, iter(passes)
 
         def forward() -> tuple[torch.Tensor, Any]:
-            groups, layout, cache, where = next(left)
-            with annotate_errors(where[0], groups, where[1]):
+            groups, layout, cache, (phase, part) = next(left)
+            one = annotate_errors(phase, groups, part)
+            with one:
                 done = self.forward.packed_or_wave(tokens, groups, layout, cache)
+            backwards.follow(done.outputs, one)
 
             def loss(outputs: torch.Tensor) -> torch.Tensor:
                 if not groups:
                     return outputs.sum() * 0.0
-                with annotate_errors(where[0], groups, where[1]):
+                with one:
                     return step(*done._replace(outputs=outputs))
 
             return done.outputs, loss
 
-        run_1f1b(self.module, forward, len(passes), forward_only=self.backward is None)
+        with annotate_backwards() as backwards:
+            run_1f1b(self.module, forward, len(passes), forward_only=self.backward is None)
 
     def _phase_c(self, one: _Begun, stages: Neighbours, device: torch.device) -> None:
         """Sends gradients back also where no layer of this stage is trained: the next stage does not know."""

@@ -66,6 +66,34 @@ class annotate_loop_body(AbstractContextManager[None]):
             running.note(error)
 
 
+class annotate_backwards(AbstractContextManager["annotate_backwards"]):
+    """Context in which others run the backwards of several passes, as the schedule of a pipeline does: an error gets
+    the note of the pass whose backward runs then.
+
+    A plain attribute says which: on CUDA hooks run in autograd's own thread, where context variables are others.
+    """
+
+    def __init__(self) -> None:
+        self._running: annotate_errors | None = None
+
+    def follow(self, output: torch.Tensor, one: annotate_errors) -> None:
+        """`output`: where the backward of the pass begins."""
+
+        def begin(_: torch.Tensor) -> None:
+            self._running = one
+            torch.autograd.Variable._execution_engine.queue_callback(self._end)
+
+        if output.requires_grad:
+            output.register_hook(begin)
+
+    def _end(self) -> None:
+        self._running = None
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        if self._running is not None:
+            self._running.note(error)
+
+
 def current_pass() -> str:
     """The running pass, as the note of an error would name it."""
     running = _running.get()
