@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers
 import verl  # noqa: F401
+from driver import built
 from hydra import compose, initialize_config_dir, initialize_config_module
 from hydra.errors import ConfigCompositionException, InstantiationException
 from omegaconf import OmegaConf
@@ -47,15 +48,11 @@ def model_path(tmp_path_factory) -> str:
 @pytest.mark.parametrize("config_name", ["ppo_trainer", "prefix_grpo"])
 def test_model_engine_swaps_actor_and_ref_and_nothing_else(config_name):
     config = composed("actor_rollout_ref.rollout.n=4", f"{ACTOR}.prefix.schedule=packed", config_name=config_name)
-    OmegaConf.set_struct(config, False)
-    for key in [key for key in config.actor_rollout_ref.ref if key.startswith("log_prob_")]:
-        config.actor_rollout_ref.ref.pop(key)  # as ActorRolloutRefWorker.init_model does
-    config.actor_rollout_ref.ref.use_dynamic_bsz = True
-    for role in (config.actor_rollout_ref.actor, config.actor_rollout_ref.ref):
-        actor = omega_conf_to_dataclass(role)
-        assert isinstance(actor, PrefixActorConfig) and isinstance(actor.engine, PrefixEngineConfig)
-        assert actor.engine.strategy == "prefix" and actor.engine.prefix.schedule == "packed"
-    assert omega_conf_to_dataclass(config.actor_rollout_ref.ref).engine.forward_only
+    actor, ref = built(config)
+    for role in (actor, ref):
+        assert isinstance(role, PrefixActorConfig) and isinstance(role.engine, PrefixEngineConfig)
+        assert role.engine.strategy == "prefix" and role.engine.prefix.schedule == "packed"
+    assert ref.engine.forward_only
     assert config.critic._target_ == "verl.workers.config.FSDPCriticConfig"
     assert (config.trainer.v1.trainer_mode == "prefix_sync") == (config_name == "prefix_grpo")
     assert (config.algorithm.adv_estimator == "grpo") == (config_name == "prefix_grpo")

@@ -4,12 +4,10 @@ megatron-core, but where its fields are compared."""
 import dataclasses
 import functools
 
+import driver
 import pytest
-import verl  # noqa: F401
-from hydra import compose, initialize_config_module
+from driver import ACTOR, MODEL, REF, ROLES
 from hydra.errors import InstantiationException
-from omegaconf import OmegaConf
-from verl.utils.config import omega_conf_to_dataclass, validate_config
 from verl.workers.config import McoreActorConfig, McoreEngineConfig
 
 from verl_prefix.config import engines
@@ -19,22 +17,19 @@ from verl_prefix.config.transformer_fields import TOPOLOGY
 from verl_prefix.testing import write_tiny_model
 from verl_prefix.versions import warn_once
 
-ROLES = "actor_rollout_ref"
-ACTOR, REF, MODEL = f"{ROLES}.actor", f"{ROLES}.ref", f"{ROLES}.model"
 MEGATRON, REFS = f"{ACTOR}.megatron", f"{REF}.megatron"
 TP, EP = f"{MEGATRON}.tensor_model_parallel_size", f"{MEGATRON}.expert_model_parallel_size"
 ETP, VANILLA = f"{MEGATRON}.expert_tensor_parallel_size", f"{MEGATRON}.vanilla_mbridge"
 CP = f"{MEGATRON}.context_parallel_size=2"
 OVERRIDE, DDP = f"++{MEGATRON}.override_transformer_config", f"++{MEGATRON}.override_ddp_config"
 FULL = " ".join(f"{OVERRIDE}.recompute_{key}" for key in ("granularity=full", "method=uniform", "num_layers=1"))
+checked = functools.partial(driver.checked, "prefix_megatron")
 BALANCED, PACKED = f"{OVERRIDE}.moe_router_load_balancing_type=aux_loss", f"{ACTOR}.prefix.schedule=packed"
 
 
 @pytest.fixture(autouse=True)
 def installed(monkeypatch):
-    """megatron-core is what the driver asks for first."""
-    real = engines.installed_version
-    monkeypatch.setattr(engines, "installed_version", lambda name: "0.16.1" if "megatron" in name else real(name))
+    monkeypatch.setattr(engines, "installed_version", driver.installed("0.16.1", "megatron"))
 
 
 @pytest.fixture(scope="module")
@@ -42,31 +37,6 @@ def paths(tmp_path_factory):
     tmp = tmp_path_factory.mktemp("tiny")
     families = ("qwen3", "qwen3_moe", "phi3", "deepseek_v3", "glm4_moe", "qwen3_5_text", "qwen3_vl")
     return {family: write_tiny_model(tmp / family, family=family) for family in families}
-
-
-def composed(model_path: str, *overrides: str):
-    rows = [f"{ACTOR}.use_dynamic_bsz=true", f"{ACTOR}.use_kl_loss=true", f"{ROLES}.rollout.n=4"]
-    with initialize_config_module("verl.trainer.config", version_base=None):
-        options = ["model_engine=prefix_megatron", f"{MODEL}.path={model_path}", *rows, *overrides]
-        return compose("ppo_trainer", overrides=options)
-
-
-def checked(model_path: str, *overrides: str):
-    """The config, as verl's driver checks it."""
-    config = composed(model_path, *overrides)
-    validate_config(config, use_reference_policy=True, use_critic=False)
-    OmegaConf.resolve(config)
-    return config
-
-
-def built(config):
-    """Both configs, as verl's worker makes them."""
-    OmegaConf.set_struct(config, False)
-    ref = config.actor_rollout_ref.ref
-    for key in [key for key in ref if key.startswith("log_prob_")]:
-        ref.pop(key)  # as ActorRolloutRefWorker.init_model does
-    ref.use_dynamic_bsz = True
-    return [omega_conf_to_dataclass(role) for role in (config.actor_rollout_ref.actor, ref)]
 
 
 @pytest.mark.parametrize(
@@ -96,7 +66,7 @@ def built(config):
 )
 def test_what_is_accepted_builds_both_engines_configs(paths, family, overrides):
     config = checked(paths[family], *overrides.split())
-    actor, ref = built(config)
+    actor, ref = driver.built(config)
     for role in (actor, ref):
         assert isinstance(role, PrefixMegatronActorConfig) and isinstance(role, McoreActorConfig)
         assert isinstance(role.engine, PrefixMegatronEngineConfig) and isinstance(role.engine, McoreEngineConfig)
@@ -231,7 +201,7 @@ def test_without_megatron_core_the_driver_says_what_to_install(paths, monkeypatc
 
 
 def test_ranks_of_tensor_parallelism_have_the_same_rows_and_cut_none(paths):
-    actor = composed(paths["qwen3"], f"{TP}=4").actor_rollout_ref.actor
+    actor = driver.composed("prefix_megatron", paths["qwen3"], f"{TP}=4").actor_rollout_ref.actor
     assert engines.slices_of("actor", actor) == (f"{MEGATRON}.context_parallel_size", 1)
     assert next(engines.heads_of("actor", actor)) == (TP, 4, 1) and engines.copies_of(actor) == 4
 

@@ -1,13 +1,13 @@
 """Options of `model_engine=prefix_veomni`: what composes, and what is refused in the driver, by which key. Needs no
 VeOmni."""
 
+import functools
+
+import driver
 import pytest
-import verl  # noqa: F401
-from hydra import compose, initialize_config_module
+from driver import ACTOR, MODEL, REF, ROLES
 from hydra.errors import InstantiationException
-from omegaconf import OmegaConf
 from transformers import AutoConfig, AutoModelForImageTextToText
-from verl.utils.config import omega_conf_to_dataclass, validate_config
 from verl.workers.config import VeOmniActorConfig, VeOmniEngineConfig
 
 from verl_prefix.config import engines
@@ -15,18 +15,15 @@ from verl_prefix.config.veomni import VEOMNI_TOPOLOGY, PrefixVeOmniActorConfig, 
 from verl_prefix.models.veomni import unread_weight
 from verl_prefix.testing import write_tiny_model
 
-ROLES = "actor_rollout_ref"
-ACTOR, REF, MODEL = f"{ROLES}.actor", f"{ROLES}.ref", f"{ROLES}.model"
 VEOMNI = f"{ACTOR}.veomni"
 KERNELS = [f"{VEOMNI}.{name}_implementation=fla" for name in ("causal_conv1d", "chunk_gated_delta_rule")]
 ULYSSES = f"{VEOMNI}.ulysses_parallel_size=2"
+checked = functools.partial(driver.checked, "prefix_veomni")
 
 
 @pytest.fixture(autouse=True)
 def installed(monkeypatch):
-    """veomni is what the driver asks for first."""
-    real = engines.installed_version
-    monkeypatch.setattr(engines, "installed_version", lambda name: "0.1.12" if name == "veomni" else real(name))
+    monkeypatch.setattr(engines, "installed_version", driver.installed("0.1.12", "veomni"))
 
 
 @pytest.fixture(scope="module")
@@ -34,21 +31,6 @@ def paths(tmp_path_factory):
     tmp = tmp_path_factory.mktemp("tiny")
     families = ("qwen3", "qwen3_moe", "phi3", "qwen3_5_text", "qwen3_vl", "qwen2_5_vl")
     return {family: write_tiny_model(tmp / family, family=family) for family in families}
-
-
-def composed(model_path: str, *overrides: str):
-    rows = [f"{ACTOR}.use_dynamic_bsz=true", f"{ACTOR}.use_kl_loss=true", f"{ROLES}.rollout.n=4"]
-    with initialize_config_module("verl.trainer.config", version_base=None):
-        options = ["model_engine=prefix_veomni", f"{MODEL}.path={model_path}", *rows, *overrides]
-        return compose("ppo_trainer", overrides=options)
-
-
-def checked(model_path: str, *overrides: str):
-    """The config, as verl's driver checks it."""
-    config = composed(model_path, *overrides)
-    validate_config(config, use_reference_policy=True, use_critic=False)
-    OmegaConf.resolve(config)
-    return config
 
 
 @pytest.mark.parametrize(
@@ -68,12 +50,7 @@ def checked(model_path: str, *overrides: str):
 )
 def test_what_is_accepted_builds_both_engines_configs(paths, family, overrides):
     config = checked(paths[family], *overrides)
-    OmegaConf.set_struct(config, False)
-    ref = config.actor_rollout_ref.ref
-    for key in [key for key in ref if key.startswith("log_prob_")]:
-        ref.pop(key)  # as ActorRolloutRefWorker.init_model does
-    ref.use_dynamic_bsz = True
-    actor, ref = (omega_conf_to_dataclass(role) for role in (config.actor_rollout_ref.actor, ref))
+    actor, ref = driver.built(config)
     for role in (actor, ref):
         assert isinstance(role, PrefixVeOmniActorConfig) and isinstance(role, VeOmniActorConfig)
         assert isinstance(role.engine, PrefixVeOmniEngineConfig) and isinstance(role.engine, VeOmniEngineConfig)
