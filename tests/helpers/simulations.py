@@ -2,11 +2,13 @@
 
 import contextlib
 import io
+import itertools
 from pathlib import Path
 from unittest import mock
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+import pytest
 import torch
 
 from verl_prefix import cli
@@ -17,6 +19,14 @@ from verl_prefix.tools.simulate.job import Arm, Job
 from verl_prefix.tools.simulate.passes import Simulation
 
 H100 = GPUS["h100"]
+
+
+def half_of_8(*values: tuple[object, object]) -> list:
+    """What three settings of two values make. Four have every pair of any two settings; CI has the others as well."""
+    marks = {0: (), 1: pytest.mark.ci}
+    return [
+        pytest.param(*one, marks=marks[sum(map(tuple.index, values, one)) % 2]) for one in itertools.product(*values)
+    ]
 
 
 def planned(words: list[str]) -> tuple[int, str, str]:
