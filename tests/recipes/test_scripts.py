@@ -685,14 +685,17 @@ VEOMNI_KEY = "actor_rollout_ref.actor.veomni"
 
 # On VeOmni and Megatron, of text with LoRA, of pictures, and refused; the others are left to CI.
 TELLING = (
-    "gspo_trainer/run_qwen3_30b_a3b_megatron",
+    "on_policy_distillation_trainer/run_qwen3_8b_megatron",
     "grpo_trainer/run_qwen3_30b_veomni",
     "tuning/lora/run_qwen3_8b_fsdp",
     "grpo_trainer/run_qwen3_vl_8b_fsdp",
     "grpo_trainer/run_seed_oss_36b_fsdp",
 )
-# rloo's and grpo's but for a loss that is let through, whose actors are tested with every loss.
-ALIKE = ("cispo_trainer/run_qwen3_8b_fsdp", "gpg_trainer/run_qwen3_8b_fsdp")
+# rloo's and grpo's but for a loss that is let through, whose actors are tested with every loss; and the one that takes
+# as long as all others, a step of 40 million tokens.
+ALIKE = (
+    "cispo_trainer/run_qwen3_8b_fsdp", "gpg_trainer/run_qwen3_8b_fsdp", "gspo_trainer/run_qwen3_30b_a3b_megatron",
+)  # fmt: skip
 
 
 def _marks(script: str) -> tuple | pytest.MarkDecorator:
