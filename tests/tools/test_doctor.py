@@ -66,10 +66,10 @@ def test_doctor_names_everything_that_is_registered(run_doctor, tmp_path):
     assert engine in result.stdout and f"veomni {version or 'not installed'}\n" in result.stdout
     assert "FAIL" not in result.stdout
     assert result.stdout.endswith("all fine: model_engine=prefix will be used, on cpu\n")
+    json_says_what_lines_say(run_doctor(tmp_path, "--json"), result.stdout.splitlines())
 
 
-def test_json_stands_alone_and_says_what_the_lines_say(run_doctor, tmp_path):
-    result, lines = run_doctor(tmp_path, "--json"), run_doctor(tmp_path).stdout.splitlines()
+def json_says_what_lines_say(result: subprocess.CompletedProcess[str], lines: list[str]) -> None:
     told = json.loads(result.stdout)
     assert result.returncode == 0 and told["versions"]["verl"] and told["device"] and "commit" in told["git"]
     found = told["findings"]
