@@ -17,9 +17,8 @@ import broken_states
 import pytest
 from engines import TOLERANCE
 from hypothesis import HealthCheck, example, given, settings
-from random_batches import Again, Case, Prompt, Session, cases_on, errors_of, write_models
+from random_batches import BATCHES, Again, Case, Prompt, Session, cases_on, errors_of, write_models
 
-BATCHES = int(os.environ.get("FUZZ_BATCHES", 6))
 REPORT = os.environ.get("FUZZ_REPORT")
 
 

@@ -4,6 +4,7 @@ from verl's stock fsdp2 engine, which takes one row after the other."""
 import copy
 import functools
 import math
+import os
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from pathlib import Path
@@ -13,6 +14,7 @@ from unittest import mock
 
 import torch
 from engines import PAD, TOLERANCE, _engine, _loss, _responses, as_batch
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from shared_models import OURS, SharedModels
 from torch.distributed import all_gather_object, get_rank, get_world_size
@@ -23,6 +25,7 @@ from verl_prefix.config.options import PrefixConfig
 from verl_prefix.models.verls_vision import towers_of_tensors
 from verl_prefix.testing import visual_prompt, write_tiny_model
 
+BATCHES = int(os.environ.get("FUZZ_BATCHES", 6))
 END = 2  # of a message, as the tiny models' tokenizer has it
 FAMILIES = {
     "qwen3": {}, "llama": {}, "qwen3 tied": dict(tie_word_embeddings=True),
@@ -344,3 +347,19 @@ def errors_of(
     return {name: error for name, error in errors.items() if error > TOLERANCE or "gradient" not in name} | {
         "gradients": worst
     }, float(saved)
+
+
+def run_batches(cases: st.SearchStrategy[Case], errors: Callable[[Case], list[tuple[dict[str, float], float]]]) -> None:
+    """`errors`, what `errors_of` finds on each rank, of BATCHES cases: none is over TOLERANCE, and some case shares."""
+    shared = []
+
+    @settings(max_examples=BATCHES, suppress_health_check=[*HealthCheck])
+    @given(case=cases)
+    def run(case: Case) -> None:
+        found = errors(case)
+        for name, error in ((name, error) for each, _ in found for name, error in each.items()):
+            assert error <= TOLERANCE, (name, error)
+        shared.append(any(saved > 0 for _, saved in found))
+
+    run()
+    assert any(shared)
