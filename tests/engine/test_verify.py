@@ -64,6 +64,13 @@ RECURRENT = {
 }
 
 
+@pytest.fixture(autouse=True)
+def cheap():
+    """Without oneDNN, which compiles a bf16 matmul for every new shape: a sixth of the time."""
+    with torch.backends.mkldnn.flags(enabled=False):
+        yield
+
+
 def verdict(
     seed: int, dtype: torch.dtype, family: str = "qwen3", broken=None, perturbed: int = 1, rows=None
 ) -> verify.Verdict:
@@ -166,7 +173,7 @@ def test_a_dropped_gradient_of_shared_outputs_is_caught_by_gradients_alone(rows,
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("family", CONFIGS)
 def test_rounding_passes_in_every_dtype_and_core(family, dtype):
-    for seed in range(5):
+    for seed in range(3):
         found = verdict(seed, dtype, family)
         assert not found.missed, str(found)
 
@@ -250,7 +257,7 @@ def test_long_prefixes_round_as_short_ones(prefix_len, mean, dtype):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("broken", [scaled_kernel, last_prefix_token_dropped])
 def test_a_wrong_kernel_is_caught(broken, dtype):
-    for seed in range(5):
+    for seed in range(3):
         found = verdict(seed, dtype, broken=broken)
         assert found.missed and found.attention > 1.5 * verify.MAX_ATTENTION, str(found)
 
