@@ -456,7 +456,7 @@ def _split_of_equal_rows(models: dict, exchange: str, epochs: int) -> dict[tuple
     worker = TrainingWorker(TrainingWorkerConfig(model_type="language_model", **configs))
     worker.reset()
     worker.set_loss_fn(_loss({}))
-    for shuffle, num in ((False, 1), (False, 2), (False, 4), (True, 2), (True, 4)):
+    for shuffle, num in ((False, 1), (False, 2), (True, 4)):
         data = as_batch(rows, [0] * len(rows), {}, torch.Generator().manual_seed(0))
         tu.assign_non_tensor(data, num_mini_batch=num, epochs=epochs, dataloader_kwargs={"shuffle": shuffle})
         seen, train_batch = [], worker.train_batch
@@ -1153,7 +1153,7 @@ def test_outputs_of_empty_responses_have_the_form_of_the_others_in_bf16(results)
         assert not any(errors[name] for name in ("outputs", "metric names", "dtypes", "lens"))
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("dtype", [pytest.param("fp32", marks=pytest.mark.ci), "bf16"])
 def test_a_gradient_that_waves_lose_which_no_log_prob_shows_stops_step_1(results, dtype):
     results(_loses_a_gradient, dtype)
 
@@ -1165,7 +1165,7 @@ def test_broken_trees_stop_step_1(results, broken, schedule):
     results(_breaks_trees, broken, schedule)
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("dtype", [pytest.param("fp32", marks=pytest.mark.ci), "bf16"])
 def test_every_rank_sees_that_the_self_check_misses_on_the_last_one(results, dtype):
     results(_wrong_on_the_last_rank, dtype)
 

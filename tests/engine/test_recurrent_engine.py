@@ -365,7 +365,7 @@ def test_every_case_of_every_family(ranks, models, one_rank, world, family, case
 def _marks(name: str, family: str, case: str) -> tuple | pytest.MarkDecorator:
     if (name, family, case) not in SOME:
         return pytest.mark.full
-    twin = family in TWINS or (family, case) == ("qwen3_5_text", "turns")
+    twin = family in TWINS or (family, case) in (("qwen3_5_text", "turns"), ("qwen3_next", "stock"))
     return () if name == "sp2" and not twin else pytest.mark.ci
 
 

@@ -56,7 +56,7 @@ CASES = {
 # Whose options test_engine_equivalence.py has with text: left to CI.
 AS_WITH_TEXT = (
     "phased_row_by_row", "small_budget", "groups_cut", "offload", "lora_on_text", "padded", "turns",
-    "text_alone_sync_every_pass",
+    "text_alone_sync_every_pass", "turns_scattered",
 )  # fmt: skip
 # On one rank in make test, on two in CI, as is every family but one: nothing there differs between ranks.
 ALONE = ("gate_open", "checkpointed", "frozen_tower", "turns_phased", "text_alone")
