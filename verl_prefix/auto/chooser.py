@@ -98,11 +98,12 @@ class CostModel:
         least = memory.stages * max(room, longest) // max(longest, 1)
         one_pass = Plan((PackedPass((Group((0,), 0, (budget,)),)),))
         most = peak_bytes(self.shape, one_pass, (), memory)
-        choices = (replace(plan, at_once=-(-num // rounds)) for rounds in range(1, num))
-        return next(
-            (one for one in choices if one.at_once <= least or peak_bytes(self.shape, one, (), memory) <= most),
-            replace(plan, at_once=1),
-        )
+        for rounds in range(1, num + 1):
+            at_once = -(-num // rounds)
+            plan = replace(plan, at_once=at_once)
+            if at_once <= least or peak_bytes(self.shape, plan, (), memory) <= most:
+                break
+        return plan
 
     def _plan(self, groups: Sequence[Group], budget: int, schedule: str, forward_only: bool, whole: int) -> Plan:
         """`plan` by one budget of `whole` and its halves."""
