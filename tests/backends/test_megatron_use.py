@@ -21,7 +21,7 @@ PHASED = {"schedule": "phased", "wave_tokens": 20, "verify": "off"}
 CHECKED = {"schedule": "packed"}  # with verl's own path
 SCHEDULES = {
     "packed": PACKED, "phased": PHASED, "offload": PHASED | {"offload": True}, "checked": CHECKED,
-    "stock": {"schedule": "stock"},
+    "stock": {"schedule": "stock"}, "measured": {"min_speedup": 1.05, "verify": "off"},
 }  # fmt: skip
 ROW_BY_ROW = {"use_dynamic_bsz": False, "micro_batch_size_per_gpu": 1}
 FROZEN = {
@@ -199,7 +199,7 @@ def _returned(models: dict, schedule: str, built: tuple) -> dict[str, float]:
     return _errors(*found)
 
 
-@pytest.mark.parametrize("schedule", ["packed", "phased", "offload", "checked"])
+@pytest.mark.parametrize("schedule", ["packed", "phased", "offload", "checked", "measured"])
 @pytest.mark.parametrize("built", [name for name in BUILT if "whole" not in name])  # verl's own ends there
 def test_weights_that_were_on_the_host(models, ranks, schedule, built):
     for errors in ranks(2, models)(_returned, schedule, tuple(BUILT[built].items())):

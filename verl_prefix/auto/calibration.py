@@ -37,7 +37,7 @@ def measure(
         budget: most tokens of a pass. batch_tokens: see `effort`.
         schedule: makes a `Schedule` of the run's kind from (outputs, step, forward_only).
         gradients_aside: context in which the model's parameters have no gradients; those that they had come back.
-        forward_only: measure passes without backward.
+        forward_only: measure passes without backward, for which gradients may have no memory.
     """
     max_tokens, rounds = effort(min(budget, _PASS[device.type]), _UNIT[device.type], batch_tokens)
     unit = max(2, min(_UNIT[device.type], max_tokens // 8))
@@ -55,7 +55,7 @@ def measure(
         if device.type == "cuda":
             torch.cuda.synchronize()
 
-    with torch.no_grad() if forward_only else torch.enable_grad(), gradients_aside():
+    with torch.no_grad() if forward_only else gradients_aside():
         return calibrate(shape, run, max_tokens=max_tokens, unit=unit, rounds=rounds)
 
 
