@@ -5,6 +5,7 @@ gloo ranks, fp32, with the stand-ins of `megatron_cpu`.
 """
 
 import functools
+import logging
 from typing import Any
 
 import pytest
@@ -204,3 +205,31 @@ def _returned(models: dict, schedule: str, built: tuple) -> dict[str, float]:
 def test_weights_that_were_on_the_host(models, ranks, schedule, built):
     for errors in ranks(2, models)(_returned, schedule, tuple(BUILT[built].items())):
         assert max(errors.values()) < TOLERANCE, errors
+
+
+def _not_finite(models: dict, schedule: str, built: tuple) -> tuple[list, list[str]]:
+    """Of ours and stock's update with a NaN: the error, and whether the weights are finite; and what ours logged."""
+    logged, found = [], []
+    handler = logging.Handler()
+    handler.emit = lambda record: logged.append(record.getMessage())
+    logging.getLogger("verl_prefix.engine").addHandler(handler)
+    for engine in _pair(models["qwen3"], dict(built), schedule):
+        data, error = _rows(engine), ""
+        data["advantages"].values()[3] = float("nan")
+        with engine.train_mode(disable_auto_offload=True):
+            try:
+                engine.train_batch(data, _loss({}))
+            except RuntimeError as raised:
+                error = str(raised)
+        found.append((error, all(x.isfinite().all() for x in weights(engine).values())))
+    return found, [line for line in logged if line.startswith("not finite in")]
+
+
+@pytest.mark.parametrize("overlap", ["none", "none, and looks for NaN"])
+def test_a_nan_goes_into_the_weights_or_ends_the_job_and_its_rows_are_named(models, ranks, overlap):
+    """An optimizer of its own (`lr`): its moments stay."""
+    ((found, logged),) = ranks(1, models)(_not_finite, "phased", (("lr", 1e-6), ("overlap", overlap)))
+    for error, finite in found:
+        assert ("found NaN in local grad norm" in error) == finite == (overlap != "none"), found
+    (line,) = logged
+    assert "advantages of rows " in line and "takes gradients that are not finite into the weights" in line

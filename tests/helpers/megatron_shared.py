@@ -30,6 +30,7 @@ RECOMPUTE: dict[str, dict[str, Any]] = {
 OVERLAP: dict[str, dict[str, Any]] = {
     "none": {},
     "gradients": {"overlap_grad_reduce": True, "bucket_size": 20_000},
+    "none, and looks for NaN": {"check_for_nan_in_grad": True},
     "both": {"overlap_grad_reduce": True, "overlap_param_gather": True, "bucket_size": 20_000},
 }
 

@@ -62,6 +62,7 @@ class HFBackend:
         )  # fmt: skip
 
     counts_last_tokens = False
+    after_not_finite = "verl skips an update whose gradient norm is not finite"
 
     def check_model(self) -> None:
         check_dropout(self._engine.module)

@@ -60,6 +60,8 @@ class MegatronBackend:
     different rows, as with VeOmni, and ranks of context parallelism.
     """
 
+    after_not_finite = "verl's Megatron engine takes gradients that are not finite into the weights"
+
     def __init__(self, engine: Any) -> None:
         self._engine = engine
         self.has_no_updates: bool = engine.engine_config.forward_only

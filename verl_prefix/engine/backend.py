@@ -88,11 +88,13 @@ class Backend(Protocol):
         ranks: who computes what with whom.
         has_no_updates: the engine computes log-probs alone, as ref does.
         deterministic: the run must not depend on a clock.
+        after_not_finite: what verl's engine does with gradients that are not finite, in words.
     """
 
     ranks: Ranks
     has_no_updates: bool
     deterministic: bool
+    after_not_finite: str
 
     @property
     def dtype(self) -> torch.dtype:

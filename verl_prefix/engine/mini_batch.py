@@ -42,7 +42,7 @@ class MiniBatch:
     Attributes:
         keeps_model_output: whether outputs of rows are wanted, on every rank or on none.
         token_outputs: what makes outputs of tokens, then of rows.
-        num_not_finite: passes whose loss or outputs were not finite, once `outputs` was asked for.
+        num_not_finite: passes with anything not finite, once `outputs` was asked for.
     """
 
     def __init__(
@@ -91,18 +91,21 @@ class MiniBatch:
         if any(one.counts for one in self._passes):
             for one in self._passes:
                 one.output["metrics"] = one.output["metrics"] if one.counts else {}
-        not_finite = [one for one in self._passes if not one.finite]
-        self.num_not_finite = len(not_finite)
-        if not_finite:
-            self._tell(not_finite[0])
+        self.find_not_finite()
         for one in self._passes:
             one.output["loss"] = one.output["loss"].item()
             if not self.keeps_model_output:
                 del one.output["model_output"]
         return [one.output for one in self._passes], [one.rows for one in self._passes]
 
-    def _tell(self, one: _Pass) -> None:
-        """Names the rows of a pass that was not finite; verl then skips the update, as it does for the stock actor."""
+    def find_not_finite(self) -> None:
+        """Counts passes with anything not finite, and names the rows of the first."""
+        not_finite = [one for one in self._passes if not one.finite]
+        self.num_not_finite = len(not_finite)
+        if not_finite:
+            self._name(not_finite[0])
+
+    def _name(self, one: _Pass) -> None:
         uids = tu.get(self._data, "uid", [None] * len(self._data))
         read = select_rows(self._data, one.rows)
         problems, fields = [], {name: read[name] for name in self._loss.floats(read)}
@@ -111,11 +114,12 @@ class MiniBatch:
             if bad := [f"{row} (uid {uids[row]})" for row, x in pairs if not torch.isfinite(x).all()]:
                 problems.append(f"{name} of rows {listed(bad)}")
         logger.error(
-            "not finite in %s: loss %s; %s. verl skips an update whose gradient norm is not finite; later passes "
-            "of this mini-batch are counted in prefix/nonfinite_passes and not logged",
+            "not finite in %s: loss %s; %s. %s; later passes of this mini-batch are counted in "
+            "prefix/nonfinite_passes and not logged",
             one.where,
             one.output["loss"].item(),
             "; ".join(problems) or "all that it was made of is finite",
+            self._backend.after_not_finite,
         )
 
 

@@ -139,7 +139,11 @@ class PrefixEngine:
             keep_attention=keeps.attention_kept, logits_chunk=keeps.chunk, pass_type=pass_type, meter=meter or Meter(),
         )  # fmt: skip
         with torch.no_grad() if forward_only else nullcontext():
-            schedule.run(mini_batch.token_outputs.tokens, plan)
+            try:
+                schedule.run(mini_batch.token_outputs.tokens, plan)
+            except RuntimeError:  # as of mcore, which looks for NaN in gradients and knows no rows
+                mini_batch.find_not_finite()
+                raise
         output: dict[str, Any] = {"model_output": None if mini_batch.keeps_model_output else {}, "metrics": {}}
         if ranks.has_outputs:
             output = postprocess_batch_func(*mini_batch.outputs(plan), data=rows.data)
