@@ -2,7 +2,7 @@
 
 import functools
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from typing import Any
 
 import torch
@@ -40,13 +40,14 @@ class Loss:
 
     Args:
         function: as verl's engines get it; None: outputs alone are wanted, and the loss is 1.
+        fields: floats that a loss which is not verl's reads besides outputs; None: all of the batch.
 
     Attributes:
         is_verls: whether it is one of verl's own, which read only tokens whose response_mask is 1.
         is_custom: whether it is none of verl's losses of rows, and may read what does not travel.
     """
 
-    def __init__(self, function: LossFunction | None) -> None:
+    def __init__(self, function: LossFunction | None, fields: Set[str] | None = None) -> None:
         self.function = function
         mode = mode_of_verls_loss(function)
         self.is_verls = mode is not None
@@ -54,13 +55,13 @@ class Loss:
         # These raise where no token counts: compute_rollout_correction_and_rejection_mask (verl/trainer/ppo/
         # rollout_corr_helper.py), compute_distillation_loss_range (verl/trainer/distillation/losses.py).
         self._needs_a_token = mode == "bypass_mode" or module_of(function).startswith("verl.trainer.distillation")
-        # What loss and outputs are made of apart from tokens, so that a NaN can come from it. None, of a user's: all.
+        # What loss and outputs are made of apart from tokens, so that a NaN can come from it. None: all fields.
         # Source: ppo_loss (verl/workers/utils/losses.py) and compute_policy_loss_<mode>.
-        self._fields: set[str] | None = {"temperature"} if function is None else None
+        self._fields = {"temperature"} if function is None else fields
         if isinstance(function, functools.partial) and mode is not None:
-            fields = {"temperature", "response_mask", "old_log_probs", "advantages", "rollout_is_weights"}
-            fields |= {"ref_log_prob"} if function.keywords["config"].use_kl_loss else set()
-            self._fields = fields - {"gpg": {"old_log_probs"}, "bypass_mode": {"rollout_is_weights"}}.get(mode, set())
+            read = {"temperature", "response_mask", "old_log_probs", "advantages", "rollout_is_weights"}
+            read |= {"ref_log_prob"} if function.keywords["config"].use_kl_loss else set()
+            self._fields = read - {"gpg": {"old_log_probs"}, "bypass_mode": {"rollout_is_weights"}}.get(mode, set())
 
     def tell(self) -> None:
         """Says once what a user's loss does not get."""

@@ -131,7 +131,7 @@ class Verification:
         def ours(path: str, pass_type: Callable[..., AttentionPass]) -> torch.Tensor:
             # Several waves read one prefix, and their gradients add up.
             plan = make_plan([group], budget, path, wave_tokens=1)
-            loss = Loss(_falling_loss)
+            loss = Loss(_falling_loss, fields={"temperature", "verify_weight"})
             output, _ = self._run_plan(rows, [group], plan, loss, forward_only, pass_type=pass_type)
             return responses(output)
 
