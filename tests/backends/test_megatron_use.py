@@ -7,6 +7,7 @@ gloo ranks, fp32, with the stand-ins of `megatron_cpu`.
 import functools
 import logging
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -233,3 +234,33 @@ def test_a_nan_goes_into_the_weights_or_ends_the_job_and_its_rows_are_named(mode
         assert ("found NaN in local grad norm" in error) == finite == (overlap != "none"), found
     (line,) = logged
     assert "advantages of rows " in line and "takes gradients that are not finite into the weights" in line
+
+
+def _numbered(models: dict, jump: int) -> tuple[str, float]:
+    """What the engine says of rows whose positions jump behind the prompt, under `attn_implementation=null`, and how
+    far ours is off where it says nothing. verl's engine reads no position ids."""
+    from verl_prefix.engine.rows import BatchRows
+
+    ours, stock = _pair(models["qwen3"], {}, "phased")
+    ours.model_config.hf_config._attn_implementation = None
+    data, check, message = _rows(ours), BatchRows.check_positions_and_pixels, []
+    starts = zip(data["position_ids"].unbind(), data["prompts"].unbind(), strict=True)
+    rows = [x + jump * (x >= len(prompt)) for x, prompt in starts]
+    data["position_ids"] = torch.nested.as_nested_tensor(rows, layout=torch.jagged)
+
+    def checked(*args: Any) -> None:
+        try:
+            check(*args)
+        except ValueError as error:
+            message.append(str(error))
+
+    with mock.patch.object(BatchRows, "check_positions_and_pixels", checked), ours.eval_mode(disable_auto_offload=True):
+        found = ours.infer_batch(data)["model_output"]["log_probs"]
+    return "".join(message), _relative(torch.cat(_responses(found, data)), _log_probs(stock))
+
+
+@pytest.mark.parametrize("jump", [0, -1])
+def test_rows_are_refused_whose_positions_verls_engine_does_not_read(models, ranks, jump):
+    ((message, error),) = ranks(1, models)(_numbered, jump)
+    assert ("position_ids are " in message) == bool(jump) == (error > 100 * TOLERANCE), (message, error)
+    assert jump or error < TOLERANCE

@@ -46,10 +46,10 @@ class HFStockPath:
 
     def __init__(self, engine: Any, ranks: Ranks, unfused: bool) -> None:
         self._engine, self._ranks, self._unfused = engine, ranks, unfused
-        config = engine.module.config
-        attention = config.get_text_config()._attn_implementation
+        attention = engine.module.config.get_text_config()._attn_implementation
         self.facts = StockPath(
-            dense_mask=not is_varlen(config._attn_implementation),
+            dense_mask=not is_varlen(attention),
+            from_zeros=is_varlen(attention),
             one_row=engine.use_remove_padding and packing_leak(engine.module) is not None,
             why_not_sharded=None if ranks.slices == 1 else wrong_when_sharded(engine.module, attention),
         )

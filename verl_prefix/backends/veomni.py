@@ -40,10 +40,10 @@ class VeOmniBackend(HFBackend):
 
     @functools.cached_property
     def stock_facts(self) -> StockPath:
-        attention = self.config.get_text_config()._attn_implementation
+        by_bounds = is_varlen(self.config.get_text_config()._attn_implementation)
         # VeOmni's models run a tower for images and for videos, on zeros where a micro-batch has none.
         return StockPath(
-            dense_mask=not is_varlen(attention), one_row=False, why_not_sharded=None, equal_tower_runs=True
+            dense_mask=not by_bounds, one_row=False, why_not_sharded=None, equal_tower_runs=True, from_zeros=by_bounds
         )
 
     def stock_batch(self, data: TensorDict, loss_function: LossFunction | None, forward_only: bool) -> dict[str, Any]:

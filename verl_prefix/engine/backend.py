@@ -73,12 +73,15 @@ class StockPath(NamedTuple):
         why_not_sharded: why verl's sequence parallelism would be wrong here, so that each rank of a slice group
             computes whole rows; None: it is right.
         equal_tower_runs: every micro-batch runs a vision tower equally often, whatever it shows.
+        from_zeros: a packed row begins wherever a position id is 0. Else it begins wherever they do not go up by 1, or
+            nobody reads them.
     """
 
     dense_mask: bool
     one_row: bool
     why_not_sharded: str | None
     equal_tower_runs: bool = False
+    from_zeros: bool = False
 
 
 class Backend(Protocol):

@@ -71,7 +71,7 @@ class PrefixEngine:
             metrics |= self._paths.metrics()
         if isinstance(path, Plan):
             with together("checking rows"):
-                exchange.rows.check_positions_and_pixels(self.backend.config)
+                exchange.rows.check_positions_and_pixels(self.backend.config, self.backend.stock_facts.from_zeros)
             rows = self._prepared(exchange.rows)
             if not forward_only or self.backend.has_no_updates:
                 budget = batch.budget(exchange.groups)  # which reads use_dynamic_bsz, changed in `rows`

@@ -12,7 +12,6 @@ import torch
 from tensordict import TensorDict
 from verl.utils import tensordict_utils as tu
 
-from verl_prefix.config.model import is_varlen
 from verl_prefix.core.groups import Group
 from verl_prefix.engine.carried_pixels import PIXELS
 from verl_prefix.models.vision import CARRIED_BY, CARRIES, check_pixels, is_vision_config, share_pixels
@@ -165,15 +164,14 @@ class BatchRows:
         longest = max((start + 1 + n for start, n in rows), default=1)
         return int(self.data["micro_batch_size_per_gpu"]) * longest
 
-    def check_positions_and_pixels(self, config: Any) -> None:
+    def check_positions_and_pixels(self, config: Any, from_zeros: bool) -> None:
         """Checks that position ids number the tokens of each row 0, 1, 2, ..., and that pixels are those of prompts.
 
-        Where they do not, verl's own path would split the row, and ours would silently differ from it: it reads the
-        bounds of packed rows from position ids. By flash attention a row begins wherever they are 0, else wherever they
-        do not go up by 1. Of four axes the first decides, that of text; the others jump at images.
+        Where they do not, ours would silently differ from verl's own path, which reads the bounds of packed rows from
+        position ids, or numbers tokens itself. Of four axes the first decides, that of text; the others jump at images.
 
         Args:
-            config: the model's.
+            config: the model's. from_zeros: `backend.StockPath`.
 
         Raises:
             ValueError: naming row and uid.
@@ -184,15 +182,14 @@ class BatchRows:
         positions = positions[0] if positions.dim() == 2 else positions
         of_row = torch.arange(len(lens)).repeat_interleave(lens)
         place = torch.arange(len(of_row)) - (lens.cumsum(0) - lens)[of_row]
-        by_zeros = is_varlen(config.get_text_config()._attn_implementation)
-        begins = positions == 0 if by_zeros else (place == 0) | (positions.diff(prepend=positions[:1]) != 1)
+        begins = positions == 0 if from_zeros else (place == 0) | (positions.diff(prepend=positions[:1]) != 1)
         wrong = (begins != (place == 0)).nonzero()[:, 0]
-        if len(wrong) and (by_zeros or self.flag("use_remove_padding", True)):
+        if len(wrong) and (from_zeros or self.flag("use_remove_padding", True)):
             row, at = int(of_row[wrong[0]]), int(place[wrong[0]])
             near = ", ".join(map(str, positions[of_row == row][max(at - 2, 0) : at + 3].tolist()))
             raise ValueError(
-                f"{names[row]}: position_ids are {near} around its token {at}, where verl's own path would "
-                f"{'begin another row' if at else 'see no row begin'}; number the tokens of each row 0, 1, 2, ..."
+                f"{names[row]}: position_ids are {near} around its token {at}, which verl's own path takes for those "
+                "of other rows, or does not read; number the tokens of each row 0, 1, 2, ..."
             )
         if is_vision_config(config):
             for name, prompt, shown in zip(names, self.prompts, self.pixels, strict=True):
