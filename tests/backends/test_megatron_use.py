@@ -264,3 +264,15 @@ def test_rows_are_refused_whose_positions_verls_engine_does_not_read(models, ran
     ((message, error),) = ranks(1, models)(_numbered, jump)
     assert ("position_ids are " in message) == bool(jump) == (error > 100 * TOLERANCE), (message, error)
     assert jump or error < TOLERANCE
+
+
+def _saved(models: dict, schedule: str) -> list[float]:
+    engine = _shared()("prefix_megatron", models["deepseek_v3_yarn"], SCHEDULES[schedule])
+    with engine.train_mode(disable_auto_offload=True):
+        return engine.train_batch(_rows(engine, **EVEN), _loss({}))["metrics"]["prefix/tokens_saved"]
+
+
+@pytest.mark.parametrize("schedule", ["packed", "phased"])
+def test_tokens_saved_are_those_of_prefixes_where_routers_count_last_tokens_too(models, ranks, schedule):
+    saved = sum((prompt - 1) * (len(responses) - 1) for _, prompt, responses, _ in EVEN["groups"])
+    assert ranks(1, models)(_saved, schedule) == [[saved]]

@@ -132,7 +132,6 @@ class PrefixEngine:
         plan = pad_to_same_passes(plan, ranks.max_over_ranks)
         hides_padding = not forward_only and self.prefix_config.mini_batches == "prompts"
         last_tokens = not forward_only and self.backend.counts_last_tokens
-        plan = plan.with_last_tokens() if last_tokens else plan
         mini_batch = MiniBatch(self.backend, rows, loss, forward_only, hides_padding, last_tokens)
         schedule = self._schedule(
             mini_batch.token_outputs.of_tokens, mini_batch.step, forward_only, offload=self.prefix_config.offload,
@@ -140,7 +139,7 @@ class PrefixEngine:
         )  # fmt: skip
         with torch.no_grad() if forward_only else nullcontext():
             try:
-                schedule.run(mini_batch.token_outputs.tokens, plan)
+                schedule.run(mini_batch.token_outputs.tokens, plan.with_last_tokens() if last_tokens else plan)
             except RuntimeError:  # as of mcore, which looks for NaN in gradients and knows no rows
                 mini_batch.find_not_finite()
                 raise
