@@ -5,6 +5,7 @@ import contextlib
 import functools
 import types
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -28,6 +29,7 @@ from runners import random_rollouts, run_shared, run_stock
 from verl.utils import tensordict_utils as tu
 
 from verl_prefix.backends.fsdp import gradients_of, noise_of
+from verl_prefix.config.options import PrefixConfig
 from verl_prefix.core import layout as core_layout
 from verl_prefix.core.attention import GroupedAttention
 from verl_prefix.core.calls import AttentionParams
@@ -313,6 +315,18 @@ def test_rows_that_verls_own_path_cannot_compute_are_not_checked():
     # A row that lies wholly in strands goes with the row behind it, whose tokens it has.
     assert [group.rows for group in checkable(data, [tree])] == [(0,)]
     assert checkable(data, groups[1:2]) == []
+
+
+def test_a_check_that_failed_is_due_again(monkeypatch):
+    data, backend = _vision_rows([[1, 1]] * 2, [{"pixel_values": torch.ones(1)}] * 2)
+    checks = Verification(backend, PrefixConfig(), None)
+    verdict = mock.Mock(side_effect=[torch.OutOfMemoryError(), verify.Verdict(0.0, 0.0, -1)])
+    monkeypatch.setattr(checks, "_verdict", verdict)
+    backend.shape = types.SimpleNamespace(recurrent_layers=0)
+    groups = [Group((0, 1), 2, (2, 2))]
+    with pytest.raises(torch.OutOfMemoryError):
+        checks.check(data, groups, 100)
+    assert "prefix/verify_log_probs" in checks.check(data, groups, 100) and not checks.check(data, groups, 100)
 
 
 def test_few_tokens_of_one_rank_are_judged_together_with_those_of_the_others():

@@ -81,9 +81,9 @@ class Verification:
                 told,
             )
             return {}
-        self._num_batches += 1
         with out_of_memory_advice(None):
             verdict = self._verdict(rows, _cheapest(candidates, len(rows)), budget)
+        self._num_batches += 1
         if verdict.missed:
             batches = "batch of ref" if self._backend.has_no_updates else "update"
             message = f"prefix.verify, {batches} {self._num_batches}: {verdict}"
