@@ -1048,17 +1048,19 @@ def test_rows_without_a_response_give_every_rank_as_many_metrics(results):
             assert abs(ours - stock) <= TOLERANCE * abs(stock), name
 
 
+@pytest.mark.parametrize("of_a_pass", [1, 2])
 @pytest.mark.parametrize(("aggregation", "expected"), [("sum", 6.5), ("mean", 3.5), ("min", 1.0), ("max", 6.0)])
-def test_a_rank_of_fewer_passes_counts_in_verls_metrics_as_one_of_more(aggregation, expected):
+def test_a_rank_of_fewer_passes_counts_in_verls_metrics_as_one_of_more(aggregation, expected, of_a_pass):
     from verl.utils.metric import Metric
 
     from verl_prefix.engine.mini_batch import even_out
 
     ranks = [Metric(aggregation), Metric(aggregation)]
     for metric, values in zip(ranks, ([1.0, 2.0, 6.0], [4.0]), strict=True):
-        metric.extend(values)
-        even_out({"metric": metric, "no Metric": 1.0}, num_passes=3)
-    assert Metric.aggregate_dp(ranks) == expected
+        metric.extend([value for value in values for _ in range(of_a_pass)])
+        outputs = [{"metrics": {"metric": metric}} for _ in values] + [{"metrics": {}}]
+        even_out({"metric": metric, "no Metric": 1.0}, outputs, num_passes=3)
+    assert Metric.aggregate_dp(ranks) == expected * (of_a_pass if aggregation == "sum" else 1)
 
 
 def test_a_batch_that_measures_adds_its_gradients_to_those_before(results):

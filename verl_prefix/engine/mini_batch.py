@@ -123,10 +123,12 @@ class MiniBatch:
         )
 
 
-def even_out(metrics: dict[str, object], num_passes: int) -> None:
-    """Gives every `Metric` one value per pass. verl averages them over ranks by position (Metric.aggregate_dp), and
-    dummy passes have none. A dummy adds 0 to a sum, and the rank's own mean to anything else."""
-    for metric in metrics.values():
+def even_out(metrics: dict[str, object], outputs: Sequence[dict[str, Any]], num_passes: int) -> None:
+    """Gives every `Metric` values of `num_passes`, where those of `outputs` have made it. verl averages them over ranks
+    by position (Metric.aggregate_dp), and dummy passes have none. A dummy adds 0 to a sum, and the rank's own mean to
+    anything else."""
+    for name, metric in metrics.items():
         if isinstance(metric, Metric) and metric.values:
-            filler = 0.0 if metric.aggregation == AggregationType.SUM else sum(metric.values) / len(metric.values)
-            metric.extend([filler] * (num_passes - len(metric.values)))
+            num, real = len(metric.values), sum(name in one["metrics"] for one in outputs)
+            filler = 0.0 if metric.aggregation == AggregationType.SUM else sum(metric.values) / num
+            metric.extend([filler] * (num // real * (num_passes - real)))

@@ -145,8 +145,9 @@ class PrefixEngine:
                 raise
         output: dict[str, Any] = {"model_output": None if mini_batch.keeps_model_output else {}, "metrics": {}}
         if ranks.has_outputs:
-            output = postprocess_batch_func(*mini_batch.outputs(plan), data=rows.data)
-            even_out(output["metrics"], len(plan.packed) + len(plan.waves))
+            outputs, indices = mini_batch.outputs(plan)
+            output = postprocess_batch_func(outputs, indices, data=rows.data)
+            even_out(output["metrics"], outputs, len(plan.packed) + len(plan.waves))
         metrics = plan_metrics(rows, groups, plan, schedule) | self.backend.model_metrics(schedule)
         metrics["prefix/nonfinite_passes"] = mini_batch.num_not_finite
         # Under a custom loss rows stay on their ranks in updates, and travel for log-probs. Then the tokens of both are
