@@ -178,13 +178,13 @@ def outputs_of(data) -> dict[str, torch.Tensor]:
     return {"log_probs": nested, "entropy": nested.to(torch.bfloat16)}
 
 
-def _problems(batch: dict, seed: int, group) -> list[str]:
+def _problems(batch: dict, seed: int) -> list[str]:
     """What is wrong with the exchange of a batch, as this rank sees it."""
     import torch.distributed as dist
     from verl.utils import tensordict_utils as tu
 
     from verl_prefix.engine.exchange import exchange_rows
-    from verl_prefix.engine.grouping import NO_TREES, TreeRule
+    from verl_prefix.engine.grouping import TreeRule
     from verl_prefix.engine.rows import BatchRows
     from verl_prefix.models.vision import CARRIES
 
@@ -211,8 +211,8 @@ def _problems(batch: dict, seed: int, group) -> list[str]:
     for one in counting:
         one.start()
     # Of a batch before, whose rows stayed, one rank may have seen turns alone.
-    trees = TreeRule("uid", frozenset([END]), cut_before=rank == seed % 2) if batch["turns"] else NO_TREES
-    exchange = exchange_rows(BatchRows(data), SHAPE, group, torch.device("cpu"), trees=trees)
+    trees = TreeRule("uid", frozenset([END]), cut_before=rank == seed % 2) if batch["turns"] else TreeRule()
+    exchange = exchange_rows(BatchRows(data), SHAPE, dist.group.WORLD, trees)
     found = exchange.rows.data
     if sorted(row for one in exchange.groups for row in one.rows) != list(range(len(found))):
         problems.append(f"{len(found)} rows are groups {exchange.groups}")
@@ -220,7 +220,7 @@ def _problems(batch: dict, seed: int, group) -> list[str]:
     for one in counting:
         one.stop()
     here, moves = found["row"].tolist(), [None] * batch["world"]
-    dist.all_gather_object(moves, exchange.metrics["prefix/exchanged_rows"], group=group)
+    dist.all_gather_object(moves, exchange.metrics["prefix/exchanged_rows"])
     moves = any(moves)
     for name, wanted in outputs_of(data).items():
         if not all(torch.equal(a, b) for a, b in zip(back[name].unbind(), wanted.unbind(), strict=True)):
@@ -255,7 +255,7 @@ def _problems(batch: dict, seed: int, group) -> list[str]:
     if tu.get(found, "temperature") != 0.7 or tu.get(found, "max_token_len_per_gpu") != 100:
         problems.append("what the batch has once is lost")
     lists = [None] * batch["world"]
-    dist.all_gather_object(lists, (here, sum(n.startswith("uid") for n in set(tu.get(found, "uid")))), group=group)
+    dist.all_gather_object(lists, (here, sum(n.startswith("uid") for n in set(tu.get(found, "uid")))))
     if sorted(row for rows, _ in lists for row in rows) != list(range(len(every))):
         problems.append(f"rows on ranks: {lists}")
     if not all(rows for rows, _ in lists):
@@ -358,11 +358,13 @@ class _Uid:
         return self.uid
 
 
-def _broken(how: str, rank: int, group) -> str:
+def _broken(how: str, rank: int) -> str:
+    import torch.distributed as dist
     from verl.utils import tensordict_utils as tu
 
     from verl_prefix.engine import exchange as room
     from verl_prefix.engine.exchange import exchange_rows
+    from verl_prefix.engine.grouping import TreeRule
     from verl_prefix.engine.rows import BatchRows
     from verl_prefix.engine.together import together
 
@@ -375,8 +377,8 @@ def _broken(how: str, rank: int, group) -> str:
                 with together("receiving pixels"):  # as the engine does
                     room.receive_pixels(data)
             if "stay" in how:
-                exchange_rows(BatchRows(data), SHAPE, None, torch.device("cpu"))
-            exchange = exchange_rows(BatchRows(data), SHAPE, group, torch.device("cpu"))
+                exchange_rows(BatchRows(data), SHAPE, None, TreeRule())
+            exchange = exchange_rows(BatchRows(data), SHAPE, dist.group.WORLD, TreeRule())
             outputs = outputs_of(exchange.rows.data)
             if how == "an output lost" and rank == 1:
                 outputs = {
@@ -393,23 +395,22 @@ def _broken(how: str, rank: int, group) -> str:
 def _worker(rank: int, rendezvous: str, batches: list[dict], out: str) -> None:
     import torch.distributed as dist
 
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(WORLD), VERL_PLATFORM="cpu")
-    dist.init_process_group("gloo", timeout=WAITS, init_method=f"file://{rendezvous}", rank=rank, world_size=WORLD)
-    groups = {world: dist.new_group(list(range(world)), WAITS) for world in range(2, WORLD + 1)}
-    results = {"problems": []}
-    for seed, batch in enumerate(batches):
-        if rank < batch["world"]:
-            results["problems"] += [(batch, x) for x in _problems(batch, seed, groups[batch["world"]])]
-        dist.barrier()
+    world = batches[0]["world"]
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), VERL_PLATFORM="cpu")
+    dist.init_process_group("gloo", timeout=WAITS, init_method=f"file://{rendezvous}", rank=rank, world_size=world)
+    results = {"problems": [(batch, x) for seed, batch in enumerate(batches) for x in _problems(batch, seed)]}
+    if world < WORLD:
+        torch.save(results, f"{out}.{rank}")
+        return
     for how in BROKEN:
-        results[how] = _broken(how, rank, groups[WORLD])
+        results[how] = _broken(how, rank)
         dist.barrier()
     torch.save(results, f"{out}.{rank}")
     # Last, since the others cannot go on: a rank that dies while rows travel.
     if rank == 1:
         with mock.patch("verl_prefix.engine.row_bytes.RowBytes.pack", lambda *_: os._exit(0)):
-            _broken("", rank, groups[WORLD])
-    results["a rank dies"] = _broken("", rank, groups[WORLD])
+            _broken("", rank)
+    results["a rank dies"] = _broken("", rank)
     torch.save(results, f"{out}.{rank}")
     os._exit(0)
 
@@ -419,25 +420,29 @@ def results(request, tmp_path_factory, spawn):
     tmp = tmp_path_factory.mktemp("rows")
     drawn = examples(request.param)
     assert len(drawn) >= request.param - 10
-    spawn(_worker, args=(str(tmp / "rendezvous"), drawn, str(tmp / "out")), nprocs=WORLD)
-    return [torch.load(f"{tmp / 'out'}.{rank}", weights_only=False) for rank in range(WORLD)]
+    of_world = {}
+    for world in range(2, WORLD + 1):
+        out, some = tmp / f"out{world}", [batch for batch in drawn if batch["world"] == world]
+        spawn(_worker, args=(str(tmp / f"rendezvous{world}"), some, str(out)), nprocs=world)
+        of_world[world] = [torch.load(f"{out}.{rank}", weights_only=False) for rank in range(world)]
+    return of_world
 
 
 def test_random_batches_arrive_whole_and_their_outputs_come_back_in_order(results):
-    problems = [problem for result in results for problem in result["problems"]]
+    problems = [problem for of_ranks in results.values() for result in of_ranks for problem in result["problems"]]
     assert not problems, problems[:3]
 
 
 @pytest.mark.parametrize("how", BROKEN)
 def test_a_broken_exchange_is_an_error_on_every_rank_and_none_waits(results, how):
-    errors = [result[how] for result in results]
+    errors = [result[how] for result in results[WORLD]]
     assert all(errors), errors
     assert any(BROKEN[how] in error for error in errors), errors
     assert not any("timed out" in error.lower() for error in errors), errors
 
 
 def test_rows_of_one_uid_prompt_positions_and_pixels_are_a_group_and_no_others():
-    from verl_prefix.engine.grouping import NO_TREES, group_rows
+    from verl_prefix.engine.grouping import TreeRule, group_rows
     from verl_prefix.engine.rows import BatchRows
 
     rows = rows_of({"groups": [(5, [3] * 5, "copies")], "mrope": True}, 0)
@@ -446,7 +451,7 @@ def test_rows_of_one_uid_prompt_positions_and_pixels_are_a_group_and_no_others()
     rows[3]["multi_modal_inputs"]["pixel_values"] += 1
     rows[4]["position_ids"] = rows[4]["position_ids"] + (torch.arange(8) > 4)  # of the response alone
     data = batch_of(rows)
-    groups = group_rows(BatchRows(data), NO_TREES, False)
+    groups = group_rows(BatchRows(data), TreeRule(), False)
     assert [(group.rows, group.prefix_len, group.suffix_lens) for group in groups] == [
         ((0, 4), 4, (3, 3)), ((1,), 4, (3,)), ((2,), 4, (3,)), ((3,), 4, (3,))
     ]  # fmt: skip
@@ -454,7 +459,7 @@ def test_rows_of_one_uid_prompt_positions_and_pixels_are_a_group_and_no_others()
     assert pixels[0] is pixels[4] is pixels[1] and pixels[0] is not pixels[3], "equal pixels are held once"
     empty = batch_of(rows_of({"groups": [(5, [3], "text"), (0, [3], "text")], "mrope": False}, 0))
     with pytest.raises(ValueError, match="row 1 has an empty prompt"):
-        group_rows(BatchRows(empty), NO_TREES, False)
+        group_rows(BatchRows(empty), TreeRule(), False)
 
 
 def test_rows_are_cut_by_uid_once_a_uid_had_several_prompts():
@@ -507,7 +512,7 @@ def test_prompts_with_rows_in_several_mini_batches_are_counted_and_said_once_aft
 
     from verl_prefix.config.options import PrefixConfig
     from verl_prefix.engine.exchange import Exchange
-    from verl_prefix.engine.grouping import NO_TREES
+    from verl_prefix.engine.grouping import TreeRule
     from verl_prefix.engine.rows import BatchRows
     from verl_prefix.engine.step_metrics import GROUP_TOKENS, StepMetrics
 
@@ -521,8 +526,8 @@ def test_prompts_with_rows_in_several_mini_batches_are_counted_and_said_once_aft
             ids = torch.nested.as_nested_tensor([torch.full([101], i)] * rows, layout=torch.jagged)
             data = tu.get_tensordict({"input_ids": ids}, {"update_lr_scheduler": i % 3 == 2})
             batch = BatchRows(data, keys=range(rows))
-            exchange = Exchange(batch, [], NO_TREES, set(("ab", "bc")[i % 3 - 1]), {})
-            assert metrics.see(exchange, NO_TREES, forward_only=i % 3 == 0) == {"prefix/split_uids": 0}
+            exchange = Exchange(batch, [], TreeRule(), set(("ab", "bc")[i % 3 - 1]), {})
+            assert metrics.see(exchange, TreeRule(), forward_only=i % 3 == 0) == {"prefix/split_uids": 0}
             own = {GROUP_TOKENS: tokens, "prefix/stock_rows": 0, "prefix/groups": sum(groups or [3])}
             found = metrics.report(own, batch, forward_only=i % 3 == 0)
             assert not any("tokens of" in name for name in found)
@@ -574,7 +579,7 @@ def test_an_engine_that_sees_text_loads_no_trainer_and_no_agent_loop(fresh, tmp_
 
 def test_a_rank_that_dies_is_an_error_on_the_others(results):
     for rank in (0, 2, 3):
-        error = results[rank]["a rank dies"]
+        error = results[WORLD][rank]["a rank dies"]
         assert error and "timed out" not in error.lower(), error
 
 

@@ -8,20 +8,18 @@ piece of work a collective says whether every rank got through it (`together`). 
 all, and no rank waits for another in vain.
 """
 
-import functools
 import logging
 from collections.abc import Hashable, Set
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from verl.utils.device import get_device_name
 
 from verl_prefix.auto.shape import ModelShape
 from verl_prefix.core.groups import Group
 from verl_prefix.engine.backend import Backend
 from verl_prefix.engine.carried_pixels import receive_pixels
-from verl_prefix.engine.grouping import NO_TREES, TreeRule, group_rows
+from verl_prefix.engine.grouping import TreeRule, group_rows
 from verl_prefix.engine.row_table import PADDING
 from verl_prefix.engine.rows import BatchRows
 from verl_prefix.engine.together import together
@@ -33,12 +31,13 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class Exchange:
-    """A mini-batch at the rank that computes it. Where rows stay, `rows` are the batch's, and come back at once.
+    """The rows of a mini-batch that this rank computes, and their outputs' way back. Where no row travels they are the
+    rows that it has.
 
     Attributes:
-        rows: the rows that this rank computes. groups: theirs.
+        rows: the rows. groups: theirs.
         trees: what they share, for this batch and those that follow.
-        uids: those of the mini-batch, without padding: by 64-bit hashes of all ranks, or of this rank where rows stay.
+        uids: of all ranks' rows but padding, as 64-bit hashes; of this rank's alone where ranks exchange nothing.
         metrics: prefix/* and timing_s/* of this rank; `give_back` adds what it took.
     """
 
@@ -61,42 +60,36 @@ class Exchange:
         return {} if outputs == {} else self._travel.give_back(outputs)
 
 
-def open_exchange(backend: Backend, option: str, rows: BatchRows, trees: TreeRule, is_custom: bool) -> Exchange:
+def open_exchange(backend: Backend, option: str, rows: BatchRows, trees: TreeRule, is_unknown: bool) -> Exchange:
     """Brings a mini-batch to the ranks that compute it.
 
     Args:
-        option: `prefix.exchange`. is_custom: the loss is a user's.
+        option: `prefix.exchange`. is_unknown: the loss is not one of `LOSSES_OF_ROWS`.
     """
     group: dist.ProcessGroup | None = backend.ranks.data
     if option == "off" or backend.ranks.data_size == 1:
         group = None
-    elif is_custom:
-        text = "prefix.exchange: rows stay on their ranks in updates: a loss that is not verl's own may read %s"
+    elif is_unknown:
+        text = "prefix.exchange: rows stay on their ranks in updates: this loss may read %s"
         warn_once(logger, text, "what does not travel (raw_prompt, extra_fields)")
         group = None
-    device = torch.device(get_device_name())
-    return exchange_rows(rows, backend.shape, group, device, everyone=dist.group.WORLD, trees=trees)
+    return exchange_rows(rows, backend.shape, group, trees)
 
 
-def exchange_rows(
-    rows: BatchRows, shape: ModelShape, group: dist.ProcessGroup | None, device: torch.device,
-    everyone: dist.ProcessGroup | None = None, trees: TreeRule = NO_TREES,
-) -> Exchange:  # fmt: skip
+def exchange_rows(rows: BatchRows, shape: ModelShape, group: dist.ProcessGroup | None, trees: TreeRule) -> Exchange:
     """Brings rows to the ranks that compute them, all of which call this, and then give outputs back.
 
     Args:
-        rows: this rank's, none of which changes.
-        group: the ranks that have different rows; None: rows stay. everyone: these and their copies; all fail together.
-        device: where collectives want tensors. trees: what rows share besides whole prompts.
+        rows: this rank's. trees: what they share besides whole prompts.
+        group: the ranks that have different rows; None: rows stay.
 
     Raises:
         ExchangeError: another rank failed, here or in `give_back`, or ranks do not agree.
     """
-    all_together = functools.partial(together, everyone=everyone or group, device=device)
-    travel = None if group is None else Travel(rows, group, device, all_together)
+    travel = None if group is None else Travel(rows, group)
     are_cut = travel.plan(shape, trees) if travel else None
     rows = travel.rows() if travel and travel.routes.moves else rows
-    with all_together("grouping rows"):
+    with together("grouping rows"):
         rows = rows.replaced(receive_pixels(rows.data))
         if are_cut is None:
             are_cut = trees.are_cut(rows.uids, rows.keys)

@@ -35,9 +35,6 @@ class TreeRule(NamedTuple):
         return self.over == "batch" or (self.over == "uid" and are_turns)
 
 
-NO_TREES = TreeRule()
-
-
 def group_rows(rows: BatchRows, trees: TreeRule, are_cut: bool) -> list[Group]:
     """Groups all rows that this rank computes: rows with the same key, or trees where rows `are_cut` at the ends of
     messages.

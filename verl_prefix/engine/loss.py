@@ -43,15 +43,15 @@ class Loss:
         fields: floats that a loss which is not verl's reads besides outputs; None: all of the batch.
 
     Attributes:
-        is_verls: whether it is one of verl's own, which read only tokens whose response_mask is 1.
-        is_custom: whether it is none of verl's losses of rows, and may read what does not travel.
+        is_verls: whether it is one of `LOSSES_OF_ROWS`, which read only tokens whose response_mask is 1.
+        is_unknown: whether it is not one of `LOSSES_OF_ROWS`, and may read what does not travel.
     """
 
     def __init__(self, function: LossFunction | None, fields: Set[str] | None = None) -> None:
         self.function = function
         mode = mode_of_verls_loss(function)
         self.is_verls = mode is not None
-        self.is_custom = function is not None and mode is None
+        self.is_unknown = function is not None and mode is None
         # These raise where no token counts: compute_rollout_correction_and_rejection_mask (verl/trainer/ppo/
         # rollout_corr_helper.py), compute_distillation_loss_range (verl/trainer/distillation/losses.py).
         self._needs_a_token = mode == "bypass_mode" or module_of(function).startswith("verl.trainer.distillation")
@@ -65,7 +65,7 @@ class Loss:
 
     def tell(self) -> None:
         """Says once what a user's loss does not get."""
-        if self.is_custom and not module_of(self.function).startswith("verl."):
+        if self.is_unknown and not module_of(self.function).startswith("verl."):
             warn_once(logger, "prefix: a loss that is not verl's own gets zeros in place of outputs of prompts")
 
     def floats(self, data: TensorDict) -> dict[str, torch.Tensor]:

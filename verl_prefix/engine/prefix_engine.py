@@ -64,7 +64,7 @@ class PrefixEngine:
         path: Plan | Stock | None = self._paths.why_stock(batch) or self._verification.failure
         if path is None:
             loss.tell()
-            exchange = open_exchange(self.backend, self.prefix_config.exchange, batch, self.trees, loss.is_custom)
+            exchange = open_exchange(self.backend, self.prefix_config.exchange, batch, self.trees, loss.is_unknown)
             metrics |= self._step_metrics.see(exchange, self.trees, forward_only)
             self.trees = exchange.trees
             path = self._paths.plan(batch, exchange.groups, forward_only)
@@ -152,7 +152,7 @@ class PrefixEngine:
         metrics["prefix/nonfinite_passes"] = mini_batch.num_not_finite
         # Under a custom loss rows stay on their ranks in updates, and travel for log-probs. Then the tokens of both are
         # not comparable.
-        if not loss.is_custom:
+        if not loss.is_unknown:
             metrics[GROUP_TOKENS] = sum(group.num_physical_tokens for group in rows.without_padding(groups))
         return output, metrics
 

@@ -13,13 +13,8 @@ class ExchangeError(RuntimeError):
 
 
 @contextmanager
-def together(
-    doing: str, num_agreed: int = 0, *, everyone: dist.ProcessGroup | None = None, device: torch.device | None = None
-) -> Iterator[list[int]]:
-    """Runs what is inside, then finds out whether it went well on every rank.
-
-    Args:
-        everyone: the ranks, all by default. device: where their collectives want tensors, the engine's by default.
+def together(doing: str, num_agreed: int = 0) -> Iterator[list[int]]:
+    """Runs what is inside, then finds out whether it went well on every rank, copies included.
 
     Yields:
         an empty list to fill with `num_agreed` integers below 2**53, which become their maxima over ranks.
@@ -33,9 +28,9 @@ def together(
         yield agreed
     except Exception as failure:  # whatever it is, the others wait to hear of it; raised again below
         error = failure
-    mine = [0, *agreed] if error is None else [dist.get_rank(everyone) + 1, *[0] * num_agreed]
-    reduced = torch.tensor(mine, dtype=torch.float64, device=device or get_device_name())
-    dist.all_reduce(reduced, op=dist.ReduceOp.MAX, group=everyone)
+    mine = [0, *agreed] if error is None else [dist.get_rank() + 1, *[0] * num_agreed]
+    reduced = torch.tensor(mine, dtype=torch.float64, device=get_device_name())
+    dist.all_reduce(reduced, op=dist.ReduceOp.MAX)
     failed, *agreed[:] = map(int, reduced.tolist())
     if error is not None:
         raise error

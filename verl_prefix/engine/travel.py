@@ -8,8 +8,8 @@ import hashlib
 import itertools
 import logging
 import time
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ import torch.distributed as dist
 from tensordict import TensorDict
 from tensordict.tensorclass import NonTensorData
 from verl.utils import tensordict_utils as tu
+from verl.utils.device import get_device_name
 
 from verl_prefix.auto.shape import ModelShape
 from verl_prefix.engine.carried_pixels import PIXELS
@@ -24,13 +25,12 @@ from verl_prefix.engine.grouping import TreeRule
 from verl_prefix.engine.row_bytes import Row, RowBytes
 from verl_prefix.engine.row_table import AllRows, describe, describe_pieces
 from verl_prefix.engine.rows import BatchRows
-from verl_prefix.engine.together import ExchangeError
+from verl_prefix.engine.together import ExchangeError, together
 from verl_prefix.models.vision import CARRIED_BY, PIXEL_NAMES
 
 logger = logging.getLogger(__name__)
 
 Outputs = Mapping[str, torch.Tensor]
-Together = Callable[..., AbstractContextManager[list[int]]]
 
 
 class Routes:
@@ -74,34 +74,34 @@ class Travel:
     table: AllRows
     routes: Routes
 
-    def __init__(self, rows: BatchRows, group: dist.ProcessGroup, device: torch.device, together: Together) -> None:
-        self._rows, self._group, self._device, self._together = rows, group, device, together
+    def __init__(self, rows: BatchRows, group: dist.ProcessGroup) -> None:
+        self._rows, self._group, self._device = rows, group, get_device_name()
         self._size, self._rank = dist.get_world_size(group), dist.get_rank(group)
         self.metrics = dict.fromkeys(("prefix/exchanged_mib", "timing_s/prefix_exchange"), 0.0)
 
     def plan(self, shape: ModelShape, trees: TreeRule) -> bool:
         """Tells all ranks of all rows, and finds each a rank. Returns whether rows are cut, as in `group_rows`."""
         with self._timed():
-            with self._together("describing rows", 4) as agreed:
+            with together("describing rows", 4) as agreed:
                 self._bytes = RowBytes.of_batch(self._rows.data)
                 own = describe(self._rows, shape)
                 agreed += [len(own), trees.cut_before, *_same(self._bytes.layout)]
             most, seen, *layouts = agreed
             trees = trees._replace(cut_before=bool(seen))  # ranks differ after a batch whose rows stayed
-            compatible = layouts[0] == -layouts[1]
+            compatible = _agree(layouts)
             if not compatible:
                 logger.warning("prefix.exchange: the ranks' batches have different fields, so that rows stay")
             self.table = AllRows(self._gather(own, most))
             are_cut = trees.are_cut(self.table.uids, self.table.keys)
             pieces: list[torch.Tensor] = []
             if are_cut:
-                with self._together("describing turns", 1) as agreed:
+                with together("describing turns", 1) as agreed:
                     own = describe_pieces(self._rows, shape, trees)
                     agreed += [len(own)]
                 pieces = self._gather(own, agreed[0])
-            with self._together("placing rows", 2) as agreed:
+            with together("placing rows", 2) as agreed:
                 agreed += _same(self._place(compatible, pieces if are_cut else None))
-        if agreed[0] != -agreed[1]:
+        if not _agree(agreed):
             raise ExchangeError(
                 "ranks placed the same rows differently; install the same version of verl_prefix on every node, or set "
                 "actor_rollout_ref.actor.prefix.exchange=off"
@@ -133,11 +133,11 @@ class Travel:
     def rows(self) -> BatchRows:
         """Sends rows; returns those that this rank computes, in the order of `Routes.computed`."""
         with self._timed():
-            with self._together("sending rows"):
+            with together("sending rows"):
                 sent = enumerate(self.routes.sent)
                 parcels = [self._bytes.pack([self._for(to, i) for i in rows]) for to, rows in sent]
             received = self._swap(parcels)
-            with self._together("receiving rows"):
+            with together("receiving rows"):
                 rows = [self._bytes.row(i, i) for i in self.routes.kept]
                 rows += _unpacked(self._bytes, received, self.routes.got, "sent")
                 keys = [self.table.keys[row] for row in self.routes.computed]
@@ -147,7 +147,7 @@ class Travel:
         """As `Exchange.give_back`. A rank without outputs takes part in what all ranks do."""
         routes, lens = self.routes, self.table.lens
         with self._timed():
-            with self._together("returning outputs", 2) as agreed:
+            with together("returning outputs", 2) as agreed:
                 out, at = RowBytes(output or {}), itertools.count(len(routes.kept))
                 if output is None:
                     parcels, agreed[:] = [out.pack([])] * self._size, [0, -NOBODYS]
@@ -155,10 +155,10 @@ class Travel:
                     _check_lens(output, [lens[row] for row in routes.computed], "were computed")
                     parcels = [out.pack([out.row(next(at), i) for i in rows]) for rows in routes.got]
                     agreed += _same(out.layout)
-            if agreed[0] != -agreed[1]:
+            if not _agree(agreed):
                 raise ExchangeError(f"ranks computed different outputs; this one has {', '.join(output or ())}")
             received = self._swap(parcels)
-            with self._together("receiving outputs"):
+            with together("receiving outputs"):
                 if output is None:
                     return {}
                 rows = [out.row(at, i) for at, i in enumerate(routes.kept)]
@@ -220,7 +220,7 @@ class Travel:
         theirs = torch.empty_like(sizes)
         dist.all_to_all_single(theirs, sizes, group=self._group)
         sent, got = sizes.tolist(), theirs.tolist()
-        with self._together("making room for rows"):
+        with together("making room for rows"):
             received = torch.empty(sum(got), dtype=torch.uint8, device=self._device)
             parcel = torch.cat(list(parcels)).to(self._device)
         dist.all_to_all_single(received, parcel, got, sent, group=self._group)
@@ -232,22 +232,27 @@ NOBODYS = 2**48  # no digest of `_same` is as large
 
 
 def _same(value: object) -> list[int]:
-    """A digest and its negative. Their maxima over ranks are each other's negative where all have the same value."""
+    """A digest and its negative, for `_agree`."""
     digest = int.from_bytes(hashlib.blake2b(repr(value).encode(), digest_size=6).digest(), "little")
     return [digest, -digest]
 
 
-def _unpacked(values: RowBytes, parcels: Sequence[torch.Tensor], expected: list[list[int]], did: str) -> list[Row]:
-    """The rows that arrived from all ranks, checked to be those that were `expected` of each. `did`: for the error."""
+def _agree(maxima: Sequence[int]) -> bool:
+    """Whether all ranks had the same value: then the maxima of `_same` over ranks are each other's negative."""
+    return maxima[0] == -maxima[1]
+
+
+def _unpacked(values: RowBytes, parcels: Sequence[torch.Tensor], expected: list[list[int]], verb: str) -> list[Row]:
+    """The rows that arrived from all ranks, checked to be those that were `expected` of each. `verb`: for the error."""
     arrived: list[Row] = []
     for rank, origins in enumerate(expected):
         rows = values.unpack(parcels[rank])
         if (came := [row.origin for row in rows]) != origins:
-            raise ExchangeError(f"rank {rank} {did} its rows {came}, and {origins} were to travel")
+            raise ExchangeError(f"rank {rank} {verb} its rows {came}, and {origins} were to travel")
         arrived += rows
     return arrived
 
 
-def _check_lens(output: Mapping[str, Any], lens: Sequence[int], told: str) -> None:
+def _check_lens(output: Mapping[str, Any], lens: Sequence[int], verb: str) -> None:
     if wrong := [name for name, x in output.items() if x.offsets().diff().tolist() != lens]:
-        raise ExchangeError(f"{', '.join(wrong)} do not have the {len(lens)} rows that {told}, or not their lengths")
+        raise ExchangeError(f"{', '.join(wrong)} do not have the {len(lens)} rows that {verb}, or not their lengths")
