@@ -130,8 +130,8 @@ def run_shared(model: PreTrainedModel, batch: Batch, schedule: str) -> None:
     def outputs(index: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
         return log_probs(logits, batch.flat[index + 1]).unsqueeze(-1)
 
-    def step(groups: list, layout: Layout, chosen: torch.Tensor) -> torch.Tensor:
-        rows = torch.tensor([row for group in groups for row in group.rows])
+    def step(layout: Layout, chosen: torch.Tensor) -> torch.Tensor:
+        rows = torch.tensor([row for group in layout.groups for row in group.rows])
         return batch.loss(rows, chosen[:, 0].view(len(rows), batch.suffix))
 
     # The wave budget is that of one suffix, the pass's that of the whole group.

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 
 from verl_prefix.core.forward import PackedForward, TokenBatch
-from verl_prefix.core.groups import Group
 from verl_prefix.core.layout import Layout
 from verl_prefix.core.schedule import Schedule
 from verl_prefix.core.waves import Plan, make_plan, pad_to_same_passes
@@ -67,7 +66,7 @@ def run_shared(
     def outputs(index: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
         return logits.log_softmax(-1).gather(-1, flat[index + 1].unsqueeze(-1))
 
-    def step(groups: Sequence[Group], layout: Layout, values: torch.Tensor) -> torch.Tensor:
+    def step(layout: Layout, values: torch.Tensor) -> torch.Tensor:
         index = layout.read_places.to(device) + 1
         log_probs[index] = values[:, 0].detach().to(log_probs.dtype)
         return (values[:, 0] * weights[index].to(values.dtype)).sum()

@@ -66,7 +66,7 @@ def break_save(save):
     return patched
 
 
-def break_wave(self, tokens, groups, layout, cache=None) -> None:
+def break_wave(self, tokens, layout, cache=None) -> None:
     if cache is not None and torch.is_grad_enabled() and at("wave") and broken_rank():
         act()
 

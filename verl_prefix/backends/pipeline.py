@@ -23,7 +23,6 @@ import torch
 from verl_prefix.backends.megatron_schedule import MegatronSchedule
 from verl_prefix.core.errors import annotate_backwards, annotate_errors
 from verl_prefix.core.forward import TokenBatch
-from verl_prefix.core.groups import Group
 from verl_prefix.core.layout import Layout, build_layout
 from verl_prefix.core.prefix_cache import PrefixCache
 from verl_prefix.core.schedule import wave_layouts
@@ -43,9 +42,8 @@ class _Begun(NamedTuple):
 
 
 class _MicroBatch(NamedTuple):
-    """A packed pass, or a wave with the cache that it reads; `where`: in words."""
+    """A packed pass, or a wave with the cache that it reads; `where`: arguments of `annotate_errors`."""
 
-    groups: Sequence[Group]
     layout: Layout
     cache: PrefixCache | None
     where: tuple[str, str]
@@ -57,10 +55,7 @@ class PipelineSchedule(MegatronSchedule):
 
     def run_passes(self, tokens: TokenBatch, plan: Plan) -> None:
         device, stages = tokens.input_ids.device, Neighbours(unwrapped(self.module))
-        passes = [
-            _MicroBatch(one.groups, build_layout(one.groups, tokens.offsets), None, ("packed", ""))
-            for one in plan.packed
-        ]
+        passes = [_MicroBatch(build_layout(one.groups, tokens.offsets), None, ("packed", "")) for one in plan.packed]
         rounds: Sequence[Sequence[PhasedPass]] = plan.rounds
         if self.backward is None:  # then nothing of a prefix is wanted behind its waves
             rounds = [[], *([one] for one in plan.phased)]
@@ -69,11 +64,11 @@ class PipelineSchedule(MegatronSchedule):
                 with ExitStack() as caches:
                     begun = [self._begin(tokens, one, stages, caches) for one in phased]
                     passes += [
-                        _MicroBatch(groups, layout, one.cache, ("phase_b", part))
+                        _MicroBatch(layout, one.cache, ("phase_b", part))
                         for one in begun
-                        for groups, layout, part in wave_layouts(tokens, one.planned, one.layout)
+                        for layout, part in wave_layouts(tokens, one.planned, one.layout)
                     ]
-                    groups = [group for one in passes for group in one.groups]
+                    groups = [group for one in passes for group in one.layout.groups]
                     with ExitStack() as measured:
                         if begun:
                             measured.enter_context(self.meter.waves(device))
@@ -97,14 +92,14 @@ class PipelineSchedule(MegatronSchedule):
         step, left = self.step, iter(passes)
 
         def forward() -> tuple[torch.Tensor, Any]:
-            groups, layout, cache, (phase, part) = next(left)
-            one = annotate_errors(phase, groups, part)
+            layout, cache, (phase, part) = next(left)
+            one = annotate_errors(phase, layout.groups, part)
             with one:
-                done = self.forward.packed_or_wave(tokens, groups, layout, cache)
+                done = self.forward.packed_or_wave(tokens, layout, cache)
             backwards.follow(done.outputs, one)
 
             def loss(outputs: torch.Tensor) -> torch.Tensor:
-                if not groups:
+                if not layout.groups:
                     return outputs.sum() * 0.0
                 with one:
                     return step(*done._replace(outputs=outputs))

@@ -27,12 +27,10 @@ class PassOutputs(NamedTuple):
     """A packed pass or a wave after its forward.
 
     Attributes:
-        groups: those whose rows it computes; none in a dummy, whose loss is zero.
-        layout: its packed row.
+        layout: its packed row, with the groups whose rows it computes; none in a dummy, whose loss is zero.
         outputs: [n, k], those that rows read, in the order of `layout.read_places`.
     """
 
-    groups: Sequence[Group]
     layout: Layout
     outputs: torch.Tensor
 
@@ -137,17 +135,16 @@ class PackedForward:
                 return result
             return cache.capture(_OUTPUTS, result)[0]
 
-    def packed_or_wave(
-        self, tokens: TokenBatch, groups: Sequence[Group], layout: Layout, cache: PrefixCache | None
-    ) -> PassOutputs:
+    def packed_or_wave(self, tokens: TokenBatch, layout: Layout, cache: PrefixCache | None) -> PassOutputs:
         """The forward of a packed pass, whose row has strands and suffixes; or, with `cache`, of a wave, whose row has
         suffixes alone."""
-        if tokens.is_read is not None and groups:
+        if tokens.is_read is not None and layout.groups:
             layout = layout.reading(tokens.is_read)
         attention_pass = self.pass_type(layout, self.kernel, cache=cache, keep_attention=self.keep_attention)
         with self.context():
-            outputs = self._run(tokens, layout.head_tokens, attention_pass, self.outputs if groups else _sum_logits)
-            return PassOutputs(groups, layout, self._read(outputs, layout, cache))
+            of_tokens = self.outputs if layout.groups else _sum_logits
+            outputs = self._run(tokens, layout.head_tokens, attention_pass, of_tokens)
+            return PassOutputs(layout, self._read(outputs, layout, cache))
 
     def _read(self, outputs: torch.Tensor, layout: Layout, cache: PrefixCache | None) -> torch.Tensor:
         """Outputs [m, k] of the layout's `head_tokens` -> those that rows read [n, k]. Several rows may read the same

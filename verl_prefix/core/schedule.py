@@ -5,7 +5,7 @@ losses: what a forward returns goes to `step` where `run` computes a whole plan,
 backward itself (`api`).
 """
 
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,7 +14,6 @@ import torch
 
 from verl_prefix.core.errors import annotate_loop_body
 from verl_prefix.core.forward import PackedForward, PassOutputs, TokenBatch
-from verl_prefix.core.groups import Group
 from verl_prefix.core.layout import Layout, build_layout
 from verl_prefix.core.meter import Meter
 from verl_prefix.core.offload import OffloadedPrefixCache
@@ -22,7 +21,7 @@ from verl_prefix.core.prefix_cache import PrefixCache
 from verl_prefix.core.waves import PackedPass, PhasedPass, Plan
 
 # The fields of `PassOutputs` -> the loss of their rows
-Step = Callable[[Sequence[Group], Layout, torch.Tensor], torch.Tensor]
+Step = Callable[[Layout, torch.Tensor], torch.Tensor]
 
 
 @dataclass(eq=False)
@@ -31,8 +30,8 @@ class Schedule:
 
     Attributes:
         forward: how a packed row runs through the model.
-        step: gets each pass's groups, layout and outputs, stores what it needs and returns the loss, already
-            scaled so that losses of passes add up; only for `run`.
+        step: gets each pass's layout and outputs, stores what it needs and returns the loss, already scaled so that
+            losses of passes add up; only for `run`.
         backward: what to do with a loss; None for a forward-only run, which the caller wraps in `torch.no_grad`.
         gradient_sync: context of one backward, given whether it is the run's last (verl's `_gradient_sync_context`).
         offload: phased only, with gradients: prefixes wait in host memory (`core.offload`), without kept attention.
@@ -52,9 +51,9 @@ class Schedule:
         with self.forward.model.grouped_attention():
             for i, planned in enumerate(plan.passes):
                 with self.forwards(tokens, planned, last=i == len(plan.passes) - 1) as forwards:
-                    for groups, layout, outputs in forwards:
+                    for layout, outputs in forwards:
                         with self.forward.context():
-                            loss = self.step(groups, layout, outputs) if groups else outputs.sum() * 0.0
+                            loss = self.step(layout, outputs) if layout.groups else outputs.sum() * 0.0
                         if self.backward is not None:
                             self.backward(loss)
 
@@ -87,17 +86,17 @@ class Schedule:
     def _packed(self, tokens: TokenBatch, planned: PackedPass, last: bool) -> Generator[PassOutputs]:
         layout = build_layout(planned.groups, tokens.offsets)
         with self.meter.phase("packed", planned.groups, tokens.input_ids.device), self.gradient_sync(last):
-            yield self.forward.packed_or_wave(tokens, planned.groups, layout, cache=None)
+            yield self.forward.packed_or_wave(tokens, layout, cache=None)
 
     def _waves(
         self, tokens: TokenBatch, planned: PhasedPass, source: Layout, cache: PrefixCache, last: bool
     ) -> Generator[PassOutputs]:
         device = tokens.input_ids.device
         with self.meter.waves(device):
-            for number, (groups, layout, part) in enumerate(wave_layouts(tokens, planned, source), start=1):
+            for number, (layout, part) in enumerate(wave_layouts(tokens, planned, source), start=1):
                 sync = self.gradient_sync(last and number == len(planned.waves))
-                with self.meter.phase("phase_b", groups, device, part), sync:
-                    yield self.forward.packed_or_wave(tokens, groups, layout, cache)
+                with self.meter.phase("phase_b", layout.groups, device, part), sync:
+                    yield self.forward.packed_or_wave(tokens, layout, cache)
 
     def prefix_cache(self, device: torch.device) -> PrefixCache:
         """A cache for one phased pass, which its context frees."""
@@ -116,15 +115,12 @@ class Schedule:
         return layout, output
 
 
-def wave_layouts(
-    tokens: TokenBatch, planned: PhasedPass, source: Layout
-) -> Iterator[tuple[Sequence[Group], Layout, str]]:
-    """Yields the groups of each wave of a pass, its packed row, and its name in words.
+def wave_layouts(tokens: TokenBatch, planned: PhasedPass, source: Layout) -> Iterator[tuple[Layout, str]]:
+    """Yields the packed row of each wave of a pass, and its name in words.
 
     Args:
         source: the packed row of phase A.
     """
-    for number, wave in enumerate(planned.waves, start=1):
-        groups = [piece for _, piece in wave]
-        layout = build_layout(groups, tokens.offsets, source, [group for group, _ in wave])
-        yield groups, layout, f"wave {number} of {len(planned.waves)}"
+    for part, wave in enumerate(planned.waves, start=1):
+        numbers, groups = [number for number, _ in wave], [piece for _, piece in wave]
+        yield build_layout(groups, tokens.offsets, source, numbers), f"wave {part} of {len(planned.waves)}"

@@ -9,7 +9,6 @@ from verl.utils import tensordict_utils as tu
 from verl.utils.metric import AggregationType, Metric
 
 from verl_prefix.core.errors import current_pass, listed
-from verl_prefix.core.groups import Group
 from verl_prefix.core.layout import Layout
 from verl_prefix.core.waves import Plan
 from verl_prefix.engine.backend import Backend
@@ -56,11 +55,11 @@ class MiniBatch:
         self._passes: list[_Pass] = []
         self.num_not_finite = 0
 
-    def step(self, groups: Sequence[Group], layout: Layout, outputs: torch.Tensor) -> torch.Tensor:
+    def step(self, layout: Layout, outputs: torch.Tensor) -> torch.Tensor:
         """Does what verl's forward_step does after the model; outputs [suffix tokens, k]."""
-        rows = [row for group in groups for row in group.rows]
+        rows = [row for group in layout.groups for row in group.rows]
         micro_batch = self._loss.rows(self._data, rows)
-        model_output = self.token_outputs.of_rows(groups, layout, outputs, micro_batch["input_ids"].offsets())
+        model_output = self.token_outputs.of_rows(layout, outputs, micro_batch["input_ids"].offsets())
         read, told = model_output, [i for i, row in enumerate(rows) if row not in self._padding]
         if 0 < len(told) < len(rows):
             micro_batch = select_rows(micro_batch, told)
@@ -84,8 +83,8 @@ class MiniBatch:
         """
         if plan.idle_groups and (self.keeps_model_output or not self._passes):
             with torch.no_grad(), self._backend.autocast():
-                nothing = Layout(torch.zeros(0, dtype=torch.int64), 0, ())
-                self.step(plan.idle_groups, nothing, self.token_outputs.of_no_tokens())
+                nothing = Layout(torch.zeros(0, dtype=torch.int64), 0, (), plan.idle_groups)
+                self.step(nothing, self.token_outputs.of_no_tokens())
             if len(self._passes) > 1:
                 self._passes[-1].output["metrics"] = {}
         if any(one.counts for one in self._passes):

@@ -4,7 +4,6 @@ The backend makes outputs of tokens as verl's engine does, on suffix tokens inst
 """
 
 import functools
-from collections.abc import Sequence
 from itertools import accumulate
 
 import torch
@@ -14,7 +13,6 @@ from verl.utils.device import get_device_id
 
 from verl_prefix.core.calls import on_device
 from verl_prefix.core.forward import TokenBatch
-from verl_prefix.core.groups import Group
 from verl_prefix.core.layout import Layout
 from verl_prefix.engine.backend import Backend
 from verl_prefix.engine.rows import PIXELS, BatchRows
@@ -105,18 +103,16 @@ class TokenOutputs:
         index = torch.tensor([-1], device=self.tokens.input_ids.device)
         return self.of_tokens(index, self.backend.logits_like())[:0]
 
-    def of_rows(
-        self, groups: Sequence[Group], layout: Layout, outputs: torch.Tensor, offsets: torch.Tensor
-    ) -> dict[str, torch.Tensor]:
+    def of_rows(self, layout: Layout, outputs: torch.Tensor, offsets: torch.Tensor) -> dict[str, torch.Tensor]:
         """Puts every output at its position in its row, with zeros in the prompt: verl's nested full-length form. A
         token that lm_head skips has entropy 0, and its old log-prob: in updates whose outputs nobody gets back, and
         whose loss masks these tokens.
 
         Args:
-            groups, layout: of a pass. outputs: [outputs that are read, k]. offsets: of its rows, one after the other.
+            layout: of a pass. outputs: [outputs that are read, k]. offsets: of its rows, one after the other.
         """
-        starts = [self.tokens.offsets[row] for group in groups for row in group.rows]
-        ends = [self.tokens.offsets[row + 1] for group in groups for row in group.rows]
+        rows_of_pass = [row for group in layout.groups for row in group.rows]
+        starts, ends = ([self.tokens.offsets[row + end] for row in rows_of_pass] for end in (0, 1))
         *row_starts, num_tokens = accumulate((end - start for start, end in zip(starts, ends, strict=True)), initial=0)
         firsts = torch.tensor(starts, dtype=torch.int64)
         order = firsts.argsort()

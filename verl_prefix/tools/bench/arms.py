@@ -159,7 +159,7 @@ def run_arm(case: Case, arm: str, train: bool = True, attention: str | None = No
         if plan is not None:
             model.set_attn_implementation(ATTENTION_NAME)
 
-            def step(groups: Sequence[Group], layout: Layout, log_probs: torch.Tensor) -> torch.Tensor:
+            def step(layout: Layout, log_probs: torch.Tensor) -> torch.Tensor:
                 return batch.loss(layout.read_places.to(log_probs.device), log_probs)
 
             ours = PackedForward(

@@ -242,7 +242,7 @@ class Simulation:
         )
         schedule = Schedule(
             forward,
-            lambda groups, layout, outputs: outputs.sum(),
+            lambda layout, outputs: outputs.sum(),
             self._backward if update else None,
             lambda last: self._gradient_sync(update, last),
             offload=arm.offload,
