@@ -401,10 +401,10 @@ def _step_of_two_updates(model_path: str, rank: int) -> dict[str, float]:
     data = tu.index_select_tensor_dict(data, order)
     for name in ("use_dynamic_bsz", "micro_batch_size_per_gpu"):
         del data[name]
-    lasting, worker.engine._paths.lasting = worker.engine._paths.lasting, Stock("a test")
+    always, worker.engine._paths.always = worker.engine._paths.always, Stock("a test")
     tu.assign_non_tensor(data, compute_loss=False)
     worker.infer_batch(data.copy())
-    worker.engine._paths.lasting = lasting
+    worker.engine._paths.always = always
     tu.assign_non_tensor(data, num_mini_batch=2, dataloader_kwargs={"shuffle": False})
     seen, plan_metrics = [], prefix_engine.plan_metrics
 

@@ -26,7 +26,7 @@ from verl_prefix.backends import fsdp
 from verl_prefix.core.errors import add_note, annotate_backwards, annotate_errors
 from verl_prefix.core.groups import Group
 from verl_prefix.core.waves import make_plan
-from verl_prefix.engine import outputs, room
+from verl_prefix.engine import headroom, outputs
 from verl_prefix.engine import paths as engine_paths
 from verl_prefix.engine.out_of_memory import out_of_memory_advice
 from verl_prefix.testing import write_tiny_model
@@ -130,11 +130,11 @@ def _room(path: str) -> dict[bool, list[bool]]:
         shape = engine.backend.shape  # one layer at a time, and two gathered in bf16; or logits twice
         free = 1000 * max(shape.activations, 2 * shape.logits) + 4 * shape.layer_parameters
         with (
-            mock.patch.object(room, "get_device_name", lambda: "cuda"),
+            mock.patch.object(headroom, "get_device_name", lambda: "cuda"),
             mock.patch.multiple(torch.cuda, get_device_name=lambda: "GPU", **zeros),
             mock.patch.object(torch.cuda, "mem_get_info", side_effect=[(free, 0), (free - 1, 0)]),
         ):
-            device = room.Room(engine.backend)
+            device = headroom.Headroom(engine.backend)
             found[forward_only] = [device.fits(engine._paths.costs, stock) for _ in range(2)]
     return found
 
@@ -143,7 +143,7 @@ def _peaks(path: str) -> list[dict]:
     """MOCK: a GPU's memory statistics."""
     cuda = {"reset_peak_memory_stats": lambda _: None, "max_memory_allocated": lambda _: 2**30}
     with (
-        mock.patch.object(room, "get_device_name", lambda: "cuda"),
+        mock.patch.object(headroom, "get_device_name", lambda: "cuda"),
         mock.patch.multiple(torch.cuda, **cuda),
     ):
         engine = _engine("prefix", path, PHASED)
@@ -329,9 +329,9 @@ def test_attention_is_kept_where_updates_without_left_room_to_spare(
     monkeypatch, factor, checkpointed, tower, option, keeps
 ):
     """MOCK: the free memory of a GPU, and the word of another rank."""
-    monkeypatch.setattr(room, "get_device_name", lambda: "cuda")
+    monkeypatch.setattr(headroom, "get_device_name", lambda: "cuda")
     others = [0.0]  # what another rank leaves out, of two
-    updates = room.Room(_two_ranks(others))
+    updates = headroom.Headroom(_two_ranks(others))
     shape = ModelShape(2e6, 1e6, 500.0, (None, 8), 100.0, 10.0, 5.0, 50, attention=12.0, tower=tower)
     memory = Memory(ranks=2, checkpointed=checkpointed, no_sync=False, logits_chunk=4096, offload=False)
     costs = CostModel(shape, dense_mask=False, wave_tokens=None, min_speedup=1.05, memory=memory)
@@ -366,7 +366,7 @@ def test_attention_is_kept_where_updates_without_left_room_to_spare(
 @pytest.mark.parametrize("checkpointed", [True, False])
 def test_all_logits_of_a_pass_exist_where_updates_left_room_for_them_too(monkeypatch, checkpointed):
     """MOCK: the free memory of a GPU, and the word of another rank."""
-    monkeypatch.setattr(room, "get_device_name", lambda: "cuda")
+    monkeypatch.setattr(headroom, "get_device_name", lambda: "cuda")
     shape = ModelShape(2e6, 1e6, 5.0, (None, None), 100.0, 10.0, 5.0, 50, attention=12.0, logits=1000.0)
     memory = Memory(ranks=2, checkpointed=checkpointed, no_sync=False, logits_chunk=None, offload=False)
     plan = make_plan([Group((0, 1), 300, (3000, 3000))], 10**5, "packed")
@@ -376,7 +376,7 @@ def test_all_logits_of_a_pass_exist_where_updates_left_room_for_them_too(monkeyp
         """Whether attention and all logits are kept, behind an update that left so many times what both need."""
         costs = CostModel(shape, dense_mask=False, wave_tokens=None, min_speedup=1.05, memory=memory)
         costs = dataclasses.replace(costs, **changed)
-        updates = room.Room(_two_ranks(others))
+        updates = headroom.Headroom(_two_ranks(others))
         most = dataclasses.replace(memory, attention_kept=checkpointed, all_logits=True)
         free = factor * peak_bytes(shape, plan, (), most) - peak_bytes(shape, plan, (), memory)
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free, 0))

@@ -33,9 +33,9 @@ PLACES = {
     "core/meter.py:Meter.waves": PEAK,
     "core/meter.py:_now": f"{CORE}:test_phases_are_timed_by_events_for_which_only_the_reader_waits",
     "core/offload.py:device_room": "core/test_offload.py:test_room_for_prefetching_leaves_an_eighth_of_the_device",
-    "engine/room.py:Room.__init__": ROOM,
-    "engine/room.py:Room.fits": f"{FAULTS}:test_an_engine_for_log_probs_alone_has_no_update_to_fit",
-    "engine/room.py:Room.update": ROOM,
+    "engine/headroom.py:Headroom.__init__": ROOM,
+    "engine/headroom.py:Headroom.fits": f"{FAULTS}:test_an_engine_for_log_probs_alone_has_no_update_to_fit",
+    "engine/headroom.py:Headroom.update": ROOM,
     "models/recurrent.py:Mamba2._chunk_scan":
         "models/test_recurrent_packages.py:test_models_are_those_of_hugging_face_by_functions_with_these_arguments",
     "tools/ab/arm.py:_measured": f"{TOOLS}:test_a_pass_of_ab_is_measured_on_the_gpu",

@@ -17,6 +17,6 @@ Read `prefix_engine` first. A mini-batch goes, in the order of `PrefixEngine.for
 one with fewer passes runs dummies, and one without outputs sends nothing. Errors in the exchange and in the
 checks of rows reach all ranks by `together`; any other leaves them waiting until their collectives time out.
 
-Apart from that: `room` and `out_of_memory` (memory of an update), `carried_pixels` (one of a prompt's rows carried the
-pixels from the rollout on; the others get them back).
+Apart from that: `headroom` and `out_of_memory` (memory of an update), `carried_pixels` (one of a prompt's rows carried
+the pixels from the rollout on; the others get them back).
 """

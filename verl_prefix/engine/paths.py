@@ -17,7 +17,7 @@ from verl_prefix.core.groups import Group
 from verl_prefix.core.schedule import Schedule
 from verl_prefix.core.waves import Plan, leaves_room
 from verl_prefix.engine.backend import Backend
-from verl_prefix.engine.room import Room
+from verl_prefix.engine.headroom import Headroom
 from verl_prefix.engine.rows import BatchRows
 from verl_prefix.versions import warn_once
 
@@ -34,27 +34,30 @@ class Paths:
     """Plans an engine's batches, once the engine has its model.
 
     Args:
-        schedule: makes a schedule of (outputs, step, forward_only). room: what this rank's device has room for.
+        schedule: makes a schedule of (outputs, step, forward_only). headroom: of this rank's device.
 
     Attributes:
-        lasting: verl's own path, where every batch takes it; or None.
+        always: verl's own path, where every batch takes it; or None.
         costs: what decides between paths, unless prefix.schedule is stock.
     """
 
-    def __init__(self, backend: Backend, options: PrefixConfig, schedule: Callable[..., Schedule], room: Room) -> None:
+    def __init__(
+        self, backend: Backend, options: PrefixConfig, schedule: Callable[..., Schedule], headroom: Headroom
+    ) -> None:
         self.options = options
-        self.lasting = Stock("prefix.schedule=stock") if options.schedule == "stock" else None
+        self.always = Stock("prefix.schedule=stock") if options.schedule == "stock" else None
         self._chooser: Chooser | None = None
         self._told_waves = self._told_bubble = False
         self._bubble: float | None = None  # of the last planned batch
-        if self.lasting is not None:
+        if self.always is not None:
             return
         self._stock = stock = backend.stock_facts
         self.costs = costs = CostModel(
             shape=backend.shape,
             dense_mask=stock.dense_mask,
             wave_tokens=options.wave_tokens,
-            min_speedup=0 if stock.why_not_sharded else options.min_speedup,  # that path computes every token n times
+            # Where verl's path cannot be sharded, each rank of a slice group computes every token.
+            min_speedup=0 if stock.why_not_sharded else options.min_speedup,
             memory=backend.memory(options),
             one_row=stock.one_row,
         )
@@ -76,7 +79,7 @@ class Paths:
             known = {"forward": flops["forward"]} if backend.has_no_updates else flops
         self._chooser = Chooser(
             costs, known, measure=rates, reduce_max=backend.ranks.max_over_ranks,
-            stock_fits=functools.partial(room.fits, costs),
+            stock_fits=functools.partial(headroom.fits, costs),
         )  # fmt: skip
 
     def why_stock(self, rows: BatchRows) -> Stock | None:
@@ -90,8 +93,8 @@ class Paths:
         data = rows.data
         if "routed_experts" in data.keys():
             raise ValueError(NO_REPLAY)
-        if self.lasting is not None:
-            return self.lasting
+        if self.always is not None:
+            return self.always
         if "prompts" not in data.keys() or "responses" not in data.keys():
             return Stock("the batch has no prompts and responses (not an RL batch)")
         mask = data["loss_mask"]
@@ -109,6 +112,7 @@ class Paths:
         Args:
             rows: this rank's own, which verl's path would compute. groups: of the rows that ours computes.
         """
+        # `groups` may be of other rows than `rows`: a budget reads the batch's flags, and of groups lengths alone.
         batch, own = (Batch(each, rows.budget(each)) for each in (groups, rows.alone))
         if not (self._stock.why_not_sharded or self.costs.one_row):
             self._tell_long_rows(rows, own.budget, forward_only)

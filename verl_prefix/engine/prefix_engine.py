@@ -27,12 +27,12 @@ from verl_prefix.engine.backend import Backend
 from verl_prefix.engine.carried_pixels import receive_pixels
 from verl_prefix.engine.exchange import open_exchange
 from verl_prefix.engine.grouping import TreeRule
+from verl_prefix.engine.headroom import Headroom
 from verl_prefix.engine.loss import Loss, LossFunction
 from verl_prefix.engine.mini_batch import MiniBatch, even_out
 from verl_prefix.engine.out_of_memory import out_of_memory_advice
 from verl_prefix.engine.outputs import flags_of
 from verl_prefix.engine.paths import Paths, Stock
-from verl_prefix.engine.room import Room
 from verl_prefix.engine.rows import BatchRows
 from verl_prefix.engine.step_metrics import GROUP_TOKENS, StepMetrics, plan_metrics
 from verl_prefix.engine.together import together
@@ -109,10 +109,10 @@ class PrefixEngine:
     ) -> tuple[dict[str, Any], dict[str, float]]:
         """As `run_plan`, with as much kept as this device has room for."""
         costs = self._paths.costs
-        keeps, meter = costs.memory, self._room.meter(forward_only)
+        keeps, meter = costs.memory, self._headroom.meter(forward_only)
         if not forward_only:
             one_copy = self.backend.reads_logits_once(flags_of(rows.data))
-            keeps = self._room.keeps(plan, costs, self.prefix_config.keep_attention, one_copy)
+            keeps = self._headroom.keeps(plan, costs, self.prefix_config.keep_attention, one_copy)
         with out_of_memory_advice(plan, keeps):
             return self.run_plan(rows, groups, plan, loss, forward_only, keeps=keeps, meter=meter)
 
@@ -175,12 +175,12 @@ class PrefixEngine:
             tu.assign_non_tensor(data, global_batch_size=int(num_rows) // ranks.copies)
         if self._trace is not None:
             self._trace.record(rows, loss_function, ranks.max_over_ranks)
-        with self._room.update():
+        with self._headroom.update():
             output: dict[str, Any] = super().train_batch(data, loss_function)  # type: ignore[misc]
         return output
 
     def set_backend(self, backend: Backend, engine_config: Any) -> None:
-        """Ends the constructor: verl's engine is there, by `engine_config`. `trees`, `_room` and `_paths` follow in
+        """Ends the constructor: verl's engine is there, by `engine_config`. `trees`, `_headroom` and `_paths` follow in
         `initialize`."""
         self.backend = backend
         self._verification = Verification(backend, self.prefix_config, self.run_plan)
@@ -198,8 +198,8 @@ class PrefixEngine:
             self.trees = TreeRule(
                 self.prefix_config.trees, frozenset(end_tokens(model_config.tokenizer)), model_config.hf_config
             )
-        self._room = Room(self.backend)
-        self._paths = Paths(self.backend, self.prefix_config, self._schedule, self._room)
+        self._headroom = Headroom(self.backend)
+        self._paths = Paths(self.backend, self.prefix_config, self._schedule, self._headroom)
 
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         """Loads as verl's; after that no trace is recorded."""

@@ -15,16 +15,14 @@ from verl_prefix.core.waves import Plan
 from verl_prefix.engine.backend import Backend
 
 
-class Room:
-    """The device's memory, by which an engine decides.
-
-    Without CUDA nobody knows it, and there is room for everything.
-    """
+class Headroom:
+    """The memory that a device has left, by which an engine decides. Without CUDA nobody knows it: all fits."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
         self._is_known = get_device_name() == "cuda"
-        self._room = 0.0 if self._is_known else math.inf  # bytes that an update may add, by earlier ones
+        # Bytes that an update may add, by those before it; None: there was none.
+        self._bytes: float | None = None if self._is_known else math.inf
         self._largest = self._estimate = 0.0  # what the largest and the present one add, by estimate
         self._meter = Meter()  # of the last update, until one had waves; then it stays
 
@@ -45,7 +43,8 @@ class Room:
         yield
         if self._estimate and self._is_known:
             self._largest = max(self._largest, self._estimate)
-            self._room = min(self._room or math.inf, torch.cuda.mem_get_info()[0] + self._largest)
+            found = torch.cuda.mem_get_info()[0] + self._largest
+            self._bytes = found if self._bytes is None else min(self._bytes, found)
 
     def keeps(self, plan: Plan, costs: CostModel, option: str, one_copy: bool) -> Memory:
         """What this update keeps, the same on every rank: attention's outputs and all logits of a pass, attention's
@@ -62,7 +61,7 @@ class Room:
         more = replace(least, attention_kept=attention)
         choices = (replace(more, all_logits=all_logits), more, least)
         adds = [peak_bytes(shape, plan, (), memory) for memory in choices]
-        fits = [ROOM_FACTOR * added <= self._room for added in adds[:-1]]
+        fits = [ROOM_FACTOR * added <= (self._bytes or 0.0) for added in adds[:-1]]
         (chosen,) = self._backend.ranks.max_over_ranks([float([*fits, True].index(True))])
         self._estimate = adds[int(chosen)]
         return choices[int(chosen)]
